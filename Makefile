@@ -1,0 +1,61 @@
+# Everyday commands; each one sets up what it needs in .venv first. `make train` and `make test` are the ones to remember.
+#
+#   make train [ARGS="--steps 500"]   train a small GPT through this package
+#   make test  [ARGS="-k varlen"]     run the test suite
+#   make bench-cpu, make lint, make format, make develop (build after a change), make clean
+#
+# PYTHON is the interpreter that .venv is made from. If it has a usable torch, .venv takes that one and installs no other.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin/python
+SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp')
+PYTHON_SOURCES := flashattn_ext tests setup.py
+HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))
+
+INSTALL := -m pip install --no-build-isolation -e ".[cli,test]"
+REBUILD := setup.py build_ext --inplace
+
+.PHONY: train test bench-cpu lint format develop clean
+
+train: $(VENV)/built
+	$(BIN) -m flashattn_ext train $(ARGS)
+
+test: $(VENV)/built
+	$(BIN) -m pytest -q tests $(ARGS)
+
+bench-cpu: $(VENV)/built
+	$(BIN) -m flashattn_ext bench cpu $(ARGS)
+
+lint: $(VENV)/built
+	$(BIN) -m ruff check $(PYTHON_SOURCES)
+	$(BIN) -m ruff format --check $(PYTHON_SOURCES)
+	$(VENV)/bin/clang-format --dry-run -Werror $(SOURCES)
+
+format: $(VENV)/built
+	$(BIN) -m ruff check --fix $(PYTHON_SOURCES)
+	$(BIN) -m ruff format $(PYTHON_SOURCES)
+	$(VENV)/bin/clang-format -i $(SOURCES)
+
+develop: $(VENV)/built
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info flashattn_ext/_C*.so .pytest_cache .ruff_cache .hypothesis
+
+# The environment gets no pip of its own from ensurepip, which Debian leaves out of its Python: the pip of $(PYTHON) installs
+# one from outside. A $(PYTHON) without pip falls back to ensurepip.
+$(VENV)/created:
+	rm -rf $(VENV)
+	$(PYTHON) -m venv --without-pip $$($(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null && echo --system-site-packages) $(VENV)
+	$(PYTHON) -m pip --python $(BIN) install -q pip || $(BIN) -m ensurepip
+	$(BIN) -m pip install -q "setuptools>=64" wheel ninja
+	$(BIN) -c '$(HAS_TORCH)' 2>/dev/null || $(BIN) -m pip install $(TORCH)
+	touch $@
+
+# The first time and when the packaging changes, a whole installation; after a change of sources, only what changed.
+$(VENV)/built: $(VENV)/created setup.py pyproject.toml $(SOURCES)
+	$(BIN) $(if $(filter-out $(SOURCES),$?),$(INSTALL),$(REBUILD))
+	touch $@

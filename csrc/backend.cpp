@@ -1,0 +1,52 @@
+#include "backend.h"
+
+#include <atomic>
+#include <stdexcept>
+
+namespace flashattn_ext {
+namespace {
+
+std::atomic<const Backend*> forced{nullptr};
+
+}  // namespace
+
+const std::vector<const Backend*>& backends() {
+  static const std::vector<const Backend*> all{&cpu_backend()};
+  return all;
+}
+
+const Backend& backend_for(const std::string& device) {
+  if (const Backend* backend = forced.load()) {
+    if (device == backend->device) return *backend;
+    throw std::runtime_error(std::string("backend: use_backend('") + backend->name + "') takes tensors on '" + backend->device +
+                             "', got '" + device + "'; move the tensors or call use_backend(None)");
+  }
+  for (const Backend* backend : backends()) {
+    if (device == backend->device) return *backend;
+  }
+  throw std::runtime_error("flashattn_ext was built without a backend for '" + device + "' tensors; see flashattn_ext.build_info() " +
+                           "and rebuild on a machine with that toolkit: pip install --no-build-isolation --force-reinstall --no-deps .");
+}
+
+void force_backend(const std::string& name) {
+  if (name.empty()) {
+    forced.store(nullptr);
+    return;
+  }
+  std::string choices;
+  for (const Backend* backend : backends()) {
+    if (name == backend->name) {
+      forced.store(backend);
+      return;
+    }
+    choices += std::string(choices.empty() ? "'" : ", '") + backend->name + "'";
+  }
+  throw std::invalid_argument("backend: '" + name + "' is not in this build; choose one of " + choices + " or None");
+}
+
+std::string forced_backend() {
+  const Backend* backend = forced.load();
+  return backend ? backend->name : "";
+}
+
+}  // namespace flashattn_ext

@@ -1,0 +1,44 @@
+// Backend: what one kind of device offers to ops.cpp. Each backend defines one constant table of this type.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "params.h"
+
+namespace flashattn_ext {
+
+struct Backend {
+  const char* name;    // as in build_info() and use_backend(): "cpu", "cuda-sm80", ...
+  const char* device;  // torch's name of the device whose tensors it takes: "cpu", "cuda", "npu"
+
+  // Empty when the call can run; otherwise the reason in words, with the nearest thing that works.
+  std::string (*supports)(const AttnParams& params, bool backward);
+
+  // Bytes of scratch memory that the call needs; ops.cpp allocates them and sets params.workspace.
+  size_t (*forward_workspace_bytes)(const AttnParams& params);
+  size_t (*backward_workspace_bytes)(const AttnGradParams& params);
+
+  void (*forward)(const AttnParams& params);
+  void (*backward)(const AttnGradParams& params);
+
+  // mask[b, h, i, j] = 1 where dropout keeps the score; bool [B, Hq, Sq, Sk] contiguous. Uses batch, heads_q, seqlens and rng.
+  void (*dropout_mask)(const AttnParams& params, bool* mask);
+};
+
+const Backend& cpu_backend();
+
+// Every backend of this build; among those of one device the preferred one comes first.
+const std::vector<const Backend*>& backends();
+
+// The forced backend, or the preferred one of the device. Throws std::runtime_error, naming the fix, when there is none or
+// the forced one takes tensors of another device.
+const Backend& backend_for(const std::string& device);
+
+// Process-wide (the autograd engine runs the backward in threads of its own); an empty name chooses by device again.
+// Throws std::invalid_argument naming the choices.
+void force_backend(const std::string& name);
+std::string forced_backend();
+
+}  // namespace flashattn_ext

@@ -1,0 +1,136 @@
+// Element types of the tensors and their conversion to and from the type that the kernels compute in.
+#pragma once
+
+#include "simd.h"
+
+namespace flashattn_ext {
+namespace FLASHATTN_ISA {
+
+struct Float16 {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline uint32_t float_bits(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+inline float bits_float(uint32_t bits) {
+  float x;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+inline float widen(float x) { return x; }
+inline double widen(double x) { return x; }
+inline float widen(BFloat16 x) { return bits_float(static_cast<uint32_t>(x.bits) << 16); }
+inline float widen(Float16 x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
+  const uint32_t magnitude = x.bits & 0x7FFFu;
+  if (magnitude >= 0x7C00u) return bits_float(sign | 0x7F800000u | (magnitude & 0x3FFu) << 13);  // inf, NaN
+  // Moving the fields into place leaves an exponent that is 112 too small; one exact product puts it right, denormals included.
+  return bits_float(sign | float_bits(bits_float(magnitude << 13) * 0x1p112f));
+}
+
+inline void narrow(float x, float* to) { *to = x; }
+inline void narrow(double x, double* to) { *to = x; }
+inline void narrow(float x, BFloat16* to) {
+  const uint32_t bits = float_bits(x);
+  const bool is_nan = (bits & 0x7FFFFFFFu) > 0x7F800000u;
+  const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;  // to nearest even
+  to->bits = static_cast<uint16_t>(is_nan ? (bits >> 16) | 0x40u : rounded);
+}
+inline void narrow(float x, Float16* to) {
+  const uint32_t bits = float_bits(x);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7FFFFFFFu;
+  uint32_t half;
+  if (magnitude > 0x7F800000u) {
+    half = 0x7E00u;  // NaN
+  } else if (magnitude >= 0x477FF000u) {
+    half = 0x7C00u;  // rounds to infinity
+  } else if (magnitude < 0x38800000u) {
+    // Denormal: adding 0.5 aligns the last bit of the result with the last bit of the sum, which rounds to nearest even.
+    half = float_bits(bits_float(magnitude) + 0.5f) - 0x3F000000u;
+  } else {
+    half = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+  }
+  to->bits = static_cast<uint16_t>(sign | half);
+}
+
+// Whole vectors where the instruction set converts them; returns how many elements were done.
+#if defined(FLASHATTN_ISA_AVX512)
+inline int64_t widen_vectors(float* to, const BFloat16* from, int64_t n) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
+    _mm512_storeu_ps(to + i, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)));
+  }
+  return i;
+}
+inline int64_t widen_vectors(float* to, const Float16* from, int64_t n) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
+  }
+  return i;
+}
+inline int64_t narrow_vectors(Float16* to, const float* from, int64_t n) {
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const __m256i half = _mm512_cvtps_ph(_mm512_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), half);
+  }
+  return i;
+}
+#elif defined(FLASHATTN_ISA_AVX2)
+inline int64_t widen_vectors(float* to, const BFloat16* from, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
+    _mm256_storeu_ps(to + i, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16)));
+  }
+  return i;
+}
+inline int64_t widen_vectors(float* to, const Float16* from, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+  }
+  return i;
+}
+inline int64_t narrow_vectors(Float16* to, const float* from, int64_t n) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m128i half = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), half);
+  }
+  return i;
+}
+#endif
+
+template <class To, class From>
+inline int64_t widen_vectors(To*, const From*, int64_t) {
+  return 0;
+}
+template <class To, class From>
+inline int64_t narrow_vectors(To*, const From*, int64_t) {
+  return 0;
+}
+
+template <class Real, class In>
+inline void widen_row(Real* to, const In* from, int64_t n) {
+  for (int64_t i = widen_vectors(to, from, n); i < n; ++i) to[i] = widen(from[i]);
+}
+// to = narrow(scale * from); scales `from` in place on the way.
+template <class Real, class In>
+inline void narrow_row(In* to, Real* from, int64_t n, Real scale) {
+  for (int64_t i = 0; i < n; ++i) from[i] *= scale;
+  for (int64_t i = narrow_vectors(to, from, n); i < n; ++i) narrow(from[i], to + i);
+}
+
+}  // namespace FLASHATTN_ISA
+}  // namespace flashattn_ext

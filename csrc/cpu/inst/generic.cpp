@@ -1,0 +1,7 @@
+// The CPU kernels in the compiler's own vectors, for every CPU that the build targets (SSE2 on x86-64, NEON on Arm).
+#include "std.h"
+
+#define FLASHATTN_ISA generic
+#define FLASHATTN_KERNELS kGenericKernels
+
+#include "../instantiate.h"

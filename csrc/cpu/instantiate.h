@@ -1,0 +1,55 @@
+// Instantiates every kernel for the instruction set that the including file (inst/*.cpp) has chosen, and fills its table.
+#pragma once
+
+#include "backward.h"
+#include "forward.h"
+
+namespace flashattn_ext {
+namespace FLASHATTN_ISA {
+
+#if defined(FLASHATTN_ISA_AVX512_BF16)
+using BFloat16Op = Bf16DotOp;
+#else
+using BFloat16Op = FmaOp<float>;
+#endif
+
+// Calls body(In{}, Op{}, Accuracy{}) with the types that belong to a dtype.
+template <class Body>
+inline auto for_dtype(DType dtype, Body body) {
+  switch (dtype) {
+    case DType::kFloat16:
+      return body(Float16{}, FmaOp<float>{}, Exp2Half{});
+    case DType::kBFloat16:
+      return body(BFloat16{}, BFloat16Op{}, Exp2Half{});
+    case DType::kFloat64:
+      return body(double{}, FmaOp<double>{}, Exp2Full{});
+    case DType::kFloat32:
+      break;
+  }
+  return body(float{}, FmaOp<float>{}, Exp2Full{});
+}
+
+inline int64_t forward_scratch_bytes(const AttnParams& p) {
+  return for_dtype(p.dtype, [&](auto, auto op, auto) { return ForwardScratch<decltype(op)>(p, nullptr).bytes; });
+}
+inline void forward(const AttnParams& p) {
+  for_dtype(p.dtype, [&](auto in, auto op, auto accuracy) { forward<decltype(in), decltype(op), decltype(accuracy)>(p); });
+}
+inline int64_t backward_scratch_bytes(const AttnGradParams& p) {
+  return for_dtype(p.dtype, [&](auto in, auto op, auto) { return BackwardScratch<decltype(in), decltype(op)>(p, nullptr).bytes; });
+}
+inline int64_t backward_shared_bytes(const AttnGradParams& p) {
+  return for_dtype(p.dtype, [&](auto in, auto op, auto) { return BackwardShared<decltype(in), decltype(op)>(p, nullptr).bytes; });
+}
+inline void backward(const AttnGradParams& p) {
+  for_dtype(p.dtype, [&](auto in, auto op, auto accuracy) { backward<decltype(in), decltype(op), decltype(accuracy)>(p); });
+}
+
+}  // namespace FLASHATTN_ISA
+
+const CpuKernels FLASHATTN_KERNELS = {
+    FLASHATTN_STRINGIFY_NAME(FLASHATTN_ISA),  FLASHATTN_ISA::forward_scratch_bytes, FLASHATTN_ISA::forward,
+    FLASHATTN_ISA::backward_scratch_bytes, FLASHATTN_ISA::backward_shared_bytes, FLASHATTN_ISA::backward,
+};
+
+}  // namespace flashattn_ext

@@ -1,0 +1,175 @@
+// Brings tiles of the input tensors into the forms that gemm.h reads.
+//
+// stage_rows: rows that can be read in whole vectors of units. In place when the tensor already is that; otherwise a
+//   widened or padded copy in scratch memory (16-bit inputs of a float product, head dims that end inside a vector).
+// transpose_rows: [units][rows] from staged rows, the B operand of Q K^T and dO V^T.
+// pair_rows: the B operand of products along rows: the staged rows themselves, or for bfloat16 pairs of them interleaved.
+#pragma once
+
+#include "convert.h"
+#include "gemm.h"
+
+namespace flashattn_ext {
+namespace FLASHATTN_ISA {
+
+template <class Op>
+struct StagedElement {
+  using Type = typename Op::Real;
+};
+#if defined(FLASHATTN_ISA_AVX512_BF16)
+template <>
+struct StagedElement<Bf16DotOp> {
+  using Type = BFloat16;
+};
+#endif
+
+// rows of `padded` units each, zero beyond the head dim; stride in units.
+template <class Op>
+struct Rows {
+  const typename Op::Unit* data;
+  int64_t stride;
+};
+
+template <class Op>
+inline int64_t padded_units(int64_t head_dim) {
+  return round_up(ceil_div(head_dim, Op::kPack), Op::S::kWidth);
+}
+
+inline void copy_row(float* to, const float* from, int64_t n) { std::memcpy(to, from, n * sizeof(float)); }
+inline void copy_row(double* to, const double* from, int64_t n) { std::memcpy(to, from, n * sizeof(double)); }
+inline void copy_row(BFloat16* to, const BFloat16* from, int64_t n) { std::memcpy(to, from, n * sizeof(BFloat16)); }
+inline void copy_row(float* to, const BFloat16* from, int64_t n) { widen_row(to, from, n); }
+inline void copy_row(float* to, const Float16* from, int64_t n) { widen_row(to, from, n); }
+
+// How the rows will be read: element by element (A operand), or also in whole vectors (B operand).
+enum class Reads { kElements, kVectors };
+
+// With 32-byte vectors half of the loads are of B; rows far apart then exhaust the sets of the L1 cache (D=128, rows 4 KB
+// apart: 64 GFLOP/s in place, 89 copied). 64-byte vectors do not suffer.
+constexpr bool kCopiesDistantRows = kVectorBytes < 64;
+
+template <class Op, class In>
+inline bool reads_in_place(int64_t head_dim, int64_t row_stride, Reads reads) {
+  using Element = typename StagedElement<Op>::Type;
+  if (kCopiesDistantRows && reads == Reads::kVectors && row_stride != head_dim) return false;
+  return std::is_same<In, Element>::value && head_dim % (Op::S::kWidth * Op::kPack) == 0 && row_stride % Op::kPack == 0;
+}
+
+// scratch: [rows][padded_units(head_dim)], used only when the rows cannot be read in place.
+template <class Op, class In>
+inline Rows<Op> stage_rows(const In* from, int64_t row_stride, int64_t rows, int64_t head_dim, Reads reads,
+                           typename Op::Unit* scratch) {
+  using Unit = typename Op::Unit;
+  using Element = typename StagedElement<Op>::Type;
+  if (reads_in_place<Op, In>(head_dim, row_stride, reads)) {
+    return {reinterpret_cast<const Unit*>(from), row_stride / Op::kPack};
+  }
+  const int64_t units = padded_units<Op>(head_dim);
+  for (int64_t r = 0; r < rows; ++r) {
+    Element* to = reinterpret_cast<Element*>(scratch + r * units);
+    copy_row(to, from + r * row_stride, head_dim);
+    std::memset(static_cast<void*>(to + head_dim), 0, (units * Op::kPack - head_dim) * sizeof(Element));
+  }
+  return {scratch, units};
+}
+
+// In-register transposition of a kWidth x kWidth block of units: log2(kWidth) rounds of exchanging halves.
+template <class Unit>
+struct Transpose {
+  static constexpr int W = kVectorBytes / sizeof(Unit);
+  using Index = std::conditional_t<sizeof(Unit) == 8, int64_t, int32_t>;
+  typedef Index V __attribute__((vector_size(kVectorBytes), may_alias));
+  typedef Index UnalignedV __attribute__((vector_size(kVectorBytes), may_alias, aligned(2)));
+
+  static V load(const Unit* p) { return *reinterpret_cast<const UnalignedV*>(p); }
+  static void store(Unit* p, V x) { *reinterpret_cast<UnalignedV*>(p) = x; }
+
+#if defined(__clang__)
+  template <int H, int... L>
+  static V low(V a, V b, std::integer_sequence<int, L...>) {
+    return __builtin_shufflevector(a, b, (L & H ? W + L - H : L)...);
+  }
+  template <int H, int... L>
+  static V high(V a, V b, std::integer_sequence<int, L...>) {
+    return __builtin_shufflevector(a, b, (L & H ? W + L : L + H)...);
+  }
+#else
+  template <int H, int... L>
+  static V low(V a, V b, std::integer_sequence<int, L...>) {
+    return __builtin_shuffle(a, b, V{(L & H ? W + L - H : L)...});
+  }
+  template <int H, int... L>
+  static V high(V a, V b, std::integer_sequence<int, L...>) {
+    return __builtin_shuffle(a, b, V{(L & H ? W + L : L + H)...});
+  }
+#endif
+
+  template <int H>
+  static void exchange(V* rows) {
+    if constexpr (H > 0) {
+      FLASHATTN_UNROLL(16)
+      for (int r = 0; r < W; ++r) {
+        if (r & H) continue;
+        const V a = rows[r], b = rows[r + H];
+        rows[r] = low<H>(a, b, std::make_integer_sequence<int, W>());
+        rows[r + H] = high<H>(a, b, std::make_integer_sequence<int, W>());
+      }
+      exchange<H / 2>(rows);
+    }
+  }
+};
+
+// to[u][r] = rows[r][u] for r < count, 0 for the lanes up to round_up(count, lanes); `flip` is XORed into each unit (a
+// sign change). to: [padded_units][to_stride].
+template <class Op>
+inline void transpose_rows(typename Op::Unit* to, int64_t to_stride, Rows<Op> rows, int64_t count, int64_t lanes, int64_t units,
+                           bool negate) {
+  using T = Transpose<typename Op::Unit>;
+  using V = typename T::V;
+  constexpr int W = T::W;
+  using Index = typename T::Index;
+  constexpr Index kSign = Op::kPack == 2 ? static_cast<Index>(0x80008000u) : static_cast<Index>(Index(1) << (8 * sizeof(Index) - 1));
+  const V flip = V{} + (negate ? kSign : Index(0));
+  for (int64_t r = 0; r < lanes; r += W) {
+    for (int64_t u = 0; u < units; u += W) {
+      V block[W];
+      FLASHATTN_UNROLL(16)
+      for (int i = 0; i < W; ++i) block[i] = r + i < count ? T::load(rows.data + (r + i) * rows.stride + u) ^ flip : V{};
+      T::template exchange<W / 2>(block);
+      FLASHATTN_UNROLL(16)
+      for (int i = 0; i < W; ++i) T::store(to + (u + i) * to_stride + r, block[i]);
+    }
+  }
+}
+
+// The rows as B operand of a product along them.
+template <class Op>
+inline Rows<Op> pair_rows(Rows<Op> rows, int64_t count, int64_t units, typename Op::Unit* scratch) {
+  (void)count, (void)units, (void)scratch;
+  return rows;
+}
+#if defined(FLASHATTN_ISA_AVX512_BF16)
+// scratch: [ceil(count / 2)][2 * units]; a missing last row counts as zeros.
+template <>
+inline Rows<Bf16DotOp> pair_rows<Bf16DotOp>(Rows<Bf16DotOp> rows, int64_t count, int64_t units, uint32_t* scratch) {
+  alignas(64) static constexpr uint16_t kFirst[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                      8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
+  alignas(64) static constexpr uint16_t kSecond[32] = {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
+                                                       24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
+  const __m512i first = _mm512_load_si512(kFirst), second = _mm512_load_si512(kSecond);
+  for (int64_t r = 0; r < count; r += 2) {
+    const uint32_t* even = rows.data + r * rows.stride;
+    uint32_t* to = scratch + r / 2 * 2 * units;
+    for (int64_t u = 0; u < units; u += 16) {
+      const __m512i a = _mm512_loadu_si512(even + u);
+      const __m512i b = r + 1 < count ? _mm512_loadu_si512(even + rows.stride + u) : _mm512_setzero_si512();
+      _mm512_storeu_si512(to + 2 * u, _mm512_permutex2var_epi16(a, first, b));
+      _mm512_storeu_si512(to + 2 * u + 16, _mm512_permutex2var_epi16(a, second, b));
+    }
+  }
+  return {scratch, 2 * units};
+}
+#endif
+
+}  // namespace FLASHATTN_ISA
+}  // namespace flashattn_ext

@@ -1,0 +1,38 @@
+// flashattn_ext._C: what is not an op. Importing it also registers the ops of ops.cpp.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "backend.h"
+#include "cpu/isa.h"
+
+
+namespace flashattn_ext {
+namespace {
+
+std::string compiler() {
+#if defined(__clang__)
+  return "clang " __clang_version__;
+#else
+  return "gcc " __VERSION__;
+#endif
+}
+
+std::vector<std::string> backend_names() {
+  std::vector<std::string> names;
+  for (const Backend* backend : backends()) names.push_back(backend->name);
+  return names;
+}
+
+}  // namespace
+}  // namespace flashattn_ext
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using namespace flashattn_ext;
+  m.def("compiler", &compiler, "The C++ compiler of this build.");
+  m.def("backends", &backend_names, "Names of the compiled backends, the preferred one of each device first.");
+  m.def("force_backend", &force_backend, "Forces a backend for the process; '' chooses by device again.");
+  m.def("forced_backend", &forced_backend, "The forced backend, or ''.");
+  m.def("cpu_isas", &cpu_isas, "Instruction sets that the CPU backend can use here, fastest first.");
+  m.def("cpu_isa", &cpu_isa, "The instruction set in use.");
+  m.def("set_cpu_isa", &set_cpu_isa, "Chooses one of cpu_isas().");
+}

@@ -1,0 +1,277 @@
+// The ops of torch.ops.flashattn_ext: validate, allocate, fill AttnParams, hand over to a Backend. Besides validate.cpp the
+// only file that sees torch.
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <pthread.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <mutex>
+#include <tuple>
+
+#include "backend.h"
+#include "dropout.h"
+#include "validate.h"
+
+namespace flashattn_ext {
+namespace {
+
+// --- the caller's thread pool -------------------------------------------------------------------------------------------
+
+// The threads of an OpenMP pool do not exist in a forked child, which would wait for them forever.
+std::atomic<bool> in_forked_child{false};
+
+CpuExecutor cpu_executor() {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true); });
+  (void)registered;
+  CpuExecutor executor;
+  const bool serial = in_forked_child.load() || at::in_parallel_region();
+  executor.num_threads = serial ? 1 : at::get_num_threads();
+  executor.run = [](int workers, void (*body)(void*, int), void* context) {
+    if (workers == 1) return body(context, 0);
+    at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t worker = begin; worker < end; ++worker) body(context, static_cast<int>(worker));
+    });
+  };
+  return executor;
+}
+
+// --- from tensors to params ---------------------------------------------------------------------------------------------
+
+at::Tensor with_contiguous_rows(const at::Tensor& t) {
+  return t.stride(-1) == 1 || t.size(-1) <= 1 ? t : t.contiguous();
+}
+
+TensorView view_of(const AttnCall& c, const at::Tensor& t) {
+  TensorView view;
+  view.data = const_cast<void*>(t.const_data_ptr());
+  view.batch_stride = c.is_varlen() ? 0 : t.stride(0);
+  view.row_stride = t.stride(c.row_dim());
+  view.head_stride = t.stride(c.head_axis());
+  return view;
+}
+
+RowView row_view_of(const AttnCall& c, const at::Tensor& t) {
+  return {const_cast<void*>(t.const_data_ptr()), c.is_varlen() ? 0 : t.stride(0), t.stride(c.is_varlen() ? 0 : 1)};
+}
+
+DType dtype_of(const at::Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kDouble:
+      return DType::kFloat64;
+    default:
+      return DType::kFloat32;
+  }
+}
+
+// Replaces tensors by ones that kernels can read: rows contiguous, cu_seqlens contiguous, sink in the statistics dtype.
+AttnCall readable(AttnCall c) {
+  c.q = with_contiguous_rows(c.q);
+  c.k = with_contiguous_rows(c.k);
+  c.v = with_contiguous_rows(c.v);
+  if (c.is_varlen()) {
+    c.cu_seqlens_q = c.cu_seqlens_q->contiguous();
+    c.cu_seqlens_k = c.cu_seqlens_k->contiguous();
+  }
+  if (c.sink) c.sink = c.sink->to(c.statistics_dtype()).contiguous();
+  return c;
+}
+
+template <class Params>
+Params params_of(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& rng_state) {
+  Params p;
+  p.dtype = dtype_of(c.q);
+  p.batch = c.batch();
+  p.seqlen_q = c.is_varlen() ? c.max_seqlen_q : c.q.size(c.row_dim());
+  p.seqlen_k = c.is_varlen() ? c.max_seqlen_k : c.k.size(c.row_dim());
+  p.heads_q = c.q.size(c.head_axis());
+  p.heads_k = c.k.size(c.head_axis());
+  p.head_dim = c.q.size(-1);
+  p.head_dim_v = c.v.size(-1);
+  if (c.is_varlen()) {
+    p.cu_seqlens_q = c.cu_seqlens_q->const_data_ptr<int32_t>();
+    p.cu_seqlens_k = c.cu_seqlens_k->const_data_ptr<int32_t>();
+    p.total_q = c.q.size(0);
+    p.total_k = c.k.size(0);
+  }
+  p.q = view_of(c, c.q);
+  p.k = view_of(c, c.k);
+  p.v = view_of(c, c.v);
+  p.out = view_of(c, out);
+  p.lse = row_view_of(c, lse);
+  p.window_left = c.window_left;
+  p.window_right = c.causal ? 0 : c.window_right;  // causal caps the right side, and no side is below 0
+  p.softmax_scale = c.softmax_scale;
+  p.has_sink = c.smooth_softmax || c.sink;
+  p.sink = c.sink ? c.sink->const_data_ptr() : nullptr;
+  p.dropout_threshold = dropout_threshold(c.dropout_p);
+  p.rng_state = rng_state.const_data_ptr<int64_t>();
+  return p;
+}
+
+const Backend& backend_supporting(const AttnCall& c, const AttnParams& p, bool backward) {
+  const Backend& backend = backend_for(c.q.device().type() == at::kCPU ? "cpu" : c10::DeviceTypeName(c.q.device().type(), true));
+  const std::string reason = backend.supports(p, backward);
+  TORCH_CHECK_NOT_IMPLEMENTED(reason.empty(), "backend '", backend.name, "': ", reason);
+  return backend;
+}
+
+at::Tensor workspace_for(const AttnCall& c, size_t bytes, AttnParams* p) {
+  constexpr size_t kAlignment = 64;
+  at::Tensor workspace = at::empty({static_cast<int64_t>(bytes + kAlignment)}, c.q.options().dtype(at::kByte));
+  const auto address = reinterpret_cast<uintptr_t>(workspace.data_ptr());
+  p->workspace = reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
+  return workspace;
+}
+
+at::Tensor like(const AttnCall& c, const at::Tensor& t, int64_t head_dim) {
+  std::vector<int64_t> shape = t.sizes().vec();
+  shape.back() = head_dim;
+  return at::empty(shape, c.q.options());
+}
+
+// Packed rows behind the last sequence belong to none: they get what a row that sees nothing gets.
+void clear_rows_behind(const std::optional<at::Tensor>& cu_seqlens, const at::Tensor& t, int64_t row_dim, double value) {
+  if (!cu_seqlens || !cu_seqlens->is_cpu()) return;
+  const int64_t end = cu_seqlens->const_data_ptr<int32_t>()[cu_seqlens->numel() - 1];
+  if (end < t.size(row_dim)) t.narrow(row_dim, end, t.size(row_dim) - end).fill_(value);
+}
+
+at::Tensor draw_rng_state(const AttnCall& c, std::optional<int64_t> rng_seed) {
+  at::Tensor state = at::zeros({2}, c.q.options().dtype(at::kLong));
+  if (dropout_threshold(c.dropout_p) == 256) return state;
+  if (!rng_seed) {
+    at::Generator generator = at::detail::getDefaultCPUGenerator();
+    std::lock_guard<std::mutex> lock(generator.mutex());
+    rng_seed = static_cast<int64_t>(at::check_generator<at::CPUGeneratorImpl>(generator)->random64());
+  }
+  state.data_ptr<int64_t>()[0] = *rng_seed;
+  return state;
+}
+
+// --- the ops ------------------------------------------------------------------------------------------------------------
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(
+    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& cu_seqlens_q,
+    const std::optional<at::Tensor>& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, bool bhsd, double softmax_scale,
+    bool causal, int64_t window_left, int64_t window_right, double dropout_p, std::optional<int64_t> rng_seed, bool smooth_softmax,
+    const std::optional<at::Tensor>& sink) {
+  AttnCall c{q,      k,           v,            cu_seqlens_q, cu_seqlens_k,   max_seqlen_q, max_seqlen_k, bhsd, softmax_scale,
+             causal, window_left, window_right, dropout_p,    smooth_softmax, sink};
+  validate(c);
+  c = readable(c);
+  at::Tensor out = like(c, q, v.size(-1));
+  std::vector<int64_t> lse_shape{q.size(c.head_axis()), q.size(c.row_dim())};
+  if (!c.is_varlen()) lse_shape.insert(lse_shape.begin(), q.size(0));
+  at::Tensor lse = at::empty(lse_shape, q.options().dtype(c.statistics_dtype()));
+  at::Tensor rng_state = draw_rng_state(c, rng_seed);
+
+  AttnParams p = params_of<AttnParams>(c, out, lse, rng_state);
+  const CpuExecutor executor = cpu_executor();
+  p.stream = const_cast<CpuExecutor*>(&executor);
+  const Backend& backend = backend_supporting(c, p, false);
+  const at::Tensor workspace = workspace_for(c, backend.forward_workspace_bytes(p), &p);
+  clear_rows_behind(c.cu_seqlens_q, out, c.row_dim(), 0);
+  clear_rows_behind(c.cu_seqlens_q, lse, 1, -std::numeric_limits<double>::infinity());
+  backend.forward(p);
+  return {out, lse, rng_state};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward(
+    const std::optional<at::Tensor>& dout, const std::optional<at::Tensor>& dlse, const at::Tensor& q, const at::Tensor& k,
+    const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& rng_state,
+    const std::optional<at::Tensor>& cu_seqlens_q, const std::optional<at::Tensor>& cu_seqlens_k, int64_t max_seqlen_q,
+    int64_t max_seqlen_k, bool bhsd, double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double dropout_p,
+    bool smooth_softmax, const std::optional<at::Tensor>& sink, bool deterministic) {
+  AttnCall c{q,      k,           v,            cu_seqlens_q, cu_seqlens_k,   max_seqlen_q, max_seqlen_k, bhsd, softmax_scale,
+             causal, window_left, window_right, dropout_p,    smooth_softmax, sink};
+  validate(c, {dout, dlse, out, lse, rng_state});
+  c = readable(c);
+  const at::Tensor out_rows = with_contiguous_rows(out);
+  const at::Tensor dout_rows = dout ? with_contiguous_rows(*dout) : at::zeros(out.sizes(), out.options());
+  const at::Tensor lse_rows = lse.contiguous(), state = rng_state.contiguous();
+  at::Tensor dq = like(c, q, q.size(-1)), dk = like(c, k, k.size(-1)), dv = like(c, v, v.size(-1));
+  at::Tensor dsink = at::empty({sink ? sink->size(0) : 0}, q.options().dtype(c.statistics_dtype()));
+
+  AttnGradParams p = params_of<AttnGradParams>(c, out_rows, lse_rows, state);
+  at::Tensor dlse_rows;
+  if (dlse) {
+    dlse_rows = dlse->contiguous();
+    p.dlse = row_view_of(c, dlse_rows);
+  }
+  p.dout = view_of(c, dout_rows);
+  p.dq = view_of(c, dq);
+  p.dk = view_of(c, dk);
+  p.dv = view_of(c, dv);
+  p.dsink = sink ? dsink.data_ptr() : nullptr;
+  p.deterministic = deterministic;
+  const CpuExecutor executor = cpu_executor();
+  p.stream = const_cast<CpuExecutor*>(&executor);
+  const Backend& backend = backend_supporting(c, p, true);
+  const at::Tensor workspace = workspace_for(c, backend.backward_workspace_bytes(p), &p);
+  clear_rows_behind(c.cu_seqlens_q, dq, c.row_dim(), 0);
+  clear_rows_behind(c.cu_seqlens_k, dk, c.row_dim(), 0);
+  clear_rows_behind(c.cu_seqlens_k, dv, c.row_dim(), 0);
+  backend.backward(p);
+  return {dq, dk, dv, sink ? dsink.to(sink->scalar_type()) : dsink};
+}
+
+// `like` only names the device.
+at::Tensor dropout_mask(const at::Tensor& device_of, int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, double dropout_p,
+                        int64_t rng_seed, int64_t rng_offset) {
+  validate_dropout_p(dropout_p);
+  for (const auto& [name, size] : {std::pair<const char*, int64_t>{"B", batch}, {"H", heads}, {"Sq", seqlen_q}, {"Sk", seqlen_k}}) {
+    TORCH_CHECK_VALUE(size >= 0, name, ": expected at least 0, got ", size);
+  }
+  at::Tensor mask = at::empty({batch, heads, seqlen_q, seqlen_k}, device_of.options().dtype(at::kBool));
+  at::Tensor rng_state = at::empty({2}, device_of.options().dtype(at::kLong));
+  rng_state.data_ptr<int64_t>()[0] = rng_seed;
+  rng_state.data_ptr<int64_t>()[1] = rng_offset;
+  AttnParams p;
+  p.batch = batch;
+  p.heads_q = heads;
+  p.seqlen_q = seqlen_q;
+  p.seqlen_k = seqlen_k;
+  p.dropout_threshold = dropout_threshold(dropout_p);
+  p.rng_state = rng_state.const_data_ptr<int64_t>();
+  const CpuExecutor executor = cpu_executor();
+  p.stream = const_cast<CpuExecutor*>(&executor);
+  backend_for("cpu").dropout_mask(p, mask.data_ptr<bool>());
+  return mask;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(flashattn_ext, m) {
+  // Dropout draws from torch's generator, so that equal calls are not equal results.
+  m.def(
+      "forward(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+      "bool bhsd, float softmax_scale, bool causal, SymInt window_left, SymInt window_right, float dropout_p, int? rng_seed, "
+      "bool smooth_softmax, Tensor? sink) -> (Tensor out, Tensor lse, Tensor rng_state)",
+      {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
+  m.def(
+      "backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor rng_state, "
+      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, bool bhsd, float softmax_scale, "
+      "bool causal, SymInt window_left, SymInt window_right, float dropout_p, bool smooth_softmax, Tensor? sink, bool deterministic) "
+      "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "dropout_mask(Tensor device_of, SymInt batch, SymInt heads, SymInt seqlen_q, SymInt seqlen_k, float dropout_p, int rng_seed, "
+      "int rng_offset) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(flashattn_ext, CPU, m) {
+  m.impl("forward", &forward);
+  m.impl("backward", &backward);
+  m.impl("dropout_mask", &dropout_mask);
+}
+
+}  // namespace flashattn_ext

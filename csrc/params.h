@@ -1,0 +1,95 @@
+// AttnParams and AttnGradParams: everything that a kernel is told about one call, in plain trivially copyable structs.
+//
+// ops.cpp fills them after validation, a Backend (backend.h) reads them, no kernel sees a torch type. Dense and varlen
+// calls share one struct: varlen has cu_seqlens != nullptr, a batch stride of 0 and rows packed along one axis.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace flashattn_ext {
+
+enum class DType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64 };
+
+// A [B, S, H, D] view with a contiguous last dimension; strides are in elements and may be 0 (expanded) or anything else.
+struct TensorView {
+  void* data = nullptr;
+  int64_t batch_stride = 0;
+  int64_t row_stride = 0;
+  int64_t head_stride = 0;
+};
+
+// A per-row statistic: [B, Hq, Sq], or [Hq, total_q] with batch_stride 0 for varlen. fp32, or fp64 for fp64 inputs.
+struct RowView {
+  void* data = nullptr;
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+};
+
+constexpr int64_t kUnbounded = -1;  // a window side without a limit
+
+struct AttnParams {
+  DType dtype = DType::kFloat32;
+
+  // Sizes. For varlen seqlen_q and seqlen_k are the max_seqlen arguments: hints for the grid, never used for addressing.
+  int64_t batch = 0;
+  int64_t seqlen_q = 0;
+  int64_t seqlen_k = 0;
+  int64_t heads_q = 0;
+  int64_t heads_k = 0;     // divides heads_q; query head h reads key head h / (heads_q / heads_k)
+  int64_t head_dim = 0;    // D, of q and k
+  int64_t head_dim_v = 0;  // Dv, of v and out
+
+  // Varlen only: [B + 1] each, and the number of rows that the packed tensors really have.
+  const int32_t* cu_seqlens_q = nullptr;
+  const int32_t* cu_seqlens_k = nullptr;
+  int64_t total_q = 0;
+  int64_t total_k = 0;
+
+  TensorView q;    // [B, Sq, Hq, D]
+  TensorView k;    // [B, Sk, Hk, D]
+  TensorView v;    // [B, Sk, Hk, Dv]
+  TensorView out;  // [B, Sq, Hq, Dv]
+  RowView lse;     // [B, Hq, Sq], natural logarithm
+
+  // Key j is visible to query i when i + Sk - Sq - window_left <= j <= i + Sk - Sq + window_right. causal is window_right = 0.
+  int64_t window_left = kUnbounded;
+  int64_t window_right = kUnbounded;
+  double softmax_scale = 1.0;
+
+  // One extra logit per head in the softmax denominator: sink[h], or 0 for smooth softmax (sink == nullptr).
+  bool has_sink = false;
+  const void* sink = nullptr;  // [Hq] fp32 (fp64 for fp64 inputs)
+
+  // dropout.h: keep a score when its random byte is below the threshold; 256 keeps everything (no dropout).
+  int32_t dropout_threshold = 256;
+  const int64_t* rng_state = nullptr;  // {seed, offset}, in the memory of the device
+
+  bool deterministic = false;
+
+  void* workspace = nullptr;  // Backend::workspace_bytes() of the device's memory, 64-byte aligned, uninitialised
+  void* stream = nullptr;     // CPU: const CpuExecutor*; CUDA: cudaStream_t; Ascend: aclrtStream
+
+  // Short names that every backend needs.
+  bool is_varlen() const { return cu_seqlens_q != nullptr; }
+  bool has_dropout() const { return dropout_threshold < 256; }
+  int64_t group_size() const { return heads_q / heads_k; }
+};
+
+struct AttnGradParams : AttnParams {
+  TensorView dout;  // [B, Sq, Hq, Dv], dtype of q
+  RowView dlse;     // [B, Hq, Sq] in the dtype of lse; data == nullptr when lse has no gradient
+  TensorView dq;    // [B, Sq, Hq, D]
+  TensorView dk;    // [B, Sk, Hk, D]
+  TensorView dv;    // [B, Sk, Hk, Dv]
+  void* dsink = nullptr;  // [Hq] fp32 (fp64 for fp64 inputs); nullptr when the sink needs no gradient
+};
+
+// How CPU kernels borrow the caller's thread pool without knowing whose it is.
+struct CpuExecutor {
+  int num_threads = 1;
+  // Calls body(context, worker) once for each worker in [0, workers), possibly concurrently, and returns when all are done.
+  void (*run)(int workers, void (*body)(void* context, int worker), void* context) = nullptr;
+};
+
+}  // namespace flashattn_ext

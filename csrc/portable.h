@@ -1,0 +1,10 @@
+// Lets the shared definitions (mask, dropout, seqlen) compile as host C++, CUDA and Ascend C alike.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define FLASHATTN_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define FLASHATTN_HOST_DEVICE inline
+#endif

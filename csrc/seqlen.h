@@ -1,0 +1,31 @@
+// Where one sequence of the batch lies: the same answer for dense and varlen calls, clamped so that no content of
+// cu_seqlens can lead outside the tensors.
+#pragma once
+
+#include "params.h"
+#include "portable.h"
+
+namespace flashattn_ext {
+
+struct Sequence {
+  int64_t start;   // first row, within the rows of its batch entry (dense: 0)
+  int64_t length;  // number of rows
+};
+
+FLASHATTN_HOST_DEVICE Sequence packed_sequence(const int32_t* cu_seqlens, int64_t total, int64_t b) {
+  int64_t start = cu_seqlens[b];
+  int64_t end = cu_seqlens[b + 1];
+  start = start < 0 ? 0 : (start > total ? total : start);
+  end = end < start ? start : (end > total ? total : end);
+  return {start, end - start};
+}
+
+FLASHATTN_HOST_DEVICE Sequence query_sequence(const AttnParams& p, int64_t b) {
+  return p.cu_seqlens_q ? packed_sequence(p.cu_seqlens_q, p.total_q, b) : Sequence{0, p.seqlen_q};
+}
+
+FLASHATTN_HOST_DEVICE Sequence key_sequence(const AttnParams& p, int64_t b) {
+  return p.cu_seqlens_k ? packed_sequence(p.cu_seqlens_k, p.total_k, b) : Sequence{0, p.seqlen_k};
+}
+
+}  // namespace flashattn_ext

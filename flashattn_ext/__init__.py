@@ -1,0 +1,48 @@
+"""Exact, memory-linear attention with smooth softmax, learnable sinks and exact dropout."""
+
+from importlib import metadata as _metadata
+
+try:
+    __version__ = _metadata.version("flashattn_ext")
+except _metadata.PackageNotFoundError:  # a checkout that was built in place
+    from pathlib import Path as _Path
+
+    __version__ = (_Path(__file__).parent.parent / "VERSION").read_text().strip()
+
+from . import _build
+
+_C = _build.load()
+
+from ._build import build_info
+from .api import backward, dropout_mask, forward, use_backend, varlen_forward
+from .autograd import FlashAttentionFunction
+from .compat import (
+    flash_attention_npu,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from .module import FlashAttention
+from .reference import attention_reference
+
+__all__ = [
+    "FlashAttention",
+    "FlashAttentionFunction",
+    "attention_reference",
+    "backward",
+    "build_info",
+    "dropout_mask",
+    "flash_attention_npu",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "forward",
+    "use_backend",
+    "varlen_forward",
+]

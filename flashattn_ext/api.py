@@ -1,0 +1,320 @@
+"""The public functions: they put arguments into one form and hand them on. No numerics here."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _C, ops
+from .autograd import CallOptions, FlashAttentionFunction, backward_op
+
+LAYOUTS = ("bshd", "bhsd")
+_INT64 = (-(1 << 63), (1 << 63) - 1)
+
+
+def _check_tensors(**tensors: Any) -> None:
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+
+
+def _is_bhsd(layout: str) -> bool:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: expected one of {LAYOUTS}, got {layout!r}")
+    return layout == "bhsd"
+
+
+def _window(window_size: Any) -> tuple[int, int]:
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"window_size: expected a pair (left, right) with -1 for unbounded, got {window_size!r}"
+        ) from None
+    for side in (left, right):
+        if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
+            raise TypeError(f"window_size: expected two integers, got {window_size!r}")
+    return left, right
+
+
+def _check_seed(rng_seed: Any) -> None:
+    if rng_seed is None:
+        return
+    if isinstance(rng_seed, bool) or not isinstance(rng_seed, int):
+        raise TypeError(f"rng_seed: expected an int or None, got {type(rng_seed).__name__}")
+    if not _INT64[0] <= rng_seed <= _INT64[1]:
+        raise ValueError(f"rng_seed: expected a 64-bit signed integer, got {rng_seed}")
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
+    return float(value)
+
+
+def _options(
+    q: Tensor,
+    *,
+    causal: bool,
+    window_size: tuple[int, int],
+    softmax_scale: float | None,
+    dropout_p: float,
+    smooth_softmax: bool,
+    layout: str,
+    deterministic: bool,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+) -> CallOptions:
+    left, right = _window(window_size)
+    if softmax_scale is None:
+        softmax_scale = 1.0 / math.sqrt(q.shape[-1]) if q.dim() and q.shape[-1] else 1.0
+    return CallOptions(
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        bhsd=_is_bhsd(layout),
+        softmax_scale=_number("softmax_scale", softmax_scale),
+        causal=bool(causal),
+        window_left=left,
+        window_right=right,
+        dropout_p=_number("dropout_p", dropout_p),
+        smooth_softmax=bool(smooth_softmax),
+        deterministic=bool(deterministic) or torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Casts as scaled_dot_product_attention does inside torch.autocast: all but float64."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(
+        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+    )
+
+
+def _check_length(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    smooth_softmax: bool = False,
+    sink: Tensor | None = None,
+    layout: str = "bshd",
+    deterministic: bool = False,
+    rng_seed: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention with memory linear in the sequence length; differentiable.
+
+    Args:
+        q: queries [B, Sq, Hq, D] (layout "bhsd": [B, Hq, Sq, D]); D from 1 to 256. float16,
+            bfloat16, float32, and float64 on the CPU. Any strides; only the last dimension is
+            wanted contiguous (and copied if it is not).
+        k: keys [B, Sk, Hk, D]; Hq is a multiple of Hk, query head h reads key head h // (Hq // Hk).
+        v: values [B, Sk, Hk, Dv]; Dv from 1 to 256.
+        causal: query i sees the keys j <= i + Sk - Sq (aligned at the bottom right).
+        window_size: (left, right), keys seen to either side of i + Sk - Sq; -1 is unbounded.
+        softmax_scale: factor of the scores, 1 / sqrt(D) by default.
+        dropout_p: probability in [0, 1) of dropping an attention weight. The mask is a function of
+            the seed and the position alone, the same on every device; weights are rescaled by the
+            probability of keeping that the generator really has (a multiple of 1/256).
+        smooth_softmax: adds a logit 0 that owns no value to every softmax ("softmax off by one").
+        sink: [Hq], a learnable logit per head instead; any float dtype, differentiable.
+        layout: "bshd" or "bhsd", of all tensors.
+        deterministic: gradients have the same bits run after run (on the CPU they always have).
+        rng_seed: 64-bit seed of the dropout mask; None draws from the device's default generator.
+        return_lse: also return lse [B, Hq, Sq] (float32; float64 for float64 inputs), the natural
+            logarithm of the softmax denominator, sink included; differentiable.
+
+    Returns:
+        out [B, Sq, Hq, Dv] in the layout and dtype of q, or (out, lse). A query that sees no key
+        gives 0, and an lse of -inf (or of its sink).
+
+    Raises:
+        ValueError, TypeError, NotImplementedError, RuntimeError: naming the argument, what came
+        and what is accepted; nothing has run then.
+
+    Source: FlashAttention-2 (Dao 2023, algorithms 1 and 2).
+    """
+    _check_tensors(q=q, k=k, v=v, **({} if sink is None else {"sink": sink}))
+    _check_seed(rng_seed)
+    q, k, v = _autocast(q, k, v)
+    options = _options(
+        q, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+        dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout=layout,
+        deterministic=deterministic,
+    )  # fmt: skip
+    out, lse = FlashAttentionFunction.apply(q, k, v, sink, None, None, rng_seed, options)
+    return (out, lse) if return_lse else out
+
+
+def varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    smooth_softmax: bool = False,
+    sink: Tensor | None = None,
+    deterministic: bool = False,
+    rng_seed: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """forward() for sequences of different lengths, packed one behind the other.
+
+    Args:
+        q: [total_q, Hq, D]; k: [total_k, Hk, D]; v: [total_k, Hk, Dv].
+        cu_seqlens_q, cu_seqlens_k: int32 [B + 1] on the device of q: sequence b is the rows
+            cu_seqlens[b] to cu_seqlens[b + 1]. Empty sequences are fine.
+        max_seqlen_q, max_seqlen_k: an upper bound of the lengths.
+        Everything else as in forward(). Sequence b has the dropout mask of batch entry b.
+
+    Returns:
+        out [total_q, Hq, Dv], or (out, lse) with lse [Hq, total_q].
+    """
+    _check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+                   **({} if sink is None else {"sink": sink}))  # fmt: skip
+    _check_seed(rng_seed)
+    _check_length("max_seqlen_q", max_seqlen_q)
+    _check_length("max_seqlen_k", max_seqlen_k)
+    q, k, v = _autocast(q, k, v)
+    options = _options(
+        q, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+        dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout="bshd",
+        deterministic=deterministic, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
+    out, lse = FlashAttentionFunction.apply(
+        q, k, v, sink, cu_seqlens_q, cu_seqlens_k, rng_seed, options
+    )
+    return (out, lse) if return_lse else out
+
+
+def backward(
+    dout: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    dlse: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    smooth_softmax: bool = False,
+    sink: Tensor | None = None,
+    layout: str = "bshd",
+    deterministic: bool = False,
+    rng_seed: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The raw backward of forward() and, with cu_seqlens, of varlen_forward().
+
+    Args:
+        dout: gradient of out, in its shape and dtype; None counts as zeros.
+        q, k, v, out, lse: as the forward took and returned them.
+        dlse: gradient of lse, in its shape and dtype.
+        rng_seed: the seed that the forward was given; needed when dropout_p drops anything.
+        Everything else as in the forward.
+
+    Returns:
+        (dq, dk, dv, dsink), dsink being None without a sink tensor.
+    """
+    optional = {"dout": dout, "dlse": dlse, "sink": sink,
+                "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}  # fmt: skip
+    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+    _check_tensors(q=q, k=k, v=v, out=out, lse=lse, **given)
+    _check_seed(rng_seed)
+    options = _options(
+        q, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+        dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout=layout,
+        deterministic=deterministic, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+    )  # fmt: skip
+    if rng_seed is None and options.dropout_p > 0:
+        raise ValueError(
+            "rng_seed: the backward of a call with dropout needs the rng_seed that its forward "
+            "was given, got None"
+        )
+    rng_state = torch.tensor([rng_seed or 0, 0], dtype=torch.int64, device=q.device)
+    dq, dk, dv, dsink = backward_op(
+        dout, dlse, q, k, v, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, sink, options
+    )
+    return dq, dk, dv, None if sink is None else dsink
+
+
+def dropout_mask(
+    B: int,
+    H: int,
+    Sq: int,
+    Sk: int,
+    dropout_p: float,
+    rng_seed: int,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """The mask that forward() applies: bool [B, H, Sq, Sk], True where a weight is kept.
+
+    Args:
+        B, H, Sq, Sk: batch size, query heads, query and key length; packed sequence b is entry b.
+        dropout_p: probability of dropping, in [0, 1).
+        rng_seed: the seed given to forward().
+        device: where the mask is made; the bits are the same everywhere.
+    """
+    if rng_seed is None:
+        raise TypeError("rng_seed: expected an int, got None")
+    _check_seed(rng_seed)
+    device_of = torch.empty(0, device=device)
+    p = _number("dropout_p", dropout_p)
+    return ops.dropout_mask(device_of, B, H, Sq, Sk, p, rng_seed, 0)
+
+
+class _BackendChoice:
+    """Result of use_backend(): already in force, and undone at the end of a with block."""
+
+    def __init__(self, previous: str) -> None:
+        self._previous = previous
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_error: Any) -> None:
+        _C.force_backend(self._previous)
+
+
+def use_backend(name: str | None) -> _BackendChoice:
+    """Forces a backend for the whole process: use_backend("cpu"), or `with use_backend("cpu"): ...`.
+
+    Args:
+        name: one of build_info()["backends"]; None chooses by the device of the tensors again.
+
+    Raises:
+        ValueError: no such backend in this build; names the choices.
+    """
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"backend: expected a name or None, got {type(name).__name__}")
+    previous = _C.forced_backend()
+    _C.force_backend(name or "")
+    return _BackendChoice(previous)

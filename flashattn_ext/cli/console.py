@@ -1,0 +1,43 @@
+"""What every command shares: the error that ends it in one line, and the optional packages it shows
+things with.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+INSTALL_EXTRAS = 'pip install "flashattn_ext[cli]" (in a checkout: pip install ".[cli]")'
+
+
+class CommandError(Exception):
+    """A problem that the user can fix.
+
+    The command line prints the text alone, without a traceback, and exits with 2.
+    """
+
+
+def require(module: str) -> ModuleType:
+    """Imports a module of the optional group `cli`, or says how to install the group."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise CommandError(
+            f"this command needs the package {package} ({error}); {INSTALL_EXTRAS}"
+        ) from None
+
+
+def make_console() -> Console:
+    """A rich console.
+
+    Piped output has no terminal to fit, so its tables get the width that they need.
+    """
+    console = require("rich.console").Console()
+    if not console.is_terminal:
+        console.width = 140
+    return console

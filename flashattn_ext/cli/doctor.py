@@ -1,0 +1,161 @@
+"""Say what works here, what is missing, and the command that fixes it.
+
+Runs without the optional packages. The exit status is 1 if attention cannot run here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+
+from .._build import REBUILD
+from .console import INSTALL_EXTRAS
+
+MIN_PYTHON = (3, 10)
+MIN_TORCH = (2, 6)
+EXTRAS = ("rich", "matplotlib")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report.
+
+    Without `ok` something is missing; `needed` says whether attention can run without it.
+    """
+
+    subject: str
+    text: str
+    ok: bool = True
+    fix: str = ""
+    needed: bool = True
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """No options: the report is always whole."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    return report(None)
+
+
+def report(import_error: Exception | None) -> int:
+    """Prints the findings and returns the exit status.
+
+    `import_error` is why the package could not be imported, None where it was.
+    """
+    findings = [*_environment(), *_extension(import_error)]
+    width = max(len(finding.subject) for finding in findings)
+    for finding in findings:
+        mark = "ok  " if finding.ok else "FAIL" if finding.needed else "miss"
+        print(f"{mark}  {finding.subject:{width}}  {finding.text}")
+        if finding.fix:
+            print(f"      {'':{width}}  fix: {finding.fix}")
+    broken = any(not finding.ok and finding.needed for finding in findings)
+    print("attention cannot run here" if broken else "attention works here")
+    return int(broken)
+
+
+def _environment() -> list[Finding]:
+    python_ok = sys.version_info >= MIN_PYTHON
+    return [
+        Finding("machine", f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs"),
+        Finding(
+            "python",
+            f"{platform.python_version()} ({sys.executable})",
+            python_ok,
+            "" if python_ok else f"install Python {'.'.join(map(str, MIN_PYTHON))} or later",
+        ),
+        _torch(),
+        _compiler(),
+        *map(_extra, EXTRAS),
+    ]
+
+
+def _torch() -> Finding:
+    minimum = ".".join(map(str, MIN_TORCH))
+    fix = f'pip install "torch>={minimum}"'
+    try:
+        import torch
+    except (ImportError, OSError) as error:
+        return Finding("torch", f"cannot be imported ({error})", False, fix)
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    cuda = torch.version.cuda or "not included"
+    text = f"{torch.__version__}, {torch.get_num_threads()} threads, CUDA {cuda}"
+    if version < MIN_TORCH:
+        return Finding("torch", f"{text}; too old", False, fix)
+    return Finding("torch", text)
+
+
+def _compiler() -> Finding:
+    """The compiler is needed to build, not to run."""
+    command = (
+        os.environ.get("CXX", "").split()
+        or [name for name in ("c++", "g++", "clang++") if shutil.which(name)][:1]
+    )
+    try:
+        output = subprocess.run(
+            [*command, "--version"], capture_output=True, text=True, check=True, timeout=20
+        ).stdout
+    except (IndexError, OSError, ValueError, subprocess.SubprocessError):
+        name = " ".join(command) or "c++, g++ or clang++"
+        return Finding(
+            "compiler", f"{name} not found", False, "apt-get install g++ (to rebuild)", needed=False
+        )
+    return Finding("compiler", output.splitlines()[0])
+
+
+def _extra(package: str) -> Finding:
+    try:
+        return Finding(package, importlib.metadata.version(package))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(
+            package, "not installed: no train and bench", False, INSTALL_EXTRAS, needed=False
+        )
+
+
+def _extension(import_error: Exception | None) -> list[Finding]:
+    if import_error:
+        return [Finding("extension", str(import_error), False, REBUILD)]
+    import flashattn_ext
+
+    info = flashattn_ext.build_info()
+    findings = [Finding(name.replace("_", " "), _as_text(value)) for name, value in info.items()]
+    try:
+        error = _self_check()
+    except Exception as problem:  # whatever goes wrong in there is what the report is for
+        return [
+            *findings,
+            Finding("self-check", f"{type(problem).__name__}: {problem}", False, REBUILD),
+        ]
+    ok = error < 1e-5
+    text = f"largest difference from attention_reference {error:.1e}"
+    return [*findings, Finding("self-check", text, ok, "" if ok else REBUILD)]
+
+
+def _self_check() -> float:
+    """A small causal attention, forward and backward; returns the largest difference from the plain
+    formula.
+    """
+    import torch
+
+    import flashattn_ext
+
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 33, 4, 24, generator=generator).requires_grad_() for _ in range(3)]
+    results = []
+    for attention in (flashattn_ext.forward, flashattn_ext.attention_reference):
+        out = attention(*inputs, causal=True, smooth_softmax=True)
+        results.append((out, *torch.autograd.grad(out.square().sum(), inputs)))
+    return max((a - b).abs().max().item() for a, b in zip(*results, strict=True))
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "none"
+    return str(value)

@@ -1,0 +1,207 @@
+"""A small GPT over bytes: pre-norm blocks, rotary positions, grouped-query attention, SwiGLU, tied
+output head.
+
+The attention is a parameter: `flashattn` is this package, `reference` its plain PyTorch formula,
+`sdpa` PyTorch's own function. All three compute the same model, so their loss curves can be
+compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import flashattn_ext
+
+VOCABULARY = 256  # bytes
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and options of the model; `dropout` serves attention weights and residual branches
+    alike.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    dropout: float
+    softmax: str  # a key of SOFTMAX
+    attention: str  # a key of ATTENTION
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+
+SOFTMAX = {
+    "smooth": "one extra logit 0 in every denominator, so that a head may attend to nothing",
+    "plain": "the usual softmax",
+    "sink": "the extra logit is learned, one per head",
+}
+
+
+def _flashattn(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None
+) -> Tensor:
+    return flashattn_ext.forward(
+        q, k, v, causal=True, dropout_p=dropout_p, smooth_softmax=smooth, sink=sink
+    )
+
+
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None
+) -> Tensor:
+    return flashattn_ext.attention_reference(
+        q, k, v, causal=True, dropout_p=dropout_p, smooth_softmax=smooth, sink=sink
+    )
+
+
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None
+) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    if not smooth and sink is None:
+        out = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout_p, is_causal=True, enable_gqa=True
+        )
+        return out.transpose(1, 2)
+    # The extra logit as a key in front: <q, 0> = 0, the mask adds the sink, and its value 0 adds
+    # nothing to the output.
+    k, v = (F.pad(x, (0, 0, 1, 0)) for x in (k, v))
+    length = q.shape[2]
+    visible = torch.ones(length, length + 1, dtype=torch.bool, device=q.device).tril(1)
+    if sink is None:
+        mask = visible
+    else:
+        bias = torch.zeros(q.shape[1], length, length + 1, dtype=q.dtype, device=q.device)
+        bias = bias.masked_fill(~visible, -math.inf)
+        logits = sink.to(q.dtype)[:, None, None].expand(-1, length, 1)
+        mask = torch.cat([logits, bias[..., 1:]], dim=-1)[None]
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout_p, enable_gqa=True
+    )
+    return out.transpose(1, 2)
+
+
+# (q [B, S, Hq, D], k and v [B, S, Hk, D], dropout_p, smooth, sink [Hq] or None) -> [B, S, Hq, D]
+ATTENTION: dict[str, Callable[..., Tensor]] = {
+    "flashattn": _flashattn,
+    "sdpa": _sdpa,
+    "reference": _reference,
+}
+
+
+def rotary_table(context: int, head_dim: int) -> Tensor:
+    """Cosines and sines `[2, context, 1, head_dim // 2]` of the rotary angles."""
+    frequency = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    angle = torch.arange(context)[:, None] * frequency
+    return torch.stack([angle.cos(), angle.sin()])[:, :, None, :]
+
+
+def rotate(x: Tensor, table: Tensor) -> Tensor:
+    """Turns each pair of halves of x `[B, S, H, D]` by its position's angle."""
+    cos, sin = table[:, : x.shape[1]].to(x.dtype)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.attend = ATTENTION[config.attention]
+        self.kv_width = config.kv_heads * config.head_dim
+        self.qkv = nn.Linear(config.width, config.width + 2 * self.kv_width, bias=False)
+        self.out = nn.Linear(config.width, config.width, bias=False)
+        self.sink = nn.Parameter(torch.zeros(config.heads)) if config.softmax == "sink" else None
+
+    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split([self.config.width, self.kv_width, self.kv_width], dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)) for part in (q, k, v))
+        dropout_p = self.config.dropout if self.training else 0.0
+        smooth = self.config.softmax == "smooth"
+        heads = self.attend(rotate(q, rotary), rotate(k, rotary), v, dropout_p, smooth, self.sink)
+        return self.out(heads.flatten(-2))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        hidden = (
+            round(width * 8 / 3 / 32) * 32
+        )  # as many weights as the usual 4x MLP, rounded for the matrix units
+        self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
+        self.out = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.out(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.width)
+        self.attention = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.width)
+        self.mlp = SwiGLU(config.width)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
+        x = x + self.drop(self.attention(self.attention_norm(x), rotary))
+        return x + self.drop(self.mlp(self.mlp_norm(x)))
+
+
+class GPT(nn.Module):
+    """Bytes int64 `[B, S]`, S up to `context`, to logits of the next byte `[B, S, 256]`."""
+
+    def __init__(self, config: ModelConfig, context: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width)
+        self.register_buffer("rotary", rotary_table(context, config.head_dim), persistent=False)
+        self._initialise(config.layers)
+
+    def _initialise(self, layers: int) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                # Residual branches start small, so that the sum over the layers keeps unit scale.
+                scale = 1 / math.sqrt(2 * layers) if name.endswith("out.weight") else 1.0
+                nn.init.normal_(parameter, std=0.02 * scale)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.rotary)
+        return F.linear(self.norm(x), self.embedding.weight)
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Mean cross entropy in nats per byte."""
+        return F.cross_entropy(self(tokens).flatten(0, 1).float(), targets.flatten())
+
+    @torch.no_grad()
+    def generate(
+        self, prompt: bytes, length: int, temperature: float, generator: torch.Generator
+    ) -> bytes:
+        """Continues the prompt by `length` sampled bytes.
+
+        Drawing happens on the CPU, from `generator`.
+        """
+        device = self.embedding.weight.device
+        context = self.rotary.shape[1]
+        tokens = torch.tensor([list(prompt)], device=device)
+        for _ in range(length):
+            logits = self(tokens[:, -context:])[0, -1].float().cpu()
+            drawn = torch.multinomial(
+                torch.softmax(logits / temperature, 0), 1, generator=generator
+            )
+            tokens = torch.cat([tokens, drawn.to(device)[None]], dim=1)
+        return bytes(tokens[0].tolist())

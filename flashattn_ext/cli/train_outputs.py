@@ -1,0 +1,84 @@
+"""What a finished run leaves behind: loss.png, metrics.json, sample.txt."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+import flashattn_ext
+
+from .checkpoint import atomic_path
+from .console import require
+from .devices import peak_memory_bytes
+from .trainer import Trainer
+
+SAMPLE_PROMPT = b"\nThe "
+SAMPLE_TEMPERATURE = 0.7
+CURVE_POINTS = 100
+
+
+def write_loss_curve(trainer: Trainer) -> None:
+    """The training loss, averaged over stretches of steps, and the validation loss."""
+    require("matplotlib").use("Agg")
+    plot = require("matplotlib.pyplot")
+    stretch = max(1, trainer.step // CURVE_POINTS)
+    train = [
+        (
+            min(first + stretch, trainer.step),
+            sum(part := trainer.train_losses[first : first + stretch]) / len(part),
+        )
+        for first in range(0, trainer.step, stretch)
+    ]
+    figure, axes = plot.subplots(figsize=(8, 5))
+    axes.plot(*zip(*train, strict=True), label="training")
+    axes.plot(
+        *zip(*trainer.validation_losses, strict=True), marker="o", markersize=3, label="validation"
+    )
+    axes.set(xlabel="step", ylabel="nats per byte", title=_title(trainer))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    with atomic_path(trainer.directory / "loss.png") as path:
+        figure.savefig(path, dpi=120, bbox_inches="tight")
+    plot.close(figure)
+
+
+def write_metrics(trainer: Trainer, loss: float) -> None:
+    """Options, losses (nats per byte), time and memory of the run as JSON."""
+    tokens = trainer.step * trainer.config.batch_size * trainer.config.context
+    metrics: dict[str, Any] = {
+        "final_validation_loss": loss,
+        "parameters": trainer.parameter_count(),
+        "tokens": tokens,
+        "seconds": trainer.seconds,
+        "tokens_per_second": tokens / trainer.seconds,
+        "peak_memory_bytes": peak_memory_bytes(trainer.device),
+        "device": str(trainer.device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "flashattn_ext": flashattn_ext.__version__,
+        "config": asdict(trainer.config),
+        "validation_losses": trainer.validation_losses,
+        "train_losses": trainer.train_losses,
+    }
+    with atomic_path(trainer.directory / "metrics.json") as path:
+        path.write_text(json.dumps(metrics, indent=1) + "\n")
+
+
+def write_sample(trainer: Trainer, length: int) -> str:
+    """Text that the model writes; the same weights and seed write the same text."""
+    generator = torch.Generator().manual_seed(trainer.config.seed)
+    trainer.model.eval()
+    generated = trainer.model.generate(SAMPLE_PROMPT, length, SAMPLE_TEMPERATURE, generator)
+    text = generated.decode(errors="replace").strip() + "\n"
+    with atomic_path(trainer.directory / "sample.txt") as path:
+        path.write_text(text)
+    return text
+
+
+def _title(trainer: Trainer) -> str:
+    model = trainer.config.model
+    count = f"{trainer.parameter_count():,} parameters"
+    return f"{count}, {model.attention} attention, {model.softmax} softmax"

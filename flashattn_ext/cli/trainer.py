@@ -1,0 +1,239 @@
+"""The training loop: AdamW with warm-up and cosine decay, gradient clipping, validation,
+checkpoints, resuming.
+
+On the CPU a resumed run gives the same bits as an uninterrupted one: the checkpoint has the
+weights, the optimiser, the step, the loss history and every generator that the next step draws
+from.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .checkpoint import load_checkpoint, random_state, restore_random_state, save_checkpoint
+from .console import CommandError
+from .data import BatchSampler, Corpus, validation_batches
+from .devices import peak_memory_bytes, synchronize
+from .model import GPT, ModelConfig
+from .progress import TrainingProgress
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FINAL_RATE = 0.05  # where the cosine ends, as a share of the peak
+ADAM_BETAS = (0.9, 0.95)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """All that decides the result of a run. Resuming needs the same one."""
+
+    model: ModelConfig
+    text: str | None
+    context: int
+    dtype: str
+    seed: int
+    steps: int
+    batch_size: int
+    learning_rate: float
+    warmup: float
+    weight_decay: float
+    clip: float
+    validate_every: int
+
+
+class Trainer:
+    """One run in one directory.
+
+    `train` does the steps that are left; the losses are in nats per byte.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        corpus: Corpus,
+        device: torch.device,
+        directory: Path,
+        console: Console,
+    ) -> None:
+        self.config = config
+        self.device = device
+        self.directory = directory
+        self.console = console
+        self.checkpoint_path = directory / "checkpoint.pt"
+        torch.manual_seed(config.seed)
+        self.model = GPT(config.model, config.context).to(device)
+        self.optimiser = _make_optimiser(self.model, config, device)
+        self.sampler = BatchSampler(corpus.train, config.batch_size, config.context, config.seed)
+        self.validation = validation_batches(corpus.validation, config.batch_size, config.context)
+        self.step = 0
+        self.seconds = 0.0  # spent in train(), summed over interruptions
+        self.train_losses: list[float] = []  # [steps]
+        self.validation_losses: list[tuple[int, float]] = []  # (step, loss)
+
+    def parameter_count(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def final_validation_loss(self) -> float:
+        return self.validation_losses[-1][1]
+
+    def train(self, checkpoint_every: int) -> int:
+        """Goes on to the last step.
+
+        Returns 0, or the number of the signal that stopped it after a saved step.
+        """
+        begin = time.perf_counter() - self.seconds
+        with (
+            _catch_signals() as stop,
+            TrainingProgress(self.console, self.config.steps, self.step) as progress,
+        ):
+            while self.step < self.config.steps and not stop:
+                self._one_step()
+                if self.step % self.config.validate_every == 0 or self.step == self.config.steps:
+                    self.validation_losses.append((self.step, self.validate()))
+                self.seconds = time.perf_counter() - begin
+                if self.step % checkpoint_every == 0 or self.step == self.config.steps or stop:
+                    self.save()
+                progress.update(
+                    self.step,
+                    loss=self.train_losses[-1],
+                    validation=self.validation_losses[-1][1] if self.validation_losses else None,
+                    tokens=self.config.batch_size * self.config.context,
+                    peak_bytes=peak_memory_bytes(self.device),
+                )
+        return stop[0] if stop and self.step < self.config.steps else 0
+
+    def validate(self) -> float:
+        """Mean loss over the held-out windows, without dropout. Draws no random number."""
+        self.model.eval()
+        total, count = 0.0, 0
+        with torch.no_grad():
+            for windows in self.validation:
+                windows = windows.to(self.device)
+                total += self._loss(windows[:, :-1], windows[:, 1:]).item() * len(windows)
+                count += len(windows)
+        self.model.train()
+        return total / count
+
+    def save(self) -> None:
+        state = {
+            "config": asdict(self.config),
+            "model": self.model.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "random": random_state(self.device),
+            "sampler": self.sampler.state(),
+            "step": self.step,
+            "seconds": self.seconds,
+            "train_losses": self.train_losses,
+            "validation_losses": self.validation_losses,
+        }
+        save_checkpoint(self.checkpoint_path, state)
+
+    def resume(self, *, restart: bool) -> bool:
+        """Takes up the saved run, if there is one and it is the same run.
+
+        Returns whether it did.
+        """
+        state = None if restart else load_checkpoint(self.checkpoint_path)
+        if state is None:
+            return False
+        _check_same_run(state["config"], asdict(self.config), self.checkpoint_path)
+        self.model.load_state_dict(state["model"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.sampler.restore(state["sampler"])
+        self.step = state["step"]
+        self.seconds = state["seconds"]
+        self.train_losses = state["train_losses"]
+        self.validation_losses = [(step, loss) for step, loss in state["validation_losses"]]
+        restore_random_state(state["random"], self.device)
+        return True
+
+    def _one_step(self) -> None:
+        rate = learning_rate(self.step, self.config)
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        loss = self._loss(*self.sampler.next_batch(self.device))
+        if not math.isfinite(value := loss.item()):
+            raise CommandError(
+                f"the loss became {value} at step {self.step + 1}; try a lower --learning-rate"
+            )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        synchronize(self.device)
+        self.train_losses.append(value)
+        self.step += 1
+
+    def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        dtype = getattr(torch, self.config.dtype)
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
+            return self.model.loss(tokens, targets)
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """The rate of step `step` (from 0): linear warm-up, then a cosine down to FINAL_RATE of the
+    peak.
+    """
+    warmup = int(config.steps * config.warmup)
+    if step < warmup:
+        return config.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, config.steps - warmup)
+    return config.learning_rate * (
+        FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * progress))
+    )
+
+
+def _make_optimiser(model: GPT, config: TrainConfig, device: torch.device) -> torch.optim.AdamW:
+    """AdamW that decays the matrices and leaves norms and sinks alone."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    fused = device.type in ("cpu", "cuda")
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=ADAM_BETAS, fused=fused)
+
+
+def _check_same_run(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
+    saved, wanted = ({**config, **config["model"]} for config in (saved, wanted))
+    different = [name for name in wanted if name != "model" and saved.get(name) != wanted[name]]
+    if different:
+        changes = ", ".join(
+            f"{name.replace('_', '-')} {saved.get(name)} -> {wanted[name]}" for name in different
+        )
+        raise CommandError(
+            f"{path} is of a run with other options ({changes}); give the same options to resume, "
+            "--restart to start over, or another --out"
+        )
+
+
+@contextlib.contextmanager
+def _catch_signals() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM in the yielded list, so that the step under way can end.
+
+    The second one stops at once.
+    """
+    received: list[int] = []
+
+    def handle(number: int, _frame: object) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

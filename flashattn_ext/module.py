@@ -1,0 +1,74 @@
+"""FlashAttention: attention as an nn.Module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .api import forward
+
+
+class FlashAttention(nn.Module):
+    """Attention over q, k, v of shape [B, S, H, head_dim]; dropout in training mode only.
+
+    Args:
+        head_dim: head size of q and k, from 1 to 256; also sets the scale 1 / sqrt(head_dim).
+        dropout: probability of dropping an attention weight, in [0, 1).
+        causal: queries see only the keys up to their own position.
+        use_smooth_softmax: adds a logit 0 without a value to every softmax.
+        learnable_sink: makes that logit a parameter `sink` [num_heads], starting at 0; takes the
+            place of use_smooth_softmax.
+        num_heads: number of query heads; needed for learnable_sink only.
+        window_size: (left, right) keys seen to either side, -1 for unbounded.
+    """
+
+    def __init__(
+        self,
+        head_dim: int = 64,
+        dropout: float = 0.0,
+        causal: bool = False,
+        use_smooth_softmax: bool = False,
+        *,
+        learnable_sink: bool = False,
+        num_heads: int | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> None:
+        super().__init__()
+        if not 1 <= head_dim <= 256:
+            raise ValueError(f"head_dim: expected 1..256, got {head_dim}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout: expected a probability in [0, 1), got {dropout}")
+        if learnable_sink and num_heads is None:
+            raise ValueError("num_heads: learnable_sink=True needs the number of query heads, got None")
+        self.head_dim = head_dim
+        self.dropout = dropout
+        self.causal = causal
+        self.use_smooth_softmax = use_smooth_softmax
+        self.window_size = window_size
+        if learnable_sink:
+            self.sink = nn.Parameter(torch.zeros(num_heads))
+        else:
+            self.register_parameter("sink", None)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [B, Sq, Hq, head_dim], k and v [B, Sk, Hk, head_dim] -> out [B, Sq, Hq, head_dim]."""
+        if q.shape[-1] != self.head_dim:
+            raise ValueError(
+                f"q: this module was made for head_dim={self.head_dim}, got shape {tuple(q.shape)}"
+            )
+        return forward(
+            q,
+            k,
+            v,
+            causal=self.causal,
+            window_size=self.window_size,
+            dropout_p=self.dropout if self.training else 0.0,
+            smooth_softmax=self.use_smooth_softmax and self.sink is None,
+            sink=self.sink,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            f"head_dim={self.head_dim}, dropout={self.dropout}, causal={self.causal}, "
+            f"use_smooth_softmax={self.use_smooth_softmax}, learnable_sink={self.sink is not None}"
+        )

@@ -1,0 +1,48 @@
+"""What torch.compile and the meta device need to know of the ops: shapes and dtypes, no values."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+forward = torch.ops.flashattn_ext.forward
+backward = torch.ops.flashattn_ext.backward
+dropout_mask = torch.ops.flashattn_ext.dropout_mask
+
+
+def _statistics_dtype(q: Tensor) -> torch.dtype:
+    return torch.float64 if q.dtype == torch.float64 else torch.float32
+
+
+@torch.library.register_fake("flashattn_ext::forward")
+def _forward_fake(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, bhsd, *_options
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.dim() == 3:  # packed: [total, H, D]
+        lse_shape = (q.size(1), q.size(0))
+    else:
+        rows, heads = (2, 1) if bhsd else (1, 2)
+        lse_shape = (q.size(0), q.size(heads), q.size(rows))
+    out = q.new_empty((*q.shape[:-1], v.size(-1)))
+    lse = q.new_empty(lse_shape, dtype=_statistics_dtype(q))
+    return out, lse, q.new_empty((2,), dtype=torch.int64)
+
+
+@torch.library.register_fake("flashattn_ext::backward")
+def _backward_fake(
+    dout, dlse, q, k, v, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+    max_seqlen_k, bhsd, softmax_scale, causal, window_left, window_right, dropout_p,
+    smooth_softmax, sink, deterministic,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    if sink is None:
+        dsink = q.new_empty((0,), dtype=_statistics_dtype(q))
+    else:
+        dsink = sink.new_empty(sink.shape)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsink
+
+
+@torch.library.register_fake("flashattn_ext::dropout_mask")
+def _dropout_mask_fake(
+    device_of, batch, heads, seqlen_q, seqlen_k, dropout_p, rng_seed, rng_offset
+) -> Tensor:
+    return device_of.new_empty((batch, heads, seqlen_q, seqlen_k), dtype=torch.bool)

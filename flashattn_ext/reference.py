@@ -1,0 +1,191 @@
+"""attention_reference: the formulas in plain PyTorch, what tests and users compare with.
+
+It builds the S x S matrix, runs on every device and dtype, and autograd differentiates it any number of times.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+_MASK32 = 0xFFFFFFFF
+_MASK64 = 0xFFFFFFFFFFFFFFFF
+
+
+def _philox_key(seed: int, offset: int) -> tuple[int, int]:
+    """SplitMix64's finaliser; docs/dropout.md."""
+    x = (seed & _MASK64) ^ (offset * 0x9E3779B97F4A7C15 & _MASK64)
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK64
+    x ^= x >> 31
+    return x & _MASK32, x >> 32
+
+
+def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low word of constant * x for 32-bit words in int64, without overflowing 63 bits."""
+    low_part = (constant & 0xFFFF) * x
+    high_part = (constant >> 16) * x + (low_part >> 16)
+    return high_part >> 16, (high_part & 0xFFFF) << 16 | low_part & 0xFFFF
+
+
+def _philox(key: tuple[int, int], counter: list[Tensor]) -> list[Tensor]:
+    """Philox4x32 with 7 rounds (Salmon et al., SC 2011); words are int64 tensors below 2^32."""
+    k0, k1 = key
+    c0, c1, c2, c3 = counter
+    for _ in range(7):
+        high0, low0 = _multiply(0xD2511F53, c0)
+        high1, low1 = _multiply(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = k0 + 0x9E3779B9 & _MASK32, k1 + 0xBB67AE85 & _MASK32
+    return [c0, c1, c2, c3]
+
+
+def dropout_threshold(dropout_p: float) -> int:
+    """Bytes below this are kept: the probability of keeping is threshold / 256."""
+    return min(max(math.floor(256 * (1 - dropout_p) + 0.5), 1), 256)
+
+
+def _keep_mask(
+    b: int, heads: int, Sq: int, Sk: int, dropout_p: float, rng_seed: int, device: torch.device
+) -> Tensor:
+    """The mask of batch entry b: bool [heads, Sq, Sk]."""
+    h = torch.arange(heads, device=device)[:, None, None]
+    i = torch.arange(Sq, device=device)[None, :, None]
+    j = torch.arange(Sk, device=device)[None, None, :]
+    shape = torch.broadcast_shapes(h.shape, i.shape, j.shape)
+    counter = [
+        torch.full(shape, b, device=device),
+        (j // 64).expand(shape),
+        (h * 64 + i % 8 * 8 + j % 8).expand(shape),
+        (i // 16).expand(shape),
+    ]
+    words = torch.stack(_philox(_philox_key(rng_seed, 0), counter))
+    word = words.gather(0, (j // 16 % 4).expand(shape)[None])[0]
+    byte = word >> (8 * (i // 8 % 2 + 2 * (j // 8 % 2))) & 0xFF
+    return byte < dropout_threshold(dropout_p)
+
+
+def _visible(
+    Sq: int, Sk: int, causal: bool, window_size: tuple[int, int], device: torch.device
+) -> Tensor:
+    left, right = window_size
+    if causal:
+        right = 0
+    distance = torch.arange(Sk, device=device) - (torch.arange(Sq, device=device) + Sk - Sq)[:, None]
+    visible = torch.ones(Sq, Sk, dtype=torch.bool, device=device)
+    if left >= 0:
+        visible &= distance >= -left
+    if right >= 0:
+        visible &= distance <= right
+    return visible
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor, sink: Tensor | None,
+    keep: Tensor | None, p_keep: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One batch entry: q [Hq, Sq, D], k [Hk, Sk, D], v [Hk, Sk, Dv] -> out [Hq, Sq, Dv], lse [Hq, Sq]."""
+    group = q.shape[0] // k.shape[0] if k.shape[0] else 1
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    statistics = torch.promote_types(q.dtype, torch.float32)
+    scores = (q @ k.transpose(-1, -2) * scale).to(statistics)
+    scores = scores.masked_fill(~visible, -math.inf)
+    logits = scores
+    if sink is not None:
+        column = sink.to(statistics)[:, None, None].expand(-1, scores.shape[1], 1)
+        logits = torch.cat([scores, column], dim=-1)
+    if logits.shape[-1] == 0:
+        lse = scores.new_full(scores.shape[:-1], -math.inf)
+        return q.new_zeros(*scores.shape[:-1], v.shape[-1]) + 0 * (q.sum() + v.sum()), lse
+    # Rows without a single logit take part with zeros, so that neither they nor their gradients are NaN.
+    empty = torch.isneginf(logits.detach()).all(-1)
+    lse = torch.logsumexp(logits.masked_fill(empty[..., None], 0), dim=-1)
+    weights = torch.exp(scores - lse[..., None]).masked_fill(~visible, 0)
+    if keep is not None:
+        weights = torch.where(keep, weights / p_keep, 0)
+    out = weights.to(v.dtype) @ v
+    return out, lse.masked_fill(empty, -math.inf)
+
+
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    dropout_p: float = 0.0,
+    smooth_softmax: bool = False,
+    sink: Tensor | None = None,
+    layout: str = "bshd",
+    rng_seed: int | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """What forward() computes, and with cu_seqlens what varlen_forward() computes, in plain PyTorch.
+
+    Arguments, shapes and results are theirs. Memory grows with Sq * Sk. Computed in the dtype of the
+    inputs (softmax statistics at least in float32): pass float64 tensors for exact results.
+
+    Raises:
+        ValueError: dropout without rng_seed (the reference draws no random numbers of its own).
+    """
+    if dropout_threshold(dropout_p) < 256 and rng_seed is None:
+        raise ValueError("rng_seed: attention_reference needs a seed when dropout_p > 0, got None")
+    if layout not in ("bshd", "bhsd"):
+        raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
+    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+    heads = q.shape[1 if cu_seqlens_q is not None or layout == "bhsd" else 2]
+    if smooth_softmax and sink is None:
+        sink = torch.zeros(heads, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+
+    def entry(b: int, q_b: Tensor, k_b: Tensor, v_b: Tensor) -> tuple[Tensor, Tensor]:
+        Sq, Sk = q_b.shape[1], k_b.shape[1]
+        keep = None
+        if dropout_threshold(dropout_p) < 256:
+            keep = _keep_mask(b, heads, Sq, Sk, dropout_p, rng_seed, q.device)
+        visible = _visible(Sq, Sk, causal, window_size, q.device)
+        p_keep = dropout_threshold(dropout_p) / 256
+        return _attend(q_b, k_b, v_b, scale, visible, sink, keep, p_keep)
+
+    if cu_seqlens_q is None:
+        out, lse = _dense(entry, q, k, v, layout)
+    else:
+        out, lse = _packed(entry, q, k, v, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
+    return (out, lse) if return_lse else out
+
+
+def _dense(entry, q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    if layout == "bshd":
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    if q.shape[0] == 0:
+        shape = (*q.shape[:-1], v.shape[-1])
+        out, lse = q.new_zeros(shape), q.new_zeros(shape[:-1], dtype=_lse_dtype(q))
+    else:
+        results = [entry(b, q[b], k[b], v[b]) for b in range(q.shape[0])]
+        out, lse = (torch.stack(tensors) for tensors in zip(*results, strict=True))
+    return out.transpose(1, 2) if layout == "bshd" else out, lse
+
+
+def _packed(
+    entry, q: Tensor, k: Tensor, v: Tensor, starts_q: list[int], starts_k: list[int]
+) -> tuple[Tensor, Tensor]:
+    """Rows behind the last sequence belong to none: out 0, lse -inf."""
+    outs, lses = [], []
+    for b in range(len(starts_q) - 1):
+        rows_q, rows_k = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
+        out, lse = entry(b, *(t.transpose(0, 1) for t in (q[rows_q], k[rows_k], v[rows_k])))
+        outs.append(out.transpose(0, 1))
+        lses.append(lse)
+    behind = q.shape[0] - starts_q[-1]
+    outs.append(q.new_zeros(behind, q.shape[1], v.shape[-1]))
+    lses.append(q.new_full((q.shape[1], behind), -math.inf, dtype=_lse_dtype(q)))
+    return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+def _lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)

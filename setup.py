@@ -1,0 +1,139 @@
+"""Builds flashattn_ext._C against the torch of the environment that it is installed into.
+
+Environment variables:
+  FLASHATTN_EXT_CUDA   1 demands the CUDA backend, 0 leaves it out; unset builds it when a CUDA torch and nvcc are there
+  MAX_JOBS             compiler processes at once (torch.utils.cpp_extension)
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+from setuptools import setup
+
+ROOT = Path(__file__).resolve().parent
+MINIMUM_TORCH = (2, 6)
+VERSION = (ROOT / "VERSION").read_text().strip()
+
+SOURCES = [
+    "csrc/ops.cpp",
+    "csrc/validate.cpp",
+    "csrc/backend.cpp",
+    "csrc/module.cpp",
+    "csrc/cpu/dispatch.cpp",
+    # One source per instruction set; those of another architecture compile to nothing.
+    "csrc/cpu/inst/generic.cpp",
+    "csrc/cpu/inst/avx2.cpp",
+    "csrc/cpu/inst/avx512.cpp",
+    "csrc/cpu/inst/avx512_bf16.cpp",
+]
+
+CXX_FLAGS = [
+    "-O3",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+]
+
+
+def stop(message: str) -> None:
+    sys.exit(f"flashattn_ext: {message}")
+
+
+def import_torch():
+    """The torch of the target environment, also from inside pip's isolated build environment.
+
+    pip isolates a build by hiding the environment's site-packages from sys.path, but it runs the environment's own
+    interpreter, so that sysconfig still names them. They go to the end of the path: build requirements win.
+    """
+    try:
+        import torch
+    except ImportError:
+        candidates = [sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
+        if os.environ.get("VIRTUAL_ENV"):
+            paths = {"base": os.environ["VIRTUAL_ENV"], "platbase": os.environ["VIRTUAL_ENV"]}
+            candidates.append(sysconfig.get_path("platlib", vars=paths))
+        sys.path += [path for path in candidates if path not in sys.path]
+        try:
+            import torch
+        except ImportError:
+            stop(
+                "torch is not installed in this environment; install torch 2.6 or newer first "
+                "(pip install torch), then install flashattn_ext again (with --no-build-isolation if "
+                "torch is there but was not found)"
+            )
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MINIMUM_TORCH:
+        stop(
+            f"torch {torch.__version__} is too old; flashattn_ext needs torch 2.6 or newer (pip install --upgrade torch)"
+        )
+    return torch
+
+
+def check_compiler() -> None:
+    """One clear line instead of a page of compiler output."""
+    compiler = os.environ.get("CXX", "c++").split()
+    if shutil.which(compiler[0]) is None:
+        stop(
+            f"the C++ compiler '{compiler[0]}' was not found; install one (Debian: apt install g++) or set CXX"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "probe.cpp"
+        source.write_text(
+            "#if (defined(__clang__) && __clang_major__ < 10) || (!defined(__clang__) && __GNUC__ < 9)\n"
+            "#error too old\n"
+            "#endif\n"
+            "int main() { return 0; }\n"
+        )
+        command = [*compiler, "-std=c++17", "-c", str(source), "-o", str(Path(folder) / "probe.o")]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            stop(
+                f"the C++ compiler '{' '.join(compiler)}' is too old or broken; GCC 9, Clang 10 or newer is needed"
+            )
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        stop("Python.h was not found; install Python's headers (Debian: apt install python3-dev)")
+
+
+def check_cuda_request() -> None:
+    if os.environ.get("FLASHATTN_EXT_CUDA") == "1":
+        stop(
+            f"FLASHATTN_EXT_CUDA=1, but version {VERSION} has no CUDA sources; unset it for a CPU build"
+        )
+
+
+def write_build_config(torch) -> None:
+    """Readable without loading the library, which may be unloadable under another torch."""
+    (ROOT / "flashattn_ext" / "_build_config.py").write_text(
+        '"""Written by setup.py."""\n\n'
+        f'BUILT_FOR_TORCH = "{torch.__version__}"\n'
+        "CUDA_ARCHITECTURES: tuple[str, ...] = ()\n"
+    )
+
+
+def extension(torch):
+    from torch.utils.cpp_extension import CppExtension
+
+    return CppExtension("flashattn_ext._C", SOURCES, extra_compile_args={"cxx": CXX_FLAGS})
+
+
+torch = import_torch()
+check_cuda_request()
+if not {"egg_info", "dist_info", "sdist", "clean"} & set(sys.argv):
+    check_compiler()
+
+from torch.utils.cpp_extension import BuildExtension  # noqa: E402
+
+
+class BuildWithConfig(BuildExtension):
+    def run(self) -> None:
+        write_build_config(torch)
+        super().run()
+
+
+setup(ext_modules=[extension(torch)], cmdclass={"build_ext": BuildWithConfig})

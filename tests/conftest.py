@@ -1,0 +1,94 @@
+"""Which devices, backends and instruction sets the tests run on.
+
+A test that takes `device` runs once per device of `--device` (default: every device present); one marked `every_isa` runs
+on the CPU once per instruction set that this machine has. A test that also takes `dtype` runs for every dtype that the
+device supports, or for those that its `dtypes` marker names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import flashattn_ext
+from flashattn_ext import _C
+
+ALL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        action="append",
+        choices=("cpu", "cuda", "npu"),
+        help="device to test on, may be repeated (default: every device present)",
+    )
+    parser.addoption("--backend", help="force a backend by name, as use_backend() does")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "every_isa: on the CPU, run once per instruction set of the machine")
+    config.addinivalue_line("markers", "dtypes(*names): the dtypes of the `dtype` argument, as torch attribute names")
+    if config.getoption("--backend"):
+        flashattn_ext.use_backend(config.getoption("--backend"))
+
+
+def present_devices() -> list[str]:
+    devices = ["cpu"]
+    if torch.cuda.is_available() and "cuda" in str(flashattn_ext.build_info()["backends"]):
+        devices.append("cuda")
+    if importlib.util.find_spec("torch_npu") and "ascend" in str(flashattn_ext.build_info()["backends"]):
+        devices.append("npu")
+    return devices
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" not in metafunc.fixturenames:
+        return
+    every_isa = metafunc.definition.get_closest_marker("every_isa") is not None
+    named = metafunc.definition.get_closest_marker("dtypes")
+    dtypes = [getattr(torch, name) for name in named.args] if named else ALL_DTYPES
+    takes_dtype = "dtype" in metafunc.fixturenames
+    rows, ids = [], []
+    for device in metafunc.config.getoption("--device") or present_devices():
+        for isa in _C.cpu_isas() if device == "cpu" and every_isa else [None]:
+            target = f"{device}-{isa}" if isa else device
+            if not takes_dtype:
+                rows.append((device, isa))
+                ids.append(target)
+                continue
+            for dtype in dtypes:
+                if dtype == torch.float64 and device != "cpu":
+                    continue  # fp64 exists on the CPU alone
+                rows.append(((device, isa), dtype))
+                ids.append(f"{target}-{str(dtype).removeprefix('torch.')}")
+    names = ["device", "dtype"] if takes_dtype else ["device"]
+    metafunc.parametrize(names, rows, ids=ids, indirect=["device"])
+
+
+@pytest.fixture
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The device's name; while the test runs, the CPU kernels are those of the instruction set asked for."""
+    name, isa = request.param
+    if isa is None:
+        yield name
+        return
+    before = _C.cpu_isa()
+    _C.set_cpu_isa(isa)
+    yield name
+    _C.set_cpu_isa(before)
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(20240607)
+
+
+@pytest.fixture
+def restore_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)

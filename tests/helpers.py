@@ -1,0 +1,294 @@
+"""One attention call as data, its inputs, and the comparison with the reference that every numerical test uses."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+import flashattn_ext
+
+VIEWS = ("plain", "transposed", "packed", "padded", "offset", "expanded", "strided_last")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: sizes, options and how the inputs lie in memory. Varlen when `lengths_q` is given."""
+
+    dtype: torch.dtype = torch.float32
+    B: int = 2
+    Sq: int = 33
+    Sk: int = 33
+    Hq: int = 2
+    Hk: int = 2
+    D: int = 32
+    Dv: int = 32
+    lengths_q: tuple[int, ...] | None = None
+    lengths_k: tuple[int, ...] | None = None
+    layout: str = "bshd"
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    softmax_scale: float | None = None
+    dropout_p: float = 0.0
+    rng_seed: int | None = None
+    smooth_softmax: bool = False
+    sink_dtype: torch.dtype | None = None
+    views: tuple[str, str, str] = ("plain", "plain", "plain")
+    needs_grad: tuple[str, ...] = ("q", "k", "v", "sink")
+    use_lse: bool = False
+    seed: int = 0
+
+    @property
+    def varlen(self) -> bool:
+        return self.lengths_q is not None
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments that forward, varlen_forward and attention_reference share, without the sink."""
+        options: dict[str, Any] = {
+            "causal": self.causal,
+            "window_size": self.window_size,
+            "softmax_scale": self.softmax_scale,
+            "dropout_p": self.dropout_p,
+            "smooth_softmax": self.smooth_softmax,
+            "rng_seed": self.rng_seed,
+        }
+        return options if self.varlen else {**options, "layout": self.layout}
+
+
+@dataclass
+class Inputs:
+    """Tensors of one case; `grad_names` are those that require a gradient."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    sink: Tensor | None
+    cu_seqlens: dict[str, Tensor] = field(default_factory=dict)
+    max_seqlens: dict[str, int] = field(default_factory=dict)
+
+    def leaves(self) -> dict[str, Tensor]:
+        named = {"q": self.q, "k": self.k, "v": self.v, "sink": self.sink}
+        return {name: t for name, t in named.items() if t is not None}
+
+    def grad_names(self) -> list[str]:
+        return [name for name, t in self.leaves().items() if t.requires_grad]
+
+
+@dataclass
+class Result:
+    out: Tensor
+    lse: Tensor
+    grads: dict[str, Tensor]
+
+
+def strided_view(x: Tensor, kind: str) -> Tensor:
+    """x's values (for `expanded`: those of its first entry) in memory of the given kind; what lies between rows is NaN."""
+    if kind == "plain":
+        return x
+    if kind == "transposed":
+        a, b = (1, 2) if x.dim() == 4 else (0, 1)
+        return x.transpose(a, b).contiguous().transpose(a, b)
+    if kind == "expanded":
+        return x[:1].expand_as(x) if x.dim() == 4 else x[:, :1].expand_as(x)
+    nan = dict(fill_value=math.nan, dtype=x.dtype, device=x.device)
+    if kind == "packed":
+        view = torch.full((*x.shape[:-2], 3, *x.shape[-2:]), **nan).select(-3, 1)
+    elif kind == "padded":
+        view = torch.full((*x.shape[:-1], x.shape[-1] + 3), **nan)[..., : x.shape[-1]]
+    elif kind == "offset":
+        view = torch.full((x.numel() + 1,), **nan)[1:].view(x.shape)
+    elif kind == "strided_last":
+        view = torch.full((*x.shape, 2), **nan)[..., 0]
+    else:
+        raise ValueError(f"unknown kind of view: {kind}")
+    view.copy_(x)
+    return view
+
+
+def cu_seqlens(lengths: tuple[int, ...] | list[int], device: str) -> Tensor:
+    """int32 [B + 1]: where each packed sequence starts, and the end of the last."""
+    starts = [0]
+    for length in lengths:
+        starts.append(starts[-1] + length)
+    return torch.tensor(starts, dtype=torch.int32, device=device)
+
+
+def make_inputs(case: Case, device: str) -> Inputs:
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def values(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, case.dtype)
+
+    def rows(S: int, H: int, D: int, lengths: tuple[int, ...] | None) -> Tensor:
+        if lengths is not None:
+            return values(sum(lengths), H, D)
+        return values(case.B, S, H, D) if case.layout == "bshd" else values(case.B, H, S, D)
+
+    raw = {
+        "q": rows(case.Sq, case.Hq, case.D, case.lengths_q),
+        "k": rows(case.Sk, case.Hk, case.D, case.lengths_k),
+        "v": rows(case.Sk, case.Hk, case.Dv, case.lengths_k),
+    }
+    tensors = {
+        name: strided_view(x, kind).detach().requires_grad_(name in case.needs_grad)
+        for (name, x), kind in zip(raw.items(), case.views, strict=True)
+    }
+    sink = None
+    if case.sink_dtype is not None:
+        sink = torch.randn(case.Hq, generator=generator).to(device, case.sink_dtype)
+        sink.requires_grad_("sink" in case.needs_grad)
+    inputs = Inputs(**tensors, sink=sink)
+    if case.lengths_q is not None and case.lengths_k is not None:
+        for side, lengths in (("q", case.lengths_q), ("k", case.lengths_k)):
+            inputs.cu_seqlens[f"cu_seqlens_{side}"] = cu_seqlens(lengths, device)
+            inputs.max_seqlens[f"max_seqlen_{side}"] = max(lengths, default=0)
+    return inputs
+
+
+def call(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor]:
+    """(out, lse) of the package."""
+    function = flashattn_ext.varlen_forward if case.varlen else flashattn_ext.forward
+    return function(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        **inputs.cu_seqlens,
+        **inputs.max_seqlens,
+        **case.options(),
+        sink=inputs.sink,
+        return_lse=True,
+    )
+
+
+def cotangents(case: Case, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Fixed gradients of (out, lse), the same numbers for the package and the reference."""
+    generator = torch.Generator().manual_seed(case.seed + 1)
+    dout = torch.randn(out.shape, generator=generator).to(case.dtype)
+    dlse = torch.randn(lse.shape, generator=generator)
+    return dout.to(out), dlse.to(lse)
+
+
+def gradients(case: Case, inputs: Inputs, out: Tensor, lse: Tensor) -> dict[str, Tensor]:
+    """Gradients of the inputs that require one, for fixed cotangents of out and, with `use_lse`, of lse."""
+    names = inputs.grad_names()
+    if not names:
+        return {}
+    dout, dlse = cotangents(case, out, lse)
+    heads = [(out, dout), (lse, dlse)] if case.use_lse else [(out, dout)]
+    heads = [(head, grad) for head, grad in heads if head.requires_grad]  # plain PyTorch: lse does not depend on v
+    leaves = inputs.leaves()
+    found = torch.autograd.grad([h for h, _ in heads], [leaves[n] for n in names], [g for _, g in heads])
+    return dict(zip(names, found, strict=True))
+
+
+def run(case: Case, inputs: Inputs) -> Result:
+    """Forward and backward of the package."""
+    out, lse = call(case, inputs)
+    return Result(out.detach(), lse.detach(), gradients(case, inputs, out, lse))
+
+
+def run_reference(case: Case, inputs: Inputs, dtype: torch.dtype) -> Result:
+    """Forward and backward of attention_reference, computed in `dtype`; the gradients come back in `dtype`."""
+    leaves = {name: t.detach().to(dtype).requires_grad_(t.requires_grad) for name, t in inputs.leaves().items()}
+    copies = Inputs(**{"sink": None, **leaves}, cu_seqlens=inputs.cu_seqlens, max_seqlens=inputs.max_seqlens)
+    out, lse = flashattn_ext.attention_reference(
+        copies.q, copies.k, copies.v, **copies.cu_seqlens, **case.options(), sink=copies.sink, return_lse=True
+    )
+    return Result(out.detach(), lse.detach(), gradients(case, copies, out, lse))
+
+
+def max_abs(x: Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+def assert_within_rule(name: str, got: Tensor, ref: Tensor, plain: Tensor) -> None:
+    """max|got - ref| <= 2 max|plain - ref| + floor: no worse than twice plain PyTorch at the input dtype."""
+    assert got.shape == ref.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(ref.shape)}"
+    assert torch.isfinite(got).all(), f"{name} is not finite"
+    floor = 1e-10 * (1 + max_abs(ref)) if got.dtype == torch.float64 else 1e-5
+    error, allowed = max_abs(got.double() - ref), 2 * max_abs(plain.double() - ref) + floor
+    assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
+
+
+def assert_lse_close(got: Tensor, ref: Tensor, dtype: torch.dtype) -> None:
+    """1e-3 absolute for 16-bit inputs, 1e-5 relative for fp32; -inf exactly where the reference has it."""
+    assert got.shape == ref.shape, f"lse: shape {tuple(got.shape)}, expected {tuple(ref.shape)}"
+    assert got.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    rtol, atol = {torch.float64: (1e-12, 1e-12), torch.float32: (1e-5, 1e-5)}.get(dtype, (0.0, 1e-3))
+    torch.testing.assert_close(got.double(), ref.double(), rtol=rtol, atol=atol, msg=lambda m: f"lse: {m}")
+
+
+def check(case: Case, device: str) -> None:
+    """Runs the case forward and backward and holds every result against the tolerance rule."""
+    inputs = make_inputs(case, device)
+    before = {name: t.detach().clone() for name, t in inputs.leaves().items()}
+    got = run(case, inputs)
+    ref = run_reference(case, inputs, torch.float64)
+    plain = run_reference(case, inputs, case.dtype)
+    assert got.out.dtype == case.dtype and got.out.is_contiguous()
+    assert_within_rule("out", got.out, ref.out, plain.out)
+    assert_lse_close(got.lse, ref.lse, case.dtype)
+    for name, grad in got.grads.items():
+        leaf = inputs.leaves()[name]
+        assert grad.dtype == leaf.dtype, f"d{name}: dtype {grad.dtype}, expected {leaf.dtype}"
+        assert_within_rule(f"d{name}", grad, ref.grads[name], plain.grads[name].to(leaf.dtype))
+    for name, t in inputs.leaves().items():
+        assert torch.equal(t, before[name]), f"{name} was changed by the call"
+
+
+def assert_same_bits(got: Tensor, expected: Tensor, what: str = "result") -> None:
+    """Equal values everywhere, with NaN equal to NaN."""
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{what}: {m}")
+
+
+def allocated_bytes(function: Callable[[], Any]) -> int:
+    """Bytes of CPU tensors that a call allocates in all, freed or not: an upper bound of its peak."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        function()
+    return sum(max(event.self_cpu_memory_usage, 0) for event in prof.events() if event.name != "[memory]")
+
+
+def run_python(code: str, timeout: float = 120, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a fresh interpreter, from the directory that these tests run from, with changes to the environment."""
+    return subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+def reference_keep_mask(B: int, H: int, Sq: int, Sk: int, dropout_p: float, seed: int, offset: int = 0) -> Tensor:
+    """The dropout mask in pure Python integers: bool [B, H, Sq, Sk]. Slow on purpose: one Philox call per score."""
+    mask64, mask32 = (1 << 64) - 1, (1 << 32) - 1
+    x = (seed & mask64) ^ (offset * 0x9E3779B97F4A7C15 & mask64)
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & mask64
+    x ^= x >> 31
+    threshold = min(max(math.floor(256 * (1 - dropout_p) + 0.5), 1), 256)
+
+    def words(counter: list[int]) -> list[int]:
+        c0, c1, c2, c3 = counter
+        k0, k1 = x & mask32, x >> 32
+        for _ in range(7):
+            p0, p1 = 0xD2511F53 * c0, 0xCD9E8D57 * c2
+            c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & mask32, (p0 >> 32) ^ c3 ^ k1, p0 & mask32
+            k0, k1 = (k0 + 0x9E3779B9) & mask32, (k1 + 0xBB67AE85) & mask32
+        return [c0, c1, c2, c3]
+
+    def keep(b: int, h: int, i: int, j: int) -> bool:
+        word = words([b, j // 64, h * 64 + i % 8 * 8 + j % 8, i // 16])[j // 16 % 4]
+        return word >> 8 * (i // 8 % 2 + 2 * (j // 8 % 2)) & 0xFF < threshold
+
+    flat = [keep(b, h, i, j) for b in range(B) for h in range(H) for i in range(Sq) for j in range(Sk)]
+    return torch.tensor(flat, dtype=torch.bool).view(B, H, Sq, Sk)

@@ -1,0 +1,102 @@
+"""The backward pass: gradients against the reference, through out and through lse, and the raw `backward` function."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import Case, assert_same_bits, check, cotangents, make_inputs
+
+import flashattn_ext
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("Sq,Sk", [(1, 1), (1, 200), (64, 64), (65, 129), (200, 1), (257, 130)])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_lengths(device: str, dtype: torch.dtype, Sq: int, Sk: int, causal: bool) -> None:
+    check(Case(dtype=dtype, Sq=Sq, Sk=Sk, causal=causal, D=64, Dv=64), device)
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("D,Dv", [(1, 1), (7, 9), (64, 64), (100, 36), (128, 128), (192, 128), (3, 256), (256, 5), (256, 256)])
+def test_head_dims(device: str, dtype: torch.dtype, D: int, Dv: int) -> None:
+    check(Case(dtype=dtype, Sq=66, Sk=70, D=D, Dv=Dv), device)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 5])
+def test_grouped_query_heads(device: str, dtype: torch.dtype, groups: int) -> None:
+    check(Case(dtype=dtype, Sq=70, Sk=90, Hq=3 * groups, Hk=3, causal=True), device)
+
+
+def test_a_long_sequence(device: str, dtype: torch.dtype) -> None:
+    check(Case(dtype=dtype, B=1, Sq=1024, Sk=1024, D=64, Dv=64, causal=True), device)
+
+
+def test_gradient_through_lse_alone(device: str, dtype: torch.dtype) -> None:
+    inputs = make_inputs(Case(dtype=dtype, Sq=40, Sk=70), device)
+    _, lse = flashattn_ext.forward(inputs.q, inputs.k, inputs.v, return_lse=True)
+    dq, dk, dv = torch.autograd.grad(lse.sum(), [inputs.q, inputs.k, inputs.v], allow_unused=True)
+    leaves = [t.detach().double().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    _, lse_ref = flashattn_ext.attention_reference(*leaves, return_lse=True)
+    dq_ref, dk_ref = torch.autograd.grad(lse_ref.sum(), leaves[:2])
+    tolerance = {torch.float64: 1e-10, torch.float32: 1e-5}.get(dtype, 2e-2)
+    torch.testing.assert_close(dq.double(), dq_ref, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(dk.double(), dk_ref, rtol=tolerance, atol=tolerance)
+    assert dv is None or not dv.any()
+
+
+@pytest.mark.parametrize("wanted", [("q",), ("k",), ("v",), ("sink",), ("q", "v"), ("k", "sink")], ids="+".join)
+def test_only_some_inputs_need_a_gradient(device: str, dtype: torch.dtype, wanted: tuple[str, ...]) -> None:
+    check(Case(dtype=dtype, needs_grad=wanted, sink_dtype=torch.float32, use_lse=True), device)
+
+
+def test_no_graph_without_gradients(device: str, dtype: torch.dtype) -> None:
+    inputs = make_inputs(Case(dtype=dtype), device)
+    with torch.no_grad():
+        out, lse = flashattn_ext.forward(inputs.q, inputs.k, inputs.v, return_lse=True)
+    assert not out.requires_grad and not lse.requires_grad
+
+
+@pytest.mark.parametrize("kind", ["expanded", "transposed", "zero_stride"])
+def test_layout_of_the_incoming_gradient(device: str, dtype: torch.dtype, kind: str) -> None:
+    """out.sum() sends a gradient whose strides are all 0; others send transposed or expanded ones."""
+    inputs = make_inputs(Case(dtype=dtype, Sq=40, Sk=50), device)
+    out = flashattn_ext.forward(inputs.q, inputs.k, inputs.v)
+    dout = {
+        "expanded": torch.randn(1, *out.shape[1:], device=device).to(dtype).expand_as(out),
+        "transposed": torch.randn(out.transpose(1, 2).shape, device=device).to(dtype).transpose(1, 2),
+        "zero_stride": torch.ones((), device=device, dtype=dtype).expand_as(out),
+    }[kind]
+    leaves = [inputs.q, inputs.k, inputs.v]
+    got = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    expected = torch.autograd.grad(out, leaves, dout.contiguous())
+    for name, a, b in zip("qkv", got, expected, strict=True):
+        assert_same_bits(a, b, f"d{name}")
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+def test_raw_backward_equals_autograd(device: str, dtype: torch.dtype, varlen: bool) -> None:
+    lengths = dict(lengths_q=(20, 45), lengths_k=(33, 64)) if varlen else {}
+    case = Case(dtype=dtype, Sq=45, Sk=64, causal=True, dropout_p=0.2, rng_seed=11, sink_dtype=torch.float32, **lengths)
+    inputs = make_inputs(case, device)
+    function = flashattn_ext.varlen_forward if varlen else flashattn_ext.forward
+    shared = {**inputs.cu_seqlens, **inputs.max_seqlens, **case.options(), "sink": inputs.sink}
+    out, lse = function(inputs.q, inputs.k, inputs.v, **shared, return_lse=True)
+    dout, _ = cotangents(case, out, lse)
+    expected = torch.autograd.grad(out, [inputs.q, inputs.k, inputs.v, inputs.sink], dout)
+    with torch.no_grad():
+        got = flashattn_ext.backward(dout, inputs.q, inputs.k, inputs.v, out, lse, **shared)
+    for name, a, b in zip(("dq", "dk", "dv", "dsink"), got, expected, strict=True):
+        assert_same_bits(a, b, name)
+
+
+def test_raw_backward_without_sink_returns_none(device: str) -> None:
+    q = torch.randn(1, 4, 2, 8, device=device)
+    out, lse = flashattn_ext.forward(q, q, q, return_lse=True)
+    dq, dk, dv, dsink = flashattn_ext.backward(torch.ones_like(out), q, q, q, out, lse)
+    assert dq.shape == dk.shape == dv.shape == q.shape
+    assert dsink is None
+
+
+def test_function_is_an_autograd_function() -> None:
+    assert issubclass(flashattn_ext.FlashAttentionFunction, torch.autograd.Function)

@@ -1,0 +1,61 @@
+"""The result of one sequence has the same bits alone, in a batch and packed, whatever lies beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import assert_same_bits, cu_seqlens
+
+import flashattn_ext
+
+OPTIONS = {
+    "plain": dict(),
+    "causal": dict(causal=True),
+    "window": dict(window_size=(40, 3)),
+    "smooth": dict(smooth_softmax=True),
+    "scale": dict(softmax_scale=0.4),
+}
+
+
+def results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv of a dense call."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out, lse = flashattn_ext.forward(*leaves, **options, return_lse=True)
+    return [out, lse, *torch.autograd.grad(out.float().square().sum() + lse.sum(), leaves)]
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("name", OPTIONS)
+def test_alone_in_a_batch_and_packed(device: str, dtype: torch.dtype, name: str) -> None:
+    options = OPTIONS[name]
+    q = torch.randn(3, 100, 4, 40, device=device).to(dtype)
+    k, v = (torch.randn(3, 150, 2, 40, device=device).to(dtype) for _ in range(2))
+    batch = results(q, k, v, **options)
+    for b in range(3):
+        alone = results(q[b : b + 1], k[b : b + 1], v[b : b + 1], **options)
+        for what, whole, part in zip(("out", "lse", "dq", "dk", "dv"), batch, alone, strict=True):
+            assert_same_bits(whole[b : b + 1], part, f"{what} of entry {b}")
+
+    # Between two strangers, as a packed sequence.
+    packed = [
+        torch.cat([torch.randn(13, *t.shape[2:], device=device).to(dtype), t[1], torch.randn(71, *t.shape[2:], device=device).to(dtype)])
+        for t in (q, k, v)
+    ]  # fmt: skip
+    leaves = [t.requires_grad_() for t in packed]
+    starts_q, starts_k = cu_seqlens([13, 100, 71], device), cu_seqlens([13, 150, 71], device)
+    out, lse = flashattn_ext.varlen_forward(*leaves, starts_q, starts_k, 100, 150, **options, return_lse=True)
+    grads = torch.autograd.grad(out.float().square().sum() + lse.sum(), leaves)
+    assert_same_bits(out[13:113], batch[0][1], "packed out")
+    assert_same_bits(lse[:, 13:113], batch[1][1], "packed lse")
+    for what, grad, ref, length in zip(("dq", "dk", "dv"), grads, batch[2:], (100, 150, 150), strict=True):
+        assert_same_bits(grad[13 : 13 + length], ref[1], f"packed {what}")
+
+
+def test_many_small_sequences(device: str, dtype: torch.dtype) -> None:
+    """More sequences than any tile or thread count."""
+    q = torch.randn(50, 5, 2, 16, device=device).to(dtype)
+    starts = cu_seqlens([5] * 50, device)
+    packed = flashattn_ext.varlen_forward(*[q.flatten(0, 1)] * 3, starts, starts, 5, 5, causal=True)
+    for b in range(50):
+        alone = flashattn_ext.forward(*[q[b : b + 1]] * 3, causal=True)
+        assert_same_bits(packed.view_as(q)[b : b + 1], alone, f"sequence {b}")

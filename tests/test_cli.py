@@ -1,0 +1,241 @@
+"""The command line: a tiny training run resumes to the same bits, errors are one line, bench and
+doctor report.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+
+import flashattn_ext
+from flashattn_ext.cli import data, model, trainer
+from flashattn_ext.cli.checkpoint import atomic_path
+from flashattn_ext.cli.main import main
+from flashattn_ext.cli.timing import time_interleaved
+
+TINY = {
+    "device": "cpu",
+    "steps": 6,
+    "batch-size": 2,
+    "context": 32,
+    "layers": 2,
+    "width": 32,
+    "heads": 4,
+    "kv-heads": 2,
+    "warmup": 0.4,
+    "validate-every": 3,
+    "checkpoint-every": 4,
+    "sample-bytes": 8,
+}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"{n} squared is {n * n}.\n" for n in range(300)))
+    return str(path)
+
+
+def train(out: Path, text: str, *options: str) -> int:
+    tiny = [f"--{name}={value}" for name, value in TINY.items()]
+    return main(["train", "--out", str(out), "--text", text, *tiny, *options])
+
+
+def checkpoint(out: Path) -> dict:
+    return torch.load(out / "checkpoint.pt", weights_only=True)
+
+
+def assert_same_state(a: object, b: object) -> None:
+    """Bit for bit, through nested containers."""
+    assert type(a) is type(b)
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b)
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys()
+        for key in a.keys() - {"seconds"}:
+            assert_same_state(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for x, y in zip(a, b, strict=True):
+            assert_same_state(x, y)
+    else:
+        assert a == b
+
+
+def interrupt_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
+    """Delivers the signal in the middle of the step that follows `step` finished ones."""
+    original = trainer.Trainer._one_step
+
+    def one_step(self: trainer.Trainer) -> None:
+        if self.step == step:
+            signal.raise_signal(number)
+        original(self)
+
+    monkeypatch.setattr(trainer.Trainer, "_one_step", one_step)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_run_resumes_to_the_same_bits(
+    tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    options = ("--dropout", "0.2", "--softmax", "sink")
+    assert train(tmp_path / "whole", text, *options) == 0
+    with monkeypatch.context() as patch:
+        interrupt_after(patch, 2, number)
+        assert train(tmp_path / "parts", text, *options) == 128 + number
+    assert checkpoint(tmp_path / "parts")["step"] == 3
+    torch.manual_seed(12345)  # what another process would have here
+    assert train(tmp_path / "parts", text, *options) == 0
+    assert_same_state(checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "parts"))
+    samples = [(tmp_path / name / "sample.txt").read_text() for name in ("whole", "parts")]
+    assert samples[0] == samples[1]
+
+
+def test_run_leaves_its_outputs(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path, text) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "checkpoint.pt",
+        "loss.png",
+        "metrics.json",
+        "sample.txt",
+    ]
+    metrics = json.loads((tmp_path / "metrics.json").read_text())
+    assert len(metrics["train_losses"]) == 6
+    assert [step for step, _ in metrics["validation_losses"]] == [3, 6]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    final = metrics["final_validation_loss"]
+    assert capsys.readouterr().out.strip().endswith(f"final validation loss: {final:.4f} nats/byte")
+
+
+def test_other_options_do_not_resume(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path, text) == 0
+    assert train(tmp_path, text, "--learning-rate", "0.5") == 2
+    assert "learning-rate 0.004 -> 0.5" in capsys.readouterr().err
+    assert train(tmp_path, text, "--learning-rate", "0.5", "--restart") == 0
+
+
+@pytest.mark.parametrize("softmax", model.SOFTMAX)
+def test_curves_of_the_attentions_agree(tmp_path: Path, text: str, softmax: str) -> None:
+    losses = {}
+    for attention in model.ATTENTION:
+        out = tmp_path / attention
+        assert (
+            train(out, text, "--attention", attention, "--softmax", softmax, "--dropout", "0") == 0
+        )
+        losses[attention] = torch.tensor(checkpoint(out)["train_losses"])
+    torch.testing.assert_close(losses["flashattn"], losses["reference"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(losses["flashattn"], losses["sdpa"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--context", "4096"], "smaller --context"),
+        (["--heads", "3"], "--width 32 must be an even multiple of --heads 3"),
+        (["--kv-heads", "3"], "--heads 4 must be a multiple of --kv-heads 3"),
+        (["--device", "tpu"], "accepted are auto, cpu, cuda, npu"),
+        (["--dropout", "1"], "--dropout got 1.0"),
+        (["--learning-rate", "nan"], "--learning-rate got nan"),
+        (["--text", "missing.txt"], "--text missing.txt: No such file"),
+    ],
+)
+def test_bad_options_get_one_line(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert train(tmp_path, text, *options) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("flashattn-ext train: ") and error.count("\n") == 1
+
+
+def test_unwritable_directory_and_damaged_checkpoint(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert train(tmp_path / "file" / "run", text) == 2
+    assert "choose another directory" in capsys.readouterr().err
+    (tmp_path / "checkpoint.pt").write_bytes(b"not a checkpoint")
+    assert train(tmp_path, text) == 2
+    assert "--restart starts over" in capsys.readouterr().err
+
+
+def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("old")
+    with pytest.raises(RuntimeError, match="half way"), atomic_path(path) as temporary:
+        temporary.write_text("ne")
+        raise RuntimeError("half way")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_validation_text_is_held_out(text: str) -> None:
+    corpus = data.load_corpus(text, context=32)
+    whole = Path(text).read_bytes()
+    assert bytes(corpus.train.tolist()) + bytes(corpus.validation.tolist()) == whole
+    sampler = data.BatchSampler(corpus.train, 4, 32, seed=1)
+    inputs, targets = sampler.next_batch(torch.device("cpu"))
+    assert inputs.shape == targets.shape == (4, 32)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+def test_interleaved_timing_takes_turns() -> None:
+    order: list[str] = []
+    calls = {name: lambda name=name: order.append(name) for name in "abc"}
+    timings = time_interleaved(calls, budget_s=0, min_rounds=2)
+    assert "".join(order) == "abc" + "abc" + "bca"
+    assert all(
+        timing.rounds == 2 and timing.fastest_s <= timing.median_s <= timing.slowest_s
+        for timing in timings.values()
+    )
+
+
+def test_bench_cpu_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["bench", "cpu", "--quick", "--markdown", "--json", str(tmp_path / "bench.json")]) == 0
+    )
+    results = json.loads((tmp_path / "bench.json").read_text())
+    rows = capsys.readouterr().out.count("\n| ") - 2  # less the header and its rule
+    assert rows == len(results["rows"]) == 24
+    assert all(row["ratio"] > 0 for row in results["rows"])
+
+
+def test_doctor_finds_a_working_installation(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "self-check" in out and out.endswith("attention works here\n")
+
+
+@pytest.fixture
+def broken_package(tmp_path: Path) -> Path:
+    """A directory with a copy of the package that has no compiled module."""
+    package = Path(flashattn_ext.__file__).parent
+    ignore = shutil.ignore_patterns("_C*", "_build_config.py", "__pycache__")
+    shutil.copytree(package, tmp_path / package.name, ignore=ignore)
+    (tmp_path / "VERSION").write_text("0")
+    return tmp_path
+
+
+def test_doctor_explains_a_missing_extension(broken_package: Path) -> None:
+    command = [sys.executable, "-m", "flashattn_ext"]
+    doctor = subprocess.run(
+        [*command, "doctor"], cwd=broken_package, capture_output=True, text=True
+    )
+    assert doctor.returncode == 1
+    assert "FAIL  extension" in doctor.stdout and "fix: pip install" in doctor.stdout
+    train = subprocess.run([*command, "train"], cwd=broken_package, capture_output=True, text=True)
+    assert train.returncode == 1
+    assert train.stderr.startswith("flashattn-ext train: ") and train.stderr.count("\n") == 1

@@ -1,0 +1,150 @@
+"""torch.compile without a graph break, and torch.library.opcheck of every op."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import Case, cu_seqlens, make_inputs
+
+import flashattn_ext
+
+OPTIONS = {
+    "plain": dict(),
+    "causal": dict(causal=True, window_size=(20, -1)),
+    "smooth": dict(smooth_softmax=True),
+    "sink": dict(sink=True),
+    "seeded dropout": dict(dropout_p=0.3, rng_seed=3),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> None:
+    torch._dynamo.reset()
+
+
+def compiled(function, **kwargs):
+    return torch.compile(function, fullgraph=True, backend="aot_eager", **kwargs)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.dtypes("float32", "bfloat16")
+def test_forward_and_backward(device: str, dtype: torch.dtype, name: str) -> None:
+    options = dict(OPTIONS[name])
+    inputs = make_inputs(Case(dtype=dtype, Hq=4), device)
+    leaves = [inputs.q, inputs.k, inputs.v]
+    if options.pop("sink", False):
+        leaves.append(torch.randn(4, device=device, requires_grad=True))
+
+    def loss(q, k, v, sink=None):
+        out, lse = flashattn_ext.forward(q * 1.5, k, v, sink=sink, **options, return_lse=True)
+        return out.float().square().sum() + lse.sum(), out
+
+    expected = torch.autograd.grad(loss(*leaves)[0], leaves)
+    total, out = compiled(loss)(*leaves)
+    torch.testing.assert_close(out, loss(*leaves)[1])
+    for got, ref in zip(torch.autograd.grad(total, leaves), expected, strict=True):
+        torch.testing.assert_close(got, ref)
+
+
+def test_with_the_default_compiler(device: str) -> None:
+    """Inductor generates code around the op: the whole chain works, not only the tracing."""
+    inputs = make_inputs(Case(Hq=4), device)
+
+    def block(q, k, v):
+        return torch.relu(flashattn_ext.forward(q * 2, k, v, causal=True)).sum()
+
+    function = torch.compile(block, fullgraph=True)
+    leaves = [inputs.q, inputs.k, inputs.v]
+    for got, ref in zip(torch.autograd.grad(function(*leaves), leaves), torch.autograd.grad(block(*leaves), leaves)):
+        torch.testing.assert_close(got, ref, rtol=1e-4, atol=1e-5)
+
+
+def test_varlen(device: str) -> None:
+    inputs = make_inputs(Case(lengths_q=(10, 0, 33), lengths_k=(20, 4, 33)), device)
+
+    def loss(q, k, v, cu_q, cu_k):
+        return flashattn_ext.varlen_forward(q, k, v, cu_q, cu_k, 33, 33, causal=True).square().sum()
+
+    leaves, starts = [inputs.q, inputs.k, inputs.v], tuple(inputs.cu_seqlens.values())
+    expected = torch.autograd.grad(loss(*leaves, *starts), leaves)
+    got = torch.autograd.grad(compiled(loss)(*leaves, *starts), leaves)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_drawn_dropout_differs_from_call_to_call(device: str) -> None:
+    """The seed is drawn when the op runs: a compiled function must not bake one mask in."""
+    q = torch.randn(1, 64, 2, 16, device=device)
+    function = compiled(lambda x: flashattn_ext.forward(x, x, x, dropout_p=0.5))
+    torch.manual_seed(1)
+    first, second = function(q), function(q)
+    assert not torch.equal(first, second)
+    torch.manual_seed(1)
+    assert torch.equal(function(q), first)
+
+
+def test_dynamic_shapes(device: str) -> None:
+    function = compiled(lambda q, k: flashattn_ext.forward(q, k, k, causal=True).square().sum(), dynamic=True)
+    for B, Sq, Sk in ((2, 8, 8), (2, 33, 65), (3, 17, 40), (5, 64, 2)):
+        q = torch.randn(B, Sq, 2, 16, device=device, requires_grad=True)
+        k = torch.randn(B, Sk, 1, 16, device=device, requires_grad=True)
+        got = torch.autograd.grad(function(q, k), [q, k])
+        expected = torch.autograd.grad(flashattn_ext.forward(q, k, k, causal=True).square().sum(), [q, k])
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_dynamic_shapes_compile_once(device: str) -> None:
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    function = torch.compile(lambda q: flashattn_ext.forward(q, q, q), fullgraph=True, dynamic=True, backend=counter)
+    for length in (8, 33, 65, 100):
+        function(torch.randn(2, length, 2, 16, device=device))
+    assert counter.frame_count == 1
+
+
+def test_export(device: str) -> None:
+    class Attention(torch.nn.Module):
+        def forward(self, q: torch.Tensor) -> torch.Tensor:
+            return flashattn_ext.forward(q, q, q, causal=True)
+
+    q = torch.randn(2, 33, 2, 16, device=device)
+    program = torch.export.export(Attention(), (q,))
+    torch.testing.assert_close(program.module()(q), Attention()(q))
+
+
+def op_arguments(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, dropout: bool, sink: bool) -> tuple:
+    """(tensors before the options, options between them and the sink, sink) of the forward op."""
+    shape = (30, 4, 16) if varlen else (2, 4, 15, 16) if bhsd else (2, 15, 4, 16)
+    q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
+    starts = cu_seqlens([20, 10], device) if varlen else None
+    seqlens = (starts, starts, 20, 20) if varlen else (None, None, 15, 15)
+    return (q, k, v), (*seqlens, bhsd, 0.25, True, 8, -1, 0.2 if dropout else 0.0), (
+        torch.randn(4, device=device) if sink else None
+    )
+
+
+@pytest.mark.dtypes("float32", "bfloat16")
+@pytest.mark.parametrize("varlen,bhsd", [(False, False), (False, True), (True, False)], ids=["bshd", "bhsd", "varlen"])
+@pytest.mark.parametrize("dropout,sink", [(False, False), (True, True)], ids=["bare", "dropout+sink"])
+def test_opcheck(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, dropout: bool, sink: bool) -> None:
+    ops = torch.ops.flashattn_ext
+    qkv, options, sink_tensor = op_arguments(device, dtype, varlen, bhsd, dropout, sink)
+    # The ops have no autograd formula of their own: FlashAttentionFunction is their derivative.
+    plain = [t.detach() for t in qkv]
+    forward_args = (*plain, *options, 5 if dropout else None, False, sink_tensor)
+    torch.library.opcheck(ops.forward.default, forward_args)
+    out, lse, rng_state = ops.forward(*forward_args)
+    for dlse in (None, torch.randn_like(lse)):
+        backward_args = (torch.randn_like(out), dlse, *plain, out, lse, rng_state, *options, False, sink_tensor, False)
+        torch.library.opcheck(ops.backward.default, backward_args)
+
+
+@pytest.mark.dtypes("float32", "bfloat16", "float16", "float64")
+def test_meta_tensors(device: str, dtype: torch.dtype) -> None:
+    """Fake implementations give the shapes, dtypes and strides of the real ones, without data."""
+    real = make_inputs(Case(dtype=dtype, Sq=5, Sk=9, Hq=4, Hk=2, D=16, Dv=24), device)
+    expected = flashattn_ext.forward(real.q, real.k, real.v, return_lse=True)
+    meta = [t.detach().to("meta").requires_grad_() for t in (real.q, real.k, real.v)]
+    got = flashattn_ext.forward(*meta, return_lse=True)
+    for a, b in zip(got, expected, strict=True):
+        assert a.is_meta and a.shape == b.shape and a.dtype == b.dtype and a.stride() == b.stride()

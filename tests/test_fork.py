@@ -1,0 +1,93 @@
+"""Forked processes: attention works in a child of a process that already used it, and never hangs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import run_python
+
+PREAMBLE = """
+    import os, sys, torch, flashattn_ext
+    torch.manual_seed(0)
+    torch.set_num_threads(4)
+    q = torch.randn(2, 200, 4, 32, requires_grad=True)
+
+    def work():
+        out = flashattn_ext.forward(q, q, q, causal=True)
+        (dq,) = torch.autograd.grad(out.square().sum(), q)
+        return out.detach(), dq
+
+    def check():
+        for got, ref in zip(work(), expected):
+            assert torch.equal(got, ref)
+"""
+SCENARIOS = {
+    "fork": """
+    expected = work()
+    for _ in range(3):
+        pid = os.fork()
+        if pid == 0:
+            check()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+    check()
+    """,
+    "fork in a fork": """
+    expected = work()
+    pid = os.fork()
+    if pid == 0:
+        check()
+        inner = os.fork()
+        if inner == 0:
+            check()
+            os._exit(0)
+        os._exit(os.waitpid(inner, 0)[1])
+    assert os.waitpid(pid, 0)[1] == 0
+    """,
+    "multiprocessing": """
+    expected = work()
+    import multiprocessing
+    workers = [multiprocessing.get_context("fork").Process(target=check) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0
+    """,
+    "data loader": """
+    expected = work()
+    from torch.utils.data import DataLoader, Dataset
+
+    class Attended(Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            with torch.no_grad():
+                return flashattn_ext.forward(q, q, q, causal=True)[0]
+
+    for batch in DataLoader(Attended(), batch_size=2, num_workers=2, multiprocessing_context="fork"):
+        assert torch.equal(batch, expected[0][:1].expand_as(batch))
+    check()
+    """,
+    "first use in the child, after torch used its threads": """
+    torch.randn(2000, 2000).exp().sum()
+    pid = os.fork()
+    if pid == 0:
+        work()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    """,
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_child_process(name: str) -> None:
+    done = run_python(PREAMBLE + SCENARIOS[name] + "\n    print('fine')\n", timeout=90)
+    assert done.returncode == 0 and done.stdout.strip() == "fine", done.stderr
+
+
+def test_spawned_worker_imports_cleanly() -> None:
+    done = run_python("import torch, flashattn_ext; torch.set_num_threads(2); q = torch.ones(1, 9, 1, 8)\n"
+                      "print(flashattn_ext.forward(q, q, q).sum().item())")  # fmt: skip
+    assert done.returncode == 0 and float(done.stdout) == pytest.approx(torch.ones(72).sum().item()), done.stderr

@@ -1,0 +1,103 @@
+"""Property-based comparison with the reference over the whole option space, and every pair of features by name."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import VIEWS, Case, check
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+COMMON = dict(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+settings.register_profile("ci", max_examples=150, derandomize=True, **COMMON)
+settings.register_profile("deep", max_examples=5000, **COMMON)  # by hand: HYPOTHESIS_PROFILE=deep
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+LENGTHS = st.sampled_from([0, 1, 2, 7, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 257])
+HEAD_DIMS = st.one_of(st.sampled_from([1, 3, 16, 32, 64, 80, 96, 128, 192, 255, 256]), st.integers(1, 256))
+SIDES = st.one_of(st.just(-1), st.integers(0, 140))
+SCALES = st.one_of(st.none(), st.sampled_from([0.0, -0.2, 0.125, 1.0]))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    B = draw(st.integers(0, 3))
+    Hk = draw(st.sampled_from([1, 2, 3]))
+    D = draw(HEAD_DIMS)
+    varlen = draw(st.booleans())
+    extra_logit = draw(st.sampled_from(["none", "smooth", "sink"]))
+    dropout_p = draw(st.sampled_from([0.0, 0.0, 0.1, 0.5, 0.9]))
+    lengths = st.lists(LENGTHS, min_size=B, max_size=B).map(tuple)
+    return Case(
+        B=B,
+        Sq=draw(LENGTHS),
+        Sk=draw(LENGTHS),
+        Hq=Hk * draw(st.sampled_from([1, 2, 3])),
+        Hk=Hk,
+        D=D,
+        Dv=draw(st.one_of(st.just(D), HEAD_DIMS)),
+        lengths_q=draw(lengths) if varlen else None,
+        lengths_k=draw(lengths) if varlen else None,
+        layout=draw(st.sampled_from(["bshd", "bhsd"])),
+        causal=draw(st.booleans()),
+        window_size=draw(st.tuples(SIDES, SIDES)),
+        softmax_scale=draw(SCALES),
+        dropout_p=dropout_p,
+        rng_seed=draw(st.integers(0, 2**63 - 1)) if dropout_p else None,
+        smooth_softmax=extra_logit == "smooth",
+        sink_dtype=draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]))
+        if extra_logit == "sink"
+        else None,
+        views=draw(st.tuples(*[st.sampled_from(VIEWS)] * 3)),
+        needs_grad=tuple(draw(st.sets(st.sampled_from(["q", "k", "v", "sink"])))),
+        use_lse=draw(st.booleans()),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+@pytest.mark.every_isa
+@given(case=cases())
+def test_any_call_agrees_with_the_reference(device: str, dtype: torch.dtype, case: Case) -> None:
+    if device != "cpu" and case.sink_dtype == torch.float64:
+        case = replace(case, sink_dtype=torch.float32)
+    check(replace(case, dtype=dtype), device)
+
+
+FEATURES = {
+    "varlen": dict(lengths_q=(40, 0, 65), lengths_k=(64, 3, 33)),
+    "bhsd": dict(layout="bhsd"),
+    "causal": dict(causal=True),
+    "window": dict(window_size=(20, 5)),
+    "scale": dict(softmax_scale=-0.3),
+    "dropout": dict(dropout_p=0.2, rng_seed=7),
+    "smooth": dict(smooth_softmax=True),
+    "sink": dict(sink_dtype=torch.float32),
+    "gqa": dict(Hq=6, Hk=2),
+    "mla": dict(D=96, Dv=48),
+    "odd": dict(D=37, Dv=37),
+    "strided": dict(views=("packed", "transposed", "padded")),
+    "longer_k": dict(Sk=130),
+    "longer_q": dict(Sq=97),
+    "lse": dict(use_lse=True),
+    "frozen_k": dict(needs_grad=("q", "v", "sink")),
+}
+EXCLUSIVE = [{"smooth", "sink"}, {"varlen", "bhsd"}, {"varlen", "longer_k"}, {"varlen", "longer_q"}, {"mla", "odd"}]
+PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if set(pair) not in EXCLUSIVE]
+
+
+@pytest.mark.dtypes("float32", "bfloat16")
+@pytest.mark.parametrize("pair", PAIRS, ids="+".join)
+def test_every_pair_of_features(device: str, dtype: torch.dtype, pair: tuple[str, str]) -> None:
+    check(Case(dtype=dtype, Sq=65, Sk=65, **FEATURES[pair[0]], **FEATURES[pair[1]]), device)
+
+
+@pytest.mark.every_isa
+def test_every_feature_at_once(device: str, dtype: torch.dtype) -> None:
+    together = {}
+    for name in ("varlen", "causal", "window", "scale", "dropout", "sink", "gqa", "mla", "strided", "lse"):
+        together |= FEATURES[name]
+    check(Case(dtype=dtype, **together), device)

@@ -1,0 +1,90 @@
+"""Memory: linear in the sequence length, and little beyond the outputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import allocated_bytes, run_python
+
+import flashattn_ext
+
+MIB = 1 << 20
+
+
+def tensors(S: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(1, S, 2, 64).to(dtype) for _ in range(3))
+
+
+def nbytes(*ts: torch.Tensor) -> int:
+    return sum(t.numel() * t.element_size() for t in ts)
+
+
+@pytest.mark.dtypes("float32", "bfloat16", "float16")
+@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
+def test_beyond_the_outputs(dtype: torch.dtype, varlen: bool, restore_threads: None) -> None:
+    """Forward: under 2 MiB per thread. Backward: that, and fp32 accumulators of the gradients."""
+    torch.set_num_threads(2)
+    q, k, v = tensors(2048, dtype)
+    function, extra = flashattn_ext.forward, {}
+    if varlen:
+        q, k, v = (t[0] for t in (q, k, v))
+        starts = torch.tensor([0, 1000, 2048], dtype=torch.int32)
+        function = flashattn_ext.varlen_forward
+        extra = dict(cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=1048, max_seqlen_k=1048)
+    with torch.no_grad():
+        out, lse = function(q, k, v, **extra, causal=True, return_lse=True)
+        forward = allocated_bytes(lambda: function(q, k, v, **extra, causal=True))
+        assert forward - nbytes(out, lse) < 2 * 2 * MIB
+        dout = torch.randn_like(out)
+        backward = allocated_bytes(lambda: flashattn_ext.backward(dout, q, k, v, out, lse, **extra, causal=True))
+        accumulators = 4 * (q.numel() + k.numel() + v.numel())
+        assert backward - nbytes(q, k, v) - accumulators < 2 * 2 * MIB
+
+
+@pytest.mark.dtypes("float32", "bfloat16")
+def test_grows_linearly(dtype: torch.dtype) -> None:
+    def total(S: int) -> int:
+        q, k, v = (t.requires_grad_() for t in tensors(S, dtype))
+        return allocated_bytes(lambda: flashattn_ext.forward(q, k, v, causal=True, smooth_softmax=True).sum().backward())
+
+    assert total(4096) < 2.2 * total(2048)
+
+
+def test_peak_of_the_process() -> None:
+    """One score matrix of this call would be 256 MiB in fp32."""
+    done = run_python(
+        """
+        import resource, torch, flashattn_ext
+        def peak():
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        def step(S):
+            q, k, v = (torch.randn(1, S, 1, 64, requires_grad=True) for _ in range(3))
+            flashattn_ext.forward(q, k, v, causal=True, dropout_p=0.1).sum().backward()
+        step(128)
+        before = peak()
+        step(8192)
+        print(peak() - before)
+        """,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 80
+
+
+def test_nothing_leaks() -> None:
+    done = run_python(
+        """
+        import resource, torch, flashattn_ext
+        q, k, v = (torch.randn(1, 1024, 4, 64, requires_grad=True) for _ in range(3))
+        def steps(n):
+            for _ in range(n):
+                out, lse = flashattn_ext.forward(q, k, v, dropout_p=0.1, smooth_softmax=True, causal=True, return_lse=True)
+                torch.autograd.grad(out.sum() + lse.sum(), [q, k, v])
+            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+        before = steps(10)
+        print(steps(40) - before)
+        """,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 10

@@ -1,0 +1,91 @@
+"""FlashAttention, the nn.Module."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+
+import flashattn_ext
+from flashattn_ext import FlashAttention
+
+
+def qkv(device: str, heads: int = 2, D: int = 64) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(2, 33, heads, D, device=device) for _ in range(3))
+
+
+def test_defaults_and_call(device: str) -> None:
+    q, k, v = qkv(device)
+    attn = FlashAttention(head_dim=64, dropout=0.1, causal=True, use_smooth_softmax=True).to(device)
+    torch.manual_seed(3)
+    expected = flashattn_ext.forward(q, k, v, causal=True, dropout_p=0.1, smooth_softmax=True)
+    torch.manual_seed(3)
+    assert torch.equal(attn(q, k, v), expected)
+    torch.manual_seed(3)
+    assert torch.equal(attn.forward(q, k, v), expected)
+
+
+def test_dropout_only_in_training(device: str) -> None:
+    q, k, v = qkv(device)
+    attn = FlashAttention(head_dim=64, dropout=0.5, causal=True, use_smooth_softmax=True).to(device)
+    assert not torch.equal(attn(q, k, v), attn(q, k, v))
+    attn.eval()
+    assert torch.equal(attn(q, k, v), flashattn_ext.forward(q, k, v, causal=True, smooth_softmax=True))
+
+
+@pytest.mark.parametrize("smooth", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_options_reach_the_call(device: str, smooth: bool, causal: bool) -> None:
+    q, k, v = qkv(device)
+    attn = FlashAttention(head_dim=64, dropout=0.0, causal=causal, use_smooth_softmax=smooth).to(device)
+    assert torch.equal(attn(q, k, v), flashattn_ext.forward(q, k, v, causal=causal, smooth_softmax=smooth))
+    assert not list(attn.parameters())
+
+
+def test_learnable_sink(device: str) -> None:
+    q, k, v = qkv(device)
+    attn = FlashAttention(
+        head_dim=64, dropout=0.0, causal=True, use_smooth_softmax=False, learnable_sink=True, num_heads=2
+    ).to(device)
+    (sink,) = attn.parameters()
+    assert sink.shape == (2,) and sink.requires_grad
+    optimiser = torch.optim.SGD(attn.parameters(), lr=1.0)
+    before = sink.detach().clone()
+    out = attn(q, k, v)
+    assert torch.equal(out, flashattn_ext.forward(q, k, v, causal=True, sink=sink))
+    out.square().sum().backward()
+    optimiser.step()
+    assert (sink != before).all()
+
+
+def test_state_dict_round_trip(device: str) -> None:
+    options = dict(head_dim=64, causal=True, use_smooth_softmax=False, learnable_sink=True, num_heads=2)
+    attn, other = FlashAttention(**options).to(device).eval(), FlashAttention(**options).to(device).eval()
+    with torch.no_grad():
+        next(attn.parameters()).copy_(torch.tensor([0.5, -2.0]))
+    buffer = io.BytesIO()
+    torch.save(attn.state_dict(), buffer)
+    buffer.seek(0)
+    other.load_state_dict(torch.load(buffer))
+    q, k, v = qkv(device)
+    assert torch.equal(attn(q, k, v), other(q, k, v))
+
+
+def test_bad_arguments() -> None:
+    with pytest.raises(ValueError, match="num_heads"):
+        FlashAttention(head_dim=64, use_smooth_softmax=False, learnable_sink=True)
+    with pytest.raises(ValueError, match=r"dropout.*1\.5"):
+        FlashAttention(head_dim=64, dropout=1.5)
+    with pytest.raises(ValueError, match=r"head_dim.*300"):
+        FlashAttention(head_dim=300)
+
+
+def test_head_dim_is_checked(device: str) -> None:
+    with pytest.raises(ValueError, match=r"head_dim.*64.*32|32.*head_dim.*64"):
+        FlashAttention(head_dim=64)(*qkv(device, D=32))
+
+
+def test_shows_its_options() -> None:
+    text = repr(FlashAttention(head_dim=64, dropout=0.25, causal=True))
+    assert "64" in text and "0.25" in text and "causal" in text

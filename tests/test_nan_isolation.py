@@ -1,0 +1,118 @@
+"""What is not finite stays where it is: in its query row, or in its sequence and its heads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import Case, assert_same_bits, cu_seqlens, make_inputs, run
+
+import flashattn_ext
+
+POISON = [float("nan"), float("inf"), float("-inf")]
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_in_a_query_row(device: str, dtype: torch.dtype, poison: float, causal: bool) -> None:
+    case = Case(dtype=dtype, Sq=100, Sk=130, causal=causal, needs_grad=())
+    inputs = make_inputs(case, device)
+    clean = run(case, inputs)
+    inputs.q[1, 70, 1] = poison
+    got = run(case, inputs)
+    assert got.out[1, 70, 1].isnan().any() and not got.lse[1, 1, 70].isfinite()
+    got.out[1, 70, 1] = clean.out[1, 70, 1]
+    got.lse[1, 1, 70] = clean.lse[1, 1, 70]
+    assert_same_bits(got.out, clean.out, "other rows of out")
+    assert_same_bits(got.lse, clean.lse, "other rows of lse")
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_in_a_key_or_value(device: str, dtype: torch.dtype, poison: float, which: str) -> None:
+    """Key head 1 serves query heads 2 and 3: batch entry 1 of those may change, nothing else."""
+    case = Case(dtype=dtype, Sq=70, Sk=90, Hq=4, Hk=2)
+    inputs = make_inputs(case, device)
+    clean = run(case, inputs)
+    with torch.no_grad():
+        getattr(inputs, which)[1, 40, 1] = poison
+    got = run(case, inputs)
+    assert not got.out[1, :, 2:].isfinite().all()
+    for b, heads in ((0, slice(0, 4)), (1, slice(0, 2))):
+        assert_same_bits(got.out[b, :, heads], clean.out[b, :, heads], f"out of batch entry {b}")
+        assert_same_bits(got.lse[b, heads], clean.lse[b, heads], f"lse of batch entry {b}")
+        assert_same_bits(got.grads["q"][b, :, heads], clean.grads["q"][b, :, heads], f"dq of batch entry {b}")
+        for name in "kv":
+            keys = slice(0, heads.stop // 2)
+            assert_same_bits(got.grads[name][b, :, keys], clean.grads[name][b, :, keys], f"d{name} of batch entry {b}")
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("poison", POISON)
+def test_in_a_packed_neighbour(device: str, dtype: torch.dtype, poison: float) -> None:
+    """Sequence 1 is all poison: q, k, v and the incoming gradient. Tiles of its neighbours read past their ends."""
+    lengths = (33, 40, 27, 64)
+    case = Case(dtype=dtype, lengths_q=lengths, lengths_k=lengths, causal=True, use_lse=True, sink_dtype=None)
+    inputs = make_inputs(case, device)
+    leaves = [inputs.q, inputs.k, inputs.v]
+    dout = torch.randn(sum(lengths), 2, 32, device=device).to(dtype)
+
+    def results() -> list[torch.Tensor]:
+        out, lse = flashattn_ext.varlen_forward(
+            *leaves, **inputs.cu_seqlens, **inputs.max_seqlens, causal=True, return_lse=True
+        )
+        return [out, lse.T, *torch.autograd.grad(out, leaves, dout)]
+
+    clean = results()
+    with torch.no_grad():
+        for t in (*leaves, dout):
+            t[33:73] = poison
+    for what, got, ref in zip(("out", "lse", "dq", "dk", "dv"), results(), clean, strict=True):
+        assert_same_bits(got[:33], ref[:33], f"{what} before")
+        assert_same_bits(got[73:], ref[73:], f"{what} after")
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("Sq,Sk", [(1, 1), (33, 31), (65, 127), (130, 257)])
+@pytest.mark.parametrize("D,Dv", [(7, 9), (40, 33), (64, 64)])
+def test_in_memory_around_the_tensors(device: str, dtype: torch.dtype, Sq: int, Sk: int, D: int, Dv: int) -> None:
+    """The tensors are windows of NaN-filled memory on every side: rows, heads and columns that a tile may overrun."""
+
+    def framed(B: int, S: int, H: int, D: int) -> torch.Tensor:
+        frame = torch.full((B + 2, S + 70, H + 2, D + 70), torch.nan, device=device, dtype=dtype)
+        view = frame[1:-1, 3 : 3 + S, 1:-1, 5 : 5 + D]
+        return view.copy_(torch.randn(view.shape, device=device))
+
+    q, k, v, dout = framed(2, Sq, 2, D), framed(2, Sk, 2, D), framed(2, Sk, 2, Dv), framed(2, Sq, 2, Dv)
+
+    def results(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [t.detach().requires_grad_() for t in tensors[:3]]
+        out, lse = flashattn_ext.forward(*leaves, return_lse=True)
+        return [out, lse, *torch.autograd.grad(out, leaves, tensors[3])]
+
+    got = results(q, k, v, dout)
+    expected = results(*(t.contiguous() for t in (q, k, v, dout)))
+    for what, a, b in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
+        assert torch.isfinite(a).all(), f"{what} is not finite"
+        assert_same_bits(a, b, what)
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("poison", POISON)
+def test_masked_keys_in_tiles_of_their_own(device: str, dtype: torch.dtype, poison: float) -> None:
+    """Rows before a poisoned key and not seeing it, causal, in another sequence: untouched."""
+    q, k, v = (torch.randn(2, 90, 1, 16, device=device).to(dtype) for _ in range(3))
+    clean = flashattn_ext.forward(q, k, v, causal=True)
+    k[0, 80] = poison
+    v[0, 81] = poison
+    assert_same_bits(flashattn_ext.forward(q, k, v, causal=True)[1], clean[1])
+
+
+def test_rows_of_no_sequence_are_not_read(device: str, dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(40, 2, 16, device=device).to(dtype) for _ in range(3))
+    starts = cu_seqlens([10, 20], device)
+    clean = flashattn_ext.varlen_forward(q, k, v, starts, starts, 20, 20)
+    for t in (q, k, v):
+        t[30:] = torch.nan
+    assert_same_bits(flashattn_ext.varlen_forward(q, k, v, starts, starts, 20, 20), clean)
