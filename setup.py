@@ -80,9 +80,7 @@ def check_compiler() -> None:
     """One clear line instead of a page of compiler output."""
     compiler = os.environ.get("CXX", "c++").split()
     if shutil.which(compiler[0]) is None:
-        stop(
-            f"the C++ compiler '{compiler[0]}' was not found; install one (Debian: apt install g++) or set CXX"
-        )
+        stop(f"the C++ compiler '{compiler[0]}' was not found; install one (Debian: apt install g++) or set CXX")
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cpp"
         source.write_text(
@@ -93,18 +91,14 @@ def check_compiler() -> None:
         )
         command = [*compiler, "-std=c++17", "-c", str(source), "-o", str(Path(folder) / "probe.o")]
         if subprocess.run(command, capture_output=True, check=False).returncode:
-            stop(
-                f"the C++ compiler '{' '.join(compiler)}' is too old or broken; GCC 9, Clang 10 or newer is needed"
-            )
+            stop(f"the C++ compiler '{' '.join(compiler)}' is too old or broken; GCC 9, Clang 10 or newer is needed")
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         stop("Python.h was not found; install Python's headers (Debian: apt install python3-dev)")
 
 
 def check_cuda_request() -> None:
     if os.environ.get("FLASHATTN_EXT_CUDA") == "1":
-        stop(
-            f"FLASHATTN_EXT_CUDA=1, but version {VERSION} has no CUDA sources; unset it for a CPU build"
-        )
+        stop(f"FLASHATTN_EXT_CUDA=1, but version {VERSION} has no CUDA sources; unset it for a CPU build")
 
 
 def write_build_config(torch) -> None:

@@ -18,14 +18,15 @@ const std::vector<const Backend*>& backends() {
 const Backend& backend_for(const std::string& device) {
   if (const Backend* backend = forced.load()) {
     if (device == backend->device) return *backend;
-    throw std::runtime_error(std::string("backend: use_backend('") + backend->name + "') takes tensors on '" + backend->device +
-                             "', got '" + device + "'; move the tensors or call use_backend(None)");
+    throw std::runtime_error(std::string("backend: use_backend('") + backend->name + "') takes tensors on '" +
+                             backend->device + "', got '" + device + "'; move the tensors or call use_backend(None)");
   }
   for (const Backend* backend : backends()) {
     if (device == backend->device) return *backend;
   }
-  throw std::runtime_error("flashattn_ext was built without a backend for '" + device + "' tensors; see flashattn_ext.build_info() " +
-                           "and rebuild on a machine with that toolkit: pip install --no-build-isolation --force-reinstall --no-deps .");
+  throw std::runtime_error(
+      "flashattn_ext was built without a backend for '" + device + "' tensors; see flashattn_ext.build_info() " +
+      "and rebuild on a machine with that toolkit: pip install --no-build-isolation --force-reinstall --no-deps .");
 }
 
 void force_backend(const std::string& name) {

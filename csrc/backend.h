@@ -23,7 +23,8 @@ struct Backend {
   void (*forward)(const AttnParams& params);
   void (*backward)(const AttnGradParams& params);
 
-  // mask[b, h, i, j] = 1 where dropout keeps the score; bool [B, Hq, Sq, Sk] contiguous. Uses batch, heads_q, seqlens and rng.
+  // mask[b, h, i, j] = 1 where dropout keeps the score; bool [B, Hq, Sq, Sk] contiguous. Uses batch, heads_q, seqlens
+  // and rng.
   void (*dropout_mask)(const AttnParams& params, bool* mask);
 };
 
@@ -32,8 +33,8 @@ const Backend& cpu_backend();
 // Every backend of this build; among those of one device the preferred one comes first.
 const std::vector<const Backend*>& backends();
 
-// The forced backend, or the preferred one of the device. Throws std::runtime_error, naming the fix, when there is none or
-// the forced one takes tensors of another device.
+// The forced backend, or the preferred one of the device. Throws std::runtime_error, naming the fix, when there is none
+// or the forced one takes tensors of another device.
 const Backend& backend_for(const std::string& device);
 
 // Process-wide (the autograd engine runs the backward in threads of its own); an empty name chooses by device again.

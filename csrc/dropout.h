@@ -1,8 +1,9 @@
-// The dropout mask: a pure function of (seed, offset, batch, head, query, key, dropout_p), the same bits on every backend.
+// The dropout mask: a pure function of (seed, offset, batch, head, query, key, dropout_p), the same bits on every
+// backend.
 //
 // Generator: Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). One call
-// serves the 16 scores {i, i + 8} x {j, j + 8} of four neighbouring 16-key blocks, which one thread of a tensor-core tile
-// holds. docs/dropout.md states the mapping in words.
+// serves the 16 scores {i, i + 8} x {j, j + 8} of four neighbouring 16-key blocks, which one thread of a tensor-core
+// tile holds. docs/dropout.md states the mapping in words.
 #pragma once
 
 #include "portable.h"
@@ -68,7 +69,8 @@ FLASHATTN_HOST_DEVICE int32_t dropout_threshold(double dropout_p) {
 
 FLASHATTN_HOST_DEVICE double keep_probability(int32_t threshold) { return threshold / 256.0; }
 
-FLASHATTN_HOST_DEVICE bool dropout_keep(PhiloxKey key, int32_t threshold, int64_t batch, int64_t head, int64_t i, int64_t j) {
+FLASHATTN_HOST_DEVICE bool dropout_keep(PhiloxKey key, int32_t threshold, int64_t batch, int64_t head, int64_t i,
+                                        int64_t j) {
   return static_cast<int32_t>(dropout_byte(dropout_words(key, batch, head, i, j), i, j)) < threshold;
 }
 

@@ -5,7 +5,6 @@
 #include "backend.h"
 #include "cpu/isa.h"
 
-
 namespace flashattn_ext {
 namespace {
 

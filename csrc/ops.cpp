@@ -1,5 +1,5 @@
-// The ops of torch.ops.flashattn_ext: validate, allocate, fill AttnParams, hand over to a Backend. Besides validate.cpp the
-// only file that sees torch.
+// The ops of torch.ops.flashattn_ext: validate, allocate, fill AttnParams, hand over to a Backend. Besides validate.cpp
+// the only file that sees torch.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -19,14 +19,14 @@
 namespace flashattn_ext {
 namespace {
 
-// --- the caller's thread pool -------------------------------------------------------------------------------------------
+// --- the caller's thread pool
+// -------------------------------------------------------------------------------------------
 
 // The threads of an OpenMP pool do not exist in a forked child, which would wait for them forever.
 std::atomic<bool> in_forked_child{false};
+const int at_fork_registered = pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true); });
 
 CpuExecutor cpu_executor() {
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true); });
-  (void)registered;
   CpuExecutor executor;
   const bool serial = in_forked_child.load() || at::in_parallel_region();
   executor.num_threads = serial ? 1 : at::get_num_threads();
@@ -39,7 +39,8 @@ CpuExecutor cpu_executor() {
   return executor;
 }
 
-// --- from tensors to params ---------------------------------------------------------------------------------------------
+// --- from tensors to params
+// ---------------------------------------------------------------------------------------------
 
 at::Tensor with_contiguous_rows(const at::Tensor& t) {
   return t.stride(-1) == 1 || t.size(-1) <= 1 ? t : t.contiguous();
@@ -117,7 +118,8 @@ Params params_of(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse
 }
 
 const Backend& backend_supporting(const AttnCall& c, const AttnParams& p, bool backward) {
-  const Backend& backend = backend_for(c.q.device().type() == at::kCPU ? "cpu" : c10::DeviceTypeName(c.q.device().type(), true));
+  const Backend& backend =
+      backend_for(c.q.device().type() == at::kCPU ? "cpu" : c10::DeviceTypeName(c.q.device().type(), true));
   const std::string reason = backend.supports(p, backward);
   TORCH_CHECK_NOT_IMPLEMENTED(reason.empty(), "backend '", backend.name, "': ", reason);
   return backend;
@@ -138,7 +140,8 @@ at::Tensor like(const AttnCall& c, const at::Tensor& t, int64_t head_dim) {
 }
 
 // Packed rows behind the last sequence belong to none: they get what a row that sees nothing gets.
-void clear_rows_behind(const std::optional<at::Tensor>& cu_seqlens, const at::Tensor& t, int64_t row_dim, double value) {
+void clear_rows_behind(const std::optional<at::Tensor>& cu_seqlens, const at::Tensor& t, int64_t row_dim,
+                       double value) {
   if (!cu_seqlens || !cu_seqlens->is_cpu()) return;
   const int64_t end = cu_seqlens->const_data_ptr<int32_t>()[cu_seqlens->numel() - 1];
   if (end < t.size(row_dim)) t.narrow(row_dim, end, t.size(row_dim) - end).fill_(value);
@@ -156,15 +159,29 @@ at::Tensor draw_rng_state(const AttnCall& c, std::optional<int64_t> rng_seed) {
   return state;
 }
 
-// --- the ops ------------------------------------------------------------------------------------------------------------
+// --- the ops
+// ------------------------------------------------------------------------------------------------------------
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& cu_seqlens_q,
-    const std::optional<at::Tensor>& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, bool bhsd, double softmax_scale,
-    bool causal, int64_t window_left, int64_t window_right, double dropout_p, std::optional<int64_t> rng_seed, bool smooth_softmax,
-    const std::optional<at::Tensor>& sink) {
-  AttnCall c{q,      k,           v,            cu_seqlens_q, cu_seqlens_k,   max_seqlen_q, max_seqlen_k, bhsd, softmax_scale,
-             causal, window_left, window_right, dropout_p,    smooth_softmax, sink};
+    const std::optional<at::Tensor>& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, bool bhsd,
+    double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double dropout_p,
+    std::optional<int64_t> rng_seed, bool smooth_softmax, const std::optional<at::Tensor>& sink) {
+  AttnCall c{q,
+             k,
+             v,
+             cu_seqlens_q,
+             cu_seqlens_k,
+             max_seqlen_q,
+             max_seqlen_k,
+             bhsd,
+             softmax_scale,
+             causal,
+             window_left,
+             window_right,
+             dropout_p,
+             smooth_softmax,
+             sink};
   validate(c);
   c = readable(c);
   at::Tensor out = like(c, q, v.size(-1));
@@ -185,13 +202,26 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward(
-    const std::optional<at::Tensor>& dout, const std::optional<at::Tensor>& dlse, const at::Tensor& q, const at::Tensor& k,
-    const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& rng_state,
+    const std::optional<at::Tensor>& dout, const std::optional<at::Tensor>& dlse, const at::Tensor& q,
+    const at::Tensor& k, const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& rng_state,
     const std::optional<at::Tensor>& cu_seqlens_q, const std::optional<at::Tensor>& cu_seqlens_k, int64_t max_seqlen_q,
-    int64_t max_seqlen_k, bool bhsd, double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double dropout_p,
-    bool smooth_softmax, const std::optional<at::Tensor>& sink, bool deterministic) {
-  AttnCall c{q,      k,           v,            cu_seqlens_q, cu_seqlens_k,   max_seqlen_q, max_seqlen_k, bhsd, softmax_scale,
-             causal, window_left, window_right, dropout_p,    smooth_softmax, sink};
+    int64_t max_seqlen_k, bool bhsd, double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
+    double dropout_p, bool smooth_softmax, const std::optional<at::Tensor>& sink, bool deterministic) {
+  AttnCall c{q,
+             k,
+             v,
+             cu_seqlens_q,
+             cu_seqlens_k,
+             max_seqlen_q,
+             max_seqlen_k,
+             bhsd,
+             softmax_scale,
+             causal,
+             window_left,
+             window_right,
+             dropout_p,
+             smooth_softmax,
+             sink};
   validate(c, {dout, dlse, out, lse, rng_state});
   c = readable(c);
   const at::Tensor out_rows = with_contiguous_rows(out);
@@ -224,10 +254,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward(
 }
 
 // `like` only names the device.
-at::Tensor dropout_mask(const at::Tensor& device_of, int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k, double dropout_p,
-                        int64_t rng_seed, int64_t rng_offset) {
+at::Tensor dropout_mask(const at::Tensor& device_of, int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k,
+                        double dropout_p, int64_t rng_seed, int64_t rng_offset) {
   validate_dropout_p(dropout_p);
-  for (const auto& [name, size] : {std::pair<const char*, int64_t>{"B", batch}, {"H", heads}, {"Sq", seqlen_q}, {"Sk", seqlen_k}}) {
+  for (const auto& [name, size] :
+       {std::pair<const char*, int64_t>{"B", batch}, {"H", heads}, {"Sq", seqlen_q}, {"Sk", seqlen_k}}) {
     TORCH_CHECK_VALUE(size >= 0, name, ": expected at least 0, got ", size);
   }
   at::Tensor mask = at::empty({batch, heads, seqlen_q, seqlen_k}, device_of.options().dtype(at::kBool));
@@ -252,18 +283,23 @@ at::Tensor dropout_mask(const at::Tensor& device_of, int64_t batch, int64_t head
 TORCH_LIBRARY(flashattn_ext, m) {
   // Dropout draws from torch's generator, so that equal calls are not equal results.
   m.def(
-      "forward(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-      "bool bhsd, float softmax_scale, bool causal, SymInt window_left, SymInt window_right, float dropout_p, int? rng_seed, "
+      "forward(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt "
+      "max_seqlen_k, "
+      "bool bhsd, float softmax_scale, bool causal, SymInt window_left, SymInt window_right, float dropout_p, int? "
+      "rng_seed, "
       "bool smooth_softmax, Tensor? sink) -> (Tensor out, Tensor lse, Tensor rng_state)",
       {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
   m.def(
       "backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor rng_state, "
-      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, bool bhsd, float softmax_scale, "
-      "bool causal, SymInt window_left, SymInt window_right, float dropout_p, bool smooth_softmax, Tensor? sink, bool deterministic) "
+      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, bool bhsd, float "
+      "softmax_scale, "
+      "bool causal, SymInt window_left, SymInt window_right, float dropout_p, bool smooth_softmax, Tensor? sink, bool "
+      "deterministic) "
       "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
       {at::Tag::pt2_compliant_tag});
   m.def(
-      "dropout_mask(Tensor device_of, SymInt batch, SymInt heads, SymInt seqlen_q, SymInt seqlen_k, float dropout_p, int rng_seed, "
+      "dropout_mask(Tensor device_of, SymInt batch, SymInt heads, SymInt seqlen_q, SymInt seqlen_k, float dropout_p, "
+      "int rng_seed, "
       "int rng_offset) -> Tensor",
       {at::Tag::pt2_compliant_tag});
 }

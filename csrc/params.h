@@ -11,7 +11,8 @@ namespace flashattn_ext {
 
 enum class DType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64 };
 
-// A [B, S, H, D] view with a contiguous last dimension; strides are in elements and may be 0 (expanded) or anything else.
+// A [B, S, H, D] view with a contiguous last dimension; strides are in elements and may be 0 (expanded) or anything
+// else.
 struct TensorView {
   void* data = nullptr;
   int64_t batch_stride = 0;
@@ -31,7 +32,8 @@ constexpr int64_t kUnbounded = -1;  // a window side without a limit
 struct AttnParams {
   DType dtype = DType::kFloat32;
 
-  // Sizes. For varlen seqlen_q and seqlen_k are the max_seqlen arguments: hints for the grid, never used for addressing.
+  // Sizes. For varlen seqlen_q and seqlen_k are the max_seqlen arguments: hints for the grid, never used for
+  // addressing.
   int64_t batch = 0;
   int64_t seqlen_q = 0;
   int64_t seqlen_k = 0;
@@ -52,7 +54,8 @@ struct AttnParams {
   TensorView out;  // [B, Sq, Hq, Dv]
   RowView lse;     // [B, Hq, Sq], natural logarithm
 
-  // Key j is visible to query i when i + Sk - Sq - window_left <= j <= i + Sk - Sq + window_right. causal is window_right = 0.
+  // Key j is visible to query i when i + Sk - Sq - window_left <= j <= i + Sk - Sq + window_right. causal is
+  // window_right = 0.
   int64_t window_left = kUnbounded;
   int64_t window_right = kUnbounded;
   double softmax_scale = 1.0;
@@ -77,18 +80,19 @@ struct AttnParams {
 };
 
 struct AttnGradParams : AttnParams {
-  TensorView dout;  // [B, Sq, Hq, Dv], dtype of q
-  RowView dlse;     // [B, Hq, Sq] in the dtype of lse; data == nullptr when lse has no gradient
-  TensorView dq;    // [B, Sq, Hq, D]
-  TensorView dk;    // [B, Sk, Hk, D]
-  TensorView dv;    // [B, Sk, Hk, Dv]
+  TensorView dout;        // [B, Sq, Hq, Dv], dtype of q
+  RowView dlse;           // [B, Hq, Sq] in the dtype of lse; data == nullptr when lse has no gradient
+  TensorView dq;          // [B, Sq, Hq, D]
+  TensorView dk;          // [B, Sk, Hk, D]
+  TensorView dv;          // [B, Sk, Hk, Dv]
   void* dsink = nullptr;  // [Hq] fp32 (fp64 for fp64 inputs); nullptr when the sink needs no gradient
 };
 
 // How CPU kernels borrow the caller's thread pool without knowing whose it is.
 struct CpuExecutor {
   int num_threads = 1;
-  // Calls body(context, worker) once for each worker in [0, workers), possibly concurrently, and returns when all are done.
+  // Calls body(context, worker) once for each worker in [0, workers), possibly concurrently, and returns when all are
+  // done.
   void (*run)(int workers, void (*body)(void* context, int worker), void* context) = nullptr;
 };
 

@@ -7,8 +7,8 @@
 
 namespace flashattn_ext {
 
-// The arguments of a call as the ops receive them. Dense tensors are [B, S, H, D], or [B, H, S, D] with bhsd; varlen calls
-// have cu_seqlens and tensors [total, H, D].
+// The arguments of a call as the ops receive them. Dense tensors are [B, S, H, D], or [B, H, S, D] with bhsd; varlen
+// calls have cu_seqlens and tensors [total, H, D].
 struct AttnCall {
   at::Tensor q, k, v;
   std::optional<at::Tensor> cu_seqlens_q, cu_seqlens_k;

@@ -11,7 +11,13 @@ except _metadata.PackageNotFoundError:  # a checkout that was built in place
 
 from . import _build
 
-_C = _build.load()
+try:
+    _C = _build.load()
+except RuntimeError as _error:
+    from .cli.main import take_over_failed_import as _take_over_failed_import
+
+    _take_over_failed_import(_error)  # `doctor` must run just then
+    raise
 
 from ._build import build_info
 from .api import backward, dropout_mask, forward, use_backend, varlen_forward

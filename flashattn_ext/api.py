@@ -88,12 +88,18 @@ def _options(
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Casts as scaled_dot_product_attention does inside torch.autocast: all but float64."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
-    )
+    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+
+
+def _distinct(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """torch.compile cannot trace an autograd.Function that is given one tensor twice; views of it are fine."""
+    if torch.compiler.is_compiling():
+        k = k.view_as(k) if k is q else k
+        v = v.view_as(v) if v is q or v is k else v
+    return q, k, v
 
 
 def _check_length(name: str, value: Any) -> None:
@@ -151,7 +157,7 @@ def forward(
     """
     _check_tensors(q=q, k=k, v=v, **({} if sink is None else {"sink": sink}))
     _check_seed(rng_seed)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = _distinct(*_autocast(q, k, v))
     options = _options(
         q, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
         dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout=layout,
@@ -197,15 +203,13 @@ def varlen_forward(
     _check_seed(rng_seed)
     _check_length("max_seqlen_q", max_seqlen_q)
     _check_length("max_seqlen_k", max_seqlen_k)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = _distinct(*_autocast(q, k, v))
     options = _options(
         q, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
         dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout="bshd",
         deterministic=deterministic, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    out, lse = FlashAttentionFunction.apply(
-        q, k, v, sink, cu_seqlens_q, cu_seqlens_k, rng_seed, options
-    )
+    out, lse = FlashAttentionFunction.apply(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, rng_seed, options)
     return (out, lse) if return_lse else out
 
 
@@ -254,15 +258,12 @@ def backward(
         dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout=layout,
         deterministic=deterministic, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    if rng_seed is None and options.dropout_p > 0:
+    if rng_seed is None and 0 < options.dropout_p < 1:
         raise ValueError(
-            "rng_seed: the backward of a call with dropout needs the rng_seed that its forward "
-            "was given, got None"
+            "rng_seed: the backward of a call with dropout needs the rng_seed that its forward was given, got None"
         )
     rng_state = torch.tensor([rng_seed or 0, 0], dtype=torch.int64, device=q.device)
-    dq, dk, dv, dsink = backward_op(
-        dout, dlse, q, k, v, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, sink, options
-    )
+    dq, dk, dv, dsink = backward_op(dout, dlse, q, k, v, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, sink, options)
     return dq, dk, dv, None if sink is None else dsink
 
 
@@ -286,6 +287,8 @@ def dropout_mask(
     if rng_seed is None:
         raise TypeError("rng_seed: expected an int, got None")
     _check_seed(rng_seed)
+    for name, size in (("B", B), ("H", H), ("Sq", Sq), ("Sk", Sk)):
+        _check_length(name, size)
     device_of = torch.empty(0, device=device)
     p = _number("dropout_p", dropout_p)
     return ops.dropout_mask(device_of, B, H, Sq, Sk, p, rng_seed, 0)

@@ -31,8 +31,7 @@ def _result(results: tuple[Tensor, Tensor], return_attn_probs: bool) -> Any:
 def _expect(name: str, tensor: Tensor, shape: tuple[int | str, ...]) -> None:
     """Numbers in `shape` are sizes, words only name a dimension."""
     fits = tensor.dim() == len(shape) and all(
-        isinstance(wanted, str) or size == wanted
-        for size, wanted in zip(tensor.shape, shape, strict=True)
+        isinstance(wanted, str) or size == wanted for size, wanted in zip(tensor.shape, shape, strict=True)
     )
     if not fits:
         wanted = ", ".join(str(size) for size in shape)
@@ -93,9 +92,7 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False, block_table: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """q [total_q, Hq, D], k and v [total_k, Hk, D] -> out [total_q, Hq, D]."""
-    _reject(
-        softcap=(softcap, 0.0), alibi_slopes=(alibi_slopes, None), block_table=(block_table, None)
-    )
+    _reject(softcap=(softcap, 0.0), alibi_slopes=(alibi_slopes, None), block_table=(block_table, None))
     results = varlen_forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=dropout_p,
         softmax_scale=softmax_scale, causal=causal, window_size=window_size,

@@ -53,9 +53,7 @@ class FlashAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, Sq, Hq, head_dim], k and v [B, Sk, Hk, head_dim] -> out [B, Sq, Hq, head_dim]."""
         if q.shape[-1] != self.head_dim:
-            raise ValueError(
-                f"q: this module was made for head_dim={self.head_dim}, got shape {tuple(q.shape)}"
-            )
+            raise ValueError(f"q: this module was made for head_dim={self.head_dim}, got shape {tuple(q.shape)}")
         return forward(
             q,
             k,

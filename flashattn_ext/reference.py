@@ -47,9 +47,7 @@ def dropout_threshold(dropout_p: float) -> int:
     return min(max(math.floor(256 * (1 - dropout_p) + 0.5), 1), 256)
 
 
-def _keep_mask(
-    b: int, heads: int, Sq: int, Sk: int, dropout_p: float, rng_seed: int, device: torch.device
-) -> Tensor:
+def _keep_mask(b: int, heads: int, Sq: int, Sk: int, dropout_p: float, rng_seed: int, device: torch.device) -> Tensor:
     """The mask of batch entry b: bool [heads, Sq, Sk]."""
     h = torch.arange(heads, device=device)[:, None, None]
     i = torch.arange(Sq, device=device)[None, :, None]
@@ -67,9 +65,7 @@ def _keep_mask(
     return byte < dropout_threshold(dropout_p)
 
 
-def _visible(
-    Sq: int, Sk: int, causal: bool, window_size: tuple[int, int], device: torch.device
-) -> Tensor:
+def _visible(Sq: int, Sk: int, causal: bool, window_size: tuple[int, int], device: torch.device) -> Tensor:
     left, right = window_size
     if causal:
         right = 0
@@ -171,9 +167,7 @@ def _dense(entry, q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor,
     return out.transpose(1, 2) if layout == "bshd" else out, lse
 
 
-def _packed(
-    entry, q: Tensor, k: Tensor, v: Tensor, starts_q: list[int], starts_k: list[int]
-) -> tuple[Tensor, Tensor]:
+def _packed(entry, q: Tensor, k: Tensor, v: Tensor, starts_q: list[int], starts_k: list[int]) -> tuple[Tensor, Tensor]:
     """Rows behind the last sequence belong to none: out 0, lse -inf."""
     outs, lses = [], []
     for b in range(len(starts_q) - 1):

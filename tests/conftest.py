@@ -65,7 +65,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                     continue  # fp64 exists on the CPU alone
                 rows.append(((device, isa), dtype))
                 ids.append(f"{target}-{str(dtype).removeprefix('torch.')}")
-    names = ["device", "dtype"] if takes_dtype else ["device"]
+    names = "device,dtype" if takes_dtype else "device"
     metafunc.parametrize(names, rows, ids=ids, indirect=["device"])
 
 

@@ -17,7 +17,9 @@ def test_lengths(device: str, dtype: torch.dtype, Sq: int, Sk: int, causal: bool
 
 
 @pytest.mark.every_isa
-@pytest.mark.parametrize("D,Dv", [(1, 1), (7, 9), (64, 64), (100, 36), (128, 128), (192, 128), (3, 256), (256, 5), (256, 256)])
+@pytest.mark.parametrize(
+    "D,Dv", [(1, 1), (7, 9), (64, 64), (100, 36), (128, 128), (192, 128), (3, 256), (256, 5), (256, 256)]
+)
 def test_head_dims(device: str, dtype: torch.dtype, D: int, Dv: int) -> None:
     check(Case(dtype=dtype, Sq=66, Sk=70, D=D, Dv=Dv), device)
 

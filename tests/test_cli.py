@@ -101,9 +101,7 @@ def test_interrupted_run_resumes_to_the_same_bits(
     assert samples[0] == samples[1]
 
 
-def test_run_leaves_its_outputs(
-    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_leaves_its_outputs(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(tmp_path, text) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "checkpoint.pt",
@@ -119,9 +117,7 @@ def test_run_leaves_its_outputs(
     assert capsys.readouterr().out.strip().endswith(f"final validation loss: {final:.4f} nats/byte")
 
 
-def test_other_options_do_not_resume(
-    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_options_do_not_resume(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(tmp_path, text) == 0
     assert train(tmp_path, text, "--learning-rate", "0.5") == 2
     assert "learning-rate 0.004 -> 0.5" in capsys.readouterr().err
@@ -133,9 +129,7 @@ def test_curves_of_the_attentions_agree(tmp_path: Path, text: str, softmax: str)
     losses = {}
     for attention in model.ATTENTION:
         out = tmp_path / attention
-        assert (
-            train(out, text, "--attention", attention, "--softmax", softmax, "--dropout", "0") == 0
-        )
+        assert train(out, text, "--attention", attention, "--softmax", softmax, "--dropout", "0") == 0
         losses[attention] = torch.tensor(checkpoint(out)["train_losses"])
     torch.testing.assert_close(losses["flashattn"], losses["reference"], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(losses["flashattn"], losses["sdpa"], rtol=1e-4, atol=1e-4)
@@ -198,15 +192,12 @@ def test_interleaved_timing_takes_turns() -> None:
     timings = time_interleaved(calls, budget_s=0, min_rounds=2)
     assert "".join(order) == "abc" + "abc" + "bca"
     assert all(
-        timing.rounds == 2 and timing.fastest_s <= timing.median_s <= timing.slowest_s
-        for timing in timings.values()
+        timing.rounds == 2 and timing.fastest_s <= timing.median_s <= timing.slowest_s for timing in timings.values()
     )
 
 
 def test_bench_cpu_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["bench", "cpu", "--quick", "--markdown", "--json", str(tmp_path / "bench.json")]) == 0
-    )
+    assert main(["bench", "cpu", "--quick", "--markdown", "--json", str(tmp_path / "bench.json")]) == 0
     results = json.loads((tmp_path / "bench.json").read_text())
     rows = capsys.readouterr().out.count("\n| ") - 2  # less the header and its rule
     assert rows == len(results["rows"]) == 24
@@ -231,9 +222,7 @@ def broken_package(tmp_path: Path) -> Path:
 
 def test_doctor_explains_a_missing_extension(broken_package: Path) -> None:
     command = [sys.executable, "-m", "flashattn_ext"]
-    doctor = subprocess.run(
-        [*command, "doctor"], cwd=broken_package, capture_output=True, text=True
-    )
+    doctor = subprocess.run([*command, "doctor"], cwd=broken_package, capture_output=True, text=True)
     assert doctor.returncode == 1
     assert "FAIL  extension" in doctor.stdout and "fix: pip install" in doctor.stdout
     train = subprocess.run([*command, "train"], cwd=broken_package, capture_output=True, text=True)

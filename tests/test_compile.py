@@ -55,7 +55,9 @@ def test_with_the_default_compiler(device: str) -> None:
 
     function = torch.compile(block, fullgraph=True)
     leaves = [inputs.q, inputs.k, inputs.v]
-    for got, ref in zip(torch.autograd.grad(function(*leaves), leaves), torch.autograd.grad(block(*leaves), leaves)):
+    for got, ref in zip(
+        torch.autograd.grad(function(*leaves), leaves), torch.autograd.grad(block(*leaves), leaves), strict=False
+    ):
         torch.testing.assert_close(got, ref, rtol=1e-4, atol=1e-5)
 
 
@@ -94,12 +96,14 @@ def test_dynamic_shapes(device: str) -> None:
             torch.testing.assert_close(a, b)
 
 
-def test_dynamic_shapes_compile_once(device: str) -> None:
+def test_new_lengths_need_no_new_compilation(device: str) -> None:
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     function = torch.compile(lambda q: flashattn_ext.forward(q, q, q), fullgraph=True, dynamic=True, backend=counter)
+    frames = []
     for length in (8, 33, 65, 100):
         function(torch.randn(2, length, 2, 16, device=device))
-    assert counter.frame_count == 1
+        frames.append(counter.frame_count)
+    assert len(set(frames)) == 1, frames
 
 
 def test_export(device: str) -> None:
@@ -118,8 +122,10 @@ def op_arguments(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, drop
     q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
     starts = cu_seqlens([20, 10], device) if varlen else None
     seqlens = (starts, starts, 20, 20) if varlen else (None, None, 15, 15)
-    return (q, k, v), (*seqlens, bhsd, 0.25, True, 8, -1, 0.2 if dropout else 0.0), (
-        torch.randn(4, device=device) if sink else None
+    return (
+        (q, k, v),
+        (*seqlens, bhsd, 0.25, True, 8, -1, 0.2 if dropout else 0.0),
+        (torch.randn(4, device=device) if sink else None),
     )
 
 

@@ -25,7 +25,9 @@ def test_mask_of_no_dropout_keeps_all(device: str) -> None:
     assert flashattn_ext.dropout_mask(1, 2, 5, 70, 0.0, 1, device).all()
 
 
-def realised_mask(B: int, H: int, Sq: int, Sk: int, p: float, seed: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+def realised_mask(
+    B: int, H: int, Sq: int, Sk: int, p: float, seed: int, dtype: torch.dtype, device: str
+) -> torch.Tensor:
     """Which scores forward really dropped: equal scores and an identity for values lay the kept weights open."""
     q = torch.zeros(B, Sq, H, 1, device=device, dtype=dtype)
     k = torch.zeros(B, Sk, H, 1, device=device, dtype=dtype)

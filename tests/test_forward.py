@@ -21,15 +21,17 @@ def test_lengths(device: str, dtype: torch.dtype, Sq: int, Sk: int, causal: bool
 
 
 @pytest.mark.every_isa
-@pytest.mark.parametrize("D,Dv", [(1, 1), (7, 7), (64, 64), (100, 100), (128, 128), (192, 128), (3, 256), (256, 5), (256, 256)])
+@pytest.mark.parametrize(
+    "D,Dv", [(1, 1), (7, 7), (64, 64), (100, 100), (128, 128), (192, 128), (3, 256), (256, 5), (256, 256)]
+)
 def test_head_dims(device: str, dtype: torch.dtype, D: int, Dv: int) -> None:
     check(Case(dtype=dtype, Sq=66, Sk=70, D=D, Dv=Dv, needs_grad=NO_GRAD), device)
 
 
 @pytest.mark.every_isa
 @pytest.mark.dtypes("float32", "bfloat16")
-def test_every_head_dim(device: str, dtype: torch.dtype) -> None:
-    for D in range(1, 257):
+def test_head_dims_of_every_remainder(device: str, dtype: torch.dtype) -> None:
+    for D in range(1, 257, 3):
         check(Case(dtype=dtype, B=1, Sq=3, Sk=5, Hq=1, Hk=1, D=D, Dv=257 - D, needs_grad=NO_GRAD), device)
 
 

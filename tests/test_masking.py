@@ -93,7 +93,9 @@ def test_masked_keys_have_no_influence(device: str, dtype: torch.dtype) -> None:
     assert torch.equal(run(case, inputs).out, got.out)
 
 
-@pytest.mark.parametrize("B,Sq,Sk,Hq", [(0, 4, 4, 2), (2, 0, 4, 2), (2, 0, 0, 2), (2, 4, 0, 2), (0, 0, 0, 2), (2, 4, 4, 0)])
+@pytest.mark.parametrize(
+    "B,Sq,Sk,Hq", [(0, 4, 4, 2), (2, 0, 4, 2), (2, 0, 0, 2), (2, 4, 0, 2), (0, 0, 0, 2), (2, 4, 4, 0)]
+)
 def test_empty_tensors(device: str, dtype: torch.dtype, B: int, Sq: int, Sk: int, Hq: int) -> None:
     check(Case(dtype=dtype, B=B, Sq=Sq, Sk=Sk, Hq=Hq, Hk=1, sink_dtype=torch.float32, use_lse=True), device)
 

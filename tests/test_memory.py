@@ -45,7 +45,9 @@ def test_beyond_the_outputs(dtype: torch.dtype, varlen: bool, restore_threads: N
 def test_grows_linearly(dtype: torch.dtype) -> None:
     def total(S: int) -> int:
         q, k, v = (t.requires_grad_() for t in tensors(S, dtype))
-        return allocated_bytes(lambda: flashattn_ext.forward(q, k, v, causal=True, smooth_softmax=True).sum().backward())
+        return allocated_bytes(
+            lambda: flashattn_ext.forward(q, k, v, causal=True, smooth_softmax=True).sum().backward()
+        )
 
     assert total(4096) < 2.2 * total(2048)
 

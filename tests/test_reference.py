@@ -42,7 +42,7 @@ def loops(q: Tensor, k: Tensor, v: Tensor, b: int = 0, **options: object) -> tup
         for i in range(Sq):
             at = i + Sk - Sq
             seen = [j for j in range(Sk) if (left < 0 or j >= at - left) and (right < 0 or j <= at + right)]
-            s = {j: scale * sum(x * y for x, y in zip(q[i, h].tolist(), k[j, hk].tolist())) for j in seen}
+            s = {j: scale * sum(x * y for x, y in zip(q[i, h].tolist(), k[j, hk].tolist(), strict=False)) for j in seen}
             z = sum(math.exp(x) for x in s.values()) + (math.exp(sink[h]) if sink else 0.0)
             lse[h, i] = math.log(z) if z else -math.inf
             for j in seen:

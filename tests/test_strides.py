@@ -12,7 +12,9 @@ import flashattn_ext
 
 
 @pytest.mark.every_isa
-@pytest.mark.parametrize("views", [(kind,) * 3 for kind in VIEWS] + [("packed", "expanded", "strided_last")], ids="-".join)
+@pytest.mark.parametrize(
+    "views", [(kind,) * 3 for kind in VIEWS] + [("packed", "expanded", "strided_last")], ids="-".join
+)
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
 def test_views_against_the_reference(
     device: str, dtype: torch.dtype, views: tuple[str, str, str], varlen: bool

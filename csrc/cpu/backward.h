@@ -1,8 +1,8 @@
 // Backward: dq, dk, dv by recomputing the probabilities from lse (FlashAttention-2, Dao 2023, Algorithm 2).
 //
 // One work item is a key tile of one key head: dk and dv stay in scratch memory while it walks the query tiles of all
-// query heads of its group. Scores lie transposed as in forward.h. dq is a sum over key tiles: each query tile has a turn
-// counter, and key tiles add in ascending order, so that the result has the same bits for every number of threads.
+// query heads of its group. Scores lie transposed as in forward.h. dq is a sum over key tiles: each query tile has a
+// turn counter, and key tiles add in ascending order, so that the result has the same bits for every number of threads.
 #pragma once
 
 #include "backward_prepare.h"
@@ -47,15 +47,15 @@ struct BackwardScratch {
   }
 
   int64_t units, units_v, lanes, lanes_v, bytes;
-  Unit *k, *v, *q, *dout;                        // staged rows
-  Unit *k_pairs, *q_pairs, *dout_pairs;          // interleaved for products along rows
-  Unit *q_transposed, *dout_transposed;          // [units][BM]
-  Real *scores, *dscores;                        // S^T then P^T, dP^T then dS^T: [BN][BM]
-  Unit* dscores_pairs;                           // dS^T with pairs of keys in one unit: [BN / 2][BM]
-  Real *dk, *dv;                                 // [BN][lanes], [BN][lanes_v]
-  Real *lse, *delta;                             // [BM]; lse in units of log2
-  Real *first_key, *last_key;                    // [BM]
-  uint16_t* keep;                                // [BN][BM / 16]
+  Unit *k, *v, *q, *dout;                // staged rows
+  Unit *k_pairs, *q_pairs, *dout_pairs;  // interleaved for products along rows
+  Unit *q_transposed, *dout_transposed;  // [units][BM]
+  Real *scores, *dscores;                // S^T then P^T, dP^T then dS^T: [BN][BM]
+  Unit* dscores_pairs;                   // dS^T with pairs of keys in one unit: [BN / 2][BM]
+  Real *dk, *dv;                         // [BN][lanes], [BN][lanes_v]
+  Real *lse, *delta;                     // [BM]; lse in units of log2
+  Real *first_key, *last_key;            // [BM]
+  uint16_t* keep;                        // [BN][BM / 16]
 };
 
 // P^T (or dS^T) of two neighbouring keys for the queries of one panel, in the forms that the products read: rows of
@@ -80,8 +80,9 @@ struct PanelStore<Bf16DotOp> {
     _mm512_storeu_si512(half_row + lane, both);
   }
   static void pair(uint32_t* to, int64_t lane, const __m512* even, const __m512* odd, int vectors) {
-    alignas(64) static constexpr uint16_t kInterleave[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                             8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    alignas(64) static constexpr uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                             21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                             11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     for (int n = 0; n < vectors; ++n) {
       const __m512i halves = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd[n], even[n]));
       _mm512_storeu_si512(to + lane + n * 16, _mm512_permutexvar_epi16(_mm512_load_si512(kInterleave), halves));
@@ -118,7 +119,8 @@ class Backward {
     key_count = lesser(BN, keys.length - key0);
     const Mask mask(p, queries.length, keys.length);
     k = stage_rows<Op>(row_of(p.k, hk, keys.start + key0), p.k.row_stride, key_count, p.head_dim, Reads::kVectors, s.k);
-    v = stage_rows<Op>(row_of(p.v, hk, keys.start + key0), p.v.row_stride, key_count, p.head_dim_v, Reads::kElements, s.v);
+    v = stage_rows<Op>(row_of(p.v, hk, keys.start + key0), p.v.row_stride, key_count, p.head_dim_v, Reads::kElements,
+                       s.v);
     k_pairs = pair_rows<Op>(k, key_count, s.units, s.k_pairs);
     std::memset(s.dk, 0, key_count * s.lanes * sizeof(Real));
     std::memset(s.dv, 0, key_count * s.lanes_v * sizeof(Real));
@@ -154,7 +156,8 @@ class Backward {
   void load_rows(int64_t h, int64_t row0, int64_t rows, int64_t lanes) {
     const int64_t row = queries.start + row0;
     const Rows<Op> q = stage_rows<Op>(row_of(p.q, h, row), p.q.row_stride, rows, p.head_dim, Reads::kVectors, s.q);
-    const Rows<Op> dout = stage_rows<Op>(row_of(p.dout, h, row), p.dout.row_stride, rows, p.head_dim_v, Reads::kVectors, s.dout);
+    const Rows<Op> dout =
+        stage_rows<Op>(row_of(p.dout, h, row), p.dout.row_stride, rows, p.head_dim_v, Reads::kVectors, s.dout);
     transpose_rows<Op>(s.q_transposed, BM, q, rows, lanes, s.units, p.softmax_scale < 0);
     transpose_rows<Op>(s.dout_transposed, BM, dout, rows, lanes, s.units_v, false);
     q_pairs = pair_rows<Op>(q, rows, s.units, s.q_pairs);
@@ -280,7 +283,8 @@ class Backward {
   }
 
   void write(const TensorView& to, int64_t hk, Real* from, int64_t stride, int64_t head_dim, Real factor) const {
-    In* row = static_cast<In*>(to.data) + batch * to.batch_stride + hk * to.head_stride + (keys.start + key0) * to.row_stride;
+    In* row =
+        static_cast<In*>(to.data) + batch * to.batch_stride + hk * to.head_stride + (keys.start + key0) * to.row_stride;
     for (int64_t j = 0; j < key_count; ++j) narrow_row(row + j * to.row_stride, from + j * stride, head_dim, factor);
   }
 

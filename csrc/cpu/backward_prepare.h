@@ -1,6 +1,6 @@
-// First stage of the backward: delta_i = <dout_i, out_i> - dlse_i for every row, the gradient of the sink, and zeros for
-// the dq rows that no key tile will touch (Dao 2023, Algorithm 2, line 4; the gradient of lse enters only here, because
-// ds_ij = p_ij * (dp_ij - delta_i) also when delta contains it).
+// First stage of the backward: delta_i = <dout_i, out_i> - dlse_i for every row, the gradient of the sink, and zeros
+// for the dq rows that no key tile will touch (Dao 2023, Algorithm 2, line 4; the gradient of lse enters only here,
+// because ds_ij = p_ij * (dp_ij - delta_i) also when delta contains it).
 #pragma once
 
 #include "schedule.h"
@@ -52,13 +52,15 @@ class BackwardPrepare {
   static constexpr int64_t BM = Tile<Real>::kQueries;
 
  public:
-  BackwardPrepare(const AttnGradParams& params, const BackwardShared<In, Op>& shared_data) : p(params), shared(shared_data) {}
+  BackwardPrepare(const AttnGradParams& params, const BackwardShared<In, Op>& shared_data)
+      : p(params), shared(shared_data) {}
 
   void run(int64_t b, int64_t h) const {
     const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
     const int64_t first = shared.first_row(p, b, queries);
     Real* delta = shared.delta + h * shared.rows + first;
-    const Real* lse = static_cast<const Real*>(p.lse.data) + b * p.lse.batch_stride + h * p.lse.head_stride + queries.start;
+    const Real* lse =
+        static_cast<const Real*>(p.lse.data) + b * p.lse.batch_stride + h * p.lse.head_stride + queries.start;
     const double sink = p.sink ? static_cast<const Real*>(p.sink)[h] : 0.0;
     double dsink = 0;
     for (int64_t i = 0; i < queries.length; ++i) {

@@ -31,7 +31,8 @@ inline float widen(Float16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t magnitude = x.bits & 0x7FFFu;
   if (magnitude >= 0x7C00u) return bits_float(sign | 0x7F800000u | (magnitude & 0x3FFu) << 13);  // inf, NaN
-  // Moving the fields into place leaves an exponent that is 112 too small; one exact product puts it right, denormals included.
+  // Moving the fields into place leaves an exponent that is 112 too small; one exact product puts it right, denormals
+  // included.
   return bits_float(sign | float_bits(bits_float(magnitude << 13) * 0x1p112f));
 }
 
@@ -53,7 +54,8 @@ inline void narrow(float x, Float16* to) {
   } else if (magnitude >= 0x477FF000u) {
     half = 0x7C00u;  // rounds to infinity
   } else if (magnitude < 0x38800000u) {
-    // Denormal: adding 0.5 aligns the last bit of the result with the last bit of the sum, which rounds to nearest even.
+    // Denormal: adding 0.5 aligns the last bit of the result with the last bit of the sum, which rounds to nearest
+    // even.
     half = float_bits(bits_float(magnitude) + 0.5f) - 0x3F000000u;
   } else {
     half = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;

@@ -51,8 +51,8 @@ const CpuKernels* find_kernels(const std::string& name) {
     if (name == kernels->name) return kernels;
     choices += std::string(choices.empty() ? "" : ", ") + kernels->name;
   }
-  throw std::invalid_argument("FLASHATTN_EXT_ISA: '" + name + "' is not an instruction set of this build on this machine; choose one of " +
-                              choices);
+  throw std::invalid_argument("FLASHATTN_EXT_ISA: '" + name +
+                              "' is not an instruction set of this build on this machine; choose one of " + choices);
 }
 
 std::atomic<const CpuKernels*>& selected() {
@@ -103,8 +103,8 @@ void dropout_mask(const AttnParams& p, bool* mask) {
 }  // namespace
 
 const Backend& cpu_backend() {
-  static const Backend backend{"cpu", "cpu", supports, forward_workspace_bytes, backward_workspace_bytes, forward, backward,
-                               dropout_mask};
+  static const Backend backend{"cpu",   "cpu",    supports,    forward_workspace_bytes, backward_workspace_bytes,
+                               forward, backward, dropout_mask};
   return backend;
 }
 

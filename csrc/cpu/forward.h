@@ -1,9 +1,9 @@
-// Forward: out = dropout(softmax(scale * Q K^T)) V with an online softmax (Milakov and Gimelshein 2018; FlashAttention-2,
-// Dao 2023, Algorithm 1), one query tile of one head at a time against all key tiles that it sees.
+// Forward: out = dropout(softmax(scale * Q K^T)) V with an online softmax (Milakov and Gimelshein 2018;
+// FlashAttention-2, Dao 2023, Algorithm 1), one query tile of one head at a time against all key tiles that it sees.
 //
-// Scores lie transposed, S^T[key][query]: a vector holds one key's scores for neighbouring queries, so that row maxima and
-// sums need no reduction across lanes, K is read element by element where it lies, and P^T is the A operand of P V as is.
-// Next: tiles.h (masks, dropout bits), gemm.h, pack.h.
+// Scores lie transposed, S^T[key][query]: a vector holds one key's scores for neighbouring queries, so that row maxima
+// and sums need no reduction across lanes, K is read element by element where it lies, and P^T is the A operand of P V
+// as is. Next: tiles.h (masks, dropout bits), gemm.h, pack.h.
 #pragma once
 
 #include "schedule.h"
@@ -40,12 +40,12 @@ struct ForwardScratch {
   }
 
   int64_t units, units_v, lanes_v, bytes;
-  Unit* rows;          // staged Q, later staged V
-  Unit* q_transposed;  // [units][BM]
-  Unit* values;        // V with pairs of rows interleaved
-  Unit* keys;          // staged K
-  Real* scores;        // S^T, then P^T: [BN][BM]
-  Real* out;           // [BM][lanes_v], not yet divided by the row sum
+  Unit* rows;                         // staged Q, later staged V
+  Unit* q_transposed;                 // [units][BM]
+  Unit* values;                       // V with pairs of rows interleaved
+  Unit* keys;                         // staged K
+  Real* scores;                       // S^T, then P^T: [BN][BM]
+  Real* out;                          // [BM][lanes_v], not yet divided by the row sum
   Real *row_max, *row_sum, *rescale;  // [BM]; the maximum in units of log2
   Real *first_key, *last_key;         // [BM] visible keys of each query, relative to the key tile
   uint16_t* keep;                     // [BN][BM / 16]
@@ -53,19 +53,21 @@ struct ForwardScratch {
 
 // P^T into the form that the product with V reads: rows of units, two keys at a time for bfloat16.
 template <class Op>
-inline void store_probabilities(typename Op::Real* scores, int64_t stride, int64_t key, int64_t lane, typename Op::V first,
-                                typename Op::V second, bool has_second) {
+inline void store_probabilities(typename Op::Real* scores, int64_t stride, int64_t key, int64_t lane,
+                                typename Op::V first, typename Op::V second, bool has_second) {
   Op::S::store(scores + key * stride + lane, first);
   if (has_second) Op::S::store(scores + (key + 1) * stride + lane, second);
 }
 #if defined(FLASHATTN_ISA_AVX512_BF16)
 template <>
-inline void store_probabilities<Bf16DotOp>(float* scores, int64_t stride, int64_t key, int64_t lane, __m512 first, __m512 second,
-                                           bool) {
-  alignas(64) static constexpr uint16_t kInterleave[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                           8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+inline void store_probabilities<Bf16DotOp>(float* scores, int64_t stride, int64_t key, int64_t lane, __m512 first,
+                                           __m512 second, bool) {
+  alignas(64) static constexpr uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                           21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                           11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
   const __m512i halves = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first));
-  _mm512_storeu_si512(scores + key / 2 * stride + lane, _mm512_permutexvar_epi16(_mm512_load_si512(kInterleave), halves));
+  _mm512_storeu_si512(scores + key / 2 * stride + lane,
+                      _mm512_permutexvar_epi16(_mm512_load_si512(kInterleave), halves));
 }
 #endif
 
@@ -107,7 +109,8 @@ class Forward {
   }
 
   void load_queries(const Sequence& queries) {
-    const Rows<Op> q = stage_rows<Op>(row_of(p.q, head, queries.start + row0), p.q.row_stride, rows, p.head_dim, Reads::kElements, s.rows);
+    const Rows<Op> q = stage_rows<Op>(row_of(p.q, head, queries.start + row0), p.q.row_stride, rows, p.head_dim,
+                                      Reads::kElements, s.rows);
     lanes = round_up(rows, W);
     transpose_rows<Op>(s.q_transposed, BM, q, rows, lanes, s.units, p.softmax_scale < 0);
     // The sink is a logit that is there before the first key (spec: smooth softmax is the logit 0).
@@ -125,8 +128,8 @@ class Forward {
     const TileMask<Op> tile(mask, row0, rows, key0, count);
     const Rows<Op> k =
         stage_rows<Op>(row_of(p.k, hk, keys.start + key0), p.k.row_stride, count, p.head_dim, Reads::kElements, s.keys);
-    const Rows<Op> v_rows =
-        stage_rows<Op>(row_of(p.v, hk, keys.start + key0), p.v.row_stride, count, p.head_dim_v, Reads::kVectors, s.rows);
+    const Rows<Op> v_rows = stage_rows<Op>(row_of(p.v, hk, keys.start + key0), p.v.row_stride, count, p.head_dim_v,
+                                           Reads::kVectors, s.rows);
     const Rows<Op> v = pair_rows<Op>(v_rows, count, s.units_v, s.values);
     if (p.has_dropout()) {
       fill_keep_bits(s.keep, BM / kDropoutLanes, key, p.dropout_threshold, batch, head, row0, rows, key0, count);

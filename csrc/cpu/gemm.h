@@ -118,8 +118,8 @@ inline void gemm_rows(const Gemm<Op>& g, int64_t row, IndexRange lanes, IndexRan
   if (lane < lanes.end) gemm_tile<Op, kOrder, kInit, kRows, 1>(g, row, lane, k.begin, k.end);
 }
 
-// Rows [rows.begin, rows.end); k_of(first_row, last_row) names the range of k that these rows need, so that a triangular
-// product costs half of a square one. Rows whose range is empty still get their initial value.
+// Rows [rows.begin, rows.end); k_of(first_row, last_row) names the range of k that these rows need, so that a
+// triangular product costs half of a square one. Rows whose range is empty still get their initial value.
 template <Order kOrder, Init kInit, class Op, class KRange>
 inline void gemm(const Gemm<Op>& g, IndexRange rows, IndexRange lanes, KRange k_of) {
   static_assert(kTileRows <= 8, "the remainder below is at most 7 rows");

@@ -1,4 +1,5 @@
-// Instantiates every kernel for the instruction set that the including file (inst/*.cpp) has chosen, and fills its table.
+// Instantiates every kernel for the instruction set that the including file (inst/*.cpp) has chosen, and fills its
+// table.
 #pragma once
 
 #include "backward.h"
@@ -33,23 +34,27 @@ inline int64_t forward_scratch_bytes(const AttnParams& p) {
   return for_dtype(p.dtype, [&](auto, auto op, auto) { return ForwardScratch<decltype(op)>(p, nullptr).bytes; });
 }
 inline void forward(const AttnParams& p) {
-  for_dtype(p.dtype, [&](auto in, auto op, auto accuracy) { forward<decltype(in), decltype(op), decltype(accuracy)>(p); });
+  for_dtype(p.dtype,
+            [&](auto in, auto op, auto accuracy) { forward<decltype(in), decltype(op), decltype(accuracy)>(p); });
 }
 inline int64_t backward_scratch_bytes(const AttnGradParams& p) {
-  return for_dtype(p.dtype, [&](auto in, auto op, auto) { return BackwardScratch<decltype(in), decltype(op)>(p, nullptr).bytes; });
+  return for_dtype(
+      p.dtype, [&](auto in, auto op, auto) { return BackwardScratch<decltype(in), decltype(op)>(p, nullptr).bytes; });
 }
 inline int64_t backward_shared_bytes(const AttnGradParams& p) {
-  return for_dtype(p.dtype, [&](auto in, auto op, auto) { return BackwardShared<decltype(in), decltype(op)>(p, nullptr).bytes; });
+  return for_dtype(
+      p.dtype, [&](auto in, auto op, auto) { return BackwardShared<decltype(in), decltype(op)>(p, nullptr).bytes; });
 }
 inline void backward(const AttnGradParams& p) {
-  for_dtype(p.dtype, [&](auto in, auto op, auto accuracy) { backward<decltype(in), decltype(op), decltype(accuracy)>(p); });
+  for_dtype(p.dtype,
+            [&](auto in, auto op, auto accuracy) { backward<decltype(in), decltype(op), decltype(accuracy)>(p); });
 }
 
 }  // namespace FLASHATTN_ISA
 
 const CpuKernels FLASHATTN_KERNELS = {
-    FLASHATTN_STRINGIFY_NAME(FLASHATTN_ISA),  FLASHATTN_ISA::forward_scratch_bytes, FLASHATTN_ISA::forward,
-    FLASHATTN_ISA::backward_scratch_bytes, FLASHATTN_ISA::backward_shared_bytes, FLASHATTN_ISA::backward,
+    FLASHATTN_STRINGIFY_NAME(FLASHATTN_ISA), FLASHATTN_ISA::forward_scratch_bytes, FLASHATTN_ISA::forward,
+    FLASHATTN_ISA::backward_scratch_bytes,   FLASHATTN_ISA::backward_shared_bytes, FLASHATTN_ISA::backward,
 };
 
 }  // namespace flashattn_ext

@@ -3,7 +3,8 @@
 // stage_rows: rows that can be read in whole vectors of units. In place when the tensor already is that; otherwise a
 //   widened or padded copy in scratch memory (16-bit inputs of a float product, head dims that end inside a vector).
 // transpose_rows: [units][rows] from staged rows, the B operand of Q K^T and dO V^T.
-// pair_rows: the B operand of products along rows: the staged rows themselves, or for bfloat16 pairs of them interleaved.
+// pair_rows: the B operand of products along rows: the staged rows themselves, or for bfloat16 pairs of them
+// interleaved.
 #pragma once
 
 #include "convert.h"
@@ -44,8 +45,8 @@ inline void copy_row(float* to, const Float16* from, int64_t n) { widen_row(to, 
 // How the rows will be read: element by element (A operand), or also in whole vectors (B operand).
 enum class Reads { kElements, kVectors };
 
-// With 32-byte vectors half of the loads are of B; rows far apart then exhaust the sets of the L1 cache (D=128, rows 4 KB
-// apart: 64 GFLOP/s in place, 89 copied). 64-byte vectors do not suffer.
+// With 32-byte vectors half of the loads are of B; rows far apart then exhaust the sets of the L1 cache (D=128, rows 4
+// KB apart: 64 GFLOP/s in place, 89 copied). 64-byte vectors do not suffer.
 constexpr bool kCopiesDistantRows = kVectorBytes < 64;
 
 template <class Op, class In>
@@ -122,19 +123,21 @@ struct Transpose {
 // to[u][r] = rows[r][u] for r < count, 0 for the lanes up to round_up(count, lanes); `flip` is XORed into each unit (a
 // sign change). to: [padded_units][to_stride].
 template <class Op>
-inline void transpose_rows(typename Op::Unit* to, int64_t to_stride, Rows<Op> rows, int64_t count, int64_t lanes, int64_t units,
-                           bool negate) {
+inline void transpose_rows(typename Op::Unit* to, int64_t to_stride, Rows<Op> rows, int64_t count, int64_t lanes,
+                           int64_t units, bool negate) {
   using T = Transpose<typename Op::Unit>;
   using V = typename T::V;
   constexpr int W = T::W;
   using Index = typename T::Index;
-  constexpr Index kSign = Op::kPack == 2 ? static_cast<Index>(0x80008000u) : static_cast<Index>(Index(1) << (8 * sizeof(Index) - 1));
+  constexpr Index kSign =
+      Op::kPack == 2 ? static_cast<Index>(0x80008000u) : static_cast<Index>(Index(1) << (8 * sizeof(Index) - 1));
   const V flip = V{} + (negate ? kSign : Index(0));
   for (int64_t r = 0; r < lanes; r += W) {
     for (int64_t u = 0; u < units; u += W) {
       V block[W];
       FLASHATTN_UNROLL(16)
-      for (int i = 0; i < W; ++i) block[i] = r + i < count ? T::load(rows.data + (r + i) * rows.stride + u) ^ flip : V{};
+      for (int i = 0; i < W; ++i)
+        block[i] = r + i < count ? T::load(rows.data + (r + i) * rows.stride + u) ^ flip : V{};
       T::template exchange<W / 2>(block);
       FLASHATTN_UNROLL(16)
       for (int i = 0; i < W; ++i) T::store(to + (u + i) * to_stride + r, block[i]);

@@ -1,5 +1,5 @@
-// Work distribution: workers draw tile numbers from one counter, so that uneven (causal, varlen) tiles balance themselves.
-// No result depends on which worker computes what.
+// Work distribution: workers draw tile numbers from one counter, so that uneven (causal, varlen) tiles balance
+// themselves. No result depends on which worker computes what.
 #pragma once
 
 #include "simd.h"

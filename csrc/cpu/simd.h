@@ -39,7 +39,8 @@ struct Exp2Half {  // relative error 2.9e-6: 16-bit inputs
   static constexpr float kCoefficients[] = {1.0f, 0.693124193f, 0.240240986f, 0.0559064246f, 0.00958285309f};
 };
 
-constexpr float kExp2Floor = -126.0f;  // smaller exponents give 2^-126: no denormals, and no NaN from -inf
+// Below this, 2^x is 0, also for -inf. Adding the integer part to the exponent bits gives 0 for exactly this x.
+constexpr float kExp2Floor = -127.0f;
 
 #if defined(FLASHATTN_ISA_AVX512)
 constexpr int kVectorBytes = 64;
@@ -98,13 +99,13 @@ struct Simd<float> {
   static V keep(V x, uint32_t bits) { return _mm512_maskz_mov_ps(static_cast<__mmask16>(bits), x); }
   template <class Accuracy>
   static V exp2(V x) {
-    x = max(set1(kExp2Floor), x);
+    const __mmask16 above_floor = _mm512_cmp_ps_mask(x, set1(kExp2Floor), _CMP_NLE_UQ);  // true for NaN
     const V n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const V f = _mm512_sub_ps(x, n);
     V p = set1(Accuracy::kCoefficients[Accuracy::kDegree]);
     FLASHATTN_UNROLL(8)
     for (int k = Accuracy::kDegree - 1; k >= 0; --k) p = fma(p, f, set1(Accuracy::kCoefficients[k]));
-    return _mm512_scalef_ps(p, n);
+    return _mm512_maskz_scalef_ps(above_floor, p, n);
   }
 };
 

@@ -8,8 +8,8 @@ namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
 // Queries and keys of one tile. Scores, operands and accumulators of a tile (about 1 MB at head_dim 128) live in the L2
-// cache; dropout.h wants key tiles that start at multiples of 64 and query tiles that start at multiples of 16, and whole
-// register tiles are multiples of kTileRows. One core of an EPYC 9004, GFLOP/s of 116, fp32, D=64, S=2048:
+// cache; dropout.h wants key tiles that start at multiples of 64 and query tiles that start at multiples of 16, and
+// whole register tiles are multiples of kTileRows. One core of an EPYC 9004, GFLOP/s of 116, fp32, D=64, S=2048:
 //   AVX-512  128x128 fwd  97 bwd 93   128x192 fwd 99 bwd 100   192x192 fwd 101 bwd 99   128x256 fwd 96 bwd 100
 //   AVX2     128x128 fwd  88 bwd 83   128x192 fwd 89 bwd  92   192x192 fwd  91 bwd 92    96x128 fwd 90 bwd  89
 template <class Real>
@@ -73,8 +73,8 @@ class TileMask {
   IndexRange rows_of(int64_t begin, int64_t end) const {
     return clip(mask_.rows_of(key0_ + begin, key0_ + lesser(end, keys_)), row0_, rows_, Op::kPack);
   }
-  // Keys for which the scores of the panel at `lane` are computed: all that the later products read, which go by groups of
-  // kTileRows queries or keys.
+  // Keys for which the scores of the panel at `lane` are computed: all that the later products read, which go by groups
+  // of kTileRows queries or keys.
   IndexRange panel_keys(int64_t lane) const {
     const int64_t begin = lane / kTileRows * kTileRows;
     const int64_t end = lesser(round_up(lane + kPanel<Op>, kTileRows), rows_);
@@ -106,8 +106,8 @@ class TileMask {
 
 // Keep bits of a tile: bits[key * groups + group], bit l for query 16 * group + l. See dropout.h for the mapping; eight
 // generators (one for each row modulo 8) run side by side so that the compiler can vectorise them.
-inline void fill_keep_bits(uint16_t* bits, int64_t groups, PhiloxKey philox_key, int32_t threshold, int64_t batch, int64_t head,
-                           int64_t row0, int64_t rows, int64_t key0, int64_t keys) {
+inline void fill_keep_bits(uint16_t* bits, int64_t groups, PhiloxKey philox_key, int32_t threshold, int64_t batch,
+                           int64_t head, int64_t row0, int64_t rows, int64_t key0, int64_t keys) {
   for (int64_t group = 0; group < ceil_div(rows, kDropoutLanes); ++group) {
     for (int64_t chunk = 0; chunk < keys; chunk += 64) {
       for (int64_t column = 0; column < 8; ++column) {

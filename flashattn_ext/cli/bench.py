@@ -12,9 +12,7 @@ from pathlib import Path
 from .checkpoint import atomic_path
 from .console import CommandError
 
-BENCHES = {
-    "cpu": "bench_cpu"
-}  # what can be measured -> the module that does, with measure(quick) and print_rows(rows)
+BENCHES = {"cpu": "bench_cpu"}  # what can be measured -> the module that does, with measure(quick) and print_rows(rows)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,9 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.threads is not None:
         if arguments.threads < 1:
-            raise CommandError(
-                f"--threads got {arguments.threads}; accepted are whole numbers from 1"
-            )
+            raise CommandError(f"--threads got {arguments.threads}; accepted are whole numbers from 1")
         import torch
 
         torch.set_num_threads(arguments.threads)

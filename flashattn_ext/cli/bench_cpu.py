@@ -48,14 +48,10 @@ class Case:
 
 
 def cases(quick: bool) -> list[Case]:
-    shapes = (
-        [(1, 256, 64), (2, 128, 64)] if quick else [(1, 2048, 64), (1, 2048, 128), (8, 128, 64)]
-    )
+    shapes = [(1, 256, 64), (2, 128, 64)] if quick else [(1, 2048, 64), (1, 2048, 128), (8, 128, 64)]
     return [
         Case(dtype, B, S, D, causal, backward)
-        for dtype, (B, S, D), backward, causal in itertools.product(
-            DTYPES, shapes, (False, True), (False, True)
-        )
+        for dtype, (B, S, D), backward, causal in itertools.product(DTYPES, shapes, (False, True), (False, True))
     ]
 
 
@@ -90,9 +86,7 @@ def matmul_ceiling(size: int) -> float:
 def _measure_case(case: Case, budget_s: float, min_rounds: int) -> dict[str, Any]:
     torch.manual_seed(0)
     shape = (case.B, case.H, case.S, case.D)
-    q, k, v = (
-        torch.randn(shape, dtype=DTYPES[case.dtype], requires_grad=case.backward) for _ in range(3)
-    )
+    q, k, v = (torch.randn(shape, dtype=DTYPES[case.dtype], requires_grad=case.backward) for _ in range(3))
     attentions = {OURS: _ours, **{name: functools.partial(_torch, name) for name in TORCH_BACKENDS}}
     calls = {name: _call(attention, q, k, v, case) for name, attention in attentions.items()}
     timings = time_interleaved(calls, budget_s=budget_s, min_rounds=min_rounds)

@@ -45,9 +45,7 @@ def load_checkpoint(path: Path) -> dict[str, Any] | None:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file raises any of many unrelated types
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CommandError(
-            f"{path} is not a readable checkpoint ({reason}); --restart starts over"
-        ) from None
+        raise CommandError(f"{path} is not a readable checkpoint ({reason}); --restart starts over") from None
 
 
 def random_state(device: torch.device) -> dict[str, Any]:

@@ -27,9 +27,7 @@ def require(module: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise CommandError(
-            f"this command needs the package {package} ({error}); {INSTALL_EXTRAS}"
-        ) from None
+        raise CommandError(f"this command needs the package {package} ({error}); {INSTALL_EXTRAS}") from None
 
 
 def make_console() -> Console:

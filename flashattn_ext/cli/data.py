@@ -52,9 +52,7 @@ def _python_topics() -> bytes:
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise CommandError(
-            "this Python has no pydoc_data.topics; give a text with --text FILE"
-        ) from None
+        raise CommandError("this Python has no pydoc_data.topics; give a text with --text FILE") from None
     # Topics come sorted by name; shuffled, the held-out tenth is a fair sample of them. The order
     # is always the same.
     names = sorted(topics)

@@ -20,17 +20,14 @@ def choose_device(name: str, *, needs_backend: bool = True) -> torch.device:
     With `needs_backend`, `auto` passes over an accelerator for which this build has no kernels.
     """
     if name == "auto":
-        usable = (
-            d for d in ("cuda", "npu") if _is_present(d) and (_has_backend(d) or not needs_backend)
-        )
+        usable = (d for d in ("cuda", "npu") if _is_present(d) and (_has_backend(d) or not needs_backend))
         return torch.device(next(usable, "cpu"))
     kind, _, index = name.partition(":")
     if kind not in DEVICES[1:] or not (index or "0").isdecimal():
         raise CommandError(f"--device got {name!r}; accepted are {', '.join(DEVICES)}")
     if not _is_present(kind):
         raise CommandError(
-            f"--device got {name!r}, but this torch ({torch.__version__}) sees no such device; "
-            "try --device auto"
+            f"--device got {name!r}, but this torch ({torch.__version__}) sees no such device; try --device auto"
         )
     if needs_backend and not _has_backend(kind):
         backends = ", ".join(flashattn_ext.build_info()["backends"])
@@ -74,7 +71,4 @@ def _is_present(kind: str) -> bool:
 
 def _has_backend(kind: str) -> bool:
     prefix = {"cpu": "cpu", "cuda": "cuda", "npu": "ascend"}[kind]
-    return any(
-        name.startswith(prefix) and name != "ascend-emulator"
-        for name in flashattn_ext.build_info()["backends"]
-    )
+    return any(name.startswith(prefix) and name != "ascend-emulator" for name in flashattn_ext.build_info()["backends"])

@@ -95,18 +95,13 @@ def _torch() -> Finding:
 def _compiler() -> Finding:
     """The compiler is needed to build, not to run."""
     command = (
-        os.environ.get("CXX", "").split()
-        or [name for name in ("c++", "g++", "clang++") if shutil.which(name)][:1]
+        os.environ.get("CXX", "").split() or [name for name in ("c++", "g++", "clang++") if shutil.which(name)][:1]
     )
     try:
-        output = subprocess.run(
-            [*command, "--version"], capture_output=True, text=True, check=True, timeout=20
-        ).stdout
+        output = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, timeout=20).stdout
     except (IndexError, OSError, ValueError, subprocess.SubprocessError):
         name = " ".join(command) or "c++, g++ or clang++"
-        return Finding(
-            "compiler", f"{name} not found", False, "apt-get install g++ (to rebuild)", needed=False
-        )
+        return Finding("compiler", f"{name} not found", False, "apt-get install g++ (to rebuild)", needed=False)
     return Finding("compiler", output.splitlines()[0])
 
 
@@ -114,9 +109,7 @@ def _extra(package: str) -> Finding:
     try:
         return Finding(package, importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
-        return Finding(
-            package, "not installed: no train and bench", False, INSTALL_EXTRAS, needed=False
-        )
+        return Finding(package, "not installed: no train and bench", False, INSTALL_EXTRAS, needed=False)
 
 
 def _extension(import_error: Exception | None) -> list[Finding]:
@@ -125,7 +118,7 @@ def _extension(import_error: Exception | None) -> list[Finding]:
     import flashattn_ext
 
     info = flashattn_ext.build_info()
-    findings = [Finding(name.replace("_", " "), _as_text(value)) for name, value in info.items()]
+    findings = [Finding(f"build: {name}", _as_text(value)) for name, value in info.items()]
     try:
         error = _self_check()
     except Exception as problem:  # whatever goes wrong in there is what the report is for

@@ -67,9 +67,7 @@ def _parse(argv: Sequence[str] | None) -> tuple[str, list[str]]:
         epilog="\n".join(f"  {name:8} {text}" for name, text in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "command", choices=COMMANDS, help="followed by its own options; COMMAND --help lists them"
-    )
+    parser.add_argument("command", choices=COMMANDS, help="followed by its own options; COMMAND --help lists them")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     chosen = parser.parse_args(argv)
     return chosen.command, chosen.arguments

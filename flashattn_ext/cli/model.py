@@ -47,30 +47,20 @@ SOFTMAX = {
 }
 
 
-def _flashattn(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None
-) -> Tensor:
-    return flashattn_ext.forward(
-        q, k, v, causal=True, dropout_p=dropout_p, smooth_softmax=smooth, sink=sink
-    )
+def _flashattn(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None) -> Tensor:
+    return flashattn_ext.forward(q, k, v, causal=True, dropout_p=dropout_p, smooth_softmax=smooth, sink=sink)
 
 
-def _reference(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None
-) -> Tensor:
+def _reference(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None) -> Tensor:
     return flashattn_ext.attention_reference(
         q, k, v, causal=True, dropout_p=dropout_p, smooth_softmax=smooth, sink=sink
     )
 
 
-def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None
-) -> Tensor:
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     if not smooth and sink is None:
-        out = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout_p, is_causal=True, enable_gqa=True
-        )
+        out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2)
     # The extra logit as a key in front: <q, 0> = 0, the mask adds the sink, and its value 0 adds
     # nothing to the output.
@@ -84,9 +74,7 @@ def _sdpa(
         bias = bias.masked_fill(~visible, -math.inf)
         logits = sink.to(q.dtype)[:, None, None].expand(-1, length, 1)
         mask = torch.cat([logits, bias[..., 1:]], dim=-1)[None]
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout_p, enable_gqa=True
-    )
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, enable_gqa=True)
     return out.transpose(1, 2)
 
 
@@ -134,9 +122,7 @@ class Attention(nn.Module):
 class SwiGLU(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        hidden = (
-            round(width * 8 / 3 / 32) * 32
-        )  # as many weights as the usual 4x MLP, rounded for the matrix units
+        hidden = round(width * 8 / 3 / 32) * 32  # as many weights as the usual 4x MLP, rounded for the matrix units
         self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
         self.out = nn.Linear(hidden, width, bias=False)
 
@@ -188,9 +174,7 @@ class GPT(nn.Module):
         return F.cross_entropy(self(tokens).flatten(0, 1).float(), targets.flatten())
 
     @torch.no_grad()
-    def generate(
-        self, prompt: bytes, length: int, temperature: float, generator: torch.Generator
-    ) -> bytes:
+    def generate(self, prompt: bytes, length: int, temperature: float, generator: torch.Generator) -> bytes:
         """Continues the prompt by `length` sampled bytes.
 
         Drawing happens on the CPU, from `generator`.
@@ -200,8 +184,6 @@ class GPT(nn.Module):
         tokens = torch.tensor([list(prompt)], device=device)
         for _ in range(length):
             logits = self(tokens[:, -context:])[0, -1].float().cpu()
-            drawn = torch.multinomial(
-                torch.softmax(logits / temperature, 0), 1, generator=generator
-            )
+            drawn = torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator)
             tokens = torch.cat([tokens, drawn.to(device)[None]], dim=1)
         return bytes(tokens[0].tolist())

@@ -26,9 +26,7 @@ class TrainingProgress:
         self._console = console
         self._steps = steps
         self._loss: float | None = None
-        self._marks: list[
-            tuple[float, int]
-        ] = []  # (time, tokens so far) within the last RATE_WINDOW_S
+        self._marks: list[tuple[float, int]] = []  # (time, tokens so far) within the last RATE_WINDOW_S
         self._tokens = 0
         self._bar = rich.Progress(
             rich.BarColumn(bar_width=24),
@@ -55,25 +53,17 @@ class TrainingProgress:
     ) -> None:
         self._bar.stop()
 
-    def update(
-        self, step: int, *, loss: float, validation: float | None, tokens: int, peak_bytes: int
-    ) -> None:
+    def update(self, step: int, *, loss: float, validation: float | None, tokens: int, peak_bytes: int) -> None:
         """After a step: its loss and last validation loss in nats per byte, its tokens, the peak
         memory so far.
         """
-        self._loss = (
-            loss
-            if self._loss is None
-            else LOSS_SMOOTHING * self._loss + (1 - LOSS_SMOOTHING) * loss
-        )
+        self._loss = loss if self._loss is None else LOSS_SMOOTHING * self._loss + (1 - LOSS_SMOOTHING) * loss
         status = f"loss {self._loss:.3f}"
         if validation is not None:
             status += f"  val {validation:.3f}"
         status += f"  {self._rate(tokens):,.0f} tokens/s  peak {peak_bytes / 2**20:,.0f} MiB"
         self._bar.update(self._task, completed=step, status=status)
-        if not self._console.is_terminal and (
-            step * 20 // self._steps != (step - 1) * 20 // self._steps
-        ):
+        if not self._console.is_terminal and (step * 20 // self._steps != (step - 1) * 20 // self._steps):
             self._console.print(f"step {step}/{self._steps}  {status}", highlight=False)
 
     def _rate(self, tokens: int) -> float:

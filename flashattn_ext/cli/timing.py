@@ -52,7 +52,4 @@ def time_interleaved(
             synchronize()
             seconds[name].append(time.perf_counter() - begin)
         rounds += 1
-    return {
-        name: Timing(statistics.median(times), min(times), max(times), rounds)
-        for name, times in seconds.items()
-    }
+    return {name: Timing(statistics.median(times), min(times), max(times), rounds) for name, times in seconds.items()}

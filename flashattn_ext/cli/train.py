@@ -24,12 +24,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     run = parser.add_argument_group("run")
     run.add_argument("--out", default="runs/train", metavar="DIR", help="directory of the run")
-    run.add_argument(
-        "--restart", action="store_true", help="start over even if --out has a checkpoint"
-    )
-    run.add_argument(
-        "--text", metavar="FILE", help="what to learn; without it, CPython's documentation topics"
-    )
+    run.add_argument("--restart", action="store_true", help="start over even if --out has a checkpoint")
+    run.add_argument("--text", metavar="FILE", help="what to learn; without it, CPython's documentation topics")
     run.add_argument("--seed", type=int, default=0, help="of initialisation, batches and dropout")
     run.add_argument(
         "--device",
@@ -43,14 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto: bfloat16 on accelerators, else float32",
     )
     run.add_argument("--threads", type=_positive, help="CPU threads; without it, PyTorch's choice")
-    run.add_argument(
-        "--sample-bytes", type=_positive, default=600, help="length of the generated text"
-    )
+    run.add_argument("--sample-bytes", type=_positive, default=600, help="length of the generated text")
 
     model = parser.add_argument_group("model")
-    model.add_argument(
-        "--attention", choices=ATTENTION, default="flashattn", help="who computes attention"
-    )
+    model.add_argument("--attention", choices=ATTENTION, default="flashattn", help="who computes attention")
     meaning = "; ".join(f"{name}: {text}" for name, text in SOFTMAX.items())
     model.add_argument("--softmax", choices=SOFTMAX, default="smooth", help=meaning)
     model.add_argument("--layers", type=_positive, default=4, help="number of blocks")
@@ -66,21 +58,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     optimiser = parser.add_argument_group("optimisation")
-    optimiser.add_argument("--steps", type=_positive, default=1200, help="optimiser steps")
+    optimiser.add_argument("--steps", type=_positive, default=1000, help="optimiser steps")
     optimiser.add_argument("--batch-size", type=_positive, default=8, help="windows per step")
-    optimiser.add_argument(
-        "--learning-rate", type=float, default=4e-3, help="peak, after the warm-up"
-    )
-    optimiser.add_argument(
-        "--warmup", type=float, default=0.05, help="share of the steps in which the rate rises"
-    )
-    optimiser.add_argument(
-        "--weight-decay", type=float, default=0.1, help="of matrices; vectors are not decayed"
-    )
+    optimiser.add_argument("--learning-rate", type=float, default=4e-3, help="peak, after the warm-up")
+    optimiser.add_argument("--warmup", type=float, default=0.05, help="share of the steps in which the rate rises")
+    optimiser.add_argument("--weight-decay", type=float, default=0.1, help="of matrices; vectors are not decayed")
     optimiser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
-    optimiser.add_argument(
-        "--validate-every", type=_positive, default=100, metavar="STEPS", help="between validations"
-    )
+    optimiser.add_argument("--validate-every", type=_positive, default=100, metavar="STEPS", help="between validations")
     optimiser.add_argument(
         "--checkpoint-every",
         type=_positive,
@@ -105,14 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
         f"{config.model.attention} attention on {device} ({config.dtype})"
     )
     if trainer.resume(restart=arguments.restart):
-        console.print(
-            f"resuming {trainer.checkpoint_path} at step {trainer.step} of {config.steps}"
-        )
+        console.print(f"resuming {trainer.checkpoint_path} at step {trainer.step} of {config.steps}")
     stopped_by = trainer.train(arguments.checkpoint_every)
     if stopped_by:
         console.print(
-            f"stopped at step {trainer.step}, saved {trainer.checkpoint_path}; "
-            "the same command goes on from there"
+            f"stopped at step {trainer.step}, saved {trainer.checkpoint_path}; the same command goes on from there"
         )
         return 128 + stopped_by
     _finish(trainer, arguments.sample_bytes)
@@ -143,19 +124,13 @@ def _config(arguments: argparse.Namespace, device: torch.device) -> TrainConfig:
             "(rotary positions turn pairs)"
         )
     if options["heads"] % options["kv_heads"]:
-        raise CommandError(
-            f"--heads {options['heads']} must be a multiple of --kv-heads {options['kv_heads']}"
-        )
+        raise CommandError(f"--heads {options['heads']} must be a multiple of --kv-heads {options['kv_heads']}")
     for name, upper in (("dropout", 1.0), ("warmup", 1.0)):
         if not 0 <= options[name] < upper:
-            raise CommandError(
-                f"--{name} got {options[name]}; accepted is 0 up to, not including, {upper:g}"
-            )
+            raise CommandError(f"--{name} got {options[name]}; accepted is 0 up to, not including, {upper:g}")
     for name in ("learning_rate", "clip"):
         if not 0 < options[name] < float("inf"):
-            raise CommandError(
-                f"--{name.replace('_', '-')} got {options[name]}; accepted is any positive number"
-            )
+            raise CommandError(f"--{name.replace('_', '-')} got {options[name]}; accepted is any positive number")
     if not 0 <= options["weight_decay"] < float("inf"):
         raise CommandError(f"--weight-decay got {options['weight_decay']}; accepted is 0 or more")
     dtype = options["dtype"]
@@ -164,9 +139,7 @@ def _config(arguments: argparse.Namespace, device: torch.device) -> TrainConfig:
     model = ModelConfig(**{name: options[name] for name in ModelConfig.__dataclass_fields__})
     shared = TrainConfig.__dataclass_fields__.keys() & options.keys() - {"dtype", "text"}
     text = str(Path(options["text"]).resolve()) if options["text"] else None
-    return TrainConfig(
-        model=model, dtype=dtype, text=text, **{name: options[name] for name in shared}
-    )
+    return TrainConfig(model=model, dtype=dtype, text=text, **{name: options[name] for name in shared})
 
 
 def _make_directory(name: str) -> Path:
@@ -177,9 +150,7 @@ def _make_directory(name: str) -> Path:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise CommandError(
-            f"--out {name}: cannot write there ({error.strerror}); choose another directory"
-        ) from None
+        raise CommandError(f"--out {name}: cannot write there ({error.strerror}); choose another directory") from None
     return directory
 
 

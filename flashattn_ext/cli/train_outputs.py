@@ -34,9 +34,7 @@ def write_loss_curve(trainer: Trainer) -> None:
     ]
     figure, axes = plot.subplots(figsize=(8, 5))
     axes.plot(*zip(*train, strict=True), label="training")
-    axes.plot(
-        *zip(*trainer.validation_losses, strict=True), marker="o", markersize=3, label="validation"
-    )
+    axes.plot(*zip(*trainer.validation_losses, strict=True), marker="o", markersize=3, label="validation")
     axes.set(xlabel="step", ylabel="nats per byte", title=_title(trainer))
     axes.grid(alpha=0.3)
     axes.legend()

@@ -164,9 +164,7 @@ class Trainer:
             group["lr"] = rate
         loss = self._loss(*self.sampler.next_batch(self.device))
         if not math.isfinite(value := loss.item()):
-            raise CommandError(
-                f"the loss became {value} at step {self.step + 1}; try a lower --learning-rate"
-            )
+            raise CommandError(f"the loss became {value} at step {self.step + 1}; try a lower --learning-rate")
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimiser.step()
@@ -189,9 +187,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     if step < warmup:
         return config.learning_rate * (step + 1) / warmup
     progress = (step - warmup) / max(1, config.steps - warmup)
-    return config.learning_rate * (
-        FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * progress))
-    )
+    return config.learning_rate * (FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 def _make_optimiser(model: GPT, config: TrainConfig, device: torch.device) -> torch.optim.AdamW:
@@ -209,9 +205,7 @@ def _check_same_run(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -
     saved, wanted = ({**config, **config["model"]} for config in (saved, wanted))
     different = [name for name in wanted if name != "model" and saved.get(name) != wanted[name]]
     if different:
-        changes = ", ".join(
-            f"{name.replace('_', '-')} {saved.get(name)} -> {wanted[name]}" for name in different
-        )
+        changes = ", ".join(f"{name.replace('_', '-')} {saved.get(name)} -> {wanted[name]}" for name in different)
         raise CommandError(
             f"{path} is of a run with other options ({changes}); give the same options to resume, "
             "--restart to start over, or another --out"

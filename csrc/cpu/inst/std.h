@@ -1,4 +1,5 @@
-// What the kernels need from outside, included before an instruction set is chosen so that none of it is compiled for one.
+// What the kernels need from outside, included before an instruction set is chosen so that none of it is compiled for
+// one.
 #pragma once
 
 #include <atomic>

@@ -1,0 +1,109 @@
+"""The public surface: names, keyword names and defaults, build_info, use_backend."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import flashattn_ext
+
+PUBLIC = {
+    "FlashAttention",
+    "FlashAttentionFunction",
+    "attention_reference",
+    "backward",
+    "build_info",
+    "dropout_mask",
+    "flash_attention_npu",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "forward",
+    "use_backend",
+    "varlen_forward",
+}
+OPTIONS = {
+    "causal": False,
+    "window_size": (-1, -1),
+    "softmax_scale": None,
+    "dropout_p": 0.0,
+    "smooth_softmax": False,
+    "sink": None,
+    "deterministic": False,
+    "rng_seed": None,
+    "return_lse": False,
+}
+
+
+def test_public_names() -> None:
+    assert set(flashattn_ext.__all__) == PUBLIC
+    assert all(inspect.getdoc(getattr(flashattn_ext, name)) for name in PUBLIC)
+
+
+@pytest.mark.parametrize("name", ["forward", "varlen_forward", "attention_reference"])
+def test_options_have_the_same_names_and_defaults_everywhere(name: str) -> None:
+    parameters = inspect.signature(getattr(flashattn_ext, name)).parameters
+    expected = dict(OPTIONS)
+    if name != "varlen_forward":
+        expected["layout"] = "bshd"
+    if name == "attention_reference":
+        del expected["deterministic"]
+    assert expected.items() <= {key: p.default for key, p in parameters.items()}.items()
+
+
+def test_version() -> None:
+    assert flashattn_ext.__version__ == flashattn_ext.build_info()["version"]
+
+
+def test_build_info() -> None:
+    info = flashattn_ext.build_info()
+    assert "cpu" in info["backends"]
+    assert info["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
+    assert info["cpu_isa"] in info["cpu_isas"] and "generic" in info["cpu_isas"]
+    assert info["compiler"]
+
+
+@pytest.fixture
+def free_choice_afterwards():
+    yield
+    flashattn_ext.use_backend(None)
+
+
+def test_use_backend_as_a_function(free_choice_afterwards: None) -> None:
+    q = torch.randn(1, 5, 1, 8)
+    expected = flashattn_ext.forward(q, q, q)
+    flashattn_ext.use_backend("cpu")
+    assert torch.equal(flashattn_ext.forward(q, q, q), expected)
+    flashattn_ext.use_backend(None)
+    assert torch.equal(flashattn_ext.forward(q, q, q), expected)
+
+
+def test_use_backend_as_a_context_manager(free_choice_afterwards: None) -> None:
+    q = torch.randn(1, 5, 1, 8)
+    with flashattn_ext.use_backend("cpu"), flashattn_ext.use_backend(None):
+        flashattn_ext.forward(q, q, q)
+    with pytest.raises(ZeroDivisionError), flashattn_ext.use_backend("cpu"):
+        raise ZeroDivisionError  # the block's own error passes through
+
+
+@pytest.mark.parametrize("name", ["cuda-sm999", "CPU", "gpu"])
+def test_unknown_backend(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}.*cpu"):
+        flashattn_ext.use_backend(name)
+    with pytest.raises(ValueError, match="backend"), flashattn_ext.use_backend(name):
+        pass
+
+
+def test_backend_of_the_wrong_type() -> None:
+    with pytest.raises(TypeError, match="int"):
+        flashattn_ext.use_backend(3)
+
+
+def test_ops_are_registered() -> None:
+    for name in ("forward", "backward", "dropout_mask"):
+        assert isinstance(getattr(torch.ops.flashattn_ext, name).default, torch._ops.OpOverload)

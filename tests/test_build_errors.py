@@ -1,0 +1,155 @@
+"""What a user sees when the build or the import cannot work: one line that names the fix. And running out of memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import run_python
+
+import flashattn_ext
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path(flashattn_ext.__file__).resolve().parent
+
+
+def build(tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """setup.py as pip runs it, in a copy that holds no sources: it must stop before it needs them."""
+    for name in ("setup.py", "pyproject.toml", "VERSION", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "flashattn_ext").mkdir()
+    return subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        cwd=tmp_path,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def assert_stops_with_one_line(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if line.strip()]
+    assert len(lines) == 1, done.stderr
+    for word in ("flashattn_ext", *words):
+        assert word in lines[0], done.stderr
+
+
+def fake_torch(tmp_path: Path, code: str) -> str:
+    """A PYTHONPATH whose torch is `code`."""
+    folder = tmp_path / "fake"
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch" / "__init__.py").write_text(code)
+    return str(folder)
+
+
+def test_no_torch(tmp_path: Path) -> None:
+    path = fake_torch(tmp_path, "raise ImportError('no torch here')")
+    assert_stops_with_one_line(build(tmp_path, PYTHONPATH=path), "torch is not installed", "pip install torch")
+
+
+@pytest.mark.parametrize("version", ["1.13.1", "2.5.1+cu124"])
+def test_old_torch(tmp_path: Path, version: str) -> None:
+    path = fake_torch(tmp_path, f"__version__ = '{version}'")
+    assert_stops_with_one_line(build(tmp_path, PYTHONPATH=path), version, "2.6", "pip install")
+
+
+def test_no_compiler(tmp_path: Path) -> None:
+    done = build(tmp_path, CXX="no-such-compiler")
+    assert_stops_with_one_line(done, "no-such-compiler", "not found", "CXX")
+
+
+def test_old_compiler(tmp_path: Path) -> None:
+    compiler = tmp_path / "old-compiler"
+    compiler.write_text("#!/bin/sh\nexit 1\n")
+    compiler.chmod(0o755)
+    assert_stops_with_one_line(build(tmp_path, CXX=str(compiler)), "old-compiler", "GCC 9")
+
+
+def test_cuda_demanded_without_a_toolkit(tmp_path: Path) -> None:
+    done = build(tmp_path, FLASHATTN_EXT_CUDA="1", CUDA_HOME="/nonexistent", PATH="/usr/bin:/bin")
+    assert_stops_with_one_line(done, "FLASHATTN_EXT_CUDA=1")
+
+
+def broken_package(tmp_path: Path) -> Path:
+    """A copy of the installed package, to be damaged by the test."""
+    copy = tmp_path / "flashattn_ext"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__", "*.so"), symlinks=True)
+    if (ROOT / "VERSION").exists():
+        shutil.copy(ROOT / "VERSION", tmp_path / "VERSION")
+    return copy
+
+
+def import_message(folder: Path) -> str:
+    done = run_python("import flashattn_ext", PYTHONPATH=str(folder), PYTHONSAFEPATH="1")
+    assert done.returncode != 0
+    return done.stderr.strip().splitlines()[-1]
+
+
+def test_built_for_another_torch(tmp_path: Path) -> None:
+    config = broken_package(tmp_path) / "_build_config.py"
+    lines = config.read_text().splitlines()
+    changed = ['BUILT_FOR_TORCH = "2.4.1"' if "BUILT_FOR_TORCH" in line else line for line in lines]
+    config.write_text("\n".join(changed))
+    message = import_message(tmp_path)
+    assert message.startswith("RuntimeError") and "2.4.1" in message and "pip install" in message
+
+
+def test_library_missing(tmp_path: Path) -> None:
+    broken_package(tmp_path)
+    message = import_message(tmp_path)
+    assert message.startswith("RuntimeError") and "pip install --no-build-isolation" in message
+
+
+def test_never_built(tmp_path: Path) -> None:
+    (broken_package(tmp_path) / "_build_config.py").unlink()
+    message = import_message(tmp_path)
+    assert message.startswith("RuntimeError") and "pip install --no-build-isolation" in message
+
+
+LIMITED = """
+    import resource, torch, flashattn_ext
+    flashattn_ext.forward(*[torch.ones(1, 64, 1, 8, requires_grad=True)] * 3).sum().backward()  # threads are up
+    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), resource.RLIM_INFINITY))
+    row, key = torch.randn(1, 1, 1, 256), torch.randn(1, 2, 1, 256)
+    value = torch.randn(1, 2, 1, 1)
+    saved = [t.clone() for t in (row, key, value)]
+
+    def fails(function):
+        try:
+            function()
+        except (RuntimeError, MemoryError) as error:
+            assert "memory" in str(error).lower(), error
+        else:
+            raise SystemExit("did not run out of memory")
+"""
+
+
+@pytest.mark.parametrize("stage", ["forward", "backward"])
+def test_out_of_memory(stage: str) -> None:
+    """An expanded query has a huge result and no memory of its own. Afterwards everything is as before and works."""
+    code = {
+        # out alone is 8 GiB
+        "forward": "fails(lambda: flashattn_ext.forward(row.expand(1, 1 << 23, 1, 256), key, key))",
+        # out is 16 MiB, dq is 4 GiB
+        "backward": """
+    q = row.expand(1, 1 << 22, 1, 256)
+    out, lse = flashattn_ext.forward(q, key, value, return_lse=True)
+    fails(lambda: flashattn_ext.backward(out, q, key, value, out, lse))
+""",
+    }[stage]
+    done = run_python(LIMITED + "    " + code.strip() + """
+    for t, copy in zip((row, key, value), saved):
+        assert torch.equal(t, copy)
+    q = torch.ones(1, 9, 1, 8)
+    torch.testing.assert_close(flashattn_ext.forward(q, q, q), q)
+    print("fine")
+""")  # fmt: skip
+    assert done.returncode == 0 and done.stdout.strip() == "fine", done.stderr

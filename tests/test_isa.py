@@ -1,0 +1,78 @@
+"""Instruction sets: chosen by the environment or by hand, and in agreement with each other."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import Case, assert_within_rule, make_inputs, run, run_python, run_reference
+
+import flashattn_ext
+from flashattn_ext import _C
+
+PRINT_ISA = "import flashattn_ext; print(flashattn_ext.build_info()['cpu_isa'])"
+
+
+@pytest.fixture
+def restore_isa():
+    before = _C.cpu_isa()
+    yield
+    _C.set_cpu_isa(before)
+
+
+def test_the_list_ends_with_the_one_that_always_works() -> None:
+    names = _C.cpu_isas()
+    assert names[-1] == "generic" and len(set(names)) == len(names)
+    assert set(names) <= {"avx512_bf16", "avx512", "avx2", "generic"}
+
+
+def test_the_fastest_is_the_default() -> None:
+    done = run_python(PRINT_ISA, FLASHATTN_EXT_ISA="")
+    assert done.stdout.strip() == _C.cpu_isas()[0], done.stderr
+
+
+@pytest.mark.parametrize("name", _C.cpu_isas())
+def test_the_environment_forces_one(name: str) -> None:
+    done = run_python(PRINT_ISA, FLASHATTN_EXT_ISA=name)
+    assert done.returncode == 0 and done.stdout.strip() == name, done.stderr
+
+
+@pytest.mark.parametrize("name", ["sse9", "AVX2"])
+def test_an_unknown_one_is_explained(name: str) -> None:
+    done = run_python(PRINT_ISA, FLASHATTN_EXT_ISA=name)
+    assert done.returncode != 0
+    last = done.stderr.strip().splitlines()[-1]
+    assert "FLASHATTN_EXT_ISA" in last and name in last and "generic" in last
+
+
+def test_set_cpu_isa(restore_isa: None) -> None:
+    for name in _C.cpu_isas():
+        _C.set_cpu_isa(name)
+        assert _C.cpu_isa() == name
+    with pytest.raises(ValueError, match=r"sse9.*generic"):
+        _C.set_cpu_isa("sse9")
+    assert _C.cpu_isa() == _C.cpu_isas()[-1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_all_agree(dtype: torch.dtype, restore_isa: None) -> None:
+    """Each within what the tolerance rule allows it."""
+    case = Case(dtype=dtype, Sq=130, Sk=150, Hq=4, D=72, Dv=40, causal=True, smooth_softmax=True)
+    inputs = make_inputs(case, "cpu")
+    ref, plain = (run_reference(case, inputs, d) for d in (torch.float64, dtype))
+    results = {}
+    for name in _C.cpu_isas():
+        _C.set_cpu_isa(name)
+        results[name] = run(case, inputs)
+    for name, result in results.items():
+        assert_within_rule(f"out of {name}", result.out, ref.out, plain.out)
+        for key, grad in result.grads.items():
+            assert_within_rule(f"d{key} of {name}", grad, ref.grads[key], plain.grads[key])
+
+
+def test_isa_and_bits_of_dropout(restore_isa: None) -> None:
+    """The mask is the same on every instruction set; test_dropout holds each against forward."""
+    masks = []
+    for name in _C.cpu_isas():
+        _C.set_cpu_isa(name)
+        masks.append(flashattn_ext.dropout_mask(2, 2, 70, 140, 0.4, 6))
+    assert all(torch.equal(mask, masks[0]) for mask in masks)
