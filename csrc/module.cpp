@@ -33,5 +33,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("forced_backend", &forced_backend, "The forced backend, or ''.");
   m.def("cpu_isas", &cpu_isas, "Instruction sets that the CPU backend can use here, fastest first.");
   m.def("cpu_isa", &cpu_isa, "The instruction set in use.");
+  m.def("cpu_peak_gflops", &cpu_peak_gflops, pybind11::arg("threads"),
+        pybind11::call_guard<pybind11::gil_scoped_release>(),
+        "Measured peak of fp32 multiply-adds of that many threads together.");
   m.def("set_cpu_isa", &set_cpu_isa, "Chooses one of cpu_isas().");
 }

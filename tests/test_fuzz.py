@@ -92,7 +92,7 @@ PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if set(pair) not i
 @pytest.mark.dtypes("float32", "bfloat16")
 @pytest.mark.parametrize("pair", PAIRS, ids="+".join)
 def test_every_pair_of_features(device: str, dtype: torch.dtype, pair: tuple[str, str]) -> None:
-    check(Case(dtype=dtype, Sq=65, Sk=65, **FEATURES[pair[0]], **FEATURES[pair[1]]), device)
+    check(Case(**{"dtype": dtype, "Sq": 65, "Sk": 65, **FEATURES[pair[0]], **FEATURES[pair[1]]}), device)
 
 
 @pytest.mark.every_isa

@@ -19,7 +19,7 @@ def nbytes(*ts: torch.Tensor) -> int:
     return sum(t.numel() * t.element_size() for t in ts)
 
 
-@pytest.mark.dtypes("float32", "bfloat16", "float16")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
 def test_beyond_the_outputs(dtype: torch.dtype, varlen: bool, restore_threads: None) -> None:
     """Forward: under 2 MiB per thread. Backward: that, and fp32 accumulators of the gradients."""
@@ -41,7 +41,7 @@ def test_beyond_the_outputs(dtype: torch.dtype, varlen: bool, restore_threads: N
         assert backward - nbytes(q, k, v) - accumulators < 2 * 2 * MIB
 
 
-@pytest.mark.dtypes("float32", "bfloat16")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_grows_linearly(dtype: torch.dtype) -> None:
     def total(S: int) -> int:
         q, k, v = (t.requires_grad_() for t in tensors(S, dtype))

@@ -4,6 +4,7 @@
 
 #include "backward.h"
 #include "forward.h"
+#include "peak.h"
 
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
@@ -55,6 +56,7 @@ inline void backward(const AttnGradParams& p) {
 const CpuKernels FLASHATTN_KERNELS = {
     FLASHATTN_STRINGIFY_NAME(FLASHATTN_ISA), FLASHATTN_ISA::forward_scratch_bytes, FLASHATTN_ISA::forward,
     FLASHATTN_ISA::backward_scratch_bytes,   FLASHATTN_ISA::backward_shared_bytes, FLASHATTN_ISA::backward,
+    FLASHATTN_ISA::multiply_add_flop,
 };
 
 }  // namespace flashattn_ext

@@ -15,4 +15,7 @@ std::string cpu_isa();
 // Throws std::invalid_argument naming the choices when `name` is not one of cpu_isas().
 void set_cpu_isa(const std::string& name);
 
+// Measured peak of fp32 multiply-adds in GFLOP/s, that many threads together, with the instruction set in use.
+double cpu_peak_gflops(int threads);
+
 }  // namespace flashattn_ext

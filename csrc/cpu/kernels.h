@@ -18,6 +18,8 @@ struct CpuKernels {
   // Bytes that all workers share: fp32 gradient accumulators and per-row statistics.
   int64_t (*backward_shared_bytes)(const AttnGradParams& params);
   void (*backward)(const AttnGradParams& params);
+  // peak.h: floating point operations of that many rounds of multiply-adds.
+  double (*multiply_add_flop)(int64_t iterations);
 };
 
 extern const CpuKernels kGenericKernels;
