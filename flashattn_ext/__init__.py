@@ -13,7 +13,7 @@ from . import _build
 
 try:
     _C = _build.load()
-except RuntimeError as _error:
+except (ImportError, RuntimeError) as _error:
     from .cli.main import take_over_failed_import as _take_over_failed_import
 
     _take_over_failed_import(_error)  # `doctor` must run just then

@@ -87,7 +87,13 @@ def broken_package(tmp_path: Path) -> Path:
 
 
 def import_message(folder: Path) -> str:
-    done = run_python("import flashattn_ext", PYTHONPATH=str(folder), PYTHONSAFEPATH="1")
+    # The finder of an editable installation comes before every path and would supply the missing files.
+    code = """
+        import sys
+        sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in repr(finder)]
+        import flashattn_ext
+    """
+    done = run_python(code, PYTHONPATH=str(folder), PYTHONSAFEPATH="1")
     assert done.returncode != 0
     return done.stderr.strip().splitlines()[-1]
 

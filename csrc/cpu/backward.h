@@ -5,6 +5,7 @@
 // turn counter, and key tiles add in ascending order, so that the result has the same bits for every number of threads.
 #pragma once
 
+#include "backward_finish.h"
 #include "backward_prepare.h"
 
 namespace flashattn_ext {
@@ -40,6 +41,7 @@ struct BackwardScratch {
     dv = carve.take<Real>(BN * lanes_v);
     lse = carve.take<Real>(BM);
     delta = carve.take<Real>(BM);
+    dlse = carve.take<Real>(BM);
     first_key = carve.take<Real>(BM);
     last_key = carve.take<Real>(BM);
     keep = carve.take<uint16_t>(p.has_dropout() ? BN * BM / kDropoutLanes : 0);
@@ -53,7 +55,7 @@ struct BackwardScratch {
   Real *scores, *dscores;                // S^T then P^T, dP^T then dS^T: [BN][BM]
   Unit* dscores_pairs;                   // dS^T with pairs of keys in one unit: [BN / 2][BM]
   Real *dk, *dv;                         // [BN][lanes], [BN][lanes_v]
-  Real *lse, *delta;                     // [BM]; lse in units of log2
+  Real *lse, *delta, *dlse;              // [BM]; lse in units of log2, delta and dlse times softmax_scale
   Real *first_key, *last_key;            // [BM]
   uint16_t* keep;                        // [BN][BM / 16]
 };
@@ -146,6 +148,8 @@ class Backward {
       fill_keep_bits(s.keep, BM / kDropoutLanes, key, p.dropout_threshold, batch, h, row0, rows, key0, key_count);
     }
     for (int64_t lane = 0; lane < lanes; lane += kPanel<Op>) {
+      const IndexRange seen = mask.keys_of(row0 + lane, row0 + lesser(lane + kPanel<Op>, rows));
+      whole_rows = sizeof(In) == 2 && seen.begin < seen.end && seen.begin >= key0 && seen.end <= key0 + key_count;
       score_panel(tile, lane, lesser(kPanel<Op>, lanes - lane));
     }
     key_gradients(tile);
@@ -164,12 +168,15 @@ class Backward {
     dout_pairs = pair_rows<Op>(dout, rows, s.units_v, s.dout_pairs);
     const Real infinity = std::numeric_limits<Real>::infinity();
     const Real* lse = static_cast<const Real*>(p.lse.data) + batch * p.lse.batch_stride + h * p.lse.head_stride + row;
-    const Real* delta = shared.delta + h * shared.rows + shared.first_row(p, batch, queries) + row0;
+    row_delta = shared.delta + h * shared.rows + shared.first_row(p, batch, queries) + row0;
+    row_count = rows;
+    const Real softmax_scale = static_cast<Real>(p.softmax_scale);
     for (int64_t i = 0; i < lanes; ++i) {
       // A row that sees nothing has lse = -inf: its scores are all masked, and +inf keeps the difference a number.
       const bool used = i < rows && lse[i] != -infinity;
       s.lse[i] = used ? lse[i] * static_cast<Real>(kLog2E) : infinity;
-      s.delta[i] = i < rows ? delta[i] : Real(0);
+      s.delta[i] = i < rows ? row_delta[i] * softmax_scale : Real(0);
+      s.dlse[i] = i < rows ? lse_gradient<Real>(p, batch, h, row + i) * softmax_scale : Real(0);
     }
   }
 
@@ -225,6 +232,29 @@ class Backward {
         dscore[n] = ds;
       }
     };
+    if (whole_rows) {
+      // delta is the row sum of P * dP. Out of 16-bit `out` it carries its rounding, which is all that is left where
+      // few keys are visible and the gradient cancels; here the whole row is at hand.
+      V sum[kVectors];
+      for (int n = 0; n < kVectors; ++n) {
+        sum[n] = S::load(s.dlse + lane + n * W);
+        delta[n] = S::zero();
+      }
+      for (int64_t j = panel.begin; j < panel.end; ++j) {
+        V probability[kVectors], product[kVectors];
+        one_key(j, probability, product);
+        for (int n = 0; n < kVectors; ++n) sum[n] = sum[n] - product[n];
+      }
+      for (int n = 0; n < kVectors; ++n) {
+        delta[n] = sum[n];
+        S::store(s.delta + lane + n * W, sum[n]);
+      }
+      // For the gradient of the sink; no other key tile reads or writes these rows.
+      const bool wanted = p.dsink && p.softmax_scale != 0;
+      for (int64_t i = lane; wanted && i < lesser(lane + kVectors * W, row_count); ++i) {
+        row_delta[i] = -s.delta[i] / static_cast<Real>(p.softmax_scale);
+      }
+    }
     for (int64_t j = panel.begin; j < panel.end; j += 2) {
       V probability[2][kVectors], dscore[2][kVectors];
       one_key(j, probability[0], dscore[0]);
@@ -293,7 +323,9 @@ class Backward {
   Scratch s;
   Real scale, dp_scale;
   PhiloxKey key{0, 0};
-  int64_t batch = 0, key0 = 0, key_count = 0;
+  int64_t batch = 0, key0 = 0, key_count = 0, row_count = 0;
+  Real* row_delta = nullptr;  // of the current query tile, in `shared`
+  bool whole_rows = false;    // the queries of the current panel see no key outside this key tile
   Sequence queries{0, 0}, keys{0, 0};
   Rows<Op> k{}, v{}, k_pairs{}, q_pairs{}, dout_pairs{};
 };
@@ -314,7 +346,6 @@ void backward(const AttnGradParams& p) {
       prepare.run(item / p.heads_q, item % p.heads_q);
     }
   });
-  prepare.finish_sink();
 
   // Ascending key tiles within a batch entry: whoever waits for a turn waits for an item that was drawn earlier.
   auto tiles_of = [&p](int64_t b) { return ceil_div(key_sequence(p, b).length, BN); };
@@ -328,6 +359,12 @@ void backward(const AttnGradParams& p) {
     while (cursor.find(next.fetch_add(1, std::memory_order_relaxed), tiles_of, &item)) {
       kernel.run(item.batch, item.head, item.tile);
     }
+  });
+
+  std::atomic<int64_t> next_head{0};
+  run_workers(executor, p.dsink ? p.heads_q : 0, [&](int) {
+    int64_t h;
+    while ((h = next_head.fetch_add(1, std::memory_order_relaxed)) < p.heads_q) finish_sink(p, shared, h);
   });
 }
 

@@ -20,7 +20,6 @@ struct BackwardShared {
     dq_lanes = padded_units<Op>(p.head_dim) * Op::kPack;
     dq_in_place = std::is_same<In, Real>::value && p.head_dim == dq_lanes;
     delta = carve.take<Real>(p.heads_q * rows);
-    dsink = carve.take<double>(p.dsink ? p.batch * p.heads_q : 0);
     // Tiles end at sequence ends: at most one partial tile for each batch entry.
     const int64_t tiles = rows / Tile<Real>::kQueries + p.batch;
     turns = carve.take<std::atomic<int32_t>>(p.heads_q * tiles);
@@ -40,11 +39,16 @@ struct BackwardShared {
 
   int64_t rows, dq_lanes, turn_tiles, bytes;
   bool dq_in_place;  // the fp32 (fp64) output is its own accumulator
-  Real* delta;       // [Hq][rows], times softmax_scale
-  double* dsink;     // [B][Hq]
+  Real* delta;       // [Hq][rows]
   std::atomic<int32_t>* turns;
   Real* dq;  // [Hq][rows][dq_lanes]
 };
+
+template <class Real>
+inline Real lse_gradient(const AttnGradParams& p, int64_t b, int64_t h, int64_t row) {
+  if (!p.dlse.data) return 0;
+  return static_cast<const Real*>(p.dlse.data)[b * p.dlse.batch_stride + h * p.dlse.head_stride + row];
+}
 
 template <class In, class Op>
 class BackwardPrepare {
@@ -59,31 +63,15 @@ class BackwardPrepare {
     const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
     const int64_t first = shared.first_row(p, b, queries);
     Real* delta = shared.delta + h * shared.rows + first;
-    const Real* lse =
-        static_cast<const Real*>(p.lse.data) + b * p.lse.batch_stride + h * p.lse.head_stride + queries.start;
-    const double sink = p.sink ? static_cast<const Real*>(p.sink)[h] : 0.0;
-    double dsink = 0;
     for (int64_t i = 0; i < queries.length; ++i) {
-      const Real row_delta = dot_rows(b, h, queries.start + i) - lse_gradient(b, h, queries.start + i);
-      if (p.dsink) dsink -= std::exp(sink - static_cast<double>(lse[i])) * static_cast<double>(row_delta);
-      delta[i] = row_delta * static_cast<Real>(p.softmax_scale);
+      delta[i] = dot_rows(b, h, queries.start + i) - lse_gradient<Real>(p, b, h, queries.start + i);
     }
-    if (p.dsink) shared.dsink[b * p.heads_q + h] = dsink;
     const Mask mask(p, queries.length, keys.length);
     for (int64_t row0 = 0; row0 < queries.length; row0 += BM) {
       const int64_t count = lesser(BM, queries.length - row0);
       const IndexRange visible = mask.keys_of(row0, row0 + count);
       if (visible.begin == visible.end) clear_dq(b, h, queries.start + row0, count);
       shared.turn(h, first, b, row0 / BM).store(0, std::memory_order_relaxed);
-    }
-  }
-
-  // dsink[h] = sum over the batch, in a fixed order.
-  void finish_sink() const {
-    for (int64_t h = 0; p.dsink && h < p.heads_q; ++h) {
-      double sum = 0;
-      for (int64_t b = 0; b < p.batch; ++b) sum += shared.dsink[b * p.heads_q + h];
-      static_cast<Real*>(p.dsink)[h] = static_cast<Real>(sum);
     }
   }
 
@@ -105,11 +93,6 @@ class BackwardPrepare {
     }
     for (; d < p.head_dim_v; ++d) lanes[0] += widen(dout[d]) * widen(out[d]);
     return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
-  }
-
-  Real lse_gradient(int64_t b, int64_t h, int64_t row) const {
-    if (!p.dlse.data) return 0;
-    return static_cast<const Real*>(p.dlse.data)[b * p.dlse.batch_stride + h * p.dlse.head_stride + row];
   }
 
   void clear_dq(int64_t b, int64_t h, int64_t row, int64_t count) const {

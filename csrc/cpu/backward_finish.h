@@ -1,0 +1,30 @@
+// Last stage of the backward: the gradient of the sink, dsink_h = -sum over all rows of exp(sink_h - lse_i) * delta_i.
+// It comes last because the main stage replaces delta by a more exact value where it can.
+#pragma once
+
+#include "backward_prepare.h"
+
+namespace flashattn_ext {
+namespace FLASHATTN_ISA {
+
+// One head, its rows in a fixed order.
+template <class In, class Op>
+inline void finish_sink(const AttnGradParams& p, const BackwardShared<In, Op>& shared, int64_t h) {
+  using Real = typename Op::Real;
+  const double sink = static_cast<double>(static_cast<const Real*>(p.sink)[h]);
+  const bool has_weight = sink > -std::numeric_limits<double>::infinity();
+  double sum = 0;
+  for (int64_t b = 0; has_weight && b < p.batch; ++b) {
+    const Sequence queries = query_sequence(p, b);
+    const Real* lse =
+        static_cast<const Real*>(p.lse.data) + b * p.lse.batch_stride + h * p.lse.head_stride + queries.start;
+    const Real* delta = shared.delta + h * shared.rows + shared.first_row(p, b, queries);
+    for (int64_t i = 0; i < queries.length; ++i) {
+      sum -= std::exp(sink - static_cast<double>(lse[i])) * static_cast<double>(delta[i]);
+    }
+  }
+  static_cast<Real*>(p.dsink)[h] = static_cast<Real>(sum);
+}
+
+}  // namespace FLASHATTN_ISA
+}  // namespace flashattn_ext
