@@ -37,6 +37,7 @@ CXX_FLAGS = [
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-fno-trapping-math",
+    "-fopenmp",  # at::parallel_for is inline: without it, it runs everything on one thread
     "-fvisibility=hidden",
     "-Wall",
     "-Wno-unknown-pragmas",
@@ -76,6 +77,15 @@ def import_torch():
     return torch
 
 
+def openmp_library(torch) -> list[str]:
+    """Link arguments for the OpenMP runtime that torch itself uses: its wheels may carry one, under a name of their own.
+
+    A second runtime in the process would have threads of its own, which torch.set_num_threads() does not reach.
+    """
+    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    return [str(bundled[0])] if bundled else ["-fopenmp"]
+
+
 def check_compiler() -> None:
     """One clear line instead of a page of compiler output."""
     compiler = os.environ.get("CXX", "c++").split()
@@ -92,6 +102,12 @@ def check_compiler() -> None:
         command = [*compiler, "-std=c++17", "-c", str(source), "-o", str(Path(folder) / "probe.o")]
         if subprocess.run(command, capture_output=True, check=False).returncode:
             stop(f"the C++ compiler '{' '.join(compiler)}' is too old or broken; GCC 9, Clang 10 or newer is needed")
+        source.write_text("#include <omp.h>\nint main() { return omp_get_max_threads() == 0; }\n")
+        if subprocess.run([*command, "-fopenmp"], capture_output=True, check=False).returncode:
+            stop(
+                f"the C++ compiler '{' '.join(compiler)}' has no OpenMP, which torch's threads are made of; "
+                "install it (Debian, for Clang: apt install libomp-dev) or set CXX=g++"
+            )
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
         stop("Python.h was not found; install Python's headers (Debian: apt install python3-dev)")
 
@@ -113,7 +129,9 @@ def write_build_config(torch) -> None:
 def extension(torch):
     from torch.utils.cpp_extension import CppExtension
 
-    return CppExtension("flashattn_ext._C", SOURCES, extra_compile_args={"cxx": CXX_FLAGS})
+    return CppExtension(
+        "flashattn_ext._C", SOURCES, extra_compile_args={"cxx": CXX_FLAGS}, extra_link_args=openmp_library(torch)
+    )
 
 
 torch = import_torch()

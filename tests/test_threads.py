@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -88,3 +89,16 @@ def test_other_threads_run_meanwhile(device: str) -> None:
         while not busy.done():
             steps += 1
     assert steps > 100
+
+
+def test_work_is_shared_by_the_threads_of_torch(restore_threads: None) -> None:
+    """Other threads do a good part of the work: CPU time of the process beyond that of the caller."""
+    torch.set_num_threads(2)
+    q, k, v = (torch.randn(1, 2048, 8, 64, requires_grad=True) for _ in range(3))
+    for _ in range(3):
+        process, caller = time.process_time(), time.thread_time()
+        flashattn_ext.forward(q, k, v)
+        process, caller = time.process_time() - process, time.thread_time() - caller
+        if process > 1.3 * caller:
+            break
+    assert process > 1.3 * caller

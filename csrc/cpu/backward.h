@@ -213,41 +213,39 @@ class Backward {
       last[n] = kMasked ? S::load(s.last_key + lane + n * W) : S::zero();
     }
     const V scale_vector = S::set1(scale), dp_scale_vector = S::set1(dp_scale);
-    auto one_key = [&](int64_t j, V* probability, V* dscore) {
-      FLASHATTN_UNROLL(2)
-      for (int n = 0; n < kVectors; ++n) {
-        const int64_t at = j * BM + lane + n * W;
-        V x = S::template exp2<Accuracy>(S::fma(S::load(s.scores + at), scale_vector, lse[n]));
-        if (kMasked) x = S::where_in_range(S::set1(static_cast<Real>(j)), first[n], last[n], x, S::zero());
-        V dp = S::load(s.dscores + at);
-        probability[n] = x;
-        if (kDropout) {
-          const uint32_t bits = keep_lanes<S>(s.keep + j * (BM / kDropoutLanes), lane + n * W);
-          probability[n] = S::keep(x, bits);
-          dp = S::keep(dp, bits);
-        }
-        V ds = x * S::fma(dp, dp_scale_vector, delta[n]);
-        // A masked score has no gradient, also when dP is not finite.
-        if (kMasked) ds = S::where_in_range(S::set1(static_cast<Real>(j)), first[n], last[n], ds, S::zero());
-        dscore[n] = ds;
-      }
+    auto weight = [&](int64_t j, int n) {
+      const V score = S::load(s.scores + j * BM + lane + n * W);
+      const V x = S::template exp2<Accuracy>(S::fma(score, scale_vector, lse[n]));
+      return kMasked ? S::where_in_range(S::set1(static_cast<Real>(j)), first[n], last[n], x, S::zero()) : x;
     };
-    if (whole_rows) {
+    // dS, and in *probability what multiplies dout.
+    auto score_gradient = [&](int64_t j, int n, V x, V* probability) {
+      V dp = S::load(s.dscores + j * BM + lane + n * W);
+      *probability = x;
+      if (kDropout) {
+        const uint32_t bits = keep_lanes<S>(s.keep + j * (BM / kDropoutLanes), lane + n * W);
+        *probability = S::keep(x, bits);
+        dp = S::keep(dp, bits);
+      }
+      const V ds = x * S::fma(dp, dp_scale_vector, delta[n]);
+      // A masked score has no gradient, also when dP is not finite.
+      return kMasked ? S::where_in_range(S::set1(static_cast<Real>(j)), first[n], last[n], ds, S::zero()) : ds;
+    };
+    const bool known = whole_rows;  // the weights already lie in the place of the scores
+    if (known) {
       // delta is the row sum of P * dP. Out of 16-bit `out` it carries its rounding, which is all that is left where
       // few keys are visible and the gradient cancels; here the whole row is at hand.
-      V sum[kVectors];
+      FLASHATTN_UNROLL(2)
       for (int n = 0; n < kVectors; ++n) {
-        sum[n] = S::load(s.dlse + lane + n * W);
+        V sum = S::load(s.dlse + lane + n * W), kept;
         delta[n] = S::zero();
-      }
-      for (int64_t j = panel.begin; j < panel.end; ++j) {
-        V probability[kVectors], product[kVectors];
-        one_key(j, probability, product);
-        for (int n = 0; n < kVectors; ++n) sum[n] = sum[n] - product[n];
-      }
-      for (int n = 0; n < kVectors; ++n) {
-        delta[n] = sum[n];
-        S::store(s.delta + lane + n * W, sum[n]);
+        for (int64_t j = panel.begin; j < panel.end; ++j) {
+          const V x = weight(j, n);
+          S::store(s.scores + j * BM + lane + n * W, x);
+          sum = sum - score_gradient(j, n, x, &kept);
+        }
+        delta[n] = sum;
+        S::store(s.delta + lane + n * W, sum);
       }
       // For the gradient of the sink; no other key tile reads or writes these rows.
       const bool wanted = p.dsink && p.softmax_scale != 0;
@@ -255,6 +253,13 @@ class Backward {
         row_delta[i] = -s.delta[i] / static_cast<Real>(p.softmax_scale);
       }
     }
+    auto one_key = [&](int64_t j, V* probability, V* dscore) {
+      FLASHATTN_UNROLL(2)
+      for (int n = 0; n < kVectors; ++n) {
+        const V x = known ? S::load(s.scores + j * BM + lane + n * W) : weight(j, n);
+        dscore[n] = score_gradient(j, n, x, probability + n);
+      }
+    };
     for (int64_t j = panel.begin; j < panel.end; j += 2) {
       V probability[2][kVectors], dscore[2][kVectors];
       one_key(j, probability[0], dscore[0]);

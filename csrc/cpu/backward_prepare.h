@@ -83,16 +83,20 @@ class BackwardPrepare {
   Real dot_rows(int64_t b, int64_t h, int64_t row) const {
     const In* dout = row_of(p.dout, b, h, row);
     const In* out = row_of(p.out, b, h, row);
-    Real lanes[8] = {};  // independent sums that the compiler may vectorise
+    constexpr int kLanes = 16;
+    Real lanes[kLanes] = {};  // independent sums that the compiler may vectorise
     int64_t d = 0;
-    for (; d + 8 <= p.head_dim_v; d += 8) {
-      Real a[8], c[8];
-      widen_row(a, dout + d, 8);
-      widen_row(c, out + d, 8);
-      for (int l = 0; l < 8; ++l) lanes[l] += a[l] * c[l];
+    for (; d + kLanes <= p.head_dim_v; d += kLanes) {
+      Real a[kLanes], c[kLanes];
+      widen_row(a, dout + d, kLanes);
+      widen_row(c, out + d, kLanes);
+      for (int l = 0; l < kLanes; ++l) lanes[l] += a[l] * c[l];
     }
     for (; d < p.head_dim_v; ++d) lanes[0] += widen(dout[d]) * widen(out[d]);
-    return ((lanes[0] + lanes[1]) + (lanes[2] + lanes[3])) + ((lanes[4] + lanes[5]) + (lanes[6] + lanes[7]));
+    for (int half = kLanes / 2; half > 0; half /= 2) {
+      for (int l = 0; l < half; ++l) lanes[l] += lanes[l + half];
+    }
+    return lanes[0];
   }
 
   void clear_dq(int64_t b, int64_t h, int64_t row, int64_t count) const {
