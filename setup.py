@@ -51,17 +51,15 @@ def stop(message: str) -> None:
 def import_torch():
     """The torch of the target environment, also from inside pip's isolated build environment.
 
-    pip isolates a build by hiding the environment's site-packages from sys.path, but it runs the environment's own
-    interpreter, so that sysconfig still names them. They go to the end of the path: build requirements win.
+    pip isolates a build through PYTHONPATH, but runs the environment's own interpreter: started without PYTHONPATH, that
+    one tells where its packages are. They go to the end of the path: build requirements win.
     """
     try:
         import torch
     except ImportError:
-        candidates = [sysconfig.get_path("platlib"), sysconfig.get_path("purelib")]
-        if os.environ.get("VIRTUAL_ENV"):
-            paths = {"base": os.environ["VIRTUAL_ENV"], "platbase": os.environ["VIRTUAL_ENV"]}
-            candidates.append(sysconfig.get_path("platlib", vars=paths))
-        sys.path += [path for path in candidates if path not in sys.path]
+        command = [sys.executable, "-I", "-c", "import sys; print(*sys.path, sep='\\n')"]
+        paths = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        sys.path += [path for path in paths if path not in sys.path]
         try:
             import torch
         except ImportError:
@@ -138,14 +136,8 @@ torch = import_torch()
 check_cuda_request()
 if not {"egg_info", "dist_info", "sdist", "clean"} & set(sys.argv):
     check_compiler()
+    write_build_config(torch)  # before build_py collects the modules
 
 from torch.utils.cpp_extension import BuildExtension  # noqa: E402
 
-
-class BuildWithConfig(BuildExtension):
-    def run(self) -> None:
-        write_build_config(torch)
-        super().run()
-
-
-setup(ext_modules=[extension(torch)], cmdclass={"build_ext": BuildWithConfig})
+setup(ext_modules=[extension(torch)], cmdclass={"build_ext": BuildExtension})

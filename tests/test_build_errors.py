@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import run_python
 
 import flashattn_ext
@@ -75,6 +76,18 @@ def test_old_compiler(tmp_path: Path) -> None:
 def test_cuda_demanded_without_a_toolkit(tmp_path: Path) -> None:
     done = build(tmp_path, FLASHATTN_EXT_CUDA="1", CUDA_HOME="/nonexistent", PATH="/usr/bin:/bin")
     assert_stops_with_one_line(done, "FLASHATTN_EXT_CUDA=1")
+
+
+def test_wheel_gets_the_file_that_the_build_writes(tmp_path: Path) -> None:
+    """pip builds in a checkout that was never built: the build configuration must exist when the modules are collected."""
+    for name in ("setup.py", "pyproject.toml", "VERSION", "README.md"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    ignored = shutil.ignore_patterns("__pycache__", "*.so", "_build_config.py")
+    shutil.copytree(ROOT / "flashattn_ext", tmp_path / "flashattn_ext", ignore=ignored)
+    command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", "out"]
+    subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
+    written = (tmp_path / "out" / "flashattn_ext" / "_build_config.py").read_text()
+    assert f'BUILT_FOR_TORCH = "{torch.__version__}"' in written
 
 
 def broken_package(tmp_path: Path) -> Path:
