@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parent
 MINIMUM_TORCH = (2, 6)
 VERSION = (ROOT / "VERSION").read_text().strip()
 
+COMPILER = os.environ.get("CXX", "c++")
+
 SOURCES = [
     "csrc/ops.cpp",
     "csrc/validate.cpp",
@@ -78,17 +80,17 @@ def import_torch():
 def openmp_library(torch) -> list[str]:
     """Link arguments for the OpenMP runtime that torch itself uses: its wheels may carry one, under a name of their own.
 
-    A second runtime in the process would have threads of its own, which torch.set_num_threads() does not reach.
+    A second runtime in the process has threads of its own beside torch's. Clang's code needs one all the same: libomp.
     """
+    is_clang = "clang" in subprocess.getoutput(f"{COMPILER} --version")
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    return [str(bundled[0])] if bundled else ["-fopenmp"]
+    return [str(bundled[0])] if bundled and not is_clang else ["-fopenmp"]
 
 
 def check_compiler() -> None:
     """One clear line instead of a page of compiler output."""
-    compiler = os.environ.get("CXX", "c++").split()
-    if shutil.which(compiler[0]) is None:
-        stop(f"the C++ compiler '{compiler[0]}' was not found; install one (Debian: apt install g++) or set CXX")
+    if shutil.which(COMPILER.split()[0]) is None:
+        stop(f"the C++ compiler '{COMPILER}' was not found; install one (Debian: apt install g++) or set CXX")
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "probe.cpp"
         source.write_text(
@@ -97,13 +99,13 @@ def check_compiler() -> None:
             "#endif\n"
             "int main() { return 0; }\n"
         )
-        command = [*compiler, "-std=c++17", "-c", str(source), "-o", str(Path(folder) / "probe.o")]
+        command = [*COMPILER.split(), "-std=c++17", "-c", str(source), "-o", str(Path(folder) / "probe.o")]
         if subprocess.run(command, capture_output=True, check=False).returncode:
-            stop(f"the C++ compiler '{' '.join(compiler)}' is too old or broken; GCC 9, Clang 10 or newer is needed")
+            stop(f"the C++ compiler '{COMPILER}' is too old or broken; GCC 9, Clang 10 or newer is needed")
         source.write_text("#include <omp.h>\nint main() { return omp_get_max_threads() == 0; }\n")
         if subprocess.run([*command, "-fopenmp"], capture_output=True, check=False).returncode:
             stop(
-                f"the C++ compiler '{' '.join(compiler)}' has no OpenMP, which torch's threads are made of; "
+                f"the C++ compiler '{COMPILER}' has no OpenMP, which torch's threads are made of; "
                 "install it (Debian, for Clang: apt install libomp-dev) or set CXX=g++"
             )
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
