@@ -12,8 +12,8 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin/python
-SOURCES := $(shell find csrc -name '*.h' -o -name '*.cpp')
-PYTHON_SOURCES := flashattn_ext tests setup.py
+SOURCES := $(shell find csrc -name "*.h" -o -name "*.cpp" -o -name "*.cuh" -o -name "*.cu")
+PYTHON_SOURCES := flashattn_ext tests tools setup.py
 HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))
 
 INSTALL := -m pip install --no-build-isolation -e ".[cli,test]"

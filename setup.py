@@ -2,6 +2,7 @@
 
 Environment variables:
   FLASHATTN_EXT_CUDA   1 demands the CUDA backend, 0 leaves it out; unset builds it when a CUDA torch and nvcc are there
+  TORCH_CUDA_ARCH_LIST GPU architectures, as in torch; unset: 8.0 with PTX for newer ones, and 9.0
   MAX_JOBS             compiler processes at once (torch.utils.cpp_extension)
 """
 
@@ -44,6 +45,9 @@ CXX_FLAGS = [
     "-Wall",
     "-Wno-unknown-pragmas",
 ]
+
+
+NVCC_FLAGS = ["-std=c++17", "-O3"]
 
 
 def stop(message: str) -> None:
@@ -112,34 +116,59 @@ def check_compiler() -> None:
         stop("Python.h was not found; install Python's headers (Debian: apt install python3-dev)")
 
 
-def check_cuda_request() -> None:
-    if os.environ.get("FLASHATTN_EXT_CUDA") == "1":
-        stop(f"FLASHATTN_EXT_CUDA=1, but version {VERSION} has no CUDA sources; unset it for a CPU build")
+def builds_cuda(torch) -> bool:
+    """Whether to build the CUDA backend; stops when it is demanded and cannot be."""
+    request = os.environ.get("FLASHATTN_EXT_CUDA", "")
+    if request == "0":
+        return False
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    nvcc = Path(CUDA_HOME or "") / "bin" / "nvcc"
+    missing = None
+    if torch.version.cuda is None:
+        missing = f"torch {torch.__version__} has no CUDA; install a CUDA build of torch"
+    elif CUDA_HOME is None or not nvcc.exists():
+        missing = f"nvcc was not found; install the CUDA toolkit {torch.version.cuda} or set CUDA_HOME"
+    if missing and request:
+        stop(f"FLASHATTN_EXT_CUDA={request}, but {missing}; unset it for a CPU build")
+    return missing is None
 
 
-def write_build_config(torch) -> None:
+def cuda_architectures() -> list[str]:
+    named = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0+PTX 9.0")
+    return [name.removesuffix("+PTX") for name in named.replace(";", " ").split()]
+
+
+def write_build_config(torch, with_cuda: bool) -> None:
     """Readable without loading the library, which may be unloadable under another torch."""
+    architectures = tuple(cuda_architectures()) if with_cuda else ()
     (ROOT / "flashattn_ext" / "_build_config.py").write_text(
         '"""Written by setup.py."""\n\n'
         f'BUILT_FOR_TORCH = "{torch.__version__}"\n'
-        "CUDA_ARCHITECTURES: tuple[str, ...] = ()\n"
+        f"CUDA_ARCHITECTURES: tuple[str, ...] = {architectures}\n"
     )
 
 
-def extension(torch):
-    from torch.utils.cpp_extension import CppExtension
+def extension(torch, with_cuda: bool):
+    from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
-    return CppExtension(
-        "flashattn_ext._C", SOURCES, extra_compile_args={"cxx": CXX_FLAGS}, extra_link_args=openmp_library(torch)
+    flags = {"cxx": [*CXX_FLAGS, "-DFLASHATTN_EXT_CUDA"] if with_cuda else CXX_FLAGS, "nvcc": NVCC_FLAGS}
+    cuda_sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "cuda").rglob("*.cu"))
+    build = CUDAExtension if with_cuda else CppExtension
+    return build(
+        "flashattn_ext._C",
+        SOURCES + (cuda_sources if with_cuda else []),
+        extra_compile_args=flags,
+        extra_link_args=openmp_library(torch),
     )
 
 
 torch = import_torch()
-check_cuda_request()
+with_cuda = builds_cuda(torch)
 if not {"egg_info", "dist_info", "sdist", "clean"} & set(sys.argv):
     check_compiler()
-    write_build_config(torch)  # before build_py collects the modules
+    write_build_config(torch, with_cuda)  # before build_py collects the modules
 
 from torch.utils.cpp_extension import BuildExtension  # noqa: E402
 
-setup(ext_modules=[extension(torch)], cmdclass={"build_ext": BuildExtension})
+setup(ext_modules=[extension(torch, with_cuda)], cmdclass={"build_ext": BuildExtension})

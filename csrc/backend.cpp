@@ -11,7 +11,12 @@ std::atomic<const Backend*> forced{nullptr};
 }  // namespace
 
 const std::vector<const Backend*>& backends() {
-  static const std::vector<const Backend*> all{&cpu_backend()};
+  static const std::vector<const Backend*> all{
+      &cpu_backend(),
+#if defined(FLASHATTN_EXT_CUDA)
+      &cuda_sm80_backend(),
+#endif
+  };
   return all;
 }
 

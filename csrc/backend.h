@@ -26,9 +26,13 @@ struct Backend {
   // mask[b, h, i, j] = 1 where dropout keeps the score; bool [B, Hq, Sq, Sk] contiguous. Uses batch, heads_q, seqlens
   // and rng.
   void (*dropout_mask)(const AttnParams& params, bool* mask);
+
+  // Writes AttnParams::rng_state {seed, offset} in the device's memory.
+  void (*write_rng_state)(int64_t* state, const RngSource& source, void* stream);
 };
 
 const Backend& cpu_backend();
+const Backend& cuda_sm80_backend();  // in builds with FLASHATTN_EXT_CUDA
 
 // Every backend of this build; among those of one device the preferred one comes first.
 const std::vector<const Backend*>& backends();

@@ -1,6 +1,7 @@
 // The ops of torch.ops.flashattn_ext: validate, allocate, fill AttnParams, hand over to a Backend. Besides validate.cpp
 // the only file that sees torch.
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/DeviceGuard.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -11,6 +12,11 @@
 #include <atomic>
 #include <mutex>
 #include <tuple>
+
+#if defined(FLASHATTN_EXT_CUDA)
+#include <c10/cuda/CUDAStream.h>
+#include <ATen/cuda/CUDAGeneratorImpl.h>
+#endif
 
 #include "backend.h"
 #include "dropout.h"
@@ -38,6 +44,30 @@ CpuExecutor cpu_executor() {
   };
   return executor;
 }
+
+// --- the device of a call
+// ----------------------------------------------------------------------------------------------------
+
+std::string device_name(const at::Tensor& t) { return c10::DeviceTypeName(t.device().type(), true); }
+
+// Makes the device of a tensor the current one, and holds what AttnParams::stream points to.
+class Device {
+ public:
+  explicit Device(const at::Tensor& t) : guard_(t.device()) {
+    stream_ = &executor_;
+    if (t.is_cpu()) executor_ = cpu_executor();
+#if defined(FLASHATTN_EXT_CUDA)
+    if (t.is_cuda()) stream_ = c10::cuda::getCurrentCUDAStream().stream();
+#endif
+  }
+  Device(const Device&) = delete;
+  void* stream() const { return stream_; }
+
+ private:
+  at::DeviceGuard guard_;
+  CpuExecutor executor_;
+  void* stream_;
+};
 
 // --- from tensors to params
 // ---------------------------------------------------------------------------------------------
@@ -86,7 +116,7 @@ AttnCall readable(AttnCall c) {
 }
 
 template <class Params>
-Params params_of(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& rng_state) {
+Params params_of(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse) {
   Params p;
   p.dtype = dtype_of(c.q);
   p.batch = c.batch();
@@ -113,13 +143,11 @@ Params params_of(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse
   p.has_sink = c.smooth_softmax || c.sink;
   p.sink = c.sink ? c.sink->const_data_ptr() : nullptr;
   p.dropout_threshold = dropout_threshold(c.dropout_p);
-  p.rng_state = rng_state.const_data_ptr<int64_t>();
   return p;
 }
 
 const Backend& backend_supporting(const AttnCall& c, const AttnParams& p, bool backward) {
-  const Backend& backend =
-      backend_for(c.q.device().type() == at::kCPU ? "cpu" : c10::DeviceTypeName(c.q.device().type(), true));
+  const Backend& backend = backend_for(device_name(c.q));
   const std::string reason = backend.supports(p, backward);
   TORCH_CHECK_NOT_IMPLEMENTED(reason.empty(), "backend '", backend.name, "': ", reason);
   return backend;
@@ -147,15 +175,46 @@ void clear_rows_behind(const std::optional<at::Tensor>& cu_seqlens, const at::Te
   if (end < t.size(row_dim)) t.narrow(row_dim, end, t.size(row_dim) - end).fill_(value);
 }
 
-at::Tensor draw_rng_state(const AttnCall& c, std::optional<int64_t> rng_seed) {
-  at::Tensor state = at::zeros({2}, c.q.options().dtype(at::kLong));
-  if (dropout_threshold(c.dropout_p) == 256) return state;
-  if (!rng_seed) {
-    at::Generator generator = at::detail::getDefaultCPUGenerator();
+// A fresh source from the generator of the device, which torch.manual_seed rules. A captured CUDA graph reads the
+// generator's device memory anew at each replay.
+RngSource draw(const at::Tensor& device_of) {
+  RngSource source;
+#if defined(FLASHATTN_EXT_CUDA)
+  if (device_of.is_cuda()) {
+    constexpr uint64_t kStep = 4;  // the generator counts in fours; a mask needs one offset of its own
+    at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(device_of.device().index());
     std::lock_guard<std::mutex> lock(generator.mutex());
-    rng_seed = static_cast<int64_t>(at::check_generator<at::CPUGeneratorImpl>(generator)->random64());
+    const at::PhiloxCudaState state = at::check_generator<at::CUDAGeneratorImpl>(generator)->philox_cuda_state(kStep);
+    if (state.captured_) {
+      source.seed_pointer = reinterpret_cast<const int64_t*>(state.seed_.ptr);
+      source.offset_pointer = reinterpret_cast<const int64_t*>(state.offset_.ptr);
+      source.offset = static_cast<int64_t>(state.offset_intragraph_);
+    } else {
+      source.seed = static_cast<int64_t>(state.seed_.val);
+      source.offset = static_cast<int64_t>(state.offset_.val);
+    }
+    // Offset 0 belongs to explicit seeds.
+    source.offset += 1;
+    return source;
   }
-  state.data_ptr<int64_t>()[0] = *rng_seed;
+#endif
+  at::Generator generator = at::detail::getDefaultCPUGenerator();
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  source.seed = static_cast<int64_t>(at::check_generator<at::CPUGeneratorImpl>(generator)->random64());
+  return source;
+}
+
+at::Tensor new_rng_state(const AttnCall& c, std::optional<int64_t> rng_seed, const Backend& backend, void* stream) {
+  at::Tensor state = at::empty({2}, c.q.options().dtype(at::kLong));
+  RngSource source;
+  if (dropout_threshold(c.dropout_p) < 256) {
+    if (rng_seed) {
+      source.seed = *rng_seed;
+    } else {
+      source = draw(c.q);
+    }
+  }
+  backend.write_rng_state(state.data_ptr<int64_t>(), source, stream);
   return state;
 }
 
@@ -183,17 +242,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(
              smooth_softmax,
              sink};
   validate(c);
+  const Device device(q);
   c = readable(c);
   at::Tensor out = like(c, q, v.size(-1));
   std::vector<int64_t> lse_shape{q.size(c.head_axis()), q.size(c.row_dim())};
   if (!c.is_varlen()) lse_shape.insert(lse_shape.begin(), q.size(0));
   at::Tensor lse = at::empty(lse_shape, q.options().dtype(c.statistics_dtype()));
-  at::Tensor rng_state = draw_rng_state(c, rng_seed);
 
-  AttnParams p = params_of<AttnParams>(c, out, lse, rng_state);
-  const CpuExecutor executor = cpu_executor();
-  p.stream = const_cast<CpuExecutor*>(&executor);
+  AttnParams p = params_of<AttnParams>(c, out, lse);
+  p.stream = device.stream();
   const Backend& backend = backend_supporting(c, p, false);
+  const at::Tensor rng_state = new_rng_state(c, rng_seed, backend, device.stream());
+  p.rng_state = rng_state.const_data_ptr<int64_t>();
   const at::Tensor workspace = workspace_for(c, backend.forward_workspace_bytes(p), &p);
   clear_rows_behind(c.cu_seqlens_q, out, c.row_dim(), 0);
   clear_rows_behind(c.cu_seqlens_q, lse, 1, -std::numeric_limits<double>::infinity());
@@ -223,6 +283,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward(
              smooth_softmax,
              sink};
   validate(c, {dout, dlse, out, lse, rng_state});
+  const Device device(q);
   c = readable(c);
   const at::Tensor out_rows = with_contiguous_rows(out);
   const at::Tensor dout_rows = dout ? with_contiguous_rows(*dout) : at::zeros(out.sizes(), out.options());
@@ -230,7 +291,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward(
   at::Tensor dq = like(c, q, q.size(-1)), dk = like(c, k, k.size(-1)), dv = like(c, v, v.size(-1));
   at::Tensor dsink = at::empty({sink ? sink->size(0) : 0}, q.options().dtype(c.statistics_dtype()));
 
-  AttnGradParams p = params_of<AttnGradParams>(c, out_rows, lse_rows, state);
+  AttnGradParams p = params_of<AttnGradParams>(c, out_rows, lse_rows);
+  p.rng_state = state.const_data_ptr<int64_t>();
   at::Tensor dlse_rows;
   if (dlse) {
     dlse_rows = dlse->contiguous();
@@ -242,8 +304,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward(
   p.dv = view_of(c, dv);
   p.dsink = sink ? dsink.data_ptr() : nullptr;
   p.deterministic = deterministic;
-  const CpuExecutor executor = cpu_executor();
-  p.stream = const_cast<CpuExecutor*>(&executor);
+  p.stream = device.stream();
   const Backend& backend = backend_supporting(c, p, true);
   const at::Tensor workspace = workspace_for(c, backend.backward_workspace_bytes(p), &p);
   clear_rows_behind(c.cu_seqlens_q, dq, c.row_dim(), 0);
@@ -261,10 +322,14 @@ at::Tensor dropout_mask(const at::Tensor& device_of, int64_t batch, int64_t head
        {std::pair<const char*, int64_t>{"B", batch}, {"H", heads}, {"Sq", seqlen_q}, {"Sk", seqlen_k}}) {
     TORCH_CHECK_VALUE(size >= 0, name, ": expected at least 0, got ", size);
   }
+  const Device device(device_of);
+  const Backend& backend = backend_for(device_name(device_of));
   at::Tensor mask = at::empty({batch, heads, seqlen_q, seqlen_k}, device_of.options().dtype(at::kBool));
   at::Tensor rng_state = at::empty({2}, device_of.options().dtype(at::kLong));
-  rng_state.data_ptr<int64_t>()[0] = rng_seed;
-  rng_state.data_ptr<int64_t>()[1] = rng_offset;
+  RngSource source;
+  source.seed = rng_seed;
+  source.offset = rng_offset;
+  backend.write_rng_state(rng_state.data_ptr<int64_t>(), source, device.stream());
   AttnParams p;
   p.batch = batch;
   p.heads_q = heads;
@@ -272,9 +337,8 @@ at::Tensor dropout_mask(const at::Tensor& device_of, int64_t batch, int64_t head
   p.seqlen_k = seqlen_k;
   p.dropout_threshold = dropout_threshold(dropout_p);
   p.rng_state = rng_state.const_data_ptr<int64_t>();
-  const CpuExecutor executor = cpu_executor();
-  p.stream = const_cast<CpuExecutor*>(&executor);
-  backend_for("cpu").dropout_mask(p, mask.data_ptr<bool>());
+  p.stream = device.stream();
+  backend.dropout_mask(p, mask.data_ptr<bool>());
   return mask;
 }
 
@@ -304,10 +368,14 @@ TORCH_LIBRARY(flashattn_ext, m) {
       {at::Tag::pt2_compliant_tag});
 }
 
-TORCH_LIBRARY_IMPL(flashattn_ext, CPU, m) {
+void implement(torch::Library& m) {
   m.impl("forward", &forward);
   m.impl("backward", &backward);
   m.impl("dropout_mask", &dropout_mask);
 }
+
+TORCH_LIBRARY_IMPL(flashattn_ext, CPU, m) { implement(m); }
+// Also without a CUDA backend: then the call says that this build has none.
+TORCH_LIBRARY_IMPL(flashattn_ext, CUDA, m) { implement(m); }
 
 }  // namespace flashattn_ext

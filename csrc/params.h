@@ -7,6 +7,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "portable.h"
+
 namespace flashattn_ext {
 
 enum class DType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64 };
@@ -74,9 +76,9 @@ struct AttnParams {
   void* stream = nullptr;     // CPU: const CpuExecutor*; CUDA: cudaStream_t; Ascend: aclrtStream
 
   // Short names that every backend needs.
-  bool is_varlen() const { return cu_seqlens_q != nullptr; }
-  bool has_dropout() const { return dropout_threshold < 256; }
-  int64_t group_size() const { return heads_q / heads_k; }
+  FLASHATTN_HOST_DEVICE bool is_varlen() const { return cu_seqlens_q != nullptr; }
+  FLASHATTN_HOST_DEVICE bool has_dropout() const { return dropout_threshold < 256; }
+  FLASHATTN_HOST_DEVICE int64_t group_size() const { return heads_q / heads_k; }
 };
 
 struct AttnGradParams : AttnParams {
@@ -86,6 +88,14 @@ struct AttnGradParams : AttnParams {
   TensorView dk;          // [B, Sk, Hk, D]
   TensorView dv;          // [B, Sk, Hk, Dv]
   void* dsink = nullptr;  // [Hq] fp32 (fp64 for fp64 inputs); nullptr when the sink needs no gradient
+};
+
+// Where the state of a dropout mask comes from: values, or (in a captured CUDA graph) the generator's device memory.
+struct RngSource {
+  int64_t seed = 0;
+  int64_t offset = 0;                       // with offset_pointer: what is added to it
+  const int64_t* seed_pointer = nullptr;    // device memory
+  const int64_t* offset_pointer = nullptr;  // device memory
 };
 
 // How CPU kernels borrow the caller's thread pool without knowing whose it is.

@@ -82,6 +82,14 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     _C.set_cpu_isa(before)
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """For comparisons bit by bit: accelerators add gradients in a fixed order on demand only."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(20240607)

@@ -8,6 +8,8 @@ from helpers import assert_same_bits, cu_seqlens
 
 import flashattn_ext
 
+pytestmark = pytest.mark.usefixtures("deterministic")
+
 OPTIONS = {
     "plain": dict(),
     "causal": dict(causal=True),

@@ -8,6 +8,8 @@ from helpers import Case, assert_same_bits, cu_seqlens, make_inputs, run
 
 import flashattn_ext
 
+pytestmark = pytest.mark.usefixtures("deterministic")
+
 POISON = [float("nan"), float("inf"), float("-inf")]
 
 

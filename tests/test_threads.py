@@ -11,6 +11,8 @@ from helpers import Case, Result, assert_same_bits, make_inputs, run
 
 import flashattn_ext
 
+pytestmark = pytest.mark.usefixtures("deterministic")
+
 CASES = {
     "dense": Case(B=2, Sq=257, Sk=200, Hq=4, Hk=2, causal=True, use_lse=True),
     "varlen": Case(lengths_q=(130, 0, 7, 64), lengths_k=(200, 3, 7, 1), sink_dtype=torch.float32),
@@ -46,16 +48,11 @@ def test_bits_do_not_depend_on_the_thread_count(
 
 @pytest.mark.parametrize("name", CASES)
 def test_repeats_exactly(device: str, dtype: torch.dtype, name: str) -> None:
-    if device != "cpu":
-        torch.use_deterministic_algorithms(True)
-    try:
-        case = with_dtype(name, dtype)
-        inputs = make_inputs(case, device)
-        expected = run(case, inputs)
-        for _ in range(5):
-            assert_same_result(run(case, inputs), expected)
-    finally:
-        torch.use_deterministic_algorithms(False)
+    case = with_dtype(name, dtype)
+    inputs = make_inputs(case, device)
+    expected = run(case, inputs)
+    for _ in range(5):
+        assert_same_result(run(case, inputs), expected)
 
 
 def test_deterministic_argument_changes_nothing_but_the_order(device: str, dtype: torch.dtype) -> None:

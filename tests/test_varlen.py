@@ -8,6 +8,8 @@ from helpers import Case, assert_same_bits, check, cu_seqlens, make_inputs, run
 
 import flashattn_ext
 
+pytestmark = pytest.mark.usefixtures("deterministic")
+
 LENGTHS_Q = (33, 0, 64, 1, 130)
 LENGTHS_K = (65, 17, 64, 0, 129)
 

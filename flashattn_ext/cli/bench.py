@@ -12,7 +12,9 @@ from pathlib import Path
 from .checkpoint import atomic_path
 from .console import CommandError
 
-BENCHES = {"cpu": "bench_cpu"}  # what can be measured -> the module that does, with measure(quick) and print_rows(rows)
+# What can be measured -> the module that does, with measure(quick, options) and show(results, markdown).
+BENCHES = {"cpu": "bench_cpu", "cuda": "bench_cuda"}
+CUDA_OPTIONS = {"sets": "--set", "passes": "--pass", "peers": "--peers", "backend": "--backend"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,11 +22,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="small shapes, few calls: a smoke test, not a measurement",
+        help="few calls, on the CPU of small shapes, with CUDA without accuracy: a smoke test, not a measurement",
     )
     parser.add_argument("--threads", type=int, help="CPU threads; without it, PyTorch's choice")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     parser.add_argument("--json", metavar="FILE", help="also write every number to FILE")
+    cuda = parser.add_argument_group("bench cuda alone")
+    cuda.add_argument(
+        "--set", metavar="NAME", action="append", dest="sets", help="a set of rows, may be repeated; without it, all"
+    )
+    cuda.add_argument("--pass", choices=("forward", "backward", "both"), dest="passes", help="without it, both")
+    cuda.add_argument("--peers", metavar="NAME,...", help="compare with these alone; without it, all that are here")
+    cuda.add_argument("--backend", metavar="NAME", help="the backend of ours; without it, the preferred one")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -34,8 +43,11 @@ def run(arguments: argparse.Namespace) -> int:
         import torch
 
         torch.set_num_threads(arguments.threads)
+    options = {name: value for name in CUDA_OPTIONS if (value := getattr(arguments, name)) is not None}
+    if options and arguments.target != "cuda":
+        raise CommandError(f"{CUDA_OPTIONS[next(iter(options))]} is an option of bench cuda, not of {arguments.target}")
     bench = importlib.import_module(f".{BENCHES[arguments.target]}", __package__)
-    results = bench.measure(quick=arguments.quick)
+    results = bench.measure(quick=arguments.quick, **options)
     bench.show(results, markdown=arguments.markdown)
     if arguments.json:
         _write_json(Path(arguments.json), results)

@@ -1,0 +1,47 @@
+// Launches a kernel on the caller's stream, and names kernel and shape when CUDA refuses it.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "../../params.h"
+
+namespace flashattn_ext {
+
+// Of the current device: whether a thread block may have 227 KB.
+inline bool has_large_shared_memory() {
+  int device = 0, bytes = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return bytes >= 227 * 1024;
+}
+
+// At least one: rows may be more than the caller was told.
+inline int64_t tiles(int64_t rows, int64_t tile) { return std::max<int64_t>(1, (rows + tile - 1) / tile); }
+
+inline void check_launch(cudaError_t error, const char* kernel, const AttnParams& p) {
+  if (error == cudaSuccess) return;
+  auto text = [](int64_t x) { return std::to_string(x); };
+  throw std::runtime_error(std::string("CUDA kernel '") + kernel + "' failed: " + cudaGetErrorString(error) +
+                           " (B=" + text(p.batch) + ", Sq=" + text(p.seqlen_q) + ", Sk=" + text(p.seqlen_k) +
+                           ", Hq=" + text(p.heads_q) + ", Hk=" + text(p.heads_k) + ", D=" + text(p.head_dim) +
+                           ", Dv=" + text(p.head_dim_v) + ")");
+}
+
+template <class Params, class... Arguments>
+void launch(void (*kernel)(const Params, Arguments...), const char* name, const Params& p, int64_t blocks, int threads,
+            int shared_bytes, std::common_type_t<Arguments>... arguments) {
+  if (blocks == 0) return;
+  if (shared_bytes > 48 * 1024) {
+    check_launch(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), name, p);
+  }
+  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, static_cast<cudaStream_t>(p.stream)>>>(p,
+                                                                                                        arguments...);
+  check_launch(cudaGetLastError(), name, p);
+}
+
+}  // namespace flashattn_ext

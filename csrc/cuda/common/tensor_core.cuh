@@ -1,0 +1,157 @@
+// TensorCore<T>: the products of one warp, for every input type with the same names.
+//
+// Lane l holds, with g = l / 4 and t = l % 4, of a 16x8 accumulator tile: [0], [1] = row g, columns 2t and 2t + 1;
+// [2], [3] = row g + 8, the same columns (PTX ISA, "Matrix Fragments for mma.m16n8k16"). Operands come from tiles in
+// shared memory, whose rows are padded so that eight neighbouring rows start in different banks, or from accumulators.
+//
+// fp32 products are sums of three TF32 products of the leading and trailing parts of both operands, which keeps fp32
+// accuracy (Ootomo and Yokota 2022, "Recovering single precision accuracy from Tensor Cores"). Along the contracted
+// axis slot t stands for index 2t and slot t + 4 for 2t + 1 where A comes from accumulators, hence from a transposed
+// tile too: then an accumulator is an operand as it stands.
+#pragma once
+
+#include "../ptx/math.cuh"
+#include "../ptx/memory.cuh"
+
+namespace flashattn_ext {
+
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ void narrow(float x, float* to) { *to = x; }
+__device__ __forceinline__ void narrow(float x, __half* to) { *to = __float2half_rn(x); }
+__device__ __forceinline__ void narrow(float x, __nv_bfloat16* to) { *to = __float2bfloat16_rn(x); }
+
+template <class T>
+struct TensorCore {  // __half, __nv_bfloat16
+  static constexpr int kK = 16;
+  struct A {
+    uint32_t x[4];
+  };
+  struct B {
+    uint32_t x[2];
+  };
+
+  // A(m, k) = tile[row + m][k0 + k]
+  static __device__ __forceinline__ A load_a(const T* tile, int stride, int row, int k0) {
+    const int lane = threadIdx.x % 32;
+    A a;
+    ptx::ldmatrix(a.x, tile + (row + lane % 16) * stride + k0 + lane / 16 * 8);
+    return a;
+  }
+  // A(m, k) = tile[k0 + k][row + m]
+  static __device__ __forceinline__ A load_a_transposed(const T* tile, int stride, int k0, int row) {
+    const int lane = threadIdx.x % 32;
+    A a;
+    ptx::ldmatrix_transposed(a.x, tile + (k0 + lane % 8 + lane / 16 * 8) * stride + row + lane / 8 % 2 * 8);
+    return a;
+  }
+  // Two neighbouring B: B(k, n) = tile[n0 + n][k0 + k], and n0 + 8.
+  static __device__ __forceinline__ void load_b(B (&b)[2], const T* tile, int stride, int n0, int k0) {
+    const int lane = threadIdx.x % 32;
+    uint32_t r[4];
+    ptx::ldmatrix(r, tile + (n0 + lane % 8 + lane / 16 * 8) * stride + k0 + lane / 8 % 2 * 8);
+    b[0] = {{r[0], r[1]}};
+    b[1] = {{r[2], r[3]}};
+  }
+  // Two neighbouring B: B(k, n) = tile[k0 + k][n0 + n], and n0 + 8.
+  static __device__ __forceinline__ void load_b_transposed(B (&b)[2], const T* tile, int stride, int k0, int n0) {
+    const int lane = threadIdx.x % 32;
+    uint32_t r[4];
+    ptx::ldmatrix_transposed(r, tile + (k0 + lane % 16) * stride + n0 + lane / 16 * 8);
+    b[0] = {{r[0], r[1]}};
+    b[1] = {{r[2], r[3]}};
+  }
+  // Accumulator tiles of columns [kK * step, kK * (step + 1)) as A.
+  template <int N>
+  static __device__ __forceinline__ A from_accumulators(const float (&c)[N][4], int step) {
+    const float (&low)[4] = c[2 * step], (&high)[4] = c[2 * step + 1];
+    return {{pack(low[0], low[1]), pack(low[2], low[3]), pack(high[0], high[1]), pack(high[2], high[3])}};
+  }
+  static __device__ __forceinline__ void mma(float (&d)[4], const A& a, const B& b) { ptx::mma(d, a.x, b.x, T()); }
+
+  static __device__ __forceinline__ uint32_t pack(float low, float high);
+  // Two neighbouring elements, 4-byte aligned.
+  static __device__ __forceinline__ void store_pair(T* to, float x, float y) {
+    *reinterpret_cast<uint32_t*>(to) = pack(x, y);
+  }
+};
+
+template <>
+__device__ __forceinline__ uint32_t TensorCore<__half>::pack(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <>
+__device__ __forceinline__ uint32_t TensorCore<__nv_bfloat16>::pack(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+template <>
+struct TensorCore<float> {
+  static constexpr int kK = 8;
+  struct A {
+    float x[4];
+  };
+  struct B {
+    float x[2];
+  };
+
+  static __device__ __forceinline__ A load_a(const float* tile, int stride, int row, int k0) {
+    const int lane = threadIdx.x % 32;
+    uint32_t r[4];
+    ptx::ldmatrix(r, tile + (row + lane % 16) * stride + k0 + lane / 16 * 4);
+    return {{__uint_as_float(r[0]), __uint_as_float(r[1]), __uint_as_float(r[2]), __uint_as_float(r[3])}};
+  }
+  static __device__ __forceinline__ A load_a_transposed(const float* tile, int stride, int k0, int row) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const float* even = tile + (k0 + 2 * t) * stride + row + g;
+    return {{even[0], even[8], even[stride], even[stride + 8]}};
+  }
+  static __device__ __forceinline__ void load_b(B (&b)[2], const float* tile, int stride, int n0, int k0) {
+    const int lane = threadIdx.x % 32;
+    uint32_t r[4];
+    ptx::ldmatrix(r, tile + (n0 + lane % 8 + lane / 16 * 8) * stride + k0 + lane / 8 % 2 * 4);
+    b[0] = {{__uint_as_float(r[0]), __uint_as_float(r[1])}};
+    b[1] = {{__uint_as_float(r[2]), __uint_as_float(r[3])}};
+  }
+  static __device__ __forceinline__ void load_b_transposed(B (&b)[2], const float* tile, int stride, int k0, int n0) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const float* even = tile + (k0 + 2 * t) * stride + n0 + g;
+    b[0] = {{even[0], even[stride]}};
+    b[1] = {{even[8], even[stride + 8]}};
+  }
+  template <int N>
+  static __device__ __forceinline__ A from_accumulators(const float (&c)[N][4], int step) {
+    return {{c[step][0], c[step][2], c[step][1], c[step][3]}};
+  }
+  static __device__ __forceinline__ void mma(float (&d)[4], const A& a, const B& b) {
+    uint32_t a_lead[4], a_trail[4], b_lead[2], b_trail[2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) split(a.x[i], &a_lead[i], &a_trail[i]);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) split(b.x[i], &b_lead[i], &b_trail[i]);
+    // Tensor cores cut off what falls below their sum: only a step's own products are added there, the sum outside.
+    float part[4] = {};
+    ptx::mma_tf32(part, a_trail, b_lead);
+    ptx::mma_tf32(part, a_lead, b_trail);
+    ptx::mma_tf32(part, a_lead, b_lead);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) d[i] += part[i];
+  }
+  static __device__ __forceinline__ void store_pair(float* to, float x, float y) {
+    *reinterpret_cast<float2*>(to) = make_float2(x, y);
+  }
+
+ private:
+  // x as a sum of two TF32 numbers. Rounds to nearest by hand, which is quicker than cvt.rna; the low 13 bits of an
+  // operand are ignored by the product.
+  static __device__ __forceinline__ void split(float x, uint32_t* lead, uint32_t* trail) {
+    constexpr uint32_t kHalf = 0x1000u, kIgnored = 0x1FFFu;
+    *lead = (__float_as_uint(x) + kHalf) & ~kIgnored;
+    *trail = __float_as_uint(x - __uint_as_float(*lead)) + kHalf;
+  }
+};
+
+}  // namespace flashattn_ext

@@ -1,0 +1,68 @@
+// Tiles in shared memory: [rows][kTileStride] elements, filled from rows in global memory that are 16-byte aligned.
+#pragma once
+
+#include "../../params.h"
+#include "../ptx/memory.cuh"
+#include "tensor_core.cuh"
+
+namespace flashattn_ext {
+
+constexpr int kVectorBytes = 16;
+
+// Elements from one row of a tile to the next: 16 bytes of padding spread eight rows over all banks.
+template <class T, int kColumns>
+constexpr int kTileStride = kColumns + kVectorBytes / static_cast<int>(sizeof(T));
+
+template <class T>
+__device__ __forceinline__ T* row_pointer(const TensorView& t, int64_t b, int64_t h, int64_t row) {
+  return static_cast<T*>(t.data) + b * t.batch_stride + h * t.head_stride + row * t.row_stride;
+}
+
+// Starts copying `rows` rows of `columns` elements; what is beyond, up to [kRows][kColumns], becomes zero: a tile never
+// holds anything of a neighbouring sequence. columns: a multiple of 16 bytes.
+template <class T, int kRows, int kColumns, int kThreads>
+__device__ __forceinline__ void load_tile(T* tile, const T* from, int64_t row_stride, int rows, int columns) {
+  constexpr int kElements = kVectorBytes / sizeof(T), kVectors = kColumns / kElements;
+  // A thread keeps to its columns and steps down the rows: one pointer, not one per vector.
+  constexpr int kRowThreads = kThreads >= kVectors ? kVectors : kVectors % kThreads == 0 ? kThreads : kThreads / 2;
+  constexpr int kStep = kThreads / kRowThreads;
+  static_assert(kVectors % kRowThreads == 0);
+  const int thread = threadIdx.x;
+  if (thread >= kRowThreads * kStep) return;
+#pragma unroll
+  for (int column = thread % kRowThreads * kElements; column < kColumns; column += kRowThreads * kElements) {
+    int row = thread / kRowThreads;
+    const bool inside = column < columns;
+    const T* source = from + row * row_stride + column;
+    T* target = tile + row * kTileStride<T, kColumns> + column;
+#pragma unroll
+    for (int i = 0; i < (kRows + kStep - 1) / kStep; ++i) {
+      const bool valid = inside && row < rows;
+      if (kRows % kStep == 0 || row < kRows) ptx::cp_async(target, valid ? source : from, valid);
+      row += kStep;
+      source += kStep * row_stride;
+      target += kStep * kTileStride<T, kColumns>;
+    }
+  }
+}
+
+// Writes `rows` rows of `columns` elements from a tile, whatever their alignment.
+template <class T, int kRows, int kColumns, int kThreads>
+__device__ __forceinline__ void store_tile(T* to, int64_t row_stride, const T* tile, int rows, int columns) {
+  constexpr int kElements = kVectorBytes / sizeof(T), kVectors = kColumns / kElements;
+  const bool aligned = reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0 && row_stride % kElements == 0;
+#pragma unroll 4
+  for (int vector = threadIdx.x; vector < kRows * kVectors; vector += kThreads) {
+    const int row = vector / kVectors, column = vector % kVectors * kElements;
+    if (row >= rows || column >= columns) continue;
+    const T* from = tile + row * kTileStride<T, kColumns> + column;
+    T* element = to + row * row_stride + column;
+    if (aligned && column + kElements <= columns) {
+      *reinterpret_cast<uint4*>(element) = *reinterpret_cast<const uint4*>(from);
+    } else {
+      for (int e = 0; e < kElements && column + e < columns; ++e) element[e] = from[e];
+    }
+  }
+}
+
+}  // namespace flashattn_ext

@@ -1,0 +1,219 @@
+// The backend "cuda-sm80": every feature on every GPU of compute capability 8.0 and newer.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "../backend.h"
+#include "../dropout.h"
+#include "../seqlen.h"
+#include "common/aligned_rows.cuh"
+#include "common/launch.cuh"
+#include "common/rows.cuh"
+#include "sm80/kernels.h"
+
+namespace flashattn_ext {
+namespace {
+
+int64_t element_bytes(const AttnParams& p) { return p.dtype == DType::kFloat32 ? 4 : 2; }
+
+// --- the kernels' table
+// -----------------------------------------------------------------------------------------------------------------
+
+struct Kernels {
+  void (*forward)(const AttnParams&);
+  size_t (*backward_bytes)(const AttnGradParams&);
+  void (*backward)(const AttnGradParams&);
+};
+
+template <class T, int kHeadDim>
+constexpr Kernels kKernels{sm80::forward<T, kHeadDim>, sm80::backward_bytes<T, kHeadDim>, sm80::backward<T, kHeadDim>};
+
+template <class T>
+Kernels kernels_of_head_dim(int64_t head_dim) {
+  if (head_dim <= 64) return kKernels<T, 64>;
+  if (head_dim <= 96) return kKernels<T, 96>;
+  if (head_dim <= 128) return kKernels<T, 128>;
+  if (head_dim <= 144) return kKernels<T, 144>;
+  if (head_dim <= 192) return kKernels<T, 192>;
+  return kKernels<T, 256>;
+}
+
+Kernels kernels_of(const AttnParams& p) {
+  const int64_t head_dim = std::max(p.head_dim, p.head_dim_v);
+  if (p.dtype == DType::kFloat16) return kernels_of_head_dim<__half>(head_dim);
+  if (p.dtype == DType::kBFloat16) return kernels_of_head_dim<__nv_bfloat16>(head_dim);
+  return kernels_of_head_dim<float>(head_dim);
+}
+
+// --- inputs that cannot be read in whole vectors
+// ----------------------------------------------------------------------------------------
+
+// Replaces views of unaligned rows by aligned copies at `next` in the workspace, and counts the bytes.
+class AlignedRows {
+ public:
+  explicit AlignedRows(const AttnParams& params) : p_(params), next_(static_cast<char*>(params.workspace)) {}
+
+  // rows: of one batch entry, or of all packed sequences. Copies when `run`.
+  TensorView operator()(const TensorView& view, int64_t rows, int64_t heads, int64_t columns, bool run) {
+    const int64_t bytes = element_bytes(p_);
+    if (rows_are_aligned(view, columns, bytes)) return view;
+    const int64_t padded = padded_columns(columns, bytes), batch = p_.is_varlen() ? 1 : p_.batch;
+    TensorView copy{next_, p_.is_varlen() ? 0 : heads * rows * padded, padded, rows * padded};
+    const int64_t vectors = batch * heads * rows * padded * bytes / kVectorBytes;
+    next_ += (vectors * kVectorBytes + 63) / 64 * 64;
+    if (run && vectors > 0) copy_rows(view, copy, rows, heads, columns, padded, vectors);
+    return copy;
+  }
+  int64_t bytes() const { return next_ - static_cast<char*>(p_.workspace); }
+  void* end() const { return next_; }
+
+ private:
+  void copy_rows(const TensorView& from, const TensorView& to, int64_t rows, int64_t heads, int64_t columns,
+                 int64_t padded, int64_t vectors) const {
+    const auto kernel = element_bytes(p_) == 4 ? aligned_rows_kernel<uint32_t> : aligned_rows_kernel<uint16_t>;
+    kernel<<<static_cast<unsigned>((vectors + kCopyThreads - 1) / kCopyThreads), kCopyThreads, 0,
+             static_cast<cudaStream_t>(p_.stream)>>>(from, to, rows, heads, static_cast<int>(columns),
+                                                     static_cast<int>(padded), vectors);
+    check_launch(cudaGetLastError(), "aligned_rows", p_);
+  }
+
+  const AttnParams& p_;
+  char* next_;
+};
+
+int64_t query_rows(const AttnParams& p) { return p.is_varlen() ? p.total_q : p.seqlen_q; }
+int64_t key_rows(const AttnParams& p) { return p.is_varlen() ? p.total_k : p.seqlen_k; }
+
+// The call with aligned q, k and v; the copies lie first in the workspace.
+void align_inputs(AttnParams* p, AlignedRows* aligned, bool run) {
+  p->q = (*aligned)(p->q, query_rows(*p), p->heads_q, p->head_dim, run);
+  p->k = (*aligned)(p->k, key_rows(*p), p->heads_k, p->head_dim, run);
+  p->v = (*aligned)(p->v, key_rows(*p), p->heads_k, p->head_dim_v, run);
+}
+
+AttnParams aligned_call(const AttnParams& p, bool run, int64_t* bytes) {
+  AttnParams call = p;
+  AlignedRows aligned(p);
+  align_inputs(&call, &aligned, run);
+  *bytes = aligned.bytes();
+  return call;
+}
+
+// Also out and dout; the workspace of the returned call lies behind the copies.
+AttnGradParams aligned_call(const AttnGradParams& p, bool run, int64_t* bytes) {
+  AttnGradParams call = p;
+  AlignedRows aligned(p);
+  align_inputs(&call, &aligned, run);
+  call.out = aligned(p.out, query_rows(p), p.heads_q, p.head_dim_v, run);
+  call.dout = aligned(p.dout, query_rows(p), p.heads_q, p.head_dim_v, run);
+  call.workspace = aligned.end();
+  *bytes = aligned.bytes();
+  return call;
+}
+
+// --- packed rows that belong to no sequence
+// -----------------------------------------------------------------------------------------------
+
+template <class T>
+__global__ void clear_rows_kernel(const TensorView t, const int32_t* end_of_sequences, int64_t total, int64_t heads,
+                                  int64_t columns, T value) {
+  const int64_t end = *end_of_sequences < 0 ? 0 : *end_of_sequences;
+  for (int64_t row = end + blockIdx.x; row < total; row += gridDim.x) {
+    for (int64_t i = threadIdx.x; i < heads * columns; i += blockDim.x) {
+      row_pointer<T>(t, 0, i / columns, row)[i % columns] = value;
+    }
+  }
+}
+
+template <class T>
+void clear_rows(const AttnParams& p, const TensorView& t, const int32_t* cu_seqlens, int64_t total, int64_t heads,
+                int64_t columns, T value) {
+  if (!p.is_varlen() || total == 0) return;
+  clear_rows_kernel<T>
+      <<<64, 256, 0, static_cast<cudaStream_t>(p.stream)>>>(t, cu_seqlens + p.batch, total, heads, columns, value);
+  check_launch(cudaGetLastError(), "clear_rows", p);
+}
+
+void clear_rows(const AttnParams& p, const TensorView& t, const int32_t* cu_seqlens, int64_t total, int64_t heads,
+                int64_t columns) {
+  element_bytes(p) == 4 ? clear_rows<uint32_t>(p, t, cu_seqlens, total, heads, columns, 0)
+                        : clear_rows<uint16_t>(p, t, cu_seqlens, total, heads, columns, 0);
+}
+
+// --- the backend
+// ------------------------------------------------------------------------------------------------------------------
+
+std::string supports(const AttnParams& p, bool) {
+  if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
+  int device = 0, major = 0, minor = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (major >= 8) return {};
+  return "needs a GPU of compute capability 8.0 or newer, found " + std::to_string(major) + "." +
+         std::to_string(minor) + "; use torch's scaled_dot_product_attention there";
+}
+
+size_t forward_workspace_bytes(const AttnParams& p) {
+  int64_t bytes = 0;
+  aligned_call(p, false, &bytes);
+  return static_cast<size_t>(bytes);
+}
+
+size_t backward_workspace_bytes(const AttnGradParams& p) {
+  int64_t bytes = 0;
+  aligned_call(p, false, &bytes);
+  return static_cast<size_t>(bytes) + kernels_of(p).backward_bytes(p);
+}
+
+void forward(const AttnParams& p) {
+  int64_t bytes = 0;
+  const AttnParams call = aligned_call(p, true, &bytes);
+  // The kernels see padded head dims of q, k and v; the columns beyond are zeros.
+  kernels_of(call).forward(call);
+  clear_rows(p, p.out, p.cu_seqlens_q, p.total_q, p.heads_q, p.head_dim_v);
+  const TensorView lse{p.lse.data, 0, 1, p.lse.head_stride};
+  clear_rows<float>(p, lse, p.cu_seqlens_q, p.total_q, p.heads_q, 1, -INFINITY);
+}
+
+void backward(const AttnGradParams& p) {
+  int64_t bytes = 0;
+  const AttnGradParams call = aligned_call(p, true, &bytes);
+  kernels_of(call).backward(call);
+  clear_rows(p, p.dk, p.cu_seqlens_k, p.total_k, p.heads_k, p.head_dim);
+  clear_rows(p, p.dv, p.cu_seqlens_k, p.total_k, p.heads_k, p.head_dim_v);
+}
+
+__global__ void dropout_mask_kernel(const AttnParams p, bool* mask, int64_t count) {
+  const PhiloxKey key = philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]));
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) {
+    const int64_t j = i % p.seqlen_k, row = i / p.seqlen_k % p.seqlen_q, head = i / p.seqlen_k / p.seqlen_q;
+    mask[i] = dropout_keep(key, p.dropout_threshold, head / p.heads_q, head % p.heads_q, row, j);
+  }
+}
+
+void dropout_mask(const AttnParams& p, bool* mask) {
+  const int64_t count = p.batch * p.heads_q * p.seqlen_q * p.seqlen_k;
+  if (count == 0) return;
+  dropout_mask_kernel<<<1024, 256, 0, static_cast<cudaStream_t>(p.stream)>>>(p, mask, count);
+  check_launch(cudaGetLastError(), "dropout_mask", p);
+}
+
+__global__ void rng_state_kernel(int64_t* state, const RngSource source) {
+  state[0] = source.seed_pointer ? *source.seed_pointer : source.seed;
+  state[1] = source.offset_pointer ? *source.offset_pointer + source.offset : source.offset;
+}
+
+void write_rng_state(int64_t* state, const RngSource& source, void* stream) {
+  rng_state_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(state, source);
+  check_launch(cudaGetLastError(), "rng_state", AttnParams());
+}
+
+}  // namespace
+
+const Backend& cuda_sm80_backend() {
+  static const Backend backend{"cuda-sm80", "cuda",   supports,     forward_workspace_bytes, backward_workspace_bytes,
+                               forward,     backward, dropout_mask, write_rng_state};
+  return backend;
+}
+
+}  // namespace flashattn_ext

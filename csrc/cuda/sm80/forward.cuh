@@ -1,0 +1,276 @@
+// Forward: one thread block computes one tile of queries of one head, walking over the key tiles that it sees, with an
+// online softmax (Dao 2023, "FlashAttention-2", Algorithm 1). K(n - 1) is on its way while V(n) is used, and V(n) while
+// K(n) is.
+#pragma once
+
+#include "../common/keep.cuh"
+#include "../common/launch.cuh"
+#include "../common/rows.cuh"
+#include "../common/tile.cuh"
+#include "tiles.h"
+
+namespace flashattn_ext::sm80 {
+
+template <class T, int kHeadDim, bool kDropout>
+struct Forward {
+  using Core = TensorCore<T>;
+  static constexpr ForwardTile kTile = forward_tile<sizeof(T), kHeadDim>();
+  static constexpr int kThreads = kTile.warps * 32, kM = kTile.queries(), kN = kTile.keys, kRowTiles = kTile.row_tiles;
+  static constexpr int kStride = kTileStride<T, kHeadDim>;
+  static constexpr int kSharedBytes = (kM + 2 * kN) * kStride * static_cast<int>(sizeof(T));
+  static constexpr int kScoreTiles = kN / 8, kOutTiles = kHeadDim / 8, kSteps = kN / Core::kK;
+  static_assert(kSharedBytes <= kSmallShared);
+
+  const AttnParams& p;
+  T *q_tile, *k_tile, *v_tile;
+  int b, h;
+  int64_t query_start;
+  int row0, rows;  // of this tile
+  float scale;
+  float out[kRowTiles][kOutTiles][4], max[kRowTiles][2], sum[kRowTiles][2];  // max in units of log2
+
+  __device__ Forward(const AttnParams& params, T* shared)
+      : p(params), q_tile(shared), k_tile(q_tile + kM * kStride), v_tile(k_tile + kN * kStride) {
+    scale = log2_scale(p.softmax_scale);
+  }
+
+  static __device__ int g() { return threadIdx.x % 32 / 4; }
+  static __device__ int t() { return threadIdx.x % 4; }
+  // First of the 16 rows of tile i of this warp, within the block's tile.
+  static __device__ int tile_row(int i) { return (threadIdx.x / 32 * kRowTiles + i) * 16; }
+
+  // Rows of K or V from `row` on, `from` being the first of the sequence.
+  __device__ void load_keys(T* tile, const T* from, int64_t row_stride, int row, int length, int columns) const {
+    load_tile<T, kN, kHeadDim, kThreads>(tile, from + row * row_stride, row_stride, min(kN, length - row), columns);
+    ptx::cp_async_commit();
+  }
+
+  __device__ void run(int batch, int head, int m, int step) {
+    b = batch;
+    h = head;
+    const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
+    query_start = queries.start;
+    const int length_q = static_cast<int>(queries.length), length_k = static_cast<int>(keys.length);
+    const TileMask mask(p, length_q, length_k);
+    const int64_t hk = h / p.group_size();
+    const T* const k = row_pointer<const T>(p.k, b, hk, keys.start);
+    const T* const v = row_pointer<const T>(p.v, b, hk, keys.start);
+    const int columns = static_cast<int>(p.head_dim), columns_v = static_cast<int>(p.head_dim_v);
+    // A sequence may be longer than the grid was told.
+    for (; m < (length_q + kM - 1) / kM; m += step) {
+      row0 = m * kM;
+      rows = min(kM, length_q - row0);
+      const Limits visible = mask.keys_of(row0, row0 + rows);
+      const int first = visible.begin / kN;
+      const int last = visible.end > visible.begin ? (visible.end - 1) / kN : first - 1;
+      start_softmax();
+      if (last >= first) {
+        load_tile<T, kM, kHeadDim, kThreads>(q_tile, row_pointer<const T>(p.q, b, h, query_start + row0),
+                                             p.q.row_stride, rows, columns);
+        load_keys(k_tile, k, p.k.row_stride, last * kN, length_k, columns);
+      }
+      for (int n = last; n >= first; --n) {
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+        load_keys(v_tile, v, p.v.row_stride, n * kN, length_k, columns_v);
+        float scores[kRowTiles][kScoreTiles][4];
+        score_product(scores);
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+        if (n > first) load_keys(k_tile, k, p.k.row_stride, (n - 1) * kN, length_k, columns);
+        if (p.softmax_scale < 0) negate(scores);
+        if (!mask.sees_all(row0, row0 + rows, n * kN, n * kN + kN)) apply_mask(scores, mask, n * kN);
+        typename Core::A weights[kRowTiles][kSteps];
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+          softmax(i, scores[i]);
+          if (kDropout) Dropout(p, b).drop(scores[i], h, row0 + tile_row(i), n * kN);
+#pragma unroll
+          for (int step = 0; step < kSteps; ++step) weights[i][step] = Core::from_accumulators(scores[i], step);
+        }
+        value_product(weights);
+      }
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      finish(columns_v);
+      __syncthreads();
+    }
+  }
+
+  __device__ void start_softmax() {
+    const float sink = p.sink ? static_cast<const float*>(p.sink)[h] : 0.f;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int n = 0; n < kOutTiles; ++n) {
+        for (int e = 0; e < 4; ++e) out[i][n][e] = 0;
+      }
+      for (int r = 0; r < 2; ++r) {
+        max[i][r] = p.has_sink ? sink * kLog2E : -infinity();
+        sum[i][r] = p.has_sink && t() == 0 && sink > -infinity() ? 1.f : 0.f;
+      }
+    }
+  }
+
+  // S = Q K^T
+  __device__ void score_product(float (&scores)[kRowTiles][kScoreTiles][4]) const {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int n = 0; n < kScoreTiles; ++n) {
+        for (int e = 0; e < 4; ++e) scores[i][n][e] = 0;
+      }
+    }
+#pragma unroll
+    for (int d = 0; d < kHeadDim; d += Core::kK) {
+      typename Core::A a[kRowTiles];
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) a[i] = Core::load_a(q_tile, kStride, tile_row(i), d);
+#pragma unroll
+      for (int n = 0; n < kScoreTiles; n += 2) {
+        typename Core::B pair[2];
+        Core::load_b(pair, k_tile, kStride, n * 8, d);
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+          Core::mma(scores[i][n], a[i], pair[0]);
+          Core::mma(scores[i][n + 1], a[i], pair[1]);
+        }
+      }
+    }
+  }
+
+  __device__ static void negate(float (&scores)[kRowTiles][kScoreTiles][4]) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int n = 0; n < kScoreTiles; ++n) {
+        for (int e = 0; e < 4; ++e) scores[i][n][e] = -scores[i][n][e];
+      }
+    }
+  }
+
+  __device__ void apply_mask(float (&scores)[kRowTiles][kScoreTiles][4], const TileMask& mask, int key0) const {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = row0 + tile_row(i) + g() + 8 * r;
+        const Limits limits = mask.keys_of(row, row + 1);
+        const int from = limits.begin - key0 - 2 * t(), to = limits.end - key0 - 2 * t();
+#pragma unroll
+        for (int n = 0; n < kScoreTiles; ++n) {
+#pragma unroll
+          for (int odd = 0; odd < 2; ++odd) {
+            const int key = n * 8 + odd;
+            if (key < from || key >= to) scores[i][n][2 * r + odd] = -infinity();
+          }
+        }
+      }
+    }
+  }
+
+  // Scores of row tile i become exp(score - max); what was accumulated under a smaller maximum is scaled down.
+  __device__ void softmax(int i, float (&scores)[kScoreTiles][4]) {
+    float shrink[2], offset[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float largest = scores[0][2 * r];
+#pragma unroll
+      for (int n = 0; n < kScoreTiles; ++n) largest = fmaxf(largest, fmaxf(scores[n][2 * r], scores[n][2 * r + 1]));
+      const float before = max[i][r];
+      max[i][r] = fmaxf(before, quad_max(largest) * scale);
+      offset[r] = max[i][r] == -infinity() ? 0.f : max[i][r];  // nothing visible so far
+      shrink[r] = ptx::ex2(before - offset[r]);
+    }
+    if (__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) {
+#pragma unroll
+      for (int n = 0; n < kOutTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[i][n][e] *= shrink[e / 2];
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float part = 0;
+#pragma unroll
+      for (int n = 0; n < kScoreTiles; ++n) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          float& x = scores[n][2 * r + odd];
+          x = ptx::ex2(fmaf(x, scale, -offset[r]));
+          part += x;
+        }
+      }
+      sum[i][r] = sum[i][r] * shrink[r] + part;
+    }
+  }
+
+  // out += P V
+  __device__ void value_product(const typename Core::A (&weights)[kRowTiles][kSteps]) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int n = 0; n < kOutTiles; n += 2) {
+        typename Core::B pair[2];
+        Core::load_b_transposed(pair, v_tile, kStride, step * Core::kK, n * 8);
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+          Core::mma(out[i][n], weights[i][step], pair[0]);
+          Core::mma(out[i][n + 1], weights[i][step], pair[1]);
+        }
+      }
+    }
+  }
+
+  __device__ void finish(int columns) {
+    const float keep = static_cast<float>(1.0 / keep_probability(p.dropout_threshold));
+    T* tile = q_tile;  // every warp reads and writes its own rows of it alone
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float total = quad_sum(sum[i][r]);
+        const bool empty = total == 0;
+        const float factor = keep / total;
+        const int row = tile_row(i) + g() + 8 * r;
+        if (t() == 0 && row < rows) {
+          const float largest = max[i][r] == -infinity() ? 0.f : max[i][r];
+          *row_statistic(p.lse, b, h, query_start + row0 + row) = empty ? -infinity() : (largest + log2f(total)) * kLn2;
+        }
+#pragma unroll
+        for (int n = 0; n < kOutTiles; ++n) {
+          const float x = empty ? 0.f : out[i][n][2 * r] * factor, y = empty ? 0.f : out[i][n][2 * r + 1] * factor;
+          Core::store_pair(tile + row * kStride + n * 8 + 2 * t(), x, y);
+        }
+      }
+    }
+    __syncthreads();
+    store_tile<T, kM, kHeadDim, kThreads>(row_pointer<T>(p.out, b, h, query_start + row0), p.out.row_stride, tile, rows,
+                                          columns);
+  }
+};
+
+template <class T, int kHeadDim, bool kDropout>
+__global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads)
+    forward_kernel(const __grid_constant__ AttnParams p, int blocks) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  Forward<T, kHeadDim, kDropout> tile(p, reinterpret_cast<T*>(shared));
+  // The longest tiles of a causal head start first.
+  const int head = blockIdx.x / blocks, heads = static_cast<int>(p.heads_q);
+  tile.run(head / heads, head % heads, blocks - 1 - static_cast<int>(blockIdx.x % blocks), blocks);
+}
+
+template <class T, int kHeadDim, bool kDropout>
+void launch_forward(const AttnParams& p) {
+  using Kernel = Forward<T, kHeadDim, kDropout>;
+  const int64_t blocks = tiles(p.seqlen_q, Kernel::kM);
+  launch(forward_kernel<T, kHeadDim, kDropout>, "forward", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
+         Kernel::kSharedBytes, static_cast<int>(blocks));
+}
+
+template <class T, int kHeadDim>
+void forward(const AttnParams& p) {
+  p.has_dropout() ? launch_forward<T, kHeadDim, true>(p) : launch_forward<T, kHeadDim, false>(p);
+}
+
+}  // namespace flashattn_ext::sm80

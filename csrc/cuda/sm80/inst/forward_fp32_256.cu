@@ -1,0 +1,3 @@
+#include "../forward.cuh"
+
+template void flashattn_ext::sm80::forward<float, 256>(const flashattn_ext::AttnParams&);

@@ -1,0 +1,20 @@
+// The entry points of the sm_80 kernels: instantiated in inst/, one class of head dims in each file, and called by
+// dispatch.cu.
+#pragma once
+
+#include <cstddef>
+
+#include "../../params.h"
+
+namespace flashattn_ext::sm80 {
+
+// kHeadDim: 64, 96, 128, 144, 192 or 256, at least head_dim and head_dim_v. Every row of q, k, v, out and dout is
+// 16-byte aligned and a multiple of 16 bytes long, except that rows of `out` of the forward may lie anywhere.
+template <class T, int kHeadDim>
+void forward(const AttnParams& p);
+template <class T, int kHeadDim>
+size_t backward_bytes(const AttnGradParams& p);
+template <class T, int kHeadDim>
+void backward(const AttnGradParams& p);
+
+}  // namespace flashattn_ext::sm80

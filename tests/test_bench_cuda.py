@@ -1,0 +1,288 @@
+"""`bench cuda` without a GPU: its rows, numbers and tables, and the whole path on the CPU with a stand-in for the clock
+and the memory counter of the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+
+from flashattn_ext.cli import bench_cuda
+from flashattn_ext.cli.bench_cuda import FA2, FLASH_ATTN, MATH, OURS, PEERS, SETS, Case
+from flashattn_ext.cli.console import CommandError
+from flashattn_ext.cli.main import main
+from flashattn_ext.cli.timing import Timing
+
+TINY = Case(2, 4, 4, 64, 16, True, "fp32", set="tiny")
+MACHINE = {"machine": "a GPU", "torch": "2", "cuda": "12", "cudnn": 9}
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What needs CUDA, on the CPU."""
+
+    def burst_ms(call: Callable[[], object], launches: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(launches):
+            call()
+        return (time.perf_counter() - begin) * 1e3
+
+    def peak_extra_bytes(call: Callable[[], object]) -> int:
+        call()
+        return 3 << 20
+
+    monkeypatch.setattr(bench_cuda, "DEVICE", "cpu")
+    monkeypatch.setattr(bench_cuda, "MAX_LAUNCHES", 1)
+    monkeypatch.setattr(bench_cuda, "burst_ms", burst_ms)
+    monkeypatch.setattr(bench_cuda, "peak_extra_bytes", peak_extra_bytes)
+    monkeypatch.setattr(bench_cuda, "check_cuda", lambda backend: "cuda-none")
+    monkeypatch.setattr(bench_cuda, "_machine", lambda: MACHINE)
+
+
+def a_row(**ms: float) -> dict:
+    timings = {name: Timing(value / 1e3, value / 2e3, value / 1e3, 3) for name, value in ms.items()}
+    memory = {name: 1 << 20 for name in ms}
+    return bench_cuda.row(TINY, [OURS, FA2, MATH], timings, memory, {OURS: 0.5}, {MATH: "RuntimeError: no"})
+
+
+# What is asked for
+
+
+def test_sets() -> None:
+    sizes = {name: len(rows) for name, rows in SETS.items()}
+    assert sizes == {"fa_paper": 36, "align": 3, "dropout": 2, "gqa": 1, "fp32": 4, "short": 2}
+    assert all(case.B * case.S == 16384 and case.Hq * case.D == 2048 for case in SETS["fa_paper"])
+    assert len(set(SETS["fa_paper"])) == 36
+    assert SETS["gqa"][0].shape == "2x32:8x8192x128"
+    assert SETS["dropout"][0].mask == "causal p=0.1"
+
+
+def test_cases_of_sets_and_passes() -> None:
+    assert len(bench_cuda.cases(None, "both")) == 2 * sum(map(len, SETS.values()))
+    chosen = bench_cuda.cases(["gqa", "align"], "backward")
+    assert [case.set for case in chosen] == ["align"] * 3 + ["gqa"]
+    assert all(case.backward for case in chosen)
+    with pytest.raises(CommandError, match="'none'; accepted are fa_paper, align"):
+        bench_cuda.cases(["none"], "both")
+
+
+@pytest.mark.parametrize(
+    ("causal", "backward", "flop"), [(False, False, 4e9), (True, False, 2e9), (False, True, 1e10), (True, True, 5e9)]
+)
+def test_flop(causal: bool, backward: bool, flop: float) -> None:
+    assert Case(10, 10, 5, 1000, 10, causal, "bf16", backward=backward).flop == flop
+
+
+def test_contestants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_cuda, "_flash_attn_func", lambda: None)
+    assert bench_cuda.contestants(None) == [OURS, "fa2", "cudnn", "efficient", "math"]
+    assert bench_cuda.contestants("math, fa2") == [OURS, "fa2", "math"]
+    with pytest.raises(CommandError, match="'fa9'; accepted are fa2, cudnn"):
+        bench_cuda.contestants("fa9")
+    with pytest.raises(CommandError, match="flash_attn cannot be imported"):
+        bench_cuda.contestants(FLASH_ATTN)
+    monkeypatch.setattr(bench_cuda, "_flash_attn_func", lambda: max)
+    assert bench_cuda.contestants(None) == [OURS, *PEERS]
+
+
+def test_math_is_skipped_where_scores_are_large() -> None:
+    by_length = {case.S: case for case in SETS["fa_paper"] if case.D == 64 and not case.causal}
+    assert bench_cuda.skip_reason(by_length[8192], MATH) == ""  # exactly at the limit
+    assert "16 GiB" in bench_cuda.skip_reason(by_length[16384], MATH)
+    assert bench_cuda.skip_reason(by_length[16384], FA2) == ""
+
+
+# Measuring
+
+
+@pytest.mark.parametrize(("ms", "launches"), [(0.0, 20), (0.01, 20), (1.0, 5), (2.4, 3), (80.0, 1)])
+def test_launches(ms: float, launches: int) -> None:
+    assert bench_cuda.launches_for(ms) == launches
+
+
+def test_bursts_take_turns_and_a_failure_drops_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(bench_cuda, "burst_ms", lambda call, launches: call() or 10.0)
+
+    def call(name: str) -> None:
+        order.append(name)
+        if name == "b" and order.count("b") == 3:
+            raise torch.OutOfMemoryError("no memory left\nmore")
+
+    failures: dict[str, str] = {}
+    timings = bench_cuda.time_events({name: lambda name=name: call(name) for name in "abc"}, 3, failures)
+    assert "".join(order) == "abc" + "abc" + "bca" + "ca"
+    assert failures == {"b": "OutOfMemoryError: no memory left"}
+    assert timings == {name: Timing(0.01, 0.01, 0.01, 3) for name in "ac"}
+    assert bench_cuda.time_events({}, 3, failures) == {}
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [TINY, Case(2, 6, 2, 48, 16, True, "fp32"), Case(1, 3, 3, 40, 16, False, "fp32", 0.2)],
+    ids=["plain", "gqa", "dropout"],
+)
+def test_a_row_measured_on_the_cpu(on_cpu: None, case: Case, backward: bool) -> None:
+    case = Case(**{**vars(case), "backward": backward})
+    names = [OURS, MATH, "cudnn"]
+    row = bench_cuda.measure_case(case, names, quick=False)
+    assert list(row["failures"]) == ["cudnn"]  # never on the CPU
+    assert row["ms"]["cudnn"] is row["tflops"]["cudnn"] is row["spread"]["cudnn"] is row["max_error"]["cudnn"] is None
+    assert row["ratio_best"] == pytest.approx(row["ms"][MATH] / row["ms"][OURS])
+    assert row["ratio_fa2"] is None
+    assert row["peak_extra_bytes"][OURS] == 3 << 20
+    assert 0 < row["max_error"][OURS] < 1e-5  # with dropout: the mask is the one of the reference
+    assert case.dropout or 0 < row["max_error"][MATH] < 1e-5
+    assert not case.dropout or row["max_error"][MATH] is None
+
+
+def test_quick_leaves_accuracy_out(on_cpu: None) -> None:
+    row = bench_cuda.measure_case(TINY, [OURS], quick=True)
+    assert row["max_error"] == {OURS: None}
+    assert row["ratio_best"] is None and row["ms"][OURS] > 0
+
+
+def test_ours_failing_leaves_the_peers(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_arguments: object) -> None:
+        raise NotImplementedError("backend 'cuda-none': not yet")
+
+    monkeypatch.setattr(bench_cuda, "_ours", fails)
+    row = bench_cuda.measure_case(TINY, [OURS, FA2], quick=False)
+    assert row["ms"][OURS] is None and row["ms"][FA2] > 0 and row["ratio_best"] is None
+    assert row["max_error"][FA2] > 0
+    assert bench_cuda.notes([row]) == [
+        "tiny 2x4x64x16 fp32 causal forward: ours: NotImplementedError: backend 'cuda-none': not yet"
+    ]
+
+
+def test_compared_heads_fit_and_keep_groups_whole() -> None:
+    assert bench_cuda.compared_heads(TINY) == (2, 2)
+    assert bench_cuda.compared_heads(Case(1, 1, 1, 64, 16, True, "fp32")) == (1, 1)
+    assert bench_cuda.compared_heads(Case(1, 8, 8, 16384, 64, True, "bf16")) == (1, 1)
+    assert bench_cuda.compared_heads(SETS["gqa"][0]) == (4, 1)
+
+
+def test_largest_error() -> None:
+    a, b = [torch.tensor([1.0, 2.0]), torch.tensor([0.0])], [torch.tensor([1.5, 2.0]), torch.tensor([-3.0])]
+    assert bench_cuda.largest_error(a, b) == 3.0
+    assert math.isnan(bench_cuda.largest_error([torch.tensor([math.nan, 1.0])], [torch.zeros(2)]))
+
+
+def test_fp32_products_are_exact_meanwhile() -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with bench_cuda._exact_fp32_products():
+            assert torch.get_float32_matmul_precision() == "highest"
+        assert torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+# Results
+
+
+def test_row_has_ratios_to_the_best_peer_and_to_fa2() -> None:
+    row = a_row(ours=2.0, fa2=3.0, math=1.0)
+    assert row["ratio_best"] == 0.5 and row["ratio_fa2"] == 1.5
+    assert row["tflops"][OURS] == pytest.approx(TINY.flop / 2e-3 / 1e12)
+    assert row["spread"][OURS] == pytest.approx(0.5)
+    assert json.loads(json.dumps(row)) == row
+
+
+def test_tables() -> None:
+    rows, names = [a_row(ours=2.0, fa2=3.0)], [OURS, FA2, MATH]
+    about = ["tiny", "2x4x64x16", "fp32", "causal", "forward"]
+    assert bench_cuda.speed_cells(rows, names) == [
+        [*about, "2.000 / 0.0", "3.000 / 0.0", "-", "1.50x", "1.50x", "50%"],
+    ]
+    assert bench_cuda.memory_cells(rows, names) == [[*about, "1.0 / 5.0e-01", "1.0 / -", "-"]]
+    nothing = a_row()
+    assert bench_cuda.speed_cells([nothing], names)[0][5:] == ["-"] * 6
+    assert bench_cuda.markdown_table("title", "ab", ["cd"]) == "title\n\n| a | b |\n| --- | --- |\n| c | d |\n"
+
+
+# The command
+
+
+@pytest.mark.parametrize("markdown", [False, True])
+def test_command(
+    on_cpu: None,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    markdown: bool,
+) -> None:
+    monkeypatch.setitem(SETS, "tiny", [TINY])
+    path = tmp_path / "bench.json"
+    options = ["--set", "tiny", "--peers", "fa2,cudnn", "--json", str(path), *(["--markdown"] if markdown else [])]
+    assert main(["bench", "cuda", *options]) == 0
+    results = json.loads(path.read_text())
+    assert results["contestants"] == [OURS, FA2, "cudnn"] and results["backend"] == "cuda-none"
+    assert [row["backward"] for row in results["rows"]] == [False, True]
+    out = capsys.readouterr().out
+    assert out.count("2x4x64x16") == 4  # two rows in each of two tables
+    assert out.count("\n| tiny | ") == (4 if markdown else 0)
+    assert "a GPU" in out and "…" not in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["cuda", "--set", "none"], "--set got 'none'; accepted are fa_paper"),
+        (["cuda", "--peers", "none"], "--peers got 'none'; accepted are fa2"),
+        (["cpu", "--pass", "forward"], "--pass is an option of bench cuda, not of cpu"),
+    ],
+)
+def test_bad_options_get_one_line(capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+    assert main(["bench", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"flashattn-ext bench: {message}") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("present", "backends", "backend", "message"),
+    [
+        (False, ["cpu"], None, "needs a CUDA device"),
+        (True, ["cpu"], None, "this build has only the backends cpu; rebuild"),
+        (True, ["cpu", "cuda-a", "cuda-b"], "cpu", "--backend got 'cpu'; accepted are cuda-a, cuda-b"),
+        (True, ["cpu", "cuda-a", "cuda-b"], "cuda-b", None),
+        (True, ["cpu", "cuda-a", "cuda-b"], None, None),
+    ],
+)
+def test_device_and_build_are_checked(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    present: bool,
+    backends: list[str],
+    backend: str | None,
+    message: str | None,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: present)
+    monkeypatch.setattr("flashattn_ext.build_info", lambda: {"backends": backends})
+    if message is None:
+        assert bench_cuda.check_cuda(backend) == (backend or "cuda-a")
+        return
+    assert main(["bench", "cuda", *(["--backend", backend] if backend else [])]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_reported_keeps_interrupts() -> None:
+    failures: dict[str, str] = {}
+    with contextlib.suppress(KeyboardInterrupt), bench_cuda._reported("a", failures):
+        raise KeyboardInterrupt
+    assert not failures
+    with bench_cuda._reported("a", failures):
+        raise ValueError
+    assert failures == {"a": "ValueError: "}

@@ -1,0 +1,42 @@
+#!/usr/bin/env bash
+# Everything that wants a GPU, in one go: build, tests, sanitizers, benchmark. For a machine with a CUDA torch and nvcc.
+#
+#   tools/gpu_check.sh [OUTPUT_FOLDER] [build] [test] [sanitize] [bench]     without a step: all of them
+#
+# The tests run in parallel where pytest-xdist is there. BENCH_ARGS go to `bench cuda`.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+OUT=${1:-build/gpu_check}
+shift || true
+STEPS=${*:-build test sanitize bench}
+PYTHON=${PYTHON:-python3}
+export PYTHONPATH=$PWD
+mkdir -p "$OUT"
+failed=0
+
+step() { [[ " $STEPS " == *" $1 "* ]]; }
+check() { # name, command...: the log's end, and the verdict
+  local name=$1
+  shift
+  "$@" >"$OUT/$name.log" 2>&1 || { failed=1 && echo "FAILED: $name"; }
+  tail -n "${TAIL:-6}" "$OUT/$name.log"
+}
+
+if step build; then
+  TAIL=1 check build bash -c "time FLASHATTN_EXT_CUDA=1 $PYTHON setup.py build_ext --inplace"
+fi
+if step test; then
+  parallel=$($PYTHON -c 'import xdist' 2>/dev/null && echo "-n 10")
+  # shellcheck disable=SC2086
+  TAIL=12 check test env OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive "$PYTHON" -m pytest -q $parallel tests --device cuda
+fi
+if step sanitize; then
+  for tool in memcheck racecheck initcheck synccheck; do
+    TAIL=2 check "$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 "$PYTHON" tools/sanitizer_calls.py
+  done
+fi
+if step bench; then
+  # shellcheck disable=SC2086
+  TAIL=80 check bench "$PYTHON" -m flashattn_ext bench cuda --markdown --json "$OUT/bench.json" ${BENCH_ARGS:-}
+fi
+exit $failed

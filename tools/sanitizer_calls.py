@@ -1,0 +1,44 @@
+"""Calls that together run every CUDA kernel once, also with cu_seqlens that lie: for compute-sanitizer."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+
+import flashattn_ext
+
+HEAD_DIMS = (40, 64, 96, 128, 129, 192, 256)
+LYING_STARTS = ([0, 30, 70], [0, 500, -7], [-3, 40, 1000], [70, 30, 2], [2**31 - 1, -(2**31), 5])
+
+
+def leaves(dtype: torch.dtype, head_dim: int, *shape: int) -> list[torch.Tensor]:
+    """q with 4 heads and k, v with 2; `shape` is all before the heads."""
+    sizes = [(*shape, heads, head_dim) for heads in (4, 2, 2)]
+    return [torch.randn(size, device="cuda", dtype=dtype, requires_grad=True) for size in sizes]
+
+
+def main() -> None:
+    calls = 0
+    for dtype, head_dim in itertools.product((torch.float16, torch.bfloat16, torch.float32), HEAD_DIMS):
+        for dropout_p, deterministic in itertools.product((0.0, 0.3), (False, True)):
+            q, k, v = leaves(dtype, head_dim, 1, 150)
+            sink = torch.randn(4, device="cuda", requires_grad=True)
+            out = flashattn_ext.forward(
+                q[:, :70], k, v, causal=True, dropout_p=dropout_p, sink=sink, deterministic=deterministic
+            )
+            torch.autograd.grad(out.float().sum(), (q, k, v, sink))
+            calls += 1
+        for starts in LYING_STARTS:
+            q, k, v = leaves(dtype, head_dim, 70)
+            cu = torch.tensor(starts, dtype=torch.int32, device="cuda")
+            out, lse = flashattn_ext.varlen_forward(q, k, v, cu, cu, 20, 20, return_lse=True, window_size=(20, 5))
+            torch.autograd.grad(out.float().sum() + lse.sum(), (q, k, v))
+            calls += 1
+    flashattn_ext.dropout_mask(2, 3, 17, 19, 0.3, 1, "cuda")
+    torch.cuda.synchronize()
+    print(f"{calls} calls")
+
+
+if __name__ == "__main__":
+    main()
