@@ -14,8 +14,8 @@
 #include <tuple>
 
 #if defined(FLASHATTN_EXT_CUDA)
-#include <c10/cuda/CUDAStream.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
+#include <c10/cuda/CUDAStream.h>
 #endif
 
 #include "backend.h"
