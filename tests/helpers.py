@@ -227,10 +227,11 @@ class Error:
     floor: float
 
     @classmethod
-    def of(cls, name: str, got: Tensor, ref: Tensor, plain: Tensor) -> Error:
+    def of(cls, name: str, got: Tensor, ref: Tensor, plain: Tensor, dtype: torch.dtype | None = None) -> Error:
+        """dtype: that of the computation, where `got` has another (the gradient of an fp64 sink in an fp32 call)."""
         assert got.shape == ref.shape, f"{name}: shape {tuple(got.shape)}, expected {tuple(ref.shape)}"
         assert torch.isfinite(got).all(), f"{name} is not finite"
-        floor = 1e-10 * (1 + max_abs(ref)) if got.dtype == torch.float64 else 1e-5
+        floor = 1e-10 * (1 + max_abs(ref)) if (dtype or got.dtype) == torch.float64 else 1e-5
         return cls(max_abs(got.double() - ref), max_abs(plain.double() - ref), floor)
 
     @property
@@ -265,7 +266,8 @@ def measure(case: Case, device: str) -> dict[str, Error]:
     for name, grad in got.grads.items():
         leaf = inputs.leaves()[name]
         assert grad.dtype == leaf.dtype, f"d{name}: dtype {grad.dtype}, expected {leaf.dtype}"
-        errors[f"d{name}"] = Error.of(f"d{name}", grad, ref.grads[name], plain.grads[name].to(leaf.dtype))
+        plain_grad = plain.grads[name].to(leaf.dtype)
+        errors[f"d{name}"] = Error.of(f"d{name}", grad, ref.grads[name], plain_grad, case.dtype)
     for name, t in inputs.leaves().items():
         assert torch.equal(t, before[name]), f"{name} was changed by the call"
     return errors

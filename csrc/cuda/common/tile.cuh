@@ -28,18 +28,17 @@ __device__ __forceinline__ void load_tile(T* tile, const T* from, int64_t row_st
   constexpr int kStep = kThreads / kRowThreads;
   static_assert(kVectors % kRowThreads == 0);
   const int thread = threadIdx.x;
-  if (thread >= kRowThreads * kStep) return;
+  if (kThreads % kRowThreads != 0 && thread >= kRowThreads * kStep) return;
 #pragma unroll
-  for (int column = thread % kRowThreads * kElements; column < kColumns; column += kRowThreads * kElements) {
-    int row = thread / kRowThreads;
-    const bool inside = column < columns;
-    const T* source = from + row * row_stride + column;
-    T* target = tile + row * kTileStride<T, kColumns> + column;
+  for (int group = 0; group < kVectors / kRowThreads; ++group) {
+    const int column = (thread % kRowThreads + group * kRowThreads) * kElements;
+    int left = column < columns ? rows - thread / kRowThreads : 0;  // rows from this one on
+    const T* source = from + thread / kRowThreads * row_stride + column;
+    T* target = tile + thread / kRowThreads * kTileStride<T, kColumns> + column;
 #pragma unroll
     for (int i = 0; i < (kRows + kStep - 1) / kStep; ++i) {
-      const bool valid = inside && row < rows;
-      if (kRows % kStep == 0 || row < kRows) ptx::cp_async(target, valid ? source : from, valid);
-      row += kStep;
+      if (kRows % kStep == 0 || thread / kRowThreads + i * kStep < kRows) ptx::cp_async(target, source, left > 0);
+      left -= kStep;
       source += kStep * row_stride;
       target += kStep * kTileStride<T, kColumns>;
     }

@@ -21,7 +21,7 @@ __device__ __forceinline__ void ldmatrix_transposed(uint32_t (&r)[4], const void
                : "r"(shared_address(row)));
 }
 
-// 16 bytes, asynchronously; zeros when not valid (`from` must be an address of the tensor all the same).
+// 16 bytes, asynchronously; zeros when not valid: then `from` is not read.
 __device__ __forceinline__ void cp_async(void* to, const void* from, bool valid) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
