@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,6 +44,12 @@ def present_devices() -> list[str]:
     if importlib.util.find_spec("torch_npu") and "ascend" in str(flashattn_ext.build_info()["backends"]):
         devices.append("npu")
     return devices
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The file of what only a GPU can show, where there is none."""
+    devices = config.getoption("--device") or present_devices()
+    return True if collection_path.name == "test_cuda.py" and "cuda" not in devices else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -113,30 +113,24 @@ AttnGradParams aligned_call(const AttnGradParams& p, bool run, int64_t* bytes) {
 // --- packed rows that belong to no sequence
 // -----------------------------------------------------------------------------------------------
 
-template <class T>
-__global__ void clear_rows_kernel(const TensorView t, const int32_t* end_of_sequences, int64_t total, int64_t heads,
-                                  int64_t columns, T value) {
-  const int64_t end = *end_of_sequences < 0 ? 0 : *end_of_sequences;
-  for (int64_t row = end + blockIdx.x; row < total; row += gridDim.x) {
-    for (int64_t i = threadIdx.x; i < heads * columns; i += blockDim.x) {
-      row_pointer<T>(t, 0, i / columns, row)[i % columns] = value;
-    }
-  }
-}
-
-template <class T>
-void clear_rows(const AttnParams& p, const TensorView& t, const int32_t* cu_seqlens, int64_t total, int64_t heads,
-                int64_t columns, T value) {
+// Only the device knows which rows those are: behind the last sequence, and anywhere when cu_seqlens lies. They get
+// what a row that sees nothing gets, in tensors that are contiguous because this package allocated them.
+void clear_packed(const AttnParams& p, const TensorView& t, int64_t total, int64_t heads, int64_t columns) {
   if (!p.is_varlen() || total == 0) return;
-  clear_rows_kernel<T>
-      <<<64, 256, 0, static_cast<cudaStream_t>(p.stream)>>>(t, cu_seqlens + p.batch, total, heads, columns, value);
-  check_launch(cudaGetLastError(), "clear_rows", p);
+  const size_t bytes = static_cast<size_t>(total * heads * columns * element_bytes(p));
+  check_launch(cudaMemsetAsync(t.data, 0, bytes, static_cast<cudaStream_t>(p.stream)), "memset", p);
 }
 
-void clear_rows(const AttnParams& p, const TensorView& t, const int32_t* cu_seqlens, int64_t total, int64_t heads,
-                int64_t columns) {
-  element_bytes(p) == 4 ? clear_rows<uint32_t>(p, t, cu_seqlens, total, heads, columns, 0)
-                        : clear_rows<uint16_t>(p, t, cu_seqlens, total, heads, columns, 0);
+__global__ void clear_lse_kernel(float* lse, int64_t count) {
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += step) lse[i] = -infinity();
+}
+
+void clear_packed_lse(const AttnParams& p) {
+  const int64_t count = p.heads_q * p.total_q;
+  if (!p.is_varlen() || count == 0) return;
+  clear_lse_kernel<<<256, 256, 0, static_cast<cudaStream_t>(p.stream)>>>(static_cast<float*>(p.lse.data), count);
+  check_launch(cudaGetLastError(), "clear_lse", p);
 }
 
 // --- the backend
@@ -168,19 +162,18 @@ size_t backward_workspace_bytes(const AttnGradParams& p) {
 void forward(const AttnParams& p) {
   int64_t bytes = 0;
   const AttnParams call = aligned_call(p, true, &bytes);
+  clear_packed(p, p.out, p.total_q, p.heads_q, p.head_dim_v);
+  clear_packed_lse(p);
   // The kernels see padded head dims of q, k and v; the columns beyond are zeros.
   kernels_of(call).forward(call);
-  clear_rows(p, p.out, p.cu_seqlens_q, p.total_q, p.heads_q, p.head_dim_v);
-  const TensorView lse{p.lse.data, 0, 1, p.lse.head_stride};
-  clear_rows<float>(p, lse, p.cu_seqlens_q, p.total_q, p.heads_q, 1, -INFINITY);
 }
 
 void backward(const AttnGradParams& p) {
   int64_t bytes = 0;
   const AttnGradParams call = aligned_call(p, true, &bytes);
+  clear_packed(p, p.dk, p.total_k, p.heads_k, p.head_dim);
+  clear_packed(p, p.dv, p.total_k, p.heads_k, p.head_dim_v);
   kernels_of(call).backward(call);
-  clear_rows(p, p.dk, p.cu_seqlens_k, p.total_k, p.heads_k, p.head_dim);
-  clear_rows(p, p.dv, p.cu_seqlens_k, p.total_k, p.heads_k, p.head_dim_v);
 }
 
 __global__ void dropout_mask_kernel(const AttnParams p, bool* mask, int64_t count) {

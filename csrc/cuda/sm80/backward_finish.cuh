@@ -37,8 +37,8 @@ static __global__ void __launch_bounds__(kSinkThreads)
   double sum = 0;
   for (int64_t i = threadIdx.x; sink > -infinity() && i < shared.rows; i += kSinkThreads) {
     const int64_t b = p.is_varlen() ? 0 : i / p.seqlen_q, row = p.is_varlen() ? i : i % p.seqlen_q;
-    if (p.is_varlen() && row >= p.cu_seqlens_q[p.batch]) continue;  // rows of no sequence
     const float lse = *row_statistic(p.lse, b, h, row);
+    if (lse == -infinity()) continue;  // a packed row of no sequence
     sum -= static_cast<double>(expf(sink - lse)) * shared.delta[h * shared.rows + i];
   }
   part[threadIdx.x] = sum;

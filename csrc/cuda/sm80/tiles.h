@@ -16,7 +16,8 @@ struct ForwardTile {
 template <int kBytes, int kHeadDim>
 constexpr ForwardTile forward_tile() {
   if (kBytes == 4) {
-    if (kHeadDim <= 64) return {4, 1, 64};
+    if (kHeadDim <= 64) return {4, 2, 64};
+    if (kHeadDim <= 128) return {4, 2, 32};
     if (kHeadDim <= 192) return {4, 1, 32};
     return {2, 1, 32};
   }
@@ -38,7 +39,7 @@ struct BackwardTile {
 template <int kBytes, int kHeadDim, bool kLarge>
 constexpr BackwardTile backward_tile() {
   if (kBytes == 4) {
-    if (kHeadDim <= 64) return {4, 1, 32, 1, 2};
+    if (kHeadDim <= 64) return kLarge ? BackwardTile{4, 2, 16, 1, 2} : BackwardTile{4, 1, 32, 1, 2};
     if (kHeadDim <= 96) return {3, 1, 16, 1, 2};
     if (kHeadDim <= 128) return {kLarge ? 4 : 2, 1, 16, 1, 2};
     if (kHeadDim <= 144) return {3, 1, 16, 1, kLarge ? 2 : 1};
@@ -49,7 +50,7 @@ constexpr BackwardTile backward_tile() {
   if (kHeadDim <= 128) return kLarge ? BackwardTile{8, 1, 64, 1, 2} : BackwardTile{4, 1, 32, 1, 2};
   if (kHeadDim <= 144) return {kLarge ? 6 : 3, 1, 32, 1, 2};
   if (kHeadDim <= 192) return kLarge ? BackwardTile{4, 1, 32, 2, 2} : BackwardTile{2, 1, 16, 2, 2};
-  return kLarge ? BackwardTile{4, 1, 32, 2, 1} : BackwardTile{2, 1, 16, 2, 2};
+  return kLarge ? BackwardTile{8, 1, 32, 2, 1} : BackwardTile{2, 1, 16, 2, 2};
 }
 
 constexpr int kSmallShared = 99 * 1024, kLargeShared = 227 * 1024;

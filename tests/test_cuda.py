@@ -1,0 +1,109 @@
+"""What only a GPU can show: streams, graphs, no waiting, sizes beyond 32-bit offsets and grid limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers import assert_same_bits
+
+import flashattn_ext
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@pytest.fixture
+def no_waiting() -> Iterator[None]:
+    """Any call that waits for the device raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def leaves(*shape: int, dtype: torch.dtype = torch.float16) -> list[torch.Tensor]:
+    return [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_never_waits_for_the_device(dtype: torch.dtype, no_waiting: None) -> None:
+    q, k, v = leaves(2, 100, 4, 65, dtype=dtype)
+    sink = torch.randn(4, device="cuda", requires_grad=True)
+    for deterministic in (False, True):
+        out = flashattn_ext.forward(q, k, v, causal=True, dropout_p=0.1, sink=sink, deterministic=deterministic)
+        torch.autograd.grad(out, (q, k, v, sink), torch.ones_like(out))
+    starts = torch.zeros(3, dtype=torch.int32, device="cuda")
+    packed = [t.flatten(0, 1) for t in (q, k, v)]
+    out, lse = flashattn_ext.varlen_forward(*packed, starts, starts, 64, 64, return_lse=True)
+    flashattn_ext.backward(out, *packed, out, lse, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=64,
+                           max_seqlen_k=64, dropout_p=0.1, rng_seed=3)  # fmt: skip
+
+
+def test_other_stream() -> None:
+    q, k, v = leaves(2, 300, 4, 64)
+    torch.cuda._sleep(1)  # the first use of a kernel loads it, which waits
+    expected = flashattn_ext.forward(q * 1, k, v)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        scaled = q * 1
+        out = flashattn_ext.forward(scaled, k, v)
+        done = torch.cuda.Event()
+        done.record()
+    assert not done.query()  # nobody waited for the sleeping stream
+    stream.synchronize()
+    assert_same_bits(out, expected)
+
+
+def test_graph_replays_draw_fresh_masks() -> None:
+    torch.manual_seed(1)
+    q, k, v = leaves(1, 128, 2, 64)
+    options = dict(dropout_p=0.5)
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        torch.autograd.grad(flashattn_ext.forward(q, k, v, **options).sum(), (q, k, v))
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flashattn_ext.forward(q, k, v, **options)
+        dq, _, _ = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    seen = []
+    for _ in range(3):
+        graph.replay()
+        seen.append((out.clone(), dq.clone()))
+    for i in range(3):
+        assert not torch.equal(seen[i][0], seen[i - 1][0]) and not torch.equal(seen[i][1], seen[i - 1][1])
+    torch.manual_seed(1)
+    first = flashattn_ext.forward(q, k, v, **options)
+    torch.manual_seed(1)
+    assert_same_bits(flashattn_ext.forward(q, k, v, **options), first)
+
+
+def test_strides_beyond_32_bits() -> None:
+    far = 2**31 + 64
+    memory = torch.empty(far + 100 * 2 * 64, device="cuda", dtype=torch.float16)
+    view = memory.as_strided((2, 100, 2, 64), (far, 128, 64, 1))
+    view.normal_()
+    assert_same_bits(flashattn_ext.forward(view, view, view), flashattn_ext.forward(*[view.contiguous()] * 3))
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    """Also more batch entries than a grid has rows."""
+    B, S, H, D = 70000, 4, 128, 64
+    q, k, v = leaves(B, S, H, D)
+    out = flashattn_ext.forward(q, k, v, causal=True)
+    grads = torch.autograd.grad(out, (q, k, v), out.detach())
+    last = [t[-1:].detach().requires_grad_() for t in (q, k, v)]
+    expected = flashattn_ext.forward(*last, causal=True)
+    assert_same_bits(out[-1:], expected)
+    for grad, ref in zip(grads, torch.autograd.grad(expected, last, expected.detach()), strict=True):
+        assert_same_bits(grad[-1:], ref)
+
+
+def test_every_device() -> None:
+    for index in range(torch.cuda.device_count()):
+        q = torch.randn(1, 64, 2, 64, device=f"cuda:{index}")
+        assert flashattn_ext.forward(q, q, q).device == q.device
