@@ -58,12 +58,26 @@ struct BasicMask {
     return clamped(begin, end, seqlen_q);
   }
 
+  // Keys that every query of [row_begin, row_end) sees.
+  FLASHATTN_HOST_DEVICE Range keys_of_all(Index row_begin, Index row_end) const {
+    const Index shift = seqlen_k - seqlen_q;
+    const Index begin = window_left == kUnbounded ? 0 : row_end - 1 + shift - window_left;
+    const Index end = window_right == kUnbounded ? seqlen_k : row_begin + 1 + shift + window_right;
+    return clamped(begin, end, seqlen_k);
+  }
+
+  // Queries that see every key of [key_begin, key_end).
+  FLASHATTN_HOST_DEVICE Range rows_of_all(Index key_begin, Index key_end) const {
+    const Index shift = seqlen_k - seqlen_q;
+    const Index begin = window_right == kUnbounded ? 0 : key_end - 1 - shift - window_right;
+    const Index end = window_left == kUnbounded ? seqlen_q : key_begin + 1 - shift + window_left;
+    return key_end <= seqlen_k ? clamped(begin, end, seqlen_q) : Range{0, 0};
+  }
+
   // True when every query of [row_begin, row_end) sees every key of [key_begin, key_end): the branch-free tile.
   FLASHATTN_HOST_DEVICE bool sees_all(Index row_begin, Index row_end, Index key_begin, Index key_end) const {
-    const Index shift = seqlen_k - seqlen_q;
-    const bool left = window_left == kUnbounded || row_end - 1 + shift - window_left <= key_begin;
-    const bool right = window_right == kUnbounded || row_begin + shift + window_right >= key_end - 1;
-    return left && right && key_end <= seqlen_k;
+    const Range keys = keys_of_all(row_begin, row_end);
+    return keys.begin <= key_begin && key_end <= keys.end;
   }
 };
 

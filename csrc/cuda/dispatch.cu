@@ -171,6 +171,7 @@ void forward(const AttnParams& p) {
 void backward(const AttnGradParams& p) {
   int64_t bytes = 0;
   const AttnGradParams call = aligned_call(p, true, &bytes);
+  clear_packed(p, p.dq, p.total_q, p.heads_q, p.head_dim);
   clear_packed(p, p.dk, p.total_k, p.heads_k, p.head_dim);
   clear_packed(p, p.dv, p.total_k, p.heads_k, p.head_dim_v);
   kernels_of(call).backward(call);

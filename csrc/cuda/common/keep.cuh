@@ -3,68 +3,86 @@
 
 #include "../../dropout.h"
 #include "../../params.h"
+#include "../ptx/math.cuh"
 
 namespace flashattn_ext {
 
 struct Dropout {
   PhiloxKey key;
-  uint32_t threshold;
+  uint32_t last;  // in every byte the largest that is kept
   uint32_t batch;
 
   __device__ __forceinline__ Dropout(const AttnParams& p, int64_t b)
       : key(philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]))),
-        threshold(static_cast<uint32_t>(p.dropout_threshold)),
+        last(static_cast<uint32_t>(p.dropout_threshold - 1) * 0x01010101u),
         batch(static_cast<uint32_t>(b)) {}
 
-  __device__ __forceinline__ bool keeps(uint32_t word, int byte) const {
-    return __byte_perm(word, 0, 0x4440 + byte) < threshold;
+  __device__ __forceinline__ PhiloxWords words(int64_t head, int row, int column, int row_of_8, int column_of_8) const {
+    // Were the key not opaque, the keys of all rounds would stay in registers.
+    const PhiloxKey first{static_cast<uint32_t>(ptx::opaque(key.low)), static_cast<uint32_t>(ptx::opaque(key.high))};
+    return philox(first, batch, column / 64, static_cast<uint32_t>(head * 64 + row_of_8 * 8 + column_of_8), row / 16);
   }
 
-  // A 16-row tile of scores [query][key] from query `row` (a multiple of 16) and key `column` (a multiple of 16).
-  template <int N>
-  __device__ __forceinline__ void drop(float (&scores)[N][4], int64_t head, int row, int column) const {
+  // The top bit of every byte: whether it is at most `last`, which its low seven bits decide where the top bits agree.
+  __device__ __forceinline__ uint32_t kept(uint32_t word) const {
+    constexpr uint32_t kTop = 0x80808080u;
+    const uint32_t low_bits = (last | kTop) - (word & ~kTop);
+    return (last & ~word) | (~(last ^ word) & low_bits);
+  }
+
+  // weights: 16 rows from `row` (a multiple of 16), keys from `column` (a multiple of 16) on.
+  template <class Core, int kSteps>
+  __device__ __forceinline__ void drop(typename Core::A (&weights)[kSteps], int64_t head, int row, int column) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    constexpr int kBlocks = kSteps * Core::kK / 16;  // of 16 keys
 #pragma unroll
-    for (int tile = 0; tile < N; tile += 8) {
+    for (int first = 0; first < kBlocks; first += 4) {
+      const PhiloxWords even = words(head, row, column + first * 16, g, 2 * t);
+      const PhiloxWords odd = words(head, row, column + first * 16, g, 2 * t + 1);
 #pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const PhiloxWords words = philox(key, batch, (column + tile * 8) / 64,
-                                         static_cast<uint32_t>(head * 64 + g * 8 + 2 * t + odd), row / 16);
-#pragma unroll
-        for (int n = tile; n < (tile + 8 < N ? tile + 8 : N); ++n) {
-          // Fewer than 64 columns are the first or the second half of the four words.
-          const uint32_t word = N < 8 && column % 64 ? words.word[2 + n / 2 % 2] : words.word[n / 2 % 4];
-          const int byte = n % 2 * 2;
-          if (!keeps(word, byte)) scores[n][odd] = 0;
-          if (!keeps(word, byte + 1)) scores[n][odd + 2] = 0;
-        }
+      for (int block = first; block < (first + 4 < kBlocks ? first + 4 : kBlocks); ++block) {
+        // Fewer than 64 columns are the first or the second half of the four words.
+        const bool second_half = kBlocks < 4 && column % 64;
+        Core::mask(weights, block, kept(second_half ? even.word[2 + block % 2] : even.word[block % 4]),
+                   kept(second_half ? odd.word[2 + block % 2] : odd.word[block % 4]));
       }
     }
   }
 
-  // Bit 4 * n + e: keep element e of tile n, for a 16-row tile of scores [key][query] from key `row` (a multiple of 16)
-  // and query `column` (a multiple of 16).
-  template <int N>
-  __device__ __forceinline__ uint32_t transposed_bits(int64_t head, int row, int column) const {
-    static_assert(N % 2 == 0 && N <= 8, "one word of bits");
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, block = row / 16 % 4;
-    uint32_t bits = 0;
-#pragma unroll
-    for (int n = 0; n < N; n += 2) {
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const PhiloxWords words = philox(key, batch, row / 64, static_cast<uint32_t>(head * 64 + (2 * t + odd) * 8 + g),
-                                         (column + n * 8) / 16);
-        const uint32_t word =
-            block < 2 ? (block == 0 ? words.word[0] : words.word[1]) : (block == 2 ? words.word[2] : words.word[3]);
-#pragma unroll
-        for (int byte = 0; byte < 4; ++byte) {
-          const int element = 4 * (n + byte % 2) + odd + 2 * (byte / 2);
-          bits |= static_cast<uint32_t>(keeps(word, byte)) << element;
-        }
-      }
+  // For transposed scores [key][query]: what a lane keeps of a column of 16x16 blocks. Power-of-two tiles of keys from
+  // such a row on share 64 keys.
+  template <int kTiles>
+  struct Column {
+    uint32_t even[kTiles], odd[kTiles];
+
+    // Element e of the 16x8 accumulator tile n of key tile i.
+    __device__ __forceinline__ bool keeps(int i, int n, int e) const {
+      return (e % 2 ? odd[i] : even[i]) & 0x80u << 8 * (n % 2 + 2 * (e / 2));
     }
-    return bits;
+  };
+
+  template <int kTiles>
+  __device__ __forceinline__ Column<kTiles> transposed(int64_t head, int key, int query) const {
+    static_assert(kTiles <= 4);
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    Column<kTiles> column;
+    PhiloxWords even, odd;
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i) {
+      if (i == 0 || kTiles == 3) {
+        even = words(head, query, key + 16 * i, 2 * t, g);
+        odd = words(head, query, key + 16 * i, 2 * t + 1, g);
+      }
+      const int block = (key / 16 + i) % 4;
+      column.even[i] = kept(select(even, block));
+      column.odd[i] = kept(select(odd, block));
+    }
+    return column;
+  }
+
+ private:
+  static __device__ __forceinline__ uint32_t select(const PhiloxWords& words, int i) {
+    return i < 2 ? (i == 0 ? words.word[0] : words.word[1]) : (i == 2 ? words.word[2] : words.word[3]);
   }
 };
 

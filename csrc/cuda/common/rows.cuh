@@ -26,8 +26,9 @@ __device__ __forceinline__ float quad_sum(float x) {
 
 // Scores become powers of two by the absolute value of the scale; its sign is taken into the scores. Never 0, because
 // 0 * -inf (a masked score) would be NaN.
-__device__ __forceinline__ float log2_scale(double softmax_scale) {
-  return fmaxf(static_cast<float>(fabs(softmax_scale)) * kLog2E, 1.17549435e-38f);
+FLASHATTN_HOST_DEVICE float log2_scale(double softmax_scale) {
+  const float scale = static_cast<float>(softmax_scale < 0 ? -softmax_scale : softmax_scale) * kLog2E;
+  return scale < 1.17549435e-38f ? 1.17549435e-38f : scale;
 }
 
 using TileMask = BasicMask<int>;

@@ -39,6 +39,10 @@ struct TensorCore {  // __half, __nv_bfloat16
     ptx::ldmatrix(a.x, tile + (row + lane % 16) * stride + k0 + lane / 16 * 8);
     return a;
   }
+  // The same with k in the order of accumulators, for a B from a transposed tile.
+  static __device__ __forceinline__ A load_a_paired(const T* tile, int stride, int row, int k0) {
+    return load_a(tile, stride, row, k0);
+  }
   // A(m, k) = tile[k0 + k][row + m]
   static __device__ __forceinline__ A load_a_transposed(const T* tile, int stride, int k0, int row) {
     const int lane = threadIdx.x % 32;
@@ -67,6 +71,13 @@ struct TensorCore {  // __half, __nv_bfloat16
   static __device__ __forceinline__ A from_accumulators(const float (&c)[N][4], int step) {
     const float (&low)[4] = c[2 * step], (&high)[4] = c[2 * step + 1];
     return {{pack(low[0], low[1]), pack(low[2], low[3]), pack(high[0], high[1]), pack(high[2], high[3])}};
+  }
+  // Sets elements of columns [16 * block, 16 * block + 16) of accumulators as A to 0 where the top bit of their byte is
+  // not set: byte 2 * (column / 8 % 2) + row / 8, of `even` or `odd` columns.
+  template <int N>
+  static __device__ __forceinline__ void mask(A (&a)[N], int block, uint32_t even, uint32_t odd) {
+#pragma unroll
+    for (int byte = 0; byte < 4; ++byte) a[block].x[byte] &= ptx::prmt(even, odd, 0xCC88 + 0x1111 * byte);
   }
   static __device__ __forceinline__ void mma(float (&d)[4], const A& a, const B& b) { ptx::mma(d, a.x, b.x, T()); }
 
@@ -104,6 +115,12 @@ struct TensorCore<float> {
     ptx::ldmatrix(r, tile + (row + lane % 16) * stride + k0 + lane / 16 * 4);
     return {{__uint_as_float(r[0]), __uint_as_float(r[1]), __uint_as_float(r[2]), __uint_as_float(r[3])}};
   }
+  static __device__ __forceinline__ A load_a_paired(const float* tile, int stride, int row, int k0) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const float* at = tile + (row + g) * stride + k0 + 2 * t;
+    const float2 low = *reinterpret_cast<const float2*>(at), high = *reinterpret_cast<const float2*>(at + 8 * stride);
+    return {{low.x, high.x, low.y, high.y}};
+  }
   static __device__ __forceinline__ A load_a_transposed(const float* tile, int stride, int k0, int row) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const float* even = tile + (k0 + 2 * t) * stride + row + g;
@@ -125,6 +142,15 @@ struct TensorCore<float> {
   template <int N>
   static __device__ __forceinline__ A from_accumulators(const float (&c)[N][4], int step) {
     return {{c[step][0], c[step][2], c[step][1], c[step][3]}};
+  }
+  template <int N>
+  static __device__ __forceinline__ void mask(A (&a)[N], int block, uint32_t even, uint32_t odd) {
+#pragma unroll
+    for (int byte = 0; byte < 4; ++byte) {
+      float (&x)[4] = a[2 * block + byte / 2].x;
+      x[byte % 2] = __uint_as_float(__float_as_uint(x[byte % 2]) & ptx::prmt(even, 0, 0x8888 + 0x1111 * byte));
+      x[2 + byte % 2] = __uint_as_float(__float_as_uint(x[2 + byte % 2]) & ptx::prmt(odd, 0, 0x8888 + 0x1111 * byte));
+    }
   }
   static __device__ __forceinline__ void mma(float (&d)[4], const A& a, const B& b) {
     uint32_t a_lead[4], a_trail[4], b_lead[2], b_trail[2];

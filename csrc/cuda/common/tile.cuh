@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../params.h"
+#include "../ptx/math.cuh"
 #include "../ptx/memory.cuh"
 #include "tensor_core.cuh"
 
@@ -51,7 +52,7 @@ __device__ __forceinline__ void store_tile(T* to, int64_t row_stride, const T* t
   constexpr int kElements = kVectorBytes / sizeof(T), kVectors = kColumns / kElements;
   const bool aligned = reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0 && row_stride % kElements == 0;
 #pragma unroll 4
-  for (int vector = threadIdx.x; vector < kRows * kVectors; vector += kThreads) {
+  for (int vector = ptx::opaque(threadIdx.x); vector < kRows * kVectors; vector += kThreads) {
     const int row = vector / kVectors, column = vector % kVectors * kElements;
     if (row >= rows || column >= columns) continue;
     const T* from = tile + row * kTileStride<T, kColumns> + column;

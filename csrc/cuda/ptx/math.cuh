@@ -8,6 +8,20 @@
 
 namespace flashattn_ext::ptx {
 
+// x, of which the compiler knows nothing: what depends on it is computed where it is used, not kept in registers.
+__device__ __forceinline__ int opaque(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// Bytes of x (0-3) and y (4-7): a nibble of the selector for each byte of the result, its bit 3 replicating the top
+// bit.
+__device__ __forceinline__ uint32_t prmt(uint32_t x, uint32_t y, uint32_t selector) {
+  uint32_t z;
+  asm("prmt.b32 %0, %1, %2, %3;\n" : "=r"(z) : "r"(x), "r"(y), "r"(selector));
+  return z;
+}
+
 // 2^x; exp2(-inf) = 0.
 __device__ __forceinline__ float ex2(float x) {
   float y;

@@ -6,24 +6,39 @@
 
 namespace flashattn_ext::sm80 {
 
-template <class T>
-__global__ void __launch_bounds__(kPrepareWarps * 32)
-    dq_finish_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardShared shared) {
-  const int64_t index = blockIdx.x * int64_t{kPrepareWarps} + threadIdx.x / 32;
-  if (index >= p.heads_q * shared.rows) return;
-  const int64_t h = index / shared.rows, flat = index % shared.rows;
-  const int64_t b = p.is_varlen() ? 0 : flat / p.seqlen_q, row = p.is_varlen() ? flat : flat % p.seqlen_q;
-  const float* from = shared.dq + index * shared.columns;
-  T* to = row_pointer<T>(p.dq, b, h, row);
+// Main: the main stage (backward.cuh), in whose accumulators' order the sums lie.
+template <class Main>
+__global__ void __launch_bounds__(Main::kThreads)
+    dq_finish_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardShared shared,
+                     int blocks) {
+  using T = typename Main::Element;
+  extern __shared__ __align__(16) unsigned char memory[];
+  T* const tile = reinterpret_cast<T*>(memory);
+  const int head = blockIdx.x / blocks, heads = static_cast<int>(p.heads_q), b = head / heads, h = head % heads;
+  const Sequence queries = query_sequence(p, b);
   const float scale = static_cast<float>(p.softmax_scale);
-  const int columns = static_cast<int>(p.head_dim), lane = threadIdx.x % 32;
-  if (columns % 2 == 0) {  // dq is contiguous: pairs are aligned
-    for (int c = 2 * lane; c < columns; c += 64) {
-      const float2 x = *reinterpret_cast<const float2*>(from + c);
-      TensorCore<T>::store_pair(to + c, x.x * scale, x.y * scale);
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  for (int64_t m = blockIdx.x % blocks; m * Main::kM < queries.length; m += blocks) {
+    const int64_t index = h * shared.tiles + shared.first_tile(p, b, queries) + m;
+#pragma unroll
+    for (int split = 0; split < Main::kSplits; ++split) {
+#pragma unroll
+      for (int i = 0; i < Main::kQueryRowTiles; ++i) {
+#pragma unroll
+        for (int c = 0; c < Main::kQueryColumnTiles; ++c) {
+          float x[4];
+          ptx::load_fragment(x, Main::dq_fragment(shared, index, split, i, c));
+          T* to = tile + (Main::query_row() + i * 16 + g) * Main::kStride + Main::query_column(split) + c * 8 + 2 * t;
+          TensorCore<T>::store_pair(to, x[0] * scale, x[1] * scale);
+          TensorCore<T>::store_pair(to + 8 * Main::kStride, x[2] * scale, x[3] * scale);
+        }
+      }
     }
-  } else {
-    for (int c = lane; c < columns; c += 32) narrow(from[c] * scale, to + c);
+    __syncthreads();
+    store_tile<T, Main::kM, Main::kHeadDim, Main::kThreads>(
+        row_pointer<T>(p.dq, b, h, queries.start + m * Main::kM), p.dq.row_stride, tile,
+        static_cast<int>(min(int64_t{Main::kM}, queries.length - m * Main::kM)), static_cast<int>(p.head_dim));
+    __syncthreads();
   }
 }
 

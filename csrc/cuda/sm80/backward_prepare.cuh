@@ -1,24 +1,32 @@
-// First stage of the backward, one warp for each row: delta = <dout, out> - dlse (Dao 2023, Algorithm 2, line 4), lse
-// in units of log2, and zeros for the fp32 sums of dq.
+// First stage of the backward: delta = <dout, out> - dlse of every row (Dao 2023, Algorithm 2, line 4), and lse in
+// units of log2.
 #pragma once
 
+#include "../../dropout.h"
 #include "../common/launch.cuh"
 #include "../common/rows.cuh"
 #include "../common/tile.cuh"
 
 namespace flashattn_ext::sm80 {
 
-// What the stages of one backward call share, in the workspace. Per-row arrays are [Hq][all rows of the call].
+// What the stages of one backward call share, in the workspace. Per-row arrays are [Hq][all rows of the call]. Query
+// tiles end at sequence ends, so that packed sequences may have one partial tile each.
 struct BackwardShared {
-  float *delta, *lse;  // lse in units of log2, +inf for rows that see nothing
-  float* dq;           // [Hq][rows][columns]
-  int* turns;          // deterministic: [Hq][query tiles][splits], how many key tiles have added to dq
-  int64_t rows, columns, turn_tiles, bytes;
+  float *delta, *lse;             // lse in units of log2, +inf for rows that see nothing
+  float* dq;                      // [Hq][query tiles][floats of a tile], in the order of the main stage's accumulators
+  int* turns;                     // deterministic: [Hq][query tiles][splits], how many key tiles have added to dq
+  float score_scale, keep_scale;  // of the scores, in units of log2 and signed; of what dropout keeps
+  int64_t rows, tile_rows, tile_floats, tiles, splits;
+  int64_t zeros;  // bytes from dq on that the main stage wants to be zero
+  int64_t bytes;
 
-  // queries_per_tile, splits: of the main stage.
-  __host__ __device__ BackwardShared(const AttnGradParams& p, int64_t columns, int queries_per_tile, int splits)
-      : columns(columns) {
+  // tile_rows, tile_floats, splits: of the main stage.
+  BackwardShared(const AttnGradParams& p, int64_t tile_rows, int64_t tile_floats, int64_t splits)
+      : tile_rows(tile_rows), tile_floats(tile_floats), splits(splits) {
+    score_scale = p.softmax_scale < 0 ? -log2_scale(p.softmax_scale) : log2_scale(p.softmax_scale);
+    keep_scale = 1 / static_cast<float>(keep_probability(p.dropout_threshold));
     rows = p.is_varlen() ? p.total_q : p.batch * p.seqlen_q;
+    tiles = p.is_varlen() ? rows / tile_rows + p.batch : p.batch * dense_tiles(p);
     char* next = static_cast<char*>(p.workspace);
     auto take = [&next](int64_t size) {
       char* piece = next;
@@ -27,54 +35,57 @@ struct BackwardShared {
     };
     delta = reinterpret_cast<float*>(take(p.heads_q * rows * 4));
     lse = reinterpret_cast<float*>(take(p.heads_q * rows * 4));
-    dq = reinterpret_cast<float*>(take(p.heads_q * rows * columns * 4));
-    // Tiles end at sequence ends: at most one partial tile for each batch entry.
-    turn_tiles = rows / queries_per_tile + p.batch;
-    turns = reinterpret_cast<int*>(take(p.deterministic ? p.heads_q * turn_tiles * splits * 4 : 0));
+    dq = reinterpret_cast<float*>(take(p.heads_q * tiles * tile_floats * 4));
+    turns = reinterpret_cast<int*>(take(p.deterministic ? p.heads_q * tiles * splits * 4 : 0));
+    zeros = next - reinterpret_cast<char*>(dq);
     bytes = next - static_cast<char*>(p.workspace);
   }
 
-  static __device__ int64_t first_row(const AttnParams& p, int64_t b, const Sequence& queries) {
+  __host__ __device__ int64_t dense_tiles(const AttnParams& p) const {
+    return (p.seqlen_q + tile_rows - 1) / tile_rows;
+  }
+  __device__ int64_t first_row(const AttnParams& p, int64_t b, const Sequence& queries) const {
     return p.is_varlen() ? queries.start : b * p.seqlen_q;
+  }
+  __device__ int64_t first_tile(const AttnParams& p, int64_t b, const Sequence& queries) const {
+    return p.is_varlen() ? queries.start / tile_rows + b : b * dense_tiles(p);
   }
 };
 
-constexpr int kPrepareWarps = 8;
+constexpr int kPrepareThreads = 256;
 
+// So many neighbouring lanes share a row, one vector each where that is enough.
 template <class T>
-__device__ __forceinline__ float dot(const T* a, const T* b, int columns) {
-  constexpr int kElements = kVectorBytes / sizeof(T);
-  float sum = 0;
-  for (int c = threadIdx.x % 32 * kElements; c < columns; c += 32 * kElements) {
-    const uint4 x = *reinterpret_cast<const uint4*>(a + c), y = *reinterpret_cast<const uint4*>(b + c);
-#pragma unroll
-    for (int e = 0; e < kElements; ++e) {
-      sum += widen(reinterpret_cast<const T*>(&x)[e]) * widen(reinterpret_cast<const T*>(&y)[e]);
-    }
-  }
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
-  return sum;
+int prepare_lanes(int64_t columns) {
+  int lanes = 1;
+  while (lanes < 32 && lanes * kVectorBytes < columns * static_cast<int64_t>(sizeof(T))) lanes *= 2;
+  return lanes;
 }
 
 template <class T>
-__global__ void __launch_bounds__(kPrepareWarps * 32)
-    backward_prepare_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardShared shared) {
-  const int64_t index = blockIdx.x * int64_t{kPrepareWarps} + threadIdx.x / 32;
-  const int lane = threadIdx.x % 32;
-  if (index >= p.heads_q * shared.rows) return;
+__global__ void __launch_bounds__(kPrepareThreads)
+    backward_prepare_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardShared shared,
+                            int lanes) {
+  constexpr int kElements = kVectorBytes / sizeof(T);
+  const int64_t thread = blockIdx.x * int64_t{kPrepareThreads} + threadIdx.x, index = thread / lanes;
+  const bool valid = index < p.heads_q * shared.rows;
   const int64_t h = index / shared.rows, flat = index % shared.rows;
   const int64_t b = p.is_varlen() ? 0 : flat / p.seqlen_q, row = p.is_varlen() ? flat : flat % p.seqlen_q;
-  const float product = dot(row_pointer<const T>(p.dout, b, h, row), row_pointer<const T>(p.out, b, h, row),
-                            static_cast<int>(p.head_dim_v));
-  if (lane == 0) {
-    const float dlse = p.dlse.data ? *row_statistic(p.dlse, b, h, row) : 0.f;
-    const float lse = *row_statistic(p.lse, b, h, row);
-    shared.delta[index] = product - dlse;
-    shared.lse[index] = lse == -infinity() ? infinity() : lse * kLog2E;
+  const int lane = threadIdx.x % lanes, columns = valid ? static_cast<int>(p.head_dim_v) : 0;
+  const T *dout = row_pointer<const T>(p.dout, b, h, row), *out = row_pointer<const T>(p.out, b, h, row);
+  float delta = 0;
+  for (int c = lane * kElements; c < columns; c += lanes * kElements) {
+    const uint4 x = *reinterpret_cast<const uint4*>(dout + c), y = *reinterpret_cast<const uint4*>(out + c);
+#pragma unroll
+    for (int e = 0; e < kElements; ++e) {
+      delta += widen(reinterpret_cast<const T*>(&x)[e]) * widen(reinterpret_cast<const T*>(&y)[e]);
+    }
   }
-  float4* dq = reinterpret_cast<float4*>(shared.dq + index * shared.columns);
-  for (int64_t c = lane; c < shared.columns / 4; c += 32) dq[c] = make_float4(0, 0, 0, 0);
+  for (int distance = lanes / 2; distance > 0; distance /= 2) delta += __shfl_xor_sync(~0u, delta, distance);
+  if (!valid || lane != 0) return;
+  const float lse = *row_statistic(p.lse, b, h, row);
+  shared.delta[index] = delta - (p.dlse.data ? *row_statistic(p.dlse, b, h, row) : 0.f);
+  shared.lse[index] = lse == -infinity() ? infinity() : lse * kLog2E;
 }
 
 }  // namespace flashattn_ext::sm80

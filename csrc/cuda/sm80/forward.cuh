@@ -14,7 +14,7 @@ namespace flashattn_ext::sm80 {
 template <class T, int kHeadDim, bool kDropout>
 struct Forward {
   using Core = TensorCore<T>;
-  static constexpr ForwardTile kTile = forward_tile<sizeof(T), kHeadDim>();
+  static constexpr ForwardTile kTile = forward_tile<sizeof(T), kHeadDim, kDropout>();
   static constexpr int kThreads = kTile.warps * 32, kM = kTile.queries(), kN = kTile.keys, kRowTiles = kTile.row_tiles;
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kSharedBytes = (kM + 2 * kN) * kStride * static_cast<int>(sizeof(T));
@@ -23,82 +23,102 @@ struct Forward {
 
   const AttnParams& p;
   T *q_tile, *k_tile, *v_tile;
-  int b, h;
-  int64_t query_start;
-  int row0, rows;  // of this tile
-  float scale;
+  const int& blocks;                                                         // of one head
+  const float& scale;                                                        // of the scores, in units of log2
+  int row0;                                                                  // first row of this tile
   float out[kRowTiles][kOutTiles][4], max[kRowTiles][2], sum[kRowTiles][2];  // max in units of log2
 
-  __device__ Forward(const AttnParams& params, T* shared)
-      : p(params), q_tile(shared), k_tile(q_tile + kM * kStride), v_tile(k_tile + kN * kStride) {
-    scale = log2_scale(p.softmax_scale);
-  }
+  __device__ Forward(const AttnParams& params, const int& blocks, const float& scale, T* shared)
+      : p(params),
+        blocks(blocks),
+        scale(scale),
+        q_tile(shared),
+        k_tile(q_tile + kM * kStride),
+        v_tile(k_tile + kN * kStride) {}
 
   static __device__ int g() { return threadIdx.x % 32 / 4; }
   static __device__ int t() { return threadIdx.x % 4; }
   // First of the 16 rows of tile i of this warp, within the block's tile.
   static __device__ int tile_row(int i) { return (threadIdx.x / 32 * kRowTiles + i) * 16; }
 
-  // Rows of K or V from `row` on, `from` being the first of the sequence.
-  __device__ void load_keys(T* tile, const T* from, int64_t row_stride, int row, int length, int columns) const {
-    load_tile<T, kN, kHeadDim, kThreads>(tile, from + row * row_stride, row_stride, min(kN, length - row), columns);
+  // What all threads share and little code uses lies in the padding of the first rows of the query tile: it would need
+  // registers everywhere.
+  struct Walk {
+    int length_q, length_k;    // of this sequence
+    int first_full, end_full;  // key tiles that need no mask
+  };
+  __device__ Walk* walk() const { return reinterpret_cast<Walk*>(q_tile + kHeadDim); }
+  __device__ Dropout* dropout() const { return reinterpret_cast<Dropout*>(q_tile + kStride + kHeadDim); }
+  static_assert(sizeof(Walk) <= kVectorBytes && sizeof(Dropout) <= kVectorBytes);
+
+  // Found again where they are needed instead of being kept in registers.
+  __device__ int head() const { return ptx::opaque(blockIdx.x) / blocks % static_cast<int>(p.heads_q); }
+  __device__ int batch() const { return ptx::opaque(blockIdx.x) / blocks / static_cast<int>(p.heads_q); }
+
+  // Keys or values of tile n, which start at `from`; leaves `from` at those of the tile before.
+  __device__ void load_keys(T* tile, const T*& from, int64_t row_stride, int n, int columns) const {
+    load_tile<T, kN, kHeadDim, kThreads>(tile, from, row_stride, min(kN, walk()->length_k - n * kN), columns);
+    from -= kN * row_stride;
     ptx::cp_async_commit();
   }
 
-  __device__ void run(int batch, int head, int m, int step) {
-    b = batch;
-    h = head;
-    const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
-    query_start = queries.start;
-    const int length_q = static_cast<int>(queries.length), length_k = static_cast<int>(keys.length);
-    const TileMask mask(p, length_q, length_k);
-    const int64_t hk = h / p.group_size();
-    const T* const k = row_pointer<const T>(p.k, b, hk, keys.start);
-    const T* const v = row_pointer<const T>(p.v, b, hk, keys.start);
-    const int columns = static_cast<int>(p.head_dim), columns_v = static_cast<int>(p.head_dim_v);
-    // A sequence may be longer than the grid was told.
-    for (; m < (length_q + kM - 1) / kM; m += step) {
-      row0 = m * kM;
-      rows = min(kM, length_q - row0);
-      const Limits visible = mask.keys_of(row0, row0 + rows);
-      const int first = visible.begin / kN;
-      const int last = visible.end > visible.begin ? (visible.end - 1) / kN : first - 1;
+  __device__ void run() {
+    // The longest tiles of a causal head start first. A sequence may be longer than the grid was told.
+    row0 = (blocks - 1 - static_cast<int>(blockIdx.x) % blocks) * kM;
+    for (; row0 < query_sequence(p, batch()).length; row0 = ptx::opaque(row0) + blocks * kM) {
       start_softmax();
-      if (last >= first) {
-        load_tile<T, kM, kHeadDim, kThreads>(q_tile, row_pointer<const T>(p.q, b, h, query_start + row0),
-                                             p.q.row_stride, rows, columns);
-        load_keys(k_tile, k, p.k.row_stride, last * kN, length_k, columns);
-      }
-      for (int n = last; n >= first; --n) {
-        ptx::cp_async_wait<0>();
-        __syncthreads();
-        load_keys(v_tile, v, p.v.row_stride, n * kN, length_k, columns_v);
-        float scores[kRowTiles][kScoreTiles][4];
-        score_product(scores);
-        ptx::cp_async_wait<0>();
-        __syncthreads();
-        if (n > first) load_keys(k_tile, k, p.k.row_stride, (n - 1) * kN, length_k, columns);
-        if (p.softmax_scale < 0) negate(scores);
-        if (!mask.sees_all(row0, row0 + rows, n * kN, n * kN + kN)) apply_mask(scores, mask, n * kN);
-        typename Core::A weights[kRowTiles][kSteps];
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-          softmax(i, scores[i]);
-          if (kDropout) Dropout(p, b).drop(scores[i], h, row0 + tile_row(i), n * kN);
-#pragma unroll
-          for (int step = 0; step < kSteps; ++step) weights[i][step] = Core::from_accumulators(scores[i], step);
-        }
-        value_product(weights);
-      }
-      ptx::cp_async_wait<0>();
-      __syncthreads();
-      finish(columns_v);
+      walk_keys();
+      finish();
       __syncthreads();
     }
   }
 
+  __device__ void walk_keys() {
+    const int b = batch(), h = head();
+    const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
+    const TileMask mask(p, queries.length, keys.length);
+    const int row_end = min(row0 + kM, mask.seqlen_q);
+    const Limits visible = mask.keys_of(row0, row_end), full = mask.keys_of_all(row0, row_end);
+    if (visible.end == visible.begin) return;
+    if (threadIdx.x == 0) {
+      *walk() = {mask.seqlen_q, mask.seqlen_k, (full.begin + kN - 1) / kN, full.end / kN};
+      if (kDropout) *dropout() = Dropout(p, b);
+    }
+    const int first = visible.begin / kN, last = (visible.end - 1) / kN;
+    const int columns = static_cast<int>(p.head_dim), columns_v = static_cast<int>(p.head_dim_v);
+    const int64_t hk = h / p.group_size(), key = keys.start + last * kN;
+    const T* k = row_pointer<const T>(p.k, b, hk, key);
+    const T* v = row_pointer<const T>(p.v, b, hk, key);
+    const T* q = row_pointer<const T>(p.q, b, h, queries.start + row0);
+    load_tile<T, kM, kHeadDim, kThreads>(q_tile, q, p.q.row_stride, row_end - row0, columns);
+    __syncthreads();
+    load_keys(k_tile, k, p.k.row_stride, last, columns);
+    for (int n = last; n >= first; --n) {
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      load_keys(v_tile, v, p.v.row_stride, n, columns_v);
+      float scores[kRowTiles][kScoreTiles][4];
+      score_product(scores);
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      if (n > first) load_keys(k_tile, k, p.k.row_stride, n - 1, columns);
+      if (p.softmax_scale < 0) negate(scores);
+      if (n < walk()->first_full || n >= walk()->end_full) apply_mask(scores, n * kN);
+      typename Core::A weights[kRowTiles][kSteps];
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        softmax(i, scores[i]);
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step) weights[i][step] = Core::from_accumulators(scores[i], step);
+        if (kDropout) dropout()->template drop<Core>(weights[i], h, row0 + tile_row(i), n * kN);
+      }
+      __syncwarp();  // keeps the compiler from loading so much of V ahead that registers run out
+      value_product(weights);
+    }
+  }
+
   __device__ void start_softmax() {
-    const float sink = p.sink ? static_cast<const float*>(p.sink)[h] : 0.f;
+    const float sink = p.sink ? static_cast<const float*>(p.sink)[head()] : 0.f;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -149,12 +169,13 @@ struct Forward {
     }
   }
 
-  __device__ void apply_mask(float (&scores)[kRowTiles][kScoreTiles][4], const TileMask& mask, int key0) const {
+  __device__ void apply_mask(float (&scores)[kRowTiles][kScoreTiles][4], int key0) const {
+    const TileMask mask(p, walk()->length_q, walk()->length_k);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int row = row0 + tile_row(i) + g() + 8 * r;
+        const int row = ptx::opaque(row0) + tile_row(i) + g() + 8 * r;
         const Limits limits = mask.keys_of(row, row + 1);
         const int from = limits.begin - key0 - 2 * t(), to = limits.end - key0 - 2 * t();
 #pragma unroll
@@ -222,8 +243,11 @@ struct Forward {
     }
   }
 
-  __device__ void finish(int columns) {
-    const float keep = static_cast<float>(1.0 / keep_probability(p.dropout_threshold));
+  __device__ void finish() {
+    const float keep = kDropout ? 1 / static_cast<float>(keep_probability(p.dropout_threshold)) : 1.f;
+    const int b = batch(), h = head();
+    const int64_t start = query_sequence(p, b).start + row0;
+    const int rows = static_cast<int>(query_sequence(p, b).length) - row0;
     T* tile = q_tile;  // every warp reads and writes its own rows of it alone
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -235,7 +259,7 @@ struct Forward {
         const int row = tile_row(i) + g() + 8 * r;
         if (t() == 0 && row < rows) {
           const float largest = max[i][r] == -infinity() ? 0.f : max[i][r];
-          *row_statistic(p.lse, b, h, query_start + row0 + row) = empty ? -infinity() : (largest + log2f(total)) * kLn2;
+          *row_statistic(p.lse, b, h, start + row) = empty ? -infinity() : (largest + log2f(total)) * kLn2;
         }
 #pragma unroll
         for (int n = 0; n < kOutTiles; ++n) {
@@ -245,19 +269,17 @@ struct Forward {
       }
     }
     __syncthreads();
-    store_tile<T, kM, kHeadDim, kThreads>(row_pointer<T>(p.out, b, h, query_start + row0), p.out.row_stride, tile, rows,
-                                          columns);
+    store_tile<T, kM, kHeadDim, kThreads>(row_pointer<T>(p.out, b, h, start), p.out.row_stride, tile, min(rows, kM),
+                                          static_cast<int>(p.head_dim_v));
   }
 };
 
 template <class T, int kHeadDim, bool kDropout>
-__global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads)
-    forward_kernel(const __grid_constant__ AttnParams p, int blocks) {
+__global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads,
+                                  Forward<T, kHeadDim, kDropout>::kTile.blocks)
+    forward_kernel(const __grid_constant__ AttnParams p, const int blocks, const float scale) {
   extern __shared__ __align__(16) unsigned char shared[];
-  Forward<T, kHeadDim, kDropout> tile(p, reinterpret_cast<T*>(shared));
-  // The longest tiles of a causal head start first.
-  const int head = blockIdx.x / blocks, heads = static_cast<int>(p.heads_q);
-  tile.run(head / heads, head % heads, blocks - 1 - static_cast<int>(blockIdx.x % blocks), blocks);
+  Forward<T, kHeadDim, kDropout>(p, blocks, scale, reinterpret_cast<T*>(shared)).run();
 }
 
 template <class T, int kHeadDim, bool kDropout>
@@ -265,7 +287,7 @@ void launch_forward(const AttnParams& p) {
   using Kernel = Forward<T, kHeadDim, kDropout>;
   const int64_t blocks = tiles(p.seqlen_q, Kernel::kM);
   launch(forward_kernel<T, kHeadDim, kDropout>, "forward", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
-         Kernel::kSharedBytes, static_cast<int>(blocks));
+         Kernel::kSharedBytes, static_cast<int>(blocks), log2_scale(p.softmax_scale));
 }
 
 template <class T, int kHeadDim>

@@ -10,47 +10,48 @@ struct ForwardTile {
   int warps;
   int row_tiles;  // 16-row tiles of queries of one warp
   int keys;
+  int blocks;  // so many on a multiprocessor at a time: bounds the registers
   constexpr int queries() const { return warps * row_tiles * 16; }
 };
 
-template <int kBytes, int kHeadDim>
+template <int kBytes, int kHeadDim, bool kDropout>
 constexpr ForwardTile forward_tile() {
   if (kBytes == 4) {
-    if (kHeadDim <= 64) return {4, 2, 64};
-    if (kHeadDim <= 128) return {4, 2, 32};
-    if (kHeadDim <= 192) return {4, 1, 32};
-    return {2, 1, 32};
+    if (kHeadDim <= 64) return {4, 2, kDropout ? 64 : 32, 2};
+    if (kHeadDim <= 128) return {4, 2, 32, 1};
+    if (kHeadDim <= 192) return {4, 1, 32, 1};
+    return {2, 1, 32, 1};
   }
-  if (kHeadDim <= 64) return {4, 2, 128};
-  if (kHeadDim <= 128) return {4, 2, 64};
-  if (kHeadDim <= 144) return {4, 2, 32};
-  return {4, 1, 64};
+  if (kHeadDim <= 64) return {4, 2, 64, kDropout ? 2 : 3};
+  if (kHeadDim <= 128) return {4, 2, 64, 2};
+  if (kHeadDim <= 144) return {4, 2, 32, 2};
+  return {4, 1, 64, 2};
 }
 
 struct BackwardTile {
-  int warps;
-  int key_tiles;  // 16-row tiles of keys of one warp
-  int queries;
-  int splits;  // the columns of dq, dk and dv are computed in so many thread blocks
-  int stages;  // of queries
-  constexpr int keys() const { return warps * key_tiles * 16; }
+  int warps, keys, queries;
+  int score_key_warps;  // so many warps share the keys of the scores, and so many sets of them the queries
+  int grad_key_warps;   // so many warps share the keys of dk and dv, and so many sets of them the columns
+  int splits;           // the columns of dq, dk and dv are computed in so many thread blocks
+  int stages;           // of queries
 };
 
 template <int kBytes, int kHeadDim, bool kLarge>
 constexpr BackwardTile backward_tile() {
   if (kBytes == 4) {
-    if (kHeadDim <= 64) return kLarge ? BackwardTile{4, 2, 16, 1, 2} : BackwardTile{4, 1, 32, 1, 2};
-    if (kHeadDim <= 96) return {3, 1, 16, 1, 2};
-    if (kHeadDim <= 128) return {kLarge ? 4 : 2, 1, 16, 1, 2};
-    if (kHeadDim <= 144) return {3, 1, 16, 1, kLarge ? 2 : 1};
-    if (kHeadDim <= 192) return {kLarge ? 2 : 1, 1, 16, 2, 2};
-    return {kLarge ? 2 : 1, 1, 16, 2, kLarge ? 2 : 1};
+    if (kHeadDim <= 64) return kLarge ? BackwardTile{8, 64, 64, 2, 2, 1, 2} : BackwardTile{4, 64, 32, 4, 4, 1, 2};
+    if (kHeadDim <= 96) return {3, 48, 16, 3, 3, 1, 2};
+    if (kHeadDim <= 128) return kLarge ? BackwardTile{8, 64, 64, 2, 2, 1, 1} : BackwardTile{4, 32, 32, 2, 2, 1, 1};
+    if (kHeadDim <= 144) return {3, 48, 16, 3, 3, 1, kLarge ? 2 : 1};
+    if (kHeadDim <= 192) return kLarge ? BackwardTile{8, 64, 32, 4, 2, 1, 1} : BackwardTile{1, 16, 16, 1, 1, 2, 2};
+    return kLarge ? BackwardTile{4, 32, 32, 2, 1, 1, 1} : BackwardTile{1, 16, 16, 1, 1, 2, 1};
   }
-  if (kHeadDim <= 64) return {4, 2, 32, 1, 2};
-  if (kHeadDim <= 128) return kLarge ? BackwardTile{8, 1, 64, 1, 2} : BackwardTile{4, 1, 32, 1, 2};
-  if (kHeadDim <= 144) return {kLarge ? 6 : 3, 1, 32, 1, 2};
-  if (kHeadDim <= 192) return kLarge ? BackwardTile{4, 1, 32, 2, 2} : BackwardTile{2, 1, 16, 2, 2};
-  return kLarge ? BackwardTile{8, 1, 32, 2, 1} : BackwardTile{2, 1, 16, 2, 2};
+  if (kHeadDim <= 64) return {4, 128, 32, 4, 4, 1, 2};
+  if (kHeadDim <= 96) return kLarge ? BackwardTile{8, 128, 64, 4, 4, 1, 2} : BackwardTile{4, 64, 32, 4, 4, 1, 2};
+  if (kHeadDim <= 128) return kLarge ? BackwardTile{8, 128, 64, 4, 4, 1, 2} : BackwardTile{8, 64, 64, 4, 2, 1, 1};
+  if (kHeadDim <= 144) return kLarge ? BackwardTile{6, 96, 64, 3, 2, 1, 2} : BackwardTile{3, 48, 32, 3, 3, 1, 2};
+  if (kHeadDim <= 192) return kLarge ? BackwardTile{8, 64, 64, 4, 2, 1, 2} : BackwardTile{4, 64, 32, 2, 2, 1, 1};
+  return kLarge ? BackwardTile{8, 64, 64, 4, 2, 1, 2} : BackwardTile{4, 32, 32, 2, 1, 1, 1};
 }
 
 constexpr int kSmallShared = 99 * 1024, kLargeShared = 227 * 1024;
