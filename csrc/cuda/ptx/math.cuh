@@ -15,6 +15,13 @@ __device__ __forceinline__ float ex2(float x) {
   return y;
 }
 
+// Four bytes of the eight of `low` and `high`, one for each digit of the selector; with 8 added, its sign eight times.
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  uint32_t y;
+  asm("prmt.b32 %0, %1, %2, %3;\n" : "=r"(y) : "r"(low), "r"(high), "r"(selector));
+  return y;
+}
+
 // d += a * b with fp32 accumulation: m16n8k16 for 16-bit types, m16n8k8 for TF32. A: 16 x k, B: k x 8.
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {
   asm volatile(
