@@ -67,8 +67,8 @@ struct Forward {
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
 
-  // Numbers of named barriers; each warpgroup has a turn, and one of its own.
-  enum : int { kTurnBarrier = 1, kGroupBarrier = 4, kTailBarrier = 7 };
+  // Numbers of named barriers; each warpgroup has a turn.
+  enum : int { kTurnBarrier = 1, kTailBarrier = 4 };
 
   // One tile: its rows, and the keys in sight.
   struct Work {
@@ -187,7 +187,9 @@ struct Forward {
   static __device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
   static __device__ __forceinline__ int t() { return threadIdx.x % 4; }
   // First of this warp's 16 rows, within the tile.
-  __device__ __forceinline__ int warp_row() const { return group * 64 + threadIdx.x % kGroupThreads / 32 * 16; }
+  __device__ __forceinline__ int warp_row() const { return uniform(threadIdx.x / 32 - 4) * 16; }
+  // The same in all lanes, and known to be so.
+  static __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
 
   static __device__ __forceinline__ void release(ptx::Barrier& empty) {
     if (threadIdx.x % 32 == 0) ptx::barrier_arrive(&empty);
@@ -200,7 +202,9 @@ struct Forward {
     for (int tile = blockIdx.x; tile < grid.tiles; parity ^= 1) {
       for (Work work(p, grid, tile); work.exists(); work.next(p, grid)) {
         dropout.batch = work.b;
-        compute_tile(work, dropout);
+        start_softmax(work.h);
+        if (work.sees_keys()) compute_tile(work, dropout);
+        finish(work);
       }
       ptx::barrier_wait(&s.tile_full, parity);
       tile = s.tile;
@@ -209,28 +213,42 @@ struct Forward {
     }
   }
 
+  // Key tiles that rows of this warpgroup see; the other warpgroups of the block may see more.
+  __device__ __forceinline__ Limits own_tiles(const Work& work) const {
+    const int row = work.row0 + group * 64;
+    const Limits none{work.first, work.first};
+    if (row >= work.length_q) return none;
+    const Limits keys = work.mask(p).keys_of(row, min(row + 64, work.length_q));
+    return keys.begin < keys.end ? Limits{keys.begin / kN, (keys.end - 1) / kN + 1} : none;
+  }
+
   __device__ __forceinline__ void compute_tile(const Work& work, const Dropout& dropout) {
-    start_softmax(work.h);
-    if (!work.sees_keys()) return finish(work);
-    // Of all rows of the warp: keys that each of them sees.
+    const Limits own = own_tiles(work);
+    int n = work.last;
+    for (; n >= own.end; --n) skip_step(work, n);
+    ptx::barrier_wait(&s.q_full[q.stage], q.parity);
+    n >= own.begin ? compute_steps(work, own, dropout) : end_queries();
+    for (n = min(n, own.begin - 1); n >= work.first; --n) skip_step(work, n);
+  }
+
+  __device__ __forceinline__ void compute_steps(const Work& work, const Limits& own, const Dropout& dropout) {
+    // Keys that every row of the warp sees.
     const TileMask mask = work.mask(p);
     const int row = work.row0 + warp_row();
     const Limits clear{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
-    ptx::barrier_wait(&s.q_full[q.stage], q.parity);
+    int n = own.end - 1;
     ptx::barrier_wait(&s.k_full[k.stage], k.parity);
     take_turn();
     score_product();
     give_turn(group);
-    draw_signs(work, work.last, dropout);
+    draw_signs(work, n, dropout);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
-    release(s.k_empty[k.stage]);
-    k.advance();
-    softmax(work, work.last, clear);
+    end_keys(n == own.begin);
+    softmax(work, n, clear);
     pack_weights();
-    const int tail = work.length_k - work.last * kN;
-    if (tail < kN && p.is_varlen()) clear_values(tail);
-    for (int n = work.last - 1; n >= work.first; --n) {
+    if (n == work.last) clear_tail(work);
+    for (--n; n >= own.begin; --n) {
       ptx::barrier_wait(&s.k_full[k.stage], k.parity);
       take_turn();
       score_product();
@@ -240,8 +258,7 @@ struct Forward {
       draw_signs(work, n, dropout);
       ptx::wgmma_wait<1>();
       ptx::hold(scores);
-      release(s.k_empty[k.stage]);
-      k.advance();
+      end_keys(n == own.begin);
       softmax(work, n, clear);
       ptx::hold(scores);
       wait_and_rescale();
@@ -255,11 +272,29 @@ struct Forward {
     ptx::hold(out);
     release(s.v_empty[v.stage]);
     v.advance();
-    finish(work);
-    ptx::fence_async_shared();
-    __syncwarp();
+  }
+
+  __device__ __forceinline__ void end_keys(bool last_of_tile) {
+    release(s.k_empty[k.stage]);
+    k.advance();
+    if (last_of_tile) end_queries();
+  }
+  __device__ __forceinline__ void end_queries() {
     release(s.q_empty[q.stage]);
     q.advance();
+  }
+
+  // A key tile that only other warpgroups see.
+  __device__ __forceinline__ void skip_step(const Work& work, int n) {
+    take_turn();
+    give_turn(group);
+    if (n == work.last) clear_tail(work);
+    ptx::barrier_wait(&s.k_full[k.stage], k.parity);
+    ptx::barrier_wait(&s.v_full[v.stage], v.parity);
+    release(s.k_empty[k.stage]);
+    release(s.v_empty[v.stage]);
+    k.advance();
+    v.advance();
   }
 
   // Warpgroups issue products one after another, in a ring.
@@ -331,7 +366,9 @@ struct Forward {
   }
 
   // Behind the last row of a packed sequence lie values of another one: 0 * NaN would carry them over.
-  __device__ __forceinline__ void clear_values(int from) {
+  __device__ __forceinline__ void clear_tail(const Work& work) {
+    const int from = work.length_k - work.last * kN;
+    if (from >= kN || !p.is_varlen()) return;
     ptx::barrier_wait(&s.v_full[v.stage], v.parity);
     const int vectors = (kN - from) * 8, thread = threadIdx.x - kGroupThreads;
     for (int panel = 0; panel < kPanels; ++panel) {
@@ -342,19 +379,28 @@ struct Forward {
     ptx::named_barrier_sync(kTailBarrier, kGroups * kGroupThreads);
   }
 
-  __device__ __forceinline__ void apply_mask(const TileMask& mask, int row, int key0) {
+  // Keys below `from` and from `to` on are not seen; each side costs a comparison for every score.
+  template <bool kLeft>
+  __device__ __forceinline__ void mask_side(int r, int limit) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const Limits limits = mask.keys_of(row + 8 * r, row + 8 * r + 1);
-      const int from = limits.begin - key0 - 2 * t(), to = limits.end - key0 - 2 * t();
+    for (int n = 0; n < kScoreTiles; ++n) {
 #pragma unroll
-      for (int n = 0; n < kScoreTiles; ++n) {
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          const int key = n * 8 + odd;
-          if (key < from || key >= to) scores[n][2 * r + odd] = -infinity();
-        }
+      for (int odd = 0; odd < 2; ++odd) {
+        const int key = n * 8 + odd;
+        if (kLeft ? key < limit : key >= limit) scores[n][2 * r + odd] = -infinity();
       }
+    }
+  }
+  __device__ __forceinline__ void apply_mask(const TileMask& mask, const Limits& clear, int row, int key0) {
+    const Limits limits[2] = {mask.keys_of(row, row + 1), mask.keys_of(row + 8, row + 9)};
+    const int thread_key = key0 + 2 * t();
+    if (key0 < clear.begin) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) mask_side<true>(r, limits[r].begin - thread_key);
+    }
+    if (key0 + kN > clear.end) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) mask_side<false>(r, limits[r].end - thread_key);
     }
   }
 
@@ -370,7 +416,9 @@ struct Forward {
         for (int e = 0; e < 4; ++e) scores[i][e] = -scores[i][e];
       }
     }
-    if (key0 < clear.begin || key0 + kN > clear.end) apply_mask(work.mask(p), row + g(), key0);
+    if (key0 < clear.begin || key0 + kN > clear.end) {
+      apply_mask(work.mask(p), clear, row + g(), key0);
+    }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float largest = scores[0][2 * r];
@@ -414,53 +462,57 @@ struct Forward {
     }
   }
 
-  // The result goes out through this warp's rows of the queries' tile, swizzled as they were.
   __device__ __forceinline__ void finish(const Work& work) {
-    constexpr int kRowVectors = kHeadDim / 8;
-    const float keep = static_cast<float>(1.0 / keep_probability(p.dropout_threshold));
-    const int row = work.row0 + warp_row(), rows = work.length_q - row;  // of this warp
-    T(*const panels)[kM][kPanelColumns] = s.q[q.stage];
-    const bool empty_tile = !work.sees_keys();  // its stage is not ours
-    if (!empty_tile) ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
+    const float keep = 256.f / p.dropout_threshold;
+    const int row = work.row0 + warp_row() + g();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float total = quad_sum(sum[r]);
-      const bool empty = total == 0;
-      const float factor = empty ? 0.f : keep / total;
-      if (t() == 0 && g() + 8 * r < rows) {
+      const bool empty = total == 0, exists = row + 8 * r < work.length_q;
+      const int64_t at = int64_t{work.query_start} + row + 8 * r;
+      if (t() == 0 && exists) {
         const float largest = max[r] == -infinity() ? 0.f : max[r];
-        *row_statistic(p.lse, work.b, work.h, int64_t{work.query_start} + row + g() + 8 * r) =
-            empty ? -infinity() : (largest + log2f(total)) * kLn2;
+        *row_statistic(p.lse, work.b, work.h, at) = empty ? -infinity() : (largest + log2f(total)) * kLn2;
       }
-      if (empty_tile) continue;
-#pragma unroll
-      for (int n = 0; n < kOutTiles; ++n) {
-        T* const at = &panels[n / 8][warp_row() + g() + 8 * r][(n % 8 ^ g()) * 8 + 2 * t()];
-        const float x = out[n][2 * r], y = out[n][2 * r + 1];
-        TensorCore<T>::store_pair(at, empty ? 0.f : x * factor, empty ? 0.f : y * factor);
-      }
+      store_row(row_pointer<T>(p.out, work.b, work.h, at), r, keep / total, empty, exists);
     }
-    __syncwarp();
-    T* const to = row_pointer<T>(p.out, work.b, work.h, int64_t{work.query_start} + row);
-    const int64_t stride = p.out.row_stride;
+  }
+
+  // Four lanes hold a row, two columns of eight each: exchanged, they write 16 bytes each.
+  __device__ __forceinline__ void store_row(T* to, int r, float factor, bool empty, bool exists) const {
     const int columns = static_cast<int>(p.head_dim_v);
-    const bool aligned = reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0 && stride % 8 == 0;
-#pragma unroll 4
-    for (int vector = threadIdx.x % 32; vector < 16 * kRowVectors; vector += 32) {
-      const int i = vector / kRowVectors, chunk = vector % kRowVectors, column = chunk * 8;
-      if (i >= rows || column >= columns) continue;
-      uint4 packed = make_uint4(0, 0, 0, 0);
-      if (!empty_tile) {
-        packed = *reinterpret_cast<const uint4*>(&panels[chunk / 8][warp_row() + i][(chunk % 8 ^ i % 8) * 8]);
+    const bool aligned = reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0;
+#pragma unroll
+    for (int n = 0; n < kOutTiles; n += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&tile)[4] = out[n + i < kOutTiles ? n + i : n];
+        words[i] = empty ? 0 : TensorCore<T>::pack(tile[2 * r] * factor, tile[2 * r + 1] * factor);
       }
-      T* const at = to + i * stride + column;
+      transpose_quad(words);
+      const int column = (n + t()) * 8;
+      if (!exists || column >= columns) continue;
       if (aligned && column + 8 <= columns) {
-        *reinterpret_cast<uint4*>(at) = packed;
+        *reinterpret_cast<uint4*>(to + column) = make_uint4(words[0], words[1], words[2], words[3]);
       } else {
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
-          if (column + e < columns) at[e] = reinterpret_cast<const T*>(&packed)[e];
+          if (column + e < columns) to[column + e] = reinterpret_cast<const T*>(words)[e];
         }
+      }
+    }
+  }
+  // Lane t of four gets word t of each of them, in their order.
+  static __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
+#pragma unroll
+    for (int step = 1; step <= 2; step *= 2) {
+      const bool upper = threadIdx.x & step;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i & step) continue;
+        const uint32_t received = __shfl_xor_sync(~0u, upper ? x[i] : x[i + step], step);
+        (upper ? x[i] : x[i + step]) = received;
       }
     }
   }
@@ -499,7 +551,7 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads, 1)
     if (threadIdx.x == 0) typename Kernel::Loader{s, p, maps}.load_tiles(grid);
   } else {
     ptx::take_registers<Kernel::kRegisters.consumer>();
-    Kernel(s, p, static_cast<int>(threadIdx.x / kGroupThreads) - 1).compute_tiles(grid);
+    Kernel(s, p, Kernel::uniform(threadIdx.x / kGroupThreads) - 1).compute_tiles(grid);
   }
 #endif
 }

@@ -16,11 +16,12 @@ struct ForwardTile {
 // Dropout draws its bits for 64 keys at a time.
 template <int kHeadDim, bool kDropout>
 constexpr ForwardTile forward_tile() {
-  if (kHeadDim <= 64) return kDropout ? ForwardTile{2, 128, 3, 2} : ForwardTile{3, 128, 3, 2};
-  if (kHeadDim <= 128) return {2, 128, 2, 2};
-  if (kHeadDim <= 144) return kDropout ? ForwardTile{2, 64, 3, 1} : ForwardTile{2, 96, 2, 1};
-  if (kHeadDim <= 192) return kDropout ? ForwardTile{2, 64, 3, 1} : ForwardTile{2, 112, 2, 1};
-  return kDropout ? ForwardTile{2, 64, 2, 1} : ForwardTile{2, 80, 2, 1};
+  if (kHeadDim <= 64) return kDropout ? ForwardTile{3, 64, 6, 1} : ForwardTile{3, 128, 3, 1};
+  if (kHeadDim <= 96) return kDropout ? ForwardTile{3, 64, 4, 1} : ForwardTile{2, 128, 3, 1};
+  if (kHeadDim <= 128) return kDropout ? ForwardTile{3, 64, 4, 1} : ForwardTile{3, 80, 3, 1};
+  if (kHeadDim <= 144) return kDropout ? ForwardTile{3, 64, 2, 1} : ForwardTile{2, 112, 2, 1};
+  if (kHeadDim <= 192) return kDropout ? ForwardTile{2, 64, 3, 1} : ForwardTile{2, 96, 2, 1};
+  return {2, 64, 2, 1};
 }
 
 // Registers of a thread: 64 Ki in all, given out in eights. What the block starts with, what the producer keeps and
