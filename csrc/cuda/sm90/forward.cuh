@@ -49,64 +49,36 @@ struct Forward {
   static constexpr ForwardTile kTile = forward_tile<kHeadDim, kDropout>();
   static constexpr RegisterBudget kRegisters = register_budget(kTile.groups);
   static constexpr int kGroups = kTile.groups, kM = kTile.queries(), kN = kTile.keys;
-  static constexpr int kStages = kTile.stages, kQueryStages = kTile.query_stages;
+  static constexpr int kStages = kTile.stages;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads, kWarps = kGroups * 4;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kQueryBytes = kPanels * kM * 128, kKeyBytes = kPanels * kN * 128;
   static constexpr int kScoreTiles = kN / 8, kOutTiles = kHeadDim / 8, kSteps = kN / 16;
 
+  // One tile of queries, as the loading warp hands it to those that compute.
+  struct alignas(16) Work {
+    int b, h, row0, first, last;  // first row, and key tiles in sight
+    int query_start, length_q, length_k;
+
+    __device__ bool exists() const { return row0 < length_q; }
+    __device__ bool sees_keys() const { return first <= last; }
+    __device__ TileMask mask(const AttnParams& p) const { return TileMask(p, length_q, length_k); }
+  };
+
   // 128-byte rows, swizzled by TMA, in panels of 64 columns.
   struct Shared {
-    T q[kQueryStages][kPanels][kM][kPanelColumns];
+    T q[kPanels][kM][kPanelColumns];
     T k[kStages][kPanels][kN][kPanelColumns];
     T v[kStages][kPanels][kN][kPanelColumns];
-    ptx::Barrier q_full[kQueryStages], q_empty[kQueryStages];
+    ptx::Barrier q_full, q_empty;
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-    ptx::Barrier tile_full, tile_empty;
-    int tile;  // the next one
+    ptx::Barrier work_full, work_empty;
+    Work work;
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
 
   // Numbers of named barriers; each warpgroup has a turn.
   enum : int { kTurnBarrier = 1, kTailBarrier = 4 };
-
-  // One tile: its rows, and the keys in sight.
-  struct Work {
-    int b, h, m;
-    int query_start, key_start, length_q, length_k;
-    int row0, first, last;  // first row, and key tiles in sight
-
-    __device__ Work(const AttnParams& p, const ForwardGrid& grid, int tile) {
-      const int heads = static_cast<int>(p.heads_q), section = tile / (grid.section * grid.blocks);
-      const int section_heads = min(grid.section, heads * static_cast<int>(p.batch) - section * grid.section);
-      const int index = tile % (grid.section * grid.blocks), head = section * grid.section + index % section_heads;
-      b = head / heads;
-      h = head % heads;
-      m = grid.blocks - 1 - index / section_heads;  // the longest tiles of causal heads come first
-      const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
-      query_start = static_cast<int>(queries.start);
-      key_start = static_cast<int>(keys.start);
-      length_q = static_cast<int>(queries.length);
-      length_k = static_cast<int>(keys.length);
-      look(p);
-    }
-    // A sequence may be longer than the host was told: then a tile stands for others too.
-    __device__ void next(const AttnParams& p, const ForwardGrid& grid) {
-      m += grid.blocks;
-      look(p);
-    }
-    __device__ bool exists() const { return row0 < length_q; }
-    __device__ bool sees_keys() const { return first <= last; }
-    __device__ TileMask mask(const AttnParams& p) const { return TileMask(p, length_q, length_k); }
-
-   private:
-    __device__ void look(const AttnParams& p) {
-      row0 = m * kM;
-      const Limits visible = mask(p).keys_of(row0, min(row0 + kM, length_q));
-      first = visible.begin / kN;
-      last = visible.end > visible.begin ? (visible.end - 1) / kN : first - 1;
-    }
-  };
 
   // --- the warp that loads ----------------------------------------------------------------------------------------
 
@@ -114,21 +86,50 @@ struct Forward {
     Shared& s;
     const AttnParams& p;
     const ForwardMaps& maps;
-    Place<kQueryStages> q;
     Place<kStages> k, v;
+    uint32_t q_parity = 0, work_parity = 0;
+    int key_start = 0;
 
     __device__ void load_tiles(const ForwardGrid& grid) {
-      uint32_t parity = 1;
-      for (int tile = blockIdx.x; tile < grid.tiles; parity ^= 1) {
+      for (int tile = blockIdx.x; tile < grid.tiles;) {
         const int next = draw(grid);
-        for (Work work(p, grid, tile); work.exists(); work.next(p, grid)) {
+        const int head_tiles = grid.section * grid.blocks, section = tile / head_tiles * grid.section;
+        const int heads = static_cast<int>(p.heads_q), index = tile % head_tiles;
+        const int section_heads = min(grid.section, heads * static_cast<int>(p.batch) - section);
+        const int head = section + index % section_heads;
+        // The longest tiles of causal heads come first. A sequence may be longer than the host was told: then a tile
+        // stands for others too.
+        int m = grid.blocks - 1 - index / section_heads;
+        for (Work work = start_head(head / heads, head % heads); m * kM < work.length_q; m += grid.blocks) {
+          look(work, m * kM);
+          publish(work);
           if (work.sees_keys()) load_tile(work);
         }
-        ptx::barrier_wait(&s.tile_empty, parity);
-        s.tile = next;
-        ptx::barrier_arrive(&s.tile_full);
         tile = next;
       }
+      publish(Work{});
+    }
+
+    __device__ Work start_head(int b, int h) {
+      const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
+      key_start = static_cast<int>(keys.start);
+      Work work{b, h};
+      work.query_start = static_cast<int>(queries.start);
+      work.length_q = static_cast<int>(queries.length);
+      work.length_k = static_cast<int>(keys.length);
+      return work;
+    }
+    __device__ void look(Work& work, int row0) const {
+      work.row0 = row0;
+      const Limits visible = work.mask(p).keys_of(row0, min(row0 + kM, work.length_q));
+      work.first = visible.begin / kN;
+      work.last = visible.end > visible.begin ? (visible.end - 1) / kN : work.first - 1;
+    }
+    __device__ void publish(const Work& work) {
+      ptx::barrier_wait(&s.work_empty, work_parity ^ 1);
+      s.work = work;
+      ptx::barrier_arrive(&s.work_full);
+      work_parity ^= 1;
     }
 
     // Thread blocks that are done early take more tiles.
@@ -140,18 +141,17 @@ struct Forward {
     __device__ void load_tile(const Work& work) {
       const int batch = p.is_varlen() ? 0 : work.b, hk = work.h / static_cast<int>(p.group_size());
       auto load_keys = [&](int n) {
-        load<kN, kKeyBytes>(s.k[k.stage], s.k_full[k.stage], s.k_empty[k.stage], k.parity, maps.k,
-                            work.key_start + n * kN, hk, batch);
+        load<kN, kKeyBytes>(s.k[k.stage], s.k_full[k.stage], s.k_empty[k.stage], k.parity, maps.k, key_start + n * kN,
+                            hk, batch);
         k.advance();
       };
       load_keys(work.last);
-      load<kM, kQueryBytes>(s.q[q.stage], s.q_full[q.stage], s.q_empty[q.stage], q.parity, maps.q,
-                            work.query_start + work.row0, work.h, batch);
-      q.advance();
+      load<kM, kQueryBytes>(s.q, s.q_full, s.q_empty, q_parity, maps.q, work.query_start + work.row0, work.h, batch);
+      q_parity ^= 1;
       for (int n = work.last; n >= work.first; --n) {
         if (n > work.first) load_keys(n - 1);
-        load<kN, kKeyBytes>(s.v[v.stage], s.v_full[v.stage], s.v_empty[v.stage], v.parity, maps.v,
-                            work.key_start + n * kN, hk, batch);
+        load<kN, kKeyBytes>(s.v[v.stage], s.v_full[v.stage], s.v_empty[v.stage], v.parity, maps.v, key_start + n * kN,
+                            hk, batch);
         v.advance();
       }
     }
@@ -172,9 +172,10 @@ struct Forward {
 
   Shared& s;
   const AttnParams& p;
-  const int group;
+  const int group, warp_row;  // first of this warp's 16 rows, within the tile
   const float scale;
-  Place<kQueryStages> q;
+  const bool negative_scale;
+  uint32_t q_parity = 0, work_parity = 0;
   Place<kStages> k, v;
   float scores[kScoreTiles][4], out[kOutTiles][4];
   uint32_t weights[kSteps][4];
@@ -182,35 +183,48 @@ struct Forward {
   float max[2], sum[2], shrink[2];           // max in units of log2
 
   __device__ Forward(Shared& shared, const AttnParams& params, int group)
-      : s(shared), p(params), group(group), scale(log2_scale(params.softmax_scale)) {}
+      : s(shared),
+        p(params),
+        group(group),
+        warp_row(uniform(static_cast<int>(threadIdx.x) / 32 - 4) * 16),
+        scale(log2_scale(params.softmax_scale)),
+        negative_scale(params.softmax_scale < 0) {}
 
   static __device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
   static __device__ __forceinline__ int t() { return threadIdx.x % 4; }
-  // First of this warp's 16 rows, within the tile.
-  __device__ __forceinline__ int warp_row() const { return uniform(threadIdx.x / 32 - 4) * 16; }
-  // The same in all lanes, and known to be so.
-  static __device__ __forceinline__ int uniform(int x) { return __shfl_sync(~0u, x, 0); }
+  // The same in all lanes, and known to the compiler as that.
+  template <class X>
+  static __device__ __forceinline__ X uniform(X x) {
+    return __shfl_sync(~0u, x, 0);
+  }
 
   static __device__ __forceinline__ void release(ptx::Barrier& empty) {
     if (threadIdx.x % 32 == 0) ptx::barrier_arrive(&empty);
   }
 
-  __device__ __forceinline__ void compute_tiles(const ForwardGrid& grid) {
+  __device__ __forceinline__ void compute_tiles() {
     Dropout dropout = kDropout ? Dropout(p, 0) : Dropout();
+    if constexpr (kDropout) dropout.key = {uniform(dropout.key.low), uniform(dropout.key.high)};
     if (group == 0) give_turn(kGroups - 1);
-    uint32_t parity = 0;
-    for (int tile = blockIdx.x; tile < grid.tiles; parity ^= 1) {
-      for (Work work(p, grid, tile); work.exists(); work.next(p, grid)) {
-        dropout.batch = work.b;
-        start_softmax(work.h);
-        if (work.sees_keys()) compute_tile(work, dropout);
-        finish(work);
-      }
-      ptx::barrier_wait(&s.tile_full, parity);
-      tile = s.tile;
-      __syncwarp();
-      release(s.tile_empty);
+    for (Work work = receive(); work.exists(); work = receive()) {
+      dropout.batch = work.b;
+      start_softmax(work.h);
+      if (work.sees_keys()) compute_tile(work, dropout);
+      finish(work);
     }
+  }
+
+  __device__ __forceinline__ Work receive() {
+    ptx::barrier_wait(&s.work_full, work_parity);
+    work_parity ^= 1;
+    Work work = s.work;
+    __syncwarp();
+    release(s.work_empty);
+    for (int* field :
+         {&work.b, &work.h, &work.row0, &work.first, &work.last, &work.query_start, &work.length_q, &work.length_k}) {
+      *field = uniform(*field);
+    }
+    return work;
   }
 
   // Key tiles that rows of this warpgroup see; the other warpgroups of the block may see more.
@@ -226,7 +240,7 @@ struct Forward {
     const Limits own = own_tiles(work);
     int n = work.last;
     for (; n >= own.end; --n) skip_step(work, n);
-    ptx::barrier_wait(&s.q_full[q.stage], q.parity);
+    ptx::barrier_wait(&s.q_full, q_parity);
     n >= own.begin ? compute_steps(work, own, dropout) : end_queries();
     for (n = min(n, own.begin - 1); n >= work.first; --n) skip_step(work, n);
   }
@@ -234,7 +248,7 @@ struct Forward {
   __device__ __forceinline__ void compute_steps(const Work& work, const Limits& own, const Dropout& dropout) {
     // Keys that every row of the warp sees.
     const TileMask mask = work.mask(p);
-    const int row = work.row0 + warp_row();
+    const int row = work.row0 + warp_row;
     const Limits clear{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
     int n = own.end - 1;
     ptx::barrier_wait(&s.k_full[k.stage], k.parity);
@@ -280,8 +294,8 @@ struct Forward {
     if (last_of_tile) end_queries();
   }
   __device__ __forceinline__ void end_queries() {
-    release(s.q_empty[q.stage]);
-    q.advance();
+    release(s.q_empty);
+    q_parity ^= 1;
   }
 
   // A key tile that only other warpgroups see.
@@ -321,7 +335,7 @@ struct Forward {
 
   // scores = Q K^T
   __device__ __forceinline__ void score_product() {
-    const uint64_t a = ptx::swizzled_descriptor(&s.q[q.stage][0][group * 64], 0);
+    const uint64_t a = ptx::swizzled_descriptor(&s.q[0][group * 64], 0);
     const uint64_t b = ptx::swizzled_descriptor(s.k[k.stage], 0);
     ptx::hold(scores);
     ptx::wgmma_fence();
@@ -359,7 +373,7 @@ struct Forward {
   // While products are under way.
   __device__ __forceinline__ void draw_signs(const Work& work, int n, const Dropout& dropout) {
     if constexpr (kDropout) {
-      dropout.packed_signs(signs, work.h, work.row0 + warp_row(), n * kN);
+      dropout.packed_signs(signs, work.h, work.row0 + warp_row, n * kN);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) asm volatile("" : "+r"(signs[step][0]), "+r"(signs[step][1]));
     }
@@ -408,17 +422,16 @@ struct Forward {
   // stays as it is while no score is beyond 2^8 of it: then there is nothing to multiply.
   __device__ __forceinline__ void softmax(const Work& work, int n, const Limits& clear) {
     constexpr float kTolerance = 8;
-    const int row = work.row0 + warp_row(), key0 = n * kN;
-    if (p.softmax_scale < 0) {
+    const int row = work.row0 + warp_row, key0 = n * kN;
+    if (negative_scale) {
 #pragma unroll
       for (int i = 0; i < kScoreTiles; ++i) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) scores[i][e] = -scores[i][e];
       }
     }
-    if (key0 < clear.begin || key0 + kN > clear.end) {
-      apply_mask(work.mask(p), clear, row + g(), key0);
-    }
+    if (key0 < clear.begin || key0 + kN > clear.end) apply_mask(work.mask(p), clear, row + g(), key0);
+    float offset[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float largest = scores[0][2 * r];
@@ -429,15 +442,18 @@ struct Forward {
       const float before = max[r], now = fmaxf(before, quad_max(largest) * scale);
       const bool stays = now - before <= kTolerance;
       max[r] = stays ? before : now;
-      const float offset = max[r] == -infinity() ? 0.f : max[r];  // nothing visible so far
-      shrink[r] = stays ? 1.f : ptx::ex2(before - offset);
+      offset[r] = max[r] == -infinity() ? 0.f : max[r];  // nothing visible so far
+      shrink[r] = stays ? 1.f : ptx::ex2(before - offset[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
       float part = 0;
 #pragma unroll
       for (int i = 0; i < kScoreTiles; ++i) {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
           float& x = scores[i][2 * r + odd];
-          x = ptx::ex2(fmaf(x, scale, -offset));
+          x = ptx::ex2(fmaf(x, scale, -offset[r]));
           part += x;
         }
       }
@@ -464,7 +480,7 @@ struct Forward {
 
   __device__ __forceinline__ void finish(const Work& work) {
     const float keep = 256.f / p.dropout_threshold;
-    const int row = work.row0 + warp_row() + g();
+    const int row = work.row0 + warp_row + g();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float total = quad_sum(sum[r]);
@@ -530,18 +546,16 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads, 1)
     ptx::prefetch_tensor_map(&maps.q);
     ptx::prefetch_tensor_map(&maps.k);
     ptx::prefetch_tensor_map(&maps.v);
-    for (int i = 0; i < Kernel::kQueryStages; ++i) {
-      ptx::barrier_init(&s.q_full[i], 1);
-      ptx::barrier_init(&s.q_empty[i], Kernel::kWarps);
-    }
+    ptx::barrier_init(&s.q_full, 1);
+    ptx::barrier_init(&s.q_empty, Kernel::kWarps);
     for (int i = 0; i < Kernel::kStages; ++i) {
       ptx::barrier_init(&s.k_full[i], 1);
       ptx::barrier_init(&s.k_empty[i], Kernel::kWarps);
       ptx::barrier_init(&s.v_full[i], 1);
       ptx::barrier_init(&s.v_empty[i], Kernel::kWarps);
     }
-    ptx::barrier_init(&s.tile_full, 1);
-    ptx::barrier_init(&s.tile_empty, Kernel::kWarps);
+    ptx::barrier_init(&s.work_full, 1);
+    ptx::barrier_init(&s.work_empty, Kernel::kWarps);
     ptx::fence_barrier_init();
   }
   __syncthreads();
@@ -551,7 +565,7 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads, 1)
     if (threadIdx.x == 0) typename Kernel::Loader{s, p, maps}.load_tiles(grid);
   } else {
     ptx::take_registers<Kernel::kRegisters.consumer>();
-    Kernel(s, p, Kernel::uniform(threadIdx.x / kGroupThreads) - 1).compute_tiles(grid);
+    Kernel(s, p, Kernel::uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
   }
 #endif
 }

@@ -8,20 +8,19 @@ namespace flashattn_ext::sm90 {
 struct ForwardTile {
   int groups;  // warpgroups that compute; each has 64 queries
   int keys;
-  int stages;        // of keys and values
-  int query_stages;  // with two, the next tile's queries arrive while this one's result is stored
+  int stages;  // of keys and values
   constexpr int queries() const { return groups * 64; }
 };
 
 // Dropout draws its bits for 64 keys at a time.
 template <int kHeadDim, bool kDropout>
 constexpr ForwardTile forward_tile() {
-  if (kHeadDim <= 64) return kDropout ? ForwardTile{3, 64, 6, 1} : ForwardTile{3, 128, 3, 1};
-  if (kHeadDim <= 96) return kDropout ? ForwardTile{3, 64, 4, 1} : ForwardTile{2, 128, 3, 1};
-  if (kHeadDim <= 128) return kDropout ? ForwardTile{3, 64, 4, 1} : ForwardTile{3, 80, 3, 1};
-  if (kHeadDim <= 144) return kDropout ? ForwardTile{3, 64, 2, 1} : ForwardTile{2, 112, 2, 1};
-  if (kHeadDim <= 192) return kDropout ? ForwardTile{2, 64, 3, 1} : ForwardTile{2, 96, 2, 1};
-  return {2, 64, 2, 1};
+  if (kHeadDim <= 64) return kDropout ? ForwardTile{2, 128, 3} : ForwardTile{3, 128, 3};
+  if (kHeadDim <= 96) return kDropout ? ForwardTile{3, 64, 4} : ForwardTile{3, 112, 2};
+  if (kHeadDim <= 128) return kDropout ? ForwardTile{2, 128, 3} : ForwardTile{3, 80, 3};
+  if (kHeadDim <= 144) return kDropout ? ForwardTile{2, 64, 3} : ForwardTile{3, 80, 2};
+  if (kHeadDim <= 192) return kDropout ? ForwardTile{2, 64, 3} : ForwardTile{2, 96, 2};
+  return {2, 64, 2};
 }
 
 // Registers of a thread: 64 Ki in all, given out in eights. What the block starts with, what the producer keeps and
