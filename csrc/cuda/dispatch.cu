@@ -73,21 +73,25 @@ class AlignedRows {
     if (rows_are_aligned(view, columns, bytes)) return view;
     const int64_t padded = padded_columns(columns, bytes), batch = p_.is_varlen() ? 1 : p_.batch;
     TensorView copy{next_, p_.is_varlen() ? 0 : heads * rows * padded, padded, rows * padded};
-    const int64_t vectors = batch * heads * rows * padded * bytes / kVectorBytes;
-    next_ += (vectors * kVectorBytes + 63) / 64 * 64;
-    if (run && vectors > 0) copy_rows(view, copy, rows, heads, columns, padded, vectors);
+    const int64_t copy_bytes = batch * heads * rows * padded * bytes;
+    next_ += (copy_bytes + 63) / 64 * 64;
+    if (run && copy_bytes > 0)
+      copy_rows(view, copy, rows, heads, batch * heads, columns, padded * bytes / kVectorBytes);
     return copy;
   }
   int64_t bytes() const { return next_ - static_cast<char*>(p_.workspace); }
   void* end() const { return next_; }
 
  private:
-  void copy_rows(const TensorView& from, const TensorView& to, int64_t rows, int64_t heads, int64_t columns,
-                 int64_t padded, int64_t vectors) const {
+  void copy_rows(const TensorView& from, const TensorView& to, int64_t rows, int64_t heads, int64_t all_heads,
+                 int64_t columns, int64_t row_vectors) const {
+    constexpr int64_t kGridHeight = 65535;
     const auto kernel = element_bytes(p_) == 4 ? aligned_rows_kernel<uint32_t> : aligned_rows_kernel<uint16_t>;
-    kernel<<<static_cast<unsigned>((vectors + kCopyThreads - 1) / kCopyThreads), kCopyThreads, 0,
-             static_cast<cudaStream_t>(p_.stream)>>>(from, to, rows, heads, static_cast<int>(columns),
-                                                     static_cast<int>(padded), vectors);
+    const int64_t block_rows = kCopyThreads / row_vectors;
+    const dim3 grid(static_cast<unsigned>((rows + block_rows - 1) / block_rows),
+                    static_cast<unsigned>(std::min(all_heads, kGridHeight)));
+    kernel<<<grid, kCopyThreads, 0, static_cast<cudaStream_t>(p_.stream)>>>(
+        from, to, rows, heads, all_heads, static_cast<int>(columns), static_cast<int>(row_vectors));
     check_launch(cudaGetLastError(), "aligned_rows", p_);
   }
 

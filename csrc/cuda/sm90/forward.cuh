@@ -10,6 +10,7 @@
 #include "../common/tensor_core.cuh"
 #include "../common/tensor_map.h"
 #include "../common/tile.cuh"
+#include "../common/vector.cuh"
 #include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
 #include "tiles.h"
@@ -370,9 +371,12 @@ struct Forward {
     if constexpr (kDropout) Dropout::drop_packed(weights, signs);
   }
 
-  // While products are under way.
+  // While products are under way. A test of a barrier, which a maximum with 0 or -1 does not turn into anything else,
+  // keeps the compiler from spreading the drawing over the issue of the products before it: the next warpgroup would
+  // wait for its turn all the longer.
   __device__ __forceinline__ void draw_signs(const Work& work, int n, const Dropout& dropout) {
     if constexpr (kDropout) {
+      n = ::max(n, -static_cast<int>(ptx::barrier_try_wait(&s.q_full, q_parity)));
       dropout.packed_signs(signs, work.h, work.row0 + warp_row, n * kN);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) asm volatile("" : "+r"(signs[step][0]), "+r"(signs[step][1]));
@@ -509,8 +513,11 @@ struct Forward {
       transpose_quad(words);
       const int column = (n + t()) * 8;
       if (!exists || column >= columns) continue;
+      const uint4 vector = make_uint4(words[0], words[1], words[2], words[3]);
       if (aligned && column + 8 <= columns) {
-        *reinterpret_cast<uint4*>(to + column) = make_uint4(words[0], words[1], words[2], words[3]);
+        *reinterpret_cast<uint4*>(to + column) = vector;
+      } else if (column + 8 <= columns) {
+        store_unaligned(to + column, vector);
       } else {
 #pragma unroll
         for (int e = 0; e < 8; ++e) {
