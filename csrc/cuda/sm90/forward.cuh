@@ -73,13 +73,13 @@ struct Forward {
     T v[kStages][kPanels][kN][kPanelColumns];
     ptx::Barrier q_full, q_empty;
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
-    ptx::Barrier work_full, work_empty;
+    ptx::Barrier work_full, work_empty, tail_cleared;
     Work work;
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
 
-  // Numbers of named barriers; each warpgroup has a turn.
-  enum : int { kTurnBarrier = 1, kTailBarrier = 4 };
+  // Number of the first named barrier; each warpgroup has one for its turn.
+  static constexpr int kTurnBarrier = 1;
 
   // --- the warp that loads ----------------------------------------------------------------------------------------
 
@@ -176,7 +176,7 @@ struct Forward {
   const int group, warp_row;  // first of this warp's 16 rows, within the tile
   const float scale;
   const bool negative_scale;
-  uint32_t q_parity = 0, work_parity = 0;
+  uint32_t q_parity = 0, work_parity = 0, tail_parity = 0;
   Place<kStages> k, v;
   float scores[kScoreTiles][4], out[kOutTiles][4];
   uint32_t weights[kSteps][4];
@@ -218,8 +218,8 @@ struct Forward {
   __device__ __forceinline__ Work receive() {
     ptx::barrier_wait(&s.work_full, work_parity);
     work_parity ^= 1;
-    Work work = s.work;
-    __syncwarp();
+    Work work{};
+    if (threadIdx.x % 32 == 0) work = s.work;
     release(s.work_empty);
     for (int* field :
          {&work.b, &work.h, &work.row0, &work.first, &work.last, &work.query_start, &work.length_q, &work.length_k}) {
@@ -371,12 +371,9 @@ struct Forward {
     if constexpr (kDropout) Dropout::drop_packed(weights, signs);
   }
 
-  // While products are under way. A test of a barrier, which a maximum with 0 or -1 does not turn into anything else,
-  // keeps the compiler from spreading the drawing over the issue of the products before it: the next warpgroup would
-  // wait for its turn all the longer.
+  // While products are under way: the compiler spreads it over their issue, which costs less than drawing afterwards.
   __device__ __forceinline__ void draw_signs(const Work& work, int n, const Dropout& dropout) {
     if constexpr (kDropout) {
-      n = ::max(n, -static_cast<int>(ptx::barrier_try_wait(&s.q_full, q_parity)));
       dropout.packed_signs(signs, work.h, work.row0 + warp_row, n * kN);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) asm volatile("" : "+r"(signs[step][0]), "+r"(signs[step][1]));
@@ -394,7 +391,10 @@ struct Forward {
       for (int i = thread; i < vectors; i += kGroups * kGroupThreads) rows[i] = make_uint4(0, 0, 0, 0);
     }
     ptx::fence_async_shared();
-    ptx::named_barrier_sync(kTailBarrier, kGroups * kGroupThreads);
+    __syncwarp();
+    release(s.tail_cleared);
+    ptx::barrier_wait(&s.tail_cleared, tail_parity);
+    tail_parity ^= 1;
   }
 
   // Keys below `from` and from `to` on are not seen; each side costs a comparison for every score.
@@ -563,6 +563,7 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads, 1)
     }
     ptx::barrier_init(&s.work_full, 1);
     ptx::barrier_init(&s.work_empty, Kernel::kWarps);
+    ptx::barrier_init(&s.tail_cleared, Kernel::kWarps);
     ptx::fence_barrier_init();
   }
   __syncthreads();
