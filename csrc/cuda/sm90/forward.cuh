@@ -263,30 +263,30 @@ struct Forward {
     softmax(work, n, clear);
     pack_weights();
     if (n == work.last) clear_tail(work);
-    for (--n; n >= own.begin; --n) {
-      ptx::barrier_wait(&s.k_full[k.stage], k.parity);
-      take_turn();
-      score_product();
-      ptx::barrier_wait(&s.v_full[v.stage], v.parity);
-      value_product();
-      give_turn(group);
-      draw_signs(work, n, dropout);
-      ptx::wgmma_wait<1>();
-      ptx::hold(scores);
-      end_keys(n == own.begin);
-      softmax(work, n, clear);
-      ptx::hold(scores);
-      wait_and_rescale();
-      release(s.v_empty[v.stage]);
-      v.advance();
-      pack_weights();
+    if (n > own.begin) {
+      for (--n;; --n) {
+        ptx::barrier_wait(&s.k_full[k.stage], k.parity);
+        take_turn();
+        score_product();
+        ptx::barrier_wait(&s.v_full[v.stage], v.parity);
+        value_product();
+        give_turn(group);
+        draw_signs(work, n, dropout);
+        ptx::wgmma_wait<1>();
+        ptx::hold(scores);
+        end_keys(n == own.begin);
+        softmax(work, n, clear);
+        ptx::hold(scores);
+        // The loop ends here, and not behind the wait: within one block of instructions the compiler would move the
+        // wait before the exponentials, and nothing would run under the product of the values.
+        if (n == own.begin) break;
+        end_step();
+      }
+      end_step();
     }
     ptx::barrier_wait(&s.v_full[v.stage], v.parity);
     value_product();
-    ptx::wgmma_wait<0>();
-    ptx::hold(out);
-    release(s.v_empty[v.stage]);
-    v.advance();
+    end_values();
   }
 
   __device__ __forceinline__ void end_keys(bool last_of_tile) {
@@ -465,21 +465,22 @@ struct Forward {
     }
   }
 
-  // Waits in both branches: within one block the compiler would move the wait before the exponentials, and nothing
-  // would run under the product.
-  __device__ __forceinline__ void wait_and_rescale() {
+  __device__ __forceinline__ void end_step() {
+    end_values();
     if (__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) {
-      ptx::wgmma_wait<0>();
-      ptx::hold(out);
 #pragma unroll
       for (int n = 0; n < kOutTiles; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) out[n][e] *= shrink[e / 2];
       }
-    } else {
-      ptx::wgmma_wait<0>();
-      ptx::hold(out);
     }
+    pack_weights();
+  }
+  __device__ __forceinline__ void end_values() {
+    ptx::wgmma_wait<0>();
+    ptx::hold(out);
+    release(s.v_empty[v.stage]);
+    v.advance();
   }
 
   __device__ __forceinline__ void finish(const Work& work) {
