@@ -22,28 +22,6 @@ struct Dropout {
     return __byte_perm(word, 0, 0x4440 + byte) < threshold;
   }
 
-  // A 16-row tile of scores [query][key] from query `row` (a multiple of 16) and key `column` (a multiple of 16).
-  template <int N>
-  __device__ __forceinline__ void drop(float (&scores)[N][4], int64_t head, int row, int column) const {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-    for (int tile = 0; tile < N; tile += 8) {
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const PhiloxWords words = philox(key, batch, (column + tile * 8) / 64,
-                                         static_cast<uint32_t>(head * 64 + g * 8 + 2 * t + odd), row / 16);
-#pragma unroll
-        for (int n = tile; n < (tile + 8 < N ? tile + 8 : N); ++n) {
-          // Fewer than 64 columns are the first or the second half of the four words.
-          const uint32_t word = N < 8 && column % 64 ? words.word[2 + n / 2 % 2] : words.word[n / 2 % 4];
-          const int byte = n % 2 * 2;
-          if (!keeps(word, byte)) scores[n][odd] = 0;
-          if (!keeps(word, byte + 1)) scores[n][odd + 2] = 0;
-        }
-      }
-    }
-  }
-
   // For a 16-row tile of scores from query `row` (a multiple of 16) and key `column` (a multiple of 64), packed as A
   // operands of steps of 16 keys: the sign of byte i of signs[step][odd] is set when register i keeps element `odd`.
   template <int kSteps>
@@ -75,6 +53,28 @@ struct Dropout {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         weights[step][i] &= ptx::permute_bytes(signs[step][0], signs[step][1], 0xCC88 + 0x1111 * i);
+      }
+    }
+  }
+
+  // A 16-row tile of scores [query][key] from query `row` (a multiple of 16) and key `column` (a multiple of 16).
+  template <int N>
+  __device__ __forceinline__ void drop(float (&scores)[N][4], int64_t head, int row, int column) const {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int tile = 0; tile < N; tile += 8) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const PhiloxWords words = philox(key, batch, (column + tile * 8) / 64,
+                                         static_cast<uint32_t>(head * 64 + g * 8 + 2 * t + odd), row / 16);
+#pragma unroll
+        for (int n = tile; n < (tile + 8 < N ? tile + 8 : N); ++n) {
+          // Fewer than 64 columns are the first or the second half of the four words.
+          const uint32_t word = N < 8 && column % 64 ? words.word[2 + n / 2 % 2] : words.word[n / 2 % 4];
+          const int byte = n % 2 * 2;
+          if (!keeps(word, byte)) scores[n][odd] = 0;
+          if (!keeps(word, byte + 1)) scores[n][odd + 2] = 0;
+        }
       }
     }
   }
