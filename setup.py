@@ -2,7 +2,8 @@
 
 Environment variables:
   FLASHATTN_EXT_CUDA   1 demands the CUDA backend, 0 leaves it out; unset builds it when a CUDA torch and nvcc are there
-  TORCH_CUDA_ARCH_LIST GPU architectures, as in torch; unset: 8.0 with PTX for newer ones, and 9.0
+  TORCH_CUDA_ARCH_LIST GPU architectures, as in torch; unset: 8.0 with PTX for newer ones, and 9.0a. Hopper's own kernels
+                       need 9.0a; with plain 9.0 an H100 runs those for 8.0
   MAX_JOBS             compiler processes at once (torch.utils.cpp_extension)
 """
 
@@ -135,7 +136,7 @@ def builds_cuda(torch) -> bool:
 
 
 def cuda_architectures() -> list[str]:
-    named = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0+PTX 9.0")
+    named = os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0+PTX 9.0a")
     return [name.removesuffix("+PTX") for name in named.replace(";", " ").split()]
 
 
@@ -152,8 +153,14 @@ def write_build_config(torch, with_cuda: bool) -> None:
 def extension(torch, with_cuda: bool):
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
-    flags = {"cxx": [*CXX_FLAGS, "-DFLASHATTN_EXT_CUDA"] if with_cuda else CXX_FLAGS, "nvcc": NVCC_FLAGS}
-    cuda_sources = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc" / "cuda").rglob("*.cu"))
+    has_sm90 = "9.0a" in cuda_architectures()
+    defines = ["-DFLASHATTN_EXT_CUDA", *(["-DFLASHATTN_EXT_SM90"] if has_sm90 else [])] if with_cuda else []
+    flags = {"cxx": CXX_FLAGS + defines, "nvcc": NVCC_FLAGS + defines}
+    cuda_sources = sorted(
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "csrc" / "cuda").rglob("*.cu")
+        if has_sm90 or "sm90" not in path.parts
+    )
     build = CUDAExtension if with_cuda else CppExtension
     return build(
         "flashattn_ext._C",

@@ -13,6 +13,9 @@ std::atomic<const Backend*> forced{nullptr};
 const std::vector<const Backend*>& backends() {
   static const std::vector<const Backend*> all{
       &cpu_backend(),
+#if defined(FLASHATTN_EXT_SM90)
+      &cuda_sm90_backend(),
+#endif
 #if defined(FLASHATTN_EXT_CUDA)
       &cuda_sm80_backend(),
 #endif
@@ -32,6 +35,19 @@ const Backend& backend_for(const std::string& device) {
   throw std::runtime_error(
       "flashattn_ext was built without a backend for '" + device + "' tensors; see flashattn_ext.build_info() " +
       "and rebuild on a machine with that toolkit: pip install --no-build-isolation --force-reinstall --no-deps .");
+}
+
+const Backend& backend_for(const std::string& device, const AttnParams& params, bool backward, std::string* reason) {
+  const Backend* last = &backend_for(device);
+  *reason = last->supports(params, backward);
+  if (reason->empty() || forced.load()) return *last;
+  for (const Backend* backend : backends()) {
+    if (backend == last || device != backend->device) continue;
+    last = backend;
+    *reason = backend->supports(params, backward);
+    if (reason->empty()) break;
+  }
+  return *last;
 }
 
 void force_backend(const std::string& name) {

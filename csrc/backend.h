@@ -33,6 +33,7 @@ struct Backend {
 
 const Backend& cpu_backend();
 const Backend& cuda_sm80_backend();  // in builds with FLASHATTN_EXT_CUDA
+const Backend& cuda_sm90_backend();  // in builds with FLASHATTN_EXT_SM90, for architecture 9.0a
 
 // Every backend of this build; among those of one device the preferred one comes first.
 const std::vector<const Backend*>& backends();
@@ -40,6 +41,9 @@ const std::vector<const Backend*>& backends();
 // The forced backend, or the preferred one of the device. Throws std::runtime_error, naming the fix, when there is none
 // or the forced one takes tensors of another device.
 const Backend& backend_for(const std::string& device);
+
+// The same, of those that can run this call; where none can, the reason of the last one is in `reason`.
+const Backend& backend_for(const std::string& device, const AttnParams& params, bool backward, std::string* reason);
 
 // Process-wide (the autograd engine runs the backward in threads of its own); an empty name chooses by device again.
 // Throws std::invalid_argument naming the choices.

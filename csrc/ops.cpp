@@ -147,8 +147,8 @@ Params params_of(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse
 }
 
 const Backend& backend_supporting(const AttnCall& c, const AttnParams& p, bool backward) {
-  const Backend& backend = backend_for(device_name(c.q));
-  const std::string reason = backend.supports(p, backward);
+  std::string reason;
+  const Backend& backend = backend_for(device_name(c.q), p, backward, &reason);
   TORCH_CHECK_NOT_IMPLEMENTED(reason.empty(), "backend '", backend.name, "': ", reason);
   return backend;
 }

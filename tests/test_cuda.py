@@ -103,6 +103,25 @@ def test_more_than_two_to_the_31_elements() -> None:
         assert_same_bits(grad[-1:], ref)
 
 
+HOPPER = "cuda-sm90" in flashattn_ext.build_info()["backends"] and torch.cuda.get_device_capability() == (9, 0)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 129, 192, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "dropout_p": 0.3, "rng_seed": 7}, {"window_size": (100, 20)}])
+def test_kernels_for_hopper_are_chosen_and_agree(head_dim: int, options: dict) -> None:
+    q, k, v = leaves(2, 500, 4, head_dim, dtype=torch.bfloat16)
+    out, lse = flashattn_ext.forward(q, k, v, return_lse=True, **options)
+    with flashattn_ext.use_backend("cuda-sm90"):
+        chosen = flashattn_ext.forward(q, k, v, **options)
+    assert_same_bits(out, chosen)
+    with flashattn_ext.use_backend("cuda-sm80"):
+        other, other_lse = flashattn_ext.forward(q, k, v, return_lse=True, **options)
+    assert not torch.equal(out, other)  # other tiles, other order of sums
+    torch.testing.assert_close(out, other, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse, other_lse, atol=1e-4, rtol=1e-5)
+
+
 def test_every_device() -> None:
     for index in range(torch.cuda.device_count()):
         q = torch.randn(1, 64, 2, 64, device=f"cuda:{index}")

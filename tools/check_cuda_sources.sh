@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
 # Compiles every CUDA source for Ampere and Hopper, without torch and without a GPU, and shows which kernels spill registers.
 #
-#   tools/check_cuda_sources.sh [ARCHITECTURE...]      default: 80 90
+#   tools/check_cuda_sources.sh [ARCHITECTURE...]      default: 80 90a
 set -euo pipefail
 cd "$(dirname "$0")/.."
 objects=$(mktemp -d)
 trap 'rm -rf "$objects"' EXIT
 architectures=()
-for architecture in "${@:-80 90}"; do
+for architecture in "${@:-80 90a}"; do
   for number in $architecture; do architectures+=("-gencode=arch=compute_$number,code=sm_$number"); done
 done
 export objects
 compile() {
   local name=${1//\//_}
-  nvcc -std=c++17 -O3 -Werror all-warnings -Xptxas -v "${@:2}" -c "$1" -o "$objects/$name.o" >"$objects/$name.log" 2>&1 ||
+  nvcc -std=c++17 -O3 -DFLASHATTN_EXT_SM90 -Werror all-warnings -Xptxas -v "${@:2}" -c "$1" -o "$objects/$name.o" >"$objects/$name.log" 2>&1 ||
     { cat "$objects/$name.log" && exit 255; }
 }
 export -f compile

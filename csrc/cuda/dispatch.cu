@@ -1,4 +1,5 @@
-// The backend "cuda-sm80": every feature on every GPU of compute capability 8.0 and newer.
+// The backends "cuda-sm80", every feature on every GPU of compute capability 8.0 and newer, and "cuda-sm90", the same
+// with kernels of their own for Hopper where there are some.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -9,6 +10,7 @@
 #include "common/launch.cuh"
 #include "common/rows.cuh"
 #include "sm80/kernels.h"
+#include "sm90/kernels.h"
 
 namespace flashattn_ext {
 namespace {
@@ -19,29 +21,42 @@ int64_t element_bytes(const AttnParams& p) { return p.dtype == DType::kFloat32 ?
 // -----------------------------------------------------------------------------------------------------------------
 
 struct Kernels {
+  size_t forward_bytes;
   void (*forward)(const AttnParams&);
   size_t (*backward_bytes)(const AttnGradParams&);
   void (*backward)(const AttnGradParams&);
 };
 
 template <class T, int kHeadDim>
-constexpr Kernels kKernels{sm80::forward<T, kHeadDim>, sm80::backward_bytes<T, kHeadDim>, sm80::backward<T, kHeadDim>};
+struct Sm80 {
+  static constexpr Kernels kKernels{0, sm80::forward<T, kHeadDim>, sm80::backward_bytes<T, kHeadDim>,
+                                    sm80::backward<T, kHeadDim>};
+};
 
-template <class T>
+template <class T, int kHeadDim>
+struct Sm90 {  // 16-bit types
+  static constexpr Kernels kKernels{sm90::kForwardBytes, sm90::forward<T, kHeadDim>, sm80::backward_bytes<T, kHeadDim>,
+                                    sm80::backward<T, kHeadDim>};
+};
+template <int kHeadDim>
+struct Sm90<float, kHeadDim> : Sm80<float, kHeadDim> {};
+
+template <template <class, int> class Architecture, class T>
 Kernels kernels_of_head_dim(int64_t head_dim) {
-  if (head_dim <= 64) return kKernels<T, 64>;
-  if (head_dim <= 96) return kKernels<T, 96>;
-  if (head_dim <= 128) return kKernels<T, 128>;
-  if (head_dim <= 144) return kKernels<T, 144>;
-  if (head_dim <= 192) return kKernels<T, 192>;
-  return kKernels<T, 256>;
+  if (head_dim <= 64) return Architecture<T, 64>::kKernels;
+  if (head_dim <= 96) return Architecture<T, 96>::kKernels;
+  if (head_dim <= 128) return Architecture<T, 128>::kKernels;
+  if (head_dim <= 144) return Architecture<T, 144>::kKernels;
+  if (head_dim <= 192) return Architecture<T, 192>::kKernels;
+  return Architecture<T, 256>::kKernels;
 }
 
+template <template <class, int> class Architecture>
 Kernels kernels_of(const AttnParams& p) {
   const int64_t head_dim = std::max(p.head_dim, p.head_dim_v);
-  if (p.dtype == DType::kFloat16) return kernels_of_head_dim<__half>(head_dim);
-  if (p.dtype == DType::kBFloat16) return kernels_of_head_dim<__nv_bfloat16>(head_dim);
-  return kernels_of_head_dim<float>(head_dim);
+  if (p.dtype == DType::kFloat16) return kernels_of_head_dim<Architecture, __half>(head_dim);
+  if (p.dtype == DType::kBFloat16) return kernels_of_head_dim<Architecture, __nv_bfloat16>(head_dim);
+  return kernels_of_head_dim<Architecture, float>(head_dim);
 }
 
 // --- inputs that cannot be read in whole vectors
@@ -58,21 +73,25 @@ class AlignedRows {
     if (rows_are_aligned(view, columns, bytes)) return view;
     const int64_t padded = padded_columns(columns, bytes), batch = p_.is_varlen() ? 1 : p_.batch;
     TensorView copy{next_, p_.is_varlen() ? 0 : heads * rows * padded, padded, rows * padded};
-    const int64_t vectors = batch * heads * rows * padded * bytes / kVectorBytes;
-    next_ += (vectors * kVectorBytes + 63) / 64 * 64;
-    if (run && vectors > 0) copy_rows(view, copy, rows, heads, columns, padded, vectors);
+    const int64_t copy_bytes = batch * heads * rows * padded * bytes;
+    next_ += (copy_bytes + 63) / 64 * 64;
+    if (run && copy_bytes > 0)
+      copy_rows(view, copy, rows, heads, batch * heads, columns, padded * bytes / kVectorBytes);
     return copy;
   }
   int64_t bytes() const { return next_ - static_cast<char*>(p_.workspace); }
   void* end() const { return next_; }
 
  private:
-  void copy_rows(const TensorView& from, const TensorView& to, int64_t rows, int64_t heads, int64_t columns,
-                 int64_t padded, int64_t vectors) const {
+  void copy_rows(const TensorView& from, const TensorView& to, int64_t rows, int64_t heads, int64_t all_heads,
+                 int64_t columns, int64_t row_vectors) const {
+    constexpr int64_t kGridHeight = 65535;
     const auto kernel = element_bytes(p_) == 4 ? aligned_rows_kernel<uint32_t> : aligned_rows_kernel<uint16_t>;
-    kernel<<<static_cast<unsigned>((vectors + kCopyThreads - 1) / kCopyThreads), kCopyThreads, 0,
-             static_cast<cudaStream_t>(p_.stream)>>>(from, to, rows, heads, static_cast<int>(columns),
-                                                     static_cast<int>(padded), vectors);
+    const int64_t block_rows = kCopyThreads / row_vectors;
+    const dim3 grid(static_cast<unsigned>((rows + block_rows - 1) / block_rows),
+                    static_cast<unsigned>(std::min(all_heads, kGridHeight)));
+    kernel<<<grid, kCopyThreads, 0, static_cast<cudaStream_t>(p_.stream)>>>(
+        from, to, rows, heads, all_heads, static_cast<int>(columns), static_cast<int>(row_vectors));
     check_launch(cudaGetLastError(), "aligned_rows", p_);
   }
 
@@ -83,7 +102,7 @@ class AlignedRows {
 int64_t query_rows(const AttnParams& p) { return p.is_varlen() ? p.total_q : p.seqlen_q; }
 int64_t key_rows(const AttnParams& p) { return p.is_varlen() ? p.total_k : p.seqlen_k; }
 
-// The call with aligned q, k and v; the copies lie first in the workspace.
+// The call with aligned q, k and v. The copies lie first in the workspace, that of the returned call behind them.
 void align_inputs(AttnParams* p, AlignedRows* aligned, bool run) {
   p->q = (*aligned)(p->q, query_rows(*p), p->heads_q, p->head_dim, run);
   p->k = (*aligned)(p->k, key_rows(*p), p->heads_k, p->head_dim, run);
@@ -94,11 +113,12 @@ AttnParams aligned_call(const AttnParams& p, bool run, int64_t* bytes) {
   AttnParams call = p;
   AlignedRows aligned(p);
   align_inputs(&call, &aligned, run);
+  call.workspace = aligned.end();
   *bytes = aligned.bytes();
   return call;
 }
 
-// Also out and dout; the workspace of the returned call lies behind the copies.
+// Also out and dout.
 AttnGradParams aligned_call(const AttnGradParams& p, bool run, int64_t* bytes) {
   AttnGradParams call = p;
   AlignedRows aligned(p);
@@ -136,45 +156,58 @@ void clear_packed_lse(const AttnParams& p) {
 // --- the backend
 // ------------------------------------------------------------------------------------------------------------------
 
-std::string supports(const AttnParams& p, bool) {
-  if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
+int compute_capability() {
   int device = 0, major = 0, minor = 0;
   cudaGetDevice(&device);
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  if (major >= 8) return {};
-  return "needs a GPU of compute capability 8.0 or newer, found " + std::to_string(major) + "." +
-         std::to_string(minor) + "; use torch's scaled_dot_product_attention there";
+  return 10 * major + minor;
 }
 
+std::string found(int capability) {
+  return "found " + std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+}
+
+std::string supports_sm80(const AttnParams& p, bool) {
+  if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
+  const int capability = compute_capability();
+  if (capability >= 80) return {};
+  return "needs a GPU of compute capability 8.0 or newer, " + found(capability) +
+         "; use torch's scaled_dot_product_attention there";
+}
+
+template <template <class, int> class Architecture>
 size_t forward_workspace_bytes(const AttnParams& p) {
   int64_t bytes = 0;
   aligned_call(p, false, &bytes);
-  return static_cast<size_t>(bytes);
+  return static_cast<size_t>(bytes) + kernels_of<Architecture>(p).forward_bytes;
 }
 
+template <template <class, int> class Architecture>
 size_t backward_workspace_bytes(const AttnGradParams& p) {
   int64_t bytes = 0;
   aligned_call(p, false, &bytes);
-  return static_cast<size_t>(bytes) + kernels_of(p).backward_bytes(p);
+  return static_cast<size_t>(bytes) + kernels_of<Architecture>(p).backward_bytes(p);
 }
 
+template <template <class, int> class Architecture>
 void forward(const AttnParams& p) {
   int64_t bytes = 0;
   const AttnParams call = aligned_call(p, true, &bytes);
   clear_packed(p, p.out, p.total_q, p.heads_q, p.head_dim_v);
   clear_packed_lse(p);
   // The kernels see padded head dims of q, k and v; the columns beyond are zeros.
-  kernels_of(call).forward(call);
+  kernels_of<Architecture>(call).forward(call);
 }
 
+template <template <class, int> class Architecture>
 void backward(const AttnGradParams& p) {
   int64_t bytes = 0;
   const AttnGradParams call = aligned_call(p, true, &bytes);
   clear_packed(p, p.dq, p.total_q, p.heads_q, p.head_dim);
   clear_packed(p, p.dk, p.total_k, p.heads_k, p.head_dim);
   clear_packed(p, p.dv, p.total_k, p.heads_k, p.head_dim_v);
-  kernels_of(call).backward(call);
+  kernels_of<Architecture>(call).backward(call);
 }
 
 __global__ void dropout_mask_kernel(const AttnParams p, bool* mask, int64_t count) {
@@ -202,12 +235,41 @@ void write_rng_state(int64_t* state, const RngSource& source, void* stream) {
   check_launch(cudaGetLastError(), "rng_state", AttnParams());
 }
 
+template <template <class, int> class Architecture>
+constexpr Backend backend(const char* name, std::string (*supports)(const AttnParams&, bool)) {
+  return {name,
+          "cuda",
+          supports,
+          forward_workspace_bytes<Architecture>,
+          backward_workspace_bytes<Architecture>,
+          forward<Architecture>,
+          backward<Architecture>,
+          dropout_mask,
+          write_rng_state};
+}
+
 }  // namespace
 
 const Backend& cuda_sm80_backend() {
-  static const Backend backend{"cuda-sm80", "cuda",   supports,     forward_workspace_bytes, backward_workspace_bytes,
-                               forward,     backward, dropout_mask, write_rng_state};
-  return backend;
+  static const Backend sm80 = backend<Sm80>("cuda-sm80", supports_sm80);
+  return sm80;
 }
+
+#if defined(FLASHATTN_EXT_SM90)
+namespace {
+
+std::string supports_sm90(const AttnParams& p, bool backward) {
+  const int capability = compute_capability();
+  if (capability == 90) return supports_sm80(p, backward);
+  return "needs a GPU of compute capability 9.0, " + found(capability) + "; use 'cuda-sm80' there";
+}
+
+}  // namespace
+
+const Backend& cuda_sm90_backend() {
+  static const Backend sm90 = backend<Sm90>("cuda-sm90", supports_sm90);
+  return sm90;
+}
+#endif
 
 }  // namespace flashattn_ext

@@ -4,27 +4,36 @@
 
 #include "launch.cuh"
 #include "tile.cuh"
+#include "vector.cuh"
 
 namespace flashattn_ext {
 
 constexpr int kCopyThreads = 256;
 
+// A thread copies one vector: a block some rows, blockIdx.y (and those a grid's height further) one head of one batch
+// entry.
 template <class T>
 __global__ void __launch_bounds__(kCopyThreads)
-    aligned_rows_kernel(const TensorView from, const TensorView to, int64_t rows, int64_t heads, int columns,
-                        int to_columns, int64_t vectors) {
+    aligned_rows_kernel(const TensorView from, const TensorView to, int64_t rows, int64_t heads, int64_t all_heads,
+                        int columns, int row_vectors) {
   constexpr int kElements = kVectorBytes / sizeof(T);
-  const int64_t index = blockIdx.x * int64_t{kCopyThreads} + threadIdx.x;
-  if (index >= vectors) return;
-  const int row_vectors = to_columns / kElements, column = static_cast<int>(index % row_vectors) * kElements;
-  const int64_t flat = index / row_vectors, row = flat % rows, h = flat / rows % heads, b = flat / rows / heads;
-  const T* source = row_pointer<const T>(from, b, h, row) + column;
-  uint4 vector = make_uint4(0, 0, 0, 0);
+  const int block_rows = kCopyThreads / row_vectors, column = static_cast<int>(threadIdx.x) % row_vectors * kElements;
+  const int64_t row = int64_t{blockIdx.x} * block_rows + threadIdx.x / row_vectors;
+  if (static_cast<int>(threadIdx.x) >= block_rows * row_vectors || row >= rows) return;
+  for (int64_t head = blockIdx.y; head < all_heads; head += gridDim.y) {
+    const int64_t b = head / heads, h = head % heads;
+    const T* const source = row_pointer<const T>(from, b, h, row) + column;
+    uint4 vector = make_uint4(0, 0, 0, 0);
+    if (column + kElements <= columns) {
+      vector = load_unaligned(source);
+    } else {
 #pragma unroll
-  for (int e = 0; e < kElements; ++e) {
-    if (column + e < columns) reinterpret_cast<T*>(&vector)[e] = source[e];
+      for (int e = 0; e < kElements; ++e) {
+        if (column + e < columns) reinterpret_cast<T*>(&vector)[e] = source[e];
+      }
+    }
+    *reinterpret_cast<uint4*>(row_pointer<T>(to, b, h, row) + column) = vector;
   }
-  *reinterpret_cast<uint4*>(row_pointer<T>(to, b, h, row) + column) = vector;
 }
 
 inline int64_t padded_columns(int64_t columns, int64_t element_bytes) {

@@ -12,6 +12,7 @@ struct Dropout {
   uint32_t last;  // in every byte the largest that is kept
   uint32_t batch;
 
+  Dropout() = default;
   __device__ __forceinline__ Dropout(const AttnParams& p, int64_t b)
       : key(philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]))),
         last(static_cast<uint32_t>(p.dropout_threshold - 1) * 0x01010101u),
@@ -28,6 +29,35 @@ struct Dropout {
     constexpr uint32_t kTop = 0x80808080u;
     const uint32_t low_bits = (last | kTop) - (word & ~kTop);
     return (last & ~word) | (~(last ^ word) & low_bits);
+  }
+
+  // For a 16-row tile of scores from query `row` (a multiple of 16) and key `column` (a multiple of 64), packed as A
+  // operands of steps of 16 keys: the sign of byte i of signs[step][odd] is set when register i keeps element `odd`.
+  template <int kSteps>
+  __device__ __forceinline__ void packed_signs(uint32_t (&signs)[kSteps][2], int64_t head, int row, int column) const {
+    static_assert(kSteps % 4 == 0, "whole calls of the generator");
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+#pragma unroll
+    for (int step = 0; step < kSteps; step += 4) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const PhiloxWords words = philox(key, batch, column / 64 + step / 4,
+                                         static_cast<uint32_t>(head * 64 + g * 8 + 2 * t + odd), row / 16);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) signs[step + i][odd] = kept(words.word[i]);
+      }
+    }
+  }
+  template <int kSteps>
+  static __device__ __forceinline__ void drop_packed(uint32_t (&weights)[kSteps][4],
+                                                     const uint32_t (&signs)[kSteps][2]) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        weights[step][i] &= ptx::permute_bytes(signs[step][0], signs[step][1], 0xCC88 + 0x1111 * i);
+      }
+    }
   }
 
   // weights: 16 rows from `row` (a multiple of 16), keys from `column` (a multiple of 16) on.

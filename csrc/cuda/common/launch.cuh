@@ -20,6 +20,14 @@ inline bool has_large_shared_memory() {
   return bytes >= 227 * 1024;
 }
 
+// Of the current device.
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+
 // At least one: rows may be more than the caller was told.
 inline int64_t tiles(int64_t rows, int64_t tile) { return std::max<int64_t>(1, (rows + tile - 1) / tile); }
 

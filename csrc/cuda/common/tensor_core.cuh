@@ -77,7 +77,7 @@ struct TensorCore {  // __half, __nv_bfloat16
   template <int N>
   static __device__ __forceinline__ void mask(A (&a)[N], int block, uint32_t even, uint32_t odd) {
 #pragma unroll
-    for (int byte = 0; byte < 4; ++byte) a[block].x[byte] &= ptx::prmt(even, odd, 0xCC88 + 0x1111 * byte);
+    for (int byte = 0; byte < 4; ++byte) a[block].x[byte] &= ptx::permute_bytes(even, odd, 0xCC88 + 0x1111 * byte);
   }
   static __device__ __forceinline__ void mma(float (&d)[4], const A& a, const B& b) { ptx::mma(d, a.x, b.x, T()); }
 
@@ -148,8 +148,9 @@ struct TensorCore<float> {
 #pragma unroll
     for (int byte = 0; byte < 4; ++byte) {
       float (&x)[4] = a[2 * block + byte / 2].x;
-      x[byte % 2] = __uint_as_float(__float_as_uint(x[byte % 2]) & ptx::prmt(even, 0, 0x8888 + 0x1111 * byte));
-      x[2 + byte % 2] = __uint_as_float(__float_as_uint(x[2 + byte % 2]) & ptx::prmt(odd, 0, 0x8888 + 0x1111 * byte));
+      x[byte % 2] = __uint_as_float(__float_as_uint(x[byte % 2]) & ptx::permute_bytes(even, 0, 0x8888 + 0x1111 * byte));
+      x[2 + byte % 2] =
+          __uint_as_float(__float_as_uint(x[2 + byte % 2]) & ptx::permute_bytes(odd, 0, 0x8888 + 0x1111 * byte));
     }
   }
   static __device__ __forceinline__ void mma(float (&d)[4], const A& a, const B& b) {

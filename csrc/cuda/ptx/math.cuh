@@ -14,18 +14,17 @@ __device__ __forceinline__ int opaque(int x) {
   return x;
 }
 
-// Bytes of x (0-3) and y (4-7): a nibble of the selector for each byte of the result, its bit 3 replicating the top
-// bit.
-__device__ __forceinline__ uint32_t prmt(uint32_t x, uint32_t y, uint32_t selector) {
-  uint32_t z;
-  asm("prmt.b32 %0, %1, %2, %3;\n" : "=r"(z) : "r"(x), "r"(y), "r"(selector));
-  return z;
-}
-
 // 2^x; exp2(-inf) = 0.
 __device__ __forceinline__ float ex2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Four bytes of the eight of `low` and `high`, one for each digit of the selector; with 8 added, its sign eight times.
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+  uint32_t y;
+  asm("prmt.b32 %0, %1, %2, %3;\n" : "=r"(y) : "r"(low), "r"(high), "r"(selector));
   return y;
 }
 

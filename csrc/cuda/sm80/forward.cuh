@@ -25,7 +25,7 @@ struct Forward {
   T *q_tile, *k_tile, *v_tile;
   const int& blocks;                                                         // of one head
   const float& scale;                                                        // of the scores, in units of log2
-  int row0;                                                                  // first row of this tile
+  int length_queries, length_k, row0;                                        // of this sequence; first row of this tile
   float out[kRowTiles][kOutTiles][4], max[kRowTiles][2], sum[kRowTiles][2];  // max in units of log2
 
   __device__ Forward(const AttnParams& params, const int& blocks, const float& scale, T* shared)
@@ -41,31 +41,23 @@ struct Forward {
   // First of the 16 rows of tile i of this warp, within the block's tile.
   static __device__ int tile_row(int i) { return (threadIdx.x / 32 * kRowTiles + i) * 16; }
 
-  // What all threads share and little code uses lies in the padding of the first rows of the query tile: it would need
-  // registers everywhere.
-  struct Walk {
-    int length_q, length_k;    // of this sequence
-    int first_full, end_full;  // key tiles that need no mask
-  };
-  __device__ Walk* walk() const { return reinterpret_cast<Walk*>(q_tile + kHeadDim); }
-  __device__ Dropout* dropout() const { return reinterpret_cast<Dropout*>(q_tile + kStride + kHeadDim); }
-  static_assert(sizeof(Walk) <= kVectorBytes && sizeof(Dropout) <= kVectorBytes);
-
   // Found again where they are needed instead of being kept in registers.
   __device__ int head() const { return ptx::opaque(blockIdx.x) / blocks % static_cast<int>(p.heads_q); }
   __device__ int batch() const { return ptx::opaque(blockIdx.x) / blocks / static_cast<int>(p.heads_q); }
 
   // Keys or values of tile n, which start at `from`; leaves `from` at those of the tile before.
   __device__ void load_keys(T* tile, const T*& from, int64_t row_stride, int n, int columns) const {
-    load_tile<T, kN, kHeadDim, kThreads>(tile, from, row_stride, min(kN, walk()->length_k - n * kN), columns);
+    load_tile<T, kN, kHeadDim, kThreads>(tile, from, row_stride, min(kN, length_k - n * kN), columns);
     from -= kN * row_stride;
     ptx::cp_async_commit();
   }
 
   __device__ void run() {
+    length_queries = static_cast<int>(query_sequence(p, batch()).length);
+    length_k = static_cast<int>(key_sequence(p, batch()).length);
     // The longest tiles of a causal head start first. A sequence may be longer than the grid was told.
     row0 = (blocks - 1 - static_cast<int>(blockIdx.x) % blocks) * kM;
-    for (; row0 < query_sequence(p, batch()).length; row0 = ptx::opaque(row0) + blocks * kM) {
+    for (; row0 < length_queries; row0 = ptx::opaque(row0) + blocks * kM) {
       start_softmax();
       walk_keys();
       finish();
@@ -74,25 +66,20 @@ struct Forward {
   }
 
   __device__ void walk_keys() {
-    const int b = batch(), h = head();
-    const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
-    const TileMask mask(p, queries.length, keys.length);
-    const int row_end = min(row0 + kM, mask.seqlen_q);
+    const int b = batch(), h = head(), row_end = min(row0 + kM, length_queries);
+    const TileMask mask(p, length_queries, length_k);
     const Limits visible = mask.keys_of(row0, row_end), full = mask.keys_of_all(row0, row_end);
-    if (visible.end == visible.begin) return;
-    if (threadIdx.x == 0) {
-      *walk() = {mask.seqlen_q, mask.seqlen_k, (full.begin + kN - 1) / kN, full.end / kN};
-      if (kDropout) *dropout() = Dropout(p, b);
-    }
     const int first = visible.begin / kN, last = (visible.end - 1) / kN;
+    const int first_full = (full.begin + kN - 1) / kN, end_full = full.end / kN;  // tiles that need no mask
+    if (visible.end == visible.begin) return;
     const int columns = static_cast<int>(p.head_dim), columns_v = static_cast<int>(p.head_dim_v);
-    const int64_t hk = h / p.group_size(), key = keys.start + last * kN;
+    const int64_t hk = h / p.group_size(), key = key_sequence(p, b).start + last * kN;
     const T* k = row_pointer<const T>(p.k, b, hk, key);
     const T* v = row_pointer<const T>(p.v, b, hk, key);
-    const T* q = row_pointer<const T>(p.q, b, h, queries.start + row0);
+    const T* q = row_pointer<const T>(p.q, b, h, query_sequence(p, b).start + row0);
     load_tile<T, kM, kHeadDim, kThreads>(q_tile, q, p.q.row_stride, row_end - row0, columns);
-    __syncthreads();
     load_keys(k_tile, k, p.k.row_stride, last, columns);
+    [[maybe_unused]] const Dropout dropout(p, b);
     for (int n = last; n >= first; --n) {
       ptx::cp_async_wait<0>();
       __syncthreads();
@@ -103,14 +90,14 @@ struct Forward {
       __syncthreads();
       if (n > first) load_keys(k_tile, k, p.k.row_stride, n - 1, columns);
       if (p.softmax_scale < 0) negate(scores);
-      if (n < walk()->first_full || n >= walk()->end_full) apply_mask(scores, n * kN);
+      if (n < first_full || n >= end_full) apply_mask(scores, n * kN);
       typename Core::A weights[kRowTiles][kSteps];
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
         softmax(i, scores[i]);
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) weights[i][step] = Core::from_accumulators(scores[i], step);
-        if (kDropout) dropout()->template drop<Core>(weights[i], h, row0 + tile_row(i), n * kN);
+        if (kDropout) dropout.template drop<Core>(weights[i], h, row0 + tile_row(i), n * kN);
       }
       __syncwarp();  // keeps the compiler from loading so much of V ahead that registers run out
       value_product(weights);
@@ -170,7 +157,7 @@ struct Forward {
   }
 
   __device__ void apply_mask(float (&scores)[kRowTiles][kScoreTiles][4], int key0) const {
-    const TileMask mask(p, walk()->length_q, walk()->length_k);
+    const TileMask mask(p, length_queries, length_k);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -247,7 +234,7 @@ struct Forward {
     const float keep = kDropout ? 1 / static_cast<float>(keep_probability(p.dropout_threshold)) : 1.f;
     const int b = batch(), h = head();
     const int64_t start = query_sequence(p, b).start + row0;
-    const int rows = static_cast<int>(query_sequence(p, b).length) - row0;
+    const int rows = length_queries - row0;
     T* tile = q_tile;  // every warp reads and writes its own rows of it alone
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {

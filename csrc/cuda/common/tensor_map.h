@@ -1,0 +1,58 @@
+// Descriptions of tensors for TMA copies, encoded on the host and passed as kernel arguments.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "../../params.h"
+
+namespace flashattn_ext {
+
+// cuTensorMapEncodeTiled belongs to the driver: found through the runtime, so that nothing links with libcuda.
+inline auto tensor_map_encoder() {
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const Encode encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found{};
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+    if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) {
+      throw std::runtime_error("the CUDA driver has no cuTensorMapEncodeTiled; update it to one for CUDA 12 or newer");
+    }
+    return reinterpret_cast<Encode>(function);
+  }();
+  return encode;
+}
+
+// A map of [batch][heads][rows][columns] whose copies are boxes of `box_rows` rows and 64 columns of 16-bit elements,
+// 128-byte swizzled. Pointer and strides are multiples of 16 bytes (dispatch.cu sees to that).
+inline CUtensorMap tensor_map(const TensorView& t, bool bfloat16, int64_t columns, int64_t rows, int64_t heads,
+                              int64_t batch, int box_rows) {
+  constexpr int kBytes = 2;
+  // The stride along an axis with one index means nothing, and need not be one that a map takes.
+  auto stride = [](int64_t elements, int64_t count) { return count > 1 ? uint64_t(elements * kBytes) : uint64_t{16}; };
+  auto extent = [](int64_t count) { return uint64_t(std::max<int64_t>(count, 1)); };
+  const cuuint64_t extents[] = {extent(columns), extent(rows), extent(heads), extent(batch)};
+  const cuuint64_t strides[] = {stride(t.row_stride, rows), stride(t.head_stride, heads),
+                                stride(t.batch_stride, batch)};
+  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(box_rows), 1, 1}, steps[] = {1, 1, 1, 1};
+  // An empty tensor has no address, and is not read either.
+  void* const data = t.data ? t.data : reinterpret_cast<void*>(uintptr_t{1024});
+  CUtensorMap map;
+  const CUresult result =
+      tensor_map_encoder()(&map, bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, data,
+                           extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error("cuTensorMapEncodeTiled failed with error " + std::to_string(int(result)) +
+                             " (strides in elements: row " + std::to_string(t.row_stride) + ", head " +
+                             std::to_string(t.head_stride) + ", batch " + std::to_string(t.batch_stride) + ")");
+  }
+  return map;
+}
+
+}  // namespace flashattn_ext

@@ -1,0 +1,25 @@
+// Tensor copies into shared memory, one instruction in each wrapper (PTX ISA, "cp.async.bulk.tensor").
+#pragma once
+
+#include <cuda.h>
+
+#include "barrier.cuh"
+
+namespace flashattn_ext::ptx {
+
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];\n" ::"l"(map));
+}
+
+// Copies the box of the map that starts at (column, row, head, batch); what lies outside the tensor becomes zero.
+// `arrived` counts the bytes of the whole box.
+__device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, Barrier* arrived, int column, int row,
+                                         int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];\n" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(arrived)), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+
+}  // namespace flashattn_ext::ptx

@@ -1,0 +1,118 @@
+// wgmma: products of one warpgroup (four warps), asynchronous, with fp32 accumulators (PTX ISA, "Asynchronous Warpgroup
+// Level Matrix Instructions"). A is 64 x 16, B is 16 x N.
+//
+// Accumulators d[n][2 * h + c] of lane l of warp w: row 16 * w + l / 4 + 8 * h, column 8 * n + 2 * (l % 4) + c. Those
+// of columns [16 * k, 16 * k + 16), packed into pairs of 16-bit numbers, are the A operand of a step k as they stand.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "memory.cuh"
+
+namespace flashattn_ext::ptx {
+
+enum Major { kMajorK = 0, kMajorMN = 1 };  // along which axis neighbouring elements of an operand lie in shared memory
+
+// Before the first product after other accesses to accumulators and to A in registers.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
+// Waits until at most `kPending` of the newest groups are still under way.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
+}
+// Nothing that reads or writes these registers moves across, in the compiler's eyes: after a wait, before a product.
+template <int N>
+__device__ __forceinline__ void hold(float (&d)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
+}
+
+// A tile in shared memory of 128-byte rows, whose 16-byte chunks are exchanged by TMA's 128-byte swizzle: chunk c of
+// row r lies at c ^ (r % 8). `panel_bytes`: to the next 64 columns; products along rows (K-major) do not use it. The
+// tile is 1024-byte aligned; a step of 16 elements along a row adds 2 to the descriptor, one of 16 rows 128.
+__device__ __forceinline__ uint64_t swizzled_descriptor(const void* tile, int panel_bytes) {
+  constexpr uint64_t kEightRows = 1024, kSwizzle128 = 1;
+  return (shared_address(tile) >> 4 & 0x3FFF) | static_cast<uint64_t>(panel_bytes >> 4) << 16 |
+         (kEightRows >> 4) << 32 | kSwizzle128 << 62;
+}
+
+// The N / 2 accumulators of a lane: as operands, and their names in the instruction.
+#define FLASHATTN_PAIR(n)                                                                                              \
+  "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3]), "+f"(d[n + 1][0]), "+f"(d[n + 1][1]), "+f"(d[n + 1][2]), \
+      "+f"(d[n + 1][3])
+#define FLASHATTN_R16 FLASHATTN_PAIR(0)
+#define FLASHATTN_R32 FLASHATTN_R16, FLASHATTN_PAIR(2)
+#define FLASHATTN_R48 FLASHATTN_R32, FLASHATTN_PAIR(4)
+#define FLASHATTN_R64 FLASHATTN_R48, FLASHATTN_PAIR(6)
+#define FLASHATTN_R80 FLASHATTN_R64, FLASHATTN_PAIR(8)
+#define FLASHATTN_R96 FLASHATTN_R80, FLASHATTN_PAIR(10)
+#define FLASHATTN_R112 FLASHATTN_R96, FLASHATTN_PAIR(12)
+#define FLASHATTN_R128 FLASHATTN_R112, FLASHATTN_PAIR(14)
+#define FLASHATTN_R144 FLASHATTN_R128, FLASHATTN_PAIR(16)
+#define FLASHATTN_R160 FLASHATTN_R144, FLASHATTN_PAIR(18)
+#define FLASHATTN_R176 FLASHATTN_R160, FLASHATTN_PAIR(20)
+#define FLASHATTN_R192 FLASHATTN_R176, FLASHATTN_PAIR(22)
+#define FLASHATTN_R208 FLASHATTN_R192, FLASHATTN_PAIR(24)
+#define FLASHATTN_R224 FLASHATTN_R208, FLASHATTN_PAIR(26)
+#define FLASHATTN_R240 FLASHATTN_R224, FLASHATTN_PAIR(28)
+#define FLASHATTN_R256 FLASHATTN_R240, FLASHATTN_PAIR(30)
+#define FLASHATTN_D16 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define FLASHATTN_D32 FLASHATTN_D16 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define FLASHATTN_D48 FLASHATTN_D32 ", %16, %17, %18, %19, %20, %21, %22, %23"
+#define FLASHATTN_D64 FLASHATTN_D48 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define FLASHATTN_D80 FLASHATTN_D64 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define FLASHATTN_D96 FLASHATTN_D80 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define FLASHATTN_D112 FLASHATTN_D96 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define FLASHATTN_D128 FLASHATTN_D112 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define FLASHATTN_D144 FLASHATTN_D128 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define FLASHATTN_D160 FLASHATTN_D144 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define FLASHATTN_D176 FLASHATTN_D160 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define FLASHATTN_D192 FLASHATTN_D176 ", %88, %89, %90, %91, %92, %93, %94, %95"
+#define FLASHATTN_D208 FLASHATTN_D192 ", %96, %97, %98, %99, %100, %101, %102, %103"
+#define FLASHATTN_D224 FLASHATTN_D208 ", %104, %105, %106, %107, %108, %109, %110, %111"
+#define FLASHATTN_D240 FLASHATTN_D224 ", %112, %113, %114, %115, %116, %117, %118, %119"
+#define FLASHATTN_D256 FLASHATTN_D240 ", %120, %121, %122, %123, %124, %125, %126, %127"
+
+// wgmma<A's major, B's major>(d, descriptor of A, descriptor of B, add): d = A B + (add ? d : 0)
+// wgmma<B's major>(d, A, descriptor of B): d += A B
+// The numbers are those of the operands behind the accumulators.
+#define FLASHATTN_WGMMA(N, T, TYPE, I0, I1, I2, I3, I4, I5)                                                           \
+  template <Major kA, Major kB>                                                                                       \
+  __device__ __forceinline__ void wgmma(float (&d)[N / 8][4], uint64_t a, uint64_t b, bool add, T) {                  \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #I2                                                         \
+                 ", 0;\n"                                                                                             \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FLASHATTN_D##N                  \
+                 "}, %" #I0 ", %" #I1 ", add, 1, 1, %" #I3 ", %" #I4 ";\n}\n"                                         \
+                 : FLASHATTN_R##N                                                                                     \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(add)), "n"(static_cast<int>(kA)), "n"(static_cast<int>(kB))); \
+  }                                                                                                                   \
+  template <Major kB>                                                                                                 \
+  __device__ __forceinline__ void wgmma(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b, T) {                \
+    asm volatile(                                                                                                     \
+        "{\n.reg .pred add;\nsetp.eq.b32 add, 0, 0;\n"                                                                \
+        "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" FLASHATTN_D##N                           \
+        "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4 ", add, 1, 1, %" #I5 ";\n}\n"                            \
+        : FLASHATTN_R##N                                                                                              \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(static_cast<int>(kB)));                             \
+  }
+#define FLASHATTN_WGMMA_TYPES(N, ...)            \
+  FLASHATTN_WGMMA(N, __half, "f16", __VA_ARGS__) \
+  FLASHATTN_WGMMA(N, __nv_bfloat16, "bf16", __VA_ARGS__)
+
+FLASHATTN_WGMMA_TYPES(64, 32, 33, 34, 35, 36, 37)
+FLASHATTN_WGMMA_TYPES(80, 40, 41, 42, 43, 44, 45)
+FLASHATTN_WGMMA_TYPES(96, 48, 49, 50, 51, 52, 53)
+FLASHATTN_WGMMA_TYPES(112, 56, 57, 58, 59, 60, 61)
+FLASHATTN_WGMMA_TYPES(128, 64, 65, 66, 67, 68, 69)
+FLASHATTN_WGMMA_TYPES(144, 72, 73, 74, 75, 76, 77)
+FLASHATTN_WGMMA_TYPES(160, 80, 81, 82, 83, 84, 85)
+FLASHATTN_WGMMA_TYPES(176, 88, 89, 90, 91, 92, 93)
+FLASHATTN_WGMMA_TYPES(192, 96, 97, 98, 99, 100, 101)
+FLASHATTN_WGMMA_TYPES(208, 104, 105, 106, 107, 108, 109)
+FLASHATTN_WGMMA_TYPES(224, 112, 113, 114, 115, 116, 117)
+FLASHATTN_WGMMA_TYPES(240, 120, 121, 122, 123, 124, 125)
+FLASHATTN_WGMMA_TYPES(256, 128, 129, 130, 131, 132, 133)
+
+}  // namespace flashattn_ext::ptx

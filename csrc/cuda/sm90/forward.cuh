@@ -1,0 +1,617 @@
+// Forward on Hopper: a thread block computes tiles of queries of one head, 64 rows in each of two or three warpgroups,
+// while one more warp brings queries, keys and values by TMA (Shah et al. 2024, "FlashAttention-3"). In a step n of the
+// key tiles the scores of n are computed before the values of n + 1, so that the softmax of n runs under a product;
+// warpgroups take turns at issuing products, so that one's softmax runs under another's too. docs/sm90_forward.md.
+#pragma once
+
+#include "../common/keep.cuh"
+#include "../common/launch.cuh"
+#include "../common/rows.cuh"
+#include "../common/tensor_core.cuh"
+#include "../common/tensor_map.h"
+#include "../common/tile.cuh"
+#include "../common/vector.cuh"
+#include "../ptx/tma.cuh"
+#include "../ptx/wgmma.cuh"
+#include "tiles.h"
+
+namespace flashattn_ext::sm90 {
+
+constexpr int kGroupThreads = 128, kPanelColumns = 64;
+
+struct ForwardMaps {
+  CUtensorMap q, k, v;
+};
+
+// How tiles are numbered: sections of heads whose keys and values stay in the L2 cache together, in a section the last
+// rows of every head first.
+struct ForwardGrid {
+  int tiles;    // of the whole call
+  int blocks;   // tiles of a sequence, as far as the host knows
+  int section;  // heads
+  int* drawn;   // tiles beyond the first of each thread block that have been taken
+};
+
+// A place in a ring of stages, and the parity of its barriers in this round.
+template <int kStages>
+struct Place {
+  int stage = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+template <class T, int kHeadDim, bool kDropout>
+struct Forward {
+  static constexpr ForwardTile kTile = forward_tile<kHeadDim, kDropout>();
+  static constexpr RegisterBudget kRegisters = register_budget(kTile.groups);
+  static constexpr int kGroups = kTile.groups, kM = kTile.queries(), kN = kTile.keys;
+  static constexpr int kStages = kTile.stages;
+  static constexpr int kThreads = (kGroups + 1) * kGroupThreads, kWarps = kGroups * 4;
+  static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
+  static constexpr int kQueryBytes = kPanels * kM * 128, kKeyBytes = kPanels * kN * 128;
+  static constexpr int kScoreTiles = kN / 8, kOutTiles = kHeadDim / 8, kSteps = kN / 16;
+
+  // One tile of queries, as the loading warp hands it to those that compute.
+  struct alignas(16) Work {
+    int b, h, row0, first, last;  // first row, and key tiles in sight
+    int query_start, length_q, length_k;
+
+    __device__ bool exists() const { return row0 < length_q; }
+    __device__ bool sees_keys() const { return first <= last; }
+    __device__ TileMask mask(const AttnParams& p) const { return TileMask(p, length_q, length_k); }
+  };
+
+  // 128-byte rows, swizzled by TMA, in panels of 64 columns.
+  struct Shared {
+    T q[kPanels][kM][kPanelColumns];
+    T k[kStages][kPanels][kN][kPanelColumns];
+    T v[kStages][kPanels][kN][kPanelColumns];
+    ptx::Barrier q_full, q_empty;
+    ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+    ptx::Barrier work_full, work_empty, tail_cleared;
+    Work work;
+  };
+  static_assert(sizeof(Shared) <= kSharedLimit);
+
+  // Number of the first named barrier; each warpgroup has one for its turn.
+  static constexpr int kTurnBarrier = 1;
+
+  // --- the warp that loads ----------------------------------------------------------------------------------------
+
+  struct Loader {
+    Shared& s;
+    const AttnParams& p;
+    const ForwardMaps& maps;
+    Place<kStages> k, v;
+    uint32_t q_parity = 0, work_parity = 0;
+    int key_start = 0;
+
+    __device__ void load_tiles(const ForwardGrid& grid) {
+      for (int tile = blockIdx.x; tile < grid.tiles;) {
+        const int next = draw(grid);
+        const int head_tiles = grid.section * grid.blocks, section = tile / head_tiles * grid.section;
+        const int heads = static_cast<int>(p.heads_q), index = tile % head_tiles;
+        const int section_heads = min(grid.section, heads * static_cast<int>(p.batch) - section);
+        const int head = section + index % section_heads;
+        // The longest tiles of causal heads come first. A sequence may be longer than the host was told: then a tile
+        // stands for others too.
+        int m = grid.blocks - 1 - index / section_heads;
+        for (Work work = start_head(head / heads, head % heads); m * kM < work.length_q; m += grid.blocks) {
+          look(work, m * kM);
+          publish(work);
+          if (work.sees_keys()) load_tile(work);
+        }
+        tile = next;
+      }
+      publish(Work{});
+    }
+
+    __device__ Work start_head(int b, int h) {
+      const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
+      key_start = static_cast<int>(keys.start);
+      Work work{b, h};
+      work.query_start = static_cast<int>(queries.start);
+      work.length_q = static_cast<int>(queries.length);
+      work.length_k = static_cast<int>(keys.length);
+      return work;
+    }
+    __device__ void look(Work& work, int row0) const {
+      work.row0 = row0;
+      const Limits visible = work.mask(p).keys_of(row0, min(row0 + kM, work.length_q));
+      work.first = visible.begin / kN;
+      work.last = visible.end > visible.begin ? (visible.end - 1) / kN : work.first - 1;
+    }
+    __device__ void publish(const Work& work) {
+      ptx::barrier_wait(&s.work_empty, work_parity ^ 1);
+      s.work = work;
+      ptx::barrier_arrive(&s.work_full);
+      work_parity ^= 1;
+    }
+
+    // Thread blocks that are done early take more tiles.
+    static __device__ int draw(const ForwardGrid& grid) {
+      const int blocks = static_cast<int>(gridDim.x);
+      return grid.tiles > blocks ? blocks + atomicAdd(grid.drawn, 1) : grid.tiles;
+    }
+
+    __device__ void load_tile(const Work& work) {
+      const int batch = p.is_varlen() ? 0 : work.b, hk = work.h / static_cast<int>(p.group_size());
+      auto load_keys = [&](int n) {
+        load<kN, kKeyBytes>(s.k[k.stage], s.k_full[k.stage], s.k_empty[k.stage], k.parity, maps.k, key_start + n * kN,
+                            hk, batch);
+        k.advance();
+      };
+      load_keys(work.last);
+      load<kM, kQueryBytes>(s.q, s.q_full, s.q_empty, q_parity, maps.q, work.query_start + work.row0, work.h, batch);
+      q_parity ^= 1;
+      for (int n = work.last; n >= work.first; --n) {
+        if (n > work.first) load_keys(n - 1);
+        load<kN, kKeyBytes>(s.v[v.stage], s.v_full[v.stage], s.v_empty[v.stage], v.parity, maps.v, key_start + n * kN,
+                            hk, batch);
+        v.advance();
+      }
+    }
+  };
+
+  template <int kRows, int kBytes>
+  static __device__ void load(T (&to)[kPanels][kRows][kPanelColumns], ptx::Barrier& full, ptx::Barrier& empty,
+                              uint32_t parity, const CUtensorMap& map, int row, int head, int batch) {
+    ptx::barrier_wait(&empty, parity ^ 1);
+    ptx::barrier_arrive_expect(&full, kBytes);
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      ptx::tma_load(to[panel], &map, &full, panel * kPanelColumns, row, head, batch);
+    }
+  }
+
+  // --- the warpgroups that compute --------------------------------------------------------------------------------
+
+  Shared& s;
+  const AttnParams& p;
+  const int group, warp_row;  // first of this warp's 16 rows, within the tile
+  const float scale;
+  const bool negative_scale;
+  uint32_t q_parity = 0, work_parity = 0, tail_parity = 0;
+  Place<kStages> k, v;
+  float scores[kScoreTiles][4], out[kOutTiles][4];
+  uint32_t weights[kSteps][4];
+  uint32_t signs[kDropout ? kSteps : 4][2];  // Dropout::packed_signs
+  float max[2], sum[2], shrink[2];           // max in units of log2
+
+  __device__ Forward(Shared& shared, const AttnParams& params, int group)
+      : s(shared),
+        p(params),
+        group(group),
+        warp_row(uniform(static_cast<int>(threadIdx.x) / 32 - 4) * 16),
+        scale(log2_scale(params.softmax_scale)),
+        negative_scale(params.softmax_scale < 0) {}
+
+  static __device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
+  static __device__ __forceinline__ int t() { return threadIdx.x % 4; }
+  // The same in all lanes, and known to the compiler as that.
+  template <class X>
+  static __device__ __forceinline__ X uniform(X x) {
+    return __shfl_sync(~0u, x, 0);
+  }
+
+  static __device__ __forceinline__ void release(ptx::Barrier& empty) {
+    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(&empty);
+  }
+
+  __device__ __forceinline__ void compute_tiles() {
+    Dropout dropout = kDropout ? Dropout(p, 0) : Dropout();
+    if constexpr (kDropout) dropout.key = {uniform(dropout.key.low), uniform(dropout.key.high)};
+    if (group == 0) give_turn(kGroups - 1);
+    for (Work work = receive(); work.exists(); work = receive()) {
+      dropout.batch = work.b;
+      start_softmax(work.h);
+      if (work.sees_keys()) compute_tile(work, dropout);
+      finish(work);
+    }
+  }
+
+  __device__ __forceinline__ Work receive() {
+    ptx::barrier_wait(&s.work_full, work_parity);
+    work_parity ^= 1;
+    Work work{};
+    if (threadIdx.x % 32 == 0) work = s.work;
+    release(s.work_empty);
+    for (int* field :
+         {&work.b, &work.h, &work.row0, &work.first, &work.last, &work.query_start, &work.length_q, &work.length_k}) {
+      *field = uniform(*field);
+    }
+    return work;
+  }
+
+  // Key tiles that rows of this warpgroup see; the other warpgroups of the block may see more.
+  __device__ __forceinline__ Limits own_tiles(const Work& work) const {
+    const int row = work.row0 + group * 64;
+    const Limits none{work.first, work.first};
+    if (row >= work.length_q) return none;
+    const Limits keys = work.mask(p).keys_of(row, min(row + 64, work.length_q));
+    return keys.begin < keys.end ? Limits{keys.begin / kN, (keys.end - 1) / kN + 1} : none;
+  }
+
+  __device__ __forceinline__ void compute_tile(const Work& work, const Dropout& dropout) {
+    const Limits own = own_tiles(work);
+    int n = work.last;
+    for (; n >= own.end; --n) skip_step(work, n);
+    ptx::barrier_wait(&s.q_full, q_parity);
+    n >= own.begin ? compute_steps(work, own, dropout) : end_queries();
+    for (n = min(n, own.begin - 1); n >= work.first; --n) skip_step(work, n);
+  }
+
+  __device__ __forceinline__ void compute_steps(const Work& work, const Limits& own, const Dropout& dropout) {
+    // Keys that every row of the warp sees.
+    const TileMask mask = work.mask(p);
+    const int row = work.row0 + warp_row;
+    const Limits clear{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
+    int n = own.end - 1;
+    ptx::barrier_wait(&s.k_full[k.stage], k.parity);
+    take_turn();
+    score_product();
+    give_turn(group);
+    draw_signs(work, n, dropout);
+    ptx::wgmma_wait<0>();
+    ptx::hold(scores);
+    end_keys(n == own.begin);
+    softmax(work, n, clear);
+    pack_weights();
+    if (n == work.last) clear_tail(work);
+    if (n > own.begin) {
+      for (--n;; --n) {
+        ptx::barrier_wait(&s.k_full[k.stage], k.parity);
+        take_turn();
+        score_product();
+        ptx::barrier_wait(&s.v_full[v.stage], v.parity);
+        value_product();
+        give_turn(group);
+        draw_signs(work, n, dropout);
+        ptx::wgmma_wait<1>();
+        ptx::hold(scores);
+        end_keys(n == own.begin);
+        softmax(work, n, clear);
+        ptx::hold(scores);
+        // The loop ends here, and not behind the wait: within one block of instructions the compiler would move the
+        // wait before the exponentials, and nothing would run under the product of the values.
+        if (n == own.begin) break;
+        end_step();
+      }
+      end_step();
+    }
+    ptx::barrier_wait(&s.v_full[v.stage], v.parity);
+    value_product();
+    end_values();
+  }
+
+  __device__ __forceinline__ void end_keys(bool last_of_tile) {
+    release(s.k_empty[k.stage]);
+    k.advance();
+    if (last_of_tile) end_queries();
+  }
+  __device__ __forceinline__ void end_queries() {
+    release(s.q_empty);
+    q_parity ^= 1;
+  }
+
+  // A key tile that only other warpgroups see.
+  __device__ __forceinline__ void skip_step(const Work& work, int n) {
+    take_turn();
+    give_turn(group);
+    if (n == work.last) clear_tail(work);
+    ptx::barrier_wait(&s.k_full[k.stage], k.parity);
+    ptx::barrier_wait(&s.v_full[v.stage], v.parity);
+    release(s.k_empty[k.stage]);
+    release(s.v_empty[v.stage]);
+    k.advance();
+    v.advance();
+  }
+
+  // Warpgroups issue products one after another, in a ring.
+  __device__ __forceinline__ void take_turn() const {
+    ptx::named_barrier_sync(kTurnBarrier + group, 2 * kGroupThreads);
+  }
+  __device__ __forceinline__ void give_turn(int from) const {
+    ptx::named_barrier_arrive(kTurnBarrier + (from + 1) % kGroups, 2 * kGroupThreads);
+  }
+
+  __device__ __forceinline__ void start_softmax(int h) {
+    const float sink = p.sink ? static_cast<const float*>(p.sink)[h] : 0.f;
+#pragma unroll
+    for (int n = 0; n < kOutTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) out[n][e] = 0;
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      max[r] = p.has_sink ? sink * kLog2E : -infinity();
+      sum[r] = p.has_sink && t() == 0 && sink > -infinity() ? 1.f : 0.f;
+    }
+  }
+
+  // scores = Q K^T
+  __device__ __forceinline__ void score_product() {
+    const uint64_t a = ptx::swizzled_descriptor(&s.q[0][group * 64], 0);
+    const uint64_t b = ptx::swizzled_descriptor(s.k[k.stage], 0);
+    ptx::hold(scores);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int d = 0; d < kHeadDim; d += 16) {
+      const int panel = d / kPanelColumns, step = d % kPanelColumns / 16;
+      ptx::wgmma<ptx::kMajorK, ptx::kMajorK>(scores, a + panel * kM * 8 + step * 2, b + panel * kN * 8 + step * 2,
+                                             d > 0, T());
+    }
+    ptx::wgmma_commit();
+  }
+
+  // out += P V
+  __device__ __forceinline__ void value_product() {
+    const uint64_t b = ptx::swizzled_descriptor(s.v[v.stage], kN * 128);
+    ptx::hold(out);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      ptx::wgmma<ptx::kMajorMN>(out, weights[step], b + step * 128, T());
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void pack_weights() {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const auto a = TensorCore<T>::from_accumulators(scores, step);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) weights[step][i] = a.x[i];
+    }
+    if constexpr (kDropout) Dropout::drop_packed(weights, signs);
+  }
+
+  // While products are under way: the compiler spreads it over their issue, which costs less than drawing afterwards.
+  __device__ __forceinline__ void draw_signs(const Work& work, int n, const Dropout& dropout) {
+    if constexpr (kDropout) {
+      dropout.packed_signs(signs, work.h, work.row0 + warp_row, n * kN);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) asm volatile("" : "+r"(signs[step][0]), "+r"(signs[step][1]));
+    }
+  }
+
+  // Behind the last row of a packed sequence lie values of another one: 0 * NaN would carry them over.
+  __device__ __forceinline__ void clear_tail(const Work& work) {
+    const int from = work.length_k - work.last * kN;
+    if (from >= kN || !p.is_varlen()) return;
+    ptx::barrier_wait(&s.v_full[v.stage], v.parity);
+    const int vectors = (kN - from) * 8, thread = threadIdx.x - kGroupThreads;
+    for (int panel = 0; panel < kPanels; ++panel) {
+      uint4* const rows = reinterpret_cast<uint4*>(s.v[v.stage][panel][from]);
+      for (int i = thread; i < vectors; i += kGroups * kGroupThreads) rows[i] = make_uint4(0, 0, 0, 0);
+    }
+    ptx::fence_async_shared();
+    __syncwarp();
+    release(s.tail_cleared);
+    ptx::barrier_wait(&s.tail_cleared, tail_parity);
+    tail_parity ^= 1;
+  }
+
+  // Keys below `from` and from `to` on are not seen; each side costs a comparison for every score.
+  template <bool kLeft>
+  __device__ __forceinline__ void mask_side(int r, int limit) {
+#pragma unroll
+    for (int n = 0; n < kScoreTiles; ++n) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const int key = n * 8 + odd;
+        if (kLeft ? key < limit : key >= limit) scores[n][2 * r + odd] = -infinity();
+      }
+    }
+  }
+  __device__ __forceinline__ void apply_mask(const TileMask& mask, const Limits& clear, int row, int key0) {
+    const Limits limits[2] = {mask.keys_of(row, row + 1), mask.keys_of(row + 8, row + 9)};
+    const int thread_key = key0 + 2 * t();
+    if (key0 < clear.begin) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) mask_side<true>(r, limits[r].begin - thread_key);
+    }
+    if (key0 + kN > clear.end) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) mask_side<false>(r, limits[r].end - thread_key);
+    }
+  }
+
+  // Scores become exp(score - max), and `shrink` what is to be multiplied to all that was summed up before. The maximum
+  // stays as it is while no score is beyond 2^8 of it: then there is nothing to multiply.
+  __device__ __forceinline__ void softmax(const Work& work, int n, const Limits& clear) {
+    constexpr float kTolerance = 8;
+    const int row = work.row0 + warp_row, key0 = n * kN;
+    if (negative_scale) {
+#pragma unroll
+      for (int i = 0; i < kScoreTiles; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) scores[i][e] = -scores[i][e];
+      }
+    }
+    if (key0 < clear.begin || key0 + kN > clear.end) apply_mask(work.mask(p), clear, row + g(), key0);
+    float offset[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float largest = scores[0][2 * r];
+#pragma unroll
+      for (int i = 0; i < kScoreTiles; ++i) {
+        largest = fmaxf(largest, fmaxf(scores[i][2 * r], scores[i][2 * r + 1]));
+      }
+      const float before = max[r], now = fmaxf(before, quad_max(largest) * scale);
+      const bool stays = now - before <= kTolerance;
+      max[r] = stays ? before : now;
+      offset[r] = max[r] == -infinity() ? 0.f : max[r];  // nothing visible so far
+      shrink[r] = stays ? 1.f : ptx::ex2(before - offset[r]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float part = 0;
+#pragma unroll
+      for (int i = 0; i < kScoreTiles; ++i) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          float& x = scores[i][2 * r + odd];
+          x = ptx::ex2(fmaf(x, scale, -offset[r]));
+          part += x;
+        }
+      }
+      sum[r] = sum[r] * shrink[r] + part;
+    }
+  }
+
+  __device__ __forceinline__ void end_step() {
+    end_values();
+    if (__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) {
+#pragma unroll
+      for (int n = 0; n < kOutTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[n][e] *= shrink[e / 2];
+      }
+    }
+    pack_weights();
+  }
+  __device__ __forceinline__ void end_values() {
+    ptx::wgmma_wait<0>();
+    ptx::hold(out);
+    release(s.v_empty[v.stage]);
+    v.advance();
+  }
+
+  __device__ __forceinline__ void finish(const Work& work) {
+    const float keep = 256.f / p.dropout_threshold;
+    const int row = work.row0 + warp_row + g();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float total = quad_sum(sum[r]);
+      const bool empty = total == 0, exists = row + 8 * r < work.length_q;
+      const int64_t at = int64_t{work.query_start} + row + 8 * r;
+      if (t() == 0 && exists) {
+        const float largest = max[r] == -infinity() ? 0.f : max[r];
+        *row_statistic(p.lse, work.b, work.h, at) = empty ? -infinity() : (largest + log2f(total)) * kLn2;
+      }
+      store_row(row_pointer<T>(p.out, work.b, work.h, at), r, keep / total, empty, exists);
+    }
+  }
+
+  // Four lanes hold a row, two columns of eight each: exchanged, they write 16 bytes each.
+  __device__ __forceinline__ void store_row(T* to, int r, float factor, bool empty, bool exists) const {
+    const int columns = static_cast<int>(p.head_dim_v);
+    const bool aligned = reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0;
+#pragma unroll
+    for (int n = 0; n < kOutTiles; n += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&tile)[4] = out[n + i < kOutTiles ? n + i : n];
+        words[i] = empty ? 0 : TensorCore<T>::pack(tile[2 * r] * factor, tile[2 * r + 1] * factor);
+      }
+      transpose_quad(words);
+      const int column = (n + t()) * 8;
+      if (!exists || column >= columns) continue;
+      const uint4 vector = make_uint4(words[0], words[1], words[2], words[3]);
+      if (aligned && column + 8 <= columns) {
+        *reinterpret_cast<uint4*>(to + column) = vector;
+      } else if (column + 8 <= columns) {
+        store_unaligned(to + column, vector);
+      } else {
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          if (column + e < columns) to[column + e] = reinterpret_cast<const T*>(words)[e];
+        }
+      }
+    }
+  }
+  // Lane t of four gets word t of each of them, in their order.
+  static __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
+#pragma unroll
+    for (int step = 1; step <= 2; step *= 2) {
+      const bool upper = threadIdx.x & step;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i & step) continue;
+        const uint32_t received = __shfl_xor_sync(~0u, upper ? x[i] : x[i + step], step);
+        (upper ? x[i] : x[i + step]) = received;
+      }
+    }
+  }
+};
+
+template <class T, int kHeadDim, bool kDropout>
+__global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads, 1)
+    forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ ForwardMaps maps,
+                   const __grid_constant__ ForwardGrid grid) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  using Kernel = Forward<T, kHeadDim, kDropout>;
+  extern __shared__ __align__(1024) unsigned char memory[];
+  typename Kernel::Shared& s = *reinterpret_cast<typename Kernel::Shared*>(memory);
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensor_map(&maps.q);
+    ptx::prefetch_tensor_map(&maps.k);
+    ptx::prefetch_tensor_map(&maps.v);
+    ptx::barrier_init(&s.q_full, 1);
+    ptx::barrier_init(&s.q_empty, Kernel::kWarps);
+    for (int i = 0; i < Kernel::kStages; ++i) {
+      ptx::barrier_init(&s.k_full[i], 1);
+      ptx::barrier_init(&s.k_empty[i], Kernel::kWarps);
+      ptx::barrier_init(&s.v_full[i], 1);
+      ptx::barrier_init(&s.v_empty[i], Kernel::kWarps);
+    }
+    ptx::barrier_init(&s.work_full, 1);
+    ptx::barrier_init(&s.work_empty, Kernel::kWarps);
+    ptx::barrier_init(&s.tail_cleared, Kernel::kWarps);
+    ptx::fence_barrier_init();
+  }
+  __syncthreads();
+  // One warpgroup loads; it gives its registers to those that compute.
+  if (threadIdx.x < kGroupThreads) {
+    ptx::give_registers<Kernel::kRegisters.producer>();
+    if (threadIdx.x == 0) typename Kernel::Loader{s, p, maps}.load_tiles(grid);
+  } else {
+    ptx::take_registers<Kernel::kRegisters.consumer>();
+    Kernel(s, p, Kernel::uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
+  }
+#endif
+}
+
+// Heads whose keys and values stay in the L2 cache while every tile of their queries is computed.
+inline int64_t section_heads(const AttnParams& p) {
+  constexpr int64_t kCacheBytes = 32 << 20;
+  const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2);
+  const int64_t heads = p.batch * p.heads_q;
+  // Without a mask all tiles are equally long: then those of one head follow each other.
+  if (p.window_right == kUnbounded) return 1;
+  return std::clamp<int64_t>(kCacheBytes / head_bytes * p.group_size(), 1, std::max<int64_t>(heads, 1));
+}
+
+template <class T, int kHeadDim, bool kDropout>
+void launch_forward(const AttnParams& p) {
+  using Kernel = Forward<T, kHeadDim, kDropout>;
+  const bool bfloat16 = p.dtype == DType::kBFloat16;
+  const int64_t batch = p.is_varlen() ? 1 : p.batch;
+  const int64_t rows_q = p.is_varlen() ? p.total_q : p.seqlen_q, rows_k = p.is_varlen() ? p.total_k : p.seqlen_k;
+  const ForwardMaps maps{tensor_map(p.q, bfloat16, p.head_dim, rows_q, p.heads_q, batch, Kernel::kM),
+                         tensor_map(p.k, bfloat16, p.head_dim, rows_k, p.heads_k, batch, Kernel::kN),
+                         tensor_map(p.v, bfloat16, p.head_dim_v, rows_k, p.heads_k, batch, Kernel::kN)};
+  const int64_t blocks = tiles(p.seqlen_q, Kernel::kM), heads = p.batch * p.heads_q, all = blocks * heads;
+  int* const drawn = static_cast<int*>(p.workspace);
+  const ForwardGrid grid{static_cast<int>(all), static_cast<int>(blocks), static_cast<int>(section_heads(p)), drawn};
+  const int64_t processors = multiprocessors();
+  if (all > processors) {
+    check_launch(cudaMemsetAsync(drawn, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
+  }
+  launch(forward_kernel<T, kHeadDim, kDropout>, "sm90 forward", p, std::min(all, processors), Kernel::kThreads,
+         static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid);
+}
+
+template <class T, int kHeadDim>
+void forward(const AttnParams& p) {
+  p.has_dropout() ? launch_forward<T, kHeadDim, true>(p) : launch_forward<T, kHeadDim, false>(p);
+}
+
+}  // namespace flashattn_ext::sm90

@@ -1,0 +1,3 @@
+#include "../forward.cuh"
+
+template void flashattn_ext::sm90::forward<__nv_bfloat16, 128>(const flashattn_ext::AttnParams&);

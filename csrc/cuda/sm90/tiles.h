@@ -1,0 +1,38 @@
+// Tile sizes of the sm_90 kernels for every class of head dims. How many keys a step takes decides the order of sums,
+// so it depends on nothing but the head dim and on whether there is dropout: a sequence has the same bits in every
+// batch.
+#pragma once
+
+namespace flashattn_ext::sm90 {
+
+struct ForwardTile {
+  int groups;  // warpgroups that compute; each has 64 queries
+  int keys;
+  int stages;  // of keys and values
+  constexpr int queries() const { return groups * 64; }
+};
+
+// Dropout draws its bits for 64 keys at a time.
+template <int kHeadDim, bool kDropout>
+constexpr ForwardTile forward_tile() {
+  if (kHeadDim <= 64) return kDropout ? ForwardTile{2, 128, 3} : ForwardTile{3, 128, 3};
+  if (kHeadDim <= 96) return kDropout ? ForwardTile{3, 64, 4} : ForwardTile{3, 112, 2};
+  if (kHeadDim <= 128) return kDropout ? ForwardTile{2, 128, 3} : ForwardTile{3, 80, 3};
+  if (kHeadDim <= 144) return kDropout ? ForwardTile{2, 64, 3} : ForwardTile{3, 80, 2};
+  if (kHeadDim <= 192) return kDropout ? ForwardTile{2, 64, 3} : ForwardTile{2, 96, 2};
+  return {2, 64, 2};
+}
+
+// Registers of a thread: 64 Ki in all, given out in eights. What the block starts with, what the producer keeps and
+// what a computing warpgroup gets.
+struct RegisterBudget {
+  int producer;
+  int consumer;
+};
+constexpr RegisterBudget register_budget(int groups) {
+  return groups == 3 ? RegisterBudget{32, 160} : RegisterBudget{40, 232};
+}
+
+constexpr int kSharedLimit = 227 * 1024;
+
+}  // namespace flashattn_ext::sm90
