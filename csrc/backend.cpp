@@ -1,12 +1,34 @@
 #include "backend.h"
 
 #include <atomic>
+#include <cstdlib>
 #include <stdexcept>
 
 namespace flashattn_ext {
 namespace {
 
 std::atomic<const Backend*> forced{nullptr};
+
+// FLASHATTN_EXT_CUDA_PATH=sm80 stands for "cuda-sm80", and so on; nullptr where it is not set or is of no concern.
+const Backend* named_by_environment(const std::string& device) {
+  const char* const path = std::getenv("FLASHATTN_EXT_CUDA_PATH");
+  if (device != "cuda" || !path || !*path) return nullptr;
+  std::string choices;
+  for (const Backend* backend : backends()) {
+    const std::string prefix = "cuda-", name = backend->name;
+    if (name.compare(0, prefix.size(), prefix) != 0) continue;
+    if (name.substr(prefix.size()) == path) return backend;
+    choices += (choices.empty() ? "'" : ", '") + name.substr(prefix.size()) + "'";
+  }
+  throw std::runtime_error(std::string("FLASHATTN_EXT_CUDA_PATH: '") + path + "' is not in this build; choose one of " +
+                           choices + " or unset it");
+}
+
+// What the caller insists on.
+const Backend* chosen(const std::string& device) {
+  const Backend* const backend = forced.load();
+  return backend ? backend : named_by_environment(device);
+}
 
 }  // namespace
 
@@ -24,7 +46,7 @@ const std::vector<const Backend*>& backends() {
 }
 
 const Backend& backend_for(const std::string& device) {
-  if (const Backend* backend = forced.load()) {
+  if (const Backend* backend = chosen(device)) {
     if (device == backend->device) return *backend;
     throw std::runtime_error(std::string("backend: use_backend('") + backend->name + "') takes tensors on '" +
                              backend->device + "', got '" + device + "'; move the tensors or call use_backend(None)");
@@ -40,7 +62,7 @@ const Backend& backend_for(const std::string& device) {
 const Backend& backend_for(const std::string& device, const AttnParams& params, bool backward, std::string* reason) {
   const Backend* last = &backend_for(device);
   *reason = last->supports(params, backward);
-  if (reason->empty() || forced.load()) return *last;
+  if (reason->empty() || chosen(device)) return *last;
   for (const Backend* backend : backends()) {
     if (backend == last || device != backend->device) continue;
     last = backend;

@@ -122,6 +122,19 @@ def test_kernels_for_hopper_are_chosen_and_agree(head_dim: int, options: dict) -
     torch.testing.assert_close(lse, other_lse, atol=1e-4, rtol=1e-5)
 
 
+def test_environment_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = leaves(1, 300, 2, 64)
+    with flashattn_ext.use_backend("cuda-sm80"):
+        expected = flashattn_ext.forward(q, k, v)
+    monkeypatch.setenv("FLASHATTN_EXT_CUDA_PATH", "sm80")
+    assert_same_bits(flashattn_ext.forward(q, k, v), expected)
+    monkeypatch.setenv("FLASHATTN_EXT_CUDA_PATH", "sm70")
+    with pytest.raises(
+        RuntimeError, match=r"FLASHATTN_EXT_CUDA_PATH: 'sm70' is not in this build; choose one of .*'sm80'"
+    ):
+        flashattn_ext.forward(q, k, v)
+
+
 def test_every_device() -> None:
     for index in range(torch.cuda.device_count()):
         q = torch.randn(1, 64, 2, 64, device=f"cuda:{index}")

@@ -1,5 +1,5 @@
 // Tile sizes of the sm_80 kernels, for every element size (2 or 4 bytes) and class of head dims. `kLarge`: the GPU
-// gives a thread block 160 KB of shared memory (A100, H100) and not just 99 KB (Ada, consumer Ampere).
+// gives a thread block 227 KB of shared memory (Hopper and newer data centre GPUs); the others fit in 99 KB.
 #pragma once
 
 #include <cstdint>
