@@ -9,6 +9,7 @@ import importlib
 import json
 import math
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -39,7 +40,7 @@ TINY: dict[str, dict[str, Any]] = {
     "layout": dict(shapes=((1, 2, 32, 16), (2, 1, 48, 24)), dtype="fp32"),
     "alignment": dict(B=1, H=1, S=32, dtype="fp32"),
     "dtypes": dict(B=1, H=2, S=64, D=16),
-    "memory": dict(B=1, H=1, S=(512, 1024), D=64, dtype="fp32"),
+    "memory": dict(B=1, H=1, S=(1024, 2048), D=64, dtype="fp32"),
 }
 NASTY = "<script>alert('1')</script> & \"quoted\" | *pipe*\nnew line"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -47,6 +48,9 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 def module_of(name: str) -> ModuleType:
     return importlib.import_module(f"flashattn_ext.cli.experiments.{name}")
+
+
+SIZES_FOR = {name: module_of(name).sizes_for for name in EXPERIMENTS}
 
 
 def tiny_sizes(name: str) -> Any:
@@ -91,10 +95,10 @@ def a_result(**changes: Any) -> Result:
         "matmul",
         "a title",
         [Column("n"), Column("time", "ms", ".2f"), Column("remark")],
-        [[1, 2.345, ""], [2, None, "why"]],
+        [[1, 2.5, ""], [2, None, "why"]],
         notes=["a note"],
         comparisons=[Comparison("speed", "2x", "3x")],
-        plot=Plot("line", "n", "ms", {"time": [(1, 2.345)]}),
+        plot=Plot("line", "n", "ms", {"time": [(1, 2.5)]}),
         machine={"device": "a machine"},
         command="a command",
     )
@@ -165,13 +169,13 @@ def test_errors_of_dtypes_are_those_of_their_precision(results: dict[str, Result
 
 
 def test_memory_is_quadratic_without_fusion(results: dict[str, Result]) -> None:
-    """Two matrices of scores are 8 MiB at S=1024, ours is some results."""
+    """Two matrices of scores are 32 MiB at S=2048, ours is some results."""
     memory = results["memory"]
     for direction in ("forward", "forward+backward"):
-        where = {"pass": direction, "S": 1024}
-        assert memory.value("unfused", **where) > 7.5
+        where = {"pass": direction, "S": 2048}
+        assert memory.value("unfused", **where) > 30
         assert memory.value("ours", **where) < memory.value("unfused", **where) / 2
-        assert memory.value("unfused", **where) > 2 * memory.value("unfused", **{**where, "S": 512})
+        assert memory.value("unfused", **where) > 2 * memory.value("unfused", **{**where, "S": 1024})
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -215,7 +219,35 @@ def test_a_failure_drops_out_of_the_turns() -> None:
     assert time_interleaved({"d": calls["d"]}, budget_s=9, min_rounds=1, failures=failures) == {}
 
 
+def test_clock_of_a_gpu_times_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
+    bursts: list[int] = []
+
+    def burst_ms(call: object, launches: int) -> float:
+        bursts.append(launches)
+        return 2.0 * launches
+
+    monkeypatch.setattr(shared, "burst_ms", burst_ms)
+    assert shared.event_clock(lambda: None) == pytest.approx(2e-3)
+    assert bursts == [1, 3]  # 5 ms are a burst
+    assert Context(torch.device("cuda"), quick=True)._clock() is shared.event_clock
+
+
 # What a device cannot do
+
+
+def test_sizes_of_a_gpu_are_those_of_the_article() -> None:
+    context = Context(torch.device("cuda"), quick=False)
+    for name in EXPERIMENTS:
+        sizes = SIZES_FOR[name](context)
+        assert sizes == module_of(name).GPU_SIZES
+        assert shared.size_notes(sizes, sizes)[0].startswith("sizes: B = 4" if name == "scaling" else "sizes: ")
+
+
+def test_memory_without_statistics_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Context, "on_cpu", False)
+    result = run_experiment("memory", Context(torch.device("meta"), quick=True), tiny_sizes("memory"))
+    assert set(result.column("ours")) == set(result.column("saved")) == {None}
+    assert "no allocator statistics of meta" in result.value("remark", S=1024)
 
 
 def test_one_attention_that_fails_leaves_the_others(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,14 +308,14 @@ def test_unknown_experiment_names_the_choices(capsys: pytest.CaptureFixture[str]
     assert stopped.value.code == 2 and all(name in error for name in [*EXPERIMENTS, "all"])
 
 
-@pytest.mark.parametrize("device", ["cuda", "tpu"])
+@pytest.mark.parametrize("name", ["cuda", "tpu"])
 def test_missing_device_gets_one_line(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["experiments", "matmul", "--device", device, "--out", str(tmp_path / "out")]) == 2
+    assert main(["experiments", "matmul", "--device", name, "--out", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"flashattn-ext experiments: --device got '{device}'") and error.count("\n") == 1
+    assert error.startswith(f"flashattn-ext experiments: --device got '{name}'") and error.count("\n") == 1
 
 
 def test_unwritable_directory_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,7 +328,7 @@ def test_unwritable_directory_gets_one_line(tmp_path: Path, capsys: pytest.Captu
 def test_missing_package_gets_one_line(
     command: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, package, None)
+    monkeypatch.setitem(sys.modules, package, None)
     assert main(command.split()) == 2
     error = capsys.readouterr().err
     assert f"needs the package {package}" in error and 'pip install "flashattn_ext[cli]"' in error
@@ -327,10 +359,10 @@ def test_pictures_show_data(out: Path, results: dict[str, Result], name: str) ->
 
 def test_texts_of_cells() -> None:
     result = a_result()
-    assert result.texts() == [["1", "2.35", ""], ["2", "-", "why"]] or result.texts()[0][1] in ("2.34", "2.35")
+    assert result.texts() == [["1", "2.50", ""], ["2", "-", "why"]]
     assert [column.heading for column in result.columns] == ["n", "time [ms]", "remark"]
-    assert result.value("time", n=1) == 2.345 and result.value("time", n=3) is None
-    assert result.points("n", "time") == [(1, 2.345)]
+    assert result.value("time", n=1) == 2.5 and result.value("time", n=3) is None
+    assert result.points("n", "time") == [(1, 2.5)]
     assert render.shown_columns(replace(result, rows=[[1, None, ""]])) == [0]
 
 

@@ -45,9 +45,8 @@ def measure(context: Context, sizes: Sizes) -> Result:
     for shape in context.track(sizes.shapes):
         result.rows += _rows(context, shape, sizes.dtype)
     result.notes.append(f"{COPIES}: tensors in [B,H,S,D] are copied to [B,S,H,D] before the call, and the result back")
-    result.plot = Plot(
-        "bar", "B,H,S,D", "us", {way: result.points("B,H,S,D", "time", way=way) for way in (BSHD, BHSD, COPIES)}
-    )
+    series = {way: result.points("B,H,S,D", TO_BHSD, way=way) for way in (BSHD, BHSD, COPIES)}
+    result.plot = Plot("bar", "B,H,S,D", f"time {TO_BHSD} in place", series)
     result.comparisons = _comparisons(result, sizes)
     return result
 

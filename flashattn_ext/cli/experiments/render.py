@@ -58,7 +58,7 @@ def write_plot(result: Result, path: Path) -> None:
     device = result.machine.get("device", "")
     axes.set(xlabel=result.plot.x, ylabel=result.plot.y, title=f"{result.title}\n{device}")
     axes.grid(alpha=0.3)
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
