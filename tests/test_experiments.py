@@ -245,7 +245,7 @@ def test_sizes_of_a_gpu_are_those_of_the_article() -> None:
 
 def test_memory_without_statistics_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Context, "on_cpu", False)
-    result = run_experiment("memory", Context(torch.device("meta"), quick=True), tiny_sizes("memory"))
+    result = module_of("memory").measure(Context(torch.device("meta"), quick=True), tiny_sizes("memory"))
     assert set(result.column("ours")) == set(result.column("saved")) == {None}
     assert "no allocator statistics of meta" in result.value("remark", S=1024)
 
