@@ -154,7 +154,7 @@ def test_ratios_are_those_of_the_times(results: dict[str, Result]) -> None:
         assert cost == pytest.approx(100 * (masked / full - 1))
     alignment = results["alignment"]
     for direction in ("forward", "forward+backward"):
-        slow, fast = (alignment.value("rate", D=D, **{"pass": direction}) for D in (129, 128))
+        slow, fast = (alignment.value("our rate", D=D, **{"pass": direction}) for D in (129, 128))
         assert alignment.value("our loss", D=129, **{"pass": direction}) == pytest.approx(100 * (1 - slow / fast))
     assert alignment.value("beside D", D=64) is None and alignment.value("verdict", D=129) in ("ok", "defect")
 

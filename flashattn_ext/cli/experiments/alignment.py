@@ -51,7 +51,8 @@ def measure(context: Context, sizes: Sizes) -> Result:
         Column("pass"),
         Column("D"),
         *time_columns(NAMES),
-        Column("rate", "TFLOP/s", ".3f"),
+        Column("our rate", "TFLOP/s", ".3f"),
+        Column("SDPA rate", "TFLOP/s", ".3f"),
         Column("beside D"),
         Column("our loss", "%", ".1f"),
         Column("SDPA loss", "%", ".1f"),
@@ -62,9 +63,12 @@ def measure(context: Context, sizes: Sizes) -> Result:
     for direction in context.track(PASSES):
         result.rows += _rows(context, sizes, direction)
     result.notes.append(f"loss: of TFLOP/s, beside the head size named; over {DEFECT_PERCENT:g} % is called a defect")
-    result.plot = Plot(
-        "bar", "D", "TFLOP/s", {p: [(str(D), y) for D, y in result.points("D", "rate", **{"pass": p})] for p in PASSES}
-    )
+    series = {
+        f"{name}, {direction}": [(str(D), y) for D, y in result.points("D", rate, **{"pass": direction})]
+        for direction in PASSES
+        for name, rate in ((OURS, "our rate"), (SDPA, "SDPA rate"))
+    }
+    result.plot = Plot("bar", "D", "TFLOP/s", series)
     loss = result.value("our loss", D=129, **{"pass": FORWARD})
     result.comparisons = [
         Comparison("loss of D=129 beside 128, forward", "over 20 %: defect", number(loss, ".1f", " %"))
@@ -95,7 +99,7 @@ def _row(sizes: Sizes, direction: str, D: int, timings: dict[str, Timing], failu
         direction,
         D,
         *time_cells(of_this, NAMES),
-        scaled(rate(OURS, D), 1e12),
+        *(scaled(rate(name, D), 1e12) for name in NAMES),
         base,
         our_loss,
         sdpa_loss,
