@@ -156,7 +156,19 @@ def test_ratios_are_those_of_the_times(results: dict[str, Result]) -> None:
     for direction in ("forward", "forward+backward"):
         slow, fast = (alignment.value("our rate", D=D, **{"pass": direction}) for D in (129, 128))
         assert alignment.value("our loss", D=129, **{"pass": direction}) == pytest.approx(100 * (1 - slow / fast))
-    assert alignment.value("beside D", D=64) is None and alignment.value("verdict", D=129) in ("ok", "defect")
+    assert alignment.value("beside D", D=64) is None and alignment.value("verdict", D=129) in (
+        "ok",
+        "unclear",
+        "defect",
+    )
+
+
+@pytest.mark.parametrize(
+    ("of_medians", "of_quickest", "verdict"),
+    [(19.0, 5.0, "ok"), (21.0, 19.0, "unclear"), (-3.0, 40.0, "unclear"), (25.0, 21.0, "defect"), (None, None, "")],
+)
+def test_verdict(of_medians: float | None, of_quickest: float | None, verdict: str) -> None:
+    assert module_of("alignment").verdict(of_medians, of_quickest) == verdict
 
 
 def test_errors_of_dtypes_are_those_of_their_precision(results: dict[str, Result]) -> None:

@@ -76,7 +76,9 @@ def run(arguments: argparse.Namespace) -> int:
             result = run_experiment(name, context)
             _leave_behind(result, out, console)
             failed += [name] if result.error else []
-    console.print(f"results are in {out}; flashattn-ext report {out} makes a page of them", highlight=False)
+    console.print(
+        f"results are in {out}; flashattn-ext report {out} makes a page of them", highlight=False, markup=False
+    )
     return 1 if failed else 0
 
 

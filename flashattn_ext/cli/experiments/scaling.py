@@ -62,13 +62,12 @@ def measure(context: Context, sizes: Sizes) -> Result:
     for direction, S in context.track([(direction, S) for direction in PASSES for S in sizes.S]):
         result.rows.append(_row(context, sizes, direction, S))
     result.notes.append(f"to unfused, to SDPA: how many times faster ours is; {CEILING_NOTE}")
-    result.plot = Plot(
-        "line",
-        "S",
-        "times faster than unfused",
-        {direction: result.points("S", TO_UNFUSED, **{"pass": direction}) for direction in PASSES},
-        log="x",
-    )
+    series = {
+        f"than {name}, {direction}": result.points("S", column, **{"pass": direction})
+        for name, column in ((UNFUSED, TO_UNFUSED), (SDPA, TO_SDPA))
+        for direction in PASSES
+    }
+    result.plot = Plot("line", "S", "times faster", series, log="x")
     result.comparisons = _comparisons(result, sizes)
     return result
 
@@ -100,5 +99,6 @@ def _comparisons(result: Result, sizes: Sizes) -> list[Comparison]:
             article,
             of_passes(result, TO_UNFUSED, ".2f", "x", S=S),
         )
-        for theirs, S, article in ((512, sizes.S[0], "2.73x"), (8192, sizes.S[-1], "8.58x"))
+        for theirs, nearest, article in ((512, sizes.S[0], "2.73x"), (8192, sizes.S[-1], "8.58x"))
+        for S in [theirs if theirs in sizes.S else nearest]
     ]
