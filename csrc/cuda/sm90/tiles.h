@@ -23,6 +23,22 @@ constexpr ForwardTile forward_tile() {
   return {2, 64, 2};
 }
 
+// Two warpgroups with 64 keys each.
+struct BackwardTile {
+  int queries;
+  int stages;      // of queries
+  int key_stages;  // of keys and values: with two, the next tile's arrive while this one's are in use
+  static constexpr int keys = 128;
+};
+template <int kHeadDim>
+constexpr BackwardTile backward_tile() {
+#ifdef BT_Q
+  return {BT_Q, BT_S, BT_K};
+#endif
+  if (kHeadDim <= 64) return {128, 2, 2};
+  return {64, 2, 2};
+}
+
 // Registers of a thread: 64 Ki in all, given out in eights. What the block starts with, what the producer keeps and
 // what a computing warpgroup gets.
 struct RegisterBudget {
