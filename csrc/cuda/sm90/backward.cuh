@@ -28,11 +28,17 @@ struct QuerySums {
   static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = 8;
   static constexpr int64_t kFloats = kM * kHeadDim;
 
-  static __device__ int warp() { return threadIdx.x / 32 % 8; }
+  // Accumulator tile c of a warp, of the eight that compute.
+  static __device__ __forceinline__ float* fragment(const BackwardShared& shared, int64_t tile, int warp, int c) {
+    return shared.dq + tile * kFloats + (warp * kQueryColumnTiles + c) * 128;
+  }
+
+  // For dq_finish_kernel, which has these eight warps alone.
+  static __device__ int warp() { return threadIdx.x / 32; }
   static __device__ int query_row() { return (kM == 64 ? warp() % 4 : warp()) * 16; }
   static __device__ int query_column(int) { return kM == 64 ? warp() / 4 * 64 : 0; }
   static __device__ float* dq_fragment(const BackwardShared& shared, int64_t tile, int, int, int c) {
-    return shared.dq + tile * kFloats + (warp() * kQueryColumnTiles + c) * 128;
+    return fragment(shared, tile, warp(), c);
   }
 };
 
@@ -261,9 +267,10 @@ struct Backward {
     weigh(scores, work, now, clear);
     ptx::barrier_wait(&s.v_full[keys.stage], keys.parity);
     float dq[8][4];
+    Position before = now;
     for (int left = work.tiles * heads; left > 1; --left) {
       const int stage = queries.stage;
-      key_products(work, now, clear);
+      key_products(work, now, clear, dq, before);
       queries.advance();
       ptx::barrier_wait(&s.q_full[queries.stage], queries.parity);
       score_product(scores);
@@ -273,19 +280,22 @@ struct Backward {
       ptx::wgmma_wait<1>();
       ptx::hold(scores);
       release(s.queries_empty[stage]);
-      const Position before = now;
+      before = now;
       now.advance(work);
       weigh(scores, work, now, clear);
-      end_query_product(dq, work, before);
+      ptx::wgmma_wait<0>();
+      ptx::hold(dq);
     }
-    key_products(work, now, clear);
+    key_products(work, now, clear, dq, before);
     exchange();
     query_product(dq);
-    end_query_product(dq, work, now);
+    ptx::wgmma_wait<0>();
+    ptx::hold(dq);
     release(s.queries_empty[queries.stage]);
     release(s.keys_empty[keys.stage]);
     queries.advance();
     keys.advance();
+    add_query_gradient(dq, work, now);
   }
 
   // S^T = K Q^T
@@ -319,7 +329,9 @@ struct Backward {
   }
 
   // Issues dv += P^T dO and dk += dS^T Q; dS^T also goes into shared memory.
-  __device__ __forceinline__ void key_products(const Work& work, const Position& now, const Limits& clear) {
+  // Meanwhile it adds what the step before, if there is one, contributes to dq.
+  __device__ __forceinline__ void key_products(const Work& work, const Position& now, const Limits& clear,
+                                               const float (&dq)[8][4], const Position& before) {
     const int stage = queries.stage;
     ptx::barrier_wait(&s.dout_full[stage], queries.parity);
     clear_queries(work, now);
@@ -328,6 +340,7 @@ struct Backward {
     uint32_t kept[kSteps][4];
     keep(kept);
     accumulate(dv, kept, s.dout[stage]);
+    if (before.m != now.m || before.h != now.h) add_query_gradient(dq, work, before);
     ptx::wgmma_wait<1>();
     ptx::hold(dscores);
     const bool masked = now.m * kM < clear.begin || now.m * kM + kM > clear.end;
@@ -356,12 +369,6 @@ struct Backward {
       ptx::wgmma<ptx::kMajorMN, ptx::kMajorMN>(dq, a + step * 128, b + step * 128, step > 0, T());
     }
     ptx::wgmma_commit();
-  }
-
-  __device__ __forceinline__ void end_query_product(float (&dq)[8][4], const Work& work, const Position& now) {
-    ptx::wgmma_wait<0>();
-    ptx::hold(dq);
-    add_query_gradient(dq, work, now);
   }
 
   // Behind it dS^T of both warpgroups is there, and neither needs the one before any longer.
@@ -500,7 +507,7 @@ struct Backward {
 #pragma unroll
     for (int c = 0; c < 8; ++c) {
       const bool exists = kM == 128 || 64 + c * 8 < kHeadDim || group == 0;
-      if (exists) ptx::add_fragment(Sums::dq_fragment(shared, tile, 0, 0, c), dq[c]);
+      if (exists) ptx::add_fragment(Sums::fragment(shared, tile, warp_key / 16, c), dq[c]);
     }
     if (p.deterministic) {
       __threadfence();

@@ -15,4 +15,10 @@ constexpr size_t kForwardBytes = 64;  // of workspace: the counter of tiles
 template <class T, int kHeadDim>
 void forward(const AttnParams& p);
 
+// kHeadDim: at most 128. Rows of dq may lie anywhere; dk and dv too.
+template <class T, int kHeadDim>
+size_t backward_bytes(const AttnGradParams& p);
+template <class T, int kHeadDim>
+void backward(const AttnGradParams& p);
+
 }  // namespace flashattn_ext::sm90
