@@ -1,21 +1,11 @@
-// Backward on Hopper: a thread block keeps a tile of keys, 64 in each of two warpgroups, and walks over the queries that
-// see it, which one more warp brings by TMA (Shah et al. 2024, "FlashAttention-3"). Scores are transposed,
-// S^T = K Q^T: P^T and dS^T, packed where they stand in registers, are operands of the products for dv and dk, and only
+// Backward on Hopper for head dims up to 128: a thread block keeps a tile of keys, 64 in each of two warpgroups, and
+// walks over the queries that see it, which one more warp brings by TMA (Shah et al. 2024, "FlashAttention-3"). Only
 // dS^T goes through shared memory, for dq. The products of a step overlap with the next one's: docs/sm90_backward.md.
 #pragma once
 
-#include "../common/backward_finish.cuh"
-#include "../common/keep.cuh"
-#include "../common/tensor_map.h"
-#include "../ptx/wgmma.cuh"
-#include "pipeline.cuh"
-#include "tiles.h"
+#include "backward_step.cuh"
 
 namespace flashattn_ext::sm90 {
-
-struct BackwardMaps {
-  CUtensorMap q, k, v, dout;
-};
 
 // How the sums of dq lie in the workspace: a warpgroup computes 64 rows and 64 columns of a step, the two of a thread
 // block either different rows or different columns.
@@ -44,37 +34,16 @@ struct QuerySums {
 
 template <class T, int kHeadDim, bool kDropout>
 struct Backward {
-  using Core = TensorCore<T>;
+  using Work = BackwardWork;
+  using Rows = KeyRows<T, backward_tile<kHeadDim>().queries, kDropout>;
   using Sums = QuerySums<T, kHeadDim>;
   static constexpr BackwardTile kTile = backward_tile<kHeadDim>();
   static constexpr RegisterBudget kRegisters{24, 240};
   static constexpr int kM = kTile.queries, kN = kTile.keys, kStages = kTile.stages, kKeyStages = kTile.key_stages;
-  static constexpr int kThreads = 3 * kGroupThreads, kWarps = 8;
+  static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns, kScorePanels = kM / kPanelColumns;
-  static constexpr int kScoreTiles = kM / 8, kSteps = kM / 16, kColumnTiles = kHeadDim / 8;
+  static constexpr int kColumnTiles = kHeadDim / 8;
   static_assert(Sums::kHeadDim >= kHeadDim);
-
-  // One tile of keys, as the loading warp hands it to those that compute.
-  struct alignas(16) Work {
-    int b, hk, n;      // n: of the key tile
-    int first, tiles;  // query tiles that see it, for every head of the group
-    int key_start, length_q, length_k;
-    int first_tile, pad[3];  // of the sequence, in BackwardShared
-
-    __device__ bool exists() const { return n * kN < length_k; }
-    __device__ TileMask mask(const AttnParams& p) const { return TileMask(p, length_q, length_k); }
-  };
-
-  // A query tile of one head; those of the heads of a group come one after the other.
-  struct Position {
-    int h, m;
-    __device__ __forceinline__ void advance(const Work& work) {
-      if (++m == work.first + work.tiles) {
-        m = work.first;
-        ++h;
-      }
-    }
-  };
 
   // 128-byte rows, swizzled by TMA, in panels of 64 columns.
   struct Shared {
@@ -84,132 +53,27 @@ struct Backward {
     T dout[kStages][kPanels][kM][kPanelColumns];
     T dscores[2][kScorePanels][kN][kPanelColumns];  // dS^T: [keys][queries]
     float lse[kStages][kM], delta[kStages][kM];
-    Work work;
+    Work work[kWorkStages];
     ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
     ptx::Barrier q_full[kStages], dout_full[kStages], queries_empty[kStages];
-    ptx::Barrier work_full, work_empty;
+    ptx::Barrier work_full[kWorkStages], work_empty[kWorkStages];
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
 
   // Named barriers: of all that compute, and one for each warpgroup.
   static constexpr int kExchangeBarrier = 1, kGroupBarrier = 2;
 
-  // --- the warp that loads ----------------------------------------------------------------------------------------
-
-  struct Loader {
-    Shared& s;
-    const AttnGradParams& p;
-    const BackwardShared& shared;
-    const BackwardMaps& maps;
-    Place<kKeyStages> keys;
-    Place<kStages> queries;
-    uint32_t work_parity = 0;
-    int query_start = 0;
-
-    static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-
-    __device__ void load_tiles(const TileGrid& grid) {
-      const int heads = static_cast<int>(p.heads_k), all_heads = heads * static_cast<int>(p.batch);
-      for (int tile = blockIdx.x; tile < grid.tiles;) {
-        const int next = uniform(lane() == 0 ? grid.draw() : 0);
-        // The first keys of causal heads have the longest walk: they come first.
-        const auto [head, block] = grid.index(tile, all_heads);
-        Work work = start_head(head / heads, head % heads);
-        // A sequence may be longer than the host was told: then the last tile stands for all that follow, in their
-        // order: dq is summed up in that order when it has to be deterministic.
-        for (work.n = block; work.exists(); ++work.n) {
-          look(work);
-          publish(work);
-          if (work.tiles > 0) load_tile(work);
-          if (block != grid.blocks - 1) break;
-        }
-        tile = next;
-      }
-      publish(Work{});
-    }
-
-    __device__ Work start_head(int b, int hk) {
-      const Sequence rows = query_sequence(p, b), columns = key_sequence(p, b);
-      query_start = static_cast<int>(rows.start);
-      Work work{b, hk};
-      work.key_start = static_cast<int>(columns.start);
-      work.length_q = static_cast<int>(rows.length);
-      work.length_k = static_cast<int>(columns.length);
-      work.first_tile = static_cast<int>(shared.first_tile(p, b, rows));
-      return work;
-    }
-    __device__ void look(Work& work) const {
-      const int key0 = work.n * kN;
-      const Limits rows = work.mask(p).rows_of(key0, min(key0 + kN, work.length_k));
-      work.first = rows.begin / kM;
-      work.tiles = rows.end > rows.begin ? (rows.end - 1) / kM + 1 - work.first : 0;
-    }
-    __device__ void publish(const Work& work) {
-      ptx::barrier_wait(&s.work_empty, work_parity ^ 1);
-      if (lane() == 0) {
-        s.work = work;
-        ptx::barrier_arrive(&s.work_full);
-      }
-      work_parity ^= 1;
-    }
-
-    __device__ void load_tile(const Work& work) {
-      const int batch = p.is_varlen() ? 0 : work.b, group = static_cast<int>(p.group_size());
-      const int key = work.key_start + work.n * kN;
-      ptx::barrier_wait(&s.keys_empty[keys.stage], keys.parity ^ 1);
-      if (lane() == 0) {
-        load_panels(s.k[keys.stage], s.k_full[keys.stage], maps.k, key, work.hk, batch);
-        load_panels(s.v[keys.stage], s.v_full[keys.stage], maps.v, key, work.hk, batch);
-      }
-      keys.advance();
-      Position now{work.hk * group, work.first};
-      for (int left = work.tiles * group; left > 0; --left) {
-        load_queries(work, now, batch);
-        now.advance(work);
-      }
-    }
-
-    // Rows beyond the sequence's last have weights of 0 whatever their scores are.
-    __device__ void load_queries(const Work& work, const Position& now, int batch) {
-      const int stage = queries.stage, row = query_start + now.m * kM;
-      ptx::barrier_wait(&s.queries_empty[stage], queries.parity ^ 1);
-      if (lane() == 0) {
-        load_panels(s.q[stage], s.q_full[stage], maps.q, row, now.h, batch);
-        load_panels(s.dout[stage], s.dout_full[stage], maps.dout, row, now.h, batch);
-      }
-      const int rows = work.length_q - now.m * kM;
-      const int64_t index = now.h * shared.rows + (p.is_varlen() ? 0 : work.b * p.seqlen_q) + row;
-      float lse[kM / 32], delta[kM / 32];
-#pragma unroll
-      for (int i = 0; i < kM / 32; ++i) {
-        const bool exists = i * 32 + lane() < rows;
-        lse[i] = exists ? shared.lse[index + i * 32 + lane()] : infinity();
-        delta[i] = exists ? shared.delta[index + i * 32 + lane()] : 0.f;
-      }
-#pragma unroll
-      for (int i = 0; i < kM / 32; ++i) {
-        s.lse[stage][i * 32 + lane()] = lse[i];
-        s.delta[stage][i * 32 + lane()] = delta[i];
-      }
-      __syncwarp();
-      if (lane() == 0) ptx::barrier_arrive(&s.q_full[stage]);
-      queries.advance();
-    }
-  };
-
-  // --- the warpgroups that compute --------------------------------------------------------------------------------
-
   Shared& s;
   const AttnGradParams& p;
   const BackwardShared& shared;
   const int group, warp_key;  // first of this warp's 16 keys, within the tile
   Dropout dropout;
-  uint32_t work_parity = 0;
+  Place<kWorkStages> works;
   Place<kKeyStages> keys;
   Place<kStages> queries;  // of the step whose scores have been computed last
   int buffer = 0;          // of dscores
   float dk[kColumnTiles][4], dv[kColumnTiles][4];
-  uint32_t weights[kSteps][4];  // P^T as operands; with dropout, dropped ones carry a sign
+  typename Rows::Packed weights;
 
   __device__ Backward(Shared& memory, const AttnGradParams& params, const BackwardShared& all, int group)
       : s(memory),
@@ -219,74 +83,63 @@ struct Backward {
         warp_key(uniform(static_cast<int>(threadIdx.x) / 32 - 4) * 16),
         dropout(kDropout ? Dropout(params, 0) : Dropout()) {}
 
-  static __device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
-  static __device__ __forceinline__ int t() { return threadIdx.x % 4; }
-
+  static __device__ __forceinline__ int thread() { return threadIdx.x - kGroupThreads; }
   __device__ __forceinline__ void compute_tiles() {
-    for (Work work = receive(); work.exists(); work = receive()) {
+    for (;; works.advance()) {
+      ptx::barrier_wait(&s.work_full[works.stage], works.parity);
+      const Work& work = s.work[works.stage];
+      if (!uniform(work.exists())) return;
       dropout.batch = work.b;
 #pragma unroll
       for (int c = 0; c < kColumnTiles; ++c) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) dk[c][e] = dv[c][e] = 0;
       }
-      if (work.tiles > 0) walk_queries(work);
-      write(work);
+      if (uniform(work.tiles) > 0) walk_queries(work);
+      const int key = work.key0 + warp_key;
+      store_keys<T>(p.dk, work, key, dk, static_cast<float>(p.softmax_scale), p.head_dim);
+      store_keys<T>(p.dv, work, key, dv, shared.keep_scale, p.head_dim_v);
+      __syncwarp();
+      release(s.work_empty[works.stage]);
     }
-  }
-
-  __device__ __forceinline__ Work receive() {
-    ptx::barrier_wait(&s.work_full, work_parity);
-    work_parity ^= 1;
-    Work work{};
-    if (threadIdx.x % 32 == 0) work = s.work;
-    release(s.work_empty);
-    for (int* field : {&work.b, &work.hk, &work.n, &work.first, &work.tiles, &work.key_start, &work.length_q,
-                       &work.length_k, &work.first_tile}) {
-      *field = uniform(*field);
-    }
-    return work;
   }
 
   // In a step, while the scores and dq of the one before are under way, nothing else needs the tensor cores: they are
   // issued together, and the next weights are computed under dq.
   __device__ __forceinline__ void walk_queries(const Work& work) {
-    const int key0 = work.n * kN + group * 64;
-    // Rows that see all keys of this warpgroup. Dense rows beyond the last do no harm.
-    Limits clear = work.mask(p).rows_of_all(key0, key0 + 64);
-    if (clear.end == work.length_q && !p.is_varlen()) clear.end += kM;
-    const int heads = static_cast<int>(p.group_size());
-    Position now{work.hk * heads, work.first};
+    Limits clear = Rows::clear_rows(p, work, work.key0 + group * 64, 64);
+    clear = {uniform(clear.begin), uniform(clear.end)};
+    QueryWalk now(work, static_cast<int>(p.group_size()));
     ptx::barrier_wait(&s.k_full[keys.stage], keys.parity);
     clear_keys(work);
-    float scores[kScoreTiles][4];
+    float scores[kM / 8][4];
     ptx::barrier_wait(&s.q_full[queries.stage], queries.parity);
-    score_product(scores);
+    score_product<kHeadDim>(scores, s.k[keys.stage], group * 64, s.q[queries.stage]);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
     weigh(scores, work, now, clear);
     ptx::barrier_wait(&s.v_full[keys.stage], keys.parity);
     float dq[8][4];
-    Position before = now;
-    for (int left = work.tiles * heads; left > 1; --left) {
+    while (now.left > 1) {
       const int stage = queries.stage;
-      key_products(work, now, clear, dq, before);
+      key_products(work, now, clear);
       queries.advance();
       ptx::barrier_wait(&s.q_full[queries.stage], queries.parity);
-      score_product(scores);
+      score_product<kHeadDim>(scores, s.k[keys.stage], group * 64, s.q[queries.stage]);
       exchange();
       ptx::wgmma_wait<1>();  // dk: frees registers
       query_product(dq);
       ptx::wgmma_wait<1>();
       ptx::hold(scores);
       release(s.queries_empty[stage]);
-      before = now;
-      now.advance(work);
+      const QueryWalk before = now;
+      now.advance();
       weigh(scores, work, now, clear);
       ptx::wgmma_wait<0>();
       ptx::hold(dq);
+      add_query_gradient(dq, work, before);
     }
-    key_products(work, now, clear, dq, before);
+    key_products(work, now, clear);
     exchange();
     query_product(dq);
     ptx::wgmma_wait<0>();
@@ -298,77 +151,35 @@ struct Backward {
     add_query_gradient(dq, work, now);
   }
 
-  // S^T = K Q^T
-  __device__ __forceinline__ void score_product(float (&scores)[kScoreTiles][4]) {
-    score_product(scores, s.k[keys.stage], s.q[queries.stage]);
-  }
-  __device__ __forceinline__ void score_product(float (&c)[kScoreTiles][4], const T (&rows)[kPanels][kN][kPanelColumns],
-                                                const T (&columns)[kPanels][kM][kPanelColumns]) {
-    const uint64_t a = ptx::swizzled_descriptor(&rows[0][group * 64], 0);
-    const uint64_t b = ptx::swizzled_descriptor(columns, 0);
-    ptx::hold(c);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int d = 0; d < kHeadDim; d += 16) {
-      const int panel = d / kPanelColumns, step = d % kPanelColumns / 16;
-      ptx::wgmma<ptx::kMajorK, ptx::kMajorK>(c, a + panel * kN * 8 + step * 2, b + panel * kM * 8 + step * 2, d > 0,
-                                             T());
-    }
-    ptx::wgmma_commit();
-  }
-
-  // sum += A * rows of queries
-  __device__ __forceinline__ void accumulate(float (&sum)[kColumnTiles][4], const uint32_t (&a)[kSteps][4],
-                                             const T (&rows)[kPanels][kM][kPanelColumns]) {
-    const uint64_t b = ptx::swizzled_descriptor(rows, kM * 128);
-    ptx::hold(sum);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) ptx::wgmma<ptx::kMajorMN>(sum, a[step], b + step * 128, T());
-    ptx::wgmma_commit();
-  }
-
-  // Issues dv += P^T dO and dk += dS^T Q; dS^T also goes into shared memory.
-  // Meanwhile it adds what the step before, if there is one, contributes to dq.
-  __device__ __forceinline__ void key_products(const Work& work, const Position& now, const Limits& clear,
-                                               const float (&dq)[8][4], const Position& before) {
+  // Issues dv += P^T dO and dk += dS^T Q; dS^T also goes into shared memory. Meanwhile it adds what the step before, if
+  // there is one, contributes to dq.
+  __device__ __forceinline__ void key_products(const Work& work, const QueryWalk& now, const Limits& clear) {
     const int stage = queries.stage;
     ptx::barrier_wait(&s.dout_full[stage], queries.parity);
     clear_queries(work, now);
-    float dscores[kScoreTiles][4];
-    score_product(dscores, s.v[keys.stage], s.dout[stage]);
-    uint32_t kept[kSteps][4];
-    keep(kept);
-    accumulate(dv, kept, s.dout[stage]);
-    if (before.m != now.m || before.h != now.h) add_query_gradient(dq, work, before);
+    float dscores[kM / 8][4];
+    score_product<kHeadDim>(dscores, s.v[keys.stage], group * 64, s.dout[stage]);
+    if constexpr (kDropout) {
+      typename Rows::Packed kept;
+      Rows::keep(kept, weights);
+      accumulate(dv, kept, s.dout[stage]);
+    } else {
+      accumulate(dv, weights, s.dout[stage]);
+    }
     ptx::wgmma_wait<1>();
     ptx::hold(dscores);
-    const bool masked = now.m * kM < clear.begin || now.m * kM + kM > clear.end;
-    masked ? differentiate<true>(dscores) : differentiate<false>(dscores);
-    uint32_t packed[kSteps][4];
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const auto a = Core::from_accumulators(dscores, step);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) packed[step][i] = a.x[i];
-    }
-    store_scores(packed);
+    Rows::differentiate(dscores, weights, shared.keep_scale, s.delta[stage], Rows::is_masked(clear, now.m * kM));
+    typename Rows::Packed packed;
+    Rows::pack(packed, dscores);
+    Rows::store(s.dscores[buffer], warp_key, packed);
     accumulate(dk, packed, s.q[stage]);
   }
 
   // dq = dS K
   __device__ __forceinline__ void query_product(float (&dq)[8][4]) {
     constexpr bool kOwnRows = kM == 128;  // or own columns
-    const uint64_t a = ptx::swizzled_descriptor(s.dscores[buffer][kOwnRows ? group : 0], 0);
-    const uint64_t b = ptx::swizzled_descriptor(s.k[keys.stage][kOwnRows ? 0 : group], 0);
+    transposed_product(dq, s.dscores[buffer][kOwnRows ? group : 0], s.k[keys.stage][kOwnRows ? 0 : group]);
     buffer ^= 1;
-    ptx::hold(dq);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kN / 16; ++step) {
-      ptx::wgmma<ptx::kMajorMN, ptx::kMajorMN>(dq, a + step * 128, b + step * 128, step > 0, T());
-    }
-    ptx::wgmma_commit();
   }
 
   // Behind it dS^T of both warpgroups is there, and neither needs the one before any longer.
@@ -377,125 +188,34 @@ struct Backward {
     ptx::named_barrier_sync(kExchangeBarrier, 2 * kGroupThreads);
   }
 
-  __device__ __forceinline__ void store_scores(const uint32_t (&packed)[kSteps][4]) {
-    const int lane = threadIdx.x % 32, chunk = (lane / 16) ^ (lane % 8);
-    char* const row = reinterpret_cast<char*>(s.dscores[buffer][0][warp_key + lane % 16]);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      ptx::stmatrix(row + step / 4 * (kN * 128) + ((chunk ^ (step % 4 * 2)) * 16), packed[step]);
-    }
-  }
-
-  // scores: S^T becomes weights.
-  __device__ __forceinline__ void weigh(float (&scores)[kScoreTiles][4], const Work& work, const Position& now,
+  __device__ __forceinline__ void weigh(const float (&scores)[kM / 8][4], const Work& work, const QueryWalk& now,
                                         const Limits& clear) {
-    const int row0 = now.m * kM;
-    row0 < clear.begin || row0 + kM > clear.end ? weigh<true>(scores, work, row0) : weigh<false>(scores, work, row0);
-    if constexpr (kDropout) mark_dropped(now.h, work.n * kN + warp_key, row0);
-  }
-  template <bool kMasked>
-  __device__ __forceinline__ void weigh(float (&scores)[kScoreTiles][4], const Work& work, int row0) {
-    Limits limits[2];
-    if (kMasked) {
-      const TileMask mask = work.mask(p);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        limits[r] = rows_that_see(mask, work.n * kN + warp_key + 8 * r + g());
-        limits[r].begin -= row0 + 2 * t();
-        limits[r].end -= row0 + 2 * t();
-      }
-    }
-    const float scale = shared.score_scale;
-#pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n) {
-      const float2 lse = *reinterpret_cast<const float2*>(&s.lse[queries.stage][n * 8 + 2 * t()]);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float x[2];
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          x[odd] = ptx::ex2(fmaf(scores[n][2 * r + odd], scale, odd ? -lse.y : -lse.x));
-          const int row = n * 8 + odd;
-          if (kMasked && (row < limits[r].begin || row >= limits[r].end)) x[odd] = 0;
-        }
-        weights[n / 2][n % 2 * 2 + r] = Core::pack(x[0], x[1]);
-      }
-    }
+    const int row0 = now.m * kM, key = work.key0 + warp_key;
+    Rows::weigh(weights, scores, p, shared.score_scale, s.lse[queries.stage], work, key, row0,
+                Rows::is_masked(clear, row0));
+    if constexpr (kDropout) Rows::drop(weights, dropout, now.h, key, row0);
   }
 
-  // A sign on a weight stands for a dropped one.
-  __device__ __forceinline__ void mark_dropped(int h, int key, int row) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const auto kept = dropout.transposed<1>(h, key, row + step * 16);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {  // register i: queries 8 * (i / 2), keys 8 * (i % 2), whose byte is i
-        const int byte = i / 2 + i % 2 * 2;
-        const uint32_t signs = ptx::permute_bytes(kept.even[0], kept.odd[0], 0x4000 + 0x1010 * byte);
-        weights[step][i] |= ~signs & 0x80008000u;
-      }
-    }
-  }
-  __device__ __forceinline__ void keep(uint32_t (&kept)[kSteps][4]) const {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) kept[step][i] = kDropout ? Core::not_negative(weights[step][i]) : weights[step][i];
-    }
-  }
-
-  // dP^T becomes dS^T; masked scores have no gradient, also when dP is not finite.
-  template <bool kMasked>
-  __device__ __forceinline__ void differentiate(float (&dscores)[kScoreTiles][4]) const {
-#pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n) {
-      const float2 delta = *reinterpret_cast<const float2*>(&s.delta[queries.stage][n * 8 + 2 * t()]);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float2 pair = Core::unpack(weights[n / 2][n % 2 * 2 + r]);
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          const float weight = odd ? pair.y : pair.x, row_delta = odd ? delta.y : delta.x;
-          float& x = dscores[n][2 * r + odd];
-          if (kDropout) x = weight >= 0 ? x * shared.keep_scale : 0.f;
-          x = fabsf(weight) * (x - row_delta);
-          if (kMasked && weight == 0) x = 0;
-        }
-      }
-    }
-  }
-
-  // Behind the end of a packed sequence lies another one: 0 * NaN would carry its values over.
-  template <int kRows>
-  static __device__ __forceinline__ void clear_rows(T (&tile)[kPanels][kRows][kPanelColumns], int from) {
-    const int vectors = (kRows - from) * 8, thread = threadIdx.x - kGroupThreads;
-#pragma unroll 1
-    for (int panel = 0; panel < kPanels; ++panel) {
-      uint4* const rows = reinterpret_cast<uint4*>(tile[panel][from]);
-#pragma unroll 1
-      for (int i = thread; i < vectors; i += 2 * kGroupThreads) rows[i] = make_uint4(0, 0, 0, 0);
-    }
-  }
   __device__ __forceinline__ void clear_keys(const Work& work) {
-    const int from = work.length_k - work.n * kN;
+    const int from = work.length_k - work.key0;
     if (from >= kN || !p.is_varlen()) return;
-    clear_rows(s.k[keys.stage], from);
+    clear_tail(s.k[keys.stage], from, thread(), 2 * kGroupThreads);
     exchange();
   }
-  __device__ __forceinline__ void clear_queries(const Work& work, const Position& now) {
+  __device__ __forceinline__ void clear_queries(const Work& work, const QueryWalk& now) {
     const int from = work.length_q - now.m * kM;
     if (from >= kM || !p.is_varlen()) return;
-    clear_rows(s.q[queries.stage], from);
-    clear_rows(s.dout[queries.stage], from);
+    clear_tail(s.q[queries.stage], from, thread(), 2 * kGroupThreads);
+    clear_tail(s.dout[queries.stage], from, thread(), 2 * kGroupThreads);
     exchange();
   }
 
   // Adds to the fp32 sums; when they have to be deterministic, key tiles take turns.
-  __device__ __forceinline__ void add_query_gradient(const float (&dq)[8][4], const Work& work, const Position& now) {
+  __device__ __forceinline__ void add_query_gradient(const float (&dq)[8][4], const Work& work, const QueryWalk& now) {
     const int64_t tile = now.h * shared.tiles + work.first_tile + now.m;
     int* const turn = shared.turns + tile * 2 + group;
     int my_turn = 0;
-    const bool leader = threadIdx.x % kGroupThreads == 0;
+    const bool leader = thread() % kGroupThreads == 0;
     if (p.deterministic) {
       const int row0 = now.m * kM;
       my_turn = work.n - work.mask(p).keys_of(row0, min(row0 + kM, work.length_q)).begin / kN;
@@ -516,18 +236,6 @@ struct Backward {
     }
   }
 
-  __device__ __forceinline__ void write(const Work& work) const {
-    const float scale = static_cast<float>(p.softmax_scale);
-    const int key = work.n * kN + warp_key + g();
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const bool exists = key + 8 * r < work.length_k;
-      const int64_t row = int64_t{work.key_start} + key + 8 * r;
-      store_row(row_pointer<T>(p.dk, work.b, work.hk, row), dk, r, scale, false, exists, static_cast<int>(p.head_dim));
-      store_row(row_pointer<T>(p.dv, work.b, work.hk, row), dv, r, shared.keep_scale, false, exists,
-                static_cast<int>(p.head_dim_v));
-    }
-  }
 };
 
 template <class T, int kHeadDim, bool kDropout>
@@ -550,15 +258,17 @@ __global__ void __launch_bounds__(Backward<T, kHeadDim, kDropout>::kThreads, 1)
       ptx::barrier_init(&s.dout_full[i], 1);
       ptx::barrier_init(&s.queries_empty[i], Kernel::kWarps);
     }
-    ptx::barrier_init(&s.work_full, 1);
-    ptx::barrier_init(&s.work_empty, Kernel::kWarps);
+    for (int i = 0; i < Kernel::kWorkStages; ++i) {
+      ptx::barrier_init(&s.work_full[i], 1);
+      ptx::barrier_init(&s.work_empty[i], Kernel::kWarps);
+    }
     ptx::fence_barrier_init();
   }
   __syncthreads();
   // One warpgroup loads; it gives its registers to those that compute.
   if (threadIdx.x < kGroupThreads) {
     ptx::give_registers<Kernel::kRegisters.producer>();
-    if (threadIdx.x < 32) typename Kernel::Loader{s, p, shared, maps}.load_tiles(grid);
+    if (threadIdx.x < 32) BackwardLoader<Kernel>{s, p, shared, maps}.load_tiles(grid);
   } else {
     ptx::take_registers<Kernel::kRegisters.consumer>();
     Kernel(s, p, shared, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
@@ -572,31 +282,9 @@ BackwardShared backward_shared(const AttnGradParams& p) {
   return BackwardShared(p, Sums::kM, Sums::kFloats, 2);
 }
 
-// Key heads whose sums of dq, queries and output gradients stay in the L2 cache together.
-inline int64_t backward_section(const AttnGradParams& p) {
-  constexpr int64_t kCacheBytes = 32 << 20;
-  const int64_t head_bytes =
-      std::max<int64_t>(1, p.seqlen_q * (3 * p.head_dim + p.head_dim_v) * 2 * p.group_size());
-  // Without a mask all tiles are equally long: then those of one head follow each other.
-  if (p.window_right == kUnbounded) return 1;
-  return std::clamp<int64_t>(kCacheBytes / head_bytes, 1, std::max<int64_t>(p.batch * p.heads_k, 1));
-}
-
 template <class T, int kHeadDim, bool kDropout>
 void launch_main(const AttnGradParams& p, const BackwardShared& shared) {
-  using Kernel = Backward<T, kHeadDim, kDropout>;
-  const bool bfloat16 = p.dtype == DType::kBFloat16;
-  const int64_t batch = p.is_varlen() ? 1 : p.batch;
-  const int64_t rows_q = p.is_varlen() ? p.total_q : p.seqlen_q, rows_k = p.is_varlen() ? p.total_k : p.seqlen_k;
-  const BackwardMaps maps{tensor_map(p.q, bfloat16, p.head_dim, rows_q, p.heads_q, batch, Kernel::kM),
-                          tensor_map(p.k, bfloat16, p.head_dim, rows_k, p.heads_k, batch, Kernel::kN),
-                          tensor_map(p.v, bfloat16, p.head_dim_v, rows_k, p.heads_k, batch, Kernel::kN),
-                          tensor_map(p.dout, bfloat16, p.head_dim_v, rows_q, p.heads_q, batch, Kernel::kM)};
-  const int64_t blocks = tiles(p.seqlen_k, Kernel::kN), all = blocks * p.batch * p.heads_k;
-  const TileGrid grid{static_cast<int>(all), static_cast<int>(blocks), static_cast<int>(backward_section(p)),
-                      shared.drawn};
-  launch(backward_kernel<T, kHeadDim, kDropout>, "sm90 backward", p, std::min<int64_t>(all, multiprocessors()),
-         Kernel::kThreads, static_cast<int>(sizeof(typename Kernel::Shared)), shared, maps, grid);
+  launch_backward_main<Backward<T, kHeadDim, kDropout>>(backward_kernel<T, kHeadDim, kDropout>, p, shared);
 }
 
 template <class T, int kHeadDim>
