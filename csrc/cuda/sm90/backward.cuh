@@ -51,7 +51,7 @@ struct Backward {
     T v[kKeyStages][kPanels][kN][kPanelColumns];
     T q[kStages][kPanels][kM][kPanelColumns];
     T dout[kStages][kPanels][kM][kPanelColumns];
-    T dscores[2][kScorePanels][kN][kPanelColumns];  // dS^T: [keys][queries]
+    T dscores[3][kScorePanels][kN][kPanelColumns];  // dS^T: [keys][queries]
     float lse[kStages][kM], delta[kStages][kM];
     Work work[kWorkStages];
     ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
@@ -60,8 +60,14 @@ struct Backward {
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
 
-  // Named barriers: of all that compute, and one for each warpgroup.
-  static constexpr int kExchangeBarrier = 1, kGroupBarrier = 2;
+  // Named barriers, one of each for each warpgroup: for its turn, and of itself.
+  static constexpr int kTurnBarrier = 1, kGroupBarrier = 3;
+
+  // A query tile whose dq is still to be added: its number in BackwardShared (none: negative), and in its sequence.
+  struct Lagging {
+    int64_t tile = -1;
+    int m = 0;
+  };
 
   Shared& s;
   const AttnGradParams& p;
@@ -85,6 +91,7 @@ struct Backward {
 
   static __device__ __forceinline__ int thread() { return threadIdx.x - kGroupThreads; }
   __device__ __forceinline__ void compute_tiles() {
+    if (group == 1) give_turn();
     for (;; works.advance()) {
       ptx::barrier_wait(&s.work_full[works.stage], works.parity);
       const Work& work = s.work[works.stage];
@@ -104,60 +111,73 @@ struct Backward {
     }
   }
 
-  // In a step, while the scores and dq of the one before are under way, nothing else needs the tensor cores: they are
-  // issued together, and the next weights are computed under dq.
+  // The two warpgroups take turns at issuing products, so that one computes while the tensor cores work for the other.
+  // A step takes two turns; dq lags a step behind, by when dS^T of both is there.
   __device__ __forceinline__ void walk_queries(const Work& work) {
     Limits clear = Rows::clear_rows(p, work, work.key0 + group * 64, 64);
     clear = {uniform(clear.begin), uniform(clear.end)};
     QueryWalk now(work, static_cast<int>(p.group_size()));
+    Lagging before;
+    float scores[kM / 8][4], dq[8][4];
     ptx::barrier_wait(&s.k_full[keys.stage], keys.parity);
     clear_keys(work);
-    float scores[kM / 8][4];
     ptx::barrier_wait(&s.q_full[queries.stage], queries.parity);
+    take_turn();
     score_product<kHeadDim>(scores, s.k[keys.stage], group * 64, s.q[queries.stage]);
+    give_turn();
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
-    weigh(scores, work, now, clear);
+    weigh(scores, work, now, clear, dq, before);
     ptx::barrier_wait(&s.v_full[keys.stage], keys.parity);
-    float dq[8][4];
+    typename Rows::Packed packed;
     while (now.left > 1) {
       const int stage = queries.stage;
-      key_products(work, now, clear);
+      differentiate(packed, work, now, clear);
       queries.advance();
       ptx::barrier_wait(&s.q_full[queries.stage], queries.parity);
+      take_turn();
+      accumulate(dk, packed, s.q[stage]);
       score_product<kHeadDim>(scores, s.k[keys.stage], group * 64, s.q[queries.stage]);
-      exchange();
-      ptx::wgmma_wait<1>();  // dk: frees registers
-      query_product(dq);
-      ptx::wgmma_wait<1>();
-      ptx::hold(scores);
-      release(s.queries_empty[stage]);
-      const QueryWalk before = now;
-      now.advance();
-      weigh(scores, work, now, clear);
+      ptx::wgmma_wait<1>();  // the registers of dS^T are free
+      query_product(dq, 1);
+      give_turn();
       ptx::wgmma_wait<0>();
+      ptx::hold(scores);
       ptx::hold(dq);
-      add_query_gradient(dq, work, before);
+      release(s.queries_empty[stage]);
+      const Lagging ended{query_tile(work, now), now.m};
+      now.advance();
+      weigh(scores, work, now, clear, dq, before);
+      before = ended;
     }
-    key_products(work, now, clear);
-    exchange();
-    query_product(dq);
+    differentiate(packed, work, now, clear);
+    take_turn();
+    query_product(dq, 1);
+    accumulate(dk, packed, s.q[queries.stage]);
+    give_turn();
     ptx::wgmma_wait<0>();
     ptx::hold(dq);
     release(s.queries_empty[queries.stage]);
+    add_query_gradient(dq, work, before);
+    take_turn();
+    query_product(dq, 0);
+    give_turn();
+    ptx::wgmma_wait<0>();
+    ptx::hold(dq);
     release(s.keys_empty[keys.stage]);
+    add_query_gradient(dq, work, {query_tile(work, now), now.m});
     queries.advance();
     keys.advance();
-    add_query_gradient(dq, work, now);
   }
 
-  // Issues dv += P^T dO and dk += dS^T Q; dS^T also goes into shared memory. Meanwhile it adds what the step before, if
-  // there is one, contributes to dq.
-  __device__ __forceinline__ void key_products(const Work& work, const QueryWalk& now, const Limits& clear) {
+  // A turn: dP^T and dv += P^T dO. Then dS^T, packed and in shared memory.
+  __device__ __forceinline__ void differentiate(typename Rows::Packed& packed, const Work& work, const QueryWalk& now,
+                                                const Limits& clear) {
     const int stage = queries.stage;
+    float dscores[kM / 8][4];
     ptx::barrier_wait(&s.dout_full[stage], queries.parity);
     clear_queries(work, now);
-    float dscores[kM / 8][4];
+    take_turn();
     score_product<kHeadDim>(dscores, s.v[keys.stage], group * 64, s.dout[stage]);
     if constexpr (kDropout) {
       typename Rows::Packed kept;
@@ -166,76 +186,97 @@ struct Backward {
     } else {
       accumulate(dv, weights, s.dout[stage]);
     }
+    give_turn();
     ptx::wgmma_wait<1>();
     ptx::hold(dscores);
     Rows::differentiate(dscores, weights, shared.keep_scale, s.delta[stage], Rows::is_masked(clear, now.m * kM));
-    typename Rows::Packed packed;
     Rows::pack(packed, dscores);
+    buffer = buffer == 2 ? 0 : buffer + 1;
     Rows::store(s.dscores[buffer], warp_key, packed);
-    accumulate(dk, packed, s.q[stage]);
-  }
-
-  // dq = dS K
-  __device__ __forceinline__ void query_product(float (&dq)[8][4]) {
-    constexpr bool kOwnRows = kM == 128;  // or own columns
-    transposed_product(dq, s.dscores[buffer][kOwnRows ? group : 0], s.k[keys.stage][kOwnRows ? 0 : group]);
-    buffer ^= 1;
-  }
-
-  // Behind it dS^T of both warpgroups is there, and neither needs the one before any longer.
-  __device__ __forceinline__ void exchange() {
     ptx::fence_async_shared();
-    ptx::named_barrier_sync(kExchangeBarrier, 2 * kGroupThreads);
   }
 
+  // dq = dS K of this step or the one before.
+  __device__ __forceinline__ void query_product(float (&dq)[8][4], int lag) {
+    constexpr bool kOwnRows = kM == 128;  // or own columns
+    const int at = buffer < lag ? buffer + 3 - lag : buffer - lag;
+    transposed_product(dq, s.dscores[at][kOwnRows ? group : 0], s.k[keys.stage][kOwnRows ? 0 : group]);
+  }
+
+  __device__ __forceinline__ void take_turn() const {
+    ptx::named_barrier_sync(kTurnBarrier + group, 2 * kGroupThreads);
+  }
+  __device__ __forceinline__ void give_turn() const {
+    ptx::named_barrier_arrive(kTurnBarrier + 1 - group, 2 * kGroupThreads);
+  }
+
+  // Meanwhile it adds what the step before contributes to dq.
   __device__ __forceinline__ void weigh(const float (&scores)[kM / 8][4], const Work& work, const QueryWalk& now,
-                                        const Limits& clear) {
+                                        const Limits& clear, const float (&dq)[8][4], const Lagging& before) {
     const int row0 = now.m * kM, key = work.key0 + warp_key;
+    const int turn = start_turn(work, before);
+    float* const to = fragments(before);
     Rows::weigh(weights, scores, p, shared.score_scale, s.lse[queries.stage], work, key, row0,
-                Rows::is_masked(clear, row0));
+                Rows::is_masked(clear, row0), [&](int n) {
+                  if (n % (kM / 64) == 0) add_fragment(to, dq, n / (kM / 64), before);
+                });
+    end_turn(turn, before);
     if constexpr (kDropout) Rows::drop(weights, dropout, now.h, key, row0);
   }
 
-  __device__ __forceinline__ void clear_keys(const Work& work) {
+  // Each warpgroup clears for itself what both read.
+  __device__ __forceinline__ void clear_keys(const Work& work) const {
     const int from = work.length_k - work.key0;
     if (from >= kN || !p.is_varlen()) return;
-    clear_tail(s.k[keys.stage], from, thread(), 2 * kGroupThreads);
-    exchange();
+    clear_tail(s.k[keys.stage], from, thread(), kGroupThreads);
+    ptx::fence_async_shared();
+    ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
   }
-  __device__ __forceinline__ void clear_queries(const Work& work, const QueryWalk& now) {
+  __device__ __forceinline__ void clear_queries(const Work& work, const QueryWalk& now) const {
     const int from = work.length_q - now.m * kM;
     if (from >= kM || !p.is_varlen()) return;
-    clear_tail(s.q[queries.stage], from, thread(), 2 * kGroupThreads);
-    clear_tail(s.dout[queries.stage], from, thread(), 2 * kGroupThreads);
-    exchange();
+    clear_tail(s.q[queries.stage], from, thread(), kGroupThreads);
+    clear_tail(s.dout[queries.stage], from, thread(), kGroupThreads);
+    ptx::fence_async_shared();
+    ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
   }
 
-  // Adds to the fp32 sums; when they have to be deterministic, key tiles take turns.
-  __device__ __forceinline__ void add_query_gradient(const float (&dq)[8][4], const Work& work, const QueryWalk& now) {
-    const int64_t tile = now.h * shared.tiles + work.first_tile + now.m;
-    int* const turn = shared.turns + tile * 2 + group;
-    int my_turn = 0;
-    const bool leader = thread() % kGroupThreads == 0;
-    if (p.deterministic) {
-      const int row0 = now.m * kM;
-      my_turn = work.n - work.mask(p).keys_of(row0, min(row0 + kM, work.length_q)).begin / kN;
-      if (leader) {
-        while (ptx::load_acquire(turn) != my_turn) __nanosleep(64);
-      }
-      ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
-    }
+  __device__ __forceinline__ int64_t query_tile(const Work& work, const QueryWalk& now) const {
+    return now.h * shared.tiles + work.first_tile + now.m;
+  }
+  __device__ __forceinline__ float* fragments(const Lagging& of) const {
+    return Sums::fragment(shared, of.tile, warp_key / 16, 0);
+  }
+  __device__ __forceinline__ void add_fragment(float* to, const float (&dq)[8][4], int c, const Lagging& of) const {
+    const bool exists = kM == 128 || 64 + c * 8 < kHeadDim || group == 0;
+    if (exists && of.tile >= 0) ptx::add_fragment(to + c * 128, dq[c]);
+  }
+  __device__ __forceinline__ void add_query_gradient(const float (&dq)[8][4], const Work& work,
+                                                     const Lagging& of) const {
+    const int turn = start_turn(work, of);
+    float* const to = fragments(of);
 #pragma unroll
-    for (int c = 0; c < 8; ++c) {
-      const bool exists = kM == 128 || 64 + c * 8 < kHeadDim || group == 0;
-      if (exists) ptx::add_fragment(Sums::fragment(shared, tile, warp_key / 16, c), dq[c]);
-    }
-    if (p.deterministic) {
-      __threadfence();
-      ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
-      if (leader) ptx::store_release(turn, my_turn + 1);
-    }
+    for (int c = 0; c < 8; ++c) add_fragment(to, dq, c, of);
+    end_turn(turn, of);
   }
 
+  // When the sums of dq have to be deterministic, key tiles take turns at adding to them.
+  __device__ __forceinline__ int start_turn(const Work& work, const Lagging& of) const {
+    if (!p.deterministic || of.tile < 0) return 0;
+    const int row0 = of.m * kM;
+    const int turn = work.n - work.mask(p).keys_of(row0, min(row0 + kM, work.length_q)).begin / kN;
+    if (thread() % kGroupThreads == 0) {
+      while (ptx::load_acquire(shared.turns + of.tile * 2 + group) != turn) __nanosleep(64);
+    }
+    ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
+    return turn;
+  }
+  __device__ __forceinline__ void end_turn(int turn, const Lagging& of) const {
+    if (!p.deterministic || of.tile < 0) return;
+    __threadfence();
+    ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
+    if (thread() % kGroupThreads == 0) ptx::store_release(shared.turns + of.tile * 2 + group, turn + 1);
+  }
 };
 
 template <class T, int kHeadDim, bool kDropout>

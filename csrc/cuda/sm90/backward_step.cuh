@@ -220,10 +220,12 @@ struct KeyRows {
   }
 
   // Scores become weights. key: this warp's first.
+  // Between columns n of scores it calls between(n).
+  template <class Between>
   static __device__ __forceinline__ void weigh(Packed& weights, const Scores& scores, const AttnParams& p, float scale,
                                                const float (&lse)[kM], const BackwardWork& work, int key, int row0,
-                                               bool masked) {
-    if (!masked) return weigh_part<false>(weights, scores, scale, lse, {});
+                                               bool masked, const Between& between) {
+    if (!masked) return weigh_part<false>(weights, scores, scale, lse, {}, between);
     const TileMask mask = work.mask(p);
     Limits limits[2];
 #pragma unroll
@@ -232,7 +234,7 @@ struct KeyRows {
       limits[r].begin -= row0 + 2 * t();
       limits[r].end -= row0 + 2 * t();
     }
-    weigh_part<true>(weights, scores, scale, lse, limits);
+    weigh_part<true>(weights, scores, scale, lse, limits, between);
   }
 
   static __device__ __forceinline__ void drop(Packed& weights, const Dropout& dropout, int h, int key, int row0) {
@@ -285,9 +287,10 @@ struct KeyRows {
   }
 
  private:
-  template <bool kMasked>
+  template <bool kMasked, class Between>
   static __device__ __forceinline__ void weigh_part(Packed& weights, const Scores& scores, float scale,
-                                                    const float (&lse)[kM], const Limits (&limits)[2]) {
+                                                    const float (&lse)[kM], const Limits (&limits)[2],
+                                                    const Between& between) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const float2 row_lse = *reinterpret_cast<const float2*>(&lse[n * 8 + 2 * t()]);
@@ -302,6 +305,7 @@ struct KeyRows {
         }
         weights[n / 2][n % 2 * 2 + r] = Core::pack(x[0], x[1]);
       }
+      between(n);
     }
   }
   template <bool kMasked>

@@ -36,7 +36,7 @@ constexpr BackwardTile backward_tile() {
   return {BT_Q, BT_S, BT_K};
 #endif
   if (kHeadDim <= 64) return {128, 2, 2};
-  return {64, 2, 2};
+  return {64, 3, 1};
 }
 
 // Registers of a thread: 64 Ki in all, given out in eights. What the block starts with, what the producer keeps and
