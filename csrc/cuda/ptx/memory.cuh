@@ -52,6 +52,15 @@ __device__ __forceinline__ void add_fragment(float* fragment, const float (&x)[4
   for (int e = 0; e < 4; ++e) atomicAdd(fragment + 32 * e + lane, x[e]);
 #endif
 }
+// The same without a branch where it is not wanted; Hopper only.
+__device__ __forceinline__ void add_fragment_if(bool wanted, float* fragment, const float (&x)[4]) {
+  asm volatile(
+      "{\n.reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %5, 0;\n"
+      "@wanted red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(fragment + 4 * (threadIdx.x % 32)),
+      "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(static_cast<int>(wanted))
+      : "memory");
+}
 __device__ __forceinline__ void load_fragment(float (&x)[4], const float* fragment) {
   const int lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900

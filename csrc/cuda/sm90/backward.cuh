@@ -43,6 +43,7 @@ struct Backward {
   static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns, kScorePanels = kM / kPanelColumns;
   static constexpr int kColumnTiles = kHeadDim / 8;
+  static constexpr int kSpread = kM / 32;  // columns of scores between two of four additions to dq
   static_assert(Sums::kHeadDim >= kHeadDim);
 
   // 128-byte rows, swizzled by TMA, in panels of 64 columns.
@@ -117,7 +118,7 @@ struct Backward {
     Limits clear = Rows::clear_rows(p, work, work.key0 + group * 64, 64);
     clear = {uniform(clear.begin), uniform(clear.end)};
     QueryWalk now(work, static_cast<int>(p.group_size()));
-    Lagging before;
+    Lagging before, ended;  // whose dq is being added, and is still to be computed
     float scores[kM / 8][4], dq[8][4];
     ptx::barrier_wait(&s.k_full[keys.stage], keys.parity);
     clear_keys(work);
@@ -132,7 +133,7 @@ struct Backward {
     typename Rows::Packed packed;
     while (now.left > 1) {
       const int stage = queries.stage;
-      differentiate(packed, work, now, clear);
+      differentiate(packed, work, now, clear, dq, before);
       queries.advance();
       ptx::barrier_wait(&s.q_full[queries.stage], queries.parity);
       take_turn();
@@ -145,12 +146,12 @@ struct Backward {
       ptx::hold(scores);
       ptx::hold(dq);
       release(s.queries_empty[stage]);
-      const Lagging ended{query_tile(work, now), now.m};
+      before = ended;
+      ended = {query_tile(work, now), now.m};
       now.advance();
       weigh(scores, work, now, clear, dq, before);
-      before = ended;
     }
-    differentiate(packed, work, now, clear);
+    differentiate(packed, work, now, clear, dq, before);
     take_turn();
     query_product(dq, 1);
     accumulate(dk, packed, s.q[queries.stage]);
@@ -158,7 +159,7 @@ struct Backward {
     ptx::wgmma_wait<0>();
     ptx::hold(dq);
     release(s.queries_empty[queries.stage]);
-    add_query_gradient(dq, work, before);
+    add_query_gradient(dq, work, ended);
     take_turn();
     query_product(dq, 0);
     give_turn();
@@ -171,8 +172,9 @@ struct Backward {
   }
 
   // A turn: dP^T and dv += P^T dO. Then dS^T, packed and in shared memory.
+  // Meanwhile it adds the second half of what an earlier step contributes to dq.
   __device__ __forceinline__ void differentiate(typename Rows::Packed& packed, const Work& work, const QueryWalk& now,
-                                                const Limits& clear) {
+                                                const Limits& clear, const float (&dq)[8][4], const Lagging& before) {
     const int stage = queries.stage;
     float dscores[kM / 8][4];
     ptx::barrier_wait(&s.dout_full[stage], queries.parity);
@@ -189,7 +191,12 @@ struct Backward {
     give_turn();
     ptx::wgmma_wait<1>();
     ptx::hold(dscores);
-    Rows::differentiate(dscores, weights, shared.keep_scale, s.delta[stage], Rows::is_masked(clear, now.m * kM));
+    float* const to = fragments(before);
+    Rows::differentiate(dscores, weights, shared.keep_scale, s.delta[stage], Rows::is_masked(clear, now.m * kM),
+                        [&](int n) {
+                          if (n % kSpread == 0) add_fragment(to, dq, 4 + n / kSpread, before);
+                        });
+    end_turn(work, before);
     Rows::pack(packed, dscores);
     buffer = buffer == 2 ? 0 : buffer + 1;
     Rows::store(s.dscores[buffer], warp_key, packed);
@@ -210,17 +217,17 @@ struct Backward {
     ptx::named_barrier_arrive(kTurnBarrier + 1 - group, 2 * kGroupThreads);
   }
 
-  // Meanwhile it adds what the step before contributes to dq.
+  // Meanwhile it adds the first half of what the step before contributes to dq: the additions come one by one, for a
+  // processor takes them slowly.
   __device__ __forceinline__ void weigh(const float (&scores)[kM / 8][4], const Work& work, const QueryWalk& now,
                                         const Limits& clear, const float (&dq)[8][4], const Lagging& before) {
     const int row0 = now.m * kM, key = work.key0 + warp_key;
-    const int turn = start_turn(work, before);
+    start_turn(work, before);
     float* const to = fragments(before);
     Rows::weigh(weights, scores, p, shared.score_scale, s.lse[queries.stage], work, key, row0,
                 Rows::is_masked(clear, row0), [&](int n) {
-                  if (n % (kM / 64) == 0) add_fragment(to, dq, n / (kM / 64), before);
+                  if (n % kSpread == 0) add_fragment(to, dq, n / kSpread, before);
                 });
-    end_turn(turn, before);
     if constexpr (kDropout) Rows::drop(weights, dropout, now.h, key, row0);
   }
 
@@ -249,33 +256,35 @@ struct Backward {
   }
   __device__ __forceinline__ void add_fragment(float* to, const float (&dq)[8][4], int c, const Lagging& of) const {
     const bool exists = kM == 128 || 64 + c * 8 < kHeadDim || group == 0;
-    if (exists && of.tile >= 0) ptx::add_fragment(to + c * 128, dq[c]);
+    if (exists) ptx::add_fragment_if(of.tile >= 0, to + c * 128, dq[c]);
   }
   __device__ __forceinline__ void add_query_gradient(const float (&dq)[8][4], const Work& work,
                                                      const Lagging& of) const {
-    const int turn = start_turn(work, of);
+    start_turn(work, of);
     float* const to = fragments(of);
 #pragma unroll
     for (int c = 0; c < 8; ++c) add_fragment(to, dq, c, of);
-    end_turn(turn, of);
+    end_turn(work, of);
   }
 
   // When the sums of dq have to be deterministic, key tiles take turns at adding to them.
-  __device__ __forceinline__ int start_turn(const Work& work, const Lagging& of) const {
-    if (!p.deterministic || of.tile < 0) return 0;
+  __device__ __forceinline__ int turn(const Work& work, const Lagging& of) const {
     const int row0 = of.m * kM;
-    const int turn = work.n - work.mask(p).keys_of(row0, min(row0 + kM, work.length_q)).begin / kN;
+    return work.n - work.mask(p).keys_of(row0, min(row0 + kM, work.length_q)).begin / kN;
+  }
+  __device__ __forceinline__ void start_turn(const Work& work, const Lagging& of) const {
+    if (!p.deterministic || of.tile < 0) return;
     if (thread() % kGroupThreads == 0) {
-      while (ptx::load_acquire(shared.turns + of.tile * 2 + group) != turn) __nanosleep(64);
+      const int mine = turn(work, of);
+      while (ptx::load_acquire(shared.turns + of.tile * 2 + group) != mine) __nanosleep(64);
     }
     ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
-    return turn;
   }
-  __device__ __forceinline__ void end_turn(int turn, const Lagging& of) const {
+  __device__ __forceinline__ void end_turn(const Work& work, const Lagging& of) const {
     if (!p.deterministic || of.tile < 0) return;
     __threadfence();
     ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
-    if (thread() % kGroupThreads == 0) ptx::store_release(shared.turns + of.tile * 2 + group, turn + 1);
+    if (thread() % kGroupThreads == 0) ptx::store_release(shared.turns + of.tile * 2 + group, turn(work, of) + 1);
   }
 };
 

@@ -259,10 +259,12 @@ struct KeyRows {
   }
 
   // dP^T becomes dS^T; masked scores have no gradient, also when dP is not finite.
+  // Between columns n of scores it calls between(n).
+  template <class Between>
   static __device__ __forceinline__ void differentiate(Scores& dscores, const Packed& weights, float keep_scale,
-                                                       const float (&delta)[kM], bool masked) {
-    masked ? differentiate_part<true>(dscores, weights, keep_scale, delta)
-           : differentiate_part<false>(dscores, weights, keep_scale, delta);
+                                                       const float (&delta)[kM], bool masked, const Between& between) {
+    masked ? differentiate_part<true>(dscores, weights, keep_scale, delta, between)
+           : differentiate_part<false>(dscores, weights, keep_scale, delta, between);
   }
 
   static __device__ __forceinline__ void pack(Packed& packed, const Scores& scores) {
@@ -308,9 +310,9 @@ struct KeyRows {
       between(n);
     }
   }
-  template <bool kMasked>
+  template <bool kMasked, class Between>
   static __device__ __forceinline__ void differentiate_part(Scores& dscores, const Packed& weights, float keep_scale,
-                                                            const float (&delta)[kM]) {
+                                                            const float (&delta)[kM], const Between& between) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const float2 row_delta = *reinterpret_cast<const float2*>(&delta[n * 8 + 2 * t()]);
@@ -326,6 +328,7 @@ struct KeyRows {
           if (kMasked && weight == 0) x = 0;
         }
       }
+      between(n);
     }
   }
 };
