@@ -6,7 +6,8 @@
 
 namespace flashattn_ext {
 
-// Sums: of the main stage (backward.cuh of either architecture), in whose accumulators' order they lie.
+// Sums: of the main stage (backward.cuh of either architecture), in whose accumulators' order they lie. A thread block
+// takes kM rows, that are kM / kTileRows tiles of BackwardShared.
 template <class Sums>
 __global__ void __launch_bounds__(Sums::kThreads)
     dq_finish_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardShared shared,
@@ -19,15 +20,17 @@ __global__ void __launch_bounds__(Sums::kThreads)
   const float scale = static_cast<float>(p.softmax_scale);
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   for (int64_t m = blockIdx.x % blocks; m * Sums::kM < queries.length; m += blocks) {
-    const int64_t index = h * shared.tiles + shared.first_tile(p, b, queries) + m;
+    const int64_t index = h * shared.tiles + shared.first_tile(p, b, queries) + m * (Sums::kM / Sums::kTileRows);
 #pragma unroll
     for (int split = 0; split < Sums::kSplits; ++split) {
 #pragma unroll
       for (int i = 0; i < Sums::kQueryRowTiles; ++i) {
 #pragma unroll
         for (int c = 0; c < Sums::kQueryColumnTiles; ++c) {
-          float x[4];
-          ptx::load_fragment(x, Sums::dq_fragment(shared, index, split, i, c));
+          float x[4] = {};
+          if (m * Sums::kM + Sums::query_row() + i * 16 < queries.length) {
+            ptx::load_fragment(x, Sums::dq_fragment(shared, index, split, i, c));
+          }
           T* to = tile + (Sums::query_row() + i * 16 + g) * Sums::kStride + Sums::query_column(split) + c * 8 + 2 * t;
           TensorCore<T>::store_pair(to, x[0] * scale, x[1] * scale);
           TensorCore<T>::store_pair(to + 8 * Sums::kStride, x[2] * scale, x[3] * scale);

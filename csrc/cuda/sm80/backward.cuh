@@ -17,7 +17,7 @@ struct Backward {
   static constexpr int kHeadDim = kHeadDimension;
   static constexpr BackwardTile kTile = backward_tile<sizeof(T), kHeadDim, kLarge>();
   static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32, kM = kTile.queries, kN = kTile.keys;
-  static constexpr int kSplits = kTile.splits, kStages = kTile.stages;
+  static constexpr int kSplits = kTile.splits, kStages = kTile.stages, kTileRows = kM;
   static constexpr int kColumns = kHeadDim / kSplits;  // of dq, dk and dv in this thread block
   static constexpr int kStride = kTileStride<T, kHeadDim>, kScoreStride = kTileStride<T, kM>;
   // One warp's part of the scores.

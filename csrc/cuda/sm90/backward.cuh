@@ -8,27 +8,30 @@
 namespace flashattn_ext::sm90 {
 
 // How the sums of dq lie in the workspace: a warpgroup computes 64 rows and 64 columns of a step, the two of a thread
-// block either different rows or different columns.
+// block either different rows or different columns. Tiles of 16 rows, one warp's, so that short sequences take little.
 template <class T, int kHeadDimension>
 struct QuerySums {
   using Element = T;
-  static constexpr int kM = backward_tile<kHeadDimension>().queries, kThreads = 2 * kGroupThreads, kSplits = 1;
+  static constexpr int kM = backward_tile<kHeadDimension>().queries, kTileRows = 16;
+  static constexpr int kThreads = 2 * kGroupThreads, kSplits = 1;
   static constexpr int kHeadDim = 2 * 64 * 64 / kM;  // columns, some of them beyond the head dim
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = 8;
-  static constexpr int64_t kFloats = kM * kHeadDim;
+  static constexpr int64_t kTileFloats = kTileRows * kHeadDim;
 
-  // Accumulator tile c of a warp, of the eight that compute.
+  // Rows and columns of a warp, of the eight that compute.
+  static __device__ __forceinline__ int row(int warp) { return (kM == 64 ? warp % 4 : warp) * 16; }
+  static __device__ __forceinline__ int column(int warp) { return kM == 64 ? warp / 4 * 64 : 0; }
+  // Its accumulator tile c; `tile`: the first of the step.
   static __device__ __forceinline__ float* fragment(const BackwardShared& shared, int64_t tile, int warp, int c) {
-    return shared.dq + tile * kFloats + (warp * kQueryColumnTiles + c) * 128;
+    return shared.dq + (tile + row(warp) / 16) * kTileFloats + (column(warp) / 8 + c) * 128;
   }
 
   // For dq_finish_kernel, which has these eight warps alone.
-  static __device__ int warp() { return threadIdx.x / 32; }
-  static __device__ int query_row() { return (kM == 64 ? warp() % 4 : warp()) * 16; }
-  static __device__ int query_column(int) { return kM == 64 ? warp() / 4 * 64 : 0; }
+  static __device__ int query_row() { return row(threadIdx.x / 32); }
+  static __device__ int query_column(int) { return column(threadIdx.x / 32); }
   static __device__ float* dq_fragment(const BackwardShared& shared, int64_t tile, int, int, int c) {
-    return fragment(shared, tile, warp(), c);
+    return fragment(shared, tile, threadIdx.x / 32, c);
   }
 };
 
@@ -191,10 +194,10 @@ struct Backward {
     give_turn();
     ptx::wgmma_wait<1>();
     ptx::hold(dscores);
-    float* const to = fragments(before);
+    float* const to = fragments(work, before);
     Rows::differentiate(dscores, weights, shared.keep_scale, s.delta[stage], Rows::is_masked(clear, now.m * kM),
                         [&](int n) {
-                          if (n % kSpread == 0) add_fragment(to, dq, 4 + n / kSpread, before);
+                          if (n % kSpread == 0) add_fragment(to, dq, 4 + n / kSpread);
                         });
     end_turn(work, before);
     Rows::pack(packed, dscores);
@@ -223,10 +226,10 @@ struct Backward {
                                         const Limits& clear, const float (&dq)[8][4], const Lagging& before) {
     const int row0 = now.m * kM, key = work.key0 + warp_key;
     start_turn(work, before);
-    float* const to = fragments(before);
+    float* const to = fragments(work, before);
     Rows::weigh(weights, scores, p, shared.score_scale, s.lse[queries.stage], work, key, row0,
                 Rows::is_masked(clear, row0), [&](int n) {
-                  if (n % kSpread == 0) add_fragment(to, dq, n / kSpread, before);
+                  if (n % kSpread == 0) add_fragment(to, dq, n / kSpread);
                 });
     if constexpr (kDropout) Rows::drop(weights, dropout, now.h, key, row0);
   }
@@ -249,21 +252,24 @@ struct Backward {
   }
 
   __device__ __forceinline__ int64_t query_tile(const Work& work, const QueryWalk& now) const {
-    return now.h * shared.tiles + work.first_tile + now.m;
+    return now.h * shared.tiles + work.first_tile + now.m * (kM / Sums::kTileRows);
   }
-  __device__ __forceinline__ float* fragments(const Lagging& of) const {
-    return Sums::fragment(shared, of.tile, warp_key / 16, 0);
+  // Where this warp's part is added up; null when there is none.
+  __device__ __forceinline__ float* fragments(const Work& work, const Lagging& of) const {
+    const int warp = warp_key / 16;
+    const bool exists = of.tile >= 0 && of.m * kM + Sums::row(warp) < work.length_q;
+    return exists ? Sums::fragment(shared, of.tile, warp, 0) : nullptr;
   }
-  __device__ __forceinline__ void add_fragment(float* to, const float (&dq)[8][4], int c, const Lagging& of) const {
+  __device__ __forceinline__ void add_fragment(float* to, const float (&dq)[8][4], int c) const {
     const bool exists = kM == 128 || 64 + c * 8 < kHeadDim || group == 0;
-    if (exists) ptx::add_fragment_if(of.tile >= 0, to + c * 128, dq[c]);
+    if (exists) ptx::add_fragment_if(to != nullptr, to + c * 128, dq[c]);
   }
   __device__ __forceinline__ void add_query_gradient(const float (&dq)[8][4], const Work& work,
                                                      const Lagging& of) const {
     start_turn(work, of);
-    float* const to = fragments(of);
+    float* const to = fragments(work, of);
 #pragma unroll
-    for (int c = 0; c < 8; ++c) add_fragment(to, dq, c, of);
+    for (int c = 0; c < 8; ++c) add_fragment(to, dq, c);
     end_turn(work, of);
   }
 
@@ -329,7 +335,7 @@ __global__ void __launch_bounds__(Backward<T, kHeadDim, kDropout>::kThreads, 1)
 template <class T, int kHeadDim>
 BackwardShared backward_shared(const AttnGradParams& p) {
   using Sums = QuerySums<T, kHeadDim>;
-  return BackwardShared(p, Sums::kM, Sums::kFloats, 2);
+  return BackwardShared(p, Sums::kTileRows, Sums::kTileFloats, 2);
 }
 
 template <class T, int kHeadDim, bool kDropout>
