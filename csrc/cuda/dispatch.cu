@@ -33,19 +33,11 @@ struct Sm80 {
                                     sm80::backward<T, kHeadDim>};
 };
 
-// 16-bit types; the backward of larger head dims has no kernel for Hopper yet.
-template <class T, int kHeadDim, bool kSmall = (kHeadDim <= 128)>
-struct Sm90Kernels {
+template <class T, int kHeadDim>
+struct Sm90 {  // 16-bit types
   static constexpr Kernels kKernels{sm90::kForwardBytes, sm90::forward<T, kHeadDim>, sm90::backward_bytes<T, kHeadDim>,
                                     sm90::backward<T, kHeadDim>};
 };
-template <class T, int kHeadDim>
-struct Sm90Kernels<T, kHeadDim, false> {
-  static constexpr Kernels kKernels{sm90::kForwardBytes, sm90::forward<T, kHeadDim>, sm80::backward_bytes<T, kHeadDim>,
-                                    sm80::backward<T, kHeadDim>};
-};
-template <class T, int kHeadDim>
-struct Sm90 : Sm90Kernels<T, kHeadDim> {};
 template <int kHeadDim>
 struct Sm90<float, kHeadDim> : Sm80<float, kHeadDim> {};
 

@@ -3,7 +3,10 @@
 // dS^T goes through shared memory, for dq. The products of a step overlap with the next one's: docs/sm90_backward.md.
 #pragma once
 
+#include <type_traits>
+
 #include "backward_step.cuh"
+#include "backward_wide.cuh"
 
 namespace flashattn_ext::sm90 {
 
@@ -43,7 +46,7 @@ struct Backward {
   static constexpr BackwardTile kTile = backward_tile<kHeadDim>();
   static constexpr RegisterBudget kRegisters{24, 240};
   static constexpr int kM = kTile.queries, kN = kTile.keys, kStages = kTile.stages, kKeyStages = kTile.key_stages;
-  static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8;
+  static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kTurns = 2;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns, kScorePanels = kM / kPanelColumns;
   static constexpr int kColumnTiles = kHeadDim / 8;
   static constexpr int kSpread = kM / 32;  // columns of scores between two of four additions to dq
@@ -63,6 +66,35 @@ struct Backward {
     ptx::Barrier work_full[kWorkStages], work_empty[kWorkStages];
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
+
+  static __device__ void init(Shared& s) {
+    for (int i = 0; i < kKeyStages; ++i) {
+      ptx::barrier_init(&s.k_full[i], 1);
+      ptx::barrier_init(&s.v_full[i], 1);
+      ptx::barrier_init(&s.keys_empty[i], kWarps);
+    }
+    for (int i = 0; i < kStages; ++i) {
+      ptx::barrier_init(&s.q_full[i], 2);  // the copy, and the rows' statistics
+      ptx::barrier_init(&s.dout_full[i], 1);
+      ptx::barrier_init(&s.queries_empty[i], kWarps);
+    }
+    for (int i = 0; i < kWorkStages; ++i) {
+      ptx::barrier_init(&s.work_full[i], 1);
+      ptx::barrier_init(&s.work_empty[i], kWarps);
+    }
+  }
+
+  // One warpgroup loads; it gives its registers to those that compute.
+  static __device__ void run(Shared& s, const AttnGradParams& p, const BackwardShared& shared,
+                             const BackwardMaps& maps, const TileGrid& grid) {
+    if (threadIdx.x < kGroupThreads) {
+      ptx::give_registers<kRegisters.producer>();
+      if (threadIdx.x < 32) BackwardLoader<Backward>{s, p, shared, maps}.load_tiles(grid);
+    } else {
+      ptx::take_registers<kRegisters.consumer>();
+      Backward(s, p, shared, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
+    }
+  }
 
   // Named barriers, one of each for each warpgroup: for its turn, and of itself.
   static constexpr int kTurnBarrier = 1, kGroupBarrier = 3;
@@ -85,7 +117,7 @@ struct Backward {
   float dk[kColumnTiles][4], dv[kColumnTiles][4];
   typename Rows::Packed weights;
 
-  __device__ Backward(Shared& memory, const AttnGradParams& params, const BackwardShared& all, int group)
+  __device__ __forceinline__ Backward(Shared& memory, const AttnGradParams& params, const BackwardShared& all, int group)
       : s(memory),
         p(params),
         shared(all),
@@ -294,53 +326,37 @@ struct Backward {
   }
 };
 
-template <class T, int kHeadDim, bool kDropout>
-__global__ void __launch_bounds__(Backward<T, kHeadDim, kDropout>::kThreads, 1)
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
     backward_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardShared shared,
                     const __grid_constant__ BackwardMaps maps, const __grid_constant__ TileGrid grid) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Kernel = Backward<T, kHeadDim, kDropout>;
   extern __shared__ __align__(1024) unsigned char memory[];
   typename Kernel::Shared& s = *reinterpret_cast<typename Kernel::Shared*>(memory);
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&maps.q, &maps.k, &maps.v, &maps.dout}) ptx::prefetch_tensor_map(map);
-    for (int i = 0; i < Kernel::kKeyStages; ++i) {
-      ptx::barrier_init(&s.k_full[i], 1);
-      ptx::barrier_init(&s.v_full[i], 1);
-      ptx::barrier_init(&s.keys_empty[i], Kernel::kWarps);
-    }
-    for (int i = 0; i < Kernel::kStages; ++i) {
-      ptx::barrier_init(&s.q_full[i], 2);  // the copy, and the rows' statistics
-      ptx::barrier_init(&s.dout_full[i], 1);
-      ptx::barrier_init(&s.queries_empty[i], Kernel::kWarps);
-    }
-    for (int i = 0; i < Kernel::kWorkStages; ++i) {
-      ptx::barrier_init(&s.work_full[i], 1);
-      ptx::barrier_init(&s.work_empty[i], Kernel::kWarps);
-    }
+    Kernel::init(s);
     ptx::fence_barrier_init();
   }
   __syncthreads();
-  // One warpgroup loads; it gives its registers to those that compute.
-  if (threadIdx.x < kGroupThreads) {
-    ptx::give_registers<Kernel::kRegisters.producer>();
-    if (threadIdx.x < 32) BackwardLoader<Kernel>{s, p, shared, maps}.load_tiles(grid);
-  } else {
-    ptx::take_registers<Kernel::kRegisters.consumer>();
-    Kernel(s, p, shared, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
-  }
+  Kernel::run(s, p, shared, maps, grid);
 #endif
 }
 
+template <class T, int kHeadDim, bool kDropout>
+using BackwardOf =
+    std::conditional_t<kHeadDim <= 128, Backward<T, kHeadDim, kDropout>, WideBackward<T, kHeadDim, kDropout>>;
+
 template <class T, int kHeadDim>
 BackwardShared backward_shared(const AttnGradParams& p) {
-  using Sums = QuerySums<T, kHeadDim>;
-  return BackwardShared(p, Sums::kTileRows, Sums::kTileFloats, 2);
+  using Kernel = BackwardOf<T, kHeadDim, false>;
+  return BackwardShared(p, Kernel::Sums::kTileRows, Kernel::Sums::kTileFloats, Kernel::kTurns);
 }
 
 template <class T, int kHeadDim, bool kDropout>
 void launch_main(const AttnGradParams& p, const BackwardShared& shared) {
-  launch_backward_main<Backward<T, kHeadDim, kDropout>>(backward_kernel<T, kHeadDim, kDropout>, p, shared);
+  using Kernel = BackwardOf<T, kHeadDim, kDropout>;
+  launch_backward_main<Kernel>(backward_kernel<Kernel>, p, shared);
 }
 
 template <class T, int kHeadDim>
@@ -353,7 +369,7 @@ void backward(const AttnGradParams& p) {
   const BackwardShared shared = backward_shared<T, kHeadDim>(p);
   launch_prepare<T>(p, shared);
   p.has_dropout() ? launch_main<T, kHeadDim, true>(p, shared) : launch_main<T, kHeadDim, false>(p, shared);
-  launch_finish<QuerySums<T, kHeadDim>>(p, shared);
+  launch_finish<typename BackwardOf<T, kHeadDim, false>::Sums>(p, shared);
 }
 
 }  // namespace flashattn_ext::sm90

@@ -169,16 +169,23 @@ __device__ __forceinline__ void score_product(float (&c)[kColumns / 8][4],
   ptx::wgmma_commit();
 }
 
-// sum += a * rows
+// sum += a * rows, in parts of at most 24 tiles of columns: a thread block of 512 starts with 128 registers for a thread,
+// and the compiler wants the operands of one instruction to fit in them.
 template <int N, class T, int kSteps, int kPanels, int kRows>
 __device__ __forceinline__ void accumulate(float (&sum)[N][4], const uint32_t (&a)[kSteps][4],
                                            const T (&rows)[kPanels][kRows][kPanelColumns]) {
   static_assert(kSteps * 16 == kRows);
-  const auto b = ptx::swizzled_descriptor(rows, kRows * 128);
+  constexpr int kParts = N > 24 ? 2 : 1, kPart = N / kParts;
+  static_assert(kParts == 1 || kPart % 8 == 0, "whole panels");
   ptx::hold(sum);
   ptx::wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) ptx::wgmma<ptx::kMajorMN>(sum, a[step], b + step * 128, T());
+  for (int part = 0; part < kParts; ++part) {
+    const auto b = ptx::swizzled_descriptor(rows[part * kPart / 8], kRows * 128);
+    auto& columns = *reinterpret_cast<float(*)[kPart][4]>(&sum[part * kPart]);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) ptx::wgmma<ptx::kMajorMN>(columns, a[step], b + step * 128, T());
+  }
   ptx::wgmma_commit();
 }
 

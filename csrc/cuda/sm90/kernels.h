@@ -15,7 +15,7 @@ constexpr size_t kForwardBytes = 64;  // of workspace: the counter of tiles
 template <class T, int kHeadDim>
 void forward(const AttnParams& p);
 
-// kHeadDim: at most 128. Rows of dq may lie anywhere; dk and dv too.
+// The same, and of out and dout; rows of dq, dk and dv may lie anywhere.
 template <class T, int kHeadDim>
 size_t backward_bytes(const AttnGradParams& p);
 template <class T, int kHeadDim>
