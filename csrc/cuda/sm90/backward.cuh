@@ -44,7 +44,7 @@ struct Backward {
   using Rows = KeyRows<T, backward_tile<kHeadDim>().queries, kDropout>;
   using Sums = QuerySums<T, kHeadDim>;
   static constexpr BackwardTile kTile = backward_tile<kHeadDim>();
-  static constexpr RegisterBudget kRegisters{24, 240};
+  static constexpr RegisterBudget kRegisters = kBackwardRegisters;
   static constexpr int kM = kTile.queries, kN = kTile.keys, kStages = kTile.stages, kKeyStages = kTile.key_stages;
   static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kTurns = 2;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns, kScorePanels = kM / kPanelColumns;
@@ -85,8 +85,8 @@ struct Backward {
   }
 
   // One warpgroup loads; it gives its registers to those that compute.
-  static __device__ void run(Shared& s, const AttnGradParams& p, const BackwardShared& shared,
-                             const BackwardMaps& maps, const TileGrid& grid) {
+  static __device__ void run(Shared& s, const AttnGradParams& p, const BackwardShared& shared, const BackwardMaps& maps,
+                             const TileGrid& grid) {
     if (threadIdx.x < kGroupThreads) {
       ptx::give_registers<kRegisters.producer>();
       if (threadIdx.x < 32) BackwardLoader<Backward>{s, p, shared, maps}.load_tiles(grid);
@@ -117,7 +117,8 @@ struct Backward {
   float dk[kColumnTiles][4], dv[kColumnTiles][4];
   typename Rows::Packed weights;
 
-  __device__ __forceinline__ Backward(Shared& memory, const AttnGradParams& params, const BackwardShared& all, int group)
+  __device__ __forceinline__ Backward(Shared& memory, const AttnGradParams& params, const BackwardShared& all,
+                                      int group)
       : s(memory),
         p(params),
         shared(all),

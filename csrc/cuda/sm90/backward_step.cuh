@@ -1,6 +1,6 @@
-// What the two backward kernels for Hopper (backward.cuh, backward_wide.cuh) share: the warp that loads, and what a warp
-// does with 16 keys and a step's queries. Scores are transposed, S^T = K Q^T: P^T and dS^T, packed where they stand in
-// registers, are operands of the products for dv and dk.
+// What the two backward kernels for Hopper (backward.cuh, backward_wide.cuh) share: the warp that loads, and what a
+// warp does with 16 keys and a step's queries. Scores are transposed, S^T = K Q^T: P^T and dS^T, packed where they
+// stand in registers, are operands of the products for dv and dk.
 #pragma once
 
 #include "../common/backward_finish.cuh"
@@ -169,8 +169,8 @@ __device__ __forceinline__ void score_product(float (&c)[kColumns / 8][4],
   ptx::wgmma_commit();
 }
 
-// sum += a * rows, in parts of at most 24 tiles of columns: a thread block of 512 starts with 128 registers for a thread,
-// and the compiler wants the operands of one instruction to fit in them.
+// sum += a * rows, in parts of at most 24 tiles of columns: a thread block of 512 starts with 128 registers for a
+// thread, and the compiler wants the operands of one instruction to fit in them.
 template <int N, class T, int kSteps, int kPanels, int kRows>
 __device__ __forceinline__ void accumulate(float (&sum)[N][4], const uint32_t (&a)[kSteps][4],
                                            const T (&rows)[kPanels][kRows][kPanelColumns]) {
@@ -182,7 +182,7 @@ __device__ __forceinline__ void accumulate(float (&sum)[N][4], const uint32_t (&
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     const auto b = ptx::swizzled_descriptor(rows[part * kPart / 8], kRows * 128);
-    auto& columns = *reinterpret_cast<float(*)[kPart][4]>(&sum[part * kPart]);
+    auto& columns = *reinterpret_cast<float (*)[kPart][4]>(&sum[part * kPart]);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) ptx::wgmma<ptx::kMajorMN>(columns, a[step], b + step * 128, T());
   }
@@ -371,8 +371,7 @@ __device__ __forceinline__ void store_keys(const TensorView& to, const BackwardW
 // Key heads whose sums of dq, queries and output gradients stay in the L2 cache together.
 inline int64_t backward_section(const AttnGradParams& p) {
   constexpr int64_t kCacheBytes = 32 << 20;
-  const int64_t head_bytes =
-      std::max<int64_t>(1, p.seqlen_q * (3 * p.head_dim + p.head_dim_v) * 2 * p.group_size());
+  const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_q * (3 * p.head_dim + p.head_dim_v) * 2 * p.group_size());
   // Without a mask all tiles are equally long: then those of one head follow each other.
   if (p.window_right == kUnbounded) return 1;
   return std::clamp<int64_t>(kCacheBytes / head_bytes, 1, std::max<int64_t>(p.batch * p.heads_k, 1));

@@ -1,6 +1,6 @@
-// Backward on Hopper for head dims above 128: dk and dv of 64 keys fill the registers of a warpgroup each. So one computes
-// P^T and dv, one dS^T and dk, and a third one dq; weights and dS^T go from one to the next through shared memory, two
-// of each, and each warpgroup runs ahead of the next one as far as these go. docs/sm90_backward.md.
+// Backward on Hopper for head dims above 128: dk and dv of 64 keys fill the registers of a warpgroup each. So one
+// computes P^T and dv, one dS^T and dk, and a third one dq; weights and dS^T go from one to the next through shared
+// memory, two of each, and each warpgroup runs ahead of the next one as far as these go. docs/sm90_backward.md.
 #pragma once
 
 #include "backward_step.cuh"
@@ -11,7 +11,7 @@ namespace flashattn_ext::sm90 {
 template <class T, int kHeadDimension>
 struct WideQuerySums {
   using Element = T;
-  static constexpr int kM = 64, kTileRows = 16, kHeadDim = kHeadDimension;
+  static constexpr int kM = backward_tile<kHeadDimension>().queries, kTileRows = 16, kHeadDim = kHeadDimension;
   static constexpr int kThreads = kGroupThreads, kSplits = 1;
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = kHeadDim / 8;
@@ -29,11 +29,12 @@ template <class T, int kHeadDim, bool kDropout>
 struct WideBackward {
   using Work = BackwardWork;
   using Sums = WideQuerySums<T, kHeadDim>;
-  static constexpr int kM = 64, kN = 64, kStages = 2, kKeyStages = 1, kWorkStages = 2, kBuffers = 2;
+  static constexpr BackwardTile kTile = backward_tile<kHeadDim>();
+  static constexpr WideRegisterBudget kRegisters = kWideBackwardRegisters;
+  static constexpr int kM = kTile.queries, kN = kTile.keys, kStages = kTile.stages, kKeyStages = kTile.key_stages;
+  static constexpr int kWorkStages = 2, kBuffers = 2;  // of weights and dS^T
   static constexpr int kThreads = 4 * kGroupThreads, kGroupWarps = 4, kTurns = 1;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns, kColumnTiles = kHeadDim / 8;
-  // Registers of a thread that loads, of one of dv or dk, and of one of dq.
-  static constexpr int kLoaderRegisters = 24, kKeyRegisters = 208, kQueryRegisters = 72;
   using Rows = KeyRows<T, kM, kDropout>;
 
   // 128-byte rows, swizzled by TMA, in panels of 64 columns.
@@ -65,8 +66,7 @@ struct WideBackward {
       ptx::barrier_init(&s.queries_empty[i], 2 * kGroupWarps);
     }
     for (int i = 0; i < kBuffers; ++i) {
-      for (ptx::Barrier* barrier :
-           {&s.weights_full[i], &s.weights_empty[i], &s.dscores_full[i], &s.dscores_empty[i]}) {
+      for (ptx::Barrier* barrier : {&s.weights_full[i], &s.weights_empty[i], &s.dscores_full[i], &s.dscores_empty[i]}) {
         ptx::barrier_init(barrier, kGroupWarps);
       }
     }
@@ -76,20 +76,20 @@ struct WideBackward {
     }
   }
 
-  static __device__ void run(Shared& s, const AttnGradParams& p, const BackwardShared& shared,
-                             const BackwardMaps& maps, const TileGrid& grid) {
+  static __device__ void run(Shared& s, const AttnGradParams& p, const BackwardShared& shared, const BackwardMaps& maps,
+                             const TileGrid& grid) {
     const int group = uniform(static_cast<int>(threadIdx.x) / kGroupThreads);
     if (group == 0) {
-      ptx::give_registers<kLoaderRegisters>();
+      ptx::give_registers<kRegisters.loader>();
       if (threadIdx.x < 32) BackwardLoader<WideBackward>{s, p, shared, maps}.load_tiles(grid);
     } else if (group == 1) {
-      ptx::take_registers<kKeyRegisters>();
+      ptx::take_registers<kRegisters.keys>();
       Values(s, p, shared, group).compute_tiles();
     } else if (group == 2) {
-      ptx::take_registers<kKeyRegisters>();
+      ptx::take_registers<kRegisters.keys>();
       Keys(s, p, shared, group).compute_tiles();
     } else {
-      ptx::give_registers<kQueryRegisters>();
+      ptx::give_registers<kRegisters.queries>();
       Queries(s, p, shared, group).compute_tiles();
     }
   }
@@ -105,8 +105,7 @@ struct WideBackward {
     Place<kStages> queries;
     Place<kBuffers> weights_at, dscores_at;
 
-    __device__ __forceinline__ Group(Shared& memory, const AttnGradParams& params, const BackwardShared& all,
-                                     int group)
+    __device__ __forceinline__ Group(Shared& memory, const AttnGradParams& params, const BackwardShared& all, int group)
         : s(memory),
           p(params),
           shared(all),
@@ -308,10 +307,10 @@ struct WideBackward {
     }
   };
 
-  // dq = dS K, 128 columns at a time.
+  // dq = dS K, 64 columns at a time.
   struct Queries : Group {
-    using Group::s, Group::p, Group::shared, Group::keys, Group::dscores_at, Group::warp_key;
     using Group::Group;
+    using Group::s, Group::p, Group::shared, Group::keys, Group::dscores_at, Group::warp_key;
 
     __device__ __forceinline__ void compute_tiles() {
       while (const Work* const work = this->receive()) {
@@ -329,30 +328,25 @@ struct WideBackward {
         const bool exists = now.m * kM + warp_key < work.length_q;
         float* const to = shared.dq + (tile + warp_key / 16) * Sums::kTileFloats;
         ptx::barrier_wait(&s.dscores_full[dscores_at.stage], dscores_at.parity);
-        add_panels<0>(work, now, tile, exists ? to : nullptr);
+        start_turn(work, now, tile);
+#pragma unroll
+        for (int panel = 0; panel < kPanels; ++panel) add_panel(panel, exists ? to : nullptr);
+        end_turn(work, now, tile);
         dscores_at.advance();
       }
       this->end_keys();
     }
 
-    template <int kPanel>
-    __device__ __forceinline__ void add_panels(const Work& work, const QueryWalk& now, int64_t tile, float* to) {
-      constexpr int kCount = 1;
-      constexpr bool kLast = kPanel + kCount == kPanels;
-      float dq[kCount * 8][4];
-      transposed_product(dq, s.dscores[dscores_at.stage][0], s.k[keys.stage][kPanel]);
+    __device__ __forceinline__ void add_panel(int panel, float* to) {
+      float dq[8][4];
+      transposed_product(dq, s.dscores[dscores_at.stage][0], s.k[keys.stage][panel]);
       ptx::wgmma_wait<0>();
       ptx::hold(dq);
-      if (kLast) release(s.dscores_empty[dscores_at.stage]);
-      if (kPanel == 0) start_turn(work, now, tile);
+      if (panel == kPanels - 1) release(s.dscores_empty[dscores_at.stage]);
 #pragma unroll
-      for (int c = 0; c < kCount * 8; ++c) {
-        if (kPanel * 8 + c < kColumnTiles) ptx::add_fragment_if(to != nullptr, to + (kPanel * 8 + c) * 128, dq[c]);
-      }
-      if constexpr (kLast) {
-        end_turn(work, now, tile);
-      } else {
-        add_panels<kPanel + kCount>(work, now, tile, to);
+      for (int c = 0; c < 8; ++c) {
+        const int column = panel * 8 + c;
+        if (column < kColumnTiles) ptx::add_fragment_if(to != nullptr, to + column * 128, dq[c]);
       }
     }
 
