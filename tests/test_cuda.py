@@ -111,9 +111,7 @@ HOPPER = "cuda-sm90" in flashattn_ext.build_info()["backends"] and torch.cuda.ge
 @pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 129, 192, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "dropout_p": 0.3, "rng_seed": 7}, {"window_size": (100, 20)}])
-def test_kernels_for_hopper_are_chosen_and_agree(
-    head_dim: int, options: dict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kernels_for_hopper_are_chosen_and_agree(head_dim: int, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLASHATTN_EXT_CUDA_PATH", raising=False)
     q, k, v = leaves(2, 500, 4, head_dim, dtype=torch.bfloat16)
     out, lse = flashattn_ext.forward(q, k, v, return_lse=True, **options)
