@@ -84,14 +84,14 @@ def assert_same_state(a: object, b: object) -> None:
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
     """Delivers the signal in the middle of the step that follows `step` finished ones."""
-    original = trainer.Trainer._one_step
+    original = trainer.Trainer.one_step
 
-    def one_step(self: trainer.Trainer) -> None:
+    def one_step(self: trainer.Trainer) -> float:
         if self.step == step:
             signal.raise_signal(number)
-        original(self)
+        return original(self)
 
-    monkeypatch.setattr(trainer.Trainer, "_one_step", one_step)
+    monkeypatch.setattr(trainer.Trainer, "one_step", one_step)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -143,6 +143,7 @@ def test_curves_of_the_attentions_agree(tmp_path: Path, text: str, softmax: str)
         losses[attention] = torch.tensor(checkpoint(out)["train_losses"])
     torch.testing.assert_close(losses["flashattn"], losses["reference"], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(losses["flashattn"], losses["sdpa"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(losses["flashattn"], losses["unfused"], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(

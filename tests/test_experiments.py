@@ -41,6 +41,7 @@ TINY: dict[str, dict[str, Any]] = {
     "alignment": dict(B=1, H=1, S=32, dtype="fp32"),
     "dtypes": dict(B=1, H=2, S=64, D=16),
     "memory": dict(B=1, H=1, S=(1024, 2048), D=64, dtype="fp32"),
+    "dropout": dict(layers=1, width=16, heads=2, context=32, batch=2, steps=6, validations=2, seeds=2, p=(0.0, 0.25)),
 }
 NASTY = "<script>alert('1')</script> & \"quoted\" | *pipe*\nnew line"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -131,13 +132,22 @@ def test_table(results: dict[str, Result], name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("matmul", 7), ("scaling", 4), ("causal", 4), ("layout", 6), ("alignment", 16), ("dtypes", 6), ("memory", 4)],
+    [
+        ("matmul", 7),
+        ("scaling", 4),
+        ("causal", 4),
+        ("layout", 6),
+        ("alignment", 16),
+        ("dtypes", 6),
+        ("memory", 4),
+        ("dropout", 4),
+    ],
 )
 def test_rows(results: dict[str, Result], name: str, rows: int) -> None:
     assert len(results[name].rows) == rows
 
 
-@pytest.mark.parametrize("name", ["scaling", "causal", "layout", "alignment", "memory"])
+@pytest.mark.parametrize("name", ["scaling", "causal", "layout", "alignment", "memory", "dropout"])
 def test_figures_of_the_article(results: dict[str, Result], name: str) -> None:
     comparisons = results[name].comparisons
     assert comparisons and all(comparison.article and comparison.ours for comparison in comparisons)
@@ -188,6 +198,35 @@ def test_memory_is_quadratic_without_fusion(results: dict[str, Result]) -> None:
         assert memory.value("unfused", **where) > 30
         assert memory.value("ours", **where) < memory.value("unfused", **where) / 2
         assert memory.value("unfused", **where) > 2 * memory.value("unfused", **{**where, "S": 1024})
+
+
+def test_dropout_keeps_what_was_asked_for(results: dict[str, Result]) -> None:
+    """Without dropout both train the same model; with it each keeps its share, and the weights keep their mean."""
+    dropout = results["dropout"]
+    for name in ("ours", "unfused"):
+        assert dropout.value("kept", attention=name, **{"dropout p": 0.0}) == 100
+        assert dropout.value("kept", attention=name, **{"dropout p": 0.25}) == pytest.approx(75, abs=0.2)
+        assert dropout.value("mean weight", attention=name, **{"dropout p": 0.25}) == pytest.approx(100, abs=1)
+    assert dropout.value("gap to unfused", attention="ours", **{"dropout p": 0.0}) < 1e-4
+    assert dropout.value("verdict", attention="ours", **{"dropout p": 0.0}) == "coincide"
+    assert set(dropout.plot.bands) == set(dropout.plot.series)
+
+
+def test_gap_of_curves() -> None:
+    def run(*losses: float) -> Any:
+        return module_of("small_gpt").Run(list(enumerate(losses)), [], None)
+
+    ours, others = [run(1, 2), run(3, 4)], [run(2.5, 3), run(3.5, 3)]
+    assert module_of("dropout").gap(ours, others) == (1.0, 50.0)
+    assert module_of("dropout").gap(ours[:1], others[:1]) == (1.5, None)
+
+
+def test_a_training_that_diverges_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(module_of("dropout").ATTENTION, "unfused", lambda q, *_: q * math.nan)
+    result = run_experiment("dropout", Context(torch.device("cpu"), quick=True), tiny_sizes("dropout"))
+    assert not result.error and result.value("final loss", attention="ours") > 0
+    assert result.value("final loss", attention="unfused") is None
+    assert "the loss became nan at step 1" in result.value("remark", attention="unfused")
 
 
 @pytest.mark.parametrize("causal", [False, True])

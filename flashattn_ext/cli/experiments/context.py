@@ -5,7 +5,6 @@ compared.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -20,6 +19,7 @@ from ..bench_cpu import BACKWARD_WORK, DTYPES
 from ..bench_cuda import burst_ms, launches_for
 from ..devices import synchronize
 from ..timing import Timing, time_interleaved, wall_clock
+from ..unfused import unfused_attention
 from .result import Cell, Column, Result
 
 FORWARD, BOTH = "forward", "forward+backward"
@@ -119,19 +119,7 @@ def ours(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def unfused(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Attention as three steps of plain PyTorch, each with the S x S matrix in memory.
-
-    The scale goes to the smaller tensor, and the mask is made beforehand: both favour it.
-    """
-    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
-    if causal:
-        scores = scores.masked_fill(hidden_scores(q.shape[-2], q.device), -math.inf)
-    return scores.softmax(-1) @ v
-
-
-@functools.lru_cache(maxsize=1)
-def hidden_scores(S: int, device: torch.device) -> Tensor:
-    return torch.ones(S, S, dtype=torch.bool, device=device).triu(1)
+    return unfused_attention(q, k, v, causal=causal)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

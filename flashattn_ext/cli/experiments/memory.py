@@ -18,7 +18,8 @@ import torch
 from ..bench_cuda import peak_extra_bytes
 from ..devices import peak_memory_bytes
 from ..timing import one_line, reported
-from .context import OURS, PASSES, UNFUSED, Context, Inputs, hidden_scores, of_passes, remark, scaled, size_notes
+from ..unfused import hidden_scores
+from .context import OURS, PASSES, UNFUSED, Context, Inputs, of_passes, remark, scaled, size_notes
 from .result import Cell, Column, Comparison, Plot, Result
 
 NAMES = (OURS, UNFUSED)

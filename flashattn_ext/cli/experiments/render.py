@@ -13,6 +13,8 @@ from .result import Plot, Result
 if TYPE_CHECKING:
     from rich.console import Console
 
+MARKED_POINTS = 12  # curves of more are drawn without markers
+
 
 def print_result(result: Result, console: Console) -> None:
     """The table, the article's figures, the notes; an empty column is left out."""
@@ -67,10 +69,15 @@ def write_plot(result: Result, path: Path) -> None:
 def _draw_lines(axes: Any, plot: Plot) -> None:
     for label, points in plot.series.items():
         if points:
-            axes.plot(*zip(*points, strict=True), marker="o", label=label)
+            marker = "o" if len(points) <= MARKED_POINTS else None
+            [curve] = axes.plot(*zip(*points, strict=True), marker=marker, label=label)
+            if plot.bands.get(label):
+                axes.fill_between(
+                    *zip(*plot.bands[label], strict=True), color=curve.get_color(), alpha=0.2, linewidth=0
+                )
     if "y" in plot.log:
         axes.set_yscale("log")
-    else:
+    elif not plot.bands:  # losses have no use for a zero
         axes.set_ylim(bottom=0)
     if "x" in plot.log:
         axes.set_xscale("log", base=2)
