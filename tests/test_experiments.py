@@ -42,6 +42,7 @@ TINY: dict[str, dict[str, Any]] = {
     "dtypes": dict(B=1, H=2, S=64, D=16),
     "memory": dict(B=1, H=1, S=(1024, 2048), D=64, dtype="fp32"),
     "dropout": dict(layers=1, width=16, heads=2, context=32, batch=2, steps=6, validations=2, seeds=2, p=(0.0, 0.25)),
+    "smooth": dict(layers=1, width=16, heads=2, context=32, batch=2, steps=12, validations=6, seeds=2),
 }
 NASTY = "<script>alert('1')</script> & \"quoted\" | *pipe*\nnew line"
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -147,7 +148,7 @@ def test_rows(results: dict[str, Result], name: str, rows: int) -> None:
     assert len(results[name].rows) == rows
 
 
-@pytest.mark.parametrize("name", ["scaling", "causal", "layout", "alignment", "memory", "dropout"])
+@pytest.mark.parametrize("name", ["scaling", "causal", "layout", "alignment", "memory", "dropout", "smooth"])
 def test_figures_of_the_article(results: dict[str, Result], name: str) -> None:
     comparisons = results[name].comparisons
     assert comparisons and all(comparison.article and comparison.ours for comparison in comparisons)
@@ -219,6 +220,36 @@ def test_gap_of_curves() -> None:
     ours, others = [run(1, 2), run(3, 4)], [run(2.5, 3), run(3.5, 3)]
     assert module_of("dropout").gap(ours, others) == (1.0, 50.0)
     assert module_of("dropout").gap(ours[:1], others[:1]) == (1.5, None)
+
+
+def test_plain_softmax_is_the_measure_of_the_others(results: dict[str, Result]) -> None:
+    smooth = results["smooth"]
+    assert 0 < smooth.value("of plain's steps", softmax="plain") < 100.1
+    assert 0 < smooth.value("to plain's at two thirds", softmax="plain") < 8.1
+    assert abs(smooth.value("on no token", softmax="plain")) < 1e-3
+    for name in ("smooth", "sink"):  # hardly trained, they attend nearly evenly: 1/(i + 2) to nothing
+        assert 3 < smooth.value("on no token", softmax=name) < 6
+        assert 3 < smooth.value("on first token", softmax=name) < 6
+
+
+def test_steps_to_a_loss() -> None:
+    smooth = module_of("smooth")
+    curve = [(10, 3.0), (20, 2.0), (30, 2.5), (40, 1.0)]
+    assert smooth.steps_to(curve, 4.0) == 10 and smooth.steps_to(curve, 2.25) == 17.5
+    assert smooth.steps_to(curve, 1.5) == pytest.approx(30 + 10 * 2 / 3) and smooth.steps_to(curve, 0.5) is None
+    assert [smooth.loss_at(curve, step) for step in (0, 15, 40, 50)] == [3.0, 2.5, 1.0, 1.0]
+    assert smooth.norm_spread([1.0, 2.0, 3.0]) == pytest.approx(90)
+
+
+def test_attention_mass_is_that_of_the_weights() -> None:
+    """With equal scores, query i gives every token and the extra logit 1/(i + 2)."""
+    smooth, model = module_of("smooth"), importlib.import_module("flashattn_ext.cli.model")
+    gpt = model.GPT(model.ModelConfig(1, 16, 2, 2, 0.0, "smooth", "flashattn"), context=32)
+    with torch.no_grad():
+        gpt.blocks[0].attention.qkv.weight.zero_()
+    first, none = smooth.attention_mass(gpt, torch.zeros(2, 32, dtype=torch.long))
+    expected = sum(1 / (i + 2) for i in range(16, 32)) / 16
+    assert first == pytest.approx(expected, rel=1e-4) and none == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_training_that_diverges_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

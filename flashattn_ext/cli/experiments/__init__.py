@@ -32,6 +32,7 @@ EXPERIMENTS = {
     "dtypes": "time and error of fp32, fp16 and bf16",
     "memory": "peak memory over sequence length",
     "dropout": "training with dropout, beside unfused attention",
+    "smooth": "training with plain softmax, smooth softmax and a learned sink",
 }
 
 
