@@ -29,6 +29,7 @@ from flashattn_ext.cli import report
 from flashattn_ext.cli.experiments import EXPERIMENTS, render, run_experiment
 from flashattn_ext.cli.experiments import context as shared
 from flashattn_ext.cli.experiments.context import Context, Inputs
+from flashattn_ext.cli.experiments.own_process import growth_in_own_process
 from flashattn_ext.cli.experiments.result import Column, Comparison, Plot, Result
 from flashattn_ext.cli.main import main
 from flashattn_ext.cli.timing import Timing, time_interleaved
@@ -41,6 +42,7 @@ TINY: dict[str, dict[str, Any]] = {
     "alignment": dict(B=1, H=1, S=32, dtype="fp32"),
     "dtypes": dict(B=1, H=2, S=64, D=16),
     "memory": dict(B=1, H=1, S=(1024, 2048), D=64, dtype="fp32"),
+    "llama": dict(B=1, S=64, heads=2, D=16, mlp=64, layers=2, rounds=2, dtype="fp32"),
     "dropout": dict(layers=1, width=16, heads=2, context=32, batch=2, steps=6, validations=2, seeds=2, p=(0.0, 0.25)),
     "smooth": dict(layers=1, width=16, heads=2, context=32, batch=2, steps=12, validations=6, seeds=2),
 }
@@ -148,7 +150,7 @@ def test_rows(results: dict[str, Result], name: str, rows: int) -> None:
     assert len(results[name].rows) == rows
 
 
-@pytest.mark.parametrize("name", ["scaling", "causal", "layout", "alignment", "memory", "dropout", "smooth"])
+@pytest.mark.parametrize("name", ["scaling", "causal", "layout", "alignment", "memory", "llama", "dropout", "smooth"])
 def test_figures_of_the_article(results: dict[str, Result], name: str) -> None:
     comparisons = results[name].comparisons
     assert comparisons and all(comparison.article and comparison.ours for comparison in comparisons)
@@ -199,6 +201,41 @@ def test_memory_is_quadratic_without_fusion(results: dict[str, Result]) -> None:
         assert memory.value("unfused", **where) > 30
         assert memory.value("ours", **where) < memory.value("unfused", **where) / 2
         assert memory.value("unfused", **where) > 2 * memory.value("unfused", **{**where, "S": 1024})
+
+
+def test_layers_of_llama_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = module_of("llama")
+    sizes = tiny_sizes("llama")
+    gradients = {}
+    for name in llama.NAMES:
+        torch.manual_seed(0)
+        stack = llama.Stack(torch.device("cpu"), sizes, 2, trains=True)
+        before = [weight.detach().clone() for weight in stack.layers.parameters()]
+        with monkeypatch.context() as patch:
+            patch.setattr(stack.layers, "zero_grad", lambda set_to_none: None)
+            stack.step(name)
+        assert all((old != new).any() for old, new in zip(before, stack.layers.parameters(), strict=True))
+        gradients[name] = [weight.grad for weight in stack.layers.parameters()]
+        stack.step(name)
+        assert stack.x.grad is None and all(weight.grad is None for weight in stack.layers.parameters())
+    for name in llama.NAMES:
+        torch.testing.assert_close(gradients[name], gradients[shared.OURS])
+
+
+@pytest.mark.parametrize(
+    ("limit", "free", "layers"),
+    [(100, 100, 9), (100, 130, 9), (100, 10**6, 9), (15, 15, 0), (25, 100, 1), (10**6, 10**6, 40)],
+)
+def test_most_layers_are_those_that_ran(monkeypatch: pytest.MonkeyPatch, limit: int, free: int, layers: int) -> None:
+    llama = module_of("llama")
+
+    def peak_bytes(device: object, sizes: object, name: str, count: int, trains: bool) -> int:
+        if (peak := 10 + 10 * count) > limit:
+            raise torch.OutOfMemoryError("no more")
+        return peak
+
+    monkeypatch.setattr(llama, "peak_bytes", peak_bytes)
+    assert llama.most_layers(torch.device("cuda"), tiny_sizes("llama"), "ours", free) == layers
 
 
 def test_dropout_keeps_what_was_asked_for(results: dict[str, Result]) -> None:
@@ -357,7 +394,7 @@ def test_products_that_take_too_long_are_skipped(monkeypatch: pytest.MonkeyPatch
 def test_memory_of_a_process_that_fails() -> None:
     memory = module_of("memory")
     with pytest.raises(RuntimeError, match="KeyError: 'none'"):
-        memory.in_own_process(tiny_sizes("memory"), "none", "forward", 64, 1)
+        growth_in_own_process(memory._call_of_own_process, tiny_sizes("memory"), "none", "forward", 64)
 
 
 def test_an_experiment_that_raises_leaves_the_others(

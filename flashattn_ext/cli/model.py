@@ -131,9 +131,8 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        hidden = round(width * 8 / 3 / 32) * 32  # as many weights as the usual 4x MLP, rounded for the matrix units
         self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
         self.out = nn.Linear(hidden, width, bias=False)
 
@@ -143,12 +142,14 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    """`mlp_width` without a value makes as many weights as the usual 4x MLP, rounded for the matrix units."""
+
+    def __init__(self, config: ModelConfig, mlp_width: int | None = None) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width)
         self.attention = Attention(config)
         self.mlp_norm = nn.RMSNorm(config.width)
-        self.mlp = SwiGLU(config.width)
+        self.mlp = SwiGLU(config.width, mlp_width or round(config.width * 8 / 3 / 32) * 32)
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:

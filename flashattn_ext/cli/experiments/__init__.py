@@ -31,6 +31,7 @@ EXPERIMENTS = {
     "alignment": "head sizes that are not multiples of 8 beside those that are",
     "dtypes": "time and error of fp32, fp16 and bf16",
     "memory": "peak memory over sequence length",
+    "llama": "decoder layers of LLaMA-13B: step time, tokens per second, memory",
     "dropout": "training with dropout, beside unfused attention",
     "smooth": "training with plain softmax, smooth softmax and a learned sink",
 }

@@ -51,11 +51,15 @@ class Context:
         return torch.randn(shape, device=self.device, dtype=DTYPES[dtype], requires_grad=requires_grad)
 
     def time(
-        self, calls: Mapping[str, Callable[[], object]], inputs: Sequence[Tensor], failures: dict[str, str]
+        self,
+        calls: Mapping[str, Callable[[], object]],
+        inputs: Sequence[Tensor],
+        failures: dict[str, str],
+        rounds: int | None = None,
     ) -> dict[str, Timing]:
         """Times calls that take turns, with new random numbers in `inputs` every round.
 
-        What raises has its reason in `failures` and no timing.
+        What raises has its reason in `failures` and no timing. `rounds` is for long calls: so many, and no more.
         """
 
         def refresh() -> None:
@@ -64,11 +68,13 @@ class Context:
                     t.normal_()
             synchronize(self.device)
 
-        budget_s, rounds = 0.0, CUDA_QUICK_ROUNDS if self.quick else CUDA_ROUNDS
+        budget_s, least = 0.0, CUDA_QUICK_ROUNDS if self.quick else CUDA_ROUNDS
         if self.on_cpu:
-            budget_s, rounds = (CPU_QUICK_SECONDS, CPU_QUICK_ROUNDS) if self.quick else (CPU_SECONDS, CPU_ROUNDS)
+            budget_s, least = (CPU_QUICK_SECONDS, CPU_QUICK_ROUNDS) if self.quick else (CPU_SECONDS, CPU_ROUNDS)
+        if rounds is not None:
+            budget_s, least = 0.0, rounds
         return time_interleaved(
-            calls, budget_s=budget_s, min_rounds=rounds, clock=self._clock(), refresh=refresh, failures=failures
+            calls, budget_s=budget_s, min_rounds=least, clock=self._clock(), refresh=refresh, failures=failures
         )
 
     def _clock(self) -> Callable[[Callable[[], object]], float]:
@@ -215,6 +221,8 @@ def size_notes(sizes: Any, gpu_sizes: Any) -> list[str]:
     """What was measured, and what a GPU measures where that is something else."""
 
     def text(value: Any) -> str:
+        if value is None:
+            return "as many as fit"
         if isinstance(value, tuple):
             return " ".join("x".join(map(str, item)) if isinstance(item, tuple) else str(item) for item in value)
         return str(value)
