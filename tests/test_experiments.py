@@ -42,6 +42,7 @@ TINY: dict[str, dict[str, Any]] = {
     "alignment": dict(B=1, H=1, S=32, dtype="fp32"),
     "dtypes": dict(B=1, H=2, S=64, D=16),
     "memory": dict(B=1, H=1, S=(1024, 2048), D=64, dtype="fp32"),
+    "profile": dict(B=1, H=2, S=64, D=16, dtype="fp32"),
     "llama": dict(B=1, S=64, heads=2, D=16, mlp=64, layers=2, rounds=2, dtype="fp32"),
     "dropout": dict(layers=1, width=16, heads=2, context=32, batch=2, steps=6, validations=2, seeds=2, p=(0.0, 0.25)),
     "smooth": dict(layers=1, width=16, heads=2, context=32, batch=2, steps=12, validations=6, seeds=2),
@@ -150,7 +151,9 @@ def test_rows(results: dict[str, Result], name: str, rows: int) -> None:
     assert len(results[name].rows) == rows
 
 
-@pytest.mark.parametrize("name", ["scaling", "causal", "layout", "alignment", "memory", "llama", "dropout", "smooth"])
+@pytest.mark.parametrize(
+    "name", ["scaling", "causal", "layout", "alignment", "memory", "profile", "llama", "dropout", "smooth"]
+)
 def test_figures_of_the_article(results: dict[str, Result], name: str) -> None:
     comparisons = results[name].comparisons
     assert comparisons and all(comparison.article and comparison.ours for comparison in comparisons)
@@ -201,6 +204,44 @@ def test_memory_is_quadratic_without_fusion(results: dict[str, Result]) -> None:
         assert memory.value("unfused", **where) > 30
         assert memory.value("ours", **where) < memory.value("unfused", **where) / 2
         assert memory.value("unfused", **where) > 2 * memory.value("unfused", **{**where, "S": 1024})
+
+
+def test_profile_counts_one_kernel_and_its_steps(out: Path, results: dict[str, Result]) -> None:
+    profile = results["profile"]
+    assert profile.value("kernels", attention="ours") == 1 and profile.value("gaps", attention="ours") == 0
+    assert profile.value("which", attention="ours") == "flashattn_ext::forward"
+    assert profile.value("kernels", attention="unfused") >= 3 and profile.value("gaps", attention="unfused") > 0
+    assert "2 x aten::bmm" in profile.value("which", attention="unfused")
+    for name in ("ours", "unfused"):
+        trace = json.loads((out / profile.value("trace", attention=name)).read_text())
+        assert len(module_of("profile").calls_in(trace, on_cpu=True)) == 5
+
+
+def test_kernels_of_a_gpu_in_a_trace() -> None:
+    """A made-up trace of two calls: the second has a memset, and kernels that overlap."""
+    profile = module_of("profile")
+
+    def event(cat: str, name: str, ts: float, dur: float) -> dict[str, object]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
+
+    trace = {
+        "traceEvents": [
+            {"ph": "M", "name": "process_name"},
+            event("user_annotation", profile.CALL, 0, 50),
+            event("user_annotation", profile.CALL, 100, 50),
+            event("cpu_op", "aten::bmm", 1, 3),
+            event("kernel", "void gemm<int>(float*)", 10, 20),
+            event("kernel", "softmax(float)", 110, 10),
+            event("kernel", "void gemm<int>(float*)", 104, 10),
+            event("gpu_memset", "Memset (Device)", 130, 5),
+        ]
+    }
+    first, second = profile.calls_in(trace, on_cpu=False)
+    assert [profile._short(work.name) for work in second] == ["gemm", "softmax", "Memset"]
+    assert profile.gaps(first) == [] and profile.gaps(second) == [10] and profile.span(second) == 31
+    del trace["traceEvents"][4]
+    with pytest.raises(RuntimeError, match="shows no kernel"):
+        profile.calls_in(trace, on_cpu=False)
 
 
 def test_layers_of_llama_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,6 +528,7 @@ def test_texts_of_cells() -> None:
 
 def test_everything_leaves_nothing_temporary(out: Path) -> None:
     expected = {f"{name}.{ending}" for name in EXPERIMENTS for ending in ("json", "png")}
+    expected |= {f"profile_{name}.trace.json" for name in ("ours", "unfused")}
     assert {path.name for path in out.iterdir()} == expected | {"report.html", "report.md"}
 
 

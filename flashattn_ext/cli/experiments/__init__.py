@@ -31,6 +31,7 @@ EXPERIMENTS = {
     "alignment": "head sizes that are not multiples of 8 beside those that are",
     "dtypes": "time and error of fp32, fp16 and bf16",
     "memory": "peak memory over sequence length",
+    "profile": "profiler traces of one call, fused and unfused",
     "llama": "decoder layers of LLaMA-13B: step time, tokens per second, memory",
     "dropout": "training with dropout, beside unfused attention",
     "smooth": "training with plain softmax, smooth softmax and a learned sink",
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = list(EXPERIMENTS) if arguments.name == "all" else [arguments.name]
     failed = []
     with progress(console=console, transient=True) as bar:
-        context = Context(device, quick=arguments.quick)
+        context = Context(device, quick=arguments.quick, out=out)
         for name in bar.track(names, description="experiments"):
             context.track = _tracker(bar, name)
             result = run_experiment(name, context)

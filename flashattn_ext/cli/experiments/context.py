@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,10 +32,11 @@ CPU_ROUNDS, CPU_QUICK_ROUNDS = 5, 3
 
 @dataclass
 class Context:
-    """One run of experiments. `track` shows how far along a sequence of steps is."""
+    """One run of experiments. `track` shows how far along a sequence of steps is; `out` takes traces."""
 
     device: torch.device
     quick: bool
+    out: Path | None = None
     track: Callable[[Iterable[Any]], Iterable[Any]] = iter
     _products: dict[tuple[str, int], tuple[Timing | None, str]] = field(default_factory=dict)
 

@@ -56,11 +56,12 @@ def write_plot(result: Result, path: Path) -> None:
     require("matplotlib").use("Agg")
     pyplot = require("matplotlib.pyplot")
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    (_draw_lines if result.plot.kind == "line" else _draw_bars)(axes, result.plot)
+    {"line": _draw_lines, "bar": _draw_bars, "timeline": _draw_timeline}[result.plot.kind](axes, result.plot)
     device = result.machine.get("device", "")
     axes.set(xlabel=result.plot.x, ylabel=result.plot.y, title=f"{result.title}\n{device}")
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    if result.plot.kind != "timeline":
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
@@ -93,3 +94,11 @@ def _draw_bars(axes: Any, plot: Plot) -> None:
         offset = (number - (len(plot.series) - 1) / 2) * width
         axes.bar([groups.index(x) + offset for x, _ in points], [y for _, y in points], width, label=label)
     axes.set_xticks(range(len(groups)), groups)
+
+
+def _draw_timeline(axes: Any, plot: Plot) -> None:
+    """A row for each label, the first on top; an edge between neighbours that touch."""
+    for row, points in enumerate(plot.series.values()):
+        axes.broken_barh(points, (row - 0.35, 0.7), facecolors=f"C{row}", edgecolor="white", linewidth=1)
+    axes.set_yticks(range(len(plot.series)), list(plot.series))
+    axes.invert_yaxis()

@@ -40,7 +40,8 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Plot:
-    """Curves over numbers ("line") or groups of bars over words ("bar"): label -> [(x, y), ...].
+    """Curves over numbers ("line"), groups of bars over words ("bar"): label -> [(x, y), ...]; or what runs
+    when ("timeline"): label -> [(start, duration), ...].
 
     `bands` are areas around curves of the same label: [(x, low, high), ...].
     """
