@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,12 +43,13 @@ TINY: dict[str, dict[str, Any]] = {
     "dtypes": dict(B=1, H=2, S=64, D=16),
     "memory": dict(B=1, H=1, S=(1024, 2048), D=64, dtype="fp32"),
     "traffic": dict(B=2, H=3, S=128, D=16, dtype="fp32"),
+    "tiles": dict(B=1, H=1, S=200, D=16, dtype="fp32", tiles=(64, 128)),
     "profile": dict(B=1, H=2, S=64, D=16, dtype="fp32"),
     "llama": dict(B=1, S=64, heads=2, D=16, mlp=64, layers=2, rounds=2, dtype="fp32"),
     "dropout": dict(layers=1, width=16, heads=2, context=32, batch=2, steps=6, validations=2, seeds=2, p=(0.0, 0.25)),
     "smooth": dict(layers=1, width=16, heads=2, context=32, batch=2, steps=12, validations=6, seeds=2),
 }
-PARTS_OF_OTHERS = {"traffic": 2}  # rows that a CPU cannot measure
+PARTS_OF_OTHERS = {"traffic": 2, "tiles": 1}  # rows that a CPU cannot measure
 NASTY = "<script>alert('1')</script> & \"quoted\" | *pipe*\nnew line"
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -125,7 +126,7 @@ def test_table(results: dict[str, Result], name: str) -> None:
     assert result.name == name and not result.error and result.rows and result.notes
     assert all(len(row) == len(result.columns) for row in result.rows)
     missing = [remark for remark in result.column("remark") if remark]
-    assert all("NotImplementedError" in remark for remark in missing) and len(missing) == PARTS_OF_OTHERS.get(name, 0)
+    assert all("only" in remark for remark in missing) and len(missing) == PARTS_OF_OTHERS.get(name, 0)
     for column in result.columns:
         numbers = [cell for cell in result.column(column.name) if isinstance(cell, (int, float))]
         assert all(map(math.isfinite, numbers))
@@ -155,7 +156,8 @@ def test_rows(results: dict[str, Result], name: str, rows: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["scaling", "causal", "layout", "alignment", "memory", "traffic", "profile", "llama", "dropout", "smooth"]
+    "name",
+    ["scaling", "causal", "layout", "alignment", "memory", "traffic", "tiles", "profile", "llama", "dropout", "smooth"],
 )
 def test_figures_of_the_article(results: dict[str, Result], name: str) -> None:
     comparisons = results[name].comparisons
@@ -221,6 +223,31 @@ def test_traffic_of_the_model(results: dict[str, Result]) -> None:
     remarks = {traffic.value("remark", source=source) for source in ("GPU counters", "Ascend emulator")}
     assert any("only CUDA has them, this ran on cpu" in remark for remark in remarks)
     assert any("backends of this build: " in remark for remark in remarks)
+
+
+def test_tiles_are_what_was_asked_for(results: dict[str, Result]) -> None:
+    """S=200: 4 x 4 tiles of 64, 2 x 2 of 128; every query tile reads k and v, 200 rows of 16 numbers each."""
+    tiles = results["tiles"]
+    for tile, count in ((64, 4), (128, 2)):
+        where = {"queries x keys": f"{tile} x {tile}"}
+        assert tiles.value("tiles", **where) == count**2
+        assert tiles.value("k and v read", **where) == pytest.approx(count * 2 * 200 * 16 * 4 / 2**20)
+    assert tiles.column("memory of a tile")[1] < tiles.column("memory of a tile")[2]
+    assert "(default)" in tiles.column("queries x keys")[0] and tiles.column("time to default")[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("tile", "verdict"),
+    [
+        (64, "fits; not measured, because not compiled"),
+        (256, "does not fit: registers, for fp32 scores and results 384 KiB of 256"),
+        (512, "does not fit: shared memory 384 KiB of 227, registers, for fp32 scores and results 1280 KiB of 256"),
+    ],
+)
+def test_tiles_that_do_not_fit_a_gpu(tile: int, verdict: str) -> None:
+    tiles = module_of("tiles")
+    hopper = SimpleNamespace(shared_memory_per_block_optin=227 * 1024, regs_per_multiprocessor=65536)
+    assert tiles.fit_on_gpu(tiles.GPU_SIZES, tile, hopper)[-1] == verdict
 
 
 NSIGHT = """==PROF== Connected to process 1
@@ -584,7 +611,7 @@ def test_pictures_show_data(out: Path, results: dict[str, Result], name: str) ->
     saturation = picture.max(axis=-1) - picture.min(axis=-1)
     assert (saturation > 0.3).sum() > 200  # coloured curves or bars
     series = results[name].plot.series
-    assert len(series) > 1 and all(series.values())
+    assert (len(series) > 1 or name == "tiles") and all(series.values())
 
 
 def test_texts_of_cells() -> None:

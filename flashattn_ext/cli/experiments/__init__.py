@@ -32,6 +32,7 @@ EXPERIMENTS = {
     "dtypes": "time and error of fp32, fp16 and bf16",
     "memory": "peak memory over sequence length",
     "traffic": "bytes read from and written to off-chip memory",
+    "tiles": "tile sizes of the forward",
     "profile": "profiler traces of one call, fused and unfused",
     "llama": "decoder layers of LLaMA-13B: step time, tokens per second, memory",
     "dropout": "training with dropout, beside unfused attention",

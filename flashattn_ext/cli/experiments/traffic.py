@@ -15,7 +15,7 @@ import flashattn_ext
 
 from ..bench_cpu import DTYPES
 from ..timing import reported
-from .context import NOT_MEASURED, OURS, UNFUSED, Context, number, remark, scaled, size_notes
+from .context import NOT_MEASURED, OURS, UNFUSED, Context, emulator_is_missing, number, remark, scaled, size_notes
 from .result import Cell, Column, Comparison, Plot, Result
 
 NAMES = (OURS, UNFUSED)
@@ -160,8 +160,7 @@ def gpu_counters(context: Context, sizes: Sizes, name: str) -> Traffic:
 
 
 def emulator(context: Context, sizes: Sizes, name: str) -> Traffic:
-    backends = ", ".join(flashattn_ext.build_info()["backends"])
-    raise NotImplementedError(f"needs the byte counters of the Ascend emulator; backends of this build: {backends}")
+    raise emulator_is_missing("its bytes")
 
 
 SOURCES: dict[str, Callable[[Context, Sizes, str], Traffic]] = {
