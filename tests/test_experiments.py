@@ -9,6 +9,7 @@ import importlib
 import json
 import math
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -685,6 +686,45 @@ def test_html_loads_nothing(out: Path) -> None:
     assert all(reference.startswith("data:image/png;base64,") for reference in page.references)
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
     assert not any(word in text for word in ("http:", "https:", "url(", "@import"))
+
+
+class Nesting(HTMLParser):
+    """Raises where a tag is closed that is not the innermost open one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "img"):  # these have no end
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_html_is_well_formed(out: Path) -> None:
+    nesting = Nesting()
+    nesting.feed((out / "report.html").read_text())
+    nesting.close()
+    assert not nesting.open
+
+
+BROWSER = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome")), None)
+
+if BROWSER:  # where there is one
+
+    def test_browser_draws_the_report(out: Path, tmp_path: Path) -> None:
+        pyplot = pytest.importorskip("matplotlib.pyplot")
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
+        places = [f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={tmp_path / 'shot.png'}"]
+        page = (out / "report.html").as_uri()
+        subprocess.run([BROWSER, *options, *places, "--window-size=1200,2400", page], check=True, timeout=120)
+        shot = pyplot.imread(tmp_path / "shot.png")[..., :3]
+        assert shot.shape == (2400, 1200, 3)
+        assert (shot.max(axis=-1) - shot.min(axis=-1) > 0.3).sum() > 1000  # curves of the first pictures
+        for part in (shot[:1200], shot[1200:]):
+            assert 0.005 < (part.max(axis=-1) < 0.5).mean() < 0.3  # dark text on a bright page
 
 
 def test_markdown_has_every_table_and_picture(out: Path, results: dict[str, Result]) -> None:

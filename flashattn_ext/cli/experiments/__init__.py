@@ -34,7 +34,7 @@ EXPERIMENTS = {
     "traffic": "bytes read from and written to off-chip memory",
     "tiles": "tile sizes of the forward",
     "profile": "profiler traces of one call, fused and unfused",
-    "llama": "decoder layers of LLaMA-13B: step time, tokens per second, memory",
+    "llama": "decoder layers as in LLaMA-13B: step time, tokens per second, memory",
     "dropout": "training with dropout, beside unfused attention",
     "smooth": "training with plain softmax, smooth softmax and a learned sink",
 }

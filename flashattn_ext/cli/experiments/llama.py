@@ -71,7 +71,7 @@ def measure(context: Context, sizes: Sizes) -> Result:
         Column(FITS),
         Column("remark"),
     ]
-    result = Result("llama", "Decoder layers of LLaMA-13B", columns, notes=size_notes(sizes, GPU_SIZES))
+    result = Result("llama", "Decoder layers as in LLaMA-13B", columns, notes=size_notes(sizes, GPU_SIZES))
     failures: dict[str, str] = {}
     sizes = replace(sizes, B=_batch_that_fits(context, sizes))
     fitting = {} if sizes.layers else _layers_that_fit(context, sizes, failures)

@@ -23,8 +23,8 @@ def print_result(result: Result, console: Console) -> None:
         columns = shown_columns(result)
         table = require("rich.table").Table(title=text(f"{result.name}: {result.title}"))
         for index in columns:
-            numeric = any(isinstance(row[index], (int, float)) for row in result.rows)
-            table.add_column(text(result.columns[index].heading), justify="right" if numeric else "left")
+            justify = "right" if is_numeric(result, index) else "left"
+            table.add_column(text(result.columns[index].heading), justify=justify)
         for line in result.texts():
             table.add_row(*(text(line[index]) for index in columns))
         console.print(table)
@@ -35,6 +35,10 @@ def print_result(result: Result, console: Console) -> None:
     if result.error:
         console.print(text(f"{result.name} failed: {result.error}", style="red"))
     console.print()
+
+
+def is_numeric(result: Result, index: int) -> bool:
+    return any(isinstance(row[index], (int, float)) for row in result.rows)
 
 
 def shown_columns(result: Result) -> list[int]:

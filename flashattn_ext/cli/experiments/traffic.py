@@ -15,7 +15,7 @@ import flashattn_ext
 
 from ..bench_cpu import DTYPES
 from ..timing import reported
-from .context import NOT_MEASURED, OURS, UNFUSED, Context, emulator_is_missing, number, remark, scaled, size_notes
+from .context import NOT_MEASURED, OURS, UNFUSED, Context, emulator_is_missing, number, scaled, size_notes
 from .result import Cell, Column, Comparison, Plot, Result
 
 NAMES = (OURS, UNFUSED)
@@ -101,7 +101,7 @@ def _rows(context: Context, sizes: Sizes, source: str) -> list[list[Cell]]:
         with reported(source, failures):
             counted[name] = SOURCES[source](context, sizes, name)
     if not counted:
-        return [[source, *[None] * 6, remark(failures)]]
+        return [[source, *[None] * 6, failures.get(source, "")]]
     return [
         [
             source,
@@ -110,7 +110,7 @@ def _rows(context: Context, sizes: Sizes, source: str) -> list[list[Cell]]:
             scaled(traffic.read, MIB),
             scaled(traffic.written, MIB),
             *(_saved(counted, what) if name == OURS else None for what in (READ, WRITTEN)),
-            remark(failures),
+            failures.get(source, ""),
         ]
         for name, traffic in counted.items()
     ]
