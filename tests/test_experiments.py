@@ -477,16 +477,17 @@ def test_a_failure_drops_out_of_the_turns() -> None:
     assert time_interleaved({"d": calls["d"]}, budget_s=9, min_rounds=1, failures=failures) == {}
 
 
-def test_clock_of_a_gpu_times_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("ms", "expected"), [(2.0, [1, 3]), (9.0, [1])])  # 5 ms are a burst
+def test_clock_of_a_gpu_times_bursts(ms: float, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     bursts: list[int] = []
 
     def burst_ms(call: object, launches: int) -> float:
         bursts.append(launches)
-        return 2.0 * launches
+        return ms * launches
 
     monkeypatch.setattr(shared, "burst_ms", burst_ms)
-    assert shared.event_clock(lambda: None) == pytest.approx(2e-3)
-    assert bursts == [1, 3]  # 5 ms are a burst
+    assert shared.event_clock(lambda: None) == pytest.approx(ms * 1e-3)
+    assert bursts == expected
     assert Context(torch.device("cuda"), quick=True)._clock() is shared.event_clock
 
 

@@ -101,6 +101,8 @@ def run_experiment(name: str, context: Context, sizes: Any = None) -> Result:
 
     module = importlib.import_module(f".{name}", __package__)
     torch.manual_seed(0)
+    if context.device.type == "cuda":
+        torch.cuda.empty_cache()  # what an earlier one left: another process may need it
     try:
         result = module.measure(context, sizes or module.sizes_for(context))
     except Exception as error:  # whatever it was, the other experiments go on

@@ -105,8 +105,9 @@ class Context:
 
 def event_clock(call: Callable[[], object]) -> float:
     """Seconds of the GPU alone, between two events around a burst of calls as long as bench cuda's."""
-    launches = launches_for(burst_ms(call, 1))
-    return burst_ms(call, launches) / launches * 1e-3
+    first_ms = burst_ms(call, 1)
+    launches = launches_for(first_ms)
+    return (burst_ms(call, launches) / launches if launches > 1 else first_ms) * 1e-3
 
 
 def synchronized_clock(device: torch.device, call: Callable[[], object]) -> float:

@@ -178,7 +178,18 @@ def count_with_nsight(call: list[str]) -> Traffic:
     ncu = shutil.which("ncu") or shutil.which("ncu", path=in_toolkit)
     if ncu is None:
         raise FileNotFoundError("ncu was not found; install Nsight Compute, which comes with the CUDA toolkit")
-    options = ["--metrics", ",".join(METRICS), "--csv", "--page", "raw", "--print-units", "base"]
+    # The clocks stay as they are: they do not change the bytes, and the machine may be shared.
+    options = [
+        "--clock-control",
+        "none",
+        "--metrics",
+        ",".join(METRICS),
+        "--csv",
+        "--page",
+        "raw",
+        "--print-units",
+        "base",
+    ]
     root = str(Path(flashattn_ext.__file__).parents[1])  # the child is to import this very package
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path[1:]])}
     done = subprocess.run(
