@@ -238,6 +238,21 @@ def test_tiles_are_what_was_asked_for(results: dict[str, Result]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("times", "text"),
+    [
+        ((3.0, 2.0), "b, measured"),
+        ((2.1, 2.0), "b, measured, but a is no slower than the spread of the calls"),
+        ((2.0, 2.1), "a, measured"),
+        ((None, None), shared.NOT_MEASURED),
+    ],
+)
+def test_quickest_tile(times: tuple[float | None, float | None], text: str) -> None:
+    columns = [Column("queries x keys"), Column("time", "ms", ".3f"), Column("time spread", "%", ".0f")]
+    rows = [[tile, time, None if time is None else 10.0] for tile, time in zip("ab", times, strict=True)]
+    assert module_of("tiles").quickest(Result("tiles", "", columns, rows)) == text
+
+
+@pytest.mark.parametrize(
     ("tile", "verdict"),
     [
         (64, "fits; not measured, because not compiled"),

@@ -26,7 +26,7 @@ class Sizes(GptSizes):
 
 
 GPU_SIZES = Sizes(
-    layers=4, width=256, heads=4, context=256, batch=32, steps=200, validations=10, seeds=3, p=(0.0, 0.1, 0.3)
+    layers=4, width=256, heads=4, context=256, batch=32, steps=150, validations=10, seeds=3, p=(0.0, 0.1, 0.3)
 )
 
 

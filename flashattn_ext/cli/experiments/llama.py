@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -153,6 +154,7 @@ def _rows(
         calls: dict[str, Callable[[], object]] = {name: functools.partial(stack.step, name) for name in NAMES}
         timings = context.time(calls, (stack.x, stack.dout), reasons, rounds=sizes.rounds)
         del stack, calls
+    gc.collect()
     peaks: dict[str, int] = {}
     for name in timings:
         with reported(f"{name}, memory", reasons):
@@ -199,6 +201,7 @@ def peak_if_it_fits(device: torch.device, sizes: Sizes, name: str, layers: int) 
     peak = None
     with contextlib.suppress(torch.OutOfMemoryError):
         peak = peak_bytes(device, sizes, name, layers, True)
+    gc.collect()
     torch.cuda.empty_cache()
     return peak
 

@@ -81,7 +81,7 @@ def measure(context: Context, sizes: Sizes) -> Result:
         "them; by arithmetic, not measured"
     )
     result.plot = Plot("bar", TILE, TO_DEFAULT, {OURS: result.points(TILE, TO_DEFAULT)})
-    result.comparisons = [Comparison("best tile", "512, by an estimate", _quickest(result))]
+    result.comparisons = [Comparison("best tile", "512, by an estimate", quickest(result))]
     return result
 
 
@@ -113,9 +113,16 @@ def _row(
     ]
 
 
-def _quickest(result: Result) -> str:
+def quickest(result: Result) -> str:
+    """The tile with the least median, and whether that is more than chance."""
     times = result.points(TILE, "time")
-    return f"{min(times, key=lambda point: point[1])[0]}, measured" if times else NOT_MEASURED
+    if not times:
+        return NOT_MEASURED
+    tile, best = min(times, key=lambda point: point[1])
+    spread = best * max(spread for _, spread in result.points(TILE, "time spread")) / 100
+    default, time = times[0]
+    doubt = f", but {default} is no slower than the spread of the calls" if 0 < time - best < spread else ""
+    return f"{tile}, measured{doubt}"
 
 
 # On the CPU
