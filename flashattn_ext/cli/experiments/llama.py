@@ -74,8 +74,10 @@ def measure(context: Context, sizes: Sizes) -> Result:
     ]
     result = Result("llama", "Decoder layers as in LLaMA-13B", columns, notes=size_notes(sizes, GPU_SIZES))
     failures: dict[str, str] = {}
-    sizes = replace(sizes, B=_batch_that_fits(context, sizes))
-    fitting = {} if sizes.layers else _layers_that_fit(context, sizes, failures)
+    fitting: dict[str, int] = {}
+    if context.device.type == "cuda":
+        sizes = replace(sizes, B=_batch_that_fits(context, sizes))
+        fitting = {} if sizes.layers else _layers_that_fit(context, sizes, failures)
     layers = sizes.layers or min(fitting.values(), default=1)
     for what, count in context.track([(LAYER, 1), (STEP, layers)]):
         result.rows += _rows(context, sizes, what, count, fitting, failures)
@@ -104,7 +106,7 @@ def _notes(context: Context, sizes: Sizes) -> list[str]:
     width = sizes.heads * sizes.D
     if context.on_cpu:
         how = "growth of the resident memory of a fresh process"
-        fit = f"{FITS}: not searched on a CPU, where memory has no sharp end; {sizes.layers} are measured"
+        fit = f"{FITS}: not searched on a CPU, whose memory has no sharp end"
     else:
         how = "the most that PyTorch's allocator gave out"
         fit = f"{FITS}: in a training step; every attention is measured with as many as fit with all of them"
@@ -208,7 +210,7 @@ def peak_if_it_fits(device: torch.device, sizes: Sizes, name: str, layers: int) 
 
 def _batch_that_fits(context: Context, sizes: Sizes) -> int:
     B = sizes.B
-    while not context.on_cpu and B > 1 and peak_if_it_fits(context.device, replace(sizes, B=B), UNFUSED, 1) is None:
+    while B > 1 and peak_if_it_fits(context.device, replace(sizes, B=B), UNFUSED, 1) is None:
         B //= 2
     return B
 
