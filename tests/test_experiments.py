@@ -400,14 +400,35 @@ def test_dropout_keeps_what_was_asked_for(results: dict[str, Result]) -> None:
         assert dropout.value("kept", attention=name, **{"dropout p": 0.25}) == pytest.approx(75, abs=0.2)
         assert dropout.value("mean weight", attention=name, **{"dropout p": 0.25}) == pytest.approx(100, abs=1)
     assert dropout.value("gap to unfused", attention="ours", **{"dropout p": 0.0}) < 1e-4
-    assert dropout.value("verdict", attention="ours", **{"dropout p": 0.0}) == "coincide"
+    assert dropout.value("verdict", attention="ours", **{"dropout p": 0.0}) == "too few seeds"
     assert set(dropout.plot.bands) == set(dropout.plot.series)
 
 
-def test_gap_of_curves() -> None:
-    def run(*losses: float) -> Any:
-        return module_of("small_gpt").Run(list(enumerate(losses)), [], None)
+def run_with(*losses: float) -> Any:
+    return module_of("small_gpt").Run(list(enumerate(losses)), [], None)
 
+
+@pytest.mark.parametrize(
+    ("ours", "others", "by_chance", "verdict"),
+    [
+        ((1, 2, 3, 4), (1.1, 2.1, 2.9, 3.9), 100, "coincide"),
+        ((1, 2, 3, 4), (5, 6, 7, 8), 100 * 2 / 70, "apart"),
+        ((1, 2, 3, 6), (5, 4, 7, 8), 100 * 8 / 70, "coincide"),
+        ((1, 2), (5, 6), 100 * 2 / 6, "too few seeds"),
+    ],
+)
+def test_comparison_of_curves(
+    ours: tuple[float, ...], others: tuple[float, ...], by_chance: float, verdict: str
+) -> None:
+    """Of the 70 ways to deal eight runs out to two attentions, 2 separate the small from the large losses."""
+    runs = ([run_with(loss, loss) for loss in losses] for losses in (ours, others))
+    share, text = module_of("dropout").compare(*runs)
+    assert text == verdict
+    assert share == pytest.approx(by_chance)
+
+
+def test_gap_of_curves() -> None:
+    run = run_with
     ours, others = [run(1, 2), run(3, 4)], [run(2.5, 3), run(3.5, 3)]
     assert module_of("dropout").gap(ours, others) == (1.0, 50.0)
     assert module_of("dropout").gap(ours[:1], others[:1]) == (1.5, None)

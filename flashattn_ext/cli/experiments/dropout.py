@@ -16,6 +16,7 @@ from .result import Cell, Column, Comparison, Plot, Result
 from .small_gpt import GptSizes, Run, band, mean_curve, train, training_notes
 
 MODELS = {OURS: "flashattn", UNFUSED: "unfused"}  # names of this table -> keys of ATTENTION
+UNLIKELY = 0.05
 KEPT_S = 256  # scores per row of the calls that count what is kept
 GAP, RISE = "gap to unfused", "largest rise"
 
@@ -26,7 +27,7 @@ class Sizes(GptSizes):
 
 
 GPU_SIZES = Sizes(
-    layers=4, width=256, heads=4, context=256, batch=32, steps=150, validations=10, seeds=3, p=(0.0, 0.1, 0.3)
+    layers=4, width=256, heads=4, context=256, batch=32, steps=150, validations=10, seeds=4, p=(0.0, 0.1, 0.3)
 )
 
 
@@ -35,7 +36,7 @@ def sizes_for(context: Context) -> Sizes:
         return Sizes(layers=2, width=32, heads=2, context=64, batch=8, steps=40, validations=4, seeds=2, p=(0.1,))
     if context.on_cpu:
         return Sizes(
-            layers=2, width=64, heads=4, context=128, batch=8, steps=200, validations=10, seeds=3, p=GPU_SIZES.p
+            layers=2, width=64, heads=4, context=128, batch=8, steps=200, validations=10, seeds=4, p=GPU_SIZES.p
         )
     if context.quick:
         return Sizes(layers=4, width=256, heads=4, context=256, batch=32, steps=40, validations=4, seeds=2, p=(0.1,))
@@ -51,6 +52,7 @@ def measure(context: Context, sizes: Sizes) -> Result:
         Column(RISE, "nats/byte", ".4f"),
         Column(GAP, "nats/byte", ".4f"),
         Column("of seed spread", "%", ".0f"),
+        Column("by chance", "%", ".0f"),
         Column("verdict"),
         Column("kept", "%", ".2f"),
         Column("asked for", "%", ".2f"),
@@ -81,8 +83,9 @@ def measure(context: Context, sizes: Sizes) -> Result:
 
 NOTES = (
     f"{GAP}: the largest distance between the mean curves of the seeds. of seed spread: the largest share that it has of the "
-    "distance between the best and the worst seed of the same step (of the attention where the seeds differ more); up to 100 % "
-    "the curves coincide within the seeds",
+    "distance between the best and the worst seed of the same step, of the attention where the seeds differ more",
+    "by chance: share of all ways to deal the runs out to the two attentions in which the mean curves are as far apart, on average over "
+    f"the steps, as they are; below {UNLIKELY:.0%} the verdict is that they are apart",
     f"{RISE}: of the mean curve from one validation to the next, negative where it only falls. seed spread: at the end",
     "kept: share of the weights that attention itself keeps, counted in its output for values that show each weight; asked "
     "for: 1 - p. mean weight: of all weights after dropping and rescaling, beside those without dropout",
@@ -101,7 +104,8 @@ def _row(
     kept: tuple[Cell, Cell] = (None, None)
     with reported(key, failures):
         kept = weights_kept(context, ATTENTION[MODELS[name]], p)
-    final = spread = rise = distance = relative = None
+    verdict = ""
+    final = spread = rise = distance = relative = by_chance = None
     if runs[p, name]:
         curve = mean_curve(runs[p, name])
         _, low, high = band(runs[p, name])[-1]
@@ -109,9 +113,12 @@ def _row(
         rise = max((after - before for (_, before), (_, after) in itertools.pairwise(curve)), default=None)
     if name == OURS and runs[p, OURS] and runs[p, UNFUSED]:
         distance, relative = gap(runs[p, OURS], runs[p, UNFUSED])
-    verdict = "" if relative is None else "coincide" if relative <= 100 else "apart"
+        by_chance, verdict = compare(runs[p, OURS], runs[p, UNFUSED])
     why = remark({name: failures[key]} if key in failures else {})
-    return [p, name, final, spread, rise, distance, relative, verdict, kept[0], 100 * (1 - p), kept[1], why]
+    return [
+        *(p, name, final, spread, rise, distance, relative, by_chance, verdict),
+        *(kept[0], 100 * (1 - p), kept[1], why),
+    ]
 
 
 def gap(ours: Sequence[Run], others: Sequence[Run]) -> tuple[float, float | None]:
@@ -120,6 +127,27 @@ def gap(ours: Sequence[Run], others: Sequence[Run]) -> tuple[float, float | None
     spreads = [max(high - low for _, low, high in both) for both in zip(band(ours), band(others), strict=True)]
     shares = [100 * distance / spread for distance, spread in zip(distances, spreads, strict=True) if spread]
     return max(distances), max(shares, default=None)
+
+
+def compare(ours: Sequence[Run], others: Sequence[Run]) -> tuple[float, str]:
+    """How likely chance alone makes curves differ that much, in percent, and what that says.
+
+    A permutation test: of all ways to deal the runs out to two attentions, the share in which the mean distance of the
+    mean curves is at least that of the true one.
+    """
+    losses = torch.tensor([[loss for _, loss in run.losses] for run in (*ours, *others)], dtype=torch.float64)
+
+    def distance(members: Sequence[int]) -> float:
+        chosen = torch.zeros(len(losses), dtype=torch.bool)
+        chosen[list(members)] = True
+        return (losses[chosen].mean(0) - losses[~chosen].mean(0)).abs().mean().item()
+
+    true = distance(range(len(ours)))
+    deals = [distance(members) for members in itertools.combinations(range(len(losses)), len(ours))]
+    by_chance = sum(dealt >= true * (1 - 1e-9) for dealt in deals) / len(deals)
+    if 2 / len(deals) > UNLIKELY:
+        return 100 * by_chance, "too few seeds"
+    return 100 * by_chance, "apart" if by_chance < UNLIKELY else "coincide"
 
 
 def weights_kept(context: Context, attention: Callable[..., Tensor], p: float) -> tuple[float, float]:

@@ -56,7 +56,7 @@ GPU_SIZES = Sizes(8, 4096, 40, 128, 13824, None, 3, "bf16")
 def sizes_for(context: Context) -> Sizes:
     if context.on_cpu:
         quick = context.quick
-        return Sizes(1, 256 if quick else 1024, 2 if quick else 8, 128, 704 if quick else 2752, 2, 3, "fp32")
+        return Sizes(1, 256 if quick else 2048, 2 if quick else 4, 128, 704 if quick else 1376, 2, 3, "fp32")
     return Sizes(8, 1024, 40, 128, 13824, 2, 3, "bf16") if context.quick else GPU_SIZES
 
 
