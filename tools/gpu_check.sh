@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Everything that wants a GPU, in one go: build, tests, sanitizers, benchmark. For a machine with a CUDA torch and nvcc.
 #
-#   tools/gpu_check.sh [OUTPUT_FOLDER] [build] [test] [sanitize] [bench]     without a step: all of them
+#   tools/gpu_check.sh [OUTPUT_FOLDER] [build] [test] [sanitize] [bench] [experiments]     without a step: all of them
 #
-# The tests run in parallel where pytest-xdist is there. BENCH_ARGS go to `bench cuda`.
+# The tests run in parallel where pytest-xdist is there. BENCH_ARGS go to `bench cuda`, EXPERIMENT_ARGS to `experiments all`.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${1:-build/gpu_check}
 shift || true
-STEPS=${*:-build test sanitize bench}
+STEPS=${*:-build test sanitize bench experiments}
 PYTHON=${PYTHON:-python3}
 export PYTHONPATH=$PWD
 mkdir -p "$OUT"
@@ -46,5 +46,10 @@ fi
 if step bench; then
   # shellcheck disable=SC2086
   TAIL=80 check bench "$PYTHON" -m flashattn_ext bench cuda --markdown --json "$OUT/bench.json" ${BENCH_ARGS:-}
+fi
+if step experiments; then
+  # shellcheck disable=SC2086
+  TAIL=2 check experiments "$PYTHON" -m flashattn_ext experiments all --device cuda --out "$OUT/experiments" ${EXPERIMENT_ARGS:-}
+  TAIL=2 check report "$PYTHON" -m flashattn_ext report "$OUT/experiments"
 fi
 exit $failed
