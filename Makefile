@@ -13,6 +13,7 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin/python
 SOURCES := $(shell find csrc -name "*.h" -o -name "*.cpp" -o -name "*.cuh" -o -name "*.cu")
+FORMATTED := $(SOURCES) $(shell find ascend_c tests/ascend -name "*.h" -o -name "*.cpp")
 PYTHON_SOURCES := flashattn_ext tests tools setup.py
 HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))
 
@@ -37,12 +38,12 @@ bench-cpu: $(VENV)/built
 lint: $(VENV)/built
 	$(BIN) -m ruff check $(PYTHON_SOURCES)
 	$(BIN) -m ruff format --check $(PYTHON_SOURCES)
-	$(VENV)/bin/clang-format --dry-run -Werror $(SOURCES)
+	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
 
 format: $(VENV)/built
 	$(BIN) -m ruff check --fix $(PYTHON_SOURCES)
 	$(BIN) -m ruff format $(PYTHON_SOURCES)
-	$(VENV)/bin/clang-format -i $(SOURCES)
+	$(VENV)/bin/clang-format -i $(FORMATTED)
 
 develop: $(VENV)/built
 

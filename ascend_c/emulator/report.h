@@ -1,0 +1,62 @@
+// What a launch found: errors with their kernel lines, and counters per pipe.
+#pragma once
+
+#include <array>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace ascend_emulator {
+
+// A line of the kernel. API functions take one as a last argument that callers never write.
+struct Site {
+  const char* file = "?";
+  int line = 0;
+  static constexpr Site here(const char* file = __builtin_FILE(), int line = __builtin_LINE()) { return {file, line}; }
+  std::string text() const {
+    const std::string path = file;
+    return path.substr(path.rfind('/') + 1) + ":" + std::to_string(line);
+  }
+};
+
+// An error after which the block cannot go on; the launch records it.
+struct Fault : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+__attribute__((format(printf, 1, 2))) inline std::string format(const char* pattern, ...) {
+  char buffer[1024];
+  va_list arguments;
+  va_start(arguments, pattern);
+  std::vsnprintf(buffer, sizeof(buffer), pattern, arguments);
+  va_end(arguments);
+  return buffer;
+}
+
+// Ends the block with "kernel.cpp:12: message".
+[[noreturn]] inline void fail(Site site, const std::string& message) { throw Fault(site.text() + ": " + message); }
+
+constexpr int kPipes = 7;
+
+struct Counters {
+  std::array<uint64_t, kPipes> instructions{};
+  std::array<double, kPipes> cycles{};  // modelled time that the pipe is busy
+  uint64_t gm_read_bytes = 0, gm_written_bytes = 0;
+  double span_cycles = 0;  // modelled time of the slowest block
+};
+
+struct Report {
+  std::vector<std::string> errors;  // each text once
+  Counters counters;
+
+  void error(const std::string& text) {
+    for (const std::string& known : errors)
+      if (known == text) return;
+    errors.push_back(text);
+  }
+};
+
+}  // namespace ascend_emulator
