@@ -2,6 +2,8 @@
 #
 #   make train [ARGS="--steps 500"]   train a small GPT through this package
 #   make test  [ARGS="-k varlen"]     run the test suite
+#   make bench-all [ARGS=--quick]     run every experiment; make bench-flash and make bench-matmul run one
+#   make report                       a page of their results
 #   make bench-cpu, make lint, make format, make develop (build after a change), make clean
 #
 # PYTHON is the interpreter that .venv is made from. If it has a usable torch, .venv takes that one and installs no other.
@@ -12,6 +14,7 @@ ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin/python
+RESULTS := runs/experiments
 SOURCES := $(shell find csrc -name "*.h" -o -name "*.cpp" -o -name "*.cuh" -o -name "*.cu")
 FORMATTED := $(SOURCES) $(shell find ascend_c tests/ascend -name "*.h" -o -name "*.cpp")
 PYTHON_SOURCES := flashattn_ext tests tools setup.py
@@ -24,7 +27,7 @@ REBUILD := setup.py build_ext --inplace
 # tests several times slower than sleeping does (8x seen). Benchmarks keep the default.
 train test: export OMP_WAIT_POLICY ?= passive
 
-.PHONY: train test bench-cpu lint format develop clean
+.PHONY: train test bench-cpu bench-flash bench-matmul bench-all report lint format develop clean
 
 train: $(VENV)/built
 	$(BIN) -m flashattn_ext train $(ARGS)
@@ -34,6 +37,18 @@ test: $(VENV)/built
 
 bench-cpu: $(VENV)/built
 	$(BIN) -m flashattn_ext bench cpu $(ARGS)
+
+bench-flash: $(VENV)/built
+	$(BIN) -m flashattn_ext experiments scaling --out $(RESULTS) $(ARGS)
+
+bench-matmul: $(VENV)/built
+	$(BIN) -m flashattn_ext experiments matmul --out $(RESULTS) $(ARGS)
+
+bench-all: $(VENV)/built
+	$(BIN) -m flashattn_ext experiments all --out $(RESULTS) $(ARGS)
+
+report: $(VENV)/built
+	$(BIN) -m flashattn_ext report $(RESULTS)
 
 lint: $(VENV)/built
 	$(BIN) -m ruff check $(PYTHON_SOURCES)

@@ -1,4 +1,4 @@
-"""The command line: `flashattn-ext {train,bench,doctor}`.
+"""The command line: `flashattn-ext {train,bench,experiments,report,doctor}`.
 
 `main.py` dispatches, every command has its own file.
 """

@@ -12,7 +12,6 @@ import itertools
 import math
 import statistics
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -28,6 +27,7 @@ from .._build import REBUILD
 from .bench_cpu import BACKWARD_WORK, DTYPES
 from .console import CommandError, make_console, require
 from .timing import Timing
+from .timing import reported as _reported
 
 DEVICE = "cuda"
 OURS, FA2, MATH, FLASH_ATTN = "ours", "fa2", "math", "flash-attn"
@@ -279,18 +279,6 @@ def peak_extra_bytes(call: Callable[[], object]) -> int:
     call()
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated() - before
-
-
-@contextlib.contextmanager
-def _reported(name: str, failures: dict[str, str]) -> Iterator[None]:
-    """Notes what goes wrong inside, whatever it is, and goes on: nobody stops the bench."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # PyTorch warns about every reason why a backend cannot run
-            yield
-    except Exception as error:
-        text = str(error).strip()
-        failures[name] = f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
 
 
 # Contestants

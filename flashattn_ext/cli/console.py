@@ -4,7 +4,9 @@ things with.
 
 from __future__ import annotations
 
+import argparse
 import importlib
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -39,3 +41,27 @@ def make_console() -> Console:
     if not console.is_terminal:
         console.width = 140
     return console
+
+
+def make_directory(name: str) -> Path:
+    """The directory of `--out name`, made if need be, into which files can be written."""
+    directory = Path(name)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        probe = directory / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise CommandError(f"--out {name}: cannot write there ({error.strerror}); choose another directory") from None
+    return directory
+
+
+def positive(text: str) -> int:
+    """The type of an option that takes a whole number from 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"got {text!r}; accepted are whole numbers from 1")
+    return value

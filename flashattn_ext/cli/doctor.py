@@ -19,7 +19,7 @@ from .console import INSTALL_EXTRAS
 
 MIN_PYTHON = (3, 10)
 MIN_TORCH = (2, 6)
-EXTRAS = ("rich", "matplotlib")
+EXTRAS = ("rich", "matplotlib", "jinja2")
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,9 @@ def _extra(package: str) -> Finding:
     try:
         return Finding(package, importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
-        return Finding(package, "not installed: no train and bench", False, INSTALL_EXTRAS, needed=False)
+        return Finding(
+            package, "not installed: no train, bench, experiments and report", False, INSTALL_EXTRAS, needed=False
+        )
 
 
 def _extension(import_error: Exception | None) -> list[Finding]:

@@ -17,6 +17,8 @@ from .console import CommandError
 COMMANDS = {
     "train": "train a small GPT on text, through the attention of this package",
     "bench": "measure the kernels beside PyTorch's own attention",
+    "experiments": "repeat the experiments of articles about fused attention on this machine",
+    "report": "make one page of the results of experiments",
     "doctor": "say what works here, what is missing, and the command that fixes it",
 }
 
@@ -63,8 +65,8 @@ def _parse(argv: Sequence[str] | None) -> tuple[str, list[str]]:
     """Splits the command from its own arguments."""
     parser = argparse.ArgumentParser(
         prog="flashattn-ext",
-        description="Attention kernels for PyTorch: training example, benchmarks, diagnosis.",
-        epilog="\n".join(f"  {name:8} {text}" for name, text in COMMANDS.items()),
+        description="Attention kernels for PyTorch: training example, benchmarks, experiments, diagnosis.",
+        epilog="\n".join(f"  {name:11} {text}" for name, text in COMMANDS.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS, help="followed by its own options; COMMAND --help lists them")

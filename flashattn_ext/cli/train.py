@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from .console import CommandError, make_console, require
+from .console import CommandError, make_console, make_directory, positive, require
 from .data import load_corpus
 from .devices import DEVICES, choose_device
 from .model import ATTENTION, SOFTMAX, ModelConfig
@@ -38,18 +38,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: bfloat16 on accelerators, else float32",
     )
-    run.add_argument("--threads", type=_positive, help="CPU threads; without it, PyTorch's choice")
-    run.add_argument("--sample-bytes", type=_positive, default=600, help="length of the generated text")
+    run.add_argument("--threads", type=positive, help="CPU threads; without it, PyTorch's choice")
+    run.add_argument("--sample-bytes", type=positive, default=600, help="length of the generated text")
 
     model = parser.add_argument_group("model")
     model.add_argument("--attention", choices=ATTENTION, default="flashattn", help="who computes attention")
     meaning = "; ".join(f"{name}: {text}" for name, text in SOFTMAX.items())
     model.add_argument("--softmax", choices=SOFTMAX, default="smooth", help=meaning)
-    model.add_argument("--layers", type=_positive, default=4, help="number of blocks")
-    model.add_argument("--width", type=_positive, default=128, help="of the residual stream")
-    model.add_argument("--heads", type=_positive, default=4, help="query heads")
-    model.add_argument("--kv-heads", type=_positive, default=2, help="key and value heads")
-    model.add_argument("--context", type=_positive, default=256, help="bytes that the model sees")
+    model.add_argument("--layers", type=positive, default=4, help="number of blocks")
+    model.add_argument("--width", type=positive, default=128, help="of the residual stream")
+    model.add_argument("--heads", type=positive, default=4, help="query heads")
+    model.add_argument("--kv-heads", type=positive, default=2, help="key and value heads")
+    model.add_argument("--context", type=positive, default=256, help="bytes that the model sees")
     model.add_argument(
         "--dropout",
         type=float,
@@ -58,16 +58,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     optimiser = parser.add_argument_group("optimisation")
-    optimiser.add_argument("--steps", type=_positive, default=1000, help="optimiser steps")
-    optimiser.add_argument("--batch-size", type=_positive, default=8, help="windows per step")
+    optimiser.add_argument("--steps", type=positive, default=1000, help="optimiser steps")
+    optimiser.add_argument("--batch-size", type=positive, default=8, help="windows per step")
     optimiser.add_argument("--learning-rate", type=float, default=4e-3, help="peak, after the warm-up")
     optimiser.add_argument("--warmup", type=float, default=0.05, help="share of the steps in which the rate rises")
     optimiser.add_argument("--weight-decay", type=float, default=0.1, help="of matrices; vectors are not decayed")
     optimiser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
-    optimiser.add_argument("--validate-every", type=_positive, default=100, metavar="STEPS", help="between validations")
+    optimiser.add_argument("--validate-every", type=positive, default=100, metavar="STEPS", help="between validations")
     optimiser.add_argument(
         "--checkpoint-every",
-        type=_positive,
+        type=positive,
         default=100,
         metavar="STEPS",
         help="between checkpoints",
@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
     device = choose_device(arguments.device, needs_backend=arguments.attention == "flashattn")
     config = _config(arguments, device)
     corpus = load_corpus(arguments.text, config.context)
-    trainer = Trainer(config, corpus, device, _make_directory(arguments.out), console)
+    trainer = Trainer(config, corpus, device, make_directory(arguments.out), console)
 
     console.print(
         f"{trainer.parameter_count():,} parameters, {len(corpus.train):,} bytes of {corpus.name}, "
@@ -140,25 +140,3 @@ def _config(arguments: argparse.Namespace, device: torch.device) -> TrainConfig:
     shared = TrainConfig.__dataclass_fields__.keys() & options.keys() - {"dtype", "text"}
     text = str(Path(options["text"]).resolve()) if options["text"] else None
     return TrainConfig(model=model, dtype=dtype, text=text, **{name: options[name] for name in shared})
-
-
-def _make_directory(name: str) -> Path:
-    directory = Path(name)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise CommandError(f"--out {name}: cannot write there ({error.strerror}); choose another directory") from None
-    return directory
-
-
-def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}; accepted are whole numbers from 1")
-    return value

@@ -159,9 +159,8 @@ struct Backward {
     load_queries(0, ahead);
     advance(&ahead, last);
     if (kStages == 2) {
-      if (steps > 1) load_queries(1, ahead);
+      steps > 1 ? load_queries(1, ahead) : ptx::cp_async_commit();
       advance(&ahead, last);
-      ptx::cp_async_commit();
       ptx::cp_async_wait<1>();
       __syncthreads();
     }

@@ -1,0 +1,128 @@
+"""Repeat the experiments that articles about fused attention describe, on this machine, and measure
+where they estimate.
+
+Each experiment prints a table and leaves NAME.json and NAME.png in --out; `flashattn-ext report DIR`
+makes one page of them. What this device cannot do says so in its table, and the rest goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..console import CommandError, make_console, make_directory, positive, require
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .context import Context
+    from .result import Result
+
+# Every experiment, in the order of `all` and of the report -> what it measures. Each has a module of its name with
+# GPU_SIZES (the articles' where they name some), sizes_for(context) and measure(context, sizes).
+EXPERIMENTS = {
+    "matmul": "the device's ceilings: matrix products and copies",
+    "scaling": "time over sequence length, beside unfused attention and PyTorch's own",
+    "causal": "what the causal mask costs",
+    "layout": "[B, S, H, D] and [B, H, S, D] in place, and the copies that transposing costs",
+    "alignment": "head sizes that are not multiples of 8 beside those that are",
+    "dtypes": "time and error of fp32, fp16 and bf16",
+    "memory": "peak memory over sequence length",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "name",
+        choices=[*EXPERIMENTS, "all"],
+        metavar="NAME",
+        help="; ".join(f"{name}: {text}" for name, text in EXPERIMENTS.items()) + "; or all",
+    )
+    parser.add_argument(
+        "--device", default="auto", help="auto, cpu or cuda; auto: an accelerator with kernels, else the CPU"
+    )
+    parser.add_argument("--out", default="runs/experiments", metavar="DIR", help="directory of the results")
+    parser.add_argument("--quick", action="store_true", help="small sizes and few calls: all within two minutes")
+    parser.add_argument("--threads", type=positive, help="CPU threads; without it, PyTorch's choice")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The exit status is 1 if an experiment failed."""
+    require("matplotlib")  # before the measurements, not after them
+    progress = require("rich.progress").Progress
+    import torch
+
+    from ..devices import choose_device
+    from .context import Context
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    device = choose_device(arguments.device)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    out = make_directory(arguments.out)
+    console = make_console()
+    if not console.is_terminal:
+        console.width = 200  # these are wider than the other tables
+    names = list(EXPERIMENTS) if arguments.name == "all" else [arguments.name]
+    failed = []
+    with progress(console=console, transient=True) as bar:
+        context = Context(device, quick=arguments.quick)
+        for name in bar.track(names, description="experiments"):
+            context.track = _tracker(bar, name)
+            result = run_experiment(name, context)
+            _leave_behind(result, out, console)
+            failed += [name] if result.error else []
+    console.print(
+        f"results are in {out}; flashattn-ext report {out} makes a page of them", highlight=False, markup=False
+    )
+    return 1 if failed else 0
+
+
+def run_experiment(name: str, context: Context, sizes: Any = None) -> Result:
+    """Measures one experiment, by default with the sizes that suit the device.
+
+    One that raises yields a result that says so.
+    """
+    import torch
+
+    from ..timing import one_line
+    from .machine import command_of, machine
+    from .result import Result
+
+    module = importlib.import_module(f".{name}", __package__)
+    torch.manual_seed(0)
+    try:
+        result = module.measure(context, sizes or module.sizes_for(context))
+    except Exception as error:  # whatever it was, the other experiments go on
+        result = Result(name, EXPERIMENTS[name], error=one_line(error))
+    result.machine = machine(context.device)
+    result.command = command_of(name, context)
+    return result
+
+
+def _tracker(bar: Any, name: str) -> Callable[[Iterable[Any]], Iterable[Any]]:
+    """A progress bar around the steps of one experiment, taken away when it ends."""
+
+    def track(steps: Iterable[Any]) -> Iterable[Any]:
+        task = bar.add_task(f"  {name}")
+        try:
+            yield from bar.track(steps, task_id=task)
+        finally:
+            bar.remove_task(task)
+
+    return track
+
+
+def _leave_behind(result: Result, out: Path, console: Console) -> None:
+    from .render import print_result, write_json, write_plot
+
+    print_result(result, console)
+    try:
+        write_json(result, out / f"{result.name}.json")
+        write_plot(result, out / f"{result.name}.png")
+    except OSError as error:
+        raise CommandError(f"--out {out}: cannot write there ({error.strerror})") from None

@@ -1,0 +1,88 @@
+"""A result on the screen, as JSON, and as a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..checkpoint import atomic_path
+from ..console import require
+from .result import Plot, Result
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def print_result(result: Result, console: Console) -> None:
+    """The table, the article's figures, the notes; an empty column is left out."""
+    text = require("rich.text").Text
+    if result.rows:
+        columns = shown_columns(result)
+        table = require("rich.table").Table(title=text(f"{result.name}: {result.title}"))
+        for index in columns:
+            numeric = any(isinstance(row[index], (int, float)) for row in result.rows)
+            table.add_column(text(result.columns[index].heading), justify="right" if numeric else "left")
+        for line in result.texts():
+            table.add_row(*(text(line[index]) for index in columns))
+        console.print(table)
+    for comparison in result.comparisons:
+        console.print(text(f"{comparison.what}: article {comparison.article}; here {comparison.ours}"))
+    for note in result.notes:
+        console.print(text(f"note: {note}"))
+    if result.error:
+        console.print(text(f"{result.name} failed: {result.error}", style="red"))
+    console.print()
+
+
+def shown_columns(result: Result) -> list[int]:
+    """The columns with something in them."""
+    texts = result.texts()
+    return [index for index in range(len(result.columns)) if any(line[index] not in ("", "-") for line in texts)]
+
+
+def write_json(result: Result, path: Path) -> None:
+    with atomic_path(path) as temporary:
+        temporary.write_text(json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n")
+
+
+def write_plot(result: Result, path: Path) -> None:
+    """Draws the plot; without one, takes away that of an earlier run."""
+    if result.plot is None or not any(result.plot.series.values()):
+        path.unlink(missing_ok=True)
+        return
+    require("matplotlib").use("Agg")
+    pyplot = require("matplotlib.pyplot")
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    (_draw_lines if result.plot.kind == "line" else _draw_bars)(axes, result.plot)
+    device = result.machine.get("device", "")
+    axes.set(xlabel=result.plot.x, ylabel=result.plot.y, title=f"{result.title}\n{device}")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def _draw_lines(axes: Any, plot: Plot) -> None:
+    for label, points in plot.series.items():
+        if points:
+            axes.plot(*zip(*points, strict=True), marker="o", label=label)
+    if "y" in plot.log:
+        axes.set_yscale("log")
+    else:
+        axes.set_ylim(bottom=0)
+    if "x" in plot.log:
+        axes.set_xscale("log", base=2)
+        ticks = sorted({x for points in plot.series.values() for x, _ in points})
+        axes.set_xticks(ticks, [str(x) for x in ticks])
+
+
+def _draw_bars(axes: Any, plot: Plot) -> None:
+    """Groups in the order in which they first appear."""
+    groups = list(dict.fromkeys(x for points in plot.series.values() for x, _ in points))
+    width = 0.8 / len(plot.series)
+    for number, (label, points) in enumerate(plot.series.items()):
+        offset = (number - (len(plot.series) - 1) / 2) * width
+        axes.bar([groups.index(x) + offset for x, _ in points], [y for _, y in points], width, label=label)
+    axes.set_xticks(range(len(groups)), groups)
