@@ -306,11 +306,15 @@ def test_fault_is_reported(programs: Path, case: str, mode: str) -> None:
     assert any(re.search(FAULTS[case], error) and f"faults.cpp:{marked}" in error for error in errors), errors
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_clean_kernel_has_no_report(programs: Path, mode: str) -> None:
-    errors, rows = run(programs / "faults", "clean", mode, 0)
-    assert errors == []
-    assert rows["y"] == [1, 2, 3, 4]
+LEGAL = ("flags", "ping_pong", "scalar_loop", "copy_queue", "accumulation")
+
+
+@pytest.mark.parametrize("case", LEGAL)
+def test_legal_kernel_has_no_report(programs: Path, case: str) -> None:
+    for mode, seed in [("eager", 0), ("late", 0), *(("random", seed) for seed in range(8))]:
+        errors, rows = run(programs / "faults", f"legal_{case}", mode, seed)
+        assert errors == []
+        assert rows["y"] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("case", ["dropped_wait", "no_flag_before_store"])

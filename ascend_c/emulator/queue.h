@@ -21,7 +21,7 @@ constexpr pipe_t reader(TPosition target) {
 }
 }  // namespace queue_detail
 
-// The pipes are those of the whole way: MTE2 -> V, V -> MTE3, V -> V, or MTE2 -> MTE3 without compute.
+// The pipes are those of the whole way: MTE2 -> V, V -> MTE3, or MTE2 -> MTE3 without compute.
 template <TPosition source, TPosition target, int32_t depth>
 class TQueBind {
  public:
@@ -56,9 +56,10 @@ constexpr TPosition source_of(TPosition position) {
 constexpr TPosition target_of(TPosition position) {
   return position == TPosition::VECOUT ? TPosition::GM : TPosition::VECCALC;
 }
+constexpr bool has_pipes(TPosition position) { return position == TPosition::VECIN || position == TPosition::VECOUT; }
 }  // namespace queue_detail
 
-template <TPosition position, int32_t depth>
+template <TPosition position, int32_t depth, typename = std::enable_if_t<queue_detail::has_pipes(position)>>
 using TQue = TQueBind<queue_detail::source_of(position), queue_detail::target_of(position), depth>;
 
 template <TPosition position = TPosition::VECCALC>
@@ -100,8 +101,7 @@ class TPipe {
     for (int n = 0; n < num; ++n) {
       ascend_emulator::Buffer& buffer = reserve(length, site);
       buffer.full_event = take_id(Queue::full_event(), site);
-      buffer.free_event =
-          Queue::full_event() == Queue::free_event() ? buffer.full_event : take_id(Queue::free_event(), site);
+      buffer.free_event = take_id(Queue::free_event(), site);
       queue.buffers_.push_back(&buffer);
       closers_.push_back([&buffer] {
         if (buffer.free_pending) ascend_emulator::core().wait_flag(Queue::free_event(), buffer.free_event, buffer.site);

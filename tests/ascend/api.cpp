@@ -55,7 +55,10 @@ void elementwise(const std::string& type) {
             [](L out, L a, L b) { NAME(out, a, b, 40, 3, BinaryRepeatParams(1, 1, 0, 16, 8, 1)); });
   BINARY(Add)
   BINARY(Sub)
-  BINARY(Mul) BINARY(Div) BINARY(Max) BINARY(Min)
+  BINARY(Mul)
+  BINARY(Div)
+  BINARY(Max)
+  BINARY(Min)
 #undef BINARY
 #define SCALAR(NAME)                                                                      \
   add<T, T>(#NAME "_count_" + type, [](L out, L a, L) { NAME(out, a, T(0.75f), 1000); }); \

@@ -1,5 +1,5 @@
-// Kernels with one planted fault each; `clean` has none. A line marked "fault: NAME" must be named by the report of
-// that case. Usage: faults CASE MODE SEED
+// Kernels with one planted fault each, and legal ones that must not be reported. A line marked "fault: NAME" must be
+// named by the report of that case. Usage: faults CASE MODE SEED
 #include <functional>
 #include <map>
 
@@ -37,12 +37,86 @@ __aicore__ void Sync(int id = 0) {
 using Queue = TQue<TPosition::VECIN, 1>;
 
 std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
-    {"clean",
+    {"legal_flags",
      [](GM_ADDR x, GM_ADDR y) {
        Bench t(x, y);
        t.Load();
        Sync<HardEvent::MTE2_V>();
        Adds(t.b, t.a, 1.0f, kElements);
+       Sync<HardEvent::V_MTE3>();
+       t.Store();
+     }},
+    {"legal_ping_pong",  // two halves of a buffer; "free" flags are set before the loop and waited for after it
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       SetFlag<HardEvent::V_MTE2>(0);
+       SetFlag<HardEvent::V_MTE2>(1);
+       SetFlag<HardEvent::MTE3_V>(0);
+       SetFlag<HardEvent::MTE3_V>(1);
+       for (int i = 0; i < 4; ++i) {
+         const int half_id = i % 2, from = half_id * 64;
+         WaitFlag<HardEvent::V_MTE2>(half_id);
+         DataCopy(t.a[from], t.in[i * 64], 64);
+         Sync<HardEvent::MTE2_V>(half_id);
+         WaitFlag<HardEvent::MTE3_V>(half_id);
+         Adds(t.b[from], t.a[from], 1.0f, 64);
+         SetFlag<HardEvent::V_MTE2>(half_id);
+         Sync<HardEvent::V_MTE3>(half_id);
+         DataCopy(t.out[i * 64], t.b[from], 64);
+         SetFlag<HardEvent::MTE3_V>(half_id);
+       }
+       WaitFlag<HardEvent::V_MTE2>(0);
+       WaitFlag<HardEvent::V_MTE2>(1);
+       WaitFlag<HardEvent::MTE3_V>(0);
+       WaitFlag<HardEvent::MTE3_V>(1);
+     }},
+    {"legal_scalar_loop",  // out[i] = in[i] + 1 through the scalar unit, and V again after it
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       Sync<HardEvent::MTE2_V>();
+       for (int pass = 0; pass < 3; ++pass) {
+         Adds(t.b, t.a, 0.0f, kElements);
+         Sync<HardEvent::V_S>();
+         for (uint32_t i = 0; i < kElements; ++i) t.b.SetValue(i, t.b.GetValue(i) + 1.0f);
+         Sync<HardEvent::S_V>();
+       }
+       Maxs(t.b, t.b, 0.0f, kElements);
+       Sync<HardEvent::V_MTE3>();
+       t.Store();
+     }},
+    {"legal_copy_queue",  // in through one queue without compute to the output, then back and + 1
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       TQueBind<TPosition::VECIN, TPosition::VECOUT, 1> queue;
+       t.pipe.InitBuffer(queue, 2, 256);
+       for (int i = 0; i < 4; ++i) {
+         LocalTensor<float> part = queue.AllocTensor<float>();
+         DataCopy(part, t.in[i * 64], 64);
+         queue.EnQue(part);
+         part = queue.DeQue<float>();
+         DataCopy(t.out[i * 64], part, 64);
+         queue.FreeTensor(part);
+       }
+       Sync<HardEvent::MTE3_MTE2>(7);
+       DataCopy(t.a, t.out, kElements);
+       PipeBarrier<PIPE_ALL>();
+       Adds(t.b, t.a, 1.0f, kElements);
+       PipeBarrier<PIPE_ALL>();
+       t.Store();
+     }},
+    {"legal_accumulation",  // 64 lanes summed over 3 repeats into one; the result is 1, 2, 3, 4 again
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       Duplicate(t.b, 0.0f, kElements);
+       Sync<HardEvent::MTE2_V>();
+       PipeBarrier<PIPE_V>();
+       Add(t.b, t.a, t.b, 64, 3, BinaryRepeatParams(1, 1, 1, 0, 0, 0));
+       PipeBarrier<PIPE_V>();
+       Adds(t.b, t.b, 3.0f, 64);
+       PipeBarrier<PIPE_V>();
+       Muls(t.b, t.b, 1.0f / 3, 64);
        Sync<HardEvent::V_MTE3>();
        t.Store();
      }},
