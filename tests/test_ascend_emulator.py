@@ -25,14 +25,18 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the built test programs."""
     folder = tmp_path_factory.mktemp("ascend")
     compile_one = [os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-c"]
-    sources = [EMULATOR / "scheduler.cpp", *(SOURCES / f"{name}.cpp" for name in ("api", "faults", "softmax"))]
+    sources = [
+        EMULATOR / "scheduler.cpp",
+        EMULATOR / "machine.cpp",
+        *(SOURCES / f"{name}.cpp" for name in ("api", "faults", "softmax", "mixed")),
+    ]
     builds = [
         subprocess.Popen([*compile_one, f"-I{EMULATOR / 'include'}", source, "-o", folder / f"{source.stem}.o"])
         for source in sources
     ]
     assert [build.wait() for build in builds] == [0] * len(builds)
-    for name in ("api", "faults", "softmax"):
-        linked = [folder / f"{name}.o", folder / "scheduler.o", "-o", folder / name]
+    for name in ("api", "faults", "softmax", "mixed"):
+        linked = [folder / f"{name}.o", folder / "scheduler.o", folder / "machine.o", "-o", folder / name]
         subprocess.run([compile_one[0], *linked], check=True)
     return folder
 
@@ -235,12 +239,44 @@ def test_softmax_kernel(programs: Path, tmp_path: Path, rows: int, columns: int,
     for mode, seed in [("eager", 0), ("late", 0), *(("random", seed) for seed in range(5))]:
         errors, counters = run(programs / "softmax", mode, seed, blocks, rows, columns, tmp_path / "x", tmp_path / "y")
         assert errors == []
-        assert counters["gm_read"] == counters["gm_written"] == [x.nbytes]
+        assert counters["gm_read"] == counters["gm_written"] == [x.nbytes, 0]
         tiles = -(-rows // 8)
         assert counters["MTE2"][0] == counters["MTE3"][0] == tiles
         results.append(np.fromfile(tmp_path / "y", dtype=np.float16).reshape(x.shape))
     expected = torch.softmax(torch.from_numpy(x).double(), dim=1).numpy()
     np.testing.assert_allclose(results[0], expected, rtol=1e-3, atol=6e-8)
+    assert all((result == results[0]).all() for result in results)
+
+
+MIXED_SIZES = [(128, 128, 128, 128), (37, 53, 45, 61), (2, 16, 16, 16), (100, 17, 3, 5)]
+
+
+def mixed(programs: Path, folder: Path, case: str, mode: str, seed: int, blocks: int, sizes: tuple[int, ...]) -> tuple:
+    """Runs (2 A B^T) V of random matrices; returns errors, counters, what came out and what should."""
+    m, n, k, d = sizes
+    random = np.random.default_rng(4)
+    a, b, v = ((random.normal(size=shape) / 4).astype(np.float16) for shape in ((m, k), (n, k), (n, d)))
+    paths = [folder / name for name in ("a", "b", "v")]
+    for path, values in zip(paths, (a, b, v), strict=True):
+        values.tofile(path)
+    errors, counters = run(programs / "mixed", case, mode, seed, blocks, *sizes, *paths, folder / "out")
+    got = np.fromfile(folder / "out", dtype=np.float16).reshape(blocks, m, d)
+    rounded = (2 * (a.astype(np.float64) @ b.astype(np.float64).T)).astype(np.float16)
+    return errors, counters, got, rounded.astype(np.float64) @ v.astype(np.float64)
+
+
+@pytest.mark.parametrize("sizes", MIXED_SIZES)
+def test_cube_and_vector_cores_work_together(programs: Path, tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    m, n, k, d = sizes
+    results = []
+    for mode, seed in [("eager", 0), ("late", 0), *(("random", seed) for seed in range(3))]:
+        errors, counters, got, expected = mixed(programs, tmp_path, "none", mode, seed, 2, sizes)
+        assert errors == []
+        np.testing.assert_allclose(got, np.broadcast_to(expected, got.shape), rtol=3e-3, atol=5e-3)
+        assert counters["gm_read"] == [2 * 2 * (m * k + n * k + n * d), 2 * m * n * (4 + 2)]
+        assert counters["gm_written"] == [2 * 2 * m * d, 2 * m * n * (4 + 2)]
+        assert counters["M"][0] == 2 * 2
+        results.append(got)
     assert all((result == results[0]).all() for result in results)
 
 
@@ -304,6 +340,47 @@ def test_fault_is_reported(programs: Path, case: str, mode: str) -> None:
     marked = next(number for number, text in enumerate(lines, 1) if text.endswith(f"// fault: {case}"))
     errors, _ = run(programs / "faults", case, mode, 0)
     assert any(re.search(FAULTS[case], error) and f"faults.cpp:{marked}" in error for error in errors), errors
+
+
+# The same for the mixed kernel.
+MIXED_FAULTS = {
+    "l1_too_big": r"a buffer of 524288 bytes at 0 ends beyond L1, which has 524032 usable bytes",
+    "v_on_cube": r"Adds: the destination lies in L1, it must be in UB",
+    "cube_on_vector": r"SetFlag<HardEvent::M_FIX>: AIV \d does not have both pipes",
+    "no_load_flag": r"race: LoadData on MTE1 reads L1 that Nd2Nz on MTE2 .* writes.*MTE2_MTE1|LoadData reads|"
+    r"race: Nd2Nz on MTE2 writes L1 that LoadData on MTE1 .* reads",
+    "no_drain_flag": r"Fixpipe on FIX reads L0C that Mmad on M .* writes.*M_FIX|Fixpipe reads bytes of L0C",
+    "l0_misaligned": r"LoadData: the destination starts at L0A byte 32, which is not aligned to 512 bytes",
+    "wrong_memory": r"LoadData: the destination must be in L0A or L0B",
+    "repeat_of_zero": r"LoadData: repeatTimes 0, the limit is 1\.\.255",
+    "nd2nz_pitch": r"Nd2Nz: srcDValue 65536, the limit is 1\.\.65535",
+    "gemv": r"Mmad: m = 1 reads A as a vector \(GEMV\); pass 2",
+    "reads_beyond_k": r"Mmad reads bytes of L0B that were never written",
+    "accumulates_too_early": r"race: Mmad on M (reads|writes) L0C that Mmad on M .* writes.*PipeBarrier<PIPE_M>",
+    "no_quant_to_half": r"Fixpipe: quantPre does not fit the type of the destination",
+    "out_of_bounds": r"Fixpipe writes GM out of bounds: bytes \d+\.\.\d+ of 'out'",
+    "no_cross_wait": r"race: Nd2Nz on MTE2 of AIC \d reads probabilities that DataCopyPad on MTE3 of AIV \d .* writes|"
+    r"Nd2Nz reads bytes of probabilities that were never written",
+    "set_on_wrong_pipe": r"race: Nd2Nz on MTE2 of AIC \d reads probabilities that DataCopyPad on MTE3 of AIV \d",
+    "reads_scores_too_early": r"race: DataCopyPad on MTE2 of AIV \d reads scores that Fixpipe on FIX of AIC \d|"
+    r"DataCopyPad reads bytes of scores that were never written",
+    "scores_never_announced": r"deadlock between cores: AIC 0 waits for cross-core flag 1 .*; AIV 0 waits for .* flag 0",
+    "one_half_is_silent": r"deadlock between cores: AIC \d waits for cross-core flag 1",
+    "counter_overflow": r"CrossCoreSetFlag: flag 5 of AIV \d is set 16 times without a wait, the counter ends at 15",
+    "cross_id_16": r"CrossCoreSetFlag: flag id 16, the limit is 0\.\.15",
+    "cross_flag_leaks": r"flag 3 of AIV \d is never waited for: its counter leaks",
+    "sync_all_in_part": r"deadlock between cores: AIV 0 waits for SyncAll",
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", MIXED_FAULTS)
+def test_fault_of_a_mixed_kernel_is_reported(programs: Path, tmp_path: Path, case: str, mode: str) -> None:
+    lines = (SOURCES / "mixed.cpp").read_text().splitlines()
+    marked = next(n for n, text in enumerate(lines, 1) if case in text.partition("// fault:")[2].split())
+    sizes = (16, 16, 16, 16) if case == "accumulates_too_early" else (37, 53, 45, 61)
+    errors, *_ = mixed(programs, tmp_path, case, mode, 0, 2, sizes)
+    assert any(re.search(MIXED_FAULTS[case], error) and f"mixed.cpp:{marked}" in error for error in errors), errors
 
 
 LEGAL = ("flags", "ping_pong", "scalar_loop", "copy_queue", "accumulation")

@@ -1,4 +1,4 @@
-// DataCopy and DataCopyPad between GM and UB, on MTE2 (load) and MTE3 (store).
+// Copies between GM and UB on MTE2 (load) and MTE3 (store), and from GM into L1 on MTE2.
 #pragma once
 
 #include "rates.h"
@@ -43,6 +43,12 @@ struct DataCopyPadExtParams {
       : isPad(isPadValue), leftPadding(left), rightPadding(right), paddingValue(value) {}
 };
 
+struct Nd2NzParams {  // sizes and matrix strides in elements, strides of the NZ side in blocks
+  ascend_emulator::Field<uint16_t> ndNum = 0, nValue = 0, dValue = 0, srcNdMatrixStride = 0, srcDValue = 0,
+                                   dstNzC0Stride = 0, dstNzNStride = 0, dstNzMatrixStride = 0;
+  Nd2NzParams() = default;
+};
+
 }  // namespace AscendC
 
 namespace ascend_emulator {
@@ -54,8 +60,8 @@ struct Rows {
   int64_t extent(int64_t pitch, int64_t row) const { return (count - 1) * pitch + row; }
 };
 
-inline double copy_cycles(const Rows& rows) {
-  return kStartCycles + double(rows.count * rows.length) / kGmBytesPerCycle;
+inline double copy_cycles(const Rows& rows, double bytes_per_cycle) {
+  return kStartCycles + double(rows.count * rows.length) / bytes_per_cycle;
 }
 
 // What surrounds each row in UB, in bytes; see DataCopyPad. `value` is one element.
@@ -86,7 +92,23 @@ void load_rows(const char* name, const AscendC::LocalTensor<T>& dst, const Ascen
       for (size_t at = end; at < end + size_t(padding.right); ++at) local.bytes[at] = value[(at - end) % element];
     }
   };
-  core().issue({PIPE_MTE2, name, site, copy_cycles(rows), uint64_t(rows.count * rows.length), 0, std::move(run)});
+  core().issue(gm_work(PIPE_MTE2, name, site, copy_cycles(rows, kLoadBytesPerCycle), *space,
+                       uint64_t(rows.count * rows.length), 0, std::move(run)));
+}
+
+// dst = value, or dst += value in the tensor's type.
+template <typename T>
+void store_elements(Access& access, Space& space, size_t to, const T* values, size_t count, bool atomic) {
+  if (atomic) access.read(space, to, count * sizeof(T), true);
+  access.write(space, to, count * sizeof(T), atomic);
+  if (!atomic) {
+    std::memcpy(space.bytes + to, values, count * sizeof(T));
+    return;
+  }
+  for (size_t i = 0; i < count; ++i) {
+    const T sum = T(access.load<T>(space, to + i * sizeof(T)) + values[i]);
+    std::memcpy(space.bytes + to + i * sizeof(T), &sum, sizeof(T));
+  }
 }
 
 template <typename T>
@@ -96,15 +118,16 @@ void store_rows(const char* name, const AscendC::GlobalTensor<T>& dst, const Asc
   dst.check_extent(name, extent, site);
   auto [space, gm] = core().gm(dst.GetPhyAddr(), size_t(extent), true, name, site);
   const uint32_t ub = src.operand(name, "the source", rows.extent(rows.ub_pitch, rows.length), site);
-  auto run = [space = space, gm = gm, ub, rows](Access& access) {
+  auto run = [space = space, gm = gm, ub, rows, atomic = core().atomic_add](Access& access) {
     for (uint32_t r = 0; r < rows.count; ++r) {
       const size_t from = ub + r * size_t(rows.ub_pitch), to = gm + r * size_t(rows.gm_pitch);
       access.read(access.ub(), from, size_t(rows.length));
-      access.write(*space, to, size_t(rows.length));
-      std::memcpy(space->bytes + to, access.ub().bytes + from, size_t(rows.length));
+      store_elements(access, *space, to, reinterpret_cast<const T*>(access.ub().bytes + from),
+                     size_t(rows.length) / sizeof(T), atomic);
     }
   };
-  core().issue({PIPE_MTE3, name, site, copy_cycles(rows), 0, uint64_t(rows.count * rows.length), std::move(run)});
+  core().issue(gm_work(PIPE_MTE3, name, site, copy_cycles(rows, kStoreBytesPerCycle), *space, 0,
+                       uint64_t(rows.count * rows.length), std::move(run)));
 }
 
 // The count form: the hardware drops what is not a whole block, which no kernel wants.
@@ -193,5 +216,51 @@ void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const Da
                  Site site = Site::here()) {
   store_rows("DataCopyPad", dst, src, ascend_emulator::byte_rows(dataCopyParams, false, 0, site), site);
 }
+
+// Rows of GM into the fractal layout NZ of L1: columns of 32 bytes one after the other, the last one filled with zeros.
+template <typename T>
+void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Nd2NzParams& p, Site site = Site::here()) {
+  using ascend_emulator::kBlock;
+  p.ndNum.check("Nd2Nz: ndNum (this emulator takes one matrix)", site, 1, 1);
+  p.nValue.check("Nd2Nz: nValue", site, 0, 16384);
+  p.dValue.check("Nd2Nz: dValue", site);
+  p.srcDValue.check("Nd2Nz: srcDValue", site, 1);
+  p.dstNzC0Stride.check("Nd2Nz: dstNzC0Stride", site, 1, 16384);
+  p.dstNzNStride.check("Nd2Nz: dstNzNStride", site, 1, 16384);
+  const int64_t rows = p.nValue, columns = p.dValue, pitch = p.srcDValue, c0 = kBlock / sizeof(T);
+  const int64_t column_stride = p.dstNzC0Stride, row_stride = p.dstNzNStride, row_blocks = (columns + c0 - 1) / c0;
+  if (!rows || !columns) return;
+  const int64_t bytes = columns * int64_t(sizeof(T)), extent = (rows - 1) * pitch * int64_t(sizeof(T)) + bytes;
+  src.check_extent("Nd2Nz", extent, site);
+  auto [space, gm] = ascend_emulator::core().gm(src.GetPhyAddr(), size_t(extent), false, "Nd2Nz", site);
+  const int64_t reach = ((row_blocks - 1) * column_stride + (rows - 1) * row_stride + 1) * kBlock;
+  const uint32_t l1 = dst.operand("Nd2Nz", "the destination", reach, site, ascend_emulator::Memory::l1);
+  auto run = [=, space = space, gm = gm](ascend_emulator::Access& access) {
+    ascend_emulator::Space& local = access.local(ascend_emulator::Memory::l1);
+    for (int64_t r = 0; r < rows; ++r) {
+      const size_t from = gm + size_t(r * pitch) * sizeof(T);
+      access.read(*space, from, size_t(bytes));
+      for (int64_t b = 0; b < row_blocks; ++b) {
+        const size_t to = l1 + size_t(b * column_stride + r * row_stride) * kBlock;
+        const size_t part = size_t(std::min<int64_t>(kBlock, bytes - b * kBlock));
+        access.write(local, to, kBlock);
+        std::memset(local.bytes + to, 0, kBlock);
+        std::memcpy(local.bytes + to, space->bytes + from + size_t(b) * kBlock, part);
+      }
+    }
+  };
+  const double cycles = ascend_emulator::kStartCycles + double(rows * bytes) / ascend_emulator::kLoadBytesPerCycle;
+  ascend_emulator::core().issue(
+      ascend_emulator::gm_work(PIPE_MTE2, "Nd2Nz", site, cycles, *space, uint64_t(rows * bytes), 0, std::move(run)));
+}
+
+// What follows on MTE3 and FIX adds to GM instead of overwriting it.
+template <typename T>
+void SetAtomicAdd(Site site = Site::here()) {
+  static_assert(std::is_same_v<T, float>, "the emulator adds float");
+  ascend_emulator::core().atomic_add = true;
+  ascend_emulator::core().atomic_site = site;
+}
+inline void SetAtomicNone() { ascend_emulator::core().atomic_add = false; }
 
 }  // namespace AscendC

@@ -98,7 +98,7 @@ void lanewise(const char* name, Site site, Lanes lanes, double per_repeat, bool 
   if (dst.block == 0) fail(site, std::string(name) + ": destination block stride 0 is illegal");
   dst.resolve(name, "the destination", lanes, site);
   (sources.resolve(name, "a source", lanes, site), ...);
-  auto run = [=, sources = std::make_tuple(sources...)](Access& access) {
+  auto run = [=, sources = std::make_tuple(sources...)](Access& access) mutable {
     for (uint32_t r = 0; r < lanes.repeat; ++r) {
       D results[128];
       std::apply(
@@ -117,7 +117,7 @@ void lanewise(const char* name, Site site, Lanes lanes, double per_repeat, bool 
       dst.scatter(access, lanes, r, results);
     }
   };
-  core().issue({PIPE_V, name, site, vector_cycles(lanes, per_repeat), 0, 0, std::move(run)});
+  core().issue({PIPE_V, name, site, vector_cycles(lanes, per_repeat), 0, 0, {}, std::move(run)});
 }
 
 }  // namespace ascend_emulator

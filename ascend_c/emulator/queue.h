@@ -1,5 +1,5 @@
-// TPipe, TQue, TQueBind, TBuf: buffers in UB, and the flags between the pipe that fills a buffer and the one that
-// drains it.
+// TPipe, TQue, TQueBind, TBuf: buffers in the memories of a core, and the flags between the pipe that fills a buffer
+// and the one that drains it.
 #pragma once
 
 #include <deque>
@@ -71,7 +71,7 @@ class TBuf {
   }
   template <typename T>
   LocalTensor<T> Get() {
-    return LocalTensor<T>(buffer_->address, buffer_->bytes);
+    return LocalTensor<T>(buffer_->memory, buffer_->address, buffer_->bytes, nullptr);
   }
   template <typename T>
   LocalTensor<T> GetWithOffset(uint32_t size, uint32_t bufferOffset, Site site = Site::here()) {
@@ -79,7 +79,7 @@ class TBuf {
     if (bufferOffset + bytes > buffer_->bytes)
       ascend_emulator::fail(site, ascend_emulator::format("TBuf: %lld bytes at %u asked for, the buffer has %u",
                                                           (long long)bytes, bufferOffset, buffer_->bytes));
-    return LocalTensor<T>(buffer_->address + bufferOffset, bytes);
+    return LocalTensor<T>(buffer_->memory, buffer_->address + bufferOffset, bytes, nullptr);
   }
 
  private:
@@ -99,7 +99,7 @@ class TPipe {
   bool InitBuffer(TQueBind<source, target, depth>& queue, uint8_t num, uint32_t length, Site site = Site::here()) {
     using Queue = TQueBind<source, target, depth>;
     for (int n = 0; n < num; ++n) {
-      ascend_emulator::Buffer& buffer = reserve(length, site);
+      ascend_emulator::Buffer& buffer = reserve(ascend_emulator::Memory::ub, length, site);
       buffer.full_event = take_id(Queue::full_event(), site);
       buffer.free_event = take_id(Queue::free_event(), site);
       queue.buffers_.push_back(&buffer);
@@ -111,7 +111,7 @@ class TPipe {
   }
   template <TPosition position>
   bool InitBuffer(TBuf<position>& buf, uint32_t length, Site site = Site::here()) {
-    buf.buffer_ = &reserve(length, site);
+    buf.buffer_ = &reserve(ascend_emulator::memory_of(position), length, site);
     return true;
   }
 
@@ -130,18 +130,22 @@ class TPipe {
   }
 
  private:
-  ascend_emulator::Buffer& reserve(uint32_t length, Site site) {
+  ascend_emulator::Buffer& reserve(ascend_emulator::Memory memory, uint32_t length, Site site) {
     const uint32_t bytes = (length + 31) / 32 * 32;
+    uint32_t& top = top_[size_t(memory)];
+    const auto& info = ascend_emulator::info(memory);
+    ascend_emulator::core().local(memory, "InitBuffer", site);
     if (buffers_.size() == 64) ascend_emulator::fail(site, "InitBuffer: more than 64 buffers");
-    if (uint64_t(top_) + bytes > ascend_emulator::kUbBytes)
+    if (uint64_t(top) + bytes > info.bytes)
       ascend_emulator::fail(
           site,
-          ascend_emulator::format("InitBuffer: a buffer of %u bytes at %u ends beyond UB, which has %u usable bytes",
-                                  bytes, top_, ascend_emulator::kUbBytes));
+          ascend_emulator::format("InitBuffer: a buffer of %u bytes at %u ends beyond %s, which has %u usable bytes",
+                                  bytes, top, info.name, info.bytes));
     buffers_.emplace_back();
-    buffers_.back().address = top_;
+    buffers_.back().memory = memory;
+    buffers_.back().address = top;
     buffers_.back().bytes = bytes;
-    top_ += bytes;
+    top += bytes;
     return buffers_.back();
   }
 
@@ -168,7 +172,7 @@ class TPipe {
 
   std::deque<ascend_emulator::Buffer> buffers_;
   std::vector<std::function<void()>> closers_;
-  uint32_t top_ = 0;
+  std::array<uint32_t, ascend_emulator::kMemories> top_{};
 };
 
 template <TPosition source, TPosition target, int32_t depth>
@@ -184,7 +188,7 @@ LocalTensor<T> TQueBind<source, target, depth>::AllocTensor(Site site) {
     buffer.free_pending = false;
     buffer.state = Buffer::State::allocated;
     buffer.site = site;
-    return LocalTensor<T>(buffer.address, buffer.bytes, &buffer);
+    return LocalTensor<T>(buffer.memory, buffer.address, buffer.bytes, &buffer);
   }
   ascend_emulator::fail(
       site, ascend_emulator::format("AllocTensor: all %zu buffers of the queue are in use", buffers_.size()));
@@ -222,7 +226,7 @@ LocalTensor<T> TQueBind<source, target, depth>::DeQue(Site site) {
   queued_.pop_front();
   ascend_emulator::core().wait_flag(full_event(), buffer.full_event, site);
   buffer.state = ascend_emulator::Buffer::State::allocated;
-  return LocalTensor<T>(buffer.address, buffer.bytes, &buffer);
+  return LocalTensor<T>(buffer.memory, buffer.address, buffer.bytes, &buffer);
 }
 
 template <TPosition source, TPosition target, int32_t depth>

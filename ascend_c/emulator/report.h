@@ -40,12 +40,16 @@ __attribute__((format(printf, 1, 2))) inline std::string format(const char* patt
 [[noreturn]] inline void fail(Site site, const std::string& message) { throw Fault(site.text() + ": " + message); }
 
 constexpr int kPipes = 7;
+enum class CoreKind : uint8_t { aic, aiv };
+constexpr int kCoreKinds = 2;
+enum class Traffic : uint8_t { tensors, workspace };
 
 struct Counters {
-  std::array<uint64_t, kPipes> instructions{};
-  std::array<double, kPipes> cycles{};  // modelled time that the pipe is busy
-  uint64_t gm_read_bytes = 0, gm_written_bytes = 0;
-  double span_cycles = 0;  // modelled time of the slowest block
+  using PerPipe = std::array<double, kPipes>;
+  std::array<PerPipe, kCoreKinds> instructions{};
+  std::array<PerPipe, kCoreKinds> cycles{};                     // modelled time that the pipes of all cores are busy
+  std::array<uint64_t, 2> gm_read_bytes{}, gm_written_bytes{};  // by Traffic
+  double span_cycles = 0;                                       // modelled time of the slowest core
 };
 
 struct Report {

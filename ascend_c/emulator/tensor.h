@@ -5,8 +5,8 @@
 #include <type_traits>
 
 #include "half.h"
+#include "machine.h"
 #include "rates.h"
-#include "scheduler.h"
 
 namespace AscendC {
 enum class TPosition : uint8_t { GM, A1, A2, B1, B2, C1, C2, CO1, CO2, VECIN, VECOUT, VECCALC };
@@ -38,10 +38,36 @@ struct Buffer {
   enum class State { free, allocated, queued } state = State::free;
   uint32_t address = 0, bytes = 0;
   uint32_t generation = 0;
+  Memory memory = Memory::ub;
   int full_event = -1, free_event = -1;  // ids: contents are there; buffer may be written again
   bool free_pending = false;             // the reader set free_event and nobody has waited for it
   Site site;                             // where it was allocated last
 };
+
+constexpr Memory memory_of(AscendC::TPosition position) {
+  using AscendC::TPosition;
+  switch (position) {
+    case TPosition::A1:
+    case TPosition::B1:
+    case TPosition::C1:
+      return Memory::l1;
+    case TPosition::A2:
+      return Memory::l0a;
+    case TPosition::B2:
+      return Memory::l0b;
+    case TPosition::CO1:
+      return Memory::l0c;
+    default:
+      return Memory::ub;
+  }
+}
+
+// Bytes that an instruction moves between GM and a core, for the counters.
+inline Work gm_work(pipe_t pipe, const char* name, Site site, double cycles, const Space& space, uint64_t read,
+                    uint64_t written, std::function<void(Access&)> run) {
+  const Traffic traffic = space.use == Use::workspace ? Traffic::workspace : Traffic::tensors;
+  return {pipe, name, site, cycles, read, written, traffic, std::move(run)};
+}
 
 }  // namespace ascend_emulator
 
@@ -72,22 +98,24 @@ class GlobalTensor {
     check_extent("GetValue", int64_t((offset + 1) * sizeof(T)), site);
     auto [space, at] = ascend_emulator::core().gm(data_ + offset, sizeof(T), false, "GetValue", site);
     T value;
-    ascend_emulator::core().issue({PIPE_S, "GetValue", site, ascend_emulator::kScalarCycles, sizeof(T), 0,
-                                   [&value, space = space, at = at](ascend_emulator::Access& access) {
-                                     access.read(*space, at, sizeof(T));
-                                     value = access.load<T>(*space, at);
-                                   }});
+    auto run = [&value, space = space, at = at](ascend_emulator::Access& access) {
+      access.read(*space, at, sizeof(T));
+      value = access.load<T>(*space, at);
+    };
+    ascend_emulator::core().issue(ascend_emulator::gm_work(PIPE_S, "GetValue", site, ascend_emulator::kScalarCycles,
+                                                           *space, sizeof(T), 0, std::move(run)));
     ascend_emulator::core().run_scalar();
     return value;
   }
   void SetValue(uint64_t offset, T value, Site site = Site::here()) {
     check_extent("SetValue", int64_t((offset + 1) * sizeof(T)), site);
     auto [space, at] = ascend_emulator::core().gm(data_ + offset, sizeof(T), true, "SetValue", site);
-    ascend_emulator::core().issue({PIPE_S, "SetValue", site, ascend_emulator::kScalarCycles, 0, sizeof(T),
-                                   [value, space = space, at = at](ascend_emulator::Access& access) {
-                                     access.write(*space, at, sizeof(T));
-                                     std::memcpy(space->bytes + at, &value, sizeof(T));
-                                   }});
+    auto run = [value, space = space, at = at](ascend_emulator::Access& access) {
+      access.write(*space, at, sizeof(T));
+      std::memcpy(space->bytes + at, &value, sizeof(T));
+    };
+    ascend_emulator::core().issue(ascend_emulator::gm_work(PIPE_S, "SetValue", site, ascend_emulator::kScalarCycles,
+                                                           *space, 0, sizeof(T), std::move(run)));
   }
 
   // For the emulator's own files: an instruction touches `bytes` from the start. SetGlobalBuffer may have said how many
@@ -109,8 +137,14 @@ class LocalTensor {
  public:
   using PrimType = T;
   LocalTensor() = default;
-  LocalTensor(uint32_t address, int64_t bytes, ascend_emulator::Buffer* buffer = nullptr)
-      : address_(address), bytes_(bytes), buffer_(buffer), generation_(buffer ? buffer->generation : 0) {}
+  LocalTensor(TPosition position, uint32_t address, uint32_t size)
+      : LocalTensor(ascend_emulator::memory_of(position), address, int64_t(size) * int64_t(sizeof(T)), nullptr) {}
+  LocalTensor(ascend_emulator::Memory memory, uint32_t address, int64_t bytes, ascend_emulator::Buffer* buffer)
+      : memory_(memory),
+        address_(address),
+        bytes_(bytes),
+        buffer_(buffer),
+        generation_(buffer ? buffer->generation : 0) {}
 
   LocalTensor operator[](uint32_t offset) const {
     LocalTensor part = *this;
@@ -121,6 +155,7 @@ class LocalTensor {
   template <typename U>
   LocalTensor<U> ReinterpretCast() const {
     LocalTensor<U> other;
+    other.memory_ = memory_;
     other.address_ = address_;
     other.bytes_ = bytes_;
     other.buffer_ = buffer_;
@@ -133,37 +168,61 @@ class LocalTensor {
   T GetValue(uint32_t index, Site site = Site::here()) const {
     const uint32_t at = scalar_address("GetValue", index, site);
     T value;
-    ascend_emulator::core().issue(
-        {PIPE_S, "GetValue", site, ascend_emulator::kScalarCycles, 0, 0, [&value, at](ascend_emulator::Access& access) {
-           access.read(access.ub(), at, sizeof(T));
-           value = access.load<T>(access.ub(), at);
-         }});
+    ascend_emulator::core().issue({PIPE_S,
+                                   "GetValue",
+                                   site,
+                                   ascend_emulator::kScalarCycles,
+                                   0,
+                                   0,
+                                   {},
+                                   [&value, at](ascend_emulator::Access& access) {
+                                     access.read(access.ub(), at, sizeof(T));
+                                     value = access.load<T>(access.ub(), at);
+                                   }});
     ascend_emulator::core().run_scalar();
     return value;
   }
   void SetValue(uint32_t index, T value, Site site = Site::here()) const {
     const uint32_t at = scalar_address("SetValue", index, site);
-    ascend_emulator::core().issue(
-        {PIPE_S, "SetValue", site, ascend_emulator::kScalarCycles, 0, 0, [value, at](ascend_emulator::Access& access) {
-           access.write(access.ub(), at, sizeof(T));
-           std::memcpy(access.ub().bytes + at, &value, sizeof(T));
-         }});
+    ascend_emulator::core().issue({PIPE_S,
+                                   "SetValue",
+                                   site,
+                                   ascend_emulator::kScalarCycles,
+                                   0,
+                                   0,
+                                   {},
+                                   [value, at](ascend_emulator::Access& access) {
+                                     access.write(access.ub(), at, sizeof(T));
+                                     std::memcpy(access.ub().bytes + at, &value, sizeof(T));
+                                   }});
   }
 
-  // For the emulator's own files: the operand of instruction `name`, which touches `extent` bytes from its start.
-  uint32_t operand(const char* name, const char* role, int64_t extent, Site site, uint32_t alignment = 32) const {
+  // For the emulator's own files: the operand of instruction `name` in `memory`, which touches `extent` bytes from its
+  // start.
+  uint32_t operand(const char* name, const char* role, int64_t extent, Site site,
+                   ascend_emulator::Memory memory = ascend_emulator::Memory::ub, uint32_t alignment = 0) const {
     using ascend_emulator::Buffer;
     using ascend_emulator::format;
     if (buffer_ && (buffer_->generation != generation_ || buffer_->state == Buffer::State::free))
       ascend_emulator::fail(site, format("%s: %s is a tensor that was freed or enqueued before", name, role));
+    if (memory_ != memory)
+      ascend_emulator::fail(site, format("%s: %s lies in %s, it must be in %s", name, role,
+                                         ascend_emulator::info(memory_).name, ascend_emulator::info(memory).name));
+    ascend_emulator::core().local(memory, name, site);
+    if (!alignment) alignment = ascend_emulator::info(memory).alignment;
     if (address_ % alignment)
-      ascend_emulator::fail(site, format("%s: %s starts at UB byte %u, which is not aligned to %u bytes", name, role,
-                                         address_, alignment));
+      ascend_emulator::fail(site, format("%s: %s starts at %s byte %u, which is not aligned to %u bytes", name, role,
+                                         ascend_emulator::info(memory).name, address_, alignment));
     if (extent > bytes_)
       ascend_emulator::fail(site, format("%s: %s touches %lld bytes from its start, the tensor has %lld", name, role,
                                          (long long)extent, (long long)bytes_));
+    if (address_ + extent > ascend_emulator::info(memory).bytes)
+      ascend_emulator::fail(
+          site, format("%s: %s ends at %s byte %lld, which has %u", name, role, ascend_emulator::info(memory).name,
+                       (long long)(address_ + extent), ascend_emulator::info(memory).bytes));
     return address_;
   }
+  ascend_emulator::Memory memory() const { return memory_; }
   ascend_emulator::Buffer* buffer() const { return buffer_; }
 
  private:
@@ -171,10 +230,12 @@ class LocalTensor {
   friend class LocalTensor;
 
   uint32_t scalar_address(const char* name, uint32_t index, Site site) const {
-    return operand(name, "the tensor", (int64_t(index) + 1) * int64_t(sizeof(T)), site, 1) +
+    return operand(name, "the tensor", (int64_t(index) + 1) * int64_t(sizeof(T)), site, ascend_emulator::Memory::ub,
+                   1) +
            index * uint32_t(sizeof(T));
   }
 
+  ascend_emulator::Memory memory_ = ascend_emulator::Memory::ub;
   uint32_t address_ = 0;
   int64_t bytes_ = 0;
   ascend_emulator::Buffer* buffer_ = nullptr;

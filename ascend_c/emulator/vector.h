@@ -1,4 +1,4 @@
-// The vector instructions of a softmax, each in the count form and in the mask + repeat form.
+// The vector instructions, each in the count form and in the mask + repeat form.
 #pragma once
 
 #include <cmath>
@@ -72,6 +72,12 @@ inline constexpr bool kIsFloat = std::is_same_v<T, float> || std::is_same_v<T, h
 template <typename T>
 inline constexpr bool kIsInteger = std::is_same_v<T, int16_t> || std::is_same_v<T, int32_t>;
 
+// Bit operations exist for 16 bits, shifts for integers of either width.
+template <typename T>
+inline constexpr bool kIsBits = std::is_same_v<T, int16_t> || std::is_same_v<T, uint16_t>;
+template <typename T>
+inline constexpr bool kIsShifted = kIsBits<T> || std::is_same_v<T, int32_t> || std::is_same_v<T, uint32_t>;
+
 template <typename T>
 auto wide(T value) {
   if constexpr (kIsFloat<T>)
@@ -128,6 +134,31 @@ struct MinLane {
     }
   }
 };
+struct AndLane {
+  template <typename T>
+  T operator()(T a, T b) const {
+    return T(a & b);
+  }
+};
+struct OrLane {
+  template <typename T>
+  T operator()(T a, T b) const {
+    return T(a | b);
+  }
+};
+// A shift by the whole width leaves nothing (or the sign).
+struct ShiftLeftLane {
+  template <typename T>
+  T operator()(T a, T bits) const {
+    return T(uint64_t(a) << int(bits));
+  }
+};
+struct ShiftRightLane {
+  template <typename T>
+  T operator()(T a, T bits) const {
+    return T(int64_t(a) >> int(bits));
+  }
+};
 struct ExpLane {
   template <typename T>
   T operator()(T a) const {
@@ -172,10 +203,29 @@ AscendC::UnaryRepeatParams dense() {
   return {1, 1, uint32_t(lanes * sizeof(D) / kBlock), uint32_t(lanes * sizeof(S) / kBlock)};
 }
 
-// float <-> half, float <-> bfloat16_t with the modes that exist for each.
+inline double round_to_integer(double value, AscendC::RoundMode mode) {
+  using AscendC::RoundMode;
+  switch (mode) {
+    case RoundMode::CAST_FLOOR:
+      return std::floor(value);
+    case RoundMode::CAST_CEIL:
+      return std::ceil(value);
+    case RoundMode::CAST_ROUND:
+      return std::round(value);
+    case RoundMode::CAST_TRUNC:
+      return std::trunc(value);
+    default:
+      return std::nearbyint(value);
+  }
+}
+
+// float <-> half, bfloat16_t and int32_t with the modes that exist for each.
 template <typename D, typename S>
 D cast_lane(S value, AscendC::RoundMode mode) {
-  if constexpr (std::is_same_v<S, float>) {
+  if constexpr (std::is_same_v<D, int32_t>) {
+    const double rounded = round_to_integer(value, mode);
+    return std::isnan(value) ? 0 : int32_t(std::min(std::max(rounded, -2147483648.0), 2147483647.0));
+  } else if constexpr (std::is_same_v<S, float>) {
     D result;
     result.bits = narrow_float(value, std::is_same_v<D, half> ? 10 : 7, mode);
     return result;
@@ -187,12 +237,17 @@ D cast_lane(S value, AscendC::RoundMode mode) {
 template <typename D, typename S>
 void check_cast(AscendC::RoundMode mode, Site site) {
   using AscendC::RoundMode;
-  static_assert((std::is_same_v<D, float> && (std::is_same_v<S, half> || std::is_same_v<S, bfloat16_t>)) ||
-                    (std::is_same_v<S, float> && (std::is_same_v<D, half> || std::is_same_v<D, bfloat16_t>)),
-                "the emulator casts between float and half or bfloat16_t");
-  if (std::is_same_v<D, float> && mode != RoundMode::CAST_NONE) fail(site, "Cast: widening takes CAST_NONE only");
-  if (std::is_same_v<D, bfloat16_t> && (mode == RoundMode::CAST_NONE || mode == RoundMode::CAST_ODD))
+  constexpr bool widens = std::is_same_v<D, float> && (std::is_same_v<S, half> || std::is_same_v<S, bfloat16_t>);
+  constexpr bool narrows = std::is_same_v<S, float> && (std::is_same_v<D, half> || std::is_same_v<D, bfloat16_t>);
+  constexpr bool integers = (std::is_same_v<S, float> && std::is_same_v<D, int32_t>) ||
+                            (std::is_same_v<S, int32_t> && std::is_same_v<D, float>);
+  static_assert(widens || narrows || integers, "the emulator casts between float and half, bfloat16_t or int32_t");
+  if (widens && mode != RoundMode::CAST_NONE) fail(site, "Cast: widening takes CAST_NONE only");
+  const bool none = mode == RoundMode::CAST_NONE || mode == RoundMode::CAST_ODD;
+  if (std::is_same_v<D, bfloat16_t> && none)
     fail(site, "Cast: float to bfloat16_t takes CAST_RINT, FLOOR, CEIL, ROUND or TRUNC");
+  if (std::is_same_v<D, int32_t> && none)
+    fail(site, "Cast: float to int32_t takes CAST_RINT, FLOOR, CEIL, ROUND or TRUNC");
 }
 
 // Sums are trees over neighbours in the type of the data; masked lanes count as 0.
@@ -240,7 +295,7 @@ void whole_reduce(const char* name, Site site, const Lanes& lanes, const AscendC
   const int64_t size = sizeof(T), entry = pair ? 2 * size : size;
   src.resolve(name, "the source", lanes, site);
   const uint32_t to = dst.operand(name, "the destination", (lanes.repeat - 1) * dst_stride * entry + entry, site,
-                                  uint32_t(size));  // the result needs the alignment of its type only
+                                  Memory::ub, uint32_t(size));  // the result needs the alignment of its type only
   auto run = [=](Access& access) {
     using Index = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
     for (uint32_t r = 0; r < lanes.repeat; ++r) {
@@ -258,7 +313,7 @@ void whole_reduce(const char* name, Site site, const Lanes& lanes, const AscendC
       if (pair) store(access, at + (index_first ? 0 : size_t(size)), Index(index));
     }
   };
-  core().issue({PIPE_V, name, site, vector_cycles(lanes, kWholeReduce), 0, 0, std::move(run)});
+  core().issue({PIPE_V, name, site, vector_cycles(lanes, kWholeReduce), 0, 0, {}, std::move(run)});
 }
 
 // One result per block, eight per repeat; a block without an active lane is not written.
@@ -269,8 +324,8 @@ void block_reduce(const char* name, Site site, const Lanes& lanes, const AscendC
   if (!lanes.any()) return;
   src.resolve(name, "the source", lanes, site);
   const int64_t entry = 8 * sizeof(T);
-  const uint32_t to =
-      dst.operand(name, "the destination", (lanes.repeat - 1) * dst_stride * entry + entry, site, uint32_t(entry));
+  const uint32_t to = dst.operand(name, "the destination", (lanes.repeat - 1) * dst_stride * entry + entry, site,
+                                  Memory::ub, uint32_t(entry));
   auto run = [=](Access& access) {
     constexpr uint32_t kLanes = kBlock / sizeof(T);
     for (uint32_t r = 0; r < lanes.repeat; ++r) {
@@ -286,7 +341,8 @@ void block_reduce(const char* name, Site site, const Lanes& lanes, const AscendC
       }
     }
   };
-  core().issue({PIPE_V, name, site, vector_cycles(lanes, per_repeat_block_reduce(sizeof(T))), 0, 0, std::move(run)});
+  core().issue(
+      {PIPE_V, name, site, vector_cycles(lanes, per_repeat_block_reduce(sizeof(T))), 0, 0, {}, std::move(run)});
 }
 
 }  // namespace ascend_emulator
@@ -322,14 +378,16 @@ ASCEND_EMULATOR_BINARY(Mul, ASCEND_EMULATOR_ANY, ascend_emulator::kSimple)
 ASCEND_EMULATOR_BINARY(Max, ASCEND_EMULATOR_ANY, ascend_emulator::kSimple)
 ASCEND_EMULATOR_BINARY(Min, ASCEND_EMULATOR_ANY, ascend_emulator::kSimple)
 ASCEND_EMULATOR_BINARY(Div, ASCEND_EMULATOR_FLOAT, ASCEND_EMULATOR_SLOW)
+ASCEND_EMULATOR_BINARY(And, (ascend_emulator::kIsBits<T>), ascend_emulator::kSimple)
+ASCEND_EMULATOR_BINARY(Or, (ascend_emulator::kIsBits<T>), ascend_emulator::kSimple)
 #undef ASCEND_EMULATOR_BINARY
 
 // dst = src op scalar
-#define ASCEND_EMULATOR_SCALAR(NAME, LANE)                                                                           \
+#define ASCEND_EMULATOR_SCALAR(NAME, LANE, TYPES)                                                                    \
   template <typename T>                                                                                              \
   void NAME(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue, const int32_t& count,        \
             Site site = Site::here()) {                                                                              \
-    static_assert(ASCEND_EMULATOR_ANY, #NAME " does not exist for this type");                                       \
+    static_assert(TYPES, #NAME " does not exist for this type");                                                     \
     const auto lanes = ascend_emulator::count_lanes(#NAME, count, ascend_emulator::lanes_per_repeat<T>(), site);     \
     const auto lane = [scalarValue](T a) { return ascend_emulator::LANE()(a, scalarValue); };                        \
     unary(#NAME, site, lanes, ascend_emulator::kSimple, lane, dst, src, UnaryRepeatParams());                        \
@@ -338,7 +396,7 @@ ASCEND_EMULATOR_BINARY(Div, ASCEND_EMULATOR_FLOAT, ASCEND_EMULATOR_SLOW)
   std::enable_if_t<std::is_convertible_v<Mask, uint64_t> || std::is_convertible_v<Mask, const uint64_t*>> NAME(      \
       const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue, Mask mask,                         \
       ascend_emulator::Field<uint8_t> repeatTime, const UnaryRepeatParams& repeatParams, Site site = Site::here()) { \
-    static_assert(ASCEND_EMULATOR_ANY, #NAME " does not exist for this type");                                       \
+    static_assert(TYPES, #NAME " does not exist for this type");                                                     \
     static_assert(isSetMask, "masks set beforehand are not emulated");                                               \
     const auto lanes =                                                                                               \
         ascend_emulator::mask_lanes(#NAME, mask, repeatTime, ascend_emulator::lanes_per_repeat<T>(), site);          \
@@ -346,10 +404,12 @@ ASCEND_EMULATOR_BINARY(Div, ASCEND_EMULATOR_FLOAT, ASCEND_EMULATOR_SLOW)
     unary(#NAME, site, lanes, ascend_emulator::kSimple, lane, dst, src, repeatParams);                               \
   }
 
-ASCEND_EMULATOR_SCALAR(Adds, AddLane)
-ASCEND_EMULATOR_SCALAR(Muls, MulLane)
-ASCEND_EMULATOR_SCALAR(Maxs, MaxLane)
-ASCEND_EMULATOR_SCALAR(Mins, MinLane)
+ASCEND_EMULATOR_SCALAR(Adds, AddLane, ASCEND_EMULATOR_ANY)
+ASCEND_EMULATOR_SCALAR(Muls, MulLane, ASCEND_EMULATOR_ANY)
+ASCEND_EMULATOR_SCALAR(Maxs, MaxLane, ASCEND_EMULATOR_ANY)
+ASCEND_EMULATOR_SCALAR(Mins, MinLane, ASCEND_EMULATOR_ANY)
+ASCEND_EMULATOR_SCALAR(ShiftLeft, ShiftLeftLane, (ascend_emulator::kIsShifted<T>))
+ASCEND_EMULATOR_SCALAR(ShiftRight, ShiftRightLane, (ascend_emulator::kIsShifted<T>))
 #undef ASCEND_EMULATOR_SCALAR
 
 // dst = op(src)
@@ -425,6 +485,17 @@ std::enable_if_t<std::is_convertible_v<Mask, uint64_t> || std::is_convertible_v<
       ascend_emulator::Operand<T>{dst, dstBlockStride, dstRepeatStride});
 }
 
+// dst[i] = firstValue + i
+template <typename T>
+void CreateVecIndex(const LocalTensor<T>& dst, const T& firstValue, uint32_t count, Site site = Site::here()) {
+  static_assert(std::is_same_v<T, int32_t> || std::is_same_v<T, float>, "the emulator counts in int32_t and float");
+  const auto lanes =
+      ascend_emulator::count_lanes("CreateVecIndex", count, ascend_emulator::lanes_per_repeat<T>(), site);
+  lanewise(
+      "CreateVecIndex", site, lanes, ascend_emulator::kSimple, false,
+      [firstValue, i = 0]() mutable { return T(firstValue + T(i++)); }, ascend_emulator::Operand<T>{dst, 1, 8});
+}
+
 // Element i of repeat r fills block r * dstRepStride + i * dstBlkStride of dst.
 template <typename T>
 void Brcb(const LocalTensor<T>& dst, const LocalTensor<T>& src, ascend_emulator::Field<uint8_t> repeatTime,
@@ -449,8 +520,14 @@ void Brcb(const LocalTensor<T>& dst, const LocalTensor<T>& src, ascend_emulator:
       for (uint32_t b = 0; b < kBlock; b += sizeof(T)) std::memcpy(access.ub().bytes + target + b, &value, sizeof(T));
     }
   };
-  ascend_emulator::core().issue(
-      {PIPE_V, "Brcb", site, ascend_emulator::kStartCycles + repeat * ascend_emulator::kSimple, 0, 0, std::move(run)});
+  ascend_emulator::core().issue({PIPE_V,
+                                 "Brcb",
+                                 site,
+                                 ascend_emulator::kStartCycles + repeat * ascend_emulator::kSimple,
+                                 0,
+                                 0,
+                                 {},
+                                 std::move(run)});
 }
 
 // WholeReduce takes mask and repeat, BlockReduce repeat and mask; the last strides are in blocks, the first in results.

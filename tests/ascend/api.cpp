@@ -64,14 +64,16 @@ void elementwise(const std::string& type) {
   add<T, T>(#NAME "_count_" + type, [](L out, L a, L) { NAME(out, a, T(0.75f), 1000); }); \
   add<T, T>(#NAME "_mask_" + type,                                                        \
             [](L out, L a, L) { NAME(out, a, T(0.75f), 40, 3, UnaryRepeatParams(1, 2, 16, 8)); });
-      SCALAR(Adds) SCALAR(Muls) SCALAR(Maxs) SCALAR(Mins)
+  SCALAR(Adds)
+  SCALAR(Muls)
+  SCALAR(Maxs) SCALAR(Mins)
 #undef SCALAR
 #define UNARY(NAME)                                                             \
   add<T, T>(#NAME "_count_" + type, [](L out, L a, L) { NAME(out, a, 1000); }); \
   add<T, T>(#NAME "_mask_" + type, [](L out, L a, L) { NAME(out, a, 40, 3, UnaryRepeatParams(1, 2, 16, 8)); });
-          UNARY(Exp) UNARY(Ln) UNARY(Abs)
+      UNARY(Exp) UNARY(Ln) UNARY(Abs)
 #undef UNARY
-              add<T, T>("Duplicate_count_" + type, [](L out, L, L) { Duplicate(out, T(2.5f), 77); });
+          add<T, T>("Duplicate_count_" + type, [](L out, L, L) { Duplicate(out, T(2.5f), 77); });
   add<T, T>("Duplicate_mask_" + type, [](L out, L, L) {
     uint64_t mask[2] = {0xf0f0f0f0f0f0f0f0, 0};
     Duplicate(out, T(2.5f), mask, 3, 1, 16);
@@ -167,10 +169,11 @@ int main(int, char** argv) {
   copies();
   std::vector<uint8_t> a = read_file(argv[3]), b = read_file(argv[4]), out(kElements * 4);
   ascend_emulator::GlobalMemory gm;
-  gm.add("a", a.data(), a.size(), true);
-  gm.add("b", b.data(), b.size(), true);
-  gm.add("out", out.data(), out.size(), false);
+  gm.add("a", a.data(), a.size(), ascend_emulator::Use::input);
+  gm.add("b", b.data(), b.size(), ascend_emulator::Use::input);
+  gm.add("out", out.data(), out.size(), ascend_emulator::Use::output);
   const Kernel& kernel = cases.at(argv[1]);
-  print(ascend_emulator::launch(1, parse_options(argv[2]), gm, [&] { kernel(a.data(), b.data(), out.data()); }));
+  print(ascend_emulator::launch(KERNEL_TYPE_AIV_ONLY, 1, parse_options(argv[2]), gm,
+                                [&] { kernel(a.data(), b.data(), out.data()); }));
   write_file(argv[5], out);
 }

@@ -371,10 +371,10 @@ int main(int, char** argv) {
   std::vector<float> x(kElements), y(kElements);
   for (uint32_t i = 0; i < kElements; ++i) x[i] = float(i);
   ascend_emulator::GlobalMemory gm;
-  gm.add("x", x.data(), x.size() * sizeof(float), true);
-  gm.add("y", y.data(), y.size() * sizeof(float), false);
+  gm.add("x", x.data(), x.size() * sizeof(float), ascend_emulator::Use::input);
+  gm.add("y", y.data(), y.size() * sizeof(float), ascend_emulator::Use::output);
   const auto& kernel = cases.at(argv[1]);
-  print(ascend_emulator::launch(1, parse_options(argv[2], argv[3]), gm,
+  print(ascend_emulator::launch(KERNEL_TYPE_AIV_ONLY, 1, parse_options(argv[2], argv[3]), gm,
                                 [&] { kernel((GM_ADDR)x.data(), (GM_ADDR)y.data()); }));
   std::cout << "y";
   for (uint32_t i = 0; i < 4; ++i) std::cout << " " << y[i];

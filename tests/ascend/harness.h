@@ -28,8 +28,20 @@ inline void write_file(const std::string& path, const std::vector<uint8_t>& byte
 inline void print(const ascend_emulator::Report& report) {
   for (const std::string& error : report.errors) std::cout << "error: " << error << "\n";
   const auto& counters = report.counters;
-  std::cout << "gm_read " << counters.gm_read_bytes << "\ngm_written " << counters.gm_written_bytes << "\nspan "
-            << counters.span_cycles << "\n";
-  for (int p = 0; p < ascend_emulator::kPipes; ++p)
-    std::cout << ascend_emulator::pipe_name(p) << " " << counters.instructions[p] << " " << counters.cycles[p] << "\n";
+  const auto row = [](const char* name, const auto& values) {
+    std::cout << name;
+    for (const auto& value : values) std::cout << " " << value;
+    std::cout << "\n";
+  };
+  row("gm_read", counters.gm_read_bytes);  // tensors, workspace
+  row("gm_written", counters.gm_written_bytes);
+  std::cout << "span " << counters.span_cycles << "\n";
+  for (size_t p = 0; p < ascend_emulator::kPipes; ++p) {
+    double instructions = 0, cycles = 0;
+    for (size_t kind = 0; kind < ascend_emulator::kCoreKinds; ++kind) {
+      instructions += counters.instructions[kind][p];
+      cycles += counters.cycles[kind][p];
+    }
+    std::cout << ascend_emulator::pipe_name(int(p)) << " " << instructions << " " << cycles << "\n";
+  }
 }

@@ -120,9 +120,9 @@ int main(int, char** argv) {
   const uint32_t rows = uint32_t(std::atoi(argv[4])), columns = uint32_t(std::atoi(argv[5]));
   std::vector<uint8_t> x = read_file(argv[6]), y(x.size());
   ascend_emulator::GlobalMemory gm;
-  gm.add("x", x.data(), x.size(), true);
-  gm.add("y", y.data(), y.size(), false);
-  print(ascend_emulator::launch(std::atoi(argv[3]), parse_options(argv[1], argv[2]), gm,
+  gm.add("x", x.data(), x.size(), ascend_emulator::Use::input);
+  gm.add("y", y.data(), y.size(), ascend_emulator::Use::output);
+  print(ascend_emulator::launch(KERNEL_TYPE_AIV_ONLY, std::atoi(argv[3]), parse_options(argv[1], argv[2]), gm,
                                 [&] { row_softmax(x.data(), y.data(), rows, columns); }));
   write_file(argv[7], y);
 }

@@ -3,8 +3,9 @@
 #pragma once
 
 #include "../copy.h"
+#include "../cube.h"
 #include "../half.h"
+#include "../machine.h"
 #include "../queue.h"
-#include "../scheduler.h"
 #include "../tensor.h"
 #include "../vector.h"
