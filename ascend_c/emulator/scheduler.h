@@ -164,6 +164,7 @@ class Core {
   } event_ids;
   bool atomic_add = false;  // captured by the stores that follow
   Site atomic_site;
+  bool integers_wrap = false;
 
  private:
   friend class Access;

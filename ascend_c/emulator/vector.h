@@ -53,6 +53,13 @@ struct BrcbRepeatParams {
       : dstBlkStride(dstBlk), dstRepStride(dstRep) {}
 };
 
+enum class SaturationMode { FLOAT };
+// false: INF/NAN mode, in which integers wrap; true: they stop at the ends of their range.
+template <SaturationMode mode>
+void SetSaturationFlag(bool saturates) {
+  ascend_emulator::core().integers_wrap = !saturates;
+}
+
 enum class ReduceOrder { ORDER_VALUE_INDEX, ORDER_INDEX_VALUE, ORDER_ONLY_VALUE, ORDER_ONLY_INDEX };
 
 }  // namespace AscendC
@@ -71,6 +78,14 @@ template <typename T>
 inline constexpr bool kIsFloat = std::is_same_v<T, float> || std::is_same_v<T, half>;
 template <typename T>
 inline constexpr bool kIsInteger = std::is_same_v<T, int16_t> || std::is_same_v<T, int32_t>;
+
+// The default of the mode is not documented: a kernel that counts on wrapping has to ask for it.
+template <typename T>
+void check_wraps(const char* name, Site site) {
+  if constexpr (kIsInteger<T>)
+    if (!core().integers_wrap)
+      fail(site, std::string(name) + ": integers wrap after SetSaturationFlag<SaturationMode::FLOAT>(false) only");
+}
 
 // Bit operations exist for 16 bits, shifts for integers of either width.
 template <typename T>
@@ -183,6 +198,7 @@ void binary(const char* name, Site site, const Lanes& lanes, double rate, F f, c
             const AscendC::LocalTensor<T>& src0, const AscendC::LocalTensor<T>& src1,
             const AscendC::BinaryRepeatParams& p) {
   p.check(site);
+  if constexpr (kIsInteger<T> && !std::is_same_v<F, AndLane> && !std::is_same_v<F, OrLane>) check_wraps<T>(name, site);
   const bool same = dst.GetPhyAddr() == src1.GetPhyAddr() && p.dstRepStride == 0 && p.src1RepStride == 0;
   const bool accumulates = same && !std::is_same_v<F, DivLane>;
   lanewise(name, site, lanes, rate, accumulates, f, Operand<T>{dst, p.dstBlkStride, p.dstRepStride},

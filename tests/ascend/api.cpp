@@ -66,7 +66,8 @@ void elementwise(const std::string& type) {
             [](L out, L a, L) { NAME(out, a, T(0.75f), 40, 3, UnaryRepeatParams(1, 2, 16, 8)); });
   SCALAR(Adds)
   SCALAR(Muls)
-  SCALAR(Maxs) SCALAR(Mins)
+  SCALAR(Maxs)
+  SCALAR(Mins)
 #undef SCALAR
 #define UNARY(NAME)                                                             \
   add<T, T>(#NAME "_count_" + type, [](L out, L a, L) { NAME(out, a, 1000); }); \

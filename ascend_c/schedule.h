@@ -1,0 +1,151 @@
+// Which core computes what, in which order. Tasks (128 query rows of one head) are counted through batch entries, row
+// blocks from the last to the first, and heads, and dealt out to the cores in rows that go forth and back: under a
+// causal mask the long ones come first and lie beside their equals, so that every core gets its share of the triangle.
+// The cube core and the vector cores of a block walk through the same list.
+#pragma once
+
+#include "../csrc/mask.h"
+#include "../csrc/seqlen.h"
+#include "arguments.h"
+#include "kernel_operator.h"
+#include "tiles.h"
+
+namespace flashattn_ext {
+namespace ascend {
+
+using TileMask = BasicMask<int32_t>;
+
+__aicore__ inline int32_t Lesser(int32_t a, int32_t b) { return a < b ? a : b; }
+__aicore__ inline int32_t Greater(int32_t a, int32_t b) { return a > b ? a : b; }
+__aicore__ inline int32_t RoundUp(int32_t x, int32_t to) { return (x + to - 1) / to * to; }
+
+template <typename T>
+__aicore__ inline AscendC::GlobalTensor<T> Global(uint64_t address, int64_t offset = 0) {
+  AscendC::GlobalTensor<T> tensor;
+  tensor.SetGlobalBuffer((__gm__ T*)address + offset);
+  return tensor;
+}
+
+// Rows of one head of a [B, S, H, D] tensor.
+template <typename T>
+__aicore__ inline AscendC::GlobalTensor<T> Head(const TensorView& view, int32_t batch, int32_t head, int64_t row) {
+  return Global<T>((uint64_t)view.data, batch * view.batch_stride + head * view.head_stride + row * view.row_stride);
+}
+
+struct Task {
+  int32_t number = 0;  // among those of this core that see any key
+  int32_t batch = 0, head = 0;
+  int32_t row = 0, rows = 0;  // query rows, within the sequence
+  Sequence queries = {0, 0}, keys = {0, 0};
+};
+
+class Tasks {
+ public:
+  __aicore__ explicit Tasks(const Arguments& arguments) : a(arguments) {
+    cores = AscendC::GetBlockNum();
+    core = AscendC::GetBlockIdx() / AscendC::GetTaskRation();
+    mine = core;
+    entry.batch = -1;
+  }
+
+  __aicore__ bool Next(Task* task) {
+    for (;;) {
+      if (block < 0) {
+        if (++entry.batch >= a.batch) return false;
+        entry.queries = SequenceOf(a.cu_seqlens_q, a.seqlen_q, a.total_q);
+        entry.keys = SequenceOf(a.cu_seqlens_k, a.seqlen_k, a.total_k);
+        block = (entry.queries.length + kRows - 1) / kRows - 1;
+        continue;
+      }
+      if (mine < first + a.heads_q) break;
+      first += a.heads_q;
+      --block;
+    }
+    *task = entry;
+    task->head = mine - first;
+    task->row = block * kRows;
+    task->rows = Lesser(kRows, entry.queries.length - task->row);
+    ++round;
+    mine = round * cores + (round % 2 ? cores - 1 - core : core);
+    return true;
+  }
+
+ private:
+  __aicore__ Sequence SequenceOf(const int32_t* cu_seqlens, int64_t length, int64_t total) {
+    if (!cu_seqlens) return {0, length};
+    AscendC::GlobalTensor<int32_t> starts = Global<int32_t>((uint64_t)cu_seqlens);
+    return clamped_sequence(starts.GetValue(entry.batch), starts.GetValue(entry.batch + 1), total);
+  }
+
+  const Arguments& a;
+  int64_t cores, core;
+  int64_t first = 0;  // number of this block of rows of head 0, counted over all tasks of the call
+  int64_t mine = 0, round = 0;
+  int32_t block = -1;
+  Task entry;
+};
+
+// A task and one of its blocks of keys. A task that sees no key has one step, with `keys` 0.
+struct Step {
+  Task task;
+  int32_t key = 0, keys = 0;  // within the sequence
+  bool first = false, last = false;
+  int32_t slot = 0;  // of the workspace
+};
+
+class Steps {
+ public:
+  __aicore__ explicit Steps(const Arguments& arguments) : a(arguments), tasks(arguments) {}
+
+  __aicore__ bool Next(Step* step) {
+    const bool begins = key >= end;
+    if (begins) {
+      if (!tasks.Next(&task)) return false;
+      const TileMask mask(a, task.queries.length, task.keys.length);
+      const TileMask::Range visible = mask.keys_of(task.row, task.row + task.rows);
+      key = visible.begin / kLanes * kLanes;  // the generator works on 64 keys at a time
+      end = visible.end;
+      if (visible.begin == visible.end) key = end;
+      if (key < end) task.number = tasks_begun++;
+    }
+    step->task = task;
+    step->key = key;
+    step->keys = Lesser(kKeys, end - key);
+    step->first = begins;
+    key += step->keys;
+    step->last = key >= end;
+    step->slot = number % kSlots;
+    if (step->keys) ++number;
+    return true;
+  }
+
+ private:
+  const Arguments& a;
+  Tasks tasks;
+  Task task;
+  int32_t key = 0, end = 0;
+  int32_t number = 0, tasks_begun = 0;
+};
+
+// The slots of a core's workspace.
+class Workspace {
+ public:
+  __aicore__ explicit Workspace(const Arguments& a)
+      : base((uint64_t)a.workspace + AscendC::GetBlockIdx() / AscendC::GetTaskRation() * kForwardWorkspaceBytes) {}
+  __aicore__ AscendC::GlobalTensor<float> Scores(int32_t slot) const {
+    return Global<float>(base + slot * kScoreBytes);
+  }
+  template <typename T>
+  __aicore__ AscendC::GlobalTensor<T> Probabilities(int32_t slot) const {
+    return Global<T>(base + kSlots * kScoreBytes + slot * kProbabilityBytes);
+  }
+  __aicore__ AscendC::GlobalTensor<float> Partial(int32_t slot) const {
+    return Global<float>(base + kSlots * (kScoreBytes + kProbabilityBytes) + slot * kPartialBytes);
+  }
+
+ private:
+  uint64_t base;
+};
+
+}  // namespace ascend
+}  // namespace flashattn_ext
