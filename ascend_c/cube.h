@@ -61,39 +61,46 @@ class CubeCore {
   }
   __aicore__ void Release(const L1Tile<T>& tile) { AscendC::SetFlag<AscendC::HardEvent::MTE1_MTE2>(tile.event); }
 
-  // sums[m][n] (+)= left[m][k] right[n][k]^T, of at most 128 each. Frees `right`.
-  __aicore__ void MultiplyTransposed(const L1Tile<T>& left, int32_t column, const L1Tile<T>& right, int32_t n,
-                                     int32_t k, bool begins) {
-    BeginStage();
-    LoadLeft(left, column, k);
+  // What a product takes of its left operand.
+  struct Left {
+    const L1Tile<T>& tile;
+    int32_t row, rows, column, columns;
+    bool transposed;  // the product has the rows on its inside
+    __aicore__ int32_t m() const { return transposed ? columns : rows; }
+    __aicore__ int32_t k() const { return transposed ? rows : columns; }
+  };
+
+  // sums[m][n] (+)= left[m][k] right[n][k]^T, of at most 128 each. `last_use` frees `right`.
+  __aicore__ void MultiplyTransposed(const Left& left, const L1Tile<T>& right, int32_t column, int32_t n, bool begins,
+                                     bool last_use) {
+    BeginStage(left);
     AscendC::LoadData2DParams p;  // the fractals of X in L1 are those of its transpose in L0B
-    p.repeatTimes = RoundUp(n, 16) / 16 * (RoundUp(k, 16) / 16);
+    p.repeatTimes = RoundUp(n, 16) / 16 * (RoundUp(left.k(), 16) / 16);
     p.srcStride = 1;
-    AscendC::LoadData(l0b[stage * kTile * kTile], right.data, p);
-    Release(right);
-    Multiply(left.rows, n, k, begins);
+    AscendC::LoadData(l0b[stage * kTile * kTile], right.From(column), p);
+    if (last_use) Release(right);
+    Multiply(left.m(), n, left.k(), begins);
   }
 
-  // sums[m][n] (+)= left[m][k] right[k][n], of at most 128 each. Frees `right`.
-  __aicore__ void MultiplyPlain(const L1Tile<T>& left, int32_t column, const L1Tile<T>& right, int32_t n, int32_t k,
-                                bool begins) {
-    BeginStage();
-    LoadLeft(left, column, k);
+  // sums[m][n] (+)= left[m][k] right[k][n], of at most 128 each. `last_use` frees `right`.
+  __aicore__ void MultiplyPlain(const Left& left, const L1Tile<T>& right, int32_t n, bool begins, bool last_use) {
+    BeginStage(left);
     AscendC::LoadData2DParams p;
     p.repeatTimes = RoundUp(n, 16) / 16;
-    p.srcStride = RoundUp(k, 16) / 16;
+    p.srcStride = RoundUp(left.k(), 16) / 16;
     p.ifTranspose = true;
-    for (int32_t r = 0; r < RoundUp(k, 16) / 16; ++r) {
+    for (int32_t r = 0; r < RoundUp(left.k(), 16) / 16; ++r) {
       p.startIndex = r;
       AscendC::LoadData(l0b[stage * kTile * kTile + r * 16 * RoundUp(n, 16)], right.data, p);
     }
-    Release(right);
-    Multiply(left.rows, n, k, begins);
+    if (last_use) Release(right);
+    Multiply(left.m(), n, left.k(), begins);
   }
 
   // The sums begin; then products; then they go to GM.
   __aicore__ void BeginSums() { AscendC::WaitFlag<AscendC::HardEvent::FIX_M>(sums); }
-  __aicore__ void StoreSums(AscendC::GlobalTensor<float> to, int32_t rows, int32_t columns, int32_t pitch) {
+  __aicore__ void StoreSums(const AscendC::GlobalTensor<float>& to, int32_t rows, int32_t columns, int32_t pitch,
+                            bool adds = false) {
     using namespace AscendC;
     SetFlag<HardEvent::M_FIX>(sums);
     WaitFlag<HardEvent::M_FIX>(sums);
@@ -102,7 +109,9 @@ class CubeCore {
     p.mSize = rows;
     p.srcStride = RoundUp(rows, 16);
     p.dstStride = pitch;
+    if (adds) SetAtomicAdd<float>();
     Fixpipe(to, l0c[sums * kTile * kTile], p);
+    if (adds) SetAtomicNone();
     SetFlag<HardEvent::FIX_M>(sums);
     sums ^= 1;
   }
@@ -117,7 +126,7 @@ class CubeCore {
     tile.event = event;
     WaitFlag<HardEvent::MTE1_MTE2>(event);
     constexpr int64_t kMaxPitch = 65535;
-    const bool single = pitch < 1 || pitch > kMaxPitch || rows == 1;
+    const bool single = pitch < 1 || pitch > kMaxPitch;
     Nd2NzParams p;
     p.ndNum = 1;
     p.nValue = single ? 1 : rows;
@@ -127,23 +136,29 @@ class CubeCore {
     p.dstNzNStride = 1;
     DataCopy(tile.data, from, p);
     for (int32_t r = 1; single && r < rows; ++r) DataCopy(tile.data[r * 16], from[r * pitch], p);
-    // A product with one row would read it as a vector: that row stands twice, and the second result is not stored.
-    if (rows == 1) DataCopy(tile.data[16], from, p);
+    // A product with one row would read it as a vector: such a row stands twice, and the second result is not stored.
+    if (rows % 16 == 1) {
+      p.nValue = 1;
+      p.srcDValue = columns;
+      DataCopy(tile.data[rows * 16], from[(rows - 1) * pitch], p);
+    }
     SetFlag<HardEvent::MTE2_MTE1>(event);
     WaitFlag<HardEvent::MTE2_MTE1>(event);
     return tile;
   }
 
-  __aicore__ void BeginStage() { AscendC::WaitFlag<AscendC::HardEvent::M_MTE1>(stage); }
-
-  __aicore__ void LoadLeft(const L1Tile<T>& left, int32_t column, int32_t k) {
-    const int32_t rows = RoundUp(left.rows, 16);
+  __aicore__ void BeginStage(const Left& left) {
+    AscendC::WaitFlag<AscendC::HardEvent::M_MTE1>(stage);
+    const AscendC::LocalTensor<T> to = l0a[stage * kTile * kTile], from = left.tile.From(left.column);
+    const int32_t all = RoundUp(left.tile.rows, 16) / 16;  // fractals from column to column
+    const int32_t outer = RoundUp(left.m(), 16) / 16, inner = RoundUp(left.k(), 16) / 16;
     AscendC::LoadData2DParams p;
-    p.repeatTimes = RoundUp(k, 16) / 16;
-    p.srcStride = rows / 16;
-    for (int32_t r = 0; r < rows / 16; ++r) {
-      p.startIndex = r;
-      AscendC::LoadData(l0a[stage * kTile * kTile + r * 16 * RoundUp(k, 16)], left.From(column), p);
+    p.repeatTimes = inner;
+    p.srcStride = left.transposed ? 1 : all;
+    p.ifTranspose = left.transposed;
+    for (int32_t f = 0; f < outer; ++f) {
+      p.startIndex = left.row / 16 + (left.transposed ? f * all : f);
+      AscendC::LoadData(to[f * inner * 256], from, p);
     }
   }
 

@@ -13,13 +13,17 @@ namespace ascend {
 // Empty, or the reason why the call cannot run.
 std::string supports(const AttnParams& p, bool backward);
 
-// Of all `cores` together.
-size_t forward_workspace_bytes(const AttnParams& p, int64_t cores);
-
 // How many of `cores` get any work.
 int64_t forward_cores(const AttnParams& p, int64_t cores);
+int64_t backward_cores(const AttnGradParams& p, int64_t cores);
 
-Arguments arguments_of(const AttnParams& p);
+// Of all `cores` together.
+size_t forward_workspace_bytes(const AttnParams& p, int64_t cores);
+size_t backward_workspace_bytes(const AttnGradParams& p, int64_t cores);
+
+// The workspace is divided up: in the backward the slots of the cores come first, then delta and the sums.
+Arguments forward_arguments(const AttnParams& p);
+Arguments backward_arguments(const AttnGradParams& p, int64_t cores);
 
 }  // namespace ascend
 }  // namespace flashattn_ext

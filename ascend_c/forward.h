@@ -18,6 +18,7 @@
 
 #include "cube.h"
 #include "philox.h"
+#include "vector.h"
 
 namespace flashattn_ext {
 namespace ascend {
@@ -58,7 +59,7 @@ class ForwardCube {
         const int32_t k = Lesser(kTile, a.head_dim - d);
         const int64_t row = task.keys.start + step.key + key;
         const L1Tile<T> tile = cube.LoadTile(Head<T>(a.k, task.batch, key_head, row)[d], n, k, a.k.row_stride);
-        cube.MultiplyTransposed(queries, d, tile, n, k, d == 0);
+        cube.MultiplyTransposed({queries, 0, task.rows, d, k, false}, tile, 0, n, d == 0, true);
       }
       cube.StoreSums(scores[key], task.rows, n, kKeys);
     }
@@ -80,7 +81,7 @@ class ForwardCube {
         const int32_t k = Lesser(kTile, step.keys - key);
         const int64_t row = task.keys.start + step.key + key;
         const L1Tile<T> tile = cube.LoadTile(Head<T>(a.v, task.batch, key_head, row)[d], k, n, a.v.row_stride);
-        cube.MultiplyPlain(probabilities, key, tile, n, k, key == 0);
+        cube.MultiplyPlain({probabilities, 0, task.rows, key, k, false}, tile, n, key == 0, true);
       }
       cube.StoreSums(partial[d], task.rows, n, kMaxHeadDim);
     }
@@ -89,34 +90,31 @@ class ForwardCube {
   }
 
   const Arguments& a;
-  Workspace workspace;
+  ForwardWorkspace workspace;
   CubeCore<T> cube;
   L1Tile<T> queries;
 };
 
 template <typename T>
-class ForwardVector {
+class ForwardVector : VectorCore {
  public:
   __aicore__ explicit ForwardVector(const Arguments& arguments)
       : a(arguments), workspace(arguments), width(RoundUp(arguments.head_dim_v, kLanes)) {
     using namespace AscendC;
-    pipe.InitBuffer(ub, kWorkBytes);
-    int32_t byte = 0;
-    scores = Carve<float>(&byte, 2 * kChunkRows * kPitch);
-    rounded = Carve<T>(&byte, 2 * kChunkRows * kPitch);
-    output = Carve<float>(&byte, kHalf * width);
-    tree = Carve<float>(&byte, kChunkRows * kLanes);
-    row_max = Carve<float>(&byte, kStatisticsRing * kHalf);
-    row_sum = Carve<float>(&byte, kStatisticsRing * kHalf);
-    decay = Carve<float>(&byte, kSlots * kHalf * kWide);
-    chunk_max = Carve<float>(&byte, kChunkRows);
-    chunk_sum = Carve<float>(&byte, kChunkRows);
-    chunk_decay = Carve<float>(&byte, kChunkRows);
-    chunk_wide = Carve<float>(&byte, kChunkRows * kWide);
-    statistics = Carve<float>(&byte, kHalf);
-    statistics_wide = Carve<float>(&byte, kHalf * kWide);
-    if (a.has_dropout())
-      dropout.Init(a, ub.template GetWithOffset<int32_t>((kWorkBytes - byte) / 4, byte), kPitchBlocks);
+    scores = Carve<float>(2 * kChunkRows * kPitch);
+    rounded = Carve<T>(2 * kChunkRows * kPitch);
+    output = Carve<float>(kHalf * width);
+    tree = Carve<float>(kChunkRows * kLanes);
+    row_max = Carve<float>(kStatisticsRing * kHalf);
+    row_sum = Carve<float>(kStatisticsRing * kHalf);
+    decay = Carve<float>(kSlots * kHalf * kWide);
+    chunk_max = Carve<float>(kChunkRows);
+    chunk_sum = Carve<float>(kChunkRows);
+    chunk_decay = Carve<float>(kChunkRows);
+    chunk_wide = Carve<float>(kChunkRows * kWide);
+    statistics = Carve<float>(kHalf);
+    statistics_wide = Carve<float>(kHalf * kWide);
+    if (a.has_dropout()) dropout.Init(a, CarveRest<int32_t>(), kPitchBlocks);
     // Lanes behind the last row and column are computed with and never used: they must hold something.
     Duplicate(scores, 0.0f, 2 * kChunkRows * kPitch);
     Duplicate(chunk_max, 0.0f, kChunkRows);
@@ -136,7 +134,7 @@ class ForwardVector {
     Step ring[kSlots], step;
     int32_t issued = 0;
     while (steps.Next(&step)) {
-      TakeHalf(step.task);
+      TakeHalf(&step.task.row, &step.task.rows);
       if (!step.keys) {
         StoreEmpty(step.task);
         continue;
@@ -159,26 +157,7 @@ class ForwardVector {
   static constexpr int32_t kWide = 8;  // a row's value in every lane of one block
   static constexpr int32_t kPitchBlocks = kPitch / 8;
   static constexpr int32_t kStatisticsEvent = 2;
-  static constexpr float kLowest = -1e30f;  // instead of -inf for the maximum of no score, so that nothing becomes NaN
 
-  template <typename U>
-  __aicore__ AscendC::LocalTensor<U> Carve(int32_t* byte, int32_t elements) {
-    const int32_t at = *byte;
-    *byte += RoundUp(elements * int32_t(sizeof(U)), 32);
-    return ub.template GetWithOffset<U>(elements, at);
-  }
-  __aicore__ static void Barrier() { AscendC::PipeBarrier<PIPE_V>(); }
-
-  // The rows of this vector core: whole groups of 16 (the generator's), the first half to the first.
-  __aicore__ static void TakeHalf(Task& task) {
-    const int32_t first = Lesser(task.rows, (task.rows + 31) / 32 * 16);
-    if (AscendC::GetSubBlockIdx() == 0) {
-      task.rows = first;
-    } else {
-      task.row += first;
-      task.rows -= first;
-    }
-  }
   // First of them in the workspace.
   __aicore__ static int32_t SlotRow(const Task& task) { return task.row % kRows; }
 
@@ -227,7 +206,8 @@ class ForwardVector {
     const UnaryRepeatParams dense(1, 1, 8, 8);
     Muls(s, s, a.scale, kLanes, all, dense);
     Barrier();
-    Hide(step, task.row + row, rows, s);
+    HideScores(TileMask(a, task.queries.length, task.keys.length), task.row + row, rows, step.key, keys, s,
+               kPitchBlocks);
     UpdateStatistics(step, row, rows, s, columns);
     for (int32_t c = 0; c < columns; c += kLanes)
       Sub(s[c], s[c], chunk_wide, kLanes, rows, {1, 1, 0, kPitchBlocks, kPitchBlocks, 1});
@@ -239,7 +219,7 @@ class ForwardVector {
     Mul(sum, sum, chunk_decay, rows);
     Barrier();
     Add(sum, sum, chunk_sum, rows);
-    if (a.has_dropout()) dropout.Apply(s, tree, task.batch, task.head, task.row + row, step.key, columns);
+    if (a.has_dropout()) dropout.Apply(&s, 1, tree, task.batch, task.head, task.row + row, rows, step.key, columns);
     WaitFlag<HardEvent::MTE3_V>(buffer);
     Cast(p, s, RoundMode::CAST_RINT, kLanes, all, {1, 1, 4, 8});
     SetFlag<HardEvent::V_MTE2>(buffer);
@@ -249,34 +229,6 @@ class ForwardVector {
     DataCopyPad(workspace.template Probabilities<T>(step.slot)[slot_row * kKeys], p,
                 DataCopyExtParams(rows, keys * 2, kPitchBlocks / 2 - stored, (kKeys - keys) * 2, 0));
     SetFlag<HardEvent::MTE3_V>(buffer);
-  }
-
-  // -inf where a query does not see a key, and behind the last key up to whole repeats.
-  __aicore__ void Hide(const Step& step, int32_t row, int32_t rows, const AscendC::LocalTensor<float>& s) {
-    const Task& task = step.task;
-    const TileMask mask(a, task.queries.length, task.keys.length);
-    const int32_t columns = RoundUp(step.keys, kLanes);
-    if (mask.sees_all(row, row + rows, step.key, step.key + step.keys)) {
-      FillColumns(s, rows, step.keys, columns);
-    } else {
-      for (int32_t r = 0; r < rows; ++r) {
-        const TileMask::Range seen = mask.keys_of(row + r, row + r + 1);
-        const int32_t begin = Lesser(columns, Greater(0, seen.begin - step.key));
-        const int32_t end = Lesser(columns, Greater(begin, seen.end - step.key));
-        FillColumns(s[r * kPitch], 1, 0, begin);
-        FillColumns(s[r * kPitch], 1, end, columns);
-      }
-    }
-    Barrier();
-  }
-  __aicore__ void FillColumns(const AscendC::LocalTensor<float>& s, int32_t rows, int32_t begin, int32_t end) {
-    constexpr float kHidden = -__builtin_inff();
-    for (int32_t c = begin / kLanes * kLanes; c < end; c += kLanes) {
-      const uint64_t from = Greater(0, begin - c), to = Lesser(kLanes, end - c);
-      const uint64_t below_end = to == 64 ? ~uint64_t(0) : (uint64_t(1) << to) - 1;
-      uint64_t lanes[2] = {below_end & ~((uint64_t(1) << from) - 1), 0};
-      AscendC::Duplicate(s[c], kHidden, lanes, rows, 1, kPitchBlocks);
-    }
   }
 
   // max becomes that of old and new; chunk_decay = exp(old - new), chunk_wide = the new one in whole blocks.
@@ -363,7 +315,7 @@ class ForwardVector {
     using namespace AscendC;
     const int32_t at = task.number % kStatisticsRing * kHalf;
     const uint8_t pitch = width / 8;
-    constexpr float kSmallest = 1.17549435e-38f;  // a row that sees no key has O = 0 and sum 0
+    constexpr float kSmallest = 1e-30f;  // the sum is 0 (and O too) where a row sees no key, otherwise at least 1
     WaitFlag<HardEvent::MTE3_V>(kStatisticsEvent);
     Maxs(statistics, row_sum[at], kSmallest, task.rows);
     Duplicate(statistics_wide, a.inverse_keep, task.rows);
@@ -427,11 +379,9 @@ class ForwardVector {
   }
 
   const Arguments& a;
-  Workspace workspace;
+  ForwardWorkspace workspace;
   int32_t width;  // floats of a row of O: whole repeats
   int32_t chunks = 0;
-  AscendC::TPipe pipe;
-  AscendC::TBuf<AscendC::TPosition::VECCALC> ub;
   AscendC::LocalTensor<float> scores, output, tree, row_max, row_sum, decay;
   AscendC::LocalTensor<float> chunk_max, chunk_sum, chunk_decay, chunk_wide, statistics, statistics_wide;
   AscendC::LocalTensor<T> rounded;

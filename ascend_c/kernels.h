@@ -4,5 +4,13 @@
 #include "arguments.h"
 #include "kernel_operator.h"
 
-extern "C" __global__ __aicore__ void flash_forward_fp16(flashattn_ext::ascend::Arguments arguments);
-extern "C" __global__ __aicore__ void flash_forward_bf16(flashattn_ext::ascend::Arguments arguments);
+#define FLASHATTN_KERNEL(name) extern "C" __global__ __aicore__ void name(flashattn_ext::ascend::Arguments arguments)
+
+FLASHATTN_KERNEL(flash_forward_fp16);
+FLASHATTN_KERNEL(flash_forward_bf16);
+FLASHATTN_KERNEL(flash_backward_prepare_fp16);
+FLASHATTN_KERNEL(flash_backward_prepare_bf16);
+FLASHATTN_KERNEL(flash_backward_fp16);
+FLASHATTN_KERNEL(flash_backward_bf16);
+FLASHATTN_KERNEL(flash_backward_finish_fp16);
+FLASHATTN_KERNEL(flash_backward_finish_bf16);

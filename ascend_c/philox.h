@@ -38,22 +38,26 @@ class Dropout {
     Barrier();
   }
 
-  // Zeros the dropped ones of up to 16 rows x `columns` scores in UB; `row` and `key` are those of the first, multiples
-  // of 16 and 64. `scratch` is 4 KB that nobody else uses meanwhile.
-  __aicore__ void Apply(const AscendC::LocalTensor<float>& s, const AscendC::LocalTensor<float>& scratch, int32_t batch,
-                        int32_t head, int32_t row, int32_t key, int32_t columns) {
+  // Zeros the dropped ones of rows x columns scores in UB, in each of `count` tensors; `row` and `key` are those of the
+  // first score, multiples of 16 and 64. `scratch` is 4 KB that nobody else uses meanwhile.
+  __aicore__ void Apply(const AscendC::LocalTensor<float>* s, int32_t tensors,
+                        const AscendC::LocalTensor<float>& scratch, int32_t batch, int32_t head, int32_t row,
+                        int32_t rows, int32_t key, int32_t columns) {
     x = scratch.ReinterpretCast<int32_t>();
     y = x[kScratchTiles * kLanes];
-    for (int32_t c = 0; c < columns; c += most_tiles * kLanes) {
-      tiles = Lesser(most_tiles, (columns - c) / kLanes);
+    const int32_t across = columns / kLanes, all = (rows + 15) / 16 * across;
+    for (int32_t done = 0; done < all; done += most_tiles) {
+      tiles = Lesser(most_tiles, all - done);
       Barrier();
-      Count(batch, head, row / 16, (key + c) / kLanes);
+      Count(batch, head, row / 16, key / kLanes, done, across);
       for (int32_t round = 0; round < kPhiloxRounds; ++round) Round(keys[round * 16], keys[round * 16 + 8]);
-      for (int32_t word = 0; word < 4; ++word)
-        for (int32_t byte = 0; byte < 4; ++byte)
-          Drop(state[word], byte, s[byte % 2 * 8 * pitch_blocks * 8 + c + word * 16 + byte / 2 * 8]);
+      for (int32_t byte = 0; byte < 16; ++byte) {
+        Decide(state[byte / 4], byte % 4);
+        const int32_t place = byte % 2 * 8 * pitch_blocks * 8 + byte / 4 * 16 + byte % 4 / 2 * 8;
+        for (int32_t t = 0; t < tensors; ++t) Drop(s[t][place], done, across);
+        Barrier();
+      }
     }
-    Barrier();
   }
 
  private:
@@ -62,14 +66,15 @@ class Dropout {
   __aicore__ static void Barrier() { AscendC::PipeBarrier<PIPE_V>(); }
   __aicore__ int32_t count() const { return tiles * kLanes; }
 
-  __aicore__ void Count(int32_t batch, int32_t head, int32_t row16, int32_t key64) {
+  // The counters of tiles [done, done + tiles), which go through the keys of a group of 16 rows first.
+  __aicore__ void Count(int32_t batch, int32_t head, int32_t row16, int32_t key64, int32_t done, int32_t across) {
     using namespace AscendC;
     Duplicate(state[0], batch, count());
     for (int32_t t = 0; t < tiles; ++t) {
-      Duplicate(state[1][t * kLanes], key64 + t, kLanes);
+      Duplicate(state[1][t * kLanes], key64 + (done + t) % across, kLanes);
       Adds(state[2][t * kLanes], lanes, head * 64, kLanes);
+      Duplicate(state[3][t * kLanes], row16 + (done + t) / across, kLanes);
     }
-    Duplicate(state[3], row16, count());
     Barrier();
   }
 
@@ -140,7 +145,7 @@ class Dropout {
   }
 
   // Byte b of a word decides over 8 rows x 8 keys of each tile: x becomes all ones where it is below the threshold.
-  __aicore__ void Drop(const Words& word, int32_t byte, const AscendC::LocalTensor<float>& s) {
+  __aicore__ void Decide(const Words& word, int32_t byte) {
     using namespace AscendC;
     const int32_t n = count();
     if (byte < 3) {
@@ -153,10 +158,17 @@ class Dropout {
     Barrier();
     ShiftRight(x, x, int32_t(31), n);
     Barrier();
-    const LocalTensor<uint16_t> s16 = s.ReinterpretCast<uint16_t>();
+  }
+  // s &= x, for the tiles of each group of 16 rows.
+  __aicore__ void Drop(const AscendC::LocalTensor<float>& s, int32_t done, int32_t across) {
     const uint8_t rows = pitch_blocks;
-    And(s16, s16, x.ReinterpretCast<uint16_t>(), 128, tiles, {rows, rows, 1, 8, 8, 8});
-    Barrier();
+    for (int32_t t = 0; t < tiles;) {
+      const int32_t group = (done + t) / across, from = (done + t) % across, n = Lesser(across - from, tiles - t);
+      const AscendC::LocalTensor<uint16_t> s16 =
+          s[group * 16 * pitch_blocks * 8 + from * kLanes].ReinterpretCast<uint16_t>();
+      AscendC::And(s16, s16, x[t * kLanes].ReinterpretCast<uint16_t>(), 128, n, {rows, rows, 1, 8, 8, 8});
+      t += n;
+    }
   }
 
   int32_t threshold = 256, pitch_blocks = 0, tiles = 0, most_tiles = 0;

@@ -33,15 +33,32 @@ __aicore__ inline AscendC::GlobalTensor<T> Head(const TensorView& view, int32_t 
 }
 
 struct Task {
-  int32_t number = 0;  // among those of this core that see any key
+  int32_t number = 0;  // among those of this core that see anything
   int32_t batch = 0, head = 0;
-  int32_t row = 0, rows = 0;  // query rows, within the sequence
+  int32_t row = 0, rows = 0;  // within the sequence: of queries, in the backward of keys
   Sequence queries = {0, 0}, keys = {0, 0};
 };
 
+// Where batch entry b lies.
+__aicore__ inline Sequence SequenceOf(const int32_t* cu_seqlens, int64_t length, int64_t total, int32_t b) {
+  if (!cu_seqlens) return {0, length};
+  AscendC::GlobalTensor<int32_t> starts = Global<int32_t>((uint64_t)cu_seqlens);
+  return clamped_sequence(starts.GetValue(b), starts.GetValue(b + 1), total);
+}
+__aicore__ inline Sequence QueriesOf(const Arguments& a, int32_t b) {
+  return SequenceOf(a.cu_seqlens_q, a.seqlen_q, a.total_q, b);
+}
+__aicore__ inline Sequence KeysOf(const Arguments& a, int32_t b) {
+  return SequenceOf(a.cu_seqlens_k, a.seqlen_k, a.total_k, b);
+}
+
+enum class Side { queries, keys };
+
+// `whole_heads`: all tasks of a head go to one core, in a fixed order.
 class Tasks {
  public:
-  __aicore__ explicit Tasks(const Arguments& arguments) : a(arguments) {
+  __aicore__ Tasks(const Arguments& arguments, Side side, bool whole_heads)
+      : a(arguments), side(side), heads(side == Side::queries ? a.heads_q : a.heads_k), whole_heads(whole_heads) {
     cores = AscendC::GetBlockNum();
     core = AscendC::GetBlockIdx() / AscendC::GetTaskRation();
     mine = core;
@@ -49,39 +66,51 @@ class Tasks {
   }
 
   __aicore__ bool Next(Task* task) {
+    if (rest == 0) {
+      if (!NextMine()) return false;
+      rest = whole_heads ? blocks : 1;
+    }
+    --rest;
+    const int32_t at = whole_heads ? rest : block;
+    *task = entry;
+    // The long tasks of a causal mask come first: the last queries, the first keys.
+    task->row = (side == Side::queries ? at : blocks - 1 - at) * kRows;
+    const int64_t length = side == Side::queries ? entry.queries.length : entry.keys.length;
+    task->rows = Lesser(kRows, length - task->row);
+    return true;
+  }
+
+ private:
+  // The next number that is mine: its head and block.
+  __aicore__ bool NextMine() {
     for (;;) {
       if (block < 0) {
         if (++entry.batch >= a.batch) return false;
-        entry.queries = SequenceOf(a.cu_seqlens_q, a.seqlen_q, a.total_q);
-        entry.keys = SequenceOf(a.cu_seqlens_k, a.seqlen_k, a.total_k);
-        block = (entry.queries.length + kRows - 1) / kRows - 1;
+        entry.queries = QueriesOf(a, entry.batch);
+        entry.keys = KeysOf(a, entry.batch);
+        const int64_t length = side == Side::queries ? entry.queries.length : entry.keys.length;
+        blocks = (length + kRows - 1) / kRows;
+        block = (whole_heads ? Lesser(blocks, 1) : blocks) - 1;
         continue;
       }
-      if (mine < first + a.heads_q) break;
-      first += a.heads_q;
+      if (mine < first + heads) break;
+      first += heads;
       --block;
     }
-    *task = entry;
-    task->head = mine - first;
-    task->row = block * kRows;
-    task->rows = Lesser(kRows, entry.queries.length - task->row);
+    entry.head = mine - first;
     ++round;
     mine = round * cores + (round % 2 ? cores - 1 - core : core);
     return true;
   }
 
- private:
-  __aicore__ Sequence SequenceOf(const int32_t* cu_seqlens, int64_t length, int64_t total) {
-    if (!cu_seqlens) return {0, length};
-    AscendC::GlobalTensor<int32_t> starts = Global<int32_t>((uint64_t)cu_seqlens);
-    return clamped_sequence(starts.GetValue(entry.batch), starts.GetValue(entry.batch + 1), total);
-  }
-
   const Arguments& a;
+  Side side;
+  int64_t heads;
+  bool whole_heads;
   int64_t cores, core;
   int64_t first = 0;  // number of this block of rows of head 0, counted over all tasks of the call
   int64_t mine = 0, round = 0;
-  int32_t block = -1;
+  int32_t blocks = 0, block = -1, rest = 0;
   Task entry;
 };
 
@@ -95,7 +124,7 @@ struct Step {
 
 class Steps {
  public:
-  __aicore__ explicit Steps(const Arguments& arguments) : a(arguments), tasks(arguments) {}
+  __aicore__ explicit Steps(const Arguments& arguments) : a(arguments), tasks(arguments, Side::queries, false) {}
 
   __aicore__ bool Next(Step* step) {
     const bool begins = key >= end;
@@ -127,10 +156,10 @@ class Steps {
   int32_t number = 0, tasks_begun = 0;
 };
 
-// The slots of a core's workspace.
-class Workspace {
+// The slots of a core's workspace in the forward.
+class ForwardWorkspace {
  public:
-  __aicore__ explicit Workspace(const Arguments& a)
+  __aicore__ explicit ForwardWorkspace(const Arguments& a)
       : base((uint64_t)a.workspace + AscendC::GetBlockIdx() / AscendC::GetTaskRation() * kForwardWorkspaceBytes) {}
   __aicore__ AscendC::GlobalTensor<float> Scores(int32_t slot) const {
     return Global<float>(base + slot * kScoreBytes);

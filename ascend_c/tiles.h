@@ -1,4 +1,4 @@
-// Sizes of tiles and buffers on Atlas A2 and A3, and the numbers of flags. docs/ascend_forward.md shows who uses what.
+// Sizes of tiles and buffers on Atlas A2 and A3, and the numbers of flags. docs/ascend_kernels.md shows who uses what.
 #pragma once
 
 #include <cstdint>
@@ -20,11 +20,17 @@ constexpr int64_t kPartialBytes = int64_t{kRows} * kMaxHeadDim * 4;
 constexpr int64_t kForwardWorkspaceBytes = kSlots * (kScoreBytes + kProbabilityBytes + kPartialBytes);
 constexpr int64_t kWorkspaceAlignment = 512;
 
+// Backward: kTile keys and up to kQueries queries a step; scores and dP in fp32, P and dS in 16 bits.
+constexpr int32_t kQueries = 512;
+constexpr int64_t kBackwardScoreBytes = int64_t{kQueries} * kTile * 4;
+constexpr int64_t kBackwardRoundedBytes = int64_t{kQueries} * kTile * 2;
+constexpr int64_t kBackwardWorkspaceBytes = kSlots * 2 * (kBackwardScoreBytes + kBackwardRoundedBytes);
+
 // --- cube core
-constexpr int32_t kResidentBytes = kRows * kMaxHeadDim * 2;  // Q of a task, two tasks
-constexpr int32_t kWideBytes = kRows * kKeys * 2;            // P of a block, two blocks
+constexpr int32_t kResidentBytes = kRows * kMaxHeadDim * 2;  // Q of a task, two tasks; backward: K and V of a task
+constexpr int32_t kWideBytes = kRows * kKeys * 2;            // P of a step, two steps; backward: P and dS of a step
 constexpr int32_t kTileBytes = kTile * kTile * 2;
-constexpr int32_t kRing = 3;  // tiles of K and V in L1
+constexpr int32_t kRing = 3;  // tiles that are used once
 static_assert(2 * kResidentBytes + 2 * kWideBytes + kRing * kTileBytes <= 512 * 1024 - 256, "L1");
 static_assert(2 * kTileBytes <= 64 * 1024, "L0A and L0B hold two tiles each");
 static_assert(2 * kTile * kTile * 4 <= 128 * 1024, "L0C holds two tiles");
@@ -44,8 +50,10 @@ constexpr int32_t kLanes = 64;          // fp32 of one repeat
 constexpr int32_t kChunkRows = 16;      // rows of scores in UB at a time; also the rows of one call of the generator
 constexpr int32_t kPitch = kKeys + 16;  // fp32 of a row in UB: 66 blocks, so that neighbouring rows lie in other banks
 constexpr int32_t kPartialRows = 32;    // rows of P V in UB at a time
-constexpr int32_t kStatisticsRing = 4;  // tasks whose max and sum are in use; kAhead + 1 are in flight
-constexpr int32_t kWorkBytes = 188416;  // of UB: what lies behind is scratch of the API
+constexpr int32_t kGradRows = 32;       // backward: rows of scores in UB at a time
+constexpr int32_t kGradPitch = kTile + 16;  // fp32 of a row: 18 blocks
+constexpr int32_t kStatisticsRing = 4;      // tasks whose max and sum are in use; kAhead + 1 are in flight
+constexpr int32_t kWorkBytes = 188416;      // of UB: what lies behind is scratch of the API
 static_assert(kStatisticsRing > kAhead, "a task that waits for its last product keeps its statistics");
 
 }  // namespace ascend

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _build, _C, ops
+from . import _C, _build, ops
 from .autograd import CallOptions, FlashAttentionFunction, backward_op
 
 LAYOUTS = ("bshd", "bhsd")

@@ -11,12 +11,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import Case, call, check, make_inputs
+from helpers import Case, check, make_inputs, run
 
 import flashattn_ext
 from flashattn_ext import _build
 
-NO_GRAD = {"needs_grad": ()}
 MODES = ("mode=eager,cores=1", "mode=late,cores=2", "mode=random,seed=1,cores=3", "mode=random,seed=2,cores=2")
 
 CASES = {
@@ -43,18 +42,27 @@ def emulator() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_agrees_with_the_reference(case: Case, dtype: torch.dtype) -> None:
-    check(replace(case, dtype=dtype, **NO_GRAD), "cpu")
+    check(replace(case, dtype=dtype, use_lse=True), "cpu")
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.usefixtures("deterministic")
 def test_no_mode_and_no_number_of_cores_changes_a_bit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = replace(case, dtype=torch.float16, **NO_GRAD)
+    case = replace(case, dtype=torch.float16, use_lse=True)
     inputs = make_inputs(case, "cpu")
-    expected = call(case, inputs)
+    expected = run(case, inputs)
     for mode in MODES:
         monkeypatch.setenv("FLASHATTN_EXT_ASCEND_EMULATOR", mode)
-        for got, value in zip(call(case, inputs), expected, strict=True):
-            assert torch.equal(got, value), mode
+        got = run(case, inputs)
+        assert torch.equal(got.out, expected.out) and torch.equal(got.lse, expected.lse), mode
+        for name, grad in expected.grads.items():
+            assert torch.equal(got.grads[name], grad), (mode, name)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_that_many_cores_add_to(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHATTN_EXT_ASCEND_EMULATOR", mode)
+    check(Case(dtype=torch.bfloat16, B=1, Sq=520, Sk=400, Hq=2, Hk=1, D=64, Dv=80, causal=True), "cpu")
 
 
 def test_fp32_names_what_works() -> None:

@@ -81,7 +81,7 @@ void check(const ascend_emulator::Report& report) {
 ascend_emulator::Report run_forward(const AttnParams& p, const Choices& how) {
   const int64_t cores = ascend::forward_cores(p, how.cores);
   if (!cores) return {};
-  const ascend::Arguments arguments = ascend::arguments_of(p);
+  const ascend::Arguments arguments = ascend::forward_arguments(p);
   const bool moves_data = how.options.mode != ascend_emulator::Mode::time;
   GlobalMemory gm(moves_data);
   add_inputs(gm, p);
@@ -98,10 +98,57 @@ ascend_emulator::Report run_forward(const AttnParams& p, const Choices& how) {
 
 void forward(const AttnParams& p) { check(run_forward(p, choices())); }
 
-void backward(const AttnGradParams&) {}
+// The three stages; what one writes the next one reads.
+ascend_emulator::Report run_backward(const AttnGradParams& p, const Choices& how) {
+  const ascend::Arguments a = ascend::backward_arguments(p, how.cores);
+  const bool moves_data = how.options.mode != ascend_emulator::Mode::time, half = p.dtype == DType::kFloat16;
+  const int64_t cores = ascend::backward_cores(p, how.cores);
+  const int64_t batch = p.is_varlen() ? 1 : p.batch;
+  const int64_t rows_q = p.is_varlen() ? p.total_q : p.seqlen_q, rows_k = p.is_varlen() ? p.total_k : p.seqlen_k;
+  const auto with_sums = [&](GlobalMemory& gm, Use delta, Use sums) {
+    const size_t dim = size_t(ascend::sum_pitch(p.head_dim)), dim_v = size_t(ascend::sum_pitch(p.head_dim_v));
+    gm.add("delta", a.delta, size_t(p.heads_q * a.rows_q) * 4, delta);
+    gm.add("dq_sum", a.dq_sum, size_t(p.heads_q * a.rows_q) * dim * 4, sums);
+    gm.add("dk_sum", a.dk_sum, size_t(p.heads_k * a.rows_k) * dim * 4, sums);
+    gm.add("dv_sum", a.dv_sum, size_t(p.heads_k * a.rows_k) * dim_v * 4, sums);
+    add_inputs(gm, p);
+    add(gm, "dout", p.dout, batch, rows_q, p.heads_q, p.head_dim_v, Use::input);
+    add(gm, "out", p.out, batch, rows_q, p.heads_q, p.head_dim_v, Use::input);
+    add(gm, "lse", p.lse, batch, p.heads_q, rows_q, Use::input);
+    add(gm, "dlse", p.dlse, batch, p.heads_q, rows_q, Use::input);
+  };
+  ascend_emulator::Report total;
+  const auto stage = [&](AscendC::KernelMetaType type, int64_t blocks, GlobalMemory& gm, auto kernel) {
+    if (!total.errors.empty() || !blocks) return;
+    total += ascend_emulator::launch(type, static_cast<int>(blocks), how.options, gm, [&] { kernel(a); });
+  };
+  GlobalMemory prepare(moves_data), main(moves_data), finish(moves_data);
+  with_sums(prepare, Use::output, Use::output);
+  stage(AscendC::KERNEL_TYPE_AIV_ONLY, 2 * how.cores, prepare,
+        half ? flash_backward_prepare_fp16 : flash_backward_prepare_bf16);
+
+  with_sums(main, Use::input, Use::accumulator);
+  const size_t bytes = static_cast<size_t>(cores * ascend::kBackwardWorkspaceBytes);
+  if (moves_data) std::memset(a.workspace, 0xff, bytes);
+  main.add("workspace", a.workspace, bytes, Use::workspace);
+  stage(AscendC::KERNEL_TYPE_MIX_AIC_1_2, cores, main, half ? flash_backward_fp16 : flash_backward_bf16);
+
+  with_sums(finish, Use::input, Use::input);
+  add(finish, "dq", p.dq, batch, rows_q, p.heads_q, p.head_dim, Use::output);
+  add(finish, "dk", p.dk, batch, rows_k, p.heads_k, p.head_dim, Use::output);
+  add(finish, "dv", p.dv, batch, rows_k, p.heads_k, p.head_dim_v, Use::output);
+  if (p.dsink) finish.add("dsink", p.dsink, static_cast<size_t>(p.heads_q) * 4, Use::output);
+  stage(AscendC::KERNEL_TYPE_AIV_ONLY, 2 * how.cores, finish,
+        half ? flash_backward_finish_fp16 : flash_backward_finish_bf16);
+  return total;
+}
+
+void backward(const AttnGradParams& p) { check(run_backward(p, choices())); }
 
 size_t forward_workspace_bytes(const AttnParams& p) { return ascend::forward_workspace_bytes(p, choices().cores); }
-size_t backward_workspace_bytes(const AttnGradParams&) { return 0; }
+size_t backward_workspace_bytes(const AttnGradParams& p) {
+  return ascend::backward_workspace_bytes(p, choices().cores);
+}
 
 // dropout_mask and write_rng_state are those of the CPU, whose tensors these are.
 const Backend backend{
@@ -127,6 +174,8 @@ AttnGradParams imagined(const int64_t* sizes, const int64_t* rng_state) {
   p.q = tensor(p.seqlen_q, p.heads_q, p.head_dim), p.k = tensor(p.seqlen_k, p.heads_k, p.head_dim);
   p.v = tensor(p.seqlen_k, p.heads_k, p.head_dim_v), p.out = tensor(p.seqlen_q, p.heads_q, p.head_dim_v);
   p.lse = rows();
+  p.dout = tensor(p.seqlen_q, p.heads_q, p.head_dim_v), p.dq = tensor(p.seqlen_q, p.heads_q, p.head_dim);
+  p.dk = tensor(p.seqlen_k, p.heads_k, p.head_dim), p.dv = tensor(p.seqlen_k, p.heads_k, p.head_dim_v);
   p.workspace = place();
   return p;
 }
@@ -144,7 +193,7 @@ extern "C" __attribute__((visibility("default"))) void flashattn_ext_model(const
   Choices how;
   how.options.mode = ascend_emulator::Mode::time;
   how.cores = sizes[11];
-  const ascend_emulator::Report report = run_forward(p, how);
+  const ascend_emulator::Report report = sizes[10] ? run_backward(p, how) : run_forward(p, how);
   check(report);
   const auto& counters = report.counters;
   *results++ = counters.span_cycles;

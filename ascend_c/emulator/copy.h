@@ -99,7 +99,6 @@ void load_rows(const char* name, const AscendC::LocalTensor<T>& dst, const Ascen
 // dst = value, or dst += value in the tensor's type.
 template <typename T>
 void store_elements(Access& access, Space& space, size_t to, const T* values, size_t count, bool atomic) {
-  if (atomic) access.read(space, to, count * sizeof(T), true);
   access.write(space, to, count * sizeof(T), atomic);
   if (!atomic) {
     std::memcpy(space.bytes + to, values, count * sizeof(T));

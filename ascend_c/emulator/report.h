@@ -61,6 +61,22 @@ struct Report {
       if (known == text) return;
     errors.push_back(text);
   }
+
+  // A launch after this one.
+  Report& operator+=(const Report& next) {
+    for (const std::string& text : next.errors) error(text);
+    const auto add = [](auto& to, const auto& from) {
+      for (size_t i = 0; i < to.size(); ++i) to[i] += from[i];
+    };
+    for (size_t kind = 0; kind < kCoreKinds; ++kind) {
+      add(counters.instructions[kind], next.counters.instructions[kind]);
+      add(counters.cycles[kind], next.counters.cycles[kind]);
+    }
+    add(counters.gm_read_bytes, next.counters.gm_read_bytes);
+    add(counters.gm_written_bytes, next.counters.gm_written_bytes);
+    counters.span_cycles += next.counters.span_cycles;
+    return *this;
+  }
 };
 
 }  // namespace ascend_emulator

@@ -68,9 +68,7 @@ void Access::read(Space& space, size_t offset, size_t size, bool own, bool unwri
     uint8_t* const first = space.valid.data() + offset / 2;
     const size_t count = (offset + size + 1) / 2 - offset / 2;
     if (std::memchr(first, 0, count)) {
-      const auto& pipe = core_.pipes_[pipe_];
-      core_.report_.error(pipe.sites[index_].text() + ": " + pipe.names[index_] + " reads bytes of " + space.name +
-                          " that were never written");
+      report_unwritten(space, "reads");
       std::memset(first, 1, count);  // one report per place
     }
   }
@@ -92,6 +90,12 @@ void Access::read(Space& space, size_t offset, size_t size, bool own, bool unwri
   }
 }
 
+void Access::report_unwritten(const Space& space, const char* what) {
+  const auto& pipe = core_.pipes_[pipe_];
+  core_.report_.error(pipe.sites[index_].text() + ": " + pipe.names[index_] + " " + what + " bytes of " + space.name +
+                      " that were never written");
+}
+
 void Access::write(Space& space, size_t offset, size_t size, bool atomic) {
   if (!size) return;
   if (space.cells.empty()) {
@@ -99,7 +103,12 @@ void Access::write(Space& space, size_t offset, size_t size, bool atomic) {
     return core_.report_.error(pipe.sites[index_].text() + ": " + pipe.names[index_] + " writes the input tensor " +
                                space.name);
   }
-  if (!space.valid.empty()) std::memset(space.valid.data() + offset / 2, 1, (offset + size + 1) / 2 - offset / 2);
+  if (!space.valid.empty()) {
+    uint8_t* const first = space.valid.data() + offset / 2;
+    const size_t count = (offset + size + 1) / 2 - offset / 2;
+    if (atomic && std::memchr(first, 0, count)) report_unwritten(space, "adds to");
+    std::memset(first, 1, count);
+  }
   for (size_t c = offset / space.granule; c <= (offset + size - 1) / space.granule; ++c) {
     Cell& cell = space.cells[c];
     const bool itself = cell.writer == global_ && cell.written == index_;

@@ -99,6 +99,7 @@ class Access {
   void set_in_order() { in_order_ = true; }
 
  private:
+  void report_unwritten(const Space& space, const char* what);
   void race(const Space& space, bool writes, uint16_t other_pipe, uint32_t other, bool other_writes);
   bool after(uint16_t pipe, uint32_t index) const {
     return clock_[pipe] >= index || (in_order_ && pipe == global_ && index != index_);
