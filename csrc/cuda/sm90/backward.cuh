@@ -74,13 +74,13 @@ struct Backward {
       ptx::barrier_init(&s.keys_empty[i], kWarps);
     }
     for (int i = 0; i < kStages; ++i) {
-      ptx::barrier_init(&s.q_full[i], 2);  // the copy, and the rows' statistics
+      ptx::barrier_init(&s.q_full[i], kLoaderArrivals);
       ptx::barrier_init(&s.dout_full[i], 1);
-      ptx::barrier_init(&s.queries_empty[i], kWarps);
+      ptx::barrier_init(&s.queries_empty[i], kWarps * 32);
     }
     for (int i = 0; i < kWorkStages; ++i) {
       ptx::barrier_init(&s.work_full[i], 1);
-      ptx::barrier_init(&s.work_empty[i], kWarps);
+      ptx::barrier_init(&s.work_empty[i], kWarps * 32);
     }
   }
 
@@ -143,8 +143,7 @@ struct Backward {
       const int key = work.key0 + warp_key;
       store_keys<T>(p.dk, work, key, dk, static_cast<float>(p.softmax_scale), p.head_dim);
       store_keys<T>(p.dv, work, key, dv, shared.keep_scale, p.head_dim_v);
-      __syncwarp();
-      release(s.work_empty[works.stage]);
+      ptx::barrier_arrive(&s.work_empty[works.stage]);
     }
   }
 
@@ -181,7 +180,7 @@ struct Backward {
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       ptx::hold(dq);
-      release(s.queries_empty[stage]);
+      ptx::barrier_arrive(&s.queries_empty[stage]);
       before = ended;
       ended = {query_tile(work, now), now.m};
       now.advance();
@@ -194,7 +193,7 @@ struct Backward {
     give_turn();
     ptx::wgmma_wait<0>();
     ptx::hold(dq);
-    release(s.queries_empty[queries.stage]);
+    ptx::barrier_arrive(&s.queries_empty[queries.stage]);
     add_query_gradient(dq, work, ended);
     take_turn();
     query_product(dq, 0);

@@ -48,6 +48,10 @@ struct QueryWalk {
   }
 };
 
+// Threads that read and write shared memory themselves arrive each for itself: a warp's first lane would have to wait
+// for the others first, which tools that look for races do not see. (Tensor cores and TMA: release in pipeline.cuh.)
+constexpr int kLoaderArrivals = 1 + 32;  // for queries: the copy, and the lanes that bring the rows' statistics
+
 // --- the warp that loads ------------------------------------------------------------------------------------------
 
 template <class Kernel>
@@ -144,8 +148,7 @@ struct BackwardLoader {
       s.lse[stage][i * 32 + lane()] = lse[i];
       s.delta[stage][i * 32 + lane()] = delta[i];
     }
-    __syncwarp();
-    if (lane() == 0) ptx::barrier_arrive(&s.q_full[stage]);
+    ptx::barrier_arrive(&s.q_full[stage]);  // every lane, for what it has written
     queries.advance();
   }
 };

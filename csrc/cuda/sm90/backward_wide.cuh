@@ -61,18 +61,18 @@ struct WideBackward {
       ptx::barrier_init(&s.keys_empty[i], 3 * kGroupWarps);
     }
     for (int i = 0; i < kStages; ++i) {
-      ptx::barrier_init(&s.q_full[i], 2);  // the copy, and the rows' statistics
+      ptx::barrier_init(&s.q_full[i], kLoaderArrivals);
       ptx::barrier_init(&s.dout_full[i], 1);
-      ptx::barrier_init(&s.queries_empty[i], 2 * kGroupWarps);
+      ptx::barrier_init(&s.queries_empty[i], 2 * kGroupThreads);
     }
     for (int i = 0; i < kBuffers; ++i) {
       for (ptx::Barrier* barrier : {&s.weights_full[i], &s.weights_empty[i], &s.dscores_full[i], &s.dscores_empty[i]}) {
-        ptx::barrier_init(barrier, kGroupWarps);
+        ptx::barrier_init(barrier, kGroupThreads);
       }
     }
     for (int i = 0; i < kWorkStages; ++i) {
       ptx::barrier_init(&s.work_full[i], 1);
-      ptx::barrier_init(&s.work_empty[i], 3 * kGroupWarps);
+      ptx::barrier_init(&s.work_empty[i], 3 * kGroupThreads);
     }
   }
 
@@ -119,15 +119,14 @@ struct WideBackward {
       return uniform(work->exists()) ? work : nullptr;
     }
     __device__ __forceinline__ void end_work() {
-      __syncwarp();
-      release(s.work_empty[works.stage]);
+      ptx::barrier_arrive(&s.work_empty[works.stage]);
       works.advance();
     }
     __device__ __forceinline__ Limits clear_rows(const Work& work) const {
       const Limits clear = Rows::clear_rows(p, work, work.key0, kN);
       return {uniform(clear.begin), uniform(clear.end)};
     }
-    __device__ __forceinline__ void end_queries(int stage) { release(s.queries_empty[stage]); }
+    __device__ __forceinline__ void end_queries(int stage) { ptx::barrier_arrive(&s.queries_empty[stage]); }
     __device__ __forceinline__ void end_keys() {
       release(s.keys_empty[keys.stage]);
       keys.advance();
@@ -210,8 +209,7 @@ struct WideBackward {
         s.weights[weights_at.stage][step][this->thread()] =
             make_uint4(weights[step][0], weights[step][1], weights[step][2], weights[step][3]);
       }
-      __syncwarp();
-      release(s.weights_full[weights_at.stage]);
+      ptx::barrier_arrive(&s.weights_full[weights_at.stage]);
       weights_at.advance();
       ptx::barrier_wait(&s.dout_full[queries.stage], queries.parity);
       this->clear(s.dout[queries.stage], work.length_q - now.m * kM);
@@ -289,8 +287,7 @@ struct WideBackward {
         const uint4 x = s.weights[weights_at.stage][step][this->thread()];
         weights[step][0] = x.x, weights[step][1] = x.y, weights[step][2] = x.z, weights[step][3] = x.w;
       }
-      __syncwarp();
-      release(s.weights_empty[weights_at.stage]);
+      ptx::barrier_arrive(&s.weights_empty[weights_at.stage]);
       weights_at.advance();
       ptx::barrier_wait(&s.q_full[queries.stage], queries.parity);
       Rows::differentiate(dscores, weights, shared.keep_scale, s.delta[queries.stage],
@@ -299,8 +296,7 @@ struct WideBackward {
       ptx::barrier_wait(&s.dscores_empty[dscores_at.stage], dscores_at.parity ^ 1);
       Rows::store(s.dscores[dscores_at.stage], warp_key, weights);
       ptx::fence_async_shared();
-      __syncwarp();
-      release(s.dscores_full[dscores_at.stage]);
+      ptx::barrier_arrive(&s.dscores_full[dscores_at.stage]);
       dscores_at.advance();
       this->clear(s.q[queries.stage], work.length_q - now.m * kM);
       accumulate(dk, weights, s.q[queries.stage]);
@@ -342,7 +338,7 @@ struct WideBackward {
       transposed_product(dq, s.dscores[dscores_at.stage][0], s.k[keys.stage][panel]);
       ptx::wgmma_wait<0>();
       ptx::hold(dq);
-      if (panel == kPanels - 1) release(s.dscores_empty[dscores_at.stage]);
+      if (panel == kPanels - 1) ptx::barrier_arrive(&s.dscores_empty[dscores_at.stage]);
 #pragma unroll
       for (int c = 0; c < 8; ++c) {
         const int column = panel * 8 + c;
