@@ -374,10 +374,13 @@ __device__ __forceinline__ void store_keys(const TensorView& to, const BackwardW
 // Key heads whose sums of dq, queries and output gradients stay in the L2 cache together.
 inline int64_t backward_section(const AttnGradParams& p) {
   constexpr int64_t kCacheBytes = 32 << 20;
+  // Where long sequences do not fit, thread blocks that walk over the same head together share what they read. Too few
+  // heads leave long tiles for the end.
+  constexpr int64_t kHeads = 16;
   const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_q * (3 * p.head_dim + p.head_dim_v) * 2 * p.group_size());
   // Without a mask all tiles are equally long: then those of one head follow each other.
   if (p.window_right == kUnbounded) return 1;
-  return std::clamp<int64_t>(kCacheBytes / head_bytes, 1, std::max<int64_t>(p.batch * p.heads_k, 1));
+  return std::clamp<int64_t>(kCacheBytes / head_bytes, kHeads, std::max<int64_t>(p.batch * p.heads_k, kHeads));
 }
 
 template <class Kernel, class Entry>
