@@ -103,7 +103,7 @@ struct BackwardLoader {
     work.key0 = n * kN;
     const Limits rows = work.mask(p).rows_of(work.key0, min(work.key0 + kN, work.length_k));
     work.first = rows.begin / kM;
-    work.tiles = rows.end > rows.begin ? (rows.end - 1) / kM + 1 - work.first : 0;
+    work.tiles = rows.end > rows.begin && p.heads_q > 0 ? (rows.end - 1) / kM + 1 - work.first : 0;
   }
   __device__ void publish(const BackwardWork& work) {
     ptx::barrier_wait(&s.work_empty[works.stage], works.parity ^ 1);
@@ -385,6 +385,8 @@ inline int64_t backward_section(const AttnGradParams& p) {
 
 template <class Kernel, class Entry>
 void launch_backward_main(Entry kernel, const AttnGradParams& p, const BackwardShared& shared) {
+  const int64_t blocks = tiles(p.seqlen_k, Kernel::kN), all = blocks * p.batch * p.heads_k;
+  if (all == 0) return;
   const bool bfloat16 = p.dtype == DType::kBFloat16;
   const int64_t batch = p.is_varlen() ? 1 : p.batch;
   const int64_t rows_q = p.is_varlen() ? p.total_q : p.seqlen_q, rows_k = p.is_varlen() ? p.total_k : p.seqlen_k;
@@ -392,7 +394,6 @@ void launch_backward_main(Entry kernel, const AttnGradParams& p, const BackwardS
                           tensor_map(p.k, bfloat16, p.head_dim, rows_k, p.heads_k, batch, Kernel::kN),
                           tensor_map(p.v, bfloat16, p.head_dim_v, rows_k, p.heads_k, batch, Kernel::kN),
                           tensor_map(p.dout, bfloat16, p.head_dim_v, rows_q, p.heads_q, batch, Kernel::kM)};
-  const int64_t blocks = tiles(p.seqlen_k, Kernel::kN), all = blocks * p.batch * p.heads_k;
   const TileGrid grid{static_cast<int>(all), static_cast<int>(blocks), static_cast<int>(backward_section(p)),
                       shared.drawn};
   launch(kernel, "sm90 backward", p, std::min<int64_t>(all, multiprocessors()), Kernel::kThreads,

@@ -495,6 +495,7 @@ inline int64_t section_heads(const AttnParams& p) {
 template <class T, int kHeadDim, bool kDropout>
 void launch_forward(const AttnParams& p) {
   using Kernel = Forward<T, kHeadDim, kDropout>;
+  if (p.batch * p.heads_q == 0) return;
   const bool bfloat16 = p.dtype == DType::kBFloat16;
   const int64_t batch = p.is_varlen() ? 1 : p.batch;
   const int64_t rows_q = p.is_varlen() ? p.total_q : p.seqlen_q, rows_k = p.is_varlen() ? p.total_k : p.seqlen_k;
