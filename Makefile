@@ -4,6 +4,7 @@
 #   make test  [ARGS="-k varlen"]     run the test suite
 #   make bench-all [ARGS=--quick]     run every experiment; make bench-flash and make bench-matmul run one
 #   make report                       a page of their results
+#   make emulator                     build the backend ascend-emulator (make test does, too)
 #   make bench-cpu, make lint, make format, make develop (build after a change), make clean
 #
 # PYTHON is the interpreter that .venv is made from. If it has a usable torch, .venv takes that one and installs no other.
@@ -16,8 +17,16 @@ VENV := .venv
 BIN := $(VENV)/bin/python
 RESULTS := runs/experiments
 SOURCES := $(shell find csrc -name "*.h" -o -name "*.cpp" -o -name "*.cuh" -o -name "*.cu")
+FORMATTED := $(SOURCES) $(shell find ascend_c tests/ascend -name "*.h" -o -name "*.cpp")
 PYTHON_SOURCES := flashattn_ext tests tools setup.py
 HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))
+
+# The Ascend C kernels on the emulator: one library, without torch. No contraction: products and sums round as on the hardware.
+EMULATOR := flashattn_ext/_ascend_emulator.so
+EMULATOR_SOURCES := $(wildcard ascend_c/*.cpp ascend_c/inst/*.cpp ascend_c/emulator/*.cpp)
+EMULATOR_OBJECTS := $(EMULATOR_SOURCES:%.cpp=build/emulator/%.o)
+EMULATOR_HEADERS := $(shell find ascend_c csrc -name "*.h")
+EMULATOR_FLAGS := -std=c++17 -O2 -ftree-vectorize -ffp-contract=off -fPIC -fvisibility=hidden -Wall -Wextra -Iascend_c/emulator/include
 
 INSTALL := -m pip install --no-build-isolation -e ".[cli,test]"
 REBUILD := setup.py build_ext --inplace
@@ -31,7 +40,7 @@ train test: export OMP_WAIT_POLICY ?= passive
 train: $(VENV)/built
 	$(BIN) -m flashattn_ext train $(ARGS)
 
-test: $(VENV)/built
+test: $(VENV)/built $(EMULATOR)
 	$(BIN) -m pytest -q tests $(ARGS)
 
 bench-cpu: $(VENV)/built
@@ -52,17 +61,26 @@ report: $(VENV)/built
 lint: $(VENV)/built
 	$(BIN) -m ruff check $(PYTHON_SOURCES)
 	$(BIN) -m ruff format --check $(PYTHON_SOURCES)
-	$(VENV)/bin/clang-format --dry-run -Werror $(SOURCES)
+	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
 
 format: $(VENV)/built
 	$(BIN) -m ruff check --fix $(PYTHON_SOURCES)
 	$(BIN) -m ruff format $(PYTHON_SOURCES)
-	$(VENV)/bin/clang-format -i $(SOURCES)
+	$(VENV)/bin/clang-format -i $(FORMATTED)
 
 develop: $(VENV)/built
 
+emulator: $(EMULATOR)
+
+$(EMULATOR): $(EMULATOR_OBJECTS)
+	$(CXX) -shared $^ -o $@
+
+build/emulator/%.o: %.cpp $(EMULATOR_HEADERS)
+	mkdir -p $(@D)
+	$(CXX) $(EMULATOR_FLAGS) -c $< -o $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info flashattn_ext/_C*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info flashattn_ext/_*.so .pytest_cache .ruff_cache .hypothesis
 
 # The environment gets no pip of its own from ensurepip, which Debian leaves out of its Python: the pip of $(PYTHON) installs
 # one from outside. A $(PYTHON) without pip falls back to ensurepip.

@@ -1,5 +1,7 @@
 #include "backend.h"
 
+#include <dlfcn.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
@@ -30,10 +32,8 @@ const Backend* chosen(const std::string& device) {
   return backend ? backend : named_by_environment(device);
 }
 
-}  // namespace
-
-const std::vector<const Backend*>& backends() {
-  static const std::vector<const Backend*> all{
+std::vector<const Backend*>& mutable_backends() {
+  static std::vector<const Backend*> all{
       &cpu_backend(),
 #if defined(FLASHATTN_EXT_SM90)
       &cuda_sm90_backend(),
@@ -43,6 +43,20 @@ const std::vector<const Backend*>& backends() {
 #endif
   };
   return all;
+}
+
+}  // namespace
+
+const std::vector<const Backend*>& backends() { return mutable_backends(); }
+
+void load_backend(const std::string& path) {
+  void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  void* const symbol = library ? dlsym(library, "flashattn_ext_backend") : nullptr;
+  if (!symbol) throw std::runtime_error("cannot load " + path + ": " + dlerror());
+  auto* const backend = new Backend(*reinterpret_cast<const Backend* (*)()>(symbol)());  // lives as long as the process
+  if (!backend->dropout_mask) backend->dropout_mask = cpu_backend().dropout_mask;
+  if (!backend->write_rng_state) backend->write_rng_state = cpu_backend().write_rng_state;
+  mutable_backends().push_back(backend);
 }
 
 const Backend& backend_for(const std::string& device) {

@@ -27,8 +27,8 @@ struct Backend {
   // and rng.
   void (*dropout_mask)(const AttnParams& params, bool* mask);
 
-  // Writes AttnParams::rng_state {seed, offset} in the device's memory.
-  void (*write_rng_state)(int64_t* state, const RngSource& source, void* stream);
+  // Writes {seed, offset} of a call to `state` in the device's memory, the call's rng_state afterwards.
+  void (*write_rng_state)(const AttnParams& params, const RngSource& source, int64_t* state);
 };
 
 const Backend& cpu_backend();
@@ -37,6 +37,10 @@ const Backend& cuda_sm90_backend();  // in builds with FLASHATTN_EXT_SM90, for a
 
 // Every backend of this build; among those of one device the preferred one comes first.
 const std::vector<const Backend*>& backends();
+
+// Adds the backend of a library that exports `extern "C" const Backend* flashattn_ext_backend()`, the last of its
+// device; what it leaves null is the CPU's. Throws std::runtime_error when it cannot be loaded.
+void load_backend(const std::string& path);
 
 // The forced backend, or the preferred one of the device. Throws std::runtime_error, naming the fix, when there is none
 // or the forced one takes tensors of another device.

@@ -30,6 +30,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace flashattn_ext;
   m.def("compiler", &compiler, "The C++ compiler of this build.");
   m.def("backends", &backend_names, "Names of the compiled backends, the preferred one of each device first.");
+  m.def("load_backend", &load_backend, "Adds the backend of a library.");
   m.def("force_backend", &force_backend, "Forces a backend for the process; '' chooses by device again.");
   m.def("forced_backend", &forced_backend, "The forced backend, or ''.");
   m.def("cpu_isas", &cpu_isas, "Instruction sets that the CPU backend can use here, fastest first.");

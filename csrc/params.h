@@ -68,7 +68,7 @@ struct AttnParams {
 
   // dropout.h: keep a score when its random byte is below the threshold; 256 keeps everything (no dropout).
   int32_t dropout_threshold = 256;
-  const int64_t* rng_state = nullptr;  // {seed, offset}, in the memory of the device
+  const int64_t* rng_state = nullptr;  // with dropout {seed, offset}, in the memory of the device
 
   bool deterministic = false;
 

@@ -5,6 +5,8 @@
 
 #if defined(__CUDACC__)
 #define FLASHATTN_HOST_DEVICE __host__ __device__ __forceinline__
+#elif defined(__CCE_AICORE__) || defined(__NPU_ARCH__)
+#define FLASHATTN_HOST_DEVICE __aicore__ inline
 #else
 #define FLASHATTN_HOST_DEVICE inline
 #endif

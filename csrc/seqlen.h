@@ -12,12 +12,14 @@ struct Sequence {
   int64_t length;  // number of rows
 };
 
-FLASHATTN_HOST_DEVICE Sequence packed_sequence(const int32_t* cu_seqlens, int64_t total, int64_t b) {
-  int64_t start = cu_seqlens[b];
-  int64_t end = cu_seqlens[b + 1];
+FLASHATTN_HOST_DEVICE Sequence clamped_sequence(int64_t start, int64_t end, int64_t total) {
   start = start < 0 ? 0 : (start > total ? total : start);
   end = end < start ? start : (end > total ? total : end);
   return {start, end - start};
+}
+
+FLASHATTN_HOST_DEVICE Sequence packed_sequence(const int32_t* cu_seqlens, int64_t total, int64_t b) {
+  return clamped_sequence(cu_seqlens[b], cu_seqlens[b + 1], total);
 }
 
 FLASHATTN_HOST_DEVICE Sequence query_sequence(const AttnParams& p, int64_t b) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
@@ -46,6 +47,25 @@ def load() -> Any:
             f"choose one of {', '.join(_C.cpu_isas())}"
         )
     return _C
+
+
+def load_ascend_emulator() -> None:
+    """Makes the backend "ascend-emulator" known, if it is not yet.
+
+    Raises:
+        RuntimeError: it was not built; names the command that builds it.
+    """
+    from . import _C
+
+    library = Path(__file__).with_name("_ascend_emulator.so")
+    if "ascend-emulator" in _C.backends():
+        return
+    if not library.exists():
+        raise RuntimeError(
+            f"the backend 'ascend-emulator' was not built ({library} is missing); build it from the checkout with: "
+            "make emulator"
+        )
+    _C.load_backend(str(library))
 
 
 def build_info() -> dict[str, Any]:

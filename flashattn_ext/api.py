@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _C, ops
+from . import _C, _build, ops
 from .autograd import CallOptions, FlashAttentionFunction, backward_op
 
 LAYOUTS = ("bshd", "bhsd")
@@ -262,8 +262,9 @@ def backward(
         raise ValueError(
             "rng_seed: the backward of a call with dropout needs the rng_seed that its forward was given, got None"
         )
-    rng_state = torch.zeros(2, dtype=torch.int64, device=q.device)
-    rng_state[0].fill_(rng_seed or 0)  # unlike torch.tensor(), without waiting for the device
+    rng_state = torch.zeros(2 if options.dropout_p else 0, dtype=torch.int64, device=q.device)
+    if options.dropout_p:
+        rng_state[0].fill_(rng_seed or 0)  # unlike torch.tensor(), without waiting for the device
     dq, dk, dv, dsink = backward_op(dout, dlse, q, k, v, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, sink, options)
     return dq, dk, dv, None if sink is None else dsink
 
@@ -312,13 +313,17 @@ def use_backend(name: str | None) -> _BackendChoice:
     """Forces a backend for the whole process: use_backend("cpu"), or `with use_backend("cpu"): ...`.
 
     Args:
-        name: one of build_info()["backends"]; None chooses by the device of the tensors again.
+        name: one of build_info()["backends"], or "ascend-emulator", which runs CPU tensors through the Ascend C kernels
+            and is loaded on demand; None chooses by the device of the tensors again.
 
     Raises:
         ValueError: no such backend in this build; names the choices.
+        RuntimeError: the emulator was not built; names the command that builds it.
     """
     if name is not None and not isinstance(name, str):
         raise TypeError(f"backend: expected a name or None, got {type(name).__name__}")
+    if name == "ascend-emulator":
+        _build.load_ascend_emulator()
     previous = _C.forced_backend()
     _C.force_backend(name or "")
     return _BackendChoice(previous)

@@ -2,7 +2,8 @@
 
 A test that takes `device` runs once per device of `--device` (default: every device present); one marked `every_isa` runs
 on the CPU once per instruction set that this machine has. A test that also takes `dtype` runs for every dtype that the
-device supports, or for those that its `dtypes` marker names.
+device supports, or for those that its `dtypes` marker names, and on one device more: `ascend-emulator`, where it is built,
+is tensors of the CPU through the Ascend C kernels.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import flashattn_ext
 from flashattn_ext import _C
 
 ALL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+EMULATOR = "ascend-emulator"
+EMULATOR_LIBRARY = Path(flashattn_ext.__file__).parent / "_ascend_emulator.so"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device",
         action="append",
-        choices=("cpu", "cuda", "npu"),
+        choices=("cpu", "cuda", "npu", EMULATOR),
         help="device to test on, may be repeated (default: every device present)",
     )
     parser.addoption("--backend", help="force a backend by name, as use_backend() does")
@@ -33,6 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "every_isa: on the CPU, run once per instruction set of the machine")
     config.addinivalue_line("markers", "dtypes(*names): the dtypes of the `dtype` argument, as torch attribute names")
+    config.addinivalue_line("markers", "computes_in_fp32: beside its dtype; not for devices that have no fp32")
     if config.getoption("--backend"):
         flashattn_ext.use_backend(config.getoption("--backend"))
 
@@ -43,11 +47,15 @@ def present_devices() -> list[str]:
         devices.append("cuda")
     if importlib.util.find_spec("torch_npu") and "ascend" in str(flashattn_ext.build_info()["backends"]):
         devices.append("npu")
+    if EMULATOR_LIBRARY.exists():
+        devices.append(EMULATOR)
     return devices
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The file of what only a GPU can show, where there is none."""
+    """The files of what only a GPU or the built emulator can show, where there is none."""
+    if collection_path.name == "test_ascend_backend.py":
+        return None if EMULATOR_LIBRARY.exists() else True
     devices = config.getoption("--device") or present_devices()
     return True if collection_path.name == "test_cuda.py" and "cuda" not in devices else None
 
@@ -63,6 +71,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     for device in metafunc.config.getoption("--device") or present_devices():
         for isa in _C.cpu_isas() if device == "cpu" and every_isa else [None]:
             target = f"{device}-{isa}" if isa else device
+            computes_in_fp32 = metafunc.definition.get_closest_marker("computes_in_fp32") is not None
+            if device == EMULATOR and (not takes_dtype or computes_in_fp32):
+                continue
             if not takes_dtype:
                 rows.append((device, isa))
                 ids.append(target)
@@ -70,6 +81,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for dtype in dtypes:
                 if dtype == torch.float64 and device != "cpu":
                     continue  # fp64 exists on the CPU alone
+                if dtype == torch.float32 and device == EMULATOR:
+                    continue
                 rows.append(((device, isa), dtype))
                 ids.append(f"{target}-{str(dtype).removeprefix('torch.')}")
     names = "device,dtype" if takes_dtype else "device"
@@ -78,8 +91,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The device's name; while the test runs, the CPU kernels are those of the instruction set asked for."""
+    """The device's name; while the test runs, the CPU kernels are those of the instruction set or of the emulator asked for."""
     name, isa = request.param
+    if name == EMULATOR:
+        with flashattn_ext.use_backend(EMULATOR):
+            yield "cpu"
+        return
     if isa is None:
         yield name
         return

@@ -41,6 +41,7 @@ def test_a_sink_parameter_keeps_its_gradient_dtype(device: str, dtype: torch.dty
 
 
 @pytest.mark.dtypes("bfloat16")
+@pytest.mark.computes_in_fp32
 def test_varlen_and_disabled_regions(device: str, dtype: torch.dtype) -> None:
     q = torch.randn(30, 2, 16, device=device)
     starts = torch.tensor([0, 10, 30], dtype=torch.int32, device=device)

@@ -31,9 +31,17 @@ if step test; then
   TAIL=12 check test env OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive "$PYTHON" -m pytest -q $parallel tests --device cuda
 fi
 if step sanitize; then
+  names=()
   for tool in memcheck racecheck initcheck synccheck; do
-    TAIL=2 check "$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 "$PYTHON" tools/sanitizer_calls.py
+    for dtype in float16 bfloat16 float32; do
+      names+=("$tool.$dtype")
+      compute-sanitizer --tool "$tool" --error-exitcode 1 "$PYTHON" tools/sanitizer_calls.py "$dtype" \
+        >"$OUT/$tool.$dtype.log" 2>&1 || touch "$OUT/sanitize.failed" &
+    done
   done
+  wait
+  (cd "$OUT" && for name in "${names[@]}"; do echo "$name:" && tail -n 2 "$name.log"; done)
+  [[ ! -e "$OUT/sanitize.failed" ]] || { failed=1 && echo "FAILED: sanitize"; }
 fi
 if step bench; then
   # shellcheck disable=SC2086

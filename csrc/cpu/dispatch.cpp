@@ -105,7 +105,7 @@ void dropout_mask(const AttnParams& p, bool* mask) {
   static_cast<const CpuExecutor*>(p.stream)->run(call.workers, body, &call);
 }
 
-void write_rng_state(int64_t* state, const RngSource& source, void*) {
+void write_rng_state(const AttnParams&, const RngSource& source, int64_t* state) {
   state[0] = source.seed;
   state[1] = source.offset;
 }

@@ -1,0 +1,347 @@
+// The backward's products: with P recomputed from S and lse,
+//
+//   dV = P~^T dO      dS = P (dP~ - delta)      dK = dS^T Q      dQ = dS K        (~: after dropout)
+//
+// A task is 128 keys of one key head, a step a task and up to 512 queries of one query head of its group. Cube and
+// vector cores walk through the same steps, as in the forward:
+//
+//   cube     S(t) = Q K^T, dP(t) = dO V^T      ->  scores         kScoresReady
+//   vector   P(t), dS(t)                       ->  probabilities  kProbabilitiesReady
+//   cube     dV += P^T dO, dK += dS^T Q, dQ += dS K, kAhead steps later
+//
+// A task's dK and dV are added up by one core, step by step. Every core adds to dQ, in any order; with `deterministic`
+// all tasks of a key head belong to one core. The flags are enough: scores of step t + kSlots overwrite slot t after
+// the products of step t, which wait for P(t), and announce themselves on the pipe that stored those products.
+#pragma once
+
+#include "cube.h"
+#include "philox.h"
+#include "vector.h"
+
+namespace flashattn_ext {
+namespace ascend {
+
+struct GradStep {
+  Task task;                            // its keys
+  int32_t head = 0, row = 0, rows = 0;  // queries, within the sequence
+  bool first = false, last = false;     // of the task
+  int32_t slot = 0;
+  __aicore__ int64_t FirstOf(const Arguments& a, const Sequence& sequence, int64_t length) const {
+    return a.is_varlen() ? sequence.start : task.batch * length;
+  }
+  // In the sums and in delta.
+  __aicore__ int64_t QueryRow(const Arguments& a) const { return FirstOf(a, task.queries, a.seqlen_q) + row; }
+  __aicore__ int64_t KeyRow(const Arguments& a) const { return FirstOf(a, task.keys, a.seqlen_k) + task.row; }
+};
+
+class GradSteps {
+ public:
+  __aicore__ explicit GradSteps(const Arguments& arguments)
+      : a(arguments), tasks(arguments, Side::keys, arguments.deterministic) {}
+
+  __aicore__ bool Next(GradStep* step) {
+    step->first = false;
+    while (row >= end) {
+      if (heads_left == 0) {
+        if (!tasks.Next(&task)) return false;
+        const TileMask mask(a, task.queries.length, task.keys.length);
+        visible = mask.rows_of(task.row, task.row + task.rows);
+        if (visible.begin >= visible.end) continue;
+        heads_left = a.group_size();
+        step->first = true;
+      }
+      --heads_left;
+      row = visible.begin / kChunkRows * kChunkRows;  // the generator works on 16 rows at a time
+      end = visible.end;
+    }
+    step->task = task;
+    step->head = (task.head + 1) * a.group_size() - 1 - heads_left;
+    step->row = row;
+    step->rows = Lesser(kQueries, end - row);
+    row += step->rows;
+    step->last = row >= end && heads_left == 0;
+    step->slot = number++ % kSlots;
+    return true;
+  }
+
+ private:
+  const Arguments& a;
+  Tasks tasks;
+  Task task;
+  TileMask::Range visible = {0, 0};
+  int32_t heads_left = 0, row = 0, end = 0, number = 0;
+};
+
+class BackwardWorkspace {
+ public:
+  __aicore__ explicit BackwardWorkspace(const Arguments& a)
+      : base((uint64_t)a.workspace + AscendC::GetBlockIdx() / AscendC::GetTaskRation() * kBackwardWorkspaceBytes) {}
+  // 0: S, 1: dP
+  __aicore__ AscendC::GlobalTensor<float> Scores(int32_t slot, int32_t which) const {
+    return Global<float>(base + (slot * 2 + which) * kBackwardScoreBytes);
+  }
+  // 0: P, 1: dS
+  template <typename T>
+  __aicore__ AscendC::GlobalTensor<T> Rounded(int32_t slot, int32_t which) const {
+    return Global<T>(base + kSlots * 2 * kBackwardScoreBytes + (slot * 2 + which) * kBackwardRoundedBytes);
+  }
+
+ private:
+  uint64_t base;
+};
+
+template <typename T>
+class BackwardCube {
+ public:
+  __aicore__ explicit BackwardCube(const Arguments& arguments) : a(arguments), workspace(arguments) {}
+
+  __aicore__ void Run() {
+    GradSteps steps(a);
+    GradStep ring[kSlots], step;
+    int32_t issued = 0;
+    while (steps.Next(&step)) {
+      MultiplyScores(step);
+      ring[issued % kSlots] = step;
+      if (issued >= kAhead) MultiplyGradients(ring[(issued - kAhead) % kSlots]);
+      ++issued;
+    }
+    for (int32_t t = Greater(0, issued - kAhead); t < issued; ++t) MultiplyGradients(ring[t % kSlots]);
+    cube.Finish();
+  }
+
+ private:
+  // Rows of the task's keys and of the step's queries.
+  __aicore__ AscendC::GlobalTensor<T> Keys(const GradStep& s, const TensorView& view) const {
+    return Head<T>(view, s.task.batch, s.task.head, s.task.keys.start + s.task.row);
+  }
+  __aicore__ AscendC::GlobalTensor<T> Queries(const GradStep& s, const TensorView& view, int32_t row) const {
+    return Head<T>(view, s.task.batch, s.head, s.task.queries.start + s.row + row);
+  }
+
+  __aicore__ void MultiplyScores(const GradStep& step) {
+    if (step.first) {
+      keys = cube.LoadResident(0, Keys(step, a.k), step.task.rows, a.head_dim, a.k.row_stride);
+      values = cube.LoadResident(1, Keys(step, a.v), step.task.rows, a.head_dim_v, a.v.row_stride);
+    }
+    for (int32_t row = 0; row < step.rows; row += kTile) {
+      MultiplyTile(step, row, a.q, a.head_dim, keys, 0);
+      MultiplyTile(step, row, a.dout, a.head_dim_v, values, 1);
+    }
+    if (step.last) {
+      cube.Release(keys);
+      cube.Release(values);
+    }
+    AscendC::CrossCoreSetFlag<2, PIPE_FIX>(kScoresReady);
+  }
+  __aicore__ void MultiplyTile(const GradStep& step, int32_t row, const TensorView& left, int32_t dim,
+                               const L1Tile<T>& right, int32_t which) {
+    const int32_t rows = Lesser(kTile, step.rows - row);
+    cube.BeginSums();
+    for (int32_t d = 0; d < dim; d += kTile) {
+      const int32_t k = Lesser(kTile, dim - d);
+      const L1Tile<T> tile = cube.LoadTile(Queries(step, left, row)[d], rows, k, left.row_stride);
+      cube.MultiplyTransposed({tile, 0, rows, 0, k, false}, right, d, step.task.rows, d == 0, false);
+      cube.Release(tile);
+    }
+    cube.StoreSums(workspace.Scores(step.slot, which)[row * kTile], rows, step.task.rows, kTile);
+  }
+
+  __aicore__ void MultiplyGradients(const GradStep& step) {
+    AscendC::CrossCoreWaitFlag(kProbabilitiesReady);
+    const int32_t n = step.task.rows;
+    const L1Tile<T> p = cube.LoadWide(0, workspace.Rounded<T>(step.slot, 0), step.rows, n, kTile);
+    const L1Tile<T> ds = cube.LoadWide(1, workspace.Rounded<T>(step.slot, 1), step.rows, n, kTile);
+    AddOverQueries(step, p, a.dout, a.head_dim_v, a.dv_sum);
+    AddOverQueries(step, ds, a.q, a.head_dim, a.dk_sum);
+    const int32_t pitch = sum_pitch(a.head_dim);
+    const AscendC::GlobalTensor<float> dq =
+        Global<float>((uint64_t)a.dq_sum, (step.head * a.rows_q + step.QueryRow(a)) * pitch);
+    for (int32_t d = 0; d < a.head_dim; d += kTile) {
+      const int32_t columns = Lesser(kTile, a.head_dim - d);
+      const L1Tile<T> tile = cube.LoadTile(Keys(step, a.k)[d], n, columns, a.k.row_stride);
+      for (int32_t row = 0; row < step.rows; row += kTile) {
+        const int32_t rows = Lesser(kTile, step.rows - row);
+        cube.BeginSums();
+        cube.MultiplyPlain({ds, row, rows, 0, n, false}, tile, columns, true, row + rows == step.rows);
+        cube.StoreSums(dq[row * pitch + d], rows, columns, pitch, true);
+      }
+    }
+    cube.Release(p);
+    cube.Release(ds);
+  }
+  // sums[key] += left^T right, over all queries of the step.
+  __aicore__ void AddOverQueries(const GradStep& step, const L1Tile<T>& left, const TensorView& right, int32_t dim,
+                                 void* sums) {
+    const int32_t pitch = sum_pitch(dim), n = step.task.rows;
+    const AscendC::GlobalTensor<float> to =
+        Global<float>((uint64_t)sums, (step.task.head * a.rows_k + step.KeyRow(a)) * pitch);
+    for (int32_t d = 0; d < dim; d += kTile) {
+      const int32_t columns = Lesser(kTile, dim - d);
+      cube.BeginSums();
+      for (int32_t row = 0; row < step.rows; row += kTile) {
+        const int32_t rows = Lesser(kTile, step.rows - row);
+        const L1Tile<T> tile = cube.LoadTile(Queries(step, right, row)[d], rows, columns, right.row_stride);
+        cube.MultiplyPlain({left, row, rows, 0, n, true}, tile, columns, row == 0, true);
+      }
+      cube.StoreSums(to[d], n, columns, pitch, true);
+    }
+  }
+
+  const Arguments& a;
+  BackwardWorkspace workspace;
+  CubeCore<T> cube;
+  L1Tile<T> keys, values;
+};
+
+template <typename T>
+class BackwardVector : VectorCore {
+ public:
+  __aicore__ explicit BackwardVector(const Arguments& arguments) : a(arguments), workspace(arguments) {
+    using namespace AscendC;
+    s = Carve<float>(2 * kChunk);
+    dp = Carve<float>(2 * kChunk);
+    p16 = Carve<T>(2 * kChunk);
+    ds16 = Carve<T>(2 * kChunk);
+    lse = Carve<float>(kHalf);
+    delta = Carve<float>(kHalf);
+    lse_wide = Carve<float>(kHalf * 8);
+    delta_wide = Carve<float>(kHalf * 8);
+    if (a.has_dropout()) {
+      product = Carve<float>(kChunk);
+      scratch = Carve<float>(1024);
+      dropout.Init(a, CarveRest<int32_t>(), kPitchBlocks);
+      Duplicate(product, 0.0f, kChunk);
+    }
+    // Lanes behind the last row and column are computed with and never used: they must hold something.
+    Duplicate(s, 0.0f, 2 * kChunk);
+    Duplicate(dp, 0.0f, 2 * kChunk);
+    Duplicate(lse, 0.0f, kHalf);
+    Duplicate(delta, 0.0f, kHalf);
+    Barrier();
+    for (int32_t e = 0; e < 2; ++e) {
+      SetFlag<HardEvent::V_MTE2>(e);
+      SetFlag<HardEvent::MTE3_V>(e);
+    }
+    SetFlag<HardEvent::V_MTE2>(kRowsEvent);
+  }
+
+  __aicore__ void Run() {
+    using namespace AscendC;
+    GradSteps steps(a);
+    GradStep step;
+    while (steps.Next(&step)) {
+      const int32_t begin = step.row;
+      TakeHalf(&step.row, &step.rows);
+      if (step.rows > 0) LoadRows(step);
+      CrossCoreWaitFlag(kScoresReady);
+      for (int32_t row = 0; row < step.rows; row += kGradRows)
+        Chunk(step, row, Lesser(kGradRows, step.rows - row), step.row - begin + row);
+      CrossCoreSetFlag<2, PIPE_MTE3>(kProbabilitiesReady);
+    }
+    for (int32_t e = 0; e < 2; ++e) {
+      WaitFlag<HardEvent::V_MTE2>(e);
+      WaitFlag<HardEvent::MTE3_V>(e);
+    }
+    WaitFlag<HardEvent::V_MTE2>(kRowsEvent);
+  }
+
+ private:
+  static constexpr int32_t kHalf = kQueries / 2;
+  static constexpr int32_t kChunk = kGradRows * kGradPitch;
+  static constexpr int32_t kPitchBlocks = kGradPitch / 8;
+  static constexpr int32_t kRowsEvent = 2;
+
+  // lse and delta of the step's rows, each value in a whole block.
+  __aicore__ void LoadRows(const GradStep& step) {
+    using namespace AscendC;
+    const DataCopyExtParams copy(1, step.rows * 4, 0, 0, 0);
+    const DataCopyPadExtParams<float> no_padding(false, 0, 0, 0.0f);
+    const int64_t at = step.task.batch * a.lse.batch_stride + step.head * a.lse.head_stride + step.task.queries.start;
+    WaitFlag<HardEvent::V_MTE2>(kRowsEvent);
+    DataCopyPad(lse, Global<float>((uint64_t)a.lse.data, at + step.row), copy, no_padding);
+    DataCopyPad(delta, Global<float>((uint64_t)a.delta, step.head * a.rows_q + step.QueryRow(a)), copy, no_padding);
+    SetFlag<HardEvent::MTE2_V>(kRowsEvent);
+    WaitFlag<HardEvent::MTE2_V>(kRowsEvent);
+    Maxs(lse, lse, kLowest, step.rows);
+    Barrier();
+    Brcb(lse_wide, lse, RoundUp(step.rows, 8) / 8, {1, 8});
+    Brcb(delta_wide, delta, RoundUp(step.rows, 8) / 8, {1, 8});
+    Barrier();
+    SetFlag<HardEvent::V_MTE2>(kRowsEvent);
+  }
+
+  // `row` counts within this vector core's rows, `slot_row` within the step's.
+  __aicore__ void Chunk(const GradStep& step, int32_t row, int32_t rows, int32_t slot_row) {
+    using namespace AscendC;
+    const Task& task = step.task;
+    const int32_t buffer = chunks++ % 2, keys = task.rows, columns = RoundUp(keys, kLanes);
+    const LocalTensor<float> p = s[buffer * kChunk], ds = dp[buffer * kChunk];
+    WaitFlag<HardEvent::V_MTE2>(buffer);
+    const DataCopyExtParams copy(rows, keys * 4, (kTile - keys) * 4, kPitchBlocks - RoundUp(keys, 8) / 8, 0);
+    const DataCopyPadExtParams<float> no_padding(false, 0, 0, 0.0f);
+    DataCopyPad(p, workspace.Scores(step.slot, 0)[slot_row * kTile], copy, no_padding);
+    DataCopyPad(ds, workspace.Scores(step.slot, 1)[slot_row * kTile], copy, no_padding);
+    SetFlag<HardEvent::MTE2_V>(buffer);
+    WaitFlag<HardEvent::MTE2_V>(buffer);
+
+    const uint8_t all = ((rows - 1) * kPitchBlocks + columns / 8 + 7) / 8;
+    const UnaryRepeatParams dense(1, 1, 8, 8);
+    const BinaryRepeatParams dense2(1, 1, 1, 8, 8, 8), by_row(1, 1, 0, kPitchBlocks, kPitchBlocks, 1);
+    Muls(p, p, a.scale, kLanes, all, dense);
+    Barrier();
+    HideScores(TileMask(a, task.queries.length, task.keys.length), step.row + row, rows, task.row, keys, p,
+               kPitchBlocks);
+    for (int32_t c = 0; c < columns; c += kLanes) Sub(p[c], p[c], lse_wide[row * 8], kLanes, rows, by_row);
+    Barrier();
+    Exp(p, p, kLanes, all, dense);
+    Barrier();
+    const LocalTensor<float> delta_rows = delta_wide[row * 8];
+    if (a.has_dropout()) {  // dS = P~ dP / p_keep - P delta
+      for (int32_t c = 0; c < columns; c += kLanes) Mul(product[c], p[c], delta_rows, kLanes, rows, by_row);
+      dropout.Apply(&p, 1, scratch, task.batch, step.head, step.row + row, rows, task.row, columns);
+      Muls(ds, ds, a.inverse_keep, kLanes, all, dense);
+      Barrier();
+      Mul(ds, ds, p, kLanes, all, dense2);
+      Barrier();
+      Sub(ds, ds, product, kLanes, all, dense2);
+    } else {
+      for (int32_t c = 0; c < columns; c += kLanes) Sub(ds[c], ds[c], delta_rows, kLanes, rows, by_row);
+      Barrier();
+      Mul(ds, ds, p, kLanes, all, dense2);
+    }
+    Barrier();
+    WaitFlag<HardEvent::MTE3_V>(buffer);
+    const UnaryRepeatParams narrow(1, 1, 4, 8);
+    Cast(p16[buffer * kChunk], p, RoundMode::CAST_RINT, kLanes, all, narrow);
+    Cast(ds16[buffer * kChunk], ds, RoundMode::CAST_RINT, kLanes, all, narrow);
+    SetFlag<HardEvent::V_MTE2>(buffer);
+    SetFlag<HardEvent::V_MTE3>(buffer);
+    WaitFlag<HardEvent::V_MTE3>(buffer);
+    const DataCopyExtParams store(rows, keys * 2, kPitchBlocks / 2 - RoundUp(keys, 16) / 16, (kTile - keys) * 2, 0);
+    DataCopyPad(workspace.template Rounded<T>(step.slot, 0)[slot_row * kTile], p16[buffer * kChunk], store);
+    DataCopyPad(workspace.template Rounded<T>(step.slot, 1)[slot_row * kTile], ds16[buffer * kChunk], store);
+    SetFlag<HardEvent::MTE3_V>(buffer);
+  }
+
+  const Arguments& a;
+  BackwardWorkspace workspace;
+  int32_t chunks = 0;
+  AscendC::LocalTensor<float> s, dp, lse, delta, lse_wide, delta_wide, product, scratch;
+  AscendC::LocalTensor<T> p16, ds16;
+  Dropout dropout;
+};
+
+template <typename T>
+__aicore__ inline void Backward(const Arguments& arguments) {
+  if (ASCEND_IS_AIC) {
+    BackwardCube<T> cube(arguments);
+    cube.Run();
+  }
+  if (ASCEND_IS_AIV) {
+    BackwardVector<T> vector(arguments);
+    vector.Run();
+  }
+}
+
+}  // namespace ascend
+}  // namespace flashattn_ext

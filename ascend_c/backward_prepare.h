@@ -1,0 +1,106 @@
+// First stage of the backward, on the vector cores alone: delta_i = <dout_i, out_i> - dlse_i for every row, and zeros
+// for the sums of the gradients.
+#pragma once
+
+#include "vector.h"
+
+namespace flashattn_ext {
+namespace ascend {
+
+template <typename T>
+class BackwardPrepare : VectorCore {
+ public:
+  __aicore__ explicit BackwardPrepare(const Arguments& arguments)
+      : a(arguments), width(RoundUp(arguments.head_dim_v, kLanes)) {
+    dout16 = Carve<T>(kRowsAtATime * width);
+    out16 = Carve<T>(kRowsAtATime * width);
+    dout = Carve<float>(kRowsAtATime * width);
+    out = Carve<float>(kRowsAtATime * width);
+    delta = Carve<float>(kRowsAtATime);
+    dlse = Carve<float>(kRowsAtATime);
+    zeros = Carve<float>(kZeros);
+  }
+
+  __aicore__ void Run() {
+    using namespace AscendC;
+    Duplicate(dout16.template ReinterpretCast<uint16_t>(), uint16_t(0), kRowsAtATime * width);
+    Duplicate(out16.template ReinterpretCast<uint16_t>(), uint16_t(0), kRowsAtATime * width);
+    Duplicate(zeros, 0.0f, kZeros);
+    SetFlag<HardEvent::V_MTE3>(0);
+    WaitFlag<HardEvent::V_MTE3>(0);
+    Clear(a.dq_sum, a.heads_q * a.rows_q * sum_pitch(a.head_dim));
+    Clear(a.dk_sum, a.heads_k * a.rows_k * sum_pitch(a.head_dim));
+    Clear(a.dv_sum, a.heads_k * a.rows_k * sum_pitch(a.head_dim_v));
+    SetFlag<HardEvent::V_MTE2>(0);
+    SetFlag<HardEvent::MTE3_V>(0);
+    const int64_t batch = a.is_varlen() ? 1 : a.batch, rows = a.is_varlen() ? a.total_q : a.seqlen_q;
+    const int64_t chunks = (rows + kRowsAtATime - 1) / kRowsAtATime;
+    for (int64_t item = GetBlockIdx(); item < batch * a.heads_q * chunks; item += GetBlockNum()) {
+      const int64_t row = item % chunks * kRowsAtATime, head = item / chunks % a.heads_q, b = item / chunks / a.heads_q;
+      Delta(b, head, row, Lesser(kRowsAtATime, rows - row));
+    }
+    WaitFlag<HardEvent::V_MTE2>(0);
+    WaitFlag<HardEvent::MTE3_V>(0);
+  }
+
+ private:
+  static constexpr int32_t kRowsAtATime = 32;
+  static constexpr int32_t kZeros = 8192;
+
+  __aicore__ void Clear(void* sums, int64_t elements) {
+    for (int64_t at = AscendC::GetBlockIdx() * kZeros; at < elements; at += AscendC::GetBlockNum() * kZeros)
+      AscendC::DataCopy(Global<float>((uint64_t)sums, at), zeros, elements - at < kZeros ? elements - at : kZeros);
+  }
+
+  __aicore__ void Load(const AscendC::LocalTensor<T>& to, const TensorView& view, int64_t b, int64_t head, int64_t row,
+                       int32_t rows) {
+    const int32_t gap = (width - RoundUp(a.head_dim_v, 16)) / 16;
+    AscendC::DataCopyPad(
+        to, Head<T>(view, b, head, row),
+        AscendC::DataCopyExtParams(rows, a.head_dim_v * 2, (view.row_stride - a.head_dim_v) * 2, gap, 0),
+        AscendC::DataCopyPadExtParams<T>(false, 0, 0, T()));
+  }
+
+  __aicore__ void Delta(int64_t b, int64_t head, int64_t row, int32_t rows) {
+    using namespace AscendC;
+    WaitFlag<HardEvent::V_MTE2>(0);
+    Load(dout16, a.dout, b, head, row, rows);
+    Load(out16, a.out, b, head, row, rows);
+    if (a.dlse.data) {
+      const int64_t at = b * a.dlse.batch_stride + head * a.dlse.head_stride + row;
+      DataCopyPad(dlse, Global<float>((uint64_t)a.dlse.data, at), DataCopyExtParams(1, rows * 4, 0, 0, 0),
+                  DataCopyPadExtParams<float>(false, 0, 0, 0.0f));
+    }
+    SetFlag<HardEvent::MTE2_V>(0);
+    WaitFlag<HardEvent::MTE2_V>(0);
+    Cast(dout, dout16, RoundMode::CAST_NONE, rows * width);
+    Cast(out, out16, RoundMode::CAST_NONE, rows * width);
+    Barrier();
+    Mul(dout, dout, out, rows * width);
+    Barrier();
+    const uint8_t pitch = width / 8;
+    for (int32_t c = kLanes; c < a.head_dim_v; c += kLanes) {
+      const int32_t lanes = Lesser(kLanes, a.head_dim_v - c);
+      Add(dout, dout, dout[c], lanes, rows, {1, 1, 1, pitch, pitch, pitch});
+      Barrier();
+    }
+    WaitFlag<HardEvent::MTE3_V>(0);
+    WholeReduceSum(delta, dout, Lesser(kLanes, a.head_dim_v), rows, 1, 1, pitch);
+    Barrier();
+    if (a.dlse.data) Sub(delta, delta, dlse, rows);
+    SetFlag<HardEvent::V_MTE2>(0);
+    SetFlag<HardEvent::V_MTE3>(0);
+    WaitFlag<HardEvent::V_MTE3>(0);
+    const int64_t at = head * a.rows_q + b * a.seqlen_q + row;
+    DataCopyPad(Global<float>((uint64_t)a.delta, at), delta, DataCopyExtParams(1, rows * 4, 0, 0, 0));
+    SetFlag<HardEvent::MTE3_V>(0);
+  }
+
+  const Arguments& a;
+  int32_t width;
+  AscendC::LocalTensor<T> dout16, out16;
+  AscendC::LocalTensor<float> dout, out, delta, dlse, zeros;
+};
+
+}  // namespace ascend
+}  // namespace flashattn_ext

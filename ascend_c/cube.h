@@ -1,0 +1,192 @@
+// The cube core's part of every matrix product: tiles from GM to L1 and on to L0, products, sums to GM. Two tiles of
+// each operand and of the sums are in flight; flags say when a buffer holds its contents and when it is free again.
+#pragma once
+
+#include "schedule.h"
+
+namespace flashattn_ext {
+namespace ascend {
+
+// A matrix in L1, in columns of 16 with `rows` (rounded up to 16) each.
+template <typename T>
+struct L1Tile {
+  AscendC::LocalTensor<T> data;
+  int32_t rows = 0;
+  int32_t event = 0;
+  __aicore__ AscendC::LocalTensor<T> From(int32_t column) const { return data[column * RoundUp(rows, 16)]; }
+};
+
+template <typename T>
+class CubeCore {
+ public:
+  __aicore__ CubeCore() {
+    using namespace AscendC;
+    pipe.InitBuffer(l1_buffer, 2 * kResidentBytes + 2 * kWideBytes + kRing * kTileBytes);
+    pipe.InitBuffer(l0a_buffer, 2 * kTileBytes);
+    pipe.InitBuffer(l0b_buffer, 2 * kTileBytes);
+    pipe.InitBuffer(l0c_buffer, 2 * kTile * kTile * 4);
+    l1 = l1_buffer.template Get<T>();
+    l0a = l0a_buffer.template Get<T>();
+    l0b = l0b_buffer.template Get<T>();
+    l0c = l0c_buffer.template Get<float>();
+    for (int32_t e = 0; e < kRingEvent + kRing; ++e) SetFlag<HardEvent::MTE1_MTE2>(e);
+    for (int32_t e = 0; e < 2; ++e) {
+      SetFlag<HardEvent::M_MTE1>(e);
+      SetFlag<HardEvent::FIX_M>(e);
+    }
+  }
+  // Every flag has to be 0 again at the end.
+  __aicore__ void Finish() {
+    using namespace AscendC;
+    for (int32_t e = 0; e < kRingEvent + kRing; ++e) WaitFlag<HardEvent::MTE1_MTE2>(e);
+    for (int32_t e = 0; e < 2; ++e) {
+      WaitFlag<HardEvent::M_MTE1>(e);
+      WaitFlag<HardEvent::FIX_M>(e);
+    }
+  }
+
+  // One of the two large buffers for the operand of a whole task, and for the left operand of a block.
+  __aicore__ L1Tile<T> LoadResident(int32_t which, AscendC::GlobalTensor<T> from, int32_t rows, int32_t columns,
+                                    int64_t pitch) {
+    return Load(which * kResidentBytes, kResidentEvent + which, from, rows, columns, pitch);
+  }
+  __aicore__ L1Tile<T> LoadWide(int32_t which, AscendC::GlobalTensor<T> from, int32_t rows, int32_t columns,
+                                int64_t pitch) {
+    return Load(2 * kResidentBytes + which * kWideBytes, kWideEvent + which, from, rows, columns, pitch);
+  }
+  // The next of the small buffers, for a tile that is used once.
+  __aicore__ L1Tile<T> LoadTile(AscendC::GlobalTensor<T> from, int32_t rows, int32_t columns, int64_t pitch) {
+    const int32_t which = ring++ % kRing;
+    return Load(2 * (kResidentBytes + kWideBytes) + which * kTileBytes, kRingEvent + which, from, rows, columns, pitch);
+  }
+  __aicore__ void Release(const L1Tile<T>& tile) { AscendC::SetFlag<AscendC::HardEvent::MTE1_MTE2>(tile.event); }
+
+  // What a product takes of its left operand.
+  struct Left {
+    const L1Tile<T>& tile;
+    int32_t row, rows, column, columns;
+    bool transposed;  // the product has the rows on its inside
+    __aicore__ int32_t m() const { return transposed ? columns : rows; }
+    __aicore__ int32_t k() const { return transposed ? rows : columns; }
+  };
+
+  // sums[m][n] (+)= left[m][k] right[n][k]^T, of at most 128 each. `last_use` frees `right`.
+  __aicore__ void MultiplyTransposed(const Left& left, const L1Tile<T>& right, int32_t column, int32_t n, bool begins,
+                                     bool last_use) {
+    BeginStage(left);
+    AscendC::LoadData2DParams p;  // the fractals of X in L1 are those of its transpose in L0B
+    p.repeatTimes = RoundUp(n, 16) / 16 * (RoundUp(left.k(), 16) / 16);
+    p.srcStride = 1;
+    AscendC::LoadData(l0b[stage * kTile * kTile], right.From(column), p);
+    if (last_use) Release(right);
+    Multiply(left.m(), n, left.k(), begins);
+  }
+
+  // sums[m][n] (+)= left[m][k] right[k][n], of at most 128 each. `last_use` frees `right`.
+  __aicore__ void MultiplyPlain(const Left& left, const L1Tile<T>& right, int32_t n, bool begins, bool last_use) {
+    BeginStage(left);
+    AscendC::LoadData2DParams p;
+    p.repeatTimes = RoundUp(n, 16) / 16;
+    p.srcStride = RoundUp(left.k(), 16) / 16;
+    p.ifTranspose = true;
+    for (int32_t r = 0; r < RoundUp(left.k(), 16) / 16; ++r) {
+      p.startIndex = r;
+      AscendC::LoadData(l0b[stage * kTile * kTile + r * 16 * RoundUp(n, 16)], right.data, p);
+    }
+    if (last_use) Release(right);
+    Multiply(left.m(), n, left.k(), begins);
+  }
+
+  // The sums begin; then products; then they go to GM.
+  __aicore__ void BeginSums() { AscendC::WaitFlag<AscendC::HardEvent::FIX_M>(sums); }
+  __aicore__ void StoreSums(const AscendC::GlobalTensor<float>& to, int32_t rows, int32_t columns, int32_t pitch,
+                            bool adds = false) {
+    using namespace AscendC;
+    SetFlag<HardEvent::M_FIX>(sums);
+    WaitFlag<HardEvent::M_FIX>(sums);
+    FixpipeParamsV220 p;
+    p.nSize = columns;
+    p.mSize = rows;
+    p.srcStride = RoundUp(rows, 16);
+    p.dstStride = pitch;
+    if (adds) SetAtomicAdd<float>();
+    Fixpipe(to, l0c[sums * kTile * kTile], p);
+    if (adds) SetAtomicNone();
+    SetFlag<HardEvent::FIX_M>(sums);
+    sums ^= 1;
+  }
+
+ private:
+  __aicore__ L1Tile<T> Load(int32_t byte, int32_t event, AscendC::GlobalTensor<T> from, int32_t rows, int32_t columns,
+                            int64_t pitch) {
+    using namespace AscendC;
+    L1Tile<T> tile;
+    tile.data = l1[byte / 2];
+    tile.rows = rows;
+    tile.event = event;
+    WaitFlag<HardEvent::MTE1_MTE2>(event);
+    constexpr int64_t kMaxPitch = 65535;
+    const bool single = pitch < 1 || pitch > kMaxPitch;
+    Nd2NzParams p;
+    p.ndNum = 1;
+    p.nValue = single ? 1 : rows;
+    p.dValue = columns;
+    p.srcDValue = single ? columns : pitch;
+    p.dstNzC0Stride = RoundUp(rows, 16);
+    p.dstNzNStride = 1;
+    DataCopy(tile.data, from, p);
+    for (int32_t r = 1; single && r < rows; ++r) DataCopy(tile.data[r * 16], from[r * pitch], p);
+    // A product with one row would read it as a vector: such a row stands twice, and the second result is not stored.
+    if (rows % 16 == 1) {
+      p.nValue = 1;
+      p.srcDValue = columns;
+      DataCopy(tile.data[rows * 16], from[(rows - 1) * pitch], p);
+    }
+    SetFlag<HardEvent::MTE2_MTE1>(event);
+    WaitFlag<HardEvent::MTE2_MTE1>(event);
+    return tile;
+  }
+
+  __aicore__ void BeginStage(const Left& left) {
+    AscendC::WaitFlag<AscendC::HardEvent::M_MTE1>(stage);
+    const AscendC::LocalTensor<T> to = l0a[stage * kTile * kTile], from = left.tile.From(left.column);
+    const int32_t all = RoundUp(left.tile.rows, 16) / 16;  // fractals from column to column
+    const int32_t outer = RoundUp(left.m(), 16) / 16, inner = RoundUp(left.k(), 16) / 16;
+    AscendC::LoadData2DParams p;
+    p.repeatTimes = inner;
+    p.srcStride = left.transposed ? 1 : all;
+    p.ifTranspose = left.transposed;
+    for (int32_t f = 0; f < outer; ++f) {
+      p.startIndex = left.row / 16 + (left.transposed ? f * all : f);
+      AscendC::LoadData(to[f * inner * 256], from, p);
+    }
+  }
+
+  __aicore__ void Multiply(int32_t m, int32_t n, int32_t k, bool begins) {
+    using namespace AscendC;
+    SetFlag<HardEvent::MTE1_M>(stage);
+    WaitFlag<HardEvent::MTE1_M>(stage);
+    constexpr int32_t kOrdered = 10;  // the hardware orders accumulations of this many fractals and more
+    if (!begins && RoundUp(m, 16) / 16 * (RoundUp(n, 16) / 16) < kOrdered) PipeBarrier<PIPE_M>();
+    MmadParams p;
+    p.m = Greater(m, 2);
+    p.n = n;
+    p.k = k;
+    p.cmatrixInitVal = begins;
+    Mmad(l0c[sums * kTile * kTile], l0a[stage * kTile * kTile], l0b[stage * kTile * kTile], p);
+    SetFlag<HardEvent::M_MTE1>(stage);
+    stage ^= 1;
+  }
+
+  AscendC::TPipe pipe;
+  AscendC::TBuf<AscendC::TPosition::A1> l1_buffer;
+  AscendC::TBuf<AscendC::TPosition::A2> l0a_buffer;
+  AscendC::TBuf<AscendC::TPosition::B2> l0b_buffer;
+  AscendC::TBuf<AscendC::TPosition::CO1> l0c_buffer;
+  AscendC::LocalTensor<T> l1, l0a, l0b;
+  AscendC::LocalTensor<float> l0c;
+  int32_t ring = 0, stage = 0, sums = 0;
+};
+
+}  // namespace ascend
+}  // namespace flashattn_ext

@@ -1,0 +1,107 @@
+#include "dispatch.h"
+
+#include <algorithm>
+
+#include "../csrc/dropout.h"
+#include "tiles.h"
+
+namespace flashattn_ext {
+namespace ascend {
+
+std::string supports(const AttnParams& p, bool) {
+  if (p.dtype == DType::kFloat32 || p.dtype == DType::kFloat64)
+    return std::string(p.dtype == DType::kFloat32 ? "fp32" : "fp64") +
+           " inputs are not implemented by the Ascend C kernels; use fp16 or bf16, or the CPU backend";
+  constexpr int64_t kLongest = int64_t{1} << 30;
+  if (std::max(p.seqlen_q, p.total_q) > kLongest || std::max(p.seqlen_k, p.total_k) > kLongest)
+    return "sequences longer than 2^30 are not implemented by the Ascend C kernels; shorten them";
+  return {};
+}
+
+namespace {
+
+// Rows of a packed or dense tensor in blocks. Packed sequences end anywhere: at most one block of each is not full.
+int64_t row_blocks(const AttnParams& p, int64_t total, int64_t length) {
+  return p.is_varlen() ? total / kRows + p.batch : p.batch * ((length + kRows - 1) / kRows);
+}
+
+// Hands out parts of the workspace; without memory it only counts.
+class Carver {
+ public:
+  explicit Carver(const void* workspace) {
+    const auto address = reinterpret_cast<uintptr_t>(workspace);
+    begin_ = next_ = (address + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+  }
+  void* take(int64_t bytes) {
+    void* const part = reinterpret_cast<void*>(next_);
+    next_ += static_cast<uintptr_t>((bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment);
+    return part;
+  }
+  size_t bytes() const { return next_ - begin_ + kWorkspaceAlignment; }
+
+ private:
+  uintptr_t begin_, next_;
+};
+
+void carve_forward(Carver* carver, Arguments* a, int64_t cores) {
+  a->workspace = carver->take(cores * kForwardWorkspaceBytes);
+}
+void carve_backward(Carver* carver, Arguments* a, int64_t cores) {
+  a->workspace = carver->take(cores * kBackwardWorkspaceBytes);
+  a->delta = carver->take(a->heads_q * a->rows_q * 4);
+  a->dq_sum = carver->take(a->heads_q * a->rows_q * sum_pitch(a->head_dim) * 4);
+  a->dk_sum = carver->take(a->heads_k * a->rows_k * sum_pitch(a->head_dim) * 4);
+  a->dv_sum = carver->take(a->heads_k * a->rows_k * sum_pitch(a->head_dim_v) * 4);
+}
+
+void set_numbers(Arguments* a) {
+  a->scale = static_cast<float>(a->softmax_scale);
+  a->inverse_keep = static_cast<float>(1.0 / keep_probability(a->dropout_threshold));
+  a->rows_q = a->is_varlen() ? a->total_q : a->batch * a->seqlen_q;
+  a->rows_k = a->is_varlen() ? a->total_k : a->batch * a->seqlen_k;
+}
+
+}  // namespace
+
+int64_t forward_cores(const AttnParams& p, int64_t cores) {
+  return std::min(cores, row_blocks(p, p.total_q, p.seqlen_q) * p.heads_q);
+}
+int64_t backward_cores(const AttnGradParams& p, int64_t cores) {
+  if (!p.heads_q) return 0;
+  return std::min(cores, (p.deterministic ? p.batch : row_blocks(p, p.total_k, p.seqlen_k)) * p.heads_k);
+}
+
+Arguments forward_arguments(const AttnParams& p) {
+  Arguments a;
+  static_cast<AttnParams&>(a) = p;
+  set_numbers(&a);
+  Carver carver(p.workspace);
+  carve_forward(&carver, &a, 0);
+  return a;
+}
+Arguments backward_arguments(const AttnGradParams& p, int64_t cores) {
+  Arguments a;
+  static_cast<AttnGradParams&>(a) = p;
+  set_numbers(&a);
+  Carver carver(p.workspace);
+  carve_backward(&carver, &a, backward_cores(p, cores));
+  return a;
+}
+
+size_t forward_workspace_bytes(const AttnParams& p, int64_t cores) {
+  Carver carver(nullptr);
+  Arguments a;
+  carve_forward(&carver, &a, forward_cores(p, cores));
+  return carver.bytes();
+}
+size_t backward_workspace_bytes(const AttnGradParams& p, int64_t cores) {
+  Carver carver(nullptr);
+  Arguments a;
+  static_cast<AttnGradParams&>(a) = p;
+  set_numbers(&a);
+  carve_backward(&carver, &a, backward_cores(p, cores));
+  return carver.bytes();
+}
+
+}  // namespace ascend
+}  // namespace flashattn_ext

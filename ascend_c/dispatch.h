@@ -1,0 +1,29 @@
+// The host side of the Ascend C backends: what they can do, how much workspace a call needs, on how many cores it runs.
+// The NPU build and the emulator differ only in how they launch a kernel.
+#pragma once
+
+#include <string>
+
+#include "../csrc/params.h"
+#include "arguments.h"
+
+namespace flashattn_ext {
+namespace ascend {
+
+// Empty, or the reason why the call cannot run.
+std::string supports(const AttnParams& p, bool backward);
+
+// How many of `cores` get any work.
+int64_t forward_cores(const AttnParams& p, int64_t cores);
+int64_t backward_cores(const AttnGradParams& p, int64_t cores);
+
+// Of all `cores` together.
+size_t forward_workspace_bytes(const AttnParams& p, int64_t cores);
+size_t backward_workspace_bytes(const AttnGradParams& p, int64_t cores);
+
+// The workspace is divided up: in the backward the slots of the cores come first, then delta and the sums.
+Arguments forward_arguments(const AttnParams& p);
+Arguments backward_arguments(const AttnGradParams& p, int64_t cores);
+
+}  // namespace ascend
+}  // namespace flashattn_ext

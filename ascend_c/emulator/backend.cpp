@@ -1,0 +1,210 @@
+// The backend "ascend-emulator": CPU tensors through the Ascend C kernels on the emulator. A library of its own, which
+// flashattn_ext loads when it is asked for.
+//
+// FLASHATTN_EXT_ASCEND_EMULATOR, "key=value,...", chooses how: mode (eager, late, random), seed, cores.
+#include "../../csrc/backend.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <sstream>
+#include <stdexcept>
+
+#include "../dispatch.h"
+#include "../kernels.h"
+#include "../tiles.h"
+
+namespace flashattn_ext {
+namespace {
+
+using ascend_emulator::GlobalMemory;
+using ascend_emulator::Use;
+
+struct Choices {
+  ascend_emulator::Options options;
+  int64_t cores = 2;
+};
+
+Choices choices() {
+  Choices found;
+  const char* const text = std::getenv("FLASHATTN_EXT_ASCEND_EMULATOR");
+  std::istringstream pairs(text ? text : "");
+  for (std::string pair; std::getline(pairs, pair, ',');) {
+    const std::string key = pair.substr(0, pair.find('=')), value = pair.substr(std::min(pair.size(), key.size() + 1));
+    using ascend_emulator::Mode;
+    if (key == "mode" && (value == "eager" || value == "late" || value == "random"))
+      found.options.mode = value == "late" ? Mode::late : value == "random" ? Mode::random : Mode::eager;
+    else if (key == "seed" && !value.empty() && value.find_first_not_of("0123456789") == std::string::npos)
+      found.options.seed = std::stoull(value);
+    else if (key == "cores" && std::atoi(value.c_str()) > 0)
+      found.cores = std::atoi(value.c_str());
+    else
+      throw std::runtime_error("FLASHATTN_EXT_ASCEND_EMULATOR: '" + pair +
+                               "' is none of mode=eager|late|random, seed=NUMBER, cores=NUMBER");
+  }
+  return found;
+}
+
+// The bytes between the first and the last element of a tensor.
+void add(GlobalMemory& gm, const char* name, const TensorView& view, int64_t batch, int64_t rows, int64_t heads,
+         int64_t columns, Use use) {
+  if (!batch || !rows || !heads) return;
+  const int64_t last = (batch - 1) * view.batch_stride + (rows - 1) * view.row_stride + (heads - 1) * view.head_stride;
+  gm.add(name, view.data, static_cast<size_t>(last + columns) * 2, use);
+}
+void add(GlobalMemory& gm, const char* name, const RowView& view, int64_t batch, int64_t heads, int64_t rows, Use use) {
+  if (!batch || !rows || !heads || !view.data) return;
+  const int64_t last = (batch - 1) * view.batch_stride + (heads - 1) * view.head_stride + rows - 1;
+  gm.add(name, view.data, static_cast<size_t>(last + 1) * 4, use);
+}
+
+void add_inputs(GlobalMemory& gm, const AttnParams& p) {
+  const int64_t batch = p.is_varlen() ? 1 : p.batch;
+  const int64_t rows_q = p.is_varlen() ? p.total_q : p.seqlen_q, rows_k = p.is_varlen() ? p.total_k : p.seqlen_k;
+  add(gm, "q", p.q, batch, rows_q, p.heads_q, p.head_dim, Use::input);
+  add(gm, "k", p.k, batch, rows_k, p.heads_k, p.head_dim, Use::input);
+  add(gm, "v", p.v, batch, rows_k, p.heads_k, p.head_dim_v, Use::input);
+  if (p.is_varlen()) {
+    gm.add("cu_seqlens_q", p.cu_seqlens_q, static_cast<size_t>(p.batch + 1) * 4, Use::input);
+    gm.add("cu_seqlens_k", p.cu_seqlens_k, static_cast<size_t>(p.batch + 1) * 4, Use::input);
+  }
+  if (p.sink) gm.add("sink", p.sink, static_cast<size_t>(p.heads_q) * 4, Use::input);
+  if (p.rng_state) gm.add("rng_state", p.rng_state, 16, Use::input);
+}
+
+void check(const ascend_emulator::Report& report) {
+  if (report.errors.empty()) return;
+  std::string text = "the Ascend C kernel breaks a rule of the hardware:";
+  for (const std::string& error : report.errors) text += "\n  " + error;
+  throw std::runtime_error(text);
+}
+
+ascend_emulator::Report run_forward(const AttnParams& p, const Choices& how) {
+  const int64_t cores = ascend::forward_cores(p, how.cores);
+  if (!cores) return {};
+  const ascend::Arguments arguments = ascend::forward_arguments(p);
+  const bool moves_data = how.options.mode != ascend_emulator::Mode::time;
+  GlobalMemory gm(moves_data);
+  add_inputs(gm, p);
+  const int64_t batch = p.is_varlen() ? 1 : p.batch, rows = p.is_varlen() ? p.total_q : p.seqlen_q;
+  add(gm, "out", p.out, batch, rows, p.heads_q, p.head_dim_v, Use::output);
+  add(gm, "lse", p.lse, batch, p.heads_q, rows, Use::output);
+  const size_t bytes = static_cast<size_t>(cores * ascend::kForwardWorkspaceBytes);
+  if (moves_data) std::memset(arguments.workspace, 0xff, bytes);
+  gm.add("workspace", arguments.workspace, bytes, Use::workspace);
+  const auto kernel = p.dtype == DType::kFloat16 ? flash_forward_fp16 : flash_forward_bf16;
+  return ascend_emulator::launch(AscendC::KERNEL_TYPE_MIX_AIC_1_2, static_cast<int>(cores), how.options, gm,
+                                 [&] { kernel(arguments); });
+}
+
+void forward(const AttnParams& p) { check(run_forward(p, choices())); }
+
+// The three stages; what one writes the next one reads.
+ascend_emulator::Report run_backward(const AttnGradParams& p, const Choices& how) {
+  const ascend::Arguments a = ascend::backward_arguments(p, how.cores);
+  const bool moves_data = how.options.mode != ascend_emulator::Mode::time, half = p.dtype == DType::kFloat16;
+  const int64_t cores = ascend::backward_cores(p, how.cores);
+  const int64_t batch = p.is_varlen() ? 1 : p.batch;
+  const int64_t rows_q = p.is_varlen() ? p.total_q : p.seqlen_q, rows_k = p.is_varlen() ? p.total_k : p.seqlen_k;
+  const auto with_sums = [&](GlobalMemory& gm, Use delta, Use sums) {
+    const size_t dim = size_t(ascend::sum_pitch(p.head_dim)), dim_v = size_t(ascend::sum_pitch(p.head_dim_v));
+    gm.add("delta", a.delta, size_t(p.heads_q * a.rows_q) * 4, delta);
+    gm.add("dq_sum", a.dq_sum, size_t(p.heads_q * a.rows_q) * dim * 4, sums);
+    gm.add("dk_sum", a.dk_sum, size_t(p.heads_k * a.rows_k) * dim * 4, sums);
+    gm.add("dv_sum", a.dv_sum, size_t(p.heads_k * a.rows_k) * dim_v * 4, sums);
+    add_inputs(gm, p);
+    add(gm, "dout", p.dout, batch, rows_q, p.heads_q, p.head_dim_v, Use::input);
+    add(gm, "out", p.out, batch, rows_q, p.heads_q, p.head_dim_v, Use::input);
+    add(gm, "lse", p.lse, batch, p.heads_q, rows_q, Use::input);
+    add(gm, "dlse", p.dlse, batch, p.heads_q, rows_q, Use::input);
+  };
+  ascend_emulator::Report total;
+  const auto stage = [&](AscendC::KernelMetaType type, int64_t blocks, GlobalMemory& gm, auto kernel) {
+    if (!total.errors.empty() || !blocks) return;
+    total += ascend_emulator::launch(type, static_cast<int>(blocks), how.options, gm, [&] { kernel(a); });
+  };
+  GlobalMemory prepare(moves_data), main(moves_data), finish(moves_data);
+  with_sums(prepare, Use::output, Use::output);
+  stage(AscendC::KERNEL_TYPE_AIV_ONLY, 2 * how.cores, prepare,
+        half ? flash_backward_prepare_fp16 : flash_backward_prepare_bf16);
+
+  with_sums(main, Use::input, Use::accumulator);
+  const size_t bytes = static_cast<size_t>(cores * ascend::kBackwardWorkspaceBytes);
+  if (moves_data) std::memset(a.workspace, 0xff, bytes);
+  main.add("workspace", a.workspace, bytes, Use::workspace);
+  stage(AscendC::KERNEL_TYPE_MIX_AIC_1_2, cores, main, half ? flash_backward_fp16 : flash_backward_bf16);
+
+  with_sums(finish, Use::input, Use::input);
+  add(finish, "dq", p.dq, batch, rows_q, p.heads_q, p.head_dim, Use::output);
+  add(finish, "dk", p.dk, batch, rows_k, p.heads_k, p.head_dim, Use::output);
+  add(finish, "dv", p.dv, batch, rows_k, p.heads_k, p.head_dim_v, Use::output);
+  if (p.dsink) finish.add("dsink", p.dsink, static_cast<size_t>(p.heads_q) * 4, Use::output);
+  stage(AscendC::KERNEL_TYPE_AIV_ONLY, 2 * how.cores, finish,
+        half ? flash_backward_finish_fp16 : flash_backward_finish_bf16);
+  return total;
+}
+
+void backward(const AttnGradParams& p) { check(run_backward(p, choices())); }
+
+size_t forward_workspace_bytes(const AttnParams& p) { return ascend::forward_workspace_bytes(p, choices().cores); }
+size_t backward_workspace_bytes(const AttnGradParams& p) {
+  return ascend::backward_workspace_bytes(p, choices().cores);
+}
+
+// dropout_mask and write_rng_state are those of the CPU, whose tensors these are.
+const Backend backend{
+    "ascend-emulator", "cpu",   ascend::supports, forward_workspace_bytes, backward_workspace_bytes, forward,
+    backward,          nullptr, nullptr};
+
+// Tensors of a dense call that do not exist: Mode::time looks at no byte of them. Each lies in a region of its own.
+AttnGradParams imagined(const int64_t* sizes, const int64_t* rng_state) {
+  AttnGradParams p;
+  p.dtype = DType::kFloat16;
+  p.batch = sizes[0], p.seqlen_q = sizes[1], p.seqlen_k = sizes[2], p.heads_q = sizes[3], p.heads_k = sizes[4];
+  p.head_dim = sizes[5], p.head_dim_v = sizes[6];
+  p.window_right = sizes[7] ? 0 : kUnbounded;
+  p.dropout_threshold = static_cast<int32_t>(sizes[8]);
+  p.has_sink = sizes[9] != 0;
+  p.rng_state = rng_state;
+  int64_t region = 0;
+  const auto place = [&region] { return reinterpret_cast<void*>(++region << 44); };
+  const auto tensor = [&](int64_t rows, int64_t heads, int64_t dim) {
+    return TensorView{place(), rows * heads * dim, heads * dim, dim};
+  };
+  const auto rows = [&] { return RowView{place(), p.heads_q * p.seqlen_q, p.seqlen_q}; };
+  p.q = tensor(p.seqlen_q, p.heads_q, p.head_dim), p.k = tensor(p.seqlen_k, p.heads_k, p.head_dim);
+  p.v = tensor(p.seqlen_k, p.heads_k, p.head_dim_v), p.out = tensor(p.seqlen_q, p.heads_q, p.head_dim_v);
+  p.lse = rows();
+  p.dout = tensor(p.seqlen_q, p.heads_q, p.head_dim_v), p.dq = tensor(p.seqlen_q, p.heads_q, p.head_dim);
+  p.dk = tensor(p.seqlen_k, p.heads_k, p.head_dim), p.dv = tensor(p.seqlen_k, p.heads_k, p.head_dim_v);
+  p.workspace = place();
+  return p;
+}
+
+}  // namespace
+}  // namespace flashattn_ext
+
+// The time model of a call. sizes: B, Sq, Sk, Hq, Hk, D, Dv, causal, dropout threshold, sink, backward, cores. results:
+// span in cycles, bytes of GM tensors read and written, of workspace read and written, then the busy cycles of all
+// cores per pipe (S, V, M, MTE1, MTE2, MTE3, FIX), first of AICs and then of AIVs.
+extern "C" __attribute__((visibility("default"))) void flashattn_ext_model(const int64_t* sizes, double* results) {
+  using namespace flashattn_ext;
+  const int64_t rng_state[2] = {1, 0};
+  const AttnGradParams p = imagined(sizes, rng_state);
+  Choices how;
+  how.options.mode = ascend_emulator::Mode::time;
+  how.cores = sizes[11];
+  const ascend_emulator::Report report = sizes[10] ? run_backward(p, how) : run_forward(p, how);
+  check(report);
+  const auto& counters = report.counters;
+  *results++ = counters.span_cycles;
+  for (int traffic = 0; traffic < 2; ++traffic) {
+    *results++ = double(counters.gm_read_bytes[size_t(traffic)]);
+    *results++ = double(counters.gm_written_bytes[size_t(traffic)]);
+  }
+  for (const auto& kind : counters.cycles)
+    for (double cycles : kind) *results++ = cycles;
+}
+
+extern "C" __attribute__((visibility("default"))) const flashattn_ext::Backend* flashattn_ext_backend() {
+  return &flashattn_ext::backend;
+}

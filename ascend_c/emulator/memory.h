@@ -1,0 +1,95 @@
+// Bytes with a shadow: which were ever written, and per granule who wrote it last and who has read it since.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <list>
+#include <string>
+#include <vector>
+
+#include "report.h"
+
+namespace ascend_emulator {
+
+constexpr uint32_t kBlock = 32;    // bytes of a block, the unit of UB addresses and strides
+constexpr uint32_t kRepeat = 256;  // bytes that one repeat of a vector instruction covers
+constexpr uint32_t kFractal = 512;
+
+// The memories of a core. The last bytes of UB and L1 are reserved.
+enum class Memory : uint8_t { ub, l1, l0a, l0b, l0c };
+constexpr int kMemories = 5;
+struct MemoryInfo {
+  const char* name;
+  uint32_t bytes;
+  uint32_t alignment;  // of an instruction's operand
+};
+constexpr MemoryInfo kMemoryInfo[kMemories] = {{"UB", 192 * 1024 - 256, 32},
+                                               {"L1", 512 * 1024 - 256, 32},
+                                               {"L0A", 64 * 1024, 512},
+                                               {"L0B", 64 * 1024, 512},
+                                               {"L0C", 128 * 1024, 1024}};
+constexpr const MemoryInfo& info(Memory memory) { return kMemoryInfo[int(memory)]; }
+
+// The last access that each of a few pipes made; pipes are counted over all cores of the launch.
+struct Cell {
+  struct Read {
+    uint32_t index = 0;  // 0 = none
+    uint16_t pipe = 0;
+  };
+  std::array<Read, 3> reads{};
+  uint32_t written = 0;
+  uint16_t writer = 0;
+  bool atomic = false;  // the last write was an atomic addition
+};
+
+// What the kernel may do with a GM tensor. Workspace has a traffic class of its own: it is meant to stay in L2.
+enum class Use { input, output, accumulator, workspace };
+
+// One memory of a core, or one tensor in GM.
+struct Space {
+  std::string name;
+  uint8_t* bytes = nullptr;
+  size_t size = 0;
+  uint32_t granule = kBlock;  // bytes that share a cell
+  Use use = Use::workspace;
+  std::vector<uint8_t> valid;  // per two bytes; empty: everything is
+  std::vector<Cell> cells;     // empty: nobody writes here
+
+  Space(std::string name, uint8_t* bytes, size_t size, uint32_t granule, Use use, bool shadow = true)
+      : name(std::move(name)), bytes(bytes), size(size), granule(granule), use(use) {
+    if (!shadow) return;
+    if (use == Use::output || use == Use::workspace) valid.assign((size + 1) / 2, 0);
+    if (use != Use::input) cells.resize((size + granule - 1) / granule);
+  }
+};
+
+// The GM tensors of a launch; an access must lie inside one of them.
+class GlobalMemory {
+ public:
+  // Without a shadow only bounds are checked: for Mode::time, where addresses need not even be real.
+  explicit GlobalMemory(bool shadow = true) : shadow_(shadow) {}
+
+  void add(std::string name, const void* bytes, size_t size, Use use) {
+    // Neighbouring rows of a user's tensor may share a block and belong to different cores.
+    const uint32_t granule = use == Use::workspace ? kBlock : 2;
+    auto* begin = static_cast<uint8_t*>(const_cast<void*>(bytes));
+    spaces_.emplace_back(std::move(name), begin, size, granule, use, shadow_);
+  }
+  // The tensor that contains these bytes, or the one that begins nearest below them; null if there is none.
+  Space* find(const uint8_t* address, size_t size) {
+    Space* best = nullptr;
+    for (Space& space : spaces_) {
+      if (space.bytes > address) continue;
+      if (address + size <= space.bytes + space.size) return &space;
+      if (!best || space.bytes > best->bytes) best = &space;
+    }
+    return best;
+  }
+
+ private:
+  bool shadow_;
+  std::list<Space> spaces_;
+};
+
+}  // namespace ascend_emulator

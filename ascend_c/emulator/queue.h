@@ -1,0 +1,246 @@
+// TPipe, TQue, TQueBind, TBuf: buffers in the memories of a core, and the flags between the pipe that fills a buffer
+// and the one that drains it.
+#pragma once
+
+#include <deque>
+#include <exception>
+
+#include "tensor.h"
+
+namespace AscendC {
+
+class TPipe;
+
+namespace queue_detail {
+// Which pipe works on a buffer at a position, as the writer and as the reader of the queue.
+constexpr pipe_t writer(TPosition source) {
+  return source == TPosition::GM || source == TPosition::VECIN ? PIPE_MTE2 : PIPE_V;
+}
+constexpr pipe_t reader(TPosition target) {
+  return target == TPosition::GM || target == TPosition::VECOUT ? PIPE_MTE3 : PIPE_V;
+}
+}  // namespace queue_detail
+
+// The pipes are those of the whole way: MTE2 -> V, V -> MTE3, or MTE2 -> MTE3 without compute.
+template <TPosition source, TPosition target, int32_t depth>
+class TQueBind {
+ public:
+  static constexpr pipe_t kWriter = queue_detail::writer(source), kReader = queue_detail::reader(target);
+
+  template <typename T>
+  LocalTensor<T> AllocTensor(Site site = Site::here());
+  template <typename T>
+  bool EnQue(const LocalTensor<T>& tensor, Site site = Site::here());
+  template <typename T>
+  LocalTensor<T> DeQue(Site site = Site::here());
+  template <typename T>
+  void FreeTensor(LocalTensor<T>& tensor, Site site = Site::here());
+  bool HasTensorInQue() const { return !queued_.empty(); }
+
+ private:
+  friend class TPipe;
+  static HardEvent full_event() { return ascend_emulator::event_between(kWriter, kReader); }
+  static HardEvent free_event() { return ascend_emulator::event_between(kReader, kWriter); }
+  ascend_emulator::Buffer& own(ascend_emulator::Buffer* buffer, const char* call, Site site);
+
+  std::vector<ascend_emulator::Buffer*> buffers_;
+  std::deque<ascend_emulator::Buffer*> queued_;
+  size_t next_ = 0;
+};
+
+namespace queue_detail {
+// VECIN is filled from GM, VECOUT is drained to GM, VECCALC stays with the vector unit.
+constexpr TPosition source_of(TPosition position) {
+  return position == TPosition::VECIN ? TPosition::GM : TPosition::VECCALC;
+}
+constexpr TPosition target_of(TPosition position) {
+  return position == TPosition::VECOUT ? TPosition::GM : TPosition::VECCALC;
+}
+constexpr bool has_pipes(TPosition position) { return position == TPosition::VECIN || position == TPosition::VECOUT; }
+}  // namespace queue_detail
+
+template <TPosition position, int32_t depth, typename = std::enable_if_t<queue_detail::has_pipes(position)>>
+using TQue = TQueBind<queue_detail::source_of(position), queue_detail::target_of(position), depth>;
+
+template <TPosition position = TPosition::VECCALC>
+class TBuf {
+ public:
+  template <typename T>
+  LocalTensor<T> Get(uint32_t length, Site site = Site::here()) {
+    return GetWithOffset<T>(length, 0, site);
+  }
+  template <typename T>
+  LocalTensor<T> Get() {
+    return LocalTensor<T>(buffer_->memory, buffer_->address, buffer_->bytes, nullptr);
+  }
+  template <typename T>
+  LocalTensor<T> GetWithOffset(uint32_t size, uint32_t bufferOffset, Site site = Site::here()) {
+    const int64_t bytes = int64_t(size) * int64_t(sizeof(T));
+    if (bufferOffset + bytes > buffer_->bytes)
+      ascend_emulator::fail(site, ascend_emulator::format("TBuf: %lld bytes at %u asked for, the buffer has %u",
+                                                          (long long)bytes, bufferOffset, buffer_->bytes));
+    return LocalTensor<T>(buffer_->memory, buffer_->address + bufferOffset, bytes, nullptr);
+  }
+
+ private:
+  friend class TPipe;
+  ascend_emulator::Buffer* buffer_ = nullptr;
+};
+
+class TPipe {
+ public:
+  TPipe() = default;
+  TPipe(const TPipe&) = delete;
+  ~TPipe() {
+    if (!std::uncaught_exceptions()) close();
+  }
+
+  template <TPosition source, TPosition target, int32_t depth>
+  bool InitBuffer(TQueBind<source, target, depth>& queue, uint8_t num, uint32_t length, Site site = Site::here()) {
+    using Queue = TQueBind<source, target, depth>;
+    for (int n = 0; n < num; ++n) {
+      ascend_emulator::Buffer& buffer = reserve(ascend_emulator::Memory::ub, length, site);
+      buffer.full_event = take_id(Queue::full_event(), site);
+      buffer.free_event = take_id(Queue::free_event(), site);
+      queue.buffers_.push_back(&buffer);
+      closers_.push_back([&buffer] {
+        if (buffer.free_pending) ascend_emulator::core().wait_flag(Queue::free_event(), buffer.free_event, buffer.site);
+      });
+    }
+    return true;
+  }
+  template <TPosition position>
+  bool InitBuffer(TBuf<position>& buf, uint32_t length, Site site = Site::here()) {
+    buf.buffer_ = &reserve(ascend_emulator::memory_of(position), length, site);
+    return true;
+  }
+
+  template <HardEvent event>
+  TEventID AllocEventID(Site site = Site::here()) {
+    return TEventID(take_id(event, site));
+  }
+  template <HardEvent event>
+  void ReleaseEventID(TEventID id) {
+    ascend_emulator::core().event_ids.used[event] &= uint8_t(~(1u << id));
+  }
+  TEventID FetchEventID(HardEvent event, Site site = Site::here()) {
+    const int id = take_id(event, site);
+    ascend_emulator::core().event_ids.used[event] &= uint8_t(~(1u << id));
+    return TEventID(id);
+  }
+
+ private:
+  ascend_emulator::Buffer& reserve(ascend_emulator::Memory memory, uint32_t length, Site site) {
+    const uint32_t bytes = (length + 31) / 32 * 32;
+    uint32_t& top = top_[size_t(memory)];
+    const auto& info = ascend_emulator::info(memory);
+    ascend_emulator::core().local(memory, "InitBuffer", site);
+    if (buffers_.size() == 64) ascend_emulator::fail(site, "InitBuffer: more than 64 buffers");
+    if (uint64_t(top) + bytes > info.bytes)
+      ascend_emulator::fail(
+          site,
+          ascend_emulator::format("InitBuffer: a buffer of %u bytes at %u ends beyond %s, which has %u usable bytes",
+                                  bytes, top, info.name, info.bytes));
+    buffers_.emplace_back();
+    buffers_.back().memory = memory;
+    buffers_.back().address = top;
+    buffers_.back().bytes = bytes;
+    top += bytes;
+    return buffers_.back();
+  }
+
+  // Queues and explicit flags share the eight ids of a pair of pipes.
+  int take_id(HardEvent event, Site site) {
+    uint8_t& used = ascend_emulator::core().event_ids.used[event];
+    for (int id = 0; id < 8; ++id)
+      if (!(used >> id & 1)) {
+        used |= uint8_t(1u << id);
+        return id;
+      }
+    ascend_emulator::fail(site, std::string("all 8 event ids of HardEvent::") + ascend_emulator::event_name(event) +
+                                    " are taken (each buffer of a queue takes one)");
+  }
+
+  // The hardware's flags must be 0 again at the end: TPipe waits for the last frees.
+  void close() {
+    for (const auto& closer : closers_) closer();
+    for (const auto& buffer : buffers_)
+      if (buffer.state != ascend_emulator::Buffer::State::free)
+        ascend_emulator::core().report().error(
+            buffer.site.text() + ": a tensor of a queue is still allocated when the kernel ends (FreeTensor)");
+  }
+
+  std::deque<ascend_emulator::Buffer> buffers_;
+  std::vector<std::function<void()>> closers_;
+  std::array<uint32_t, ascend_emulator::kMemories> top_{};
+};
+
+template <TPosition source, TPosition target, int32_t depth>
+template <typename T>
+LocalTensor<T> TQueBind<source, target, depth>::AllocTensor(Site site) {
+  using ascend_emulator::Buffer;
+  if (buffers_.empty()) ascend_emulator::fail(site, "AllocTensor: the queue has no buffers (InitBuffer)");
+  for (size_t tried = 0; tried < buffers_.size(); ++tried) {
+    Buffer& buffer = *buffers_[next_];
+    next_ = (next_ + 1) % buffers_.size();
+    if (buffer.state != Buffer::State::free) continue;
+    if (buffer.free_pending) ascend_emulator::core().wait_flag(free_event(), buffer.free_event, site);
+    buffer.free_pending = false;
+    buffer.state = Buffer::State::allocated;
+    buffer.site = site;
+    return LocalTensor<T>(buffer.memory, buffer.address, buffer.bytes, &buffer);
+  }
+  ascend_emulator::fail(
+      site, ascend_emulator::format("AllocTensor: all %zu buffers of the queue are in use", buffers_.size()));
+}
+
+template <TPosition source, TPosition target, int32_t depth>
+ascend_emulator::Buffer& TQueBind<source, target, depth>::own(ascend_emulator::Buffer* buffer, const char* call,
+                                                              Site site) {
+  for (ascend_emulator::Buffer* mine : buffers_)
+    if (mine == buffer) return *buffer;
+  ascend_emulator::fail(site, std::string(call) + ": the tensor does not come from this queue");
+}
+
+template <TPosition source, TPosition target, int32_t depth>
+template <typename T>
+bool TQueBind<source, target, depth>::EnQue(const LocalTensor<T>& tensor, Site site) {
+  using ascend_emulator::Buffer;
+  Buffer& buffer = own(tensor.buffer(), "EnQue", site);
+  if (buffer.state != Buffer::State::allocated)
+    ascend_emulator::fail(site, "EnQue: the tensor is free or queued already");
+  if (int32_t(queued_.size()) >= (depth ? depth : 1) && queued_.size() >= buffers_.size())
+    ascend_emulator::fail(site, "EnQue: the queue is full");
+  ascend_emulator::core().set_flag(full_event(), buffer.full_event, site);
+  buffer.state = Buffer::State::queued;
+  ++buffer.generation;
+  queued_.push_back(&buffer);
+  return true;
+}
+
+template <TPosition source, TPosition target, int32_t depth>
+template <typename T>
+LocalTensor<T> TQueBind<source, target, depth>::DeQue(Site site) {
+  if (queued_.empty()) ascend_emulator::fail(site, "DeQue of an empty queue: EnQue comes first");
+  ascend_emulator::Buffer& buffer = *queued_.front();
+  queued_.pop_front();
+  ascend_emulator::core().wait_flag(full_event(), buffer.full_event, site);
+  buffer.state = ascend_emulator::Buffer::State::allocated;
+  return LocalTensor<T>(buffer.memory, buffer.address, buffer.bytes, &buffer);
+}
+
+template <TPosition source, TPosition target, int32_t depth>
+template <typename T>
+void TQueBind<source, target, depth>::FreeTensor(LocalTensor<T>& tensor, Site site) {
+  using ascend_emulator::Buffer;
+  Buffer& buffer = own(tensor.buffer(), "FreeTensor", site);
+  if (buffer.state == Buffer::State::free) ascend_emulator::fail(site, "FreeTensor: the tensor was freed before");
+  if (buffer.state == Buffer::State::queued)
+    ascend_emulator::fail(site, "FreeTensor: the tensor is still in the queue");
+  ascend_emulator::core().set_flag(free_event(), buffer.free_event, site);
+  buffer.free_pending = true;
+  buffer.state = Buffer::State::free;
+  ++buffer.generation;
+}
+
+}  // namespace AscendC

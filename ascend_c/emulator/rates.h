@@ -1,0 +1,30 @@
+// Rates of the time model, per core of Atlas A2, in cycles at 1.8 GHz and bytes per cycle. Documented ones come from
+// the vendor's tables of theoretical rates; the others are estimates and marked so.
+#pragma once
+
+namespace ascend_emulator {
+
+// Memory. Estimates: what a core gets of HBM and L2 while all 24 are busy.
+constexpr double kLoadBytesPerCycle = 64;   // MTE2: GM -> L1 or UB
+constexpr double kStoreBytesPerCycle = 64;  // MTE3: UB -> GM
+constexpr double kFixBytesPerCycle = 64;    // FIX: L0C -> GM
+// Documented.
+constexpr double kL0aBytesPerCycle = 256;  // MTE1: L1 -> L0A
+constexpr double kL0bBytesPerCycle = 128;  // MTE1: L1 -> L0B
+
+// Latencies, estimates.
+constexpr double kStartCycles = 16;       // start-up of one instruction
+constexpr double kScalarCycles = 20;      // one scalar access to UB or GM
+constexpr double kIssueCycles = 1;        // the scalar unit, per instruction that it issues
+constexpr double kCrossCoreCycles = 400;  // from a CrossCoreSetFlag to the wait
+
+// Vector unit, cycles per repeat of 256 bytes: 64 fp32 or 128 half lanes. Documented.
+constexpr double kSimple = 1;  // Add, Mul, Max, Cast, Duplicate, Brcb ...
+constexpr double per_repeat_slow(int size) {
+  return size == 4 ? 2 : 4;
+}  // Exp, Ln, Div: 32 lanes a cycle in either type
+constexpr double kWholeReduce = 7;
+constexpr double per_repeat_block_reduce(int size) { return size == 4 ? 1 : 7; }
+constexpr double kGatherLanesPerCycle = 5;
+
+}  // namespace ascend_emulator

@@ -1,0 +1,232 @@
+// One core: its pipes, flags and clocks. The kernel's scalar program issues entries to the pipes; the mode decides when
+// they run. An entry runs after everything before it in its pipe, and after the flags that its pipe waits for: nothing
+// else. machine.h runs several cores at the same time.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+
+#include "memory.h"
+#include "report.h"
+
+enum pipe_t { PIPE_S, PIPE_V, PIPE_M, PIPE_MTE1, PIPE_MTE2, PIPE_MTE3, PIPE_FIX, PIPE_ALL };
+
+// The pairs of pipes that have flags; one exists on a core if both its pipes do.
+#define ASCEND_EMULATOR_EVENTS(X) \
+  X(MTE2, V)                      \
+  X(V, MTE2)                      \
+  X(MTE3, V)                      \
+  X(V, MTE3)                      \
+  X(V, V)                         \
+  X(MTE3, MTE2)                   \
+  X(MTE2, MTE3)                   \
+  X(S, V)                         \
+  X(V, S)                         \
+  X(S, MTE2)                      \
+  X(MTE2, S)                      \
+  X(S, MTE3)                      \
+  X(MTE3, S)                      \
+  X(MTE2, MTE1)                   \
+  X(MTE1, MTE2)                   \
+  X(MTE1, M)                      \
+  X(M, MTE1)                      \
+  X(MTE2, M)                      \
+  X(M, MTE2)                      \
+  X(M, FIX)                       \
+  X(FIX, M)                       \
+  X(MTE2, FIX)                    \
+  X(FIX, MTE2)                    \
+  X(FIX, S)                       \
+  X(M, S)                         \
+  X(MTE1, FIX)                    \
+  X(FIX, MTE1)
+
+namespace AscendC {
+enum class HardEvent : uint8_t {
+#define X(from, to) from##_##to,
+  ASCEND_EMULATOR_EVENTS(X)
+#undef X
+      MAX
+};
+using TEventID = int8_t;
+}  // namespace AscendC
+
+namespace ascend_emulator {
+
+using AscendC::HardEvent;
+
+const char* pipe_name(int pipe);
+const char* event_name(HardEvent event);
+pipe_t event_source(HardEvent event);
+pipe_t event_target(HardEvent event);
+// The event from one pipe to another; MAX where the hardware has none.
+HardEvent event_between(pipe_t source, pipe_t target);
+
+// `time` moves no data and checks none of it: only the time model runs, and what the scalar unit reads.
+enum class Mode { eager, late, random, time };
+
+struct Options {
+  Mode mode = Mode::eager;
+  uint64_t seed = 0;
+};
+
+// clock[p] = the last instruction of pipe p (counted over all cores) that is known to have finished.
+using Clock = std::vector<uint32_t>;
+
+class Core;
+class Machine;
+
+// An instruction while it executes: every byte that it touches goes through here.
+class Access {
+ public:
+  Access(Core& core, pipe_t pipe, uint32_t index);
+  // `own`: the instruction may read what it wrote itself (accumulation over repeats). `unwritten`: it may move bytes
+  // that nobody has written, as long as nobody computes with them.
+  void read(Space& space, size_t offset, size_t size, bool own = false, bool unwritten = false);
+  void write(Space& space, size_t offset, size_t size, bool atomic = false);
+  template <typename T>
+  T load(Space& space, size_t offset) {
+    T value;
+    std::memcpy(&value, space.bytes + offset, sizeof(T));
+    return value;
+  }
+  Space& local(Memory memory);
+  Space& ub() { return local(Memory::ub); }
+  // The hardware orders this instruction behind the earlier ones of its pipe.
+  void set_in_order() { in_order_ = true; }
+
+ private:
+  void report_unwritten(const Space& space, const char* what);
+  void race(const Space& space, bool writes, uint16_t other_pipe, uint32_t other, bool other_writes);
+  bool after(uint16_t pipe, uint32_t index) const {
+    return clock_[pipe] >= index || (in_order_ && pipe == global_ && index != index_);
+  }
+
+  Core& core_;
+  pipe_t pipe_;
+  uint16_t global_;  // this pipe among those of all cores
+  uint32_t index_;
+  const Clock& clock_;
+  bool in_order_ = false;
+};
+
+struct Work {
+  pipe_t pipe;
+  const char* name;
+  Site site;
+  double cycles = 0;
+  uint64_t gm_read = 0, gm_written = 0;
+  Traffic traffic = Traffic::tensors;
+  std::function<void(Access&)> run = {};
+};
+
+struct Flag {
+  bool set = false;
+  Site set_site, wait_site;
+  Clock clock;              // what the setter had finished
+  uint32_t wait_index = 0;  // the last wait, in the target pipe's count: the next set has to come after it
+  double time = 0;
+};
+
+// Where a core stands in a launch.
+struct Place {
+  CoreKind kind;
+  int block, sub, blocks;  // AIV 2 * block + sub works with AIC block
+  bool mixed;              // launched with both kinds
+};
+
+class Core {
+ public:
+  Core(int number, Place place, Machine& machine, const Options& options, GlobalMemory& gm, Report& report);
+
+  void issue(Work work);
+  void set_flag(HardEvent event, int id, Site site);
+  void wait_flag(HardEvent event, int id, Site site);
+  void barrier(pipe_t pipe, Site site);
+  void cross_set(int mode, pipe_t pipe, int id, Site site);
+  void cross_wait(int id, Site site);
+  void sync_all(bool vector_only, Site site);
+  void run_scalar();  // S completes what it has issued to itself
+  void finish();      // drains every pipe and checks what is left over
+
+  // The tensor in GM that holds these bytes, and their offset; ends the block if there is none.
+  std::pair<Space*, size_t> gm(const void* address, size_t size, bool writes, const char* name, Site site);
+  Space& local(Memory memory, const char* name, Site site);
+  Report& report() { return report_; }
+  const Place& place() const { return place_; }
+  std::string name() const;
+  Machine& machine() { return machine_; }
+
+  struct Pools {  // of event ids, for TPipe
+    std::map<HardEvent, uint8_t> used;
+  } event_ids;
+  bool atomic_add = false;  // captured by the stores that follow
+  Site atomic_site;
+  bool integers_wrap = false;
+
+ private:
+  friend class Access;
+  friend class Machine;
+  enum class Kind { work, set, wait, barrier, cross_set };
+  struct Entry {
+    Kind kind;
+    Work work;
+    HardEvent event{};
+    int id = 0, mode = 0;
+    uint64_t sequence = 0;
+    std::shared_ptr<const Clock> issued = {};  // what the scalar unit had waited for when it issued this
+    double issue_time = 0;
+  };
+  struct Pipe {
+    std::deque<Entry> queue;
+    Clock clock;
+    std::shared_ptr<const Clock> joined;             // the last `issued` that is in `clock`
+    uint32_t count = 0;                              // entries that have run
+    std::vector<Site> sites = std::vector<Site>(1);  // by count, from 1
+    std::vector<const char*> names = std::vector<const char*>(1);
+    double time = 0;
+    bool busy = false;  // in the chain of demands, to see cycles
+  };
+  using FlagKey = std::pair<HardEvent, int>;
+
+  // Joins what another core had finished into what this one's scalar unit knows.
+  void learn(const Clock& clock, double time);
+  uint16_t global(int pipe) const { return uint16_t(number_ * kPipes + pipe); }
+  bool has_pipe(pipe_t pipe) const;
+  void push(Entry entry);
+  void step(pipe_t pipe);
+  void run_work(Entry& entry, uint32_t index);
+  void step_set(Entry& entry);
+  void step_wait(Entry& entry);
+  bool blocked(const Pipe& pipe);  // its head waits for a flag that is not set
+  bool step_any(bool in_order);
+  void demand(pipe_t pipe, uint64_t sequence);
+  void demand_late(pipe_t pipe, uint64_t sequence);
+  void drain();
+  void check_event(HardEvent event, int id, const char* name, Site site);
+  void check_cross_id(int id, const char* name, Site site);
+  std::string waiting_pipes(Site* site);
+  [[noreturn]] void deadlock();
+
+  int number_;
+  Place place_;
+  Machine& machine_;
+  Options options_;
+  GlobalMemory& gm_;
+  Report& report_;
+  std::array<std::vector<uint8_t>, kMemories> bytes_;
+  std::array<std::unique_ptr<Space>, kMemories> local_;
+  std::array<Pipe, kPipes> pipes_;
+  std::shared_ptr<const Clock> scalar_clock_;  // a copy of S's clock, shared by the entries issued under it
+  std::map<FlagKey, Flag> flags_;
+  uint64_t sequence_ = 0;
+  std::mt19937_64 random_;
+};
+
+// The core whose kernel runs now.
+Core& core();
+
+}  // namespace ascend_emulator

@@ -1,0 +1,404 @@
+// The forward: out and lse of every query row. Per core one cube core and two vector cores walk through the same steps
+// (schedule.h), a step being 128 query rows and up to 512 keys; everything goes from one to the other through slots of
+// the core's workspace:
+//
+//   cube     S(t) = Q K^T                    ->  scores         kScoresReady
+//   vector   m, l, P(t) = exp(s - m)         ->  probabilities  kProbabilitiesReady
+//   cube     P(t) V                          ->  partial        kPartialReady
+//   vector   O = O * exp(m_old - m) + P(t) V
+//
+// The cube is kAhead steps ahead with S, and the vector cores add a product kAhead steps after its probabilities:
+//
+//   cube     S0  S1  S2 PV0 S3 PV1 S4 PV2 ...
+//   vector       P0  P1  P2 O0  P3 O1  P4 O2 ...
+//
+// One flag in each direction and per step is enough. Scores of step t + kSlots overwrite slot t after PV(t), which
+// waits for P(t); P(t + kSlots) comes after O(t), which waits for PV(t); and PV(t + kSlots) waits for P(t + kSlots).
+#pragma once
+
+#include "cube.h"
+#include "philox.h"
+#include "vector.h"
+
+namespace flashattn_ext {
+namespace ascend {
+
+template <typename T>
+class ForwardCube {
+ public:
+  __aicore__ explicit ForwardCube(const Arguments& arguments) : a(arguments), workspace(arguments) {}
+
+  __aicore__ void Run() {
+    Steps steps(a);
+    Step ring[kSlots], step;
+    int32_t issued = 0;
+    while (steps.Next(&step)) {
+      if (!step.keys) continue;
+      MultiplyKeys(step);
+      ring[issued % kSlots] = step;
+      if (issued >= kAhead) MultiplyValues(ring[(issued - kAhead) % kSlots], issued - kAhead);
+      ++issued;
+    }
+    for (int32_t t = Greater(0, issued - kAhead); t < issued; ++t) MultiplyValues(ring[t % kSlots], t);
+    cube.Finish();
+  }
+
+ private:
+  // S of a step. The queries of a task stay in L1.
+  __aicore__ void MultiplyKeys(const Step& step) {
+    const Task& task = step.task;
+    const int32_t key_head = task.head / a.group_size();
+    if (step.first)
+      queries = cube.LoadResident(task.number % 2, Head<T>(a.q, task.batch, task.head, task.queries.start + task.row),
+                                  task.rows, a.head_dim, a.q.row_stride);
+    const AscendC::GlobalTensor<float> scores = workspace.Scores(step.slot);
+    for (int32_t key = 0; key < step.keys; key += kTile) {
+      const int32_t n = Lesser(kTile, step.keys - key);
+      cube.BeginSums();
+      for (int32_t d = 0; d < a.head_dim; d += kTile) {
+        const int32_t k = Lesser(kTile, a.head_dim - d);
+        const int64_t row = task.keys.start + step.key + key;
+        const L1Tile<T> tile = cube.LoadTile(Head<T>(a.k, task.batch, key_head, row)[d], n, k, a.k.row_stride);
+        cube.MultiplyTransposed({queries, 0, task.rows, d, k, false}, tile, 0, n, d == 0, true);
+      }
+      cube.StoreSums(scores[key], task.rows, n, kKeys);
+    }
+    if (step.last) cube.Release(queries);
+    AscendC::CrossCoreSetFlag<2, PIPE_FIX>(kScoresReady);
+  }
+
+  __aicore__ void MultiplyValues(const Step& step, int32_t number) {
+    const Task& task = step.task;
+    const int32_t key_head = task.head / a.group_size();
+    AscendC::CrossCoreWaitFlag(kProbabilitiesReady);
+    const L1Tile<T> probabilities =
+        cube.LoadWide(number % 2, workspace.Probabilities<T>(step.slot), task.rows, step.keys, kKeys);
+    const AscendC::GlobalTensor<float> partial = workspace.Partial(step.slot);
+    for (int32_t d = 0; d < a.head_dim_v; d += kTile) {
+      const int32_t n = Lesser(kTile, a.head_dim_v - d);
+      cube.BeginSums();
+      for (int32_t key = 0; key < step.keys; key += kTile) {
+        const int32_t k = Lesser(kTile, step.keys - key);
+        const int64_t row = task.keys.start + step.key + key;
+        const L1Tile<T> tile = cube.LoadTile(Head<T>(a.v, task.batch, key_head, row)[d], k, n, a.v.row_stride);
+        cube.MultiplyPlain({probabilities, 0, task.rows, key, k, false}, tile, n, key == 0, true);
+      }
+      cube.StoreSums(partial[d], task.rows, n, kMaxHeadDim);
+    }
+    cube.Release(probabilities);
+    AscendC::CrossCoreSetFlag<2, PIPE_FIX>(kPartialReady);
+  }
+
+  const Arguments& a;
+  ForwardWorkspace workspace;
+  CubeCore<T> cube;
+  L1Tile<T> queries;
+};
+
+template <typename T>
+class ForwardVector : VectorCore {
+ public:
+  __aicore__ explicit ForwardVector(const Arguments& arguments)
+      : a(arguments), workspace(arguments), width(RoundUp(arguments.head_dim_v, kLanes)) {
+    using namespace AscendC;
+    scores = Carve<float>(2 * kChunkRows * kPitch);
+    rounded = Carve<T>(2 * kChunkRows * kPitch);
+    output = Carve<float>(kHalf * width);
+    tree = Carve<float>(kChunkRows * kLanes);
+    row_max = Carve<float>(kStatisticsRing * kHalf);
+    row_sum = Carve<float>(kStatisticsRing * kHalf);
+    decay = Carve<float>(kSlots * kHalf * kWide);
+    chunk_max = Carve<float>(kChunkRows);
+    chunk_sum = Carve<float>(kChunkRows);
+    chunk_decay = Carve<float>(kChunkRows);
+    chunk_wide = Carve<float>(kChunkRows * kWide);
+    statistics = Carve<float>(kHalf);
+    statistics_wide = Carve<float>(kHalf * kWide);
+    if (a.has_dropout()) dropout.Init(a, CarveRest<int32_t>(), kPitchBlocks);
+    // Lanes behind the last row and column are computed with and never used: they must hold something.
+    Duplicate(scores, 0.0f, 2 * kChunkRows * kPitch);
+    Duplicate(chunk_max, 0.0f, kChunkRows);
+    Duplicate(chunk_decay, 0.0f, kChunkRows);
+    Duplicate(statistics, 0.0f, kHalf);
+    Barrier();
+    for (int32_t e = 0; e < 2; ++e) {
+      SetFlag<HardEvent::V_MTE2>(e);
+      SetFlag<HardEvent::MTE3_V>(e);
+    }
+    SetFlag<HardEvent::MTE3_V>(kStatisticsEvent);
+  }
+
+  __aicore__ void Run() {
+    using namespace AscendC;
+    Steps steps(a);
+    Step ring[kSlots], step;
+    int32_t issued = 0;
+    while (steps.Next(&step)) {
+      TakeHalf(&step.task.row, &step.task.rows);
+      if (!step.keys) {
+        StoreEmpty(step.task);
+        continue;
+      }
+      Softmax(step);
+      ring[issued % kSlots] = step;
+      if (issued >= kAhead) Accumulate(ring[(issued - kAhead) % kSlots]);
+      ++issued;
+    }
+    for (int32_t t = Greater(0, issued - kAhead); t < issued; ++t) Accumulate(ring[t % kSlots]);
+    for (int32_t e = 0; e < 2; ++e) {
+      WaitFlag<HardEvent::V_MTE2>(e);
+      WaitFlag<HardEvent::MTE3_V>(e);
+    }
+    WaitFlag<HardEvent::MTE3_V>(kStatisticsEvent);
+  }
+
+ private:
+  static constexpr int32_t kHalf = kRows / 2;
+  static constexpr int32_t kWide = 8;  // a row's value in every lane of one block
+  static constexpr int32_t kPitchBlocks = kPitch / 8;
+  static constexpr int32_t kStatisticsEvent = 2;
+
+  // First of them in the workspace.
+  __aicore__ static int32_t SlotRow(const Task& task) { return task.row % kRows; }
+
+  __aicore__ void Softmax(const Step& step) {
+    using namespace AscendC;
+    const Task& task = step.task;
+    if (step.first) BeginStatistics(task);
+    CrossCoreWaitFlag(kScoresReady);
+    for (int32_t row = 0; row < task.rows; row += kChunkRows)
+      SoftmaxChunk(step, row, Lesser(kChunkRows, task.rows - row));
+    CrossCoreSetFlag<2, PIPE_MTE3>(kProbabilitiesReady);
+  }
+
+  // The sink is a score that every row has seen before the first key.
+  __aicore__ void BeginStatistics(const Task& task) {
+    float logit = kLowest, sum = 0.0f;
+    if (a.has_sink) {
+      const float sink = a.sink ? Global<float>((uint64_t)a.sink).GetValue(task.head) : 0.0f;
+      const bool counts = !(sink < kLowest);
+      logit = counts ? sink : kLowest;
+      sum = counts ? 1.0f : 0.0f;
+    }
+    const int32_t at = task.number % kStatisticsRing * kHalf;
+    AscendC::Duplicate(row_max[at], logit, kHalf);
+    AscendC::Duplicate(row_sum[at], sum, kHalf);
+    Barrier();
+  }
+
+  __aicore__ void SoftmaxChunk(const Step& step, int32_t row, int32_t rows) {
+    using namespace AscendC;
+    const Task& task = step.task;
+    const int32_t buffer = chunks++ % 2, keys = step.keys, columns = RoundUp(keys, kLanes);
+    const int64_t slot_row = SlotRow(task) + row;
+    const LocalTensor<float> s = scores[buffer * kChunkRows * kPitch];
+    const LocalTensor<T> p = rounded[buffer * kChunkRows * kPitch];
+    WaitFlag<HardEvent::V_MTE2>(buffer);
+    const int32_t copied = RoundUp(keys, 8) / 8;
+    DataCopyPad(s, workspace.Scores(step.slot)[slot_row * kKeys],
+                DataCopyExtParams(rows, keys * 4, (kKeys - keys) * 4, kPitchBlocks - copied, 0),
+                DataCopyPadExtParams<float>(false, 0, 0, 0.0f));
+    SetFlag<HardEvent::MTE2_V>(buffer);
+    WaitFlag<HardEvent::MTE2_V>(buffer);
+
+    // The chunk is one piece of memory: an operation without an operand per row takes all of it at once.
+    const uint8_t all = ((rows - 1) * kPitchBlocks + columns / 8 + 7) / 8;
+    const UnaryRepeatParams dense(1, 1, 8, 8);
+    Muls(s, s, a.scale, kLanes, all, dense);
+    Barrier();
+    HideScores(TileMask(a, task.queries.length, task.keys.length), task.row + row, rows, step.key, keys, s,
+               kPitchBlocks);
+    UpdateStatistics(step, row, rows, s, columns);
+    for (int32_t c = 0; c < columns; c += kLanes)
+      Sub(s[c], s[c], chunk_wide, kLanes, rows, {1, 1, 0, kPitchBlocks, kPitchBlocks, 1});
+    Barrier();
+    Exp(s, s, kLanes, all, dense);
+    Barrier();
+    Reduce<false>(chunk_sum, s, rows, columns);
+    const LocalTensor<float> sum = row_sum[task.number % kStatisticsRing * kHalf + row];
+    Mul(sum, sum, chunk_decay, rows);
+    Barrier();
+    Add(sum, sum, chunk_sum, rows);
+    if (a.has_dropout()) dropout.Apply(&s, 1, tree, task.batch, task.head, task.row + row, rows, step.key, columns);
+    WaitFlag<HardEvent::MTE3_V>(buffer);
+    Cast(p, s, RoundMode::CAST_RINT, kLanes, all, {1, 1, 4, 8});
+    SetFlag<HardEvent::V_MTE2>(buffer);
+    SetFlag<HardEvent::V_MTE3>(buffer);
+    WaitFlag<HardEvent::V_MTE3>(buffer);
+    const int32_t stored = RoundUp(keys, 16) / 16;
+    DataCopyPad(workspace.template Probabilities<T>(step.slot)[slot_row * kKeys], p,
+                DataCopyExtParams(rows, keys * 2, kPitchBlocks / 2 - stored, (kKeys - keys) * 2, 0));
+    SetFlag<HardEvent::MTE3_V>(buffer);
+  }
+
+  // max becomes that of old and new; chunk_decay = exp(old - new), chunk_wide = the new one in whole blocks.
+  __aicore__ void UpdateStatistics(const Step& step, int32_t row, int32_t rows, const AscendC::LocalTensor<float>& s,
+                                   int32_t columns) {
+    using namespace AscendC;
+    const LocalTensor<float> max = row_max[step.task.number % kStatisticsRing * kHalf + row];
+    Reduce<true>(chunk_max, s, rows, columns);
+    Max(chunk_max, chunk_max, max, rows);
+    Barrier();
+    Sub(chunk_decay, max, chunk_max, rows);
+    Brcb(chunk_wide, chunk_max, RoundUp(rows, 8) / 8, {1, 8});
+    Barrier();
+    Exp(chunk_decay, chunk_decay, rows);
+    Adds(max, chunk_max, 0.0f, rows);
+    Barrier();
+    Brcb(decay[(step.slot * kHalf + row) * kWide], chunk_decay, RoundUp(rows, 8) / 8, {1, 8});
+  }
+
+  // The maximum or sum of each row: a tree over columns of 64, then within the last one.
+  template <bool maximum>
+  __aicore__ void Reduce(const AscendC::LocalTensor<float>& result, const AscendC::LocalTensor<float>& s, int32_t rows,
+                         int32_t columns) {
+    using namespace AscendC;
+    if (columns > kLanes) {
+      const uint8_t pitch = kPitchBlocks;
+      Combine<maximum>(tree, s, s[kLanes], rows, {1, 1, 1, 8, pitch, pitch});
+      for (int32_t c = 2 * kLanes; c < columns; c += kLanes) {
+        Barrier();
+        Combine<maximum>(tree, tree, s[c], rows, {1, 1, 1, 8, 8, pitch});
+      }
+      Barrier();
+    }
+    const LocalTensor<float> last = columns > kLanes ? tree : s;
+    const int32_t pitch = columns > kLanes ? kLanes / 8 : kPitchBlocks;
+    if constexpr (maximum)
+      WholeReduceMax(result, last, kLanes, rows, 1, 1, pitch, ReduceOrder::ORDER_ONLY_VALUE);
+    else
+      WholeReduceSum(result, last, kLanes, rows, 1, 1, pitch);
+    Barrier();
+  }
+
+  template <bool maximum>
+  __aicore__ void Combine(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& x,
+                          const AscendC::LocalTensor<float>& y, int32_t rows,
+                          const AscendC::BinaryRepeatParams& blocks) {
+    if constexpr (maximum)
+      AscendC::Max(to, x, y, kLanes, rows, blocks);
+    else
+      AscendC::Add(to, x, y, kLanes, rows, blocks);
+  }
+
+  // O = O * decay + P V; after the last block the rows are divided by their sums and leave.
+  __aicore__ void Accumulate(const Step& step) {
+    using namespace AscendC;
+    const Task& task = step.task;
+    CrossCoreWaitFlag(kPartialReady);
+    const uint8_t pitch = width / 8;
+    for (int32_t row = 0; row < task.rows; row += kPartialRows) {
+      const int32_t rows = Lesser(kPartialRows, task.rows - row), buffer = chunks++ % 2;
+      const LocalTensor<float> product = scores[buffer * kChunkRows * kPitch], o = output[row * width];
+      const int32_t copied = RoundUp(a.head_dim_v, 8) / 8;
+      WaitFlag<HardEvent::V_MTE2>(buffer);
+      DataCopyPad(product, workspace.Partial(step.slot)[(SlotRow(task) + row) * kMaxHeadDim],
+                  DataCopyExtParams(rows, a.head_dim_v * 4, (kMaxHeadDim - a.head_dim_v) * 4, pitch - copied, 0),
+                  DataCopyPadExtParams<float>(false, 0, 0, 0.0f));
+      SetFlag<HardEvent::MTE2_V>(buffer);
+      WaitFlag<HardEvent::MTE2_V>(buffer);
+      if (step.first) {
+        Adds(o, product, 0.0f, rows * width);
+      } else {
+        const LocalTensor<float> wide = decay[(step.slot * kHalf + row) * kWide];
+        for (int32_t c = 0; c < width; c += kLanes) Mul(o[c], o[c], wide, kLanes, rows, {1, 1, 0, pitch, pitch, 1});
+        Barrier();
+        Add(o, o, product, rows * width);
+      }
+      Barrier();
+      SetFlag<HardEvent::V_MTE2>(buffer);
+    }
+    if (step.last && task.rows > 0) Finish(task);
+  }
+
+  __aicore__ void Finish(const Task& task) {
+    using namespace AscendC;
+    const int32_t at = task.number % kStatisticsRing * kHalf;
+    const uint8_t pitch = width / 8;
+    constexpr float kSmallest = 1e-30f;  // the sum is 0 (and O too) where a row sees no key, otherwise at least 1
+    WaitFlag<HardEvent::MTE3_V>(kStatisticsEvent);
+    Maxs(statistics, row_sum[at], kSmallest, task.rows);
+    Duplicate(statistics_wide, a.inverse_keep, task.rows);
+    Barrier();
+    Div(statistics, statistics_wide, statistics, task.rows);
+    Barrier();
+    Brcb(statistics_wide, statistics, RoundUp(task.rows, 8) / 8, {1, 8});
+    Barrier();
+    for (int32_t c = 0; c < width; c += kLanes)
+      Mul(output[c], output[c], statistics_wide, kLanes, task.rows, {1, 1, 0, pitch, pitch, 1});
+    Ln(statistics, row_sum[at], task.rows);
+    Barrier();
+    Add(statistics, statistics, row_max[at], task.rows);
+    StoreStatistics(task);
+    for (int32_t row = 0; row < task.rows; row += kPartialRows) {
+      const int32_t rows = Lesser(kPartialRows, task.rows - row), buffer = chunks++ % 2;
+      const LocalTensor<T> o = BeginStore(buffer);
+      Cast(o, output[row * width], RoundMode::CAST_RINT, rows * width);
+      Store(task, row, rows, o, buffer);
+    }
+    Barrier();
+  }
+
+  // out = 0 and lse = log of the sum of nothing, or of the sink alone.
+  __aicore__ void StoreEmpty(const Task& task) {
+    using namespace AscendC;
+    if (task.rows == 0) return;
+    float lse = -__builtin_inff();
+    if (a.has_sink) lse = a.sink ? Global<float>((uint64_t)a.sink).GetValue(task.head) : 0.0f;
+    WaitFlag<HardEvent::MTE3_V>(kStatisticsEvent);
+    Duplicate(statistics, lse, task.rows);
+    StoreStatistics(task);
+    for (int32_t row = 0; row < task.rows; row += kPartialRows) {
+      const int32_t rows = Lesser(kPartialRows, task.rows - row), buffer = chunks++ % 2;
+      const LocalTensor<T> o = BeginStore(buffer);
+      Duplicate(o.template ReinterpretCast<uint16_t>(), uint16_t(0), rows * width);
+      Store(task, row, rows, o, buffer);
+    }
+  }
+
+  __aicore__ void StoreStatistics(const Task& task) {
+    using namespace AscendC;
+    SetFlag<HardEvent::V_MTE3>(kStatisticsEvent);
+    WaitFlag<HardEvent::V_MTE3>(kStatisticsEvent);
+    const int64_t at = task.batch * a.lse.batch_stride + task.head * a.lse.head_stride + task.queries.start + task.row;
+    DataCopyPad(Global<float>((uint64_t)a.lse.data, at), statistics, DataCopyExtParams(1, task.rows * 4, 0, 0, 0));
+    SetFlag<HardEvent::MTE3_V>(kStatisticsEvent);
+  }
+  __aicore__ AscendC::LocalTensor<T> BeginStore(int32_t buffer) {
+    AscendC::WaitFlag<AscendC::HardEvent::MTE3_V>(buffer);
+    return rounded[buffer * kChunkRows * kPitch];
+  }
+  __aicore__ void Store(const Task& task, int32_t row, int32_t rows, const AscendC::LocalTensor<T>& o, int32_t buffer) {
+    using namespace AscendC;
+    SetFlag<HardEvent::V_MTE3>(buffer);
+    WaitFlag<HardEvent::V_MTE3>(buffer);
+    const int32_t gap = (width - RoundUp(a.head_dim_v, 16)) / 16;
+    DataCopyPad(Head<T>(a.out, task.batch, task.head, task.queries.start + task.row + row), o,
+                DataCopyExtParams(rows, a.head_dim_v * 2, gap, (a.out.row_stride - a.head_dim_v) * 2, 0));
+    SetFlag<HardEvent::MTE3_V>(buffer);
+  }
+
+  const Arguments& a;
+  ForwardWorkspace workspace;
+  int32_t width;  // floats of a row of O: whole repeats
+  int32_t chunks = 0;
+  AscendC::LocalTensor<float> scores, output, tree, row_max, row_sum, decay;
+  AscendC::LocalTensor<float> chunk_max, chunk_sum, chunk_decay, chunk_wide, statistics, statistics_wide;
+  AscendC::LocalTensor<T> rounded;
+  Dropout dropout;
+};
+
+template <typename T>
+__aicore__ inline void Forward(const Arguments& arguments) {
+  if (ASCEND_IS_AIC) {
+    ForwardCube<T> cube(arguments);
+    cube.Run();
+  }
+  if (ASCEND_IS_AIV) {
+    ForwardVector<T> vector(arguments);
+    vector.Run();
+  }
+}
+
+}  // namespace ascend
+}  // namespace flashattn_ext

@@ -1,0 +1,8 @@
+#include "../backward_finish.h"
+#include "../kernels.h"
+
+FLASHATTN_KERNEL(flash_backward_finish_fp16) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+  flashattn_ext::ascend::BackwardFinish<half> vector(arguments);
+  vector.Run();
+}

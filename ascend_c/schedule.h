@@ -1,0 +1,180 @@
+// Which core computes what, in which order. Tasks (128 query rows of one head) are counted through batch entries, row
+// blocks from the last to the first, and heads, and dealt out to the cores in rows that go forth and back: under a
+// causal mask the long ones come first and lie beside their equals, so that every core gets its share of the triangle.
+// The cube core and the vector cores of a block walk through the same list.
+#pragma once
+
+#include "../csrc/mask.h"
+#include "../csrc/seqlen.h"
+#include "arguments.h"
+#include "kernel_operator.h"
+#include "tiles.h"
+
+namespace flashattn_ext {
+namespace ascend {
+
+using TileMask = BasicMask<int32_t>;
+
+__aicore__ inline int32_t Lesser(int32_t a, int32_t b) { return a < b ? a : b; }
+__aicore__ inline int32_t Greater(int32_t a, int32_t b) { return a > b ? a : b; }
+__aicore__ inline int32_t RoundUp(int32_t x, int32_t to) { return (x + to - 1) / to * to; }
+
+template <typename T>
+__aicore__ inline AscendC::GlobalTensor<T> Global(uint64_t address, int64_t offset = 0) {
+  AscendC::GlobalTensor<T> tensor;
+  tensor.SetGlobalBuffer((__gm__ T*)address + offset);
+  return tensor;
+}
+
+// Rows of one head of a [B, S, H, D] tensor.
+template <typename T>
+__aicore__ inline AscendC::GlobalTensor<T> Head(const TensorView& view, int32_t batch, int32_t head, int64_t row) {
+  return Global<T>((uint64_t)view.data, batch * view.batch_stride + head * view.head_stride + row * view.row_stride);
+}
+
+struct Task {
+  int32_t number = 0;  // among those of this core that see anything
+  int32_t batch = 0, head = 0;
+  int32_t row = 0, rows = 0;  // within the sequence: of queries, in the backward of keys
+  Sequence queries = {0, 0}, keys = {0, 0};
+};
+
+// Where batch entry b lies.
+__aicore__ inline Sequence SequenceOf(const int32_t* cu_seqlens, int64_t length, int64_t total, int32_t b) {
+  if (!cu_seqlens) return {0, length};
+  AscendC::GlobalTensor<int32_t> starts = Global<int32_t>((uint64_t)cu_seqlens);
+  return clamped_sequence(starts.GetValue(b), starts.GetValue(b + 1), total);
+}
+__aicore__ inline Sequence QueriesOf(const Arguments& a, int32_t b) {
+  return SequenceOf(a.cu_seqlens_q, a.seqlen_q, a.total_q, b);
+}
+__aicore__ inline Sequence KeysOf(const Arguments& a, int32_t b) {
+  return SequenceOf(a.cu_seqlens_k, a.seqlen_k, a.total_k, b);
+}
+
+enum class Side { queries, keys };
+
+// `whole_heads`: all tasks of a head go to one core, in a fixed order.
+class Tasks {
+ public:
+  __aicore__ Tasks(const Arguments& arguments, Side side, bool whole_heads)
+      : a(arguments), side(side), heads(side == Side::queries ? a.heads_q : a.heads_k), whole_heads(whole_heads) {
+    cores = AscendC::GetBlockNum();
+    core = AscendC::GetBlockIdx() / AscendC::GetTaskRation();
+    mine = core;
+    entry.batch = -1;
+  }
+
+  __aicore__ bool Next(Task* task) {
+    if (rest == 0) {
+      if (!NextMine()) return false;
+      rest = whole_heads ? blocks : 1;
+    }
+    --rest;
+    const int32_t at = whole_heads ? rest : block;
+    *task = entry;
+    // The long tasks of a causal mask come first: the last queries, the first keys.
+    task->row = (side == Side::queries ? at : blocks - 1 - at) * kRows;
+    const int64_t length = side == Side::queries ? entry.queries.length : entry.keys.length;
+    task->rows = Lesser(kRows, length - task->row);
+    return true;
+  }
+
+ private:
+  // The next number that is mine: its head and block.
+  __aicore__ bool NextMine() {
+    for (;;) {
+      if (block < 0) {
+        if (++entry.batch >= a.batch) return false;
+        entry.queries = QueriesOf(a, entry.batch);
+        entry.keys = KeysOf(a, entry.batch);
+        const int64_t length = side == Side::queries ? entry.queries.length : entry.keys.length;
+        blocks = (length + kRows - 1) / kRows;
+        block = (whole_heads ? Lesser(blocks, 1) : blocks) - 1;
+        continue;
+      }
+      if (mine < first + heads) break;
+      first += heads;
+      --block;
+    }
+    entry.head = mine - first;
+    ++round;
+    mine = round * cores + (round % 2 ? cores - 1 - core : core);
+    return true;
+  }
+
+  const Arguments& a;
+  Side side;
+  int64_t heads;
+  bool whole_heads;
+  int64_t cores, core;
+  int64_t first = 0;  // number of this block of rows of head 0, counted over all tasks of the call
+  int64_t mine = 0, round = 0;
+  int32_t blocks = 0, block = -1, rest = 0;
+  Task entry;
+};
+
+// A task and one of its blocks of keys. A task that sees no key has one step, with `keys` 0.
+struct Step {
+  Task task;
+  int32_t key = 0, keys = 0;  // within the sequence
+  bool first = false, last = false;
+  int32_t slot = 0;  // of the workspace
+};
+
+class Steps {
+ public:
+  __aicore__ explicit Steps(const Arguments& arguments) : a(arguments), tasks(arguments, Side::queries, false) {}
+
+  __aicore__ bool Next(Step* step) {
+    const bool begins = key >= end;
+    if (begins) {
+      if (!tasks.Next(&task)) return false;
+      const TileMask mask(a, task.queries.length, task.keys.length);
+      const TileMask::Range visible = mask.keys_of(task.row, task.row + task.rows);
+      key = visible.begin / kLanes * kLanes;  // the generator works on 64 keys at a time
+      end = visible.end;
+      if (visible.begin == visible.end) key = end;
+      if (key < end) task.number = tasks_begun++;
+    }
+    step->task = task;
+    step->key = key;
+    step->keys = Lesser(kKeys, end - key);
+    step->first = begins;
+    key += step->keys;
+    step->last = key >= end;
+    step->slot = number % kSlots;
+    if (step->keys) ++number;
+    return true;
+  }
+
+ private:
+  const Arguments& a;
+  Tasks tasks;
+  Task task;
+  int32_t key = 0, end = 0;
+  int32_t number = 0, tasks_begun = 0;
+};
+
+// The slots of a core's workspace in the forward.
+class ForwardWorkspace {
+ public:
+  __aicore__ explicit ForwardWorkspace(const Arguments& a)
+      : base((uint64_t)a.workspace + AscendC::GetBlockIdx() / AscendC::GetTaskRation() * kForwardWorkspaceBytes) {}
+  __aicore__ AscendC::GlobalTensor<float> Scores(int32_t slot) const {
+    return Global<float>(base + slot * kScoreBytes);
+  }
+  template <typename T>
+  __aicore__ AscendC::GlobalTensor<T> Probabilities(int32_t slot) const {
+    return Global<T>(base + kSlots * kScoreBytes + slot * kProbabilityBytes);
+  }
+  __aicore__ AscendC::GlobalTensor<float> Partial(int32_t slot) const {
+    return Global<float>(base + kSlots * (kScoreBytes + kProbabilityBytes) + slot * kPartialBytes);
+  }
+
+ private:
+  uint64_t base;
+};
+
+}  // namespace ascend
+}  // namespace flashattn_ext

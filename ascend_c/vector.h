@@ -1,0 +1,73 @@
+// What the vector core's stages share: UB carved up by hand, the half of the rows that a vector core takes, the mask.
+#pragma once
+
+#include "schedule.h"
+
+namespace flashattn_ext {
+namespace ascend {
+
+constexpr float kLowest = -1e30f;  // instead of -inf for a maximum or lse that must not make NaN of -inf - (-inf)
+
+class VectorCore {
+ protected:
+  __aicore__ VectorCore() { pipe.InitBuffer(ub, kWorkBytes); }
+
+  template <typename T>
+  __aicore__ AscendC::LocalTensor<T> Carve(int32_t elements) {
+    const int32_t at = used;
+    used += RoundUp(elements * int32_t(sizeof(T)), 32);
+    return ub.GetWithOffset<T>(elements, at);
+  }
+  template <typename T>
+  __aicore__ AscendC::LocalTensor<T> CarveRest() {
+    return Carve<T>((kWorkBytes - used) / int32_t(sizeof(T)));
+  }
+  __aicore__ static void Barrier() { AscendC::PipeBarrier<PIPE_V>(); }
+
+  // Of the rows of a step, the first half goes to the first vector core, in whole groups of 16 (the generator's).
+  __aicore__ static void TakeHalf(int32_t* row, int32_t* rows) {
+    const int32_t first = Lesser(*rows, (*rows + 31) / 32 * 16);
+    if (AscendC::GetSubBlockIdx() == 0) {
+      *rows = first;
+    } else {
+      *row += first;
+      *rows -= first;
+    }
+  }
+
+ private:
+  AscendC::TPipe pipe;
+  AscendC::TBuf<AscendC::TPosition::VECCALC> ub;
+  int32_t used = 0;
+};
+
+// -inf into those of `columns` that lie outside [begin, end), in rows `pitch` blocks apart.
+__aicore__ inline void HideOutside(const AscendC::LocalTensor<float>& s, int32_t rows, int32_t columns, int32_t begin,
+                                   int32_t end, uint8_t pitch) {
+  const float hidden = -__builtin_inff();
+  for (int32_t c = 0; c < columns; c += kLanes) {
+    const int32_t from = Lesser(kLanes, Greater(0, begin - c)), to = Lesser(kLanes, Greater(from, end - c));
+    const uint64_t below_from = from == kLanes ? ~uint64_t(0) : (uint64_t(1) << from) - 1;
+    const uint64_t below_to = to == kLanes ? ~uint64_t(0) : (uint64_t(1) << to) - 1;
+    uint64_t lanes[2] = {below_from | ~below_to, 0};
+    if (lanes[0]) AscendC::Duplicate(s[c], hidden, lanes, rows, 1, pitch);
+  }
+}
+
+// -inf where a query does not see a key, and behind the last key up to whole repeats.
+__aicore__ inline void HideScores(const TileMask& mask, int32_t row, int32_t rows, int32_t key, int32_t keys,
+                                  const AscendC::LocalTensor<float>& s, uint8_t pitch) {
+  const int32_t columns = RoundUp(keys, kLanes);
+  if (mask.sees_all(row, row + rows, key, key + keys)) {
+    HideOutside(s, rows, columns, 0, keys, pitch);
+  } else {
+    for (int32_t r = 0; r < rows; ++r) {
+      const TileMask::Range seen = mask.keys_of(row + r, row + r + 1);
+      HideOutside(s[r * pitch * 8], 1, columns, seen.begin - key, Lesser(keys, seen.end - key), pitch);
+    }
+  }
+  AscendC::PipeBarrier<PIPE_V>();
+}
+
+}  // namespace ascend
+}  // namespace flashattn_ext

@@ -1,0 +1,382 @@
+// Kernels with one planted fault each, and legal ones that must not be reported. A line marked "fault: NAME" must be
+// named by the report of that case. Usage: faults CASE MODE SEED
+#include <functional>
+#include <map>
+
+#include "harness.h"
+
+using namespace AscendC;
+
+constexpr uint32_t kElements = 256;
+
+// The usual surroundings: input and output in GM, two buffers in UB, everything float.
+struct Bench {
+  TPipe pipe;
+  TBuf<TPosition::VECCALC> buffer_a, buffer_b;
+  GlobalTensor<float> in, out;
+  LocalTensor<float> a, b;
+
+  __aicore__ Bench(GM_ADDR x, GM_ADDR y) {
+    pipe.InitBuffer(buffer_a, kElements * sizeof(float));
+    pipe.InitBuffer(buffer_b, kElements * sizeof(float));
+    in.SetGlobalBuffer((__gm__ float*)x);
+    out.SetGlobalBuffer((__gm__ float*)y);
+    a = buffer_a.Get<float>();
+    b = buffer_b.Get<float>();
+  }
+  __aicore__ void Load() { DataCopy(a, in, kElements); }
+  __aicore__ void Store() { DataCopy(out, b, kElements); }
+};
+
+template <HardEvent event>
+__aicore__ void Sync(int id = 0) {
+  SetFlag<event>(id);
+  WaitFlag<event>(id);
+}
+
+using Queue = TQue<TPosition::VECIN, 1>;
+
+std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
+    {"legal_flags",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       Sync<HardEvent::MTE2_V>();
+       Adds(t.b, t.a, 1.0f, kElements);
+       Sync<HardEvent::V_MTE3>();
+       t.Store();
+     }},
+    {"legal_ping_pong",  // two halves of a buffer; "free" flags are set before the loop and waited for after it
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       SetFlag<HardEvent::V_MTE2>(0);
+       SetFlag<HardEvent::V_MTE2>(1);
+       SetFlag<HardEvent::MTE3_V>(0);
+       SetFlag<HardEvent::MTE3_V>(1);
+       for (int i = 0; i < 4; ++i) {
+         const int half_id = i % 2, from = half_id * 64;
+         WaitFlag<HardEvent::V_MTE2>(half_id);
+         DataCopy(t.a[from], t.in[i * 64], 64);
+         Sync<HardEvent::MTE2_V>(half_id);
+         WaitFlag<HardEvent::MTE3_V>(half_id);
+         Adds(t.b[from], t.a[from], 1.0f, 64);
+         SetFlag<HardEvent::V_MTE2>(half_id);
+         Sync<HardEvent::V_MTE3>(half_id);
+         DataCopy(t.out[i * 64], t.b[from], 64);
+         SetFlag<HardEvent::MTE3_V>(half_id);
+       }
+       WaitFlag<HardEvent::V_MTE2>(0);
+       WaitFlag<HardEvent::V_MTE2>(1);
+       WaitFlag<HardEvent::MTE3_V>(0);
+       WaitFlag<HardEvent::MTE3_V>(1);
+     }},
+    {"legal_scalar_loop",  // out[i] = in[i] + 1 through the scalar unit, and V again after it
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       Sync<HardEvent::MTE2_V>();
+       for (int pass = 0; pass < 3; ++pass) {
+         Adds(t.b, t.a, 0.0f, kElements);
+         Sync<HardEvent::V_S>();
+         for (uint32_t i = 0; i < kElements; ++i) t.b.SetValue(i, t.b.GetValue(i) + 1.0f);
+         Sync<HardEvent::S_V>();
+       }
+       Maxs(t.b, t.b, 0.0f, kElements);
+       Sync<HardEvent::V_MTE3>();
+       t.Store();
+     }},
+    {"legal_copy_queue",  // in through one queue without compute to the output, then back and + 1
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       TQueBind<TPosition::VECIN, TPosition::VECOUT, 1> queue;
+       t.pipe.InitBuffer(queue, 2, 256);
+       for (int i = 0; i < 4; ++i) {
+         LocalTensor<float> part = queue.AllocTensor<float>();
+         DataCopy(part, t.in[i * 64], 64);
+         queue.EnQue(part);
+         part = queue.DeQue<float>();
+         DataCopy(t.out[i * 64], part, 64);
+         queue.FreeTensor(part);
+       }
+       Sync<HardEvent::MTE3_MTE2>(7);
+       DataCopy(t.a, t.out, kElements);
+       PipeBarrier<PIPE_ALL>();
+       Adds(t.b, t.a, 1.0f, kElements);
+       PipeBarrier<PIPE_ALL>();
+       t.Store();
+     }},
+    {"legal_accumulation",  // 64 lanes summed over 3 repeats into one; the result is 1, 2, 3, 4 again
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       Duplicate(t.b, 0.0f, kElements);
+       Sync<HardEvent::MTE2_V>();
+       PipeBarrier<PIPE_V>();
+       Add(t.b, t.a, t.b, 64, 3, BinaryRepeatParams(1, 1, 1, 0, 0, 0));
+       PipeBarrier<PIPE_V>();
+       Adds(t.b, t.b, 3.0f, 64);
+       PipeBarrier<PIPE_V>();
+       Muls(t.b, t.b, 1.0f / 3, 64);
+       Sync<HardEvent::V_MTE3>();
+       t.Store();
+     }},
+    {"dropped_wait",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       SetFlag<HardEvent::MTE2_V>(0);
+       Adds(t.b, t.a, 1.0f, kElements);  // fault: dropped_wait
+       WaitFlag<HardEvent::MTE2_V>(0);
+       Sync<HardEvent::V_MTE3>();
+       t.Store();
+     }},
+    {"no_flag_before_store",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       Sync<HardEvent::MTE2_V>();
+       Adds(t.b, t.a, 1.0f, kElements);  // fault: no_flag_before_store
+       t.Store();
+     }},
+    {"buffer_reused_too_early",  // the second load may overwrite what Adds still reads
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       Sync<HardEvent::MTE2_V>();
+       Adds(t.b, t.a, 1.0f, kElements);  // fault: buffer_reused_too_early
+       DataCopy(t.a, t.in[128], 128);
+       Sync<HardEvent::V_MTE3>();
+       t.Store();
+     }},
+    {"swapped_event_id",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       SetFlag<HardEvent::MTE2_V>(0);
+       WaitFlag<HardEvent::MTE2_V>(1);  // fault: swapped_event_id
+       Adds(t.b, t.a, 1.0f, kElements);
+       Sync<HardEvent::V_MTE3>();
+       t.Store();
+     }},
+    {"missing_set",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       Sync<HardEvent::MTE2_V>();
+       Adds(t.b, t.a, 1.0f, kElements);
+       WaitFlag<HardEvent::V_MTE3>(0);  // fault: missing_set
+       t.Store();
+     }},
+    {"waits_in_a_circle",
+     [](GM_ADDR, GM_ADDR) {
+       WaitFlag<HardEvent::V_MTE2>(0);
+       SetFlag<HardEvent::MTE2_V>(0);
+       WaitFlag<HardEvent::MTE2_V>(0);  // fault: waits_in_a_circle
+       SetFlag<HardEvent::V_MTE2>(0);
+     }},
+    {"leaked_flag",
+     [](GM_ADDR, GM_ADDR) {
+       SetFlag<HardEvent::MTE3_V>(2);  // fault: leaked_flag
+     }},
+    {"set_twice",
+     [](GM_ADDR, GM_ADDR) {
+       SetFlag<HardEvent::V_MTE3>(0);
+       SetFlag<HardEvent::V_MTE3>(0);  // fault: set_twice
+       WaitFlag<HardEvent::V_MTE3>(0);
+     }},
+    {"set_may_overtake_wait",
+     [](GM_ADDR, GM_ADDR) {
+       Sync<HardEvent::V_MTE3>();
+       SetFlag<HardEvent::V_MTE3>(0);  // fault: set_may_overtake_wait
+       WaitFlag<HardEvent::V_MTE3>(0);
+     }},
+    {"event_id_8",
+     [](GM_ADDR, GM_ADDR) {
+       SetFlag<HardEvent::V_MTE3>(8);  // fault: event_id_8
+     }},
+    {"no_barrier_in_v",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       Sync<HardEvent::MTE2_V>();
+       Adds(t.b, t.a, 1.0f, kElements);
+       Exp(t.b, t.b, kElements);  // fault: no_barrier_in_v
+       Sync<HardEvent::V_MTE3>();
+       t.Store();
+     }},
+    {"scalar_reads_too_early",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       Sync<HardEvent::MTE2_V>();
+       Adds(t.b, t.a, 1.0f, kElements);
+       if (t.b.GetValue(0) == 5.0f) PipeBarrier<PIPE_V>();  // fault: scalar_reads_too_early
+       Sync<HardEvent::V_MTE3>();
+       t.Store();
+     }},
+    {"overlap_in_one_instruction",  // each repeat reads the 64 elements that the repeat before it wrote
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       Sync<HardEvent::MTE2_V>();
+       Exp(t.a[64], t.a, 64, 3, UnaryRepeatParams(1, 1, 8, 8));  // fault: overlap_in_one_instruction
+     }},
+    {"ub_too_big",
+     [](GM_ADDR, GM_ADDR) {
+       TPipe pipe;
+       Queue queue;
+       pipe.InitBuffer(queue, 2, 98304);  // fault: ub_too_big
+     }},
+    {"too_many_buffers",
+     [](GM_ADDR, GM_ADDR) {
+       TPipe pipe;
+       Queue queue;
+       pipe.InitBuffer(queue, 9, 32);  // fault: too_many_buffers
+     }},
+    {"misaligned_copy",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       DataCopy(t.a[1], t.in, 64);  // fault: misaligned_copy
+     }},
+    {"copy_drops_tail",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       DataCopy(t.a, t.in, 100);  // fault: copy_drops_tail
+     }},
+    {"uninitialised_read",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       DataCopy(t.a, t.in, 248);
+       Sync<HardEvent::MTE2_V>();
+       Adds(t.b, t.a, 1.0f, kElements);  // fault: uninitialised_read
+       Sync<HardEvent::V_MTE3>();
+       t.Store();
+     }},
+    {"gm_read_out_of_bounds",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       DataCopy(t.a, t.in[8], kElements);  // fault: gm_read_out_of_bounds
+     }},
+    {"gm_write_out_of_bounds",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       Duplicate(t.b, 0.0f, kElements);
+       Sync<HardEvent::V_MTE3>();
+       DataCopyPad(t.out[253], t.b, DataCopyExtParams(1, 16, 0, 0, 0));  // fault: gm_write_out_of_bounds
+     }},
+    {"global_tensor_too_small",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.in.SetGlobalBuffer((__gm__ float*)x, 100);
+       DataCopy(t.a, t.in[40], 64);  // fault: global_tensor_too_small
+     }},
+    {"tbuf_too_small",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.buffer_a.Get<float>(kElements + 1);  // fault: tbuf_too_small
+     }},
+    {"tensor_out_of_bounds",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       Duplicate(t.b, 0.0f, kElements + 1);  // fault: tensor_out_of_bounds
+     }},
+    {"repeat_256",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       Abs(t.b, t.a, 64, 256, UnaryRepeatParams(1, 1, 0, 0));  // fault: repeat_256
+     }},
+    {"stride_256",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       Add(t.b, t.a, t.a, 64, 2, BinaryRepeatParams(1, 1, 1, 8, 256, 8));  // fault: stride_256
+     }},
+    {"mask_65",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       Abs(t.b, t.a, 65, 1, UnaryRepeatParams());  // fault: mask_65
+     }},
+    {"burst_4096",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       DataCopyPad(t.a, t.in, DataCopyExtParams(4096, 4, 0, 0, 0), DataCopyPadExtParams<float>());  // fault: burst_4096
+     }},
+    {"cast_mode",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       Cast(t.b.ReinterpretCast<bfloat16_t>(), t.a, RoundMode::CAST_NONE, 64);  // fault: cast_mode
+     }},
+    {"overlapping_stores",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       Duplicate(t.b, 0.0f, kElements);
+       Sync<HardEvent::V_MTE3>();
+       DataCopy(t.out, t.b, 128);
+       DataCopy(t.out[64], t.b, 128);  // fault: overlapping_stores
+     }},
+    {"foreign_tensor",
+     [](GM_ADDR, GM_ADDR) {
+       TPipe pipe;
+       Queue queue, other;
+       pipe.InitBuffer(queue, 1, 1024);
+       pipe.InitBuffer(other, 1, 1024);
+       LocalTensor<float> a = queue.AllocTensor<float>();
+       other.EnQue(a);  // fault: foreign_tensor
+     }},
+    {"freed_twice",
+     [](GM_ADDR, GM_ADDR) {
+       TPipe pipe;
+       Queue queue;
+       pipe.InitBuffer(queue, 2, 1024);
+       LocalTensor<float> a = queue.AllocTensor<float>();
+       queue.FreeTensor(a);
+       queue.FreeTensor(a);  // fault: freed_twice
+     }},
+    {"used_after_free",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       Queue queue;
+       t.pipe.InitBuffer(queue, 2, 1024);
+       LocalTensor<float> a = queue.AllocTensor<float>();
+       DataCopy(a, t.in, kElements);
+       queue.EnQue(a);
+       a = queue.DeQue<float>();
+       queue.FreeTensor(a);
+       Adds(t.b, a, 1.0f, kElements);  // fault: used_after_free
+     }},
+    {"dequeue_empty",
+     [](GM_ADDR, GM_ADDR) {
+       TPipe pipe;
+       Queue queue;
+       pipe.InitBuffer(queue, 2, 1024);
+       queue.DeQue<float>();  // fault: dequeue_empty
+     }},
+    {"alloc_beyond_num",
+     [](GM_ADDR, GM_ADDR) {
+       TPipe pipe;
+       Queue queue;
+       pipe.InitBuffer(queue, 1, 1024);
+       queue.AllocTensor<float>();
+       queue.AllocTensor<float>();  // fault: alloc_beyond_num
+     }},
+    {"never_freed",
+     [](GM_ADDR, GM_ADDR) {
+       TPipe pipe;
+       Queue queue;
+       pipe.InitBuffer(queue, 1, 1024);
+       queue.AllocTensor<float>();  // fault: never_freed
+     }},
+};
+
+int main(int, char** argv) {
+  std::vector<float> x(kElements), y(kElements);
+  for (uint32_t i = 0; i < kElements; ++i) x[i] = float(i);
+  ascend_emulator::GlobalMemory gm;
+  gm.add("x", x.data(), x.size() * sizeof(float), ascend_emulator::Use::input);
+  gm.add("y", y.data(), y.size() * sizeof(float), ascend_emulator::Use::output);
+  const auto& kernel = cases.at(argv[1]);
+  print(ascend_emulator::launch(KERNEL_TYPE_AIV_ONLY, 1, parse_options(argv[2], argv[3]), gm,
+                                [&] { kernel((GM_ADDR)x.data(), (GM_ADDR)y.data()); }));
+  std::cout << "y";
+  for (uint32_t i = 0; i < 4; ++i) std::cout << " " << y[i];
+  std::cout << "\n";
+}

@@ -1,0 +1,92 @@
+"""The Ascend C kernels on the emulator, as the backend ascend-emulator: what they compute, that no rule of the hardware is
+broken in any scheduling mode, and that cores, modes and layouts do not change a bit.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import Case, check, make_inputs, run
+
+import flashattn_ext
+from flashattn_ext import _build
+
+MODES = ("mode=eager,cores=1", "mode=late,cores=2", "mode=random,seed=1,cores=3", "mode=random,seed=2,cores=2")
+
+CASES = {
+    "one row": Case(B=1, Sq=1, Sk=1, Hq=1, Hk=1, D=1, Dv=1),
+    "two blocks of keys": Case(B=1, Sq=130, Sk=700, D=64, Dv=64),
+    "causal": Case(B=1, Sq=200, Sk=200, D=128, Dv=128, causal=True),
+    "grouped, other head dims": Case(B=2, Sq=37, Sk=600, Hq=4, Hk=2, D=129, Dv=61, causal=True),
+    "window": Case(B=1, Sq=150, Sk=300, D=40, Dv=40, window_size=(70, 30)),
+    "sink": Case(B=1, Sq=40, Sk=50, D=256, Dv=256, sink_dtype=torch.float32),
+    "smooth, no visible key": Case(B=1, Sq=150, Sk=10, D=64, Dv=64, causal=True, smooth_softmax=True),
+    "dropout": Case(B=2, Sq=70, Sk=550, D=64, Dv=64, dropout_p=0.2, rng_seed=7),
+    "dropout, little memory": Case(B=1, Sq=40, Sk=300, Hq=1, Hk=1, D=256, Dv=256, dropout_p=0.5, rng_seed=7),
+    "packed": Case(lengths_q=(5, 0, 140, 20), lengths_k=(9, 30, 0, 300), D=64, Dv=64, causal=True),
+    "strides": Case(B=2, Sq=20, Sk=30, D=24, Dv=24, views=("packed", "transposed", "padded")),
+}
+
+
+@pytest.fixture(autouse=True)
+def emulator() -> Iterator[None]:
+    with flashattn_ext.use_backend("ascend-emulator"):
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_agrees_with_the_reference(case: Case, dtype: torch.dtype) -> None:
+    check(replace(case, dtype=dtype, use_lse=True), "cpu")
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.usefixtures("deterministic")
+def test_no_mode_and_no_number_of_cores_changes_a_bit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = replace(case, dtype=torch.float16, use_lse=True)
+    inputs = make_inputs(case, "cpu")
+    expected = run(case, inputs)
+    for mode in MODES:
+        monkeypatch.setenv("FLASHATTN_EXT_ASCEND_EMULATOR", mode)
+        got = run(case, inputs)
+        assert torch.equal(got.out, expected.out) and torch.equal(got.lse, expected.lse), mode
+        for name, grad in expected.grads.items():
+            assert torch.equal(got.grads[name], grad), (mode, name)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_that_many_cores_add_to(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHATTN_EXT_ASCEND_EMULATOR", mode)
+    check(Case(dtype=torch.bfloat16, B=1, Sq=520, Sk=400, Hq=2, Hk=1, D=64, Dv=80, causal=True), "cpu")
+
+
+def test_fp32_names_what_works() -> None:
+    q = torch.zeros(1, 2, 1, 8)
+    with pytest.raises(NotImplementedError, match=r"backend 'ascend-emulator': fp32 inputs .* use fp16 or bf16"):
+        flashattn_ext.forward(q, q, q)
+
+
+@pytest.mark.parametrize("choice", ["mode=never", "cores=0", "seed=x", "verbose"])
+def test_unknown_choice_of_the_environment(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHATTN_EXT_ASCEND_EMULATOR", choice)
+    q = torch.zeros(1, 2, 1, 8, dtype=torch.float16)
+    with pytest.raises(RuntimeError, match=f"'{choice}' is none of mode=eager"):
+        flashattn_ext.forward(q, q, q)
+
+
+def test_is_never_chosen_by_itself() -> None:
+    program = "import flashattn_ext as f; f.use_backend('ascend-emulator'); f.use_backend(None); print(f.build_info())"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert "'backends': ['cpu'" in done.stdout and "'ascend-emulator']" in done.stdout
+
+
+def test_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setattr(_build, "__file__", str(tmp_path / "_build.py"))
+    monkeypatch.setattr(flashattn_ext._C, "backends", lambda: ["cpu"])
+    with pytest.raises(RuntimeError, match=r"was not built .* make emulator"):
+        flashattn_ext.use_backend("ascend-emulator")

@@ -1,0 +1,402 @@
+"""The emulator of the Ascend C programming model: each instruction against numpy, a real kernel in every scheduling mode,
+and kernels with planted faults, which must be reported with their line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+SOURCES = HERE / "ascend"
+EMULATOR = HERE.parent / "ascend_c" / "emulator"
+MODES = ("eager", "late", "random")
+ELEMENTS = 1024
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the built test programs."""
+    folder = tmp_path_factory.mktemp("ascend")
+    compile_one = [os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-c"]
+    sources = [
+        EMULATOR / "scheduler.cpp",
+        EMULATOR / "machine.cpp",
+        *(SOURCES / f"{name}.cpp" for name in ("api", "faults", "softmax", "mixed")),
+    ]
+    builds = [
+        subprocess.Popen([*compile_one, f"-I{EMULATOR / 'include'}", source, "-o", folder / f"{source.stem}.o"])
+        for source in sources
+    ]
+    assert [build.wait() for build in builds] == [0] * len(builds)
+    for name in ("api", "faults", "softmax", "mixed"):
+        linked = [folder / f"{name}.o", folder / "scheduler.o", folder / "machine.o", "-o", folder / name]
+        subprocess.run([compile_one[0], *linked], check=True)
+    return folder
+
+
+def run(program: Path, *arguments: object) -> tuple[list[str], dict[str, list[float]]]:
+    """The errors that a program printed, and its other lines by their first word."""
+    done = subprocess.run([program, *map(str, arguments)], check=True, capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    rows = (line.split() for line in lines if not line.startswith("error: "))
+    return errors, {row[0]: [float(value) for value in row[1:]] for row in rows}
+
+
+# --- instructions ---------------------------------------------------------------------------------------------------------
+
+
+def api(programs: Path, tmp_path: Path, case: str, out_type: type, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    a.tofile(tmp_path / "a")
+    b.tofile(tmp_path / "b")
+    errors, _ = run(programs / "api", case, "late", tmp_path / "a", tmp_path / "b", tmp_path / "out")
+    assert errors == []
+    return np.fromfile(tmp_path / "out", dtype=out_type)[:ELEMENTS]
+
+
+def inputs(dtype: str) -> tuple[np.ndarray, np.ndarray]:
+    random = np.random.default_rng(1)
+    return tuple(random.uniform(0.1, 4, ELEMENTS).astype(dtype) for _ in range(2))
+
+
+def fresh(dtype: str) -> np.ndarray:
+    return np.full(ELEMENTS, -7, dtype)
+
+
+def places(dtype: str, lanes: int, repeats: int, block: int, repeat: int) -> np.ndarray:
+    """Element of every active lane, [repeats, lanes], for strides in blocks of 32 bytes."""
+    width = 32 // np.dtype(dtype).itemsize
+    lane = np.arange(lanes)
+    return (np.arange(repeats)[:, None] * repeat + lane // width * block) * width + lane % width
+
+
+BINARY = {
+    "Add": np.add,
+    "Sub": np.subtract,
+    "Mul": np.multiply,
+    "Div": np.divide,
+    "Max": np.maximum,
+    "Min": np.minimum,
+}
+SCALAR = {"Adds": np.add, "Muls": np.multiply, "Maxs": np.maximum, "Mins": np.minimum}
+UNARY = {"Exp": np.exp, "Ln": np.log, "Abs": np.abs}
+DTYPES = ("float32", "float16")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", ["count", "mask"])
+@pytest.mark.parametrize("name", [*BINARY, *SCALAR, *UNARY])
+def test_elementwise(programs: Path, tmp_path: Path, name: str, form: str, dtype: str) -> None:
+    a, b = inputs(dtype)
+    expected = fresh(dtype)
+    if form == "count":
+        to = from_a = from_b = np.arange(1000)
+    else:
+        to = places(dtype, 40, 3, 1, 16)
+        from_a = places(dtype, 40, 3, 1 if name in BINARY else 2, 8)
+        from_b = places(dtype, 40, 3, 0, 1)
+    if name in BINARY:
+        expected[to] = BINARY[name](a[from_a], b[from_b])
+    elif name in SCALAR:
+        expected[to] = SCALAR[name](a[from_a], np.dtype(dtype).type(0.75))
+    else:
+        expected[to] = UNARY[name](a[from_a].astype(np.float64)).astype(dtype)
+    got = api(programs, tmp_path, f"{name}_{form}_{dtype}", dtype, a, b)
+    if name in ("Exp", "Ln"):
+        np.testing.assert_allclose(got, expected, rtol=2e-3 if dtype == "float16" else 3e-7, atol=1e-7)
+    else:
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fill_and_broadcast(programs: Path, tmp_path: Path, dtype: str) -> None:
+    a, b = inputs(dtype)
+    lanes = 256 // np.dtype(dtype).itemsize
+    counted = fresh(dtype)
+    counted[:77] = 2.5
+    np.testing.assert_array_equal(api(programs, tmp_path, f"Duplicate_count_{dtype}", dtype, a, b), counted)
+
+    masked = fresh(dtype).reshape(-1, 2 * lanes)  # every second repeat
+    masked[:3, [lane for lane in range(64) if lane % 8 >= 4]] = 2.5
+    np.testing.assert_array_equal(api(programs, tmp_path, f"Duplicate_mask_{dtype}", dtype, a, b), masked.ravel())
+
+    wide = fresh(dtype)
+    for element in range(24):  # repeats are 10 blocks apart
+        wide[places(dtype, lanes // 8, 1, 1, 0)[0] + (element // 8 * 10 + element % 8) * lanes // 8] = a[element]
+    np.testing.assert_array_equal(api(programs, tmp_path, f"Brcb_{dtype}", dtype, a, b), wide)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reductions(programs: Path, tmp_path: Path, dtype: str) -> None:
+    a, b = inputs(dtype)
+    tolerance = 4e-3 if dtype == "float16" else 1e-6
+    lanes = 256 // np.dtype(dtype).itemsize
+    rows = a.reshape(-1, lanes)[:5, :40] if lanes * 5 <= ELEMENTS else None
+    for name, reduce in (("Max", np.max), ("Sum", np.sum)):
+        whole = fresh(dtype)
+        whole[:15:3] = reduce(rows.astype(np.float64), axis=1)
+        got = api(programs, tmp_path, f"WholeReduce{name}_{dtype}", dtype, a, b)
+        np.testing.assert_allclose(got, whole, rtol=tolerance)
+
+        block, width = fresh(dtype), lanes // 8
+        for row in range(5):
+            for first in range(0, 40, width):  # a block of masked lanes is not written
+                block[row * 16 + first // width] = reduce(rows[row, first : min(first + width, 40)].astype(np.float64))
+        got = api(programs, tmp_path, f"BlockReduce{name}_{dtype}", dtype, a, b)
+        np.testing.assert_allclose(got, block, rtol=tolerance)
+
+    got = api(programs, tmp_path, f"WholeReduceMax_index_{dtype}", dtype, a, b)
+    np.testing.assert_array_equal(got[0:10:2], rows.max(axis=1))
+    index_type = "uint16" if dtype == "float16" else "uint32"
+    np.testing.assert_array_equal(got[1:10:2].view(index_type), rows.argmax(axis=1))
+
+
+def neighbours(a: np.ndarray, torch_type: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
+    """The values of the type just below (or at) and just above (or at) each element, as float64."""
+    nearest = torch.from_numpy(a).to(torch_type)
+    value = nearest.double().numpy()
+    infinity = torch.full_like(nearest, torch.inf)
+    down, up = (torch.nextafter(nearest, sign * infinity).double().numpy() for sign in (-1, 1))
+    return np.where(value > a, down, value), np.where(value < a, up, value)
+
+
+@pytest.mark.parametrize("mode", ["RINT", "FLOOR", "CEIL", "ROUND", "TRUNC", "mask"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_cast_narrows(programs: Path, tmp_path: Path, dtype: str, mode: str) -> None:
+    torch_type = getattr(torch, dtype)
+    random = np.random.default_rng(2)
+    a = (random.normal(size=ELEMENTS) * np.exp2(random.integers(-20, 10, ELEMENTS))).astype(np.float32)
+    a[:8] = [0, -0.0, 1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-8, -1 - 2**-8, 2**-25, 3 * 2**-26]  # ties, subnormals
+    raw = api(programs, tmp_path, f"Cast_{mode}_{dtype}", np.uint16, a, a)
+    got = torch.from_numpy(raw.view(np.int16)).view(torch_type).double().numpy()
+    if mode == "mask":
+        expected = np.full(ELEMENTS, -7.0)
+        expected[places("float16", 40, 3, 1, 8)] = (
+            torch.from_numpy(a[places("float32", 40, 3, 1, 16)]).to(torch_type).double().numpy()
+        )
+        np.testing.assert_array_equal(got, expected)
+        return
+    below, above = neighbours(a, torch_type)
+    nearest = torch.from_numpy(a).to(torch_type).double().numpy()
+    tie = (a - below == above - a) & (below != above)
+    expected = {
+        "RINT": nearest,
+        "FLOOR": below,
+        "CEIL": above,
+        "ROUND": np.where(tie, np.where(a > 0, above, below), nearest),
+        "TRUNC": np.where(a > 0, below, above),
+    }[mode]
+    np.testing.assert_array_equal(got[:1000], expected[:1000])
+    assert (got[1000:] == -7).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_cast_widens(programs: Path, tmp_path: Path, dtype: str) -> None:
+    raw = (np.arange(ELEMENTS) * 61 % 2**16).astype(np.uint16)  # every kind of bit pattern
+    got = api(programs, tmp_path, f"Cast_widen_{dtype}", np.float32, raw, raw)
+    expected = torch.from_numpy(raw.view(np.int16)).view(getattr(torch, dtype)).float().numpy()
+    np.testing.assert_array_equal(got[:1000], expected[:1000])
+
+
+def test_copies(programs: Path, tmp_path: Path) -> None:
+    a, _ = inputs("float32")
+
+    rows = fresh("float32")
+    for row in range(5):
+        rows[row * 24 : row * 24 + 16] = a[row * 40 : row * 40 + 16]
+    np.testing.assert_array_equal(api(programs, tmp_path, "DataCopy_rows", np.float32, a, a), rows)
+
+    padded = fresh("float32")
+    for row in range(4):
+        padded[row * 32 : row * 32 + 16] = [5.5, *a[3 + row * 20 : 16 + row * 20], 5.5, 5.5]
+    np.testing.assert_array_equal(api(programs, tmp_path, "DataCopyPad_load", np.float32, a, a), padded)
+
+    stored = fresh("float32")
+    for row in range(4):
+        stored[3 + row * 20 : 16 + row * 20] = a[row * 24 : row * 24 + 13]
+    np.testing.assert_array_equal(api(programs, tmp_path, "DataCopyPad_store", np.float32, a, a), stored)
+
+    scalar = fresh("float32")
+    scalar[3] = a[5] + a[6]
+    np.testing.assert_array_equal(api(programs, tmp_path, "scalar", np.float32, a, a), scalar)
+
+
+# --- a kernel -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "columns", "blocks"), [(37, 200, 3), (16, 64, 2), (5, 30, 1)])
+def test_softmax_kernel(programs: Path, tmp_path: Path, rows: int, columns: int, blocks: int) -> None:
+    x = (np.random.default_rng(3).normal(size=(rows, columns)) * 4).astype(np.float16)
+    x.tofile(tmp_path / "x")
+    results = []
+    for mode, seed in [("eager", 0), ("late", 0), *(("random", seed) for seed in range(5))]:
+        errors, counters = run(programs / "softmax", mode, seed, blocks, rows, columns, tmp_path / "x", tmp_path / "y")
+        assert errors == []
+        assert counters["gm_read"] == counters["gm_written"] == [x.nbytes, 0]
+        tiles = -(-rows // 8)
+        assert counters["MTE2"][0] == counters["MTE3"][0] == tiles
+        results.append(np.fromfile(tmp_path / "y", dtype=np.float16).reshape(x.shape))
+    expected = torch.softmax(torch.from_numpy(x).double(), dim=1).numpy()
+    np.testing.assert_allclose(results[0], expected, rtol=1e-3, atol=6e-8)
+    assert all((result == results[0]).all() for result in results)
+
+
+MIXED_SIZES = [(128, 128, 128, 128), (37, 53, 45, 61), (2, 16, 16, 16), (100, 17, 3, 5)]
+
+
+def mixed(programs: Path, folder: Path, case: str, mode: str, seed: int, blocks: int, sizes: tuple[int, ...]) -> tuple:
+    """Runs (2 A B^T) V of random matrices; returns errors, counters, what came out and what should."""
+    m, n, k, d = sizes
+    random = np.random.default_rng(4)
+    a, b, v = ((random.normal(size=shape) / 4).astype(np.float16) for shape in ((m, k), (n, k), (n, d)))
+    paths = [folder / name for name in ("a", "b", "v")]
+    for path, values in zip(paths, (a, b, v), strict=True):
+        values.tofile(path)
+    errors, counters = run(programs / "mixed", case, mode, seed, blocks, *sizes, *paths, folder / "out")
+    got = np.fromfile(folder / "out", dtype=np.float16).reshape(blocks, m, d)
+    rounded = (2 * (a.astype(np.float64) @ b.astype(np.float64).T)).astype(np.float16)
+    return errors, counters, got, rounded.astype(np.float64) @ v.astype(np.float64)
+
+
+@pytest.mark.parametrize("sizes", MIXED_SIZES)
+def test_cube_and_vector_cores_work_together(programs: Path, tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    m, n, k, d = sizes
+    results = []
+    for mode, seed in [("eager", 0), ("late", 0), *(("random", seed) for seed in range(3))]:
+        errors, counters, got, expected = mixed(programs, tmp_path, "none", mode, seed, 2, sizes)
+        assert errors == []
+        np.testing.assert_allclose(got, np.broadcast_to(expected, got.shape), rtol=3e-3, atol=5e-3)
+        assert counters["gm_read"] == [2 * 2 * (m * k + n * k + n * d), 2 * m * n * (4 + 2)]
+        assert counters["gm_written"] == [2 * 2 * m * d, 2 * m * n * (4 + 2)]
+        assert counters["M"][0] == 2 * 2
+        results.append(got)
+    assert all((result == results[0]).all() for result in results)
+
+
+def test_double_buffering_overlaps_in_the_time_model(programs: Path, tmp_path: Path) -> None:
+    np.zeros((64, 512), np.float16).tofile(tmp_path / "x")
+    _, counters = run(programs / "softmax", "eager", 0, 1, 64, 512, tmp_path / "x", tmp_path / "y")
+    busy = [counters[pipe][1] for pipe in ("V", "MTE2", "MTE3")]
+    assert max(busy) < counters["span"][0] < sum(busy)
+
+
+# --- planted faults -------------------------------------------------------------------------------------------------------
+
+# By case: what the report says about it.
+FAULTS = {
+    "dropped_wait": r"race: Adds on V reads UB that DataCopy on MTE2 \(faults.cpp:\d+\) writes.*MTE2_V|"
+    r"race: DataCopy on MTE2 writes UB that Adds on V \(faults.cpp:\d+\) reads.*V_MTE2",
+    "no_flag_before_store": r"race: DataCopy on MTE3 reads UB that Adds on V \(faults.cpp:\d+\) writes.*V_MTE3|"
+    r"race: Adds on V writes UB that DataCopy on MTE3 \(faults.cpp:\d+\) reads.*",
+    "buffer_reused_too_early": r"race: DataCopy on MTE2 writes UB that Adds on V \(faults.cpp:\d+\) reads|"
+    r"race: Adds on V reads UB that DataCopy on MTE2 \(faults.cpp:\d+\) writes",
+    "swapped_event_id": r"deadlock: V waits for HardEvent::MTE2_V event 1 .*, which nobody sets",
+    "missing_set": r"deadlock: MTE3 waits for HardEvent::V_MTE3 event 0 .*, which nobody sets",
+    "waits_in_a_circle": r"deadlock: V waits for HardEvent::MTE2_V event 0 .*; MTE2 waits for HardEvent::V_MTE2",
+    "leaked_flag": r"SetFlag<HardEvent::MTE3_V>\(2\) is never waited for: the flag leaks",
+    "set_twice": r"SetFlag<HardEvent::V_MTE3>\(0\) (while the flag is still set|may come before the wait) .* set twice",
+    "set_may_overtake_wait": r"SetFlag<HardEvent::V_MTE3>\(0\) (may come before the wait|while the flag is still set)",
+    "event_id_8": r"event id 8, the limit is 0\.\.7",
+    "no_barrier_in_v": r"race: Exp on V reads UB that Adds on V .* writes.*PipeBarrier<PIPE_V> is missing",
+    "scalar_reads_too_early": r"race: GetValue on S reads UB that Adds on V .* writes.*V_S|"
+    r"race: Adds on V writes UB that GetValue on S .* reads",
+    "overlap_in_one_instruction": r"Exp: a repeat reads what an earlier repeat of the same instruction wrote",
+    "ub_too_big": r"a buffer of 98304 bytes at 98304 ends beyond UB, which has 196352 usable bytes",
+    "too_many_buffers": r"all 8 event ids of HardEvent::MTE2_V are taken",
+    "misaligned_copy": r"DataCopy: the destination starts at UB byte 4, which is not aligned to 32 bytes",
+    "copy_drops_tail": r"DataCopy: 100 elements are 400 bytes, not a multiple of 32",
+    "uninitialised_read": r"Adds reads bytes of UB that were never written",
+    "gm_read_out_of_bounds": r"DataCopy reads GM out of bounds: bytes 32..1055 of 'x', which has 1024",
+    "gm_write_out_of_bounds": r"DataCopyPad writes GM out of bounds: bytes 1012..1027 of 'y', which has 1024",
+    "global_tensor_too_small": r"DataCopy touches 256 bytes of a GlobalTensor that has 240 left",
+    "tbuf_too_small": r"TBuf: 1028 bytes at 0 asked for, the buffer has 1024",
+    "tensor_out_of_bounds": r"Duplicate: the destination touches 1028 bytes from its start, the tensor has 1024",
+    "repeat_256": r"Abs: repeat 256, the limit is 0\.\.255",
+    "stride_256": r"src0RepStride 256, the limit is 0\.\.255",
+    "mask_65": r"Abs: mask 65, the limit is 64 lanes",
+    "burst_4096": r"DataCopyPad: blockCount 4096, the limit is 1\.\.4095",
+    "cast_mode": r"Cast: float to bfloat16_t takes CAST_RINT, FLOOR",
+    "overlapping_stores": r"race: DataCopy on MTE3 writes y that DataCopy on MTE3 .* writes.*PipeBarrier<PIPE_MTE3>",
+    "foreign_tensor": r"EnQue: the tensor does not come from this queue",
+    "freed_twice": r"FreeTensor: the tensor was freed before",
+    "used_after_free": r"Adds: a source is a tensor that was freed or enqueued before",
+    "dequeue_empty": r"DeQue of an empty queue",
+    "alloc_beyond_num": r"AllocTensor: all 1 buffers of the queue are in use",
+    "never_freed": r"a tensor of a queue is still allocated when the kernel ends",
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", FAULTS)
+def test_fault_is_reported(programs: Path, case: str, mode: str) -> None:
+    lines = (SOURCES / "faults.cpp").read_text().splitlines()
+    marked = next(number for number, text in enumerate(lines, 1) if text.endswith(f"// fault: {case}"))
+    errors, _ = run(programs / "faults", case, mode, 0)
+    assert any(re.search(FAULTS[case], error) and f"faults.cpp:{marked}" in error for error in errors), errors
+
+
+# The same for the mixed kernel.
+MIXED_FAULTS = {
+    "l1_too_big": r"a buffer of 524288 bytes at 0 ends beyond L1, which has 524032 usable bytes",
+    "v_on_cube": r"Adds: the destination lies in L1, it must be in UB",
+    "cube_on_vector": r"SetFlag<HardEvent::M_FIX>: AIV \d does not have both pipes",
+    "no_load_flag": r"race: LoadData on MTE1 reads L1 that Nd2Nz on MTE2 .* writes.*MTE2_MTE1|LoadData reads|"
+    r"race: Nd2Nz on MTE2 writes L1 that LoadData on MTE1 .* reads",
+    "no_drain_flag": r"Fixpipe on FIX reads L0C that Mmad on M .* writes.*M_FIX|Fixpipe reads bytes of L0C",
+    "l0_misaligned": r"LoadData: the destination starts at L0A byte 32, which is not aligned to 512 bytes",
+    "wrong_memory": r"LoadData: the destination must be in L0A or L0B",
+    "repeat_of_zero": r"LoadData: repeatTimes 0, the limit is 1\.\.255",
+    "nd2nz_pitch": r"Nd2Nz: srcDValue 65536, the limit is 1\.\.65535",
+    "gemv": r"Mmad: m = 1 reads A as a vector \(GEMV\); pass 2",
+    "reads_beyond_k": r"Mmad reads bytes of L0B that were never written",
+    "accumulates_too_early": r"race: Mmad on M (reads|writes) L0C that Mmad on M .* writes.*PipeBarrier<PIPE_M>",
+    "no_quant_to_half": r"Fixpipe: quantPre does not fit the type of the destination",
+    "out_of_bounds": r"Fixpipe writes GM out of bounds: bytes \d+\.\.\d+ of 'out'",
+    "no_cross_wait": r"race: Nd2Nz on MTE2 of AIC \d reads probabilities that DataCopyPad on MTE3 of AIV \d .* writes|"
+    r"Nd2Nz reads bytes of probabilities that were never written",
+    "set_on_wrong_pipe": r"race: Nd2Nz on MTE2 of AIC \d reads probabilities that DataCopyPad on MTE3 of AIV \d",
+    "reads_scores_too_early": r"race: DataCopyPad on MTE2 of AIV \d reads scores that Fixpipe on FIX of AIC \d|"
+    r"DataCopyPad reads bytes of scores that were never written",
+    "scores_never_announced": r"deadlock between cores: AIC 0 waits for cross-core flag 1 .*; AIV 0 waits for .* flag 0",
+    "one_half_is_silent": r"deadlock between cores: AIC \d waits for cross-core flag 1",
+    "counter_overflow": r"CrossCoreSetFlag: flag 5 of AIV \d is set 16 times without a wait, the counter ends at 15",
+    "cross_id_16": r"CrossCoreSetFlag: flag id 16, the limit is 0\.\.15",
+    "cross_flag_leaks": r"flag 3 of AIV \d is never waited for: its counter leaks",
+    "sync_all_in_part": r"deadlock between cores: AIV 0 waits for SyncAll",
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", MIXED_FAULTS)
+def test_fault_of_a_mixed_kernel_is_reported(programs: Path, tmp_path: Path, case: str, mode: str) -> None:
+    lines = (SOURCES / "mixed.cpp").read_text().splitlines()
+    marked = next(n for n, text in enumerate(lines, 1) if case in text.partition("// fault:")[2].split())
+    sizes = (16, 16, 16, 16) if case == "accumulates_too_early" else (37, 53, 45, 61)
+    errors, *_ = mixed(programs, tmp_path, case, mode, 0, 2, sizes)
+    assert any(re.search(MIXED_FAULTS[case], error) and f"mixed.cpp:{marked}" in error for error in errors), errors
+
+
+LEGAL = ("flags", "ping_pong", "scalar_loop", "copy_queue", "accumulation")
+
+
+@pytest.mark.parametrize("case", LEGAL)
+def test_legal_kernel_has_no_report(programs: Path, case: str) -> None:
+    for mode, seed in [("eager", 0), ("late", 0), *(("random", seed) for seed in range(8))]:
+        errors, rows = run(programs / "faults", f"legal_{case}", mode, seed)
+        assert errors == []
+        assert rows["y"] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("case", ["dropped_wait", "no_flag_before_store"])
+def test_late_mode_shows_wrong_data(programs: Path, case: str) -> None:
+    _, eager = run(programs / "faults", case, "eager", 0)
+    _, late = run(programs / "faults", case, "late", 0)
+    assert eager["y"] == [1, 2, 3, 4]
+    assert late["y"] != eager["y"]
