@@ -125,6 +125,37 @@ def test_kernels_for_hopper_are_chosen_and_agree(head_dim: int, options: dict, m
     torch.testing.assert_close(lse, other_lse, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 129, 192, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "dropout_p": 0.3, "rng_seed": 7}, {"window_size": (100, 20)}])
+def test_gradients_of_the_kernels_for_hopper_agree(head_dim: int, options: dict) -> None:
+    q, k, v = leaves(2, 500, 4, head_dim, dtype=torch.bfloat16)
+    grad = torch.randn_like(q)
+    grads = {}
+    for name in ("cuda-sm80", "cuda-sm90"):
+        with flashattn_ext.use_backend(name):
+            grads[name] = torch.autograd.grad(flashattn_ext.forward(q, k, v, **options), (q, k, v), grad)
+    for other, ours in zip(*grads.values(), strict=True):
+        assert not torch.equal(ours, other)  # other tiles, other order of sums
+        torch.testing.assert_close(ours, other, atol=4e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("hint", [1, 130, 300])
+def test_deterministic_gradients_of_sequences_longer_than_the_hint(head_dim: int, hint: int) -> None:
+    """Key tiles wait for each other's turns, and some of them belong to no thread block that the host counted."""
+    q, k, v = leaves(1, 1000, 2, head_dim)
+    starts = torch.tensor([0, 1000], dtype=torch.int32, device="cuda")
+    packed = [t[0] for t in (q, k, v)]
+    for causal in (False, True):
+        out = flashattn_ext.varlen_forward(*packed, starts, starts, hint, hint, causal=causal, deterministic=True)
+        dense = flashattn_ext.forward(q, k, v, causal=causal, deterministic=True)
+        assert_same_bits(out, dense[0])
+        grads = torch.autograd.grad(out, (q, k, v), out.detach())
+        for grad, ref in zip(grads, torch.autograd.grad(dense, (q, k, v), dense.detach()), strict=True):
+            assert_same_bits(grad, ref)
+
+
 def test_environment_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = leaves(1, 300, 2, 64)
     with flashattn_ext.use_backend("cuda-sm80"):

@@ -35,8 +35,8 @@ struct Sm80 {
 
 template <class T, int kHeadDim>
 struct Sm90 {  // 16-bit types
-  static constexpr Kernels kKernels{sm90::kForwardBytes, sm90::forward<T, kHeadDim>, sm80::backward_bytes<T, kHeadDim>,
-                                    sm80::backward<T, kHeadDim>};
+  static constexpr Kernels kKernels{sm90::kForwardBytes, sm90::forward<T, kHeadDim>, sm90::backward_bytes<T, kHeadDim>,
+                                    sm90::backward<T, kHeadDim>};
 };
 template <int kHeadDim>
 struct Sm90<float, kHeadDim> : Sm80<float, kHeadDim> {};
