@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from .._build import REBUILD
 from .console import INSTALL_EXTRAS
@@ -167,7 +168,9 @@ def _ascend(backends: list[str]) -> Finding:
     built = ", ".join(name for name in backends if name.startswith("ascend"))
     if built:
         return Finding("backend: ascend", built)
-    return Finding("backend: ascend", "not in this build", False, "nothing yet; use the CPU or CUDA", needed=False)
+    if (Path(__file__).parents[1] / "_ascend_emulator.so").exists():
+        return Finding("backend: ascend", 'no NPU; the emulator is built, use_backend("ascend-emulator") loads it')
+    return Finding("backend: ascend", "no NPU, no emulator", False, "in a checkout: make emulator", needed=False)
 
 
 def _self_check() -> float:

@@ -143,7 +143,7 @@ struct Forward {
         group(group),
         warp_row(uniform(static_cast<int>(threadIdx.x) / 32 - 4) * 16),
         scale(log2_scale(params.softmax_scale)),
-        negative_scale(params.softmax_scale < 0) {}
+        negative_scale(std::signbit(params.softmax_scale)) {}
 
   static __device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
   static __device__ __forceinline__ int t() { return threadIdx.x % 4; }

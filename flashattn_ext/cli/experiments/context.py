@@ -241,11 +241,6 @@ def size_notes(sizes: Any, gpu_sizes: Any) -> list[str]:
 NOT_MEASURED = "not measured here"
 
 
-def emulator_is_missing(what: str) -> NotImplementedError:
-    backends = ", ".join(flashattn_ext.build_info()["backends"])
-    return NotImplementedError(f"{what}: counted by the Ascend emulator only; backends of this build: {backends}")
-
-
 def number(value: Cell, form: str, unit: str = "") -> str:
     """For comparisons."""
     return format(value, form) + unit if isinstance(value, (int, float)) else NOT_MEASURED

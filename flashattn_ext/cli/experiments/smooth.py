@@ -30,7 +30,7 @@ class Sizes(GptSizes):
 
 
 # Three times the bytes of the text, as in the article three epochs.
-GPU_SIZES = Sizes(layers=4, width=256, heads=4, context=256, batch=16, steps=300, validations=30, seeds=3)
+GPU_SIZES = Sizes(layers=4, width=256, heads=4, context=256, batch=16, steps=300, validations=30, seeds=4)
 
 
 def sizes_for(context: Context) -> Sizes:
