@@ -14,9 +14,9 @@ struct Dropout {
 
   Dropout() = default;
   __device__ __forceinline__ Dropout(const AttnParams& p, int64_t b)
-      : key(philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]))),
-        last(static_cast<uint32_t>(p.dropout_threshold - 1) * 0x01010101u),
-        batch(static_cast<uint32_t>(b)) {}
+      : Dropout(philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1])), p, b) {}
+  __device__ __forceinline__ Dropout(const PhiloxKey& key, const AttnParams& p, int64_t b)
+      : key(key), last(static_cast<uint32_t>(p.dropout_threshold - 1) * 0x01010101u), batch(static_cast<uint32_t>(b)) {}
 
   __device__ __forceinline__ PhiloxWords words(int64_t head, int row, int column, int row_of_8, int column_of_8) const {
     // Were the key not opaque, the keys of all rounds would stay in registers.

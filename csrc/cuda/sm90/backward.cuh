@@ -49,7 +49,9 @@ struct Backward {
   static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kTurns = 2;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns, kScorePanels = kM / kPanelColumns;
   static constexpr int kColumnTiles = kHeadDim / 8;
-  static constexpr int kSpread = kM / 32;  // columns of scores between two of four additions to dq
+  // So many of the eight additions to dq of a warp go under the weights of a step; the others, where there are
+  // registers for them, under dS^T.
+  static constexpr int kEarly = kDropout ? 8 : 4;
   static_assert(Sums::kHeadDim >= kHeadDim);
 
   // 128-byte rows, swizzled by TMA, in panels of 64 columns.
@@ -60,6 +62,7 @@ struct Backward {
     T dout[kStages][kPanels][kM][kPanelColumns];
     T dscores[3][kScorePanels][kN][kPanelColumns];  // dS^T: [keys][queries]
     float lse[kStages][kM], delta[kStages][kM];
+    PhiloxKey philox;
     Work work[kWorkStages];
     ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
     ptx::Barrier q_full[kStages], dout_full[kStages], queries_empty[kStages];
@@ -67,7 +70,8 @@ struct Backward {
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
 
-  static __device__ void init(Shared& s) {
+  static __device__ void init(Shared& s, const AttnGradParams& p) {
+    if (kDropout) s.philox = Dropout(p, 0).key;
     for (int i = 0; i < kKeyStages; ++i) {
       ptx::barrier_init(&s.k_full[i], 1);
       ptx::barrier_init(&s.v_full[i], 1);
@@ -109,7 +113,6 @@ struct Backward {
   const AttnGradParams& p;
   const BackwardShared& shared;
   const int group, warp_key;  // first of this warp's 16 keys, within the tile
-  Dropout dropout;
   Place<kWorkStages> works;
   Place<kKeyStages> keys;
   Place<kStages> queries;  // of the step whose scores have been computed last
@@ -123,8 +126,7 @@ struct Backward {
         p(params),
         shared(all),
         group(group),
-        warp_key(uniform(static_cast<int>(threadIdx.x) / 32 - 4) * 16),
-        dropout(kDropout ? Dropout(params, 0) : Dropout()) {}
+        warp_key(uniform(static_cast<int>(threadIdx.x) / 32 - 4) * 16) {}
 
   static __device__ __forceinline__ int thread() { return threadIdx.x - kGroupThreads; }
   __device__ __forceinline__ void compute_tiles() {
@@ -133,7 +135,6 @@ struct Backward {
       ptx::barrier_wait(&s.work_full[works.stage], works.parity);
       const Work& work = s.work[works.stage];
       if (!uniform(work.exists())) return;
-      dropout.batch = work.b;
 #pragma unroll
       for (int c = 0; c < kColumnTiles; ++c) {
 #pragma unroll
@@ -224,12 +225,14 @@ struct Backward {
       accumulate(dv, weights, s.dout[stage]);
     }
     give_turn();
-    ptx::wgmma_wait<1>();
+    // With dropout the operand of dv is a copy, whose registers are needed.
+    ptx::wgmma_wait<kDropout && kM == 128 ? 0 : 1>();
     ptx::hold(dscores);
     float* const to = fragments(work, before);
     Rows::differentiate(dscores, weights, shared.keep_scale, s.delta[stage], Rows::is_masked(clear, now.m * kM),
                         [&](int n) {
-                          if (n % kSpread == 0) add_fragment(to, dq, 4 + n / kSpread);
+                          constexpr int kLate = 8 - kEarly, kSpread = kM / 8 / (kLate > 0 ? kLate : 1);
+                          if (kLate > 0 && n % kSpread == 0) add_fragment(to, dq, kEarly + n / kSpread);
                         });
     end_turn(work, before);
     Rows::pack(packed, dscores);
@@ -261,9 +264,10 @@ struct Backward {
     float* const to = fragments(work, before);
     Rows::weigh(weights, scores, p, shared.score_scale, s.lse[queries.stage], work, key, row0,
                 Rows::is_masked(clear, row0), [&](int n) {
+                  constexpr int kSpread = kM / 8 / kEarly;
                   if (n % kSpread == 0) add_fragment(to, dq, n / kSpread);
                 });
-    if constexpr (kDropout) Rows::drop(weights, dropout, now.h, key, row0);
+    if constexpr (kDropout) Rows::drop(weights, Dropout(s.philox, p, work.b), now.h, key, row0);
   }
 
   // Each warpgroup clears for itself what both read.
@@ -335,7 +339,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   typename Kernel::Shared& s = *reinterpret_cast<typename Kernel::Shared*>(memory);
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&maps.q, &maps.k, &maps.v, &maps.dout}) ptx::prefetch_tensor_map(map);
-    Kernel::init(s);
+    Kernel::init(s, p);
     ptx::fence_barrier_init();
   }
   __syncthreads();

@@ -363,7 +363,7 @@ __device__ __forceinline__ void store_keys(const TensorView& to, const BackwardW
                                            const float (&sum)[N][4], float factor, int64_t columns) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = key + static_cast<int>(threadIdx.x) % 32 / 4 + 8 * r;
+    const int row = key + ptx::opaque(threadIdx.x) % 32 / 4 + 8 * r;  // not kept in a register during the steps
     store_row(row_pointer<T>(to, work.b, work.hk, int64_t{work.key_start} + row), sum, r, factor, false,
               row < work.length_k, static_cast<int>(columns));
   }

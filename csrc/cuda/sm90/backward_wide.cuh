@@ -54,7 +54,7 @@ struct WideBackward {
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
 
-  static __device__ void init(Shared& s) {
+  static __device__ void init(Shared& s, const AttnGradParams&) {
     for (int i = 0; i < kKeyStages; ++i) {
       ptx::barrier_init(&s.k_full[i], 1);
       ptx::barrier_init(&s.v_full[i], 1);
