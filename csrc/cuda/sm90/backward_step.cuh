@@ -103,7 +103,7 @@ struct BackwardLoader {
     work.key0 = n * kN;
     const Limits rows = work.mask(p).rows_of(work.key0, min(work.key0 + kN, work.length_k));
     work.first = rows.begin / kM;
-    work.tiles = rows.end > rows.begin ? (rows.end - 1) / kM + 1 - work.first : 0;
+    work.tiles = rows.end > rows.begin && p.heads_q > 0 ? (rows.end - 1) / kM + 1 - work.first : 0;
   }
   __device__ void publish(const BackwardWork& work) {
     ptx::barrier_wait(&s.work_empty[works.stage], works.parity ^ 1);
@@ -374,17 +374,21 @@ __device__ __forceinline__ void store_keys(const TensorView& to, const BackwardW
 // Key heads whose sums of dq, queries and output gradients stay in the L2 cache together.
 inline int64_t backward_section(const AttnGradParams& p) {
   constexpr int64_t kCacheBytes = 32 << 20;
+  // Where long sequences do not fit, thread blocks that walk over the same head together share what they read. Too few
+  // heads leave long tiles for the end.
+  constexpr int64_t kHeads = 16;
   const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_q * (3 * p.head_dim + p.head_dim_v) * 2 * p.group_size());
   // Without a mask all tiles are equally long: then those of one head follow each other.
   if (p.window_right == kUnbounded) return 1;
-  return std::clamp<int64_t>(kCacheBytes / head_bytes, 1, std::max<int64_t>(p.batch * p.heads_k, 1));
+  return std::clamp<int64_t>(kCacheBytes / head_bytes, kHeads, std::max<int64_t>(p.batch * p.heads_k, kHeads));
 }
 
 template <class Kernel, class Entry>
 void launch_backward_main(Entry kernel, const AttnGradParams& p, const BackwardShared& shared) {
+  const int64_t blocks = tiles(p.seqlen_k, Kernel::kN), all = blocks * p.batch * p.heads_k;
+  if (all == 0) return;
   const BackwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kM), key_map(p, p.k, p.head_dim, Kernel::kN),
                           key_map(p, p.v, p.head_dim_v, Kernel::kN), query_map(p, p.dout, p.head_dim_v, Kernel::kM)};
-  const int64_t blocks = tiles(p.seqlen_k, Kernel::kN), all = blocks * p.batch * p.heads_k;
   const TileGrid grid{static_cast<int>(all), static_cast<int>(blocks), static_cast<int>(backward_section(p)),
                       shared.drawn};
   launch(kernel, "sm90 backward", p, std::min<int64_t>(all, multiprocessors()), Kernel::kThreads,

@@ -495,6 +495,7 @@ inline int64_t section_heads(const AttnParams& p) {
 template <class T, int kHeadDim, bool kDropout>
 void launch_forward(const AttnParams& p) {
   using Kernel = Forward<T, kHeadDim, kDropout>;
+  if (p.batch * p.heads_q == 0) return;
   const ForwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kM), key_map(p, p.k, p.head_dim, Kernel::kN),
                          key_map(p, p.v, p.head_dim_v, Kernel::kN)};
   const int64_t blocks = tiles(p.seqlen_q, Kernel::kM), heads = p.batch * p.heads_q, all = blocks * heads;
