@@ -208,8 +208,9 @@ class BackwardVector : VectorCore {
     delta_wide = Carve<float>(kHalf * 8);
     if (a.has_dropout()) {
       product = Carve<float>(kChunk);
-      scratch = Carve<float>(1024);
-      dropout.Init(a, CarveRest<int32_t>(), kPitchBlocks);
+      large = Carve<int32_t>(Dropout::kLargeWords);
+      small = Carve<int32_t>(Dropout::kSmallWords);
+      dropout.Init(a, Carve<int32_t>(Dropout::kConstantWords), kPitchBlocks);
       Duplicate(product, 0.0f, kChunk);
     }
     // Lanes behind the last row and column are computed with and never used: they must hold something.
@@ -298,7 +299,7 @@ class BackwardVector : VectorCore {
     const LocalTensor<float> delta_rows = delta_wide[row * 8];
     if (a.has_dropout()) {  // dS = P~ dP / p_keep - P delta
       for (int32_t c = 0; c < columns; c += kLanes) Mul(product[c], p[c], delta_rows, kLanes, rows, by_row);
-      dropout.Apply(&p, 1, scratch, task.batch, step.head, step.row + row, rows, task.row, columns);
+      dropout.Apply(p, large, small, task.batch, step.head, step.row + row, rows, task.row, columns);
       Muls(ds, ds, a.inverse_keep, kLanes, all, dense);
       Barrier();
       Mul(ds, ds, p, kLanes, all, dense2);
@@ -326,7 +327,8 @@ class BackwardVector : VectorCore {
   const Arguments& a;
   BackwardWorkspace workspace;
   int32_t chunks = 0;
-  AscendC::LocalTensor<float> s, dp, lse, delta, lse_wide, delta_wide, product, scratch;
+  AscendC::LocalTensor<float> s, dp, lse, delta, lse_wide, delta_wide, product;
+  AscendC::LocalTensor<int32_t> large, small;
   AscendC::LocalTensor<T> p16, ds16;
   Dropout dropout;
 };

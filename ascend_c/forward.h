@@ -104,7 +104,7 @@ class ForwardVector : VectorCore {
     scores = Carve<float>(2 * kChunkRows * kPitch);
     rounded = Carve<T>(2 * kChunkRows * kPitch);
     output = Carve<float>(kHalf * width);
-    tree = Carve<float>(kChunkRows * kLanes);
+    tree = Carve<float>(a.has_dropout() ? Dropout::kSmallWords : kChunkRows * kLanes);
     row_max = Carve<float>(kStatisticsRing * kHalf);
     row_sum = Carve<float>(kStatisticsRing * kHalf);
     decay = Carve<float>(kSlots * kHalf * kWide);
@@ -114,7 +114,7 @@ class ForwardVector : VectorCore {
     chunk_wide = Carve<float>(kChunkRows * kWide);
     statistics = Carve<float>(kHalf);
     statistics_wide = Carve<float>(kHalf * kWide);
-    if (a.has_dropout()) dropout.Init(a, CarveRest<int32_t>(), kPitchBlocks);
+    if (a.has_dropout()) dropout.Init(a, Carve<int32_t>(Dropout::kConstantWords), kPitchBlocks);
     // Lanes behind the last row and column are computed with and never used: they must hold something.
     Duplicate(scores, 0.0f, 2 * kChunkRows * kPitch);
     Duplicate(chunk_max, 0.0f, kChunkRows);
@@ -219,8 +219,12 @@ class ForwardVector : VectorCore {
     Mul(sum, sum, chunk_decay, rows);
     Barrier();
     Add(sum, sum, chunk_sum, rows);
-    if (a.has_dropout()) dropout.Apply(&s, 1, tree, task.batch, task.head, task.row + row, rows, step.key, columns);
     WaitFlag<HardEvent::MTE3_V>(buffer);
+    if (a.has_dropout()) {
+      static_assert(Dropout::kLargeWords * 4 <= kChunkRows * kPitch * 2, "the probabilities' buffer is the scratch");
+      dropout.Apply(s, p.template ReinterpretCast<int32_t>(), tree.template ReinterpretCast<int32_t>(), task.batch,
+                    task.head, task.row + row, rows, step.key, columns);
+    }
     Cast(p, s, RoundMode::CAST_RINT, kLanes, all, {1, 1, 4, 8});
     SetFlag<HardEvent::V_MTE2>(buffer);
     SetFlag<HardEvent::V_MTE3>(buffer);

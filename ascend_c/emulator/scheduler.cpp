@@ -319,6 +319,7 @@ void Core::step(pipe_t which) {
       break;
     case Kind::barrier:
       pipe.clock[global(which)] = index;
+      pipe.time += kBarrierCycles;
       break;
     case Kind::set:
       step_set(entry);

@@ -539,7 +539,7 @@ void Brcb(const LocalTensor<T>& dst, const LocalTensor<T>& src, ascend_emulator:
   ascend_emulator::core().issue({PIPE_V,
                                  "Brcb",
                                  site,
-                                 ascend_emulator::kStartCycles + repeat * ascend_emulator::kSimple,
+                                 ascend_emulator::kVectorStartCycles + repeat * ascend_emulator::kSimple,
                                  0,
                                  0,
                                  {},

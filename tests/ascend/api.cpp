@@ -73,7 +73,8 @@ void elementwise(const std::string& type) {
   add<T, T>(#NAME "_count_" + type, [](L out, L a, L) { NAME(out, a, 1000); }); \
   add<T, T>(#NAME "_mask_" + type, [](L out, L a, L) { NAME(out, a, 40, 3, UnaryRepeatParams(1, 2, 16, 8)); });
   UNARY(Exp)
-  UNARY(Ln) UNARY(Abs)
+  UNARY(Ln)
+  UNARY(Abs)
 #undef UNARY
       add<T, T>("Duplicate_count_" + type, [](L out, L, L) { Duplicate(out, T(2.5f), 77); });
   add<T, T>("Duplicate_mask_" + type, [](L out, L, L) {
