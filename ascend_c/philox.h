@@ -13,10 +13,13 @@ class Dropout {
  public:
   using Words = AscendC::LocalTensor<int32_t>;
 
-  static constexpr int32_t kTiles = 8;  // of 16 rows x 64 keys that one instruction works on
-  static constexpr int32_t kVector = kTiles * kLanes;
+  // Tiles are of 16 rows x 64 keys. The more of them an instruction works on the better: a step's at a time, where UB
+  // has room for their words, otherwise a chunk's.
+  static constexpr int32_t kStepTiles = 32, kChunkTiles = 8;
   static constexpr int32_t kConstantWords = 2 * 8 + kPhiloxRounds * 2 * 8 + kLanes;
-  static constexpr int32_t kLargeWords = 8 * kVector, kSmallWords = 4 * kVector;  // scratch of Apply
+  __aicore__ static constexpr int32_t WordsOf(int32_t tiles) { return 4 * tiles * kLanes; }
+  __aicore__ static constexpr int32_t ScratchOf(int32_t tiles) { return 8 * tiles * kLanes; }
+  static constexpr int32_t kApplyScratch = 4 * kChunkTiles * kLanes;
 
   // `row_blocks`: from row to row of the scores.
   __aicore__ void Init(const Arguments& a, const Words& constants, int32_t row_blocks) {
@@ -40,47 +43,58 @@ class Dropout {
     Barrier();
   }
 
-  // Zeros the dropped ones of rows x columns scores in UB; `row` and `key` are those of the first score, multiples of
-  // 16 and 64. Nobody else uses `large` and `small` meanwhile.
-  __aicore__ void Apply(const AscendC::LocalTensor<float>& s, const Words& large, const Words& small, int32_t batch,
-                        int32_t head, int32_t row, int32_t rows, int32_t key, int32_t columns) {
+  // Draws the words of rows x columns scores, at most `capacity` tiles; `row` and `key` are those of the first score,
+  // multiples of 16 and 64. `to` keeps WordsOf(capacity) until they are applied, `scratch` has ScratchOf(capacity).
+  __aicore__ void Draw(const Words& to, const Words& scratch, int32_t capacity, int32_t batch, int32_t head,
+                       int32_t row, int32_t rows, int32_t key, int32_t columns) {
+    vector = capacity * kLanes;
+    across = columns / kLanes;
+    tiles = (rows + 15) / 16 * across;
     for (int32_t v = 0; v < 4; ++v) {
-      counter[v] = large[v * kVector];
-      free[v] = large[(4 + v) * kVector];
+      counter[v] = scratch[v * vector];
+      free[v] = to[v * vector];  // where an odd number of rounds ends
     }
-    x0 = small;
-    y0 = small[kVector];
-    x1 = small[2 * kVector];
-    y1 = small[3 * kVector];
-    const int32_t across = columns / kLanes, all = (rows + 15) / 16 * across;
-    for (int32_t done = 0; done < all; done += kTiles) {
-      tiles = Lesser(kTiles, all - done);
+    static_assert(kPhiloxRounds % 2 == 1, "the last round writes what the first one did");
+    SetTemporaries(scratch[4 * vector], vector);
+    Barrier();
+    Count(batch, head, row / 16, key / kLanes);
+    for (int32_t round = 0; round < kPhiloxRounds; ++round) Round(keys[round * 16], keys[round * 16 + 8]);
+    words = to;
+  }
+
+  // Zeros the dropped ones of 16 rows of scores in UB, the `group`-th 16 of those drawn.
+  __aicore__ void Apply(const AscendC::LocalTensor<float>& s, const Words& scratch, int32_t group) {
+    tiles = across;
+    SetTemporaries(scratch, kChunkTiles * kLanes);
+    Barrier();
+    for (int32_t word = 0; word < 4; ++word) {
+      Decide(words[word * vector + group * across * kLanes]);
+      const Words decisions[4] = {x0, y0, x1, y1};
+      for (int32_t byte = 0; byte < 4; ++byte)
+        Drop(s[byte % 2 * 8 * pitch_blocks * 8 + word * 16 + byte / 2 * 8], decisions[byte]);
       Barrier();
-      Count(batch, head, row / 16, key / kLanes, done, across);
-      for (int32_t round = 0; round < kPhiloxRounds; ++round) Round(keys[round * 16], keys[round * 16 + 8]);
-      for (int32_t word = 0; word < 4; ++word) {
-        Decide(counter[word]);
-        const Words decisions[4] = {x0, y0, x1, y1};
-        for (int32_t byte = 0; byte < 4; ++byte)
-          Drop(s[byte % 2 * 8 * pitch_blocks * 8 + word * 16 + byte / 2 * 8], decisions[byte], done, across);
-        Barrier();
-      }
     }
   }
 
  private:
   __aicore__ static void Barrier() { AscendC::PipeBarrier<PIPE_V>(); }
   __aicore__ int32_t count() const { return tiles * kLanes; }
+  __aicore__ void SetTemporaries(const Words& scratch, int32_t size) {
+    x0 = scratch;
+    y0 = scratch[size];
+    x1 = scratch[2 * size];
+    y1 = scratch[3 * size];
+  }
 
-  // The counters of tiles [done, done + tiles), which go through the keys of a group of 16 rows first.
-  __aicore__ void Count(int32_t batch, int32_t head, int32_t row16, int32_t key64, int32_t done, int32_t across) {
+  // The counters: tiles go through the keys of a group of 16 rows first.
+  __aicore__ void Count(int32_t batch, int32_t head, int32_t row16, int32_t key64) {
     using namespace AscendC;
     Duplicate(counter[0], batch, count());
     for (int32_t t = 0; t < tiles; ++t) {
-      Duplicate(counter[1][t * kLanes], key64 + (done + t) % across, kLanes);
-      Adds(counter[2][t * kLanes], lanes, head * 64, kLanes);
-      Duplicate(counter[3][t * kLanes], row16 + (done + t) / across, kLanes);
+      Duplicate(counter[1][t * kLanes], key64 + t % across, kLanes);
+      Duplicate(counter[3][t * kLanes], row16 + t / across, kLanes);
     }
+    Adds(counter[2], lanes, head * 64, kLanes, tiles, {1, 1, 8, 0});
     Barrier();
   }
 
@@ -185,21 +199,18 @@ class Dropout {
     ShiftRight(y0, y0, int32_t(16), n);
     Barrier();
   }
-  // s &= decisions, for the tiles of each group of 16 rows.
-  __aicore__ void Drop(const AscendC::LocalTensor<float>& s, const Words& decisions, int32_t done, int32_t across) {
+  // s &= decisions
+  __aicore__ void Drop(const AscendC::LocalTensor<float>& s, const Words& decisions) {
     const uint8_t rows = pitch_blocks;
-    for (int32_t t = 0; t < tiles;) {
-      const int32_t group = (done + t) / across, from = (done + t) % across, n = Lesser(across - from, tiles - t);
-      const AscendC::LocalTensor<uint16_t> s16 =
-          s[group * 16 * pitch_blocks * 8 + from * kLanes].ReinterpretCast<uint16_t>();
-      AscendC::And(s16, s16, decisions[t * kLanes].ReinterpretCast<uint16_t>(), 128, n, {rows, rows, 1, 8, 8, 8});
-      t += n;
-    }
+    const AscendC::LocalTensor<uint16_t> s16 = s.ReinterpretCast<uint16_t>();
+    AscendC::And(s16, s16, decisions.ReinterpretCast<uint16_t>(), 128, tiles, {rows, rows, 1, 8, 8, 8});
   }
 
-  int32_t threshold = 256, pitch_blocks = 0, tiles = 0;
+  int32_t threshold = 256, pitch_blocks = 0;
+  int32_t vector = 0, across = 0;            // lanes of a register; tiles of 16 rows
+  int32_t tiles = 0;                         // that the next instructions work on
   Words low_halves, low_bytes, keys, lanes;  // constants
-  Words counter[4], free[4], x0, y0, x1, y1;
+  Words words, counter[4], free[4], x0, y0, x1, y1;
 };
 
 }  // namespace ascend

@@ -18,6 +18,25 @@ class VectorCore {
     used += RoundUp(elements * int32_t(sizeof(T)), 32);
     return ub.GetWithOffset<T>(elements, at);
   }
+  // Elements that can still be carved.
+  template <typename T>
+  __aicore__ int32_t Free() const {
+    return (kWorkBytes - used) / int32_t(sizeof(T));
+  }
+
+  // Both buffers that MTE2 fills, for the vector unit's own use: nothing is loaded until they are given back.
+  __aicore__ static void TakeLoadBuffers() {
+    using namespace AscendC;
+    for (int32_t e = 0; e < 2; ++e) {
+      WaitFlag<HardEvent::V_MTE2>(e);
+      SetFlag<HardEvent::MTE2_V>(e);
+      WaitFlag<HardEvent::MTE2_V>(e);
+    }
+  }
+  __aicore__ static void GiveLoadBuffers() {
+    for (int32_t e = 0; e < 2; ++e) AscendC::SetFlag<AscendC::HardEvent::V_MTE2>(e);
+  }
+
   __aicore__ static void Barrier() { AscendC::PipeBarrier<PIPE_V>(); }
 
   // Of the rows of a step, the first half goes to the first vector core, in whole groups of 16 (the generator's).

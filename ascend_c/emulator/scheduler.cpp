@@ -320,6 +320,7 @@ void Core::step(pipe_t which) {
     case Kind::barrier:
       pipe.clock[global(which)] = index;
       pipe.time += kBarrierCycles;
+      report_.counters.cycles[size_t(place_.kind)][which] += kBarrierCycles;
       break;
     case Kind::set:
       step_set(entry);

@@ -63,6 +63,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
     except RuntimeError as error:
         raise CommandError(str(error)) from None
     library = ctypes.CDLL(str(Path(flashattn_ext.__file__).with_name("_ascend_emulator.so")))
+    library.flashattn_ext_model.restype = ctypes.c_char_p
     return {
         "peak_tflops": PEAK_TFLOPS,
         "rows": [{**asdict(case), **model(library, case)} for case in cases(quick)],
@@ -75,7 +76,9 @@ def model(library: ctypes.CDLL, case: Case, cores: int = MODELLED_CORES) -> dict
     threshold = KEEP_90_PERCENT if case.dropout else 256
     sizes = [case.B, case.S, case.S, case.H, case.H, case.D, case.D, case.causal, threshold, case.smooth, case.backward]
     results = (ctypes.c_double * (5 + 2 * len(PIPES)))()
-    library.flashattn_ext_model((ctypes.c_int64 * 12)(*map(int, sizes), cores), results)
+    error = library.flashattn_ext_model((ctypes.c_int64 * 12)(*map(int, sizes), cores), results)
+    if error:
+        raise RuntimeError(error.decode())
     span, tensors_read, tensors_written, workspace_read, workspace_written = results[:5]
     aic, aiv = results[5 : 5 + len(PIPES)], results[5 + len(PIPES) :]
     cube_use = case.flop / (span * cores * FLOP_PER_CYCLE)

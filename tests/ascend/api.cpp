@@ -76,7 +76,7 @@ void elementwise(const std::string& type) {
   UNARY(Ln)
   UNARY(Abs)
 #undef UNARY
-      add<T, T>("Duplicate_count_" + type, [](L out, L, L) { Duplicate(out, T(2.5f), 77); });
+  add<T, T>("Duplicate_count_" + type, [](L out, L, L) { Duplicate(out, T(2.5f), 77); });
   add<T, T>("Duplicate_mask_" + type, [](L out, L, L) {
     uint64_t mask[2] = {0xf0f0f0f0f0f0f0f0, 0};
     Duplicate(out, T(2.5f), mask, 3, 1, 16);
