@@ -27,8 +27,8 @@ struct Backend {
   // and rng.
   void (*dropout_mask)(const AttnParams& params, bool* mask);
 
-  // Writes AttnParams::rng_state {seed, offset} in the device's memory.
-  void (*write_rng_state)(int64_t* state, const RngSource& source, void* stream);
+  // Writes {seed, offset} of a call to `state` in the device's memory, the call's rng_state afterwards.
+  void (*write_rng_state)(const AttnParams& params, const RngSource& source, int64_t* state);
 };
 
 const Backend& cpu_backend();

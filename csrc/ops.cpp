@@ -19,6 +19,7 @@
 #endif
 
 #include "backend.h"
+#include "cpu/forced_tile.h"
 #include "dropout.h"
 #include "validate.h"
 
@@ -35,6 +36,7 @@ const int at_fork_registered = pthread_atfork(nullptr, nullptr, [] { in_forked_c
 CpuExecutor cpu_executor() {
   CpuExecutor executor;
   const bool serial = in_forked_child.load() || at::in_parallel_region();
+  executor.forward_tile = forced_cpu_tile();
   executor.num_threads = serial ? 1 : at::get_num_threads();
   executor.run = [](int workers, void (*body)(void*, int), void* context) {
     if (workers == 1) return body(context, 0);
@@ -204,17 +206,17 @@ RngSource draw(const at::Tensor& device_of) {
   return source;
 }
 
-at::Tensor new_rng_state(const AttnCall& c, std::optional<int64_t> rng_seed, const Backend& backend, void* stream) {
-  at::Tensor state = at::empty({2}, c.q.options().dtype(at::kLong));
+at::Tensor new_rng_state(const AttnCall& c, std::optional<int64_t> rng_seed, const Backend& backend,
+                         const AttnParams& p) {
+  at::Tensor state = at::empty(c.rng_state_shape(), c.q.options().dtype(at::kLong));
+  if (state.numel() == 0) return state;
   RngSource source;
-  if (dropout_threshold(c.dropout_p) < 256) {
-    if (rng_seed) {
-      source.seed = *rng_seed;
-    } else {
-      source = draw(c.q);
-    }
+  if (rng_seed) {
+    source.seed = *rng_seed;
+  } else if (dropout_threshold(c.dropout_p) < 256) {
+    source = draw(c.q);
   }
-  backend.write_rng_state(state.data_ptr<int64_t>(), source, stream);
+  backend.write_rng_state(p, source, state.data_ptr<int64_t>());
   return state;
 }
 
@@ -252,7 +254,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(
   AttnParams p = params_of<AttnParams>(c, out, lse);
   p.stream = device.stream();
   const Backend& backend = backend_supporting(c, p, false);
-  const at::Tensor rng_state = new_rng_state(c, rng_seed, backend, device.stream());
+  const at::Tensor rng_state = new_rng_state(c, rng_seed, backend, p);
   p.rng_state = rng_state.const_data_ptr<int64_t>();
   const at::Tensor workspace = workspace_for(c, backend.forward_workspace_bytes(p), &p);
   clear_rows_behind(c.cu_seqlens_q, out, c.row_dim(), 0);
@@ -329,7 +331,6 @@ at::Tensor dropout_mask(const at::Tensor& device_of, int64_t batch, int64_t head
   RngSource source;
   source.seed = rng_seed;
   source.offset = rng_offset;
-  backend.write_rng_state(rng_state.data_ptr<int64_t>(), source, device.stream());
   AttnParams p;
   p.batch = batch;
   p.heads_q = heads;
@@ -338,6 +339,7 @@ at::Tensor dropout_mask(const at::Tensor& device_of, int64_t batch, int64_t head
   p.dropout_threshold = dropout_threshold(dropout_p);
   p.rng_state = rng_state.const_data_ptr<int64_t>();
   p.stream = device.stream();
+  backend.write_rng_state(p, source, rng_state.data_ptr<int64_t>());
   backend.dropout_mask(p, mask.data_ptr<bool>());
   return mask;
 }

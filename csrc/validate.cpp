@@ -143,7 +143,7 @@ void validate(const AttnCall& c, const BackwardCall& b) {
   if (b.dlse) check("dlse", *b.dlse, lse_shape, c.statistics_dtype());
   check("out", b.out, out_shape, c.q.scalar_type());
   check("lse", b.lse, lse_shape, c.statistics_dtype());
-  check("rng_state", b.rng_state, at::IntArrayRef({2}), at::kLong);
+  check("rng_state", b.rng_state, c.rng_state_shape(), at::kLong);
 }
 
 }  // namespace flashattn_ext

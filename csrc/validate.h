@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <vector>
 
 namespace flashattn_ext {
 
@@ -25,6 +26,7 @@ struct AttnCall {
   int64_t row_dim() const { return is_varlen() ? 0 : (bhsd ? 2 : 1); }
   int64_t head_axis() const { return is_varlen() || bhsd ? 1 : 2; }
   int64_t batch() const { return is_varlen() ? cu_seqlens_q->numel() - 1 : q.size(0); }
+  std::vector<int64_t> rng_state_shape() const { return {dropout_p > 0 ? 2 : 0}; }
   at::ScalarType statistics_dtype() const { return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 };
 

@@ -262,8 +262,9 @@ def backward(
         raise ValueError(
             "rng_seed: the backward of a call with dropout needs the rng_seed that its forward was given, got None"
         )
-    rng_state = torch.zeros(2, dtype=torch.int64, device=q.device)
-    rng_state[0].fill_(rng_seed or 0)  # unlike torch.tensor(), without waiting for the device
+    rng_state = torch.zeros(2 if options.dropout_p else 0, dtype=torch.int64, device=q.device)
+    if options.dropout_p:
+        rng_state[0].fill_(rng_seed or 0)  # unlike torch.tensor(), without waiting for the device
     dq, dk, dv, dsink = backward_op(dout, dlse, q, k, v, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, sink, options)
     return dq, dk, dv, None if sink is None else dsink
 

@@ -34,7 +34,7 @@ def _forward_fake(
         lse_shape = (q.size(0), q.size(heads), q.size(rows))
     out = q.new_empty((*q.shape[:-1], v.size(-1)))
     lse = q.new_empty(lse_shape, dtype=_statistics_dtype(q))
-    return out, lse, q.new_empty((2,), dtype=torch.int64)
+    return out, lse, q.new_empty((2 if dropout_p > 0 else 0,), dtype=torch.int64)
 
 
 @torch.library.register_fake("flashattn_ext::backward")

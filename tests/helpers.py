@@ -277,13 +277,14 @@ def check(case: Case, device: str) -> None:
     """Holds every result of the case against the tolerance rule.
 
     The rule compares two maxima. On a result of a few elements (dsink has one per head) plain PyTorch is at times exact by
-    luck: there the medians of nine draws of the inputs must follow the rule, and the first draw must stay near it.
+    luck: there the medians of 41 draws of the inputs must follow the rule, and the first draw must stay near it. (Medians of
+    nine were seen to differ by twice their own size.)
     """
     first = measure(case, device)
     broken = [name for name, error in first.items() if error.got > error.allowed]
     if not broken:
         return
-    draws = [first] + [measure(replace(case, seed=case.seed + 1009 * n), device) for n in range(1, 9)]
+    draws = [first] + [measure(replace(case, seed=case.seed + 1009 * n), device) for n in range(1, 41)]
     for name in broken:
         errors = [draw[name] for draw in draws]
         typical = median(e.got for e in errors), 2 * median(e.plain for e in errors) + first[name].floor

@@ -5,6 +5,7 @@ doctor report.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -84,14 +85,14 @@ def assert_same_state(a: object, b: object) -> None:
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
     """Delivers the signal in the middle of the step that follows `step` finished ones."""
-    original = trainer.Trainer._one_step
+    original = trainer.Trainer.one_step
 
-    def one_step(self: trainer.Trainer) -> None:
+    def one_step(self: trainer.Trainer) -> float:
         if self.step == step:
             signal.raise_signal(number)
-        original(self)
+        return original(self)
 
-    monkeypatch.setattr(trainer.Trainer, "_one_step", one_step)
+    monkeypatch.setattr(trainer.Trainer, "one_step", one_step)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -143,6 +144,7 @@ def test_curves_of_the_attentions_agree(tmp_path: Path, text: str, softmax: str)
         losses[attention] = torch.tensor(checkpoint(out)["train_losses"])
     torch.testing.assert_close(losses["flashattn"], losses["reference"], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(losses["flashattn"], losses["sdpa"], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(losses["flashattn"], losses["unfused"], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -218,6 +220,43 @@ def test_doctor_finds_a_working_installation(capsys: pytest.CaptureFixture[str])
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert "self-check" in out and out.endswith("attention works here\n")
+    assert "backend: cuda" in out and "backend: ascend" in out
+
+
+@pytest.mark.parametrize(
+    ("backends", "cuda", "toolkit", "capability", "text", "fix"),
+    [
+        (["cpu"], None, None, None, "torch .* has no CUDA", "install a CUDA build of torch"),
+        (["cpu"], "13.0", None, None, "nvcc not found", "install the CUDA toolkit 13.0"),
+        (["cpu"], "13.0", "here", None, "though torch and nvcc are there", "FLASHATTN_EXT_CUDA=1 pip install"),
+        (["cuda-sm80"], "13.0", "here", None, "cuda-sm80 built, but torch sees no GPU", "nvidia-smi"),
+        (["cuda-sm80"], "13.0", "here", (7, 5), "A GPU is too old", "8.0 or newer"),
+        (["cuda-sm90", "cuda-sm80"], "13.0", "here", (9, 0), "cuda-sm90, cuda-sm80 on A GPU", ""),
+    ],
+)
+def test_doctor_says_why_cuda_is_missing(
+    backends: list[str],
+    cuda: str | None,
+    toolkit: str | None,
+    capability: tuple[int, int] | None,
+    text: str,
+    fix: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch.utils import cpp_extension
+
+    from flashattn_ext.cli import doctor
+
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(cpp_extension, "CUDA_HOME", toolkit)
+    monkeypatch.setattr(shutil, "which", lambda *_arguments, **_options: toolkit)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _index=0: "A GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    finding = doctor._cuda(backends)
+    assert finding.ok is finding.needed is (not fix)
+    assert re.search(text, finding.text) and fix in finding.fix
 
 
 @pytest.fixture

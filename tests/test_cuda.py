@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers import assert_same_bits
+from helpers import assert_same_bits, run_python
 
 import flashattn_ext
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+PATHS = [name.removeprefix("cuda-") for name in flashattn_ext.build_info()["backends"] if name.startswith("cuda-")]
 
 
 @pytest.fixture
@@ -109,7 +111,8 @@ HOPPER = "cuda-sm90" in flashattn_ext.build_info()["backends"] and torch.cuda.ge
 @pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 129, 192, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "dropout_p": 0.3, "rng_seed": 7}, {"window_size": (100, 20)}])
-def test_kernels_for_hopper_are_chosen_and_agree(head_dim: int, options: dict) -> None:
+def test_kernels_for_hopper_are_chosen_and_agree(head_dim: int, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLASHATTN_EXT_CUDA_PATH", raising=False)
     q, k, v = leaves(2, 500, 4, head_dim, dtype=torch.bfloat16)
     out, lse = flashattn_ext.forward(q, k, v, return_lse=True, **options)
     with flashattn_ext.use_backend("cuda-sm90"):
@@ -120,6 +123,37 @@ def test_kernels_for_hopper_are_chosen_and_agree(head_dim: int, options: dict) -
     assert not torch.equal(out, other)  # other tiles, other order of sums
     torch.testing.assert_close(out, other, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse, other_lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 129, 192, 256])
+@pytest.mark.parametrize("options", [{}, {"causal": True, "dropout_p": 0.3, "rng_seed": 7}, {"window_size": (100, 20)}])
+def test_gradients_of_the_kernels_for_hopper_agree(head_dim: int, options: dict) -> None:
+    q, k, v = leaves(2, 500, 4, head_dim, dtype=torch.bfloat16)
+    grad = torch.randn_like(q)
+    grads = {}
+    for name in ("cuda-sm80", "cuda-sm90"):
+        with flashattn_ext.use_backend(name):
+            grads[name] = torch.autograd.grad(flashattn_ext.forward(q, k, v, **options), (q, k, v), grad)
+    for other, ours in zip(*grads.values(), strict=True):
+        assert not torch.equal(ours, other)  # other tiles, other order of sums
+        torch.testing.assert_close(ours, other, atol=4e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("hint", [1, 130, 300])
+def test_deterministic_gradients_of_sequences_longer_than_the_hint(head_dim: int, hint: int) -> None:
+    """Key tiles wait for each other's turns, and some of them belong to no thread block that the host counted."""
+    q, k, v = leaves(1, 1000, 2, head_dim)
+    starts = torch.tensor([0, 1000], dtype=torch.int32, device="cuda")
+    packed = [t[0] for t in (q, k, v)]
+    for causal in (False, True):
+        out = flashattn_ext.varlen_forward(*packed, starts, starts, hint, hint, causal=causal, deterministic=True)
+        dense = flashattn_ext.forward(q, k, v, causal=causal, deterministic=True)
+        assert_same_bits(out, dense[0])
+        grads = torch.autograd.grad(out, (q, k, v), out.detach())
+        for grad, ref in zip(grads, torch.autograd.grad(dense, (q, k, v), dense.detach()), strict=True):
+            assert_same_bits(grad, ref)
 
 
 def test_environment_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,6 +170,37 @@ def test_environment_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_every_device() -> None:
+    """The tensors' device counts, not the current one."""
+    host = [torch.randn(2, 300, 4, 64) for _ in range(4)]
+    results = []
     for index in range(torch.cuda.device_count()):
-        q = torch.randn(1, 64, 2, 64, device=f"cuda:{index}")
-        assert flashattn_ext.forward(q, q, q).device == q.device
+        *inputs, dout = [t.to(f"cuda:{index}") for t in host]
+        inputs = [t.requires_grad_() for t in inputs]
+        out = flashattn_ext.forward(*inputs, causal=True, dropout_p=0.2, rng_seed=3, deterministic=True)
+        grads = torch.autograd.grad(out, inputs, dout)
+        assert all(t.device == dout.device for t in (out, *grads))
+        results.append([t.cpu() for t in (out, *grads)])
+    assert torch.cuda.current_device() == 0
+    for other in results[1:]:
+        for t, expected in zip(other, results[0], strict=True):
+            assert_same_bits(t, expected)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_failed_launch_names_kernel_and_shape(path: str) -> None:
+    done = run_python(
+        """
+        import torch, flashattn_ext
+        q = torch.randn(2, 40, 4, 64, device="cuda", dtype=torch.float16)
+        flashattn_ext.forward(q, q, q)
+        torch._assert_async(torch.zeros(1, device="cuda"))  # every later call of CUDA fails
+        try:
+            torch.cuda.synchronize()
+        except RuntimeError:
+            flashattn_ext.forward(q, q, q)
+        """,
+        FLASHATTN_EXT_CUDA_PATH=path,
+    )
+    assert re.search(
+        r"CUDA kernel '[\w ]+' failed: .*assert.*\(B=2, Sq=40, Sk=40, Hq=4, Hk=4, D=64, Dv=64\)", done.stderr
+    ), done.stderr

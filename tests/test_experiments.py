@@ -9,12 +9,13 @@ import importlib
 import json
 import math
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from flashattn_ext.cli import report
 from flashattn_ext.cli.experiments import EXPERIMENTS, render, run_experiment
 from flashattn_ext.cli.experiments import context as shared
 from flashattn_ext.cli.experiments.context import Context, Inputs
+from flashattn_ext.cli.experiments.own_process import growth_in_own_process
 from flashattn_ext.cli.experiments.result import Column, Comparison, Plot, Result
 from flashattn_ext.cli.main import main
 from flashattn_ext.cli.timing import Timing, time_interleaved
@@ -41,7 +43,14 @@ TINY: dict[str, dict[str, Any]] = {
     "alignment": dict(B=1, H=1, S=32, dtype="fp32"),
     "dtypes": dict(B=1, H=2, S=64, D=16),
     "memory": dict(B=1, H=1, S=(1024, 2048), D=64, dtype="fp32"),
+    "traffic": dict(B=2, H=3, S=128, D=16, dtype="fp32"),
+    "tiles": dict(B=1, H=1, S=200, D=16, dtype="fp32", tiles=(64, 128)),
+    "profile": dict(B=1, H=2, S=64, D=16, dtype="fp32"),
+    "llama": dict(B=1, S=64, heads=2, D=16, mlp=64, layers=2, rounds=2, dtype="fp32"),
+    "dropout": dict(layers=1, width=16, heads=2, context=32, batch=2, steps=6, validations=2, seeds=2, p=(0.0, 0.25)),
+    "smooth": dict(layers=1, width=16, heads=2, context=32, batch=2, steps=12, validations=6, seeds=2),
 }
+PARTS_OF_OTHERS = {"traffic": 3, "tiles": 1}  # rows that a CPU cannot measure
 NASTY = "<script>alert('1')</script> & \"quoted\" | *pipe*\nnew line"
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -117,7 +126,8 @@ def test_table(results: dict[str, Result], name: str) -> None:
     result = results[name]
     assert result.name == name and not result.error and result.rows and result.notes
     assert all(len(row) == len(result.columns) for row in result.rows)
-    assert set(result.column("remark")) == {""}
+    missing = [remark for remark in result.column("remark") if remark]
+    assert all("only" in remark for remark in missing) and len(missing) == PARTS_OF_OTHERS.get(name, 0)
     for column in result.columns:
         numbers = [cell for cell in result.column(column.name) if isinstance(cell, (int, float))]
         assert all(map(math.isfinite, numbers))
@@ -131,13 +141,25 @@ def test_table(results: dict[str, Result], name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("matmul", 7), ("scaling", 4), ("causal", 4), ("layout", 6), ("alignment", 16), ("dtypes", 6), ("memory", 4)],
+    [
+        ("matmul", 7),
+        ("scaling", 4),
+        ("causal", 4),
+        ("layout", 6),
+        ("alignment", 16),
+        ("dtypes", 6),
+        ("memory", 4),
+        ("dropout", 4),
+    ],
 )
 def test_rows(results: dict[str, Result], name: str, rows: int) -> None:
     assert len(results[name].rows) == rows
 
 
-@pytest.mark.parametrize("name", ["scaling", "causal", "layout", "alignment", "memory"])
+@pytest.mark.parametrize(
+    "name",
+    ["scaling", "causal", "layout", "alignment", "memory", "traffic", "tiles", "profile", "llama", "dropout", "smooth"],
+)
 def test_figures_of_the_article(results: dict[str, Result], name: str) -> None:
     comparisons = results[name].comparisons
     assert comparisons and all(comparison.article and comparison.ours for comparison in comparisons)
@@ -190,6 +212,273 @@ def test_memory_is_quadratic_without_fusion(results: dict[str, Result]) -> None:
         assert memory.value("unfused", **where) > 2 * memory.value("unfused", **{**where, "S": 1024})
 
 
+def test_traffic_of_the_model(results: dict[str, Result]) -> None:
+    """B=2, H=3, S=128, D=16 in fp32: a tensor has 48 KiB, a matrix of scores 384 KiB, the mask 16 KiB."""
+    traffic = results["traffic"]
+    where = {"source": "model"}
+    assert traffic.value("read", attention="ours", **where) == 3 * 48 / 1024
+    assert traffic.value("written", attention="ours", **where) == (48 + 3) / 1024
+    assert traffic.value("read", attention="unfused", **where) == (4 * 48 + 3 * 384 + 16) / 1024
+    assert traffic.value("written", attention="unfused", **where) == (2 * 48 + 3 * 384) / 1024
+    assert traffic.value("read saved", **where) == pytest.approx(100 * (1 - 144 / 1360))
+    assert "only CUDA has them, this ran on cpu" in traffic.value("remark", source="GPU counters")
+
+
+def test_traffic_of_the_emulator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where it is built: q read once, out and lse written once, keys and values at least once."""
+    traffic, ascend = module_of("traffic"), module_of("ascend")
+    sizes = replace(tiny_sizes("traffic"), dtype="fp16")
+    context = Context(torch.device("cpu"), quick=True)
+    if ascend.LIBRARY.exists():
+        [row] = traffic._rows(context, sizes, "Ascend emulator")
+        tensor = 2 * 3 * 128 * 16 * 2 / 2**20
+        assert row[:3] == ["Ascend emulator", "ours", 1]
+        assert row[3] >= 3 * tensor and row[4] == pytest.approx(tensor + 2 * 3 * 128 * 4 / 2**20)
+        assert "no unfused kernels" in row[-1]
+        [row] = traffic._rows(context, sizes, "its workspace")
+        assert row[3] > 0 and row[4] > 0
+        assert "modelled" in module_of("tiles")._row_of_emulator(tiny_sizes("tiles"))[-1]
+    monkeypatch.setattr(ascend, "LIBRARY", tmp_path / "none.so")
+    [row] = traffic._rows(context, sizes, "Ascend emulator")
+    assert row[1] is None and "make emulator" in row[-1]
+    assert "make emulator" in module_of("tiles")._row_of_emulator(tiny_sizes("tiles"))[-1]
+
+
+@pytest.mark.parametrize(
+    ("times", "text"),
+    [
+        ((3.0, 2.0), "b, measured"),
+        ((2.1, 2.0), "b, measured, but a is no slower than the spread of the calls"),
+        ((2.0, 2.1), "a, measured"),
+        ((None, None), shared.NOT_MEASURED),
+    ],
+)
+def test_quickest_tile(times: tuple[float | None, float | None], text: str) -> None:
+    columns = [Column("queries x keys"), Column("time", "ms", ".3f"), Column("time spread", "%", ".0f")]
+    rows = [[tile, time, None if time is None else 10.0] for tile, time in zip("ab", times, strict=True)]
+    assert module_of("tiles").quickest(Result("tiles", "", columns, rows)) == text
+
+
+@pytest.mark.parametrize(
+    ("tile", "verdict"),
+    [
+        (64, "fits; not measured, because not compiled"),
+        (256, "does not fit: registers, for fp32 scores and results 384 KiB of 256"),
+        (512, "does not fit: shared memory 384 KiB of 227, registers, for fp32 scores and results 1280 KiB of 256"),
+    ],
+)
+def test_tiles_that_do_not_fit_a_gpu(tile: int, verdict: str) -> None:
+    tiles = module_of("tiles")
+    hopper = SimpleNamespace(shared_memory_per_block_optin=227 * 1024, regs_per_multiprocessor=65536)
+    assert tiles.fit_on_gpu(tiles.GPU_SIZES, tile, hopper)[-1] == verdict
+
+
+NSIGHT = """==PROF== Connected to process 1
+==PROF== Profiling "gemm" - 0: 0%....50%....100% - 1 pass
+==PROF== Disconnected from process 1
+"ID","Process ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum"
+"","","","byte","byte"
+"0","1","void gemm<float, 3>(a, b)","1,024","512"
+"1","1","softmax","2048","256.000000"
+"""
+
+
+def fake_program(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "ncu").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "ncu").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+def test_counts_of_nsight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of its name that prints what Nsight Compute prints, after it has noted its arguments."""
+    traffic = module_of("traffic")
+    (tmp_path / "table").write_text(NSIGHT)
+    fake_program(tmp_path, monkeypatch, f'echo "$@" > {tmp_path}/arguments; cat {tmp_path}/table')
+    context = Context(torch.device("cuda"), quick=True)
+    rows = traffic._rows(context, tiny_sizes("traffic"), "GPU counters")
+    assert [row[:5] for row in rows] == [["GPU counters", name, 2, 3 / 1024, 0.75 / 1024] for name in traffic.NAMES]
+    arguments = (tmp_path / "arguments").read_text()
+    assert "--metrics dram__bytes_read.sum,dram__bytes_write.sum" in arguments and "--print-units base" in arguments
+    assert arguments.endswith("-m flashattn_ext.cli.experiments.one_call unfused 2 3 128 16 fp32\n")
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (
+            "echo '==ERROR== ERR_NVGPUCTRPERM - no permission'; exit 1",
+            "RuntimeError: ncu: ERR_NVGPUCTRPERM - no permission",
+        ),
+        ("echo '==PROF== nothing'", "ncu saw no kernel"),
+        ("exit 3", "it failed without a word"),
+        (None, "FileNotFoundError: ncu was not found"),
+    ],
+)
+def test_counters_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, reason: str
+) -> None:
+    if script is None:
+        monkeypatch.setattr(shutil, "which", lambda *_arguments, **_options: None)
+    else:
+        fake_program(tmp_path, monkeypatch, script)
+    [row] = module_of("traffic")._rows(Context(torch.device("cuda"), quick=True), tiny_sizes("traffic"), "GPU counters")
+    assert row[:4] == ["GPU counters", None, None, None] and reason in row[-1]
+
+
+def test_profile_counts_one_kernel_and_its_steps(out: Path, results: dict[str, Result]) -> None:
+    profile = results["profile"]
+    assert profile.value("kernels", attention="ours") == 1 and profile.value("gaps", attention="ours") == 0
+    assert profile.value("which", attention="ours") == "flashattn_ext::forward"
+    assert profile.value("kernels", attention="unfused") >= 3 and profile.value("gaps", attention="unfused") > 0
+    assert "2 x aten::bmm" in profile.value("which", attention="unfused")
+    for name in ("ours", "unfused"):
+        trace = json.loads((out / profile.value("trace", attention=name)).read_text())
+        assert len(module_of("profile").calls_in(trace, on_cpu=True)) == 5
+
+
+def test_kernels_of_a_gpu_in_a_trace() -> None:
+    """A made-up trace of two calls: the second has a memset, and kernels that overlap."""
+    profile = module_of("profile")
+
+    def event(cat: str, name: str, ts: float, dur: float) -> dict[str, object]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
+
+    trace = {
+        "traceEvents": [
+            {"ph": "M", "name": "process_name"},
+            event("user_annotation", profile.CALL, 0, 50),
+            event("user_annotation", profile.CALL, 100, 50),
+            event("cpu_op", "aten::bmm", 1, 3),
+            event("kernel", "void gemm<int>(float*)", 10, 20),
+            event("kernel", "softmax(float)", 110, 10),
+            event("kernel", "void gemm<int>(float*)", 104, 10),
+            event("gpu_memset", "Memset (Device)", 130, 5),
+        ]
+    }
+    first, second = profile.calls_in(trace, on_cpu=False)
+    assert [profile._short(work.name) for work in second] == ["gemm", "softmax", "Memset"]
+    assert profile.gaps(first) == [] and profile.gaps(second) == [10] and profile.span(second) == 31
+    del trace["traceEvents"][4]
+    with pytest.raises(RuntimeError, match="shows no kernel"):
+        profile.calls_in(trace, on_cpu=False)
+
+
+def test_layers_of_llama_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = module_of("llama")
+    sizes = tiny_sizes("llama")
+    gradients = {}
+    for name in llama.NAMES:
+        torch.manual_seed(0)
+        stack = llama.Stack(torch.device("cpu"), sizes, 2, trains=True)
+        before = [weight.detach().clone() for weight in stack.layers.parameters()]
+        with monkeypatch.context() as patch:
+            patch.setattr(stack.layers, "zero_grad", lambda set_to_none: None)
+            stack.step(name)
+        assert all((old != new).any() for old, new in zip(before, stack.layers.parameters(), strict=True))
+        gradients[name] = [weight.grad for weight in stack.layers.parameters()]
+        stack.step(name)
+        assert stack.x.grad is None and all(weight.grad is None for weight in stack.layers.parameters())
+    for name in llama.NAMES:
+        torch.testing.assert_close(gradients[name], gradients[shared.OURS])
+
+
+@pytest.mark.parametrize(
+    ("limit", "free", "layers"),
+    [(100, 100, 9), (100, 130, 9), (350, 10**6, 34), (15, 15, 0), (25, 100, 1), (10**6, 10**6, 40)],
+)
+def test_most_layers_are_those_that_ran(monkeypatch: pytest.MonkeyPatch, limit: int, free: int, layers: int) -> None:
+    llama = module_of("llama")
+
+    def peak_bytes(device: object, sizes: object, name: str, count: int, trains: bool) -> int:
+        if (peak := 10 + 10 * count) > limit:
+            raise torch.OutOfMemoryError("no more")
+        return peak
+
+    monkeypatch.setattr(llama, "peak_bytes", peak_bytes)
+    assert llama.most_layers(torch.device("cuda"), tiny_sizes("llama"), "ours", free) == layers
+
+
+def test_dropout_keeps_what_was_asked_for(results: dict[str, Result]) -> None:
+    """Without dropout both train the same model; with it each keeps its share, and the weights keep their mean."""
+    dropout = results["dropout"]
+    for name in ("ours", "unfused"):
+        assert dropout.value("kept", attention=name, **{"dropout p": 0.0}) == 100
+        assert dropout.value("kept", attention=name, **{"dropout p": 0.25}) == pytest.approx(75, abs=0.2)
+        assert dropout.value("mean weight", attention=name, **{"dropout p": 0.25}) == pytest.approx(100, abs=1)
+    assert dropout.value("gap to unfused", attention="ours", **{"dropout p": 0.0}) < 1e-4
+    assert dropout.value("verdict", attention="ours", **{"dropout p": 0.0}) == "too few seeds"
+    assert set(dropout.plot.bands) == set(dropout.plot.series)
+
+
+def run_with(*losses: float) -> Any:
+    return module_of("small_gpt").Run(list(enumerate(losses)), [], None)
+
+
+@pytest.mark.parametrize(
+    ("ours", "others", "by_chance", "verdict"),
+    [
+        ((1, 2, 3, 4), (1.1, 2.1, 2.9, 3.9), 100, "coincide"),
+        ((1, 2, 3, 4), (5, 6, 7, 8), 100 * 2 / 70, "apart"),
+        ((1, 2, 3, 6), (5, 4, 7, 8), 100 * 8 / 70, "coincide"),
+        ((1, 2), (5, 6), 100 * 2 / 6, "too few seeds"),
+    ],
+)
+def test_comparison_of_curves(
+    ours: tuple[float, ...], others: tuple[float, ...], by_chance: float, verdict: str
+) -> None:
+    """Of the 70 ways to deal eight runs out to two attentions, 2 separate the small from the large losses."""
+    runs = ([run_with(loss, loss) for loss in losses] for losses in (ours, others))
+    share, text = module_of("dropout").compare(*runs)
+    assert text == verdict
+    assert share == pytest.approx(by_chance)
+
+
+def test_gap_of_curves() -> None:
+    run = run_with
+    ours, others = [run(1, 2), run(3, 4)], [run(2.5, 3), run(3.5, 3)]
+    assert module_of("dropout").gap(ours, others) == (1.0, 50.0)
+    assert module_of("dropout").gap(ours[:1], others[:1]) == (1.5, None)
+
+
+def test_plain_softmax_is_the_measure_of_the_others(results: dict[str, Result]) -> None:
+    smooth = results["smooth"]
+    assert 0 < smooth.value("of plain's steps", softmax="plain") < 100.1
+    assert 0 < smooth.value("to plain's at two thirds", softmax="plain") < 8.1
+    assert abs(smooth.value("on no token", softmax="plain")) < 1e-3
+    for name in ("smooth", "sink"):  # hardly trained, they attend nearly evenly: 1/(i + 2) to nothing
+        assert 3 < smooth.value("on no token", softmax=name) < 6
+        assert 3 < smooth.value("on first token", softmax=name) < 6
+
+
+def test_steps_to_a_loss() -> None:
+    smooth = module_of("smooth")
+    curve = [(10, 3.0), (20, 2.0), (30, 2.5), (40, 1.0)]
+    assert smooth.steps_to(curve, 4.0) == 10 and smooth.steps_to(curve, 2.25) == 17.5
+    assert smooth.steps_to(curve, 1.5) == pytest.approx(30 + 10 * 2 / 3) and smooth.steps_to(curve, 0.5) is None
+    assert [smooth.loss_at(curve, step) for step in (0, 15, 40, 50)] == [3.0, 2.5, 1.0, 1.0]
+    assert smooth.norm_spread([1.0, 2.0, 3.0]) == pytest.approx(90)
+
+
+def test_attention_mass_is_that_of_the_weights() -> None:
+    """With equal scores, query i gives every token and the extra logit 1/(i + 2)."""
+    smooth, model = module_of("smooth"), importlib.import_module("flashattn_ext.cli.model")
+    gpt = model.GPT(model.ModelConfig(1, 16, 2, 2, 0.0, "smooth", "flashattn"), context=32)
+    with torch.no_grad():
+        gpt.blocks[0].attention.qkv.weight.zero_()
+    first, none = smooth.attention_mass(gpt, torch.zeros(2, 32, dtype=torch.long))
+    expected = sum(1 / (i + 2) for i in range(16, 32)) / 16
+    assert first == pytest.approx(expected, rel=1e-4) and none == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_training_that_diverges_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(module_of("dropout").ATTENTION, "unfused", lambda q, *_: q * math.nan)
+    result = run_experiment("dropout", Context(torch.device("cpu"), quick=True), tiny_sizes("dropout"))
+    assert not result.error and result.value("final loss", attention="ours") > 0
+    assert result.value("final loss", attention="unfused") is None
+    assert "the loss became nan at step 1" in result.value("remark", attention="unfused")
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_attentions_agree(causal: bool) -> None:
     context = Context(torch.device("cpu"), quick=True)
@@ -231,16 +520,17 @@ def test_a_failure_drops_out_of_the_turns() -> None:
     assert time_interleaved({"d": calls["d"]}, budget_s=9, min_rounds=1, failures=failures) == {}
 
 
-def test_clock_of_a_gpu_times_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("ms", "expected"), [(2.0, [1, 3]), (9.0, [1])])  # 5 ms are a burst
+def test_clock_of_a_gpu_times_bursts(ms: float, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     bursts: list[int] = []
 
     def burst_ms(call: object, launches: int) -> float:
         bursts.append(launches)
-        return 2.0 * launches
+        return ms * launches
 
     monkeypatch.setattr(shared, "burst_ms", burst_ms)
-    assert shared.event_clock(lambda: None) == pytest.approx(2e-3)
-    assert bursts == [1, 3]  # 5 ms are a burst
+    assert shared.event_clock(lambda: None) == pytest.approx(ms * 1e-3)
+    assert bursts == expected
     assert Context(torch.device("cuda"), quick=True)._clock() is shared.event_clock
 
 
@@ -287,7 +577,7 @@ def test_products_that_take_too_long_are_skipped(monkeypatch: pytest.MonkeyPatch
 def test_memory_of_a_process_that_fails() -> None:
     memory = module_of("memory")
     with pytest.raises(RuntimeError, match="KeyError: 'none'"):
-        memory.in_own_process(tiny_sizes("memory"), "none", "forward", 64, 1)
+        growth_in_own_process(memory._call_of_own_process, tiny_sizes("memory"), "none", "forward", 64)
 
 
 def test_an_experiment_that_raises_leaves_the_others(
@@ -366,7 +656,7 @@ def test_pictures_show_data(out: Path, results: dict[str, Result], name: str) ->
     saturation = picture.max(axis=-1) - picture.min(axis=-1)
     assert (saturation > 0.3).sum() > 200  # coloured curves or bars
     series = results[name].plot.series
-    assert len(series) > 1 and all(series.values())
+    assert (len(series) > 1 or name == "tiles") and all(series.values())
 
 
 def test_texts_of_cells() -> None:
@@ -380,6 +670,7 @@ def test_texts_of_cells() -> None:
 
 def test_everything_leaves_nothing_temporary(out: Path) -> None:
     expected = {f"{name}.{ending}" for name in EXPERIMENTS for ending in ("json", "png")}
+    expected |= {f"profile_{name}.trace.json" for name in ("ours", "unfused")}
     assert {path.name for path in out.iterdir()} == expected | {"report.html", "report.md"}
 
 
@@ -439,6 +730,45 @@ def test_html_loads_nothing(out: Path) -> None:
     assert all(reference.startswith("data:image/png;base64,") for reference in page.references)
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
     assert not any(word in text for word in ("http:", "https:", "url(", "@import"))
+
+
+class Nesting(HTMLParser):
+    """Raises where a tag is closed that is not the innermost open one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "img"):  # these have no end
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_html_is_well_formed(out: Path) -> None:
+    nesting = Nesting()
+    nesting.feed((out / "report.html").read_text())
+    nesting.close()
+    assert not nesting.open
+
+
+BROWSER = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome")), None)
+
+if BROWSER:  # where there is one
+
+    def test_browser_draws_the_report(out: Path, tmp_path: Path) -> None:
+        pyplot = pytest.importorskip("matplotlib.pyplot")
+        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
+        places = [f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={tmp_path / 'shot.png'}"]
+        page = (out / "report.html").as_uri()
+        subprocess.run([BROWSER, *options, *places, "--window-size=1200,2400", page], check=True, timeout=120)
+        shot = pyplot.imread(tmp_path / "shot.png")[..., :3]
+        assert shot.shape == (2400, 1200, 3)
+        assert (shot.max(axis=-1) - shot.min(axis=-1) > 0.3).sum() > 1000  # curves of the first pictures
+        for part in (shot[:1200], shot[1200:]):
+            assert 0.005 < (part.max(axis=-1) < 0.5).mean() < 0.3  # dark text on a bright page
 
 
 def test_markdown_has_every_table_and_picture(out: Path, results: dict[str, Result]) -> None:

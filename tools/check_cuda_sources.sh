@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compiles every CUDA source for Ampere and Hopper, without torch and without a GPU. Fails when a kernel of head_dim 64 or 128 spills
-# registers: more than a few words, which the compiler's own scheduling leaves in some.
+# registers.
 #
 #   tools/check_cuda_sources.sh [ARCHITECTURE...]      default: 80 90a
 set -euo pipefail
@@ -19,11 +19,11 @@ compile() {
 }
 export -f compile
 find csrc/cuda -name '*.cu' | sort | xargs -P "$(nproc)" -I{} bash -c 'compile "$@"' _ {} "${architectures[@]}"
-echo "$(find csrc/cuda -name '*.cu' | wc -l) CUDA sources compile; kernels of head_dim 64 and 128 that spill registers:"
-awk -v allowed=64 '
+echo "$(find csrc/cuda -name '*.cu' | wc -l) CUDA sources compile; checking kernels of head_dim 64 and 128 for spills"
+awk '
   /Compiling entry function/ { kernel = $0 }
   /bytes spill stores/ {
     sub(/.*stack frame, /, "")
-    if (kernel ~ /Li(64|128)E/ && $1 > 0) { print $1 " bytes: " kernel; if ($1 > allowed) failed = 1 }
+    if (kernel ~ /Li(64|128)E/ && $1 > 0) { print "spills " $1 " bytes: " kernel; failed = 1 }
   }
   END { exit failed }' "$objects"/*.log

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
 # Everything that wants a GPU, in one go: build, tests, sanitizers, benchmark. For a machine with a CUDA torch and nvcc.
 #
-#   tools/gpu_check.sh [OUTPUT_FOLDER] [build] [test] [sanitize] [bench]     without a step: all of them
+#   tools/gpu_check.sh [OUTPUT_FOLDER] [build] [test] [sanitize] [bench] [experiments]     without a step: all of them
 #
-# The tests run in parallel where pytest-xdist is there. BENCH_ARGS go to `bench cuda`.
+# The tests run in parallel where pytest-xdist is there. BENCH_ARGS go to `bench cuda`, EXPERIMENT_ARGS to `experiments all`.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${1:-build/gpu_check}
 shift || true
-STEPS=${*:-build test sanitize bench}
+STEPS=${*:-build test sanitize bench experiments}
 PYTHON=${PYTHON:-python3}
 export PYTHONPATH=$PWD
 mkdir -p "$OUT"
@@ -31,12 +31,25 @@ if step test; then
   TAIL=12 check test env OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive "$PYTHON" -m pytest -q $parallel tests --device cuda
 fi
 if step sanitize; then
+  names=()
   for tool in memcheck racecheck initcheck synccheck; do
-    TAIL=2 check "$tool" compute-sanitizer --tool "$tool" --error-exitcode 1 "$PYTHON" tools/sanitizer_calls.py
+    for dtype in float16 bfloat16 float32; do
+      names+=("$tool.$dtype")
+      compute-sanitizer --tool "$tool" --error-exitcode 1 "$PYTHON" tools/sanitizer_calls.py "$dtype" \
+        >"$OUT/$tool.$dtype.log" 2>&1 || touch "$OUT/sanitize.failed" &
+    done
   done
+  wait
+  (cd "$OUT" && for name in "${names[@]}"; do echo "$name:" && tail -n 2 "$name.log"; done)
+  [[ ! -e "$OUT/sanitize.failed" ]] || { failed=1 && echo "FAILED: sanitize"; }
 fi
 if step bench; then
   # shellcheck disable=SC2086
   TAIL=80 check bench "$PYTHON" -m flashattn_ext bench cuda --markdown --json "$OUT/bench.json" ${BENCH_ARGS:-}
+fi
+if step experiments; then
+  # shellcheck disable=SC2086
+  TAIL=2 check experiments "$PYTHON" -m flashattn_ext experiments all --device cuda --out "$OUT/experiments" ${EXPERIMENT_ARGS:-}
+  TAIL=2 check report "$PYTHON" -m flashattn_ext report "$OUT/experiments"
 fi
 exit $failed

@@ -1,13 +1,18 @@
-"""Calls that together run every CUDA kernel once, also with cu_seqlens that lie: for compute-sanitizer."""
+"""Calls that together run every CUDA kernel once, also with cu_seqlens that lie: for compute-sanitizer.
+
+python tools/sanitizer_calls.py [DTYPE...]      default: float16 bfloat16 float32
+"""
 
 from __future__ import annotations
 
 import itertools
+import sys
 
 import torch
 
 import flashattn_ext
 
+DTYPES = ("float16", "bfloat16", "float32")
 HEAD_DIMS = (40, 64, 96, 128, 129, 192, 256)
 LYING_STARTS = ([0, 30, 70], [0, 500, -7], [-3, 40, 1000], [70, 30, 2], [2**31 - 1, -(2**31), 5])
 
@@ -20,7 +25,8 @@ def leaves(dtype: torch.dtype, head_dim: int, *shape: int) -> list[torch.Tensor]
 
 def main() -> None:
     calls = 0
-    for dtype, head_dim in itertools.product((torch.float16, torch.bfloat16, torch.float32), HEAD_DIMS):
+    dtypes = [getattr(torch, name) for name in sys.argv[1:] or DTYPES]
+    for dtype, head_dim in itertools.product(dtypes, HEAD_DIMS):
         for dropout_p, deterministic in itertools.product((0.0, 0.3), (False, True)):
             q, k, v = leaves(dtype, head_dim, 1, 150)
             sink = torch.randn(4, device="cuda", requires_grad=True)

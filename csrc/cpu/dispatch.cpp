@@ -9,6 +9,7 @@
 
 #include "../backend.h"
 #include "../dropout.h"
+#include "forced_tile.h"
 #include "isa.h"
 #include "kernels.h"
 
@@ -104,7 +105,7 @@ void dropout_mask(const AttnParams& p, bool* mask) {
   static_cast<const CpuExecutor*>(p.stream)->run(call.workers, body, &call);
 }
 
-void write_rng_state(int64_t* state, const RngSource& source, void*) {
+void write_rng_state(const AttnParams&, const RngSource& source, int64_t* state) {
   state[0] = source.seed;
   state[1] = source.offset;
 }
@@ -124,6 +125,35 @@ std::vector<std::string> cpu_isas() {
 }
 std::string cpu_isa() { return kernels().name; }
 void set_cpu_isa(const std::string& name) { selected().store(find_kernels(name)); }
+
+namespace {
+std::atomic<CpuTile> forced_tile{CpuTile{}};
+}  // namespace
+
+CpuTile forced_cpu_tile() { return forced_tile.load(std::memory_order_relaxed); }
+void force_cpu_tile(int64_t queries, int64_t keys) {
+  auto fits = [](int64_t length) { return length > 0 && length <= 1024 && length % 64 == 0; };
+  if (!(fits(queries) && fits(keys)) && !(queries == 0 && keys == 0)) {
+    throw std::invalid_argument(
+        "force_cpu_tile: expected multiples of 64 up to 1024, or 0 and 0 for the default, got " +
+        std::to_string(queries) + " queries and " + std::to_string(keys) + " keys");
+  }
+  forced_tile.store({static_cast<int32_t>(queries), static_cast<int32_t>(keys)}, std::memory_order_relaxed);
+}
+
+std::pair<int64_t, int64_t> cpu_tile() {
+  const CpuTile forced = forced_cpu_tile(), tile = forced.queries ? forced : kernels().forward_tile;
+  return {tile.queries, tile.keys};
+}
+
+int64_t cpu_scratch_bytes(int64_t head_dim) {
+  CpuExecutor executor;
+  executor.forward_tile = forced_cpu_tile();
+  AttnParams p;
+  p.head_dim = p.head_dim_v = head_dim;
+  p.stream = &executor;
+  return kernels().forward_scratch_bytes(p);
+}
 
 double cpu_peak_gflops(int threads) {
   using Clock = std::chrono::steady_clock;

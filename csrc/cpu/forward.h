@@ -16,10 +16,8 @@ template <class Op>
 struct ForwardScratch {
   using Real = typename Op::Real;
   using Unit = typename Op::Unit;
-  static constexpr int64_t BM = Tile<Real>::kQueries;
-  static constexpr int64_t BN = Tile<Real>::kKeys;
 
-  ForwardScratch(const AttnParams& p, void* base) {
+  ForwardScratch(const AttnParams& p, void* base) : BM(forward_tile<Real>(p).queries), BN(forward_tile<Real>(p).keys) {
     ScratchCarver carve(base);
     units = padded_units<Op>(p.head_dim);
     units_v = padded_units<Op>(p.head_dim_v);
@@ -39,6 +37,7 @@ struct ForwardScratch {
     bytes = carve.used();
   }
 
+  int64_t BM, BN;  // queries and keys of a tile
   int64_t units, units_v, lanes_v, bytes;
   Unit* rows;                         // staged Q, later staged V
   Unit* q_transposed;                 // [units][BM]
@@ -79,10 +78,9 @@ class Forward {
   using V = typename S::V;
   using Scratch = ForwardScratch<Op>;
   static constexpr int W = S::kWidth;
-  static constexpr int64_t BM = Scratch::BM, BN = Scratch::BN;
 
  public:
-  Forward(const AttnParams& params, void* scratch) : p(params), s(params, scratch) {
+  Forward(const AttnParams& params, void* scratch) : p(params), s(params, scratch), BM(s.BM), BN(s.BN) {
     scale = log2_scale<Real>(p.softmax_scale);
     if (p.has_dropout()) key = philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]));
   }
@@ -165,6 +163,7 @@ class Forward {
   template <bool kMasked, bool kDropout>
   void softmax(int64_t lane, IndexRange seen) {
     const Real infinity = std::numeric_limits<Real>::infinity();
+    const int64_t BM = s.BM;  // a copy: vector stores might change the member, for all that the compiler knows
     const V first = kMasked ? S::load(s.first_key + lane) : S::zero();
     const V last = kMasked ? S::load(s.last_key + lane) : S::zero();
     V tile_max = S::set1(-infinity);
@@ -220,6 +219,7 @@ class Forward {
 
   const AttnParams& p;
   Scratch s;
+  const int64_t BM, BN;
   Real scale;  // |softmax_scale| * log2(e); a negative sign goes into q_transposed
   PhiloxKey key{0, 0};
   int64_t batch = 0, head = 0, row0 = 0, rows = 0, lanes = 0;
@@ -228,9 +228,9 @@ class Forward {
 template <class In, class Op, class Accuracy>
 void forward(const AttnParams& p) {
   using Real = typename Op::Real;
-  constexpr int64_t BM = Tile<Real>::kQueries;
+  const int64_t BM = forward_tile<Real>(p).queries;
   const CpuExecutor& executor = *static_cast<const CpuExecutor*>(p.stream);
-  auto tiles_of = [&p](int64_t b) { return ceil_div(query_sequence(p, b).length, BM); };
+  auto tiles_of = [&](int64_t b) { return ceil_div(query_sequence(p, b).length, BM); };
   int64_t items = 0;
   for (int64_t b = 0; b < p.batch; ++b) items += tiles_of(b) * p.heads_q;
   const int64_t scratch_bytes = ForwardScratch<Op>(p, nullptr).bytes;

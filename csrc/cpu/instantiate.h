@@ -54,8 +54,13 @@ inline void backward(const AttnGradParams& p) {
 }  // namespace FLASHATTN_ISA
 
 const CpuKernels FLASHATTN_KERNELS = {
-    FLASHATTN_STRINGIFY_NAME(FLASHATTN_ISA), FLASHATTN_ISA::forward_scratch_bytes, FLASHATTN_ISA::forward,
-    FLASHATTN_ISA::backward_scratch_bytes,   FLASHATTN_ISA::backward_shared_bytes, FLASHATTN_ISA::backward,
+    FLASHATTN_STRINGIFY_NAME(FLASHATTN_ISA),
+    {FLASHATTN_ISA::Tile<float>::kQueries, FLASHATTN_ISA::Tile<float>::kKeys},
+    FLASHATTN_ISA::forward_scratch_bytes,
+    FLASHATTN_ISA::forward,
+    FLASHATTN_ISA::backward_scratch_bytes,
+    FLASHATTN_ISA::backward_shared_bytes,
+    FLASHATTN_ISA::backward,
     FLASHATTN_ISA::multiply_add_flop,
 };
 

@@ -12,6 +12,7 @@ namespace flashattn_ext {
 // All entries take the dtype from the params. Scratch sizes are bytes per worker.
 struct CpuKernels {
   const char* name;
+  CpuTile forward_tile;  // tiles.h: of fp32
   int64_t (*forward_scratch_bytes)(const AttnParams& params);
   void (*forward)(const AttnParams& params);
   int64_t (*backward_scratch_bytes)(const AttnGradParams& params);

@@ -23,6 +23,14 @@ struct Tile<double> {  // half as large in every direction that counts, for the 
   static constexpr int64_t kKeys = 64;
 };
 
+// Of the forward of one call: forced by force_cpu_tile(), or the above. The backward has constants: there, variables
+// cost 2 %.
+template <class Real>
+inline CpuTile forward_tile(const AttnParams& p) {
+  const CpuTile forced = static_cast<const CpuExecutor*>(p.stream)->forward_tile;
+  return forced.queries ? forced : CpuTile{Tile<Real>::kQueries, Tile<Real>::kKeys};
+}
+
 // Lanes that the products treat at once; masks and ranges are decided per panel of this many queries.
 template <class Op>
 constexpr int64_t kPanel = kTileVectors * Op::S::kWidth;

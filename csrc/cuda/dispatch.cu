@@ -35,8 +35,8 @@ struct Sm80 {
 
 template <class T, int kHeadDim>
 struct Sm90 {  // 16-bit types
-  static constexpr Kernels kKernels{sm90::kForwardBytes, sm90::forward<T, kHeadDim>, sm80::backward_bytes<T, kHeadDim>,
-                                    sm80::backward<T, kHeadDim>};
+  static constexpr Kernels kKernels{sm90::kForwardBytes, sm90::forward<T, kHeadDim>, sm90::backward_bytes<T, kHeadDim>,
+                                    sm90::backward<T, kHeadDim>};
 };
 template <int kHeadDim>
 struct Sm90<float, kHeadDim> : Sm80<float, kHeadDim> {};
@@ -230,9 +230,9 @@ __global__ void rng_state_kernel(int64_t* state, const RngSource source) {
   state[1] = source.offset_pointer ? *source.offset_pointer + source.offset : source.offset;
 }
 
-void write_rng_state(int64_t* state, const RngSource& source, void* stream) {
-  rng_state_kernel<<<1, 1, 0, static_cast<cudaStream_t>(stream)>>>(state, source);
-  check_launch(cudaGetLastError(), "rng_state", AttnParams());
+void write_rng_state(const AttnParams& p, const RngSource& source, int64_t* state) {
+  rng_state_kernel<<<1, 1, 0, static_cast<cudaStream_t>(p.stream)>>>(state, source);
+  check_launch(cudaGetLastError(), "rng_state", p);
 }
 
 template <template <class, int> class Architecture>

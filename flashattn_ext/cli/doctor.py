@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from .._build import REBUILD
 from .console import INSTALL_EXTRAS
@@ -121,6 +122,7 @@ def _extension(import_error: Exception | None) -> list[Finding]:
 
     info = flashattn_ext.build_info()
     findings = [Finding(f"build: {name}", _as_text(value)) for name, value in info.items()]
+    findings += [_cuda(info["backends"]), _ascend(info["backends"])]
     try:
         error = _self_check()
     except Exception as problem:  # whatever goes wrong in there is what the report is for
@@ -131,6 +133,44 @@ def _extension(import_error: Exception | None) -> list[Finding]:
     ok = error < 1e-5
     text = f"largest difference from attention_reference {error:.1e}"
     return [*findings, Finding("self-check", text, ok, "" if ok else REBUILD)]
+
+
+def _cuda(backends: list[str]) -> Finding:
+    """Whether the CUDA kernels can run; if not, what is missing of build and machine."""
+    import torch
+
+    def missing(text: str, fix: str) -> Finding:
+        return Finding("backend: cuda", text, False, fix, needed=False)
+
+    built = ", ".join(name for name in backends if name.startswith("cuda"))
+    if not built and torch.version.cuda is None:
+        return missing(
+            f"not built: torch {torch.__version__} has no CUDA",
+            f"for an NVIDIA GPU, install a CUDA build of torch and the CUDA toolkit, then {REBUILD}",
+        )
+    if not built:
+        from torch.utils.cpp_extension import CUDA_HOME
+
+        if CUDA_HOME is None or not shutil.which("nvcc", path=os.path.join(CUDA_HOME, "bin")):
+            return missing(
+                "not built: nvcc not found", f"install the CUDA toolkit {torch.version.cuda}, then {REBUILD}"
+            )
+        return missing("not built, though torch and nvcc are there", f"FLASHATTN_EXT_CUDA=1 {REBUILD}")
+    if not torch.cuda.is_available():
+        return missing(f"{built} built, but torch sees no GPU", "see whether nvidia-smi lists one; install its driver")
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    if torch.cuda.get_device_capability() < (8, 0):
+        return missing(f"{built} built; {names[0]} is too old", "a GPU of compute capability 8.0 or newer is needed")
+    return Finding("backend: cuda", f"{built} on {', '.join(names)}")
+
+
+def _ascend(backends: list[str]) -> Finding:
+    built = ", ".join(name for name in backends if name.startswith("ascend"))
+    if built:
+        return Finding("backend: ascend", built)
+    if (Path(__file__).parents[1] / "_ascend_emulator.so").exists():
+        return Finding("backend: ascend", 'no NPU; the emulator is built, use_backend("ascend-emulator") loads it')
+    return Finding("backend: ascend", "no NPU, no emulator", False, "in a checkout: make emulator", needed=False)
 
 
 def _self_check() -> float:

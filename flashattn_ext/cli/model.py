@@ -2,8 +2,8 @@
 output head.
 
 The attention is a parameter: `flashattn` is this package, `reference` its plain PyTorch formula,
-`sdpa` PyTorch's own function. All three compute the same model, so their loss curves can be
-compared.
+`sdpa` PyTorch's own function, `unfused` three steps of PyTorch with the scores in memory. All compute
+the same model, so their loss curves can be compared.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flashattn_ext
+
+from .unfused import unfused_attention
 
 VOCABULARY = 256  # bytes
 
@@ -78,11 +80,20 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink:
     return out.transpose(1, 2)
 
 
+def _unfused(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None) -> Tensor:
+    groups = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+    logit = q.new_zeros(q.shape[2]) if smooth else sink
+    out = unfused_attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=True, dropout_p=dropout_p, logit=logit)
+    return out.transpose(1, 2)
+
+
 # (q [B, S, Hq, D], k and v [B, S, Hk, D], dropout_p, smooth, sink [Hq] or None) -> [B, S, Hq, D]
 ATTENTION: dict[str, Callable[..., Tensor]] = {
     "flashattn": _flashattn,
     "sdpa": _sdpa,
     "reference": _reference,
+    "unfused": _unfused,
 }
 
 
@@ -120,9 +131,8 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        hidden = round(width * 8 / 3 / 32) * 32  # as many weights as the usual 4x MLP, rounded for the matrix units
         self.gate_up = nn.Linear(width, 2 * hidden, bias=False)
         self.out = nn.Linear(hidden, width, bias=False)
 
@@ -132,12 +142,14 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    """`mlp_width` without a value makes as many weights as the usual 4x MLP, rounded for the matrix units."""
+
+    def __init__(self, config: ModelConfig, mlp_width: int | None = None) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width)
         self.attention = Attention(config)
         self.mlp_norm = nn.RMSNorm(config.width)
-        self.mlp = SwiGLU(config.width)
+        self.mlp = SwiGLU(config.width, mlp_width or round(config.width * 8 / 3 / 32) * 32)
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from .bench_cuda import markdown_table
 from .checkpoint import atomic_path
 from .console import CommandError, require
 from .experiments import EXPERIMENTS
-from .experiments.render import shown_columns
+from .experiments.render import is_numeric, shown_columns
 from .experiments.result import Result
 
 TITLE = "Experiments with fused attention"
@@ -82,6 +82,7 @@ def sections(results: Iterable[Result], directory: Path) -> list[dict[str, objec
         {
             "result": result,
             "header": _header(result),
+            "kinds": ["number" if is_numeric(result, index) else "word" for index in shown_columns(result)],
             "lines": _lines(result),
             "picture": _data_uri(directory / f"{result.name}.png"),
         }

@@ -52,11 +52,66 @@ class TrainConfig:
     validate_every: int
 
 
-class Trainer:
-    """One run in one directory.
+class Training:
+    """A model and the steps that train it.
 
-    `train` does the steps that are left; the losses are in nats per byte.
+    The losses are in nats per byte.
     """
+
+    def __init__(self, config: TrainConfig, corpus: Corpus, device: torch.device) -> None:
+        self.config = config
+        self.device = device
+        torch.manual_seed(config.seed)
+        self.model = GPT(config.model, config.context).to(device)
+        self.optimiser = _make_optimiser(self.model, config, device)
+        self.sampler = BatchSampler(corpus.train, config.batch_size, config.context, config.seed)
+        self.validation = validation_batches(corpus.validation, config.batch_size, config.context)
+        self.step = 0
+        self.train_losses: list[float] = []  # [steps]
+        self.validation_losses: list[tuple[int, float]] = []  # (step, loss)
+
+    def one_step(self) -> float:
+        """Returns the norm of the gradient before it is clipped."""
+        rate = learning_rate(self.step, self.config)
+        for group in self.optimiser.param_groups:
+            group["lr"] = rate
+        loss = self._loss(*self.sampler.next_batch(self.device))
+        if not math.isfinite(value := loss.item()):
+            raise CommandError(f"the loss became {value} at step {self.step + 1}; try a lower --learning-rate")
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        synchronize(self.device)
+        self.train_losses.append(value)
+        self.step += 1
+        return norm.item()
+
+    def validate_when_due(self) -> None:
+        """Every `validate_every` steps, and after the last one."""
+        if self.step % self.config.validate_every == 0 or self.step == self.config.steps:
+            self.validation_losses.append((self.step, self.validate()))
+
+    def validate(self) -> float:
+        """Mean loss over the held-out windows, without dropout. Draws no random number."""
+        self.model.eval()
+        total, count = 0.0, 0
+        with torch.no_grad():
+            for windows in self.validation:
+                windows = windows.to(self.device)
+                total += self._loss(windows[:, :-1], windows[:, 1:]).item() * len(windows)
+                count += len(windows)
+        self.model.train()
+        return total / count
+
+    def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        dtype = getattr(torch, self.config.dtype)
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
+            return self.model.loss(tokens, targets)
+
+
+class Trainer(Training):
+    """One run in one directory: `train` does the steps that are left, with checkpoints."""
 
     def __init__(
         self,
@@ -66,20 +121,11 @@ class Trainer:
         directory: Path,
         console: Console,
     ) -> None:
-        self.config = config
-        self.device = device
+        super().__init__(config, corpus, device)
         self.directory = directory
         self.console = console
         self.checkpoint_path = directory / "checkpoint.pt"
-        torch.manual_seed(config.seed)
-        self.model = GPT(config.model, config.context).to(device)
-        self.optimiser = _make_optimiser(self.model, config, device)
-        self.sampler = BatchSampler(corpus.train, config.batch_size, config.context, config.seed)
-        self.validation = validation_batches(corpus.validation, config.batch_size, config.context)
-        self.step = 0
         self.seconds = 0.0  # spent in train(), summed over interruptions
-        self.train_losses: list[float] = []  # [steps]
-        self.validation_losses: list[tuple[int, float]] = []  # (step, loss)
 
     def parameter_count(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
@@ -98,9 +144,8 @@ class Trainer:
             TrainingProgress(self.console, self.config.steps, self.step) as progress,
         ):
             while self.step < self.config.steps and not stop:
-                self._one_step()
-                if self.step % self.config.validate_every == 0 or self.step == self.config.steps:
-                    self.validation_losses.append((self.step, self.validate()))
+                self.one_step()
+                self.validate_when_due()
                 self.seconds = time.perf_counter() - begin
                 if self.step % checkpoint_every == 0 or self.step == self.config.steps or stop:
                     self.save()
@@ -112,18 +157,6 @@ class Trainer:
                     peak_bytes=peak_memory_bytes(self.device),
                 )
         return stop[0] if stop and self.step < self.config.steps else 0
-
-    def validate(self) -> float:
-        """Mean loss over the held-out windows, without dropout. Draws no random number."""
-        self.model.eval()
-        total, count = 0.0, 0
-        with torch.no_grad():
-            for windows in self.validation:
-                windows = windows.to(self.device)
-                total += self._loss(windows[:, :-1], windows[:, 1:]).item() * len(windows)
-                count += len(windows)
-        self.model.train()
-        return total / count
 
     def save(self) -> None:
         state = {
@@ -157,26 +190,6 @@ class Trainer:
         self.validation_losses = [(step, loss) for step, loss in state["validation_losses"]]
         restore_random_state(state["random"], self.device)
         return True
-
-    def _one_step(self) -> None:
-        rate = learning_rate(self.step, self.config)
-        for group in self.optimiser.param_groups:
-            group["lr"] = rate
-        loss = self._loss(*self.sampler.next_batch(self.device))
-        if not math.isfinite(value := loss.item()):
-            raise CommandError(f"the loss became {value} at step {self.step + 1}; try a lower --learning-rate")
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
-        self.optimiser.step()
-        self.optimiser.zero_grad(set_to_none=True)
-        synchronize(self.device)
-        self.train_losses.append(value)
-        self.step += 1
-
-    def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        dtype = getattr(torch, self.config.dtype)
-        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
-            return self.model.loss(tokens, targets)
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -44,6 +45,7 @@ template <class Params, class... Arguments>
 void launch(void (*kernel)(const Params, Arguments...), const char* name, const Params& p, int64_t blocks, int threads,
             int shared_bytes, std::common_type_t<Arguments>... arguments) {
   if (blocks == 0) return;
+  if (blocks > std::numeric_limits<int>::max()) check_launch(cudaErrorInvalidConfiguration, name, p);
   if (shared_bytes > 48 * 1024) {
     check_launch(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), name, p);
   }

@@ -82,6 +82,8 @@ struct TensorCore {  // __half, __nv_bfloat16
   static __device__ __forceinline__ void mma(float (&d)[4], const A& a, const B& b) { ptx::mma(d, a.x, b.x, T()); }
 
   static __device__ __forceinline__ uint32_t pack(float low, float high);
+  static __device__ __forceinline__ float2 unpack(uint32_t pair);
+  static __device__ __forceinline__ uint32_t not_negative(uint32_t pair);  // 0 for negative numbers; NaN stays
   // Two neighbouring elements, 4-byte aligned.
   static __device__ __forceinline__ void store_pair(T* to, float x, float y) {
     *reinterpret_cast<uint32_t*>(to) = pack(x, y);
@@ -94,9 +96,25 @@ __device__ __forceinline__ uint32_t TensorCore<__half>::pack(float low, float hi
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 template <>
+__device__ __forceinline__ float2 TensorCore<__half>::unpack(uint32_t pair) {
+  return __half22float2(*reinterpret_cast<const __half2*>(&pair));
+}
+template <>
+__device__ __forceinline__ uint32_t TensorCore<__half>::not_negative(uint32_t pair) {
+  return ptx::max_f16x2(pair, 0);
+}
+template <>
 __device__ __forceinline__ uint32_t TensorCore<__nv_bfloat16>::pack(float low, float high) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <>
+__device__ __forceinline__ float2 TensorCore<__nv_bfloat16>::unpack(uint32_t pair) {
+  return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xFFFF0000u));
+}
+template <>
+__device__ __forceinline__ uint32_t TensorCore<__nv_bfloat16>::not_negative(uint32_t pair) {
+  return ptx::max_bf16x2(pair, 0);
 }
 
 template <>

@@ -21,6 +21,18 @@ __device__ __forceinline__ float ex2(float x) {
   return y;
 }
 
+// Of packed pairs; NaN when either is.
+__device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("max.NaN.f16x2 %0, %1, %2;\n" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+__device__ __forceinline__ uint32_t max_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t y;
+  asm("max.NaN.bf16x2 %0, %1, %2;\n" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
 // Four bytes of the eight of `low` and `high`, one for each digit of the selector; with 8 added, its sign eight times.
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
   uint32_t y;

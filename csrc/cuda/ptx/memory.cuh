@@ -21,6 +21,13 @@ __device__ __forceinline__ void ldmatrix_transposed(uint32_t (&r)[4], const void
                : "r"(shared_address(row)));
 }
 
+// The inverse, for 16-bit elements; Hopper only.
+__device__ __forceinline__ void stmatrix(void* row, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(shared_address(row)),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // 16 bytes, asynchronously; zeros when not valid: then `from` is not read.
 __device__ __forceinline__ void cp_async(void* to, const void* from, bool valid) {
   const int bytes = valid ? 16 : 0;
@@ -44,6 +51,15 @@ __device__ __forceinline__ void add_fragment(float* fragment, const float (&x)[4
 #pragma unroll
   for (int e = 0; e < 4; ++e) atomicAdd(fragment + 32 * e + lane, x[e]);
 #endif
+}
+// The same without a branch where it is not wanted; Hopper only.
+__device__ __forceinline__ void add_fragment_if(bool wanted, float* fragment, const float (&x)[4]) {
+  asm volatile(
+      "{\n.reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %5, 0;\n"
+      "@wanted red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(fragment + 4 * (threadIdx.x % 32)),
+      "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(static_cast<int>(wanted))
+      : "memory");
 }
 __device__ __forceinline__ void load_fragment(float (&x)[4], const float* fragment) {
   const int lane = threadIdx.x % 32;

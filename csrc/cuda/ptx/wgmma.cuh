@@ -32,10 +32,19 @@ __device__ __forceinline__ void hold(float (&d)[N][4]) {
 // A tile in shared memory of 128-byte rows, whose 16-byte chunks are exchanged by TMA's 128-byte swizzle: chunk c of
 // row r lies at c ^ (r % 8). `panel_bytes`: to the next 64 columns; products along rows (K-major) do not use it. The
 // tile is 1024-byte aligned; a step of 16 elements along a row adds 2 to the descriptor, one of 16 rows 128.
-__device__ __forceinline__ uint64_t swizzled_descriptor(const void* tile, int panel_bytes) {
-  constexpr uint64_t kEightRows = 1024, kSwizzle128 = 1;
-  return (shared_address(tile) >> 4 & 0x3FFF) | static_cast<uint64_t>(panel_bytes >> 4) << 16 |
-         (kEightRows >> 4) << 32 | kSwizzle128 << 62;
+struct Descriptor {
+  uint32_t low, high;  // what steps change lies in `low`: they need no 64-bit additions
+  __device__ __forceinline__ Descriptor operator+(int step) const { return {low + step, high}; }
+  __device__ __forceinline__ operator uint64_t() const {
+    uint64_t both;
+    asm("mov.b64 %0, {%1, %2};\n" : "=l"(both) : "r"(low), "r"(high));
+    return both;
+  }
+};
+__device__ __forceinline__ Descriptor swizzled_descriptor(const void* tile, int panel_bytes) {
+  constexpr uint32_t kEightRows = 1024, kSwizzle128 = 1;
+  return {(shared_address(tile) >> 4 & 0x3FFF) | static_cast<uint32_t>(panel_bytes >> 4) << 16,
+          kEightRows >> 4 | kSwizzle128 << 30};
 }
 
 // The N / 2 accumulators of a lane: as operands, and their names in the instruction.

@@ -4,8 +4,8 @@
 // for dq; otherwise both do, which allows squarer parts. The fp32 sums of dq lie in global memory.
 #pragma once
 
+#include "../common/backward_finish.cuh"
 #include "../common/keep.cuh"
-#include "backward_finish.cuh"
 #include "tiles.h"
 
 namespace flashattn_ext::sm80 {
@@ -17,7 +17,7 @@ struct Backward {
   static constexpr int kHeadDim = kHeadDimension;
   static constexpr BackwardTile kTile = backward_tile<sizeof(T), kHeadDim, kLarge>();
   static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32, kM = kTile.queries, kN = kTile.keys;
-  static constexpr int kSplits = kTile.splits, kStages = kTile.stages;
+  static constexpr int kSplits = kTile.splits, kStages = kTile.stages, kTileRows = kM;
   static constexpr int kColumns = kHeadDim / kSplits;  // of dq, dk and dv in this thread block
   static constexpr int kStride = kTileStride<T, kHeadDim>, kScoreStride = kTileStride<T, kM>;
   // One warp's part of the scores.
@@ -446,27 +446,12 @@ void launch_main(const AttnGradParams& p, const BackwardShared& shared) {
 }
 
 template <class T, int kHeadDim, bool kLarge>
-void launch_finish(const AttnGradParams& p, const BackwardShared& shared) {
-  using Kernel = Backward<T, kHeadDim, false, kLarge>;
-  const int64_t blocks = tiles(p.seqlen_q, Kernel::kM);
-  launch(dq_finish_kernel<Kernel>, "backward_finish", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
-         Kernel::kM * Kernel::kStride * Kernel::kBytes, shared, static_cast<int>(blocks));
-  if (p.dsink) launch(dsink_kernel, "backward_finish (sink)", p, p.heads_q, kSinkThreads, 0, shared);
-}
-
-template <class T, int kHeadDim, bool kLarge>
 void launch_backward(const AttnGradParams& p) {
   const BackwardShared shared = backward_shared<T, kHeadDim, kLarge>(p);
-  if (shared.rows > 0) {
-    const cudaStream_t stream = static_cast<cudaStream_t>(p.stream);
-    check_launch(cudaMemsetAsync(shared.dq, 0, static_cast<size_t>(shared.zeros), stream), "memset", p);
-  }
-  const int lanes = prepare_lanes<T>(p.head_dim_v);
-  const int64_t prepare_blocks = (p.heads_q * shared.rows * lanes + kPrepareThreads - 1) / kPrepareThreads;
-  launch(backward_prepare_kernel<T>, "backward_prepare", p, prepare_blocks, kPrepareThreads, 0, shared, lanes);
+  launch_prepare<T>(p, shared);
   p.has_dropout() ? launch_main<T, kHeadDim, true, kLarge>(p, shared)
                   : launch_main<T, kHeadDim, false, kLarge>(p, shared);
-  launch_finish<T, kHeadDim, kLarge>(p, shared);
+  launch_finish<Backward<T, kHeadDim, false, kLarge>>(p, shared);
 }
 
 template <class T, int kHeadDim>

@@ -217,6 +217,7 @@ struct Forward {
   __device__ void value_product(const typename Core::A (&weights)[kRowTiles][kSteps]) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
+      if (sizeof(T) == 4) __syncwarp();  // as above: V, split in two, needs twice the registers
 #pragma unroll
       for (int n = 0; n < kOutTiles; n += 2) {
         typename Core::B pair[2];

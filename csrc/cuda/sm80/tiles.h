@@ -17,13 +17,13 @@ struct ForwardTile {
 template <int kBytes, int kHeadDim, bool kDropout>
 constexpr ForwardTile forward_tile() {
   if (kBytes == 4) {
-    if (kHeadDim <= 64) return {4, 2, kDropout ? 64 : 32, 2};
+    if (kHeadDim <= 64) return {4, 2, kDropout ? 64 : 16, 2};
     if (kHeadDim <= 128) return {4, 2, 32, 1};
     if (kHeadDim <= 192) return {4, 1, 32, 1};
     return {2, 1, 32, 1};
   }
   if (kHeadDim <= 64) return {4, 2, 64, kDropout ? 2 : 3};
-  if (kHeadDim <= 128) return {4, 2, 64, 2};
+  if (kHeadDim <= 128) return {4, 2, kDropout ? 32 : 64, 2};
   if (kHeadDim <= 144) return {4, 2, 32, 2};
   return {4, 1, 64, 2};
 }

@@ -7,42 +7,15 @@
 #include "../common/keep.cuh"
 #include "../common/launch.cuh"
 #include "../common/rows.cuh"
-#include "../common/tensor_core.cuh"
 #include "../common/tensor_map.h"
-#include "../common/tile.cuh"
-#include "../common/vector.cuh"
-#include "../ptx/tma.cuh"
 #include "../ptx/wgmma.cuh"
+#include "pipeline.cuh"
 #include "tiles.h"
 
 namespace flashattn_ext::sm90 {
 
-constexpr int kGroupThreads = 128, kPanelColumns = 64;
-
 struct ForwardMaps {
   CUtensorMap q, k, v;
-};
-
-// How tiles are numbered: sections of heads whose keys and values stay in the L2 cache together, in a section the last
-// rows of every head first.
-struct ForwardGrid {
-  int tiles;    // of the whole call
-  int blocks;   // tiles of a sequence, as far as the host knows
-  int section;  // heads
-  int* drawn;   // tiles beyond the first of each thread block that have been taken
-};
-
-// A place in a ring of stages, and the parity of its barriers in this round.
-template <int kStages>
-struct Place {
-  int stage = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
 };
 
 template <class T, int kHeadDim, bool kDropout>
@@ -53,7 +26,6 @@ struct Forward {
   static constexpr int kStages = kTile.stages;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads, kWarps = kGroups * 4;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
-  static constexpr int kQueryBytes = kPanels * kM * 128, kKeyBytes = kPanels * kN * 128;
   static constexpr int kScoreTiles = kN / 8, kOutTiles = kHeadDim / 8, kSteps = kN / 16;
 
   // One tile of queries, as the loading warp hands it to those that compute.
@@ -91,16 +63,14 @@ struct Forward {
     uint32_t q_parity = 0, work_parity = 0;
     int key_start = 0;
 
-    __device__ void load_tiles(const ForwardGrid& grid) {
+    __device__ void load_tiles(const TileGrid& grid) {
+      const int heads = static_cast<int>(p.heads_q), all_heads = heads * static_cast<int>(p.batch);
       for (int tile = blockIdx.x; tile < grid.tiles;) {
-        const int next = draw(grid);
-        const int head_tiles = grid.section * grid.blocks, section = tile / head_tiles * grid.section;
-        const int heads = static_cast<int>(p.heads_q), index = tile % head_tiles;
-        const int section_heads = min(grid.section, heads * static_cast<int>(p.batch) - section);
-        const int head = section + index % section_heads;
+        const int next = grid.draw();
+        const auto [head, block] = grid.index(tile, all_heads);
         // The longest tiles of causal heads come first. A sequence may be longer than the host was told: then a tile
         // stands for others too.
-        int m = grid.blocks - 1 - index / section_heads;
+        int m = grid.blocks - 1 - block;
         for (Work work = start_head(head / heads, head % heads); m * kM < work.length_q; m += grid.blocks) {
           look(work, m * kM);
           publish(work);
@@ -133,41 +103,25 @@ struct Forward {
       work_parity ^= 1;
     }
 
-    // Thread blocks that are done early take more tiles.
-    static __device__ int draw(const ForwardGrid& grid) {
-      const int blocks = static_cast<int>(gridDim.x);
-      return grid.tiles > blocks ? blocks + atomicAdd(grid.drawn, 1) : grid.tiles;
-    }
-
     __device__ void load_tile(const Work& work) {
       const int batch = p.is_varlen() ? 0 : work.b, hk = work.h / static_cast<int>(p.group_size());
       auto load_keys = [&](int n) {
-        load<kN, kKeyBytes>(s.k[k.stage], s.k_full[k.stage], s.k_empty[k.stage], k.parity, maps.k, key_start + n * kN,
-                            hk, batch);
+        ptx::barrier_wait(&s.k_empty[k.stage], k.parity ^ 1);
+        load_panels(s.k[k.stage], s.k_full[k.stage], maps.k, key_start + n * kN, hk, batch);
         k.advance();
       };
       load_keys(work.last);
-      load<kM, kQueryBytes>(s.q, s.q_full, s.q_empty, q_parity, maps.q, work.query_start + work.row0, work.h, batch);
+      ptx::barrier_wait(&s.q_empty, q_parity ^ 1);
+      load_panels(s.q, s.q_full, maps.q, work.query_start + work.row0, work.h, batch);
       q_parity ^= 1;
       for (int n = work.last; n >= work.first; --n) {
         if (n > work.first) load_keys(n - 1);
-        load<kN, kKeyBytes>(s.v[v.stage], s.v_full[v.stage], s.v_empty[v.stage], v.parity, maps.v, key_start + n * kN,
-                            hk, batch);
+        ptx::barrier_wait(&s.v_empty[v.stage], v.parity ^ 1);
+        load_panels(s.v[v.stage], s.v_full[v.stage], maps.v, key_start + n * kN, hk, batch);
         v.advance();
       }
     }
   };
-
-  template <int kRows, int kBytes>
-  static __device__ void load(T (&to)[kPanels][kRows][kPanelColumns], ptx::Barrier& full, ptx::Barrier& empty,
-                              uint32_t parity, const CUtensorMap& map, int row, int head, int batch) {
-    ptx::barrier_wait(&empty, parity ^ 1);
-    ptx::barrier_arrive_expect(&full, kBytes);
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      ptx::tma_load(to[panel], &map, &full, panel * kPanelColumns, row, head, batch);
-    }
-  }
 
   // --- the warpgroups that compute --------------------------------------------------------------------------------
 
@@ -189,20 +143,10 @@ struct Forward {
         group(group),
         warp_row(uniform(static_cast<int>(threadIdx.x) / 32 - 4) * 16),
         scale(log2_scale(params.softmax_scale)),
-        negative_scale(params.softmax_scale < 0) {}
+        negative_scale(std::signbit(params.softmax_scale)) {}
 
   static __device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
   static __device__ __forceinline__ int t() { return threadIdx.x % 4; }
-  // The same in all lanes, and known to the compiler as that.
-  template <class X>
-  static __device__ __forceinline__ X uniform(X x) {
-    return __shfl_sync(~0u, x, 0);
-  }
-
-  static __device__ __forceinline__ void release(ptx::Barrier& empty) {
-    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(&empty);
-  }
-
   __device__ __forceinline__ void compute_tiles() {
     Dropout dropout = kDropout ? Dropout(p, 0) : Dropout();
     if constexpr (kDropout) dropout.key = {uniform(dropout.key.low), uniform(dropout.key.high)};
@@ -495,49 +439,8 @@ struct Forward {
         const float largest = max[r] == -infinity() ? 0.f : max[r];
         *row_statistic(p.lse, work.b, work.h, at) = empty ? -infinity() : (largest + log2f(total)) * kLn2;
       }
-      store_row(row_pointer<T>(p.out, work.b, work.h, at), r, keep / total, empty, exists);
-    }
-  }
-
-  // Four lanes hold a row, two columns of eight each: exchanged, they write 16 bytes each.
-  __device__ __forceinline__ void store_row(T* to, int r, float factor, bool empty, bool exists) const {
-    const int columns = static_cast<int>(p.head_dim_v);
-    const bool aligned = reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0;
-#pragma unroll
-    for (int n = 0; n < kOutTiles; n += 4) {
-      uint32_t words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float (&tile)[4] = out[n + i < kOutTiles ? n + i : n];
-        words[i] = empty ? 0 : TensorCore<T>::pack(tile[2 * r] * factor, tile[2 * r + 1] * factor);
-      }
-      transpose_quad(words);
-      const int column = (n + t()) * 8;
-      if (!exists || column >= columns) continue;
-      const uint4 vector = make_uint4(words[0], words[1], words[2], words[3]);
-      if (aligned && column + 8 <= columns) {
-        *reinterpret_cast<uint4*>(to + column) = vector;
-      } else if (column + 8 <= columns) {
-        store_unaligned(to + column, vector);
-      } else {
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          if (column + e < columns) to[column + e] = reinterpret_cast<const T*>(words)[e];
-        }
-      }
-    }
-  }
-  // Lane t of four gets word t of each of them, in their order.
-  static __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
-#pragma unroll
-    for (int step = 1; step <= 2; step *= 2) {
-      const bool upper = threadIdx.x & step;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i & step) continue;
-        const uint32_t received = __shfl_xor_sync(~0u, upper ? x[i] : x[i + step], step);
-        (upper ? x[i] : x[i + step]) = received;
-      }
+      store_row(row_pointer<T>(p.out, work.b, work.h, at), out, r, keep / total, empty, exists,
+                static_cast<int>(p.head_dim_v));
     }
   }
 };
@@ -545,7 +448,7 @@ struct Forward {
 template <class T, int kHeadDim, bool kDropout>
 __global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads, 1)
     forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ ForwardMaps maps,
-                   const __grid_constant__ ForwardGrid grid) {
+                   const __grid_constant__ TileGrid grid) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Kernel = Forward<T, kHeadDim, kDropout>;
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -574,7 +477,7 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads, 1)
     if (threadIdx.x == 0) typename Kernel::Loader{s, p, maps}.load_tiles(grid);
   } else {
     ptx::take_registers<Kernel::kRegisters.consumer>();
-    Kernel(s, p, Kernel::uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
+    Kernel(s, p, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
   }
 #endif
 }
@@ -600,7 +503,7 @@ void launch_forward(const AttnParams& p) {
                          tensor_map(p.v, bfloat16, p.head_dim_v, rows_k, p.heads_k, batch, Kernel::kN)};
   const int64_t blocks = tiles(p.seqlen_q, Kernel::kM), heads = p.batch * p.heads_q, all = blocks * heads;
   int* const drawn = static_cast<int*>(p.workspace);
-  const ForwardGrid grid{static_cast<int>(all), static_cast<int>(blocks), static_cast<int>(section_heads(p)), drawn};
+  const TileGrid grid{static_cast<int>(all), static_cast<int>(blocks), static_cast<int>(section_heads(p)), drawn};
   const int64_t processors = multiprocessors();
   if (all > processors) {
     check_launch(cudaMemsetAsync(drawn, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);

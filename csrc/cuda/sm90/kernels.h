@@ -15,4 +15,10 @@ constexpr size_t kForwardBytes = 64;  // of workspace: the counter of tiles
 template <class T, int kHeadDim>
 void forward(const AttnParams& p);
 
+// The same, and of out and dout; rows of dq, dk and dv may lie anywhere.
+template <class T, int kHeadDim>
+size_t backward_bytes(const AttnGradParams& p);
+template <class T, int kHeadDim>
+void backward(const AttnGradParams& p);
+
 }  // namespace flashattn_ext::sm90

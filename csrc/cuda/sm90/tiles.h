@@ -23,6 +23,21 @@ constexpr ForwardTile forward_tile() {
   return {2, 64, 2};
 }
 
+// Up to 128: two warpgroups with 64 keys each. Above, one for each of dv, dk and dq.
+struct BackwardTile {
+  int keys;
+  int queries;     // of a step
+  int stages;      // of queries
+  int key_stages;  // of keys and values: with two, the next tile's arrive while this one's are in use
+};
+
+template <int kHeadDim>
+constexpr BackwardTile backward_tile() {
+  if (kHeadDim <= 64) return {128, 128, 2, 2};
+  if (kHeadDim <= 128) return {128, 64, 3, 1};
+  return {64, 64, 2, 1};
+}
+
 // Registers of a thread: 64 Ki in all, given out in eights. What the block starts with, what the producer keeps and
 // what a computing warpgroup gets.
 struct RegisterBudget {
@@ -32,6 +47,15 @@ struct RegisterBudget {
 constexpr RegisterBudget register_budget(int groups) {
   return groups == 3 ? RegisterBudget{32, 160} : RegisterBudget{40, 232};
 }
+constexpr RegisterBudget kBackwardRegisters{24, 240};
+
+// Of the backward of head dims above 128: for the warpgroups that load, of dv and of dk, and of dq.
+struct WideRegisterBudget {
+  int loader;
+  int keys;
+  int queries;
+};
+constexpr WideRegisterBudget kWideBackwardRegisters{24, 208, 72};
 
 constexpr int kSharedLimit = 227 * 1024;
 

@@ -31,6 +31,12 @@ EXPERIMENTS = {
     "alignment": "head sizes that are not multiples of 8 beside those that are",
     "dtypes": "time and error of fp32, fp16 and bf16",
     "memory": "peak memory over sequence length",
+    "traffic": "bytes read from and written to off-chip memory",
+    "tiles": "tile sizes of the forward",
+    "profile": "profiler traces of one call, fused and unfused",
+    "llama": "decoder layers as in LLaMA-13B: step time, tokens per second, memory",
+    "dropout": "training with dropout, beside unfused attention",
+    "smooth": "training with plain softmax, smooth softmax and a learned sink",
 }
 
 
@@ -70,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     names = list(EXPERIMENTS) if arguments.name == "all" else [arguments.name]
     failed = []
     with progress(console=console, transient=True) as bar:
-        context = Context(device, quick=arguments.quick)
+        context = Context(device, quick=arguments.quick, out=out)
         for name in bar.track(names, description="experiments"):
             context.track = _tracker(bar, name)
             result = run_experiment(name, context)
@@ -95,6 +101,8 @@ def run_experiment(name: str, context: Context, sizes: Any = None) -> Result:
 
     module = importlib.import_module(f".{name}", __package__)
     torch.manual_seed(0)
+    if context.device.type == "cuda":
+        torch.cuda.empty_cache()  # what an earlier one left: another process may need it
     try:
         result = module.measure(context, sizes or module.sizes_for(context))
     except Exception as error:  # whatever it was, the other experiments go on

@@ -5,9 +5,9 @@ compared.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from ..bench_cpu import BACKWARD_WORK, DTYPES
 from ..bench_cuda import burst_ms, launches_for
 from ..devices import synchronize
 from ..timing import Timing, time_interleaved, wall_clock
+from ..unfused import unfused_attention
 from .result import Cell, Column, Result
 
 FORWARD, BOTH = "forward", "forward+backward"
@@ -31,10 +32,11 @@ CPU_ROUNDS, CPU_QUICK_ROUNDS = 5, 3
 
 @dataclass
 class Context:
-    """One run of experiments. `track` shows how far along a sequence of steps is."""
+    """One run of experiments. `track` shows how far along a sequence of steps is; `out` takes traces."""
 
     device: torch.device
     quick: bool
+    out: Path | None = None
     track: Callable[[Iterable[Any]], Iterable[Any]] = iter
     _products: dict[tuple[str, int], tuple[Timing | None, str]] = field(default_factory=dict)
 
@@ -51,11 +53,15 @@ class Context:
         return torch.randn(shape, device=self.device, dtype=DTYPES[dtype], requires_grad=requires_grad)
 
     def time(
-        self, calls: Mapping[str, Callable[[], object]], inputs: Sequence[Tensor], failures: dict[str, str]
+        self,
+        calls: Mapping[str, Callable[[], object]],
+        inputs: Sequence[Tensor],
+        failures: dict[str, str],
+        rounds: int | None = None,
     ) -> dict[str, Timing]:
         """Times calls that take turns, with new random numbers in `inputs` every round.
 
-        What raises has its reason in `failures` and no timing.
+        What raises has its reason in `failures` and no timing. `rounds` is for long calls: so many, and no more.
         """
 
         def refresh() -> None:
@@ -64,11 +70,13 @@ class Context:
                     t.normal_()
             synchronize(self.device)
 
-        budget_s, rounds = 0.0, CUDA_QUICK_ROUNDS if self.quick else CUDA_ROUNDS
+        budget_s, least = 0.0, CUDA_QUICK_ROUNDS if self.quick else CUDA_ROUNDS
         if self.on_cpu:
-            budget_s, rounds = (CPU_QUICK_SECONDS, CPU_QUICK_ROUNDS) if self.quick else (CPU_SECONDS, CPU_ROUNDS)
+            budget_s, least = (CPU_QUICK_SECONDS, CPU_QUICK_ROUNDS) if self.quick else (CPU_SECONDS, CPU_ROUNDS)
+        if rounds is not None:
+            budget_s, least = 0.0, rounds
         return time_interleaved(
-            calls, budget_s=budget_s, min_rounds=rounds, clock=self._clock(), refresh=refresh, failures=failures
+            calls, budget_s=budget_s, min_rounds=least, clock=self._clock(), refresh=refresh, failures=failures
         )
 
     def _clock(self) -> Callable[[Callable[[], object]], float]:
@@ -97,8 +105,9 @@ class Context:
 
 def event_clock(call: Callable[[], object]) -> float:
     """Seconds of the GPU alone, between two events around a burst of calls as long as bench cuda's."""
-    launches = launches_for(burst_ms(call, 1))
-    return burst_ms(call, launches) / launches * 1e-3
+    first_ms = burst_ms(call, 1)
+    launches = launches_for(first_ms)
+    return (burst_ms(call, launches) / launches if launches > 1 else first_ms) * 1e-3
 
 
 def synchronized_clock(device: torch.device, call: Callable[[], object]) -> float:
@@ -119,19 +128,7 @@ def ours(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def unfused(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Attention as three steps of plain PyTorch, each with the S x S matrix in memory.
-
-    The scale goes to the smaller tensor, and the mask is made beforehand: both favour it.
-    """
-    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
-    if causal:
-        scores = scores.masked_fill(hidden_scores(q.shape[-2], q.device), -math.inf)
-    return scores.softmax(-1) @ v
-
-
-@functools.lru_cache(maxsize=1)
-def hidden_scores(S: int, device: torch.device) -> Tensor:
-    return torch.ones(S, S, dtype=torch.bool, device=device).triu(1)
+    return unfused_attention(q, k, v, causal=causal)
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -227,6 +224,8 @@ def size_notes(sizes: Any, gpu_sizes: Any) -> list[str]:
     """What was measured, and what a GPU measures where that is something else."""
 
     def text(value: Any) -> str:
+        if value is None:
+            return "as many as fit"
         if isinstance(value, tuple):
             return " ".join("x".join(map(str, item)) if isinstance(item, tuple) else str(item) for item in value)
         return str(value)

@@ -6,24 +6,20 @@ its resident memory.
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 
 from ..bench_cuda import peak_extra_bytes
-from ..devices import peak_memory_bytes
-from ..timing import one_line, reported
-from .context import OURS, PASSES, UNFUSED, Context, Inputs, hidden_scores, of_passes, remark, scaled, size_notes
+from ..timing import reported
+from ..unfused import hidden_scores
+from .context import OURS, PASSES, UNFUSED, Context, Inputs, of_passes, remark, scaled, size_notes
+from .own_process import growth_in_own_process
 from .result import Cell, Column, Comparison, Plot, Result
 
 NAMES = (OURS, UNFUSED)
 MIB = 1 << 20
-CHILD_LIMIT_S = 600
 WARM_UP_S = 64  # the sequence length of a first call, which loads libraries and starts threads
 
 
@@ -95,7 +91,7 @@ def _row(context: Context, sizes: Sizes, direction: str, S: int) -> list[Cell]:
 
 def _peak_bytes(context: Context, sizes: Sizes, name: str, direction: str, S: int) -> int:
     if context.on_cpu:
-        return in_own_process(sizes, name, direction, S, torch.get_num_threads())
+        return growth_in_own_process(_call_of_own_process, sizes, name, direction, S)
     if context.device.type != "cuda":
         raise NotImplementedError(f"no allocator statistics of {context.device.type} are read yet")
     call = Inputs.random(context, (sizes.B, sizes.H, S, sizes.D), sizes.dtype).call(name, direction, causal=True)
@@ -104,59 +100,11 @@ def _peak_bytes(context: Context, sizes: Sizes, name: str, direction: str, S: in
     return peak_extra_bytes(call)
 
 
-# On the CPU
-
-
-def in_own_process(sizes: Sizes, name: str, direction: str, S: int, threads: int) -> int:
-    """The growth of a fresh process during one call, in bytes.
-
-    The process is forked off a server that has imported PyTorch and computed nothing.
-    """
-    if sys.platform == "win32":
-        raise NotImplementedError("the peak of resident memory is not read on Windows")
-    processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload([__name__])
-    receiver, sender = processes.Pipe(duplex=False)
-    process = processes.Process(target=_child, args=(sender, sizes, name, direction, S, threads), daemon=True)
-    process.start()
-    sender.close()
-    try:
-        answer = receiver.recv() if receiver.poll(CHILD_LIMIT_S) else f"no answer within {CHILD_LIMIT_S} s"
-    except EOFError:
-        process.join()
-        answer = f"its process ended with {process.exitcode}; out of memory?"
-    finally:
-        process.kill()
-        process.join()
-    if isinstance(answer, str):
-        raise RuntimeError(answer)
-    return answer
-
-
-def _child(sender: Connection, sizes: Sizes, name: str, direction: str, S: int, threads: int) -> None:
-    """Sends the growth in bytes, or what went wrong."""
-    try:
-        torch.set_num_threads(threads)
-        sender.send(_growth_bytes(sizes, name, direction, S))
-    except Exception as error:
-        sender.send(one_line(error))
-
-
-def _growth_bytes(sizes: Sizes, name: str, direction: str, S: int) -> int:
+def _call_of_own_process(sizes: Sizes, name: str, direction: str, S: int) -> Callable[[], object]:
     context = Context(torch.device("cpu"), quick=True)
     warm_up = Inputs.random(context, (sizes.B, sizes.H, min(S, WARM_UP_S), sizes.D), sizes.dtype)
     warm_up.call(name, direction, causal=True)()
     call = Inputs.random(context, (sizes.B, sizes.H, S, sizes.D), sizes.dtype).call(name, direction, causal=True)
     if name == UNFUSED:
         hidden_scores(S, context.device)
-    before = _resident_bytes()
-    call()
-    return max(0, peak_memory_bytes(context.device) - before)
-
-
-def _resident_bytes() -> int:
-    """What the process holds now; where the system does not tell, the most that it ever held."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return peak_memory_bytes(torch.device("cpu"))
+    return call

@@ -13,6 +13,8 @@ from .result import Plot, Result
 if TYPE_CHECKING:
     from rich.console import Console
 
+MARKED_POINTS = 12  # curves of more are drawn without markers
+
 
 def print_result(result: Result, console: Console) -> None:
     """The table, the article's figures, the notes; an empty column is left out."""
@@ -21,8 +23,8 @@ def print_result(result: Result, console: Console) -> None:
         columns = shown_columns(result)
         table = require("rich.table").Table(title=text(f"{result.name}: {result.title}"))
         for index in columns:
-            numeric = any(isinstance(row[index], (int, float)) for row in result.rows)
-            table.add_column(text(result.columns[index].heading), justify="right" if numeric else "left")
+            justify = "right" if is_numeric(result, index) else "left"
+            table.add_column(text(result.columns[index].heading), justify=justify)
         for line in result.texts():
             table.add_row(*(text(line[index]) for index in columns))
         console.print(table)
@@ -33,6 +35,10 @@ def print_result(result: Result, console: Console) -> None:
     if result.error:
         console.print(text(f"{result.name} failed: {result.error}", style="red"))
     console.print()
+
+
+def is_numeric(result: Result, index: int) -> bool:
+    return any(isinstance(row[index], (int, float)) for row in result.rows)
 
 
 def shown_columns(result: Result) -> list[int]:
@@ -54,11 +60,12 @@ def write_plot(result: Result, path: Path) -> None:
     require("matplotlib").use("Agg")
     pyplot = require("matplotlib.pyplot")
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    (_draw_lines if result.plot.kind == "line" else _draw_bars)(axes, result.plot)
+    {"line": _draw_lines, "bar": _draw_bars, "timeline": _draw_timeline}[result.plot.kind](axes, result.plot)
     device = result.machine.get("device", "")
     axes.set(xlabel=result.plot.x, ylabel=result.plot.y, title=f"{result.title}\n{device}")
     axes.grid(alpha=0.3)
-    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    if result.plot.kind != "timeline":
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
@@ -67,10 +74,15 @@ def write_plot(result: Result, path: Path) -> None:
 def _draw_lines(axes: Any, plot: Plot) -> None:
     for label, points in plot.series.items():
         if points:
-            axes.plot(*zip(*points, strict=True), marker="o", label=label)
+            marker = "o" if len(points) <= MARKED_POINTS else None
+            [curve] = axes.plot(*zip(*points, strict=True), marker=marker, label=label)
+            if plot.bands.get(label):
+                axes.fill_between(
+                    *zip(*plot.bands[label], strict=True), color=curve.get_color(), alpha=0.2, linewidth=0
+                )
     if "y" in plot.log:
         axes.set_yscale("log")
-    else:
+    elif not plot.bands:  # losses have no use for a zero
         axes.set_ylim(bottom=0)
     if "x" in plot.log:
         axes.set_xscale("log", base=2)
@@ -86,3 +98,11 @@ def _draw_bars(axes: Any, plot: Plot) -> None:
         offset = (number - (len(plot.series) - 1) / 2) * width
         axes.bar([groups.index(x) + offset for x, _ in points], [y for _, y in points], width, label=label)
     axes.set_xticks(range(len(groups)), groups)
+
+
+def _draw_timeline(axes: Any, plot: Plot) -> None:
+    """A row for each label, the first on top; an edge between neighbours that touch."""
+    for row, points in enumerate(plot.series.values()):
+        axes.broken_barh(points, (row - 0.35, 0.7), facecolors=f"C{row}", edgecolor="white", linewidth=1)
+    axes.set_yticks(range(len(plot.series)), list(plot.series))
+    axes.invert_yaxis()

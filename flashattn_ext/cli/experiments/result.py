@@ -40,13 +40,18 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Plot:
-    """Curves over numbers ("line") or groups of bars over words ("bar"): label -> [(x, y), ...]."""
+    """Curves over numbers ("line"), groups of bars over words ("bar"): label -> [(x, y), ...]; or what runs
+    when ("timeline"): label -> [(start, duration), ...].
+
+    `bands` are areas around curves of the same label: [(x, low, high), ...].
+    """
 
     kind: str
     x: str
     y: str
     series: dict[str, list[tuple[Any, float]]]
     log: str = ""  # the axes with a logarithmic scale: "", "x", "y" or "xy"
+    bands: dict[str, list[tuple[Any, float, float]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -99,6 +104,10 @@ class Result:
         fields["columns"] = [Column(**column) for column in fields["columns"]]
         fields["comparisons"] = [Comparison(**comparison) for comparison in fields["comparisons"]]
         if fields["plot"]:
-            series = {label: [tuple(point) for point in points] for label, points in fields["plot"]["series"].items()}
-            fields["plot"] = Plot(**{**fields["plot"], "series": series})
+            plot = fields["plot"]
+            points = {
+                name: {label: [tuple(point) for point in curve] for label, curve in plot[name].items()}
+                for name in ("series", "bands")
+            }
+            fields["plot"] = Plot(**{**plot, **points})
         return cls(**fields)

@@ -3,11 +3,11 @@
 #pragma once
 
 #include "../../dropout.h"
-#include "../common/launch.cuh"
-#include "../common/rows.cuh"
-#include "../common/tile.cuh"
+#include "launch.cuh"
+#include "rows.cuh"
+#include "tile.cuh"
 
-namespace flashattn_ext::sm80 {
+namespace flashattn_ext {
 
 // What the stages of one backward call share, in the workspace. Per-row arrays are [Hq][all rows of the call]. Query
 // tiles end at sequence ends, so that packed sequences may have one partial tile each.
@@ -15,6 +15,7 @@ struct BackwardShared {
   float *delta, *lse;             // lse in units of log2, +inf for rows that see nothing
   float* dq;                      // [Hq][query tiles][floats of a tile], in the order of the main stage's accumulators
   int* turns;                     // deterministic: [Hq][query tiles][splits], how many key tiles have added to dq
+  int* drawn;                     // key tiles that thread blocks have taken beyond their first
   float score_scale, keep_scale;  // of the scores, in units of log2 and signed; of what dropout keeps
   int64_t rows, tile_rows, tile_floats, tiles, splits;
   int64_t zeros;  // bytes from dq on that the main stage wants to be zero
@@ -37,6 +38,7 @@ struct BackwardShared {
     lse = reinterpret_cast<float*>(take(p.heads_q * rows * 4));
     dq = reinterpret_cast<float*>(take(p.heads_q * tiles * tile_floats * 4));
     turns = reinterpret_cast<int*>(take(p.deterministic ? p.heads_q * tiles * splits * 4 : 0));
+    drawn = reinterpret_cast<int*>(take(sizeof(int)));
     zeros = next - reinterpret_cast<char*>(dq);
     bytes = next - static_cast<char*>(p.workspace);
   }
@@ -88,4 +90,14 @@ __global__ void __launch_bounds__(kPrepareThreads)
   shared.lse[index] = lse == -infinity() ? infinity() : lse * kLog2E;
 }
 
-}  // namespace flashattn_ext::sm80
+// Runs the stage, and zeroes what the main stage adds to.
+template <class T>
+void launch_prepare(const AttnGradParams& p, const BackwardShared& shared) {
+  const cudaStream_t stream = static_cast<cudaStream_t>(p.stream);
+  check_launch(cudaMemsetAsync(shared.dq, 0, static_cast<size_t>(shared.zeros), stream), "memset", p);
+  const int lanes = prepare_lanes<T>(p.head_dim_v);
+  const int64_t blocks = (p.heads_q * shared.rows * lanes + kPrepareThreads - 1) / kPrepareThreads;
+  launch(backward_prepare_kernel<T>, "backward_prepare", p, blocks, kPrepareThreads, 0, shared, lanes);
+}
+
+}  // namespace flashattn_ext

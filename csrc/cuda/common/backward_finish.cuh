@@ -4,40 +4,43 @@
 
 #include "backward_prepare.cuh"
 
-namespace flashattn_ext::sm80 {
+namespace flashattn_ext {
 
-// Main: the main stage (backward.cuh), in whose accumulators' order the sums lie.
-template <class Main>
-__global__ void __launch_bounds__(Main::kThreads)
+// Sums: of the main stage (backward.cuh of either architecture), in whose accumulators' order they lie. A thread block
+// takes kM rows, that are kM / kTileRows tiles of BackwardShared.
+template <class Sums>
+__global__ void __launch_bounds__(Sums::kThreads)
     dq_finish_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardShared shared,
                      int blocks) {
-  using T = typename Main::Element;
+  using T = typename Sums::Element;
   extern __shared__ __align__(16) unsigned char memory[];
   T* const tile = reinterpret_cast<T*>(memory);
   const int head = blockIdx.x / blocks, heads = static_cast<int>(p.heads_q), b = head / heads, h = head % heads;
   const Sequence queries = query_sequence(p, b);
   const float scale = static_cast<float>(p.softmax_scale);
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  for (int64_t m = blockIdx.x % blocks; m * Main::kM < queries.length; m += blocks) {
-    const int64_t index = h * shared.tiles + shared.first_tile(p, b, queries) + m;
+  for (int64_t m = blockIdx.x % blocks; m * Sums::kM < queries.length; m += blocks) {
+    const int64_t index = h * shared.tiles + shared.first_tile(p, b, queries) + m * (Sums::kM / Sums::kTileRows);
 #pragma unroll
-    for (int split = 0; split < Main::kSplits; ++split) {
+    for (int split = 0; split < Sums::kSplits; ++split) {
 #pragma unroll
-      for (int i = 0; i < Main::kQueryRowTiles; ++i) {
+      for (int i = 0; i < Sums::kQueryRowTiles; ++i) {
 #pragma unroll
-        for (int c = 0; c < Main::kQueryColumnTiles; ++c) {
-          float x[4];
-          ptx::load_fragment(x, Main::dq_fragment(shared, index, split, i, c));
-          T* to = tile + (Main::query_row() + i * 16 + g) * Main::kStride + Main::query_column(split) + c * 8 + 2 * t;
+        for (int c = 0; c < Sums::kQueryColumnTiles; ++c) {
+          float x[4] = {};
+          if (m * Sums::kM + Sums::query_row() + i * 16 < queries.length) {
+            ptx::load_fragment(x, Sums::dq_fragment(shared, index, split, i, c));
+          }
+          T* to = tile + (Sums::query_row() + i * 16 + g) * Sums::kStride + Sums::query_column(split) + c * 8 + 2 * t;
           TensorCore<T>::store_pair(to, x[0] * scale, x[1] * scale);
-          TensorCore<T>::store_pair(to + 8 * Main::kStride, x[2] * scale, x[3] * scale);
+          TensorCore<T>::store_pair(to + 8 * Sums::kStride, x[2] * scale, x[3] * scale);
         }
       }
     }
     __syncthreads();
-    store_tile<T, Main::kM, Main::kHeadDim, Main::kThreads>(
-        row_pointer<T>(p.dq, b, h, queries.start + m * Main::kM), p.dq.row_stride, tile,
-        static_cast<int>(min(int64_t{Main::kM}, queries.length - m * Main::kM)), static_cast<int>(p.head_dim));
+    store_tile<T, Sums::kM, Sums::kHeadDim, Sums::kThreads>(
+        row_pointer<T>(p.dq, b, h, queries.start + m * Sums::kM), p.dq.row_stride, tile,
+        static_cast<int>(min(int64_t{Sums::kM}, queries.length - m * Sums::kM)), static_cast<int>(p.head_dim));
     __syncthreads();
   }
 }
@@ -64,4 +67,12 @@ static __global__ void __launch_bounds__(kSinkThreads)
   if (threadIdx.x == 0) static_cast<float*>(p.dsink)[h] = static_cast<float>(part[0]);
 }
 
-}  // namespace flashattn_ext::sm80
+template <class Sums>
+void launch_finish(const AttnGradParams& p, const BackwardShared& shared) {
+  const int64_t blocks = tiles(p.seqlen_q, Sums::kM);
+  launch(dq_finish_kernel<Sums>, "backward_finish", p, blocks * p.batch * p.heads_q, Sums::kThreads,
+         Sums::kM * Sums::kStride * static_cast<int>(sizeof(typename Sums::Element)), shared, static_cast<int>(blocks));
+  if (p.dsink) launch(dsink_kernel, "backward_finish (sink)", p, p.heads_q, kSinkThreads, 0, shared);
+}
+
+}  // namespace flashattn_ext

@@ -1,0 +1,218 @@
+"""Tile sizes of the forward: what each really takes, and which do not fit.
+
+On the CPU the tile is a parameter. On CUDA it is compiled in, because scores and results lie in registers.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+import flashattn_ext
+from flashattn_ext import _C
+
+from ..bench_cpu import DTYPES
+from ..timing import Timing
+from .ascend import CORES, count_forward
+from .context import (
+    FORWARD,
+    NOT_MEASURED,
+    OURS,
+    Context,
+    Inputs,
+    ratio,
+    share,
+    size_notes,
+    time_cells,
+    time_columns,
+)
+from .result import Cell, Column, Comparison, Plot, Result
+
+KIB, MIB = 1 << 10, 1 << 20
+TILE, TO_DEFAULT, SCRATCH = "queries x keys", "time to default", "memory of a tile"
+L2_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    B: int
+    H: int
+    S: int
+    D: int
+    dtype: str
+    tiles: tuple[int, ...]
+
+
+GPU_SIZES = Sizes(4, 32, 4096, 128, "fp16", (64, 128, 256, 512))
+
+
+def sizes_for(context: Context) -> Sizes:
+    if context.on_cpu:
+        return Sizes(1, 4, 1024 if context.quick else 2048, 64, context.dtype, GPU_SIZES.tiles)
+    return Sizes(4, 32, 1024, 128, context.dtype, GPU_SIZES.tiles) if context.quick else GPU_SIZES
+
+
+def measure(context: Context, sizes: Sizes) -> Result:
+    columns = [
+        Column(TILE),
+        *time_columns(["time"]),
+        Column(TO_DEFAULT, "x", ".3f"),
+        Column("tiles"),
+        Column("k and v read", "MiB", ".1f"),
+        Column(SCRATCH, "KiB", ".0f"),
+        Column("of what there is", "%", ".0f"),
+        Column("remark"),
+    ]
+    result = Result("tiles", "Tile sizes, full attention, forward", columns, notes=size_notes(sizes, GPU_SIZES))
+    if context.on_cpu:
+        _measure_cpu(context, sizes, result)
+    elif context.device.type == "cuda":
+        _measure_cuda(context, sizes, result)
+    result.rows.append(_row_of_emulator(sizes))
+    result.notes.append(
+        "tiles: all pairs of a query tile and a key tile. k and v read: once for each query tile, which is what moves if no cache keeps "
+        "them; by arithmetic, but counted by the Ascend emulator"
+    )
+    result.plot = Plot("bar", TILE, TO_DEFAULT, {OURS: result.points(TILE, TO_DEFAULT)})
+    result.comparisons = [Comparison("best tile", "512, by an estimate", quickest(result))]
+    return result
+
+
+def _row(
+    sizes: Sizes,
+    name: str,
+    shape: tuple[int, int] | None,
+    timings: Mapping[str, Timing],
+    default: str,
+    scratch: int | None = None,
+    capacity: int | None = None,
+    why: str = "",
+) -> list[Cell]:
+    """`shape` is None where the backend does not tell."""
+    tiles = moved = None
+    if shape:
+        query_tiles, key_tiles = (math.ceil(sizes.S / length) for length in shape)
+        tiles = sizes.B * sizes.H * query_tiles * key_tiles
+        moved = sizes.B * sizes.H * query_tiles * sizes.S * 2 * sizes.D * DTYPES[sizes.dtype].itemsize / MIB
+    return [
+        name,
+        *time_cells({"time": timings[name]} if name in timings else {}, ["time"]),
+        ratio(timings, name, default),
+        tiles,
+        moved,
+        None if scratch is None else scratch / KIB,
+        share(scratch, capacity),
+        why,
+    ]
+
+
+def quickest(result: Result) -> str:
+    """The tile with the least median, and whether that is more than chance."""
+    times = result.points(TILE, "time")
+    if not times:
+        return NOT_MEASURED
+    tile, best = min(times, key=lambda point: point[1])
+    spread = best * max(spread for _, spread in result.points(TILE, "time spread")) / 100
+    default, time = times[0]
+    doubt = f", but {default} is no slower than the spread of the calls" if 0 < time - best < spread else ""
+    return f"{tile}, measured{doubt}"
+
+
+def _row_of_emulator(sizes: Sizes) -> list[Cell]:
+    name = "Ascend emulator"
+    try:
+        counts = count_forward(sizes.B, sizes.H, sizes.S, sizes.D, causal=False)
+    except FileNotFoundError as error:
+        return [name, *[None] * 7, str(error)]
+    moved = counts.read - sizes.B * sizes.H * sizes.S * sizes.D * 2
+    why = f"{counts.cycles:.0f} cycles of {CORES} cores, modelled, in fp16; only one tiling is compiled (ascend_c/tiles.h)"
+    return [name, *[None] * 4, moved / MIB, None, None, why]
+
+
+# On the CPU
+
+
+def _measure_cpu(context: Context, sizes: Sizes, result: Result) -> None:
+    default = " x ".join(map(str, _C.cpu_tile())) + " (default)"
+    shapes = {default: (0, 0), **{f"{tile} x {tile}": (tile, tile) for tile in sizes.tiles}}
+    inputs = Inputs.random(context, (sizes.B, sizes.H, sizes.S, sizes.D), sizes.dtype)
+    call = inputs.call(OURS, FORWARD, causal=False)
+    failures: dict[str, str] = {}
+    cache = l2_bytes()
+    for _ in context.track(["all take turns"]):
+        timings = context.time(
+            {name: functools.partial(with_tile, shape, call) for name, shape in shapes.items()}, inputs.all, failures
+        )
+    for name, shape in shapes.items():
+        used = with_tile(shape, _C.cpu_tile)
+        scratch = with_tile(shape, functools.partial(_C.cpu_scratch_bytes, sizes.D))
+        result.rows.append(_row(sizes, name, used, timings, default, scratch, cache, failures.get(name, "")))
+    size = f"the {cache // KIB} KiB of a core's L2 cache" if cache else "a core's L2 cache, of unknown size here"
+    result.notes.append(
+        f"{SCRATCH}: scratch of one thread, for q, k, v, scores and results, beside {size}. The backward has one tile, compiled in"
+    )
+
+
+def with_tile(shape: tuple[int, int], call: Callable[[], T]) -> T:
+    """A call with tiles of other sizes; (0, 0) are the default ones."""
+    _C.force_cpu_tile(*shape)
+    try:
+        return call()
+    finally:
+        _C.force_cpu_tile(0, 0)
+
+
+def l2_bytes() -> int | None:
+    """Of one core, where Linux tells."""
+    try:
+        text = L2_SIZE.read_text().strip()
+    except OSError:
+        return None
+    return int(text[:-1]) * KIB if text.endswith("K") else None
+
+
+# On CUDA
+
+
+def _measure_cuda(context: Context, sizes: Sizes, result: Result) -> None:
+    backends = [name for name in flashattn_ext.build_info()["backends"] if name.startswith("cuda")]
+    inputs = Inputs.random(context, (sizes.B, sizes.H, sizes.S, sizes.D), sizes.dtype)
+    call = inputs.call(OURS, FORWARD, causal=False)
+    failures: dict[str, str] = {}
+    for _ in context.track(["all take turns"]):
+        timings = context.time(
+            {name: functools.partial(_with_backend, name, call) for name in backends}, inputs.all, failures
+        )
+    result.rows += [_row(sizes, name, None, timings, backends[0], why=failures.get(name, "")) for name in backends]
+    properties = torch.cuda.get_device_properties(context.device)
+    result.rows += [fit_on_gpu(sizes, tile, properties) for tile in sizes.tiles]
+    result.notes += [
+        "compiled alternatives: the backends, beside the one that is chosen here. Each has one tile for a head size, chosen by "
+        "measurement (csrc/cuda/*/tiles.h); a kernel's scores and results lie in registers, so another tile is another kernel to compile",
+        f"{SCRATCH}: shared memory of a tile of q and one of k and v, beside what a thread block can have",
+    ]
+
+
+def _with_backend(name: str, call: Callable[[], T]) -> T:
+    with flashattn_ext.use_backend(name):
+        return call()
+
+
+def fit_on_gpu(sizes: Sizes, tile: int, properties: Any) -> list[Cell]:
+    """Whether a square tile fits a thread block."""
+    shared = 3 * tile * sizes.D * DTYPES[sizes.dtype].itemsize
+    needs = {
+        "shared memory": (shared, properties.shared_memory_per_block_optin),
+        "registers, for fp32 scores and results": (4 * tile * (tile + sizes.D), 4 * properties.regs_per_multiprocessor),
+    }
+    reasons = [f"{what} {need // KIB} KiB of {limit // KIB}" for what, (need, limit) in needs.items() if need >= limit]
+    why = f"does not fit: {', '.join(reasons)}" if reasons else "fits; not measured, because not compiled"
+    capacity = properties.shared_memory_per_block_optin
+    return _row(sizes, f"{tile} x {tile}", (tile, tile), {}, "", shared, capacity, why)

@@ -1,0 +1,38 @@
+"""Attention as it was before fused kernels: what everything here is compared with."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def unfused_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout_p: float = 0.0, logit: Tensor | None = None
+) -> Tensor:
+    """Attention over [B, H, S, D] as steps of plain PyTorch, each with the S x S matrix in memory.
+
+    The scale goes to the smaller tensor, and the mask is made beforehand: both favour it.
+
+    Args:
+        logit: [H], one more entry of every softmax, without a value.
+    """
+    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
+    if causal:
+        scores = scores.masked_fill(hidden_scores(q.shape[-2], q.device), -math.inf)
+    if logit is not None:
+        column = logit.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, column], dim=-1)
+    weights = scores.softmax(-1)
+    if logit is not None:
+        weights = weights[..., :-1]
+    return F.dropout(weights, dropout_p) @ v if dropout_p else weights @ v
+
+
+@functools.lru_cache(maxsize=1)
+def hidden_scores(S: int, device: torch.device) -> Tensor:
+    """Which scores the causal mask hides: bool [S, S]."""
+    return torch.ones(S, S, dtype=torch.bool, device=device).triu(1)
