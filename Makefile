@@ -22,6 +22,10 @@ FORMATTED := $(SOURCES) $(shell find ascend_c tests/ascend -name "*.h" -o -name 
 PYTHON_SOURCES := flashattn_ext tests tools setup.py
 HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))
 
+ifeq ($(origin CXX),default)
+CXX := c++
+endif
+
 # The Ascend C kernels on the emulator: one library, without torch. No contraction: products and sums round as on the hardware.
 EMULATOR := flashattn_ext/_ascend_emulator.so
 EMULATOR_SOURCES := $(wildcard ascend_c/*.cpp ascend_c/inst/*.cpp ascend_c/emulator/*.cpp)
