@@ -5,6 +5,7 @@
 #   make bench-all [ARGS=--quick]     run every experiment; make bench-flash and make bench-matmul run one
 #   make report                       a page of their results
 #   make emulator                     build the backend ascend-emulator (make test does, too)
+#   make bench-ascend                 what the emulator's time model says about the Ascend C kernels
 #   make bench-cpu, make lint, make format, make develop (build after a change), make clean
 #
 # PYTHON is the interpreter that .venv is made from. If it has a usable torch, .venv takes that one and installs no other.
@@ -21,12 +22,17 @@ FORMATTED := $(SOURCES) $(shell find ascend_c tests/ascend -name "*.h" -o -name 
 PYTHON_SOURCES := flashattn_ext tests tools setup.py
 HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))
 
+ifeq ($(origin CXX),default)
+CXX := c++
+endif
+
 # The Ascend C kernels on the emulator: one library, without torch. No contraction: products and sums round as on the hardware.
 EMULATOR := flashattn_ext/_ascend_emulator.so
 EMULATOR_SOURCES := $(wildcard ascend_c/*.cpp ascend_c/inst/*.cpp ascend_c/emulator/*.cpp)
 EMULATOR_OBJECTS := $(EMULATOR_SOURCES:%.cpp=build/emulator/%.o)
 EMULATOR_HEADERS := $(shell find ascend_c csrc -name "*.h")
-EMULATOR_FLAGS := -std=c++17 -O2 -ftree-vectorize -ffp-contract=off -fPIC -fvisibility=hidden -Wall -Wextra -Iascend_c/emulator/include
+EMULATOR_OPTIMISE ?= -O2 -ftree-vectorize
+EMULATOR_FLAGS := -std=c++17 $(EMULATOR_OPTIMISE) -ffp-contract=off -fPIC -fvisibility=hidden -Wall -Wextra -Iascend_c/emulator/include
 
 INSTALL := -m pip install --no-build-isolation -e ".[cli,test]"
 REBUILD := setup.py build_ext --inplace
@@ -57,6 +63,9 @@ bench-all: $(VENV)/built
 
 report: $(VENV)/built
 	$(BIN) -m flashattn_ext report $(RESULTS)
+
+bench-ascend: $(VENV)/built $(EMULATOR)
+	$(BIN) -m flashattn_ext bench ascend-emulator $(ARGS)
 
 lint: $(VENV)/built
 	$(BIN) -m ruff check $(PYTHON_SOURCES)

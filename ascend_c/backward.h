@@ -198,8 +198,8 @@ class BackwardVector : VectorCore {
  public:
   __aicore__ explicit BackwardVector(const Arguments& arguments) : a(arguments), workspace(arguments) {
     using namespace AscendC;
-    s = Carve<float>(2 * kChunk);
-    dp = Carve<float>(2 * kChunk);
+    s = Carve<float>(4 * kChunk);  // and dP behind it
+    dp = s[2 * kChunk];
     p16 = Carve<T>(2 * kChunk);
     ds16 = Carve<T>(2 * kChunk);
     lse = Carve<float>(kHalf);
@@ -208,13 +208,12 @@ class BackwardVector : VectorCore {
     delta_wide = Carve<float>(kHalf * 8);
     if (a.has_dropout()) {
       product = Carve<float>(kChunk);
-      scratch = Carve<float>(1024);
-      dropout.Init(a, CarveRest<int32_t>(), kPitchBlocks);
+      words = Carve<int32_t>(Dropout::WordsOf(Dropout::kStepTiles));
+      dropout.Init(a, Carve<int32_t>(Dropout::kConstantWords), kPitchBlocks);
       Duplicate(product, 0.0f, kChunk);
     }
     // Lanes behind the last row and column are computed with and never used: they must hold something.
-    Duplicate(s, 0.0f, 2 * kChunk);
-    Duplicate(dp, 0.0f, 2 * kChunk);
+    Duplicate(s, 0.0f, 4 * kChunk);
     Duplicate(lse, 0.0f, kHalf);
     Duplicate(delta, 0.0f, kHalf);
     Barrier();
@@ -233,6 +232,14 @@ class BackwardVector : VectorCore {
       const int32_t begin = step.row;
       TakeHalf(&step.row, &step.rows);
       if (step.rows > 0) LoadRows(step);
+      if (step.rows > 0 && a.has_dropout()) {
+        static_assert(Dropout::ScratchOf(Dropout::kStepTiles) <= 4 * kChunk, "the buffers of S and dP are free here");
+        static_assert(kHalf / kChunkRows * kTile / kLanes <= Dropout::kStepTiles, "the words of a step");
+        TakeLoadBuffers();
+        dropout.Draw(words, s.ReinterpretCast<int32_t>(), Dropout::kStepTiles, step.task.batch, step.head, step.row,
+                     step.rows, step.task.row, RoundUp(step.task.rows, kLanes));
+        GiveLoadBuffers();
+      }
       CrossCoreWaitFlag(kScoresReady);
       for (int32_t row = 0; row < step.rows; row += kGradRows)
         Chunk(step, row, Lesser(kGradRows, step.rows - row), step.row - begin + row);
@@ -296,9 +303,11 @@ class BackwardVector : VectorCore {
     Exp(p, p, kLanes, all, dense);
     Barrier();
     const LocalTensor<float> delta_rows = delta_wide[row * 8];
+    WaitFlag<HardEvent::MTE3_V>(buffer);
     if (a.has_dropout()) {  // dS = P~ dP / p_keep - P delta
       for (int32_t c = 0; c < columns; c += kLanes) Mul(product[c], p[c], delta_rows, kLanes, rows, by_row);
-      dropout.Apply(&p, 1, scratch, task.batch, step.head, step.row + row, rows, task.row, columns);
+      const LocalTensor<int32_t> unused = p16[buffer * kChunk].template ReinterpretCast<int32_t>();
+      for (int32_t r = 0; r < rows; r += kChunkRows) dropout.Apply(p[r * kGradPitch], unused, (row + r) / kChunkRows);
       Muls(ds, ds, a.inverse_keep, kLanes, all, dense);
       Barrier();
       Mul(ds, ds, p, kLanes, all, dense2);
@@ -310,7 +319,6 @@ class BackwardVector : VectorCore {
       Mul(ds, ds, p, kLanes, all, dense2);
     }
     Barrier();
-    WaitFlag<HardEvent::MTE3_V>(buffer);
     const UnaryRepeatParams narrow(1, 1, 4, 8);
     Cast(p16[buffer * kChunk], p, RoundMode::CAST_RINT, kLanes, all, narrow);
     Cast(ds16[buffer * kChunk], ds, RoundMode::CAST_RINT, kLanes, all, narrow);
@@ -326,7 +334,8 @@ class BackwardVector : VectorCore {
   const Arguments& a;
   BackwardWorkspace workspace;
   int32_t chunks = 0;
-  AscendC::LocalTensor<float> s, dp, lse, delta, lse_wide, delta_wide, product, scratch;
+  AscendC::LocalTensor<float> s, dp, lse, delta, lse_wide, delta_wide, product;
+  AscendC::LocalTensor<int32_t> words;
   AscendC::LocalTensor<T> p16, ds16;
   Dropout dropout;
 };

@@ -107,19 +107,25 @@ class ForwardVector : VectorCore {
     tree = Carve<float>(kChunkRows * kLanes);
     row_max = Carve<float>(kStatisticsRing * kHalf);
     row_sum = Carve<float>(kStatisticsRing * kHalf);
-    decay = Carve<float>(kSlots * kHalf * kWide);
+    decay = Carve<float>(kSlots * kHalf);
     chunk_max = Carve<float>(kChunkRows);
     chunk_sum = Carve<float>(kChunkRows);
     chunk_decay = Carve<float>(kChunkRows);
     chunk_wide = Carve<float>(kChunkRows * kWide);
     statistics = Carve<float>(kHalf);
     statistics_wide = Carve<float>(kHalf * kWide);
-    if (a.has_dropout()) dropout.Init(a, CarveRest<int32_t>(), kPitchBlocks);
+    if (a.has_dropout()) {
+      dropout.Init(a, Carve<int32_t>(Dropout::kConstantWords), kPitchBlocks);
+      drawn_tiles =
+          Free<int32_t>() >= Dropout::WordsOf(Dropout::kStepTiles) ? Dropout::kStepTiles : Dropout::kChunkTiles;
+      words = Carve<int32_t>(Dropout::WordsOf(drawn_tiles));
+    }
     // Lanes behind the last row and column are computed with and never used: they must hold something.
     Duplicate(scores, 0.0f, 2 * kChunkRows * kPitch);
     Duplicate(chunk_max, 0.0f, kChunkRows);
     Duplicate(chunk_decay, 0.0f, kChunkRows);
     Duplicate(statistics, 0.0f, kHalf);
+    Duplicate(decay, 0.0f, kSlots * kHalf);
     Barrier();
     for (int32_t e = 0; e < 2; ++e) {
       SetFlag<HardEvent::V_MTE2>(e);
@@ -165,10 +171,23 @@ class ForwardVector : VectorCore {
     using namespace AscendC;
     const Task& task = step.task;
     if (step.first) BeginStatistics(task);
+    if (a.has_dropout() && drawn_tiles == Dropout::kStepTiles) {
+      static_assert(Dropout::ScratchOf(Dropout::kStepTiles) <= 2 * kChunkRows * kPitch,
+                    "the scores' buffers are free here");
+      TakeLoadBuffers();
+      Draw(step, scores.ReinterpretCast<int32_t>(), 0, task.rows);
+      GiveLoadBuffers();
+    }
     CrossCoreWaitFlag(kScoresReady);
     for (int32_t row = 0; row < task.rows; row += kChunkRows)
       SoftmaxChunk(step, row, Lesser(kChunkRows, task.rows - row));
     CrossCoreSetFlag<2, PIPE_MTE3>(kProbabilitiesReady);
+  }
+
+  // Words of rows of this vector core, which begin at `row` of its rows.
+  __aicore__ void Draw(const Step& step, const AscendC::LocalTensor<int32_t>& scratch, int32_t row, int32_t rows) {
+    dropout.Draw(words, scratch, drawn_tiles, step.task.batch, step.task.head, step.task.row + row, rows, step.key,
+                 RoundUp(step.keys, kLanes));
   }
 
   // The sink is a score that every row has seen before the first key.
@@ -219,8 +238,13 @@ class ForwardVector : VectorCore {
     Mul(sum, sum, chunk_decay, rows);
     Barrier();
     Add(sum, sum, chunk_sum, rows);
-    if (a.has_dropout()) dropout.Apply(&s, 1, tree, task.batch, task.head, task.row + row, rows, step.key, columns);
     WaitFlag<HardEvent::MTE3_V>(buffer);
+    if (a.has_dropout()) {
+      const LocalTensor<int32_t> scratch = p.template ReinterpretCast<int32_t>();
+      static_assert(Dropout::ScratchOf(Dropout::kChunkTiles) * 4 <= kChunkRows * kPitch * 2, "P's buffer is free here");
+      if (drawn_tiles == Dropout::kChunkTiles) Draw(step, scratch, row, rows);
+      dropout.Apply(s, scratch, drawn_tiles == Dropout::kChunkTiles ? 0 : row / kChunkRows);
+    }
     Cast(p, s, RoundMode::CAST_RINT, kLanes, all, {1, 1, 4, 8});
     SetFlag<HardEvent::V_MTE2>(buffer);
     SetFlag<HardEvent::V_MTE3>(buffer);
@@ -245,7 +269,7 @@ class ForwardVector : VectorCore {
     Exp(chunk_decay, chunk_decay, rows);
     Adds(max, chunk_max, 0.0f, rows);
     Barrier();
-    Brcb(decay[(step.slot * kHalf + row) * kWide], chunk_decay, RoundUp(rows, 8) / 8, {1, 8});
+    Adds(decay[step.slot * kHalf + row], chunk_decay, 0.0f, rows);
   }
 
   // The maximum or sum of each row: a tree over columns of 64, then within the last one.
@@ -287,6 +311,8 @@ class ForwardVector : VectorCore {
     const Task& task = step.task;
     CrossCoreWaitFlag(kPartialReady);
     const uint8_t pitch = width / 8;
+    Brcb(statistics_wide, decay[step.slot * kHalf], kHalf / 8, {1, 8});
+    Barrier();
     for (int32_t row = 0; row < task.rows; row += kPartialRows) {
       const int32_t rows = Lesser(kPartialRows, task.rows - row), buffer = chunks++ % 2;
       const LocalTensor<float> product = scores[buffer * kChunkRows * kPitch], o = output[row * width];
@@ -300,7 +326,7 @@ class ForwardVector : VectorCore {
       if (step.first) {
         Adds(o, product, 0.0f, rows * width);
       } else {
-        const LocalTensor<float> wide = decay[(step.slot * kHalf + row) * kWide];
+        const LocalTensor<float> wide = statistics_wide[row * kWide];
         for (int32_t c = 0; c < width; c += kLanes) Mul(o[c], o[c], wide, kLanes, rows, {1, 1, 0, pitch, pitch, 1});
         Barrier();
         Add(o, o, product, rows * width);
@@ -385,6 +411,8 @@ class ForwardVector : VectorCore {
   AscendC::LocalTensor<float> scores, output, tree, row_max, row_sum, decay;
   AscendC::LocalTensor<float> chunk_max, chunk_sum, chunk_decay, chunk_wide, statistics, statistics_wide;
   AscendC::LocalTensor<T> rounded;
+  AscendC::LocalTensor<int32_t> words;
+  int32_t drawn_tiles = 0;
   Dropout dropout;
 };
 

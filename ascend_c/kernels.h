@@ -1,8 +1,9 @@
 // The kernels of the library, one per stage and type. `<stage>_<type>.cpp` in inst/ defines each.
 #pragma once
 
+#include <kernel_operator.h>
+
 #include "arguments.h"
-#include "kernel_operator.h"
 
 #define FLASHATTN_KERNEL(name) extern "C" __global__ __aicore__ void name(flashattn_ext::ascend::Arguments arguments)
 

@@ -4,10 +4,11 @@
 // The cube core and the vector cores of a block walk through the same list.
 #pragma once
 
+#include <kernel_operator.h>  // before the shared headers: it defines what they compile to
+
 #include "../csrc/mask.h"
 #include "../csrc/seqlen.h"
 #include "arguments.h"
-#include "kernel_operator.h"
 #include "tiles.h"
 
 namespace flashattn_ext {

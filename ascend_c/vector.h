@@ -18,10 +18,25 @@ class VectorCore {
     used += RoundUp(elements * int32_t(sizeof(T)), 32);
     return ub.GetWithOffset<T>(elements, at);
   }
+  // Elements that can still be carved.
   template <typename T>
-  __aicore__ AscendC::LocalTensor<T> CarveRest() {
-    return Carve<T>((kWorkBytes - used) / int32_t(sizeof(T)));
+  __aicore__ int32_t Free() const {
+    return (kWorkBytes - used) / int32_t(sizeof(T));
   }
+
+  // Both buffers that MTE2 fills, for the vector unit's own use: nothing is loaded until they are given back.
+  __aicore__ static void TakeLoadBuffers() {
+    using namespace AscendC;
+    for (int32_t e = 0; e < 2; ++e) {
+      WaitFlag<HardEvent::V_MTE2>(e);
+      SetFlag<HardEvent::MTE2_V>(e);
+      WaitFlag<HardEvent::MTE2_V>(e);
+    }
+  }
+  __aicore__ static void GiveLoadBuffers() {
+    for (int32_t e = 0; e < 2; ++e) AscendC::SetFlag<AscendC::HardEvent::V_MTE2>(e);
+  }
+
   __aicore__ static void Barrier() { AscendC::PipeBarrier<PIPE_V>(); }
 
   // Of the rows of a step, the first half goes to the first vector core, in whole groups of 16 (the generator's).
@@ -41,11 +56,11 @@ class VectorCore {
   int32_t used = 0;
 };
 
-// -inf into those of `columns` that lie outside [begin, end), in rows `pitch` blocks apart.
-__aicore__ inline void HideOutside(const AscendC::LocalTensor<float>& s, int32_t rows, int32_t columns, int32_t begin,
-                                   int32_t end, uint8_t pitch) {
+// -inf into those of columns [first, columns) that lie outside [begin, end), in rows `pitch` blocks apart.
+__aicore__ inline void HideOutside(const AscendC::LocalTensor<float>& s, int32_t rows, int32_t first, int32_t columns,
+                                   int32_t begin, int32_t end, uint8_t pitch) {
   const float hidden = -__builtin_inff();
-  for (int32_t c = 0; c < columns; c += kLanes) {
+  for (int32_t c = first; c < columns; c += kLanes) {
     const int32_t from = Lesser(kLanes, Greater(0, begin - c)), to = Lesser(kLanes, Greater(from, end - c));
     const uint64_t below_from = from == kLanes ? ~uint64_t(0) : (uint64_t(1) << from) - 1;
     const uint64_t below_to = to == kLanes ? ~uint64_t(0) : (uint64_t(1) << to) - 1;
@@ -54,17 +69,27 @@ __aicore__ inline void HideOutside(const AscendC::LocalTensor<float>& s, int32_t
   }
 }
 
-// -inf where a query does not see a key, and behind the last key up to whole repeats.
+// -inf where a query does not see a key, and behind the last key up to whole repeats: first what no row sees, for all
+// rows at once, then, of the columns that some see and some do not, what each row does not.
 __aicore__ inline void HideScores(const TileMask& mask, int32_t row, int32_t rows, int32_t key, int32_t keys,
                                   const AscendC::LocalTensor<float>& s, uint8_t pitch) {
   const int32_t columns = RoundUp(keys, kLanes);
-  if (mask.sees_all(row, row + rows, key, key + keys)) {
-    HideOutside(s, rows, columns, 0, keys, pitch);
-  } else {
-    for (int32_t r = 0; r < rows; ++r) {
-      const TileMask::Range seen = mask.keys_of(row + r, row + r + 1);
-      HideOutside(s[r * pitch * 8], 1, columns, seen.begin - key, Lesser(keys, seen.end - key), pitch);
-    }
+  const TileMask::Range some = mask.keys_of(row, row + rows), every = mask.keys_of_all(row, row + rows);
+  const int32_t some_begin = Lesser(keys, Greater(0, some.begin - key));
+  const int32_t some_end = Lesser(keys, Greater(some_begin, some.end - key));
+  const int32_t every_begin = Lesser(some_end, Greater(some_begin, every.begin - key));
+  const int32_t every_end = Lesser(some_end, Greater(every_begin, every.end - key));
+  HideOutside(s, rows, 0, columns, some_begin, some_end, pitch);
+  AscendC::PipeBarrier<PIPE_V>();
+  if (every_begin == some_begin && every_end == some_end) return;
+  const int32_t left_end = every_begin > some_begin ? every_begin : 0;
+  const int32_t right_begin = Greater(RoundUp(left_end, kLanes), every_end / kLanes * kLanes);
+  for (int32_t r = 0; r < rows; ++r) {
+    const TileMask::Range seen = mask.keys_of(row + r, row + r + 1);
+    const int32_t begin = seen.begin - key, end = Lesser(keys, seen.end - key);
+    const AscendC::LocalTensor<float> line = s[r * pitch * 8];
+    HideOutside(line, 1, some_begin / kLanes * kLanes, left_end, begin, end, pitch);
+    HideOutside(line, 1, right_begin, some_end, begin, end, pitch);
   }
   AscendC::PipeBarrier<PIPE_V>();
 }

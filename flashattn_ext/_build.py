@@ -63,7 +63,7 @@ def load_ascend_emulator() -> None:
     if not library.exists():
         raise RuntimeError(
             f"the backend 'ascend-emulator' was not built ({library} is missing); build it from the checkout with: "
-            "make emulator"
+            "bash build.sh -arch 910 -mode emulator"
         )
     _C.load_backend(str(library))
 

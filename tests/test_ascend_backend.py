@@ -4,6 +4,7 @@ broken in any scheduling mode, and that cores, modes and layouts do not change a
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -88,5 +89,17 @@ def test_is_never_chosen_by_itself() -> None:
 def test_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setattr(_build, "__file__", str(tmp_path / "_build.py"))
     monkeypatch.setattr(flashattn_ext._C, "backends", lambda: ["cpu"])
-    with pytest.raises(RuntimeError, match=r"was not built .* make emulator"):
+    with pytest.raises(RuntimeError, match=r"was not built .* bash build.sh -arch 910 -mode emulator"):
         flashattn_ext.use_backend("ascend-emulator")
+
+
+def test_bench_models_every_row(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    from flashattn_ext.cli.main import main
+
+    assert main(["bench", "ascend-emulator", "--quick", "--markdown", "--json", str(tmp_path / "bench.json")]) == 0
+    results = json.loads((tmp_path / "bench.json").read_text())
+    out = capsys.readouterr().out
+    assert out.startswith("Modelled, not measured") and out.count("\n| ") - 2 == len(results["rows"]) == 15
+    assert all(0 < row["cube_use"] < 1 for row in results["rows"])
+    assert all(0 < row["busy_aic"]["M"] < 1 and 0 < row["busy_aiv"]["V"] < 1 for row in results["rows"])

@@ -205,6 +205,50 @@ def test_cast_widens(programs: Path, tmp_path: Path, dtype: str) -> None:
     np.testing.assert_array_equal(got[:1000], expected[:1000])
 
 
+INTEGERS = {
+    "int32_Add": (np.int32, lambda a, b: a + b),
+    "int32_Sub": (np.int32, lambda a, b: a - b),
+    "int32_Adds": (np.int32, lambda a, b: a + np.int32(0x70000001)),
+    "int32_Muls": (np.int32, lambda a, b: (a.view(np.uint32) * np.uint32(0xD2511F53)).view(np.int32)),
+    "int32_ShiftLeft": (np.int32, lambda a, b: (a.view(np.uint32) << np.uint32(7)).view(np.int32)),
+    "int32_ShiftRight": (np.int32, lambda a, b: np.where(a < 0, -1, 0)),
+    "uint32_ShiftRight": (np.uint32, lambda a, b: a // 2**24),
+    "int16_And": (np.int16, np.bitwise_and),
+    "int16_Or": (np.int16, np.bitwise_or),
+    "int32_CreateVecIndex": (np.int32, lambda a, b: np.arange(5, 5 + ELEMENTS)),
+    "int32_to_float": (np.int32, lambda a, b: a.astype(np.float32)),
+}
+
+
+@pytest.mark.parametrize("case", INTEGERS)
+def test_integers(programs: Path, tmp_path: Path, case: str) -> None:
+    dtype, formula = INTEGERS[case]
+    random = np.random.default_rng(5)
+    info = np.iinfo(dtype)
+    a, b = (random.integers(info.min, info.max, ELEMENTS, dtype=dtype, endpoint=True) for _ in range(2))
+    out_type = np.float32 if case == "int32_to_float" else dtype
+    got = api(programs, tmp_path, case, out_type, a, b)
+    with np.errstate(over="ignore"):
+        expected = formula(a, b).astype(out_type)
+    np.testing.assert_array_equal(got[:1000], expected[:1000])
+    np.testing.assert_array_equal(got[1000:], np.array([-7]).astype(out_type)[0])
+
+
+def test_float_to_integer_rounds_and_saturates(programs: Path, tmp_path: Path) -> None:
+    a = np.random.default_rng(6).normal(size=ELEMENTS).astype(np.float32) * 1e3
+    a[:6] = [0.5, 1.5, -2.5, 3e9, -3e9, np.nan]
+    got = api(programs, tmp_path, "float_to_int32", np.int32, a, a)
+    assert got[:6].tolist() == [0, 2, -2, 2**31 - 1, -(2**31), 0]
+    np.testing.assert_array_equal(got[6:1000], np.rint(a[6:1000]).astype(np.int32))
+
+
+def test_atomic_addition(programs: Path, tmp_path: Path) -> None:
+    a, _ = inputs("float32")
+    expected = fresh("float32")
+    expected[:256] += a[:256]
+    np.testing.assert_array_equal(api(programs, tmp_path, "atomic", np.float32, a, a), expected)
+
+
 def test_copies(programs: Path, tmp_path: Path) -> None:
     a, _ = inputs("float32")
 
@@ -305,6 +349,11 @@ FAULTS = {
     "set_may_overtake_wait": r"SetFlag<HardEvent::V_MTE3>\(0\) (may come before the wait|while the flag is still set)",
     "event_id_8": r"event id 8, the limit is 0\.\.7",
     "no_barrier_in_v": r"race: Exp on V reads UB that Adds on V .* writes.*PipeBarrier<PIPE_V> is missing",
+    "overwritten_while_read": r"race: Muls on V writes UB that Adds on V .* reads.*PipeBarrier<PIPE_V> is missing",
+    "integers_may_not_wrap": r"Muls: integers wrap after SetSaturationFlag<SaturationMode::FLOAT>\(false\) only",
+    "atomic_left_on": r"SetAtomicAdd is still on when the kernel ends",
+    "adds_to_unwritten": r"DataCopy adds to bytes of y that were never written",
+    "writes_an_input": r"DataCopy writes the input tensor x",
     "scalar_reads_too_early": r"race: GetValue on S reads UB that Adds on V .* writes.*V_S|"
     r"race: Adds on V writes UB that GetValue on S .* reads",
     "overlap_in_one_instruction": r"Exp: a repeat reads what an earlier repeat of the same instruction wrote",

@@ -185,8 +185,9 @@ AttnGradParams imagined(const int64_t* sizes, const int64_t* rng_state) {
 
 // The time model of a call. sizes: B, Sq, Sk, Hq, Hk, D, Dv, causal, dropout threshold, sink, backward, cores. results:
 // span in cycles, bytes of GM tensors read and written, of workspace read and written, then the busy cycles of all
-// cores per pipe (S, V, M, MTE1, MTE2, MTE3, FIX), first of AICs and then of AIVs.
-extern "C" __attribute__((visibility("default"))) void flashattn_ext_model(const int64_t* sizes, double* results) {
+// cores per pipe (S, V, M, MTE1, MTE2, MTE3, FIX), first of AICs and then of AIVs. Returns what went wrong, or null.
+extern "C" __attribute__((visibility("default"))) const char* flashattn_ext_model(const int64_t* sizes,
+                                                                                  double* results) try {
   using namespace flashattn_ext;
   const int64_t rng_state[2] = {1, 0};
   const AttnGradParams p = imagined(sizes, rng_state);
@@ -203,6 +204,11 @@ extern "C" __attribute__((visibility("default"))) void flashattn_ext_model(const
   }
   for (const auto& kind : counters.cycles)
     for (double cycles : kind) *results++ = cycles;
+  return nullptr;
+} catch (const std::exception& error) {
+  thread_local std::string text;
+  text = error.what();
+  return text.c_str();
 }
 
 extern "C" __attribute__((visibility("default"))) const flashattn_ext::Backend* flashattn_ext_backend() {

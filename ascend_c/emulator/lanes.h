@@ -87,7 +87,9 @@ struct Operand {
   }
 };
 
-inline double vector_cycles(const Lanes& lanes, double per_repeat) { return kStartCycles + lanes.repeat * per_repeat; }
+inline double vector_cycles(const Lanes& lanes, double per_repeat) {
+  return kVectorStartCycles + lanes.repeat * per_repeat;
+}
 
 // dst = f(sources), lane by lane. All sources of a repeat are read before it is written.
 // `accumulates`: a source may be what an earlier repeat of this instruction wrote.

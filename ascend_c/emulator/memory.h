@@ -34,7 +34,8 @@ constexpr const MemoryInfo& info(Memory memory) { return kMemoryInfo[int(memory)
 // The last access that each of a few pipes made; pipes are counted over all cores of the launch.
 struct Cell {
   struct Read {
-    uint32_t index = 0;  // 0 = none
+    uint32_t index = 0;     // 0 = none
+    uint32_t previous = 0;  // the read before it, of the same pipe
     uint16_t pipe = 0;
   };
   std::array<Read, 3> reads{};

@@ -86,7 +86,10 @@ void Access::read(Space& space, size_t offset, size_t size, bool own, bool unwri
       }
       if (!place && (!read.index || after(read.pipe, read.index))) place = &read;
     }
-    *(place ? place : &cell.reads[0]) = {index_, global_};
+    if (!place) place = &cell.reads[0];
+    const bool same_pipe = place->index && place->pipe == global_;
+    const uint32_t previous = !same_pipe ? 0 : place->index == index_ ? place->previous : place->index;
+    *place = {index_, previous, global_};
   }
 }
 
@@ -115,8 +118,9 @@ void Access::write(Space& space, size_t offset, size_t size, bool atomic) {
     if (cell.written && !itself && !(atomic && cell.atomic) && !after(cell.writer, cell.written))
       race(space, true, cell.writer, cell.written, true);
     for (Cell::Read& read : cell.reads) {
-      const bool mine = read.pipe == global_ && read.index == index_;
-      if (read.index && !mine && !after(read.pipe, read.index)) race(space, true, read.pipe, read.index, false);
+      // An instruction may write what it has read itself, but not what an earlier one still reads.
+      const uint32_t other = read.pipe == global_ && read.index == index_ ? read.previous : read.index;
+      if (other && !after(read.pipe, other)) race(space, true, read.pipe, other, false);
       read.index = 0;
     }
     cell.writer = global_;
@@ -319,6 +323,8 @@ void Core::step(pipe_t which) {
       break;
     case Kind::barrier:
       pipe.clock[global(which)] = index;
+      pipe.time += kBarrierCycles;
+      report_.counters.cycles[size_t(place_.kind)][which] += kBarrierCycles;
       break;
     case Kind::set:
       step_set(entry);

@@ -79,14 +79,6 @@ inline constexpr bool kIsFloat = std::is_same_v<T, float> || std::is_same_v<T, h
 template <typename T>
 inline constexpr bool kIsInteger = std::is_same_v<T, int16_t> || std::is_same_v<T, int32_t>;
 
-// The default of the mode is not documented: a kernel that counts on wrapping has to ask for it.
-template <typename T>
-void check_wraps(const char* name, Site site) {
-  if constexpr (kIsInteger<T>)
-    if (!core().integers_wrap)
-      fail(site, std::string(name) + ": integers wrap after SetSaturationFlag<SaturationMode::FLOAT>(false) only");
-}
-
 // Bit operations exist for 16 bits, shifts for integers of either width.
 template <typename T>
 inline constexpr bool kIsBits = std::is_same_v<T, int16_t> || std::is_same_v<T, uint16_t>;
@@ -193,12 +185,20 @@ struct AbsLane {
   }
 };
 
+// The default of the mode is not documented: a kernel that counts on wrapping has to ask for it.
+template <typename T, typename F>
+void check_wraps(const char* name, Site site) {
+  constexpr bool wraps = std::is_same_v<F, AddLane> || std::is_same_v<F, SubLane> || std::is_same_v<F, MulLane>;
+  if (kIsInteger<T> && wraps && !core().integers_wrap)
+    fail(site, std::string(name) + ": integers wrap after SetSaturationFlag<SaturationMode::FLOAT>(false) only");
+}
+
 template <typename T, typename F>
 void binary(const char* name, Site site, const Lanes& lanes, double rate, F f, const AscendC::LocalTensor<T>& dst,
             const AscendC::LocalTensor<T>& src0, const AscendC::LocalTensor<T>& src1,
             const AscendC::BinaryRepeatParams& p) {
   p.check(site);
-  if constexpr (kIsInteger<T> && !std::is_same_v<F, AndLane> && !std::is_same_v<F, OrLane>) check_wraps<T>(name, site);
+  check_wraps<T, F>(name, site);
   const bool same = dst.GetPhyAddr() == src1.GetPhyAddr() && p.dstRepStride == 0 && p.src1RepStride == 0;
   const bool accumulates = same && !std::is_same_v<F, DivLane>;
   lanewise(name, site, lanes, rate, accumulates, f, Operand<T>{dst, p.dstBlkStride, p.dstRepStride},
@@ -404,6 +404,7 @@ ASCEND_EMULATOR_BINARY(Or, (ascend_emulator::kIsBits<T>), ascend_emulator::kSimp
   void NAME(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue, const int32_t& count,        \
             Site site = Site::here()) {                                                                              \
     static_assert(TYPES, #NAME " does not exist for this type");                                                     \
+    ascend_emulator::check_wraps<T, ascend_emulator::LANE>(#NAME, site);                                             \
     const auto lanes = ascend_emulator::count_lanes(#NAME, count, ascend_emulator::lanes_per_repeat<T>(), site);     \
     const auto lane = [scalarValue](T a) { return ascend_emulator::LANE()(a, scalarValue); };                        \
     unary(#NAME, site, lanes, ascend_emulator::kSimple, lane, dst, src, UnaryRepeatParams());                        \
@@ -413,6 +414,7 @@ ASCEND_EMULATOR_BINARY(Or, (ascend_emulator::kIsBits<T>), ascend_emulator::kSimp
       const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue, Mask mask,                         \
       ascend_emulator::Field<uint8_t> repeatTime, const UnaryRepeatParams& repeatParams, Site site = Site::here()) { \
     static_assert(TYPES, #NAME " does not exist for this type");                                                     \
+    ascend_emulator::check_wraps<T, ascend_emulator::LANE>(#NAME, site);                                             \
     static_assert(isSetMask, "masks set beforehand are not emulated");                                               \
     const auto lanes =                                                                                               \
         ascend_emulator::mask_lanes(#NAME, mask, repeatTime, ascend_emulator::lanes_per_repeat<T>(), site);          \
@@ -539,7 +541,7 @@ void Brcb(const LocalTensor<T>& dst, const LocalTensor<T>& src, ascend_emulator:
   ascend_emulator::core().issue({PIPE_V,
                                  "Brcb",
                                  site,
-                                 ascend_emulator::kStartCycles + repeat * ascend_emulator::kSimple,
+                                 ascend_emulator::kVectorStartCycles + repeat * ascend_emulator::kSimple,
                                  0,
                                  0,
                                  {},

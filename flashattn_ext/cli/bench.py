@@ -1,5 +1,5 @@
 """Measure the kernels beside PyTorch's own attention: same inputs, same run, interleaved calls,
-medians.
+medians. `ascend-emulator` models instead: time and traffic of the Ascend C kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .checkpoint import atomic_path
 from .console import CommandError
 
 # What can be measured -> the module that does, with measure(quick, options) and show(results, markdown).
-BENCHES = {"cpu": "bench_cpu", "cuda": "bench_cuda"}
+BENCHES = {"cpu": "bench_cpu", "cuda": "bench_cuda", "ascend-emulator": "bench_ascend"}
 CUDA_OPTIONS = {"sets": "--set", "passes": "--pass", "peers": "--peers", "backend": "--backend"}
 
 

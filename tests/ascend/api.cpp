@@ -29,7 +29,7 @@ __aicore__ void around(GM_ADDR in0, GM_ADDR in1, GM_ADDR output,
   DataCopy(b, g1, kElements);
   SetFlag<HardEvent::MTE2_V>(0);
   WaitFlag<HardEvent::MTE2_V>(0);
-  Duplicate(out, Out(-7.0f), int32_t(kElements));
+  Duplicate(out, Out(int32_t(-7)), int32_t(kElements));
   PipeBarrier<PIPE_V>();
   op(out, a, b);
   SetFlag<HardEvent::V_MTE3>(0);
@@ -73,9 +73,10 @@ void elementwise(const std::string& type) {
   add<T, T>(#NAME "_count_" + type, [](L out, L a, L) { NAME(out, a, 1000); }); \
   add<T, T>(#NAME "_mask_" + type, [](L out, L a, L) { NAME(out, a, 40, 3, UnaryRepeatParams(1, 2, 16, 8)); });
   UNARY(Exp)
-  UNARY(Ln) UNARY(Abs)
+  UNARY(Ln)
+  UNARY(Abs)
 #undef UNARY
-      add<T, T>("Duplicate_count_" + type, [](L out, L, L) { Duplicate(out, T(2.5f), 77); });
+  add<T, T>("Duplicate_count_" + type, [](L out, L, L) { Duplicate(out, T(2.5f), 77); });
   add<T, T>("Duplicate_mask_" + type, [](L out, L, L) {
     uint64_t mask[2] = {0xf0f0f0f0f0f0f0f0, 0};
     Duplicate(out, T(2.5f), mask, 3, 1, 16);
@@ -104,6 +105,29 @@ void casts(const std::string& type) {
                                                                   LocalTensor<float>) { Cast(out, a, mode, 1000); });
   add<Narrow, float>("Cast_mask_" + type, [](LocalTensor<Narrow> out, LocalTensor<float> a, LocalTensor<float>) {
     Cast(out, a, RoundMode::CAST_RINT, 40, 3, UnaryRepeatParams(1, 1, 8, 16));
+  });
+}
+
+// What integers have: modulo 2^n, logical and arithmetic shifts, bits of 16-bit words.
+void integers() {
+  using L32 = LocalTensor<int32_t>;
+  using L16 = LocalTensor<int16_t>;
+  const auto wrap = [] { SetSaturationFlag<SaturationMode::FLOAT>(false); };
+  add<int32_t, int32_t>("int32_Add", [=](L32 out, L32 a, L32 b) { wrap(), Add(out, a, b, 1000); });
+  add<int32_t, int32_t>("int32_Sub", [=](L32 out, L32 a, L32 b) { wrap(), Sub(out, a, b, 1000); });
+  add<int32_t, int32_t>("int32_Adds", [=](L32 out, L32 a, L32) { wrap(), Adds(out, a, int32_t(0x70000001), 1000); });
+  add<int32_t, int32_t>("int32_Muls", [=](L32 out, L32 a, L32) { wrap(), Muls(out, a, int32_t(0xD2511F53), 1000); });
+  add<int32_t, int32_t>("int32_ShiftLeft", [](L32 out, L32 a, L32) { ShiftLeft(out, a, int32_t(7), 1000); });
+  add<int32_t, int32_t>("int32_ShiftRight", [](L32 out, L32 a, L32) { ShiftRight(out, a, int32_t(31), 1000); });
+  add<uint32_t, uint32_t>("uint32_ShiftRight", [](LocalTensor<uint32_t> out, LocalTensor<uint32_t> a,
+                                                  LocalTensor<uint32_t>) { ShiftRight(out, a, uint32_t(24), 1000); });
+  add<int16_t, int16_t>("int16_And", [](L16 out, L16 a, L16 b) { And(out, a, b, 1000); });
+  add<int16_t, int16_t>("int16_Or", [](L16 out, L16 a, L16 b) { Or(out, a, b, 1000); });
+  add<int32_t, int32_t>("int32_CreateVecIndex", [](L32 out, L32, L32) { CreateVecIndex(out, int32_t(5), 1000); });
+  add<float, int32_t>("int32_to_float",
+                      [](LocalTensor<float> out, L32 a, L32) { Cast(out, a, RoundMode::CAST_NONE, 1000); });
+  add<int32_t, float>("float_to_int32", [](L32 out, LocalTensor<float> a, LocalTensor<float>) {
+    Cast(out, a, RoundMode::CAST_RINT, 1000);
   });
 }
 
@@ -150,6 +174,24 @@ void copies() {
       WaitFlag<HardEvent::MTE2_MTE3>(0);
     });
   };
+  cases["atomic"] = [](GM_ADDR in, GM_ADDR, GM_ADDR output) {  // -7 everywhere, then the input on top of 256 of them
+    around<float, float>(in, in, output, [&](L out, L a, L) {
+      GlobalTensor<float> g;
+      g.SetGlobalBuffer((__gm__ float*)output, kElements);
+      SetFlag<HardEvent::V_MTE3>(1);
+      WaitFlag<HardEvent::V_MTE3>(1);
+      DataCopy(g, out, kElements);
+      PipeBarrier<PIPE_MTE3>();
+      SetAtomicAdd<float>();
+      DataCopy(g, a, 256);
+      SetAtomicNone();
+      SetFlag<HardEvent::MTE3_MTE2>(0);
+      WaitFlag<HardEvent::MTE3_MTE2>(0);
+      DataCopy(out, g, kElements);
+      SetFlag<HardEvent::MTE2_MTE3>(0);
+      WaitFlag<HardEvent::MTE2_MTE3>(0);
+    });
+  };
   cases["scalar"] = [](GM_ADDR in, GM_ADDR, GM_ADDR output) {  // out[3] = a[5] + in[6] through the scalar unit
     around<float, float>(in, in, output, [&](L out, L a, L) {
       GlobalTensor<float> g;
@@ -168,6 +210,7 @@ int main(int, char** argv) {
   elementwise<half>("float16");
   casts<half>("float16");
   casts<bfloat16_t>("bfloat16");
+  integers();
   copies();
   std::vector<uint8_t> a = read_file(argv[3]), b = read_file(argv[4]), out(kElements * 4);
   ascend_emulator::GlobalMemory gm;

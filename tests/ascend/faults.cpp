@@ -204,6 +204,44 @@ std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
        Sync<HardEvent::V_MTE3>();
        t.Store();
      }},
+    {"overwritten_while_read",  // in place, while the instruction before may still read
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       Sync<HardEvent::MTE2_V>();
+       Adds(t.b, t.a, 1.0f, kElements);
+       Muls(t.a, t.a, 2.0f, kElements);  // fault: overwritten_while_read
+       Sync<HardEvent::V_MTE3>();
+       t.Store();
+     }},
+    {"integers_may_not_wrap",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       Sync<HardEvent::MTE2_V>();
+       LocalTensor<int32_t> words = t.a.ReinterpretCast<int32_t>();
+       Muls(t.b.ReinterpretCast<int32_t>(), words, int32_t(0x10001), kElements);  // fault: integers_may_not_wrap
+     }},
+    {"atomic_left_on",
+     [](GM_ADDR, GM_ADDR) {
+       SetAtomicAdd<float>();  // fault: atomic_left_on
+     }},
+    {"adds_to_unwritten",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       Duplicate(t.b, 1.0f, kElements);
+       Sync<HardEvent::V_MTE3>();
+       SetAtomicAdd<float>();
+       DataCopy(t.out, t.b, kElements);  // fault: adds_to_unwritten
+       SetAtomicNone();
+     }},
+    {"writes_an_input",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       Duplicate(t.b, 1.0f, kElements);
+       Sync<HardEvent::V_MTE3>();
+       DataCopy(t.in, t.b, kElements);  // fault: writes_an_input
+     }},
     {"scalar_reads_too_early",
      [](GM_ADDR x, GM_ADDR y) {
        Bench t(x, y);

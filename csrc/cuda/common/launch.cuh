@@ -32,13 +32,15 @@ inline int multiprocessors() {
 // At least one: rows may be more than the caller was told.
 inline int64_t tiles(int64_t rows, int64_t tile) { return std::max<int64_t>(1, (rows + tile - 1) / tile); }
 
-inline void check_launch(cudaError_t error, const char* kernel, const AttnParams& p) {
-  if (error == cudaSuccess) return;
+inline std::runtime_error launch_error(const std::string& kernel, const std::string& reason, const AttnParams& p) {
   auto text = [](int64_t x) { return std::to_string(x); };
-  throw std::runtime_error(std::string("CUDA kernel '") + kernel + "' failed: " + cudaGetErrorString(error) +
-                           " (B=" + text(p.batch) + ", Sq=" + text(p.seqlen_q) + ", Sk=" + text(p.seqlen_k) +
-                           ", Hq=" + text(p.heads_q) + ", Hk=" + text(p.heads_k) + ", D=" + text(p.head_dim) +
-                           ", Dv=" + text(p.head_dim_v) + ")");
+  return std::runtime_error("CUDA kernel '" + kernel + "' failed: " + reason + " (B=" + text(p.batch) +
+                            ", Sq=" + text(p.seqlen_q) + ", Sk=" + text(p.seqlen_k) + ", Hq=" + text(p.heads_q) +
+                            ", Hk=" + text(p.heads_k) + ", D=" + text(p.head_dim) + ", Dv=" + text(p.head_dim_v) + ")");
+}
+
+inline void check_launch(cudaError_t error, const char* kernel, const AttnParams& p) {
+  if (error != cudaSuccess) throw launch_error(kernel, cudaGetErrorString(error), p);
 }
 
 template <class Params, class... Arguments>

@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "../../params.h"
+#include "launch.cuh"
 
 namespace flashattn_ext {
 
@@ -30,11 +30,12 @@ inline auto tensor_map_encoder() {
 
 // A map of [batch][heads][rows][columns] whose copies are boxes of `box_rows` rows and 64 columns of 16-bit elements,
 // 128-byte swizzled. Pointer and strides are multiples of 16 bytes (dispatch.cu sees to that).
-inline CUtensorMap tensor_map(const TensorView& t, bool bfloat16, int64_t columns, int64_t rows, int64_t heads,
-                              int64_t batch, int box_rows) {
+inline CUtensorMap tensor_map(const AttnParams& p, const TensorView& t, int64_t columns, int64_t rows, int64_t heads,
+                              int box_rows) {
   constexpr int kBytes = 2;
   // The stride along an axis with one index means nothing, and need not be one that a map takes.
   auto stride = [](int64_t elements, int64_t count) { return count > 1 ? uint64_t(elements * kBytes) : uint64_t{16}; };
+  const int64_t batch = p.is_varlen() ? 1 : p.batch;
   auto extent = [](int64_t count) { return uint64_t(std::max<int64_t>(count, 1)); };
   const cuuint64_t extents[] = {extent(columns), extent(rows), extent(heads), extent(batch)};
   const cuuint64_t strides[] = {stride(t.row_stride, rows), stride(t.head_stride, heads),
@@ -43,16 +44,26 @@ inline CUtensorMap tensor_map(const TensorView& t, bool bfloat16, int64_t column
   // An empty tensor has no address, and is not read either.
   void* const data = t.data ? t.data : reinterpret_cast<void*>(uintptr_t{1024});
   CUtensorMap map;
-  const CUresult result =
-      tensor_map_encoder()(&map, bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, data,
-                           extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                           CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = tensor_map_encoder()(
+      &map, p.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, data,
+      extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    throw std::runtime_error("cuTensorMapEncodeTiled failed with error " + std::to_string(int(result)) +
-                             " (strides in elements: row " + std::to_string(t.row_stride) + ", head " +
-                             std::to_string(t.head_stride) + ", batch " + std::to_string(t.batch_stride) + ")");
+    auto text = [](int64_t x) { return std::to_string(x); };
+    throw launch_error("tensor map",
+                       std::string(cudaGetErrorString(static_cast<cudaError_t>(result))) + ", strides " +
+                           text(t.row_stride) + " (row) " + text(t.head_stride) + " (head) " + text(t.batch_stride) +
+                           " (batch)",
+                       p);
   }
   return map;
+}
+
+inline CUtensorMap query_map(const AttnParams& p, const TensorView& t, int64_t columns, int box_rows) {
+  return tensor_map(p, t, columns, p.is_varlen() ? p.total_q : p.seqlen_q, p.heads_q, box_rows);
+}
+inline CUtensorMap key_map(const AttnParams& p, const TensorView& t, int64_t columns, int box_rows) {
+  return tensor_map(p, t, columns, p.is_varlen() ? p.total_k : p.seqlen_k, p.heads_k, box_rows);
 }
 
 }  // namespace flashattn_ext

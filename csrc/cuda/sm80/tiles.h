@@ -17,7 +17,7 @@ struct ForwardTile {
 template <int kBytes, int kHeadDim, bool kDropout>
 constexpr ForwardTile forward_tile() {
   if (kBytes == 4) {
-    if (kHeadDim <= 64) return {4, 2, kDropout ? 64 : 16, 2};
+    if (kHeadDim <= 64) return {8, 1, 32, 1};
     if (kHeadDim <= 128) return {4, 2, 32, 1};
     if (kHeadDim <= 192) return {4, 1, 32, 1};
     return {2, 1, 32, 1};

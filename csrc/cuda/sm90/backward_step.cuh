@@ -387,13 +387,8 @@ template <class Kernel, class Entry>
 void launch_backward_main(Entry kernel, const AttnGradParams& p, const BackwardShared& shared) {
   const int64_t blocks = tiles(p.seqlen_k, Kernel::kN), all = blocks * p.batch * p.heads_k;
   if (all == 0) return;
-  const bool bfloat16 = p.dtype == DType::kBFloat16;
-  const int64_t batch = p.is_varlen() ? 1 : p.batch;
-  const int64_t rows_q = p.is_varlen() ? p.total_q : p.seqlen_q, rows_k = p.is_varlen() ? p.total_k : p.seqlen_k;
-  const BackwardMaps maps{tensor_map(p.q, bfloat16, p.head_dim, rows_q, p.heads_q, batch, Kernel::kM),
-                          tensor_map(p.k, bfloat16, p.head_dim, rows_k, p.heads_k, batch, Kernel::kN),
-                          tensor_map(p.v, bfloat16, p.head_dim_v, rows_k, p.heads_k, batch, Kernel::kN),
-                          tensor_map(p.dout, bfloat16, p.head_dim_v, rows_q, p.heads_q, batch, Kernel::kM)};
+  const BackwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kM), key_map(p, p.k, p.head_dim, Kernel::kN),
+                          key_map(p, p.v, p.head_dim_v, Kernel::kN), query_map(p, p.dout, p.head_dim_v, Kernel::kM)};
   const TileGrid grid{static_cast<int>(all), static_cast<int>(blocks), static_cast<int>(backward_section(p)),
                       shared.drawn};
   launch(kernel, "sm90 backward", p, std::min<int64_t>(all, multiprocessors()), Kernel::kThreads,

@@ -496,12 +496,8 @@ template <class T, int kHeadDim, bool kDropout>
 void launch_forward(const AttnParams& p) {
   using Kernel = Forward<T, kHeadDim, kDropout>;
   if (p.batch * p.heads_q == 0) return;
-  const bool bfloat16 = p.dtype == DType::kBFloat16;
-  const int64_t batch = p.is_varlen() ? 1 : p.batch;
-  const int64_t rows_q = p.is_varlen() ? p.total_q : p.seqlen_q, rows_k = p.is_varlen() ? p.total_k : p.seqlen_k;
-  const ForwardMaps maps{tensor_map(p.q, bfloat16, p.head_dim, rows_q, p.heads_q, batch, Kernel::kM),
-                         tensor_map(p.k, bfloat16, p.head_dim, rows_k, p.heads_k, batch, Kernel::kN),
-                         tensor_map(p.v, bfloat16, p.head_dim_v, rows_k, p.heads_k, batch, Kernel::kN)};
+  const ForwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kM), key_map(p, p.k, p.head_dim, Kernel::kN),
+                         key_map(p, p.v, p.head_dim_v, Kernel::kN)};
   const int64_t blocks = tiles(p.seqlen_q, Kernel::kM), heads = p.batch * p.heads_q, all = blocks * heads;
   int* const drawn = static_cast<int*>(p.workspace);
   const TileGrid grid{static_cast<int>(all), static_cast<int>(blocks), static_cast<int>(section_heads(p)), drawn};

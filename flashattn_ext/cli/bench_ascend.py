@@ -1,0 +1,169 @@
+"""`bench ascend-emulator`: what the time model of the emulator says about the Ascend C kernels. Modelled, never measured.
+
+A die of Atlas A2 is 24 cores of 8192 flop a cycle at 1.8 GHz. Cube use is useful flop (4 * B * H * S^2 * D forward, half
+of it causal, 2.5 times that backward) over what the cubes could have done in the modelled time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import flashattn_ext
+
+from .console import CommandError, make_console, require
+
+PIPES = ("S", "V", "M", "MTE1", "MTE2", "MTE3", "FIX")
+CORES, FLOP_PER_CYCLE, GIGAHERTZ = 24, 8192, 1.8
+PEAK_TFLOPS = CORES * FLOP_PER_CYCLE * GIGAHERTZ * 1e-3
+L2_BYTES = 192 << 20
+MODELLED_CORES = 2  # every core has the same share of bandwidth: two show what 24 do
+KEEP_90_PERCENT = 230  # threshold of dropout_p = 0.1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: fp16 self-attention over [B, H, S, D]."""
+
+    S: int
+    D: int
+    causal: bool = False
+    backward: bool = False
+    dropout: bool = False
+    smooth: bool = False
+    B: int = 1
+    H: int = MODELLED_CORES
+
+    @property
+    def name(self) -> str:
+        options = [word for word, on in (("dropout 0.1", self.dropout), ("smooth", self.smooth)) if on]
+        mask = "causal" if self.causal else "full"
+        return " ".join(["backward" if self.backward else "forward", mask, *options])
+
+    @property
+    def flop(self) -> float:
+        return 4.0 * self.B * self.H * self.S**2 * self.D * (0.5 if self.causal else 1) * (2.5 if self.backward else 1)
+
+
+def cases(quick: bool) -> list[Case]:
+    S = 1024 if quick else 8192
+    forward = [Case(S, D, causal) for D in (64, 128, 256) for causal in (False, True)]
+    backward = [Case(S, D, causal, backward=True) for D in (64, 128, 256) for causal in (False, True)]
+    options = [Case(S, 128, dropout=True), Case(S, 128, smooth=True), Case(S, 128, backward=True, dropout=True)]
+    return forward + backward + options
+
+
+def measure(*, quick: bool) -> dict[str, Any]:
+    """Models every case. The result holds plain numbers only, ready for JSON."""
+    try:
+        flashattn_ext.use_backend("ascend-emulator").__exit__(None)  # built at all?
+    except RuntimeError as error:
+        raise CommandError(str(error)) from None
+    library = ctypes.CDLL(str(Path(flashattn_ext.__file__).with_name("_ascend_emulator.so")))
+    library.flashattn_ext_model.restype = ctypes.c_char_p
+    return {
+        "peak_tflops": PEAK_TFLOPS,
+        "rows": [{**asdict(case), **model(library, case)} for case in cases(quick)],
+        "traffic": traffic(library, Case(256 if quick else 2048, 64, causal=True, B=1 if quick else 4, H=32)),
+    }
+
+
+def model(library: ctypes.CDLL, case: Case, cores: int = MODELLED_CORES) -> dict[str, Any]:
+    """Cube use, busy share of every pipe, and bytes that all cores move between GM and themselves."""
+    threshold = KEEP_90_PERCENT if case.dropout else 256
+    sizes = [case.B, case.S, case.S, case.H, case.H, case.D, case.D, case.causal, threshold, case.smooth, case.backward]
+    results = (ctypes.c_double * (5 + 2 * len(PIPES)))()
+    error = library.flashattn_ext_model((ctypes.c_int64 * 12)(*map(int, sizes), cores), results)
+    if error:
+        raise RuntimeError(error.decode())
+    span, tensors_read, tensors_written, workspace_read, workspace_written = results[:5]
+    aic, aiv = results[5 : 5 + len(PIPES)], results[5 + len(PIPES) :]
+    cube_use = case.flop / (span * cores * FLOP_PER_CYCLE)
+    return {
+        "cube_use": cube_use,
+        "tflops": cube_use * PEAK_TFLOPS,
+        "cycles": span,
+        "busy_aic": {pipe: cycles / span / cores for pipe, cycles in zip(PIPES, aic, strict=True) if cycles},
+        "busy_aiv": {pipe: cycles / span / cores / 2 for pipe, cycles in zip(PIPES, aiv, strict=True) if cycles},
+        "tensor_bytes": {"read": tensors_read, "written": tensors_written},
+        "workspace_bytes": {"read": workspace_read, "written": workspace_written},
+    }
+
+
+def traffic(library: ctypes.CDLL, case: Case) -> dict[str, Any]:
+    """GM bytes of one forward, beside those of the unfused operators: product, scale, mask, softmax, product.
+
+    HBM: L2 holds the workspace and the keys and values of the heads in flight, so that every tensor comes in once.
+    """
+    tokens = case.B * case.H * case.S
+    tensor, scores = tokens * case.D * 2, tokens * case.S * 2
+    in_flight = CORES * 2 * case.S * case.D * 2
+    ours = model(library, case, CORES)
+    hbm = {"read": 3 * tensor, "written": tensor + tokens * 4}
+    unfused = {"read": 3 * tensor + 4 * scores, "written": tensor + 4 * scores}
+    workspace = CORES * 3 * (512 << 10)
+    return {
+        **asdict(case),
+        "tensor_bytes": ours["tensor_bytes"],
+        "workspace_bytes": ours["workspace_bytes"],
+        "hbm_bytes": hbm,
+        "unfused_hbm_bytes": unfused,
+        "saved": {way: 1 - hbm[way] / unfused[way] for way in hbm},
+        "l2_bytes": workspace + in_flight,
+        "fits_l2": workspace + in_flight < L2_BYTES,
+    }
+
+
+HEADER = ("pass", "S", "D", "cube use", "TFLOP/s", "AIC busy", "AIV busy", "tensors r / w", "workspace r / w")
+
+
+def show(results: dict[str, Any], *, markdown: bool) -> None:
+    """Prints the table, and the traffic of one call beside the unfused operators."""
+    about = (
+        f"Modelled, not measured: one die of Atlas A2, fp16, peak {results['peak_tflops']:.1f} TFLOP/s; GM bytes in MB"
+    )
+    cells = [_cells(row) for row in results["rows"]]
+    if markdown:
+        print(about + "\n")
+        for line in (HEADER, ["---"] * len(HEADER), *cells):
+            print("| " + " | ".join(line) + " |")
+    else:
+        table = require("rich.table").Table(title=about)
+        for column, name in enumerate(HEADER):
+            table.add_column(name, justify="left" if column in (0, 5, 6) else "right")
+        for line in cells:
+            table.add_row(*line)
+        console = make_console()
+        if not console.is_terminal:
+            console.width = 160
+        console.print(table)
+    print(_traffic_text(results["traffic"]))
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    case = Case(**{name: row[name] for name in Case.__dataclass_fields__})
+    pipes = [_busy(row["busy_aic"], ("M", "MTE1", "MTE2", "FIX")), _busy(row["busy_aiv"], ("V", "MTE2", "MTE3"))]
+    moved = [_megabytes(row["tensor_bytes"]), _megabytes(row["workspace_bytes"])]
+    return [case.name, str(case.S), str(case.D), f"{row['cube_use']:.1%}", f"{row['tflops']:.0f}", *pipes, *moved]
+
+
+def _busy(busy: Mapping[str, float], pipes: tuple[str, ...]) -> str:
+    return " ".join(f"{pipe} {busy.get(pipe, 0):.0%}" for pipe in pipes)
+
+
+def _megabytes(moved: Mapping[str, float]) -> str:
+    return f"{moved['read'] / 1e6:.0f} / {moved['written'] / 1e6:.0f}"
+
+
+def _traffic_text(row: Mapping[str, Any]) -> str:
+    shape = f"B={row['B']} H={row['H']} S={row['S']} D={row['D']} causal fp16 forward"
+    return (
+        f"\n{shape}: HBM {_megabytes(row['hbm_bytes'])} MB read / written, unfused operators "
+        f"{_megabytes(row['unfused_hbm_bytes'])}: {row['saved']['read']:.1%} and {row['saved']['written']:.1%} fewer. "
+        f"Through L2: tensors {_megabytes(row['tensor_bytes'])}, workspace {_megabytes(row['workspace_bytes'])}; "
+        f"{row['l2_bytes'] / 1e6:.0f} MB in use at a time, L2 has {L2_BYTES / 1e6:.0f}: "
+        + ("it fits." if row["fits_l2"] else "it does not fit.")
+    )
