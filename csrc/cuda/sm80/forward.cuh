@@ -97,7 +97,7 @@ struct Forward {
         softmax(i, scores[i]);
 #pragma unroll
         for (int step = 0; step < kSteps; ++step) weights[i][step] = Core::from_accumulators(scores[i], step);
-        if (kDropout) dropout.template drop<Core>(weights[i], h, row0 + tile_row(i), n * kN);
+        if (kDropout) dropout.template drop<Core>(weights[i], head(), row0 + tile_row(i), n * kN);
       }
       __syncwarp();  // keeps the compiler from loading so much of V ahead that registers run out
       value_product(weights);
