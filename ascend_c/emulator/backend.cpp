@@ -214,3 +214,7 @@ extern "C" __attribute__((visibility("default"))) const char* flashattn_ext_mode
 extern "C" __attribute__((visibility("default"))) const flashattn_ext::Backend* flashattn_ext_backend() {
   return &flashattn_ext::backend;
 }
+
+extern "C" __attribute__((visibility("default"))) uint64_t flashattn_ext_backend_layout() {
+  return flashattn_ext::kBackendLayout;
+}
