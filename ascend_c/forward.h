@@ -171,7 +171,7 @@ class ForwardVector : VectorCore {
     using namespace AscendC;
     const Task& task = step.task;
     if (step.first) BeginStatistics(task);
-    if (a.has_dropout() && drawn_tiles == Dropout::kStepTiles) {
+    if (a.has_dropout() && drawn_tiles == Dropout::kStepTiles && task.rows > 0) {
       static_assert(Dropout::ScratchOf(Dropout::kStepTiles) <= 2 * kChunkRows * kPitch,
                     "the scores' buffers are free here");
       TakeLoadBuffers();

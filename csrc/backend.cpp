@@ -51,8 +51,12 @@ const std::vector<const Backend*>& backends() { return mutable_backends(); }
 
 void load_backend(const std::string& path) {
   void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  void* const symbol = library ? dlsym(library, "flashattn_ext_backend") : nullptr;
-  if (!symbol) throw std::runtime_error("cannot load " + path + ": " + dlerror());
+  if (!library) throw std::runtime_error("cannot load " + path + ": " + dlerror());
+  void* const layout = dlsym(library, "flashattn_ext_backend_layout");
+  void* const symbol = dlsym(library, "flashattn_ext_backend");
+  if (!layout || !symbol || reinterpret_cast<uint64_t (*)()>(layout)() != kBackendLayout)
+    throw std::runtime_error(path +
+                             " was built from other sources than this package; build it again from the checkout");
   auto* const backend = new Backend(*reinterpret_cast<const Backend* (*)()>(symbol)());  // lives as long as the process
   if (!backend->dropout_mask) backend->dropout_mask = cpu_backend().dropout_mask;
   if (!backend->write_rng_state) backend->write_rng_state = cpu_backend().write_rng_state;

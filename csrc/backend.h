@@ -38,8 +38,11 @@ const Backend& cuda_sm90_backend();  // in builds with FLASHATTN_EXT_SM90, for a
 // Every backend of this build; among those of one device the preferred one comes first.
 const std::vector<const Backend*>& backends();
 
-// Adds the backend of a library that exports `extern "C" const Backend* flashattn_ext_backend()`, the last of its
-// device; what it leaves null is the CPU's. Throws std::runtime_error when it cannot be loaded.
+// Adds the backend of a library that exports, in extern "C", `const Backend* flashattn_ext_backend()` and `uint64_t
+// flashattn_ext_backend_layout()`, as the last of its device; what it leaves null is the CPU's. Throws
+// std::runtime_error when it cannot be loaded or was compiled with other structs.
+constexpr uint64_t kBackendLayout =
+    (uint64_t{sizeof(Backend)} << 40) + (uint64_t{sizeof(AttnGradParams)} << 20) + sizeof(CpuExecutor);
 void load_backend(const std::string& path);
 
 // The forced backend, or the preferred one of the device. Throws std::runtime_error, naming the fix, when there is none

@@ -5,6 +5,7 @@ broken in any scheduling mode, and that cores, modes and layouts do not change a
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ CASES = {
     "sink": Case(B=1, Sq=40, Sk=50, D=256, Dv=256, sink_dtype=torch.float32),
     "smooth, no visible key": Case(B=1, Sq=150, Sk=10, D=64, Dv=64, causal=True, smooth_softmax=True),
     "dropout": Case(B=2, Sq=70, Sk=550, D=64, Dv=64, dropout_p=0.2, rng_seed=7),
+    "dropout, one row": Case(B=1, Sq=1, Sk=1, D=64, Dv=64, dropout_p=0.5, rng_seed=7),
     "dropout, little memory": Case(B=1, Sq=40, Sk=300, Hq=1, Hk=1, D=256, Dv=256, dropout_p=0.5, rng_seed=7),
     "packed": Case(lengths_q=(5, 0, 140, 20), lengths_k=(9, 30, 0, 300), D=64, Dv=64, causal=True),
     "strides": Case(B=2, Sq=20, Sk=30, D=24, Dv=24, views=("packed", "transposed", "padded")),
@@ -91,6 +93,14 @@ def test_missing_library_names_the_command(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(flashattn_ext._C, "backends", lambda: ["cpu"])
     with pytest.raises(RuntimeError, match=r"was not built .* bash build.sh -arch 910 -mode emulator"):
         flashattn_ext.use_backend("ascend-emulator")
+
+
+def test_library_of_other_sources_is_refused(tmp_path) -> None:
+    source, library = tmp_path / "old.cpp", tmp_path / "old.so"
+    source.write_text('extern "C" unsigned long flashattn_ext_backend_layout() { return 1; }')
+    subprocess.run([os.environ.get("CXX", "c++"), "-shared", "-fPIC", source, "-o", library], check=True)
+    with pytest.raises(RuntimeError, match=r"old\.so was built from other sources than this package"):
+        flashattn_ext._C.load_backend(str(library))
 
 
 def test_bench_models_every_row(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:

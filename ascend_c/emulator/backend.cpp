@@ -68,7 +68,7 @@ void add_inputs(GlobalMemory& gm, const AttnParams& p) {
     gm.add("cu_seqlens_k", p.cu_seqlens_k, static_cast<size_t>(p.batch + 1) * 4, Use::input);
   }
   if (p.sink) gm.add("sink", p.sink, static_cast<size_t>(p.heads_q) * 4, Use::input);
-  if (p.rng_state) gm.add("rng_state", p.rng_state, 16, Use::input);
+  if (p.has_dropout()) gm.add("rng_state", p.rng_state, 16, Use::input);
 }
 
 void check(const ascend_emulator::Report& report) {
@@ -213,4 +213,8 @@ extern "C" __attribute__((visibility("default"))) const char* flashattn_ext_mode
 
 extern "C" __attribute__((visibility("default"))) const flashattn_ext::Backend* flashattn_ext_backend() {
   return &flashattn_ext::backend;
+}
+
+extern "C" __attribute__((visibility("default"))) uint64_t flashattn_ext_backend_layout() {
+  return flashattn_ext::kBackendLayout;
 }
