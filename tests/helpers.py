@@ -288,7 +288,7 @@ def check(case: Case, device: str) -> None:
     for name in broken:
         errors = [draw[name] for draw in draws]
         typical = median(e.got for e in errors), 2 * median(e.plain for e in errors) + first[name].floor
-        worst = first[name].got, 2 * max(e.allowed for e in errors)
+        worst = first[name].got, 2 * max(e.allowed for e in errors[:9])
         for error, allowed in (typical, worst):
             assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
 
