@@ -32,6 +32,7 @@ if step test; then
 fi
 if step sanitize; then
   names=()
+  rm -f "$OUT/sanitize.failed"
   for tool in memcheck racecheck initcheck synccheck; do
     for dtype in float16 bfloat16 float32; do
       names+=("$tool.$dtype")
