@@ -16,6 +16,7 @@ import flashattn_ext
 
 from .console import CommandError, make_console, require
 
+LIBRARY = Path(flashattn_ext.__file__).with_name("_ascend_emulator.so")
 PIPES = ("S", "V", "M", "MTE1", "MTE2", "MTE3", "FIX")
 CORES, FLOP_PER_CYCLE, GIGAHERTZ = 24, 8192, 1.8
 PEAK_TFLOPS = CORES * FLOP_PER_CYCLE * GIGAHERTZ * 1e-3
@@ -62,13 +63,18 @@ def measure(*, quick: bool) -> dict[str, Any]:
         flashattn_ext.use_backend("ascend-emulator").__exit__(None)  # built at all?
     except RuntimeError as error:
         raise CommandError(str(error)) from None
-    library = ctypes.CDLL(str(Path(flashattn_ext.__file__).with_name("_ascend_emulator.so")))
-    library.flashattn_ext_model.restype = ctypes.c_char_p
+    library = load_library()
     return {
         "peak_tflops": PEAK_TFLOPS,
         "rows": [{**asdict(case), **model(library, case)} for case in cases(quick)],
         "traffic": traffic(library, Case(256 if quick else 2048, 64, causal=True, B=1 if quick else 4, H=32)),
     }
+
+
+def load_library() -> ctypes.CDLL:
+    library = ctypes.CDLL(str(LIBRARY))
+    library.flashattn_ext_model.restype = ctypes.c_char_p
+    return library
 
 
 def model(library: ctypes.CDLL, case: Case, cores: int = MODELLED_CORES) -> dict[str, Any]:

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
-from pathlib import Path
 
-import flashattn_ext
-
-LIBRARY = Path(flashattn_ext.__file__).with_name("_ascend_emulator.so")
-CORES = 24  # cube cores, each with two vector cores; bytes do not depend on them
-RESULTS = 5 + 14  # the busy cycles of the pipes are not shown
+from ..bench_ascend import CORES, LIBRARY, Case, load_library, model
 
 
 @dataclass(frozen=True)
@@ -34,8 +28,7 @@ def count_forward(B: int, H: int, S: int, D: int, *, causal: bool) -> Counts:
         raise FileNotFoundError(
             "only the Ascend emulator counts this, and it was not built; in a checkout: make emulator"
         )
-    model = ctypes.CDLL(str(LIBRARY)).flashattn_ext_model
-    model.restype = None
-    results = (ctypes.c_double * RESULTS)()
-    model((ctypes.c_int64 * 12)(B, S, S, H, H, D, D, causal, 256, False, False, CORES), results)
-    return Counts(results[0], *map(int, results[1:5]))
+    modelled = model(load_library(), Case(S, D, causal, B=B, H=H), CORES)
+    tensors, workspace = modelled["tensor_bytes"], modelled["workspace_bytes"]
+    moved = (tensors["read"], tensors["written"], workspace["read"], workspace["written"])
+    return Counts(modelled["cycles"], *map(int, moved))

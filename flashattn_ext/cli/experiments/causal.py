@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from .context import (
     FORWARD,
     OURS,
@@ -11,6 +9,7 @@ from .context import (
     UNFUSED,
     Context,
     Inputs,
+    Shape,
     number,
     ratio,
     remark,
@@ -24,25 +23,16 @@ FULL, CAUSAL = "full", "causal"
 COST, PER_SCORE = "cost of the mask", "cost per visible score"
 
 
-@dataclass(frozen=True)
-class Sizes:
-    B: int
-    H: int
-    S: int
-    D: int
-    dtype: str
+GPU_SIZES = Shape(4, 32, 2048, 64, "fp16")
 
 
-GPU_SIZES = Sizes(4, 32, 2048, 64, "fp16")
-
-
-def sizes_for(context: Context) -> Sizes:
+def sizes_for(context: Context) -> Shape:
     if context.on_cpu:
-        return Sizes(1, 4, 1024 if context.quick else 2048, 64, context.dtype)
+        return Shape(1, 4, 1024 if context.quick else 2048, 64, context.dtype)
     return GPU_SIZES
 
 
-def measure(context: Context, sizes: Sizes) -> Result:
+def measure(context: Context, sizes: Shape) -> Result:
     columns = [
         Column("pass"),
         Column("attention"),
@@ -80,7 +70,7 @@ def visible_share(S: int) -> float:
     return (S + 1) / (2 * S)
 
 
-def _row(context: Context, sizes: Sizes, direction: str, name: str) -> list[Cell]:
+def _row(context: Context, sizes: Shape, direction: str, name: str) -> list[Cell]:
     inputs = Inputs.random(context, (sizes.B, sizes.H, sizes.S, sizes.D), sizes.dtype)
     failures: dict[str, str] = {}
     calls = {mask: inputs.call(name, direction, causal=mask == CAUSAL) for mask in (FULL, CAUSAL)}

@@ -140,6 +140,17 @@ ATTENTIONS = {OURS: ours, UNFUSED: unfused, SDPA: sdpa}
 
 
 @dataclass(frozen=True)
+class Shape:
+    """Of a call of attention over [B, H, S, D]."""
+
+    B: int
+    H: int
+    S: int
+    D: int
+    dtype: str
+
+
+@dataclass(frozen=True)
 class Inputs:
     """q, k, v and the gradient of the output, all [B, H, S, D]."""
 

@@ -19,7 +19,7 @@ from torch.profiler import profile as torch_profile
 
 from ..devices import synchronize
 from ..timing import reported
-from .context import FORWARD, OURS, UNFUSED, Context, Inputs, number, remark, size_notes
+from .context import FORWARD, OURS, UNFUSED, Context, Inputs, Shape, number, remark, size_notes
 from .result import Cell, Column, Comparison, Plot, Result
 
 NAMES = (OURS, UNFUSED)
@@ -38,25 +38,16 @@ NO_KERNELS = {
 }
 
 
-@dataclass(frozen=True)
-class Sizes:
-    B: int
-    H: int
-    S: int
-    D: int
-    dtype: str
+GPU_SIZES = Shape(32, 16, 4096, 128, "fp16")
 
 
-GPU_SIZES = Sizes(32, 16, 4096, 128, "fp16")
-
-
-def sizes_for(context: Context) -> Sizes:
+def sizes_for(context: Context) -> Shape:
     if context.on_cpu:
-        return Sizes(1, 4, 512 if context.quick else 2048, 64, context.dtype)
-    return Sizes(4, 16, 2048, 128, context.dtype) if context.quick else GPU_SIZES
+        return Shape(1, 4, 512 if context.quick else 2048, 64, context.dtype)
+    return Shape(4, 16, 2048, 128, context.dtype) if context.quick else GPU_SIZES
 
 
-def measure(context: Context, sizes: Sizes) -> Result:
+def measure(context: Context, sizes: Shape) -> Result:
     columns = [
         Column("attention"),
         Column(KERNELS),
@@ -101,7 +92,7 @@ class Work:
         return self.start + self.duration
 
 
-def _row(context: Context, sizes: Sizes, name: str, timelines: dict[str, list[tuple[float, float]]]) -> list[Cell]:
+def _row(context: Context, sizes: Shape, name: str, timelines: dict[str, list[tuple[float, float]]]) -> list[Cell]:
     failures: dict[str, str] = {}
     file_name = f"profile_{name}.trace.json" if context.out else ""
     with reported(name, failures), tempfile.TemporaryDirectory() as folder:

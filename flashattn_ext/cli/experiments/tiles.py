@@ -26,6 +26,7 @@ from .context import (
     OURS,
     Context,
     Inputs,
+    Shape,
     ratio,
     share,
     size_notes,
@@ -41,12 +42,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Sizes:
-    B: int
-    H: int
-    S: int
-    D: int
-    dtype: str
+class Sizes(Shape):
     tiles: tuple[int, ...]
 
 

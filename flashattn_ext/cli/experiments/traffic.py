@@ -16,7 +16,7 @@ import flashattn_ext
 from ..bench_cpu import DTYPES
 from ..timing import reported
 from .ascend import Counts, count_forward
-from .context import NOT_MEASURED, OURS, UNFUSED, Context, number, scaled, size_notes
+from .context import NOT_MEASURED, OURS, UNFUSED, Context, Shape, number, scaled, size_notes
 from .result import Cell, Column, Comparison, Plot, Result
 
 NAMES = (OURS, UNFUSED)
@@ -24,15 +24,6 @@ READ, WRITTEN = "read", "written"
 MIB = 1 << 20
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 PROFILER_LIMIT_S = 300
-
-
-@dataclass(frozen=True)
-class Sizes:
-    B: int
-    H: int
-    S: int
-    D: int
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -44,14 +35,14 @@ class Traffic:
     kernels: int
 
 
-GPU_SIZES = Sizes(4, 32, 2048, 64, "fp16")
+GPU_SIZES = Shape(4, 32, 2048, 64, "fp16")
 
 
-def sizes_for(context: Context) -> Sizes:
+def sizes_for(context: Context) -> Shape:
     return GPU_SIZES
 
 
-def measure(context: Context, sizes: Sizes) -> Result:
+def measure(context: Context, sizes: Shape) -> Result:
     columns = [
         Column("source"),
         Column("attention"),
@@ -97,7 +88,7 @@ def measure(context: Context, sizes: Sizes) -> Result:
     return result
 
 
-def _rows(context: Context, sizes: Sizes, source: str) -> list[list[Cell]]:
+def _rows(context: Context, sizes: Shape, source: str) -> list[list[Cell]]:
     counted: dict[str, Traffic] = {}
     failures: dict[str, str] = {}
     with reported(source, failures):
@@ -138,7 +129,7 @@ def _by_source(result: Result, column: str) -> str:
 # The sources: each gives the traffic of one attention, or raises with the reason why it cannot
 
 
-def model(context: Context, sizes: Sizes, name: str) -> Traffic:
+def model(context: Context, sizes: Shape, name: str) -> Traffic:
     element = DTYPES[sizes.dtype].itemsize
     rows = sizes.B * sizes.H * sizes.S
     tensor, scores, mask, lse = rows * sizes.D * element, rows * sizes.S * element, sizes.S**2, rows * 4
@@ -155,30 +146,30 @@ def model(context: Context, sizes: Sizes, name: str) -> Traffic:
     return Traffic(sum(read for read, _ in kernels), sum(written for _, written in kernels), len(kernels))
 
 
-def gpu_counters(context: Context, sizes: Sizes, name: str) -> Traffic:
+def gpu_counters(context: Context, sizes: Shape, name: str) -> Traffic:
     if context.device.type != "cuda":
         raise NotImplementedError(f"only CUDA has them, this ran on {context.device.type}")
     call = [sys.executable, "-m", f"{__package__}.one_call", name, *map(str, astuple(sizes))]
     return count_with_nsight(call)
 
 
-def emulator(context: Context, sizes: Sizes, name: str) -> Traffic:
+def emulator(context: Context, sizes: Shape, name: str) -> Traffic:
     counts = _emulated(sizes, name)
     return Traffic(counts.read, counts.written, 1)
 
 
-def emulator_workspace(context: Context, sizes: Sizes, name: str) -> Traffic:
+def emulator_workspace(context: Context, sizes: Shape, name: str) -> Traffic:
     counts = _emulated(sizes, name)
     return Traffic(counts.workspace_read, counts.workspace_written, 1)
 
 
-def _emulated(sizes: Sizes, name: str) -> Counts:
+def _emulated(sizes: Shape, name: str) -> Counts:
     if name != OURS:
         raise NotImplementedError("ours only: there are no unfused kernels in Ascend C")
     return count_forward(sizes.B, sizes.H, sizes.S, sizes.D, causal=True)
 
 
-SOURCES: dict[str, Callable[[Context, Sizes, str], Traffic]] = {
+SOURCES: dict[str, Callable[[Context, Shape, str], Traffic]] = {
     "model": model,
     "GPU counters": gpu_counters,
     "Ascend emulator": emulator,
