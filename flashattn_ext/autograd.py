@@ -74,7 +74,9 @@ class FlashAttentionFunction(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * 8
         q, k, v, sink, cu_seqlens_q, cu_seqlens_k, out, lse, rng_state = ctx.saved_tensors
-        dq, dk, dv, dsink = _Gradients.apply(
+        # The node costs as much as a small kernel; without create_graph nothing can be differentiated again.
+        gradients = _Gradients.apply if torch.is_grad_enabled() else backward_op
+        dq, dk, dv, dsink = gradients(
             dout, dlse, q, k, v, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, sink, ctx.options
         )
         return dq, dk, dv, None if sink is None else dsink, None, None, None, None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-forward = torch.ops.flashattn_ext.forward
-backward = torch.ops.flashattn_ext.backward
-dropout_mask = torch.ops.flashattn_ext.dropout_mask
+forward = torch.ops.flashattn_ext.forward.default
+backward = torch.ops.flashattn_ext.backward.default
+dropout_mask = torch.ops.flashattn_ext.dropout_mask.default
 
 
 def _statistics_dtype(q: Tensor) -> torch.dtype:

@@ -75,23 +75,24 @@ class AlignedRows {
     TensorView copy{next_, p_.is_varlen() ? 0 : heads * rows * padded, padded, rows * padded};
     const int64_t copy_bytes = batch * heads * rows * padded * bytes;
     next_ += (copy_bytes + 63) / 64 * 64;
-    if (run && copy_bytes > 0)
-      copy_rows(view, copy, rows, heads, batch * heads, columns, padded * bytes / kVectorBytes);
+    if (run && copy_bytes > 0) copy_rows(view, copy, rows, heads, batch, columns, padded * bytes / kVectorBytes);
     return copy;
   }
   int64_t bytes() const { return next_ - static_cast<char*>(p_.workspace); }
   void* end() const { return next_; }
 
  private:
-  void copy_rows(const TensorView& from, const TensorView& to, int64_t rows, int64_t heads, int64_t all_heads,
+  void copy_rows(const TensorView& from, const TensorView& to, int64_t rows, int64_t heads, int64_t batch,
                  int64_t columns, int64_t row_vectors) const {
     constexpr int64_t kGridHeight = 65535;
-    const auto kernel = element_bytes(p_) == 4 ? aligned_rows_kernel<uint32_t> : aligned_rows_kernel<uint16_t>;
-    const int64_t block_rows = kCopyThreads / row_vectors;
+    const int64_t bytes = element_bytes(p_), all_heads = batch * heads;
+    const auto kernel = bytes == 4 ? aligned_rows_kernel<uint32_t> : aligned_rows_kernel<uint16_t>;
+    const int64_t block_rows = kCopyThreads / row_vectors * kThreadRows;
     const dim3 grid(static_cast<unsigned>((rows + block_rows - 1) / block_rows),
                     static_cast<unsigned>(std::min(all_heads, kGridHeight)));
     kernel<<<grid, kCopyThreads, 0, static_cast<cudaStream_t>(p_.stream)>>>(
-        from, to, rows, heads, all_heads, static_cast<int>(columns), static_cast<int>(row_vectors));
+        from, to, rows, heads, all_heads, static_cast<int>(columns), static_cast<int>(row_vectors),
+        end_of(from, batch, heads, rows, columns, bytes));
     check_launch(cudaGetLastError(), "aligned_rows", p_);
   }
 
@@ -118,12 +119,11 @@ AttnParams aligned_call(const AttnParams& p, bool run, int64_t* bytes) {
   return call;
 }
 
-// Also out and dout.
+// Also dout; `out` is read once, where it lies.
 AttnGradParams aligned_call(const AttnGradParams& p, bool run, int64_t* bytes) {
   AttnGradParams call = p;
   AlignedRows aligned(p);
   align_inputs(&call, &aligned, run);
-  call.out = aligned(p.out, query_rows(p), p.heads_q, p.head_dim_v, run);
   call.dout = aligned(p.dout, query_rows(p), p.heads_q, p.head_dim_v, run);
   call.workspace = aligned.end();
   *bytes = aligned.bytes();

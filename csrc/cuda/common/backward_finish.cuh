@@ -17,7 +17,6 @@ __global__ void __launch_bounds__(Sums::kThreads)
   T* const tile = reinterpret_cast<T*>(memory);
   const int head = blockIdx.x / blocks, heads = static_cast<int>(p.heads_q), b = head / heads, h = head % heads;
   const Sequence queries = query_sequence(p, b);
-  const float scale = static_cast<float>(p.softmax_scale);
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   for (int64_t m = blockIdx.x % blocks; m * Sums::kM < queries.length; m += blocks) {
     const int64_t index = h * shared.tiles + shared.first_tile(p, b, queries) + m * (Sums::kM / Sums::kTileRows);
@@ -32,8 +31,8 @@ __global__ void __launch_bounds__(Sums::kThreads)
             ptx::load_fragment(x, Sums::dq_fragment(shared, index, split, i, c));
           }
           T* to = tile + (Sums::query_row() + i * 16 + g) * Sums::kStride + Sums::query_column(split) + c * 8 + 2 * t;
-          TensorCore<T>::store_pair(to, x[0] * scale, x[1] * scale);
-          TensorCore<T>::store_pair(to + 8 * Sums::kStride, x[2] * scale, x[3] * scale);
+          TensorCore<T>::store_pair(to, x[0] * shared.gradient_scale, x[1] * shared.gradient_scale);
+          TensorCore<T>::store_pair(to + 8 * Sums::kStride, x[2] * shared.gradient_scale, x[3] * shared.gradient_scale);
         }
       }
     }
@@ -64,7 +63,7 @@ static __global__ void __launch_bounds__(kSinkThreads)
     __syncthreads();
     if (threadIdx.x < half) part[threadIdx.x] += part[threadIdx.x + half];
   }
-  if (threadIdx.x == 0) static_cast<float*>(p.dsink)[h] = static_cast<float>(part[0]);
+  if (threadIdx.x == 0) static_cast<float*>(p.dsink)[h] = static_cast<float>(part[0] * shared.keep_scale);
 }
 
 template <class Sums>

@@ -27,8 +27,7 @@ struct Dropout {
   // The top bit of every byte: whether it is at most `last`, which its low seven bits decide where the top bits agree.
   __device__ __forceinline__ uint32_t kept(uint32_t word) const {
     constexpr uint32_t kTop = 0x80808080u;
-    const uint32_t low_bits = (last | kTop) - (word & ~kTop);
-    return (last & ~word) | (~(last ^ word) & low_bits);
+    return ptx::select_or_equal(last, word, (last | kTop) - (word & ~kTop));
   }
 
   // For a 16-row tile of scores from query `row` (a multiple of 16) and key `column` (a multiple of 64), packed as A
@@ -77,6 +76,21 @@ struct Dropout {
                    kept(second_half ? odd.word[2 + block % 2] : odd.word[block % 4]));
       }
     }
+  }
+
+  // For transposed scores of 64 keys from `key` and 16 queries from `query` (multiples of 64 and 16), 16 keys in each
+  // of four warps: one call of the generator serves all four, so that a warp draws for the others too. Warp w keeps
+  // element e of the 8 queries n where bit 7 + 8 * (n + 2 * (e / 2)) of the result, shifted to the left by w, is set;
+  // of odd queries (e % 2) after another 4.
+  __device__ __forceinline__ uint32_t transposed_warps(int64_t head, int key, int query) const {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    const PhiloxWords even = words(head, query, key, 2 * t, g), odd = words(head, query, key, 2 * t + 1, g);
+    uint32_t bits = 0;
+#pragma unroll
+    for (int warp = 0; warp < 4; ++warp) {
+      bits |= (kept(even.word[warp]) & 0x80808080u) >> warp | (kept(odd.word[warp]) & 0x80808080u) >> (4 + warp);
+    }
+    return bits;
   }
 
   // For transposed scores [key][query]: what a lane keeps of a column of 16x16 blocks. Power-of-two tiles of keys from

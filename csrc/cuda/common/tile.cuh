@@ -5,6 +5,7 @@
 #include "../ptx/math.cuh"
 #include "../ptx/memory.cuh"
 #include "tensor_core.cuh"
+#include "vector.cuh"
 
 namespace flashattn_ext {
 
@@ -46,22 +47,36 @@ __device__ __forceinline__ void load_tile(T* tile, const T* from, int64_t row_st
   }
 }
 
+// One vector of a row, from `column` on, of which `columns` exist.
+template <class T>
+__device__ __forceinline__ void store_vector(T* to, const T* from, bool aligned, int column, int columns) {
+  constexpr int kElements = kVectorBytes / sizeof(T);
+  if (column + kElements > columns) {
+    for (int e = 0; e < kElements && column + e < columns; ++e) to[e] = from[e];
+  } else if (aligned) {
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+  } else {
+    store_unaligned(to, *reinterpret_cast<const uint4*>(from));
+  }
+}
+
 // Writes `rows` rows of `columns` elements from a tile, whatever their alignment.
 template <class T, int kRows, int kColumns, int kThreads>
 __device__ __forceinline__ void store_tile(T* to, int64_t row_stride, const T* tile, int rows, int columns) {
   constexpr int kElements = kVectorBytes / sizeof(T), kVectors = kColumns / kElements;
   const bool aligned = reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0 && row_stride % kElements == 0;
-#pragma unroll 4
-  for (int vector = ptx::opaque(threadIdx.x); vector < kRows * kVectors; vector += kThreads) {
+  auto store = [&](int vector, bool whole) {
     const int row = vector / kVectors, column = vector % kVectors * kElements;
-    if (row >= rows || column >= columns) continue;
-    const T* from = tile + row * kTileStride<T, kColumns> + column;
-    T* element = to + row * row_stride + column;
-    if (aligned && column + kElements <= columns) {
-      *reinterpret_cast<uint4*>(element) = *reinterpret_cast<const uint4*>(from);
-    } else {
-      for (int e = 0; e < kElements && column + e < columns; ++e) element[e] = from[e];
-    }
+    if (row >= rows || column >= columns) return;
+    store_vector(to + row * row_stride + column, tile + row * kTileStride<T, kColumns> + column, whole, column,
+                 columns);
+  };
+  if (aligned) {
+#pragma unroll 4
+    for (int vector = ptx::opaque(threadIdx.x); vector < kRows * kVectors; vector += kThreads) store(vector, true);
+  } else {
+#pragma unroll 1
+    for (int vector = ptx::opaque(threadIdx.x); vector < kRows * kVectors; vector += kThreads) store(vector, false);
   }
 }
 

@@ -141,7 +141,7 @@ struct Backward {
                                            static_cast<int>(p.head_dim_v));
       walk_queries(first, last);
     }
-    write(p.dk, dk, static_cast<int>(p.head_dim), static_cast<float>(p.softmax_scale));
+    write(p.dk, dk, static_cast<int>(p.head_dim), shared.gradient_scale);
     write(p.dv, dv, static_cast<int>(p.head_dim_v), shared.keep_scale);
   }
 
@@ -306,7 +306,7 @@ struct Backward {
           if (kDropout) {
             const bool kept = keep.keeps(i, n, e);
             weights[i][n][e] = kept ? x : 0.f;
-            dp = kept ? dp * shared.keep_scale : 0.f;
+            dp = kept ? dp : 0.f;
           }
           dscores[i][n][e] = x * (dp - (odd ? row_delta.y : row_delta.x));
           if (kMasked) {  // a masked score has no gradient, also when dP is not finite

@@ -15,7 +15,7 @@ namespace flashattn_ext::sm90 {
 template <class T, int kHeadDimension>
 struct QuerySums {
   using Element = T;
-  static constexpr int kM = backward_tile<kHeadDimension>().queries, kTileRows = 16;
+  static constexpr int kM = backward_tile<kHeadDimension, false>().queries, kTileRows = 16;
   static constexpr int kThreads = 2 * kGroupThreads, kSplits = 1;
   static constexpr int kHeadDim = 2 * 64 * 64 / kM;  // columns, some of them beyond the head dim
   static constexpr int kStride = kTileStride<T, kHeadDim>;
@@ -41,17 +41,19 @@ struct QuerySums {
 template <class T, int kHeadDim, bool kDropout>
 struct Backward {
   using Work = BackwardWork;
-  using Rows = KeyRows<T, backward_tile<kHeadDim>().queries, kDropout>;
+  using Rows = KeyRows<T, backward_tile<kHeadDim, kDropout>().queries, kDropout>;
   using Sums = QuerySums<T, kHeadDim>;
-  static constexpr BackwardTile kTile = backward_tile<kHeadDim>();
+  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout>();
   static constexpr RegisterBudget kRegisters = kBackwardRegisters;
   static constexpr int kM = kTile.queries, kN = kTile.keys, kStages = kTile.stages, kKeyStages = kTile.key_stages;
   static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kTurns = 2;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns, kScorePanels = kM / kPanelColumns;
   static constexpr int kColumnTiles = kHeadDim / 8;
-  // So many of the eight additions to dq of a warp go under the weights of a step; the others, where there are
-  // registers for them, under dS^T.
-  static constexpr int kEarly = kDropout ? 8 : 4;
+  // Where long sequences do not fit the cache, blocks that walk over the same head together share what they read; too
+  // few heads leave long tiles for the end.
+  static constexpr int kSectionHeads = 16;
+  // So many of the eight additions to dq of a warp go under the weights of a step; the others under dS^T.
+  static constexpr int kEarly = 4;
   static_assert(Sums::kHeadDim >= kHeadDim);
 
   // 128-byte rows, swizzled by TMA, in panels of 64 columns.
@@ -63,6 +65,7 @@ struct Backward {
     T dscores[3][kScorePanels][kN][kPanelColumns];  // dS^T: [keys][queries]
     float lse[kStages][kM], delta[kStages][kM];
     PhiloxKey philox;
+    typename Rows::Kept kept[kDropout ? 2 : 0];  // of each warpgroup
     Work work[kWorkStages];
     ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
     ptx::Barrier q_full[kStages], dout_full[kStages], queries_empty[kStages];
@@ -142,7 +145,7 @@ struct Backward {
       }
       if (uniform(work.tiles) > 0) walk_queries(work);
       const int key = work.key0 + warp_key;
-      store_keys<T>(p.dk, work, key, dk, static_cast<float>(p.softmax_scale), p.head_dim);
+      store_keys<T>(p.dk, work, key, dk, shared.gradient_scale, p.head_dim);
       store_keys<T>(p.dv, work, key, dv, shared.keep_scale, p.head_dim_v);
       ptx::barrier_arrive(&s.work_empty[works.stage]);
     }
@@ -159,6 +162,7 @@ struct Backward {
     ptx::barrier_wait(&s.k_full[keys.stage], keys.parity);
     clear_keys(work);
     ptx::barrier_wait(&s.q_full[queries.stage], queries.parity);
+    draw(work, now);
     take_turn();
     score_product<kHeadDim>(scores, s.k[keys.stage], group * 64, s.q[queries.stage]);
     give_turn();
@@ -172,6 +176,9 @@ struct Backward {
       differentiate(packed, work, now, clear, dq, before);
       queries.advance();
       ptx::barrier_wait(&s.q_full[queries.stage], queries.parity);
+      QueryWalk next = now;
+      next.advance();
+      draw(work, next);
       take_turn();
       accumulate(dk, packed, s.q[stage]);
       score_product<kHeadDim>(scores, s.k[keys.stage], group * 64, s.q[queries.stage]);
@@ -229,11 +236,10 @@ struct Backward {
     ptx::wgmma_wait<kDropout && kM == 128 ? 0 : 1>();
     ptx::hold(dscores);
     float* const to = fragments(work, before);
-    Rows::differentiate(dscores, weights, shared.keep_scale, s.delta[stage], Rows::is_masked(clear, now.m * kM),
-                        [&](int n) {
-                          constexpr int kLate = 8 - kEarly, kSpread = kM / 8 / (kLate > 0 ? kLate : 1);
-                          if (kLate > 0 && n % kSpread == 0) add_fragment(to, dq, kEarly + n / kSpread);
-                        });
+    Rows::differentiate(dscores, weights, s.delta[stage], Rows::is_masked(clear, now.m * kM), [&](int n) {
+      constexpr int kSpread = kM / 8 / (8 - kEarly);
+      if (n % kSpread == 0) add_fragment(to, dq, kEarly + n / kSpread);
+    });
     end_turn(work, before);
     Rows::pack(packed, dscores);
     buffer = buffer == 2 ? 0 : buffer + 1;
@@ -267,7 +273,14 @@ struct Backward {
                   constexpr int kSpread = kM / 8 / kEarly;
                   if (n % kSpread == 0) add_fragment(to, dq, n / kSpread);
                 });
-    if constexpr (kDropout) Rows::drop(weights, Dropout(s.philox, p, work.b), now.h, key, row0);
+    if constexpr (kDropout) Rows::drop(weights, s.kept[group], warp_key / 16 % 4);
+  }
+  // What dropout keeps of the next weights, for all warps of the warpgroup; a turn lies between this and both the last
+  // and the next use of it.
+  __device__ __forceinline__ void draw(const Work& work, const QueryWalk& next) {
+    if constexpr (kDropout) {
+      Rows::draw(s.kept[group], Dropout(s.philox, p, work.b), next.h, work.key0 + group * 64, next.m * kM);
+    }
   }
 
   // Each warpgroup clears for itself what both read.

@@ -247,15 +247,24 @@ struct KeyRows {
     weigh_part<true>(weights, scores, scale, lse, limits, between);
   }
 
-  static __device__ __forceinline__ void drop(Packed& weights, const Dropout& dropout, int h, int key, int row0) {
+  // What the four warps of a warpgroup keep of a step, drawn by all of them together: Dropout::transposed_warps.
+  using Kept = uint32_t[kSteps][32];
+
+  // key: the warpgroup's first.
+  static __device__ __forceinline__ void draw(Kept& kept, const Dropout& dropout, int h, int key, int row0) {
+#pragma unroll 1
+    for (int step = static_cast<int>(threadIdx.x) / 32 % 4; step < kSteps; step += 4) {
+      kept[step][threadIdx.x % 32] = dropout.transposed_warps(h, key, row0 + step * 16);
+    }
+  }
+  static __device__ __forceinline__ void drop(Packed& weights, const Kept& kept, int warp) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      const auto kept = dropout.transposed<1>(h, key, row0 + step * 16);
+      const uint32_t even = kept[step][threadIdx.x % 32] << warp, odd = even << 4;
 #pragma unroll
       for (int i = 0; i < 4; ++i) {  // register i: queries 8 * (i / 2), keys 8 * (i % 2)
         const int byte = i / 2 + i % 2 * 2;
-        const uint32_t signs = ptx::permute_bytes(kept.even[0], kept.odd[0], 0x4000 + 0x1010 * byte);
-        weights[step][i] |= ~signs & 0x80008000u;
+        weights[step][i] |= ~ptx::permute_bytes(even, odd, 0x4000 + 0x1010 * byte) & 0x80008000u;
       }
     }
   }
@@ -271,10 +280,10 @@ struct KeyRows {
   // dP^T becomes dS^T; masked scores have no gradient, also when dP is not finite.
   // Between columns n of scores it calls between(n).
   template <class Between>
-  static __device__ __forceinline__ void differentiate(Scores& dscores, const Packed& weights, float keep_scale,
-                                                       const float (&delta)[kM], bool masked, const Between& between) {
-    masked ? differentiate_part<true>(dscores, weights, keep_scale, delta, between)
-           : differentiate_part<false>(dscores, weights, keep_scale, delta, between);
+  static __device__ __forceinline__ void differentiate(Scores& dscores, const Packed& weights, const float (&delta)[kM],
+                                                       bool masked, const Between& between) {
+    masked ? differentiate_part<true>(dscores, weights, delta, between)
+           : differentiate_part<false>(dscores, weights, delta, between);
   }
 
   static __device__ __forceinline__ void pack(Packed& packed, const Scores& scores) {
@@ -321,7 +330,7 @@ struct KeyRows {
     }
   }
   template <bool kMasked, class Between>
-  static __device__ __forceinline__ void differentiate_part(Scores& dscores, const Packed& weights, float keep_scale,
+  static __device__ __forceinline__ void differentiate_part(Scores& dscores, const Packed& weights,
                                                             const float (&delta)[kM], const Between& between) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
@@ -333,7 +342,7 @@ struct KeyRows {
         for (int odd = 0; odd < 2; ++odd) {
           const float weight = odd ? pair.y : pair.x;
           float& x = dscores[n][2 * r + odd];
-          if (kDropout) x = weight >= 0 ? x * keep_scale : 0.f;
+          if (kDropout) x = weight >= 0 ? x : 0.f;
           x = fabsf(weight) * (x - (odd ? row_delta.y : row_delta.x));
           if (kMasked && weight == 0) x = 0;
         }
@@ -371,16 +380,13 @@ __device__ __forceinline__ void store_keys(const TensorView& to, const BackwardW
 
 // --- on the host --------------------------------------------------------------------------------------------------
 
-// Key heads whose sums of dq, queries and output gradients stay in the L2 cache together.
-inline int64_t backward_section(const AttnGradParams& p) {
+// Key heads whose sums of dq, queries and output gradients stay in the L2 cache together, and at least `min_heads`.
+inline int64_t backward_section(const AttnGradParams& p, int64_t min_heads) {
   constexpr int64_t kCacheBytes = 32 << 20;
-  // Where long sequences do not fit, thread blocks that walk over the same head together share what they read. Too few
-  // heads leave long tiles for the end.
-  constexpr int64_t kHeads = 16;
   const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_q * (3 * p.head_dim + p.head_dim_v) * 2 * p.group_size());
   // Without a mask all tiles are equally long: then those of one head follow each other.
   if (p.window_right == kUnbounded) return 1;
-  return std::clamp<int64_t>(kCacheBytes / head_bytes, kHeads, std::max<int64_t>(p.batch * p.heads_k, kHeads));
+  return std::max(kCacheBytes / head_bytes, min_heads);
 }
 
 template <class Kernel, class Entry>
@@ -389,8 +395,8 @@ void launch_backward_main(Entry kernel, const AttnGradParams& p, const BackwardS
   if (all == 0) return;
   const BackwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kM), key_map(p, p.k, p.head_dim, Kernel::kN),
                           key_map(p, p.v, p.head_dim_v, Kernel::kN), query_map(p, p.dout, p.head_dim_v, Kernel::kM)};
-  const TileGrid grid{static_cast<int>(all), static_cast<int>(blocks), static_cast<int>(backward_section(p)),
-                      shared.drawn};
+  const int64_t section = std::min(backward_section(p, Kernel::kSectionHeads), p.batch * p.heads_k);
+  const TileGrid grid{static_cast<int>(all), static_cast<int>(blocks), static_cast<int>(section), shared.drawn};
   launch(kernel, "sm90 backward", p, std::min<int64_t>(all, multiprocessors()), Kernel::kThreads,
          static_cast<int>(sizeof(typename Kernel::Shared)), shared, maps, grid);
 }

@@ -11,7 +11,7 @@ namespace flashattn_ext::sm90 {
 template <class T, int kHeadDimension>
 struct WideQuerySums {
   using Element = T;
-  static constexpr int kM = backward_tile<kHeadDimension>().queries, kTileRows = 16, kHeadDim = kHeadDimension;
+  static constexpr int kM = backward_tile<kHeadDimension, false>().queries, kTileRows = 16, kHeadDim = kHeadDimension;
   static constexpr int kThreads = kGroupThreads, kSplits = 1;
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = kHeadDim / 8;
@@ -29,12 +29,13 @@ template <class T, int kHeadDim, bool kDropout>
 struct WideBackward {
   using Work = BackwardWork;
   using Sums = WideQuerySums<T, kHeadDim>;
-  static constexpr BackwardTile kTile = backward_tile<kHeadDim>();
+  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout>();
   static constexpr WideRegisterBudget kRegisters = kWideBackwardRegisters;
   static constexpr int kM = kTile.queries, kN = kTile.keys, kStages = kTile.stages, kKeyStages = kTile.key_stages;
   static constexpr int kWorkStages = 2, kBuffers = 2;  // of weights and dS^T
   static constexpr int kThreads = 4 * kGroupThreads, kGroupWarps = 4, kTurns = 1;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns, kColumnTiles = kHeadDim / 8;
+  static constexpr int kSectionHeads = 1;  // more read too much at once
   using Rows = KeyRows<T, kM, kDropout>;
 
   // 128-byte rows, swizzled by TMA, in panels of 64 columns.
@@ -46,6 +47,7 @@ struct WideBackward {
     T dscores[kBuffers][1][kN][kPanelColumns];        // dS^T: [keys][queries]
     uint4 weights[kBuffers][kM / 16][kGroupThreads];  // as they lie in registers
     float lse[kStages][kM], delta[kStages][kM];
+    typename Rows::Kept kept[kDropout ? kBuffers : 0];
     Work work[kWorkStages];
     ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
     ptx::Barrier q_full[kStages], dout_full[kStages], queries_empty[kStages];
@@ -145,6 +147,7 @@ struct WideBackward {
   struct Values : Group {
     using Group::s, Group::p, Group::shared, Group::keys, Group::queries, Group::weights_at, Group::warp_key;
     Dropout dropout;
+    int drawn = 0;  // buffer of what is kept
     float dv[kColumnTiles][4];
     typename Rows::Packed weights;
 
@@ -193,12 +196,18 @@ struct WideBackward {
       float scores[kM / 8][4];
       ptx::barrier_wait(&s.q_full[queries.stage], queries.parity);
       score_product<kHeadDim>(scores, s.k[keys.stage], 0, s.q[queries.stage]);
+      const int row0 = now.m * kM, key = work.key0 + warp_key;
+      if constexpr (kDropout) Rows::draw(s.kept[drawn], dropout, now.h, work.key0, row0);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
-      const int row0 = now.m * kM, key = work.key0 + warp_key;
       Rows::weigh(weights, scores, p, shared.score_scale, s.lse[queries.stage], work, key, row0,
                   Rows::is_masked(clear, row0), [](int) {});
-      if constexpr (kDropout) Rows::drop(weights, dropout, now.h, key, row0);
+      if constexpr (kDropout) {
+        // The other buffer is free: all warps have passed this place since they read it.
+        ptx::named_barrier_sync(this->group, kGroupThreads);
+        Rows::drop(weights, s.kept[drawn], warp_key / 16);
+        drawn ^= 1;
+      }
     }
 
     // Hands the weights on, and issues dv += P^T dO.
@@ -239,7 +248,7 @@ struct WideBackward {
           for (int e = 0; e < 4; ++e) dk[c][e] = 0;
         }
         if (uniform(work->tiles) > 0) walk_queries(*work);
-        store_keys<T>(p.dk, *work, work->key0 + warp_key, dk, static_cast<float>(p.softmax_scale), p.head_dim);
+        store_keys<T>(p.dk, *work, work->key0 + warp_key, dk, shared.gradient_scale, p.head_dim);
         this->end_work();
       }
     }
@@ -290,8 +299,7 @@ struct WideBackward {
       ptx::barrier_arrive(&s.weights_empty[weights_at.stage]);
       weights_at.advance();
       ptx::barrier_wait(&s.q_full[queries.stage], queries.parity);
-      Rows::differentiate(dscores, weights, shared.keep_scale, s.delta[queries.stage],
-                          Rows::is_masked(clear, now.m * kM), [](int) {});
+      Rows::differentiate(dscores, weights, s.delta[queries.stage], Rows::is_masked(clear, now.m * kM), [](int) {});
       Rows::pack(weights, dscores);
       ptx::barrier_wait(&s.dscores_empty[dscores_at.stage], dscores_at.parity ^ 1);
       Rows::store(s.dscores[dscores_at.stage], warp_key, weights);

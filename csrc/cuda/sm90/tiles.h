@@ -31,9 +31,10 @@ struct BackwardTile {
   int key_stages;  // of keys and values: with two, the next tile's arrive while this one's are in use
 };
 
-template <int kHeadDim>
+// Queries do not depend on dropout: the sums of dq lie as they do without.
+template <int kHeadDim, bool kDropout>
 constexpr BackwardTile backward_tile() {
-  if (kHeadDim <= 64) return {128, 128, 2, 2};
+  if (kHeadDim <= 64) return {128, 128, 2, kDropout ? 1 : 2};
   if (kHeadDim <= 128) return {128, 64, 3, 1};
   return {64, 64, 2, 1};
 }
