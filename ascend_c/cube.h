@@ -21,10 +21,10 @@ class CubeCore {
  public:
   __aicore__ CubeCore() {
     using namespace AscendC;
-    pipe.InitBuffer(l1_buffer, 2 * kResidentBytes + 2 * kWideBytes + kRing * kTileBytes);
-    pipe.InitBuffer(l0a_buffer, 2 * kTileBytes);
-    pipe.InitBuffer(l0b_buffer, 2 * kTileBytes);
-    pipe.InitBuffer(l0c_buffer, 2 * kTile * kTile * 4);
+    pipe.InitBuffer(l1_buffer, kTiling.l1_bytes());
+    pipe.InitBuffer(l0a_buffer, kTiling.l0a_bytes());
+    pipe.InitBuffer(l0b_buffer, kTiling.l0b_bytes());
+    pipe.InitBuffer(l0c_buffer, kTiling.l0c_bytes());
     l1 = l1_buffer.template Get<T>();
     l0a = l0a_buffer.template Get<T>();
     l0b = l0b_buffer.template Get<T>();
@@ -112,7 +112,7 @@ class CubeCore {
     p.srcStride = RoundUp(rows, 16);
     p.dstStride = pitch;
     if (adds) SetAtomicAdd<float>();
-    Fixpipe(to, l0c[sums * kTile * kTile], p);
+    Fixpipe(to, l0c[sums * kRows * kTile], p);
     if (adds) SetAtomicNone();
     SetFlag<HardEvent::FIX_M>(sums);
     sums ^= 1;
@@ -171,7 +171,7 @@ class CubeCore {
 
   __aicore__ void BeginStage(const Left& left) {
     AscendC::WaitFlag<AscendC::HardEvent::M_MTE1>(stage);
-    const AscendC::LocalTensor<T> to = l0a[stage * kTile * kTile], from = left.tile.From(left.column);
+    const AscendC::LocalTensor<T> to = l0a[stage * kRows * kTile], from = left.tile.From(left.column);
     const int32_t all = RoundUp(left.tile.rows, 16) / 16;  // fractals from column to column
     const int32_t outer = RoundUp(left.m(), 16) / 16, inner = RoundUp(left.k(), 16) / 16;
     AscendC::LoadData2DParams p;
@@ -195,7 +195,7 @@ class CubeCore {
     p.n = n;
     p.k = k;
     p.cmatrixInitVal = begins;
-    Mmad(l0c[sums * kTile * kTile], l0a[stage * kTile * kTile], l0b[stage * kTile * kTile], p);
+    Mmad(l0c[sums * kRows * kTile], l0a[stage * kRows * kTile], l0b[stage * kTile * kTile], p);
     SetFlag<HardEvent::M_MTE1>(stage);
     stage ^= 1;
   }

@@ -24,7 +24,9 @@ namespace flashattn_ext {
 namespace ascend {
 
 // Of so many keys: whole pairs where they are paired.
-__aicore__ inline int32_t Columns(const Arguments& a, int32_t keys) { return a.has_dropout() ? RoundUp(keys, 16) : keys; }
+__aicore__ inline int32_t Columns(const Arguments& a, int32_t keys) {
+  return a.has_dropout() ? RoundUp(keys, 16) : keys;
+}
 
 template <typename T>
 class ForwardCube {
@@ -61,7 +63,8 @@ class ForwardCube {
       for (int32_t d = 0; d < a.head_dim; d += kTile) {
         const int32_t k = Lesser(kTile, a.head_dim - d);
         const int64_t row = task.keys.start + step.key + key;
-        const L1Tile<T> tile = cube.LoadTile(Head<T>(a.k, task.batch, key_head, row)[d], rows, k, a.k.row_stride, a.has_dropout());
+        const L1Tile<T> tile =
+            cube.LoadTile(Head<T>(a.k, task.batch, key_head, row)[d], rows, k, a.k.row_stride, a.has_dropout());
         cube.MultiplyTransposed({queries, 0, task.rows, d, k, false}, tile, 0, n, d == 0, true);
       }
       cube.StoreSums(scores[key], task.rows, n, kKeys);
@@ -186,7 +189,8 @@ class ForwardVector : VectorCore {
 
   // Words of a step. Scores that are still to come leave their buffers free.
   __aicore__ void DrawStep(const Step& step) {
-    static_assert(Dropout::ScratchOf(Dropout::kStepTiles) <= 2 * kChunkRows * kPitch, "they are large enough");
+    static_assert(kForwardAlone || Dropout::ScratchOf(Dropout::kStepTiles) <= 2 * kChunkRows * kPitch,
+                  "they are large enough");
     const Task& task = step.task;
     TakeLoadBuffers();
     dropout.SetMemory(parts, kStepGroups, kMaxAcross, words, scores.ReinterpretCast<int32_t>(), Dropout::kStepTiles);
@@ -236,7 +240,8 @@ class ForwardVector : VectorCore {
     const LocalTensor<float> tree = p.template ReinterpretCast<float>();  // until P is made
     WaitFlag<HardEvent::MTE3_V>(buffer);
     if (a.has_dropout() && !draws_steps) {
-      static_assert(Dropout::ScratchOf(Dropout::kChunkTiles) * 4 <= kChunkRows * kPitch * 2, "P's buffer is free here");
+      static_assert(kForwardAlone || Dropout::ScratchOf(Dropout::kChunkTiles) * 4 <= kChunkRows * kPitch * 2,
+                    "P's buffer is free here");
       DrawChunk(step, row, rows, p.template ReinterpretCast<int32_t>());
     }
     WaitFlag<HardEvent::V_MTE2>(buffer);
@@ -267,7 +272,8 @@ class ForwardVector : VectorCore {
     Barrier();
     Add(sum, sum, chunk_sum, rows);
     if (a.has_dropout()) {
-      static_assert(Dropout::MasksOf(Dropout::kChunkTiles) / 2 <= kChunkRows * kPitch, "S's buffer is free here");
+      static_assert(kForwardAlone || Dropout::MasksOf(Dropout::kChunkTiles) / 2 <= kChunkRows * kPitch,
+                    "S's buffer is free here");
       dropout.ApplyRounded(p.template ReinterpretCast<uint16_t>(), kPitchBlocks / 2, s.ReinterpretCast<int32_t>(),
                            draws_steps ? row / kChunkRows : 0);
     }
@@ -317,7 +323,8 @@ class ForwardVector : VectorCore {
       Combine<maximum>(tree, tree, tree[pairs * part], half * rows, {1, 1, 1, 8, 8, 8});
       Barrier();
     }
-    const AscendC::LocalTensor<float> blocks = tree[kChunkRows * kLanes];  // a result of each, so 8 a row
+    // A result of each, so 8 a row, behind what is left of the tree.
+    const AscendC::LocalTensor<float> blocks = tree[pairs > 0 ? kChunkRows * kLanes : 0];
     if (pairs)
       ReduceBlocks<maximum>(blocks, tree, rows, kLanes, 8);
     else

@@ -10,7 +10,7 @@ constexpr float kLowest = -1e30f;  // instead of -inf for a maximum or lse that 
 
 class VectorCore {
  protected:
-  __aicore__ VectorCore() { pipe.InitBuffer(ub, kWorkBytes); }
+  __aicore__ VectorCore() { pipe.InitBuffer(ub, kUbBytes); }
 
   template <typename T>
   __aicore__ AscendC::LocalTensor<T> Carve(int32_t elements) {
@@ -21,7 +21,7 @@ class VectorCore {
   // Elements that can still be carved.
   template <typename T>
   __aicore__ int32_t Free() const {
-    return (kWorkBytes - used) / int32_t(sizeof(T));
+    return (kUbBytes - used) / int32_t(sizeof(T));
   }
 
   // Both buffers that MTE2 fills, for the vector unit's own use: nothing is loaded until they are given back.
