@@ -21,10 +21,10 @@ class CubeCore {
  public:
   __aicore__ CubeCore() {
     using namespace AscendC;
-    pipe.InitBuffer(l1_buffer, kTiling.l1_bytes());
-    pipe.InitBuffer(l0a_buffer, kTiling.l0a_bytes());
-    pipe.InitBuffer(l0b_buffer, kTiling.l0b_bytes());
-    pipe.InitBuffer(l0c_buffer, kTiling.l0c_bytes());
+    pipe.InitBuffer(l1_buffer, kL1Taken);
+    pipe.InitBuffer(l0a_buffer, kL0aTaken);
+    pipe.InitBuffer(l0b_buffer, kL0bTaken);
+    pipe.InitBuffer(l0c_buffer, kL0cTaken);
     l1 = l1_buffer.template Get<T>();
     l0a = l0a_buffer.template Get<T>();
     l0b = l0b_buffer.template Get<T>();

@@ -31,7 +31,7 @@ struct Tiling {
     const int32_t most = rows < 64 ? rows / 2 : 32, chunk = 8192 / keys / 8 * 8;
     return chunk > most ? most : chunk < 8 ? 8 : chunk;
   }
-  // fp32 of a row in UB: an even number of blocks, but not of 16, so that neighbouring rows lie in other banks.
+  // fp32 of a row in UB: two blocks more than its keys, so that neighbouring rows lie in other banks.
   constexpr int32_t pitch() const { return keys + 16; }
   // Rows of P V in UB at a time, in the place of scores.
   constexpr int32_t partial_rows() const {
@@ -66,10 +66,12 @@ constexpr bool kForwardAlone = false;
 constexpr Tiling kTiling = {128, 512};  // one flag for 64 K scores
 #endif
 static_assert(kTiling.rows % 32 == 0 && kTiling.keys % kLanes == 0, "whole groups of 16 for each core, whole repeats");
-static_assert(kTiling.l1_bytes() <= kL1Bytes, "L1");
-static_assert(kTiling.l0a_bytes() <= kL0Bytes, "L0A");
-static_assert(kTiling.l0b_bytes() <= kL0Bytes, "L0B");
-static_assert(kTiling.l0c_bytes() <= kL0cBytes, "L0C");
+constexpr int32_t kL1Taken = kTiling.l1_bytes(), kL0aTaken = kTiling.l0a_bytes();
+constexpr int32_t kL0bTaken = kTiling.l0b_bytes(), kL0cTaken = kTiling.l0c_bytes();
+static_assert(kL1Taken <= kL1Bytes, "L1");
+static_assert(kL0aTaken <= kL0Bytes, "L0A");
+static_assert(kL0bTaken <= kL0Bytes, "L0B");
+static_assert(kL0cTaken <= kL0cBytes, "L0C");
 static_assert(kTiling.ub_bytes(kMaxHeadDim) <= kUbBytes, "UB");
 
 constexpr int32_t kRows = kTiling.rows;
