@@ -253,6 +253,21 @@ def test_traffic_of_the_emulator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert row[1] is None and "make emulator" in row[-1]
 
 
+@pytest.mark.parametrize(("name", "least", "most"), [("causal", -60, 10), ("alignment", -10, 20)])
+def test_figures_of_the_emulator(
+    results: dict[str, Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, least: float, most: float
+) -> None:
+    """A causal call, and head size 129 beside 128: by its time model, where it is built."""
+    ascend = module_of("ascend")
+    modelled = [comparison for comparison in results[name].comparisons if "Ascend emulator" in comparison.what]
+    assert len(modelled) == ascend.LIBRARY.exists()
+    for comparison in modelled:
+        percent, remark = comparison.ours.split(" %, ")
+        assert least < float(percent) < most and remark == "modelled"
+    monkeypatch.setattr(ascend, "LIBRARY", tmp_path / "none.so")
+    assert ascend.modelled_cycles(64, 64, causal=True) is None
+
+
 def test_tiles_without_the_emulator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tiles = module_of("tiles")
     monkeypatch.setattr(module_of("ascend"), "LIBRARY", tmp_path / "none.so")

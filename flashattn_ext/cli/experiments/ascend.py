@@ -81,6 +81,11 @@ def count_forward(
     return Counts(modelled["cycles"], *map(int, moved))
 
 
+def modelled_cycles(S: int, D: int, *, causal: bool) -> float | None:
+    """Of a 16-bit forward on cores that all have the same to do, for comparing calls; None where the emulator was not built."""
+    return model(load_library(), Case(S, D, causal))["cycles"] if LIBRARY.exists() else None
+
+
 def _built(library: Path, command: str) -> Path:
     if not library.exists():
         raise FileNotFoundError(f"only the Ascend emulator counts this, and it was not built; in a checkout: {command}")
