@@ -88,7 +88,8 @@ format: $(VENV)/built
 
 develop: $(VENV)/built
 
-emulator: $(EMULATOR)
+# Tilings that are there stay those of the same sources.
+emulator: $(EMULATOR) $(wildcard $(TILING_LIBRARIES))
 
 emulator-tilings: $(EMULATOR) $(TILING_LIBRARIES)
 
