@@ -5,6 +5,7 @@
 #   make bench-all [ARGS=--quick]     run every experiment; make bench-flash and make bench-matmul run one
 #   make report                       a page of their results
 #   make emulator                     build the backend ascend-emulator (make test does, too)
+#   make emulator-tilings             other tilings of its forward, for the experiment `tiles` (make test does, too)
 #   make bench-ascend                 what the emulator's time model says about the Ascend C kernels
 #   make bench-cpu, make lint, make format, make develop (build after a change), make clean
 #
@@ -28,11 +29,19 @@ endif
 
 # The Ascend C kernels on the emulator: one library, without torch. No contraction: products and sums round as on the hardware.
 EMULATOR := flashattn_ext/_ascend_emulator.so
-EMULATOR_SOURCES := $(wildcard ascend_c/*.cpp ascend_c/inst/*.cpp ascend_c/emulator/*.cpp)
+OTHER_TILING := ascend_c/emulator/other_tiling.cpp
+EMULATOR_SOURCES := $(filter-out $(OTHER_TILING), $(wildcard ascend_c/*.cpp ascend_c/inst/*.cpp ascend_c/emulator/*.cpp))
 EMULATOR_OBJECTS := $(EMULATOR_SOURCES:%.cpp=build/emulator/%.o)
 EMULATOR_HEADERS := $(shell find ascend_c csrc -name "*.h")
 EMULATOR_OPTIMISE ?= -O2 -ftree-vectorize
 EMULATOR_FLAGS := -std=c++17 $(EMULATOR_OPTIMISE) -ffp-contract=off -fPIC -fvisibility=hidden -Wall -Wextra -Iascend_c/emulator/include
+
+# The forward in fp16 with other tilings (rows x keys, ascend_c/tiles.h), a library each. Whatever includes tiles.h is compiled for
+# each; the machine itself is the same.
+TILINGS := 64x64 64x512 64x1024 128x64 128x128 128x256
+TILING_LIBRARIES := $(TILINGS:%=flashattn_ext/_ascend_emulator_%.so)
+TILING_SOURCES := ascend_c/dispatch.cpp ascend_c/inst/forward_fp16.cpp ascend_c/emulator/backend.cpp $(OTHER_TILING)
+EMULATOR_MACHINE := build/emulator/ascend_c/emulator/machine.o build/emulator/ascend_c/emulator/scheduler.o
 
 INSTALL := -m pip install --no-build-isolation -e ".[cli,test]"
 REBUILD := setup.py build_ext --inplace
@@ -41,12 +50,12 @@ REBUILD := setup.py build_ext --inplace
 # tests several times slower than sleeping does (8x seen). Benchmarks keep the default.
 train test: export OMP_WAIT_POLICY ?= passive
 
-.PHONY: train test bench-cpu bench-flash bench-matmul bench-all report lint format develop clean
+.PHONY: train test bench-cpu bench-flash bench-matmul bench-all bench-ascend report lint format develop emulator emulator-tilings clean
 
 train: $(VENV)/built
 	$(BIN) -m flashattn_ext train $(ARGS)
 
-test: $(VENV)/built $(EMULATOR)
+test: $(VENV)/built $(EMULATOR) $(TILING_LIBRARIES)
 	$(BIN) -m pytest -q tests $(ARGS)
 
 bench-cpu: $(VENV)/built
@@ -79,7 +88,10 @@ format: $(VENV)/built
 
 develop: $(VENV)/built
 
-emulator: $(EMULATOR)
+# Tilings that are there stay those of the same sources.
+emulator: $(EMULATOR) $(wildcard $(TILING_LIBRARIES))
+
+emulator-tilings: $(EMULATOR) $(TILING_LIBRARIES)
 
 $(EMULATOR): $(EMULATOR_OBJECTS)
 	$(CXX) -shared $^ -o $@
@@ -87,6 +99,18 @@ $(EMULATOR): $(EMULATOR_OBJECTS)
 build/emulator/%.o: %.cpp $(EMULATOR_HEADERS)
 	mkdir -p $(@D)
 	$(CXX) $(EMULATOR_FLAGS) -c $< -o $@
+
+# $(1): rows x keys
+define TILING_RULES
+flashattn_ext/_ascend_emulator_$(1).so: $(TILING_SOURCES:%.cpp=build/tilings/$(1)/%.o) $(EMULATOR_MACHINE)
+	$$(CXX) -shared $$^ -o $$@
+
+build/tilings/$(1)/%.o: %.cpp $(EMULATOR_HEADERS)
+	mkdir -p $$(@D)
+	$$(CXX) $(EMULATOR_FLAGS) -DFLASHATTN_EXT_ASCEND_ROWS=$(word 1,$(subst x, ,$(1))) \
+	  -DFLASHATTN_EXT_ASCEND_KEYS=$(word 2,$(subst x, ,$(1))) -c $$< -o $$@
+endef
+$(foreach tiling,$(TILINGS),$(eval $(call TILING_RULES,$(tiling))))
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info flashattn_ext/_*.so .pytest_cache .ruff_cache .hypothesis

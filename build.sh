@@ -15,13 +15,14 @@ MINIMUM_CANN="8.0"
 
 usage() {
   cat <<USAGE
-usage: bash build.sh -arch NAME [-soc SOC] [-mode npu|emulator|check] [-j N] [-debug] [-clean]
+usage: bash build.sh -arch NAME [-soc SOC] [-mode npu|emulator|check] [-j N] [-tilings] [-debug] [-clean]
 
   -mode npu       (default) the kernel library, with CANN $MINIMUM_CANN or newer (its torch_npu binding does not exist yet)
   -mode emulator  the backend ascend-emulator of the package: no NPU, no CANN
   -mode check     says what a build for an NPU would use, and builds nothing
   -soc SOC        another chip of the same architecture
   -j N            compilers at once (default: the number of cores)
+  -tilings        with -mode emulator: other tilings of the forward as well, which the experiment \`tiles\` compares
   -debug          with checks and debug information
   -clean          removes what was built before
 
@@ -97,7 +98,7 @@ build_npu() {
   echo "the kernels are in build/npu/libflashattn_ext_ascend.so; a torch_npu binding does not exist yet"
 }
 
-ARCH="" SOC_NAME="" MODE=npu JOBS="$(nproc 2>/dev/null || echo 2)" DEBUG=0 CLEAN=0
+ARCH="" SOC_NAME="" MODE=npu TARGET=emulator JOBS="$(nproc 2>/dev/null || echo 2)" DEBUG=0 CLEAN=0
 while (($#)); do
   case "$1" in
     -arch | -soc | -mode | -j)
@@ -105,6 +106,7 @@ while (($#)); do
       case "$1" in -arch) ARCH="$2" ;; -soc) SOC_NAME="$2" ;; -mode) MODE="$2" ;; -j) JOBS="$2" ;; esac
       shift 2
       ;;
+    -tilings) TARGET=emulator-tilings && shift ;;
     -debug) DEBUG=1 && shift ;;
     -clean) CLEAN=1 && shift ;;
     -h | -help | --help) usage && exit 0 ;;
@@ -113,17 +115,18 @@ while (($#)); do
 done
 [[ "$JOBS" =~ ^[1-9][0-9]*$ ]] || fail "-j: expected a whole number from 1, got '$JOBS'"
 if [[ $CLEAN == 1 ]]; then
-  rm -rf build/npu build/emulator flashattn_ext/_ascend_emulator.so
+  rm -rf build/npu build/emulator build/tilings flashattn_ext/_ascend_emulator*.so
   [[ -n "$ARCH" ]] || exit 0
 fi
 [[ -n "$ARCH" ]] || fail "-arch is missing; accepted are $(known_names)"
+[[ "$TARGET" == emulator || "$MODE" == emulator ]] || fail "-tilings goes with -mode emulator, got -mode $MODE"
 choose_soc
 case "$MODE" in
   npu) find_cann && build_npu ;;
   check) find_cann ;;
   emulator)
     # The emulator has no architecture of its own: A2 and A3 are the same core.
-    make -j "$JOBS" emulator ${CXX:+CXX="$CXX"} $([[ $DEBUG == 1 ]] && echo 'EMULATOR_OPTIMISE=-O0 -g')
+    make -j "$JOBS" "$TARGET" ${CXX:+CXX="$CXX"} $([[ $DEBUG == 1 ]] && echo 'EMULATOR_OPTIMISE=-O0 -g')
     echo "built flashattn_ext/_ascend_emulator.so: flashattn_ext.use_backend(\"ascend-emulator\")"
     ;;
   *) fail "-mode: '$MODE' is unknown; accepted are npu, emulator, check" ;;

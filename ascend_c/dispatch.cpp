@@ -8,10 +8,13 @@
 namespace flashattn_ext {
 namespace ascend {
 
-std::string supports(const AttnParams& p, bool) {
+std::string supports(const AttnParams& p, bool backward) {
   if (p.dtype == DType::kFloat32 || p.dtype == DType::kFloat64)
     return std::string(p.dtype == DType::kFloat32 ? "fp32" : "fp64") +
            " inputs are not implemented by the Ascend C kernels; use fp16 or bf16, or the CPU backend";
+  if (kForwardAlone && (backward || p.dtype != DType::kFloat16 || p.has_dropout()))
+    return "a library of another tiling has nothing but the forward in fp16 without dropout; use the backend "
+           "ascend-emulator";
   constexpr int64_t kLongest = int64_t{1} << 30;
   if (std::max(p.seqlen_q, p.total_q) > kLongest || std::max(p.seqlen_k, p.total_k) > kLongest)
     return "sequences longer than 2^30 are not implemented by the Ascend C kernels; shorten them";

@@ -23,6 +23,11 @@
 namespace flashattn_ext {
 namespace ascend {
 
+// Of so many keys: whole pairs where they are paired.
+__aicore__ inline int32_t Columns(const Arguments& a, int32_t keys) {
+  return a.has_dropout() ? RoundUp(keys, 16) : keys;
+}
+
 template <typename T>
 class ForwardCube {
  public:
@@ -53,12 +58,13 @@ class ForwardCube {
                                   task.rows, a.head_dim, a.q.row_stride);
     const AscendC::GlobalTensor<float> scores = workspace.Scores(step.slot);
     for (int32_t key = 0; key < step.keys; key += kTile) {
-      const int32_t n = Lesser(kTile, step.keys - key);
+      const int32_t rows = Lesser(kTile, step.keys - key), n = Columns(a, rows);
       cube.BeginSums();
       for (int32_t d = 0; d < a.head_dim; d += kTile) {
         const int32_t k = Lesser(kTile, a.head_dim - d);
         const int64_t row = task.keys.start + step.key + key;
-        const L1Tile<T> tile = cube.LoadTile(Head<T>(a.k, task.batch, key_head, row)[d], n, k, a.k.row_stride);
+        const L1Tile<T> tile =
+            cube.LoadTile(Head<T>(a.k, task.batch, key_head, row)[d], rows, k, a.k.row_stride, a.has_dropout());
         cube.MultiplyTransposed({queries, 0, task.rows, d, k, false}, tile, 0, n, d == 0, true);
       }
       cube.StoreSums(scores[key], task.rows, n, kKeys);
@@ -72,15 +78,16 @@ class ForwardCube {
     const int32_t key_head = task.head / a.group_size();
     AscendC::CrossCoreWaitFlag(kProbabilitiesReady);
     const L1Tile<T> probabilities =
-        cube.LoadWide(number % 2, workspace.Probabilities<T>(step.slot), task.rows, step.keys, kKeys);
+        cube.LoadWide(number % 2, workspace.Probabilities<T>(step.slot), task.rows, Columns(a, step.keys), kKeys);
     const AscendC::GlobalTensor<float> partial = workspace.Partial(step.slot);
     for (int32_t d = 0; d < a.head_dim_v; d += kTile) {
       const int32_t n = Lesser(kTile, a.head_dim_v - d);
       cube.BeginSums();
       for (int32_t key = 0; key < step.keys; key += kTile) {
-        const int32_t k = Lesser(kTile, step.keys - key);
+        const int32_t rows = Lesser(kTile, step.keys - key), k = Columns(a, rows);
         const int64_t row = task.keys.start + step.key + key;
-        const L1Tile<T> tile = cube.LoadTile(Head<T>(a.v, task.batch, key_head, row)[d], k, n, a.v.row_stride);
+        const L1Tile<T> tile =
+            cube.LoadTile(Head<T>(a.v, task.batch, key_head, row)[d], rows, n, a.v.row_stride, a.has_dropout());
         cube.MultiplyPlain({probabilities, 0, task.rows, key, k, false}, tile, n, key == 0, true);
       }
       cube.StoreSums(partial[d], task.rows, n, kMaxHeadDim);
@@ -104,7 +111,6 @@ class ForwardVector : VectorCore {
     scores = Carve<float>(2 * kChunkRows * kPitch);
     rounded = Carve<T>(2 * kChunkRows * kPitch);
     output = Carve<float>(kHalf * width);
-    tree = Carve<float>(kChunkRows * kLanes);
     row_max = Carve<float>(kStatisticsRing * kHalf);
     row_sum = Carve<float>(kStatisticsRing * kHalf);
     decay = Carve<float>(kSlots * kHalf);
@@ -115,13 +121,15 @@ class ForwardVector : VectorCore {
     statistics = Carve<float>(kHalf);
     statistics_wide = Carve<float>(kHalf * kWide);
     if (a.has_dropout()) {
-      dropout.Init(a, Carve<int32_t>(Dropout::kConstantWords), kPitchBlocks);
-      drawn_tiles =
-          Free<int32_t>() >= Dropout::WordsOf(Dropout::kStepTiles) ? Dropout::kStepTiles : Dropout::kChunkTiles;
-      words = Carve<int32_t>(Dropout::WordsOf(drawn_tiles));
+      dropout.Init(a, Carve<int32_t>(Dropout::kConstantWords));
+      constexpr int32_t kStep = Dropout::WordsOf(Dropout::kStepTiles) + Dropout::PartsOf(kStepGroups, kMaxAcross);
+      draws_steps = Free<int32_t>() >= kStep;
+      words = Carve<int32_t>(Dropout::WordsOf(draws_steps ? Dropout::kStepTiles : Dropout::kChunkTiles));
+      parts = Carve<int32_t>(Dropout::PartsOf(draws_steps ? kStepGroups : 1, kMaxAcross));
     }
     // Lanes behind the last row and column are computed with and never used: they must hold something.
     Duplicate(scores, 0.0f, 2 * kChunkRows * kPitch);
+    Duplicate(rounded.template ReinterpretCast<uint16_t>(), uint16_t(0), 2 * kChunkRows * kPitch);
     Duplicate(chunk_max, 0.0f, kChunkRows);
     Duplicate(chunk_decay, 0.0f, kChunkRows);
     Duplicate(statistics, 0.0f, kHalf);
@@ -163,6 +171,7 @@ class ForwardVector : VectorCore {
   static constexpr int32_t kWide = 8;  // a row's value in every lane of one block
   static constexpr int32_t kPitchBlocks = kPitch / 8;
   static constexpr int32_t kStatisticsEvent = 2;
+  static constexpr int32_t kStepGroups = kHalf / kChunkRows, kMaxAcross = kKeys / kLanes;  // tiles of the generator
 
   // First of them in the workspace.
   __aicore__ static int32_t SlotRow(const Task& task) { return task.row % kRows; }
@@ -171,23 +180,39 @@ class ForwardVector : VectorCore {
     using namespace AscendC;
     const Task& task = step.task;
     if (step.first) BeginStatistics(task);
-    if (a.has_dropout() && drawn_tiles == Dropout::kStepTiles && task.rows > 0) {
-      static_assert(Dropout::ScratchOf(Dropout::kStepTiles) <= 2 * kChunkRows * kPitch,
-                    "the scores' buffers are free here");
-      TakeLoadBuffers();
-      Draw(step, scores.ReinterpretCast<int32_t>(), 0, task.rows);
-      GiveLoadBuffers();
-    }
+    if (a.has_dropout() && draws_steps && task.rows > 0) DrawStep(step);
     CrossCoreWaitFlag(kScoresReady);
     for (int32_t row = 0; row < task.rows; row += kChunkRows)
       SoftmaxChunk(step, row, Lesser(kChunkRows, task.rows - row));
     CrossCoreSetFlag<2, PIPE_MTE3>(kProbabilitiesReady);
   }
 
-  // Words of rows of this vector core, which begin at `row` of its rows.
-  __aicore__ void Draw(const Step& step, const AscendC::LocalTensor<int32_t>& scratch, int32_t row, int32_t rows) {
-    dropout.Draw(words, scratch, drawn_tiles, step.task.batch, step.task.head, step.task.row + row, rows, step.key,
-                 RoundUp(step.keys, kLanes));
+  // Words of a step. Scores that are still to come leave their buffers free.
+  __aicore__ void DrawStep(const Step& step) {
+    static_assert(kForwardAlone || Dropout::ScratchOf(Dropout::kStepTiles) <= 2 * kChunkRows * kPitch,
+                  "they are large enough");
+    const Task& task = step.task;
+    TakeLoadBuffers();
+    dropout.SetMemory(parts, kStepGroups, kMaxAcross, words, scores.ReinterpretCast<int32_t>(), Dropout::kStepTiles);
+    if (step.first) {
+      dropout.BeginHead(task.batch, task.head);
+      dropout.BeginRows(task.row, task.rows);
+    }
+    dropout.BeginKeys(step.key, RoundUp(step.keys, kLanes));
+    dropout.Draw();
+    GiveLoadBuffers();
+  }
+
+  // Those of a chunk, `row` rows behind the step's first.
+  __aicore__ void DrawChunk(const Step& step, int32_t row, int32_t rows, const AscendC::LocalTensor<int32_t>& scratch) {
+    const Task& task = step.task;
+    dropout.SetMemory(parts, 1, kMaxAcross, words, scratch, Dropout::kChunkTiles);
+    if (row == 0) {
+      if (step.first) dropout.BeginHead(task.batch, task.head);
+      dropout.BeginKeys(step.key, RoundUp(step.keys, kLanes));
+    }
+    dropout.BeginRows(task.row + row, rows);
+    dropout.Draw();
   }
 
   // The sink is a score that every row has seen before the first key.
@@ -208,10 +233,17 @@ class ForwardVector : VectorCore {
   __aicore__ void SoftmaxChunk(const Step& step, int32_t row, int32_t rows) {
     using namespace AscendC;
     const Task& task = step.task;
-    const int32_t buffer = chunks++ % 2, keys = step.keys, columns = RoundUp(keys, kLanes);
+    const int32_t buffer = chunks++ % 2, keys = Columns(a, step.keys), columns = RoundUp(keys, kLanes);
     const int64_t slot_row = SlotRow(task) + row;
     const LocalTensor<float> s = scores[buffer * kChunkRows * kPitch];
     const LocalTensor<T> p = rounded[buffer * kChunkRows * kPitch];
+    const LocalTensor<float> tree = p.template ReinterpretCast<float>();  // until P is made
+    WaitFlag<HardEvent::MTE3_V>(buffer);
+    if (a.has_dropout() && !draws_steps) {
+      static_assert(kForwardAlone || Dropout::ScratchOf(Dropout::kChunkTiles) * 4 <= kChunkRows * kPitch * 2,
+                    "P's buffer is free here");
+      DrawChunk(step, row, rows, p.template ReinterpretCast<int32_t>());
+    }
     WaitFlag<HardEvent::V_MTE2>(buffer);
     const int32_t copied = RoundUp(keys, 8) / 8;
     DataCopyPad(s, workspace.Scores(step.slot)[slot_row * kKeys],
@@ -225,27 +257,26 @@ class ForwardVector : VectorCore {
     const UnaryRepeatParams dense(1, 1, 8, 8);
     Muls(s, s, a.scale, kLanes, all, dense);
     Barrier();
-    HideScores(TileMask(a, task.queries.length, task.keys.length), task.row + row, rows, step.key, keys, s,
-               kPitchBlocks);
-    UpdateStatistics(step, row, rows, s, columns);
+    HideScores(TileMask(a, task.queries.length, task.keys.length), task.row + row, rows, step.key, step.keys, s,
+               {kPitchBlocks, a.has_dropout()});
+    UpdateStatistics(step, row, rows, s, columns, tree);
     for (int32_t c = 0; c < columns; c += kLanes)
       Sub(s[c], s[c], chunk_wide, kLanes, rows, {1, 1, 0, kPitchBlocks, kPitchBlocks, 1});
     Barrier();
     Exp(s, s, kLanes, all, dense);
     Barrier();
-    Reduce<false>(chunk_sum, s, rows, columns);
+    Reduce<false>(chunk_sum, s, rows, columns, tree);
     const LocalTensor<float> sum = row_sum[task.number % kStatisticsRing * kHalf + row];
     Mul(sum, sum, chunk_decay, rows);
+    Cast(p, s, RoundMode::CAST_RINT, kLanes, all, {1, 1, 4, 8});
     Barrier();
     Add(sum, sum, chunk_sum, rows);
-    WaitFlag<HardEvent::MTE3_V>(buffer);
     if (a.has_dropout()) {
-      const LocalTensor<int32_t> scratch = p.template ReinterpretCast<int32_t>();
-      static_assert(Dropout::ScratchOf(Dropout::kChunkTiles) * 4 <= kChunkRows * kPitch * 2, "P's buffer is free here");
-      if (drawn_tiles == Dropout::kChunkTiles) Draw(step, scratch, row, rows);
-      dropout.Apply(s, scratch, drawn_tiles == Dropout::kChunkTiles ? 0 : row / kChunkRows);
+      static_assert(kForwardAlone || Dropout::MasksOf(Dropout::kChunkTiles) / 2 <= kChunkRows * kPitch,
+                    "S's buffer is free here");
+      dropout.ApplyRounded(p.template ReinterpretCast<uint16_t>(), kPitchBlocks / 2, s.ReinterpretCast<int32_t>(),
+                           draws_steps ? row / kChunkRows : 0);
     }
-    Cast(p, s, RoundMode::CAST_RINT, kLanes, all, {1, 1, 4, 8});
     SetFlag<HardEvent::V_MTE2>(buffer);
     SetFlag<HardEvent::V_MTE3>(buffer);
     WaitFlag<HardEvent::V_MTE3>(buffer);
@@ -257,10 +288,10 @@ class ForwardVector : VectorCore {
 
   // max becomes that of old and new; chunk_decay = exp(old - new), chunk_wide = the new one in whole blocks.
   __aicore__ void UpdateStatistics(const Step& step, int32_t row, int32_t rows, const AscendC::LocalTensor<float>& s,
-                                   int32_t columns) {
+                                   int32_t columns, const AscendC::LocalTensor<float>& tree) {
     using namespace AscendC;
     const LocalTensor<float> max = row_max[step.task.number % kStatisticsRing * kHalf + row];
-    Reduce<true>(chunk_max, s, rows, columns);
+    Reduce<true>(chunk_max, s, rows, columns, tree);
     Max(chunk_max, chunk_max, max, rows);
     Barrier();
     Sub(chunk_decay, max, chunk_max, rows);
@@ -272,27 +303,45 @@ class ForwardVector : VectorCore {
     Adds(decay[step.slot * kHalf + row], chunk_decay, 0.0f, rows);
   }
 
-  // The maximum or sum of each row: a tree over columns of 64, then within the last one.
+  // The maximum or sum of each row: of columns of 64, pair by pair, then of the blocks of the last one, and of those.
   template <bool maximum>
   __aicore__ void Reduce(const AscendC::LocalTensor<float>& result, const AscendC::LocalTensor<float>& s, int32_t rows,
-                         int32_t columns) {
-    using namespace AscendC;
-    if (columns > kLanes) {
-      const uint8_t pitch = kPitchBlocks;
-      Combine<maximum>(tree, s, s[kLanes], rows, {1, 1, 1, 8, pitch, pitch});
-      for (int32_t c = 2 * kLanes; c < columns; c += kLanes) {
-        Barrier();
-        Combine<maximum>(tree, tree, s[c], rows, {1, 1, 1, 8, 8, pitch});
-      }
+                         int32_t columns, const AscendC::LocalTensor<float>& tree) {
+    const uint8_t pitch = kPitchBlocks;
+    const int32_t parts = columns / kLanes, part = rows * kLanes;
+    int32_t pairs = parts / 2;
+    for (int32_t i = 0; i < pairs; ++i)
+      Combine<maximum>(tree[i * part], s[2 * i * kLanes], s[(2 * i + 1) * kLanes], rows, {1, 1, 1, 8, pitch, pitch});
+    Barrier();
+    if (pairs > 0 && parts % 2) {
+      Combine<maximum>(tree, tree, s[(parts - 1) * kLanes], rows, {1, 1, 1, 8, 8, pitch});
       Barrier();
     }
-    const LocalTensor<float> last = columns > kLanes ? tree : s;
-    const int32_t pitch = columns > kLanes ? kLanes / 8 : kPitchBlocks;
-    if constexpr (maximum)
-      WholeReduceMax(result, last, kLanes, rows, 1, 1, pitch, ReduceOrder::ORDER_ONLY_VALUE);
+    while (pairs > 1) {
+      const int32_t half = pairs / 2;
+      pairs -= half;
+      Combine<maximum>(tree, tree, tree[pairs * part], half * rows, {1, 1, 1, 8, 8, 8});
+      Barrier();
+    }
+    // A result of each, so 8 a row, behind what is left of the tree.
+    const AscendC::LocalTensor<float> blocks = tree[pairs > 0 ? kChunkRows * kLanes : 0];
+    if (pairs)
+      ReduceBlocks<maximum>(blocks, tree, rows, kLanes, 8);
     else
-      WholeReduceSum(result, last, kLanes, rows, 1, 1, pitch);
+      ReduceBlocks<maximum>(blocks, s, rows, kLanes, pitch);
     Barrier();
+    if (rows >= 8) ReduceBlocks<maximum>(result, blocks, rows / 8, kLanes, 8);
+    if (rows % 8) ReduceBlocks<maximum>(result[rows / 8 * 8], blocks[rows / 8 * kLanes], 1, rows % 8 * 8, 8);
+    Barrier();
+  }
+
+  template <bool maximum>
+  __aicore__ void ReduceBlocks(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& from,
+                               int32_t repeats, int32_t lanes, int32_t pitch) {
+    if constexpr (maximum)
+      AscendC::BlockReduceMax(to, from, repeats, lanes, 1, 1, pitch);
+    else
+      AscendC::BlockReduceSum(to, from, repeats, lanes, 1, 1, pitch);
   }
 
   template <bool maximum>
@@ -408,11 +457,11 @@ class ForwardVector : VectorCore {
   ForwardWorkspace workspace;
   int32_t width;  // floats of a row of O: whole repeats
   int32_t chunks = 0;
-  AscendC::LocalTensor<float> scores, output, tree, row_max, row_sum, decay;
+  AscendC::LocalTensor<float> scores, output, row_max, row_sum, decay;
   AscendC::LocalTensor<float> chunk_max, chunk_sum, chunk_decay, chunk_wide, statistics, statistics_wide;
   AscendC::LocalTensor<T> rounded;
-  AscendC::LocalTensor<int32_t> words;
-  int32_t drawn_tiles = 0;
+  AscendC::LocalTensor<int32_t> words, parts;
+  bool draws_steps = false;
   Dropout dropout;
 };
 

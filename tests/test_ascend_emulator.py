@@ -286,6 +286,10 @@ def test_softmax_kernel(programs: Path, tmp_path: Path, rows: int, columns: int,
         assert counters["gm_read"] == counters["gm_written"] == [x.nbytes, 0]
         tiles = -(-rows // 8)
         assert counters["MTE2"][0] == counters["MTE3"][0] == tiles
+        pitch = (
+            -(-columns // 64) * 64
+        )  # four buffers of queues and one of scores, each of 8 rows; then rows and their sums
+        assert counters["taken"] == [8 * pitch * (4 * 2 + 4) + 8 * 64 * 4 + 8 * 4 + 8 * 8 * 4, 0, 0, 0, 0]
         results.append(np.fromfile(tmp_path / "y", dtype=np.float16).reshape(x.shape))
     expected = torch.softmax(torch.from_numpy(x).double(), dim=1).numpy()
     np.testing.assert_allclose(results[0], expected, rtol=1e-3, atol=6e-8)

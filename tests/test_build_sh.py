@@ -40,6 +40,7 @@ def test_help_prints_the_table() -> None:
         (["-arch"], "-arch needs a value"),
         (["-arch", "910", "-fast"], "unknown option '-fast'"),
         (["-arch", "910", "-mode", "gpu"], "-mode: 'gpu' is unknown; accepted are npu, emulator, check"),
+        (["-arch", "910", "-tilings"], "-tilings goes with -mode emulator, got -mode npu"),
         (["-arch", "910", "-j", "0"], "-j: expected a whole number from 1, got '0'"),
         (
             ["-arch", "910_93", "-soc", "Ascend910B1"],

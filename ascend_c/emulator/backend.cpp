@@ -1,6 +1,8 @@
 // The backend "ascend-emulator": CPU tensors through the Ascend C kernels on the emulator. A library of its own, which
 // flashattn_ext loads when it is asked for.
 //
+// A library of another tiling (make emulator-tilings) is a backend with the tiling in its name.
+//
 // FLASHATTN_EXT_ASCEND_EMULATOR, "key=value,...", chooses how: mode (eager, late, random), seed, cores.
 #include "../../csrc/backend.h"
 
@@ -150,10 +152,14 @@ size_t backward_workspace_bytes(const AttnGradParams& p) {
   return ascend::backward_workspace_bytes(p, choices().cores);
 }
 
+const std::string name =
+    "ascend-emulator" +
+    (ascend::kForwardAlone ? "-" + std::to_string(ascend::kRows) + "x" + std::to_string(ascend::kKeys) : "");
+
 // dropout_mask and write_rng_state are those of the CPU, whose tensors these are.
 const Backend backend{
-    "ascend-emulator", "cpu",   ascend::supports, forward_workspace_bytes, backward_workspace_bytes, forward,
-    backward,          nullptr, nullptr};
+    name.c_str(), "cpu",   ascend::supports, forward_workspace_bytes, backward_workspace_bytes, forward,
+    backward,     nullptr, nullptr};
 
 // Tensors of a dense call that do not exist: Mode::time looks at no byte of them. Each lies in a region of its own.
 AttnGradParams imagined(const int64_t* sizes, const int64_t* rng_state) {
@@ -185,12 +191,15 @@ AttnGradParams imagined(const int64_t* sizes, const int64_t* rng_state) {
 
 // The time model of a call. sizes: B, Sq, Sk, Hq, Hk, D, Dv, causal, dropout threshold, sink, backward, cores. results:
 // span in cycles, bytes of GM tensors read and written, of workspace read and written, then the busy cycles of all
-// cores per pipe (S, V, M, MTE1, MTE2, MTE3, FIX), first of AICs and then of AIVs. Returns what went wrong, or null.
+// cores per pipe (S, V, M, MTE1, MTE2, MTE3, FIX), first of AICs and then of AIVs, then the bytes that a core takes of
+// UB, L1, L0A, L0B and L0C. Returns what went wrong, or null.
 extern "C" __attribute__((visibility("default"))) const char* flashattn_ext_model(const int64_t* sizes,
                                                                                   double* results) try {
   using namespace flashattn_ext;
   const int64_t rng_state[2] = {1, 0};
   const AttnGradParams p = imagined(sizes, rng_state);
+  const std::string reason = ascend::supports(p, sizes[10] != 0);
+  if (!reason.empty()) throw std::runtime_error(reason);
   Choices how;
   how.options.mode = ascend_emulator::Mode::time;
   how.cores = sizes[11];
@@ -204,11 +213,23 @@ extern "C" __attribute__((visibility("default"))) const char* flashattn_ext_mode
   }
   for (const auto& kind : counters.cycles)
     for (double cycles : kind) *results++ = cycles;
+  for (uint32_t bytes : counters.taken_bytes) *results++ = bytes;
   return nullptr;
 } catch (const std::exception& error) {
   thread_local std::string text;
   text = error.what();
   return text.c_str();
+}
+
+// What a tiling of the forward would take, whether it fits or not. tiling: query rows and keys, by default (0) those
+// compiled here, and the head size of v. results: rows, keys, bytes that a core takes of UB, L1, L0A, L0B and L0C,
+// bytes that it has of them.
+extern "C" __attribute__((visibility("default"))) void flashattn_ext_tiling(const int64_t* tiling, int64_t* results) {
+  using namespace flashattn_ext::ascend;
+  const Tiling t = tiling[0] ? Tiling{int32_t(tiling[0]), int32_t(tiling[1])} : kTiling;
+  for (int32_t number : {t.rows, t.keys, t.ub_bytes(int32_t(tiling[2])), t.l1_bytes(), t.l0a_bytes(), t.l0b_bytes(),
+                         t.l0c_bytes(), kUbBytes, kL1Bytes, kL0Bytes, kL0Bytes, kL0cBytes})
+    *results++ = number;
 }
 
 extern "C" __attribute__((visibility("default"))) const flashattn_ext::Backend* flashattn_ext_backend() {

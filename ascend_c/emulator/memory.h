@@ -18,7 +18,6 @@ constexpr uint32_t kFractal = 512;
 
 // The memories of a core. The last bytes of UB and L1 are reserved.
 enum class Memory : uint8_t { ub, l1, l0a, l0b, l0c };
-constexpr int kMemories = 5;
 struct MemoryInfo {
   const char* name;
   uint32_t bytes;

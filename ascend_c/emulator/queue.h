@@ -71,6 +71,7 @@ class TBuf {
   }
   template <typename T>
   LocalTensor<T> Get() {
+    take(buffer_->bytes);
     return LocalTensor<T>(buffer_->memory, buffer_->address, buffer_->bytes, nullptr);
   }
   template <typename T>
@@ -79,10 +80,14 @@ class TBuf {
     if (bufferOffset + bytes > buffer_->bytes)
       ascend_emulator::fail(site, ascend_emulator::format("TBuf: %lld bytes at %u asked for, the buffer has %u",
                                                           (long long)bytes, bufferOffset, buffer_->bytes));
+    take(uint32_t(bufferOffset + bytes));
     return LocalTensor<T>(buffer_->memory, buffer_->address + bufferOffset, bytes, nullptr);
   }
 
  private:
+  void take(uint32_t end) const {
+    ascend_emulator::core().report().counters.take(size_t(buffer_->memory), buffer_->address + end);
+  }
   friend class TPipe;
   ascend_emulator::Buffer* buffer_ = nullptr;
 };
@@ -102,6 +107,7 @@ class TPipe {
       ascend_emulator::Buffer& buffer = reserve(ascend_emulator::Memory::ub, length, site);
       buffer.full_event = take_id(Queue::full_event(), site);
       buffer.free_event = take_id(Queue::free_event(), site);
+      ascend_emulator::core().report().counters.take(size_t(buffer.memory), buffer.address + buffer.bytes);
       queue.buffers_.push_back(&buffer);
       closers_.push_back([&buffer] {
         if (buffer.free_pending) ascend_emulator::core().wait_flag(Queue::free_event(), buffer.free_event, buffer.site);

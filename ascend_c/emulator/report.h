@@ -1,6 +1,7 @@
 // What a launch found: errors with their kernel lines, and counters per pipe.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdarg>
 #include <cstdint>
@@ -40,6 +41,7 @@ __attribute__((format(printf, 1, 2))) inline std::string format(const char* patt
 [[noreturn]] inline void fail(Site site, const std::string& message) { throw Fault(site.text() + ": " + message); }
 
 constexpr int kPipes = 7;
+constexpr int kMemories = 5;  // of a core: UB, L1, L0A, L0B, L0C
 enum class CoreKind : uint8_t { aic, aiv };
 constexpr int kCoreKinds = 2;
 enum class Traffic : uint8_t { tensors, workspace };
@@ -50,6 +52,9 @@ struct Counters {
   std::array<PerPipe, kCoreKinds> cycles{};                     // modelled time that the pipes of all cores are busy
   std::array<uint64_t, 2> gm_read_bytes{}, gm_written_bytes{};  // by Traffic
   double span_cycles = 0;                                       // modelled time of the slowest core
+  std::array<uint32_t, kMemories> taken_bytes{};                // where the last tensor of any core ends
+
+  void take(size_t memory, uint32_t end) { taken_bytes[memory] = std::max(taken_bytes[memory], end); }
 };
 
 struct Report {
@@ -75,6 +80,7 @@ struct Report {
     add(counters.gm_read_bytes, next.counters.gm_read_bytes);
     add(counters.gm_written_bytes, next.counters.gm_written_bytes);
     counters.span_cycles += next.counters.span_cycles;
+    for (size_t memory = 0; memory < kMemories; ++memory) counters.take(memory, next.counters.taken_bytes[memory]);
     return *this;
   }
 };

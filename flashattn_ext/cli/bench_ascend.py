@@ -17,6 +17,7 @@ import flashattn_ext
 from .console import CommandError, make_console, require
 
 LIBRARY = Path(flashattn_ext.__file__).with_name("_ascend_emulator.so")
+MEMORIES = ("UB", "L1", "L0A", "L0B", "L0C")
 PIPES = ("S", "V", "M", "MTE1", "MTE2", "MTE3", "FIX")
 CORES, FLOP_PER_CYCLE, GIGAHERTZ = 24, 8192, 1.8
 PEAK_TFLOPS = CORES * FLOP_PER_CYCLE * GIGAHERTZ * 1e-3
@@ -71,22 +72,24 @@ def measure(*, quick: bool) -> dict[str, Any]:
     }
 
 
-def load_library() -> ctypes.CDLL:
-    library = ctypes.CDLL(str(LIBRARY))
+def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
     library.flashattn_ext_model.restype = ctypes.c_char_p
+    library.flashattn_ext_tiling.restype = None
     return library
 
 
 def model(library: ctypes.CDLL, case: Case, cores: int = MODELLED_CORES) -> dict[str, Any]:
-    """Cube use, busy share of every pipe, and bytes that all cores move between GM and themselves."""
+    """Cube use, busy share of every pipe, bytes that all cores move between GM and themselves, and that each one holds."""
     threshold = KEEP_90_PERCENT if case.dropout else 256
     sizes = [case.B, case.S, case.S, case.H, case.H, case.D, case.D, case.causal, threshold, case.smooth, case.backward]
-    results = (ctypes.c_double * (5 + 2 * len(PIPES)))()
+    results = (ctypes.c_double * (5 + 2 * len(PIPES) + len(MEMORIES)))()
     error = library.flashattn_ext_model((ctypes.c_int64 * 12)(*map(int, sizes), cores), results)
     if error:
         raise RuntimeError(error.decode())
     span, tensors_read, tensors_written, workspace_read, workspace_written = results[:5]
-    aic, aiv = results[5 : 5 + len(PIPES)], results[5 + len(PIPES) :]
+    busy, core = results[5 : -len(MEMORIES)], results[-len(MEMORIES) :]
+    aic, aiv = busy[: len(PIPES)], busy[len(PIPES) :]
     cube_use = case.flop / (span * cores * FLOP_PER_CYCLE)
     return {
         "cube_use": cube_use,
@@ -96,6 +99,7 @@ def model(library: ctypes.CDLL, case: Case, cores: int = MODELLED_CORES) -> dict
         "busy_aiv": {pipe: cycles / span / cores / 2 for pipe, cycles in zip(PIPES, aiv, strict=True) if cycles},
         "tensor_bytes": {"read": tensors_read, "written": tensors_written},
         "workspace_bytes": {"read": workspace_read, "written": workspace_written},
+        "core_bytes": dict(zip(MEMORIES, core, strict=True)),
     }
 
 

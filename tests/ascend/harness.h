@@ -35,6 +35,7 @@ inline void print(const ascend_emulator::Report& report) {
   };
   row("gm_read", counters.gm_read_bytes);  // tensors, workspace
   row("gm_written", counters.gm_written_bytes);
+  row("taken", counters.taken_bytes);  // of UB, L1, L0A, L0B, L0C
   std::cout << "span " << counters.span_cycles << "\n";
   for (size_t p = 0; p < ascend_emulator::kPipes; ++p) {
     double instructions = 0, cycles = 0;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .ascend import modelled_cycles
 from .context import (
     FORWARD,
     OURS,
@@ -63,6 +64,10 @@ def measure(context: Context, sizes: Shape) -> Result:
         )
         for name, article in ((OURS, "+7.5 %"), (UNFUSED, "+16.2 %"))
     ]
+    full, causal = (modelled_cycles(sizes.S, sizes.D, causal=causal) for causal in (False, True))
+    if full and causal:
+        cost = f"{100 * (causal / full - 1):+.1f} %, modelled"
+        result.comparisons.append(Comparison("cost of the mask, Ascend emulator, forward", "+7.5 %", cost))
     return result
 
 

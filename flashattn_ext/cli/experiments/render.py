@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MARKED_POINTS = 12  # curves of more are drawn without markers
+UPRIGHT_GROUPS = 6  # names of more groups of bars are slanted
 
 
 def print_result(result: Result, console: Console) -> None:
@@ -97,7 +98,8 @@ def _draw_bars(axes: Any, plot: Plot) -> None:
     for number, (label, points) in enumerate(plot.series.items()):
         offset = (number - (len(plot.series) - 1) / 2) * width
         axes.bar([groups.index(x) + offset for x, _ in points], [y for _, y in points], width, label=label)
-    axes.set_xticks(range(len(groups)), groups)
+    slanted = {"rotation": 30, "ha": "right"} if len(groups) > UPRIGHT_GROUPS else {}
+    axes.set_xticks(range(len(groups)), groups, **slanted)
 
 
 def _draw_timeline(axes: Any, plot: Plot) -> None:

@@ -1,6 +1,7 @@
 """Tile sizes of the forward: what each really takes, and which do not fit.
 
-On the CPU the tile is a parameter. On CUDA it is compiled in, because scores and results lie in registers.
+On the CPU the tile is a parameter. On CUDA it is compiled in, because scores and results lie in registers. For the Ascend
+emulator the forward is compiled once for each tiling.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from flashattn_ext import _C
 
 from ..bench_cpu import DTYPES
 from ..timing import Timing
-from .ascend import CORES, count_forward
+from .ascend import CORES, MEMORIES, TILINGS, Counts, Tiling, count_forward, tiling
 from .context import (
     FORWARD,
     NOT_MEASURED,
@@ -37,6 +38,7 @@ from .result import Cell, Column, Comparison, Plot, Result
 
 KIB, MIB = 1 << 10, 1 << 20
 TILE, TO_DEFAULT, SCRATCH = "queries x keys", "time to default", "memory of a tile"
+EMULATOR, ASCEND, MODELLED = "Ascend emulator", "Ascend ", "modelled time"
 L2_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
 T = TypeVar("T")
 
@@ -64,6 +66,9 @@ def measure(context: Context, sizes: Sizes) -> Result:
         Column("k and v read", "MiB", ".1f"),
         Column(SCRATCH, "KiB", ".0f"),
         Column("of what there is", "%", ".0f"),
+        Column(MODELLED, "kcycles", ".1f"),
+        Column("workspace moved", "MiB", ".1f"),
+        Column(", ".join(MEMORIES), "%"),
         Column("remark"),
     ]
     result = Result("tiles", "Tile sizes, full attention, forward", columns, notes=size_notes(sizes, GPU_SIZES))
@@ -71,13 +76,23 @@ def measure(context: Context, sizes: Sizes) -> Result:
         _measure_cpu(context, sizes, result)
     elif context.device.type == "cuda":
         _measure_cuda(context, sizes, result)
-    result.rows.append(_row_of_emulator(sizes))
     result.notes.append(
         "tiles: all pairs of a query tile and a key tile. k and v read: once for each query tile, which is what moves if no cache keeps "
         "them; by arithmetic, but counted by the Ascend emulator"
     )
-    result.plot = Plot("bar", TILE, TO_DEFAULT, {OURS: result.points(TILE, TO_DEFAULT)})
-    result.comparisons = [Comparison("best tile", "512, by an estimate", quickest(result))]
+    series = {OURS: result.points(TILE, TO_DEFAULT)}
+    _measure_emulator(context, sizes, result)
+    series[f"{EMULATOR}, modelled"] = [
+        (name.removeprefix(ASCEND), time) for name, time in result.points(TILE, TO_DEFAULT)[len(series[OURS]) :]
+    ]
+    result.plot = Plot("bar", TILE, TO_DEFAULT, {label: points for label, points in series.items() if points})
+    article = "512, by an estimate"
+    result.comparisons = [Comparison("best tile", article, quickest(result))]
+    if modelled := result.points(TILE, MODELLED):
+        tile, _ = min(modelled, key=lambda point: point[1])
+        result.comparisons.append(
+            Comparison(f"best tile, {EMULATOR}", article, f"{tile.removeprefix(ASCEND)}, modelled")
+        )
     return result
 
 
@@ -105,6 +120,7 @@ def _row(
         moved,
         None if scratch is None else scratch / KIB,
         share(scratch, capacity),
+        *[None] * 3,
         why,
     ]
 
@@ -119,17 +135,6 @@ def quickest(result: Result) -> str:
     default, time = times[0]
     doubt = f", but {default} is no slower than the spread of the calls" if 0 < time - best < spread else ""
     return f"{tile}, measured{doubt}"
-
-
-def _row_of_emulator(sizes: Sizes) -> list[Cell]:
-    name = "Ascend emulator"
-    try:
-        counts = count_forward(sizes.B, sizes.H, sizes.S, sizes.D, causal=False)
-    except FileNotFoundError as error:
-        return [name, *[None] * 7, str(error)]
-    moved = counts.read - sizes.B * sizes.H * sizes.S * sizes.D * 2
-    why = f"{counts.cycles:.0f} cycles of {CORES} cores, modelled, in fp16; only one tiling is compiled (ascend_c/tiles.h)"
-    return [name, *[None] * 4, moved / MIB, None, None, why]
 
 
 # On the CPU
@@ -212,3 +217,55 @@ def fit_on_gpu(sizes: Sizes, tile: int, properties: Any) -> list[Cell]:
     why = f"does not fit: {', '.join(reasons)}" if reasons else "fits; not measured, because not compiled"
     capacity = properties.shared_memory_per_block_optin
     return _row(sizes, f"{tile} x {tile}", (tile, tile), {}, "", shared, capacity, why)
+
+
+# On the Ascend emulator
+
+
+def _measure_emulator(context: Context, sizes: Sizes, result: Result) -> None:
+    """A row for every tiling, the compiled-in one first; what is not built says how it is built."""
+    try:
+        default = tiling(sizes.D)
+        others = [tiling(sizes.D, *shape) for shape in TILINGS if shape != (default.rows, default.keys)]
+    except FileNotFoundError as error:
+        result.rows.append([EMULATOR, *[None] * (len(result.columns) - 2), str(error)])
+        return
+    cores = even_cores(sizes)
+    count = functools.partial(count_forward, sizes.B, sizes.H, sizes.S, sizes.D, causal=False, cores=cores)
+    baseline = count()
+    for of in context.track([default, *others]):
+        counts, why = None, ""
+        if of.overflows:
+            why = "too large for " + ", ".join(f"{memory} by {bytes} bytes" for memory, bytes in of.overflows.items())
+        else:
+            try:
+                counts = baseline if of is default else count(of=of)
+            except FileNotFoundError as error:
+                why = str(error)
+        name = ASCEND + of.name + (" (default)" if of is default else "")
+        result.rows.append(_row_of_emulator(sizes, name, of, counts, baseline, why))
+    result.notes.append(
+        f"{EMULATOR}: the forward compiled with each tiling, in fp16; time modelled for {cores} cores, never measured. "
+        f"{', '.join(MEMORIES)}: what a core takes of its memories, without dropout. Workspace moved: scores, probabilities and partial "
+        "results between the cores of a block, written and read"
+    )
+
+
+def even_cores(sizes: Shape) -> int:
+    """The most cores of a die that get the same number of tasks each: uneven shares would favour small tasks, whatever they cost."""
+    tasks = sizes.B * sizes.H * math.ceil(sizes.S / max(rows for rows, _ in TILINGS))
+    return max(cores for cores in range(1, CORES + 1) if tasks % cores == 0)
+
+
+def _row_of_emulator(
+    sizes: Sizes, name: str, of: Tiling, counts: Counts | None, baseline: Counts, why: str
+) -> list[Cell]:
+    tiles = sizes.B * sizes.H * math.ceil(sizes.S / of.rows) * math.ceil(sizes.S / of.keys)
+    occupied = ", ".join(f"{100 * taken / there:.0f}" for taken, there in zip(of.taken, of.there, strict=True))
+    to_default = read = cycles = workspace = None
+    if counts:
+        to_default = counts.cycles / baseline.cycles
+        read = (counts.read - sizes.B * sizes.H * sizes.S * sizes.D * 2) / MIB
+        cycles = counts.cycles / 1000
+        workspace = (counts.workspace_read + counts.workspace_written) / MIB
+    return [name, *[None] * 2, to_default, tiles, read, *[None] * 2, cycles, workspace, occupied, why]
