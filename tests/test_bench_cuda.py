@@ -46,7 +46,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_cuda, "burst_ms", burst_ms)
     monkeypatch.setattr(bench_cuda, "peak_extra_bytes", peak_extra_bytes)
     monkeypatch.setattr(bench_cuda, "check_cuda", lambda backend: "cuda-none")
-    monkeypatch.setattr(bench_cuda, "_machine", lambda: MACHINE)
+    monkeypatch.setattr(bench_cuda, "machine", lambda: MACHINE)
 
 
 def a_row(**ms: float) -> dict:

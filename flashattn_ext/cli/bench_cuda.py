@@ -213,10 +213,10 @@ def measure(
     with flashattn_ext.use_backend(backend), _exact_fp32_products():
         for case in track(rows, "measuring", console=make_console(), transient=True):
             results.append(measure_case(case, names, quick=quick))
-    return {**_machine(), "backend": backend_in_use, "contestants": names, "quick": quick, "rows": results}
+    return {**machine(), "backend": backend_in_use, "contestants": names, "quick": quick, "rows": results}
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     return {
         "machine": torch.cuda.get_device_name(),
         "compute_capability": "{}.{}".format(*torch.cuda.get_device_capability()),
@@ -326,12 +326,12 @@ def peak_extra_bytes(call: Callable[[], object]) -> int:
 # Contestants
 
 
-def inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(case: Case, device: str | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v and the gradient of the output, all [B, S, H, D], or [tokens, H, D] of packed sequences."""
     torch.manual_seed(0)
     rows = (sum(case.lengths),) if case.lengths else (case.B, case.S)
     q, k, v, dout = (
-        torch.randn(*rows, heads, case.D, device=DEVICE, dtype=DTYPES[case.dtype])
+        torch.randn(*rows, heads, case.D, device=device or DEVICE, dtype=DTYPES[case.dtype])
         for heads in (case.Hq, case.Hk, case.Hk, case.Hq)
     )
     for t in (q, k, v):
@@ -532,7 +532,7 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
         if markdown:
             print(markdown_table(title, header, lines))
         else:
-            _print_table(title, header, lines, [row["ratio_best"] for row in rows])
+            print_table(title, header, lines, [row["ratio_best"] is not None and row["ratio_best"] < 1 for row in rows])
     for note in notes(rows):
         print(note)
 
@@ -596,14 +596,19 @@ def markdown_table(title: str, header: Sequence[str], lines: Sequence[Sequence[s
     return "\n".join([title, "", *("| " + " | ".join(line) + " |" for line in table), ""])
 
 
-def _print_table(
-    title: str, header: Sequence[str], lines: Sequence[Sequence[str]], ratios: Sequence[float | None]
+def print_table(
+    title: str,
+    header: Sequence[str],
+    lines: Sequence[Sequence[str]],
+    marked: Sequence[bool],
+    left: int = len(CASE_HEADER),
 ) -> None:
+    """`marked` lines stand out; the first `left` columns are flush left."""
     table = require("rich.table").Table(title=title)
     for column, name in enumerate(header):
-        table.add_column(name, justify="left" if column < len(CASE_HEADER) else "right")
-    for line, ratio in zip(lines, ratios, strict=True):
-        table.add_row(*line, style="yellow" if ratio is not None and ratio < 1 else None)
+        table.add_column(name, justify="left" if column < left else "right")
+    for line, is_marked in zip(lines, marked, strict=True):
+        table.add_row(*line, style="yellow" if is_marked else None)
     console = make_console()
     if not console.is_terminal:
         console.width = 220  # these are wider than the other tables
