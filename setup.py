@@ -155,8 +155,12 @@ def extension(torch, with_cuda: bool):
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
     has_sm90 = "9.0a" in cuda_architectures()
-    has_tune = os.environ.get("FLASHATTN_EXT_TUNE", "0") not in ("", "0")
-    present = {"CUDA": with_cuda, "SM90": with_cuda and has_sm90, "TUNE": with_cuda and has_tune}
+    has_tune = os.environ.get("FLASHATTN_EXT_TUNE", "") not in ("", "0")
+    if has_tune and not with_cuda:
+        stop(
+            "FLASHATTN_EXT_TUNE is about the CUDA kernels, which this build leaves out; unset it, or set FLASHATTN_EXT_CUDA=1"
+        )
+    present = {"CUDA": with_cuda, "SM90": with_cuda and has_sm90, "TUNE": has_tune}
     defines = [f"-DFLASHATTN_EXT_{name}" for name, is_there in present.items() if is_there]
     flags = {"cxx": CXX_FLAGS + defines, "nvcc": NVCC_FLAGS + defines}
     left_out = {name for name, is_there in (("sm90", has_sm90), ("tune", has_tune)) if not is_there}
