@@ -11,7 +11,6 @@ import functools
 import gc
 import itertools
 import math
-import os
 import random
 import statistics
 import sys
@@ -33,11 +32,11 @@ from .timing import Timing
 from .timing import reported as _reported
 
 DEVICE = "cuda"
-OURS, FA2, MATH, FLASH_ATTN = "ours", "fa2", "math", "flash-attn"
+OURS, FA2, CUDNN, MATH, FLASH_ATTN = "ours", "fa2", "cudnn", "math", "flash-attn"
 DENSE = "ours, dense"  # beside packed sequences
 TORCH_BACKENDS = {
     FA2: SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    CUDNN: SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     MATH: SDPBackend.MATH,
 }
@@ -205,7 +204,6 @@ def measure(
     backend: str | None = None,
 ) -> dict[str, Any]:
     """Times every row. The result holds plain numbers only, ready for JSON."""
-    os.environ.setdefault("TORCH_CUDNN_SDPA_NESTED_TENSOR_ENABLED", "1")  # PyTorch calls that experimental
     rows, names = cases(sets, passes), contestants(peers)
     backend_in_use = check_cuda(backend)
     track = require("rich.progress").track
@@ -264,8 +262,8 @@ def measure_case(case: Case, names: Sequence[str], *, quick: bool) -> dict[str, 
 def skip_reason(case: Case, name: str) -> str:
     """Why it is not even tried; empty when it is."""
     scores = case.pairs * case.Hq * 2
-    if name == MATH and case.lengths and case.causal:
-        return "skipped: PyTorch's math has no causal mask for packed sequences"
+    if name == MATH and case.lengths:
+        return "skipped: it takes no packed sequences"
     if name == MATH and scores > MATH_LIMIT_BYTES:
         return f"skipped: a matrix of scores takes {scores / 2**30:.0f} GiB"
     return ""
@@ -349,7 +347,7 @@ def attention(name: str, rng_seed: int | None = None) -> Callable[[Case, Tensor,
     """A contestant as a function of a case, q, k and v; `rng_seed` is for ours alone."""
     if name == OURS:
         return functools.partial(_ours, rng_seed)
-    return _flash_attn if name == FLASH_ATTN else _torch
+    return _flash_attn if name == FLASH_ATTN else functools.partial(_torch, name)
 
 
 def _ours(rng_seed: int | None, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -360,20 +358,30 @@ def _ours(rng_seed: int | None, case: Case, q: Tensor, k: Tensor, v: Tensor) -> 
     return flashattn_ext.varlen_forward(q, k, v, starts, starts, case.S, case.S, **options)
 
 
-def _torch(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _torch(name: str, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """PyTorch's attention on views of the same memory; _kernel_of() chooses how."""
-    views = [t.transpose(1, 2) for t in (_nested(case, t) if case.lengths else t for t in (q, k, v))]
+    if case.lengths:
+        return _torch_packed(name, case, q, k, v)
     out = F.scaled_dot_product_attention(
-        *views, dropout_p=case.dropout, is_causal=case.causal, enable_gqa=case.Hq != case.Hk
-    ).transpose(1, 2)
-    return out.values() if case.lengths else out
-
-
-def _nested(case: Case, packed: Tensor) -> Tensor:
-    """[B, S, H, D] with lengths of their own: what PyTorch's attention takes packed sequences as."""
-    return torch.nested.nested_tensor_from_jagged(
-        packed, _starts(case.lengths, DEVICE), min_seqlen=min(case.lengths), max_seqlen=case.S
+        *(t.transpose(1, 2) for t in (q, k, v)),
+        dropout_p=case.dropout,
+        is_causal=case.causal,
+        enable_gqa=case.Hq != case.Hk,
     )
+    return out.transpose(1, 2)
+
+
+def _torch_packed(name: str, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The ops below PyTorch's nested tensors, whose Python takes longer than the kernels."""
+    starts = _starts(case.lengths, DEVICE)
+    sequences = (starts, starts, case.S, case.S)
+    aten = torch.ops.aten
+    if name == FA2:
+        return aten._flash_attention_forward(q, k, v, *sequences, case.dropout, case.causal, False)[0]
+    if name == CUDNN:
+        return aten._cudnn_attention_forward(q, k, v, None, *sequences, True, case.dropout, case.causal)[0]
+    batch = (t[None] for t in (q, k, v))
+    return aten._efficient_attention_forward(*batch, None, *sequences, case.dropout, int(case.causal), True)[0][0]
 
 
 def _flash_attn(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
