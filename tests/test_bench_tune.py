@@ -164,6 +164,17 @@ def test_wrong_and_failing_tiles_get_no_time() -> None:
     assert json.loads(json.dumps(row)) == row
 
 
+def test_a_default_tile_that_fails_leaves_the_others() -> None:
+    def force(choice: int) -> None:
+        if choice == 1:
+            raise RuntimeError("no memory")
+
+    tiles = (Tile("default", lambda choice: force(1), (0,)), Tile("other", force, (2,)))
+    row = bench_tune.measure_job(Job("any", CASE, tiles), "cpu", quick=True)
+    assert row["failures"] == {"default": "RuntimeError: no memory"}
+    assert (row["default"], row["best"], row["gain"]) == ("default", "other", None)
+
+
 @pytest.mark.parametrize("backward", [False, True])
 def test_cpu_tiles_agree(backward: bool) -> None:
     """The backward too, whose tile is compiled in."""
