@@ -21,7 +21,7 @@ void describe(CudaTile* tile, const sm90::ForwardTile& of) {
 }
 void describe(CudaTile* tile, const sm90::BackwardTile& of) {
   tile->queries = of.queries, tile->keys = of.keys, tile->stages = of.stages;
-  tile->detail = std::to_string(of.stages) + " stages of queries, " + std::to_string(of.key_stages) + " of keys";
+  tile->detail = "stages: " + std::to_string(of.stages) + " of queries, " + std::to_string(of.key_stages) + " of keys";
 }
 #endif
 
