@@ -4,6 +4,7 @@ Environment variables:
   FLASHATTN_EXT_CUDA   1 demands the CUDA backend, 0 leaves it out; unset builds it when a CUDA torch and nvcc are there
   TORCH_CUDA_ARCH_LIST GPU architectures, as in torch; unset: 8.0 with PTX for newer ones, and 9.0a. Hopper's own kernels
                        need 9.0a; with plain 9.0 an H100 runs those for 8.0
+  FLASHATTN_EXT_TUNE   1 also compiles the other tiles of csrc/cuda/*/tiles.h, which `flashattn-ext bench tune` compares
   MAX_JOBS             compiler processes at once (torch.utils.cpp_extension)
 """
 
@@ -154,13 +155,17 @@ def extension(torch, with_cuda: bool):
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
     has_sm90 = "9.0a" in cuda_architectures()
-    defines = ["-DFLASHATTN_EXT_CUDA", *(["-DFLASHATTN_EXT_SM90"] if has_sm90 else [])] if with_cuda else []
+    has_tune = os.environ.get("FLASHATTN_EXT_TUNE", "") not in ("", "0")
+    if has_tune and not with_cuda:
+        stop(
+            "FLASHATTN_EXT_TUNE is about the CUDA kernels, which this build leaves out; unset it, or set FLASHATTN_EXT_CUDA=1"
+        )
+    present = {"CUDA": with_cuda, "SM90": with_cuda and has_sm90, "TUNE": has_tune}
+    defines = [f"-DFLASHATTN_EXT_{name}" for name, is_there in present.items() if is_there]
     flags = {"cxx": CXX_FLAGS + defines, "nvcc": NVCC_FLAGS + defines}
-    cuda_sources = sorted(
-        str(path.relative_to(ROOT))
-        for path in (ROOT / "csrc" / "cuda").rglob("*.cu")
-        if has_sm90 or "sm90" not in path.parts
-    )
+    left_out = {name for name, is_there in (("sm90", has_sm90), ("tune", has_tune)) if not is_there}
+    paths = (path.relative_to(ROOT) for path in (ROOT / "csrc" / "cuda").rglob("*.cu"))
+    cuda_sources = sorted(str(path) for path in paths if not left_out & set(path.parts))
     build = CUDAExtension if with_cuda else CppExtension
     return build(
         "flashattn_ext._C",

@@ -5,6 +5,9 @@
 #include "backend.h"
 #include "cpu/forced_tile.h"
 #include "cpu/isa.h"
+#if defined(FLASHATTN_EXT_CUDA)
+#include "cuda/forced_tile.h"
+#endif
 
 namespace flashattn_ext {
 namespace {
@@ -22,6 +25,19 @@ std::vector<std::string> backend_names() {
   for (const Backend* backend : backends()) names.push_back(backend->name);
   return names;
 }
+
+#if defined(FLASHATTN_EXT_CUDA)
+std::vector<pybind11::dict> described_cuda_tiles() {
+  std::vector<pybind11::dict> all;
+  for (const CudaTile& tile : cuda_tiles()) {
+    using pybind11::operator""_a;
+    all.push_back(pybind11::dict("backend"_a = tile.backend, "backward"_a = tile.backward, "head_dim"_a = tile.head_dim,
+                                 "dropout"_a = tile.dropout, "choice"_a = tile.choice, "queries"_a = tile.queries,
+                                 "keys"_a = tile.keys, "stages"_a = tile.stages, "detail"_a = tile.detail));
+  }
+  return all;
+}
+#endif
 
 }  // namespace
 }  // namespace flashattn_ext
@@ -45,4 +61,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("cpu_tile", &cpu_tile, "Queries and keys of a tile of an fp32 forward.");
   m.def("cpu_scratch_bytes", &cpu_scratch_bytes, pybind11::arg("head_dim"),
         "Scratch memory of one thread for an fp32 forward, with the tiles in force.");
+#if defined(FLASHATTN_EXT_CUDA)
+  m.def("cuda_tiles", &described_cuda_tiles,
+        "The tiles of the CUDA kernels of 16-bit types, for each class of head dims the default one first.");
+  m.def("force_cuda_tile", &force_cuda_tile, pybind11::arg("choice"),
+        "Which of cuda_tiles() later calls run, where their class of head dims has so many; 0 for the default ones.");
+#endif
 }

@@ -17,12 +17,13 @@ import torch
 pytest.importorskip("rich")
 
 from flashattn_ext.cli import bench_cuda
-from flashattn_ext.cli.bench_cuda import FA2, FLASH_ATTN, MATH, OURS, PEERS, SETS, Case
+from flashattn_ext.cli.bench_cuda import DENSE, FA2, FLASH_ATTN, MATH, OURS, PEERS, SETS, TORCH_BACKENDS, Case
 from flashattn_ext.cli.console import CommandError
 from flashattn_ext.cli.main import main
 from flashattn_ext.cli.timing import Timing
 
 TINY = Case(2, 4, 4, 64, 16, True, "fp32", set="tiny")
+PACKED = Case(3, 4, 4, 90, 16, True, "fp32", set="packed", lengths=(40, 90, 25))
 MACHINE = {"machine": "a GPU", "torch": "2", "cuda": "12", "cudnn": 9}
 
 
@@ -45,7 +46,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_cuda, "burst_ms", burst_ms)
     monkeypatch.setattr(bench_cuda, "peak_extra_bytes", peak_extra_bytes)
     monkeypatch.setattr(bench_cuda, "check_cuda", lambda backend: "cuda-none")
-    monkeypatch.setattr(bench_cuda, "_machine", lambda: MACHINE)
+    monkeypatch.setattr(bench_cuda, "machine", lambda: MACHINE)
 
 
 def a_row(**ms: float) -> dict:
@@ -59,11 +60,27 @@ def a_row(**ms: float) -> dict:
 
 def test_sets() -> None:
     sizes = {name: len(rows) for name, rows in SETS.items()}
-    assert sizes == {"fa_paper": 36, "align": 3, "dropout": 2, "gqa": 1, "fp32": 4, "short": 2}
+    assert sizes == {"fa_paper": 36, "align": 3, "dropout": 2, "gqa": 1, "fp32": 4, "short": 2, "varlen": 4}
     assert all(case.B * case.S == 16384 and case.Hq * case.D == 2048 for case in SETS["fa_paper"])
     assert len(set(SETS["fa_paper"])) == 36
     assert SETS["gqa"][0].shape == "2x32:8x8192x128"
     assert SETS["dropout"][0].mask == "causal p=0.1"
+
+
+def test_packed_sequences_and_a_dense_batch_of_as_much_work() -> None:
+    for case in SETS["varlen"]:
+        assert sum(case.lengths) == 16384 and all(128 <= length <= 4096 for length in case.lengths)
+        assert (case.B, case.S, case.Hq * case.D) == (len(case.lengths), max(case.lengths), 2048)
+        dense = case.dense()
+        assert not dense.lengths and dense.flop == pytest.approx(case.flop, rel=1e-3)
+        assert pytest.approx(16384, rel=0.03) == dense.B * dense.S
+    assert SETS["varlen"][0].shape == "8x32x293-3774x64"
+    assert PACKED.flop == 4 * (40**2 + 90**2 + 25**2) * 4 * 16 / 2
+
+
+def test_drawn_lengths_are_always_the_same() -> None:
+    assert bench_cuda.draw_lengths(100, 10, 40, seed=0) == bench_cuda.draw_lengths(100, 10, 40, seed=0)
+    assert bench_cuda.draw_lengths(5, 10, 40, seed=0) == (5,)
 
 
 def test_cases_of_sets_and_passes() -> None:
@@ -146,6 +163,38 @@ def test_a_row_measured_on_the_cpu(on_cpu: None, case: Case, backward: bool) -> 
     assert not case.dropout or row["max_error"][MATH] is None
 
 
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences_measured_on_the_cpu(on_cpu: None, causal: bool, backward: bool) -> None:
+    case = Case(**{**vars(PACKED), "causal": causal, "backward": backward})
+    row = bench_cuda.measure_case(case, [OURS, *TORCH_BACKENDS], quick=False)
+    assert list(row["ms"]) == [OURS, *TORCH_BACKENDS]
+    assert 0 < row["max_error"][OURS] < 1e-5
+    failures = row["failures"]
+    assert failures.pop(MATH) == "skipped: it takes no packed sequences"
+    # The others take the arguments, and are for a GPU alone.
+    assert len(failures) == 3 and all(reason.startswith("NotImplementedError") for reason in failures.values())
+    dense = row["dense"]
+    assert dense["shape"] == case.dense().shape == "2x4x72x16"
+    assert row["ratio_dense"] == pytest.approx(row["tflops"][OURS] / dense["tflops"])
+    assert json.loads(json.dumps(row)) == row
+    assert bench_cuda.speed_cells([row], [OURS])[0][1] == "3x4x25-90x16"
+
+
+def test_dense_failing_is_reported_and_leaves_the_rest(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ours(_seed: int | None, case: Case, *tensors: torch.Tensor) -> torch.Tensor:
+        if not case.lengths:
+            raise RuntimeError("no dense today")
+        return tensors[0] * 1
+
+    monkeypatch.setattr(bench_cuda, "_ours", ours)
+    row = bench_cuda.measure_case(PACKED, [OURS], quick=True)
+    assert row["ms"][OURS] > 0 and row["dense"] is row["ratio_dense"] is None
+    assert bench_cuda.notes([row]) == [
+        f"packed 3x4x25-90x16 fp32 causal forward: {DENSE}: RuntimeError: no dense today"
+    ]
+
+
 def test_quick_leaves_accuracy_out(on_cpu: None) -> None:
     row = bench_cuda.measure_case(TINY, [OURS], quick=True)
     assert row["max_error"] == {OURS: None}
@@ -204,11 +253,11 @@ def test_tables() -> None:
     rows, names = [a_row(ours=2.0, fa2=3.0)], [OURS, FA2, MATH]
     about = ["tiny", "2x4x64x16", "fp32", "causal", "forward"]
     assert bench_cuda.speed_cells(rows, names) == [
-        [*about, "2.000 / 0.0", "3.000 / 0.0", "-", "1.50x", "1.50x", "50%"],
+        [*about, "2.000 / 0.0", "3.000 / 0.0", "-", "1.50x", "1.50x", "-", "50%"],
     ]
     assert bench_cuda.memory_cells(rows, names) == [[*about, "1.0 / 5.0e-01", "1.0 / -", "-"]]
     nothing = a_row()
-    assert bench_cuda.speed_cells([nothing], names)[0][5:] == ["-"] * 6
+    assert bench_cuda.speed_cells([nothing], names)[0][5:] == ["-"] * 7
     assert bench_cuda.markdown_table("title", "ab", ["cd"]) == "title\n\n| a | b |\n| --- | --- |\n| c | d |\n"
 
 

@@ -7,12 +7,22 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers import assert_same_bits, run_python
+from helpers import Case, assert_same_bits, check, run_python
 
 import flashattn_ext
+from flashattn_ext import _C
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PATHS = [name.removeprefix("cuda-") for name in flashattn_ext.build_info()["backends"] if name.startswith("cuda-")]
+HOPPER = "cuda-sm90" in flashattn_ext.build_info()["backends"] and torch.cuda.get_device_capability() == (9, 0)
+# Of both directions together; with FLASHATTN_EXT_TUNE more than the default ones.
+TILES = sorted(
+    {
+        (tile["backend"], tile["head_dim"], tile["dropout"], tile["choice"])
+        for tile in _C.cuda_tiles()
+        if HOPPER or tile["backend"] != "cuda-sm90"
+    }
+)
 
 
 @pytest.fixture
@@ -26,6 +36,31 @@ def no_waiting() -> Iterator[None]:
 
 def leaves(*shape: int, dtype: torch.dtype = torch.float16) -> list[torch.Tensor]:
     return [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_compiled_tile(tile: tuple[str, int, bool, int], packed: bool, dtype: torch.dtype) -> None:
+    backend, D, dropout, choice = tile
+    sizes = (
+        {"lengths_q": (150, 1, 260), "lengths_k": (170, 33, 300), "window_size": (100, 40)}
+        if packed
+        else {"Sq": 300, "Sk": 330, "causal": True}
+    )
+    case = Case(dtype=dtype, Hq=4, D=D, Dv=D, dropout_p=0.2 * dropout, rng_seed=7 if dropout else None, **sizes)
+    _C.force_cuda_tile(choice)
+    try:
+        with flashattn_ext.use_backend(backend):
+            check(case, "cuda")
+    finally:
+        _C.force_cuda_tile(0)
+
+
+def test_tiles_that_are_not_there_are_refused() -> None:
+    for choice in (-1, 3):
+        with pytest.raises(ValueError, match=f"choice: expected 0 to .*, got {choice}"):
+            _C.force_cuda_tile(choice)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -103,9 +138,6 @@ def test_more_than_two_to_the_31_elements() -> None:
     assert_same_bits(out[-1:], expected)
     for grad, ref in zip(grads, torch.autograd.grad(expected, last, expected.detach()), strict=True):
         assert_same_bits(grad[-1:], ref)
-
-
-HOPPER = "cuda-sm90" in flashattn_ext.build_info()["backends"] and torch.cuda.get_device_capability() == (9, 0)
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")

@@ -305,6 +305,38 @@ def test_tiles_that_do_not_fit_a_gpu(tile: int, verdict: str) -> None:
     assert tiles.fit_on_gpu(tiles.GPU_SIZES, tile, hopper)[-1] == verdict
 
 
+@pytest.mark.parametrize("choices", [1, 2])
+def test_compiled_tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch, choices: int) -> None:
+    """On the CPU, with stand-ins for what was compiled: those of the head size, whichever backend has them."""
+    tiles = module_of("tiles")
+    compiled = [
+        {"backend": backend, "backward": backward, "head_dim": D, "dropout": dropout, "choice": choice}
+        | {"queries": 128, "keys": 64 + 16 * choice, "stages": 2, "name": f"128 x {64 + 16 * choice}"}
+        for backend in ("cuda-a", "cuda-b")
+        for backward in (False, True)
+        for D in (16, 64)
+        for dropout in (False, True)
+        for choice in range(choices)
+    ]
+    forced: list[int] = []
+    monkeypatch.setattr(tiles, "cuda_tiles", lambda backend: [tile for tile in compiled if tile["backend"] == backend])
+    monkeypatch.setattr(tiles, "_C", SimpleNamespace(force_cuda_tile=forced.append))
+    monkeypatch.setattr(tiles, "_with_backend", lambda name, call: call())
+    monkeypatch.setattr("flashattn_ext.build_info", lambda: {"backends": ["cuda-a", "cuda-b", "cpu"]})
+    hopper = SimpleNamespace(shared_memory_per_block_optin=227 * 1024, regs_per_multiprocessor=65536)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
+    result = Result("tiles", "", [Column(name) for name in ["queries x keys", "time", *"bcdefgh"]])
+    tiles._measure_cuda(Context(torch.device("cpu"), quick=True), tiny_sizes("tiles"), result)
+    keys = [64, 80][:choices]
+    names = [f"128 x {n} (cuda-{name}{', default' if n == 64 else ''})" for name in "ab" for n in keys]
+    assert [row[0] for row in result.rows] == [*names, "64 x 64", "128 x 128"]
+    measured = result.rows[: len(names)]
+    assert all(row[1] > 0 for row in measured)
+    assert [row[6] for row in measured] == [(128 + 4 * n) * 16 * 4 / 1024 for n in keys * 2]
+    assert result.rows[0][3] == 1 and set(forced) == set(range(choices))
+    assert ("FLASHATTN_EXT_TUNE=1" in " ".join(result.notes)) == (choices == 1)
+
+
 NSIGHT = """==PROF== Connected to process 1
 ==PROF== Profiling "gemm" - 0: 0%....50%....100% - 1 pass
 ==PROF== Disconnected from process 1

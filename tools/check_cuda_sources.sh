@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compiles every CUDA source for Ampere and Hopper, without torch and without a GPU. Fails when a kernel of head_dim 64 or 128 spills
-# registers.
+# registers. With FLASHATTN_EXT_TUNE=1 also what `bench tune` compares.
 #
 #   tools/check_cuda_sources.sh [ARCHITECTURE...]      default: 80 90a
 set -euo pipefail
@@ -11,15 +11,22 @@ architectures=()
 for architecture in "${@:-80 90a}"; do
   for number in $architecture; do architectures+=("-gencode=arch=compute_$number,code=sm_$number"); done
 done
+defines=(-DFLASHATTN_EXT_SM90)
+left_out='*/tune/*'
+if [[ ${FLASHATTN_EXT_TUNE:-0} != 0 ]]; then
+  defines+=(-DFLASHATTN_EXT_TUNE)
+  left_out=''
+fi
+sources() { find csrc/cuda -name '*.cu' -not -path "$left_out" | sort; }
 export objects
 compile() {
   local name=${1//\//_}
-  nvcc -std=c++17 -O3 -DFLASHATTN_EXT_SM90 -Werror all-warnings -Xptxas -v "${@:2}" -c "$1" -o "$objects/$name.o" >"$objects/$name.log" 2>&1 ||
+  nvcc -std=c++17 -O3 -Werror all-warnings -Xptxas -v "${@:2}" -c "$1" -o "$objects/$name.o" >"$objects/$name.log" 2>&1 ||
     { cat "$objects/$name.log" && exit 255; }
 }
 export -f compile
-find csrc/cuda -name '*.cu' | sort | xargs -P "$(nproc)" -I{} bash -c 'compile "$@"' _ {} "${architectures[@]}"
-echo "$(find csrc/cuda -name '*.cu' | wc -l) CUDA sources compile; checking kernels of head_dim 64 and 128 for spills"
+sources | xargs -P "$(nproc)" -I{} bash -c 'compile "$@"' _ {} "${defines[@]}" "${architectures[@]}"
+echo "$(sources | wc -l) CUDA sources compile; checking kernels of head_dim 64 and 128 for spills"
 awk '
   /Compiling entry function/ { kernel = $0 }
   /bytes spill stores/ {

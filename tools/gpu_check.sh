@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Everything that wants a GPU, in one go: build, tests, sanitizers, benchmark. For a machine with a CUDA torch and nvcc.
 #
-#   tools/gpu_check.sh [OUTPUT_FOLDER] [build] [test] [sanitize] [bench] [experiments]     without a step: all of them
+#   tools/gpu_check.sh [OUTPUT_FOLDER] [build] [test] [sanitize] [bench] [experiments] [tune]
 #
+# Without a step: all of them but tune, which wants a build with FLASHATTN_EXT_TUNE=1 in the environment.
 # The tests run in parallel where pytest-xdist is there. BENCH_ARGS go to `bench cuda`, EXPERIMENT_ARGS to `experiments all`.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -47,6 +48,9 @@ fi
 if step bench; then
   # shellcheck disable=SC2086
   TAIL=80 check bench "$PYTHON" -m flashattn_ext bench cuda --markdown --json "$OUT/bench.json" ${BENCH_ARGS:-}
+fi
+if step tune; then
+  TAIL=80 check tune "$PYTHON" -m flashattn_ext bench tune --device cuda --markdown --json "$OUT/tune.json"
 fi
 if step experiments; then
   # shellcheck disable=SC2086

@@ -1,5 +1,6 @@
 """Measure the kernels beside PyTorch's own attention: same inputs, same run, interleaved calls,
-medians. `ascend-emulator` models instead: time and traffic of the Ascend C kernels.
+medians. `ascend-emulator` models instead: time and traffic of the Ascend C kernels. `tune` compares
+the tile sizes of our kernels with each other.
 """
 
 from __future__ import annotations
@@ -13,8 +14,15 @@ from .checkpoint import atomic_path
 from .console import CommandError
 
 # What can be measured -> the module that does, with measure(quick, options) and show(results, markdown).
-BENCHES = {"cpu": "bench_cpu", "cuda": "bench_cuda", "ascend-emulator": "bench_ascend"}
-CUDA_OPTIONS = {"sets": "--set", "passes": "--pass", "peers": "--peers", "backend": "--backend"}
+BENCHES = {"cpu": "bench_cpu", "cuda": "bench_cuda", "ascend-emulator": "bench_ascend", "tune": "bench_tune"}
+# Options of some targets alone.
+OPTIONS = {
+    "sets": ("--set", ("cuda",)),
+    "passes": ("--pass", ("cuda",)),
+    "peers": ("--peers", ("cuda",)),
+    "backend": ("--backend", ("cuda", "tune")),
+    "device": ("--device", ("tune",)),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,13 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, help="CPU threads; without it, PyTorch's choice")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     parser.add_argument("--json", metavar="FILE", help="also write every number to FILE")
-    cuda = parser.add_argument_group("bench cuda alone")
+    cuda = parser.add_argument_group("bench cuda")
     cuda.add_argument(
         "--set", metavar="NAME", action="append", dest="sets", help="a set of rows, may be repeated; without it, all"
     )
     cuda.add_argument("--pass", choices=("forward", "backward", "both"), dest="passes", help="without it, both")
     cuda.add_argument("--peers", metavar="NAME,...", help="compare with these alone; without it, all that are here")
-    cuda.add_argument("--backend", metavar="NAME", help="the backend of ours; without it, the preferred one")
+    cuda.add_argument("--backend", metavar="NAME", help="ours, also of bench tune; without it, the preferred one")
+    tune = parser.add_argument_group("bench tune")
+    tune.add_argument("--device", choices=("auto", "cpu", "cuda"), help="without it, auto: CUDA where it is there")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -43,9 +53,10 @@ def run(arguments: argparse.Namespace) -> int:
         import torch
 
         torch.set_num_threads(arguments.threads)
-    options = {name: value for name in CUDA_OPTIONS if (value := getattr(arguments, name)) is not None}
-    if options and arguments.target != "cuda":
-        raise CommandError(f"{CUDA_OPTIONS[next(iter(options))]} is an option of bench cuda, not of {arguments.target}")
+    options = {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
+    for flag, targets in (OPTIONS[name] for name in options):
+        if arguments.target not in targets:
+            raise CommandError(f"{flag} is an option of bench {' and '.join(targets)}, not of {arguments.target}")
     bench = importlib.import_module(f".{BENCHES[arguments.target]}", __package__)
     results = bench.measure(quick=arguments.quick, **options)
     bench.show(results, markdown=arguments.markdown)

@@ -1,7 +1,7 @@
 """`bench cuda`: forward and backward of this package beside PyTorch's backends and flash-attn.
 
 TFLOP/s counts the products of visible scores: 4 * B * Hq * S * S * D forward, half of it causal, and
-2.5 times that backward. Times are those of the GPU alone, between two events around several launches.
+2.5 times that backward; of packed sequences, the sum of what each counts. Times are those of the GPU alone, between two events around several launches.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import functools
 import gc
 import itertools
 import math
+import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,10 +32,11 @@ from .timing import Timing
 from .timing import reported as _reported
 
 DEVICE = "cuda"
-OURS, FA2, MATH, FLASH_ATTN = "ours", "fa2", "math", "flash-attn"
+OURS, FA2, CUDNN, MATH, FLASH_ATTN = "ours", "fa2", "cudnn", "math", "flash-attn"
+DENSE = "ours, dense"  # beside packed sequences
 TORCH_BACKENDS = {
     FA2: SDPBackend.FLASH_ATTENTION,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    CUDNN: SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     MATH: SDPBackend.MATH,
 }
@@ -53,7 +55,7 @@ Calls = Mapping[str, Callable[[], object]]
 
 @dataclass(frozen=True)
 class Case:
-    """One row: self-attention over [B, S, H, D]."""
+    """One row: self-attention over [B, S, H, D], or over `lengths`, of B packed sequences of at most S."""
 
     B: int
     Hq: int
@@ -65,16 +67,28 @@ class Case:
     dropout: float = 0.0
     set: str = ""
     backward: bool = False
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def pairs(self) -> int:
+        """Of a query and a key of one head, in all sequences."""
+        return sum(length**2 for length in self.lengths) or self.B * self.S**2
 
     @property
     def flop(self) -> float:
-        flop = 4 * self.B * self.Hq * self.S * self.S * self.D * (0.5 if self.causal else 1.0)
+        flop = 4 * self.pairs * self.Hq * self.D * (0.5 if self.causal else 1.0)
         return flop * (BACKWARD_WORK if self.backward else 1.0)
 
     @property
     def shape(self) -> str:
         heads = f"{self.Hq}" if self.Hq == self.Hk else f"{self.Hq}:{self.Hk}"
-        return f"{self.B}x{heads}x{self.S}x{self.D}"
+        length = f"{min(self.lengths)}-{self.S}" if self.lengths else f"{self.S}"
+        return f"{self.B}x{heads}x{length}x{self.D}"
+
+    def dense(self) -> Case:
+        """As much work and about as many tokens in sequences of one length."""
+        B = max(1, round(sum(self.lengths) ** 2 / self.pairs))
+        return replace(self, B=B, S=round(math.sqrt(self.pairs / B)), lengths=())
 
     @property
     def mask(self) -> str:
@@ -94,6 +108,24 @@ def _paper_cases() -> list[Case]:
     ]
 
 
+def draw_lengths(tokens: int, shortest: int, longest: int, seed: int) -> tuple[int, ...]:
+    """Of sequences with so many tokens in all; the last one is what is left."""
+    generator = random.Random(seed)
+    lengths: list[int] = []
+    while left := tokens - sum(lengths):
+        lengths.append(min(left, generator.randint(shortest, longest)))
+    return tuple(lengths)
+
+
+def _varlen_cases() -> list[Case]:
+    """16384 tokens, hidden size 2048, as in _paper_cases()."""
+    lengths = draw_lengths(16384, 128, 4096, seed=0)
+    return [
+        Case(len(lengths), 2048 // D, 2048 // D, max(lengths), D, causal, "bf16", lengths=lengths)
+        for D, causal in itertools.product((64, 128), (False, True))
+    ]
+
+
 SETS: dict[str, list[Case]] = {
     "fa_paper": _paper_cases(),
     "align": [Case(16, 16, 16, 2048, D, False, "fp16") for D in (128, 129, 136)],
@@ -101,6 +133,7 @@ SETS: dict[str, list[Case]] = {
     "gqa": [Case(2, 32, 8, 8192, 128, True, "bf16")],
     "fp32": [Case(4, 16, 16, 2048, D, causal, "fp32") for D, causal in itertools.product((64, 128), (False, True))],
     "short": [Case(12, 64, 64, 256, 64, False, "fp16"), Case(4, 8, 8, 512, 64, False, "fp16")],
+    "varlen": _varlen_cases(),
 }
 
 
@@ -178,10 +211,10 @@ def measure(
     with flashattn_ext.use_backend(backend), _exact_fp32_products():
         for case in track(rows, "measuring", console=make_console(), transient=True):
             results.append(measure_case(case, names, quick=quick))
-    return {**_machine(), "backend": backend_in_use, "contestants": names, "quick": quick, "rows": results}
+    return {**machine(), "backend": backend_in_use, "contestants": names, "quick": quick, "rows": results}
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     return {
         "machine": torch.cuda.get_device_name(),
         "compute_capability": "{}.{}".format(*torch.cuda.get_device_capability()),
@@ -205,27 +238,32 @@ def _exact_fp32_products() -> Iterator[None]:
 
 def measure_case(case: Case, names: Sequence[str], *, quick: bool) -> dict[str, Any]:
     """One row. What cannot run has its reason in `failures`, and no numbers."""
-    q, k, v, dout = _inputs(case)
+    tensors = inputs(case)
     failures = {name: reason for name in names if (reason := skip_reason(case, name))}
     calls: dict[str, Callable[[], object]] = {}
     memory: dict[str, int] = {}
-    for name in names:
+    asked = {name: (case, name, tensors) for name in names}
+    if case.lengths:
+        asked[DENSE] = (case.dense(), OURS, inputs(case.dense()))
+    for name, (timed, contestant, given) in asked.items():
         if name not in failures:
             with _reported(name, failures), _kernel_of(name):
-                call = _call(case, _attention(name), q, k, v, dout)
+                call = timed_call(timed, attention(contestant), *given)
                 call()  # warms up, and lets libraries take the workspaces that they keep
                 memory[name] = peak_extra_bytes(call)
                 calls[name] = call
             call = None  # a graph of a contestant that failed would keep its memory
     timings = time_events(calls, QUICK_ROUNDS if quick else ROUNDS, failures)
     calls.clear()  # their graphs: the reference needs the memory
-    max_error = {} if quick else _max_errors(case, names, (q, k, v, dout), failures)
+    max_error = {} if quick else _max_errors(case, names, tensors, failures)
     return row(case, names, timings, memory, max_error, failures)
 
 
 def skip_reason(case: Case, name: str) -> str:
     """Why it is not even tried; empty when it is."""
-    scores = case.B * case.Hq * case.S * case.S * 2
+    scores = case.pairs * case.Hq * 2
+    if name == MATH and case.lengths:
+        return "skipped: it takes no packed sequences"
     if name == MATH and scores > MATH_LIMIT_BYTES:
         return f"skipped: a matrix of scores takes {scores / 2**30:.0f} GiB"
     return ""
@@ -286,11 +324,12 @@ def peak_extra_bytes(call: Callable[[], object]) -> int:
 # Contestants
 
 
-def _inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and the gradient of the output, all [B, S, H, D]."""
+def inputs(case: Case, device: str | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and the gradient of the output, all [B, S, H, D], or [tokens, H, D] of packed sequences."""
     torch.manual_seed(0)
+    rows = (sum(case.lengths),) if case.lengths else (case.B, case.S)
     q, k, v, dout = (
-        torch.randn(case.B, case.S, heads, case.D, device=DEVICE, dtype=DTYPES[case.dtype])
+        torch.randn(*rows, heads, case.D, device=device or DEVICE, dtype=DTYPES[case.dtype])
         for heads in (case.Hq, case.Hk, case.Hk, case.Hq)
     )
     for t in (q, k, v):
@@ -298,19 +337,31 @@ def _inputs(case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return q, k, v, dout
 
 
-def _attention(name: str, rng_seed: int | None = None) -> Callable[[Case, Tensor, Tensor, Tensor], Tensor]:
-    """A contestant as a function of [B, S, H, D]; `rng_seed` is for ours alone."""
+@functools.cache
+def _starts(lengths: tuple[int, ...], device: str) -> Tensor:
+    """int32 [B + 1]: where each packed sequence starts, and the end of the last."""
+    return torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
+
+
+def attention(name: str, rng_seed: int | None = None) -> Callable[[Case, Tensor, Tensor, Tensor], Tensor]:
+    """A contestant as a function of a case, q, k and v; `rng_seed` is for ours alone."""
     if name == OURS:
         return functools.partial(_ours, rng_seed)
-    return _flash_attn if name == FLASH_ATTN else _torch
+    return _flash_attn if name == FLASH_ATTN else functools.partial(_torch, name)
 
 
 def _ours(rng_seed: int | None, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return flashattn_ext.forward(q, k, v, causal=case.causal, dropout_p=case.dropout, rng_seed=rng_seed)
+    options = {"causal": case.causal, "dropout_p": case.dropout, "rng_seed": rng_seed}
+    if not case.lengths:
+        return flashattn_ext.forward(q, k, v, **options)
+    starts = _starts(case.lengths, DEVICE)
+    return flashattn_ext.varlen_forward(q, k, v, starts, starts, case.S, case.S, **options)
 
 
-def _torch(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _torch(name: str, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """PyTorch's attention on views of the same memory; _kernel_of() chooses how."""
+    if case.lengths:
+        return _torch_packed(name, case, q, k, v)
     out = F.scaled_dot_product_attention(
         *(t.transpose(1, 2) for t in (q, k, v)),
         dropout_p=case.dropout,
@@ -320,7 +371,27 @@ def _torch(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
+def _torch_packed(name: str, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The ops below PyTorch's nested tensors, whose Python takes longer than the kernels."""
+    starts = _starts(case.lengths, DEVICE)
+    sequences = (starts, starts, case.S, case.S)
+    aten = torch.ops.aten
+    if name == FA2:
+        return aten._flash_attention_forward(q, k, v, *sequences, case.dropout, case.causal, False)[0]
+    if name == CUDNN:
+        return aten._cudnn_attention_forward(q, k, v, None, *sequences, True, case.dropout, case.causal)[0]
+    batch = (t[None] for t in (q, k, v))
+    return aten._efficient_attention_forward(*batch, None, *sequences, case.dropout, int(case.causal), True)[0][0]
+
+
 def _flash_attn(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if case.lengths:
+        from flash_attn import flash_attn_varlen_func
+
+        starts = _starts(case.lengths, DEVICE)
+        return flash_attn_varlen_func(
+            q, k, v, starts, starts, case.S, case.S, dropout_p=case.dropout, causal=case.causal
+        )
     return _flash_attn_func()(q, k, v, dropout_p=case.dropout, causal=case.causal)
 
 
@@ -329,7 +400,7 @@ def _kernel_of(name: str) -> contextlib.AbstractContextManager[Any]:
     return sdpa_kernel(TORCH_BACKENDS[name]) if name in TORCH_BACKENDS else contextlib.nullcontext()
 
 
-def _call(
+def timed_call(
     case: Case, attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor
 ) -> Callable[[], Tensor | Sequence[Tensor]]:
     """What is timed: the forward, or the backward alone through a graph that is kept."""
@@ -366,30 +437,36 @@ def _max_errors(
         # A peer's dropout mask is its own: there is nothing to compare it with.
         if name not in failures and (name == OURS or not case.dropout):
             with _reported(name, failures), _kernel_of(name):
-                got = _call(case, _attention(name, RNG_SEED if case.dropout else None), *tensors)()
+                got = timed_call(case, attention(name, RNG_SEED if case.dropout else None), *tensors)()
                 max_error[name] = largest_error(_compared(case, got), expected)
             got = None
     return max_error
 
 
 def _compared(case: Case, results: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """The compared heads, in fp64, of out or of (dq, dk, dv)."""
+    """The compared heads, in fp64, of out or of (dq, dk, dv), of the first sequence."""
     query_heads, key_heads = compared_heads(case)
     tensors = results if case.backward else (results,)
-    return [t[:1, :, :heads].double() for t, heads in zip(tensors, (query_heads, key_heads, key_heads), strict=False)]
+    heads = (query_heads, key_heads, key_heads)
+    return [_first(case, t, count).double() for t, count in zip(tensors, heads, strict=False)]
+
+
+def _first(case: Case, t: Tensor, heads: int) -> Tensor:
+    """The first heads of the first sequence, [1, S, heads, D]."""
+    return (t[None, : case.lengths[0]] if case.lengths else t[:1])[:, :, :heads]
 
 
 def _reference(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
     query_heads, key_heads = compared_heads(case)
     slices = [
-        t.detach()[:1, :, :heads].double().requires_grad_(case.backward)
+        _first(case, t.detach(), heads).double().requires_grad_(case.backward)
         for t, heads in ((q, query_heads), (k, key_heads), (v, key_heads))
     ]
     rng_seed = RNG_SEED if case.dropout else None
     out = flashattn_ext.attention_reference(*slices, causal=case.causal, dropout_p=case.dropout, rng_seed=rng_seed)
     if not case.backward:
         return [out]
-    return list(torch.autograd.grad(out, slices, dout[:1, :, :query_heads].double()))
+    return list(torch.autograd.grad(out, slices, _first(case, dout, query_heads).double()))
 
 
 def largest_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -413,16 +490,28 @@ def row(
     best = min((ms[name] for name in names if name != OURS and ms[name] is not None), default=None)
     return {
         **asdict(case),
+        "lengths": list(case.lengths),
         "flop": case.flop,
         "ms": ms,
         "tflops": {name: None if time is None else case.flop / time * 1e-9 for name, time in ms.items()},
         "ratio_best": _ratio(best, ms[OURS]),
         "ratio_fa2": _ratio(ms.get(FA2), ms[OURS]),
+        **_beside_dense(case, timings),
         "spread": {name: timings[name].spread if name in timings else None for name in names},
         "peak_extra_bytes": {name: memory.get(name) if name in timings else None for name in names},
         "max_error": {name: max_error.get(name) for name in names},
         "failures": dict(failures),
     }
+
+
+def _beside_dense(case: Case, timings: Mapping[str, Timing]) -> dict[str, Any]:
+    """Of packed sequences: ours on a dense batch of as much work, and the ratio of the rates."""
+    if DENSE not in timings:
+        return {"dense": None, "ratio_dense": None}
+    dense, ms = case.dense(), timings[DENSE].median_s * 1e3
+    rate = dense.flop / ms * 1e-9
+    ratio = case.flop / (timings[OURS].median_s * 1e12) / rate if OURS in timings else None
+    return {"dense": {"shape": dense.shape, "ms": ms, "tflops": rate}, "ratio_dense": ratio}
 
 
 def _ratio(peer_ms: float | None, our_ms: float | None) -> float | None:
@@ -436,7 +525,11 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
     """Prints the speed, then memory and accuracy, then why ours could not run somewhere."""
     rows, names = results["rows"], results["contestants"]
     tables = [
-        (speed_title(results), (*CASE_HEADER, *names, "to best", "to fa2", "spread"), speed_cells(rows, names)),
+        (
+            speed_title(results),
+            (*CASE_HEADER, *names, "to best", "to fa2", "to dense", "spread"),
+            speed_cells(rows, names),
+        ),
         (
             "MiB that a call allocates / largest error against fp64, of out or of the gradients",
             (*CASE_HEADER, *names),
@@ -447,7 +540,7 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
         if markdown:
             print(markdown_table(title, header, lines))
         else:
-            _print_table(title, header, lines, [row["ratio_best"] for row in rows])
+            print_table(title, header, lines, [row["ratio_best"] is not None and row["ratio_best"] < 1 for row in rows])
     for note in notes(rows):
         print(note)
 
@@ -455,7 +548,8 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
 def speed_title(results: dict[str, Any]) -> str:
     return (
         f"Milliseconds / TFLOP/s on {results['machine']}, {results['backend']}, torch {results['torch']}, "
-        f"CUDA {results['cuda']}, cuDNN {results['cudnn']}; spread is that of ours"
+        f"CUDA {results['cuda']}, cuDNN {results['cudnn']}; to dense: our rate beside that of a dense batch of as much work; "
+        "spread is that of ours"
     )
 
 
@@ -466,6 +560,7 @@ def speed_cells(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[li
             *(_pair(row["ms"][name], ".3f", row["tflops"][name], ".1f") for name in names),
             _cell(row["ratio_best"], ".2f", "x"),
             _cell(row["ratio_fa2"], ".2f", "x"),
+            _cell(row["ratio_dense"], ".2f", "x"),
             _cell(row["spread"][OURS], ".0%"),
         ]
         for row in rows
@@ -486,7 +581,7 @@ def memory_cells(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[l
 
 
 def _case_of(row: dict[str, Any]) -> Case:
-    return Case(**{name: row[name] for name in Case.__dataclass_fields__})
+    return Case(**{**{name: row[name] for name in Case.__dataclass_fields__}, "lengths": tuple(row["lengths"])})
 
 
 def _case_cells(row: dict[str, Any]) -> list[str]:
@@ -509,14 +604,19 @@ def markdown_table(title: str, header: Sequence[str], lines: Sequence[Sequence[s
     return "\n".join([title, "", *("| " + " | ".join(line) + " |" for line in table), ""])
 
 
-def _print_table(
-    title: str, header: Sequence[str], lines: Sequence[Sequence[str]], ratios: Sequence[float | None]
+def print_table(
+    title: str,
+    header: Sequence[str],
+    lines: Sequence[Sequence[str]],
+    marked: Sequence[bool],
+    left: int = len(CASE_HEADER),
 ) -> None:
+    """`marked` lines stand out; the first `left` columns are flush left."""
     table = require("rich.table").Table(title=title)
     for column, name in enumerate(header):
-        table.add_column(name, justify="left" if column < len(CASE_HEADER) else "right")
-    for line, ratio in zip(lines, ratios, strict=True):
-        table.add_row(*line, style="yellow" if ratio is not None and ratio < 1 else None)
+        table.add_column(name, justify="left" if column < left else "right")
+    for line, is_marked in zip(lines, marked, strict=True):
+        table.add_row(*line, style="yellow" if is_marked else None)
     console = make_console()
     if not console.is_terminal:
         console.width = 220  # these are wider than the other tables
@@ -528,6 +628,6 @@ def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [
         " ".join(_case_cells(row)) + f": {name}: {row['failures'][name]}"
         for row in rows
-        for name in (OURS, "reference")
+        for name in (OURS, DENSE, "reference")
         if name in row["failures"]
     ]

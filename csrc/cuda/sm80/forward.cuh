@@ -11,10 +11,10 @@
 
 namespace flashattn_ext::sm80 {
 
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, bool kDropout, int kChoice>
 struct Forward {
   using Core = TensorCore<T>;
-  static constexpr ForwardTile kTile = forward_tile<sizeof(T), kHeadDim, kDropout>();
+  static constexpr ForwardTile kTile = forward_tile<sizeof(T), kHeadDim, kDropout, kChoice>();
   static constexpr int kThreads = kTile.warps * 32, kM = kTile.queries(), kN = kTile.keys, kRowTiles = kTile.row_tiles;
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kSharedBytes = (kM + 2 * kN) * kStride * static_cast<int>(sizeof(T));
@@ -262,25 +262,25 @@ struct Forward {
   }
 };
 
-template <class T, int kHeadDim, bool kDropout>
-__global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads,
-                                  Forward<T, kHeadDim, kDropout>::kTile.blocks)
+template <class T, int kHeadDim, bool kDropout, int kChoice>
+__global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout, kChoice>::kThreads,
+                                  Forward<T, kHeadDim, kDropout, kChoice>::kTile.blocks)
     forward_kernel(const __grid_constant__ AttnParams p, const int blocks, const float scale) {
   extern __shared__ __align__(16) unsigned char shared[];
-  Forward<T, kHeadDim, kDropout>(p, blocks, scale, reinterpret_cast<T*>(shared)).run();
+  Forward<T, kHeadDim, kDropout, kChoice>(p, blocks, scale, reinterpret_cast<T*>(shared)).run();
 }
 
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, bool kDropout, int kChoice>
 void launch_forward(const AttnParams& p) {
-  using Kernel = Forward<T, kHeadDim, kDropout>;
+  using Kernel = Forward<T, kHeadDim, kDropout, kChoice>;
   const int64_t blocks = tiles(p.seqlen_q, Kernel::kM);
-  launch(forward_kernel<T, kHeadDim, kDropout>, "forward", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
+  launch(forward_kernel<T, kHeadDim, kDropout, kChoice>, "forward", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
          Kernel::kSharedBytes, static_cast<int>(blocks), log2_scale(p.softmax_scale));
 }
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, int kChoice>
 void forward(const AttnParams& p) {
-  p.has_dropout() ? launch_forward<T, kHeadDim, true>(p) : launch_forward<T, kHeadDim, false>(p);
+  p.has_dropout() ? launch_forward<T, kHeadDim, true, kChoice>(p) : launch_forward<T, kHeadDim, false, kChoice>(p);
 }
 
 }  // namespace flashattn_ext::sm80

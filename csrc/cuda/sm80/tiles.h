@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "../common/tile_choice.h"
+
 namespace flashattn_ext::sm80 {
 
 struct ForwardTile {
@@ -12,20 +14,44 @@ struct ForwardTile {
   int keys;
   int blocks;  // so many on a multiprocessor at a time: bounds the registers
   constexpr int queries() const { return warps * row_tiles * 16; }
+  constexpr bool exists() const { return warps > 0; }
 };
 
-template <int kBytes, int kHeadDim, bool kDropout>
+struct ForwardTiles {
+  int head_dim;
+  bool dropout;
+  ForwardTile tiles[kRowTiles];
+};
+
+// Of 16-bit types.
+constexpr ForwardTiles kForwardTiles[] = {
+    {64, false, {{4, 2, 64, 3}, {4, 2, 128, 2}, {8, 1, 64, 2}}},
+    {64, true, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 2}}},
+    {96, false, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    {96, true, {{4, 2, 32, 2}, {4, 1, 64, 2}, {8, 1, 64, 1}}},
+    {128, false, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    {128, true, {{4, 2, 32, 2}, {4, 1, 64, 2}, {8, 1, 64, 1}}},
+    {144, false, {{4, 2, 32, 2}, {4, 1, 64, 2}, {8, 1, 64, 1}}},
+    {144, true, {{4, 2, 32, 2}, {4, 1, 64, 2}, {8, 1, 64, 1}}},
+    {192, false, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    {192, true, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    {256, false, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    {256, true, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+};
+
+template <int kBytes, int kHeadDim, bool kDropout, int kChoice>
 constexpr ForwardTile forward_tile() {
-  if (kBytes == 4) {
+  if constexpr (kBytes == 4) {
     if (kHeadDim <= 64) return {8, 1, 32, 1};
     if (kHeadDim <= 128) return {4, 2, 32, 1};
     if (kHeadDim <= 192) return {4, 1, 32, 1};
     return {2, 1, 32, 1};
+  } else {
+    for (const ForwardTiles& row : kForwardTiles) {
+      if (row.head_dim == kHeadDim && row.dropout == kDropout) return choose(row.tiles, kChoice);
+    }
+    return {};
   }
-  if (kHeadDim <= 64) return {4, 2, 64, kDropout ? 2 : 3};
-  if (kHeadDim <= 128) return {4, 2, kDropout ? 32 : 64, 2};
-  if (kHeadDim <= 144) return {4, 2, 32, 2};
-  return {4, 1, 64, 2};
 }
 
 struct BackwardTile {

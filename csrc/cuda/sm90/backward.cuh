@@ -12,10 +12,10 @@ namespace flashattn_ext::sm90 {
 
 // How the sums of dq lie in the workspace: a warpgroup computes 64 rows and 64 columns of a step, the two of a thread
 // block either different rows or different columns. Tiles of 16 rows, one warp's, so that short sequences take little.
-template <class T, int kHeadDimension>
+template <class T, int kHeadDimension, int kChoice>
 struct QuerySums {
   using Element = T;
-  static constexpr int kM = backward_tile<kHeadDimension, false>().queries, kTileRows = 16;
+  static constexpr int kM = backward_tile<kHeadDimension, kChoice>().queries, kTileRows = 16;
   static constexpr int kThreads = 2 * kGroupThreads, kSplits = 1;
   static constexpr int kHeadDim = 2 * 64 * 64 / kM;  // columns, some of them beyond the head dim
   static constexpr int kStride = kTileStride<T, kHeadDim>;
@@ -38,14 +38,16 @@ struct QuerySums {
   }
 };
 
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, bool kDropout, int kChoice>
 struct Backward {
   using Work = BackwardWork;
-  using Rows = KeyRows<T, backward_tile<kHeadDim, kDropout>().queries, kDropout>;
-  using Sums = QuerySums<T, kHeadDim>;
-  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout>();
+  using Rows = KeyRows<T, backward_tile<kHeadDim, kChoice>().queries, kDropout>;
+  using Sums = QuerySums<T, kHeadDim, kChoice>;
+  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kChoice>();
   static constexpr RegisterBudget kRegisters = kBackwardRegisters;
-  static constexpr int kM = kTile.queries, kN = kTile.keys, kStages = kTile.stages, kKeyStages = kTile.key_stages;
+  static constexpr int kM = kTile.queries, kN = kTile.keys, kStages = kTile.stages;
+  // Up to head_dim 64 what dropout keeps takes the place of the second one.
+  static constexpr int kKeyStages = kDropout && kM == 128 ? 1 : kTile.key_stages;
   static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kTurns = 2;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns, kScorePanels = kM / kPanelColumns;
   static constexpr int kColumnTiles = kHeadDim / 8;
@@ -72,6 +74,7 @@ struct Backward {
     ptx::Barrier work_full[kWorkStages], work_empty[kWorkStages];
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
+  static_assert(kStages >= 2);  // the next scores are computed before these queries are released
 
   static __device__ void init(Shared& s, const AttnGradParams& p) {
     if (kDropout) s.philox = Dropout(p, 0).key;
@@ -360,33 +363,34 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 #endif
 }
 
-template <class T, int kHeadDim, bool kDropout>
-using BackwardOf =
-    std::conditional_t<kHeadDim <= 128, Backward<T, kHeadDim, kDropout>, WideBackward<T, kHeadDim, kDropout>>;
+template <class T, int kHeadDim, bool kDropout, int kChoice>
+using BackwardOf = std::conditional_t<kHeadDim <= 128, Backward<T, kHeadDim, kDropout, kChoice>,
+                                      WideBackward<T, kHeadDim, kDropout, kChoice>>;
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, int kChoice>
 BackwardShared backward_shared(const AttnGradParams& p) {
-  using Kernel = BackwardOf<T, kHeadDim, false>;
+  using Kernel = BackwardOf<T, kHeadDim, false, kChoice>;
   return BackwardShared(p, Kernel::Sums::kTileRows, Kernel::Sums::kTileFloats, Kernel::kTurns);
 }
 
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, bool kDropout, int kChoice>
 void launch_main(const AttnGradParams& p, const BackwardShared& shared) {
-  using Kernel = BackwardOf<T, kHeadDim, kDropout>;
+  using Kernel = BackwardOf<T, kHeadDim, kDropout, kChoice>;
   launch_backward_main<Kernel>(backward_kernel<Kernel>, p, shared);
 }
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, int kChoice>
 size_t backward_bytes(const AttnGradParams& p) {
-  return static_cast<size_t>(backward_shared<T, kHeadDim>(p).bytes);
+  return static_cast<size_t>(backward_shared<T, kHeadDim, kChoice>(p).bytes);
 }
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, int kChoice>
 void backward(const AttnGradParams& p) {
-  const BackwardShared shared = backward_shared<T, kHeadDim>(p);
+  const BackwardShared shared = backward_shared<T, kHeadDim, kChoice>(p);
   launch_prepare<T>(p, shared);
-  p.has_dropout() ? launch_main<T, kHeadDim, true>(p, shared) : launch_main<T, kHeadDim, false>(p, shared);
-  launch_finish<typename BackwardOf<T, kHeadDim, false>::Sums>(p, shared);
+  p.has_dropout() ? launch_main<T, kHeadDim, true, kChoice>(p, shared)
+                  : launch_main<T, kHeadDim, false, kChoice>(p, shared);
+  launch_finish<typename BackwardOf<T, kHeadDim, false, kChoice>::Sums>(p, shared);
 }
 
 }  // namespace flashattn_ext::sm90

@@ -8,10 +8,10 @@
 namespace flashattn_ext::sm90 {
 
 // How the sums of dq lie in the workspace: tiles of 16 rows, one warp's.
-template <class T, int kHeadDimension>
+template <class T, int kHeadDimension, int kChoice>
 struct WideQuerySums {
   using Element = T;
-  static constexpr int kM = backward_tile<kHeadDimension, false>().queries, kTileRows = 16, kHeadDim = kHeadDimension;
+  static constexpr int kM = backward_tile<kHeadDimension, kChoice>().queries, kTileRows = 16, kHeadDim = kHeadDimension;
   static constexpr int kThreads = kGroupThreads, kSplits = 1;
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = kHeadDim / 8;
@@ -25,11 +25,11 @@ struct WideQuerySums {
   }
 };
 
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, bool kDropout, int kChoice>
 struct WideBackward {
   using Work = BackwardWork;
-  using Sums = WideQuerySums<T, kHeadDim>;
-  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout>();
+  using Sums = WideQuerySums<T, kHeadDim, kChoice>;
+  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kChoice>();
   static constexpr WideRegisterBudget kRegisters = kWideBackwardRegisters;
   static constexpr int kM = kTile.queries, kN = kTile.keys, kStages = kTile.stages, kKeyStages = kTile.key_stages;
   static constexpr int kWorkStages = 2, kBuffers = 2;  // of weights and dS^T

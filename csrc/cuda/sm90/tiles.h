@@ -3,6 +3,8 @@
 // batch.
 #pragma once
 
+#include "../common/tile_choice.h"
+
 namespace flashattn_ext::sm90 {
 
 struct ForwardTile {
@@ -10,17 +12,36 @@ struct ForwardTile {
   int keys;
   int stages;  // of keys and values
   constexpr int queries() const { return groups * 64; }
+  constexpr bool exists() const { return groups > 0; }
 };
 
-// Dropout draws its bits for 64 keys at a time.
-template <int kHeadDim, bool kDropout>
+struct ForwardTiles {
+  int head_dim;
+  bool dropout;  // draws its bits for 64 keys at a time
+  ForwardTile tiles[kRowTiles];
+};
+
+constexpr ForwardTiles kForwardTiles[] = {
+    {64, false, {{3, 128, 3}, {3, 112, 3}, {2, 192, 2}}},
+    {64, true, {{2, 128, 3}, {3, 64, 4}, {2, 192, 2}}},
+    {96, false, {{3, 112, 2}, {3, 96, 2}, {2, 128, 3}}},
+    {96, true, {{3, 64, 4}, {2, 128, 2}, {2, 64, 4}}},
+    {128, false, {{3, 80, 3}, {2, 128, 3}, {2, 160, 2}}},
+    {128, true, {{2, 128, 3}, {3, 64, 3}, {2, 64, 4}}},
+    {144, false, {{3, 80, 2}, {2, 112, 2}, {2, 96, 2}}},
+    {144, true, {{2, 64, 3}, {3, 64, 2}, {2, 64, 2}}},
+    {192, false, {{2, 96, 2}, {2, 112, 2}, {2, 80, 2}}},
+    {192, true, {{2, 64, 3}, {2, 64, 2}}},
+    {256, false, {{2, 64, 2}, {2, 80, 2}}},
+    {256, true, {{2, 64, 2}}},
+};
+
+template <int kHeadDim, bool kDropout, int kChoice>
 constexpr ForwardTile forward_tile() {
-  if (kHeadDim <= 64) return kDropout ? ForwardTile{2, 128, 3} : ForwardTile{3, 128, 3};
-  if (kHeadDim <= 96) return kDropout ? ForwardTile{3, 64, 4} : ForwardTile{3, 112, 2};
-  if (kHeadDim <= 128) return kDropout ? ForwardTile{2, 128, 3} : ForwardTile{3, 80, 3};
-  if (kHeadDim <= 144) return kDropout ? ForwardTile{2, 64, 3} : ForwardTile{3, 80, 2};
-  if (kHeadDim <= 192) return kDropout ? ForwardTile{2, 64, 3} : ForwardTile{2, 96, 2};
-  return {2, 64, 2};
+  for (const ForwardTiles& row : kForwardTiles) {
+    if (row.head_dim == kHeadDim && row.dropout == kDropout) return choose(row.tiles, kChoice);
+  }
+  return {};
 }
 
 // Up to 128: two warpgroups with 64 keys each. Above, one for each of dv, dk and dq.
@@ -29,14 +50,29 @@ struct BackwardTile {
   int queries;     // of a step
   int stages;      // of queries
   int key_stages;  // of keys and values: with two, the next tile's arrive while this one's are in use
+  constexpr bool exists() const { return keys > 0; }
 };
 
-// Queries do not depend on dropout: the sums of dq lie as they do without.
-template <int kHeadDim, bool kDropout>
+struct BackwardTiles {
+  int head_dim;
+  BackwardTile tiles[kRowTiles];
+};
+
+constexpr BackwardTiles kBackwardTiles[] = {
+    {64, {{128, 128, 2, 2}, {128, 128, 2, 1}}},
+    {96, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
+    {128, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
+    {144, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    {192, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    {256, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
+};
+
+template <int kHeadDim, int kChoice>
 constexpr BackwardTile backward_tile() {
-  if (kHeadDim <= 64) return {128, 128, 2, kDropout ? 1 : 2};
-  if (kHeadDim <= 128) return {128, 64, 3, 1};
-  return {64, 64, 2, 1};
+  for (const BackwardTiles& row : kBackwardTiles) {
+    if (row.head_dim == kHeadDim) return choose(row.tiles, kChoice);
+  }
+  return {};
 }
 
 // Registers of a thread: 64 Ki in all, given out in eights. What the block starts with, what the producer keeps and

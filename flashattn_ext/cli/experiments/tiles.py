@@ -19,6 +19,7 @@ import flashattn_ext
 from flashattn_ext import _C
 
 from ..bench_cpu import DTYPES
+from ..bench_tune import TUNE_BUILD, Tile, cuda_tiles
 from ..timing import Timing
 from .ascend import CORES, MEMORIES, TILINGS, Counts, Tiling, count_forward, tiling
 from .context import (
@@ -183,22 +184,53 @@ def l2_bytes() -> int | None:
 
 
 def _measure_cuda(context: Context, sizes: Sizes, result: Result) -> None:
-    backends = [name for name in flashattn_ext.build_info()["backends"] if name.startswith("cuda")]
+    tiles = compiled_tiles(sizes.D)
     inputs = Inputs.random(context, (sizes.B, sizes.H, sizes.S, sizes.D), sizes.dtype)
     call = inputs.call(OURS, FORWARD, causal=False)
+    calls = {
+        name: functools.partial(
+            _with_backend,
+            tile["backend"],
+            functools.partial(Tile(name, _C.force_cuda_tile, (tile["choice"],)).run, call),
+        )
+        for name, tile in tiles.items()
+    }
     failures: dict[str, str] = {}
     for _ in context.track(["all take turns"]):
-        timings = context.time(
-            {name: functools.partial(_with_backend, name, call) for name in backends}, inputs.all, failures
-        )
-    result.rows += [_row(sizes, name, None, timings, backends[0], why=failures.get(name, "")) for name in backends]
+        timings = context.time(calls, inputs.all, failures)
     properties = torch.cuda.get_device_properties(context.device)
+    capacity, default = properties.shared_memory_per_block_optin, next(iter(timings), "")
+    for name, tile in tiles.items():
+        shape, why = (tile["queries"], tile["keys"]), failures.get(name, "")
+        shared = (tile["queries"] + 2 * tile["stages"] * tile["keys"]) * tile["head_dim"] * DTYPES[sizes.dtype].itemsize
+        result.rows.append(_row(sizes, name, shape, timings, default, shared, capacity, why))
     result.rows += [fit_on_gpu(sizes, tile, properties) for tile in sizes.tiles]
+    if all(tile["choice"] == 0 for tile in tiles.values()):
+        result.notes.append(
+            f"this build has one tile of each backend; build the others, from the checkout, with: {TUNE_BUILD}"
+        )
     result.notes += [
-        "compiled alternatives: the backends, beside the one that is chosen here. Each has one tile for a head size, chosen by "
-        "measurement (csrc/cuda/*/tiles.h); a kernel's scores and results lie in registers, so another tile is another kernel to compile",
-        f"{SCRATCH}: shared memory of a tile of q and one of k and v, beside what a thread block can have",
+        "compiled alternatives: those of every backend (csrc/cuda/*/tiles.h), beside the first one that runs here, which is the default; a kernel's "
+        "scores and results lie in registers, so another tile is another kernel to compile",
+        f"{SCRATCH}: shared memory of a tile of q, and of k and v in every stage, beside what a thread block can have",
     ]
+
+
+def compiled_tiles(D: int) -> dict[str, dict[str, Any]]:
+    """Those of a forward without dropout of this head dim, the default one of the preferred backend first."""
+    backends = [name for name in flashattn_ext.build_info()["backends"] if name.startswith("cuda")]
+    tiles = [
+        tile
+        for backend in backends
+        for tile in cuda_tiles(backend)
+        if not tile["backward"] and not tile["dropout"] and tile["head_dim"] >= D
+    ]
+    head_dim = min(tile["head_dim"] for tile in tiles)
+    return {
+        f"{tile['name']} ({tile['backend']}{', default' if tile['choice'] == 0 else ''})": tile
+        for tile in tiles
+        if tile["head_dim"] == head_dim
+    }
 
 
 def _with_backend(name: str, call: Callable[[], T]) -> T:

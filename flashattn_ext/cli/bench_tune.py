@@ -1,0 +1,241 @@
+"""`bench tune`: the quickest of the tiles that this build has, for each kind of call, beside the default one.
+
+On CUDA the tiles are those of csrc/cuda/*/tiles.h, compiled by FLASHATTN_EXT_TUNE=1, for 16-bit types. On the CPU the
+forward takes its tile as a parameter; that of the backward is compiled in.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+import flashattn_ext
+from flashattn_ext import _C
+
+from .._build import REBUILD
+from . import bench_cuda
+from .bench_cuda import OURS, RNG_SEED, Case
+from .console import CommandError, make_console, require
+from .devices import choose_device
+from .timing import Timing, reported, time_interleaved
+
+TUNE_BUILD = f"FLASHATTN_EXT_TUNE=1 {REBUILD}"
+DROPOUT = 0.1
+CPU_TILES, CPU_QUICK_TILES = (64, 128, 192, 256, 512), (64, 128)
+LARGEST_DIFFERENCE = 0.02  # from the default's results, relative to them: more is no rounding of 16-bit types
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One that can be forced: by `force(*arguments)`, and zeros undo it."""
+
+    name: str
+    force: Callable[..., None]
+    arguments: tuple[int, ...]
+
+    def run(self, call: Callable[[], T]) -> T:
+        self.force(*self.arguments)
+        try:
+            return call()
+        finally:
+            self.force(*(0 for _ in self.arguments))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kind of call, and the tiles that can run it, the default one first."""
+
+    backend: str
+    case: Case
+    tiles: tuple[Tile, ...]
+
+
+def measure(*, quick: bool, device: str = "auto", backend: str | None = None) -> dict[str, Any]:
+    """Times every tile of every kind of call. The result holds plain numbers only, ready for JSON."""
+    kind = choose_device(device).type
+    if kind == "cuda":
+        backend = running_backend(backend)
+        jobs, machine = cuda_jobs(backend, quick), bench_cuda.machine()
+    elif backend is not None:
+        raise CommandError(f"--backend got {backend!r}, which is for --device cuda")
+    else:
+        kind, jobs = "cpu", cpu_jobs(quick)
+        machine = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
+        machine |= {"threads": torch.get_num_threads(), "isa": _C.cpu_isa()}
+    track, console = require("rich.progress").track, make_console()
+    with flashattn_ext.use_backend(backend):
+        rows = [measure_job(job, kind, quick) for job in track(jobs, "measuring", console=console, transient=True)]
+    return {**machine, "device": kind, "quick": quick, "rows": rows}
+
+
+# What there is to compare
+
+
+def running_backend(asked: str | None) -> str:
+    """The CUDA backend that runs on this GPU: the one asked for, or the preferred one."""
+    bench_cuda.check_cuda(asked)
+    reason = ""
+    for name in [asked] if asked else [name for name in _C.backends() if name.startswith("cuda")]:
+        with flashattn_ext.use_backend(name):
+            try:
+                flashattn_ext.forward(*bench_cuda.inputs(Case(1, 1, 1, 64, 64, False, "bf16"))[:3])
+                return name
+            except NotImplementedError as error:
+                reason = str(error)
+    raise CommandError(reason)
+
+
+def cuda_tiles(backend: str) -> list[dict[str, Any]]:
+    """The compiled tiles of a backend, with their names."""
+    tiles = [tile for tile in _C.cuda_tiles() if tile["backend"] == backend]
+    return [{**tile, "name": f"{tile['queries']} x {tile['keys']}, {tile['detail']}"} for tile in tiles]
+
+
+def cuda_jobs(backend: str, quick: bool) -> list[Job]:
+    """Raises where this build has the default tiles alone."""
+    jobs = []
+    kinds = itertools.groupby(
+        cuda_tiles(backend), key=lambda tile: (tile["backward"], tile["head_dim"], tile["dropout"])
+    )
+    for (backward, D, dropout), compiled in kinds:
+        tiles = tuple(Tile(tile["name"], _C.force_cuda_tile, (tile["choice"],)) for tile in compiled)
+        B, S, H = (4, 1024, 4) if quick else (4, 4096, 2048 // D)
+        for causal in (False, True) if len(tiles) > 1 else ():
+            case = Case(B, H, H, S, D, causal, "bf16", DROPOUT if dropout else 0.0, backward=backward)
+            jobs.append(Job(backend, case, tiles))
+    if not jobs:
+        raise CommandError(
+            f"this build has one tile of {backend} for every kind of call; build the others, from the checkout, with: "
+            f"{TUNE_BUILD} (or --device cpu)"
+        )
+    return jobs
+
+
+def cpu_jobs(quick: bool) -> list[Job]:
+    sizes = CPU_QUICK_TILES if quick else CPU_TILES
+    default = Tile(" x ".join(map(str, _C.cpu_tile())), _C.force_cpu_tile, (0, 0))
+    others = (Tile(f"{m} x {n}", _C.force_cpu_tile, (m, n)) for m, n in itertools.product(sizes, sizes))
+    tiles = (default, *(tile for tile in others if tile.name != default.name))
+    S = 256 if quick else 2048
+    return [
+        Job("cpu", Case(1, 4, 4, S, D, causal, "fp32", dropout), tiles)
+        for D, dropout, causal in itertools.product((64, 128), (0.0, DROPOUT), (False, True))
+    ]
+
+
+# Measuring
+
+
+def measure_job(job: Job, device: str, quick: bool) -> dict[str, Any]:
+    """One row. A tile that cannot run, or whose results are others, has its reason in `failures` and no time."""
+    case, failures = job.case, dict[str, str]()
+    rng_seed = RNG_SEED if case.dropout else None
+    call = bench_cuda.timed_call(case, bench_cuda.attention(OURS, rng_seed), *bench_cuda.inputs(case, device))
+    calls = {tile.name: functools.partial(tile.run, call) for tile in job.tiles}
+    differences: dict[str, float] = {}
+    expected: list[Tensor] = []  # of the default tile, which comes first
+    for name, run in calls.items():
+        with reported(name, failures):
+            results = _results(run)
+            expected = expected or results
+            differences[name] = difference(results, expected)
+            if not differences[name] <= LARGEST_DIFFERENCE:
+                failures[name] = f"its results differ from the default ones by {differences[name]:.1%}"
+    calls = {name: run for name, run in calls.items() if name not in failures}
+    return row(job, _time(calls, device, quick, failures), differences, failures)
+
+
+def _results(run: Callable[[], Tensor | Sequence[Tensor]]) -> list[Tensor]:
+    results = run()
+    return [t.detach() for t in ((results,) if isinstance(results, Tensor) else results)]
+
+
+def difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest one of a tensor as a whole, relative to it; NaN where one of them has one."""
+    norms = [((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(got, expected, strict=True)]
+    return torch.stack(norms).max().item()
+
+
+def _time(
+    calls: Mapping[str, Callable[[], object]], device: str, quick: bool, failures: dict[str, str]
+) -> dict[str, Timing]:
+    if device == "cuda":
+        rounds = bench_cuda.QUICK_ROUNDS if quick else bench_cuda.ROUNDS
+        return bench_cuda.time_events(calls, rounds, failures)
+    budget_s, least = (0.02, 2) if quick else (3.0, 5)
+    return time_interleaved(calls, budget_s=budget_s, min_rounds=least, failures=failures)
+
+
+# Results
+
+
+def row(
+    job: Job, timings: Mapping[str, Timing], differences: Mapping[str, float], failures: Mapping[str, str]
+) -> dict[str, Any]:
+    """A kind of call as plain numbers; `gain` above 1: the best tile is faster than the default one."""
+    case, default = job.case, job.tiles[0].name
+    best = min(timings, key=lambda name: timings[name].median_s, default=None)
+    tiles = {
+        name: {
+            "ms": timing.median_s * 1e3,
+            "fastest_ms": timing.fastest_s * 1e3,
+            "slowest_ms": timing.slowest_s * 1e3,
+            "spread": timing.spread,
+            "tflops": case.flop / timing.median_s * 1e-12,
+            "difference": differences[name],
+        }
+        for name, timing in timings.items()
+    }
+    gain = tiles[default]["ms"] / tiles[best]["ms"] if default in tiles and best is not None else None
+    about = {name: getattr(case, name) for name in ("B", "Hq", "S", "D", "causal", "dropout", "dtype")}
+    about |= {"backend": job.backend, "pass": case.direction}
+    return {**about, "default": default, "best": best, "gain": gain, "tiles": tiles, "failures": dict(failures)}
+
+
+HEADER = ("backend", "D", "pass", "mask", "default tile", "ms / spread", "best tile", "ms / spread", "gain")
+
+
+def show(results: dict[str, Any], *, markdown: bool) -> None:
+    """Prints the best tile beside the default one, and what could not be compared."""
+    rows = results["rows"]
+    lines = [cells(row) for row in rows]
+    title = (
+        f"Tiles (queries x keys) on {results['machine']}, torch {results['torch']}: medians; spread: between the "
+        "quickest and the slowest call"
+    )
+    if markdown:
+        print(bench_cuda.markdown_table(title, HEADER, lines))
+    else:
+        faster = [is_faster(row) for row in rows]
+        bench_cuda.print_table(title, HEADER, lines, faster, left=len(HEADER) - 1)
+    for row, line in zip(rows, lines, strict=True):
+        for name, reason in row["failures"].items():
+            print(f"{' '.join(line[:4])}: {name}: {reason}")
+
+
+def cells(row: Mapping[str, Any]) -> list[str]:
+    def time(name: str | None) -> str:
+        tile = row["tiles"].get(name)
+        return f"{tile['ms']:.3f} / {tile['spread']:.0%}" if tile else "-"
+
+    mask = ("causal" if row["causal"] else "full") + (f" p={row['dropout']:g}" if row["dropout"] else "")
+    about = [row["backend"], str(row["D"]), row["pass"], mask, row["default"], time(row["default"])]
+    if row["best"] in (None, row["default"]):
+        return [*about, "the same" if row["best"] else "-", "-", "-"]
+    gain = "-" if row["gain"] is None else f"{row['gain']:.2f}x" + ("" if is_faster(row) else ", within the spread")
+    return [*about, row["best"], time(row["best"]), gain]
+
+
+def is_faster(row: Mapping[str, Any]) -> bool:
+    """Whether the slowest call of the best tile beats the quickest one of the default tile."""
+    if row["gain"] is None:
+        return False
+    return row["tiles"][row["best"]]["slowest_ms"] < row["tiles"][row["default"]]["fastest_ms"]

@@ -1,0 +1,259 @@
+"""`bench tune`: the tiles of the CPU for real, those of a GPU with stand-ins for the compiled module and the clock."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+
+import flashattn_ext
+from flashattn_ext import _C
+from flashattn_ext.cli import bench_cuda, bench_tune
+from flashattn_ext.cli.bench_cuda import Case
+from flashattn_ext.cli.bench_tune import Job, Tile
+from flashattn_ext.cli.console import CommandError
+from flashattn_ext.cli.main import main
+from flashattn_ext.cli.timing import Timing
+
+CASE = Case(2, 2, 2, 32, 16, True, "fp32")
+
+
+class Gpu:
+    """The compiled module of a build for a GPU: what was compiled, and which tiles were forced."""
+
+    def __init__(self, choices: int) -> None:
+        self.forced: list[int] = []
+        self.choices = choices
+
+    def backends(self) -> list[str]:
+        return ["cuda-a", "cuda-b", "cpu"]
+
+    def cuda_tiles(self) -> list[dict[str, Any]]:
+        """As in C++: the kinds of one backend one after the other, the default tile first."""
+        kinds = [(backward, dropout) for backward in (False, True) for dropout in (False, True)]
+        return [
+            {"backend": "cuda-a", "backward": backward, "head_dim": 16, "dropout": dropout, "choice": choice}
+            | {"queries": 128, "keys": 64 + 16 * choice, "stages": 2, "detail": "2 stages"}
+            for backward, dropout in kinds
+            for choice in range(1 if dropout else self.choices)
+        ]
+
+    def force_cuda_tile(self, choice: int) -> None:
+        self.forced.append(choice)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """A build with three tiles without dropout, whose second one takes twice as long and third one half."""
+    gpu = Gpu(choices=3)
+    monkeypatch.setattr(bench_tune, "_C", gpu)
+    monkeypatch.setattr(bench_tune, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(flashattn_ext, "use_backend", lambda name: contextlib.nullcontext())
+    monkeypatch.setattr(bench_cuda, "check_cuda", lambda backend: backend or "cuda-a")
+    monkeypatch.setattr(bench_cuda, "machine", lambda: {"machine": "a GPU", "torch": "2"})
+    monkeypatch.setattr(bench_cuda, "DEVICE", "cpu")
+    real_inputs = bench_cuda.inputs
+    monkeypatch.setattr(bench_cuda, "inputs", lambda case, device=None: real_inputs(small(case), "cpu"))
+
+    def burst_ms(call: Any, launches: int) -> float:
+        call()
+        return (4.0, 8.0, 2.0)[gpu.forced[-2]] * launches  # the last one undoes it
+
+    monkeypatch.setattr(bench_cuda, "burst_ms", burst_ms)
+    return gpu
+
+
+def small(case: Case) -> Case:
+    return Case(**{**vars(case), "B": 1, "S": 8, "Hq": 1, "Hk": 1, "dtype": "fp32"})
+
+
+# What there is to compare
+
+
+def test_cpu_tiles_start_with_the_default_and_never_repeat_it() -> None:
+    jobs = bench_tune.cpu_jobs(quick=False)
+    assert {(job.case.D, job.case.causal, job.case.dropout > 0) for job in jobs} == {
+        (D, causal, dropout) for D in (64, 128) for causal in (False, True) for dropout in (False, True)
+    }
+    for job in jobs:
+        names = [tile.name for tile in job.tiles]
+        assert names[0] == " x ".join(map(str, _C.cpu_tile())) and len(set(names)) == len(names) >= 25
+        assert job.tiles[0].arguments == (0, 0)
+
+
+def test_cuda_jobs_are_the_kinds_with_alternatives(gpu: Gpu) -> None:
+    jobs = bench_tune.cuda_jobs("cuda-a", quick=False)
+    assert [(job.case.backward, job.case.causal, job.case.dropout) for job in jobs] == [
+        (backward, causal, 0.0) for backward in (False, True) for causal in (False, True)
+    ]
+    assert [tile.name for tile in jobs[0].tiles] == [f"128 x {keys}, 2 stages" for keys in (64, 80, 96)]
+    assert [tile.arguments for tile in jobs[0].tiles] == [(0,), (1,), (2,)]
+    assert jobs[0].case.Hq * jobs[0].case.D == 2048
+
+
+@pytest.mark.parametrize("backend", ["cuda-a", "cuda-b"])
+def test_a_build_without_alternatives_says_how_to_build_them(
+    gpu: Gpu, backend: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu.choices = 1
+    assert main(["bench", "tune", "--backend", backend]) == 2
+    error = capsys.readouterr().err
+    assert f"one tile of {backend}" in error and "FLASHATTN_EXT_TUNE=1 pip install" in error and error.count("\n") == 1
+
+
+def test_the_backend_is_one_that_runs_here(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+
+    def use_backend(name: str) -> contextlib.AbstractContextManager[None]:
+        used.append(name)
+        return contextlib.nullcontext()
+
+    def forward(*_tensors: torch.Tensor) -> None:
+        if used[-1] != "cuda-b":
+            raise NotImplementedError(f"{used[-1]} needs another GPU")
+
+    monkeypatch.setattr(flashattn_ext, "use_backend", use_backend)
+    monkeypatch.setattr(flashattn_ext, "forward", forward)
+    assert bench_tune.running_backend(None) == "cuda-b"
+    with pytest.raises(CommandError, match="cuda-a needs another GPU"):
+        bench_tune.running_backend("cuda-a")
+
+
+# Measuring
+
+
+def test_a_tile_is_forced_for_one_call() -> None:
+    seen: list[tuple[int, ...]] = []
+    tile = Tile("a", lambda *sizes: seen.append(sizes), (1, 2))
+    assert tile.run(lambda: len(seen)) == 1
+    with pytest.raises(ValueError):
+        tile.run(lambda: [].index(0))
+    assert seen == [(1, 2), (0, 0)] * 2
+
+
+def test_wrong_and_failing_tiles_get_no_time() -> None:
+    """A tile that is not checked could win by computing something else."""
+    state = SimpleNamespace(tile=0)
+
+    def force(choice: int) -> None:
+        state.tile = choice
+        if choice == 3:
+            raise RuntimeError("does not fit")
+
+    def ours(_seed: int | None, _case: Case, q: torch.Tensor, *_others: torch.Tensor) -> torch.Tensor:
+        return q * {1: 1.001, 2: 1.1, 4: float("nan")}.get(state.tile, 1.0)
+
+    job = Job("any", CASE, tuple(Tile(name, force, (choice,)) for choice, name in enumerate("abcde")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench_cuda, "_ours", ours)
+        row = bench_tune.measure_job(job, "cpu", quick=True)
+    assert list(row["tiles"]) == ["a", "b"] and row["best"] in ("a", "b")
+    assert row["tiles"]["a"]["difference"] == 0 and row["tiles"]["b"]["difference"] == pytest.approx(1e-3, rel=0.01)
+    assert row["failures"] == {
+        "c": "its results differ from the default ones by 10.0%",
+        "d": "RuntimeError: does not fit",
+        "e": "its results differ from the default ones by nan%",
+    }
+    assert json.loads(json.dumps(row)) == row
+
+
+def test_a_default_tile_that_fails_leaves_the_others() -> None:
+    def force(choice: int) -> None:
+        if choice == 1:
+            raise RuntimeError("no memory")
+
+    tiles = (Tile("default", lambda choice: force(1), (0,)), Tile("other", force, (2,)))
+    row = bench_tune.measure_job(Job("any", CASE, tiles), "cpu", quick=True)
+    assert row["failures"] == {"default": "RuntimeError: no memory"}
+    assert (row["default"], row["best"], row["gain"]) == ("default", "other", None)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_cpu_tiles_agree(backward: bool) -> None:
+    """The backward too, whose tile is compiled in."""
+    case = Case(**{**vars(CASE), "S": 200, "dropout": 0.2, "backward": backward})
+    tiles = tuple(Tile(str(size), _C.force_cpu_tile, (size, size)) for size in (0, 64, 128))
+    row = bench_tune.measure_job(Job("cpu", case, tiles), "cpu", quick=True)
+    assert not row["failures"] and list(row["tiles"]) == ["0", "64", "128"]
+    assert all(tile["difference"] < 1e-5 and tile["ms"] > 0 for tile in row["tiles"].values())
+    assert row["gain"] == pytest.approx(row["tiles"]["0"]["ms"] / row["tiles"][row["best"]]["ms"])
+
+
+# Results
+
+
+def a_row(**calls: tuple[float, float, float]) -> dict[str, Any]:
+    """Of tiles a, b, ..., with milliseconds of the median, quickest and slowest call."""
+    timings = {name: Timing(*(ms / 1e3 for ms in times), 3) for name, times in calls.items()}
+    tiles = tuple(Tile(name, print, (0,)) for name in "ab")
+    return bench_tune.row(Job("any", CASE, tiles), timings, dict.fromkeys(calls, 0.0), {})
+
+
+@pytest.mark.parametrize(
+    ("calls", "end", "faster"),
+    [
+        ({"a": (4, 4, 4), "b": (2, 1, 3)}, ["a", "4.000 / 0%", "b", "2.000 / 100%", "2.00x"], True),
+        ({"a": (4, 3, 5), "b": (3, 2, 4)}, ["a", "4.000 / 50%", "b", "3.000 / 67%", "1.33x, within the spread"], False),
+        ({"a": (4, 4, 4), "b": (5, 5, 5)}, ["a", "4.000 / 0%", "the same", "-", "-"], False),
+        ({"b": (5, 5, 5)}, ["a", "-", "b", "5.000 / 0%", "-"], False),
+        ({}, ["a", "-", "-", "-", "-"], False),
+    ],
+)
+def test_cells(calls: dict[str, tuple[float, float, float]], end: list[str], faster: bool) -> None:
+    row = a_row(**calls)
+    assert bench_tune.cells(row) == ["any", "16", "forward", "causal", *end]
+    assert bench_tune.is_faster(row) == faster
+
+
+# The command
+
+
+@pytest.mark.parametrize("markdown", [False, True])
+def test_command_on_a_gpu(gpu: Gpu, tmp_path: Path, capsys: pytest.CaptureFixture[str], markdown: bool) -> None:
+    path = tmp_path / "tune.json"
+    assert main(["bench", "tune", "--json", str(path), *(["--markdown"] if markdown else [])]) == 0
+    results = json.loads(path.read_text())
+    assert results["device"] == "cuda" and len(results["rows"]) == 4
+    for row in results["rows"]:
+        assert (row["default"], row["best"]) == ("128 x 64, 2 stages", "128 x 96, 2 stages")
+        assert row["gain"] == pytest.approx(2) and len(row["tiles"]) == 3 and not row["failures"]
+    out = capsys.readouterr().out
+    assert out.count("2.00x") == 4 and "a GPU" in out
+    assert gpu.forced[-1] == 0
+
+
+def test_command_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench_tune, "CPU_QUICK_TILES", (64,))
+    path = tmp_path / "tune.json"
+    assert main(["bench", "tune", "--device", "cpu", "--quick", "--markdown", "--json", str(path)]) == 0
+    results = json.loads(path.read_text())
+    assert results["device"] == "cpu" and results["isa"] == _C.cpu_isa()
+    assert len(results["rows"]) == 8 and all(len(row["tiles"]) == 2 for row in results["rows"])
+    assert capsys.readouterr().out.count("\n| cpu | ") == 8
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["tune", "--device", "cpu", "--backend", "cuda-sm90"],
+            "--backend got 'cuda-sm90', which is for --device cuda",
+        ),
+        (["tune", "--set", "short"], "--set is an option of bench cuda, not of tune"),
+        (["cpu", "--backend", "cpu"], "--backend is an option of bench cuda and tune, not of cpu"),
+        (["cuda", "--device", "cuda"], "--device is an option of bench tune, not of cuda"),
+    ],
+)
+def test_bad_options_get_one_line(capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+    assert main(["bench", *options]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"flashattn-ext bench: {message}") and error.count("\n") == 1
