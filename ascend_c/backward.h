@@ -200,8 +200,7 @@ class BackwardVector : VectorCore {
     using namespace AscendC;
     s = Carve<float>(4 * kChunk);  // and dP behind it
     dp = s[2 * kChunk];
-    p16 = Carve<T>(2 * kChunk);
-    ds16 = Carve<T>(2 * kChunk);
+    rounded = Carve<T>(2 * 2 * kChunk);
     lse = Carve<float>(kHalf);
     delta = Carve<float>(kHalf);
     lse_wide = Carve<float>(kHalf * 8);
@@ -209,7 +208,7 @@ class BackwardVector : VectorCore {
     if (a.has_dropout()) {
       product = Carve<float>(kChunk);
       words = Carve<int32_t>(Dropout::WordsOf(Dropout::kStepTiles));
-      dropout.Init(a, Carve<int32_t>(Dropout::kConstantWords), kPitchBlocks);
+      dropout.Init(a, Carve<int32_t>(Dropout::kConstantWords));
       Duplicate(product, 0.0f, kChunk);
     }
     // Lanes behind the last row and column are computed with and never used: they must hold something.
@@ -233,11 +232,14 @@ class BackwardVector : VectorCore {
       TakeHalf(&step.row, &step.rows);
       if (step.rows > 0) LoadRows(step);
       if (step.rows > 0 && a.has_dropout()) {
+        constexpr int32_t kGroups = kHalf / kChunkRows, kAcross = kTile / kLanes;
+        static_assert(kGroups * kAcross <= Dropout::kStepTiles, "the words of a step");
         static_assert(Dropout::ScratchOf(Dropout::kStepTiles) <= 4 * kChunk, "the buffers of S and dP are free here");
-        static_assert(kHalf / kChunkRows * kTile / kLanes <= Dropout::kStepTiles, "the words of a step");
+        static_assert(Dropout::PartsOf(kGroups, kAcross) <= kChunk, "and that of products");
         TakeLoadBuffers();
-        dropout.Draw(words, s.ReinterpretCast<int32_t>(), Dropout::kStepTiles, step.task.batch, step.head, step.row,
-                     step.rows, step.task.row, RoundUp(step.task.rows, kLanes));
+        dropout.SetMemory(product.ReinterpretCast<int32_t>(), kGroups, kAcross, words, Dropout::kStepTiles);
+        dropout.SetScratch(s.ReinterpretCast<int32_t>(), Dropout::kStepTiles);
+        dropout.Draw(step.task.batch, step.head, step.row, step.rows, step.task.row, RoundUp(step.task.rows, kLanes));
         GiveLoadBuffers();
       }
       CrossCoreWaitFlag(kScoresReady);
@@ -283,6 +285,7 @@ class BackwardVector : VectorCore {
     const Task& task = step.task;
     const int32_t buffer = chunks++ % 2, keys = task.rows, columns = RoundUp(keys, kLanes);
     const LocalTensor<float> p = s[buffer * kChunk], ds = dp[buffer * kChunk];
+    const LocalTensor<T> p16 = rounded[buffer * 2 * kChunk], ds16 = p16[kChunk];
     WaitFlag<HardEvent::V_MTE2>(buffer);
     const DataCopyExtParams copy(rows, keys * 4, (kTile - keys) * 4, kPitchBlocks - RoundUp(keys, 8) / 8, 0);
     const DataCopyPadExtParams<float> no_padding(false, 0, 0, 0.0f);
@@ -297,7 +300,7 @@ class BackwardVector : VectorCore {
     Muls(p, p, a.scale, kLanes, all, dense);
     Barrier();
     HideScores(TileMask(a, task.queries.length, task.keys.length), step.row + row, rows, task.row, keys, p,
-               kPitchBlocks);
+               {kPitchBlocks, false});
     for (int32_t c = 0; c < columns; c += kLanes) Sub(p[c], p[c], lse_wide[row * 8], kLanes, rows, by_row);
     Barrier();
     Exp(p, p, kLanes, all, dense);
@@ -306,8 +309,9 @@ class BackwardVector : VectorCore {
     WaitFlag<HardEvent::MTE3_V>(buffer);
     if (a.has_dropout()) {  // dS = P~ dP / p_keep - P delta
       for (int32_t c = 0; c < columns; c += kLanes) Mul(product[c], p[c], delta_rows, kLanes, rows, by_row);
-      const LocalTensor<int32_t> unused = p16[buffer * kChunk].template ReinterpretCast<int32_t>();
-      for (int32_t r = 0; r < rows; r += kChunkRows) dropout.Apply(p[r * kGradPitch], unused, (row + r) / kChunkRows);
+      constexpr int32_t kTiles = kGradRows / kChunkRows * (kTile / kLanes);
+      static_assert(Dropout::MasksOf(kTiles) * 4 <= 2 * kChunk * 2, "the buffers of what is rounded are free here");
+      dropout.Apply(p, kPitchBlocks, p16.template ReinterpretCast<int32_t>(), row / kChunkRows, (rows + 15) / 16);
       Muls(ds, ds, a.inverse_keep, kLanes, all, dense);
       Barrier();
       Mul(ds, ds, p, kLanes, all, dense2);
@@ -320,14 +324,14 @@ class BackwardVector : VectorCore {
     }
     Barrier();
     const UnaryRepeatParams narrow(1, 1, 4, 8);
-    Cast(p16[buffer * kChunk], p, RoundMode::CAST_RINT, kLanes, all, narrow);
-    Cast(ds16[buffer * kChunk], ds, RoundMode::CAST_RINT, kLanes, all, narrow);
+    Cast(p16, p, RoundMode::CAST_RINT, kLanes, all, narrow);
+    Cast(ds16, ds, RoundMode::CAST_RINT, kLanes, all, narrow);
     SetFlag<HardEvent::V_MTE2>(buffer);
     SetFlag<HardEvent::V_MTE3>(buffer);
     WaitFlag<HardEvent::V_MTE3>(buffer);
     const DataCopyExtParams store(rows, keys * 2, kPitchBlocks / 2 - RoundUp(keys, 16) / 16, (kTile - keys) * 2, 0);
-    DataCopyPad(workspace.template Rounded<T>(step.slot, 0)[slot_row * kTile], p16[buffer * kChunk], store);
-    DataCopyPad(workspace.template Rounded<T>(step.slot, 1)[slot_row * kTile], ds16[buffer * kChunk], store);
+    DataCopyPad(workspace.template Rounded<T>(step.slot, 0)[slot_row * kTile], p16, store);
+    DataCopyPad(workspace.template Rounded<T>(step.slot, 1)[slot_row * kTile], ds16, store);
     SetFlag<HardEvent::MTE3_V>(buffer);
   }
 
@@ -336,7 +340,7 @@ class BackwardVector : VectorCore {
   int32_t chunks = 0;
   AscendC::LocalTensor<float> s, dp, lse, delta, lse_wide, delta_wide, product;
   AscendC::LocalTensor<int32_t> words;
-  AscendC::LocalTensor<T> p16, ds16;
+  AscendC::LocalTensor<T> rounded;  // P and dS of a chunk, then of the next
   Dropout dropout;
 };
 

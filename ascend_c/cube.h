@@ -54,10 +54,12 @@ class CubeCore {
                                 int64_t pitch) {
     return Load(2 * kResidentBytes + which * kWideBytes, kWideEvent + which, from, rows, columns, pitch);
   }
-  // The next of the small buffers, for a tile that is used once.
-  __aicore__ L1Tile<T> LoadTile(AscendC::GlobalTensor<T> from, int32_t rows, int32_t columns, int64_t pitch) {
-    const int32_t which = ring++ % kRing;
-    return Load(2 * (kResidentBytes + kWideBytes) + which * kTileBytes, kRingEvent + which, from, rows, columns, pitch);
+  // The next of the small buffers, for a tile that is used once. `paired`: its rows are (schedule.h).
+  __aicore__ L1Tile<T> LoadTile(AscendC::GlobalTensor<T> from, int32_t rows, int32_t columns, int64_t pitch,
+                                bool paired = false) {
+    const int32_t which = ring++ % kRing, byte = 2 * (kResidentBytes + kWideBytes) + which * kTileBytes;
+    if (paired) return LoadPaired(byte, kRingEvent + which, from, rows, columns, pitch);
+    return Load(byte, kRingEvent + which, from, rows, columns, pitch);
   }
   __aicore__ void Release(const L1Tile<T>& tile) { AscendC::SetFlag<AscendC::HardEvent::MTE1_MTE2>(tile.event); }
 
@@ -119,32 +121,52 @@ class CubeCore {
  private:
   __aicore__ L1Tile<T> Load(int32_t byte, int32_t event, AscendC::GlobalTensor<T> from, int32_t rows, int32_t columns,
                             int64_t pitch) {
-    using namespace AscendC;
+    const L1Tile<T> tile = BeginLoad(byte, event, rows);
+    CopyRows(tile, 0, 1, from, rows, columns, pitch);
+    // A product with one row would read it as a vector: such a row stands twice, and the second result is not stored.
+    if (rows % 16 == 1) CopyRows(tile, rows, 1, from[(rows - 1) * pitch], 1, columns, pitch);
+    return EndLoad(tile);
+  }
+
+  // The rows behind the last one, up to whole groups of 16, are copies of it.
+  __aicore__ L1Tile<T> LoadPaired(int32_t byte, int32_t event, AscendC::GlobalTensor<T> from, int32_t rows,
+                                  int32_t columns, int64_t pitch) {
+    const L1Tile<T> tile = BeginLoad(byte, event, RoundUp(rows, 16));
+    for (int32_t row = 0; row < rows; row += 8)
+      CopyRows(tile, PairedPlace(row), 2, from[row * pitch], Lesser(8, rows - row), columns, pitch);
+    for (int32_t row = rows; row < tile.rows; ++row)
+      CopyRows(tile, PairedPlace(row), 2, from[(rows - 1) * pitch], 1, columns, pitch);
+    return EndLoad(tile);
+  }
+
+  __aicore__ L1Tile<T> BeginLoad(int32_t byte, int32_t event, int32_t rows) {
+    AscendC::WaitFlag<AscendC::HardEvent::MTE1_MTE2>(event);
     L1Tile<T> tile;
     tile.data = l1[byte / 2];
     tile.rows = rows;
     tile.event = event;
-    WaitFlag<HardEvent::MTE1_MTE2>(event);
+    return tile;
+  }
+  __aicore__ L1Tile<T> EndLoad(const L1Tile<T>& tile) {
+    AscendC::SetFlag<AscendC::HardEvent::MTE2_MTE1>(tile.event);
+    AscendC::WaitFlag<AscendC::HardEvent::MTE2_MTE1>(tile.event);
+    return tile;
+  }
+  // Into rows `at`, `at` + `step` and so on of the tile.
+  __aicore__ void CopyRows(const L1Tile<T>& tile, int32_t at, int32_t step, AscendC::GlobalTensor<T> from, int32_t rows,
+                           int32_t columns, int64_t pitch) {
+    using namespace AscendC;
     constexpr int64_t kMaxPitch = 65535;
-    const bool single = pitch < 1 || pitch > kMaxPitch;
+    const bool single = rows == 1 || pitch < 1 || pitch > kMaxPitch;
     Nd2NzParams p;
     p.ndNum = 1;
     p.nValue = single ? 1 : rows;
     p.dValue = columns;
     p.srcDValue = single ? columns : pitch;
-    p.dstNzC0Stride = RoundUp(rows, 16);
-    p.dstNzNStride = 1;
-    DataCopy(tile.data, from, p);
-    for (int32_t r = 1; single && r < rows; ++r) DataCopy(tile.data[r * 16], from[r * pitch], p);
-    // A product with one row would read it as a vector: such a row stands twice, and the second result is not stored.
-    if (rows % 16 == 1) {
-      p.nValue = 1;
-      p.srcDValue = columns;
-      DataCopy(tile.data[rows * 16], from[(rows - 1) * pitch], p);
-    }
-    SetFlag<HardEvent::MTE2_MTE1>(event);
-    WaitFlag<HardEvent::MTE2_MTE1>(event);
-    return tile;
+    p.dstNzC0Stride = RoundUp(tile.rows, 16);
+    p.dstNzNStride = step;
+    DataCopy(tile.data[at * 16], from, p);
+    for (int32_t r = 1; single && r < rows; ++r) DataCopy(tile.data[(at + r * step) * 16], from[r * pitch], p);
   }
 
   __aicore__ void BeginStage(const Left& left) {

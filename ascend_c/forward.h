@@ -23,6 +23,11 @@
 namespace flashattn_ext {
 namespace ascend {
 
+// Of so many keys: whole pairs where they are paired.
+__aicore__ inline int32_t Columns(const Arguments& a, int32_t keys) {
+  return a.has_dropout() ? RoundUp(keys, 16) : keys;
+}
+
 template <typename T>
 class ForwardCube {
  public:
@@ -53,12 +58,13 @@ class ForwardCube {
                                   task.rows, a.head_dim, a.q.row_stride);
     const AscendC::GlobalTensor<float> scores = workspace.Scores(step.slot);
     for (int32_t key = 0; key < step.keys; key += kTile) {
-      const int32_t n = Lesser(kTile, step.keys - key);
+      const int32_t rows = Lesser(kTile, step.keys - key), n = Columns(a, rows);
       cube.BeginSums();
       for (int32_t d = 0; d < a.head_dim; d += kTile) {
         const int32_t k = Lesser(kTile, a.head_dim - d);
         const int64_t row = task.keys.start + step.key + key;
-        const L1Tile<T> tile = cube.LoadTile(Head<T>(a.k, task.batch, key_head, row)[d], n, k, a.k.row_stride);
+        const L1Tile<T> tile =
+            cube.LoadTile(Head<T>(a.k, task.batch, key_head, row)[d], rows, k, a.k.row_stride, a.has_dropout());
         cube.MultiplyTransposed({queries, 0, task.rows, d, k, false}, tile, 0, n, d == 0, true);
       }
       cube.StoreSums(scores[key], task.rows, n, kKeys);
@@ -72,15 +78,16 @@ class ForwardCube {
     const int32_t key_head = task.head / a.group_size();
     AscendC::CrossCoreWaitFlag(kProbabilitiesReady);
     const L1Tile<T> probabilities =
-        cube.LoadWide(number % 2, workspace.Probabilities<T>(step.slot), task.rows, step.keys, kKeys);
+        cube.LoadWide(number % 2, workspace.Probabilities<T>(step.slot), task.rows, Columns(a, step.keys), kKeys);
     const AscendC::GlobalTensor<float> partial = workspace.Partial(step.slot);
     for (int32_t d = 0; d < a.head_dim_v; d += kTile) {
       const int32_t n = Lesser(kTile, a.head_dim_v - d);
       cube.BeginSums();
       for (int32_t key = 0; key < step.keys; key += kTile) {
-        const int32_t k = Lesser(kTile, step.keys - key);
+        const int32_t rows = Lesser(kTile, step.keys - key), k = Columns(a, rows);
         const int64_t row = task.keys.start + step.key + key;
-        const L1Tile<T> tile = cube.LoadTile(Head<T>(a.v, task.batch, key_head, row)[d], k, n, a.v.row_stride);
+        const L1Tile<T> tile =
+            cube.LoadTile(Head<T>(a.v, task.batch, key_head, row)[d], rows, n, a.v.row_stride, a.has_dropout());
         cube.MultiplyPlain({probabilities, 0, task.rows, key, k, false}, tile, n, key == 0, true);
       }
       cube.StoreSums(partial[d], task.rows, n, kMaxHeadDim);
@@ -104,26 +111,27 @@ class ForwardVector : VectorCore {
     scores = Carve<float>(2 * kChunkRows * kPitch);
     rounded = Carve<T>(2 * kChunkRows * kPitch);
     output = Carve<float>(kHalf * width);
-    tree = Carve<float>(kChunkRows * kLanes);
     row_max = Carve<float>(kStatisticsRing * kHalf);
     row_sum = Carve<float>(kStatisticsRing * kHalf);
     decay = Carve<float>(kSlots * kHalf);
     chunk_max = Carve<float>(kChunkRows);
     chunk_sum = Carve<float>(kChunkRows);
-    chunk_decay = Carve<float>(kChunkRows);
     chunk_wide = Carve<float>(kChunkRows * kWide);
     statistics = Carve<float>(kHalf);
     statistics_wide = Carve<float>(kHalf * kWide);
     if (a.has_dropout()) {
-      dropout.Init(a, Carve<int32_t>(Dropout::kConstantWords), kPitchBlocks);
-      drawn_tiles =
-          Free<int32_t>() >= Dropout::WordsOf(Dropout::kStepTiles) ? Dropout::kStepTiles : Dropout::kChunkTiles;
-      words = Carve<int32_t>(Dropout::WordsOf(drawn_tiles));
+      dropout.Init(a, Carve<int32_t>(Dropout::kConstantWords));
+      constexpr int32_t kStep = Dropout::WordsOf(Dropout::kStepTiles) + Dropout::PartsOf(kStepGroups, kMaxAcross);
+      draws_steps = Free<int32_t>() >= kStep;
+      const int32_t tiles = draws_steps ? Dropout::kStepTiles : Dropout::kChunkTiles;
+      const int32_t groups = draws_steps ? kStepGroups : 1;
+      const LocalTensor<int32_t> words = Carve<int32_t>(Dropout::WordsOf(tiles));
+      dropout.SetMemory(Carve<int32_t>(Dropout::PartsOf(groups, kMaxAcross)), groups, kMaxAcross, words, tiles);
     }
     // Lanes behind the last row and column are computed with and never used: they must hold something.
     Duplicate(scores, 0.0f, 2 * kChunkRows * kPitch);
+    Duplicate(rounded.template ReinterpretCast<uint16_t>(), uint16_t(0), 2 * kChunkRows * kPitch);
     Duplicate(chunk_max, 0.0f, kChunkRows);
-    Duplicate(chunk_decay, 0.0f, kChunkRows);
     Duplicate(statistics, 0.0f, kHalf);
     Duplicate(decay, 0.0f, kSlots * kHalf);
     Barrier();
@@ -137,14 +145,16 @@ class ForwardVector : VectorCore {
   __aicore__ void Run() {
     using namespace AscendC;
     Steps steps(a);
-    Step ring[kSlots], step;
+    Step ring[kSlots], step, next;
     int32_t issued = 0;
-    while (steps.Next(&step)) {
-      TakeHalf(&step.task.row, &step.task.rows);
+    for (bool more = Next(&steps, &next); more;) {
+      step = next;
+      more = Next(&steps, &next);
       if (!step.keys) {
         StoreEmpty(step.task);
         continue;
       }
+      if (draws_steps && step.task.rows > 0) DrawStep(step, more ? &next : nullptr);
       Softmax(step);
       ring[issued % kSlots] = step;
       if (issued >= kAhead) Accumulate(ring[(issued - kAhead) % kSlots]);
@@ -163,6 +173,13 @@ class ForwardVector : VectorCore {
   static constexpr int32_t kWide = 8;  // a row's value in every lane of one block
   static constexpr int32_t kPitchBlocks = kPitch / 8;
   static constexpr int32_t kStatisticsEvent = 2;
+  static constexpr int32_t kStepGroups = kHalf / kChunkRows, kMaxAcross = kKeys / kLanes;  // tiles of the generator
+
+  __aicore__ static bool Next(Steps* steps, Step* step) {
+    if (!steps->Next(step)) return false;
+    TakeHalf(&step->task.row, &step->task.rows);
+    return true;
+  }
 
   // First of them in the workspace.
   __aicore__ static int32_t SlotRow(const Task& task) { return task.row % kRows; }
@@ -171,23 +188,50 @@ class ForwardVector : VectorCore {
     using namespace AscendC;
     const Task& task = step.task;
     if (step.first) BeginStatistics(task);
-    if (a.has_dropout() && drawn_tiles == Dropout::kStepTiles && task.rows > 0) {
-      static_assert(Dropout::ScratchOf(Dropout::kStepTiles) <= 2 * kChunkRows * kPitch,
-                    "the scores' buffers are free here");
-      TakeLoadBuffers();
-      Draw(step, scores.ReinterpretCast<int32_t>(), 0, task.rows);
-      GiveLoadBuffers();
-    }
     CrossCoreWaitFlag(kScoresReady);
     for (int32_t row = 0; row < task.rows; row += kChunkRows)
       SoftmaxChunk(step, row, Lesser(kChunkRows, task.rows - row));
     CrossCoreSetFlag<2, PIPE_MTE3>(kProbabilitiesReady);
   }
 
-  // Words of rows of this vector core, which begin at `row` of its rows.
-  __aicore__ void Draw(const Step& step, const AscendC::LocalTensor<int32_t>& scratch, int32_t row, int32_t rows) {
-    dropout.Draw(words, scratch, drawn_tiles, step.task.batch, step.task.head, step.task.row + row, rows, step.key,
-                 RoundUp(step.keys, kLanes));
+  // Words of a step, in the buffers of its scores, and what the next one begins with while the first scores come.
+  __aicore__ void DrawStep(const Step& step, const Step* next) {
+    using namespace AscendC;
+    static_assert(Dropout::ScratchOf(Dropout::kStepTiles) <= 2 * kChunkRows * kPitch, "they are large enough");
+    TakeLoadBuffers();
+    dropout.SetScratch(scores.ReinterpretCast<int32_t>(), Dropout::kStepTiles);
+    if (!has_begun) BeginDraw(step);
+    dropout.Draw();
+    GiveLoadBuffers();
+    has_begun = next && next->keys && next->task.rows > 0;
+    if (!has_begun) return;
+    static_assert(Dropout::ScratchOf(kMaxAcross) * 4 <= kChunkRows * kPitch * 2, "a buffer of P is large enough");
+    WaitFlag<HardEvent::MTE3_V>(0);
+    dropout.SetScratch(rounded.template ReinterpretCast<int32_t>(), kMaxAcross);
+    BeginDraw(*next);
+    SetFlag<HardEvent::V_MTE3>(0);
+    WaitFlag<HardEvent::V_MTE3>(0);
+    SetFlag<HardEvent::MTE3_V>(0);
+  }
+  __aicore__ void BeginDraw(const Step& step) {
+    const Task& task = step.task;
+    if (step.first) {
+      dropout.BeginHead(task.batch, task.head);
+      dropout.BeginRows(task.row, task.rows);
+    }
+    dropout.BeginKeys(step.key, RoundUp(step.keys, kLanes));
+  }
+
+  // Those of a chunk, `row` rows behind the step's first.
+  __aicore__ void DrawChunk(const Step& step, int32_t row, int32_t rows, const AscendC::LocalTensor<int32_t>& scratch) {
+    const Task& task = step.task;
+    dropout.SetScratch(scratch, Dropout::kChunkTiles);
+    if (row == 0) {
+      if (step.first) dropout.BeginHead(task.batch, task.head);
+      dropout.BeginKeys(step.key, RoundUp(step.keys, kLanes));
+    }
+    dropout.BeginRows(task.row + row, rows);
+    dropout.Draw();
   }
 
   // The sink is a score that every row has seen before the first key.
@@ -208,10 +252,16 @@ class ForwardVector : VectorCore {
   __aicore__ void SoftmaxChunk(const Step& step, int32_t row, int32_t rows) {
     using namespace AscendC;
     const Task& task = step.task;
-    const int32_t buffer = chunks++ % 2, keys = step.keys, columns = RoundUp(keys, kLanes);
+    const int32_t buffer = chunks++ % 2, keys = Columns(a, step.keys), columns = RoundUp(keys, kLanes);
     const int64_t slot_row = SlotRow(task) + row;
     const LocalTensor<float> s = scores[buffer * kChunkRows * kPitch];
     const LocalTensor<T> p = rounded[buffer * kChunkRows * kPitch];
+    const LocalTensor<float> tree = p.template ReinterpretCast<float>();  // until P is made
+    WaitFlag<HardEvent::MTE3_V>(buffer);
+    if (a.has_dropout() && !draws_steps) {
+      static_assert(Dropout::ScratchOf(Dropout::kChunkTiles) * 4 <= kChunkRows * kPitch * 2, "P's buffer is free here");
+      DrawChunk(step, row, rows, p.template ReinterpretCast<int32_t>());
+    }
     WaitFlag<HardEvent::V_MTE2>(buffer);
     const int32_t copied = RoundUp(keys, 8) / 8;
     DataCopyPad(s, workspace.Scores(step.slot)[slot_row * kKeys],
@@ -225,27 +275,24 @@ class ForwardVector : VectorCore {
     const UnaryRepeatParams dense(1, 1, 8, 8);
     Muls(s, s, a.scale, kLanes, all, dense);
     Barrier();
-    HideScores(TileMask(a, task.queries.length, task.keys.length), task.row + row, rows, step.key, keys, s,
-               kPitchBlocks);
-    UpdateStatistics(step, row, rows, s, columns);
+    HideScores(TileMask(a, task.queries.length, task.keys.length), task.row + row, rows, step.key, step.keys, s,
+               {kPitchBlocks, a.has_dropout()});
+    UpdateStatistics(step, row, rows, s, columns, tree);
     for (int32_t c = 0; c < columns; c += kLanes)
       Sub(s[c], s[c], chunk_wide, kLanes, rows, {1, 1, 0, kPitchBlocks, kPitchBlocks, 1});
     Barrier();
-    Exp(s, s, kLanes, all, dense);
-    Barrier();
-    Reduce<false>(chunk_sum, s, rows, columns);
     const LocalTensor<float> sum = row_sum[task.number % kStatisticsRing * kHalf + row];
-    Mul(sum, sum, chunk_decay, rows);
+    Exp(s, s, kLanes, all, dense);
+    Mul(sum, sum, decay[step.slot * kHalf + row], rows);
     Barrier();
+    Reduce<false>(chunk_sum, s, rows, columns, tree);
     Add(sum, sum, chunk_sum, rows);
-    WaitFlag<HardEvent::MTE3_V>(buffer);
-    if (a.has_dropout()) {
-      const LocalTensor<int32_t> scratch = p.template ReinterpretCast<int32_t>();
-      static_assert(Dropout::ScratchOf(Dropout::kChunkTiles) * 4 <= kChunkRows * kPitch * 2, "P's buffer is free here");
-      if (drawn_tiles == Dropout::kChunkTiles) Draw(step, scratch, row, rows);
-      dropout.Apply(s, scratch, drawn_tiles == Dropout::kChunkTiles ? 0 : row / kChunkRows);
-    }
     Cast(p, s, RoundMode::CAST_RINT, kLanes, all, {1, 1, 4, 8});
+    if (a.has_dropout()) {
+      static_assert(Dropout::MasksOf(Dropout::kChunkTiles) / 2 <= kChunkRows * kPitch, "S's buffer is free here");
+      dropout.ApplyRounded(p.template ReinterpretCast<uint16_t>(), kPitchBlocks / 2, s.ReinterpretCast<int32_t>(),
+                           draws_steps ? row / kChunkRows : 0);
+    }
     SetFlag<HardEvent::V_MTE2>(buffer);
     SetFlag<HardEvent::V_MTE3>(buffer);
     WaitFlag<HardEvent::V_MTE3>(buffer);
@@ -255,12 +302,14 @@ class ForwardVector : VectorCore {
     SetFlag<HardEvent::MTE3_V>(buffer);
   }
 
-  // max becomes that of old and new; chunk_decay = exp(old - new), chunk_wide = the new one in whole blocks.
+  // max becomes that of old and new, chunk_wide the same in whole blocks, and decay exp(old - new): the last two
+  // instructions go beside the caller's next ones.
   __aicore__ void UpdateStatistics(const Step& step, int32_t row, int32_t rows, const AscendC::LocalTensor<float>& s,
-                                   int32_t columns) {
+                                   int32_t columns, const AscendC::LocalTensor<float>& tree) {
     using namespace AscendC;
     const LocalTensor<float> max = row_max[step.task.number % kStatisticsRing * kHalf + row];
-    Reduce<true>(chunk_max, s, rows, columns);
+    const LocalTensor<float> chunk_decay = decay[step.slot * kHalf + row];
+    Reduce<true>(chunk_max, s, rows, columns, tree);
     Max(chunk_max, chunk_max, max, rows);
     Barrier();
     Sub(chunk_decay, max, chunk_max, rows);
@@ -268,31 +317,66 @@ class ForwardVector : VectorCore {
     Barrier();
     Exp(chunk_decay, chunk_decay, rows);
     Adds(max, chunk_max, 0.0f, rows);
-    Barrier();
-    Adds(decay[step.slot * kHalf + row], chunk_decay, 0.0f, rows);
   }
 
-  // The maximum or sum of each row: a tree over columns of 64, then within the last one.
+  // The maximum or sum of each row: of columns of 64, pair by pair, then of the blocks of the last one, and of those.
   template <bool maximum>
   __aicore__ void Reduce(const AscendC::LocalTensor<float>& result, const AscendC::LocalTensor<float>& s, int32_t rows,
-                         int32_t columns) {
-    using namespace AscendC;
-    if (columns > kLanes) {
-      const uint8_t pitch = kPitchBlocks;
-      Combine<maximum>(tree, s, s[kLanes], rows, {1, 1, 1, 8, pitch, pitch});
-      for (int32_t c = 2 * kLanes; c < columns; c += kLanes) {
-        Barrier();
-        Combine<maximum>(tree, tree, s[c], rows, {1, 1, 1, 8, 8, pitch});
-      }
+                         int32_t columns, const AscendC::LocalTensor<float>& tree) {
+    const uint8_t pitch = kPitchBlocks;
+    const int32_t parts = columns / kLanes, part = rows * kLanes;
+    int32_t pairs = parts / 2;
+    for (int32_t i = 0; i < pairs; ++i)
+      Combine<maximum>(tree[i * part], s[2 * i * kLanes], s[(2 * i + 1) * kLanes], rows, {1, 1, 1, 8, pitch, pitch});
+    Barrier();
+    if (pairs > 0 && parts % 2) {
+      Combine<maximum>(tree, tree, s[(parts - 1) * kLanes], rows, {1, 1, 1, 8, 8, pitch});
       Barrier();
     }
-    const LocalTensor<float> last = columns > kLanes ? tree : s;
-    const int32_t pitch = columns > kLanes ? kLanes / 8 : kPitchBlocks;
-    if constexpr (maximum)
-      WholeReduceMax(result, last, kLanes, rows, 1, 1, pitch, ReduceOrder::ORDER_ONLY_VALUE);
-    else
-      WholeReduceSum(result, last, kLanes, rows, 1, 1, pitch);
+    while (pairs > 1) {
+      const int32_t half = pairs / 2;
+      pairs -= half;
+      Combine<maximum>(tree, tree, tree[pairs * part], half * rows, {1, 1, 1, 8, 8, 8});
+      Barrier();
+    }
+    const AscendC::LocalTensor<float> last = pairs ? tree : s;
+    const uint8_t last_pitch = pairs ? kLanes / 8 : kPitchBlocks;
+    const AscendC::LocalTensor<float> blocks = tree[kChunkRows * kLanes];  // a result of each, so 8 a row
+    static_assert((kLanes + 8) * 4 <= kPitch * 2, "they lie in P's buffer");
+    uint64_t all[2] = {~uint64_t(0), 0};
+    if constexpr (maximum) {
+      AscendC::BlockReduceMax(blocks, last, rows, all, 1, 1, last_pitch);
+      Barrier();
+      ReduceRows<maximum>(result, blocks, rows, all[0]);
+    } else if (a.has_dropout()) {  // the blocks hold pairs
+      AscendC::BlockReduceSum(blocks, last, rows, all, 1, 1, last_pitch);
+      Barrier();
+      ReduceRows<maximum>(result, blocks, rows, all[0]);
+    } else {
+      // In the same order as dropout, for the same bits: first the k-th and the (8 + k)-th of 16.
+      uint64_t half[2] = {all[0] >> 32, 0};
+      AscendC::Add(tree, last, last[8], half, rows, {2, 2, 2, kLanes / 8, last_pitch, last_pitch});
+      Barrier();
+      AscendC::BlockReduceSum(blocks, tree, rows, half, 1, 2, kLanes / 8);
+      Barrier();
+      ReduceRows<maximum>(result, blocks, rows, 0x0f0f0f0f0f0f0f0fu);
+    }
     Barrier();
+  }
+
+  // A row's results, 8 or fewer lanes a block.
+  template <bool maximum>
+  __aicore__ void ReduceRows(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& blocks,
+                             int32_t rows, uint64_t lanes) {
+    const int32_t whole = rows / 8;
+    uint64_t mask[2] = {lanes, 0}, rest[2] = {lanes & ((uint64_t(1) << rows % 8 * 8) - 1), 0};
+    if constexpr (maximum) {
+      if (whole) AscendC::BlockReduceMax(to, blocks, whole, mask, 1, 1, 8);
+      if (rest[0]) AscendC::BlockReduceMax(to[whole * 8], blocks[whole * kLanes], 1, rest, 1, 1, 8);
+    } else {
+      if (whole) AscendC::BlockReduceSum(to, blocks, whole, mask, 1, 1, 8);
+      if (rest[0]) AscendC::BlockReduceSum(to[whole * 8], blocks[whole * kLanes], 1, rest, 1, 1, 8);
+    }
   }
 
   template <bool maximum>
@@ -408,11 +492,11 @@ class ForwardVector : VectorCore {
   ForwardWorkspace workspace;
   int32_t width;  // floats of a row of O: whole repeats
   int32_t chunks = 0;
-  AscendC::LocalTensor<float> scores, output, tree, row_max, row_sum, decay;
-  AscendC::LocalTensor<float> chunk_max, chunk_sum, chunk_decay, chunk_wide, statistics, statistics_wide;
+  AscendC::LocalTensor<float> scores, output, row_max, row_sum, decay;
+  AscendC::LocalTensor<float> chunk_max, chunk_sum, chunk_wide, statistics, statistics_wide;
   AscendC::LocalTensor<T> rounded;
-  AscendC::LocalTensor<int32_t> words;
-  int32_t drawn_tiles = 0;
+  bool draws_steps = false;  // words of a step at a time
+  bool has_begun = false;    // the next step's
   Dropout dropout;
 };
 

@@ -1,6 +1,15 @@
-// The dropout mask of csrc/dropout.h on the vector core. 64 lanes are the 64 counters of 16 query rows x 64 keys, so
-// that a byte of a word is the decision of 8 rows x 8 keys: lane = (i % 8) * 8 + j % 8. The vector unit multiplies and
-// adds 32-bit integers modulo 2^32, shifts them, and has And and Or of 16 bits; the rest is made of these.
+// The dropout mask of csrc/dropout.h on the vector core. 64 lanes are the 64 counters of a tile of 16 query rows x 64
+// keys, so that a byte of a word is the decision of 8 rows x 8 keys: lane = (i % 8) * 8 + j % 8. The vector unit
+// multiplies and adds 32-bit integers modulo 2^32, shifts them, and has And and Or of 16 bits; the rest is made of
+// these.
+//
+// Of the seven rounds, the first ones do not see the whole counter (l: the lane, with the head):
+//
+//   round  multiplies c0 of  multiplies c2 of
+//     1    batch             l                 BeginHead
+//     2    l, key            row               BeginKeys
+//     3    l, row            l, key            BeginRows, BeginKeys
+//     4    l, row, key       l, row, key       Draw, and so the rounds behind it
 #pragma once
 
 #include "../csrc/dropout.h"
@@ -13,205 +22,372 @@ class Dropout {
  public:
   using Words = AscendC::LocalTensor<int32_t>;
 
-  // Tiles are of 16 rows x 64 keys. The more of them an instruction works on the better: a step's at a time, where UB
-  // has room for their words, otherwise a chunk's.
+  // The more tiles an instruction works on the better: a step's at a time, where UB has room for their words, otherwise
+  // those of 16 rows.
   static constexpr int32_t kStepTiles = 32, kChunkTiles = 8;
-  static constexpr int32_t kConstantWords = 2 * 8 + kPhiloxRounds * 2 * 8 + kLanes;
   __aicore__ static constexpr int32_t WordsOf(int32_t tiles) { return 4 * tiles * kLanes; }
   __aicore__ static constexpr int32_t ScratchOf(int32_t tiles) { return 8 * tiles * kLanes; }
-  static constexpr int32_t kApplyScratch = 4 * kChunkTiles * kLanes;
+  // What the rounds before the fourth leave for so many tiles across the rows, and so many across the keys.
+  __aicore__ static constexpr int32_t PartsOf(int32_t groups, int32_t across) {
+    return (2 + 2 * groups + 3 * across) * kLanes + groups * 8;
+  }
+  static constexpr int32_t kConstantWords = (1 + 2 * (kPhiloxRounds - 4)) * 8;
+  // Apply: four masks of a tile's words; ApplyRounded: two of them.
+  __aicore__ static constexpr int32_t MasksOf(int32_t tiles) { return 4 * 4 * tiles * kLanes; }
 
-  // `row_blocks`: from row to row of the scores.
-  __aicore__ void Init(const Arguments& a, const Words& constants, int32_t row_blocks) {
+  __aicore__ void Init(const Arguments& a, const Words& constants) {
     using namespace AscendC;
     SetSaturationFlag<SaturationMode::FLOAT>(false);  // integers wrap
     threshold = a.dropout_threshold;
-    pitch_blocks = row_blocks;
-    low_halves = constants;
-    low_bytes = constants[8];
-    keys = constants[16];
-    lanes = keys[kPhiloxRounds * 2 * 8];
     const GlobalTensor<int64_t> rng = Global<int64_t>((uint64_t)a.rng_state);
-    PhiloxKey key = philox_key(rng.GetValue(0), rng.GetValue(1));
-    Duplicate(low_halves, int32_t(0xffff), 8);
+    key = philox_key(rng.GetValue(0), rng.GetValue(1));
+    low_bytes = constants;
+    keys = constants[8];
     Duplicate(low_bytes, int32_t(0x00ff00ff), 8);
-    for (int32_t round = 0; round < kPhiloxRounds; ++round) {
-      Duplicate(keys[round * 16], int32_t(key.low + round * kPhiloxWeyl0), 8);
-      Duplicate(keys[round * 16 + 8], int32_t(key.high + round * kPhiloxWeyl1), 8);
+    for (int32_t round = 4; round < kPhiloxRounds; ++round) {
+      Duplicate(KeyLow(round), int32_t(LowOf(round)), 8);
+      Duplicate(KeyHigh(round), int32_t(HighOf(round)), 8);
     }
-    CreateVecIndex(lanes, int32_t(0), kLanes);
     Barrier();
   }
 
-  // Draws the words of rows x columns scores, at most `capacity` tiles; `row` and `key` are those of the first score,
-  // multiples of 16 and 64. `to` keeps WordsOf(capacity) until they are applied, `scratch` has ScratchOf(capacity).
-  __aicore__ void Draw(const Words& to, const Words& scratch, int32_t capacity, int32_t batch, int32_t head,
-                       int32_t row, int32_t rows, int32_t key, int32_t columns) {
-    vector = capacity * kLanes;
-    across = columns / kLanes;
-    tiles = (rows + 15) / 16 * across;
-    for (int32_t v = 0; v < 4; ++v) {
-      counter[v] = scratch[v * vector];
-      free[v] = to[v * vector];  // where an odd number of rounds ends
-    }
-    static_assert(kPhiloxRounds % 2 == 1, "the last round writes what the first one did");
-    SetTemporaries(scratch[4 * vector], vector);
-    Barrier();
-    Count(batch, head, row / 16, key / kLanes);
-    for (int32_t round = 0; round < kPhiloxRounds; ++round) Round(keys[round * 16], keys[round * 16 + 8]);
+  // Where the parts lie until the words are drawn, and the words of up to `capacity` tiles until they are applied.
+  __aicore__ void SetMemory(const Words& parts, int32_t max_groups, int32_t max_across, const Words& to,
+                            int32_t capacity) {
+    head_high = parts;
+    head_low = parts[kLanes];
+    row_high = parts[2 * kLanes];
+    row_low = row_high[max_groups * kLanes];
+    key_high = row_low[max_groups * kLanes];
+    key_low = key_high[max_across * kLanes];
+    key_other = key_low[max_across * kLanes];
+    row_constant = key_other[max_across * kLanes];
     words = to;
+    vector = capacity * kLanes;
+  }
+  // What the next calls compute in: ScratchOf(tiles), where tiles are no fewer than rows or keys have, and to draw no
+  // fewer than the capacity. Nothing has to stay there from call to call.
+  __aicore__ void SetScratch(const Words& scratch, int32_t tiles) {
+    for (int32_t r = 0; r < 8; ++r) registers[r] = scratch[r * tiles * kLanes];
   }
 
-  // Zeros the dropped ones of 16 rows of scores in UB, the `group`-th 16 of those drawn.
-  __aicore__ void Apply(const AscendC::LocalTensor<float>& s, const Words& scratch, int32_t group) {
-    tiles = across;
-    SetTemporaries(scratch, kChunkTiles * kLanes);
+  // Round 1 of a head: c2 = head * 64 + lane.
+  __aicore__ void BeginHead(int32_t batch, int32_t head) {
+    using namespace AscendC;
+    tiles = 1;
+    batch_product = uint64_t(kPhiloxMultiplier0) * uint32_t(batch);
     Barrier();
-    for (int32_t word = 0; word < 4; ++word) {
-      Decide(words[word * vector + group * across * kLanes]);
-      const Words decisions[4] = {x0, y0, x1, y1};
-      for (int32_t byte = 0; byte < 4; ++byte)
-        Drop(s[byte % 2 * 8 * pitch_blocks * 8 + word * 16 + byte / 2 * 8], decisions[byte]);
-      Barrier();
+    CreateVecIndex(registers[0], int32_t(head * 64), kLanes);
+    Barrier();
+    const Product p = {registers[0], head_high, head_low, registers[1], registers[2]};
+    Multiply<1>(p);
+  }
+
+  // What depends on the row alone, for groups of 16 rows from `row` on.
+  __aicore__ void BeginRows(int32_t row, int32_t count) {
+    groups = tiles = (count + 15) / 16;
+    const Words x = registers[0], t = registers[1];
+    Barrier();
+    for (int32_t g = 0; g < groups; ++g) {
+      const uint32_t c2 = High(batch_product) ^ uint32_t(row / 16 + g) ^ HighOf(0);
+      const uint64_t product = uint64_t(kPhiloxMultiplier1) * c2;
+      AscendC::Duplicate(t[g * kLanes], int32_t(High(product) ^ LowOf(1)), kLanes);
+      AscendC::Duplicate(row_constant[g * 8], int32_t(uint32_t(product) ^ LowOf(2)), 8);
     }
+    SetConstants(HighOf(2), HighOf(3));
+    Barrier();
+    Xor(x, t, head_low, kRepeated);
+    const Product p = {x, row_high, row_low, registers[2], x};
+    Multiply<0>(p);
+    Xor(row_high, row_high, registers[6], kConstant);
+    Xor(row_low, row_low, registers[7], kConstant);
+  }
+
+  // What depends on the key alone.
+  __aicore__ void BeginKeys(int32_t key_begin, int32_t columns) {
+    across = tiles = columns / kLanes;
+    const Words x = registers[0], t = registers[1], z = registers[3];
+    Barrier();
+    for (int32_t k = 0; k < across; ++k)
+      AscendC::Duplicate(t[k * kLanes], int32_t(uint32_t(key_begin / kLanes + k) ^ LowOf(0)), kLanes);
+    SetConstants(uint32_t(batch_product) ^ HighOf(1), LowOf(3));
+    Barrier();
+    Xor(x, t, head_high, kRepeated);
+    const Product p0 = {x, z, key_other, registers[2], x};
+    Multiply<0>(p0);
+    Xor(z, z, registers[6], kConstant);
+    const Product p1 = {z, key_high, key_low, registers[2], x};
+    Multiply<1>(p1);
+    Xor(key_low, key_low, registers[7], kConstant);
+  }
+
+  // The words of the rows and keys that began.
+  __aicore__ void Draw() {
+    drawn_across = across;
+    tiles = groups * across;
+    const uint8_t stride = 8 * across;
+    const Operand by_key = {key_high, 1, 0, 8}, by_key_low = {key_low, 1, 0, 8}, by_key_other = {key_other, 1, 0, 8};
+    const Operand by_row = {row_high, 1, 8, 0}, by_row_low = {row_low, 1, 8, 0}, of_row = {row_constant, 0, 1, 0};
+    const Words h0 = registers[0], h1 = registers[1], b0 = registers[2], b1 = registers[3], t = registers[4],
+                g = registers[5], x = Word(0), z = Word(2);
+    Words c1 = Word(1), c3 = Word(3), low1 = registers[6], low0 = registers[7];
+    Barrier();
+    OrAnd(x, h0, by_key, of_row);
+    OrAnd(z, h1, by_row, by_key_other);
+    Barrier();
+    Subtract(x, x, h0);
+    Subtract(z, z, h1);
+    Barrier();
+    for (int32_t round = 3; round < kPhiloxRounds; ++round) {
+      const Product p0 = {x, h0, low0, b0, x}, p1 = {z, h1, low1, b1, g};
+      for (int32_t stage = 0; stage < kStages; ++stage) {
+        Advance<0>(p0, stage);
+        Advance<1>(p1, stage);
+        if (round > 3) MixKey(stage, c1, c3, t, round);
+        Barrier();
+      }
+      if (round == 3) {
+        OrAnd(x, t, {h1, 1, stride, 8}, by_key_low);
+        OrAnd(z, g, {h0, 1, stride, 8}, by_row_low);
+      } else {
+        Or(x, h1, c1);
+        And(t, h1, c1);
+        Or(z, h0, c3);
+        And(g, h0, c3);
+      }
+      Barrier();
+      Subtract(x, x, t);
+      Subtract(z, z, g);
+      Barrier();
+      const Words free1 = c1, free3 = c3;
+      c1 = low1;
+      c3 = low0;
+      low1 = free1;
+      low0 = free3;
+    }
+    static_assert((kPhiloxRounds - 3) % 2 == 0, "the last lower halves lie with the words");
+  }
+
+  // All of it, where nothing of a part is needed twice.
+  __aicore__ void Draw(int32_t batch, int32_t head, int32_t row, int32_t rows, int32_t key_begin, int32_t columns) {
+    BeginHead(batch, head);
+    BeginRows(row, rows);
+    BeginKeys(key_begin, columns);
+    Draw();
+  }
+
+  // Zeros the dropped ones of fp32 scores in UB, of `count` groups of 16 rows, which are the `group`-th and so on of
+  // those drawn. `pitch`: blocks from row to row.
+  __aicore__ void Apply(const AscendC::LocalTensor<float>& s, int32_t pitch, const Words& scratch, int32_t group,
+                        int32_t count) {
+    using namespace AscendC;
+    const int32_t parity = Compare(scratch, group, count), all = 2 * parity;
+    const Words upper = scratch[all];
+    ShiftRight(upper, scratch, int32_t(31), all);  // the sign of the upper half
+    Barrier();
+    ShiftLeft(scratch, scratch, int32_t(16), all);
+    Barrier();
+    ShiftRight(scratch, scratch, int32_t(31), all);
+    Barrier();
+    const uint8_t rows = pitch;
+    const LocalTensor<uint16_t> s16 = s.ReinterpretCast<uint16_t>();
+    for (int32_t byte = 0; byte < 4; ++byte) {
+      for (int32_t g = 0; g < count; ++g) {
+        const LocalTensor<uint16_t> to = s16[((g * 16 + byte % 2 * 8) * pitch + byte / 2) * 16];
+        const Words mask = scratch[byte / 2 * all + byte % 2 * parity + g * 4 * drawn_across * kLanes];
+        AscendC::And(to, to, mask.ReinterpretCast<uint16_t>(), 128, 4 * drawn_across, {rows, rows, 1, 2, 2, 8});
+      }
+    }
+    Barrier();
+  }
+
+  // The same for one group of scores in 16 bits, whose columns are paired (schedule.h): so are the bytes of a word.
+  __aicore__ void ApplyRounded(const AscendC::LocalTensor<uint16_t>& s, int32_t pitch, const Words& scratch,
+                               int32_t group) {
+    using namespace AscendC;
+    const int32_t parity = Compare(scratch, group, 1);
+    const LocalTensor<int16_t> signs = scratch.ReinterpretCast<int16_t>();
+    ShiftRight(signs, signs, int16_t(15), 4 * parity);
+    Barrier();
+    const uint8_t rows = pitch;
+    const LocalTensor<uint16_t> masks = scratch.ReinterpretCast<uint16_t>(), below = s[8 * pitch * 16];
+    AscendC::And(s, s, masks, 128, 4 * drawn_across, {rows, rows, 1, 1, 1, 8});
+    AscendC::And(below, below, masks[2 * parity], 128, 4 * drawn_across, {rows, rows, 1, 1, 1, 8});
   }
 
  private:
   __aicore__ static void Barrier() { AscendC::PipeBarrier<PIPE_V>(); }
   __aicore__ int32_t count() const { return tiles * kLanes; }
-  __aicore__ void SetTemporaries(const Words& scratch, int32_t size) {
-    x0 = scratch;
-    y0 = scratch[size];
-    x1 = scratch[2 * size];
-    y1 = scratch[3 * size];
-  }
+  __aicore__ static uint32_t High(uint64_t x) { return uint32_t(x >> 32); }
+  // The key of a round, counted from 0.
+  __aicore__ uint32_t LowOf(int32_t round) const { return key.low + round * kPhiloxWeyl0; }
+  __aicore__ uint32_t HighOf(int32_t round) const { return key.high + round * kPhiloxWeyl1; }
+  __aicore__ Words KeyLow(int32_t round) const { return keys[(round - 4) * 16]; }
+  __aicore__ Words KeyHigh(int32_t round) const { return keys[(round - 4) * 16 + 8]; }
 
-  // The counters: tiles go through the keys of a group of 16 rows first.
-  __aicore__ void Count(int32_t batch, int32_t head, int32_t row16, int32_t key64) {
-    using namespace AscendC;
-    Duplicate(counter[0], batch, count());
-    for (int32_t t = 0; t < tiles; ++t) {
-      Duplicate(counter[1][t * kLanes], key64 + t % across, kLanes);
-      Duplicate(counter[3][t * kLanes], row16 + t / across, kLanes);
+  // M x = 2^32 high + low, for the round's multipliers. With x = 2^16 h + r and M = 2^16 m + n (m and n of 16 bits),
+  //
+  //   high = m h + floor(F / 2^16),   F = n h + m r + n r / 2^16,
+  //
+  // and F below 2^32. As M x - low is a multiple of 2^32, F - low / 2^16 is one of 2^16: floor(F / 2^16) comes out of
+  // (F' - floor(low / 2^16)) / 2^16 with any F' that is by less than 2^16 too large. F' = n h + (m + 1) r is, and is
+  // (m + 1) x + (n - 2^16 (m + 1)) h modulo 2^32.
+  //
+  // F of the second multiplier is too large for 32 bits. That of its complement N = 2^32 - M is not: N x = 2^32 (x -
+  // high) - low, so that low is added where it was subtracted.
+  struct Product {
+    Words x, high, low, sum, other;  // `other` may be x of the first multiplier
+  };
+  static constexpr int32_t kStages = 7;
+
+  // Stages need a barrier from one to the next.
+  template <int which>
+  __aicore__ void Advance(const Product& p, int32_t stage) {
+    constexpr uint32_t kMultiplier = which == 0 ? kPhiloxMultiplier0 : kPhiloxMultiplier1;
+    constexpr uint32_t kUsed = which == 0 ? kMultiplier : 0u - kMultiplier;
+    constexpr uint32_t kUpper = kUsed >> 16, kLower = kUsed & 0xffff;
+    static_assert((uint64_t(kUpper) + 1 + kLower) * 0xffff + 0xffff < uint64_t(1) << 32, "F' fits");
+    switch (stage) {
+      case 0:
+        ShiftDown(p.high, p.x);
+        Times(p.low, p.x, kMultiplier);
+        Times(p.sum, p.x, kUpper + 1);
+        break;
+      case 1:
+        ShiftDown(p.other, p.low);
+        break;
+      case 2:
+        if constexpr (which == 0)
+          Subtract(p.sum, p.sum, p.other);
+        else
+          AscendC::Add(p.sum, p.sum, p.other, count());
+        break;
+      case 3:
+        Times(p.other, p.high, kLower - ((kUpper + 1) << 16));
+        break;
+      case 4:
+        AscendC::Add(p.sum, p.sum, p.other, count());
+        Times(p.high, p.high, which == 0 ? kUpper : 0u - kUpper);
+        break;
+      case 5:
+        ShiftDown(p.sum, p.sum);
+        if constexpr (which == 1) AscendC::Add(p.high, p.high, p.x, count());
+        break;
+      case 6:
+        if constexpr (which == 0)
+          AscendC::Add(p.high, p.high, p.sum, count());
+        else
+          Subtract(p.high, p.high, p.sum);
+        break;
     }
-    Adds(counter[2], lanes, head * 64, kLanes, tiles, {1, 1, 8, 0});
-    Barrier();
+  }
+  template <int which>
+  __aicore__ void Multiply(const Product& p) {
+    for (int32_t stage = 0; stage < kStages; ++stage) {
+      Advance<which>(p, stage);
+      Barrier();
+    }
   }
 
-  // The two products of a round side by side: what does not depend on each other shares a barrier.
-  __aicore__ void Round(const Words& key_low, const Words& key_high) {
+  // Beside the stages of two products: c1 ^= key.low, c3 ^= key.high.
+  __aicore__ void MixKey(int32_t stage, const Words& c1, const Words& c3, const Words& t, int32_t round) {
+    if (stage >= 6) return;
+    const Words c = stage < 3 ? c1 : c3, k = stage < 3 ? KeyLow(round) : KeyHigh(round);
+    const AscendC::BinaryRepeatParams by_block(1, 1, 0, 8, 8, 0);
+    if (stage % 3 == 0)
+      AscendC::Or(Bits(t), Bits(c), Bits(k), 128, tiles, by_block);
+    else if (stage % 3 == 1)
+      AscendC::And(Bits(c), Bits(c), Bits(k), 128, tiles, by_block);
+    else
+      Subtract(c, t, c);
+  }
+
+  // What the tiles of groups of rows x keys take: from block to block of a tile, from group to group, from key to key.
+  struct Operand {
+    const Words& data;
+    int32_t block, group, key;
+  };
+  // Along the longer of the two sides at a time: either of one, and both of them.
+  __aicore__ void OrAnd(const Words& either, const Words& both, const Operand& a, const Operand& b) {
+    const bool along_keys = across >= groups;
+    const int32_t outer = along_keys ? groups : across;
+    const uint8_t repeats = along_keys ? across : groups, block_a = a.block, block_b = b.block;
+    const uint8_t to = along_keys ? 8 : 8 * across;
+    const uint8_t step_a = along_keys ? a.key : a.group, step_b = along_keys ? b.key : b.group;
+    const AscendC::BinaryRepeatParams blocks(1, block_a, block_b, to, step_a, step_b);
+    for (int32_t o = 0; o < outer; ++o) {
+      const int32_t at = o * kLanes * (along_keys ? across : 1);
+      const Words x = a.data[o * 8 * (along_keys ? a.group : a.key)];
+      const Words y = b.data[o * 8 * (along_keys ? b.group : b.key)];
+      AscendC::Or(Bits(either[at]), Bits(x), Bits(y), 128, repeats, blocks);
+      AscendC::And(Bits(both[at]), Bits(x), Bits(y), 128, repeats, blocks);
+    }
+  }
+
+  __aicore__ static AscendC::LocalTensor<uint16_t> Bits(const Words& words) {
+    return words.ReinterpretCast<uint16_t>();
+  }
+  __aicore__ void Times(const Words& to, const Words& from, uint32_t by) {
+    AscendC::Muls(to, from, int32_t(by), count());
+  }
+  __aicore__ void Subtract(const Words& to, const Words& from, const Words& what) {
+    AscendC::Sub(to, from, what, count());
+  }
+  // to = from / 2^16
+  __aicore__ void ShiftDown(const Words& to, const Words& from) {
+    AscendC::ShiftRight(to.ReinterpretCast<uint32_t>(), from.ReinterpretCast<uint32_t>(), uint32_t(16), count());
+  }
+  __aicore__ void Or(const Words& to, const Words& a, const Words& b) {
+    AscendC::Or(Bits(to), Bits(a), Bits(b), 2 * count());
+  }
+  __aicore__ void And(const Words& to, const Words& a, const Words& b) {
+    AscendC::And(Bits(to), Bits(a), Bits(b), 2 * count());
+  }
+  static constexpr int32_t kRepeated = 1, kConstant = 0;  // from block to block of w
+  // to = v ^ w, w being one tile or one block for all of v: what either has, less what both have.
+  __aicore__ void Xor(const Words& to, const Words& v, const Words& w, int32_t block) {
+    const Words either = registers[4], both = registers[5];
+    const uint8_t block_w = block;
+    AscendC::Or(Bits(either), Bits(v), Bits(w), 128, tiles, {1, 1, block_w, 8, 8, 0});
+    AscendC::And(Bits(both), Bits(v), Bits(w), 128, tiles, {1, 1, block_w, 8, 8, 0});
+    Barrier();
+    Subtract(to, either, both);
+    Barrier();
+  }
+  __aicore__ void SetConstants(uint32_t first, uint32_t second) {
+    AscendC::Duplicate(registers[6], int32_t(first), 8);
+    AscendC::Duplicate(registers[7], int32_t(second), 8);
+  }
+
+  // Bytes less the threshold, in 16 bits, for `count` groups from `group` on: bytes 0 and 2 of the four words of each
+  // tile, then bytes 1 and 3. Returns how many lanes of 32 bits lie between those.
+  __aicore__ int32_t Compare(const Words& to, int32_t group, int32_t count) {
     using namespace AscendC;
-    constexpr uint32_t kLower0 = kPhiloxMultiplier0 & 0xffff, kUpper0 = kPhiloxMultiplier0 >> 16;
-    constexpr uint32_t kLower1 = kPhiloxMultiplier1 & 0xffff, kUpper1 = kPhiloxMultiplier1 >> 16;
-    const Words low0 = free[0], high0 = free[1], low1 = free[2], high1 = free[3], a0 = counter[0], a1 = counter[2];
-    Times(low0, a0, kPhiloxMultiplier0, low1, a1, kPhiloxMultiplier1);
-    HighHalves(high0, a0, high1, a1);
+    const int32_t drawn = count * drawn_across, parity = 4 * drawn * kLanes;
     Barrier();
-    LowHalves(a0, a0, a1, a1);
+    for (int32_t word = 0; word < 4; ++word) {
+      const Words from = Word(word)[group * drawn_across * kLanes];
+      AscendC::And(Bits(to[word * kLanes]), Bits(from), Bits(low_bytes), 128, drawn, {1, 1, 0, 32, 8, 0});
+      ShiftRight(Bits(to[parity + word * kLanes]), Bits(from), uint16_t(8), 128, drawn, {1, 1, 32, 8});
+    }
     Barrier();
-    Times(x0, a0, kLower0, x1, a1, kLower1);
-    Times(y0, high0, kLower0, y1, high1, kLower1);
+    const LocalTensor<int16_t> bytes = to.ReinterpretCast<int16_t>();
+    Adds(bytes, bytes, int16_t(-threshold), 4 * parity);
     Barrier();
-    Times(a0, a0, kUpper0, a1, a1, kUpper1);
-    Times(high0, high0, kUpper0, high1, high1, kUpper1);
-    HighHalves(x0, x0, x1, x1);
-    Barrier();
-    Sum(x0, y0, x1, y1);
-    Barrier();
-    LowHalves(y0, x0, y1, x1);
-    Barrier();
-    Sum(y0, a0, y1, a1);
-    HighHalves(x0, x0, x1, x1);
-    Barrier();
-    HighHalves(y0, y0, y1, y1);
-    Sum(high0, x0, high1, x1);
-    Barrier();
-    Sum(high0, y0, high1, y1);
-    Barrier();
-    Xor(high1, counter[1], high0, counter[3], {1, 1, 1, 8, 8, 8});
-    Xor(high1, key_low, high0, key_high, {1, 1, 0, 8, 8, 0});
-    for (int32_t v = 0; v < 4; ++v) free[v] = counter[v];
-    counter[0] = high1;
-    counter[1] = low1;
-    counter[2] = high0;
-    counter[3] = low0;
+    return parity;
   }
+  __aicore__ Words Word(int32_t word) const { return words[word * vector]; }
 
-  __aicore__ void Times(const Words& to0, const Words& from0, uint32_t by0, const Words& to1, const Words& from1,
-                        uint32_t by1) {
-    AscendC::Muls(to0, from0, int32_t(by0), count());
-    AscendC::Muls(to1, from1, int32_t(by1), count());
-  }
-  __aicore__ void Sum(const Words& to0, const Words& from0, const Words& to1, const Words& from1) {
-    AscendC::Add(to0, to0, from0, count());
-    AscendC::Add(to1, to1, from1, count());
-  }
-  __aicore__ void HighHalves(const Words& to0, const Words& from0, const Words& to1, const Words& from1) {
-    AscendC::ShiftRight(to0.ReinterpretCast<uint32_t>(), from0.ReinterpretCast<uint32_t>(), uint32_t(16), count());
-    AscendC::ShiftRight(to1.ReinterpretCast<uint32_t>(), from1.ReinterpretCast<uint32_t>(), uint32_t(16), count());
-  }
-  __aicore__ void LowHalves(const Words& to0, const Words& from0, const Words& to1, const Words& from1) {
-    Keep(to0, from0, low_halves);
-    Keep(to1, from1, low_halves);
-  }
-  // to = from & what one block says.
-  __aicore__ void Keep(const Words& to, const Words& from, const Words& block) {
-    AscendC::And(to.ReinterpretCast<uint16_t>(), from.ReinterpretCast<uint16_t>(), block.ReinterpretCast<uint16_t>(),
-                 128, tiles, {1, 1, 0, 8, 8, 0});
-  }
-  // v ^= w: what either has, less what both have.
-  __aicore__ void Xor(const Words& v0, const Words& w0, const Words& v1, const Words& w1,
-                      const AscendC::BinaryRepeatParams& blocks) {
-    using namespace AscendC;
-    const LocalTensor<uint16_t> a0 = v0.ReinterpretCast<uint16_t>(), b0 = w0.ReinterpretCast<uint16_t>();
-    const LocalTensor<uint16_t> a1 = v1.ReinterpretCast<uint16_t>(), b1 = w1.ReinterpretCast<uint16_t>();
-    And(x0.ReinterpretCast<uint16_t>(), a0, b0, 128, tiles, blocks);
-    And(x1.ReinterpretCast<uint16_t>(), a1, b1, 128, tiles, blocks);
-    Barrier();
-    Or(a0, a0, b0, 128, tiles, blocks);
-    Or(a1, a1, b1, 128, tiles, blocks);
-    Barrier();
-    Sub(v0, v0, x0, count());
-    Sub(v1, v1, x1, count());
-    Barrier();
-  }
-
-  // The bytes of a word, 0 in x0, 1 in y0, 2 in x1 and 3 in y1: each becomes all ones where it is below the threshold.
-  __aicore__ void Decide(const Words& word) {
-    using namespace AscendC;
-    const int32_t n = count();
-    Keep(x0, word, low_bytes);  // bytes 0 and 2, in halves
-    ShiftRight(y0.ReinterpretCast<uint16_t>(), word.ReinterpretCast<uint16_t>(), uint16_t(8), 2 * n);  // bytes 1 and 3
-    Barrier();
-    const LocalTensor<int16_t> even = x0.ReinterpretCast<int16_t>(), odd = y0.ReinterpretCast<int16_t>();
-    Adds(even, even, int16_t(-threshold), 2 * n);
-    Adds(odd, odd, int16_t(-threshold), 2 * n);
-    Barrier();
-    ShiftRight(even, even, int16_t(15), 2 * n);
-    ShiftRight(odd, odd, int16_t(15), 2 * n);
-    Barrier();
-    ShiftRight(x1, x0, int32_t(16), n);
-    ShiftRight(y1, y0, int32_t(16), n);
-    Barrier();
-    ShiftLeft(x0, x0, int32_t(16), n);
-    ShiftLeft(y0, y0, int32_t(16), n);
-    Barrier();
-    ShiftRight(x0, x0, int32_t(16), n);
-    ShiftRight(y0, y0, int32_t(16), n);
-    Barrier();
-  }
-  // s &= decisions
-  __aicore__ void Drop(const AscendC::LocalTensor<float>& s, const Words& decisions) {
-    const uint8_t rows = pitch_blocks;
-    const AscendC::LocalTensor<uint16_t> s16 = s.ReinterpretCast<uint16_t>();
-    AscendC::And(s16, s16, decisions.ReinterpretCast<uint16_t>(), 128, tiles, {rows, rows, 1, 8, 8, 8});
-  }
-
-  int32_t threshold = 256, pitch_blocks = 0;
-  int32_t vector = 0, across = 0;            // lanes of a register; tiles of 16 rows
-  int32_t tiles = 0;                         // that the next instructions work on
-  Words low_halves, low_bytes, keys, lanes;  // constants
-  Words words, counter[4], free[4], x0, y0, x1, y1;
+  int32_t threshold = 256;
+  PhiloxKey key;
+  uint64_t batch_product = 0;      // of round 1
+  int32_t vector = 0;              // lanes of a register
+  int32_t groups = 0, across = 0;  // that began: 16 rows each, 64 keys each
+  int32_t drawn_across = 0;
+  int32_t tiles = 0;      // that the next instructions work on
+  Words low_bytes, keys;  // constants
+  Words head_high, head_low, row_high, row_low, row_constant, key_high, key_low, key_other;
+  Words words, registers[8];
 };
 
 }  // namespace ascend

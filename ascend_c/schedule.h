@@ -33,6 +33,10 @@ __aicore__ inline AscendC::GlobalTensor<T> Head(const TensorView& view, int32_t 
   return Global<T>((uint64_t)view.data, batch * view.batch_stride + head * view.head_stride + row * view.row_stride);
 }
 
+// Columns of scores are paired where dropout takes the bytes of its words in 16 bits (philox.h): of 16 keys, the k-th
+// and the (8 + k)-th lie side by side, from the rows of K and V in L1 on.
+__aicore__ inline int32_t PairedPlace(int32_t key) { return key / 16 * 16 + key % 8 * 2 + key / 8 % 2; }
+
 struct Task {
   int32_t number = 0;  // among those of this core that see anything
   int32_t batch = 0, head = 0;

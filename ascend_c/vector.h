@@ -56,30 +56,48 @@ class VectorCore {
   int32_t used = 0;
 };
 
-// -inf into those of columns [first, columns) that lie outside [begin, end), in rows `pitch` blocks apart.
-__aicore__ inline void HideOutside(const AscendC::LocalTensor<float>& s, int32_t rows, int32_t first, int32_t columns,
-                                   int32_t begin, int32_t end, uint8_t pitch) {
+// Lanes in the order of paired columns: of 16 keys, the k-th and the (8 + k)-th side by side.
+__aicore__ inline uint64_t PairLanes(uint64_t lanes) {
+  uint64_t swapped = (lanes ^ (lanes >> 4)) & 0x00f000f000f000f0u;
+  lanes ^= swapped ^ (swapped << 4);
+  swapped = (lanes ^ (lanes >> 2)) & 0x0c0c0c0c0c0c0c0cu;
+  lanes ^= swapped ^ (swapped << 2);
+  swapped = (lanes ^ (lanes >> 1)) & 0x2222222222222222u;
+  return lanes ^ swapped ^ (swapped << 1);
+}
+
+// How a chunk of scores lies in UB.
+struct ScoreLayout {
+  uint8_t pitch;  // blocks from row to row
+  bool paired;    // columns
+};
+
+// -inf into those of columns [first, columns) that lie outside [begin, end).
+__aicore__ inline void HideOutside(const AscendC::LocalTensor<float>& s, const ScoreLayout& layout, int32_t rows,
+                                   int32_t first, int32_t columns, int32_t begin, int32_t end) {
   const float hidden = -__builtin_inff();
   for (int32_t c = first; c < columns; c += kLanes) {
     const int32_t from = Lesser(kLanes, Greater(0, begin - c)), to = Lesser(kLanes, Greater(from, end - c));
     const uint64_t below_from = from == kLanes ? ~uint64_t(0) : (uint64_t(1) << from) - 1;
     const uint64_t below_to = to == kLanes ? ~uint64_t(0) : (uint64_t(1) << to) - 1;
     uint64_t lanes[2] = {below_from | ~below_to, 0};
-    if (lanes[0]) AscendC::Duplicate(s[c], hidden, lanes, rows, 1, pitch);
+    if (layout.paired) lanes[0] = PairLanes(lanes[0]);
+    if (lanes[0]) AscendC::Duplicate(s[c], hidden, lanes, rows, 1, layout.pitch);
   }
 }
 
 // -inf where a query does not see a key, and behind the last key up to whole repeats: first what no row sees, for all
 // rows at once, then, of the columns that some see and some do not, what each row does not.
 __aicore__ inline void HideScores(const TileMask& mask, int32_t row, int32_t rows, int32_t key, int32_t keys,
-                                  const AscendC::LocalTensor<float>& s, uint8_t pitch) {
+                                  const AscendC::LocalTensor<float>& s, const ScoreLayout& layout) {
   const int32_t columns = RoundUp(keys, kLanes);
   const TileMask::Range some = mask.keys_of(row, row + rows), every = mask.keys_of_all(row, row + rows);
   const int32_t some_begin = Lesser(keys, Greater(0, some.begin - key));
   const int32_t some_end = Lesser(keys, Greater(some_begin, some.end - key));
   const int32_t every_begin = Lesser(some_end, Greater(some_begin, every.begin - key));
   const int32_t every_end = Lesser(some_end, Greater(every_begin, every.end - key));
-  HideOutside(s, rows, 0, columns, some_begin, some_end, pitch);
+  if (every_begin == 0 && every_end == columns) return;
+  HideOutside(s, layout, rows, 0, columns, some_begin, some_end);
   AscendC::PipeBarrier<PIPE_V>();
   if (every_begin == some_begin && every_end == some_end) return;
   const int32_t left_end = every_begin > some_begin ? every_begin : 0;
@@ -87,9 +105,9 @@ __aicore__ inline void HideScores(const TileMask& mask, int32_t row, int32_t row
   for (int32_t r = 0; r < rows; ++r) {
     const TileMask::Range seen = mask.keys_of(row + r, row + r + 1);
     const int32_t begin = seen.begin - key, end = Lesser(keys, seen.end - key);
-    const AscendC::LocalTensor<float> line = s[r * pitch * 8];
-    HideOutside(line, 1, some_begin / kLanes * kLanes, left_end, begin, end, pitch);
-    HideOutside(line, 1, right_begin, some_end, begin, end, pitch);
+    const AscendC::LocalTensor<float> line = s[r * layout.pitch * 8];
+    HideOutside(line, layout, 1, some_begin / kLanes * kLanes, left_end, begin, end);
+    HideOutside(line, layout, 1, right_begin, some_end, begin, end);
   }
   AscendC::PipeBarrier<PIPE_V>();
 }
