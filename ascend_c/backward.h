@@ -237,12 +237,9 @@ class BackwardVector : VectorCore {
         static_assert(Dropout::ScratchOf(Dropout::kStepTiles) <= 4 * kChunk, "the buffers of S and dP are free here");
         static_assert(Dropout::PartsOf(kGroups, kAcross) <= kChunk, "and that of products");
         TakeLoadBuffers();
-        dropout.SetMemory(product.ReinterpretCast<int32_t>(), kGroups, kAcross, words, s.ReinterpretCast<int32_t>(),
-                          Dropout::kStepTiles);
-        dropout.BeginHead(step.task.batch, step.head);
-        dropout.BeginRows(step.row, step.rows);
-        dropout.BeginKeys(step.task.row, RoundUp(step.task.rows, kLanes));
-        dropout.Draw();
+        dropout.SetMemory(product.ReinterpretCast<int32_t>(), kGroups, kAcross, words, Dropout::kStepTiles);
+        dropout.SetScratch(s.ReinterpretCast<int32_t>(), Dropout::kStepTiles);
+        dropout.Draw(step.task.batch, step.head, step.row, step.rows, step.task.row, RoundUp(step.task.rows, kLanes));
         GiveLoadBuffers();
       }
       CrossCoreWaitFlag(kScoresReady);

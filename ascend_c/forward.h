@@ -116,7 +116,6 @@ class ForwardVector : VectorCore {
     decay = Carve<float>(kSlots * kHalf);
     chunk_max = Carve<float>(kChunkRows);
     chunk_sum = Carve<float>(kChunkRows);
-    chunk_decay = Carve<float>(kChunkRows);
     chunk_wide = Carve<float>(kChunkRows * kWide);
     statistics = Carve<float>(kHalf);
     statistics_wide = Carve<float>(kHalf * kWide);
@@ -124,14 +123,15 @@ class ForwardVector : VectorCore {
       dropout.Init(a, Carve<int32_t>(Dropout::kConstantWords));
       constexpr int32_t kStep = Dropout::WordsOf(Dropout::kStepTiles) + Dropout::PartsOf(kStepGroups, kMaxAcross);
       draws_steps = Free<int32_t>() >= kStep;
-      words = Carve<int32_t>(Dropout::WordsOf(draws_steps ? Dropout::kStepTiles : Dropout::kChunkTiles));
-      parts = Carve<int32_t>(Dropout::PartsOf(draws_steps ? kStepGroups : 1, kMaxAcross));
+      const int32_t tiles = draws_steps ? Dropout::kStepTiles : Dropout::kChunkTiles;
+      const int32_t groups = draws_steps ? kStepGroups : 1;
+      const LocalTensor<int32_t> words = Carve<int32_t>(Dropout::WordsOf(tiles));
+      dropout.SetMemory(Carve<int32_t>(Dropout::PartsOf(groups, kMaxAcross)), groups, kMaxAcross, words, tiles);
     }
     // Lanes behind the last row and column are computed with and never used: they must hold something.
     Duplicate(scores, 0.0f, 2 * kChunkRows * kPitch);
     Duplicate(rounded.template ReinterpretCast<uint16_t>(), uint16_t(0), 2 * kChunkRows * kPitch);
     Duplicate(chunk_max, 0.0f, kChunkRows);
-    Duplicate(chunk_decay, 0.0f, kChunkRows);
     Duplicate(statistics, 0.0f, kHalf);
     Duplicate(decay, 0.0f, kSlots * kHalf);
     Barrier();
@@ -145,14 +145,16 @@ class ForwardVector : VectorCore {
   __aicore__ void Run() {
     using namespace AscendC;
     Steps steps(a);
-    Step ring[kSlots], step;
+    Step ring[kSlots], step, next;
     int32_t issued = 0;
-    while (steps.Next(&step)) {
-      TakeHalf(&step.task.row, &step.task.rows);
+    for (bool more = Next(&steps, &next); more;) {
+      step = next;
+      more = Next(&steps, &next);
       if (!step.keys) {
         StoreEmpty(step.task);
         continue;
       }
+      if (draws_steps && step.task.rows > 0) DrawStep(step, more ? &next : nullptr);
       Softmax(step);
       ring[issued % kSlots] = step;
       if (issued >= kAhead) Accumulate(ring[(issued - kAhead) % kSlots]);
@@ -173,6 +175,12 @@ class ForwardVector : VectorCore {
   static constexpr int32_t kStatisticsEvent = 2;
   static constexpr int32_t kStepGroups = kHalf / kChunkRows, kMaxAcross = kKeys / kLanes;  // tiles of the generator
 
+  __aicore__ static bool Next(Steps* steps, Step* step) {
+    if (!steps->Next(step)) return false;
+    TakeHalf(&step->task.row, &step->task.rows);
+    return true;
+  }
+
   // First of them in the workspace.
   __aicore__ static int32_t SlotRow(const Task& task) { return task.row % kRows; }
 
@@ -180,33 +188,46 @@ class ForwardVector : VectorCore {
     using namespace AscendC;
     const Task& task = step.task;
     if (step.first) BeginStatistics(task);
-    if (a.has_dropout() && draws_steps && task.rows > 0) DrawStep(step);
     CrossCoreWaitFlag(kScoresReady);
     for (int32_t row = 0; row < task.rows; row += kChunkRows)
       SoftmaxChunk(step, row, Lesser(kChunkRows, task.rows - row));
     CrossCoreSetFlag<2, PIPE_MTE3>(kProbabilitiesReady);
   }
 
-  // Words of a step. Scores that are still to come leave their buffers free.
-  __aicore__ void DrawStep(const Step& step) {
+  // Words of a step, in the buffers of its scores, and what the next one begins with while the first scores come.
+  __aicore__ void DrawStep(const Step& step, const Step* next) {
+    using namespace AscendC;
     static_assert(kForwardAlone || Dropout::ScratchOf(Dropout::kStepTiles) <= 2 * kChunkRows * kPitch,
                   "they are large enough");
-    const Task& task = step.task;
     TakeLoadBuffers();
-    dropout.SetMemory(parts, kStepGroups, kMaxAcross, words, scores.ReinterpretCast<int32_t>(), Dropout::kStepTiles);
+    dropout.SetScratch(scores.ReinterpretCast<int32_t>(), Dropout::kStepTiles);
+    if (!has_begun) BeginDraw(step);
+    dropout.Draw();
+    GiveLoadBuffers();
+    has_begun = next && next->keys && next->task.rows > 0;
+    if (!has_begun) return;
+    static_assert(kForwardAlone || Dropout::ScratchOf(kMaxAcross) * 4 <= kChunkRows * kPitch * 2,
+                  "a buffer of P is large enough");
+    WaitFlag<HardEvent::MTE3_V>(0);
+    dropout.SetScratch(rounded.template ReinterpretCast<int32_t>(), kMaxAcross);
+    BeginDraw(*next);
+    SetFlag<HardEvent::V_MTE3>(0);
+    WaitFlag<HardEvent::V_MTE3>(0);
+    SetFlag<HardEvent::MTE3_V>(0);
+  }
+  __aicore__ void BeginDraw(const Step& step) {
+    const Task& task = step.task;
     if (step.first) {
       dropout.BeginHead(task.batch, task.head);
       dropout.BeginRows(task.row, task.rows);
     }
     dropout.BeginKeys(step.key, RoundUp(step.keys, kLanes));
-    dropout.Draw();
-    GiveLoadBuffers();
   }
 
   // Those of a chunk, `row` rows behind the step's first.
   __aicore__ void DrawChunk(const Step& step, int32_t row, int32_t rows, const AscendC::LocalTensor<int32_t>& scratch) {
     const Task& task = step.task;
-    dropout.SetMemory(parts, 1, kMaxAcross, words, scratch, Dropout::kChunkTiles);
+    dropout.SetScratch(scratch, Dropout::kChunkTiles);
     if (row == 0) {
       if (step.first) dropout.BeginHead(task.batch, task.head);
       dropout.BeginKeys(step.key, RoundUp(step.keys, kLanes));
@@ -263,14 +284,13 @@ class ForwardVector : VectorCore {
     for (int32_t c = 0; c < columns; c += kLanes)
       Sub(s[c], s[c], chunk_wide, kLanes, rows, {1, 1, 0, kPitchBlocks, kPitchBlocks, 1});
     Barrier();
+    const LocalTensor<float> sum = row_sum[task.number % kStatisticsRing * kHalf + row];
     Exp(s, s, kLanes, all, dense);
+    Mul(sum, sum, decay[step.slot * kHalf + row], rows);
     Barrier();
     Reduce<false>(chunk_sum, s, rows, columns, tree);
-    const LocalTensor<float> sum = row_sum[task.number % kStatisticsRing * kHalf + row];
-    Mul(sum, sum, chunk_decay, rows);
-    Cast(p, s, RoundMode::CAST_RINT, kLanes, all, {1, 1, 4, 8});
-    Barrier();
     Add(sum, sum, chunk_sum, rows);
+    Cast(p, s, RoundMode::CAST_RINT, kLanes, all, {1, 1, 4, 8});
     if (a.has_dropout()) {
       static_assert(kForwardAlone || Dropout::MasksOf(Dropout::kChunkTiles) / 2 <= kChunkRows * kPitch,
                     "S's buffer is free here");
@@ -286,11 +306,13 @@ class ForwardVector : VectorCore {
     SetFlag<HardEvent::MTE3_V>(buffer);
   }
 
-  // max becomes that of old and new; chunk_decay = exp(old - new), chunk_wide = the new one in whole blocks.
+  // max becomes that of old and new, chunk_wide the same in whole blocks, and decay exp(old - new): the last two
+  // instructions go beside the caller's next ones.
   __aicore__ void UpdateStatistics(const Step& step, int32_t row, int32_t rows, const AscendC::LocalTensor<float>& s,
                                    int32_t columns, const AscendC::LocalTensor<float>& tree) {
     using namespace AscendC;
     const LocalTensor<float> max = row_max[step.task.number % kStatisticsRing * kHalf + row];
+    const LocalTensor<float> chunk_decay = decay[step.slot * kHalf + row];
     Reduce<true>(chunk_max, s, rows, columns, tree);
     Max(chunk_max, chunk_max, max, rows);
     Barrier();
@@ -299,8 +321,6 @@ class ForwardVector : VectorCore {
     Barrier();
     Exp(chunk_decay, chunk_decay, rows);
     Adds(max, chunk_max, 0.0f, rows);
-    Barrier();
-    Adds(decay[step.slot * kHalf + row], chunk_decay, 0.0f, rows);
   }
 
   // The maximum or sum of each row: of columns of 64, pair by pair, then of the blocks of the last one, and of those.
@@ -323,25 +343,44 @@ class ForwardVector : VectorCore {
       Combine<maximum>(tree, tree, tree[pairs * part], half * rows, {1, 1, 1, 8, 8, 8});
       Barrier();
     }
-    // A result of each, so 8 a row, behind what is left of the tree.
-    const AscendC::LocalTensor<float> blocks = tree[pairs > 0 ? kChunkRows * kLanes : 0];
-    if (pairs)
-      ReduceBlocks<maximum>(blocks, tree, rows, kLanes, 8);
-    else
-      ReduceBlocks<maximum>(blocks, s, rows, kLanes, pitch);
-    Barrier();
-    if (rows >= 8) ReduceBlocks<maximum>(result, blocks, rows / 8, kLanes, 8);
-    if (rows % 8) ReduceBlocks<maximum>(result[rows / 8 * 8], blocks[rows / 8 * kLanes], 1, rows % 8 * 8, 8);
+    const AscendC::LocalTensor<float> last = pairs ? tree : s;
+    const uint8_t last_pitch = pairs ? kLanes / 8 : kPitchBlocks;
+    const AscendC::LocalTensor<float> blocks = tree[kChunkRows * kLanes];  // a result of each, so 8 a row
+    static_assert((kLanes + 8) * 4 <= kPitch * 2, "they lie in P's buffer");
+    uint64_t all[2] = {~uint64_t(0), 0};
+    if constexpr (maximum) {
+      AscendC::BlockReduceMax(blocks, last, rows, all, 1, 1, last_pitch);
+      Barrier();
+      ReduceRows<maximum>(result, blocks, rows, all[0]);
+    } else if (a.has_dropout()) {  // the blocks hold pairs
+      AscendC::BlockReduceSum(blocks, last, rows, all, 1, 1, last_pitch);
+      Barrier();
+      ReduceRows<maximum>(result, blocks, rows, all[0]);
+    } else {
+      // In the same order as dropout, for the same bits: first the k-th and the (8 + k)-th of 16.
+      uint64_t half[2] = {all[0] >> 32, 0};
+      AscendC::Add(tree, last, last[8], half, rows, {2, 2, 2, kLanes / 8, last_pitch, last_pitch});
+      Barrier();
+      AscendC::BlockReduceSum(blocks, tree, rows, half, 1, 2, kLanes / 8);
+      Barrier();
+      ReduceRows<maximum>(result, blocks, rows, 0x0f0f0f0f0f0f0f0fu);
+    }
     Barrier();
   }
 
+  // A row's results, 8 or fewer lanes a block.
   template <bool maximum>
-  __aicore__ void ReduceBlocks(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& from,
-                               int32_t repeats, int32_t lanes, int32_t pitch) {
-    if constexpr (maximum)
-      AscendC::BlockReduceMax(to, from, repeats, lanes, 1, 1, pitch);
-    else
-      AscendC::BlockReduceSum(to, from, repeats, lanes, 1, 1, pitch);
+  __aicore__ void ReduceRows(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& blocks,
+                             int32_t rows, uint64_t lanes) {
+    const int32_t whole = rows / 8;
+    uint64_t mask[2] = {lanes, 0}, rest[2] = {lanes & ((uint64_t(1) << rows % 8 * 8) - 1), 0};
+    if constexpr (maximum) {
+      if (whole) AscendC::BlockReduceMax(to, blocks, whole, mask, 1, 1, 8);
+      if (rest[0]) AscendC::BlockReduceMax(to[whole * 8], blocks[whole * kLanes], 1, rest, 1, 1, 8);
+    } else {
+      if (whole) AscendC::BlockReduceSum(to, blocks, whole, mask, 1, 1, 8);
+      if (rest[0]) AscendC::BlockReduceSum(to[whole * 8], blocks[whole * kLanes], 1, rest, 1, 1, 8);
+    }
   }
 
   template <bool maximum>
@@ -458,10 +497,10 @@ class ForwardVector : VectorCore {
   int32_t width;  // floats of a row of O: whole repeats
   int32_t chunks = 0;
   AscendC::LocalTensor<float> scores, output, row_max, row_sum, decay;
-  AscendC::LocalTensor<float> chunk_max, chunk_sum, chunk_decay, chunk_wide, statistics, statistics_wide;
+  AscendC::LocalTensor<float> chunk_max, chunk_sum, chunk_wide, statistics, statistics_wide;
   AscendC::LocalTensor<T> rounded;
-  AscendC::LocalTensor<int32_t> words, parts;
-  bool draws_steps = false;
+  bool draws_steps = false;  // words of a step at a time
+  bool has_begun = false;    // the next step's
   Dropout dropout;
 };
 

@@ -51,10 +51,9 @@ class Dropout {
     Barrier();
   }
 
-  // Where PartsOf(groups, across) lie until the words are drawn, and what `capacity` tiles are computed in: ScratchOf
-  // them, and the words themselves, which are kept until they are applied.
+  // Where the parts lie until the words are drawn, and the words of up to `capacity` tiles until they are applied.
   __aicore__ void SetMemory(const Words& parts, int32_t max_groups, int32_t max_across, const Words& to,
-                            const Words& scratch, int32_t capacity) {
+                            int32_t capacity) {
     head_high = parts;
     head_low = parts[kLanes];
     row_high = parts[2 * kLanes];
@@ -63,10 +62,13 @@ class Dropout {
     key_low = key_high[max_across * kLanes];
     key_other = key_low[max_across * kLanes];
     row_constant = key_other[max_across * kLanes];
-    vector = capacity * kLanes;
     words = to;
-    for (int32_t r = 0; r < 8; ++r) registers[r] = scratch[r * vector];
-    for (int32_t r = 0; r < 4; ++r) registers[8 + r] = to[r * vector];
+    vector = capacity * kLanes;
+  }
+  // What the next calls compute in: ScratchOf(tiles), where tiles are no fewer than rows or keys have, and to draw no
+  // fewer than the capacity. Nothing has to stay there from call to call.
+  __aicore__ void SetScratch(const Words& scratch, int32_t tiles) {
+    for (int32_t r = 0; r < 8; ++r) registers[r] = scratch[r * tiles * kLanes];
   }
 
   // Round 1 of a head: c2 = head * 64 + lane.
@@ -92,40 +94,43 @@ class Dropout {
       AscendC::Duplicate(t[g * kLanes], int32_t(High(product) ^ LowOf(1)), kLanes);
       AscendC::Duplicate(row_constant[g * 8], int32_t(uint32_t(product) ^ LowOf(2)), 8);
     }
+    SetConstants(HighOf(2), HighOf(3));
     Barrier();
-    Xor(x, t, head_low, {1, 1, 1, 8, 8, 0});
+    Xor(x, t, head_low, kRepeated);
     const Product p = {x, row_high, row_low, registers[2], x};
     Multiply<0>(p);
-    XorConstant(row_high, HighOf(2));
-    XorConstant(row_low, HighOf(3));
+    Xor(row_high, row_high, registers[6], kConstant);
+    Xor(row_low, row_low, registers[7], kConstant);
   }
 
   // What depends on the key alone.
   __aicore__ void BeginKeys(int32_t key_begin, int32_t columns) {
     across = tiles = columns / kLanes;
-    const Words x = registers[0], t = registers[1];
+    const Words x = registers[0], t = registers[1], z = registers[3];
     Barrier();
     for (int32_t k = 0; k < across; ++k)
       AscendC::Duplicate(t[k * kLanes], int32_t(uint32_t(key_begin / kLanes + k) ^ LowOf(0)), kLanes);
+    SetConstants(uint32_t(batch_product) ^ HighOf(1), LowOf(3));
     Barrier();
-    Xor(x, t, head_high, {1, 1, 1, 8, 8, 0});
-    const Product p0 = {x, registers[3], key_other, registers[2], x};
+    Xor(x, t, head_high, kRepeated);
+    const Product p0 = {x, z, key_other, registers[2], x};
     Multiply<0>(p0);
-    XorConstant(registers[3], uint32_t(batch_product) ^ HighOf(1));
-    const Product p1 = {registers[3], key_high, key_low, registers[2], x};
+    Xor(z, z, registers[6], kConstant);
+    const Product p1 = {z, key_high, key_low, registers[2], x};
     Multiply<1>(p1);
-    XorConstant(key_low, LowOf(3));
+    Xor(key_low, key_low, registers[7], kConstant);
   }
 
-  // The words of the tiles of `count` groups of rows and the keys that began.
+  // The words of the rows and keys that began.
   __aicore__ void Draw() {
+    drawn_across = across;
     tiles = groups * across;
     const uint8_t stride = 8 * across;
     const Operand by_key = {key_high, 1, 0, 8}, by_key_low = {key_low, 1, 0, 8}, by_key_other = {key_other, 1, 0, 8};
     const Operand by_row = {row_high, 1, 8, 0}, by_row_low = {row_low, 1, 8, 0}, of_row = {row_constant, 0, 1, 0};
     const Words h0 = registers[0], h1 = registers[1], b0 = registers[2], b1 = registers[3], t = registers[4],
-                g = registers[5], x = registers[8], z = registers[9];
-    Words c1 = registers[10], c3 = registers[11], low1 = registers[6], low0 = registers[7];
+                g = registers[5], x = Word(0), z = Word(2);
+    Words c1 = Word(1), c3 = Word(3), low1 = registers[6], low0 = registers[7];
     Barrier();
     OrAnd(x, h0, by_key, of_row);
     OrAnd(z, h1, by_row, by_key_other);
@@ -163,6 +168,14 @@ class Dropout {
     static_assert((kPhiloxRounds - 3) % 2 == 0, "the last lower halves lie with the words");
   }
 
+  // All of it, where nothing of a part is needed twice.
+  __aicore__ void Draw(int32_t batch, int32_t head, int32_t row, int32_t rows, int32_t key_begin, int32_t columns) {
+    BeginHead(batch, head);
+    BeginRows(row, rows);
+    BeginKeys(key_begin, columns);
+    Draw();
+  }
+
   // Zeros the dropped ones of fp32 scores in UB, of `count` groups of 16 rows, which are the `group`-th and so on of
   // those drawn. `pitch`: blocks from row to row.
   __aicore__ void Apply(const AscendC::LocalTensor<float>& s, int32_t pitch, const Words& scratch, int32_t group,
@@ -181,8 +194,8 @@ class Dropout {
     for (int32_t byte = 0; byte < 4; ++byte) {
       for (int32_t g = 0; g < count; ++g) {
         const LocalTensor<uint16_t> to = s16[((g * 16 + byte % 2 * 8) * pitch + byte / 2) * 16];
-        const Words mask = scratch[byte / 2 * all + byte % 2 * parity + g * 4 * across * kLanes];
-        AscendC::And(to, to, mask.ReinterpretCast<uint16_t>(), 128, 4 * across, {rows, rows, 1, 2, 2, 8});
+        const Words mask = scratch[byte / 2 * all + byte % 2 * parity + g * 4 * drawn_across * kLanes];
+        AscendC::And(to, to, mask.ReinterpretCast<uint16_t>(), 128, 4 * drawn_across, {rows, rows, 1, 2, 2, 8});
       }
     }
     Barrier();
@@ -198,9 +211,8 @@ class Dropout {
     Barrier();
     const uint8_t rows = pitch;
     const LocalTensor<uint16_t> masks = scratch.ReinterpretCast<uint16_t>(), below = s[8 * pitch * 16];
-    AscendC::And(s, s, masks, 128, 4 * across, {rows, rows, 1, 1, 1, 8});
-    AscendC::And(below, below, masks[2 * parity], 128, 4 * across, {rows, rows, 1, 1, 1, 8});
-    Barrier();
+    AscendC::And(s, s, masks, 128, 4 * drawn_across, {rows, rows, 1, 1, 1, 8});
+    AscendC::And(below, below, masks[2 * parity], 128, 4 * drawn_across, {rows, rows, 1, 1, 1, 8});
   }
 
  private:
@@ -331,31 +343,30 @@ class Dropout {
   __aicore__ void And(const Words& to, const Words& a, const Words& b) {
     AscendC::And(Bits(to), Bits(a), Bits(b), 2 * count());
   }
-  // to = v ^ w: what either has, less what both have. Overwrites v.
-  __aicore__ void Xor(const Words& to, const Words& v, const Words& w, const AscendC::BinaryRepeatParams& blocks) {
-    AscendC::Or(Bits(to), Bits(v), Bits(w), 128, tiles, blocks);
+  static constexpr int32_t kRepeated = 1, kConstant = 0;  // from block to block of w
+  // to = v ^ w, w being one tile or one block for all of v: what either has, less what both have.
+  __aicore__ void Xor(const Words& to, const Words& v, const Words& w, int32_t block) {
+    const Words either = registers[4], both = registers[5];
+    const uint8_t block_w = block;
+    AscendC::Or(Bits(either), Bits(v), Bits(w), 128, tiles, {1, 1, block_w, 8, 8, 0});
+    AscendC::And(Bits(both), Bits(v), Bits(w), 128, tiles, {1, 1, block_w, 8, 8, 0});
     Barrier();
-    AscendC::And(Bits(v), Bits(v), Bits(w), 128, tiles, blocks);
-    Barrier();
-    Subtract(to, to, v);
+    Subtract(to, either, both);
     Barrier();
   }
-  __aicore__ void XorConstant(const Words& v, uint32_t value) {
-    const Words constant = registers[4], t = registers[5];
-    AscendC::Duplicate(constant, int32_t(value), 8);
-    AscendC::Adds(t, v, int32_t(0), count());
-    Barrier();
-    Xor(v, t, constant, {1, 1, 0, 8, 8, 0});
+  __aicore__ void SetConstants(uint32_t first, uint32_t second) {
+    AscendC::Duplicate(registers[6], int32_t(first), 8);
+    AscendC::Duplicate(registers[7], int32_t(second), 8);
   }
 
   // Bytes less the threshold, in 16 bits, for `count` groups from `group` on: bytes 0 and 2 of the four words of each
   // tile, then bytes 1 and 3. Returns how many lanes of 32 bits lie between those.
   __aicore__ int32_t Compare(const Words& to, int32_t group, int32_t count) {
     using namespace AscendC;
-    const int32_t drawn = count * across, parity = 4 * drawn * kLanes;
+    const int32_t drawn = count * drawn_across, parity = 4 * drawn * kLanes;
     Barrier();
     for (int32_t word = 0; word < 4; ++word) {
-      const Words from = Word(word)[group * across * kLanes];
+      const Words from = Word(word)[group * drawn_across * kLanes];
       AscendC::And(Bits(to[word * kLanes]), Bits(from), Bits(low_bytes), 128, drawn, {1, 1, 0, 32, 8, 0});
       ShiftRight(Bits(to[parity + word * kLanes]), Bits(from), uint16_t(8), 128, drawn, {1, 1, 32, 8});
     }
@@ -365,21 +376,18 @@ class Dropout {
     Barrier();
     return parity;
   }
-  // Where Draw leaves them.
-  __aicore__ Words Word(int32_t word) const {
-    const int32_t at = word == 0 ? 0 : word == 1 ? 2 : word == 2 ? 1 : 3;
-    return words[at * vector];
-  }
+  __aicore__ Words Word(int32_t word) const { return words[word * vector]; }
 
   int32_t threshold = 256;
   PhiloxKey key;
   uint64_t batch_product = 0;      // of round 1
   int32_t vector = 0;              // lanes of a register
-  int32_t groups = 0, across = 0;  // 16 rows each, 64 keys each
-  int32_t tiles = 0;               // that the next instructions work on
-  Words low_bytes, keys;           // constants
+  int32_t groups = 0, across = 0;  // that began: 16 rows each, 64 keys each
+  int32_t drawn_across = 0;
+  int32_t tiles = 0;      // that the next instructions work on
+  Words low_bytes, keys;  // constants
   Words head_high, head_low, row_high, row_low, row_constant, key_high, key_low, key_other;
-  Words words, registers[12];
+  Words words, registers[8];
 };
 
 }  // namespace ascend

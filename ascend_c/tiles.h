@@ -31,8 +31,9 @@ struct Tiling {
     const int32_t most = rows < 64 ? rows / 2 : 32, chunk = 8192 / keys / 8 * 8;
     return chunk > most ? most : chunk < 8 ? 8 : chunk;
   }
-  // fp32 of a row in UB: two blocks more than its keys, so that neighbouring rows lie in other banks.
-  constexpr int32_t pitch() const { return keys + 16; }
+  // fp32 of a row in UB: two blocks more than its keys, so that neighbouring rows lie in other banks. P's half of it
+  // has room for what a reduction of the row needs.
+  constexpr int32_t pitch() const { return (keys < 128 ? 128 : keys) + 16; }
   // Rows of P V in UB at a time, in the place of scores.
   constexpr int32_t partial_rows() const {
     const int32_t fitting = chunk_rows() * pitch() / kMaxHeadDim / 8 * 8;

@@ -31,6 +31,13 @@ CASES = {
     "dropout": Case(B=2, Sq=70, Sk=550, D=64, Dv=64, dropout_p=0.2, rng_seed=7),
     "dropout, one row": Case(B=1, Sq=1, Sk=1, D=64, Dv=64, dropout_p=0.5, rng_seed=7),
     "dropout, little memory": Case(B=1, Sq=40, Sk=300, Hq=1, Hk=1, D=256, Dv=256, dropout_p=0.5, rng_seed=7),
+    "dropout, steps of several tasks": Case(
+        B=1, Sq=330, Sk=1100, Hq=2, Hk=1, D=128, Dv=128, causal=True, dropout_p=0.2, rng_seed=7
+    ),
+    "dropout, window": Case(B=1, Sq=150, Sk=300, D=40, Dv=40, window_size=(70, 30), dropout_p=0.2, rng_seed=7),
+    "dropout, packed": Case(
+        lengths_q=(5, 0, 140, 20), lengths_k=(9, 30, 0, 300), D=64, Dv=64, causal=True, dropout_p=0.2, rng_seed=7
+    ),
     "packed": Case(lengths_q=(5, 0, 140, 20), lengths_k=(9, 30, 0, 300), D=64, Dv=64, causal=True),
     "strides": Case(B=2, Sq=20, Sk=30, D=24, Dv=24, views=("packed", "transposed", "padded")),
 }
@@ -110,6 +117,6 @@ def test_bench_models_every_row(tmp_path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["bench", "ascend-emulator", "--quick", "--markdown", "--json", str(tmp_path / "bench.json")]) == 0
     results = json.loads((tmp_path / "bench.json").read_text())
     out = capsys.readouterr().out
-    assert out.startswith("Modelled, not measured") and out.count("\n| ") - 2 == len(results["rows"]) == 15
+    assert out.startswith("Modelled, not measured") and out.count("\n| ") - 2 == len(results["rows"]) == 22
     assert all(0 < row["cube_use"] < 1 for row in results["rows"])
     assert all(0 < row["busy_aic"]["M"] < 1 and 0 < row["busy_aiv"]["V"] < 1 for row in results["rows"])
