@@ -53,7 +53,7 @@ struct Tiling {
   constexpr int32_t ub_bytes(int32_t head_dim_v) const {
     const int32_t width = (head_dim_v + kLanes - 1) / kLanes * kLanes, half = rows / 2;
     const int32_t scores = 2 * chunk_rows() * pitch();
-    const int32_t of_rows = 2 * kStatisticsRing + kSlots + 1 + 8, of_chunk_rows = 3 + 8;
+    const int32_t of_rows = 2 * kStatisticsRing + kSlots + 1 + 8, of_chunk_rows = 2 + 8;
     return scores * 6 + (half * (width + of_rows) + chunk_rows() * of_chunk_rows) * 4;
   }
 };
