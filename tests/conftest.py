@@ -45,7 +45,7 @@ def present_devices() -> list[str]:
     devices = ["cpu"]
     if torch.cuda.is_available() and "cuda" in str(flashattn_ext.build_info()["backends"]):
         devices.append("cuda")
-    if importlib.util.find_spec("torch_npu") and "ascend" in str(flashattn_ext.build_info()["backends"]):
+    if importlib.util.find_spec("torch_npu") and "ascend" in flashattn_ext.build_info()["backends"]:
         devices.append("npu")
     if EMULATOR_LIBRARY.exists():
         devices.append(EMULATOR)
