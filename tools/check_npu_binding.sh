@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Compiles the torch_npu binding of ascend_c/npu against the headers of the torch-npu wheel that belongs to this torch, and
 # links it with that wheel's library, so that every name of torch_npu that it uses is one that torch_npu has. What only CANN
-# brings, its launchers and a few functions of its runtime, is stood in for by declarations made here.
+# brings, its launchers and a few functions of its runtime, is stood in for by tests/npu/device.cpp, which is built too:
+# tests/test_npu_binding.py runs the binding with it.
 #
 #   tools/check_npu_binding.sh [PYTHON]      default: .venv/bin/python, else python3
 #
-# The wheel is fetched once, with pip, into build/npu_binding; the objects stay there for tests/test_npu_binding.py.
+# The wheel is fetched once, with pip, into build/npu_binding, and nothing is done when no source has changed.
 # Exit status 2: the package index has no such wheel or cannot be reached, and nothing was checked.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -39,41 +40,52 @@ mkdir -p "$folder"
 [[ -d "$wheel" ]] || fetch
 { read -r _ && read -r abi && read -r includes && read -r libraries; } < <("$python" tools/find_torch_npu.py "$wheel/torch_npu")
 
-# Launchers as CANN 8 generates them, and functions of its runtime.
+[[ ! -f "$wheel/checked" || -n "$(find ascend_c csrc tests/npu tools/*npu* -type f -newer "$wheel/checked" -print -quit)" ]] || {
+  echo "the torch_npu binding is as it was checked against torch-npu $release"
+  exit 0
+}
+rm -f "$wheel/checked"
+make -s -j "$(nproc)" emulator CXX="$compiler"
+
+# Launchers as CANN 8 generates them.
 launch="$folder/launch"
 rm -rf "$launch" && mkdir -p "$launch"
-{
-  echo '#include "ascend_c/arguments.h"'
-  echo '#include <acl/acl.h>'
-  for kernel in $(grep -oE 'flash_\w+' ascend_c/kernel_list.h); do
-    header="$launch/aclrtlaunch_$kernel.h"
-    {
-      echo '#pragma once'
-      echo '#include <acl/acl.h>'
-      echo '#define ACLRT_LAUNCH_KERNEL(kernel) aclrtlaunch_##kernel'
-      echo "extern \"C\" uint32_t aclrtlaunch_$kernel(uint32_t blocks, aclrtStream stream, FlashattnBytes* arguments);"
-    } >"$header"
-    echo "#include \"aclrtlaunch_$kernel.h\""
-    echo "uint32_t aclrtlaunch_$kernel(uint32_t, aclrtStream, FlashattnBytes*) { return 0; }"
-  done
-  echo 'aclError aclrtGetDevice(int32_t*) { return 0; }'
-  echo 'aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo, int64_t*) { return 0; }'
-  echo 'const char* aclrtGetSocName() { return nullptr; }'
-} >"$launch/stand_in.cpp"
+for kernel in $(grep -oE 'flash_\w+' ascend_c/kernel_list.h); do
+  cat >"$launch/aclrtlaunch_$kernel.h" <<HEADER
+#pragma once
+#include <acl/acl.h>
+#define ACLRT_LAUNCH_KERNEL(kernel) aclrtlaunch_##kernel
+extern "C" uint32_t aclrtlaunch_$kernel(uint32_t blocks, aclrtStream stream, FlashattnBytes* arguments);
+HEADER
+done
 
-flags=(-std=c++20 -O1 -fPIC -fvisibility=hidden -Wall -Wextra -Werror -I. -I"$launch"
-  -DFLASHATTN_SOC='"Ascend910B1"' -D_GLIBCXX_USE_CXX11_ABI="$abi")
+flags=(-std=c++20 -O1 -fPIC -Wall -Wextra -Werror -I. -I"$launch" -DFLASHATTN_SOC='"Ascend910B1"'
+  -D_GLIBCXX_USE_CXX11_ABI="$abi")
 IFS=';' read -ra paths <<<"$includes"
 for path in "${paths[@]}"; do flags+=(-isystem "$path"); done
-objects=()
-pids=()
-for source in ascend_c/npu/{binding,backend,launch}.cpp ascend_c/dispatch.cpp "$launch/stand_in.cpp"; do
-  objects+=("$folder/$(basename "$source" .cpp).o")
-  "$compiler" "${flags[@]}" -c "$source" -o "${objects[-1]}" &
+compile() { # SOURCE OPTION...: in the background
+  "$compiler" "${flags[@]}" "${@:2}" -c "$1" -o "$folder/$(basename "$1" .cpp).o" &
   pids+=($!)
-done
+}
+pids=()
+for source in ascend_c/npu/{binding,backend,launch}.cpp ascend_c/dispatch.cpp; do compile "$source" -fvisibility=hidden; done
+compile tests/npu/device.cpp -Iascend_c/emulator/include
 for pid in "${pids[@]}"; do wait "$pid"; done
 
 IFS=';' read -ra paths <<<"$libraries"
-"$compiler" -shared -Wl,-z,defs -o "$folder/linked.so" "${objects[@]}" "${paths[@]/#/-L}" -ltorch_npu -ltorch_cpu -lc10
+torch=("${paths[@]/#/-L}" -ltorch_cpu -lc10)
+emulator=(build/emulator/ascend_c/inst/*.o build/emulator/ascend_c/emulator/{machine,scheduler}.o)
+"$compiler" -shared -o "$folder/device.so" "$folder/device.o" "${emulator[@]}" "${torch[@]}"
+binding=("$folder"/{binding,backend,launch,dispatch}.o)
+"$compiler" -shared -o "$folder/_ascend_npu.so" "${binding[@]}"
+"$compiler" -shared -Wl,-z,defs -o "$folder/linked.so" "${binding[@]}" "${paths[@]/#/-L}" -ltorch_npu "$folder/device.so" "${torch[@]}"
+# Only CANN's functions may be those of the stand-in.
+names() { nm -D "$@" | awk '{ sub(/@.*/, "", $NF); print $NF }' | sort -u; }
+absent="$(comm -12 <(names -u "$folder/_ascend_npu.so") <(names --defined-only "$folder/device.so") |
+  comm -23 - <(names --defined-only "$wheel/torch_npu/lib/libtorch_npu.so") | grep -v '^acl' || true)"
+[[ -z "$absent" ]] || {
+  echo "torch-npu $release does not have what the binding calls:" && c++filt <<<"$absent"
+  exit 1
+} >&2
+touch "$wheel/checked"
 echo "the torch_npu binding compiles and links against torch-npu $release (CANN's launchers and runtime stood in for)"
