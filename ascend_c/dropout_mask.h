@@ -3,6 +3,8 @@
 // bytes: 16 rows and up to 512 keys at a time.
 #pragma once
 
+#include <kernel_operator.h>  // before the shared headers: it defines what they compile to
+
 #include "philox.h"
 #include "vector.h"
 

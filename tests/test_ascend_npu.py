@@ -85,17 +85,35 @@ def test_another_device_is_refused(verdict, built_for: str, chip: str, message: 
 # --- the form of a kernel ----------------------------------------------------------------------------------------------------
 
 
+def for_the_device(source: Path, folder: Path, *options: str) -> str:
+    """A source as CANN's compiler has it behind the preprocessor, with CANN's marks still legible."""
+    marks = {"__global__": "KERNEL", "__aicore__": "AICORE", "__mix__(aic, aiv)": "MIXED", "__vector__": "VECTOR"}
+    header = "".join(f"#define {name} {mark}\n" for name, mark in marks.items())
+    (folder / "kernel_operator.h").write_text(header)
+    command = [COMPILER, "-std=c++17", "-E", "-P", f"-I{folder}", "-D__NPU_ARCH__=2201", *options, source]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "__aicore__" not in text, "a shared header was read before kernel_operator.h"
+    return text
+
+
 @pytest.mark.parametrize("source", KERNELS, ids=lambda path: path.stem)
 def test_kernel_is_what_cann_8_can_read(source: Path, tmp_path: Path) -> None:
     """CANN 8 generates launchers from the preprocessed text. It takes everything from the first mark of a kernel to the next
     brace for its signature, and copies the struct of a parameter by its name, if it is a plain one at the start of a line."""
-    (tmp_path / "kernel_operator.h").write_text("#define __global__ KERNEL\n#define __aicore__ AICORE\n")
-    command = [COMPILER, "-std=c++17", "-E", "-P", f"-I{tmp_path}", source]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    text = for_the_device(source, tmp_path)
     signatures = re.findall(r"KERNEL\s+AICORE\s+(.+?)\s*\{", text, re.DOTALL)
     assert signatures == [f"void flash_{source.stem}(FlashattnBytes arguments)"]
     (members,) = re.findall(r"^\s*struct\s+FlashattnBytes\s*\{(.*?)\};", text, re.DOTALL | re.MULTILINE)
     assert re.fullmatch(r"\s*alignas\(8\) unsigned char bytes\[\d+\];\s*", members)
+
+
+def test_launcher_of_cann_9_holds_every_kernel(tmp_path: Path) -> None:
+    text = for_the_device(ROOT / "ascend_c/npu/launch.cpp", tmp_path, "-DFLASHATTN_ASC")
+    kernels = {name: cores for cores, name in re.findall(r"KERNEL (MIXED|VECTOR) void flash_(\w+)\(", text)}
+    assert sorted(kernels) == [path.stem for path in KERNELS]
+    for path in KERNELS:
+        assert (kernels[path.stem] == "MIXED") == ("KERNEL_TYPE_MIX_AIC_1_2" in path.read_text())
+        assert f"flash_{path.stem}<<<static_cast<uint32_t>(blocks), 0, stream>>>(arguments)" in text
 
 
 def test_every_kernel_is_in_the_list_and_started() -> None:

@@ -1,3 +1,7 @@
+#if defined(FLASHATTN_ASC)
+#include <kernel_operator.h>  // before the shared headers: it defines what they compile to
+#endif
+
 #include "launch.h"
 
 #if defined(FLASHATTN_ASC)
