@@ -7,6 +7,10 @@
 
 #include "params.h"
 
+namespace at {
+class Tensor;
+}
+
 namespace flashattn_ext {
 
 struct Backend {
@@ -34,6 +38,8 @@ struct Backend {
   // nullptr where ops.cpp knows the device itself (CPU, CUDA).
   void* (*current_stream)(int device_index) = nullptr;
   RngSource (*draw)(int device_index) = nullptr;
+  // Where a tensor can lie in memory as no strides say: how, and what to do; empty when it lies in rows.
+  std::string (*private_format)(const at::Tensor& tensor) = nullptr;
 };
 
 const Backend& cpu_backend();

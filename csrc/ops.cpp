@@ -10,6 +10,7 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <initializer_list>
 #include <mutex>
 #include <tuple>
 
@@ -168,6 +169,14 @@ const Backend& backend_supporting(const at::Tensor& device_of, AttnParams* p, bo
   return backend;
 }
 
+void check_formats(const Backend& backend, std::initializer_list<std::pair<const char*, const at::Tensor*>> tensors) {
+  if (!backend.private_format) return;
+  for (const auto& [name, t] : tensors) {
+    const std::string format = backend.private_format(*t);
+    TORCH_CHECK_VALUE(format.empty(), name, ": expected a tensor in rows, got one in ", format);
+  }
+}
+
 at::Tensor workspace_for(const AttnCall& c, size_t bytes, AttnParams* p) {
   constexpr size_t kAlignment = 64;
   at::Tensor workspace = at::empty({static_cast<int64_t>(bytes + kAlignment)}, c.q.options().dtype(at::kByte));
@@ -261,6 +270,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(
   AttnParams p = params_of<AttnParams>(c);
   p.stream = device.stream();
   const Backend& backend = backend_supporting(q, &p, false);
+  check_formats(backend, {{"q", &q}, {"k", &k}, {"v", &v}});
   c = readable(c);
   at::Tensor out = like(c, q, v.size(-1));
   std::vector<int64_t> lse_shape{q.size(c.head_axis()), q.size(c.row_dim())};
@@ -309,6 +319,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward(
   p.deterministic = deterministic;
   p.stream = device.stream();
   const Backend& backend = backend_supporting(q, &p, true);
+  check_formats(backend, {{"dout", dout ? &*dout : &out}, {"q", &q}, {"k", &k}, {"v", &v}, {"out", &out}});
   c = readable(c);
   const at::Tensor out_rows = with_contiguous_rows(out);
   const at::Tensor dout_rows = dout ? with_contiguous_rows(*dout) : at::zeros(out.sizes(), out.options());

@@ -136,6 +136,10 @@ def test_what_is_refused() -> None:
         with torch.autocast("npu", dtype=torch.bfloat16):
             assert flashattn_ext.forward(q.float(), q.float(), q.float()).dtype == torch.bfloat16
         fails(ValueError, "k: expected the device of q (npu:0), got cpu", lambda: flashattn_ext.forward(q, q.cpu(), q))
+        device.set_format(29)
+        fails(ValueError, "q: expected a tensor in rows, got one in the NPU's own format 29; convert it: torch_npu.npu_format_cast",
+              lambda: flashattn_ext.forward(q, q, q))
+        device.set_format(2)
         with flashattn_ext.use_backend("ascend"):
             fails(RuntimeError, "use_backend('ascend') takes tensors on 'npu', got 'cpu'",
                   lambda: flashattn_ext.forward(q.cpu(), q.cpu(), q.cpu()))

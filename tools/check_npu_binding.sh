@@ -38,17 +38,16 @@ UNPACK
 
 mkdir -p "$folder"
 [[ -d "$wheel" ]] || fetch
-{ read -r _ && read -r abi && read -r includes && read -r libraries; } < <("$python" tools/find_torch_npu.py "$wheel/torch_npu")
-
-[[ ! -f "$wheel/checked" || -n "$(find ascend_c csrc tests/npu tools/*npu* -type f -newer "$wheel/checked" -print -quit)" ]] || {
+[[ ! -f "$wheel/checked" || -n "$(find ascend_c csrc tests/npu tools/*npu* -type f ! -name '*.pyc' -newer "$wheel/checked" -print -quit)" ]] || {
   echo "the torch_npu binding is as it was checked against torch-npu $release"
   exit 0
 }
 rm -f "$wheel/checked"
+{ read -r _ && read -r abi && read -r includes && read -r libraries; } < <("$python" tools/find_torch_npu.py "$wheel/torch_npu")
 make -s -j "$(nproc)" emulator CXX="$compiler"
 
 # Launchers as CANN 8 generates them.
-launch="$folder/launch"
+launch="$wheel/launch"
 rm -rf "$launch" && mkdir -p "$launch"
 for kernel in $(grep -oE 'flash_\w+' ascend_c/kernel_list.h); do
   cat >"$launch/aclrtlaunch_$kernel.h" <<HEADER
@@ -64,7 +63,7 @@ flags=(-std=c++20 -O1 -fPIC -Wall -Wextra -Werror -I. -I"$launch" -DFLASHATTN_SO
 IFS=';' read -ra paths <<<"$includes"
 for path in "${paths[@]}"; do flags+=(-isystem "$path"); done
 compile() { # SOURCE OPTION...: in the background
-  "$compiler" "${flags[@]}" "${@:2}" -c "$1" -o "$folder/$(basename "$1" .cpp).o" &
+  "$compiler" "${flags[@]}" "${@:2}" -c "$1" -o "$wheel/$(basename "$1" .cpp).o" &
   pids+=($!)
 }
 pids=()
@@ -75,13 +74,13 @@ for pid in "${pids[@]}"; do wait "$pid"; done
 IFS=';' read -ra paths <<<"$libraries"
 torch=("${paths[@]/#/-L}" -ltorch_cpu -lc10)
 emulator=(build/emulator/ascend_c/inst/*.o build/emulator/ascend_c/emulator/{machine,scheduler}.o)
-"$compiler" -shared -o "$folder/device.so" "$folder/device.o" "${emulator[@]}" "${torch[@]}"
-binding=("$folder"/{binding,backend,launch,dispatch}.o)
-"$compiler" -shared -o "$folder/_ascend_npu.so" "${binding[@]}"
-"$compiler" -shared -Wl,-z,defs -o "$folder/linked.so" "${binding[@]}" "${paths[@]/#/-L}" -ltorch_npu "$folder/device.so" "${torch[@]}"
+"$compiler" -shared -o "$wheel/device.so" "$wheel/device.o" "${emulator[@]}" "${torch[@]}"
+binding=("$wheel"/{binding,backend,launch,dispatch}.o)
+"$compiler" -shared -o "$wheel/_ascend_npu.so" "${binding[@]}"
+"$compiler" -shared -Wl,-z,defs -o "$wheel/linked.so" "${binding[@]}" "${paths[@]/#/-L}" -ltorch_npu "$wheel/device.so" "${torch[@]}"
 # Only CANN's functions may be those of the stand-in.
 names() { nm -D "$@" | awk '{ sub(/@.*/, "", $NF); print $NF }' | sort -u; }
-absent="$(comm -12 <(names -u "$folder/_ascend_npu.so") <(names --defined-only "$folder/device.so") |
+absent="$(comm -12 <(names -u "$wheel/_ascend_npu.so") <(names --defined-only "$wheel/device.so") |
   comm -23 - <(names --defined-only "$wheel/torch_npu/lib/libtorch_npu.so") | grep -v '^acl' || true)"
 [[ -z "$absent" ]] || {
   echo "torch-npu $release does not have what the binding calls:" && c++filt <<<"$absent"

@@ -53,9 +53,8 @@ void write_rng_state(const AttnParams& p, const RngSource& source, int64_t* stat
 }  // namespace
 
 const Backend& npu_backend() {
-  static const Backend backend{"ascend",        "npu",          supports, forward_bytes,
-                               backward_bytes,  forward,        backward, dropout_mask,
-                               write_rng_state, current_stream, draw};
+  static const Backend backend{"ascend", "npu",        supports,        forward_bytes,  backward_bytes, forward,
+                               backward, dropout_mask, write_rng_state, current_stream, draw,           private_format};
   return backend;
 }
 

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <acl/acl.h>
 #include <torch_npu/csrc/aten/NPUGeneratorImpl.h>
+#include <torch_npu/csrc/core/npu/NPUFormat.h>
 #include <torch_npu/csrc/core/npu/NPUStream.h>
 #include <torch_npu/csrc/framework/OpCommand.h>
 
@@ -65,6 +66,14 @@ RngSource draw(int device_index) {
   }
   source.offset += 1;  // offset 0 belongs to explicit seeds
   return source;
+}
+
+std::string private_format(const at::Tensor& tensor) {
+  const int64_t format = at_npu::native::get_npu_format(tensor);
+  for (const int64_t rows : {ACL_FORMAT_UNDEFINED, ACL_FORMAT_NCHW, ACL_FORMAT_NHWC, ACL_FORMAT_ND, ACL_FORMAT_NCDHW}) {
+    if (format == rows) return {};
+  }
+  return "the NPU's own format " + std::to_string(format) + "; convert it: torch_npu.npu_format_cast(tensor, 2)";
 }
 
 }  // namespace ascend

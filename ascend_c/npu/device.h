@@ -2,8 +2,13 @@
 #pragma once
 
 #include <functional>
+#include <string>
 
 #include "../../csrc/params.h"
+
+namespace at {
+class Tensor;
+}
 
 namespace flashattn_ext {
 namespace ascend {
@@ -18,6 +23,9 @@ void enqueue(const char* kernel, std::function<int()> launch);
 // Of torch's device with that index.
 void* current_stream(int device_index);
 RngSource draw(int device_index);
+
+// Empty, or that the tensor lies in one of the NPU's own formats, which some of its operators leave behind.
+std::string private_format(const at::Tensor& tensor);
 
 }  // namespace ascend
 }  // namespace flashattn_ext

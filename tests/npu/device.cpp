@@ -12,6 +12,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 #include <torch_npu/csrc/aten/NPUGeneratorImpl.h>
+#include <torch_npu/csrc/core/npu/NPUFormat.h>
 #include <torch_npu/csrc/core/npu/NPUStream.h>
 #include <torch_npu/csrc/framework/OpCommand.h>
 
@@ -40,6 +41,7 @@ struct State {
   std::vector<uint8_t*> freed;  // by the host; the queue may still use it
   std::vector<Launch> queue, graph;
   bool capturing = false;
+  int64_t format = ACL_FORMAT_ND;  // of every tensor
   std::string log, error;
 };
 State state;
@@ -158,6 +160,8 @@ aclrtStream NPUStream::stream(bool need_empty) const {
 
 namespace at_npu {
 
+int64_t native::get_npu_format(const at::Tensor&) { return state.format; }
+
 void native::OpCommand::RunOpApiV2(const std::string& name, const PROC_FUNC& run, bool sync) {
   TORCH_CHECK(!sync, "nothing must be waited for");
   (state.capturing ? state.graph : state.queue).push_back({name, run});
@@ -248,6 +252,7 @@ void npu_manual_seed(uint64_t seed) {
   at::Generator generator = at_npu::detail::getDefaultNPUGenerator(0);
   generator.set_current_seed(seed);
 }
+void npu_set_format(int64_t format) { state.format = format; }
 size_t npu_queued() { return state.queue.size(); }
 // Kernels that ran since the last call.
 const char* npu_ran() {

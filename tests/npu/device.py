@@ -1,4 +1,4 @@
-"""torch with the NPU of device.cpp: `import device` first of all. The backend "ascend" is that of build/npu_binding."""
+"""torch with the NPU of device.cpp: `import device` first of all. The backend "ascend" is that of tools/check_npu_binding.sh."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-FOLDER = Path(__file__).parents[2] / "build" / "npu_binding"
+FOLDER = Path(__file__).parents[2] / "build/npu_binding" / f"torch_npu-{torch.__version__.split('+')[0]}"
 LIBRARY = FOLDER / "_ascend_npu.so"
 
 torch.utils.rename_privateuse1_backend("npu")
@@ -52,6 +52,11 @@ def queued() -> int:
 def ran() -> list[str]:
     """Runs what is queued; the kernels that ran since the last call, without flash_."""
     return [name.removeprefix("flash_") for name in _library.npu_ran().decode().split()]
+
+
+def set_format(number: int) -> None:
+    """Of every tensor, from now on: 2 is rows, 29 the fractals that its matrix products like."""
+    _library.npu_set_format(ctypes.c_int64(number))
 
 
 def capture(seed: int, offset: int) -> None:
