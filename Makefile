@@ -19,7 +19,7 @@ VENV := .venv
 BIN := $(VENV)/bin/python
 RESULTS := runs/experiments
 SOURCES := $(shell find csrc -name "*.h" -o -name "*.cpp" -o -name "*.cuh" -o -name "*.cu")
-FORMATTED := $(SOURCES) $(shell find ascend_c tests/ascend -name "*.h" -o -name "*.cpp")
+FORMATTED := $(SOURCES) $(shell find ascend_c tests/ascend tests/npu -name "*.h" -o -name "*.cpp")
 PYTHON_SOURCES := flashattn_ext tests tools setup.py
 HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))
 

@@ -3,21 +3,17 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-# Names that users know, the SOC that stands for them, and its siblings (-soc picks one).
-ARCHITECTURES=(
-  "910      Ascend910B1    Atlas A2  Ascend910B1 Ascend910B2 Ascend910B2C Ascend910B3 Ascend910B4 Ascend910B4-1"
-  "910b     Ascend910B1    Atlas A2  Ascend910B1 Ascend910B2 Ascend910B2C Ascend910B3 Ascend910B4 Ascend910B4-1"
-  "910pro   Ascend910_9391 Atlas A3  Ascend910_9391 Ascend910_9392 Ascend910_9381 Ascend910_9382 Ascend910_9372 Ascend910_9362"
-  "910_93   Ascend910_9391 Atlas A3  Ascend910_9391 Ascend910_9392 Ascend910_9381 Ascend910_9382 Ascend910_9372 Ascend910_9362"
-)
-FIRST_GENERATION="Ascend910A Ascend910B Ascend910ProA Ascend910ProB Ascend910PremiumA"
+# Rows of the table, which the library checks the device against too: name, SOC, series, SOCs of the series; quoted.
+ARCHITECTURE_ROWS() { sed -n 's/^ARCHITECTURE(\(.*\))$/\1/p' ascend_c/npu/architectures.def | sed 's/", "/"\t"/g; s/"//g'; }
+FIRST_GENERATION="$(sed -n 's/^FIRST_GENERATION("\(.*\)")$/\1/p' ascend_c/npu/architectures.def)"
 MINIMUM_CANN="8.0"
 
 usage() {
   cat <<USAGE
 usage: bash build.sh -arch NAME [-soc SOC] [-mode npu|emulator|check] [-j N] [-tilings] [-debug] [-clean]
 
-  -mode npu       (default) the kernel library, with CANN $MINIMUM_CANN or newer (its torch_npu binding does not exist yet)
+  -mode npu       (default) the backend ascend of the package, kernels and torch_npu binding: with CANN $MINIMUM_CANN or newer and
+                  the torch_npu of the torch of \$PYTHON (python3). It has never met a CANN installation
   -mode emulator  the backend ascend-emulator of the package: no NPU, no CANN
   -mode check     says what a build for an NPU would use, and builds nothing
   -soc SOC        another chip of the same architecture
@@ -28,11 +24,10 @@ usage: bash build.sh -arch NAME [-soc SOC] [-mode npu|emulator|check] [-j N] [-t
 
 architectures:
 USAGE
-  local row name soc series generation siblings
-  for row in "${ARCHITECTURES[@]}"; do
-    read -r name soc series generation siblings <<<"$row"
-    printf '  %-8s %s %s: %s\n' "$name" "$series" "$generation" "${siblings// /, }"
-  done
+  local name soc series siblings
+  while IFS=$'\t' read -r name soc series siblings; do
+    printf '  %-8s %s: %s\n' "$name" "$series" "${siblings// /, }"
+  done < <(ARCHITECTURE_ROWS)
   echo "  first-generation chips ($FIRST_GENERATION) have another kind of core and are not supported"
 }
 
@@ -41,11 +36,11 @@ fail() {
   exit "${2:-1}"
 }
 
-known_names() { for row in "${ARCHITECTURES[@]}"; do echo "${row%% *}"; done | paste -sd, | sed 's/,/, /g'; }
+known_names() { ARCHITECTURE_ROWS | cut -f1 | paste -sd, | sed 's/,/, /g'; }
 
 # Sets SOC from -arch and -soc, or says why not.
 choose_soc() {
-  local row name short soc series generation siblings
+  local name short soc series siblings
   for name in $FIRST_GENERATION; do
     short="${name#Ascend}"
     # "910b" is what users call Atlas A2; the SOC Ascend910B is older.
@@ -54,14 +49,13 @@ choose_soc() {
 kernels cannot run on it. Supported: $(known_names). (An Atlas A2 reports itself as 910B1 to 910B4: use -arch 910b.)"
     fi
   done
-  for row in "${ARCHITECTURES[@]}"; do
-    read -r name soc series generation siblings <<<"$row"
+  while IFS=$'\t' read -r name soc series siblings; do
     [[ "${ARCH,,}" == "$name" ]] || continue
     SOC="${SOC_NAME:-$soc}"
-    [[ " $siblings " == *" $SOC "* ]] || fail "-soc: '$SOC' is not of $series $generation; accepted are ${siblings// /, }"
-    echo "-arch $name: $series $generation, built for $SOC"
+    [[ " $siblings " == *" $SOC "* ]] || fail "-soc: '$SOC' is not of $series; accepted are ${siblings// /, }"
+    echo "-arch $name: $series, built for $SOC"
     return
-  done
+  done < <(ARCHITECTURE_ROWS)
   fail "-arch: '$ARCH' is unknown; accepted are $(known_names)"
 }
 
@@ -90,12 +84,31 @@ or build for the emulator: bash build.sh -arch $ARCH -mode emulator" 2
   echo "CANN $CANN_VERSION in $CANN, compiler $COMPILER"
 }
 
+PYTHON="${PYTHON:-python3}"
+
+# Sets TORCH_VERSION, CXX11_ABI, INCLUDES and LIBRARIES of torch and torch_npu, or ends with code 2 and what is missing.
+# torch_npu is looked at, not imported: that could need a driver.
+find_torch_npu() {
+  local found
+  command -v "$PYTHON" >/dev/null || fail "$PYTHON was not found: PYTHON names the interpreter that has torch and torch_npu" 2
+  found="$(TORCH_DEVICE_BACKEND_AUTOLOAD=0 "$PYTHON" tools/find_torch_npu.py)" || fail "$found" 2
+  { read -r TORCH_VERSION && read -r CXX11_ABI && read -r INCLUDES && read -r LIBRARIES; } <<<"$found"
+  echo "torch $TORCH_VERSION and its torch_npu, of $PYTHON"
+}
+
 build_npu() {
   command -v cmake >/dev/null || fail "cmake is missing: install it (pip install cmake)" 2
+  export ASCEND_HOME_PATH="$CANN"  # CANN's own CMake files look there
   cmake -S ascend_c -B build/npu -DSOC_VERSION="$SOC" -DASCEND_CANN_PACKAGE_PATH="$CANN" -DCANN_VERSION="$CANN_VERSION" \
+    -DTORCH_CXX11_ABI="$CXX11_ABI" -DPYTHON_INCLUDES="$INCLUDES" -DPYTHON_LIBRARIES="$LIBRARIES" \
     -DCMAKE_BUILD_TYPE="$([[ $DEBUG == 1 ]] && echo Debug || echo Release)"
   cmake --build build/npu -j "$JOBS"
-  echo "the kernels are in build/npu/libflashattn_ext_ascend.so; a torch_npu binding does not exist yet"
+  cp build/npu/_ascend_npu.so flashattn_ext/
+  # Can be read without loading the library.
+  printf '"""Written by build.sh."""\n\nBUILT_FOR_TORCH = "%s"\nSOC = "%s"\nCANN = "%s"\n' \
+    "$TORCH_VERSION" "$SOC" "$CANN_VERSION" >flashattn_ext/_ascend_config.py
+  echo "built flashattn_ext/_ascend_npu.so: tensors on an NPU, flashattn_ext.use_backend(\"ascend\"). A package that is
+installed elsewhere gets it by: pip install --no-build-isolation --force-reinstall --no-deps ."
 }
 
 ARCH="" SOC_NAME="" MODE=npu TARGET=emulator JOBS="$(nproc 2>/dev/null || echo 2)" DEBUG=0 CLEAN=0
@@ -115,15 +128,16 @@ while (($#)); do
 done
 [[ "$JOBS" =~ ^[1-9][0-9]*$ ]] || fail "-j: expected a whole number from 1, got '$JOBS'"
 if [[ $CLEAN == 1 ]]; then
-  rm -rf build/npu build/emulator build/tilings flashattn_ext/_ascend_emulator*.so
+  rm -rf build/npu build/emulator build/tilings flashattn_ext/_ascend_emulator*.so flashattn_ext/_ascend_npu.so \
+    flashattn_ext/_ascend_config.py
   [[ -n "$ARCH" ]] || exit 0
 fi
 [[ -n "$ARCH" ]] || fail "-arch is missing; accepted are $(known_names)"
 [[ "$TARGET" == emulator || "$MODE" == emulator ]] || fail "-tilings goes with -mode emulator, got -mode $MODE"
 choose_soc
 case "$MODE" in
-  npu) find_cann && build_npu ;;
-  check) find_cann ;;
+  npu) find_cann && find_torch_npu && build_npu ;;
+  check) find_cann && find_torch_npu ;;
   emulator)
     # The emulator has no architecture of its own: A2 and A3 are the same core.
     make -j "$JOBS" "$TARGET" ${CXX:+CXX="$CXX"} $([[ $DEBUG == 1 ]] && echo 'EMULATOR_OPTIMISE=-O0 -g')

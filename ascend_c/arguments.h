@@ -4,6 +4,12 @@
 
 #include "../csrc/params.h"
 
+// How arguments travel to a kernel. CANN 8 copies the text of a parameter's struct into the launcher that it generates,
+// which therefore has to stand alone: no namespace, no base, no name of another file, sizes in digits.
+struct FlashattnBytes {
+  alignas(8) unsigned char bytes[768];
+};
+
 namespace flashattn_ext {
 namespace ascend {
 
@@ -20,6 +26,13 @@ struct Arguments : AttnGradParams {
   void* dq_sum = nullptr;          // [Hq, rows_q, sum_pitch(D)]
   void* dk_sum = nullptr;          // [Hk, rows_k, sum_pitch(D)]
   void* dv_sum = nullptr;          // [Hk, rows_k, sum_pitch(Dv)]
+
+  void* keep_mask = nullptr;  // dropout_mask: [B, Hq, Sq, Sk], a byte for each score
+};
+
+struct RngStateArguments {
+  RngSource source;
+  void* state = nullptr;  // two int64 in GM
 };
 
 }  // namespace ascend

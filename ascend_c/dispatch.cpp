@@ -91,6 +91,14 @@ Arguments backward_arguments(const AttnGradParams& p, int64_t cores) {
   return a;
 }
 
+Arguments dropout_mask_arguments(const AttnParams& p, bool* mask) {
+  Arguments a;
+  static_cast<AttnParams&>(a) = p;
+  set_numbers(&a);
+  a.keep_mask = mask;
+  return a;
+}
+
 size_t forward_workspace_bytes(const AttnParams& p, int64_t cores) {
   Carver carver(nullptr);
   Arguments a;

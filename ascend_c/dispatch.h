@@ -2,13 +2,17 @@
 // The NPU build and the emulator differ only in how they launch a kernel.
 #pragma once
 
+#include <cstring>
 #include <string>
+#include <type_traits>
 
 #include "../csrc/params.h"
 #include "arguments.h"
 
 namespace flashattn_ext {
 namespace ascend {
+
+constexpr int64_t kVectorCores = 2;  // beside each cube core
 
 // Empty, or the reason why the call cannot run.
 std::string supports(const AttnParams& p, bool backward);
@@ -24,6 +28,16 @@ size_t backward_workspace_bytes(const AttnGradParams& p, int64_t cores);
 // The workspace is divided up: in the backward the slots of the cores come first, then delta and the sums.
 Arguments forward_arguments(const AttnParams& p);
 Arguments backward_arguments(const AttnGradParams& p, int64_t cores);
+Arguments dropout_mask_arguments(const AttnParams& p, bool* mask);
+
+// As a kernel takes them.
+template <class T>
+FlashattnBytes to_bytes(const T& arguments) {
+  static_assert(std::is_trivially_copyable<T>::value && sizeof(T) <= sizeof(FlashattnBytes), "fits into a parameter");
+  FlashattnBytes packed = {};
+  std::memcpy(packed.bytes, &arguments, sizeof(T));
+  return packed;
+}
 
 }  // namespace ascend
 }  // namespace flashattn_ext

@@ -4,6 +4,8 @@
 
 #include <atomic>
 #include <cstdlib>
+#include <map>
+#include <mutex>
 #include <stdexcept>
 
 namespace flashattn_ext {
@@ -32,8 +34,9 @@ const Backend* chosen(const std::string& device) {
   return backend ? backend : named_by_environment(device);
 }
 
-std::vector<const Backend*>& mutable_backends() {
-  static std::vector<const Backend*> all{
+struct Registry {
+  std::mutex mutex;
+  std::vector<const Backend*> all{
       &cpu_backend(),
 #if defined(FLASHATTN_EXT_SM90)
       &cuda_sm90_backend(),
@@ -42,25 +45,60 @@ std::vector<const Backend*>& mutable_backends() {
       &cuda_sm80_backend(),
 #endif
   };
-  return all;
+  std::map<std::string, std::string> announced;  // device: path
+};
+
+Registry& registry() {
+  static Registry registry;
+  return registry;
+}
+
+const Backend* preferred_of(const std::string& device) {
+  for (const Backend* backend : backends()) {
+    if (device == backend->device) return backend;
+  }
+  return nullptr;
 }
 
 }  // namespace
 
-const std::vector<const Backend*>& backends() { return mutable_backends(); }
+std::vector<const Backend*> backends() {
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  return registry().all;
+}
 
 void load_backend(const std::string& path) {
   void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  if (!library) throw std::runtime_error("cannot load " + path + ": " + dlerror());
+  if (!library)
+    throw std::runtime_error("cannot load " + path + ": " + dlerror() +
+                             "; build it again from the checkout, with build.sh");
   void* const layout = dlsym(library, "flashattn_ext_backend_layout");
   void* const symbol = dlsym(library, "flashattn_ext_backend");
   if (!layout || !symbol || reinterpret_cast<uint64_t (*)()>(layout)() != kBackendLayout)
     throw std::runtime_error(path +
                              " was built from other sources than this package; build it again from the checkout");
-  auto* const backend = new Backend(*reinterpret_cast<const Backend* (*)()>(symbol)());  // lives as long as the process
-  if (!backend->dropout_mask) backend->dropout_mask = cpu_backend().dropout_mask;
-  if (!backend->write_rng_state) backend->write_rng_state = cpu_backend().write_rng_state;
-  mutable_backends().push_back(backend);
+  const Backend* const backend = reinterpret_cast<const Backend* (*)()>(symbol)();
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  for (const Backend* known : registry().all) {
+    if (known == backend) return;
+  }
+  registry().all.push_back(backend);
+}
+
+void announce_backend(const std::string& device, const std::string& path) {
+  const std::lock_guard<std::mutex> lock(registry().mutex);
+  registry().announced[device] = path;
+}
+
+void load_announced_backend(const std::string& device) {
+  std::string path;
+  {
+    const std::lock_guard<std::mutex> lock(registry().mutex);
+    const auto found = registry().announced.find(device);
+    if (found == registry().announced.end()) return;
+    path = found->second;
+  }
+  if (!preferred_of(device)) load_backend(path);
 }
 
 const Backend& backend_for(const std::string& device) {
@@ -69,12 +107,15 @@ const Backend& backend_for(const std::string& device) {
     throw std::runtime_error(std::string("backend: use_backend('") + backend->name + "') takes tensors on '" +
                              backend->device + "', got '" + device + "'; move the tensors or call use_backend(None)");
   }
-  for (const Backend* backend : backends()) {
-    if (device == backend->device) return *backend;
-  }
-  throw std::runtime_error(
-      "flashattn_ext was built without a backend for '" + device + "' tensors; see flashattn_ext.build_info() " +
-      "and rebuild on a machine with that toolkit: pip install --no-build-isolation --force-reinstall --no-deps .");
+  if (const Backend* backend = preferred_of(device)) return *backend;
+  load_announced_backend(device);
+  if (const Backend* backend = preferred_of(device)) return *backend;
+  throw std::runtime_error("flashattn_ext was built without a backend for '" + device +
+                           "' tensors; see flashattn_ext.build_info() and build it from the checkout on a machine " +
+                           (device == "npu" ? "with CANN and torch_npu: bash build.sh -arch 910b (Atlas A2), or "
+                                              "bash build.sh -arch 910_93 (Atlas A3)"
+                                            : "with that toolkit: pip install --no-build-isolation --force-reinstall "
+                                              "--no-deps ."));
 }
 
 const Backend& backend_for(const std::string& device, const AttnParams& params, bool backward, std::string* reason) {

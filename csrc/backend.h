@@ -7,6 +7,10 @@
 
 #include "params.h"
 
+namespace at {
+class Tensor;
+}
+
 namespace flashattn_ext {
 
 struct Backend {
@@ -29,21 +33,33 @@ struct Backend {
 
   // Writes {seed, offset} of a call to `state` in the device's memory, the call's rng_state afterwards.
   void (*write_rng_state)(const AttnParams& params, const RngSource& source, int64_t* state);
+
+  // What torch has for its device of that index: the current stream, and a fresh source from the default generator.
+  // nullptr where ops.cpp knows the device itself (CPU, CUDA).
+  void* (*current_stream)(int device_index) = nullptr;
+  RngSource (*draw)(int device_index) = nullptr;
+  // Where a tensor can lie in memory as no strides say: how, and what to do; empty when it lies in rows.
+  std::string (*private_format)(const at::Tensor& tensor) = nullptr;
 };
 
 const Backend& cpu_backend();
 const Backend& cuda_sm80_backend();  // in builds with FLASHATTN_EXT_CUDA
 const Backend& cuda_sm90_backend();  // in builds with FLASHATTN_EXT_SM90, for architecture 9.0a
 
-// Every backend of this build; among those of one device the preferred one comes first.
-const std::vector<const Backend*>& backends();
+// Every backend that is loaded; among those of one device the preferred one comes first.
+std::vector<const Backend*> backends();
 
 // Adds the backend of a library that exports, in extern "C", `const Backend* flashattn_ext_backend()` and `uint64_t
-// flashattn_ext_backend_layout()`, as the last of its device; what it leaves null is the CPU's. Throws
-// std::runtime_error when it cannot be loaded or was compiled with other structs.
+// flashattn_ext_backend_layout()`, as the last of its device. The first of them may throw std::runtime_error: it says
+// why the library cannot run here. Throws that also when it cannot be loaded or was compiled with other structs.
 constexpr uint64_t kBackendLayout =
     (uint64_t{sizeof(Backend)} << 40) + (uint64_t{sizeof(AttnGradParams)} << 20) + sizeof(CpuExecutor);
 void load_backend(const std::string& path);
+
+// A library for a device of which there is no backend yet: it is loaded, once, when the first tensor of that device
+// comes, or when load_announced_backend() asks for it. Before, what it needs may not be in the process.
+void announce_backend(const std::string& device, const std::string& path);
+void load_announced_backend(const std::string& device);
 
 // The forced backend, or the preferred one of the device. Throws std::runtime_error, naming the fix, when there is none
 // or the forced one takes tensors of another device.

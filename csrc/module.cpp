@@ -47,6 +47,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("compiler", &compiler, "The C++ compiler of this build.");
   m.def("backends", &backend_names, "Names of the compiled backends, the preferred one of each device first.");
   m.def("load_backend", &load_backend, "Adds the backend of a library.");
+  m.def("announce_backend", &announce_backend, pybind11::arg("device"), pybind11::arg("path"),
+        "Names a library to be loaded when the first tensor of a device comes.");
+  m.def("load_announced_backend", &load_announced_backend, pybind11::arg("device"), "Loads it now.");
   m.def("force_backend", &force_backend, "Forces a backend for the process; '' chooses by device again.");
   m.def("forced_backend", &forced_backend, "The forced backend, or ''.");
   m.def("cpu_isas", &cpu_isas, "Instruction sets that the CPU backend can use here, fastest first.");

@@ -10,6 +10,7 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <initializer_list>
 #include <mutex>
 #include <tuple>
 
@@ -56,8 +57,10 @@ std::string device_name(const at::Tensor& t) { return c10::DeviceTypeName(t.devi
 class Device {
  public:
   explicit Device(const at::Tensor& t) : guard_(t.device()) {
-    stream_ = &executor_;
-    if (t.is_cpu()) executor_ = cpu_executor();
+    if (t.is_cpu()) {
+      executor_ = cpu_executor();
+      stream_ = &executor_;
+    }
 #if defined(FLASHATTN_EXT_CUDA)
     if (t.is_cuda()) stream_ = c10::cuda::getCurrentCUDAStream().stream();
 #endif
@@ -68,7 +71,7 @@ class Device {
  private:
   at::DeviceGuard guard_;
   CpuExecutor executor_;
-  void* stream_;
+  void* stream_ = nullptr;  // of another device: the backend knows it
 };
 
 // --- from tensors to params
@@ -117,8 +120,9 @@ AttnCall readable(AttnCall c) {
   return c;
 }
 
+// Sizes and options: all that decides who runs the call.
 template <class Params>
-Params params_of(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse) {
+Params params_of(const AttnCall& c) {
   Params p;
   p.dtype = dtype_of(c.q);
   p.batch = c.batch();
@@ -134,25 +138,43 @@ Params params_of(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse
     p.total_q = c.q.size(0);
     p.total_k = c.k.size(0);
   }
-  p.q = view_of(c, c.q);
-  p.k = view_of(c, c.k);
-  p.v = view_of(c, c.v);
-  p.out = view_of(c, out);
-  p.lse = row_view_of(c, lse);
   p.window_left = c.window_left;
   p.window_right = c.causal ? 0 : c.window_right;  // causal caps the right side, and no side is below 0
   p.softmax_scale = c.softmax_scale;
   p.has_sink = c.smooth_softmax || c.sink;
-  p.sink = c.sink ? c.sink->const_data_ptr() : nullptr;
   p.dropout_threshold = dropout_threshold(c.dropout_p);
   return p;
 }
 
-const Backend& backend_supporting(const AttnCall& c, const AttnParams& p, bool backward) {
+// Where the tensors of a readable call lie.
+void set_memory(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse, AttnParams* p) {
+  if (c.is_varlen()) {
+    p->cu_seqlens_q = c.cu_seqlens_q->const_data_ptr<int32_t>();
+    p->cu_seqlens_k = c.cu_seqlens_k->const_data_ptr<int32_t>();
+  }
+  p->q = view_of(c, c.q);
+  p->k = view_of(c, c.k);
+  p->v = view_of(c, c.v);
+  p->out = view_of(c, out);
+  p->lse = row_view_of(c, lse);
+  p->sink = c.sink ? c.sink->const_data_ptr() : nullptr;
+}
+
+// The backend that runs the call, and its stream if this file does not know that one.
+const Backend& backend_supporting(const at::Tensor& device_of, AttnParams* p, bool backward) {
   std::string reason;
-  const Backend& backend = backend_for(device_name(c.q), p, backward, &reason);
+  const Backend& backend = backend_for(device_name(device_of), *p, backward, &reason);
   TORCH_CHECK_NOT_IMPLEMENTED(reason.empty(), "backend '", backend.name, "': ", reason);
+  if (backend.current_stream) p->stream = backend.current_stream(device_of.device().index());
   return backend;
+}
+
+void check_formats(const Backend& backend, std::initializer_list<std::pair<const char*, const at::Tensor*>> tensors) {
+  if (!backend.private_format) return;
+  for (const auto& [name, t] : tensors) {
+    const std::string format = backend.private_format(*t);
+    TORCH_CHECK_VALUE(format.empty(), name, ": expected a tensor in rows, got one in ", format);
+  }
 }
 
 at::Tensor workspace_for(const AttnCall& c, size_t bytes, AttnParams* p) {
@@ -214,7 +236,7 @@ at::Tensor new_rng_state(const AttnCall& c, std::optional<int64_t> rng_seed, con
   if (rng_seed) {
     source.seed = *rng_seed;
   } else if (dropout_threshold(c.dropout_p) < 256) {
-    source = draw(c.q);
+    source = backend.draw ? backend.draw(c.q.device().index()) : draw(c.q);
   }
   backend.write_rng_state(p, source, state.data_ptr<int64_t>());
   return state;
@@ -245,20 +267,27 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(
              sink};
   validate(c);
   const Device device(q);
+  AttnParams p = params_of<AttnParams>(c);
+  p.stream = device.stream();
+  const Backend& backend = backend_supporting(q, &p, false);
+  check_formats(backend, {{"q", &q}, {"k", &k}, {"v", &v}});
   c = readable(c);
   at::Tensor out = like(c, q, v.size(-1));
   std::vector<int64_t> lse_shape{q.size(c.head_axis()), q.size(c.row_dim())};
   if (!c.is_varlen()) lse_shape.insert(lse_shape.begin(), q.size(0));
   at::Tensor lse = at::empty(lse_shape, q.options().dtype(c.statistics_dtype()));
 
-  AttnParams p = params_of<AttnParams>(c, out, lse);
-  p.stream = device.stream();
-  const Backend& backend = backend_supporting(c, p, false);
+  set_memory(c, out, lse, &p);
   const at::Tensor rng_state = new_rng_state(c, rng_seed, backend, p);
   p.rng_state = rng_state.const_data_ptr<int64_t>();
   const at::Tensor workspace = workspace_for(c, backend.forward_workspace_bytes(p), &p);
   clear_rows_behind(c.cu_seqlens_q, out, c.row_dim(), 0);
   clear_rows_behind(c.cu_seqlens_q, lse, 1, -std::numeric_limits<double>::infinity());
+  // Only the device knows which rows those are. On CUDA the backend clears them.
+  if (c.is_varlen() && q.is_privateuseone()) {
+    out.zero_();
+    lse.fill_(-std::numeric_limits<double>::infinity());
+  }
   backend.forward(p);
   return {out, lse, rng_state};
 }
@@ -286,6 +315,11 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward(
              sink};
   validate(c, {dout, dlse, out, lse, rng_state});
   const Device device(q);
+  AttnGradParams p = params_of<AttnGradParams>(c);
+  p.deterministic = deterministic;
+  p.stream = device.stream();
+  const Backend& backend = backend_supporting(q, &p, true);
+  check_formats(backend, {{"dout", dout ? &*dout : &out}, {"q", &q}, {"k", &k}, {"v", &v}, {"out", &out}});
   c = readable(c);
   const at::Tensor out_rows = with_contiguous_rows(out);
   const at::Tensor dout_rows = dout ? with_contiguous_rows(*dout) : at::zeros(out.sizes(), out.options());
@@ -293,7 +327,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward(
   at::Tensor dq = like(c, q, q.size(-1)), dk = like(c, k, k.size(-1)), dv = like(c, v, v.size(-1));
   at::Tensor dsink = at::empty({sink ? sink->size(0) : 0}, q.options().dtype(c.statistics_dtype()));
 
-  AttnGradParams p = params_of<AttnGradParams>(c, out_rows, lse_rows);
+  set_memory(c, out_rows, lse_rows, &p);
   p.rng_state = state.const_data_ptr<int64_t>();
   at::Tensor dlse_rows;
   if (dlse) {
@@ -305,9 +339,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward(
   p.dk = view_of(c, dk);
   p.dv = view_of(c, dv);
   p.dsink = sink ? dsink.data_ptr() : nullptr;
-  p.deterministic = deterministic;
-  p.stream = device.stream();
-  const Backend& backend = backend_supporting(c, p, true);
   const at::Tensor workspace = workspace_for(c, backend.backward_workspace_bytes(p), &p);
   clear_rows_behind(c.cu_seqlens_q, dq, c.row_dim(), 0);
   clear_rows_behind(c.cu_seqlens_k, dk, c.row_dim(), 0);
@@ -325,20 +356,21 @@ at::Tensor dropout_mask(const at::Tensor& device_of, int64_t batch, int64_t head
     TORCH_CHECK_VALUE(size >= 0, name, ": expected at least 0, got ", size);
   }
   const Device device(device_of);
-  const Backend& backend = backend_for(device_name(device_of));
-  at::Tensor mask = at::empty({batch, heads, seqlen_q, seqlen_k}, device_of.options().dtype(at::kBool));
-  at::Tensor rng_state = at::empty({2}, device_of.options().dtype(at::kLong));
-  RngSource source;
-  source.seed = rng_seed;
-  source.offset = rng_offset;
   AttnParams p;
+  p.dtype = DType::kFloat16;  // there is no q; every backend has this type
   p.batch = batch;
   p.heads_q = heads;
   p.seqlen_q = seqlen_q;
   p.seqlen_k = seqlen_k;
   p.dropout_threshold = dropout_threshold(dropout_p);
-  p.rng_state = rng_state.const_data_ptr<int64_t>();
   p.stream = device.stream();
+  const Backend& backend = backend_supporting(device_of, &p, false);
+  at::Tensor mask = at::empty({batch, heads, seqlen_q, seqlen_k}, device_of.options().dtype(at::kBool));
+  at::Tensor rng_state = at::empty({2}, device_of.options().dtype(at::kLong));
+  RngSource source;
+  source.seed = rng_seed;
+  source.offset = rng_offset;
+  p.rng_state = rng_state.const_data_ptr<int64_t>();
   backend.write_rng_state(p, source, rng_state.data_ptr<int64_t>());
   backend.dropout_mask(p, mask.data_ptr<bool>());
   return mask;
@@ -377,7 +409,8 @@ void implement(torch::Library& m) {
 }
 
 TORCH_LIBRARY_IMPL(flashattn_ext, CPU, m) { implement(m); }
-// Also without a CUDA backend: then the call says that this build has none.
+// Also without a backend for them: then the call says that this build has none. PrivateUse1 is torch_npu's.
 TORCH_LIBRARY_IMPL(flashattn_ext, CUDA, m) { implement(m); }
+TORCH_LIBRARY_IMPL(flashattn_ext, PrivateUse1, m) { implement(m); }
 
 }  // namespace flashattn_ext

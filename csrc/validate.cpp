@@ -23,7 +23,8 @@ void check_tensor_kinds(const AttnCall& c) {
   const at::ScalarType dtype = c.q.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble,
                    "q: expected dtype float16, bfloat16, float32 or (CPU only) float64, got ", dtype);
-  TORCH_CHECK_TYPE(dtype != at::kDouble || c.q.is_cpu() || c.q.is_meta(),
+  // On an NPU the backend says so, of float32 too.
+  TORCH_CHECK_TYPE(dtype != at::kDouble || c.q.is_cpu() || c.q.is_meta() || c.q.is_privateuseone(),
                    "q: float64 is supported on the CPU only, got a tensor on ", c.q.device(), "; use float32 there");
   for (const auto& [name, t] : NamedTensors{{"q", &c.q}, {"k", &c.k}, {"v", &c.v}}) {
     TORCH_CHECK_VALUE(t->dim() == rank, name, ": expected ", rank, " dimensions ", layout_of(c), ", got shape ",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
+BUILD_NPU = "bash build.sh -arch 910b (Atlas A2), or bash build.sh -arch 910_93 (Atlas A3)"
 
 
 def _same_series(a: str, b: str) -> bool:
@@ -46,7 +47,53 @@ def load() -> Any:
             f"FLASHATTN_EXT_ISA: '{isa}' is not an instruction set of this build on this machine; "
             f"choose one of {', '.join(_C.cpu_isas())}"
         )
+    if not why_not_ascend():
+        _C.announce_backend("npu", str(_npu_library()))
     return _C
+
+
+def _npu_library() -> Path:
+    return Path(__file__).with_name("_ascend_npu.so")
+
+
+def why_not_ascend() -> str:
+    """Why this package has no backend "ascend" that torch could load; empty where it has one.
+
+    It is looked at from outside: loading it needs torch_npu in the process, which comes with the first NPU tensor.
+    """
+    import torch
+
+    try:
+        from . import _ascend_config
+    except ImportError:
+        return "not built"
+    if not _npu_library().exists():
+        return f"not built ({_npu_library()} is missing)"
+    if not _same_series(_ascend_config.BUILT_FOR_TORCH, torch.__version__):
+        return f"built for torch {_ascend_config.BUILT_FOR_TORCH}, but torch {torch.__version__} is installed"
+    return ""
+
+
+def load_ascend() -> None:
+    """Makes the backend "ascend" known, if it is not yet.
+
+    Raises:
+        RuntimeError: it was not built, or cannot run here; names the fix.
+    """
+    from . import _C
+
+    if reason := why_not_ascend():
+        raise RuntimeError(
+            f"the backend 'ascend': {reason}; build it from the checkout, on a machine with CANN and torch_npu: {BUILD_NPU}"
+        )
+    try:
+        import torch_npu  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:
+        raise RuntimeError(
+            f"the backend 'ascend' needs torch_npu, which cannot be imported ({error}); install the torch-npu of this torch "
+            "(the same version) and source CANN's set_env.sh"
+        ) from error
+    _C.load_announced_backend("npu")
 
 
 def load_ascend_emulator() -> None:
@@ -73,17 +120,26 @@ def build_info() -> dict[str, Any]:
 
     Returns:
         A dict with `version`, `backends` (names for use_backend), `torch` (the version built for),
-        `compiler`, `cpu_isas` (usable here, fastest first), `cpu_isa` (in use) and
-        `cuda_architectures` (compute capabilities, empty without CUDA).
+        `compiler`, `cpu_isas` (usable here, fastest first), `cpu_isa` (in use),
+        `cuda_architectures` (compute capabilities, empty without CUDA) and `ascend_soc` (the chip
+        that "ascend" was built for, or "").
     """
     from . import _C, __version__, _build_config
 
+    backends, ascend_soc = _C.backends(), ""
+    if not why_not_ascend():
+        from . import _ascend_config
+
+        ascend_soc = _ascend_config.SOC
+        if "ascend" not in backends:  # it is loaded on demand
+            backends.append("ascend")
     return {
         "version": __version__,
-        "backends": _C.backends(),
+        "backends": backends,
         "torch": _build_config.BUILT_FOR_TORCH,
         "compiler": _C.compiler(),
         "cpu_isas": _C.cpu_isas(),
         "cpu_isa": _C.cpu_isa(),
         "cuda_architectures": list(_build_config.CUDA_ARCHITECTURES),
+        "ascend_soc": ascend_soc,
     }

@@ -313,17 +313,19 @@ def use_backend(name: str | None) -> _BackendChoice:
     """Forces a backend for the whole process: use_backend("cpu"), or `with use_backend("cpu"): ...`.
 
     Args:
-        name: one of build_info()["backends"], or "ascend-emulator", which runs CPU tensors through the Ascend C kernels
-            and is loaded on demand; None chooses by the device of the tensors again.
+        name: one of build_info()["backends"], or "ascend-emulator", which runs CPU tensors through the Ascend C kernels;
+            both Ascend backends are loaded on demand. None chooses by the device of the tensors again.
 
     Raises:
         ValueError: no such backend in this build; names the choices.
-        RuntimeError: the emulator was not built; names the command that builds it.
+        RuntimeError: an Ascend backend was not built, or cannot run here; names the command that builds it.
     """
     if name is not None and not isinstance(name, str):
         raise TypeError(f"backend: expected a name or None, got {type(name).__name__}")
     if name == "ascend-emulator":
         _build.load_ascend_emulator()
+    if name == "ascend":
+        _build.load_ascend()
     previous = _C.forced_backend()
     _C.force_backend(name or "")
     return _BackendChoice(previous)

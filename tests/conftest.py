@@ -21,6 +21,7 @@ from flashattn_ext import _C
 ALL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EMULATOR = "ascend-emulator"
 EMULATOR_LIBRARY = Path(flashattn_ext.__file__).parent / "_ascend_emulator.so"
+TORCH_NPU = Path(__file__).parents[1] / "build/npu_binding" / f"torch_npu-{torch.__version__.split('+')[0]}"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -45,7 +46,7 @@ def present_devices() -> list[str]:
     devices = ["cpu"]
     if torch.cuda.is_available() and "cuda" in str(flashattn_ext.build_info()["backends"]):
         devices.append("cuda")
-    if importlib.util.find_spec("torch_npu") and "ascend" in str(flashattn_ext.build_info()["backends"]):
+    if importlib.util.find_spec("torch_npu") and "ascend" in flashattn_ext.build_info()["backends"]:
         devices.append("npu")
     if EMULATOR_LIBRARY.exists():
         devices.append(EMULATOR)
@@ -53,11 +54,13 @@ def present_devices() -> list[str]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The files of what only a GPU, the built emulator or its tilings can show, where there is none."""
+    """The files of what only a GPU, the built emulator, its tilings or torch_npu's headers can show, where there is none."""
     if collection_path.name == "test_ascend_backend.py":
         return None if EMULATOR_LIBRARY.exists() else True
     if collection_path.name == "test_ascend_tilings.py":
         return None if any(EMULATOR_LIBRARY.parent.glob(f"{EMULATOR_LIBRARY.stem}_*.so")) else True
+    if collection_path.name == "test_npu_binding.py":
+        return None if TORCH_NPU.exists() else True
     devices = config.getoption("--device") or present_devices()
     return True if collection_path.name == "test_cuda.py" and "cuda" not in devices else None
 

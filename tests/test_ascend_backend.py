@@ -4,12 +4,14 @@ broken in any scheduling mode, and that cores, modes and layouts do not change a
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from helpers import Case, check, make_inputs, run
 import flashattn_ext
 from flashattn_ext import _build
 
+LIBRARY = Path(flashattn_ext.__file__).with_name("_ascend_emulator.so")
 MODES = ("mode=eager,cores=1", "mode=late,cores=2", "mode=random,seed=1,cores=3", "mode=random,seed=2,cores=2")
 
 CASES = {
@@ -73,6 +76,57 @@ def test_no_mode_and_no_number_of_cores_changes_a_bit(case: Case, monkeypatch: p
 def test_gradients_that_many_cores_add_to(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHATTN_EXT_ASCEND_EMULATOR", mode)
     check(Case(dtype=torch.bfloat16, B=1, Sq=520, Sk=400, Hq=2, Hk=1, D=64, Dv=80, causal=True), "cpu")
+
+
+MASKS = {
+    "one score": (1, 1, 1, 1, 0.3, 7),
+    "odd rows": (2, 3, 21, 131, 0.1, 5),
+    "two blocks of keys": (1, 2, 33, 1100, 0.5, 2**63 - 1),
+    "nearly all": (2, 1, 5, 513, 0.99, -3),
+    "none": (1, 2, 16, 512, 0.0, 1),
+    "empty": (1, 2, 0, 9, 0.5, 1),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("call", MASKS.values(), ids=MASKS)
+def test_dropout_mask_is_the_cpus(call: tuple, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHATTN_EXT_ASCEND_EMULATOR", mode)
+    got = flashattn_ext.dropout_mask(*call)
+    with flashattn_ext.use_backend("cpu"):
+        assert torch.equal(got, flashattn_ext.dropout_mask(*call))
+
+
+def test_mask_that_is_too_long_names_the_limit() -> None:
+    with pytest.raises(NotImplementedError, match=r"backend 'ascend-emulator': sequences longer than 2\^30"):
+        flashattn_ext.dropout_mask(0, 1, 2**30 + 1, 1, 0.5, 1)
+
+
+class RngSource(ctypes.Structure):
+    """As in csrc/params.h."""
+
+    _fields_ = (
+        ("seed", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+        ("seed_pointer", ctypes.c_void_p),
+        ("offset_pointer", ctypes.c_void_p),
+    )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("in_memory", "expected"), [(False, [-5, 3]), (True, [2**62 + 1, 43])])
+def test_rng_state(mode: str, in_memory: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From values, and from the generator's memory, as a captured graph has it; no device of the tests captures one."""
+    monkeypatch.setenv("FLASHATTN_EXT_ASCEND_EMULATOR", mode)
+    library = ctypes.CDLL(LIBRARY)
+    library.flashattn_ext_backend.restype = ctypes.POINTER(ctypes.c_void_p)
+    write_rng_state = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(RngSource), ctypes.c_void_p)(
+        library.flashattn_ext_backend()[8]
+    )
+    seed, offset, state = torch.tensor([2**62 + 1]), torch.tensor([40]), torch.zeros(2, dtype=torch.int64)
+    memory = (seed.data_ptr(), offset.data_ptr()) if in_memory else (None, None)
+    write_rng_state(None, RngSource(-5, 3, *memory), state.data_ptr())
+    assert state.tolist() == expected
 
 
 def test_fp32_names_what_works() -> None:

@@ -242,6 +242,16 @@ def test_float_to_integer_rounds_and_saturates(programs: Path, tmp_path: Path) -
     np.testing.assert_array_equal(got[6:1000], np.rint(a[6:1000]).astype(np.int32))
 
 
+@pytest.mark.parametrize(("mode", "rounded"), [("RINT", np.rint), ("TRUNC", np.trunc)])
+def test_half_to_byte_rounds_and_saturates(programs: Path, tmp_path: Path, mode: str, rounded: np.ufunc) -> None:
+    a = np.random.default_rng(8).uniform(-20, 300, ELEMENTS).astype(np.float16)
+    a[:7] = [0, 1, 0.5, 2.5, 255.5, np.inf, np.nan]
+    got = api(programs, tmp_path, f"half_to_uint8_{mode}", np.uint8, a, a)
+    expected = np.clip(rounded(np.nan_to_num(a.astype(np.float32))), 0, 255).astype(np.uint8)
+    np.testing.assert_array_equal(got[:1000], expected[:1000])
+    assert (got[1000:] == 7).all()
+
+
 def test_atomic_addition(programs: Path, tmp_path: Path) -> None:
     a, _ = inputs("float32")
     expected = fresh("float32")

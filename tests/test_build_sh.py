@@ -1,21 +1,52 @@
-"""build.sh: which architectures it takes, which it refuses and why, and how it looks for CANN."""
+"""build.sh: which architectures it takes, which it refuses and why, how it looks for CANN and torch_npu, and what it has them do.
+
+There is no CANN here. What stands in for it has the files that build.sh and CMake look for, and a compiler that leaves the
+project's sources uncompiled; that those fit torch_npu is for tools/check_npu_binding.sh to see.
+"""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 NAMES = "910, 910b, 910pro, 910_93"
+RELEASE = torch.__version__.split("+")[0]
 
 
-def build(*arguments: str, cann: Path | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "HOME": "/nonexistent", "ASCEND_TOOLKIT_HOME": "", "ASCEND_HOME_PATH": str(cann or "")}
-    command = ["bash", ROOT / "build.sh", *arguments]
+def build(
+    *arguments: str, cann: Path | None = None, packages: Path | None = None, root: Path = ROOT, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """packages: a folder for PYTHONPATH."""
+    environment = {
+        **os.environ,
+        "HOME": "/nonexistent",
+        "ASCEND_TOOLKIT_HOME": "",
+        "ASCEND_HOME_PATH": str(cann or ""),
+        "PYTHON": sys.executable,
+        "PYTHONPATH": str(packages or ""),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        **env,
+    }
+    command = ["bash", root / "build.sh", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def make_torch_npu(folder: Path, version: str = RELEASE) -> Path:
+    """A torch_npu that is installed, but must not be imported."""
+    for path, text in {
+        "torch_npu/__init__.py": "raise RuntimeError('build.sh imported it')",
+        f"torch_npu-{version}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: torch-npu\nVersion: {version}\n",
+    }.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    return folder
 
 
 def make_cann(folder: Path, version: str, *, compiler: bool = True) -> Path:
@@ -83,5 +114,127 @@ def test_cann_without_its_compiler(tmp_path: Path) -> None:
     ],
 )
 def test_check_says_what_would_be_built(arguments: list[str], soc: str, tmp_path: Path) -> None:
-    done = build(*arguments, "-mode", "check", cann=make_cann(tmp_path, "9.0.1"))
-    assert done.returncode == 0 and soc in done.stdout and f"CANN 9.0.1 in {tmp_path}" in done.stdout
+    packages = make_torch_npu(tmp_path / "packages")
+    done = build(*arguments, "-mode", "check", cann=make_cann(tmp_path / "cann", "9.0.1"), packages=packages)
+    assert done.returncode == 0 and soc in done.stdout and f"CANN 9.0.1 in {tmp_path / 'cann'}" in done.stdout
+    assert f"torch {torch.__version__} and its torch_npu" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("version", "message"),
+    [
+        ("", "torch_npu is not installed for"),
+        ("1.11.0.post1", f"torch_npu 1.11.0.post1 is not that of torch {RELEASE}"),
+    ],
+)
+def test_without_the_right_torch_npu(version: str, message: str, tmp_path: Path) -> None:
+    packages = make_torch_npu(tmp_path / "packages", version) if version else None
+    done = build("-arch", "910", "-mode", "check", cann=make_cann(tmp_path / "cann", "8.5.0"), packages=packages)
+    assert done.returncode == 2 and message in done.stderr and f"pip install torch-npu=={RELEASE}" in done.stderr
+
+
+# The real compiler, except for sources of the project: their options are written down, and the object is empty.
+COMPILER = """#!/bin/sh
+case "$*" in *" -c "*) case "$*" in *{project}*)
+  echo "$*" >>{log}
+  for argument; do case "$last" in -o) object="$argument" ;; esac; last="$argument"; done
+  exec {compiler} -x c++ -c /dev/null -o "$object"
+;; esac ;; esac
+exec {compiler} "$@"
+"""
+
+# CANN 8: ascendc_library() makes launchers of kernels.
+ASCENDC = """
+function(ascendc_library name kind)
+  file(WRITE ${{CMAKE_BINARY_DIR}}/empty.cpp "")
+  add_library(${{name}} ${{kind}} ${{CMAKE_BINARY_DIR}}/empty.cpp)
+  file(APPEND {log} "ascendc_library ${{name}} ${{kind}} ${{SOC_VERSION}} ${{ARGN}}\n")
+endfunction()
+"""
+
+# CANN 9: a language.
+ASC = {
+    "asc-config.cmake": "list(APPEND CMAKE_MODULE_PATH ${{CMAKE_CURRENT_LIST_DIR}}/asc_modules)",
+    "asc_modules/CMakeDetermineASCCompiler.cmake": """
+set(CMAKE_ASC_COMPILER {cxx})
+set(CMAKE_ASC_COMPILER_ENV_VAR ASC)
+configure_file(${{CMAKE_CURRENT_LIST_DIR}}/CMakeASCCompiler.cmake.in ${{CMAKE_PLATFORM_INFO_DIR}}/CMakeASCCompiler.cmake @ONLY)
+""",
+    "asc_modules/CMakeASCCompiler.cmake.in": """
+set(CMAKE_ASC_COMPILER "@CMAKE_ASC_COMPILER@")
+set(CMAKE_ASC_COMPILER_LOADED 1)
+set(CMAKE_ASC_LINKER_PREFERENCE 100)
+""",
+    "asc_modules/CMakeTestASCCompiler.cmake": "set(CMAKE_ASC_COMPILER_WORKS 1)",
+    "asc_modules/CMakeASCInformation.cmake": """
+set(CMAKE_ASC_OUTPUT_EXTENSION .o)
+set(CMAKE_ASC_COMPILE_OPTIONS_PIC -fPIC)
+set(CMAKE_INCLUDE_FLAG_ASC -I)
+set(CMAKE_SHARED_LIBRARY_CREATE_ASC_FLAGS -shared)
+set(CMAKE_ASC_COMPILE_OBJECT
+  "<CMAKE_ASC_COMPILER> <DEFINES> <INCLUDES> --npu-arch=${{CMAKE_ASC_ARCHITECTURES}} <FLAGS> -o <OBJECT> -c <SOURCE>")
+set(CMAKE_ASC_CREATE_SHARED_LIBRARY "<CMAKE_ASC_COMPILER> -shared <OBJECTS> -o <TARGET> <LINK_LIBRARIES>")
+""",
+}
+
+
+def make_building_cann(folder: Path, version: str, project: Path, log: Path) -> Path:
+    """One that can be built with. Libraries are empty; `log` gets what the compiler was told."""
+    make_cann(folder, version)
+    names = {
+        "log": log,
+        "project": project / "ascend_c",
+        "compiler": os.environ.get("CXX", "c++"),
+        "cxx": folder / "cxx",
+    }
+    cmake = folder / "compiler" / "tikcpp" / "ascendc_kernel_cmake"
+    files = {"ascendc.cmake": ASCENDC} if version.startswith("8") else ASC
+    for path, text in {**{cmake / path: text for path, text in files.items()}, folder / "cxx": COMPILER}.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text.format(**names))
+    (folder / "cxx").chmod(0o755)
+    (folder / "lib64").mkdir()
+    libraries = [names["compiler"], "-shared", "-x", "c++", "/dev/null", "-o"]
+    subprocess.run([*libraries, folder / "lib64" / "libascendcl.so"], check=True)
+    return folder
+
+
+KERNELS = sorted(path.stem for path in (ROOT / "ascend_c" / "inst").glob("*.cpp"))
+
+
+@pytest.mark.parametrize("version", ["8.5.0", "9.0.1"])
+def test_build_for_an_npu(version: str, tmp_path: Path) -> None:
+    project, log = tmp_path / "project", tmp_path / "log"
+    for name in ("ascend_c", "csrc", "tools"):
+        shutil.copytree(ROOT / name, project / name)
+    shutil.copy(ROOT / "build.sh", project)
+    (project / "flashattn_ext").mkdir()
+    packages = make_torch_npu(tmp_path / "packages")
+    (packages / "torch_npu" / "lib").mkdir()
+    cann = make_building_cann(tmp_path / "cann", version, project, log)
+    shutil.copy(cann / "lib64" / "libascendcl.so", packages / "torch_npu" / "lib" / "libtorch_npu.so")
+
+    options = dict(cann=cann, packages=packages, root=project, CXX=str(cann / "cxx"))
+    done = build("-arch", "910_93", "-soc", "Ascend910_9382", "-j", "2", **options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "built flashattn_ext/_ascend_npu.so" in done.stdout
+    assert (project / "flashattn_ext" / "_ascend_npu.so").exists()
+    config: dict[str, str] = {}
+    exec((project / "flashattn_ext" / "_ascend_config.py").read_text(), config)
+    recorded = [config[name] for name in ("BUILT_FOR_TORCH", "SOC", "CANN")]
+    assert recorded == [torch.__version__, "Ascend910_9382", version]
+
+    told = log.read_text().splitlines()
+    (binding,) = (line for line in told if line.endswith("npu/binding.cpp"))
+    assert 'FLASHATTN_SOC="Ascend910_9382"' in binding.replace("\\", "") and "-fvisibility=hidden" in binding
+    for headers in (packages / "torch_npu" / "include", Path(torch.__file__).parent / "include", cann / "include"):
+        assert str(headers) in binding
+    (launch,) = (line for line in told if line.endswith("npu/launch.cpp"))
+    assert ("-DFLASHATTN_ASC" in launch) == ("--npu-arch=dav-2201" in launch) == version.startswith("9")
+    if version.startswith("8"):
+        (library,) = (line.split() for line in told if line.startswith("ascendc_library"))
+        assert library[1:4] == ["flashattn_ext_kernels", "STATIC", "Ascend910_9382"]
+        assert sorted(Path(source).stem for source in library[4].split(";")) == KERNELS
+
+    assert build("-clean", **options).returncode == 0
+    assert list((project / "flashattn_ext").iterdir()) == []

@@ -21,6 +21,8 @@ namespace {
 using ascend_emulator::GlobalMemory;
 using ascend_emulator::Use;
 
+constexpr size_t kRngStateBytes = 2 * sizeof(int64_t);
+
 struct Choices {
   ascend_emulator::Options options;
   int64_t cores = 2;
@@ -70,7 +72,7 @@ void add_inputs(GlobalMemory& gm, const AttnParams& p) {
     gm.add("cu_seqlens_k", p.cu_seqlens_k, static_cast<size_t>(p.batch + 1) * 4, Use::input);
   }
   if (p.sink) gm.add("sink", p.sink, static_cast<size_t>(p.heads_q) * 4, Use::input);
-  if (p.has_dropout()) gm.add("rng_state", p.rng_state, 16, Use::input);
+  if (p.has_dropout()) gm.add("rng_state", p.rng_state, kRngStateBytes, Use::input);
 }
 
 void check(const ascend_emulator::Report& report) {
@@ -95,7 +97,7 @@ ascend_emulator::Report run_forward(const AttnParams& p, const Choices& how) {
   gm.add("workspace", arguments.workspace, bytes, Use::workspace);
   const auto kernel = p.dtype == DType::kFloat16 ? flash_forward_fp16 : flash_forward_bf16;
   return ascend_emulator::launch(AscendC::KERNEL_TYPE_MIX_AIC_1_2, static_cast<int>(cores), how.options, gm,
-                                 [&] { kernel(arguments); });
+                                 [&] { kernel(ascend::to_bytes(arguments)); });
 }
 
 void forward(const AttnParams& p) { check(run_forward(p, choices())); }
@@ -122,11 +124,12 @@ ascend_emulator::Report run_backward(const AttnGradParams& p, const Choices& how
   ascend_emulator::Report total;
   const auto stage = [&](AscendC::KernelMetaType type, int64_t blocks, GlobalMemory& gm, auto kernel) {
     if (!total.errors.empty() || !blocks) return;
-    total += ascend_emulator::launch(type, static_cast<int>(blocks), how.options, gm, [&] { kernel(a); });
+    total +=
+        ascend_emulator::launch(type, static_cast<int>(blocks), how.options, gm, [&] { kernel(ascend::to_bytes(a)); });
   };
   GlobalMemory prepare(moves_data), main(moves_data), finish(moves_data);
   with_sums(prepare, Use::output, Use::output);
-  stage(AscendC::KERNEL_TYPE_AIV_ONLY, 2 * how.cores, prepare,
+  stage(AscendC::KERNEL_TYPE_AIV_ONLY, ascend::kVectorCores * how.cores, prepare,
         half ? flash_backward_prepare_fp16 : flash_backward_prepare_bf16);
 
   with_sums(main, Use::input, Use::accumulator);
@@ -140,7 +143,7 @@ ascend_emulator::Report run_backward(const AttnGradParams& p, const Choices& how
   add(finish, "dk", p.dk, batch, rows_k, p.heads_k, p.head_dim, Use::output);
   add(finish, "dv", p.dv, batch, rows_k, p.heads_k, p.head_dim_v, Use::output);
   if (p.dsink) finish.add("dsink", p.dsink, static_cast<size_t>(p.heads_q) * 4, Use::output);
-  stage(AscendC::KERNEL_TYPE_AIV_ONLY, 2 * how.cores, finish,
+  stage(AscendC::KERNEL_TYPE_AIV_ONLY, ascend::kVectorCores * how.cores, finish,
         half ? flash_backward_finish_fp16 : flash_backward_finish_bf16);
   return total;
 }
@@ -152,14 +155,34 @@ size_t backward_workspace_bytes(const AttnGradParams& p) {
   return ascend::backward_workspace_bytes(p, choices().cores);
 }
 
+void dropout_mask(const AttnParams& p, bool* mask) {
+  const Choices how = choices();
+  const int64_t bytes = p.batch * p.heads_q * p.seqlen_q * p.seqlen_k;
+  if (!bytes) return;
+  GlobalMemory gm;
+  gm.add("rng_state", p.rng_state, kRngStateBytes, Use::input);
+  gm.add("mask", mask, static_cast<size_t>(bytes), Use::output, 1);
+  const FlashattnBytes arguments = ascend::to_bytes(ascend::dropout_mask_arguments(p, mask));
+  check(ascend_emulator::launch(AscendC::KERNEL_TYPE_AIV_ONLY, static_cast<int>(ascend::kVectorCores * how.cores),
+                                how.options, gm, [&] { flash_dropout_mask(arguments); }));
+}
+
+void write_rng_state(const AttnParams&, const RngSource& source, int64_t* state) {
+  GlobalMemory gm;
+  gm.add("state", state, kRngStateBytes, Use::output);
+  if (source.seed_pointer) gm.add("seed", source.seed_pointer, sizeof(int64_t), Use::input);
+  if (source.offset_pointer) gm.add("offset", source.offset_pointer, sizeof(int64_t), Use::input);
+  const FlashattnBytes arguments = ascend::to_bytes(ascend::RngStateArguments{source, state});
+  check(ascend_emulator::launch(AscendC::KERNEL_TYPE_AIV_ONLY, 1, choices().options, gm,
+                                [&] { flash_rng_state(arguments); }));
+}
+
 const std::string name =
     "ascend-emulator" +
     (ascend::kForwardAlone ? "-" + std::to_string(ascend::kRows) + "x" + std::to_string(ascend::kKeys) : "");
 
-// dropout_mask and write_rng_state are those of the CPU, whose tensors these are.
-const Backend backend{
-    name.c_str(), "cpu",   ascend::supports, forward_workspace_bytes, backward_workspace_bytes, forward,
-    backward,     nullptr, nullptr};
+const Backend backend{name.c_str(), "cpu",    ascend::supports, forward_workspace_bytes, backward_workspace_bytes,
+                      forward,      backward, dropout_mask,     write_rng_state};
 
 // Tensors of a dense call that do not exist: Mode::time looks at no byte of them. Each lies in a region of its own.
 AttnGradParams imagined(const int64_t* sizes, const int64_t* rng_state) {

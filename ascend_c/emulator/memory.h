@@ -70,9 +70,9 @@ class GlobalMemory {
   // Without a shadow only bounds are checked: for Mode::time, where addresses need not even be real.
   explicit GlobalMemory(bool shadow = true) : shadow_(shadow) {}
 
-  void add(std::string name, const void* bytes, size_t size, Use use) {
-    // Neighbouring rows of a user's tensor may share a block and belong to different cores.
-    const uint32_t granule = use == Use::workspace ? kBlock : 2;
+  // Neighbouring rows of a user's tensor may share a block and belong to different cores: `element` bytes never do.
+  void add(std::string name, const void* bytes, size_t size, Use use, uint32_t element = 2) {
+    const uint32_t granule = use == Use::workspace ? kBlock : element;
     auto* begin = static_cast<uint8_t*>(const_cast<void*>(bytes));
     spaces_.emplace_back(std::move(name), begin, size, granule, use, shadow_);
   }

@@ -235,12 +235,15 @@ inline double round_to_integer(double value, AscendC::RoundMode mode) {
   }
 }
 
-// float <-> half, bfloat16_t and int32_t with the modes that exist for each.
+// float <-> half, bfloat16_t and int32_t, half -> uint8_t, with the modes that exist for each. Integers saturate.
 template <typename D, typename S>
 D cast_lane(S value, AscendC::RoundMode mode) {
   if constexpr (std::is_same_v<D, int32_t>) {
     const double rounded = round_to_integer(value, mode);
     return std::isnan(value) ? 0 : int32_t(std::min(std::max(rounded, -2147483648.0), 2147483647.0));
+  } else if constexpr (std::is_same_v<D, uint8_t>) {
+    const double rounded = round_to_integer(float(value), mode);
+    return std::isnan(rounded) ? 0 : uint8_t(std::min(std::max(rounded, 0.0), 255.0));
   } else if constexpr (std::is_same_v<S, float>) {
     D result;
     result.bits = narrow_float(value, std::is_same_v<D, half> ? 10 : 7, mode);
@@ -257,13 +260,16 @@ void check_cast(AscendC::RoundMode mode, Site site) {
   constexpr bool narrows = std::is_same_v<S, float> && (std::is_same_v<D, half> || std::is_same_v<D, bfloat16_t>);
   constexpr bool integers = (std::is_same_v<S, float> && std::is_same_v<D, int32_t>) ||
                             (std::is_same_v<S, int32_t> && std::is_same_v<D, float>);
-  static_assert(widens || narrows || integers, "the emulator casts between float and half, bfloat16_t or int32_t");
+  constexpr bool bytes = std::is_same_v<S, half> && std::is_same_v<D, uint8_t>;
+  static_assert(widens || narrows || integers || bytes,
+                "the emulator casts between float and half, bfloat16_t or int32_t, and half to uint8_t");
   if (widens && mode != RoundMode::CAST_NONE) fail(site, "Cast: widening takes CAST_NONE only");
   const bool none = mode == RoundMode::CAST_NONE || mode == RoundMode::CAST_ODD;
   if (std::is_same_v<D, bfloat16_t> && none)
     fail(site, "Cast: float to bfloat16_t takes CAST_RINT, FLOOR, CEIL, ROUND or TRUNC");
   if (std::is_same_v<D, int32_t> && none)
     fail(site, "Cast: float to int32_t takes CAST_RINT, FLOOR, CEIL, ROUND or TRUNC");
+  if (bytes && mode == RoundMode::CAST_ODD) fail(site, "Cast: half to uint8_t does not take CAST_ODD");
 }
 
 // Sums are trees over neighbours in the type of the data; masked lanes count as 0.

@@ -1,7 +1,7 @@
 #include "../backward.h"
-#include "../kernels.h"
+#include "../entry.h"
 
-FLASHATTN_KERNEL(flash_backward_bf16) {
+FLASHATTN_KERNEL(FLASHATTN_MIXED, flash_backward_bf16) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
-  flashattn_ext::ascend::Backward<bfloat16_t>(arguments);
+  flashattn_ext::ascend::Backward<bfloat16_t>(FLASHATTN_ARGUMENTS(Arguments));
 }

@@ -1,8 +1,8 @@
 #include "../backward_finish.h"
-#include "../kernels.h"
+#include "../entry.h"
 
-FLASHATTN_KERNEL(flash_backward_finish_fp16) {
+FLASHATTN_KERNEL(FLASHATTN_VECTOR, flash_backward_finish_fp16) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-  flashattn_ext::ascend::BackwardFinish<half> vector(arguments);
+  flashattn_ext::ascend::BackwardFinish<half> vector(FLASHATTN_ARGUMENTS(Arguments));
   vector.Run();
 }

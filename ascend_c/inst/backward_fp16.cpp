@@ -1,7 +1,7 @@
 #include "../backward.h"
-#include "../kernels.h"
+#include "../entry.h"
 
-FLASHATTN_KERNEL(flash_backward_fp16) {
+FLASHATTN_KERNEL(FLASHATTN_MIXED, flash_backward_fp16) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
-  flashattn_ext::ascend::Backward<half>(arguments);
+  flashattn_ext::ascend::Backward<half>(FLASHATTN_ARGUMENTS(Arguments));
 }

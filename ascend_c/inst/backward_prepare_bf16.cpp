@@ -1,8 +1,8 @@
 #include "../backward_prepare.h"
-#include "../kernels.h"
+#include "../entry.h"
 
-FLASHATTN_KERNEL(flash_backward_prepare_bf16) {
+FLASHATTN_KERNEL(FLASHATTN_VECTOR, flash_backward_prepare_bf16) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-  flashattn_ext::ascend::BackwardPrepare<bfloat16_t> vector(arguments);
+  flashattn_ext::ascend::BackwardPrepare<bfloat16_t> vector(FLASHATTN_ARGUMENTS(Arguments));
   vector.Run();
 }

@@ -1,7 +1,7 @@
+#include "../entry.h"
 #include "../forward.h"
-#include "../kernels.h"
 
-FLASHATTN_KERNEL(flash_forward_fp16) {
+FLASHATTN_KERNEL(FLASHATTN_MIXED, flash_forward_fp16) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
-  flashattn_ext::ascend::Forward<half>(arguments);
+  flashattn_ext::ascend::Forward<half>(FLASHATTN_ARGUMENTS(Arguments));
 }

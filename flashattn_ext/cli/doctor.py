@@ -13,9 +13,10 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-from .._build import REBUILD
+from .._build import BUILD_NPU, REBUILD, build_info, load_ascend, why_not_ascend
 from .console import INSTALL_EXTRAS
 
 MIN_PYTHON = (3, 10)
@@ -122,7 +123,7 @@ def _extension(import_error: Exception | None) -> list[Finding]:
 
     info = flashattn_ext.build_info()
     findings = [Finding(f"build: {name}", _as_text(value)) for name, value in info.items()]
-    findings += [_cuda(info["backends"]), _ascend(info["backends"])]
+    findings += [_cuda(info["backends"]), _ascend(), _emulator()]
     try:
         error = _self_check()
     except Exception as problem:  # whatever goes wrong in there is what the report is for
@@ -164,13 +165,36 @@ def _cuda(backends: list[str]) -> Finding:
     return Finding("backend: cuda", f"{built} on {', '.join(names)}")
 
 
-def _ascend(backends: list[str]) -> Finding:
-    built = ", ".join(name for name in backends if name.startswith("ascend"))
-    if built:
-        return Finding("backend: ascend", built)
+def _ascend() -> Finding:
+    """Whether the kernels for NPUs can run; if not, what is missing of build and machine."""
+    import torch
+
+    def missing(text: str, fix: str) -> Finding:
+        return Finding("backend: ascend", text, False, fix, needed=False)
+
+    if reason := why_not_ascend():
+        needs = [name for name, there in (("CANN", _finds_cann()), ("torch_npu", find_spec("torch_npu"))) if not there]
+        lacks = f", and {' and '.join(needs)} not found" if needs else ""
+        return missing(f"{reason}{lacks}", f"for an NPU, in a checkout, with CANN and torch_npu: {BUILD_NPU}")
+    soc = build_info()["ascend_soc"]
+    try:
+        load_ascend()
+    except RuntimeError as error:
+        return missing(f"built for {soc}; {error}", "see the message")
+    if not torch.npu.is_available():
+        return missing(f"built for {soc}, but torch_npu sees no NPU", "see whether npu-smi info lists one")
+    return Finding("backend: ascend", f"built for {soc}, on {torch.npu.get_device_name()}")
+
+
+def _emulator() -> Finding:
     if (Path(__file__).parents[1] / "_ascend_emulator.so").exists():
-        return Finding("backend: ascend", 'no NPU; the emulator is built, use_backend("ascend-emulator") loads it')
-    return Finding("backend: ascend", "no NPU, no emulator", False, "in a checkout: make emulator", needed=False)
+        return Finding("emulator: ascend", 'use_backend("ascend-emulator") loads it')
+    return Finding("emulator: ascend", "not built", False, "in a checkout: make emulator", needed=False)
+
+
+def _finds_cann() -> bool:
+    places = (os.environ.get("ASCEND_HOME_PATH"), os.environ.get("ASCEND_TOOLKIT_HOME"), "/usr/local/Ascend")
+    return any(place and Path(place).exists() for place in places)
 
 
 def _self_check() -> float:
@@ -193,4 +217,4 @@ def _self_check() -> float:
 def _as_text(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(map(str, value)) or "none"
-    return str(value)
+    return str(value) or "none"

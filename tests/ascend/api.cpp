@@ -1,5 +1,5 @@
 // One instruction per case, between a load and a store. Usage: api CASE MODE INPUT0 INPUT1 OUTPUT
-// The output starts as -7 everywhere; what the instruction writes over it is compared with numpy.
+// The output starts as -7 everywhere (bytes: 7); what the instruction writes over it is compared with numpy.
 #include <functional>
 #include <map>
 
@@ -29,7 +29,10 @@ __aicore__ void around(GM_ADDR in0, GM_ADDR in1, GM_ADDR output,
   DataCopy(b, g1, kElements);
   SetFlag<HardEvent::MTE2_V>(0);
   WaitFlag<HardEvent::MTE2_V>(0);
-  Duplicate(out, Out(int32_t(-7)), int32_t(kElements));
+  if constexpr (sizeof(Out) == 1)  // no Duplicate of bytes
+    Duplicate(out.template ReinterpretCast<uint16_t>(), uint16_t(0x0707), int32_t(kElements / 2));
+  else
+    Duplicate(out, Out(int32_t(-7)), int32_t(kElements));
   PipeBarrier<PIPE_V>();
   op(out, a, b);
   SetFlag<HardEvent::V_MTE3>(0);
@@ -129,6 +132,10 @@ void integers() {
   add<int32_t, float>("float_to_int32", [](L32 out, LocalTensor<float> a, LocalTensor<float>) {
     Cast(out, a, RoundMode::CAST_RINT, 1000);
   });
+  const std::map<std::string, RoundMode> modes = {{"RINT", RoundMode::CAST_RINT}, {"TRUNC", RoundMode::CAST_TRUNC}};
+  for (const auto& [name, mode] : modes)
+    add<uint8_t, half>("half_to_uint8_" + name, [mode = mode](LocalTensor<uint8_t> out, LocalTensor<half> a,
+                                                              LocalTensor<half>) { Cast(out, a, mode, 1000); });
 }
 
 // Copies with strides; the vector unit is not involved. UB is laid out by the load and read back whole.

@@ -1,0 +1,9 @@
+#include "../dropout_mask.h"
+
+#include "../entry.h"
+
+FLASHATTN_KERNEL(FLASHATTN_VECTOR, flash_dropout_mask) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+  flashattn_ext::ascend::DropoutMask vector(FLASHATTN_ARGUMENTS(Arguments));
+  vector.Run();
+}

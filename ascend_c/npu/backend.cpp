@@ -1,0 +1,62 @@
+// The backend "ascend": the stages of a call as kernels on torch's current stream. They are queued, never waited for;
+// a kernel's arguments are copied, and what they point to outlives it, because torch's allocator hands out memory in
+// the order of the stream.
+#include "backend.h"
+
+#include "../dispatch.h"
+#include "device.h"
+#include "launch.h"
+
+namespace flashattn_ext {
+namespace ascend {
+namespace {
+
+using Launch = int (*)(int64_t blocks, void* stream, FlashattnBytes arguments);
+
+template <class T>
+void start(const char* name, Launch launch, int64_t blocks, void* stream, const T& arguments) {
+  if (!blocks) return;
+  enqueue(name, [=, bytes = to_bytes(arguments)] { return launch(blocks, stream, bytes); });
+}
+
+size_t forward_bytes(const AttnParams& p) { return forward_workspace_bytes(p, cube_cores()); }
+size_t backward_bytes(const AttnGradParams& p) { return backward_workspace_bytes(p, cube_cores()); }
+
+void forward(const AttnParams& p) {
+  const bool half = p.dtype == DType::kFloat16;
+  start("flash_forward", half ? launch_flash_forward_fp16 : launch_flash_forward_bf16, forward_cores(p, cube_cores()),
+        p.stream, forward_arguments(p));
+}
+
+void backward(const AttnGradParams& p) {
+  const bool half = p.dtype == DType::kFloat16;
+  const int64_t cores = cube_cores(), vector_cores = kVectorCores * cores;
+  const Arguments arguments = backward_arguments(p, cores);
+  start("flash_backward_prepare", half ? launch_flash_backward_prepare_fp16 : launch_flash_backward_prepare_bf16,
+        vector_cores, p.stream, arguments);
+  start("flash_backward", half ? launch_flash_backward_fp16 : launch_flash_backward_bf16, backward_cores(p, cores),
+        p.stream, arguments);
+  start("flash_backward_finish", half ? launch_flash_backward_finish_fp16 : launch_flash_backward_finish_bf16,
+        vector_cores, p.stream, arguments);
+}
+
+void dropout_mask(const AttnParams& p, bool* mask) {
+  const int64_t scores = p.batch * p.heads_q * p.seqlen_q * p.seqlen_k;
+  start("flash_dropout_mask", launch_flash_dropout_mask, scores ? kVectorCores * cube_cores() : 0, p.stream,
+        dropout_mask_arguments(p, mask));
+}
+
+void write_rng_state(const AttnParams& p, const RngSource& source, int64_t* state) {
+  start("flash_rng_state", launch_flash_rng_state, 1, p.stream, RngStateArguments{source, state});
+}
+
+}  // namespace
+
+const Backend& npu_backend() {
+  static const Backend backend{"ascend", "npu",        supports,        forward_bytes,  backward_bytes, forward,
+                               backward, dropout_mask, write_rng_state, current_stream, draw,           private_format};
+  return backend;
+}
+
+}  // namespace ascend
+}  // namespace flashattn_ext

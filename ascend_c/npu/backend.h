@@ -1,0 +1,12 @@
+// The table of the backend "ascend", and what its library exports (csrc/backend.h).
+#pragma once
+
+#include "../../csrc/backend.h"
+
+namespace flashattn_ext {
+namespace ascend {
+
+const Backend& npu_backend();
+
+}  // namespace ascend
+}  // namespace flashattn_ext

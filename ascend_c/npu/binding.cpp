@@ -1,0 +1,93 @@
+// torch_npu's side of the backend "ascend": stream, queue, generator, and the check of the device when the library is
+// loaded. The one file of the binding that sees torch; the ops themselves are csrc/ops.cpp's, for NPU tensors too.
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <acl/acl.h>
+#include <torch_npu/csrc/aten/NPUGeneratorImpl.h>
+#include <torch_npu/csrc/core/npu/NPUFormat.h>
+#include <torch_npu/csrc/core/npu/NPUStream.h>
+#include <torch_npu/csrc/framework/OpCommand.h>
+
+#include <mutex>
+#include <stdexcept>
+
+#include "architecture.h"
+#include "backend.h"
+#include "device.h"
+
+namespace flashattn_ext {
+namespace ascend {
+namespace {
+
+int64_t cores_of(int32_t device) {
+  int64_t cores = 0;
+  const aclError error = aclGetDeviceCapability(static_cast<uint32_t>(device), ACL_DEVICE_INFO_AI_CORE_NUM, &cores);
+  if (error != ACL_SUCCESS || cores <= 0)
+    throw std::runtime_error("flashattn_ext: the Ascend runtime does not tell the number of cores of device " +
+                             std::to_string(device) + " (error " + std::to_string(error) + ")");
+  return cores;
+}
+
+const int64_t* memory_of(const at::Tensor* value) { return value->const_data_ptr<int64_t>(); }
+
+}  // namespace
+
+// Asked once: the devices of a machine are alike.
+int64_t cube_cores() {
+  static const int64_t cores = [] {
+    int32_t device = 0;
+    if (aclrtGetDevice(&device) != ACL_SUCCESS) device = 0;
+    return cores_of(device);
+  }();
+  return cores;
+}
+
+void enqueue(const char* kernel, std::function<int()> launch) { at_npu::native::OpCommand::RunOpApiV2(kernel, launch); }
+
+// Not emptying torch_npu's queue: enqueue() stands in line.
+void* current_stream(int device_index) {
+  return c10_npu::getCurrentNPUStream(static_cast<c10::DeviceIndex>(device_index)).stream(false);
+}
+
+RngSource draw(int device_index) {
+  constexpr uint64_t kStep = 4;  // as on CUDA
+  at::Generator generator = at_npu::detail::getDefaultNPUGenerator(static_cast<c10::DeviceIndex>(device_index));
+  const std::lock_guard<std::mutex> lock(generator.mutex());
+  const at_npu::PhiloxNpuState state =
+      at::check_generator<at_npu::NPUGeneratorImpl>(generator)->philox_npu_state(kStep);
+  RngSource source;
+  if (state.captured_) {  // a graph: each replay finds other values there
+    source.seed_pointer = memory_of(state.seed_.ptr);
+    source.offset_pointer = memory_of(state.offset_.ptr);
+    source.offset = static_cast<int64_t>(state.offset_intragraph_);
+  } else {
+    source.seed = static_cast<int64_t>(state.seed_.val);
+    source.offset = static_cast<int64_t>(state.offset_.val);
+  }
+  source.offset += 1;  // offset 0 belongs to explicit seeds
+  return source;
+}
+
+std::string private_format(const at::Tensor& tensor) {
+  const int64_t format = at_npu::native::get_npu_format(tensor);
+  for (const int64_t rows : {ACL_FORMAT_UNDEFINED, ACL_FORMAT_NCHW, ACL_FORMAT_NHWC, ACL_FORMAT_ND, ACL_FORMAT_NCDHW}) {
+    if (format == rows) return {};
+  }
+  return "the NPU's own format " + std::to_string(format) + "; convert it: torch_npu.npu_format_cast(tensor, 2)";
+}
+
+}  // namespace ascend
+}  // namespace flashattn_ext
+
+#define FLASHATTN_EXPORT extern "C" __attribute__((visibility("default")))
+
+FLASHATTN_EXPORT const char* flashattn_ext_ascend_soc() { return FLASHATTN_SOC; }
+
+FLASHATTN_EXPORT uint64_t flashattn_ext_backend_layout() { return flashattn_ext::kBackendLayout; }
+
+FLASHATTN_EXPORT const flashattn_ext::Backend* flashattn_ext_backend() {
+  const char* const device = aclrtGetSocName();
+  const std::string wrong = flashattn_ext::ascend::wrong_device(flashattn_ext_ascend_soc(), device ? device : "");
+  if (!wrong.empty()) throw std::runtime_error("flashattn_ext: " + wrong);
+  return &flashattn_ext::ascend::npu_backend();
+}

@@ -1,0 +1,160 @@
+"""The binding to torch_npu, run: NPU tensors through torch.ops, the library's own loading, stream, queue, generator and stages,
+with the emulator under its kernels. tests/npu/device.cpp is the NPU, and stands in for what torch_npu and CANN bring.
+
+Collected where tools/check_npu_binding.sh has fetched torch_npu's headers.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from helpers import run_python
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session", autouse=True)
+def built() -> None:
+    subprocess.run([ROOT / "tools" / "check_npu_binding.sh", sys.executable], check=True)
+
+
+PRELUDE = """
+import device
+import torch
+import flashattn_ext
+
+def fails(kind, words, function):
+    try:
+        function()
+    except Exception as error:
+        assert type(error) is kind and words in str(error), (type(error), str(error))
+    else:
+        raise SystemExit("did not raise")
+
+def random(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape) + shape[1])).half()
+"""
+
+
+def on_device(code: str, soc: str = "Ascend910B3") -> None:
+    done = run_python(PRELUDE + textwrap.dedent(code), PYTHONPATH=f"{ROOT / 'tests' / 'npu'}:{ROOT}", TEST_NPU_SOC=soc)
+    assert done.returncode == 0, done.stderr
+
+
+def test_forward_and_backward_are_those_of_the_kernels() -> None:
+    """Bit for bit what the same kernels give for tensors of the CPU; and no call waits for the device."""
+    on_device("""
+        q, k, v = random(2, 70, 4, 64), random(2, 90, 2, 64), random(2, 90, 2, 48)
+        sink = torch.randn(4)
+
+        def run(where):
+            leaves = [t.to(where).requires_grad_() for t in (q, k, v, sink)]
+            out, lse = flashattn_ext.forward(
+                *leaves[:3], sink=leaves[3], causal=True, dropout_p=0.2, rng_seed=3, return_lse=True
+            )
+            if where == "npu":
+                assert device.queued() == 2 and out.device == lse.device == torch.device("npu:0")
+            grads = torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), torch.ones_like(lse)))
+            return [t.detach().cpu() for t in (out, lse, *grads)]
+
+        got = run("npu")
+        stages = ["forward", "backward_prepare", "backward", "backward_finish"]
+        assert device.ran() == ["rng_state", *stages], device.ran()
+        with flashattn_ext.use_backend("ascend-emulator"):
+            expected = run("cpu")
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    """)
+
+
+def test_packed_rows_of_no_sequence_are_cleared() -> None:
+    on_device("""
+        q, k = random(20, 2, 32), random(30, 2, 32)
+        starts = [torch.tensor(s, dtype=torch.int32, device="npu") for s in ([3, 5, 12], [0, 9, 20])]
+        leaves = [t.to("npu").requires_grad_() for t in (q, k, k)]
+        out, lse = flashattn_ext.varlen_forward(*leaves, *starts, 9, 11, return_lse=True)
+        dq, dk, dv = torch.autograd.grad(out, leaves, torch.ones_like(out))
+        outside = [0, 1, 2, *range(12, 20)]
+        assert (out.cpu()[outside] == 0).all() and (lse.cpu()[:, outside] == -torch.inf).all()
+        assert (dq.cpu()[outside] == 0).all() and (dk.cpu()[20:] == 0).all() and (dv.cpu()[20:] == 0).all()
+        for t in (out, lse, dq, dk, dv):
+            assert not t.cpu().isnan().any()
+        with flashattn_ext.use_backend("cpu"):
+            expected = flashattn_ext.forward(q[None, 5:12].float(), k[None, 9:20].float(), k[None, 9:20].float())
+        torch.testing.assert_close(out.detach().cpu()[5:12].float(), expected[0], rtol=2e-3, atol=2e-3)
+    """)
+
+
+def test_randomness_is_the_generators() -> None:
+    on_device("""
+        q, v = torch.zeros(1, 40, 2, 1, device="npu", dtype=torch.float16), torch.ones(1, 40, 2, 8, device="npu").half()
+
+        def call():
+            return flashattn_ext.forward(q, q, v, dropout_p=0.5).cpu()
+
+        torch.manual_seed(11)
+        first, second = call(), call()
+        torch.manual_seed(11)
+        assert torch.equal(call(), first) and torch.equal(call(), second) and not torch.equal(first, second)
+        torch.manual_seed(12)
+        assert not torch.equal(call(), first)
+
+        # A captured call has no values: each replay reads the generator's memory.
+        device.capture(11, 0)
+        out = flashattn_ext.forward(q, q, v, dropout_p=0.5)
+        device.end_capture()
+        results = []
+        for seed, offset in ((11, 0), (11, 4), (12, 0), (11, 0)):
+            device.replay(seed, offset)
+            results.append(out.cpu())
+        assert torch.equal(results[0], results[3])
+        assert not torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+    """)
+
+
+def test_mask_is_that_of_every_device() -> None:
+    on_device("""
+        call = (2, 3, 21, 131, 0.3, -5)
+        assert torch.equal(flashattn_ext.dropout_mask(*call, device="npu").cpu(), flashattn_ext.dropout_mask(*call))
+        assert device.ran() == ["rng_state", "dropout_mask"]
+        assert flashattn_ext.dropout_mask(1, 2, 0, 5, 0.3, 1, device="npu").shape == (1, 2, 0, 5)
+        assert device.ran() == ["rng_state"]
+        q = torch.zeros(1, 0, 2, 8, device="npu").half()
+        assert flashattn_ext.forward(q, q, q).shape == q.shape and device.ran() == []
+    """)
+
+
+def test_what_is_refused() -> None:
+    on_device("""
+        q = random(1, 20, 2, 16).to("npu")
+        for dtype, name in ((torch.float32, "fp32"), (torch.float64, "fp64")):
+            words = f"backend 'ascend': {name} inputs are not implemented by the Ascend C kernels; use fp16 or bf16"
+            fails(NotImplementedError, words, lambda: flashattn_ext.forward(q.to(dtype), q.to(dtype), q.to(dtype)))
+        with torch.autocast("npu", dtype=torch.bfloat16):
+            assert flashattn_ext.forward(q.float(), q.float(), q.float()).dtype == torch.bfloat16
+        fails(ValueError, "k: expected the device of q (npu:0), got cpu", lambda: flashattn_ext.forward(q, q.cpu(), q))
+        device.set_format(29)
+        fails(ValueError, "q: expected a tensor in rows, got one in the NPU's own format 29; convert it: torch_npu.npu_format_cast",
+              lambda: flashattn_ext.forward(q, q, q))
+        device.set_format(2)
+        with flashattn_ext.use_backend("ascend"):
+            fails(RuntimeError, "use_backend('ascend') takes tensors on 'npu', got 'cpu'",
+                  lambda: flashattn_ext.forward(q.cpu(), q.cpu(), q.cpu()))
+        fails(ValueError, "choose one of 'cpu', 'ascend'", lambda: flashattn_ext.use_backend("cuda-sm80"))
+    """)
+
+
+def test_a_library_for_another_chip_is_refused() -> None:
+    on_device(
+        """
+        q = random(1, 20, 2, 16).to("npu")
+        words = ("the Ascend C kernels were built for Ascend910B1 (Atlas A2), but this device is Ascend910_9391 (Atlas A3); "
+                 "build the kernels again, from the checkout: bash build.sh -arch 910_93")
+        for _ in range(2):
+            fails(RuntimeError, words, lambda: flashattn_ext.forward(q, q, q))
+    """,
+        soc="Ascend910_9391",
+    )
