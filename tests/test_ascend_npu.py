@@ -18,6 +18,7 @@ from helpers import run_python
 
 import flashattn_ext
 from flashattn_ext import _build
+from flashattn_ext.cli import doctor
 
 ROOT = Path(__file__).parent.parent
 KERNELS = sorted((ROOT / "ascend_c" / "inst").glob("*.cpp"))
@@ -161,6 +162,15 @@ def test_use_backend_names_the_command() -> None:
     with pytest.raises(RuntimeError, match=r"'ascend': not built; .* CANN and torch_npu: bash build\.sh -arch 910b"):
         flashattn_ext.use_backend("ascend")
     assert "ascend" not in flashattn_ext.build_info()["backends"] and flashattn_ext.build_info()["ascend_soc"] == ""
+
+
+@pytest.mark.skipif(not _build.why_not_ascend(), reason="it was built")
+def test_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    finding = doctor._ascend()
+    assert not finding.ok and not finding.needed and finding.text == "not built, and torch_npu not found"
+    assert "bash build.sh -arch 910b" in finding.fix
 
 
 def test_built_for_another_torch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
