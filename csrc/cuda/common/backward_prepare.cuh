@@ -58,16 +58,18 @@ struct BackwardShared {
   }
 };
 
-constexpr int kPrepareThreads = 256, kPrepareVectors = 4;
+constexpr int kPrepareThreads = 256;
 
-// So many neighbouring lanes share a row: a cache line at a time.
+// So many neighbouring lanes share a row, one vector each where few of them have none then.
 template <class T>
 int prepare_lanes(int64_t columns) {
+  const int64_t vectors = (columns * static_cast<int64_t>(sizeof(T)) + kVectorBytes - 1) / kVectorBytes;
   int lanes = 1;
-  while (lanes < 8 && lanes * kVectorBytes < columns * static_cast<int64_t>(sizeof(T))) lanes *= 2;
-  return lanes;
+  while (lanes < 32 && lanes < vectors) lanes *= 2;
+  return lanes > 1 && 4 * vectors < 3 * lanes ? lanes / 2 : lanes;
 }
 
+// out_end: null where the rows of out are whole vectors.
 template <class T>
 __global__ void __launch_bounds__(kPrepareThreads)
     backward_prepare_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardShared shared,
@@ -75,42 +77,32 @@ __global__ void __launch_bounds__(kPrepareThreads)
   constexpr int kElements = kVectorBytes / sizeof(T);
   const int64_t thread = blockIdx.x * int64_t{kPrepareThreads} + threadIdx.x, index = thread / lanes;
   const bool valid = index < p.heads_q * shared.rows;
-  // Threads that follow each other read rows that follow each other in memory.
-  const bool heads_together = p.out.head_stride < p.out.row_stride;
-  const int64_t h = heads_together ? index % p.heads_q : index / shared.rows;
-  const int64_t flat = heads_together ? index / p.heads_q : index % shared.rows;
+  const int64_t h = index / shared.rows, flat = index % shared.rows;
   const int64_t b = p.is_varlen() ? 0 : flat / p.seqlen_q, row = p.is_varlen() ? flat : flat % p.seqlen_q;
   const int lane = threadIdx.x % lanes, columns = valid ? static_cast<int>(p.head_dim_v) : 0;
   const T *dout = row_pointer<const T>(p.dout, b, h, row), *out = row_pointer<const T>(p.out, b, h, row);
   float delta = 0;
-  const int step = lanes * kElements;
-  for (int first = lane * kElements; first < columns; first += kPrepareVectors * step) {
-    UnalignedVector<T> outs[kPrepareVectors];
-    uint4 douts[kPrepareVectors];
-#pragma unroll
-    for (int i = 0; i < kPrepareVectors; ++i) {
-      const int c = first + i * step;
-      if (c < columns) {
-        outs[i].load(out + c, columns - c, out_end);
-        douts[i] = *reinterpret_cast<const uint4*>(dout + c);
-      }
+  for (int c = lane * kElements; c < columns; c += lanes * kElements) {
+    const uint4 x = *reinterpret_cast<const uint4*>(dout + c);
+    uint4 y;
+    if (out_end) {
+      UnalignedVector<T> vector;
+      vector.load(out + c, columns - c, out_end);
+      y = vector.get();
+    } else {
+      y = *reinterpret_cast<const uint4*>(out + c);
     }
 #pragma unroll
-    for (int i = 0; i < kPrepareVectors; ++i) {
-      if (first + i * step >= columns) break;
-      const uint4 x = douts[i], y = outs[i].get();
-#pragma unroll
-      for (int e = 0; e < kElements; ++e) {
-        delta += widen(reinterpret_cast<const T*>(&x)[e]) * widen(reinterpret_cast<const T*>(&y)[e]);
-      }
+    for (int e = 0; e < kElements; ++e) {
+      delta += widen(reinterpret_cast<const T*>(&x)[e]) * widen(reinterpret_cast<const T*>(&y)[e]);
     }
   }
   for (int distance = lanes / 2; distance > 0; distance /= 2) delta += __shfl_xor_sync(~0u, delta, distance);
   if (!valid || lane != 0) return;
   const float lse = *row_statistic(p.lse, b, h, row);
   const float dlse = p.dlse.data ? *row_statistic(p.dlse, b, h, row) : 0.f;
-  shared.delta[h * shared.rows + flat] = (delta - dlse) / shared.keep_scale;
-  shared.lse[h * shared.rows + flat] = lse == -infinity() ? infinity() : lse * kLog2E;
+  shared.delta[index] = (delta - dlse) / shared.keep_scale;
+  shared.lse[index] = lse == -infinity() ? infinity() : lse * kLog2E;
 }
 
 // Runs the stage, and zeroes what the main stage adds to.
@@ -119,8 +111,10 @@ void launch_prepare(const AttnGradParams& p, const BackwardShared& shared) {
   const cudaStream_t stream = static_cast<cudaStream_t>(p.stream);
   check_launch(cudaMemsetAsync(shared.dq, 0, static_cast<size_t>(shared.zeros), stream), "memset", p);
   const int lanes = prepare_lanes<T>(p.head_dim_v);
-  const void* const out_end = end_of(p.out, p.is_varlen() ? 1 : p.batch, p.heads_q,
-                                     p.is_varlen() ? p.total_q : p.seqlen_q, p.head_dim_v, sizeof(T));
+  const bool whole = rows_are_aligned(p.out, p.head_dim_v, sizeof(T));
+  const void* const out_end = whole ? nullptr
+                                    : end_of(p.out, p.is_varlen() ? 1 : p.batch, p.heads_q,
+                                             p.is_varlen() ? p.total_q : p.seqlen_q, p.head_dim_v, sizeof(T));
   const int64_t blocks = (p.heads_q * shared.rows * lanes + kPrepareThreads - 1) / kPrepareThreads;
   launch(backward_prepare_kernel<T>, "backward_prepare", p, blocks, kPrepareThreads, 0, shared, lanes, out_end);
 }

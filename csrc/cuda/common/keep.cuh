@@ -27,7 +27,8 @@ struct Dropout {
   // The top bit of every byte: whether it is at most `last`, which its low seven bits decide where the top bits agree.
   __device__ __forceinline__ uint32_t kept(uint32_t word) const {
     constexpr uint32_t kTop = 0x80808080u;
-    return ptx::select_or_equal(last, word, (last | kTop) - (word & ~kTop));
+    const uint32_t low_bits = (last | kTop) - (word & ~kTop);
+    return (last & ~word) | (~(last ^ word) & low_bits);
   }
 
   // For a 16-row tile of scores from query `row` (a multiple of 16) and key `column` (a multiple of 64), packed as A

@@ -40,13 +40,6 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, u
   return y;
 }
 
-// Bit by bit: a where a and b differ, else c. One instruction, which the compiler does not find.
-__device__ __forceinline__ uint32_t select_or_equal(uint32_t a, uint32_t b, uint32_t c) {
-  uint32_t y;
-  asm("lop3.b32 %0, %1, %2, %3, 0xB2;\n" : "=r"(y) : "r"(a), "r"(b), "r"(c));
-  return y;
-}
-
 // d += a * b with fp32 accumulation: m16n8k16 for 16-bit types, m16n8k8 for TF32. A: 16 x k, B: k x 8.
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {
   asm volatile(
