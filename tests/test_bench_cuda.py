@@ -320,7 +320,10 @@ def test_device_and_build_are_checked(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: present)
     monkeypatch.setattr("flashattn_ext.build_info", lambda: {"backends": backends})
     if message is None:
+        monkeypatch.delenv("FLASHATTN_EXT_CUDA_PATH", raising=False)
         assert bench_cuda.check_cuda(backend) == (backend or "cuda-a")
+        monkeypatch.setenv("FLASHATTN_EXT_CUDA_PATH", "b")
+        assert bench_cuda.check_cuda(backend) == "cuda-b"
         return
     assert main(["bench", "cuda", *(["--backend", backend] if backend else [])]) == 2
     error = capsys.readouterr().err

@@ -11,6 +11,7 @@ import functools
 import gc
 import itertools
 import math
+import os
 import random
 import statistics
 import sys
@@ -180,7 +181,8 @@ def check_cuda(backend: str | None) -> str:
         )
     if backend is not None and backend not in usable:
         raise CommandError(f"--backend got {backend!r}; accepted are {', '.join(usable)}")
-    return backend or usable[0]
+    of_environment = f"cuda-{os.environ.get('FLASHATTN_EXT_CUDA_PATH')}"
+    return backend or (of_environment if of_environment in usable else usable[0])
 
 
 @functools.cache

@@ -69,8 +69,8 @@ int prepare_lanes(int64_t columns) {
   return lanes > 1 && 4 * vectors < 3 * lanes ? lanes / 2 : lanes;
 }
 
-// out_end: null where the rows of out are whole vectors.
-template <class T>
+// kWhole: the rows of out are whole vectors; else none is read beyond out_end.
+template <class T, bool kWhole>
 __global__ void __launch_bounds__(kPrepareThreads)
     backward_prepare_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardShared shared,
                             int lanes, const void* out_end) {
@@ -85,12 +85,12 @@ __global__ void __launch_bounds__(kPrepareThreads)
   for (int c = lane * kElements; c < columns; c += lanes * kElements) {
     const uint4 x = *reinterpret_cast<const uint4*>(dout + c);
     uint4 y;
-    if (out_end) {
+    if constexpr (kWhole) {
+      y = *reinterpret_cast<const uint4*>(out + c);
+    } else {
       UnalignedVector<T> vector;
       vector.load(out + c, columns - c, out_end);
       y = vector.get();
-    } else {
-      y = *reinterpret_cast<const uint4*>(out + c);
     }
 #pragma unroll
     for (int e = 0; e < kElements; ++e) {
@@ -112,11 +112,11 @@ void launch_prepare(const AttnGradParams& p, const BackwardShared& shared) {
   check_launch(cudaMemsetAsync(shared.dq, 0, static_cast<size_t>(shared.zeros), stream), "memset", p);
   const int lanes = prepare_lanes<T>(p.head_dim_v);
   const bool whole = rows_are_aligned(p.out, p.head_dim_v, sizeof(T));
-  const void* const out_end = whole ? nullptr
-                                    : end_of(p.out, p.is_varlen() ? 1 : p.batch, p.heads_q,
-                                             p.is_varlen() ? p.total_q : p.seqlen_q, p.head_dim_v, sizeof(T));
+  const auto kernel = whole ? backward_prepare_kernel<T, true> : backward_prepare_kernel<T, false>;
+  const void* const out_end = end_of(p.out, p.is_varlen() ? 1 : p.batch, p.heads_q,
+                                     p.is_varlen() ? p.total_q : p.seqlen_q, p.head_dim_v, sizeof(T));
   const int64_t blocks = (p.heads_q * shared.rows * lanes + kPrepareThreads - 1) / kPrepareThreads;
-  launch(backward_prepare_kernel<T>, "backward_prepare", p, blocks, kPrepareThreads, 0, shared, lanes, out_end);
+  launch(kernel, "backward_prepare", p, blocks, kPrepareThreads, 0, shared, lanes, out_end);
 }
 
 }  // namespace flashattn_ext
