@@ -7,7 +7,7 @@
 #   tools/check_npu_binding.sh [PYTHON]      default: .venv/bin/python, else python3
 #
 # The wheel is fetched once, with pip, into build/npu_binding, and nothing is done when no source has changed.
-# Exit status 2: the package index has no such wheel or cannot be reached, and nothing was checked.
+# Exit status 2: the package index has no such wheel or cannot be reached, and nothing was checked. `.ci/run` goes on then.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${1:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}"
@@ -19,7 +19,7 @@ wheel="$folder/torch_npu-$release"
 fetch() {
   local download="$folder/download"
   rm -rf "$download" && mkdir -p "$download"
-  "$python" -m pip download -q --no-deps --only-binary :all: -d "$download" "torch-npu==$release.*" >"$folder/pip.log" 2>&1 || {
+  "$python" -m pip download -q --retries 1 --timeout 30 --no-deps --only-binary :all: -d "$download" "torch-npu==$release.*" >"$folder/pip.log" 2>&1 || {
     echo "the torch_npu binding was NOT checked: pip finds no wheel of torch-npu $release for this Python, or no package index:" >&2
     tail -3 "$folder/pip.log" >&2
     exit 2
