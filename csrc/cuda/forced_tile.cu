@@ -40,9 +40,7 @@ std::vector<CudaTile> cuda_tiles() {
   std::vector<CudaTile> all;
 #if defined(FLASHATTN_EXT_SM90)
   for (const auto& row : sm90::kForwardTiles) append(&all, {"cuda-sm90", false, row.head_dim, row.dropout}, row.tiles);
-  for (const auto& row : sm90::kBackwardTiles) {
-    for (const bool dropout : {false, true}) append(&all, {"cuda-sm90", true, row.head_dim, dropout}, row.tiles);
-  }
+  for (const auto& row : sm90::kBackwardTiles) append(&all, {"cuda-sm90", true, row.head_dim, row.dropout}, row.tiles);
 #endif
   for (const auto& row : sm80::kForwardTiles) append(&all, {"cuda-sm80", false, row.head_dim, row.dropout}, row.tiles);
   return all;

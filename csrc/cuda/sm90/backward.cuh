@@ -15,7 +15,7 @@ namespace flashattn_ext::sm90 {
 template <class T, int kHeadDimension, int kChoice>
 struct QuerySums {
   using Element = T;
-  static constexpr int kM = backward_tile<kHeadDimension, kChoice>().queries, kTileRows = 16;
+  static constexpr int kM = backward_tile<kHeadDimension, false, kChoice>().queries, kTileRows = 16;
   static constexpr int kThreads = 2 * kGroupThreads, kSplits = 1;
   static constexpr int kHeadDim = 2 * 64 * 64 / kM;  // columns, some of them beyond the head dim
   static constexpr int kStride = kTileStride<T, kHeadDim>;
@@ -41,13 +41,11 @@ struct QuerySums {
 template <class T, int kHeadDim, bool kDropout, int kChoice>
 struct Backward {
   using Work = BackwardWork;
-  using Rows = KeyRows<T, backward_tile<kHeadDim, kChoice>().queries, kDropout>;
+  using Rows = KeyRows<T, backward_tile<kHeadDim, kDropout, kChoice>().queries, kDropout>;
   using Sums = QuerySums<T, kHeadDim, kChoice>;
-  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kChoice>();
+  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout, kChoice>();
   static constexpr RegisterBudget kRegisters = kBackwardRegisters;
-  static constexpr int kM = kTile.queries, kN = kTile.keys, kStages = kTile.stages;
-  // Up to head_dim 64 what dropout keeps takes the place of the second one.
-  static constexpr int kKeyStages = kDropout && kM == 128 ? 1 : kTile.key_stages;
+  static constexpr int kM = kTile.queries, kN = kTile.keys, kStages = kTile.stages, kKeyStages = kTile.key_stages;
   static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kTurns = 2;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns, kScorePanels = kM / kPanelColumns;
   static constexpr int kColumnTiles = kHeadDim / 8;
@@ -56,7 +54,7 @@ struct Backward {
   static constexpr int kSectionHeads = 16;
   // So many of the eight additions to dq of a warp go under the weights of a step; the others under dS^T.
   static constexpr int kEarly = 4;
-  static_assert(Sums::kHeadDim >= kHeadDim);
+  static_assert(Sums::kHeadDim >= kHeadDim && Sums::kM == kM);
 
   // 128-byte rows, swizzled by TMA, in panels of 64 columns.
   struct Shared {

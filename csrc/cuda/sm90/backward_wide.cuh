@@ -11,7 +11,8 @@ namespace flashattn_ext::sm90 {
 template <class T, int kHeadDimension, int kChoice>
 struct WideQuerySums {
   using Element = T;
-  static constexpr int kM = backward_tile<kHeadDimension, kChoice>().queries, kTileRows = 16, kHeadDim = kHeadDimension;
+  static constexpr int kM = backward_tile<kHeadDimension, false, kChoice>().queries, kTileRows = 16,
+                       kHeadDim = kHeadDimension;
   static constexpr int kThreads = kGroupThreads, kSplits = 1;
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = kHeadDim / 8;
@@ -29,7 +30,7 @@ template <class T, int kHeadDim, bool kDropout, int kChoice>
 struct WideBackward {
   using Work = BackwardWork;
   using Sums = WideQuerySums<T, kHeadDim, kChoice>;
-  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kChoice>();
+  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout, kChoice>();
   static constexpr WideRegisterBudget kRegisters = kWideBackwardRegisters;
   static constexpr int kM = kTile.queries, kN = kTile.keys, kStages = kTile.stages, kKeyStages = kTile.key_stages;
   static constexpr int kWorkStages = 2, kBuffers = 2;  // of weights and dS^T

@@ -15,7 +15,7 @@ constexpr size_t kForwardBytes = 64;  // of workspace: the counter of tiles
 template <class T, int kHeadDim, int kChoice>
 void forward(const AttnParams& p);
 
-// The same, and of out and dout; rows of dq, dk and dv may lie anywhere.
+// The same, and of dout; rows of out, dq, dk and dv may lie anywhere.
 template <class T, int kHeadDim, int kChoice>
 size_t backward_bytes(const AttnGradParams& p);
 template <class T, int kHeadDim, int kChoice>

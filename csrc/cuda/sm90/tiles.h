@@ -55,22 +55,29 @@ struct BackwardTile {
 
 struct BackwardTiles {
   int head_dim;
+  bool dropout;  // which takes some shared memory; queries do not depend on it, for the sums of dq lie in their order
   BackwardTile tiles[kRowTiles];
 };
 
 constexpr BackwardTiles kBackwardTiles[] = {
-    {64, {{128, 128, 2, 2}, {128, 128, 2, 1}}},
-    {96, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
-    {128, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
-    {144, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
-    {192, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
-    {256, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
+    {64, false, {{128, 128, 2, 2}, {128, 128, 2, 1}}},
+    {64, true, {{128, 128, 2, 1}}},
+    {96, false, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
+    {96, true, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
+    {128, false, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
+    {128, true, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
+    {144, false, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    {144, true, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    {192, false, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    {192, true, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    {256, false, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
+    {256, true, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
 };
 
-template <int kHeadDim, int kChoice>
+template <int kHeadDim, bool kDropout, int kChoice>
 constexpr BackwardTile backward_tile() {
   for (const BackwardTiles& row : kBackwardTiles) {
-    if (row.head_dim == kHeadDim) return choose(row.tiles, kChoice);
+    if (row.head_dim == kHeadDim && row.dropout == kDropout) return choose(row.tiles, kChoice);
   }
   return {};
 }
