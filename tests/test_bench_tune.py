@@ -124,6 +124,9 @@ def test_the_backend_is_one_that_runs_here(gpu: Gpu, monkeypatch: pytest.MonkeyP
     assert bench_tune.running_backend(None) == "cuda-b"
     with pytest.raises(CommandError, match="cuda-a needs another GPU"):
         bench_tune.running_backend("cuda-a")
+    used.clear()
+    monkeypatch.setattr(bench_cuda, "check_cuda", lambda backend: "cuda-b")  # as FLASHATTN_EXT_CUDA_PATH=b has it
+    assert bench_tune.running_backend(None) == "cuda-b" and used == ["cuda-b"]
 
 
 # Measuring

@@ -14,7 +14,7 @@ from typing import Any
 
 import flashattn_ext
 
-from .console import CommandError, make_console, require
+from .console import CommandError, markdown_table, print_table
 
 LIBRARY = Path(flashattn_ext.__file__).with_name("_ascend_emulator.so")
 MEMORIES = ("UB", "L1", "L0A", "L0B", "L0C")
@@ -137,19 +137,9 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
     )
     cells = [_cells(row) for row in results["rows"]]
     if markdown:
-        print(about + "\n")
-        for line in (HEADER, ["---"] * len(HEADER), *cells):
-            print("| " + " | ".join(line) + " |")
+        print(markdown_table(about, HEADER, cells), end="")
     else:
-        table = require("rich.table").Table(title=about)
-        for column, name in enumerate(HEADER):
-            table.add_column(name, justify="left" if column in (0, 5, 6) else "right")
-        for line in cells:
-            table.add_row(*line)
-        console = make_console()
-        if not console.is_terminal:
-            console.width = 160
-        console.print(table)
+        print_table(about, HEADER, cells, left=(0, 5, 6), width=160)
     print(_traffic_text(results["traffic"]))
 
 

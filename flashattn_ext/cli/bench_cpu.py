@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashattn_ext
 
-from .console import make_console, require
+from .console import make_console, markdown_table, print_table
 from .timing import time_interleaved
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -136,16 +136,10 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
     )
     cells = [_cells(row) for row in results["rows"]]
     if markdown:
-        print(about + "\n")
-        for line in (HEADER, ["---"] * len(HEADER), *cells):
-            print("| " + " | ".join(line) + " |")
-        return
-    table = require("rich.table").Table(title=about)
-    for column, name in enumerate(HEADER):
-        table.add_column(name, justify="left" if column in (0, 4, 5) else "right")
-    for row, line in zip(results["rows"], cells, strict=True):
-        table.add_row(*line, style=None if row["ratio"] >= 1 else "yellow")
-    make_console().print(table)
+        print(markdown_table(about, HEADER, cells), end="")
+    else:
+        slower = [row["ratio"] < 1 for row in results["rows"]]
+        print_table(about, HEADER, cells, left=(0, 4, 5), marked=slower)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -28,7 +28,7 @@ import flashattn_ext
 
 from .._build import REBUILD
 from .bench_cpu import BACKWARD_WORK, DTYPES
-from .console import CommandError, make_console, require
+from .console import CommandError, make_console, markdown_table, print_table, require
 from .timing import Timing
 from .timing import reported as _reported
 
@@ -521,6 +521,7 @@ def _ratio(peer_ms: float | None, our_ms: float | None) -> float | None:
 
 
 CASE_HEADER = ("set", "BxHxSxD", "dtype", "mask", "pass")
+WIDTH = 220  # these tables are wider than the others
 
 
 def show(results: dict[str, Any], *, markdown: bool) -> None:
@@ -542,7 +543,8 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
         if markdown:
             print(markdown_table(title, header, lines))
         else:
-            print_table(title, header, lines, [row["ratio_best"] is not None and row["ratio_best"] < 1 for row in rows])
+            slower = [row["ratio_best"] is not None and row["ratio_best"] < 1 for row in rows]
+            print_table(title, header, lines, left=range(len(CASE_HEADER)), marked=slower, width=WIDTH)
     for note in notes(rows):
         print(note)
 
@@ -599,30 +601,6 @@ def _pair(first: float | None, first_form: str, second: float | None, second_for
     if first is None and second is None:
         return "-"
     return f"{_cell(first, first_form)} / {_cell(second, second_form)}"
-
-
-def markdown_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    table = (header, ["---"] * len(header), *lines)
-    return "\n".join([title, "", *("| " + " | ".join(line) + " |" for line in table), ""])
-
-
-def print_table(
-    title: str,
-    header: Sequence[str],
-    lines: Sequence[Sequence[str]],
-    marked: Sequence[bool],
-    left: int = len(CASE_HEADER),
-) -> None:
-    """`marked` lines stand out; the first `left` columns are flush left."""
-    table = require("rich.table").Table(title=title)
-    for column, name in enumerate(header):
-        table.add_column(name, justify="left" if column < left else "right")
-    for line, is_marked in zip(lines, marked, strict=True):
-        table.add_row(*line, style="yellow" if is_marked else None)
-    console = make_console()
-    if not console.is_terminal:
-        console.width = 220  # these are wider than the other tables
-    console.print(table)
 
 
 def notes(rows: Sequence[dict[str, Any]]) -> list[str]:

@@ -22,7 +22,7 @@ from flashattn_ext import _C
 from .._build import REBUILD
 from . import bench_cuda
 from .bench_cuda import OURS, RNG_SEED, Case
-from .console import CommandError, make_console, require
+from .console import CommandError, make_console, markdown_table, print_table, require
 from .devices import choose_device
 from .timing import Timing, reported, time_interleaved
 
@@ -81,9 +81,10 @@ def measure(*, quick: bool, device: str = "auto", backend: str | None = None) ->
 
 def running_backend(asked: str | None) -> str:
     """The CUDA backend that runs on this GPU: the one asked for, or the preferred one."""
-    bench_cuda.check_cuda(asked)
+    preferred = bench_cuda.check_cuda(asked)
+    others = [] if asked else [name for name in _C.backends() if name.startswith("cuda") and name != preferred]
     reason = ""
-    for name in [asked] if asked else [name for name in _C.backends() if name.startswith("cuda")]:
+    for name in [preferred, *others]:
         with flashattn_ext.use_backend(name):
             try:
                 flashattn_ext.forward(*bench_cuda.inputs(Case(1, 1, 1, 64, 64, False, "bf16"))[:3])
@@ -212,10 +213,10 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
         "quickest and the slowest call"
     )
     if markdown:
-        print(bench_cuda.markdown_table(title, HEADER, lines))
+        print(markdown_table(title, HEADER, lines))
     else:
         faster = [is_faster(row) for row in rows]
-        bench_cuda.print_table(title, HEADER, lines, faster, left=len(HEADER) - 1)
+        print_table(title, HEADER, lines, left=range(len(HEADER) - 1), marked=faster, width=bench_cuda.WIDTH)
     for row, line in zip(rows, lines, strict=True):
         for name, reason in row["failures"].items():
             print(f"{' '.join(line[:4])}: {name}: {reason}")

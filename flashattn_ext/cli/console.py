@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+from collections.abc import Container, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
+PIPE_WIDTH = 140
 INSTALL_EXTRAS = 'pip install "flashattn_ext[cli]" (in a checkout: pip install ".[cli]")'
 
 
@@ -32,15 +34,38 @@ def require(module: str) -> ModuleType:
         raise CommandError(f"this command needs the package {package} ({error}); {INSTALL_EXTRAS}") from None
 
 
-def make_console() -> Console:
+def make_console(width: int = PIPE_WIDTH) -> Console:
     """A rich console.
 
-    Piped output has no terminal to fit, so its tables get the width that they need.
+    Piped output has no terminal to fit, so its tables get the `width` that they need.
     """
     console = require("rich.console").Console()
     if not console.is_terminal:
-        console.width = 140
+        console.width = width
     return console
+
+
+def markdown_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    table = (header, ["---"] * len(header), *lines)
+    return "\n".join([title, "", *("| " + " | ".join(line) + " |" for line in table), ""])
+
+
+def print_table(
+    title: str,
+    header: Sequence[str],
+    lines: Sequence[Sequence[str]],
+    *,
+    left: Container[int],
+    marked: Sequence[bool] | None = None,
+    width: int = PIPE_WIDTH,
+) -> None:
+    """Columns in `left` are flush left, and `marked` lines stand out; `width`: where no terminal has one."""
+    table = require("rich.table").Table(title=title)
+    for column, name in enumerate(header):
+        table.add_column(name, justify="left" if column in left else "right")
+    for line, is_marked in zip(lines, marked or [False] * len(lines), strict=True):
+        table.add_row(*line, style="yellow" if is_marked else None)
+    make_console(width).print(table)
 
 
 def make_directory(name: str) -> Path:

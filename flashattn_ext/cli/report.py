@@ -11,9 +11,8 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .bench_cuda import markdown_table
 from .checkpoint import atomic_path
-from .console import CommandError, require
+from .console import CommandError, markdown_table, require
 from .experiments import EXPERIMENTS
 from .experiments.render import is_numeric, shown_columns
 from .experiments.result import Result
