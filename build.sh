@@ -19,7 +19,7 @@ usage: bash build.sh -arch NAME [-soc SOC] [-mode npu|emulator|check] [-j N] [-t
   -soc SOC        another chip of the same architecture
   -j N            compilers at once (default: the number of cores)
   -tilings        with -mode emulator: other tilings of the forward as well, which the experiment \`tiles\` compares
-  -debug          with checks and debug information
+  -debug          with debug information and without optimisation; the emulator is compiled anew
   -clean          removes what was built before
 
 architectures:
@@ -140,7 +140,10 @@ case "$MODE" in
   check) find_cann && find_torch_npu ;;
   emulator)
     # The emulator has no architecture of its own: A2 and A3 are the same core.
-    make -j "$JOBS" "$TARGET" ${CXX:+CXX="$CXX"} $([[ $DEBUG == 1 ]] && echo 'EMULATOR_OPTIMISE=-O0 -g')
+    # make does not see that options are others: with -debug it compiles everything again.
+    options=(${CXX:+CXX="$CXX"})
+    if [[ $DEBUG == 1 ]]; then options+=(-B "EMULATOR_OPTIMISE=-O0 -g"); fi
+    make -j "$JOBS" "$TARGET" "${options[@]}"
     echo "built flashattn_ext/_ascend_emulator.so: flashattn_ext.use_backend(\"ascend-emulator\")"
     ;;
   *) fail "-mode: '$MODE' is unknown; accepted are npu, emulator, check" ;;

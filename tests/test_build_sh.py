@@ -199,6 +199,24 @@ def make_building_cann(folder: Path, version: str, project: Path, log: Path) -> 
     return folder
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], ["-j", "2", "emulator", "CXX=a c++"]),
+        (["-tilings"], ["-j", "2", "emulator-tilings", "CXX=a c++"]),
+        (["-debug"], ["-j", "2", "emulator", "CXX=a c++", "-B", "EMULATOR_OPTIMISE=-O0 -g"]),
+    ],
+)
+def test_make_is_told_how_to_build_the_emulator(arguments: list[str], told: list[str], tmp_path: Path) -> None:
+    make, log = tmp_path / "make", tmp_path / "log"
+    make.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{log}\n')
+    make.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = build("-arch", "910", "-mode", "emulator", "-j", "2", *arguments, PATH=path, CXX="a c++")
+    assert done.returncode == 0, done.stderr
+    assert log.read_text().splitlines() == told
+
+
 KERNELS = sorted(path.stem for path in (ROOT / "ascend_c" / "inst").glob("*.cpp"))
 
 
@@ -215,7 +233,8 @@ def test_build_for_an_npu(version: str, tmp_path: Path) -> None:
     shutil.copy(cann / "lib64" / "libascendcl.so", packages / "torch_npu" / "lib" / "libtorch_npu.so")
 
     options = dict(cann=cann, packages=packages, root=project, CXX=str(cann / "cxx"))
-    done = build("-arch", "910_93", "-soc", "Ascend910_9382", "-j", "2", **options)
+    debug = version.startswith("9")
+    done = build("-arch", "910_93", "-soc", "Ascend910_9382", "-j", "2", *["-debug"] * debug, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "built flashattn_ext/_ascend_npu.so" in done.stdout
     assert (project / "flashattn_ext" / "_ascend_npu.so").exists()
@@ -226,6 +245,7 @@ def test_build_for_an_npu(version: str, tmp_path: Path) -> None:
 
     told = log.read_text().splitlines()
     (binding,) = (line for line in told if line.endswith("npu/binding.cpp"))
+    assert ("-g" in binding.split()) == debug and ("-O3" in binding.split()) != debug
     assert 'FLASHATTN_SOC="Ascend910_9382"' in binding.replace("\\", "") and "-fvisibility=hidden" in binding
     for headers in (packages / "torch_npu" / "include", Path(torch.__file__).parent / "include", cann / "include"):
         assert str(headers) in binding
