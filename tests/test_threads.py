@@ -77,9 +77,9 @@ def test_concurrent_calls(device: str, dtype: torch.dtype) -> None:
                 assert_same_result(got, ref)
 
 
-def test_other_threads_run_meanwhile(device: str) -> None:
-    """The call releases the interpreter lock: a Python thread makes progress while attention computes."""
-    q = torch.randn(1, 4096, 4, 64, device=device)
+def test_other_threads_run_meanwhile() -> None:
+    """The call releases the interpreter lock: a Python thread makes progress while attention computes on the CPU."""
+    q = torch.randn(1, 4096, 4, 64)
     with ThreadPoolExecutor(1) as pool:
         busy = pool.submit(flashattn_ext.forward, q, q, q)
         steps = 0

@@ -11,8 +11,9 @@ namespace {
 std::atomic<int> forced{0};
 
 void describe(CudaTile* tile, const sm80::ForwardTile& of) {
-  tile->queries = of.queries(), tile->keys = of.keys, tile->stages = 1;
-  tile->detail = std::to_string(of.warps) + " warps";
+  tile->queries = of.queries(), tile->keys = of.keys, tile->stages = of.stages;
+  tile->detail =
+      std::to_string(of.warps) + " warps, " + std::to_string(of.stages) + (of.stages == 1 ? " stage" : " stages");
 }
 #if defined(FLASHATTN_EXT_SM90)
 void describe(CudaTile* tile, const sm90::ForwardTile& of) {

@@ -6,6 +6,7 @@
 
 #include "../common/backward_finish.cuh"
 #include "../common/keep.cuh"
+#include "../common/tile_order.cuh"
 #include "tiles.h"
 
 namespace flashattn_ext::sm80 {
@@ -423,12 +424,13 @@ struct Backward {
 template <class T, int kHeadDim, bool kDropout, bool kLarge>
 __global__ void __launch_bounds__(Backward<T, kHeadDim, kDropout, kLarge>::kThreads)
     backward_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardShared shared,
-                    int blocks) {
+                    const __grid_constant__ TileOrder order) {
   extern __shared__ __align__(16) unsigned char memory[];
   using Kernel = Backward<T, kHeadDim, kDropout, kLarge>;
   Kernel tile(p, shared, reinterpret_cast<T*>(memory));
-  const int index = blockIdx.x / Kernel::kSplits, head = index / blocks, heads = static_cast<int>(p.heads_k);
-  tile.run(head / heads, head % heads, index % blocks, blocks);
+  const int heads = static_cast<int>(p.heads_k);
+  const auto [head, block] = order.index(blockIdx.x / Kernel::kSplits, heads * static_cast<int>(p.batch));
+  tile.run(head / heads, head % heads, block, order.blocks);
 }
 
 template <class T, int kHeadDim, bool kLarge>
@@ -440,9 +442,10 @@ BackwardShared backward_shared(const AttnGradParams& p) {
 template <class T, int kHeadDim, bool kDropout, bool kLarge>
 void launch_main(const AttnGradParams& p, const BackwardShared& shared) {
   using Kernel = Backward<T, kHeadDim, kDropout, kLarge>;
+  if (p.batch * p.heads_k == 0) return;
   const int64_t blocks = tiles(p.seqlen_k, Kernel::kN);
   launch(backward_kernel<T, kHeadDim, kDropout, kLarge>, "backward", p, blocks * p.batch * p.heads_k * Kernel::kSplits,
-         Kernel::kThreads, Kernel::kSharedBytes, shared, static_cast<int>(blocks));
+         Kernel::kThreads, Kernel::kSharedBytes, shared, backward_order(p, blocks, sizeof(T)));
 }
 
 template <class T, int kHeadDim, bool kLarge>

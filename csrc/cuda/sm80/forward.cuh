@@ -3,10 +3,13 @@
 // K(n) is.
 #pragma once
 
+#include <cmath>
+
 #include "../common/keep.cuh"
 #include "../common/launch.cuh"
 #include "../common/rows.cuh"
 #include "../common/tile.cuh"
+#include "../common/tile_order.cuh"
 #include "tiles.h"
 
 namespace flashattn_ext::sm80 {
@@ -15,49 +18,68 @@ template <class T, int kHeadDim, bool kDropout, int kChoice>
 struct Forward {
   using Core = TensorCore<T>;
   static constexpr ForwardTile kTile = forward_tile<sizeof(T), kHeadDim, kDropout, kChoice>();
-  static constexpr int kThreads = kTile.warps * 32, kM = kTile.queries(), kN = kTile.keys, kRowTiles = kTile.row_tiles;
+  static constexpr int kThreads = kTile.warps * 32, kM = kTile.queries(), kN = step_keys<kHeadDim, kDropout>(kTile),
+                       kRowTiles = kTile.row_tiles;
   static constexpr int kStride = kTileStride<T, kHeadDim>;
-  static constexpr int kSharedBytes = (kM + 2 * kN) * kStride * static_cast<int>(sizeof(T));
+  static constexpr int kStages = kTile.stages;
+  static constexpr int kSharedBytes = (kM + 2 * kStages * kN) * kStride * static_cast<int>(sizeof(T));
   static constexpr int kScoreTiles = kN / 8, kOutTiles = kHeadDim / 8, kSteps = kN / Core::kK;
   static_assert(kSharedBytes <= kSmallShared);
 
+  // What a step needs beside its tiles lies in the padding of the first rows of queries, or in registers where there
+  // are enough: chosen so that no kernel of head_dim 64 or 128 spills.
+  struct Sequences {
+    int b, h, length_q, length_k;
+  };
+  struct Keys {
+    const T *k, *v;  // of the first key
+  };
+  static_assert(sizeof(Sequences) <= kVectorBytes && sizeof(Keys) <= kVectorBytes && sizeof(Dropout) <= kVectorBytes);
+  static constexpr bool kSharedKeys = kHeadDim > 64 || sizeof(T) == 4;
+  static constexpr bool kSharedLengths =
+      sizeof(T) == 2 && (kHeadDim == 96 || kHeadDim == 144 || (kHeadDim == 128 && kDropout));
+
   const AttnParams& p;
   T *q_tile, *k_tile, *v_tile;
-  const int& blocks;                                                         // of one head
-  const float& scale;                                                        // of the scores, in units of log2
-  int length_queries, length_k, row0;                                        // of this sequence; first row of this tile
+  const float& scale;  // of the scores, in units of log2
+  const bool& negate;  // the scores
+  int own_length_q, own_length_k;
+  Keys own_keys;
+  int row0;                                                                  // first row of this tile
   float out[kRowTiles][kOutTiles][4], max[kRowTiles][2], sum[kRowTiles][2];  // max in units of log2
 
-  __device__ Forward(const AttnParams& params, const int& blocks, const float& scale, T* shared)
+  __device__ Forward(const AttnParams& params, const float& scale, const bool& negate, T* shared)
       : p(params),
-        blocks(blocks),
         scale(scale),
+        negate(negate),
         q_tile(shared),
         k_tile(q_tile + kM * kStride),
-        v_tile(k_tile + kN * kStride) {}
+        v_tile(k_tile + kStages * kN * kStride) {}
 
   static __device__ int g() { return threadIdx.x % 32 / 4; }
   static __device__ int t() { return threadIdx.x % 4; }
   // First of the 16 rows of tile i of this warp, within the block's tile.
   static __device__ int tile_row(int i) { return (threadIdx.x / 32 * kRowTiles + i) * 16; }
 
-  // Found again where they are needed instead of being kept in registers.
-  __device__ int head() const { return ptx::opaque(blockIdx.x) / blocks % static_cast<int>(p.heads_q); }
-  __device__ int batch() const { return ptx::opaque(blockIdx.x) / blocks / static_cast<int>(p.heads_q); }
-
-  // Keys or values of tile n, which start at `from`; leaves `from` at those of the tile before.
-  __device__ void load_keys(T* tile, const T*& from, int64_t row_stride, int n, int columns) const {
-    load_tile<T, kN, kHeadDim, kThreads>(tile, from, row_stride, min(kN, length_k - n * kN), columns);
-    from -= kN * row_stride;
+  // Keys or values of tile n; tiles come in falling order.
+  __device__ void load_keys(T* tile, const T* Keys::* which, int64_t row_stride, int n, int columns) {
+    const T* from;
+    if constexpr (kSharedKeys) {
+      from = shared_by_all<Keys>(2)->*which + n * kN * row_stride;
+    } else {
+      from = own_keys.*which;
+      own_keys.*which -= kN * row_stride;
+    }
+    load_tile<T, kN, kHeadDim, kThreads>(tile, from, row_stride, min(kN, length_k() - n * kN), columns);
     ptx::cp_async_commit();
   }
 
-  __device__ void run() {
-    length_queries = static_cast<int>(query_sequence(p, batch()).length);
-    length_k = static_cast<int>(key_sequence(p, batch()).length);
+  __device__ void run(const TileOrder& order) {
+    const int heads = static_cast<int>(p.heads_q);
+    const auto [head, block] = order.index(blockIdx.x, heads * static_cast<int>(p.batch));
+    start_head(head / heads, head % heads);
     // The longest tiles of a causal head start first. A sequence may be longer than the grid was told.
-    row0 = (blocks - 1 - static_cast<int>(blockIdx.x) % blocks) * kM;
-    for (; row0 < length_queries; row0 = ptx::opaque(row0) + blocks * kM) {
+    for (row0 = (order.blocks - 1 - block) * kM; row0 < length_q(); row0 = ptx::opaque(row0) + order.blocks * kM) {
       start_softmax();
       walk_keys();
       finish();
@@ -65,47 +87,95 @@ struct Forward {
     }
   }
 
+  __device__ void start_head(int b, int h) {
+    const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
+    const int64_t hk = h / p.group_size();
+    own_length_q = static_cast<int>(queries.length);
+    own_length_k = static_cast<int>(keys.length);
+    if (threadIdx.x == 0) {
+      *now() = {b, h, own_length_q, own_length_k};
+      *shared_by_all<Keys>(2) = {row_pointer<const T>(p.k, b, hk, keys.start),
+                                 row_pointer<const T>(p.v, b, hk, keys.start)};
+      if (kDropout) *dropout() = Dropout(p, b);
+      // A sink is the first maximum. If keys may stay above it, weights near 1 are not exact, and dS loses digits.
+      *tolerance() = head_sink(p, h) > -infinity() ? 0.f : kTolerance;
+    }
+    __syncthreads();
+  }
+  template <class X>
+  __device__ X* shared_by_all(int row) const {
+    return reinterpret_cast<X*>(q_tile + row * kStride + kHeadDim);
+  }
+  __device__ Sequences* now() const { return shared_by_all<Sequences>(0); }
+  __device__ float* tolerance() const { return shared_by_all<float>(3); }
+  __device__ Dropout* dropout() const { return shared_by_all<Dropout>(1); }
+  __device__ int length_q() const { return kSharedLengths ? now()->length_q : own_length_q; }
+  __device__ int length_k() const { return kSharedLengths ? now()->length_k : own_length_k; }
+  __device__ TileMask mask() const { return TileMask(p, length_q(), length_k()); }
+
   __device__ void walk_keys() {
-    const int b = batch(), h = head(), row_end = min(row0 + kM, length_queries);
-    const TileMask mask(p, length_queries, length_k);
-    const Limits visible = mask.keys_of(row0, row_end), full = mask.keys_of_all(row0, row_end);
+    const int b = now()->b, h = now()->h, row_end = min(row0 + kM, length_q());
+    const Limits visible = mask().keys_of(row0, row_end), full = mask().keys_of_all(row0, row_end);
     const int first = visible.begin / kN, last = (visible.end - 1) / kN;
     const int first_full = (full.begin + kN - 1) / kN, end_full = full.end / kN;  // tiles that need no mask
     if (visible.end == visible.begin) return;
     const int columns = static_cast<int>(p.head_dim), columns_v = static_cast<int>(p.head_dim_v);
-    const int64_t hk = h / p.group_size(), key = key_sequence(p, b).start + last * kN;
-    const T* k = row_pointer<const T>(p.k, b, hk, key);
-    const T* v = row_pointer<const T>(p.v, b, hk, key);
     const T* q = row_pointer<const T>(p.q, b, h, query_sequence(p, b).start + row0);
     load_tile<T, kM, kHeadDim, kThreads>(q_tile, q, p.q.row_stride, row_end - row0, columns);
-    load_keys(k_tile, k, p.k.row_stride, last, columns);
-    [[maybe_unused]] const Dropout dropout(p, b);
+    if constexpr (!kSharedKeys) {
+      const int64_t hk = h / p.group_size(), key = key_sequence(p, b).start + last * kN;
+      own_keys = {row_pointer<const T>(p.k, b, hk, key), row_pointer<const T>(p.v, b, hk, key)};
+    }
+    load_keys(k_tile, &Keys::k, p.k.row_stride, last, columns);
+    if (kStages == 2) load_keys(v_tile, &Keys::v, p.v.row_stride, last, columns_v);
+    int stage = 0;
     for (int n = last; n >= first; --n) {
       ptx::cp_async_wait<0>();
       __syncthreads();
-      load_keys(v_tile, v, p.v.row_stride, n, columns_v);
-      float scores[kRowTiles][kScoreTiles][4];
-      score_product(scores);
-      ptx::cp_async_wait<0>();
-      __syncthreads();
-      if (n > first) load_keys(k_tile, k, p.k.row_stride, n - 1, columns);
-      if (p.softmax_scale < 0) negate(scores);
-      if (n < first_full || n >= end_full) apply_mask(scores, n * kN);
-      typename Core::A weights[kRowTiles][kSteps];
-#pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
-        softmax(i, scores[i]);
-#pragma unroll
-        for (int step = 0; step < kSteps; ++step) weights[i][step] = Core::from_accumulators(scores[i], step);
-        if (kDropout) dropout.template drop<Core>(weights[i], head(), row0 + tile_row(i), n * kN);
+      if (kStages == 1) {
+        load_keys(v_tile, &Keys::v, p.v.row_stride, n, columns_v);
+      } else if (n > first) {
+        load_keys(k_tile + (kN * kStride - stage), &Keys::k, p.k.row_stride, n - 1, columns);
+        load_keys(v_tile + (kN * kStride - stage), &Keys::v, p.v.row_stride, n - 1, columns_v);
       }
+      float scores[kRowTiles][kScoreTiles][4];
+      score_product(scores, k_tile + stage);
+      if (kStages == 1) {
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+        if (n > first) load_keys(k_tile, &Keys::k, p.k.row_stride, n - 1, columns);
+      }
+      typename Core::A weights[kRowTiles][kSteps];
+      weigh(weights, scores, n, n < first_full || n >= end_full);
       __syncwarp();  // keeps the compiler from loading so much of V ahead that registers run out
-      value_product(weights);
+      value_product(weights, v_tile + stage);
+      if (kStages == 2) stage = kN * kStride - stage;
+    }
+  }
+
+  __device__ void weigh(typename Core::A (&weights)[kRowTiles][kSteps], float (&scores)[kRowTiles][kScoreTiles][4],
+                        int n, bool masked) {
+    constexpr bool kDropEarly = sizeof(T) == 4 || kHeadDim == 144;  // fewer registers
+    auto drop = [&](int i) {
+      if (kDropout) dropout()->template drop<Core>(weights[i], now()->h, row0 + tile_row(i), n * kN);
+    };
+    if (negate) change_sign(scores);
+    if (masked) apply_mask(scores, n * kN);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      softmax(i, scores[i]);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) weights[i][step] = Core::from_accumulators(scores[i], step);
+      if (kDropEarly) drop(i);
+    }
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      if (!kDropEarly) drop(i);
     }
   }
 
   __device__ void start_softmax() {
-    const float sink = p.sink ? static_cast<const float*>(p.sink)[head()] : 0.f;
+    const float sink = head_sink(p, now()->h);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -113,14 +183,14 @@ struct Forward {
         for (int e = 0; e < 4; ++e) out[i][n][e] = 0;
       }
       for (int r = 0; r < 2; ++r) {
-        max[i][r] = p.has_sink ? sink * kLog2E : -infinity();
-        sum[i][r] = p.has_sink && t() == 0 && sink > -infinity() ? 1.f : 0.f;
+        max[i][r] = sink;
+        sum[i][r] = t() == 0 && sink > -infinity() ? 1.f : 0.f;
       }
     }
   }
 
   // S = Q K^T
-  __device__ void score_product(float (&scores)[kRowTiles][kScoreTiles][4]) const {
+  __device__ void score_product(float (&scores)[kRowTiles][kScoreTiles][4], const T* k_tile) const {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -146,7 +216,7 @@ struct Forward {
     }
   }
 
-  __device__ static void negate(float (&scores)[kRowTiles][kScoreTiles][4]) {
+  __device__ static void change_sign(float (&scores)[kRowTiles][kScoreTiles][4]) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -157,7 +227,7 @@ struct Forward {
   }
 
   __device__ void apply_mask(float (&scores)[kRowTiles][kScoreTiles][4], int key0) const {
-    const TileMask mask(p, length_queries, length_k);
+    const TileMask mask = this->mask();
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -177,7 +247,7 @@ struct Forward {
     }
   }
 
-  // Scores of row tile i become exp(score - max); what was accumulated under a smaller maximum is scaled down.
+  // Scores of row tile i become exp(score - max); what was summed up under a smaller maximum is scaled down.
   __device__ void softmax(int i, float (&scores)[kScoreTiles][4]) {
     float shrink[2], offset[2];
 #pragma unroll
@@ -185,10 +255,8 @@ struct Forward {
       float largest = scores[0][2 * r];
 #pragma unroll
       for (int n = 0; n < kScoreTiles; ++n) largest = fmaxf(largest, fmaxf(scores[n][2 * r], scores[n][2 * r + 1]));
-      const float before = max[i][r];
-      max[i][r] = fmaxf(before, quad_max(largest) * scale);
-      offset[r] = max[i][r] == -infinity() ? 0.f : max[i][r];  // nothing visible so far
-      shrink[r] = ptx::ex2(before - offset[r]);
+      shrink[r] = raise_max(&max[i][r], quad_max(largest) * scale, *tolerance());
+      offset[r] = finite_max(max[i][r]);
     }
     if (__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) {
 #pragma unroll
@@ -214,7 +282,7 @@ struct Forward {
   }
 
   // out += P V
-  __device__ void value_product(const typename Core::A (&weights)[kRowTiles][kSteps]) {
+  __device__ void value_product(const typename Core::A (&weights)[kRowTiles][kSteps], const T* v_tile) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       if (sizeof(T) == 4) __syncwarp();  // as above: V, split in two, needs twice the registers
@@ -233,9 +301,8 @@ struct Forward {
 
   __device__ void finish() {
     const float keep = kDropout ? 1 / static_cast<float>(keep_probability(p.dropout_threshold)) : 1.f;
-    const int b = batch(), h = head();
+    const int b = now()->b, h = now()->h, rows = length_q() - row0;
     const int64_t start = query_sequence(p, b).start + row0;
-    const int rows = length_queries - row0;
     T* tile = q_tile;  // every warp reads and writes its own rows of it alone
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -246,8 +313,8 @@ struct Forward {
         const float factor = keep / total;
         const int row = tile_row(i) + g() + 8 * r;
         if (t() == 0 && row < rows) {
-          const float largest = max[i][r] == -infinity() ? 0.f : max[i][r];
-          *row_statistic(p.lse, b, h, start + row) = empty ? -infinity() : (largest + log2f(total)) * kLn2;
+          *row_statistic(p.lse, b, h, start + row) =
+              empty ? -infinity() : (finite_max(max[i][r]) + log2f(total)) * kLn2;
         }
 #pragma unroll
         for (int n = 0; n < kOutTiles; ++n) {
@@ -265,17 +332,20 @@ struct Forward {
 template <class T, int kHeadDim, bool kDropout, int kChoice>
 __global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout, kChoice>::kThreads,
                                   Forward<T, kHeadDim, kDropout, kChoice>::kTile.blocks)
-    forward_kernel(const __grid_constant__ AttnParams p, const int blocks, const float scale) {
+    forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ TileOrder order, const float scale,
+                   const bool negate) {
   extern __shared__ __align__(16) unsigned char shared[];
-  Forward<T, kHeadDim, kDropout, kChoice>(p, blocks, scale, reinterpret_cast<T*>(shared)).run();
+  Forward<T, kHeadDim, kDropout, kChoice>(p, scale, negate, reinterpret_cast<T*>(shared)).run(order);
 }
 
 template <class T, int kHeadDim, bool kDropout, int kChoice>
 void launch_forward(const AttnParams& p) {
   using Kernel = Forward<T, kHeadDim, kDropout, kChoice>;
+  if (p.batch * p.heads_q == 0) return;
   const int64_t blocks = tiles(p.seqlen_q, Kernel::kM);
   launch(forward_kernel<T, kHeadDim, kDropout, kChoice>, "forward", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
-         Kernel::kSharedBytes, static_cast<int>(blocks), log2_scale(p.softmax_scale));
+         Kernel::kSharedBytes, forward_order(p, blocks, sizeof(T)), log2_scale(p.softmax_scale),
+         std::signbit(p.softmax_scale));
 }
 
 template <class T, int kHeadDim, int kChoice>

@@ -12,7 +12,8 @@ struct ForwardTile {
   int warps;
   int row_tiles;  // 16-row tiles of queries of one warp
   int keys;
-  int blocks;  // so many on a multiprocessor at a time: bounds the registers
+  int blocks;      // so many on a multiprocessor at a time: bounds the registers
+  int stages = 1;  // of keys and values
   constexpr int queries() const { return warps * row_tiles * 16; }
   constexpr bool exists() const { return warps > 0; }
 };
@@ -27,12 +28,12 @@ struct ForwardTiles {
 constexpr ForwardTiles kForwardTiles[] = {
     {64, false, {{4, 2, 64, 3}, {4, 2, 128, 2}, {8, 1, 64, 2}}},
     {64, true, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 2}}},
-    {96, false, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
-    {96, true, {{4, 2, 32, 2}, {4, 1, 64, 2}, {8, 1, 64, 1}}},
+    {96, false, {{4, 2, 64, 2, 2}, {4, 2, 64, 2}, {8, 1, 64, 1}}},
+    {96, true, {{4, 2, 64, 2, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
     {128, false, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
-    {128, true, {{4, 2, 32, 2}, {4, 1, 64, 2}, {8, 1, 64, 1}}},
-    {144, false, {{4, 2, 32, 2}, {4, 1, 64, 2}, {8, 1, 64, 1}}},
-    {144, true, {{4, 2, 32, 2}, {4, 1, 64, 2}, {8, 1, 64, 1}}},
+    {128, true, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    {144, false, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    {144, true, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
     {192, false, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
     {192, true, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
     {256, false, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
@@ -52,6 +53,16 @@ constexpr ForwardTile forward_tile() {
     }
     return {};
   }
+}
+
+// Keys of a step. What the compiler makes for sm_80 spills with more than 32 of them where registers are scarcest; only
+// device code knows what it is compiled for, so that shared memory is taken for the keys of the table.
+template <int kHeadDim, bool kDropout>
+constexpr int step_keys(const ForwardTile& tile) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+  if (kHeadDim == 144 || (kHeadDim == 128 && kDropout)) return tile.keys < 32 ? tile.keys : 32;
+#endif
+  return tile.keys;
 }
 
 struct BackwardTile {

@@ -380,23 +380,13 @@ __device__ __forceinline__ void store_keys(const TensorView& to, const BackwardW
 
 // --- on the host --------------------------------------------------------------------------------------------------
 
-// Key heads whose sums of dq, queries and output gradients stay in the L2 cache together, and at least `min_heads`.
-inline int64_t backward_section(const AttnGradParams& p, int64_t min_heads) {
-  constexpr int64_t kCacheBytes = 32 << 20;
-  const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_q * (3 * p.head_dim + p.head_dim_v) * 2 * p.group_size());
-  // Without a mask all tiles are equally long: then those of one head follow each other.
-  if (p.window_right == kUnbounded) return 1;
-  return std::max(kCacheBytes / head_bytes, min_heads);
-}
-
 template <class Kernel, class Entry>
 void launch_backward_main(Entry kernel, const AttnGradParams& p, const BackwardShared& shared) {
   const int64_t blocks = tiles(p.seqlen_k, Kernel::kN), all = blocks * p.batch * p.heads_k;
   if (all == 0) return;
   const BackwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kM), key_map(p, p.k, p.head_dim, Kernel::kN),
                           key_map(p, p.v, p.head_dim_v, Kernel::kN), query_map(p, p.dout, p.head_dim_v, Kernel::kM)};
-  const int64_t section = std::min(backward_section(p, Kernel::kSectionHeads), p.batch * p.heads_k);
-  const TileGrid grid{static_cast<int>(all), static_cast<int>(blocks), static_cast<int>(section), shared.drawn};
+  const TileGrid grid{backward_order(p, blocks, 2, Kernel::kSectionHeads), static_cast<int>(all), shared.drawn};
   launch(kernel, "sm90 backward", p, std::min<int64_t>(all, multiprocessors()), Kernel::kThreads,
          static_cast<int>(sizeof(typename Kernel::Shared)), shared, maps, grid);
 }

@@ -266,7 +266,7 @@ struct Forward {
   }
 
   __device__ __forceinline__ void start_softmax(int h) {
-    const float sink = p.sink ? static_cast<const float*>(p.sink)[h] : 0.f;
+    const float sink = head_sink(p, h);
 #pragma unroll
     for (int n = 0; n < kOutTiles; ++n) {
 #pragma unroll
@@ -274,8 +274,8 @@ struct Forward {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      max[r] = p.has_sink ? sink * kLog2E : -infinity();
-      sum[r] = p.has_sink && t() == 0 && sink > -infinity() ? 1.f : 0.f;
+      max[r] = sink;
+      sum[r] = t() == 0 && sink > -infinity() ? 1.f : 0.f;
     }
   }
 
@@ -367,10 +367,8 @@ struct Forward {
     }
   }
 
-  // Scores become exp(score - max), and `shrink` what is to be multiplied to all that was summed up before. The maximum
-  // stays as it is while no score is beyond 2^8 of it: then there is nothing to multiply.
+  // Scores become exp(score - max), and `shrink` what is to be multiplied to all that was summed up before.
   __device__ __forceinline__ void softmax(const Work& work, int n, const Limits& clear) {
-    constexpr float kTolerance = 8;
     const int row = work.row0 + warp_row, key0 = n * kN;
     if (negative_scale) {
 #pragma unroll
@@ -388,11 +386,8 @@ struct Forward {
       for (int i = 0; i < kScoreTiles; ++i) {
         largest = fmaxf(largest, fmaxf(scores[i][2 * r], scores[i][2 * r + 1]));
       }
-      const float before = max[r], now = fmaxf(before, quad_max(largest) * scale);
-      const bool stays = now - before <= kTolerance;
-      max[r] = stays ? before : now;
-      offset[r] = max[r] == -infinity() ? 0.f : max[r];  // nothing visible so far
-      shrink[r] = stays ? 1.f : ptx::ex2(before - offset[r]);
+      shrink[r] = raise_max(&max[r], quad_max(largest) * scale);
+      offset[r] = finite_max(max[r]);
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -437,8 +432,7 @@ struct Forward {
       const bool empty = total == 0, exists = row + 8 * r < work.length_q;
       const int64_t at = int64_t{work.query_start} + row + 8 * r;
       if (t() == 0 && exists) {
-        const float largest = max[r] == -infinity() ? 0.f : max[r];
-        *row_statistic(p.lse, work.b, work.h, at) = empty ? -infinity() : (largest + log2f(total)) * kLn2;
+        *row_statistic(p.lse, work.b, work.h, at) = empty ? -infinity() : (finite_max(max[r]) + log2f(total)) * kLn2;
       }
       store_row(row_pointer<T>(p.out, work.b, work.h, at), out, r, keep / total, empty, exists,
                 static_cast<int>(p.head_dim_v));
@@ -483,16 +477,6 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout, kChoice>::kThre
 #endif
 }
 
-// Heads whose keys and values stay in the L2 cache while every tile of their queries is computed.
-inline int64_t section_heads(const AttnParams& p) {
-  constexpr int64_t kCacheBytes = 32 << 20;
-  const int64_t head_bytes = std::max<int64_t>(1, p.seqlen_k * (p.head_dim + p.head_dim_v) * 2);
-  const int64_t heads = p.batch * p.heads_q;
-  // Without a mask all tiles are equally long: then those of one head follow each other.
-  if (p.window_right == kUnbounded) return 1;
-  return std::clamp<int64_t>(kCacheBytes / head_bytes * p.group_size(), 1, std::max<int64_t>(heads, 1));
-}
-
 template <class T, int kHeadDim, bool kDropout, int kChoice>
 void launch_forward(const AttnParams& p) {
   using Kernel = Forward<T, kHeadDim, kDropout, kChoice>;
@@ -501,7 +485,7 @@ void launch_forward(const AttnParams& p) {
                          key_map(p, p.v, p.head_dim_v, Kernel::kN)};
   const int64_t blocks = tiles(p.seqlen_q, Kernel::kM), heads = p.batch * p.heads_q, all = blocks * heads;
   int* const drawn = static_cast<int*>(p.workspace);
-  const TileGrid grid{static_cast<int>(all), static_cast<int>(blocks), static_cast<int>(section_heads(p)), drawn};
+  const TileGrid grid{forward_order(p, blocks, sizeof(T)), static_cast<int>(all), drawn};
   const int64_t processors = multiprocessors();
   if (all > processors) {
     check_launch(cudaMemsetAsync(drawn, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);

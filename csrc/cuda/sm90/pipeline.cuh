@@ -3,6 +3,7 @@
 
 #include "../common/tensor_core.cuh"
 #include "../common/tile.cuh"
+#include "../common/tile_order.cuh"
 #include "../common/vector.cuh"
 #include "../ptx/tma.cuh"
 
@@ -23,22 +24,10 @@ struct Place {
   }
 };
 
-// How tiles are numbered: sections of heads (of all batch entries) that stay in the L2 cache together; in a section
-// the first tiles of every head come before the second ones.
-struct TileGrid {
-  int tiles;    // of the whole call
-  int blocks;   // tiles of a sequence, as far as the host knows
-  int section;  // heads
-  int* drawn;   // tiles beyond the first of each thread block that have been taken
+struct TileGrid : TileOrder {
+  int tiles;   // of the whole call
+  int* drawn;  // tiles beyond the first of each thread block that have been taken
 
-  struct Index {
-    int head, block;
-  };
-  __device__ Index index(int tile, int heads) const {
-    const int section_tiles = section * blocks, first = tile / section_tiles * section, rest = tile % section_tiles;
-    const int section_heads = min(section, heads - first);
-    return {first + rest % section_heads, rest / section_heads};
-  }
   // Thread blocks that are done early take more tiles.
   __device__ int draw() const {
     const int thread_blocks = static_cast<int>(gridDim.x);

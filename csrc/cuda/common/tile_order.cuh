@@ -1,0 +1,48 @@
+// The order in which the tiles of a call are computed.
+#pragma once
+
+#include <algorithm>
+
+#include "../../params.h"
+
+namespace flashattn_ext {
+
+// How tiles are numbered: sections of heads (of all batch entries) that stay in the L2 cache together; in a section
+// the first tiles of every head come before the second ones.
+struct TileOrder {
+  int blocks;   // tiles of a sequence, as far as the host knows
+  int section;  // heads
+
+  struct Index {
+    int head, block;
+  };
+  __device__ __forceinline__ Index index(int tile, int heads) const {
+    const int section_tiles = section * blocks, first = tile / section_tiles * section, rest = tile % section_tiles;
+    const int section_heads = min(section, heads - first);
+    return {first + rest % section_heads, rest / section_heads};
+  }
+};
+
+// With a right bound some tiles are longer than others. Started first, in all heads of a section, they leave short ones
+// for the end, which fill the gaps. Otherwise the tiles of one head follow each other.
+inline int section_heads(const AttnParams& p, int64_t heads, int64_t head_bytes, int64_t at_least = 1) {
+  constexpr int64_t kCacheBytes = 32 << 20;
+  if (p.window_right == kUnbounded) return 1;
+  const int64_t section = std::max(kCacheBytes / std::max<int64_t>(1, head_bytes), at_least);
+  return static_cast<int>(std::max<int64_t>(1, std::min(section, heads)));
+}
+
+// Of a forward call: keys and values stay in the cache.
+inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t element_bytes) {
+  const int64_t head_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * element_bytes / p.group_size();
+  return {static_cast<int>(blocks), section_heads(p, p.batch * p.heads_q, head_bytes)};
+}
+
+// Of a backward call: queries, output gradients and the sums of dq do.
+inline TileOrder backward_order(const AttnParams& p, int64_t blocks, int64_t element_bytes, int64_t at_least = 1) {
+  const int64_t row_bytes = p.head_dim * (element_bytes + 4) + p.head_dim_v * element_bytes;
+  const int64_t head_bytes = p.seqlen_q * row_bytes * p.group_size();
+  return {static_cast<int>(blocks), section_heads(p, p.batch * p.heads_k, head_bytes, at_least)};
+}
+
+}  // namespace flashattn_ext
