@@ -45,7 +45,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_cuda, "MAX_LAUNCHES", 1)
     monkeypatch.setattr(bench_cuda, "burst_ms", burst_ms)
     monkeypatch.setattr(bench_cuda, "peak_extra_bytes", peak_extra_bytes)
-    monkeypatch.setattr(bench_cuda, "check_cuda", lambda backend: "cuda-none")
+    monkeypatch.setattr(bench_cuda, "running_backend", lambda backend: "cuda-none")
     monkeypatch.setattr(bench_cuda, "machine", lambda: MACHINE)
 
 

@@ -56,6 +56,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(bench_tune, "_C", gpu)
     monkeypatch.setattr(bench_tune, "choose_device", lambda name: torch.device("cuda"))
     monkeypatch.setattr(flashattn_ext, "use_backend", lambda name: contextlib.nullcontext())
+    monkeypatch.setattr(flashattn_ext, "build_info", lambda: {"backends": gpu.backends()})
     monkeypatch.setattr(bench_cuda, "check_cuda", lambda backend: backend or "cuda-a")
     monkeypatch.setattr(bench_cuda, "machine", lambda: {"machine": "a GPU", "torch": "2"})
     monkeypatch.setattr(bench_cuda, "DEVICE", "cpu")
@@ -121,12 +122,12 @@ def test_the_backend_is_one_that_runs_here(gpu: Gpu, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(flashattn_ext, "use_backend", use_backend)
     monkeypatch.setattr(flashattn_ext, "forward", forward)
-    assert bench_tune.running_backend(None) == "cuda-b"
+    assert bench_cuda.running_backend(None) == "cuda-b"
     with pytest.raises(CommandError, match="cuda-a needs another GPU"):
-        bench_tune.running_backend("cuda-a")
+        bench_cuda.running_backend("cuda-a")
     used.clear()
     monkeypatch.setattr(bench_cuda, "check_cuda", lambda backend: "cuda-b")  # as FLASHATTN_EXT_CUDA_PATH=b has it
-    assert bench_tune.running_backend(None) == "cuda-b" and used == ["cuda-b"]
+    assert bench_cuda.running_backend(None) == "cuda-b" and used == ["cuda-b"]
 
 
 # Measuring

@@ -185,6 +185,22 @@ def check_cuda(backend: str | None) -> str:
     return backend or (of_environment if of_environment in usable else usable[0])
 
 
+def running_backend(asked: str | None) -> str:
+    """The CUDA backend that runs on this GPU: the one asked for, or the preferred one."""
+    preferred = check_cuda(asked)
+    names = flashattn_ext.build_info()["backends"]
+    others = [] if asked else [name for name in names if name.startswith("cuda") and name != preferred]
+    reason = ""
+    for name in [preferred, *others]:
+        with flashattn_ext.use_backend(name):
+            try:
+                flashattn_ext.forward(*inputs(Case(1, 1, 1, 64, 64, False, "bf16"))[:3])
+                return name
+            except NotImplementedError as error:
+                reason = str(error)
+    raise CommandError(reason)
+
+
 @functools.cache
 def _flash_attn_func() -> Callable[..., Tensor] | None:
     try:
@@ -207,7 +223,7 @@ def measure(
 ) -> dict[str, Any]:
     """Times every row. The result holds plain numbers only, ready for JSON."""
     rows, names = cases(sets, passes), contestants(peers)
-    backend_in_use = check_cuda(backend)
+    backend_in_use = running_backend(backend)
     track = require("rich.progress").track
     results = []
     with flashattn_ext.use_backend(backend), _exact_fp32_products():

@@ -62,7 +62,7 @@ def measure(*, quick: bool, device: str = "auto", backend: str | None = None) ->
     """Times every tile of every kind of call. The result holds plain numbers only, ready for JSON."""
     kind = choose_device(device).type
     if kind == "cuda":
-        backend = running_backend(backend)
+        backend = bench_cuda.running_backend(backend)
         jobs, machine = cuda_jobs(backend, quick), bench_cuda.machine()
     elif backend is not None:
         raise CommandError(f"--backend got {backend!r}, which is for --device cuda")
@@ -77,21 +77,6 @@ def measure(*, quick: bool, device: str = "auto", backend: str | None = None) ->
 
 
 # What there is to compare
-
-
-def running_backend(asked: str | None) -> str:
-    """The CUDA backend that runs on this GPU: the one asked for, or the preferred one."""
-    preferred = bench_cuda.check_cuda(asked)
-    others = [] if asked else [name for name in _C.backends() if name.startswith("cuda") and name != preferred]
-    reason = ""
-    for name in [preferred, *others]:
-        with flashattn_ext.use_backend(name):
-            try:
-                flashattn_ext.forward(*bench_cuda.inputs(Case(1, 1, 1, 64, 64, False, "bf16"))[:3])
-                return name
-            except NotImplementedError as error:
-                reason = str(error)
-    raise CommandError(reason)
 
 
 def cuda_tiles(backend: str) -> list[dict[str, Any]]:
