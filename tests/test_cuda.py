@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 from helpers import Case, assert_same_bits, check, run_python
-from torch.profiler import ProfilerActivity, profile
 
 import flashattn_ext
 from flashattn_ext import _C
@@ -141,21 +140,26 @@ def test_more_than_two_to_the_31_elements() -> None:
         assert_same_bits(grad[-1:], ref)
 
 
+def keys_of_a_step(backend: str, head_dim: int, dropout: bool) -> int:
+    """Of the forward of 16-bit types: what decides the order of sums."""
+    tiles = [t for t in _C.cuda_tiles() if t["backend"] == backend and not t["backward"] and t["dropout"] == dropout]
+    return min((t["head_dim"], t["choice"], t["keys"]) for t in tiles if t["head_dim"] >= head_dim)[2]
+
+
 @pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
 @pytest.mark.parametrize("head_dim", [64, 72, 128, 129, 192, 256])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "dropout_p": 0.3, "rng_seed": 7}, {"window_size": (100, 20)}])
 def test_kernels_for_hopper_are_chosen_and_agree(head_dim: int, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLASHATTN_EXT_CUDA_PATH", raising=False)
     q, k, v = leaves(2, 500, 4, head_dim, dtype=torch.bfloat16)
-    with profile(activities=[ProfilerActivity.CUDA]) as default:
-        out, lse = flashattn_ext.forward(q, k, v, return_lse=True, **options)
+    out, lse = flashattn_ext.forward(q, k, v, return_lse=True, **options)
     with flashattn_ext.use_backend("cuda-sm90"):
         chosen = flashattn_ext.forward(q, k, v, **options)
     assert_same_bits(out, chosen)
-    with profile(activities=[ProfilerActivity.CUDA]) as forced, flashattn_ext.use_backend("cuda-sm80"):
+    with flashattn_ext.use_backend("cuda-sm80"):
         other, other_lse = flashattn_ext.forward(q, k, v, return_lse=True, **options)
-    for run, architecture in ((default, "sm90"), (forced, "sm80")):
-        assert any(re.search(f"{architecture}.*forward_kernel", event.name) for event in run.events())
+    if len({keys_of_a_step(name, head_dim, "dropout_p" in options) for name in ("cuda-sm80", "cuda-sm90")}) == 2:
+        assert not torch.equal(out, other)  # another order of sums
     torch.testing.assert_close(out, other, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse, other_lse, atol=1e-4, rtol=1e-5)
 
