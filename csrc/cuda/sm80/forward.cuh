@@ -32,7 +32,7 @@ struct Forward {
     int b, h, length_q, length_k;
   };
   struct Keys {
-    const T *k, *v;  // of the first key
+    const T *k, *v;  // of the first key; in registers of those that are loaded next
   };
   static_assert(sizeof(Sequences) <= kVectorBytes && sizeof(Keys) <= kVectorBytes && sizeof(Dropout) <= kVectorBytes);
   static constexpr bool kSharedKeys = kHeadDim > 64 || sizeof(T) == 4;
