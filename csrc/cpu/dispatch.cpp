@@ -105,16 +105,11 @@ void dropout_mask(const AttnParams& p, bool* mask) {
   static_cast<const CpuExecutor*>(p.stream)->run(call.workers, body, &call);
 }
 
-void write_rng_state(const AttnParams&, const RngSource& source, int64_t* state) {
-  state[0] = source.seed;
-  state[1] = source.offset;
-}
-
 }  // namespace
 
 const Backend& cpu_backend() {
-  static const Backend backend{"cpu",   "cpu",    supports,     forward_workspace_bytes, backward_workspace_bytes,
-                               forward, backward, dropout_mask, write_rng_state};
+  static const Backend backend{"cpu",   "cpu",    supports,    forward_workspace_bytes, backward_workspace_bytes,
+                               forward, backward, dropout_mask};
   return backend;
 }
 

@@ -231,16 +231,6 @@ void dropout_mask(const AttnParams& p, bool* mask) {
   check_launch(cudaGetLastError(), "dropout_mask", p);
 }
 
-__global__ void rng_state_kernel(int64_t* state, const RngSource source) {
-  state[0] = source.seed_pointer ? *source.seed_pointer : source.seed;
-  state[1] = source.offset_pointer ? *source.offset_pointer + source.offset : source.offset;
-}
-
-void write_rng_state(const AttnParams& p, const RngSource& source, int64_t* state) {
-  rng_state_kernel<<<1, 1, 0, static_cast<cudaStream_t>(p.stream)>>>(state, source);
-  check_launch(cudaGetLastError(), "rng_state", p);
-}
-
 template <template <class, int, int> class Architecture>
 constexpr Backend backend(const char* name, std::string (*supports)(const AttnParams&, bool)) {
   return {name,
@@ -250,8 +240,7 @@ constexpr Backend backend(const char* name, std::string (*supports)(const AttnPa
           backward_workspace_bytes<Architecture>,
           forward<Architecture>,
           backward<Architecture>,
-          dropout_mask,
-          write_rng_state};
+          dropout_mask};
 }
 
 }  // namespace
