@@ -52,6 +52,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("load_announced_backend", &load_announced_backend, pybind11::arg("device"), "Loads it now.");
   m.def("force_backend", &force_backend, "Forces a backend for the process; '' chooses by device again.");
   m.def("forced_backend", &forced_backend, "The forced backend, or ''.");
+  m.def("check_cuda_path", &check_cuda_path, "Raises where FLASHATTN_EXT_CUDA_PATH names what is in no build.");
   m.def("cpu_isas", &cpu_isas, "Instruction sets that the CPU backend can use here, fastest first.");
   m.def("cpu_isa", &cpu_isa, "The instruction set in use.");
   m.def("cpu_peak_gflops", &cpu_peak_gflops, pybind11::arg("threads"),
