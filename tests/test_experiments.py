@@ -870,7 +870,18 @@ def test_machines_are_grouped() -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [None, "{", "[]", '{"format": "other"}', '{"format": "flashattn_ext experiment 1"}']
+    "content",
+    [
+        None,
+        "{",
+        "[]",
+        '{"format": "other"}',
+        '{"format": "flashattn_ext experiment 1"}',
+        json.dumps({**a_result().to_json(), "rows": [[1]]}),
+        json.dumps({**a_result().to_json(), "rows": [[1, 2.0, {}]]}),
+        json.dumps({**a_result().to_json(), "notes": [1]}),
+        json.dumps({**a_result().to_json(), "machine": {"device": None}}),
+    ],
 )
 def test_report_without_usable_results(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None) -> None:
     if content is not None:
