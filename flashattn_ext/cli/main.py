@@ -12,8 +12,9 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
+
+import flashattn_ext
 
 from .console import CommandError
 from .timing import one_line
@@ -55,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(name: str, arguments: list[str]) -> int:
+    if flashattn_ext._import_error and name != "doctor":
+        return _fail(name, flashattn_ext._import_error, 1)
     module = importlib.import_module(f".{name}", __package__)
     command = _Parser(prog=f"flashattn-ext {name}", description=module.__doc__, formatter_class=_Formatter)
     module.add_arguments(command)
@@ -67,7 +70,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _fail(name: str, message: object, status: int) -> int:
-    print(f"flashattn-ext {name}: {message}", file=sys.stderr)
+    print(f"flashattn-ext {name}: {' '.join(str(message).split())}", file=sys.stderr)
     return status
 
 
@@ -76,23 +79,6 @@ def _escape_what_cannot_be_shown() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-
-
-def take_over_failed_import(error: Exception) -> None:
-    """Called when the package cannot be imported because its compiled module cannot be loaded.
-
-    If the command line is what is being started, this runs `doctor`, or prints the error in one
-    line for any other command, and exits. Otherwise it returns and the import fails as usual.
-    """
-    if not _is_command_line():
-        return
-    name, _ = _parse(None)
-    if name == "doctor":
-        from .doctor import report
-
-        sys.exit(report(error))
-    print(f"flashattn-ext {name}: {error}", file=sys.stderr)
-    sys.exit(1)
 
 
 def _parse(argv: Sequence[str] | None) -> tuple[str, list[str]]:
@@ -107,13 +93,6 @@ def _parse(argv: Sequence[str] | None) -> tuple[str, list[str]]:
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     chosen = parser.parse_args(argv)
     return chosen.command, chosen.arguments
-
-
-def _is_command_line() -> bool:
-    """Whether this process is the console script or `python -m flashattn_ext`."""
-    if sys.argv[0] == "-m":  # the interpreter is still looking for the module to run
-        return sys.orig_argv[-len(sys.argv)] == "flashattn_ext"
-    return Path(sys.argv[0]).stem == "flashattn-ext"
 
 
 class _Parser(argparse.ArgumentParser):
