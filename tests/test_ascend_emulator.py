@@ -446,6 +446,35 @@ def test_fault_of_a_mixed_kernel_is_reported(programs: Path, tmp_path: Path, cas
     assert any(re.search(MIXED_FAULTS[case], error) and f"mixed.cpp:{marked}" in error for error in errors), errors
 
 
+# What the device's headers do not compile, by case: the body of a kernel, and what the compiler says here.
+REFUSED = {
+    "role_in_parentheses": ("if (ASCEND_IS_AIC) {}", "expected primary-expression before .constexpr."),
+}
+COMPILED = {
+    "role": "if ASCEND_IS_AIC {} if ASCEND_IS_AIV {}",
+}
+
+
+def compiler_says(folder: Path, body: str) -> str:
+    source = folder / "kernel.cpp"
+    source.write_text(
+        f'#include "kernel_operator.h"\nusing namespace AscendC;\n__aicore__ void kernel() {{ {body} }}\n'
+    )
+    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-fsyntax-only", f"-I{EMULATOR / 'include'}", source]
+    return subprocess.run(command, capture_output=True, text=True).stderr
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_device_refuses_does_not_compile(tmp_path: Path, case: str) -> None:
+    body, message = REFUSED[case]
+    assert re.search(message, compiler_says(tmp_path, body))
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_what_the_device_takes_compiles(tmp_path: Path, case: str) -> None:
+    assert compiler_says(tmp_path, COMPILED[case]) == ""
+
+
 LEGAL = ("flags", "ping_pong", "scalar_loop", "copy_queue", "accumulation")
 
 

@@ -208,11 +208,13 @@ int main(int, char** argv) {
   gm.add("probabilities", probabilities.data(), probabilities.size(), Use::workspace);
   const auto kernel = [&] {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
-    if (ASCEND_IS_AIC) {
+    if ASCEND_IS_AIC {
       Cube cube(a.data(), b.data(), v.data(), out.data(), scores.data(), probabilities.data(), s);
       cube.Run();
     }
-    if (ASCEND_IS_AIV) Vector(scores.data(), probabilities.data(), s);
+    if ASCEND_IS_AIV {
+      Vector(scores.data(), probabilities.data(), s);
+    }
   };
   print(ascend_emulator::launch(KERNEL_TYPE_MIX_AIC_1_2, blocks, parse_options(argv[2], argv[3]), gm, kernel));
   write_file(argv[12], out);
