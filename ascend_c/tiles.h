@@ -100,6 +100,8 @@ static_assert(kForwardAlone || (kRows == kTile && kQueries * kTile * 2 <= kWideB
 constexpr int32_t kResidentEvent = 0;  // and 1
 constexpr int32_t kWideEvent = 2;      // and 3
 constexpr int32_t kRingEvent = 4;      // .. 4 + kRing - 1
+// From M to MTE1: on these chips TPipe sets flags 0, 1 and 2 itself, and its destructor waits for them.
+constexpr int32_t kStageEvent = 3;  // and 4
 
 // --- flags between the cores of a block
 constexpr uint16_t kScoresReady = 0;         // cube -> vector, when a block of scores is in the workspace

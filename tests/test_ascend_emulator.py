@@ -412,6 +412,7 @@ MIXED_FAULTS = {
     "cube_on_vector": r"SetFlag<HardEvent::M_FIX>: AIV \d does not have both pipes",
     "no_load_flag": r"race: LoadData on MTE1 reads L1 that Nd2Nz on MTE2 .* writes.*MTE2_MTE1|LoadData reads|"
     r"race: Nd2Nz on MTE2 writes L1 that LoadData on MTE1 .* reads",
+    "flag_of_the_pipe": r"SetFlag<HardEvent::M_MTE1>\(0\) (while the flag is still set|may come before the wait) .* twice",
     "no_drain_flag": r"Fixpipe on FIX reads L0C that Mmad on M .* writes.*M_FIX|Fixpipe reads bytes of L0C",
     "l0_misaligned": r"LoadData: the destination starts at L0A byte 32, which is not aligned to 512 bytes",
     "wrong_memory": r"LoadData: the destination must be in L0A or L0B",

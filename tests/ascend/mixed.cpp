@@ -61,8 +61,9 @@ class Cube {
     Load(l1b, gv, s.n, s.d, s.d);
     SetFlag<HardEvent::MTE2_MTE1>(0);
     WaitFlag<HardEvent::MTE2_MTE1>(0);
-    SetFlag<HardEvent::M_MTE1>(0);
-    WaitFlag<HardEvent::M_MTE1>(0);
+    const int free_id = has("flag_of_the_pipe") ? 0 : 3;  // TPipe holds 0, 1 and 2
+    SetFlag<HardEvent::M_MTE1>(free_id);                  // fault: flag_of_the_pipe
+    WaitFlag<HardEvent::M_MTE1>(free_id);
     LoadA(s.m, s.n);
     LoadTransposed(s.n, s.d);
     SetFlag<HardEvent::FIX_M>(0);
