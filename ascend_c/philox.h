@@ -37,7 +37,9 @@ class Dropout {
 
   __aicore__ void Init(const Arguments& a, const Words& constants) {
     using namespace AscendC;
-    SetSaturationFlag<SaturationMode::FLOAT>(false);  // integers wrap
+    // Sums and products of integers wrap while bit 53 of CTRL is 0. SetSaturationFlag<SaturationMode::INT> does no
+    // more, and only headers of mid-2026 and later have it.
+    set_ctrl(sbitset0(get_ctrl(), 53));
     threshold = a.dropout_threshold;
     const GlobalTensor<int64_t> rng = Global<int64_t>((uint64_t)a.rng_state);
     key = philox_key(rng.GetValue(0), rng.GetValue(1));

@@ -131,6 +131,11 @@ struct Flag {
   double time = 0;
 };
 
+// Bits of the control register. Nothing documents what an earlier kernel leaves in it: integers saturate until the
+// kernel says otherwise.
+constexpr int kCtrlIntegersSaturate = 53;
+constexpr uint64_t kCtrlAtStart = uint64_t(1) << kCtrlIntegersSaturate;
+
 // Where a core stands in a launch.
 struct Place {
   CoreKind kind;
@@ -165,7 +170,7 @@ class Core {
   } event_ids;
   bool atomic_add = false;  // captured by the stores that follow
   Site atomic_site;
-  bool integers_wrap = false;
+  uint64_t ctrl = kCtrlAtStart;  // the control register, captured by the instructions that follow
 
  private:
   friend class Access;

@@ -115,7 +115,7 @@ void casts(const std::string& type) {
 void integers() {
   using L32 = LocalTensor<int32_t>;
   using L16 = LocalTensor<int16_t>;
-  const auto wrap = [] { SetSaturationFlag<SaturationMode::FLOAT>(false); };
+  const auto wrap = [] { SetSaturationFlag<SaturationMode::INT>(false); };
   add<int32_t, int32_t>("int32_Add", [=](L32 out, L32 a, L32 b) { wrap(), Add(out, a, b, 1000); });
   add<int32_t, int32_t>("int32_Sub", [=](L32 out, L32 a, L32 b) { wrap(), Sub(out, a, b, 1000); });
   add<int32_t, int32_t>("int32_Adds", [=](L32 out, L32 a, L32) { wrap(), Adds(out, a, int32_t(0x70000001), 1000); });

@@ -214,13 +214,22 @@ std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
        Sync<HardEvent::V_MTE3>();
        t.Store();
      }},
-    {"integers_may_not_wrap",
+    {"integers_saturate",  // SaturationMode::FLOAT is the switch of half and bfloat16_t
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       SetSaturationFlag<SaturationMode::FLOAT>(false);
+       t.Load();
+       Sync<HardEvent::MTE2_V>();
+       LocalTensor<int32_t> words = t.a.ReinterpretCast<int32_t>();
+       Muls(t.b.ReinterpretCast<int32_t>(), words, int32_t(0x10001), kElements);  // fault: integers_saturate
+     }},
+    {"integer_sum_saturates",
      [](GM_ADDR x, GM_ADDR y) {
        Bench t(x, y);
        t.Load();
        Sync<HardEvent::MTE2_V>();
        LocalTensor<int32_t> words = t.a.ReinterpretCast<int32_t>();
-       Muls(t.b.ReinterpretCast<int32_t>(), words, int32_t(0x10001), kElements);  // fault: integers_may_not_wrap
+       Add(t.b.ReinterpretCast<int32_t>(), words, words, kElements);  // fault: integer_sum_saturates
      }},
     {"atomic_left_on",
      [](GM_ADDR, GM_ADDR) {
