@@ -366,6 +366,10 @@ FAULTS = {
     "overwritten_while_read": r"race: Muls on V writes UB that Adds on V .* reads.*PipeBarrier<PIPE_V> is missing",
     "integers_saturate": r"Muls saturates an integer: they wrap after clearing CTRL\[53\]",
     "integer_sum_saturates": r"Add saturates an integer: they wrap after clearing CTRL\[53\]",
+    "index_over_unread": r"race: SetValue on S writes UB that Adds on V .* reads.*V_S|"
+    r"race: .* on (V|MTE2|MTE3) (reads|writes) UB that SetValue on S .* writes",
+    "index_over_unstored": r"race: SetValue on S writes UB that DataCopy on MTE3 .* reads.*MTE3_S|"
+    r"race: .* on (V|MTE2|MTE3) (reads|writes) UB that SetValue on S .* writes",
     "atomic_left_on": r"SetAtomicAdd is still on when the kernel ends",
     "adds_to_unwritten": r"DataCopy adds to bytes of y that were never written",
     "writes_an_input": r"DataCopy writes the input tensor x",
@@ -477,7 +481,7 @@ def test_what_the_device_takes_compiles(tmp_path: Path, case: str) -> None:
     assert compiler_says(tmp_path, COMPILED[case]) == ""
 
 
-LEGAL = ("flags", "ping_pong", "scalar_loop", "copy_queue", "accumulation")
+LEGAL = ("flags", "ping_pong", "scalar_loop", "copy_queue", "accumulation", "index")
 
 
 @pytest.mark.parametrize("case", LEGAL)

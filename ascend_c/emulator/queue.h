@@ -136,9 +136,7 @@ class TPipe {
     ascend_emulator::core().event_ids.used[event] &= uint8_t(~(1u << id));
   }
   TEventID FetchEventID(HardEvent event, Site site = Site::here()) {
-    const int id = take_id(event, site);
-    ascend_emulator::core().event_ids.used[event] &= uint8_t(~(1u << id));
-    return TEventID(id);
+    return TEventID(ascend_emulator::core().event_ids.unused(event, site));
   }
 
  private:
@@ -163,14 +161,10 @@ class TPipe {
 
   // Queues and explicit flags share the eight ids of a pair of pipes.
   int take_id(HardEvent event, Site site) {
-    uint8_t& used = ascend_emulator::core().event_ids.used[event];
-    for (int id = 0; id < 8; ++id)
-      if (!(used >> id & 1)) {
-        used |= uint8_t(1u << id);
-        return id;
-      }
-    ascend_emulator::fail(site, std::string("all 8 event ids of HardEvent::") + ascend_emulator::event_name(event) +
-                                    " are taken (each buffer of a queue takes one)");
+    auto& ids = ascend_emulator::core().event_ids;
+    const int id = ids.unused(event, site);
+    ids.used[event] |= uint8_t(1u << id);
+    return id;
   }
 
   static constexpr int kCubeFlags = 3;

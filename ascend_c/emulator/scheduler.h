@@ -167,6 +167,13 @@ class Core {
 
   struct Pools {  // of event ids, for TPipe
     std::map<HardEvent, uint8_t> used;
+    // The lowest id that no queue and no explicit flag has asked TPipe for.
+    int unused(HardEvent event, Site site) {
+      for (int id = 0; id < 8; ++id)
+        if (!(used[event] >> id & 1)) return id;
+      fail(site, std::string("all 8 event ids of HardEvent::") + event_name(event) +
+                     " are taken (each buffer of a queue takes one)");
+    }
   } event_ids;
   bool atomic_add = false;  // captured by the stores that follow
   Site atomic_site;

@@ -536,15 +536,24 @@ std::enable_if_t<std::is_convertible_v<Mask, uint64_t> || std::is_convertible_v<
       ascend_emulator::Operand<T>{dst, dstBlockStride, dstRepeatStride});
 }
 
-// dst[i] = firstValue + i
+// dst[i] = firstValue + i. Not one instruction: the scalar unit writes the first block, a flag makes the vector unit
+// wait for it, and the rest is Adds. Nothing orders the scalar unit's stores behind what other pipes still do there.
 template <typename T>
-void CreateVecIndex(const LocalTensor<T>& dst, const T& firstValue, uint32_t count, Site site = Site::here()) {
+void CreateVecIndex(LocalTensor<T> dst, const T& firstValue, uint32_t count, Site site = Site::here()) {
   static_assert(std::is_same_v<T, int32_t> || std::is_same_v<T, float>, "the emulator counts in int32_t and float");
-  const auto lanes =
-      ascend_emulator::count_lanes("CreateVecIndex", count, ascend_emulator::lanes_per_repeat<T>(), site);
-  lanewise(
-      "CreateVecIndex", site, lanes, ascend_emulator::kSimple, false,
-      [firstValue, i = 0]() mutable { return T(firstValue + T(i++)); }, ascend_emulator::Operand<T>{dst, 1, 8});
+  constexpr uint32_t kLanes = ascend_emulator::kBlock / sizeof(T);
+  if (count == 0) return;
+  dst.operand("CreateVecIndex", "the destination", int64_t(count) * int64_t(sizeof(T)), site);
+  for (uint32_t i = 0; i < std::min(count, kLanes); ++i) dst.SetValue(i, T(firstValue + T(i)), site);
+  const int id = ascend_emulator::core().event_ids.unused(HardEvent::S_V, site);
+  ascend_emulator::core().set_flag(HardEvent::S_V, id, site);
+  ascend_emulator::core().wait_flag(HardEvent::S_V, id, site);
+  for (uint32_t done = kLanes; done < count;) {  // a block at a time, then a repeat at a time
+    const uint32_t step = done < 8 * kLanes ? kLanes : 8 * kLanes, part = std::min(count - done, step);
+    Adds(dst[done], dst[done - step], T(step), int32_t(part), site);
+    ascend_emulator::core().barrier(PIPE_V, site);
+    done += part;
+  }
 }
 
 // Element i of repeat r fills block r * dstRepStride + i * dstBlkStride of dst.

@@ -126,7 +126,11 @@ void integers() {
                                                   LocalTensor<uint32_t>) { ShiftRight(out, a, uint32_t(24), 1000); });
   add<int16_t, int16_t>("int16_And", [](L16 out, L16 a, L16 b) { And(out, a, b, 1000); });
   add<int16_t, int16_t>("int16_Or", [](L16 out, L16 a, L16 b) { Or(out, a, b, 1000); });
-  add<int32_t, int32_t>("int32_CreateVecIndex", [](L32 out, L32, L32) { CreateVecIndex(out, int32_t(5), 1000); });
+  add<int32_t, int32_t>("int32_CreateVecIndex", [](L32 out, L32, L32) {
+    SetFlag<HardEvent::V_S>(0);  // its first block is written by the scalar unit
+    WaitFlag<HardEvent::V_S>(0);
+    CreateVecIndex(out, int32_t(5), 1000);
+  });
   add<float, int32_t>("int32_to_float",
                       [](LocalTensor<float> out, L32 a, L32) { Cast(out, a, RoundMode::CAST_NONE, 1000); });
   add<int32_t, float>("float_to_int32", [](L32 out, LocalTensor<float> a, LocalTensor<float>) {
