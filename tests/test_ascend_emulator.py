@@ -481,6 +481,45 @@ def test_what_the_device_takes_compiles(tmp_path: Path, case: str) -> None:
     assert compiler_says(tmp_path, COMPILED[case]) == ""
 
 
+def device_functions(folder: Path) -> dict[str, str]:
+    """The text of every function that the device's compiler sees in the kernels, by its first line."""
+    (folder / "kernel_operator.h").touch()
+    kernels = sorted((EMULATOR.parent / "inst").glob("*.cpp"))
+    source = folder / "all.cpp"
+    source.write_text("".join(f'#include "{kernel}"\n' for kernel in kernels))
+    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-E", "-D__NPU_ARCH__=2201", f"-I{folder}", source]
+    done = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    text, ours = [], False
+    for line in done.splitlines():
+        if line.startswith("#"):
+            ours = str(EMULATOR.parents[1]) in line
+        elif ours:
+            text.append(line)
+    functions, depth, begin, inside = {}, 0, 0, None
+    whole = "\n".join(text)
+    for place, letter in enumerate(whole):
+        if letter == "{":
+            head = whole[begin:place].strip()
+            if inside is None and head.endswith((")", "const")) and "(" in head and "=" not in head.split("(")[0]:
+                inside = (head, place, depth)
+            depth += 1
+        if letter == "}":
+            depth -= 1
+            if inside is not None and inside[2] == depth:
+                functions[inside[0]] = whole[inside[1] : place]
+                inside = None
+        if letter in "{};" and inside is None:
+            begin = place + 1
+    return functions
+
+
+def test_functions_are_marked_for_the_device(tmp_path: Path) -> None:
+    functions = device_functions(tmp_path)
+    assert len(functions) > 150 and any("sum_pitch" in head for head in functions)
+    assert [head for head in functions if "__aicore__" not in head and "__mix__" not in head] == []
+    assert [head for head, body in functions.items() if re.search(r"\bdouble\b", head + body)] == []
+
+
 LEGAL = ("flags", "ping_pong", "scalar_loop", "copy_queue", "accumulation", "index")
 
 
