@@ -14,10 +14,10 @@
 
 namespace flashattn_ext::sm80 {
 
-template <class T, int kHeadDim, bool kDropout, int kChoice>
+template <class T, int kHeadDim, bool kDropout>
 struct Forward {
   using Core = TensorCore<T>;
-  static constexpr ForwardTile kTile = forward_tile<sizeof(T), kHeadDim, kDropout, kChoice>();
+  static constexpr ForwardTile kTile = forward_tile<sizeof(T), kHeadDim, kDropout>();
   static constexpr int kThreads = kTile.warps * 32, kM = kTile.queries(), kN = step_keys<kHeadDim, kDropout>(kTile),
                        kRowTiles = kTile.row_tiles;
   static constexpr int kStride = kTileStride<T, kHeadDim>;
@@ -329,28 +329,28 @@ struct Forward {
   }
 };
 
-template <class T, int kHeadDim, bool kDropout, int kChoice>
-__global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout, kChoice>::kThreads,
-                                  Forward<T, kHeadDim, kDropout, kChoice>::kTile.blocks)
+template <class T, int kHeadDim, bool kDropout>
+__global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads,
+                                  Forward<T, kHeadDim, kDropout>::kTile.blocks)
     forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ TileOrder order, const float scale,
                    const bool negate) {
   extern __shared__ __align__(16) unsigned char shared[];
-  Forward<T, kHeadDim, kDropout, kChoice>(p, scale, negate, reinterpret_cast<T*>(shared)).run(order);
+  Forward<T, kHeadDim, kDropout>(p, scale, negate, reinterpret_cast<T*>(shared)).run(order);
 }
 
-template <class T, int kHeadDim, bool kDropout, int kChoice>
+template <class T, int kHeadDim, bool kDropout>
 void launch_forward(const AttnParams& p) {
-  using Kernel = Forward<T, kHeadDim, kDropout, kChoice>;
+  using Kernel = Forward<T, kHeadDim, kDropout>;
   if (p.batch * p.heads_q == 0) return;
   const int64_t blocks = tiles(p.seqlen_q, Kernel::kM);
-  launch(forward_kernel<T, kHeadDim, kDropout, kChoice>, "forward", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
+  launch(forward_kernel<T, kHeadDim, kDropout>, "forward", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
          Kernel::kSharedBytes, forward_order(p, blocks, sizeof(T)), log2_scale(p.softmax_scale),
          std::signbit(p.softmax_scale));
 }
 
-template <class T, int kHeadDim, int kChoice>
+template <class T, int kHeadDim>
 void forward(const AttnParams& p) {
-  p.has_dropout() ? launch_forward<T, kHeadDim, true, kChoice>(p) : launch_forward<T, kHeadDim, false, kChoice>(p);
+  p.has_dropout() ? launch_forward<T, kHeadDim, true>(p) : launch_forward<T, kHeadDim, false>(p);
 }
 
 }  // namespace flashattn_ext::sm80

@@ -12,10 +12,10 @@ namespace flashattn_ext::sm90 {
 
 // How the sums of dq lie in the workspace: a warpgroup computes 64 rows and 64 columns of a step, the two of a thread
 // block either different rows or different columns. Tiles of 16 rows, one warp's, so that short sequences take little.
-template <class T, int kHeadDimension, int kChoice>
+template <class T, int kHeadDimension>
 struct QuerySums {
   using Element = T;
-  static constexpr int kM = backward_tile<kHeadDimension, false, kChoice>().queries, kTileRows = 16;
+  static constexpr int kM = backward_tile<kHeadDimension, false>().queries, kTileRows = 16;
   static constexpr int kThreads = 2 * kGroupThreads, kSplits = 1;
   static constexpr int kHeadDim = 2 * 64 * 64 / kM;  // columns, some of them beyond the head dim
   static constexpr int kStride = kTileStride<T, kHeadDim>;
@@ -38,12 +38,12 @@ struct QuerySums {
   }
 };
 
-template <class T, int kHeadDim, bool kDropout, int kChoice>
+template <class T, int kHeadDim, bool kDropout>
 struct Backward {
   using Work = BackwardWork;
-  using Rows = KeyRows<T, backward_tile<kHeadDim, kDropout, kChoice>().queries, kDropout>;
-  using Sums = QuerySums<T, kHeadDim, kChoice>;
-  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout, kChoice>();
+  using Rows = KeyRows<T, backward_tile<kHeadDim, kDropout>().queries, kDropout>;
+  using Sums = QuerySums<T, kHeadDim>;
+  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout>();
   static constexpr RegisterBudget kRegisters = kBackwardRegisters;
   static constexpr int kM = kTile.queries, kN = kTile.keys, kStages = kTile.stages, kKeyStages = kTile.key_stages;
   static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kTurns = 2;
@@ -361,34 +361,33 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 #endif
 }
 
-template <class T, int kHeadDim, bool kDropout, int kChoice>
-using BackwardOf = std::conditional_t<kHeadDim <= 128, Backward<T, kHeadDim, kDropout, kChoice>,
-                                      WideBackward<T, kHeadDim, kDropout, kChoice>>;
+template <class T, int kHeadDim, bool kDropout>
+using BackwardOf =
+    std::conditional_t<kHeadDim <= 128, Backward<T, kHeadDim, kDropout>, WideBackward<T, kHeadDim, kDropout>>;
 
-template <class T, int kHeadDim, int kChoice>
+template <class T, int kHeadDim>
 BackwardShared backward_shared(const AttnGradParams& p) {
-  using Kernel = BackwardOf<T, kHeadDim, false, kChoice>;
+  using Kernel = BackwardOf<T, kHeadDim, false>;
   return BackwardShared(p, Kernel::Sums::kTileRows, Kernel::Sums::kTileFloats, Kernel::kTurns);
 }
 
-template <class T, int kHeadDim, bool kDropout, int kChoice>
+template <class T, int kHeadDim, bool kDropout>
 void launch_main(const AttnGradParams& p, const BackwardShared& shared) {
-  using Kernel = BackwardOf<T, kHeadDim, kDropout, kChoice>;
+  using Kernel = BackwardOf<T, kHeadDim, kDropout>;
   launch_backward_main<Kernel>(backward_kernel<Kernel>, p, shared);
 }
 
-template <class T, int kHeadDim, int kChoice>
+template <class T, int kHeadDim>
 size_t backward_bytes(const AttnGradParams& p) {
-  return static_cast<size_t>(backward_shared<T, kHeadDim, kChoice>(p).bytes);
+  return static_cast<size_t>(backward_shared<T, kHeadDim>(p).bytes);
 }
 
-template <class T, int kHeadDim, int kChoice>
+template <class T, int kHeadDim>
 void backward(const AttnGradParams& p) {
-  const BackwardShared shared = backward_shared<T, kHeadDim, kChoice>(p);
+  const BackwardShared shared = backward_shared<T, kHeadDim>(p);
   launch_prepare<T>(p, shared);
-  p.has_dropout() ? launch_main<T, kHeadDim, true, kChoice>(p, shared)
-                  : launch_main<T, kHeadDim, false, kChoice>(p, shared);
-  launch_finish<typename BackwardOf<T, kHeadDim, false, kChoice>::Sums>(p, shared);
+  p.has_dropout() ? launch_main<T, kHeadDim, true>(p, shared) : launch_main<T, kHeadDim, false>(p, shared);
+  launch_finish<typename BackwardOf<T, kHeadDim, false>::Sums>(p, shared);
 }
 
 }  // namespace flashattn_ext::sm90

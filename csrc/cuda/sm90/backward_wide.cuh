@@ -8,11 +8,10 @@
 namespace flashattn_ext::sm90 {
 
 // How the sums of dq lie in the workspace: tiles of 16 rows, one warp's.
-template <class T, int kHeadDimension, int kChoice>
+template <class T, int kHeadDimension>
 struct WideQuerySums {
   using Element = T;
-  static constexpr int kM = backward_tile<kHeadDimension, false, kChoice>().queries, kTileRows = 16,
-                       kHeadDim = kHeadDimension;
+  static constexpr int kM = backward_tile<kHeadDimension, false>().queries, kTileRows = 16, kHeadDim = kHeadDimension;
   static constexpr int kThreads = kGroupThreads, kSplits = 1;
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = kHeadDim / 8;
@@ -26,11 +25,11 @@ struct WideQuerySums {
   }
 };
 
-template <class T, int kHeadDim, bool kDropout, int kChoice>
+template <class T, int kHeadDim, bool kDropout>
 struct WideBackward {
   using Work = BackwardWork;
-  using Sums = WideQuerySums<T, kHeadDim, kChoice>;
-  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout, kChoice>();
+  using Sums = WideQuerySums<T, kHeadDim>;
+  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout>();
   static constexpr WideRegisterBudget kRegisters = kWideBackwardRegisters;
   static constexpr int kM = kTile.queries, kN = kTile.keys, kStages = kTile.stages, kKeyStages = kTile.key_stages;
   static constexpr int kWorkStages = 2, kBuffers = 2;  // of weights and dS^T

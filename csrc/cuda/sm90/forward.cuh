@@ -18,9 +18,9 @@ struct ForwardMaps {
   CUtensorMap q, k, v;
 };
 
-template <class T, int kHeadDim, bool kDropout, int kChoice>
+template <class T, int kHeadDim, bool kDropout>
 struct Forward {
-  static constexpr ForwardTile kTile = forward_tile<kHeadDim, kDropout, kChoice>();
+  static constexpr ForwardTile kTile = forward_tile<kHeadDim, kDropout>();
   static constexpr RegisterBudget kRegisters = register_budget(kTile.groups);
   static constexpr int kGroups = kTile.groups, kM = kTile.queries(), kN = kTile.keys;
   static constexpr int kStages = kTile.stages;
@@ -440,12 +440,12 @@ struct Forward {
   }
 };
 
-template <class T, int kHeadDim, bool kDropout, int kChoice>
-__global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout, kChoice>::kThreads, 1)
+template <class T, int kHeadDim, bool kDropout>
+__global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads, 1)
     forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ ForwardMaps maps,
                    const __grid_constant__ TileGrid grid) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Kernel = Forward<T, kHeadDim, kDropout, kChoice>;
+  using Kernel = Forward<T, kHeadDim, kDropout>;
   extern __shared__ __align__(1024) unsigned char memory[];
   typename Kernel::Shared& s = *reinterpret_cast<typename Kernel::Shared*>(memory);
   if (threadIdx.x == 0) {
@@ -477,9 +477,9 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout, kChoice>::kThre
 #endif
 }
 
-template <class T, int kHeadDim, bool kDropout, int kChoice>
+template <class T, int kHeadDim, bool kDropout>
 void launch_forward(const AttnParams& p) {
-  using Kernel = Forward<T, kHeadDim, kDropout, kChoice>;
+  using Kernel = Forward<T, kHeadDim, kDropout>;
   if (p.batch * p.heads_q == 0) return;
   const ForwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kM), key_map(p, p.k, p.head_dim, Kernel::kN),
                          key_map(p, p.v, p.head_dim_v, Kernel::kN)};
@@ -490,13 +490,13 @@ void launch_forward(const AttnParams& p) {
   if (all > processors) {
     check_launch(cudaMemsetAsync(drawn, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
   }
-  launch(forward_kernel<T, kHeadDim, kDropout, kChoice>, "sm90 forward", p, std::min(all, processors), Kernel::kThreads,
+  launch(forward_kernel<T, kHeadDim, kDropout>, "sm90 forward", p, std::min(all, processors), Kernel::kThreads,
          static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid);
 }
 
-template <class T, int kHeadDim, int kChoice>
+template <class T, int kHeadDim>
 void forward(const AttnParams& p) {
-  p.has_dropout() ? launch_forward<T, kHeadDim, true, kChoice>(p) : launch_forward<T, kHeadDim, false, kChoice>(p);
+  p.has_dropout() ? launch_forward<T, kHeadDim, true>(p) : launch_forward<T, kHeadDim, false>(p);
 }
 
 }  // namespace flashattn_ext::sm90

@@ -36,10 +36,10 @@ constexpr ForwardTiles kForwardTiles[] = {
     {256, true, {{2, 64, 2}}},
 };
 
-template <int kHeadDim, bool kDropout, int kChoice>
+template <int kHeadDim, bool kDropout>
 constexpr ForwardTile forward_tile() {
   for (const ForwardTiles& row : kForwardTiles) {
-    if (row.head_dim == kHeadDim && row.dropout == kDropout) return choose(row.tiles, kChoice);
+    if (row.head_dim == kHeadDim && row.dropout == kDropout) return choose(row.tiles);
   }
   return {};
 }
@@ -74,10 +74,10 @@ constexpr BackwardTiles kBackwardTiles[] = {
     {256, true, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
 };
 
-template <int kHeadDim, bool kDropout, int kChoice>
+template <int kHeadDim, bool kDropout>
 constexpr BackwardTile backward_tile() {
   for (const BackwardTiles& row : kBackwardTiles) {
-    if (row.head_dim == kHeadDim && row.dropout == kDropout) return choose(row.tiles, kChoice);
+    if (row.head_dim == kHeadDim && row.dropout == kDropout) return choose(row.tiles);
   }
   return {};
 }
