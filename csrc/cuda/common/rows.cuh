@@ -2,13 +2,11 @@
 #pragma once
 
 #include "../../mask.h"
+#include "../../score.h"
 #include "../../seqlen.h"
 #include "../ptx/math.cuh"
 
 namespace flashattn_ext {
-
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7F800000); }
 
@@ -31,7 +29,7 @@ __device__ __forceinline__ float quad_sum(float x) {
 // In units of log2; -inf where there is none.
 __device__ __forceinline__ float head_sink(const AttnParams& p, int64_t h) {
   const float sink = p.sink ? static_cast<const float*>(p.sink)[h] : 0.f;
-  return p.has_sink ? sink * kLog2E : -infinity();
+  return p.has_sink ? sink * kLog2E<float> : -infinity();
 }
 
 // The online softmax of a row (Milakov and Gimelshein 2018) takes in the largest score of a step; both in units of
@@ -43,13 +41,6 @@ __device__ __forceinline__ float raise_max(float* max, float largest, float tole
   const bool stays = now - before <= tolerance;
   *max = stays ? before : now;
   return stays ? 1.f : ptx::ex2(before - finite_max(*max));
-}
-
-// Scores become powers of two by the absolute value of the scale; its sign is taken into the scores. Never 0, because
-// 0 * -inf (a masked score) would be NaN.
-FLASHATTN_HOST_DEVICE float log2_scale(double softmax_scale) {
-  const float scale = static_cast<float>(softmax_scale < 0 ? -softmax_scale : softmax_scale) * kLog2E;
-  return scale < 1.17549435e-38f ? 1.17549435e-38f : scale;
 }
 
 using TileMask = BasicMask<int>;
