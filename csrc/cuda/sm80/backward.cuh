@@ -5,6 +5,7 @@
 #pragma once
 
 #include "../common/backward_finish.cuh"
+#include "../common/dq_order.cuh"
 #include "../common/scores.cuh"
 #include "../common/tile_order.cuh"
 #include "tiles.h"
@@ -322,15 +323,10 @@ struct Backward {
   // dq += dS K, into global memory.
   __device__ void query_gradient(int h, int m) const {
     const int64_t tile = h * workspace.tiles + place()->first_query_tile + m;
-    int* const turn = workspace.dq_added + tile * kSplits + split();
-    int my_turn = 0;
-    if (p.deterministic) {
-      my_turn = n - mask().keys_of(m * kM, min(m * kM + kM, walk()->length_q)).begin / kN;
-      if (threadIdx.x == 0) {
-        while (ptx::load_acquire(turn) != my_turn) __nanosleep(64);
-      }
-      __syncthreads();
-    }
+    const int before = p.deterministic ? key_tiles_before(mask(), n, kN, m * kM, kM) : 0;
+    const DqOrder order{workspace.dq_added + tile * kSplits + split(), threadIdx.x == 0, [&] { return before; },
+                        [] { __syncthreads(); }};
+    if (p.deterministic) order.await_earlier_keys();
     float sum[kQueryRowTiles][kQueryColumnTiles][4] = {};
 #pragma unroll
     for (int key = 0; key < kN; key += Core::kK) {
@@ -357,11 +353,7 @@ struct Backward {
         ptx::add_fragment(dq_fragment(workspace, tile, split(), i, c), sum[i][c]);
       }
     }
-    if (p.deterministic) {
-      __threadfence();
-      __syncthreads();
-      if (threadIdx.x == 0) ptx::store_release(turn, my_turn + 1);
-    }
+    if (p.deterministic) order.admit_later_keys();
   }
 
   __device__ void write(const TensorView& view, const float (&sum)[kGradKeyTiles][kGradColumnTiles][4], int columns,

@@ -242,7 +242,7 @@ struct Backward {
       constexpr int kSpread = kM / 8 / (8 - kEarly);
       if (n % kSpread == 0) add_fragment(to, dq, kEarly + n / kSpread);
     });
-    end_turn(work, before);
+    if (is_ordered(before)) order(work, before).admit_later_keys();
     Scores::pack(packed, dscores);
     buffer = buffer == 2 ? 0 : buffer + 1;
     store_panels(shared.dscores[buffer], warp_key, packed);
@@ -268,7 +268,7 @@ struct Backward {
   __device__ __forceinline__ void weigh(const float (&scores)[kM / 8][4], const Work& work, const QueryWalk& now,
                                         const Limits& unmasked, const float (&dq)[8][4], const Lagging& before) {
     const int row0 = now.m * kM, key = work.key0 + warp_key;
-    start_turn(work, before);
+    if (is_ordered(before)) order(work, before).await_earlier_keys();
     float* const to = fragments(work, before);
     Scores::weigh(
         weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
@@ -319,31 +319,21 @@ struct Backward {
   }
   __device__ __forceinline__ void add_query_gradient(const float (&dq)[8][4], const Work& work,
                                                      const Lagging& of) const {
-    start_turn(work, of);
+    if (is_ordered(of)) order(work, of).await_earlier_keys();
     float* const to = fragments(work, of);
 #pragma unroll
     for (int c = 0; c < 8; ++c) add_fragment(to, dq, c);
-    end_turn(work, of);
+    if (is_ordered(of)) order(work, of).admit_later_keys();
   }
 
-  // When the sums of dq have to be deterministic, key tiles take turns at adding to them.
-  __device__ __forceinline__ int turn(const Work& work, const Lagging& of) const {
-    const int row0 = of.m * kM;
-    return work.n - work.mask(p).keys_of(row0, min(row0 + kM, work.length_q)).begin / kN;
+  // The order of additions of this warpgroup's part of dq.
+  __device__ __forceinline__ bool is_ordered(const Lagging& lagging) const {
+    return p.deterministic && lagging.tile >= 0;
   }
-  __device__ __forceinline__ void start_turn(const Work& work, const Lagging& of) const {
-    if (!p.deterministic || of.tile < 0) return;
-    if (thread() % kGroupThreads == 0) {
-      const int mine = turn(work, of);
-      while (ptx::load_acquire(workspace.dq_added + of.tile * 2 + group) != mine) __nanosleep(64);
-    }
-    ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
-  }
-  __device__ __forceinline__ void end_turn(const Work& work, const Lagging& of) const {
-    if (!p.deterministic || of.tile < 0) return;
-    __threadfence();
-    ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
-    if (thread() % kGroupThreads == 0) ptx::store_release(workspace.dq_added + of.tile * 2 + group, turn(work, of) + 1);
+  __device__ __forceinline__ auto order(const Work& work, const Lagging& lagging) const {
+    return DqOrder{workspace.dq_added + lagging.tile * 2 + group, thread() % kGroupThreads == 0,
+                   [&] { return key_tiles_before(work.mask(p), work.n, kN, lagging.m * kM, kM); },
+                   [&] { ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads); }};
   }
 };
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../common/backward_finish.cuh"
+#include "../common/dq_order.cuh"
 #include "../common/scores.cuh"
 #include "../common/tensor_map.h"
 #include "../ptx/wgmma.cuh"

@@ -336,10 +336,13 @@ struct WideBackward {
         const bool exists = now.m * kM + warp_key < work.length_q;
         float* const to = workspace.dq + (tile + warp_key / 16) * Sums::kTileFloats;
         ptx::barrier_wait(&shared.dscores_full[dscores_at.stage], dscores_at.parity);
-        start_turn(work, now, tile);
+        const DqOrder order{workspace.dq_added + tile, this->thread() == 0,
+                            [&] { return key_tiles_before(work.mask(p), work.n, kN, now.m * kM, kM); },
+                            [&] { ptx::named_barrier_sync(this->group, kGroupThreads); }};
+        if (p.deterministic) order.await_earlier_keys();
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) add_panel(panel, exists ? to : nullptr);
-        end_turn(work, now, tile);
+        if (p.deterministic) order.admit_later_keys();
         dscores_at.advance();
       }
       this->end_keys();
@@ -356,26 +359,6 @@ struct WideBackward {
         const int column = panel * 8 + c;
         if (column < kColumnTiles) ptx::add_fragment_if(to != nullptr, to + column * 128, dq[c]);
       }
-    }
-
-    // When the sums of dq have to be deterministic, key tiles take turns at adding to them.
-    __device__ __forceinline__ int turn(const Work& work, const QueryWalk& now) const {
-      const int row0 = now.m * kM;
-      return work.n - work.mask(p).keys_of(row0, min(row0 + kM, work.length_q)).begin / kN;
-    }
-    __device__ __forceinline__ void start_turn(const Work& work, const QueryWalk& now, int64_t tile) const {
-      if (!p.deterministic) return;
-      if (this->thread() == 0) {
-        const int mine = turn(work, now);
-        while (ptx::load_acquire(workspace.dq_added + tile) != mine) __nanosleep(64);
-      }
-      ptx::named_barrier_sync(this->group, kGroupThreads);
-    }
-    __device__ __forceinline__ void end_turn(const Work& work, const QueryWalk& now, int64_t tile) const {
-      if (!p.deterministic) return;
-      __threadfence();
-      ptx::named_barrier_sync(this->group, kGroupThreads);
-      if (this->thread() == 0) ptx::store_release(workspace.dq_added + tile, turn(work, now) + 1);
     }
   };
 };
