@@ -9,8 +9,21 @@
 #include "keep.cuh"
 #include "rows.cuh"
 #include "tensor_core.cuh"
+#include "warp.cuh"
 
 namespace flashattn_ext {
+
+// Scores as A operands of steps of 16 columns, in 16 bits.
+template <class T, int kSteps, int N>
+__device__ __forceinline__ void pack_scores(uint32_t (&packed)[kSteps][4], const float (&x)[N][4]) {
+  static_assert(N == 2 * kSteps);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const auto a = TensorCore<T>::from_accumulators(x, step);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) packed[step][i] = a.x[i];
+  }
+}
 
 // --- forward: the maximum of a row is not known yet ---------------------------------------------------------------
 
@@ -49,6 +62,19 @@ __device__ __forceinline__ void hide_keys(float (&x)[kRowTiles][N][4], const Til
       }
     }
   }
+}
+
+// A maximum stays as it is while no logit is further than this beyond it, in units of log2: then what was summed up
+// before need not be multiplied, and weights are at most 2^8.
+constexpr float kTolerance = 8;
+
+// The maximum of a row takes in the largest logit of a step, both in units of log2. Returns what is to be multiplied to
+// all that was summed up before.
+__device__ __forceinline__ float raise_max(float* max, float largest, float tolerance) {
+  const float before = *max, now = fmaxf(before, largest);
+  const bool stays = now - before <= tolerance;
+  *max = stays ? before : now;
+  return stays ? 1.f : ptx::ex2(before - finite_max(*max));
 }
 
 // The online softmax (Milakov and Gimelshein 2018) of rows g and g + 8 of a 16-row tile.
@@ -230,15 +256,6 @@ struct PackedScores {
                                                        const Between& between) {
     masked ? differentiate_part<true>(dscores, weights, delta, between)
            : differentiate_part<false>(dscores, weights, delta, between);
-  }
-
-  static __device__ __forceinline__ void pack(Packed& packed, const Scores& scores) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const auto a = Core::from_accumulators(scores, step);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) packed[step][i] = a.x[i];
-    }
   }
 
  private:

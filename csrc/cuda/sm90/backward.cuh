@@ -117,10 +117,10 @@ struct Backward {
   const AttnGradParams& p;
   const BackwardWorkspace& workspace;
   const int group, warp_key;  // first of this warp's 16 keys, within the tile
-  Place<kWorkStages> works;
-  Place<kKeyStages> keys;
-  Place<kStages> queries;  // of the step whose scores have been computed last
-  int buffer = 0;          // of dscores
+  RingPosition<kWorkStages> works;
+  RingPosition<kKeyStages> keys;
+  RingPosition<kStages> queries;  // of the step whose scores have been computed last
+  int buffer = 0;                 // of dscores
   float dk[kColumnTiles][4], dv[kColumnTiles][4];
   typename Scores::Packed weights;
 
@@ -243,7 +243,7 @@ struct Backward {
       if (n % kSpread == 0) add_fragment(to, dq, kEarly + n / kSpread);
     });
     if (is_ordered(before)) order(work, before).admit_later_keys();
-    Scores::pack(packed, dscores);
+    pack_scores<T>(packed, dscores);
     buffer = buffer == 2 ? 0 : buffer + 1;
     store_panels(shared.dscores[buffer], warp_key, packed);
     ptx::fence_async_shared();
@@ -291,15 +291,15 @@ struct Backward {
   __device__ __forceinline__ void clear_keys(const Work& work) const {
     const int from = work.length_k - work.key0;
     if (from >= kN || !p.is_varlen()) return;
-    clear_tail(shared.k[keys.stage], from, thread(), kGroupThreads);
+    clear_rows(shared.k[keys.stage], from, thread(), kGroupThreads);
     ptx::fence_async_shared();
     ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
   }
   __device__ __forceinline__ void clear_queries(const Work& work, const QueryWalk& now) const {
     const int from = work.length_q - now.m * kM;
     if (from >= kM || !p.is_varlen()) return;
-    clear_tail(shared.q[queries.stage], from, thread(), kGroupThreads);
-    clear_tail(shared.dout[queries.stage], from, thread(), kGroupThreads);
+    clear_rows(shared.q[queries.stage], from, thread(), kGroupThreads);
+    clear_rows(shared.dout[queries.stage], from, thread(), kGroupThreads);
     ptx::fence_async_shared();
     ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
   }

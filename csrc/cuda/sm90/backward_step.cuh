@@ -5,10 +5,12 @@
 
 #include "../common/backward_finish.cuh"
 #include "../common/dq_order.cuh"
+#include "../common/ring.cuh"
 #include "../common/scores.cuh"
+#include "../common/store_row.cuh"
 #include "../common/tensor_map.h"
-#include "../ptx/wgmma.cuh"
-#include "pipeline.cuh"
+#include "../common/tile_order.cuh"
+#include "products.cuh"
 #include "tiles.h"
 
 namespace flashattn_ext::sm90 {
@@ -63,9 +65,9 @@ struct BackwardLoader {
   const AttnGradParams& p;
   const BackwardWorkspace& workspace;
   const BackwardMaps& maps;
-  Place<Kernel::kKeyStages> keys;
-  Place<Kernel::kStages> queries;
-  Place<Kernel::kWorkStages> works;
+  RingPosition<Kernel::kKeyStages> keys;
+  RingPosition<Kernel::kStages> queries;
+  RingPosition<Kernel::kWorkStages> works;
   int query_start = 0;
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
@@ -73,7 +75,7 @@ struct BackwardLoader {
   __device__ void load_tiles(const TileGrid& grid) {
     const int heads = static_cast<int>(p.heads_k), all_heads = heads * static_cast<int>(p.batch);
     for (int tile = blockIdx.x; tile < grid.tiles;) {
-      const int next = uniform(lane() == 0 ? grid.draw() : 0);
+      const int next = uniform(lane() == 0 ? grid.take() : 0);
       // The first keys of causal heads have the longest walk: they come first.
       const auto [head, block] = grid.index(tile, all_heads);
       BackwardWork work = start_head(head / heads, head % heads);
@@ -153,85 +155,6 @@ struct BackwardLoader {
     queries.advance();
   }
 };
-
-// --- products of a warpgroup --------------------------------------------------------------------------------------
-
-// 64 rows of a tile times all rows of another: c = rows * columns^T.
-template <int kHeadDim, class T, int kPanels, int kRows, int kColumns>
-__device__ __forceinline__ void score_product(float (&c)[kColumns / 8][4],
-                                              const T (&rows)[kPanels][kRows][kPanelColumns], int first_row,
-                                              const T (&columns)[kPanels][kColumns][kPanelColumns]) {
-  const auto a = ptx::swizzled_descriptor(&rows[0][first_row], 0), b = ptx::swizzled_descriptor(columns, 0);
-  ptx::hold(c);
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int d = 0; d < kHeadDim; d += 16) {
-    const int panel = d / kPanelColumns, step = d % kPanelColumns / 16;
-    ptx::wgmma<ptx::kMajorK, ptx::kMajorK>(c, a + panel * kRows * 8 + step * 2, b + panel * kColumns * 8 + step * 2,
-                                           d > 0, T());
-  }
-  ptx::wgmma_commit();
-}
-
-// sum += a * rows, in parts of at most 24 tiles of columns: a thread block of 512 starts with 128 registers for a
-// thread, and the compiler wants the operands of one instruction to fit in them.
-template <int N, class T, int kSteps, int kPanels, int kRows>
-__device__ __forceinline__ void accumulate(float (&sum)[N][4], const uint32_t (&a)[kSteps][4],
-                                           const T (&rows)[kPanels][kRows][kPanelColumns]) {
-  static_assert(kSteps * 16 == kRows);
-  constexpr int kParts = N > 24 ? 2 : 1, kPart = N / kParts;
-  static_assert(kParts == 1 || kPart % 8 == 0, "whole panels");
-  ptx::hold(sum);
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const auto b = ptx::swizzled_descriptor(rows[part * kPart / 8], kRows * 128);
-    auto& columns = *reinterpret_cast<float (*)[kPart][4]>(&sum[part * kPart]);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) ptx::wgmma<ptx::kMajorMN>(columns, a[step], b + step * 128, T());
-  }
-  ptx::wgmma_commit();
-}
-
-// c = a^T * rows, from shared memory: 64 columns of `a`.
-template <int N, class T, int kRows>
-__device__ __forceinline__ void transposed_product(float (&c)[N][4], const T (&a)[kRows][kPanelColumns],
-                                                   const T (&rows)[kRows][kPanelColumns]) {
-  const auto columns = ptx::swizzled_descriptor(a, 0), b = ptx::swizzled_descriptor(rows, kRows * 128);
-  ptx::hold(c);
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < kRows / 16; ++step) {
-    ptx::wgmma<ptx::kMajorMN, ptx::kMajorMN>(c, columns + step * 128, b + step * 128, step > 0, T());
-  }
-  ptx::wgmma_commit();
-}
-
-// Writes a warp's 16 rows of scores into panels of [keys][64 queries], from its first key on.
-template <class T, int kPanels, int kKeys, int kSteps>
-__device__ __forceinline__ void store_panels(T (&panels)[kPanels][kKeys][kPanelColumns], int key,
-                                             const uint32_t (&packed)[kSteps][4]) {
-  const int lane = threadIdx.x % 32, chunk = (lane / 16) ^ (lane % 8);
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    T* const row = panels[step / 4][key + lane % 16];
-    ptx::stmatrix(row + (chunk ^ (step % 4 * 2)) * 8, packed[step]);
-  }
-}
-
-// Behind the end of a packed sequence lies another one: 0 * NaN would carry its values over. Zeroes rows from `from`
-// on; thread: of `threads` that share the work.
-template <class T, int kPanels, int kRows>
-__device__ __forceinline__ void clear_tail(T (&tile)[kPanels][kRows][kPanelColumns], int from, int thread,
-                                           int threads) {
-  const int vectors = (kRows - from) * 8;
-#pragma unroll 1
-  for (int panel = 0; panel < kPanels; ++panel) {
-    uint4* const rows = reinterpret_cast<uint4*>(tile[panel][from]);
-#pragma unroll 1
-    for (int i = thread; i < vectors; i += threads) rows[i] = make_uint4(0, 0, 0, 0);
-  }
-}
 
 // This warp's 16 rows of dk or dv.
 template <class T, int N>

@@ -36,6 +36,9 @@ struct WideBackward {
   static constexpr int kThreads = 4 * kGroupThreads, kGroupWarps = 4, kDqParts = 1;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns, kColumnTiles = kHeadDim / 8;
   static constexpr int kSectionHeads = 1;  // more read too much at once
+  // A thread block of 512 starts with 128 registers for a thread, and the compiler wants the operands of one
+  // instruction to fit in them.
+  static constexpr int kMostTiles = 24;
   using Scores = PackedScores<T, kM, kDropout>;
 
   // 128-byte rows, swizzled by TMA, in panels of 64 columns.
@@ -103,10 +106,10 @@ struct WideBackward {
     const AttnGradParams& p;
     const BackwardWorkspace& workspace;
     const int group, warp_key;  // first of this warp's 16 keys (or queries), within the tile
-    Place<kWorkStages> works;
-    Place<kKeyStages> keys;
-    Place<kStages> queries;
-    Place<kBuffers> weights_at, dscores_at;
+    RingPosition<kWorkStages> works;
+    RingPosition<kKeyStages> keys;
+    RingPosition<kStages> queries;
+    RingPosition<kBuffers> weights_at, dscores_at;
 
     __device__ __forceinline__ Group(Shared& shared, const AttnGradParams& params, const BackwardWorkspace& workspace,
                                      int group)
@@ -139,7 +142,7 @@ struct WideBackward {
     template <int kRows>
     __device__ __forceinline__ void clear(T (&tile)[kPanels][kRows][kPanelColumns], int from) const {
       if (from >= kRows || !p.is_varlen()) return;
-      clear_tail(tile, from, thread(), kGroupThreads);
+      clear_rows(tile, from, thread(), kGroupThreads);
       ptx::fence_async_shared();
       ptx::named_barrier_sync(group, kGroupThreads);
     }
@@ -228,9 +231,9 @@ struct WideBackward {
       if constexpr (kDropout) {
         typename Scores::Packed kept;
         Scores::keep(kept, weights);
-        accumulate(dv, kept, shared.dout[queries.stage]);
+        accumulate<kMostTiles>(dv, kept, shared.dout[queries.stage]);
       } else {
-        accumulate(dv, weights, shared.dout[queries.stage]);
+        accumulate<kMostTiles>(dv, weights, shared.dout[queries.stage]);
       }
     }
   };
@@ -304,14 +307,14 @@ struct WideBackward {
       ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
       Scores::differentiate(dscores, weights, shared.delta[queries.stage], Scores::is_masked(unmasked, now.m * kM),
                             [](int) {});
-      Scores::pack(weights, dscores);
+      pack_scores<T>(weights, dscores);
       ptx::barrier_wait(&shared.dscores_empty[dscores_at.stage], dscores_at.parity ^ 1);
       store_panels(shared.dscores[dscores_at.stage], warp_key, weights);
       ptx::fence_async_shared();
       ptx::barrier_arrive(&shared.dscores_full[dscores_at.stage]);
       dscores_at.advance();
       this->clear(shared.q[queries.stage], work.length_q - now.m * kM);
-      accumulate(dk, weights, shared.q[queries.stage]);
+      accumulate<kMostTiles>(dk, weights, shared.q[queries.stage]);
     }
   };
 

@@ -5,10 +5,12 @@
 #pragma once
 
 #include "../common/launch.cuh"
+#include "../common/ring.cuh"
 #include "../common/scores.cuh"
+#include "../common/store_row.cuh"
 #include "../common/tensor_map.h"
-#include "../ptx/wgmma.cuh"
-#include "pipeline.cuh"
+#include "../common/tile_order.cuh"
+#include "products.cuh"
 #include "tiles.h"
 
 namespace flashattn_ext::sm90 {
@@ -60,14 +62,14 @@ struct Forward {
     Shared& shared;
     const AttnParams& p;
     const ForwardMaps& maps;
-    Place<kStages> k, v;
+    RingPosition<kStages> k, v;
     uint32_t q_parity = 0, work_parity = 0;
     int key_start = 0;
 
     __device__ void load_tiles(const TileGrid& grid) {
       const int heads = static_cast<int>(p.heads_q), all_heads = heads * static_cast<int>(p.batch);
       for (int tile = blockIdx.x; tile < grid.tiles;) {
-        const int next = grid.draw();
+        const int next = grid.take();
         const auto [head, block] = grid.index(tile, all_heads);
         // The longest tiles of causal heads come first. A sequence may be longer than the host was told: then a tile
         // stands for others too.
@@ -131,7 +133,7 @@ struct Forward {
   const int group, warp_row;  // first of this warp's 16 rows, within the tile
   const Score& score;
   uint32_t q_parity = 0, work_parity = 0, tail_parity = 0;
-  Place<kStages> k, v;
+  RingPosition<kStages> k, v;
   float scores[kScoreTiles][4], out[kOutTiles][4];
   uint32_t weights[kSteps][4];
   uint32_t signs[kDropout ? kSteps : 4][2];  // Dropout::packed_signs
@@ -198,7 +200,7 @@ struct Forward {
     int n = own.end - 1;
     ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
     take_turn();
-    score_product();
+    score_product<kHeadDim>(scores, shared.q, group * 64, shared.k[k.stage]);
     give_turn(group);
     draw_signs(work, n, dropout);
     ptx::wgmma_wait<0>();
@@ -211,9 +213,9 @@ struct Forward {
       for (--n;; --n) {
         ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
         take_turn();
-        score_product();
+        score_product<kHeadDim>(scores, shared.q, group * 64, shared.k[k.stage]);
         ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
-        value_product();
+        accumulate(out, weights, shared.v[v.stage]);
         give_turn(group);
         draw_signs(work, n, dropout);
         ptx::wgmma_wait<1>();
@@ -229,7 +231,7 @@ struct Forward {
       end_step();
     }
     ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
-    value_product();
+    accumulate(out, weights, shared.v[v.stage]);
     end_values();
   }
 
@@ -274,40 +276,8 @@ struct Forward {
     rows.start(sink);
   }
 
-  // scores = Q K^T
-  __device__ __forceinline__ void score_product() {
-    const uint64_t a = ptx::swizzled_descriptor(&shared.q[0][group * 64], 0);
-    const uint64_t b = ptx::swizzled_descriptor(shared.k[k.stage], 0);
-    ptx::hold(scores);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int d = 0; d < kHeadDim; d += 16) {
-      const int panel = d / kPanelColumns, step = d % kPanelColumns / 16;
-      ptx::wgmma<ptx::kMajorK, ptx::kMajorK>(scores, a + panel * kM * 8 + step * 2, b + panel * kN * 8 + step * 2,
-                                             d > 0, T());
-    }
-    ptx::wgmma_commit();
-  }
-
-  // out += P V
-  __device__ __forceinline__ void value_product() {
-    const uint64_t b = ptx::swizzled_descriptor(shared.v[v.stage], kN * 128);
-    ptx::hold(out);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      ptx::wgmma<ptx::kMajorMN>(out, weights[step], b + step * 128, T());
-    }
-    ptx::wgmma_commit();
-  }
-
   __device__ __forceinline__ void pack_weights() {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const auto a = TensorCore<T>::from_accumulators(scores, step);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) weights[step][i] = a.x[i];
-    }
+    pack_scores<T>(weights, scores);
     if constexpr (kDropout) Dropout::drop_packed(weights, signs);
   }
 
@@ -325,11 +295,7 @@ struct Forward {
     const int from = work.length_k - work.last * kN;
     if (from >= kN || !p.is_varlen()) return;
     ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
-    const int vectors = (kN - from) * 8, thread = threadIdx.x - kGroupThreads;
-    for (int panel = 0; panel < kPanels; ++panel) {
-      uint4* const rows = reinterpret_cast<uint4*>(shared.v[v.stage][panel][from]);
-      for (int i = thread; i < vectors; i += kGroups * kGroupThreads) rows[i] = make_uint4(0, 0, 0, 0);
-    }
+    clear_rows(shared.v[v.stage], from, threadIdx.x - kGroupThreads, kGroups * kGroupThreads);
     ptx::fence_async_shared();
     __syncwarp();
     release(shared.tail_cleared);

@@ -7,6 +7,8 @@
 
 namespace flashattn_ext::sm90 {
 
+constexpr int kGroupThreads = 128;  // of a warpgroup
+
 struct ForwardTile {
   int groups;  // warpgroups that compute; each has 64 queries
   int keys;
