@@ -200,7 +200,7 @@ struct Forward {
     int n = own.end - 1;
     ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
     take_turn();
-    score_product<kHeadDim>(scores, shared.q, group * 64, shared.k[k.stage]);
+    score_product<kHeadDim, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
     give_turn(group);
     draw_signs(work, n, dropout);
     ptx::wgmma_wait<0>();
@@ -213,9 +213,9 @@ struct Forward {
       for (--n;; --n) {
         ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
         take_turn();
-        score_product<kHeadDim>(scores, shared.q, group * 64, shared.k[k.stage]);
+        score_product<kHeadDim, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
         ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
-        accumulate(out, weights, shared.v[v.stage]);
+        accumulate<32, uint64_t>(out, weights, shared.v[v.stage]);
         give_turn(group);
         draw_signs(work, n, dropout);
         ptx::wgmma_wait<1>();
@@ -231,7 +231,7 @@ struct Forward {
       end_step();
     }
     ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
-    accumulate(out, weights, shared.v[v.stage]);
+    accumulate<32, uint64_t>(out, weights, shared.v[v.stage]);
     end_values();
   }
 
