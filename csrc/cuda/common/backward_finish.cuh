@@ -3,6 +3,7 @@
 #pragma once
 
 #include "backward_prepare.cuh"
+#include "tile_order.cuh"
 
 namespace flashattn_ext {
 
@@ -69,7 +70,7 @@ static __global__ void __launch_bounds__(kSinkThreads)
 
 template <class Sums>
 void launch_finish(const AttnGradParams& p, const BackwardWorkspace& workspace) {
-  const int64_t blocks = tiles(p.seqlen_q, Sums::kM);
+  const int64_t blocks = tile_count(p.seqlen_q, Sums::kM);
   launch(dq_finish_kernel<Sums>, "backward_finish", p, blocks * p.batch * p.heads_q, Sums::kThreads,
          Sums::kM * Sums::kStride * static_cast<int>(sizeof(typename Sums::Element)), workspace,
          static_cast<int>(blocks));

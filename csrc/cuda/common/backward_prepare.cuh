@@ -3,11 +3,13 @@
 // nothing to scale, and the factor goes to what it sums up.
 #pragma once
 
-#include "aligned_rows.cuh"
+#include "aligned_rows.h"
 #include "backward_workspace.h"
+#include "call.h"
 #include "launch.cuh"
 #include "rows.cuh"
 #include "tile.cuh"
+#include "vector.cuh"
 
 namespace flashattn_ext {
 
@@ -66,8 +68,7 @@ void launch_prepare(const AttnGradParams& p, const BackwardWorkspace& workspace)
   const int lanes = prepare_lanes<T>(p.head_dim_v);
   const bool whole = rows_are_aligned(p.out, p.head_dim_v, sizeof(T));
   const auto kernel = whole ? backward_prepare_kernel<T, true> : backward_prepare_kernel<T, false>;
-  const void* const out_end = end_of(p.out, p.is_varlen() ? 1 : p.batch, p.heads_q,
-                                     p.is_varlen() ? p.total_q : p.seqlen_q, p.head_dim_v, sizeof(T));
+  const void* const out_end = end_of(p.out, batch_entries(p), p.heads_q, query_rows(p), p.head_dim_v, sizeof(T));
   const int64_t blocks = (p.heads_q * workspace.rows * lanes + kPrepareThreads - 1) / kPrepareThreads;
   launch(kernel, "backward_prepare", p, blocks, kPrepareThreads, 0, workspace, lanes, out_end);
 }

@@ -7,6 +7,9 @@
 
 namespace flashattn_ext {
 
+// Tiles of `tile` rows; at least one, because rows may be more than the caller was told.
+inline int64_t tile_count(int64_t rows, int64_t tile) { return std::max<int64_t>(1, (rows + tile - 1) / tile); }
+
 // How tiles are numbered: sections of heads (of all batch entries) that stay in the L2 cache together; in a section
 // the first tiles of every head come before the second ones.
 struct TileOrder {

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "../common/backward_finish.cuh"
+#include "../common/device.h"
 #include "../common/dq_order.cuh"
 #include "../common/scores.cuh"
 #include "../common/tile_order.cuh"
@@ -400,7 +401,7 @@ template <class T, int kHeadDim, bool kDropout, bool kLarge>
 void launch_main(const AttnGradParams& p, const BackwardWorkspace& workspace) {
   using Kernel = Backward<T, kHeadDim, kDropout, kLarge>;
   if (p.batch * p.heads_k == 0) return;
-  const int64_t blocks = tiles(p.seqlen_k, Kernel::kN);
+  const int64_t blocks = tile_count(p.seqlen_k, Kernel::kN);
   launch(backward_kernel<T, kHeadDim, kDropout, kLarge>, "backward", p, blocks * p.batch * p.heads_k * Kernel::kSplits,
          Kernel::kThreads, Kernel::kSharedBytes, workspace, backward_order(p, blocks, sizeof(T)));
 }

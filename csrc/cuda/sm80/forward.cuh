@@ -283,7 +283,7 @@ template <class T, int kHeadDim, bool kDropout>
 void launch_forward(const AttnParams& p) {
   using Kernel = Forward<T, kHeadDim, kDropout>;
   if (p.batch * p.heads_q == 0) return;
-  const int64_t blocks = tiles(p.seqlen_q, Kernel::kM);
+  const int64_t blocks = tile_count(p.seqlen_q, Kernel::kM);
   launch(forward_kernel<T, kHeadDim, kDropout>, "forward", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
          Kernel::kSharedBytes, forward_order(p, blocks, sizeof(T)), Kernel::Score::of(p));
 }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../common/backward_finish.cuh"
+#include "../common/device.h"
 #include "../common/dq_order.cuh"
 #include "../common/ring.cuh"
 #include "../common/scores.cuh"
@@ -172,7 +173,7 @@ __device__ __forceinline__ void store_keys(const TensorView& to, const BackwardW
 
 template <class Kernel, class Entry>
 void launch_backward_main(Entry kernel, const AttnGradParams& p, const BackwardWorkspace& workspace) {
-  const int64_t blocks = tiles(p.seqlen_k, Kernel::kN), all = blocks * p.batch * p.heads_k;
+  const int64_t blocks = tile_count(p.seqlen_k, Kernel::kN), all = blocks * p.batch * p.heads_k;
   if (all == 0) return;
   const BackwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kM), key_map(p, p.k, p.head_dim, Kernel::kN),
                           key_map(p, p.v, p.head_dim_v, Kernel::kN), query_map(p, p.dout, p.head_dim_v, Kernel::kM)};

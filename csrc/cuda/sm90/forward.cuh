@@ -4,6 +4,7 @@
 // warpgroups take turns at issuing products, so that one's softmax runs under another's too. docs/sm90_forward.md.
 #pragma once
 
+#include "../common/device.h"
 #include "../common/launch.cuh"
 #include "../common/ring.cuh"
 #include "../common/scores.cuh"
@@ -392,7 +393,7 @@ void launch_forward(const AttnParams& p) {
   if (p.batch * p.heads_q == 0) return;
   const ForwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kM), key_map(p, p.k, p.head_dim, Kernel::kN),
                          key_map(p, p.v, p.head_dim_v, Kernel::kN)};
-  const int64_t blocks = tiles(p.seqlen_q, Kernel::kM), heads = p.batch * p.heads_q, all = blocks * heads;
+  const int64_t blocks = tile_count(p.seqlen_q, Kernel::kM), heads = p.batch * p.heads_q, all = blocks * heads;
   int* const drawn = static_cast<int*>(p.workspace);
   const TileGrid grid{forward_order(p, blocks, sizeof(T)), static_cast<int>(all), drawn};
   const int64_t processors = multiprocessors();
