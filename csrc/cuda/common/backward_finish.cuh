@@ -8,7 +8,7 @@
 namespace flashattn_ext {
 
 // Sums: of the main stage (backward.cuh of either architecture), in whose accumulators' order they lie. A thread block
-// takes kM rows, that are kM / kTileRows tiles of BackwardWorkspace.
+// takes kQueries rows, that are kQueries / kTileRows tiles of BackwardWorkspace.
 template <class Sums>
 __global__ void __launch_bounds__(Sums::kThreads)
     dq_finish_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardWorkspace workspace,
@@ -19,8 +19,9 @@ __global__ void __launch_bounds__(Sums::kThreads)
   const int head = blockIdx.x / blocks, heads = static_cast<int>(p.heads_q), b = head / heads, h = head % heads;
   const Sequence queries = query_sequence(p, b);
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  for (int64_t m = blockIdx.x % blocks; m * Sums::kM < queries.length; m += blocks) {
-    const int64_t index = h * workspace.tiles + workspace.first_tile(p, b, queries) + m * (Sums::kM / Sums::kTileRows);
+  for (int64_t m = blockIdx.x % blocks; m * Sums::kQueries < queries.length; m += blocks) {
+    const int64_t index =
+        h * workspace.tiles + workspace.first_tile(p, b, queries) + m * (Sums::kQueries / Sums::kTileRows);
 #pragma unroll
     for (int split = 0; split < Sums::kSplits; ++split) {
 #pragma unroll
@@ -28,7 +29,7 @@ __global__ void __launch_bounds__(Sums::kThreads)
 #pragma unroll
         for (int c = 0; c < Sums::kQueryColumnTiles; ++c) {
           float x[4] = {};
-          if (m * Sums::kM + Sums::query_row() + i * 16 < queries.length) {
+          if (m * Sums::kQueries + Sums::query_row() + i * 16 < queries.length) {
             ptx::load_fragment(x, Sums::dq_fragment(workspace, index, split, i, c));
           }
           T* to = tile + (Sums::query_row() + i * 16 + g) * Sums::kStride + Sums::query_column(split) + c * 8 + 2 * t;
@@ -39,9 +40,10 @@ __global__ void __launch_bounds__(Sums::kThreads)
       }
     }
     __syncthreads();
-    store_tile<T, Sums::kM, Sums::kHeadDim, Sums::kThreads>(
-        row_pointer<T>(p.dq, b, h, queries.start + m * Sums::kM), p.dq.row_stride, tile,
-        static_cast<int>(min(int64_t{Sums::kM}, queries.length - m * Sums::kM)), static_cast<int>(p.head_dim));
+    store_tile<T, Sums::kQueries, Sums::kHeadDim, Sums::kThreads>(
+        row_pointer<T>(p.dq, b, h, queries.start + m * Sums::kQueries), p.dq.row_stride, tile,
+        static_cast<int>(min(int64_t{Sums::kQueries}, queries.length - m * Sums::kQueries)),
+        static_cast<int>(p.head_dim));
     __syncthreads();
   }
 }
@@ -70,9 +72,9 @@ static __global__ void __launch_bounds__(kSinkThreads)
 
 template <class Sums>
 void launch_finish(const AttnGradParams& p, const BackwardWorkspace& workspace) {
-  const int64_t blocks = tile_count(p.seqlen_q, Sums::kM);
+  const int64_t blocks = tile_count(p.seqlen_q, Sums::kQueries);
   launch(dq_finish_kernel<Sums>, "backward_finish", p, blocks * p.batch * p.heads_q, Sums::kThreads,
-         Sums::kM * Sums::kStride * static_cast<int>(sizeof(typename Sums::Element)), workspace,
+         Sums::kQueries * Sums::kStride * static_cast<int>(sizeof(typename Sums::Element)), workspace,
          static_cast<int>(blocks));
   if (p.dsink) launch(dsink_kernel, "backward_finish (sink)", p, p.heads_q, kSinkThreads, 0, workspace);
 }

@@ -22,10 +22,10 @@ __device__ __forceinline__ float head_sink(const AttnParams& p, int64_t h) {
   return p.has_sink ? sink * kLog2E<float> : -infinity();
 }
 
-using TileMask = BasicMask<int>;
-using Limits = TileMask::Range;  // what one row of scores sees, or one key is seen by
+using Mask32 = BasicMask<int>;
+using Limits = Mask32::Range;  // what one row of scores sees, or one key is seen by
 
-__device__ __forceinline__ Limits rows_that_see(const TileMask& mask, int key) {
+__device__ __forceinline__ Limits rows_that_see(const Mask32& mask, int key) {
   return key < mask.seqlen_k ? mask.rows_of(key, key + 1) : Limits{0, 0};
 }
 

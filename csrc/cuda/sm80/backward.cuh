@@ -19,33 +19,35 @@ struct Backward {
   using Core = TensorCore<T>;
   static constexpr int kHeadDim = kHeadDimension;
   static constexpr BackwardTile kTile = backward_tile<sizeof(T), kHeadDim, kLarge>();
-  static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32, kM = kTile.queries, kN = kTile.keys;
-  static constexpr int kSplits = kTile.splits, kStages = kTile.stages, kTileRows = kM;
+  static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32, kQueries = kTile.queries, kKeys = kTile.keys;
+  static constexpr int kSplits = kTile.splits, kStages = kTile.stages, kTileRows = kQueries;
   static constexpr int kColumns = kHeadDim / kSplits;  // of dq, dk and dv in this thread block
-  static constexpr int kStride = kTileStride<T, kHeadDim>, kScoreStride = kTileStride<T, kM>;
+  static constexpr int kStride = kTileStride<T, kHeadDim>, kScoreStride = kTileStride<T, kQueries>;
   // One warp's part of the scores.
   static constexpr bool kInRegisters = kTile.score_key_warps == kWarps;
-  static constexpr int kKeyTiles = kN / kTile.score_key_warps / 16;
-  static constexpr int kScoreTiles = kM / (kWarps / kTile.score_key_warps) / 8;
-  static_assert(kScoreTiles % 2 == 0 && kN % (kTile.score_key_warps * 16) == 0);
+  static constexpr int kKeyTiles = kKeys / kTile.score_key_warps / 16;
+  static constexpr int kScoreTiles = kQueries / (kWarps / kTile.score_key_warps) / 8;
+  static_assert(kScoreTiles % 2 == 0 && kKeys % (kTile.score_key_warps * 16) == 0);
   // One warp's part of dk and dv.
-  static constexpr int kGradKeyTiles = kN / kTile.grad_key_warps / 16;
+  static constexpr int kGradKeyTiles = kKeys / kTile.grad_key_warps / 16;
   static constexpr int kGradColumnTiles = kColumns / (kWarps / kTile.grad_key_warps) / 8;
-  static_assert(kGradColumnTiles % 2 == 0 && kN % (kTile.grad_key_warps * 16) == 0);
+  static_assert(kGradColumnTiles % 2 == 0 && kKeys % (kTile.grad_key_warps * 16) == 0);
   static_assert(!kInRegisters || kTile.grad_key_warps == kWarps);
   // One warp's part of dq: 32 rows where that leaves it whole pairs of column tiles.
   static constexpr int kColumnTiles = kColumns / 8;
-  static constexpr bool kTallRows = kM >= 32 && kM / 32 <= kWarps && kColumnTiles * (kM / 32) / kWarps % 2 == 0;
-  static constexpr int kRowWarps = kTallRows ? kM / 32 : kM / 16 < kWarps ? kM / 16 : kWarps;
+  static constexpr bool kTallRows =
+      kQueries >= 32 && kQueries / 32 <= kWarps && kColumnTiles * (kQueries / 32) / kWarps % 2 == 0;
+  static constexpr int kRowWarps = kTallRows ? kQueries / 32 : kQueries / 16 < kWarps ? kQueries / 16 : kWarps;
   static constexpr int kColumnWarps = kWarps / kRowWarps;
-  static constexpr int kQueryRowTiles = kM / 16 / kRowWarps, kQueryColumnTiles = kColumnTiles / kColumnWarps;
-  static_assert(kQueryColumnTiles % 2 == 0 && kColumnTiles % kColumnWarps == 0 && kM / 16 % kRowWarps == 0);
-  // One stage: q and dout [kM][kStride], lse and delta [kM]. dS^T, of which two steps are in use when P^T stays in
-  // registers, and P^T: [kN][kScoreStride].
-  static constexpr int kBytes = sizeof(T), kScoreBytes = kN * kScoreStride * kBytes;
-  static constexpr int kStageBytes = 2 * kM * kStride * kBytes + 2 * kM * 4;
+  static constexpr int kQueryRowTiles = kQueries / 16 / kRowWarps, kQueryColumnTiles = kColumnTiles / kColumnWarps;
+  static_assert(kQueryColumnTiles % 2 == 0 && kColumnTiles % kColumnWarps == 0 && kQueries / 16 % kRowWarps == 0);
+  // One stage: q and dout [kQueries][kStride], lse and delta [kQueries]. dS^T, of which two steps are in use when P^T
+  // stays in registers, and P^T: [kKeys][kScoreStride].
+  static constexpr int kBytes = sizeof(T), kScoreBytes = kKeys * kScoreStride * kBytes;
+  static constexpr int kStageBytes = 2 * kQueries * kStride * kBytes + 2 * kQueries * 4;
   static constexpr int kScoreBuffers = kInRegisters ? kStages : 2;
-  static constexpr int kSharedBytes = 2 * kN * kStride * kBytes + kStages * kStageBytes + kScoreBuffers * kScoreBytes;
+  static constexpr int kSharedBytes =
+      2 * kKeys * kStride * kBytes + kStages * kStageBytes + kScoreBuffers * kScoreBytes;
   static_assert(kSharedBytes <= (kLarge ? kLargeShared : kSmallShared));
 
   const AttnGradParams& p;
@@ -62,8 +64,8 @@ struct Backward {
       : p(params),
         workspace(workspace),
         k_tile(memory),
-        v_tile(k_tile + kN * kStride),
-        stages(reinterpret_cast<unsigned char*>(v_tile + kN * kStride)) {}
+        v_tile(k_tile + kKeys * kStride),
+        stages(reinterpret_cast<unsigned char*>(v_tile + kKeys * kStride)) {}
 
   static __device__ int g() { return threadIdx.x % 32 / 4; }
   static __device__ int t() { return threadIdx.x % 4; }
@@ -87,7 +89,7 @@ struct Backward {
   // Where its accumulators (i, c) are summed up; `tile` as in BackwardWorkspace.
   static __device__ float* dq_fragment(const BackwardWorkspace& workspace, int64_t tile, int split, int i, int c) {
     const int index = ((split * kWarps + warp()) * kQueryRowTiles + i) * kQueryColumnTiles + c;
-    return workspace.dq + tile * (kM * kHeadDim) + index * 128;
+    return workspace.dq + tile * (kQueries * kHeadDim) + index * 128;
   }
 
   // What all threads share and little code uses lies in the padding of the first rows of the key tile: it would need
@@ -104,12 +106,12 @@ struct Backward {
   static_assert(sizeof(Walk) <= kVectorBytes && sizeof(Place) <= kVectorBytes);
   __device__ Walk* walk() const { return reinterpret_cast<Walk*>(k_tile + kHeadDim); }
   __device__ Place* place() const { return reinterpret_cast<Place*>(k_tile + kStride + kHeadDim); }
-  __device__ TileMask mask() const { return TileMask(p, walk()->length_q, walk()->length_k); }
+  __device__ Mask32 mask() const { return Mask32(p, walk()->length_q, walk()->length_k); }
 
   __device__ void run(int batch, int head_k, int tile, int step) {
     b = batch;
     hk = head_k;
-    for (n = tile; n * kN < key_sequence(p, b).length; n += step) {
+    for (n = tile; n * kKeys < key_sequence(p, b).length; n += step) {
       key_tile();
       __syncthreads();
     }
@@ -117,14 +119,14 @@ struct Backward {
 
   __device__ void key_tile() {
     const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
-    const TileMask mask(p, queries.length, keys.length);
-    const int key0 = n * kN, key_count = min(kN, mask.seqlen_k - key0);
+    const Mask32 mask(p, queries.length, keys.length);
+    const int key0 = n * kKeys, key_count = min(kKeys, mask.seqlen_k - key0);
     const Limits seen_by = mask.rows_of(key0, key0 + key_count);
-    const int first = seen_by.begin / kM, last = (seen_by.end - 1) / kM;
+    const int first = seen_by.begin / kQueries, last = (seen_by.end - 1) / kQueries;
     if (threadIdx.x == 0) {
-      const Limits all = mask.rows_of_all(key0, key0 + kN);
+      const Limits all = mask.rows_of_all(key0, key0 + kKeys);
       // Rows beyond the last do no harm.
-      *walk() = {mask.seqlen_q, mask.seqlen_k, all.begin, all.end == mask.seqlen_q ? all.end + kM : all.end};
+      *walk() = {mask.seqlen_q, mask.seqlen_k, all.begin, all.end == mask.seqlen_q ? all.end + kQueries : all.end};
       *place() = {static_cast<int>(queries.start), static_cast<int>(keys.start),
                   static_cast<int>(workspace.first_tile(p, b, queries)), first};
     }
@@ -138,10 +140,10 @@ struct Backward {
     }
     if (seen_by.end > seen_by.begin && p.heads_q > 0) {
       const int64_t row = keys.start + key0;
-      load_tile<T, kN, kHeadDim, kThreads>(k_tile, row_pointer<const T>(p.k, b, hk, row), p.k.row_stride, key_count,
-                                           static_cast<int>(p.head_dim));
-      load_tile<T, kN, kHeadDim, kThreads>(v_tile, row_pointer<const T>(p.v, b, hk, row), p.v.row_stride, key_count,
-                                           static_cast<int>(p.head_dim_v));
+      load_tile<T, kKeys, kHeadDim, kThreads>(k_tile, row_pointer<const T>(p.k, b, hk, row), p.k.row_stride, key_count,
+                                              static_cast<int>(p.head_dim));
+      load_tile<T, kKeys, kHeadDim, kThreads>(v_tile, row_pointer<const T>(p.v, b, hk, row), p.v.row_stride, key_count,
+                                              static_cast<int>(p.head_dim_v));
       walk_queries(first, last);
     }
     write(p.dk, dk, static_cast<int>(p.head_dim), workspace.gradient_scale);
@@ -177,9 +179,9 @@ struct Backward {
 
   __device__ void use_stage(int stage) {
     q_tile = reinterpret_cast<T*>(stages + stage * kStageBytes);
-    dout_tile = q_tile + kM * kStride;
-    lse = reinterpret_cast<float*>(dout_tile + kM * kStride);
-    delta = lse + kM;
+    dout_tile = q_tile + kQueries * kStride;
+    lse = reinterpret_cast<float*>(dout_tile + kQueries * kStride);
+    delta = lse + kQueries;
     unsigned char* const scores = stages + kStages * kStageBytes;
     dscore_tile = reinterpret_cast<T*>(scores + (kInRegisters ? stage * kScoreBytes : 0));
     weight_tile = reinterpret_cast<T*>(scores + kScoreBytes);
@@ -188,15 +190,15 @@ struct Backward {
   __device__ void load_queries(int stage, Position position) {
     const auto [h, m] = position;
     use_stage(stage);
-    const int64_t row = place()->query_start + m * kM;
-    const int rows = min(kM, walk()->length_q - m * kM);
-    load_tile<T, kM, kHeadDim, kThreads>(q_tile, row_pointer<const T>(p.q, b, h, row), p.q.row_stride, rows,
-                                         static_cast<int>(p.head_dim));
-    load_tile<T, kM, kHeadDim, kThreads>(dout_tile, row_pointer<const T>(p.dout, b, h, row), p.dout.row_stride, rows,
-                                         static_cast<int>(p.head_dim_v));
+    const int64_t row = place()->query_start + m * kQueries;
+    const int rows = min(kQueries, walk()->length_q - m * kQueries);
+    load_tile<T, kQueries, kHeadDim, kThreads>(q_tile, row_pointer<const T>(p.q, b, h, row), p.q.row_stride, rows,
+                                               static_cast<int>(p.head_dim));
+    load_tile<T, kQueries, kHeadDim, kThreads>(dout_tile, row_pointer<const T>(p.dout, b, h, row), p.dout.row_stride,
+                                               rows, static_cast<int>(p.head_dim_v));
     ptx::cp_async_commit();
     const int64_t index = h * workspace.rows + (p.is_varlen() ? row : b * p.seqlen_q + row);
-    for (int i = threadIdx.x; i < kM; i += kThreads) {
+    for (int i = threadIdx.x; i < kQueries; i += kThreads) {
       lse[i] = i < rows ? workspace.lse[index + i] : infinity();
       delta[i] = i < rows ? workspace.delta[index + i] : 0.f;
     }
@@ -213,8 +215,8 @@ struct Backward {
     float weights[kKeyTiles][kScoreTiles][4], dscores[kKeyTiles][kScoreTiles][4];
     product(weights, k_tile, q_tile);
     product(dscores, v_tile, dout_tile);
-    const int row0 = m * kM;
-    const bool full = row0 >= walk()->first_full_row && row0 + kM <= walk()->end_full_row;
+    const int row0 = m * kQueries;
+    const bool full = row0 >= walk()->first_full_row && row0 + kQueries <= walk()->end_full_row;
     full ? gradients<false>(h, row0, weights, dscores) : gradients<true>(h, row0, weights, dscores);
     store_scores(dscore_tile, dscores);
     if constexpr (kInRegisters) {
@@ -279,7 +281,7 @@ struct Backward {
   __device__ void gradients(int h, int row0, float (&weights)[kKeyTiles][kScoreTiles][4],
                             float (&dscores)[kKeyTiles][kScoreTiles][4]) const {
     [[maybe_unused]] const Dropout dropout(p, b);
-    const int key = n * kN + score_key(0), row = row0 + score_query();
+    const int key = n * kKeys + score_key(0), row = row0 + score_query();
     SeenBy<kKeyTiles> seen_by;
     if (kMasked) seen_by = SeenBy<kKeyTiles>(mask(), row + 2 * t(), key + g());
     weigh_and_differentiate<kMasked, kDropout>(
@@ -304,7 +306,7 @@ struct Backward {
   __device__ void accumulate(float (&sum)[kGradKeyTiles][kGradColumnTiles][4], const Scores& scores,
                              const T* tile) const {
 #pragma unroll
-    for (int step = 0; step < kM / Core::kK; ++step) {
+    for (int step = 0; step < kQueries / Core::kK; ++step) {
       typename Core::A a[kGradKeyTiles];
 #pragma unroll
       for (int i = 0; i < kGradKeyTiles; ++i) a[i] = scores(i, step);
@@ -324,13 +326,13 @@ struct Backward {
   // dq += dS K, into global memory.
   __device__ void query_gradient(int h, int m) const {
     const int64_t tile = h * workspace.tiles + place()->first_query_tile + m;
-    const int before = p.deterministic ? key_tiles_before(mask(), n, kN, m * kM, kM) : 0;
+    const int before = p.deterministic ? key_tiles_before(mask(), n, kKeys, m * kQueries, kQueries) : 0;
     const DqOrder order{workspace.dq_added + tile * kSplits + split(), threadIdx.x == 0, [&] { return before; },
                         [] { __syncthreads(); }};
     if (p.deterministic) order.await_earlier_keys();
     float sum[kQueryRowTiles][kQueryColumnTiles][4] = {};
 #pragma unroll
-    for (int key = 0; key < kN; key += Core::kK) {
+    for (int key = 0; key < kKeys; key += Core::kK) {
       typename Core::A a[kQueryRowTiles];
 #pragma unroll
       for (int i = 0; i < kQueryRowTiles; ++i) {
@@ -362,8 +364,8 @@ struct Backward {
 #pragma unroll
     for (int i = 0; i < 2 * kGradKeyTiles; ++i) {
       const int key = grad_key(0) + i * 8 + g();
-      if (n * kN + key >= walk()->length_k) continue;
-      T* to = row_pointer<T>(view, b, hk, place()->key_start + n * kN + key);
+      if (n * kKeys + key >= walk()->length_k) continue;
+      T* to = row_pointer<T>(view, b, hk, place()->key_start + n * kKeys + key);
 #pragma unroll
       for (int c = 0; c < kGradColumnTiles; ++c) {
         const int column = grad_column() + c * 8 + 2 * t();
@@ -401,7 +403,7 @@ template <class T, int kHeadDim, bool kDropout, bool kLarge>
 void launch_main(const AttnGradParams& p, const BackwardWorkspace& workspace) {
   using Kernel = Backward<T, kHeadDim, kDropout, kLarge>;
   if (p.batch * p.heads_k == 0) return;
-  const int64_t blocks = tile_count(p.seqlen_k, Kernel::kN);
+  const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys);
   launch(backward_kernel<T, kHeadDim, kDropout, kLarge>, "backward", p, blocks * p.batch * p.heads_k * Kernel::kSplits,
          Kernel::kThreads, Kernel::kSharedBytes, workspace, backward_order(p, blocks, sizeof(T)));
 }

@@ -15,16 +15,16 @@ namespace flashattn_ext::sm90 {
 template <class T, int kHeadDimension>
 struct QuerySums {
   using Element = T;
-  static constexpr int kM = backward_tile<kHeadDimension, false>().queries, kTileRows = 16;
+  static constexpr int kQueries = backward_tile<kHeadDimension, false>().queries, kTileRows = 16;
   static constexpr int kThreads = 2 * kGroupThreads, kSplits = 1;
-  static constexpr int kHeadDim = 2 * 64 * 64 / kM;  // columns, some of them beyond the head dim
+  static constexpr int kHeadDim = 2 * 64 * 64 / kQueries;  // columns, some of them beyond the head dim
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = 8;
   static constexpr int64_t kTileFloats = kTileRows * kHeadDim;
 
   // Scores and columns of a warp, of the eight that compute.
-  static __device__ __forceinline__ int row(int warp) { return (kM == 64 ? warp % 4 : warp) * 16; }
-  static __device__ __forceinline__ int column(int warp) { return kM == 64 ? warp / 4 * 64 : 0; }
+  static __device__ __forceinline__ int row(int warp) { return (kQueries == 64 ? warp % 4 : warp) * 16; }
+  static __device__ __forceinline__ int column(int warp) { return kQueries == 64 ? warp / 4 * 64 : 0; }
   // Its accumulator tile c; `tile`: the first of the step.
   static __device__ __forceinline__ float* fragment(const BackwardWorkspace& workspace, int64_t tile, int warp, int c) {
     return workspace.dq + (tile + row(warp) / 16) * kTileFloats + (column(warp) / 8 + c) * 128;
@@ -45,25 +45,27 @@ struct Backward {
   using Sums = QuerySums<T, kHeadDim>;
   static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout>();
   static constexpr RegisterBudget kRegisters = kBackwardRegisters;
-  static constexpr int kM = kTile.queries, kN = kTile.keys, kStages = kTile.stages, kKeyStages = kTile.key_stages;
+  static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
+                       kKeyStages = kTile.key_stages;
   static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kDqParts = 2;
-  static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns, kScorePanels = kM / kPanelColumns;
+  static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns,
+                       kScorePanels = kQueries / kPanelColumns;
   static constexpr int kColumnTiles = kHeadDim / 8;
   // Where long sequences do not fit the cache, blocks that walk over the same head together share what they read; too
   // few heads leave long tiles for the end.
   static constexpr int kSectionHeads = 16;
   // So many of the eight additions to dq of a warp go under the weights of a step; the others under dS^T.
   static constexpr int kEarly = 4;
-  static_assert(Sums::kHeadDim >= kHeadDim && Sums::kM == kM);
+  static_assert(Sums::kHeadDim >= kHeadDim && Sums::kQueries == kQueries);
 
   // 128-byte rows, swizzled by TMA, in panels of 64 columns.
   struct Shared {
-    T k[kKeyStages][kPanels][kN][kPanelColumns];
-    T v[kKeyStages][kPanels][kN][kPanelColumns];
-    T q[kStages][kPanels][kM][kPanelColumns];
-    T dout[kStages][kPanels][kM][kPanelColumns];
-    T dscores[3][kScorePanels][kN][kPanelColumns];  // dS^T: [keys][queries]
-    float lse[kStages][kM], delta[kStages][kM];
+    T k[kKeyStages][kPanels][kKeys][kPanelColumns];
+    T v[kKeyStages][kPanels][kKeys][kPanelColumns];
+    T q[kStages][kPanels][kQueries][kPanelColumns];
+    T dout[kStages][kPanels][kQueries][kPanelColumns];
+    T dscores[3][kScorePanels][kKeys][kPanelColumns];  // dS^T: [keys][queries]
+    float lse[kStages][kQueries], delta[kStages][kQueries];
     PhiloxKey philox;
     typename Scores::Kept kept[kDropout ? 2 : 0];  // of each warpgroup
     Work work[kWorkStages];
@@ -159,7 +161,7 @@ struct Backward {
     unmasked = {uniform(unmasked.begin), uniform(unmasked.end)};
     QueryWalk now(work, static_cast<int>(p.group_size()));
     Lagging before, ended;  // whose dq is being added, and is still to be computed
-    float scores[kM / 8][4], dq[8][4];
+    float scores[kQueries / 8][4], dq[8][4];
     ptx::barrier_wait(&shared.k_full[keys.stage], keys.parity);
     clear_keys(work);
     ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
@@ -221,7 +223,7 @@ struct Backward {
                                                 const Limits& unmasked, const float (&dq)[8][4],
                                                 const Lagging& before) {
     const int stage = queries.stage;
-    float dscores[kM / 8][4];
+    float dscores[kQueries / 8][4];
     ptx::barrier_wait(&shared.dout_full[stage], queries.parity);
     clear_queries(work, now);
     take_turn();
@@ -235,13 +237,14 @@ struct Backward {
     }
     give_turn();
     // With dropout the operand of dv is a copy, whose registers are needed.
-    ptx::wgmma_wait<kDropout && kM == 128 ? 0 : 1>();
+    ptx::wgmma_wait<kDropout && kQueries == 128 ? 0 : 1>();
     ptx::hold(dscores);
     float* const to = fragments(work, before);
-    Scores::differentiate(dscores, weights, shared.delta[stage], Scores::is_masked(unmasked, now.m * kM), [&](int n) {
-      constexpr int kSpread = kM / 8 / (8 - kEarly);
-      if (n % kSpread == 0) add_fragment(to, dq, kEarly + n / kSpread);
-    });
+    Scores::differentiate(dscores, weights, shared.delta[stage], Scores::is_masked(unmasked, now.m * kQueries),
+                          [&](int n) {
+                            constexpr int kSpread = kQueries / 8 / (8 - kEarly);
+                            if (n % kSpread == 0) add_fragment(to, dq, kEarly + n / kSpread);
+                          });
     if (is_ordered(before)) order(work, before).admit_later_keys();
     pack_scores<T>(packed, dscores);
     buffer = buffer == 2 ? 0 : buffer + 1;
@@ -251,7 +254,7 @@ struct Backward {
 
   // dq = dS K of this step or the one before.
   __device__ __forceinline__ void query_product(float (&dq)[8][4], int lag) {
-    constexpr bool kOwnRows = kM == 128;  // or own columns
+    constexpr bool kOwnRows = kQueries == 128;  // or own columns
     const int at = buffer < lag ? buffer + 3 - lag : buffer - lag;
     transposed_product(dq, shared.dscores[at][kOwnRows ? group : 0], shared.k[keys.stage][kOwnRows ? 0 : group]);
   }
@@ -265,16 +268,16 @@ struct Backward {
 
   // Meanwhile it adds the first half of what the step before contributes to dq: the additions come one by one, for a
   // processor takes them slowly.
-  __device__ __forceinline__ void weigh(const float (&scores)[kM / 8][4], const Work& work, const QueryWalk& now,
+  __device__ __forceinline__ void weigh(const float (&scores)[kQueries / 8][4], const Work& work, const QueryWalk& now,
                                         const Limits& unmasked, const float (&dq)[8][4], const Lagging& before) {
-    const int row0 = now.m * kM, key = work.key0 + warp_key;
+    const int row0 = now.m * kQueries, key = work.key0 + warp_key;
     if (is_ordered(before)) order(work, before).await_earlier_keys();
     float* const to = fragments(work, before);
     Scores::weigh(
         weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
         [&] { return work.mask(p); }, row0, key,
         [&](int n) {
-          constexpr int kSpread = kM / 8 / kEarly;
+          constexpr int kSpread = kQueries / 8 / kEarly;
           if (n % kSpread == 0) add_fragment(to, dq, n / kSpread);
         });
     if constexpr (kDropout) Scores::drop(weights, shared.kept[group], warp_key / 16 % 4);
@@ -283,21 +286,22 @@ struct Backward {
   // and the next use of it.
   __device__ __forceinline__ void draw(const Work& work, const QueryWalk& next) {
     if constexpr (kDropout) {
-      Scores::draw(shared.kept[group], Dropout(shared.philox, p, work.b), next.h, work.key0 + group * 64, next.m * kM);
+      Scores::draw(shared.kept[group], Dropout(shared.philox, p, work.b), next.h, work.key0 + group * 64,
+                   next.m * kQueries);
     }
   }
 
   // Each warpgroup clears for itself what both read.
   __device__ __forceinline__ void clear_keys(const Work& work) const {
     const int from = work.length_k - work.key0;
-    if (from >= kN || !p.is_varlen()) return;
+    if (from >= kKeys || !p.is_varlen()) return;
     clear_rows(shared.k[keys.stage], from, thread(), kGroupThreads);
     ptx::fence_async_shared();
     ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
   }
   __device__ __forceinline__ void clear_queries(const Work& work, const QueryWalk& now) const {
-    const int from = work.length_q - now.m * kM;
-    if (from >= kM || !p.is_varlen()) return;
+    const int from = work.length_q - now.m * kQueries;
+    if (from >= kQueries || !p.is_varlen()) return;
     clear_rows(shared.q[queries.stage], from, thread(), kGroupThreads);
     clear_rows(shared.dout[queries.stage], from, thread(), kGroupThreads);
     ptx::fence_async_shared();
@@ -305,16 +309,16 @@ struct Backward {
   }
 
   __device__ __forceinline__ int64_t query_tile(const Work& work, const QueryWalk& now) const {
-    return now.h * workspace.tiles + work.first_tile + now.m * (kM / Sums::kTileRows);
+    return now.h * workspace.tiles + work.first_tile + now.m * (kQueries / Sums::kTileRows);
   }
   // Where this warp's part is added up; null when there is none.
   __device__ __forceinline__ float* fragments(const Work& work, const Lagging& of) const {
     const int warp = warp_key / 16;
-    const bool exists = of.tile >= 0 && of.m * kM + Sums::row(warp) < work.length_q;
+    const bool exists = of.tile >= 0 && of.m * kQueries + Sums::row(warp) < work.length_q;
     return exists ? Sums::fragment(workspace, of.tile, warp, 0) : nullptr;
   }
   __device__ __forceinline__ void add_fragment(float* to, const float (&dq)[8][4], int c) const {
-    const bool exists = kM == 128 || 64 + c * 8 < kHeadDim || group == 0;
+    const bool exists = kQueries == 128 || 64 + c * 8 < kHeadDim || group == 0;
     if (exists) ptx::add_fragment_if(to != nullptr, to + c * 128, dq[c]);
   }
   __device__ __forceinline__ void add_query_gradient(const float (&dq)[8][4], const Work& work,
@@ -332,7 +336,7 @@ struct Backward {
   }
   __device__ __forceinline__ auto order(const Work& work, const Lagging& lagging) const {
     return DqOrder{workspace.dq_added + lagging.tile * 2 + group, thread() % kGroupThreads == 0,
-                   [&] { return key_tiles_before(work.mask(p), work.n, kN, lagging.m * kM, kM); },
+                   [&] { return key_tiles_before(work.mask(p), work.n, kKeys, lagging.m * kQueries, kQueries); },
                    [&] { ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads); }};
   }
 };

@@ -30,7 +30,7 @@ struct alignas(16) BackwardWork {
   int unused[2];
 
   __device__ __forceinline__ bool exists() const { return key0 < length_k; }
-  __device__ __forceinline__ TileMask mask(const AttnParams& p) const { return TileMask(p, length_q, length_k); }
+  __device__ __forceinline__ Mask32 mask(const AttnParams& p) const { return Mask32(p, length_q, length_k); }
 };
 
 // The query tiles of a key tile, head after head of the group; at one of them.
@@ -60,7 +60,7 @@ constexpr int kLoaderArrivals = 1 + 32;  // for queries: the copy, and the lanes
 
 template <class Kernel>
 struct BackwardLoader {
-  static constexpr int kM = Kernel::kM, kN = Kernel::kN;
+  static constexpr int kQueries = Kernel::kQueries, kKeys = Kernel::kKeys;
 
   typename Kernel::Shared& shared;
   const AttnGradParams& p;
@@ -104,10 +104,10 @@ struct BackwardLoader {
   }
   __device__ void look(BackwardWork& work, int n) const {
     work.n = n;
-    work.key0 = n * kN;
-    const Limits rows = work.mask(p).rows_of(work.key0, min(work.key0 + kN, work.length_k));
-    work.first = rows.begin / kM;
-    work.tiles = rows.end > rows.begin && p.heads_q > 0 ? (rows.end - 1) / kM + 1 - work.first : 0;
+    work.key0 = n * kKeys;
+    const Limits rows = work.mask(p).rows_of(work.key0, min(work.key0 + kKeys, work.length_k));
+    work.first = rows.begin / kQueries;
+    work.tiles = rows.end > rows.begin && p.heads_q > 0 ? (rows.end - 1) / kQueries + 1 - work.first : 0;
   }
   __device__ void publish(const BackwardWork& work) {
     ptx::barrier_wait(&shared.work_empty[works.stage], works.parity ^ 1);
@@ -132,23 +132,23 @@ struct BackwardLoader {
 
   // Rows beyond the sequence's last have weights of 0 whatever their scores are.
   __device__ void load_queries(const BackwardWork& work, const QueryWalk& now, int batch) {
-    const int stage = queries.stage, row = query_start + now.m * kM;
+    const int stage = queries.stage, row = query_start + now.m * kQueries;
     ptx::barrier_wait(&shared.queries_empty[stage], queries.parity ^ 1);
     if (lane() == 0) {
       load_panels(shared.q[stage], shared.q_full[stage], maps.q, row, now.h, batch);
       load_panels(shared.dout[stage], shared.dout_full[stage], maps.dout, row, now.h, batch);
     }
-    const int rows = work.length_q - now.m * kM;
+    const int rows = work.length_q - now.m * kQueries;
     const int64_t index = now.h * workspace.rows + (p.is_varlen() ? 0 : work.b * p.seqlen_q) + row;
-    float lse[kM / 32], delta[kM / 32];
+    float lse[kQueries / 32], delta[kQueries / 32];
 #pragma unroll
-    for (int i = 0; i < kM / 32; ++i) {
+    for (int i = 0; i < kQueries / 32; ++i) {
       const bool exists = i * 32 + lane() < rows;
       lse[i] = exists ? workspace.lse[index + i * 32 + lane()] : infinity();
       delta[i] = exists ? workspace.delta[index + i * 32 + lane()] : 0.f;
     }
 #pragma unroll
-    for (int i = 0; i < kM / 32; ++i) {
+    for (int i = 0; i < kQueries / 32; ++i) {
       shared.lse[stage][i * 32 + lane()] = lse[i];
       shared.delta[stage][i * 32 + lane()] = delta[i];
     }
@@ -173,10 +173,11 @@ __device__ __forceinline__ void store_keys(const TensorView& to, const BackwardW
 
 template <class Kernel, class Entry>
 void launch_backward_main(Entry kernel, const AttnGradParams& p, const BackwardWorkspace& workspace) {
-  const int64_t blocks = tile_count(p.seqlen_k, Kernel::kN), all = blocks * p.batch * p.heads_k;
+  const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys), all = blocks * p.batch * p.heads_k;
   if (all == 0) return;
-  const BackwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kM), key_map(p, p.k, p.head_dim, Kernel::kN),
-                          key_map(p, p.v, p.head_dim_v, Kernel::kN), query_map(p, p.dout, p.head_dim_v, Kernel::kM)};
+  const BackwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kQueries), key_map(p, p.k, p.head_dim, Kernel::kKeys),
+                          key_map(p, p.v, p.head_dim_v, Kernel::kKeys),
+                          query_map(p, p.dout, p.head_dim_v, Kernel::kQueries)};
   const TileGrid grid{backward_order(p, blocks, 2, Kernel::kSectionHeads), static_cast<int>(all),
                       workspace.key_tiles_taken};
   launch(kernel, "sm90 backward", p, std::min<int64_t>(all, multiprocessors()), Kernel::kThreads,

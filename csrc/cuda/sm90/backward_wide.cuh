@@ -11,7 +11,8 @@ namespace flashattn_ext::sm90 {
 template <class T, int kHeadDimension>
 struct WideQuerySums {
   using Element = T;
-  static constexpr int kM = backward_tile<kHeadDimension, false>().queries, kTileRows = 16, kHeadDim = kHeadDimension;
+  static constexpr int kQueries = backward_tile<kHeadDimension, false>().queries, kTileRows = 16,
+                       kHeadDim = kHeadDimension;
   static constexpr int kThreads = kGroupThreads, kSplits = 1;
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = kHeadDim / 8;
@@ -31,7 +32,8 @@ struct WideBackward {
   using Sums = WideQuerySums<T, kHeadDim>;
   static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout>();
   static constexpr WideRegisterBudget kRegisters = kWideBackwardRegisters;
-  static constexpr int kM = kTile.queries, kN = kTile.keys, kStages = kTile.stages, kKeyStages = kTile.key_stages;
+  static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
+                       kKeyStages = kTile.key_stages;
   static constexpr int kWorkStages = 2, kBuffers = 2;  // of weights and dS^T
   static constexpr int kThreads = 4 * kGroupThreads, kGroupWarps = 4, kDqParts = 1;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns, kColumnTiles = kHeadDim / 8;
@@ -39,17 +41,17 @@ struct WideBackward {
   // A thread block of 512 starts with 128 registers for a thread, and the compiler wants the operands of one
   // instruction to fit in them.
   static constexpr int kMostTiles = 24;
-  using Scores = PackedScores<T, kM, kDropout>;
+  using Scores = PackedScores<T, kQueries, kDropout>;
 
   // 128-byte rows, swizzled by TMA, in panels of 64 columns.
   struct Shared {
-    T k[kKeyStages][kPanels][kN][kPanelColumns];
-    T v[kKeyStages][kPanels][kN][kPanelColumns];
-    T q[kStages][kPanels][kM][kPanelColumns];
-    T dout[kStages][kPanels][kM][kPanelColumns];
-    T dscores[kBuffers][1][kN][kPanelColumns];        // dS^T: [keys][queries]
-    uint4 weights[kBuffers][kM / 16][kGroupThreads];  // as they lie in registers
-    float lse[kStages][kM], delta[kStages][kM];
+    T k[kKeyStages][kPanels][kKeys][kPanelColumns];
+    T v[kKeyStages][kPanels][kKeys][kPanelColumns];
+    T q[kStages][kPanels][kQueries][kPanelColumns];
+    T dout[kStages][kPanels][kQueries][kPanelColumns];
+    T dscores[kBuffers][1][kKeys][kPanelColumns];           // dS^T: [keys][queries]
+    uint4 weights[kBuffers][kQueries / 16][kGroupThreads];  // as they lie in registers
+    float lse[kStages][kQueries], delta[kStages][kQueries];
     typename Scores::Kept kept[kDropout ? kBuffers : 0];
     Work work[kWorkStages];
     ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
@@ -130,7 +132,7 @@ struct WideBackward {
       works.advance();
     }
     __device__ __forceinline__ Limits unmasked_queries(const Work& work) const {
-      const Limits unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0, kN);
+      const Limits unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0, kKeys);
       return {uniform(unmasked.begin), uniform(unmasked.end)};
     }
     __device__ __forceinline__ void end_queries(int stage) { ptx::barrier_arrive(&shared.queries_empty[stage]); }
@@ -198,10 +200,10 @@ struct WideBackward {
     }
 
     __device__ __forceinline__ void weigh_next(const Work& work, const QueryWalk& now, const Limits& unmasked) {
-      float scores[kM / 8][4];
+      float scores[kQueries / 8][4];
       ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
       score_product<kHeadDim>(scores, shared.k[keys.stage], 0, shared.q[queries.stage]);
-      const int row0 = now.m * kM, key = work.key0 + warp_key;
+      const int row0 = now.m * kQueries, key = work.key0 + warp_key;
       if constexpr (kDropout) Scores::draw(shared.kept[drawn], dropout, now.h, work.key0, row0);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
@@ -220,14 +222,14 @@ struct WideBackward {
     __device__ __forceinline__ void start_values(const Work& work, const QueryWalk& now) {
       ptx::barrier_wait(&shared.weights_empty[weights_at.stage], weights_at.parity ^ 1);
 #pragma unroll
-      for (int step = 0; step < kM / 16; ++step) {
+      for (int step = 0; step < kQueries / 16; ++step) {
         shared.weights[weights_at.stage][step][this->thread()] =
             make_uint4(weights[step][0], weights[step][1], weights[step][2], weights[step][3]);
       }
       ptx::barrier_arrive(&shared.weights_full[weights_at.stage]);
       weights_at.advance();
       ptx::barrier_wait(&shared.dout_full[queries.stage], queries.parity);
-      this->clear(shared.dout[queries.stage], work.length_q - now.m * kM);
+      this->clear(shared.dout[queries.stage], work.length_q - now.m * kQueries);
       if constexpr (kDropout) {
         typename Scores::Packed kept;
         Scores::keep(kept, weights);
@@ -262,7 +264,7 @@ struct WideBackward {
     __device__ __forceinline__ void walk_queries(const Work& work) {
       const Limits unmasked = this->unmasked_queries(work);
       QueryWalk now(work, static_cast<int>(p.group_size()));
-      float dscores[kM / 8][4];
+      float dscores[kQueries / 8][4];
       ptx::barrier_wait(&shared.v_full[keys.stage], keys.parity);
       start_scores(dscores);
       ptx::wgmma_wait<0>();
@@ -287,33 +289,33 @@ struct WideBackward {
       this->end_keys();
     }
 
-    __device__ __forceinline__ void start_scores(float (&dscores)[kM / 8][4]) {
+    __device__ __forceinline__ void start_scores(float (&dscores)[kQueries / 8][4]) {
       ptx::barrier_wait(&shared.dout_full[queries.stage], queries.parity);
       score_product<kHeadDim>(dscores, shared.v[keys.stage], 0, shared.dout[queries.stage]);
     }
 
     // Hands dS^T on, and issues dk += dS^T Q.
-    __device__ __forceinline__ void start_keys(float (&dscores)[kM / 8][4], const Work& work, const QueryWalk& now,
-                                               const Limits& unmasked) {
+    __device__ __forceinline__ void start_keys(float (&dscores)[kQueries / 8][4], const Work& work,
+                                               const QueryWalk& now, const Limits& unmasked) {
       typename Scores::Packed weights;
       ptx::barrier_wait(&shared.weights_full[weights_at.stage], weights_at.parity);
 #pragma unroll
-      for (int step = 0; step < kM / 16; ++step) {
+      for (int step = 0; step < kQueries / 16; ++step) {
         const uint4 x = shared.weights[weights_at.stage][step][this->thread()];
         weights[step][0] = x.x, weights[step][1] = x.y, weights[step][2] = x.z, weights[step][3] = x.w;
       }
       ptx::barrier_arrive(&shared.weights_empty[weights_at.stage]);
       weights_at.advance();
       ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
-      Scores::differentiate(dscores, weights, shared.delta[queries.stage], Scores::is_masked(unmasked, now.m * kM),
-                            [](int) {});
+      Scores::differentiate(dscores, weights, shared.delta[queries.stage],
+                            Scores::is_masked(unmasked, now.m * kQueries), [](int) {});
       pack_scores<T>(weights, dscores);
       ptx::barrier_wait(&shared.dscores_empty[dscores_at.stage], dscores_at.parity ^ 1);
       store_panels(shared.dscores[dscores_at.stage], warp_key, weights);
       ptx::fence_async_shared();
       ptx::barrier_arrive(&shared.dscores_full[dscores_at.stage]);
       dscores_at.advance();
-      this->clear(shared.q[queries.stage], work.length_q - now.m * kM);
+      this->clear(shared.q[queries.stage], work.length_q - now.m * kQueries);
       accumulate<kMostTiles>(dk, weights, shared.q[queries.stage]);
     }
   };
@@ -334,13 +336,13 @@ struct WideBackward {
       ptx::barrier_wait(&shared.k_full[keys.stage], keys.parity);
       this->clear(shared.k[keys.stage], work.length_k - work.key0);
       for (QueryWalk now(work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
-        const int64_t tile = now.h * workspace.tiles + work.first_tile + now.m * (kM / Sums::kTileRows);
+        const int64_t tile = now.h * workspace.tiles + work.first_tile + now.m * (kQueries / Sums::kTileRows);
         // Scores beyond the last have no place in the workspace.
-        const bool exists = now.m * kM + warp_key < work.length_q;
+        const bool exists = now.m * kQueries + warp_key < work.length_q;
         float* const to = workspace.dq + (tile + warp_key / 16) * Sums::kTileFloats;
         ptx::barrier_wait(&shared.dscores_full[dscores_at.stage], dscores_at.parity);
         const DqOrder order{workspace.dq_added + tile, this->thread() == 0,
-                            [&] { return key_tiles_before(work.mask(p), work.n, kN, now.m * kM, kM); },
+                            [&] { return key_tiles_before(work.mask(p), work.n, kKeys, now.m * kQueries, kQueries); },
                             [&] { ptx::named_barrier_sync(this->group, kGroupThreads); }};
         if (p.deterministic) order.await_earlier_keys();
 #pragma unroll

@@ -25,11 +25,11 @@ struct Forward {
   using Score = PlainScore<float, true>;
   static constexpr ForwardTile kTile = forward_tile<kHeadDim, kDropout>();
   static constexpr RegisterBudget kRegisters = register_budget(kTile.groups);
-  static constexpr int kGroups = kTile.groups, kM = kTile.queries(), kN = kTile.keys;
+  static constexpr int kGroups = kTile.groups, kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kStages = kTile.stages;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads, kWarps = kGroups * 4;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
-  static constexpr int kScoreTiles = kN / 8, kOutTiles = kHeadDim / 8, kSteps = kN / 16;
+  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDim / 8, kSteps = kKeys / 16;
 
   // One tile of queries, as the loading warp hands it to those that compute.
   struct alignas(16) Work {
@@ -38,14 +38,14 @@ struct Forward {
 
     __device__ bool exists() const { return row0 < length_q; }
     __device__ bool sees_keys() const { return first <= last; }
-    __device__ TileMask mask(const AttnParams& p) const { return TileMask(p, length_q, length_k); }
+    __device__ Mask32 mask(const AttnParams& p) const { return Mask32(p, length_q, length_k); }
   };
 
   // 128-byte rows, swizzled by TMA, in panels of 64 columns.
   struct Shared {
-    T q[kPanels][kM][kPanelColumns];
-    T k[kStages][kPanels][kN][kPanelColumns];
-    T v[kStages][kPanels][kN][kPanelColumns];
+    T q[kPanels][kQueries][kPanelColumns];
+    T k[kStages][kPanels][kKeys][kPanelColumns];
+    T v[kStages][kPanels][kKeys][kPanelColumns];
     ptx::Barrier q_full, q_empty;
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     ptx::Barrier work_full, work_empty, tail_cleared;
@@ -75,8 +75,8 @@ struct Forward {
         // The longest tiles of causal heads come first. A sequence may be longer than the host was told: then a tile
         // stands for others too.
         int m = grid.blocks - 1 - block;
-        for (Work work = start_head(head / heads, head % heads); m * kM < work.length_q; m += grid.blocks) {
-          look(work, m * kM);
+        for (Work work = start_head(head / heads, head % heads); m * kQueries < work.length_q; m += grid.blocks) {
+          look(work, m * kQueries);
           publish(work);
           if (work.sees_keys()) load_tile(work);
         }
@@ -96,9 +96,9 @@ struct Forward {
     }
     __device__ void look(Work& work, int row0) const {
       work.row0 = row0;
-      const Limits visible = work.mask(p).keys_of(row0, min(row0 + kM, work.length_q));
-      work.first = visible.begin / kN;
-      work.last = visible.end > visible.begin ? (visible.end - 1) / kN : work.first - 1;
+      const Limits visible = work.mask(p).keys_of(row0, min(row0 + kQueries, work.length_q));
+      work.first = visible.begin / kKeys;
+      work.last = visible.end > visible.begin ? (visible.end - 1) / kKeys : work.first - 1;
     }
     __device__ void publish(const Work& work) {
       ptx::barrier_wait(&shared.work_empty, work_parity ^ 1);
@@ -111,7 +111,7 @@ struct Forward {
       const int batch = p.is_varlen() ? 0 : work.b, hk = work.h / static_cast<int>(p.group_size());
       auto load_keys = [&](int n) {
         ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
-        load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, key_start + n * kN, hk, batch);
+        load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, key_start + n * kKeys, hk, batch);
         k.advance();
       };
       load_keys(work.last);
@@ -121,7 +121,7 @@ struct Forward {
       for (int n = work.last; n >= work.first; --n) {
         if (n > work.first) load_keys(n - 1);
         ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + n * kN, hk, batch);
+        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + n * kKeys, hk, batch);
         v.advance();
       }
     }
@@ -181,7 +181,7 @@ struct Forward {
     const Limits none{work.first, work.first};
     if (row >= work.length_q) return none;
     const Limits keys = work.mask(p).keys_of(row, min(row + 64, work.length_q));
-    return keys.begin < keys.end ? Limits{keys.begin / kN, (keys.end - 1) / kN + 1} : none;
+    return keys.begin < keys.end ? Limits{keys.begin / kKeys, (keys.end - 1) / kKeys + 1} : none;
   }
 
   __device__ __forceinline__ void compute_tile(const Work& work, const Dropout& dropout) {
@@ -195,7 +195,7 @@ struct Forward {
 
   __device__ __forceinline__ void compute_steps(const Work& work, const Limits& own, const Dropout& dropout) {
     // Keys that every row of the warp sees.
-    const TileMask mask = work.mask(p);
+    const Mask32 mask = work.mask(p);
     const int row = work.row0 + warp_row;
     const Limits clear{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
     int n = own.end - 1;
@@ -285,7 +285,7 @@ struct Forward {
   // While products are under way: the compiler spreads it over their issue, which costs less than drawing afterwards.
   __device__ __forceinline__ void draw_signs(const Work& work, int n, const Dropout& dropout) {
     if constexpr (kDropout) {
-      dropout.packed_signs(signs, work.h, work.row0 + warp_row, n * kN);
+      dropout.packed_signs(signs, work.h, work.row0 + warp_row, n * kKeys);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) asm volatile("" : "+r"(signs[step][0]), "+r"(signs[step][1]));
     }
@@ -293,8 +293,8 @@ struct Forward {
 
   // Behind the last row of a packed sequence lie values of another one: 0 * NaN would carry them over.
   __device__ __forceinline__ void clear_tail(const Work& work) {
-    const int from = work.length_k - work.last * kN;
-    if (from >= kN || !p.is_varlen()) return;
+    const int from = work.length_k - work.last * kKeys;
+    if (from >= kKeys || !p.is_varlen()) return;
     ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
     clear_rows(shared.v[v.stage], from, threadIdx.x - kGroupThreads, kGroups * kGroupThreads);
     ptx::fence_async_shared();
@@ -307,22 +307,16 @@ struct Forward {
   // Scores become exp(score - max), and `shrink` what is to be multiplied to all that was summed up before.
   __device__ __forceinline__ void softmax(const Work& work, int n, const Limits& clear) {
     auto& x = reinterpret_cast<float (&)[1][kScoreTiles][4]>(scores);
-    const int row = work.row0 + warp_row + g(), key0 = n * kN, key = key0 + 2 * t();
+    const int row = work.row0 + warp_row + g(), key0 = n * kKeys, key = key0 + 2 * t();
     store_scores(x, score);
     if (key0 < clear.begin) hide_keys<true, false>(x, work.mask(p), row, key);
-    if (key0 + kN > clear.end) hide_keys<false, true>(x, work.mask(p), row, key);
+    if (key0 + kKeys > clear.end) hide_keys<false, true>(x, work.mask(p), row, key);
     rows.weigh(scores, score, kTolerance, [&](const float (&s)[2]) { shrink[0] = s[0], shrink[1] = s[1]; });
   }
 
   __device__ __forceinline__ void end_step() {
     end_values();
-    if (__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) {
-#pragma unroll
-      for (int n = 0; n < kOutTiles; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) out[n][e] *= shrink[e / 2];
-      }
-    }
+    rescale(out, shrink);
     pack_weights();
   }
   __device__ __forceinline__ void end_values() {
@@ -391,9 +385,9 @@ template <class T, int kHeadDim, bool kDropout>
 void launch_forward(const AttnParams& p) {
   using Kernel = Forward<T, kHeadDim, kDropout>;
   if (p.batch * p.heads_q == 0) return;
-  const ForwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kM), key_map(p, p.k, p.head_dim, Kernel::kN),
-                         key_map(p, p.v, p.head_dim_v, Kernel::kN)};
-  const int64_t blocks = tile_count(p.seqlen_q, Kernel::kM), heads = p.batch * p.heads_q, all = blocks * heads;
+  const ForwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kQueries), key_map(p, p.k, p.head_dim, Kernel::kKeys),
+                         key_map(p, p.v, p.head_dim_v, Kernel::kKeys)};
+  const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
   int* const drawn = static_cast<int*>(p.workspace);
   const TileGrid grid{forward_order(p, blocks, sizeof(T)), static_cast<int>(all), drawn};
   const int64_t processors = multiprocessors();
