@@ -39,7 +39,7 @@ struct PlainScore {
   bool negates;  // x is the negated product; false when not kOrdered
 
   // Called on the host: the vector processors of some backends have no double.
-  static PlainScore of(const AttnParams& p) {
+  FLASHATTN_HOST_DEVICE static PlainScore of(const AttnParams& p) {
     const bool negative = p.softmax_scale < 0;
     const Real size = static_cast<Real>((negative ? -p.softmax_scale : p.softmax_scale) * kLog2E<double>);
     // A factor of 0 would make NaN of a masked score, which is -inf.
