@@ -16,6 +16,9 @@ struct L1Tile {
   __aicore__ AscendC::LocalTensor<T> From(int32_t column) const { return data[column * RoundUp(rows, 16)]; }
 };
 
+// How sums reach GM: over what is there, or added to it, in any order or in that of the calls.
+enum class Store { replace, add, add_in_order };
+
 template <typename T>
 class CubeCore {
  public:
@@ -102,7 +105,7 @@ class CubeCore {
   // The sums begin; then products; then they go to GM.
   __aicore__ void BeginSums() { AscendC::WaitFlag<AscendC::HardEvent::FIX_M>(sums); }
   __aicore__ void StoreSums(const AscendC::GlobalTensor<float>& to, int32_t rows, int32_t columns, int32_t pitch,
-                            bool adds = false) {
+                            Store how = Store::replace) {
     using namespace AscendC;
     SetFlag<HardEvent::M_FIX>(sums);
     WaitFlag<HardEvent::M_FIX>(sums);
@@ -111,9 +114,10 @@ class CubeCore {
     p.mSize = rows;
     p.srcStride = RoundUp(rows, 16);
     p.dstStride = pitch;
-    if (adds) SetAtomicAdd<float>();
+    if (how == Store::add_in_order) PipeBarrier<PIPE_FIX>();
+    if (how != Store::replace) SetAtomicAdd<float>();
     Fixpipe(to, l0c[sums * kRows * kTile], p);
-    if (adds) SetAtomicNone();
+    if (how != Store::replace) SetAtomicNone();
     SetFlag<HardEvent::FIX_M>(sums);
     sums ^= 1;
   }

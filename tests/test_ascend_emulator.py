@@ -520,7 +520,7 @@ def test_functions_are_marked_for_the_device(tmp_path: Path) -> None:
     assert [head for head, body in functions.items() if re.search(r"\bdouble\b", head + body)] == []
 
 
-LEGAL = ("flags", "ping_pong", "scalar_loop", "copy_queue", "accumulation", "index")
+LEGAL = ("flags", "ping_pong", "scalar_loop", "copy_queue", "accumulation", "index", "ordered_additions")
 
 
 @pytest.mark.parametrize("case", LEGAL)
@@ -531,7 +531,7 @@ def test_legal_kernel_has_no_report(programs: Path, case: str) -> None:
         assert rows["y"] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("case", ["dropped_wait", "no_flag_before_store"])
+@pytest.mark.parametrize("case", ["dropped_wait", "no_flag_before_store", "additions_in_any_order"])
 def test_late_mode_shows_wrong_data(programs: Path, case: str) -> None:
     _, eager = run(programs / "faults", case, "eager", 0)
     _, late = run(programs / "faults", case, "late", 0)

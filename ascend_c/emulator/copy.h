@@ -104,10 +104,14 @@ void store_elements(Access& access, Space& space, size_t to, const T* values, si
     std::memcpy(space.bytes + to, values, count * sizeof(T));
     return;
   }
-  for (size_t i = 0; i < count; ++i) {
-    const T sum = T(access.load<T>(space, to + i * sizeof(T)) + values[i]);
-    std::memcpy(space.bytes + to + i * sizeof(T), &sum, sizeof(T));
-  }
+  access.add(space, [bytes = space.bytes + to, terms = std::vector<T>(values, values + count)] {
+    for (size_t i = 0; i < terms.size(); ++i) {
+      T sum;
+      std::memcpy(&sum, bytes + i * sizeof(T), sizeof(T));
+      sum = T(sum + terms[i]);
+      std::memcpy(bytes + i * sizeof(T), &sum, sizeof(T));
+    }
+  });
 }
 
 template <typename T>

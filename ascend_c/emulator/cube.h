@@ -195,7 +195,6 @@ void Fixpipe(const GlobalTensor<T>& dst, const LocalTensor<U>& src, const Fixpip
   const int64_t reach = ((n - 1) / kEdge * rows + m) * kEdge * 4;
   const uint32_t from = src.operand("Fixpipe", "the source", reach, site, Memory::l0c);
   auto run = [=, space = space, gm = gm, atomic = core().atomic_add](Access& access) {
-    access.set_in_order();  // a Fixpipe begins with a barrier of its pipe
     Space& l0c = access.local(Memory::l0c);
     std::vector<T> row(static_cast<size_t>(n));
     for (int64_t i = 0; i < m; ++i) {
