@@ -196,6 +196,8 @@ void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Da
   const int64_t size = sizeof(T);
   padParams.leftPadding.check("DataCopyPad: leftPadding (elements, at most 32 bytes)", site, 0, 32 / size);
   padParams.rightPadding.check("DataCopyPad: rightPadding (elements, at most 32 bytes)", site, 0, 32 / size);
+  if (size == 8 && padParams.isPad && padParams.paddingValue != T(0))
+    ascend_emulator::fail(site, "DataCopyPad: types of 64 bits are padded with 0 only");
   ascend_emulator::Padding padding;
   padding.left = padParams.leftPadding * size;
   padding.right = padParams.rightPadding * size;
