@@ -174,12 +174,12 @@ def assert_rejected(function: Callable[..., Any], good: Arguments, bad: Row) -> 
 
 
 @pytest.mark.parametrize("bad", SHARED + DENSE, ids=names(SHARED + DENSE))
-def test_forward(device: str, bad: Row) -> None:
+def test_forward_names_the_bad_argument(device: str, bad: Row) -> None:
     assert_rejected(flashattn_ext.forward, dense_call(device), bad)
 
 
 @pytest.mark.parametrize("bad", SHARED + VARLEN, ids=names(SHARED + VARLEN))
-def test_varlen_forward(device: str, bad: Row) -> None:
+def test_varlen_forward_names_the_bad_argument(device: str, bad: Row) -> None:
     assert_rejected(flashattn_ext.varlen_forward, varlen_call(device), bad)
 
 
@@ -230,7 +230,7 @@ BACKWARD = [
 
 
 @pytest.mark.parametrize("bad", BACKWARD, ids=names(BACKWARD))
-def test_backward(device: str, bad: Row) -> None:
+def test_backward_names_the_bad_argument(device: str, bad: Row) -> None:
     assert_rejected(flashattn_ext.backward, backward_call(device), bad)
 
 
@@ -258,7 +258,7 @@ MASK = [
 
 
 @pytest.mark.parametrize("bad", MASK, ids=names(MASK))
-def test_dropout_mask(device: str, bad: Row) -> None:
+def test_dropout_mask_names_the_bad_argument(device: str, bad: Row) -> None:
     good = dict(B=1, H=2, Sq=3, Sk=4, dropout_p=0.5, rng_seed=1, device=device)
 
     def function(**arguments: Any) -> torch.Tensor:
@@ -269,7 +269,7 @@ def test_dropout_mask(device: str, bad: Row) -> None:
 
 
 @pytest.mark.parametrize("name", ["k", "v", "sink"])
-def test_another_device(device: str, name: str) -> None:
+def test_tensors_on_different_devices_are_refused(device: str, name: str) -> None:
     good = dense_call(device)
     good["sink"] = torch.zeros(4, device=device)
     elsewhere = {**good, name: good[name].to("meta")}

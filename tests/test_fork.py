@@ -134,7 +134,7 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_child_process(name: str) -> None:
+def test_forked_children_compute(name: str) -> None:
     done = run_python(PREAMBLE + SCENARIOS[name] + "\n    print('fine')\n", timeout=90)
     assert done.returncode == 0 and done.stdout.strip() == "fine", done.stderr
 

@@ -21,7 +21,9 @@ from flashattn_ext import _C
 
 from .._build import REBUILD
 from . import bench_cuda
-from .bench_cuda import OURS, RNG_SEED, Case
+from .bench_accuracy import RNG_SEED
+from .bench_cases import OURS, Case
+from .bench_cuda_tables import WIDTH
 from .console import CommandError, make_console, markdown_table, print_table, require
 from .devices import choose_device
 from .timing import Timing, reported, time_interleaved
@@ -201,7 +203,7 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
         print(markdown_table(title, HEADER, lines))
     else:
         faster = [is_faster(row) for row in rows]
-        print_table(title, HEADER, lines, left=range(len(HEADER) - 1), marked=faster, width=bench_cuda.WIDTH)
+        print_table(title, HEADER, lines, left=range(len(HEADER) - 1), marked=faster, width=WIDTH)
     for row, line in zip(rows, lines, strict=True):
         for name, reason in row["failures"].items():
             print(f"{' '.join(line[:4])}: {name}: {reason}")
