@@ -109,7 +109,10 @@ class BackwardFinish : VectorCore {
     Barrier();
     Muls(lse, lse, -1.0f, rows);
     Barrier();
-    Adds(lse, lse, sink, rows);
+    if (sink > kHighest)
+      Duplicate(lse, 0.0f, rows);  // it has all the weight
+    else
+      Adds(lse, lse, sink, rows);
     Barrier();
     Exp(lse, lse, rows);
     Barrier();

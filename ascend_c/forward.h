@@ -236,13 +236,17 @@ class ForwardVector : VectorCore {
     dropout.Draw();
   }
 
+  __aicore__ float Sink(const Task& task) {
+    return a.sink ? Global<float>((uint64_t)a.sink).GetValue(task.head) : 0.0f;
+  }
+
   // The sink is a score that every row has seen before the first key.
   __aicore__ void BeginStatistics(const Task& task) {
     float logit = kLowest, sum = 0.0f;
     if (a.has_sink) {
-      const float sink = a.sink ? Global<float>((uint64_t)a.sink).GetValue(task.head) : 0.0f;
+      const float sink = Sink(task);
       const bool counts = !(sink < kLowest);
-      logit = counts ? sink : kLowest;
+      logit = counts ? (sink > kHighest ? kHighest : sink) : kLowest;
       sum = counts ? 1.0f : 0.0f;
     }
     const int32_t at = task.number % kStatisticsRing * kHalf;
@@ -443,6 +447,10 @@ class ForwardVector : VectorCore {
     Ln(statistics, row_sum[at], task.rows);
     Barrier();
     Add(statistics, statistics, row_max[at], task.rows);
+    if (a.has_sink && Sink(task) > kHighest) {  // row_max has the largest number in its place
+      Barrier();
+      Duplicate(statistics, __builtin_inff(), task.rows);
+    }
     StoreStatistics(task);
     for (int32_t row = 0; row < task.rows; row += kPartialRows) {
       const int32_t rows = Lesser(kPartialRows, task.rows - row), buffer = chunks++ % 2;
@@ -458,7 +466,7 @@ class ForwardVector : VectorCore {
     using namespace AscendC;
     if (task.rows == 0) return;
     float lse = -__builtin_inff();
-    if (a.has_sink) lse = a.sink ? Global<float>((uint64_t)a.sink).GetValue(task.head) : 0.0f;
+    if (a.has_sink) lse = Sink(task);
     WaitFlag<HardEvent::MTE3_V>(kStatisticsEvent);
     Duplicate(statistics, lse, task.rows);
     StoreStatistics(task);

@@ -7,6 +7,7 @@ namespace flashattn_ext {
 namespace ascend {
 
 constexpr float kLowest = -1e30f;  // instead of -inf for a maximum or lse that must not make NaN of -inf - (-inf)
+constexpr float kHighest = 3.40282347e38f;  // instead of +inf, for the same reason
 
 class VectorCore {
  protected:

@@ -5,6 +5,7 @@
 // it stands. Next: scores.h (what happens between the two products), gemm.h, pack.h.
 #pragma once
 
+#include "../sink.h"
 #include "schedule.h"
 #include "scores.h"
 #include "views.h"
@@ -84,9 +85,9 @@ class Forward {
     transpose_rows<Op>(scratch.q_transposed, kQueries, q, row_count, lane_count, scratch.units);
     // The sink is a logit that is there before the first key (spec: smooth softmax is the logit 0).
     const Real sink = p.sink ? static_cast<const Real*>(p.sink)[head] : Real(0);
-    const bool has_sink = p.has_sink && sink > -std::numeric_limits<Real>::infinity();
+    const bool has_sink = p.has_sink && sink_counts(sink);
     for (int64_t i = 0; i < lane_count; ++i) {
-      scratch.rows.max[i] = has_sink ? sink * kLog2E<Real> : -std::numeric_limits<Real>::infinity();
+      scratch.rows.max[i] = has_sink ? sink_maximum(sink) : -std::numeric_limits<Real>::infinity();
       scratch.rows.sum[i] = has_sink ? Real(1) : Real(0);
     }
     std::memset(scratch.out, 0, row_count * scratch.columns_v * sizeof(Real));
@@ -134,7 +135,7 @@ class Forward {
       const bool empty = sum == 0;  // no visible key and no sink
       narrow_row(row_of<In>(p.out, batch, head, row), scratch.out + i * scratch.columns_v, p.head_dim_v,
                  empty ? Real(0) : inverse_keep / sum);
-      *row_of<Real>(p.lse, batch, head, row) = empty ? -infinity : (scratch.rows.max[i] + std::log2(sum)) * kLn2<Real>;
+      *row_of<Real>(p.lse, batch, head, row) = empty ? -infinity : row_lse(scratch.rows.max[i], std::log2(sum));
     }
   }
 
