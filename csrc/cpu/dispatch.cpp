@@ -24,7 +24,7 @@ void backward(const AttnGradParams& p) { cpu_kernels().backward(p); }
 
 const Backend& cpu_backend() {
   static const Backend backend{"cpu",   "cpu",    supports,         forward_workspace_bytes, backward_workspace_bytes,
-                               forward, backward, cpu_dropout_mask, cpu_write_rng_state};
+                               forward, backward, cpu_dropout_mask};
   return backend;
 }
 
