@@ -1,5 +1,5 @@
-// The ops of torch.ops.flashattn_ext: validate, allocate, fill AttnParams, hand over to a Backend. Besides call.h and
-// validate.cpp the only file that sees torch.
+// The ops of torch.ops.flashattn_ext: validate, allocate, fill AttnParams, hand over to a Backend. besides attn_call.h
+// and validate.cpp the only file that sees torch.
 //
 // `forward`, `backward` and `dropout_mask` are pure: a mask is a function of the rng_state that they are given. Python
 // calls their overloads `call`, which draw that state with an operator of torch's own, so that compilers, checkpointing
@@ -53,8 +53,7 @@ class SerialInForkedChild {
 
 CpuExecutor cpu_executor() {
   CpuExecutor executor;
-  const bool serial = in_forked_child.load() || at::in_parallel_region();
-  executor.num_threads = serial ? 1 : at::get_num_threads();
+  executor.num_threads = in_forked_child.load() || at::in_parallel_region() ? 1 : at::get_num_threads();
   executor.run = [](int workers, void (*body)(void*, int), void* context) {
     if (workers == 1) return body(context, 0);
     at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {

@@ -2,7 +2,7 @@
 // (spec: bad input).
 #pragma once
 
-#include "call.h"
+#include "attn_call.h"
 
 namespace flashattn_ext {
 

@@ -11,7 +11,7 @@ from . import ops
 
 
 class CallOptions(NamedTuple):
-    """What a call says beside its tensors, in the order of the ops' schemas (csrc/call.h)."""
+    """What a call says beside its tensors, in the order of the ops' schemas (csrc/attn_call.h)."""
 
     max_seqlen_q: int
     max_seqlen_k: int

@@ -23,7 +23,7 @@ void backward(const AttnGradParams& p) { cpu_kernels().backward(p); }
 }  // namespace
 
 const Backend& cpu_backend() {
-  static const Backend backend{"cpu",   "cpu",    supports,         forward_workspace_bytes, backward_workspace_bytes,
+  static const Backend backend{"cpu",   "cpu",    supports,        forward_workspace_bytes, backward_workspace_bytes,
                                forward, backward, cpu_dropout_mask};
   return backend;
 }
