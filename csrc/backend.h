@@ -73,4 +73,8 @@ const Backend& backend_for(const std::string& device, const AttnParams& params, 
 void force_backend(const std::string& name);
 std::string forced_backend();
 
+// Throws std::runtime_error, naming the choices, when FLASHATTN_EXT_CUDA_PATH is set to what is in no build at all.
+// Every call checks that, whatever its device; whether this build has the backend concerns only CUDA tensors.
+void check_cuda_path();
+
 }  // namespace flashattn_ext

@@ -9,9 +9,12 @@ except _metadata.PackageNotFoundError:  # a checkout that was built in place
 
     __version__ = (_Path(__file__).parent.parent / "VERSION").read_text().strip()
 
-from . import _build
+from ._place import running_folder as _running_folder
 
 try:
+    __path__ = [_running_folder(__path__[0])]
+    from . import _build
+
     _C = _build.load()
 except (ImportError, RuntimeError) as _error:
     from ._build import is_command_line as _is_command_line

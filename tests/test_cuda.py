@@ -204,7 +204,7 @@ def test_environment_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     assert_same_bits(flashattn_ext.forward(q, k, v), expected)
     monkeypatch.setenv("FLASHATTN_EXT_CUDA_PATH", "sm70")
     with pytest.raises(
-        RuntimeError, match=r"FLASHATTN_EXT_CUDA_PATH: 'sm70' is not in this build; choose one of .*'sm80'"
+        RuntimeError, match=r"FLASHATTN_EXT_CUDA_PATH: 'sm70' is not the name of a CUDA backend; choose one of .*'sm80'"
     ):
         flashattn_ext.forward(q, k, v)
 

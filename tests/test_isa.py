@@ -44,6 +44,23 @@ def test_an_unknown_one_is_explained(name: str) -> None:
     assert "FLASHATTN_EXT_ISA" in last and name in last and "generic" in last
 
 
+def test_unknown_cuda_kernels_are_refused_by_calls_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable would be ignored until a tensor on a GPU comes."""
+    q = torch.ones(1, 3, 1, 8)
+    monkeypatch.setenv("FLASHATTN_EXT_CUDA_PATH", "bogus")
+    with pytest.raises(RuntimeError, match=r"FLASHATTN_EXT_CUDA_PATH: 'bogus'.*'sm80', 'sm90'"):
+        flashattn_ext.forward(q, q, q)
+    done = run_python("import flashattn_ext")
+    assert "FLASHATTN_EXT_CUDA_PATH: 'bogus'" in done.stderr and "'sm80', 'sm90'" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["", "sm80", "sm90"])
+def test_cuda_kernels_of_any_build_are_accepted_by_calls_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHATTN_EXT_CUDA_PATH", name)
+    q = torch.ones(1, 3, 1, 8)
+    torch.testing.assert_close(flashattn_ext.forward(q, q, q), q)
+
+
 def test_set_cpu_isa(restore_isa: None) -> None:
     for name in _C.cpu_isas():
         _C.set_cpu_isa(name)

@@ -120,9 +120,12 @@ def _extra(package: str) -> Finding:
 
 def _extension(import_error: Exception | None) -> list[Finding]:
     if import_error:
-        return [Finding("extension", str(import_error), False, REBUILD)]
+        # The messages of _build.py and _place.py end with what to do.
+        problem, _, fix = str(import_error).rpartition("; ")
+        return [Finding("extension", problem or fix, False, fix if problem else REBUILD)]
     info = flashattn_ext.build_info()
-    findings = [Finding(f"build: {name}", _as_text(value)) for name, value in info.items()]
+    findings = [_package(flashattn_ext.__file__, flashattn_ext.__path__[0])]
+    findings += [Finding(f"build: {name}", _as_text(value)) for name, value in info.items()]
     findings += [_cuda(info["backends"]), _ascend(), _emulator()]
     try:
         error = _self_check()
@@ -134,6 +137,14 @@ def _extension(import_error: Exception | None) -> list[Finding]:
     ok = error < 1e-5
     text = f"largest difference from attention_reference {error:.1e}"
     return [*findings, Finding("self-check", text, ok, "" if ok else REBUILD)]
+
+
+def _package(found: str, running: str) -> Finding:
+    """Where Python found the package, and where its modules come from (flashattn_ext/_place.py)."""
+    folder = Path(found).parent
+    if folder == Path(running):
+        return Finding("package", running)
+    return Finding("package", f"{running}, the installed one: the sources in {folder} are not built in place")
 
 
 def _cuda(backends: list[str]) -> Finding:

@@ -7,6 +7,9 @@
 
 namespace flashattn_ext {
 
+// Tiles of `tile` rows; at least one, because rows may be more than the caller was told.
+inline int64_t tile_count(int64_t rows, int64_t tile) { return std::max<int64_t>(1, (rows + tile - 1) / tile); }
+
 // How tiles are numbered: sections of heads (of all batch entries) that stay in the L2 cache together; in a section
 // the first tiles of every head come before the second ones.
 struct TileOrder {
@@ -20,6 +23,18 @@ struct TileOrder {
     const int section_tiles = section * blocks, first = tile / section_tiles * section, rest = tile % section_tiles;
     const int section_heads = min(section, heads - first);
     return {first + rest % section_heads, rest / section_heads};
+  }
+};
+
+// Tiles that thread blocks, fewer than tiles, take one after another: those that are done early take more.
+struct TileGrid : TileOrder {
+  int tiles;   // of the whole call
+  int* taken;  // how many tiles thread blocks have taken beyond the first of each; in global memory
+
+  // The thread block's next tile; `tiles` or more when there is none left.
+  __device__ int take() const {
+    const int thread_blocks = static_cast<int>(gridDim.x);
+    return tiles > thread_blocks ? thread_blocks + atomicAdd(taken, 1) : tiles;
   }
 };
 

@@ -1,0 +1,23 @@
+// The tile tables of the CUDA kernels as a list, for the command line.
+#pragma once
+
+#include <string>
+#include <vector>
+
+namespace flashattn_ext {
+
+struct CudaTile {
+  std::string backend;
+  bool backward;
+  int head_dim;  // the largest of its class
+  bool dropout;
+  int choice = 0;  // column in its row of the table: what FLASHATTN_EXT_TILE_CHOICE names, 0 by default
+  int queries = 0, keys = 0;
+  int stages = 0;      // of what the loop walks over: keys and values, in the backward queries and gradients
+  std::string detail;  // what else a tile of the backend has, in words
+};
+
+// All tiles of all kernels of 16-bit types, whichever of them this build has and runs.
+std::vector<CudaTile> cuda_tiles();
+
+}  // namespace flashattn_ext
