@@ -6,7 +6,7 @@
 #include "cpu/forced_tile.h"
 #include "cpu/isa.h"
 #if defined(FLASHATTN_EXT_CUDA)
-#include "cuda/forced_tile.h"
+#include "cuda/tile_list.h"
 #endif
 
 namespace flashattn_ext {
@@ -67,8 +67,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "Scratch memory of one thread for an fp32 forward, with the tiles in force.");
 #if defined(FLASHATTN_EXT_CUDA)
   m.def("cuda_tiles", &described_cuda_tiles,
-        "The tiles of the CUDA kernels of 16-bit types, for each class of head dims the default one first.");
-  m.def("force_cuda_tile", &force_cuda_tile, pybind11::arg("choice"),
-        "Which of cuda_tiles() later calls run, where their class of head dims has so many; 0 for the default ones.");
+        "The tiles of the CUDA kernels of 16-bit types, for each class of head dims the default one first; a private "
+        "build runs another one: -DFLASHATTN_EXT_TILE_CHOICE=choice.");
 #endif
 }

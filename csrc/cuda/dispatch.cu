@@ -9,8 +9,6 @@
 #include "common/aligned_rows.cuh"
 #include "common/launch.cuh"
 #include "common/rows.cuh"
-#include "common/tile_choice.h"
-#include "forced_tile.h"
 #include "sm80/kernels.h"
 #include "sm90/kernels.h"
 
@@ -29,40 +27,36 @@ struct Kernels {
   void (*backward)(const AttnGradParams&);
 };
 
-template <class T, int kHeadDim, int kChoice>
+template <class T, int kHeadDim>
 struct Sm80 {
-  static constexpr int kForwardChoice = sizeof(T) == 2 ? kChoice : 0;
-  static constexpr Kernels kKernels{0, sm80::forward<T, kHeadDim, kForwardChoice>, sm80::backward_bytes<T, kHeadDim>,
+  static constexpr Kernels kKernels{0, sm80::forward<T, kHeadDim>, sm80::backward_bytes<T, kHeadDim>,
                                     sm80::backward<T, kHeadDim>};
 };
 
-template <class T, int kHeadDim, int kChoice>
+template <class T, int kHeadDim>
 struct Sm90 {  // 16-bit types
-  static constexpr Kernels kKernels{sm90::kForwardBytes, sm90::forward<T, kHeadDim, kChoice>,
-                                    sm90::backward_bytes<T, kHeadDim, kChoice>, sm90::backward<T, kHeadDim, kChoice>};
+  static constexpr Kernels kKernels{sm90::kForwardBytes, sm90::forward<T, kHeadDim>, sm90::backward_bytes<T, kHeadDim>,
+                                    sm90::backward<T, kHeadDim>};
 };
-template <int kHeadDim, int kChoice>
-struct Sm90<float, kHeadDim, kChoice> : Sm80<float, kHeadDim, kChoice> {};
+template <int kHeadDim>
+struct Sm90<float, kHeadDim> : Sm80<float, kHeadDim> {};
 
-template <template <class, int, int> class Architecture, class T, int kChoice>
+template <template <class, int> class Architecture, class T>
 Kernels kernels_of_head_dim(int64_t head_dim) {
-  if (head_dim <= 64) return Architecture<T, 64, kChoice>::kKernels;
-  if (head_dim <= 96) return Architecture<T, 96, kChoice>::kKernels;
-  if (head_dim <= 128) return Architecture<T, 128, kChoice>::kKernels;
-  if (head_dim <= 144) return Architecture<T, 144, kChoice>::kKernels;
-  if (head_dim <= 192) return Architecture<T, 192, kChoice>::kKernels;
-  return Architecture<T, 256, kChoice>::kKernels;
+  if (head_dim <= 64) return Architecture<T, 64>::kKernels;
+  if (head_dim <= 96) return Architecture<T, 96>::kKernels;
+  if (head_dim <= 128) return Architecture<T, 128>::kKernels;
+  if (head_dim <= 144) return Architecture<T, 144>::kKernels;
+  if (head_dim <= 192) return Architecture<T, 192>::kKernels;
+  return Architecture<T, 256>::kKernels;
 }
 
-template <template <class, int, int> class Architecture, int kChoice = 0>
+template <template <class, int> class Architecture>
 Kernels kernels_of(const AttnParams& p) {
-  if constexpr (kChoice + 1 < kTileChoices) {
-    if (forced_cuda_tile() != kChoice) return kernels_of<Architecture, kChoice + 1>(p);
-  }
   const int64_t head_dim = std::max(p.head_dim, p.head_dim_v);
-  if (p.dtype == DType::kFloat16) return kernels_of_head_dim<Architecture, __half, kChoice>(head_dim);
-  if (p.dtype == DType::kBFloat16) return kernels_of_head_dim<Architecture, __nv_bfloat16, kChoice>(head_dim);
-  return kernels_of_head_dim<Architecture, float, kChoice>(head_dim);
+  if (p.dtype == DType::kFloat16) return kernels_of_head_dim<Architecture, __half>(head_dim);
+  if (p.dtype == DType::kBFloat16) return kernels_of_head_dim<Architecture, __nv_bfloat16>(head_dim);
+  return kernels_of_head_dim<Architecture, float>(head_dim);
 }
 
 // --- inputs that cannot be read in whole vectors
@@ -182,21 +176,21 @@ std::string supports_sm80(const AttnParams& p, bool) {
          "; use torch's scaled_dot_product_attention there";
 }
 
-template <template <class, int, int> class Architecture>
+template <template <class, int> class Architecture>
 size_t forward_workspace_bytes(const AttnParams& p) {
   int64_t bytes = 0;
   aligned_call(p, false, &bytes);
   return static_cast<size_t>(bytes) + kernels_of<Architecture>(p).forward_bytes;
 }
 
-template <template <class, int, int> class Architecture>
+template <template <class, int> class Architecture>
 size_t backward_workspace_bytes(const AttnGradParams& p) {
   int64_t bytes = 0;
   aligned_call(p, false, &bytes);
   return static_cast<size_t>(bytes) + kernels_of<Architecture>(p).backward_bytes(p);
 }
 
-template <template <class, int, int> class Architecture>
+template <template <class, int> class Architecture>
 void forward(const AttnParams& p) {
   int64_t bytes = 0;
   const AttnParams call = aligned_call(p, true, &bytes);
@@ -206,7 +200,7 @@ void forward(const AttnParams& p) {
   kernels_of<Architecture>(call).forward(call);
 }
 
-template <template <class, int, int> class Architecture>
+template <template <class, int> class Architecture>
 void backward(const AttnGradParams& p) {
   int64_t bytes = 0;
   const AttnGradParams call = aligned_call(p, true, &bytes);
@@ -241,7 +235,7 @@ void write_rng_state(const AttnParams& p, const RngSource& source, int64_t* stat
   check_launch(cudaGetLastError(), "rng_state", p);
 }
 
-template <template <class, int, int> class Architecture>
+template <template <class, int> class Architecture>
 constexpr Backend backend(const char* name, std::string (*supports)(const AttnParams&, bool)) {
   return {name,
           "cuda",

@@ -7,10 +7,10 @@
 namespace flashattn_ext {
 
 // Sums: of the main stage (backward.cuh of either architecture), in whose accumulators' order they lie. A thread block
-// takes kM rows, that are kM / kTileRows tiles of BackwardShared.
+// takes kM rows, that are kM / kTileRows tiles of BackwardWorkspace.
 template <class Sums>
 __global__ void __launch_bounds__(Sums::kThreads)
-    dq_finish_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardShared shared,
+    dq_finish_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardWorkspace workspace,
                      int blocks) {
   using T = typename Sums::Element;
   extern __shared__ __align__(16) unsigned char memory[];
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(Sums::kThreads)
   const Sequence queries = query_sequence(p, b);
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   for (int64_t m = blockIdx.x % blocks; m * Sums::kM < queries.length; m += blocks) {
-    const int64_t index = h * shared.tiles + shared.first_tile(p, b, queries) + m * (Sums::kM / Sums::kTileRows);
+    const int64_t index = h * workspace.tiles + workspace.first_tile(p, b, queries) + m * (Sums::kM / Sums::kTileRows);
 #pragma unroll
     for (int split = 0; split < Sums::kSplits; ++split) {
 #pragma unroll
@@ -28,11 +28,12 @@ __global__ void __launch_bounds__(Sums::kThreads)
         for (int c = 0; c < Sums::kQueryColumnTiles; ++c) {
           float x[4] = {};
           if (m * Sums::kM + Sums::query_row() + i * 16 < queries.length) {
-            ptx::load_fragment(x, Sums::dq_fragment(shared, index, split, i, c));
+            ptx::load_fragment(x, Sums::dq_fragment(workspace, index, split, i, c));
           }
           T* to = tile + (Sums::query_row() + i * 16 + g) * Sums::kStride + Sums::query_column(split) + c * 8 + 2 * t;
-          TensorCore<T>::store_pair(to, x[0] * shared.gradient_scale, x[1] * shared.gradient_scale);
-          TensorCore<T>::store_pair(to + 8 * Sums::kStride, x[2] * shared.gradient_scale, x[3] * shared.gradient_scale);
+          TensorCore<T>::store_pair(to, x[0] * workspace.gradient_scale, x[1] * workspace.gradient_scale);
+          TensorCore<T>::store_pair(to + 8 * Sums::kStride, x[2] * workspace.gradient_scale,
+                                    x[3] * workspace.gradient_scale);
         }
       }
     }
@@ -47,31 +48,32 @@ __global__ void __launch_bounds__(Sums::kThreads)
 constexpr int kSinkThreads = 512;
 
 static __global__ void __launch_bounds__(kSinkThreads)
-    dsink_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardShared shared) {
+    dsink_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardWorkspace workspace) {
   __shared__ double part[kSinkThreads];
   const int64_t h = blockIdx.x;
   const float sink = static_cast<const float*>(p.sink)[h];
   double sum = 0;
-  for (int64_t i = threadIdx.x; sink > -infinity() && i < shared.rows; i += kSinkThreads) {
+  for (int64_t i = threadIdx.x; sink > -infinity() && i < workspace.rows; i += kSinkThreads) {
     const int64_t b = p.is_varlen() ? 0 : i / p.seqlen_q, row = p.is_varlen() ? i : i % p.seqlen_q;
     const float lse = *row_statistic(p.lse, b, h, row);
     if (lse == -infinity()) continue;  // a packed row of no sequence
-    sum -= static_cast<double>(expf(sink - lse)) * shared.delta[h * shared.rows + i];
+    sum -= static_cast<double>(expf(sink - lse)) * workspace.delta[h * workspace.rows + i];
   }
   part[threadIdx.x] = sum;
   for (int half = kSinkThreads / 2; half > 0; half /= 2) {
     __syncthreads();
     if (threadIdx.x < half) part[threadIdx.x] += part[threadIdx.x + half];
   }
-  if (threadIdx.x == 0) static_cast<float*>(p.dsink)[h] = static_cast<float>(part[0] * shared.keep_scale);
+  if (threadIdx.x == 0) static_cast<float*>(p.dsink)[h] = static_cast<float>(part[0] * workspace.keep_scale);
 }
 
 template <class Sums>
-void launch_finish(const AttnGradParams& p, const BackwardShared& shared) {
+void launch_finish(const AttnGradParams& p, const BackwardWorkspace& workspace) {
   const int64_t blocks = tiles(p.seqlen_q, Sums::kM);
   launch(dq_finish_kernel<Sums>, "backward_finish", p, blocks * p.batch * p.heads_q, Sums::kThreads,
-         Sums::kM * Sums::kStride * static_cast<int>(sizeof(typename Sums::Element)), shared, static_cast<int>(blocks));
-  if (p.dsink) launch(dsink_kernel, "backward_finish (sink)", p, p.heads_q, kSinkThreads, 0, shared);
+         Sums::kM * Sums::kStride * static_cast<int>(sizeof(typename Sums::Element)), workspace,
+         static_cast<int>(blocks));
+  if (p.dsink) launch(dsink_kernel, "backward_finish (sink)", p, p.heads_q, kSinkThreads, 0, workspace);
 }
 
 }  // namespace flashattn_ext

@@ -1,14 +1,11 @@
-// Statistics per row: where they lie in memory, and their exchange among the four lanes that share an accumulator row.
+// Rows of scores: where a row's statistics are in memory, its sink, and which keys it sees.
 #pragma once
 
 #include "../../mask.h"
+#include "../../score.h"
 #include "../../seqlen.h"
-#include "../ptx/math.cuh"
 
 namespace flashattn_ext {
-
-constexpr float kLog2E = 1.4426950408889634f;
-constexpr float kLn2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7F800000); }
 
@@ -19,37 +16,10 @@ __device__ __forceinline__ float* row_statistic(const RowView& v, int64_t b, int
   return static_cast<float*>(v.data) + b * v.batch_stride + h * v.head_stride + row;
 }
 
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
-}
-
-// In units of log2; -inf where there is none.
+// The sink of a head, in units of log2; -inf when there is none.
 __device__ __forceinline__ float head_sink(const AttnParams& p, int64_t h) {
   const float sink = p.sink ? static_cast<const float*>(p.sink)[h] : 0.f;
-  return p.has_sink ? sink * kLog2E : -infinity();
-}
-
-// The online softmax of a row (Milakov and Gimelshein 2018) takes in the largest score of a step; both in units of
-// log2. Returns what is to be multiplied to all that was summed up before. The maximum stays as it is while no score is
-// further than `tolerance` beyond it: then there is nothing to multiply.
-constexpr float kTolerance = 8;
-__device__ __forceinline__ float raise_max(float* max, float largest, float tolerance = kTolerance) {
-  const float before = *max, now = fmaxf(before, largest);
-  const bool stays = now - before <= tolerance;
-  *max = stays ? before : now;
-  return stays ? 1.f : ptx::ex2(before - finite_max(*max));
-}
-
-// Scores become powers of two by the absolute value of the scale; its sign is taken into the scores. Never 0, because
-// 0 * -inf (a masked score) would be NaN.
-FLASHATTN_HOST_DEVICE float log2_scale(double softmax_scale) {
-  const float scale = static_cast<float>(softmax_scale < 0 ? -softmax_scale : softmax_scale) * kLog2E;
-  return scale < 1.17549435e-38f ? 1.17549435e-38f : scale;
+  return p.has_sink ? sink * kLog2E<float> : -infinity();
 }
 
 using TileMask = BasicMask<int>;

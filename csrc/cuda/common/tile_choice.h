@@ -1,20 +1,20 @@
-// How the rows of the tile tables (sm80/tiles.h, sm90/tiles.h) are read. The first tile of a row is what every build
-// runs; builds with FLASHATTN_EXT_TUNE compile the others too, for measurements: `flashattn-ext bench tune`.
+// How the rows of the tile tables (sm80/tiles.h, sm90/tiles.h) are read. A build runs the first tile of every row; a
+// private build that measures other tiles names their column: -DFLASHATTN_EXT_TILE_CHOICE=1 or 2.
 #pragma once
+
+#if !defined(FLASHATTN_EXT_TILE_CHOICE)
+#define FLASHATTN_EXT_TILE_CHOICE 0
+#endif
 
 namespace flashattn_ext {
 
-#if defined(FLASHATTN_EXT_TUNE)
-constexpr int kTileChoices = 3;
-#else
-constexpr int kTileChoices = 1;
-#endif
-
-// A row that has fewer tiles ends in zeros, which stand for the first one.
 constexpr int kRowTiles = 3;
+static_assert(FLASHATTN_EXT_TILE_CHOICE >= 0 && FLASHATTN_EXT_TILE_CHOICE < kRowTiles);
+
+// A row with fewer tiles ends in zeros, for which its first tile stands in.
 template <class Tile>
-constexpr Tile choose(const Tile (&row)[kRowTiles], int choice) {
-  return row[row[choice].exists() ? choice : 0];
+constexpr Tile choose(const Tile (&row)[kRowTiles]) {
+  return row[row[FLASHATTN_EXT_TILE_CHOICE].exists() ? FLASHATTN_EXT_TILE_CHOICE : 0];
 }
 
 }  // namespace flashattn_ext

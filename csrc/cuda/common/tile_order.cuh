@@ -23,6 +23,18 @@ struct TileOrder {
   }
 };
 
+// Tiles that thread blocks, fewer than tiles, take one after another: those that are done early take more.
+struct TileGrid : TileOrder {
+  int tiles;   // of the whole call
+  int* taken;  // how many tiles thread blocks have taken beyond the first of each; in global memory
+
+  // The thread block's next tile; `tiles` or more when there is none left.
+  __device__ int take() const {
+    const int thread_blocks = static_cast<int>(gridDim.x);
+    return tiles > thread_blocks ? thread_blocks + atomicAdd(taken, 1) : tiles;
+  }
+};
+
 // With a right bound some tiles are longer than others. Started first, in all heads of a section, they leave short ones
 // for the end, which fill the gaps. Otherwise the tiles of one head follow each other.
 inline int section_heads(const AttnParams& p, int64_t heads, int64_t head_bytes, int64_t at_least = 1) {

@@ -5,7 +5,8 @@
 #pragma once
 
 #include "../common/backward_finish.cuh"
-#include "../common/keep.cuh"
+#include "../common/dq_order.cuh"
+#include "../common/scores.cuh"
 #include "../common/tile_order.cuh"
 #include "tiles.h"
 
@@ -47,7 +48,7 @@ struct Backward {
   static_assert(kSharedBytes <= (kLarge ? kLargeShared : kSmallShared));
 
   const AttnGradParams& p;
-  const BackwardShared& shared;
+  const BackwardWorkspace& workspace;
   T *k_tile, *v_tile;
   unsigned char* stages;
   T *q_tile, *dout_tile;  // of the stage in use
@@ -56,9 +57,9 @@ struct Backward {
   int b, hk, n;  // n: of the key tile
   float dk[kGradKeyTiles][kGradColumnTiles][4], dv[kGradKeyTiles][kGradColumnTiles][4];
 
-  __device__ Backward(const AttnGradParams& params, const BackwardShared& s, T* memory)
+  __device__ Backward(const AttnGradParams& params, const BackwardWorkspace& workspace, T* memory)
       : p(params),
-        shared(s),
+        workspace(workspace),
         k_tile(memory),
         v_tile(k_tile + kN * kStride),
         stages(reinterpret_cast<unsigned char*>(v_tile + kN * kStride)) {}
@@ -82,10 +83,10 @@ struct Backward {
   static __device__ int query_column(int split) {
     return split * kColumns + warp() / kRowWarps * kQueryColumnTiles * 8;
   }
-  // Where its accumulators (i, c) are summed up; `tile` as in BackwardShared.
-  static __device__ float* dq_fragment(const BackwardShared& shared, int64_t tile, int split, int i, int c) {
+  // Where its accumulators (i, c) are summed up; `tile` as in BackwardWorkspace.
+  static __device__ float* dq_fragment(const BackwardWorkspace& workspace, int64_t tile, int split, int i, int c) {
     const int index = ((split * kWarps + warp()) * kQueryRowTiles + i) * kQueryColumnTiles + c;
-    return shared.dq + tile * (kM * kHeadDim) + index * 128;
+    return workspace.dq + tile * (kM * kHeadDim) + index * 128;
   }
 
   // What all threads share and little code uses lies in the padding of the first rows of the key tile: it would need
@@ -96,7 +97,7 @@ struct Backward {
   };
   struct Place {
     int query_start, key_start;  // first rows of this sequence
-    int first_query_tile;        // of this sequence, in BackwardShared
+    int first_query_tile;        // of this sequence, in BackwardWorkspace
     int first;                   // the first query tile that sees keys of this tile
   };
   static_assert(sizeof(Walk) <= kVectorBytes && sizeof(Place) <= kVectorBytes);
@@ -124,7 +125,7 @@ struct Backward {
       // Rows beyond the last do no harm.
       *walk() = {mask.seqlen_q, mask.seqlen_k, all.begin, all.end == mask.seqlen_q ? all.end + kM : all.end};
       *place() = {static_cast<int>(queries.start), static_cast<int>(keys.start),
-                  static_cast<int>(shared.first_tile(p, b, queries)), first};
+                  static_cast<int>(workspace.first_tile(p, b, queries)), first};
     }
     __syncthreads();
 #pragma unroll
@@ -142,8 +143,8 @@ struct Backward {
                                            static_cast<int>(p.head_dim_v));
       walk_queries(first, last);
     }
-    write(p.dk, dk, static_cast<int>(p.head_dim), shared.gradient_scale);
-    write(p.dv, dv, static_cast<int>(p.head_dim_v), shared.keep_scale);
+    write(p.dk, dk, static_cast<int>(p.head_dim), workspace.gradient_scale);
+    write(p.dv, dv, static_cast<int>(p.head_dim_v), workspace.keep_scale);
   }
 
   // A query tile of one head; those of the heads of a group come one after the other.
@@ -193,10 +194,10 @@ struct Backward {
     load_tile<T, kM, kHeadDim, kThreads>(dout_tile, row_pointer<const T>(p.dout, b, h, row), p.dout.row_stride, rows,
                                          static_cast<int>(p.head_dim_v));
     ptx::cp_async_commit();
-    const int64_t index = h * shared.rows + (p.is_varlen() ? row : b * p.seqlen_q + row);
+    const int64_t index = h * workspace.rows + (p.is_varlen() ? row : b * p.seqlen_q + row);
     for (int i = threadIdx.x; i < kM; i += kThreads) {
-      lse[i] = i < rows ? shared.lse[index + i] : infinity();
-      delta[i] = i < rows ? shared.delta[index + i] : 0.f;
+      lse[i] = i < rows ? workspace.lse[index + i] : infinity();
+      delta[i] = i < rows ? workspace.delta[index + i] : 0.f;
     }
   }
 
@@ -277,47 +278,12 @@ struct Backward {
   __device__ void gradients(int h, int row0, float (&weights)[kKeyTiles][kScoreTiles][4],
                             float (&dscores)[kKeyTiles][kScoreTiles][4]) const {
     [[maybe_unused]] const Dropout dropout(p, b);
-    const int key0 = n * kN;
-    Limits limits[kKeyTiles][2];
-    if (kMasked) {
-      const TileMask mask = this->mask();
-#pragma unroll
-      for (int i = 0; i < 2 * kKeyTiles; ++i) {
-        Limits& rows = limits[i / 2][i % 2];
-        rows = rows_that_see(mask, key0 + score_key(0) + 8 * i + g());
-        rows.begin -= row0 + score_query() + 2 * t();
-        rows.end -= row0 + score_query() + 2 * t();
-      }
-    }
-    Dropout::Column<kKeyTiles> keep;
-#pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n) {
-      const int query = score_query() + n * 8;
-      if (kDropout && n % 2 == 0) keep = dropout.transposed<kKeyTiles>(h, key0 + score_key(0), row0 + query);
-      const float2 row_lse = *reinterpret_cast<const float2*>(lse + query + 2 * t());
-      const float2 row_delta = *reinterpret_cast<const float2*>(delta + query + 2 * t());
-#pragma unroll
-      for (int i = 0; i < kKeyTiles; ++i) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int odd = e % 2, half = e / 2, row = n * 8 + odd;
-          const float x = ptx::ex2(fmaf(weights[i][n][e], shared.score_scale, odd ? -row_lse.y : -row_lse.x));
-          float dp = dscores[i][n][e];
-          weights[i][n][e] = x;
-          if (kDropout) {
-            const bool kept = keep.keeps(i, n, e);
-            weights[i][n][e] = kept ? x : 0.f;
-            dp = kept ? dp : 0.f;
-          }
-          dscores[i][n][e] = x * (dp - (odd ? row_delta.y : row_delta.x));
-          if (kMasked) {  // a masked score has no gradient, also when dP is not finite
-            const bool visible = row >= limits[i][half].begin && row < limits[i][half].end;
-            weights[i][n][e] = visible ? weights[i][n][e] : 0.f;
-            dscores[i][n][e] = visible ? dscores[i][n][e] : 0.f;
-          }
-        }
-      }
-    }
+    const int key = n * kN + score_key(0), row = row0 + score_query();
+    SeenBy<kKeyTiles> seen_by;
+    if (kMasked) seen_by = SeenBy<kKeyTiles>(mask(), row + 2 * t(), key + g());
+    weigh_and_differentiate<kMasked, kDropout>(
+        weights, dscores, workspace.score, lse + score_query() + 2 * t(), delta + score_query() + 2 * t(), seen_by,
+        [&](int n) { return dropout.template transposed<kKeyTiles>(h, key, row + n * 8); });
   }
 
   // Where the products for dk and dv find P^T and dS^T.
@@ -356,16 +322,11 @@ struct Backward {
 
   // dq += dS K, into global memory.
   __device__ void query_gradient(int h, int m) const {
-    const int64_t tile = h * shared.tiles + place()->first_query_tile + m;
-    int* const turn = shared.turns + tile * kSplits + split();
-    int my_turn = 0;
-    if (p.deterministic) {
-      my_turn = n - mask().keys_of(m * kM, min(m * kM + kM, walk()->length_q)).begin / kN;
-      if (threadIdx.x == 0) {
-        while (ptx::load_acquire(turn) != my_turn) __nanosleep(64);
-      }
-      __syncthreads();
-    }
+    const int64_t tile = h * workspace.tiles + place()->first_query_tile + m;
+    const int before = p.deterministic ? key_tiles_before(mask(), n, kN, m * kM, kM) : 0;
+    const DqOrder order{workspace.dq_added + tile * kSplits + split(), threadIdx.x == 0, [&] { return before; },
+                        [] { __syncthreads(); }};
+    if (p.deterministic) order.await_earlier_keys();
     float sum[kQueryRowTiles][kQueryColumnTiles][4] = {};
 #pragma unroll
     for (int key = 0; key < kN; key += Core::kK) {
@@ -389,14 +350,10 @@ struct Backward {
     for (int i = 0; i < kQueryRowTiles; ++i) {
 #pragma unroll
       for (int c = 0; c < kQueryColumnTiles; ++c) {
-        ptx::add_fragment(dq_fragment(shared, tile, split(), i, c), sum[i][c]);
+        ptx::add_fragment(dq_fragment(workspace, tile, split(), i, c), sum[i][c]);
       }
     }
-    if (p.deterministic) {
-      __threadfence();
-      __syncthreads();
-      if (threadIdx.x == 0) ptx::store_release(turn, my_turn + 1);
-    }
+    if (p.deterministic) order.admit_later_keys();
   }
 
   __device__ void write(const TensorView& view, const float (&sum)[kGradKeyTiles][kGradColumnTiles][4], int columns,
@@ -423,44 +380,44 @@ struct Backward {
 
 template <class T, int kHeadDim, bool kDropout, bool kLarge>
 __global__ void __launch_bounds__(Backward<T, kHeadDim, kDropout, kLarge>::kThreads)
-    backward_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardShared shared,
+    backward_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardWorkspace workspace,
                     const __grid_constant__ TileOrder order) {
   extern __shared__ __align__(16) unsigned char memory[];
   using Kernel = Backward<T, kHeadDim, kDropout, kLarge>;
-  Kernel tile(p, shared, reinterpret_cast<T*>(memory));
+  Kernel tile(p, workspace, reinterpret_cast<T*>(memory));
   const int heads = static_cast<int>(p.heads_k);
   const auto [head, block] = order.index(blockIdx.x / Kernel::kSplits, heads * static_cast<int>(p.batch));
   tile.run(head / heads, head % heads, block, order.blocks);
 }
 
 template <class T, int kHeadDim, bool kLarge>
-BackwardShared backward_shared(const AttnGradParams& p) {
+BackwardWorkspace backward_workspace(const AttnGradParams& p) {
   constexpr BackwardTile kTile = backward_tile<sizeof(T), kHeadDim, kLarge>();
-  return BackwardShared(p, kTile.queries, int64_t{kTile.queries} * kHeadDim, kTile.splits);
+  return BackwardWorkspace(p, kTile.queries, int64_t{kTile.queries} * kHeadDim, kTile.splits);
 }
 
 template <class T, int kHeadDim, bool kDropout, bool kLarge>
-void launch_main(const AttnGradParams& p, const BackwardShared& shared) {
+void launch_main(const AttnGradParams& p, const BackwardWorkspace& workspace) {
   using Kernel = Backward<T, kHeadDim, kDropout, kLarge>;
   if (p.batch * p.heads_k == 0) return;
   const int64_t blocks = tiles(p.seqlen_k, Kernel::kN);
   launch(backward_kernel<T, kHeadDim, kDropout, kLarge>, "backward", p, blocks * p.batch * p.heads_k * Kernel::kSplits,
-         Kernel::kThreads, Kernel::kSharedBytes, shared, backward_order(p, blocks, sizeof(T)));
+         Kernel::kThreads, Kernel::kSharedBytes, workspace, backward_order(p, blocks, sizeof(T)));
 }
 
 template <class T, int kHeadDim, bool kLarge>
 void launch_backward(const AttnGradParams& p) {
-  const BackwardShared shared = backward_shared<T, kHeadDim, kLarge>(p);
-  launch_prepare<T>(p, shared);
-  p.has_dropout() ? launch_main<T, kHeadDim, true, kLarge>(p, shared)
-                  : launch_main<T, kHeadDim, false, kLarge>(p, shared);
-  launch_finish<Backward<T, kHeadDim, false, kLarge>>(p, shared);
+  const BackwardWorkspace workspace = backward_workspace<T, kHeadDim, kLarge>(p);
+  launch_prepare<T>(p, workspace);
+  p.has_dropout() ? launch_main<T, kHeadDim, true, kLarge>(p, workspace)
+                  : launch_main<T, kHeadDim, false, kLarge>(p, workspace);
+  launch_finish<Backward<T, kHeadDim, false, kLarge>>(p, workspace);
 }
 
 template <class T, int kHeadDim>
 size_t backward_bytes(const AttnGradParams& p) {
-  return static_cast<size_t>(has_large_shared_memory() ? backward_shared<T, kHeadDim, true>(p).bytes
-                                                       : backward_shared<T, kHeadDim, false>(p).bytes);
+  return static_cast<size_t>(has_large_shared_memory() ? backward_workspace<T, kHeadDim, true>(p).bytes
+                                                       : backward_workspace<T, kHeadDim, false>(p).bytes);
 }
 
 template <class T, int kHeadDim>

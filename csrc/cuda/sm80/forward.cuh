@@ -3,21 +3,19 @@
 // K(n) is.
 #pragma once
 
-#include <cmath>
-
-#include "../common/keep.cuh"
 #include "../common/launch.cuh"
-#include "../common/rows.cuh"
+#include "../common/scores.cuh"
 #include "../common/tile.cuh"
 #include "../common/tile_order.cuh"
 #include "tiles.h"
 
 namespace flashattn_ext::sm80 {
 
-template <class T, int kHeadDim, bool kDropout, int kChoice>
+template <class T, int kHeadDim, bool kDropout>
 struct Forward {
   using Core = TensorCore<T>;
-  static constexpr ForwardTile kTile = forward_tile<sizeof(T), kHeadDim, kDropout, kChoice>();
+  using Score = PlainScore<float, true>;
+  static constexpr ForwardTile kTile = forward_tile<sizeof(T), kHeadDim, kDropout>();
   static constexpr int kThreads = kTile.warps * 32, kM = kTile.queries(), kN = step_keys<kHeadDim, kDropout>(kTile),
                        kRowTiles = kTile.row_tiles;
   static constexpr int kStride = kTileStride<T, kHeadDim>;
@@ -41,17 +39,16 @@ struct Forward {
 
   const AttnParams& p;
   T *q_tile, *k_tile, *v_tile;
-  const float& scale;  // of the scores, in units of log2
-  const bool& negate;  // the scores
+  const Score& score;
   int own_length_q, own_length_k;
   Keys own_keys;
-  int row0;                                                                  // first row of this tile
-  float out[kRowTiles][kOutTiles][4], max[kRowTiles][2], sum[kRowTiles][2];  // max in units of log2
+  int row0;  // first row of this tile
+  float out[kRowTiles][kOutTiles][4];
+  OnlineSoftmax rows[kRowTiles];
 
-  __device__ Forward(const AttnParams& params, const float& scale, const bool& negate, T* shared)
+  __device__ Forward(const AttnParams& params, const Score& score, T* shared)
       : p(params),
-        scale(scale),
-        negate(negate),
+        score(score),
         q_tile(shared),
         k_tile(q_tile + kM * kStride),
         v_tile(k_tile + kStages * kN * kStride) {}
@@ -159,8 +156,8 @@ struct Forward {
     auto drop = [&](int i) {
       if (kDropout) dropout()->template drop<Core>(weights[i], now()->h, row0 + tile_row(i), n * kN);
     };
-    if (negate) change_sign(scores);
-    if (masked) apply_mask(scores, n * kN);
+    store_scores(scores, score);
+    if (masked) hide_keys<true, true>(scores, mask(), ptx::opaque(row0) + tile_row(0) + g(), n * kN + 2 * t());
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       softmax(i, scores[i]);
@@ -182,10 +179,7 @@ struct Forward {
       for (int n = 0; n < kOutTiles; ++n) {
         for (int e = 0; e < 4; ++e) out[i][n][e] = 0;
       }
-      for (int r = 0; r < 2; ++r) {
-        max[i][r] = sink;
-        sum[i][r] = t() == 0 && sink > -infinity() ? 1.f : 0.f;
-      }
+      rows[i].start(sink);
     }
   }
 
@@ -216,69 +210,16 @@ struct Forward {
     }
   }
 
-  __device__ static void change_sign(float (&scores)[kRowTiles][kScoreTiles][4]) {
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int n = 0; n < kScoreTiles; ++n) {
-        for (int e = 0; e < 4; ++e) scores[i][n][e] = -scores[i][n][e];
-      }
-    }
-  }
-
-  __device__ void apply_mask(float (&scores)[kRowTiles][kScoreTiles][4], int key0) const {
-    const TileMask mask = this->mask();
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = ptx::opaque(row0) + tile_row(i) + g() + 8 * r;
-        const Limits limits = mask.keys_of(row, row + 1);
-        const int from = limits.begin - key0 - 2 * t(), to = limits.end - key0 - 2 * t();
-#pragma unroll
-        for (int n = 0; n < kScoreTiles; ++n) {
-#pragma unroll
-          for (int odd = 0; odd < 2; ++odd) {
-            const int key = n * 8 + odd;
-            if (key < from || key >= to) scores[i][n][2 * r + odd] = -infinity();
-          }
-        }
-      }
-    }
-  }
-
   // Scores of row tile i become exp(score - max); what was summed up under a smaller maximum is scaled down.
   __device__ void softmax(int i, float (&scores)[kScoreTiles][4]) {
-    float shrink[2], offset[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float largest = scores[0][2 * r];
-#pragma unroll
-      for (int n = 0; n < kScoreTiles; ++n) largest = fmaxf(largest, fmaxf(scores[n][2 * r], scores[n][2 * r + 1]));
-      shrink[r] = raise_max(&max[i][r], quad_max(largest) * scale, *tolerance());
-      offset[r] = finite_max(max[i][r]);
-    }
-    if (__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) {
+    rows[i].weigh(scores, score, *tolerance(), [&](const float (&shrink)[2]) {
+      if (!__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) return;
 #pragma unroll
       for (int n = 0; n < kOutTiles; ++n) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) out[i][n][e] *= shrink[e / 2];
       }
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float part = 0;
-#pragma unroll
-      for (int n = 0; n < kScoreTiles; ++n) {
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          float& x = scores[n][2 * r + odd];
-          x = ptx::ex2(fmaf(x, scale, -offset[r]));
-          part += x;
-        }
-      }
-      sum[i][r] = sum[i][r] * shrink[r] + part;
-    }
+    });
   }
 
   // out += P V
@@ -301,20 +242,20 @@ struct Forward {
 
   __device__ void finish() {
     const float keep = kDropout ? 1 / static_cast<float>(keep_probability(p.dropout_threshold)) : 1.f;
-    const int b = now()->b, h = now()->h, rows = length_q() - row0;
+    const int b = now()->b, h = now()->h, count = length_q() - row0;
     const int64_t start = query_sequence(p, b).start + row0;
     T* tile = q_tile;  // every warp reads and writes its own rows of it alone
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float total = quad_sum(sum[i][r]);
+        const float total = quad_sum(rows[i].sum[r]);
         const bool empty = total == 0;
         const float factor = keep / total;
         const int row = tile_row(i) + g() + 8 * r;
-        if (t() == 0 && row < rows) {
+        if (t() == 0 && row < count) {
           *row_statistic(p.lse, b, h, start + row) =
-              empty ? -infinity() : (finite_max(max[i][r]) + log2f(total)) * kLn2;
+              empty ? -infinity() : (finite_max(rows[i].max[r]) + log2f(total)) * kLn2<float>;
         }
 #pragma unroll
         for (int n = 0; n < kOutTiles; ++n) {
@@ -324,33 +265,32 @@ struct Forward {
       }
     }
     __syncthreads();
-    store_tile<T, kM, kHeadDim, kThreads>(row_pointer<T>(p.out, b, h, start), p.out.row_stride, tile, min(rows, kM),
+    store_tile<T, kM, kHeadDim, kThreads>(row_pointer<T>(p.out, b, h, start), p.out.row_stride, tile, min(count, kM),
                                           static_cast<int>(p.head_dim_v));
   }
 };
 
-template <class T, int kHeadDim, bool kDropout, int kChoice>
-__global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout, kChoice>::kThreads,
-                                  Forward<T, kHeadDim, kDropout, kChoice>::kTile.blocks)
-    forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ TileOrder order, const float scale,
-                   const bool negate) {
+template <class T, int kHeadDim, bool kDropout>
+__global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads,
+                                  Forward<T, kHeadDim, kDropout>::kTile.blocks)
+    forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ TileOrder order,
+                   const __grid_constant__ PlainScore<float, true> score) {
   extern __shared__ __align__(16) unsigned char shared[];
-  Forward<T, kHeadDim, kDropout, kChoice>(p, scale, negate, reinterpret_cast<T*>(shared)).run(order);
+  Forward<T, kHeadDim, kDropout>(p, score, reinterpret_cast<T*>(shared)).run(order);
 }
 
-template <class T, int kHeadDim, bool kDropout, int kChoice>
+template <class T, int kHeadDim, bool kDropout>
 void launch_forward(const AttnParams& p) {
-  using Kernel = Forward<T, kHeadDim, kDropout, kChoice>;
+  using Kernel = Forward<T, kHeadDim, kDropout>;
   if (p.batch * p.heads_q == 0) return;
   const int64_t blocks = tiles(p.seqlen_q, Kernel::kM);
-  launch(forward_kernel<T, kHeadDim, kDropout, kChoice>, "forward", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
-         Kernel::kSharedBytes, forward_order(p, blocks, sizeof(T)), log2_scale(p.softmax_scale),
-         std::signbit(p.softmax_scale));
+  launch(forward_kernel<T, kHeadDim, kDropout>, "forward", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
+         Kernel::kSharedBytes, forward_order(p, blocks, sizeof(T)), Kernel::Score::of(p));
 }
 
-template <class T, int kHeadDim, int kChoice>
+template <class T, int kHeadDim>
 void forward(const AttnParams& p) {
-  p.has_dropout() ? launch_forward<T, kHeadDim, true, kChoice>(p) : launch_forward<T, kHeadDim, false, kChoice>(p);
+  p.has_dropout() ? launch_forward<T, kHeadDim, true>(p) : launch_forward<T, kHeadDim, false>(p);
 }
 
 }  // namespace flashattn_ext::sm80

@@ -10,7 +10,7 @@ namespace flashattn_ext::sm80 {
 
 // kHeadDim: 64, 96, 128, 144, 192 or 256, at least head_dim and head_dim_v. Every row of q, k, v and dout is 16-byte
 // aligned and a multiple of 16 bytes long; those of the others may lie anywhere.
-template <class T, int kHeadDim, int kChoice>
+template <class T, int kHeadDim>
 void forward(const AttnParams& p);
 template <class T, int kHeadDim>
 size_t backward_bytes(const AttnGradParams& p);

@@ -40,7 +40,7 @@ constexpr ForwardTiles kForwardTiles[] = {
     {256, true, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
 };
 
-template <int kBytes, int kHeadDim, bool kDropout, int kChoice>
+template <int kBytes, int kHeadDim, bool kDropout>
 constexpr ForwardTile forward_tile() {
   if constexpr (kBytes == 4) {
     if (kHeadDim <= 64) return {8, 1, 32, 1};
@@ -49,7 +49,7 @@ constexpr ForwardTile forward_tile() {
     return {2, 1, 32, 1};
   } else {
     for (const ForwardTiles& row : kForwardTiles) {
-      if (row.head_dim == kHeadDim && row.dropout == kDropout) return choose(row.tiles, kChoice);
+      if (row.head_dim == kHeadDim && row.dropout == kDropout) return choose(row.tiles);
     }
     return {};
   }

@@ -12,41 +12,41 @@ namespace flashattn_ext::sm90 {
 
 // How the sums of dq lie in the workspace: a warpgroup computes 64 rows and 64 columns of a step, the two of a thread
 // block either different rows or different columns. Tiles of 16 rows, one warp's, so that short sequences take little.
-template <class T, int kHeadDimension, int kChoice>
+template <class T, int kHeadDimension>
 struct QuerySums {
   using Element = T;
-  static constexpr int kM = backward_tile<kHeadDimension, false, kChoice>().queries, kTileRows = 16;
+  static constexpr int kM = backward_tile<kHeadDimension, false>().queries, kTileRows = 16;
   static constexpr int kThreads = 2 * kGroupThreads, kSplits = 1;
   static constexpr int kHeadDim = 2 * 64 * 64 / kM;  // columns, some of them beyond the head dim
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = 8;
   static constexpr int64_t kTileFloats = kTileRows * kHeadDim;
 
-  // Rows and columns of a warp, of the eight that compute.
+  // Scores and columns of a warp, of the eight that compute.
   static __device__ __forceinline__ int row(int warp) { return (kM == 64 ? warp % 4 : warp) * 16; }
   static __device__ __forceinline__ int column(int warp) { return kM == 64 ? warp / 4 * 64 : 0; }
   // Its accumulator tile c; `tile`: the first of the step.
-  static __device__ __forceinline__ float* fragment(const BackwardShared& shared, int64_t tile, int warp, int c) {
-    return shared.dq + (tile + row(warp) / 16) * kTileFloats + (column(warp) / 8 + c) * 128;
+  static __device__ __forceinline__ float* fragment(const BackwardWorkspace& workspace, int64_t tile, int warp, int c) {
+    return workspace.dq + (tile + row(warp) / 16) * kTileFloats + (column(warp) / 8 + c) * 128;
   }
 
   // For dq_finish_kernel, which has these eight warps alone.
   static __device__ int query_row() { return row(threadIdx.x / 32); }
   static __device__ int query_column(int) { return column(threadIdx.x / 32); }
-  static __device__ float* dq_fragment(const BackwardShared& shared, int64_t tile, int, int, int c) {
-    return fragment(shared, tile, threadIdx.x / 32, c);
+  static __device__ float* dq_fragment(const BackwardWorkspace& workspace, int64_t tile, int, int, int c) {
+    return fragment(workspace, tile, threadIdx.x / 32, c);
   }
 };
 
-template <class T, int kHeadDim, bool kDropout, int kChoice>
+template <class T, int kHeadDim, bool kDropout>
 struct Backward {
   using Work = BackwardWork;
-  using Rows = KeyRows<T, backward_tile<kHeadDim, kDropout, kChoice>().queries, kDropout>;
-  using Sums = QuerySums<T, kHeadDim, kChoice>;
-  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout, kChoice>();
+  using Scores = PackedScores<T, backward_tile<kHeadDim, kDropout>().queries, kDropout>;
+  using Sums = QuerySums<T, kHeadDim>;
+  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout>();
   static constexpr RegisterBudget kRegisters = kBackwardRegisters;
   static constexpr int kM = kTile.queries, kN = kTile.keys, kStages = kTile.stages, kKeyStages = kTile.key_stages;
-  static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kTurns = 2;
+  static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kDqParts = 2;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns, kScorePanels = kM / kPanelColumns;
   static constexpr int kColumnTiles = kHeadDim / 8;
   // Where long sequences do not fit the cache, blocks that walk over the same head together share what they read; too
@@ -65,7 +65,7 @@ struct Backward {
     T dscores[3][kScorePanels][kN][kPanelColumns];  // dS^T: [keys][queries]
     float lse[kStages][kM], delta[kStages][kM];
     PhiloxKey philox;
-    typename Rows::Kept kept[kDropout ? 2 : 0];  // of each warpgroup
+    typename Scores::Kept kept[kDropout ? 2 : 0];  // of each warpgroup
     Work work[kWorkStages];
     ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
     ptx::Barrier q_full[kStages], dout_full[kStages], queries_empty[kStages];
@@ -74,61 +74,61 @@ struct Backward {
   static_assert(sizeof(Shared) <= kSharedLimit);
   static_assert(kStages >= 2);  // the next scores are computed before these queries are released
 
-  static __device__ void init(Shared& s, const AttnGradParams& p) {
-    if (kDropout) s.philox = Dropout(p, 0).key;
+  static __device__ void init(Shared& shared, const AttnGradParams& p) {
+    if (kDropout) shared.philox = Dropout(p, 0).key;
     for (int i = 0; i < kKeyStages; ++i) {
-      ptx::barrier_init(&s.k_full[i], 1);
-      ptx::barrier_init(&s.v_full[i], 1);
-      ptx::barrier_init(&s.keys_empty[i], kWarps);
+      ptx::barrier_init(&shared.k_full[i], 1);
+      ptx::barrier_init(&shared.v_full[i], 1);
+      ptx::barrier_init(&shared.keys_empty[i], kWarps);
     }
     for (int i = 0; i < kStages; ++i) {
-      ptx::barrier_init(&s.q_full[i], kLoaderArrivals);
-      ptx::barrier_init(&s.dout_full[i], 1);
-      ptx::barrier_init(&s.queries_empty[i], kWarps * 32);
+      ptx::barrier_init(&shared.q_full[i], kLoaderArrivals);
+      ptx::barrier_init(&shared.dout_full[i], 1);
+      ptx::barrier_init(&shared.queries_empty[i], kWarps * 32);
     }
     for (int i = 0; i < kWorkStages; ++i) {
-      ptx::barrier_init(&s.work_full[i], 1);
-      ptx::barrier_init(&s.work_empty[i], kWarps * 32);
+      ptx::barrier_init(&shared.work_full[i], 1);
+      ptx::barrier_init(&shared.work_empty[i], kWarps * 32);
     }
   }
 
   // One warpgroup loads; it gives its registers to those that compute.
-  static __device__ void run(Shared& s, const AttnGradParams& p, const BackwardShared& shared, const BackwardMaps& maps,
-                             const TileGrid& grid) {
+  static __device__ void run(Shared& shared, const AttnGradParams& p, const BackwardWorkspace& workspace,
+                             const BackwardMaps& maps, const TileGrid& grid) {
     if (threadIdx.x < kGroupThreads) {
       ptx::give_registers<kRegisters.producer>();
-      if (threadIdx.x < 32) BackwardLoader<Backward>{s, p, shared, maps}.load_tiles(grid);
+      if (threadIdx.x < 32) BackwardLoader<Backward>{shared, p, workspace, maps}.load_tiles(grid);
     } else {
       ptx::take_registers<kRegisters.consumer>();
-      Backward(s, p, shared, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
+      Backward(shared, p, workspace, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
     }
   }
 
   // Named barriers, one of each for each warpgroup: for its turn, and of itself.
   static constexpr int kTurnBarrier = 1, kGroupBarrier = 3;
 
-  // A query tile whose dq is still to be added: its number in BackwardShared (none: negative), and in its sequence.
+  // A query tile whose dq is still to be added: its number in BackwardWorkspace (none: negative), and in its sequence.
   struct Lagging {
     int64_t tile = -1;
     int m = 0;
   };
 
-  Shared& s;
+  Shared& shared;
   const AttnGradParams& p;
-  const BackwardShared& shared;
+  const BackwardWorkspace& workspace;
   const int group, warp_key;  // first of this warp's 16 keys, within the tile
-  Place<kWorkStages> works;
-  Place<kKeyStages> keys;
-  Place<kStages> queries;  // of the step whose scores have been computed last
-  int buffer = 0;          // of dscores
+  RingPosition<kWorkStages> works;
+  RingPosition<kKeyStages> keys;
+  RingPosition<kStages> queries;  // of the step whose scores have been computed last
+  int buffer = 0;                 // of dscores
   float dk[kColumnTiles][4], dv[kColumnTiles][4];
-  typename Rows::Packed weights;
+  typename Scores::Packed weights;
 
-  __device__ __forceinline__ Backward(Shared& memory, const AttnGradParams& params, const BackwardShared& all,
+  __device__ __forceinline__ Backward(Shared& shared, const AttnGradParams& params, const BackwardWorkspace& workspace,
                                       int group)
-      : s(memory),
+      : shared(shared),
         p(params),
-        shared(all),
+        workspace(workspace),
         group(group),
         warp_key(uniform(static_cast<int>(threadIdx.x) / 32 - 4) * 16) {}
 
@@ -136,8 +136,8 @@ struct Backward {
   __device__ __forceinline__ void compute_tiles() {
     if (group == 1) give_turn();
     for (;; works.advance()) {
-      ptx::barrier_wait(&s.work_full[works.stage], works.parity);
-      const Work& work = s.work[works.stage];
+      ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
+      const Work& work = shared.work[works.stage];
       if (!uniform(work.exists())) return;
 #pragma unroll
       for (int c = 0; c < kColumnTiles; ++c) {
@@ -146,70 +146,70 @@ struct Backward {
       }
       if (uniform(work.tiles) > 0) walk_queries(work);
       const int key = work.key0 + warp_key;
-      store_keys<T>(p.dk, work, key, dk, shared.gradient_scale, p.head_dim);
-      store_keys<T>(p.dv, work, key, dv, shared.keep_scale, p.head_dim_v);
-      ptx::barrier_arrive(&s.work_empty[works.stage]);
+      store_keys<T>(p.dk, work, key, dk, workspace.gradient_scale, p.head_dim);
+      store_keys<T>(p.dv, work, key, dv, workspace.keep_scale, p.head_dim_v);
+      ptx::barrier_arrive(&shared.work_empty[works.stage]);
     }
   }
 
   // The two warpgroups take turns at issuing products, so that one computes while the tensor cores work for the other.
   // A step takes two turns; dq lags a step behind, by when dS^T of both is there.
   __device__ __forceinline__ void walk_queries(const Work& work) {
-    Limits clear = Rows::clear_rows(p, work, work.key0 + group * 64, 64);
-    clear = {uniform(clear.begin), uniform(clear.end)};
+    Limits unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64);
+    unmasked = {uniform(unmasked.begin), uniform(unmasked.end)};
     QueryWalk now(work, static_cast<int>(p.group_size()));
     Lagging before, ended;  // whose dq is being added, and is still to be computed
     float scores[kM / 8][4], dq[8][4];
-    ptx::barrier_wait(&s.k_full[keys.stage], keys.parity);
+    ptx::barrier_wait(&shared.k_full[keys.stage], keys.parity);
     clear_keys(work);
-    ptx::barrier_wait(&s.q_full[queries.stage], queries.parity);
+    ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
     draw(work, now);
     take_turn();
-    score_product<kHeadDim>(scores, s.k[keys.stage], group * 64, s.q[queries.stage]);
+    score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
     give_turn();
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
-    weigh(scores, work, now, clear, dq, before);
-    ptx::barrier_wait(&s.v_full[keys.stage], keys.parity);
-    typename Rows::Packed packed;
+    weigh(scores, work, now, unmasked, dq, before);
+    ptx::barrier_wait(&shared.v_full[keys.stage], keys.parity);
+    typename Scores::Packed packed;
     while (now.left > 1) {
       const int stage = queries.stage;
-      differentiate(packed, work, now, clear, dq, before);
+      differentiate(packed, work, now, unmasked, dq, before);
       queries.advance();
-      ptx::barrier_wait(&s.q_full[queries.stage], queries.parity);
+      ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
       QueryWalk next = now;
       next.advance();
       draw(work, next);
       take_turn();
-      accumulate(dk, packed, s.q[stage]);
-      score_product<kHeadDim>(scores, s.k[keys.stage], group * 64, s.q[queries.stage]);
+      accumulate(dk, packed, shared.q[stage]);
+      score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
       ptx::wgmma_wait<1>();  // the registers of dS^T are free
       query_product(dq, 1);
       give_turn();
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       ptx::hold(dq);
-      ptx::barrier_arrive(&s.queries_empty[stage]);
+      ptx::barrier_arrive(&shared.queries_empty[stage]);
       before = ended;
       ended = {query_tile(work, now), now.m};
       now.advance();
-      weigh(scores, work, now, clear, dq, before);
+      weigh(scores, work, now, unmasked, dq, before);
     }
-    differentiate(packed, work, now, clear, dq, before);
+    differentiate(packed, work, now, unmasked, dq, before);
     take_turn();
     query_product(dq, 1);
-    accumulate(dk, packed, s.q[queries.stage]);
+    accumulate(dk, packed, shared.q[queries.stage]);
     give_turn();
     ptx::wgmma_wait<0>();
     ptx::hold(dq);
-    ptx::barrier_arrive(&s.queries_empty[queries.stage]);
+    ptx::barrier_arrive(&shared.queries_empty[queries.stage]);
     add_query_gradient(dq, work, ended);
     take_turn();
     query_product(dq, 0);
     give_turn();
     ptx::wgmma_wait<0>();
     ptx::hold(dq);
-    release(s.keys_empty[keys.stage]);
+    release(shared.keys_empty[keys.stage]);
     add_query_gradient(dq, work, {query_tile(work, now), now.m});
     queries.advance();
     keys.advance();
@@ -217,34 +217,35 @@ struct Backward {
 
   // A turn: dP^T and dv += P^T dO. Then dS^T, packed and in shared memory.
   // Meanwhile it adds the second half of what an earlier step contributes to dq.
-  __device__ __forceinline__ void differentiate(typename Rows::Packed& packed, const Work& work, const QueryWalk& now,
-                                                const Limits& clear, const float (&dq)[8][4], const Lagging& before) {
+  __device__ __forceinline__ void differentiate(typename Scores::Packed& packed, const Work& work, const QueryWalk& now,
+                                                const Limits& unmasked, const float (&dq)[8][4],
+                                                const Lagging& before) {
     const int stage = queries.stage;
     float dscores[kM / 8][4];
-    ptx::barrier_wait(&s.dout_full[stage], queries.parity);
+    ptx::barrier_wait(&shared.dout_full[stage], queries.parity);
     clear_queries(work, now);
     take_turn();
-    score_product<kHeadDim>(dscores, s.v[keys.stage], group * 64, s.dout[stage]);
+    score_product<kHeadDim>(dscores, shared.v[keys.stage], group * 64, shared.dout[stage]);
     if constexpr (kDropout) {
-      typename Rows::Packed kept;
-      Rows::keep(kept, weights);
-      accumulate(dv, kept, s.dout[stage]);
+      typename Scores::Packed kept;
+      Scores::keep(kept, weights);
+      accumulate(dv, kept, shared.dout[stage]);
     } else {
-      accumulate(dv, weights, s.dout[stage]);
+      accumulate(dv, weights, shared.dout[stage]);
     }
     give_turn();
     // With dropout the operand of dv is a copy, whose registers are needed.
     ptx::wgmma_wait<kDropout && kM == 128 ? 0 : 1>();
     ptx::hold(dscores);
     float* const to = fragments(work, before);
-    Rows::differentiate(dscores, weights, s.delta[stage], Rows::is_masked(clear, now.m * kM), [&](int n) {
+    Scores::differentiate(dscores, weights, shared.delta[stage], Scores::is_masked(unmasked, now.m * kM), [&](int n) {
       constexpr int kSpread = kM / 8 / (8 - kEarly);
       if (n % kSpread == 0) add_fragment(to, dq, kEarly + n / kSpread);
     });
-    end_turn(work, before);
-    Rows::pack(packed, dscores);
+    if (is_ordered(before)) order(work, before).admit_later_keys();
+    pack_scores<T>(packed, dscores);
     buffer = buffer == 2 ? 0 : buffer + 1;
-    Rows::store(s.dscores[buffer], warp_key, packed);
+    store_panels(shared.dscores[buffer], warp_key, packed);
     ptx::fence_async_shared();
   }
 
@@ -252,7 +253,7 @@ struct Backward {
   __device__ __forceinline__ void query_product(float (&dq)[8][4], int lag) {
     constexpr bool kOwnRows = kM == 128;  // or own columns
     const int at = buffer < lag ? buffer + 3 - lag : buffer - lag;
-    transposed_product(dq, s.dscores[at][kOwnRows ? group : 0], s.k[keys.stage][kOwnRows ? 0 : group]);
+    transposed_product(dq, shared.dscores[at][kOwnRows ? group : 0], shared.k[keys.stage][kOwnRows ? 0 : group]);
   }
 
   __device__ __forceinline__ void take_turn() const {
@@ -265,22 +266,24 @@ struct Backward {
   // Meanwhile it adds the first half of what the step before contributes to dq: the additions come one by one, for a
   // processor takes them slowly.
   __device__ __forceinline__ void weigh(const float (&scores)[kM / 8][4], const Work& work, const QueryWalk& now,
-                                        const Limits& clear, const float (&dq)[8][4], const Lagging& before) {
+                                        const Limits& unmasked, const float (&dq)[8][4], const Lagging& before) {
     const int row0 = now.m * kM, key = work.key0 + warp_key;
-    start_turn(work, before);
+    if (is_ordered(before)) order(work, before).await_earlier_keys();
     float* const to = fragments(work, before);
-    Rows::weigh(weights, scores, p, shared.score_scale, s.lse[queries.stage], work, key, row0,
-                Rows::is_masked(clear, row0), [&](int n) {
-                  constexpr int kSpread = kM / 8 / kEarly;
-                  if (n % kSpread == 0) add_fragment(to, dq, n / kSpread);
-                });
-    if constexpr (kDropout) Rows::drop(weights, s.kept[group], warp_key / 16 % 4);
+    Scores::weigh(
+        weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
+        [&] { return work.mask(p); }, row0, key,
+        [&](int n) {
+          constexpr int kSpread = kM / 8 / kEarly;
+          if (n % kSpread == 0) add_fragment(to, dq, n / kSpread);
+        });
+    if constexpr (kDropout) Scores::drop(weights, shared.kept[group], warp_key / 16 % 4);
   }
   // What dropout keeps of the next weights, for all warps of the warpgroup; a turn lies between this and both the last
   // and the next use of it.
   __device__ __forceinline__ void draw(const Work& work, const QueryWalk& next) {
     if constexpr (kDropout) {
-      Rows::draw(s.kept[group], Dropout(s.philox, p, work.b), next.h, work.key0 + group * 64, next.m * kM);
+      Scores::draw(shared.kept[group], Dropout(shared.philox, p, work.b), next.h, work.key0 + group * 64, next.m * kM);
     }
   }
 
@@ -288,27 +291,27 @@ struct Backward {
   __device__ __forceinline__ void clear_keys(const Work& work) const {
     const int from = work.length_k - work.key0;
     if (from >= kN || !p.is_varlen()) return;
-    clear_tail(s.k[keys.stage], from, thread(), kGroupThreads);
+    clear_rows(shared.k[keys.stage], from, thread(), kGroupThreads);
     ptx::fence_async_shared();
     ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
   }
   __device__ __forceinline__ void clear_queries(const Work& work, const QueryWalk& now) const {
     const int from = work.length_q - now.m * kM;
     if (from >= kM || !p.is_varlen()) return;
-    clear_tail(s.q[queries.stage], from, thread(), kGroupThreads);
-    clear_tail(s.dout[queries.stage], from, thread(), kGroupThreads);
+    clear_rows(shared.q[queries.stage], from, thread(), kGroupThreads);
+    clear_rows(shared.dout[queries.stage], from, thread(), kGroupThreads);
     ptx::fence_async_shared();
     ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
   }
 
   __device__ __forceinline__ int64_t query_tile(const Work& work, const QueryWalk& now) const {
-    return now.h * shared.tiles + work.first_tile + now.m * (kM / Sums::kTileRows);
+    return now.h * workspace.tiles + work.first_tile + now.m * (kM / Sums::kTileRows);
   }
   // Where this warp's part is added up; null when there is none.
   __device__ __forceinline__ float* fragments(const Work& work, const Lagging& of) const {
     const int warp = warp_key / 16;
     const bool exists = of.tile >= 0 && of.m * kM + Sums::row(warp) < work.length_q;
-    return exists ? Sums::fragment(shared, of.tile, warp, 0) : nullptr;
+    return exists ? Sums::fragment(workspace, of.tile, warp, 0) : nullptr;
   }
   __device__ __forceinline__ void add_fragment(float* to, const float (&dq)[8][4], int c) const {
     const bool exists = kM == 128 || 64 + c * 8 < kHeadDim || group == 0;
@@ -316,79 +319,68 @@ struct Backward {
   }
   __device__ __forceinline__ void add_query_gradient(const float (&dq)[8][4], const Work& work,
                                                      const Lagging& of) const {
-    start_turn(work, of);
+    if (is_ordered(of)) order(work, of).await_earlier_keys();
     float* const to = fragments(work, of);
 #pragma unroll
     for (int c = 0; c < 8; ++c) add_fragment(to, dq, c);
-    end_turn(work, of);
+    if (is_ordered(of)) order(work, of).admit_later_keys();
   }
 
-  // When the sums of dq have to be deterministic, key tiles take turns at adding to them.
-  __device__ __forceinline__ int turn(const Work& work, const Lagging& of) const {
-    const int row0 = of.m * kM;
-    return work.n - work.mask(p).keys_of(row0, min(row0 + kM, work.length_q)).begin / kN;
+  // The order of additions of this warpgroup's part of dq.
+  __device__ __forceinline__ bool is_ordered(const Lagging& lagging) const {
+    return p.deterministic && lagging.tile >= 0;
   }
-  __device__ __forceinline__ void start_turn(const Work& work, const Lagging& of) const {
-    if (!p.deterministic || of.tile < 0) return;
-    if (thread() % kGroupThreads == 0) {
-      const int mine = turn(work, of);
-      while (ptx::load_acquire(shared.turns + of.tile * 2 + group) != mine) __nanosleep(64);
-    }
-    ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
-  }
-  __device__ __forceinline__ void end_turn(const Work& work, const Lagging& of) const {
-    if (!p.deterministic || of.tile < 0) return;
-    __threadfence();
-    ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
-    if (thread() % kGroupThreads == 0) ptx::store_release(shared.turns + of.tile * 2 + group, turn(work, of) + 1);
+  __device__ __forceinline__ auto order(const Work& work, const Lagging& lagging) const {
+    return DqOrder{workspace.dq_added + lagging.tile * 2 + group, thread() % kGroupThreads == 0,
+                   [&] { return key_tiles_before(work.mask(p), work.n, kN, lagging.m * kM, kM); },
+                   [&] { ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads); }};
   }
 };
 
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
-    backward_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardShared shared,
+    backward_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardWorkspace workspace,
                     const __grid_constant__ BackwardMaps maps, const __grid_constant__ TileGrid grid) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
-  typename Kernel::Shared& s = *reinterpret_cast<typename Kernel::Shared*>(memory);
+  typename Kernel::Shared& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&maps.q, &maps.k, &maps.v, &maps.dout}) ptx::prefetch_tensor_map(map);
-    Kernel::init(s, p);
+    Kernel::init(shared, p);
     ptx::fence_barrier_init();
   }
   __syncthreads();
-  Kernel::run(s, p, shared, maps, grid);
+  Kernel::run(shared, p, workspace, maps, grid);
 #endif
 }
 
-template <class T, int kHeadDim, bool kDropout, int kChoice>
-using BackwardOf = std::conditional_t<kHeadDim <= 128, Backward<T, kHeadDim, kDropout, kChoice>,
-                                      WideBackward<T, kHeadDim, kDropout, kChoice>>;
+template <class T, int kHeadDim, bool kDropout>
+using BackwardOf =
+    std::conditional_t<kHeadDim <= 128, Backward<T, kHeadDim, kDropout>, WideBackward<T, kHeadDim, kDropout>>;
 
-template <class T, int kHeadDim, int kChoice>
-BackwardShared backward_shared(const AttnGradParams& p) {
-  using Kernel = BackwardOf<T, kHeadDim, false, kChoice>;
-  return BackwardShared(p, Kernel::Sums::kTileRows, Kernel::Sums::kTileFloats, Kernel::kTurns);
+template <class T, int kHeadDim>
+BackwardWorkspace backward_workspace(const AttnGradParams& p) {
+  using Kernel = BackwardOf<T, kHeadDim, false>;
+  return BackwardWorkspace(p, Kernel::Sums::kTileRows, Kernel::Sums::kTileFloats, Kernel::kDqParts);
 }
 
-template <class T, int kHeadDim, bool kDropout, int kChoice>
-void launch_main(const AttnGradParams& p, const BackwardShared& shared) {
-  using Kernel = BackwardOf<T, kHeadDim, kDropout, kChoice>;
-  launch_backward_main<Kernel>(backward_kernel<Kernel>, p, shared);
+template <class T, int kHeadDim, bool kDropout>
+void launch_main(const AttnGradParams& p, const BackwardWorkspace& workspace) {
+  using Kernel = BackwardOf<T, kHeadDim, kDropout>;
+  launch_backward_main<Kernel>(backward_kernel<Kernel>, p, workspace);
 }
 
-template <class T, int kHeadDim, int kChoice>
+template <class T, int kHeadDim>
 size_t backward_bytes(const AttnGradParams& p) {
-  return static_cast<size_t>(backward_shared<T, kHeadDim, kChoice>(p).bytes);
+  return static_cast<size_t>(backward_workspace<T, kHeadDim>(p).bytes);
 }
 
-template <class T, int kHeadDim, int kChoice>
+template <class T, int kHeadDim>
 void backward(const AttnGradParams& p) {
-  const BackwardShared shared = backward_shared<T, kHeadDim, kChoice>(p);
-  launch_prepare<T>(p, shared);
-  p.has_dropout() ? launch_main<T, kHeadDim, true, kChoice>(p, shared)
-                  : launch_main<T, kHeadDim, false, kChoice>(p, shared);
-  launch_finish<typename BackwardOf<T, kHeadDim, false, kChoice>::Sums>(p, shared);
+  const BackwardWorkspace workspace = backward_workspace<T, kHeadDim>(p);
+  launch_prepare<T>(p, workspace);
+  p.has_dropout() ? launch_main<T, kHeadDim, true>(p, workspace) : launch_main<T, kHeadDim, false>(p, workspace);
+  launch_finish<typename BackwardOf<T, kHeadDim, false>::Sums>(p, workspace);
 }
 
 }  // namespace flashattn_ext::sm90

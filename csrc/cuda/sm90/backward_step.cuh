@@ -4,10 +4,13 @@
 #pragma once
 
 #include "../common/backward_finish.cuh"
-#include "../common/keep.cuh"
+#include "../common/dq_order.cuh"
+#include "../common/ring.cuh"
+#include "../common/scores.cuh"
+#include "../common/store_row.cuh"
 #include "../common/tensor_map.h"
-#include "../ptx/wgmma.cuh"
-#include "pipeline.cuh"
+#include "../common/tile_order.cuh"
+#include "products.cuh"
 #include "tiles.h"
 
 namespace flashattn_ext::sm90 {
@@ -22,7 +25,7 @@ struct alignas(16) BackwardWork {
   int b, hk, n, key0;  // n: of the key tile, that starts at key0
   int first, tiles;    // query tiles that see it, for every head of the group
   int key_start, length_q, length_k;
-  int first_tile;  // of the sequence, in BackwardShared
+  int first_tile;  // of the sequence, in BackwardWorkspace
   int unused[2];
 
   __device__ __forceinline__ bool exists() const { return key0 < length_k; }
@@ -58,13 +61,13 @@ template <class Kernel>
 struct BackwardLoader {
   static constexpr int kM = Kernel::kM, kN = Kernel::kN;
 
-  typename Kernel::Shared& s;
+  typename Kernel::Shared& shared;
   const AttnGradParams& p;
-  const BackwardShared& shared;
+  const BackwardWorkspace& workspace;
   const BackwardMaps& maps;
-  Place<Kernel::kKeyStages> keys;
-  Place<Kernel::kStages> queries;
-  Place<Kernel::kWorkStages> works;
+  RingPosition<Kernel::kKeyStages> keys;
+  RingPosition<Kernel::kStages> queries;
+  RingPosition<Kernel::kWorkStages> works;
   int query_start = 0;
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
@@ -72,7 +75,7 @@ struct BackwardLoader {
   __device__ void load_tiles(const TileGrid& grid) {
     const int heads = static_cast<int>(p.heads_k), all_heads = heads * static_cast<int>(p.batch);
     for (int tile = blockIdx.x; tile < grid.tiles;) {
-      const int next = uniform(lane() == 0 ? grid.draw() : 0);
+      const int next = uniform(lane() == 0 ? grid.take() : 0);
       // The first keys of causal heads have the longest walk: they come first.
       const auto [head, block] = grid.index(tile, all_heads);
       BackwardWork work = start_head(head / heads, head % heads);
@@ -95,7 +98,7 @@ struct BackwardLoader {
     work.key_start = static_cast<int>(columns.start);
     work.length_q = static_cast<int>(rows.length);
     work.length_k = static_cast<int>(columns.length);
-    work.first_tile = static_cast<int>(shared.first_tile(p, b, rows));
+    work.first_tile = static_cast<int>(workspace.first_tile(p, b, rows));
     return work;
   }
   __device__ void look(BackwardWork& work, int n) const {
@@ -106,10 +109,10 @@ struct BackwardLoader {
     work.tiles = rows.end > rows.begin && p.heads_q > 0 ? (rows.end - 1) / kM + 1 - work.first : 0;
   }
   __device__ void publish(const BackwardWork& work) {
-    ptx::barrier_wait(&s.work_empty[works.stage], works.parity ^ 1);
+    ptx::barrier_wait(&shared.work_empty[works.stage], works.parity ^ 1);
     if (lane() == 0) {
-      s.work[works.stage] = work;
-      ptx::barrier_arrive(&s.work_full[works.stage]);
+      shared.work[works.stage] = work;
+      ptx::barrier_arrive(&shared.work_full[works.stage]);
     }
     works.advance();
   }
@@ -117,10 +120,10 @@ struct BackwardLoader {
   __device__ void load_tile(const BackwardWork& work) {
     const int batch = p.is_varlen() ? 0 : work.b, group = static_cast<int>(p.group_size());
     const int key = work.key_start + work.key0;
-    ptx::barrier_wait(&s.keys_empty[keys.stage], keys.parity ^ 1);
+    ptx::barrier_wait(&shared.keys_empty[keys.stage], keys.parity ^ 1);
     if (lane() == 0) {
-      load_panels(s.k[keys.stage], s.k_full[keys.stage], maps.k, key, work.hk, batch);
-      load_panels(s.v[keys.stage], s.v_full[keys.stage], maps.v, key, work.hk, batch);
+      load_panels(shared.k[keys.stage], shared.k_full[keys.stage], maps.k, key, work.hk, batch);
+      load_panels(shared.v[keys.stage], shared.v_full[keys.stage], maps.v, key, work.hk, batch);
     }
     keys.advance();
     for (QueryWalk now(work, group); now.left > 0; now.advance()) load_queries(work, now, batch);
@@ -129,242 +132,29 @@ struct BackwardLoader {
   // Rows beyond the sequence's last have weights of 0 whatever their scores are.
   __device__ void load_queries(const BackwardWork& work, const QueryWalk& now, int batch) {
     const int stage = queries.stage, row = query_start + now.m * kM;
-    ptx::barrier_wait(&s.queries_empty[stage], queries.parity ^ 1);
+    ptx::barrier_wait(&shared.queries_empty[stage], queries.parity ^ 1);
     if (lane() == 0) {
-      load_panels(s.q[stage], s.q_full[stage], maps.q, row, now.h, batch);
-      load_panels(s.dout[stage], s.dout_full[stage], maps.dout, row, now.h, batch);
+      load_panels(shared.q[stage], shared.q_full[stage], maps.q, row, now.h, batch);
+      load_panels(shared.dout[stage], shared.dout_full[stage], maps.dout, row, now.h, batch);
     }
     const int rows = work.length_q - now.m * kM;
-    const int64_t index = now.h * shared.rows + (p.is_varlen() ? 0 : work.b * p.seqlen_q) + row;
+    const int64_t index = now.h * workspace.rows + (p.is_varlen() ? 0 : work.b * p.seqlen_q) + row;
     float lse[kM / 32], delta[kM / 32];
 #pragma unroll
     for (int i = 0; i < kM / 32; ++i) {
       const bool exists = i * 32 + lane() < rows;
-      lse[i] = exists ? shared.lse[index + i * 32 + lane()] : infinity();
-      delta[i] = exists ? shared.delta[index + i * 32 + lane()] : 0.f;
+      lse[i] = exists ? workspace.lse[index + i * 32 + lane()] : infinity();
+      delta[i] = exists ? workspace.delta[index + i * 32 + lane()] : 0.f;
     }
 #pragma unroll
     for (int i = 0; i < kM / 32; ++i) {
-      s.lse[stage][i * 32 + lane()] = lse[i];
-      s.delta[stage][i * 32 + lane()] = delta[i];
+      shared.lse[stage][i * 32 + lane()] = lse[i];
+      shared.delta[stage][i * 32 + lane()] = delta[i];
     }
-    ptx::barrier_arrive(&s.q_full[stage]);  // every lane, for what it has written
+    ptx::barrier_arrive(&shared.q_full[stage]);  // every lane, for what it has written
     queries.advance();
   }
 };
-
-// --- products of a warpgroup --------------------------------------------------------------------------------------
-
-// 64 rows of a tile times all rows of another: c = rows * columns^T.
-template <int kHeadDim, class T, int kPanels, int kRows, int kColumns>
-__device__ __forceinline__ void score_product(float (&c)[kColumns / 8][4],
-                                              const T (&rows)[kPanels][kRows][kPanelColumns], int first_row,
-                                              const T (&columns)[kPanels][kColumns][kPanelColumns]) {
-  const auto a = ptx::swizzled_descriptor(&rows[0][first_row], 0), b = ptx::swizzled_descriptor(columns, 0);
-  ptx::hold(c);
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int d = 0; d < kHeadDim; d += 16) {
-    const int panel = d / kPanelColumns, step = d % kPanelColumns / 16;
-    ptx::wgmma<ptx::kMajorK, ptx::kMajorK>(c, a + panel * kRows * 8 + step * 2, b + panel * kColumns * 8 + step * 2,
-                                           d > 0, T());
-  }
-  ptx::wgmma_commit();
-}
-
-// sum += a * rows, in parts of at most 24 tiles of columns: a thread block of 512 starts with 128 registers for a
-// thread, and the compiler wants the operands of one instruction to fit in them.
-template <int N, class T, int kSteps, int kPanels, int kRows>
-__device__ __forceinline__ void accumulate(float (&sum)[N][4], const uint32_t (&a)[kSteps][4],
-                                           const T (&rows)[kPanels][kRows][kPanelColumns]) {
-  static_assert(kSteps * 16 == kRows);
-  constexpr int kParts = N > 24 ? 2 : 1, kPart = N / kParts;
-  static_assert(kParts == 1 || kPart % 8 == 0, "whole panels");
-  ptx::hold(sum);
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const auto b = ptx::swizzled_descriptor(rows[part * kPart / 8], kRows * 128);
-    auto& columns = *reinterpret_cast<float (*)[kPart][4]>(&sum[part * kPart]);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) ptx::wgmma<ptx::kMajorMN>(columns, a[step], b + step * 128, T());
-  }
-  ptx::wgmma_commit();
-}
-
-// c = a^T * rows, from shared memory: 64 columns of `a`.
-template <int N, class T, int kRows>
-__device__ __forceinline__ void transposed_product(float (&c)[N][4], const T (&a)[kRows][kPanelColumns],
-                                                   const T (&rows)[kRows][kPanelColumns]) {
-  const auto columns = ptx::swizzled_descriptor(a, 0), b = ptx::swizzled_descriptor(rows, kRows * 128);
-  ptx::hold(c);
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int step = 0; step < kRows / 16; ++step) {
-    ptx::wgmma<ptx::kMajorMN, ptx::kMajorMN>(c, columns + step * 128, b + step * 128, step > 0, T());
-  }
-  ptx::wgmma_commit();
-}
-
-// --- a warp's 16 keys and the queries of a step -------------------------------------------------------------------
-
-template <class T, int kM, bool kDropout>
-struct KeyRows {
-  using Core = TensorCore<T>;
-  static constexpr int kTiles = kM / 8, kSteps = kM / 16;
-  using Scores = float[kTiles][4];
-  using Packed = uint32_t[kSteps][4];  // as operands of products; with dropout, weights that are dropped carry a sign
-
-  static __device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
-  static __device__ __forceinline__ int t() { return threadIdx.x % 4; }
-
-  // Rows that see all of `keys` keys. Dense rows beyond the last do no harm.
-  static __device__ __forceinline__ Limits clear_rows(const AttnParams& p, const BackwardWork& work, int key0,
-                                                      int keys) {
-    Limits clear = work.mask(p).rows_of_all(key0, key0 + keys);
-    if (clear.end == work.length_q && !p.is_varlen()) clear.end += kM;
-    return clear;
-  }
-  static __device__ __forceinline__ bool is_masked(const Limits& clear, int row0) {
-    return row0 < clear.begin || row0 + kM > clear.end;
-  }
-
-  // Scores become weights. key: this warp's first.
-  // Between columns n of scores it calls between(n).
-  template <class Between>
-  static __device__ __forceinline__ void weigh(Packed& weights, const Scores& scores, const AttnParams& p, float scale,
-                                               const float (&lse)[kM], const BackwardWork& work, int key, int row0,
-                                               bool masked, const Between& between) {
-    if (!masked) return weigh_part<false>(weights, scores, scale, lse, {}, between);
-    const TileMask mask = work.mask(p);
-    Limits limits[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      limits[r] = rows_that_see(mask, key + 8 * r + g());
-      limits[r].begin -= row0 + 2 * t();
-      limits[r].end -= row0 + 2 * t();
-    }
-    weigh_part<true>(weights, scores, scale, lse, limits, between);
-  }
-
-  // What the four warps of a warpgroup keep of a step, drawn by all of them together: Dropout::transposed_warps.
-  using Kept = uint32_t[kSteps][32];
-
-  // key: the warpgroup's first.
-  static __device__ __forceinline__ void draw(Kept& kept, const Dropout& dropout, int h, int key, int row0) {
-#pragma unroll 1
-    for (int step = static_cast<int>(threadIdx.x) / 32 % 4; step < kSteps; step += 4) {
-      kept[step][threadIdx.x % 32] = dropout.transposed_warps(h, key, row0 + step * 16);
-    }
-  }
-  static __device__ __forceinline__ void drop(Packed& weights, const Kept& kept, int warp) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const uint32_t even = kept[step][threadIdx.x % 32] << warp, odd = even << 4;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {  // register i: queries 8 * (i / 2), keys 8 * (i % 2)
-        const int byte = i / 2 + i % 2 * 2;
-        weights[step][i] |= ~ptx::permute_bytes(even, odd, 0x4000 + 0x1010 * byte) & 0x80008000u;
-      }
-    }
-  }
-  // The weights that dropout leaves.
-  static __device__ __forceinline__ void keep(Packed& kept, const Packed& weights) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) kept[step][i] = kDropout ? Core::not_negative(weights[step][i]) : weights[step][i];
-    }
-  }
-
-  // dP^T becomes dS^T; masked scores have no gradient, also when dP is not finite.
-  // Between columns n of scores it calls between(n).
-  template <class Between>
-  static __device__ __forceinline__ void differentiate(Scores& dscores, const Packed& weights, const float (&delta)[kM],
-                                                       bool masked, const Between& between) {
-    masked ? differentiate_part<true>(dscores, weights, delta, between)
-           : differentiate_part<false>(dscores, weights, delta, between);
-  }
-
-  static __device__ __forceinline__ void pack(Packed& packed, const Scores& scores) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const auto a = Core::from_accumulators(scores, step);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) packed[step][i] = a.x[i];
-    }
-  }
-
-  // Into panels of [keys][64 queries], from this warp's first key on.
-  template <int kKeys>
-  static __device__ __forceinline__ void store(T (&panels)[kM / kPanelColumns][kKeys][kPanelColumns], int key,
-                                               const Packed& packed) {
-    const int lane = threadIdx.x % 32, chunk = (lane / 16) ^ (lane % 8);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      T* const row = panels[step / 4][key + lane % 16];
-      ptx::stmatrix(row + (chunk ^ (step % 4 * 2)) * 8, packed[step]);
-    }
-  }
-
- private:
-  template <bool kMasked, class Between>
-  static __device__ __forceinline__ void weigh_part(Packed& weights, const Scores& scores, float scale,
-                                                    const float (&lse)[kM], const Limits (&limits)[2],
-                                                    const Between& between) {
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const float2 row_lse = *reinterpret_cast<const float2*>(&lse[n * 8 + 2 * t()]);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float x[2];
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          x[odd] = ptx::ex2(fmaf(scores[n][2 * r + odd], scale, odd ? -row_lse.y : -row_lse.x));
-          const int row = n * 8 + odd;
-          if (kMasked && (row < limits[r].begin || row >= limits[r].end)) x[odd] = 0;
-        }
-        weights[n / 2][n % 2 * 2 + r] = Core::pack(x[0], x[1]);
-      }
-      between(n);
-    }
-  }
-  template <bool kMasked, class Between>
-  static __device__ __forceinline__ void differentiate_part(Scores& dscores, const Packed& weights,
-                                                            const float (&delta)[kM], const Between& between) {
-#pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const float2 row_delta = *reinterpret_cast<const float2*>(&delta[n * 8 + 2 * t()]);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float2 pair = Core::unpack(weights[n / 2][n % 2 * 2 + r]);
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          const float weight = odd ? pair.y : pair.x;
-          float& x = dscores[n][2 * r + odd];
-          if (kDropout) x = weight >= 0 ? x : 0.f;
-          x = fabsf(weight) * (x - (odd ? row_delta.y : row_delta.x));
-          if (kMasked && weight == 0) x = 0;
-        }
-      }
-      between(n);
-    }
-  }
-};
-
-// Behind the end of a packed sequence lies another one: 0 * NaN would carry its values over. Zeroes rows from `from`
-// on; thread: of `threads` that share the work.
-template <class T, int kPanels, int kRows>
-__device__ __forceinline__ void clear_tail(T (&tile)[kPanels][kRows][kPanelColumns], int from, int thread,
-                                           int threads) {
-  const int vectors = (kRows - from) * 8;
-#pragma unroll 1
-  for (int panel = 0; panel < kPanels; ++panel) {
-    uint4* const rows = reinterpret_cast<uint4*>(tile[panel][from]);
-#pragma unroll 1
-    for (int i = thread; i < vectors; i += threads) rows[i] = make_uint4(0, 0, 0, 0);
-  }
-}
 
 // This warp's 16 rows of dk or dv.
 template <class T, int N>
@@ -381,14 +171,15 @@ __device__ __forceinline__ void store_keys(const TensorView& to, const BackwardW
 // --- on the host --------------------------------------------------------------------------------------------------
 
 template <class Kernel, class Entry>
-void launch_backward_main(Entry kernel, const AttnGradParams& p, const BackwardShared& shared) {
+void launch_backward_main(Entry kernel, const AttnGradParams& p, const BackwardWorkspace& workspace) {
   const int64_t blocks = tiles(p.seqlen_k, Kernel::kN), all = blocks * p.batch * p.heads_k;
   if (all == 0) return;
   const BackwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kM), key_map(p, p.k, p.head_dim, Kernel::kN),
                           key_map(p, p.v, p.head_dim_v, Kernel::kN), query_map(p, p.dout, p.head_dim_v, Kernel::kM)};
-  const TileGrid grid{backward_order(p, blocks, 2, Kernel::kSectionHeads), static_cast<int>(all), shared.drawn};
+  const TileGrid grid{backward_order(p, blocks, 2, Kernel::kSectionHeads), static_cast<int>(all),
+                      workspace.key_tiles_taken};
   launch(kernel, "sm90 backward", p, std::min<int64_t>(all, multiprocessors()), Kernel::kThreads,
-         static_cast<int>(sizeof(typename Kernel::Shared)), shared, maps, grid);
+         static_cast<int>(sizeof(typename Kernel::Shared)), workspace, maps, grid);
 }
 
 }  // namespace flashattn_ext::sm90

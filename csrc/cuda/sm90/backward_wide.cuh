@@ -8,11 +8,10 @@
 namespace flashattn_ext::sm90 {
 
 // How the sums of dq lie in the workspace: tiles of 16 rows, one warp's.
-template <class T, int kHeadDimension, int kChoice>
+template <class T, int kHeadDimension>
 struct WideQuerySums {
   using Element = T;
-  static constexpr int kM = backward_tile<kHeadDimension, false, kChoice>().queries, kTileRows = 16,
-                       kHeadDim = kHeadDimension;
+  static constexpr int kM = backward_tile<kHeadDimension, false>().queries, kTileRows = 16, kHeadDim = kHeadDimension;
   static constexpr int kThreads = kGroupThreads, kSplits = 1;
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = kHeadDim / 8;
@@ -21,23 +20,26 @@ struct WideQuerySums {
   // For dq_finish_kernel, which has these four warps alone.
   static __device__ int query_row() { return threadIdx.x / 32 * 16; }
   static __device__ int query_column(int) { return 0; }
-  static __device__ float* dq_fragment(const BackwardShared& shared, int64_t tile, int, int, int c) {
-    return shared.dq + (tile + threadIdx.x / 32) * kTileFloats + c * 128;
+  static __device__ float* dq_fragment(const BackwardWorkspace& workspace, int64_t tile, int, int, int c) {
+    return workspace.dq + (tile + threadIdx.x / 32) * kTileFloats + c * 128;
   }
 };
 
-template <class T, int kHeadDim, bool kDropout, int kChoice>
+template <class T, int kHeadDim, bool kDropout>
 struct WideBackward {
   using Work = BackwardWork;
-  using Sums = WideQuerySums<T, kHeadDim, kChoice>;
-  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout, kChoice>();
+  using Sums = WideQuerySums<T, kHeadDim>;
+  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout>();
   static constexpr WideRegisterBudget kRegisters = kWideBackwardRegisters;
   static constexpr int kM = kTile.queries, kN = kTile.keys, kStages = kTile.stages, kKeyStages = kTile.key_stages;
   static constexpr int kWorkStages = 2, kBuffers = 2;  // of weights and dS^T
-  static constexpr int kThreads = 4 * kGroupThreads, kGroupWarps = 4, kTurns = 1;
+  static constexpr int kThreads = 4 * kGroupThreads, kGroupWarps = 4, kDqParts = 1;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns, kColumnTiles = kHeadDim / 8;
   static constexpr int kSectionHeads = 1;  // more read too much at once
-  using Rows = KeyRows<T, kM, kDropout>;
+  // A thread block of 512 starts with 128 registers for a thread, and the compiler wants the operands of one
+  // instruction to fit in them.
+  static constexpr int kMostTiles = 24;
+  using Scores = PackedScores<T, kM, kDropout>;
 
   // 128-byte rows, swizzled by TMA, in panels of 64 columns.
   struct Shared {
@@ -48,7 +50,7 @@ struct WideBackward {
     T dscores[kBuffers][1][kN][kPanelColumns];        // dS^T: [keys][queries]
     uint4 weights[kBuffers][kM / 16][kGroupThreads];  // as they lie in registers
     float lse[kStages][kM], delta[kStages][kM];
-    typename Rows::Kept kept[kDropout ? kBuffers : 0];
+    typename Scores::Kept kept[kDropout ? kBuffers : 0];
     Work work[kWorkStages];
     ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
     ptx::Barrier q_full[kStages], dout_full[kStages], queries_empty[kStages];
@@ -57,88 +59,90 @@ struct WideBackward {
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
 
-  static __device__ void init(Shared& s, const AttnGradParams&) {
+  static __device__ void init(Shared& shared, const AttnGradParams&) {
     for (int i = 0; i < kKeyStages; ++i) {
-      ptx::barrier_init(&s.k_full[i], 1);
-      ptx::barrier_init(&s.v_full[i], 1);
-      ptx::barrier_init(&s.keys_empty[i], 3 * kGroupWarps);
+      ptx::barrier_init(&shared.k_full[i], 1);
+      ptx::barrier_init(&shared.v_full[i], 1);
+      ptx::barrier_init(&shared.keys_empty[i], 3 * kGroupWarps);
     }
     for (int i = 0; i < kStages; ++i) {
-      ptx::barrier_init(&s.q_full[i], kLoaderArrivals);
-      ptx::barrier_init(&s.dout_full[i], 1);
-      ptx::barrier_init(&s.queries_empty[i], 2 * kGroupThreads);
+      ptx::barrier_init(&shared.q_full[i], kLoaderArrivals);
+      ptx::barrier_init(&shared.dout_full[i], 1);
+      ptx::barrier_init(&shared.queries_empty[i], 2 * kGroupThreads);
     }
     for (int i = 0; i < kBuffers; ++i) {
-      for (ptx::Barrier* barrier : {&s.weights_full[i], &s.weights_empty[i], &s.dscores_full[i], &s.dscores_empty[i]}) {
+      for (ptx::Barrier* barrier :
+           {&shared.weights_full[i], &shared.weights_empty[i], &shared.dscores_full[i], &shared.dscores_empty[i]}) {
         ptx::barrier_init(barrier, kGroupThreads);
       }
     }
     for (int i = 0; i < kWorkStages; ++i) {
-      ptx::barrier_init(&s.work_full[i], 1);
-      ptx::barrier_init(&s.work_empty[i], 3 * kGroupThreads);
+      ptx::barrier_init(&shared.work_full[i], 1);
+      ptx::barrier_init(&shared.work_empty[i], 3 * kGroupThreads);
     }
   }
 
-  static __device__ void run(Shared& s, const AttnGradParams& p, const BackwardShared& shared, const BackwardMaps& maps,
-                             const TileGrid& grid) {
+  static __device__ void run(Shared& shared, const AttnGradParams& p, const BackwardWorkspace& workspace,
+                             const BackwardMaps& maps, const TileGrid& grid) {
     const int group = uniform(static_cast<int>(threadIdx.x) / kGroupThreads);
     if (group == 0) {
       ptx::give_registers<kRegisters.loader>();
-      if (threadIdx.x < 32) BackwardLoader<WideBackward>{s, p, shared, maps}.load_tiles(grid);
+      if (threadIdx.x < 32) BackwardLoader<WideBackward>{shared, p, workspace, maps}.load_tiles(grid);
     } else if (group == 1) {
       ptx::take_registers<kRegisters.keys>();
-      Values(s, p, shared, group).compute_tiles();
+      Values(shared, p, workspace, group).compute_tiles();
     } else if (group == 2) {
       ptx::take_registers<kRegisters.keys>();
-      Keys(s, p, shared, group).compute_tiles();
+      Keys(shared, p, workspace, group).compute_tiles();
     } else {
       ptx::give_registers<kRegisters.queries>();
-      Queries(s, p, shared, group).compute_tiles();
+      Queries(shared, p, workspace, group).compute_tiles();
     }
   }
 
   // What the three warpgroups have in common.
   struct Group {
-    Shared& s;
+    Shared& shared;
     const AttnGradParams& p;
-    const BackwardShared& shared;
+    const BackwardWorkspace& workspace;
     const int group, warp_key;  // first of this warp's 16 keys (or queries), within the tile
-    Place<kWorkStages> works;
-    Place<kKeyStages> keys;
-    Place<kStages> queries;
-    Place<kBuffers> weights_at, dscores_at;
+    RingPosition<kWorkStages> works;
+    RingPosition<kKeyStages> keys;
+    RingPosition<kStages> queries;
+    RingPosition<kBuffers> weights_at, dscores_at;
 
-    __device__ __forceinline__ Group(Shared& memory, const AttnGradParams& params, const BackwardShared& all, int group)
-        : s(memory),
+    __device__ __forceinline__ Group(Shared& shared, const AttnGradParams& params, const BackwardWorkspace& workspace,
+                                     int group)
+        : shared(shared),
           p(params),
-          shared(all),
+          workspace(workspace),
           group(group),
           warp_key(uniform(static_cast<int>(threadIdx.x) / 32 % kGroupWarps) * 16) {}
 
     static __device__ __forceinline__ int thread() { return threadIdx.x % kGroupThreads; }
     __device__ __forceinline__ const Work* receive() {
-      ptx::barrier_wait(&s.work_full[works.stage], works.parity);
-      const Work* const work = &s.work[works.stage];
+      ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
+      const Work* const work = &shared.work[works.stage];
       return uniform(work->exists()) ? work : nullptr;
     }
     __device__ __forceinline__ void end_work() {
-      ptx::barrier_arrive(&s.work_empty[works.stage]);
+      ptx::barrier_arrive(&shared.work_empty[works.stage]);
       works.advance();
     }
-    __device__ __forceinline__ Limits clear_rows(const Work& work) const {
-      const Limits clear = Rows::clear_rows(p, work, work.key0, kN);
-      return {uniform(clear.begin), uniform(clear.end)};
+    __device__ __forceinline__ Limits unmasked_queries(const Work& work) const {
+      const Limits unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0, kN);
+      return {uniform(unmasked.begin), uniform(unmasked.end)};
     }
-    __device__ __forceinline__ void end_queries(int stage) { ptx::barrier_arrive(&s.queries_empty[stage]); }
+    __device__ __forceinline__ void end_queries(int stage) { ptx::barrier_arrive(&shared.queries_empty[stage]); }
     __device__ __forceinline__ void end_keys() {
-      release(s.keys_empty[keys.stage]);
+      release(shared.keys_empty[keys.stage]);
       keys.advance();
     }
-    // Rows from `from` on lie behind the end of a packed sequence; this warpgroup alone needs them to be zero.
+    // Scores from `from` on lie behind the end of a packed sequence; this warpgroup alone needs them to be zero.
     template <int kRows>
     __device__ __forceinline__ void clear(T (&tile)[kPanels][kRows][kPanelColumns], int from) const {
       if (from >= kRows || !p.is_varlen()) return;
-      clear_tail(tile, from, thread(), kGroupThreads);
+      clear_rows(tile, from, thread(), kGroupThreads);
       ptx::fence_async_shared();
       ptx::named_barrier_sync(group, kGroupThreads);
     }
@@ -146,15 +150,15 @@ struct WideBackward {
 
   // P^T, and dv = P^T dO.
   struct Values : Group {
-    using Group::s, Group::p, Group::shared, Group::keys, Group::queries, Group::weights_at, Group::warp_key;
+    using Group::shared, Group::p, Group::workspace, Group::keys, Group::queries, Group::weights_at, Group::warp_key;
     Dropout dropout;
     int drawn = 0;  // buffer of what is kept
     float dv[kColumnTiles][4];
-    typename Rows::Packed weights;
+    typename Scores::Packed weights;
 
-    __device__ __forceinline__ Values(Shared& memory, const AttnGradParams& params, const BackwardShared& all,
+    __device__ __forceinline__ Values(Shared& shared, const AttnGradParams& params, const BackwardWorkspace& workspace,
                                       int group)
-        : Group(memory, params, all, group), dropout(kDropout ? Dropout(params, 0) : Dropout()) {}
+        : Group(shared, params, workspace, group), dropout(kDropout ? Dropout(params, 0) : Dropout()) {}
 
     __device__ __forceinline__ void compute_tiles() {
       while (const Work* const work = this->receive()) {
@@ -165,16 +169,16 @@ struct WideBackward {
           for (int e = 0; e < 4; ++e) dv[c][e] = 0;
         }
         if (uniform(work->tiles) > 0) walk_queries(*work);
-        store_keys<T>(p.dv, *work, work->key0 + warp_key, dv, shared.keep_scale, p.head_dim_v);
+        store_keys<T>(p.dv, *work, work->key0 + warp_key, dv, workspace.keep_scale, p.head_dim_v);
         this->end_work();
       }
     }
 
     __device__ __forceinline__ void walk_queries(const Work& work) {
-      const Limits clear = this->clear_rows(work);
+      const Limits unmasked = this->unmasked_queries(work);
       QueryWalk now(work, static_cast<int>(p.group_size()));
-      ptx::barrier_wait(&s.k_full[keys.stage], keys.parity);
-      weigh_next(work, now, clear);
+      ptx::barrier_wait(&shared.k_full[keys.stage], keys.parity);
+      weigh_next(work, now, unmasked);
       while (now.left > 1) {
         const int stage = queries.stage;
         start_values(work, now);
@@ -183,7 +187,7 @@ struct WideBackward {
         this->end_queries(stage);
         queries.advance();
         now.advance();
-        weigh_next(work, now, clear);
+        weigh_next(work, now, unmasked);
       }
       start_values(work, now);
       ptx::wgmma_wait<0>();
@@ -193,49 +197,50 @@ struct WideBackward {
       this->end_keys();
     }
 
-    __device__ __forceinline__ void weigh_next(const Work& work, const QueryWalk& now, const Limits& clear) {
+    __device__ __forceinline__ void weigh_next(const Work& work, const QueryWalk& now, const Limits& unmasked) {
       float scores[kM / 8][4];
-      ptx::barrier_wait(&s.q_full[queries.stage], queries.parity);
-      score_product<kHeadDim>(scores, s.k[keys.stage], 0, s.q[queries.stage]);
+      ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
+      score_product<kHeadDim>(scores, shared.k[keys.stage], 0, shared.q[queries.stage]);
       const int row0 = now.m * kM, key = work.key0 + warp_key;
-      if constexpr (kDropout) Rows::draw(s.kept[drawn], dropout, now.h, work.key0, row0);
+      if constexpr (kDropout) Scores::draw(shared.kept[drawn], dropout, now.h, work.key0, row0);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
-      Rows::weigh(weights, scores, p, shared.score_scale, s.lse[queries.stage], work, key, row0,
-                  Rows::is_masked(clear, row0), [](int) {});
+      Scores::weigh(
+          weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
+          [&] { return work.mask(p); }, row0, key, [](int) {});
       if constexpr (kDropout) {
         // The other buffer is free: all warps have passed this place since they read it.
         ptx::named_barrier_sync(this->group, kGroupThreads);
-        Rows::drop(weights, s.kept[drawn], warp_key / 16);
+        Scores::drop(weights, shared.kept[drawn], warp_key / 16);
         drawn ^= 1;
       }
     }
 
     // Hands the weights on, and issues dv += P^T dO.
     __device__ __forceinline__ void start_values(const Work& work, const QueryWalk& now) {
-      ptx::barrier_wait(&s.weights_empty[weights_at.stage], weights_at.parity ^ 1);
+      ptx::barrier_wait(&shared.weights_empty[weights_at.stage], weights_at.parity ^ 1);
 #pragma unroll
       for (int step = 0; step < kM / 16; ++step) {
-        s.weights[weights_at.stage][step][this->thread()] =
+        shared.weights[weights_at.stage][step][this->thread()] =
             make_uint4(weights[step][0], weights[step][1], weights[step][2], weights[step][3]);
       }
-      ptx::barrier_arrive(&s.weights_full[weights_at.stage]);
+      ptx::barrier_arrive(&shared.weights_full[weights_at.stage]);
       weights_at.advance();
-      ptx::barrier_wait(&s.dout_full[queries.stage], queries.parity);
-      this->clear(s.dout[queries.stage], work.length_q - now.m * kM);
+      ptx::barrier_wait(&shared.dout_full[queries.stage], queries.parity);
+      this->clear(shared.dout[queries.stage], work.length_q - now.m * kM);
       if constexpr (kDropout) {
-        typename Rows::Packed kept;
-        Rows::keep(kept, weights);
-        accumulate(dv, kept, s.dout[queries.stage]);
+        typename Scores::Packed kept;
+        Scores::keep(kept, weights);
+        accumulate<kMostTiles>(dv, kept, shared.dout[queries.stage]);
       } else {
-        accumulate(dv, weights, s.dout[queries.stage]);
+        accumulate<kMostTiles>(dv, weights, shared.dout[queries.stage]);
       }
     }
   };
 
   // dS^T = P^T (dP^T - delta), and dk = dS^T Q.
   struct Keys : Group {
-    using Group::s, Group::p, Group::shared, Group::keys, Group::queries, Group::weights_at, Group::dscores_at,
+    using Group::shared, Group::p, Group::workspace, Group::keys, Group::queries, Group::weights_at, Group::dscores_at,
         Group::warp_key;
     float dk[kColumnTiles][4];
 
@@ -249,22 +254,22 @@ struct WideBackward {
           for (int e = 0; e < 4; ++e) dk[c][e] = 0;
         }
         if (uniform(work->tiles) > 0) walk_queries(*work);
-        store_keys<T>(p.dk, *work, work->key0 + warp_key, dk, shared.gradient_scale, p.head_dim);
+        store_keys<T>(p.dk, *work, work->key0 + warp_key, dk, workspace.gradient_scale, p.head_dim);
         this->end_work();
       }
     }
 
     __device__ __forceinline__ void walk_queries(const Work& work) {
-      const Limits clear = this->clear_rows(work);
+      const Limits unmasked = this->unmasked_queries(work);
       QueryWalk now(work, static_cast<int>(p.group_size()));
       float dscores[kM / 8][4];
-      ptx::barrier_wait(&s.v_full[keys.stage], keys.parity);
+      ptx::barrier_wait(&shared.v_full[keys.stage], keys.parity);
       start_scores(dscores);
       ptx::wgmma_wait<0>();
       ptx::hold(dscores);
       while (now.left > 1) {
         const int stage = queries.stage;
-        start_keys(dscores, work, now, clear);
+        start_keys(dscores, work, now, unmasked);
         ptx::wgmma_wait<0>();
         ptx::hold(dk);
         this->end_queries(stage);
@@ -274,7 +279,7 @@ struct WideBackward {
         ptx::hold(dscores);
         now.advance();
       }
-      start_keys(dscores, work, now, clear);
+      start_keys(dscores, work, now, unmasked);
       ptx::wgmma_wait<0>();
       ptx::hold(dk);
       this->end_queries(queries.stage);
@@ -283,39 +288,40 @@ struct WideBackward {
     }
 
     __device__ __forceinline__ void start_scores(float (&dscores)[kM / 8][4]) {
-      ptx::barrier_wait(&s.dout_full[queries.stage], queries.parity);
-      score_product<kHeadDim>(dscores, s.v[keys.stage], 0, s.dout[queries.stage]);
+      ptx::barrier_wait(&shared.dout_full[queries.stage], queries.parity);
+      score_product<kHeadDim>(dscores, shared.v[keys.stage], 0, shared.dout[queries.stage]);
     }
 
     // Hands dS^T on, and issues dk += dS^T Q.
     __device__ __forceinline__ void start_keys(float (&dscores)[kM / 8][4], const Work& work, const QueryWalk& now,
-                                               const Limits& clear) {
-      typename Rows::Packed weights;
-      ptx::barrier_wait(&s.weights_full[weights_at.stage], weights_at.parity);
+                                               const Limits& unmasked) {
+      typename Scores::Packed weights;
+      ptx::barrier_wait(&shared.weights_full[weights_at.stage], weights_at.parity);
 #pragma unroll
       for (int step = 0; step < kM / 16; ++step) {
-        const uint4 x = s.weights[weights_at.stage][step][this->thread()];
+        const uint4 x = shared.weights[weights_at.stage][step][this->thread()];
         weights[step][0] = x.x, weights[step][1] = x.y, weights[step][2] = x.z, weights[step][3] = x.w;
       }
-      ptx::barrier_arrive(&s.weights_empty[weights_at.stage]);
+      ptx::barrier_arrive(&shared.weights_empty[weights_at.stage]);
       weights_at.advance();
-      ptx::barrier_wait(&s.q_full[queries.stage], queries.parity);
-      Rows::differentiate(dscores, weights, s.delta[queries.stage], Rows::is_masked(clear, now.m * kM), [](int) {});
-      Rows::pack(weights, dscores);
-      ptx::barrier_wait(&s.dscores_empty[dscores_at.stage], dscores_at.parity ^ 1);
-      Rows::store(s.dscores[dscores_at.stage], warp_key, weights);
+      ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
+      Scores::differentiate(dscores, weights, shared.delta[queries.stage], Scores::is_masked(unmasked, now.m * kM),
+                            [](int) {});
+      pack_scores<T>(weights, dscores);
+      ptx::barrier_wait(&shared.dscores_empty[dscores_at.stage], dscores_at.parity ^ 1);
+      store_panels(shared.dscores[dscores_at.stage], warp_key, weights);
       ptx::fence_async_shared();
-      ptx::barrier_arrive(&s.dscores_full[dscores_at.stage]);
+      ptx::barrier_arrive(&shared.dscores_full[dscores_at.stage]);
       dscores_at.advance();
-      this->clear(s.q[queries.stage], work.length_q - now.m * kM);
-      accumulate(dk, weights, s.q[queries.stage]);
+      this->clear(shared.q[queries.stage], work.length_q - now.m * kM);
+      accumulate<kMostTiles>(dk, weights, shared.q[queries.stage]);
     }
   };
 
   // dq = dS K, 64 columns at a time.
   struct Queries : Group {
     using Group::Group;
-    using Group::s, Group::p, Group::shared, Group::keys, Group::dscores_at, Group::warp_key;
+    using Group::shared, Group::p, Group::workspace, Group::keys, Group::dscores_at, Group::warp_key;
 
     __device__ __forceinline__ void compute_tiles() {
       while (const Work* const work = this->receive()) {
@@ -325,18 +331,21 @@ struct WideBackward {
     }
 
     __device__ __forceinline__ void walk_queries(const Work& work) {
-      ptx::barrier_wait(&s.k_full[keys.stage], keys.parity);
-      this->clear(s.k[keys.stage], work.length_k - work.key0);
+      ptx::barrier_wait(&shared.k_full[keys.stage], keys.parity);
+      this->clear(shared.k[keys.stage], work.length_k - work.key0);
       for (QueryWalk now(work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
-        const int64_t tile = now.h * shared.tiles + work.first_tile + now.m * (kM / Sums::kTileRows);
-        // Rows beyond the last have no place in the workspace.
+        const int64_t tile = now.h * workspace.tiles + work.first_tile + now.m * (kM / Sums::kTileRows);
+        // Scores beyond the last have no place in the workspace.
         const bool exists = now.m * kM + warp_key < work.length_q;
-        float* const to = shared.dq + (tile + warp_key / 16) * Sums::kTileFloats;
-        ptx::barrier_wait(&s.dscores_full[dscores_at.stage], dscores_at.parity);
-        start_turn(work, now, tile);
+        float* const to = workspace.dq + (tile + warp_key / 16) * Sums::kTileFloats;
+        ptx::barrier_wait(&shared.dscores_full[dscores_at.stage], dscores_at.parity);
+        const DqOrder order{workspace.dq_added + tile, this->thread() == 0,
+                            [&] { return key_tiles_before(work.mask(p), work.n, kN, now.m * kM, kM); },
+                            [&] { ptx::named_barrier_sync(this->group, kGroupThreads); }};
+        if (p.deterministic) order.await_earlier_keys();
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) add_panel(panel, exists ? to : nullptr);
-        end_turn(work, now, tile);
+        if (p.deterministic) order.admit_later_keys();
         dscores_at.advance();
       }
       this->end_keys();
@@ -344,35 +353,15 @@ struct WideBackward {
 
     __device__ __forceinline__ void add_panel(int panel, float* to) {
       float dq[8][4];
-      transposed_product(dq, s.dscores[dscores_at.stage][0], s.k[keys.stage][panel]);
+      transposed_product(dq, shared.dscores[dscores_at.stage][0], shared.k[keys.stage][panel]);
       ptx::wgmma_wait<0>();
       ptx::hold(dq);
-      if (panel == kPanels - 1) ptx::barrier_arrive(&s.dscores_empty[dscores_at.stage]);
+      if (panel == kPanels - 1) ptx::barrier_arrive(&shared.dscores_empty[dscores_at.stage]);
 #pragma unroll
       for (int c = 0; c < 8; ++c) {
         const int column = panel * 8 + c;
         if (column < kColumnTiles) ptx::add_fragment_if(to != nullptr, to + column * 128, dq[c]);
       }
-    }
-
-    // When the sums of dq have to be deterministic, key tiles take turns at adding to them.
-    __device__ __forceinline__ int turn(const Work& work, const QueryWalk& now) const {
-      const int row0 = now.m * kM;
-      return work.n - work.mask(p).keys_of(row0, min(row0 + kM, work.length_q)).begin / kN;
-    }
-    __device__ __forceinline__ void start_turn(const Work& work, const QueryWalk& now, int64_t tile) const {
-      if (!p.deterministic) return;
-      if (this->thread() == 0) {
-        const int mine = turn(work, now);
-        while (ptx::load_acquire(shared.turns + tile) != mine) __nanosleep(64);
-      }
-      ptx::named_barrier_sync(this->group, kGroupThreads);
-    }
-    __device__ __forceinline__ void end_turn(const Work& work, const QueryWalk& now, int64_t tile) const {
-      if (!p.deterministic) return;
-      __threadfence();
-      ptx::named_barrier_sync(this->group, kGroupThreads);
-      if (this->thread() == 0) ptx::store_release(shared.turns + tile, turn(work, now) + 1);
     }
   };
 };

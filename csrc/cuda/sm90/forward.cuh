@@ -4,12 +4,13 @@
 // warpgroups take turns at issuing products, so that one's softmax runs under another's too. docs/sm90_forward.md.
 #pragma once
 
-#include "../common/keep.cuh"
 #include "../common/launch.cuh"
-#include "../common/rows.cuh"
+#include "../common/ring.cuh"
+#include "../common/scores.cuh"
+#include "../common/store_row.cuh"
 #include "../common/tensor_map.h"
-#include "../ptx/wgmma.cuh"
-#include "pipeline.cuh"
+#include "../common/tile_order.cuh"
+#include "products.cuh"
 #include "tiles.h"
 
 namespace flashattn_ext::sm90 {
@@ -18,9 +19,10 @@ struct ForwardMaps {
   CUtensorMap q, k, v;
 };
 
-template <class T, int kHeadDim, bool kDropout, int kChoice>
+template <class T, int kHeadDim, bool kDropout>
 struct Forward {
-  static constexpr ForwardTile kTile = forward_tile<kHeadDim, kDropout, kChoice>();
+  using Score = PlainScore<float, true>;
+  static constexpr ForwardTile kTile = forward_tile<kHeadDim, kDropout>();
   static constexpr RegisterBudget kRegisters = register_budget(kTile.groups);
   static constexpr int kGroups = kTile.groups, kM = kTile.queries(), kN = kTile.keys;
   static constexpr int kStages = kTile.stages;
@@ -57,17 +59,17 @@ struct Forward {
   // --- the warp that loads ----------------------------------------------------------------------------------------
 
   struct Loader {
-    Shared& s;
+    Shared& shared;
     const AttnParams& p;
     const ForwardMaps& maps;
-    Place<kStages> k, v;
+    RingPosition<kStages> k, v;
     uint32_t q_parity = 0, work_parity = 0;
     int key_start = 0;
 
     __device__ void load_tiles(const TileGrid& grid) {
       const int heads = static_cast<int>(p.heads_q), all_heads = heads * static_cast<int>(p.batch);
       for (int tile = blockIdx.x; tile < grid.tiles;) {
-        const int next = grid.draw();
+        const int next = grid.take();
         const auto [head, block] = grid.index(tile, all_heads);
         // The longest tiles of causal heads come first. A sequence may be longer than the host was told: then a tile
         // stands for others too.
@@ -98,27 +100,27 @@ struct Forward {
       work.last = visible.end > visible.begin ? (visible.end - 1) / kN : work.first - 1;
     }
     __device__ void publish(const Work& work) {
-      ptx::barrier_wait(&s.work_empty, work_parity ^ 1);
-      s.work = work;
-      ptx::barrier_arrive(&s.work_full);
+      ptx::barrier_wait(&shared.work_empty, work_parity ^ 1);
+      shared.work = work;
+      ptx::barrier_arrive(&shared.work_full);
       work_parity ^= 1;
     }
 
     __device__ void load_tile(const Work& work) {
       const int batch = p.is_varlen() ? 0 : work.b, hk = work.h / static_cast<int>(p.group_size());
       auto load_keys = [&](int n) {
-        ptx::barrier_wait(&s.k_empty[k.stage], k.parity ^ 1);
-        load_panels(s.k[k.stage], s.k_full[k.stage], maps.k, key_start + n * kN, hk, batch);
+        ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
+        load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, key_start + n * kN, hk, batch);
         k.advance();
       };
       load_keys(work.last);
-      ptx::barrier_wait(&s.q_empty, q_parity ^ 1);
-      load_panels(s.q, s.q_full, maps.q, work.query_start + work.row0, work.h, batch);
+      ptx::barrier_wait(&shared.q_empty, q_parity ^ 1);
+      load_panels(shared.q, shared.q_full, maps.q, work.query_start + work.row0, work.h, batch);
       q_parity ^= 1;
       for (int n = work.last; n >= work.first; --n) {
         if (n > work.first) load_keys(n - 1);
-        ptx::barrier_wait(&s.v_empty[v.stage], v.parity ^ 1);
-        load_panels(s.v[v.stage], s.v_full[v.stage], maps.v, key_start + n * kN, hk, batch);
+        ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
+        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + n * kN, hk, batch);
         v.advance();
       }
     }
@@ -126,25 +128,24 @@ struct Forward {
 
   // --- the warpgroups that compute --------------------------------------------------------------------------------
 
-  Shared& s;
+  Shared& shared;
   const AttnParams& p;
   const int group, warp_row;  // first of this warp's 16 rows, within the tile
-  const float scale;
-  const bool negative_scale;
+  const Score& score;
   uint32_t q_parity = 0, work_parity = 0, tail_parity = 0;
-  Place<kStages> k, v;
+  RingPosition<kStages> k, v;
   float scores[kScoreTiles][4], out[kOutTiles][4];
   uint32_t weights[kSteps][4];
   uint32_t signs[kDropout ? kSteps : 4][2];  // Dropout::packed_signs
-  float max[2], sum[2], shrink[2];           // max in units of log2
+  OnlineSoftmax rows;
+  float shrink[2];  // what `out` is to be multiplied with before the next values
 
-  __device__ Forward(Shared& shared, const AttnParams& params, int group)
-      : s(shared),
+  __device__ Forward(Shared& shared, const AttnParams& params, const Score& score, int group)
+      : shared(shared),
         p(params),
         group(group),
         warp_row(uniform(static_cast<int>(threadIdx.x) / 32 - 4) * 16),
-        scale(log2_scale(params.softmax_scale)),
-        negative_scale(std::signbit(params.softmax_scale)) {}
+        score(score) {}
 
   static __device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
   static __device__ __forceinline__ int t() { return threadIdx.x % 4; }
@@ -161,11 +162,11 @@ struct Forward {
   }
 
   __device__ __forceinline__ Work receive() {
-    ptx::barrier_wait(&s.work_full, work_parity);
+    ptx::barrier_wait(&shared.work_full, work_parity);
     work_parity ^= 1;
     Work work{};
-    if (threadIdx.x % 32 == 0) work = s.work;
-    release(s.work_empty);
+    if (threadIdx.x % 32 == 0) work = shared.work;
+    release(shared.work_empty);
     for (int* field :
          {&work.b, &work.h, &work.row0, &work.first, &work.last, &work.query_start, &work.length_q, &work.length_k}) {
       *field = uniform(*field);
@@ -186,7 +187,7 @@ struct Forward {
     const Limits own = own_tiles(work);
     int n = work.last;
     for (; n >= own.end; --n) skip_step(work, n);
-    ptx::barrier_wait(&s.q_full, q_parity);
+    ptx::barrier_wait(&shared.q_full, q_parity);
     n >= own.begin ? compute_steps(work, own, dropout) : end_queries();
     for (n = min(n, own.begin - 1); n >= work.first; --n) skip_step(work, n);
   }
@@ -197,9 +198,9 @@ struct Forward {
     const int row = work.row0 + warp_row;
     const Limits clear{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
     int n = own.end - 1;
-    ptx::barrier_wait(&s.k_full[k.stage], k.parity);
+    ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
     take_turn();
-    score_product();
+    score_product<kHeadDim>(scores, shared.q, group * 64, shared.k[k.stage]);
     give_turn(group);
     draw_signs(work, n, dropout);
     ptx::wgmma_wait<0>();
@@ -210,11 +211,11 @@ struct Forward {
     if (n == work.last) clear_tail(work);
     if (n > own.begin) {
       for (--n;; --n) {
-        ptx::barrier_wait(&s.k_full[k.stage], k.parity);
+        ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
         take_turn();
-        score_product();
-        ptx::barrier_wait(&s.v_full[v.stage], v.parity);
-        value_product();
+        score_product<kHeadDim>(scores, shared.q, group * 64, shared.k[k.stage]);
+        ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
+        accumulate(out, weights, shared.v[v.stage]);
         give_turn(group);
         draw_signs(work, n, dropout);
         ptx::wgmma_wait<1>();
@@ -229,18 +230,18 @@ struct Forward {
       }
       end_step();
     }
-    ptx::barrier_wait(&s.v_full[v.stage], v.parity);
-    value_product();
+    ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
+    accumulate(out, weights, shared.v[v.stage]);
     end_values();
   }
 
   __device__ __forceinline__ void end_keys(bool last_of_tile) {
-    release(s.k_empty[k.stage]);
+    release(shared.k_empty[k.stage]);
     k.advance();
     if (last_of_tile) end_queries();
   }
   __device__ __forceinline__ void end_queries() {
-    release(s.q_empty);
+    release(shared.q_empty);
     q_parity ^= 1;
   }
 
@@ -249,10 +250,10 @@ struct Forward {
     take_turn();
     give_turn(group);
     if (n == work.last) clear_tail(work);
-    ptx::barrier_wait(&s.k_full[k.stage], k.parity);
-    ptx::barrier_wait(&s.v_full[v.stage], v.parity);
-    release(s.k_empty[k.stage]);
-    release(s.v_empty[v.stage]);
+    ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
+    ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
+    release(shared.k_empty[k.stage]);
+    release(shared.v_empty[v.stage]);
     k.advance();
     v.advance();
   }
@@ -272,47 +273,11 @@ struct Forward {
 #pragma unroll
       for (int e = 0; e < 4; ++e) out[n][e] = 0;
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      max[r] = sink;
-      sum[r] = t() == 0 && sink > -infinity() ? 1.f : 0.f;
-    }
-  }
-
-  // scores = Q K^T
-  __device__ __forceinline__ void score_product() {
-    const uint64_t a = ptx::swizzled_descriptor(&s.q[0][group * 64], 0);
-    const uint64_t b = ptx::swizzled_descriptor(s.k[k.stage], 0);
-    ptx::hold(scores);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int d = 0; d < kHeadDim; d += 16) {
-      const int panel = d / kPanelColumns, step = d % kPanelColumns / 16;
-      ptx::wgmma<ptx::kMajorK, ptx::kMajorK>(scores, a + panel * kM * 8 + step * 2, b + panel * kN * 8 + step * 2,
-                                             d > 0, T());
-    }
-    ptx::wgmma_commit();
-  }
-
-  // out += P V
-  __device__ __forceinline__ void value_product() {
-    const uint64_t b = ptx::swizzled_descriptor(s.v[v.stage], kN * 128);
-    ptx::hold(out);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      ptx::wgmma<ptx::kMajorMN>(out, weights[step], b + step * 128, T());
-    }
-    ptx::wgmma_commit();
+    rows.start(sink);
   }
 
   __device__ __forceinline__ void pack_weights() {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const auto a = TensorCore<T>::from_accumulators(scores, step);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) weights[step][i] = a.x[i];
-    }
+    pack_scores<T>(weights, scores);
     if constexpr (kDropout) Dropout::drop_packed(weights, signs);
   }
 
@@ -329,80 +294,23 @@ struct Forward {
   __device__ __forceinline__ void clear_tail(const Work& work) {
     const int from = work.length_k - work.last * kN;
     if (from >= kN || !p.is_varlen()) return;
-    ptx::barrier_wait(&s.v_full[v.stage], v.parity);
-    const int vectors = (kN - from) * 8, thread = threadIdx.x - kGroupThreads;
-    for (int panel = 0; panel < kPanels; ++panel) {
-      uint4* const rows = reinterpret_cast<uint4*>(s.v[v.stage][panel][from]);
-      for (int i = thread; i < vectors; i += kGroups * kGroupThreads) rows[i] = make_uint4(0, 0, 0, 0);
-    }
+    ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
+    clear_rows(shared.v[v.stage], from, threadIdx.x - kGroupThreads, kGroups * kGroupThreads);
     ptx::fence_async_shared();
     __syncwarp();
-    release(s.tail_cleared);
-    ptx::barrier_wait(&s.tail_cleared, tail_parity);
+    release(shared.tail_cleared);
+    ptx::barrier_wait(&shared.tail_cleared, tail_parity);
     tail_parity ^= 1;
-  }
-
-  // Keys below `from` and from `to` on are not seen; each side costs a comparison for every score.
-  template <bool kLeft>
-  __device__ __forceinline__ void mask_side(int r, int limit) {
-#pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n) {
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const int key = n * 8 + odd;
-        if (kLeft ? key < limit : key >= limit) scores[n][2 * r + odd] = -infinity();
-      }
-    }
-  }
-  __device__ __forceinline__ void apply_mask(const TileMask& mask, const Limits& clear, int row, int key0) {
-    const Limits limits[2] = {mask.keys_of(row, row + 1), mask.keys_of(row + 8, row + 9)};
-    const int thread_key = key0 + 2 * t();
-    if (key0 < clear.begin) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) mask_side<true>(r, limits[r].begin - thread_key);
-    }
-    if (key0 + kN > clear.end) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) mask_side<false>(r, limits[r].end - thread_key);
-    }
   }
 
   // Scores become exp(score - max), and `shrink` what is to be multiplied to all that was summed up before.
   __device__ __forceinline__ void softmax(const Work& work, int n, const Limits& clear) {
-    const int row = work.row0 + warp_row, key0 = n * kN;
-    if (negative_scale) {
-#pragma unroll
-      for (int i = 0; i < kScoreTiles; ++i) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) scores[i][e] = -scores[i][e];
-      }
-    }
-    if (key0 < clear.begin || key0 + kN > clear.end) apply_mask(work.mask(p), clear, row + g(), key0);
-    float offset[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float largest = scores[0][2 * r];
-#pragma unroll
-      for (int i = 0; i < kScoreTiles; ++i) {
-        largest = fmaxf(largest, fmaxf(scores[i][2 * r], scores[i][2 * r + 1]));
-      }
-      shrink[r] = raise_max(&max[r], quad_max(largest) * scale);
-      offset[r] = finite_max(max[r]);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float part = 0;
-#pragma unroll
-      for (int i = 0; i < kScoreTiles; ++i) {
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          float& x = scores[i][2 * r + odd];
-          x = ptx::ex2(fmaf(x, scale, -offset[r]));
-          part += x;
-        }
-      }
-      sum[r] = sum[r] * shrink[r] + part;
-    }
+    auto& x = reinterpret_cast<float (&)[1][kScoreTiles][4]>(scores);
+    const int row = work.row0 + warp_row + g(), key0 = n * kN, key = key0 + 2 * t();
+    store_scores(x, score);
+    if (key0 < clear.begin) hide_keys<true, false>(x, work.mask(p), row, key);
+    if (key0 + kN > clear.end) hide_keys<false, true>(x, work.mask(p), row, key);
+    rows.weigh(scores, score, kTolerance, [&](const float (&s)[2]) { shrink[0] = s[0], shrink[1] = s[1]; });
   }
 
   __device__ __forceinline__ void end_step() {
@@ -419,7 +327,7 @@ struct Forward {
   __device__ __forceinline__ void end_values() {
     ptx::wgmma_wait<0>();
     ptx::hold(out);
-    release(s.v_empty[v.stage]);
+    release(shared.v_empty[v.stage]);
     v.advance();
   }
 
@@ -428,11 +336,12 @@ struct Forward {
     const int row = work.row0 + warp_row + g();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float total = quad_sum(sum[r]);
+      const float total = quad_sum(rows.sum[r]);
       const bool empty = total == 0, exists = row + 8 * r < work.length_q;
       const int64_t at = int64_t{work.query_start} + row + 8 * r;
       if (t() == 0 && exists) {
-        *row_statistic(p.lse, work.b, work.h, at) = empty ? -infinity() : (finite_max(max[r]) + log2f(total)) * kLn2;
+        *row_statistic(p.lse, work.b, work.h, at) =
+            empty ? -infinity() : (finite_max(rows.max[r]) + log2f(total)) * kLn2<float>;
       }
       store_row(row_pointer<T>(p.out, work.b, work.h, at), out, r, keep / total, empty, exists,
                 static_cast<int>(p.head_dim_v));
@@ -440,46 +349,46 @@ struct Forward {
   }
 };
 
-template <class T, int kHeadDim, bool kDropout, int kChoice>
-__global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout, kChoice>::kThreads, 1)
+template <class T, int kHeadDim, bool kDropout>
+__global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads, 1)
     forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ ForwardMaps maps,
-                   const __grid_constant__ TileGrid grid) {
+                   const __grid_constant__ TileGrid grid, const __grid_constant__ PlainScore<float, true> score) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Kernel = Forward<T, kHeadDim, kDropout, kChoice>;
+  using Kernel = Forward<T, kHeadDim, kDropout>;
   extern __shared__ __align__(1024) unsigned char memory[];
-  typename Kernel::Shared& s = *reinterpret_cast<typename Kernel::Shared*>(memory);
+  typename Kernel::Shared& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&maps.q);
     ptx::prefetch_tensor_map(&maps.k);
     ptx::prefetch_tensor_map(&maps.v);
-    ptx::barrier_init(&s.q_full, 1);
-    ptx::barrier_init(&s.q_empty, Kernel::kWarps);
+    ptx::barrier_init(&shared.q_full, 1);
+    ptx::barrier_init(&shared.q_empty, Kernel::kWarps);
     for (int i = 0; i < Kernel::kStages; ++i) {
-      ptx::barrier_init(&s.k_full[i], 1);
-      ptx::barrier_init(&s.k_empty[i], Kernel::kWarps);
-      ptx::barrier_init(&s.v_full[i], 1);
-      ptx::barrier_init(&s.v_empty[i], Kernel::kWarps);
+      ptx::barrier_init(&shared.k_full[i], 1);
+      ptx::barrier_init(&shared.k_empty[i], Kernel::kWarps);
+      ptx::barrier_init(&shared.v_full[i], 1);
+      ptx::barrier_init(&shared.v_empty[i], Kernel::kWarps);
     }
-    ptx::barrier_init(&s.work_full, 1);
-    ptx::barrier_init(&s.work_empty, Kernel::kWarps);
-    ptx::barrier_init(&s.tail_cleared, Kernel::kWarps);
+    ptx::barrier_init(&shared.work_full, 1);
+    ptx::barrier_init(&shared.work_empty, Kernel::kWarps);
+    ptx::barrier_init(&shared.tail_cleared, Kernel::kWarps);
     ptx::fence_barrier_init();
   }
   __syncthreads();
   // One warpgroup loads; it gives its registers to those that compute.
   if (threadIdx.x < kGroupThreads) {
     ptx::give_registers<Kernel::kRegisters.producer>();
-    if (threadIdx.x == 0) typename Kernel::Loader{s, p, maps}.load_tiles(grid);
+    if (threadIdx.x == 0) typename Kernel::Loader{shared, p, maps}.load_tiles(grid);
   } else {
     ptx::take_registers<Kernel::kRegisters.consumer>();
-    Kernel(s, p, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
+    Kernel(shared, p, score, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
   }
 #endif
 }
 
-template <class T, int kHeadDim, bool kDropout, int kChoice>
+template <class T, int kHeadDim, bool kDropout>
 void launch_forward(const AttnParams& p) {
-  using Kernel = Forward<T, kHeadDim, kDropout, kChoice>;
+  using Kernel = Forward<T, kHeadDim, kDropout>;
   if (p.batch * p.heads_q == 0) return;
   const ForwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kM), key_map(p, p.k, p.head_dim, Kernel::kN),
                          key_map(p, p.v, p.head_dim_v, Kernel::kN)};
@@ -490,13 +399,13 @@ void launch_forward(const AttnParams& p) {
   if (all > processors) {
     check_launch(cudaMemsetAsync(drawn, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
   }
-  launch(forward_kernel<T, kHeadDim, kDropout, kChoice>, "sm90 forward", p, std::min(all, processors), Kernel::kThreads,
-         static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid);
+  launch(forward_kernel<T, kHeadDim, kDropout>, "sm90 forward", p, std::min(all, processors), Kernel::kThreads,
+         static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));
 }
 
-template <class T, int kHeadDim, int kChoice>
+template <class T, int kHeadDim>
 void forward(const AttnParams& p) {
-  p.has_dropout() ? launch_forward<T, kHeadDim, true, kChoice>(p) : launch_forward<T, kHeadDim, false, kChoice>(p);
+  p.has_dropout() ? launch_forward<T, kHeadDim, true>(p) : launch_forward<T, kHeadDim, false>(p);
 }
 
 }  // namespace flashattn_ext::sm90

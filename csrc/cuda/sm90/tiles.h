@@ -7,6 +7,8 @@
 
 namespace flashattn_ext::sm90 {
 
+constexpr int kGroupThreads = 128;  // of a warpgroup
+
 struct ForwardTile {
   int groups;  // warpgroups that compute; each has 64 queries
   int keys;
@@ -36,10 +38,10 @@ constexpr ForwardTiles kForwardTiles[] = {
     {256, true, {{2, 64, 2}}},
 };
 
-template <int kHeadDim, bool kDropout, int kChoice>
+template <int kHeadDim, bool kDropout>
 constexpr ForwardTile forward_tile() {
   for (const ForwardTiles& row : kForwardTiles) {
-    if (row.head_dim == kHeadDim && row.dropout == kDropout) return choose(row.tiles, kChoice);
+    if (row.head_dim == kHeadDim && row.dropout == kDropout) return choose(row.tiles);
   }
   return {};
 }
@@ -74,10 +76,10 @@ constexpr BackwardTiles kBackwardTiles[] = {
     {256, true, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
 };
 
-template <int kHeadDim, bool kDropout, int kChoice>
+template <int kHeadDim, bool kDropout>
 constexpr BackwardTile backward_tile() {
   for (const BackwardTiles& row : kBackwardTiles) {
-    if (row.head_dim == kHeadDim && row.dropout == kDropout) return choose(row.tiles, kChoice);
+    if (row.head_dim == kHeadDim && row.dropout == kDropout) return choose(row.tiles);
   }
   return {};
 }

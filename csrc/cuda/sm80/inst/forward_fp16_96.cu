@@ -1,3 +1,3 @@
 #include "../forward.cuh"
 
-template void flashattn_ext::sm80::forward<__half, 96, 0>(const flashattn_ext::AttnParams&);
+template void flashattn_ext::sm80::forward<__half, 96>(const flashattn_ext::AttnParams&);

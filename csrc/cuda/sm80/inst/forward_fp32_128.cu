@@ -1,3 +1,3 @@
 #include "../forward.cuh"
 
-template void flashattn_ext::sm80::forward<float, 128, 0>(const flashattn_ext::AttnParams&);
+template void flashattn_ext::sm80::forward<float, 128>(const flashattn_ext::AttnParams&);

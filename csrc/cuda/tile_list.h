@@ -1,4 +1,4 @@
-// Tiles of the CUDA kernels other than the default ones, for measurements.
+// The tile tables of the CUDA kernels as a list, for the command line.
 #pragma once
 
 #include <string>
@@ -11,18 +11,13 @@ struct CudaTile {
   bool backward;
   int head_dim;  // the largest of its class
   bool dropout;
-  int choice = 0;  // the default one
+  int choice = 0;  // column in its row of the table: what FLASHATTN_EXT_TILE_CHOICE names, 0 by default
   int queries = 0, keys = 0;
   int stages = 0;      // of what the loop walks over: keys and values, in the backward queries and gradients
   std::string detail;  // what else a tile of the backend has, in words
 };
 
-// Those of 16-bit types that this build has: without FLASHATTN_EXT_TUNE the default ones alone.
+// All tiles of all kernels of 16-bit types, whichever of them this build has and runs.
 std::vector<CudaTile> cuda_tiles();
-
-// Which tile of a class of head dims later calls of the process run; a class that has fewer runs its default one.
-// Throws std::invalid_argument. Results may differ in their rounding.
-void force_cuda_tile(int choice);
-int forced_cuda_tile();
 
 }  // namespace flashattn_ext

@@ -1,0 +1,58 @@
+// What the stages of one backward call share: its pieces of the workspace, which is global memory, and factors.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../../dropout.h"
+#include "../../score.h"
+#include "../../seqlen.h"
+
+namespace flashattn_ext {
+
+// Arrays with a value for each row are [Hq][all rows of the call]. A tile of dq never holds rows of two sequences, so
+// that packed sequences may have one partial tile each.
+struct BackwardWorkspace {
+  float *delta, *lse;    // delta / keep_scale; lse in units of log2, +inf for rows that see nothing
+  float* dq;             // [Hq][tiles][tile_floats], in the order of the main stage's accumulators
+  int* dq_added;         // deterministic calls: [Hq][tiles][dq_parts], how many key tiles have added to a part of dq
+  int* key_tiles_taken;  // by thread blocks, beyond the first of each
+  PlainScore<float, false> score;
+  float keep_scale;      // of the weights that dropout keeps
+  float gradient_scale;  // of the sums for dq and dk
+  int64_t rows, tile_rows, tile_floats, tiles, dq_parts;
+  int64_t zeroed_bytes;  // from dq on, that the main stage adds to
+  int64_t bytes;
+
+  // The main stage chooses the tiles of dq: tile_rows rows, tile_floats floats, in dq_parts parts that are added each
+  // on its own.
+  BackwardWorkspace(const AttnGradParams& p, int64_t tile_rows, int64_t tile_floats, int64_t dq_parts)
+      : score(PlainScore<float, false>::of(p)), tile_rows(tile_rows), tile_floats(tile_floats), dq_parts(dq_parts) {
+    keep_scale = 1 / static_cast<float>(keep_probability(p.dropout_threshold));
+    gradient_scale = score.softmax_scale * keep_scale;
+    rows = p.is_varlen() ? p.total_q : p.batch * p.seqlen_q;
+    tiles = p.is_varlen() ? rows / tile_rows + p.batch : p.batch * dense_tiles(p);
+    char* next = static_cast<char*>(p.workspace);
+    auto take = [&next](int64_t size) {
+      char* piece = next;
+      next += (size + 63) / 64 * 64;
+      return piece;
+    };
+    delta = reinterpret_cast<float*>(take(p.heads_q * rows * 4));
+    lse = reinterpret_cast<float*>(take(p.heads_q * rows * 4));
+    dq = reinterpret_cast<float*>(take(p.heads_q * tiles * tile_floats * 4));
+    dq_added = reinterpret_cast<int*>(take(p.deterministic ? p.heads_q * tiles * dq_parts * 4 : 0));
+    key_tiles_taken = reinterpret_cast<int*>(take(sizeof(int)));
+    zeroed_bytes = next - reinterpret_cast<char*>(dq);
+    bytes = next - static_cast<char*>(p.workspace);
+  }
+
+  __host__ __device__ int64_t dense_tiles(const AttnParams& p) const {
+    return (p.seqlen_q + tile_rows - 1) / tile_rows;
+  }
+  // The first tile of dq of a sequence, within those of a head.
+  __device__ int64_t first_tile(const AttnParams& p, int64_t b, const Sequence& queries) const {
+    return p.is_varlen() ? queries.start / tile_rows + b : b * dense_tiles(p);
+  }
+};
+
+}  // namespace flashattn_ext

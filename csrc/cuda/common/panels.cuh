@@ -1,0 +1,48 @@
+// Tiles in shared memory as TMA writes and wgmma reads them: panels of 64 columns of 16-bit elements, whose 128-byte
+// rows are swizzled (wgmma.cuh).
+#pragma once
+
+#include "../ptx/tma.cuh"
+
+namespace flashattn_ext {
+
+constexpr int kPanelColumns = 64;
+
+// Starts copying kRows rows of all columns, from `row` of a head on; one thread calls it. `full` is the barrier that
+// the rows arrive at.
+template <class T, int kPanels, int kRows>
+__device__ __forceinline__ void load_panels(T (&to)[kPanels][kRows][kPanelColumns], ptx::Barrier& full,
+                                            const CUtensorMap& map, int row, int head, int batch) {
+  ptx::barrier_arrive_expect(&full, kPanels * kRows * kPanelColumns * static_cast<int>(sizeof(T)));
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+    ptx::tma_load(to[panel], &map, &full, panel * kPanelColumns, row, head, batch);
+  }
+}
+
+// Writes a warp's 16 rows of scores into panels of [keys][64 queries], from its first key on.
+template <class T, int kPanels, int kKeys, int kSteps>
+__device__ __forceinline__ void store_panels(T (&panels)[kPanels][kKeys][kPanelColumns], int key,
+                                             const uint32_t (&packed)[kSteps][4]) {
+  const int lane = threadIdx.x % 32, chunk = (lane / 16) ^ (lane % 8);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    T* const row = panels[step / 4][key + lane % 16];
+    ptx::stmatrix(row + (chunk ^ (step % 4 * 2)) * 8, packed[step]);
+  }
+}
+
+// Zeroes the rows from `first` on. thread: of `threads` that share the work.
+template <class T, int kPanels, int kRows>
+__device__ __forceinline__ void clear_rows(T (&tile)[kPanels][kRows][kPanelColumns], int first, int thread,
+                                           int threads) {
+  const int vectors = (kRows - first) * 8;
+#pragma unroll 1
+  for (int panel = 0; panel < kPanels; ++panel) {
+    uint4* const rows = reinterpret_cast<uint4*>(tile[panel][first]);
+#pragma unroll 1
+    for (int i = thread; i < vectors; i += threads) rows[i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+}  // namespace flashattn_ext

@@ -1,0 +1,308 @@
+// What lies between the products of attention: `weigh` makes weights of scores, `differentiate` makes dS of dP. The
+// kernels of both architectures hold tiles of scores in the same order of registers, so both call these functions, on
+// what one lane holds. score.h says what a score is, mask.h which scores are visible, dropout.h which weights are kept.
+//
+// Accumulators are those of tensor_core.cuh: of a 16x8 tile a lane holds rows g and g + 8 and columns 2t and 2t + 1,
+// with g = lane / 4 and t = lane % 4. Rows are queries in the forward and keys in the backward.
+#pragma once
+
+#include "keep.cuh"
+#include "rows.cuh"
+#include "tensor_core.cuh"
+#include "warp.cuh"
+
+namespace flashattn_ext {
+
+// Scores as A operands of steps of 16 columns, in 16 bits.
+template <class T, int kSteps, int N>
+__device__ __forceinline__ void pack_scores(uint32_t (&packed)[kSteps][4], const float (&x)[N][4]) {
+  static_assert(N == 2 * kSteps);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const auto a = TensorCore<T>::from_accumulators(x, step);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) packed[step][i] = a.x[i];
+  }
+}
+
+// --- forward: the maximum of a row is not known yet ---------------------------------------------------------------
+
+// Products become stored scores.
+template <class Score, int kRowTiles, int N>
+__device__ __forceinline__ void store_scores(float (&x)[kRowTiles][N][4], const Score& score) {
+  if (score.stores_products()) return;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[i][n][e] = score.stored(x[i][n][e]);
+    }
+  }
+}
+
+// Scores of keys that a query does not see become -inf. row, key: of this lane's first score. kBefore, kAfter: which
+// side of the keys to look at; each costs a comparison for every score.
+template <bool kBefore, bool kAfter, int kRowTiles, int N>
+__device__ __forceinline__ void hide_keys(float (&x)[kRowTiles][N][4], const TileMask& mask, int row, int key) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int query = row + 16 * i + 8 * r;
+      const Limits seen = mask.keys_of(query, query + 1);
+      const int begin = seen.begin - key, end = seen.end - key;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          const int column = n * 8 + odd;
+          if ((kBefore && column < begin) || (kAfter && column >= end)) x[i][n][2 * r + odd] = -infinity();
+        }
+      }
+    }
+  }
+}
+
+// A maximum stays as it is while no logit is further than this beyond it, in units of log2: then what was summed up
+// before need not be multiplied, and weights are at most 2^8.
+constexpr float kTolerance = 8;
+
+// The maximum of a row takes in the largest logit of a step, both in units of log2. Returns what is to be multiplied to
+// all that was summed up before.
+__device__ __forceinline__ float raise_max(float* max, float largest, float tolerance) {
+  const float before = *max, now = fmaxf(before, largest);
+  const bool stays = now - before <= tolerance;
+  *max = stays ? before : now;
+  return stays ? 1.f : ptx::ex2(before - finite_max(*max));
+}
+
+// The online softmax (Milakov and Gimelshein 2018) of rows g and g + 8 of a 16-row tile.
+struct OnlineSoftmax {
+  float max[2];     // of the logits so far, in units of log2; -inf when there were none
+  float sum[2];     // of the weights so far, as far as this lane has them
+  float shrink[2];  // what earlier sums are to be multiplied with after a step
+
+  // A sink is a logit before the first key.
+  __device__ __forceinline__ void start(float sink) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      max[r] = sink;
+      sum[r] = threadIdx.x % 4 == 0 && sink > -infinity() ? 1.f : 0.f;
+    }
+  }
+  __device__ __forceinline__ bool shrinks() const { return __any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f); }
+
+  // Stored scores become weights: exp(logit - max).
+  template <class Score, int N, class Rescale>
+  __device__ __forceinline__ void weigh(float (&x)[N][4], const Score& score, float tolerance, const Rescale& rescale) {
+    float offset[2], shrink[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float largest = x[0][2 * r];
+#pragma unroll
+      for (int n = 0; n < N; ++n) largest = fmaxf(largest, fmaxf(x[n][2 * r], x[n][2 * r + 1]));
+      shrink[r] = raise_max(&max[r], quad_max(largest) * score.factor, tolerance);
+      offset[r] = finite_max(max[r]);
+    }
+    rescale(shrink);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float part = 0;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          float& weight = x[n][2 * r + odd];
+          weight = ptx::ex2(fmaf(weight, score.factor, -offset[r]));
+          part += weight;
+        }
+      }
+      sum[r] = sum[r] * shrink[r] + part;
+    }
+  }
+};
+
+// --- backward: the log-sum-exp of a row is known; scores are transposed, rows are keys ------------------------------
+
+// lse: in units of log2; +inf makes a weight of 0.
+template <class Score>
+__device__ __forceinline__ float weigh(const Score& score, float product, float lse) {
+  return ptx::ex2(fmaf(score.stored(product), score.factor, -lse));
+}
+// dS from dP. weight: before dropout; dp: 0 where dropout has not kept it.
+__device__ __forceinline__ float differentiate(float weight, float dp, float delta) { return weight * (dp - delta); }
+
+// The queries that see each of a lane's keys, counted from the lane's first query. row, key: of the lane's first score.
+template <int kKeyTiles>
+struct SeenBy {
+  Limits limits[kKeyTiles][2];
+
+  SeenBy() = default;
+  __device__ __forceinline__ SeenBy(const TileMask& mask, int row, int key) {
+#pragma unroll
+    for (int i = 0; i < 2 * kKeyTiles; ++i) {
+      Limits& rows = limits[i / 2][i % 2];
+      rows = rows_that_see(mask, key + 8 * i);
+      rows.begin -= row;
+      rows.end -= row;
+    }
+  }
+  // Row r (g or g + 8) of key tile i.
+  __device__ __forceinline__ bool includes(int i, int r, int query) const {
+    return query >= limits[i][r].begin && query < limits[i][r].end;
+  }
+};
+
+// Products become weights with dropout applied, and dP becomes dS. lse, delta: from the lane's first query on; keep(n):
+// what dropout keeps of the query tiles n and n + 1.
+template <bool kMasked, bool kDropout, class Score, int kKeyTiles, int N, class Keep>
+__device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTiles][N][4],
+                                                        float (&dscores)[kKeyTiles][N][4], const Score& score,
+                                                        const float* lse, const float* delta,
+                                                        const SeenBy<kKeyTiles>& seen_by, const Keep& keep) {
+  Dropout::Column<kKeyTiles> kept;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    if (kDropout && n % 2 == 0) kept = keep(n);
+    const float2 row_lse = *reinterpret_cast<const float2*>(lse + n * 8);
+    const float2 row_delta = *reinterpret_cast<const float2*>(delta + n * 8);
+#pragma unroll
+    for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int odd = e % 2;
+        const bool keeps = !kDropout || kept.keeps(i, n, e);
+        const float weight = weigh(score, weights[i][n][e], odd ? row_lse.y : row_lse.x);
+        const float dp = keeps ? dscores[i][n][e] : 0.f;
+        weights[i][n][e] = keeps ? weight : 0.f;
+        dscores[i][n][e] = differentiate(weight, dp, odd ? row_delta.y : row_delta.x);
+        if (kMasked) {  // a masked score has no gradient, also when dP is not finite
+          const bool visible = seen_by.includes(i, e / 2, n * 8 + odd);
+          weights[i][n][e] = visible ? weights[i][n][e] : 0.f;
+          dscores[i][n][e] = visible ? dscores[i][n][e] : 0.f;
+        }
+      }
+    }
+  }
+}
+
+// The same for one 16-key tile, with weights packed into 16 bits: so they are operands of the product for dv, and take
+// half the registers. Weighing and differentiating are apart, because other work runs in between. Stored scores are not
+// kept: a rule with a slope has to pack them too.
+template <class T, int kQueries, bool kDropout>
+struct PackedScores {
+  using Core = TensorCore<T>;
+  static constexpr int kTiles = kQueries / 8, kSteps = kQueries / 16;
+  using Scores = float[kTiles][4];
+  using Packed = uint32_t[kSteps][4];  // with dropout, weights that are dropped carry a sign
+
+  // Queries that see all of `keys` keys. Rows beyond the last query of a dense call do no harm.
+  static __device__ __forceinline__ Limits unmasked_queries(const AttnParams& p, const TileMask& mask, int key0,
+                                                            int keys) {
+    Limits queries = mask.rows_of_all(key0, key0 + keys);
+    if (queries.end == mask.seqlen_q && !p.is_varlen()) queries.end += kQueries;
+    return queries;
+  }
+  static __device__ __forceinline__ bool is_masked(const Limits& unmasked, int row0) {
+    return row0 < unmasked.begin || row0 + kQueries > unmasked.end;
+  }
+
+  // Products become weights, without dropout. lse: of all queries. row0: the first query; key: the first of the tile.
+  // mask() is called when the scores are masked, between(n) after query tile n, for work that is spread over the tiles.
+  template <class Score, class MaskOf, class Between>
+  static __device__ __forceinline__ void weigh(Packed& weights, const Scores& products, const Score& score,
+                                               const float (&lse)[kQueries], bool masked, const MaskOf& mask, int row0,
+                                               int key, const Between& between) {
+    if (!masked) return weigh_part<false>(weights, products, score, lse, {}, between);
+    weigh_part<true>(weights, products, score, lse, SeenBy<1>(mask(), row0 + 2 * t(), key + g()), between);
+  }
+
+  // What the four warps of a warpgroup keep of a step, drawn by all of them together: Dropout::transposed_warps.
+  using Kept = uint32_t[kSteps][32];
+
+  // key: the first of the warpgroup's 64.
+  static __device__ __forceinline__ void draw(Kept& kept, const Dropout& dropout, int h, int key, int row0) {
+#pragma unroll 1
+    for (int step = static_cast<int>(threadIdx.x) / 32 % 4; step < kSteps; step += 4) {
+      kept[step][threadIdx.x % 32] = dropout.transposed_warps(h, key, row0 + step * 16);
+    }
+  }
+  // Gives weights that are dropped a sign. warp: of the warpgroup's four.
+  static __device__ __forceinline__ void drop(Packed& weights, const Kept& kept, int warp) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const uint32_t even = kept[step][threadIdx.x % 32] << warp, odd = even << 4;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {  // register i: queries 8 * (i / 2), keys 8 * (i % 2)
+        const int byte = i / 2 + i % 2 * 2;
+        weights[step][i] |= ~ptx::permute_bytes(even, odd, 0x4000 + 0x1010 * byte) & 0x80008000u;
+      }
+    }
+  }
+  // The weights that dropout leaves.
+  static __device__ __forceinline__ void keep(Packed& kept, const Packed& weights) {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) kept[step][i] = kDropout ? Core::not_negative(weights[step][i]) : weights[step][i];
+    }
+  }
+
+  // dP becomes dS. delta: of all queries. between(n) as above.
+  template <class Between>
+  static __device__ __forceinline__ void differentiate(Scores& dscores, const Packed& weights,
+                                                       const float (&delta)[kQueries], bool masked,
+                                                       const Between& between) {
+    masked ? differentiate_part<true>(dscores, weights, delta, between)
+           : differentiate_part<false>(dscores, weights, delta, between);
+  }
+
+ private:
+  static __device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
+  static __device__ __forceinline__ int t() { return threadIdx.x % 4; }
+
+  template <bool kMasked, class Score, class Between>
+  static __device__ __forceinline__ void weigh_part(Packed& weights, const Scores& products, const Score& score,
+                                                    const float (&lse)[kQueries], const SeenBy<1>& seen_by,
+                                                    const Between& between) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const float2 row_lse = *reinterpret_cast<const float2*>(&lse[n * 8 + 2 * t()]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float x[2];
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          x[odd] = flashattn_ext::weigh(score, products[n][2 * r + odd], odd ? row_lse.y : row_lse.x);
+          if (kMasked && !seen_by.includes(0, r, n * 8 + odd)) x[odd] = 0;
+        }
+        weights[n / 2][n % 2 * 2 + r] = Core::pack(x[0], x[1]);
+      }
+      between(n);
+    }
+  }
+  template <bool kMasked, class Between>
+  static __device__ __forceinline__ void differentiate_part(Scores& dscores, const Packed& weights,
+                                                            const float (&delta)[kQueries], const Between& between) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const float2 row_delta = *reinterpret_cast<const float2*>(&delta[n * 8 + 2 * t()]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float2 pair = Core::unpack(weights[n / 2][n % 2 * 2 + r]);
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          const float weight = odd ? pair.y : pair.x;
+          float& x = dscores[n][2 * r + odd];
+          if (kDropout) x = weight >= 0 ? x : 0.f;
+          x = flashattn_ext::differentiate(fabsf(weight), x, odd ? row_delta.y : row_delta.x);
+          if (kMasked && weight == 0) x = 0;  // also when dP is not finite
+        }
+      }
+      between(n);
+    }
+  }
+};
+
+}  // namespace flashattn_ext

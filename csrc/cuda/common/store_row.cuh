@@ -1,0 +1,41 @@
+// Rows of results, from accumulators to global memory.
+#pragma once
+
+#include "tensor_core.cuh"
+#include "tile.cuh"
+#include "warp.cuh"
+
+namespace flashattn_ext {
+
+// Writes row r of two of an accumulator, times a factor. Four lanes hold a row, two columns of eight each: exchanged,
+// they write 16 bytes each.
+template <class T, int N>
+__device__ __forceinline__ void store_row(T* to, const float (&x)[N][4], int r, float factor, bool zero, bool exists,
+                                          int columns) {
+  const bool aligned = reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0;
+#pragma unroll
+  for (int n = 0; n < N; n += 4) {
+    uint32_t words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float (&tile)[4] = x[n + i < N ? n + i : n];
+      words[i] = zero ? 0 : TensorCore<T>::pack(tile[2 * r] * factor, tile[2 * r + 1] * factor);
+    }
+    transpose_quad(words);
+    const int column = (n + static_cast<int>(threadIdx.x) % 4) * 8;
+    if (!exists || column >= columns) continue;
+    const uint4 vector = make_uint4(words[0], words[1], words[2], words[3]);
+    if (aligned && column + 8 <= columns) {
+      *reinterpret_cast<uint4*>(to + column) = vector;
+    } else if (column + 8 <= columns) {
+      store_unaligned(to + column, vector);
+    } else {
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        if (column + e < columns) to[column + e] = reinterpret_cast<const T*>(words)[e];
+      }
+    }
+  }
+}
+
+}  // namespace flashattn_ext

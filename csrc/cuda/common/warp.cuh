@@ -1,0 +1,38 @@
+// Exchanges between the lanes of a warp.
+#pragma once
+
+#include <cstdint>
+
+namespace flashattn_ext {
+
+// The value of lane 0, in all lanes: the compiler then knows that all have the same.
+template <class X>
+__device__ __forceinline__ X uniform(X x) {
+  return __shfl_sync(~0u, x, 0);
+}
+
+// Over the four lanes that share an accumulator row.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// Of four lanes, each with four words: lane t gets word t of every lane, in the order of lanes.
+__device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
+#pragma unroll
+  for (int step = 1; step <= 2; step *= 2) {
+    const bool upper = threadIdx.x & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      const uint32_t received = __shfl_xor_sync(~0u, upper ? x[i] : x[i + step], step);
+      (upper ? x[i] : x[i + step]) = received;
+    }
+  }
+}
+
+}  // namespace flashattn_ext

@@ -1,4 +1,0 @@
-#include "../../forward.cuh"
-
-template void flashattn_ext::sm80::forward<__nv_bfloat16, 256, 1>(const flashattn_ext::AttnParams&);
-template void flashattn_ext::sm80::forward<__nv_bfloat16, 256, 2>(const flashattn_ext::AttnParams&);

@@ -1,4 +1,0 @@
-#include "../../forward.cuh"
-
-template void flashattn_ext::sm80::forward<__half, 96, 1>(const flashattn_ext::AttnParams&);
-template void flashattn_ext::sm80::forward<__half, 96, 2>(const flashattn_ext::AttnParams&);

@@ -1,4 +1,0 @@
-#include "../../forward.cuh"
-
-template void flashattn_ext::sm90::forward<__nv_bfloat16, 144, 1>(const flashattn_ext::AttnParams&);
-template void flashattn_ext::sm90::forward<__nv_bfloat16, 144, 2>(const flashattn_ext::AttnParams&);

@@ -1,4 +1,0 @@
-#include "../../forward.cuh"
-
-template void flashattn_ext::sm90::forward<__half, 192, 1>(const flashattn_ext::AttnParams&);
-template void flashattn_ext::sm90::forward<__half, 192, 2>(const flashattn_ext::AttnParams&);

@@ -1,0 +1,60 @@
+// Products of a warpgroup with wgmma: operands are tiles in panels (common/panels.cuh) and packed accumulators. Each
+// starts a group of products and returns; ptx::wgmma_wait and ptx::hold end it.
+#pragma once
+
+#include "../common/panels.cuh"
+#include "../ptx/wgmma.cuh"
+
+namespace flashattn_ext::sm90 {
+
+// 64 rows of a tile times all rows of another: c = rows * columns^T.
+template <int kHeadDim, class T, int kPanels, int kRows, int kColumns>
+__device__ __forceinline__ void score_product(float (&c)[kColumns / 8][4],
+                                              const T (&rows)[kPanels][kRows][kPanelColumns], int first_row,
+                                              const T (&columns)[kPanels][kColumns][kPanelColumns]) {
+  const auto a = ptx::swizzled_descriptor(&rows[0][first_row], 0), b = ptx::swizzled_descriptor(columns, 0);
+  ptx::hold(c);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int d = 0; d < kHeadDim; d += 16) {
+    const int panel = d / kPanelColumns, step = d % kPanelColumns / 16;
+    ptx::wgmma<ptx::kMajorK, ptx::kMajorK>(c, a + panel * kRows * 8 + step * 2, b + panel * kColumns * 8 + step * 2,
+                                           d > 0, T());
+  }
+  ptx::wgmma_commit();
+}
+
+// sum += a * rows, in instructions of at most kMostTiles tiles of columns.
+template <int kMostTiles = 32, int N, class T, int kSteps, int kPanels, int kRows>
+__device__ __forceinline__ void accumulate(float (&sum)[N][4], const uint32_t (&a)[kSteps][4],
+                                           const T (&rows)[kPanels][kRows][kPanelColumns]) {
+  static_assert(kSteps * 16 == kRows);
+  constexpr int kParts = N > kMostTiles ? 2 : 1, kPart = N / kParts;
+  static_assert(kParts == 1 || kPart % 8 == 0, "whole panels");
+  ptx::hold(sum);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    const auto b = ptx::swizzled_descriptor(rows[part * kPart / 8], kRows * 128);
+    auto& columns = *reinterpret_cast<float (*)[kPart][4]>(&sum[part * kPart]);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) ptx::wgmma<ptx::kMajorMN>(columns, a[step], b + step * 128, T());
+  }
+  ptx::wgmma_commit();
+}
+
+// c = a^T * rows, from shared memory: 64 columns of `a`.
+template <int N, class T, int kRows>
+__device__ __forceinline__ void transposed_product(float (&c)[N][4], const T (&a)[kRows][kPanelColumns],
+                                                   const T (&rows)[kRows][kPanelColumns]) {
+  const auto columns = ptx::swizzled_descriptor(a, 0), b = ptx::swizzled_descriptor(rows, kRows * 128);
+  ptx::hold(c);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kRows / 16; ++step) {
+    ptx::wgmma<ptx::kMajorMN, ptx::kMajorMN>(c, columns + step * 128, b + step * 128, step > 0, T());
+  }
+  ptx::wgmma_commit();
+}
+
+}  // namespace flashattn_ext::sm90

@@ -1,0 +1,66 @@
+// From the product <q, k> to a logit, and the slope of that: the one definition for every backend.
+//
+//   logit = rule(softmax_scale * <q, k>)
+//
+// No kernel stores logits. For each product it keeps one stored score x, and a rule says what x is:
+//
+//   log2(e) * logit = factor * x,  so that  weight = exp2(factor * x - offset)
+//   gradient of softmax_scale * <q, k> = times_slope(gradient of the logit, x)
+//
+// The offset is the running maximum of factor * x, or the known log-sum-exp, in units of log2. What multiplies dS in
+// the sums for dq and dk, softmax_scale, is the same in all rows and keys: it is multiplied to the sums once, at their
+// end.
+//
+// A rule is a small struct that the host fills and a kernel takes by value and as a template argument. A new rule is a
+// struct here with the members of PlainScore.
+#pragma once
+
+#include <limits>
+
+#include "params.h"
+#include "portable.h"
+
+namespace flashattn_ext {
+
+template <class Real>
+constexpr Real kLog2E = static_cast<Real>(1.44269504088896340736);
+template <class Real>
+constexpr Real kLn2 = static_cast<Real>(0.69314718055994530942);
+
+// The rule of a call without options: a logit is the scaled product.
+//
+// Real: what the kernel computes in, float or double. kOrdered: the stored scores have the order of the logits, as a
+// kernel needs that looks for their maximum. Such a kernel negates the products when softmax_scale is negative, here
+// or in an operand; one that knows the log-sum-exp leaves the sign in the factor, where it costs nothing.
+template <class Real, bool kOrdered>
+struct PlainScore {
+  Real factor;  // positive when kOrdered
+  Real softmax_scale;
+  bool negates;  // x is the negated product; false when not kOrdered
+
+  // Called on the host: the vector processors of some backends have no double.
+  static PlainScore of(const AttnParams& p) {
+    const bool negative = p.softmax_scale < 0;
+    const Real size = static_cast<Real>((negative ? -p.softmax_scale : p.softmax_scale) * kLog2E<double>);
+    // A factor of 0 would make NaN of a masked score, which is -inf.
+    constexpr Real kSmallest = std::numeric_limits<Real>::min();
+    const Real factor = size < kSmallest ? kSmallest : size;
+    return {negative && !kOrdered ? -factor : factor, static_cast<Real>(p.softmax_scale), negative && kOrdered};
+  }
+
+  // Whether a product is a stored score as it stands, so that a kernel can save the pass over them.
+  FLASHATTN_HOST_DEVICE bool stores_products() const { return !negates; }
+
+  // V: Real, or a vector of Real.
+  template <class V>
+  FLASHATTN_HOST_DEVICE V stored(V product) const {
+    if constexpr (!kOrdered) return product;
+    return negates ? -product : product;
+  }
+  template <class V>
+  FLASHATTN_HOST_DEVICE V times_slope(V gradient, V) const {
+    return gradient;
+  }
+};
+
+}  // namespace flashattn_ext
