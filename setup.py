@@ -33,6 +33,9 @@ SOURCES = [
     "csrc/backend.cpp",
     "csrc/module.cpp",
     "csrc/cpu/dispatch.cpp",
+    "csrc/cpu/dropout_mask.cpp",
+    "csrc/cpu/isa.cpp",
+    "csrc/cpu/peak.cpp",
     # One source per instruction set; those of another architecture compile to nothing.
     "csrc/cpu/inst/generic.cpp",
     "csrc/cpu/inst/avx2.cpp",

@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include "backend.h"
-#include "cpu/forced_tile.h"
 #include "cpu/isa.h"
 #if defined(FLASHATTN_EXT_CUDA)
 #include "cuda/tile_list.h"
@@ -59,12 +58,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         pybind11::call_guard<pybind11::gil_scoped_release>(),
         "Measured peak of fp32 multiply-adds of that many threads together.");
   m.def("set_cpu_isa", &set_cpu_isa, "Chooses one of cpu_isas().");
-  m.def("force_cpu_tile", &force_cpu_tile, pybind11::arg("queries"), pybind11::arg("keys"),
-        "Tile sizes of the CPU kernels for the process, multiples of 64 up to 1024; 0, 0 for those that were measured "
-        "best.");
-  m.def("cpu_tile", &cpu_tile, "Queries and keys of a tile of an fp32 forward.");
-  m.def("cpu_scratch_bytes", &cpu_scratch_bytes, pybind11::arg("head_dim"),
-        "Scratch memory of one thread for an fp32 forward, with the tiles in force.");
+  m.def("cpu_tile", &cpu_tile,
+        "Queries and keys of a tile of fp32 and 16-bit inputs, with the instruction set in use.");
 #if defined(FLASHATTN_EXT_CUDA)
   m.def("cuda_tiles", &described_cuda_tiles,
         "The tiles of the CUDA kernels of 16-bit types, for each class of head dims the default one first; a private "

@@ -20,7 +20,6 @@
 #endif
 
 #include "backend.h"
-#include "cpu/forced_tile.h"
 #include "dropout.h"
 #include "validate.h"
 
@@ -37,7 +36,6 @@ const int at_fork_registered = pthread_atfork(nullptr, nullptr, [] { in_forked_c
 CpuExecutor cpu_executor() {
   CpuExecutor executor;
   const bool serial = in_forked_child.load() || at::in_parallel_region();
-  executor.forward_tile = forced_cpu_tile();
   executor.num_threads = serial ? 1 : at::get_num_threads();
   executor.run = [](int workers, void (*body)(void*, int), void* context) {
     if (workers == 1) return body(context, 0);

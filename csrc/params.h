@@ -98,16 +98,9 @@ struct RngSource {
   const int64_t* offset_pointer = nullptr;  // device memory
 };
 
-// Queries and keys that a CPU kernel treats at a time; 0: those of cpu/tiles.h.
-struct CpuTile {
-  int32_t queries = 0;
-  int32_t keys = 0;
-};
-
 // How CPU kernels borrow the caller's thread pool without knowing whose it is.
 struct CpuExecutor {
   int num_threads = 1;
-  CpuTile forward_tile;
   // Calls body(context, worker) once for each worker in [0, workers), possibly concurrently, and returns when all are
   // done.
   void (*run)(int workers, void (*body)(void* context, int worker), void* context) = nullptr;
