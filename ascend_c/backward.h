@@ -346,11 +346,11 @@ class BackwardVector : VectorCore {
 
 template <typename T>
 __aicore__ inline void Backward(const Arguments& arguments) {
-  if (ASCEND_IS_AIC) {
+  if ASCEND_IS_AIC {
     BackwardCube<T> cube(arguments);
     cube.Run();
   }
-  if (ASCEND_IS_AIV) {
+  if ASCEND_IS_AIV {
     BackwardVector<T> vector(arguments);
     vector.Run();
   }

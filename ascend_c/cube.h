@@ -31,7 +31,7 @@ class CubeCore {
     l0c = l0c_buffer.template Get<float>();
     for (int32_t e = 0; e < kRingEvent + kRing; ++e) SetFlag<HardEvent::MTE1_MTE2>(e);
     for (int32_t e = 0; e < 2; ++e) {
-      SetFlag<HardEvent::M_MTE1>(e);
+      SetFlag<HardEvent::M_MTE1>(kStageEvent + e);
       SetFlag<HardEvent::FIX_M>(e);
     }
   }
@@ -40,7 +40,7 @@ class CubeCore {
     using namespace AscendC;
     for (int32_t e = 0; e < kRingEvent + kRing; ++e) WaitFlag<HardEvent::MTE1_MTE2>(e);
     for (int32_t e = 0; e < 2; ++e) {
-      WaitFlag<HardEvent::M_MTE1>(e);
+      WaitFlag<HardEvent::M_MTE1>(kStageEvent + e);
       WaitFlag<HardEvent::FIX_M>(e);
     }
   }
@@ -170,7 +170,7 @@ class CubeCore {
   }
 
   __aicore__ void BeginStage(const Left& left) {
-    AscendC::WaitFlag<AscendC::HardEvent::M_MTE1>(stage);
+    AscendC::WaitFlag<AscendC::HardEvent::M_MTE1>(kStageEvent + stage);
     const AscendC::LocalTensor<T> to = l0a[stage * kRows * kTile], from = left.tile.From(left.column);
     const int32_t all = RoundUp(left.tile.rows, 16) / 16;  // fractals from column to column
     const int32_t outer = RoundUp(left.m(), 16) / 16, inner = RoundUp(left.k(), 16) / 16;
@@ -196,7 +196,7 @@ class CubeCore {
     p.k = k;
     p.cmatrixInitVal = begins;
     Mmad(l0c[sums * kRows * kTile], l0a[stage * kRows * kTile], l0b[stage * kTile * kTile], p);
-    SetFlag<HardEvent::M_MTE1>(stage);
+    SetFlag<HardEvent::M_MTE1>(kStageEvent + stage);
     stage ^= 1;
   }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,13 @@ def load_ascend_emulator() -> None:
             "bash build.sh -arch 910 -mode emulator"
         )
     _C.load_backend(str(library))
+
+
+def is_command_line() -> bool:
+    """Whether this process is the console script or `python -m flashattn_ext`."""
+    if sys.argv[0] == "-m":  # the interpreter is still looking for the module to run
+        return sys.orig_argv[-len(sys.argv)] == "flashattn_ext"
+    return Path(sys.argv[0]).stem == "flashattn-ext"
 
 
 def build_info() -> dict[str, Any]:

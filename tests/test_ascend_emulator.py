@@ -364,7 +364,12 @@ FAULTS = {
     "event_id_8": r"event id 8, the limit is 0\.\.7",
     "no_barrier_in_v": r"race: Exp on V reads UB that Adds on V .* writes.*PipeBarrier<PIPE_V> is missing",
     "overwritten_while_read": r"race: Muls on V writes UB that Adds on V .* reads.*PipeBarrier<PIPE_V> is missing",
-    "integers_may_not_wrap": r"Muls: integers wrap after SetSaturationFlag<SaturationMode::FLOAT>\(false\) only",
+    "integers_saturate": r"Muls saturates an integer: they wrap after clearing CTRL\[53\]",
+    "integer_sum_saturates": r"Add saturates an integer: they wrap after clearing CTRL\[53\]",
+    "index_over_unread": r"race: SetValue on S writes UB that Adds on V .* reads.*V_S|"
+    r"race: .* on (V|MTE2|MTE3) (reads|writes) UB that SetValue on S .* writes",
+    "index_over_unstored": r"race: SetValue on S writes UB that DataCopy on MTE3 .* reads.*MTE3_S|"
+    r"race: .* on (V|MTE2|MTE3) (reads|writes) UB that SetValue on S .* writes",
     "atomic_left_on": r"SetAtomicAdd is still on when the kernel ends",
     "adds_to_unwritten": r"DataCopy adds to bytes of y that were never written",
     "writes_an_input": r"DataCopy writes the input tensor x",
@@ -412,6 +417,7 @@ MIXED_FAULTS = {
     "cube_on_vector": r"SetFlag<HardEvent::M_FIX>: AIV \d does not have both pipes",
     "no_load_flag": r"race: LoadData on MTE1 reads L1 that Nd2Nz on MTE2 .* writes.*MTE2_MTE1|LoadData reads|"
     r"race: Nd2Nz on MTE2 writes L1 that LoadData on MTE1 .* reads",
+    "flag_of_the_pipe": r"SetFlag<HardEvent::M_MTE1>\(0\) (while the flag is still set|may come before the wait) .* twice",
     "no_drain_flag": r"Fixpipe on FIX reads L0C that Mmad on M .* writes.*M_FIX|Fixpipe reads bytes of L0C",
     "l0_misaligned": r"LoadData: the destination starts at L0A byte 32, which is not aligned to 512 bytes",
     "wrong_memory": r"LoadData: the destination must be in L0A or L0B",
@@ -446,7 +452,75 @@ def test_fault_of_a_mixed_kernel_is_reported(programs: Path, tmp_path: Path, cas
     assert any(re.search(MIXED_FAULTS[case], error) and f"mixed.cpp:{marked}" in error for error in errors), errors
 
 
-LEGAL = ("flags", "ping_pong", "scalar_loop", "copy_queue", "accumulation")
+# What the device's headers do not compile, by case: the body of a kernel, and what the compiler says here.
+REFUSED = {
+    "role_in_parentheses": ("if (ASCEND_IS_AIC) {}", "expected primary-expression before .constexpr."),
+}
+COMPILED = {
+    "role": "if ASCEND_IS_AIC {} if ASCEND_IS_AIV {}",
+}
+
+
+def compiler_says(folder: Path, body: str) -> str:
+    source = folder / "kernel.cpp"
+    source.write_text(
+        f'#include "kernel_operator.h"\nusing namespace AscendC;\n__aicore__ void kernel() {{ {body} }}\n'
+    )
+    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-fsyntax-only", f"-I{EMULATOR / 'include'}", source]
+    return subprocess.run(command, capture_output=True, text=True).stderr
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_device_refuses_does_not_compile(tmp_path: Path, case: str) -> None:
+    body, message = REFUSED[case]
+    assert re.search(message, compiler_says(tmp_path, body))
+
+
+@pytest.mark.parametrize("case", COMPILED)
+def test_what_the_device_takes_compiles(tmp_path: Path, case: str) -> None:
+    assert compiler_says(tmp_path, COMPILED[case]) == ""
+
+
+def device_functions(folder: Path) -> dict[str, str]:
+    """The text of every function that the device's compiler sees in the kernels, by its first line."""
+    (folder / "kernel_operator.h").touch()
+    kernels = sorted((EMULATOR.parent / "inst").glob("*.cpp"))
+    source = folder / "all.cpp"
+    source.write_text("".join(f'#include "{kernel}"\n' for kernel in kernels))
+    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-E", "-D__NPU_ARCH__=2201", f"-I{folder}", source]
+    done = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    text, ours = [], False
+    for line in done.splitlines():
+        if line.startswith("#"):
+            ours = str(EMULATOR.parents[1]) in line
+        elif ours:
+            text.append(line)
+    functions, depth, begin, inside = {}, 0, 0, None
+    whole = "\n".join(text)
+    for place, letter in enumerate(whole):
+        if letter == "{":
+            head = whole[begin:place].strip()
+            if inside is None and head.endswith((")", "const")) and "(" in head and "=" not in head.split("(")[0]:
+                inside = (head, place, depth)
+            depth += 1
+        if letter == "}":
+            depth -= 1
+            if inside is not None and inside[2] == depth:
+                functions[inside[0]] = whole[inside[1] : place]
+                inside = None
+        if letter in "{};" and inside is None:
+            begin = place + 1
+    return functions
+
+
+def test_functions_are_marked_for_the_device(tmp_path: Path) -> None:
+    functions = device_functions(tmp_path)
+    assert len(functions) > 150 and any("sum_pitch" in head for head in functions)
+    assert [head for head in functions if "__aicore__" not in head and "__mix__" not in head] == []
+    assert [head for head, body in functions.items() if re.search(r"\bdouble\b", head + body)] == []
+
+
+LEGAL = ("flags", "ping_pong", "scalar_loop", "copy_queue", "accumulation", "index")
 
 
 @pytest.mark.parametrize("case", LEGAL)

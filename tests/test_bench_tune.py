@@ -15,7 +15,7 @@ pytest.importorskip("rich")
 import flashattn_ext
 from flashattn_ext import _C
 from flashattn_ext.cli import bench_cuda, bench_tune, private_build
-from flashattn_ext.cli.bench_cuda import Case
+from flashattn_ext.cli.bench_cases import Case
 from flashattn_ext.cli.bench_tune import Job, Tile
 from flashattn_ext.cli.console import CommandError
 from flashattn_ext.cli.main import main

@@ -131,6 +131,11 @@ struct Flag {
   double time = 0;
 };
 
+// Bits of the control register. Nothing documents what an earlier kernel leaves in it: integers saturate until the
+// kernel says otherwise.
+constexpr int kCtrlIntegersSaturate = 53;
+constexpr uint64_t kCtrlAtStart = uint64_t(1) << kCtrlIntegersSaturate;
+
 // Where a core stands in a launch.
 struct Place {
   CoreKind kind;
@@ -162,10 +167,17 @@ class Core {
 
   struct Pools {  // of event ids, for TPipe
     std::map<HardEvent, uint8_t> used;
+    // The lowest id that no queue and no explicit flag has asked TPipe for.
+    int unused(HardEvent event, Site site) {
+      for (int id = 0; id < 8; ++id)
+        if (!(used[event] >> id & 1)) return id;
+      fail(site, std::string("all 8 event ids of HardEvent::") + event_name(event) +
+                     " are taken (each buffer of a queue takes one)");
+    }
   } event_ids;
   bool atomic_add = false;  // captured by the stores that follow
   Site atomic_site;
-  bool integers_wrap = false;
+  uint64_t ctrl = kCtrlAtStart;  // the control register, captured by the instructions that follow
 
  private:
   friend class Access;

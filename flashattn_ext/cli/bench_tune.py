@@ -20,7 +20,9 @@ import flashattn_ext
 from flashattn_ext import _C
 
 from . import bench_cuda, private_build
-from .bench_cuda import OURS, RNG_SEED, Case
+from .bench_accuracy import RNG_SEED
+from .bench_cases import OURS, Case
+from .bench_cuda_tables import WIDTH
 from .console import CommandError, make_console, markdown_table, print_table, require
 from .devices import choose_device
 from .private_build import PrivateBuild
@@ -203,7 +205,7 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
         print(markdown_table(title, HEADER, lines))
     else:
         faster = [is_faster(row) for row in rows]
-        print_table(title, HEADER, lines, left=range(len(HEADER) - 1), marked=faster, width=bench_cuda.WIDTH)
+        print_table(title, HEADER, lines, left=range(len(HEADER) - 1), marked=faster, width=WIDTH)
     for row, line in zip(rows, lines, strict=True):
         for name, reason in row["failures"].items():
             print(f"{' '.join(line[:4])}: {name}: {reason}")

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+import flashattn_ext
+
 from .._build import BUILD_NPU, REBUILD, build_info, load_ascend, why_not_ascend
 from .console import INSTALL_EXTRAS
 
@@ -43,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return report(None)
+    return report(flashattn_ext._import_error)
 
 
 def report(import_error: Exception | None) -> int:
@@ -118,12 +120,9 @@ def _extra(package: str) -> Finding:
 
 def _extension(import_error: Exception | None) -> list[Finding]:
     if import_error:
-        problem, _, fix = str(import_error).rpartition(
-            "; "
-        )  # the messages of _build.py and _place.py end with what to do
+        # The messages of _build.py and _place.py end with what to do.
+        problem, _, fix = str(import_error).rpartition("; ")
         return [Finding("extension", problem or fix, False, fix if problem else REBUILD)]
-    import flashattn_ext
-
     info = flashattn_ext.build_info()
     findings = [_package(flashattn_ext.__file__, flashattn_ext.__path__[0])]
     findings += [Finding(f"build: {name}", _as_text(value)) for name, value in info.items()]
@@ -214,8 +213,6 @@ def _self_check() -> float:
     formula.
     """
     import torch
-
-    import flashattn_ext
 
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, 33, 4, 24, generator=generator).requires_grad_() for _ in range(3)]

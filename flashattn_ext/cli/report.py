@@ -11,11 +11,11 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .checkpoint import atomic_path
 from .console import CommandError, markdown_table, require
 from .experiments import EXPERIMENTS
 from .experiments.render import is_numeric, shown_columns
 from .experiments.result import Result
+from .files import write_text
 
 TITLE = "Experiments with fused attention"
 TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -30,15 +30,16 @@ def run(arguments: argparse.Namespace) -> int:
     jinja2 = require("jinja2")
     directory = Path(arguments.directory)
     results = read_results(directory)
-    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(TEMPLATE.read_text())
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
+        TEMPLATE.read_text(encoding="utf-8")
+    )
     pages = {
         "report.html": template.render(title=TITLE, machines=machines(results), sections=sections(results, directory)),
         "report.md": markdown(results, directory),
     }
     for name, text in pages.items():
         try:
-            with atomic_path(directory / name) as temporary:
-                temporary.write_text(text)
+            write_text(directory / name, text)
         except OSError as error:
             raise CommandError(f"{directory / name}: cannot write there ({error.strerror})") from None
         print(directory / name)
@@ -55,7 +56,7 @@ def read_results(directory: Path) -> list[Result]:
 
 def _read(path: Path) -> Result:
     try:
-        return Result.from_json(json.loads(path.read_text()))
+        return Result.from_json(json.loads(path.read_bytes()))
     except OSError as error:
         raise CommandError(f"{path}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError):

@@ -61,8 +61,9 @@ class Cube {
     Load(l1b, gv, s.n, s.d, s.d);
     SetFlag<HardEvent::MTE2_MTE1>(0);
     WaitFlag<HardEvent::MTE2_MTE1>(0);
-    SetFlag<HardEvent::M_MTE1>(0);
-    WaitFlag<HardEvent::M_MTE1>(0);
+    const int free_id = has("flag_of_the_pipe") ? 0 : 3;  // TPipe holds 0, 1 and 2
+    SetFlag<HardEvent::M_MTE1>(free_id);                  // fault: flag_of_the_pipe
+    WaitFlag<HardEvent::M_MTE1>(free_id);
     LoadA(s.m, s.n);
     LoadTransposed(s.n, s.d);
     SetFlag<HardEvent::FIX_M>(0);
@@ -208,11 +209,13 @@ int main(int, char** argv) {
   gm.add("probabilities", probabilities.data(), probabilities.size(), Use::workspace);
   const auto kernel = [&] {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
-    if (ASCEND_IS_AIC) {
+    if ASCEND_IS_AIC {
       Cube cube(a.data(), b.data(), v.data(), out.data(), scores.data(), probabilities.data(), s);
       cube.Run();
     }
-    if (ASCEND_IS_AIV) Vector(scores.data(), probabilities.data(), s);
+    if ASCEND_IS_AIV {
+      Vector(scores.data(), probabilities.data(), s);
+    }
   };
   print(ascend_emulator::launch(KERNEL_TYPE_MIX_AIC_1_2, blocks, parse_options(argv[2], argv[3]), gm, kernel));
   write_file(argv[12], out);

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import atomic_path
 from ..console import require
+from ..files import atomic_path, write_text
 from .result import Plot, Result
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ def shown_columns(result: Result) -> list[int]:
 
 
 def write_json(result: Result, path: Path) -> None:
-    with atomic_path(path) as temporary:
-        temporary.write_text(json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n")
+    write_text(path, json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n")
 
 
 def write_plot(result: Result, path: Path) -> None:

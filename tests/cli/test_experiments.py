@@ -1,66 +1,32 @@
-"""`experiments` and `report` with tiny sizes on the CPU: what the tables, files and pages hold, and what
-happens when something fails. No times are judged.
-"""
+"""Every experiment with tiny sizes on the CPU: what its table holds, and what it says of what cannot run. No times are judged."""
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import importlib
 import json
 import math
 import shutil
-import subprocess
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tiny_experiments import SIZES_FOR, TINY, module_of, tiny_sizes
 
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-import flashattn_ext
-from flashattn_ext.cli import private_build, report
-from flashattn_ext.cli.experiments import EXPERIMENTS, render, run_experiment
+from flashattn_ext.cli import private_build
+from flashattn_ext.cli.experiments import EXPERIMENTS, run_experiment
 from flashattn_ext.cli.experiments import context as shared
 from flashattn_ext.cli.experiments.context import Context, Inputs
 from flashattn_ext.cli.experiments.own_process import growth_in_own_process
-from flashattn_ext.cli.experiments.result import Column, Comparison, Plot, Result
-from flashattn_ext.cli.main import main
+from flashattn_ext.cli.experiments.result import Column, Result
 from flashattn_ext.cli.private_build import PrivateBuild
-from flashattn_ext.cli.timing import Timing, time_interleaved
-
-TINY: dict[str, dict[str, Any]] = {
-    "matmul": dict(n=(32, 64), copy_mib=(1,)),
-    "scaling": dict(B=1, H=2, S=(32, 64), D=16, dtype="fp32"),
-    "causal": dict(B=1, H=2, S=64, D=16, dtype="fp32"),
-    "layout": dict(shapes=((1, 2, 32, 16), (2, 1, 48, 24)), dtype="fp32"),
-    "alignment": dict(B=1, H=1, S=32, dtype="fp32"),
-    "dtypes": dict(B=1, H=2, S=64, D=16),
-    "memory": dict(B=1, H=1, S=(1024, 2048), D=64, dtype="fp32"),
-    "traffic": dict(B=2, H=3, S=128, D=16, dtype="fp32"),
-    "tiles": dict(B=1, H=1, S=200, D=16, dtype="fp32", tiles=(64, 128)),
-    "profile": dict(B=1, H=2, S=64, D=16, dtype="fp32"),
-    "llama": dict(B=1, S=64, heads=2, D=16, mlp=64, layers=2, rounds=2, dtype="fp32"),
-    "dropout": dict(layers=1, width=16, heads=2, context=32, batch=2, steps=6, validations=2, seeds=2, p=(0.0, 0.25)),
-    "smooth": dict(layers=1, width=16, heads=2, context=32, batch=2, steps=12, validations=6, seeds=2),
-}
-NASTY = "<script>alert('1')</script> & \"quoted\" | *pipe*\nnew line"
-PNG = b"\x89PNG\r\n\x1a\n"
-
-
-def module_of(name: str) -> ModuleType:
-    return importlib.import_module(f"flashattn_ext.cli.experiments.{name}")
-
-
-SIZES_FOR = {name: module_of(name).sizes_for for name in EXPERIMENTS}
 
 
 def parts_of_others(name: str) -> int:
@@ -73,58 +39,6 @@ def parts_of_others(name: str) -> int:
             return len(others)
         return sum(bool(ascend.tiling(TINY["tiles"]["D"], *tiling).overflows) for tiling in others)
     return {"traffic": 3, "tiles": 1}.get(name, 0)
-
-
-def tiny_sizes(name: str) -> Any:
-    return replace(module_of(name).GPU_SIZES, **TINY[name])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """These calls are too small to share, and threads that wait for each other are slow on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def small() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        for name in EXPERIMENTS:
-            patch.setattr(module_of(name), "sizes_for", lambda context, name=name: tiny_sizes(name))
-        patch.setattr(Context, "ceiling", lambda self, dtype: 1e12)
-        patch.setattr(shared, "CPU_QUICK_SECONDS", 0.02)
-        yield
-
-
-@pytest.fixture(scope="module")
-def out(small: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of `experiments all`, with its reports."""
-    directory = tmp_path_factory.mktemp("experiments")
-    assert main(["experiments", "all", "--device", "cpu", "--quick", "--threads", "1", "--out", str(directory)]) == 0
-    assert main(["report", str(directory)]) == 0
-    return directory
-
-
-@pytest.fixture
-def results(out: Path) -> dict[str, Result]:
-    return {name: Result.from_json(json.loads((out / f"{name}.json").read_text())) for name in EXPERIMENTS}
-
-
-def a_result(**changes: Any) -> Result:
-    result = Result(
-        "matmul",
-        "a title",
-        [Column("n"), Column("time", "ms", ".2f"), Column("remark")],
-        [[1, 2.5, ""], [2, None, "why"]],
-        notes=["a note"],
-        comparisons=[Comparison("speed", "2x", "3x")],
-        plot=Plot("line", "n", "ms", {"time": [(1, 2.5)]}),
-        machine={"device": "a machine"},
-        command="a command",
-    )
-    return replace(result, **changes)
 
 
 # Tables
@@ -377,7 +291,7 @@ def test_counts_of_nsight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     context = Context(torch.device("cuda"), quick=True)
     rows = traffic._rows(context, tiny_sizes("traffic"), "GPU counters")
     assert [row[:5] for row in rows] == [["GPU counters", name, 2, 3 / 1024, 0.75 / 1024] for name in traffic.NAMES]
-    arguments = (tmp_path / "arguments").read_text()
+    arguments = (tmp_path / "arguments").read_text(encoding="utf-8")
     assert "--metrics dram__bytes_read.sum,dram__bytes_write.sum" in arguments and "--print-units base" in arguments
     assert arguments.endswith("-m flashattn_ext.cli.experiments.one_call unfused 2 3 128 16 fp32\n")
 
@@ -412,7 +326,7 @@ def test_profile_counts_one_kernel_and_its_steps(out: Path, results: dict[str, R
     assert profile.value("kernels", attention="unfused") >= 3 and profile.value("gaps", attention="unfused") > 0
     assert "2 x aten::bmm" in profile.value("which", attention="unfused")
     for name in ("ours", "unfused"):
-        trace = json.loads((out / profile.value("trace", attention=name)).read_text())
+        trace = json.loads((out / profile.value("trace", attention=name)).read_text(encoding="utf-8"))
         assert len(module_of("profile").calls_in(trace, on_cpu=True)) == 5
 
 
@@ -568,51 +482,6 @@ def test_attentions_agree(causal: bool) -> None:
             torch.testing.assert_close(inputs.call(name, direction, causal)(), expected)
 
 
-# Timing
-
-
-def test_inputs_are_fresh_every_round() -> None:
-    context = Context(torch.device("cpu"), quick=True)
-    x = context.randn(8, dtype="bf16", requires_grad=True)
-    seen = []
-    timings = context.time({"a": lambda: seen.append(x.detach().float().sum().item())}, (x,), {})
-    assert len(seen) == timings["a"].rounds + 1  # the warm-up
-    assert len(set(seen)) > len(seen) // 2
-
-
-def test_a_failure_drops_out_of_the_turns() -> None:
-    order: list[str] = []
-
-    def call(name: str) -> None:
-        order.append(name)
-        if (name == "b" and order.count("b") == 2) or name == "d":
-            raise ValueError("no more\nof this")
-
-    failures: dict[str, str] = {}
-    calls = {name: lambda name=name: call(name) for name in "abcd"}
-    timings = time_interleaved(calls, budget_s=0, min_rounds=2, clock=lambda call: call() or 0.5, failures=failures)
-    assert "".join(order) == "abcd" + "abc" + "ca"
-    assert failures == {"b": "ValueError: no more", "d": "ValueError: no more"}
-    assert timings == {name: Timing(0.5, 0.5, 0.5, 2) for name in "ac"}
-    with pytest.raises(ValueError, match="no more"):
-        time_interleaved({"d": calls["d"]}, budget_s=0, min_rounds=1)
-    assert time_interleaved({"d": calls["d"]}, budget_s=9, min_rounds=1, failures=failures) == {}
-
-
-@pytest.mark.parametrize(("ms", "expected"), [(2.0, [1, 3]), (9.0, [1])])  # 5 ms are a burst
-def test_clock_of_a_gpu_times_bursts(ms: float, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    bursts: list[int] = []
-
-    def burst_ms(call: object, launches: int) -> float:
-        bursts.append(launches)
-        return ms * launches
-
-    monkeypatch.setattr(shared, "burst_ms", burst_ms)
-    assert shared.event_clock(lambda: None) == pytest.approx(ms * 1e-3)
-    assert bursts == expected
-    assert Context(torch.device("cuda"), quick=True)._clock() is shared.event_clock
-
-
 # What a device cannot do
 
 
@@ -657,247 +526,3 @@ def test_memory_of_a_process_that_fails() -> None:
     memory = module_of("memory")
     with pytest.raises(RuntimeError, match="KeyError: 'none'"):
         growth_in_own_process(memory._call_of_own_process, tiny_sizes("memory"), "none", "forward", 64)
-
-
-def test_an_experiment_that_raises_leaves_the_others(
-    small: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fails(context: Context, sizes: object) -> Result:
-        raise RuntimeError(NASTY)
-
-    for name in set(EXPERIMENTS) - {"matmul", "causal", "layout"}:
-        monkeypatch.delitem(EXPERIMENTS, name)
-    monkeypatch.setattr(module_of("causal"), "measure", fails)
-    (tmp_path / "causal.png").write_bytes(PNG)  # of an earlier run
-    assert main(["experiments", "all", "--device", "cpu", "--quick", "--out", str(tmp_path)]) == 1
-    shown = capsys.readouterr().out
-    assert "causal failed: RuntimeError: <script>" in shown and "layout: Layouts" in shown
-    assert Result.from_json(json.loads((tmp_path / "causal.json").read_text())).error.startswith("RuntimeError")
-    assert not (tmp_path / "causal.png").exists()
-    assert main(["report", str(tmp_path)]) == 0
-    assert "<script" not in (tmp_path / "report.html").read_text()
-    assert "**Failed**: RuntimeError: &lt;script&gt;" in (tmp_path / "report.md").read_text()
-
-
-# The command
-
-
-def test_unknown_experiment_names_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(["experiments", "none"])
-    error = capsys.readouterr().err
-    assert stopped.value.code == 2 and all(name in error for name in [*EXPERIMENTS, "all"])
-
-
-@pytest.mark.parametrize("name", ["cuda", "tpu"])
-def test_missing_device_gets_one_line(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["experiments", "matmul", "--device", name, "--out", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"flashattn-ext experiments: --device got '{name}'") and error.count("\n") == 1
-
-
-def test_unwritable_directory_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    assert main(["experiments", "matmul", "--device", "cpu", "--out", str(tmp_path / "file" / "out")]) == 2
-    assert "choose another directory" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("command", "package"), [("experiments matmul", "matplotlib"), ("report .", "jinja2")])
-def test_missing_package_gets_one_line(
-    command: str, package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    assert main(command.split()) == 2
-    error = capsys.readouterr().err
-    assert f"needs the package {package}" in error and 'pip install "flashattn_ext[cli]"' in error
-    assert error.count("\n") == 1
-
-
-# Files
-
-
-def test_json_round_trip(results: dict[str, Result]) -> None:
-    for result in [*results.values(), a_result(), Result("matmul", "empty")]:
-        assert Result.from_json(json.loads(json.dumps(result.to_json()))) == result
-    with pytest.raises(ValueError, match="expected the format"):
-        Result.from_json({**a_result().to_json(), "format": "other"})
-
-
-@pytest.mark.parametrize("name", EXPERIMENTS)
-def test_pictures_show_data(out: Path, results: dict[str, Result], name: str) -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    path = out / f"{name}.png"
-    assert path.read_bytes().startswith(PNG)
-    picture = pyplot.imread(path)[..., :3]
-    saturation = picture.max(axis=-1) - picture.min(axis=-1)
-    assert (saturation > 0.3).sum() > 200  # coloured curves or bars
-    series = results[name].plot.series
-    assert (len(series) > 1 or (name == "tiles" and not module_of("ascend").LIBRARY.exists())) and all(series.values())
-
-
-def test_texts_of_cells() -> None:
-    result = a_result()
-    assert result.texts() == [["1", "2.50", ""], ["2", "-", "why"]]
-    assert [column.heading for column in result.columns] == ["n", "time [ms]", "remark"]
-    assert result.value("time", n=1) == 2.5 and result.value("time", n=3) is None
-    assert result.points("n", "time") == [(1, 2.5)]
-    assert render.shown_columns(replace(result, rows=[[1, None, ""]])) == [0]
-
-
-def test_everything_leaves_nothing_temporary(out: Path) -> None:
-    expected = {f"{name}.{ending}" for name in EXPERIMENTS for ending in ("json", "png")}
-    expected |= {f"profile_{name}.trace.json" for name in ("ours", "unfused")}
-    assert {path.name for path in out.iterdir()} == expected | {"report.html", "report.md"}
-
-
-# The report
-
-
-class Page(HTMLParser):
-    """Tables as lists of rows of texts, the attributes that load something, and the names of all tags."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tables: list[list[list[str]]] = []
-        self.references: list[str] = []
-        self.tags: list[str] = []
-        self._in_cell = False
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.references += [value or "" for name, value in attributes if name in ("src", "href", "srcset", "data")]
-        if tag == "table":
-            self.tables.append([])
-        elif tag == "tr":
-            self.tables[-1].append([])
-        elif tag in ("td", "th"):
-            self.tables[-1][-1].append("")
-            self._in_cell = True
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in ("td", "th"):
-            self._in_cell = False
-
-    def handle_data(self, data: str) -> None:
-        if self._in_cell:
-            self.tables[-1][-1][-1] += data
-
-
-def test_html_has_every_table_and_picture(out: Path, results: dict[str, Result]) -> None:
-    text = (out / "report.html").read_text()
-    page = Page(text)
-    for name, result in results.items():
-        shown = render.shown_columns(result)
-        expected = [[result.columns[index].heading for index in shown]]
-        expected += [[line[index] for index in shown] for line in result.texts()]
-        assert expected in page.tables, name
-        picture = base64.b64encode((out / f"{name}.png").read_bytes()).decode()
-        assert f"data:image/png;base64,{picture}" in page.references
-    assert ["torch", torch.__version__] in page.tables[0]
-    assert ["flashattn_ext", flashattn_ext.__version__] in page.tables[0]
-
-
-def test_html_loads_nothing(out: Path) -> None:
-    text = (out / "report.html").read_text()
-    page = Page(text)
-    assert len(page.references) == len(EXPERIMENTS)
-    assert all(reference.startswith("data:image/png;base64,") for reference in page.references)
-    assert not {"script", "link", "iframe", "object"} & set(page.tags)
-    assert not any(word in text for word in ("http:", "https:", "url(", "@import"))
-
-
-class Nesting(HTMLParser):
-    """Raises where a tag is closed that is not the innermost open one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        if tag not in ("meta", "img"):  # these have no end
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
-def test_html_is_well_formed(out: Path) -> None:
-    nesting = Nesting()
-    nesting.feed((out / "report.html").read_text())
-    nesting.close()
-    assert not nesting.open
-
-
-BROWSER = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome")), None)
-
-if BROWSER:  # where there is one
-
-    def test_browser_draws_the_report(out: Path, tmp_path: Path) -> None:
-        pyplot = pytest.importorskip("matplotlib.pyplot")
-        options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars"]
-        places = [f"--user-data-dir={tmp_path / 'profile'}", f"--screenshot={tmp_path / 'shot.png'}"]
-        page = (out / "report.html").as_uri()
-        subprocess.run([BROWSER, *options, *places, "--window-size=1200,2400", page], check=True, timeout=120)
-        shot = pyplot.imread(tmp_path / "shot.png")[..., :3]
-        assert shot.shape == (2400, 1200, 3)
-        assert (shot.max(axis=-1) - shot.min(axis=-1) > 0.3).sum() > 1000  # curves of the first pictures
-        for part in (shot[:1200], shot[1200:]):
-            assert 0.005 < (part.max(axis=-1) < 0.5).mean() < 0.3  # dark text on a bright page
-
-
-def test_markdown_has_every_table_and_picture(out: Path, results: dict[str, Result]) -> None:
-    text = (out / "report.md").read_text()
-    for name, result in results.items():
-        assert f"![{name}]({name}.png)" in text and f"`{result.command}`" in text
-        for line in result.texts():
-            cells = [report.escape(line[index]) for index in render.shown_columns(result)]
-            assert "| " + " | ".join(cells) + " |" in text
-
-
-def test_nasty_strings_are_escaped(tmp_path: Path) -> None:
-    result = a_result(
-        title=NASTY,
-        rows=[[1, 1.0, NASTY]],
-        notes=[NASTY],
-        comparisons=[Comparison(NASTY, NASTY, NASTY)],
-        machine={NASTY: NASTY},
-        command=NASTY,
-        error=NASTY,
-    )
-    render.write_json(result, tmp_path / "matmul.json")
-    render.write_plot(result, tmp_path / "matmul.png")
-    assert main(["report", str(tmp_path)]) == 0
-    page = Page((tmp_path / "report.html").read_text())
-    assert "script" not in page.tags and [["figure", "article", "here"], [NASTY] * 3] in page.tables
-    lines = (tmp_path / "report.md").read_text().splitlines()
-    [row] = [line for line in lines if line.startswith("| 1 | ")]
-    assert "<script>" not in row and row.replace("\\|", "").count("|") == 4
-
-
-def test_machines_are_grouped() -> None:
-    results = [a_result(name=name, machine={"device": device}) for name, device in zip("abc", "xyx", strict=True)]
-    assert report.machines(results) == [(["a", "c"], {"device": "x"}), (["b"], {"device": "y"})]
-
-
-@pytest.mark.parametrize(
-    "content", [None, "{", "[]", '{"format": "other"}', '{"format": "flashattn_ext experiment 1"}']
-)
-def test_report_without_usable_results(tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None) -> None:
-    if content is not None:
-        (tmp_path / "matmul.json").write_text(content)
-    assert main(["report", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("flashattn-ext report: ") and error.count("\n") == 1
-    assert ("has no results; first: flashattn-ext experiments" if content is None else "not a result") in error
-
-
-def test_report_keeps_results_without_pictures(out: Path, tmp_path: Path) -> None:
-    shutil.copy(out / "matmul.json", tmp_path)
-    assert main(["report", str(tmp_path)]) == 0
-    assert not Page((tmp_path / "report.html").read_text()).references
-    assert "![" not in (tmp_path / "report.md").read_text()
