@@ -35,6 +35,8 @@ struct Backend {
   void* (*current_stream)(int device_index) = nullptr;
   // Where a tensor can lie in memory as no strides say: how, and what to do; empty when it lies in rows.
   std::string (*private_format)(const at::Tensor& tensor) = nullptr;
+  // Whether rows of an input may overlap in memory, as those of an expanded tensor do. Otherwise ops.cpp copies them.
+  bool reads_overlapping_rows = false;
 };
 
 const Backend& cpu_backend();

@@ -1,5 +1,6 @@
-// Instead of the kernels that a library of another tiling leaves out: `supports` lets no call come here.
-#include "../kernels.h"
+// Part of `make emulator-tilings` alone: stands in for the kernels that a library of another tiling leaves out. The
+// backend's `supports` lets no call come here.
+#include "../ascend_c/kernels.h"
 
 #define LEFT_OUT(name)                                                                                         \
   FLASHATTN_KERNEL(FLASHATTN_VECTOR, name) {                                                                   \
