@@ -140,10 +140,8 @@ struct Backward {
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kGradKeyTiles; ++i) {
-#pragma unroll
-      for (int c = 0; c < kGradColumnTiles; ++c) {
-        for (int e = 0; e < 4; ++e) dk[i][c][e] = dv[i][c][e] = 0;
-      }
+      set_zero(dk[i]);
+      set_zero(dv[i]);
     }
     if (seen_by.end > seen_by.begin && p.heads_q > 0) {
       const int64_t row = keys.start + key0;

@@ -105,10 +105,7 @@ struct Forward {
     const float sink = head_sink(p, head()->h);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int n = 0; n < kOutTiles; ++n) {
-        for (int e = 0; e < 4; ++e) out[i][n][e] = 0;
-      }
+      set_zero(out[i]);
       softmax[i].start(sink);
     }
   }

@@ -13,12 +13,7 @@ __device__ __forceinline__ void score_product(float (&c)[kRowTiles][kColumnTiles
   using Core = TensorCore<T>;
   constexpr int kStride = kTileStride<T, kHeadDim>;
 #pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; ++n) {
-      for (int e = 0; e < 4; ++e) c[i][n][e] = 0;
-    }
-  }
+  for (int i = 0; i < kRowTiles; ++i) set_zero(c[i]);
 #pragma unroll
   for (int d = 0; d < kHeadDim; d += Core::kK) {
     typename Core::A rows[kRowTiles];
