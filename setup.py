@@ -4,7 +4,6 @@ Environment variables:
   FLASHATTN_EXT_CUDA   1 demands the CUDA backend, 0 leaves it out; unset builds it when a CUDA torch and nvcc are there
   TORCH_CUDA_ARCH_LIST GPU architectures, as in torch; unset: 8.0 with PTX for newer ones, and 9.0a. Hopper's own kernels
                        need 9.0a; with plain 9.0 an H100 runs those for 8.0
-  FLASHATTN_EXT_TUNE   1 also compiles the other tiles of csrc/cuda/*/tiles.h, which `flashattn-ext bench tune` compares
   CUDA_HOME            the CUDA toolkit, as in torch; unset: that of the nvcc on the PATH, else /usr/local/cuda
   MAX_JOBS             compiler processes at once (torch.utils.cpp_extension)
 
@@ -43,20 +42,6 @@ SOURCES = [
     "csrc/cpu/inst/avx512.cpp",
     "csrc/cpu/inst/avx512_bf16.cpp",
 ]
-
-CXX_FLAGS = [
-    "-O3",
-    "-ffp-contract=fast",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fopenmp",  # at::parallel_for is inline: without it, it runs everything on one thread
-    "-fvisibility=hidden",
-    "-Wall",
-    "-Wno-unknown-pragmas",
-]
-
-
-NVCC_FLAGS = ["-std=c++17", "-O3"]
 
 
 def stop(message: str) -> None:
@@ -202,22 +187,21 @@ def write_build_config(torch, with_cuda: bool) -> None:
 def extension(torch, with_cuda: bool):
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
-    has_sm90 = "9.0a" in cuda_architectures()
-    has_tune = os.environ.get("FLASHATTN_EXT_TUNE", "") not in ("", "0")
-    if has_tune and not with_cuda:
-        stop(
-            "FLASHATTN_EXT_TUNE is about the CUDA kernels, which this build leaves out; unset it, or set FLASHATTN_EXT_CUDA=1"
-        )
-    present = {"CUDA": with_cuda, "SM90": with_cuda and has_sm90, "TUNE": has_tune}
+    sys.path.insert(0, str(ROOT / "csrc"))
+    import sources
+
+    has_sm90 = with_cuda and "9.0a" in cuda_architectures()
+    present = {"CUDA": with_cuda, "SM90": has_sm90}
     defines = [f"-DFLASHATTN_EXT_{name}" for name, is_there in present.items() if is_there]
-    flags = {"cxx": CXX_FLAGS + defines, "nvcc": NVCC_FLAGS + defines}
-    left_out = {name for name, is_there in (("sm90", has_sm90), ("tune", has_tune)) if not is_there}
-    paths = (path.relative_to(ROOT) for path in (ROOT / "csrc" / "cuda").rglob("*.cu"))
-    cuda_sources = sorted(str(path) for path in paths if not left_out & set(path.parts))
+    flags = {
+        "cxx": sources.CXX_FLAGS + defines,
+        "nvcc": [*sources.NVCC_FLAGS, *defines, f"-I{ROOT / 'csrc'}"],
+    }
+    cuda = sources.cuda_sources(ROOT / "build" / "cuda_instances", sm90=has_sm90) if with_cuda else []
     build = CUDAExtension if with_cuda else CppExtension
     return build(
         "flashattn_ext._C",
-        SOURCES + (cuda_sources if with_cuda else []),
+        SOURCES + [str(path.relative_to(ROOT)) for path in cuda],
         extra_compile_args=flags,
         extra_link_args=openmp_library(torch),
     )
@@ -228,9 +212,8 @@ def compiled_parts() -> dict:
     if {"egg_info", "sdist", "clean"} & set(sys.argv):
         return {}
     torch = import_torch()
-    if (
-        "dist_info" in sys.argv
-    ):  # pip asks for this before it fetches a torch of its own choice: the user hears of it now
+    # pip asks for dist_info before it fetches a torch of its own choice: the user hears of a missing one now.
+    if "dist_info" in sys.argv:
         return {}
     check_compiler()
     with_cuda = builds_cuda(torch)

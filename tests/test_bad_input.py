@@ -188,6 +188,26 @@ def test_cu_seqlens_values(bad: Row) -> None:
     assert_rejected(flashattn_ext.varlen_forward, varlen_call("cpu"), bad)
 
 
+@pytest.mark.parametrize("bad", SHARED + DENSE, ids=names(SHARED + DENSE))
+def test_forward_of_meta_tensors(bad: Row) -> None:
+    good = dense_call("meta")
+    with pytest.raises(bad.error, match=bad.words[0]):
+        flashattn_ext.forward(**{**good, **bad.change(good)})
+
+
+@pytest.mark.parametrize("bad", SHARED + VARLEN, ids=names(SHARED + VARLEN))
+def test_varlen_forward_of_meta_tensors(bad: Row) -> None:
+    good = varlen_call("meta")
+    with pytest.raises(bad.error, match=bad.words[0]):
+        flashattn_ext.varlen_forward(**{**good, **bad.change(good)})
+
+
+def test_a_refused_call_with_dropout_draws_nothing(device: str) -> None:
+    for good, function in ((dense_call, flashattn_ext.forward), (varlen_call, flashattn_ext.varlen_forward)):
+        bad = row(ValueError, "v", v=lambda a: a["v"][:-1], dropout_p=0.5)
+        assert_rejected(function, good(device), bad)
+
+
 def backward_call(device: str) -> Arguments:
     good = dense_call(device)
     out, lse = flashattn_ext.forward(**good, return_lse=True)
@@ -212,6 +232,13 @@ BACKWARD = [
 @pytest.mark.parametrize("bad", BACKWARD, ids=names(BACKWARD))
 def test_backward_names_the_bad_argument(device: str, bad: Row) -> None:
     assert_rejected(flashattn_ext.backward, backward_call(device), bad)
+
+
+@pytest.mark.parametrize("bad", BACKWARD, ids=names(BACKWARD))
+def test_backward_of_meta_tensors(bad: Row) -> None:
+    good = {name: t.to("meta") if isinstance(t, torch.Tensor) else t for name, t in backward_call("cpu").items()}
+    with pytest.raises(bad.error, match=bad.words[0]):
+        flashattn_ext.backward(**{**good, **bad.change(good)})
 
 
 @pytest.mark.parametrize("bad", SHARED, ids=names(SHARED))

@@ -15,10 +15,10 @@ from flashattn_ext import _C
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PATHS = [name.removeprefix("cuda-") for name in flashattn_ext.build_info()["backends"] if name.startswith("cuda-")]
 HOPPER = "cuda-sm90" in flashattn_ext.build_info()["backends"] and torch.cuda.get_device_capability() == (9, 0)
-# Of both directions together; with FLASHATTN_EXT_TUNE more than the default ones.
+# Of both directions together. `bench tune` compares the results of the other tiles with these.
 TILES = sorted(
     {
-        (tile["backend"], tile["head_dim"], tile["dropout"], tile["choice"])
+        (tile["backend"], tile["head_dim"], tile["dropout"])
         for tile in _C.cuda_tiles()
         if HOPPER or tile["backend"] != "cuda-sm90"
     }
@@ -41,26 +41,16 @@ def leaves(*shape: int, dtype: torch.dtype = torch.float16) -> list[torch.Tensor
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_every_compiled_tile(tile: tuple[str, int, bool, int], packed: bool, dtype: torch.dtype) -> None:
-    backend, D, dropout, choice = tile
+def test_every_compiled_tile(tile: tuple[str, int, bool], packed: bool, dtype: torch.dtype) -> None:
+    backend, D, dropout = tile
     sizes = (
         {"lengths_q": (150, 1, 260), "lengths_k": (170, 33, 300), "window_size": (100, 40)}
         if packed
         else {"Sq": 300, "Sk": 330, "causal": True}
     )
     case = Case(dtype=dtype, Hq=4, D=D, Dv=D, dropout_p=0.2 * dropout, rng_seed=7 if dropout else None, **sizes)
-    _C.force_cuda_tile(choice)
-    try:
-        with flashattn_ext.use_backend(backend):
-            check(case, "cuda")
-    finally:
-        _C.force_cuda_tile(0)
-
-
-def test_tiles_that_are_not_there_are_refused() -> None:
-    for choice in (-1, 3):
-        with pytest.raises(ValueError, match=f"choice: expected 0 to .*, got {choice}"):
-            _C.force_cuda_tile(choice)
+    with flashattn_ext.use_backend(backend):
+        check(case, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

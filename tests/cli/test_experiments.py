@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import math
@@ -19,11 +20,13 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
+from flashattn_ext.cli import private_build
 from flashattn_ext.cli.experiments import EXPERIMENTS, run_experiment
 from flashattn_ext.cli.experiments import context as shared
 from flashattn_ext.cli.experiments.context import Context, Inputs
 from flashattn_ext.cli.experiments.own_process import growth_in_own_process
 from flashattn_ext.cli.experiments.result import Column, Result
+from flashattn_ext.cli.private_build import PrivateBuild
 
 
 def parts_of_others(name: str) -> int:
@@ -32,7 +35,9 @@ def parts_of_others(name: str) -> int:
     if name == "tiles" and ascend.LIBRARY.exists():
         default = ascend.tiling(TINY["tiles"]["D"])
         others = [tiling for tiling in ascend.TILINGS if tiling != (default.rows, default.keys)]
-        return sum(not ascend.library_of(*tiling).exists() for tiling in others)
+        if ascend.why_no_tilings(compiles=False):
+            return len(others)
+        return sum(bool(ascend.tiling(TINY["tiles"]["D"], *tiling).overflows) for tiling in others)
     return {"traffic": 3, "tiles": 1}.get(name, 0)
 
 
@@ -209,7 +214,7 @@ def test_quickest_tile(times: tuple[float | None, float | None], text: str) -> N
 @pytest.mark.parametrize(
     ("tile", "verdict"),
     [
-        (64, "fits; not measured, because not compiled"),
+        (64, "fits; not measured, because no table has it"),
         (256, "does not fit: registers, for fp32 scores and results 384 KiB of 256"),
         (512, "does not fit: shared memory 384 KiB of 227, registers, for fp32 scores and results 1280 KiB of 256"),
     ],
@@ -222,9 +227,9 @@ def test_tiles_that_do_not_fit_a_gpu(tile: int, verdict: str) -> None:
 
 @pytest.mark.parametrize("choices", [1, 2])
 def test_compiled_tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch, choices: int) -> None:
-    """On the CPU, with stand-ins for what was compiled: those of the head size, whichever backend has them."""
+    """On the CPU, with stand-ins for the tables and backends: those of the head size, whichever backend has them."""
     tiles = module_of("tiles")
-    compiled = [
+    tables = [
         {"backend": backend, "backward": backward, "head_dim": D, "dropout": dropout, "choice": choice}
         | {"queries": 128, "keys": 64 + 16 * choice, "stages": 2, "name": f"128 x {64 + 16 * choice}"}
         for backend in ("cuda-a", "cuda-b")
@@ -233,10 +238,21 @@ def test_compiled_tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch, choices: int) 
         for dropout in (False, True)
         for choice in range(choices)
     ]
-    forced: list[int] = []
-    monkeypatch.setattr(tiles, "cuda_tiles", lambda backend: [tile for tile in compiled if tile["backend"] == backend])
-    monkeypatch.setattr(tiles, "_C", SimpleNamespace(force_cuda_tile=forced.append))
-    monkeypatch.setattr(tiles, "_with_backend", lambda name, call: call())
+    used: list[str] = []
+
+    def use_backend(name: str) -> contextlib.AbstractContextManager[None]:
+        used.append(name)
+        return contextlib.nullcontext()
+
+    def private(backend: str, choice: int) -> PrivateBuild:
+        return PrivateBuild(f"{backend}-tile{choice}", compiler=[], linker=[], sources=[], defines={})
+
+    monkeypatch.setattr(tiles, "cuda_tiles", lambda backend: [tile for tile in tables if tile["backend"] == backend])
+    monkeypatch.setattr(private_build, "cuda", private)
+    monkeypatch.setattr(
+        private_build, "load", lambda builds: {b.name: "why" for b in builds if b.name == "cuda-b-tile1"}
+    )
+    monkeypatch.setattr("flashattn_ext.use_backend", use_backend)
     monkeypatch.setattr("flashattn_ext.build_info", lambda: {"backends": ["cuda-a", "cuda-b", "cpu"]})
     hopper = SimpleNamespace(shared_memory_per_block_optin=227 * 1024, regs_per_multiprocessor=65536)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
@@ -245,11 +261,11 @@ def test_compiled_tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch, choices: int) 
     keys = [64, 80][:choices]
     names = [f"128 x {n} (cuda-{name}{', default' if n == 64 else ''})" for name in "ab" for n in keys]
     assert [row[0] for row in result.rows] == [*names, "64 x 64", "128 x 128"]
-    measured = result.rows[: len(names)]
-    assert all(row[1] > 0 for row in measured)
-    assert [row[6] for row in measured] == [(128 + 4 * n) * 16 * 4 / 1024 for n in keys * 2]
-    assert result.rows[0][3] == 1 and set(forced) == set(range(choices))
-    assert ("FLASHATTN_EXT_TUNE=1" in " ".join(result.notes)) == (choices == 1)
+    rows = result.rows[: len(names)]
+    assert [row[-1] for row in rows] == ["", "", "", "why"][: len(names)] if choices == 2 else ["", ""]
+    assert all(row[1] > 0 for row in rows if not row[-1])
+    assert [row[6] for row in rows] == [(128 + 4 * n) * 16 * 4 / 1024 for n in keys * 2]
+    assert rows[0][3] == 1 and set(used) == {"cuda-a", "cuda-b", *["cuda-a-tile1"][: choices - 1]}
 
 
 NSIGHT = """==PROF== Connected to process 1

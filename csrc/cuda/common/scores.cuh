@@ -6,7 +6,7 @@
 // with g = lane / 4 and t = lane % 4. Rows are queries in the forward and keys in the backward.
 #pragma once
 
-#include "keep.cuh"
+#include "dropout.cuh"
 #include "rows.cuh"
 #include "tensor_core.cuh"
 #include "warp.cuh"

@@ -46,7 +46,7 @@ __device__ __forceinline__ void accumulate(float (&sum)[N][4], const uint32_t (&
   ptx::wgmma_commit();
 }
 
-// c = a^T * rows, from shared memory: 64 columns of `a`.
+// c = a^T * rows, both from shared memory; `a` has 64 columns.
 template <int N, class T, int kRows>
 __device__ __forceinline__ void transposed_product(float (&c)[N][4], const T (&a)[kRows][kPanelColumns],
                                                    const T (&rows)[kRows][kPanelColumns]) {

@@ -1,6 +1,6 @@
 #include "../dropout.h"
 #include "common/launch.cuh"
-#include "random.h"
+#include "dropout_mask.h"
 
 namespace flashattn_ext {
 namespace {
@@ -13,11 +13,6 @@ __global__ void dropout_mask_kernel(const AttnParams p, bool* mask, int64_t coun
   }
 }
 
-__global__ void rng_state_kernel(int64_t* state, const RngSource source) {
-  state[0] = source.seed_pointer ? *source.seed_pointer : source.seed;
-  state[1] = source.offset_pointer ? *source.offset_pointer + source.offset : source.offset;
-}
-
 }  // namespace
 
 void cuda_dropout_mask(const AttnParams& p, bool* mask) {
@@ -25,11 +20,6 @@ void cuda_dropout_mask(const AttnParams& p, bool* mask) {
   if (count == 0) return;
   dropout_mask_kernel<<<1024, 256, 0, static_cast<cudaStream_t>(p.stream)>>>(p, mask, count);
   check_launch(cudaGetLastError(), "dropout_mask", p);
-}
-
-void cuda_write_rng_state(const AttnParams& p, const RngSource& source, int64_t* state) {
-  rng_state_kernel<<<1, 1, 0, static_cast<cudaStream_t>(p.stream)>>>(state, source);
-  check_launch(cudaGetLastError(), "rng_state", p);
 }
 
 }  // namespace flashattn_ext
