@@ -1,5 +1,5 @@
-// The entry points of the sm_90 kernels: instantiated in inst/, one class of head dims in each file, and called by
-// dispatch.cu.
+// The entry points of the sm_90 kernels: instantiated by csrc/sources.py, one class of head dims in each file, and
+// called by dispatch.cu.
 #pragma once
 
 #include <cstddef>
