@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import documented_commands  # noqa: E402
 
 
+@pytest.fixture(scope="module")
 def examples() -> dict:
     """The names that README's Python blocks leave."""
     names: dict = {}
@@ -25,14 +26,13 @@ def examples() -> dict:
     return names
 
 
-def test_examples_run() -> None:
-    names = examples()
-    assert names["out"].shape == names["q"].shape and bool(names["out"].isfinite().all())
+def test_examples_run(examples: dict) -> None:
+    assert examples["out"].shape == examples["q"].shape and bool(examples["out"].isfinite().all())
 
 
-def test_messages_are_those_that_come() -> None:
+def test_messages_are_those_that_come(examples: dict) -> None:
     """Blocks that look like a session of Python: each line after >>> is the last one of a traceback."""
-    names = {"flashattn_ext": flashattn_ext, **{name: examples()[name] for name in "qkv"}}
+    names = {"flashattn_ext": flashattn_ext, **{name: examples[name] for name in "qkv"}}
     session = re.findall(r"^>>> (.*)\n(\w+): (.*)$", README, re.M)
     assert session
     for code, error, message in session:
