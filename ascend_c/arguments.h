@@ -30,10 +30,5 @@ struct Arguments : AttnGradParams {
   void* keep_mask = nullptr;  // dropout_mask: [B, Hq, Sq, Sk], a byte for each score
 };
 
-struct RngStateArguments {
-  RngSource source;
-  void* state = nullptr;  // two int64 in GM
-};
-
 }  // namespace ascend
 }  // namespace flashattn_ext

@@ -11,5 +11,4 @@
   KERNEL(FLASHATTN_MIXED, flash_backward_bf16)          \
   KERNEL(FLASHATTN_VECTOR, flash_backward_finish_fp16)  \
   KERNEL(FLASHATTN_VECTOR, flash_backward_finish_bf16)  \
-  KERNEL(FLASHATTN_VECTOR, flash_dropout_mask)          \
-  KERNEL(FLASHATTN_VECTOR, flash_rng_state)
+  KERNEL(FLASHATTN_VECTOR, flash_dropout_mask)

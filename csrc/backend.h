@@ -28,16 +28,11 @@ struct Backend {
   void (*backward)(const AttnGradParams& params);
 
   // mask[b, h, i, j] = 1 where dropout keeps the score; bool [B, Hq, Sq, Sk] contiguous. Uses batch, heads_q, seqlens
-  // and rng.
+  // and rng_state.
   void (*dropout_mask)(const AttnParams& params, bool* mask);
 
-  // Writes {seed, offset} of a call to `state` in the device's memory, the call's rng_state afterwards.
-  void (*write_rng_state)(const AttnParams& params, const RngSource& source, int64_t* state);
-
-  // What torch has for its device of that index: the current stream, and a fresh source from the default generator.
-  // nullptr where ops.cpp knows the device itself (CPU, CUDA).
+  // Torch's current stream on its device of that index; nullptr where ops.cpp knows the device itself (CPU, CUDA).
   void* (*current_stream)(int device_index) = nullptr;
-  RngSource (*draw)(int device_index) = nullptr;
   // Where a tensor can lie in memory as no strides say: how, and what to do; empty when it lies in rows.
   std::string (*private_format)(const at::Tensor& tensor) = nullptr;
 };

@@ -90,14 +90,6 @@ struct AttnGradParams : AttnParams {
   void* dsink = nullptr;  // [Hq] fp32 (fp64 for fp64 inputs); nullptr when the sink needs no gradient
 };
 
-// Where the state of a dropout mask comes from: values, or (in a captured CUDA graph) the generator's device memory.
-struct RngSource {
-  int64_t seed = 0;
-  int64_t offset = 0;                       // with offset_pointer: what is added to it
-  const int64_t* seed_pointer = nullptr;    // device memory
-  const int64_t* offset_pointer = nullptr;  // device memory
-};
-
 // How CPU kernels borrow the caller's thread pool without knowing whose it is.
 struct CpuExecutor {
   int num_threads = 1;

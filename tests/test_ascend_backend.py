@@ -4,7 +4,6 @@ broken in any scheduling mode, and that cores, modes and layouts do not change a
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import subprocess
@@ -100,33 +99,6 @@ def test_dropout_mask_is_the_cpus(call: tuple, mode: str, monkeypatch: pytest.Mo
 def test_mask_that_is_too_long_names_the_limit() -> None:
     with pytest.raises(NotImplementedError, match=r"backend 'ascend-emulator': sequences longer than 2\^30"):
         flashattn_ext.dropout_mask(0, 1, 2**30 + 1, 1, 0.5, 1)
-
-
-class RngSource(ctypes.Structure):
-    """As in csrc/params.h."""
-
-    _fields_ = (
-        ("seed", ctypes.c_int64),
-        ("offset", ctypes.c_int64),
-        ("seed_pointer", ctypes.c_void_p),
-        ("offset_pointer", ctypes.c_void_p),
-    )
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("in_memory", "expected"), [(False, [-5, 3]), (True, [2**62 + 1, 43])])
-def test_rng_state(mode: str, in_memory: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """From values, and from the generator's memory, as a captured graph has it; no device of the tests captures one."""
-    monkeypatch.setenv("FLASHATTN_EXT_ASCEND_EMULATOR", mode)
-    library = ctypes.CDLL(LIBRARY)
-    library.flashattn_ext_backend.restype = ctypes.POINTER(ctypes.c_void_p)
-    write_rng_state = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.POINTER(RngSource), ctypes.c_void_p)(
-        library.flashattn_ext_backend()[8]
-    )
-    seed, offset, state = torch.tensor([2**62 + 1]), torch.tensor([40]), torch.zeros(2, dtype=torch.int64)
-    memory = (seed.data_ptr(), offset.data_ptr()) if in_memory else (None, None)
-    write_rng_state(None, RngSource(-5, 3, *memory), state.data_ptr())
-    assert state.tolist() == expected
 
 
 def test_fp32_names_what_works() -> None:

@@ -59,7 +59,7 @@ def a_row(**ms: float) -> dict:
 # What is asked for
 
 
-def test_sets() -> None:
+def test_sets_have_the_sizes_of_the_papers() -> None:
     sizes = {name: len(rows) for name, rows in SETS.items()}
     assert sizes == {"fa_paper": 36, "align": 3, "dropout": 2, "gqa": 1, "fp32": 4, "short": 2, "varlen": 4}
     assert all(case.B * case.S == 16384 and case.Hq * case.D == 2048 for case in SETS["fa_paper"])
@@ -96,11 +96,11 @@ def test_cases_of_sets_and_passes() -> None:
 @pytest.mark.parametrize(
     ("causal", "backward", "flop"), [(False, False, 4e9), (True, False, 2e9), (False, True, 1e10), (True, True, 5e9)]
 )
-def test_flop(causal: bool, backward: bool, flop: float) -> None:
+def test_flop_counts_visible_scores(causal: bool, backward: bool, flop: float) -> None:
     assert Case(10, 10, 5, 1000, 10, causal, "bf16", backward=backward).flop == flop
 
 
-def test_contestants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_are_those_that_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_cuda, "_flash_attn_func", lambda: None)
     assert bench_cuda.contestants(None) == [OURS, "fa2", "cudnn", "efficient", "math"]
     assert bench_cuda.contestants("math, fa2") == [OURS, "fa2", "math"]
@@ -123,7 +123,7 @@ def test_math_is_skipped_where_scores_are_large() -> None:
 
 
 @pytest.mark.parametrize(("ms", "launches"), [(0.0, 20), (0.01, 20), (1.0, 5), (2.4, 3), (80.0, 1)])
-def test_launches(ms: float, launches: int) -> None:
+def test_short_calls_are_timed_in_bursts(ms: float, launches: int) -> None:
     assert bench_cuda.launches_for(ms) == launches
 
 
@@ -222,7 +222,7 @@ def test_compared_heads_fit_and_keep_groups_whole() -> None:
     assert bench_accuracy.compared_heads(SETS["gqa"][0]) == (4, 1)
 
 
-def test_largest_error() -> None:
+def test_the_largest_error_keeps_nan() -> None:
     a, b = [torch.tensor([1.0, 2.0]), torch.tensor([0.0])], [torch.tensor([1.5, 2.0]), torch.tensor([-3.0])]
     assert bench_accuracy.largest_error(a, b) == 3.0
     assert math.isnan(bench_accuracy.largest_error([torch.tensor([math.nan, 1.0])], [torch.zeros(2)]))
@@ -250,7 +250,7 @@ def test_row_has_ratios_to_the_best_peer_and_to_fa2() -> None:
     assert json.loads(json.dumps(row)) == row
 
 
-def test_tables() -> None:
+def test_cells_show_what_was_measured() -> None:
     rows, names = [a_row(ours=2.0, fa2=3.0)], [OURS, FA2, MATH]
     about = ["tiny", "2x4x64x16", "fp32", "causal", "forward"]
     assert bench_cuda_tables.speed_cells(rows, names) == [
@@ -266,7 +266,7 @@ def test_tables() -> None:
 
 
 @pytest.mark.parametrize("markdown", [False, True])
-def test_command(
+def test_bench_cuda_prints_and_writes_every_row(
     on_cpu: None,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

@@ -217,7 +217,9 @@ def a_row(**calls: tuple[float, float, float]) -> dict[str, Any]:
         ({}, ["a", "-", "-", "-", "-"], False),
     ],
 )
-def test_cells(calls: dict[str, tuple[float, float, float]], end: list[str], faster: bool) -> None:
+def test_a_gain_within_the_spread_is_none(
+    calls: dict[str, tuple[float, float, float]], end: list[str], faster: bool
+) -> None:
     row = a_row(**calls)
     assert bench_tune.cells(row) == ["any", "16", "forward", "causal", *end]
     assert bench_tune.is_faster(row) == faster
@@ -227,7 +229,9 @@ def test_cells(calls: dict[str, tuple[float, float, float]], end: list[str], fas
 
 
 @pytest.mark.parametrize("markdown", [False, True])
-def test_command_on_a_gpu(gpu: Gpu, tmp_path: Path, capsys: pytest.CaptureFixture[str], markdown: bool) -> None:
+def test_bench_tune_finds_the_quickest_tile_of_a_gpu(
+    gpu: Gpu, tmp_path: Path, capsys: pytest.CaptureFixture[str], markdown: bool
+) -> None:
     path = tmp_path / "tune.json"
     assert main(["bench", "tune", "--json", str(path), *(["--markdown"] if markdown else [])]) == 0
     results = json.loads(path.read_text())

@@ -53,24 +53,24 @@ def fake_torch(tmp_path: Path, code: str) -> str:
     return str(folder)
 
 
-def test_no_torch(tmp_path: Path) -> None:
+def test_a_build_without_torch_says_what_to_install(tmp_path: Path) -> None:
     path = fake_torch(tmp_path, "raise ImportError('no torch here')")
     words = ("torch is not installed", "pip install torch", "--no-build-isolation", "build --no-isolation")
     assert_stops_with_one_line(build(tmp_path, PYTHONPATH=path), *words)
 
 
 @pytest.mark.parametrize("version", ["1.13.1", "2.5.1+cu124"])
-def test_old_torch(tmp_path: Path, version: str) -> None:
+def test_a_build_with_an_old_torch_says_which_is_needed(tmp_path: Path, version: str) -> None:
     path = fake_torch(tmp_path, f"__version__ = '{version}'")
     assert_stops_with_one_line(build(tmp_path, PYTHONPATH=path), version, "2.6", "pip install")
 
 
-def test_no_compiler(tmp_path: Path) -> None:
+def test_a_build_without_a_compiler_says_what_to_install(tmp_path: Path) -> None:
     done = build(tmp_path, CXX="no-such-compiler")
     assert_stops_with_one_line(done, "no-such-compiler", "not found", "CXX")
 
 
-def test_old_compiler(tmp_path: Path) -> None:
+def test_a_build_with_an_old_compiler_says_which_is_needed(tmp_path: Path) -> None:
     compiler = tmp_path / "old-compiler"
     compiler.write_text("#!/bin/sh\nexit 1\n")
     compiler.chmod(0o755)
@@ -183,13 +183,13 @@ def test_built_for_another_torch(tmp_path: Path) -> None:
     assert message.startswith("RuntimeError") and "2.4.1" in message and "pip install" in message
 
 
-def test_library_missing(tmp_path: Path) -> None:
+def test_an_import_without_the_library_says_how_to_build_it(tmp_path: Path) -> None:
     broken_package(tmp_path)
     message = import_message(tmp_path)
     assert message.startswith("RuntimeError") and "pip install --no-build-isolation" in message
 
 
-def test_never_built(tmp_path: Path) -> None:
+def test_an_import_from_unbuilt_sources_says_how_to_build_them(tmp_path: Path) -> None:
     (broken_package(tmp_path) / "_build_config.py").unlink()
     message = import_message(tmp_path)
     assert message.startswith("RuntimeError") and "pip install --no-build-isolation" in message

@@ -67,7 +67,7 @@ def test_never_waits_for_the_device(dtype: torch.dtype, no_waiting: None) -> Non
                            max_seqlen_k=64, dropout_p=0.1, rng_seed=3)  # fmt: skip
 
 
-def test_other_stream() -> None:
+def test_calls_run_on_the_current_stream() -> None:
     q, k, v = leaves(2, 300, 4, 64)
     torch.cuda._sleep(1)  # the first use of a kernel loads it, which waits
     expected = flashattn_ext.forward(q * 1, k, v)
@@ -199,7 +199,7 @@ def test_environment_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
         flashattn_ext.forward(q, k, v)
 
 
-def test_every_device() -> None:
+def test_the_device_of_the_tensors_counts() -> None:
     """The tensors' device counts, not the current one."""
     host = [torch.randn(2, 300, 4, 64) for _ in range(4)]
     results = []

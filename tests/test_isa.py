@@ -71,7 +71,7 @@ def test_set_cpu_isa(restore_isa: None) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_all_agree(dtype: torch.dtype, restore_isa: None) -> None:
+def test_instruction_sets_agree(dtype: torch.dtype, restore_isa: None) -> None:
     """Each within what the tolerance rule allows it."""
     case = Case(dtype=dtype, Sq=130, Sk=150, Hq=4, D=72, Dv=40, causal=True, smooth_softmax=True)
     inputs = make_inputs(case, "cpu")

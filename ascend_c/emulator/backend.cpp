@@ -76,9 +76,10 @@ void add_inputs(GlobalMemory& gm, const AttnParams& p) {
 }
 
 void check(const ascend_emulator::Report& report) {
-  if (report.errors.empty()) return;
+  if (report.errors.empty() && report.warnings.empty()) return;
   std::string text = "the Ascend C kernel breaks a rule of the hardware:";
   for (const std::string& error : report.errors) text += "\n  " + error;
+  for (const std::string& warning : report.warnings) text += "\n  " + warning;
   throw std::runtime_error(text);
 }
 
@@ -167,22 +168,12 @@ void dropout_mask(const AttnParams& p, bool* mask) {
                                 how.options, gm, [&] { flash_dropout_mask(arguments); }));
 }
 
-void write_rng_state(const AttnParams&, const RngSource& source, int64_t* state) {
-  GlobalMemory gm;
-  gm.add("state", state, kRngStateBytes, Use::output);
-  if (source.seed_pointer) gm.add("seed", source.seed_pointer, sizeof(int64_t), Use::input);
-  if (source.offset_pointer) gm.add("offset", source.offset_pointer, sizeof(int64_t), Use::input);
-  const FlashattnBytes arguments = ascend::to_bytes(ascend::RngStateArguments{source, state});
-  check(ascend_emulator::launch(AscendC::KERNEL_TYPE_AIV_ONLY, 1, choices().options, gm,
-                                [&] { flash_rng_state(arguments); }));
-}
-
 const std::string name =
     "ascend-emulator" +
     (ascend::kForwardAlone ? "-" + std::to_string(ascend::kRows) + "x" + std::to_string(ascend::kKeys) : "");
 
 const Backend backend{name.c_str(), "cpu",    ascend::supports, forward_workspace_bytes, backward_workspace_bytes,
-                      forward,      backward, dropout_mask,     write_rng_state};
+                      forward,      backward, dropout_mask};
 
 // Tensors of a dense call that do not exist: Mode::time looks at no byte of them. Each lies in a region of its own.
 AttnGradParams imagined(const int64_t* sizes, const int64_t* rng_state) {

@@ -65,6 +65,7 @@ class Machine {
 
   KernelMetaType type_;
   Options options_;
+  GlobalMemory& gm_;
   Report& report_;
   std::vector<std::unique_ptr<Core>> cores_;
   std::vector<std::unique_ptr<Coroutine>> coroutines_;

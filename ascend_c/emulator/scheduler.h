@@ -87,6 +87,8 @@ class Access {
   // that nobody has written, as long as nobody computes with them.
   void read(Space& space, size_t offset, size_t size, bool own = false, bool unwritten = false);
   void write(Space& space, size_t offset, size_t size, bool atomic = false);
+  // After write(.., atomic): adds to what is there, at once or later (memory.h).
+  void add(Space& space, std::function<void()> apply);
   template <typename T>
   T load(Space& space, size_t offset) {
     T value;
@@ -208,6 +210,7 @@ class Core {
   void learn(const Clock& clock, double time);
   uint16_t global(int pipe) const { return uint16_t(number_ * kPipes + pipe); }
   bool has_pipe(pipe_t pipe) const;
+  std::mt19937_64* shuffler() { return options_.mode == Mode::random ? &random_ : nullptr; }
   void push(Entry entry);
   void step(pipe_t pipe);
   void run_work(Entry& entry, uint32_t index);

@@ -46,15 +46,11 @@ void dropout_mask(const AttnParams& p, bool* mask) {
         dropout_mask_arguments(p, mask));
 }
 
-void write_rng_state(const AttnParams& p, const RngSource& source, int64_t* state) {
-  start("flash_rng_state", launch_flash_rng_state, 1, p.stream, RngStateArguments{source, state});
-}
-
 }  // namespace
 
 const Backend& npu_backend() {
-  static const Backend backend{"ascend", "npu",        supports,        forward_bytes,  backward_bytes, forward,
-                               backward, dropout_mask, write_rng_state, current_stream, draw,           private_format};
+  static const Backend backend{"ascend", "npu",    supports,     forward_bytes,  backward_bytes,
+                               forward,  backward, dropout_mask, current_stream, private_format};
   return backend;
 }
 

@@ -15,7 +15,6 @@
 #include "../inst/dropout_mask.cpp"
 #include "../inst/forward_bf16.cpp"
 #include "../inst/forward_fp16.cpp"
-#include "../inst/rng_state.cpp"
 
 #define FLASHATTN_START(name) (name<<<static_cast<uint32_t>(blocks), 0, stream>>>(arguments), 0)
 
@@ -30,7 +29,6 @@
 #include <aclrtlaunch_flash_dropout_mask.h>
 #include <aclrtlaunch_flash_forward_bf16.h>
 #include <aclrtlaunch_flash_forward_fp16.h>
-#include <aclrtlaunch_flash_rng_state.h>
 
 #define FLASHATTN_START(name) \
   static_cast<int>(ACLRT_LAUNCH_KERNEL(name)(static_cast<uint32_t>(blocks), stream, &arguments))

@@ -23,8 +23,8 @@ void backward(const AttnGradParams& p) { cpu_kernels().backward(p); }
 }  // namespace
 
 const Backend& cpu_backend() {
-  static const Backend backend{"cpu",   "cpu",    supports,         forward_workspace_bytes, backward_workspace_bytes,
-                               forward, backward, cpu_dropout_mask, cpu_write_rng_state};
+  static const Backend backend{"cpu",   "cpu",    supports,        forward_workspace_bytes, backward_workspace_bytes,
+                               forward, backward, cpu_dropout_mask};
   return backend;
 }
 

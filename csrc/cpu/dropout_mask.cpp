@@ -27,9 +27,4 @@ void cpu_dropout_mask(const AttnParams& params, bool* mask) {
   executor.run(call.workers, body, &call);
 }
 
-void cpu_write_rng_state(const AttnParams&, const RngSource& source, int64_t* state) {
-  state[0] = source.seed;
-  state[1] = source.offset;
-}
-
 }  // namespace flashattn_ext

@@ -90,8 +90,8 @@ class ScoreVector {
   ScoreVector() = default;
   ScoreVector(const ScoreTile<Op>& tile, int64_t lane)
       : scores(tile.scores + lane),
-        keep_bits(tile.keep_bits + lane / kDropoutLanes),
-        keep_shift(lane % kDropoutLanes),
+        keep_bits(tile.keep_bits),
+        first_lane(lane),
         first_key(kMasked ? S::load(tile.first_key + lane) : S::zero()),
         last_key(kMasked ? S::load(tile.last_key + lane) : S::zero()) {}
 
@@ -105,7 +105,7 @@ class ScoreVector {
   // x for the queries whose weight for the key is kept, 0 where dropout drops it.
   V kept(int64_t key, V x) const {
     if (!kDropout) return x;
-    return S::keep(x, static_cast<uint32_t>(keep_bits[key * (kQueries / kDropoutLanes)]) >> keep_shift);
+    return S::keep(x, keep_lanes<S>(keep_bits + key * (kQueries / kDropoutLanes), first_lane));
   }
   template <class Accuracy>
   V weight(int64_t key, V score, V factor, V minus_offset) const {
@@ -115,7 +115,7 @@ class ScoreVector {
  private:
   Real* scores;
   const uint16_t* keep_bits;
-  int64_t keep_shift;
+  int64_t first_lane;
   V first_key, last_key;
 };
 

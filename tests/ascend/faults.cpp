@@ -34,6 +34,29 @@ __aicore__ void Sync(int id = 0) {
   WaitFlag<event>(id);
 }
 
+// Adds 1e8, -1e8 and in + 1 to zeros, in fp32: the sum is in + 1 in this order alone.
+__aicore__ void AddThree(GM_ADDR x, GM_ADDR y, bool ordered) {
+  Bench t(x, y);
+  Duplicate(t.b, 0.0f, kElements);
+  Sync<HardEvent::V_MTE3>();
+  t.Store();
+  PipeBarrier<PIPE_MTE3>();
+  t.Load();
+  Sync<HardEvent::MTE2_V>();
+  Adds(t.a, t.a, 1.0f, kElements);
+  Sync<HardEvent::MTE3_V>();
+  Duplicate(t.b, 1e8f, 64);
+  Duplicate(t.b[64], -1e8f, 64);
+  Sync<HardEvent::V_MTE3>();
+  SetAtomicAdd<float>();
+  DataCopy(t.out, t.b, 64);
+  if (ordered) PipeBarrier<PIPE_MTE3>();
+  DataCopy(t.out, t.b[64], 64);
+  if (ordered) PipeBarrier<PIPE_MTE3>();
+  DataCopy(t.out, t.a, 64);
+  SetAtomicNone();
+}
+
 using Queue = TQue<TPosition::VECIN, 1>;
 
 std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
@@ -132,6 +155,8 @@ std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
        Sync<HardEvent::V_MTE3>();
        t.Store();
      }},
+    {"legal_ordered_additions", [](GM_ADDR x, GM_ADDR y) { AddThree(x, y, true); }},
+    {"additions_in_any_order", [](GM_ADDR x, GM_ADDR y) { AddThree(x, y, false); }},
     {"dropped_wait",
      [](GM_ADDR x, GM_ADDR y) {
        Bench t(x, y);

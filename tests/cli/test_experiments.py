@@ -49,7 +49,7 @@ def test_tiny_sizes_cover_every_experiment() -> None:
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_table(results: dict[str, Result], name: str) -> None:
+def test_tables_have_no_holes(results: dict[str, Result], name: str) -> None:
     result = results[name]
     assert result.name == name and not result.error and result.rows and result.notes
     assert all(len(row) == len(result.columns) for row in result.rows)
@@ -81,7 +81,7 @@ def test_table(results: dict[str, Result], name: str) -> None:
         ("dropout", 4),
     ],
 )
-def test_rows(results: dict[str, Result], name: str, rows: int) -> None:
+def test_every_size_has_a_row(results: dict[str, Result], name: str, rows: int) -> None:
     assert len(results[name].rows) == rows
 
 
@@ -118,7 +118,9 @@ def test_ratios_are_those_of_the_times(results: dict[str, Result]) -> None:
     ("of_medians", "of_quickest", "verdict"),
     [(19.0, 5.0, "ok"), (21.0, 19.0, "unclear"), (-3.0, 40.0, "unclear"), (25.0, 21.0, "defect"), (None, None, "")],
 )
-def test_verdict(of_medians: float | None, of_quickest: float | None, verdict: str) -> None:
+def test_a_loss_is_a_defect_where_medians_and_quickest_agree(
+    of_medians: float | None, of_quickest: float | None, verdict: str
+) -> None:
     assert module_of("alignment").verdict(of_medians, of_quickest) == verdict
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import json
 import shutil
 import subprocess
@@ -20,24 +21,27 @@ pytest.importorskip("jinja2")
 import flashattn_ext
 from flashattn_ext.cli import report
 from flashattn_ext.cli.experiments import EXPERIMENTS, render
+from flashattn_ext.cli.experiments.findings import finding
 from flashattn_ext.cli.experiments.result import Comparison, Result
 from flashattn_ext.cli.main import main
 
 
 class Page(HTMLParser):
-    """Tables as lists of rows of texts, the attributes that load something, and the names of all tags."""
+    """Tables as lists of rows of texts, what is linked or loaded, the names of all tags, and the places that links reach."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tables: list[list[list[str]]] = []
         self.references: list[str] = []
         self.tags: list[str] = []
+        self.ids: set[str] = set()
         self._in_cell = False
         self.feed(text)
         self.close()
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
+        self.ids |= {value or "" for name, value in attributes if name == "id"}
         self.references += [value or "" for name, value in attributes if name in ("src", "href", "srcset", "data")]
         if tag == "table":
             self.tables.append([])
@@ -73,10 +77,29 @@ def test_html_has_every_table_and_picture(out: Path, results: dict[str, Result])
 def test_html_loads_nothing(out: Path) -> None:
     text = (out / "report.html").read_text(encoding="utf-8")
     page = Page(text)
-    assert len(page.references) == len(EXPERIMENTS)
-    assert all(reference.startswith("data:image/png;base64,") for reference in page.references)
+    loaded = [reference for reference in page.references if not reference.startswith("#")]
+    assert len(loaded) == len(EXPERIMENTS)
+    assert all(reference.startswith("data:image/png;base64,") for reference in loaded)
     assert not {"script", "link", "iframe", "object"} & set(page.tags)
     assert not any(word in text for word in ("http:", "https:", "url(", "@import"))
+
+
+def test_html_opens_with_what_was_found_and_links_it_to_the_tables(out: Path, results: dict[str, Result]) -> None:
+    text = (out / "report.html").read_text(encoding="utf-8")
+    page = Page(text)
+    places = {reference.removeprefix("#") for reference in page.references if reference.startswith("#")}
+    assert places <= page.ids
+    for name, result in results.items():
+        assert {name, f"{name}-table"} <= places
+        assert text.index(html.escape(finding(result), quote=False).replace("'", "&#39;")) < text.index("<table")
+
+
+def test_markdown_opens_with_what_was_found(out: Path, results: dict[str, Result]) -> None:
+    opening, *sections = (out / "report.md").read_text(encoding="utf-8").split("\n## ")
+    for (name, result), section in zip(results.items(), sections, strict=True):
+        assert f"- [{name}](#{name}): {report.escape(finding(result))}\n" in opening
+        assert section.startswith(f"{name}: ")
+    assert (out / "report.md").read_text(encoding="utf-8").count('<a id="') == len(results)
 
 
 class Nesting(HTMLParser):
@@ -178,5 +201,6 @@ def test_report_without_usable_results(tmp_path: Path, capsys: pytest.CaptureFix
 def test_report_keeps_results_without_pictures(out: Path, tmp_path: Path) -> None:
     shutil.copy(out / "matmul.json", tmp_path)
     assert main(["report", str(tmp_path)]) == 0
-    assert not Page((tmp_path / "report.html").read_text(encoding="utf-8")).references
+    references = Page((tmp_path / "report.html").read_text(encoding="utf-8")).references
+    assert references and all(reference.startswith("#") for reference in references)
     assert "![" not in (tmp_path / "report.md").read_text(encoding="utf-8")

@@ -1,7 +1,8 @@
 // An NPU of host memory, with what torch_npu and CANN bring otherwise, so that tests can run the binding of
 // ascend_c/npu: the emulator executes its kernels. Functions of torch_npu are declared by torch_npu's own headers; here
-// they do the least that a test can see. Launches wait in a queue, as torch_npu's do, until somebody looks at the
-// memory.
+// they do the least that a test can see. Launches and fills wait in a queue, as torch_npu's do, until somebody looks at
+// the memory.
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -122,6 +123,34 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
 }
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) { return copy_from(from, to, false); }
 
+// A kernel has a name; torch's own operators have none and are not logged.
+void enqueue(const std::string& name, std::function<int()> run) {
+  (state.capturing ? state.graph : state.queue).push_back({name, std::move(run)});
+}
+
+at::Tensor& fill(at::Tensor& t, const at::Scalar& value) {
+  enqueue("", [=] {
+    on_host(t).fill_(value);
+    return 0;
+  });
+  return t;
+}
+at::Tensor& zero(at::Tensor& t) { return fill(t, 0); }
+
+// Values of the generator, or in a captured graph of what its memory holds at each replay.
+at::Tensor& random(at::Tensor& t, int64_t from, std::optional<int64_t> to, std::optional<at::Generator>) {
+  const at::Generator& npu = at_npu::detail::getDefaultNPUGenerator(0);
+  const at_npu::PhiloxNpuState drawn = at::check_generator<at_npu::NPUGeneratorImpl>(npu)->philox_npu_state(4);
+  enqueue("", [=] {
+    const auto value = [](const at::Tensor* memory) { return *memory->const_data_ptr<int64_t>(); };
+    const int64_t seed = drawn.captured_ ? value(drawn.seed_.ptr) : static_cast<int64_t>(drawn.seed_.val);
+    const int64_t offset = drawn.captured_ ? value(drawn.offset_.ptr) : static_cast<int64_t>(drawn.offset_.val);
+    on_host(t).random_(from, to, at::detail::createCPUGenerator(static_cast<uint64_t>(seed * 1000003 + offset)));
+    return 0;
+  });
+  return t;
+}
+
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   drain();
   at::native::cpu_fallback(op, stack);
@@ -134,6 +163,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", &at::native::view);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("fill_.Scalar", &fill);
+  m.impl("zero_", &zero);
+  m.impl("random_.from", &random);
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>()); }
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
@@ -164,7 +196,7 @@ int64_t native::get_npu_format(const at::Tensor&) { return state.format; }
 
 void native::OpCommand::RunOpApiV2(const std::string& name, const PROC_FUNC& run, bool sync) {
   TORCH_CHECK(!sync, "nothing must be waited for");
-  (state.capturing ? state.graph : state.queue).push_back({name, run});
+  enqueue(name, run);
 }
 
 NPUGeneratorImpl::NPUGeneratorImpl(c10::DeviceIndex index)

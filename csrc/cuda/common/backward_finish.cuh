@@ -3,44 +3,48 @@
 #pragma once
 
 #include "backward_prepare.cuh"
+#include "tile_order.cuh"
 
 namespace flashattn_ext {
 
-// Sums: of the main stage (backward.cuh of either architecture), in whose accumulators' order they lie. A thread block
-// takes kM rows, that are kM / kTileRows tiles of BackwardWorkspace.
-template <class Sums>
-__global__ void __launch_bounds__(Sums::kThreads)
+// Layout: the order of the sums in the workspace, which is that of the main stage's accumulators (backward.cuh of
+// either architecture). A thread block takes kQueries rows, which are kQueries / kTileRows tiles of dq.
+template <class Layout>
+__global__ void __launch_bounds__(Layout::kThreads)
     dq_finish_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardWorkspace workspace,
                      int blocks) {
-  using T = typename Sums::Element;
+  using T = typename Layout::Element;
   extern __shared__ __align__(16) unsigned char memory[];
   T* const tile = reinterpret_cast<T*>(memory);
   const int head = blockIdx.x / blocks, heads = static_cast<int>(p.heads_q), b = head / heads, h = head % heads;
   const Sequence queries = query_sequence(p, b);
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  for (int64_t m = blockIdx.x % blocks; m * Sums::kM < queries.length; m += blocks) {
-    const int64_t index = h * workspace.tiles + workspace.first_tile(p, b, queries) + m * (Sums::kM / Sums::kTileRows);
+  for (int64_t m = blockIdx.x % blocks; m * Layout::kQueries < queries.length; m += blocks) {
+    const int64_t index =
+        h * workspace.tiles + workspace.first_tile(p, b, queries) + m * (Layout::kQueries / Layout::kTileRows);
 #pragma unroll
-    for (int split = 0; split < Sums::kSplits; ++split) {
+    for (int split = 0; split < Layout::kSplits; ++split) {
 #pragma unroll
-      for (int i = 0; i < Sums::kQueryRowTiles; ++i) {
+      for (int i = 0; i < Layout::kQueryRowTiles; ++i) {
 #pragma unroll
-        for (int c = 0; c < Sums::kQueryColumnTiles; ++c) {
+        for (int c = 0; c < Layout::kQueryColumnTiles; ++c) {
           float x[4] = {};
-          if (m * Sums::kM + Sums::query_row() + i * 16 < queries.length) {
-            ptx::load_fragment(x, Sums::dq_fragment(workspace, index, split, i, c));
+          if (m * Layout::kQueries + Layout::query_row() + i * 16 < queries.length) {
+            ptx::load_fragment(x, Layout::dq_fragment(workspace, index, split, i, c));
           }
-          T* to = tile + (Sums::query_row() + i * 16 + g) * Sums::kStride + Sums::query_column(split) + c * 8 + 2 * t;
+          T* to =
+              tile + (Layout::query_row() + i * 16 + g) * Layout::kStride + Layout::query_column(split) + c * 8 + 2 * t;
           TensorCore<T>::store_pair(to, x[0] * workspace.gradient_scale, x[1] * workspace.gradient_scale);
-          TensorCore<T>::store_pair(to + 8 * Sums::kStride, x[2] * workspace.gradient_scale,
+          TensorCore<T>::store_pair(to + 8 * Layout::kStride, x[2] * workspace.gradient_scale,
                                     x[3] * workspace.gradient_scale);
         }
       }
     }
     __syncthreads();
-    store_tile<T, Sums::kM, Sums::kHeadDim, Sums::kThreads>(
-        row_pointer<T>(p.dq, b, h, queries.start + m * Sums::kM), p.dq.row_stride, tile,
-        static_cast<int>(min(int64_t{Sums::kM}, queries.length - m * Sums::kM)), static_cast<int>(p.head_dim));
+    store_tile<T, Layout::kQueries, Layout::kHeadDim, Layout::kThreads>(
+        row_pointer<T>(p.dq, b, h, queries.start + m * Layout::kQueries), p.dq.row_stride, tile,
+        static_cast<int>(min(int64_t{Layout::kQueries}, queries.length - m * Layout::kQueries)),
+        static_cast<int>(p.head_dim));
     __syncthreads();
   }
 }
@@ -56,7 +60,7 @@ static __global__ void __launch_bounds__(kSinkThreads)
   for (int64_t i = threadIdx.x; sink > -infinity() && i < workspace.rows; i += kSinkThreads) {
     const int64_t b = p.is_varlen() ? 0 : i / p.seqlen_q, row = p.is_varlen() ? i : i % p.seqlen_q;
     const float lse = *row_statistic(p.lse, b, h, row);
-    if (lse == -infinity()) continue;  // a packed row of no sequence
+    if (lse == -infinity()) continue;  // a packed row that belongs to no sequence
     sum -= static_cast<double>(expf(sink - lse)) * workspace.delta[h * workspace.rows + i];
   }
   part[threadIdx.x] = sum;
@@ -67,11 +71,11 @@ static __global__ void __launch_bounds__(kSinkThreads)
   if (threadIdx.x == 0) static_cast<float*>(p.dsink)[h] = static_cast<float>(part[0] * workspace.keep_scale);
 }
 
-template <class Sums>
+template <class Layout>
 void launch_finish(const AttnGradParams& p, const BackwardWorkspace& workspace) {
-  const int64_t blocks = tiles(p.seqlen_q, Sums::kM);
-  launch(dq_finish_kernel<Sums>, "backward_finish", p, blocks * p.batch * p.heads_q, Sums::kThreads,
-         Sums::kM * Sums::kStride * static_cast<int>(sizeof(typename Sums::Element)), workspace,
+  const int64_t blocks = tile_count(p.seqlen_q, Layout::kQueries);
+  launch(dq_finish_kernel<Layout>, "backward_finish", p, blocks * p.batch * p.heads_q, Layout::kThreads,
+         Layout::kQueries * Layout::kStride * static_cast<int>(sizeof(typename Layout::Element)), workspace,
          static_cast<int>(blocks));
   if (p.dsink) launch(dsink_kernel, "backward_finish (sink)", p, p.heads_q, kSinkThreads, 0, workspace);
 }

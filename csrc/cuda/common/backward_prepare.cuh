@@ -1,19 +1,22 @@
-// First stage of the backward: delta = <dout, out> - dlse of every row (Dao 2023, Algorithm 2, line 4), and lse in
-// units of log2. With dropout delta is divided by what scales the weights that are kept: then the main stage has
-// nothing to scale, and the factor goes to what it sums up.
+// First stage of the backward: delta = <dout, out> - dlse of every row (Dao 2023, "FlashAttention-2", Algorithm 2, line
+// 4), and lse in units of log2. With dropout delta is divided by the scale of weights that are kept. Then the main
+// stage scales no weight, and the scale is multiplied to its sums at their end.
 #pragma once
 
-#include "aligned_rows.cuh"
+#include "aligned_rows.h"
 #include "backward_workspace.h"
+#include "call.h"
 #include "launch.cuh"
 #include "rows.cuh"
 #include "tile.cuh"
+#include "vector.cuh"
 
 namespace flashattn_ext {
 
 constexpr int kPrepareThreads = 256;
 
-// So many neighbouring lanes share a row, one vector each where few of them have none then.
+// How many neighbouring lanes share a row: enough for one vector each, or half of them where more than a quarter of the
+// lanes would have none.
 template <class T>
 int prepare_lanes(int64_t columns) {
   const int64_t vectors = (columns * static_cast<int64_t>(sizeof(T)) + kVectorBytes - 1) / kVectorBytes;
@@ -22,7 +25,7 @@ int prepare_lanes(int64_t columns) {
   return lanes > 1 && 4 * vectors < 3 * lanes ? lanes / 2 : lanes;
 }
 
-// kWhole: the rows of out are whole vectors; else none is read beyond out_end.
+// kWhole: the rows of `out` are whole aligned vectors; otherwise nothing is read beyond out_end.
 template <class T, bool kWhole>
 __global__ void __launch_bounds__(kPrepareThreads)
     backward_prepare_kernel(const __grid_constant__ AttnGradParams p,
@@ -58,7 +61,7 @@ __global__ void __launch_bounds__(kPrepareThreads)
   workspace.lse[index] = lse == -infinity() ? infinity() : lse * kLog2E<float>;
 }
 
-// Runs the stage, and zeroes what the main stage adds to.
+// Runs this stage, and zeroes what the main stage adds to.
 template <class T>
 void launch_prepare(const AttnGradParams& p, const BackwardWorkspace& workspace) {
   const cudaStream_t stream = static_cast<cudaStream_t>(p.stream);
@@ -66,8 +69,7 @@ void launch_prepare(const AttnGradParams& p, const BackwardWorkspace& workspace)
   const int lanes = prepare_lanes<T>(p.head_dim_v);
   const bool whole = rows_are_aligned(p.out, p.head_dim_v, sizeof(T));
   const auto kernel = whole ? backward_prepare_kernel<T, true> : backward_prepare_kernel<T, false>;
-  const void* const out_end = end_of(p.out, p.is_varlen() ? 1 : p.batch, p.heads_q,
-                                     p.is_varlen() ? p.total_q : p.seqlen_q, p.head_dim_v, sizeof(T));
+  const void* const out_end = end_of(p.out, batch_entries(p), p.heads_q, query_rows(p), p.head_dim_v, sizeof(T));
   const int64_t blocks = (p.heads_q * workspace.rows * lanes + kPrepareThreads - 1) / kPrepareThreads;
   launch(kernel, "backward_prepare", p, blocks, kPrepareThreads, 0, workspace, lanes, out_end);
 }

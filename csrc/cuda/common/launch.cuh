@@ -13,25 +13,6 @@
 
 namespace flashattn_ext {
 
-// Of the current device: whether a thread block may have 227 KB.
-inline bool has_large_shared_memory() {
-  int device = 0, bytes = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  return bytes >= 227 * 1024;
-}
-
-// Of the current device.
-inline int multiprocessors() {
-  int device = 0, count = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  return count;
-}
-
-// At least one: rows may be more than the caller was told.
-inline int64_t tiles(int64_t rows, int64_t tile) { return std::max<int64_t>(1, (rows + tile - 1) / tile); }
-
 inline std::runtime_error launch_error(const std::string& kernel, const std::string& reason, const AttnParams& p) {
   auto text = [](int64_t x) { return std::to_string(x); };
   return std::runtime_error("CUDA kernel '" + kernel + "' failed: " + reason + " (B=" + text(p.batch) +

@@ -9,7 +9,7 @@ namespace flashattn_ext {
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7F800000); }
 
-// What is subtracted from the scores of a row: 0 as long as it has seen nothing.
+// What is subtracted from the logits of a row: 0 as long as it has seen nothing.
 __device__ __forceinline__ float finite_max(float max) { return max == -infinity() ? 0.f : max; }
 
 __device__ __forceinline__ float* row_statistic(const RowView& v, int64_t b, int64_t h, int64_t row) {
@@ -22,10 +22,10 @@ __device__ __forceinline__ float head_sink(const AttnParams& p, int64_t h) {
   return p.has_sink ? sink * kLog2E<float> : -infinity();
 }
 
-using TileMask = BasicMask<int>;
-using Limits = TileMask::Range;  // what one row of scores sees, or one key is seen by
+using Mask32 = BasicMask<int>;
+using Limits = Mask32::Range;  // the keys that a query sees, or the queries that a key is seen by
 
-__device__ __forceinline__ Limits rows_that_see(const TileMask& mask, int key) {
+__device__ __forceinline__ Limits rows_that_see(const Mask32& mask, int key) {
   return key < mask.seqlen_k ? mask.rows_of(key, key + 1) : Limits{0, 0};
 }
 

@@ -6,7 +6,7 @@
 // with g = lane / 4 and t = lane % 4. Rows are queries in the forward and keys in the backward.
 #pragma once
 
-#include "keep.cuh"
+#include "dropout.cuh"
 #include "rows.cuh"
 #include "tensor_core.cuh"
 #include "warp.cuh"
@@ -44,7 +44,7 @@ __device__ __forceinline__ void store_scores(float (&x)[kRowTiles][N][4], const 
 // Scores of keys that a query does not see become -inf. row, key: of this lane's first score. kBefore, kAfter: which
 // side of the keys to look at; each costs a comparison for every score.
 template <bool kBefore, bool kAfter, int kRowTiles, int N>
-__device__ __forceinline__ void hide_keys(float (&x)[kRowTiles][N][4], const TileMask& mask, int row, int key) {
+__device__ __forceinline__ void hide_keys(float (&x)[kRowTiles][N][4], const Mask32& mask, int row, int key) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -64,24 +64,14 @@ __device__ __forceinline__ void hide_keys(float (&x)[kRowTiles][N][4], const Til
   }
 }
 
-// A maximum stays as it is while no logit is further than this beyond it, in units of log2: then what was summed up
-// before need not be multiplied, and weights are at most 2^8.
+// A maximum stays as it is while no logit is more than this above it, in units of log2: then what was summed up before
+// need not be rescaled, and weights are at most 2^8.
 constexpr float kTolerance = 8;
-
-// The maximum of a row takes in the largest logit of a step, both in units of log2. Returns what is to be multiplied to
-// all that was summed up before.
-__device__ __forceinline__ float raise_max(float* max, float largest, float tolerance) {
-  const float before = *max, now = fmaxf(before, largest);
-  const bool stays = now - before <= tolerance;
-  *max = stays ? before : now;
-  return stays ? 1.f : ptx::ex2(before - finite_max(*max));
-}
 
 // The online softmax (Milakov and Gimelshein 2018) of rows g and g + 8 of a 16-row tile.
 struct OnlineSoftmax {
-  float max[2];     // of the logits so far, in units of log2; -inf when there were none
-  float sum[2];     // of the weights so far, as far as this lane has them
-  float shrink[2];  // what earlier sums are to be multiplied with after a step
+  float max[2];  // of the logits so far, in units of log2; -inf when there were none
+  float sum[2];  // of the weights so far, as far as this lane has them
 
   // A sink is a logit before the first key.
   __device__ __forceinline__ void start(float sink) {
@@ -91,9 +81,9 @@ struct OnlineSoftmax {
       sum[r] = threadIdx.x % 4 == 0 && sink > -infinity() ? 1.f : 0.f;
     }
   }
-  __device__ __forceinline__ bool shrinks() const { return __any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f); }
 
-  // Stored scores become weights: exp(logit - max).
+  // Stored scores become weights, exp(logit - max). Before that it calls rescale(shrink): what was summed up under an
+  // earlier maximum, outside, is to be multiplied by shrink[r].
   template <class Score, int N, class Rescale>
   __device__ __forceinline__ void weigh(float (&x)[N][4], const Score& score, float tolerance, const Rescale& rescale) {
     float offset[2], shrink[2];
@@ -102,7 +92,7 @@ struct OnlineSoftmax {
       float largest = x[0][2 * r];
 #pragma unroll
       for (int n = 0; n < N; ++n) largest = fmaxf(largest, fmaxf(x[n][2 * r], x[n][2 * r + 1]));
-      shrink[r] = raise_max(&max[r], quad_max(largest) * score.factor, tolerance);
+      shrink[r] = raise_max(r, quad_max(largest) * score.factor, tolerance);
       offset[r] = finite_max(max[r]);
     }
     rescale(shrink);
@@ -121,7 +111,34 @@ struct OnlineSoftmax {
       sum[r] = sum[r] * shrink[r] + part;
     }
   }
+
+  // The sum of a row's weights; 0 when it has seen nothing.
+  __device__ __forceinline__ float total(int r) const { return quad_sum(sum[r]); }
+  // Its log-sum-exp, of that total, in natural units.
+  __device__ __forceinline__ float lse(int r, float total) const {
+    return total == 0 ? -infinity() : (finite_max(max[r]) + log2f(total)) * kLn2<float>;
+  }
+
+ private:
+  // Returns what is to be multiplied to all that was summed up before.
+  __device__ __forceinline__ float raise_max(int r, float largest, float tolerance) {
+    const float before = max[r], now = fmaxf(before, largest);
+    const bool stays = now - before <= tolerance;
+    max[r] = stays ? before : now;
+    return stays ? 1.f : ptx::ex2(before - finite_max(max[r]));
+  }
 };
+
+// Multiplies accumulators of rows g and g + 8; nothing happens when no lane of the warp has anything to do.
+template <int N>
+__device__ __forceinline__ void rescale(float (&x)[N][4], const float (&shrink)[2]) {
+  if (!__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) return;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[n][e] *= shrink[e / 2];
+  }
+}
 
 // --- backward: the log-sum-exp of a row is known; scores are transposed, rows are keys ------------------------------
 
@@ -139,7 +156,7 @@ struct SeenBy {
   Limits limits[kKeyTiles][2];
 
   SeenBy() = default;
-  __device__ __forceinline__ SeenBy(const TileMask& mask, int row, int key) {
+  __device__ __forceinline__ SeenBy(const Mask32& mask, int row, int key) {
 #pragma unroll
     for (int i = 0; i < 2 * kKeyTiles; ++i) {
       Limits& rows = limits[i / 2][i % 2];
@@ -198,7 +215,7 @@ struct PackedScores {
   using Packed = uint32_t[kSteps][4];  // with dropout, weights that are dropped carry a sign
 
   // Queries that see all of `keys` keys. Rows beyond the last query of a dense call do no harm.
-  static __device__ __forceinline__ Limits unmasked_queries(const AttnParams& p, const TileMask& mask, int key0,
+  static __device__ __forceinline__ Limits unmasked_queries(const AttnParams& p, const Mask32& mask, int key0,
                                                             int keys) {
     Limits queries = mask.rows_of_all(key0, key0 + keys);
     if (queries.end == mask.seqlen_q && !p.is_varlen()) queries.end += kQueries;

@@ -1,13 +1,14 @@
 // TensorCore<T>: the products of one warp, for every input type with the same names.
 //
-// Lane l holds, with g = l / 4 and t = l % 4, of a 16x8 accumulator tile: [0], [1] = row g, columns 2t and 2t + 1;
-// [2], [3] = row g + 8, the same columns (PTX ISA, "Matrix Fragments for mma.m16n8k16"). Operands come from tiles in
-// shared memory, whose rows are padded so that eight neighbouring rows start in different banks, or from accumulators.
+// Of a 16x8 accumulator tile, lane l holds row g, columns 2t and 2t + 1 in [0] and [1], and row g + 8, the same
+// columns, in [2] and [3], with g = l / 4 and t = l % 4 (PTX ISA, "Matrix Fragments for mma.m16n8k16"). Operands come
+// from tiles in shared memory, whose rows are padded so that eight neighbouring rows start in different banks, or from
+// accumulators.
 //
 // fp32 products are sums of three TF32 products of the leading and trailing parts of both operands, which keeps fp32
-// accuracy (Ootomo and Yokota 2022, "Recovering single precision accuracy from Tensor Cores"). Along the contracted
-// axis slot t stands for index 2t and slot t + 4 for 2t + 1 where A comes from accumulators, hence from a transposed
-// tile too: then an accumulator is an operand as it stands.
+// accuracy (Ootomo and Yokota 2022, "Recovering single precision accuracy from Tensor Cores"). Where A comes from
+// accumulators, slot t of the contracted axis stands for index 2t and slot t + 4 for 2t + 1, so that accumulators are
+// operands as they are; B from a transposed tile has the same order.
 #pragma once
 
 #include "../ptx/math.cuh"
@@ -39,7 +40,7 @@ struct TensorCore {  // __half, __nv_bfloat16
     ptx::ldmatrix(a.x, tile + (row + lane % 16) * stride + k0 + lane / 16 * 8);
     return a;
   }
-  // The same with k in the order of accumulators, for a B from a transposed tile.
+  // The same A with k in the order of accumulators, which B from a transposed tile has.
   static __device__ __forceinline__ A load_a_paired(const T* tile, int stride, int row, int k0) {
     return load_a(tile, stride, row, k0);
   }
@@ -66,14 +67,14 @@ struct TensorCore {  // __half, __nv_bfloat16
     b[0] = {{r[0], r[1]}};
     b[1] = {{r[2], r[3]}};
   }
-  // Accumulator tiles of columns [kK * step, kK * (step + 1)) as A.
+  // A from accumulators of columns [kK * step, kK * (step + 1)).
   template <int N>
   static __device__ __forceinline__ A from_accumulators(const float (&c)[N][4], int step) {
     const float (&low)[4] = c[2 * step], (&high)[4] = c[2 * step + 1];
     return {{pack(low[0], low[1]), pack(low[2], low[3]), pack(high[0], high[1]), pack(high[2], high[3])}};
   }
-  // Sets elements of columns [16 * block, 16 * block + 16) of accumulators as A to 0 where the top bit of their byte is
-  // not set: byte 2 * (column / 8 % 2) + row / 8, of `even` or `odd` columns.
+  // a: accumulators as A. Zeroes elements of columns [16 * block, 16 * block + 16) whose byte has its top bit not set:
+  // byte 2 * (column / 8 % 2) + row / 8 of `even` or `odd`, as the column is.
   template <int N>
   static __device__ __forceinline__ void mask(A (&a)[N], int block, uint32_t even, uint32_t odd) {
 #pragma unroll
@@ -83,8 +84,8 @@ struct TensorCore {  // __half, __nv_bfloat16
 
   static __device__ __forceinline__ uint32_t pack(float low, float high);
   static __device__ __forceinline__ float2 unpack(uint32_t pair);
-  static __device__ __forceinline__ uint32_t not_negative(uint32_t pair);  // 0 for negative numbers; NaN stays
-  // Two neighbouring elements, 4-byte aligned.
+  static __device__ __forceinline__ uint32_t not_negative(uint32_t pair);  // negative numbers become 0, NaN stays
+  // Stores two neighbouring elements, 4-byte aligned.
   static __device__ __forceinline__ void store_pair(T* to, float x, float y) {
     *reinterpret_cast<uint32_t*>(to) = pack(x, y);
   }
@@ -177,7 +178,8 @@ struct TensorCore<float> {
     for (int i = 0; i < 4; ++i) split(a.x[i], &a_lead[i], &a_trail[i]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) split(b.x[i], &b_lead[i], &b_trail[i]);
-    // Tensor cores cut off what falls below their sum: only a step's own products are added there, the sum outside.
+    // Tensor cores cut off bits below those of their sum. So they add only the products of this step, and the sum is
+    // added outside.
     float part[4] = {};
     ptx::mma_tf32(part, a_trail, b_lead);
     ptx::mma_tf32(part, a_lead, b_trail);
@@ -190,8 +192,8 @@ struct TensorCore<float> {
   }
 
  private:
-  // x as a sum of two TF32 numbers. Rounds to nearest by hand, which is quicker than cvt.rna; the low 13 bits of an
-  // operand are ignored by the product.
+  // x as a sum of two TF32 numbers. Rounding to nearest by hand is quicker than cvt.rna; the product ignores the low 13
+  // bits of an operand.
   static __device__ __forceinline__ void split(float x, uint32_t* lead, uint32_t* trail) {
     constexpr uint32_t kHalf = 0x1000u, kIgnored = 0x1FFFu;
     *lead = (__float_as_uint(x) + kHalf) & ~kIgnored;

@@ -8,11 +8,13 @@
 #include <stdexcept>
 #include <string>
 
+#include "call.h"
 #include "launch.cuh"
 
 namespace flashattn_ext {
 
-// cuTensorMapEncodeTiled belongs to the driver: found through the runtime, so that nothing links with libcuda.
+// cuTensorMapEncodeTiled is a function of the driver. It is found through the runtime, so that nothing links with
+// libcuda.
 inline auto tensor_map_encoder() {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
@@ -29,19 +31,19 @@ inline auto tensor_map_encoder() {
 }
 
 // A map of [batch][heads][rows][columns] whose copies are boxes of `box_rows` rows and 64 columns of 16-bit elements,
-// 128-byte swizzled. Pointer and strides are multiples of 16 bytes (dispatch.cu sees to that).
+// 128-byte swizzled. Pointer and strides are multiples of 16 bytes, which aligned_rows.h sees to.
 inline CUtensorMap tensor_map(const AttnParams& p, const TensorView& t, int64_t columns, int64_t rows, int64_t heads,
                               int box_rows) {
   constexpr int kBytes = 2;
-  // The stride along an axis with one index means nothing, and need not be one that a map takes.
+  // The stride along an axis of extent 1 means nothing, and may be one that a map does not take.
   auto stride = [](int64_t elements, int64_t count) { return count > 1 ? uint64_t(elements * kBytes) : uint64_t{16}; };
-  const int64_t batch = p.is_varlen() ? 1 : p.batch;
+
   auto extent = [](int64_t count) { return uint64_t(std::max<int64_t>(count, 1)); };
-  const cuuint64_t extents[] = {extent(columns), extent(rows), extent(heads), extent(batch)};
+  const cuuint64_t extents[] = {extent(columns), extent(rows), extent(heads), extent(batch_entries(p))};
   const cuuint64_t strides[] = {stride(t.row_stride, rows), stride(t.head_stride, heads),
-                                stride(t.batch_stride, batch)};
+                                stride(t.batch_stride, batch_entries(p))};
   const cuuint32_t box[] = {64, static_cast<cuuint32_t>(box_rows), 1, 1}, steps[] = {1, 1, 1, 1};
-  // An empty tensor has no address, and is not read either.
+  // An empty tensor may have no address, which a map does not take; it is never read.
   void* const data = t.data ? t.data : reinterpret_cast<void*>(uintptr_t{1024});
   CUtensorMap map;
   const CUresult result = tensor_map_encoder()(
@@ -60,10 +62,10 @@ inline CUtensorMap tensor_map(const AttnParams& p, const TensorView& t, int64_t 
 }
 
 inline CUtensorMap query_map(const AttnParams& p, const TensorView& t, int64_t columns, int box_rows) {
-  return tensor_map(p, t, columns, p.is_varlen() ? p.total_q : p.seqlen_q, p.heads_q, box_rows);
+  return tensor_map(p, t, columns, query_rows(p), p.heads_q, box_rows);
 }
 inline CUtensorMap key_map(const AttnParams& p, const TensorView& t, int64_t columns, int box_rows) {
-  return tensor_map(p, t, columns, p.is_varlen() ? p.total_k : p.seqlen_k, p.heads_k, box_rows);
+  return tensor_map(p, t, columns, key_rows(p), p.heads_k, box_rows);
 }
 
 }  // namespace flashattn_ext

@@ -20,12 +20,12 @@ __device__ __forceinline__ T* row_pointer(const TensorView& t, int64_t b, int64_
   return static_cast<T*>(t.data) + b * t.batch_stride + h * t.head_stride + row * t.row_stride;
 }
 
-// Starts copying `rows` rows of `columns` elements; what is beyond, up to [kRows][kColumns], becomes zero: a tile never
-// holds anything of a neighbouring sequence. columns: a multiple of 16 bytes.
+// Starts copying `rows` rows of `columns` elements, whole multiples of 16 bytes. The rest of the tile, up to
+// [kRows][kColumns], becomes zero: a tile never holds anything of a neighbouring sequence.
 template <class T, int kRows, int kColumns, int kThreads>
 __device__ __forceinline__ void load_tile(T* tile, const T* from, int64_t row_stride, int rows, int columns) {
   constexpr int kElements = kVectorBytes / sizeof(T), kVectors = kColumns / kElements;
-  // A thread keeps to its columns and steps down the rows: one pointer, not one per vector.
+  // A thread keeps to its columns and steps down the rows: it needs one pointer, not one for each vector.
   constexpr int kRowThreads = kThreads >= kVectors ? kVectors : kVectors % kThreads == 0 ? kThreads : kThreads / 2;
   constexpr int kStep = kThreads / kRowThreads;
   static_assert(kVectors % kRowThreads == 0);
@@ -34,7 +34,7 @@ __device__ __forceinline__ void load_tile(T* tile, const T* from, int64_t row_st
 #pragma unroll
   for (int group = 0; group < kVectors / kRowThreads; ++group) {
     const int column = (thread % kRowThreads + group * kRowThreads) * kElements;
-    int left = column < columns ? rows - thread / kRowThreads : 0;  // rows from this one on
+    int left = column < columns ? rows - thread / kRowThreads : 0;  // rows to copy, from the thread's row on
     const T* source = from + thread / kRowThreads * row_stride + column;
     T* target = tile + thread / kRowThreads * kTileStride<T, kColumns> + column;
 #pragma unroll
@@ -47,7 +47,7 @@ __device__ __forceinline__ void load_tile(T* tile, const T* from, int64_t row_st
   }
 }
 
-// One vector of a row, from `column` on, of which `columns` exist.
+// Stores one vector of a row, from `column` on; the row has `columns` elements.
 template <class T>
 __device__ __forceinline__ void store_vector(T* to, const T* from, bool aligned, int column, int columns) {
   constexpr int kElements = kVectorBytes / sizeof(T);
@@ -60,7 +60,7 @@ __device__ __forceinline__ void store_vector(T* to, const T* from, bool aligned,
   }
 }
 
-// Writes `rows` rows of `columns` elements from a tile, whatever their alignment.
+// Stores `rows` rows of `columns` elements of a tile, whatever their alignment in memory.
 template <class T, int kRows, int kColumns, int kThreads>
 __device__ __forceinline__ void store_tile(T* to, int64_t row_stride, const T* tile, int rows, int columns) {
   constexpr int kElements = kVectorBytes / sizeof(T), kVectors = kColumns / kElements;

@@ -7,11 +7,14 @@
 
 namespace flashattn_ext {
 
-// How tiles are numbered: sections of heads (of all batch entries) that stay in the L2 cache together; in a section
-// the first tiles of every head come before the second ones.
+// Tiles of `tile` rows; at least one, because rows may be more than the caller was told.
+inline int64_t tile_count(int64_t rows, int64_t tile) { return std::max<int64_t>(1, (rows + tile - 1) / tile); }
+
+// How tiles are numbered: section by section of heads (of all batch entries) whose data stay in the L2 cache together.
+// In a section the first tiles of all heads come before the second ones.
 struct TileOrder {
   int blocks;   // tiles of a sequence, as far as the host knows
-  int section;  // heads
+  int section;  // heads of a section
 
   struct Index {
     int head, block;
@@ -23,7 +26,7 @@ struct TileOrder {
   }
 };
 
-// Tiles that thread blocks, fewer than tiles, take one after another: those that are done early take more.
+// Tiles that thread blocks take one after another; a block that is done early takes more.
 struct TileGrid : TileOrder {
   int tiles;   // of the whole call
   int* taken;  // how many tiles thread blocks have taken beyond the first of each; in global memory
@@ -35,8 +38,8 @@ struct TileGrid : TileOrder {
   }
 };
 
-// With a right bound some tiles are longer than others. Started first, in all heads of a section, they leave short ones
-// for the end, which fill the gaps. Otherwise the tiles of one head follow each other.
+// Heads of a section. With a right bound some tiles are longer than others: when those of all heads of a section start
+// first, short ones are left for the end and fill the gaps. Without one a section is one head.
 inline int section_heads(const AttnParams& p, int64_t heads, int64_t head_bytes, int64_t at_least = 1) {
   constexpr int64_t kCacheBytes = 32 << 20;
   if (p.window_right == kUnbounded) return 1;
@@ -44,13 +47,13 @@ inline int section_heads(const AttnParams& p, int64_t heads, int64_t head_bytes,
   return static_cast<int>(std::max<int64_t>(1, std::min(section, heads)));
 }
 
-// Of a forward call: keys and values stay in the cache.
+// The order of a forward call, whose keys and values are to stay in the cache.
 inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t element_bytes) {
   const int64_t head_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * element_bytes / p.group_size();
   return {static_cast<int>(blocks), section_heads(p, p.batch * p.heads_q, head_bytes)};
 }
 
-// Of a backward call: queries, output gradients and the sums of dq do.
+// The order of a backward call, whose queries, output gradients and sums of dq are to stay there.
 inline TileOrder backward_order(const AttnParams& p, int64_t blocks, int64_t element_bytes, int64_t at_least = 1) {
   const int64_t row_bytes = p.head_dim * (element_bytes + 4) + p.head_dim_v * element_bytes;
   const int64_t head_bytes = p.seqlen_q * row_bytes * p.group_size();

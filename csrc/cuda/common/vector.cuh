@@ -1,4 +1,4 @@
-// 16 bytes of 16- or 32-bit elements at an address that is a multiple of one element only.
+// Vectors of 16 bytes at addresses that are multiples of one element (16 or 32 bits) only.
 #pragma once
 
 #include <cstdint>
@@ -19,13 +19,13 @@ __device__ __forceinline__ uint4 shift_vectors(const uint4& low, const uint4& hi
   return make_uint4(x[0], x[1], x[2], x[3]);
 }
 
-// Up to 16 bytes of elements at any address. Loading is apart from what follows, so that a thread can load several
+// Up to 16 bytes of elements at any address. Loading and getting are apart, so that a thread can load several vectors
 // before it waits for the first.
 template <class T>
 class UnalignedVector {
  public:
-  // The first `count` (at least 1) elements from `from` on: one or two whole aligned vectors, which neighbouring
-  // threads share in the L1 cache, unless these reach beyond `end`.
+  // Loads `count` elements, at least 1, from `from` on: as one or two whole aligned vectors, which neighbouring threads
+  // share in the L1 cache, or one by one in get() when these reach beyond `end`.
   __device__ __forceinline__ void load(const T* from, int count, const void* end) {
     from_ = from;
     bytes_ = min(count, kElements) * kSize;
@@ -35,7 +35,7 @@ class UnalignedVector {
     if (whole_) low_ = base[0];
     if (whole_ && two) high_ = base[1];
   }
-  // Zeros behind the elements.
+  // The elements, and zeros after them.
   __device__ __forceinline__ uint4 get() const {
     if (!whole_) return single_elements();
     const uint4 x = shift() == 0 ? low_ : shift_vectors(low_, high_, shift());

@@ -33,13 +33,13 @@ __device__ __forceinline__ bool barrier_try_wait(Barrier* barrier, uint32_t pari
       : "memory");
   return done;
 }
-// Returns when the phase of this parity is complete; a new barrier counts as having completed parity 1.
+// Returns when the phase of this parity is complete. A new barrier counts as having completed a phase of parity 1.
 __device__ __forceinline__ void barrier_wait(Barrier* barrier, uint32_t parity) {
   while (!barrier_try_wait(barrier, parity)) {
   }
 }
 
-// Barriers of the thread block by number; 0 is __syncthreads. `threads`: those that sync and those that only arrive.
+// The numbered barriers of a thread block; number 0 is __syncthreads. threads: how many sync or arrive in all.
 __device__ __forceinline__ void named_barrier_sync(int number, int threads) {
   asm volatile("barrier.cta.sync.aligned %0, %1;\n" ::"r"(number), "r"(threads) : "memory");
 }

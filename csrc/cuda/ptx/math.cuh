@@ -1,4 +1,4 @@
-// Arithmetic instructions, one wrapper each.
+// Arithmetic instructions, one in each wrapper.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -8,7 +8,8 @@
 
 namespace flashattn_ext::ptx {
 
-// x, of which the compiler knows nothing: what depends on it is computed where it is used, not kept in registers.
+// x, as a value that the compiler knows nothing about: what depends on it is computed where it is used, and not kept in
+// registers.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
   return x;
@@ -21,7 +22,7 @@ __device__ __forceinline__ float ex2(float x) {
   return y;
 }
 
-// Of packed pairs; NaN when either is.
+// The larger of each of two packed numbers; NaN when either is NaN.
 __device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {
   uint32_t y;
   asm("max.NaN.f16x2 %0, %1, %2;\n" : "=r"(y) : "r"(a), "r"(b));
@@ -33,14 +34,15 @@ __device__ __forceinline__ uint32_t max_bf16x2(uint32_t a, uint32_t b) {
   return y;
 }
 
-// Four bytes of the eight of `low` and `high`, one for each digit of the selector; with 8 added, its sign eight times.
+// Four of the eight bytes of `low` and `high`: each hexadecimal digit of the selector names one, and with 8 added
+// stands for the sign of that byte in all bits.
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
   uint32_t y;
   asm("prmt.b32 %0, %1, %2, %3;\n" : "=r"(y) : "r"(low), "r"(high), "r"(selector));
   return y;
 }
 
-// d += a * b with fp32 accumulation: m16n8k16 for 16-bit types, m16n8k8 for TF32. A: 16 x k, B: k x 8.
+// d += a * b with fp32 accumulation, where a is 16 x k and b is k x 8: k is 16 for 16-bit types and 8 for TF32.
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], __half) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "

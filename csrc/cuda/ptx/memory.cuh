@@ -1,4 +1,4 @@
-// Shared and global memory instructions, one wrapper each (PTX ISA, "Data Movement and Conversion Instructions").
+// Shared and global memory instructions, one in each wrapper (PTX ISA, "Data Movement and Conversion Instructions").
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// Four 8x8 matrices of 16-bit elements (or 8x4 of 32-bit ones); lane l gives the address of row l % 8 of matrix l / 8.
+// Loads four 8x8 matrices of 16-bit elements (or 8x4 of 32-bit ones). Lane l gives the address of row l % 8 of matrix l
+// / 8.
 __device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];\n"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -21,14 +22,14 @@ __device__ __forceinline__ void ldmatrix_transposed(uint32_t (&r)[4], const void
                : "r"(shared_address(row)));
 }
 
-// The inverse, for 16-bit elements; Hopper only.
+// Stores what ldmatrix loads, for 16-bit elements; Hopper only.
 __device__ __forceinline__ void stmatrix(void* row, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(shared_address(row)),
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
 
-// 16 bytes, asynchronously; zeros when not valid: then `from` is not read.
+// Starts copying 16 bytes; zeros when not valid, and then `from` is not read.
 __device__ __forceinline__ void cp_async(void* to, const void* from, bool valid) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
@@ -40,7 +41,7 @@ __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending));
 }
 
-// A fragment: four floats of each lane of a warp, 512 bytes in global memory in the order that adds them fastest.
+// A fragment is four floats of each lane of a warp: 512 bytes of global memory, in the order that adds them fastest.
 __device__ __forceinline__ void add_fragment(float* fragment, const float (&x)[4]) {
   const int lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900
@@ -52,7 +53,7 @@ __device__ __forceinline__ void add_fragment(float* fragment, const float (&x)[4
   for (int e = 0; e < 4; ++e) atomicAdd(fragment + 32 * e + lane, x[e]);
 #endif
 }
-// The same without a branch where it is not wanted; Hopper only.
+// Adds a fragment when that is wanted, without a branch; Hopper only.
 __device__ __forceinline__ void add_fragment_if(bool wanted, float* fragment, const float (&x)[4]) {
   asm volatile(
       "{\n.reg .pred wanted;\n"

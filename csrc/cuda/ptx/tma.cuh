@@ -11,7 +11,7 @@ __device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];\n" ::"l"(map));
 }
 
-// Copies the box of the map that starts at (column, row, head, batch); what lies outside the tensor becomes zero.
+// Starts copying the box of the map that begins at (column, row, head, batch); what is outside the tensor becomes zero.
 // `arrived` counts the bytes of the whole box.
 __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, Barrier* arrived, int column, int row,
                                          int head, int batch) {

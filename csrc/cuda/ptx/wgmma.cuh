@@ -1,8 +1,8 @@
 // wgmma: products of one warpgroup (four warps), asynchronous, with fp32 accumulators (PTX ISA, "Asynchronous Warpgroup
 // Level Matrix Instructions"). A is 64 x 16, B is 16 x N.
 //
-// Accumulators d[n][2 * h + c] of lane l of warp w: row 16 * w + l / 4 + 8 * h, column 8 * n + 2 * (l % 4) + c. Those
-// of columns [16 * k, 16 * k + 16), packed into pairs of 16-bit numbers, are the A operand of a step k as they stand.
+// Accumulators d[n][2 * h + c] of lane l of warp w: row 16 * w + l / 4 + 8 * h, column 8 * n + 2 * (l % 4) + c. The
+// accumulators of columns [16 * k, 16 * k + 16), packed into pairs of 16-bit numbers, are the A operand of step k.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,9 +12,11 @@
 
 namespace flashattn_ext::ptx {
 
-enum Major { kMajorK = 0, kMajorMN = 1 };  // along which axis neighbouring elements of an operand lie in shared memory
+// Along which axis of the product neighbouring elements of an operand in shared memory are: the one that is summed
+// over, or the other.
+enum Major { kMajorK = 0, kMajorMN = 1 };
 
-// Before the first product after other accesses to accumulators and to A in registers.
+// Has to come between other accesses to registers of accumulators or A and the first product that uses them.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
 // Waits until at most `kPending` of the newest groups are still under way.
@@ -22,18 +24,19 @@ template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
-// Nothing that reads or writes these registers moves across, in the compiler's eyes: after a wait, before a product.
+// Keeps the compiler from moving accesses to these registers across: it does not know that products under way write
+// them. Stands after a wait and before a product.
 template <int N>
 __device__ __forceinline__ void hold(float (&d)[N][4]) {
 #pragma unroll
   for (int n = 0; n < N; ++n) asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
 }
 
-// A tile in shared memory of 128-byte rows, whose 16-byte chunks are exchanged by TMA's 128-byte swizzle: chunk c of
-// row r lies at c ^ (r % 8). `panel_bytes`: to the next 64 columns; products along rows (K-major) do not use it. The
-// tile is 1024-byte aligned; a step of 16 elements along a row adds 2 to the descriptor, one of 16 rows 128.
+// The address of an operand in shared memory: a 1024-byte aligned tile of 128-byte rows, whose 16-byte chunks TMA's
+// 128-byte swizzle exchanges: chunk c of row r is at c ^ (r % 8). A step of 16 elements along a row adds 2 to a
+// descriptor, one of 16 rows 128.
 struct Descriptor {
-  uint32_t low, high;  // what steps change lies in `low`: they need no 64-bit additions
+  uint32_t low, high;  // steps change `low` alone, and need no 64-bit additions
   __device__ __forceinline__ Descriptor operator+(int step) const { return {low + step, high}; }
   __device__ __forceinline__ operator uint64_t() const {
     uint64_t both;
@@ -41,13 +44,15 @@ struct Descriptor {
     return both;
   }
 };
+// panel_bytes: from one panel of 64 columns to the next; K-major operands do not use it.
 __device__ __forceinline__ Descriptor swizzled_descriptor(const void* tile, int panel_bytes) {
   constexpr uint32_t kEightRows = 1024, kSwizzle128 = 1;
   return {(shared_address(tile) >> 4 & 0x3FFF) | static_cast<uint32_t>(panel_bytes >> 4) << 16,
           kEightRows >> 4 | kSwizzle128 << 30};
 }
 
-// The N / 2 accumulators of a lane: as operands, and their names in the instruction.
+// The N / 2 accumulators of a lane: FLASHATTN_R as operands of the statement, FLASHATTN_D as their names in the
+// instruction.
 #define FLASHATTN_PAIR(n)                                                                                              \
   "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3]), "+f"(d[n + 1][0]), "+f"(d[n + 1][1]), "+f"(d[n + 1][2]), \
       "+f"(d[n + 1][3])
@@ -84,9 +89,10 @@ __device__ __forceinline__ Descriptor swizzled_descriptor(const void* tile, int 
 #define FLASHATTN_D240 FLASHATTN_D224 ", %112, %113, %114, %115, %116, %117, %118, %119"
 #define FLASHATTN_D256 FLASHATTN_D240 ", %120, %121, %122, %123, %124, %125, %126, %127"
 
-// wgmma<A's major, B's major>(d, descriptor of A, descriptor of B, add): d = A B + (add ? d : 0)
-// wgmma<B's major>(d, A, descriptor of B): d += A B
-// The numbers are those of the operands behind the accumulators.
+//   wgmma<major of A, major of B>(d, descriptor of A, descriptor of B, add, T()): d = A B + (add ? d : 0)
+//   wgmma<major of B>(d, A in registers, descriptor of B, T()):                   d += A B
+//
+// I0 to I5: numbers of the operands that come after the accumulators.
 #define FLASHATTN_WGMMA(N, T, TYPE, I0, I1, I2, I3, I4, I5)                                                           \
   template <Major kA, Major kB>                                                                                       \
   __device__ __forceinline__ void wgmma(float (&d)[N / 8][4], uint64_t a, uint64_t b, bool add, T) {                  \

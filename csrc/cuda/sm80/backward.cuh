@@ -1,10 +1,12 @@
-// Backward: one thread block keeps one tile of keys and walks over the queries that see it (Dao 2023, Algorithm 2).
-// Each warp computes a part of the transposed scores S^T = K Q^T. A warp that has all queries of its keys holds in P^T
-// and dS^T, as they stand in registers, what the products for dv and dk need, and only dS^T goes through shared memory,
-// for dq; otherwise both do, which allows squarer parts. The fp32 sums of dq lie in global memory.
+// Backward on every GPU since Ampere: a thread block keeps one tile of keys and walks over the tiles of queries that
+// see it (Dao 2023, "FlashAttention-2", Algorithm 2). Scores are transposed, S^T = K Q^T, and each warp computes a part
+// of them. A warp that has all queries of its keys holds P^T and dS^T in registers as the products for dv and dk take
+// them; only dS^T goes through shared memory then, for dq. Otherwise both go through it, which allows parts that are
+// closer to squares and read less. The fp32 sums of dq are in the workspace.
 #pragma once
 
 #include "../common/backward_finish.cuh"
+#include "../common/device.h"
 #include "../common/dq_order.cuh"
 #include "../common/scores.cuh"
 #include "../common/tile_order.cuh"
@@ -18,33 +20,37 @@ struct Backward {
   using Core = TensorCore<T>;
   static constexpr int kHeadDim = kHeadDimension;
   static constexpr BackwardTile kTile = backward_tile<sizeof(T), kHeadDim, kLarge>();
-  static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32, kM = kTile.queries, kN = kTile.keys;
-  static constexpr int kSplits = kTile.splits, kStages = kTile.stages, kTileRows = kM;
-  static constexpr int kColumns = kHeadDim / kSplits;  // of dq, dk and dv in this thread block
-  static constexpr int kStride = kTileStride<T, kHeadDim>, kScoreStride = kTileStride<T, kM>;
+  static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32, kQueries = kTile.queries, kKeys = kTile.keys;
+  static constexpr int kSplits = kTile.splits, kStages = kTile.stages, kTileRows = kQueries;
+  static constexpr int kColumns = kHeadDim / kSplits;  // of dq, dk and dv that one thread block computes
+  static constexpr int kStride = kTileStride<T, kHeadDim>, kScoreStride = kTileStride<T, kQueries>;
   // One warp's part of the scores.
   static constexpr bool kInRegisters = kTile.score_key_warps == kWarps;
-  static constexpr int kKeyTiles = kN / kTile.score_key_warps / 16;
-  static constexpr int kScoreTiles = kM / (kWarps / kTile.score_key_warps) / 8;
-  static_assert(kScoreTiles % 2 == 0 && kN % (kTile.score_key_warps * 16) == 0);
+  static constexpr int kKeyTiles = kKeys / kTile.score_key_warps / 16;
+  static constexpr int kScoreTiles = kQueries / (kWarps / kTile.score_key_warps) / 8;
+  using Scores = float[kKeyTiles][kScoreTiles][4];
+  static_assert(kScoreTiles % 2 == 0 && kKeys % (kTile.score_key_warps * 16) == 0);
   // One warp's part of dk and dv.
-  static constexpr int kGradKeyTiles = kN / kTile.grad_key_warps / 16;
+  static constexpr int kGradKeyTiles = kKeys / kTile.grad_key_warps / 16;
   static constexpr int kGradColumnTiles = kColumns / (kWarps / kTile.grad_key_warps) / 8;
-  static_assert(kGradColumnTiles % 2 == 0 && kN % (kTile.grad_key_warps * 16) == 0);
+  static_assert(kGradColumnTiles % 2 == 0 && kKeys % (kTile.grad_key_warps * 16) == 0);
   static_assert(!kInRegisters || kTile.grad_key_warps == kWarps);
   // One warp's part of dq: 32 rows where that leaves it whole pairs of column tiles.
   static constexpr int kColumnTiles = kColumns / 8;
-  static constexpr bool kTallRows = kM >= 32 && kM / 32 <= kWarps && kColumnTiles * (kM / 32) / kWarps % 2 == 0;
-  static constexpr int kRowWarps = kTallRows ? kM / 32 : kM / 16 < kWarps ? kM / 16 : kWarps;
+  static constexpr bool kTallRows =
+      kQueries >= 32 && kQueries / 32 <= kWarps && kColumnTiles * (kQueries / 32) / kWarps % 2 == 0;
+  static constexpr int kRowWarps = kTallRows ? kQueries / 32 : kQueries / 16 < kWarps ? kQueries / 16 : kWarps;
   static constexpr int kColumnWarps = kWarps / kRowWarps;
-  static constexpr int kQueryRowTiles = kM / 16 / kRowWarps, kQueryColumnTiles = kColumnTiles / kColumnWarps;
-  static_assert(kQueryColumnTiles % 2 == 0 && kColumnTiles % kColumnWarps == 0 && kM / 16 % kRowWarps == 0);
-  // One stage: q and dout [kM][kStride], lse and delta [kM]. dS^T, of which two steps are in use when P^T stays in
-  // registers, and P^T: [kN][kScoreStride].
-  static constexpr int kBytes = sizeof(T), kScoreBytes = kN * kScoreStride * kBytes;
-  static constexpr int kStageBytes = 2 * kM * kStride * kBytes + 2 * kM * 4;
+  static constexpr int kQueryRowTiles = kQueries / 16 / kRowWarps, kQueryColumnTiles = kColumnTiles / kColumnWarps;
+  static_assert(kQueryColumnTiles % 2 == 0 && kColumnTiles % kColumnWarps == 0 && kQueries / 16 % kRowWarps == 0);
+  // Shared memory has k and v [kKeys][kStride]; stages of q and dout [kQueries][kStride] and lse and delta [kQueries];
+  // and buffers of scores [kKeys][kScoreStride]. These are dS^T of kStages steps when P^T stays in registers, otherwise
+  // dS^T and P^T of one step.
+  static constexpr int kBytes = sizeof(T), kScoreBytes = kKeys * kScoreStride * kBytes;
+  static constexpr int kStageBytes = 2 * kQueries * kStride * kBytes + 2 * kQueries * 4;
   static constexpr int kScoreBuffers = kInRegisters ? kStages : 2;
-  static constexpr int kSharedBytes = 2 * kN * kStride * kBytes + kStages * kStageBytes + kScoreBuffers * kScoreBytes;
+  static constexpr int kSharedBytes =
+      2 * kKeys * kStride * kBytes + kStages * kStageBytes + kScoreBuffers * kScoreBytes;
   static_assert(kSharedBytes <= (kLarge ? kLargeShared : kSmallShared));
 
   const AttnGradParams& p;
@@ -54,61 +60,63 @@ struct Backward {
   T *q_tile, *dout_tile;  // of the stage in use
   float *lse, *delta;
   T *dscore_tile, *weight_tile;
-  int b, hk, n;  // n: of the key tile
+  int b, hk, n;  // n: number of the key tile in its sequence
   float dk[kGradKeyTiles][kGradColumnTiles][4], dv[kGradKeyTiles][kGradColumnTiles][4];
 
-  __device__ Backward(const AttnGradParams& params, const BackwardWorkspace& workspace, T* memory)
+  __device__ Backward(const AttnGradParams& params, const BackwardWorkspace& workspace, T* shared)
       : p(params),
         workspace(workspace),
-        k_tile(memory),
-        v_tile(k_tile + kN * kStride),
-        stages(reinterpret_cast<unsigned char*>(v_tile + kN * kStride)) {}
+        k_tile(shared),
+        v_tile(k_tile + kKeys * kStride),
+        stages(reinterpret_cast<unsigned char*>(v_tile + kKeys * kStride)) {}
 
   static __device__ int g() { return threadIdx.x % 32 / 4; }
   static __device__ int t() { return threadIdx.x % 4; }
   // Which part of the columns of dq, dk and dv this thread block computes.
   static __device__ int split() { return blockIdx.x % kSplits; }
 
-  // This warp's parts, within the block's tiles: of the scores,
+  // This warp's part of the scores, within the block's tiles.
   static __device__ int warp() { return threadIdx.x / 32; }
   static __device__ int score_key(int i) { return (warp() % kTile.score_key_warps * kKeyTiles + i) * 16; }
   static __device__ int score_query() { return warp() / kTile.score_key_warps * kScoreTiles * 8; }
-  // of dk and dv,
+  // This warp's part of dk and dv.
   static __device__ int grad_key(int i) { return (warp() % kTile.grad_key_warps * kGradKeyTiles + i) * 16; }
   static __device__ int grad_column() {
     return split() * kColumns + warp() / kTile.grad_key_warps * kGradColumnTiles * 8;
   }
-  // of dq.
+  // This warp's part of dq.
   static __device__ int query_row() { return warp() % kRowWarps * kQueryRowTiles * 16; }
   static __device__ int query_column(int split) {
     return split * kColumns + warp() / kRowWarps * kQueryColumnTiles * 8;
   }
-  // Where its accumulators (i, c) are summed up; `tile` as in BackwardWorkspace.
+  // Where accumulators (i, c) of that part are summed up, in tile `tile` of the workspace's dq.
   static __device__ float* dq_fragment(const BackwardWorkspace& workspace, int64_t tile, int split, int i, int c) {
     const int index = ((split * kWarps + warp()) * kQueryRowTiles + i) * kQueryColumnTiles + c;
-    return workspace.dq + tile * (kM * kHeadDim) + index * 128;
+    return workspace.dq + tile * (kQueries * kHeadDim) + index * 128;
   }
 
-  // What all threads share and little code uses lies in the padding of the first rows of the key tile: it would need
-  // registers everywhere.
-  struct Walk {
-    int length_q, length_k;            // of this sequence
-    int first_full_row, end_full_row;  // rows that see all keys of this tile
+  // What is the same in all threads and used by little code is kept in the padding of the key tile's first rows: it
+  // would need registers everywhere.
+  struct Extent {
+    int length_q, length_k;            // of the sequence
+    int unmasked_begin, unmasked_end;  // queries that see all keys of this tile
   };
-  struct Place {
-    int query_start, key_start;  // first rows of this sequence
-    int first_query_tile;        // of this sequence, in BackwardWorkspace
-    int first;                   // the first query tile that sees keys of this tile
+  struct Starts {
+    int query, key;  // first rows of the sequence
+    int dq_tile;     // first tile of the sequence in the workspace's dq
+    int query_tile;  // first query tile that sees keys of this tile
   };
-  static_assert(sizeof(Walk) <= kVectorBytes && sizeof(Place) <= kVectorBytes);
-  __device__ Walk* walk() const { return reinterpret_cast<Walk*>(k_tile + kHeadDim); }
-  __device__ Place* place() const { return reinterpret_cast<Place*>(k_tile + kStride + kHeadDim); }
-  __device__ TileMask mask() const { return TileMask(p, walk()->length_q, walk()->length_k); }
+  static_assert(sizeof(Extent) <= kVectorBytes && sizeof(Starts) <= kVectorBytes);
+  __device__ Extent* extent() const { return reinterpret_cast<Extent*>(k_tile + kHeadDim); }
+  __device__ Starts* starts() const { return reinterpret_cast<Starts*>(k_tile + kStride + kHeadDim); }
+  __device__ Mask32 mask() const { return Mask32(p, extent()->length_q, extent()->length_k); }
 
+  // Key tile `tile` of a head, and every step-th after it: there are more than one where the sequence is longer than
+  // the grid was told.
   __device__ void run(int batch, int head_k, int tile, int step) {
     b = batch;
     hk = head_k;
-    for (n = tile; n * kN < key_sequence(p, b).length; n += step) {
+    for (n = tile; n * kKeys < key_sequence(p, b).length; n += step) {
       key_tile();
       __syncthreads();
     }
@@ -116,16 +124,16 @@ struct Backward {
 
   __device__ void key_tile() {
     const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
-    const TileMask mask(p, queries.length, keys.length);
-    const int key0 = n * kN, key_count = min(kN, mask.seqlen_k - key0);
+    const Mask32 mask(p, queries.length, keys.length);
+    const int key0 = n * kKeys, key_count = min(kKeys, mask.seqlen_k - key0);
     const Limits seen_by = mask.rows_of(key0, key0 + key_count);
-    const int first = seen_by.begin / kM, last = (seen_by.end - 1) / kM;
+    const int first = seen_by.begin / kQueries, last = (seen_by.end - 1) / kQueries;
     if (threadIdx.x == 0) {
-      const Limits all = mask.rows_of_all(key0, key0 + kN);
-      // Rows beyond the last do no harm.
-      *walk() = {mask.seqlen_q, mask.seqlen_k, all.begin, all.end == mask.seqlen_q ? all.end + kM : all.end};
-      *place() = {static_cast<int>(queries.start), static_cast<int>(keys.start),
-                  static_cast<int>(workspace.first_tile(p, b, queries)), first};
+      const Limits all = mask.rows_of_all(key0, key0 + kKeys);
+      // Rows after the last query are zeros, and need no mask.
+      *extent() = {mask.seqlen_q, mask.seqlen_k, all.begin, all.end == mask.seqlen_q ? all.end + kQueries : all.end};
+      *starts() = {static_cast<int>(queries.start), static_cast<int>(keys.start),
+                   static_cast<int>(workspace.first_tile(p, b, queries)), first};
     }
     __syncthreads();
 #pragma unroll
@@ -137,27 +145,27 @@ struct Backward {
     }
     if (seen_by.end > seen_by.begin && p.heads_q > 0) {
       const int64_t row = keys.start + key0;
-      load_tile<T, kN, kHeadDim, kThreads>(k_tile, row_pointer<const T>(p.k, b, hk, row), p.k.row_stride, key_count,
-                                           static_cast<int>(p.head_dim));
-      load_tile<T, kN, kHeadDim, kThreads>(v_tile, row_pointer<const T>(p.v, b, hk, row), p.v.row_stride, key_count,
-                                           static_cast<int>(p.head_dim_v));
+      load_tile<T, kKeys, kHeadDim, kThreads>(k_tile, row_pointer<const T>(p.k, b, hk, row), p.k.row_stride, key_count,
+                                              static_cast<int>(p.head_dim));
+      load_tile<T, kKeys, kHeadDim, kThreads>(v_tile, row_pointer<const T>(p.v, b, hk, row), p.v.row_stride, key_count,
+                                              static_cast<int>(p.head_dim_v));
       walk_queries(first, last);
     }
     write(p.dk, dk, static_cast<int>(p.head_dim), workspace.gradient_scale);
     write(p.dv, dv, static_cast<int>(p.head_dim_v), workspace.keep_scale);
   }
 
-  // A query tile of one head; those of the heads of a group come one after the other.
-  struct Position {
-    int h, m;
+  // The walk over query tiles: all tiles of one head, then all of the group's next head.
+  struct QueryTile {
+    int h, m;  // query head, number of the tile in its sequence
   };
-  __device__ void advance(Position* position, int last) const {
-    if (++position->m > last) *position = {position->h + 1, place()->first};
+  __device__ void advance(QueryTile* tile, int last) const {
+    if (++tile->m > last) *tile = {tile->h + 1, starts()->query_tile};
   }
 
   __device__ void walk_queries(int first, int last) {
     const int group = static_cast<int>(p.group_size()), steps = (last + 1 - first) * group;
-    Position now{hk * group, first}, ahead = now;
+    QueryTile now{hk * group, first}, ahead = now;
     load_queries(0, ahead);
     advance(&ahead, last);
     if (kStages == 2) {
@@ -167,7 +175,7 @@ struct Backward {
       __syncthreads();
     }
     for (int step = 0; step < steps; ++step) {
-      query_tile(step % kStages, now, steps - step > kStages, ahead);
+      compute_step(step % kStages, now, steps - step > kStages, ahead);
       advance(&now, last);
       advance(&ahead, last);
     }
@@ -176,68 +184,70 @@ struct Backward {
 
   __device__ void use_stage(int stage) {
     q_tile = reinterpret_cast<T*>(stages + stage * kStageBytes);
-    dout_tile = q_tile + kM * kStride;
-    lse = reinterpret_cast<float*>(dout_tile + kM * kStride);
-    delta = lse + kM;
+    dout_tile = q_tile + kQueries * kStride;
+    lse = reinterpret_cast<float*>(dout_tile + kQueries * kStride);
+    delta = lse + kQueries;
     unsigned char* const scores = stages + kStages * kStageBytes;
     dscore_tile = reinterpret_cast<T*>(scores + (kInRegisters ? stage * kScoreBytes : 0));
     weight_tile = reinterpret_cast<T*>(scores + kScoreBytes);
   }
 
-  __device__ void load_queries(int stage, Position position) {
-    const auto [h, m] = position;
+  __device__ void load_queries(int stage, QueryTile tile) {
+    const auto [h, m] = tile;
     use_stage(stage);
-    const int64_t row = place()->query_start + m * kM;
-    const int rows = min(kM, walk()->length_q - m * kM);
-    load_tile<T, kM, kHeadDim, kThreads>(q_tile, row_pointer<const T>(p.q, b, h, row), p.q.row_stride, rows,
-                                         static_cast<int>(p.head_dim));
-    load_tile<T, kM, kHeadDim, kThreads>(dout_tile, row_pointer<const T>(p.dout, b, h, row), p.dout.row_stride, rows,
-                                         static_cast<int>(p.head_dim_v));
+    const int64_t row = starts()->query + m * kQueries;
+    const int rows = min(kQueries, extent()->length_q - m * kQueries);
+    load_tile<T, kQueries, kHeadDim, kThreads>(q_tile, row_pointer<const T>(p.q, b, h, row), p.q.row_stride, rows,
+                                               static_cast<int>(p.head_dim));
+    load_tile<T, kQueries, kHeadDim, kThreads>(dout_tile, row_pointer<const T>(p.dout, b, h, row), p.dout.row_stride,
+                                               rows, static_cast<int>(p.head_dim_v));
     ptx::cp_async_commit();
     const int64_t index = h * workspace.rows + (p.is_varlen() ? row : b * p.seqlen_q + row);
-    for (int i = threadIdx.x; i < kM; i += kThreads) {
+    for (int i = threadIdx.x; i < kQueries; i += kThreads) {
       lse[i] = i < rows ? workspace.lse[index + i] : infinity();
       delta[i] = i < rows ? workspace.delta[index + i] : 0.f;
     }
   }
 
-  // The tile `now`, which lies in `stage`. When there is `more` the tile `ahead` follows it there.
-  __device__ void query_tile(int stage, Position now, bool more, Position ahead) {
+  // One step, with the query tile `now`, which is in `stage`. When there is `more`, the tile `ahead` is loaded there
+  // next.
+  __device__ void compute_step(int stage, QueryTile now, bool more, QueryTile ahead) {
     const auto [h, m] = now;
     if (kStages == 1) {
       ptx::cp_async_wait<0>();
       __syncthreads();
     }
     use_stage(stage);
-    float weights[kKeyTiles][kScoreTiles][4], dscores[kKeyTiles][kScoreTiles][4];
+    Scores weights, dscores;
     product(weights, k_tile, q_tile);
     product(dscores, v_tile, dout_tile);
-    const int row0 = m * kM;
-    const bool full = row0 >= walk()->first_full_row && row0 + kM <= walk()->end_full_row;
-    full ? gradients<false>(h, row0, weights, dscores) : gradients<true>(h, row0, weights, dscores);
+    const int row0 = m * kQueries;
+    const bool unmasked = row0 >= extent()->unmasked_begin && row0 + kQueries <= extent()->unmasked_end;
+    unmasked ? weigh_and_differentiate<false>(h, row0, weights, dscores)
+             : weigh_and_differentiate<true>(h, row0, weights, dscores);
     store_scores(dscore_tile, dscores);
     if constexpr (kInRegisters) {
-      // With two stages a step has one barrier: behind it dS of this step is there for all, the next step's queries
-      // have arrived, and those of this step may be overwritten by the step after the next.
+      // With two stages a step has one barrier. After it all warps have stored their dS, the next step's queries have
+      // arrived, and those of this step may be overwritten by those of the step after the next.
       accumulate(dv, Registers{weights}, dout_tile);
       accumulate(dk, Registers{dscores}, q_tile);
       if (kStages == 2) ptx::cp_async_wait<0>();
       __syncthreads();
       if (more) load_queries(stage, ahead);
-      query_gradient(h, m);
+      add_query_gradient(h, m);
     } else {
       store_scores(weight_tile, weights);
       __syncthreads();
       accumulate(dv, Memory{weight_tile}, dout_tile);
       accumulate(dk, Memory{dscore_tile}, q_tile);
-      query_gradient(h, m);
+      add_query_gradient(h, m);
       if (kStages == 2) ptx::cp_async_wait<0>();
       __syncthreads();
       if (more) load_queries(stage, ahead);
     }
   }
 
-  __device__ void store_scores(T* tile, const float (&scores)[kKeyTiles][kScoreTiles][4]) const {
+  __device__ void store_scores(T* tile, const Scores& scores) const {
 #pragma unroll
     for (int i = 0; i < kKeyTiles; ++i) {
 #pragma unroll
@@ -249,8 +259,8 @@ struct Backward {
     }
   }
 
-  // This warp's part of the scores: rows of `a` times rows of `b`.
-  __device__ static void product(float (&c)[kKeyTiles][kScoreTiles][4], const T* a_tile, const T* b_tile) {
+  // This warp's part of scores: rows of `a` times rows of `b`.
+  __device__ static void product(Scores& c, const T* a_tile, const T* b_tile) {
 #pragma unroll
     for (int i = 0; i < kKeyTiles * kScoreTiles; ++i) {
       for (int e = 0; e < 4; ++e) c[i / kScoreTiles][i % kScoreTiles][e] = 0;
@@ -275,20 +285,19 @@ struct Backward {
 
   // weights: S^T becomes P^T with dropout applied; dscores: dP^T becomes dS^T.
   template <bool kMasked>
-  __device__ void gradients(int h, int row0, float (&weights)[kKeyTiles][kScoreTiles][4],
-                            float (&dscores)[kKeyTiles][kScoreTiles][4]) const {
+  __device__ void weigh_and_differentiate(int h, int row0, Scores& weights, Scores& dscores) const {
     [[maybe_unused]] const Dropout dropout(p, b);
-    const int key = n * kN + score_key(0), row = row0 + score_query();
+    const int key = n * kKeys + score_key(0), query = score_query(), row = row0 + query;
     SeenBy<kKeyTiles> seen_by;
     if (kMasked) seen_by = SeenBy<kKeyTiles>(mask(), row + 2 * t(), key + g());
-    weigh_and_differentiate<kMasked, kDropout>(
-        weights, dscores, workspace.score, lse + score_query() + 2 * t(), delta + score_query() + 2 * t(), seen_by,
+    flashattn_ext::weigh_and_differentiate<kMasked, kDropout>(
+        weights, dscores, workspace.score, lse + query + 2 * t(), delta + query + 2 * t(), seen_by,
         [&](int n) { return dropout.template transposed<kKeyTiles>(h, key, row + n * 8); });
   }
 
-  // Where the products for dk and dv find P^T and dS^T.
+  // Where the products for dk and dv find P^T or dS^T.
   struct Registers {
-    const float (&scores)[kKeyTiles][kScoreTiles][4];
+    const Scores& scores;
     __device__ typename Core::A operator()(int i, int step) const { return Core::from_accumulators(scores[i], step); }
   };
   struct Memory {
@@ -298,12 +307,12 @@ struct Backward {
     }
   };
 
-  // This warp's part of dk or dv += (scores as [keys][queries]) * rows of the tile
-  template <class Scores>
-  __device__ void accumulate(float (&sum)[kGradKeyTiles][kGradColumnTiles][4], const Scores& scores,
+  // This warp's part of dk or dv: sum += scores * rows of the tile, with scores as [keys][queries].
+  template <class Source>
+  __device__ void accumulate(float (&sum)[kGradKeyTiles][kGradColumnTiles][4], const Source& scores,
                              const T* tile) const {
 #pragma unroll
-    for (int step = 0; step < kM / Core::kK; ++step) {
+    for (int step = 0; step < kQueries / Core::kK; ++step) {
       typename Core::A a[kGradKeyTiles];
 #pragma unroll
       for (int i = 0; i < kGradKeyTiles; ++i) a[i] = scores(i, step);
@@ -320,16 +329,16 @@ struct Backward {
     }
   }
 
-  // dq += dS K, into global memory.
-  __device__ void query_gradient(int h, int m) const {
-    const int64_t tile = h * workspace.tiles + place()->first_query_tile + m;
-    const int before = p.deterministic ? key_tiles_before(mask(), n, kN, m * kM, kM) : 0;
+  // dq += dS K, in the workspace.
+  __device__ void add_query_gradient(int h, int m) const {
+    const int64_t tile = h * workspace.tiles + starts()->dq_tile + m;
+    const int before = p.deterministic ? key_tiles_before(mask(), n, kKeys, m * kQueries, kQueries) : 0;
     const DqOrder order{workspace.dq_added + tile * kSplits + split(), threadIdx.x == 0, [&] { return before; },
                         [] { __syncthreads(); }};
     if (p.deterministic) order.await_earlier_keys();
     float sum[kQueryRowTiles][kQueryColumnTiles][4] = {};
 #pragma unroll
-    for (int key = 0; key < kN; key += Core::kK) {
+    for (int key = 0; key < kKeys; key += Core::kK) {
       typename Core::A a[kQueryRowTiles];
 #pragma unroll
       for (int i = 0; i < kQueryRowTiles; ++i) {
@@ -356,13 +365,14 @@ struct Backward {
     if (p.deterministic) order.admit_later_keys();
   }
 
+  // This warp's part of dk or dv, times a factor, into the tensor.
   __device__ void write(const TensorView& view, const float (&sum)[kGradKeyTiles][kGradColumnTiles][4], int columns,
                         float factor) const {
 #pragma unroll
     for (int i = 0; i < 2 * kGradKeyTiles; ++i) {
       const int key = grad_key(0) + i * 8 + g();
-      if (n * kN + key >= walk()->length_k) continue;
-      T* to = row_pointer<T>(view, b, hk, place()->key_start + n * kN + key);
+      if (n * kKeys + key >= extent()->length_k) continue;
+      T* to = row_pointer<T>(view, b, hk, starts()->key + n * kKeys + key);
 #pragma unroll
       for (int c = 0; c < kGradColumnTiles; ++c) {
         const int column = grad_column() + c * 8 + 2 * t();
@@ -382,12 +392,12 @@ template <class T, int kHeadDim, bool kDropout, bool kLarge>
 __global__ void __launch_bounds__(Backward<T, kHeadDim, kDropout, kLarge>::kThreads)
     backward_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardWorkspace workspace,
                     const __grid_constant__ TileOrder order) {
-  extern __shared__ __align__(16) unsigned char memory[];
+  extern __shared__ __align__(16) unsigned char shared[];
   using Kernel = Backward<T, kHeadDim, kDropout, kLarge>;
-  Kernel tile(p, workspace, reinterpret_cast<T*>(memory));
+  Kernel kernel(p, workspace, reinterpret_cast<T*>(shared));
   const int heads = static_cast<int>(p.heads_k);
   const auto [head, block] = order.index(blockIdx.x / Kernel::kSplits, heads * static_cast<int>(p.batch));
-  tile.run(head / heads, head % heads, block, order.blocks);
+  kernel.run(head / heads, head % heads, block, order.blocks);
 }
 
 template <class T, int kHeadDim, bool kLarge>
@@ -400,7 +410,7 @@ template <class T, int kHeadDim, bool kDropout, bool kLarge>
 void launch_main(const AttnGradParams& p, const BackwardWorkspace& workspace) {
   using Kernel = Backward<T, kHeadDim, kDropout, kLarge>;
   if (p.batch * p.heads_k == 0) return;
-  const int64_t blocks = tiles(p.seqlen_k, Kernel::kN);
+  const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys);
   launch(backward_kernel<T, kHeadDim, kDropout, kLarge>, "backward", p, blocks * p.batch * p.heads_k * Kernel::kSplits,
          Kernel::kThreads, Kernel::kSharedBytes, workspace, backward_order(p, blocks, sizeof(T)));
 }

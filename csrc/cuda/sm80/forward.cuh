@@ -1,6 +1,6 @@
-// Forward: one thread block computes one tile of queries of one head, walking over the key tiles that it sees, with an
-// online softmax (Dao 2023, "FlashAttention-2", Algorithm 1). K(n - 1) is on its way while V(n) is used, and V(n) while
-// K(n) is.
+// Forward on every GPU since Ampere: a thread block computes one tile of queries of one head and walks over the key
+// tiles that it sees, the last one first, with an online softmax (Dao 2023, "FlashAttention-2", Algorithm 1). Copies
+// run under products: the next keys arrive while these values are used, and these values while these keys are.
 #pragma once
 
 #include "../common/launch.cuh"
@@ -16,70 +16,71 @@ struct Forward {
   using Core = TensorCore<T>;
   using Score = PlainScore<float, true>;
   static constexpr ForwardTile kTile = forward_tile<sizeof(T), kHeadDim, kDropout>();
-  static constexpr int kThreads = kTile.warps * 32, kM = kTile.queries(), kN = step_keys<kHeadDim, kDropout>(kTile),
-                       kRowTiles = kTile.row_tiles;
+  static constexpr int kThreads = kTile.warps * 32, kRowTiles = kTile.row_tiles, kStages = kTile.stages;
+  static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, kDropout>(kTile);
   static constexpr int kStride = kTileStride<T, kHeadDim>;
-  static constexpr int kStages = kTile.stages;
-  static constexpr int kSharedBytes = (kM + 2 * kStages * kN) * kStride * static_cast<int>(sizeof(T));
-  static constexpr int kScoreTiles = kN / 8, kOutTiles = kHeadDim / 8, kSteps = kN / Core::kK;
+  static constexpr int kSharedBytes = (kQueries + 2 * kStages * kKeys) * kStride * static_cast<int>(sizeof(T));
+  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDim / 8, kSteps = kKeys / Core::kK;
   static_assert(kSharedBytes <= kSmallShared);
+  using Scores = float[kRowTiles][kScoreTiles][4];
+  using Weights = typename Core::A[kRowTiles][kSteps];
 
-  // What a step needs beside its tiles lies in the padding of the first rows of queries, or in registers where there
-  // are enough: chosen so that no kernel of head_dim 64 or 128 spills.
-  struct Sequences {
+  // Registers run out. What a step needs beside its tiles is kept in the padding of the query tile's first rows, or in
+  // registers where that was found to spill less: no kernel of head_dim 64 or 128 spills.
+  struct Head {
     int b, h, length_q, length_k;
   };
-  struct Keys {
-    const T *k, *v;  // of the first key; in registers of those that are loaded next
+  struct KeyPointers {
+    const T *k, *v;  // of the head's first key; in registers, of the keys that are loaded next
   };
-  static_assert(sizeof(Sequences) <= kVectorBytes && sizeof(Keys) <= kVectorBytes && sizeof(Dropout) <= kVectorBytes);
-  static constexpr bool kSharedKeys = kHeadDim > 64 || sizeof(T) == 4;
-  static constexpr bool kSharedLengths =
+  static_assert(sizeof(Head) <= kVectorBytes && sizeof(Dropout) <= kVectorBytes && sizeof(KeyPointers) <= kVectorBytes);
+  static constexpr bool kPointersInPadding = kHeadDim > 64 || sizeof(T) == 4;
+  static constexpr bool kLengthsInPadding =
       sizeof(T) == 2 && (kHeadDim == 96 || kHeadDim == 144 || (kHeadDim == 128 && kDropout));
 
   const AttnParams& p;
   T *q_tile, *k_tile, *v_tile;
   const Score& score;
   int own_length_q, own_length_k;
-  Keys own_keys;
-  int row0;  // first row of this tile
+  KeyPointers own_pointers;
+  int row0;  // first query of the tile
   float out[kRowTiles][kOutTiles][4];
-  OnlineSoftmax rows[kRowTiles];
+  OnlineSoftmax softmax[kRowTiles];
 
   __device__ Forward(const AttnParams& params, const Score& score, T* shared)
       : p(params),
-        score(score),
         q_tile(shared),
-        k_tile(q_tile + kM * kStride),
-        v_tile(k_tile + kStages * kN * kStride) {}
+        k_tile(q_tile + kQueries * kStride),
+        v_tile(k_tile + kStages * kKeys * kStride),
+        score(score) {}
 
   static __device__ int g() { return threadIdx.x % 32 / 4; }
   static __device__ int t() { return threadIdx.x % 4; }
-  // First of the 16 rows of tile i of this warp, within the block's tile.
+  // First of the 16 rows of this warp's row tile i, within the query tile.
   static __device__ int tile_row(int i) { return (threadIdx.x / 32 * kRowTiles + i) * 16; }
 
-  // Keys or values of tile n; tiles come in falling order.
-  __device__ void load_keys(T* tile, const T* Keys::* which, int64_t row_stride, int n, int columns) {
-    const T* from;
-    if constexpr (kSharedKeys) {
-      from = shared_by_all<Keys>(2)->*which + n * kN * row_stride;
-    } else {
-      from = own_keys.*which;
-      own_keys.*which -= kN * row_stride;
-    }
-    load_tile<T, kN, kHeadDim, kThreads>(tile, from, row_stride, min(kN, length_k() - n * kN), columns);
-    ptx::cp_async_commit();
+  template <class X>
+  __device__ X* padding(int row) const {
+    return reinterpret_cast<X*>(q_tile + row * kStride + kHeadDim);
   }
+  __device__ Head* head() const { return padding<Head>(0); }
+  __device__ Dropout* dropout() const { return padding<Dropout>(1); }
+  __device__ KeyPointers* pointers() const { return padding<KeyPointers>(2); }
+  __device__ float* tolerance() const { return padding<float>(3); }
+  __device__ int length_q() const { return kLengthsInPadding ? head()->length_q : own_length_q; }
+  __device__ int length_k() const { return kLengthsInPadding ? head()->length_k : own_length_k; }
+  __device__ Mask32 mask() const { return Mask32(p, length_q(), length_k()); }
 
   __device__ void run(const TileOrder& order) {
     const int heads = static_cast<int>(p.heads_q);
     const auto [head, block] = order.index(blockIdx.x, heads * static_cast<int>(p.batch));
     start_head(head / heads, head % heads);
     // The longest tiles of a causal head start first. A sequence may be longer than the grid was told.
-    for (row0 = (order.blocks - 1 - block) * kM; row0 < length_q(); row0 = ptx::opaque(row0) + order.blocks * kM) {
-      start_softmax();
+    const int step = order.blocks * kQueries;
+    for (row0 = (order.blocks - 1 - block) * kQueries; row0 < length_q(); row0 = ptx::opaque(row0) + step) {
+      start_tile();
       walk_keys();
-      finish();
+      finish_tile();
       __syncthreads();
     }
   }
@@ -90,101 +91,82 @@ struct Forward {
     own_length_q = static_cast<int>(queries.length);
     own_length_k = static_cast<int>(keys.length);
     if (threadIdx.x == 0) {
-      *now() = {b, h, own_length_q, own_length_k};
-      *shared_by_all<Keys>(2) = {row_pointer<const T>(p.k, b, hk, keys.start),
-                                 row_pointer<const T>(p.v, b, hk, keys.start)};
+      *head() = {b, h, own_length_q, own_length_k};
+      *pointers() = {row_pointer<const T>(p.k, b, hk, keys.start), row_pointer<const T>(p.v, b, hk, keys.start)};
       if (kDropout) *dropout() = Dropout(p, b);
       // A sink is the first maximum. If keys may stay above it, weights near 1 are not exact, and dS loses digits.
       *tolerance() = head_sink(p, h) > -infinity() ? 0.f : kTolerance;
     }
     __syncthreads();
   }
-  template <class X>
-  __device__ X* shared_by_all(int row) const {
-    return reinterpret_cast<X*>(q_tile + row * kStride + kHeadDim);
-  }
-  __device__ Sequences* now() const { return shared_by_all<Sequences>(0); }
-  __device__ float* tolerance() const { return shared_by_all<float>(3); }
-  __device__ Dropout* dropout() const { return shared_by_all<Dropout>(1); }
-  __device__ int length_q() const { return kSharedLengths ? now()->length_q : own_length_q; }
-  __device__ int length_k() const { return kSharedLengths ? now()->length_k : own_length_k; }
-  __device__ TileMask mask() const { return TileMask(p, length_q(), length_k()); }
 
-  __device__ void walk_keys() {
-    const int b = now()->b, h = now()->h, row_end = min(row0 + kM, length_q());
-    const Limits visible = mask().keys_of(row0, row_end), full = mask().keys_of_all(row0, row_end);
-    const int first = visible.begin / kN, last = (visible.end - 1) / kN;
-    const int first_full = (full.begin + kN - 1) / kN, end_full = full.end / kN;  // tiles that need no mask
-    if (visible.end == visible.begin) return;
-    const int columns = static_cast<int>(p.head_dim), columns_v = static_cast<int>(p.head_dim_v);
-    const T* q = row_pointer<const T>(p.q, b, h, query_sequence(p, b).start + row0);
-    load_tile<T, kM, kHeadDim, kThreads>(q_tile, q, p.q.row_stride, row_end - row0, columns);
-    if constexpr (!kSharedKeys) {
-      const int64_t hk = h / p.group_size(), key = key_sequence(p, b).start + last * kN;
-      own_keys = {row_pointer<const T>(p.k, b, hk, key), row_pointer<const T>(p.v, b, hk, key)};
-    }
-    load_keys(k_tile, &Keys::k, p.k.row_stride, last, columns);
-    if (kStages == 2) load_keys(v_tile, &Keys::v, p.v.row_stride, last, columns_v);
-    int stage = 0;
-    for (int n = last; n >= first; --n) {
-      ptx::cp_async_wait<0>();
-      __syncthreads();
-      if (kStages == 1) {
-        load_keys(v_tile, &Keys::v, p.v.row_stride, n, columns_v);
-      } else if (n > first) {
-        load_keys(k_tile + (kN * kStride - stage), &Keys::k, p.k.row_stride, n - 1, columns);
-        load_keys(v_tile + (kN * kStride - stage), &Keys::v, p.v.row_stride, n - 1, columns_v);
-      }
-      float scores[kRowTiles][kScoreTiles][4];
-      score_product(scores, k_tile + stage);
-      if (kStages == 1) {
-        ptx::cp_async_wait<0>();
-        __syncthreads();
-        if (n > first) load_keys(k_tile, &Keys::k, p.k.row_stride, n - 1, columns);
-      }
-      typename Core::A weights[kRowTiles][kSteps];
-      weigh(weights, scores, n, n < first_full || n >= end_full);
-      __syncwarp();  // keeps the compiler from loading so much of V ahead that registers run out
-      value_product(weights, v_tile + stage);
-      if (kStages == 2) stage = kN * kStride - stage;
-    }
-  }
-
-  __device__ void weigh(typename Core::A (&weights)[kRowTiles][kSteps], float (&scores)[kRowTiles][kScoreTiles][4],
-                        int n, bool masked) {
-    constexpr bool kDropEarly = sizeof(T) == 4 || kHeadDim == 144;  // fewer registers
-    auto drop = [&](int i) {
-      if (kDropout) dropout()->template drop<Core>(weights[i], now()->h, row0 + tile_row(i), n * kN);
-    };
-    store_scores(scores, score);
-    if (masked) hide_keys<true, true>(scores, mask(), ptx::opaque(row0) + tile_row(0) + g(), n * kN + 2 * t());
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-      softmax(i, scores[i]);
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step) weights[i][step] = Core::from_accumulators(scores[i], step);
-      if (kDropEarly) drop(i);
-    }
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-      if (!kDropEarly) drop(i);
-    }
-  }
-
-  __device__ void start_softmax() {
-    const float sink = head_sink(p, now()->h);
+  __device__ void start_tile() {
+    const float sink = head_sink(p, head()->h);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int n = 0; n < kOutTiles; ++n) {
         for (int e = 0; e < 4; ++e) out[i][n][e] = 0;
       }
-      rows[i].start(sink);
+      softmax[i].start(sink);
+    }
+  }
+
+  // Starts copying the keys or values of tile n; tiles come in descending order.
+  __device__ void load_keys(T* tile, const T* KeyPointers::* which, int64_t row_stride, int n, int columns) {
+    const T* from;
+    if constexpr (kPointersInPadding) {
+      from = pointers()->*which + n * kKeys * row_stride;
+    } else {
+      from = own_pointers.*which;
+      own_pointers.*which -= kKeys * row_stride;
+    }
+    load_tile<T, kKeys, kHeadDim, kThreads>(tile, from, row_stride, min(kKeys, length_k() - n * kKeys), columns);
+    ptx::cp_async_commit();
+  }
+
+  __device__ void walk_keys() {
+    const int b = head()->b, h = head()->h, row_end = min(row0 + kQueries, length_q());
+    const Limits visible = mask().keys_of(row0, row_end), full = mask().keys_of_all(row0, row_end);
+    const int first = visible.begin / kKeys, last = (visible.end - 1) / kKeys;
+    const int first_full = (full.begin + kKeys - 1) / kKeys, end_full = full.end / kKeys;  // tiles that need no mask
+    if (visible.end == visible.begin) return;
+    const int columns = static_cast<int>(p.head_dim), columns_v = static_cast<int>(p.head_dim_v);
+    const T* q = row_pointer<const T>(p.q, b, h, query_sequence(p, b).start + row0);
+    load_tile<T, kQueries, kHeadDim, kThreads>(q_tile, q, p.q.row_stride, row_end - row0, columns);
+    if constexpr (!kPointersInPadding) {
+      const int64_t hk = h / p.group_size(), key = key_sequence(p, b).start + last * kKeys;
+      own_pointers = {row_pointer<const T>(p.k, b, hk, key), row_pointer<const T>(p.v, b, hk, key)};
+    }
+    load_keys(k_tile, &KeyPointers::k, p.k.row_stride, last, columns);
+    if (kStages == 2) load_keys(v_tile, &KeyPointers::v, p.v.row_stride, last, columns_v);
+    int stage = 0;  // as an offset of elements
+    for (int n = last; n >= first; --n) {
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      if (kStages == 1) {
+        load_keys(v_tile, &KeyPointers::v, p.v.row_stride, n, columns_v);
+      } else if (n > first) {
+        load_keys(k_tile + (kKeys * kStride - stage), &KeyPointers::k, p.k.row_stride, n - 1, columns);
+        load_keys(v_tile + (kKeys * kStride - stage), &KeyPointers::v, p.v.row_stride, n - 1, columns_v);
+      }
+      Scores scores;
+      score_product(scores, k_tile + stage);
+      if (kStages == 1) {
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+        if (n > first) load_keys(k_tile, &KeyPointers::k, p.k.row_stride, n - 1, columns);
+      }
+      Weights weights;
+      weigh(weights, scores, n, n < first_full || n >= end_full);
+      __syncwarp();  // keeps the compiler from loading so much of V ahead that registers run out
+      value_product(weights, v_tile + stage);
+      if (kStages == 2) stage = kKeys * kStride - stage;
     }
   }
 
   // S = Q K^T
-  __device__ void score_product(float (&scores)[kRowTiles][kScoreTiles][4], const T* k_tile) const {
+  __device__ void score_product(Scores& scores, const T* k_tile) const {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -210,23 +192,32 @@ struct Forward {
     }
   }
 
-  // Scores of row tile i become exp(score - max); what was summed up under a smaller maximum is scaled down.
-  __device__ void softmax(int i, float (&scores)[kScoreTiles][4]) {
-    rows[i].weigh(scores, score, *tolerance(), [&](const float (&shrink)[2]) {
-      if (!__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) return;
+  // Scores against key tile n become weights, with dropout applied; what `out` has summed up is rescaled.
+  __device__ void weigh(Weights& weights, Scores& scores, int n, bool masked) {
+    constexpr bool kDropEarly = sizeof(T) == 4 || kHeadDim == 144;  // takes fewer registers there
+    auto drop = [&](int i) {
+      if (kDropout) dropout()->template drop<Core>(weights[i], head()->h, row0 + tile_row(i), n * kKeys);
+    };
+    store_scores(scores, score);
+    if (masked) hide_keys<true, true>(scores, mask(), ptx::opaque(row0) + tile_row(0) + g(), n * kKeys + 2 * t());
 #pragma unroll
-      for (int n = 0; n < kOutTiles; ++n) {
+    for (int i = 0; i < kRowTiles; ++i) {
+      softmax[i].weigh(scores[i], score, *tolerance(), [&](const float (&shrink)[2]) { rescale(out[i], shrink); });
 #pragma unroll
-        for (int e = 0; e < 4; ++e) out[i][n][e] *= shrink[e / 2];
-      }
-    });
+      for (int step = 0; step < kSteps; ++step) weights[i][step] = Core::from_accumulators(scores[i], step);
+      if (kDropEarly) drop(i);
+    }
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      if (!kDropEarly) drop(i);
+    }
   }
 
   // out += P V
-  __device__ void value_product(const typename Core::A (&weights)[kRowTiles][kSteps], const T* v_tile) {
+  __device__ void value_product(const Weights& weights, const T* v_tile) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      if (sizeof(T) == 4) __syncwarp();  // as above: V, split in two, needs twice the registers
+      if (sizeof(T) == 4) __syncwarp();  // as in walk_keys: V, split in two, needs twice the registers
 #pragma unroll
       for (int n = 0; n < kOutTiles; n += 2) {
         typename Core::B pair[2];
@@ -240,23 +231,20 @@ struct Forward {
     }
   }
 
-  __device__ void finish() {
-    const float keep = kDropout ? 1 / static_cast<float>(keep_probability(p.dropout_threshold)) : 1.f;
-    const int b = now()->b, h = now()->h, count = length_q() - row0;
+  __device__ void finish_tile() {
+    const float keep_scale = kDropout ? 1 / static_cast<float>(keep_probability(p.dropout_threshold)) : 1.f;
+    const int b = head()->b, h = head()->h, rows = length_q() - row0;
     const int64_t start = query_sequence(p, b).start + row0;
-    T* tile = q_tile;  // every warp reads and writes its own rows of it alone
+    T* tile = q_tile;  // every warp reads and writes its own rows alone
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float total = quad_sum(rows[i].sum[r]);
-        const bool empty = total == 0;
-        const float factor = keep / total;
+        const float sum = softmax[i].total(r);
+        const bool empty = sum == 0;
+        const float factor = keep_scale / sum;
         const int row = tile_row(i) + g() + 8 * r;
-        if (t() == 0 && row < count) {
-          *row_statistic(p.lse, b, h, start + row) =
-              empty ? -infinity() : (finite_max(rows[i].max[r]) + log2f(total)) * kLn2<float>;
-        }
+        if (t() == 0 && row < rows) *row_statistic(p.lse, b, h, start + row) = softmax[i].lse(r, sum);
 #pragma unroll
         for (int n = 0; n < kOutTiles; ++n) {
           const float x = empty ? 0.f : out[i][n][2 * r] * factor, y = empty ? 0.f : out[i][n][2 * r + 1] * factor;
@@ -265,8 +253,8 @@ struct Forward {
       }
     }
     __syncthreads();
-    store_tile<T, kM, kHeadDim, kThreads>(row_pointer<T>(p.out, b, h, start), p.out.row_stride, tile, min(count, kM),
-                                          static_cast<int>(p.head_dim_v));
+    store_tile<T, kQueries, kHeadDim, kThreads>(row_pointer<T>(p.out, b, h, start), p.out.row_stride, tile,
+                                                min(rows, kQueries), static_cast<int>(p.head_dim_v));
   }
 };
 
@@ -283,7 +271,7 @@ template <class T, int kHeadDim, bool kDropout>
 void launch_forward(const AttnParams& p) {
   using Kernel = Forward<T, kHeadDim, kDropout>;
   if (p.batch * p.heads_q == 0) return;
-  const int64_t blocks = tiles(p.seqlen_q, Kernel::kM);
+  const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries);
   launch(forward_kernel<T, kHeadDim, kDropout>, "forward", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
          Kernel::kSharedBytes, forward_order(p, blocks, sizeof(T)), Kernel::Score::of(p));
 }

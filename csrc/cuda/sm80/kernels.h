@@ -1,5 +1,5 @@
-// The entry points of the sm_80 kernels: instantiated by csrc/sources.py, one class of head dims in each file, and
-// called by dispatch.cu.
+// The entry points of the sm_80 kernels, which dispatch.cu calls. Each source that is compiled instantiates one of them
+// for one element type and class of head dims.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 namespace flashattn_ext::sm80 {
 
 // kHeadDim: 64, 96, 128, 144, 192 or 256, at least head_dim and head_dim_v. Every row of q, k, v and dout is 16-byte
-// aligned and a multiple of 16 bytes long; those of the others may lie anywhere.
+// aligned and a multiple of 16 bytes long; the rows of other tensors may be anywhere.
 template <class T, int kHeadDim>
 void forward(const AttnParams& p);
 template <class T, int kHeadDim>

@@ -1,5 +1,5 @@
-// Tile sizes of the sm_80 kernels, for every element size (2 or 4 bytes) and class of head dims. `kLarge`: the GPU
-// gives a thread block 227 KB of shared memory (Hopper and newer data centre GPUs); the others fit in 99 KB.
+// Tile sizes of the sm_80 kernels, for every element size (2 or 4 bytes) and class of head dims. kLarge: the GPU gives
+// a thread block 227 KB of shared memory (Hopper and newer data centre GPUs); other tiles fit in 99 KB.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,9 @@ namespace flashattn_ext::sm80 {
 
 struct ForwardTile {
   int warps;
-  int row_tiles;  // 16-row tiles of queries of one warp
+  int row_tiles;  // of a warp: 16 queries each
   int keys;
-  int blocks;      // so many on a multiprocessor at a time: bounds the registers
+  int blocks;      // on a multiprocessor at a time; bounds the registers
   int stages = 1;  // of keys and values
   constexpr int queries() const { return warps * row_tiles * 16; }
   constexpr bool exists() const { return warps > 0; }
@@ -24,7 +24,7 @@ struct ForwardTiles {
   ForwardTile tiles[kRowTiles];
 };
 
-// Of 16-bit types.
+// For 16-bit types.
 constexpr ForwardTiles kForwardTiles[] = {
     {64, false, {{4, 2, 64, 3}, {4, 2, 128, 2}, {8, 1, 64, 2}}},
     {64, true, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 2}}},
@@ -55,8 +55,8 @@ constexpr ForwardTile forward_tile() {
   }
 }
 
-// Keys of a step. What the compiler makes for sm_80 spills with more than 32 of them where registers are scarcest; only
-// device code knows what it is compiled for, so that shared memory is taken for the keys of the table.
+// Keys of a step. Where registers are scarcest, code for sm_80 spills with more than 32 of them. Only device code knows
+// what it is compiled for, so the host takes shared memory for the keys of the table.
 template <int kHeadDim, bool kDropout>
 constexpr int step_keys(const ForwardTile& tile) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -67,9 +67,9 @@ constexpr int step_keys(const ForwardTile& tile) {
 
 struct BackwardTile {
   int warps, keys, queries;
-  int score_key_warps;  // so many warps share the keys of the scores, and so many sets of them the queries
-  int grad_key_warps;   // so many warps share the keys of dk and dv, and so many sets of them the columns
-  int splits;           // the columns of dq, dk and dv are computed in so many thread blocks
+  int score_key_warps;  // warps among which the keys of the scores are divided; sets of them divide the queries
+  int grad_key_warps;   // warps among which the keys of dk and dv are divided; sets of them divide the columns
+  int splits;           // thread blocks among which the columns of dq, dk and dv are divided
   int stages;           // of queries
 };
 

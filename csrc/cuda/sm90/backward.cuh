@@ -1,6 +1,8 @@
 // Backward on Hopper for head dims up to 128: a thread block keeps a tile of keys, 64 in each of two warpgroups, and
-// walks over the queries that see it, which one more warp brings by TMA (Shah et al. 2024, "FlashAttention-3"). Only
-// dS^T goes through shared memory, for dq. The products of a step overlap with the next one's: docs/sm90_backward.md.
+// walks over the tiles of queries that see it, which one more warp loads by TMA (Shah et al. 2024, "FlashAttention-3").
+// Scores are transposed, S^T = K Q^T: P^T and dS^T, packed, are operands of the products for dv and dk as they are in
+// registers. Only dS^T goes through shared memory, for dq. Products of one step run under the arithmetic of another:
+// docs/sm90_backward.md.
 #pragma once
 
 #include <type_traits>
@@ -10,27 +12,28 @@
 
 namespace flashattn_ext::sm90 {
 
-// How the sums of dq lie in the workspace: a warpgroup computes 64 rows and 64 columns of a step, the two of a thread
-// block either different rows or different columns. Tiles of 16 rows, one warp's, so that short sequences take little.
+// The order of the sums of dq in the workspace, which backward_finish.cuh reads. A warpgroup computes 64 rows and 64
+// columns of a step; the two of a thread block compute different rows when a step has 128 queries, otherwise different
+// columns. A tile has 16 rows, those of one warp, so that short sequences take little memory.
 template <class T, int kHeadDimension>
-struct QuerySums {
+struct DqLayout {
   using Element = T;
-  static constexpr int kM = backward_tile<kHeadDimension, false>().queries, kTileRows = 16;
+  static constexpr int kQueries = backward_tile<kHeadDimension, false>().queries, kTileRows = 16;
   static constexpr int kThreads = 2 * kGroupThreads, kSplits = 1;
-  static constexpr int kHeadDim = 2 * 64 * 64 / kM;  // columns, some of them beyond the head dim
+  static constexpr int kHeadDim = 2 * 64 * 64 / kQueries;  // columns, some of them beyond the head dim
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = 8;
   static constexpr int64_t kTileFloats = kTileRows * kHeadDim;
 
-  // Scores and columns of a warp, of the eight that compute.
-  static __device__ __forceinline__ int row(int warp) { return (kM == 64 ? warp % 4 : warp) * 16; }
-  static __device__ __forceinline__ int column(int warp) { return kM == 64 ? warp / 4 * 64 : 0; }
-  // Its accumulator tile c; `tile`: the first of the step.
+  // First row and column of a warp's part, of the eight warps that compute.
+  static __device__ __forceinline__ int row(int warp) { return (kQueries == 64 ? warp % 4 : warp) * 16; }
+  static __device__ __forceinline__ int column(int warp) { return kQueries == 64 ? warp / 4 * 64 : 0; }
+  // Where the accumulator tile c of that part is summed up. tile: the first tile of the step.
   static __device__ __forceinline__ float* fragment(const BackwardWorkspace& workspace, int64_t tile, int warp, int c) {
     return workspace.dq + (tile + row(warp) / 16) * kTileFloats + (column(warp) / 8 + c) * 128;
   }
 
-  // For dq_finish_kernel, which has these eight warps alone.
+  // The same for dq_finish_kernel, which runs with these eight warps alone.
   static __device__ int query_row() { return row(threadIdx.x / 32); }
   static __device__ int query_column(int) { return column(threadIdx.x / 32); }
   static __device__ float* dq_fragment(const BackwardWorkspace& workspace, int64_t tile, int, int, int c) {
@@ -42,30 +45,35 @@ template <class T, int kHeadDim, bool kDropout>
 struct Backward {
   using Work = BackwardWork;
   using Scores = PackedScores<T, backward_tile<kHeadDim, kDropout>().queries, kDropout>;
-  using Sums = QuerySums<T, kHeadDim>;
+  using Layout = DqLayout<T, kHeadDim>;
   static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout>();
   static constexpr RegisterBudget kRegisters = kBackwardRegisters;
-  static constexpr int kM = kTile.queries, kN = kTile.keys, kStages = kTile.stages, kKeyStages = kTile.key_stages;
+  static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
+                       kKeyStages = kTile.key_stages;
   static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kDqParts = 2;
-  static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns, kScorePanels = kM / kPanelColumns;
+  static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns,
+                       kScorePanels = kQueries / kPanelColumns;
   static constexpr int kColumnTiles = kHeadDim / 8;
-  // Where long sequences do not fit the cache, blocks that walk over the same head together share what they read; too
-  // few heads leave long tiles for the end.
+  static constexpr int kDscoreBuffers = 3;  // with three, turns alone order what the warpgroups exchange
+  // At least this many heads in a section (tile_order.cuh). Blocks that walk over the same head at the same time share
+  // what they read where long sequences do not fit the cache; too few heads leave long tiles for the end.
   static constexpr int kSectionHeads = 16;
-  // So many of the eight additions to dq of a warp go under the weights of a step; the others under dS^T.
+  // Of a warp's eight additions to dq this many are spread over `weigh`, the others over `differentiate`: a
+  // multiprocessor takes them slowly.
   static constexpr int kEarly = 4;
-  static_assert(Sums::kHeadDim >= kHeadDim && Sums::kM == kM);
+  static_assert(Layout::kHeadDim >= kHeadDim && Layout::kQueries == kQueries);
 
-  // 128-byte rows, swizzled by TMA, in panels of 64 columns.
+  // Tiles are as in common/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
+  // overwritten.
   struct Shared {
-    T k[kKeyStages][kPanels][kN][kPanelColumns];
-    T v[kKeyStages][kPanels][kN][kPanelColumns];
-    T q[kStages][kPanels][kM][kPanelColumns];
-    T dout[kStages][kPanels][kM][kPanelColumns];
-    T dscores[3][kScorePanels][kN][kPanelColumns];  // dS^T: [keys][queries]
-    float lse[kStages][kM], delta[kStages][kM];
+    T k[kKeyStages][kPanels][kKeys][kPanelColumns];
+    T v[kKeyStages][kPanels][kKeys][kPanelColumns];
+    T q[kStages][kPanels][kQueries][kPanelColumns];
+    T dout[kStages][kPanels][kQueries][kPanelColumns];
+    T dscores[kDscoreBuffers][kScorePanels][kKeys][kPanelColumns];  // dS^T: [keys][queries]
+    float lse[kStages][kQueries], delta[kStages][kQueries];
     PhiloxKey philox;
-    typename Scores::Kept kept[kDropout ? 2 : 0];  // of each warpgroup
+    typename Scores::Kept kept[kDropout ? 2 : 0];  // one for each warpgroup
     Work work[kWorkStages];
     ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
     ptx::Barrier q_full[kStages], dout_full[kStages], queries_empty[kStages];
@@ -82,7 +90,7 @@ struct Backward {
       ptx::barrier_init(&shared.keys_empty[i], kWarps);
     }
     for (int i = 0; i < kStages; ++i) {
-      ptx::barrier_init(&shared.q_full[i], kLoaderArrivals);
+      ptx::barrier_init(&shared.q_full[i], kQueryArrivals);
       ptx::barrier_init(&shared.dout_full[i], 1);
       ptx::barrier_init(&shared.queries_empty[i], kWarps * 32);
     }
@@ -104,13 +112,13 @@ struct Backward {
     }
   }
 
-  // Named barriers, one of each for each warpgroup: for its turn, and of itself.
+  // Named barriers: one for each warpgroup to wait at for its turn, and one for each to synchronise itself.
   static constexpr int kTurnBarrier = 1, kGroupBarrier = 3;
 
-  // A query tile whose dq is still to be added: its number in BackwardWorkspace (none: negative), and in its sequence.
-  struct Lagging {
-    int64_t tile = -1;
-    int m = 0;
+  // A query tile to whose dq this key tile has still to add.
+  struct Pending {
+    int64_t tile = -1;  // its first tile in the workspace's dq; negative when there is none
+    int m = 0;          // its number in its sequence
   };
 
   Shared& shared;
@@ -119,8 +127,8 @@ struct Backward {
   const int group, warp_key;  // first of this warp's 16 keys, within the tile
   RingPosition<kWorkStages> works;
   RingPosition<kKeyStages> keys;
-  RingPosition<kStages> queries;  // of the step whose scores have been computed last
-  int buffer = 0;                 // of dscores
+  RingPosition<kStages> queries;  // those whose scores have been computed last
+  int buffer = 0;                 // of shared.dscores: the one written last
   float dk[kColumnTiles][4], dv[kColumnTiles][4];
   typename Scores::Packed weights;
 
@@ -153,15 +161,16 @@ struct Backward {
   }
 
   // The two warpgroups take turns at issuing products, so that one computes while the tensor cores work for the other.
-  // A step takes two turns; dq lags a step behind, by when dS^T of both is there.
+  // A step takes two turns. dq of a step is computed in the next one, when dS^T of both warpgroups is in shared memory,
+  // and added to the workspace in the one after that.
   __device__ __forceinline__ void walk_queries(const Work& work) {
     Limits unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64);
     unmasked = {uniform(unmasked.begin), uniform(unmasked.end)};
     QueryWalk now(work, static_cast<int>(p.group_size()));
-    Lagging before, ended;  // whose dq is being added, and is still to be computed
-    float scores[kM / 8][4], dq[8][4];
+    Pending adding, next_to_add;  // the tile whose dq is in registers, and the one whose dq is computed next
+    float scores[kQueries / 8][4], dq[8][4];
     ptx::barrier_wait(&shared.k_full[keys.stage], keys.parity);
-    clear_keys(work);
+    clear_tail_of_keys(work);
     ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
     draw(work, now);
     take_turn();
@@ -169,12 +178,12 @@ struct Backward {
     give_turn();
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
-    weigh(scores, work, now, unmasked, dq, before);
+    weigh(scores, work, now, unmasked, dq, adding);
     ptx::barrier_wait(&shared.v_full[keys.stage], keys.parity);
     typename Scores::Packed packed;
     while (now.left > 1) {
       const int stage = queries.stage;
-      differentiate(packed, work, now, unmasked, dq, before);
+      differentiate(packed, work, now, unmasked, dq, adding);
       queries.advance();
       ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
       QueryWalk next = now;
@@ -183,19 +192,19 @@ struct Backward {
       take_turn();
       accumulate(dk, packed, shared.q[stage]);
       score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
-      ptx::wgmma_wait<1>();  // the registers of dS^T are free
+      ptx::wgmma_wait<1>();  // then the registers of dS^T are free
       query_product(dq, 1);
       give_turn();
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       ptx::hold(dq);
       ptx::barrier_arrive(&shared.queries_empty[stage]);
-      before = ended;
-      ended = {query_tile(work, now), now.m};
+      adding = next_to_add;
+      next_to_add = {dq_tile(work, now), now.m};
       now.advance();
-      weigh(scores, work, now, unmasked, dq, before);
+      weigh(scores, work, now, unmasked, dq, adding);
     }
-    differentiate(packed, work, now, unmasked, dq, before);
+    differentiate(packed, work, now, unmasked, dq, adding);
     take_turn();
     query_product(dq, 1);
     accumulate(dk, packed, shared.q[queries.stage]);
@@ -203,27 +212,27 @@ struct Backward {
     ptx::wgmma_wait<0>();
     ptx::hold(dq);
     ptx::barrier_arrive(&shared.queries_empty[queries.stage]);
-    add_query_gradient(dq, work, ended);
+    add_query_gradient(dq, work, next_to_add);
     take_turn();
     query_product(dq, 0);
     give_turn();
     ptx::wgmma_wait<0>();
     ptx::hold(dq);
     release(shared.keys_empty[keys.stage]);
-    add_query_gradient(dq, work, {query_tile(work, now), now.m});
+    add_query_gradient(dq, work, {dq_tile(work, now), now.m});
     queries.advance();
     keys.advance();
   }
 
-  // A turn: dP^T and dv += P^T dO. Then dS^T, packed and in shared memory.
-  // Meanwhile it adds the second half of what an earlier step contributes to dq.
+  // A turn with the products for dP^T and dv += P^T dO. Then dP^T becomes dS^T, in `packed` and in shared memory, and
+  // between its tiles the second half of `dq` is added to the workspace.
   __device__ __forceinline__ void differentiate(typename Scores::Packed& packed, const Work& work, const QueryWalk& now,
                                                 const Limits& unmasked, const float (&dq)[8][4],
-                                                const Lagging& before) {
+                                                const Pending& adding) {
     const int stage = queries.stage;
-    float dscores[kM / 8][4];
+    float dscores[kQueries / 8][4];
     ptx::barrier_wait(&shared.dout_full[stage], queries.parity);
-    clear_queries(work, now);
+    clear_tail_of_queries(work, now);
     take_turn();
     score_product<kHeadDim>(dscores, shared.v[keys.stage], group * 64, shared.dout[stage]);
     if constexpr (kDropout) {
@@ -234,25 +243,26 @@ struct Backward {
       accumulate(dv, weights, shared.dout[stage]);
     }
     give_turn();
-    // With dropout the operand of dv is a copy, whose registers are needed.
-    ptx::wgmma_wait<kDropout && kM == 128 ? 0 : 1>();
+    // With dropout the operand of dv is a copy of the weights; where registers are scarce they have to be free first.
+    ptx::wgmma_wait<kDropout && kQueries == 128 ? 0 : 1>();
     ptx::hold(dscores);
-    float* const to = fragments(work, before);
-    Scores::differentiate(dscores, weights, shared.delta[stage], Scores::is_masked(unmasked, now.m * kM), [&](int n) {
-      constexpr int kSpread = kM / 8 / (8 - kEarly);
-      if (n % kSpread == 0) add_fragment(to, dq, kEarly + n / kSpread);
-    });
-    if (is_ordered(before)) order(work, before).admit_later_keys();
+    float* const to = fragments(work, adding);
+    Scores::differentiate(dscores, weights, shared.delta[stage], Scores::is_masked(unmasked, now.m * kQueries),
+                          [&](int n) {
+                            constexpr int kSpread = kQueries / 8 / (8 - kEarly);
+                            if (n % kSpread == 0) add_fragment(to, dq, kEarly + n / kSpread);
+                          });
+    if (is_ordered(adding)) order(work, adding).admit_later_keys();
     pack_scores<T>(packed, dscores);
-    buffer = buffer == 2 ? 0 : buffer + 1;
+    buffer = buffer == kDscoreBuffers - 1 ? 0 : buffer + 1;
     store_panels(shared.dscores[buffer], warp_key, packed);
     ptx::fence_async_shared();
   }
 
-  // dq = dS K of this step or the one before.
+  // dq = dS K of this step (lag 0) or the one before (lag 1): this warpgroup's part.
   __device__ __forceinline__ void query_product(float (&dq)[8][4], int lag) {
-    constexpr bool kOwnRows = kM == 128;  // or own columns
-    const int at = buffer < lag ? buffer + 3 - lag : buffer - lag;
+    constexpr bool kOwnRows = kQueries == 128;  // otherwise own columns
+    const int at = buffer < lag ? buffer + kDscoreBuffers - lag : buffer - lag;
     transposed_product(dq, shared.dscores[at][kOwnRows ? group : 0], shared.k[keys.stage][kOwnRows ? 0 : group]);
   }
 
@@ -263,76 +273,77 @@ struct Backward {
     ptx::named_barrier_arrive(kTurnBarrier + 1 - group, 2 * kGroupThreads);
   }
 
-  // Meanwhile it adds the first half of what the step before contributes to dq: the additions come one by one, for a
-  // processor takes them slowly.
-  __device__ __forceinline__ void weigh(const float (&scores)[kM / 8][4], const Work& work, const QueryWalk& now,
-                                        const Limits& unmasked, const float (&dq)[8][4], const Lagging& before) {
-    const int row0 = now.m * kM, key = work.key0 + warp_key;
-    if (is_ordered(before)) order(work, before).await_earlier_keys();
-    float* const to = fragments(work, before);
+  // Scores become packed weights, and between their tiles the first half of `dq` is added to the workspace.
+  __device__ __forceinline__ void weigh(const float (&scores)[kQueries / 8][4], const Work& work, const QueryWalk& now,
+                                        const Limits& unmasked, const float (&dq)[8][4], const Pending& adding) {
+    const int row0 = now.m * kQueries, key = work.key0 + warp_key;
+    if (is_ordered(adding)) order(work, adding).await_earlier_keys();
+    float* const to = fragments(work, adding);
     Scores::weigh(
         weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
         [&] { return work.mask(p); }, row0, key,
         [&](int n) {
-          constexpr int kSpread = kM / 8 / kEarly;
+          constexpr int kSpread = kQueries / 8 / kEarly;
           if (n % kSpread == 0) add_fragment(to, dq, n / kSpread);
         });
     if constexpr (kDropout) Scores::drop(weights, shared.kept[group], warp_key / 16 % 4);
   }
-  // What dropout keeps of the next weights, for all warps of the warpgroup; a turn lies between this and both the last
-  // and the next use of it.
+  // Draws what dropout keeps of the next weights, for all warps of the warpgroup. Turns come between the last use of
+  // shared.kept and this, and between this and the next use.
   __device__ __forceinline__ void draw(const Work& work, const QueryWalk& next) {
     if constexpr (kDropout) {
-      Scores::draw(shared.kept[group], Dropout(shared.philox, p, work.b), next.h, work.key0 + group * 64, next.m * kM);
+      Scores::draw(shared.kept[group], Dropout(shared.philox, p, work.b), next.h, work.key0 + group * 64,
+                   next.m * kQueries);
     }
   }
 
-  // Each warpgroup clears for itself what both read.
-  __device__ __forceinline__ void clear_keys(const Work& work) const {
-    const int from = work.length_k - work.key0;
-    if (from >= kN || !p.is_varlen()) return;
-    clear_rows(shared.k[keys.stage], from, thread(), kGroupThreads);
+  // Rows after the end of a packed sequence are those of another one: weights of 0 would still carry over a NaN. Each
+  // warpgroup zeroes all of them, so that it need not wait for the other.
+  __device__ __forceinline__ void clear_tail_of_keys(const Work& work) const {
+    const int rows = work.length_k - work.key0;
+    if (rows >= kKeys || !p.is_varlen()) return;
+    clear_rows(shared.k[keys.stage], rows, thread(), kGroupThreads);
     ptx::fence_async_shared();
     ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
   }
-  __device__ __forceinline__ void clear_queries(const Work& work, const QueryWalk& now) const {
-    const int from = work.length_q - now.m * kM;
-    if (from >= kM || !p.is_varlen()) return;
-    clear_rows(shared.q[queries.stage], from, thread(), kGroupThreads);
-    clear_rows(shared.dout[queries.stage], from, thread(), kGroupThreads);
+  __device__ __forceinline__ void clear_tail_of_queries(const Work& work, const QueryWalk& now) const {
+    const int rows = work.length_q - now.m * kQueries;
+    if (rows >= kQueries || !p.is_varlen()) return;
+    clear_rows(shared.q[queries.stage], rows, thread(), kGroupThreads);
+    clear_rows(shared.dout[queries.stage], rows, thread(), kGroupThreads);
     ptx::fence_async_shared();
     ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
   }
 
-  __device__ __forceinline__ int64_t query_tile(const Work& work, const QueryWalk& now) const {
-    return now.h * workspace.tiles + work.first_tile + now.m * (kM / Sums::kTileRows);
+  __device__ __forceinline__ int64_t dq_tile(const Work& work, const QueryWalk& now) const {
+    return now.h * workspace.tiles + work.dq_tile + now.m * (kQueries / Layout::kTileRows);
   }
-  // Where this warp's part is added up; null when there is none.
-  __device__ __forceinline__ float* fragments(const Work& work, const Lagging& of) const {
+  // Where this warp's part of a tile of dq is summed up; null when there is nothing to add.
+  __device__ __forceinline__ float* fragments(const Work& work, const Pending& pending) const {
     const int warp = warp_key / 16;
-    const bool exists = of.tile >= 0 && of.m * kM + Sums::row(warp) < work.length_q;
-    return exists ? Sums::fragment(workspace, of.tile, warp, 0) : nullptr;
+    const bool exists = pending.tile >= 0 && pending.m * kQueries + Layout::row(warp) < work.length_q;
+    return exists ? Layout::fragment(workspace, pending.tile, warp, 0) : nullptr;
   }
   __device__ __forceinline__ void add_fragment(float* to, const float (&dq)[8][4], int c) const {
-    const bool exists = kM == 128 || 64 + c * 8 < kHeadDim || group == 0;
+    const bool exists = kQueries == 128 || 64 + c * 8 < kHeadDim || group == 0;
     if (exists) ptx::add_fragment_if(to != nullptr, to + c * 128, dq[c]);
   }
   __device__ __forceinline__ void add_query_gradient(const float (&dq)[8][4], const Work& work,
-                                                     const Lagging& of) const {
-    if (is_ordered(of)) order(work, of).await_earlier_keys();
-    float* const to = fragments(work, of);
+                                                     const Pending& pending) const {
+    if (is_ordered(pending)) order(work, pending).await_earlier_keys();
+    float* const to = fragments(work, pending);
 #pragma unroll
     for (int c = 0; c < 8; ++c) add_fragment(to, dq, c);
-    if (is_ordered(of)) order(work, of).admit_later_keys();
+    if (is_ordered(pending)) order(work, pending).admit_later_keys();
   }
 
   // The order of additions of this warpgroup's part of dq.
-  __device__ __forceinline__ bool is_ordered(const Lagging& lagging) const {
-    return p.deterministic && lagging.tile >= 0;
+  __device__ __forceinline__ bool is_ordered(const Pending& pending) const {
+    return p.deterministic && pending.tile >= 0;
   }
-  __device__ __forceinline__ auto order(const Work& work, const Lagging& lagging) const {
-    return DqOrder{workspace.dq_added + lagging.tile * 2 + group, thread() % kGroupThreads == 0,
-                   [&] { return key_tiles_before(work.mask(p), work.n, kN, lagging.m * kM, kM); },
+  __device__ __forceinline__ auto order(const Work& work, const Pending& pending) const {
+    return DqOrder{workspace.dq_added + pending.tile * 2 + group, thread() % kGroupThreads == 0,
+                   [&] { return key_tiles_before(work.mask(p), work.n, kKeys, pending.m * kQueries, kQueries); },
                    [&] { ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads); }};
   }
 };
@@ -354,6 +365,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 #endif
 }
 
+// The kernel of a class of head dims.
 template <class T, int kHeadDim, bool kDropout>
 using BackwardOf =
     std::conditional_t<kHeadDim <= 128, Backward<T, kHeadDim, kDropout>, WideBackward<T, kHeadDim, kDropout>>;
@@ -361,7 +373,7 @@ using BackwardOf =
 template <class T, int kHeadDim>
 BackwardWorkspace backward_workspace(const AttnGradParams& p) {
   using Kernel = BackwardOf<T, kHeadDim, false>;
-  return BackwardWorkspace(p, Kernel::Sums::kTileRows, Kernel::Sums::kTileFloats, Kernel::kDqParts);
+  return BackwardWorkspace(p, Kernel::Layout::kTileRows, Kernel::Layout::kTileFloats, Kernel::kDqParts);
 }
 
 template <class T, int kHeadDim, bool kDropout>
@@ -380,7 +392,7 @@ void backward(const AttnGradParams& p) {
   const BackwardWorkspace workspace = backward_workspace<T, kHeadDim>(p);
   launch_prepare<T>(p, workspace);
   p.has_dropout() ? launch_main<T, kHeadDim, true>(p, workspace) : launch_main<T, kHeadDim, false>(p, workspace);
-  launch_finish<typename BackwardOf<T, kHeadDim, false>::Sums>(p, workspace);
+  launch_finish<typename BackwardOf<T, kHeadDim, false>::Layout>(p, workspace);
 }
 
 }  // namespace flashattn_ext::sm90

@@ -1,9 +1,9 @@
-// What the two backward kernels for Hopper (backward.cuh, backward_wide.cuh) share: the warp that loads, and what a
-// warp does with 16 keys and a step's queries. Scores are transposed, S^T = K Q^T: P^T and dS^T, packed where they
-// stand in registers, are operands of the products for dv and dk.
+// What both backward kernels for Hopper (backward.cuh, backward_wide.cuh) use: the description of a key tile, the warp
+// that loads, and the writing of dk and dv.
 #pragma once
 
 #include "../common/backward_finish.cuh"
+#include "../common/device.h"
 #include "../common/dq_order.cuh"
 #include "../common/ring.cuh"
 #include "../common/scores.cuh"
@@ -19,22 +19,23 @@ struct BackwardMaps {
   CUtensorMap q, k, v, dout;
 };
 
-// One tile of keys, as the loading warp hands it to those that compute. They read it in shared memory, where it stays
-// until the tile is done: registers are scarce.
+// One tile of keys, as the loading warp hands it to the warpgroups. It stays in shared memory until the tile is done,
+// and they read it there: registers are scarce. Numbers count from the start of a sequence.
 struct alignas(16) BackwardWork {
-  int b, hk, n, key0;  // n: of the key tile, that starts at key0
-  int first, tiles;    // query tiles that see it, for every head of the group
-  int key_start, length_q, length_k;
-  int first_tile;  // of the sequence, in BackwardWorkspace
+  int b, hk, n, key0;  // n: number of the key tile, whose first key is key0; work without one ends the kernel
+  int first, tiles;    // query tiles that see it, the same in every head of the group: the first, and how many
+  int key_start, length_q, length_k;  // of the sequence; key_start in the rows of its batch entry
+  int dq_tile;                        // first tile of the sequence in the workspace's dq
   int unused[2];
 
   __device__ __forceinline__ bool exists() const { return key0 < length_k; }
-  __device__ __forceinline__ TileMask mask(const AttnParams& p) const { return TileMask(p, length_q, length_k); }
+  __device__ __forceinline__ Mask32 mask(const AttnParams& p) const { return Mask32(p, length_q, length_k); }
 };
 
-// The query tiles of a key tile, head after head of the group; at one of them.
+// The walk over the query tiles of a key tile: all tiles of one head, then all of the group's next head.
 struct QueryWalk {
-  int h, m, first, end, left;
+  int h, m;              // where it is: query head, number of the tile in its sequence
+  int first, end, left;  // tiles of a head; how many steps are left, with this one
 
   __device__ __forceinline__ QueryWalk(const BackwardWork& work, int heads)
       : h(uniform(work.hk) * heads),
@@ -51,15 +52,16 @@ struct QueryWalk {
   }
 };
 
-// Threads that read and write shared memory themselves arrive each for itself: a warp's first lane would have to wait
-// for the others first, which tools that look for races do not see. (Tensor cores and TMA: release in pipeline.cuh.)
-constexpr int kLoaderArrivals = 1 + 32;  // for queries: the copy, and the lanes that bring the rows' statistics
+// Barriers count threads, not warps (`release` in ring.cuh), where threads read or write shared memory by themselves: a
+// warp's first lane would have to wait for the others, which tools that look for races do not see. At q_full arrive the
+// copy of queries, and the lanes that store lse and delta of the rows.
+constexpr int kQueryArrivals = 1 + 32;
 
 // --- the warp that loads ------------------------------------------------------------------------------------------
 
 template <class Kernel>
 struct BackwardLoader {
-  static constexpr int kM = Kernel::kM, kN = Kernel::kN;
+  static constexpr int kQueries = Kernel::kQueries, kKeys = Kernel::kKeys;
 
   typename Kernel::Shared& shared;
   const AttnGradParams& p;
@@ -76,12 +78,12 @@ struct BackwardLoader {
     const int heads = static_cast<int>(p.heads_k), all_heads = heads * static_cast<int>(p.batch);
     for (int tile = blockIdx.x; tile < grid.tiles;) {
       const int next = uniform(lane() == 0 ? grid.take() : 0);
-      // The first keys of causal heads have the longest walk: they come first.
+      // The first key tiles of causal heads have the longest walk: they come first.
       const auto [head, block] = grid.index(tile, all_heads);
       BackwardWork work = start_head(head / heads, head % heads);
-      // A sequence may be longer than the host was told: then the last tile stands for all that follow, in their
-      // order: dq is summed up in that order when it has to be deterministic.
-      for (look(work, block); work.exists(); look(work, work.n + 1)) {
+      // A sequence may be longer than the host was told: then the last tile number stands for all later tiles too, in
+      // ascending order, in which they add to dq when the call is deterministic.
+      for (find_queries(work, block); work.exists(); find_queries(work, work.n + 1)) {
         publish(work);
         if (work.tiles > 0) load_tile(work);
         if (block != grid.blocks - 1) break;
@@ -92,21 +94,21 @@ struct BackwardLoader {
   }
 
   __device__ BackwardWork start_head(int b, int hk) {
-    const Sequence rows = query_sequence(p, b), columns = key_sequence(p, b);
-    query_start = static_cast<int>(rows.start);
+    const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
+    query_start = static_cast<int>(queries.start);
     BackwardWork work{b, hk};
-    work.key_start = static_cast<int>(columns.start);
-    work.length_q = static_cast<int>(rows.length);
-    work.length_k = static_cast<int>(columns.length);
-    work.first_tile = static_cast<int>(workspace.first_tile(p, b, rows));
+    work.key_start = static_cast<int>(keys.start);
+    work.length_q = static_cast<int>(queries.length);
+    work.length_k = static_cast<int>(keys.length);
+    work.dq_tile = static_cast<int>(workspace.first_tile(p, b, queries));
     return work;
   }
-  __device__ void look(BackwardWork& work, int n) const {
+  __device__ void find_queries(BackwardWork& work, int n) const {
     work.n = n;
-    work.key0 = n * kN;
-    const Limits rows = work.mask(p).rows_of(work.key0, min(work.key0 + kN, work.length_k));
-    work.first = rows.begin / kM;
-    work.tiles = rows.end > rows.begin && p.heads_q > 0 ? (rows.end - 1) / kM + 1 - work.first : 0;
+    work.key0 = n * kKeys;
+    const Limits rows = work.mask(p).rows_of(work.key0, min(work.key0 + kKeys, work.length_k));
+    work.first = rows.begin / kQueries;
+    work.tiles = rows.end > rows.begin && p.heads_q > 0 ? (rows.end - 1) / kQueries + 1 - work.first : 0;
   }
   __device__ void publish(const BackwardWork& work) {
     ptx::barrier_wait(&shared.work_empty[works.stage], works.parity ^ 1);
@@ -129,25 +131,25 @@ struct BackwardLoader {
     for (QueryWalk now(work, group); now.left > 0; now.advance()) load_queries(work, now, batch);
   }
 
-  // Rows beyond the sequence's last have weights of 0 whatever their scores are.
+  // Rows after the last of the sequence get an lse of +inf, which makes their weights 0 whatever their scores are.
   __device__ void load_queries(const BackwardWork& work, const QueryWalk& now, int batch) {
-    const int stage = queries.stage, row = query_start + now.m * kM;
+    const int stage = queries.stage, row = query_start + now.m * kQueries;
     ptx::barrier_wait(&shared.queries_empty[stage], queries.parity ^ 1);
     if (lane() == 0) {
       load_panels(shared.q[stage], shared.q_full[stage], maps.q, row, now.h, batch);
       load_panels(shared.dout[stage], shared.dout_full[stage], maps.dout, row, now.h, batch);
     }
-    const int rows = work.length_q - now.m * kM;
+    const int rows = work.length_q - now.m * kQueries;
     const int64_t index = now.h * workspace.rows + (p.is_varlen() ? 0 : work.b * p.seqlen_q) + row;
-    float lse[kM / 32], delta[kM / 32];
+    float lse[kQueries / 32], delta[kQueries / 32];
 #pragma unroll
-    for (int i = 0; i < kM / 32; ++i) {
+    for (int i = 0; i < kQueries / 32; ++i) {
       const bool exists = i * 32 + lane() < rows;
       lse[i] = exists ? workspace.lse[index + i * 32 + lane()] : infinity();
       delta[i] = exists ? workspace.delta[index + i * 32 + lane()] : 0.f;
     }
 #pragma unroll
-    for (int i = 0; i < kM / 32; ++i) {
+    for (int i = 0; i < kQueries / 32; ++i) {
       shared.lse[stage][i * 32 + lane()] = lse[i];
       shared.delta[stage][i * 32 + lane()] = delta[i];
     }
@@ -156,13 +158,13 @@ struct BackwardLoader {
   }
 };
 
-// This warp's 16 rows of dk or dv.
+// Writes this warp's 16 rows of dk or dv, times a factor. key: the first of them, in the sequence.
 template <class T, int N>
 __device__ __forceinline__ void store_keys(const TensorView& to, const BackwardWork& work, int key,
                                            const float (&sum)[N][4], float factor, int64_t columns) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = key + ptx::opaque(threadIdx.x) % 32 / 4 + 8 * r;  // not kept in a register during the steps
+    const int row = key + ptx::opaque(threadIdx.x) % 32 / 4 + 8 * r;  // found again rather than kept in a register
     store_row(row_pointer<T>(to, work.b, work.hk, int64_t{work.key_start} + row), sum, r, factor, false,
               row < work.length_k, static_cast<int>(columns));
   }
@@ -172,10 +174,11 @@ __device__ __forceinline__ void store_keys(const TensorView& to, const BackwardW
 
 template <class Kernel, class Entry>
 void launch_backward_main(Entry kernel, const AttnGradParams& p, const BackwardWorkspace& workspace) {
-  const int64_t blocks = tiles(p.seqlen_k, Kernel::kN), all = blocks * p.batch * p.heads_k;
+  const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys), all = blocks * p.batch * p.heads_k;
   if (all == 0) return;
-  const BackwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kM), key_map(p, p.k, p.head_dim, Kernel::kN),
-                          key_map(p, p.v, p.head_dim_v, Kernel::kN), query_map(p, p.dout, p.head_dim_v, Kernel::kM)};
+  const BackwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kQueries), key_map(p, p.k, p.head_dim, Kernel::kKeys),
+                          key_map(p, p.v, p.head_dim_v, Kernel::kKeys),
+                          query_map(p, p.dout, p.head_dim_v, Kernel::kQueries)};
   const TileGrid grid{backward_order(p, blocks, 2, Kernel::kSectionHeads), static_cast<int>(all),
                       workspace.key_tiles_taken};
   launch(kernel, "sm90 backward", p, std::min<int64_t>(all, multiprocessors()), Kernel::kThreads,

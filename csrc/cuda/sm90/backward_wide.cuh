@@ -1,23 +1,25 @@
 // Backward on Hopper for head dims above 128: dk and dv of 64 keys fill the registers of a warpgroup each. So one
-// computes P^T and dv, one dS^T and dk, and a third one dq; weights and dS^T go from one to the next through shared
-// memory, two of each, and each warpgroup runs ahead of the next one as far as these go. docs/sm90_backward.md.
+// warpgroup computes P^T and dv, a second one dS^T and dk, and a third one dq. P^T and dS^T go from one to the next
+// through shared memory, in two buffers each, and every warpgroup runs ahead of the next one as far as these allow.
+// docs/sm90_backward.md.
 #pragma once
 
 #include "backward_step.cuh"
 
 namespace flashattn_ext::sm90 {
 
-// How the sums of dq lie in the workspace: tiles of 16 rows, one warp's.
+// The order of the sums of dq in the workspace, which backward_finish.cuh reads: tiles of 16 rows, those of one warp.
 template <class T, int kHeadDimension>
-struct WideQuerySums {
+struct WideDqLayout {
   using Element = T;
-  static constexpr int kM = backward_tile<kHeadDimension, false>().queries, kTileRows = 16, kHeadDim = kHeadDimension;
+  static constexpr int kQueries = backward_tile<kHeadDimension, false>().queries, kTileRows = 16,
+                       kHeadDim = kHeadDimension;
   static constexpr int kThreads = kGroupThreads, kSplits = 1;
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = kHeadDim / 8;
   static constexpr int kTileFloats = kTileRows * kHeadDim;
 
-  // For dq_finish_kernel, which has these four warps alone.
+  // For dq_finish_kernel, which runs with the four warps of the third warpgroup alone.
   static __device__ int query_row() { return threadIdx.x / 32 * 16; }
   static __device__ int query_column(int) { return 0; }
   static __device__ float* dq_fragment(const BackwardWorkspace& workspace, int64_t tile, int, int, int c) {
@@ -28,28 +30,30 @@ struct WideQuerySums {
 template <class T, int kHeadDim, bool kDropout>
 struct WideBackward {
   using Work = BackwardWork;
-  using Sums = WideQuerySums<T, kHeadDim>;
+  using Layout = WideDqLayout<T, kHeadDim>;
   static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout>();
   static constexpr WideRegisterBudget kRegisters = kWideBackwardRegisters;
-  static constexpr int kM = kTile.queries, kN = kTile.keys, kStages = kTile.stages, kKeyStages = kTile.key_stages;
-  static constexpr int kWorkStages = 2, kBuffers = 2;  // of weights and dS^T
+  static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
+                       kKeyStages = kTile.key_stages;
+  static constexpr int kWorkStages = 2, kBuffers = 2;  // kBuffers: of P^T and of dS^T
   static constexpr int kThreads = 4 * kGroupThreads, kGroupWarps = 4, kDqParts = 1;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns, kColumnTiles = kHeadDim / 8;
-  static constexpr int kSectionHeads = 1;  // more read too much at once
+  static constexpr int kSectionHeads = 1;  // as in backward.cuh; more heads read too much at once
   // A thread block of 512 starts with 128 registers for a thread, and the compiler wants the operands of one
   // instruction to fit in them.
   static constexpr int kMostTiles = 24;
-  using Scores = PackedScores<T, kM, kDropout>;
+  using Scores = PackedScores<T, kQueries, kDropout>;
 
-  // 128-byte rows, swizzled by TMA, in panels of 64 columns.
+  // Tiles are as in common/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
+  // overwritten.
   struct Shared {
-    T k[kKeyStages][kPanels][kN][kPanelColumns];
-    T v[kKeyStages][kPanels][kN][kPanelColumns];
-    T q[kStages][kPanels][kM][kPanelColumns];
-    T dout[kStages][kPanels][kM][kPanelColumns];
-    T dscores[kBuffers][1][kN][kPanelColumns];        // dS^T: [keys][queries]
-    uint4 weights[kBuffers][kM / 16][kGroupThreads];  // as they lie in registers
-    float lse[kStages][kM], delta[kStages][kM];
+    T k[kKeyStages][kPanels][kKeys][kPanelColumns];
+    T v[kKeyStages][kPanels][kKeys][kPanelColumns];
+    T q[kStages][kPanels][kQueries][kPanelColumns];
+    T dout[kStages][kPanels][kQueries][kPanelColumns];
+    T dscores[kBuffers][1][kKeys][kPanelColumns];           // dS^T: [keys][queries]
+    uint4 weights[kBuffers][kQueries / 16][kGroupThreads];  // P^T, a thread's registers each
+    float lse[kStages][kQueries], delta[kStages][kQueries];
     typename Scores::Kept kept[kDropout ? kBuffers : 0];
     Work work[kWorkStages];
     ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
@@ -66,7 +70,7 @@ struct WideBackward {
       ptx::barrier_init(&shared.keys_empty[i], 3 * kGroupWarps);
     }
     for (int i = 0; i < kStages; ++i) {
-      ptx::barrier_init(&shared.q_full[i], kLoaderArrivals);
+      ptx::barrier_init(&shared.q_full[i], kQueryArrivals);
       ptx::barrier_init(&shared.dout_full[i], 1);
       ptx::barrier_init(&shared.queries_empty[i], 2 * kGroupThreads);
     }
@@ -90,13 +94,13 @@ struct WideBackward {
       if (threadIdx.x < 32) BackwardLoader<WideBackward>{shared, p, workspace, maps}.load_tiles(grid);
     } else if (group == 1) {
       ptx::take_registers<kRegisters.keys>();
-      Values(shared, p, workspace, group).compute_tiles();
+      ValueGradient(shared, p, workspace, group).compute_tiles();
     } else if (group == 2) {
       ptx::take_registers<kRegisters.keys>();
-      Keys(shared, p, workspace, group).compute_tiles();
+      KeyGradient(shared, p, workspace, group).compute_tiles();
     } else {
       ptx::give_registers<kRegisters.queries>();
-      Queries(shared, p, workspace, group).compute_tiles();
+      QueryGradient(shared, p, workspace, group).compute_tiles();
     }
   }
 
@@ -105,7 +109,7 @@ struct WideBackward {
     Shared& shared;
     const AttnGradParams& p;
     const BackwardWorkspace& workspace;
-    const int group, warp_key;  // first of this warp's 16 keys (or queries), within the tile
+    const int group, warp_key;  // warp_key: first of this warp's 16 keys (in the third: queries), within the tile
     RingPosition<kWorkStages> works;
     RingPosition<kKeyStages> keys;
     RingPosition<kStages> queries;
@@ -130,7 +134,7 @@ struct WideBackward {
       works.advance();
     }
     __device__ __forceinline__ Limits unmasked_queries(const Work& work) const {
-      const Limits unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0, kN);
+      const Limits unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0, kKeys);
       return {uniform(unmasked.begin), uniform(unmasked.end)};
     }
     __device__ __forceinline__ void end_queries(int stage) { ptx::barrier_arrive(&shared.queries_empty[stage]); }
@@ -138,26 +142,27 @@ struct WideBackward {
       release(shared.keys_empty[keys.stage]);
       keys.advance();
     }
-    // Scores from `from` on lie behind the end of a packed sequence; this warpgroup alone needs them to be zero.
+    // Zeroes the rows from `rows` on, which are after the end of a packed sequence: those of another one, of which
+    // weights of 0 would still carry over a NaN. One warpgroup alone uses each tile in such a product.
     template <int kRows>
-    __device__ __forceinline__ void clear(T (&tile)[kPanels][kRows][kPanelColumns], int from) const {
-      if (from >= kRows || !p.is_varlen()) return;
-      clear_rows(tile, from, thread(), kGroupThreads);
+    __device__ __forceinline__ void clear_tail(T (&tile)[kPanels][kRows][kPanelColumns], int rows) const {
+      if (rows >= kRows || !p.is_varlen()) return;
+      clear_rows(tile, rows, thread(), kGroupThreads);
       ptx::fence_async_shared();
       ptx::named_barrier_sync(group, kGroupThreads);
     }
   };
 
-  // P^T, and dv = P^T dO.
-  struct Values : Group {
+  // The first warpgroup: P^T, and dv = P^T dO.
+  struct ValueGradient : Group {
     using Group::shared, Group::p, Group::workspace, Group::keys, Group::queries, Group::weights_at, Group::warp_key;
     Dropout dropout;
-    int drawn = 0;  // buffer of what is kept
+    int kept_buffer = 0;  // of shared.kept: the one that is drawn next
     float dv[kColumnTiles][4];
     typename Scores::Packed weights;
 
-    __device__ __forceinline__ Values(Shared& shared, const AttnGradParams& params, const BackwardWorkspace& workspace,
-                                      int group)
+    __device__ __forceinline__ ValueGradient(Shared& shared, const AttnGradParams& params,
+                                             const BackwardWorkspace& workspace, int group)
         : Group(shared, params, workspace, group), dropout(kDropout ? Dropout(params, 0) : Dropout()) {}
 
     __device__ __forceinline__ void compute_tiles() {
@@ -198,36 +203,36 @@ struct WideBackward {
     }
 
     __device__ __forceinline__ void weigh_next(const Work& work, const QueryWalk& now, const Limits& unmasked) {
-      float scores[kM / 8][4];
+      float scores[kQueries / 8][4];
       ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
       score_product<kHeadDim>(scores, shared.k[keys.stage], 0, shared.q[queries.stage]);
-      const int row0 = now.m * kM, key = work.key0 + warp_key;
-      if constexpr (kDropout) Scores::draw(shared.kept[drawn], dropout, now.h, work.key0, row0);
+      const int row0 = now.m * kQueries, key = work.key0 + warp_key;
+      if constexpr (kDropout) Scores::draw(shared.kept[kept_buffer], dropout, now.h, work.key0, row0);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       Scores::weigh(
           weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
           [&] { return work.mask(p); }, row0, key, [](int) {});
       if constexpr (kDropout) {
-        // The other buffer is free: all warps have passed this place since they read it.
+        // The other buffer is free for the next step: all warps have passed this barrier since they read it.
         ptx::named_barrier_sync(this->group, kGroupThreads);
-        Scores::drop(weights, shared.kept[drawn], warp_key / 16);
-        drawn ^= 1;
+        Scores::drop(weights, shared.kept[kept_buffer], warp_key / 16);
+        kept_buffer ^= 1;
       }
     }
 
-    // Hands the weights on, and issues dv += P^T dO.
+    // Hands P^T to the second warpgroup, and issues dv += P^T dO.
     __device__ __forceinline__ void start_values(const Work& work, const QueryWalk& now) {
       ptx::barrier_wait(&shared.weights_empty[weights_at.stage], weights_at.parity ^ 1);
 #pragma unroll
-      for (int step = 0; step < kM / 16; ++step) {
+      for (int step = 0; step < kQueries / 16; ++step) {
         shared.weights[weights_at.stage][step][this->thread()] =
             make_uint4(weights[step][0], weights[step][1], weights[step][2], weights[step][3]);
       }
       ptx::barrier_arrive(&shared.weights_full[weights_at.stage]);
       weights_at.advance();
       ptx::barrier_wait(&shared.dout_full[queries.stage], queries.parity);
-      this->clear(shared.dout[queries.stage], work.length_q - now.m * kM);
+      this->clear_tail(shared.dout[queries.stage], work.length_q - now.m * kQueries);
       if constexpr (kDropout) {
         typename Scores::Packed kept;
         Scores::keep(kept, weights);
@@ -238,8 +243,8 @@ struct WideBackward {
     }
   };
 
-  // dS^T = P^T (dP^T - delta), and dk = dS^T Q.
-  struct Keys : Group {
+  // The second warpgroup: dS^T = P^T (dP^T - delta), and dk = dS^T Q.
+  struct KeyGradient : Group {
     using Group::shared, Group::p, Group::workspace, Group::keys, Group::queries, Group::weights_at, Group::dscores_at,
         Group::warp_key;
     float dk[kColumnTiles][4];
@@ -262,7 +267,7 @@ struct WideBackward {
     __device__ __forceinline__ void walk_queries(const Work& work) {
       const Limits unmasked = this->unmasked_queries(work);
       QueryWalk now(work, static_cast<int>(p.group_size()));
-      float dscores[kM / 8][4];
+      float dscores[kQueries / 8][4];
       ptx::barrier_wait(&shared.v_full[keys.stage], keys.parity);
       start_scores(dscores);
       ptx::wgmma_wait<0>();
@@ -287,39 +292,39 @@ struct WideBackward {
       this->end_keys();
     }
 
-    __device__ __forceinline__ void start_scores(float (&dscores)[kM / 8][4]) {
+    __device__ __forceinline__ void start_scores(float (&dscores)[kQueries / 8][4]) {
       ptx::barrier_wait(&shared.dout_full[queries.stage], queries.parity);
       score_product<kHeadDim>(dscores, shared.v[keys.stage], 0, shared.dout[queries.stage]);
     }
 
-    // Hands dS^T on, and issues dk += dS^T Q.
-    __device__ __forceinline__ void start_keys(float (&dscores)[kM / 8][4], const Work& work, const QueryWalk& now,
-                                               const Limits& unmasked) {
+    // Hands dS^T to the third warpgroup, and issues dk += dS^T Q.
+    __device__ __forceinline__ void start_keys(float (&dscores)[kQueries / 8][4], const Work& work,
+                                               const QueryWalk& now, const Limits& unmasked) {
       typename Scores::Packed weights;
       ptx::barrier_wait(&shared.weights_full[weights_at.stage], weights_at.parity);
 #pragma unroll
-      for (int step = 0; step < kM / 16; ++step) {
+      for (int step = 0; step < kQueries / 16; ++step) {
         const uint4 x = shared.weights[weights_at.stage][step][this->thread()];
         weights[step][0] = x.x, weights[step][1] = x.y, weights[step][2] = x.z, weights[step][3] = x.w;
       }
       ptx::barrier_arrive(&shared.weights_empty[weights_at.stage]);
       weights_at.advance();
       ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
-      Scores::differentiate(dscores, weights, shared.delta[queries.stage], Scores::is_masked(unmasked, now.m * kM),
-                            [](int) {});
+      Scores::differentiate(dscores, weights, shared.delta[queries.stage],
+                            Scores::is_masked(unmasked, now.m * kQueries), [](int) {});
       pack_scores<T>(weights, dscores);
       ptx::barrier_wait(&shared.dscores_empty[dscores_at.stage], dscores_at.parity ^ 1);
       store_panels(shared.dscores[dscores_at.stage], warp_key, weights);
       ptx::fence_async_shared();
       ptx::barrier_arrive(&shared.dscores_full[dscores_at.stage]);
       dscores_at.advance();
-      this->clear(shared.q[queries.stage], work.length_q - now.m * kM);
+      this->clear_tail(shared.q[queries.stage], work.length_q - now.m * kQueries);
       accumulate<kMostTiles>(dk, weights, shared.q[queries.stage]);
     }
   };
 
-  // dq = dS K, 64 columns at a time.
-  struct Queries : Group {
+  // The third warpgroup: dq = dS K, 64 columns at a time.
+  struct QueryGradient : Group {
     using Group::Group;
     using Group::shared, Group::p, Group::workspace, Group::keys, Group::dscores_at, Group::warp_key;
 
@@ -332,15 +337,15 @@ struct WideBackward {
 
     __device__ __forceinline__ void walk_queries(const Work& work) {
       ptx::barrier_wait(&shared.k_full[keys.stage], keys.parity);
-      this->clear(shared.k[keys.stage], work.length_k - work.key0);
+      this->clear_tail(shared.k[keys.stage], work.length_k - work.key0);
       for (QueryWalk now(work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
-        const int64_t tile = now.h * workspace.tiles + work.first_tile + now.m * (kM / Sums::kTileRows);
-        // Scores beyond the last have no place in the workspace.
-        const bool exists = now.m * kM + warp_key < work.length_q;
-        float* const to = workspace.dq + (tile + warp_key / 16) * Sums::kTileFloats;
+        const int64_t tile = now.h * workspace.tiles + work.dq_tile + now.m * (kQueries / Layout::kTileRows);
+        // Rows after the last of the sequence have no tile in the workspace.
+        const bool exists = now.m * kQueries + warp_key < work.length_q;
+        float* const to = workspace.dq + (tile + warp_key / 16) * Layout::kTileFloats;
         ptx::barrier_wait(&shared.dscores_full[dscores_at.stage], dscores_at.parity);
         const DqOrder order{workspace.dq_added + tile, this->thread() == 0,
-                            [&] { return key_tiles_before(work.mask(p), work.n, kN, now.m * kM, kM); },
+                            [&] { return key_tiles_before(work.mask(p), work.n, kKeys, now.m * kQueries, kQueries); },
                             [&] { ptx::named_barrier_sync(this->group, kGroupThreads); }};
         if (p.deterministic) order.await_earlier_keys();
 #pragma unroll

@@ -1,9 +1,11 @@
 // Forward on Hopper: a thread block computes tiles of queries of one head, 64 rows in each of two or three warpgroups,
-// while one more warp brings queries, keys and values by TMA (Shah et al. 2024, "FlashAttention-3"). In a step n of the
-// key tiles the scores of n are computed before the values of n + 1, so that the softmax of n runs under a product;
-// warpgroups take turns at issuing products, so that one's softmax runs under another's too. docs/sm90_forward.md.
+// while one more warp loads queries, keys and values by TMA (Shah et al. 2024, "FlashAttention-3"). Key tiles come in
+// descending order. The step of key tile n issues the product for its scores, then that for the values of n + 1: the
+// softmax of n runs under the second one. Warpgroups take turns at issuing products, so that the softmax of one also
+// runs under the products of another. docs/sm90_forward.md says what was measured.
 #pragma once
 
+#include "../common/device.h"
 #include "../common/launch.cuh"
 #include "../common/ring.cuh"
 #include "../common/scores.cuh"
@@ -24,27 +26,29 @@ struct Forward {
   using Score = PlainScore<float, true>;
   static constexpr ForwardTile kTile = forward_tile<kHeadDim, kDropout>();
   static constexpr RegisterBudget kRegisters = register_budget(kTile.groups);
-  static constexpr int kGroups = kTile.groups, kM = kTile.queries(), kN = kTile.keys;
+  static constexpr int kGroups = kTile.groups, kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kStages = kTile.stages;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads, kWarps = kGroups * 4;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
-  static constexpr int kScoreTiles = kN / 8, kOutTiles = kHeadDim / 8, kSteps = kN / 16;
+  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDim / 8, kSteps = kKeys / 16;
 
-  // One tile of queries, as the loading warp hands it to those that compute.
+  // One tile of queries, as the loading warp hands it to the warpgroups. Numbers count from the start of a sequence.
   struct alignas(16) Work {
-    int b, h, row0, first, last;  // first row, and key tiles in sight
-    int query_start, length_q, length_k;
+    int b, h, row0;                       // first query of the tile; work without one ends the kernel
+    int first, last;                      // key tiles that queries of the tile see
+    int query_start, length_q, length_k;  // of the sequence; query_start in the rows of its batch entry
 
     __device__ bool exists() const { return row0 < length_q; }
     __device__ bool sees_keys() const { return first <= last; }
-    __device__ TileMask mask(const AttnParams& p) const { return TileMask(p, length_q, length_k); }
+    __device__ Mask32 mask(const AttnParams& p) const { return Mask32(p, length_q, length_k); }
   };
 
-  // 128-byte rows, swizzled by TMA, in panels of 64 columns.
+  // Tiles are as in common/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
+  // overwritten.
   struct Shared {
-    T q[kPanels][kM][kPanelColumns];
-    T k[kStages][kPanels][kN][kPanelColumns];
-    T v[kStages][kPanels][kN][kPanelColumns];
+    T q[kPanels][kQueries][kPanelColumns];
+    T k[kStages][kPanels][kKeys][kPanelColumns];
+    T v[kStages][kPanels][kKeys][kPanelColumns];
     ptx::Barrier q_full, q_empty;
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     ptx::Barrier work_full, work_empty, tail_cleared;
@@ -53,7 +57,7 @@ struct Forward {
   static_assert(sizeof(Shared) <= kSharedLimit);
   static_assert(kStages >= 2);  // the next keys are loaded before these values
 
-  // Number of the first named barrier; each warpgroup has one for its turn.
+  // Named barriers: each warpgroup has one that it waits at for its turn, the first of them with this number.
   static constexpr int kTurnBarrier = 1;
 
   // --- the warp that loads ----------------------------------------------------------------------------------------
@@ -72,10 +76,10 @@ struct Forward {
         const int next = grid.take();
         const auto [head, block] = grid.index(tile, all_heads);
         // The longest tiles of causal heads come first. A sequence may be longer than the host was told: then a tile
-        // stands for others too.
+        // number stands for later tiles too.
         int m = grid.blocks - 1 - block;
-        for (Work work = start_head(head / heads, head % heads); m * kM < work.length_q; m += grid.blocks) {
-          look(work, m * kM);
+        for (Work work = start_head(head / heads, head % heads); m * kQueries < work.length_q; m += grid.blocks) {
+          find_keys(work, m * kQueries);
           publish(work);
           if (work.sees_keys()) load_tile(work);
         }
@@ -93,11 +97,11 @@ struct Forward {
       work.length_k = static_cast<int>(keys.length);
       return work;
     }
-    __device__ void look(Work& work, int row0) const {
+    __device__ void find_keys(Work& work, int row0) const {
       work.row0 = row0;
-      const Limits visible = work.mask(p).keys_of(row0, min(row0 + kM, work.length_q));
-      work.first = visible.begin / kN;
-      work.last = visible.end > visible.begin ? (visible.end - 1) / kN : work.first - 1;
+      const Limits visible = work.mask(p).keys_of(row0, min(row0 + kQueries, work.length_q));
+      work.first = visible.begin / kKeys;
+      work.last = visible.end > visible.begin ? (visible.end - 1) / kKeys : work.first - 1;
     }
     __device__ void publish(const Work& work) {
       ptx::barrier_wait(&shared.work_empty, work_parity ^ 1);
@@ -110,7 +114,7 @@ struct Forward {
       const int batch = p.is_varlen() ? 0 : work.b, hk = work.h / static_cast<int>(p.group_size());
       auto load_keys = [&](int n) {
         ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
-        load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, key_start + n * kN, hk, batch);
+        load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, key_start + n * kKeys, hk, batch);
         k.advance();
       };
       load_keys(work.last);
@@ -120,7 +124,7 @@ struct Forward {
       for (int n = work.last; n >= work.first; --n) {
         if (n > work.first) load_keys(n - 1);
         ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + n * kN, hk, batch);
+        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + n * kKeys, hk, batch);
         v.advance();
       }
     }
@@ -136,9 +140,9 @@ struct Forward {
   RingPosition<kStages> k, v;
   float scores[kScoreTiles][4], out[kOutTiles][4];
   uint32_t weights[kSteps][4];
-  uint32_t signs[kDropout ? kSteps : 4][2];  // Dropout::packed_signs
-  OnlineSoftmax rows;
-  float shrink[2];  // what `out` is to be multiplied with before the next values
+  uint32_t signs[kDropout ? kSteps : 4][2];  // which weights dropout keeps: Dropout::packed_signs
+  OnlineSoftmax softmax;
+  float shrink[2];  // what `out` is to be multiplied with before the next values are added
 
   __device__ Forward(Shared& shared, const AttnParams& params, const Score& score, int group)
       : shared(shared),
@@ -149,15 +153,16 @@ struct Forward {
 
   static __device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
   static __device__ __forceinline__ int t() { return threadIdx.x % 4; }
+
   __device__ __forceinline__ void compute_tiles() {
     Dropout dropout = kDropout ? Dropout(p, 0) : Dropout();
     if constexpr (kDropout) dropout.key = {uniform(dropout.key.low), uniform(dropout.key.high)};
     if (group == 0) give_turn(kGroups - 1);
     for (Work work = receive(); work.exists(); work = receive()) {
       dropout.batch = work.b;
-      start_softmax(work.h);
+      start_tile(work.h);
       if (work.sees_keys()) compute_tile(work, dropout);
-      finish(work);
+      finish_tile(work);
     }
   }
 
@@ -180,7 +185,7 @@ struct Forward {
     const Limits none{work.first, work.first};
     if (row >= work.length_q) return none;
     const Limits keys = work.mask(p).keys_of(row, min(row + 64, work.length_q));
-    return keys.begin < keys.end ? Limits{keys.begin / kN, (keys.end - 1) / kN + 1} : none;
+    return keys.begin < keys.end ? Limits{keys.begin / kKeys, (keys.end - 1) / kKeys + 1} : none;
   }
 
   __device__ __forceinline__ void compute_tile(const Work& work, const Dropout& dropout) {
@@ -193,45 +198,45 @@ struct Forward {
   }
 
   __device__ __forceinline__ void compute_steps(const Work& work, const Limits& own, const Dropout& dropout) {
-    // Keys that every row of the warp sees.
-    const TileMask mask = work.mask(p);
+    const Mask32 mask = work.mask(p);
     const int row = work.row0 + warp_row;
-    const Limits clear{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
+    // Keys that every row of the warp sees: other tiles have a mask.
+    const Limits unmasked{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
     int n = own.end - 1;
     ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
     take_turn();
-    score_product<kHeadDim>(scores, shared.q, group * 64, shared.k[k.stage]);
+    score_product<kHeadDim, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
     give_turn(group);
     draw_signs(work, n, dropout);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
     end_keys(n == own.begin);
-    softmax(work, n, clear);
+    weigh(work, n, unmasked);
     pack_weights();
-    if (n == work.last) clear_tail(work);
+    if (n == work.last) clear_tail_of_values(work);
     if (n > own.begin) {
       for (--n;; --n) {
         ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
         take_turn();
-        score_product<kHeadDim>(scores, shared.q, group * 64, shared.k[k.stage]);
+        score_product<kHeadDim, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
         ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
-        accumulate(out, weights, shared.v[v.stage]);
+        accumulate<32, uint64_t>(out, weights, shared.v[v.stage]);
         give_turn(group);
         draw_signs(work, n, dropout);
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
         end_keys(n == own.begin);
-        softmax(work, n, clear);
+        weigh(work, n, unmasked);
         ptx::hold(scores);
-        // The loop ends here, and not behind the wait: within one block of instructions the compiler would move the
-        // wait before the exponentials, and nothing would run under the product of the values.
+        // The loop ends here, before the wait in end_step: within one block of instructions the compiler would move the
+        // wait to before the exponentials, and nothing would run under the product of the values.
         if (n == own.begin) break;
         end_step();
       }
       end_step();
     }
     ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
-    accumulate(out, weights, shared.v[v.stage]);
+    accumulate<32, uint64_t>(out, weights, shared.v[v.stage]);
     end_values();
   }
 
@@ -249,7 +254,7 @@ struct Forward {
   __device__ __forceinline__ void skip_step(const Work& work, int n) {
     take_turn();
     give_turn(group);
-    if (n == work.last) clear_tail(work);
+    if (n == work.last) clear_tail_of_values(work);
     ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
     ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
     release(shared.k_empty[k.stage]);
@@ -258,7 +263,7 @@ struct Forward {
     v.advance();
   }
 
-  // Warpgroups issue products one after another, in a ring.
+  // Warpgroups issue their products one after another: each hands the turn to the next one.
   __device__ __forceinline__ void take_turn() const {
     ptx::named_barrier_sync(kTurnBarrier + group, 2 * kGroupThreads);
   }
@@ -266,14 +271,14 @@ struct Forward {
     ptx::named_barrier_arrive(kTurnBarrier + (from + 1) % kGroups, 2 * kGroupThreads);
   }
 
-  __device__ __forceinline__ void start_softmax(int h) {
+  __device__ __forceinline__ void start_tile(int h) {
     const float sink = head_sink(p, h);
 #pragma unroll
     for (int n = 0; n < kOutTiles; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) out[n][e] = 0;
     }
-    rows.start(sink);
+    softmax.start(sink);
   }
 
   __device__ __forceinline__ void pack_weights() {
@@ -281,21 +286,23 @@ struct Forward {
     if constexpr (kDropout) Dropout::drop_packed(weights, signs);
   }
 
-  // While products are under way: the compiler spreads it over their issue, which costs less than drawing afterwards.
+  // Called while products are under way: the compiler spreads the generator over their issue, which costs less than
+  // drawing afterwards.
   __device__ __forceinline__ void draw_signs(const Work& work, int n, const Dropout& dropout) {
     if constexpr (kDropout) {
-      dropout.packed_signs(signs, work.h, work.row0 + warp_row, n * kN);
+      dropout.packed_signs(signs, work.h, work.row0 + warp_row, n * kKeys);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) asm volatile("" : "+r"(signs[step][0]), "+r"(signs[step][1]));
     }
   }
 
-  // Behind the last row of a packed sequence lie values of another one: 0 * NaN would carry them over.
-  __device__ __forceinline__ void clear_tail(const Work& work) {
-    const int from = work.length_k - work.last * kN;
-    if (from >= kN || !p.is_varlen()) return;
+  // After the last row of a packed sequence come values of another one: weights of 0 would still carry over a NaN. The
+  // warpgroups zero these rows together.
+  __device__ __forceinline__ void clear_tail_of_values(const Work& work) {
+    const int rows = work.length_k - work.last * kKeys;
+    if (rows >= kKeys || !p.is_varlen()) return;
     ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
-    clear_rows(shared.v[v.stage], from, threadIdx.x - kGroupThreads, kGroups * kGroupThreads);
+    clear_rows(shared.v[v.stage], rows, threadIdx.x - kGroupThreads, kGroups * kGroupThreads);
     ptx::fence_async_shared();
     __syncwarp();
     release(shared.tail_cleared);
@@ -303,25 +310,23 @@ struct Forward {
     tail_parity ^= 1;
   }
 
-  // Scores become exp(score - max), and `shrink` what is to be multiplied to all that was summed up before.
-  __device__ __forceinline__ void softmax(const Work& work, int n, const Limits& clear) {
+  // Scores against key tile n become weights. They are packed later, in pack_weights: the registers of packed weights
+  // are operands of the product that is under way, which writes to `out` as well.
+  __device__ __forceinline__ void weigh(const Work& work, int n, const Limits& unmasked) {
     auto& x = reinterpret_cast<float (&)[1][kScoreTiles][4]>(scores);
-    const int row = work.row0 + warp_row + g(), key0 = n * kN, key = key0 + 2 * t();
+    const int row = work.row0 + warp_row + g(), key0 = n * kKeys, key = key0 + 2 * t();
     store_scores(x, score);
-    if (key0 < clear.begin) hide_keys<true, false>(x, work.mask(p), row, key);
-    if (key0 + kN > clear.end) hide_keys<false, true>(x, work.mask(p), row, key);
-    rows.weigh(scores, score, kTolerance, [&](const float (&s)[2]) { shrink[0] = s[0], shrink[1] = s[1]; });
+    if (key0 < unmasked.begin) hide_keys<true, false>(x, work.mask(p), row, key);
+    if (key0 + kKeys > unmasked.end) hide_keys<false, true>(x, work.mask(p), row, key);
+    softmax.weigh(scores, score, kTolerance, [&](const float (&factors)[2]) {
+      shrink[0] = factors[0];
+      shrink[1] = factors[1];
+    });
   }
 
   __device__ __forceinline__ void end_step() {
     end_values();
-    if (__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) {
-#pragma unroll
-      for (int n = 0; n < kOutTiles; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) out[n][e] *= shrink[e / 2];
-      }
-    }
+    rescale(out, shrink);
     pack_weights();
   }
   __device__ __forceinline__ void end_values() {
@@ -331,19 +336,16 @@ struct Forward {
     v.advance();
   }
 
-  __device__ __forceinline__ void finish(const Work& work) {
-    const float keep = 256.f / p.dropout_threshold;
+  __device__ __forceinline__ void finish_tile(const Work& work) {
+    const float keep_scale = 256.f / p.dropout_threshold;
     const int row = work.row0 + warp_row + g();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float total = quad_sum(rows.sum[r]);
-      const bool empty = total == 0, exists = row + 8 * r < work.length_q;
+      const float sum = softmax.total(r);
+      const bool exists = row + 8 * r < work.length_q;
       const int64_t at = int64_t{work.query_start} + row + 8 * r;
-      if (t() == 0 && exists) {
-        *row_statistic(p.lse, work.b, work.h, at) =
-            empty ? -infinity() : (finite_max(rows.max[r]) + log2f(total)) * kLn2<float>;
-      }
-      store_row(row_pointer<T>(p.out, work.b, work.h, at), out, r, keep / total, empty, exists,
+      if (t() == 0 && exists) *row_statistic(p.lse, work.b, work.h, at) = softmax.lse(r, sum);
+      store_row(row_pointer<T>(p.out, work.b, work.h, at), out, r, keep_scale / sum, sum == 0, exists,
                 static_cast<int>(p.head_dim_v));
     }
   }
@@ -390,14 +392,14 @@ template <class T, int kHeadDim, bool kDropout>
 void launch_forward(const AttnParams& p) {
   using Kernel = Forward<T, kHeadDim, kDropout>;
   if (p.batch * p.heads_q == 0) return;
-  const ForwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kM), key_map(p, p.k, p.head_dim, Kernel::kN),
-                         key_map(p, p.v, p.head_dim_v, Kernel::kN)};
-  const int64_t blocks = tiles(p.seqlen_q, Kernel::kM), heads = p.batch * p.heads_q, all = blocks * heads;
-  int* const drawn = static_cast<int*>(p.workspace);
-  const TileGrid grid{forward_order(p, blocks, sizeof(T)), static_cast<int>(all), drawn};
+  const ForwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kQueries), key_map(p, p.k, p.head_dim, Kernel::kKeys),
+                         key_map(p, p.v, p.head_dim_v, Kernel::kKeys)};
+  const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
+  int* const taken = static_cast<int*>(p.workspace);
+  const TileGrid grid{forward_order(p, blocks, sizeof(T)), static_cast<int>(all), taken};
   const int64_t processors = multiprocessors();
   if (all > processors) {
-    check_launch(cudaMemsetAsync(drawn, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
+    check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
   }
   launch(forward_kernel<T, kHeadDim, kDropout>, "sm90 forward", p, std::min(all, processors), Kernel::kThreads,
          static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));

@@ -1,5 +1,5 @@
-// The entry points of the sm_90 kernels: instantiated by csrc/sources.py, one class of head dims in each file, and
-// called by dispatch.cu.
+// The entry points of the sm_90 kernels, which dispatch.cu calls. Each source that is compiled instantiates one of them
+// for one element type and class of head dims.
 #pragma once
 
 #include <cstddef>
@@ -8,14 +8,14 @@
 
 namespace flashattn_ext::sm90 {
 
-constexpr size_t kForwardBytes = 64;  // of workspace: the counter of tiles
+constexpr size_t kForwardBytes = 64;  // workspace of the forward: TileGrid::taken
 
 // T: __half or __nv_bfloat16; kHeadDim as in sm80/kernels.h. Every row of q, k and v is 16-byte aligned and a multiple
-// of 16 bytes long; rows of `out` may lie anywhere.
+// of 16 bytes long; rows of `out` may be anywhere.
 template <class T, int kHeadDim>
 void forward(const AttnParams& p);
 
-// The same, and of dout; rows of out, dq, dk and dv may lie anywhere.
+// Rows of dout are aligned as well; rows of out, dq, dk and dv may be anywhere.
 template <class T, int kHeadDim>
 size_t backward_bytes(const AttnGradParams& p);
 template <class T, int kHeadDim>

@@ -1,13 +1,13 @@
-// Tile sizes of the sm_90 kernels for every class of head dims. How many keys a step takes decides the order of sums,
-// so it depends on nothing but the head dim and on whether there is dropout: a sequence has the same bits in every
-// batch.
+// Tile sizes of the sm_90 kernels for every class of head dims. How many keys a step takes decides the order of sums.
+// So it depends on the head dim and on whether there is dropout, and on nothing else: a sequence has the same bits in
+// every batch.
 #pragma once
 
 #include "../common/tile_choice.h"
 
 namespace flashattn_ext::sm90 {
 
-constexpr int kGroupThreads = 128;  // of a warpgroup
+constexpr int kGroupThreads = 128;  // threads of a warpgroup
 
 struct ForwardTile {
   int groups;  // warpgroups that compute; each has 64 queries
@@ -19,7 +19,7 @@ struct ForwardTile {
 
 struct ForwardTiles {
   int head_dim;
-  bool dropout;  // draws its bits for 64 keys at a time
+  bool dropout;  // with dropout, keys are a multiple of 64: bits are drawn for so many at a time
   ForwardTile tiles[kRowTiles];
 };
 
@@ -46,18 +46,18 @@ constexpr ForwardTile forward_tile() {
   return {};
 }
 
-// Up to 128: two warpgroups with 64 keys each. Above, one for each of dv, dk and dq.
+// Up to head_dim 128 two warpgroups compute, with 64 keys each; above, one each for dv, dk and dq.
 struct BackwardTile {
   int keys;
-  int queries;     // of a step
-  int stages;      // of queries
-  int key_stages;  // of keys and values: with two, the next tile's arrive while this one's are in use
+  int queries;     // of a step of the walk
+  int stages;      // of queries and their output gradients
+  int key_stages;  // of keys and values: with two, those of the next tile arrive while these are in use
   constexpr bool exists() const { return keys > 0; }
 };
 
 struct BackwardTiles {
   int head_dim;
-  bool dropout;  // which takes some shared memory; queries do not depend on it, for the sums of dq lie in their order
+  bool dropout;  // takes some shared memory; queries are the same without, for they give the order of the sums of dq
   BackwardTile tiles[kRowTiles];
 };
 
@@ -84,8 +84,8 @@ constexpr BackwardTile backward_tile() {
   return {};
 }
 
-// Registers of a thread: 64 Ki in all, given out in eights. What the block starts with, what the producer keeps and
-// what a computing warpgroup gets.
+// Registers of each thread, in eights: what the warpgroup that loads keeps, and what one that computes gets. A
+// multiprocessor has 64 Ki.
 struct RegisterBudget {
   int producer;
   int consumer;
@@ -95,7 +95,7 @@ constexpr RegisterBudget register_budget(int groups) {
 }
 constexpr RegisterBudget kBackwardRegisters{24, 240};
 
-// Of the backward of head dims above 128: for the warpgroups that load, of dv and of dk, and of dq.
+// The same for the backward of head dims above 128: the warpgroup that loads, those of dv and of dk, and that of dq.
 struct WideRegisterBudget {
   int loader;
   int keys;

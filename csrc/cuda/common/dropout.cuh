@@ -9,7 +9,7 @@ namespace flashattn_ext {
 
 struct Dropout {
   PhiloxKey key;
-  uint32_t last;  // in every byte the largest that is kept
+  uint32_t last;  // in every byte: the largest random byte that keeps a score
   uint32_t batch;
 
   Dropout() = default;
@@ -19,19 +19,20 @@ struct Dropout {
       : key(key), last(static_cast<uint32_t>(p.dropout_threshold - 1) * 0x01010101u), batch(static_cast<uint32_t>(b)) {}
 
   __device__ __forceinline__ PhiloxWords words(int64_t head, int row, int column, int row_of_8, int column_of_8) const {
-    // Were the key not opaque, the keys of all rounds would stay in registers.
+    // If the key were not opaque, the compiler would keep the keys of all rounds in registers.
     const PhiloxKey first{static_cast<uint32_t>(ptx::opaque(key.low)), static_cast<uint32_t>(ptx::opaque(key.high))};
     return philox(first, batch, column / 64, static_cast<uint32_t>(head * 64 + row_of_8 * 8 + column_of_8), row / 16);
   }
 
-  // The top bit of every byte: whether it is at most `last`, which its low seven bits decide where the top bits agree.
+  // In the top bit of every byte: whether that byte of `word` is at most the byte of `last`. The low seven bits decide
+  // where the top bits agree.
   __device__ __forceinline__ uint32_t kept(uint32_t word) const {
     constexpr uint32_t kTop = 0x80808080u;
     const uint32_t low_bits = (last | kTop) - (word & ~kTop);
     return (last & ~word) | (~(last ^ word) & low_bits);
   }
 
-  // For a 16-row tile of scores from query `row` (a multiple of 16) and key `column` (a multiple of 64), packed as A
+  // For scores of 16 queries from `row` (a multiple of 16) on and keys from `column` (a multiple of 64) on, packed as A
   // operands of steps of 16 keys: the sign of byte i of signs[step][odd] is set when register i keeps element `odd`.
   template <int kSteps>
   __device__ __forceinline__ void packed_signs(uint32_t (&signs)[kSteps][2], int64_t head, int row, int column) const {
@@ -60,7 +61,8 @@ struct Dropout {
     }
   }
 
-  // weights: 16 rows from `row` (a multiple of 16), keys from `column` (a multiple of 16) on.
+  // Zeroes the weights that are dropped. They are of 16 queries from `row` on and keys from `column` on, both multiples
+  // of 16.
   template <class Core, int kSteps>
   __device__ __forceinline__ void drop(typename Core::A (&weights)[kSteps], int64_t head, int row, int column) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -79,10 +81,10 @@ struct Dropout {
     }
   }
 
-  // For transposed scores of 64 keys from `key` and 16 queries from `query` (multiples of 64 and 16), 16 keys in each
-  // of four warps: one call of the generator serves all four, so that a warp draws for the others too. Warp w keeps
-  // element e of the 8 queries n where bit 7 + 8 * (n + 2 * (e / 2)) of the result, shifted to the left by w, is set;
-  // of odd queries (e % 2) after another 4.
+  // For transposed scores of 64 keys from `key` on, 16 in each of four warps, and 16 queries from `query` on (multiples
+  // of 64 and 16). One call of the generator serves all four warps, so a warp draws for the others too. Warp w keeps
+  // element e of query tile n when bit 7 + 8 * (n + 2 * (e / 2)) of the result is set after shifting it to the left by
+  // w, and for odd queries (e % 2) by another 4.
   __device__ __forceinline__ uint32_t transposed_warps(int64_t head, int key, int query) const {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const PhiloxWords even = words(head, query, key, 2 * t, g), odd = words(head, query, key, 2 * t + 1, g);
@@ -94,8 +96,8 @@ struct Dropout {
     return bits;
   }
 
-  // For transposed scores [key][query]: what a lane keeps of a column of 16x16 blocks. Power-of-two tiles of keys from
-  // such a row on share 64 keys.
+  // For transposed scores [key][query]: what a lane keeps of kTiles 16-key tiles and 16 queries. When kTiles is a power
+  // of two, the tiles are within 64 keys, which one call of the generator serves.
   template <int kTiles>
   struct Column {
     uint32_t even[kTiles], odd[kTiles];

@@ -1,0 +1,69 @@
+// Makes a Backend of a folder of kernels (sm80/, sm90/): the kernels of a call by element type and head dim, on inputs
+// that they can read.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "../../backend.h"
+#include "../dropout_mask.h"
+#include "aligned_rows.h"
+#include "packed_rows.h"
+
+namespace flashattn_ext {
+
+// The entry points of one element type and class of head dims.
+struct Kernels {
+  size_t forward_bytes;  // of workspace
+  void (*forward)(const AttnParams&);
+  size_t (*backward_bytes)(const AttnGradParams&);
+  void (*backward)(const AttnGradParams&);
+};
+
+// Architecture<T, kHeadDim>::kKernels: the folder's Kernels.
+template <template <class, int> class Architecture>
+class Dispatch {
+ public:
+  static Backend backend(const char* name, std::string (*supports)(const AttnParams&, bool)) {
+    return {name,     "cuda",    supports,         &forward_workspace_bytes, &backward_workspace_bytes,
+            &forward, &backward, cuda_dropout_mask};
+  }
+
+ private:
+  template <class T>
+  static Kernels kernels_of(int64_t head_dim) {
+    if (head_dim <= 64) return Architecture<T, 64>::kKernels;
+    if (head_dim <= 96) return Architecture<T, 96>::kKernels;
+    if (head_dim <= 128) return Architecture<T, 128>::kKernels;
+    if (head_dim <= 144) return Architecture<T, 144>::kKernels;
+    if (head_dim <= 192) return Architecture<T, 192>::kKernels;
+    return Architecture<T, 256>::kKernels;
+  }
+  static Kernels kernels_of(const AttnParams& p) {
+    const int64_t head_dim = std::max(p.head_dim, p.head_dim_v);
+    if (p.dtype == DType::kFloat16) return kernels_of<__half>(head_dim);
+    if (p.dtype == DType::kBFloat16) return kernels_of<__nv_bfloat16>(head_dim);
+    return kernels_of<float>(head_dim);
+  }
+
+  static size_t forward_workspace_bytes(const AttnParams& p) {
+    return static_cast<size_t>(aligned_copy_bytes(p)) + kernels_of(p).forward_bytes;
+  }
+  static size_t backward_workspace_bytes(const AttnGradParams& p) {
+    return static_cast<size_t>(aligned_copy_bytes(p)) + kernels_of(p).backward_bytes(p);
+  }
+  static void forward(const AttnParams& p) {
+    const AttnParams call = align_inputs(p);
+    clear_packed_outputs(p);
+    kernels_of(p).forward(call);
+  }
+  static void backward(const AttnGradParams& p) {
+    const AttnGradParams call = align_inputs(p);
+    clear_packed_gradients(p);
+    kernels_of(p).backward(call);
+  }
+};
+
+}  // namespace flashattn_ext

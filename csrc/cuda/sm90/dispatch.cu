@@ -1,0 +1,33 @@
+// The backend "cuda-sm90": kernels of their own for 16-bit types on Hopper, and those of sm80/ for fp32.
+#include "../common/device.h"
+#include "../common/dispatch.cuh"
+#include "../sm80/kernels.h"
+#include "kernels.h"
+
+namespace flashattn_ext {
+namespace {
+
+template <class T, int kHeadDim>
+struct Sm90 {
+  static constexpr Kernels kKernels{sm90::kForwardBytes, sm90::forward<T, kHeadDim>, sm90::backward_bytes<T, kHeadDim>,
+                                    sm90::backward<T, kHeadDim>};
+};
+template <int kHeadDim>
+struct Sm90<float, kHeadDim> {
+  static constexpr Kernels kKernels{0, sm80::forward<float, kHeadDim>, sm80::backward_bytes<float, kHeadDim>,
+                                    sm80::backward<float, kHeadDim>};
+};
+
+std::string supports(const AttnParams& p, bool /*backward*/) {
+  if (compute_capability() == 90) return wrong_dtype(p);
+  return wrong_device("9.0", "use 'cuda-sm80' there");
+}
+
+}  // namespace
+
+const Backend& cuda_sm90_backend() {
+  static const Backend backend = Dispatch<Sm90>::backend("cuda-sm90", supports);
+  return backend;
+}
+
+}  // namespace flashattn_ext
