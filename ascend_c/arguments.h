@@ -14,7 +14,7 @@ namespace flashattn_ext {
 namespace ascend {
 
 // Floats from row to row of a sum: whole repeats.
-constexpr int64_t sum_pitch(int64_t head_dim) { return (head_dim + 63) / 64 * 64; }
+FLASHATTN_HOST_DEVICE constexpr int64_t sum_pitch(int64_t head_dim) { return (head_dim + 63) / 64 * 64; }
 
 struct Arguments : AttnGradParams {
   float scale = 1.0f;         // softmax_scale

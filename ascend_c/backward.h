@@ -93,7 +93,8 @@ class BackwardWorkspace {
 template <typename T>
 class BackwardCube {
  public:
-  __aicore__ explicit BackwardCube(const Arguments& arguments) : a(arguments), workspace(arguments) {}
+  __aicore__ explicit BackwardCube(const Arguments& arguments)
+      : a(arguments), workspace(arguments), adds(arguments.deterministic ? Store::add_in_order : Store::add) {}
 
   __aicore__ void Run() {
     GradSteps steps(a);
@@ -163,7 +164,7 @@ class BackwardCube {
         const int32_t rows = Lesser(kTile, step.rows - row);
         cube.BeginSums();
         cube.MultiplyPlain({ds, row, rows, 0, n, false}, tile, columns, true, row + rows == step.rows);
-        cube.StoreSums(dq[row * pitch + d], rows, columns, pitch, true);
+        cube.StoreSums(dq[row * pitch + d], rows, columns, pitch, adds);
       }
     }
     cube.Release(p);
@@ -183,12 +184,13 @@ class BackwardCube {
         const L1Tile<T> tile = cube.LoadTile(Queries(step, right, row)[d], rows, columns, right.row_stride);
         cube.MultiplyPlain({left, row, rows, 0, n, true}, tile, columns, row == 0, true);
       }
-      cube.StoreSums(to[d], n, columns, pitch, true);
+      cube.StoreSums(to[d], n, columns, pitch, adds);
     }
   }
 
   const Arguments& a;
   BackwardWorkspace workspace;
+  Store adds;
   CubeCore<T> cube;
   L1Tile<T> keys, values;
 };
@@ -346,11 +348,11 @@ class BackwardVector : VectorCore {
 
 template <typename T>
 __aicore__ inline void Backward(const Arguments& arguments) {
-  if (ASCEND_IS_AIC) {
+  if ASCEND_IS_AIC {
     BackwardCube<T> cube(arguments);
     cube.Run();
   }
-  if (ASCEND_IS_AIV) {
+  if ASCEND_IS_AIV {
     BackwardVector<T> vector(arguments);
     vector.Run();
   }

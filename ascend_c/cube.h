@@ -16,6 +16,9 @@ struct L1Tile {
   __aicore__ AscendC::LocalTensor<T> From(int32_t column) const { return data[column * RoundUp(rows, 16)]; }
 };
 
+// How sums reach GM: over what is there, or added to it, in any order or in that of the calls.
+enum class Store { replace, add, add_in_order };
+
 template <typename T>
 class CubeCore {
  public:
@@ -31,7 +34,7 @@ class CubeCore {
     l0c = l0c_buffer.template Get<float>();
     for (int32_t e = 0; e < kRingEvent + kRing; ++e) SetFlag<HardEvent::MTE1_MTE2>(e);
     for (int32_t e = 0; e < 2; ++e) {
-      SetFlag<HardEvent::M_MTE1>(e);
+      SetFlag<HardEvent::M_MTE1>(kStageEvent + e);
       SetFlag<HardEvent::FIX_M>(e);
     }
   }
@@ -40,7 +43,7 @@ class CubeCore {
     using namespace AscendC;
     for (int32_t e = 0; e < kRingEvent + kRing; ++e) WaitFlag<HardEvent::MTE1_MTE2>(e);
     for (int32_t e = 0; e < 2; ++e) {
-      WaitFlag<HardEvent::M_MTE1>(e);
+      WaitFlag<HardEvent::M_MTE1>(kStageEvent + e);
       WaitFlag<HardEvent::FIX_M>(e);
     }
   }
@@ -102,18 +105,19 @@ class CubeCore {
   // The sums begin; then products; then they go to GM.
   __aicore__ void BeginSums() { AscendC::WaitFlag<AscendC::HardEvent::FIX_M>(sums); }
   __aicore__ void StoreSums(const AscendC::GlobalTensor<float>& to, int32_t rows, int32_t columns, int32_t pitch,
-                            bool adds = false) {
+                            Store how = Store::replace) {
     using namespace AscendC;
     SetFlag<HardEvent::M_FIX>(sums);
     WaitFlag<HardEvent::M_FIX>(sums);
     FixpipeParamsV220 p;
-    p.nSize = columns;
+    p.nSize = RoundUp(columns, 16);  // every destination has room for them
     p.mSize = rows;
     p.srcStride = RoundUp(rows, 16);
     p.dstStride = pitch;
-    if (adds) SetAtomicAdd<float>();
+    if (how == Store::add_in_order) PipeBarrier<PIPE_FIX>();
+    if (how != Store::replace) SetAtomicAdd<float>();
     Fixpipe(to, l0c[sums * kRows * kTile], p);
-    if (adds) SetAtomicNone();
+    if (how != Store::replace) SetAtomicNone();
     SetFlag<HardEvent::FIX_M>(sums);
     sums ^= 1;
   }
@@ -123,20 +127,31 @@ class CubeCore {
                             int64_t pitch) {
     const L1Tile<T> tile = BeginLoad(byte, event, rows);
     CopyRows(tile, 0, 1, from, rows, columns, pitch);
-    // A product with one row would read it as a vector: such a row stands twice, and the second result is not stored.
-    if (rows % 16 == 1) CopyRows(tile, rows, 1, from[(rows - 1) * pitch], 1, columns, pitch);
+    ClearRows(tile, rows, columns);
     return EndLoad(tile);
   }
 
-  // The rows behind the last one, up to whole groups of 16, are copies of it.
   __aicore__ L1Tile<T> LoadPaired(int32_t byte, int32_t event, AscendC::GlobalTensor<T> from, int32_t rows,
                                   int32_t columns, int64_t pitch) {
-    const L1Tile<T> tile = BeginLoad(byte, event, RoundUp(rows, 16));
+    const L1Tile<T> tile = BeginLoad(byte, event, rows);
+    if (rows % 16) {  // the rows beyond the last one lie between those of its group
+      ClearRows(tile, rows / 16 * 16, columns);
+      AscendC::PipeBarrier<PIPE_MTE2>();
+    }
     for (int32_t row = 0; row < rows; row += 8)
       CopyRows(tile, PairedPlace(row), 2, from[row * pitch], Lesser(8, rows - row), columns, pitch);
-    for (int32_t row = rows; row < tile.rows; ++row)
-      CopyRows(tile, PairedPlace(row), 2, from[(rows - 1) * pitch], 1, columns, pitch);
     return EndLoad(tile);
+  }
+
+  // Zeros from a row on, up to whole groups of 16: a product reads them, and NaN there may raise an error.
+  __aicore__ static void ClearRows(const L1Tile<T>& tile, int32_t row, int32_t columns) {
+    const int32_t all = RoundUp(tile.rows, 16);
+    if (row == all) return;
+    AscendC::InitConstValueParams<T> p;
+    p.repeatTimes = RoundUp(columns, 16) / 16;
+    p.blockNum = all - row;
+    p.dstGap = row;
+    AscendC::Fill(tile.data[row * 16], p);
   }
 
   __aicore__ L1Tile<T> BeginLoad(int32_t byte, int32_t event, int32_t rows) {
@@ -170,7 +185,7 @@ class CubeCore {
   }
 
   __aicore__ void BeginStage(const Left& left) {
-    AscendC::WaitFlag<AscendC::HardEvent::M_MTE1>(stage);
+    AscendC::WaitFlag<AscendC::HardEvent::M_MTE1>(kStageEvent + stage);
     const AscendC::LocalTensor<T> to = l0a[stage * kRows * kTile], from = left.tile.From(left.column);
     const int32_t all = RoundUp(left.tile.rows, 16) / 16;  // fractals from column to column
     const int32_t outer = RoundUp(left.m(), 16) / 16, inner = RoundUp(left.k(), 16) / 16;
@@ -190,13 +205,13 @@ class CubeCore {
     WaitFlag<HardEvent::MTE1_M>(stage);
     constexpr int32_t kOrdered = 10;  // the hardware orders accumulations of this many fractals and more
     if (!begins && RoundUp(m, 16) / 16 * (RoundUp(n, 16) / 16) < kOrdered) PipeBarrier<PIPE_M>();
-    MmadParams p;
+    MmadParams p;  // whole fractals of n, because Fixpipe takes no less
     p.m = Greater(m, 2);
-    p.n = n;
+    p.n = RoundUp(n, 16);
     p.k = k;
     p.cmatrixInitVal = begins;
     Mmad(l0c[sums * kRows * kTile], l0a[stage * kRows * kTile], l0b[stage * kTile * kTile], p);
-    SetFlag<HardEvent::M_MTE1>(stage);
+    SetFlag<HardEvent::M_MTE1>(kStageEvent + stage);
     stage ^= 1;
   }
 

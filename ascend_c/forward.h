@@ -506,11 +506,11 @@ class ForwardVector : VectorCore {
 
 template <typename T>
 __aicore__ inline void Forward(const Arguments& arguments) {
-  if (ASCEND_IS_AIC) {
+  if ASCEND_IS_AIC {
     ForwardCube<T> cube(arguments);
     cube.Run();
   }
-  if (ASCEND_IS_AIV) {
+  if ASCEND_IS_AIV {
     ForwardVector<T> vector(arguments);
     vector.Run();
   }

@@ -1,7 +1,7 @@
 // Sizes of tiles and buffers on Atlas A2 and A3, and the numbers of flags. docs/ascend_kernels.md shows who uses what.
 #pragma once
 
-#include <cstdint>
+#include "../csrc/portable.h"
 
 namespace flashattn_ext {
 namespace ascend {
@@ -27,30 +27,32 @@ struct Tiling {
   int32_t keys;  // that the cube hands over at a time
 
   // Rows of scores in UB at a time: 8 K scores, but not more than 32 rows.
-  constexpr int32_t chunk_rows() const {
+  FLASHATTN_HOST_DEVICE constexpr int32_t chunk_rows() const {
     const int32_t most = rows < 64 ? rows / 2 : 32, chunk = 8192 / keys / 8 * 8;
     return chunk > most ? most : chunk < 8 ? 8 : chunk;
   }
   // fp32 of a row in UB: two blocks more than its keys, so that neighbouring rows lie in other banks. P's half of it
   // has room for what a reduction of the row needs.
-  constexpr int32_t pitch() const { return (keys < 128 ? 128 : keys) + 16; }
+  FLASHATTN_HOST_DEVICE constexpr int32_t pitch() const { return (keys < 128 ? 128 : keys) + 16; }
   // Rows of P V in UB at a time, in the place of scores.
-  constexpr int32_t partial_rows() const {
+  FLASHATTN_HOST_DEVICE constexpr int32_t partial_rows() const {
     const int32_t fitting = chunk_rows() * pitch() / kMaxHeadDim / 8 * 8;
     return fitting < 32 ? fitting : 32;
   }
 
-  constexpr int32_t resident_bytes() const { return rows * kMaxHeadDim * 2; }  // Q of a task
-  constexpr int32_t wide_bytes() const { return rows * keys * 2; }             // P of a step
-  constexpr int32_t left_bytes() const { return rows * kTile * 2; }
-  constexpr int32_t sum_bytes() const { return rows * kTile * 4; }
+  FLASHATTN_HOST_DEVICE constexpr int32_t resident_bytes() const { return rows * kMaxHeadDim * 2; }  // Q of a task
+  FLASHATTN_HOST_DEVICE constexpr int32_t wide_bytes() const { return rows * keys * 2; }             // P of a step
+  FLASHATTN_HOST_DEVICE constexpr int32_t left_bytes() const { return rows * kTile * 2; }
+  FLASHATTN_HOST_DEVICE constexpr int32_t sum_bytes() const { return rows * kTile * 4; }
 
-  constexpr int32_t l1_bytes() const { return 2 * (resident_bytes() + wide_bytes()) + kRing * kTileBytes; }
-  constexpr int32_t l0a_bytes() const { return 2 * left_bytes(); }
-  constexpr int32_t l0b_bytes() const { return 2 * kTileBytes; }
-  constexpr int32_t l0c_bytes() const { return 2 * sum_bytes(); }
+  FLASHATTN_HOST_DEVICE constexpr int32_t l1_bytes() const {
+    return 2 * (resident_bytes() + wide_bytes()) + kRing * kTileBytes;
+  }
+  FLASHATTN_HOST_DEVICE constexpr int32_t l0a_bytes() const { return 2 * left_bytes(); }
+  FLASHATTN_HOST_DEVICE constexpr int32_t l0b_bytes() const { return 2 * kTileBytes; }
+  FLASHATTN_HOST_DEVICE constexpr int32_t l0c_bytes() const { return 2 * sum_bytes(); }
   // Without dropout, which takes what is left. ForwardVector carves it up.
-  constexpr int32_t ub_bytes(int32_t head_dim_v) const {
+  FLASHATTN_HOST_DEVICE constexpr int32_t ub_bytes(int32_t head_dim_v) const {
     const int32_t width = (head_dim_v + kLanes - 1) / kLanes * kLanes, half = rows / 2;
     const int32_t scores = 2 * chunk_rows() * pitch();
     const int32_t of_rows = 2 * kStatisticsRing + kSlots + 1 + 8, of_chunk_rows = 2 + 8;
@@ -100,6 +102,8 @@ static_assert(kForwardAlone || (kRows == kTile && kQueries * kTile * 2 <= kWideB
 constexpr int32_t kResidentEvent = 0;  // and 1
 constexpr int32_t kWideEvent = 2;      // and 3
 constexpr int32_t kRingEvent = 4;      // .. 4 + kRing - 1
+// From M to MTE1: on these chips TPipe sets flags 0, 1 and 2 itself, and its destructor waits for them.
+constexpr int32_t kStageEvent = 3;  // and 4
 
 // --- flags between the cores of a block
 constexpr uint16_t kScoresReady = 0;         // cube -> vector, when a block of scores is in the workspace

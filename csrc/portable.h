@@ -7,6 +7,7 @@
 #define FLASHATTN_HOST_DEVICE __host__ __device__ __forceinline__
 #elif defined(__CCE_AICORE__) || defined(__NPU_ARCH__)
 #define FLASHATTN_HOST_DEVICE __aicore__ inline
+#define FLASHATTN_NO_DOUBLE  // its scalar unit has none
 #else
 #define FLASHATTN_HOST_DEVICE inline
 #endif

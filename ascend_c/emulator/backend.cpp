@@ -76,9 +76,10 @@ void add_inputs(GlobalMemory& gm, const AttnParams& p) {
 }
 
 void check(const ascend_emulator::Report& report) {
-  if (report.errors.empty()) return;
+  if (report.errors.empty() && report.warnings.empty()) return;
   std::string text = "the Ascend C kernel breaks a rule of the hardware:";
   for (const std::string& error : report.errors) text += "\n  " + error;
+  for (const std::string& warning : report.warnings) text += "\n  " + warning;
   throw std::runtime_error(text);
 }
 

@@ -31,6 +31,16 @@ struct MmadParams {
   MmadParams() = default;
 };
 
+template <typename T>
+struct InitConstValueParams {  // blocks of 32 bytes in L1
+  ascend_emulator::Field<uint16_t> repeatTimes = 0, blockNum = 0, dstGap = 0;
+  T initValue = T(0);
+  InitConstValueParams() = default;
+  InitConstValueParams(ascend_emulator::Field<uint16_t> repeats, ascend_emulator::Field<uint16_t> blocks,
+                       ascend_emulator::Field<uint16_t> gap, T value)
+      : repeatTimes(repeats), blockNum(blocks), dstGap(gap), initValue(value) {}
+};
+
 enum QuantMode_t { NoQuant, F322F16, F322BF16 };
 enum class CO2Layout : uint8_t { NZ, ROW_MAJOR };
 struct FixpipeConfig {
@@ -69,6 +79,28 @@ inline void transpose_fractal(uint8_t* to, const uint8_t* from) {
 }  // namespace ascend_emulator
 
 namespace AscendC {
+
+// initValue into repeatTimes pieces of L1, blockNum blocks each, dstGap blocks apart. (L0A and L0B: not emulated.)
+template <typename T>
+void Fill(const LocalTensor<T>& dst, const InitConstValueParams<T>& p, Site site = Site::here()) {
+  using namespace ascend_emulator;
+  constexpr int64_t kMost = 32767;
+  p.repeatTimes.check("Fill: repeatTimes", site, 0, kMost);
+  p.blockNum.check("Fill: blockNum", site, 0, kMost);
+  p.dstGap.check("Fill: dstGap", site, 0, kMost);
+  const int64_t repeats = p.repeatTimes, length = int64_t(p.blockNum) * kBlock, pitch = length + p.dstGap * kBlock;
+  if (!repeats || !length) return;
+  const uint32_t to = dst.operand("Fill", "the destination", (repeats - 1) * pitch + length, site, Memory::l1);
+  auto run = [=, value = p.initValue](Access& access) {
+    Space& l1 = access.local(Memory::l1);
+    for (int64_t r = 0; r < repeats; ++r) {
+      access.write(l1, to + size_t(r * pitch), size_t(length));
+      for (int64_t at = 0; at < length; at += sizeof(T)) std::memcpy(l1.bytes + to + r * pitch + at, &value, sizeof(T));
+    }
+  };
+  const double cycles = kStartCycles + double(repeats * length) / kLoadBytesPerCycle;
+  core().issue({PIPE_MTE2, "Fill", site, cycles, 0, 0, {}, std::move(run)});
+}
 
 // Fractal startIndex + r * srcStride of L1 becomes fractal r * (1 + dstGap) of L0A or L0B.
 template <typename T>
@@ -114,7 +146,52 @@ void LoadData(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LoadDa
   ascend_emulator::core().issue({PIPE_MTE1, "LoadData", site, cycles, 0, 0, {}, std::move(run)});
 }
 
-// c[m][n] (+)= a[m][k] * b[k][n]. Lanes beyond m, n and k do not count; the sizes give the layout of all three.
+}  // namespace AscendC
+
+namespace ascend_emulator {
+
+// An operand of Mmad in L0A or L0B: rows (m or n) x k, in fractals of 16 rows x 32 bytes.
+template <typename T>
+struct CubeOperand {
+  static constexpr int64_t kColumns = kBlock / sizeof(T);
+  const char* name;
+  Memory memory;
+  uint32_t address;
+  int64_t rows, k;
+  int64_t row_step, column_step;  // fractals from one to the next below it, and to the next beside it
+
+  size_t at(int64_t i, int64_t j) const {
+    return address + size_t((i / kEdge * row_step + j / kColumns * column_step) * kFractal) +
+           size_t(i % kEdge * kColumns + j % kColumns) * sizeof(T);
+  }
+  // As rows x k, or as k x rows.
+  std::vector<float> load(Access& access, bool k_first) const {
+    Space& l0 = access.local(memory);
+    std::vector<float> values(size_t(rows * k));
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < k; ++j) {
+        if (j % kColumns == 0) access.read(l0, at(i, j), size_t(std::min(kColumns, k - j)) * sizeof(T));
+        values[size_t(k_first ? j * rows + i : i * k + j)] = float(access.load<T>(l0, at(i, j)));
+      }
+    return values;
+  }
+  // Lanes of the last fractals beyond rows and k are read and do not count, but a NaN there may raise an execution
+  // error.
+  bool has_nan_outside(Access& access) const {
+    Space& l0 = access.local(memory);
+    for (int64_t i = 0; i < ceil_div(rows, kEdge) * kEdge; ++i)
+      for (int64_t j = i < rows ? k : 0; j < ceil_div(k, kColumns) * kColumns; ++j)
+        if (std::isnan(float(access.load<T>(l0, at(i, j))))) return true;
+    return false;
+  }
+};
+
+}  // namespace ascend_emulator
+
+namespace AscendC {
+
+// c[m][n] (+)= a[m][k] * b[k][n]. The sizes give the layout of all three; with kDirectionAlign k is laid out as a
+// multiple of 16 in fp32, too.
 template <typename T>
 void Mmad(const LocalTensor<float>& c, const LocalTensor<T>& a, const LocalTensor<T>& b, const MmadParams& p,
           Site site = Site::here()) {
@@ -129,27 +206,24 @@ void Mmad(const LocalTensor<float>& c, const LocalTensor<T>& a, const LocalTenso
   if (p.cmatrixSource) fail(site, "Mmad: a bias table is not emulated");
   const int64_t m = p.m, n = p.n, k = p.k;
   if (!m || !n || !k) return;
-  const int64_t m1 = ceil_div(m, kEdge), n1 = ceil_div(n, kEdge), k1 = ceil_div(k, kEdge);
-  const uint32_t at_a = a.operand("Mmad", "A", m1 * k1 * kFractal, site, Memory::l0a);
-  const uint32_t at_b = b.operand("Mmad", "B", k1 * n1 * kFractal, site, Memory::l0b);
+  constexpr int64_t kColumns = CubeOperand<T>::kColumns;
+  const int64_t m1 = ceil_div(m, kEdge), n1 = ceil_div(n, kEdge);
+  const int64_t k1 = ceil_div(k, p.kDirectionAlign ? kEdge : kColumns) * (p.kDirectionAlign ? kEdge / kColumns : 1);
+  const CubeOperand<T> left{"A", Memory::l0a, a.operand("Mmad", "A", m1 * k1 * kFractal, site, Memory::l0a), m, k, k1,
+                            1};
+  const CubeOperand<T> right{"B", Memory::l0b, b.operand("Mmad", "B", k1 * n1 * kFractal, site, Memory::l0b), n, k,
+                             1,   n1};
   const uint32_t at_c = c.operand("Mmad", "C", m1 * n1 * 2 * kFractal, site, Memory::l0c);
-  auto run = [=, init = p.cmatrixInitVal](Access& access) {
-    Space &l0a = access.local(Memory::l0a), &l0b = access.local(Memory::l0b), &l0c = access.local(Memory::l0c);
+  auto run = [=, init = p.cmatrixInitVal, report = &core().report()](Access& access) {
+    Space& l0c = access.local(Memory::l0c);
     if (m1 * n1 >= 10) access.set_in_order();  // smaller tiles need a PipeBarrier<PIPE_M> between accumulations
-    const size_t count_a = size_t(m * k), count_b = size_t(k * n), count_c = size_t(n);
-    std::vector<float> rows_a(count_a), rows_b(count_b), sums(count_c);
-    for (int64_t i = 0; i < m; ++i)
-      for (int64_t j = 0; j < k; ++j) {
-        const size_t at = at_a + size_t((i / kEdge * k1 + j / kEdge) * kFractal + (i % kEdge * kEdge + j % kEdge) * 2);
-        if (j % kEdge == 0) access.read(l0a, at, size_t(std::min<int64_t>(kEdge, k - j)) * 2);
-        rows_a[size_t(i * k + j)] = float(access.load<T>(l0a, at));
-      }
-    for (int64_t i = 0; i < n; ++i)
-      for (int64_t j = 0; j < k; ++j) {
-        const size_t at = at_b + size_t((j / kEdge * n1 + i / kEdge) * kFractal + (i % kEdge * kEdge + j % kEdge) * 2);
-        if (j % kEdge == 0) access.read(l0b, at, size_t(std::min<int64_t>(kEdge, k - j)) * 2);
-        rows_b[size_t(j * n + i)] = float(access.load<T>(l0b, at));
-      }
+    for (const CubeOperand<T>& operand : {left, right})
+      if (operand.has_nan_outside(access))
+        report->error(site.text() + format(": Mmad: a NaN in lanes of %s beyond m = %lld, n = %lld, k = %lld may "
+                                           "raise an execution error; clear them",
+                                           operand.name, (long long)m, (long long)n, (long long)k));
+    const std::vector<float> rows_a = left.load(access, false), rows_b = right.load(access, true);
+    std::vector<float> sums(static_cast<size_t>(n));
     for (int64_t i = 0; i < m; ++i) {
       const auto place = [&](int64_t j) {
         return at_c + size_t(((j / kEdge * m1 * kEdge + i) * kEdge + j % kEdge) * 4);
@@ -168,7 +242,7 @@ void Mmad(const LocalTensor<float>& c, const LocalTensor<T>& a, const LocalTenso
       for (int64_t j = 0; j < n; ++j) std::memcpy(l0c.bytes + place(j), &sums[size_t(j)], 4);
     }
   };
-  const double cycles = kStartCycles + double(m1 * n1 * k1);
+  const double cycles = kStartCycles + double(m1 * n1 * ceil_div(k, kEdge));
   core().issue({PIPE_M, "Mmad", site, cycles, 0, 0, {}, std::move(run)});
 }
 
@@ -187,6 +261,11 @@ void Fixpipe(const GlobalTensor<T>& dst, const LocalTensor<U>& src, const Fixpip
   p.ndNum.check("Fixpipe: ndNum (this emulator takes one matrix)", site, 1, 1);
   p.unitFlag.check("Fixpipe: unitFlag (not emulated)", site, 0, 0);
   const int64_t m = p.mSize, n = p.nSize, rows = p.srcStride, pitch = p.dstStride;
+  if (n % kEdge)
+    core().report().warning(site.text() +
+                            format(": Fixpipe: nSize %lld is documented as a multiple of 16", (long long)n));
+  if (pitch < n)
+    fail(site, format("Fixpipe: rows of %lld elements overlap at dstStride %lld", (long long)n, (long long)pitch));
   if (rows % kEdge)
     fail(site, format("Fixpipe: srcStride %lld, the rows of an L0C tile are a multiple of 16", (long long)rows));
   const int64_t extent = ((m - 1) * pitch + n) * int64_t(sizeof(T));
@@ -195,7 +274,6 @@ void Fixpipe(const GlobalTensor<T>& dst, const LocalTensor<U>& src, const Fixpip
   const int64_t reach = ((n - 1) / kEdge * rows + m) * kEdge * 4;
   const uint32_t from = src.operand("Fixpipe", "the source", reach, site, Memory::l0c);
   auto run = [=, space = space, gm = gm, atomic = core().atomic_add](Access& access) {
-    access.set_in_order();  // a Fixpipe begins with a barrier of its pipe
     Space& l0c = access.local(Memory::l0c);
     std::vector<T> row(static_cast<size_t>(n));
     for (int64_t i = 0; i < m; ++i) {
