@@ -5,7 +5,7 @@
 #   make bench-all [ARGS=--quick]     run every experiment; make bench-flash and make bench-matmul run one
 #   make report                       a page of their results
 #   make emulator                     build the backend ascend-emulator (make test does, too)
-#   make emulator-tilings             other tilings of its forward, for the experiment `tiles` (make test does, too)
+#   make emulator-tilings             other tilings of its forward, which the experiment `tiles` compares
 #   make bench-ascend                 what the emulator's time model says about the Ascend C kernels
 #   make bench-cpu, make lint, make format, make develop (build after a change), make clean
 #
@@ -18,9 +18,10 @@ ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin/python
 RESULTS := runs/experiments
-SOURCES := $(shell find csrc -name "*.h" -o -name "*.cpp" -o -name "*.cuh" -o -name "*.cu")
-FORMATTED := $(SOURCES) $(shell find ascend_c tests/ascend tests/npu -name "*.h" -o -name "*.cpp")
-PYTHON_SOURCES := flashattn_ext tests tools setup.py
+CPP_SOURCES := $(shell find csrc -name "*.h" -o -name "*.cpp" -o -name "*.cuh" -o -name "*.cu")
+SOURCES := $(CPP_SOURCES) csrc/sources.py
+FORMATTED := $(CPP_SOURCES) $(shell find ascend_c tests/ascend tests/npu tools -name "*.h" -o -name "*.cpp")
+PYTHON_SOURCES := csrc flashattn_ext tests tools setup.py
 HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))
 
 ifeq ($(origin CXX),default)
@@ -29,8 +30,7 @@ endif
 
 # The Ascend C kernels on the emulator: one library, without torch. No contraction: products and sums round as on the hardware.
 EMULATOR := flashattn_ext/_ascend_emulator.so
-OTHER_TILING := ascend_c/emulator/other_tiling.cpp
-EMULATOR_SOURCES := $(filter-out $(OTHER_TILING), $(wildcard ascend_c/*.cpp ascend_c/inst/*.cpp ascend_c/emulator/*.cpp))
+EMULATOR_SOURCES := $(wildcard ascend_c/*.cpp ascend_c/inst/*.cpp ascend_c/emulator/*.cpp)
 EMULATOR_OBJECTS := $(EMULATOR_SOURCES:%.cpp=build/emulator/%.o)
 EMULATOR_HEADERS := $(shell find ascend_c csrc -name "*.h")
 EMULATOR_OPTIMISE ?= -O2 -ftree-vectorize
@@ -39,8 +39,8 @@ EMULATOR_FLAGS := -std=c++17 $(EMULATOR_OPTIMISE) -ffp-contract=off -fPIC -fvisi
 # The forward in fp16 with other tilings (rows x keys, ascend_c/tiles.h), a library each. Whatever includes tiles.h is compiled for
 # each; the machine itself is the same.
 TILINGS := 64x64 64x512 64x1024 128x64 128x128 128x256
-TILING_LIBRARIES := $(TILINGS:%=flashattn_ext/_ascend_emulator_%.so)
-TILING_SOURCES := ascend_c/dispatch.cpp ascend_c/inst/forward_fp16.cpp ascend_c/emulator/backend.cpp $(OTHER_TILING)
+TILING_LIBRARIES := $(TILINGS:%=build/tilings/_ascend_emulator_%.so)
+TILING_SOURCES := ascend_c/dispatch.cpp ascend_c/inst/forward_fp16.cpp ascend_c/emulator/backend.cpp tools/other_tiling.cpp
 EMULATOR_MACHINE := build/emulator/ascend_c/emulator/machine.o build/emulator/ascend_c/emulator/scheduler.o
 
 INSTALL := -m pip install --no-build-isolation -e ".[cli,test]"
@@ -55,7 +55,7 @@ train test: export OMP_WAIT_POLICY ?= passive
 train: $(VENV)/built
 	$(BIN) -m flashattn_ext train $(ARGS)
 
-test: $(VENV)/built $(EMULATOR) $(TILING_LIBRARIES)
+test: $(VENV)/built $(EMULATOR)
 	$(BIN) -m pytest -q tests $(ARGS)
 
 bench-cpu: $(VENV)/built
@@ -88,8 +88,7 @@ format: $(VENV)/built
 
 develop: $(VENV)/built
 
-# Tilings that are there stay those of the same sources.
-emulator: $(EMULATOR) $(wildcard $(TILING_LIBRARIES))
+emulator: $(EMULATOR)
 
 emulator-tilings: $(EMULATOR) $(TILING_LIBRARIES)
 
@@ -102,7 +101,7 @@ build/emulator/%.o: %.cpp $(EMULATOR_HEADERS)
 
 # $(1): rows x keys
 define TILING_RULES
-flashattn_ext/_ascend_emulator_$(1).so: $(TILING_SOURCES:%.cpp=build/tilings/$(1)/%.o) $(EMULATOR_MACHINE)
+build/tilings/_ascend_emulator_$(1).so: $(TILING_SOURCES:%.cpp=build/tilings/$(1)/%.o) $(EMULATOR_MACHINE)
 	$$(CXX) -shared $$^ -o $$@
 
 build/tilings/$(1)/%.o: %.cpp $(EMULATOR_HEADERS)

@@ -4,11 +4,14 @@ Environment variables:
   FLASHATTN_EXT_CUDA   1 demands the CUDA backend, 0 leaves it out; unset builds it when a CUDA torch and nvcc are there
   TORCH_CUDA_ARCH_LIST GPU architectures, as in torch; unset: 8.0 with PTX for newer ones, and 9.0a. Hopper's own kernels
                        need 9.0a; with plain 9.0 an H100 runs those for 8.0
-  FLASHATTN_EXT_TUNE   1 also compiles the other tiles of csrc/cuda/*/tiles.h, which `flashattn-ext bench tune` compares
+  CUDA_HOME            the CUDA toolkit, as in torch; unset: that of the nvcc on the PATH, else /usr/local/cuda
   MAX_JOBS             compiler processes at once (torch.utils.cpp_extension)
+
+A source distribution, `python -m build --sdist`, is made without torch.
 """
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -30,26 +33,15 @@ SOURCES = [
     "csrc/backend.cpp",
     "csrc/module.cpp",
     "csrc/cpu/dispatch.cpp",
+    "csrc/cpu/dropout_mask.cpp",
+    "csrc/cpu/isa.cpp",
+    "csrc/cpu/peak.cpp",
     # One source per instruction set; those of another architecture compile to nothing.
     "csrc/cpu/inst/generic.cpp",
     "csrc/cpu/inst/avx2.cpp",
     "csrc/cpu/inst/avx512.cpp",
     "csrc/cpu/inst/avx512_bf16.cpp",
 ]
-
-CXX_FLAGS = [
-    "-O3",
-    "-ffp-contract=fast",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fopenmp",  # at::parallel_for is inline: without it, it runs everything on one thread
-    "-fvisibility=hidden",
-    "-Wall",
-    "-Wno-unknown-pragmas",
-]
-
-
-NVCC_FLAGS = ["-std=c++17", "-O3"]
 
 
 def stop(message: str) -> None:
@@ -72,9 +64,9 @@ def import_torch():
             import torch
         except ImportError:
             stop(
-                "torch is not installed in this environment; install torch 2.6 or newer first "
-                "(pip install torch), then install flashattn_ext again (with --no-build-isolation if "
-                "torch is there but was not found)"
+                "torch is not installed in this environment; install torch 2.6 or newer first (pip install torch) and "
+                "build again, where torch is there but was not found without isolation: pip install "
+                "--no-build-isolation, python -m build --no-isolation"
             )
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MINIMUM_TORCH:
         stop(
@@ -119,21 +111,62 @@ def check_compiler() -> None:
 
 
 def builds_cuda(torch) -> bool:
-    """Whether to build the CUDA backend; stops when it is demanded and cannot be."""
+    """Whether to build the CUDA backend; stops when it is demanded, or wanted and begun by an nvcc, and cannot be."""
     request = os.environ.get("FLASHATTN_EXT_CUDA", "")
     if request == "0":
         return False
     from torch.utils.cpp_extension import CUDA_HOME
 
-    nvcc = Path(CUDA_HOME or "") / "bin" / "nvcc"
     missing = None
     if torch.version.cuda is None:
         missing = f"torch {torch.__version__} has no CUDA; install a CUDA build of torch"
-    elif CUDA_HOME is None or not nvcc.exists():
+    elif CUDA_HOME is None or not (Path(CUDA_HOME) / "bin" / "nvcc").exists():
         missing = f"nvcc was not found; install the CUDA toolkit {torch.version.cuda} or set CUDA_HOME"
     if missing and request:
         stop(f"FLASHATTN_EXT_CUDA={request}, but {missing}; unset it for a CPU build")
-    return missing is None
+    if missing:
+        print(f"flashattn_ext: builds for the CPU only: {missing}")
+        return False
+    check_cuda_toolkit(torch.version.cuda, Path(CUDA_HOME))
+    return True
+
+
+def check_cuda_toolkit(version: str, home: Path) -> None:
+    """Stops in one line where an nvcc is all that there is of a CUDA toolkit, before minutes of compiling end there."""
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    lacks = lacks_of_toolkit(include_paths("cuda", False), library_paths("cuda", False))
+    if not lacks:
+        return
+    places = [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True), Path("/opt/cuda")]
+    places.insert(0, (home / "bin" / "nvcc").resolve().parent.parent)
+    whole = [place for place in places if (place / "bin" / "nvcc").exists() and not lacks_of_toolkit(*paths_of(place))]
+    if whole:
+        advice = f"set CUDA_HOME={whole[0]}"
+    else:
+        advice = f"install the whole CUDA toolkit {version} and set CUDA_HOME to its folder"
+    stop(
+        f"found {home / 'bin' / 'nvcc'}, but no {lacks} for it (CUDA_HOME {home}); {advice}, or set FLASHATTN_EXT_CUDA=0 "
+        "to build for the CPU"
+    )
+
+
+def paths_of(home: Path) -> tuple[list[str], list[str]]:
+    """Folders of headers and of libraries of a CUDA toolkit, where the compiler does not look by itself."""
+    return [str(home / "include")], [str(home / "lib64"), str(home / "lib")]
+
+
+def lacks_of_toolkit(includes: list[str], libraries: list[str]) -> str:
+    """What a small program of the CUDA runtime does not find, in words; empty when it compiles and links."""
+    flags = [part for name in ("CPPFLAGS", "CXXFLAGS", "LDFLAGS") for part in shlex.split(os.environ.get(name, ""))]
+    with tempfile.TemporaryDirectory() as folder:
+        source, result = Path(folder) / "probe.cpp", str(Path(folder) / "probe")
+        source.write_text("#include <cuda_runtime_api.h>\nint main() { return cudaDeviceSynchronize(); }\n")
+        command = [*COMPILER.split(), str(source), "-o", result, *(f"-I{path}" for path in includes), *flags]
+        if subprocess.run([*command, "-c"], capture_output=True, check=False).returncode:
+            return "headers (cuda_runtime_api.h)"
+        command += [*(f"-L{path}" for path in libraries), "-lcudart"]
+        return "library (libcudart)" if subprocess.run(command, capture_output=True, check=False).returncode else ""
 
 
 def cuda_architectures() -> list[str]:
@@ -154,33 +187,41 @@ def write_build_config(torch, with_cuda: bool) -> None:
 def extension(torch, with_cuda: bool):
     from torch.utils.cpp_extension import CppExtension, CUDAExtension
 
-    has_sm90 = "9.0a" in cuda_architectures()
-    has_tune = os.environ.get("FLASHATTN_EXT_TUNE", "") not in ("", "0")
-    if has_tune and not with_cuda:
-        stop(
-            "FLASHATTN_EXT_TUNE is about the CUDA kernels, which this build leaves out; unset it, or set FLASHATTN_EXT_CUDA=1"
-        )
-    present = {"CUDA": with_cuda, "SM90": with_cuda and has_sm90, "TUNE": has_tune}
+    sys.path.insert(0, str(ROOT / "csrc"))
+    import sources
+
+    has_sm90 = with_cuda and "9.0a" in cuda_architectures()
+    present = {"CUDA": with_cuda, "SM90": has_sm90}
     defines = [f"-DFLASHATTN_EXT_{name}" for name, is_there in present.items() if is_there]
-    flags = {"cxx": CXX_FLAGS + defines, "nvcc": NVCC_FLAGS + defines}
-    left_out = {name for name, is_there in (("sm90", has_sm90), ("tune", has_tune)) if not is_there}
-    paths = (path.relative_to(ROOT) for path in (ROOT / "csrc" / "cuda").rglob("*.cu"))
-    cuda_sources = sorted(str(path) for path in paths if not left_out & set(path.parts))
+    flags = {
+        "cxx": sources.CXX_FLAGS + defines,
+        "nvcc": [*sources.NVCC_FLAGS, *defines, f"-I{ROOT / 'csrc'}"],
+    }
+    cuda = sources.cuda_sources(ROOT / "build" / "cuda_instances", sm90=has_sm90) if with_cuda else []
     build = CUDAExtension if with_cuda else CppExtension
     return build(
         "flashattn_ext._C",
-        SOURCES + (cuda_sources if with_cuda else []),
+        SOURCES + [str(path.relative_to(ROOT)) for path in cuda],
         extra_compile_args=flags,
         extra_link_args=openmp_library(torch),
     )
 
 
-torch = import_torch()
-with_cuda = builds_cuda(torch)
-if not {"egg_info", "dist_info", "sdist", "clean"} & set(sys.argv):
+def compiled_parts() -> dict:
+    """The arguments of setup() that need torch; none for commands that compile nothing."""
+    if {"egg_info", "sdist", "clean"} & set(sys.argv):
+        return {}
+    torch = import_torch()
+    # pip asks for dist_info before it fetches a torch of its own choice: the user hears of a missing one now.
+    if "dist_info" in sys.argv:
+        return {}
     check_compiler()
+    with_cuda = builds_cuda(torch)
     write_build_config(torch, with_cuda)  # before build_py collects the modules
+    from torch.utils.cpp_extension import BuildExtension
 
-from torch.utils.cpp_extension import BuildExtension  # noqa: E402
+    os.environ.setdefault("NINJA_STATUS", "[compiled %f of %t] ")
+    return {"ext_modules": [extension(torch, with_cuda)], "cmdclass": {"build_ext": BuildExtension}}
 
-setup(ext_modules=[extension(torch, with_cuda)], cmdclass={"build_ext": BuildExtension})
+
+setup(**compiled_parts())

@@ -14,7 +14,7 @@ namespace flashattn_ext {
 namespace ascend {
 
 // Floats from row to row of a sum: whole repeats.
-constexpr int64_t sum_pitch(int64_t head_dim) { return (head_dim + 63) / 64 * 64; }
+FLASHATTN_HOST_DEVICE constexpr int64_t sum_pitch(int64_t head_dim) { return (head_dim + 63) / 64 * 64; }
 
 struct Arguments : AttnGradParams {
   float scale = 1.0f;         // softmax_scale
@@ -28,11 +28,6 @@ struct Arguments : AttnGradParams {
   void* dv_sum = nullptr;          // [Hk, rows_k, sum_pitch(Dv)]
 
   void* keep_mask = nullptr;  // dropout_mask: [B, Hq, Sq, Sk], a byte for each score
-};
-
-struct RngStateArguments {
-  RngSource source;
-  void* state = nullptr;  // two int64 in GM
 };
 
 }  // namespace ascend

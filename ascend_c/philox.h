@@ -23,26 +23,30 @@ class Dropout {
   using Words = AscendC::LocalTensor<int32_t>;
 
   // The more tiles an instruction works on the better: a step's at a time, where UB has room for their words, otherwise
-  // those of 16 rows.
-  static constexpr int32_t kStepTiles = 32, kChunkTiles = 8;
+  // those of a chunk of rows.
   __aicore__ static constexpr int32_t WordsOf(int32_t tiles) { return 4 * tiles * kLanes; }
   __aicore__ static constexpr int32_t ScratchOf(int32_t tiles) { return 8 * tiles * kLanes; }
   // What the rounds before the fourth leave for so many tiles across the rows, and so many across the keys.
   __aicore__ static constexpr int32_t PartsOf(int32_t groups, int32_t across) {
     return (2 + 2 * groups + 3 * across) * kLanes + groups * 8;
   }
-  static constexpr int32_t kConstantWords = (1 + 2 * (kPhiloxRounds - 4)) * 8;
+  static constexpr int32_t kConstantWords = (2 + 2 * (kPhiloxRounds - 4)) * 8;
   // Apply: four masks of a tile's words; ApplyRounded: two of them.
   __aicore__ static constexpr int32_t MasksOf(int32_t tiles) { return 4 * 4 * tiles * kLanes; }
 
+  // Before anything else is done with UB.
   __aicore__ void Init(const Arguments& a, const Words& constants) {
     using namespace AscendC;
-    SetSaturationFlag<SaturationMode::FLOAT>(false);  // integers wrap
+    // Sums and products of integers wrap while bit 53 of CTRL is 0. SetSaturationFlag<SaturationMode::INT> does no
+    // more, and only headers of mid-2026 and later have it.
+    set_ctrl(sbitset0(get_ctrl(), 53));
     threshold = a.dropout_threshold;
     const GlobalTensor<int64_t> rng = Global<int64_t>((uint64_t)a.rng_state);
     key = philox_key(rng.GetValue(0), rng.GetValue(1));
-    low_bytes = constants;
-    keys = constants[8];
+    numbers = constants;
+    low_bytes = constants[8];
+    keys = constants[16];
+    CreateVecIndex(numbers, int32_t(0), 8);  // written by the scalar unit, which waits for no other
     Duplicate(low_bytes, int32_t(0x00ff00ff), 8);
     for (int32_t round = 4; round < kPhiloxRounds; ++round) {
       Duplicate(KeyLow(round), int32_t(LowOf(round)), 8);
@@ -77,7 +81,7 @@ class Dropout {
     tiles = 1;
     batch_product = uint64_t(kPhiloxMultiplier0) * uint32_t(batch);
     Barrier();
-    CreateVecIndex(registers[0], int32_t(head * 64), kLanes);
+    for (int32_t lane = 0; lane < kLanes; lane += 8) Adds(registers[0][lane], numbers, int32_t(head * 64 + lane), 8);
     Barrier();
     const Product p = {registers[0], head_high, head_low, registers[1], registers[2]};
     Multiply<1>(p);
@@ -384,8 +388,8 @@ class Dropout {
   int32_t vector = 0;              // lanes of a register
   int32_t groups = 0, across = 0;  // that began: 16 rows each, 64 keys each
   int32_t drawn_across = 0;
-  int32_t tiles = 0;      // that the next instructions work on
-  Words low_bytes, keys;  // constants
+  int32_t tiles = 0;               // that the next instructions work on
+  Words numbers, low_bytes, keys;  // constants, the first one from 0 to 7
   Words head_high, head_low, row_high, row_low, row_constant, key_high, key_low, key_other;
   Words words, registers[8];
 };

@@ -13,10 +13,26 @@ namespace {
 
 std::atomic<const Backend*> forced{nullptr};
 
+// The architectures that CUDA backends are written for. A build may have fewer of them.
+constexpr const char* kCudaPaths[] = {"sm80", "sm90"};
+
+// FLASHATTN_EXT_CUDA_PATH; nullptr where it is not set.
+const char* cuda_path() {
+  const char* const path = std::getenv("FLASHATTN_EXT_CUDA_PATH");
+  if (!path || !*path) return nullptr;
+  std::string choices;
+  for (const char* known : kCudaPaths) {
+    if (std::string(known) == path) return path;
+    choices += std::string(choices.empty() ? "'" : ", '") + known + "'";
+  }
+  throw std::runtime_error(std::string("FLASHATTN_EXT_CUDA_PATH: '") + path +
+                           "' is not the name of a CUDA backend; choose one of " + choices + " or unset it");
+}
+
 // FLASHATTN_EXT_CUDA_PATH=sm80 stands for "cuda-sm80", and so on; nullptr where it is not set or is of no concern.
 const Backend* named_by_environment(const std::string& device) {
-  const char* const path = std::getenv("FLASHATTN_EXT_CUDA_PATH");
-  if (device != "cuda" || !path || !*path) return nullptr;
+  const char* const path = cuda_path();
+  if (device != "cuda" || !path) return nullptr;
   std::string choices;
   for (const Backend* backend : backends()) {
     const std::string prefix = "cuda-", name = backend->name;
@@ -146,6 +162,8 @@ void force_backend(const std::string& name) {
   }
   throw std::invalid_argument("backend: '" + name + "' is not in this build; choose one of " + choices + " or None");
 }
+
+void check_cuda_path() { cuda_path(); }
 
 std::string forced_backend() {
   const Backend* backend = forced.load();

@@ -62,12 +62,14 @@ FLASHATTN_HOST_DEVICE uint32_t dropout_byte(const PhiloxWords& words, int64_t i,
 }
 
 // A score is kept when its byte is below the threshold: the realised keep probability is threshold / 256.
+#if !defined(FLASHATTN_NO_DOUBLE)
 FLASHATTN_HOST_DEVICE int32_t dropout_threshold(double dropout_p) {
   const int32_t threshold = static_cast<int32_t>(256.0 * (1.0 - dropout_p) + 0.5);
   return threshold < 1 ? 1 : (threshold > 256 ? 256 : threshold);
 }
 
 FLASHATTN_HOST_DEVICE double keep_probability(int32_t threshold) { return threshold / 256.0; }
+#endif
 
 FLASHATTN_HOST_DEVICE bool dropout_keep(PhiloxKey key, int32_t threshold, int64_t batch, int64_t head, int64_t i,
                                         int64_t j) {

@@ -3,7 +3,6 @@
 #include <pybind11/stl.h>
 
 #include "backend.h"
-#include "cpu/forced_tile.h"
 #include "cpu/isa.h"
 #if defined(FLASHATTN_EXT_CUDA)
 #include "cuda/tile_list.h"
@@ -52,18 +51,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("load_announced_backend", &load_announced_backend, pybind11::arg("device"), "Loads it now.");
   m.def("force_backend", &force_backend, "Forces a backend for the process; '' chooses by device again.");
   m.def("forced_backend", &forced_backend, "The forced backend, or ''.");
+  m.def("check_cuda_path", &check_cuda_path, "Raises where FLASHATTN_EXT_CUDA_PATH names what is in no build.");
   m.def("cpu_isas", &cpu_isas, "Instruction sets that the CPU backend can use here, fastest first.");
   m.def("cpu_isa", &cpu_isa, "The instruction set in use.");
   m.def("cpu_peak_gflops", &cpu_peak_gflops, pybind11::arg("threads"),
         pybind11::call_guard<pybind11::gil_scoped_release>(),
         "Measured peak of fp32 multiply-adds of that many threads together.");
   m.def("set_cpu_isa", &set_cpu_isa, "Chooses one of cpu_isas().");
-  m.def("force_cpu_tile", &force_cpu_tile, pybind11::arg("queries"), pybind11::arg("keys"),
-        "Tile sizes of the CPU kernels for the process, multiples of 64 up to 1024; 0, 0 for those that were measured "
-        "best.");
-  m.def("cpu_tile", &cpu_tile, "Queries and keys of a tile of an fp32 forward.");
-  m.def("cpu_scratch_bytes", &cpu_scratch_bytes, pybind11::arg("head_dim"),
-        "Scratch memory of one thread for an fp32 forward, with the tiles in force.");
+  m.def("cpu_tile", &cpu_tile,
+        "Queries and keys of a tile of fp32 and 16-bit inputs, with the instruction set in use.");
 #if defined(FLASHATTN_EXT_CUDA)
   m.def("cuda_tiles", &described_cuda_tiles,
         "The tiles of the CUDA kernels of 16-bit types, for each class of head dims the default one first; a private "

@@ -1,26 +1,28 @@
-// The ops of torch.ops.flashattn_ext: validate, allocate, fill AttnParams, hand over to a Backend. Besides validate.cpp
-// the only file that sees torch.
-#include <ATen/CPUGeneratorImpl.h>
+// The ops of torch.ops.flashattn_ext: validate, allocate, fill AttnParams, hand over to a Backend. besides attn_call.h
+// and validate.cpp the only file that sees torch.
+//
+// `forward`, `backward` and `dropout_mask` are pure: a mask is a function of the rng_state that they are given. Python
+// calls their overloads `call`, which draw that state with an operator of torch's own, so that compilers, checkpointing
+// and CUDA graphs know what is random, and which turn floats that torch.compile keeps symbolic into tensors.
 #include <ATen/DeviceGuard.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/randint.h>
 #include <ATen/ops/zeros.h>
 #include <pthread.h>
 #include <torch/library.h>
 
 #include <atomic>
 #include <initializer_list>
-#include <mutex>
-#include <tuple>
+#include <limits>
+#include <string>
 
 #if defined(FLASHATTN_EXT_CUDA)
-#include <ATen/cuda/CUDAGeneratorImpl.h>
 #include <c10/cuda/CUDAStream.h>
 #endif
 
 #include "backend.h"
-#include "cpu/forced_tile.h"
 #include "dropout.h"
 #include "validate.h"
 
@@ -34,11 +36,24 @@ namespace {
 std::atomic<bool> in_forked_child{false};
 const int at_fork_registered = pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true); });
 
+// While it lives, torch's own operators (copies, fills) keep to the calling thread if this is a forked child.
+class SerialInForkedChild {
+ public:
+  SerialInForkedChild() : threads_(in_forked_child.load() ? at::get_num_threads() : 1) {
+    if (threads_ > 1) at::set_num_threads(1);
+  }
+  ~SerialInForkedChild() {
+    if (threads_ > 1) at::set_num_threads(threads_);
+  }
+  SerialInForkedChild(const SerialInForkedChild&) = delete;
+
+ private:
+  const int threads_;
+};
+
 CpuExecutor cpu_executor() {
   CpuExecutor executor;
-  const bool serial = in_forked_child.load() || at::in_parallel_region();
-  executor.forward_tile = forced_cpu_tile();
-  executor.num_threads = serial ? 1 : at::get_num_threads();
+  executor.num_threads = in_forked_child.load() || at::in_parallel_region() ? 1 : at::get_num_threads();
   executor.run = [](int workers, void (*body)(void*, int), void* context) {
     if (workers == 1) return body(context, 0);
     at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
@@ -70,6 +85,7 @@ class Device {
 
  private:
   at::DeviceGuard guard_;
+  SerialInForkedChild serial_;
   CpuExecutor executor_;
   void* stream_ = nullptr;  // of another device: the backend knows it
 };
@@ -77,8 +93,18 @@ class Device {
 // --- from tensors to params
 // ---------------------------------------------------------------------------------------------
 
-at::Tensor with_contiguous_rows(const at::Tensor& t) {
-  return t.stride(-1) == 1 || t.size(-1) <= 1 ? t : t.contiguous();
+// A tensor that kernels can read by its strides: its last dimension is contiguous and, except on backends that say
+// otherwise, rows do not overlap. What is expanded (stride 0) stays so in the other dimensions: on the CPU the gradient
+// of a sum costs the memory of one row. row_dim: -1 for a statistic, whose last dimension is that of its rows.
+at::Tensor with_readable_rows(const at::Tensor& t, int64_t row_dim, const Backend& backend) {
+  const bool overlaps = row_dim >= 0 && t.size(row_dim) > 1 && t.stride(row_dim) < t.size(-1);
+  const bool rows_apart = overlaps && !backend.reads_overlapping_rows;
+  if (!rows_apart && (t.stride(-1) == 1 || t.size(-1) <= 1)) return t;
+  at::Tensor distinct = t;
+  for (int64_t dim = 0; dim + 1 < t.dim(); ++dim) {
+    if (t.stride(dim) == 0 && t.size(dim) > 1 && !(rows_apart && dim == row_dim)) distinct = distinct.narrow(dim, 0, 1);
+  }
+  return distinct.contiguous().expand(t.sizes());
 }
 
 TensorView view_of(const AttnCall& c, const at::Tensor& t) {
@@ -108,10 +134,8 @@ DType dtype_of(const at::Tensor& t) {
 }
 
 // Replaces tensors by ones that kernels can read: rows contiguous, cu_seqlens contiguous, sink in the statistics dtype.
-AttnCall readable(AttnCall c) {
-  c.q = with_contiguous_rows(c.q);
-  c.k = with_contiguous_rows(c.k);
-  c.v = with_contiguous_rows(c.v);
+AttnCall readable(AttnCall c, const Backend& backend) {
+  for (at::Tensor* t : {&c.q, &c.k, &c.v}) *t = with_readable_rows(*t, c.row_dim(), backend);
   if (c.is_varlen()) {
     c.cu_seqlens_q = c.cu_seqlens_q->contiguous();
     c.cu_seqlens_k = c.cu_seqlens_k->contiguous();
@@ -125,9 +149,9 @@ template <class Params>
 Params params_of(const AttnCall& c) {
   Params p;
   p.dtype = dtype_of(c.q);
-  p.batch = c.batch();
-  p.seqlen_q = c.is_varlen() ? c.max_seqlen_q : c.q.size(c.row_dim());
-  p.seqlen_k = c.is_varlen() ? c.max_seqlen_k : c.k.size(c.row_dim());
+  p.batch = c.is_varlen() ? c.cu_seqlens_q->numel() - 1 : c.q.size(0);
+  p.seqlen_q = c.is_varlen() ? c.max_seqlen_q.expect_int() : c.q.size(c.row_dim());
+  p.seqlen_k = c.is_varlen() ? c.max_seqlen_k.expect_int() : c.k.size(c.row_dim());
   p.heads_q = c.q.size(c.head_axis());
   p.heads_k = c.k.size(c.head_axis());
   p.head_dim = c.q.size(-1);
@@ -138,16 +162,18 @@ Params params_of(const AttnCall& c) {
     p.total_q = c.q.size(0);
     p.total_k = c.k.size(0);
   }
-  p.window_left = c.window_left;
-  p.window_right = c.causal ? 0 : c.window_right;  // causal caps the right side, and no side is below 0
-  p.softmax_scale = c.softmax_scale;
+  p.window_left = c.window_left.expect_int();
+  p.window_right = c.causal ? 0 : c.window_right.expect_int();  // causal caps the right side, and no side is below 0
+  p.softmax_scale = c.softmax_scale.expect_float();
   p.has_sink = c.smooth_softmax || c.sink;
-  p.dropout_threshold = dropout_threshold(c.dropout_p);
+  p.dropout_threshold = dropout_threshold(c.dropout_p.expect_float());
+  p.deterministic = c.deterministic;
   return p;
 }
 
 // Where the tensors of a readable call lie.
-void set_memory(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse, AttnParams* p) {
+void set_memory(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& rng_state,
+                AttnParams* p) {
   if (c.is_varlen()) {
     p->cu_seqlens_q = c.cu_seqlens_q->const_data_ptr<int32_t>();
     p->cu_seqlens_k = c.cu_seqlens_k->const_data_ptr<int32_t>();
@@ -158,6 +184,7 @@ void set_memory(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse,
   p->out = view_of(c, out);
   p->lse = row_view_of(c, lse);
   p->sink = c.sink ? c.sink->const_data_ptr() : nullptr;
+  p->rng_state = rng_state.const_data_ptr<int64_t>();
 }
 
 // The backend that runs the call, and its stream if this file does not know that one.
@@ -185,13 +212,7 @@ at::Tensor workspace_for(const AttnCall& c, size_t bytes, AttnParams* p) {
   return workspace;
 }
 
-at::Tensor like(const AttnCall& c, const at::Tensor& t, int64_t head_dim) {
-  std::vector<int64_t> shape = t.sizes().vec();
-  shape.back() = head_dim;
-  return at::empty(shape, c.q.options());
-}
-
-// Packed rows behind the last sequence belong to none: they get what a row that sees nothing gets.
+// Packed rows after the last sequence belong to none: they get what a row that sees nothing gets.
 void clear_rows_behind(const std::optional<at::Tensor>& cu_seqlens, const at::Tensor& t, int64_t row_dim,
                        double value) {
   if (!cu_seqlens || !cu_seqlens->is_cpu()) return;
@@ -199,218 +220,230 @@ void clear_rows_behind(const std::optional<at::Tensor>& cu_seqlens, const at::Te
   if (end < t.size(row_dim)) t.narrow(row_dim, end, t.size(row_dim) - end).fill_(value);
 }
 
-// A fresh source from the generator of the device, which torch.manual_seed rules. A captured CUDA graph reads the
-// generator's device memory anew at each replay.
-RngSource draw(const at::Tensor& device_of) {
-  RngSource source;
-#if defined(FLASHATTN_EXT_CUDA)
-  if (device_of.is_cuda()) {
-    constexpr uint64_t kStep = 4;  // the generator counts in fours; a mask needs one offset of its own
-    at::Generator generator = at::cuda::detail::getDefaultCUDAGenerator(device_of.device().index());
-    std::lock_guard<std::mutex> lock(generator.mutex());
-    const at::PhiloxCudaState state = at::check_generator<at::CUDAGeneratorImpl>(generator)->philox_cuda_state(kStep);
-    if (state.captured_) {
-      source.seed_pointer = reinterpret_cast<const int64_t*>(state.seed_.ptr);
-      source.offset_pointer = reinterpret_cast<const int64_t*>(state.offset_.ptr);
-      source.offset = static_cast<int64_t>(state.offset_intragraph_);
-    } else {
-      source.seed = static_cast<int64_t>(state.seed_.val);
-      source.offset = static_cast<int64_t>(state.offset_.val);
-    }
-    // Offset 0 belongs to explicit seeds.
-    source.offset += 1;
-    return source;
-  }
-#endif
-  at::Generator generator = at::detail::getDefaultCPUGenerator();
-  std::lock_guard<std::mutex> lock(generator.mutex());
-  source.seed = static_cast<int64_t>(at::check_generator<at::CPUGeneratorImpl>(generator)->random64());
-  return source;
+// --- the pure ops
+// -------------------------------------------------------------------------------------------------------
+
+using Stack = torch::jit::Stack;
+
+// On meta tensors, which also stand for those of a graph that is being traced, an op ends when its results exist.
+at::Tensor new_tensor(const AttnCall& c, c10::SymIntArrayRef shape, at::ScalarType dtype) {
+  return at::empty_symint(shape, c.q.options().dtype(dtype));
 }
+at::Tensor new_like(const AttnCall& c, const at::Tensor& t) { return new_tensor(c, t.sym_sizes(), c.q.scalar_type()); }
 
-at::Tensor new_rng_state(const AttnCall& c, std::optional<int64_t> rng_seed, const Backend& backend,
-                         const AttnParams& p) {
-  at::Tensor state = at::empty(c.rng_state_shape(), c.q.options().dtype(at::kLong));
-  if (state.numel() == 0) return state;
-  RngSource source;
-  if (rng_seed) {
-    source.seed = *rng_seed;
-  } else if (dropout_threshold(c.dropout_p) < 256) {
-    source = backend.draw ? backend.draw(c.q.device().index()) : draw(c.q);
-  }
-  backend.write_rng_state(p, source, state.data_ptr<int64_t>());
-  return state;
-}
-
-// --- the ops
-// ------------------------------------------------------------------------------------------------------------
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor> forward(
-    const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::optional<at::Tensor>& cu_seqlens_q,
-    const std::optional<at::Tensor>& cu_seqlens_k, int64_t max_seqlen_q, int64_t max_seqlen_k, bool bhsd,
-    double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double dropout_p,
-    std::optional<int64_t> rng_seed, bool smooth_softmax, const std::optional<at::Tensor>& sink) {
-  AttnCall c{q,
-             k,
-             v,
-             cu_seqlens_q,
-             cu_seqlens_k,
-             max_seqlen_q,
-             max_seqlen_k,
-             bhsd,
-             softmax_scale,
-             causal,
-             window_left,
-             window_right,
-             dropout_p,
-             smooth_softmax,
-             sink};
+void forward(const c10::OperatorHandle& op, Stack* stack) {
+  Arguments arguments(op, stack);
+  AttnCall c = arguments.call();
+  const at::Tensor given_state = arguments.tensor();
   validate(c);
-  const Device device(q);
+  validate_rng_state(given_state, c.dropout_p, c.q);
+  const Device device(c.q);
+  const at::Tensor out = new_tensor(c, c.out_shape(), c.q.scalar_type());
+  const at::Tensor lse = new_tensor(c, c.lse_shape(), c.statistics_dtype());
+  if (c.q.is_meta()) return arguments.finish(out, lse);
+
   AttnParams p = params_of<AttnParams>(c);
   p.stream = device.stream();
-  const Backend& backend = backend_supporting(q, &p, false);
-  check_formats(backend, {{"q", &q}, {"k", &k}, {"v", &v}});
-  c = readable(c);
-  at::Tensor out = like(c, q, v.size(-1));
-  std::vector<int64_t> lse_shape{q.size(c.head_axis()), q.size(c.row_dim())};
-  if (!c.is_varlen()) lse_shape.insert(lse_shape.begin(), q.size(0));
-  at::Tensor lse = at::empty(lse_shape, q.options().dtype(c.statistics_dtype()));
-
-  set_memory(c, out, lse, &p);
-  const at::Tensor rng_state = new_rng_state(c, rng_seed, backend, p);
-  p.rng_state = rng_state.const_data_ptr<int64_t>();
+  const Backend& backend = backend_supporting(c.q, &p, false);
+  check_formats(backend, {{"q", &c.q}, {"k", &c.k}, {"v", &c.v}});
+  c = readable(c, backend);
+  const at::Tensor rng_state = given_state.contiguous();
+  set_memory(c, out, lse, rng_state, &p);
   const at::Tensor workspace = workspace_for(c, backend.forward_workspace_bytes(p), &p);
   clear_rows_behind(c.cu_seqlens_q, out, c.row_dim(), 0);
   clear_rows_behind(c.cu_seqlens_q, lse, 1, -std::numeric_limits<double>::infinity());
   // Only the device knows which rows those are. On CUDA the backend clears them.
-  if (c.is_varlen() && q.is_privateuseone()) {
+  if (c.is_varlen() && c.q.is_privateuseone()) {
     out.zero_();
     lse.fill_(-std::numeric_limits<double>::infinity());
   }
   backend.forward(p);
-  return {out, lse, rng_state};
+  arguments.finish(out, lse);
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> backward(
-    const std::optional<at::Tensor>& dout, const std::optional<at::Tensor>& dlse, const at::Tensor& q,
-    const at::Tensor& k, const at::Tensor& v, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& rng_state,
-    const std::optional<at::Tensor>& cu_seqlens_q, const std::optional<at::Tensor>& cu_seqlens_k, int64_t max_seqlen_q,
-    int64_t max_seqlen_k, bool bhsd, double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
-    double dropout_p, bool smooth_softmax, const std::optional<at::Tensor>& sink, bool deterministic) {
-  AttnCall c{q,
-             k,
-             v,
-             cu_seqlens_q,
-             cu_seqlens_k,
-             max_seqlen_q,
-             max_seqlen_k,
-             bhsd,
-             softmax_scale,
-             causal,
-             window_left,
-             window_right,
-             dropout_p,
-             smooth_softmax,
-             sink};
-  validate(c, {dout, dlse, out, lse, rng_state});
-  const Device device(q);
-  AttnGradParams p = params_of<AttnGradParams>(c);
-  p.deterministic = deterministic;
-  p.stream = device.stream();
-  const Backend& backend = backend_supporting(q, &p, true);
-  check_formats(backend, {{"dout", dout ? &*dout : &out}, {"q", &q}, {"k", &k}, {"v", &v}, {"out", &out}});
-  c = readable(c);
-  const at::Tensor out_rows = with_contiguous_rows(out);
-  const at::Tensor dout_rows = dout ? with_contiguous_rows(*dout) : at::zeros(out.sizes(), out.options());
-  const at::Tensor lse_rows = lse.contiguous(), state = rng_state.contiguous();
-  at::Tensor dq = like(c, q, q.size(-1)), dk = like(c, k, k.size(-1)), dv = like(c, v, v.size(-1));
-  at::Tensor dsink = at::empty({sink ? sink->size(0) : 0}, q.options().dtype(c.statistics_dtype()));
+void backward(const c10::OperatorHandle& op, Stack* stack) {
+  Arguments arguments(op, stack);
+  AttnCall c = arguments.call();
+  const BackwardCall b{arguments.maybe_tensor(), arguments.maybe_tensor(), arguments.tensor(), arguments.tensor()};
+  const at::Tensor given_state = arguments.tensor();
+  validate(c, b);
+  validate_rng_state(given_state, c.dropout_p, c.q);
+  const Device device(c.q);
+  const at::Tensor dq = new_like(c, c.q), dk = new_like(c, c.k), dv = new_like(c, c.v);
+  const c10::SymInt sinks = c.sink ? c.sink->sym_size(0) : 0;
+  const at::Tensor dsink = new_tensor(c, {sinks}, c.statistics_dtype());
+  const at::ScalarType sink_dtype = c.sink ? c.sink->scalar_type() : c.statistics_dtype();
+  if (c.q.is_meta()) return arguments.finish(dq, dk, dv, dsink.to(sink_dtype));
 
-  set_memory(c, out_rows, lse_rows, &p);
-  p.rng_state = state.const_data_ptr<int64_t>();
-  at::Tensor dlse_rows;
-  if (dlse) {
-    dlse_rows = dlse->contiguous();
-    p.dlse = row_view_of(c, dlse_rows);
+  AttnGradParams p = params_of<AttnGradParams>(c);
+  p.stream = device.stream();
+  const Backend& backend = backend_supporting(c.q, &p, true);
+  check_formats(backend,
+                {{"dout", b.dout ? &*b.dout : &b.out}, {"q", &c.q}, {"k", &c.k}, {"v", &c.v}, {"out", &b.out}});
+  c = readable(c, backend);
+  const at::Tensor out = with_readable_rows(b.out, c.row_dim(), backend), lse = with_readable_rows(b.lse, -1, backend);
+  const at::Tensor given_dout = b.dout ? *b.dout : at::zeros({1}, c.q.options()).expand(out.sizes());
+  const at::Tensor dout = with_readable_rows(given_dout, c.row_dim(), backend);
+  const at::Tensor rng_state = given_state.contiguous();
+  set_memory(c, out, lse, rng_state, &p);
+  at::Tensor dlse;
+  if (b.dlse) {
+    dlse = with_readable_rows(*b.dlse, -1, backend);
+    p.dlse = row_view_of(c, dlse);
   }
-  p.dout = view_of(c, dout_rows);
+  p.dout = view_of(c, dout);
   p.dq = view_of(c, dq);
   p.dk = view_of(c, dk);
   p.dv = view_of(c, dv);
-  p.dsink = sink ? dsink.data_ptr() : nullptr;
+  p.dsink = c.sink ? dsink.data_ptr() : nullptr;
   const at::Tensor workspace = workspace_for(c, backend.backward_workspace_bytes(p), &p);
   clear_rows_behind(c.cu_seqlens_q, dq, c.row_dim(), 0);
   clear_rows_behind(c.cu_seqlens_k, dk, c.row_dim(), 0);
   clear_rows_behind(c.cu_seqlens_k, dv, c.row_dim(), 0);
   backend.backward(p);
-  return {dq, dk, dv, sink ? dsink.to(sink->scalar_type()) : dsink};
+  arguments.finish(dq, dk, dv, dsink.to(sink_dtype));
 }
 
-// `like` only names the device.
-at::Tensor dropout_mask(const at::Tensor& device_of, int64_t batch, int64_t heads, int64_t seqlen_q, int64_t seqlen_k,
-                        double dropout_p, int64_t rng_seed, int64_t rng_offset) {
+void dropout_mask(const c10::OperatorHandle& op, Stack* stack) {
+  Arguments arguments(op, stack);
+  const at::Tensor given_state = arguments.tensor();
+  const std::vector<c10::SymInt> shape{arguments.integer(), arguments.integer(), arguments.integer(),
+                                       arguments.integer()};
+  const c10::SymFloat dropout_p = arguments.number();
+  const char* const names[] = {"B", "H", "Sq", "Sk"};
+  for (size_t i = 0; i < shape.size(); ++i)
+    TORCH_CHECK_VALUE(shape[i].sym_ge(0).expect_true(__FILE__, __LINE__), names[i], ": expected at least 0, got ",
+                      shape[i]);
   validate_dropout_p(dropout_p);
-  for (const auto& [name, size] :
-       {std::pair<const char*, int64_t>{"B", batch}, {"H", heads}, {"Sq", seqlen_q}, {"Sk", seqlen_k}}) {
-    TORCH_CHECK_VALUE(size >= 0, name, ": expected at least 0, got ", size);
-  }
-  const Device device(device_of);
+  validate_rng_state(given_state, 1.0, given_state);
+  const Device device(given_state);
+  const at::Tensor mask = at::empty_symint(shape, given_state.options().dtype(at::kBool));
+  if (mask.is_meta()) return arguments.finish(mask);
+
   AttnParams p;
   p.dtype = DType::kFloat16;  // there is no q; every backend has this type
-  p.batch = batch;
-  p.heads_q = heads;
-  p.seqlen_q = seqlen_q;
-  p.seqlen_k = seqlen_k;
-  p.dropout_threshold = dropout_threshold(dropout_p);
+  p.batch = mask.size(0);
+  p.heads_q = mask.size(1);
+  p.seqlen_q = mask.size(2);
+  p.seqlen_k = mask.size(3);
+  p.dropout_threshold = dropout_threshold(dropout_p.expect_float());
   p.stream = device.stream();
-  const Backend& backend = backend_supporting(device_of, &p, false);
-  at::Tensor mask = at::empty({batch, heads, seqlen_q, seqlen_k}, device_of.options().dtype(at::kBool));
-  at::Tensor rng_state = at::empty({2}, device_of.options().dtype(at::kLong));
-  RngSource source;
-  source.seed = rng_seed;
-  source.offset = rng_offset;
+  const Backend& backend = backend_supporting(mask, &p, false);
+  const at::Tensor rng_state = given_state.contiguous();
   p.rng_state = rng_state.const_data_ptr<int64_t>();
-  backend.write_rng_state(p, source, rng_state.data_ptr<int64_t>());
   backend.dropout_mask(p, mask.data_ptr<bool>());
-  return mask;
+  arguments.finish(mask);
+}
+
+// --- what Python calls
+// --------------------------------------------------------------------------------------------------
+
+c10::OperatorHandle operator_named(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+}
+
+// Ends the arguments of a `call` with what its pure op has last: the floats as tensors, if torch.compile has made any
+// of them symbolic.
+void push_scalars(const c10::OperatorHandle& op, Stack* stack) {
+  const std::vector<c10::Argument>& arguments = op.schema().arguments();
+  const auto first = stack->end() - static_cast<std::ptrdiff_t>(arguments.size());
+  c10::List<at::Tensor> scalars;
+  if (std::any_of(first, stack->end(), [](const c10::IValue& value) { return value.isSymFloat(); })) {
+    static const auto as_tensor = operator_named("flashattn_ext::as_tensor").typed<at::Tensor(const at::Scalar&)>();
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      if (arguments[i].type()->kind() != c10::TypeKind::NumberType) continue;
+      c10::IValue& value = first[static_cast<std::ptrdiff_t>(i)];
+      scalars.push_back(as_tensor.call(value.toScalar()));
+      value = 0.0;
+    }
+  }
+  stack->emplace_back(std::move(scalars));
+}
+
+// {seed, offset} of a mask. An explicit seed has the offset 0, and a drawn state never has.
+at::Tensor new_rng_state(const at::Tensor& device_of, const std::optional<c10::SymInt>& rng_seed) {
+  if (rng_seed) {
+    static const auto seeded =
+        operator_named("flashattn_ext::rng_state").typed<at::Tensor(const at::Tensor&, c10::SymInt)>();
+    return seeded.call(device_of, *rng_seed);
+  }
+  return at::randint(1, std::numeric_limits<int64_t>::max(), {2}, device_of.options().dtype(at::kLong));
+}
+
+// The arguments are those of the pure op, with the seed in place of the state.
+void forward_call(const c10::OperatorHandle& op, Stack* stack) {
+  static const c10::OperatorHandle pure = operator_named("flashattn_ext::forward");
+  const AttnCall c = Arguments(op, stack).call();
+  const auto rng_seed = stack->back().toOptional<c10::SymInt>();
+  const bool drops = c.dropout_p > 0.0;
+  if (drops && !rng_seed) validate(c);  // a call that is refused draws nothing
+  const at::Tensor rng_state = drops ? new_rng_state(c.q, rng_seed) : at::empty({0}, c.q.options().dtype(at::kLong));
+  stack->back() = rng_state;
+  push_scalars(op, stack);
+  pure.callBoxed(stack);
+  stack->emplace_back(rng_state);
+}
+
+void backward_call(const c10::OperatorHandle& op, Stack* stack) {
+  static const c10::OperatorHandle pure = operator_named("flashattn_ext::backward");
+  push_scalars(op, stack);
+  pure.callBoxed(stack);
+}
+
+void dropout_mask_call(const c10::OperatorHandle& op, Stack* stack) {
+  static const c10::OperatorHandle pure = operator_named("flashattn_ext::dropout_mask");
+  push_scalars(op, stack);
+  pure.callBoxed(stack);
+}
+
+// The state of an explicit seed, in the memory of the device and without waiting for it. Opaque to compilers, whose
+// code for integers that change may have 32 bits.
+at::Tensor rng_state(const at::Tensor& device_of, c10::SymInt rng_seed) {
+  const at::Tensor state = at::zeros({2}, device_of.options().dtype(at::kLong));
+  if (!state.is_meta()) state.select(0, 0).fill_(rng_seed.expect_int());
+  return state;
 }
 
 }  // namespace
 
 TORCH_LIBRARY(flashattn_ext, m) {
-  // Dropout draws from torch's generator, so that equal calls are not equal results.
-  m.def(
-      "forward(Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt "
-      "max_seqlen_k, "
-      "bool bhsd, float softmax_scale, bool causal, SymInt window_left, SymInt window_right, float dropout_p, int? "
-      "rng_seed, "
-      "bool smooth_softmax, Tensor? sink) -> (Tensor out, Tensor lse, Tensor rng_state)",
+  const std::string call = kCallSchema,
+                    gradients = ", Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor rng_state";
+  const std::string mask =
+      "Tensor rng_state, SymInt batch, SymInt heads, SymInt seqlen_q, SymInt seqlen_k, Scalar dropout_p";
+  const std::string scalars = ", Tensor[] scalars";
+  const auto def = [&m](const std::string& schema, const std::vector<at::Tag>& tags = {at::Tag::pt2_compliant_tag}) {
+    m.def(schema.c_str(), tags);
+  };
+  def("forward(" + call + ", Tensor rng_state" + scalars + ") -> (Tensor out, Tensor lse)");
+  def("backward(" + call + gradients + scalars + ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)");
+  def("dropout_mask(" + mask + scalars + ") -> Tensor");
+  // rng_seed=None draws from torch's generator, so that equal calls are not equal results.
+  def("forward.call(" + call + ", SymInt? rng_seed) -> (Tensor out, Tensor lse, Tensor rng_state)",
       {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
-  m.def(
-      "backward(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor rng_state, "
-      "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, bool bhsd, float "
-      "softmax_scale, "
-      "bool causal, SymInt window_left, SymInt window_right, float dropout_p, bool smooth_softmax, Tensor? sink, bool "
-      "deterministic) "
-      "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)",
-      {at::Tag::pt2_compliant_tag});
-  m.def(
-      "dropout_mask(Tensor device_of, SymInt batch, SymInt heads, SymInt seqlen_q, SymInt seqlen_k, float dropout_p, "
-      "int rng_seed, "
-      "int rng_offset) -> Tensor",
-      {at::Tag::pt2_compliant_tag});
+  def("backward.call(" + call + gradients + ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)");
+  def("dropout_mask.call(" + mask + ") -> Tensor");
+  def("rng_state(Tensor device_of, SymInt rng_seed) -> Tensor");
+  def("as_tensor(Scalar value) -> Tensor");  // in Python: ops.py
 }
 
 void implement(torch::Library& m) {
-  m.impl("forward", &forward);
-  m.impl("backward", &backward);
-  m.impl("dropout_mask", &dropout_mask);
+  m.impl("forward", torch::CppFunction::makeFromBoxedFunction<&forward>());
+  m.impl("backward", torch::CppFunction::makeFromBoxedFunction<&backward>());
+  m.impl("dropout_mask", torch::CppFunction::makeFromBoxedFunction<&dropout_mask>());
 }
 
 TORCH_LIBRARY_IMPL(flashattn_ext, CPU, m) { implement(m); }
+TORCH_LIBRARY_IMPL(flashattn_ext, Meta, m) { implement(m); }
 // Also without a backend for them: then the call says that this build has none. PrivateUse1 is torch_npu's.
 TORCH_LIBRARY_IMPL(flashattn_ext, CUDA, m) { implement(m); }
 TORCH_LIBRARY_IMPL(flashattn_ext, PrivateUse1, m) { implement(m); }
+
+TORCH_LIBRARY_IMPL(flashattn_ext, CompositeImplicitAutograd, m) {
+  m.impl("forward.call", torch::CppFunction::makeFromBoxedFunction<&forward_call>());
+  m.impl("backward.call", torch::CppFunction::makeFromBoxedFunction<&backward_call>());
+  m.impl("dropout_mask.call", torch::CppFunction::makeFromBoxedFunction<&dropout_mask_call>());
+}
+TORCH_LIBRARY_IMPL(flashattn_ext, CompositeExplicitAutograd, m) { m.impl("rng_state", &rng_state); }
 
 }  // namespace flashattn_ext

@@ -72,10 +72,10 @@ struct AttnParams {
 
   bool deterministic = false;
 
-  void* workspace = nullptr;  // Backend::workspace_bytes() of the device's memory, 64-byte aligned, uninitialised
-  void* stream = nullptr;     // CPU: const CpuExecutor*; CUDA: cudaStream_t; Ascend: aclrtStream
+  // As many bytes of the device's memory as the Backend asked for, 64-byte aligned, uninitialised.
+  void* workspace = nullptr;
+  void* stream = nullptr;  // CPU: const CpuExecutor*; CUDA: cudaStream_t; Ascend: aclrtStream
 
-  // Short names that every backend needs.
   FLASHATTN_HOST_DEVICE bool is_varlen() const { return cu_seqlens_q != nullptr; }
   FLASHATTN_HOST_DEVICE bool has_dropout() const { return dropout_threshold < 256; }
   FLASHATTN_HOST_DEVICE int64_t group_size() const { return heads_q / heads_k; }
@@ -90,24 +90,9 @@ struct AttnGradParams : AttnParams {
   void* dsink = nullptr;  // [Hq] fp32 (fp64 for fp64 inputs); nullptr when the sink needs no gradient
 };
 
-// Where the state of a dropout mask comes from: values, or (in a captured CUDA graph) the generator's device memory.
-struct RngSource {
-  int64_t seed = 0;
-  int64_t offset = 0;                       // with offset_pointer: what is added to it
-  const int64_t* seed_pointer = nullptr;    // device memory
-  const int64_t* offset_pointer = nullptr;  // device memory
-};
-
-// Queries and keys that a CPU kernel treats at a time; 0: those of cpu/tiles.h.
-struct CpuTile {
-  int32_t queries = 0;
-  int32_t keys = 0;
-};
-
 // How CPU kernels borrow the caller's thread pool without knowing whose it is.
 struct CpuExecutor {
   int num_threads = 1;
-  CpuTile forward_tile;
   // Calls body(context, worker) once for each worker in [0, workers), possibly concurrently, and returns when all are
   // done.
   void (*run)(int workers, void (*body)(void* context, int worker), void* context) = nullptr;

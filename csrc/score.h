@@ -26,6 +26,8 @@ template <class Real>
 constexpr Real kLog2E = static_cast<Real>(1.44269504088896340736);
 template <class Real>
 constexpr Real kLn2 = static_cast<Real>(0.69314718055994530942);
+template <class Real>
+constexpr Real kSmallest = std::numeric_limits<Real>::min();  // above 0
 
 // The rule of a call without options: a logit is the scaled product.
 //
@@ -40,15 +42,15 @@ struct PlainScore {
   Real softmax_scale;
   bool negates;  // x is the negated product; false when not kOrdered
 
-  // Called on the host: the vector processors of some backends have no double.
-  static PlainScore of(const AttnParams& p) {
+#if !defined(FLASHATTN_NO_DOUBLE)  // called on the host
+  FLASHATTN_HOST_DEVICE static PlainScore of(const AttnParams& p) {
     const bool negative = p.softmax_scale < 0;
     const Real size = static_cast<Real>((negative ? -p.softmax_scale : p.softmax_scale) * kLog2E<double>);
     // A factor of 0 would make NaN of a masked score, which is -inf.
-    constexpr Real kSmallest = std::numeric_limits<Real>::min();
-    const Real factor = size < kSmallest ? kSmallest : size;
+    const Real factor = size < kSmallest<Real> ? kSmallest<Real> : size;
     return {negative && !kOrdered ? -factor : factor, static_cast<Real>(p.softmax_scale), negative && kOrdered};
   }
+#endif
 
   // Whether a product is a stored score as it stands, so that a kernel can save the pass over them.
   FLASHATTN_HOST_DEVICE bool stores_products() const { return !negates; }

@@ -1,5 +1,6 @@
 #include "validate.h"
 
+#include <ATen/TensorSubclassLikeUtils.h>
 #include <c10/util/Exception.h>
 
 #include <cmath>
@@ -13,9 +14,17 @@ constexpr int64_t kMaxHeadDim = 256;
 
 using NamedTensors = std::vector<std::pair<const char*, const at::Tensor*>>;
 
+// A condition on sizes. While a graph is traced it becomes a guard, or a check at run time where a size has no value
+// yet.
+bool holds(const c10::SymBool& condition) { return condition.expect_true(__FILE__, __LINE__); }
+
 std::string layout_of(const AttnCall& c) {
   if (c.is_varlen()) return "[total, heads, head_dim]";
   return c.bhsd ? "[batch, heads, seqlen, head_dim]" : "[batch, seqlen, heads, head_dim]";
+}
+
+void check_device(const char* name, const at::Tensor& t, const at::Tensor& q) {
+  TORCH_CHECK_VALUE(t.device() == q.device(), name, ": expected the device of q (", q.device(), "), got ", t.device());
 }
 
 void check_tensor_kinds(const AttnCall& c) {
@@ -28,68 +37,69 @@ void check_tensor_kinds(const AttnCall& c) {
                    "q: float64 is supported on the CPU only, got a tensor on ", c.q.device(), "; use float32 there");
   for (const auto& [name, t] : NamedTensors{{"q", &c.q}, {"k", &c.k}, {"v", &c.v}}) {
     TORCH_CHECK_VALUE(t->dim() == rank, name, ": expected ", rank, " dimensions ", layout_of(c), ", got shape ",
-                      t->sizes());
+                      t->sym_sizes());
     TORCH_CHECK_TYPE(t->scalar_type() == dtype, name, ": expected the dtype of q (", dtype, "), got ",
                      t->scalar_type());
-    TORCH_CHECK_VALUE(t->device() == c.q.device(), name, ": expected the device of q (", c.q.device(), "), got ",
-                      t->device());
+    check_device(name, *t, c.q);
   }
+}
+
+void check_size(const char* name, const at::Tensor& t, int64_t dim, const c10::SymInt& expected, const char* what) {
+  TORCH_CHECK_VALUE(holds(t.sym_size(dim).sym_eq(expected)), name, ": expected the ", what, " (", expected, "), got ",
+                    t.sym_size(dim), " in shape ", t.sym_sizes());
 }
 
 void check_sizes(const AttnCall& c) {
   const int64_t heads = c.head_axis(), rows = c.row_dim();
   if (!c.is_varlen()) {
-    for (const auto& [name, t] : NamedTensors{{"k", &c.k}, {"v", &c.v}}) {
-      TORCH_CHECK_VALUE(t->size(0) == c.q.size(0), name, ": expected the batch size of q (", c.q.size(0), "), got ",
-                        t->size(0), " in shape ", t->sizes());
-    }
+    check_size("k", c.k, 0, c.q.sym_size(0), "batch size of q");
+    check_size("v", c.v, 0, c.q.sym_size(0), "batch size of q");
   }
-  TORCH_CHECK_VALUE(c.v.size(rows) == c.k.size(rows), "v: expected the length of k (", c.k.size(rows), "), got ",
-                    c.v.size(rows), " in shape ", c.v.sizes());
-  TORCH_CHECK_VALUE(c.v.size(heads) == c.k.size(heads), "v: expected the number of heads of k (", c.k.size(heads),
-                    "), got ", c.v.size(heads), " in shape ", c.v.sizes());
-  const int64_t heads_q = c.q.size(heads), heads_k = c.k.size(heads);
+  check_size("v", c.v, rows, c.k.sym_size(rows), "length of k");
+  check_size("v", c.v, heads, c.k.sym_size(heads), "number of heads of k");
+  const c10::SymInt heads_q = c.q.sym_size(heads), heads_k = c.k.sym_size(heads);
   TORCH_CHECK_VALUE(heads_k > 0 ? heads_q % heads_k == 0 : heads_q == 0,
                     "q: the number of query heads must be a multiple of the ", heads_k, " key heads, got ", heads_q,
-                    " in shape ", c.q.sizes());
-  TORCH_CHECK_VALUE(c.k.size(-1) == c.q.size(-1), "k: expected the head_dim of q (", c.q.size(-1), "), got ",
-                    c.k.size(-1), " in shape ", c.k.sizes());
+                    " in shape ", c.q.sym_sizes());
+  check_size("k", c.k, -1, c.q.sym_size(-1), "head_dim of q");
   for (const auto& [name, t] : NamedTensors{{"q", &c.q}, {"v", &c.v}}) {
-    TORCH_CHECK_VALUE(t->size(-1) >= 1 && t->size(-1) <= kMaxHeadDim, name, ": head_dim must be in 1..", kMaxHeadDim,
-                      ", got ", t->size(-1), " in shape ", t->sizes());
+    const c10::SymInt head_dim = t->sym_size(-1);
+    TORCH_CHECK_VALUE(holds(head_dim.sym_ge(1)) && holds(head_dim.sym_le(kMaxHeadDim)), name,
+                      ": head_dim must be in 1..", kMaxHeadDim, ", got ", head_dim, " in shape ", t->sym_sizes());
   }
 }
 
 void check_options(const AttnCall& c) {
-  TORCH_CHECK_VALUE(std::isfinite(c.softmax_scale), "softmax_scale: expected a finite number, got ", c.softmax_scale);
+  TORCH_CHECK_VALUE(c.softmax_scale.is_symbolic() || std::isfinite(c.softmax_scale.expect_float()),
+                    "softmax_scale: expected a finite number, got ", c.softmax_scale);
   validate_dropout_p(c.dropout_p);
-  TORCH_CHECK_VALUE(c.window_left >= -1 && c.window_right >= -1,
+  TORCH_CHECK_VALUE(holds(c.window_left.sym_ge(-1)) && holds(c.window_right.sym_ge(-1)),
                     "window_size: both sides must be -1 (unbounded) or at least 0, got (", c.window_left, ", ",
                     c.window_right, ")");
-  TORCH_CHECK_VALUE(c.max_seqlen_q >= 0, "max_seqlen_q: expected at least 0, got ", c.max_seqlen_q);
-  TORCH_CHECK_VALUE(c.max_seqlen_k >= 0, "max_seqlen_k: expected at least 0, got ", c.max_seqlen_k);
+  TORCH_CHECK_VALUE(holds(c.max_seqlen_q.sym_ge(0)), "max_seqlen_q: expected at least 0, got ", c.max_seqlen_q);
+  TORCH_CHECK_VALUE(holds(c.max_seqlen_k.sym_ge(0)), "max_seqlen_k: expected at least 0, got ", c.max_seqlen_k);
   if (!c.sink) return;
   TORCH_CHECK_VALUE(!c.smooth_softmax,
                     "sink: cannot be combined with smooth_softmax=True, which is a sink of 0; give one of them");
   const at::Tensor& sink = *c.sink;
   TORCH_CHECK_TYPE(at::isFloatingType(sink.scalar_type()), "sink: expected a floating point dtype, got ",
                    sink.scalar_type());
-  const int64_t heads_q = c.q.size(c.head_axis());
-  TORCH_CHECK_VALUE(sink.dim() == 1 && sink.size(0) == heads_q, "sink: expected shape [", heads_q,
-                    "], one logit per query head, got ", sink.sizes());
-  TORCH_CHECK_VALUE(sink.device() == c.q.device(), "sink: expected the device of q (", c.q.device(), "), got ",
-                    sink.device());
+  const c10::SymInt heads_q = c.q.sym_size(c.head_axis());
+  TORCH_CHECK_VALUE(sink.dim() == 1 && holds(sink.sym_size(0).sym_eq(heads_q)), "sink: expected shape [", heads_q,
+                    "], one logit per query head, got ", sink.sym_sizes());
+  check_device("sink", sink, c.q);
 }
 
-// On the CPU the values are checked too; on accelerators that would need a synchronisation, and the kernels clamp
-// instead.
-void check_cu_seqlens(const char* name, const at::Tensor& cu, const AttnCall& c, int64_t total, const char* tensor,
-                      int64_t max_seqlen) {
+// On the CPU the values are checked too, unless the tensor stands for one of a graph that is being traced and has none.
+// On accelerators that would need a synchronisation, and the kernels clamp instead.
+void check_cu_seqlens(const char* name, const at::Tensor& cu, const AttnCall& c, const char* tensor,
+                      const at::Tensor& packed, const c10::SymInt& longest) {
   TORCH_CHECK_TYPE(cu.scalar_type() == at::kInt, name, ": expected dtype int32, got ", cu.scalar_type());
-  TORCH_CHECK_VALUE(cu.dim() == 1 && cu.numel() >= 1, name, ": expected shape [batch + 1], got ", cu.sizes());
-  TORCH_CHECK_VALUE(cu.device() == c.q.device(), name, ": expected the device of q (", c.q.device(), "), got ",
-                    cu.device());
-  if (!cu.is_cpu()) return;
+  TORCH_CHECK_VALUE(cu.dim() == 1 && holds(cu.sym_size(0).sym_ge(1)), name, ": expected shape [batch + 1], got ",
+                    cu.sym_sizes());
+  check_device(name, cu, c.q);
+  if (!cu.is_cpu() || at::isTensorSubclassLike(cu)) return;
+  const int64_t total = packed.size(0), max_seqlen = longest.expect_int();
   const at::Tensor flat = cu.contiguous();
   const int32_t* values = flat.const_data_ptr<int32_t>();
   const int64_t count = flat.numel();
@@ -109,8 +119,21 @@ void check_cu_seqlens(const char* name, const at::Tensor& cu, const AttnCall& c,
 
 }  // namespace
 
-void validate_dropout_p(double dropout_p) {
-  TORCH_CHECK_VALUE(dropout_p >= 0 && dropout_p < 1, "dropout_p: expected a probability in [0, 1), got ", dropout_p);
+void validate_dropout_p(const c10::SymFloat& dropout_p) {
+  if (dropout_p.is_symbolic()) return;
+  const double p = dropout_p.expect_float();
+  TORCH_CHECK_VALUE(p >= 0 && p < 1, "dropout_p: expected a probability in [0, 1), got ", p);
+}
+
+void validate_rng_state(const at::Tensor& rng_state, const c10::SymFloat& dropout_p, const at::Tensor& device_of) {
+  TORCH_CHECK_TYPE(rng_state.scalar_type() == at::kLong, "rng_state: expected dtype int64, got ",
+                   rng_state.scalar_type());
+  TORCH_CHECK_VALUE(rng_state.device() == device_of.device(), "rng_state: expected the device of q (",
+                    device_of.device(), "), got ", rng_state.device());
+  if (dropout_p.is_symbolic() || dropout_p.expect_float() == 0) return;
+  TORCH_CHECK_VALUE(rng_state.dim() == 1 && holds(rng_state.sym_size(0).sym_eq(2)),
+                    "rng_state: expected shape [2], {seed, offset}, for a call with dropout, got ",
+                    rng_state.sym_sizes());
 }
 
 void validate(const AttnCall& c) {
@@ -120,31 +143,27 @@ void validate(const AttnCall& c) {
   check_sizes(c);
   check_options(c);
   if (!c.is_varlen()) return;
-  check_cu_seqlens("cu_seqlens_q", *c.cu_seqlens_q, c, c.q.size(0), "q", c.max_seqlen_q);
-  check_cu_seqlens("cu_seqlens_k", *c.cu_seqlens_k, c, c.k.size(0), "k", c.max_seqlen_k);
-  TORCH_CHECK_VALUE(c.cu_seqlens_k->numel() == c.cu_seqlens_q->numel(),
-                    "cu_seqlens_k: expected the length of cu_seqlens_q (", c.cu_seqlens_q->numel(), "), got ",
-                    c.cu_seqlens_k->numel());
+  check_cu_seqlens("cu_seqlens_q", *c.cu_seqlens_q, c, "q", c.q, c.max_seqlen_q);
+  check_cu_seqlens("cu_seqlens_k", *c.cu_seqlens_k, c, "k", c.k, c.max_seqlen_k);
+  TORCH_CHECK_VALUE(holds(c.cu_seqlens_k->sym_size(0).sym_eq(c.cu_seqlens_q->sym_size(0))),
+                    "cu_seqlens_k: expected the length of cu_seqlens_q (", c.cu_seqlens_q->sym_size(0), "), got ",
+                    c.cu_seqlens_k->sym_size(0));
 }
 
 void validate(const AttnCall& c, const BackwardCall& b) {
   validate(c);
-  std::vector<int64_t> out_shape = c.q.sizes().vec();
-  out_shape.back() = c.v.size(-1);
-  const int64_t rows = c.q.size(c.row_dim()), heads = c.q.size(c.head_axis());
-  const std::vector<int64_t> lse_shape =
-      c.is_varlen() ? std::vector<int64_t>{heads, rows} : std::vector<int64_t>{c.q.size(0), heads, rows};
-  auto check = [&c](const char* name, const at::Tensor& t, at::IntArrayRef shape, at::ScalarType dtype) {
-    TORCH_CHECK_VALUE(t.sizes() == shape, name, ": expected shape ", shape, ", got ", t.sizes());
+  auto check = [&c](const char* name, const at::Tensor& t, c10::SymIntArrayRef shape, at::ScalarType dtype) {
+    bool same = t.dim() == static_cast<int64_t>(shape.size());
+    for (int64_t dim = 0; same && dim < t.dim(); ++dim) same = holds(t.sym_size(dim).sym_eq(shape[dim]));
+    TORCH_CHECK_VALUE(same, name, ": expected shape ", shape, ", got ", t.sym_sizes());
     TORCH_CHECK_TYPE(t.scalar_type() == dtype, name, ": expected dtype ", dtype, ", got ", t.scalar_type());
-    TORCH_CHECK_VALUE(t.device() == c.q.device(), name, ": expected the device of q (", c.q.device(), "), got ",
-                      t.device());
+    check_device(name, t, c.q);
   };
+  const std::vector<c10::SymInt> out_shape = c.out_shape(), lse_shape = c.lse_shape();
   if (b.dout) check("dout", *b.dout, out_shape, c.q.scalar_type());
   if (b.dlse) check("dlse", *b.dlse, lse_shape, c.statistics_dtype());
   check("out", b.out, out_shape, c.q.scalar_type());
   check("lse", b.lse, lse_shape, c.statistics_dtype());
-  check("rng_state", b.rng_state, c.rng_state_shape(), at::kLong);
 }
 
 }  // namespace flashattn_ext

@@ -9,30 +9,35 @@ except _metadata.PackageNotFoundError:  # a checkout that was built in place
 
     __version__ = (_Path(__file__).parent.parent / "VERSION").read_text().strip()
 
-from . import _build
+from ._place import running_folder as _running_folder
 
 try:
+    __path__ = [_running_folder(__path__[0])]
+    from . import _build
+
     _C = _build.load()
 except (ImportError, RuntimeError) as _error:
-    from .cli.main import take_over_failed_import as _take_over_failed_import
+    from ._build import is_command_line as _is_command_line
 
-    _take_over_failed_import(_error)  # `doctor` must run just then
-    raise
-
-from ._build import build_info
-from .api import backward, dropout_mask, forward, use_backend, varlen_forward
-from .autograd import FlashAttentionFunction
-from .compat import (
-    flash_attention_npu,
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-    flash_attn_varlen_kvpacked_func,
-    flash_attn_varlen_qkvpacked_func,
-)
-from .module import FlashAttention
-from .reference import attention_reference
+    if not _is_command_line():
+        raise
+    _import_error: Exception | None = _error  # the command line reports it: `doctor` must run just then
+else:
+    _import_error = None
+    from ._build import build_info
+    from .api import backward, dropout_mask, forward, use_backend, varlen_forward
+    from .autograd import FlashAttentionFunction
+    from .compat import (
+        flash_attention_npu,
+        flash_attn_func,
+        flash_attn_kvpacked_func,
+        flash_attn_qkvpacked_func,
+        flash_attn_varlen_func,
+        flash_attn_varlen_kvpacked_func,
+        flash_attn_varlen_qkvpacked_func,
+    )
+    from .module import FlashAttention
+    from .reference import attention_reference
 
 __all__ = [
     "FlashAttention",

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
+import platform
+import sys
 from pathlib import Path
 from typing import Any
 
+from ._place import same_series
+
 REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps ."
 BUILD_NPU = "bash build.sh -arch 910b (Atlas A2), or bash build.sh -arch 910_93 (Atlas A3)"
-
-
-def _same_series(a: str, b: str) -> bool:
-    return a.split(".")[:2] == b.split(".")[:2]
 
 
 def load() -> Any:
@@ -22,31 +21,31 @@ def load() -> Any:
     """
     import torch
 
+    folder = Path(__file__).parent
     try:
         from . import _build_config
     except ImportError:
         raise RuntimeError(
-            "flashattn_ext: the compiled module is missing (is this a source checkout that was never "
-            f"built?); build it from the checkout with: {REBUILD}"
+            f"flashattn_ext was imported from {folder}, which has no compiled module (sources that were never built?); "
+            f"build it, in the checkout, with: {REBUILD}"
         ) from None
-    if not _same_series(_build_config.BUILT_FOR_TORCH, torch.__version__):
+    if not same_series(_build_config.BUILT_FOR_TORCH, torch.__version__):
         raise RuntimeError(
-            f"flashattn_ext was built for torch {_build_config.BUILT_FOR_TORCH}, but torch "
-            f"{torch.__version__} is installed; rebuild it from the checkout with: {REBUILD}"
+            f"flashattn_ext in {folder} was built for torch {_build_config.BUILT_FOR_TORCH}, but torch {torch.__version__} is "
+            f"installed; rebuild it, in the checkout, with: {REBUILD}"
         )
     try:
         from . import _C
     except ImportError as error:
         raise RuntimeError(
-            f"flashattn_ext: the compiled module cannot be loaded ({error}); rebuild it from the "
-            f"checkout with: {REBUILD}"
+            f"the compiled module of flashattn_ext in {folder} cannot be loaded by Python {platform.python_version()} "
+            f"({error}); rebuild it, in the checkout, with: {REBUILD}"
         ) from error
-    isa = os.environ.get("FLASHATTN_EXT_ISA")
-    if isa and isa not in _C.cpu_isas():
-        raise RuntimeError(
-            f"FLASHATTN_EXT_ISA: '{isa}' is not an instruction set of this build on this machine; "
-            f"choose one of {', '.join(_C.cpu_isas())}"
-        )
+    try:
+        _C.cpu_isa()  # reads FLASHATTN_EXT_ISA
+        _C.check_cuda_path()
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(str(error)) from None
     if not why_not_ascend():
         _C.announce_backend("npu", str(_npu_library()))
     return _C
@@ -69,7 +68,7 @@ def why_not_ascend() -> str:
         return "not built"
     if not _npu_library().exists():
         return f"not built ({_npu_library()} is missing)"
-    if not _same_series(_ascend_config.BUILT_FOR_TORCH, torch.__version__):
+    if not same_series(_ascend_config.BUILT_FOR_TORCH, torch.__version__):
         return f"built for torch {_ascend_config.BUILT_FOR_TORCH}, but torch {torch.__version__} is installed"
     return ""
 
@@ -113,6 +112,13 @@ def load_ascend_emulator() -> None:
             "bash build.sh -arch 910 -mode emulator"
         )
     _C.load_backend(str(library))
+
+
+def is_command_line() -> bool:
+    """Whether this process is the console script or `python -m flashattn_ext`."""
+    if sys.argv[0] == "-m":  # the interpreter is still looking for the module to run
+        return sys.orig_argv[-len(sys.argv)] == "flashattn_ext"
+    return Path(sys.argv[0]).stem == "flashattn-ext"
 
 
 def build_info() -> dict[str, Any]:

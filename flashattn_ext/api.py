@@ -2,57 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _C, _build, ops
-from .autograd import CallOptions, FlashAttentionFunction, backward_op
-
-LAYOUTS = ("bshd", "bhsd")
-_INT64 = (-(1 << 63), (1 << 63) - 1)
-
-
-def _check_tensors(**tensors: Any) -> None:
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
-
-
-def _is_bhsd(layout: str) -> bool:
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout: expected one of {LAYOUTS}, got {layout!r}")
-    return layout == "bhsd"
-
-
-def _window(window_size: Any) -> tuple[int, int]:
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"window_size: expected a pair (left, right) with -1 for unbounded, got {window_size!r}"
-        ) from None
-    for side in (left, right):
-        if isinstance(side, bool) or not isinstance(side, (int, torch.SymInt)):
-            raise TypeError(f"window_size: expected two integers, got {window_size!r}")
-    return left, right
-
-
-def _check_seed(rng_seed: Any) -> None:
-    if rng_seed is None:
-        return
-    if isinstance(rng_seed, bool) or not isinstance(rng_seed, int):
-        raise TypeError(f"rng_seed: expected an int or None, got {type(rng_seed).__name__}")
-    if not _INT64[0] <= rng_seed <= _INT64[1]:
-        raise ValueError(f"rng_seed: expected a 64-bit signed integer, got {rng_seed}")
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: expected a number, got {type(value).__name__}")
-    return float(value)
+from . import _C, _build, arguments, ops
+from .autograd import CallOptions, FlashAttentionFunction
 
 
 def _options(
@@ -68,20 +24,18 @@ def _options(
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
 ) -> CallOptions:
-    left, right = _window(window_size)
-    if softmax_scale is None:
-        softmax_scale = 1.0 / math.sqrt(q.shape[-1]) if q.dim() and q.shape[-1] else 1.0
+    left, right = arguments.window(window_size)
     return CallOptions(
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        bhsd=_is_bhsd(layout),
-        softmax_scale=_number("softmax_scale", softmax_scale),
-        causal=bool(causal),
+        max_seqlen_q=arguments.integer("max_seqlen_q", max_seqlen_q),
+        max_seqlen_k=arguments.integer("max_seqlen_k", max_seqlen_k),
+        bhsd=arguments.is_bhsd(layout),
+        softmax_scale=arguments.scale(softmax_scale, q),
+        causal=arguments.flag("causal", causal),
         window_left=left,
         window_right=right,
-        dropout_p=_number("dropout_p", dropout_p),
-        smooth_softmax=bool(smooth_softmax),
-        deterministic=bool(deterministic) or torch.are_deterministic_algorithms_enabled(),
+        dropout_p=arguments.number("dropout_p", dropout_p),
+        smooth_softmax=arguments.flag("smooth_softmax", smooth_softmax),
+        deterministic=arguments.flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled(),
     )
 
 
@@ -94,17 +48,15 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
 
 
-def _distinct(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _distinct(*tensors: Tensor | None) -> list[Tensor | None]:
     """torch.compile cannot trace an autograd.Function that is given one tensor twice; views of it are fine."""
-    if torch.compiler.is_compiling():
-        k = k.view_as(k) if k is q else k
-        v = v.view_as(v) if v is q or v is k else v
-    return q, k, v
-
-
-def _check_length(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
+    if not torch.compiler.is_compiling():
+        return list(tensors)
+    distinct: list[Tensor | None] = []
+    for tensor in tensors:
+        again = tensor is not None and any(tensor is other for other in distinct)
+        distinct.append(tensor.view_as(tensor) if again else tensor)
+    return distinct
 
 
 def forward(
@@ -155,16 +107,16 @@ def forward(
 
     Source: FlashAttention-2 (Dao 2023, algorithms 1 and 2).
     """
-    _check_tensors(q=q, k=k, v=v, **({} if sink is None else {"sink": sink}))
-    _check_seed(rng_seed)
-    q, k, v = _distinct(*_autocast(q, k, v))
+    arguments.tensors(q=q, k=k, v=v, **({} if sink is None else {"sink": sink}))
+    rng_seed = arguments.seed(rng_seed)
+    q, k, v = _autocast(q, k, v)
     options = _options(
         q, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
         dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout=layout,
         deterministic=deterministic,
     )  # fmt: skip
-    out, lse = FlashAttentionFunction.apply(q, k, v, sink, None, None, rng_seed, options)
-    return (out, lse) if return_lse else out
+    out, lse = FlashAttentionFunction.apply(*_distinct(q, k, v, None, None, sink), rng_seed, options)
+    return (out, lse) if arguments.flag("return_lse", return_lse) else out
 
 
 def varlen_forward(
@@ -186,7 +138,7 @@ def varlen_forward(
     rng_seed: int | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """forward() for sequences of different lengths, packed one behind the other.
+    """forward() for sequences of different lengths, packed one after the other.
 
     Args:
         q: [total_q, Hq, D]; k: [total_k, Hk, D]; v: [total_k, Hk, Dv].
@@ -198,19 +150,18 @@ def varlen_forward(
     Returns:
         out [total_q, Hq, Dv], or (out, lse) with lse [Hq, total_q].
     """
-    _check_tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-                   **({} if sink is None else {"sink": sink}))  # fmt: skip
-    _check_seed(rng_seed)
-    _check_length("max_seqlen_q", max_seqlen_q)
-    _check_length("max_seqlen_k", max_seqlen_k)
-    q, k, v = _distinct(*_autocast(q, k, v))
+    arguments.tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+                      **({} if sink is None else {"sink": sink}))  # fmt: skip
+    rng_seed = arguments.seed(rng_seed)
+    q, k, v = _autocast(q, k, v)
     options = _options(
         q, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
         dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout="bshd",
         deterministic=deterministic, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    out, lse = FlashAttentionFunction.apply(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, rng_seed, options)
-    return (out, lse) if return_lse else out
+    tensors = _distinct(q, k, v, cu_seqlens_q, cu_seqlens_k, sink)
+    out, lse = FlashAttentionFunction.apply(*tensors, rng_seed, options)
+    return (out, lse) if arguments.flag("return_lse", return_lse) else out
 
 
 def backward(
@@ -251,8 +202,8 @@ def backward(
     optional = {"dout": dout, "dlse": dlse, "sink": sink,
                 "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}  # fmt: skip
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
-    _check_tensors(q=q, k=k, v=v, out=out, lse=lse, **given)
-    _check_seed(rng_seed)
+    arguments.tensors(q=q, k=k, v=v, out=out, lse=lse, **given)
+    rng_seed = arguments.seed(rng_seed)
     options = _options(
         q, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
         dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout=layout,
@@ -262,10 +213,11 @@ def backward(
         raise ValueError(
             "rng_seed: the backward of a call with dropout needs the rng_seed that its forward was given, got None"
         )
-    rng_state = torch.zeros(2 if options.dropout_p else 0, dtype=torch.int64, device=q.device)
-    if options.dropout_p:
-        rng_state[0].fill_(rng_seed or 0)  # unlike torch.tensor(), without waiting for the device
-    dq, dk, dv, dsink = backward_op(dout, dlse, q, k, v, out, lse, rng_state, cu_seqlens_q, cu_seqlens_k, sink, options)
+    drops = rng_seed is not None and options.dropout_p > 0
+    rng_state = ops.rng_state(q, rng_seed) if drops else torch.empty(0, dtype=torch.int64, device=q.device)
+    dq, dk, dv, dsink = ops.backward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, sink, *options, dout, dlse, out, lse, rng_state
+    )  # fmt: skip
     return dq, dk, dv, None if sink is None else dsink
 
 
@@ -286,14 +238,10 @@ def dropout_mask(
         rng_seed: the seed given to forward().
         device: where the mask is made; the bits are the same everywhere.
     """
-    if rng_seed is None:
-        raise TypeError("rng_seed: expected an int, got None")
-    _check_seed(rng_seed)
-    for name, size in (("B", B), ("H", H), ("Sq", Sq), ("Sk", Sk)):
-        _check_length(name, size)
-    device_of = torch.empty(0, device=device)
-    p = _number("dropout_p", dropout_p)
-    return ops.dropout_mask(device_of, B, H, Sq, Sk, p, rng_seed, 0)
+    seed = arguments.integer("rng_seed", rng_seed)
+    sizes = [arguments.integer(name, size) for name, size in (("B", B), ("H", H), ("Sq", Sq), ("Sk", Sk))]
+    p = arguments.number("dropout_p", dropout_p)
+    return ops.dropout_mask(ops.rng_state(torch.empty(0, device=device), seed), *sizes, p)
 
 
 class _BackendChoice:

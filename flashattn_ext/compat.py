@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from . import arguments
 from .api import forward, varlen_forward
 
 
@@ -22,10 +23,16 @@ def _reject(**unsupported: Any) -> None:
             )
 
 
+def _window(window_size: Any) -> tuple[int, int]:
+    """flash-attn takes every negative side as unbounded."""
+    left, right = arguments.window(window_size)
+    return max(left, -1), max(right, -1)
+
+
 def _result(results: tuple[Tensor, Tensor], return_attn_probs: bool) -> Any:
     """flash-attn returns (out, softmax_lse, S_dmask); there is no S x S matrix to return here."""
     out, lse = results
-    return (out, lse, None) if return_attn_probs else out
+    return (out, lse, None) if arguments.flag("return_attn_probs", return_attn_probs) else out
 
 
 def _expect(name: str, tensor: Tensor, shape: tuple[int | str, ...]) -> None:
@@ -48,7 +55,7 @@ def flash_attn_func(
     _reject(softcap=(softcap, 0.0), alibi_slopes=(alibi_slopes, None))
     results = forward(
         q, k, v, dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal,
-        window_size=window_size, deterministic=deterministic, return_lse=True,
+        window_size=_window(window_size), deterministic=deterministic, return_lse=True,
     )  # fmt: skip
     return _result(results, return_attn_probs)
 
@@ -95,7 +102,7 @@ def flash_attn_varlen_func(
     _reject(softcap=(softcap, 0.0), alibi_slopes=(alibi_slopes, None), block_table=(block_table, None))
     results = varlen_forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=dropout_p,
-        softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+        softmax_scale=softmax_scale, causal=causal, window_size=_window(window_size),
         deterministic=deterministic, return_lse=True,
     )  # fmt: skip
     return _result(results, return_attn_probs)

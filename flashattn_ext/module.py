@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from . import arguments
 from .api import forward
 
 
@@ -20,6 +21,9 @@ class FlashAttention(nn.Module):
             place of use_smooth_softmax.
         num_heads: number of query heads; needed for learnable_sink only.
         window_size: (left, right) keys seen to either side, -1 for unbounded.
+
+    Raises:
+        ValueError, TypeError: naming the argument, when the module is made.
     """
 
     def __init__(
@@ -34,19 +38,23 @@ class FlashAttention(nn.Module):
         window_size: tuple[int, int] = (-1, -1),
     ) -> None:
         super().__init__()
-        if not 1 <= head_dim <= 256:
+        self.head_dim = arguments.integer("head_dim", head_dim)
+        if not 1 <= self.head_dim <= 256:
             raise ValueError(f"head_dim: expected 1..256, got {head_dim}")
-        if not 0 <= dropout < 1:
+        self.dropout = arguments.number("dropout", dropout)
+        if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout: expected a probability in [0, 1), got {dropout}")
-        if learnable_sink and num_heads is None:
-            raise ValueError("num_heads: learnable_sink=True needs the number of query heads, got None")
-        self.head_dim = head_dim
-        self.dropout = dropout
-        self.causal = causal
-        self.use_smooth_softmax = use_smooth_softmax
-        self.window_size = window_size
-        if learnable_sink:
-            self.sink = nn.Parameter(torch.zeros(num_heads))
+        self.causal = arguments.flag("causal", causal)
+        self.use_smooth_softmax = arguments.flag("use_smooth_softmax", use_smooth_softmax)
+        self.window_size = arguments.window(window_size)
+        if min(self.window_size) < -1:
+            raise ValueError(f"window_size: both sides must be -1 (unbounded) or at least 0, got {self.window_size}")
+        if num_heads is not None and arguments.integer("num_heads", num_heads) < 1:
+            raise ValueError(f"num_heads: expected at least 1, got {num_heads}")
+        if arguments.flag("learnable_sink", learnable_sink):
+            if num_heads is None:
+                raise ValueError("num_heads: learnable_sink=True needs the number of query heads, got None")
+            self.sink = nn.Parameter(torch.zeros(int(num_heads)))
         else:
             self.register_parameter("sink", None)
 

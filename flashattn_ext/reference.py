@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from . import arguments
+
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
 
@@ -47,7 +49,7 @@ def dropout_threshold(dropout_p: float) -> int:
     return min(max(math.floor(256 * (1 - dropout_p) + 0.5), 1), 256)
 
 
-def _keep_mask(b: int, heads: int, Sq: int, Sk: int, dropout_p: float, rng_seed: int, device: torch.device) -> Tensor:
+def _keep_mask(b: int, heads: int, Sq: int, Sk: int, threshold: int, seed: int, device: torch.device) -> Tensor:
     """The mask of batch entry b: bool [heads, Sq, Sk]."""
     h = torch.arange(heads, device=device)[:, None, None]
     i = torch.arange(Sq, device=device)[None, :, None]
@@ -59,10 +61,10 @@ def _keep_mask(b: int, heads: int, Sq: int, Sk: int, dropout_p: float, rng_seed:
         (h * 64 + i % 8 * 8 + j % 8).expand(shape),
         (i // 16).expand(shape),
     ]
-    words = torch.stack(_philox(_philox_key(rng_seed, 0), counter))
+    words = torch.stack(_philox(_philox_key(seed, 0), counter))
     word = words.gather(0, (j // 16 % 4).expand(shape)[None])[0]
     byte = word >> (8 * (i // 8 % 2 + 2 * (j // 8 % 2))) & 0xFF
-    return byte < dropout_threshold(dropout_p)
+    return byte < threshold
 
 
 def _visible(Sq: int, Sk: int, causal: bool, window_size: tuple[int, int], device: torch.device) -> Tensor:
@@ -130,33 +132,31 @@ def attention_reference(
     Raises:
         ValueError: dropout without rng_seed (the reference draws no random numbers of its own).
     """
-    if dropout_threshold(dropout_p) < 256 and rng_seed is None:
+    threshold = dropout_threshold(arguments.number("dropout_p", dropout_p))
+    seed = arguments.seed(rng_seed)
+    if threshold < 256 and seed is None:
         raise ValueError("rng_seed: attention_reference needs a seed when dropout_p > 0, got None")
-    if layout not in ("bshd", "bhsd"):
-        raise ValueError(f"layout: expected 'bshd' or 'bhsd', got {layout!r}")
-    scale = 1 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
-    heads = q.shape[1 if cu_seqlens_q is not None or layout == "bhsd" else 2]
-    if smooth_softmax and sink is None:
+    bhsd, causal, window = arguments.is_bhsd(layout), arguments.flag("causal", causal), arguments.window(window_size)
+    scale = arguments.scale(softmax_scale, q)
+    heads = q.shape[1 if cu_seqlens_q is not None or bhsd else 2]
+    if arguments.flag("smooth_softmax", smooth_softmax) and sink is None:
         sink = torch.zeros(heads, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
 
     def entry(b: int, q_b: Tensor, k_b: Tensor, v_b: Tensor) -> tuple[Tensor, Tensor]:
         Sq, Sk = q_b.shape[1], k_b.shape[1]
-        keep = None
-        if dropout_threshold(dropout_p) < 256:
-            keep = _keep_mask(b, heads, Sq, Sk, dropout_p, rng_seed, q.device)
-        visible = _visible(Sq, Sk, causal, window_size, q.device)
-        p_keep = dropout_threshold(dropout_p) / 256
-        return _attend(q_b, k_b, v_b, scale, visible, sink, keep, p_keep)
+        keep = None if seed is None else _keep_mask(b, heads, Sq, Sk, threshold, seed, q.device)
+        visible = _visible(Sq, Sk, causal, window, q.device)
+        return _attend(q_b, k_b, v_b, scale, visible, sink, keep, threshold / 256)
 
     if cu_seqlens_q is None:
-        out, lse = _dense(entry, q, k, v, layout)
+        out, lse = _dense(entry, q, k, v, bhsd)
     else:
         out, lse = _packed(entry, q, k, v, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
-    return (out, lse) if return_lse else out
+    return (out, lse) if arguments.flag("return_lse", return_lse) else out
 
 
-def _dense(entry, q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    if layout == "bshd":
+def _dense(entry, q: Tensor, k: Tensor, v: Tensor, bhsd: bool) -> tuple[Tensor, Tensor]:
+    if not bhsd:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if q.shape[0] == 0:
         shape = (*q.shape[:-1], v.shape[-1])
@@ -164,7 +164,7 @@ def _dense(entry, q: Tensor, k: Tensor, v: Tensor, layout: str) -> tuple[Tensor,
     else:
         results = [entry(b, q[b], k[b], v[b]) for b in range(q.shape[0])]
         out, lse = (torch.stack(tensors) for tensors in zip(*results, strict=True))
-    return out.transpose(1, 2) if layout == "bshd" else out, lse
+    return out if bhsd else out.transpose(1, 2), lse
 
 
 def _packed(entry, q: Tensor, k: Tensor, v: Tensor, starts_q: list[int], starts_k: list[int]) -> tuple[Tensor, Tensor]:

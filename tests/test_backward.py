@@ -12,7 +12,7 @@ import flashattn_ext
 @pytest.mark.every_isa
 @pytest.mark.parametrize("Sq,Sk", [(1, 1), (1, 200), (64, 64), (65, 129), (200, 1), (257, 130)])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_lengths(device: str, dtype: torch.dtype, Sq: int, Sk: int, causal: bool) -> None:
+def test_gradients_of_every_length_are_exact(device: str, dtype: torch.dtype, Sq: int, Sk: int, causal: bool) -> None:
     check(Case(dtype=dtype, Sq=Sq, Sk=Sk, causal=causal, D=64, Dv=64), device)
 
 
@@ -20,7 +20,7 @@ def test_lengths(device: str, dtype: torch.dtype, Sq: int, Sk: int, causal: bool
 @pytest.mark.parametrize(
     "D,Dv", [(1, 1), (7, 9), (64, 64), (100, 36), (128, 128), (192, 128), (3, 256), (256, 5), (256, 256)]
 )
-def test_head_dims(device: str, dtype: torch.dtype, D: int, Dv: int) -> None:
+def test_gradients_of_every_head_dim_are_exact(device: str, dtype: torch.dtype, D: int, Dv: int) -> None:
     check(Case(dtype=dtype, Sq=66, Sk=70, D=D, Dv=Dv), device)
 
 

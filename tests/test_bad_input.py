@@ -174,18 +174,38 @@ def assert_rejected(function: Callable[..., Any], good: Arguments, bad: Row) -> 
 
 
 @pytest.mark.parametrize("bad", SHARED + DENSE, ids=names(SHARED + DENSE))
-def test_forward(device: str, bad: Row) -> None:
+def test_forward_names_the_bad_argument(device: str, bad: Row) -> None:
     assert_rejected(flashattn_ext.forward, dense_call(device), bad)
 
 
 @pytest.mark.parametrize("bad", SHARED + VARLEN, ids=names(SHARED + VARLEN))
-def test_varlen_forward(device: str, bad: Row) -> None:
+def test_varlen_forward_names_the_bad_argument(device: str, bad: Row) -> None:
     assert_rejected(flashattn_ext.varlen_forward, varlen_call(device), bad)
 
 
 @pytest.mark.parametrize("bad", CU_SEQLENS_VALUES, ids=names(CU_SEQLENS_VALUES))
 def test_cu_seqlens_values(bad: Row) -> None:
     assert_rejected(flashattn_ext.varlen_forward, varlen_call("cpu"), bad)
+
+
+@pytest.mark.parametrize("bad", SHARED + DENSE, ids=names(SHARED + DENSE))
+def test_forward_of_meta_tensors(bad: Row) -> None:
+    good = dense_call("meta")
+    with pytest.raises(bad.error, match=bad.words[0]):
+        flashattn_ext.forward(**{**good, **bad.change(good)})
+
+
+@pytest.mark.parametrize("bad", SHARED + VARLEN, ids=names(SHARED + VARLEN))
+def test_varlen_forward_of_meta_tensors(bad: Row) -> None:
+    good = varlen_call("meta")
+    with pytest.raises(bad.error, match=bad.words[0]):
+        flashattn_ext.varlen_forward(**{**good, **bad.change(good)})
+
+
+def test_a_refused_call_with_dropout_draws_nothing(device: str) -> None:
+    for good, function in ((dense_call, flashattn_ext.forward), (varlen_call, flashattn_ext.varlen_forward)):
+        bad = row(ValueError, "v", v=lambda a: a["v"][:-1], dropout_p=0.5)
+        assert_rejected(function, good(device), bad)
 
 
 def backward_call(device: str) -> Arguments:
@@ -210,8 +230,15 @@ BACKWARD = [
 
 
 @pytest.mark.parametrize("bad", BACKWARD, ids=names(BACKWARD))
-def test_backward(device: str, bad: Row) -> None:
+def test_backward_names_the_bad_argument(device: str, bad: Row) -> None:
     assert_rejected(flashattn_ext.backward, backward_call(device), bad)
+
+
+@pytest.mark.parametrize("bad", BACKWARD, ids=names(BACKWARD))
+def test_backward_of_meta_tensors(bad: Row) -> None:
+    good = {name: t.to("meta") if isinstance(t, torch.Tensor) else t for name, t in backward_call("cpu").items()}
+    with pytest.raises(bad.error, match=bad.words[0]):
+        flashattn_ext.backward(**{**good, **bad.change(good)})
 
 
 @pytest.mark.parametrize("bad", SHARED, ids=names(SHARED))
@@ -231,7 +258,7 @@ MASK = [
 
 
 @pytest.mark.parametrize("bad", MASK, ids=names(MASK))
-def test_dropout_mask(device: str, bad: Row) -> None:
+def test_dropout_mask_names_the_bad_argument(device: str, bad: Row) -> None:
     good = dict(B=1, H=2, Sq=3, Sk=4, dropout_p=0.5, rng_seed=1, device=device)
 
     def function(**arguments: Any) -> torch.Tensor:
@@ -242,7 +269,7 @@ def test_dropout_mask(device: str, bad: Row) -> None:
 
 
 @pytest.mark.parametrize("name", ["k", "v", "sink"])
-def test_another_device(device: str, name: str) -> None:
+def test_tensors_on_different_devices_are_refused(device: str, name: str) -> None:
     good = dense_call(device)
     good["sink"] = torch.zeros(4, device=device)
     elsewhere = {**good, name: good[name].to("meta")}

@@ -16,9 +16,10 @@ import torch
 
 pytest.importorskip("rich")
 
-from flashattn_ext.cli import bench_cuda
-from flashattn_ext.cli.bench_cuda import DENSE, FA2, FLASH_ATTN, MATH, OURS, PEERS, SETS, TORCH_BACKENDS, Case
-from flashattn_ext.cli.console import CommandError
+from flashattn_ext.cli import bench_accuracy, bench_cases, bench_cuda, bench_cuda_tables
+from flashattn_ext.cli.bench_cases import DENSE, FA2, FLASH_ATTN, MATH, OURS, SETS, Case
+from flashattn_ext.cli.bench_cuda import PEERS, TORCH_BACKENDS
+from flashattn_ext.cli.console import CommandError, markdown_table
 from flashattn_ext.cli.main import main
 from flashattn_ext.cli.timing import Timing
 
@@ -52,13 +53,13 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def a_row(**ms: float) -> dict:
     timings = {name: Timing(value / 1e3, value / 2e3, value / 1e3, 3) for name, value in ms.items()}
     memory = {name: 1 << 20 for name in ms}
-    return bench_cuda.row(TINY, [OURS, FA2, MATH], timings, memory, {OURS: 0.5}, {MATH: "RuntimeError: no"})
+    return bench_cuda_tables.row(TINY, [OURS, FA2, MATH], timings, memory, {OURS: 0.5}, {MATH: "RuntimeError: no"})
 
 
 # What is asked for
 
 
-def test_sets() -> None:
+def test_sets_have_the_sizes_of_the_papers() -> None:
     sizes = {name: len(rows) for name, rows in SETS.items()}
     assert sizes == {"fa_paper": 36, "align": 3, "dropout": 2, "gqa": 1, "fp32": 4, "short": 2, "varlen": 4}
     assert all(case.B * case.S == 16384 and case.Hq * case.D == 2048 for case in SETS["fa_paper"])
@@ -79,27 +80,27 @@ def test_packed_sequences_and_a_dense_batch_of_as_much_work() -> None:
 
 
 def test_drawn_lengths_are_always_the_same() -> None:
-    assert bench_cuda.draw_lengths(100, 10, 40, seed=0) == bench_cuda.draw_lengths(100, 10, 40, seed=0)
-    assert bench_cuda.draw_lengths(5, 10, 40, seed=0) == (5,)
+    assert bench_cases.draw_lengths(100, 10, 40, seed=0) == bench_cases.draw_lengths(100, 10, 40, seed=0)
+    assert bench_cases.draw_lengths(5, 10, 40, seed=0) == (5,)
 
 
 def test_cases_of_sets_and_passes() -> None:
-    assert len(bench_cuda.cases(None, "both")) == 2 * sum(map(len, SETS.values()))
-    chosen = bench_cuda.cases(["gqa", "align"], "backward")
+    assert len(bench_cases.cases(None, "both")) == 2 * sum(map(len, SETS.values()))
+    chosen = bench_cases.cases(["gqa", "align"], "backward")
     assert [case.set for case in chosen] == ["align"] * 3 + ["gqa"]
     assert all(case.backward for case in chosen)
     with pytest.raises(CommandError, match="'none'; accepted are fa_paper, align"):
-        bench_cuda.cases(["none"], "both")
+        bench_cases.cases(["none"], "both")
 
 
 @pytest.mark.parametrize(
     ("causal", "backward", "flop"), [(False, False, 4e9), (True, False, 2e9), (False, True, 1e10), (True, True, 5e9)]
 )
-def test_flop(causal: bool, backward: bool, flop: float) -> None:
+def test_flop_counts_visible_scores(causal: bool, backward: bool, flop: float) -> None:
     assert Case(10, 10, 5, 1000, 10, causal, "bf16", backward=backward).flop == flop
 
 
-def test_contestants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_are_those_that_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_cuda, "_flash_attn_func", lambda: None)
     assert bench_cuda.contestants(None) == [OURS, "fa2", "cudnn", "efficient", "math"]
     assert bench_cuda.contestants("math, fa2") == [OURS, "fa2", "math"]
@@ -122,7 +123,7 @@ def test_math_is_skipped_where_scores_are_large() -> None:
 
 
 @pytest.mark.parametrize(("ms", "launches"), [(0.0, 20), (0.01, 20), (1.0, 5), (2.4, 3), (80.0, 1)])
-def test_launches(ms: float, launches: int) -> None:
+def test_short_calls_are_timed_in_bursts(ms: float, launches: int) -> None:
     assert bench_cuda.launches_for(ms) == launches
 
 
@@ -178,7 +179,7 @@ def test_packed_sequences_measured_on_the_cpu(on_cpu: None, causal: bool, backwa
     assert dense["shape"] == case.dense().shape == "2x4x72x16"
     assert row["ratio_dense"] == pytest.approx(row["tflops"][OURS] / dense["tflops"])
     assert json.loads(json.dumps(row)) == row
-    assert bench_cuda.speed_cells([row], [OURS])[0][1] == "3x4x25-90x16"
+    assert bench_cuda_tables.speed_cells([row], [OURS])[0][1] == "3x4x25-90x16"
 
 
 def test_dense_failing_is_reported_and_leaves_the_rest(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +191,7 @@ def test_dense_failing_is_reported_and_leaves_the_rest(on_cpu: None, monkeypatch
     monkeypatch.setattr(bench_cuda, "_ours", ours)
     row = bench_cuda.measure_case(PACKED, [OURS], quick=True)
     assert row["ms"][OURS] > 0 and row["dense"] is row["ratio_dense"] is None
-    assert bench_cuda.notes([row]) == [
+    assert bench_cuda_tables.notes([row]) == [
         f"packed 3x4x25-90x16 fp32 causal forward: {DENSE}: RuntimeError: no dense today"
     ]
 
@@ -209,22 +210,22 @@ def test_ours_failing_leaves_the_peers(on_cpu: None, monkeypatch: pytest.MonkeyP
     row = bench_cuda.measure_case(TINY, [OURS, FA2], quick=False)
     assert row["ms"][OURS] is None and row["ms"][FA2] > 0 and row["ratio_best"] is None
     assert row["max_error"][FA2] > 0
-    assert bench_cuda.notes([row]) == [
+    assert bench_cuda_tables.notes([row]) == [
         "tiny 2x4x64x16 fp32 causal forward: ours: NotImplementedError: backend 'cuda-none': not yet"
     ]
 
 
 def test_compared_heads_fit_and_keep_groups_whole() -> None:
-    assert bench_cuda.compared_heads(TINY) == (2, 2)
-    assert bench_cuda.compared_heads(Case(1, 1, 1, 64, 16, True, "fp32")) == (1, 1)
-    assert bench_cuda.compared_heads(Case(1, 8, 8, 16384, 64, True, "bf16")) == (1, 1)
-    assert bench_cuda.compared_heads(SETS["gqa"][0]) == (4, 1)
+    assert bench_accuracy.compared_heads(TINY) == (2, 2)
+    assert bench_accuracy.compared_heads(Case(1, 1, 1, 64, 16, True, "fp32")) == (1, 1)
+    assert bench_accuracy.compared_heads(Case(1, 8, 8, 16384, 64, True, "bf16")) == (1, 1)
+    assert bench_accuracy.compared_heads(SETS["gqa"][0]) == (4, 1)
 
 
-def test_largest_error() -> None:
+def test_the_largest_error_keeps_nan() -> None:
     a, b = [torch.tensor([1.0, 2.0]), torch.tensor([0.0])], [torch.tensor([1.5, 2.0]), torch.tensor([-3.0])]
-    assert bench_cuda.largest_error(a, b) == 3.0
-    assert math.isnan(bench_cuda.largest_error([torch.tensor([math.nan, 1.0])], [torch.zeros(2)]))
+    assert bench_accuracy.largest_error(a, b) == 3.0
+    assert math.isnan(bench_accuracy.largest_error([torch.tensor([math.nan, 1.0])], [torch.zeros(2)]))
 
 
 def test_fp32_products_are_exact_meanwhile() -> None:
@@ -249,23 +250,23 @@ def test_row_has_ratios_to_the_best_peer_and_to_fa2() -> None:
     assert json.loads(json.dumps(row)) == row
 
 
-def test_tables() -> None:
+def test_cells_show_what_was_measured() -> None:
     rows, names = [a_row(ours=2.0, fa2=3.0)], [OURS, FA2, MATH]
     about = ["tiny", "2x4x64x16", "fp32", "causal", "forward"]
-    assert bench_cuda.speed_cells(rows, names) == [
+    assert bench_cuda_tables.speed_cells(rows, names) == [
         [*about, "2.000 / 0.0", "3.000 / 0.0", "-", "1.50x", "1.50x", "-", "50%"],
     ]
-    assert bench_cuda.memory_cells(rows, names) == [[*about, "1.0 / 5.0e-01", "1.0 / -", "-"]]
+    assert bench_cuda_tables.memory_cells(rows, names) == [[*about, "1.0 / 5.0e-01", "1.0 / -", "-"]]
     nothing = a_row()
-    assert bench_cuda.speed_cells([nothing], names)[0][5:] == ["-"] * 7
-    assert bench_cuda.markdown_table("title", "ab", ["cd"]) == "title\n\n| a | b |\n| --- | --- |\n| c | d |\n"
+    assert bench_cuda_tables.speed_cells([nothing], names)[0][5:] == ["-"] * 7
+    assert markdown_table("title", "ab", ["cd"]) == "title\n\n| a | b |\n| --- | --- |\n| c | d |\n"
 
 
 # The command
 
 
 @pytest.mark.parametrize("markdown", [False, True])
-def test_command(
+def test_bench_cuda_prints_and_writes_every_row(
     on_cpu: None,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

@@ -1,11 +1,10 @@
-"""`bench tune`: the tiles of the CPU for real, those of a GPU with stand-ins for the compiled module and the clock."""
+"""`bench tune`: the tiles of the CPU for real, those of a GPU with stand-ins for backends and the clock."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,21 +14,22 @@ pytest.importorskip("rich")
 
 import flashattn_ext
 from flashattn_ext import _C
-from flashattn_ext.cli import bench_cuda, bench_tune
-from flashattn_ext.cli.bench_cuda import Case
+from flashattn_ext.cli import bench_cuda, bench_tune, private_build
+from flashattn_ext.cli.bench_cases import Case
 from flashattn_ext.cli.bench_tune import Job, Tile
 from flashattn_ext.cli.console import CommandError
 from flashattn_ext.cli.main import main
+from flashattn_ext.cli.private_build import PrivateBuild
 from flashattn_ext.cli.timing import Timing
 
 CASE = Case(2, 2, 2, 32, 16, True, "fp32")
 
 
 class Gpu:
-    """The compiled module of a build for a GPU: what was compiled, and which tiles were forced."""
+    """The compiled module of a build for a GPU: the tables of its tiles, and which backends were used."""
 
     def __init__(self, choices: int) -> None:
-        self.forced: list[int] = []
+        self.used: list[str] = []
         self.choices = choices
 
     def backends(self) -> list[str]:
@@ -45,17 +45,24 @@ class Gpu:
             for choice in range(1 if dropout else self.choices)
         ]
 
-    def force_cuda_tile(self, choice: int) -> None:
-        self.forced.append(choice)
+    def use_backend(self, name: str | None) -> contextlib.AbstractContextManager[None]:
+        self.used.append(str(name))
+        return contextlib.nullcontext()
+
+
+def private(backend: str, choice: int) -> PrivateBuild:
+    return PrivateBuild(f"{backend}-tile{choice}", compiler=[], linker=[], sources=[], defines={})
 
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    """A build with three tiles without dropout, whose second one takes twice as long and third one half."""
+    """Tables with three tiles without dropout, whose second one takes twice as long and third one half."""
     gpu = Gpu(choices=3)
     monkeypatch.setattr(bench_tune, "_C", gpu)
     monkeypatch.setattr(bench_tune, "choose_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(flashattn_ext, "use_backend", lambda name: contextlib.nullcontext())
+    monkeypatch.setattr(private_build, "cuda", private)
+    monkeypatch.setattr(private_build, "load", lambda builds: {})
+    monkeypatch.setattr(flashattn_ext, "use_backend", gpu.use_backend)
     monkeypatch.setattr(flashattn_ext, "build_info", lambda: {"backends": gpu.backends()})
     monkeypatch.setattr(bench_cuda, "check_cuda", lambda backend: backend or "cuda-a")
     monkeypatch.setattr(bench_cuda, "machine", lambda: {"machine": "a GPU", "torch": "2"})
@@ -65,7 +72,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
     def burst_ms(call: Any, launches: int) -> float:
         call()
-        return (4.0, 8.0, 2.0)[gpu.forced[-2]] * launches  # the last one undoes it
+        return {"cuda-a": 4.0, "cuda-a-tile1": 8.0, "cuda-a-tile2": 2.0}[gpu.used[-1]] * launches
 
     monkeypatch.setattr(bench_cuda, "burst_ms", burst_ms)
     return gpu
@@ -86,7 +93,8 @@ def test_cpu_tiles_start_with_the_default_and_never_repeat_it() -> None:
     for job in jobs:
         names = [tile.name for tile in job.tiles]
         assert names[0] == " x ".join(map(str, _C.cpu_tile())) and len(set(names)) == len(names) >= 25
-        assert job.tiles[0].arguments == (0, 0)
+        assert job.tiles[0].backend == "cpu"
+        assert all(tile.backend.name.endswith(tile.name.replace(" ", "")) for tile in job.tiles[1:])
 
 
 def test_cuda_jobs_are_the_kinds_with_alternatives(gpu: Gpu) -> None:
@@ -95,18 +103,16 @@ def test_cuda_jobs_are_the_kinds_with_alternatives(gpu: Gpu) -> None:
         (backward, causal, 0.0) for backward in (False, True) for causal in (False, True)
     ]
     assert [tile.name for tile in jobs[0].tiles] == [f"128 x {keys}, 2 stages" for keys in (64, 80, 96)]
-    assert [tile.arguments for tile in jobs[0].tiles] == [(0,), (1,), (2,)]
+    assert [tile.backend for tile in jobs[0].tiles] == ["cuda-a", private("cuda-a", 1), private("cuda-a", 2)]
     assert jobs[0].case.Hq * jobs[0].case.D == 2048
 
 
-@pytest.mark.parametrize("backend", ["cuda-a", "cuda-b"])
-def test_a_build_without_alternatives_says_how_to_build_them(
-    gpu: Gpu, backend: str, capsys: pytest.CaptureFixture[str]
+def test_a_tile_that_does_not_compile_ends_the_command(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gpu.choices = 1
-    assert main(["bench", "tune", "--backend", backend]) == 2
-    error = capsys.readouterr().err
-    assert f"one tile of {backend}" in error and "FLASHATTN_EXT_TUNE=1 pip install" in error and error.count("\n") == 1
+    monkeypatch.setattr(private_build, "load", lambda builds: {build.name: f"{build.name}: why" for build in builds})
+    assert main(["bench", "tune"]) == 2
+    assert capsys.readouterr().err == "flashattn-ext bench: cuda-a-tile1: why\n"
 
 
 def test_the_backend_is_one_that_runs_here(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,31 +139,30 @@ def test_the_backend_is_one_that_runs_here(gpu: Gpu, monkeypatch: pytest.MonkeyP
 # Measuring
 
 
-def test_a_tile_is_forced_for_one_call() -> None:
-    seen: list[tuple[int, ...]] = []
-    tile = Tile("a", lambda *sizes: seen.append(sizes), (1, 2))
-    assert tile.run(lambda: len(seen)) == 1
-    with pytest.raises(ValueError):
-        tile.run(lambda: [].index(0))
-    assert seen == [(1, 2), (0, 0)] * 2
+def test_a_tile_is_used_for_one_call() -> None:
+    tile = Tile("a", "cpu")
+    assert tile.run(_C.forced_backend) == "cpu" and _C.forced_backend() == ""
+    with pytest.raises(ValueError, match="'absent' is not in this build"):
+        Tile("b", "absent").run(print)
 
 
-def test_wrong_and_failing_tiles_get_no_time() -> None:
+def test_wrong_and_failing_tiles_get_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile that is not checked could win by computing something else."""
-    state = SimpleNamespace(tile=0)
+    used: list[str] = []
 
-    def force(choice: int) -> None:
-        state.tile = choice
-        if choice == 3:
+    def use_backend(name: str) -> contextlib.AbstractContextManager[None]:
+        used.append(name)
+        if name == "D":
             raise RuntimeError("does not fit")
+        return contextlib.nullcontext()
 
     def ours(_seed: int | None, _case: Case, q: torch.Tensor, *_others: torch.Tensor) -> torch.Tensor:
-        return q * {1: 1.001, 2: 1.1, 4: float("nan")}.get(state.tile, 1.0)
+        return q * {"B": 1.001, "C": 1.1, "E": float("nan")}.get(used[-1] if used else "", 1.0)
 
-    job = Job("any", CASE, tuple(Tile(name, force, (choice,)) for choice, name in enumerate("abcde")))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench_cuda, "_ours", ours)
-        row = bench_tune.measure_job(job, "cpu", quick=True)
+    job = Job("any", CASE, tuple(Tile(name, name.upper()) for name in "abcde"))
+    monkeypatch.setattr(bench_cuda, "_ours", ours)
+    monkeypatch.setattr(flashattn_ext, "use_backend", use_backend)
+    row = bench_tune.measure_job(job, "cpu", quick=True)
     assert list(row["tiles"]) == ["a", "b"] and row["best"] in ("a", "b")
     assert row["tiles"]["a"]["difference"] == 0 and row["tiles"]["b"]["difference"] == pytest.approx(1e-3, rel=0.01)
     assert row["failures"] == {
@@ -168,24 +173,26 @@ def test_wrong_and_failing_tiles_get_no_time() -> None:
     assert json.loads(json.dumps(row)) == row
 
 
-def test_a_default_tile_that_fails_leaves_the_others() -> None:
-    def force(choice: int) -> None:
-        if choice == 1:
+def test_a_default_tile_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    def use_backend(name: str) -> contextlib.AbstractContextManager[None]:
+        if name == "first":
             raise RuntimeError("no memory")
+        return contextlib.nullcontext()
 
-    tiles = (Tile("default", lambda choice: force(1), (0,)), Tile("other", force, (2,)))
-    row = bench_tune.measure_job(Job("any", CASE, tiles), "cpu", quick=True)
+    monkeypatch.setattr(flashattn_ext, "use_backend", use_backend)
+    job = Job("any", CASE, (Tile("default", "first"), Tile("other", "second")))
+    row = bench_tune.measure_job(job, "cpu", quick=True)
     assert row["failures"] == {"default": "RuntimeError: no memory"}
     assert (row["default"], row["best"], row["gain"]) == ("default", "other", None)
 
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_cpu_tiles_agree(backward: bool) -> None:
-    """The backward too, whose tile is compiled in."""
     case = Case(**{**vars(CASE), "S": 200, "dropout": 0.2, "backward": backward})
-    tiles = tuple(Tile(str(size), _C.force_cpu_tile, (size, size)) for size in (0, 64, 128))
-    row = bench_tune.measure_job(Job("cpu", case, tiles), "cpu", quick=True)
-    assert not row["failures"] and list(row["tiles"]) == ["0", "64", "128"]
+    build = private_build.cpu(64, 128)
+    assert private_build.load([build]) == {}
+    row = bench_tune.measure_job(Job("cpu", case, (Tile("0", "cpu"), Tile("64 x 128", build))), "cpu", quick=True)
+    assert not row["failures"] and list(row["tiles"]) == ["0", "64 x 128"]
     assert all(tile["difference"] < 1e-5 and tile["ms"] > 0 for tile in row["tiles"].values())
     assert row["gain"] == pytest.approx(row["tiles"]["0"]["ms"] / row["tiles"][row["best"]]["ms"])
 
@@ -196,7 +203,7 @@ def test_cpu_tiles_agree(backward: bool) -> None:
 def a_row(**calls: tuple[float, float, float]) -> dict[str, Any]:
     """Of tiles a, b, ..., with milliseconds of the median, quickest and slowest call."""
     timings = {name: Timing(*(ms / 1e3 for ms in times), 3) for name, times in calls.items()}
-    tiles = tuple(Tile(name, print, (0,)) for name in "ab")
+    tiles = tuple(Tile(name, "cpu") for name in "ab")
     return bench_tune.row(Job("any", CASE, tiles), timings, dict.fromkeys(calls, 0.0), {})
 
 
@@ -210,7 +217,9 @@ def a_row(**calls: tuple[float, float, float]) -> dict[str, Any]:
         ({}, ["a", "-", "-", "-", "-"], False),
     ],
 )
-def test_cells(calls: dict[str, tuple[float, float, float]], end: list[str], faster: bool) -> None:
+def test_a_gain_within_the_spread_is_none(
+    calls: dict[str, tuple[float, float, float]], end: list[str], faster: bool
+) -> None:
     row = a_row(**calls)
     assert bench_tune.cells(row) == ["any", "16", "forward", "causal", *end]
     assert bench_tune.is_faster(row) == faster
@@ -220,7 +229,9 @@ def test_cells(calls: dict[str, tuple[float, float, float]], end: list[str], fas
 
 
 @pytest.mark.parametrize("markdown", [False, True])
-def test_command_on_a_gpu(gpu: Gpu, tmp_path: Path, capsys: pytest.CaptureFixture[str], markdown: bool) -> None:
+def test_bench_tune_finds_the_quickest_tile_of_a_gpu(
+    gpu: Gpu, tmp_path: Path, capsys: pytest.CaptureFixture[str], markdown: bool
+) -> None:
     path = tmp_path / "tune.json"
     assert main(["bench", "tune", "--json", str(path), *(["--markdown"] if markdown else [])]) == 0
     results = json.loads(path.read_text())
@@ -230,13 +241,16 @@ def test_command_on_a_gpu(gpu: Gpu, tmp_path: Path, capsys: pytest.CaptureFixtur
         assert row["gain"] == pytest.approx(2) and len(row["tiles"]) == 3 and not row["failures"]
     out = capsys.readouterr().out
     assert out.count("2.00x") == 4 and "a GPU" in out
-    assert gpu.forced[-1] == 0
+    assert {"cuda-a", "cuda-a-tile1", "cuda-a-tile2"} <= set(gpu.used)
 
 
 def test_command_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench_tune, "CPU_QUICK_TILES", (64,))
+    monkeypatch.setattr(
+        private_build, "cpu", lambda queries, keys, cpu=private_build.cpu: cpu(64, 128)
+    )  # compiled once
     path = tmp_path / "tune.json"
     assert main(["bench", "tune", "--device", "cpu", "--quick", "--markdown", "--json", str(path)]) == 0
     results = json.loads(path.read_text())

@@ -18,14 +18,17 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(flashattn_ext.__file__).resolve().parent
 
 
-def build(tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
+BUILD_EXTENSION = [sys.executable, "setup.py", "build_ext", "--inplace"]
+
+
+def build(tmp_path: Path, command: list[str] = BUILD_EXTENSION, **env: str) -> subprocess.CompletedProcess[str]:
     """setup.py as pip runs it, in a copy that holds no sources: it must stop before it needs them."""
     for name in ("setup.py", "pyproject.toml", "VERSION", "README.md"):
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "flashattn_ext").mkdir()
     return subprocess.run(
-        [sys.executable, "setup.py", "build_ext", "--inplace"],
+        command,
         cwd=tmp_path,
         env={**os.environ, **env},
         capture_output=True,
@@ -50,28 +53,24 @@ def fake_torch(tmp_path: Path, code: str) -> str:
     return str(folder)
 
 
-def test_no_torch(tmp_path: Path) -> None:
+def test_a_build_without_torch_says_what_to_install(tmp_path: Path) -> None:
     path = fake_torch(tmp_path, "raise ImportError('no torch here')")
-    assert_stops_with_one_line(build(tmp_path, PYTHONPATH=path), "torch is not installed", "pip install torch")
-
-
-def test_tiles_to_tune_without_cuda(tmp_path: Path) -> None:
-    done = build(tmp_path, FLASHATTN_EXT_TUNE="1", FLASHATTN_EXT_CUDA="0")
-    assert_stops_with_one_line(done, "FLASHATTN_EXT_TUNE", "FLASHATTN_EXT_CUDA=1")
+    words = ("torch is not installed", "pip install torch", "--no-build-isolation", "build --no-isolation")
+    assert_stops_with_one_line(build(tmp_path, PYTHONPATH=path), *words)
 
 
 @pytest.mark.parametrize("version", ["1.13.1", "2.5.1+cu124"])
-def test_old_torch(tmp_path: Path, version: str) -> None:
+def test_a_build_with_an_old_torch_says_which_is_needed(tmp_path: Path, version: str) -> None:
     path = fake_torch(tmp_path, f"__version__ = '{version}'")
     assert_stops_with_one_line(build(tmp_path, PYTHONPATH=path), version, "2.6", "pip install")
 
 
-def test_no_compiler(tmp_path: Path) -> None:
+def test_a_build_without_a_compiler_says_what_to_install(tmp_path: Path) -> None:
     done = build(tmp_path, CXX="no-such-compiler")
     assert_stops_with_one_line(done, "no-such-compiler", "not found", "CXX")
 
 
-def test_old_compiler(tmp_path: Path) -> None:
+def test_a_build_with_an_old_compiler_says_which_is_needed(tmp_path: Path) -> None:
     compiler = tmp_path / "old-compiler"
     compiler.write_text("#!/bin/sh\nexit 1\n")
     compiler.chmod(0o755)
@@ -81,6 +80,65 @@ def test_old_compiler(tmp_path: Path) -> None:
 def test_cuda_demanded_without_a_toolkit(tmp_path: Path) -> None:
     done = build(tmp_path, FLASHATTN_EXT_CUDA="1", CUDA_HOME="/nonexistent", PATH="/usr/bin:/bin")
     assert_stops_with_one_line(done, "FLASHATTN_EXT_CUDA=1")
+
+
+SETUP_WITH_CUDA_TORCH = """
+import os, runpy, sys, torch
+from torch.utils import cpp_extension
+torch.version.cuda = "13.0"
+cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"]
+sys.argv = ["setup.py", "build_ext", "--inplace"]
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+def make_toolkit(folder: Path, *parts: str) -> Path:
+    """A CUDA toolkit with no more than these of compiler, headers and library."""
+    (folder / "bin").mkdir(parents=True)
+    if "compiler" in parts:
+        (folder / "bin" / "nvcc").write_text("#!/bin/sh\nexit 1\n")
+        (folder / "bin" / "nvcc").chmod(0o755)
+    if "headers" in parts:
+        (folder / "include").mkdir()
+        (folder / "include" / "cuda_runtime_api.h").write_text('extern "C" int cudaDeviceSynchronize();\n')
+    if "library" in parts:
+        (folder / "lib64").mkdir()
+        source = 'extern "C" int cudaDeviceSynchronize() { return 0; }'
+        command = ["c++", "-shared", "-fPIC", "-x", "c++", "-", "-o", folder / "lib64" / "libcudart.so"]
+        subprocess.run(command, input=source, text=True, check=True)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("parts", "lacks"),
+    [(("compiler",), "cuda_runtime_api.h"), (("compiler", "headers"), "libcudart")],
+    ids=["headers", "library"],
+)
+@pytest.mark.parametrize("request_cuda", ["", "1"])
+def test_compiler_without_the_rest_of_its_toolkit(
+    tmp_path: Path, parts: tuple[str, ...], lacks: str, request_cuda: str
+) -> None:
+    """It used to fail after minutes of compiling kernels, at the first source that includes torch's headers of CUDA."""
+    home = make_toolkit(tmp_path / "partial", *parts)
+    command = [sys.executable, "-c", SETUP_WITH_CUDA_TORCH]
+    done = build(tmp_path, command, CUDA_HOME=str(home), FLASHATTN_EXT_CUDA=request_cuda)
+    assert_stops_with_one_line(done, str(home / "bin" / "nvcc"), lacks, "CUDA_HOME", "FLASHATTN_EXT_CUDA=0")
+
+
+def test_compiler_that_is_a_link_into_a_whole_toolkit(tmp_path: Path) -> None:
+    """The folder of the link is not the toolkit's; the message names the one that is."""
+    whole = make_toolkit(tmp_path / "whole", "compiler", "headers", "library")
+    links = make_toolkit(tmp_path / "links")
+    (links / "bin" / "nvcc").symlink_to(whole / "bin" / "nvcc")
+    done = build(tmp_path, [sys.executable, "-c", SETUP_WITH_CUDA_TORCH], CUDA_HOME=str(links))
+    assert_stops_with_one_line(done, f"set CUDA_HOME={whole}")
+
+
+def test_whole_toolkit_is_accepted(tmp_path: Path) -> None:
+    home = make_toolkit(tmp_path / "whole", "compiler", "headers", "library")
+    done = build(tmp_path, [sys.executable, "-c", SETUP_WITH_CUDA_TORCH], CUDA_HOME=str(home))
+    assert done.returncode != 0  # this compiler cannot compile
+    assert "FLASHATTN_EXT_CUDA=0" not in done.stderr
 
 
 def test_wheel_gets_the_file_that_the_build_writes(tmp_path: Path) -> None:
@@ -125,13 +183,13 @@ def test_built_for_another_torch(tmp_path: Path) -> None:
     assert message.startswith("RuntimeError") and "2.4.1" in message and "pip install" in message
 
 
-def test_library_missing(tmp_path: Path) -> None:
+def test_an_import_without_the_library_says_how_to_build_it(tmp_path: Path) -> None:
     broken_package(tmp_path)
     message = import_message(tmp_path)
     assert message.startswith("RuntimeError") and "pip install --no-build-isolation" in message
 
 
-def test_never_built(tmp_path: Path) -> None:
+def test_an_import_from_unbuilt_sources_says_how_to_build_them(tmp_path: Path) -> None:
     (broken_package(tmp_path) / "_build_config.py").unlink()
     message = import_message(tmp_path)
     assert message.startswith("RuntimeError") and "pip install --no-build-isolation" in message

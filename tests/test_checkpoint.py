@@ -12,7 +12,9 @@ import flashattn_ext
 @pytest.mark.dtypes("float32", "bfloat16")
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("options", [dict(), dict(dropout_p=0.5), dict(dropout_p=0.5, rng_seed=3)], ids=str)
-def test_same_gradients(device: str, dtype: torch.dtype, use_reentrant: bool, options: dict) -> None:
+def test_checkpointing_gives_the_same_gradients(
+    device: str, dtype: torch.dtype, use_reentrant: bool, options: dict
+) -> None:
     x = torch.randn(2, 33, 2, 16, device=device).to(dtype).requires_grad_()
 
     def block(x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ pytest.importorskip("matplotlib")
 
 import flashattn_ext
 from flashattn_ext.cli import data, model, trainer
-from flashattn_ext.cli.checkpoint import atomic_path
+from flashattn_ext.cli.files import atomic_path
 from flashattn_ext.cli.main import main
 from flashattn_ext.cli.timing import time_interleaved
 
@@ -152,6 +152,7 @@ def test_curves_of_the_attentions_agree(tmp_path: Path, text: str, softmax: str)
     [
         (["--context", "4096"], "smaller --context"),
         (["--heads", "3"], "--width 32 must be an even multiple of --heads 3"),
+        (["--width", "2048", "--heads", "2"], "makes heads of 1024; accepted by --attention flashattn are up to 256"),
         (["--kv-heads", "3"], "--heads 4 must be a multiple of --kv-heads 3"),
         (["--device", "tpu"], "accepted are auto, cpu, cuda, npu"),
         (["--dropout", "1"], "--dropout got 1.0"),
@@ -274,7 +275,8 @@ def test_doctor_explains_a_mismatched_extension(broken_package: Path) -> None:
     command = [sys.executable, "-m", "flashattn_ext"]
     doctor = subprocess.run([*command, "doctor"], cwd=broken_package, capture_output=True, text=True)
     assert doctor.returncode == 1
-    assert "FAIL  extension" in doctor.stdout and "fix: pip install" in doctor.stdout
+    assert "FAIL  extension" in doctor.stdout
+    assert "fix: rebuild it, in the checkout, with: pip install" in doctor.stdout
     train = subprocess.run([*command, "train"], cwd=broken_package, capture_output=True, text=True)
     assert train.returncode == 1
     assert train.stderr.startswith("flashattn-ext train: ") and train.stderr.count("\n") == 1

@@ -74,17 +74,6 @@ def test_varlen(device: str) -> None:
         torch.testing.assert_close(a, b)
 
 
-def test_drawn_dropout_differs_from_call_to_call(device: str) -> None:
-    """The seed is drawn when the op runs: a compiled function must not bake one mask in."""
-    q = torch.randn(1, 64, 2, 16, device=device)
-    function = compiled(lambda x: flashattn_ext.forward(x, x, x, dropout_p=0.5))
-    torch.manual_seed(1)
-    first, second = function(q), function(q)
-    assert not torch.equal(first, second)
-    torch.manual_seed(1)
-    assert torch.equal(function(q), first)
-
-
 def test_dynamic_shapes(device: str) -> None:
     function = compiled(lambda q, k: flashattn_ext.forward(q, k, k, causal=True).square().sum(), dynamic=True)
     for B, Sq, Sk in ((2, 8, 8), (2, 33, 65), (3, 17, 40), (5, 64, 2)):
@@ -117,15 +106,30 @@ def test_export(device: str) -> None:
 
 
 def op_arguments(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, dropout: bool, sink: bool) -> tuple:
-    """(tensors before the options, options between them and the sink, sink) of the forward op."""
+    """What every op of attention begins with."""
     shape = (30, 4, 16) if varlen else (2, 4, 15, 16) if bhsd else (2, 15, 4, 16)
-    q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
+    # The ops have no autograd formula of their own: FlashAttentionFunction is their derivative.
+    q, k, v = (torch.randn(shape, device=device).to(dtype) for _ in range(3))
     starts = cu_seqlens([20, 10], device) if varlen else None
-    seqlens = (starts, starts, 20, 20) if varlen else (None, None, 15, 15)
+    logits = torch.randn(4, device=device) if sink else None
+    seqlen = 20 if varlen else 15
     return (
-        (q, k, v),
-        (*seqlens, bhsd, 0.25, True, 8, -1, 0.2 if dropout else 0.0),
-        (torch.randn(4, device=device) if sink else None),
+        q,
+        k,
+        v,
+        starts,
+        starts,
+        logits,
+        seqlen,
+        seqlen,
+        bhsd,
+        0.25,
+        True,
+        8,
+        -1,
+        0.2 if dropout else 0.0,
+        False,
+        False,
     )
 
 
@@ -134,15 +138,26 @@ def op_arguments(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, drop
 @pytest.mark.parametrize("dropout,sink", [(False, False), (True, True)], ids=["bare", "dropout+sink"])
 def test_opcheck(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, dropout: bool, sink: bool) -> None:
     ops = torch.ops.flashattn_ext
-    qkv, options, sink_tensor = op_arguments(device, dtype, varlen, bhsd, dropout, sink)
-    # The ops have no autograd formula of their own: FlashAttentionFunction is their derivative.
-    plain = [t.detach() for t in qkv]
-    forward_args = (*plain, *options, 5 if dropout else None, False, sink_tensor)
-    torch.library.opcheck(ops.forward.default, forward_args)
-    out, lse, rng_state = ops.forward(*forward_args)
+    call = op_arguments(device, dtype, varlen, bhsd, dropout, sink)
+    torch.library.opcheck(ops.forward.call, (*call, 5 if dropout else None))
+    out, lse, rng_state = ops.forward.call(*call, 5 if dropout else None)
+    scalars = [torch.tensor(0.25, dtype=torch.float64), torch.tensor(call[13], dtype=torch.float64)]
+    for given in ([], scalars):
+        torch.library.opcheck(ops.forward.default, (*call, rng_state, given))
+        torch.testing.assert_close(ops.forward(*call, rng_state, given)[0], out)
     for dlse in (None, torch.randn_like(lse)):
-        backward_args = (torch.randn_like(out), dlse, *plain, out, lse, rng_state, *options, False, sink_tensor, False)
-        torch.library.opcheck(ops.backward.default, backward_args)
+        gradients = (torch.randn_like(out), dlse, out, lse, rng_state)
+        torch.library.opcheck(ops.backward.call, (*call, *gradients))
+        torch.library.opcheck(ops.backward.default, (*call, *gradients, []))
+
+
+def test_opcheck_of_the_mask(device: str) -> None:
+    ops = torch.ops.flashattn_ext
+    rng_state = ops.rng_state(torch.empty(0, device=device), -5)
+    assert rng_state.tolist() == [-5, 0]
+    torch.library.opcheck(ops.rng_state.default, (torch.empty(0, device=device), -5))
+    torch.library.opcheck(ops.dropout_mask.call, (rng_state, 2, 3, 5, 7, 0.3))
+    torch.library.opcheck(ops.dropout_mask.default, (rng_state, 2, 3, 5, 7, 0.3, []))
 
 
 @pytest.mark.dtypes("float32", "bfloat16", "float16", "float64")

@@ -15,10 +15,10 @@ from flashattn_ext import _C
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PATHS = [name.removeprefix("cuda-") for name in flashattn_ext.build_info()["backends"] if name.startswith("cuda-")]
 HOPPER = "cuda-sm90" in flashattn_ext.build_info()["backends"] and torch.cuda.get_device_capability() == (9, 0)
-# Of both directions together; with FLASHATTN_EXT_TUNE more than the default ones.
+# Of both directions together. `bench tune` compares the results of the other tiles with these.
 TILES = sorted(
     {
-        (tile["backend"], tile["head_dim"], tile["dropout"], tile["choice"])
+        (tile["backend"], tile["head_dim"], tile["dropout"])
         for tile in _C.cuda_tiles()
         if HOPPER or tile["backend"] != "cuda-sm90"
     }
@@ -41,26 +41,16 @@ def leaves(*shape: int, dtype: torch.dtype = torch.float16) -> list[torch.Tensor
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_every_compiled_tile(tile: tuple[str, int, bool, int], packed: bool, dtype: torch.dtype) -> None:
-    backend, D, dropout, choice = tile
+def test_every_compiled_tile(tile: tuple[str, int, bool], packed: bool, dtype: torch.dtype) -> None:
+    backend, D, dropout = tile
     sizes = (
         {"lengths_q": (150, 1, 260), "lengths_k": (170, 33, 300), "window_size": (100, 40)}
         if packed
         else {"Sq": 300, "Sk": 330, "causal": True}
     )
     case = Case(dtype=dtype, Hq=4, D=D, Dv=D, dropout_p=0.2 * dropout, rng_seed=7 if dropout else None, **sizes)
-    _C.force_cuda_tile(choice)
-    try:
-        with flashattn_ext.use_backend(backend):
-            check(case, "cuda")
-    finally:
-        _C.force_cuda_tile(0)
-
-
-def test_tiles_that_are_not_there_are_refused() -> None:
-    for choice in (-1, 3):
-        with pytest.raises(ValueError, match=f"choice: expected 0 to .*, got {choice}"):
-            _C.force_cuda_tile(choice)
+    with flashattn_ext.use_backend(backend):
+        check(case, "cuda")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -77,7 +67,7 @@ def test_never_waits_for_the_device(dtype: torch.dtype, no_waiting: None) -> Non
                            max_seqlen_k=64, dropout_p=0.1, rng_seed=3)  # fmt: skip
 
 
-def test_other_stream() -> None:
+def test_calls_run_on_the_current_stream() -> None:
     q, k, v = leaves(2, 300, 4, 64)
     torch.cuda._sleep(1)  # the first use of a kernel loads it, which waits
     expected = flashattn_ext.forward(q * 1, k, v)
@@ -204,12 +194,12 @@ def test_environment_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
     assert_same_bits(flashattn_ext.forward(q, k, v), expected)
     monkeypatch.setenv("FLASHATTN_EXT_CUDA_PATH", "sm70")
     with pytest.raises(
-        RuntimeError, match=r"FLASHATTN_EXT_CUDA_PATH: 'sm70' is not in this build; choose one of .*'sm80'"
+        RuntimeError, match=r"FLASHATTN_EXT_CUDA_PATH: 'sm70' is not the name of a CUDA backend; choose one of .*'sm80'"
     ):
         flashattn_ext.forward(q, k, v)
 
 
-def test_every_device() -> None:
+def test_the_device_of_the_tensors_counts() -> None:
     """The tensors' device counts, not the current one."""
     host = [torch.randn(2, 300, 4, 64) for _ in range(4)]
     results = []

@@ -61,7 +61,7 @@ def test_lse_is_taken_before_dropout(device: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.2, 0.25, 0.5, 0.77, 0.9, 0.99])
-def test_rate(device: str, p: float) -> None:
+def test_the_share_kept_is_what_was_asked_for(device: str, p: float) -> None:
     """The realised rate is T / 256, within 1/512 of the request; the mask follows it within five sigma."""
     mask = flashattn_ext.dropout_mask(2, 4, 512, 512, p, 2024, device)
     p_keep = min(max(math.floor(256 * (1 - p) + 0.5), 1), 256) / 256
@@ -71,7 +71,7 @@ def test_rate(device: str, p: float) -> None:
 
 
 @pytest.mark.parametrize("p", [0.1, 0.3, 0.5, 0.9])
-def test_unbiased(device: str, p: float) -> None:
+def test_dropout_is_unbiased(device: str, p: float) -> None:
     """Over many seeds, the mean of out is out without dropout: E[drop(p)] = p exactly, also for a quantised p."""
     q, k, v = (torch.randn(1, 16, 2, 8, device=device) for _ in range(3))
     runs = torch.stack([flashattn_ext.forward(q, k, v, dropout_p=p, rng_seed=s) for s in range(600)]).double()

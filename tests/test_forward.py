@@ -16,7 +16,7 @@ NO_GRAD = ()
 @pytest.mark.every_isa
 @pytest.mark.parametrize("Sq,Sk", [(1, 1), (1, 1000), (64, 64), (128, 257), (300, 77)])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_lengths(device: str, dtype: torch.dtype, Sq: int, Sk: int, causal: bool) -> None:
+def test_forward_of_every_length_is_exact(device: str, dtype: torch.dtype, Sq: int, Sk: int, causal: bool) -> None:
     check(Case(dtype=dtype, Sq=Sq, Sk=Sk, causal=causal, D=64, Dv=64, needs_grad=NO_GRAD), device)
 
 
@@ -24,7 +24,7 @@ def test_lengths(device: str, dtype: torch.dtype, Sq: int, Sk: int, causal: bool
 @pytest.mark.parametrize(
     "D,Dv", [(1, 1), (7, 7), (64, 64), (100, 100), (128, 128), (192, 128), (3, 256), (256, 5), (256, 256)]
 )
-def test_head_dims(device: str, dtype: torch.dtype, D: int, Dv: int) -> None:
+def test_forward_of_every_head_dim_is_exact(device: str, dtype: torch.dtype, D: int, Dv: int) -> None:
     check(Case(dtype=dtype, Sq=66, Sk=70, D=D, Dv=Dv, needs_grad=NO_GRAD), device)
 
 
@@ -46,7 +46,7 @@ def test_scale_defaults_to_inverse_root_of_head_dim(device: str, dtype: torch.dt
     assert torch.equal(default, explicit)
 
 
-def test_return_value(device: str, dtype: torch.dtype) -> None:
+def test_lse_is_returned_on_demand(device: str, dtype: torch.dtype) -> None:
     inputs = make_inputs(Case(dtype=dtype, B=3, Sq=5, Sk=9, Hq=4, Hk=2, D=16, Dv=24), device)
     out = flashattn_ext.forward(inputs.q, inputs.k, inputs.v)
     assert isinstance(out, torch.Tensor)

@@ -38,12 +38,12 @@ def check_gradients(function, q, k, v, options: dict) -> None:
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("Sq,Sk", [(5, 7), (7, 4)])
-def test_dense(name: str, Sq: int, Sk: int) -> None:
+def test_gradients_are_those_of_finite_differences(name: str, Sq: int, Sk: int) -> None:
     check_gradients(flashattn_ext.forward, leaf(2, Sq, 4, 3), leaf(2, Sk, 2, 3), leaf(2, Sk, 2, 5), OPTIONS[name])
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_varlen(name: str) -> None:
+def test_gradients_of_packed_sequences_are_those_of_finite_differences(name: str) -> None:
     starts_q, starts_k = cu_seqlens([4, 0, 3], "cpu"), cu_seqlens([5, 2, 1], "cpu")
 
     def function(q, k, v, **options):
@@ -52,5 +52,5 @@ def test_varlen(name: str) -> None:
     check_gradients(function, leaf(7, 2, 3), leaf(8, 1, 3), leaf(8, 1, 3), OPTIONS[name])
 
 
-def test_across_tiles() -> None:
+def test_gradients_across_tiles_are_those_of_finite_differences() -> None:
     check_gradients(flashattn_ext.forward, leaf(1, 3, 1, 2), leaf(1, 130, 1, 2), leaf(1, 130, 1, 1), OPTIONS["all"])

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import Case, assert_within_rule, make_inputs, run, run_python, run_reference
@@ -9,6 +13,7 @@ from helpers import Case, assert_within_rule, make_inputs, run, run_python, run_
 import flashattn_ext
 from flashattn_ext import _C
 
+KERNELS = next(parent / "csrc/cpu/inst" for parent in Path(__file__).parents if (parent / "csrc").is_dir())
 PRINT_ISA = "import flashattn_ext; print(flashattn_ext.build_info()['cpu_isa'])"
 
 
@@ -44,6 +49,23 @@ def test_an_unknown_one_is_explained(name: str) -> None:
     assert "FLASHATTN_EXT_ISA" in last and name in last and "generic" in last
 
 
+def test_unknown_cuda_kernels_are_refused_by_calls_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variable would be ignored until a tensor on a GPU comes."""
+    q = torch.ones(1, 3, 1, 8)
+    monkeypatch.setenv("FLASHATTN_EXT_CUDA_PATH", "bogus")
+    with pytest.raises(RuntimeError, match=r"FLASHATTN_EXT_CUDA_PATH: 'bogus'.*'sm80', 'sm90'"):
+        flashattn_ext.forward(q, q, q)
+    done = run_python("import flashattn_ext")
+    assert "FLASHATTN_EXT_CUDA_PATH: 'bogus'" in done.stderr and "'sm80', 'sm90'" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["", "sm80", "sm90"])
+def test_cuda_kernels_of_any_build_are_accepted_by_calls_on_the_cpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHATTN_EXT_CUDA_PATH", name)
+    q = torch.ones(1, 3, 1, 8)
+    torch.testing.assert_close(flashattn_ext.forward(q, q, q), q)
+
+
 def test_set_cpu_isa(restore_isa: None) -> None:
     for name in _C.cpu_isas():
         _C.set_cpu_isa(name)
@@ -54,7 +76,7 @@ def test_set_cpu_isa(restore_isa: None) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-def test_all_agree(dtype: torch.dtype, restore_isa: None) -> None:
+def test_instruction_sets_agree(dtype: torch.dtype, restore_isa: None) -> None:
     """Each within what the tolerance rule allows it."""
     case = Case(dtype=dtype, Sq=130, Sk=150, Hq=4, D=72, Dv=40, causal=True, smooth_softmax=True)
     inputs = make_inputs(case, "cpu")
@@ -76,3 +98,17 @@ def test_isa_and_bits_of_dropout(restore_isa: None) -> None:
         _C.set_cpu_isa(name)
         masks.append(flashattn_ext.dropout_mask(2, 2, 70, 140, 0.4, 6))
     assert all(torch.equal(mask, masks[0]) for mask in masks)
+
+
+@pytest.mark.parametrize("name", sorted({"generic", "avx2"} & set(_C.cpu_isas())))
+def test_what_is_compiled_for_one_is_in_its_namespace(name: str, tmp_path: Path) -> None:
+    """Where two objects define a function of one name the linker keeps either copy, also that of a newer CPU."""
+    compiler, compiled = os.environ.get("CXX", "c++").split(), tmp_path / "kernels.o"
+    # Without optimisation, whatever may be a function of its own is one.
+    command = [*compiler, "-std=c++17", "-O0", "-w", "-c", str(KERNELS / f"{name}.cpp"), "-o", str(compiled)]
+    subprocess.run(command, check=True)
+    table = subprocess.run(["nm", "-C", "--defined-only", str(compiled)], capture_output=True, text=True, check=True)
+    functions = [line.split(" ", 2)[2] for line in table.stdout.splitlines() if line.split()[1] in "TWu"]
+    ours = [function for function in functions if "flashattn_ext::" in function]
+    assert len(ours) > 100
+    assert [function for function in ours if f"flashattn_ext::{name}::" not in function] == []

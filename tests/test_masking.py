@@ -67,7 +67,7 @@ def test_masked_rows_of_packed_sequences(device: str, dtype: torch.dtype) -> Non
 @pytest.mark.dtypes("float32", "bfloat16")
 @pytest.mark.parametrize("left", [-1, 0, 1, 31, 64, 500])
 @pytest.mark.parametrize("right", [-1, 0, 1, 32, 63, 500])
-def test_windows(device: str, dtype: torch.dtype, left: int, right: int) -> None:
+def test_windows_of_every_width_are_exact(device: str, dtype: torch.dtype, left: int, right: int) -> None:
     for Sq, Sk in ((129, 129), (65, 140), (140, 65)):
         check(Case(dtype=dtype, B=1, Sq=Sq, Sk=Sk, D=16, Dv=16, window_size=(left, right)), device)
 
@@ -96,11 +96,13 @@ def test_masked_keys_have_no_influence(device: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     "B,Sq,Sk,Hq", [(0, 4, 4, 2), (2, 0, 4, 2), (2, 0, 0, 2), (2, 4, 0, 2), (0, 0, 0, 2), (2, 4, 4, 0)]
 )
-def test_empty_tensors(device: str, dtype: torch.dtype, B: int, Sq: int, Sk: int, Hq: int) -> None:
+def test_empty_tensors_are_calls_like_others(
+    device: str, dtype: torch.dtype, B: int, Sq: int, Sk: int, Hq: int
+) -> None:
     check(Case(dtype=dtype, B=B, Sq=Sq, Sk=Sk, Hq=Hq, Hk=1, sink_dtype=torch.float32, use_lse=True), device)
 
 
-def test_empty_varlen(device: str, dtype: torch.dtype) -> None:
+def test_empty_sequences_are_calls_like_others(device: str, dtype: torch.dtype) -> None:
     check(Case(dtype=dtype, lengths_q=(), lengths_k=(), use_lse=True), device)
     check(Case(dtype=dtype, lengths_q=(0, 0), lengths_k=(0, 5), use_lse=True), device)
     q = torch.zeros(0, 2, 8, device=device, dtype=dtype)

@@ -42,7 +42,7 @@ def test_beyond_the_outputs(dtype: torch.dtype, varlen: bool, restore_threads: N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_grows_linearly(dtype: torch.dtype) -> None:
+def test_memory_grows_linearly(dtype: torch.dtype) -> None:
     def total(S: int) -> int:
         q, k, v = (t.requires_grad_() for t in tensors(S, dtype))
         return allocated_bytes(
@@ -73,7 +73,7 @@ def test_peak_of_the_process() -> None:
     assert int(done.stdout) < 80
 
 
-def test_nothing_leaks() -> None:
+def test_repeated_calls_leak_nothing() -> None:
     done = run_python(
         """
         import resource, torch, flashattn_ext

@@ -47,7 +47,7 @@ def test_bits_do_not_depend_on_the_thread_count(
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_repeats_exactly(device: str, dtype: torch.dtype, name: str) -> None:
+def test_a_repeated_call_gives_the_same_bits(device: str, dtype: torch.dtype, name: str) -> None:
     case = with_dtype(name, dtype)
     inputs = make_inputs(case, device)
     expected = run(case, inputs)
@@ -66,7 +66,7 @@ def test_deterministic_argument_changes_nothing_but_the_order(device: str, dtype
         assert_same_bits(a, b)
 
 
-def test_concurrent_calls(device: str, dtype: torch.dtype) -> None:
+def test_concurrent_calls_do_not_disturb_each_other(device: str, dtype: torch.dtype) -> None:
     """Eight Python threads, each with its own call, get the results of a quiet machine."""
     cases = [with_dtype(name, dtype) for name in CASES] * 2
     all_inputs = [make_inputs(case, device) for case in cases]

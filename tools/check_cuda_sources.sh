@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compiles every CUDA source for Ampere and Hopper, without torch and without a GPU. Fails when a kernel of head_dim 64 or 128 spills
-# registers. With FLASHATTN_EXT_TUNE=1 also what `bench tune` compares.
+# registers. TILE_CHOICE=1 or 2: with the tiles of that column of csrc/cuda/*/tiles.h.
 #
 #   tools/check_cuda_sources.sh [ARCHITECTURE...]      default: 80 90a
 set -euo pipefail
@@ -11,13 +11,8 @@ architectures=()
 for architecture in "${@:-80 90a}"; do
   for number in $architecture; do architectures+=("-gencode=arch=compute_$number,code=sm_$number"); done
 done
-defines=(-DFLASHATTN_EXT_SM90)
-left_out='*/tune/*'
-if [[ ${FLASHATTN_EXT_TUNE:-0} != 0 ]]; then
-  defines+=(-DFLASHATTN_EXT_TUNE)
-  left_out=''
-fi
-sources() { find csrc/cuda -name '*.cu' -not -path "$left_out" | sort; }
+options=(-DFLASHATTN_EXT_SM90 "-DFLASHATTN_EXT_TILE_CHOICE=${TILE_CHOICE:-0}" -Icsrc)
+sources() { python3 csrc/sources.py "$objects/instances"; }
 export objects
 compile() {
   local name=${1//\//_}
@@ -25,7 +20,7 @@ compile() {
     { cat "$objects/$name.log" && exit 255; }
 }
 export -f compile
-sources | xargs -P "$(nproc)" -I{} bash -c 'compile "$@"' _ {} "${defines[@]}" "${architectures[@]}"
+sources | xargs -P "$(nproc)" -I{} bash -c 'compile "$@"' _ {} "${options[@]}" "${architectures[@]}"
 echo "$(sources | wc -l) CUDA sources compile; checking kernels of head_dim 64 and 128 for spills"
 awk '
   /Compiling entry function/ { kernel = $0 }

@@ -22,9 +22,9 @@ def main(run: str, name: str, note: str = "") -> None:
     target.mkdir(parents=True, exist_ok=True)
     for old in target.glob("*.png"):
         old.unlink()
-    report = (Path(run) / "report.md").read_text()
+    report = (Path(run) / "report.md").read_text(encoding="utf-8")
     title, rest = report.split("\n", 1)
-    (target / "README.md").write_text("\n".join([title, *(["", note] if note else []), rest]))
+    (target / "README.md").write_text("\n".join([title, *(["", note] if note else []), rest]), encoding="utf-8")
     for picture in re.findall(r"^!\[.*\]\((.*)\)$", report, re.MULTILINE):
         Image.open(Path(run) / picture).convert("RGB").quantize(COLOURS).save(target / picture, optimize=True)
     size = sum(path.stat().st_size for path in target.iterdir())

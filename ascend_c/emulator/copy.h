@@ -104,10 +104,14 @@ void store_elements(Access& access, Space& space, size_t to, const T* values, si
     std::memcpy(space.bytes + to, values, count * sizeof(T));
     return;
   }
-  for (size_t i = 0; i < count; ++i) {
-    const T sum = T(access.load<T>(space, to + i * sizeof(T)) + values[i]);
-    std::memcpy(space.bytes + to + i * sizeof(T), &sum, sizeof(T));
-  }
+  access.add(space, [bytes = space.bytes + to, terms = std::vector<T>(values, values + count)] {
+    for (size_t i = 0; i < terms.size(); ++i) {
+      T sum;
+      std::memcpy(&sum, bytes + i * sizeof(T), sizeof(T));
+      sum = T(sum + terms[i]);
+      std::memcpy(bytes + i * sizeof(T), &sum, sizeof(T));
+    }
+  });
 }
 
 template <typename T>
@@ -192,6 +196,8 @@ void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Da
   const int64_t size = sizeof(T);
   padParams.leftPadding.check("DataCopyPad: leftPadding (elements, at most 32 bytes)", site, 0, 32 / size);
   padParams.rightPadding.check("DataCopyPad: rightPadding (elements, at most 32 bytes)", site, 0, 32 / size);
+  if (size == 8 && padParams.isPad && padParams.paddingValue != T(0))
+    ascend_emulator::fail(site, "DataCopyPad: types of 64 bits are padded with 0 only");
   ascend_emulator::Padding padding;
   padding.left = padParams.leftPadding * size;
   padding.right = padParams.rightPadding * size;

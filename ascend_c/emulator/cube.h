@@ -19,6 +19,19 @@ struct LoadData2DParams {  // strides and gaps in fractals of 512 bytes
   LoadData2DParams() = default;
 };
 
+template <typename T>
+struct LoadData3DParamsV2 {  // an image in L1, [channels / C0][height][width][C0], as the matrix that a filter sees
+  uint8_t padList[4] = {0, 0, 0, 0};
+  ascend_emulator::Field<uint16_t> l1H = 0, l1W = 0, channelSize = 0;
+  ascend_emulator::Field<uint16_t> kExtension = 0, mExtension = 0, kStartPt = 0, mStartPt = 0;
+  ascend_emulator::Field<uint8_t> strideW = 1, strideH = 1, filterW = 1, filterH = 1;
+  ascend_emulator::Field<uint8_t> dilationFilterW = 1, dilationFilterH = 1;
+  bool enTranspose = false, enSmallK = false;
+  T padValue = T(0);
+  bool filterSizeW = false, filterSizeH = false, fMatrixCtrl = false;
+  LoadData3DParamsV2() = default;
+};
+
 struct MmadParams {
   ascend_emulator::Field<uint16_t> m = 0, n = 0, k = 0;
   bool isBias = false;
@@ -29,6 +42,16 @@ struct MmadParams {
   bool cmatrixSource = false;
   bool cmatrixInitVal = true;
   MmadParams() = default;
+};
+
+template <typename T>
+struct InitConstValueParams {  // blocks of 32 bytes in L1
+  ascend_emulator::Field<uint16_t> repeatTimes = 0, blockNum = 0, dstGap = 0;
+  T initValue = T(0);
+  InitConstValueParams() = default;
+  InitConstValueParams(ascend_emulator::Field<uint16_t> repeats, ascend_emulator::Field<uint16_t> blocks,
+                       ascend_emulator::Field<uint16_t> gap, T value)
+      : repeatTimes(repeats), blockNum(blocks), dstGap(gap), initValue(value) {}
 };
 
 enum QuantMode_t { NoQuant, F322F16, F322BF16 };
@@ -50,6 +73,12 @@ struct FixpipeParamsV220 {  // srcStride: rows of the L0C tile; dstStride: eleme
   FixpipeParamsV220() = default;
 };
 
+inline void SetHF32Mode(bool hf32Mode) {
+  constexpr int kCtrlHf32 = ascend_emulator::kCtrlHf32;
+  uint64_t& ctrl = ascend_emulator::core().ctrl;
+  ctrl = hf32Mode ? ctrl | uint64_t(1) << kCtrlHf32 : ctrl & ~(uint64_t(1) << kCtrlHf32);
+}
+
 inline void SetMMRowMajor() {}  // the order of computing inside a tile; results are the same
 
 }  // namespace AscendC
@@ -69,6 +98,28 @@ inline void transpose_fractal(uint8_t* to, const uint8_t* from) {
 }  // namespace ascend_emulator
 
 namespace AscendC {
+
+// initValue into repeatTimes pieces of L1, blockNum blocks each, dstGap blocks apart. (L0A and L0B: not emulated.)
+template <typename T>
+void Fill(const LocalTensor<T>& dst, const InitConstValueParams<T>& p, Site site = Site::here()) {
+  using namespace ascend_emulator;
+  constexpr int64_t kMost = 32767;
+  p.repeatTimes.check("Fill: repeatTimes", site, 0, kMost);
+  p.blockNum.check("Fill: blockNum", site, 0, kMost);
+  p.dstGap.check("Fill: dstGap", site, 0, kMost);
+  const int64_t repeats = p.repeatTimes, length = int64_t(p.blockNum) * kBlock, pitch = length + p.dstGap * kBlock;
+  if (!repeats || !length) return;
+  const uint32_t to = dst.operand("Fill", "the destination", (repeats - 1) * pitch + length, site, Memory::l1);
+  auto run = [=, value = p.initValue](Access& access) {
+    Space& l1 = access.local(Memory::l1);
+    for (int64_t r = 0; r < repeats; ++r) {
+      access.write(l1, to + size_t(r * pitch), size_t(length));
+      for (int64_t at = 0; at < length; at += sizeof(T)) std::memcpy(l1.bytes + to + r * pitch + at, &value, sizeof(T));
+    }
+  };
+  const double cycles = kStartCycles + double(repeats * length) / kLoadBytesPerCycle;
+  core().issue({PIPE_MTE2, "Fill", site, cycles, 0, 0, {}, std::move(run)});
+}
 
 // Fractal startIndex + r * srcStride of L1 becomes fractal r * (1 + dstGap) of L0A or L0B.
 template <typename T>
@@ -114,13 +165,116 @@ void LoadData(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LoadDa
   ascend_emulator::core().issue({PIPE_MTE1, "LoadData", site, cycles, 0, 0, {}, std::move(run)});
 }
 
-// c[m][n] (+)= a[m][k] * b[k][n]. Lanes beyond m, n and k do not count; the sizes give the layout of all three.
+// The transpose of mExtension rows and kExtension columns of a matrix of fp32 in L1 (NZ, l1W rows), which is an image
+// of one row under a filter of one point. In L0A rows of fractals are as long as a multiple of 16 lanes. No other use
+// of this instruction is emulated.
+template <typename T>
+void LoadData(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LoadData3DParamsV2<T>& p,
+              Site site = Site::here()) {
+  using namespace ascend_emulator;
+  static_assert(std::is_same_v<T, float>, "the emulator has this instruction for float");
+  const Memory to_memory = dst.memory();
+  if (to_memory != Memory::l0a && to_memory != Memory::l0b)
+    fail(site, "LoadData: the destination must be in L0A or L0B");
+  const bool point = p.filterW == 1 && p.filterH == 1 && p.strideW == 1 && p.strideH == 1 && p.dilationFilterW == 1 &&
+                     p.dilationFilterH == 1 && !p.filterSizeW && !p.filterSizeH && p.l1H == 1;
+  const bool pads = p.padList[0] || p.padList[1] || p.padList[2] || p.padList[3];
+  if (!point || pads || !(p.enTranspose || to_memory == Memory::l0b))
+    fail(site, "LoadData 3D: the emulator transposes images of one row under a filter of one point, without padding");
+  p.l1W.check("LoadData 3D: l1W", site, 1, 32767);
+  p.channelSize.check("LoadData 3D: channelSize", site, 1);
+  p.mStartPt.check("LoadData 3D: mStartPt", site, 0, 32767);
+  p.mExtension.check("LoadData 3D: mExtension", site, 1);
+  p.kExtension.check("LoadData 3D: kExtension", site, 1);
+  p.kStartPt.check("LoadData 3D: kStartPt", site);
+  constexpr int64_t kColumns = kBlock / sizeof(T);
+  const int64_t height = p.l1W, row = p.mStartPt, rows = p.mExtension, column = p.kStartPt, columns = p.kExtension;
+  if (p.channelSize % 4 || column % kColumns || columns % kColumns)
+    fail(site, "LoadData 3D: channelSize is a multiple of 4, kStartPt and kExtension are multiples of 8 for fp32");
+  if (row + rows > ceil_div(height, kEdge) * kEdge || column + columns > p.channelSize)
+    fail(site, format("LoadData 3D: rows %lld..%lld and columns %lld..%lld of an image that has %lld and %lld",
+                      (long long)row, (long long)(row + rows - 1), (long long)column, (long long)(column + columns - 1),
+                      (long long)height, (long long)p.channelSize));
+  const int64_t blocks = ceil_div(column + columns, kColumns);
+  const uint32_t from =
+      src.operand("LoadData 3D", "the source", ((blocks - 1) * height + row + rows) * kBlock, site, Memory::l1);
+  const int64_t inner = ceil_div(rows, kEdge) * (kEdge / kColumns), outer = ceil_div(columns, kEdge);
+  const uint32_t to = dst.operand("LoadData 3D", "the destination", inner * outer * int64_t(kFractal), site, to_memory);
+  auto run = [=](Access& access) {
+    Space &l1 = access.local(Memory::l1), &l0 = access.local(to_memory);
+    for (int64_t b = column / kColumns; b < blocks; ++b)
+      access.read(l1, from + size_t(b * height + row) * kBlock, size_t(rows) * kBlock, false, true);
+    access.write(l0, to, size_t(inner * outer) * kFractal);
+    for (int64_t i = 0; i < columns; ++i)
+      for (int64_t j = 0; j < rows; ++j) {
+        const size_t source = from + size_t((column + i) / kColumns * height + row + j) * kBlock +
+                              size_t((column + i) % kColumns) * sizeof(T);
+        const int64_t fractal =
+            to_memory == Memory::l0a ? i / kEdge * inner + j / kColumns : j / kColumns * outer + i / kEdge;
+        const size_t target = to + size_t(fractal) * kFractal + size_t(i % kEdge * kColumns + j % kColumns) * sizeof(T);
+        std::memcpy(l0.bytes + target, l1.bytes + source, sizeof(T));
+        std::memcpy(l0.valid.data() + target / 2, l1.valid.data() + source / 2, sizeof(T) / 2);
+      }
+  };
+  const double rate = to_memory == Memory::l0a ? kL0aBytesPerCycle : kL0bBytesPerCycle;
+  const double cycles = kStartCycles + double(inner * outer * kFractal) / rate;
+  core().issue({PIPE_MTE1, "LoadData 3D", site, cycles, 0, 0, {}, std::move(run)});
+}
+
+}  // namespace AscendC
+
+namespace ascend_emulator {
+
+// An operand of Mmad in L0A or L0B: rows (m or n) x k, in fractals of 16 rows x 32 bytes.
+template <typename T>
+struct CubeOperand {
+  static constexpr int64_t kColumns = kBlock / sizeof(T);
+  const char* name;
+  Memory memory;
+  uint32_t address;
+  int64_t rows, k;
+  int64_t row_step, column_step;  // fractals from one to the next below it, and to the next beside it
+
+  size_t at(int64_t i, int64_t j) const {
+    return address + size_t((i / kEdge * row_step + j / kColumns * column_step) * kFractal) +
+           size_t(i % kEdge * kColumns + j % kColumns) * sizeof(T);
+  }
+  // As rows x k, or as k x rows.
+  std::vector<float> load(Access& access, bool k_first) const {
+    Space& l0 = access.local(memory);
+    std::vector<float> values(size_t(rows * k));
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t j = 0; j < k; ++j) {
+        if (j % kColumns == 0) access.read(l0, at(i, j), size_t(std::min(kColumns, k - j)) * sizeof(T));
+        values[size_t(k_first ? j * rows + i : i * k + j)] = float(access.load<T>(l0, at(i, j)));
+      }
+    return values;
+  }
+  // Lanes of the last fractals beyond rows and k are read and do not count, but a NaN there may raise an execution
+  // error.
+  bool has_nan_outside(Access& access) const {
+    Space& l0 = access.local(memory);
+    for (int64_t i = 0; i < ceil_div(rows, kEdge) * kEdge; ++i)
+      for (int64_t j = i < rows ? k : 0; j < ceil_div(k, kColumns) * kColumns; ++j)
+        if (std::isnan(float(access.load<T>(l0, at(i, j))))) return true;
+    return false;
+  }
+};
+
+}  // namespace ascend_emulator
+
+namespace AscendC {
+
+// c[m][n] (+)= a[m][k] * b[k][n]. The sizes give the layout of all three; with kDirectionAlign k is laid out as a
+// multiple of 16 in fp32, too.
 template <typename T>
 void Mmad(const LocalTensor<float>& c, const LocalTensor<T>& a, const LocalTensor<T>& b, const MmadParams& p,
           Site site = Site::here()) {
-  static_assert(std::is_same_v<T, half> || std::is_same_v<T, bfloat16_t>,
-                "the emulator multiplies half and bfloat16_t");
+  static_assert(std::is_same_v<T, half> || std::is_same_v<T, bfloat16_t> || std::is_same_v<T, float>,
+                "the emulator multiplies half, bfloat16_t and float");
   using namespace ascend_emulator;
+  if (sizeof(T) == 4 && (core().ctrl >> kCtrlHf32 & 1))
+    fail(site, "Mmad: fp32 may be rounded to HF32, of 11 bits, until SetHF32Mode(false)");
   p.m.check("Mmad: m", site, 0, 4095);
   p.n.check("Mmad: n", site, 0, 4095);
   p.k.check("Mmad: k", site, 0, 4095);
@@ -129,27 +283,24 @@ void Mmad(const LocalTensor<float>& c, const LocalTensor<T>& a, const LocalTenso
   if (p.cmatrixSource) fail(site, "Mmad: a bias table is not emulated");
   const int64_t m = p.m, n = p.n, k = p.k;
   if (!m || !n || !k) return;
-  const int64_t m1 = ceil_div(m, kEdge), n1 = ceil_div(n, kEdge), k1 = ceil_div(k, kEdge);
-  const uint32_t at_a = a.operand("Mmad", "A", m1 * k1 * kFractal, site, Memory::l0a);
-  const uint32_t at_b = b.operand("Mmad", "B", k1 * n1 * kFractal, site, Memory::l0b);
+  constexpr int64_t kColumns = CubeOperand<T>::kColumns;
+  const int64_t m1 = ceil_div(m, kEdge), n1 = ceil_div(n, kEdge);
+  const int64_t k1 = ceil_div(k, p.kDirectionAlign ? kEdge : kColumns) * (p.kDirectionAlign ? kEdge / kColumns : 1);
+  const CubeOperand<T> left{"A", Memory::l0a, a.operand("Mmad", "A", m1 * k1 * kFractal, site, Memory::l0a), m, k, k1,
+                            1};
+  const CubeOperand<T> right{"B", Memory::l0b, b.operand("Mmad", "B", k1 * n1 * kFractal, site, Memory::l0b), n, k,
+                             1,   n1};
   const uint32_t at_c = c.operand("Mmad", "C", m1 * n1 * 2 * kFractal, site, Memory::l0c);
-  auto run = [=, init = p.cmatrixInitVal](Access& access) {
-    Space &l0a = access.local(Memory::l0a), &l0b = access.local(Memory::l0b), &l0c = access.local(Memory::l0c);
+  auto run = [=, init = p.cmatrixInitVal, report = &core().report()](Access& access) {
+    Space& l0c = access.local(Memory::l0c);
     if (m1 * n1 >= 10) access.set_in_order();  // smaller tiles need a PipeBarrier<PIPE_M> between accumulations
-    const size_t count_a = size_t(m * k), count_b = size_t(k * n), count_c = size_t(n);
-    std::vector<float> rows_a(count_a), rows_b(count_b), sums(count_c);
-    for (int64_t i = 0; i < m; ++i)
-      for (int64_t j = 0; j < k; ++j) {
-        const size_t at = at_a + size_t((i / kEdge * k1 + j / kEdge) * kFractal + (i % kEdge * kEdge + j % kEdge) * 2);
-        if (j % kEdge == 0) access.read(l0a, at, size_t(std::min<int64_t>(kEdge, k - j)) * 2);
-        rows_a[size_t(i * k + j)] = float(access.load<T>(l0a, at));
-      }
-    for (int64_t i = 0; i < n; ++i)
-      for (int64_t j = 0; j < k; ++j) {
-        const size_t at = at_b + size_t((j / kEdge * n1 + i / kEdge) * kFractal + (i % kEdge * kEdge + j % kEdge) * 2);
-        if (j % kEdge == 0) access.read(l0b, at, size_t(std::min<int64_t>(kEdge, k - j)) * 2);
-        rows_b[size_t(j * n + i)] = float(access.load<T>(l0b, at));
-      }
+    for (const CubeOperand<T>& operand : {left, right})
+      if (operand.has_nan_outside(access))
+        report->error(site.text() + format(": Mmad: a NaN in lanes of %s beyond m = %lld, n = %lld, k = %lld may "
+                                           "raise an execution error; clear them",
+                                           operand.name, (long long)m, (long long)n, (long long)k));
+    const std::vector<float> rows_a = left.load(access, false), rows_b = right.load(access, true);
+    std::vector<float> sums(static_cast<size_t>(n));
     for (int64_t i = 0; i < m; ++i) {
       const auto place = [&](int64_t j) {
         return at_c + size_t(((j / kEdge * m1 * kEdge + i) * kEdge + j % kEdge) * 4);
@@ -168,7 +319,8 @@ void Mmad(const LocalTensor<float>& c, const LocalTensor<T>& a, const LocalTenso
       for (int64_t j = 0; j < n; ++j) std::memcpy(l0c.bytes + place(j), &sums[size_t(j)], 4);
     }
   };
-  const double cycles = kStartCycles + double(m1 * n1 * k1);
+  // 16 x 16 x 16 a cycle, in fp32 16 x 16 x 4.
+  const double cycles = kStartCycles + double(m1 * n1 * ceil_div(k, sizeof(T) == 4 ? 4 : kEdge));
   core().issue({PIPE_M, "Mmad", site, cycles, 0, 0, {}, std::move(run)});
 }
 
@@ -187,6 +339,11 @@ void Fixpipe(const GlobalTensor<T>& dst, const LocalTensor<U>& src, const Fixpip
   p.ndNum.check("Fixpipe: ndNum (this emulator takes one matrix)", site, 1, 1);
   p.unitFlag.check("Fixpipe: unitFlag (not emulated)", site, 0, 0);
   const int64_t m = p.mSize, n = p.nSize, rows = p.srcStride, pitch = p.dstStride;
+  if (n % kEdge)
+    core().report().warning(site.text() +
+                            format(": Fixpipe: nSize %lld is documented as a multiple of 16", (long long)n));
+  if (pitch < n)
+    fail(site, format("Fixpipe: rows of %lld elements overlap at dstStride %lld", (long long)n, (long long)pitch));
   if (rows % kEdge)
     fail(site, format("Fixpipe: srcStride %lld, the rows of an L0C tile are a multiple of 16", (long long)rows));
   const int64_t extent = ((m - 1) * pitch + n) * int64_t(sizeof(T));
@@ -195,7 +352,6 @@ void Fixpipe(const GlobalTensor<T>& dst, const LocalTensor<U>& src, const Fixpip
   const int64_t reach = ((n - 1) / kEdge * rows + m) * kEdge * 4;
   const uint32_t from = src.operand("Fixpipe", "the source", reach, site, Memory::l0c);
   auto run = [=, space = space, gm = gm, atomic = core().atomic_add](Access& access) {
-    access.set_in_order();  // a Fixpipe begins with a barrier of its pipe
     Space& l0c = access.local(Memory::l0c);
     std::vector<T> row(static_cast<size_t>(n));
     for (int64_t i = 0; i < m; ++i) {

@@ -14,7 +14,7 @@ constexpr size_t kStackBytes = 512 * 1024;
 Core& core() { return *current; }
 
 Machine::Machine(KernelMetaType type, int blocks, const Options& options, GlobalMemory& gm, Report& report)
-    : type_(type), options_(options), report_(report), random_(options.seed) {
+    : type_(type), options_(options), gm_(gm), report_(report), random_(options.seed) {
   std::vector<Place> places;
   for (int block = 0; block < blocks; ++block) {
     const bool mixed = type == AscendC::KERNEL_TYPE_MIX_AIC_1_2;
@@ -101,6 +101,7 @@ void Machine::run(const std::function<void()>& kernel) {
     if (!left) break;
     if (!move_stuck_cores()) stop_stuck_cores();
   }
+  gm_.settle(options_.mode == Mode::random ? &random_ : nullptr);
   if (!faulted_) check_flags_left();
 }
 

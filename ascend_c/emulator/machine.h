@@ -65,6 +65,7 @@ class Machine {
 
   KernelMetaType type_;
   Options options_;
+  GlobalMemory& gm_;
   Report& report_;
   std::vector<std::unique_ptr<Core>> cores_;
   std::vector<std::unique_ptr<Coroutine>> coroutines_;
@@ -92,8 +93,11 @@ Report launch(KernelMetaType type, int blocks, const Options& options, GlobalMem
 #define __gm__
 #define __ubuf__
 #define GM_ADDR __gm__ uint8_t*
-#define ASCEND_IS_AIV (ascend_emulator::core().place().kind == ascend_emulator::CoreKind::aiv)
-#define ASCEND_IS_AIC (ascend_emulator::core().place().kind == ascend_emulator::CoreKind::aic)
+// In the device header these end in `constexpr(...)`, so that `if ASCEND_IS_AIC {` is the only form that compiles
+// there. The same holds here: `if (ASCEND_IS_AIC)` does not compile.
+#define ASCEND_EMULATOR_IS(which) constexpr(true) if (ascend_emulator::core().place().kind == which)
+#define ASCEND_IS_AIV ASCEND_EMULATOR_IS(ascend_emulator::CoreKind::aiv)
+#define ASCEND_IS_AIC ASCEND_EMULATOR_IS(ascend_emulator::CoreKind::aic)
 #define KERNEL_TASK_TYPE_DEFAULT(type) ascend_emulator::check_kernel_type(AscendC::type)
 
 namespace ascend_emulator {

@@ -1,10 +1,13 @@
 // Bytes with a shadow: which were ever written, and per granule who wrote it last and who has read it since.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <list>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -43,6 +46,14 @@ struct Cell {
   bool atomic = false;  // the last write was an atomic addition
 };
 
+// An atomic addition to GM, by an instruction of a pipe. Its sum is formed some time before somebody looks: additions
+// that nothing orders are applied in any order.
+struct Addition {
+  uint16_t pipe;
+  uint32_t index;
+  std::function<void()> apply;
+};
+
 // What the kernel may do with a GM tensor. Workspace has a traffic class of its own: it is meant to stay in L2.
 enum class Use { input, output, accumulator, workspace };
 
@@ -55,12 +66,32 @@ struct Space {
   Use use = Use::workspace;
   std::vector<uint8_t> valid;  // per two bytes; empty: everything is
   std::vector<Cell> cells;     // empty: nobody writes here
+  std::vector<Addition> additions;
+  uint64_t last_adder = 0;  // the instruction that looked through them last
 
   Space(std::string name, uint8_t* bytes, size_t size, uint32_t granule, Use use, bool shadow = true)
       : name(std::move(name)), bytes(bytes), size(size), granule(granule), use(use) {
     if (!shadow) return;
     if (use == Use::output || use == Use::workspace) valid.assign((size + 1) / 2, 0);
     if (use != Use::input) cells.resize((size + granule - 1) / granule);
+  }
+
+  // Applies those of the additions that are due: in a random order, or the last ones first.
+  template <typename Due>
+  void settle(Due due, std::mt19937_64* random) {
+    std::vector<Addition> now;
+    const auto kept = [&due](const Addition& addition) { return !due(addition); };
+    const auto from = std::stable_partition(additions.begin(), additions.end(), kept);
+    std::move(from, additions.end(), std::back_inserter(now));
+    additions.erase(from, additions.end());
+    if (random)
+      std::shuffle(now.begin(), now.end(), *random);
+    else
+      std::reverse(now.begin(), now.end());
+    for (const Addition& addition : now) addition.apply();
+  }
+  void settle(std::mt19937_64* random) {
+    if (!additions.empty()) settle([](const Addition&) { return true; }, random);
   }
 };
 
@@ -75,6 +106,10 @@ class GlobalMemory {
     const uint32_t granule = use == Use::workspace ? kBlock : element;
     auto* begin = static_cast<uint8_t*>(const_cast<void*>(bytes));
     spaces_.emplace_back(std::move(name), begin, size, granule, use, shadow_);
+  }
+  // At the end of a launch.
+  void settle(std::mt19937_64* random) {
+    for (Space& space : spaces_) space.settle(random);
   }
   // The tensor that contains these bytes, or the one that begins nearest below them; null if there is none.
   Space* find(const uint8_t* address, size_t size) {

@@ -94,7 +94,13 @@ class TBuf {
 
 class TPipe {
  public:
-  TPipe() = default;
+  // On a cube core of these chips a pipe sets three flags from M to MTE1, which the vendor's matrix products wait for,
+  // and its destructor waits for them: a kernel that sets one of them itself sets it twice.
+  explicit TPipe(Site site = Site::here()) : site_(site) {
+    if (!has_cube_flags()) return;
+    for (int n = 0; n < kCubeFlags; ++n)
+      ascend_emulator::core().set_flag(HardEvent::M_MTE1, take_id(HardEvent::M_MTE1, site), site);
+  }
   TPipe(const TPipe&) = delete;
   ~TPipe() {
     if (!std::uncaught_exceptions()) close();
@@ -130,9 +136,7 @@ class TPipe {
     ascend_emulator::core().event_ids.used[event] &= uint8_t(~(1u << id));
   }
   TEventID FetchEventID(HardEvent event, Site site = Site::here()) {
-    const int id = take_id(event, site);
-    ascend_emulator::core().event_ids.used[event] &= uint8_t(~(1u << id));
-    return TEventID(id);
+    return TEventID(ascend_emulator::core().event_ids.unused(event, site));
   }
 
  private:
@@ -157,25 +161,29 @@ class TPipe {
 
   // Queues and explicit flags share the eight ids of a pair of pipes.
   int take_id(HardEvent event, Site site) {
-    uint8_t& used = ascend_emulator::core().event_ids.used[event];
-    for (int id = 0; id < 8; ++id)
-      if (!(used >> id & 1)) {
-        used |= uint8_t(1u << id);
-        return id;
-      }
-    ascend_emulator::fail(site, std::string("all 8 event ids of HardEvent::") + ascend_emulator::event_name(event) +
-                                    " are taken (each buffer of a queue takes one)");
+    auto& ids = ascend_emulator::core().event_ids;
+    const int id = ids.unused(event, site);
+    ids.used[event] |= uint8_t(1u << id);
+    return id;
   }
 
-  // The hardware's flags must be 0 again at the end: TPipe waits for the last frees.
+  static constexpr int kCubeFlags = 3;
+  static bool has_cube_flags() { return ascend_emulator::core().place().kind == ascend_emulator::CoreKind::aic; }
+
+  // The hardware's flags must be 0 again at the end: TPipe waits for the last frees, and for its own flags.
   void close() {
     for (const auto& closer : closers_) closer();
+    for (int n = 0; n < kCubeFlags && has_cube_flags(); ++n) {
+      ascend_emulator::core().wait_flag(HardEvent::M_MTE1, n, site_);
+      ReleaseEventID<HardEvent::M_MTE1>(TEventID(n));
+    }
     for (const auto& buffer : buffers_)
       if (buffer.state != ascend_emulator::Buffer::State::free)
         ascend_emulator::core().report().error(
             buffer.site.text() + ": a tensor of a queue is still allocated when the kernel ends (FreeTensor)");
   }
 
+  Site site_;
   std::deque<ascend_emulator::Buffer> buffers_;
   std::vector<std::function<void()>> closers_;
   std::array<uint32_t, ascend_emulator::kMemories> top_{};

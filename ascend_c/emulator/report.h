@@ -58,18 +58,17 @@ struct Counters {
 };
 
 struct Report {
-  std::vector<std::string> errors;  // each text once
+  std::vector<std::string> errors;    // each text once
+  std::vector<std::string> warnings;  // what the documents forbid and the vendor's own code does
   Counters counters;
 
-  void error(const std::string& text) {
-    for (const std::string& known : errors)
-      if (known == text) return;
-    errors.push_back(text);
-  }
+  void error(const std::string& text) { add_once(&errors, text); }
+  void warning(const std::string& text) { add_once(&warnings, text); }
 
   // A launch after this one.
   Report& operator+=(const Report& next) {
     for (const std::string& text : next.errors) error(text);
+    for (const std::string& text : next.warnings) warning(text);
     const auto add = [](auto& to, const auto& from) {
       for (size_t i = 0; i < to.size(); ++i) to[i] += from[i];
     };
@@ -82,6 +81,11 @@ struct Report {
     counters.span_cycles += next.counters.span_cycles;
     for (size_t memory = 0; memory < kMemories; ++memory) counters.take(memory, next.counters.taken_bytes[memory]);
     return *this;
+  }
+
+ private:
+  static void add_once(std::vector<std::string>* texts, const std::string& text) {
+    if (std::find(texts->begin(), texts->end(), text) == texts->end()) texts->push_back(text);
   }
 };
 

@@ -64,6 +64,7 @@ Space& Access::local(Memory memory) { return *core_.local_[size_t(memory)]; }
 
 void Access::read(Space& space, size_t offset, size_t size, bool own, bool unwritten) {
   if (!size) return;
+  space.settle(core_.shuffler());
   if (!space.valid.empty() && !unwritten) {
     uint8_t* const first = space.valid.data() + offset / 2;
     const size_t count = (offset + size + 1) / 2 - offset / 2;
@@ -99,8 +100,22 @@ void Access::report_unwritten(const Space& space, const char* what) {
                       " that were never written");
 }
 
+void Access::add(Space& space, std::function<void()> apply) {
+  if (core_.options_.mode == Mode::eager) return apply();
+  constexpr size_t kMost = 4096;
+  const uint64_t instruction = uint64_t(global_) << 32 | index_;
+  const auto before = [this](const Addition& other) { return after(other.pipe, other.index); };
+  if (space.additions.size() == kMost)
+    space.settle(core_.shuffler());
+  else if (space.last_adder != instruction)
+    space.settle(before, core_.shuffler());
+  space.last_adder = instruction;
+  space.additions.push_back({global_, index_, std::move(apply)});
+}
+
 void Access::write(Space& space, size_t offset, size_t size, bool atomic) {
   if (!size) return;
+  if (!atomic) space.settle(core_.shuffler());
   if (space.cells.empty()) {
     const auto& pipe = core_.pipes_[pipe_];
     return core_.report_.error(pipe.sites[index_].text() + ": " + pipe.names[index_] + " writes the input tensor " +
@@ -344,7 +359,8 @@ void Core::step(pipe_t which) {
 void Core::run_work(Entry& entry, uint32_t index) {
   Pipe& pipe = pipes_[entry.work.pipe];
   Access access(*this, entry.work.pipe, index);
-  if (options_.mode != Mode::time || entry.work.pipe == PIPE_S) entry.work.run(access);
+  // Without data the scalar unit still reads the caller's sizes, in GM.
+  if (options_.mode != Mode::time || (entry.work.pipe == PIPE_S && entry.work.gm_read)) entry.work.run(access);
   pipe.time += entry.work.cycles;
   Counters& counters = report_.counters;
   ++counters.instructions[size_t(place_.kind)][entry.work.pipe];

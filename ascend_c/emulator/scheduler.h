@@ -87,6 +87,8 @@ class Access {
   // that nobody has written, as long as nobody computes with them.
   void read(Space& space, size_t offset, size_t size, bool own = false, bool unwritten = false);
   void write(Space& space, size_t offset, size_t size, bool atomic = false);
+  // After write(.., atomic): adds to what is there, at once or later (memory.h).
+  void add(Space& space, std::function<void()> apply);
   template <typename T>
   T load(Space& space, size_t offset) {
     T value;
@@ -131,6 +133,11 @@ struct Flag {
   double time = 0;
 };
 
+// Bits of the control register. Nothing documents what an earlier kernel leaves in it: integers saturate, and products
+// of fp32 are rounded to HF32, until the kernel says otherwise.
+constexpr int kCtrlIntegersSaturate = 53, kCtrlHf32 = 46;
+constexpr uint64_t kCtrlAtStart = uint64_t(1) << kCtrlIntegersSaturate | uint64_t(1) << kCtrlHf32;
+
 // Where a core stands in a launch.
 struct Place {
   CoreKind kind;
@@ -162,10 +169,17 @@ class Core {
 
   struct Pools {  // of event ids, for TPipe
     std::map<HardEvent, uint8_t> used;
+    // The lowest id that no queue and no explicit flag has asked TPipe for.
+    int unused(HardEvent event, Site site) {
+      for (int id = 0; id < 8; ++id)
+        if (!(used[event] >> id & 1)) return id;
+      fail(site, std::string("all 8 event ids of HardEvent::") + event_name(event) +
+                     " are taken (each buffer of a queue takes one)");
+    }
   } event_ids;
   bool atomic_add = false;  // captured by the stores that follow
   Site atomic_site;
-  bool integers_wrap = false;
+  uint64_t ctrl = kCtrlAtStart;  // the control register, captured by the instructions that follow
 
  private:
   friend class Access;
@@ -196,6 +210,7 @@ class Core {
   void learn(const Clock& clock, double time);
   uint16_t global(int pipe) const { return uint16_t(number_ * kPipes + pipe); }
   bool has_pipe(pipe_t pipe) const;
+  std::mt19937_64* shuffler() { return options_.mode == Mode::random ? &random_ : nullptr; }
   void push(Entry entry);
   void step(pipe_t pipe);
   void run_work(Entry& entry, uint32_t index);

@@ -53,16 +53,28 @@ struct BrcbRepeatParams {
       : dstBlkStride(dstBlk), dstRepStride(dstRep) {}
 };
 
-enum class SaturationMode { FLOAT };
-// false: INF/NAN mode, in which integers wrap; true: they stop at the ends of their range.
+enum class SaturationMode : uint8_t { FLOAT, FLOAT8, INT, CAST };
+// INT: whether sums and products of integers stop at the ends of their range (true) or wrap. Headers before mid-2026
+// lack it; the register's own functions below exist in all of them.
 template <SaturationMode mode>
-void SetSaturationFlag(bool saturates) {
-  ascend_emulator::core().integers_wrap = !saturates;
+void SetSaturationFlag(bool enableSat) {
+  static_assert(mode == SaturationMode::FLOAT || mode == SaturationMode::INT || mode == SaturationMode::CAST,
+                "SaturationMode is not supported on current platform!");
+  constexpr int bit = mode == SaturationMode::FLOAT ? 48 : mode == SaturationMode::INT ? 53 : 59;
+  const bool set = mode == SaturationMode::INT ? enableSat : !enableSat;
+  uint64_t& ctrl = ascend_emulator::core().ctrl;
+  ctrl = set ? ctrl | uint64_t(1) << bit : ctrl & ~(uint64_t(1) << bit);
 }
 
 enum class ReduceOrder { ORDER_VALUE_INDEX, ORDER_INDEX_VALUE, ORDER_ONLY_VALUE, ORDER_ONLY_INDEX };
 
 }  // namespace AscendC
+
+// Functions of the compiler.
+inline uint64_t get_ctrl() { return ascend_emulator::core().ctrl; }
+inline void set_ctrl(uint64_t value) { ascend_emulator::core().ctrl = value; }
+inline uint64_t sbitset0(uint64_t value, int64_t bit) { return value & ~(uint64_t(1) << bit); }
+inline uint64_t sbitset1(uint64_t value, int64_t bit) { return value | uint64_t(1) << bit; }
 
 namespace ascend_emulator {
 
@@ -73,7 +85,8 @@ constexpr uint32_t lanes_per_repeat() {
   return uint32_t(kRepeat / widest);
 }
 
-// The arithmetic of one lane. half goes through float and is rounded once; integers wrap (INF/NAN mode).
+// The arithmetic of one lane. half goes through float and is rounded once; integers wrap. `exact` is the same without
+// a limit.
 template <typename T>
 inline constexpr bool kIsFloat = std::is_same_v<T, float> || std::is_same_v<T, half>;
 template <typename T>
@@ -98,18 +111,21 @@ struct AddLane {
   T operator()(T a, T b) const {
     return T(wide(a) + wide(b));
   }
+  static int64_t exact(int64_t a, int64_t b) { return a + b; }
 };
 struct SubLane {
   template <typename T>
   T operator()(T a, T b) const {
     return T(wide(a) - wide(b));
   }
+  static int64_t exact(int64_t a, int64_t b) { return a - b; }
 };
 struct MulLane {
   template <typename T>
   T operator()(T a, T b) const {
     return T(wide(a) * wide(b));
   }
+  static int64_t exact(int64_t a, int64_t b) { return a * b; }
 };
 struct DivLane {
   template <typename T>
@@ -185,12 +201,23 @@ struct AbsLane {
   }
 };
 
-// The default of the mode is not documented: a kernel that counts on wrapping has to ask for it.
+// Sums and products of integers under the control register: a kernel that counts on wrapping has to ask for it.
 template <typename T, typename F>
-void check_wraps(const char* name, Site site) {
-  constexpr bool wraps = std::is_same_v<F, AddLane> || std::is_same_v<F, SubLane> || std::is_same_v<F, MulLane>;
-  if (kIsInteger<T> && wraps && !core().integers_wrap)
-    fail(site, std::string(name) + ": integers wrap after SetSaturationFlag<SaturationMode::FLOAT>(false) only");
+auto under_ctrl(const char* name, Site site, F f) {
+  constexpr bool overflows = std::is_same_v<F, AddLane> || std::is_same_v<F, SubLane> || std::is_same_v<F, MulLane>;
+  if constexpr (kIsInteger<T> && overflows) {
+    const bool saturates = core().ctrl >> kCtrlIntegersSaturate & 1;
+    return [=, report = &core().report()](T a, T b) {
+      using Limits = std::numeric_limits<T>;
+      const int64_t exact = F::exact(a, b);
+      if (!saturates || (exact >= Limits::min() && exact <= Limits::max())) return f(a, b);
+      report->error(site.text() + ": " + name + " saturates an integer: they wrap after clearing CTRL[53], with " +
+                    "set_ctrl(sbitset0(get_ctrl(), 53)) or SetSaturationFlag<SaturationMode::INT>(false)");
+      return exact < 0 ? Limits::min() : Limits::max();
+    };
+  } else {
+    return f;
+  }
 }
 
 template <typename T, typename F>
@@ -198,11 +225,11 @@ void binary(const char* name, Site site, const Lanes& lanes, double rate, F f, c
             const AscendC::LocalTensor<T>& src0, const AscendC::LocalTensor<T>& src1,
             const AscendC::BinaryRepeatParams& p) {
   p.check(site);
-  check_wraps<T, F>(name, site);
   const bool same = dst.GetPhyAddr() == src1.GetPhyAddr() && p.dstRepStride == 0 && p.src1RepStride == 0;
   const bool accumulates = same && !std::is_same_v<F, DivLane>;
-  lanewise(name, site, lanes, rate, accumulates, f, Operand<T>{dst, p.dstBlkStride, p.dstRepStride},
-           Operand<T>{src0, p.src0BlkStride, p.src0RepStride}, Operand<T>{src1, p.src1BlkStride, p.src1RepStride});
+  lanewise(name, site, lanes, rate, accumulates, under_ctrl<T>(name, site, f),
+           Operand<T>{dst, p.dstBlkStride, p.dstRepStride}, Operand<T>{src0, p.src0BlkStride, p.src0RepStride},
+           Operand<T>{src1, p.src1BlkStride, p.src1RepStride});
 }
 
 template <typename D, typename S, typename F>
@@ -410,9 +437,9 @@ ASCEND_EMULATOR_BINARY(Or, (ascend_emulator::kIsBits<T>), ascend_emulator::kSimp
   void NAME(const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue, const int32_t& count,        \
             Site site = Site::here()) {                                                                              \
     static_assert(TYPES, #NAME " does not exist for this type");                                                     \
-    ascend_emulator::check_wraps<T, ascend_emulator::LANE>(#NAME, site);                                             \
     const auto lanes = ascend_emulator::count_lanes(#NAME, count, ascend_emulator::lanes_per_repeat<T>(), site);     \
-    const auto lane = [scalarValue](T a) { return ascend_emulator::LANE()(a, scalarValue); };                        \
+    const auto f = ascend_emulator::under_ctrl<T>(#NAME, site, ascend_emulator::LANE());                             \
+    const auto lane = [f, scalarValue](T a) { return f(a, scalarValue); };                                           \
     unary(#NAME, site, lanes, ascend_emulator::kSimple, lane, dst, src, UnaryRepeatParams());                        \
   }                                                                                                                  \
   template <typename T, bool isSetMask = true, typename Mask>                                                        \
@@ -420,11 +447,11 @@ ASCEND_EMULATOR_BINARY(Or, (ascend_emulator::kIsBits<T>), ascend_emulator::kSimp
       const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue, Mask mask,                         \
       ascend_emulator::Field<uint8_t> repeatTime, const UnaryRepeatParams& repeatParams, Site site = Site::here()) { \
     static_assert(TYPES, #NAME " does not exist for this type");                                                     \
-    ascend_emulator::check_wraps<T, ascend_emulator::LANE>(#NAME, site);                                             \
     static_assert(isSetMask, "masks set beforehand are not emulated");                                               \
     const auto lanes =                                                                                               \
         ascend_emulator::mask_lanes(#NAME, mask, repeatTime, ascend_emulator::lanes_per_repeat<T>(), site);          \
-    const auto lane = [scalarValue](T a) { return ascend_emulator::LANE()(a, scalarValue); };                        \
+    const auto f = ascend_emulator::under_ctrl<T>(#NAME, site, ascend_emulator::LANE());                             \
+    const auto lane = [f, scalarValue](T a) { return f(a, scalarValue); };                                           \
     unary(#NAME, site, lanes, ascend_emulator::kSimple, lane, dst, src, repeatParams);                               \
   }
 
@@ -509,15 +536,24 @@ std::enable_if_t<std::is_convertible_v<Mask, uint64_t> || std::is_convertible_v<
       ascend_emulator::Operand<T>{dst, dstBlockStride, dstRepeatStride});
 }
 
-// dst[i] = firstValue + i
+// dst[i] = firstValue + i. Not one instruction: the scalar unit writes the first block, a flag makes the vector unit
+// wait for it, and the rest is Adds. Nothing orders the scalar unit's stores behind what other pipes still do there.
 template <typename T>
-void CreateVecIndex(const LocalTensor<T>& dst, const T& firstValue, uint32_t count, Site site = Site::here()) {
+void CreateVecIndex(LocalTensor<T> dst, const T& firstValue, uint32_t count, Site site = Site::here()) {
   static_assert(std::is_same_v<T, int32_t> || std::is_same_v<T, float>, "the emulator counts in int32_t and float");
-  const auto lanes =
-      ascend_emulator::count_lanes("CreateVecIndex", count, ascend_emulator::lanes_per_repeat<T>(), site);
-  lanewise(
-      "CreateVecIndex", site, lanes, ascend_emulator::kSimple, false,
-      [firstValue, i = 0]() mutable { return T(firstValue + T(i++)); }, ascend_emulator::Operand<T>{dst, 1, 8});
+  constexpr uint32_t kLanes = ascend_emulator::kBlock / sizeof(T);
+  if (count == 0) return;
+  dst.operand("CreateVecIndex", "the destination", int64_t(count) * int64_t(sizeof(T)), site);
+  for (uint32_t i = 0; i < std::min(count, kLanes); ++i) dst.SetValue(i, T(firstValue + T(i)), site);
+  const int id = ascend_emulator::core().event_ids.unused(HardEvent::S_V, site);
+  ascend_emulator::core().set_flag(HardEvent::S_V, id, site);
+  ascend_emulator::core().wait_flag(HardEvent::S_V, id, site);
+  for (uint32_t done = kLanes; done < count;) {  // a block at a time, then a repeat at a time
+    const uint32_t step = done < 8 * kLanes ? kLanes : 8 * kLanes, part = std::min(count - done, step);
+    Adds(dst[done], dst[done - step], T(step), int32_t(part), site);
+    ascend_emulator::core().barrier(PIPE_V, site);
+    done += part;
+  }
 }
 
 // Element i of repeat r fills block r * dstRepStride + i * dstBlkStride of dst.

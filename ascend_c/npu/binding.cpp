@@ -1,14 +1,11 @@
-// torch_npu's side of the backend "ascend": stream, queue, generator, and the check of the device when the library is
-// loaded. The one file of the binding that sees torch; the ops themselves are csrc/ops.cpp's, for NPU tensors too.
-#include <ATen/core/Generator.h>
+// torch_npu's side of the backend "ascend": stream, queue, and the check of the device when the library is loaded. The
+// one file of the binding that sees torch; the ops themselves are csrc/ops.cpp's, for NPU tensors too.
 #include <ATen/core/Tensor.h>
 #include <acl/acl.h>
-#include <torch_npu/csrc/aten/NPUGeneratorImpl.h>
 #include <torch_npu/csrc/core/npu/NPUFormat.h>
 #include <torch_npu/csrc/core/npu/NPUStream.h>
 #include <torch_npu/csrc/framework/OpCommand.h>
 
-#include <mutex>
 #include <stdexcept>
 
 #include "architecture.h"
@@ -28,8 +25,6 @@ int64_t cores_of(int32_t device) {
   return cores;
 }
 
-const int64_t* memory_of(const at::Tensor* value) { return value->const_data_ptr<int64_t>(); }
-
 }  // namespace
 
 // Asked once: the devices of a machine are alike.
@@ -47,25 +42,6 @@ void enqueue(const char* kernel, std::function<int()> launch) { at_npu::native::
 // Not emptying torch_npu's queue: enqueue() stands in line.
 void* current_stream(int device_index) {
   return c10_npu::getCurrentNPUStream(static_cast<c10::DeviceIndex>(device_index)).stream(false);
-}
-
-RngSource draw(int device_index) {
-  constexpr uint64_t kStep = 4;  // as on CUDA
-  at::Generator generator = at_npu::detail::getDefaultNPUGenerator(static_cast<c10::DeviceIndex>(device_index));
-  const std::lock_guard<std::mutex> lock(generator.mutex());
-  const at_npu::PhiloxNpuState state =
-      at::check_generator<at_npu::NPUGeneratorImpl>(generator)->philox_npu_state(kStep);
-  RngSource source;
-  if (state.captured_) {  // a graph: each replay finds other values there
-    source.seed_pointer = memory_of(state.seed_.ptr);
-    source.offset_pointer = memory_of(state.offset_.ptr);
-    source.offset = static_cast<int64_t>(state.offset_intragraph_);
-  } else {
-    source.seed = static_cast<int64_t>(state.seed_.val);
-    source.offset = static_cast<int64_t>(state.offset_.val);
-  }
-  source.offset += 1;  // offset 0 belongs to explicit seeds
-  return source;
 }
 
 std::string private_format(const at::Tensor& tensor) {

@@ -22,7 +22,6 @@ void enqueue(const char* kernel, std::function<int()> launch);
 
 // Of torch's device with that index.
 void* current_stream(int device_index);
-RngSource draw(int device_index);
 
 // Empty, or that the tensor lies in one of the NPU's own formats, which some of its operators leave behind.
 std::string private_format(const at::Tensor& tensor);

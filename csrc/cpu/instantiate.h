@@ -1,5 +1,5 @@
-// Instantiates every kernel for the instruction set that the including file (inst/*.cpp) has chosen, and fills its
-// table.
+// Instantiates every kernel for the instruction set that the including file (inst/*.cpp) has chosen, and fills the
+// table of that set.
 #pragma once
 
 #include "backward.h"
@@ -39,12 +39,11 @@ inline void forward(const AttnParams& p) {
             [&](auto in, auto op, auto accuracy) { forward<decltype(in), decltype(op), decltype(accuracy)>(p); });
 }
 inline int64_t backward_scratch_bytes(const AttnGradParams& p) {
-  return for_dtype(
-      p.dtype, [&](auto in, auto op, auto) { return BackwardScratch<decltype(in), decltype(op)>(p, nullptr).bytes; });
+  return for_dtype(p.dtype, [&](auto, auto op, auto) { return BackwardScratch<decltype(op)>(p, nullptr).bytes; });
 }
-inline int64_t backward_shared_bytes(const AttnGradParams& p) {
+inline int64_t backward_workspace_bytes(const AttnGradParams& p) {
   return for_dtype(
-      p.dtype, [&](auto in, auto op, auto) { return BackwardShared<decltype(in), decltype(op)>(p, nullptr).bytes; });
+      p.dtype, [&](auto in, auto op, auto) { return BackwardWorkspace<decltype(in), decltype(op)>(p, nullptr).bytes; });
 }
 inline void backward(const AttnGradParams& p) {
   for_dtype(p.dtype,
@@ -55,11 +54,12 @@ inline void backward(const AttnGradParams& p) {
 
 const CpuKernels FLASHATTN_KERNELS = {
     FLASHATTN_STRINGIFY_NAME(FLASHATTN_ISA),
-    {FLASHATTN_ISA::Tile<float>::kQueries, FLASHATTN_ISA::Tile<float>::kKeys},
+    FLASHATTN_ISA::Tile<float>::kQueries,
+    FLASHATTN_ISA::Tile<float>::kKeys,
     FLASHATTN_ISA::forward_scratch_bytes,
     FLASHATTN_ISA::forward,
     FLASHATTN_ISA::backward_scratch_bytes,
-    FLASHATTN_ISA::backward_shared_bytes,
+    FLASHATTN_ISA::backward_workspace_bytes,
     FLASHATTN_ISA::backward,
     FLASHATTN_ISA::multiply_add_flop,
 };

@@ -1,4 +1,4 @@
-// The entry points of one instruction set, as dispatch.cpp sees them.
+// The entry points of one instruction set, as dispatch.cpp and isa.cpp see them.
 #pragma once
 
 #include "../params.h"
@@ -12,16 +12,18 @@ namespace flashattn_ext {
 // All entries take the dtype from the params. Scratch sizes are bytes per worker.
 struct CpuKernels {
   const char* name;
-  CpuTile forward_tile;  // tiles.h: of fp32
+  int64_t tile_queries, tile_keys;  // tiles.h, of fp32 and 16-bit inputs
   int64_t (*forward_scratch_bytes)(const AttnParams& params);
   void (*forward)(const AttnParams& params);
   int64_t (*backward_scratch_bytes)(const AttnGradParams& params);
-  // Bytes that all workers share: fp32 gradient accumulators and per-row statistics.
-  int64_t (*backward_shared_bytes)(const AttnGradParams& params);
+  int64_t (*backward_workspace_bytes)(const AttnGradParams& params);  // what all workers share: backward_workspace.h
   void (*backward)(const AttnGradParams& params);
-  // peak.h: floating point operations of that many rounds of multiply-adds.
+  // Computes that many rounds of multiply-adds and returns the number of their floating point operations (peak.h).
   double (*multiply_add_flop)(int64_t iterations);
 };
+
+// The table of the instruction set in use (isa.h).
+const CpuKernels& cpu_kernels();
 
 extern const CpuKernels kGenericKernels;
 #if defined(__x86_64__)

@@ -4,7 +4,8 @@
 //   widened or padded copy in scratch memory (16-bit inputs of a float product, head dims that end inside a vector).
 // transpose_rows: [units][rows] from staged rows, the B operand of Q K^T and dO V^T.
 // pair_rows: the B operand of products along rows: the staged rows themselves, or for bfloat16 pairs of them
-// interleaved.
+//   interleaved.
+// PanelForms: the A operands that a panel's weights, or the gradients of its scores, become.
 #pragma once
 
 #include "convert.h"
@@ -24,9 +25,9 @@ struct StagedElement<Bf16DotOp> {
 };
 #endif
 
-// rows of `padded` units each, zero beyond the head dim; stride in units.
+// Rows that a product can read: padded_units(head_dim) units each, zero beyond the head dim; stride in units.
 template <class Op>
-struct Rows {
+struct StagedRows {
   const typename Op::Unit* data;
   int64_t stride;
 };
@@ -56,10 +57,10 @@ inline bool reads_in_place(int64_t head_dim, int64_t row_stride, Reads reads) {
   return std::is_same<In, Element>::value && head_dim % (Op::S::kWidth * Op::kPack) == 0 && row_stride % Op::kPack == 0;
 }
 
-// scratch: [rows][padded_units(head_dim)], used only when the rows cannot be read in place.
+// scratch: [rows][padded_units(head_dim)], used only where the rows cannot be read in place.
 template <class Op, class In>
-inline Rows<Op> stage_rows(const In* from, int64_t row_stride, int64_t rows, int64_t head_dim, Reads reads,
-                           typename Op::Unit* scratch) {
+inline StagedRows<Op> stage_rows(const In* from, int64_t row_stride, int64_t rows, int64_t head_dim, Reads reads,
+                                 typename Op::Unit* scratch) {
   using Unit = typename Op::Unit;
   using Element = typename StagedElement<Op>::Type;
   if (reads_in_place<Op, In>(head_dim, row_stride, reads)) {
@@ -120,24 +121,18 @@ struct Transpose {
   }
 };
 
-// to[u][r] = rows[r][u] for r < count, 0 for the lanes up to round_up(count, lanes); `flip` is XORed into each unit (a
-// sign change). to: [padded_units][to_stride].
+// to[u][r] = rows[r][u] for r < count, 0 for the lanes up to round_up(count, lanes). to: [padded_units][to_stride].
 template <class Op>
-inline void transpose_rows(typename Op::Unit* to, int64_t to_stride, Rows<Op> rows, int64_t count, int64_t lanes,
-                           int64_t units, bool negate) {
+inline void transpose_rows(typename Op::Unit* to, int64_t to_stride, StagedRows<Op> rows, int64_t count, int64_t lanes,
+                           int64_t units) {
   using T = Transpose<typename Op::Unit>;
   using V = typename T::V;
   constexpr int W = T::W;
-  using Index = typename T::Index;
-  constexpr Index kSign =
-      Op::kPack == 2 ? static_cast<Index>(0x80008000u) : static_cast<Index>(Index(1) << (8 * sizeof(Index) - 1));
-  const V flip = V{} + (negate ? kSign : Index(0));
   for (int64_t r = 0; r < lanes; r += W) {
     for (int64_t u = 0; u < units; u += W) {
       V block[W];
       FLASHATTN_UNROLL(16)
-      for (int i = 0; i < W; ++i)
-        block[i] = r + i < count ? T::load(rows.data + (r + i) * rows.stride + u) ^ flip : V{};
+      for (int i = 0; i < W; ++i) block[i] = r + i < count ? T::load(rows.data + (r + i) * rows.stride + u) : V{};
       T::template exchange<W / 2>(block);
       FLASHATTN_UNROLL(16)
       for (int i = 0; i < W; ++i) T::store(to + (u + i) * to_stride + r, block[i]);
@@ -145,16 +140,17 @@ inline void transpose_rows(typename Op::Unit* to, int64_t to_stride, Rows<Op> ro
   }
 }
 
-// The rows as B operand of a product along them.
+// The staged rows as the B operand of a product along them.
 template <class Op>
-inline Rows<Op> pair_rows(Rows<Op> rows, int64_t count, int64_t units, typename Op::Unit* scratch) {
+inline StagedRows<Op> pair_rows(StagedRows<Op> rows, int64_t count, int64_t units, typename Op::Unit* scratch) {
   (void)count, (void)units, (void)scratch;
   return rows;
 }
 #if defined(FLASHATTN_ISA_AVX512_BF16)
 // scratch: [ceil(count / 2)][2 * units]; a missing last row counts as zeros.
 template <>
-inline Rows<Bf16DotOp> pair_rows<Bf16DotOp>(Rows<Bf16DotOp> rows, int64_t count, int64_t units, uint32_t* scratch) {
+inline StagedRows<Bf16DotOp> pair_rows<Bf16DotOp>(StagedRows<Bf16DotOp> rows, int64_t count, int64_t units,
+                                                  uint32_t* scratch) {
   alignas(64) static constexpr uint16_t kFirst[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                       8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
   alignas(64) static constexpr uint16_t kSecond[32] = {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
@@ -172,6 +168,49 @@ inline Rows<Bf16DotOp> pair_rows<Bf16DotOp>(Rows<Bf16DotOp> rows, int64_t count,
   }
   return {scratch, 2 * units};
 }
+#endif
+
+// The A operands that a transposed panel [key][query] becomes. They are written over the fp32 rows that they come from.
+template <class Op>
+struct PanelForms {
+  using Real = typename Op::Real;
+  using V = typename Op::V;
+  static constexpr int W = Op::S::kWidth;
+
+  // For products along queries: one key, whose row is `to`, and the queries of one or two vectors from `lane` on.
+  static void queries(Real* to, int64_t lane, const V* x, int vectors) {
+    for (int n = 0; n < vectors; ++n) Op::S::store(to + lane + n * W, x[n]);
+  }
+  // For products along keys: the keys `key` and, where there is one, key + 1, in rows of `stride`.
+  static void keys(Real* to, int64_t stride, int64_t key, int64_t lane, V even, const V* odd) {
+    Op::S::store(to + key * stride + lane, even);
+    if (odd) Op::S::store(to + (key + 1) * stride + lane, *odd);
+  }
+  // The same for `vectors` vectors in a row of pairs of keys. Where units are no pairs, queries() is that form already.
+  static void pairs(typename Op::Unit*, int64_t, const V*, const V*, int) {}
+};
+#if defined(FLASHATTN_ISA_AVX512_BF16)
+template <>
+struct PanelForms<Bf16DotOp> {
+  static void queries(float* to, int64_t lane, const __m512* x, int vectors) {
+    uint16_t* half_row = reinterpret_cast<uint16_t*>(to);
+    const __m512 second = vectors > 1 ? x[1] : _mm512_setzero_ps();
+    _mm512_storeu_si512(half_row + lane, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, x[0])));
+  }
+  static void keys(float* to, int64_t stride, int64_t key, int64_t lane, __m512 even, const __m512* odd) {
+    const __m512 second = odd ? *odd : _mm512_setzero_ps();
+    pairs(reinterpret_cast<uint32_t*>(to) + key / 2 * stride, lane, &even, &second, 1);
+  }
+  static void pairs(uint32_t* to, int64_t lane, const __m512* even, const __m512* odd, int vectors) {
+    alignas(64) static constexpr uint16_t kInterleave[32] = {0,  16, 1,  17, 2,  18, 3,  19, 4,  20, 5,
+                                                             21, 6,  22, 7,  23, 8,  24, 9,  25, 10, 26,
+                                                             11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    for (int n = 0; n < vectors; ++n) {
+      const __m512i halves = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd[n], even[n]));
+      _mm512_storeu_si512(to + lane + n * 16, _mm512_permutexvar_epi16(_mm512_load_si512(kInterleave), halves));
+    }
+  }
+};
 #endif
 
 }  // namespace FLASHATTN_ISA

@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-from pathlib import Path
 
-from .checkpoint import atomic_path
-from .console import CommandError
+from .console import CommandError, positive
+from .devices import use_threads
+from .files import writable_file, write_text
 
 # What can be measured -> the module that does, with measure(quick, options) and show(results, markdown).
 BENCHES = {"cpu": "bench_cpu", "cuda": "bench_cuda", "ascend-emulator": "bench_ascend", "tune": "bench_tune"}
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="few calls, on the CPU of small shapes, with CUDA without accuracy: a smoke test, not a measurement",
     )
-    parser.add_argument("--threads", type=int, help="CPU threads; without it, PyTorch's choice")
+    parser.add_argument("--threads", type=positive, help="CPU threads; without it, PyTorch's choice")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
     parser.add_argument("--json", metavar="FILE", help="also write every number to FILE")
     cuda = parser.add_argument_group("bench cuda")
@@ -47,27 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.threads is not None:
-        if arguments.threads < 1:
-            raise CommandError(f"--threads got {arguments.threads}; accepted are whole numbers from 1")
-        import torch
-
-        torch.set_num_threads(arguments.threads)
     options = {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
     for flag, targets in (OPTIONS[name] for name in options):
         if arguments.target not in targets:
             raise CommandError(f"{flag} is an option of bench {' and '.join(targets)}, not of {arguments.target}")
+    path = writable_file("--json", arguments.json) if arguments.json else None
+    use_threads(arguments.threads)
     bench = importlib.import_module(f".{BENCHES[arguments.target]}", __package__)
     results = bench.measure(quick=arguments.quick, **options)
     bench.show(results, markdown=arguments.markdown)
-    if arguments.json:
-        _write_json(Path(arguments.json), results)
+    if path:
+        write_text(path, json.dumps(results, indent=1) + "\n")
     return 0
-
-
-def _write_json(path: Path, results: dict[str, object]) -> None:
-    try:
-        with atomic_path(path) as temporary:
-            temporary.write_text(json.dumps(results, indent=1) + "\n")
-    except OSError as error:
-        raise CommandError(f"--json {path}: cannot write there ({error.strerror})") from None

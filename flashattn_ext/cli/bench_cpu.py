@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashattn_ext
 
-from .console import make_console, markdown_table, print_table
+from .console import make_console, markdown_table, print_table, require
 from .timing import time_interleaved
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -57,8 +57,7 @@ def cases(quick: bool) -> list[Case]:
 
 def measure(*, quick: bool) -> dict[str, Any]:
     """Times every case. The result holds plain numbers only, ready for JSON."""
-    from rich.progress import track
-
+    track = require("rich.progress").track
     budget_s, min_rounds = (0.05, 2) if quick else (3.0, 3)
     rows = [
         _measure_case(case, budget_s, min_rounds)

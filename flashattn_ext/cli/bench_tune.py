@@ -1,7 +1,7 @@
-"""`bench tune`: the quickest of the tiles that this build has, for each kind of call, beside the default one.
+"""`bench tune`: the quickest tile of each kind of call, beside the one that the package has.
 
-On CUDA the tiles are those of csrc/cuda/*/tiles.h, compiled by FLASHATTN_EXT_TUNE=1, for 16-bit types. On the CPU the
-forward takes its tile as a parameter; that of the backward is compiled in.
+On CUDA the tiles are those of csrc/cuda/*/tiles.h, for 16-bit types; on the CPU, pairs of sizes. The others are compiled from the
+checkout when they are first measured (private_build.py).
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from torch import Tensor
 import flashattn_ext
 from flashattn_ext import _C
 
-from .._build import REBUILD
-from . import bench_cuda
-from .bench_cuda import OURS, RNG_SEED, Case
+from . import bench_cuda, private_build
+from .bench_accuracy import RNG_SEED
+from .bench_cases import OURS, Case
+from .bench_cuda_tables import WIDTH
 from .console import CommandError, make_console, markdown_table, print_table, require
 from .devices import choose_device
+from .private_build import PrivateBuild
 from .timing import Timing, reported, time_interleaved
 
-TUNE_BUILD = f"FLASHATTN_EXT_TUNE=1 {REBUILD}"
 DROPOUT = 0.1
 CPU_TILES, CPU_QUICK_TILES = (64, 128, 192, 256, 512), (64, 128)
 LARGEST_DIFFERENCE = 0.02  # from the default's results, relative to them: more is no rounding of 16-bit types
@@ -35,18 +36,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Tile:
-    """One that can be forced: by `force(*arguments)`, and zeros undo it."""
+    """One to be measured: that of a backend of the package, or of a private build."""
 
     name: str
-    force: Callable[..., None]
-    arguments: tuple[int, ...]
+    backend: str | PrivateBuild
 
     def run(self, call: Callable[[], T]) -> T:
-        self.force(*self.arguments)
-        try:
+        with flashattn_ext.use_backend(self.backend if isinstance(self.backend, str) else self.backend.name):
             return call()
-        finally:
-            self.force(*(0 for _ in self.arguments))
 
 
 @dataclass(frozen=True)
@@ -70,6 +67,9 @@ def measure(*, quick: bool, device: str = "auto", backend: str | None = None) ->
         kind, jobs = "cpu", cpu_jobs(quick)
         machine = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
         machine |= {"threads": torch.get_num_threads(), "isa": _C.cpu_isa()}
+    others = (tile.backend for job in jobs for tile in job.tiles if isinstance(tile.backend, PrivateBuild))
+    for problem in private_build.load(others).values():
+        raise CommandError(problem)
     track, console = require("rich.progress").track, make_console()
     with flashattn_ext.use_backend(backend):
         rows = [measure_job(job, kind, quick) for job in track(jobs, "measuring", console=console, transient=True)]
@@ -80,36 +80,40 @@ def measure(*, quick: bool, device: str = "auto", backend: str | None = None) ->
 
 
 def cuda_tiles(backend: str) -> list[dict[str, Any]]:
-    """The compiled tiles of a backend, with their names."""
+    """The tiles of a backend's tables, with their names."""
     tiles = [tile for tile in _C.cuda_tiles() if tile["backend"] == backend]
     return [{**tile, "name": f"{tile['queries']} x {tile['keys']}, {tile['detail']}"} for tile in tiles]
 
 
+def cuda_tile(tile: Mapping[str, Any], name: str) -> Tile:
+    return Tile(name, private_build.cuda(tile["backend"], tile["choice"]) if tile["choice"] else tile["backend"])
+
+
 def cuda_jobs(backend: str, quick: bool) -> list[Job]:
-    """Raises where this build has the default tiles alone."""
+    """Every kind of call of which the tables have more than one tile."""
     jobs = []
     kinds = itertools.groupby(
         cuda_tiles(backend), key=lambda tile: (tile["backward"], tile["head_dim"], tile["dropout"])
     )
-    for (backward, D, dropout), compiled in kinds:
-        tiles = tuple(Tile(tile["name"], _C.force_cuda_tile, (tile["choice"],)) for tile in compiled)
+    for (backward, D, dropout), row in kinds:
+        tiles = tuple(cuda_tile(tile, tile["name"]) for tile in row)
         B, S, H = (4, 1024, 4) if quick else (4, 4096, 2048 // D)
         for causal in (False, True) if len(tiles) > 1 else ():
             case = Case(B, H, H, S, D, causal, "bf16", DROPOUT if dropout else 0.0, backward=backward)
             jobs.append(Job(backend, case, tiles))
-    if not jobs:
-        raise CommandError(
-            f"this build has one tile of {backend} for every kind of call; build the others, from the checkout, with: "
-            f"{TUNE_BUILD} (or --device cpu)"
-        )
     return jobs
+
+
+def cpu_tile() -> str:
+    """The name of the one that the package has."""
+    return " x ".join(map(str, _C.cpu_tile()))
 
 
 def cpu_jobs(quick: bool) -> list[Job]:
     sizes = CPU_QUICK_TILES if quick else CPU_TILES
-    default = Tile(" x ".join(map(str, _C.cpu_tile())), _C.force_cpu_tile, (0, 0))
-    others = (Tile(f"{m} x {n}", _C.force_cpu_tile, (m, n)) for m, n in itertools.product(sizes, sizes))
-    tiles = (default, *(tile for tile in others if tile.name != default.name))
+    others = {f"{m} x {n}": (m, n) for m, n in itertools.product(sizes, sizes)}
+    others.pop(cpu_tile(), None)
+    tiles = (Tile(cpu_tile(), "cpu"), *(Tile(name, private_build.cpu(*tile)) for name, tile in others.items()))
     S = 256 if quick else 2048
     return [
         Job("cpu", Case(1, 4, 4, S, D, causal, "fp32", dropout), tiles)
@@ -201,7 +205,7 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
         print(markdown_table(title, HEADER, lines))
     else:
         faster = [is_faster(row) for row in rows]
-        print_table(title, HEADER, lines, left=range(len(HEADER) - 1), marked=faster, width=bench_cuda.WIDTH)
+        print_table(title, HEADER, lines, left=range(len(HEADER) - 1), marked=faster, width=WIDTH)
     for row, line in zip(rows, lines, strict=True):
         for name, reason in row["failures"].items():
             print(f"{' '.join(line[:4])}: {name}: {reason}")

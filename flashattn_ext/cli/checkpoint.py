@@ -2,45 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
+import io
 import os
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .console import CommandError
-
-
-@contextlib.contextmanager
-def atomic_path(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside `path` and moves it there when the block ends well.
-
-    Whoever reads `path` sees the old file or the new one, also when the process is killed in
-    between.
-    """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp{path.suffix}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+from .files import atomic_path
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    """Writes the state and waits until the disk has it."""
+    """Writes the state and waits until the disk has it.
+
+    By way of memory: of a disk that is full PyTorch says no more than that a position is not what it expected.
+    """
+    serialised = io.BytesIO()
+    torch.save(state, serialised)
     with atomic_path(path) as temporary, open(temporary, "wb") as file:
-        torch.save(state, file)
+        file.write(serialised.getbuffer())
         file.flush()
         os.fsync(file.fileno())
 
 
-def load_checkpoint(path: Path) -> dict[str, Any] | None:
-    """The saved state with its tensors on the CPU, or None if there is no checkpoint."""
-    if not path.exists():
-        return None
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """The saved state with its tensors on the CPU."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file raises any of many unrelated types

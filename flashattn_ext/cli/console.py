@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Container, Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PIPE_WIDTH = 140
+LARGEST = 2**31 - 1  # of sizes and counts, which C++ keeps as int
 INSTALL_EXTRAS = 'pip install "flashattn_ext[cli]" (in a checkout: pip install ".[cli]")'
 
 
@@ -68,25 +68,21 @@ def print_table(
     make_console(width).print(table)
 
 
-def make_directory(name: str) -> Path:
-    """The directory of `--out name`, made if need be, into which files can be written."""
-    directory = Path(name)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        probe = directory / ".writable"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise CommandError(f"--out {name}: cannot write there ({error.strerror}); choose another directory") from None
-    return directory
-
-
 def positive(text: str) -> int:
     """The type of an option that takes a whole number from 1."""
+    return _whole_number(text, 1, LARGEST, "whole numbers from 1 to 2**31 - 1")
+
+
+def seed(text: str) -> int:
+    """The type of an option that seeds PyTorch's generators."""
+    return _whole_number(text, 0, 2**64 - 1, "whole numbers from 0 to 2**64 - 1")
+
+
+def _whole_number(text: str, least: int, most: int, accepted: str) -> int:
     try:
         value = int(text)
     except ValueError:
-        value = 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}; accepted are whole numbers from 1")
+        value = least - 1
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"got {text!r}; accepted are {accepted}")
     return value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,10 @@ MAX_VALIDATION_WINDOWS = 256
 
 @dataclass(frozen=True)
 class Corpus:
-    """A text, split once. Both parts are uint8 `[bytes]`."""
+    """A text, split once. Both parts are uint8 `[bytes]`; `sha256` is of the whole text, in hexadecimal digits."""
 
     name: str
+    sha256: str
     train: Tensor
     validation: Tensor
 
@@ -38,7 +40,7 @@ def load_corpus(path: str | None, context: int) -> Corpus:
             f"(a tenth is held out): give a longer text or a smaller --context"
         )
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    return Corpus(name, data[:-held_out], data[-held_out:])
+    return Corpus(name, hashlib.sha256(text).hexdigest(), data[:-held_out], data[-held_out:])
 
 
 def _read_file(path: str) -> bytes:

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+import flashattn_ext
+
 from .._build import BUILD_NPU, REBUILD, build_info, load_ascend, why_not_ascend
 from .console import INSTALL_EXTRAS
 
@@ -43,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    return report(None)
+    return report(flashattn_ext._import_error)
 
 
 def report(import_error: Exception | None) -> int:
@@ -118,12 +120,14 @@ def _extra(package: str) -> Finding:
 
 def _extension(import_error: Exception | None) -> list[Finding]:
     if import_error:
-        return [Finding("extension", str(import_error), False, REBUILD)]
-    import flashattn_ext
-
+        # The messages of _build.py and _place.py end with what to do.
+        problem, _, fix = str(import_error).rpartition("; ")
+        return [Finding("extension", problem or fix, False, fix if problem else REBUILD)]
     info = flashattn_ext.build_info()
-    findings = [Finding(f"build: {name}", _as_text(value)) for name, value in info.items()]
-    findings += [_cuda(info["backends"]), _ascend(), _emulator()]
+    findings = [_package(flashattn_ext.__file__, flashattn_ext.__path__[0])]
+    findings += [Finding(f"build: {name}", _as_text(value)) for name, value in info.items()]
+    ascend = _ascend()
+    findings += [_cuda(info["backends"]), ascend, *(_npu_ladder() if ascend.ok else []), _emulator()]
     try:
         error = _self_check()
     except Exception as problem:  # whatever goes wrong in there is what the report is for
@@ -134,6 +138,14 @@ def _extension(import_error: Exception | None) -> list[Finding]:
     ok = error < 1e-5
     text = f"largest difference from attention_reference {error:.1e}"
     return [*findings, Finding("self-check", text, ok, "" if ok else REBUILD)]
+
+
+def _package(found: str, running: str) -> Finding:
+    """Where Python found the package, and where its modules come from (flashattn_ext/_place.py)."""
+    folder = Path(found).parent
+    if folder == Path(running):
+        return Finding("package", running)
+    return Finding("package", f"{running}, the installed one: the sources in {folder} are not built in place")
 
 
 def _cuda(backends: list[str]) -> Finding:
@@ -186,6 +198,17 @@ def _ascend() -> Finding:
     return Finding("backend: ascend", f"built for {soc}, on {torch.npu.get_device_name()}")
 
 
+def _npu_ladder() -> list[Finding]:
+    """The kernels on the NPU, from the smallest: the first that fails is where to look, and those after it are not tried."""
+    from . import npu_ladder
+
+    findings, fix = [], "docs/ascend_first_run.md says what to send"
+    for name, holds, text in npu_ladder.climb():
+        findings.append(Finding(f"npu: {name}", text, holds, "" if holds else fix))
+        fix = "" if not holds else fix
+    return findings
+
+
 def _emulator() -> Finding:
     if (Path(__file__).parents[1] / "_ascend_emulator.so").exists():
         return Finding("emulator: ascend", 'use_backend("ascend-emulator") loads it')
@@ -202,8 +225,6 @@ def _self_check() -> float:
     formula.
     """
     import torch
-
-    import flashattn_ext
 
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, 33, 4, 24, generator=generator).requires_grad_() for _ in range(3)]

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
+import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from typing import NoReturn
+
+import flashattn_ext
 
 from .console import CommandError
+from .timing import one_line
 
 COMMANDS = {
     "train": "train a small GPT on text, through the attention of this package",
@@ -29,36 +34,51 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns its exit status: 0 done, 1 failed, 2 bad usage, 128 + n stopped by signal n.
     """
     name, arguments = _parse(argv)
+    _escape_what_cannot_be_shown()
     try:
-        module = importlib.import_module(f".{name}", __package__)
-        command = argparse.ArgumentParser(
-            prog=f"flashattn-ext {name}", description=module.__doc__, formatter_class=_Formatter
-        )
-        module.add_arguments(command)
-        return module.run(command.parse_args(arguments))
-    except CommandError as error:
-        print(f"flashattn-ext {name}: {error}", file=sys.stderr)
-        return 2
+        status = _run(name, arguments)
+        sys.stdout.flush()  # here rather than at the end of the process, where a closed pipe is a traceback
+        return status
+    except (CommandError, NotImplementedError) as error:  # the latter: what a backend does not have
+        return _fail(name, error, 2)
     except KeyboardInterrupt:
-        print(f"flashattn-ext {name}: interrupted", file=sys.stderr)
-        return 130
+        return _fail(name, "interrupted", 130)
+    except BrokenPipeError:  # the reader, `head` say, has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # as of a process that SIGPIPE ended
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        return _fail(name, f"{place}{error.strerror or error}", 1)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        return _fail(name, f"not enough memory ({one_line(error)}); smaller sizes need less", 1)
 
 
-def take_over_failed_import(error: Exception) -> None:
-    """Called when the package cannot be imported because its compiled module cannot be loaded.
+def _run(name: str, arguments: list[str]) -> int:
+    if flashattn_ext._import_error and name != "doctor":
+        return _fail(name, flashattn_ext._import_error, 1)
+    module = importlib.import_module(f".{name}", __package__)
+    command = _Parser(prog=f"flashattn-ext {name}", description=module.__doc__, formatter_class=_Formatter)
+    module.add_arguments(command)
+    return module.run(command.parse_args(arguments))
 
-    If the command line is what is being started, this runs `doctor`, or prints the error in one
-    line for any other command, and exits. Otherwise it returns and the import fails as usual.
-    """
-    if not _is_command_line():
-        return
-    name, _ = _parse(None)
-    if name == "doctor":
-        from .doctor import report
 
-        sys.exit(report(error))
-    print(f"flashattn-ext {name}: {error}", file=sys.stderr)
-    sys.exit(1)
+def _is_out_of_memory(error: Exception) -> bool:
+    """PyTorch has a type of its own for accelerators, and for the CPU no more than a text."""
+    return type(error).__name__ in ("MemoryError", "OutOfMemoryError") or "allocate memory" in str(error)
+
+
+def _fail(name: str, message: object, status: int) -> int:
+    print(f"flashattn-ext {name}: {' '.join(str(message).split())}", file=sys.stderr)
+    return status
+
+
+def _escape_what_cannot_be_shown() -> None:
+    """Characters that the terminal or the locale has no bytes for are printed as escapes: no output is an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _parse(argv: Sequence[str] | None) -> tuple[str, list[str]]:
@@ -75,11 +95,11 @@ def _parse(argv: Sequence[str] | None) -> tuple[str, list[str]]:
     return chosen.command, chosen.arguments
 
 
-def _is_command_line() -> bool:
-    """Whether this process is the console script or `python -m flashattn_ext`."""
-    if sys.argv[0] == "-m":  # the interpreter is still looking for the module to run
-        return sys.orig_argv[-len(sys.argv)] == "flashattn_ext"
-    return Path(sys.argv[0]).stem == "flashattn-ext"
+class _Parser(argparse.ArgumentParser):
+    """Answers bad usage in one line, where argparse puts every option before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; --help lists every option\n")
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

@@ -88,6 +88,8 @@ def _unfused(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, si
     return out.transpose(1, 2)
 
 
+MAX_HEAD_DIM = {"flashattn": 256}  # of the attentions that have a limit
+
 # (q [B, S, Hq, D], k and v [B, S, Hk, D], dropout_p, smooth, sink [Hq] or None) -> [B, S, Hq, D]
 ATTENTION: dict[str, Callable[..., Tensor]] = {
     "flashattn": _flashattn,

@@ -1,5 +1,5 @@
 """Make one page of the results of `flashattn-ext experiments`: DIR/report.html, which needs no other
-file, and DIR/report.md beside the pictures.
+file, and DIR/report.md beside the pictures. Both open with what was found.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .checkpoint import atomic_path
 from .console import CommandError, markdown_table, require
 from .experiments import EXPERIMENTS
+from .experiments.findings import finding
 from .experiments.render import is_numeric, shown_columns
 from .experiments.result import Result
+from .files import write_text
 
 TITLE = "Experiments with fused attention"
 TEMPLATE = Path(__file__).with_name("report.html.j2")
@@ -30,15 +31,16 @@ def run(arguments: argparse.Namespace) -> int:
     jinja2 = require("jinja2")
     directory = Path(arguments.directory)
     results = read_results(directory)
-    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(TEMPLATE.read_text())
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(
+        TEMPLATE.read_text(encoding="utf-8")
+    )
     pages = {
         "report.html": template.render(title=TITLE, machines=machines(results), sections=sections(results, directory)),
         "report.md": markdown(results, directory),
     }
     for name, text in pages.items():
         try:
-            with atomic_path(directory / name) as temporary:
-                temporary.write_text(text)
+            write_text(directory / name, text)
         except OSError as error:
             raise CommandError(f"{directory / name}: cannot write there ({error.strerror})") from None
         print(directory / name)
@@ -55,7 +57,10 @@ def read_results(directory: Path) -> list[Result]:
 
 def _read(path: Path) -> Result:
     try:
-        return Result.from_json(json.loads(path.read_text()))
+        result = Result.from_json(json.loads(path.read_bytes()))
+        if result.name != path.stem:
+            raise ValueError("a result of another experiment")
+        return result
     except OSError as error:
         raise CommandError(f"{path}: {error.strerror}") from None
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -83,6 +88,7 @@ def sections(results: Iterable[Result], directory: Path) -> list[dict[str, objec
             "header": _header(result),
             "kinds": ["number" if is_numeric(result, index) else "word" for index in shown_columns(result)],
             "lines": _lines(result),
+            "finding": finding(result),
             "picture": _data_uri(directory / f"{result.name}.png"),
         }
         for result in results
@@ -109,6 +115,8 @@ def _data_uri(picture: Path) -> str:
 
 def markdown(results: Sequence[Result], directory: Path) -> str:
     parts = [f"# {TITLE}", ""]
+    parts += [f"- [{result.name}](#{result.name}): {escape(finding(result))}" for result in results]
+    parts.append("")
     for names, machine in machines(results):
         parts.append(_table(f"Measured: {', '.join(names)}", ("machine", ""), machine.items()))
     for result in results:
@@ -117,7 +125,14 @@ def markdown(results: Sequence[Result], directory: Path) -> str:
 
 
 def _markdown_section(result: Result, *, has_picture: bool) -> list[str]:
-    parts = [f"## {result.name}: {escape(result.title)}", "", f"`{result.command}`", ""]
+    parts = [
+        f'<a id="{result.name}"></a>',
+        "",
+        f"## {result.name}: {escape(result.title)}",
+        "",
+        f"`{result.command}`",
+        "",
+    ]
     if result.error:
         parts += [f"**Failed**: {escape(result.error)}", ""]
     if has_picture:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
-from .console import CommandError, make_console, make_directory, positive, require
+from .console import CommandError, make_console, positive, require, seed
 from .data import load_corpus
-from .devices import DEVICES, choose_device
-from .model import ATTENTION, SOFTMAX, ModelConfig
+from .devices import DEVICES, choose_device, use_threads
+from .files import make_directory
+from .model import ATTENTION, MAX_HEAD_DIM, SOFTMAX, ModelConfig
 from .trainer import TrainConfig, Trainer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--out", default="runs/train", metavar="DIR", help="directory of the run")
     run.add_argument("--restart", action="store_true", help="start over even if --out has a checkpoint")
     run.add_argument("--text", metavar="FILE", help="what to learn; without it, CPython's documentation topics")
-    run.add_argument("--seed", type=int, default=0, help="of initialisation, batches and dropout")
+    run.add_argument("--seed", type=seed, default=0, help="of initialisation, batches and dropout")
     run.add_argument(
         "--device",
         default="auto",
@@ -77,8 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     require("matplotlib")  # before the training, not after it
     console = make_console()
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    use_threads(arguments.threads)
     device = choose_device(arguments.device, needs_backend=arguments.attention == "flashattn")
     config = _config(arguments, device)
     corpus = load_corpus(arguments.text, config.context)
@@ -122,6 +122,12 @@ def _config(arguments: argparse.Namespace, device: torch.device) -> TrainConfig:
         raise CommandError(
             f"--width {options['width']} must be an even multiple of --heads {options['heads']} "
             "(rotary positions turn pairs)"
+        )
+    head_dim = options["width"] // options["heads"]
+    if options["attention"] in MAX_HEAD_DIM and head_dim > MAX_HEAD_DIM[options["attention"]]:
+        raise CommandError(
+            f"--width {options['width']} over --heads {options['heads']} makes heads of {head_dim}; accepted by --attention "
+            f"{options['attention']} are up to {MAX_HEAD_DIM[options['attention']]}: more --heads, or a smaller --width"
         )
     if options["heads"] % options["kv_heads"]:
         raise CommandError(f"--heads {options['heads']} must be a multiple of --kv-heads {options['kv_heads']}")

@@ -10,9 +10,9 @@ import torch
 
 import flashattn_ext
 
-from .checkpoint import atomic_path
 from .console import require
 from .devices import peak_memory_bytes
+from .files import atomic_path, write_text
 from .trainer import Trainer
 
 SAMPLE_PROMPT = b"\nThe "
@@ -61,8 +61,7 @@ def write_metrics(trainer: Trainer, loss: float) -> None:
         "validation_losses": trainer.validation_losses,
         "train_losses": trainer.train_losses,
     }
-    with atomic_path(trainer.directory / "metrics.json") as path:
-        path.write_text(json.dumps(metrics, indent=1) + "\n")
+    write_text(trainer.directory / "metrics.json", json.dumps(metrics, indent=1) + "\n")
 
 
 def write_sample(trainer: Trainer, length: int) -> str:
@@ -71,8 +70,7 @@ def write_sample(trainer: Trainer, length: int) -> str:
     trainer.model.eval()
     generated = trainer.model.generate(SAMPLE_PROMPT, length, SAMPLE_TEMPERATURE, generator)
     text = generated.decode(errors="replace").strip() + "\n"
-    with atomic_path(trainer.directory / "sample.txt") as path:
-        path.write_text(text)
+    write_text(trainer.directory / "sample.txt", text)
     return text
 
 

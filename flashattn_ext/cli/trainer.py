@@ -26,6 +26,7 @@ from .data import BatchSampler, Corpus, validation_batches
 from .devices import peak_memory_bytes, synchronize
 from .model import GPT, ModelConfig
 from .progress import TrainingProgress
+from .timing import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -122,6 +123,7 @@ class Trainer(Training):
         console: Console,
     ) -> None:
         super().__init__(config, corpus, device)
+        self.corpus = corpus
         self.directory = directory
         self.console = console
         self.checkpoint_path = directory / "checkpoint.pt"
@@ -161,6 +163,7 @@ class Trainer(Training):
     def save(self) -> None:
         state = {
             "config": asdict(self.config),
+            "text_sha256": self.corpus.sha256,
             "model": self.model.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "random": random_state(self.device),
@@ -177,19 +180,30 @@ class Trainer(Training):
 
         Returns whether it did.
         """
-        state = None if restart else load_checkpoint(self.checkpoint_path)
-        if state is None:
+        if restart or not self.checkpoint_path.exists():
             return False
-        _check_same_run(state["config"], asdict(self.config), self.checkpoint_path)
+        state = load_checkpoint(self.checkpoint_path)
+        try:
+            state = dict(state)
+            _check_same_run(state["config"], asdict(self.config), self.checkpoint_path)
+            _check_same_text(state["text_sha256"], self.corpus, self.checkpoint_path)
+            self._restore(state)
+        except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise CommandError(
+                f"{self.checkpoint_path} holds no run of this version of train ({one_line(error)}); --restart starts over"
+            ) from None
+        return True
+
+    def _restore(self, state: dict[str, Any]) -> None:
+        """Takes up what save() wrote. What is no such state raises any of many unrelated types."""
         self.model.load_state_dict(state["model"])
         self.optimiser.load_state_dict(state["optimiser"])
         self.sampler.restore(state["sampler"])
-        self.step = state["step"]
-        self.seconds = state["seconds"]
-        self.train_losses = state["train_losses"]
-        self.validation_losses = [(step, loss) for step, loss in state["validation_losses"]]
+        self.step = int(state["step"])
+        self.seconds = float(state["seconds"])
+        self.train_losses = [float(loss) for loss in state["train_losses"]]
+        self.validation_losses = [(int(step), float(loss)) for step, loss in state["validation_losses"]]
         restore_random_state(state["random"], self.device)
-        return True
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
@@ -222,6 +236,14 @@ def _check_same_run(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -
         raise CommandError(
             f"{path} is of a run with other options ({changes}); give the same options to resume, "
             "--restart to start over, or another --out"
+        )
+
+
+def _check_same_text(saved: str, corpus: Corpus, path: Path) -> None:
+    if saved != corpus.sha256:
+        raise CommandError(
+            f"{path} is of a run on other contents of {corpus.name} (SHA-256 {saved[:12]}..., now {corpus.sha256[:12]}...); "
+            "give the same text to resume, --restart to start over, or another --out"
         )
 
 

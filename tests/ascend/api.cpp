@@ -115,7 +115,7 @@ void casts(const std::string& type) {
 void integers() {
   using L32 = LocalTensor<int32_t>;
   using L16 = LocalTensor<int16_t>;
-  const auto wrap = [] { SetSaturationFlag<SaturationMode::FLOAT>(false); };
+  const auto wrap = [] { SetSaturationFlag<SaturationMode::INT>(false); };
   add<int32_t, int32_t>("int32_Add", [=](L32 out, L32 a, L32 b) { wrap(), Add(out, a, b, 1000); });
   add<int32_t, int32_t>("int32_Sub", [=](L32 out, L32 a, L32 b) { wrap(), Sub(out, a, b, 1000); });
   add<int32_t, int32_t>("int32_Adds", [=](L32 out, L32 a, L32) { wrap(), Adds(out, a, int32_t(0x70000001), 1000); });
@@ -126,7 +126,11 @@ void integers() {
                                                   LocalTensor<uint32_t>) { ShiftRight(out, a, uint32_t(24), 1000); });
   add<int16_t, int16_t>("int16_And", [](L16 out, L16 a, L16 b) { And(out, a, b, 1000); });
   add<int16_t, int16_t>("int16_Or", [](L16 out, L16 a, L16 b) { Or(out, a, b, 1000); });
-  add<int32_t, int32_t>("int32_CreateVecIndex", [](L32 out, L32, L32) { CreateVecIndex(out, int32_t(5), 1000); });
+  add<int32_t, int32_t>("int32_CreateVecIndex", [](L32 out, L32, L32) {
+    SetFlag<HardEvent::V_S>(0);  // its first block is written by the scalar unit
+    WaitFlag<HardEvent::V_S>(0);
+    CreateVecIndex(out, int32_t(5), 1000);
+  });
   add<float, int32_t>("int32_to_float",
                       [](LocalTensor<float> out, L32 a, L32) { Cast(out, a, RoundMode::CAST_NONE, 1000); });
   add<int32_t, float>("float_to_int32", [](L32 out, LocalTensor<float> a, LocalTensor<float>) {

@@ -34,6 +34,29 @@ __aicore__ void Sync(int id = 0) {
   WaitFlag<event>(id);
 }
 
+// Adds 1e8, -1e8 and in + 1 to zeros, in fp32: the sum is in + 1 in this order alone.
+__aicore__ void AddThree(GM_ADDR x, GM_ADDR y, bool ordered) {
+  Bench t(x, y);
+  Duplicate(t.b, 0.0f, kElements);
+  Sync<HardEvent::V_MTE3>();
+  t.Store();
+  PipeBarrier<PIPE_MTE3>();
+  t.Load();
+  Sync<HardEvent::MTE2_V>();
+  Adds(t.a, t.a, 1.0f, kElements);
+  Sync<HardEvent::MTE3_V>();
+  Duplicate(t.b, 1e8f, 64);
+  Duplicate(t.b[64], -1e8f, 64);
+  Sync<HardEvent::V_MTE3>();
+  SetAtomicAdd<float>();
+  DataCopy(t.out, t.b, 64);
+  if (ordered) PipeBarrier<PIPE_MTE3>();
+  DataCopy(t.out, t.b[64], 64);
+  if (ordered) PipeBarrier<PIPE_MTE3>();
+  DataCopy(t.out, t.a, 64);
+  SetAtomicNone();
+}
+
 using Queue = TQue<TPosition::VECIN, 1>;
 
 std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
@@ -120,6 +143,20 @@ std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
        Sync<HardEvent::V_MTE3>();
        t.Store();
      }},
+    {"legal_index",  // 0, 1, 2, ... of a buffer that others have finished with, and + 1
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       Sync<HardEvent::MTE2_V>();
+       Duplicate(t.b, 0.0f, kElements);
+       Sync<HardEvent::V_S>();
+       CreateVecIndex(t.b, 0.0f, kElements);
+       Adds(t.b, t.b, 1.0f, kElements);
+       Sync<HardEvent::V_MTE3>();
+       t.Store();
+     }},
+    {"legal_ordered_additions", [](GM_ADDR x, GM_ADDR y) { AddThree(x, y, true); }},
+    {"additions_in_any_order", [](GM_ADDR x, GM_ADDR y) { AddThree(x, y, false); }},
     {"dropped_wait",
      [](GM_ADDR x, GM_ADDR y) {
        Bench t(x, y);
@@ -214,13 +251,41 @@ std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
        Sync<HardEvent::V_MTE3>();
        t.Store();
      }},
-    {"integers_may_not_wrap",
+    {"integers_saturate",  // SaturationMode::FLOAT is the switch of half and bfloat16_t
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       SetSaturationFlag<SaturationMode::FLOAT>(false);
+       t.Load();
+       Sync<HardEvent::MTE2_V>();
+       LocalTensor<int32_t> words = t.a.ReinterpretCast<int32_t>();
+       Muls(t.b.ReinterpretCast<int32_t>(), words, int32_t(0x10001), kElements);  // fault: integers_saturate
+     }},
+    {"integer_sum_saturates",
      [](GM_ADDR x, GM_ADDR y) {
        Bench t(x, y);
        t.Load();
        Sync<HardEvent::MTE2_V>();
        LocalTensor<int32_t> words = t.a.ReinterpretCast<int32_t>();
-       Muls(t.b.ReinterpretCast<int32_t>(), words, int32_t(0x10001), kElements);  // fault: integers_may_not_wrap
+       Add(t.b.ReinterpretCast<int32_t>(), words, words, kElements);  // fault: integer_sum_saturates
+     }},
+    {"index_over_unread",  // its first block is written by the scalar unit, which waits for nobody
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       Sync<HardEvent::MTE2_V>();
+       Adds(t.b, t.a, 1.0f, kElements);
+       PipeBarrier<PIPE_V>();
+       CreateVecIndex(t.a, 0.0f, kElements);  // fault: index_over_unread
+       Sync<HardEvent::V_MTE3>();
+       t.Store();
+     }},
+    {"index_over_unstored",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       Duplicate(t.b, 1.0f, kElements);
+       Sync<HardEvent::V_MTE3>();
+       t.Store();
+       CreateVecIndex(t.b, 0.0f, kElements);  // fault: index_over_unstored
      }},
     {"atomic_left_on",
      [](GM_ADDR, GM_ADDR) {

@@ -27,6 +27,7 @@ inline void write_file(const std::string& path, const std::vector<uint8_t>& byte
 
 inline void print(const ascend_emulator::Report& report) {
   for (const std::string& error : report.errors) std::cout << "error: " << error << "\n";
+  for (const std::string& warning : report.warnings) std::cout << "warning: " << warning << "\n";
   const auto& counters = report.counters;
   const auto row = [](const char* name, const auto& values) {
     std::cout << name;

@@ -25,7 +25,7 @@ class Cube {
     ga.SetGlobalBuffer((__gm__ half*)a);
     gb.SetGlobalBuffer((__gm__ half*)b);
     gv.SetGlobalBuffer((__gm__ half*)v);
-    g_out.SetGlobalBuffer((__gm__ half*)out + GetBlockIdx() * s.m * s.d);
+    g_out.SetGlobalBuffer((__gm__ half*)out + GetBlockIdx() * s.m * Round16(s.d));
     g_scores.SetGlobalBuffer((__gm__ float*)scores + GetBlockIdx() * kTile * kTile);
     g_p.SetGlobalBuffer((__gm__ half*)probabilities + GetBlockIdx() * kTile * kTile);
     pipe.InitBuffer(l1_buffer, has("l1_too_big") ? 524288 : 2 * kTile * kTile * 2);  // fault: l1_too_big
@@ -61,14 +61,15 @@ class Cube {
     Load(l1b, gv, s.n, s.d, s.d);
     SetFlag<HardEvent::MTE2_MTE1>(0);
     WaitFlag<HardEvent::MTE2_MTE1>(0);
-    SetFlag<HardEvent::M_MTE1>(0);
-    WaitFlag<HardEvent::M_MTE1>(0);
+    const int free_id = has("flag_of_the_pipe") ? 0 : 3;  // TPipe holds 0, 1 and 2
+    SetFlag<HardEvent::M_MTE1>(free_id);                  // fault: flag_of_the_pipe
+    WaitFlag<HardEvent::M_MTE1>(free_id);
     LoadA(s.m, s.n);
     LoadTransposed(s.n, s.d);
     SetFlag<HardEvent::FIX_M>(0);
     WaitFlag<HardEvent::FIX_M>(0);
     Multiply(s.m, s.d, s.n);
-    Drain(g_out, s.d, s.d, has("no_quant_to_half") ? NoQuant : F322F16);
+    Drain(g_out, Round16(s.d), s.d, has("no_quant_to_half") ? NoQuant : F322F16);
     if (has("cross_flag_leaks")) CrossCoreSetFlag<2, PIPE_FIX>(3);  // fault: cross_flag_leaks
     if (has("no_cross_wait")) CrossCoreWaitFlag(kProbabilitiesReady);
     if (has("no_load_flag")) WaitFlag<HardEvent::MTE2_MTE1>(0);
@@ -84,6 +85,12 @@ class Cube {
     p.dstNzC0Stride = Round16(rows);
     p.dstNzNStride = 1;
     DataCopy(l1, from, p);  // fault: nd2nz_pitch no_cross_wait set_on_wrong_pipe
+    if (rows == Round16(rows) || has("nan_beyond_the_rows")) return;
+    InitConstValueParams<half> zeros;  // products read whole fractals
+    zeros.repeatTimes = Round16(columns) / 16;
+    zeros.blockNum = Round16(rows) - rows;
+    zeros.dstGap = rows;
+    Fill(l1[rows * 16], zeros);
   }
   // NZ to ZZ, 16 rows at a time.
   __aicore__ void LoadA(int rows, int columns) {
@@ -117,9 +124,9 @@ class Cube {
     WaitFlag<HardEvent::MTE1_M>(0);
     MmadParams p;
     p.m = has("gemv") ? 1 : m;
-    p.n = n;
-    p.k = has("reads_beyond_k") ? k + 1 : k;
-    Mmad(l0c, l0a, l0b, p);  // fault: gemv reads_beyond_k
+    p.n = Round16(n);
+    p.k = has("reads_beyond_k") ? Round16(k) + 1 : k;
+    Mmad(l0c, l0a, l0b, p);  // fault: gemv reads_beyond_k nan_beyond_the_rows
     if (has("accumulates_too_early")) {
       p.cmatrixInitVal = false;
       Mmad(l0c, l0a, l0b, p);  // fault: accumulates_too_early
@@ -130,13 +137,14 @@ class Cube {
     SetFlag<HardEvent::M_FIX>(0);
     if (!has("no_drain_flag")) WaitFlag<HardEvent::M_FIX>(0);
     FixpipeParamsV220 p;
-    p.nSize = columns;
+    p.nSize = has("columns_not_whole") ? columns : Round16(columns);
     p.mSize = s.m;
     p.srcStride = Round16(s.m);
     p.dstStride = pitch;
     p.quantPre = quant;
-    if (has("out_of_bounds") && pitch == s.d) to = to[16];
-    Fixpipe(to, l0c, p);  // fault: no_drain_flag no_quant_to_half out_of_bounds
+    if (has("rows_overlap")) p.dstStride = 16;
+    if (has("out_of_bounds") && pitch == Round16(s.d)) to = to[16];
+    Fixpipe(to, l0c, p);  // fault: no_drain_flag no_quant_to_half out_of_bounds columns_not_whole rows_overlap
     if (has("no_drain_flag")) WaitFlag<HardEvent::M_FIX>(0);
   }
 
@@ -196,7 +204,7 @@ int main(int, char** argv) {
   const int blocks = std::stoi(argv[4]);
   const Sizes s{std::stoi(argv[5]), std::stoi(argv[6]), std::stoi(argv[7]), std::stoi(argv[8])};
   std::vector<uint8_t> a = read_file(argv[9]), b = read_file(argv[10]), v = read_file(argv[11]);
-  std::vector<uint8_t> out(size_t(blocks * s.m * s.d) * 2), scores(size_t(blocks) * kTile * kTile * 4);
+  std::vector<uint8_t> out(size_t(blocks * s.m * Round16(s.d)) * 2), scores(size_t(blocks) * kTile * kTile * 4);
   std::vector<uint8_t> probabilities(size_t(blocks) * kTile * kTile * 2);
   using ascend_emulator::Use;
   ascend_emulator::GlobalMemory gm;
@@ -208,11 +216,13 @@ int main(int, char** argv) {
   gm.add("probabilities", probabilities.data(), probabilities.size(), Use::workspace);
   const auto kernel = [&] {
     KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
-    if (ASCEND_IS_AIC) {
+    if ASCEND_IS_AIC {
       Cube cube(a.data(), b.data(), v.data(), out.data(), scores.data(), probabilities.data(), s);
       cube.Run();
     }
-    if (ASCEND_IS_AIV) Vector(scores.data(), probabilities.data(), s);
+    if ASCEND_IS_AIV {
+      Vector(scores.data(), probabilities.data(), s);
+    }
   };
   print(ascend_emulator::launch(KERNEL_TYPE_MIX_AIC_1_2, blocks, parse_options(argv[2], argv[3]), gm, kernel));
   write_file(argv[12], out);

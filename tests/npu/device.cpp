@@ -1,7 +1,8 @@
 // An NPU of host memory, with what torch_npu and CANN bring otherwise, so that tests can run the binding of
 // ascend_c/npu: the emulator executes its kernels. Functions of torch_npu are declared by torch_npu's own headers; here
-// they do the least that a test can see. Launches wait in a queue, as torch_npu's do, until somebody looks at the
-// memory.
+// they do the least that a test can see. Launches and fills wait in a queue, as torch_npu's do, until somebody looks at
+// the memory.
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -16,9 +17,11 @@
 #include <torch_npu/csrc/core/npu/NPUStream.h>
 #include <torch_npu/csrc/framework/OpCommand.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <thread>
 
 #include "../../ascend_c/kernels.h"
 
@@ -122,6 +125,34 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
 }
 at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) { return copy_from(from, to, false); }
 
+// A kernel has a name; torch's own operators have none and are not logged.
+void enqueue(const std::string& name, std::function<int()> run) {
+  (state.capturing ? state.graph : state.queue).push_back({name, std::move(run)});
+}
+
+at::Tensor& fill(at::Tensor& t, const at::Scalar& value) {
+  enqueue("", [=] {
+    on_host(t).fill_(value);
+    return 0;
+  });
+  return t;
+}
+at::Tensor& zero(at::Tensor& t) { return fill(t, 0); }
+
+// Values of the generator, or in a captured graph of what its memory holds at each replay.
+at::Tensor& random(at::Tensor& t, int64_t from, std::optional<int64_t> to, std::optional<at::Generator>) {
+  const at::Generator& npu = at_npu::detail::getDefaultNPUGenerator(0);
+  const at_npu::PhiloxNpuState drawn = at::check_generator<at_npu::NPUGeneratorImpl>(npu)->philox_npu_state(4);
+  enqueue("", [=] {
+    const auto value = [](const at::Tensor* memory) { return *memory->const_data_ptr<int64_t>(); };
+    const int64_t seed = drawn.captured_ ? value(drawn.seed_.ptr) : static_cast<int64_t>(drawn.seed_.val);
+    const int64_t offset = drawn.captured_ ? value(drawn.offset_.ptr) : static_cast<int64_t>(drawn.offset_.val);
+    on_host(t).random_(from, to, at::detail::createCPUGenerator(static_cast<uint64_t>(seed * 1000003 + offset)));
+    return 0;
+  });
+  return t;
+}
+
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   drain();
   at::native::cpu_fallback(op, stack);
@@ -134,6 +165,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", &at::native::view);
   m.impl("_copy_from", &copy_from);
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("fill_.Scalar", &fill);
+  m.impl("zero_", &zero);
+  m.impl("random_.from", &random);
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>()); }
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(torch::CppFunction::makeFallthrough()); }
@@ -164,7 +198,7 @@ int64_t native::get_npu_format(const at::Tensor&) { return state.format; }
 
 void native::OpCommand::RunOpApiV2(const std::string& name, const PROC_FUNC& run, bool sync) {
   TORCH_CHECK(!sync, "nothing must be waited for");
-  (state.capturing ? state.graph : state.queue).push_back({name, run});
+  enqueue(name, run);
 }
 
 NPUGeneratorImpl::NPUGeneratorImpl(c10::DeviceIndex index)
@@ -216,11 +250,20 @@ const char* aclrtGetSocName() { return std::getenv("TEST_NPU_SOC"); }
 
 namespace {
 
+// TEST_NPU_BREAK, "KERNEL:HOW", breaks one: it hangs, ends with an error, or is skipped.
+bool is_broken(const std::string& kernel, const char* how) {
+  const char* const broken = std::getenv("TEST_NPU_BREAK");
+  return broken && broken == kernel + ":" + how;
+}
+
 // Any kernel may touch any memory that is allocated; what lies outside is reported.
 template <class Kernel>
-uint32_t run(AscendC::KernelMetaType type, uint32_t blocks, aclrtStream stream, Kernel kernel,
+uint32_t run(const std::string& name, AscendC::KernelMetaType type, uint32_t blocks, aclrtStream stream, Kernel kernel,
              FlashattnBytes* arguments) {
   if (stream != &state) return 1;
+  if (is_broken(name, "hang")) std::this_thread::sleep_for(std::chrono::hours(1));
+  if (is_broken(name, "error")) return 507015;
+  if (is_broken(name, "skip")) return 0;
   ascend_emulator::GlobalMemory gm;
   for (const auto& [block, bytes] : state.memory)
     gm.add("allocation", block, bytes, ascend_emulator::Use::accumulator, 1);
@@ -236,7 +279,7 @@ uint32_t run(AscendC::KernelMetaType type, uint32_t blocks, aclrtStream stream, 
 #define TYPE_FLASHATTN_VECTOR AscendC::KERNEL_TYPE_AIV_ONLY
 #define LAUNCHER(cores, name)                                                                              \
   extern "C" uint32_t aclrtlaunch_##name(uint32_t blocks, aclrtStream stream, FlashattnBytes* arguments) { \
-    return run(TYPE_##cores, blocks, stream, name, arguments);                                             \
+    return run(#name, TYPE_##cores, blocks, stream, name, arguments);                                      \
   }
 FLASHATTN_KERNELS(LAUNCHER)
 

@@ -8,7 +8,7 @@
 #include <algorithm>
 
 #include "../../backend.h"
-#include "../random.h"
+#include "../dropout_mask.h"
 #include "aligned_rows.h"
 #include "packed_rows.h"
 
@@ -27,8 +27,8 @@ template <template <class, int> class Architecture>
 class Dispatch {
  public:
   static Backend backend(const char* name, std::string (*supports)(const AttnParams&, bool)) {
-    return {name,     "cuda",    supports,          &forward_workspace_bytes, &backward_workspace_bytes,
-            &forward, &backward, cuda_dropout_mask, cuda_write_rng_state};
+    return {name,     "cuda",    supports,         &forward_workspace_bytes, &backward_workspace_bytes,
+            &forward, &backward, cuda_dropout_mask};
   }
 
  private:

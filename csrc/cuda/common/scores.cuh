@@ -91,7 +91,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       max[r] = sink;
-      sum[r] = threadIdx.x % 4 == 0 && sink > -infinity() ? 1.f : 0.f;
+      sum[r] = threadIdx.x % 4 == 0 && sink_counts(sink) ? 1.f : 0.f;
     }
   }
 
@@ -129,7 +129,7 @@ struct OnlineSoftmax {
   __device__ __forceinline__ float total(int r) const { return quad_sum(sum[r]); }
   // Its log-sum-exp, of that total, in natural units.
   __device__ __forceinline__ float lse(int r, float total) const {
-    return total == 0 ? -infinity() : (finite_max(max[r]) + log2f(total)) * kLn2<float>;
+    return total == 0 ? -infinity() : row_lse(finite_max(max[r]), log2f(total));
   }
 
  private:

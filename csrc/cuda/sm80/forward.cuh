@@ -96,7 +96,7 @@ struct Forward {
       *pointers() = {row_pointer<const T>(p.k, b, hk, keys.start), row_pointer<const T>(p.v, b, hk, keys.start)};
       if (kDropout) *dropout() = Dropout(p, b);
       // A sink is the first maximum. If keys may stay above it, weights near 1 are not exact, and dS loses digits.
-      *tolerance() = head_sink(p, h) > -infinity() ? 0.f : kTolerance;
+      *tolerance() = sink_counts(head_sink(p, h)) ? 0.f : kTolerance;
     }
     __syncthreads();
   }

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..console import CommandError, make_console, make_directory, positive, require
+from ..console import CommandError, make_console, positive, require
+from ..files import make_directory
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,11 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
     progress = require("rich.progress").Progress
     import torch
 
-    from ..devices import choose_device
+    from ..devices import choose_device, use_threads
     from .context import Context
 
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
+    use_threads(arguments.threads)
     device = choose_device(arguments.device)
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)

@@ -5,10 +5,14 @@ ascend_c/tiles.h, or with another one that was compiled for comparison.
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from .. import private_build
 from ..bench_ascend import CORES, LIBRARY, MEMORIES, Case, load_library, model
+from ..console import CommandError
 
 # Query rows x keys; the Makefile compiles those that fit.
 TILINGS = (
@@ -62,8 +66,23 @@ def tiling(D: int, rows: int = 0, keys: int = 0) -> Tiling:
 
 
 def library_of(rows: int, keys: int) -> Path:
-    """Of a tiling other than that of ascend_c/tiles.h."""
-    return LIBRARY.with_name(f"{LIBRARY.stem}_{rows}x{keys}.so")
+    """Of a tiling other than that of ascend_c/tiles.h, in the checkout."""
+    return private_build.checkout() / "build" / "tilings" / f"{LIBRARY.stem}_{rows}x{keys}.so"
+
+
+def why_no_tilings(*, compiles: bool) -> str:
+    """Why there are no libraries of other tilings that are as new as the sources; empty where there are.
+
+    `compiles`: they are made first.
+    """
+    command = ["make", "-s" if compiles else "-q", f"-j{os.cpu_count() or 1}", "emulator-tilings"]
+    try:
+        done = subprocess.run(command, cwd=private_build.checkout(), capture_output=True, text=True, check=False)
+    except (OSError, CommandError) as error:
+        return str(error)
+    if done.returncode == 0:
+        return ""
+    return f"make emulator-tilings failed: {done.stderr.strip()}" if compiles else "not compiled: make emulator-tilings"
 
 
 def count_forward(
@@ -72,9 +91,9 @@ def count_forward(
     """Of a 16-bit forward on so many cores, with another tiling if `of` says so.
 
     Raises:
-        FileNotFoundError: the emulator, or its library of this tiling, was not built; names the command that builds it.
+        FileNotFoundError: the emulator was not built; names the command that builds it.
     """
-    path = _built(library_of(of.rows, of.keys), "make emulator-tilings") if of else _built(LIBRARY, "make emulator")
+    path = library_of(of.rows, of.keys) if of else _built(LIBRARY, "make emulator")
     modelled = model(load_library(path), Case(S, D, causal, B=B, H=H), cores)
     tensors, workspace = modelled["tensor_bytes"], modelled["workspace_bytes"]
     moved = (tensors["read"], tensors["written"], workspace["read"], workspace["written"])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flashattn_ext
 
-from ..bench_cuda import largest_error
+from ..bench_accuracy import largest_error
 from ..timing import reported
 from .context import (
     CEILING_NOTE,

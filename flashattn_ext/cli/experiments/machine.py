@@ -36,7 +36,7 @@ def device_name(device: torch.device) -> str:
     if device.type != "cpu":
         return getattr(torch, device.type).get_device_name(device)
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # not on Linux
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -6,19 +6,21 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoint import atomic_path
 from ..console import require
+from ..files import atomic_path, write_text
+from .findings import finding
 from .result import Plot, Result
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 MARKED_POINTS = 12  # curves of more are drawn without markers
+DASHES = ("-", "--", ":", "-.")
 UPRIGHT_GROUPS = 6  # names of more groups of bars are slanted
 
 
 def print_result(result: Result, console: Console) -> None:
-    """The table, the article's figures, the notes; an empty column is left out."""
+    """The table, the article's figures, what was found, the notes; an empty column is left out."""
     text = require("rich.text").Text
     if result.rows:
         columns = shown_columns(result)
@@ -31,6 +33,7 @@ def print_result(result: Result, console: Console) -> None:
         console.print(table)
     for comparison in result.comparisons:
         console.print(text(f"{comparison.what}: article {comparison.article}; here {comparison.ours}"))
+    console.print(text(f"found: {finding(result)}", style="bold"))
     for note in result.notes:
         console.print(text(f"note: {note}"))
     if result.error:
@@ -49,8 +52,7 @@ def shown_columns(result: Result) -> list[int]:
 
 
 def write_json(result: Result, path: Path) -> None:
-    with atomic_path(path) as temporary:
-        temporary.write_text(json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n")
+    write_text(path, json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n")
 
 
 def write_plot(result: Result, path: Path) -> None:
@@ -73,10 +75,11 @@ def write_plot(result: Result, path: Path) -> None:
 
 
 def _draw_lines(axes: Any, plot: Plot) -> None:
+    styles = _line_styles(plot)
     for label, points in plot.series.items():
         if points:
             marker = "o" if len(points) <= MARKED_POINTS else None
-            [curve] = axes.plot(*zip(*points, strict=True), marker=marker, label=label)
+            [curve] = axes.plot(*zip(*points, strict=True), marker=marker, label=label, **styles.get(label, {}))
             if plot.bands.get(label):
                 axes.fill_between(
                     *zip(*plot.bands[label], strict=True), color=curve.get_color(), alpha=0.2, linewidth=0
@@ -89,6 +92,18 @@ def _draw_lines(axes: Any, plot: Plot) -> None:
         axes.set_xscale("log", base=2)
         ticks = sorted({x for points in plot.series.values() for x, _ in points})
         axes.set_xticks(ticks, [str(x) for x in ticks])
+
+
+def _line_styles(plot: Plot) -> dict[str, dict[str, str]]:
+    """Of curves labelled "who, what", who has one colour and what one way to dash; other curves have a colour each."""
+    parts = {label: label.split(", ") for label in plot.series}
+    if plot.bands or any(len(part) != 2 for part in parts.values()):
+        return {}
+    who, what = (list(dict.fromkeys(part[index] for part in parts.values())) for index in (0, 1))
+    return {
+        label: {"color": f"C{who.index(a)}", "linestyle": DASHES[what.index(b) % len(DASHES)]}
+        for label, (a, b) in parts.items()
+    }
 
 
 def _draw_bars(axes: Any, plot: Plot) -> None:

@@ -97,7 +97,7 @@ class Result:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Result:
-        """The inverse of to_json(). Raises ValueError, TypeError or KeyError for other data."""
+        """The inverse of to_json(). Raises ValueError, TypeError, KeyError or AttributeError for other data."""
         fields = dict(data)
         if fields.pop("format") != FORMAT:
             raise ValueError(f"expected the format {FORMAT!r}")
@@ -110,4 +110,17 @@ class Result:
                 for name in ("series", "bands")
             }
             fields["plot"] = Plot(**{**plot, **points})
-        return cls(**fields)
+        result = cls(**fields)
+        result._check()
+        return result
+
+    def _check(self) -> None:
+        """Raises where the fields are not what their types say: a report takes files that anyone may have written."""
+        self.texts()
+        texts = [self.name, self.title, self.command, self.error, *self.notes, *self.machine, *self.machine.values()]
+        texts += [text for column in self.columns for text in asdict(column).values()]
+        texts += [text for comparison in self.comparisons for text in asdict(comparison).values()]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("expected texts")
+        if not all(isinstance(cell, Cell) for row in self.rows for cell in row):
+            raise TypeError("expected cells that are texts or numbers")

@@ -62,12 +62,8 @@ def measure(context: Context, sizes: Sizes) -> Result:
     for direction, S in context.track([(direction, S) for direction in PASSES for S in sizes.S]):
         result.rows.append(_row(context, sizes, direction, S))
     result.notes.append(f"to unfused, to SDPA: how many times faster ours is; {CEILING_NOTE}")
-    series = {
-        f"than {name}, {direction}": result.points("S", column, **{"pass": direction})
-        for name, column in ((UNFUSED, TO_UNFUSED), (SDPA, TO_SDPA))
-        for direction in PASSES
-    }
-    result.plot = Plot("line", "S", "times faster", series, log="x")
+    series = {f"{name}, {direction}": _rates(result, sizes, name, direction) for name in NAMES for direction in PASSES}
+    result.plot = Plot("line", "S", "TFLOP/s", series, log="x")
     result.comparisons = _comparisons(result, sizes)
     return result
 
@@ -88,6 +84,14 @@ def _row(context: Context, sizes: Sizes, direction: str, S: int) -> list[Cell]:
         scaled(rate, 1e12),
         share(rate, context.ceiling(sizes.dtype)),
         remark(failures),
+    ]
+
+
+def _rates(result: Result, sizes: Sizes, name: str, direction: str) -> list[tuple[int, float]]:
+    """TFLOP/s over S, from the times of the table."""
+    return [
+        (S, attention_flop(sizes.B, sizes.H, S, sizes.D, causal=True, direction=direction) / ms * 1e-9)
+        for S, ms in result.points("S", name, **{"pass": direction})
     ]
 
 

@@ -1,7 +1,7 @@
 """Tile sizes of the forward: what each really takes, and which do not fit.
 
-On the CPU the tile is a parameter. On CUDA it is compiled in, because scores and results lie in registers. For the Ascend
-emulator the forward is compiled once for each tiling.
+Tiles are constants of the kernels: other ones are compiled from the checkout when the experiment runs (private_build.py), for the
+Ascend emulator by `make emulator-tilings`.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 import flashattn_ext
 from flashattn_ext import _C
 
+from .. import private_build
 from ..bench_cpu import DTYPES
-from ..bench_tune import TUNE_BUILD, Tile, cuda_tiles
+from ..bench_tune import Tile, cpu_tile, cuda_tile, cuda_tiles
+from ..console import CommandError
+from ..private_build import PrivateBuild
 from ..timing import Timing
-from .ascend import CORES, MEMORIES, TILINGS, Counts, Tiling, count_forward, tiling
+from .ascend import CORES, MEMORIES, TILINGS, Counts, Tiling, count_forward, tiling, why_no_tilings
 from .context import (
     FORWARD,
     NOT_MEASURED,
@@ -41,7 +44,6 @@ KIB, MIB = 1 << 10, 1 << 20
 TILE, TO_DEFAULT, SCRATCH = "queries x keys", "time to default", "memory of a tile"
 EMULATOR, ASCEND, MODELLED = "Ascend emulator", "Ascend ", "modelled time"
 L2_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,9 @@ GPU_SIZES = Sizes(4, 32, 4096, 128, "fp16", (64, 128, 256, 512))
 
 def sizes_for(context: Context) -> Sizes:
     if context.on_cpu:
-        return Sizes(1, 4, 1024 if context.quick else 2048, 64, context.dtype, GPU_SIZES.tiles)
+        if context.quick:
+            return Sizes(1, 4, 1024, 64, context.dtype, (64, 512))
+        return Sizes(1, 4, 2048, 64, context.dtype, GPU_SIZES.tiles)
     return Sizes(4, 32, 1024, 128, context.dtype, GPU_SIZES.tiles) if context.quick else GPU_SIZES
 
 
@@ -142,33 +146,51 @@ def quickest(result: Result) -> str:
 
 
 def _measure_cpu(context: Context, sizes: Sizes, result: Result) -> None:
-    default = " x ".join(map(str, _C.cpu_tile())) + " (default)"
-    shapes = {default: (0, 0), **{f"{tile} x {tile}": (tile, tile) for tile in sizes.tiles}}
+    default = f"{cpu_tile()} (default)"
+    shapes = {default: _C.cpu_tile(), **{f"{tile} x {tile}": (tile, tile) for tile in sizes.tiles}}
+    timings, failures = _time(
+        context,
+        sizes,
+        {default: lambda: Tile(default, "cpu")}
+        | {name: functools.partial(_cpu_tile, name, shape) for name, shape in shapes.items() if name != default},
+    )
+    cache = l2_bytes()
+    for name, shape in shapes.items():
+        scratch = scratch_bytes(*shape, sizes.D)
+        result.rows.append(_row(sizes, name, shape, timings, default, scratch, cache, failures.get(name, "")))
+    size = f"the {cache // KIB} KiB of a core's L2 cache" if cache else "a core's L2 cache, of unknown size here"
+    result.notes.append(f"{SCRATCH}: q, k, v, scores and results of one thread in fp32, by arithmetic, beside {size}")
+
+
+def _cpu_tile(name: str, shape: tuple[int, int]) -> Tile:
+    return Tile(name, private_build.cpu(*shape))
+
+
+def scratch_bytes(queries: int, keys: int, D: int) -> int:
+    return 4 * (2 * queries * D + 2 * keys * D + queries * keys)
+
+
+def _time(
+    context: Context, sizes: Sizes, tiles: Mapping[str, Callable[[], Tile]]
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Of the forward with each, in turns, and why there is none. Compiles first what is missing."""
+    there, failures = dict[str, Tile](), dict[str, str]()
+    for name, make in tiles.items():
+        try:
+            there[name] = make()
+        except CommandError as error:
+            failures[name] = str(error)
+    problems = private_build.load(tile.backend for tile in there.values() if isinstance(tile.backend, PrivateBuild))
+    for name, tile in list(there.items()):
+        if isinstance(tile.backend, PrivateBuild) and tile.backend.name in problems:
+            failures[name] = problems[there.pop(name).backend.name]
     inputs = Inputs.random(context, (sizes.B, sizes.H, sizes.S, sizes.D), sizes.dtype)
     call = inputs.call(OURS, FORWARD, causal=False)
-    failures: dict[str, str] = {}
-    cache = l2_bytes()
+    calls = {name: functools.partial(tile.run, call) for name, tile in there.items()}
+    timings = dict[str, Timing]()
     for _ in context.track(["all take turns"]):
-        timings = context.time(
-            {name: functools.partial(with_tile, shape, call) for name, shape in shapes.items()}, inputs.all, failures
-        )
-    for name, shape in shapes.items():
-        used = with_tile(shape, _C.cpu_tile)
-        scratch = with_tile(shape, functools.partial(_C.cpu_scratch_bytes, sizes.D))
-        result.rows.append(_row(sizes, name, used, timings, default, scratch, cache, failures.get(name, "")))
-    size = f"the {cache // KIB} KiB of a core's L2 cache" if cache else "a core's L2 cache, of unknown size here"
-    result.notes.append(
-        f"{SCRATCH}: scratch of one thread, for q, k, v, scores and results, beside {size}. The backward has one tile, compiled in"
-    )
-
-
-def with_tile(shape: tuple[int, int], call: Callable[[], T]) -> T:
-    """A call with tiles of other sizes; (0, 0) are the default ones."""
-    _C.force_cpu_tile(*shape)
-    try:
-        return call()
-    finally:
-        _C.force_cpu_tile(0, 0)
+        timings = context.time(calls, inputs.all, failures)
+    return timings, failures
 
 
 def l2_bytes() -> int | None:
@@ -184,20 +206,10 @@ def l2_bytes() -> int | None:
 
 
 def _measure_cuda(context: Context, sizes: Sizes, result: Result) -> None:
-    tiles = compiled_tiles(sizes.D)
-    inputs = Inputs.random(context, (sizes.B, sizes.H, sizes.S, sizes.D), sizes.dtype)
-    call = inputs.call(OURS, FORWARD, causal=False)
-    calls = {
-        name: functools.partial(
-            _with_backend,
-            tile["backend"],
-            functools.partial(Tile(name, _C.force_cuda_tile, (tile["choice"],)).run, call),
-        )
-        for name, tile in tiles.items()
-    }
-    failures: dict[str, str] = {}
-    for _ in context.track(["all take turns"]):
-        timings = context.time(calls, inputs.all, failures)
+    tiles = tiles_of_head_dim(sizes.D)
+    timings, failures = _time(
+        context, sizes, {name: functools.partial(cuda_tile, tile, name) for name, tile in tiles.items()}
+    )
     properties = torch.cuda.get_device_properties(context.device)
     capacity, default = properties.shared_memory_per_block_optin, next(iter(timings), "")
     for name, tile in tiles.items():
@@ -205,18 +217,14 @@ def _measure_cuda(context: Context, sizes: Sizes, result: Result) -> None:
         shared = (tile["queries"] + 2 * tile["stages"] * tile["keys"]) * tile["head_dim"] * DTYPES[sizes.dtype].itemsize
         result.rows.append(_row(sizes, name, shape, timings, default, shared, capacity, why))
     result.rows += [fit_on_gpu(sizes, tile, properties) for tile in sizes.tiles]
-    if all(tile["choice"] == 0 for tile in tiles.values()):
-        result.notes.append(
-            f"this build has one tile of each backend; build the others, from the checkout, with: {TUNE_BUILD}"
-        )
     result.notes += [
-        "compiled alternatives: those of every backend (csrc/cuda/*/tiles.h), beside the first one that runs here, which is the default; a kernel's "
+        "alternatives: those of csrc/cuda/*/tiles.h, of every backend, beside the first one that runs here, which is the default; a kernel's "
         "scores and results lie in registers, so another tile is another kernel to compile",
         f"{SCRATCH}: shared memory of a tile of q, and of k and v in every stage, beside what a thread block can have",
     ]
 
 
-def compiled_tiles(D: int) -> dict[str, dict[str, Any]]:
+def tiles_of_head_dim(D: int) -> dict[str, dict[str, Any]]:
     """Those of a forward without dropout of this head dim, the default one of the preferred backend first."""
     backends = [name for name in flashattn_ext.build_info()["backends"] if name.startswith("cuda")]
     tiles = [
@@ -233,11 +241,6 @@ def compiled_tiles(D: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def _with_backend(name: str, call: Callable[[], T]) -> T:
-    with flashattn_ext.use_backend(name):
-        return call()
-
-
 def fit_on_gpu(sizes: Sizes, tile: int, properties: Any) -> list[Cell]:
     """Whether a square tile fits a thread block."""
     shared = 3 * tile * sizes.D * DTYPES[sizes.dtype].itemsize
@@ -246,7 +249,7 @@ def fit_on_gpu(sizes: Sizes, tile: int, properties: Any) -> list[Cell]:
         "registers, for fp32 scores and results": (4 * tile * (tile + sizes.D), 4 * properties.regs_per_multiprocessor),
     }
     reasons = [f"{what} {need // KIB} KiB of {limit // KIB}" for what, (need, limit) in needs.items() if need >= limit]
-    why = f"does not fit: {', '.join(reasons)}" if reasons else "fits; not measured, because not compiled"
+    why = f"does not fit: {', '.join(reasons)}" if reasons else "fits; not measured, because no table has it"
     capacity = properties.shared_memory_per_block_optin
     return _row(sizes, f"{tile} x {tile}", (tile, tile), {}, "", shared, capacity, why)
 
@@ -255,13 +258,14 @@ def fit_on_gpu(sizes: Sizes, tile: int, properties: Any) -> list[Cell]:
 
 
 def _measure_emulator(context: Context, sizes: Sizes, result: Result) -> None:
-    """A row for every tiling, the compiled-in one first; what is not built says how it is built."""
+    """A row for every tiling, that of the package first; the others are compiled unless the experiment shall be quick."""
     try:
         default = tiling(sizes.D)
         others = [tiling(sizes.D, *shape) for shape in TILINGS if shape != (default.rows, default.keys)]
     except FileNotFoundError as error:
         result.rows.append([EMULATOR, *[None] * (len(result.columns) - 2), str(error)])
         return
+    problem = why_no_tilings(compiles=not context.quick)
     cores = even_cores(sizes)
     count = functools.partial(count_forward, sizes.B, sizes.H, sizes.S, sizes.D, causal=False, cores=cores)
     baseline = count()
@@ -269,11 +273,12 @@ def _measure_emulator(context: Context, sizes: Sizes, result: Result) -> None:
         counts, why = None, ""
         if of.overflows:
             why = "too large for " + ", ".join(f"{memory} by {bytes} bytes" for memory, bytes in of.overflows.items())
+        elif of is default:
+            counts = baseline
+        elif problem:
+            why = problem
         else:
-            try:
-                counts = baseline if of is default else count(of=of)
-            except FileNotFoundError as error:
-                why = str(error)
+            counts = count(of=of)
         name = ASCEND + of.name + (" (default)" if of is default else "")
         result.rows.append(_row_of_emulator(sizes, name, of, counts, baseline, why))
     result.notes.append(

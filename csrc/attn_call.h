@@ -1,0 +1,103 @@
+// AttnCall: the arguments of a call as the ops receive them, and the one place that knows their order.
+//
+// Sizes and numbers are symbolic types because torch.compile traces the ops with sizes that it does not know; in a call
+// that runs they are plain values.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+
+#include <optional>
+#include <vector>
+
+namespace flashattn_ext {
+
+// The arguments that every op of attention begins with. A float is a `Scalar`, which may be symbolic (see Arguments).
+constexpr char kCallSchema[] =
+    "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? sink, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, bool bhsd, Scalar softmax_scale, bool causal, SymInt window_left, SymInt window_right, "
+    "Scalar dropout_p, bool smooth_softmax, bool deterministic";
+
+// Dense tensors are [B, S, H, D], or [B, H, S, D] with bhsd; varlen calls have cu_seqlens and tensors [total, H, D].
+// The fields are in the order of kCallSchema.
+struct AttnCall {
+  at::Tensor q, k, v;
+  std::optional<at::Tensor> cu_seqlens_q, cu_seqlens_k;
+  std::optional<at::Tensor> sink;  // [Hq]
+  c10::SymInt max_seqlen_q, max_seqlen_k;
+  bool bhsd;
+  c10::SymFloat softmax_scale;
+  bool causal;
+  c10::SymInt window_left, window_right;
+  c10::SymFloat dropout_p;
+  bool smooth_softmax;
+  bool deterministic;
+
+  bool is_varlen() const { return cu_seqlens_q.has_value(); }
+  int64_t row_dim() const { return is_varlen() ? 0 : (bhsd ? 2 : 1); }
+  int64_t head_axis() const { return is_varlen() || bhsd ? 1 : 2; }
+  at::ScalarType statistics_dtype() const { return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
+
+  // Shape of out, and of lse: [B, Hq, Sq], or [Hq, total_q].
+  std::vector<c10::SymInt> out_shape() const {
+    std::vector<c10::SymInt> shape = q.sym_sizes().vec();
+    shape.back() = v.sym_size(-1);
+    return shape;
+  }
+  std::vector<c10::SymInt> lse_shape() const {
+    std::vector<c10::SymInt> shape{q.sym_size(head_axis()), q.sym_size(row_dim())};
+    if (!is_varlen()) shape.insert(shape.begin(), q.sym_size(0));
+    return shape;
+  }
+};
+
+// What the backward receives beyond the call itself.
+struct BackwardCall {
+  std::optional<at::Tensor> dout, dlse;
+  at::Tensor out, lse;
+};
+
+// Reads the arguments of a boxed op one after the other.
+//
+// `scalars` are what torch.compile passes instead of floats that change from call to call: a CPU tensor of one float64
+// for each Scalar of the schema, in its order; the Scalars themselves are meaningless then. Otherwise it is empty.
+// While a graph is traced the tensors have no values, and the numbers read are those meaningless ones.
+class Arguments {
+ public:
+  Arguments(const c10::OperatorHandle& op, torch::jit::Stack* stack)
+      : stack_(stack), count_(op.schema().arguments().size()), next_(stack->end() - count_) {
+    if (stack->back().isTensorList()) scalars_ = stack->back().toTensorVector();
+  }
+
+  at::Tensor tensor() { return (next_++)->toTensor(); }
+  std::optional<at::Tensor> maybe_tensor() { return (next_++)->toOptional<at::Tensor>(); }
+  c10::SymInt integer() { return (next_++)->toSymInt(); }
+  bool flag() { return (next_++)->toBool(); }
+  c10::SymFloat number() {
+    const c10::IValue& value = *next_++;
+    if (scalar_ == scalars_.size()) return value.toScalar().toSymFloat();
+    const at::Tensor& scalar = scalars_[scalar_++];
+    return scalar.is_cpu() ? c10::SymFloat(*scalar.const_data_ptr<double>()) : value.toScalar().toSymFloat();
+  }
+  AttnCall call() {
+    return {tensor(), tensor(), tensor(), maybe_tensor(), maybe_tensor(), maybe_tensor(), integer(), integer(),
+            flag(),   number(), flag(),   integer(),      integer(),      number(),       flag(),    flag()};
+  }
+
+  // Replaces the arguments by results.
+  template <class... Results>
+  void finish(Results&&... results) {
+    torch::jit::drop(*stack_, count_);
+    torch::jit::push(*stack_, std::forward<Results>(results)...);
+  }
+
+ private:
+  torch::jit::Stack* stack_;
+  size_t count_;
+  torch::jit::Stack::iterator next_;
+  std::vector<at::Tensor> scalars_;
+  size_t scalar_ = 0;  // the next of them
+};
+
+}  // namespace flashattn_ext

@@ -1,0 +1,77 @@
+#include "isa.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
+
+#include "kernels.h"
+
+namespace flashattn_ext {
+namespace {
+
+bool machine_has(const CpuKernels& kernels) {
+  const std::string name = kernels.name;
+  if (name == "generic") return true;
+#if defined(__x86_64__)
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (name == "avx2") return avx2;
+  if (name == "avx512") return avx512;
+#if defined(FLASHATTN_HAVE_AVX512_BF16)
+  if (name == "avx512_bf16") return avx512 && __builtin_cpu_supports("avx512bf16");
+#endif
+#endif
+  return false;
+}
+
+// Fastest first.
+std::vector<const CpuKernels*> available_kernels() {
+  std::vector<const CpuKernels*> all;
+#if defined(__x86_64__)
+#if defined(FLASHATTN_HAVE_AVX512_BF16)
+  all.push_back(&kAvx512Bf16Kernels);
+#endif
+  all.push_back(&kAvx512Kernels);
+  all.push_back(&kAvx2Kernels);
+#endif
+  all.push_back(&kGenericKernels);
+  std::vector<const CpuKernels*> available;
+  for (const CpuKernels* kernels : all) {
+    if (machine_has(*kernels)) available.push_back(kernels);
+  }
+  return available;
+}
+
+const CpuKernels* find_kernels(const std::string& name) {
+  std::string choices;
+  for (const CpuKernels* kernels : available_kernels()) {
+    if (name == kernels->name) return kernels;
+    choices += std::string(choices.empty() ? "" : ", ") + kernels->name;
+  }
+  throw std::invalid_argument("FLASHATTN_EXT_ISA: '" + name +
+                              "' is not an instruction set of this build on this machine; choose one of " + choices);
+}
+
+std::atomic<const CpuKernels*>& selected() {
+  static std::atomic<const CpuKernels*> kernels{[] {
+    const char* forced = std::getenv("FLASHATTN_EXT_ISA");
+    return forced && *forced ? find_kernels(forced) : available_kernels().front();
+  }()};
+  return kernels;
+}
+
+}  // namespace
+
+const CpuKernels& cpu_kernels() { return *selected().load(std::memory_order_relaxed); }
+
+std::vector<std::string> cpu_isas() {
+  std::vector<std::string> names;
+  for (const CpuKernels* kernels : available_kernels()) names.push_back(kernels->name);
+  return names;
+}
+std::string cpu_isa() { return cpu_kernels().name; }
+void set_cpu_isa(const std::string& name) { selected().store(find_kernels(name)); }
+std::pair<int64_t, int64_t> cpu_tile() { return {cpu_kernels().tile_queries, cpu_kernels().tile_keys}; }
+
+}  // namespace flashattn_ext

@@ -1,0 +1,300 @@
+// What happens to a tile's scores between two products: `weigh` turns them into weights, `differentiate` turns the
+// gradient of the weights into that of the scores. The rule, one of score.h, says what a score is.
+//
+// Scores are transposed, S^T[key][query]: a vector holds one key's scores of neighbouring queries, so that the maximum
+// and the sum of a row need no reduction across lanes. Both functions take one panel of queries (tiles.h), work in
+// place, and leave the forms that the next products read (PanelForms in pack.h).
+#pragma once
+
+// score.h is compiled for one instruction set, because its arithmetic is also that of vectors.
+#include "../score.h"
+#include "keep_bits.h"
+#include "pack.h"
+#include "panel_mask.h"
+
+namespace flashattn_ext {
+namespace FLASHATTN_ISA {
+
+// The scores of one tile, and what hides or drops them.
+template <class Op>
+struct ScoreTile {
+  using Real = typename Op::Real;
+  static constexpr int64_t kQueries = Tile<Real>::kQueries, kKeys = Tile<Real>::kKeys;
+
+  ScoreTile(const AttnParams& p, ScratchCarver* carve) : has_dropout(p.has_dropout()) {
+    scores = carve->take<Real>(kKeys * kQueries);
+    first_key = carve->take<Real>(kQueries);
+    last_key = carve->take<Real>(kQueries);
+    keep_bits = carve->take<uint16_t>(has_dropout ? kKeys * kQueries / kDropoutLanes : 0);
+  }
+
+  bool has_dropout;
+  Real* scores;                // [kKeys][kQueries]: products of keys and queries, later weights
+  Real *first_key, *last_key;  // [kQueries]: where a panel is masked, the keys [first, last) that each query sees
+  uint16_t* keep_bits;         // [kKeys][kQueries / 16], see keep_bits.h
+};
+
+// The gradients of one tile's scores.
+template <class Op>
+struct GradientTile {
+  using Real = typename Op::Real;
+  using Unit = typename Op::Unit;
+  static constexpr int64_t kQueries = Tile<Real>::kQueries, kKeys = Tile<Real>::kKeys;
+
+  GradientTile(const AttnParams& p, ScratchCarver* carve)
+      : dp_scale(static_cast<Real>(p.softmax_scale / keep_probability(p.dropout_threshold))) {
+    scores = carve->take<Real>(kKeys * kQueries);
+    pairs = carve->take<Unit>(Op::kPack == 2 ? kKeys / 2 * kQueries : 0);
+  }
+
+  // dS = P * (dP * softmax_scale / p_keep - delta * softmax_scale): the scale of dq and dk is in dS already.
+  Real dp_scale;
+  Real* scores;  // [kKeys][kQueries]: dP^T, later dS^T
+  Unit* pairs;   // [kKeys / 2][kQueries]: dS^T with two keys in each unit, for bfloat16
+};
+
+// What the forward has found of the rows of a query tile so far, [kQueries] each.
+template <class Real>
+struct RunningRows {
+  explicit RunningRows(ScratchCarver* carve)
+      : max(carve->take<Real>(Tile<Real>::kQueries)),
+        sum(carve->take<Real>(Tile<Real>::kQueries)),
+        rescale(carve->take<Real>(Tile<Real>::kQueries)) {}
+
+  Real* max;      // of factor * score, which is the logit in units of log2
+  Real* sum;      // of the weights, which are relative to the maximum
+  Real* rescale;  // what the last key tile's new maximum makes of everything summed before it
+};
+
+// What the backward knows of the rows of a query tile, [kQueries] each.
+template <class Real>
+struct KnownRows {
+  explicit KnownRows(ScratchCarver* carve)
+      : lse(carve->take<Real>(Tile<Real>::kQueries)),
+        delta(carve->take<Real>(Tile<Real>::kQueries)),
+        dlse(carve->take<Real>(Tile<Real>::kQueries)) {}
+
+  Real* lse;           // in units of log2; +inf where the row sees nothing, so that every weight is 0
+  Real *delta, *dlse;  // times softmax_scale
+};
+
+// One vector of neighbouring queries of a tile, from `lane` on: the parts that `weigh` and `differentiate` share.
+template <class Op, bool kMasked, bool kDropout>
+class ScoreVector {
+  using Real = typename Op::Real;
+  using S = typename Op::S;
+  using V = typename S::V;
+  static constexpr int64_t kQueries = Tile<Real>::kQueries;
+
+ public:
+  ScoreVector() = default;
+  ScoreVector(const ScoreTile<Op>& tile, int64_t lane)
+      : scores(tile.scores + lane),
+        keep_bits(tile.keep_bits),
+        first_lane(lane),
+        first_key(kMasked ? S::load(tile.first_key + lane) : S::zero()),
+        last_key(kMasked ? S::load(tile.last_key + lane) : S::zero()) {}
+
+  V load(int64_t key) const { return S::load(scores + key * kQueries); }
+  void store(int64_t key, V x) const { S::store(scores + key * kQueries, x); }
+
+  // x for the queries that see the key, `hidden` for the others.
+  V visible(int64_t key, V x, V hidden) const {
+    return kMasked ? S::where_in_range(S::set1(static_cast<Real>(key)), first_key, last_key, x, hidden) : x;
+  }
+  // x for the queries whose weight for the key is kept, 0 where dropout drops it.
+  V kept(int64_t key, V x) const {
+    if (!kDropout) return x;
+    return S::keep(x, keep_lanes(keep_bits + key * (kQueries / kDropoutLanes), first_lane));
+  }
+  template <class Accuracy>
+  V weight(int64_t key, V score, V factor, V minus_offset) const {
+    return visible(key, S::template exp2<Accuracy>(S::fma(score, factor, minus_offset)), S::zero());
+  }
+
+ private:
+  Real* scores;
+  const uint16_t* keep_bits;
+  int64_t first_lane;
+  V first_key, last_key;
+};
+
+// Calls body(masked, dropout), two std::bool_constant, for a panel of queries `lanes` of which `keys` are computed.
+// Fills in the tile's limits where the panel is masked.
+template <class Op, class Body>
+inline void with_limits(const ScoreTile<Op>& tile, const PanelMask<Op>& mask, IndexRange lanes, IndexRange keys,
+                        Body body) {
+  const bool masked = !mask.panel_is_full(lanes.begin, keys);
+  if (masked) mask.lane_limits(lanes, tile.first_key, tile.last_key);
+  if (masked && tile.has_dropout) {
+    body(std::true_type(), std::true_type());
+  } else if (masked) {
+    body(std::true_type(), std::false_type());
+  } else if (tile.has_dropout) {
+    body(std::false_type(), std::true_type());
+  } else {
+    body(std::false_type(), std::false_type());
+  }
+}
+
+template <class Accuracy, bool kMasked, bool kDropout, class Op, class Rule>
+inline void weigh_vector(const ScoreTile<Op>& tile, const Rule& rule, const RunningRows<typename Op::Real>& rows,
+                         int64_t lane, IndexRange keys) {
+  using Real = typename Op::Real;
+  using S = typename Op::S;
+  using V = typename S::V;
+  constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
+  const ScoreVector<Op, kMasked, kDropout> vector(tile, lane);
+  const V factor = S::set1(rule.factor);
+  const bool are_scores = rule.stores_products();
+  V tile_max = S::set1(-kInfinity);
+  for (int64_t j = keys.begin; j < keys.end; ++j) {
+    V score = vector.load(j);
+    if (!are_scores) {
+      score = rule.stored(score);
+      vector.store(j, score);
+    }
+    tile_max = S::max(tile_max, vector.visible(j, score, S::set1(-kInfinity)));
+  }
+  const V old_max = S::load(rows.max + lane);
+  const V new_max = S::max(old_max, tile_max * factor);
+  S::store(rows.max + lane, new_max);
+  // -inf - -inf would be NaN in rows that have seen no key yet.
+  alignas(64) Real offset_lanes[S::kWidth];
+  S::store(offset_lanes, new_max);
+  for (int l = 0; l < S::kWidth; ++l) offset_lanes[l] = offset_lanes[l] == -kInfinity ? Real(0) : offset_lanes[l];
+  const V offset = S::load(offset_lanes), minus_offset = S::zero() - offset;
+  const V rescale = S::template exp2<Accuracy>(old_max - offset);
+  S::store(rows.rescale + lane, rescale);
+
+  V sum = S::zero();
+  auto kept_weight = [&](int64_t j) {
+    const V weight = vector.template weight<Accuracy>(j, vector.load(j), factor, minus_offset);
+    sum = sum + weight;
+    return vector.kept(j, weight);
+  };
+  int64_t j = keys.begin;
+  for (; j + 2 <= keys.end; j += 2) {
+    const V even = kept_weight(j), odd = kept_weight(j + 1);
+    PanelForms<Op>::keys(tile.scores, tile.kQueries, j, lane, even, &odd);
+  }
+  if (j < keys.end) PanelForms<Op>::keys(tile.scores, tile.kQueries, j, lane, kept_weight(j), nullptr);
+  S::store(rows.sum + lane, S::fma(S::load(rows.sum + lane), rescale, sum));
+}
+
+// Products of a panel to weights, relative to the running maximum of each row, and kept or dropped: the A operand of a
+// product along keys.
+template <class Accuracy, class Op, class Rule>
+inline void weigh(const ScoreTile<Op>& tile, const Rule& rule, const RunningRows<typename Op::Real>& rows,
+                  const PanelMask<Op>& mask, IndexRange lanes, IndexRange keys) {
+  with_limits(tile, mask, lanes, keys, [&](auto masked, auto dropout) {
+    for (int64_t lane = lanes.begin; lane < lanes.end; lane += Op::S::kWidth) {
+      weigh_vector<Accuracy, masked.value, dropout.value>(tile, rule, rows, lane, keys);
+    }
+  });
+}
+
+// The same vector in the backward, with what it knows of its rows.
+template <class Accuracy, bool kMasked, bool kDropout, class Op, class Rule>
+class GradientVector {
+  using S = typename Op::S;
+  using V = typename S::V;
+  using Real = typename Op::Real;
+
+ public:
+  GradientVector() = default;
+  GradientVector(const ScoreTile<Op>& tile, const GradientTile<Op>& gradients, const Rule& rule,
+                 const KnownRows<Real>& rows, int64_t lane)
+      : scores(tile, lane),
+        gradients_(gradients.scores + lane),
+        factor(S::set1(rule.factor)),
+        dp_scale(S::set1(gradients.dp_scale)),
+        minus_lse(S::zero() - S::load(rows.lse + lane)),
+        minus_delta(S::zero() - S::load(rows.delta + lane)) {}
+
+  V weight(int64_t key, V score) const { return scores.template weight<Accuracy>(key, score, factor, minus_lse); }
+  // P * (dP - delta), 0 for a hidden score also when dP is not finite.
+  V logit_gradient(int64_t key, V weight) const {
+    const V dp = scores.kept(key, S::load(gradients_ + key * ScoreTile<Op>::kQueries));
+    return scores.visible(key, weight * S::fma(dp, dp_scale, minus_delta), S::zero());
+  }
+
+  ScoreVector<Op, kMasked, kDropout> scores;
+
+ private:
+  const Real* gradients_;
+  V factor, dp_scale, minus_lse, minus_delta;
+};
+
+// delta of the rows of one vector, which see no key outside of the tile: the row sum of P * dP, less the gradient of
+// lse.
+template <class Accuracy, bool kMasked, bool kDropout, class Op, class Rule>
+inline void find_delta(const ScoreTile<Op>& tile, const GradientTile<Op>& gradients, const Rule& rule,
+                       const KnownRows<typename Op::Real>& rows, int64_t lane, IndexRange keys) {
+  using S = typename Op::S;
+  using V = typename S::V;
+  S::store(rows.delta + lane, S::zero());
+  const GradientVector<Accuracy, kMasked, kDropout, Op, Rule> vector(tile, gradients, rule, rows, lane);
+  V minus_delta = S::load(rows.dlse + lane);
+  for (int64_t j = keys.begin; j < keys.end; ++j) {
+    minus_delta = minus_delta - vector.logit_gradient(j, vector.weight(j, rule.stored(vector.scores.load(j))));
+  }
+  S::store(rows.delta + lane, S::zero() - minus_delta);
+}
+
+template <class Accuracy, bool kMasked, bool kDropout, int kVectors, class Op, class Rule>
+inline void differentiate_vectors(const ScoreTile<Op>& tile, const GradientTile<Op>& gradients, const Rule& rule,
+                                  const KnownRows<typename Op::Real>& rows, int64_t lane, IndexRange keys) {
+  using S = typename Op::S;
+  using V = typename S::V;
+  constexpr int64_t kQueries = ScoreTile<Op>::kQueries;
+  GradientVector<Accuracy, kMasked, kDropout, Op, Rule> vectors[kVectors];
+  for (int n = 0; n < kVectors; ++n) vectors[n] = {tile, gradients, rule, rows, lane + n * S::kWidth};
+  auto one_key = [&](int64_t j, V* kept_weight, V* dscore) __attribute__((always_inline)) {
+    FLASHATTN_UNROLL(2)
+    for (int n = 0; n < kVectors; ++n) {
+      const V score = rule.stored(vectors[n].scores.load(j)), weight = vectors[n].weight(j, score);
+      kept_weight[n] = vectors[n].scores.kept(j, weight);
+      dscore[n] = rule.times_slope(vectors[n].logit_gradient(j, weight), score);
+    }
+  };
+  for (int64_t j = keys.begin; j < keys.end; j += 2) {
+    V kept_weight[2][kVectors], dscore[2][kVectors];
+    one_key(j, kept_weight[0], dscore[0]);
+    const bool both = j + 1 < keys.end;
+    if (both) one_key(j + 1, kept_weight[1], dscore[1]);
+    for (int n = 0; n < kVectors; ++n) dscore[1][n] = both ? dscore[1][n] : S::zero();
+    for (int k = 0; k < (both ? 2 : 1); ++k) {
+      PanelForms<Op>::queries(tile.scores + (j + k) * kQueries, lane, kept_weight[k], kVectors);
+      PanelForms<Op>::queries(gradients.scores + (j + k) * kQueries, lane, dscore[k], kVectors);
+    }
+    PanelForms<Op>::pairs(gradients.pairs + j / 2 * kQueries, lane, dscore[0], dscore[1], kVectors);
+  }
+}
+
+// Products of a panel to weights, with the known log-sum-exp of each row, and dP to dS: A operands of products along
+// queries, and dS also of one along keys.
+//
+// whole_rows: the queries of the panel see no key of another tile. delta, the row sum of P * dP, is then made here and
+// left in `rows`: that of 16-bit `out` has its rounding error, which is all that remains where few keys are visible and
+// the gradient cancels.
+template <class Accuracy, class Op, class Rule>
+inline void differentiate(const ScoreTile<Op>& tile, const GradientTile<Op>& gradients, const Rule& rule,
+                          const KnownRows<typename Op::Real>& rows, const PanelMask<Op>& mask, bool whole_rows,
+                          IndexRange lanes, IndexRange keys) {
+  static_assert(kTileVectors == 2, "a panel has one or two vectors");
+  with_limits(tile, mask, lanes, keys, [&](auto masked, auto dropout) {
+    constexpr bool kMasked = decltype(masked)::value, kDropout = decltype(dropout)::value;
+    for (int64_t lane = lanes.begin; whole_rows && lane < lanes.end; lane += Op::S::kWidth) {
+      find_delta<Accuracy, kMasked, kDropout>(tile, gradients, rule, rows, lane, keys);
+    }
+    if (lanes.end - lanes.begin > Op::S::kWidth) {
+      differentiate_vectors<Accuracy, kMasked, kDropout, 2>(tile, gradients, rule, rows, lanes.begin, keys);
+    } else {
+      differentiate_vectors<Accuracy, kMasked, kDropout, 1>(tile, gradients, rule, rows, lanes.begin, keys);
+    }
+  });
+}
+
+}  // namespace FLASHATTN_ISA
+}  // namespace flashattn_ext

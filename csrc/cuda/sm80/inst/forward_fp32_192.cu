@@ -1,3 +1,0 @@
-#include "../forward.cuh"
-
-template void flashattn_ext::sm80::forward<float, 192>(const flashattn_ext::AttnParams&);

@@ -1,4 +1,0 @@
-#include "../backward.cuh"
-
-template size_t flashattn_ext::sm90::backward_bytes<__half, 192>(const flashattn_ext::AttnGradParams&);
-template void flashattn_ext::sm90::backward<__half, 192>(const flashattn_ext::AttnGradParams&);

@@ -1,3 +1,0 @@
-#include "../forward.cuh"
-
-template void flashattn_ext::sm90::forward<__nv_bfloat16, 64>(const flashattn_ext::AttnParams&);

@@ -1,3 +1,0 @@
-#include "../forward.cuh"
-
-template void flashattn_ext::sm90::forward<__half, 64>(const flashattn_ext::AttnParams&);

@@ -1,0 +1,69 @@
+"""What is compiled, and with which flags. setup.py, tools/check_cuda_sources.sh and the builds of the command line for other tiles
+read it; it needs nothing but Python.
+
+    python3 csrc/sources.py FOLDER      writes the instances of the CUDA kernels to FOLDER and prints every CUDA source
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+CSRC = Path(__file__).resolve().parent
+
+CXX_FLAGS = [
+    "-O3",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fopenmp",  # at::parallel_for is inline: without it, it runs everything on one thread
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wno-unknown-pragmas",
+]
+NVCC_FLAGS = ["-std=c++17", "-O3"]
+
+# One CUDA source for each architecture, stage, element type and class of head dims, so that they compile side by side.
+CUDA_TYPES = {"sm80": ("fp16", "bf16", "fp32"), "sm90": ("fp16", "bf16")}
+CUDA_NAMES = {"fp16": "__half", "bf16": "__nv_bfloat16", "fp32": "float"}
+HEAD_DIMS = (64, 96, 128, 144, 192, 256)
+ENTRY_POINTS = {
+    "forward": ["void {}::forward<{}>(const flashattn_ext::AttnParams&)"],
+    "backward": [
+        "size_t {}::backward_bytes<{}>(const flashattn_ext::AttnGradParams&)",
+        "void {}::backward<{}>(const flashattn_ext::AttnGradParams&)",
+    ],
+}
+
+
+def cuda_instances(*, sm90: bool) -> dict[str, str]:
+    """Names and texts of the sources that instantiate the kernels; without `sm90` those of every GPU alone."""
+    instances = {}
+    for architecture in ("sm80", "sm90") if sm90 else ("sm80",):
+        for stage, entry_points in ENTRY_POINTS.items():
+            for dtype in CUDA_TYPES[architecture]:
+                for head_dim in HEAD_DIMS:
+                    arguments = f"flashattn_ext::{architecture}", f"{CUDA_NAMES[dtype]}, {head_dim}"
+                    lines = [f"template {entry_point.format(*arguments)};\n" for entry_point in entry_points]
+                    text = f'#include "cuda/{architecture}/{stage}.cuh"\n\n' + "".join(lines)
+                    instances[f"{architecture}_{stage}_{dtype}_{head_dim}.cu"] = text
+    return instances
+
+
+def cuda_sources(folder: Path, *, sm90: bool) -> list[Path]:
+    """Every CUDA source, to be compiled with this file's folder among those of headers.
+
+    The instances are written to `folder`; one that is there with the same text keeps its time, so that it is not compiled again.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    instances = cuda_instances(sm90=sm90)
+    for name, text in instances.items():
+        path = folder / name
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+    others = (path for path in (CSRC / "cuda").rglob("*.cu") if sm90 or "sm90" not in path.parts)
+    return [*sorted(others), *(folder / name for name in sorted(instances))]
+
+
+if __name__ == "__main__":
+    print(*cuda_sources(Path(sys.argv[1]), sm90=True), sep="\n")

@@ -1,0 +1,92 @@
+"""What the public functions accept as an integer, a number or a flag: whatever Python itself would take for one.
+
+Each function names its argument in the error. Values that torch.compile keeps symbolic pass through.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LAYOUTS = ("bshd", "bhsd")
+_INT64 = (-(1 << 63), (1 << 63) - 1)
+
+
+def tensors(**given: Any) -> None:
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+
+
+def integer(name: str, value: Any) -> int:
+    """Whatever has __index__, but no bool: Python's and numpy's integers, integer tensors of one element."""
+    if type(value) is not int and not isinstance(value, torch.SymInt):
+        if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
+            raise TypeError(f"{name}: expected an int, got a bool")
+        try:
+            value = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{name}: expected an int, got {_described(value)}") from None
+    if not _INT64[0] <= value <= _INT64[1]:
+        raise ValueError(f"{name}: expected a 64-bit signed integer, got {value}")
+    return value
+
+
+def number(name: str, value: Any) -> float:
+    """Whatever has __float__, but no bool: Python's and numpy's numbers, tensors of one element."""
+    if type(value) is float or isinstance(value, torch.SymFloat):
+        return value
+    if isinstance(value, bool) or not hasattr(type(value), "__float__"):
+        raise TypeError(f"{name}: expected a number, got {_described(value)}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected a number within the range of a float, got {value}") from None
+    except (TypeError, ValueError, RuntimeError):  # a tensor of more elements, say
+        raise TypeError(f"{name}: expected a number, got {_described(value)}") from None
+
+
+def flag(name: str, value: Any) -> bool:
+    """A bool, or a value whose dtype is bool: numpy's, a tensor of one element."""
+    if type(value) is bool:
+        return value
+    if str(getattr(value, "dtype", None)).endswith("bool") and getattr(value, "ndim", None) == 0:
+        return bool(value)
+    raise TypeError(f"{name}: expected True or False, got {_described(value)}")
+
+
+def window(value: Any) -> tuple[int, int]:
+    if not isinstance(value, Iterable) or len(sides := list(value)) != 2:
+        raise ValueError(f"window_size: expected a pair (left, right) with -1 for unbounded, got {value!r}")
+    return integer("window_size", sides[0]), integer("window_size", sides[1])
+
+
+def seed(value: Any) -> int | None:
+    return None if value is None else integer("rng_seed", value)
+
+
+def is_bhsd(layout: Any) -> bool:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: expected one of {LAYOUTS}, got {layout!r}")
+    return bool(layout == "bhsd")
+
+
+def scale(value: Any, q: Tensor) -> float:
+    """softmax_scale, by default 1 / sqrt(head_dim)."""
+    if value is not None:
+        return number("softmax_scale", value)
+    return 1.0 / math.sqrt(q.shape[-1]) if q.dim() and q.shape[-1] else 1.0
+
+
+def _described(value: Any) -> str:
+    kind = type(value).__name__
+    return (
+        f"{kind} of shape {tuple(value.shape)} and dtype {value.dtype}"
+        if isinstance(value, Tensor)
+        else f"{kind} {value!r}"
+    )

@@ -1,0 +1,57 @@
+"""The error of `bench cuda`: what it compares with attention in fp64, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import flashattn_ext
+
+from .bench_cases import Case
+
+REFERENCE_LIMIT_BYTES = 2 << 30  # of the fp64 scores of the heads that are compared
+RNG_SEED = 1234
+
+
+def compared_heads(case: Case) -> tuple[int, int]:
+    """How many of the first query and key heads are compared with fp64: at most two key heads.
+
+    Key heads come with all of their query heads, as their gradients are sums over those.
+    """
+    group = case.Hq // case.Hk
+    fitting = REFERENCE_LIMIT_BYTES // (case.S * case.S * 8 * group)
+    key_heads = max(1, min(2, case.Hk, fitting))
+    return key_heads * group, key_heads
+
+
+def compared_results(case: Case, results: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """The compared heads, in fp64, of out or of (dq, dk, dv), of the first sequence."""
+    query_heads, key_heads = compared_heads(case)
+    tensors = results if case.backward else (results,)
+    heads = (query_heads, key_heads, key_heads)
+    return [_first(case, t, count).double() for t, count in zip(tensors, heads, strict=False)]
+
+
+def _first(case: Case, t: Tensor, heads: int) -> Tensor:
+    """The first heads of the first sequence, [1, S, heads, D]."""
+    return (t[None, : case.lengths[0]] if case.lengths else t[:1])[:, :, :heads]
+
+
+def reference_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+    query_heads, key_heads = compared_heads(case)
+    slices = [
+        _first(case, t.detach(), heads).double().requires_grad_(case.backward)
+        for t, heads in ((q, query_heads), (k, key_heads), (v, key_heads))
+    ]
+    rng_seed = RNG_SEED if case.dropout else None
+    out = flashattn_ext.attention_reference(*slices, causal=case.causal, dropout_p=case.dropout, rng_seed=rng_seed)
+    if not case.backward:
+        return [out]
+    return list(torch.autograd.grad(out, slices, _first(case, dout, query_heads).double()))
+
+
+def largest_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """NaN where one of them has one."""
+    return torch.stack([(a - b).abs().max() for a, b in zip(got, expected, strict=True)]).max().item()

@@ -1,0 +1,118 @@
+"""What `bench cuda` and `bench tune` measure: the contestants, the sizes and options of every row, and how much work it is.
+
+FLOP are the products of visible scores: 4 * B * Hq * S * S * D forward, half of it causal, and 2.5 times that backward; of
+packed sequences, the sum over them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .bench_cpu import BACKWARD_WORK
+from .console import CommandError
+
+OURS, FA2, CUDNN, MATH, FLASH_ATTN = "ours", "fa2", "cudnn", "math", "flash-attn"
+DENSE = "ours, dense"  # beside packed sequences
+PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: self-attention over [B, S, H, D], or over `lengths`, of B packed sequences of at most S."""
+
+    B: int
+    Hq: int
+    Hk: int
+    S: int
+    D: int
+    causal: bool
+    dtype: str
+    dropout: float = 0.0
+    set: str = ""
+    backward: bool = False
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of a query and a key one head has, in all sequences."""
+        return sum(length**2 for length in self.lengths) or self.B * self.S**2
+
+    @property
+    def flop(self) -> float:
+        flop = 4 * self.pairs * self.Hq * self.D * (0.5 if self.causal else 1.0)
+        return flop * (BACKWARD_WORK if self.backward else 1.0)
+
+    @property
+    def shape(self) -> str:
+        heads = f"{self.Hq}" if self.Hq == self.Hk else f"{self.Hq}:{self.Hk}"
+        length = f"{min(self.lengths)}-{self.S}" if self.lengths else f"{self.S}"
+        return f"{self.B}x{heads}x{length}x{self.D}"
+
+    def dense(self) -> Case:
+        """As much work and about as many tokens in sequences of one length."""
+        B = max(1, round(sum(self.lengths) ** 2 / self.pairs))
+        return replace(self, B=B, S=round(math.sqrt(self.pairs / B)), lengths=())
+
+    @property
+    def mask(self) -> str:
+        return ("causal" if self.causal else "full") + (f" p={self.dropout:g}" if self.dropout else "")
+
+    @property
+    def direction(self) -> str:
+        return "backward" if self.backward else "forward"
+
+
+def _paper_cases() -> list[Case]:
+    """The benchmark of the FlashAttention papers: 16384 tokens, hidden size 2048."""
+    lengths = (512, 1024, 2048, 4096, 8192, 16384)
+    return [
+        Case(16384 // S, 2048 // D, 2048 // D, S, D, causal, "bf16")
+        for D, causal, S in itertools.product((64, 128, 256), (False, True), lengths)
+    ]
+
+
+def draw_lengths(tokens: int, shortest: int, longest: int, seed: int) -> tuple[int, ...]:
+    """Lengths of sequences that have `tokens` tokens in all; the last one is what is left."""
+    generator = random.Random(seed)
+    lengths: list[int] = []
+    while left := tokens - sum(lengths):
+        lengths.append(min(left, generator.randint(shortest, longest)))
+    return tuple(lengths)
+
+
+def _varlen_cases() -> list[Case]:
+    """16384 tokens, hidden size 2048, as in _paper_cases()."""
+    lengths = draw_lengths(16384, 128, 4096, seed=0)
+    return [
+        Case(len(lengths), 2048 // D, 2048 // D, max(lengths), D, causal, "bf16", lengths=lengths)
+        for D, causal in itertools.product((64, 128), (False, True))
+    ]
+
+
+SETS: dict[str, list[Case]] = {
+    "fa_paper": _paper_cases(),
+    "align": [Case(16, 16, 16, 2048, D, False, "fp16") for D in (128, 129, 136)],
+    "dropout": [Case(4, 16, 16, 4096, 128, True, "bf16", 0.1), Case(4, 32, 32, 4096, 64, True, "bf16", 0.1)],
+    "gqa": [Case(2, 32, 8, 8192, 128, True, "bf16")],
+    "fp32": [Case(4, 16, 16, 2048, D, causal, "fp32") for D, causal in itertools.product((64, 128), (False, True))],
+    "short": [Case(12, 64, 64, 256, 64, False, "fp16"), Case(4, 8, 8, 512, 64, False, "fp16")],
+    "varlen": _varlen_cases(),
+}
+
+
+def cases(sets: Sequence[str] | None, passes: str) -> list[Case]:
+    """The rows of the named sets (all without names), in the order of SETS."""
+    for name in sets or ():
+        if name not in SETS:
+            raise CommandError(f"--set got {name!r}; accepted are {', '.join(SETS)}")
+    return [
+        replace(case, set=name, backward=backward)
+        for name, rows in SETS.items()
+        if not sets or name in sets
+        for case in rows
+        for backward in PASSES[passes]
+    ]

@@ -1,0 +1,62 @@
+"""What the tests of the command line share: one thread, and the files of `experiments all` with tiny sizes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_experiments import module_of, tiny_sizes
+
+from flashattn_ext.cli.experiments import EXPERIMENTS
+from flashattn_ext.cli.experiments import context as shared
+from flashattn_ext.cli.experiments.context import Context
+from flashattn_ext.cli.experiments.result import Result
+from flashattn_ext.cli.main import main
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """These calls are too small to share, and threads that wait for each other are slow on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@contextlib.contextmanager
+def tiny_everywhere() -> Iterator[None]:
+    """Every experiment takes its tiny sizes, and no time for the ceilings of this machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in EXPERIMENTS:
+            patch.setattr(module_of(name), "sizes_for", lambda context, name=name: tiny_sizes(name))
+        patch.setattr(Context, "ceiling", lambda self, dtype: 1e12)
+        patch.setattr(shared, "CPU_QUICK_SECONDS", 0.02)
+        yield
+
+
+@pytest.fixture
+def small() -> Iterator[None]:
+    with tiny_everywhere():
+        yield
+
+
+@pytest.fixture(scope="session")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory of `experiments all`, with its reports. No test may write there."""
+    directory = tmp_path_factory.mktemp("experiments")
+    command = ["experiments", "all", "--device", "cpu", "--quick", "--threads", "1", "--out", str(directory)]
+    with tiny_everywhere():
+        assert main(command) == 0
+    assert main(["report", str(directory)]) == 0
+    return directory
+
+
+@pytest.fixture
+def results(out: Path) -> dict[str, Result]:
+    return {
+        name: Result.from_json(json.loads((out / f"{name}.json").read_text(encoding="utf-8"))) for name in EXPERIMENTS
+    }

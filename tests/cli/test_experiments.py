@@ -1,0 +1,530 @@
+"""Every experiment with tiny sizes on the CPU: what its table holds, and what it says of what cannot run. No times are judged."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_experiments import SIZES_FOR, TINY, module_of, tiny_sizes
+
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
+from flashattn_ext.cli import private_build
+from flashattn_ext.cli.experiments import EXPERIMENTS, run_experiment
+from flashattn_ext.cli.experiments import context as shared
+from flashattn_ext.cli.experiments.context import Context, Inputs
+from flashattn_ext.cli.experiments.own_process import growth_in_own_process
+from flashattn_ext.cli.experiments.result import Column, Result
+from flashattn_ext.cli.private_build import PrivateBuild
+
+
+def parts_of_others(name: str) -> int:
+    """Rows that cannot be measured here."""
+    ascend = module_of("ascend")
+    if name == "tiles" and ascend.LIBRARY.exists():
+        default = ascend.tiling(TINY["tiles"]["D"])
+        others = [tiling for tiling in ascend.TILINGS if tiling != (default.rows, default.keys)]
+        if ascend.why_no_tilings(compiles=False):
+            return len(others)
+        return sum(bool(ascend.tiling(TINY["tiles"]["D"], *tiling).overflows) for tiling in others)
+    return {"traffic": 3, "tiles": 1}.get(name, 0)
+
+
+# Tables
+
+
+def test_tiny_sizes_cover_every_experiment() -> None:
+    assert set(TINY) == set(EXPERIMENTS)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_tables_have_no_holes(results: dict[str, Result], name: str) -> None:
+    result = results[name]
+    assert result.name == name and not result.error and result.rows and result.notes
+    assert all(len(row) == len(result.columns) for row in result.rows)
+    missing = [remark for remark in result.column("remark") if remark]
+    assert all("only" in remark or "too large" in remark for remark in missing)
+    assert len(missing) == parts_of_others(name)
+    for column in result.columns:
+        numbers = [cell for cell in result.column(column.name) if isinstance(cell, (int, float))]
+        assert all(map(math.isfinite, numbers))
+        if column.unit in ("ms", "us", "MiB", "x", "TFLOP/s", "GB/s"):
+            assert all(number > 0 for number in numbers)
+            assert numbers or (column.name == "workspace moved" and not module_of("ascend").LIBRARY.exists())
+        assert not (column.form and not column.unit) or column.name.startswith("error")
+    assert "scaled down for this run" in result.notes[0] and "GPU" in result.notes[1]
+    assert result.command == f"flashattn-ext experiments {name} --device cpu --quick --threads 1"
+    assert result.machine["torch"] == torch.__version__ and result.machine["threads"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        ("matmul", 7),
+        ("scaling", 4),
+        ("causal", 4),
+        ("layout", 6),
+        ("alignment", 16),
+        ("dtypes", 6),
+        ("memory", 4),
+        ("dropout", 4),
+    ],
+)
+def test_every_size_has_a_row(results: dict[str, Result], name: str, rows: int) -> None:
+    assert len(results[name].rows) == rows
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["scaling", "causal", "layout", "alignment", "memory", "traffic", "tiles", "profile", "llama", "dropout", "smooth"],
+)
+def test_figures_of_the_article(results: dict[str, Result], name: str) -> None:
+    comparisons = results[name].comparisons
+    assert comparisons and all(comparison.article and comparison.ours for comparison in comparisons)
+    unmeasured = [comparison.what for comparison in comparisons if comparison.ours == shared.NOT_MEASURED]
+    assert unmeasured == (["memory saved at S=8192"] if name == "memory" else [])
+
+
+def test_ratios_are_those_of_the_times(results: dict[str, Result]) -> None:
+    scaling = results["scaling"]
+    for ours, unfused, ratio in zip(*map(scaling.column, ("ours", "unfused", "to unfused")), strict=True):
+        assert ratio == pytest.approx(unfused / ours)
+    causal = results["causal"]
+    for full, masked, cost in zip(*map(causal.column, ("full", "causal", "cost of the mask")), strict=True):
+        assert cost == pytest.approx(100 * (masked / full - 1))
+    alignment = results["alignment"]
+    for direction in ("forward", "forward+backward"):
+        slow, fast = (alignment.value("our rate", D=D, **{"pass": direction}) for D in (129, 128))
+        assert alignment.value("our loss", D=129, **{"pass": direction}) == pytest.approx(100 * (1 - slow / fast))
+    assert alignment.value("beside D", D=64) is None and alignment.value("verdict", D=129) in (
+        "ok",
+        "unclear",
+        "defect",
+    )
+
+
+@pytest.mark.parametrize(
+    ("of_medians", "of_quickest", "verdict"),
+    [(19.0, 5.0, "ok"), (21.0, 19.0, "unclear"), (-3.0, 40.0, "unclear"), (25.0, 21.0, "defect"), (None, None, "")],
+)
+def test_a_loss_is_a_defect_where_medians_and_quickest_agree(
+    of_medians: float | None, of_quickest: float | None, verdict: str
+) -> None:
+    assert module_of("alignment").verdict(of_medians, of_quickest) == verdict
+
+
+def test_errors_of_dtypes_are_those_of_their_precision(results: dict[str, Result]) -> None:
+    dtypes = results["dtypes"]
+    for dtype, limit in (("fp32", 1e-5), ("fp16", 2e-2), ("bf16", 2e-1)):
+        for direction in ("forward", "forward+backward"):
+            error = dtypes.value("error of ours", dtype=dtype, **{"pass": direction})
+            assert 0 < error < limit
+    assert any("fp8: not measured" in note for note in dtypes.notes)
+
+
+def test_memory_is_quadratic_without_fusion(results: dict[str, Result]) -> None:
+    """Two matrices of scores are 32 MiB at S=2048, ours is some results."""
+    memory = results["memory"]
+    for direction in ("forward", "forward+backward"):
+        where = {"pass": direction, "S": 2048}
+        assert memory.value("unfused", **where) > 30
+        assert memory.value("ours", **where) < memory.value("unfused", **where) / 2
+        assert memory.value("unfused", **where) > 2 * memory.value("unfused", **{**where, "S": 1024})
+
+
+def test_traffic_of_the_model(results: dict[str, Result]) -> None:
+    """B=2, H=3, S=128, D=16 in fp32: a tensor has 48 KiB, a matrix of scores 384 KiB, the mask 16 KiB."""
+    traffic = results["traffic"]
+    where = {"source": "model"}
+    assert traffic.value("read", attention="ours", **where) == 3 * 48 / 1024
+    assert traffic.value("written", attention="ours", **where) == (48 + 3) / 1024
+    assert traffic.value("read", attention="unfused", **where) == (4 * 48 + 3 * 384 + 16) / 1024
+    assert traffic.value("written", attention="unfused", **where) == (2 * 48 + 3 * 384) / 1024
+    assert traffic.value("read saved", **where) == pytest.approx(100 * (1 - 144 / 1360))
+    assert "only CUDA has them, this ran on cpu" in traffic.value("remark", source="GPU counters")
+
+
+def test_traffic_of_the_emulator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where it is built: q read once, out and lse written once, keys and values at least once."""
+    traffic, ascend = module_of("traffic"), module_of("ascend")
+    sizes = replace(tiny_sizes("traffic"), dtype="fp16")
+    context = Context(torch.device("cpu"), quick=True)
+    if ascend.LIBRARY.exists():
+        [row] = traffic._rows(context, sizes, "Ascend emulator")
+        tensor = 2 * 3 * 128 * 16 * 2 / 2**20
+        assert row[:3] == ["Ascend emulator", "ours", 1]
+        assert row[3] >= 3 * tensor and row[4] == pytest.approx(tensor + 2 * 3 * 128 * 4 / 2**20)
+        assert "no unfused kernels" in row[-1]
+        [row] = traffic._rows(context, sizes, "its workspace")
+        assert row[3] > 0 and row[4] > 0
+    monkeypatch.setattr(ascend, "LIBRARY", tmp_path / "none.so")
+    [row] = traffic._rows(context, sizes, "Ascend emulator")
+    assert row[1] is None and "make emulator" in row[-1]
+
+
+@pytest.mark.parametrize(("name", "least", "most"), [("causal", -60, 10), ("alignment", -10, 20)])
+def test_figures_of_the_emulator(
+    results: dict[str, Result], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, least: float, most: float
+) -> None:
+    """A causal call, and head size 129 beside 128: by its time model, where it is built."""
+    ascend = module_of("ascend")
+    modelled = [comparison for comparison in results[name].comparisons if "Ascend emulator" in comparison.what]
+    assert len(modelled) == ascend.LIBRARY.exists()
+    for comparison in modelled:
+        percent, remark = comparison.ours.split(" %, ")
+        assert least < float(percent) < most and remark == "modelled"
+    monkeypatch.setattr(ascend, "LIBRARY", tmp_path / "none.so")
+    assert ascend.modelled_cycles(64, 64, causal=True) is None
+
+
+def test_tiles_without_the_emulator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tiles = module_of("tiles")
+    monkeypatch.setattr(module_of("ascend"), "LIBRARY", tmp_path / "none.so")
+    result = tiles.measure(Context(torch.device("cpu"), quick=True), tiny_sizes("tiles"))
+    assert result.rows[-1][0] == "Ascend emulator" and result.rows[-1][-1].endswith("in a checkout: make emulator")
+    assert list(result.plot.series) == ["ours"] and len(result.comparisons) == 1
+
+
+@pytest.mark.parametrize(
+    ("times", "text"),
+    [
+        ((3.0, 2.0), "b, measured"),
+        ((2.1, 2.0), "b, measured, but a is no slower than the spread of the calls"),
+        ((2.0, 2.1), "a, measured"),
+        ((None, None), shared.NOT_MEASURED),
+    ],
+)
+def test_quickest_tile(times: tuple[float | None, float | None], text: str) -> None:
+    columns = [Column("queries x keys"), Column("time", "ms", ".3f"), Column("time spread", "%", ".0f")]
+    rows = [[tile, time, None if time is None else 10.0] for tile, time in zip("ab", times, strict=True)]
+    assert module_of("tiles").quickest(Result("tiles", "", columns, rows)) == text
+
+
+@pytest.mark.parametrize(
+    ("tile", "verdict"),
+    [
+        (64, "fits; not measured, because no table has it"),
+        (256, "does not fit: registers, for fp32 scores and results 384 KiB of 256"),
+        (512, "does not fit: shared memory 384 KiB of 227, registers, for fp32 scores and results 1280 KiB of 256"),
+    ],
+)
+def test_tiles_that_do_not_fit_a_gpu(tile: int, verdict: str) -> None:
+    tiles = module_of("tiles")
+    hopper = SimpleNamespace(shared_memory_per_block_optin=227 * 1024, regs_per_multiprocessor=65536)
+    assert tiles.fit_on_gpu(tiles.GPU_SIZES, tile, hopper)[-1] == verdict
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_compiled_tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch, choices: int) -> None:
+    """On the CPU, with stand-ins for the tables and backends: those of the head size, whichever backend has them."""
+    tiles = module_of("tiles")
+    tables = [
+        {"backend": backend, "backward": backward, "head_dim": D, "dropout": dropout, "choice": choice}
+        | {"queries": 128, "keys": 64 + 16 * choice, "stages": 2, "name": f"128 x {64 + 16 * choice}"}
+        for backend in ("cuda-a", "cuda-b")
+        for backward in (False, True)
+        for D in (16, 64)
+        for dropout in (False, True)
+        for choice in range(choices)
+    ]
+    used: list[str] = []
+
+    def use_backend(name: str) -> contextlib.AbstractContextManager[None]:
+        used.append(name)
+        return contextlib.nullcontext()
+
+    def private(backend: str, choice: int) -> PrivateBuild:
+        return PrivateBuild(f"{backend}-tile{choice}", compiler=[], linker=[], sources=[], defines={})
+
+    monkeypatch.setattr(tiles, "cuda_tiles", lambda backend: [tile for tile in tables if tile["backend"] == backend])
+    monkeypatch.setattr(private_build, "cuda", private)
+    monkeypatch.setattr(
+        private_build, "load", lambda builds: {b.name: "why" for b in builds if b.name == "cuda-b-tile1"}
+    )
+    monkeypatch.setattr("flashattn_ext.use_backend", use_backend)
+    monkeypatch.setattr("flashattn_ext.build_info", lambda: {"backends": ["cuda-a", "cuda-b", "cpu"]})
+    hopper = SimpleNamespace(shared_memory_per_block_optin=227 * 1024, regs_per_multiprocessor=65536)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: hopper)
+    result = Result("tiles", "", [Column(name) for name in ["queries x keys", "time", *"bcdefgh"]])
+    tiles._measure_cuda(Context(torch.device("cpu"), quick=True), tiny_sizes("tiles"), result)
+    keys = [64, 80][:choices]
+    names = [f"128 x {n} (cuda-{name}{', default' if n == 64 else ''})" for name in "ab" for n in keys]
+    assert [row[0] for row in result.rows] == [*names, "64 x 64", "128 x 128"]
+    rows = result.rows[: len(names)]
+    assert [row[-1] for row in rows] == ["", "", "", "why"][: len(names)] if choices == 2 else ["", ""]
+    assert all(row[1] > 0 for row in rows if not row[-1])
+    assert [row[6] for row in rows] == [(128 + 4 * n) * 16 * 4 / 1024 for n in keys * 2]
+    assert rows[0][3] == 1 and set(used) == {"cuda-a", "cuda-b", *["cuda-a-tile1"][: choices - 1]}
+
+
+NSIGHT = """==PROF== Connected to process 1
+==PROF== Profiling "gemm" - 0: 0%....50%....100% - 1 pass
+==PROF== Disconnected from process 1
+"ID","Process ID","Kernel Name","dram__bytes_read.sum","dram__bytes_write.sum"
+"","","","byte","byte"
+"0","1","void gemm<float, 3>(a, b)","1,024","512"
+"1","1","softmax","2048","256.000000"
+"""
+
+
+def fake_program(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / "ncu").write_text(f"#!/bin/sh\n{script}\n")
+    (folder / "ncu").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+
+
+def test_counts_of_nsight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of its name that prints what Nsight Compute prints, after it has noted its arguments."""
+    traffic = module_of("traffic")
+    (tmp_path / "table").write_text(NSIGHT)
+    fake_program(tmp_path, monkeypatch, f'echo "$@" > {tmp_path}/arguments; cat {tmp_path}/table')
+    context = Context(torch.device("cuda"), quick=True)
+    rows = traffic._rows(context, tiny_sizes("traffic"), "GPU counters")
+    assert [row[:5] for row in rows] == [["GPU counters", name, 2, 3 / 1024, 0.75 / 1024] for name in traffic.NAMES]
+    arguments = (tmp_path / "arguments").read_text(encoding="utf-8")
+    assert "--metrics dram__bytes_read.sum,dram__bytes_write.sum" in arguments and "--print-units base" in arguments
+    assert arguments.endswith("-m flashattn_ext.cli.experiments.one_call unfused 2 3 128 16 fp32\n")
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (
+            "echo '==ERROR== ERR_NVGPUCTRPERM - no permission'; exit 1",
+            "RuntimeError: ncu: ERR_NVGPUCTRPERM - no permission",
+        ),
+        ("echo '==PROF== nothing'", "ncu saw no kernel"),
+        ("exit 3", "it failed without a word"),
+        (None, "FileNotFoundError: ncu was not found"),
+    ],
+)
+def test_counters_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str | None, reason: str
+) -> None:
+    if script is None:
+        monkeypatch.setattr(shutil, "which", lambda *_arguments, **_options: None)
+    else:
+        fake_program(tmp_path, monkeypatch, script)
+    [row] = module_of("traffic")._rows(Context(torch.device("cuda"), quick=True), tiny_sizes("traffic"), "GPU counters")
+    assert row[:4] == ["GPU counters", None, None, None] and reason in row[-1]
+
+
+def test_profile_counts_one_kernel_and_its_steps(out: Path, results: dict[str, Result]) -> None:
+    profile = results["profile"]
+    assert profile.value("kernels", attention="ours") == 1 and profile.value("gaps", attention="ours") == 0
+    assert profile.value("which", attention="ours") == "flashattn_ext::forward"
+    assert profile.value("kernels", attention="unfused") >= 3 and profile.value("gaps", attention="unfused") > 0
+    assert "2 x aten::bmm" in profile.value("which", attention="unfused")
+    for name in ("ours", "unfused"):
+        trace = json.loads((out / profile.value("trace", attention=name)).read_text(encoding="utf-8"))
+        assert len(module_of("profile").calls_in(trace, on_cpu=True)) == 5
+
+
+def test_kernels_of_a_gpu_in_a_trace() -> None:
+    """A made-up trace of two calls: the second has a memset, and kernels that overlap."""
+    profile = module_of("profile")
+
+    def event(cat: str, name: str, ts: float, dur: float) -> dict[str, object]:
+        return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur}
+
+    trace = {
+        "traceEvents": [
+            {"ph": "M", "name": "process_name"},
+            event("user_annotation", profile.CALL, 0, 50),
+            event("user_annotation", profile.CALL, 100, 50),
+            event("cpu_op", "aten::bmm", 1, 3),
+            event("kernel", "void gemm<int>(float*)", 10, 20),
+            event("kernel", "softmax(float)", 110, 10),
+            event("kernel", "void gemm<int>(float*)", 104, 10),
+            event("gpu_memset", "Memset (Device)", 130, 5),
+        ]
+    }
+    first, second = profile.calls_in(trace, on_cpu=False)
+    assert [profile._short(work.name) for work in second] == ["gemm", "softmax", "Memset"]
+    assert profile.gaps(first) == [] and profile.gaps(second) == [10] and profile.span(second) == 31
+    del trace["traceEvents"][4]
+    with pytest.raises(RuntimeError, match="shows no kernel"):
+        profile.calls_in(trace, on_cpu=False)
+
+
+def test_layers_of_llama_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    llama = module_of("llama")
+    sizes = tiny_sizes("llama")
+    gradients = {}
+    for name in llama.NAMES:
+        torch.manual_seed(0)
+        stack = llama.Stack(torch.device("cpu"), sizes, 2, trains=True)
+        before = [weight.detach().clone() for weight in stack.layers.parameters()]
+        with monkeypatch.context() as patch:
+            patch.setattr(stack.layers, "zero_grad", lambda set_to_none: None)
+            stack.step(name)
+        assert all((old != new).any() for old, new in zip(before, stack.layers.parameters(), strict=True))
+        gradients[name] = [weight.grad for weight in stack.layers.parameters()]
+        stack.step(name)
+        assert stack.x.grad is None and all(weight.grad is None for weight in stack.layers.parameters())
+    for name in llama.NAMES:
+        torch.testing.assert_close(gradients[name], gradients[shared.OURS])
+
+
+@pytest.mark.parametrize(
+    ("limit", "free", "layers"),
+    [(100, 100, 9), (100, 130, 9), (350, 10**6, 34), (15, 15, 0), (25, 100, 1), (10**6, 10**6, 40)],
+)
+def test_most_layers_are_those_that_ran(monkeypatch: pytest.MonkeyPatch, limit: int, free: int, layers: int) -> None:
+    llama = module_of("llama")
+
+    def peak_bytes(device: object, sizes: object, name: str, count: int, trains: bool) -> int:
+        if (peak := 10 + 10 * count) > limit:
+            raise torch.OutOfMemoryError("no more")
+        return peak
+
+    monkeypatch.setattr(llama, "peak_bytes", peak_bytes)
+    assert llama.most_layers(torch.device("cuda"), tiny_sizes("llama"), "ours", free) == layers
+
+
+def test_dropout_keeps_what_was_asked_for(results: dict[str, Result]) -> None:
+    """Without dropout both train the same model; with it each keeps its share, and the weights keep their mean."""
+    dropout = results["dropout"]
+    for name in ("ours", "unfused"):
+        assert dropout.value("kept", attention=name, **{"dropout p": 0.0}) == 100
+        assert dropout.value("kept", attention=name, **{"dropout p": 0.25}) == pytest.approx(75, abs=0.2)
+        assert dropout.value("mean weight", attention=name, **{"dropout p": 0.25}) == pytest.approx(100, abs=1)
+    assert dropout.value("gap to unfused", attention="ours", **{"dropout p": 0.0}) < 1e-4
+    assert dropout.value("verdict", attention="ours", **{"dropout p": 0.0}) == "too few seeds"
+    assert set(dropout.plot.bands) == set(dropout.plot.series)
+
+
+def run_with(*losses: float) -> Any:
+    return module_of("small_gpt").Run(list(enumerate(losses)), [], None)
+
+
+@pytest.mark.parametrize(
+    ("ours", "others", "by_chance", "verdict"),
+    [
+        ((1, 2, 3, 4), (1.1, 2.1, 2.9, 3.9), 100, "coincide"),
+        ((1, 2, 3, 4), (5, 6, 7, 8), 100 * 2 / 70, "apart"),
+        ((1, 2, 3, 6), (5, 4, 7, 8), 100 * 8 / 70, "coincide"),
+        ((1, 2), (5, 6), 100 * 2 / 6, "too few seeds"),
+    ],
+)
+def test_comparison_of_curves(
+    ours: tuple[float, ...], others: tuple[float, ...], by_chance: float, verdict: str
+) -> None:
+    """Of the 70 ways to deal eight runs out to two attentions, 2 separate the small from the large losses."""
+    runs = ([run_with(loss, loss) for loss in losses] for losses in (ours, others))
+    share, text = module_of("dropout").compare(*runs)
+    assert text == verdict
+    assert share == pytest.approx(by_chance)
+
+
+def test_gap_of_curves() -> None:
+    run = run_with
+    ours, others = [run(1, 2), run(3, 4)], [run(2.5, 3), run(3.5, 3)]
+    assert module_of("dropout").gap(ours, others) == (1.0, 50.0)
+    assert module_of("dropout").gap(ours[:1], others[:1]) == (1.5, None)
+
+
+def test_plain_softmax_is_the_measure_of_the_others(results: dict[str, Result]) -> None:
+    smooth = results["smooth"]
+    assert 0 < smooth.value("of plain's steps", softmax="plain") < 100.1
+    assert 0 < smooth.value("to plain's at two thirds", softmax="plain") < 8.1
+    assert abs(smooth.value("on no token", softmax="plain")) < 1e-3
+    for name in ("smooth", "sink"):  # hardly trained, they attend nearly evenly: 1/(i + 2) to nothing
+        assert 3 < smooth.value("on no token", softmax=name) < 6
+        assert 3 < smooth.value("on first token", softmax=name) < 6
+
+
+def test_steps_to_a_loss() -> None:
+    smooth = module_of("smooth")
+    curve = [(10, 3.0), (20, 2.0), (30, 2.5), (40, 1.0)]
+    assert smooth.steps_to(curve, 4.0) == 10 and smooth.steps_to(curve, 2.25) == 17.5
+    assert smooth.steps_to(curve, 1.5) == pytest.approx(30 + 10 * 2 / 3) and smooth.steps_to(curve, 0.5) is None
+    assert [smooth.loss_at(curve, step) for step in (0, 15, 40, 50)] == [3.0, 2.5, 1.0, 1.0]
+    assert smooth.norm_spread([1.0, 2.0, 3.0]) == pytest.approx(90)
+
+
+def test_attention_mass_is_that_of_the_weights() -> None:
+    """With equal scores, query i gives every token and the extra logit 1/(i + 2)."""
+    smooth, model = module_of("smooth"), importlib.import_module("flashattn_ext.cli.model")
+    gpt = model.GPT(model.ModelConfig(1, 16, 2, 2, 0.0, "smooth", "flashattn"), context=32)
+    with torch.no_grad():
+        gpt.blocks[0].attention.qkv.weight.zero_()
+    first, none = smooth.attention_mass(gpt, torch.zeros(2, 32, dtype=torch.long))
+    expected = sum(1 / (i + 2) for i in range(16, 32)) / 16
+    assert first == pytest.approx(expected, rel=1e-4) and none == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_training_that_diverges_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(module_of("dropout").ATTENTION, "unfused", lambda q, *_: q * math.nan)
+    result = run_experiment("dropout", Context(torch.device("cpu"), quick=True), tiny_sizes("dropout"))
+    assert not result.error and result.value("final loss", attention="ours") > 0
+    assert result.value("final loss", attention="unfused") is None
+    assert "the loss became nan at step 1" in result.value("remark", attention="unfused")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attentions_agree(causal: bool) -> None:
+    context = Context(torch.device("cpu"), quick=True)
+    inputs = Inputs.random(context, (2, 3, 33, 16), "fp32")
+    for direction in shared.PASSES:
+        expected = inputs.call(shared.SDPA, direction, causal)()
+        for name in (shared.OURS, shared.UNFUSED):
+            torch.testing.assert_close(inputs.call(name, direction, causal)(), expected)
+
+
+# What a device cannot do
+
+
+def test_sizes_of_a_gpu_are_those_of_the_article() -> None:
+    context = Context(torch.device("cuda"), quick=False)
+    for name in EXPERIMENTS:
+        sizes = SIZES_FOR[name](context)
+        assert sizes == module_of(name).GPU_SIZES
+        assert shared.size_notes(sizes, sizes)[0].startswith("sizes: B = 4" if name == "scaling" else "sizes: ")
+
+
+def test_memory_without_statistics_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Context, "on_cpu", False)
+    result = module_of("memory").measure(Context(torch.device("meta"), quick=True), tiny_sizes("memory"))
+    assert set(result.column("ours")) == set(result.column("saved")) == {None}
+    assert "no allocator statistics of meta" in result.value("remark", S=1024)
+
+
+def test_one_attention_that_fails_leaves_the_others(small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_arguments: object) -> None:
+        raise torch.OutOfMemoryError("16 GiB\nmore")
+
+    monkeypatch.setitem(shared.ATTENTIONS, shared.UNFUSED, fails)
+    result = run_experiment("scaling", Context(torch.device("cpu"), quick=True))
+    assert not result.error
+    assert set(result.column("remark")) == {"unfused: OutOfMemoryError: 16 GiB"}
+    assert set(result.column("unfused")) == set(result.column("to unfused")) == {None}
+    assert all(ms > 0 for name in ("ours", "torch SDPA") for ms in result.column(name))
+    assert [comparison.ours for comparison in result.comparisons] == [shared.NOT_MEASURED] * 2
+    json.dumps(result.to_json(), allow_nan=False)
+
+
+def test_products_that_take_too_long_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module_of("matmul"), "LIMIT_S", 0.0)
+    result = run_experiment("matmul", Context(torch.device("cpu"), quick=True), tiny_sizes("matmul"))
+    assert result.value("rate", dtype="bf16", size=32) > 0
+    assert result.value("rate", dtype="bf16", size=64) is None
+    assert "skipped: at the rate of 32" in result.value("remark", dtype="bf16", size=64)
+
+
+def test_memory_of_a_process_that_fails() -> None:
+    memory = module_of("memory")
+    with pytest.raises(RuntimeError, match="KeyError: 'none'"):
+        growth_in_own_process(memory._call_of_own_process, tiny_sizes("memory"), "none", "forward", 64)

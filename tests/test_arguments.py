@@ -1,0 +1,158 @@
+"""What counts as an integer, a number and a flag: whatever Python itself would take for one, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import flashattn_ext
+from flashattn_ext import FlashAttention
+
+
+class Index:
+    """An integer as numpy's are: no int, but with __index__."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __index__(self) -> int:
+        return self.value
+
+
+class Float:
+    """A number as numpy's are: no float, but with __float__."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __float__(self) -> float:
+        return self.value
+
+
+INTEGERS = [Index, numpy.int64, torch.tensor, lambda n: torch.tensor(n, dtype=torch.int32)]
+NUMBERS = [Float, numpy.float32, torch.tensor, lambda x: torch.tensor(x, dtype=torch.float64)]
+FLAGS = [numpy.bool_, torch.tensor]
+
+
+def qkv(device: str) -> list[torch.Tensor]:
+    return [torch.randn(2, 20, 2, 16, device=device) for _ in range(3)]
+
+
+@pytest.mark.parametrize("integer", INTEGERS, ids=["index", "numpy", "tensor", "int32 tensor"])
+def test_integers(device: str, integer: Any) -> None:
+    q, k, v = qkv(device)
+    plain = dict(window_size=(3, 4), dropout_p=0.5)
+    expected = flashattn_ext.forward(q, k, v, rng_seed=7, **plain)
+    given = dict(rng_seed=integer(7), window_size=(integer(3), integer(4)), dropout_p=0.5)
+    assert torch.equal(flashattn_ext.forward(q, k, v, **given), expected)
+    starts = torch.tensor([0, 20, 40], dtype=torch.int32, device=device)
+    packed = [t.flatten(0, 1) for t in (q, k, v)]
+    out = flashattn_ext.varlen_forward(*packed, starts, starts, integer(20), integer(20), **given)
+    assert torch.equal(out, expected.flatten(0, 1))
+    mask = flashattn_ext.dropout_mask(*(integer(n) for n in (1, 2, 3, 4)), 0.5, integer(7), device)
+    assert torch.equal(mask, flashattn_ext.dropout_mask(1, 2, 3, 4, 0.5, 7, device))
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=["float", "numpy", "tensor", "float64 tensor"])
+def test_numbers(device: str, number: Any) -> None:
+    q, k, v = qkv(device)
+    expected = flashattn_ext.forward(q, k, v, softmax_scale=0.5, dropout_p=0.25, rng_seed=7)
+    given = dict(softmax_scale=number(0.5), dropout_p=number(0.25), rng_seed=7)
+    assert torch.equal(flashattn_ext.forward(q, k, v, **given), expected)
+    expected = flashattn_ext.attention_reference(q, k, v, softmax_scale=0.5, dropout_p=0.25, rng_seed=7)
+    assert torch.equal(flashattn_ext.attention_reference(q, k, v, **given), expected)
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=["numpy", "tensor"])
+def test_flags(device: str, flag: Any) -> None:
+    q, k, v = qkv(device)
+    out, lse = flashattn_ext.forward(q, k, v, causal=flag(True), smooth_softmax=flag(True), return_lse=flag(True))
+    expected = flashattn_ext.forward(q, k, v, causal=True, smooth_softmax=True, return_lse=True)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+
+
+BEYOND = 2**63
+WRONG = [
+    (TypeError, "causal", "no"),
+    (TypeError, "causal", 1),
+    (TypeError, "causal", None),
+    (TypeError, "causal", torch.tensor([True, False])),
+    (TypeError, "smooth_softmax", "yes"),
+    (TypeError, "deterministic", 0.0),
+    (TypeError, "return_lse", "both"),
+    (TypeError, "dropout_p", True),
+    (TypeError, "dropout_p", 1j),
+    (TypeError, "dropout_p", torch.zeros(2)),
+    (TypeError, "softmax_scale", "1"),
+    (TypeError, "softmax_scale", [1.0]),
+    (ValueError, "softmax_scale", 10**400),
+    (TypeError, "window_size", (True, 1)),
+    (TypeError, "window_size", (torch.tensor(1.5), 1)),
+    (TypeError, "window_size", (torch.tensor(True), 1)),
+    (ValueError, "window_size", (BEYOND, 1)),
+    (ValueError, "window_size", (1, -BEYOND - 1)),
+    (ValueError, "window_size", None),
+    (TypeError, "rng_seed", 1.0),
+    (TypeError, "rng_seed", True),
+    (ValueError, "rng_seed", BEYOND),
+]
+
+
+@pytest.mark.parametrize(("error", "name", "value"), WRONG, ids=str)
+def test_nothing_else(device: str, error: type[Exception], name: str, value: Any) -> None:
+    q, k, v = qkv(device)
+    with pytest.raises(error, match=name):
+        flashattn_ext.forward(q, k, v, **{name: value})
+    if name != "deterministic":
+        with pytest.raises(error, match=name):
+            flashattn_ext.attention_reference(q, k, v, **{name: value})
+
+
+@pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])
+@pytest.mark.parametrize(("error", "value"), [(TypeError, 20.0), (TypeError, True), (ValueError, BEYOND)])
+def test_lengths(device: str, name: str, error: type[Exception], value: Any) -> None:
+    q = torch.randn(20, 2, 16, device=device)
+    starts = torch.tensor([0, 20], dtype=torch.int32, device=device)
+    lengths = {"max_seqlen_q": 20, "max_seqlen_k": 20, name: value}
+    with pytest.raises(error, match=name):
+        flashattn_ext.varlen_forward(q, q, q, starts, starts, **lengths)
+
+
+@pytest.mark.parametrize(
+    "window", [(-7, 3), (3, -2), (-9, -9), torch.tensor([-5, 3]), (torch.tensor(2), torch.tensor(-3))]
+)
+def test_flash_attn_takes_negative_sides_as_unbounded(device: str, window: Any) -> None:
+    q, k, v = qkv(device)
+    left, right = (max(int(side), -1) for side in window)
+    expected = flashattn_ext.forward(q, k, v, window_size=(left, right))
+    assert torch.equal(flashattn_ext.flash_attn_func(q, k, v, window_size=window), expected)
+    starts = torch.tensor([0, 20, 40], dtype=torch.int32, device=device)
+    packed = [t.flatten(0, 1) for t in (q, k, v)]
+    out = flashattn_ext.flash_attn_varlen_func(*packed, starts, starts, 20, 20, window_size=window)
+    assert torch.equal(out, expected.flatten(0, 1))
+
+
+MODULE = [
+    (TypeError, dict(head_dim=64.0)),
+    (ValueError, dict(head_dim=0)),
+    (TypeError, dict(dropout="0.1")),
+    (ValueError, dict(dropout=float("nan"))),
+    (TypeError, dict(causal="no")),
+    (TypeError, dict(use_smooth_softmax=1)),
+    (TypeError, dict(learnable_sink="yes")),
+    (ValueError, dict(num_heads=0, learnable_sink=True)),
+    (TypeError, dict(num_heads=2.0, learnable_sink=True)),
+    (ValueError, dict(window_size=(-2, 0))),
+    (ValueError, dict(window_size=(1, 2, 3))),
+    (TypeError, dict(window_size=(1.5, 2))),
+]
+
+
+@pytest.mark.parametrize(("error", "options"), MODULE, ids=str)
+def test_a_module_checks_its_arguments_when_it_is_made(error: type[Exception], options: dict[str, Any]) -> None:
+    (name, *_) = options
+    with pytest.raises(error, match=name):
+        FlashAttention(**options)

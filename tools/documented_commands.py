@@ -1,0 +1,155 @@
+"""Runs the commands of README.md and docs/*.md as a newcomer does, on a machine without GPU and NPU.
+
+    python tools/documented_commands.py          with an interpreter that has torch and `build`, after `make develop`
+
+First it makes the source distribution (without torch), unpacks it and builds its wheel. Commands of pip and of the package
+run in the unpacked tree, in an environment of their own, which has torch but not this package; `make` and scripts run in
+the checkout. RULES says what becomes of every command; one that has no rule is an error, also in
+tests/test_documentation.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "build" / "documented"
+COMMAND = re.compile(
+    r"(make|pip|python|flashattn-ext|bash|FLASHATTN_EXT_\w+=\S+|tools/\w+\.sh) \S|make$|tools/\w+\.sh$"
+)
+
+# What a rule makes of the command that it matches.
+AS_WRITTEN = "{}"
+DRY = "make -n {arguments}"  # CI runs the target itself, or it changes files, or takes long
+SYNTAX = "bash -n {program}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    command: str  # regular expression of the whole command
+    run: str  # what runs instead: {} is the command, {program} and {arguments} are its first word and the others
+    refused: str = ""  # the command must fail, with this in its last line
+
+
+RULES = [
+    Rule(r"pip install (torch|(-v )?\.|\"\.\[cli\]\")", AS_WRITTEN),
+    Rule(r"pip install --no-build-isolation.*", AS_WRITTEN),
+    Rule(r"FLASHATTN_EXT_CUDA=0 .*", AS_WRITTEN),
+    Rule(r"python -m build --sdist", "{} --outdir ../again"),
+    Rule(r"python -m flashattn_ext doctor", AS_WRITTEN),
+    Rule(r"(flashattn-ext|python -m flashattn_ext) \w+ --help", AS_WRITTEN),
+    Rule(r"(flashattn-ext|python -m flashattn_ext) train.*", "{} --steps 2 --width 32 --context 64"),
+    Rule(r"(flashattn-ext|python -m flashattn_ext) experiments all .*--quick", AS_WRITTEN),
+    Rule(r"flashattn-ext experiments all", "{} --device cpu --out runs/experiments --quick"),
+    Rule(r"flashattn-ext experiments tiles", "{} --device cpu --quick"),
+    Rule(r"flashattn-ext report", "{} runs/experiments"),
+    Rule(r"flashattn-ext report .*", AS_WRITTEN),
+    Rule(r"(flashattn-ext|python -m flashattn_ext) bench (cpu|tune).*", "{} --quick"),
+    Rule(r"(flashattn-ext|python -m flashattn_ext) bench cuda.*", AS_WRITTEN, refused="needs a CUDA device"),
+    Rule(r"bash build\.sh -arch 910b", AS_WRITTEN, refused="CANN was not found"),
+    Rule(r"bash build\.sh -arch 910 -mode emulator", AS_WRITTEN),
+    Rule(r"make train", 'make train ARGS="--steps 2 --width 32 --context 64 --out build/documented/train"'),
+    Rule(r"make( .*)?", DRY),
+    Rule(r"tools/\w+\.sh( .*)?", SYNTAX),
+]
+
+
+def documented(text: str) -> list[str]:
+    """The commands of a page: lines of blocks that name no other language, and code within a line."""
+    found = []
+    for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.M | re.S):
+        if language in ("", "sh", "bash", "console"):
+            found += [line.split("  #")[0].strip() for line in block.splitlines()]
+    found += re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    # A capital word or <...> stands for something that the reader fills in: OUT, NAME.
+    return [command for command in found if COMMAND.match(command) and not re.search(r"<\w+>|\.\.\.", command)]
+
+
+def all_commands() -> dict[str, str]:
+    """Every command, and the page that has it first."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    found: dict[str, str] = {}
+    for page in pages:
+        for command in documented(page.read_text(encoding="utf-8")):
+            found.setdefault(command, page.name)
+    return found
+
+
+def rule_of(command: str) -> Rule | None:
+    return next((rule for rule in RULES if re.fullmatch(rule.command, command)), None)
+
+
+def run(command: str, folder: Path, env: dict[str, str], refused: str = "") -> str:
+    """What went wrong, with the end of its output; empty if all is well."""
+    begin = time.monotonic()
+    done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, check=False)
+    lines = (done.stdout + done.stderr).strip().splitlines() or [""]
+    print(f"{time.monotonic() - begin:6.1f} s  {command}", flush=True)
+    if refused:
+        last = done.stderr.strip().splitlines()[-1:]
+        as_expected = done.returncode != 0 and last and refused in last[0]
+        return "" if as_expected else f"{command}\n  should say '{refused}', got status {done.returncode}: {lines[-1]}"
+    return "" if done.returncode == 0 else "\n  ".join([f"{command}\n  status {done.returncode}", *lines[-20:]])
+
+
+def environment() -> dict[str, str]:
+    """A new virtual environment that sees the packages of this interpreter, but not an editable installation of this one."""
+    home = FOLDER / "environment"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", "--clear", home], check=True)
+    packages = sysconfig.get_path("purelib", vars={"base": str(home), "platbase": str(home)})
+    Path(packages, "torch.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    pip = home / "bin" / "pip"
+    pip.write_text(f'#!/bin/sh\nexec {shlex.quote(str(home / "bin" / "python"))} -m pip "$@"\n')
+    pip.chmod(0o755)
+    # Isolated builds bring the ninja of the package index: the others use that, too, so that objects are compiled once.
+    ninja = Path(sys.executable).parent / "ninja"
+    if ninja.exists():
+        (home / "bin" / "ninja").symlink_to(ninja)
+    return {**os.environ, "PATH": f"{home / 'bin'}:{os.environ['PATH']}", "OMP_WAIT_POLICY": "passive"}
+
+
+def unpacked_distribution(env: dict[str, str]) -> Path:
+    """The source distribution, made without torch, in a folder; its wheel is built with torch."""
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for archive in FOLDER.glob("*.tar.gz"):
+        archive.unlink()
+    if problem := run(f"python -m build --sdist --outdir {shlex.quote(str(FOLDER))}", ROOT, env):
+        sys.exit(problem)
+    (archive,) = FOLDER.glob("*.tar.gz")
+    with tarfile.open(archive) as files:
+        files.extractall(FOLDER, filter="data")
+    tree = FOLDER / archive.name.removesuffix(".tar.gz")
+    if problem := run("python -m build --wheel --no-isolation", tree, env):
+        sys.exit(problem)
+    return tree
+
+
+def main() -> None:
+    env = environment()
+    tree = unpacked_distribution(env)
+    problems, done = [], set()
+    for command, page in all_commands().items():
+        rule = rule_of(command)
+        if rule is None:
+            problems.append(f"{page}: '{command}' has no rule in {Path(__file__).name}")
+            continue
+        program, _, arguments = command.partition(" ")
+        line = rule.run.format(command, program=program, arguments=arguments)
+        in_checkout = program in ("make", "bash") or program.startswith("tools/")
+        if line not in done and (problem := run(line, ROOT if in_checkout else tree, env, rule.refused)):
+            problems.append(f"{page}: {problem}")
+        done.add(line)
+    sys.exit("\n".join(problems))
+
+
+if __name__ == "__main__":
+    main()
