@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,3 +109,13 @@ def test_backend_of_the_wrong_type() -> None:
 def test_ops_are_registered() -> None:
     for name in ("forward", "backward", "dropout_mask"):
         assert isinstance(getattr(torch.ops.flashattn_ext, name).default, torch._ops.OpOverload)
+
+
+def test_the_library_does_not_import_its_command_line() -> None:
+    """Also not where the import fails: the command line finds out by itself."""
+    package = Path(flashattn_ext.__file__).parent
+    for path in set(package.glob("*.py")) - {package / "__main__.py"}:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            module = getattr(node, "module", None) or "" if isinstance(node, ast.ImportFrom) else ""
+            names = [alias.name for alias in node.names] if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+            assert not any("cli" in name.split(".") for name in (module, *names)), path
