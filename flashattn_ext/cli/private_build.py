@@ -120,7 +120,7 @@ def sources() -> ModuleType:
 def load(builds: Iterable[PrivateBuild]) -> dict[str, str]:
     """Compiles those that are missing or older than the sources, and makes every one known to use_backend().
 
-    Returns the names of those that do not compile, and why.
+    Returns the names of those that cannot be compiled or loaded, and why.
     """
     wanted = {build.name: build for build in builds if build.name not in _C.backends()}
     if not wanted:
@@ -142,7 +142,10 @@ def load(builds: Iterable[PrivateBuild]) -> dict[str, str]:
                 shutil.rmtree(folder)
     for build in wanted.values():
         if build.name not in failures:
-            _C.load_backend(str(build.library))
+            try:
+                _C.load_backend(str(build.library))
+            except RuntimeError as error:  # the package was not built from the sources of this checkout
+                failures[build.name] = str(error)
     return failures
 
 
@@ -170,7 +173,10 @@ def _link(build: PrivateBuild, objects: list[str]) -> None:
 
 
 def _run(build: PrivateBuild, command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise CommandError(f"{build.name} cannot be compiled: {error}") from None
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or [f"status {done.returncode}"]
         raise CommandError(f"{build.name} does not compile: {errors[0]}")
