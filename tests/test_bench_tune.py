@@ -50,7 +50,8 @@ class Gpu:
         return contextlib.nullcontext()
 
 
-def private(backend: str, choice: int) -> PrivateBuild:
+def private(backend: str, choice: int, dtype: str = "bf16") -> PrivateBuild:
+    assert dtype == "bf16"
     return PrivateBuild(f"{backend}-tile{choice}", compiler=[], linker=[], sources=[], defines={})
 
 

@@ -20,7 +20,7 @@ from flashattn_ext import _C
 
 from .. import private_build
 from ..bench_cpu import DTYPES
-from ..bench_tune import Tile, cpu_tile, cuda_tile, cuda_tiles
+from ..bench_tune import Tile, cpu_tile, cuda_tiles
 from ..console import CommandError
 from ..private_build import PrivateBuild
 from ..timing import Timing
@@ -208,7 +208,7 @@ def l2_bytes() -> int | None:
 def _measure_cuda(context: Context, sizes: Sizes, result: Result) -> None:
     tiles = tiles_of_head_dim(sizes.D)
     timings, failures = _time(
-        context, sizes, {name: functools.partial(cuda_tile, tile, name) for name, tile in tiles.items()}
+        context, sizes, {name: functools.partial(_cuda_tile, name, tile, sizes) for name, tile in tiles.items()}
     )
     properties = torch.cuda.get_device_properties(context.device)
     capacity, default = properties.shared_memory_per_block_optin, next(iter(timings), "")
@@ -222,6 +222,11 @@ def _measure_cuda(context: Context, sizes: Sizes, result: Result) -> None:
         "scores and results lie in registers, so another tile is another kernel to compile",
         f"{SCRATCH}: shared memory of a tile of q, and of k and v in every stage, beside what a thread block can have",
     ]
+
+
+def _cuda_tile(name: str, tile: Mapping[str, Any], sizes: Sizes) -> Tile:
+    backend, choice = tile["backend"], tile["choice"]
+    return Tile(name, private_build.cuda(backend, choice, sizes.dtype, tile["head_dim"]) if choice else backend)
 
 
 def tiles_of_head_dim(D: int) -> dict[str, dict[str, Any]]:
