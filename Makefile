@@ -5,7 +5,7 @@
 #   make bench-all [ARGS=--quick]     run every experiment; make bench-flash and make bench-matmul run one
 #   make report                       a page of their results
 #   make emulator                     build the backend ascend-emulator (make test does, too)
-#   make emulator-tilings             other tilings of its forward, for the experiment `tiles` (make test does, too)
+#   make emulator-tilings             other tilings of its forward, which the experiment `tiles` compares
 #   make bench-ascend                 what the emulator's time model says about the Ascend C kernels
 #   make bench-cpu, make lint, make format, make develop (build after a change), make clean
 #

@@ -7,15 +7,18 @@ cd "$(dirname "$0")"
 ARCHITECTURE_ROWS() { sed -n 's/^ARCHITECTURE(\(.*\))$/\1/p' ascend_c/npu/architectures.def | sed 's/", "/"\t"/g; s/"//g'; }
 FIRST_GENERATION="$(sed -n 's/^FIRST_GENERATION("\(.*\)")$/\1/p' ascend_c/npu/architectures.def)"
 MINIMUM_CANN="8.0"
+MINIMUM_CMAKE="3.16"
+REPORT="build/npu_report.txt"
 
 usage() {
   cat <<USAGE
 usage: bash build.sh -arch NAME [-soc SOC] [-mode npu|emulator|check] [-j N] [-tilings] [-debug] [-clean]
 
-  -mode npu       (default) the backend ascend of the package, kernels and torch_npu binding: with CANN $MINIMUM_CANN or newer and
-                  the torch_npu of the torch of \$PYTHON (python3). It has never met a CANN installation
+  -mode npu       (default) the backend ascend of the package, kernels and torch_npu binding: with CANN $MINIMUM_CANN or newer, CMake
+                  $MINIMUM_CMAKE or newer, a compiler of C++20 (\$CXX) and the torch_npu of the torch of \$PYTHON (python3). It has
+                  never met a CANN installation; when a step fails, $REPORT has all that a report needs
   -mode emulator  the backend ascend-emulator of the package: no NPU, no CANN
-  -mode check     says what a build for an NPU would use, and builds nothing
+  -mode check     looks for all of that, says what it found, and builds nothing
   -soc SOC        another chip of the same architecture
   -j N            compilers at once (default: the number of cores)
   -tilings        with -mode emulator: other tilings of the forward as well, which the experiment \`tiles\` compares
@@ -59,6 +62,8 @@ kernels cannot run on it. Supported: $(known_names). (An Atlas A2 reports itself
   fail "-arch: '$ARCH' is unknown; accepted are $(known_names)"
 }
 
+is_at_least() { [[ "$(printf '%s\n' "$1" "$2" | sort -V | head -1)" == "$1" ]]; }
+
 CANN_PLACES=("${ASCEND_HOME_PATH:-}" "${ASCEND_TOOLKIT_HOME:-}" /usr/local/Ascend/ascend-toolkit/latest
   /usr/local/Ascend/cann /usr/local/Ascend/latest "$HOME/Ascend/ascend-toolkit/latest" "$HOME/Ascend/cann")
 
@@ -76,7 +81,7 @@ find_cann() {
   done
   [[ -n "${CANN:-}" ]] || fail "CANN was not found: looked in $looked (ASCEND_HOME_PATH names another place). Install the \
 CANN toolkit $MINIMUM_CANN or newer and source its set_env.sh, or build for the emulator: bash build.sh -arch $ARCH -mode emulator" 2
-  [[ "$(printf '%s\n' "$MINIMUM_CANN" "$CANN_VERSION" | sort -V | head -1)" == "$MINIMUM_CANN" ]] ||
+  is_at_least "$MINIMUM_CANN" "$CANN_VERSION" ||
     fail "CANN $CANN_VERSION in $CANN is too old; $MINIMUM_CANN or newer is needed" 2
   COMPILER="$(find -L "$CANN" -maxdepth 5 -type f -name bisheng 2>/dev/null | head -1)"
   [[ -n "$COMPILER" ]] || fail "the compiler bisheng is missing in $CANN (version $CANN_VERSION): install the whole CANN toolkit, \
@@ -84,33 +89,87 @@ or build for the emulator: bash build.sh -arch $ARCH -mode emulator" 2
   echo "CANN $CANN_VERSION in $CANN, compiler $COMPILER"
 }
 
+# The compiler of everything but kernels is CMake's choice too: $CXX, or c++.
+find_cmake_and_compiler() {
+  local version compiler="${CXX:-c++}"
+  version="$(cmake --version 2>/dev/null | grep -oE '[0-9]+(\.[0-9]+)+' | head -1 || true)"
+  [[ -n "$version" ]] || fail "cmake is missing: install it (pip install cmake)" 2
+  is_at_least "$MINIMUM_CMAKE" "$version" || fail "cmake $version is too old; $MINIMUM_CMAKE or newer is needed (pip install cmake)" 2
+  # With options of its own, as CXX may have them.
+  # shellcheck disable=SC2086
+  $compiler -std=c++20 -x c++ -fsyntax-only /dev/null 2>/dev/null ||
+    fail "$compiler does not compile C++20, which the headers of torch are written in: install g++ 11 or newer, or set CXX" 2
+  # shellcheck disable=SC2086
+  echo "CMake $version, compiler $($compiler --version | head -1)"
+}
+
 PYTHON="${PYTHON:-python3}"
 
 # Sets TORCH_VERSION, CXX11_ABI, INCLUDES and LIBRARIES of torch and torch_npu, or ends with code 2 and what is missing.
 # torch_npu is looked at, not imported: that could need a driver.
 find_torch_npu() {
-  local found
+  local found npu
   command -v "$PYTHON" >/dev/null || fail "$PYTHON was not found: PYTHON names the interpreter that has torch and torch_npu" 2
   found="$(TORCH_DEVICE_BACKEND_AUTOLOAD=0 "$PYTHON" tools/find_torch_npu.py)" || fail "$found" 2
-  { read -r TORCH_VERSION && read -r CXX11_ABI && read -r INCLUDES && read -r LIBRARIES; } <<<"$found"
-  echo "torch $TORCH_VERSION and its torch_npu, of $PYTHON"
+  { read -r TORCH_VERSION && read -r CXX11_ABI && read -r INCLUDES && read -r LIBRARIES && read -r npu; } <<<"$found"
+  echo "torch $TORCH_VERSION and its torch_npu $npu, of $PYTHON"
+}
+
+# Runs a step, which says what it does into the terminal and the log.
+step() {
+  STEP="$1"
+  "${@:2}" 2>&1 | tee -a "$LOG"
 }
 
 build_npu() {
-  command -v cmake >/dev/null || fail "cmake is missing: install it (pip install cmake)" 2
+  LOG=build/npu.log
+  mkdir -p build && : >"$LOG"
   export ASCEND_HOME_PATH="$CANN"  # CANN's own CMake files look there
-  cmake -S ascend_c -B build/npu -DSOC_VERSION="$SOC" -DASCEND_CANN_PACKAGE_PATH="$CANN" -DCANN_VERSION="$CANN_VERSION" \
-    -DTORCH_CXX11_ABI="$CXX11_ABI" -DPYTHON_INCLUDES="$INCLUDES" -DPYTHON_LIBRARIES="$LIBRARIES" \
+  step "configuring with CMake" cmake -S ascend_c -B build/npu -DSOC_VERSION="$SOC" -DASCEND_CANN_PACKAGE_PATH="$CANN" \
+    -DCANN_VERSION="$CANN_VERSION" -DTORCH_CXX11_ABI="$CXX11_ABI" -DPYTHON_INCLUDES="$INCLUDES" -DPYTHON_LIBRARIES="$LIBRARIES" \
     -DCMAKE_BUILD_TYPE="$([[ $DEBUG == 1 ]] && echo Debug || echo Release)"
-  cmake --build build/npu -j "$JOBS"
-  cp build/npu/_ascend_npu.so flashattn_ext/
+  step "compiling and linking" cmake --build build/npu -j "$JOBS" --verbose
+  step "copying the library into the package" cp build/npu/_ascend_npu.so flashattn_ext/
   # Can be read without loading the library.
   printf '"""Written by build.sh."""\n\nBUILT_FOR_TORCH = "%s"\nSOC = "%s"\nCANN = "%s"\n' \
     "$TORCH_VERSION" "$SOC" "$CANN_VERSION" >flashattn_ext/_ascend_config.py
   echo "built flashattn_ext/_ascend_npu.so: tensors on an NPU, flashattn_ext.use_backend(\"ascend\"). A package that is
-installed elsewhere gets it by: pip install --no-build-isolation --force-reinstall --no-deps ."
+installed elsewhere gets it by: pip install --no-build-isolation --force-reinstall --no-deps . Then: $PYTHON -m flashattn_ext doctor"
 }
 
+# One part of the report: a title and what a command says, or that it failed.
+part() {
+  echo "--- $1"
+  "${@:2}" 2>&1 || echo "(failed)"
+  echo
+}
+
+# Everything that somebody else needs to see why the build failed.
+write_report() {
+  local file
+  mkdir -p build
+  {
+    part "build.sh $ORDER: failed at: $STEP" echo "flashattn_ext $(cat VERSION 2>/dev/null), $(git describe --always --dirty 2>/dev/null || echo no git)"
+    part "system" uname -srm
+    part "distribution" grep PRETTY_NAME /etc/os-release
+    part "CANN ${CANN_VERSION:-not found} in ${CANN:-}" bash -c 'find -L "$0" -maxdepth 2 \( -name "*.info" -o -name "version.cfg" \) -exec tail -n +1 {} +' "${CANN:-/nonexistent}"
+    part "bisheng" "${COMPILER:-bisheng}" --version
+    part "cmake" cmake --version
+    # shellcheck disable=SC2086
+    part "compiler ${CXX:-c++}" ${CXX:-c++} --version
+    part "python $PYTHON" "$PYTHON" --version
+    part "packages" bash -c '"$0" -m pip list 2>/dev/null | grep -iE "^(torch|numpy|cmake|flashattn)"' "$PYTHON"
+    part "environment" bash -c 'env | grep -E "^(ASCEND|LD_LIBRARY_PATH|CXX|CC|PATH|PYTHON|TORCH)" | sort'
+    part "npu-smi" npu-smi info
+    part "log" cat "$LOG"
+    for file in build/npu/CMakeCache.txt build/npu/CMakeFiles/CMake{Error.log,ConfigureLog.yaml}; do
+      [[ ! -f "$file" ]] || part "$file" cat "$file"
+    done
+  } >"$REPORT"
+  echo "build.sh: failed at: $STEP. $REPORT has everything about it that a report needs: docs/ascend_first_run.md says where to" >&2
+}
+
+ORDER="$*"
 ARCH="" SOC_NAME="" MODE=npu TARGET=emulator JOBS="$(nproc 2>/dev/null || echo 2)" DEBUG=0 CLEAN=0
 while (($#)); do
   case "$1" in
@@ -128,7 +187,7 @@ while (($#)); do
 done
 [[ "$JOBS" =~ ^[1-9][0-9]*$ ]] || fail "-j: expected a whole number from 1, got '$JOBS'"
 if [[ $CLEAN == 1 ]]; then
-  rm -rf build/npu build/emulator build/tilings flashattn_ext/_ascend_emulator*.so flashattn_ext/_ascend_npu.so \
+  rm -rf build/npu build/npu.log "$REPORT" build/emulator build/tilings flashattn_ext/_ascend_emulator*.so flashattn_ext/_ascend_npu.so \
     flashattn_ext/_ascend_config.py
   [[ -n "$ARCH" ]] || exit 0
 fi
@@ -136,8 +195,14 @@ fi
 [[ "$TARGET" == emulator || "$MODE" == emulator ]] || fail "-tilings goes with -mode emulator, got -mode $MODE"
 choose_soc
 case "$MODE" in
-  npu) find_cann && find_torch_npu && build_npu ;;
-  check) find_cann && find_torch_npu ;;
+  npu | check)
+    STEP="looking for what the build needs" LOG=/dev/null
+    if [[ "$MODE" == npu ]]; then trap '(($? == 0)) || write_report' EXIT; fi
+    find_cann
+    find_cmake_and_compiler
+    find_torch_npu
+    if [[ "$MODE" == npu ]]; then build_npu; fi
+    ;;
   emulator)
     # The emulator has no architecture of its own: A2 and A3 are the same core.
     # make does not see that options are others: with -debug it compiles everything again.

@@ -7,9 +7,12 @@
 #include "arguments.h"
 
 // Which cores a kernel runs on. CANN 9 wants it in the signature, CANN 8 in the body (KERNEL_TASK_TYPE_DEFAULT).
+// CANN 9 is about to withdraw the mark in the body: there it is compiled away.
 #if defined(FLASHATTN_ASC)
 #define FLASHATTN_MIXED __mix__(1, 2)
 #define FLASHATTN_VECTOR __vector__
+#undef KERNEL_TASK_TYPE_DEFAULT
+#define KERNEL_TASK_TYPE_DEFAULT(type)
 #else
 #define FLASHATTN_MIXED __aicore__
 #define FLASHATTN_VECTOR __aicore__

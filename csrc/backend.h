@@ -35,6 +35,8 @@ struct Backend {
   void* (*current_stream)(int device_index) = nullptr;
   // Where a tensor can lie in memory as no strides say: how, and what to do; empty when it lies in rows.
   std::string (*private_format)(const at::Tensor& tensor) = nullptr;
+  // Whether rows of an input may overlap in memory, as those of an expanded tensor do. Otherwise ops.cpp copies them.
+  bool reads_overlapping_rows = false;
 };
 
 const Backend& cpu_backend();
@@ -44,15 +46,16 @@ const Backend& cuda_sm90_backend();  // in builds with FLASHATTN_EXT_SM90, for a
 // Every backend that is loaded; among those of one device the preferred one comes first.
 std::vector<const Backend*> backends();
 
-// Adds the backend of a library that exports, in extern "C", `const Backend* flashattn_ext_backend()` and `uint64_t
-// flashattn_ext_backend_layout()`, as the last of its device. The first of them may throw std::runtime_error: it says
-// why the library cannot run here. Throws that also when it cannot be loaded or was compiled with other structs.
+// Adds the backend of a library, as the last one of its device. The library exports, in extern "C", `const Backend*
+// flashattn_ext_backend()`, which may throw std::runtime_error to say why it cannot run here, and `uint64_t
+// flashattn_ext_backend_layout()`, which returns kBackendLayout. load_backend throws std::runtime_error also when the
+// library cannot be loaded or was compiled with other structs.
 constexpr uint64_t kBackendLayout =
     (uint64_t{sizeof(Backend)} << 40) + (uint64_t{sizeof(AttnGradParams)} << 20) + sizeof(CpuExecutor);
 void load_backend(const std::string& path);
 
-// A library for a device of which there is no backend yet: it is loaded, once, when the first tensor of that device
-// comes, or when load_announced_backend() asks for it. Before, what it needs may not be in the process.
+// Names a library for a device that has no backend yet. It is loaded once, when the first tensor of that device comes
+// or when load_announced_backend() is called: earlier, the libraries that it needs may not be in the process.
 void announce_backend(const std::string& device, const std::string& path);
 void load_announced_backend(const std::string& device);
 
@@ -60,7 +63,8 @@ void load_announced_backend(const std::string& device);
 // or the forced one takes tensors of another device.
 const Backend& backend_for(const std::string& device);
 
-// The same, of those that can run this call; where none can, the reason of the last one is in `reason`.
+// The first backend of the device that can run this call, in the order of backends(); the forced one is the only one
+// asked. Where none can, `reason` is what the last one says, and it is returned.
 const Backend& backend_for(const std::string& device, const AttnParams& params, bool backward, std::string* reason);
 
 // Process-wide (the autograd engine runs the backward in threads of its own); an empty name chooses by device again.

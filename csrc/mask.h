@@ -1,5 +1,10 @@
-// Which keys a query sees (causal and window masks), and which queries a key is seen by: the one definition for every
-// backend. Masks are aligned to the bottom right corner: query i stands at key position i + Sk - Sq.
+// Which keys a query sees, and which queries a key is seen by: the one definition for every backend. A kernel asks it
+//   which tiles to visit          keys_of, rows_of: everything outside of these ranges is hidden
+//   whether to compare positions  visibility, keys_of_all, rows_of_all: a tile that is seen whole needs no comparison
+//   what a single row sees        keys_of(i, i + 1), or rows_of(j, j + 1) for a single key
+//
+// Causal is a window without keys on the right. Windows are aligned to the bottom right corner: query i is at the
+// position of key i + Sk - Sq.
 #pragma once
 
 #include "params.h"
@@ -13,7 +18,10 @@ struct BasicIndexRange {
   Index end;  // exclusive; never below begin
 };
 
-// Index: int64_t, or int32_t where registers are scarce and sequences shorter than 2^30.
+// How much of a pair of tiles is visible.
+enum class Visibility { kNone, kSome, kAll };
+
+// The mask of one sequence. Index: int64_t, or int32_t where registers are scarce and sequences shorter than 2^30.
 template <class Index>
 struct BasicMask {
   using Range = BasicIndexRange<Index>;
@@ -36,15 +44,19 @@ struct BasicMask {
     return window >= kLongest ? kUnbounded : static_cast<Index>(window);
   }
 
+  // The position of query 0 among the keys. It is negative where there are more queries than keys.
+  FLASHATTN_HOST_DEVICE Index first_position() const { return seqlen_k - seqlen_q; }
+
   FLASHATTN_HOST_DEVICE static Range clamped(Index begin, Index end, Index length) {
     begin = begin < 0 ? 0 : (begin > length ? length : begin);
     end = end > length ? length : end;
     return {begin, end < begin ? begin : end};
   }
 
-  // Keys that at least one query of [row_begin, row_end) sees. With one row: exactly the keys that it sees.
+  // Keys that at least one query of [row_begin, row_end) sees. For a single row these are exactly the keys that it
+  // sees.
   FLASHATTN_HOST_DEVICE Range keys_of(Index row_begin, Index row_end) const {
-    const Index shift = seqlen_k - seqlen_q;
+    const Index shift = first_position();
     const Index begin = window_left == kUnbounded ? 0 : row_begin + shift - window_left;
     const Index end = window_right == kUnbounded ? seqlen_k : row_end + shift + window_right;
     return clamped(begin, end, seqlen_k);
@@ -52,7 +64,7 @@ struct BasicMask {
 
   // Queries that see at least one key of [key_begin, key_end).
   FLASHATTN_HOST_DEVICE Range rows_of(Index key_begin, Index key_end) const {
-    const Index shift = seqlen_k - seqlen_q;
+    const Index shift = first_position();
     const Index begin = window_right == kUnbounded ? 0 : key_begin - shift - window_right;
     const Index end = window_left == kUnbounded ? seqlen_q : key_end - shift + window_left;
     return clamped(begin, end, seqlen_q);
@@ -60,7 +72,7 @@ struct BasicMask {
 
   // Keys that every query of [row_begin, row_end) sees.
   FLASHATTN_HOST_DEVICE Range keys_of_all(Index row_begin, Index row_end) const {
-    const Index shift = seqlen_k - seqlen_q;
+    const Index shift = first_position();
     const Index begin = window_left == kUnbounded ? 0 : row_end - 1 + shift - window_left;
     const Index end = window_right == kUnbounded ? seqlen_k : row_begin + 1 + shift + window_right;
     return clamped(begin, end, seqlen_k);
@@ -68,16 +80,18 @@ struct BasicMask {
 
   // Queries that see every key of [key_begin, key_end).
   FLASHATTN_HOST_DEVICE Range rows_of_all(Index key_begin, Index key_end) const {
-    const Index shift = seqlen_k - seqlen_q;
+    const Index shift = first_position();
     const Index begin = window_right == kUnbounded ? 0 : key_end - 1 - shift - window_right;
     const Index end = window_left == kUnbounded ? seqlen_q : key_begin + 1 - shift + window_left;
     return key_end <= seqlen_k ? clamped(begin, end, seqlen_q) : Range{0, 0};
   }
 
-  // True when every query of [row_begin, row_end) sees every key of [key_begin, key_end): the branch-free tile.
-  FLASHATTN_HOST_DEVICE bool sees_all(Index row_begin, Index row_end, Index key_begin, Index key_end) const {
-    const Range keys = keys_of_all(row_begin, row_end);
-    return keys.begin <= key_begin && key_end <= keys.end;
+  // How much of the queries [row_begin, row_end) against the keys [key_begin, key_end) is visible.
+  FLASHATTN_HOST_DEVICE Visibility visibility(Index row_begin, Index row_end, Index key_begin, Index key_end) const {
+    const Range every = keys_of_all(row_begin, row_end);
+    if (every.begin <= key_begin && key_end <= every.end) return Visibility::kAll;
+    const Range some = keys_of(row_begin, row_end);
+    return some.begin < key_end && key_begin < some.end ? Visibility::kSome : Visibility::kNone;
   }
 };
 

@@ -93,13 +93,16 @@ class Device {
 // --- from tensors to params
 // ---------------------------------------------------------------------------------------------
 
-// A tensor whose last dimension is contiguous, as kernels read it. What is expanded (stride 0) stays so in the other
-// dimensions: the gradient of a sum costs the memory of one row.
-at::Tensor with_contiguous_rows(const at::Tensor& t) {
-  if (t.stride(-1) == 1 || t.size(-1) <= 1) return t;
+// A tensor that kernels can read by its strides: its last dimension is contiguous and, except on backends that say
+// otherwise, rows do not overlap. What is expanded (stride 0) stays so in the other dimensions: on the CPU the gradient
+// of a sum costs the memory of one row. row_dim: -1 for a statistic, whose last dimension is that of its rows.
+at::Tensor with_readable_rows(const at::Tensor& t, int64_t row_dim, const Backend& backend) {
+  const bool overlaps = row_dim >= 0 && t.size(row_dim) > 1 && t.stride(row_dim) < t.size(-1);
+  const bool rows_apart = overlaps && !backend.reads_overlapping_rows;
+  if (!rows_apart && (t.stride(-1) == 1 || t.size(-1) <= 1)) return t;
   at::Tensor distinct = t;
   for (int64_t dim = 0; dim + 1 < t.dim(); ++dim) {
-    if (t.stride(dim) == 0 && t.size(dim) > 1) distinct = distinct.narrow(dim, 0, 1);
+    if (t.stride(dim) == 0 && t.size(dim) > 1 && !(rows_apart && dim == row_dim)) distinct = distinct.narrow(dim, 0, 1);
   }
   return distinct.contiguous().expand(t.sizes());
 }
@@ -131,10 +134,8 @@ DType dtype_of(const at::Tensor& t) {
 }
 
 // Replaces tensors by ones that kernels can read: rows contiguous, cu_seqlens contiguous, sink in the statistics dtype.
-AttnCall readable(AttnCall c) {
-  c.q = with_contiguous_rows(c.q);
-  c.k = with_contiguous_rows(c.k);
-  c.v = with_contiguous_rows(c.v);
+AttnCall readable(AttnCall c, const Backend& backend) {
+  for (at::Tensor* t : {&c.q, &c.k, &c.v}) *t = with_readable_rows(*t, c.row_dim(), backend);
   if (c.is_varlen()) {
     c.cu_seqlens_q = c.cu_seqlens_q->contiguous();
     c.cu_seqlens_k = c.cu_seqlens_k->contiguous();
@@ -245,7 +246,7 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
   p.stream = device.stream();
   const Backend& backend = backend_supporting(c.q, &p, false);
   check_formats(backend, {{"q", &c.q}, {"k", &c.k}, {"v", &c.v}});
-  c = readable(c);
+  c = readable(c, backend);
   const at::Tensor rng_state = given_state.contiguous();
   set_memory(c, out, lse, rng_state, &p);
   const at::Tensor workspace = workspace_for(c, backend.forward_workspace_bytes(p), &p);
@@ -279,15 +280,15 @@ void backward(const c10::OperatorHandle& op, Stack* stack) {
   const Backend& backend = backend_supporting(c.q, &p, true);
   check_formats(backend,
                 {{"dout", b.dout ? &*b.dout : &b.out}, {"q", &c.q}, {"k", &c.k}, {"v", &c.v}, {"out", &b.out}});
-  c = readable(c);
-  const at::Tensor out = with_contiguous_rows(b.out), lse = with_contiguous_rows(b.lse);
-  const at::Tensor zero_row = b.dout ? at::Tensor() : at::zeros({c.v.size(-1)}, c.q.options());
-  const at::Tensor dout = b.dout ? with_contiguous_rows(*b.dout) : zero_row.expand(out.sizes());
+  c = readable(c, backend);
+  const at::Tensor out = with_readable_rows(b.out, c.row_dim(), backend), lse = with_readable_rows(b.lse, -1, backend);
+  const at::Tensor given_dout = b.dout ? *b.dout : at::zeros({1}, c.q.options()).expand(out.sizes());
+  const at::Tensor dout = with_readable_rows(given_dout, c.row_dim(), backend);
   const at::Tensor rng_state = given_state.contiguous();
   set_memory(c, out, lse, rng_state, &p);
   at::Tensor dlse;
   if (b.dlse) {
-    dlse = with_contiguous_rows(*b.dlse);
+    dlse = with_readable_rows(*b.dlse, -1, backend);
     p.dlse = row_view_of(c, dlse);
   }
   p.dout = view_of(c, dout);

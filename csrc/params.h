@@ -72,10 +72,10 @@ struct AttnParams {
 
   bool deterministic = false;
 
-  void* workspace = nullptr;  // Backend::workspace_bytes() of the device's memory, 64-byte aligned, uninitialised
-  void* stream = nullptr;     // CPU: const CpuExecutor*; CUDA: cudaStream_t; Ascend: aclrtStream
+  // As many bytes of the device's memory as the Backend asked for, 64-byte aligned, uninitialised.
+  void* workspace = nullptr;
+  void* stream = nullptr;  // CPU: const CpuExecutor*; CUDA: cudaStream_t; Ascend: aclrtStream
 
-  // Short names that every backend needs.
   FLASHATTN_HOST_DEVICE bool is_varlen() const { return cu_seqlens_q != nullptr; }
   FLASHATTN_HOST_DEVICE bool has_dropout() const { return dropout_threshold < 256; }
   FLASHATTN_HOST_DEVICE int64_t group_size() const { return heads_q / heads_k; }

@@ -26,6 +26,8 @@ template <class Real>
 constexpr Real kLog2E = static_cast<Real>(1.44269504088896340736);
 template <class Real>
 constexpr Real kLn2 = static_cast<Real>(0.69314718055994530942);
+template <class Real>
+constexpr Real kSmallest = std::numeric_limits<Real>::min();  // above 0
 
 // The rule of a call without options: a logit is the scaled product.
 //
@@ -43,8 +45,7 @@ struct PlainScore {
     const bool negative = p.softmax_scale < 0;
     const Real size = static_cast<Real>((negative ? -p.softmax_scale : p.softmax_scale) * kLog2E<double>);
     // A factor of 0 would make NaN of a masked score, which is -inf.
-    constexpr Real kSmallest = std::numeric_limits<Real>::min();
-    const Real factor = size < kSmallest ? kSmallest : size;
+    const Real factor = size < kSmallest<Real> ? kSmallest<Real> : size;
     return {negative && !kOrdered ? -factor : factor, static_cast<Real>(p.softmax_scale), negative && kOrdered};
   }
 #endif

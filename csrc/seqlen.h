@@ -1,4 +1,4 @@
-// Where one sequence of the batch lies: the same answer for dense and varlen calls, clamped so that no content of
+// Where the rows of one batch entry are: the same answer for dense and varlen calls, clamped so that no content of
 // cu_seqlens can lead outside the tensors.
 #pragma once
 
@@ -8,7 +8,7 @@
 namespace flashattn_ext {
 
 struct Sequence {
-  int64_t start;   // first row, within the rows of its batch entry (dense: 0)
+  int64_t start;   // of its first row among the packed rows; 0 in a dense call, whose batch entries have a stride
   int64_t length;  // number of rows
 };
 

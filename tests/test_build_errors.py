@@ -59,11 +59,6 @@ def test_a_build_without_torch_says_what_to_install(tmp_path: Path) -> None:
     assert_stops_with_one_line(build(tmp_path, PYTHONPATH=path), *words)
 
 
-def test_tiles_to_tune_without_cuda(tmp_path: Path) -> None:
-    done = build(tmp_path, FLASHATTN_EXT_TUNE="1", FLASHATTN_EXT_CUDA="0")
-    assert_stops_with_one_line(done, "FLASHATTN_EXT_TUNE", "FLASHATTN_EXT_CUDA=1")
-
-
 @pytest.mark.parametrize("version", ["1.13.1", "2.5.1+cu124"])
 def test_a_build_with_an_old_torch_says_which_is_needed(tmp_path: Path, version: str) -> None:
     path = fake_torch(tmp_path, f"__version__ = '{version}'")

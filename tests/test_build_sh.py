@@ -117,7 +117,8 @@ def test_check_says_what_would_be_built(arguments: list[str], soc: str, tmp_path
     packages = make_torch_npu(tmp_path / "packages")
     done = build(*arguments, "-mode", "check", cann=make_cann(tmp_path / "cann", "9.0.1"), packages=packages)
     assert done.returncode == 0 and soc in done.stdout and f"CANN 9.0.1 in {tmp_path / 'cann'}" in done.stdout
-    assert f"torch {torch.__version__} and its torch_npu" in done.stdout
+    assert f"torch {torch.__version__} and its torch_npu {RELEASE}" in done.stdout
+    assert "CMake " in done.stdout and ", compiler " in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -133,14 +134,22 @@ def test_without_the_right_torch_npu(version: str, message: str, tmp_path: Path)
     assert done.returncode == 2 and message in done.stderr and f"pip install torch-npu=={RELEASE}" in done.stderr
 
 
-# The real compiler, except for sources of the project: their options are written down, and the object is empty.
-COMPILER = """#!/bin/sh
-case "$*" in *" -c "*) case "$*" in *{project}*)
-  echo "$*" >>{log}
-  for argument; do case "$last" in -o) object="$argument" ;; esac; last="$argument"; done
-  exec {compiler} -x c++ -c /dev/null -o "$object"
-;; esac ;; esac
-exec {compiler} "$@"
+# The real compiler, except for sources of the project: their options are written down, and the object is empty. The one for ASC
+# takes bisheng's options, and its links are written down, too.
+COMPILER = """#!/bin/bash
+case "$*" in *" -c "*"{project}"*)
+  echo "$0 $*" >>{log}
+  case "$*" in *"$TEST_BROKEN_SOURCE") echo "error: {project} is broken"; exit 1 ;; esac
+  for argument; do [[ "$last" != -o ]] || object="$argument"; last="$argument"; done
+  exec {compiler} -x c++ -c /dev/null -o "$object" ;;
+esac
+arguments=("$@")
+if [[ "$0" == */bisheng ]]; then
+  echo "$0 $*" >>{log}
+  arguments=()
+  for argument; do case "$argument" in --gcc-toolchain=* | --npu-arch=*) ;; *) arguments+=("$argument") ;; esac; done
+fi
+exec {compiler} "${{arguments[@]}}"
 """
 
 # CANN 8: ascendc_library() makes launchers of kernels.
@@ -150,30 +159,31 @@ function(ascendc_library name kind)
   add_library(${{name}} ${{kind}} ${{CMAKE_BINARY_DIR}}/empty.cpp)
   file(APPEND {log} "ascendc_library ${{name}} ${{kind}} ${{SOC_VERSION}} ${{ARGN}}\n")
 endfunction()
+function(ascendc_compile_definitions name)
+  file(APPEND {log} "ascendc_compile_definitions ${{name}} ${{ARGN}}\n")
+endfunction()
 """
 
-# CANN 9: a language.
+# CANN 9: a language. Like CANN's it has no linker preference, and does not say how code for shared libraries is asked for.
 ASC = {
     "asc-config.cmake": "list(APPEND CMAKE_MODULE_PATH ${{CMAKE_CURRENT_LIST_DIR}}/asc_modules)",
     "asc_modules/CMakeDetermineASCCompiler.cmake": """
-set(CMAKE_ASC_COMPILER {cxx})
+set(CMAKE_ASC_COMPILER {bisheng})
 set(CMAKE_ASC_COMPILER_ENV_VAR ASC)
 configure_file(${{CMAKE_CURRENT_LIST_DIR}}/CMakeASCCompiler.cmake.in ${{CMAKE_PLATFORM_INFO_DIR}}/CMakeASCCompiler.cmake @ONLY)
 """,
     "asc_modules/CMakeASCCompiler.cmake.in": """
 set(CMAKE_ASC_COMPILER "@CMAKE_ASC_COMPILER@")
 set(CMAKE_ASC_COMPILER_LOADED 1)
-set(CMAKE_ASC_LINKER_PREFERENCE 100)
 """,
     "asc_modules/CMakeTestASCCompiler.cmake": "set(CMAKE_ASC_COMPILER_WORKS 1)",
     "asc_modules/CMakeASCInformation.cmake": """
 set(CMAKE_ASC_OUTPUT_EXTENSION .o)
-set(CMAKE_ASC_COMPILE_OPTIONS_PIC -fPIC)
 set(CMAKE_INCLUDE_FLAG_ASC -I)
 set(CMAKE_SHARED_LIBRARY_CREATE_ASC_FLAGS -shared)
 set(CMAKE_ASC_COMPILE_OBJECT
   "<CMAKE_ASC_COMPILER> <DEFINES> <INCLUDES> --npu-arch=${{CMAKE_ASC_ARCHITECTURES}} <FLAGS> -o <OBJECT> -c <SOURCE>")
-set(CMAKE_ASC_CREATE_SHARED_LIBRARY "<CMAKE_ASC_COMPILER> -shared <OBJECTS> -o <TARGET> <LINK_LIBRARIES>")
+set(CMAKE_ASC_CREATE_SHARED_LIBRARY "<CMAKE_ASC_COMPILER> <LINK_FLAGS> -shared <OBJECTS> -o <TARGET> <LINK_LIBRARIES>")
 """,
 }
 
@@ -185,14 +195,16 @@ def make_building_cann(folder: Path, version: str, project: Path, log: Path) -> 
         "log": log,
         "project": project / "ascend_c",
         "compiler": os.environ.get("CXX", "c++"),
-        "cxx": folder / "cxx",
+        "bisheng": folder / "compiler" / "bisheng",
     }
     cmake = folder / "compiler" / "tikcpp" / "ascendc_kernel_cmake"
     files = {"ascendc.cmake": ASCENDC} if version.startswith("8") else ASC
-    for path, text in {**{cmake / path: text for path, text in files.items()}, folder / "cxx": COMPILER}.items():
+    compilers = {folder / "cxx": COMPILER, names["bisheng"]: COMPILER}
+    for path, text in {**{cmake / path: text for path, text in files.items()}, **compilers}.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text.format(**names))
-    (folder / "cxx").chmod(0o755)
+    for path in compilers:
+        path.chmod(0o755)
     (folder / "lib64").mkdir()
     libraries = [names["compiler"], "-shared", "-x", "c++", "/dev/null", "-o"]
     subprocess.run([*libraries, folder / "lib64" / "libascendcl.so"], check=True)
@@ -220,24 +232,37 @@ def test_make_is_told_how_to_build_the_emulator(arguments: list[str], told: list
 KERNELS = sorted(path.stem for path in (ROOT / "ascend_c" / "inst").glob("*.cpp"))
 
 
-@pytest.mark.parametrize("version", ["8.5.0", "9.0.1"])
-def test_build_for_an_npu(version: str, tmp_path: Path) -> None:
-    project, log = tmp_path / "project", tmp_path / "log"
-    for name in ("ascend_c", "csrc", "tools"):
-        shutil.copytree(ROOT / name, project / name)
-    shutil.copy(ROOT / "build.sh", project)
-    (project / "flashattn_ext").mkdir()
-    packages = make_torch_npu(tmp_path / "packages")
-    (packages / "torch_npu" / "lib").mkdir()
-    cann = make_building_cann(tmp_path / "cann", version, project, log)
-    shutil.copy(cann / "lib64" / "libascendcl.so", packages / "torch_npu" / "lib" / "libtorch_npu.so")
+@pytest.fixture
+def make_project(tmp_path: Path):
+    """A copy of the project with a CANN of that version to build with, its log, and what build() wants to hear of it."""
 
-    options = dict(cann=cann, packages=packages, root=project, CXX=str(cann / "cxx"))
+    def make(version: str) -> tuple[Path, Path, dict]:
+        project, log = tmp_path / "project", tmp_path / "log"
+        for name in ("ascend_c", "csrc", "tools"):
+            shutil.copytree(ROOT / name, project / name)
+        for name in ("build.sh", "VERSION"):
+            shutil.copy(ROOT / name, project)
+        (project / "flashattn_ext").mkdir()
+        packages = make_torch_npu(tmp_path / "packages")
+        (packages / "torch_npu" / "lib").mkdir()
+        cann = make_building_cann(tmp_path / "cann", version, project, log)
+        shutil.copy(cann / "lib64" / "libascendcl.so", packages / "torch_npu" / "lib" / "libtorch_npu.so")
+        options = dict(cann=cann, packages=packages, root=project, CXX=str(cann / "cxx"), TEST_BROKEN_SOURCE="none")
+        return project, log, options
+
+    return make
+
+
+@pytest.mark.parametrize("version", ["8.5.0", "9.0.1"])
+def test_build_for_an_npu(version: str, make_project) -> None:
+    project, log, options = make_project(version)
+    cann, packages = options["cann"], options["packages"]
     debug = version.startswith("9")
     done = build("-arch", "910_93", "-soc", "Ascend910_9382", "-j", "2", *["-debug"] * debug, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "built flashattn_ext/_ascend_npu.so" in done.stdout
     assert (project / "flashattn_ext" / "_ascend_npu.so").exists()
+    assert not (project / "build" / "npu_report.txt").exists()
     config: dict[str, str] = {}
     exec((project / "flashattn_ext" / "_ascend_config.py").read_text(), config)
     recorded = [config[name] for name in ("BUILT_FOR_TORCH", "SOC", "CANN")]
@@ -250,11 +275,58 @@ def test_build_for_an_npu(version: str, tmp_path: Path) -> None:
     for headers in (packages / "torch_npu" / "include", Path(torch.__file__).parent / "include", cann / "include"):
         assert str(headers) in binding
     (launch,) = (line for line in told if line.endswith("npu/launch.cpp"))
-    assert ("-DFLASHATTN_ASC" in launch) == ("--npu-arch=dav-2201" in launch) == version.startswith("9")
+    assert str(cann / "include") in launch and "torch" not in launch.replace(str(project), "")
+    assert "-fPIC" in launch.split()
     if version.startswith("8"):
         (library,) = (line.split() for line in told if line.startswith("ascendc_library"))
         assert library[1:4] == ["flashattn_ext_kernels", "STATIC", "Ascend910_9382"]
         assert sorted(Path(source).stem for source in library[4].split(";")) == KERNELS
+        assert "ascendc_compile_definitions flashattn_ext_kernels PRIVATE;ASCENDC_DUMP=0" in told
+        assert "FLASHATTN_ASC" not in launch
+    else:  # bisheng compiles what contains the kernels and links, with the C++ compiler's libraries
+        (link,) = (line for line in told if "-o _ascend_npu.so" in line)
+        libgcc = subprocess.run([options["CXX"], "-print-file-name=libgcc.a"], capture_output=True, text=True).stdout
+        toolchain = f"--gcc-toolchain={os.path.realpath(libgcc.strip()).split('/lib/gcc/')[0]}"
+        for line in (launch, link):
+            assert line.startswith(f"{cann / 'compiler' / 'bisheng'} ") and toolchain in line.split()
+        assert "-DFLASHATTN_ASC" in launch and "--npu-arch=dav-2201" in launch
+        assert all(part in link for part in ("launch.cpp.o", "binding.cpp.o", "-ltorch_npu"))
 
     assert build("-clean", **options).returncode == 0
     assert list((project / "flashattn_ext").iterdir()) == []
+
+
+@pytest.mark.parametrize("version", ["8.5.0", "9.0.1"])
+def test_a_failed_build_leaves_a_report(version: str, make_project) -> None:
+    project, _, options = make_project(version)
+    report = project / "build" / "npu_report.txt"
+    done = build("-arch", "910b", **{**options, "TEST_BROKEN_SOURCE": "npu/launch.cpp"})
+    assert done.returncode != 0 and not (project / "flashattn_ext" / "_ascend_npu.so").exists()
+    assert "failed at: compiling and linking. build/npu_report.txt has everything about it" in done.stderr
+    text = report.read_text()
+    for part in (
+        "build.sh -arch 910b: failed at: compiling and linking",
+        f"CANN {version} in {options['cann']}",
+        f"Version={version}",
+        "ascend_c is broken",
+        "CMAKE_BUILD_TYPE:STRING=Release",
+        "torch-npu",
+        "--- npu-smi",
+    ):
+        assert part in text, text
+    assert build("-clean", **options).returncode == 0 and not report.exists()
+
+
+def test_what_is_missing_is_in_the_report_too(make_project) -> None:
+    project, _, options = make_project("9.0.1")
+    done = build("-arch", "910b", **{**options, "CXX": "no-such-compiler"})
+    assert done.returncode == 2 and "no-such-compiler does not compile C++20" in done.stderr
+    assert "failed at: looking for what the build needs" in (project / "build" / "npu_report.txt").read_text()
+
+
+def test_old_cmake(tmp_path: Path) -> None:
+    (tmp_path / "cmake").write_text("#!/bin/sh\necho cmake version 3.14.7\n")
+    (tmp_path / "cmake").chmod(0o755)
+    cann = make_cann(tmp_path / "cann", "9.0.1")
+    done = build("-arch", "910", "-mode", "check", cann=cann, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode == 2 and "cmake 3.14.7 is too old; 3.16 or newer is needed" in done.stderr

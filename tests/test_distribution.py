@@ -14,7 +14,16 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = [".ci", "ascend_c", "csrc", "docs", "flashattn_ext", "tests", "tools"]
 FILES = [
-    *(".clang-format", ".gitignore", ".pre-commit-config.yaml", "CHANGELOG.md", "LICENSE", "MANIFEST.in", "Makefile"),
+    *(
+        ".clang-format",
+        ".gitignore",
+        ".pre-commit-config.yaml",
+        "CHANGELOG.md",
+        "CONTRIBUTING.md",
+        "LICENSE",
+        "MANIFEST.in",
+        "Makefile",
+    ),
     *("README.md", "VERSION", "build.sh", "pyproject.toml", "setup.py"),
 ]
 # What a build leaves in the source folders.

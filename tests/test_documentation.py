@@ -1,4 +1,4 @@
-"""What README and docs show is so: examples run, messages are those that come, commands are checked by a tool that CI runs."""
+"""What README and docs show is so: examples run, links lead somewhere, commands are checked by a tool that CI runs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-import flashattn_ext
-
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 sys.path.insert(0, str(ROOT / "tools"))
@@ -17,6 +15,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import documented_commands  # noqa: E402
 
 
+@pytest.fixture(scope="module")
 def examples() -> dict:
     """The names that README's Python blocks leave."""
     names: dict = {}
@@ -25,20 +24,8 @@ def examples() -> dict:
     return names
 
 
-def test_examples_run() -> None:
-    names = examples()
-    assert names["out"].shape == names["q"].shape and bool(names["out"].isfinite().all())
-
-
-def test_messages_are_those_that_come() -> None:
-    """Blocks that look like a session of Python: each line after >>> is the last one of a traceback."""
-    names = {"flashattn_ext": flashattn_ext, **{name: examples()[name] for name in "qkv"}}
-    session = re.findall(r"^>>> (.*)\n(\w+): (.*)$", README, re.M)
-    assert session
-    for code, error, message in session:
-        with pytest.raises(Exception, match=f"^{re.escape(message)}$") as raised:
-            eval(code, names)
-        assert type(raised.value).__name__ == error
+def test_examples_run(examples: dict) -> None:
+    assert examples["out"].shape == examples["q"].shape and bool(examples["out"].isfinite().all())
 
 
 def test_every_command_is_checked() -> None:
@@ -54,6 +41,6 @@ def test_commands_are_found_in_blocks_and_lines() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
         for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text(encoding="utf-8")):
             assert "://" in target or (page.parent / target).exists(), f"{page}: {target}"

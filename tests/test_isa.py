@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+from pathlib import Path
+
 import pytest
 import torch
 from helpers import Case, assert_within_rule, make_inputs, run, run_python, run_reference
@@ -9,6 +13,7 @@ from helpers import Case, assert_within_rule, make_inputs, run, run_python, run_
 import flashattn_ext
 from flashattn_ext import _C
 
+KERNELS = next(parent / "csrc/cpu/inst" for parent in Path(__file__).parents if (parent / "csrc").is_dir())
 PRINT_ISA = "import flashattn_ext; print(flashattn_ext.build_info()['cpu_isa'])"
 
 
@@ -93,3 +98,17 @@ def test_isa_and_bits_of_dropout(restore_isa: None) -> None:
         _C.set_cpu_isa(name)
         masks.append(flashattn_ext.dropout_mask(2, 2, 70, 140, 0.4, 6))
     assert all(torch.equal(mask, masks[0]) for mask in masks)
+
+
+@pytest.mark.parametrize("name", sorted({"generic", "avx2"} & set(_C.cpu_isas())))
+def test_what_is_compiled_for_one_is_in_its_namespace(name: str, tmp_path: Path) -> None:
+    """Where two objects define a function of one name the linker keeps either copy, also that of a newer CPU."""
+    compiler, compiled = os.environ.get("CXX", "c++").split(), tmp_path / "kernels.o"
+    # Without optimisation, whatever may be a function of its own is one.
+    command = [*compiler, "-std=c++17", "-O0", "-w", "-c", str(KERNELS / f"{name}.cpp"), "-o", str(compiled)]
+    subprocess.run(command, check=True)
+    table = subprocess.run(["nm", "-C", "--defined-only", str(compiled)], capture_output=True, text=True, check=True)
+    functions = [line.split(" ", 2)[2] for line in table.stdout.splitlines() if line.split()[1] in "TWu"]
+    ours = [function for function in functions if "flashattn_ext::" in function]
+    assert len(ours) > 100
+    assert [function for function in ours if f"flashattn_ext::{name}::" not in function] == []

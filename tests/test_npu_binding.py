@@ -40,15 +40,18 @@ def random(*shape):
 """
 
 
-def on_device(code: str, soc: str = "Ascend910B3") -> None:
-    done = run_python(PRELUDE + textwrap.dedent(code), PYTHONPATH=f"{ROOT / 'tests' / 'npu'}:{ROOT}", TEST_NPU_SOC=soc)
+def on_device(code: str, soc: str = "Ascend910B3", **env: str) -> str:
+    path = f"{ROOT / 'tests' / 'npu'}:{ROOT}"
+    done = run_python(PRELUDE + textwrap.dedent(code), PYTHONPATH=path, TEST_NPU_SOC=soc, **env)
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
-def test_forward_and_backward_are_those_of_the_kernels() -> None:
+@pytest.mark.parametrize("dtype", ["half", "bfloat16", "float"])
+def test_forward_and_backward_are_those_of_the_kernels(dtype: str) -> None:
     """Bit for bit what the same kernels give for tensors of the CPU; and no call waits for the device."""
-    on_device("""
-        q, k, v = random(2, 70, 4, 64), random(2, 90, 2, 64), random(2, 90, 2, 48)
+    on_device(f"""
+        q, k, v = (t.{dtype}() for t in (random(2, 70, 4, 64), random(2, 90, 2, 64), random(2, 90, 2, 48)))
         sink = torch.randn(4)
 
         def run(where):
@@ -131,9 +134,8 @@ def test_mask_is_that_of_every_device() -> None:
 def test_what_is_refused() -> None:
     on_device("""
         q = random(1, 20, 2, 16).to("npu")
-        for dtype, name in ((torch.float32, "fp32"), (torch.float64, "fp64")):
-            words = f"backend 'ascend': {name} inputs are not implemented by the Ascend C kernels; use fp16 or bf16"
-            fails(NotImplementedError, words, lambda: flashattn_ext.forward(q.to(dtype), q.to(dtype), q.to(dtype)))
+        words = "backend 'ascend': fp64 inputs are not implemented by the Ascend C kernels"
+        fails(NotImplementedError, words, lambda: flashattn_ext.forward(q.double(), q.double(), q.double()))
         with torch.autocast("npu", dtype=torch.bfloat16):
             assert flashattn_ext.forward(q.float(), q.float(), q.float()).dtype == torch.bfloat16
         fails(ValueError, "k: expected the device of q (npu:0), got cpu", lambda: flashattn_ext.forward(q, q.cpu(), q))
@@ -159,3 +161,69 @@ def test_a_library_for_another_chip_is_refused() -> None:
     """,
         soc="Ascend910_9391",
     )
+
+
+# --- the ladder of `doctor` --------------------------------------------------------------------------------------------------
+
+CLIMB = """
+    from flashattn_ext.cli import npu_ladder
+    npu_ladder.PATIENCE_SECONDS = {patience}
+    for rung in npu_ladder.climb():
+        print(*rung, sep="|")
+"""
+
+
+def climb(broken: str = "", patience: int = 300) -> list[list[str]]:
+    """Name, whether it holds, and text of every rung, with one kernel broken."""
+    text = on_device(textwrap.dedent(CLIMB).format(patience=patience), TEST_NPU_BREAK=broken)
+    return [line.split("|") for line in text.splitlines()]
+
+
+def test_every_rung_holds_and_doctor_shows_them() -> None:
+    text = on_device("""
+        from flashattn_ext.cli import doctor
+        assert doctor.report(None) == 0
+    """)
+    rungs = [line for line in text.splitlines() if "npu: " in line]
+    assert len(rungs) == 5 and all(line.startswith("ok ") for line in rungs), text
+    assert "all 16506 bits of the mask are the CPU's" in rungs[0]
+    assert all("largest difference from the CPU" in line for line in rungs[1:])
+
+
+@pytest.mark.parametrize(
+    ("broken", "rung", "words"),
+    [
+        ("flash_dropout_mask:skip", "mask kernel", "of 16506 bits of the mask differ"),
+        ("flash_backward_prepare_fp16:skip", "prepare", "gradients of q and the sink without keys, result 0"),
+        ("flash_forward_fp16:error", "forward of one tile", "error 507015"),
+        ("flash_forward_bf16:skip", "forward", "torch.bfloat16, result 0: difference from the CPU nan"),
+    ],
+)
+def test_the_first_broken_rung_is_named(broken: str, rung: str, words: str) -> None:
+    rungs = climb(broken)
+    names = [name for name, _, _ in rungs]
+    at = names.index(rung)
+    assert [holds for _, holds, _ in rungs] == ["True"] * at + ["False"] * (5 - at), rungs
+    assert words in rungs[at][2], rungs[at]
+    assert all(text == "not tried" for _, _, text in rungs[at + 1 :])
+
+
+def test_a_kernel_that_hangs_is_named() -> None:
+    rungs = climb("flash_rng_state:hang", patience=20)
+    assert rungs[0] == ["mask kernel", "False", "no answer within 20 seconds: a kernel hangs"]
+
+
+def test_times_beside_torch_npu() -> None:
+    """tools/npu_times.py, with the host's clock."""
+    text = on_device(f"""
+        import sys
+        sys.path.append({str(ROOT / "tools")!r})
+        import npu_times
+        npu_times.WARMUP, npu_times.RUNS, npu_times.HEADS, npu_times.CALLS = 0, 1, 2, ((40, 32, True, 0.0),)
+        npu_times.main()
+    """)
+    ours, torch_npus = text.splitlines()[-2:]
+    for line, name in ((ours, "flashattn_ext"), (torch_npus, "torch_npu")):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert cells[:7] == ["1", "2", "40", "32", "causal", "0.0", name], line
+        assert float(cells[7]) > 0 and float(cells[8]) > 0, line

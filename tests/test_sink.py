@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from helpers import Case, assert_same_bits, check, make_inputs
@@ -88,3 +90,30 @@ def test_strided_sink(device: str) -> None:
     assert_same_bits(
         flashattn_ext.forward(q, k, v, sink=wide[:, 1]), flashattn_ext.forward(q, k, v, sink=wide[:, 1].contiguous())
     )
+
+
+@pytest.mark.parametrize("value", [math.inf, 3e38], ids=str)
+def test_a_sink_that_takes_everything(device: str, dtype: torch.dtype, value: float) -> None:
+    """The limit: no weight is left for a key, the gradient of lse is all the sink's, and nothing is NaN."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 70, 2, 16, device=device).to(dtype).requires_grad_() for _ in range(3))
+    sink = torch.tensor([value, 0.5], device=device, requires_grad=True)
+    out, lse = flashattn_ext.forward(q, k, v, sink=sink, causal=True, return_lse=True)
+    assert not out[:, :, 0].any() and (lse[:, 0] >= 3e38).all()
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    dlse[:, 1] = 0
+    dq, dk, dv, dsink = torch.autograd.grad((out, lse), (q, k, v, sink), (dout, dlse))
+    for gradient in (dq, dk, dv):
+        assert not gradient[:, :, 0].any() and gradient[:, :, 1].isfinite().all()
+    torch.testing.assert_close(dsink[0], dlse[:, 0].sum().to(dsink.dtype), rtol=1e-4, atol=1e-4)
+    other, other_lse = flashattn_ext.forward(
+        q[:, :, 1:], k[:, :, 1:], v[:, :, 1:], sink=sink[1:], causal=True, return_lse=True
+    )
+    assert torch.equal(out[:, :, 1:], other) and torch.equal(lse[:, 1:], other_lse)
+
+
+def test_a_sink_that_is_not_a_number_shows(device: str, dtype: torch.dtype) -> None:
+    q = torch.randn(1, 20, 2, 16, device=device).to(dtype)
+    out, lse = flashattn_ext.forward(q, q, q, sink=torch.tensor([math.nan, 0.5], device=device), return_lse=True)
+    assert out[:, :, 0].isnan().all() and lse[:, 0].isnan().all()
+    assert out[:, :, 1].isfinite().all() and lse[:, 1].isfinite().all()

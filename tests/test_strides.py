@@ -75,3 +75,42 @@ def test_views_are_not_copied(kind: str) -> None:
     contiguous = [t.contiguous() for t in (inputs.q, inputs.k, inputs.v)]
     in_place = allocated_bytes(lambda: flashattn_ext.forward(inputs.q, inputs.k, inputs.v))
     assert in_place - allocated_bytes(lambda: flashattn_ext.forward(*contiguous)) < input_bytes // 2
+
+
+# What autograd makes of sum(), of a mean over heads or rows, and of a loss on a transposed result.
+GRADIENTS = {
+    "one number": lambda t: torch.full((), 0.5, dtype=t.dtype, device=t.device).expand_as(t),
+    "the same in every batch": lambda t: t[:1].expand_as(t),
+    "the same in every row": lambda t: t[:, :1].expand_as(t),
+    "the same in every head": lambda t: t[:, :, :1].expand_as(t),
+    "the same in every column": lambda t: t[..., :1].expand_as(t),
+    "transposed": lambda t: t.transpose(1, -1).contiguous().transpose(1, -1),
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_gradients_come_with_any_strides(device: str, dtype: torch.dtype, kind: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 70, 2, 16, device=device).to(dtype) for _ in range(3))
+    out, lse = flashattn_ext.forward(q, k, v, causal=True, return_lse=True)
+    dout, dlse = GRADIENTS[kind](torch.randn_like(out)), GRADIENTS[kind](torch.randn_like(lse))
+    got = flashattn_ext.backward(dout, q, k, v, out, lse, dlse=dlse, causal=True, deterministic=True)
+    plain = (dout.contiguous(), q, k, v, out, lse)
+    expected = flashattn_ext.backward(*plain, dlse=dlse.contiguous(), causal=True, deterministic=True)
+    for a, b in zip(got[:3], expected[:3], strict=True):
+        assert_same_bits(a, b)
+
+
+def test_inputs_may_repeat_one_row(device: str, dtype: torch.dtype) -> None:
+    q = torch.randn(2, 40, 2, 16, device=device).to(dtype)
+    k, v = (torch.randn(2, 1, 2, 16, device=device).to(dtype).expand(2, 50, 2, 16) for _ in range(2))
+    assert_same_bits(flashattn_ext.forward(q, k, v), flashattn_ext.forward(q, k.contiguous(), v.contiguous()))
+
+
+def test_the_gradient_of_a_sum_is_not_unfolded() -> None:
+    q = torch.randn(4, 512, 4, 64)
+    out, lse = flashattn_ext.forward(q, q, q, return_lse=True)
+    one = torch.ones(())
+    in_place = allocated_bytes(lambda: flashattn_ext.backward(one.expand_as(out), q, q, q, out, lse))
+    plain = allocated_bytes(lambda: flashattn_ext.backward(out, q, q, q, out, lse))
+    assert in_place - plain < q.nbytes // 2

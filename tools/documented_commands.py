@@ -49,7 +49,9 @@ RULES = [
     Rule(r"(flashattn-ext|python -m flashattn_ext) \w+ --help", AS_WRITTEN),
     Rule(r"(flashattn-ext|python -m flashattn_ext) train.*", "{} --steps 2 --width 32 --context 64"),
     Rule(r"(flashattn-ext|python -m flashattn_ext) experiments all .*--quick", AS_WRITTEN),
+    Rule(r"flashattn-ext experiments all", "{} --device cpu --out runs/experiments --quick"),
     Rule(r"flashattn-ext experiments tiles", "{} --device cpu --quick"),
+    Rule(r"flashattn-ext report", "{} runs/experiments"),
     Rule(r"flashattn-ext report .*", AS_WRITTEN),
     Rule(r"(flashattn-ext|python -m flashattn_ext) bench (cpu|tune).*", "{} --quick"),
     Rule(r"(flashattn-ext|python -m flashattn_ext) bench cuda.*", AS_WRITTEN, refused="needs a CUDA device"),
@@ -74,7 +76,7 @@ def documented(text: str) -> list[str]:
 
 def all_commands() -> dict[str, str]:
     """Every command, and the page that has it first."""
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
     found: dict[str, str] = {}
     for page in pages:
         for command in documented(page.read_text(encoding="utf-8")):

@@ -1,4 +1,5 @@
-"""What a build against torch and torch_npu needs, a line each: torch's version, its C++ ABI, folders of headers, of libraries.
+"""What a build against torch and torch_npu needs, a line each: torch's version, its C++ ABI, folders of headers, of libraries, and
+torch_npu's version.
 
     python tools/find_torch_npu.py [FOLDER]      FOLDER: torch_npu's files, where it is not installed
 
@@ -23,7 +24,7 @@ def main() -> str | None:
     release = torch.__version__.split("+")[0]
     wanted = f"pip install torch-npu=={release}"
     if len(sys.argv) > 1:
-        folder = Path(sys.argv[1])
+        folder, found = Path(sys.argv[1]), release
     else:
         spec = find_spec("torch_npu")
         if spec is None or not spec.submodule_search_locations:
@@ -41,6 +42,7 @@ def main() -> str | None:
     print(torch.__version__, int(torch.compiled_with_cxx11_abi()), sep="\n")
     for paths in (includes, libraries):
         print(";".join(map(str, paths)))
+    print(found)
     return None
 
 

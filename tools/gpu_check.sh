@@ -3,7 +3,7 @@
 #
 #   tools/gpu_check.sh [OUTPUT_FOLDER] [build] [test] [sanitize] [bench] [experiments] [tune]
 #
-# Without a step: all of them but tune, which wants a build with FLASHATTN_EXT_TUNE=1 in the environment.
+# Without a step: all of them but tune, which compiles the kernels twice more, with other tiles.
 # The tests run in parallel where pytest-xdist is there. BENCH_ARGS go to `bench cuda`, EXPERIMENT_ARGS to `experiments all`.
 set -uo pipefail
 cd "$(dirname "$0")/.."

@@ -359,7 +359,8 @@ void Core::step(pipe_t which) {
 void Core::run_work(Entry& entry, uint32_t index) {
   Pipe& pipe = pipes_[entry.work.pipe];
   Access access(*this, entry.work.pipe, index);
-  if (options_.mode != Mode::time || entry.work.pipe == PIPE_S) entry.work.run(access);
+  // Without data the scalar unit still reads the caller's sizes, in GM.
+  if (options_.mode != Mode::time || (entry.work.pipe == PIPE_S && entry.work.gm_read)) entry.work.run(access);
   pipe.time += entry.work.cycles;
   Counters& counters = report_.counters;
   ++counters.instructions[size_t(place_.kind)][entry.work.pipe];

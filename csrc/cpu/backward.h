@@ -122,10 +122,10 @@ class Backward {
 
   void load_rows(int64_t h, int64_t row0, int64_t rows, int64_t lane_count) {
     const int64_t row = queries.start + row0;
-    const Rows<Op> q = stage_rows<Op>(row_of<const In>(p.q, batch, h, row), p.q.row_stride, rows, p.head_dim,
-                                      Reads::kVectors, scratch.q);
-    const Rows<Op> dout = stage_rows<Op>(row_of<const In>(p.dout, batch, h, row), p.dout.row_stride, rows, p.head_dim_v,
-                                         Reads::kVectors, scratch.dout);
+    const StagedRows<Op> q = stage_rows<Op>(row_of<const In>(p.q, batch, h, row), p.q.row_stride, rows, p.head_dim,
+                                            Reads::kVectors, scratch.q);
+    const StagedRows<Op> dout = stage_rows<Op>(row_of<const In>(p.dout, batch, h, row), p.dout.row_stride, rows,
+                                               p.head_dim_v, Reads::kVectors, scratch.dout);
     transpose_rows<Op>(scratch.q_transposed, kQueries, q, rows, lane_count, scratch.units);
     transpose_rows<Op>(scratch.dout_transposed, kQueries, dout, rows, lane_count, scratch.units_v);
     q_pairs = pair_rows<Op>(q, rows, scratch.units, scratch.q_pairs);
@@ -210,7 +210,7 @@ class Backward {
   int64_t batch = 0, key_tile = 0, key0 = 0, key_count = 0;
   Real* row_delta = nullptr;  // of the current query tile, in the workspace
   Sequence queries{0, 0}, keys{0, 0};
-  Rows<Op> k{}, v{}, k_pairs{}, q_pairs{}, dout_pairs{};
+  StagedRows<Op> k{}, v{}, k_pairs{}, q_pairs{}, dout_pairs{};
 };
 
 template <class In, class Op, class Accuracy>

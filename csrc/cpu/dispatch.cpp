@@ -23,8 +23,12 @@ void backward(const AttnGradParams& p) { cpu_kernels().backward(p); }
 }  // namespace
 
 const Backend& cpu_backend() {
-  static const Backend backend{"cpu",   "cpu",    supports,        forward_workspace_bytes, backward_workspace_bytes,
-                               forward, backward, cpu_dropout_mask};
+  static const Backend backend = [] {
+    Backend cpu{"cpu",   "cpu",    supports,        forward_workspace_bytes, backward_workspace_bytes,
+                forward, backward, cpu_dropout_mask};
+    cpu.reads_overlapping_rows = true;
+    return cpu;
+  }();
   return backend;
 }
 

@@ -5,6 +5,7 @@
 // it stands. Next: scores.h (what happens between the two products), gemm.h, pack.h.
 #pragma once
 
+#include "../sink.h"
 #include "schedule.h"
 #include "scores.h"
 #include "views.h"
@@ -78,15 +79,15 @@ class Forward {
   using Rule = PlainScore<Real, true>;
 
   void load_queries(const Sequence& queries) {
-    const Rows<Op> q = stage_rows<Op>(row_of<const In>(p.q, batch, head, queries.start + row0), p.q.row_stride,
-                                      row_count, p.head_dim, Reads::kElements, scratch.staged);
+    const StagedRows<Op> q = stage_rows<Op>(row_of<const In>(p.q, batch, head, queries.start + row0), p.q.row_stride,
+                                            row_count, p.head_dim, Reads::kElements, scratch.staged);
     lane_count = round_up(row_count, Op::S::kWidth);
     transpose_rows<Op>(scratch.q_transposed, kQueries, q, row_count, lane_count, scratch.units);
     // The sink is a logit that is there before the first key (spec: smooth softmax is the logit 0).
     const Real sink = p.sink ? static_cast<const Real*>(p.sink)[head] : Real(0);
-    const bool has_sink = p.has_sink && sink > -std::numeric_limits<Real>::infinity();
+    const bool has_sink = p.has_sink && sink_counts(sink);
     for (int64_t i = 0; i < lane_count; ++i) {
-      scratch.rows.max[i] = has_sink ? sink * kLog2E<Real> : -std::numeric_limits<Real>::infinity();
+      scratch.rows.max[i] = has_sink ? sink_maximum(sink) : -std::numeric_limits<Real>::infinity();
       scratch.rows.sum[i] = has_sink ? Real(1) : Real(0);
     }
     std::memset(scratch.out, 0, row_count * scratch.columns_v * sizeof(Real));
@@ -95,11 +96,11 @@ class Forward {
   void key_tile(const Mask& sequence_mask, const Sequence& keys, int64_t key0, int64_t count) {
     const int64_t hk = head / p.group_size();
     const PanelMask<Op> mask(sequence_mask, row0, row_count, key0, count);
-    const Rows<Op> k = stage_rows<Op>(row_of<const In>(p.k, batch, hk, keys.start + key0), p.k.row_stride, count,
-                                      p.head_dim, Reads::kElements, scratch.keys);
-    const Rows<Op> v_rows = stage_rows<Op>(row_of<const In>(p.v, batch, hk, keys.start + key0), p.v.row_stride, count,
-                                           p.head_dim_v, Reads::kVectors, scratch.staged);
-    const Rows<Op> v = pair_rows<Op>(v_rows, count, scratch.units_v, scratch.values);
+    const StagedRows<Op> k = stage_rows<Op>(row_of<const In>(p.k, batch, hk, keys.start + key0), p.k.row_stride, count,
+                                            p.head_dim, Reads::kElements, scratch.keys);
+    const StagedRows<Op> v_rows = stage_rows<Op>(row_of<const In>(p.v, batch, hk, keys.start + key0), p.v.row_stride,
+                                                 count, p.head_dim_v, Reads::kVectors, scratch.staged);
+    const StagedRows<Op> v = pair_rows<Op>(v_rows, count, scratch.units_v, scratch.values);
     const ScoreTile<Op>& tile = scratch.tile;
     if (p.has_dropout()) {
       fill_keep_bits(tile.keep_bits, kQueries / kDropoutLanes, philox, p.dropout_threshold, batch, head, row0,
@@ -134,7 +135,7 @@ class Forward {
       const bool empty = sum == 0;  // no visible key and no sink
       narrow_row(row_of<In>(p.out, batch, head, row), scratch.out + i * scratch.columns_v, p.head_dim_v,
                  empty ? Real(0) : inverse_keep / sum);
-      *row_of<Real>(p.lse, batch, head, row) = empty ? -infinity : (scratch.rows.max[i] + std::log2(sum)) * kLn2<Real>;
+      *row_of<Real>(p.lse, batch, head, row) = empty ? -infinity : row_lse(scratch.rows.max[i], std::log2(sum));
     }
   }
 

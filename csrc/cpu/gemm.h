@@ -1,6 +1,6 @@
 // The matrix product under every stage: C[rows, lanes] = init + sum_k A(row, k) * B[k, lanes].
 //
-// A is read one element at a time and broadcast, so it may lie in the caller's tensor with any row stride; B is read in
+// A is read one element at a time and broadcast, so it may be the caller's tensor with any row stride; B is read in
 // whole vectors. Everything is counted in units of 4 or 8 bytes: a unit is one float or double, or a pair of bfloat16
 // that is multiplied and added as two neighbouring k (Bf16DotOp).
 #pragma once
@@ -32,7 +32,7 @@ struct Bf16DotOp {
   using S = Simd<float>;
   using V = __m512;
   static __m512i load_units(const Unit* p) { return _mm512_loadu_si512(p); }
-  static __m512i broadcast(const Unit* p) {  // p may lie in a tensor of bfloat16, aligned to 2 bytes
+  static __m512i broadcast(const Unit* p) {  // p may point into a tensor of bfloat16, which is aligned to 2 bytes
     int32_t unit;
     std::memcpy(&unit, p, sizeof unit);
     return _mm512_set1_epi32(unit);

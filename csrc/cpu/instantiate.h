@@ -1,5 +1,5 @@
-// Instantiates every kernel for the instruction set that the including file (inst/*.cpp) has chosen, and fills its
-// table.
+// Instantiates every kernel for the instruction set that the including file (inst/*.cpp) has chosen, and fills the
+// table of that set.
 #pragma once
 
 #include "backward.h"

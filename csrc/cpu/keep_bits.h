@@ -33,8 +33,7 @@ inline void fill_keep_bits(uint16_t* bits, int64_t groups, PhiloxKey philox_key,
   }
 }
 
-// The bits of kWidth lanes from `lane`.
-template <class S>
+// The bits of one vector's queries, which begin at `lane`, out of those of one key.
 inline uint32_t keep_lanes(const uint16_t* key_bits, int64_t lane) {
   return static_cast<uint32_t>(key_bits[lane / kDropoutLanes]) >> (lane % kDropoutLanes);
 }

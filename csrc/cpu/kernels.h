@@ -22,7 +22,7 @@ struct CpuKernels {
   double (*multiply_add_flop)(int64_t iterations);
 };
 
-// Those in use (isa.h).
+// The table of the instruction set in use (isa.h).
 const CpuKernels& cpu_kernels();
 
 extern const CpuKernels kGenericKernels;

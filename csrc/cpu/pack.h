@@ -25,9 +25,9 @@ struct StagedElement<Bf16DotOp> {
 };
 #endif
 
-// rows of `padded` units each, zero beyond the head dim; stride in units.
+// Rows that a product can read: padded_units(head_dim) units each, zero beyond the head dim; stride in units.
 template <class Op>
-struct Rows {
+struct StagedRows {
   const typename Op::Unit* data;
   int64_t stride;
 };
@@ -57,10 +57,10 @@ inline bool reads_in_place(int64_t head_dim, int64_t row_stride, Reads reads) {
   return std::is_same<In, Element>::value && head_dim % (Op::S::kWidth * Op::kPack) == 0 && row_stride % Op::kPack == 0;
 }
 
-// scratch: [rows][padded_units(head_dim)], used only when the rows cannot be read in place.
+// scratch: [rows][padded_units(head_dim)], used only where the rows cannot be read in place.
 template <class Op, class In>
-inline Rows<Op> stage_rows(const In* from, int64_t row_stride, int64_t rows, int64_t head_dim, Reads reads,
-                           typename Op::Unit* scratch) {
+inline StagedRows<Op> stage_rows(const In* from, int64_t row_stride, int64_t rows, int64_t head_dim, Reads reads,
+                                 typename Op::Unit* scratch) {
   using Unit = typename Op::Unit;
   using Element = typename StagedElement<Op>::Type;
   if (reads_in_place<Op, In>(head_dim, row_stride, reads)) {
@@ -123,7 +123,7 @@ struct Transpose {
 
 // to[u][r] = rows[r][u] for r < count, 0 for the lanes up to round_up(count, lanes). to: [padded_units][to_stride].
 template <class Op>
-inline void transpose_rows(typename Op::Unit* to, int64_t to_stride, Rows<Op> rows, int64_t count, int64_t lanes,
+inline void transpose_rows(typename Op::Unit* to, int64_t to_stride, StagedRows<Op> rows, int64_t count, int64_t lanes,
                            int64_t units) {
   using T = Transpose<typename Op::Unit>;
   using V = typename T::V;
@@ -140,16 +140,17 @@ inline void transpose_rows(typename Op::Unit* to, int64_t to_stride, Rows<Op> ro
   }
 }
 
-// The rows as B operand of a product along them.
+// The staged rows as the B operand of a product along them.
 template <class Op>
-inline Rows<Op> pair_rows(Rows<Op> rows, int64_t count, int64_t units, typename Op::Unit* scratch) {
+inline StagedRows<Op> pair_rows(StagedRows<Op> rows, int64_t count, int64_t units, typename Op::Unit* scratch) {
   (void)count, (void)units, (void)scratch;
   return rows;
 }
 #if defined(FLASHATTN_ISA_AVX512_BF16)
 // scratch: [ceil(count / 2)][2 * units]; a missing last row counts as zeros.
 template <>
-inline Rows<Bf16DotOp> pair_rows<Bf16DotOp>(Rows<Bf16DotOp> rows, int64_t count, int64_t units, uint32_t* scratch) {
+inline StagedRows<Bf16DotOp> pair_rows<Bf16DotOp>(StagedRows<Bf16DotOp> rows, int64_t count, int64_t units,
+                                                  uint32_t* scratch) {
   alignas(64) static constexpr uint16_t kFirst[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                       8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
   alignas(64) static constexpr uint16_t kSecond[32] = {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,

@@ -33,7 +33,7 @@ class PanelMask {
   }
   // Whether every query of the panel at `lane` sees every one of `keys`.
   bool panel_is_full(int64_t lane, IndexRange keys) const {
-    return mask_.sees_all(row0_ + lane, panel_end(lane), key0_ + keys.begin, key0_ + keys.end);
+    return mask_.visibility(row0_ + lane, panel_end(lane), key0_ + keys.begin, key0_ + keys.end) == Visibility::kAll;
   }
   // Whether the queries of the panel at `lane` see keys of this tile and of no other.
   bool panel_sees_this_tile_alone(int64_t lane) const {

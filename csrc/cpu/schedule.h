@@ -13,12 +13,13 @@ struct WorkItem {
   int64_t head;
 };
 
-// Items ordered by batch entry, then tile, then head. Every worker has its own cursor and asks for ascending numbers.
+// Finds a work item by its number: items are ordered by batch entry, then tile, then head. Every worker has a cursor of
+// its own and asks for ascending numbers.
 class WorkCursor {
  public:
-  // tiles_of(b): number of tiles of batch entry b.
   WorkCursor(int64_t batches, int64_t heads) : batches_(batches), heads_(heads) {}
 
+  // False when there is no such item. tiles_of(b) is the number of tiles of batch entry b.
   template <class TilesOf>
   bool find(int64_t number, TilesOf tiles_of, WorkItem* item) {
     while (batch_ < batches_) {

@@ -105,7 +105,7 @@ class ScoreVector {
   // x for the queries whose weight for the key is kept, 0 where dropout drops it.
   V kept(int64_t key, V x) const {
     if (!kDropout) return x;
-    return S::keep(x, keep_lanes<S>(keep_bits + key * (kQueries / kDropoutLanes), first_lane));
+    return S::keep(x, keep_lanes(keep_bits + key * (kQueries / kDropoutLanes), first_lane));
   }
   template <class Accuracy>
   V weight(int64_t key, V score, V factor, V minus_offset) const {

@@ -26,12 +26,13 @@ struct Tile {
                 "a tile is whole blocks of 64 x 64");
 };
 template <>
-struct Tile<double> {  // half as large in every direction that counts, for the same memory
+struct Tile<double> {  // fewer elements of twice the size, for a similar amount of memory
   static constexpr int64_t kQueries = 64;
   static constexpr int64_t kKeys = 64;
 };
 
-// Lanes that the products treat at once; masks and ranges are decided per panel of this many queries.
+// A panel is the queries whose scores one register tile of a product holds, a lane for each. Masks and ranges are
+// decided panel by panel.
 template <class Op>
 constexpr int64_t kPanel = kTileVectors * Op::S::kWidth;
 

@@ -126,7 +126,8 @@ def _extension(import_error: Exception | None) -> list[Finding]:
     info = flashattn_ext.build_info()
     findings = [_package(flashattn_ext.__file__, flashattn_ext.__path__[0])]
     findings += [Finding(f"build: {name}", _as_text(value)) for name, value in info.items()]
-    findings += [_cuda(info["backends"]), _ascend(), _emulator()]
+    ascend = _ascend()
+    findings += [_cuda(info["backends"]), ascend, *(_npu_ladder() if ascend.ok else []), _emulator()]
     try:
         error = _self_check()
     except Exception as problem:  # whatever goes wrong in there is what the report is for
@@ -195,6 +196,17 @@ def _ascend() -> Finding:
     if not torch.npu.is_available():
         return missing(f"built for {soc}, but torch_npu sees no NPU", "see whether npu-smi info lists one")
     return Finding("backend: ascend", f"built for {soc}, on {torch.npu.get_device_name()}")
+
+
+def _npu_ladder() -> list[Finding]:
+    """The kernels on the NPU, from the smallest: the first that fails is where to look, and those after it are not tried."""
+    from . import npu_ladder
+
+    findings, fix = [], "docs/ascend_first_run.md says what to send"
+    for name, holds, text in npu_ladder.climb():
+        findings.append(Finding(f"npu: {name}", text, holds, "" if holds else fix))
+        fix = "" if not holds else fix
+    return findings
 
 
 def _emulator() -> Finding:

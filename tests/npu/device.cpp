@@ -17,9 +17,11 @@
 #include <torch_npu/csrc/core/npu/NPUStream.h>
 #include <torch_npu/csrc/framework/OpCommand.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <thread>
 
 #include "../../ascend_c/kernels.h"
 
@@ -248,11 +250,20 @@ const char* aclrtGetSocName() { return std::getenv("TEST_NPU_SOC"); }
 
 namespace {
 
+// TEST_NPU_BREAK, "KERNEL:HOW", breaks one: it hangs, ends with an error, or is skipped.
+bool is_broken(const std::string& kernel, const char* how) {
+  const char* const broken = std::getenv("TEST_NPU_BREAK");
+  return broken && broken == kernel + ":" + how;
+}
+
 // Any kernel may touch any memory that is allocated; what lies outside is reported.
 template <class Kernel>
-uint32_t run(AscendC::KernelMetaType type, uint32_t blocks, aclrtStream stream, Kernel kernel,
+uint32_t run(const std::string& name, AscendC::KernelMetaType type, uint32_t blocks, aclrtStream stream, Kernel kernel,
              FlashattnBytes* arguments) {
   if (stream != &state) return 1;
+  if (is_broken(name, "hang")) std::this_thread::sleep_for(std::chrono::hours(1));
+  if (is_broken(name, "error")) return 507015;
+  if (is_broken(name, "skip")) return 0;
   ascend_emulator::GlobalMemory gm;
   for (const auto& [block, bytes] : state.memory)
     gm.add("allocation", block, bytes, ascend_emulator::Use::accumulator, 1);
@@ -268,7 +279,7 @@ uint32_t run(AscendC::KernelMetaType type, uint32_t blocks, aclrtStream stream, 
 #define TYPE_FLASHATTN_VECTOR AscendC::KERNEL_TYPE_AIV_ONLY
 #define LAUNCHER(cores, name)                                                                              \
   extern "C" uint32_t aclrtlaunch_##name(uint32_t blocks, aclrtStream stream, FlashattnBytes* arguments) { \
-    return run(TYPE_##cores, blocks, stream, name, arguments);                                             \
+    return run(#name, TYPE_##cores, blocks, stream, name, arguments);                                      \
   }
 FLASHATTN_KERNELS(LAUNCHER)
 

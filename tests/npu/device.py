@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -18,6 +19,20 @@ _library.npu_ran.restype = ctypes.c_char_p
 _library.npu_register()
 
 
+class _Event:
+    """The host's clock: everything before it has run."""
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        _library.npu_ran()
+        self.seconds = time.perf_counter()
+
+    def elapsed_time(self, end: _Event) -> float:
+        return 1000 * (end.seconds - self.seconds)
+
+
 def _module() -> types.ModuleType:
     """As much of torch.npu as torch itself asks for."""
     npu = types.ModuleType("torch.npu")
@@ -27,6 +42,7 @@ def _module() -> types.ModuleType:
     npu.current_device = lambda: 0
     npu.get_device_name = lambda: "host memory"
     npu.manual_seed_all = lambda seed: _library.npu_manual_seed(ctypes.c_uint64(seed))
+    npu.Event, npu.synchronize = _Event, _library.npu_ran
     npu.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     return npu
 

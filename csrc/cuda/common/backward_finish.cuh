@@ -57,11 +57,11 @@ static __global__ void __launch_bounds__(kSinkThreads)
   const int64_t h = blockIdx.x;
   const float sink = static_cast<const float*>(p.sink)[h];
   double sum = 0;
-  for (int64_t i = threadIdx.x; sink > -infinity() && i < workspace.rows; i += kSinkThreads) {
+  for (int64_t i = threadIdx.x; sink_counts(sink) && i < workspace.rows; i += kSinkThreads) {
     const int64_t b = p.is_varlen() ? 0 : i / p.seqlen_q, row = p.is_varlen() ? i : i % p.seqlen_q;
     const float lse = *row_statistic(p.lse, b, h, row);
     if (lse == -infinity()) continue;  // a packed row that belongs to no sequence
-    sum -= static_cast<double>(expf(sink - lse)) * workspace.delta[h * workspace.rows + i];
+    sum -= static_cast<double>(expf(sink_log_weight(sink, lse))) * workspace.delta[h * workspace.rows + i];
   }
   part[threadIdx.x] = sum;
   for (int half = kSinkThreads / 2; half > 0; half /= 2) {

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "../../mask.h"
-#include "../../score.h"
 #include "../../seqlen.h"
+#include "../../sink.h"
 
 namespace flashattn_ext {
 
@@ -19,7 +19,7 @@ __device__ __forceinline__ float* row_statistic(const RowView& v, int64_t b, int
 // The sink of a head, in units of log2; -inf when there is none.
 __device__ __forceinline__ float head_sink(const AttnParams& p, int64_t h) {
   const float sink = p.sink ? static_cast<const float*>(p.sink)[h] : 0.f;
-  return p.has_sink ? sink * kLog2E<float> : -infinity();
+  return p.has_sink ? sink_maximum(sink) : -infinity();
 }
 
 using Mask32 = BasicMask<int>;

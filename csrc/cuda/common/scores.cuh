@@ -78,7 +78,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       max[r] = sink;
-      sum[r] = threadIdx.x % 4 == 0 && sink > -infinity() ? 1.f : 0.f;
+      sum[r] = threadIdx.x % 4 == 0 && sink_counts(sink) ? 1.f : 0.f;
     }
   }
 
@@ -116,7 +116,7 @@ struct OnlineSoftmax {
   __device__ __forceinline__ float total(int r) const { return quad_sum(sum[r]); }
   // Its log-sum-exp, of that total, in natural units.
   __device__ __forceinline__ float lse(int r, float total) const {
-    return total == 0 ? -infinity() : (finite_max(max[r]) + log2f(total)) * kLn2<float>;
+    return total == 0 ? -infinity() : row_lse(finite_max(max[r]), log2f(total));
   }
 
  private:
@@ -189,16 +189,17 @@ __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTil
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int odd = e % 2;
-        const bool keeps = !kDropout || kept.keeps(i, n, e);
         const float weight = weigh(score, weights[i][n][e], odd ? row_lse.y : row_lse.x);
-        const float dp = keeps ? dscores[i][n][e] : 0.f;
-        weights[i][n][e] = keeps ? weight : 0.f;
-        dscores[i][n][e] = differentiate(weight, dp, odd ? row_delta.y : row_delta.x);
-        if (kMasked) {  // a masked score has no gradient, also when dP is not finite
-          const bool visible = seen_by.includes(i, e / 2, n * 8 + odd);
-          weights[i][n][e] = visible ? weights[i][n][e] : 0.f;
-          dscores[i][n][e] = visible ? dscores[i][n][e] : 0.f;
+        float dp = dscores[i][n][e];
+        weights[i][n][e] = weight;
+        if (kDropout) {
+          const bool keeps = kept.keeps(i, n, e);
+          weights[i][n][e] = keeps ? weight : 0.f;
+          dp = keeps ? dp : 0.f;
         }
+        dscores[i][n][e] = differentiate(weight, dp, odd ? row_delta.y : row_delta.x);
+        // A masked score has no gradient, also when dP is not finite.
+        if (kMasked && !seen_by.includes(i, e / 2, n * 8 + odd)) weights[i][n][e] = dscores[i][n][e] = 0;
       }
     }
   }

@@ -23,6 +23,15 @@ __device__ __forceinline__ void narrow(float x, float* to) { *to = x; }
 __device__ __forceinline__ void narrow(float x, __half* to) { *to = __float2half_rn(x); }
 __device__ __forceinline__ void narrow(float x, __nv_bfloat16* to) { *to = __float2bfloat16_rn(x); }
 
+template <int N>
+__device__ __forceinline__ void set_zero(float (&accumulators)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) accumulators[n][e] = 0;
+  }
+}
+
 template <class T>
 struct TensorCore {  // __half, __nv_bfloat16
   static constexpr int kK = 16;

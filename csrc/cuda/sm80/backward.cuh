@@ -10,6 +10,7 @@
 #include "../common/dq_order.cuh"
 #include "../common/scores.cuh"
 #include "../common/tile_order.cuh"
+#include "products.cuh"
 #include "tiles.h"
 
 namespace flashattn_ext::sm80 {
@@ -33,6 +34,7 @@ struct Backward {
   // One warp's part of dk and dv.
   static constexpr int kGradKeyTiles = kKeys / kTile.grad_key_warps / 16;
   static constexpr int kGradColumnTiles = kColumns / (kWarps / kTile.grad_key_warps) / 8;
+  using KeySums = float[kGradKeyTiles][kGradColumnTiles][4];
   static_assert(kGradColumnTiles % 2 == 0 && kKeys % (kTile.grad_key_warps * 16) == 0);
   static_assert(!kInRegisters || kTile.grad_key_warps == kWarps);
   // One warp's part of dq: 32 rows where that leaves it whole pairs of column tiles.
@@ -61,7 +63,7 @@ struct Backward {
   float *lse, *delta;
   T *dscore_tile, *weight_tile;
   int b, hk, n;  // n: number of the key tile in its sequence
-  float dk[kGradKeyTiles][kGradColumnTiles][4], dv[kGradKeyTiles][kGradColumnTiles][4];
+  KeySums dk, dv;
 
   __device__ Backward(const AttnGradParams& params, const BackwardWorkspace& workspace, T* shared)
       : p(params),
@@ -138,10 +140,8 @@ struct Backward {
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kGradKeyTiles; ++i) {
-#pragma unroll
-      for (int c = 0; c < kGradColumnTiles; ++c) {
-        for (int e = 0; e < 4; ++e) dk[i][c][e] = dv[i][c][e] = 0;
-      }
+      set_zero(dk[i]);
+      set_zero(dv[i]);
     }
     if (seen_by.end > seen_by.begin && p.heads_q > 0) {
       const int64_t row = keys.start + key0;
@@ -219,8 +219,8 @@ struct Backward {
     }
     use_stage(stage);
     Scores weights, dscores;
-    product(weights, k_tile, q_tile);
-    product(dscores, v_tile, dout_tile);
+    score_product<kHeadDim>(weights, k_tile, score_key(0), q_tile, score_query());
+    score_product<kHeadDim>(dscores, v_tile, score_key(0), dout_tile, score_query());
     const int row0 = m * kQueries;
     const bool unmasked = row0 >= extent()->unmasked_begin && row0 + kQueries <= extent()->unmasked_end;
     unmasked ? weigh_and_differentiate<false>(h, row0, weights, dscores)
@@ -229,8 +229,8 @@ struct Backward {
     if constexpr (kInRegisters) {
       // With two stages a step has one barrier. After it all warps have stored their dS, the next step's queries have
       // arrived, and those of this step may be overwritten by those of the step after the next.
-      accumulate(dv, Registers{weights}, dout_tile);
-      accumulate(dk, Registers{dscores}, q_tile);
+      accumulate_keys(dv, weights, dout_tile);
+      accumulate_keys(dk, dscores, q_tile);
       if (kStages == 2) ptx::cp_async_wait<0>();
       __syncthreads();
       if (more) load_queries(stage, ahead);
@@ -238,8 +238,8 @@ struct Backward {
     } else {
       store_scores(weight_tile, weights);
       __syncthreads();
-      accumulate(dv, Memory{weight_tile}, dout_tile);
-      accumulate(dk, Memory{dscore_tile}, q_tile);
+      accumulate_keys(dv, weight_tile, dout_tile);
+      accumulate_keys(dk, dscore_tile, q_tile);
       add_query_gradient(h, m);
       if (kStages == 2) ptx::cp_async_wait<0>();
       __syncthreads();
@@ -259,30 +259,6 @@ struct Backward {
     }
   }
 
-  // This warp's part of scores: rows of `a` times rows of `b`.
-  __device__ static void product(Scores& c, const T* a_tile, const T* b_tile) {
-#pragma unroll
-    for (int i = 0; i < kKeyTiles * kScoreTiles; ++i) {
-      for (int e = 0; e < 4; ++e) c[i / kScoreTiles][i % kScoreTiles][e] = 0;
-    }
-#pragma unroll
-    for (int d = 0; d < kHeadDim; d += Core::kK) {
-      typename Core::A a[kKeyTiles];
-#pragma unroll
-      for (int i = 0; i < kKeyTiles; ++i) a[i] = Core::load_a(a_tile, kStride, score_key(i), d);
-#pragma unroll
-      for (int n = 0; n < kScoreTiles; n += 2) {
-        typename Core::B pair[2];
-        Core::load_b(pair, b_tile, kStride, score_query() + n * 8, d);
-#pragma unroll
-        for (int i = 0; i < kKeyTiles; ++i) {
-          Core::mma(c[i][n], a[i], pair[0]);
-          Core::mma(c[i][n + 1], a[i], pair[1]);
-        }
-      }
-    }
-  }
-
   // weights: S^T becomes P^T with dropout applied; dscores: dP^T becomes dS^T.
   template <bool kMasked>
   __device__ void weigh_and_differentiate(int h, int row0, Scores& weights, Scores& dscores) const {
@@ -295,38 +271,17 @@ struct Backward {
         [&](int n) { return dropout.template transposed<kKeyTiles>(h, key, row + n * 8); });
   }
 
-  // Where the products for dk and dv find P^T or dS^T.
-  struct Registers {
-    const Scores& scores;
-    __device__ typename Core::A operator()(int i, int step) const { return Core::from_accumulators(scores[i], step); }
-  };
-  struct Memory {
-    const T* tile;
-    __device__ typename Core::A operator()(int i, int step) const {
-      return Core::load_a_paired(tile, kScoreStride, grad_key(i), step * Core::kK);
-    }
-  };
-
-  // This warp's part of dk or dv: sum += scores * rows of the tile, with scores as [keys][queries].
-  template <class Source>
-  __device__ void accumulate(float (&sum)[kGradKeyTiles][kGradColumnTiles][4], const Source& scores,
-                             const T* tile) const {
-#pragma unroll
-    for (int step = 0; step < kQueries / Core::kK; ++step) {
-      typename Core::A a[kGradKeyTiles];
-#pragma unroll
-      for (int i = 0; i < kGradKeyTiles; ++i) a[i] = scores(i, step);
-#pragma unroll
-      for (int c = 0; c < kGradColumnTiles; c += 2) {
-        typename Core::B pair[2];
-        Core::load_b_transposed(pair, tile, kStride, step * Core::kK, grad_column() + c * 8);
-#pragma unroll
-        for (int i = 0; i < kGradKeyTiles; ++i) {
-          Core::mma(sum[i][c], a[i], pair[0]);
-          Core::mma(sum[i][c + 1], a[i], pair[1]);
-        }
-      }
-    }
+  // This warp's part of dk or dv += scores * rows of the tile. The scores are [keys][queries], of this warp in
+  // registers or of all warps in shared memory.
+  __device__ void accumulate_keys(KeySums& sum, const Scores& scores, const T* tile) const {
+    auto operand = [&](int i, int step) { return Core::from_accumulators(scores[i], step); };
+    accumulate<kHeadDim, kQueries / Core::kK>(sum, operand, tile, grad_column());
+  }
+  __device__ void accumulate_keys(KeySums& sum, const T* scores, const T* tile) const {
+    auto operand = [&](int i, int step) {
+      return Core::load_a_paired(scores, kScoreStride, grad_key(i), step * Core::kK);
+    };
+    accumulate<kHeadDim, kQueries / Core::kK>(sum, operand, tile, grad_column());
   }
 
   // dq += dS K, in the workspace.
@@ -337,24 +292,10 @@ struct Backward {
                         [] { __syncthreads(); }};
     if (p.deterministic) order.await_earlier_keys();
     float sum[kQueryRowTiles][kQueryColumnTiles][4] = {};
-#pragma unroll
-    for (int key = 0; key < kKeys; key += Core::kK) {
-      typename Core::A a[kQueryRowTiles];
-#pragma unroll
-      for (int i = 0; i < kQueryRowTiles; ++i) {
-        a[i] = Core::load_a_transposed(dscore_tile, kScoreStride, key, query_row() + i * 16);
-      }
-#pragma unroll
-      for (int c = 0; c < kQueryColumnTiles; c += 2) {
-        typename Core::B pair[2];
-        Core::load_b_transposed(pair, k_tile, kStride, key, query_column(split()) + c * 8);
-#pragma unroll
-        for (int i = 0; i < kQueryRowTiles; ++i) {
-          Core::mma(sum[i][c], a[i], pair[0]);
-          Core::mma(sum[i][c + 1], a[i], pair[1]);
-        }
-      }
-    }
+    auto operand = [&](int i, int step) {
+      return Core::load_a_transposed(dscore_tile, kScoreStride, step * Core::kK, query_row() + i * 16);
+    };
+    accumulate<kHeadDim, kKeys / Core::kK>(sum, operand, k_tile, query_column(split()));
 #pragma unroll
     for (int i = 0; i < kQueryRowTiles; ++i) {
 #pragma unroll
@@ -366,8 +307,7 @@ struct Backward {
   }
 
   // This warp's part of dk or dv, times a factor, into the tensor.
-  __device__ void write(const TensorView& view, const float (&sum)[kGradKeyTiles][kGradColumnTiles][4], int columns,
-                        float factor) const {
+  __device__ void write(const TensorView& view, const KeySums& sum, int columns, float factor) const {
 #pragma unroll
     for (int i = 0; i < 2 * kGradKeyTiles; ++i) {
       const int key = grad_key(0) + i * 8 + g();

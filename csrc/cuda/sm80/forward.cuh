@@ -7,6 +7,7 @@
 #include "../common/scores.cuh"
 #include "../common/tile.cuh"
 #include "../common/tile_order.cuh"
+#include "products.cuh"
 #include "tiles.h"
 
 namespace flashattn_ext::sm80 {
@@ -95,7 +96,7 @@ struct Forward {
       *pointers() = {row_pointer<const T>(p.k, b, hk, keys.start), row_pointer<const T>(p.v, b, hk, keys.start)};
       if (kDropout) *dropout() = Dropout(p, b);
       // A sink is the first maximum. If keys may stay above it, weights near 1 are not exact, and dS loses digits.
-      *tolerance() = head_sink(p, h) > -infinity() ? 0.f : kTolerance;
+      *tolerance() = sink_counts(head_sink(p, h)) ? 0.f : kTolerance;
     }
     __syncthreads();
   }
@@ -104,10 +105,7 @@ struct Forward {
     const float sink = head_sink(p, head()->h);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int n = 0; n < kOutTiles; ++n) {
-        for (int e = 0; e < 4; ++e) out[i][n][e] = 0;
-      }
+      set_zero(out[i]);
       softmax[i].start(sink);
     }
   }
@@ -151,7 +149,7 @@ struct Forward {
         load_keys(v_tile + (kKeys * kStride - stage), &KeyPointers::v, p.v.row_stride, n - 1, columns_v);
       }
       Scores scores;
-      score_product(scores, k_tile + stage);
+      score_product<kHeadDim>(scores, q_tile, tile_row(0), k_tile + stage, 0);
       if (kStages == 1) {
         ptx::cp_async_wait<0>();
         __syncthreads();
@@ -162,33 +160,6 @@ struct Forward {
       __syncwarp();  // keeps the compiler from loading so much of V ahead that registers run out
       value_product(weights, v_tile + stage);
       if (kStages == 2) stage = kKeys * kStride - stage;
-    }
-  }
-
-  // S = Q K^T
-  __device__ void score_product(Scores& scores, const T* k_tile) const {
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int n = 0; n < kScoreTiles; ++n) {
-        for (int e = 0; e < 4; ++e) scores[i][n][e] = 0;
-      }
-    }
-#pragma unroll
-    for (int d = 0; d < kHeadDim; d += Core::kK) {
-      typename Core::A a[kRowTiles];
-#pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) a[i] = Core::load_a(q_tile, kStride, tile_row(i), d);
-#pragma unroll
-      for (int n = 0; n < kScoreTiles; n += 2) {
-        typename Core::B pair[2];
-        Core::load_b(pair, k_tile, kStride, n * 8, d);
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-          Core::mma(scores[i][n], a[i], pair[0]);
-          Core::mma(scores[i][n + 1], a[i], pair[1]);
-        }
-      }
     }
   }
 
@@ -215,20 +186,11 @@ struct Forward {
 
   // out += P V
   __device__ void value_product(const Weights& weights, const T* v_tile) {
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      if (sizeof(T) == 4) __syncwarp();  // as in walk_keys: V, split in two, needs twice the registers
-#pragma unroll
-      for (int n = 0; n < kOutTiles; n += 2) {
-        typename Core::B pair[2];
-        Core::load_b_transposed(pair, v_tile, kStride, step * Core::kK, n * 8);
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-          Core::mma(out[i][n], weights[i][step], pair[0]);
-          Core::mma(out[i][n + 1], weights[i][step], pair[1]);
-        }
-      }
-    }
+    auto operand = [&](int i, int step) {
+      if (sizeof(T) == 4 && i == 0) __syncwarp();  // as in walk_keys: V, split in two, needs twice the registers
+      return weights[i][step];
+    };
+    accumulate<kHeadDim, kSteps>(out, operand, v_tile, 0);
   }
 
   __device__ void finish_tile() {

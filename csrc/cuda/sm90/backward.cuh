@@ -12,35 +12,6 @@
 
 namespace flashattn_ext::sm90 {
 
-// The order of the sums of dq in the workspace, which backward_finish.cuh reads. A warpgroup computes 64 rows and 64
-// columns of a step; the two of a thread block compute different rows when a step has 128 queries, otherwise different
-// columns. A tile has 16 rows, those of one warp, so that short sequences take little memory.
-template <class T, int kHeadDimension>
-struct DqLayout {
-  using Element = T;
-  static constexpr int kQueries = backward_tile<kHeadDimension, false>().queries, kTileRows = 16;
-  static constexpr int kThreads = 2 * kGroupThreads, kSplits = 1;
-  static constexpr int kHeadDim = 2 * 64 * 64 / kQueries;  // columns, some of them beyond the head dim
-  static constexpr int kStride = kTileStride<T, kHeadDim>;
-  static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = 8;
-  static constexpr int64_t kTileFloats = kTileRows * kHeadDim;
-
-  // First row and column of a warp's part, of the eight warps that compute.
-  static __device__ __forceinline__ int row(int warp) { return (kQueries == 64 ? warp % 4 : warp) * 16; }
-  static __device__ __forceinline__ int column(int warp) { return kQueries == 64 ? warp / 4 * 64 : 0; }
-  // Where the accumulator tile c of that part is summed up. tile: the first tile of the step.
-  static __device__ __forceinline__ float* fragment(const BackwardWorkspace& workspace, int64_t tile, int warp, int c) {
-    return workspace.dq + (tile + row(warp) / 16) * kTileFloats + (column(warp) / 8 + c) * 128;
-  }
-
-  // The same for dq_finish_kernel, which runs with these eight warps alone.
-  static __device__ int query_row() { return row(threadIdx.x / 32); }
-  static __device__ int query_column(int) { return column(threadIdx.x / 32); }
-  static __device__ float* dq_fragment(const BackwardWorkspace& workspace, int64_t tile, int, int, int c) {
-    return fragment(workspace, tile, threadIdx.x / 32, c);
-  }
-};
-
 template <class T, int kHeadDim, bool kDropout>
 struct Backward {
   using Work = BackwardWork;
@@ -50,7 +21,7 @@ struct Backward {
   static constexpr RegisterBudget kRegisters = kBackwardRegisters;
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages;
-  static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kDqParts = 2;
+  static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns,
                        kScorePanels = kQueries / kPanelColumns;
   static constexpr int kColumnTiles = kHeadDim / 8;
@@ -147,11 +118,8 @@ struct Backward {
       ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
       const Work& work = shared.work[works.stage];
       if (!uniform(work.exists())) return;
-#pragma unroll
-      for (int c = 0; c < kColumnTiles; ++c) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) dk[c][e] = dv[c][e] = 0;
-      }
+      set_zero(dk);
+      set_zero(dv);
       if (uniform(work.tiles) > 0) walk_queries(work);
       const int key = work.key0 + warp_key;
       store_keys<T>(p.dk, work, key, dk, workspace.gradient_scale, p.head_dim);
@@ -342,7 +310,7 @@ struct Backward {
     return p.deterministic && pending.tile >= 0;
   }
   __device__ __forceinline__ auto order(const Work& work, const Pending& pending) const {
-    return DqOrder{workspace.dq_added + pending.tile * 2 + group, thread() % kGroupThreads == 0,
+    return DqOrder{workspace.dq_added + pending.tile * Layout::kParts + group, thread() % kGroupThreads == 0,
                    [&] { return key_tiles_before(work.mask(p), work.n, kKeys, pending.m * kQueries, kQueries); },
                    [&] { ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads); }};
   }
@@ -368,12 +336,12 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 // The kernel of a class of head dims.
 template <class T, int kHeadDim, bool kDropout>
 using BackwardOf =
-    std::conditional_t<kHeadDim <= 128, Backward<T, kHeadDim, kDropout>, WideBackward<T, kHeadDim, kDropout>>;
+    std::conditional_t<is_wide(kHeadDim), WideBackward<T, kHeadDim, kDropout>, Backward<T, kHeadDim, kDropout>>;
 
 template <class T, int kHeadDim>
 BackwardWorkspace backward_workspace(const AttnGradParams& p) {
-  using Kernel = BackwardOf<T, kHeadDim, false>;
-  return BackwardWorkspace(p, Kernel::Layout::kTileRows, Kernel::Layout::kTileFloats, Kernel::kDqParts);
+  using Layout = DqLayout<T, kHeadDim>;
+  return BackwardWorkspace(p, Layout::kTileRows, Layout::kTileFloats, Layout::kParts);
 }
 
 template <class T, int kHeadDim, bool kDropout>
@@ -392,7 +360,7 @@ void backward(const AttnGradParams& p) {
   const BackwardWorkspace workspace = backward_workspace<T, kHeadDim>(p);
   launch_prepare<T>(p, workspace);
   p.has_dropout() ? launch_main<T, kHeadDim, true>(p, workspace) : launch_main<T, kHeadDim, false>(p, workspace);
-  launch_finish<typename BackwardOf<T, kHeadDim, false>::Layout>(p, workspace);
+  launch_finish<DqLayout<T, kHeadDim>>(p, workspace);
 }
 
 }  // namespace flashattn_ext::sm90

@@ -19,6 +19,37 @@ struct BackwardMaps {
   CUtensorMap q, k, v, dout;
 };
 
+// The order of the sums of dq in the workspace, which backward_finish.cuh reads: tiles of 16 rows, those of one warp,
+// so that short sequences take little memory. Up to head_dim 128 a warpgroup computes 64 rows and 64 columns of a step;
+// the two of a thread block compute different rows when a step has 128 queries, otherwise different columns. Above, one
+// warpgroup computes all columns.
+template <class T, int kHeadDimension>
+struct DqLayout {
+  using Element = T;
+  static constexpr bool kWide = is_wide(kHeadDimension);
+  static constexpr int kQueries = backward_tile<kHeadDimension, false>().queries, kTileRows = 16;
+  static constexpr int kParts = kWide ? 1 : 2, kThreads = kParts * kGroupThreads, kSplits = 1;
+  static constexpr int kHeadDim = kWide ? kHeadDimension : kParts * 64 * 64 / kQueries;  // some columns may be unused
+  static constexpr int kStride = kTileStride<T, kHeadDim>;
+  static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = kWide ? kHeadDim / 8 : 8;
+  static constexpr int64_t kTileFloats = kTileRows * kHeadDim;
+
+  // First row and column of a warp's part, of the warps that compute dq.
+  static __device__ __forceinline__ int row(int warp) { return (kQueries == 64 ? warp % 4 : warp) * 16; }
+  static __device__ __forceinline__ int column(int warp) { return kQueries == 64 ? warp / 4 * 64 : 0; }
+  // Where the accumulator tile c of that part is summed up. tile: the first tile of the step.
+  static __device__ __forceinline__ float* fragment(const BackwardWorkspace& workspace, int64_t tile, int warp, int c) {
+    return workspace.dq + (tile + row(warp) / 16) * kTileFloats + (column(warp) / 8 + c) * 128;
+  }
+
+  // The same for dq_finish_kernel, which runs with these warps alone.
+  static __device__ int query_row() { return row(threadIdx.x / 32); }
+  static __device__ int query_column(int) { return column(threadIdx.x / 32); }
+  static __device__ float* dq_fragment(const BackwardWorkspace& workspace, int64_t tile, int, int, int c) {
+    return fragment(workspace, tile, threadIdx.x / 32, c);
+  }
+};
+
 // One tile of keys, as the loading warp hands it to the warpgroups. It stays in shared memory until the tile is done,
 // and they read it there: registers are scarce. Numbers count from the start of a sequence.
 struct alignas(16) BackwardWork {

@@ -8,35 +8,16 @@
 
 namespace flashattn_ext::sm90 {
 
-// The order of the sums of dq in the workspace, which backward_finish.cuh reads: tiles of 16 rows, those of one warp.
-template <class T, int kHeadDimension>
-struct WideDqLayout {
-  using Element = T;
-  static constexpr int kQueries = backward_tile<kHeadDimension, false>().queries, kTileRows = 16,
-                       kHeadDim = kHeadDimension;
-  static constexpr int kThreads = kGroupThreads, kSplits = 1;
-  static constexpr int kStride = kTileStride<T, kHeadDim>;
-  static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = kHeadDim / 8;
-  static constexpr int kTileFloats = kTileRows * kHeadDim;
-
-  // For dq_finish_kernel, which runs with the four warps of the third warpgroup alone.
-  static __device__ int query_row() { return threadIdx.x / 32 * 16; }
-  static __device__ int query_column(int) { return 0; }
-  static __device__ float* dq_fragment(const BackwardWorkspace& workspace, int64_t tile, int, int, int c) {
-    return workspace.dq + (tile + threadIdx.x / 32) * kTileFloats + c * 128;
-  }
-};
-
 template <class T, int kHeadDim, bool kDropout>
 struct WideBackward {
   using Work = BackwardWork;
-  using Layout = WideDqLayout<T, kHeadDim>;
+  using Layout = DqLayout<T, kHeadDim>;
   static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout>();
   static constexpr WideRegisterBudget kRegisters = kWideBackwardRegisters;
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages;
   static constexpr int kWorkStages = 2, kBuffers = 2;  // kBuffers: of P^T and of dS^T
-  static constexpr int kThreads = 4 * kGroupThreads, kGroupWarps = 4, kDqParts = 1;
+  static constexpr int kThreads = 4 * kGroupThreads, kGroupWarps = 4;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns, kColumnTiles = kHeadDim / 8;
   static constexpr int kSectionHeads = 1;  // as in backward.cuh; more heads read too much at once
   // A thread block of 512 starts with 128 registers for a thread, and the compiler wants the operands of one
@@ -168,11 +149,7 @@ struct WideBackward {
     __device__ __forceinline__ void compute_tiles() {
       while (const Work* const work = this->receive()) {
         dropout.batch = work->b;
-#pragma unroll
-        for (int c = 0; c < kColumnTiles; ++c) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) dv[c][e] = 0;
-        }
+        set_zero(dv);
         if (uniform(work->tiles) > 0) walk_queries(*work);
         store_keys<T>(p.dv, *work, work->key0 + warp_key, dv, workspace.keep_scale, p.head_dim_v);
         this->end_work();
@@ -253,11 +230,7 @@ struct WideBackward {
 
     __device__ __forceinline__ void compute_tiles() {
       while (const Work* const work = this->receive()) {
-#pragma unroll
-        for (int c = 0; c < kColumnTiles; ++c) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) dk[c][e] = 0;
-        }
+        set_zero(dk);
         if (uniform(work->tiles) > 0) walk_queries(*work);
         store_keys<T>(p.dk, *work, work->key0 + warp_key, dk, workspace.gradient_scale, p.head_dim);
         this->end_work();
@@ -342,7 +315,7 @@ struct WideBackward {
         const int64_t tile = now.h * workspace.tiles + work.dq_tile + now.m * (kQueries / Layout::kTileRows);
         // Rows after the last of the sequence have no tile in the workspace.
         const bool exists = now.m * kQueries + warp_key < work.length_q;
-        float* const to = workspace.dq + (tile + warp_key / 16) * Layout::kTileFloats;
+        float* const to = Layout::fragment(workspace, tile, warp_key / 16, 0);
         ptx::barrier_wait(&shared.dscores_full[dscores_at.stage], dscores_at.parity);
         const DqOrder order{workspace.dq_added + tile, this->thread() == 0,
                             [&] { return key_tiles_before(work.mask(p), work.n, kKeys, now.m * kQueries, kQueries); },

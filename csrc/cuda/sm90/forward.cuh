@@ -273,11 +273,7 @@ struct Forward {
 
   __device__ __forceinline__ void start_tile(int h) {
     const float sink = head_sink(p, h);
-#pragma unroll
-    for (int n = 0; n < kOutTiles; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) out[n][e] = 0;
-    }
+    set_zero(out);
     softmax.start(sink);
   }
 

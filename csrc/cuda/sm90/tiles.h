@@ -47,6 +47,8 @@ constexpr ForwardTile forward_tile() {
 }
 
 // Up to head_dim 128 two warpgroups compute, with 64 keys each; above, one each for dv, dk and dq.
+constexpr bool is_wide(int head_dim) { return head_dim > 128; }
+
 struct BackwardTile {
   int keys;
   int queries;     // of a step of the walk

@@ -1,0 +1,52 @@
+"""The list of CUDA instances that the build expands: what is in it, and that a source which has not changed is not written again."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "csrc"))
+
+import sources  # noqa: E402
+
+
+def test_every_stage_has_every_type_and_class_of_head_dims() -> None:
+    texts = sources.cuda_instances(sm90=True)
+    assert len(texts) == 2 * 6 * (3 + 2)
+    for architecture, dtypes in sources.CUDA_TYPES.items():
+        header = (ROOT / "csrc" / "cuda" / architecture / "kernels.h").read_text()
+        declared = sorted(re.findall(r"^(?:void|size_t) (\w+)\(", header, re.M))
+        for dtype in dtypes:
+            for head_dim in sources.HEAD_DIMS:
+                arguments = f"<{sources.CUDA_NAMES[dtype]}, {head_dim}>"
+                files = [texts[f"{architecture}_{stage}_{dtype}_{head_dim}.cu"] for stage in sources.ENTRY_POINTS]
+                defined = re.findall(
+                    rf"^template (?:void|size_t) flashattn_ext::{architecture}::(\w+)(<.*>)\(", "".join(files), re.M
+                )
+                assert sorted(name for name, _ in defined) == declared
+                assert all(given == arguments for _, given in defined)
+
+
+def test_without_hopper() -> None:
+    assert not [name for name in sources.cuda_instances(sm90=False) if "sm90" in name]
+
+
+def test_sources_are_written_once(tmp_path: Path) -> None:
+    """A build compiles what is newer than its object."""
+    found = sources.cuda_sources(tmp_path, sm90=True)
+    times = {path: path.stat().st_mtime_ns for path in found}
+    changed = tmp_path / "sm80_forward_fp16_64.cu"
+    changed.write_text("")
+    assert sources.cuda_sources(tmp_path, sm90=True) == found
+    assert {path for path in found if path.stat().st_mtime_ns != times[path]} == {changed}
+    assert changed.read_text().startswith('#include "cuda/sm80/forward.cuh"')
+
+
+def test_the_list_needs_no_package(tmp_path: Path) -> None:
+    """tools/check_cuda_sources.sh runs it with any Python."""
+    command = [sys.executable, "-I", "-S", ROOT / "csrc" / "sources.py", tmp_path]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")
+    assert {*map(Path, filter(None, lines))} == {*sources.cuda_sources(tmp_path, sm90=True)}
