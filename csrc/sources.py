@@ -7,6 +7,7 @@ read it; it needs nothing but Python.
 from __future__ import annotations
 
 import sys
+from collections.abc import Container
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent
@@ -35,28 +36,56 @@ ENTRY_POINTS = {
     ],
 }
 
+LEFT_OUT = """#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <stdexcept>
+
+#include "cuda/sm80/kernels.h"
+#include "cuda/{}/kernels.h"
+
+"""
+
 
 def cuda_instances(*, sm90: bool) -> dict[str, str]:
     """Names and texts of the sources that instantiate the kernels; without `sm90` those of every GPU alone."""
-    instances = {}
-    for architecture in ("sm80", "sm90") if sm90 else ("sm80",):
-        for stage, entry_points in ENTRY_POINTS.items():
-            for dtype in CUDA_TYPES[architecture]:
-                for head_dim in HEAD_DIMS:
-                    arguments = f"flashattn_ext::{architecture}", f"{CUDA_NAMES[dtype]}, {head_dim}"
-                    lines = [f"template {entry_point.format(*arguments)};\n" for entry_point in entry_points]
-                    text = f'#include "cuda/{architecture}/{stage}.cuh"\n\n' + "".join(lines)
-                    instances[f"{architecture}_{stage}_{dtype}_{head_dim}.cu"] = text
-    return instances
+    return {
+        f"{name}.cu": f'#include "cuda/{name[:4]}/{name.split("_")[1]}.cuh"\n\n'
+        + "".join(f"template {function};\n" for function in functions)
+        for name, functions in _functions(sm90).items()
+    }
 
 
-def cuda_sources(folder: Path, *, sm90: bool) -> list[Path]:
+def _functions(sm90: bool) -> dict[str, list[str]]:
+    """The functions of each instance, whose name is like sm90_forward_bf16_128."""
+    return {
+        f"{architecture}_{stage}_{dtype}_{head_dim}": [
+            function.format(f"flashattn_ext::{architecture}", f"{CUDA_NAMES[dtype]}, {head_dim}")
+            for function in functions
+        ]
+        for architecture in (("sm80", "sm90") if sm90 else ("sm80",))
+        for stage, functions in ENTRY_POINTS.items()
+        for dtype in CUDA_TYPES[architecture]
+        for head_dim in HEAD_DIMS
+    }
+
+
+def cuda_sources(folder: Path, *, sm90: bool, only: Container[str] | None = None) -> list[Path]:
     """Every CUDA source, to be compiled with this file's folder among those of headers.
 
     The instances are written to `folder`; one that is there with the same text keeps its time, so that it is not compiled again.
+    `only` names instances (sm90_forward_bf16_128) for a measurement: the others become functions that throw.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     instances = cuda_instances(sm90=sm90)
+    if only is not None:
+        left_out = [functions for name, functions in _functions(sm90).items() if name not in only]
+        instances = {name: text for name, text in instances.items() if name.removesuffix(".cu") in only}
+        instances["left_out.cu"] = LEFT_OUT.format("sm90" if sm90 else "sm80") + "".join(
+            f'template <> {function} {{ throw std::runtime_error("not in this private build"); }}\n'
+            for functions in left_out
+            for function in functions
+        )
+    folder.mkdir(parents=True, exist_ok=True)
     for name, text in instances.items():
         path = folder / name
         if not path.exists() or path.read_text() != text:

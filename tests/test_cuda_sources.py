@@ -45,6 +45,15 @@ def test_sources_are_written_once(tmp_path: Path) -> None:
     assert changed.read_text().startswith('#include "cuda/sm80/forward.cuh"')
 
 
+def test_a_measurement_compiles_what_it_calls(tmp_path: Path) -> None:
+    """The functions of other instances are there, so that the library loads, and throw."""
+    found = sources.cuda_sources(tmp_path, sm90=True, only=["sm90_forward_bf16_128"])
+    assert [path.name for path in found if path.parent == tmp_path] == ["left_out.cu", "sm90_forward_bf16_128.cu"]
+    stubs = (tmp_path / "left_out.cu").read_text().count("template <>")
+    functions = sum(text.count("template ") for text in sources.cuda_instances(sm90=True).values())
+    assert stubs == functions - 1
+
+
 def test_the_list_needs_no_package(tmp_path: Path) -> None:
     """tools/check_cuda_sources.sh runs it with any Python."""
     command = [sys.executable, "-I", "-S", ROOT / "csrc" / "sources.py", tmp_path]

@@ -85,6 +85,21 @@ def test_what_does_not_compile_has_its_reason() -> None:
     assert not build.library.exists() and not [p for p in build.library.parent.iterdir() if p.name.startswith("tmp")]
 
 
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    build = private_build.cpu(128, 1024)
+    assert "no-such-compiler" in private_build.load([build])[build.name]
+
+
+def test_a_library_of_other_sources_than_the_package(other_tile: PrivateBuild, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Refusing(_NothingLoaded):
+        def load_backend(self, path: str) -> None:
+            raise RuntimeError("built from other sources")
+
+    monkeypatch.setattr(private_build, "_C", Refusing())
+    assert private_build.load([other_tile]) == {other_tile.name: "built from other sources"}
+
+
 def test_without_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private_build, "__file__", str(tmp_path / "a" / "b" / "private_build.py"))
     monkeypatch.chdir(tmp_path)

@@ -28,7 +28,7 @@ from .devices import choose_device
 from .private_build import PrivateBuild
 from .timing import Timing, reported, time_interleaved
 
-DROPOUT = 0.1
+DTYPE, DROPOUT = "bf16", 0.1
 CPU_TILES, CPU_QUICK_TILES = (64, 128, 192, 256, 512), (64, 128)
 LARGEST_DIFFERENCE = 0.02  # from the default's results, relative to them: more is no rounding of 16-bit types
 T = TypeVar("T")
@@ -85,10 +85,6 @@ def cuda_tiles(backend: str) -> list[dict[str, Any]]:
     return [{**tile, "name": f"{tile['queries']} x {tile['keys']}, {tile['detail']}"} for tile in tiles]
 
 
-def cuda_tile(tile: Mapping[str, Any], name: str) -> Tile:
-    return Tile(name, private_build.cuda(tile["backend"], tile["choice"]) if tile["choice"] else tile["backend"])
-
-
 def cuda_jobs(backend: str, quick: bool) -> list[Job]:
     """Every kind of call of which the tables have more than one tile."""
     jobs = []
@@ -96,10 +92,13 @@ def cuda_jobs(backend: str, quick: bool) -> list[Job]:
         cuda_tiles(backend), key=lambda tile: (tile["backward"], tile["head_dim"], tile["dropout"])
     )
     for (backward, D, dropout), row in kinds:
-        tiles = tuple(cuda_tile(tile, tile["name"]) for tile in row)
+        tiles = tuple(
+            Tile(tile["name"], private_build.cuda(backend, tile["choice"], DTYPE) if tile["choice"] else backend)
+            for tile in row
+        )
         B, S, H = (4, 1024, 4) if quick else (4, 4096, 2048 // D)
         for causal in (False, True) if len(tiles) > 1 else ():
-            case = Case(B, H, H, S, D, causal, "bf16", DROPOUT if dropout else 0.0, backward=backward)
+            case = Case(B, H, H, S, D, causal, DTYPE, DROPOUT if dropout else 0.0, backward=backward)
             jobs.append(Job(backend, case, tiles))
     return jobs
 

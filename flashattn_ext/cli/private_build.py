@@ -1,7 +1,7 @@
 """Backends with other tiles than the package has, compiled when a command wants to measure them.
 
 Tile sizes are constants of the kernels. A private build is a library of one backend's kernels, without torch, that has
-other ones; it lies in the folder build/tiles of the checkout and is compiled again when a source is newer.
+other ones; it is in the folder build/tiles of the checkout and is compiled again when a source is newer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PrivateBuild:
 
 
 def checkout() -> Path:
-    """The folder that has the sources: the one that this package lies in, or else the current one."""
+    """The folder that has the sources: the one that this package is in, or else the current one."""
     for folder in (Path(__file__).parents[2], Path.cwd()):
         if (folder / "csrc" / "sources.py").exists():
             return folder
@@ -71,8 +71,11 @@ def cpu(queries: int, keys: int) -> PrivateBuild:
     )
 
 
-def cuda(backend: str, choice: int) -> PrivateBuild:
-    """The kernels of a CUDA backend with the tiles of that column of its tables, for the GPU of this machine."""
+def cuda(backend: str, choice: int, dtype: str, head_dim: int | None = None) -> PrivateBuild:
+    """The kernels of a CUDA backend with the tiles of that column of its tables, for the GPU of this machine.
+
+    `dtype`, fp16 or bf16, and the class of head dims, all if None, are what it has: other calls of it raise.
+    """
     from torch.utils.cpp_extension import CUDA_HOME
 
     if CUDA_HOME is None:
@@ -80,23 +83,28 @@ def cuda(backend: str, choice: int) -> PrivateBuild:
             "other tiles are compiled by nvcc, which was not found; install the CUDA toolkit or set CUDA_HOME"
         )
     csrc, (major, minor) = checkout() / "csrc", torch.cuda.get_device_capability()
-    architecture = "90a" if (major, minor) == (9, 0) else f"{major}{minor}"
-    name = f"{backend}-tile{choice}"
+    family, architecture = backend.removeprefix("cuda-"), "90a" if (major, minor) == (9, 0) else f"{major}{minor}"
+    name = f"{backend}-tile{choice}-{dtype}" + (f"-{head_dim}" if head_dim else "")
     nvcc = [str(Path(CUDA_HOME, "bin", "nvcc")), f"-gencode=arch=compute_{architecture},code=sm_{architecture}"]
     hidden = ["-Xcompiler", "-fPIC", "-Xcompiler", "-fvisibility=hidden"]
-    files = sources().cuda_sources(checkout() / "build" / "tiles" / "cuda_instances", sm90=architecture == "90a")
+    head_dims = [head_dim] if head_dim else sources().HEAD_DIMS
+    files = sources().cuda_sources(
+        checkout() / "build" / "tiles" / "instances" / name,
+        sm90=family == "sm90",
+        only=[f"{family}_{stage}_{dtype}_{size}" for stage in sources().ENTRY_POINTS for size in head_dims],
+    )
     defines = {
         "CUDA": "1",
         "TILE_CHOICE": str(choice),
         "PRIVATE_NAME": f'"{name}"',
-        "PRIVATE_BACKEND": f"{backend.replace('-', '_')}_backend",
+        "PRIVATE_BACKEND": f"cuda_{family}_backend",
     }
     return PrivateBuild(
         name,
         compiler=[*nvcc, *sources().NVCC_FLAGS, *hidden, f"-I{csrc}"],
         linker=[*nvcc, "-shared", "-cudart", "shared"],
         sources=[csrc / "private_build.cpp", *files],
-        defines=defines | ({"SM90": "1"} if architecture == "90a" else {}),
+        defines=defines | ({"SM90": "1"} if family == "sm90" else {}),
     )
 
 
@@ -112,7 +120,7 @@ def sources() -> ModuleType:
 def load(builds: Iterable[PrivateBuild]) -> dict[str, str]:
     """Compiles those that are missing or older than the sources, and makes every one known to use_backend().
 
-    Returns the names of those that do not compile, and why.
+    Returns the names of those that cannot be compiled or loaded, and why.
     """
     wanted = {build.name: build for build in builds if build.name not in _C.backends()}
     if not wanted:
@@ -134,7 +142,10 @@ def load(builds: Iterable[PrivateBuild]) -> dict[str, str]:
                 shutil.rmtree(folder)
     for build in wanted.values():
         if build.name not in failures:
-            _C.load_backend(str(build.library))
+            try:
+                _C.load_backend(str(build.library))
+            except RuntimeError as error:  # the package was not built from the sources of this checkout
+                failures[build.name] = str(error)
     return failures
 
 
@@ -162,7 +173,10 @@ def _link(build: PrivateBuild, objects: list[str]) -> None:
 
 
 def _run(build: PrivateBuild, command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise CommandError(f"{build.name} cannot be compiled: {error}") from None
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or [f"status {done.returncode}"]
         raise CommandError(f"{build.name} does not compile: {errors[0]}")

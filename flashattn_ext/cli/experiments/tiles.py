@@ -20,7 +20,7 @@ from flashattn_ext import _C
 
 from .. import private_build
 from ..bench_cpu import DTYPES
-from ..bench_tune import Tile, cpu_tile, cuda_tile, cuda_tiles
+from ..bench_tune import Tile, cpu_tile, cuda_tiles
 from ..console import CommandError
 from ..private_build import PrivateBuild
 from ..timing import Timing
@@ -173,7 +173,7 @@ def scratch_bytes(queries: int, keys: int, D: int) -> int:
 def _time(
     context: Context, sizes: Sizes, tiles: Mapping[str, Callable[[], Tile]]
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Of the forward with each, in turns, and why there is none. Compiles first what is missing."""
+    """Times the forward with each tile, in turns, and says why one has no time. Compiles what is missing first."""
     there, failures = dict[str, Tile](), dict[str, str]()
     for name, make in tiles.items():
         try:
@@ -194,7 +194,7 @@ def _time(
 
 
 def l2_bytes() -> int | None:
-    """Of one core, where Linux tells."""
+    """The L2 cache of one core, where Linux tells."""
     try:
         text = L2_SIZE.read_text().strip()
     except OSError:
@@ -208,7 +208,7 @@ def l2_bytes() -> int | None:
 def _measure_cuda(context: Context, sizes: Sizes, result: Result) -> None:
     tiles = tiles_of_head_dim(sizes.D)
     timings, failures = _time(
-        context, sizes, {name: functools.partial(cuda_tile, tile, name) for name, tile in tiles.items()}
+        context, sizes, {name: functools.partial(_cuda_tile, name, tile, sizes) for name, tile in tiles.items()}
     )
     properties = torch.cuda.get_device_properties(context.device)
     capacity, default = properties.shared_memory_per_block_optin, next(iter(timings), "")
@@ -224,8 +224,13 @@ def _measure_cuda(context: Context, sizes: Sizes, result: Result) -> None:
     ]
 
 
+def _cuda_tile(name: str, tile: Mapping[str, Any], sizes: Sizes) -> Tile:
+    backend, choice = tile["backend"], tile["choice"]
+    return Tile(name, private_build.cuda(backend, choice, sizes.dtype, tile["head_dim"]) if choice else backend)
+
+
 def tiles_of_head_dim(D: int) -> dict[str, dict[str, Any]]:
-    """Those of a forward without dropout of this head dim, the default one of the preferred backend first."""
+    """The tiles of a forward without dropout of this head dim, the default one of the preferred backend first."""
     backends = [name for name in flashattn_ext.build_info()["backends"] if name.startswith("cuda")]
     tiles = [
         tile
