@@ -209,7 +209,7 @@ def test_the_first_broken_rung_is_named(broken: str, rung: str, words: str) -> N
 
 
 def test_a_kernel_that_hangs_is_named() -> None:
-    rungs = climb("flash_rng_state:hang", patience=20)
+    rungs = climb("flash_dropout_mask:hang", patience=20)
     assert rungs[0] == ["mask kernel", "False", "no answer within 20 seconds: a kernel hangs"]
 
 
