@@ -113,7 +113,7 @@ endef
 $(foreach tiling,$(TILINGS),$(eval $(call TILING_RULES,$(tiling))))
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info flashattn_ext/_*.so .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info flashattn_ext/_*.so .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
 # The environment gets no pip of its own from ensurepip, which Debian leaves out of its Python: the pip of $(PYTHON) installs
 # one from outside. A $(PYTHON) without pip falls back to ensurepip.

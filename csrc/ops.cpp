@@ -171,7 +171,7 @@ Params params_of(const AttnCall& c) {
   return p;
 }
 
-// Where the tensors of a readable call lie.
+// Where the tensors of a readable call are in memory.
 void set_memory(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& rng_state,
                 AttnParams* p) {
   if (c.is_varlen()) {
@@ -212,6 +212,18 @@ at::Tensor workspace_for(const AttnCall& c, size_t bytes, AttnParams* p) {
   return workspace;
 }
 
+// Chooses who runs a call and fills the params that decide it; nullptr for meta tensors, which also stand for those of
+// a graph that is being traced. An op on them ends when its results exist.
+template <class Params>
+const Backend* backend_of(const AttnCall& c, const Device& device, bool backward, Params* p) {
+  if (c.q.is_meta()) return nullptr;
+  *p = params_of<Params>(c);
+  p->stream = device.stream();
+  const Backend& backend = backend_supporting(c.q, p, backward);
+  check_formats(backend, {{"q", &c.q}, {"k", &c.k}, {"v", &c.v}});
+  return &backend;
+}
+
 // Rows of packed tensors that belong to no sequence hold what a row that sees nothing has. Backends leave them alone.
 // On the CPU they are those after the last sequence. Elsewhere only the device knows cu_seqlens, which may hold
 // anything there: all rows are set before the kernels write those of sequences.
@@ -227,7 +239,6 @@ void set_rows_of_no_sequence(const std::optional<at::Tensor>& cu_seqlens, const 
 
 using Stack = torch::jit::Stack;
 
-// On meta tensors, which also stand for those of a graph that is being traced, an op ends when its results exist.
 at::Tensor new_tensor(const AttnCall& c, c10::SymIntArrayRef shape, at::ScalarType dtype) {
   return at::empty_symint(shape, c.q.options().dtype(dtype));
 }
@@ -240,21 +251,19 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
   validate(c);
   validate_rng_state(given_state, c.dropout_p, c.q);
   const Device device(c.q);
+  AttnParams p;
+  const Backend* const backend = backend_of(c, device, false, &p);
   const at::Tensor out = new_tensor(c, c.out_shape(), c.q.scalar_type());
   const at::Tensor lse = new_tensor(c, c.lse_shape(), c.statistics_dtype());
-  if (c.q.is_meta()) return arguments.finish(out, lse);
+  if (!backend) return arguments.finish(out, lse);
 
-  AttnParams p = params_of<AttnParams>(c);
-  p.stream = device.stream();
-  const Backend& backend = backend_supporting(c.q, &p, false);
-  check_formats(backend, {{"q", &c.q}, {"k", &c.k}, {"v", &c.v}});
-  c = readable(c, backend);
+  c = readable(c, *backend);
   const at::Tensor rng_state = given_state.contiguous();
   set_memory(c, out, lse, rng_state, &p);
-  const at::Tensor workspace = workspace_for(c, backend.forward_workspace_bytes(p), &p);
+  const at::Tensor workspace = workspace_for(c, backend->forward_workspace_bytes(p), &p);
   set_rows_of_no_sequence(c.cu_seqlens_q, out, c.row_dim(), 0);
   set_rows_of_no_sequence(c.cu_seqlens_q, lse, 1, -std::numeric_limits<double>::infinity());
-  backend.forward(p);
+  backend->forward(p);
   arguments.finish(out, lse);
 }
 
@@ -266,26 +275,25 @@ void backward(const c10::OperatorHandle& op, Stack* stack) {
   validate(c, b);
   validate_rng_state(given_state, c.dropout_p, c.q);
   const Device device(c.q);
+  AttnGradParams p;
+  const Backend* const backend = backend_of(c, device, true, &p);
+  if (backend) check_formats(*backend, {{"dout", b.dout ? &*b.dout : &b.out}, {"out", &b.out}});
   const at::Tensor dq = new_like(c, c.q), dk = new_like(c, c.k), dv = new_like(c, c.v);
   const c10::SymInt sinks = c.sink ? c.sink->sym_size(0) : 0;
   const at::Tensor dsink = new_tensor(c, {sinks}, c.statistics_dtype());
   const at::ScalarType sink_dtype = c.sink ? c.sink->scalar_type() : c.statistics_dtype();
-  if (c.q.is_meta()) return arguments.finish(dq, dk, dv, dsink.to(sink_dtype));
+  if (!backend) return arguments.finish(dq, dk, dv, dsink.to(sink_dtype));
 
-  AttnGradParams p = params_of<AttnGradParams>(c);
-  p.stream = device.stream();
-  const Backend& backend = backend_supporting(c.q, &p, true);
-  check_formats(backend,
-                {{"dout", b.dout ? &*b.dout : &b.out}, {"q", &c.q}, {"k", &c.k}, {"v", &c.v}, {"out", &b.out}});
-  c = readable(c, backend);
-  const at::Tensor out = with_readable_rows(b.out, c.row_dim(), backend), lse = with_readable_rows(b.lse, -1, backend);
+  c = readable(c, *backend);
+  const at::Tensor out = with_readable_rows(b.out, c.row_dim(), *backend);
+  const at::Tensor lse = with_readable_rows(b.lse, -1, *backend);
   const at::Tensor given_dout = b.dout ? *b.dout : at::zeros({1}, c.q.options()).expand(out.sizes());
-  const at::Tensor dout = with_readable_rows(given_dout, c.row_dim(), backend);
+  const at::Tensor dout = with_readable_rows(given_dout, c.row_dim(), *backend);
   const at::Tensor rng_state = given_state.contiguous();
   set_memory(c, out, lse, rng_state, &p);
   at::Tensor dlse;
   if (b.dlse) {
-    dlse = with_readable_rows(*b.dlse, -1, backend);
+    dlse = with_readable_rows(*b.dlse, -1, *backend);
     p.dlse = row_view_of(c, dlse);
   }
   p.dout = view_of(c, dout);
@@ -293,11 +301,11 @@ void backward(const c10::OperatorHandle& op, Stack* stack) {
   p.dk = view_of(c, dk);
   p.dv = view_of(c, dv);
   p.dsink = c.sink ? dsink.data_ptr() : nullptr;
-  const at::Tensor workspace = workspace_for(c, backend.backward_workspace_bytes(p), &p);
+  const at::Tensor workspace = workspace_for(c, backend->backward_workspace_bytes(p), &p);
   set_rows_of_no_sequence(c.cu_seqlens_q, dq, c.row_dim(), 0);
   set_rows_of_no_sequence(c.cu_seqlens_k, dk, c.row_dim(), 0);
   set_rows_of_no_sequence(c.cu_seqlens_k, dv, c.row_dim(), 0);
-  backend.backward(p);
+  backend->backward(p);
   arguments.finish(dq, dk, dv, dsink.to(sink_dtype));
 }
 
@@ -314,18 +322,19 @@ void dropout_mask(const c10::OperatorHandle& op, Stack* stack) {
   validate_dropout_p(dropout_p);
   validate_rng_state(given_state, 1.0, given_state);
   const Device device(given_state);
-  const at::Tensor mask = at::empty_symint(shape, given_state.options().dtype(at::kBool));
-  if (mask.is_meta()) return arguments.finish(mask);
+  const auto new_mask = [&] { return at::empty_symint(shape, given_state.options().dtype(at::kBool)); };
+  if (given_state.is_meta()) return arguments.finish(new_mask());
 
   AttnParams p;
   p.dtype = DType::kFloat16;  // there is no q; every backend has this type
-  p.batch = mask.size(0);
-  p.heads_q = mask.size(1);
-  p.seqlen_q = mask.size(2);
-  p.seqlen_k = mask.size(3);
+  p.batch = shape[0].expect_int();
+  p.heads_q = shape[1].expect_int();
+  p.seqlen_q = shape[2].expect_int();
+  p.seqlen_k = shape[3].expect_int();
   p.dropout_threshold = dropout_threshold(dropout_p.expect_float());
   p.stream = device.stream();
-  const Backend& backend = backend_supporting(mask, &p, false);
+  const Backend& backend = backend_supporting(given_state, &p, false);
+  const at::Tensor mask = new_mask();
   const at::Tensor rng_state = given_state.contiguous();
   p.rng_state = rng_state.const_data_ptr<int64_t>();
   backend.dropout_mask(p, mask.data_ptr<bool>());
