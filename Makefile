@@ -79,6 +79,7 @@ bench-ascend: $(VENV)/built $(EMULATOR)
 lint: $(VENV)/built
 	$(BIN) -m ruff check $(PYTHON_SOURCES)
 	$(BIN) -m ruff format --check $(PYTHON_SOURCES)
+	$(BIN) -m mypy
 	$(VENV)/bin/clang-format --dry-run -Werror $(FORMATTED)
 
 format: $(VENV)/built

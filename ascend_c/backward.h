@@ -15,8 +15,7 @@
 #pragma once
 
 #include "cube.h"
-#include "philox.h"
-#include "vector.h"
+#include "scores.h"
 
 namespace flashattn_ext {
 namespace ascend {
@@ -299,7 +298,7 @@ class BackwardVector : VectorCore {
   __aicore__ void Chunk(const GradStep& step, int32_t row, int32_t rows, int32_t slot_row) {
     using namespace AscendC;
     const Task& task = step.task;
-    const int32_t buffer = chunks++ % 2, keys = task.rows, columns = RoundUp(keys, kLanes);
+    const int32_t buffer = chunks++ % 2, keys = task.rows;
     const LocalTensor<float> p = s[buffer * kChunk], ds = dp[buffer * kChunk];
     const LocalTensor<T> rounded_p = rounded[buffer * 2 * kChunk], rounded_ds = rounded_p[kChunk];
     WaitFlag<HardEvent::V_MTE2>(buffer);
@@ -310,39 +309,15 @@ class BackwardVector : VectorCore {
     SetFlag<HardEvent::MTE2_V>(buffer);
     WaitFlag<HardEvent::MTE2_V>(buffer);
 
-    const uint8_t all = ((rows - 1) * kPitchBlocks + columns / 8 + 7) / 8;
-    const UnaryRepeatParams dense(1, 1, 8, 8);
-    const BinaryRepeatParams dense2(1, 1, 1, 8, 8, 8), by_row(1, 1, 0, kPitchBlocks, kPitchBlocks, 1);
-    Muls(p, p, a.scale, kLanes, all, dense);
-    Barrier();
-    HideScores(TileMask(a, task.queries.length, task.keys.length), step.row + row, rows, task.row, keys, p,
-               {kPitchBlocks, false});
-    for (int32_t c = 0; c < columns; c += kLanes) Sub(p[c], p[c], lse_wide[row * 8], kLanes, rows, by_row);
-    Barrier();
-    Exp(p, p, kLanes, all, dense);
-    Barrier();
-    const LocalTensor<float> delta_rows = delta_wide[row * 8];
+    const ScoreChunk chunk = {p, {kPitchBlocks, false}, step.row + row, rows, task.row, keys};
+    Weigh(a, task, chunk, lse_wide[row * 8]);
     WaitFlag<HardEvent::MTE3_V>(buffer);
-    if (a.has_dropout()) {  // dS = P~ dP / p_keep - P delta
-      for (int32_t c = 0; c < columns; c += kLanes) Mul(product[c], p[c], delta_rows, kLanes, rows, by_row);
-      constexpr int32_t kTiles = kGradRows / kGroupRows * kAcross;
-      static_assert(Dropout::MasksOf(kTiles) * 4 <= 2 * kChunk * int32_t(sizeof(T)),
-                    "the buffers of what is rounded are free here");
-      dropout.Apply(p, kPitchBlocks, rounded_p.template ReinterpretCast<int32_t>(), row / kGroupRows,
-                    (rows + kGroupRows - 1) / kGroupRows);
-      Muls(ds, ds, a.inverse_keep, kLanes, all, dense);
-      Barrier();
-      Mul(ds, ds, p, kLanes, all, dense2);
-      Barrier();
-      Sub(ds, ds, product, kLanes, all, dense2);
-    } else {
-      for (int32_t c = 0; c < columns; c += kLanes) Sub(ds[c], ds[c], delta_rows, kLanes, rows, by_row);
-      Barrier();
-      Mul(ds, ds, p, kLanes, all, dense2);
-    }
-    Barrier();
-    RoundRepeats(rounded_p, p, all);
-    RoundRepeats(rounded_ds, ds, all);
+    static_assert(Dropout::MasksOf(kGradRows / kGroupRows * kAcross) * 4 <= 2 * kChunk * int32_t(sizeof(T)),
+                  "the buffers of what is rounded are free here");
+    Differentiate(a, chunk, ds, delta_wide[row * 8], &dropout, {product, rounded_p.template ReinterpretCast<int32_t>()},
+                  row / kGroupRows);
+    RoundRepeats(rounded_p, p, chunk.repeats());
+    RoundRepeats(rounded_ds, ds, chunk.repeats());
     SetFlag<HardEvent::V_MTE2>(buffer);
     SetFlag<HardEvent::V_MTE3>(buffer);
     WaitFlag<HardEvent::V_MTE3>(buffer);

@@ -25,8 +25,8 @@ class BackwardFinish : VectorCore {
       SetFlag<HardEvent::V_MTE2>(e);
       SetFlag<HardEvent::MTE3_V>(e);
     }
-    Convert(a.dq, a.dq_sum, a.rows_q, a.heads_q, a.head_dim, a.scale);
-    Convert(a.dk, a.dk_sum, a.rows_k, a.heads_k, a.head_dim, a.scale);
+    Convert(a.dq, a.dq_sum, a.rows_q, a.heads_q, a.head_dim, a.score.softmax_scale);
+    Convert(a.dk, a.dk_sum, a.rows_k, a.heads_k, a.head_dim, a.score.softmax_scale);
     Convert(a.dv, a.dv_sum, a.rows_k, a.heads_k, a.head_dim_v, a.inverse_keep);
     if (a.dsink)
       for (int32_t head = GetBlockIdx(); head < a.heads_q; head += GetBlockNum()) Sink(head);

@@ -58,7 +58,7 @@ void carve_backward(Carver* carver, Arguments* a, int64_t cores) {
 }
 
 void set_numbers(Arguments* a) {
-  a->scale = static_cast<float>(a->softmax_scale);
+  a->score = PlainScore<float, false>::of(*a);
   a->inverse_keep = static_cast<float>(1.0 / keep_probability(a->dropout_threshold));
   a->rows_q = a->is_varlen() ? a->total_q : a->batch * a->seqlen_q;
   a->rows_k = a->is_varlen() ? a->total_k : a->batch * a->seqlen_k;

@@ -17,8 +17,7 @@
 #pragma once
 
 #include "cube.h"
-#include "philox.h"
-#include "vector.h"
+#include "scores.h"
 
 namespace flashattn_ext {
 namespace ascend {
@@ -114,17 +113,12 @@ class ForwardVector : VectorCore {
 
  public:
   __aicore__ explicit ForwardVector(const Arguments& arguments)
-      : a(arguments), workspace(arguments), width(RoundUp(arguments.head_dim_v, kLanes)) {
+      : a(arguments), workspace(arguments), width(RoundUp(arguments.head_dim_v, kLanes)), softmax(arguments) {
     using namespace AscendC;
     scores = Carve<float>(2 * kChunkRows * kPitch);
     rounded = Carve<T>(2 * kChunkRows * kPitch);
     output = Carve<float>(kHalf * width);
-    row_max = Carve<float>(kStatisticsRing * kHalf);
-    row_sum = Carve<float>(kStatisticsRing * kHalf);
-    decay = Carve<float>(kSlots * kHalf);
-    chunk_max = Carve<float>(kChunkRows);
-    chunk_sum = Carve<float>(kChunkRows);
-    chunk_wide = Carve<float>(kChunkRows * kWide);
+    softmax.SetMemory(Carve<float>(OnlineSoftmax<T>::kFloats));
     statistics = Carve<float>(kHalf);
     statistics_wide = Carve<float>(kHalf * kWide);
     if (a.has_dropout()) {
@@ -139,9 +133,7 @@ class ForwardVector : VectorCore {
     // Lanes behind the last row and column are computed with and never used: they must hold something.
     Duplicate(scores, 0.0f, 2 * kChunkRows * kPitch);
     Zero(rounded, 2 * kChunkRows * kPitch);
-    Duplicate(chunk_max, 0.0f, kChunkRows);
     Duplicate(statistics, 0.0f, kHalf);
-    Duplicate(decay, 0.0f, kSlots * kHalf);
     Barrier();
     for (int32_t e = 0; e < 2; ++e) {
       SetFlag<HardEvent::V_MTE2>(e);
@@ -198,7 +190,7 @@ class ForwardVector : VectorCore {
   __aicore__ void Softmax(const Step& step) {
     using namespace AscendC;
     const Task& task = step.task;
-    if (step.first) BeginStatistics(task);
+    if (step.first) softmax.Begin(task);
     CrossCoreWaitFlag(kScoresReady);
     for (int32_t row = 0; row < task.rows; row += kChunkRows)
       SoftmaxChunk(step, row, Lesser(kChunkRows, task.rows - row));
@@ -247,33 +239,13 @@ class ForwardVector : VectorCore {
     dropout.Draw();
   }
 
-  __aicore__ float Sink(const Task& task) {
-    return a.sink ? Global<float>((uint64_t)a.sink).GetValue(task.head) : 0.0f;
-  }
-
-  // The sink is a score that every row has seen before the first key.
-  __aicore__ void BeginStatistics(const Task& task) {
-    float logit = kLowest, sum = 0.0f;
-    if (a.has_sink) {
-      const float sink = Sink(task);
-      const bool counts = !(sink < kLowest);
-      logit = counts ? (sink > kHighest ? kHighest : sink) : kLowest;
-      sum = counts ? 1.0f : 0.0f;
-    }
-    const int32_t at = task.number % kStatisticsRing * kHalf;
-    AscendC::Duplicate(row_max[at], logit, kHalf);
-    AscendC::Duplicate(row_sum[at], sum, kHalf);
-    Barrier();
-  }
-
   __aicore__ void SoftmaxChunk(const Step& step, int32_t row, int32_t rows) {
     using namespace AscendC;
     const Task& task = step.task;
-    const int32_t buffer = chunks++ % 2, keys = Columns<T>(a, step.keys), columns = RoundUp(keys, kLanes);
+    const int32_t buffer = chunks++ % 2, keys = Columns<T>(a, step.keys);
     const int64_t slot_row = SlotRow(task) + row;
     const LocalTensor<float> s = scores[buffer * kChunkRows * kPitch];
     const LocalTensor<T> p = rounded[buffer * kChunkRows * kPitch];
-    const LocalTensor<float> tree = p.template ReinterpretCast<float>();  // until P is made
     WaitFlag<HardEvent::MTE3_V>(buffer);
     if (a.has_dropout() && !draws_steps) {
       static_assert(kForwardAlone || Dropout::ScratchOf(kChunkTiles) * 4 <= kChunkRows * kPitch * int32_t(sizeof(T)),
@@ -288,34 +260,10 @@ class ForwardVector : VectorCore {
     SetFlag<HardEvent::MTE2_V>(buffer);
     WaitFlag<HardEvent::MTE2_V>(buffer);
 
-    // The chunk is one piece of memory: an operation without an operand per row takes all of it at once.
-    const uint8_t all = ((rows - 1) * kPitchBlocks + columns / 8 + 7) / 8;
-    const UnaryRepeatParams dense(1, 1, 8, 8);
-    Muls(s, s, a.scale, kLanes, all, dense);
-    Barrier();
-    HideScores(TileMask(a, task.queries.length, task.keys.length), task.row + row, rows, step.key, step.keys, s,
-               {kPitchBlocks, Pairs<T>(a)});
-    UpdateStatistics(step, row, rows, s, columns, tree);
-    for (int32_t c = 0; c < columns; c += kLanes)
-      Sub(s[c], s[c], chunk_wide, kLanes, rows, {1, 1, 0, kPitchBlocks, kPitchBlocks, 1});
-    Barrier();
-    const LocalTensor<float> sum = row_sum[task.number % kStatisticsRing * kHalf + row];
-    Exp(s, s, kLanes, all, dense);
-    Mul(sum, sum, decay[step.slot * kHalf + row], rows);
-    Barrier();
-    Reduce<false>(chunk_sum, s, rows, columns, tree);
-    Add(sum, sum, chunk_sum, rows);
-    RoundRepeats(p, s, all);
-    if (a.has_dropout()) {
-      static_assert(kForwardAlone || Dropout::MasksOf(kChunkTiles) / (4 / int32_t(sizeof(T))) <= kChunkRows * kPitch,
-                    "S's buffer is free here");
-      const LocalTensor<int32_t> masks = s.template ReinterpretCast<int32_t>();
-      const int32_t group = draws_steps ? row / kGroupRows : 0;
-      if constexpr (sizeof(T) == 2)
-        dropout.ApplyRounded(p.template ReinterpretCast<uint16_t>(), kPitchBlocks / 2, masks, group);
-      else
-        dropout.Apply(p, kPitchBlocks, masks, group, (rows + kGroupRows - 1) / kGroupRows);
-    }
+    static_assert(kForwardAlone || Dropout::MasksOf(kChunkTiles) / (4 / int32_t(sizeof(T))) <= kChunkRows * kPitch,
+                  "S's buffer is large enough for the masks");
+    const ScoreChunk chunk = {s, {kPitchBlocks, Pairs<T>(a)}, task.row + row, rows, step.key, step.keys};
+    softmax.Weigh(step, chunk, row, p, &dropout, draws_steps ? row / kGroupRows : 0);
     SetFlag<HardEvent::V_MTE2>(buffer);
     SetFlag<HardEvent::V_MTE3>(buffer);
     WaitFlag<HardEvent::V_MTE3>(buffer);
@@ -326,100 +274,13 @@ class ForwardVector : VectorCore {
     SetFlag<HardEvent::MTE3_V>(buffer);
   }
 
-  // max becomes that of old and new, chunk_wide the same in whole blocks, and decay exp(old - new): the last two
-  // instructions go beside the caller's next ones.
-  __aicore__ void UpdateStatistics(const Step& step, int32_t row, int32_t rows, const AscendC::LocalTensor<float>& s,
-                                   int32_t columns, const AscendC::LocalTensor<float>& tree) {
-    using namespace AscendC;
-    const LocalTensor<float> max = row_max[step.task.number % kStatisticsRing * kHalf + row];
-    const LocalTensor<float> chunk_decay = decay[step.slot * kHalf + row];
-    Reduce<true>(chunk_max, s, rows, columns, tree);
-    Max(chunk_max, chunk_max, max, rows);
-    Barrier();
-    Sub(chunk_decay, max, chunk_max, rows);
-    Brcb(chunk_wide, chunk_max, RoundUp(rows, 8) / 8, {1, 8});
-    Barrier();
-    Exp(chunk_decay, chunk_decay, rows);
-    Adds(max, chunk_max, 0.0f, rows);
-  }
-
-  // The maximum or sum of each row: of columns of 64, pair by pair, then of the blocks of the last one, and of those.
-  template <bool maximum>
-  __aicore__ void Reduce(const AscendC::LocalTensor<float>& result, const AscendC::LocalTensor<float>& s, int32_t rows,
-                         int32_t columns, const AscendC::LocalTensor<float>& tree) {
-    const uint8_t pitch = kPitchBlocks;
-    const int32_t parts = columns / kLanes, part = rows * kLanes;
-    int32_t pairs = parts / 2;
-    for (int32_t i = 0; i < pairs; ++i)
-      Combine<maximum>(tree[i * part], s[2 * i * kLanes], s[(2 * i + 1) * kLanes], rows, {1, 1, 1, 8, pitch, pitch});
-    Barrier();
-    if (pairs > 0 && parts % 2) {
-      Combine<maximum>(tree, tree, s[(parts - 1) * kLanes], rows, {1, 1, 1, 8, 8, pitch});
-      Barrier();
-    }
-    while (pairs > 1) {
-      const int32_t half = pairs / 2;
-      pairs -= half;
-      Combine<maximum>(tree, tree, tree[pairs * part], half * rows, {1, 1, 1, 8, 8, 8});
-      Barrier();
-    }
-    const AscendC::LocalTensor<float> last = pairs ? tree : s;
-    const uint8_t last_pitch = pairs ? kLanes / 8 : kPitchBlocks;
-    const AscendC::LocalTensor<float> blocks = tree[kChunkRows * kLanes];  // a result of each, so 8 a row
-    static_assert((kLanes + 8) * 4 <= kPitch * int32_t(sizeof(T)), "they lie in P's buffer");
-    uint64_t all[2] = {~uint64_t(0), 0};
-    if constexpr (maximum) {
-      AscendC::BlockReduceMax(blocks, last, rows, all, 1, 1, last_pitch);
-      Barrier();
-      ReduceRows<maximum>(result, blocks, rows, all[0]);
-    } else if (sizeof(T) == 4 || a.has_dropout()) {  // no pairs, or the blocks hold them
-      AscendC::BlockReduceSum(blocks, last, rows, all, 1, 1, last_pitch);
-      Barrier();
-      ReduceRows<maximum>(result, blocks, rows, all[0]);
-    } else {
-      // In the same order as dropout, for the same bits: first the k-th and the (8 + k)-th of 16.
-      uint64_t half[2] = {all[0] >> 32, 0};
-      AscendC::Add(tree, last, last[8], half, rows, {2, 2, 2, kLanes / 8, last_pitch, last_pitch});
-      Barrier();
-      AscendC::BlockReduceSum(blocks, tree, rows, half, 1, 2, kLanes / 8);
-      Barrier();
-      ReduceRows<maximum>(result, blocks, rows, 0x0f0f0f0f0f0f0f0fu);
-    }
-    Barrier();
-  }
-
-  // A row's results, 8 or fewer lanes a block.
-  template <bool maximum>
-  __aicore__ void ReduceRows(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& blocks,
-                             int32_t rows, uint64_t lanes) {
-    const int32_t whole = rows / 8;
-    uint64_t mask[2] = {lanes, 0}, rest[2] = {lanes & ((uint64_t(1) << rows % 8 * 8) - 1), 0};
-    if constexpr (maximum) {
-      if (whole) AscendC::BlockReduceMax(to, blocks, whole, mask, 1, 1, 8);
-      if (rest[0]) AscendC::BlockReduceMax(to[whole * 8], blocks[whole * kLanes], 1, rest, 1, 1, 8);
-    } else {
-      if (whole) AscendC::BlockReduceSum(to, blocks, whole, mask, 1, 1, 8);
-      if (rest[0]) AscendC::BlockReduceSum(to[whole * 8], blocks[whole * kLanes], 1, rest, 1, 1, 8);
-    }
-  }
-
-  template <bool maximum>
-  __aicore__ void Combine(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& x,
-                          const AscendC::LocalTensor<float>& y, int32_t rows,
-                          const AscendC::BinaryRepeatParams& blocks) {
-    if constexpr (maximum)
-      AscendC::Max(to, x, y, kLanes, rows, blocks);
-    else
-      AscendC::Add(to, x, y, kLanes, rows, blocks);
-  }
-
   // O = O * decay + P V; after the last block the rows are divided by their sums and leave.
   __aicore__ void Accumulate(const Step& step) {
     using namespace AscendC;
     const Task& task = step.task;
     CrossCoreWaitFlag(kPartialReady);
     const uint8_t pitch = width / 8;
-    Brcb(statistics_wide, decay[step.slot * kHalf], kHalf / 8, {1, 8});
+    Brcb(statistics_wide, softmax.Decay(step.slot), kHalf / 8, {1, 8});
     Barrier();
     for (int32_t row = 0; row < task.rows; row += kPartialRows) {
       const int32_t rows = Lesser(kPartialRows, task.rows - row), buffer = chunks++ % 2;
@@ -447,11 +308,10 @@ class ForwardVector : VectorCore {
 
   __aicore__ void Finish(const Task& task) {
     using namespace AscendC;
-    const int32_t at = task.number % kStatisticsRing * kHalf;
     const uint8_t pitch = width / 8;
     constexpr float kSmallest = 1e-30f;  // the sum is 0 (and O too) where a row sees no key, otherwise at least 1
     WaitFlag<HardEvent::MTE3_V>(kStatisticsEvent);
-    Maxs(statistics, row_sum[at], kSmallest, task.rows);
+    Maxs(statistics, softmax.Sum(task), kSmallest, task.rows);
     Duplicate(statistics_wide, a.inverse_keep, task.rows);
     Barrier();
     Div(statistics, statistics_wide, statistics, task.rows);
@@ -460,10 +320,10 @@ class ForwardVector : VectorCore {
     Barrier();
     for (int32_t c = 0; c < width; c += kLanes)
       Mul(output[c], output[c], statistics_wide, kLanes, task.rows, {1, 1, 0, pitch, pitch, 1});
-    Ln(statistics, row_sum[at], task.rows);
+    Ln(statistics, softmax.Sum(task), task.rows);
     Barrier();
-    Add(statistics, statistics, row_max[at], task.rows);
-    if (a.has_sink && Sink(task) > kHighest) {  // row_max has the largest number in its place
+    Add(statistics, statistics, softmax.Max(task), task.rows);
+    if (a.has_sink && softmax.Sink(task) > kHighest) {  // its maximum is the largest number
       Barrier();
       Duplicate(statistics, __builtin_inff(), task.rows);
     }
@@ -482,7 +342,7 @@ class ForwardVector : VectorCore {
     using namespace AscendC;
     if (task.rows == 0) return;
     float lse = -__builtin_inff();
-    if (a.has_sink) lse = Sink(task);
+    if (a.has_sink) lse = softmax.Sink(task);
     WaitFlag<HardEvent::MTE3_V>(kStatisticsEvent);
     Duplicate(statistics, lse, task.rows);
     StoreStatistics(task);
@@ -521,8 +381,8 @@ class ForwardVector : VectorCore {
   ForwardWorkspace<T> workspace;
   int32_t width;  // floats of a row of O: whole repeats
   int32_t chunks = 0;
-  AscendC::LocalTensor<float> scores, output, row_max, row_sum, decay;
-  AscendC::LocalTensor<float> chunk_max, chunk_sum, chunk_wide, statistics, statistics_wide;
+  OnlineSoftmax<T> softmax;
+  AscendC::LocalTensor<float> scores, output, statistics, statistics_wide;
   AscendC::LocalTensor<T> rounded;
   bool draws_steps = false;  // words of a step at a time
   bool has_begun = false;    // the next step's

@@ -9,6 +9,16 @@ namespace ascend {
 constexpr float kLowest = -1e30f;  // instead of -inf for a maximum or lse that must not make NaN of -inf - (-inf)
 constexpr float kHighest = 3.40282347e38f;  // instead of +inf, for the same reason
 
+// fp32 in the type of an input, rounded to nearest even: so many repeats of 64 each.
+template <typename T>
+__aicore__ inline void RoundRepeats(const AscendC::LocalTensor<T>& to, const AscendC::LocalTensor<float>& from,
+                                    uint8_t repeats) {
+  if constexpr (sizeof(T) == 2)
+    AscendC::Cast(to, from, AscendC::RoundMode::CAST_RINT, kLanes, repeats, {1, 1, 4, 8});
+  else
+    AscendC::Muls(to, from, 1.0f, kLanes, repeats, {1, 1, 8, 8});
+}
+
 class VectorCore {
  protected:
   __aicore__ VectorCore() { pipe.InitBuffer(ub, kUbBytes); }
@@ -25,15 +35,7 @@ class VectorCore {
     return (kUbBytes - used) / int32_t(sizeof(T));
   }
 
-  // fp32 in the type of an input, rounded to nearest even: `repeats` of 64 each, or `count` elements.
-  template <typename T>
-  __aicore__ static void RoundRepeats(const AscendC::LocalTensor<T>& to, const AscendC::LocalTensor<float>& from,
-                                      uint8_t repeats) {
-    if constexpr (sizeof(T) == 2)
-      AscendC::Cast(to, from, AscendC::RoundMode::CAST_RINT, kLanes, repeats, {1, 1, 4, 8});
-    else
-      AscendC::Muls(to, from, 1.0f, kLanes, repeats, {1, 1, 8, 8});
-  }
+  // The same for `count` elements.
   template <typename T>
   __aicore__ static void Round(const AscendC::LocalTensor<T>& to, const AscendC::LocalTensor<float>& from,
                                int32_t count) {

@@ -212,12 +212,14 @@ at::Tensor workspace_for(const AttnCall& c, size_t bytes, AttnParams* p) {
   return workspace;
 }
 
-// Packed rows after the last sequence belong to none: they get what a row that sees nothing gets.
-void clear_rows_behind(const std::optional<at::Tensor>& cu_seqlens, const at::Tensor& t, int64_t row_dim,
-                       double value) {
-  if (!cu_seqlens || !cu_seqlens->is_cpu()) return;
-  const int64_t end = cu_seqlens->const_data_ptr<int32_t>()[cu_seqlens->numel() - 1];
-  if (end < t.size(row_dim)) t.narrow(row_dim, end, t.size(row_dim) - end).fill_(value);
+// Rows of packed tensors that belong to no sequence hold what a row that sees nothing has. Backends leave them alone.
+// On the CPU they are those after the last sequence. Elsewhere only the device knows cu_seqlens, which may hold
+// anything there: all rows are set before the kernels write those of sequences.
+void set_rows_of_no_sequence(const std::optional<at::Tensor>& cu_seqlens, const at::Tensor& t, int64_t row_dim,
+                             double value) {
+  if (!cu_seqlens) return;
+  const int64_t begin = cu_seqlens->is_cpu() ? cu_seqlens->const_data_ptr<int32_t>()[cu_seqlens->numel() - 1] : 0;
+  if (begin < t.size(row_dim)) t.narrow(row_dim, begin, t.size(row_dim) - begin).fill_(value);
 }
 
 // --- the pure ops
@@ -250,13 +252,8 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
   const at::Tensor rng_state = given_state.contiguous();
   set_memory(c, out, lse, rng_state, &p);
   const at::Tensor workspace = workspace_for(c, backend.forward_workspace_bytes(p), &p);
-  clear_rows_behind(c.cu_seqlens_q, out, c.row_dim(), 0);
-  clear_rows_behind(c.cu_seqlens_q, lse, 1, -std::numeric_limits<double>::infinity());
-  // Only the device knows which rows those are. On CUDA the backend clears them.
-  if (c.is_varlen() && c.q.is_privateuseone()) {
-    out.zero_();
-    lse.fill_(-std::numeric_limits<double>::infinity());
-  }
+  set_rows_of_no_sequence(c.cu_seqlens_q, out, c.row_dim(), 0);
+  set_rows_of_no_sequence(c.cu_seqlens_q, lse, 1, -std::numeric_limits<double>::infinity());
   backend.forward(p);
   arguments.finish(out, lse);
 }
@@ -297,9 +294,9 @@ void backward(const c10::OperatorHandle& op, Stack* stack) {
   p.dv = view_of(c, dv);
   p.dsink = c.sink ? dsink.data_ptr() : nullptr;
   const at::Tensor workspace = workspace_for(c, backend.backward_workspace_bytes(p), &p);
-  clear_rows_behind(c.cu_seqlens_q, dq, c.row_dim(), 0);
-  clear_rows_behind(c.cu_seqlens_k, dk, c.row_dim(), 0);
-  clear_rows_behind(c.cu_seqlens_k, dv, c.row_dim(), 0);
+  set_rows_of_no_sequence(c.cu_seqlens_q, dq, c.row_dim(), 0);
+  set_rows_of_no_sequence(c.cu_seqlens_k, dk, c.row_dim(), 0);
+  set_rows_of_no_sequence(c.cu_seqlens_k, dv, c.row_dim(), 0);
   backend.backward(p);
   arguments.finish(dq, dk, dv, dsink.to(sink_dtype));
 }
@@ -313,7 +310,7 @@ void dropout_mask(const c10::OperatorHandle& op, Stack* stack) {
   const char* const names[] = {"B", "H", "Sq", "Sk"};
   for (size_t i = 0; i < shape.size(); ++i)
     TORCH_CHECK_VALUE(shape[i].sym_ge(0).expect_true(__FILE__, __LINE__), names[i], ": expected at least 0, got ",
-                      shape[i]);
+                      text(shape[i]));
   validate_dropout_p(dropout_p);
   validate_rng_state(given_state, 1.0, given_state);
   const Device device(given_state);

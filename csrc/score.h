@@ -36,6 +36,8 @@ constexpr Real kSmallest = std::numeric_limits<Real>::min();  // above 0
 // or in an operand; one that knows the log-sum-exp leaves the sign in the factor, where it costs nothing.
 template <class Real, bool kOrdered>
 struct PlainScore {
+  static constexpr bool kConstantSlope = true;  // times_slope does not use x, which then need not be kept
+
   Real factor;  // positive when kOrdered
   Real softmax_scale;
   bool negates;  // x is the negated product; false when not kOrdered

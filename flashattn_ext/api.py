@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from . import _C, _build, arguments, ops
 from .autograd import CallOptions, FlashAttentionFunction
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def _options(
@@ -54,11 +57,22 @@ def _distinct(*tensors: Tensor | None) -> list[Tensor | None]:
         return list(tensors)
     distinct: list[Tensor | None] = []
     for tensor in tensors:
-        again = tensor is not None and any(tensor is other for other in distinct)
-        distinct.append(tensor.view_as(tensor) if again else tensor)
+        if tensor is not None and any(tensor is other for other in distinct):
+            tensor = tensor.view_as(tensor)
+        distinct.append(tensor)
     return distinct
 
 
+@overload
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, layout: str = ..., return_lse: Literal[False] = ...,
+    **options: Unpack[arguments.AttentionOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, layout: str = ..., return_lse: Literal[True],
+    **options: Unpack[arguments.AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def forward(
     q: Tensor,
     k: Tensor,
@@ -119,6 +133,16 @@ def forward(
     return (out, lse) if arguments.flag("return_lse", return_lse) else out
 
 
+@overload
+def varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    return_lse: Literal[False] = ..., **options: Unpack[arguments.AttentionOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    return_lse: Literal[True], **options: Unpack[arguments.AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def varlen_forward(
     q: Tensor,
     k: Tensor,
@@ -241,7 +265,8 @@ def dropout_mask(
     seed = arguments.integer("rng_seed", rng_seed)
     sizes = [arguments.integer(name, size) for name, size in (("B", B), ("H", H), ("Sq", Sq), ("Sk", Sk))]
     p = arguments.number("dropout_p", dropout_p)
-    return ops.dropout_mask(ops.rng_state(torch.empty(0, device=device), seed), *sizes, p)
+    mask: Tensor = ops.dropout_mask(ops.rng_state(torch.empty(0, device=device), seed), *sizes, p)
+    return mask
 
 
 class _BackendChoice:

@@ -1,4 +1,5 @@
-"""What the public functions accept as an integer, a number or a flag: whatever Python itself would take for one.
+"""What the public functions accept: their options for type checkers, and as an integer, a number or a flag whatever Python
+itself would take for one.
 
 Each function names its argument in the error. Values that torch.compile keeps symbolic pass through.
 """
@@ -8,13 +9,31 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
 
 LAYOUTS = ("bshd", "bhsd")
 _INT64 = (-(1 << 63), (1 << 63) - 1)
+
+
+class ReferenceOptions(TypedDict, total=False):
+    """What attention_reference takes beside its tensors."""
+
+    causal: bool
+    window_size: tuple[int, int]
+    softmax_scale: float | None
+    dropout_p: float
+    smooth_softmax: bool
+    sink: Tensor | None
+    rng_seed: int | None
+
+
+class AttentionOptions(ReferenceOptions, total=False):
+    """What forward and varlen_forward take."""
+
+    deterministic: bool
 
 
 def tensors(**given: Any) -> None:
@@ -34,13 +53,16 @@ def integer(name: str, value: Any) -> int:
             raise TypeError(f"{name}: expected an int, got {_described(value)}") from None
     if not _INT64[0] <= value <= _INT64[1]:
         raise ValueError(f"{name}: expected a 64-bit signed integer, got {value}")
-    return value
+    checked: int = value  # or symbolic
+    return checked
 
 
 def number(name: str, value: Any) -> float:
     """Whatever has __float__, but no bool: Python's and numpy's numbers, tensors of one element."""
-    if type(value) is float or isinstance(value, torch.SymFloat):
+    if type(value) is float:
         return value
+    if isinstance(value, torch.SymFloat):
+        return value  # type: ignore[return-value]
     if isinstance(value, bool) or not hasattr(type(value), "__float__"):
         raise TypeError(f"{name}: expected a number, got {_described(value)}")
     try:

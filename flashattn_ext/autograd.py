@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -65,7 +66,7 @@ class FlashAttentionFunction(torch.autograd.Function):
             return (None,) * 8
         *inputs, out, lse, rng_state = ctx.saved_tensors
         # The node costs as much as a small kernel; without create_graph nothing can be differentiated again.
-        gradients = _Gradients.apply if torch.is_grad_enabled() else ops.backward
+        gradients: Callable[..., Any] = _Gradients.apply if torch.is_grad_enabled() else ops.backward
         dq, dk, dv, dsink = gradients(*inputs, *ctx.options, dout, dlse, out, lse, rng_state)
         sink = inputs[-1]
         return dq, dk, dv, None, None, None if sink is None else dsink, None, None

@@ -6,11 +6,19 @@ It builds the S x S matrix, runs on every device and dtype, and autograd differe
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 
 from . import arguments
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+# (b, q, k, v) -> (out, lse) of one batch entry, [heads, rows, head_dim] and [heads, rows].
+Entry = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -107,6 +115,16 @@ def _attend(
     return out, lse.masked_fill(empty, -math.inf)
 
 
+@overload
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ...,
+    layout: str = ..., return_lse: Literal[False] = ..., **options: Unpack[arguments.ReferenceOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ...,
+    layout: str = ..., return_lse: Literal[True], **options: Unpack[arguments.ReferenceOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention_reference(
     q: Tensor,
     k: Tensor,
@@ -148,14 +166,14 @@ def attention_reference(
         visible = _visible(Sq, Sk, causal, window, q.device)
         return _attend(q_b, k_b, v_b, scale, visible, sink, keep, threshold / 256)
 
-    if cu_seqlens_q is None:
+    if cu_seqlens_q is None or cu_seqlens_k is None:
         out, lse = _dense(entry, q, k, v, bhsd)
     else:
         out, lse = _packed(entry, q, k, v, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
     return (out, lse) if arguments.flag("return_lse", return_lse) else out
 
 
-def _dense(entry, q: Tensor, k: Tensor, v: Tensor, bhsd: bool) -> tuple[Tensor, Tensor]:
+def _dense(entry: Entry, q: Tensor, k: Tensor, v: Tensor, bhsd: bool) -> tuple[Tensor, Tensor]:
     if not bhsd:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if q.shape[0] == 0:
@@ -167,7 +185,9 @@ def _dense(entry, q: Tensor, k: Tensor, v: Tensor, bhsd: bool) -> tuple[Tensor, 
     return out if bhsd else out.transpose(1, 2), lse
 
 
-def _packed(entry, q: Tensor, k: Tensor, v: Tensor, starts_q: list[int], starts_k: list[int]) -> tuple[Tensor, Tensor]:
+def _packed(
+    entry: Entry, q: Tensor, k: Tensor, v: Tensor, starts_q: list[int], starts_k: list[int]
+) -> tuple[Tensor, Tensor]:
     """Rows behind the last sequence belong to none: out 0, lse -inf."""
     outs, lses = [], []
     for b in range(len(starts_q) - 1):

@@ -202,7 +202,7 @@ def test_cpu_tiles_agree(backward: bool) -> None:
 
 
 def a_row(**calls: tuple[float, float, float]) -> dict[str, Any]:
-    """Of tiles a, b, ..., with milliseconds of the median, quickest and slowest call."""
+    """A row of tiles a, b, ..., with milliseconds of the median, quickest and slowest call."""
     timings = {name: Timing(*(ms / 1e3 for ms in times), 3) for name, times in calls.items()}
     tiles = tuple(Tile(name, "cpu") for name in "ab")
     return bench_tune.row(Job("any", CASE, tiles), timings, dict.fromkeys(calls, 0.0), {})

@@ -80,6 +80,29 @@ def test_seed_that_no_generator_takes(
     assert_one_line(capsys.readouterr().err, "--seed", "accepted are whole numbers from 0 to 2**64 - 1")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: command"),
+        (["fly"], "invalid choice: 'fly'"),
+        (["train", "--steps", "0"], "argument --steps: got '0'; accepted are whole numbers from 1 to 2**31 - 1"),
+        (["train", "--speed", "9"], "unrecognized arguments: --speed 9"),
+        (["experiments"], "the following arguments are required: NAME"),
+        (["bench", "gpu"], "invalid choice: 'gpu'"),
+        (["report"], "the following arguments are required: DIR"),
+        (["doctor", "now"], "unrecognized arguments: now"),
+    ],
+)
+def test_wrong_usage_is_told_in_one_line(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("flashattn-ext") and error.count("\n") == 1 and message in error
+
+
 def test_largest_seed_resumes(tmp_path: Path, text: Path) -> None:
     options = ("--seed", str(2**64 - 1))
     assert main(command(tmp_path, text, *options)) == 0

@@ -83,7 +83,7 @@ def _escape_what_cannot_be_shown() -> None:
 
 def _parse(argv: Sequence[str] | None) -> tuple[str, list[str]]:
     """Splits the command from its own arguments."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="flashattn-ext",
         description="Attention kernels for PyTorch: training example, benchmarks, experiments, diagnosis.",
         epilog="\n".join(f"  {name:11} {text}" for name, text in COMMANDS.items()),

@@ -1,7 +1,7 @@
 """Backends with other tiles than the package has, compiled when a command wants to measure them.
 
 Tile sizes are constants of the kernels. A private build is a library of one backend's kernels, without torch, that has
-other ones; it lies in the folder build/tiles of the checkout and is compiled again when a source is newer.
+other ones; it is in the folder build/tiles of the checkout and is compiled again when a source is newer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PrivateBuild:
 
 
 def checkout() -> Path:
-    """The folder that has the sources: the one that this package lies in, or else the current one."""
+    """The folder that has the sources: the one that this package is in, or else the current one."""
     for folder in (Path(__file__).parents[2], Path.cwd()):
         if (folder / "csrc" / "sources.py").exists():
             return folder

@@ -47,7 +47,7 @@ def time_interleaved(
     """Calls every candidate once per round until the budget is spent, at least `min_rounds` times.
 
     A first, uncounted call warms caches and allocators. The order turns by one each round, so that
-    nobody always runs behind the same neighbour.
+    nobody always runs after the same neighbour.
 
     Args:
         clock: gives the seconds of one call; on an accelerator it waits for the queue.

@@ -424,7 +424,7 @@ def run_with(*losses: float) -> Any:
 def test_comparison_of_curves(
     ours: tuple[float, ...], others: tuple[float, ...], by_chance: float, verdict: str
 ) -> None:
-    """Of the 70 ways to deal eight runs out to two attentions, 2 separate the small from the large losses."""
+    """There are 70 ways to deal eight runs out to two attentions, and 2 separate the small from the large losses."""
     runs = ([run_with(loss, loss) for loss in losses] for losses in (ours, others))
     share, text = module_of("dropout").compare(*runs)
     assert text == verdict

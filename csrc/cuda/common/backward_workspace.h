@@ -12,11 +12,13 @@ namespace flashattn_ext {
 // Arrays with a value for each row are [Hq][all rows of the call]. A tile of dq never holds rows of two sequences, so
 // that packed sequences may have one partial tile each.
 struct BackwardWorkspace {
+  using Score = PlainScore<float, false>;
+
   float *delta, *lse;    // delta / keep_scale; lse in units of log2, +inf for rows that see nothing
   float* dq;             // [Hq][tiles][tile_floats], in the order of the main stage's accumulators
   int* dq_added;         // deterministic calls: [Hq][tiles][dq_parts], how many key tiles have added to a part of dq
   int* key_tiles_taken;  // by thread blocks, beyond the first of each
-  PlainScore<float, false> score;
+  Score score;
   float keep_scale;      // of the weights that dropout keeps
   float gradient_scale;  // of the sums for dq and dk
   int64_t rows, tile_rows, tile_floats, tiles, dq_parts;
@@ -26,7 +28,7 @@ struct BackwardWorkspace {
   // The main stage chooses the tiles of dq: tile_rows rows, tile_floats floats, in dq_parts parts that are added each
   // on its own.
   BackwardWorkspace(const AttnGradParams& p, int64_t tile_rows, int64_t tile_floats, int64_t dq_parts)
-      : score(PlainScore<float, false>::of(p)), tile_rows(tile_rows), tile_floats(tile_floats), dq_parts(dq_parts) {
+      : score(Score::of(p)), tile_rows(tile_rows), tile_floats(tile_floats), dq_parts(dq_parts) {
     keep_scale = 1 / static_cast<float>(keep_probability(p.dropout_threshold));
     gradient_scale = score.softmax_scale * keep_scale;
     rows = p.is_varlen() ? p.total_q : p.batch * p.seqlen_q;

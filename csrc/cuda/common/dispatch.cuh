@@ -10,7 +10,6 @@
 #include "../../backend.h"
 #include "../dropout_mask.h"
 #include "aligned_rows.h"
-#include "packed_rows.h"
 
 namespace flashattn_ext {
 
@@ -54,16 +53,8 @@ class Dispatch {
   static size_t backward_workspace_bytes(const AttnGradParams& p) {
     return static_cast<size_t>(aligned_copy_bytes(p)) + kernels_of(p).backward_bytes(p);
   }
-  static void forward(const AttnParams& p) {
-    const AttnParams call = align_inputs(p);
-    clear_packed_outputs(p);
-    kernels_of(p).forward(call);
-  }
-  static void backward(const AttnGradParams& p) {
-    const AttnGradParams call = align_inputs(p);
-    clear_packed_gradients(p);
-    kernels_of(p).backward(call);
-  }
+  static void forward(const AttnParams& p) { kernels_of(p).forward(align_inputs(p)); }
+  static void backward(const AttnGradParams& p) { kernels_of(p).backward(align_inputs(p)); }
 };
 
 }  // namespace flashattn_ext

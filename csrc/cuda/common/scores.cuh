@@ -1,6 +1,7 @@
-// What lies between the products of attention: `weigh` makes weights of scores, `differentiate` makes dS of dP. The
-// kernels of both architectures hold tiles of scores in the same order of registers, so both call these functions, on
-// what one lane holds. score.h says what a score is, mask.h which scores are visible, dropout.h which weights are kept.
+// What is computed between the products of attention: `weigh` makes weights of scores, `differentiate` makes dS of dP.
+// The kernels of both architectures hold tiles of scores in the same order of registers, so both call these functions,
+// on what one lane holds. score.h says what a score is, mask.h which scores are visible, dropout.h which weights are
+// kept.
 //
 // Accumulators are those of tensor_core.cuh: of a 16x8 tile a lane holds rows g and g + 8 and columns 2t and 2t + 1,
 // with g = lane / 4 and t = lane % 4. Rows are queries in the forward and keys in the backward.
@@ -12,6 +13,18 @@
 #include "warp.cuh"
 
 namespace flashattn_ext {
+
+// The weight of a stored score. offset: the maximum of its row, or the known log-sum-exp, in units of log2.
+template <class Score>
+__device__ __forceinline__ float weight_of(const Score& score, float x, float offset) {
+  return ptx::ex2(fmaf(x, score.factor, -offset));
+}
+
+// dS of a stored score, from dP. weight: before dropout; dp: 0 where dropout has not kept the weight.
+template <class Score>
+__device__ __forceinline__ float gradient_of(const Score& score, float x, float weight, float dp, float delta) {
+  return score.times_slope(weight * (dp - delta), x);
+}
 
 // Scores as A operands of steps of 16 columns, in 16 bits.
 template <class T, int kSteps, int N>
@@ -104,7 +117,7 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
           float& weight = x[n][2 * r + odd];
-          weight = ptx::ex2(fmaf(weight, score.factor, -offset[r]));
+          weight = weight_of(score, weight, offset[r]);
           part += weight;
         }
       }
@@ -142,14 +155,6 @@ __device__ __forceinline__ void rescale(float (&x)[N][4], const float (&shrink)[
 
 // --- backward: the log-sum-exp of a row is known; scores are transposed, rows are keys ------------------------------
 
-// lse: in units of log2; +inf makes a weight of 0.
-template <class Score>
-__device__ __forceinline__ float weigh(const Score& score, float product, float lse) {
-  return ptx::ex2(fmaf(score.stored(product), score.factor, -lse));
-}
-// dS from dP. weight: before dropout; dp: 0 where dropout has not kept it.
-__device__ __forceinline__ float differentiate(float weight, float dp, float delta) { return weight * (dp - delta); }
-
 // The queries that see each of a lane's keys, counted from the lane's first query. row, key: of the lane's first score.
 template <int kKeyTiles>
 struct SeenBy {
@@ -171,8 +176,8 @@ struct SeenBy {
   }
 };
 
-// Products become weights with dropout applied, and dP becomes dS. lse, delta: from the lane's first query on; keep(n):
-// what dropout keeps of the query tiles n and n + 1.
+// Products become weights with dropout applied, and dP becomes dS. lse, in units of log2, and delta: from the lane's
+// first query on; an lse of +inf makes weights of 0. keep(n): what dropout keeps of query tiles n and n + 1.
 template <bool kMasked, bool kDropout, class Score, int kKeyTiles, int N, class Keep>
 __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTiles][N][4],
                                                         float (&dscores)[kKeyTiles][N][4], const Score& score,
@@ -189,7 +194,7 @@ __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTil
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int odd = e % 2;
-        const float weight = weigh(score, weights[i][n][e], odd ? row_lse.y : row_lse.x);
+        const float x = score.stored(weights[i][n][e]), weight = weight_of(score, x, odd ? row_lse.y : row_lse.x);
         float dp = dscores[i][n][e];
         weights[i][n][e] = weight;
         if (kDropout) {
@@ -197,7 +202,7 @@ __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTil
           weights[i][n][e] = keeps ? weight : 0.f;
           dp = keeps ? dp : 0.f;
         }
-        dscores[i][n][e] = differentiate(weight, dp, odd ? row_delta.y : row_delta.x);
+        dscores[i][n][e] = gradient_of(score, x, weight, dp, odd ? row_delta.y : row_delta.x);
         // A masked score has no gradient, also when dP is not finite.
         if (kMasked && !seen_by.includes(i, e / 2, n * 8 + odd)) weights[i][n][e] = dscores[i][n][e] = 0;
       }
@@ -206,8 +211,8 @@ __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTil
 }
 
 // The same for one 16-key tile, with weights packed into 16 bits: so they are operands of the product for dv, and take
-// half the registers. Weighing and differentiating are apart, because other work runs in between. Stored scores are not
-// kept: a rule with a slope has to pack them too.
+// half the registers. `weigh` and `differentiate` are apart, because products run in between; stored scores are not
+// kept from one to the other.
 template <class T, int kQueries, bool kDropout>
 struct PackedScores {
   using Core = TensorCore<T>;
@@ -215,7 +220,7 @@ struct PackedScores {
   using Scores = float[kTiles][4];
   using Packed = uint32_t[kSteps][4];  // with dropout, weights that are dropped carry a sign
 
-  // Queries that see all of `keys` keys. Rows beyond the last query of a dense call do no harm.
+  // Queries that see all of `keys` keys. After the last query of a dense call come zeros, which need no mask.
   static __device__ __forceinline__ Limits unmasked_queries(const AttnParams& p, const Mask32& mask, int key0,
                                                             int keys) {
     Limits queries = mask.rows_of_all(key0, key0 + keys);
@@ -268,12 +273,13 @@ struct PackedScores {
   }
 
   // dP becomes dS. delta: of all queries. between(n) as above.
-  template <class Between>
-  static __device__ __forceinline__ void differentiate(Scores& dscores, const Packed& weights,
+  template <class Score, class Between>
+  static __device__ __forceinline__ void differentiate(Scores& dscores, const Packed& weights, const Score& score,
                                                        const float (&delta)[kQueries], bool masked,
                                                        const Between& between) {
-    masked ? differentiate_part<true>(dscores, weights, delta, between)
-           : differentiate_part<false>(dscores, weights, delta, between);
+    static_assert(Score::kConstantSlope, "stored scores have to be kept for the slope");
+    masked ? differentiate_part<true>(dscores, weights, score, delta, between)
+           : differentiate_part<false>(dscores, weights, score, delta, between);
   }
 
  private:
@@ -292,7 +298,7 @@ struct PackedScores {
         float x[2];
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
-          x[odd] = flashattn_ext::weigh(score, products[n][2 * r + odd], odd ? row_lse.y : row_lse.x);
+          x[odd] = weight_of(score, score.stored(products[n][2 * r + odd]), odd ? row_lse.y : row_lse.x);
           if (kMasked && !seen_by.includes(0, r, n * 8 + odd)) x[odd] = 0;
         }
         weights[n / 2][n % 2 * 2 + r] = Core::pack(x[0], x[1]);
@@ -300,8 +306,8 @@ struct PackedScores {
       between(n);
     }
   }
-  template <bool kMasked, class Between>
-  static __device__ __forceinline__ void differentiate_part(Scores& dscores, const Packed& weights,
+  template <bool kMasked, class Score, class Between>
+  static __device__ __forceinline__ void differentiate_part(Scores& dscores, const Packed& weights, const Score& score,
                                                             const float (&delta)[kQueries], const Between& between) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
@@ -314,7 +320,7 @@ struct PackedScores {
           const float weight = odd ? pair.y : pair.x;
           float& x = dscores[n][2 * r + odd];
           if (kDropout) x = weight >= 0 ? x : 0.f;
-          x = flashattn_ext::differentiate(fabsf(weight), x, odd ? row_delta.y : row_delta.x);
+          x = gradient_of(score, 0.f, fabsf(weight), x, odd ? row_delta.y : row_delta.x);
           if (kMasked && weight == 0) x = 0;  // also when dP is not finite
         }
       }

@@ -224,7 +224,7 @@ template <class T, int kHeadDim, bool kDropout>
 __global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads,
                                   Forward<T, kHeadDim, kDropout>::kTile.blocks)
     forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ TileOrder order,
-                   const __grid_constant__ PlainScore<float, true> score) {
+                   const __grid_constant__ typename Forward<T, kHeadDim, kDropout>::Score score) {
   extern __shared__ __align__(16) unsigned char shared[];
   Forward<T, kHeadDim, kDropout>(p, score, reinterpret_cast<T*>(shared)).run(order);
 }

@@ -215,8 +215,8 @@ struct Backward {
     ptx::wgmma_wait<kDropout && kQueries == 128 ? 0 : 1>();
     ptx::hold(dscores);
     float* const to = fragments(work, adding);
-    Scores::differentiate(dscores, weights, shared.delta[stage], Scores::is_masked(unmasked, now.m * kQueries),
-                          [&](int n) {
+    Scores::differentiate(dscores, weights, workspace.score, shared.delta[stage],
+                          Scores::is_masked(unmasked, now.m * kQueries), [&](int n) {
                             constexpr int kSpread = kQueries / 8 / (8 - kEarly);
                             if (n % kSpread == 0) add_fragment(to, dq, kEarly + n / kSpread);
                           });

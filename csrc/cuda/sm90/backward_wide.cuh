@@ -283,7 +283,7 @@ struct WideBackward {
       ptx::barrier_arrive(&shared.weights_empty[weights_at.stage]);
       weights_at.advance();
       ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
-      Scores::differentiate(dscores, weights, shared.delta[queries.stage],
+      Scores::differentiate(dscores, weights, workspace.score, shared.delta[queries.stage],
                             Scores::is_masked(unmasked, now.m * kQueries), [](int) {});
       pack_scores<T>(weights, dscores);
       ptx::barrier_wait(&shared.dscores_empty[dscores_at.stage], dscores_at.parity ^ 1);

@@ -350,7 +350,8 @@ struct Forward {
 template <class T, int kHeadDim, bool kDropout>
 __global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads, 1)
     forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ ForwardMaps maps,
-                   const __grid_constant__ TileGrid grid, const __grid_constant__ PlainScore<float, true> score) {
+                   const __grid_constant__ TileGrid grid,
+                   const __grid_constant__ typename Forward<T, kHeadDim, kDropout>::Score score) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   using Kernel = Forward<T, kHeadDim, kDropout>;
   extern __shared__ __align__(1024) unsigned char memory[];

@@ -66,7 +66,7 @@ def tiling(D: int, rows: int = 0, keys: int = 0) -> Tiling:
 
 
 def library_of(rows: int, keys: int) -> Path:
-    """Of a tiling other than that of ascend_c/tiles.h, in the checkout."""
+    """The library with a tiling other than that of ascend_c/tiles.h, in the checkout."""
     return private_build.checkout() / "build" / "tilings" / f"{LIBRARY.stem}_{rows}x{keys}.so"
 
 
@@ -88,7 +88,7 @@ def why_no_tilings(*, compiles: bool) -> str:
 def count_forward(
     B: int, H: int, S: int, D: int, *, causal: bool, of: Tiling | None = None, cores: int = CORES
 ) -> Counts:
-    """Of a 16-bit forward on so many cores, with another tiling if `of` says so.
+    """What the emulator counts in a 16-bit forward on `cores` cores, with the tiling `of` if there is one.
 
     Raises:
         FileNotFoundError: the emulator was not built; names the command that builds it.
@@ -101,7 +101,7 @@ def count_forward(
 
 
 def modelled_cycles(S: int, D: int, *, causal: bool) -> float | None:
-    """Of a 16-bit forward on cores that all have the same to do, for comparing calls; None where the emulator was not built."""
+    """Cycles of a 16-bit forward on cores that all have the same to do, for comparing calls; None without the emulator."""
     return model(load_library(), Case(S, D, causal))["cycles"] if LIBRARY.exists() else None
 
 

@@ -141,7 +141,7 @@ ATTENTIONS = {OURS: ours, UNFUSED: unfused, SDPA: sdpa}
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a call of attention over [B, H, S, D]."""
+    """The sizes of a call of attention over [B, H, S, D]."""
 
     B: int
     H: int
@@ -191,7 +191,7 @@ def attention_flop(B: int, H: int, S: int, D: int, *, causal: bool, direction: s
 
 
 def time_columns(names: Iterable[str], unit: str = "ms") -> list[Column]:
-    """Of each one the median, and the distance between the quickest and the slowest call."""
+    """Two columns for each name: the median, and the distance between the quickest and the slowest call."""
     pairs = ((Column(name, unit, ".3f"), Column(f"{name} spread", "%", ".0f")) for name in names)
     return [column for pair in pairs for column in pair]
 

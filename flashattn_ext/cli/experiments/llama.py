@@ -178,7 +178,7 @@ def _rows(
 
 
 def peak_bytes(device: torch.device, sizes: Sizes, name: str, layers: int, trains: bool) -> int:
-    """Of one step, with everything that it needs."""
+    """The most memory that one step takes, with everything that it needs."""
     if device.type == "cpu":
         return growth_in_own_process(_whole_step, sizes, name, layers, trains)
     if device.type != "cuda":
@@ -199,7 +199,7 @@ def _whole_step(sizes: Sizes, name: str, layers: int, trains: bool) -> Callable[
 
 
 def peak_if_it_fits(device: torch.device, sizes: Sizes, name: str, layers: int) -> int | None:
-    """Of a training step; None if the memory does not suffice."""
+    """The most memory that a training step takes; None where there is not enough."""
     peak = None
     with contextlib.suppress(torch.OutOfMemoryError):
         peak = peak_bytes(device, sizes, name, layers, True)

@@ -1,4 +1,4 @@
-"""Chrome traces of one attention call, fused and unfused: how many kernels, and what lies between them."""
+"""Chrome traces of one attention call, fused and unfused: how many kernels, and what is between them."""
 
 from __future__ import annotations
 

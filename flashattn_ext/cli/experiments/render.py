@@ -95,7 +95,7 @@ def _draw_lines(axes: Any, plot: Plot) -> None:
 
 
 def _line_styles(plot: Plot) -> dict[str, dict[str, str]]:
-    """Of curves labelled "who, what", who has one colour and what one way to dash; other curves have a colour each."""
+    """Curves labelled "who, what": each who has a colour, each what a way to dash. Other curves have a colour each."""
     parts = {label: label.split(", ") for label in plot.series}
     if plot.bands or any(len(part) != 2 for part in parts.values()):
         return {}

@@ -173,7 +173,7 @@ def scratch_bytes(queries: int, keys: int, D: int) -> int:
 def _time(
     context: Context, sizes: Sizes, tiles: Mapping[str, Callable[[], Tile]]
 ) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Of the forward with each, in turns, and why there is none. Compiles first what is missing."""
+    """Times the forward with each tile, in turns, and says why one has no time. Compiles what is missing first."""
     there, failures = dict[str, Tile](), dict[str, str]()
     for name, make in tiles.items():
         try:
@@ -194,7 +194,7 @@ def _time(
 
 
 def l2_bytes() -> int | None:
-    """Of one core, where Linux tells."""
+    """The L2 cache of one core, where Linux tells."""
     try:
         text = L2_SIZE.read_text().strip()
     except OSError:
@@ -230,7 +230,7 @@ def _cuda_tile(name: str, tile: Mapping[str, Any], sizes: Sizes) -> Tile:
 
 
 def tiles_of_head_dim(D: int) -> dict[str, dict[str, Any]]:
-    """Those of a forward without dropout of this head dim, the default one of the preferred backend first."""
+    """The tiles of a forward without dropout of this head dim, the default one of the preferred backend first."""
     backends = [name for name in flashattn_ext.build_info()["backends"] if name.startswith("cuda")]
     tiles = [
         tile

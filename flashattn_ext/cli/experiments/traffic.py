@@ -60,7 +60,7 @@ def measure(context: Context, sizes: Shape) -> Result:
         result.rows += _rows(context, sizes, source)
     result.notes += [
         "model: every kernel reads each of its inputs once and writes its output once, masks of S x S bytes included",
-        "GPU counters: by Nsight Compute, each kernel alone with cold caches; what still lies in the L2 cache at a kernel's end is not "
+        "GPU counters: by Nsight Compute, each kernel alone with cold caches; what is still in the L2 cache at a kernel's end is not "
         "counted as written",
         "Ascend emulator: counted exactly, in fp16; its workspace: scores and partial results between the cores of a block, meant to "
         "stay in the L2 cache",

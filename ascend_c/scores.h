@@ -1,0 +1,257 @@
+// What happens to scores between two products, a chunk of rows at a time in UB: OnlineSoftmax::Weigh turns them into
+// weights in the forward; Weigh with a known lse does so in the backward, where Differentiate then turns the gradient
+// of the weights into that of the scores. csrc/score.h says what a score is.
+//
+// The vector unit's exponential has base e: the logit itself, softmax_scale * <q, k>, is what is kept of a product.
+#pragma once
+
+#include "philox.h"
+#include "vector.h"
+
+namespace flashattn_ext {
+namespace ascend {
+
+// A chunk of scores in UB: its rows of queries against the keys of a step, all counted within their sequence.
+struct ScoreChunk {
+  AscendC::LocalTensor<float> s;
+  ScoreLayout layout;
+  int32_t row, rows;
+  int32_t key, keys;
+
+  // fp32 of a row, in whole repeats.
+  __aicore__ int32_t columns() const { return RoundUp(keys, kLanes); }
+  // The chunk is one piece of memory: an operation without an operand for each row takes all of it in so many repeats.
+  __aicore__ uint8_t repeats() const { return ((rows - 1) * layout.pitch + columns() / 8 + 7) / 8; }
+};
+
+// Products to logits, -inf where they are hidden and in the columns beyond the last key.
+__aicore__ inline void MakeLogits(const Arguments& a, const Task& task, const ScoreChunk& chunk) {
+  AscendC::Muls(chunk.s, chunk.s, a.score.softmax_scale, kLanes, chunk.repeats(), {1, 1, 8, 8});
+  AscendC::PipeBarrier<PIPE_V>();
+  HideScores(TileMask(a, task.queries.length, task.keys.length), chunk.row, chunk.rows, chunk.key, chunk.keys, chunk.s,
+             chunk.layout);
+}
+
+// The running maximum and sum of the rows that one vector core has of the tasks in flight, and the weights of a chunk.
+template <typename T>
+class OnlineSoftmax {
+  using Sizes = SizesOf<sizeof(T)>;
+  static constexpr int32_t kHalf = kRows / 2, kChunkRows = Sizes::kChunkRows, kPitch = Sizes::kPitch;
+  static constexpr int32_t kPitchBlocks = kPitch / 8;
+  static constexpr int32_t kWide = 8;  // a row's value in every lane of one block
+
+ public:
+  static constexpr int32_t kFloats = (2 * kStatisticsRing + kSlots) * kHalf + (2 + kWide) * kChunkRows;
+
+  __aicore__ explicit OnlineSoftmax(const Arguments& arguments) : a(arguments) {}
+
+  // memory: kFloats.
+  __aicore__ void SetMemory(const AscendC::LocalTensor<float>& memory) {
+    row_max = memory;
+    row_sum = row_max[kStatisticsRing * kHalf];
+    decay = row_sum[kStatisticsRing * kHalf];
+    chunk_max = decay[kSlots * kHalf];
+    chunk_sum = chunk_max[kChunkRows];
+    chunk_wide = chunk_sum[kChunkRows];
+    // Lanes beyond the last row are computed with and never used: they must hold something.
+    AscendC::Duplicate(chunk_max, 0.0f, kChunkRows);
+    AscendC::Duplicate(decay, 0.0f, kSlots * kHalf);
+  }
+
+  // Of the rows of a task: the maximum of the logits, and the sum of the weights relative to it.
+  __aicore__ AscendC::LocalTensor<float> Max(const Task& task) const { return row_max[At(task)]; }
+  __aicore__ AscendC::LocalTensor<float> Sum(const Task& task) const { return row_sum[At(task)]; }
+  // What the maximum that a step found makes of everything summed before that step, for each row.
+  __aicore__ AscendC::LocalTensor<float> Decay(int32_t slot) const { return decay[slot * kHalf]; }
+
+  __aicore__ float Sink(const Task& task) const {
+    return a.sink ? Global<float>((uint64_t)a.sink).GetValue(task.head) : 0.0f;
+  }
+  // The sink is a logit that every row has seen before the first key.
+  __aicore__ void Begin(const Task& task) {
+    float logit = kLowest, sum = 0.0f;
+    if (a.has_sink) {
+      const float sink = Sink(task);
+      const bool counts = !(sink < kLowest);
+      logit = counts ? (sink > kHighest ? kHighest : sink) : kLowest;
+      sum = counts ? 1.0f : 0.0f;
+    }
+    AscendC::Duplicate(Max(task), logit, kHalf);
+    AscendC::Duplicate(Sum(task), sum, kHalf);
+    Barrier();
+  }
+
+  // Products to weights in the type of an input, kept or dropped. `row`: the chunk's first among the rows of this
+  // vector core. `group`: the first of the generator's groups of rows that were drawn for it.
+  __aicore__ void Weigh(const Step& step, const ScoreChunk& chunk, int32_t row, const AscendC::LocalTensor<T>& weights,
+                        Dropout* dropout, int32_t group) {
+    using namespace AscendC;
+    const LocalTensor<float> s = chunk.s;
+    const LocalTensor<float> tree = weights.template ReinterpretCast<float>();  // until the weights are there
+    const int32_t rows = chunk.rows, columns = chunk.columns();
+    const uint8_t all = chunk.repeats();
+    MakeLogits(a, step.task, chunk);
+    Update(Max(step.task)[row], Decay(step.slot)[row], s, rows, columns, tree);
+    for (int32_t c = 0; c < columns; c += kLanes)
+      AscendC::Sub(s[c], s[c], chunk_wide, kLanes, rows, {1, 1, 0, kPitchBlocks, kPitchBlocks, 1});
+    Barrier();
+    const LocalTensor<float> sum = Sum(step.task)[row];
+    Exp(s, s, kLanes, all, {1, 1, 8, 8});
+    Mul(sum, sum, Decay(step.slot)[row], rows);
+    Barrier();
+    Reduce<false>(chunk_sum, s, rows, columns, tree);
+    Add(sum, sum, chunk_sum, rows);
+    RoundRepeats(weights, s, all);
+    if (!a.has_dropout()) return;
+    const LocalTensor<int32_t> masks = s.template ReinterpretCast<int32_t>();
+    if constexpr (sizeof(T) == 2)
+      dropout->ApplyRounded(weights.template ReinterpretCast<uint16_t>(), kPitchBlocks / 2, masks, group);
+    else
+      dropout->Apply(weights, kPitchBlocks, masks, group, (rows + kGroupRows - 1) / kGroupRows);
+  }
+
+ private:
+  __aicore__ static void Barrier() { AscendC::PipeBarrier<PIPE_V>(); }
+  __aicore__ static int32_t At(const Task& task) { return task.number % kStatisticsRing * kHalf; }
+
+  // max becomes that of old and new, chunk_wide the same in whole blocks, and chunk_decay exp(old - new). The last two
+  // instructions go beside the caller's next ones.
+  __aicore__ void Update(const AscendC::LocalTensor<float>& max, const AscendC::LocalTensor<float>& chunk_decay,
+                         const AscendC::LocalTensor<float>& s, int32_t rows, int32_t columns,
+                         const AscendC::LocalTensor<float>& tree) {
+    using namespace AscendC;
+    Reduce<true>(chunk_max, s, rows, columns, tree);
+    AscendC::Max(chunk_max, chunk_max, max, rows);
+    Barrier();
+    AscendC::Sub(chunk_decay, max, chunk_max, rows);
+    Brcb(chunk_wide, chunk_max, RoundUp(rows, 8) / 8, {1, 8});
+    Barrier();
+    Exp(chunk_decay, chunk_decay, rows);
+    Adds(max, chunk_max, 0.0f, rows);
+  }
+
+  // The maximum or sum of each row: of columns of 64, pair by pair, then of the blocks of the last one, and of those.
+  template <bool maximum>
+  __aicore__ void Reduce(const AscendC::LocalTensor<float>& result, const AscendC::LocalTensor<float>& s, int32_t rows,
+                         int32_t columns, const AscendC::LocalTensor<float>& tree) {
+    const uint8_t pitch = kPitchBlocks;
+    const int32_t parts = columns / kLanes, part = rows * kLanes;
+    int32_t pairs = parts / 2;
+    for (int32_t i = 0; i < pairs; ++i)
+      Combine<maximum>(tree[i * part], s[2 * i * kLanes], s[(2 * i + 1) * kLanes], rows, {1, 1, 1, 8, pitch, pitch});
+    Barrier();
+    if (pairs > 0 && parts % 2) {
+      Combine<maximum>(tree, tree, s[(parts - 1) * kLanes], rows, {1, 1, 1, 8, 8, pitch});
+      Barrier();
+    }
+    while (pairs > 1) {
+      const int32_t half = pairs / 2;
+      pairs -= half;
+      Combine<maximum>(tree, tree, tree[pairs * part], half * rows, {1, 1, 1, 8, 8, 8});
+      Barrier();
+    }
+    const AscendC::LocalTensor<float> last = pairs ? tree : s;
+    const uint8_t last_pitch = pairs ? kLanes / 8 : kPitchBlocks;
+    const AscendC::LocalTensor<float> blocks = tree[kChunkRows * kLanes];  // a result of each, so 8 a row
+    static_assert((kLanes + 8) * 4 <= kPitch * int32_t(sizeof(T)), "they lie in P's buffer");
+    uint64_t all[2] = {~uint64_t(0), 0};
+    if constexpr (maximum) {
+      AscendC::BlockReduceMax(blocks, last, rows, all, 1, 1, last_pitch);
+      Barrier();
+      ReduceRows<maximum>(result, blocks, rows, all[0]);
+    } else if (sizeof(T) == 4 || a.has_dropout()) {  // no pairs, or the blocks hold them
+      AscendC::BlockReduceSum(blocks, last, rows, all, 1, 1, last_pitch);
+      Barrier();
+      ReduceRows<maximum>(result, blocks, rows, all[0]);
+    } else {
+      // In the same order as dropout, for the same bits: first the k-th and the (8 + k)-th of 16.
+      uint64_t half[2] = {all[0] >> 32, 0};
+      AscendC::Add(tree, last, last[8], half, rows, {2, 2, 2, kLanes / 8, last_pitch, last_pitch});
+      Barrier();
+      AscendC::BlockReduceSum(blocks, tree, rows, half, 1, 2, kLanes / 8);
+      Barrier();
+      ReduceRows<maximum>(result, blocks, rows, 0x0f0f0f0f0f0f0f0fu);
+    }
+    Barrier();
+  }
+
+  // A row's results, 8 or fewer lanes a block.
+  template <bool maximum>
+  __aicore__ void ReduceRows(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& blocks,
+                             int32_t rows, uint64_t lanes) {
+    const int32_t whole = rows / 8;
+    uint64_t mask[2] = {lanes, 0}, rest[2] = {lanes & ((uint64_t(1) << rows % 8 * 8) - 1), 0};
+    if constexpr (maximum) {
+      if (whole) AscendC::BlockReduceMax(to, blocks, whole, mask, 1, 1, 8);
+      if (rest[0]) AscendC::BlockReduceMax(to[whole * 8], blocks[whole * kLanes], 1, rest, 1, 1, 8);
+    } else {
+      if (whole) AscendC::BlockReduceSum(to, blocks, whole, mask, 1, 1, 8);
+      if (rest[0]) AscendC::BlockReduceSum(to[whole * 8], blocks[whole * kLanes], 1, rest, 1, 1, 8);
+    }
+  }
+
+  template <bool maximum>
+  __aicore__ void Combine(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& x,
+                          const AscendC::LocalTensor<float>& y, int32_t rows,
+                          const AscendC::BinaryRepeatParams& blocks) {
+    if constexpr (maximum)
+      AscendC::Max(to, x, y, kLanes, rows, blocks);
+    else
+      AscendC::Add(to, x, y, kLanes, rows, blocks);
+  }
+
+  const Arguments& a;
+  AscendC::LocalTensor<float> row_max, row_sum;                  // [kStatisticsRing][kHalf]
+  AscendC::LocalTensor<float> decay;                             // [kSlots][kHalf]
+  AscendC::LocalTensor<float> chunk_max, chunk_sum, chunk_wide;  // [kChunkRows], the last one in whole blocks
+};
+
+// The backward's weights, with the known lse: exp(logit - lse). `lse`: of the chunk's rows, each in a whole block.
+__aicore__ inline void Weigh(const Arguments& a, const Task& task, const ScoreChunk& chunk,
+                             const AscendC::LocalTensor<float>& lse) {
+  using namespace AscendC;
+  const uint8_t pitch = chunk.layout.pitch;
+  MakeLogits(a, task, chunk);
+  for (int32_t c = 0; c < chunk.columns(); c += kLanes)
+    Sub(chunk.s[c], chunk.s[c], lse, kLanes, chunk.rows, {1, 1, 0, pitch, pitch, 1});
+  PipeBarrier<PIPE_V>();
+  Exp(chunk.s, chunk.s, kLanes, chunk.repeats(), {1, 1, 8, 8});
+  PipeBarrier<PIPE_V>();
+}
+
+// The memory that Differentiate needs for dropout: as many fp32 as a chunk has, and Dropout::MasksOf the chunk's tiles.
+struct DropoutScratch {
+  AscendC::LocalTensor<float> product;
+  AscendC::LocalTensor<int32_t> masks;
+};
+
+// dP to dS / softmax_scale = P (dP~ - delta), in place, and P to P~ (~: after dropout). `delta`: of the chunk's rows,
+// each in a whole block. `group`: the first of the generator's groups of rows that were drawn for the chunk.
+__aicore__ inline void Differentiate(const Arguments& a, const ScoreChunk& weights,
+                                     const AscendC::LocalTensor<float>& gradients,
+                                     const AscendC::LocalTensor<float>& delta, Dropout* dropout,
+                                     const DropoutScratch& scratch, int32_t group) {
+  using namespace AscendC;
+  const LocalTensor<float> p = weights.s, ds = gradients;
+  const uint8_t all = weights.repeats(), pitch = weights.layout.pitch;
+  const int32_t rows = weights.rows, columns = weights.columns();
+  const BinaryRepeatParams dense(1, 1, 1, 8, 8, 8), by_row(1, 1, 0, pitch, pitch, 1);
+  if (a.has_dropout()) {  // P~ dP / p_keep - P delta
+    const LocalTensor<float> product = scratch.product;
+    for (int32_t c = 0; c < columns; c += kLanes) Mul(product[c], p[c], delta, kLanes, rows, by_row);
+    dropout->Apply(p, pitch, scratch.masks, group, (rows + kGroupRows - 1) / kGroupRows);
+    Muls(ds, ds, a.inverse_keep, kLanes, all, {1, 1, 8, 8});
+    PipeBarrier<PIPE_V>();
+    Mul(ds, ds, p, kLanes, all, dense);
+    PipeBarrier<PIPE_V>();
+    Sub(ds, ds, product, kLanes, all, dense);
+  } else {
+    for (int32_t c = 0; c < columns; c += kLanes) Sub(ds[c], ds[c], delta, kLanes, rows, by_row);
+    PipeBarrier<PIPE_V>();
+    Mul(ds, ds, p, kLanes, all, dense);
+  }
+  PipeBarrier<PIPE_V>();
+}
+
+}  // namespace ascend
+}  // namespace flashattn_ext

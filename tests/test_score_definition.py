@@ -1,0 +1,71 @@
+"""csrc/score.h, which every backend includes: logits, their order, and the slope that belongs to them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+CSRC = next(parent / "csrc" for parent in Path(__file__).parents if (parent / "csrc").is_dir())
+
+PROGRAM = r"""
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <initializer_list>
+#include <limits>
+#include "score.h"
+
+using namespace flashattn_ext;
+
+static long checked = 0;
+
+static void check(bool holds, const char* what, double scale) {
+  ++checked;
+  if (holds) return;
+  std::printf("%s is wrong for softmax_scale %g\n", what, scale);
+  std::exit(1);
+}
+
+template <class Score, class Real>
+static void check_rule(double scale, bool ordered) {
+  AttnParams p;
+  p.softmax_scale = scale;
+  const Score score = Score::of(p);
+  const double tolerance = 4 * std::numeric_limits<Real>::epsilon();
+  auto logit = [&](double product) { return score.factor * static_cast<double>(score.stored(Real(product))); };
+  for (double product = -64; product <= 64; product += 0.5) {
+    const double expected = scale * product * 1.4426950408889634;
+    check(std::fabs(logit(product) - expected) <= tolerance * std::fabs(expected) + 1e-30, "the logit", scale);
+    const Real x = score.stored(Real(product)), next = score.stored(Real(product + 0.5));
+    if (ordered && scale != 0) check((next > x) == (scale > 0), "the order of stored scores", scale);
+    const double slope = (logit(product + 0.5) - logit(product - 0.5)) / 1.4426950408889634;
+    const double gradient = score.softmax_scale * static_cast<double>(score.times_slope(Real(1), x));
+    check(std::fabs(slope - gradient) <= 64 * tolerance * std::fabs(scale) + 1e-30, "the slope", scale);
+  }
+  if (ordered) check(score.factor > 0, "the sign of the factor", scale);
+  const Real masked = score.factor * -std::numeric_limits<Real>::infinity();
+  check(!std::isnan(masked), "the factor times a masked score", scale);
+  check(score.stores_products() == (score.stored(Real(1)) == Real(1)), "stores_products", scale);
+}
+
+int main() {
+  for (double scale : {0.125, -0.125, 1.0, -1.0, 0.0, -0.0, 3.7, -0.0883883476, 1e-20}) {
+    check_rule<PlainScore<float, true>, float>(scale, true);
+    check_rule<PlainScore<float, false>, float>(scale, false);
+    check_rule<PlainScore<double, true>, double>(scale, true);
+    check_rule<PlainScore<double, false>, double>(scale, false);
+  }
+  std::printf("%ld answers\n", checked);
+}
+"""
+
+
+def test_scores_logits_and_slopes_belong_together(tmp_path: Path) -> None:
+    source, program = tmp_path / "score.cpp", tmp_path / "score"
+    source.write_text(PROGRAM)
+    compiler = os.environ.get("CXX", "c++").split()
+    subprocess.run([*compiler, "-std=c++17", "-O1", f"-I{CSRC}", str(source), "-o", str(program)], check=True)
+    result = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout
+    assert int(result.stdout.split()[0]) > 10_000
