@@ -64,9 +64,9 @@ def import_torch():
             import torch
         except ImportError:
             stop(
-                "torch is not installed in this environment; install torch 2.6 or newer first (pip install torch) and "
-                "build again, where torch is there but was not found without isolation: pip install "
-                "--no-build-isolation, python -m build --no-isolation"
+                "torch is not installed in this environment; install torch 2.6 or newer first (pip install torch), then build "
+                "again; if torch is there and was not found, build without isolation: pip install --no-build-isolation, or "
+                "python -m build --no-isolation"
             )
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MINIMUM_TORCH:
         stop(

@@ -9,22 +9,9 @@
 #include <ATen/core/stack.h>
 
 #include <optional>
-#include <string>
 #include <vector>
 
 namespace flashattn_ext {
-
-// Texts of sizes for messages. They are not put into a stream by libc10's operators: where the compiler links its own
-// C++ library into this module, libc10 cannot write a number to a stream that was made here.
-inline std::string text(const c10::SymInt& size) {
-  const std::optional<int64_t> value = size.maybe_as_int();
-  return value ? std::to_string(*value) : size.toSymNodeImplUnowned()->str();
-}
-inline std::string text(c10::SymIntArrayRef sizes) {
-  std::string all = "[";
-  for (size_t i = 0; i < sizes.size(); ++i) all += (i ? ", " : "") + text(sizes[i]);
-  return all + "]";
-}
 
 // The arguments that every op of attention begins with. A float is a `Scalar`, which may be symbolic (see Arguments).
 constexpr char kCallSchema[] =

@@ -318,7 +318,7 @@ void dropout_mask(const c10::OperatorHandle& op, Stack* stack) {
   const char* const names[] = {"B", "H", "Sq", "Sk"};
   for (size_t i = 0; i < shape.size(); ++i)
     TORCH_CHECK_VALUE(shape[i].sym_ge(0).expect_true(__FILE__, __LINE__), names[i], ": expected at least 0, got ",
-                      text(shape[i]));
+                      shape[i]);
   validate_dropout_p(dropout_p);
   validate_rng_state(given_state, 1.0, given_state);
   const Device device(given_state);

@@ -37,7 +37,7 @@ void check_tensor_kinds(const AttnCall& c) {
                    "q: float64 is supported on the CPU only, got a tensor on ", c.q.device(), "; use float32 there");
   for (const auto& [name, t] : NamedTensors{{"q", &c.q}, {"k", &c.k}, {"v", &c.v}}) {
     TORCH_CHECK_VALUE(t->dim() == rank, name, ": expected ", rank, " dimensions ", layout_of(c), ", got shape ",
-                      text(t->sym_sizes()));
+                      t->sym_sizes());
     TORCH_CHECK_TYPE(t->scalar_type() == dtype, name, ": expected the dtype of q (", dtype, "), got ",
                      t->scalar_type());
     check_device(name, *t, c.q);
@@ -45,8 +45,8 @@ void check_tensor_kinds(const AttnCall& c) {
 }
 
 void check_size(const char* name, const at::Tensor& t, int64_t dim, const c10::SymInt& expected, const char* what) {
-  TORCH_CHECK_VALUE(holds(t.sym_size(dim).sym_eq(expected)), name, ": expected the ", what, " (", text(expected),
-                    "), got ", text(t.sym_size(dim)), " in shape ", text(t.sym_sizes()));
+  TORCH_CHECK_VALUE(holds(t.sym_size(dim).sym_eq(expected)), name, ": expected the ", what, " (", expected, "), got ",
+                    t.sym_size(dim), " in shape ", t.sym_sizes());
 }
 
 void check_sizes(const AttnCall& c) {
@@ -59,26 +59,25 @@ void check_sizes(const AttnCall& c) {
   check_size("v", c.v, heads, c.k.sym_size(heads), "number of heads of k");
   const c10::SymInt heads_q = c.q.sym_size(heads), heads_k = c.k.sym_size(heads);
   TORCH_CHECK_VALUE(heads_k > 0 ? heads_q % heads_k == 0 : heads_q == 0,
-                    "q: the number of query heads must be a multiple of the ", text(heads_k), " key heads, got ",
-                    text(heads_q), " in shape ", text(c.q.sym_sizes()));
+                    "q: the number of query heads must be a multiple of the ", heads_k, " key heads, got ", heads_q,
+                    " in shape ", c.q.sym_sizes());
   check_size("k", c.k, -1, c.q.sym_size(-1), "head_dim of q");
   for (const auto& [name, t] : NamedTensors{{"q", &c.q}, {"v", &c.v}}) {
     const c10::SymInt head_dim = t->sym_size(-1);
     TORCH_CHECK_VALUE(holds(head_dim.sym_ge(1)) && holds(head_dim.sym_le(kMaxHeadDim)), name,
-                      ": head_dim must be in 1..", kMaxHeadDim, ", got ", text(head_dim), " in shape ",
-                      text(t->sym_sizes()));
+                      ": head_dim must be in 1..", kMaxHeadDim, ", got ", head_dim, " in shape ", t->sym_sizes());
   }
 }
 
 void check_options(const AttnCall& c) {
   TORCH_CHECK_VALUE(c.softmax_scale.is_symbolic() || std::isfinite(c.softmax_scale.expect_float()),
-                    "softmax_scale: expected a finite number, got ", c.softmax_scale.guard_float(__FILE__, __LINE__));
+                    "softmax_scale: expected a finite number, got ", c.softmax_scale);
   validate_dropout_p(c.dropout_p);
   TORCH_CHECK_VALUE(holds(c.window_left.sym_ge(-1)) && holds(c.window_right.sym_ge(-1)),
-                    "window_size: both sides must be -1 (unbounded) or at least 0, got (", text(c.window_left), ", ",
-                    text(c.window_right), ")");
-  TORCH_CHECK_VALUE(holds(c.max_seqlen_q.sym_ge(0)), "max_seqlen_q: expected at least 0, got ", text(c.max_seqlen_q));
-  TORCH_CHECK_VALUE(holds(c.max_seqlen_k.sym_ge(0)), "max_seqlen_k: expected at least 0, got ", text(c.max_seqlen_k));
+                    "window_size: both sides must be -1 (unbounded) or at least 0, got (", c.window_left, ", ",
+                    c.window_right, ")");
+  TORCH_CHECK_VALUE(holds(c.max_seqlen_q.sym_ge(0)), "max_seqlen_q: expected at least 0, got ", c.max_seqlen_q);
+  TORCH_CHECK_VALUE(holds(c.max_seqlen_k.sym_ge(0)), "max_seqlen_k: expected at least 0, got ", c.max_seqlen_k);
   if (!c.sink) return;
   TORCH_CHECK_VALUE(!c.smooth_softmax,
                     "sink: cannot be combined with smooth_softmax=True, which is a sink of 0; give one of them");
@@ -86,8 +85,8 @@ void check_options(const AttnCall& c) {
   TORCH_CHECK_TYPE(at::isFloatingType(sink.scalar_type()), "sink: expected a floating point dtype, got ",
                    sink.scalar_type());
   const c10::SymInt heads_q = c.q.sym_size(c.head_axis());
-  TORCH_CHECK_VALUE(sink.dim() == 1 && holds(sink.sym_size(0).sym_eq(heads_q)), "sink: expected shape [", text(heads_q),
-                    "], one logit per query head, got ", text(sink.sym_sizes()));
+  TORCH_CHECK_VALUE(sink.dim() == 1 && holds(sink.sym_size(0).sym_eq(heads_q)), "sink: expected shape [", heads_q,
+                    "], one logit per query head, got ", sink.sym_sizes());
   check_device("sink", sink, c.q);
 }
 
@@ -97,7 +96,7 @@ void check_cu_seqlens(const char* name, const at::Tensor& cu, const AttnCall& c,
                       const at::Tensor& packed, const c10::SymInt& longest) {
   TORCH_CHECK_TYPE(cu.scalar_type() == at::kInt, name, ": expected dtype int32, got ", cu.scalar_type());
   TORCH_CHECK_VALUE(cu.dim() == 1 && holds(cu.sym_size(0).sym_ge(1)), name, ": expected shape [batch + 1], got ",
-                    text(cu.sym_sizes()));
+                    cu.sym_sizes());
   check_device(name, cu, c.q);
   if (!cu.is_cpu() || at::isTensorSubclassLike(cu)) return;
   const int64_t total = packed.size(0), max_seqlen = longest.expect_int();
@@ -134,7 +133,7 @@ void validate_rng_state(const at::Tensor& rng_state, const c10::SymFloat& dropou
   if (dropout_p.is_symbolic() || dropout_p.expect_float() == 0) return;
   TORCH_CHECK_VALUE(rng_state.dim() == 1 && holds(rng_state.sym_size(0).sym_eq(2)),
                     "rng_state: expected shape [2], {seed, offset}, for a call with dropout, got ",
-                    text(rng_state.sym_sizes()));
+                    rng_state.sym_sizes());
 }
 
 void validate(const AttnCall& c) {
@@ -147,8 +146,8 @@ void validate(const AttnCall& c) {
   check_cu_seqlens("cu_seqlens_q", *c.cu_seqlens_q, c, "q", c.q, c.max_seqlen_q);
   check_cu_seqlens("cu_seqlens_k", *c.cu_seqlens_k, c, "k", c.k, c.max_seqlen_k);
   TORCH_CHECK_VALUE(holds(c.cu_seqlens_k->sym_size(0).sym_eq(c.cu_seqlens_q->sym_size(0))),
-                    "cu_seqlens_k: expected the length of cu_seqlens_q (", text(c.cu_seqlens_q->sym_size(0)), "), got ",
-                    text(c.cu_seqlens_k->sym_size(0)));
+                    "cu_seqlens_k: expected the length of cu_seqlens_q (", c.cu_seqlens_q->sym_size(0), "), got ",
+                    c.cu_seqlens_k->sym_size(0));
 }
 
 void validate(const AttnCall& c, const BackwardCall& b) {
@@ -156,7 +155,7 @@ void validate(const AttnCall& c, const BackwardCall& b) {
   auto check = [&c](const char* name, const at::Tensor& t, c10::SymIntArrayRef shape, at::ScalarType dtype) {
     bool same = t.dim() == static_cast<int64_t>(shape.size());
     for (int64_t dim = 0; same && dim < t.dim(); ++dim) same = holds(t.sym_size(dim).sym_eq(shape[dim]));
-    TORCH_CHECK_VALUE(same, name, ": expected shape ", text(shape), ", got ", text(t.sym_sizes()));
+    TORCH_CHECK_VALUE(same, name, ": expected shape ", shape, ", got ", t.sym_sizes());
     TORCH_CHECK_TYPE(t.scalar_type() == dtype, name, ": expected dtype ", dtype, ", got ", t.scalar_type());
     check_device(name, t, c.q);
   };

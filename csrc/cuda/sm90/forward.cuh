@@ -312,8 +312,11 @@ struct Forward {
     auto& x = reinterpret_cast<float (&)[1][kScoreTiles][4]>(scores);
     const int row = work.row0 + warp_row + g(), key0 = n * kKeys, key = key0 + 2 * t();
     store_scores(x, score);
-    if (key0 < unmasked.begin) hide_keys<true, false>(x, work.mask(p), row, key);
-    if (key0 + kKeys > unmasked.end) hide_keys<false, true>(x, work.mask(p), row, key);
+    const bool before = key0<unmasked.begin, after = key0 + kKeys> unmasked.end;
+    if (before || after) {  // one branch around both: with two, dropout's bits are not drawn under the products
+      if (before) hide_keys<true, false>(x, work.mask(p), row, key);
+      if (after) hide_keys<false, true>(x, work.mask(p), row, key);
+    }
     softmax.weigh(scores, score, kTolerance, [&](const float (&factors)[2]) {
       shrink[0] = factors[0];
       shrink[1] = factors[1];
