@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -37,7 +38,7 @@ SYNTAX = "bash -n {program}"
 class Rule:
     command: str  # regular expression of the whole command
     run: str  # what runs instead: {} is the command, {program} and {arguments} are its first word and the others
-    refused: str = ""  # the command must fail, with this in its last line
+    refused: str = ""  # the command must fail and say this
 
 
 RULES = [
@@ -55,7 +56,9 @@ RULES = [
     Rule(r"flashattn-ext report .*", AS_WRITTEN),
     Rule(r"(flashattn-ext|python -m flashattn_ext) bench (cpu|tune).*", "{} --quick"),
     Rule(r"(flashattn-ext|python -m flashattn_ext) bench cuda.*", AS_WRITTEN, refused="needs a CUDA device"),
-    Rule(r"bash build\.sh -arch 910b", AS_WRITTEN, refused="CANN was not found"),
+    Rule(r"bash build\.sh -arch 910b( -mode check)?", AS_WRITTEN, refused="CANN was not found"),
+    Rule(r"python -c \"import torch, torch_npu;.*", AS_WRITTEN, refused="No module named 'torch_npu'"),
+    Rule(r"python tools/npu_times\.py .*", "python -m py_compile tools/npu_times.py"),
     Rule(r"bash build\.sh -arch 910 -mode emulator", AS_WRITTEN),
     Rule(r"make train", 'make train ARGS="--steps 2 --width 32 --context 64 --out build/documented/train"'),
     Rule(r"make( .*)?", DRY),
@@ -95,9 +98,11 @@ def run(command: str, folder: Path, env: dict[str, str], refused: str = "") -> s
     lines = (done.stdout + done.stderr).strip().splitlines() or [""]
     print(f"{time.monotonic() - begin:6.1f} s  {command}", flush=True)
     if refused:
-        last = done.stderr.strip().splitlines()[-1:]
-        as_expected = done.returncode != 0 and last and refused in last[0]
-        return "" if as_expected else f"{command}\n  should say '{refused}', got status {done.returncode}: {lines[-1]}"
+        return (
+            ""
+            if done.returncode != 0 and refused in done.stderr
+            else f"{command}\n  should say '{refused}', got status {done.returncode}: {lines[-1]}"
+        )
     return "" if done.returncode == 0 else "\n  ".join([f"{command}\n  status {done.returncode}", *lines[-20:]])
 
 
@@ -119,9 +124,6 @@ def environment() -> dict[str, str]:
 
 def unpacked_distribution(env: dict[str, str]) -> Path:
     """The source distribution, made without torch, in a folder; its wheel is built with torch."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for archive in FOLDER.glob("*.tar.gz"):
-        archive.unlink()
     if problem := run(f"python -m build --sdist --outdir {shlex.quote(str(FOLDER))}", ROOT, env):
         sys.exit(problem)
     (archive,) = FOLDER.glob("*.tar.gz")
@@ -134,6 +136,8 @@ def unpacked_distribution(env: dict[str, str]) -> Path:
 
 
 def main() -> None:
+    shutil.rmtree(FOLDER, ignore_errors=True)  # a newcomer has no runs of an earlier version
+    FOLDER.mkdir(parents=True)
     env = environment()
     tree = unpacked_distribution(env)
     problems, done = [], set()
