@@ -501,6 +501,8 @@ ARGUMENTS = {
     "rows_position": "Nd2Nz: the destination lies in L0A, it must be in L1",
     "rows_misaligned": "Nd2Nz: the destination starts at L1 byte 16, which is not aligned to 32 bytes",
     "rows_beyond_tensor": "Nd2Nz: the destination touches 3072 bytes from its start, the tensor has 2048",
+    "matrices_beyond_tensor": "Nd2Nz: the destination touches 2560 bytes from its start, the tensor has 2048",
+    "matrices_misaligned": "Nd2Nz: matrices begin at multiples of 32 bytes in L1 (dstNzMatrixStride)",
     "zeros_beyond_tensor": "Fill: the destination touches 2112 bytes from its start, the tensor has 2048",
     "zeros_position": "Fill: the destination lies in L0C, it must be in L1",
     "load_target_position": "LoadData: the destination must be in L0A or L0B",
