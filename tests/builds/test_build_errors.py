@@ -14,7 +14,7 @@ from helpers import run_python
 
 import flashattn_ext
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(flashattn_ext.__file__).resolve().parent
 
 
