@@ -2,7 +2,7 @@
 # Compiles the torch_npu binding of ascend_c/npu against the headers of the torch-npu wheel that belongs to this torch, and
 # links it with that wheel's library, so that every name of torch_npu that it uses is one that torch_npu has. What only CANN
 # brings, its launchers and a few functions of its runtime, is stood in for by tests/npu/device.cpp, which is built too:
-# tests/test_npu_binding.py runs the binding with it.
+# tests/ascend/test_npu_binding.py runs the binding with it.
 #
 #   tools/check_npu_binding.sh [PYTHON]      default: .venv/bin/python, else python3
 #

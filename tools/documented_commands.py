@@ -5,7 +5,7 @@
 First it makes the source distribution (without torch), unpacks it and builds its wheel. Commands of pip and of the package
 run in the unpacked tree, in an environment of their own, which has torch but not this package; `make` and scripts run in
 the checkout. RULES says what becomes of every command; one that has no rule is an error, also in
-tests/test_documentation.py.
+tests/builds/test_documentation.py.
 """
 
 from __future__ import annotations

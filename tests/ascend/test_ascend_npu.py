@@ -1,7 +1,7 @@
 """What can be seen of the backend "ascend" without CANN, NPU or torch_npu: the check of the device, the form of the kernels
 that CANN 8 needs, and what a user hears where nothing was built.
 
-tests/test_npu_binding.py runs the binding itself.
+tests/ascend/test_npu_binding.py runs the binding itself.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import flashattn_ext
 from flashattn_ext import _build
 from flashattn_ext.cli import doctor
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 KERNELS = sorted((ROOT / "ascend_c" / "inst").glob("*.cpp"))
 COMPILER = os.environ.get("CXX", "c++")
 

@@ -14,7 +14,7 @@ from helpers import run_python
 
 import flashattn_ext
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(flashattn_ext.__file__).resolve().parent
 
 
@@ -145,6 +145,8 @@ def test_wheel_gets_the_file_that_the_build_writes(tmp_path: Path) -> None:
     """pip builds in a checkout that was never built: the build configuration must exist when the modules are collected."""
     for name in ("setup.py", "pyproject.toml", "VERSION", "README.md"):
         shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "csrc").mkdir()
+    shutil.copy(ROOT / "csrc" / "sources.py", tmp_path / "csrc")
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "_build_config.py")
     shutil.copytree(ROOT / "flashattn_ext", tmp_path / "flashattn_ext", ignore=ignored)
     command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", "out"]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NAMES = "910, 910b, 910pro, 910_93"
 RELEASE = torch.__version__.split("+")[0]
 

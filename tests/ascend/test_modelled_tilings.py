@@ -33,7 +33,7 @@ def test_memories_hold_what_is_said(D: int) -> None:
 
 
 def test_the_makefile_builds_what_fits() -> None:
-    names = re.search(r"^TILINGS := (.*)$", Path(__file__).parent.with_name("Makefile").read_text(), re.MULTILINE)[1]
+    names = re.search(r"^TILINGS := (.*)$", (Path(__file__).parents[2] / "Makefile").read_text(), re.MULTILINE)[1]
     default = ascend.tiling(64)
     fitting = [shape for shape in ascend.TILINGS if not ascend.tiling(64, *shape).overflows]
     assert {tuple(map(int, name.split("x"))) for name in names.split()} == {*fitting} - {(default.rows, default.keys)}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = [".ci", "ascend_c", "csrc", "docs", "flashattn_ext", "tests", "tools"]
 FILES = [
     *(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from helpers import run_python
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-HERE = Path(__file__).parent
-SOURCES = HERE / "ascend"
-EMULATOR = HERE.parent / "ascend_c" / "emulator"
+SOURCES = Path(__file__).parent
+EMULATOR = SOURCES.parents[1] / "ascend_c" / "emulator"
 MODES = ("eager", "late", "random")
 ELEMENTS = 1024
 
