@@ -187,6 +187,13 @@ void set_memory(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse,
   p->rng_state = rng_state.const_data_ptr<int64_t>();
 }
 
+// Throws, naming the fix, where this build has nothing for the device of a tensor. An op that begins with torch's own
+// operators asks first: on a device that torch has no kernels for either, its message would be torch's.
+void check_device_is_known(const at::Tensor& device_of) {
+  if (device_of.is_cpu() || device_of.is_cuda() || device_of.is_meta()) return;
+  backend_for(device_name(device_of));
+}
+
 // The backend that runs the call, and its stream if this file does not know that one.
 const Backend& backend_supporting(const at::Tensor& device_of, AttnParams* p, bool backward) {
   std::string reason;
@@ -321,6 +328,7 @@ void dropout_mask(const c10::OperatorHandle& op, Stack* stack) {
                       shape[i]);
   validate_dropout_p(dropout_p);
   validate_rng_state(given_state, 1.0, given_state);
+  check_device_is_known(given_state);
   const Device device(given_state);
   const auto new_mask = [&] { return at::empty_symint(shape, given_state.options().dtype(at::kBool)); };
   if (given_state.is_meta()) return arguments.finish(new_mask());
@@ -380,6 +388,7 @@ at::Tensor new_rng_state(const at::Tensor& device_of, const std::optional<c10::S
 void forward_call(const c10::OperatorHandle& op, Stack* stack) {
   static const c10::OperatorHandle pure = operator_named("flashattn_ext::forward");
   const AttnCall c = Arguments(op, stack).call();
+  check_device_is_known(c.q);
   const auto rng_seed = stack->back().toOptional<c10::SymInt>();
   const bool drops = c.dropout_p > 0.0;
   if (drops && !rng_seed) validate(c);  // a call that is refused draws nothing

@@ -152,7 +152,7 @@ def load(builds: Iterable[PrivateBuild]) -> dict[str, str]:
 def _start(build: PrivateBuild, pool: ThreadPoolExecutor) -> tuple[str, list[Future[str]]]:
     """Compiles its sources side by side; the folder is the caller's to remove."""
     build.library.parent.mkdir(parents=True, exist_ok=True)
-    folder = tempfile.mkdtemp(dir=build.library.parent)
+    folder = tempfile.mkdtemp(prefix=f"{build.library.stem}-", dir=build.library.parent)
     abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     defines = [f"-DFLASHATTN_EXT_{name}={value}" for name, value in build.defines.items()]
 
@@ -166,7 +166,7 @@ def _start(build: PrivateBuild, pool: ThreadPoolExecutor) -> tuple[str, list[Fut
 
 def _link(build: PrivateBuild, objects: list[str]) -> None:
     """A library that is there is replaced as a whole: another process may be using it."""
-    with tempfile.TemporaryDirectory(dir=build.library.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{build.library.stem}-", dir=build.library.parent) as folder:
         made = str(Path(folder, "library.so"))
         _run(build, [*build.linker, *objects, "-o", made])
         os.replace(made, build.library)

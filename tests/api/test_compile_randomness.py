@@ -93,16 +93,42 @@ def test_selective_checkpointing_redraws_nothing(device: str, backend: str, save
     dout = torch.randn_like(out)
     torch.manual_seed(8)  # what happens between forward and backward must not matter
     (gradient,) = torch.autograd.grad(out, q, dout)
+    torch.manual_seed(7)
     if backend == "inductor":  # it draws numbers of its own: the same masks show by another call of the same function
-        torch.manual_seed(7)
         again = function(q)
         torch.testing.assert_close(again, out)
         torch.testing.assert_close(torch.autograd.grad(again, q, dout)[0], gradient)
         return
-    torch.manual_seed(7)
+    if backend == "aot_eager" and device == "cuda":
+        # A graph that draws again in its backward has generators of its own on CUDA (graphsafe_rng_functionalization),
+        # so that its masks are not those of eager calls. The next test holds for every device: a backward has the masks
+        # of its forward.
+        assert gradient.abs().sum() > 1
+        return
     expected = block(q)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, q, dout)[0])
+
+
+@pytest.mark.parametrize("saves_forward", [True, False], ids=["forward saved", "forward recomputed"])
+@pytest.mark.parametrize("backend", ["eager", *COMPILERS])
+def test_a_checkpointed_backward_has_the_masks_of_its_forward(device: str, backend: str, saves_forward: bool) -> None:
+    q = torch.randn(2, 32, 2, 16, device=device)
+    v = torch.randn(2, 32, 2, 16, device=device, requires_grad=True)
+
+    def block(v: torch.Tensor) -> torch.Tensor:
+        inner = flashattn_ext.forward(q, q, v * 2, dropout_p=0.5)
+        return flashattn_ext.forward(q, q, inner * 2, dropout_p=0.5)
+
+    def checkpointed(v: torch.Tensor) -> torch.Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, partial(policy, saves_forward))
+        return checkpoint(block, v, use_reentrant=False, context_fn=contexts)
+
+    out = (checkpointed if backend == "eager" else compiled(checkpointed, backend))(v)
+    dout = torch.randn_like(out)
+    (dv,) = torch.autograd.grad(out, v, dout)
+    # out is linear in v, so that <dout, out> = <dv, v> when both use the same weights.
+    torch.testing.assert_close((dv * v).sum(), (dout * out).sum(), rtol=1e-4, atol=1e-3)
 
 
 def test_checkpointing_inside_a_graph(device: str) -> None:

@@ -5,12 +5,14 @@ doctor report.
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -273,10 +275,13 @@ def broken_package(tmp_path: Path) -> Path:
 
 def test_doctor_explains_a_mismatched_extension(broken_package: Path) -> None:
     command = [sys.executable, "-m", "flashattn_ext"]
-    doctor = subprocess.run([*command, "doctor"], cwd=broken_package, capture_output=True, text=True)
+    # A package that PYTHONPATH leads to would be used in place of the broken one.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    run = partial(subprocess.run, cwd=broken_package, env=environment, capture_output=True, text=True)
+    doctor = run([*command, "doctor"])
     assert doctor.returncode == 1
     assert "FAIL  extension" in doctor.stdout
     assert "fix: rebuild it, in the checkout, with: pip install" in doctor.stdout
-    train = subprocess.run([*command, "train"], cwd=broken_package, capture_output=True, text=True)
+    train = run([*command, "train"])
     assert train.returncode == 1
     assert train.stderr.startswith("flashattn-ext train: ") and train.stderr.count("\n") == 1
