@@ -201,7 +201,9 @@ def extension(torch, with_cuda: bool):
     build = CUDAExtension if with_cuda else CppExtension
     return build(
         "flashattn_ext._C",
-        SOURCES + [str(path.relative_to(ROOT)) for path in cuda],
+        # setuptools sorts sources by name, and they are compiled in that order. "./" puts the kernels of the CPU, which take
+        # longest, before build/cuda_instances.
+        [f"./{source}" for source in SOURCES] + [str(path.relative_to(ROOT)) for path in cuda],
         extra_compile_args=flags,
         extra_link_args=openmp_library(torch),
     )
