@@ -36,8 +36,8 @@ struct GradStep {
 
 class GradSteps {
  public:
-  __aicore__ explicit GradSteps(const Arguments& arguments)
-      : a(arguments), tasks(arguments, Side::keys, arguments.deterministic) {}
+  __aicore__ GradSteps(const Arguments& arguments, int32_t queries_of_step)
+      : a(arguments), tasks(arguments, Side::keys, arguments.deterministic), queries_of_step(queries_of_step) {}
 
   __aicore__ bool Next(GradStep* step) {
     step->first = false;
@@ -51,13 +51,13 @@ class GradSteps {
         step->first = true;
       }
       --heads_left;
-      row = visible.begin / kChunkRows * kChunkRows;  // the generator works on 16 rows at a time
+      row = visible.begin / kGroupRows * kGroupRows;
       end = visible.end;
     }
     step->task = task;
     step->head = (task.head + 1) * a.group_size() - 1 - heads_left;
     step->row = row;
-    step->rows = Lesser(kQueries, end - row);
+    step->rows = Lesser(queries_of_step, end - row);
     row += step->rows;
     step->last = row >= end && heads_left == 0;
     step->slot = number++ % kSlots;
@@ -69,21 +69,26 @@ class GradSteps {
   Tasks tasks;
   Task task;
   TileMask::Range visible = {0, 0};
+  int32_t queries_of_step;
   int32_t heads_left = 0, row = 0, end = 0, number = 0;
 };
 
+template <typename T>
 class BackwardWorkspace {
+  using Sizes = SizesOf<sizeof(T)>;
+
  public:
   __aicore__ explicit BackwardWorkspace(const Arguments& a)
-      : base((uint64_t)a.workspace + AscendC::GetBlockIdx() / AscendC::GetTaskRation() * kBackwardWorkspaceBytes) {}
+      : base((uint64_t)a.workspace +
+             AscendC::GetBlockIdx() / AscendC::GetTaskRation() * Sizes::kBackwardWorkspaceBytes) {}
   // 0: S, 1: dP
   __aicore__ AscendC::GlobalTensor<float> Scores(int32_t slot, int32_t which) const {
-    return Global<float>(base + (slot * 2 + which) * kBackwardScoreBytes);
+    return Global<float>(base + (slot * 2 + which) * Sizes::kBackwardScoreBytes);
   }
   // 0: P, 1: dS
-  template <typename T>
   __aicore__ AscendC::GlobalTensor<T> Rounded(int32_t slot, int32_t which) const {
-    return Global<T>(base + kSlots * 2 * kBackwardScoreBytes + (slot * 2 + which) * kBackwardRoundedBytes);
+    return Global<T>(base + kSlots * 2 * Sizes::kBackwardScoreBytes +
+                     (slot * 2 + which) * Sizes::kBackwardRoundedBytes);
   }
 
  private:
@@ -92,12 +97,14 @@ class BackwardWorkspace {
 
 template <typename T>
 class BackwardCube {
+  static constexpr int32_t kInner = SizesOf<sizeof(T)>::kInner, kQueries = SizesOf<sizeof(T)>::kQueries;
+
  public:
   __aicore__ explicit BackwardCube(const Arguments& arguments)
       : a(arguments), workspace(arguments), adds(arguments.deterministic ? Store::add_in_order : Store::add) {}
 
   __aicore__ void Run() {
-    GradSteps steps(a);
+    GradSteps steps(a, kQueries);
     GradStep ring[kSlots], step;
     int32_t issued = 0;
     while (steps.Next(&step)) {
@@ -138,8 +145,8 @@ class BackwardCube {
                                const L1Tile<T>& right, int32_t which) {
     const int32_t rows = Lesser(kTile, step.rows - row);
     cube.BeginSums();
-    for (int32_t d = 0; d < dim; d += kTile) {
-      const int32_t k = Lesser(kTile, dim - d);
+    for (int32_t d = 0; d < dim; d += kInner) {
+      const int32_t k = Lesser(kInner, dim - d);
       const L1Tile<T> tile = cube.LoadTile(Queries(step, left, row)[d], rows, k, left.row_stride);
       cube.MultiplyTransposed({tile, 0, rows, 0, k, false}, right, d, step.task.rows, d == 0, false);
       cube.Release(tile);
@@ -150,8 +157,8 @@ class BackwardCube {
   __aicore__ void MultiplyGradients(const GradStep& step) {
     AscendC::CrossCoreWaitFlag(kProbabilitiesReady);
     const int32_t n = step.task.rows;
-    const L1Tile<T> p = cube.LoadWide(0, workspace.Rounded<T>(step.slot, 0), step.rows, n, kTile);
-    const L1Tile<T> ds = cube.LoadWide(1, workspace.Rounded<T>(step.slot, 1), step.rows, n, kTile);
+    const L1Tile<T> p = cube.LoadWide(0, workspace.Rounded(step.slot, 0), step.rows, n, kTile);
+    const L1Tile<T> ds = cube.LoadWide(1, workspace.Rounded(step.slot, 1), step.rows, n, kTile);
     AddOverQueries(step, p, a.dout, a.head_dim_v, a.dv_sum);
     AddOverQueries(step, ds, a.q, a.head_dim, a.dk_sum);
     const int32_t pitch = sum_pitch(a.head_dim);
@@ -159,11 +166,17 @@ class BackwardCube {
         Global<float>((uint64_t)a.dq_sum, (step.head * a.rows_q + step.QueryRow(a)) * pitch);
     for (int32_t d = 0; d < a.head_dim; d += kTile) {
       const int32_t columns = Lesser(kTile, a.head_dim - d);
-      const L1Tile<T> tile = cube.LoadTile(Keys(step, a.k)[d], n, columns, a.k.row_stride);
+      L1Tile<T> tiles[kTile / kInner];
+      static_assert(kTile / kInner < kRing, "one is left to be loaded");
+      for (int32_t key = 0; key < n; key += kInner)
+        tiles[key / kInner] =
+            cube.LoadTile(Keys(step, a.k)[key * a.k.row_stride + d], Lesser(kInner, n - key), columns, a.k.row_stride);
       for (int32_t row = 0; row < step.rows; row += kTile) {
         const int32_t rows = Lesser(kTile, step.rows - row);
         cube.BeginSums();
-        cube.MultiplyPlain({ds, row, rows, 0, n, false}, tile, columns, true, row + rows == step.rows);
+        for (int32_t key = 0; key < n; key += kInner)
+          cube.MultiplyPlain({ds, row, rows, key, Lesser(kInner, n - key), false}, tiles[key / kInner], columns,
+                             key == 0, row + rows == step.rows);
         cube.StoreSums(dq[row * pitch + d], rows, columns, pitch, adds);
       }
     }
@@ -179,8 +192,8 @@ class BackwardCube {
     for (int32_t d = 0; d < dim; d += kTile) {
       const int32_t columns = Lesser(kTile, dim - d);
       cube.BeginSums();
-      for (int32_t row = 0; row < step.rows; row += kTile) {
-        const int32_t rows = Lesser(kTile, step.rows - row);
+      for (int32_t row = 0; row < step.rows; row += kInner) {
+        const int32_t rows = Lesser(kInner, step.rows - row);
         const L1Tile<T> tile = cube.LoadTile(Queries(step, right, row)[d], rows, columns, right.row_stride);
         cube.MultiplyPlain({left, row, rows, 0, n, true}, tile, columns, row == 0, true);
       }
@@ -189,7 +202,7 @@ class BackwardCube {
   }
 
   const Arguments& a;
-  BackwardWorkspace workspace;
+  BackwardWorkspace<T> workspace;
   Store adds;
   CubeCore<T> cube;
   L1Tile<T> keys, values;
@@ -197,6 +210,8 @@ class BackwardCube {
 
 template <typename T>
 class BackwardVector : VectorCore {
+  static constexpr int32_t kQueries = SizesOf<sizeof(T)>::kQueries, kGradRows = SizesOf<sizeof(T)>::kGradRows;
+
  public:
   __aicore__ explicit BackwardVector(const Arguments& arguments) : a(arguments), workspace(arguments) {
     using namespace AscendC;
@@ -209,7 +224,7 @@ class BackwardVector : VectorCore {
     delta_wide = Carve<float>(kHalf * 8);
     if (a.has_dropout()) {
       product = Carve<float>(kChunk);
-      words = Carve<int32_t>(Dropout::WordsOf(Dropout::kStepTiles));
+      words = Carve<int32_t>(Dropout::WordsOf(kStepTiles));
       dropout.Init(a, Carve<int32_t>(Dropout::kConstantWords));
       Duplicate(product, 0.0f, kChunk);
     }
@@ -227,20 +242,18 @@ class BackwardVector : VectorCore {
 
   __aicore__ void Run() {
     using namespace AscendC;
-    GradSteps steps(a);
+    GradSteps steps(a, kQueries);
     GradStep step;
     while (steps.Next(&step)) {
       const int32_t begin = step.row;
       TakeHalf(&step.row, &step.rows);
       if (step.rows > 0) LoadRows(step);
       if (step.rows > 0 && a.has_dropout()) {
-        constexpr int32_t kGroups = kHalf / kChunkRows, kAcross = kTile / kLanes;
-        static_assert(kGroups * kAcross <= Dropout::kStepTiles, "the words of a step");
-        static_assert(Dropout::ScratchOf(Dropout::kStepTiles) <= 4 * kChunk, "the buffers of S and dP are free here");
+        static_assert(Dropout::ScratchOf(kStepTiles) <= 4 * kChunk, "the buffers of S and dP are free here");
         static_assert(Dropout::PartsOf(kGroups, kAcross) <= kChunk, "and that of products");
         TakeLoadBuffers();
-        dropout.SetMemory(product.ReinterpretCast<int32_t>(), kGroups, kAcross, words, Dropout::kStepTiles);
-        dropout.SetScratch(s.ReinterpretCast<int32_t>(), Dropout::kStepTiles);
+        dropout.SetMemory(product.ReinterpretCast<int32_t>(), kGroups, kAcross, words, kStepTiles);
+        dropout.SetScratch(s.ReinterpretCast<int32_t>(), kStepTiles);
         dropout.Draw(step.task.batch, step.head, step.row, step.rows, step.task.row, RoundUp(step.task.rows, kLanes));
         GiveLoadBuffers();
       }
@@ -258,6 +271,7 @@ class BackwardVector : VectorCore {
 
  private:
   static constexpr int32_t kHalf = kQueries / 2;
+  static constexpr int32_t kGroups = kHalf / kGroupRows, kAcross = kTile / kLanes, kStepTiles = kGroups * kAcross;
   static constexpr int32_t kChunk = kGradRows * kGradPitch;
   static constexpr int32_t kPitchBlocks = kGradPitch / 8;
   static constexpr int32_t kRowsEvent = 2;
@@ -287,7 +301,7 @@ class BackwardVector : VectorCore {
     const Task& task = step.task;
     const int32_t buffer = chunks++ % 2, keys = task.rows, columns = RoundUp(keys, kLanes);
     const LocalTensor<float> p = s[buffer * kChunk], ds = dp[buffer * kChunk];
-    const LocalTensor<T> p16 = rounded[buffer * 2 * kChunk], ds16 = p16[kChunk];
+    const LocalTensor<T> rounded_p = rounded[buffer * 2 * kChunk], rounded_ds = rounded_p[kChunk];
     WaitFlag<HardEvent::V_MTE2>(buffer);
     const DataCopyExtParams copy(rows, keys * 4, (kTile - keys) * 4, kPitchBlocks - RoundUp(keys, 8) / 8, 0);
     const DataCopyPadExtParams<float> no_padding(false, 0, 0, 0.0f);
@@ -311,9 +325,11 @@ class BackwardVector : VectorCore {
     WaitFlag<HardEvent::MTE3_V>(buffer);
     if (a.has_dropout()) {  // dS = P~ dP / p_keep - P delta
       for (int32_t c = 0; c < columns; c += kLanes) Mul(product[c], p[c], delta_rows, kLanes, rows, by_row);
-      constexpr int32_t kTiles = kGradRows / kChunkRows * (kTile / kLanes);
-      static_assert(Dropout::MasksOf(kTiles) * 4 <= 2 * kChunk * 2, "the buffers of what is rounded are free here");
-      dropout.Apply(p, kPitchBlocks, p16.template ReinterpretCast<int32_t>(), row / kChunkRows, (rows + 15) / 16);
+      constexpr int32_t kTiles = kGradRows / kGroupRows * kAcross;
+      static_assert(Dropout::MasksOf(kTiles) * 4 <= 2 * kChunk * int32_t(sizeof(T)),
+                    "the buffers of what is rounded are free here");
+      dropout.Apply(p, kPitchBlocks, rounded_p.template ReinterpretCast<int32_t>(), row / kGroupRows,
+                    (rows + kGroupRows - 1) / kGroupRows);
       Muls(ds, ds, a.inverse_keep, kLanes, all, dense);
       Barrier();
       Mul(ds, ds, p, kLanes, all, dense2);
@@ -325,20 +341,21 @@ class BackwardVector : VectorCore {
       Mul(ds, ds, p, kLanes, all, dense2);
     }
     Barrier();
-    const UnaryRepeatParams narrow(1, 1, 4, 8);
-    Cast(p16, p, RoundMode::CAST_RINT, kLanes, all, narrow);
-    Cast(ds16, ds, RoundMode::CAST_RINT, kLanes, all, narrow);
+    RoundRepeats(rounded_p, p, all);
+    RoundRepeats(rounded_ds, ds, all);
     SetFlag<HardEvent::V_MTE2>(buffer);
     SetFlag<HardEvent::V_MTE3>(buffer);
     WaitFlag<HardEvent::V_MTE3>(buffer);
-    const DataCopyExtParams store(rows, keys * 2, kPitchBlocks / 2 - RoundUp(keys, 16) / 16, (kTile - keys) * 2, 0);
-    DataCopyPad(workspace.template Rounded<T>(step.slot, 0)[slot_row * kTile], p16, store);
-    DataCopyPad(workspace.template Rounded<T>(step.slot, 1)[slot_row * kTile], ds16, store);
+    constexpr int32_t kElement = sizeof(T);
+    const DataCopyExtParams store(rows, keys * kElement, kGradPitch * kElement / 32 - Blocks<T>(keys),
+                                  (kTile - keys) * kElement, 0);
+    DataCopyPad(workspace.Rounded(step.slot, 0)[slot_row * kTile], rounded_p, store);
+    DataCopyPad(workspace.Rounded(step.slot, 1)[slot_row * kTile], rounded_ds, store);
     SetFlag<HardEvent::MTE3_V>(buffer);
   }
 
   const Arguments& a;
-  BackwardWorkspace workspace;
+  BackwardWorkspace<T> workspace;
   int32_t chunks = 0;
   AscendC::LocalTensor<float> s, dp, lse, delta, lse_wide, delta_wide, product;
   AscendC::LocalTensor<int32_t> words;

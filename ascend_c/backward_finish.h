@@ -64,11 +64,13 @@ class BackwardFinish : VectorCore {
     Muls(x, x, scale, count);
     Barrier();
     WaitFlag<HardEvent::MTE3_V>(buffer);
-    Cast(y, x, RoundMode::CAST_RINT, count);
+    Round(y, x, count);
     SetFlag<HardEvent::V_MTE2>(buffer);
     SetFlag<HardEvent::V_MTE3>(buffer);
     WaitFlag<HardEvent::V_MTE3>(buffer);
-    DataCopyPad(to, y, DataCopyExtParams(rows, dim * 2, (pitch - RoundUp(dim, 16)) / 16, (stride - dim) * 2, 0));
+    constexpr int32_t kElement = sizeof(T);
+    const int32_t gap = Blocks<T>(pitch) - Blocks<T>(dim);
+    DataCopyPad(to, y, DataCopyExtParams(rows, dim * kElement, gap, (stride - dim) * kElement, 0));
     SetFlag<HardEvent::MTE3_V>(buffer);
   }
 

@@ -12,8 +12,8 @@ class BackwardPrepare : VectorCore {
  public:
   __aicore__ explicit BackwardPrepare(const Arguments& arguments)
       : a(arguments), width(RoundUp(arguments.head_dim_v, kLanes)) {
-    dout16 = Carve<T>(kRowsAtATime * width);
-    out16 = Carve<T>(kRowsAtATime * width);
+    loaded_dout = Carve<T>(kRowsAtATime * width);
+    loaded_out = Carve<T>(kRowsAtATime * width);
     dout = Carve<float>(kRowsAtATime * width);
     out = Carve<float>(kRowsAtATime * width);
     delta = Carve<float>(kRowsAtATime);
@@ -23,8 +23,8 @@ class BackwardPrepare : VectorCore {
 
   __aicore__ void Run() {
     using namespace AscendC;
-    Duplicate(dout16.template ReinterpretCast<uint16_t>(), uint16_t(0), kRowsAtATime * width);
-    Duplicate(out16.template ReinterpretCast<uint16_t>(), uint16_t(0), kRowsAtATime * width);
+    Zero(loaded_dout, kRowsAtATime * width);
+    Zero(loaded_out, kRowsAtATime * width);
     Duplicate(zeros, 0.0f, kZeros);
     SetFlag<HardEvent::V_MTE3>(0);
     WaitFlag<HardEvent::V_MTE3>(0);
@@ -54,18 +54,19 @@ class BackwardPrepare : VectorCore {
 
   __aicore__ void Load(const AscendC::LocalTensor<T>& to, const TensorView& view, int64_t b, int64_t head, int64_t row,
                        int32_t rows) {
-    const int32_t gap = (width - RoundUp(a.head_dim_v, 16)) / 16;
+    constexpr int32_t kElement = sizeof(T);
+    const int32_t gap = Blocks<T>(width) - Blocks<T>(a.head_dim_v);
     AscendC::DataCopyPad(
         to, Head<T>(view, b, head, row),
-        AscendC::DataCopyExtParams(rows, a.head_dim_v * 2, (view.row_stride - a.head_dim_v) * 2, gap, 0),
+        AscendC::DataCopyExtParams(rows, a.head_dim_v * kElement, (view.row_stride - a.head_dim_v) * kElement, gap, 0),
         AscendC::DataCopyPadExtParams<T>(false, 0, 0, T()));
   }
 
   __aicore__ void Delta(int64_t b, int64_t head, int64_t row, int32_t rows) {
     using namespace AscendC;
     WaitFlag<HardEvent::V_MTE2>(0);
-    Load(dout16, a.dout, b, head, row, rows);
-    Load(out16, a.out, b, head, row, rows);
+    Load(loaded_dout, a.dout, b, head, row, rows);
+    Load(loaded_out, a.out, b, head, row, rows);
     if (a.dlse.data) {
       const int64_t at = b * a.dlse.batch_stride + head * a.dlse.head_stride + row;
       DataCopyPad(dlse, Global<float>((uint64_t)a.dlse.data, at), DataCopyExtParams(1, rows * 4, 0, 0, 0),
@@ -73,8 +74,8 @@ class BackwardPrepare : VectorCore {
     }
     SetFlag<HardEvent::MTE2_V>(0);
     WaitFlag<HardEvent::MTE2_V>(0);
-    Cast(dout, dout16, RoundMode::CAST_NONE, rows * width);
-    Cast(out, out16, RoundMode::CAST_NONE, rows * width);
+    Widen(dout, loaded_dout, rows * width);
+    Widen(out, loaded_out, rows * width);
     Barrier();
     Mul(dout, dout, out, rows * width);
     Barrier();
@@ -98,7 +99,7 @@ class BackwardPrepare : VectorCore {
 
   const Arguments& a;
   int32_t width;
-  AscendC::LocalTensor<T> dout16, out16;
+  AscendC::LocalTensor<T> loaded_dout, loaded_out;
   AscendC::LocalTensor<float> dout, out, delta, dlse, zeros;
 };
 

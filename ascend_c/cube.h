@@ -7,7 +7,7 @@
 namespace flashattn_ext {
 namespace ascend {
 
-// A matrix in L1, in columns of 16 with `rows` (rounded up to 16) each.
+// A matrix in L1, in columns of 32 bytes with `rows` (rounded up to 16) each.
 template <typename T>
 struct L1Tile {
   AscendC::LocalTensor<T> data;
@@ -21,17 +21,25 @@ enum class Store { replace, add, add_in_order };
 
 template <typename T>
 class CubeCore {
+  using Sizes = SizesOf<sizeof(T)>;
+  static constexpr int32_t kElement = sizeof(T);
+  static constexpr int32_t kColumns = 32 / kElement;                         // of a fractal, which has 16 rows
+  static constexpr int32_t kFractal = 16 * kColumns;                         // elements
+  static constexpr int32_t kInner = Sizes::kInner;                           // lanes that a product sums over, at most
+  static constexpr int32_t kLeft = kRows * kInner, kRight = kTile * kInner;  // elements of a stage in L0
+
  public:
   __aicore__ CubeCore() {
     using namespace AscendC;
-    pipe.InitBuffer(l1_buffer, kL1Taken);
-    pipe.InitBuffer(l0a_buffer, kL0aTaken);
-    pipe.InitBuffer(l0b_buffer, kL0bTaken);
-    pipe.InitBuffer(l0c_buffer, kL0cTaken);
+    pipe.InitBuffer(l1_buffer, Sizes::kTiles.l1_bytes());
+    pipe.InitBuffer(l0a_buffer, Sizes::kTiles.l0a_bytes());
+    pipe.InitBuffer(l0b_buffer, Sizes::kTiles.l0b_bytes());
+    pipe.InitBuffer(l0c_buffer, Sizes::kTiles.l0c_bytes());
     l1 = l1_buffer.template Get<T>();
     l0a = l0a_buffer.template Get<T>();
     l0b = l0b_buffer.template Get<T>();
     l0c = l0c_buffer.template Get<float>();
+    if constexpr (kElement == 4) SetHF32Mode(false);  // which would round what it multiplies to 11 bits
     for (int32_t e = 0; e < kRingEvent + kRing; ++e) SetFlag<HardEvent::MTE1_MTE2>(e);
     for (int32_t e = 0; e < 2; ++e) {
       SetFlag<HardEvent::M_MTE1>(kStageEvent + e);
@@ -51,16 +59,16 @@ class CubeCore {
   // One of the two large buffers for the operand of a whole task, and for the left operand of a block.
   __aicore__ L1Tile<T> LoadResident(int32_t which, AscendC::GlobalTensor<T> from, int32_t rows, int32_t columns,
                                     int64_t pitch) {
-    return Load(which * kResidentBytes, kResidentEvent + which, from, rows, columns, pitch);
+    return Load(which * Sizes::kResidentBytes, kResidentEvent + which, from, rows, columns, pitch);
   }
   __aicore__ L1Tile<T> LoadWide(int32_t which, AscendC::GlobalTensor<T> from, int32_t rows, int32_t columns,
                                 int64_t pitch) {
-    return Load(2 * kResidentBytes + which * kWideBytes, kWideEvent + which, from, rows, columns, pitch);
+    return Load(2 * Sizes::kResidentBytes + which * Sizes::kWideBytes, kWideEvent + which, from, rows, columns, pitch);
   }
   // The next of the small buffers, for a tile that is used once. `paired`: its rows are (schedule.h).
   __aicore__ L1Tile<T> LoadTile(AscendC::GlobalTensor<T> from, int32_t rows, int32_t columns, int64_t pitch,
                                 bool paired = false) {
-    const int32_t which = ring++ % kRing, byte = 2 * (kResidentBytes + kWideBytes) + which * kTileBytes;
+    const int32_t which = ring++ % kRing, byte = 2 * (Sizes::kResidentBytes + Sizes::kWideBytes) + which * kTileBytes;
     if (paired) return LoadPaired(byte, kRingEvent + which, from, rows, columns, pitch);
     return Load(byte, kRingEvent + which, from, rows, columns, pitch);
   }
@@ -75,31 +83,36 @@ class CubeCore {
     __aicore__ int32_t k() const { return transposed ? rows : columns; }
   };
 
-  // sums[m][n] (+)= left[m][k] right[n][k]^T, of at most 128 each. `last_use` frees `right`.
+  // sums[m][n] (+)= left[m][k] right[n][k]^T, of at most 128 x 128 and kInner. `last_use` frees `right`.
   __aicore__ void MultiplyTransposed(const Left& left, const L1Tile<T>& right, int32_t column, int32_t n, bool begins,
                                      bool last_use) {
     BeginStage(left);
     AscendC::LoadData2DParams p;  // the fractals of X in L1 are those of its transpose in L0B
-    p.repeatTimes = RoundUp(n, 16) / 16 * (RoundUp(left.k(), 16) / 16);
+    p.repeatTimes = RoundUp(n, 16) / 16 * (RoundUp(left.k(), kColumns) / kColumns);
     p.srcStride = 1;
-    AscendC::LoadData(l0b[stage * kTile * kTile], right.From(column), p);
+    AscendC::LoadData(l0b[stage * kRight], right.From(column), p);
     if (last_use) Release(right);
-    Multiply(left.m(), n, left.k(), begins);
+    Multiply(left, n, begins);
   }
 
-  // sums[m][n] (+)= left[m][k] right[k][n], of at most 128 each. `last_use` frees `right`.
+  // sums[m][n] (+)= left[m][k] right[k][n], of at most 128 x 128 and kInner. `last_use` frees `right`.
   __aicore__ void MultiplyPlain(const Left& left, const L1Tile<T>& right, int32_t n, bool begins, bool last_use) {
     BeginStage(left);
-    AscendC::LoadData2DParams p;
-    p.repeatTimes = RoundUp(n, 16) / 16;
-    p.srcStride = RoundUp(left.k(), 16) / 16;
-    p.ifTranspose = true;
-    for (int32_t r = 0; r < RoundUp(left.k(), 16) / 16; ++r) {
-      p.startIndex = r;
-      AscendC::LoadData(l0b[stage * kTile * kTile + r * 16 * RoundUp(n, 16)], right.data, p);
+    const AscendC::LocalTensor<T> to = l0b[stage * kRight];
+    if constexpr (kElement == 4) {
+      LoadTransposed(to, right, 0, left.k(), 0, n);
+    } else {
+      AscendC::LoadData2DParams p;
+      p.repeatTimes = RoundUp(n, 16) / 16;
+      p.srcStride = RoundUp(left.k(), 16) / 16;
+      p.ifTranspose = true;
+      for (int32_t r = 0; r < RoundUp(left.k(), 16) / 16; ++r) {
+        p.startIndex = r;
+        AscendC::LoadData(to[r * 16 * RoundUp(n, 16)], right.data, p);
+      }
     }
     if (last_use) Release(right);
-    Multiply(left.m(), n, left.k(), begins);
+    Multiply(left, n, begins);
   }
 
   // The sums begin; then products; then they go to GM.
@@ -128,6 +141,7 @@ class CubeCore {
     const L1Tile<T> tile = BeginLoad(byte, event, rows);
     CopyRows(tile, 0, 1, from, rows, columns, pitch);
     ClearRows(tile, rows, columns);
+    ClearColumns(tile, columns);
     return EndLoad(tile);
   }
 
@@ -148,16 +162,25 @@ class CubeCore {
     const int32_t all = RoundUp(tile.rows, 16);
     if (row == all) return;
     AscendC::InitConstValueParams<T> p;
-    p.repeatTimes = RoundUp(columns, 16) / 16;
+    p.repeatTimes = RoundUp(columns, kColumns) / kColumns;
     p.blockNum = all - row;
     p.dstGap = row;
-    AscendC::Fill(tile.data[row * 16], p);
+    AscendC::Fill(tile.data[row * kColumns], p);
+  }
+  // In fp32 a fractal has 8 columns: where a product takes them as 16 of m or n, the last 8 may be missing.
+  __aicore__ static void ClearColumns(const L1Tile<T>& tile, int32_t columns) {
+    const int32_t loaded = RoundUp(columns, kColumns);
+    if (loaded == RoundUp(columns, 16)) return;
+    AscendC::InitConstValueParams<T> p;
+    p.repeatTimes = 1;
+    p.blockNum = RoundUp(tile.rows, 16);
+    AscendC::Fill(tile.From(loaded), p);
   }
 
   __aicore__ L1Tile<T> BeginLoad(int32_t byte, int32_t event, int32_t rows) {
     AscendC::WaitFlag<AscendC::HardEvent::MTE1_MTE2>(event);
     L1Tile<T> tile;
-    tile.data = l1[byte / 2];
+    tile.data = l1[byte / kElement];
     tile.rows = rows;
     tile.event = event;
     return tile;
@@ -180,27 +203,47 @@ class CubeCore {
     p.srcDValue = single ? columns : pitch;
     p.dstNzC0Stride = RoundUp(tile.rows, 16);
     p.dstNzNStride = step;
-    DataCopy(tile.data[at * 16], from, p);
-    for (int32_t r = 1; single && r < rows; ++r) DataCopy(tile.data[(at + r * step) * 16], from[r * pitch], p);
+    DataCopy(tile.data[at * kColumns], from, p);
+    for (int32_t r = 1; single && r < rows; ++r) DataCopy(tile.data[(at + r * step) * kColumns], from[r * pitch], p);
   }
 
   __aicore__ void BeginStage(const Left& left) {
     AscendC::WaitFlag<AscendC::HardEvent::M_MTE1>(kStageEvent + stage);
-    const AscendC::LocalTensor<T> to = l0a[stage * kRows * kTile], from = left.tile.From(left.column);
+    const AscendC::LocalTensor<T> to = l0a[stage * kLeft];
+    if constexpr (kElement == 4) {
+      if (left.transposed) return LoadTransposed(to, left.tile, left.row, left.rows, left.column, left.columns);
+    }
+    const AscendC::LocalTensor<T> from = left.tile.From(left.column);
     const int32_t all = RoundUp(left.tile.rows, 16) / 16;  // fractals from column to column
-    const int32_t outer = RoundUp(left.m(), 16) / 16, inner = RoundUp(left.k(), 16) / 16;
+    const int32_t outer = RoundUp(left.m(), 16) / 16, inner = RoundUp(left.k(), kColumns) / kColumns;
     AscendC::LoadData2DParams p;
     p.repeatTimes = inner;
     p.srcStride = left.transposed ? 1 : all;
     p.ifTranspose = left.transposed;
     for (int32_t f = 0; f < outer; ++f) {
       p.startIndex = left.row / 16 + (left.transposed ? f * all : f);
-      AscendC::LoadData(to[f * inner * 256], from, p);
+      AscendC::LoadData(to[f * inner * kFractal], from, p);
     }
   }
+  // The transpose of rows and columns of a tile: LoadData2D cannot do it in fp32. As an image of one row and one filter
+  // of one point, the tile is its own expansion.
+  __aicore__ static void LoadTransposed(const AscendC::LocalTensor<T>& to, const L1Tile<T>& tile, int32_t row,
+                                        int32_t rows, int32_t column, int32_t columns) {
+    AscendC::LoadData3DParamsV2<T> p;
+    p.l1H = 1;
+    p.l1W = RoundUp(tile.rows, 16);
+    p.channelSize = RoundUp(column + columns, 16);
+    p.mStartPt = row;
+    p.mExtension = RoundUp(rows, 16);
+    p.kStartPt = column;
+    p.kExtension = RoundUp(columns, 16);
+    p.enTranspose = true;
+    AscendC::LoadData(to, tile.data, p);
+  }
 
-  __aicore__ void Multiply(int32_t m, int32_t n, int32_t k, bool begins) {
+  __aicore__ void Multiply(const Left& left, int32_t n, bool begins) {
     using namespace AscendC;
+    const int32_t m = left.m();
     SetFlag<HardEvent::MTE1_M>(stage);
     WaitFlag<HardEvent::MTE1_M>(stage);
     constexpr int32_t kOrdered = 10;  // the hardware orders accumulations of this many fractals and more
@@ -208,9 +251,10 @@ class CubeCore {
     MmadParams p;  // whole fractals of n, because Fixpipe takes no less
     p.m = Greater(m, 2);
     p.n = RoundUp(n, 16);
-    p.k = k;
+    p.k = left.k();
+    p.kDirectionAlign = kElement == 4 && left.transposed;  // how LoadTransposed lays out L0A
     p.cmatrixInitVal = begins;
-    Mmad(l0c[sums * kRows * kTile], l0a[stage * kRows * kTile], l0b[stage * kTile * kTile], p);
+    Mmad(l0c[sums * kRows * kTile], l0a[stage * kLeft], l0b[stage * kRight], p);
     SetFlag<HardEvent::M_MTE1>(kStageEvent + stage);
     stage ^= 1;
   }

@@ -9,9 +9,9 @@ namespace flashattn_ext {
 namespace ascend {
 
 std::string supports(const AttnParams& p, bool backward) {
-  if (p.dtype == DType::kFloat32 || p.dtype == DType::kFloat64)
-    return std::string(p.dtype == DType::kFloat32 ? "fp32" : "fp64") +
-           " inputs are not implemented by the Ascend C kernels; use fp16 or bf16, or the CPU backend";
+  if (p.dtype == DType::kFloat64)
+    return "fp64 inputs are not implemented by the Ascend C kernels, whose cores have no fp64; use fp32, fp16 or bf16, "
+           "or the CPU backend";
   if (kForwardAlone && (backward || p.dtype != DType::kFloat16 || p.has_dropout()))
     return "a library of another tiling has nothing but the forward in fp16 without dropout; use the backend "
            "ascend-emulator";
@@ -47,10 +47,10 @@ class Carver {
 };
 
 void carve_forward(Carver* carver, Arguments* a, int64_t cores) {
-  a->workspace = carver->take(cores * kForwardWorkspaceBytes);
+  a->workspace = carver->take(cores * forward_slot_bytes(a->dtype));
 }
 void carve_backward(Carver* carver, Arguments* a, int64_t cores) {
-  a->workspace = carver->take(cores * kBackwardWorkspaceBytes);
+  a->workspace = carver->take(cores * backward_slot_bytes(a->dtype));
   a->delta = carver->take(a->heads_q * a->rows_q * 4);
   a->dq_sum = carver->take(a->heads_q * a->rows_q * sum_pitch(a->head_dim) * 4);
   a->dk_sum = carver->take(a->heads_k * a->rows_k * sum_pitch(a->head_dim) * 4);
@@ -65,6 +65,13 @@ void set_numbers(Arguments* a) {
 }
 
 }  // namespace
+
+int64_t forward_slot_bytes(DType dtype) {
+  return dtype == DType::kFloat32 ? SizesOf<4>::kForwardWorkspaceBytes : SizesOf<2>::kForwardWorkspaceBytes;
+}
+int64_t backward_slot_bytes(DType dtype) {
+  return dtype == DType::kFloat32 ? SizesOf<4>::kBackwardWorkspaceBytes : SizesOf<2>::kBackwardWorkspaceBytes;
+}
 
 int64_t forward_cores(const AttnParams& p, int64_t cores) {
   return std::min(cores, row_blocks(p, p.total_q, p.seqlen_q) * p.heads_q);
@@ -102,6 +109,7 @@ Arguments dropout_mask_arguments(const AttnParams& p, bool* mask) {
 size_t forward_workspace_bytes(const AttnParams& p, int64_t cores) {
   Carver carver(nullptr);
   Arguments a;
+  a.dtype = p.dtype;
   carve_forward(&carver, &a, forward_cores(p, cores));
   return carver.bytes();
 }

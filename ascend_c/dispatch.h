@@ -21,6 +21,10 @@ std::string supports(const AttnParams& p, bool backward);
 int64_t forward_cores(const AttnParams& p, int64_t cores);
 int64_t backward_cores(const AttnGradParams& p, int64_t cores);
 
+// What one core takes of the workspace for what its cube and vector cores hand to each other.
+int64_t forward_slot_bytes(DType dtype);
+int64_t backward_slot_bytes(DType dtype);
+
 // Of all `cores` together.
 size_t forward_workspace_bytes(const AttnParams& p, int64_t cores);
 size_t backward_workspace_bytes(const AttnGradParams& p, int64_t cores);
@@ -29,6 +33,12 @@ size_t backward_workspace_bytes(const AttnGradParams& p, int64_t cores);
 Arguments forward_arguments(const AttnParams& p);
 Arguments backward_arguments(const AttnGradParams& p, int64_t cores);
 Arguments dropout_mask_arguments(const AttnParams& p, bool* mask);
+
+// Of three kernels or functions that differ in the type of the inputs, the one for a call.
+template <class T>
+T of_type(DType dtype, T fp16, T bf16, T fp32) {
+  return dtype == DType::kFloat16 ? fp16 : dtype == DType::kBFloat16 ? bf16 : fp32;
+}
 
 // As a kernel takes them.
 template <class T>

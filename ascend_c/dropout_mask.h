@@ -18,13 +18,12 @@ class DropoutMask : VectorCore {
     halves = Carve<half>(kChunkRows * kKeys);
     bytes = Carve<uint8_t>(kChunkRows * kKeys);
     constexpr int32_t kAcross = kKeys / kLanes;
-    static_assert(kAcross <= Dropout::kChunkTiles, "the words of a chunk");
-    constexpr int32_t kMasks = Dropout::MasksOf(kAcross), kScratch = Dropout::ScratchOf(Dropout::kChunkTiles);
+    constexpr int32_t kMasks = Dropout::MasksOf(kAcross), kScratch = Dropout::ScratchOf(kAcross);
     scratch = Carve<int32_t>(kMasks > kScratch ? kMasks : kScratch);
     dropout.Init(a, Carve<int32_t>(Dropout::kConstantWords));
     dropout.SetMemory(Carve<int32_t>(Dropout::PartsOf(1, kAcross)), 1, kAcross,
-                      Carve<int32_t>(Dropout::WordsOf(Dropout::kChunkTiles)), Dropout::kChunkTiles);
-    dropout.SetScratch(scratch, Dropout::kChunkTiles);
+                      Carve<int32_t>(Dropout::WordsOf(kAcross)), kAcross);
+    dropout.SetScratch(scratch, kAcross);
   }
 
   __aicore__ void Run() {
@@ -40,6 +39,8 @@ class DropoutMask : VectorCore {
   }
 
  private:
+  static constexpr int32_t kChunkRows = kGroupRows, kKeys = 512, kPitch = kKeys + 16;  // of scores at a time
+
   __aicore__ void Chunk(int64_t head, int64_t row, int64_t key) {
     using namespace AscendC;
     const int32_t rows = Lesser(kChunkRows, a.seqlen_q - row), keys = Lesser(kKeys, a.seqlen_k - key);

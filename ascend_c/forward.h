@@ -1,6 +1,6 @@
 // The forward: out and lse of every query row. Per core one cube core and two vector cores walk through the same steps
-// (schedule.h), a step being 128 query rows and up to 512 keys; everything goes from one to the other through slots of
-// the core's workspace:
+// (schedule.h), a step being 128 query rows and up to 512 keys (fp32: 128); everything goes from one to the other
+// through slots of the core's workspace:
 //
 //   cube     S(t) = Q K^T                    ->  scores         kScoresReady
 //   vector   m, l, P(t) = exp(s - m)         ->  probabilities  kProbabilitiesReady
@@ -24,17 +24,21 @@ namespace flashattn_ext {
 namespace ascend {
 
 // Of so many keys: whole pairs where they are paired.
+template <typename T>
 __aicore__ inline int32_t Columns(const Arguments& a, int32_t keys) {
-  return a.has_dropout() ? RoundUp(keys, 16) : keys;
+  return Pairs<T>(a) ? RoundUp(keys, 16) : keys;
 }
 
 template <typename T>
 class ForwardCube {
+  using Sizes = SizesOf<sizeof(T)>;
+  static constexpr int32_t kKeys = Sizes::kKeys, kInner = Sizes::kInner;
+
  public:
   __aicore__ explicit ForwardCube(const Arguments& arguments) : a(arguments), workspace(arguments) {}
 
   __aicore__ void Run() {
-    Steps steps(a);
+    Steps steps(a, kKeys);
     Step ring[kSlots], step;
     int32_t issued = 0;
     while (steps.Next(&step)) {
@@ -58,13 +62,13 @@ class ForwardCube {
                                   task.rows, a.head_dim, a.q.row_stride);
     const AscendC::GlobalTensor<float> scores = workspace.Scores(step.slot);
     for (int32_t key = 0; key < step.keys; key += kTile) {
-      const int32_t rows = Lesser(kTile, step.keys - key), n = Columns(a, rows);
+      const int32_t rows = Lesser(kTile, step.keys - key), n = Columns<T>(a, rows);
       cube.BeginSums();
-      for (int32_t d = 0; d < a.head_dim; d += kTile) {
-        const int32_t k = Lesser(kTile, a.head_dim - d);
+      for (int32_t d = 0; d < a.head_dim; d += kInner) {
+        const int32_t k = Lesser(kInner, a.head_dim - d);
         const int64_t row = task.keys.start + step.key + key;
         const L1Tile<T> tile =
-            cube.LoadTile(Head<T>(a.k, task.batch, key_head, row)[d], rows, k, a.k.row_stride, a.has_dropout());
+            cube.LoadTile(Head<T>(a.k, task.batch, key_head, row)[d], rows, k, a.k.row_stride, Pairs<T>(a));
         cube.MultiplyTransposed({queries, 0, task.rows, d, k, false}, tile, 0, n, d == 0, true);
       }
       cube.StoreSums(scores[key], task.rows, n, kKeys);
@@ -78,16 +82,16 @@ class ForwardCube {
     const int32_t key_head = task.head / a.group_size();
     AscendC::CrossCoreWaitFlag(kProbabilitiesReady);
     const L1Tile<T> probabilities =
-        cube.LoadWide(number % 2, workspace.Probabilities<T>(step.slot), task.rows, Columns(a, step.keys), kKeys);
+        cube.LoadWide(number % 2, workspace.Probabilities(step.slot), task.rows, Columns<T>(a, step.keys), kKeys);
     const AscendC::GlobalTensor<float> partial = workspace.Partial(step.slot);
     for (int32_t d = 0; d < a.head_dim_v; d += kTile) {
       const int32_t n = Lesser(kTile, a.head_dim_v - d);
       cube.BeginSums();
-      for (int32_t key = 0; key < step.keys; key += kTile) {
-        const int32_t rows = Lesser(kTile, step.keys - key), k = Columns(a, rows);
+      for (int32_t key = 0; key < step.keys; key += kInner) {
+        const int32_t rows = Lesser(kInner, step.keys - key), k = Columns<T>(a, rows);
         const int64_t row = task.keys.start + step.key + key;
         const L1Tile<T> tile =
-            cube.LoadTile(Head<T>(a.v, task.batch, key_head, row)[d], rows, n, a.v.row_stride, a.has_dropout());
+            cube.LoadTile(Head<T>(a.v, task.batch, key_head, row)[d], rows, n, a.v.row_stride, Pairs<T>(a));
         cube.MultiplyPlain({probabilities, 0, task.rows, key, k, false}, tile, n, key == 0, true);
       }
       cube.StoreSums(partial[d], task.rows, n, kMaxHeadDim);
@@ -97,13 +101,17 @@ class ForwardCube {
   }
 
   const Arguments& a;
-  ForwardWorkspace workspace;
+  ForwardWorkspace<T> workspace;
   CubeCore<T> cube;
   L1Tile<T> queries;
 };
 
 template <typename T>
 class ForwardVector : VectorCore {
+  using Sizes = SizesOf<sizeof(T)>;
+  static constexpr int32_t kKeys = Sizes::kKeys, kChunkRows = Sizes::kChunkRows, kPitch = Sizes::kPitch,
+                           kPartialRows = Sizes::kPartialRows;
+
  public:
   __aicore__ explicit ForwardVector(const Arguments& arguments)
       : a(arguments), workspace(arguments), width(RoundUp(arguments.head_dim_v, kLanes)) {
@@ -121,16 +129,16 @@ class ForwardVector : VectorCore {
     statistics_wide = Carve<float>(kHalf * kWide);
     if (a.has_dropout()) {
       dropout.Init(a, Carve<int32_t>(Dropout::kConstantWords));
-      constexpr int32_t kStep = Dropout::WordsOf(Dropout::kStepTiles) + Dropout::PartsOf(kStepGroups, kMaxAcross);
+      constexpr int32_t kStep = Dropout::WordsOf(kStepTiles) + Dropout::PartsOf(kStepGroups, kMaxAcross);
       draws_steps = Free<int32_t>() >= kStep;
-      const int32_t tiles = draws_steps ? Dropout::kStepTiles : Dropout::kChunkTiles;
-      const int32_t groups = draws_steps ? kStepGroups : 1;
+      const int32_t tiles = draws_steps ? kStepTiles : kChunkTiles;
+      const int32_t groups = draws_steps ? kStepGroups : kChunkGroups;
       const LocalTensor<int32_t> words = Carve<int32_t>(Dropout::WordsOf(tiles));
       dropout.SetMemory(Carve<int32_t>(Dropout::PartsOf(groups, kMaxAcross)), groups, kMaxAcross, words, tiles);
     }
     // Lanes behind the last row and column are computed with and never used: they must hold something.
     Duplicate(scores, 0.0f, 2 * kChunkRows * kPitch);
-    Duplicate(rounded.template ReinterpretCast<uint16_t>(), uint16_t(0), 2 * kChunkRows * kPitch);
+    Zero(rounded, 2 * kChunkRows * kPitch);
     Duplicate(chunk_max, 0.0f, kChunkRows);
     Duplicate(statistics, 0.0f, kHalf);
     Duplicate(decay, 0.0f, kSlots * kHalf);
@@ -144,7 +152,7 @@ class ForwardVector : VectorCore {
 
   __aicore__ void Run() {
     using namespace AscendC;
-    Steps steps(a);
+    Steps steps(a, kKeys);
     Step ring[kSlots], step, next;
     int32_t issued = 0;
     for (bool more = Next(&steps, &next); more;) {
@@ -173,7 +181,10 @@ class ForwardVector : VectorCore {
   static constexpr int32_t kWide = 8;  // a row's value in every lane of one block
   static constexpr int32_t kPitchBlocks = kPitch / 8;
   static constexpr int32_t kStatisticsEvent = 2;
-  static constexpr int32_t kStepGroups = kHalf / kChunkRows, kMaxAcross = kKeys / kLanes;  // tiles of the generator
+  // Of the generator: groups of rows in a step and in a chunk, tiles across the keys, and both together.
+  static constexpr int32_t kStepGroups = kHalf / kGroupRows, kChunkGroups = (kChunkRows + kGroupRows - 1) / kGroupRows;
+  static constexpr int32_t kMaxAcross = kKeys / kLanes;
+  static constexpr int32_t kStepTiles = kStepGroups * kMaxAcross, kChunkTiles = kChunkGroups * kMaxAcross;
 
   __aicore__ static bool Next(Steps* steps, Step* step) {
     if (!steps->Next(step)) return false;
@@ -197,19 +208,19 @@ class ForwardVector : VectorCore {
   // Words of a step, in the buffers of its scores, and what the next one begins with while the first scores come.
   __aicore__ void DrawStep(const Step& step, const Step* next) {
     using namespace AscendC;
-    static_assert(kForwardAlone || Dropout::ScratchOf(Dropout::kStepTiles) <= 2 * kChunkRows * kPitch,
-                  "they are large enough");
+    static_assert(kForwardAlone || Dropout::ScratchOf(kStepTiles) <= 2 * kChunkRows * kPitch, "they are large enough");
     TakeLoadBuffers();
-    dropout.SetScratch(scores.ReinterpretCast<int32_t>(), Dropout::kStepTiles);
+    dropout.SetScratch(scores.ReinterpretCast<int32_t>(), kStepTiles);
     if (!has_begun) BeginDraw(step);
     dropout.Draw();
     GiveLoadBuffers();
     has_begun = next && next->keys && next->task.rows > 0;
     if (!has_begun) return;
-    static_assert(kForwardAlone || Dropout::ScratchOf(kMaxAcross) * 4 <= kChunkRows * kPitch * 2,
+    constexpr int32_t kTiles = kMaxAcross > kStepGroups ? kMaxAcross : kStepGroups;
+    static_assert(kForwardAlone || Dropout::ScratchOf(kTiles) * 4 <= kChunkRows * kPitch * int32_t(sizeof(T)),
                   "a buffer of P is large enough");
     WaitFlag<HardEvent::MTE3_V>(0);
-    dropout.SetScratch(rounded.template ReinterpretCast<int32_t>(), kMaxAcross);
+    dropout.SetScratch(rounded.template ReinterpretCast<int32_t>(), kTiles);
     BeginDraw(*next);
     SetFlag<HardEvent::V_MTE3>(0);
     WaitFlag<HardEvent::V_MTE3>(0);
@@ -227,7 +238,7 @@ class ForwardVector : VectorCore {
   // Those of a chunk, `row` rows behind the step's first.
   __aicore__ void DrawChunk(const Step& step, int32_t row, int32_t rows, const AscendC::LocalTensor<int32_t>& scratch) {
     const Task& task = step.task;
-    dropout.SetScratch(scratch, Dropout::kChunkTiles);
+    dropout.SetScratch(scratch, kChunkTiles);
     if (row == 0) {
       if (step.first) dropout.BeginHead(task.batch, task.head);
       dropout.BeginKeys(step.key, RoundUp(step.keys, kLanes));
@@ -254,14 +265,14 @@ class ForwardVector : VectorCore {
   __aicore__ void SoftmaxChunk(const Step& step, int32_t row, int32_t rows) {
     using namespace AscendC;
     const Task& task = step.task;
-    const int32_t buffer = chunks++ % 2, keys = Columns(a, step.keys), columns = RoundUp(keys, kLanes);
+    const int32_t buffer = chunks++ % 2, keys = Columns<T>(a, step.keys), columns = RoundUp(keys, kLanes);
     const int64_t slot_row = SlotRow(task) + row;
     const LocalTensor<float> s = scores[buffer * kChunkRows * kPitch];
     const LocalTensor<T> p = rounded[buffer * kChunkRows * kPitch];
     const LocalTensor<float> tree = p.template ReinterpretCast<float>();  // until P is made
     WaitFlag<HardEvent::MTE3_V>(buffer);
     if (a.has_dropout() && !draws_steps) {
-      static_assert(kForwardAlone || Dropout::ScratchOf(Dropout::kChunkTiles) * 4 <= kChunkRows * kPitch * 2,
+      static_assert(kForwardAlone || Dropout::ScratchOf(kChunkTiles) * 4 <= kChunkRows * kPitch * int32_t(sizeof(T)),
                     "P's buffer is free here");
       DrawChunk(step, row, rows, p.template ReinterpretCast<int32_t>());
     }
@@ -279,7 +290,7 @@ class ForwardVector : VectorCore {
     Muls(s, s, a.scale, kLanes, all, dense);
     Barrier();
     HideScores(TileMask(a, task.queries.length, task.keys.length), task.row + row, rows, step.key, step.keys, s,
-               {kPitchBlocks, a.has_dropout()});
+               {kPitchBlocks, Pairs<T>(a)});
     UpdateStatistics(step, row, rows, s, columns, tree);
     for (int32_t c = 0; c < columns; c += kLanes)
       Sub(s[c], s[c], chunk_wide, kLanes, rows, {1, 1, 0, kPitchBlocks, kPitchBlocks, 1});
@@ -290,19 +301,24 @@ class ForwardVector : VectorCore {
     Barrier();
     Reduce<false>(chunk_sum, s, rows, columns, tree);
     Add(sum, sum, chunk_sum, rows);
-    Cast(p, s, RoundMode::CAST_RINT, kLanes, all, {1, 1, 4, 8});
+    RoundRepeats(p, s, all);
     if (a.has_dropout()) {
-      static_assert(kForwardAlone || Dropout::MasksOf(Dropout::kChunkTiles) / 2 <= kChunkRows * kPitch,
+      static_assert(kForwardAlone || Dropout::MasksOf(kChunkTiles) / (4 / int32_t(sizeof(T))) <= kChunkRows * kPitch,
                     "S's buffer is free here");
-      dropout.ApplyRounded(p.template ReinterpretCast<uint16_t>(), kPitchBlocks / 2, s.ReinterpretCast<int32_t>(),
-                           draws_steps ? row / kChunkRows : 0);
+      const LocalTensor<int32_t> masks = s.template ReinterpretCast<int32_t>();
+      const int32_t group = draws_steps ? row / kGroupRows : 0;
+      if constexpr (sizeof(T) == 2)
+        dropout.ApplyRounded(p.template ReinterpretCast<uint16_t>(), kPitchBlocks / 2, masks, group);
+      else
+        dropout.Apply(p, kPitchBlocks, masks, group, (rows + kGroupRows - 1) / kGroupRows);
     }
     SetFlag<HardEvent::V_MTE2>(buffer);
     SetFlag<HardEvent::V_MTE3>(buffer);
     WaitFlag<HardEvent::V_MTE3>(buffer);
-    const int32_t stored = RoundUp(keys, 16) / 16;
-    DataCopyPad(workspace.template Probabilities<T>(step.slot)[slot_row * kKeys], p,
-                DataCopyExtParams(rows, keys * 2, kPitchBlocks / 2 - stored, (kKeys - keys) * 2, 0));
+    constexpr int32_t kElement = sizeof(T);
+    DataCopyPad(workspace.Probabilities(step.slot)[slot_row * kKeys], p,
+                DataCopyExtParams(rows, keys * kElement, kPitch * kElement / 32 - Blocks<T>(keys),
+                                  (kKeys - keys) * kElement, 0));
     SetFlag<HardEvent::MTE3_V>(buffer);
   }
 
@@ -346,13 +362,13 @@ class ForwardVector : VectorCore {
     const AscendC::LocalTensor<float> last = pairs ? tree : s;
     const uint8_t last_pitch = pairs ? kLanes / 8 : kPitchBlocks;
     const AscendC::LocalTensor<float> blocks = tree[kChunkRows * kLanes];  // a result of each, so 8 a row
-    static_assert((kLanes + 8) * 4 <= kPitch * 2, "they lie in P's buffer");
+    static_assert((kLanes + 8) * 4 <= kPitch * int32_t(sizeof(T)), "they lie in P's buffer");
     uint64_t all[2] = {~uint64_t(0), 0};
     if constexpr (maximum) {
       AscendC::BlockReduceMax(blocks, last, rows, all, 1, 1, last_pitch);
       Barrier();
       ReduceRows<maximum>(result, blocks, rows, all[0]);
-    } else if (a.has_dropout()) {  // the blocks hold pairs
+    } else if (sizeof(T) == 4 || a.has_dropout()) {  // no pairs, or the blocks hold them
       AscendC::BlockReduceSum(blocks, last, rows, all, 1, 1, last_pitch);
       Barrier();
       ReduceRows<maximum>(result, blocks, rows, all[0]);
@@ -447,7 +463,7 @@ class ForwardVector : VectorCore {
     for (int32_t row = 0; row < task.rows; row += kPartialRows) {
       const int32_t rows = Lesser(kPartialRows, task.rows - row), buffer = chunks++ % 2;
       const LocalTensor<T> o = BeginStore(buffer);
-      Cast(o, output[row * width], RoundMode::CAST_RINT, rows * width);
+      Round(o, output[row * width], rows * width);
       Store(task, row, rows, o, buffer);
     }
     Barrier();
@@ -465,7 +481,7 @@ class ForwardVector : VectorCore {
     for (int32_t row = 0; row < task.rows; row += kPartialRows) {
       const int32_t rows = Lesser(kPartialRows, task.rows - row), buffer = chunks++ % 2;
       const LocalTensor<T> o = BeginStore(buffer);
-      Duplicate(o.template ReinterpretCast<uint16_t>(), uint16_t(0), rows * width);
+      Zero(o, rows * width);
       Store(task, row, rows, o, buffer);
     }
   }
@@ -486,14 +502,15 @@ class ForwardVector : VectorCore {
     using namespace AscendC;
     SetFlag<HardEvent::V_MTE3>(buffer);
     WaitFlag<HardEvent::V_MTE3>(buffer);
-    const int32_t gap = (width - RoundUp(a.head_dim_v, 16)) / 16;
+    constexpr int32_t kElement = sizeof(T);
+    const int32_t gap = Blocks<T>(width) - Blocks<T>(a.head_dim_v);
     DataCopyPad(Head<T>(a.out, task.batch, task.head, task.queries.start + task.row + row), o,
-                DataCopyExtParams(rows, a.head_dim_v * 2, gap, (a.out.row_stride - a.head_dim_v) * 2, 0));
+                DataCopyExtParams(rows, a.head_dim_v * kElement, gap, (a.out.row_stride - a.head_dim_v) * kElement, 0));
     SetFlag<HardEvent::MTE3_V>(buffer);
   }
 
   const Arguments& a;
-  ForwardWorkspace workspace;
+  ForwardWorkspace<T> workspace;
   int32_t width;  // floats of a row of O: whole repeats
   int32_t chunks = 0;
   AscendC::LocalTensor<float> scores, output, row_max, row_sum, decay;

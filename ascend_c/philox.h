@@ -23,8 +23,7 @@ class Dropout {
   using Words = AscendC::LocalTensor<int32_t>;
 
   // The more tiles an instruction works on the better: a step's at a time, where UB has room for their words, otherwise
-  // those of 16 rows.
-  static constexpr int32_t kStepTiles = 32, kChunkTiles = 8;
+  // those of a chunk of rows.
   __aicore__ static constexpr int32_t WordsOf(int32_t tiles) { return 4 * tiles * kLanes; }
   __aicore__ static constexpr int32_t ScratchOf(int32_t tiles) { return 8 * tiles * kLanes; }
   // What the rounds before the fourth leave for so many tiles across the rows, and so many across the keys.

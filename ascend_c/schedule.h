@@ -35,6 +35,10 @@ __aicore__ inline AscendC::GlobalTensor<T> Head(const TensorView& view, int32_t 
 
 // Columns of scores are paired where dropout takes the bytes of its words in 16 bits (philox.h): of 16 keys, the k-th
 // and the (8 + k)-th lie side by side, from the rows of K and V in L1 on.
+template <typename T>
+__aicore__ inline bool Pairs(const Arguments& a) {
+  return sizeof(T) == 2 && a.has_dropout();
+}
 __aicore__ inline int32_t PairedPlace(int32_t key) { return key / 16 * 16 + key % 8 * 2 + key / 8 % 2; }
 
 struct Task {
@@ -129,7 +133,8 @@ struct Step {
 
 class Steps {
  public:
-  __aicore__ explicit Steps(const Arguments& arguments) : a(arguments), tasks(arguments, Side::queries, false) {}
+  __aicore__ Steps(const Arguments& arguments, int32_t keys_of_step)
+      : a(arguments), tasks(arguments, Side::queries, false), keys_of_step(keys_of_step) {}
 
   __aicore__ bool Next(Step* step) {
     const bool begins = key >= end;
@@ -144,7 +149,7 @@ class Steps {
     }
     step->task = task;
     step->key = key;
-    step->keys = Lesser(kKeys, end - key);
+    step->keys = Lesser(keys_of_step, end - key);
     step->first = begins;
     key += step->keys;
     step->last = key >= end;
@@ -157,24 +162,28 @@ class Steps {
   const Arguments& a;
   Tasks tasks;
   Task task;
+  int32_t keys_of_step;
   int32_t key = 0, end = 0;
   int32_t number = 0, tasks_begun = 0;
 };
 
 // The slots of a core's workspace in the forward.
+template <typename T>
 class ForwardWorkspace {
+  using Sizes = SizesOf<sizeof(T)>;
+
  public:
   __aicore__ explicit ForwardWorkspace(const Arguments& a)
-      : base((uint64_t)a.workspace + AscendC::GetBlockIdx() / AscendC::GetTaskRation() * kForwardWorkspaceBytes) {}
+      : base((uint64_t)a.workspace +
+             AscendC::GetBlockIdx() / AscendC::GetTaskRation() * Sizes::kForwardWorkspaceBytes) {}
   __aicore__ AscendC::GlobalTensor<float> Scores(int32_t slot) const {
-    return Global<float>(base + slot * kScoreBytes);
+    return Global<float>(base + slot * Sizes::kScoreBytes);
   }
-  template <typename T>
   __aicore__ AscendC::GlobalTensor<T> Probabilities(int32_t slot) const {
-    return Global<T>(base + kSlots * kScoreBytes + slot * kProbabilityBytes);
+    return Global<T>(base + kSlots * Sizes::kScoreBytes + slot * Sizes::kProbabilityBytes);
   }
   __aicore__ AscendC::GlobalTensor<float> Partial(int32_t slot) const {
-    return Global<float>(base + kSlots * (kScoreBytes + kProbabilityBytes) + slot * kPartialBytes);
+    return Global<float>(base + kSlots * (Sizes::kScoreBytes + Sizes::kProbabilityBytes) + slot * Sizes::kPartialBytes);
   }
 
  private:

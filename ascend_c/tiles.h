@@ -6,14 +6,15 @@
 namespace flashattn_ext {
 namespace ascend {
 
-constexpr int32_t kTile = 128;  // edge of a tile in L0 (32 KB of 16-bit operands, 64 KB of sums)
+constexpr int32_t kTile = 128;  // edge of a tile of sums in L0C (64 KB)
 constexpr int32_t kMaxHeadDim = 256;
 constexpr int32_t kAhead = 2;  // how many blocks of scores the cube computes before it needs their probabilities
-constexpr int32_t kSlots = kAhead + 1;  // of the workspace
-constexpr int32_t kRing = 3;            // tiles in L1 that are used once
-constexpr int32_t kStatisticsRing = 4;  // tasks whose max and sum are in use; kAhead + 1 are in flight
-constexpr int32_t kLanes = 64;          // fp32 of one repeat
-constexpr int32_t kTileBytes = kTile * kTile * 2;
+constexpr int32_t kSlots = kAhead + 1;     // of the workspace
+constexpr int32_t kRing = 3;               // tiles in L1 that are used once
+constexpr int32_t kStatisticsRing = 4;     // tasks whose max and sum are in use; kAhead + 1 are in flight
+constexpr int32_t kLanes = 64;             // fp32 of one repeat
+constexpr int32_t kGroupRows = 16;         // that the generator works on at a time
+constexpr int32_t kTileBytes = 32 * 1024;  // of an operand: kTile rows or columns, and what a product sums over
 
 // What there is of each memory of a core.
 constexpr int32_t kUbBytes = 188416;  // what lies behind is scratch of the API
@@ -23,16 +24,19 @@ constexpr int32_t kL0cBytes = 128 * 1024;
 
 // How large the pieces are that the forward works on, and what that takes of each memory.
 struct Tiling {
-  int32_t rows;  // queries of a task; each vector core takes a half
-  int32_t keys;  // that the cube hands over at a time
+  int32_t rows;         // queries of a task; each vector core takes a half
+  int32_t keys;         // that the cube hands over at a time
+  int32_t element = 2;  // bytes of an input
 
+  // Lanes that one product sums over: half as many in fp32.
+  FLASHATTN_HOST_DEVICE constexpr int32_t inner() const { return kTileBytes / kTile / element; }
   // Rows of scores in UB at a time: 8 K scores, but not more than 32 rows.
   FLASHATTN_HOST_DEVICE constexpr int32_t chunk_rows() const {
     const int32_t most = rows < 64 ? rows / 2 : 32, chunk = 8192 / keys / 8 * 8;
     return chunk > most ? most : chunk < 8 ? 8 : chunk;
   }
-  // fp32 of a row in UB: two blocks more than its keys, so that neighbouring rows lie in other banks. P's half of it
-  // has room for what a reduction of the row needs.
+  // fp32 of a row in UB: two blocks more than its keys, so that neighbouring rows lie in other banks. P's row has
+  // room for what a reduction of the row needs.
   FLASHATTN_HOST_DEVICE constexpr int32_t pitch() const { return (keys < 128 ? 128 : keys) + 16; }
   // Rows of P V in UB at a time, in the place of scores.
   FLASHATTN_HOST_DEVICE constexpr int32_t partial_rows() const {
@@ -40,9 +44,11 @@ struct Tiling {
     return fitting < 32 ? fitting : 32;
   }
 
-  FLASHATTN_HOST_DEVICE constexpr int32_t resident_bytes() const { return rows * kMaxHeadDim * 2; }  // Q of a task
-  FLASHATTN_HOST_DEVICE constexpr int32_t wide_bytes() const { return rows * keys * 2; }             // P of a step
-  FLASHATTN_HOST_DEVICE constexpr int32_t left_bytes() const { return rows * kTile * 2; }
+  FLASHATTN_HOST_DEVICE constexpr int32_t resident_bytes() const {
+    return rows * kMaxHeadDim * element;
+  }  // Q of a task
+  FLASHATTN_HOST_DEVICE constexpr int32_t wide_bytes() const { return rows * keys * element; }  // P of a step
+  FLASHATTN_HOST_DEVICE constexpr int32_t left_bytes() const { return rows * inner() * element; }
   FLASHATTN_HOST_DEVICE constexpr int32_t sum_bytes() const { return rows * kTile * 4; }
 
   FLASHATTN_HOST_DEVICE constexpr int32_t l1_bytes() const {
@@ -56,7 +62,7 @@ struct Tiling {
     const int32_t width = (head_dim_v + kLanes - 1) / kLanes * kLanes, half = rows / 2;
     const int32_t scores = 2 * chunk_rows() * pitch();
     const int32_t of_rows = 2 * kStatisticsRing + kSlots + 1 + 8, of_chunk_rows = 2 + 8;
-    return scores * 6 + (half * (width + of_rows) + chunk_rows() * of_chunk_rows) * 4;
+    return scores * (4 + element) + (half * (width + of_rows) + chunk_rows() * of_chunk_rows) * 4;
   }
 };
 
@@ -68,35 +74,48 @@ constexpr Tiling kTiling = {FLASHATTN_EXT_ASCEND_ROWS, FLASHATTN_EXT_ASCEND_KEYS
 constexpr bool kForwardAlone = false;
 constexpr Tiling kTiling = {128, 512};  // one flag for 64 K scores
 #endif
-static_assert(kTiling.rows % 32 == 0 && kTiling.keys % kLanes == 0, "whole groups of 16 for each core, whole repeats");
-constexpr int32_t kL1Taken = kTiling.l1_bytes(), kL0aTaken = kTiling.l0a_bytes();
-constexpr int32_t kL0bTaken = kTiling.l0b_bytes(), kL0cTaken = kTiling.l0c_bytes();
-static_assert(kL1Taken <= kL1Bytes, "L1");
-static_assert(kL0aTaken <= kL0Bytes, "L0A");
-static_assert(kL0bTaken <= kL0Bytes, "L0B");
-static_assert(kL0cTaken <= kL0cBytes, "L0C");
-static_assert(kTiling.ub_bytes(kMaxHeadDim) <= kUbBytes, "UB");
-
+constexpr Tiling kTilingOfFp32 = {kTiling.rows, 128, 4};  // products take four times as long: a flag for 16 K scores
 constexpr int32_t kRows = kTiling.rows;
-constexpr int32_t kKeys = kTiling.keys;
 
-// --- workspace of one core, in bytes; every row begins on a multiple of 512
-constexpr int64_t kScoreBytes = int64_t{kRows} * kKeys * 4;
-constexpr int64_t kProbabilityBytes = int64_t{kRows} * kKeys * 2;
-constexpr int64_t kPartialBytes = int64_t{kRows} * kMaxHeadDim * 4;
-constexpr int64_t kForwardWorkspaceBytes = kSlots * (kScoreBytes + kProbabilityBytes + kPartialBytes);
+// What follows from the size of an input in bytes.
+template <int32_t kElement>
+struct SizesOf {
+  static constexpr Tiling kTiles = kElement == 4 ? kTilingOfFp32 : kTiling;
+  static_assert(kTiles.rows % 32 == 0 && kTiles.keys % kLanes == 0, "whole groups of 16 for each core, whole repeats");
+  static_assert(kTiles.l1_bytes() <= kL1Bytes, "L1");
+  static_assert(kTiles.l0a_bytes() <= kL0Bytes, "L0A");
+  static_assert(kTiles.l0b_bytes() <= kL0Bytes, "L0B");
+  static_assert(kTiles.l0c_bytes() <= kL0cBytes, "L0C");
+  static_assert(kTiles.ub_bytes(kMaxHeadDim) <= kUbBytes, "UB");
+
+  static constexpr int32_t kInner = kTiles.inner();
+  static constexpr int32_t kKeys = kTiles.keys;
+  static constexpr int32_t kQueries = kElement == 4 ? 128 : 512;  // backward: of a step, with kTile keys
+
+  // Workspace of one core, in bytes; every row begins on a multiple of 512. Scores, dP and P V are fp32.
+  static constexpr int64_t kScoreBytes = int64_t{kRows} * kKeys * 4;
+  static constexpr int64_t kProbabilityBytes = int64_t{kRows} * kKeys * kElement;
+  static constexpr int64_t kPartialBytes = int64_t{kRows} * kMaxHeadDim * 4;
+  static constexpr int64_t kForwardWorkspaceBytes = kSlots * (kScoreBytes + kProbabilityBytes + kPartialBytes);
+  static constexpr int64_t kBackwardScoreBytes = int64_t{kQueries} * kTile * 4;
+  static constexpr int64_t kBackwardRoundedBytes = int64_t{kQueries} * kTile * kElement;  // P or dS
+  static constexpr int64_t kBackwardWorkspaceBytes = kSlots * 2 * (kBackwardScoreBytes + kBackwardRoundedBytes);
+
+  // Cube core.
+  static constexpr int32_t kResidentBytes = kTiles.resident_bytes();  // Q of a task, two tasks; backward: K and V
+  static constexpr int32_t kWideBytes = kTiles.wide_bytes();          // P of a step, two steps; backward: P and dS
+  static_assert(kForwardAlone || (kRows == kTile && kBackwardRoundedBytes <= kWideBytes), "the backward's K, P and dS");
+
+  // Vector core.
+  static constexpr int32_t kChunkRows = kTiles.chunk_rows();
+  static constexpr int32_t kPitch = kTiles.pitch();
+  static constexpr int32_t kPartialRows = kTiles.partial_rows();
+  static constexpr int32_t kGradRows = kElement == 4 ? 16 : 32;  // backward: rows of scores in UB at a time
+  static_assert(kForwardAlone || kChunkRows % kGroupRows == 0, "the generator works on whole groups");
+  static_assert(kPartialRows > 0 && kChunkRows % 8 == 0, "whole blocks of statistics");
+};
+
 constexpr int64_t kWorkspaceAlignment = 512;
-
-// Backward: kTile keys and up to kQueries queries a step; scores and dP in fp32, P and dS in 16 bits.
-constexpr int32_t kQueries = 512;
-constexpr int64_t kBackwardScoreBytes = int64_t{kQueries} * kTile * 4;
-constexpr int64_t kBackwardRoundedBytes = int64_t{kQueries} * kTile * 2;
-constexpr int64_t kBackwardWorkspaceBytes = kSlots * 2 * (kBackwardScoreBytes + kBackwardRoundedBytes);
-
-// --- cube core
-constexpr int32_t kResidentBytes = kTiling.resident_bytes();  // Q of a task, two tasks; backward: K and V of a task
-constexpr int32_t kWideBytes = kTiling.wide_bytes();          // P of a step, two steps; backward: P and dS of a step
-static_assert(kForwardAlone || (kRows == kTile && kQueries * kTile * 2 <= kWideBytes), "the backward's K, P and dS");
 
 // Event ids between MTE2 and MTE1, both directions.
 constexpr int32_t kResidentEvent = 0;  // and 1
@@ -110,14 +129,7 @@ constexpr uint16_t kScoresReady = 0;         // cube -> vector, when a block of 
 constexpr uint16_t kProbabilitiesReady = 1;  // vector -> cube
 constexpr uint16_t kPartialReady = 2;        // cube -> vector: P V of a block
 
-// --- vector core
-constexpr int32_t kChunkRows = kTiling.chunk_rows();
-constexpr int32_t kPitch = kTiling.pitch();
-constexpr int32_t kPartialRows = kTiling.partial_rows();
-constexpr int32_t kGradRows = 32;           // backward: rows of scores in UB at a time
-constexpr int32_t kGradPitch = kTile + 16;  // fp32 of a row: 18 blocks
-static_assert(kForwardAlone || kChunkRows == 16, "the generator works on 16 rows at a time");
-static_assert(kPartialRows > 0 && kChunkRows % 8 == 0, "whole blocks of statistics");
+constexpr int32_t kGradPitch = kTile + 16;  // backward: fp32 of a row in UB, 18 blocks
 static_assert(kStatisticsRing > kAhead, "a task that waits for its last product keeps its statistics");
 
 }  // namespace ascend

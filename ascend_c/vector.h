@@ -24,6 +24,42 @@ class VectorCore {
     return (kUbBytes - used) / int32_t(sizeof(T));
   }
 
+  // fp32 in the type of an input, rounded to nearest even: `repeats` of 64 each, or `count` elements.
+  template <typename T>
+  __aicore__ static void RoundRepeats(const AscendC::LocalTensor<T>& to, const AscendC::LocalTensor<float>& from,
+                                      uint8_t repeats) {
+    if constexpr (sizeof(T) == 2)
+      AscendC::Cast(to, from, AscendC::RoundMode::CAST_RINT, kLanes, repeats, {1, 1, 4, 8});
+    else
+      AscendC::Muls(to, from, 1.0f, kLanes, repeats, {1, 1, 8, 8});
+  }
+  template <typename T>
+  __aicore__ static void Round(const AscendC::LocalTensor<T>& to, const AscendC::LocalTensor<float>& from,
+                               int32_t count) {
+    if constexpr (sizeof(T) == 2)
+      AscendC::Cast(to, from, AscendC::RoundMode::CAST_RINT, count);
+    else
+      AscendC::Muls(to, from, 1.0f, count);
+  }
+  template <typename T>
+  __aicore__ static void Widen(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<T>& from,
+                               int32_t count) {
+    if constexpr (sizeof(T) == 2)
+      AscendC::Cast(to, from, AscendC::RoundMode::CAST_NONE, count);
+    else
+      AscendC::Muls(to, from, 1.0f, count);
+  }
+  // Zeros in the type of an input, which may be one that Duplicate does not take.
+  template <typename T>
+  __aicore__ static void Zero(const AscendC::LocalTensor<T>& x, int32_t count) {
+    AscendC::Duplicate(x.template ReinterpretCast<uint16_t>(), uint16_t(0), count * int32_t(sizeof(T) / 2));
+  }
+  // Blocks that so many elements of a row take in UB.
+  template <typename T>
+  __aicore__ static int32_t Blocks(int32_t elements) {
+    return RoundUp(elements * int32_t(sizeof(T)), 32) / 32;
+  }
+
   // Both buffers that MTE2 fills, for the vector unit's own use: nothing is loaded until they are given back.
   __aicore__ static void TakeLoadBuffers() {
     using namespace AscendC;

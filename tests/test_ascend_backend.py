@@ -52,16 +52,19 @@ def emulator() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_agrees_with_the_reference(case: Case, dtype: torch.dtype) -> None:
     check(replace(case, dtype=dtype, use_lse=True), "cpu")
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.usefixtures("deterministic")
-def test_no_mode_and_no_number_of_cores_changes_a_bit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = replace(case, dtype=torch.float16, use_lse=True)
+def test_no_mode_and_no_number_of_cores_changes_a_bit(
+    case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = replace(case, dtype=dtype, use_lse=True)
     inputs = make_inputs(case, "cpu")
     expected = run(case, inputs)
     for mode in MODES:
@@ -72,10 +75,11 @@ def test_no_mode_and_no_number_of_cores_changes_a_bit(case: Case, monkeypatch: p
             assert torch.equal(got.grads[name], grad), (mode, name)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("mode", MODES)
-def test_gradients_that_many_cores_add_to(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_many_cores_add_to(mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHATTN_EXT_ASCEND_EMULATOR", mode)
-    check(Case(dtype=torch.bfloat16, B=1, Sq=520, Sk=400, Hq=2, Hk=1, D=64, Dv=80, causal=True), "cpu")
+    check(Case(dtype=dtype, B=1, Sq=520, Sk=400, Hq=2, Hk=1, D=64, Dv=80, causal=True), "cpu")
 
 
 MASKS = {
@@ -129,9 +133,9 @@ def test_rng_state(mode: str, in_memory: bool, expected: list[int], monkeypatch:
     assert state.tolist() == expected
 
 
-def test_fp32_names_what_works() -> None:
-    q = torch.zeros(1, 2, 1, 8)
-    with pytest.raises(NotImplementedError, match=r"backend 'ascend-emulator': fp32 inputs .* use fp16 or bf16"):
+def test_fp64_names_what_works() -> None:
+    q = torch.zeros(1, 2, 1, 8, dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match=r"backend 'ascend-emulator': fp64 inputs .* use fp32, fp16 or bf16"):
         flashattn_ext.forward(q, q, q)
 
 

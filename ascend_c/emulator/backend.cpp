@@ -48,12 +48,12 @@ Choices choices() {
   return found;
 }
 
-// The bytes between the first and the last element of a tensor.
-void add(GlobalMemory& gm, const char* name, const TensorView& view, int64_t batch, int64_t rows, int64_t heads,
-         int64_t columns, Use use) {
+// The bytes between the first and the last element of a tensor of the inputs' type.
+void add(GlobalMemory& gm, const char* name, DType dtype, const TensorView& view, int64_t batch, int64_t rows,
+         int64_t heads, int64_t columns, Use use) {
   if (!batch || !rows || !heads) return;
   const int64_t last = (batch - 1) * view.batch_stride + (rows - 1) * view.row_stride + (heads - 1) * view.head_stride;
-  gm.add(name, view.data, static_cast<size_t>(last + columns) * 2, use);
+  gm.add(name, view.data, static_cast<size_t>((last + columns) * ascend::of_type(dtype, 2, 2, 4)), use);
 }
 void add(GlobalMemory& gm, const char* name, const RowView& view, int64_t batch, int64_t heads, int64_t rows, Use use) {
   if (!batch || !rows || !heads || !view.data) return;
@@ -64,9 +64,9 @@ void add(GlobalMemory& gm, const char* name, const RowView& view, int64_t batch,
 void add_inputs(GlobalMemory& gm, const AttnParams& p) {
   const int64_t batch = p.is_varlen() ? 1 : p.batch;
   const int64_t rows_q = p.is_varlen() ? p.total_q : p.seqlen_q, rows_k = p.is_varlen() ? p.total_k : p.seqlen_k;
-  add(gm, "q", p.q, batch, rows_q, p.heads_q, p.head_dim, Use::input);
-  add(gm, "k", p.k, batch, rows_k, p.heads_k, p.head_dim, Use::input);
-  add(gm, "v", p.v, batch, rows_k, p.heads_k, p.head_dim_v, Use::input);
+  add(gm, "q", p.dtype, p.q, batch, rows_q, p.heads_q, p.head_dim, Use::input);
+  add(gm, "k", p.dtype, p.k, batch, rows_k, p.heads_k, p.head_dim, Use::input);
+  add(gm, "v", p.dtype, p.v, batch, rows_k, p.heads_k, p.head_dim_v, Use::input);
   if (p.is_varlen()) {
     gm.add("cu_seqlens_q", p.cu_seqlens_q, static_cast<size_t>(p.batch + 1) * 4, Use::input);
     gm.add("cu_seqlens_k", p.cu_seqlens_k, static_cast<size_t>(p.batch + 1) * 4, Use::input);
@@ -91,12 +91,12 @@ ascend_emulator::Report run_forward(const AttnParams& p, const Choices& how) {
   GlobalMemory gm(moves_data);
   add_inputs(gm, p);
   const int64_t batch = p.is_varlen() ? 1 : p.batch, rows = p.is_varlen() ? p.total_q : p.seqlen_q;
-  add(gm, "out", p.out, batch, rows, p.heads_q, p.head_dim_v, Use::output);
+  add(gm, "out", p.dtype, p.out, batch, rows, p.heads_q, p.head_dim_v, Use::output);
   add(gm, "lse", p.lse, batch, p.heads_q, rows, Use::output);
-  const size_t bytes = static_cast<size_t>(cores * ascend::kForwardWorkspaceBytes);
+  const size_t bytes = static_cast<size_t>(cores * ascend::forward_slot_bytes(p.dtype));
   if (moves_data) std::memset(arguments.workspace, 0xff, bytes);
   gm.add("workspace", arguments.workspace, bytes, Use::workspace);
-  const auto kernel = p.dtype == DType::kFloat16 ? flash_forward_fp16 : flash_forward_bf16;
+  const auto kernel = ascend::of_type(p.dtype, flash_forward_fp16, flash_forward_bf16, flash_forward_fp32);
   return ascend_emulator::launch(AscendC::KERNEL_TYPE_MIX_AIC_1_2, static_cast<int>(cores), how.options, gm,
                                  [&] { kernel(ascend::to_bytes(arguments)); });
 }
@@ -106,7 +106,7 @@ void forward(const AttnParams& p) { check(run_forward(p, choices())); }
 // The three stages; what one writes the next one reads.
 ascend_emulator::Report run_backward(const AttnGradParams& p, const Choices& how) {
   const ascend::Arguments a = ascend::backward_arguments(p, how.cores);
-  const bool moves_data = how.options.mode != ascend_emulator::Mode::time, half = p.dtype == DType::kFloat16;
+  const bool moves_data = how.options.mode != ascend_emulator::Mode::time;
   const int64_t cores = ascend::backward_cores(p, how.cores);
   const int64_t batch = p.is_varlen() ? 1 : p.batch;
   const int64_t rows_q = p.is_varlen() ? p.total_q : p.seqlen_q, rows_k = p.is_varlen() ? p.total_k : p.seqlen_k;
@@ -117,8 +117,8 @@ ascend_emulator::Report run_backward(const AttnGradParams& p, const Choices& how
     gm.add("dk_sum", a.dk_sum, size_t(p.heads_k * a.rows_k) * dim * 4, sums);
     gm.add("dv_sum", a.dv_sum, size_t(p.heads_k * a.rows_k) * dim_v * 4, sums);
     add_inputs(gm, p);
-    add(gm, "dout", p.dout, batch, rows_q, p.heads_q, p.head_dim_v, Use::input);
-    add(gm, "out", p.out, batch, rows_q, p.heads_q, p.head_dim_v, Use::input);
+    add(gm, "dout", p.dtype, p.dout, batch, rows_q, p.heads_q, p.head_dim_v, Use::input);
+    add(gm, "out", p.dtype, p.out, batch, rows_q, p.heads_q, p.head_dim_v, Use::input);
     add(gm, "lse", p.lse, batch, p.heads_q, rows_q, Use::input);
     add(gm, "dlse", p.dlse, batch, p.heads_q, rows_q, Use::input);
   };
@@ -130,22 +130,24 @@ ascend_emulator::Report run_backward(const AttnGradParams& p, const Choices& how
   };
   GlobalMemory prepare(moves_data), main(moves_data), finish(moves_data);
   with_sums(prepare, Use::output, Use::output);
-  stage(AscendC::KERNEL_TYPE_AIV_ONLY, ascend::kVectorCores * how.cores, prepare,
-        half ? flash_backward_prepare_fp16 : flash_backward_prepare_bf16);
+  stage(
+      AscendC::KERNEL_TYPE_AIV_ONLY, ascend::kVectorCores * how.cores, prepare,
+      ascend::of_type(p.dtype, flash_backward_prepare_fp16, flash_backward_prepare_bf16, flash_backward_prepare_fp32));
 
   with_sums(main, Use::input, Use::accumulator);
-  const size_t bytes = static_cast<size_t>(cores * ascend::kBackwardWorkspaceBytes);
+  const size_t bytes = static_cast<size_t>(cores * ascend::backward_slot_bytes(p.dtype));
   if (moves_data) std::memset(a.workspace, 0xff, bytes);
   main.add("workspace", a.workspace, bytes, Use::workspace);
-  stage(AscendC::KERNEL_TYPE_MIX_AIC_1_2, cores, main, half ? flash_backward_fp16 : flash_backward_bf16);
+  stage(AscendC::KERNEL_TYPE_MIX_AIC_1_2, cores, main,
+        ascend::of_type(p.dtype, flash_backward_fp16, flash_backward_bf16, flash_backward_fp32));
 
   with_sums(finish, Use::input, Use::input);
-  add(finish, "dq", p.dq, batch, rows_q, p.heads_q, p.head_dim, Use::output);
-  add(finish, "dk", p.dk, batch, rows_k, p.heads_k, p.head_dim, Use::output);
-  add(finish, "dv", p.dv, batch, rows_k, p.heads_k, p.head_dim_v, Use::output);
+  add(finish, "dq", p.dtype, p.dq, batch, rows_q, p.heads_q, p.head_dim, Use::output);
+  add(finish, "dk", p.dtype, p.dk, batch, rows_k, p.heads_k, p.head_dim, Use::output);
+  add(finish, "dv", p.dtype, p.dv, batch, rows_k, p.heads_k, p.head_dim_v, Use::output);
   if (p.dsink) finish.add("dsink", p.dsink, static_cast<size_t>(p.heads_q) * 4, Use::output);
   stage(AscendC::KERNEL_TYPE_AIV_ONLY, ascend::kVectorCores * how.cores, finish,
-        half ? flash_backward_finish_fp16 : flash_backward_finish_bf16);
+        ascend::of_type(p.dtype, flash_backward_finish_fp16, flash_backward_finish_bf16, flash_backward_finish_fp32));
   return total;
 }
 
@@ -178,9 +180,9 @@ void write_rng_state(const AttnParams&, const RngSource& source, int64_t* state)
                                 [&] { flash_rng_state(arguments); }));
 }
 
-const std::string name =
-    "ascend-emulator" +
-    (ascend::kForwardAlone ? "-" + std::to_string(ascend::kRows) + "x" + std::to_string(ascend::kKeys) : "");
+const std::string name = "ascend-emulator" + (ascend::kForwardAlone ? "-" + std::to_string(ascend::kTiling.rows) + "x" +
+                                                                          std::to_string(ascend::kTiling.keys)
+                                                                    : "");
 
 const Backend backend{name.c_str(), "cpu",    ascend::supports, forward_workspace_bytes, backward_workspace_bytes,
                       forward,      backward, dropout_mask,     write_rng_state};

@@ -19,6 +19,19 @@ struct LoadData2DParams {  // strides and gaps in fractals of 512 bytes
   LoadData2DParams() = default;
 };
 
+template <typename T>
+struct LoadData3DParamsV2 {  // an image in L1, [channels / C0][height][width][C0], as the matrix that a filter sees
+  uint8_t padList[4] = {0, 0, 0, 0};
+  ascend_emulator::Field<uint16_t> l1H = 0, l1W = 0, channelSize = 0;
+  ascend_emulator::Field<uint16_t> kExtension = 0, mExtension = 0, kStartPt = 0, mStartPt = 0;
+  ascend_emulator::Field<uint8_t> strideW = 1, strideH = 1, filterW = 1, filterH = 1;
+  ascend_emulator::Field<uint8_t> dilationFilterW = 1, dilationFilterH = 1;
+  bool enTranspose = false, enSmallK = false;
+  T padValue = T(0);
+  bool filterSizeW = false, filterSizeH = false, fMatrixCtrl = false;
+  LoadData3DParamsV2() = default;
+};
+
 struct MmadParams {
   ascend_emulator::Field<uint16_t> m = 0, n = 0, k = 0;
   bool isBias = false;
@@ -59,6 +72,12 @@ struct FixpipeParamsV220 {  // srcStride: rows of the L0C tile; dstStride: eleme
   bool isChannelSplit = false;
   FixpipeParamsV220() = default;
 };
+
+inline void SetHF32Mode(bool hf32Mode) {
+  constexpr int kCtrlHf32 = ascend_emulator::kCtrlHf32;
+  uint64_t& ctrl = ascend_emulator::core().ctrl;
+  ctrl = hf32Mode ? ctrl | uint64_t(1) << kCtrlHf32 : ctrl & ~(uint64_t(1) << kCtrlHf32);
+}
 
 inline void SetMMRowMajor() {}  // the order of computing inside a tile; results are the same
 
@@ -146,6 +165,62 @@ void LoadData(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LoadDa
   ascend_emulator::core().issue({PIPE_MTE1, "LoadData", site, cycles, 0, 0, {}, std::move(run)});
 }
 
+// The transpose of mExtension rows and kExtension columns of a matrix of fp32 in L1 (NZ, l1W rows), which is an image
+// of one row under a filter of one point. In L0A rows of fractals are as long as a multiple of 16 lanes. No other use
+// of this instruction is emulated.
+template <typename T>
+void LoadData(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LoadData3DParamsV2<T>& p,
+              Site site = Site::here()) {
+  using namespace ascend_emulator;
+  static_assert(std::is_same_v<T, float>, "the emulator has this instruction for float");
+  const Memory to_memory = dst.memory();
+  if (to_memory != Memory::l0a && to_memory != Memory::l0b)
+    fail(site, "LoadData: the destination must be in L0A or L0B");
+  const bool point = p.filterW == 1 && p.filterH == 1 && p.strideW == 1 && p.strideH == 1 && p.dilationFilterW == 1 &&
+                     p.dilationFilterH == 1 && !p.filterSizeW && !p.filterSizeH && p.l1H == 1;
+  const bool pads = p.padList[0] || p.padList[1] || p.padList[2] || p.padList[3];
+  if (!point || pads || !(p.enTranspose || to_memory == Memory::l0b))
+    fail(site, "LoadData 3D: the emulator transposes images of one row under a filter of one point, without padding");
+  p.l1W.check("LoadData 3D: l1W", site, 1, 32767);
+  p.channelSize.check("LoadData 3D: channelSize", site, 1);
+  p.mStartPt.check("LoadData 3D: mStartPt", site, 0, 32767);
+  p.mExtension.check("LoadData 3D: mExtension", site, 1);
+  p.kExtension.check("LoadData 3D: kExtension", site, 1);
+  p.kStartPt.check("LoadData 3D: kStartPt", site);
+  constexpr int64_t kColumns = kBlock / sizeof(T);
+  const int64_t height = p.l1W, row = p.mStartPt, rows = p.mExtension, column = p.kStartPt, columns = p.kExtension;
+  if (p.channelSize % 4 || column % kColumns || columns % kColumns)
+    fail(site, "LoadData 3D: channelSize is a multiple of 4, kStartPt and kExtension are multiples of 8 for fp32");
+  if (row + rows > ceil_div(height, kEdge) * kEdge || column + columns > p.channelSize)
+    fail(site, format("LoadData 3D: rows %lld..%lld and columns %lld..%lld of an image that has %lld and %lld",
+                      (long long)row, (long long)(row + rows - 1), (long long)column, (long long)(column + columns - 1),
+                      (long long)height, (long long)p.channelSize));
+  const int64_t blocks = ceil_div(column + columns, kColumns);
+  const uint32_t from =
+      src.operand("LoadData 3D", "the source", ((blocks - 1) * height + row + rows) * kBlock, site, Memory::l1);
+  const int64_t inner = ceil_div(rows, kEdge) * (kEdge / kColumns), outer = ceil_div(columns, kEdge);
+  const uint32_t to = dst.operand("LoadData 3D", "the destination", inner * outer * int64_t(kFractal), site, to_memory);
+  auto run = [=](Access& access) {
+    Space &l1 = access.local(Memory::l1), &l0 = access.local(to_memory);
+    for (int64_t b = column / kColumns; b < blocks; ++b)
+      access.read(l1, from + size_t(b * height + row) * kBlock, size_t(rows) * kBlock, false, true);
+    access.write(l0, to, size_t(inner * outer) * kFractal);
+    for (int64_t i = 0; i < columns; ++i)
+      for (int64_t j = 0; j < rows; ++j) {
+        const size_t source = from + size_t((column + i) / kColumns * height + row + j) * kBlock +
+                              size_t((column + i) % kColumns) * sizeof(T);
+        const int64_t fractal =
+            to_memory == Memory::l0a ? i / kEdge * inner + j / kColumns : j / kColumns * outer + i / kEdge;
+        const size_t target = to + size_t(fractal) * kFractal + size_t(i % kEdge * kColumns + j % kColumns) * sizeof(T);
+        std::memcpy(l0.bytes + target, l1.bytes + source, sizeof(T));
+        std::memcpy(l0.valid.data() + target / 2, l1.valid.data() + source / 2, sizeof(T) / 2);
+      }
+  };
+  const double rate = to_memory == Memory::l0a ? kL0aBytesPerCycle : kL0bBytesPerCycle;
+  const double cycles = kStartCycles + double(inner * outer * kFractal) / rate;
+  core().issue({PIPE_MTE1, "LoadData 3D", site, cycles, 0, 0, {}, std::move(run)});
+}
+
 }  // namespace AscendC
 
 namespace ascend_emulator {
@@ -195,9 +270,11 @@ namespace AscendC {
 template <typename T>
 void Mmad(const LocalTensor<float>& c, const LocalTensor<T>& a, const LocalTensor<T>& b, const MmadParams& p,
           Site site = Site::here()) {
-  static_assert(std::is_same_v<T, half> || std::is_same_v<T, bfloat16_t>,
-                "the emulator multiplies half and bfloat16_t");
+  static_assert(std::is_same_v<T, half> || std::is_same_v<T, bfloat16_t> || std::is_same_v<T, float>,
+                "the emulator multiplies half, bfloat16_t and float");
   using namespace ascend_emulator;
+  if (sizeof(T) == 4 && (core().ctrl >> kCtrlHf32 & 1))
+    fail(site, "Mmad: fp32 may be rounded to HF32, of 11 bits, until SetHF32Mode(false)");
   p.m.check("Mmad: m", site, 0, 4095);
   p.n.check("Mmad: n", site, 0, 4095);
   p.k.check("Mmad: k", site, 0, 4095);
@@ -242,7 +319,8 @@ void Mmad(const LocalTensor<float>& c, const LocalTensor<T>& a, const LocalTenso
       for (int64_t j = 0; j < n; ++j) std::memcpy(l0c.bytes + place(j), &sums[size_t(j)], 4);
     }
   };
-  const double cycles = kStartCycles + double(m1 * n1 * ceil_div(k, kEdge));
+  // 16 x 16 x 16 a cycle, in fp32 16 x 16 x 4.
+  const double cycles = kStartCycles + double(m1 * n1 * ceil_div(k, sizeof(T) == 4 ? 4 : kEdge));
   core().issue({PIPE_M, "Mmad", site, cycles, 0, 0, {}, std::move(run)});
 }
 

@@ -8,11 +8,15 @@
   }
 
 LEFT_OUT(flash_forward_bf16)
+LEFT_OUT(flash_forward_fp32)
 LEFT_OUT(flash_backward_prepare_fp16)
 LEFT_OUT(flash_backward_prepare_bf16)
+LEFT_OUT(flash_backward_prepare_fp32)
 LEFT_OUT(flash_backward_fp16)
 LEFT_OUT(flash_backward_bf16)
+LEFT_OUT(flash_backward_fp32)
 LEFT_OUT(flash_backward_finish_fp16)
 LEFT_OUT(flash_backward_finish_bf16)
+LEFT_OUT(flash_backward_finish_fp32)
 LEFT_OUT(flash_dropout_mask)
 LEFT_OUT(flash_rng_state)

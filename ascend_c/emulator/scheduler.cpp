@@ -364,7 +364,7 @@ void Core::step(pipe_t which) {
 void Core::run_work(Entry& entry, uint32_t index) {
   Pipe& pipe = pipes_[entry.work.pipe];
   Access access(*this, entry.work.pipe, index);
-  // Without data the scalar unit still reads what the caller has in GM; there is no memory in the core.
+  // Without data the scalar unit still reads the caller's sizes, in GM.
   if (options_.mode != Mode::time || (entry.work.pipe == PIPE_S && entry.work.gm_read)) entry.work.run(access);
   double cycles = entry.work.cycles;
   if (entry.work.from.first && machine_.copies_there(*this, entry.work.from, pipe.time, pipe.time + cycles))

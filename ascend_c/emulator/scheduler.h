@@ -137,10 +137,10 @@ struct Flag {
   double time = 0;
 };
 
-// Bits of the control register. Nothing documents what an earlier kernel leaves in it: integers saturate until the
-// kernel says otherwise.
-constexpr int kCtrlIntegersSaturate = 53;
-constexpr uint64_t kCtrlAtStart = uint64_t(1) << kCtrlIntegersSaturate;
+// Bits of the control register. Nothing documents what an earlier kernel leaves in it: integers saturate, and products
+// of fp32 are rounded to HF32, until the kernel says otherwise.
+constexpr int kCtrlIntegersSaturate = 53, kCtrlHf32 = 46;
+constexpr uint64_t kCtrlAtStart = uint64_t(1) << kCtrlIntegersSaturate | uint64_t(1) << kCtrlHf32;
 
 // Where a core stands in a launch.
 struct Place {

@@ -174,7 +174,7 @@ class LocalTensor {
 
   T GetValue(uint32_t index, Site site = Site::here()) const {
     const uint32_t at = scalar_address("GetValue", index, site);
-    T value;
+    T value{};
     ascend_emulator::core().issue({PIPE_S,
                                    "GetValue",
                                    site,

@@ -23,21 +23,23 @@ size_t forward_bytes(const AttnParams& p) { return forward_workspace_bytes(p, cu
 size_t backward_bytes(const AttnGradParams& p) { return backward_workspace_bytes(p, cube_cores()); }
 
 void forward(const AttnParams& p) {
-  const bool half = p.dtype == DType::kFloat16;
-  start("flash_forward", half ? launch_flash_forward_fp16 : launch_flash_forward_bf16, forward_cores(p, cube_cores()),
-        p.stream, forward_arguments(p));
+  const Launch launch =
+      of_type(p.dtype, launch_flash_forward_fp16, launch_flash_forward_bf16, launch_flash_forward_fp32);
+  start("flash_forward", launch, forward_cores(p, cube_cores()), p.stream, forward_arguments(p));
 }
 
 void backward(const AttnGradParams& p) {
-  const bool half = p.dtype == DType::kFloat16;
   const int64_t cores = cube_cores(), vector_cores = kVectorCores * cores;
   const Arguments arguments = backward_arguments(p, cores);
-  start("flash_backward_prepare", half ? launch_flash_backward_prepare_fp16 : launch_flash_backward_prepare_bf16,
-        vector_cores, p.stream, arguments);
-  start("flash_backward", half ? launch_flash_backward_fp16 : launch_flash_backward_bf16, backward_cores(p, cores),
-        p.stream, arguments);
-  start("flash_backward_finish", half ? launch_flash_backward_finish_fp16 : launch_flash_backward_finish_bf16,
-        vector_cores, p.stream, arguments);
+  const Launch prepare = of_type(p.dtype, launch_flash_backward_prepare_fp16, launch_flash_backward_prepare_bf16,
+                                 launch_flash_backward_prepare_fp32);
+  const Launch main =
+      of_type(p.dtype, launch_flash_backward_fp16, launch_flash_backward_bf16, launch_flash_backward_fp32);
+  const Launch finish = of_type(p.dtype, launch_flash_backward_finish_fp16, launch_flash_backward_finish_bf16,
+                                launch_flash_backward_finish_fp32);
+  start("flash_backward_prepare", prepare, vector_cores, p.stream, arguments);
+  start("flash_backward", main, backward_cores(p, cores), p.stream, arguments);
+  start("flash_backward_finish", finish, vector_cores, p.stream, arguments);
 }
 
 void dropout_mask(const AttnParams& p, bool* mask) {

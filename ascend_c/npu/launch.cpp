@@ -9,12 +9,16 @@
 #include "../inst/backward_bf16.cpp"
 #include "../inst/backward_finish_bf16.cpp"
 #include "../inst/backward_finish_fp16.cpp"
+#include "../inst/backward_finish_fp32.cpp"
 #include "../inst/backward_fp16.cpp"
+#include "../inst/backward_fp32.cpp"
 #include "../inst/backward_prepare_bf16.cpp"
 #include "../inst/backward_prepare_fp16.cpp"
+#include "../inst/backward_prepare_fp32.cpp"
 #include "../inst/dropout_mask.cpp"
 #include "../inst/forward_bf16.cpp"
 #include "../inst/forward_fp16.cpp"
+#include "../inst/forward_fp32.cpp"
 #include "../inst/rng_state.cpp"
 
 #define FLASHATTN_START(name) (name<<<static_cast<uint32_t>(blocks), 0, stream>>>(arguments), 0)
@@ -24,12 +28,16 @@
 #include <aclrtlaunch_flash_backward_bf16.h>
 #include <aclrtlaunch_flash_backward_finish_bf16.h>
 #include <aclrtlaunch_flash_backward_finish_fp16.h>
+#include <aclrtlaunch_flash_backward_finish_fp32.h>
 #include <aclrtlaunch_flash_backward_fp16.h>
+#include <aclrtlaunch_flash_backward_fp32.h>
 #include <aclrtlaunch_flash_backward_prepare_bf16.h>
 #include <aclrtlaunch_flash_backward_prepare_fp16.h>
+#include <aclrtlaunch_flash_backward_prepare_fp32.h>
 #include <aclrtlaunch_flash_dropout_mask.h>
 #include <aclrtlaunch_flash_forward_bf16.h>
 #include <aclrtlaunch_flash_forward_fp16.h>
+#include <aclrtlaunch_flash_forward_fp32.h>
 #include <aclrtlaunch_flash_rng_state.h>
 
 #define FLASHATTN_START(name) \

@@ -37,7 +37,7 @@ struct Cube {
   GlobalTensor<half> gm;
   GlobalTensor<float> out;
   LocalTensor<half> l1, l0a, l0b;
-  LocalTensor<float> l0c;
+  LocalTensor<float> l1f, l0af, l0bf, l0c;  // fp32 in the same places
 
   __aicore__ explicit Cube(GM_ADDR x) {
     pipe.InitBuffer(buffer_l1, 32 * 32 * 2);
@@ -49,6 +49,9 @@ struct Cube {
     l1 = buffer_l1.Get<half>();
     l0a = buffer_l0a.Get<half>();
     l0b = buffer_l0b.Get<half>();
+    l1f = buffer_l1.Get<float>();
+    l0af = buffer_l0a.Get<float>();
+    l0bf = buffer_l0b.Get<float>();
     l0c = buffer_l0c.Get<float>();
   }
 };
@@ -68,6 +71,18 @@ __aicore__ LoadData2DParams Fractals(int first, int count, int stride) {
   p.startIndex = first;
   p.repeatTimes = count;
   p.srcStride = stride;
+  return p;
+}
+__aicore__ LoadData3DParamsV2<float> Image(int row, int rows, int column, int columns) {
+  LoadData3DParamsV2<float> p;
+  p.l1H = 1;
+  p.l1W = 32;
+  p.channelSize = 16;
+  p.mStartPt = row;
+  p.mExtension = rows;
+  p.kStartPt = column;
+  p.kExtension = columns;
+  p.enTranspose = true;
   return p;
 }
 __aicore__ MmadParams Sizes(int m, int n, int k) {
@@ -182,6 +197,21 @@ std::map<std::string, std::function<void(Cube&)>> cube_cases = {
      [](Cube& t) { LoadData(t.l0a[768], t.l1, Fractals(0, 2, 1)); }},                     // fault: load_target_extent
     {"load_source_extent", [](Cube& t) { LoadData(t.l0a, t.l1, Fractals(2, 2, 2)); }},    // fault: load_source_extent
     {"load_misaligned", [](Cube& t) { LoadData(t.l0b[128], t.l1, Fractals(0, 1, 1)); }},  // fault: load_misaligned
+    {"image_rows", [](Cube& t) { LoadData(t.l0af, t.l1f, Image(16, 32, 0, 16)); }},       // fault: image_rows
+    {"image_columns", [](Cube& t) { LoadData(t.l0af, t.l1f, Image(0, 16, 8, 16)); }},     // fault: image_columns
+    {"image_part_of_column",
+     [](Cube& t) { LoadData(t.l0af, t.l1f, Image(0, 16, 0, 12)); }},  // fault: image_part_of_column
+    {"image_target_extent",
+     [](Cube& t) { LoadData(t.l0bf[384], t.l1f, Image(0, 16, 0, 16)); }},  // fault: image_target_extent
+    {"image_source_extent",
+     [](Cube& t) { LoadData(t.l0bf, t.l1f[128], Image(0, 32, 0, 16)); }},  // fault: image_source_extent
+    {"product_in_hf32",
+     [](Cube& t) {
+       SetHF32Mode(true);
+       Mmad(t.l0c, t.l0af, t.l0bf, Sizes(16, 16, 8));  // fault: product_in_hf32
+     }},
+    {"product_in_any_mode",
+     [](Cube& t) { Mmad(t.l0c, t.l0af, t.l0bf, Sizes(16, 16, 8)); }},  // fault: product_in_any_mode
     {"product_target_position",
      [](Cube& t) {
        Mmad(t.l0a.ReinterpretCast<float>(), t.l0a, t.l0b, Sizes(16, 16, 16));  // fault: product_target_position

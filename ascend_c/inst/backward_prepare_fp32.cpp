@@ -1,0 +1,8 @@
+#include "../backward_prepare.h"
+#include "../entry.h"
+
+FLASHATTN_KERNEL(FLASHATTN_VECTOR, flash_backward_prepare_fp32) {
+  KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
+  flashattn_ext::ascend::BackwardPrepare<float> vector(FLASHATTN_ARGUMENTS(Arguments));
+  vector.Run();
+}
