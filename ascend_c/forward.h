@@ -119,12 +119,13 @@ class ForwardVector : VectorCore {
     scores = Carve<float>(2 * kChunkRows * kPitch);
     rounded = Carve<T>(2 * kChunkRows * kPitch);
     output = Carve<float>(kHalf * width);
-    row_max = Carve<float>(kStatisticsRing * kHalf);
+    row_shift = Carve<float>(kStatisticsRing * kHalf);
     row_sum = Carve<float>(kStatisticsRing * kHalf);
     decay = Carve<float>(kSlots * kHalf);
-    chunk_max = Carve<float>(kChunkRows);
+    chunk_shift = Carve<float>(kChunkRows);
     chunk_sum = Carve<float>(kChunkRows);
     chunk_wide = Carve<float>(kChunkRows * kWide);
+    factor = Carve<float>(kWide);
     statistics = Carve<float>(kHalf);
     statistics_wide = Carve<float>(kHalf * kWide);
     if (a.has_dropout()) {
@@ -139,7 +140,8 @@ class ForwardVector : VectorCore {
     // Lanes behind the last row and column are computed with and never used: they must hold something.
     Duplicate(scores, 0.0f, 2 * kChunkRows * kPitch);
     Zero(rounded, 2 * kChunkRows * kPitch);
-    Duplicate(chunk_max, 0.0f, kChunkRows);
+    Duplicate(chunk_shift, 0.0f, kChunkRows);
+    Duplicate(factor, Factor(), kWide);
     Duplicate(statistics, 0.0f, kHalf);
     Duplicate(decay, 0.0f, kSlots * kHalf);
     Barrier();
@@ -257,7 +259,7 @@ class ForwardVector : VectorCore {
       sum = counts ? 1.0f : 0.0f;
     }
     const int32_t at = task.number % kStatisticsRing * kHalf;
-    AscendC::Duplicate(row_max[at], logit, kHalf);
+    AscendC::Duplicate(row_shift[at], -logit, kHalf);
     AscendC::Duplicate(row_sum[at], sum, kHalf);
     Barrier();
   }
@@ -287,20 +289,21 @@ class ForwardVector : VectorCore {
     // The chunk is one piece of memory: an operation without an operand per row takes all of it at once.
     const uint8_t all = ((rows - 1) * kPitchBlocks + columns / 8 + 7) / 8;
     const UnaryRepeatParams dense(1, 1, 8, 8);
-    Muls(s, s, a.scale, kLanes, all, dense);
-    Barrier();
+    if (a.scale <= 0) {  // the largest product has not the largest score
+      Muls(s, s, a.scale, kLanes, all, dense);
+      Barrier();
+    }
     HideScores(TileMask(a, task.queries.length, task.keys.length), task.row + row, rows, step.key, step.keys, s,
                {kPitchBlocks, Pairs<T>(a)});
     UpdateStatistics(step, row, rows, s, columns, tree);
     for (int32_t c = 0; c < columns; c += kLanes)
-      Sub(s[c], s[c], chunk_wide, kLanes, rows, {1, 1, 0, kPitchBlocks, kPitchBlocks, 1});
+      FusedMulAdd(s[c], factor, chunk_wide, kLanes, rows, {1, 0, 0, kPitchBlocks, 0, 1});
     Barrier();
     const LocalTensor<float> sum = row_sum[task.number % kStatisticsRing * kHalf + row];
     Exp(s, s, kLanes, all, dense);
-    Mul(sum, sum, decay[step.slot * kHalf + row], rows);
     Barrier();
     Reduce<false>(chunk_sum, s, rows, columns, tree);
-    Add(sum, sum, chunk_sum, rows);
+    FusedMulAdd(sum, decay[step.slot * kHalf + row], chunk_sum, rows, 1, {1, 1, 1, 8, 8, 8});
     RoundRepeats(p, s, all);
     if (a.has_dropout()) {
       static_assert(kForwardAlone || Dropout::MasksOf(kChunkTiles) / (4 / int32_t(sizeof(T))) <= kChunkRows * kPitch,
@@ -322,21 +325,28 @@ class ForwardVector : VectorCore {
     SetFlag<HardEvent::MTE3_V>(buffer);
   }
 
-  // max becomes that of old and new, chunk_wide the same in whole blocks, and decay exp(old - new): the last two
-  // instructions go beside the caller's next ones.
+  // What the scores in UB are multiplied with: they are the products themselves, unless the scale turns their order
+  // round.
+  __aicore__ float Factor() const { return a.scale > 0 ? a.scale : 1.0f; }
+
+  // A row's shift is its maximum with the sign turned round, which is added to its scores. It becomes that of old and
+  // new ones, chunk_wide the same in whole blocks, and decay exp(old - new maximum): the last two instructions go
+  // beside the caller's next ones.
   __aicore__ void UpdateStatistics(const Step& step, int32_t row, int32_t rows, const AscendC::LocalTensor<float>& s,
                                    int32_t columns, const AscendC::LocalTensor<float>& tree) {
     using namespace AscendC;
-    const LocalTensor<float> max = row_max[step.task.number % kStatisticsRing * kHalf + row];
+    const LocalTensor<float> shift = row_shift[step.task.number % kStatisticsRing * kHalf + row];
     const LocalTensor<float> chunk_decay = decay[step.slot * kHalf + row];
-    Reduce<true>(chunk_max, s, rows, columns, tree);
-    Max(chunk_max, chunk_max, max, rows);
+    Reduce<true>(chunk_shift, s, rows, columns, tree);
+    Muls(chunk_shift, chunk_shift, -Factor(), rows);
     Barrier();
-    Sub(chunk_decay, max, chunk_max, rows);
-    Brcb(chunk_wide, chunk_max, RoundUp(rows, 8) / 8, {1, 8});
+    Min(chunk_shift, chunk_shift, shift, rows);
+    Barrier();
+    Sub(chunk_decay, chunk_shift, shift, rows);
+    Brcb(chunk_wide, chunk_shift, RoundUp(rows, 8) / 8, {1, 8});
     Barrier();
     Exp(chunk_decay, chunk_decay, rows);
-    Adds(max, chunk_max, 0.0f, rows);
+    Adds(shift, chunk_shift, 0.0f, rows);
   }
 
   // The maximum or sum of each row: of columns of 64, pair by pair, then of the blocks of the last one, and of those.
@@ -431,9 +441,8 @@ class ForwardVector : VectorCore {
         Adds(o, product, 0.0f, rows * width);
       } else {
         const LocalTensor<float> wide = statistics_wide[row * kWide];
-        for (int32_t c = 0; c < width; c += kLanes) Mul(o[c], o[c], wide, kLanes, rows, {1, 1, 0, pitch, pitch, 1});
-        Barrier();
-        Add(o, o, product, rows * width);
+        for (int32_t c = 0; c < width; c += kLanes)
+          FusedMulAdd(o[c], wide, product[c], kLanes, rows, {1, 0, 1, pitch, 1, pitch});
       }
       Barrier();
       SetFlag<HardEvent::V_MTE2>(buffer);
@@ -458,7 +467,7 @@ class ForwardVector : VectorCore {
       Mul(output[c], output[c], statistics_wide, kLanes, task.rows, {1, 1, 0, pitch, pitch, 1});
     Ln(statistics, row_sum[at], task.rows);
     Barrier();
-    Add(statistics, statistics, row_max[at], task.rows);
+    Sub(statistics, statistics, row_shift[at], task.rows);
     StoreStatistics(task);
     for (int32_t row = 0; row < task.rows; row += kPartialRows) {
       const int32_t rows = Lesser(kPartialRows, task.rows - row), buffer = chunks++ % 2;
@@ -513,8 +522,8 @@ class ForwardVector : VectorCore {
   ForwardWorkspace<T> workspace;
   int32_t width;  // floats of a row of O: whole repeats
   int32_t chunks = 0;
-  AscendC::LocalTensor<float> scores, output, row_max, row_sum, decay;
-  AscendC::LocalTensor<float> chunk_max, chunk_sum, chunk_wide, statistics, statistics_wide;
+  AscendC::LocalTensor<float> scores, output, row_shift, row_sum, decay;
+  AscendC::LocalTensor<float> chunk_shift, chunk_sum, chunk_wide, factor, statistics, statistics_wide;
   AscendC::LocalTensor<T> rounded;
   bool draws_steps = false;  // words of a step at a time
   bool has_begun = false;    // the next step's
