@@ -152,8 +152,16 @@ class CubeCore {
       ClearRows(tile, rows / 16 * 16, columns);
       AscendC::PipeBarrier<PIPE_MTE2>();
     }
-    for (int32_t row = 0; row < rows; row += 8)
-      CopyRows(tile, PairedPlace(row), 2, from[row * pitch], Lesser(8, rows - row), columns, pitch);
+    for (int32_t row = 0; row < rows;) {
+      const AscendC::GlobalTensor<T> next = from[row * pitch];
+      if (rows - row >= 16 && pitch >= 1 && 8 * pitch <= kMaxPitch) {
+        CopyPairs(tile, row, next, columns, pitch);
+        row += 16;
+      } else {
+        CopyRows(tile, PairedPlace(row), 2, next, Lesser(8, rows - row), columns, pitch);
+        row += 8;
+      }
+    }
     return EndLoad(tile);
   }
 
@@ -190,11 +198,26 @@ class CubeCore {
     AscendC::WaitFlag<AscendC::HardEvent::MTE2_MTE1>(tile.event);
     return tile;
   }
+  static constexpr int64_t kMaxPitch = 65535;  // from row to row, or from matrix to matrix
+
+  // 16 rows, in pairs: two matrices of 8 rows, between each other in L1.
+  __aicore__ static void CopyPairs(const L1Tile<T>& tile, int32_t row, AscendC::GlobalTensor<T> from, int32_t columns,
+                                   int64_t pitch) {
+    AscendC::Nd2NzParams p;
+    p.ndNum = 2;
+    p.srcNdMatrixStride = 8 * pitch;
+    p.dstNzMatrixStride = kColumns;
+    p.nValue = 8;
+    p.dValue = columns;
+    p.srcDValue = pitch;
+    p.dstNzC0Stride = RoundUp(tile.rows, 16);
+    p.dstNzNStride = 2;
+    AscendC::DataCopy(tile.data[row * kColumns], from, p);
+  }
   // Into rows `at`, `at` + `step` and so on of the tile.
   __aicore__ void CopyRows(const L1Tile<T>& tile, int32_t at, int32_t step, AscendC::GlobalTensor<T> from, int32_t rows,
                            int32_t columns, int64_t pitch) {
     using namespace AscendC;
-    constexpr int64_t kMaxPitch = 65535;
     const bool single = rows == 1 || pitch < 1 || pitch > kMaxPitch;
     Nd2NzParams p;
     p.ndNum = 1;

@@ -38,6 +38,7 @@ CASES = {
         B=1, Sq=330, Sk=1100, Hq=2, Hk=1, D=128, Dv=128, causal=True, dropout_p=0.2, rng_seed=7
     ),
     "dropout, window": Case(B=1, Sq=150, Sk=300, D=40, Dv=40, window_size=(70, 30), dropout_p=0.2, rng_seed=7),
+    "dropout, rows far apart": Case(B=1, Sq=20, Sk=70, Hq=65, Hk=65, D=128, Dv=64, dropout_p=0.2, rng_seed=7),
     "dropout, packed": Case(
         lengths_q=(5, 0, 140, 20), lengths_k=(9, 30, 0, 300), D=64, Dv=64, causal=True, dropout_p=0.2, rng_seed=7
     ),
@@ -80,6 +81,14 @@ def test_no_mode_and_no_number_of_cores_changes_a_bit(
 def test_gradients_that_many_cores_add_to(mode: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHATTN_EXT_ASCEND_EMULATOR", mode)
     check(Case(dtype=dtype, B=1, Sq=520, Sk=400, Hq=2, Hk=1, D=64, Dv=80, causal=True), "cpu")
+
+
+def test_a_row_that_stands_for_all_keys() -> None:
+    """A row stride of 0, which no copy of several rows takes."""
+    q, key, value = (torch.randn(1, rows, 2, 64).half() for rows in (20, 1, 1))
+    k, v = key.expand(1, 70, 2, 64), value.expand(1, 70, 2, 64)
+    out = flashattn_ext.forward(q, k, v, dropout_p=0.2, rng_seed=7)
+    assert torch.equal(out, flashattn_ext.forward(q, k.contiguous(), v.contiguous(), dropout_p=0.2, rng_seed=7))
 
 
 MASKS = {

@@ -551,6 +551,8 @@ ARGUMENTS = {
     "rows_position": "Nd2Nz: the destination lies in L0A, it must be in L1",
     "rows_misaligned": "Nd2Nz: the destination starts at L1 byte 16, which is not aligned to 32 bytes",
     "rows_beyond_tensor": "Nd2Nz: the destination touches 3072 bytes from its start, the tensor has 2048",
+    "matrices_beyond_tensor": "Nd2Nz: the destination touches 2560 bytes from its start, the tensor has 2048",
+    "matrices_misaligned": "Nd2Nz: matrices begin at multiples of 32 bytes in L1 (dstNzMatrixStride)",
     "zeros_beyond_tensor": "Fill: the destination touches 2112 bytes from its start, the tensor has 2048",
     "zeros_position": "Fill: the destination lies in L0C, it must be in L1",
     "load_target_position": "LoadData: the destination must be in L0A or L0B",
@@ -619,10 +621,9 @@ def test_what_the_device_takes_compiles(tmp_path: Path, case: str) -> None:
     assert compiler_says(tmp_path, COMPILED[case]) == ""
 
 
-def device_functions(folder: Path) -> dict[str, str]:
-    """The text of every function that the device's compiler sees in the kernels, by its first line."""
+def device_functions(folder: Path, kernels: list[Path], root: Path) -> dict[str, str]:
+    """The text of every function under `root` that the device's compiler sees in the kernels, by its first line."""
     (folder / "kernel_operator.h").touch()
-    kernels = sorted((EMULATOR.parent / "inst").glob("*.cpp"))
     source = folder / "all.cpp"
     source.write_text("".join(f'#include "{kernel}"\n' for kernel in kernels))
     command = [os.environ.get("CXX", "c++"), "-std=c++17", "-E", "-D__NPU_ARCH__=2201", f"-I{folder}", source]
@@ -630,7 +631,7 @@ def device_functions(folder: Path) -> dict[str, str]:
     text, ours = [], False
     for line in done.splitlines():
         if line.startswith("#"):
-            ours = str(EMULATOR.parents[1]) in line
+            ours = str(root) in line
         elif ours:
             text.append(line)
     functions, depth, begin, inside = {}, 0, 0, None
@@ -652,10 +653,18 @@ def device_functions(folder: Path) -> dict[str, str]:
 
 
 def test_functions_are_marked_for_the_device(tmp_path: Path) -> None:
-    functions = device_functions(tmp_path)
+    kernels = sorted((EMULATOR.parent / "inst").glob("*.cpp"))
+    functions = device_functions(tmp_path, kernels, EMULATOR.parents[1])
     assert len(functions) > 150 and any("sum_pitch" in head for head in functions)
     assert [head for head in functions if "__aicore__" not in head and "__mix__" not in head] == []
     assert [head for head, body in functions.items() if re.search(r"\bdouble\b", head + body)] == []
+
+
+def test_a_function_that_is_not_marked_is_found(tmp_path: Path) -> None:
+    planted = tmp_path / "planted.h"
+    planted.write_text("constexpr int twice(int x) { return 2 * x; }\n__aicore__ int four() { return twice(2); }\n")
+    functions = device_functions(tmp_path, [planted], planted)
+    assert list(functions) == ["constexpr int twice(int x)", "__aicore__ int four()"]
 
 
 LEGAL = ("flags", "ping_pong", "scalar_loop", "copy_queue", "accumulation", "index", "ordered_additions")

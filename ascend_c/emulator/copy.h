@@ -227,10 +227,13 @@ void DataCopyPad(const GlobalTensor<T>& dst, const LocalTensor<T>& src, const Da
 }
 
 // Rows of GM into the fractal layout NZ of L1: columns of 32 bytes one after the other, the last one filled with zeros.
+// Several matrices are as many such copies.
 template <typename T>
 void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Nd2NzParams& p, Site site = Site::here()) {
   using ascend_emulator::kBlock;
-  p.ndNum.check("Nd2Nz: ndNum (this emulator takes one matrix)", site, 1, 1);
+  p.ndNum.check("Nd2Nz: ndNum", site, 0, 4095);
+  p.srcNdMatrixStride.check("Nd2Nz: srcNdMatrixStride", site);
+  p.dstNzMatrixStride.check("Nd2Nz: dstNzMatrixStride", site, 0, 16384);
   p.nValue.check("Nd2Nz: nValue", site, 0, 16384);
   p.dValue.check("Nd2Nz: dValue", site);
   p.srcDValue.check("Nd2Nz: srcDValue", site, 1);
@@ -238,19 +241,26 @@ void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Nd2Nz
   p.dstNzNStride.check("Nd2Nz: dstNzNStride", site, 1, 16384);
   const int64_t rows = p.nValue, columns = p.dValue, pitch = p.srcDValue, c0 = kBlock / sizeof(T);
   const int64_t column_stride = p.dstNzC0Stride, row_stride = p.dstNzNStride, row_blocks = (columns + c0 - 1) / c0;
-  if (!rows || !columns) return;
-  const int64_t bytes = columns * int64_t(sizeof(T)), extent = (rows - 1) * pitch * int64_t(sizeof(T)) + bytes;
+  const int64_t count = p.ndNum, size = sizeof(T);
+  if (!count || !rows || !columns) return;
+  const int64_t matrix = count > 1 ? p.srcNdMatrixStride * size : 0,
+                to_matrix = count > 1 ? p.dstNzMatrixStride * size : 0;
+  if (to_matrix % kBlock)
+    ascend_emulator::fail(site, "Nd2Nz: matrices begin at multiples of 32 bytes in L1 (dstNzMatrixStride)");
+  const int64_t bytes = columns * size, extent = (count - 1) * matrix + (rows - 1) * pitch * size + bytes;
   src.check_extent("Nd2Nz", extent, site);
   auto [space, gm] = ascend_emulator::core().gm(src.GetPhyAddr(), size_t(extent), false, "Nd2Nz", site);
-  const int64_t reach = ((row_blocks - 1) * column_stride + (rows - 1) * row_stride + 1) * kBlock;
+  const int64_t reach =
+      (count - 1) * to_matrix + ((row_blocks - 1) * column_stride + (rows - 1) * row_stride + 1) * kBlock;
   const uint32_t l1 = dst.operand("Nd2Nz", "the destination", reach, site, ascend_emulator::Memory::l1);
   auto run = [=, space = space, gm = gm](ascend_emulator::Access& access) {
     ascend_emulator::Space& local = access.local(ascend_emulator::Memory::l1);
-    for (int64_t r = 0; r < rows; ++r) {
-      const size_t from = gm + size_t(r * pitch) * sizeof(T);
+    for (int64_t n = 0; n < count * rows; ++n) {
+      const int64_t m = n / rows, r = n % rows;
+      const size_t from = gm + size_t(m * matrix + r * pitch * size);
       access.read(*space, from, size_t(bytes));
       for (int64_t b = 0; b < row_blocks; ++b) {
-        const size_t to = l1 + size_t(b * column_stride + r * row_stride) * kBlock;
+        const size_t to = l1 + size_t(m * to_matrix + (b * column_stride + r * row_stride) * kBlock);
         const size_t part = size_t(std::min<int64_t>(kBlock, bytes - b * kBlock));
         access.write(local, to, kBlock);
         std::memset(local.bytes + to, 0, kBlock);
@@ -258,10 +268,10 @@ void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Nd2Nz
       }
     }
   };
-  const ascend_emulator::Rows lengths = {uint32_t(rows), bytes, pitch * int64_t(sizeof(T)), 0};
+  const ascend_emulator::Rows lengths = {uint32_t(count * rows), bytes, pitch * int64_t(sizeof(T)), 0};
   const double cycles = ascend_emulator::copy_cycles(lengths, ascend_emulator::kLoadBytesPerCycle);
   ascend_emulator::core().issue(
-      ascend_emulator::load_work("Nd2Nz", site, cycles, *space, gm, uint64_t(rows * bytes), std::move(run)));
+      ascend_emulator::load_work("Nd2Nz", site, cycles, *space, gm, uint64_t(count * rows * bytes), std::move(run)));
 }
 
 // What follows on MTE3 and FIX adds to GM instead of overwriting it.

@@ -184,9 +184,23 @@ std::map<std::string, std::function<void(Vector&)>> vector_cases = {
 };
 
 std::map<std::string, std::function<void(Cube&)>> cube_cases = {
-    {"rows_position", [](Cube& t) { DataCopy(t.l0a, t.gm, Rows(32, 32)); }},        // fault: rows_position
-    {"rows_misaligned", [](Cube& t) { DataCopy(t.l1[8], t.gm, Rows(16, 16)); }},    // fault: rows_misaligned
-    {"rows_beyond_tensor", [](Cube& t) { DataCopy(t.l1, t.gm, Rows(32, 33)); }},    // fault: rows_beyond_tensor
+    {"rows_position", [](Cube& t) { DataCopy(t.l0a, t.gm, Rows(32, 32)); }},      // fault: rows_position
+    {"rows_misaligned", [](Cube& t) { DataCopy(t.l1[8], t.gm, Rows(16, 16)); }},  // fault: rows_misaligned
+    {"rows_beyond_tensor", [](Cube& t) { DataCopy(t.l1, t.gm, Rows(32, 33)); }},  // fault: rows_beyond_tensor
+    {"matrices_beyond_tensor",
+     [](Cube& t) {
+       Nd2NzParams p = Rows(16, 16);
+       p.ndNum = 3;
+       p.dstNzMatrixStride = 512;
+       DataCopy(t.l1, t.gm, p);  // fault: matrices_beyond_tensor
+     }},
+    {"matrices_misaligned",
+     [](Cube& t) {
+       Nd2NzParams p = Rows(16, 16);
+       p.ndNum = 2;
+       p.dstNzMatrixStride = 8;
+       DataCopy(t.l1, t.gm, p);  // fault: matrices_misaligned
+     }},
     {"zeros_beyond_tensor", [](Cube& t) { Fill(t.l1, {2, 20, 26, half(0.0f)}); }},  // fault: zeros_beyond_tensor
     {"zeros_position",
      [](Cube& t) { Fill(t.l0c.ReinterpretCast<half>(), {1, 1, 0, half(0.0f)}); }},       // fault: zeros_position
