@@ -296,9 +296,8 @@ class ForwardVector : VectorCore {
         Adds(o, product, 0.0f, rows * width);
       } else {
         const LocalTensor<float> wide = statistics_wide[row * kWide];
-        for (int32_t c = 0; c < width; c += kLanes) Mul(o[c], o[c], wide, kLanes, rows, {1, 1, 0, pitch, pitch, 1});
-        Barrier();
-        Add(o, o, product, rows * width);
+        for (int32_t c = 0; c < width; c += kLanes)
+          FusedMulAdd(o[c], wide, product[c], kLanes, rows, {1, 0, 1, pitch, 1, pitch});
       }
       Barrier();
       SetFlag<HardEvent::V_MTE2>(buffer);
@@ -309,7 +308,7 @@ class ForwardVector : VectorCore {
   __aicore__ void Finish(const Task& task) {
     using namespace AscendC;
     const uint8_t pitch = width / 8;
-    constexpr float kSmallest = 1e-30f;  // the sum is 0 (and O too) where a row sees no key, otherwise at least 1
+    constexpr float kSmallest = 1e-30f;  // the sum is 0 (and O too) where a row sees no key, otherwise about 1 or more
     WaitFlag<HardEvent::MTE3_V>(kStatisticsEvent);
     Maxs(statistics, softmax.Sum(task), kSmallest, task.rows);
     Duplicate(statistics_wide, a.inverse_keep, task.rows);
@@ -322,7 +321,7 @@ class ForwardVector : VectorCore {
       Mul(output[c], output[c], statistics_wide, kLanes, task.rows, {1, 1, 0, pitch, pitch, 1});
     Ln(statistics, softmax.Sum(task), task.rows);
     Barrier();
-    Add(statistics, statistics, softmax.Max(task), task.rows);
+    Sub(statistics, statistics, softmax.Shift(task), task.rows);
     if (a.has_sink && softmax.Sink(task) > kHighest) {  // its maximum is the largest number
       Barrier();
       Duplicate(statistics, __builtin_inff(), task.rows);

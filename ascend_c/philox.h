@@ -121,8 +121,12 @@ class Dropout {
     Multiply<0>(p0);
     Xor(z, z, registers[6], kConstant);
     const Product p1 = {z, key_high, key_low, registers[2], x};
-    Multiply<1>(p1);
-    Xor(key_low, key_low, registers[7], kConstant);
+    for (int32_t stage = 0; stage < kStages; ++stage) {  // Xor(key_low, key_low, registers[7]) beside the product
+      Advance<1>(p1, stage);
+      if (stage == 1) OrAndWith(key_low, registers[7], kConstant);
+      if (stage == 2) Subtract(key_low, registers[4], registers[5]);
+      Barrier();
+    }
   }
 
   // The words of the rows and keys that began.
@@ -350,13 +354,16 @@ class Dropout {
   static constexpr int32_t kRepeated = 1, kConstant = 0;  // from block to block of w
   // to = v ^ w, w being one tile or one block for all of v: what either has, less what both have.
   __aicore__ void Xor(const Words& to, const Words& v, const Words& w, int32_t block) {
-    const Words either = registers[4], both = registers[5];
+    OrAndWith(v, w, block);
+    Barrier();
+    Subtract(to, registers[4], registers[5]);
+    Barrier();
+  }
+  // What either has, and what both have, into registers 4 and 5.
+  __aicore__ void OrAndWith(const Words& v, const Words& w, int32_t block) {
     const uint8_t block_w = block;
-    AscendC::Or(Bits(either), Bits(v), Bits(w), 128, tiles, {1, 1, block_w, 8, 8, 0});
-    AscendC::And(Bits(both), Bits(v), Bits(w), 128, tiles, {1, 1, block_w, 8, 8, 0});
-    Barrier();
-    Subtract(to, either, both);
-    Barrier();
+    AscendC::Or(Bits(registers[4]), Bits(v), Bits(w), 128, tiles, {1, 1, block_w, 8, 8, 0});
+    AscendC::And(Bits(registers[5]), Bits(v), Bits(w), 128, tiles, {1, 1, block_w, 8, 8, 0});
   }
   __aicore__ void SetConstants(uint32_t first, uint32_t second) {
     AscendC::Duplicate(registers[6], int32_t(first), 8);

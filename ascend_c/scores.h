@@ -2,7 +2,8 @@
 // weights in the forward; Weigh with a known lse does so in the backward, where Differentiate then turns the gradient
 // of the weights into that of the scores. csrc/score.h says what a score is.
 //
-// The vector unit's exponential has base e: the logit itself, softmax_scale * <q, k>, is what is kept of a product.
+// The vector unit's exponential has base e: the backward keeps the logit itself, softmax_scale * <q, k>, of a product.
+// The forward keeps the product where products have the order of logits, and scales it as it subtracts the maximum.
 #pragma once
 
 #include "philox.h"
@@ -24,12 +25,17 @@ struct ScoreChunk {
   __aicore__ uint8_t repeats() const { return ((rows - 1) * layout.pitch + columns() / 8 + 7) / 8; }
 };
 
-// Products to logits, -inf where they are hidden and in the columns beyond the last key.
+// Products or logits to -inf where they are hidden and in the columns beyond the last key.
+__aicore__ inline void Hide(const Arguments& a, const Task& task, const ScoreChunk& chunk) {
+  HideScores(TileMask(a, task.queries.length, task.keys.length), chunk.row, chunk.rows, chunk.key, chunk.keys, chunk.s,
+             chunk.layout);
+}
+
+// Products to logits, -inf where they are hidden.
 __aicore__ inline void MakeLogits(const Arguments& a, const Task& task, const ScoreChunk& chunk) {
   AscendC::Muls(chunk.s, chunk.s, a.score.softmax_scale, kLanes, chunk.repeats(), {1, 1, 8, 8});
   AscendC::PipeBarrier<PIPE_V>();
-  HideScores(TileMask(a, task.queries.length, task.keys.length), chunk.row, chunk.rows, chunk.key, chunk.keys, chunk.s,
-             chunk.layout);
+  Hide(a, task, chunk);
 }
 
 // The running maximum and sum of the rows that one vector core has of the tasks in flight, and the weights of a chunk.
@@ -41,25 +47,27 @@ class OnlineSoftmax {
   static constexpr int32_t kWide = 8;  // a row's value in every lane of one block
 
  public:
-  static constexpr int32_t kFloats = (2 * kStatisticsRing + kSlots) * kHalf + (2 + kWide) * kChunkRows;
+  static constexpr int32_t kFloats = (2 * kStatisticsRing + kSlots) * kHalf + (2 + kWide) * kChunkRows + kWide;
 
   __aicore__ explicit OnlineSoftmax(const Arguments& arguments) : a(arguments) {}
 
   // memory: kFloats.
   __aicore__ void SetMemory(const AscendC::LocalTensor<float>& memory) {
-    row_max = memory;
-    row_sum = row_max[kStatisticsRing * kHalf];
+    row_shift = memory;
+    row_sum = row_shift[kStatisticsRing * kHalf];
     decay = row_sum[kStatisticsRing * kHalf];
-    chunk_max = decay[kSlots * kHalf];
-    chunk_sum = chunk_max[kChunkRows];
+    chunk_shift = decay[kSlots * kHalf];
+    chunk_sum = chunk_shift[kChunkRows];
     chunk_wide = chunk_sum[kChunkRows];
+    factor_wide = chunk_wide[kWide * kChunkRows];
+    AscendC::Duplicate(factor_wide, Factor(), kWide);
     // Lanes beyond the last row are computed with and never used: they must hold something.
-    AscendC::Duplicate(chunk_max, 0.0f, kChunkRows);
+    AscendC::Duplicate(chunk_shift, 0.0f, kChunkRows);
     AscendC::Duplicate(decay, 0.0f, kSlots * kHalf);
   }
 
-  // Of the rows of a task: the maximum of the logits, and the sum of the weights relative to it.
-  __aicore__ AscendC::LocalTensor<float> Max(const Task& task) const { return row_max[At(task)]; }
+  // Of the rows of a task: the negated maximum of the logits, and the sum of the weights relative to that maximum.
+  __aicore__ AscendC::LocalTensor<float> Shift(const Task& task) const { return row_shift[At(task)]; }
   __aicore__ AscendC::LocalTensor<float> Sum(const Task& task) const { return row_sum[At(task)]; }
   // What the maximum that a step found makes of everything summed before that step, for each row.
   __aicore__ AscendC::LocalTensor<float> Decay(int32_t slot) const { return decay[slot * kHalf]; }
@@ -76,7 +84,7 @@ class OnlineSoftmax {
       logit = counts ? (sink > kHighest ? kHighest : sink) : kLowest;
       sum = counts ? 1.0f : 0.0f;
     }
-    AscendC::Duplicate(Max(task), logit, kHalf);
+    AscendC::Duplicate(Shift(task), -logit, kHalf);
     AscendC::Duplicate(Sum(task), sum, kHalf);
     Barrier();
   }
@@ -90,17 +98,19 @@ class OnlineSoftmax {
     const LocalTensor<float> tree = weights.template ReinterpretCast<float>();  // until the weights are there
     const int32_t rows = chunk.rows, columns = chunk.columns();
     const uint8_t all = chunk.repeats();
-    MakeLogits(a, step.task, chunk);
-    Update(Max(step.task)[row], Decay(step.slot)[row], s, rows, columns, tree);
+    if (KeepsProducts())
+      Hide(a, step.task, chunk);
+    else
+      MakeLogits(a, step.task, chunk);
+    Update(Shift(step.task)[row], Decay(step.slot)[row], s, rows, columns, tree);
     for (int32_t c = 0; c < columns; c += kLanes)
-      AscendC::Sub(s[c], s[c], chunk_wide, kLanes, rows, {1, 1, 0, kPitchBlocks, kPitchBlocks, 1});
+      FusedMulAdd(s[c], factor_wide, chunk_wide, kLanes, rows, {1, 0, 0, kPitchBlocks, 0, 1});
     Barrier();
     const LocalTensor<float> sum = Sum(step.task)[row];
     Exp(s, s, kLanes, all, {1, 1, 8, 8});
-    Mul(sum, sum, Decay(step.slot)[row], rows);
     Barrier();
     Reduce<false>(chunk_sum, s, rows, columns, tree);
-    Add(sum, sum, chunk_sum, rows);
+    FusedMulAdd(sum, Decay(step.slot)[row], chunk_sum, rows, 1, {1, 1, 1, 8, 8, 8});
     RoundRepeats(weights, s, all);
     if (!a.has_dropout()) return;
     const LocalTensor<int32_t> masks = s.template ReinterpretCast<int32_t>();
@@ -114,20 +124,30 @@ class OnlineSoftmax {
   __aicore__ static void Barrier() { AscendC::PipeBarrier<PIPE_V>(); }
   __aicore__ static int32_t At(const Task& task) { return task.number % kStatisticsRing * kHalf; }
 
-  // max becomes that of old and new, chunk_wide the same in whole blocks, and chunk_decay exp(old - new). The last two
-  // instructions go beside the caller's next ones.
-  __aicore__ void Update(const AscendC::LocalTensor<float>& max, const AscendC::LocalTensor<float>& chunk_decay,
+  // Whether the scores in UB are products, whose order is that of the logits unless the scale is negative.
+  __aicore__ bool KeepsProducts() const { return a.score.factor > 0; }
+  // What a score in UB is multiplied by to be a logit. Never 0, which would make NaN of a hidden score, -inf.
+  __aicore__ float Factor() const {
+    if (!KeepsProducts()) return 1.0f;
+    return a.score.softmax_scale < kSmallest<float> ? kSmallest<float> : a.score.softmax_scale;
+  }
+
+  // The shift, which is added to logits, becomes the negated maximum of old and new ones, chunk_wide the same in whole
+  // blocks, and chunk_decay exp(old - new maximum). The last two instructions go beside the caller's next ones.
+  __aicore__ void Update(const AscendC::LocalTensor<float>& shift, const AscendC::LocalTensor<float>& chunk_decay,
                          const AscendC::LocalTensor<float>& s, int32_t rows, int32_t columns,
                          const AscendC::LocalTensor<float>& tree) {
     using namespace AscendC;
-    Reduce<true>(chunk_max, s, rows, columns, tree);
-    AscendC::Max(chunk_max, chunk_max, max, rows);
+    Reduce<true>(chunk_shift, s, rows, columns, tree);
+    Muls(chunk_shift, chunk_shift, -Factor(), rows);
     Barrier();
-    AscendC::Sub(chunk_decay, max, chunk_max, rows);
-    Brcb(chunk_wide, chunk_max, RoundUp(rows, 8) / 8, {1, 8});
+    Min(chunk_shift, chunk_shift, shift, rows);
+    Barrier();
+    Sub(chunk_decay, chunk_shift, shift, rows);
+    Brcb(chunk_wide, chunk_shift, RoundUp(rows, 8) / 8, {1, 8});
     Barrier();
     Exp(chunk_decay, chunk_decay, rows);
-    Adds(max, chunk_max, 0.0f, rows);
+    Adds(shift, chunk_shift, 0.0f, rows);
   }
 
   // The maximum or sum of each row: of columns of 64, pair by pair, then of the blocks of the last one, and of those.
@@ -201,9 +221,10 @@ class OnlineSoftmax {
   }
 
   const Arguments& a;
-  AscendC::LocalTensor<float> row_max, row_sum;                  // [kStatisticsRing][kHalf]
-  AscendC::LocalTensor<float> decay;                             // [kSlots][kHalf]
-  AscendC::LocalTensor<float> chunk_max, chunk_sum, chunk_wide;  // [kChunkRows], the last one in whole blocks
+  AscendC::LocalTensor<float> row_shift, row_sum;                  // [kStatisticsRing][kHalf]
+  AscendC::LocalTensor<float> decay;                               // [kSlots][kHalf]
+  AscendC::LocalTensor<float> chunk_shift, chunk_sum, chunk_wide;  // [kChunkRows], the last one in whole blocks
+  AscendC::LocalTensor<float> factor_wide;                         // one block
 };
 
 // The backward's weights, with the known lse: exp(logit - lse). `lse`: of the chunk's rows, each in a whole block.

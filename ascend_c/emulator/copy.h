@@ -60,8 +60,12 @@ struct Rows {
   int64_t extent(int64_t pitch, int64_t row) const { return (count - 1) * pitch + row; }
 };
 
+// Rows that lie side by side in GM are one.
 inline double copy_cycles(const Rows& rows, double bytes_per_cycle) {
-  return kStartCycles + double(rows.count * rows.length) / bytes_per_cycle;
+  const bool whole = rows.count == 1 || rows.gm_pitch == rows.length;
+  const int64_t length = whole ? rows.count * rows.length : rows.length;
+  const int64_t bytes = (length + kPiece - 1) / kPiece * kPiece * (whole ? 1 : rows.count);
+  return kCopyStartCycles + double(bytes) / bytes_per_cycle;
 }
 
 // What surrounds each row in UB, in bytes; see DataCopyPad. `value` is one element.
@@ -92,8 +96,8 @@ void load_rows(const char* name, const AscendC::LocalTensor<T>& dst, const Ascen
       for (size_t at = end; at < end + size_t(padding.right); ++at) local.bytes[at] = value[(at - end) % element];
     }
   };
-  core().issue(gm_work(PIPE_MTE2, name, site, copy_cycles(rows, kLoadBytesPerCycle), *space,
-                       uint64_t(rows.count * rows.length), 0, std::move(run)));
+  core().issue(load_work(name, site, copy_cycles(rows, kLoadBytesPerCycle), *space, gm,
+                         uint64_t(rows.count * rows.length), std::move(run)));
 }
 
 // dst = value, or dst += value in the tensor's type.
@@ -264,10 +268,10 @@ void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Nd2Nz
       }
     }
   };
-  const uint64_t read = uint64_t(count * rows * bytes);
-  const double cycles = ascend_emulator::kStartCycles + double(read) / ascend_emulator::kLoadBytesPerCycle;
+  const ascend_emulator::Rows lengths = {uint32_t(count * rows), bytes, pitch * int64_t(sizeof(T)), 0};
+  const double cycles = ascend_emulator::copy_cycles(lengths, ascend_emulator::kLoadBytesPerCycle);
   ascend_emulator::core().issue(
-      ascend_emulator::gm_work(PIPE_MTE2, "Nd2Nz", site, cycles, *space, read, 0, std::move(run)));
+      ascend_emulator::load_work("Nd2Nz", site, cycles, *space, gm, uint64_t(count * rows * bytes), std::move(run)));
 }
 
 // What follows on MTE3 and FIX adds to GM instead of overwriting it.

@@ -363,7 +363,8 @@ void Fixpipe(const GlobalTensor<T>& dst, const LocalTensor<U>& src, const Fixpip
       store_elements(access, *space, gm + size_t(i * pitch) * sizeof(T), row.data(), row.size(), atomic);
     }
   };
-  const double cycles = kStartCycles + double(m * n) * sizeof(T) / kFixBytesPerCycle;
+  const double cycles =
+      copy_cycles({uint32_t(m), n * int64_t(sizeof(T)), pitch * int64_t(sizeof(T)), 0}, kFixBytesPerCycle);
   core().issue(gm_work(PIPE_FIX, "Fixpipe", site, cycles, *space, 0, uint64_t(m * n) * sizeof(T), std::move(run)));
 }
 

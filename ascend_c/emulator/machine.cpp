@@ -203,6 +203,15 @@ void Machine::wait(Core& core, int id, Site site) {
   received.pop_front();
 }
 
+bool Machine::copies_there(const Core& core, const GmPlace& place, double begin, double end) {
+  auto& copies = copies_[place];
+  const bool shared = std::any_of(copies.begin(), copies.end(), [&](const auto& other) {
+    return other.first != core.number_ && begin < other.second.second && other.second.first < end;
+  });
+  copies[core.number_] = {begin, end};
+  return shared;
+}
+
 void Machine::meet(Core& core, bool vector_only, Site site) {
   Meeting& meeting = meetings_[vector_only];
   const int mine = meeting.number;

@@ -30,6 +30,9 @@ class Machine {
   void wait(Core& core, int id, Site site);
   // Waits until every core (or every AIV) is here.
   void meet(Core& core, bool vector_only, Site site);
+  // Notes that a core copies from there in this modelled time, and says whether another core does, too: of the two, the
+  // one that runs later here is told so.
+  bool copies_there(const Core& core, const GmPlace& place, double begin, double end);
   // A point where another core may run first (random mode).
   void pause();
 
@@ -80,6 +83,8 @@ class Machine {
     double time = 0;
   };
   std::map<bool, Meeting> meetings_;
+  // When each core last copied from a place in GM, in modelled time.
+  std::map<GmPlace, std::map<int, std::pair<double, double>>> copies_;
   std::mt19937_64 random_;
 };
 

@@ -226,7 +226,10 @@ void Core::push(Entry entry) {
          format("%s runs on pipe %s, which %s does not have", entry.work.name, pipe_name(pipe), name().c_str()));
   entry.sequence = ++sequence_;
   entry.issued = scalar_clock_;
-  entry.issue_time = pipes_[PIPE_S].time += kIssueCycles;
+  double& scalar = pipes_[PIPE_S].time;
+  if ((pipe == PIPE_MTE1 || pipe == PIPE_M) && pipes_[pipe].begun.size() == kQueueEntries)
+    scalar = std::max(scalar, pipes_[pipe].begun.front());
+  entry.issue_time = scalar += entry.kind == Kind::work ? kCallCycles : kIssueCycles;
   pipes_[pipe].queue.push_back(std::move(entry));
   if (options_.mode == Mode::eager || options_.mode == Mode::time)
     while (step_any(true)) {
@@ -326,6 +329,8 @@ void Core::step(pipe_t which) {
     pipe.joined = entry.issued;
   }
   pipe.time = std::max(pipe.time, entry.issue_time);
+  pipe.begun.push_back(pipe.time);
+  if (pipe.begun.size() > kQueueEntries) pipe.begun.pop_front();
   const uint32_t index = ++pipe.count;
   if (options_.mode != Mode::time) {
     pipe.sites.push_back(entry.work.site);
@@ -361,10 +366,13 @@ void Core::run_work(Entry& entry, uint32_t index) {
   Access access(*this, entry.work.pipe, index);
   // Without data the scalar unit still reads the caller's sizes, in GM.
   if (options_.mode != Mode::time || (entry.work.pipe == PIPE_S && entry.work.gm_read)) entry.work.run(access);
-  pipe.time += entry.work.cycles;
+  double cycles = entry.work.cycles;
+  if (entry.work.from.first && machine_.copies_there(*this, entry.work.from, pipe.time, pipe.time + cycles))
+    cycles *= kSameAddress;
+  pipe.time += cycles;
   Counters& counters = report_.counters;
   ++counters.instructions[size_t(place_.kind)][entry.work.pipe];
-  counters.cycles[size_t(place_.kind)][entry.work.pipe] += entry.work.cycles;
+  counters.cycles[size_t(place_.kind)][entry.work.pipe] += cycles;
   counters.gm_read_bytes[size_t(entry.work.traffic)] += entry.work.gm_read;
   counters.gm_written_bytes[size_t(entry.work.traffic)] += entry.work.gm_written;
 }

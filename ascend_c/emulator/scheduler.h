@@ -115,6 +115,9 @@ class Access {
   bool in_order_ = false;
 };
 
+// A tensor, and the range of kSameAddressBytes in it.
+using GmPlace = std::pair<const Space*, int64_t>;
+
 struct Work {
   pipe_t pipe;
   const char* name;
@@ -123,6 +126,7 @@ struct Work {
   uint64_t gm_read = 0, gm_written = 0;
   Traffic traffic = Traffic::tensors;
   std::function<void(Access&)> run = {};
+  GmPlace from = {};  // of a copy from GM
 };
 
 struct Flag {
@@ -202,7 +206,8 @@ class Core {
     std::vector<Site> sites = std::vector<Site>(1);  // by count, from 1
     std::vector<const char*> names = std::vector<const char*>(1);
     double time = 0;
-    bool busy = false;  // in the chain of demands, to see cycles
+    std::deque<double> begun;  // modelled times at which the last kQueueEntries left the queue
+    bool busy = false;         // in the chain of demands, to see cycles
   };
   using FlagKey = std::pair<HardEvent, int>;
 

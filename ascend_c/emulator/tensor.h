@@ -68,6 +68,13 @@ inline Work gm_work(pipe_t pipe, const char* name, Site site, double cycles, con
   const Traffic traffic = space.use == Use::workspace ? Traffic::workspace : Traffic::tensors;
   return {pipe, name, site, cycles, read, written, traffic, std::move(run)};
 }
+// The same of a copy from GM, which other cores may be reading at the same address.
+inline Work load_work(const char* name, Site site, double cycles, const Space& space, size_t offset, uint64_t bytes,
+                      std::function<void(Access&)> run) {
+  Work work = gm_work(PIPE_MTE2, name, site, cycles, space, bytes, 0, std::move(run));
+  work.from = {&space, int64_t(offset) / kSameAddressBytes};
+  return work;
+}
 
 }  // namespace ascend_emulator
 

@@ -194,6 +194,12 @@ struct LnLane {
     return T(std::log(float(a)));
   }
 };
+struct FusedMulAddLane {
+  template <typename T>
+  T operator()(T was, T a, T b) const {
+    return T(std::fma(float(a), float(was), float(b)));
+  }
+};
 struct AbsLane {
   template <typename T>
   T operator()(T a) const {
@@ -430,6 +436,21 @@ ASCEND_EMULATOR_BINARY(Div, ASCEND_EMULATOR_FLOAT, ASCEND_EMULATOR_SLOW)
 ASCEND_EMULATOR_BINARY(And, (ascend_emulator::kIsBits<T>), ascend_emulator::kSimple)
 ASCEND_EMULATOR_BINARY(Or, (ascend_emulator::kIsBits<T>), ascend_emulator::kSimple)
 #undef ASCEND_EMULATOR_BINARY
+
+// dst = src0 * dst + src1
+template <typename T, bool isSetMask = true, typename Mask>
+std::enable_if_t<std::is_convertible_v<Mask, uint64_t> || std::is_convertible_v<Mask, const uint64_t*>> FusedMulAdd(
+    const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, Mask mask,
+    ascend_emulator::Field<uint8_t> repeatTime, const BinaryRepeatParams& p, Site site = Site::here()) {
+  using namespace ascend_emulator;
+  static_assert(ASCEND_EMULATOR_FLOAT, "FusedMulAdd does not exist for this type");
+  static_assert(isSetMask, "masks set beforehand are not emulated");
+  p.check(site);
+  const auto lanes = mask_lanes("FusedMulAdd", mask, repeatTime, lanes_per_repeat<T>(), site);
+  const Operand<T> to = {dst, p.dstBlkStride, p.dstRepStride};
+  lanewise("FusedMulAdd", site, lanes, kSimple, false, FusedMulAddLane(), to, to,
+           Operand<T>{src0, p.src0BlkStride, p.src0RepStride}, Operand<T>{src1, p.src1BlkStride, p.src1RepStride});
+}
 
 // dst = src op scalar
 #define ASCEND_EMULATOR_SCALAR(NAME, LANE, TYPES)                                                                    \

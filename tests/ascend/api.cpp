@@ -63,6 +63,8 @@ void elementwise(const std::string& type) {
   BINARY(Max)
   BINARY(Min)
 #undef BINARY
+  add<T, T>("FusedMulAdd_mask_" + type,
+            [](L out, L a, L b) { FusedMulAdd(out, a, b, 40, 3, BinaryRepeatParams(1, 0, 1, 16, 1, 8)); });
 #define SCALAR(NAME)                                                                      \
   add<T, T>(#NAME "_count_" + type, [](L out, L a, L) { NAME(out, a, T(0.75f), 1000); }); \
   add<T, T>(#NAME "_mask_" + type,                                                        \

@@ -58,6 +58,15 @@ def test_agrees_with_the_reference(case: Case, dtype: torch.dtype) -> None:
     check(replace(case, dtype=dtype, use_lse=True), "cpu")
 
 
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+@pytest.mark.parametrize("scale", [0.3, -0.3, 0.0, -0.0, 1e-39, -1e-39])
+def test_scales(scale: float, dropout_p: float) -> None:
+    """The forward multiplies hidden scores, which are -inf, by a scale that is not negative: none of them may become NaN."""
+    case = Case(B=1, Sq=40, Sk=50, D=64, Dv=64, causal=True, softmax_scale=scale, dropout_p=dropout_p, rng_seed=7)
+    for dtype in (torch.float16, torch.float32):
+        check(replace(case, dtype=dtype, use_lse=True, sink_dtype=torch.float32), "cpu")
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 @pytest.mark.usefixtures("deterministic")

@@ -15,6 +15,7 @@ import torch
 
 SOURCES = Path(__file__).parent
 EMULATOR = SOURCES.parents[1] / "ascend_c" / "emulator"
+PROGRAMS = ("api", "arguments", "faults", "softmax", "mixed", "times")
 MODES = ("eager", "late", "random")
 ELEMENTS = 1024
 
@@ -27,14 +28,14 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sources = [
         EMULATOR / "scheduler.cpp",
         EMULATOR / "machine.cpp",
-        *(SOURCES / f"{name}.cpp" for name in ("api", "arguments", "faults", "softmax", "mixed")),
+        *(SOURCES / f"{name}.cpp" for name in PROGRAMS),
     ]
     builds = [
         subprocess.Popen([*compile_one, f"-I{EMULATOR / 'include'}", source, "-o", folder / f"{source.stem}.o"])
         for source in sources
     ]
     assert [build.wait() for build in builds] == [0] * len(builds)
-    for name in ("api", "arguments", "faults", "softmax", "mixed"):
+    for name in PROGRAMS:
         linked = [folder / f"{name}.o", folder / "scheduler.o", folder / "machine.o", "-o", folder / name]
         subprocess.run([compile_one[0], *linked], check=True)
     return folder
@@ -116,6 +117,15 @@ def test_elementwise(programs: Path, tmp_path: Path, name: str, form: str, dtype
         np.testing.assert_allclose(got, expected, rtol=2e-3 if dtype == "float16" else 3e-7, atol=1e-7)
     else:
         np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fused_multiplication_reads_its_destination(programs: Path, tmp_path: Path, dtype: str) -> None:
+    a, b = inputs(dtype)
+    expected = fresh(dtype)
+    to, of_a, of_b = places(dtype, 40, 3, 1, 16), places(dtype, 40, 3, 0, 1), places(dtype, 40, 3, 1, 8)
+    expected[to] = (a[of_a].astype(np.float64) * -7 + b[of_b]).astype(dtype)  # rounded once
+    np.testing.assert_array_equal(api(programs, tmp_path, f"FusedMulAdd_mask_{dtype}", dtype, a, b), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -347,6 +357,46 @@ def test_double_buffering_overlaps_in_the_time_model(programs: Path, tmp_path: P
     _, counters = run(programs / "softmax", "eager", 0, 1, 64, 512, tmp_path / "x", tmp_path / "y")
     busy = [counters[pipe][1] for pipe in ("V", "MTE2", "MTE3")]
     assert max(busy) < counters["span"][0] < sum(busy)
+
+
+# What rates.h says.
+START, BYTES_PER_CYCLE, SAME_ADDRESS, QUEUE_ENTRIES, BARRIER, LOAD = 28, 64, 1.15, 32, 12, 16 + 32768 / 256
+
+
+def modelled(programs: Path, case: str, number: int) -> dict[str, list[float]]:
+    errors, counters = run(programs / "times", case, number)
+    assert errors == []
+    return counters
+
+
+def test_small_copies_do_not_reach_the_bandwidth(programs: Path) -> None:
+    """16 KB get nine tenths of it; many copies of less pay the start of each."""
+    for pieces in (1, 4, 64):
+        _, cycles = modelled(programs, "pieces", pieces)["MTE2"]
+        assert cycles == pieces * START + 65536 / BYTES_PER_CYCLE
+    assert 0.89 < 256 / (START + 256) < 0.91
+
+
+@pytest.mark.parametrize(("row", "moved"), [(128, 128), (129, 256), (40, 128), (512, 512)])
+def test_rows_are_moved_in_whole_pieces(programs: Path, row: int, moved: int) -> None:
+    counters = modelled(programs, "rows", row)
+    assert counters["MTE2"] == [1, START + 64 * moved / BYTES_PER_CYCLE]
+    assert counters["gm_read"][0] == 64 * row  # what was asked for
+
+
+def test_two_cores_at_one_address_wait_for_each_other(programs: Path) -> None:
+    alone = START + 16384 / BYTES_PER_CYCLE
+    for distance, expected in ((16384, 2 * alone), (512, 2 * alone), (0, (1 + SAME_ADDRESS) * alone)):
+        assert modelled(programs, "beside", distance)["MTE2"][1] == pytest.approx(expected)
+
+
+def test_the_scalar_unit_waits_while_a_queue_is_full(programs: Path) -> None:
+    """Loads into L0A and the barriers between them, then copies, which take longer. 10 loads fit into the queue; of 40, the
+    first 24 have begun when the scalar unit comes to the copies.
+    """
+    spans = {loads: modelled(programs, "load_and_copy", loads)["span"][0] for loads in (10, 40)}
+    begun = 40 - QUEUE_ENTRIES // 2
+    assert spans[40] - spans[10] == pytest.approx(begun * (LOAD + BARRIER), rel=0.03)
 
 
 # --- planted faults -------------------------------------------------------------------------------------------------------
