@@ -68,7 +68,7 @@ CpuExecutor cpu_executor() {
 
 std::string device_name(const at::Tensor& t) { return c10::DeviceTypeName(t.device().type(), true); }
 
-// Makes the device of a tensor the current one, and holds what AttnParams::stream points to.
+// Makes the device of a tensor the current one, and knows what AttnParams::stream is there.
 class Device {
  public:
   explicit Device(const at::Tensor& t) : guard_(t.device()) {
@@ -81,13 +81,16 @@ class Device {
 #endif
   }
   Device(const Device&) = delete;
-  void* stream() const { return stream_; }
+  // A backend for a device that this file does not know brings the stream itself.
+  void* stream(const Backend& backend) const {
+    return backend.current_stream ? backend.current_stream(guard_.current_device().index()) : stream_;
+  }
 
  private:
   at::DeviceGuard guard_;
   SerialInForkedChild serial_;
   CpuExecutor executor_;
-  void* stream_ = nullptr;  // of another device: the backend knows it
+  void* stream_ = nullptr;
 };
 
 // --- from tensors to params
@@ -194,12 +197,12 @@ void check_device_is_known(const at::Tensor& device_of) {
   backend_for(device_name(device_of));
 }
 
-// The backend that runs the call, and its stream if this file does not know that one.
-const Backend& backend_supporting(const at::Tensor& device_of, AttnParams* p, bool backward) {
+// The backend that runs the call, on its stream.
+const Backend& backend_supporting(const Device& device, const at::Tensor& device_of, AttnParams* p, bool backward) {
   std::string reason;
   const Backend& backend = backend_for(device_name(device_of), *p, backward, &reason);
   TORCH_CHECK_NOT_IMPLEMENTED(reason.empty(), "backend '", backend.name, "': ", reason);
-  if (backend.current_stream) p->stream = backend.current_stream(device_of.device().index());
+  p->stream = device.stream(backend);
   return backend;
 }
 
@@ -225,8 +228,7 @@ template <class Params>
 const Backend* backend_of(const AttnCall& c, const Device& device, bool backward, Params* p) {
   if (c.q.is_meta()) return nullptr;
   *p = params_of<Params>(c);
-  p->stream = device.stream();
-  const Backend& backend = backend_supporting(c.q, p, backward);
+  const Backend& backend = backend_supporting(device, c.q, p, backward);
   check_formats(backend, {{"q", &c.q}, {"k", &c.k}, {"v", &c.v}});
   return &backend;
 }
@@ -340,8 +342,7 @@ void dropout_mask(const c10::OperatorHandle& op, Stack* stack) {
   p.seqlen_q = shape[2].expect_int();
   p.seqlen_k = shape[3].expect_int();
   p.dropout_threshold = dropout_threshold(dropout_p.expect_float());
-  p.stream = device.stream();
-  const Backend& backend = backend_supporting(given_state, &p, false);
+  const Backend& backend = backend_supporting(device, given_state, &p, false);
   const at::Tensor mask = new_mask();
   const at::Tensor rng_state = given_state.contiguous();
   p.rng_state = rng_state.const_data_ptr<int64_t>();
