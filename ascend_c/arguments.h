@@ -18,8 +18,8 @@ namespace ascend {
 FLASHATTN_HOST_DEVICE constexpr int64_t sum_pitch(int64_t head_dim) { return (head_dim + 63) / 64 * 64; }
 
 struct Arguments : AttnGradParams {
-  PlainScore<float, false> score = {1.0f, 1.0f, false};  // score.h
-  float inverse_keep = 1.0f;                             // 1 / p_keep of dropout
+  PlainScore<float, false> score;  // score.h
+  float inverse_keep = 1.0f;       // 1 / p_keep of dropout
 
   // Backward, in the workspace: per-row values and sums of all rows of a head, one head after the other, in fp32.
   int64_t rows_q = 0, rows_k = 0;  // of a head: total_q or batch * seqlen_q, and so for keys

@@ -81,8 +81,24 @@ class Arguments {
     return scalar.is_cpu() ? c10::SymFloat(*scalar.const_data_ptr<double>()) : value.toScalar().toSymFloat();
   }
   AttnCall call() {
-    return {tensor(), tensor(), tensor(), maybe_tensor(), maybe_tensor(), maybe_tensor(), integer(), integer(),
-            flag(),   number(), flag(),   integer(),      integer(),      number(),       flag(),    flag()};
+    return {
+        tensor(),        // q
+        tensor(),        // k
+        tensor(),        // v
+        maybe_tensor(),  // cu_seqlens_q
+        maybe_tensor(),  // cu_seqlens_k
+        maybe_tensor(),  // sink
+        integer(),       // max_seqlen_q
+        integer(),       // max_seqlen_k
+        flag(),          // bhsd
+        number(),        // softmax_scale
+        flag(),          // causal
+        integer(),       // window_left
+        integer(),       // window_right
+        number(),        // dropout_p
+        flag(),          // smooth_softmax
+        flag(),          // deterministic
+    };
   }
 
   // Replaces the arguments by results.

@@ -2,7 +2,7 @@
 //
 //   logit = rule(softmax_scale * <q, k>)
 //
-// No kernel stores logits. For each product it keeps one stored score x, and a rule says what x is:
+// For each product a kernel keeps one stored score x, and a rule says what x is:
 //
 //   log2(e) * logit = factor * x,  so that  weight = exp2(factor * x - offset)
 //   gradient of softmax_scale * <q, k> = times_slope(gradient of the logit, x)
@@ -10,6 +10,14 @@
 // The offset is the running maximum of factor * x, or the known log-sum-exp, in units of log2. What multiplies dS in
 // the sums for dq and dk, softmax_scale, is the same in all rows and keys: it is multiplied to the sums once, at their
 // end.
+//
+// A rule may also have a term that is the same for all keys of a row, log2(e) * logit = factor * x + constant. It
+// never reaches a score: the offset is smaller by the constant, so that only the sink with which a row begins and its
+// log-sum-exp, which are those of logits, have to meet it (docs/dataflow.md lists where).
+//
+// The CPU and CUDA kernels never store logits. The Ascend C kernels do, because the vector unit's exponential has base
+// e: their backward turns each product into its logit, in natural units, and so does their forward when softmax_scale
+// is negative. From the rule they take softmax_scale and the sign of the factor.
 //
 // A rule is a small struct that the host fills and a kernel takes by value and as a template argument. A new rule is a
 // struct here with the members of PlainScore.
@@ -38,9 +46,10 @@ template <class Real, bool kOrdered>
 struct PlainScore {
   static constexpr bool kConstantSlope = true;  // times_slope does not use x, which then need not be kept
 
-  Real factor;  // positive when kOrdered
-  Real softmax_scale;
-  bool negates;  // x is the negated product; false when not kOrdered
+  // By default the rule for softmax_scale = 1.
+  Real factor = kLog2E<Real>;  // positive when kOrdered
+  Real softmax_scale = 1;
+  bool negates = false;  // x is the negated product; false when not kOrdered
 
 #if !defined(FLASHATTN_NO_DOUBLE)  // called on the host
   FLASHATTN_HOST_DEVICE static PlainScore of(const AttnParams& p) {

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any, get_type_hints
+
 import pytest
 import torch
 from helpers import Case, cu_seqlens, make_inputs
 
 import flashattn_ext
+from flashattn_ext.autograd import CallOptions
 
 OPTIONS = {
     "plain": dict(),
@@ -105,32 +108,23 @@ def test_export(device: str) -> None:
     torch.testing.assert_close(program.module()(q), Attention()(q))
 
 
-def op_arguments(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, dropout: bool, sink: bool) -> tuple:
-    """What every op of attention begins with."""
+# What the calls of opcheck say beside their tensors and sizes; every other option is off.
+ASKED = {"softmax_scale": 0.25, "causal": True, "window_left": 8, "window_right": -1}
+
+
+def call_options(**asked: Any) -> CallOptions:
+    """The options named, and for every other one the value of its type that counts as none: 0, 0.0 or False."""
+    types = get_type_hints(CallOptions)
+    return CallOptions(**{name: types[name]() for name in CallOptions._fields} | asked)
+
+
+def op_tensors(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, sink: bool) -> tuple:
+    """The tensors that every op of attention begins with."""
     shape = (30, 4, 16) if varlen else (2, 4, 15, 16) if bhsd else (2, 15, 4, 16)
     # The ops have no autograd formula of their own: FlashAttentionFunction is their derivative.
     q, k, v = (torch.randn(shape, device=device).to(dtype) for _ in range(3))
     starts = cu_seqlens([20, 10], device) if varlen else None
-    logits = torch.randn(4, device=device) if sink else None
-    seqlen = 20 if varlen else 15
-    return (
-        q,
-        k,
-        v,
-        starts,
-        starts,
-        logits,
-        seqlen,
-        seqlen,
-        bhsd,
-        0.25,
-        True,
-        8,
-        -1,
-        0.2 if dropout else 0.0,
-        False,
-        False,
-    )
+    return q, k, v, starts, starts, torch.randn(4, device=device) if sink else None
 
 
 @pytest.mark.dtypes("float32", "bfloat16")
@@ -138,10 +132,15 @@ def op_arguments(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, drop
 @pytest.mark.parametrize("dropout,sink", [(False, False), (True, True)], ids=["bare", "dropout+sink"])
 def test_opcheck(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, dropout: bool, sink: bool) -> None:
     ops = torch.ops.flashattn_ext
-    call = op_arguments(device, dtype, varlen, bhsd, dropout, sink)
+    seqlen = 20 if varlen else 15
+    options = call_options(
+        **ASKED, max_seqlen_q=seqlen, max_seqlen_k=seqlen, bhsd=bhsd, dropout_p=0.2 if dropout else 0.0
+    )
+    call = (*op_tensors(device, dtype, varlen, bhsd, sink), *options)
     torch.library.opcheck(ops.forward.call, (*call, 5 if dropout else None))
     out, lse, rng_state = ops.forward.call(*call, 5 if dropout else None)
-    scalars = [torch.tensor(0.25, dtype=torch.float64), torch.tensor(call[13], dtype=torch.float64)]
+    scalars = [torch.tensor(value, dtype=torch.float64) for value in options if type(value) is float]
+    assert len(scalars) == sum(str(a.type) == "number" for a in ops.forward.default._schema.arguments)
     for given in ([], scalars):
         torch.library.opcheck(ops.forward.default, (*call, rng_state, given))
         torch.testing.assert_close(ops.forward(*call, rng_state, given)[0], out)
