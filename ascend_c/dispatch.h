@@ -34,7 +34,7 @@ Arguments forward_arguments(const AttnParams& p);
 Arguments backward_arguments(const AttnGradParams& p, int64_t cores);
 Arguments dropout_mask_arguments(const AttnParams& p, bool* mask);
 
-// Of three kernels or functions that differ in the type of the inputs, the one for a call.
+// Chooses the kernel or function for the type of a call's inputs.
 template <class T>
 T of_type(DType dtype, T fp16, T bf16, T fp32) {
   return dtype == DType::kFloat16 ? fp16 : dtype == DType::kBFloat16 ? bf16 : fp32;

@@ -173,7 +173,7 @@ class ForwardVector : VectorCore {
   static constexpr int32_t kWide = 8;  // a row's value in every lane of one block
   static constexpr int32_t kPitchBlocks = kPitch / 8;
   static constexpr int32_t kStatisticsEvent = 2;
-  // Of the generator: groups of rows in a step and in a chunk, tiles across the keys, and both together.
+  // Sizes of the generator's draws: groups of rows in a step and in a chunk, tiles across the keys, and their product.
   static constexpr int32_t kStepGroups = kHalf / kGroupRows, kChunkGroups = (kChunkRows + kGroupRows - 1) / kGroupRows;
   static constexpr int32_t kMaxAcross = kKeys / kLanes;
   static constexpr int32_t kStepTiles = kStepGroups * kMaxAcross, kChunkTiles = kChunkGroups * kMaxAcross;

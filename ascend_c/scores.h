@@ -66,7 +66,8 @@ class OnlineSoftmax {
     AscendC::Duplicate(decay, 0.0f, kSlots * kHalf);
   }
 
-  // Of the rows of a task: the negated maximum of the logits, and the sum of the weights relative to that maximum.
+  // Statistics of the rows of a task: the negated maximum of the logits, and the sum of the weights relative to that
+  // maximum.
   __aicore__ AscendC::LocalTensor<float> Shift(const Task& task) const { return row_shift[At(task)]; }
   __aicore__ AscendC::LocalTensor<float> Sum(const Task& task) const { return row_sum[At(task)]; }
   // What the maximum that a step found makes of everything summed before that step, for each row.

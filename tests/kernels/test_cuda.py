@@ -15,7 +15,7 @@ from flashattn_ext import _C
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 PATHS = [name.removeprefix("cuda-") for name in flashattn_ext.build_info()["backends"] if name.startswith("cuda-")]
 HOPPER = "cuda-sm90" in flashattn_ext.build_info()["backends"] and torch.cuda.get_device_capability() == (9, 0)
-# Of both directions together. `bench tune` compares the results of the other tiles with these.
+# The default tiles of both directions. `bench tune` compares the results of the other tiles with these.
 TILES = sorted(
     {
         (tile["backend"], tile["head_dim"], tile["dropout"])

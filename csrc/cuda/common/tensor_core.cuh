@@ -1,6 +1,6 @@
 // TensorCore<T>: the products of one warp, for every input type with the same names.
 //
-// Of a 16x8 accumulator tile, lane l holds row g, columns 2t and 2t + 1 in [0] and [1], and row g + 8, the same
+// Layout of a 16x8 accumulator tile: lane l holds row g, columns 2t and 2t + 1 in [0] and [1], and row g + 8, the same
 // columns, in [2] and [3], with g = l / 4 and t = l % 4 (PTX ISA, "Matrix Fragments for mma.m16n8k16"). Operands come
 // from tiles in shared memory, whose rows are padded so that eight neighbouring rows start in different banks, or from
 // accumulators.

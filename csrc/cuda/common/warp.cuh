@@ -21,7 +21,7 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Of four lanes, each with four words: lane t gets word t of every lane, in the order of lanes.
+// Transposes four words in each of four lanes: lane t gets word t of every lane, in the order of lanes.
 __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
 #pragma unroll
   for (int step = 1; step <= 2; step *= 2) {

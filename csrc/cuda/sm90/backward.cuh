@@ -29,7 +29,7 @@ struct Backward {
   // At least this many heads in a section (tile_order.cuh). Blocks that walk over the same head at the same time share
   // what they read where long sequences do not fit the cache; too few heads leave long tiles for the end.
   static constexpr int kSectionHeads = 16;
-  // Of a warp's eight additions to dq this many are spread over `weigh`, the others over `differentiate`: a
+  // How many of a warp's eight additions to dq are spread over `weigh`, the others over `differentiate`: a
   // multiprocessor takes them slowly.
   static constexpr int kEarly = 4;
   static_assert(Layout::kHeadDim >= kHeadDim && Layout::kQueries == kQueries);
