@@ -152,7 +152,7 @@ def main() -> None:
         if line not in done and (problem := run(line, ROOT if in_checkout else tree, env, rule.refused)):
             problems.append(f"{page}: {problem}")
         done.add(line)
-    sys.exit("\n".join(problems))
+    sys.exit("\n".join(problems) or 0)  # an empty text is a failure, too
 
 
 if __name__ == "__main__":
