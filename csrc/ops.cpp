@@ -1,4 +1,4 @@
-// The ops of torch.ops.flashattn_ext: validate, allocate, fill AttnParams, hand over to a Backend. besides attn_call.h
+// The ops of torch.ops.flashattn_ext: validate, allocate, fill AttnParams, hand over to a Backend. Besides attn_call.h
 // and validate.cpp the only file that sees torch.
 //
 // `forward`, `backward` and `dropout_mask` are pure: a mask is a function of the rng_state that they are given. Python
@@ -330,7 +330,6 @@ void dropout_mask(const c10::OperatorHandle& op, Stack* stack) {
                       shape[i]);
   validate_dropout_p(dropout_p);
   validate_rng_state(given_state, 1.0, given_state);
-  check_device_is_known(given_state);
   const Device device(given_state);
   const auto new_mask = [&] { return at::empty_symint(shape, given_state.options().dtype(at::kBool)); };
   if (given_state.is_meta()) return arguments.finish(new_mask());

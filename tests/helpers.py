@@ -9,6 +9,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -314,6 +315,16 @@ def run_python(code: str, timeout: float = 120, **env: str) -> subprocess.Comple
         text=True,
         timeout=timeout,
     )
+
+
+def run_cpp(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Compiles a program that includes headers of csrc, in that folder, and runs it."""
+    source, program = folder / "program.cpp", folder / "program"
+    source.write_text(code)
+    compiler = os.environ.get("CXX", "c++").split()
+    csrc = Path(__file__).resolve().parent.parent / "csrc"
+    subprocess.run([*compiler, "-std=c++17", "-O1", f"-I{csrc}", str(source), "-o", str(program)], check=True)
+    return subprocess.run([str(program)], capture_output=True, text=True, check=False)
 
 
 def reference_keep_mask(B: int, H: int, Sq: int, Sk: int, dropout_p: float, seed: int, offset: int = 0) -> Tensor:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
-CSRC = next(parent / "csrc" for parent in Path(__file__).parents if (parent / "csrc").is_dir())
+from helpers import run_cpp
 
 PROGRAM = r"""
 #include <cstdio>
@@ -72,10 +70,6 @@ int main() {
 
 
 def test_ranges_and_visibility_agree_with_every_pair(tmp_path: Path) -> None:
-    source, program = tmp_path / "mask.cpp", tmp_path / "mask"
-    source.write_text(PROGRAM)
-    compiler = os.environ.get("CXX", "c++").split()
-    subprocess.run([*compiler, "-std=c++17", "-O1", f"-I{CSRC}", str(source), "-o", str(program)], check=True)
-    result = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    result = run_cpp(PROGRAM, tmp_path)
     assert result.returncode == 0, result.stdout
     assert int(result.stdout.split()[0]) > 100_000

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
-CSRC = next(parent / "csrc" for parent in Path(__file__).parents if (parent / "csrc").is_dir())
+from helpers import run_cpp
 
 PROGRAM = r"""
 #include <cmath>
@@ -62,10 +60,6 @@ int main() {
 
 
 def test_scores_logits_and_slopes_belong_together(tmp_path: Path) -> None:
-    source, program = tmp_path / "score.cpp", tmp_path / "score"
-    source.write_text(PROGRAM)
-    compiler = os.environ.get("CXX", "c++").split()
-    subprocess.run([*compiler, "-std=c++17", "-O1", f"-I{CSRC}", str(source), "-o", str(program)], check=True)
-    result = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    result = run_cpp(PROGRAM, tmp_path)
     assert result.returncode == 0, result.stdout
     assert int(result.stdout.split()[0]) > 10_000
