@@ -39,6 +39,17 @@ struct Backend {
   bool reads_overlapping_rows = false;
 };
 
+// Why a backend without softcap, biases or Masks refuses a call; empty for a call without them. `kernels` names it.
+inline std::string refuses_scores_and_masks(const AttnParams& p, const std::string& kernels) {
+  const char* const lacking = p.softcap > 0       ? "softcap"
+                              : p.alibi_slopes    ? "alibi_slopes"
+                              : p.relative_bias   ? "relative_bias"
+                              : p.bias.data       ? "bias"
+                              : p.has_intervals() ? "mask"
+                                                  : nullptr;
+  return lacking ? std::string(lacking) + " is not implemented by the " + kernels + " kernels" : std::string();
+}
+
 const Backend& cpu_backend();
 const Backend& cuda_sm80_backend();  // in builds with FLASHATTN_EXT_CUDA
 const Backend& cuda_sm90_backend();  // in builds with FLASHATTN_EXT_SM90, for architecture 9.0a

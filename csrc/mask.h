@@ -95,6 +95,48 @@ struct BasicMask {
   }
 };
 
+// --- a Mask's intervals ------------------------------------------------------------------------------------------
+//
+// With a Mask a key is seen by the rows of its own interval as well as of BasicMask: by their intersection. Whether a
+// pair of tiles is hidden, whole or partial is decided by the extremes of the intervals of its keys.
+
+constexpr int64_t kMaskGranule = 16;  // keys of the extremes of the fine level
+constexpr int64_t kMaskSuper = 64;    // granules of the extremes of the coarse level
+
+// Of some keys: rows in [any_first, any_last) see at least one key (and others none), rows in [all_first, all_last) see
+// every key. Either may be empty, with the end at or below the begin. The layout is that of IntervalView::extremes.
+struct IntervalExtremes {
+  int32_t any_first, any_last;
+  int32_t all_first, all_last;
+
+  // Those of no key at all.
+  FLASHATTN_HOST_DEVICE static IntervalExtremes none() { return {INT32_MAX, 0, 0, INT32_MAX}; }
+  FLASHATTN_HOST_DEVICE void add(const IntervalExtremes& other) {
+    if (other.any_first < any_first) any_first = other.any_first;
+    if (other.any_last > any_last) any_last = other.any_last;
+    if (other.all_first > all_first) all_first = other.all_first;
+    if (other.all_last < all_last) all_last = other.all_last;
+  }
+  FLASHATTN_HOST_DEVICE Visibility visibility(int64_t row_begin, int64_t row_end) const {
+    if (any_first >= row_end || any_last <= row_begin) return Visibility::kNone;
+    return all_first <= row_begin && row_end <= all_last ? Visibility::kAll : Visibility::kSome;
+  }
+};
+
+// The pairs of the keys of one sequence for a query head, from its first key on. key_start: of its first key among the
+// packed rows, 0 in a dense call.
+FLASHATTN_HOST_DEVICE const int32_t* head_intervals(const AttnParams& p, int64_t b, int64_t h, int64_t key_start) {
+  const IntervalView& v = p.intervals;
+  return v.data + 2 * (b * v.batch_stride + h / (p.heads_q / v.heads) * v.head_stride + key_start);
+}
+// The extremes of a query head, from granule 0 of its batch entry or of the packed keys on. Granules at the ends of a
+// packed sequence may count keys of its neighbours: then a tile looks more visible or less whole than it is.
+FLASHATTN_HOST_DEVICE const IntervalExtremes* head_extremes(const AttnParams& p, int64_t b, int64_t h) {
+  const IntervalView& v = p.intervals;
+  return reinterpret_cast<const IntervalExtremes*>(v.extremes) + b * v.extremes_batch_stride +
+         h / (p.heads_q / v.heads) * v.extremes_head_stride;
+}
+
 using Mask = BasicMask<int64_t>;
 using IndexRange = BasicIndexRange<int64_t>;
 

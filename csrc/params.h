@@ -29,6 +29,31 @@ struct RowView {
   int64_t head_stride = 0;
 };
 
+// An additive bias [B, Hq, Sq, Sk] of a dense call, or its gradient. The last dimension is contiguous; strides are in
+// elements, and 0 where the tensor has one entry for all.
+struct BiasView {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+  int64_t row_stride = 0;
+};
+
+// A Mask (mask.h): for every key the one interval of rows that see it. [B or 1, Hm, Sk] pairs, or [Hm, total_k] pairs
+// in varlen calls, each (first, last) with last exclusive, in rows of its own sequence. Strides are in pairs. The pairs
+// may hold anything.
+struct IntervalView {
+  const int32_t* data = nullptr;
+  int64_t heads = 1;  // Hm; divides heads_q
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+  // Extremes of the pairs of every kMaskGranule keys, counted from the first key of a batch entry or of the packed
+  // keys, after which come those of every kMaskGranule * kMaskSuper keys: see mask.h. Strides are in extremes.
+  const int32_t* extremes = nullptr;
+  int64_t extremes_batch_stride = 0;
+  int64_t extremes_head_stride = 0;
+};
+
 constexpr int64_t kUnbounded = -1;  // a window side without a limit
 
 struct AttnParams {
@@ -61,6 +86,17 @@ struct AttnParams {
   int64_t window_left = kUnbounded;
   int64_t window_right = kUnbounded;
   double softmax_scale = 1.0;
+  IntervalView intervals;  // data == nullptr: no Mask
+
+  // score.h: s -> softcap * tanh(s / softcap); 0: none.
+  double softcap = 0;
+  // bias.h: what is added to a score after that. Each is absent when its data is nullptr. Slopes and the relative bias
+  // are fp32 (fp64 for fp64 inputs).
+  const void* alibi_slopes = nullptr;  // [Hq], or [B, Hq] with alibi_batch_stride = Hq
+  int64_t alibi_batch_stride = 0;
+  const void* relative_bias = nullptr;  // [Hq, 2 * relative_reach + 1], contiguous
+  int64_t relative_reach = 0;
+  BiasView bias;
 
   // One extra logit per head in the softmax denominator: sink[h], or 0 for smooth softmax (sink == nullptr).
   bool has_sink = false;
@@ -77,6 +113,8 @@ struct AttnParams {
   void* stream = nullptr;  // CPU: const CpuExecutor*; CUDA: cudaStream_t; Ascend: aclrtStream
 
   FLASHATTN_HOST_DEVICE bool is_varlen() const { return cu_seqlens_q != nullptr; }
+  FLASHATTN_HOST_DEVICE bool has_bias() const { return alibi_slopes || relative_bias || bias.data; }
+  FLASHATTN_HOST_DEVICE bool has_intervals() const { return intervals.data != nullptr; }
   FLASHATTN_HOST_DEVICE bool has_dropout() const { return dropout_threshold < 256; }
   FLASHATTN_HOST_DEVICE int64_t group_size() const { return heads_q / heads_k; }
 };
@@ -88,6 +126,13 @@ struct AttnGradParams : AttnParams {
   TensorView dk;          // [B, Sk, Hk, D]
   TensorView dv;          // [B, Sk, Hk, Dv]
   void* dsink = nullptr;  // [Hq] fp32 (fp64 for fp64 inputs); nullptr when the sink needs no gradient
+
+  // Gradients of the biases, in the shapes above; nullptr where none is wanted. ops.cpp has zeroed them.
+  void* dalibi_slopes = nullptr;   // fp32 (fp64 for fp64 inputs)
+  void* drelative_bias = nullptr;  // fp32 (fp64 for fp64 inputs)
+  // In the dtype of the bias where every element has one score, which a kernel then writes if it is visible. Otherwise
+  // (a stride of 0 in a dimension above 1) fp32 or fp64: the sum over the scores of an element.
+  BiasView dbias;
 };
 
 // How CPU kernels borrow the caller's thread pool without knowing whose it is.

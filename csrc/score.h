@@ -19,6 +19,9 @@
 // e: their backward turns each product into its logit, in natural units, and so does their forward when softmax_scale
 // is negative. From the rule they take softmax_scale and the sign of the factor.
 //
+// Biases (bias.h) are no part of a rule. They are added to the logit, whose derivative by the product they do not
+// change: log2(e) * logit = factor * x + bias.
+//
 // A rule is a small struct that the host fills and a kernel takes by value and as a template argument. A new rule is a
 // struct here with the members of PlainScore.
 #pragma once
@@ -73,6 +76,36 @@ struct PlainScore {
   template <class V>
   FLASHATTN_HOST_DEVICE V times_slope(V gradient, V) const {
     return gradient;
+  }
+};
+
+// The rule of softcap: a logit is cap * tanh(softmax_scale * <q, k> / cap). The stored score is the tanh, which has the
+// order of the logits and from which the slope comes: 1 - x^2.
+//
+// Tanh: the backend's tanh of a V, static V of(V), as exact as the inputs' type asks.
+template <class Real, class Tanh>
+struct CappedScore {
+  static constexpr bool kConstantSlope = false;
+
+  Real factor = kLog2E<Real>;  // log2(e) * cap
+  Real softmax_scale = 1;
+  Real inner = 1;  // softmax_scale / cap
+
+#if !defined(FLASHATTN_NO_DOUBLE)  // called on the host
+  FLASHATTN_HOST_DEVICE static CappedScore of(const AttnParams& p) {
+    return {static_cast<Real>(p.softcap * kLog2E<double>), static_cast<Real>(p.softmax_scale),
+            static_cast<Real>(p.softmax_scale / p.softcap)};
+  }
+#endif
+
+  FLASHATTN_HOST_DEVICE bool stores_products() const { return false; }
+  template <class V>
+  FLASHATTN_HOST_DEVICE V stored(V product) const {
+    return Tanh::of(product * inner);
+  }
+  template <class V>
+  FLASHATTN_HOST_DEVICE V times_slope(V gradient, V x) const {
+    return gradient - gradient * (x * x);
   }
 };
 

@@ -13,7 +13,8 @@ struct Sm80 {
 };
 
 std::string supports(const AttnParams& p, bool /*backward*/) {
-  const std::string reason = wrong_dtype(p);
+  std::string reason = wrong_dtype(p);
+  if (reason.empty()) reason = refuses_scores_and_masks(p, "CUDA");
   if (!reason.empty() || compute_capability() >= 80) return reason;
   return wrong_device("8.0 or newer", "use torch's scaled_dot_product_attention there");
 }
