@@ -15,10 +15,11 @@
 
 namespace flashattn_ext::sm80 {
 
-template <class T, int kHeadDimension, bool kDropout, bool kLarge>
+template <class T, int kHeadDimension, Kind kKind, bool kLarge>
 struct Backward {
   using Element = T;
   using Core = TensorCore<T>;
+  static constexpr bool kDropout = can_drop(kKind);
   static constexpr int kHeadDim = kHeadDimension;
   static constexpr BackwardTile kTile = backward_tile<sizeof(T), kHeadDim, kLarge>();
   static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32, kQueries = kTile.queries, kKeys = kTile.keys;
@@ -328,12 +329,12 @@ struct Backward {
   }
 };
 
-template <class T, int kHeadDim, bool kDropout, bool kLarge>
-__global__ void __launch_bounds__(Backward<T, kHeadDim, kDropout, kLarge>::kThreads)
+template <class T, int kHeadDim, Kind kKind, bool kLarge>
+__global__ void __launch_bounds__(Backward<T, kHeadDim, kKind, kLarge>::kThreads)
     backward_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardWorkspace workspace,
                     const __grid_constant__ TileOrder order) {
   extern __shared__ __align__(16) unsigned char shared[];
-  using Kernel = Backward<T, kHeadDim, kDropout, kLarge>;
+  using Kernel = Backward<T, kHeadDim, kKind, kLarge>;
   Kernel kernel(p, workspace, reinterpret_cast<T*>(shared));
   const int heads = static_cast<int>(p.heads_k);
   const auto [head, block] = order.index(blockIdx.x / Kernel::kSplits, heads * static_cast<int>(p.batch));
@@ -346,33 +347,33 @@ BackwardWorkspace backward_workspace(const AttnGradParams& p) {
   return BackwardWorkspace(p, kTile.queries, int64_t{kTile.queries} * kHeadDim, kTile.splits);
 }
 
-template <class T, int kHeadDim, bool kDropout, bool kLarge>
+template <class T, int kHeadDim, Kind kKind, bool kLarge>
 void launch_main(const AttnGradParams& p, const BackwardWorkspace& workspace) {
-  using Kernel = Backward<T, kHeadDim, kDropout, kLarge>;
+  using Kernel = Backward<T, kHeadDim, kKind, kLarge>;
   if (p.batch * p.heads_k == 0) return;
   const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys);
-  launch(backward_kernel<T, kHeadDim, kDropout, kLarge>, "backward", p, blocks * p.batch * p.heads_k * Kernel::kSplits,
+  launch(backward_kernel<T, kHeadDim, kKind, kLarge>, "backward", p, blocks * p.batch * p.heads_k * Kernel::kSplits,
          Kernel::kThreads, Kernel::kSharedBytes, workspace, backward_order(p, blocks, sizeof(T)));
 }
 
-template <class T, int kHeadDim, bool kLarge>
+template <class T, int kHeadDim, Kind kKind, bool kLarge>
 void launch_backward(const AttnGradParams& p) {
   const BackwardWorkspace workspace = backward_workspace<T, kHeadDim, kLarge>(p);
   launch_prepare<T>(p, workspace);
-  p.has_dropout() ? launch_main<T, kHeadDim, true, kLarge>(p, workspace)
-                  : launch_main<T, kHeadDim, false, kLarge>(p, workspace);
-  launch_finish<Backward<T, kHeadDim, false, kLarge>>(p, workspace);
+  launch_main<T, kHeadDim, kKind, kLarge>(p, workspace);
+  launch_finish<Backward<T, kHeadDim, Kind::kPlain, kLarge>>(p, workspace);
 }
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, Kind kKind>
 size_t backward_bytes(const AttnGradParams& p) {
   return static_cast<size_t>(has_large_shared_memory() ? backward_workspace<T, kHeadDim, true>(p).bytes
                                                        : backward_workspace<T, kHeadDim, false>(p).bytes);
 }
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, Kind kKind>
 void backward(const AttnGradParams& p) {
-  has_large_shared_memory() ? launch_backward<T, kHeadDim, true>(p) : launch_backward<T, kHeadDim, false>(p);
+  has_large_shared_memory() ? launch_backward<T, kHeadDim, kKind, true>(p)
+                            : launch_backward<T, kHeadDim, kKind, false>(p);
 }
 
 }  // namespace flashattn_ext::sm80

@@ -6,10 +6,12 @@
 namespace flashattn_ext {
 namespace {
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, Kind kKind>
 struct Sm80 {
-  static constexpr Kernels kKernels{0, sm80::forward<T, kHeadDim>, sm80::backward_bytes<T, kHeadDim>,
-                                    sm80::backward<T, kHeadDim>};
+  static constexpr Kind kCompiled = sm80::compiled_kind(kKind);
+  static constexpr Kernels kKernels{0, sm80::forward<T, kHeadDim, kCompiled>,
+                                    sm80::backward_bytes<T, kHeadDim, kCompiled>,
+                                    sm80::backward<T, kHeadDim, kCompiled>};
 };
 
 std::string supports(const AttnParams& p, bool /*backward*/) {

@@ -12,13 +12,14 @@
 
 namespace flashattn_ext::sm80 {
 
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, Kind kKind>
 struct Forward {
   using Core = TensorCore<T>;
   using Score = PlainScore<float, true>;
-  static constexpr ForwardTile kTile = forward_tile<sizeof(T), kHeadDim, kDropout>();
+  static constexpr bool kDropout = can_drop(kKind);
+  static constexpr ForwardTile kTile = forward_tile<sizeof(T), kHeadDim, kKind>();
   static constexpr int kThreads = kTile.warps * 32, kRowTiles = kTile.row_tiles, kStages = kTile.stages;
-  static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, kDropout>(kTile);
+  static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, kKind>(kTile);
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kSharedBytes = (kQueries + 2 * kStages * kKeys) * kStride * static_cast<int>(sizeof(T));
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDim / 8, kSteps = kKeys / Core::kK;
@@ -220,27 +221,21 @@ struct Forward {
   }
 };
 
-template <class T, int kHeadDim, bool kDropout>
-__global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads,
-                                  Forward<T, kHeadDim, kDropout>::kTile.blocks)
+template <class T, int kHeadDim, Kind kKind>
+__global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, Forward<T, kHeadDim, kKind>::kTile.blocks)
     forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ TileOrder order,
-                   const __grid_constant__ typename Forward<T, kHeadDim, kDropout>::Score score) {
+                   const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Score score) {
   extern __shared__ __align__(16) unsigned char shared[];
-  Forward<T, kHeadDim, kDropout>(p, score, reinterpret_cast<T*>(shared)).run(order);
+  Forward<T, kHeadDim, kKind>(p, score, reinterpret_cast<T*>(shared)).run(order);
 }
 
-template <class T, int kHeadDim, bool kDropout>
-void launch_forward(const AttnParams& p) {
-  using Kernel = Forward<T, kHeadDim, kDropout>;
+template <class T, int kHeadDim, Kind kKind>
+void forward(const AttnParams& p) {
+  using Kernel = Forward<T, kHeadDim, kKind>;
   if (p.batch * p.heads_q == 0) return;
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries);
-  launch(forward_kernel<T, kHeadDim, kDropout>, "forward", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
+  launch(forward_kernel<T, kHeadDim, kKind>, "forward", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
          Kernel::kSharedBytes, forward_order(p, blocks, sizeof(T)), Kernel::Score::of(p));
-}
-
-template <class T, int kHeadDim>
-void forward(const AttnParams& p) {
-  p.has_dropout() ? launch_forward<T, kHeadDim, true>(p) : launch_forward<T, kHeadDim, false>(p);
 }
 
 }  // namespace flashattn_ext::sm80

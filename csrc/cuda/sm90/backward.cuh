@@ -12,12 +12,13 @@
 
 namespace flashattn_ext::sm90 {
 
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, Kind kKind>
 struct Backward {
   using Work = BackwardWork;
-  using Scores = PackedScores<T, backward_tile<kHeadDim, kDropout>().queries, kDropout>;
+  static constexpr bool kDropout = can_drop(kKind);
+  using Scores = PackedScores<T, backward_tile<kHeadDim, kKind>().queries, kKind>;
   using Layout = DqLayout<T, kHeadDim>;
-  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout>();
+  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kKind>();
   static constexpr RegisterBudget kRegisters = kBackwardRegisters;
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages;
@@ -334,9 +335,9 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 }
 
 // The kernel of a class of head dims.
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, Kind kKind>
 using BackwardOf =
-    std::conditional_t<is_wide(kHeadDim), WideBackward<T, kHeadDim, kDropout>, Backward<T, kHeadDim, kDropout>>;
+    std::conditional_t<is_wide(kHeadDim), WideBackward<T, kHeadDim, kKind>, Backward<T, kHeadDim, kKind>>;
 
 template <class T, int kHeadDim>
 BackwardWorkspace backward_workspace(const AttnGradParams& p) {
@@ -344,22 +345,17 @@ BackwardWorkspace backward_workspace(const AttnGradParams& p) {
   return BackwardWorkspace(p, Layout::kTileRows, Layout::kTileFloats, Layout::kParts);
 }
 
-template <class T, int kHeadDim, bool kDropout>
-void launch_main(const AttnGradParams& p, const BackwardWorkspace& workspace) {
-  using Kernel = BackwardOf<T, kHeadDim, kDropout>;
-  launch_backward_main<Kernel>(backward_kernel<Kernel>, p, workspace);
-}
-
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, Kind kKind>
 size_t backward_bytes(const AttnGradParams& p) {
   return static_cast<size_t>(backward_workspace<T, kHeadDim>(p).bytes);
 }
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, Kind kKind>
 void backward(const AttnGradParams& p) {
   const BackwardWorkspace workspace = backward_workspace<T, kHeadDim>(p);
   launch_prepare<T>(p, workspace);
-  p.has_dropout() ? launch_main<T, kHeadDim, true>(p, workspace) : launch_main<T, kHeadDim, false>(p, workspace);
+  using Kernel = BackwardOf<T, kHeadDim, kKind>;
+  launch_backward_main<Kernel>(backward_kernel<Kernel>, p, workspace);
   launch_finish<DqLayout<T, kHeadDim>>(p, workspace);
 }
 

@@ -27,7 +27,7 @@ template <class T, int kHeadDimension>
 struct DqLayout {
   using Element = T;
   static constexpr bool kWide = is_wide(kHeadDimension);
-  static constexpr int kQueries = backward_tile<kHeadDimension, false>().queries, kTileRows = 16;
+  static constexpr int kQueries = backward_tile<kHeadDimension, Kind::kPlain>().queries, kTileRows = 16;
   static constexpr int kParts = kWide ? 1 : 2, kThreads = kParts * kGroupThreads, kSplits = 1;
   static constexpr int kHeadDim = kWide ? kHeadDimension : kParts * 64 * 64 / kQueries;  // some columns may be unused
   static constexpr int kStride = kTileStride<T, kHeadDim>;

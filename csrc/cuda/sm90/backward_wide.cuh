@@ -8,11 +8,12 @@
 
 namespace flashattn_ext::sm90 {
 
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, Kind kKind>
 struct WideBackward {
   using Work = BackwardWork;
+  static constexpr bool kDropout = can_drop(kKind);
   using Layout = DqLayout<T, kHeadDim>;
-  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout>();
+  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kKind>();
   static constexpr WideRegisterBudget kRegisters = kWideBackwardRegisters;
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages;
@@ -23,7 +24,7 @@ struct WideBackward {
   // A thread block of 512 starts with 128 registers for a thread, and the compiler wants the operands of one
   // instruction to fit in them.
   static constexpr int kMostTiles = 24;
-  using Scores = PackedScores<T, kQueries, kDropout>;
+  using Scores = PackedScores<T, kQueries, kKind>;
 
   // Tiles are as in common/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
   // overwritten.

@@ -7,15 +7,19 @@
 namespace flashattn_ext {
 namespace {
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, Kind kKind>
 struct Sm90 {
-  static constexpr Kernels kKernels{sm90::kForwardBytes, sm90::forward<T, kHeadDim>, sm90::backward_bytes<T, kHeadDim>,
-                                    sm90::backward<T, kHeadDim>};
+  static constexpr Kind kCompiled = sm90::compiled_kind(kKind);
+  static constexpr Kernels kKernels{sm90::kForwardBytes, sm90::forward<T, kHeadDim, kCompiled>,
+                                    sm90::backward_bytes<T, kHeadDim, kCompiled>,
+                                    sm90::backward<T, kHeadDim, kCompiled>};
 };
-template <int kHeadDim>
-struct Sm90<float, kHeadDim> {
-  static constexpr Kernels kKernels{0, sm80::forward<float, kHeadDim>, sm80::backward_bytes<float, kHeadDim>,
-                                    sm80::backward<float, kHeadDim>};
+template <int kHeadDim, Kind kKind>
+struct Sm90<float, kHeadDim, kKind> {
+  static constexpr Kind kCompiled = sm80::compiled_kind(kKind);
+  static constexpr Kernels kKernels{0, sm80::forward<float, kHeadDim, kCompiled>,
+                                    sm80::backward_bytes<float, kHeadDim, kCompiled>,
+                                    sm80::backward<float, kHeadDim, kCompiled>};
 };
 
 std::string supports(const AttnParams& p, bool /*backward*/) {

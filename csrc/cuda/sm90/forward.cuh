@@ -21,10 +21,11 @@ struct ForwardMaps {
   CUtensorMap q, k, v;
 };
 
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, Kind kKind>
 struct Forward {
   using Score = PlainScore<float, true>;
-  static constexpr ForwardTile kTile = forward_tile<kHeadDim, kDropout>();
+  static constexpr bool kDropout = can_drop(kKind);
+  static constexpr ForwardTile kTile = forward_tile<kHeadDim, kKind>();
   static constexpr RegisterBudget kRegisters = register_budget(kTile.groups);
   static constexpr int kGroups = kTile.groups, kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kStages = kTile.stages;
@@ -350,13 +351,13 @@ struct Forward {
   }
 };
 
-template <class T, int kHeadDim, bool kDropout>
-__global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads, 1)
+template <class T, int kHeadDim, Kind kKind>
+__global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
     forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ ForwardMaps maps,
                    const __grid_constant__ TileGrid grid,
-                   const __grid_constant__ typename Forward<T, kHeadDim, kDropout>::Score score) {
+                   const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Score score) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Kernel = Forward<T, kHeadDim, kDropout>;
+  using Kernel = Forward<T, kHeadDim, kKind>;
   extern __shared__ __align__(1024) unsigned char memory[];
   typename Kernel::Shared& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
   if (threadIdx.x == 0) {
@@ -388,9 +389,9 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads, 1)
 #endif
 }
 
-template <class T, int kHeadDim, bool kDropout>
-void launch_forward(const AttnParams& p) {
-  using Kernel = Forward<T, kHeadDim, kDropout>;
+template <class T, int kHeadDim, Kind kKind>
+void forward(const AttnParams& p) {
+  using Kernel = Forward<T, kHeadDim, kKind>;
   if (p.batch * p.heads_q == 0) return;
   const ForwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kQueries), key_map(p, p.k, p.head_dim, Kernel::kKeys),
                          key_map(p, p.v, p.head_dim_v, Kernel::kKeys)};
@@ -401,13 +402,8 @@ void launch_forward(const AttnParams& p) {
   if (all > processors) {
     check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
   }
-  launch(forward_kernel<T, kHeadDim, kDropout>, "sm90 forward", p, std::min(all, processors), Kernel::kThreads,
+  launch(forward_kernel<T, kHeadDim, kKind>, "sm90 forward", p, std::min(all, processors), Kernel::kThreads,
          static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));
-}
-
-template <class T, int kHeadDim>
-void forward(const AttnParams& p) {
-  p.has_dropout() ? launch_forward<T, kHeadDim, true>(p) : launch_forward<T, kHeadDim, false>(p);
 }
 
 }  // namespace flashattn_ext::sm90
