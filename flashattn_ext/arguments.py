@@ -20,8 +20,8 @@ LAYOUTS = ("bshd", "bhsd")
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 
 
-class ReferenceOptions(TypedDict, total=False):
-    """What attention_reference takes beside its tensors."""
+class SharedOptions(TypedDict, total=False):
+    """What forward, varlen_forward and attention_reference take beside their tensors."""
 
     causal: bool
     window_size: tuple[int, int]
@@ -37,10 +37,16 @@ class ReferenceOptions(TypedDict, total=False):
     rng_seed: int | None
 
 
-class AttentionOptions(ReferenceOptions, total=False):
+class AttentionOptions(SharedOptions, total=False):
     """What forward and varlen_forward take."""
 
     deterministic: bool
+
+
+class ReferenceOptions(SharedOptions, total=False):
+    """What attention_reference takes."""
+
+    origin: tuple[int, ...] | None
 
 
 def tensors(**given: Any) -> None:
