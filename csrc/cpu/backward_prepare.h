@@ -37,7 +37,7 @@ class BackwardPrepare {
       const int64_t count = lesser(kQueries, queries.length - row0);
       const IndexRange visible = mask.keys_of(row0, row0 + count);
       if (visible.begin == visible.end) clear_dq(b, h, queries.start + row0, count);
-      workspace.parts_added(h, first, b, row0 / kQueries).store(0, std::memory_order_relaxed);
+      workspace.dq_turn(h, first, b, row0 / kQueries).store(0, std::memory_order_relaxed);
     }
   }
 

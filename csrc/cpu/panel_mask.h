@@ -16,6 +16,7 @@ class PanelMask {
   PanelMask(const Mask& mask, int64_t row0, int64_t rows, int64_t key0, int64_t keys)
       : mask_(mask), row0_(row0), rows_(rows), key0_(key0), keys_(keys) {}
 
+  int64_t rows() const { return rows_; }
   // Keys that rows [begin, end) see, widened to whole pairs of bfloat16.
   IndexRange keys_of(int64_t begin, int64_t end) const {
     return clip(mask_.keys_of(row0_ + begin, row0_ + lesser(end, rows_)), key0_, keys_, Op::kPack);
@@ -62,6 +63,30 @@ class PanelMask {
 
   Mask mask_;
   int64_t row0_, rows_, key0_, keys_;
+};
+
+// Which units along k the products need (gemm.h): for rows the keys that they see, for keys the rows that see them, or
+// everything.
+template <class Op>
+struct KeysOfRows {
+  const PanelMask<Op>& mask;
+  IndexRange operator()(int64_t begin, int64_t end) const {
+    const IndexRange keys = mask.keys_of(begin, end);
+    return {keys.begin / Op::kPack, ceil_div(keys.end, Op::kPack)};
+  }
+};
+template <class Op>
+struct RowsOfKeys {
+  const PanelMask<Op>& mask;
+  IndexRange operator()(int64_t begin, int64_t end) const {
+    const IndexRange rows = mask.rows_of(begin, end);
+    return {rows.begin / Op::kPack, ceil_div(rows.end, Op::kPack)};
+  }
+};
+template <class Op>
+struct EveryUnit {
+  int64_t elements;
+  IndexRange operator()(int64_t, int64_t) const { return {0, ceil_div(elements, Op::kPack)}; }
 };
 
 }  // namespace FLASHATTN_ISA
