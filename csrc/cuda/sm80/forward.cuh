@@ -3,6 +3,7 @@
 // run under products: the next keys arrive while these values are used, and these values while these keys are.
 #pragma once
 
+#include "../common/general_scores.cuh"
 #include "../common/launch.cuh"
 #include "../common/scores.cuh"
 #include "../common/tile.cuh"
@@ -15,8 +16,8 @@ namespace flashattn_ext::sm80 {
 template <class T, int kHeadDim, Kind kKind>
 struct Forward {
   using Core = TensorCore<T>;
-  using Score = PlainScore<float, true>;
-  static constexpr bool kDropout = can_drop(kKind);
+  static constexpr bool kGeneral = kKind == Kind::kGeneral, kDropout = can_drop(kKind);
+  using Score = std::conditional_t<kGeneral, GeneralScore, PlainScore<float, true>>;
   static constexpr ForwardTile kTile = forward_tile<sizeof(T), kHeadDim, kKind>();
   static constexpr int kThreads = kTile.warps * 32, kRowTiles = kTile.row_tiles, kStages = kTile.stages;
   static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, kKind>(kTile);
@@ -72,6 +73,7 @@ struct Forward {
   __device__ int length_q() const { return kLengthsInPadding ? head()->length_q : own_length_q; }
   __device__ int length_k() const { return kLengthsInPadding ? head()->length_k : own_length_k; }
   __device__ Mask32 mask() const { return Mask32(p, length_q(), length_k()); }
+  __device__ bool drops() const { return kDropout && (!kGeneral || p.has_dropout()); }
 
   __device__ void run(const TileOrder& order) {
     const int heads = static_cast<int>(p.heads_q);
@@ -95,7 +97,7 @@ struct Forward {
     if (threadIdx.x == 0) {
       *head() = {b, h, own_length_q, own_length_k};
       *pointers() = {row_pointer<const T>(p.k, b, hk, keys.start), row_pointer<const T>(p.v, b, hk, keys.start)};
-      if (kDropout) *dropout() = Dropout(p, b);
+      if (drops()) *dropout() = Dropout(p, b);
       // A sink is the first maximum. If keys may stay above it, weights near 1 are not exact, and dS loses digits.
       *tolerance() = sink_counts(head_sink(p, h)) ? 0.f : kTolerance;
     }
@@ -168,13 +170,20 @@ struct Forward {
   __device__ void weigh(Weights& weights, Scores& scores, int n, bool masked) {
     constexpr bool kDropEarly = sizeof(T) == 4 || kHeadDim == 144;  // takes fewer registers there
     auto drop = [&](int i) {
-      if (kDropout) dropout()->template drop<Core>(weights[i], head()->h, row0 + tile_row(i), n * kKeys);
+      if (drops()) dropout()->template drop<Core>(weights[i], head()->h, row0 + tile_row(i), n * kKeys);
     };
-    store_scores(scores, score);
+    if constexpr (kGeneral) {
+      make_logits(scores, score,
+                  TileBias<T, false, kRowTiles, kScoreTiles>(p, head()->b, head()->h, mask(),
+                                                             ptx::opaque(row0) + tile_row(0), n * kKeys));
+    } else {
+      store_scores(scores, score);
+    }
     if (masked) hide_keys<true, true>(scores, mask(), ptx::opaque(row0) + tile_row(0) + g(), n * kKeys + 2 * t());
+    const auto& row_score = stored_rule(score);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
-      softmax[i].weigh(scores[i], score, *tolerance(), [&](const float (&shrink)[2]) { rescale(out[i], shrink); });
+      softmax[i].weigh(scores[i], row_score, *tolerance(), [&](const float (&shrink)[2]) { rescale(out[i], shrink); });
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) weights[i][step] = Core::from_accumulators(scores[i], step);
       if (kDropEarly) drop(i);

@@ -22,9 +22,12 @@ struct Sm90<float, kHeadDim, kKind> {
                                     sm80::backward<float, kHeadDim, kCompiled>};
 };
 
-std::string supports(const AttnParams& p, bool /*backward*/) {
+std::string supports(const AttnParams& p, bool backward) {
   std::string reason = wrong_dtype(p);
-  if (reason.empty()) reason = refuses_scores_and_masks(p, "Hopper");
+  if (reason.empty()) reason = refuses_biases(p, backward);
+  if (reason.empty() && (p.dtype != DType::kFloat32 || p.has_intervals())) {
+    reason = refuses_scores_and_masks(p, "Hopper");
+  }
   if (!reason.empty() || compute_capability() == 90) return reason;
   return wrong_device("9.0", "use 'cuda-sm80' there");
 }
