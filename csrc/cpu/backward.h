@@ -80,7 +80,6 @@ class Backward {
     key_tile = item.tile;
     key0 = key_tile * kKeys;
     key_count = lesser(kKeys, keys.length - key0);
-    const Mask mask(p, queries.length, keys.length);
     const int64_t row = keys.start + key0;
     k = stage_rows<Op>(row_of<const In>(p.k, b, hk, row), p.k.row_stride, key_count, p.head_dim, Reads::kVectors,
                        scratch.k);
@@ -89,17 +88,7 @@ class Backward {
     k_pairs = pair_rows<Op>(k, key_count, scratch.units, scratch.k_pairs);
     std::memset(scratch.dk, 0, key_count * scratch.columns * sizeof(Real));
     std::memset(scratch.dv, 0, key_count * scratch.columns_v * sizeof(Real));
-    const IndexRange seen_by = mask.rows_of(key0, key0 + key_count);
-    for (int64_t h = hk * p.group_size(); h < (hk + 1) * p.group_size(); ++h) {
-      if constexpr (kIsGeneral<Rule>) {
-        bias = HeadBias<Real>::of(p, b, h);
-        scratch.gradients.biases.begin_head(b, h, queries.length, key0, mask.first_position());
-      }
-      for (int64_t m = seen_by.begin / kQueries; m * kQueries < seen_by.end; ++m) query_tile(mask, h, m);
-      if constexpr (kIsGeneral<Rule>) {
-        scratch.gradients.biases.end_head(item.tile_of_call, key0, key_count, workspace.bias_turns);
-      }
-    }
+    for (int64_t h = hk * p.group_size(); h < (hk + 1) * p.group_size(); ++h) walk(h, item.tile_of_call);
     const Real inverse_keep = static_cast<Real>(1.0 / keep_probability(p.dropout_threshold));
     for (int64_t j = 0; j < key_count; ++j) {
       narrow_row(row_of<In>(p.dk, b, hk, row + j), scratch.dk + j * scratch.columns, p.head_dim, Real(1));
@@ -108,29 +97,51 @@ class Backward {
   }
 
  private:
+  // All query tiles of query head h that see the key tile. tile_of_call: the key tile, counted through all batch
+  // entries.
+  void walk(int64_t h, int64_t tile_of_call) {
+    const HeadMask mask(p, batch, h, queries, keys);
+    BiasGradient<Op>& bias_gradient = scratch.gradients.biases;
+    if constexpr (kIsGeneral<Rule>) {
+      bias = HeadBias<Real>::of(p, batch, h);
+      bias_gradient.begin_head(batch, h, queries.length, key0, mask.basic.first_position());
+    }
+    const IndexRange seen_by = mask.basic.rows_of(key0, key0 + key_count);
+    for (int64_t m = seen_by.begin / kQueries; m * kQueries < seen_by.end; ++m) {
+      const IndexRange rows{m * kQueries, lesser((m + 1) * kQueries, queries.length)};
+      if (mask.template sees_tile<kKeys>(rows, key_tile)) {
+        query_tile(mask, h, m);
+      } else if constexpr (kIsGeneral<Rule>) {
+        bias_gradient.skip_tile(rows.begin, key0, workspace.bias_turns);
+      }
+    }
+    if constexpr (kIsGeneral<Rule>) bias_gradient.end_head(tile_of_call, key0, key_count, workspace.bias_turns);
+  }
+
   // Query tile `number` of query head h.
-  void query_tile(const Mask& sequence_mask, int64_t h, int64_t number) {
+  void query_tile(const HeadMask& head_mask, int64_t h, int64_t number) {
     const int64_t row0 = number * kQueries, rows = lesser(kQueries, queries.length - row0);
-    const PanelMask<Op> mask(sequence_mask, row0, rows, key0, key_count);
+    const bool pads = kIsGeneral<Rule> && scratch.gradients.biases.any();
+    const PanelMask<Op> mask(head_mask, row0, rows, key0, key_count, pads, scratch.tile.limits);
     const int64_t lane_count = round_up(rows, Op::S::kWidth);
     load_rows(h, row0, rows, lane_count);
     if (p.has_dropout()) {
       fill_keep_bits(scratch.tile.keep_bits, kQueries / kDropoutLanes, philox, p.dropout_threshold, batch, h, row0,
                      rows, key0, key_count);
     }
-    const TilePlace place{row0, rows, key0, key_count, sequence_mask.first_position()};
+    const TilePlace place{row0, rows, key0, key_count, head_mask.basic.first_position()};
     if constexpr (kIsGeneral<Rule>) {
       scratch.tile.biases.load(bias, place);
       scratch.gradients.biases.begin_tile(place);
     }
     for (int64_t lane = 0; lane < lane_count; lane += kPanel<Op>) {
-      score_panel(mask, {lane, lesser(lane + kPanel<Op>, lane_count)}, rows);
+      score_panel(head_mask, mask, row0, {lane, lesser(lane + kPanel<Op>, lane_count)}, rows);
     }
     if constexpr (kIsGeneral<Rule>) scratch.gradients.biases.end_tile(place, workspace.bias_turns);
     key_gradients(mask);
-    const IndexRange visible = sequence_mask.keys_of(row0, row0 + rows);
-    const int64_t part = key_tile - visible.begin / kKeys;
-    query_gradient(mask, h, number, rows, part, key_tile == (visible.end - 1) / kKeys);
+    const IndexRange tile_rows{row0, row0 + rows};
+    query_gradient(mask, h, number, rows, head_mask.template previous_tile<kKeys>(tile_rows, key_tile),
+                   head_mask.template next_tile<kKeys>(tile_rows, key_tile) < 0);
   }
 
   void load_rows(int64_t h, int64_t row0, int64_t rows, int64_t lane_count) {
@@ -156,7 +167,7 @@ class Backward {
   }
 
   // S^T and dP^T, then P^T and dS^T, for the queries `lanes` of a tile of `rows` queries.
-  void score_panel(const PanelMask<Op>& mask, IndexRange lanes, int64_t rows) {
+  void score_panel(const HeadMask& head_mask, const PanelMask<Op>& mask, int64_t row0, IndexRange lanes, int64_t rows) {
     const ScoreTile<Op>& tile = scratch.tile;
     const GradientTile<Op>& gradients = scratch.gradients;
     const IndexRange panel_keys = mask.panel_keys(lanes.begin);
@@ -164,7 +175,9 @@ class Backward {
     const Gemm<Op> dov{v.data, v.stride, scratch.dout_transposed, kQueries, gradients.scores, kQueries};
     gemm<Order::kRowMajor, Init::kZero>(qk, panel_keys, lanes, EveryUnit<Op>{p.head_dim});
     gemm<Order::kRowMajor, Init::kZero>(dov, panel_keys, lanes, EveryUnit<Op>{p.head_dim_v});
-    const bool whole_rows = sizeof(In) == 2 && mask.panel_sees_this_tile_alone(lanes.begin);
+    const IndexRange panel_rows{row0 + lanes.begin, row0 + lesser(lanes.end, rows)};
+    const bool whole_rows = sizeof(In) == 2 && head_mask.template previous_tile<kKeys>(panel_rows, key_tile) < 0 &&
+                            head_mask.template next_tile<kKeys>(panel_rows, key_tile) < 0;
     differentiate<Accuracy>(tile, gradients, rule, scales, scratch.rows, mask, whole_rows, lanes, panel_keys);
     // The gradient of the sink takes the better delta too; no other key tile reads or writes these rows.
     if (!whole_rows || !p.dsink || scales.delta == 0) return;
@@ -183,8 +196,10 @@ class Backward {
     gemm<Order::kRowMajor, Init::kAccumulate>(dk, {0, key_count}, {0, scratch.columns}, RowsOfKeys<Op>{mask});
   }
 
-  // dq += dS k for query tile `number` of query head h, when the `part` key tiles before this one have added theirs.
-  void query_gradient(const PanelMask<Op>& mask, int64_t h, int64_t number, int64_t rows, int64_t part, bool is_last) {
+  // dq += dS k for query tile `number` of query head h, when key tile `previous`, the one before this that these
+  // queries see, has added its part; -1 where this is the first.
+  void query_gradient(const PanelMask<Op>& mask, int64_t h, int64_t number, int64_t rows, int64_t previous,
+                      bool is_last) {
     const int64_t first_row = workspace.first_row(p, batch, queries), row = queries.start + number * kQueries;
     Real* sum = workspace.dq_in_place
                     ? row_of<Real>(p.dq, batch, h, row)
@@ -194,8 +209,8 @@ class Backward {
         Op::kPack == 2 ? scratch.gradients.pairs : reinterpret_cast<const Unit*>(scratch.gradients.scores);
     const Gemm<Op> dq{dscores, kQueries, k_pairs.data, k_pairs.stride, sum, stride};
     Turn& turn = workspace.dq_turn(h, first_row, batch, number);
-    wait_for_turn(turn, part);
-    if (part == 0) {
+    wait_for_turn(turn, previous + 1);
+    if (previous < 0) {
       gemm<Order::kKMajor, Init::kZero>(dq, {0, rows}, {0, scratch.columns}, KeysOfRows<Op>{mask});
     } else {
       gemm<Order::kKMajor, Init::kAccumulate>(dq, {0, rows}, {0, scratch.columns}, KeysOfRows<Op>{mask});
@@ -203,7 +218,7 @@ class Backward {
     for (int64_t i = 0; is_last && !workspace.dq_in_place && i < rows; ++i) {
       narrow_row(row_of<In>(p.dq, batch, h, row + i), sum + i * stride, p.head_dim, Real(1));
     }
-    end_turn(turn, part + 1);
+    end_turn(turn, key_tile + 1);
   }
 
   const AttnGradParams& p;

@@ -20,7 +20,7 @@ struct BackwardWorkspace {
     return p.is_varlen() ? queries.start : b * p.seqlen_q;
   }
   // Whose turn it is to add to the dq of a query tile: tile `number` of query head h of batch entry b, whose first row
-  // is `first_row`. Parts are key tiles.
+  // is `first_row`. It is 1 + the number of the key tile that has added its part last, and 0 at first.
   Turn& dq_turn(int64_t h, int64_t first_row, int64_t b, int64_t number) const {
     return dq_turns_[h * tiles + first_row / Tile<Real>::kQueries + b + number];
   }

@@ -117,7 +117,13 @@ class BiasGradient {
     Turn& turn = turns.tile(shared_.entry(p, batch_, head_), place.key0 / kKeys, place.row0 / kQueries);
     in_turn(turn, shared_.part(p, batch_, head_), add);
   }
-  // key_tile: counted through all batch entries. place: any tile of this walk.
+  // A tile of which these rows see nothing; those of another head may.
+  void skip_tile(int64_t row0, int64_t key0, const BiasTurns<Real>& turns) const {
+    if (!has_elements_ || shared_.rows || !shared_.in_turns()) return;
+    in_turn(turns.tile(shared_.entry(p, batch_, head_), key0 / kKeys, row0 / kQueries), shared_.part(p, batch_, head_),
+            [] {});
+  }
+  // key_tile: counted through all batch entries.
   void end_head(int64_t key_tile, int64_t key0, int64_t keys, const BiasTurns<Real>& turns) {
     if (has_diagonals_) in_turn(turns.heads[head_], key_tile, [&] { add_distances(); });
     if (!shared_.rows) return;

@@ -62,16 +62,18 @@ class Forward {
   // Query tile `number` of query head h of batch entry b.
   void run(int64_t b, int64_t h, int64_t number) {
     const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
-    const Mask mask(p, queries.length, keys.length);
+    const HeadMask mask(p, b, h, queries, keys);
     if constexpr (kIsGeneral<Rule>) bias = HeadBias<Real>::of(p, b, h);
     row0 = number * kQueries;
     row_count = lesser(kQueries, queries.length - row0);
     batch = b;
     head = h;
     load_queries(queries);
-    const IndexRange visible = mask.keys_of(row0, row0 + row_count);
+    const IndexRange visible = mask.basic.keys_of(row0, row0 + row_count);
     for (int64_t key0 = visible.begin / kKeys * kKeys; key0 < visible.end; key0 += kKeys) {
-      key_tile(mask, keys, key0, lesser(kKeys, visible.end - key0));
+      const int64_t count = lesser(kKeys, visible.end - key0);
+      if (mask.interval_visibility({row0, row0 + row_count}, {key0, key0 + count}) == Visibility::kNone) continue;
+      key_tile(mask, keys, key0, count);
     }
     write(queries);
   }
@@ -92,9 +94,9 @@ class Forward {
     std::memset(scratch.out, 0, row_count * scratch.columns_v * sizeof(Real));
   }
 
-  void key_tile(const Mask& sequence_mask, const Sequence& keys, int64_t key0, int64_t count) {
+  void key_tile(const HeadMask& head_mask, const Sequence& keys, int64_t key0, int64_t count) {
     const int64_t hk = head / p.group_size();
-    const PanelMask<Op> mask(sequence_mask, row0, row_count, key0, count);
+    const PanelMask<Op> mask(head_mask, row0, row_count, key0, count, false, scratch.tile.limits);
     const StagedRows<Op> k = stage_rows<Op>(row_of<const In>(p.k, batch, hk, keys.start + key0), p.k.row_stride, count,
                                             p.head_dim, Reads::kElements, scratch.keys);
     const StagedRows<Op> v_rows = stage_rows<Op>(row_of<const In>(p.v, batch, hk, keys.start + key0), p.v.row_stride,
@@ -107,7 +109,7 @@ class Forward {
     }
     const Gemm<Op> qk{k.data, k.stride, scratch.q_transposed, kQueries, tile.scores, kQueries};
     if constexpr (kIsGeneral<Rule>) {
-      tile.biases.load(bias, {row0, row_count, key0, count, sequence_mask.first_position()});
+      tile.biases.load(bias, {row0, row_count, key0, count, head_mask.basic.first_position()});
     }
     for (int64_t lane = 0; lane < lane_count; lane += kPanel<Op>) {
       const IndexRange lanes{lane, lesser(lane + kPanel<Op>, lane_count)}, panel_keys = mask.panel_keys(lane);

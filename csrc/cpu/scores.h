@@ -22,18 +22,16 @@ struct ScoreTile {
   using Real = typename Op::Real;
   static constexpr int64_t kQueries = Tile<Real>::kQueries, kKeys = Tile<Real>::kKeys;
 
-  ScoreTile(const AttnParams& p, ScratchCarver* carve) : biases(p, carve), has_dropout(p.has_dropout()) {
+  ScoreTile(const AttnParams& p, ScratchCarver* carve) : biases(p, carve), limits(carve), has_dropout(p.has_dropout()) {
     scores = carve->take<Real>(kKeys * kQueries);
-    first_key = carve->take<Real>(kQueries);
-    last_key = carve->take<Real>(kQueries);
     keep_bits = carve->take<uint16_t>(has_dropout ? kKeys * kQueries / kDropoutLanes : 0);
   }
 
   BiasTile<Op> biases;
+  KeyRows<Op> limits;  // where a panel is masked
   bool has_dropout;
-  Real* scores;                // [kKeys][kQueries]: products of keys and queries, later weights
-  Real *first_key, *last_key;  // [kQueries]: where a panel is masked, the keys [first, last) that each query sees
-  uint16_t* keep_bits;         // [kKeys][kQueries / 16], see keep_bits.h
+  Real* scores;         // [kKeys][kQueries]: products of keys and queries, later weights
+  uint16_t* keep_bits;  // [kKeys][kQueries / 16], see keep_bits.h
 };
 
 // The gradients of one tile's scores.
@@ -105,16 +103,17 @@ class ScoreVector {
   ScoreVector(const ScoreTile<Op>& tile, int64_t lane)
       : scores(tile.scores + lane),
         keep_bits(tile.keep_bits),
+        first_row(tile.limits.first),
+        last_row(tile.limits.last),
         first_lane(lane),
-        first_key(kMasked ? S::load(tile.first_key + lane) : S::zero()),
-        last_key(kMasked ? S::load(tile.last_key + lane) : S::zero()) {}
+        rows(kMasked ? numbers_from(lane) : S::zero()) {}
 
   V load(int64_t key) const { return S::load(scores + key * kQueries); }
   void store(int64_t key, V x) const { S::store(scores + key * kQueries, x); }
 
   // x for the queries that see the key, `hidden` for the others.
   V visible(int64_t key, V x, V hidden) const {
-    return kMasked ? S::where_in_range(S::set1(static_cast<Real>(key)), first_key, last_key, x, hidden) : x;
+    return kMasked ? S::where_in_range(rows, S::set1(first_row[key]), S::set1(last_row[key]), x, hidden) : x;
   }
   // x for the queries whose weight for the key is kept, 0 where dropout drops it.
   V kept(int64_t key, V x) const {
@@ -132,20 +131,24 @@ class ScoreVector {
   static V hidden_logit() { return S::set1(-std::numeric_limits<Real>::infinity()); }
 
  private:
+  static V numbers_from(int64_t lane) {
+    alignas(64) Real numbers[S::kWidth];
+    for (int l = 0; l < S::kWidth; ++l) numbers[l] = static_cast<Real>(lane + l);
+    return S::load(numbers);
+  }
+
   Real* scores;
   const uint16_t* keep_bits;
+  const Real *first_row, *last_row;  // KeyRows
   int64_t first_lane;
-  V first_key, last_key;
+  V rows;  // the numbers of the queries
 };
 
 // Calls body(masked, dropout), two std::bool_constant, for a panel of queries `lanes` of which `keys` are computed.
-// Fills in the tile's limits where the panel is masked. hides_padding: whether lanes without a query are to see
-// nothing.
 template <class Op, class Body>
 inline void with_limits(const ScoreTile<Op>& tile, const PanelMask<Op>& mask, IndexRange lanes, IndexRange keys,
-                        bool hides_padding, Body body) {
-  const bool masked = !mask.panel_is_full(lanes.begin, keys) || (hides_padding && lanes.end > mask.rows());
-  if (masked) mask.lane_limits(lanes, tile.first_key, tile.last_key);
+                        Body body) {
+  const bool masked = !mask.panel_is_full(lanes.begin, keys);
   if (masked && tile.has_dropout) {
     body(std::true_type(), std::true_type());
   } else if (masked) {
@@ -217,7 +220,7 @@ inline void weigh_vector(const ScoreTile<Op>& tile, const Rule& rule, const Runn
 template <class Accuracy, class Op, class Rule>
 inline void weigh(const ScoreTile<Op>& tile, const Rule& rule, const RunningRows<typename Op::Real>& rows,
                   const PanelMask<Op>& mask, IndexRange lanes, IndexRange keys) {
-  with_limits(tile, mask, lanes, keys, false, [&](auto masked, auto dropout) {
+  with_limits(tile, mask, lanes, keys, [&](auto masked, auto dropout) {
     for (int64_t lane = lanes.begin; lane < lanes.end; lane += Op::S::kWidth) {
       weigh_vector<Accuracy, masked.value, dropout.value>(tile, rule, rows, lane, keys);
     }
@@ -338,8 +341,7 @@ inline void differentiate(const ScoreTile<Op>& tile, const GradientTile<Op>& gra
                           const KnownRows<typename Op::Real>& rows, const PanelMask<Op>& mask, bool whole_rows,
                           IndexRange lanes, IndexRange keys) {
   static_assert(kTileVectors == 2, "a panel has one or two vectors");
-  const bool sums_gradients = kIsGeneral<Rule> && gradients.biases.any();
-  with_limits(tile, mask, lanes, keys, sums_gradients, [&](auto masked, auto dropout) {
+  with_limits(tile, mask, lanes, keys, [&](auto masked, auto dropout) {
     constexpr bool kMasked = decltype(masked)::value, kDropout = decltype(dropout)::value;
     for (int64_t lane = lanes.begin; whole_rows && lane < lanes.end; lane += Op::S::kWidth) {
       find_delta<Accuracy, kMasked, kDropout>(tile, gradients, rule, scales, rows, lane, keys);
