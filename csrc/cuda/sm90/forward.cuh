@@ -52,8 +52,9 @@ struct Forward {
     IntervalExtremes extremes;
   };
   struct alignas(8) KeyTile {
-    static constexpr int kSeen = 16, kLast = 31;  // bits below kSeen: of warps, all of whose rows see all keys, as far as
-                                                  // the Mask is concerned; from kSeen on: of warpgroups that see some
+    static constexpr int kSeen = 16,
+                         kLast = 31;  // bits below kSeen: of warps, all of whose rows see all keys, as far as
+                                      // the Mask is concerned; from kSeen on: of warpgroups that see some
     int n;
     uint32_t bits;
     __device__ __forceinline__ bool has(int bit) const { return bits >> bit & 1; }
@@ -180,9 +181,7 @@ struct Forward {
         load_values(work, now, hk, batch);
       }
     }
-    static __device__ Limits rows_of(const Work& work) {
-      return {work.row0, min(work.row0 + kQueries, work.length_q)};
-    }
+    static __device__ Limits rows_of(const Work& work) { return {work.row0, min(work.row0 + kQueries, work.length_q)}; }
     // The i-th tile that was found. Each lane finds out one of the bits.
     __device__ KeyTile take(const Work& work, int* i) {
       const FoundTile tile = shared.found[*i];
@@ -208,9 +207,8 @@ struct Forward {
       const KeyTileFinder<kKeys> finder{KeyExtremes(p, work.b, work.h, 1, key_start, work.length_k), rows_of(work),
                                         work.first};
       __syncwarp();
-      found = finder.find(&next, [&](int i, int n, const IntervalExtremes& extremes) {
-        shared.found[i] = {n, extremes};
-      });
+      found =
+          finder.find(&next, [&](int i, int n, const IntervalExtremes& extremes) { shared.found[i] = {n, extremes}; });
       __syncwarp();
     }
     __device__ void load_keys(const KeyTile& tile, int hk, int batch) {
@@ -223,7 +221,8 @@ struct Forward {
     }
     __device__ void load_values(const Work& work, const KeyTile& tile, int hk, int batch) {
       ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-      if (leads()) load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + tile.n * kKeys, hk, batch);
+      if (leads())
+        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + tile.n * kKeys, hk, batch);
       constexpr uint32_t kAllWarps = (1u << kWarps) - 1;
       if ((tile.bits & kAllWarps) != kAllWarps) {
         const int2* const pairs = IntervalPairs(p, work.b, hk, key_start).head(work.h);
@@ -464,8 +463,9 @@ struct Forward {
     tail_parity ^= 1;
   }
 
-  // Scores against a key tile become weights; values: where the tile's values are or will be. They are packed later, in pack_weights: the registers of packed weights
-  // are operands of the product that is under way, which writes to `out` as well.
+  // Scores against a key tile become weights; values: where the tile's values are or will be. They are packed later, in
+  // pack_weights: the registers of packed weights are operands of the product that is under way, which writes to `out`
+  // as well.
   __device__ __forceinline__ void weigh(const Work& work, const KeyWalk& walk, const RingPosition<kStages>& values,
                                         const Limits& unmasked) {
     auto& x = reinterpret_cast<float (&)[1][kScoreTiles][4]>(scores);
