@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from . import _C, _build, arguments, ops
-from .autograd import CallOptions, FlashAttentionFunction
+from .autograd import CallOptions, CallTensors, FlashAttentionFunction
+from .mask import Mask
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -20,6 +21,7 @@ def _options(
     causal: bool,
     window_size: tuple[int, int],
     softmax_scale: float | None,
+    softcap: float,
     dropout_p: float,
     smooth_softmax: bool,
     layout: str,
@@ -33,6 +35,7 @@ def _options(
         max_seqlen_k=arguments.integer("max_seqlen_k", max_seqlen_k),
         bhsd=arguments.is_bhsd(layout),
         softmax_scale=arguments.scale(softmax_scale, q),
+        softcap=arguments.number("softcap", softcap),
         causal=arguments.flag("causal", causal),
         window_left=left,
         window_right=right,
@@ -42,16 +45,40 @@ def _options(
     )
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Casts as scaled_dot_product_attention does inside torch.autocast: all but float64."""
-    device = tensors[0].device.type
+def _tensors(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, *,
+    sink: Tensor | None, alibi_slopes: Tensor | None, relative_bias: Tensor | None, bias: Tensor | None,
+    mask: Mask | None,
+) -> CallTensors:  # fmt: skip
+    arguments.tensors(q=q, k=k, v=v)
+    optional = (cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias)
+    arguments.optional_tensors(**dict(zip(CallTensors._fields[3:], optional, strict=False)))
+    checked = arguments.mask(mask)
+    intervals, extremes = (None, None) if checked is None else (checked.intervals, checked.extremes())
+    return CallTensors(q, k, v, *optional, intervals, extremes)
+
+
+def _autocast(tensors: CallTensors) -> CallTensors:
+    """Casts as scaled_dot_product_attention does inside torch.autocast, all but float64.
+
+    A bias in float32 stays what it is, and so does what is read in the dtype of the statistics.
+    """
+    device = tensors.q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+
+    def cast(t: Tensor) -> Tensor:
+        return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
+
+    bias = tensors.bias
+    return tensors._replace(
+        q=cast(tensors.q), k=cast(tensors.k), v=cast(tensors.v),
+        bias=bias if bias is None or bias.dtype == torch.float32 else cast(bias),
+    )  # fmt: skip
 
 
-def _distinct(*tensors: Tensor | None) -> list[Tensor | None]:
+def _distinct(tensors: CallTensors) -> list[Tensor | None]:
     """torch.compile cannot trace an autograd.Function that is given one tensor twice; views of it are fine."""
     if not torch.compiler.is_compiling():
         return list(tensors)
@@ -81,6 +108,11 @@ def forward(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Mask | None = None,
     dropout_p: float = 0.0,
     smooth_softmax: bool = False,
     sink: Tensor | None = None,
@@ -100,6 +132,16 @@ def forward(
         causal: query i sees the keys j <= i + Sk - Sq (aligned at the bottom right).
         window_size: (left, right), keys seen to either side of i + Sk - Sq; -1 is unbounded.
         softmax_scale: factor of the scores, 1 / sqrt(D) by default.
+        softcap: c > 0 turns a scaled score s into c * tanh(s / c); 0 is off.
+        alibi_slopes: float32 [Hq] or [B, Hq] (float64 too where the inputs are), adds
+            -slope * |i + Sk - Sq - j|; differentiable.
+        relative_bias: [Hq, 2 L + 1] of any float dtype, adds
+            relative_bias[h, clamp(j - (i + Sk - Sq), -L, L) + L]; differentiable. t5_relative_bias
+            makes one of T5's table.
+        bias: [B or 1, Hq or 1, Sq or 1, Sk], float32 or the dtype of q, is added last; -inf hides.
+            Read by its strides; only the last dimension is wanted contiguous. Differentiable, with
+            a gradient in its own shape.
+        mask: a Mask: which rows see which key, beside what causal and window_size say.
         dropout_p: probability in [0, 1) of dropping an attention weight. The mask is a function of
             the seed and the position alone, the same on every device; weights are rescaled by the
             probability of keeping that the generator really has (a multiple of 1/256).
@@ -121,15 +163,16 @@ def forward(
 
     Source: FlashAttention-2 (Dao 2023, algorithms 1 and 2).
     """
-    arguments.tensors(q=q, k=k, v=v, **({} if sink is None else {"sink": sink}))
+    tensors = _tensors(
+        q, k, v, None, None, sink=sink, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias, mask=mask
+    )
     rng_seed = arguments.seed(rng_seed)
-    q, k, v = _autocast(q, k, v)
     options = _options(
-        q, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+        q, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
         dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout=layout,
         deterministic=deterministic,
     )  # fmt: skip
-    out, lse = FlashAttentionFunction.apply(*_distinct(q, k, v, None, None, sink), rng_seed, options)
+    out, lse = FlashAttentionFunction.apply(*_distinct(_autocast(tensors)), rng_seed, options)
     return (out, lse) if arguments.flag("return_lse", return_lse) else out
 
 
@@ -155,6 +198,11 @@ def varlen_forward(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Mask | None = None,
     dropout_p: float = 0.0,
     smooth_softmax: bool = False,
     sink: Tensor | None = None,
@@ -169,25 +217,40 @@ def varlen_forward(
         cu_seqlens_q, cu_seqlens_k: int32 [B + 1] on the device of q: sequence b is the rows
             cu_seqlens[b] to cu_seqlens[b + 1]. Empty sequences are fine.
         max_seqlen_q, max_seqlen_k: an upper bound of the lengths.
+        alibi_slopes: [Hq] or [B, Hq]; mask: a Mask of packed keys, with intervals [Hm, total_k, 2].
+        bias: None; packed sequences have none.
         Everything else as in forward(). Sequence b has the dropout mask of batch entry b.
 
     Returns:
         out [total_q, Hq, Dv], or (out, lse) with lse [Hq, total_q].
     """
-    arguments.tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-                      **({} if sink is None else {"sink": sink}))  # fmt: skip
+    arguments.tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    tensors = _tensors(
+        q, k, v, cu_seqlens_q, cu_seqlens_k,
+        sink=sink, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias, mask=mask,
+    )  # fmt: skip
     rng_seed = arguments.seed(rng_seed)
-    q, k, v = _autocast(q, k, v)
     options = _options(
-        q, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+        q, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
         dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout="bshd",
         deterministic=deterministic, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    tensors = _distinct(q, k, v, cu_seqlens_q, cu_seqlens_k, sink)
-    out, lse = FlashAttentionFunction.apply(*tensors, rng_seed, options)
+    out, lse = FlashAttentionFunction.apply(*_distinct(_autocast(tensors)), rng_seed, options)
     return (out, lse) if arguments.flag("return_lse", return_lse) else out
 
 
+@overload
+def backward(
+    dout: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
+    alibi_slopes: None = ..., relative_bias: None = ..., bias: None = ...,
+    **options: Unpack[arguments.BackwardOptions],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]: ...  # fmt: skip
+@overload
+def backward(
+    dout: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
+    alibi_slopes: Tensor | None = ..., relative_bias: Tensor | None = ..., bias: Tensor | None = ...,
+    **options: Unpack[arguments.BackwardOptions],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...  # fmt: skip
 def backward(
     dout: Tensor | None,
     q: Tensor,
@@ -204,13 +267,18 @@ def backward(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Mask | None = None,
     dropout_p: float = 0.0,
     smooth_softmax: bool = False,
     sink: Tensor | None = None,
     layout: str = "bshd",
     deterministic: bool = False,
     rng_seed: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """The raw backward of forward() and, with cu_seqlens, of varlen_forward().
 
     Args:
@@ -221,15 +289,19 @@ def backward(
         Everything else as in the forward.
 
     Returns:
-        (dq, dk, dv, dsink), dsink being None without a sink tensor.
+        (dq, dk, dv, dsink), dsink being None without a sink tensor. If alibi_slopes, relative_bias
+        or bias is given, (dq, dk, dv, dsink, dalibi_slopes, drelative_bias, dbias), with None for
+        what is not given.
     """
-    optional = {"dout": dout, "dlse": dlse, "sink": sink,
-                "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}  # fmt: skip
-    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
-    arguments.tensors(q=q, k=k, v=v, out=out, lse=lse, **given)
+    arguments.tensors(out=out, lse=lse)
+    arguments.optional_tensors(dout=dout, dlse=dlse)
+    tensors = _tensors(
+        q, k, v, cu_seqlens_q, cu_seqlens_k,
+        sink=sink, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias, mask=mask,
+    )  # fmt: skip
     rng_seed = arguments.seed(rng_seed)
     options = _options(
-        q, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+        q, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
         dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout=layout,
         deterministic=deterministic, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
@@ -239,10 +311,12 @@ def backward(
         )
     drops = rng_seed is not None and options.dropout_p > 0
     rng_state = ops.rng_state(q, rng_seed) if drops else torch.empty(0, dtype=torch.int64, device=q.device)
-    dq, dk, dv, dsink = ops.backward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, sink, *options, dout, dlse, out, lse, rng_state
-    )  # fmt: skip
-    return dq, dk, dv, None if sink is None else dsink
+    biases = [given is not None for given in tensors.biases()]
+    dq, dk, dv, dsink, *dbiases = ops.backward(*tensors, *options, dout, dlse, out, lse, *biases, rng_state)
+    gradients = (dq, dk, dv, None if sink is None else dsink)
+    if not any(biases):
+        return gradients
+    return *gradients, *(gradient if given else None for gradient, given in zip(dbiases, biases, strict=True))
 
 
 def dropout_mask(

@@ -14,6 +14,7 @@ import flashattn_ext
 PUBLIC = {
     "FlashAttention",
     "FlashAttentionFunction",
+    "Mask",
     "attention_reference",
     "backward",
     "build_info",
@@ -26,6 +27,7 @@ PUBLIC = {
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "forward",
+    "t5_relative_bias",
     "use_backend",
     "varlen_forward",
 }
@@ -33,6 +35,11 @@ OPTIONS = {
     "causal": False,
     "window_size": (-1, -1),
     "softmax_scale": None,
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "relative_bias": None,
+    "bias": None,
+    "mask": None,
     "dropout_p": 0.0,
     "smooth_softmax": False,
     "sink": None,
