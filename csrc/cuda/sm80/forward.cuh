@@ -29,6 +29,8 @@ struct Forward {
   static_assert(kSharedBytes <= kSmallShared);
   using Scores = float[kRowTiles][kScoreTiles][4];
   using Weights = typename Core::A[kRowTiles][kSteps];
+  using Bias = TileBias<T, false, kRowTiles, kScoreTiles>;
+  using BiasAhead = std::conditional_t<kGeneral, typename Bias::Ahead, Nothing>;
 
   // Registers run out. What a step needs beside its tiles is kept in the padding of the query tile's first rows, or in
   // registers where that was found to spill less: no kernel of head_dim 64 or 128 spills.
@@ -221,6 +223,8 @@ struct Forward {
         load_values(v_tile + (kKeys * kStride - stage), next, columns_v);
       }
       Scores scores;
+      BiasAhead bias_ahead;
+      if constexpr (kGeneral) bias(n).load_ahead(bias_ahead);
       score_product<kHeadDim>(scores, q_tile, tile_row(0), k_tile + stage, 0);
       if (kStages == 1) {
         ptx::cp_async_wait<0>();
@@ -228,24 +232,29 @@ struct Forward {
         if (more) load_keys(k_tile, &KeyPointers::k, p.k.row_stride, next, columns);
       }
       Weights weights;
-      weigh(weights, scores, n, masked, whole, v_tile + stage);
+      weigh(weights, scores, n, masked, whole, v_tile + stage, bias_ahead);
       __syncwarp();  // keeps the compiler from loading so much of V ahead that registers run out
       value_product(weights, v_tile + stage);
       if (kStages == 2) stage = kKeys * kStride - stage;
     }
   }
 
+  // Of this warp's scores against key tile n; found again rather than kept in registers.
+  __device__ Bias bias(int n) const {
+    return Bias(p, head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), n * kKeys);
+  }
+
   // Scores against key tile n become weights, with dropout applied; what `out` has summed up is rescaled. masked: by
   // causal or window; whole: not by a Mask, whose intervals are beside the values.
-  __device__ void weigh(Weights& weights, Scores& scores, int n, bool masked, bool whole, const T* values) {
+  __device__ void weigh(Weights& weights, Scores& scores, int n, bool masked, bool whole, const T* values,
+                        [[maybe_unused]] BiasAhead& bias_ahead) {
     constexpr bool kDropEarly = sizeof(T) == 4 || kHeadDim == 144;  // takes fewer registers there
     auto drop = [&](int i) {
       if (drops()) dropout()->template drop<Core>(weights[i], head()->h, row0 + tile_row(i), n * kKeys);
     };
     if constexpr (kGeneral) {
-      make_logits(scores, score,
-                  TileBias<T, false, kRowTiles, kScoreTiles>(p, head()->b, head()->h, mask(),
-                                                             ptx::opaque(row0) + tile_row(0), n * kKeys));
+      score.template make_logits<T>(scores);
+      bias(n).add(scores, bias_ahead);
     } else {
       store_scores(scores, score);
     }
