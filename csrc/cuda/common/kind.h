@@ -29,6 +29,9 @@ constexpr bool can_mask(Kind kind) { return kind == Kind::kIntervals || kind == 
 // The row of a tile table that serves a kind which has none of its own: one whose keys suit dropout if need be.
 constexpr Kind tile_kind(Kind kind) { return can_drop(kind) ? Kind::kDropout : Kind::kPlain; }
 
+// Stands for a member that kernels of a kind do not need.
+struct Nothing {};
+
 // Calls f(std::integral_constant<Kind, kind>()).
 template <class F>
 auto with_kind(Kind kind, const F& f) {

@@ -6,8 +6,10 @@
 #pragma once
 
 #include "../common/backward_finish.cuh"
+#include "../common/bias_finish.cuh"
 #include "../common/device.h"
 #include "../common/dq_order.cuh"
+#include "../common/general_scores.cuh"
 #include "../common/intervals.cuh"
 #include "../common/scores.cuh"
 #include "../common/tile_order.cuh"
@@ -20,7 +22,9 @@ template <class T, int kHeadDimension, Kind kKind, bool kLarge>
 struct Backward {
   using Element = T;
   using Core = TensorCore<T>;
+  static constexpr bool kGeneral = kKind == Kind::kGeneral;
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
+  using Workspace = WorkspaceOf<kKind>;
   static constexpr int kHeadDim = kHeadDimension;
   static constexpr BackwardTile kTile = backward_tile<sizeof(T), kHeadDim, kLarge>();
   static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32, kQueries = kTile.queries, kKeys = kTile.keys;
@@ -58,7 +62,7 @@ struct Backward {
   static_assert(kSharedBytes <= (kLarge ? kLargeShared : kSmallShared));
 
   const AttnGradParams& p;
-  const BackwardWorkspace& workspace;
+  const Workspace& workspace;
   T *k_tile, *v_tile;
   unsigned char* stages;
   T *q_tile, *dout_tile;  // of the stage in use
@@ -66,8 +70,9 @@ struct Backward {
   T *dscore_tile, *weight_tile;
   int b, hk, n;  // n: number of the key tile in its sequence
   KeySums dk, dv;
+  std::conditional_t<kGeneral, BiasSums<kKeyTiles>, Nothing> bias_sums;
 
-  __device__ Backward(const AttnGradParams& params, const BackwardWorkspace& workspace, T* shared)
+  __device__ Backward(const AttnGradParams& params, const Workspace& workspace, T* shared)
       : p(params),
         workspace(workspace),
         k_tile(shared),
@@ -191,6 +196,9 @@ struct Backward {
     }
     for (int step = 0; step < steps; ++step) {
       compute_step(step % kStages, now, steps - step > kStages, ahead);
+      if constexpr (kGeneral) {
+        if (now.m == last && split() == 0) end_head(now.h);
+      }
       advance(&now, last);
       advance(&ahead, last);
     }
@@ -238,8 +246,8 @@ struct Backward {
     score_product<kHeadDim>(dscores, v_tile, score_key(0), dout_tile, score_query());
     const int row0 = m * kQueries;
     const bool unmasked = row0 >= extent()->unmasked_begin && row0 + kQueries <= extent()->unmasked_end;
-    unmasked ? weigh_and_differentiate<false>(h, row0, weights, dscores)
-             : weigh_and_differentiate<true>(h, row0, weights, dscores);
+    unmasked && !kGeneral ? weigh_and_differentiate<false>(h, row0, weights, dscores)
+                          : weigh_and_differentiate<true>(h, row0, weights, dscores);
     store_scores(dscore_tile, dscores);
     if constexpr (kInRegisters) {
       // With two stages a step has one barrier. After it all warps have stored their dS, the next step's queries have
@@ -276,8 +284,8 @@ struct Backward {
 
   // weights: S^T becomes P^T with dropout applied; dscores: dP^T becomes dS^T.
   template <bool kMasked>
-  __device__ void weigh_and_differentiate(int h, int row0, Scores& weights, Scores& dscores) const {
-    [[maybe_unused]] const Dropout dropout(p, b);
+  __device__ void weigh_and_differentiate(int h, int row0, Scores& weights, Scores& dscores) {
+    [[maybe_unused]] const Dropout dropout = !kGeneral || p.has_dropout() ? Dropout(p, b) : Dropout();
     const int key = n * kKeys + score_key(0), query = score_query(), row = row0 + query;
     SeenBy<kKeyTiles> seen_by;
     if constexpr (kMasked && kMasks) {
@@ -285,9 +293,24 @@ struct Backward {
     } else if constexpr (kMasked) {
       seen_by = SeenBy<kKeyTiles>(mask(), row + 2 * t(), key + g());
     }
-    flashattn_ext::weigh_and_differentiate<kMasked, kDropout>(
-        weights, dscores, workspace.score, lse + query + 2 * t(), delta + query + 2 * t(), seen_by,
-        [&](int n) { return dropout.template transposed<kKeyTiles>(h, key, row + n * 8); });
+    const float *const row_lse = lse + query + 2 * t(), *const row_delta = delta + query + 2 * t();
+    auto keep = [&](int n) { return dropout.template transposed<kKeyTiles>(h, key, row + n * 8); };
+    if constexpr (kGeneral) {
+      const TileBias<T, true, kKeyTiles, kScoreTiles> bias(p, b, h, mask(), row, key);
+      TileBiasGradient<T, kKeyTiles, kScoreTiles> bias_gradient{p, bias, workspace, b, h, split() == 0, bias_sums};
+      flashattn_ext::weigh_and_differentiate(weights, dscores, workspace.score, bias, bias_gradient, row_lse, row_delta,
+                                             seen_by, p.has_dropout(), keep);
+    } else {
+      flashattn_ext::weigh_and_differentiate<kMasked, kDropout>(weights, dscores, workspace.score, row_lse, row_delta,
+                                                                seen_by, keep);
+    }
+  }
+
+  // This warp's sums over the scores of a head, for the gradients of biases.
+  __device__ void end_head(int h) {
+    const int64_t tile = workspace.first_key_tile(p, b, key_sequence(p, b)) + n;
+    flashattn_ext::end_head(bias_sums, p, workspace, b, h, tile, warp(), n * kKeys + score_key(0) + g(),
+                            extent()->length_k);
   }
 
   // This warp's part of dk or dv += scores * rows of the tile. The scores are [keys][queries], of this warp in
@@ -359,7 +382,7 @@ struct Backward {
 
 template <class T, int kHeadDim, Kind kKind, bool kLarge>
 __global__ void __launch_bounds__(Backward<T, kHeadDim, kKind, kLarge>::kThreads)
-    backward_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardWorkspace workspace,
+    backward_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ WorkspaceOf<kKind> workspace,
                     const __grid_constant__ TileOrder order) {
   extern __shared__ __align__(16) unsigned char shared[];
   using Kernel = Backward<T, kHeadDim, kKind, kLarge>;
@@ -369,14 +392,19 @@ __global__ void __launch_bounds__(Backward<T, kHeadDim, kKind, kLarge>::kThreads
   kernel.run(head / heads, head % heads, block, order.blocks);
 }
 
-template <class T, int kHeadDim, bool kLarge>
-BackwardWorkspace backward_workspace(const AttnGradParams& p) {
+template <class T, int kHeadDim, Kind kKind, bool kLarge>
+WorkspaceOf<kKind> backward_workspace(const AttnGradParams& p) {
   constexpr BackwardTile kTile = backward_tile<sizeof(T), kHeadDim, kLarge>();
-  return BackwardWorkspace(p, kTile.queries, int64_t{kTile.queries} * kHeadDim, kTile.splits);
+  const BackwardWorkspace base(p, kTile.queries, int64_t{kTile.queries} * kHeadDim, kTile.splits);
+  if constexpr (kKind == Kind::kGeneral) {
+    return GeneralWorkspace(p, base, kTile.keys, kTile.warps);
+  } else {
+    return base;
+  }
 }
 
 template <class T, int kHeadDim, Kind kKind, bool kLarge>
-void launch_main(const AttnGradParams& p, const BackwardWorkspace& workspace) {
+void launch_main(const AttnGradParams& p, const WorkspaceOf<kKind>& workspace) {
   using Kernel = Backward<T, kHeadDim, kKind, kLarge>;
   if (p.batch * p.heads_k == 0) return;
   const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys);
@@ -386,16 +414,17 @@ void launch_main(const AttnGradParams& p, const BackwardWorkspace& workspace) {
 
 template <class T, int kHeadDim, Kind kKind, bool kLarge>
 void launch_backward(const AttnGradParams& p) {
-  const BackwardWorkspace workspace = backward_workspace<T, kHeadDim, kLarge>(p);
+  const WorkspaceOf<kKind> workspace = backward_workspace<T, kHeadDim, kKind, kLarge>(p);
   launch_prepare<T>(p, workspace);
   launch_main<T, kHeadDim, kKind, kLarge>(p, workspace);
   launch_finish<Backward<T, kHeadDim, Kind::kPlain, kLarge>>(p, workspace);
+  if constexpr (kKind == Kind::kGeneral) finish_biases(p, workspace);
 }
 
 template <class T, int kHeadDim, Kind kKind>
 size_t backward_bytes(const AttnGradParams& p) {
-  return static_cast<size_t>(has_large_shared_memory() ? backward_workspace<T, kHeadDim, true>(p).bytes
-                                                       : backward_workspace<T, kHeadDim, false>(p).bytes);
+  return static_cast<size_t>(has_large_shared_memory() ? backward_workspace<T, kHeadDim, kKind, true>(p).bytes
+                                                       : backward_workspace<T, kHeadDim, kKind, false>(p).bytes);
 }
 
 template <class T, int kHeadDim, Kind kKind>

@@ -3,6 +3,7 @@
 // run under products: the next keys arrive while these values are used, and these values while these keys are.
 #pragma once
 
+#include "../common/general_scores.cuh"
 #include "../common/intervals.cuh"
 #include "../common/launch.cuh"
 #include "../common/scores.cuh"
@@ -16,8 +17,9 @@ namespace flashattn_ext::sm80 {
 template <class T, int kHeadDim, Kind kKind>
 struct Forward {
   using Core = TensorCore<T>;
-  using Score = PlainScore<float, true>;
+  static constexpr bool kGeneral = kKind == Kind::kGeneral;
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
+  using Score = std::conditional_t<kGeneral, GeneralScore, PlainScore<float, true>>;
   static constexpr ForwardTile kTile = forward_tile<sizeof(T), kHeadDim, kKind>();
   static constexpr int kThreads = kTile.warps * 32, kRowTiles = kTile.row_tiles, kStages = kTile.stages;
   static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, kKind>(kTile);
@@ -27,6 +29,8 @@ struct Forward {
   static_assert(kSharedBytes <= kSmallShared);
   using Scores = float[kRowTiles][kScoreTiles][4];
   using Weights = typename Core::A[kRowTiles][kSteps];
+  using Bias = TileBias<T, false, kRowTiles, kScoreTiles>;
+  using BiasAhead = std::conditional_t<kGeneral, typename Bias::Ahead, Nothing>;
 
   // Registers run out. What a step needs beside its tiles is kept in the padding of the query tile's first rows, or in
   // registers where that was found to spill less: no kernel of head_dim 64 or 128 spills.
@@ -90,6 +94,7 @@ struct Forward {
   __device__ int length_q() const { return kLengthsInPadding ? head()->length_q : own_length_q; }
   __device__ int length_k() const { return kLengthsInPadding ? head()->length_k : own_length_k; }
   __device__ Mask32 mask() const { return Mask32(p, length_q(), length_k()); }
+  __device__ bool drops() const { return kDropout && (!kGeneral || p.has_dropout()); }
 
   __device__ void run(const TileOrder& order) {
     const int heads = static_cast<int>(p.heads_q);
@@ -113,7 +118,7 @@ struct Forward {
     if (threadIdx.x == 0) {
       *head() = {b, h, own_length_q, own_length_k};
       *pointers() = {row_pointer<const T>(p.k, b, hk, keys.start), row_pointer<const T>(p.v, b, hk, keys.start)};
-      if (kDropout) *dropout() = Dropout(p, b);
+      if (drops()) *dropout() = Dropout(p, b);
       if (kMasks) *pairs() = IntervalPairs(p, b, static_cast<int>(hk), static_cast<int>(keys.start)).head(h);
       // A sink is the first maximum. If keys may stay above it, weights near 1 are not exact, and dS loses digits.
       *tolerance() = sink_counts(head_sink(p, h)) ? 0.f : kTolerance;
@@ -218,6 +223,8 @@ struct Forward {
         load_values(v_tile + (kKeys * kStride - stage), next, columns_v);
       }
       Scores scores;
+      BiasAhead bias_ahead;
+      if constexpr (kGeneral) bias(n).load_ahead(bias_ahead);
       score_product<kHeadDim>(scores, q_tile, tile_row(0), k_tile + stage, 0);
       if (kStages == 1) {
         ptx::cp_async_wait<0>();
@@ -225,21 +232,32 @@ struct Forward {
         if (more) load_keys(k_tile, &KeyPointers::k, p.k.row_stride, next, columns);
       }
       Weights weights;
-      weigh(weights, scores, n, masked, whole, v_tile + stage);
+      weigh(weights, scores, n, masked, whole, v_tile + stage, bias_ahead);
       __syncwarp();  // keeps the compiler from loading so much of V ahead that registers run out
       value_product(weights, v_tile + stage);
       if (kStages == 2) stage = kKeys * kStride - stage;
     }
   }
 
+  // Of this warp's scores against key tile n; found again rather than kept in registers.
+  __device__ Bias bias(int n) const {
+    return Bias(p, head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), n * kKeys);
+  }
+
   // Scores against key tile n become weights, with dropout applied; what `out` has summed up is rescaled. masked: by
   // causal or window; whole: not by a Mask, whose intervals are beside the values.
-  __device__ void weigh(Weights& weights, Scores& scores, int n, bool masked, bool whole, const T* values) {
+  __device__ void weigh(Weights& weights, Scores& scores, int n, bool masked, bool whole, const T* values,
+                        [[maybe_unused]] BiasAhead& bias_ahead) {
     constexpr bool kDropEarly = sizeof(T) == 4 || kHeadDim == 144;  // takes fewer registers there
     auto drop = [&](int i) {
-      if (kDropout) dropout()->template drop<Core>(weights[i], head()->h, row0 + tile_row(i), n * kKeys);
+      if (drops()) dropout()->template drop<Core>(weights[i], head()->h, row0 + tile_row(i), n * kKeys);
     };
-    store_scores(scores, score);
+    if constexpr (kGeneral) {
+      score.template make_logits<T>(scores);
+      bias(n).add(scores, bias_ahead);
+    } else {
+      store_scores(scores, score);
+    }
     if (masked) hide_keys<true, true>(scores, mask(), ptx::opaque(row0) + tile_row(0) + g(), n * kKeys + 2 * t());
     if (kMasks && !whole) {
       hide_keys_by_interval(scores, ptx::opaque(row0) + tile_row(0) + g(), [&](int tile) {
@@ -248,9 +266,10 @@ struct Forward {
         return make_int4(even.x, even.y, odd.x, odd.y);
       });
     }
+    const auto& row_score = stored_rule(score);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
-      softmax[i].weigh(scores[i], score, *tolerance(), [&](const float (&shrink)[2]) { rescale(out[i], shrink); });
+      softmax[i].weigh(scores[i], row_score, *tolerance(), [&](const float (&shrink)[2]) { rescale(out[i], shrink); });
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) weights[i][step] = Core::from_accumulators(scores[i], step);
       if (kDropEarly) drop(i);

@@ -10,10 +10,10 @@
 namespace flashattn_ext::sm80 {
 
 struct ForwardTile {
-  int warps;
-  int row_tiles;  // of a warp: 16 queries each
-  int keys;
-  int blocks;      // on a multiprocessor at a time; bounds the registers
+  int warps = 0;
+  int row_tiles = 0;  // of a warp: 16 queries each
+  int keys = 0;
+  int blocks = 0;  // on a multiprocessor at a time; bounds the registers
   int stages = 1;  // of keys and values
   constexpr int queries() const { return warps * row_tiles * 16; }
   constexpr bool exists() const { return warps > 0; }
@@ -33,8 +33,10 @@ constexpr ForwardTiles kForwardTiles[] = {
     {96, Kind::kDropout, {{4, 2, 64, 2, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
     {128, Kind::kPlain, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
     {128, Kind::kDropout, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    {128, Kind::kGeneral, {{4, 2, 32, 2}}},
     {144, Kind::kPlain, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
     {144, Kind::kDropout, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    {144, Kind::kGeneral, {{4, 2, 32, 2}}},
     {192, Kind::kPlain, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
     {192, Kind::kDropout, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
     {256, Kind::kPlain, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
