@@ -24,7 +24,9 @@ struct Sm90<float, kHeadDim, kKind> {
 std::string supports(const AttnParams& p, bool backward) {
   std::string reason = wrong_dtype(p);
   if (reason.empty()) reason = refuses_biases(p, backward);
-  if (reason.empty() && p.dtype != DType::kFloat32) reason = refuses_scores_and_masks(p, "Hopper");
+  if (reason.empty() && p.dtype != DType::kFloat32 && kind_of(p) == Kind::kGeneral) {
+    reason = refuses_scores_and_masks(p, "Hopper");
+  }
   if (!reason.empty() || compute_capability() == 90) return reason;
   return wrong_device("9.0", "use 'cuda-sm80' there");
 }
