@@ -2,9 +2,12 @@
 // definition).
 #pragma once
 
+#include <type_traits>
+
 #include "../../bias.h"
 #include "rows.cuh"
 #include "tensor_core.cuh"
+#include "warp.cuh"
 
 namespace flashattn_ext {
 
@@ -59,13 +62,16 @@ template <class T, bool kTransposed, int kRowTiles, int kColumnTiles>
 struct TileBias {
   static constexpr int kRows = kTransposed ? 8 * kColumnTiles : 16 * kRowTiles;
   static constexpr int kKeys = kTransposed ? 16 * kRowTiles : 8 * kColumnTiles;
+  // A lane's part of a tile of a bias of 16 bits, in pairs of neighbouring keys: rows g and g + 8 of each row tile. It
+  // is read before the product of the scores is waited for.
+  using Ahead = uint32_t[kRowTiles][2][kColumnTiles];
 
   Place<kTransposed> place;
   HeadBias<float> head;
   Reached range;
   float end;                 // the relative bias of the whole tile where it is clamped, in units of log2
   bool wide;                 // the bias is fp32, otherwise it is of the input type
-  bool pairs;                // two neighbouring elements of the bias can be read at once
+  bool whole;                // all of the tile is within the sequence
   int rows_left, keys_left;  // of the sequence, from the lane's first score on
 
   __device__ __forceinline__ TileBias(const AttnParams& p, int b, int h, const Mask32& mask, int row0, int key0)
@@ -77,76 +83,140 @@ struct TileBias {
     }
     head.slope *= kLog2E<float>;
     wide = p.bias.dtype == DType::kFloat32;
-    const int bytes = wide ? 4 : static_cast<int>(sizeof(T));
-    pairs = reinterpret_cast<uintptr_t>(head.bias) % (2 * bytes) == 0 && head.row_stride % 2 == 0;
+    whole = row0 + kRows <= mask.seqlen_q && key0 + kKeys <= mask.seqlen_k;
     rows_left = mask.seqlen_q - place.row;
     keys_left = mask.seqlen_k - place.key;
   }
 
-  // Adds to the logits of column tile n, which are in units of log2.
-  __device__ __forceinline__ void add(float (&logits)[kRowTiles][4], int n) const {
-    if (head.slope != 0) {
-      const float first = static_cast<float>(place.distance);
-      each([&](int i, int e) {
-        logits[i][e] -= head.slope * fabsf(first + static_cast<float>(place.distance_on(i, n, e)));
-      });
+  // Adds to the logits of column tiles n0 to n0 + kCount, which are in units of log2. Branches that all lanes take
+  // alike decide what there is to add. ahead: what load_ahead has read, if it was called.
+  template <int kCount>
+  __device__ __forceinline__ void add(float (&logits)[kRowTiles][kCount][4], int n0) const {
+    add_distances(logits, n0);
+    if (head.bias) wide ? add_elements<float>(logits, n0) : add_elements<T>(logits, n0);
+  }
+  __device__ __forceinline__ void add(float (&logits)[kRowTiles][kColumnTiles][4], Ahead& ahead) const {
+    add_distances(logits, 0);
+    if (head.bias) wide ? add_elements<float>(logits, 0) : add_ahead(logits, ahead);
+  }
+
+  // Reads a bias of 16 bits: 16 bytes at a time where it allows that, which lanes exchange when they use them.
+  __device__ __forceinline__ void load_ahead(Ahead& ahead) const {
+    static_assert(!kTransposed && kColumnTiles % 4 == 0);
+    if (!head.bias || wide) return;
+    const T* const first = element<T>(0, 0);
+    const bool vectors = in_vectors();
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int rows = 16 * i + 8 * r;
+        const T* const row = first + rows * head.row_stride;
+        if (vectors) {
+#pragma unroll
+          for (int n = 0; n < kColumnTiles; n += 4) {
+            const uint4 x = *reinterpret_cast<const uint4*>(row + 6 * (threadIdx.x % 4) + 8 * n);
+            ahead[i][r][n] = x.x, ahead[i][r][n + 1] = x.y, ahead[i][r][n + 2] = x.z, ahead[i][r][n + 3] = x.w;
+          }
+        } else {
+#pragma unroll
+          for (int n = 0; n < kColumnTiles; ++n) {
+            uint32_t low = 0, high = 0;
+            if (rows < rows_left && 8 * n < keys_left) low = reinterpret_cast<const uint16_t*>(row)[8 * n];
+            if (rows < rows_left && 8 * n + 1 < keys_left) high = reinterpret_cast<const uint16_t*>(row)[8 * n + 1];
+            ahead[i][r][n] = low | high << 16;
+          }
+        }
+      }
     }
-    if (range == Reached::kWhole) {
-      const float* const first = head.relative + place.distance;
-      each([&](int i, int e) { add_log(logits[i][e], first[place.distance_on(i, n, e)]); });
-    } else if (range == Reached::kPart) {
-      each([&](int i, int e) {
-        add_log(logits[i][e], head.relative[head.entry(place.distance + place.distance_on(i, n, e))]);
-      });
-    } else if (range != Reached::kNone) {
-      each([&](int i, int e) { logits[i][e] = add_bias(logits[i][e], end); });
-    }
-    if (head.bias) wide ? add_elements<float>(logits, n) : add_elements<T>(logits, n);
   }
 
  private:
-  template <class Body>
+  template <int kCount, class Body>
   static __device__ __forceinline__ void each(const Body& body) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) body(i, e);
+      for (int n = 0; n < kCount; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) body(i, n, e);
+      }
     }
   }
   static __device__ __forceinline__ void add_log(float& logit, float bias) {
     logit = add_bias(logit, bias * kLog2E<float>);
   }
+  template <class Element>
+  __device__ __forceinline__ const Element* element(int rows, int keys) const {
+    return static_cast<const Element*>(head.bias) + (place.row + rows) * head.row_stride + place.key + keys;
+  }
+  // Whether a quad's rows can be read in vectors, 64 bytes for four column tiles.
+  __device__ __forceinline__ bool in_vectors() const {
+    return whole && reinterpret_cast<uintptr_t>(head.bias) % 16 == 0 && head.row_stride % 8 == 0;
+  }
+
+  template <int kCount>
+  __device__ __forceinline__ void add_distances(float (&logits)[kRowTiles][kCount][4], int n0) const {
+    if (head.slope != 0) {
+      const float first = static_cast<float>(place.distance);
+      each<kCount>([&](int i, int n, int e) {
+        const float on = static_cast<float>(place.distance_on(i, n0 + n, e));
+        logits[i][n][e] -= fabsf(first + on) * head.slope;
+      });
+    }
+    if (range == Reached::kWhole) {
+      const float* const first = head.relative + place.distance;
+      each<kCount>([&](int i, int n, int e) { add_log(logits[i][n][e], first[place.distance_on(i, n0 + n, e)]); });
+    } else if (range == Reached::kPart) {
+      each<kCount>([&](int i, int n, int e) {
+        add_log(logits[i][n][e], head.relative[head.entry(place.distance + place.distance_on(i, n0 + n, e))]);
+      });
+    } else if (range != Reached::kNone) {
+      each<kCount>([&](int i, int n, int e) { logits[i][n][e] = add_bias(logits[i][n][e], end); });
+    }
+  }
 
   // Element: of the bias. What is outside the sequence is not read.
-  template <class Element>
-  __device__ __forceinline__ void add_elements(float (&logits)[kRowTiles][4], int n) const {
-    const Element* const first = static_cast<const Element*>(head.bias) + place.row * head.row_stride + place.key;
-    float bias[kRowTiles][4];
+  template <class Element, int kCount>
+  __device__ __forceinline__ void add_elements(float (&logits)[kRowTiles][kCount][4], int n0) const {
+    constexpr int kTogether = kCount < 4 ? kCount : 4;  // column tiles that are read before the first is used
+    static_assert(kCount % kTogether == 0);
+    const Element* const first = element<Element>(0, 0);
+#pragma unroll
+    for (int group = 0; group < kCount; group += kTogether) {
+      float bias[kRowTiles][kTogether][4];
+      auto read = [&](int i, int n, int e) {
+        const int rows = place.rows_on(i, n0 + group + n, e), keys = place.keys_on(i, n0 + group + n, e);
+        const bool exists = whole || (rows < rows_left && keys < keys_left);
+        bias[i][n][e] = exists ? widen(first[rows * head.row_stride + keys]) : 0.f;
+      };
+      each<kTogether>(read);
+      each<kTogether>([&](int i, int n, int e) { add_log(logits[i][group + n][e], bias[i][n][e]); });
+    }
+  }
+
+  __device__ __forceinline__ void add_ahead(float (&logits)[kRowTiles][kColumnTiles][4], Ahead& ahead) const {
+    const bool vectors = in_vectors();
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-      for (int e = 0; e < 4; e += 2) {
-        const int rows = place.rows_on(i, n, e), keys = place.keys_on(i, n, e);
-        const Element* const from = first + rows * head.row_stride + keys;
-        if constexpr (!kTransposed) {
-          const bool exists = rows < rows_left && keys + 1 < keys_left;
-          if (pairs && exists) {
-            const float2 pair = TensorCore<Element>::load_pair(from);
-            bias[i][e] = pair.x;
-            bias[i][e + 1] = pair.y;
-          } else {
-            bias[i][e] = rows < rows_left && keys < keys_left ? widen(from[0]) : 0.f;
-            bias[i][e + 1] = exists ? widen(from[1]) : 0.f;
+      for (int r = 0; r < 2; ++r) {
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; n += 4) {
+          uint32_t pairs[4] = {ahead[i][r][n], ahead[i][r][n + 1], ahead[i][r][n + 2], ahead[i][r][n + 3]};
+          if (vectors) transpose_quad(pairs);
+#pragma unroll
+          for (int m = 0; m < 4; ++m) {
+            const float2 bias = TensorCore<Narrow>::unpack(pairs[m]);
+            add_log(logits[i][n + m][2 * r], bias.x);
+            add_log(logits[i][n + m][2 * r + 1], bias.y);
           }
-        } else {
-          const bool exists = keys < keys_left;
-          bias[i][e] = exists && rows < rows_left ? widen(from[0]) : 0.f;
-          bias[i][e + 1] = exists && rows + 1 < rows_left ? widen(from[head.row_stride]) : 0.f;
         }
       }
     }
-    each([&](int i, int e) { add_log(logits[i][e], bias[i][e]); });
   }
+  // A bias that is not wide has 16 bits. With fp32 inputs there is none.
+  using Narrow = std::conditional_t<sizeof(T) == 2, T, __nv_bfloat16>;
 };
 
 }  // namespace flashattn_ext

@@ -37,27 +37,28 @@ struct TileBiasGradient {
   // diagonal. Bands end in descending order, while n ascends: open[k] is that of band k - n.
   float open[kBands][2] = {}, last[2] = {};  // for even and odd queries; last: of the band that ended last
 
-  // gradient: of the logits of query tile n; called for every n, in ascending order.
-  __device__ __forceinline__ void add(const float (&gradient)[kKeyTiles][4], int n) {
+  // gradient(i, e): of the logits of query tile n; called for every n, in ascending order.
+  template <class Gradient>
+  __device__ __forceinline__ void add(const Gradient& gradient, int n) {
     if (!counts) return;
     if (p.dalibi_slopes) {
       const float first = static_cast<float>(bias.place.distance);
       each([&](int i, int e) {
-        sums.slope += gradient[i][e] * fabsf(first + static_cast<float>(bias.place.distance_on(i, n, e)));
+        sums.slope += gradient(i, e) * fabsf(first + static_cast<float>(bias.place.distance_on(i, n, e)));
       });
     }
     if (p.drelative_bias) {
       if (bias.range == Reached::kBelow) {
-        each([&](int i, int e) { sums.below += gradient[i][e]; });
+        each([&](int i, int e) { sums.below += gradient(i, e); });
       } else if (bias.range == Reached::kAbove) {
-        each([&](int i, int e) { sums.above += gradient[i][e]; });
+        each([&](int i, int e) { sums.above += gradient(i, e); });
       } else {
         if (n > 0) end_band(kBands - n, open[kBands - 1]);
 #pragma unroll
         for (int k = kBands - 1; k >= 0; --k) {
 #pragma unroll
           for (int odd = 0; odd < 2; ++odd) {
-            open[k][odd] = (n > 0 && k > 0 ? open[k - 1][odd] : 0.f) + gradient[k / 2][k % 2 * 2 + odd];
+            open[k][odd] = (n > 0 && k > 0 ? open[k - 1][odd] : 0.f) + gradient(k / 2, k % 2 * 2 + odd);
           }
         }
       }
@@ -104,15 +105,16 @@ struct TileBiasGradient {
     atomicAdd(gradients + entry, sum * workspace.keep_scale);
   }
 
-  __device__ __forceinline__ void add_bias_gradient(const float (&gradient)[kKeyTiles][4], int n) {
+  template <class Gradient>
+  __device__ __forceinline__ void add_bias_gradient(const Gradient& gradient, int n) {
     if (workspace.dbias_of_keys) {
-      each([&](int i, int e) { sums.keys[i][e / 2] += gradient[i][e]; });
+      each([&](int i, int e) { sums.keys[i][e / 2] += gradient(i, e); });
     } else if (workspace.dbias_is_sum) {
-      each_element<float>(n, [&](float* to, int i, int e) { atomicAdd(to, gradient[i][e] * workspace.keep_scale); });
+      each_element<float>(n, [&](float* to, int i, int e) { atomicAdd(to, gradient(i, e) * workspace.keep_scale); });
     } else if (p.dbias.dtype == DType::kFloat32) {
-      each_element<float>(n, [&](float* to, int i, int e) { *to = gradient[i][e] * workspace.keep_scale; });
+      each_element<float>(n, [&](float* to, int i, int e) { *to = gradient(i, e) * workspace.keep_scale; });
     } else {
-      each_element<T>(n, [&](T* to, int i, int e) { narrow(gradient[i][e] * workspace.keep_scale, to); });
+      each_element<T>(n, [&](T* to, int i, int e) { narrow(gradient(i, e) * workspace.keep_scale, to); });
     }
   }
   // Elements of the gradient of the bias that are within the sequence.

@@ -33,28 +33,40 @@ struct GeneralScore {
     return {false, rule.factor, rule.softmax_scale, 0};
   }
 
-  // Products become stored scores. T: the input type.
-  template <class T, int N>
-  __device__ __forceinline__ void store(float (&x)[N][4]) const {
-    if (!is_capped) return;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[i][e] = capped<T>().stored(x[i][e]);
+  // Products become logits without bias, in units of log2. T: the input type.
+  template <class T, int kRowTiles, int N>
+  __device__ __forceinline__ void make_logits(float (&x)[kRowTiles][N][4]) const {
+    if (is_capped) {
+      each<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] = capped<T>().stored(x[i][n][e]) * factor; });
+    } else {
+      each<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] *= factor; });
     }
   }
-  // Gradients of logits become those of scaled products.
-  template <class T, int N>
-  __device__ __forceinline__ void apply_slope(float (&gradient)[N][4], const float (&x)[N][4]) const {
+  // Gradients of logits become those of scaled products; logits: without bias, as above. Where a gradient is 0 the
+  // logit may be anything.
+  template <class T, int kRowTiles, int N>
+  __device__ __forceinline__ void apply_slope(float (&gradient)[kRowTiles][N][4],
+                                              const float (&logits)[kRowTiles][N][4]) const {
     if (!is_capped) return;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) gradient[i][e] = capped<T>().times_slope(gradient[i][e], x[i][e]);
-    }
+    const float inverse = 1 / factor;
+    each<kRowTiles, N>([&](int i, int n, int e) {
+      const float slope = capped<T>().times_slope(gradient[i][n][e], logits[i][n][e] * inverse);
+      gradient[i][n][e] = gradient[i][n][e] == 0 ? 0.f : slope;
+    });
   }
 
  private:
+  template <int kRowTiles, int N, class Body>
+  static __device__ __forceinline__ void each(const Body& body) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) body(i, n, e);
+      }
+    }
+  }
   template <class T>
   __device__ __forceinline__ CappedScore<float, TanhOf<T>> capped() const {
     return {factor, softmax_scale, inner};

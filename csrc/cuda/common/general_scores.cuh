@@ -8,33 +8,6 @@
 
 namespace flashattn_ext {
 
-// Forward: products become logits, in units of log2.
-template <class T, int kRowTiles, int N>
-__device__ __forceinline__ void make_logits(float (&x)[kRowTiles][N][4], const GeneralScore& score,
-                                            const TileBias<T, false, kRowTiles, N>& bias) {
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-    float logits[kRowTiles][4];
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) logits[i][e] = x[i][n][e];
-    }
-    score.store<T>(logits);
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) logits[i][e] *= score.factor;
-    }
-    bias.add(logits, n);
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[i][n][e] = logits[i][e];
-    }
-  }
-}
-
 // Backward: as weigh_and_differentiate in scores.cuh, with all scores masked. `drops`: whether the call has dropout.
 // A weight of 0 has no gradient, also when something else is not finite: the score may be hidden by its bias.
 template <class T, int kKeyTiles, int N, class Keep>
@@ -42,51 +15,41 @@ __device__ __forceinline__ void weigh_and_differentiate(
     float (&weights)[kKeyTiles][N][4], float (&dscores)[kKeyTiles][N][4], const GeneralScore& score,
     const TileBias<T, true, kKeyTiles, N>& bias, TileBiasGradient<T, kKeyTiles, N>& bias_gradient, const float* lse,
     const float* delta, const SeenBy<kKeyTiles>& seen_by, bool drops, const Keep& keep) {
-  Dropout::Column<kKeyTiles> kept;
+  constexpr int kTogether = 2;  // query tiles
 #pragma unroll
-  for (int n = 0; n < N; ++n) {
-    if (n % 2 == 0) {
-      if (drops) {
-        kept = keep(n);
-      } else {
-        kept.keep_all();
+  for (int first = 0; first < N; first += kTogether) {
+    float own[kKeyTiles][kTogether][4], logits[kKeyTiles][kTogether][4], gradient[kKeyTiles][kTogether][4];
+    auto each = [&](const auto& body) {
+#pragma unroll
+      for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+        for (int n = 0; n < kTogether; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) body(i, n, e);
+        }
       }
+    };
+    each([&](int i, int n, int e) { own[i][n][e] = weights[i][first + n][e]; });
+    score.make_logits<T>(own);
+    each([&](int i, int n, int e) { logits[i][n][e] = own[i][n][e]; });
+    bias.add(logits, first);
+    Dropout::Column<kKeyTiles> kept;
+    kept.keep_all();
+    if (drops) kept = keep(first);
+    each([&](int i, int n, int e) {
+      const int query = (first + n) * 8 + e % 2;
+      const bool seen = seen_by.includes(i, e / 2, query), keeps = kept.keeps(i, n, e);
+      const float weight = seen ? ptx::ex2(logits[i][n][e] - lse[query]) : 0.f;
+      const float dp = keeps ? dscores[i][first + n][e] : 0.f;
+      weights[i][first + n][e] = keeps ? weight : 0.f;
+      gradient[i][n][e] = weight == 0 ? 0.f : weight * (dp - delta[query]);
+    });
+#pragma unroll
+    for (int n = 0; n < kTogether; ++n) {
+      bias_gradient.add([&](int i, int e) { return gradient[i][n][e]; }, first + n);
     }
-    const float2 row_lse = *reinterpret_cast<const float2*>(lse + n * 8);
-    const float2 row_delta = *reinterpret_cast<const float2*>(delta + n * 8);
-    float x[kKeyTiles][4], logits[kKeyTiles][4], gradient[kKeyTiles][4];
-#pragma unroll
-    for (int i = 0; i < kKeyTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[i][e] = weights[i][n][e];
-    }
-    score.store<T>(x);
-#pragma unroll
-    for (int i = 0; i < kKeyTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) logits[i][e] = x[i][e] * score.factor;
-    }
-    bias.add(logits, n);
-#pragma unroll
-    for (int i = 0; i < kKeyTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int odd = e % 2;
-        const bool seen = seen_by.includes(i, e / 2, n * 8 + odd), keeps = kept.keeps(i, n, e);
-        const float weight = seen ? ptx::ex2(logits[i][e] - (odd ? row_lse.y : row_lse.x)) : 0.f;
-        const float dp = keeps ? dscores[i][n][e] : 0.f;
-        weights[i][n][e] = keeps ? weight : 0.f;
-        gradient[i][e] = weight == 0 ? 0.f : weight * (dp - (odd ? row_delta.y : row_delta.x));
-        if (weight == 0) x[i][e] = 0;
-      }
-    }
-    bias_gradient.add(gradient, n);
-    score.apply_slope<T>(gradient, x);
-#pragma unroll
-    for (int i = 0; i < kKeyTiles; ++i) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) dscores[i][n][e] = gradient[i][e];
-    }
+    score.apply_slope<T>(gradient, own);
+    each([&](int i, int n, int e) { dscores[i][first + n][e] = gradient[i][n][e]; });
   }
   bias_gradient.finish();
 }

@@ -23,6 +23,9 @@ inline Kind kind_of(const AttnParams& p) {
 // Whether kernels of a kind can drop weights.
 constexpr bool can_drop(Kind kind) { return kind == Kind::kDropout || kind == Kind::kGeneral; }
 
+// Whether kernels of a kind can read a Mask.
+constexpr bool can_mask(Kind kind) { return kind == Kind::kIntervals || kind == Kind::kGeneral; }
+
 // The row of a tile table that serves a kind which has none of its own: one whose keys suit dropout if need be.
 constexpr Kind tile_kind(Kind kind) { return can_drop(kind) ? Kind::kDropout : Kind::kPlain; }
 

@@ -162,7 +162,9 @@ struct SeenBy {
   Limits limits[kKeyTiles][2];
 
   SeenBy() = default;
-  __device__ __forceinline__ SeenBy(const Mask32& mask, int row, int key) {
+  // Visible: Mask32, or IntervalMask (intervals.cuh).
+  template <class Visible>
+  __device__ __forceinline__ SeenBy(const Visible& mask, int row, int key) {
 #pragma unroll
     for (int i = 0; i < 2 * kKeyTiles; ++i) {
       Limits& rows = limits[i / 2][i % 2];

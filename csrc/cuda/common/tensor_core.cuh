@@ -94,10 +94,7 @@ struct TensorCore {  // __half, __nv_bfloat16
   static __device__ __forceinline__ uint32_t pack(float low, float high);
   static __device__ __forceinline__ float2 unpack(uint32_t pair);
   static __device__ __forceinline__ uint32_t not_negative(uint32_t pair);  // negative numbers become 0, NaN stays
-  // Two neighbouring elements, 4-byte aligned.
-  static __device__ __forceinline__ float2 load_pair(const T* from) {
-    return unpack(*reinterpret_cast<const uint32_t*>(from));
-  }
+  // Stores two neighbouring elements, 4-byte aligned.
   static __device__ __forceinline__ void store_pair(T* to, float x, float y) {
     *reinterpret_cast<uint32_t*>(to) = pack(x, y);
   }
@@ -198,9 +195,6 @@ struct TensorCore<float> {
     ptx::mma_tf32(part, a_lead, b_lead);
 #pragma unroll
     for (int i = 0; i < 4; ++i) d[i] += part[i];
-  }
-  static __device__ __forceinline__ float2 load_pair(const float* from) {
-    return *reinterpret_cast<const float2*>(from);
   }
   static __device__ __forceinline__ void store_pair(float* to, float x, float y) {
     *reinterpret_cast<float2*>(to) = make_float2(x, y);

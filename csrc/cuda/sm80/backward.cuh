@@ -10,6 +10,7 @@
 #include "../common/device.h"
 #include "../common/dq_order.cuh"
 #include "../common/general_scores.cuh"
+#include "../common/intervals.cuh"
 #include "../common/scores.cuh"
 #include "../common/tile_order.cuh"
 #include "products.cuh"
@@ -21,7 +22,8 @@ template <class T, int kHeadDimension, Kind kKind, bool kLarge>
 struct Backward {
   using Element = T;
   using Core = TensorCore<T>;
-  static constexpr bool kGeneral = kKind == Kind::kGeneral, kDropout = can_drop(kKind);
+  static constexpr bool kGeneral = kKind == Kind::kGeneral;
+  static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
   using Workspace = WorkspaceOf<kKind>;
   static constexpr int kHeadDim = kHeadDimension;
   static constexpr BackwardTile kTile = backward_tile<sizeof(T), kHeadDim, kLarge>();
@@ -116,7 +118,13 @@ struct Backward {
   static_assert(sizeof(Extent) <= kVectorBytes && sizeof(Starts) <= kVectorBytes);
   __device__ Extent* extent() const { return reinterpret_cast<Extent*>(k_tile + kHeadDim); }
   __device__ Starts* starts() const { return reinterpret_cast<Starts*>(k_tile + kStride + kHeadDim); }
+  __device__ IntervalPairs* pairs() const { return reinterpret_cast<IntervalPairs*>(k_tile + 2 * kStride + kHeadDim); }
   __device__ Mask32 mask() const { return Mask32(p, extent()->length_q, extent()->length_k); }
+  // Of all query heads that read the key head.
+  __device__ KeyExtremes extremes(int key_start, int length_k) const {
+    const int group = static_cast<int>(p.group_size());
+    return KeyExtremes(p, b, hk * group, group, key_start, length_k);
+  }
 
   // Key tile `tile` of a head, and every step-th after it: there are more than one where the sequence is longer than
   // the grid was told.
@@ -133,15 +141,22 @@ struct Backward {
     const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
     const Mask32 mask(p, queries.length, keys.length);
     const int key0 = n * kKeys, key_count = min(kKeys, mask.seqlen_k - key0);
-    const Limits seen_by = mask.rows_of(key0, key0 + key_count);
+    Limits seen_by = mask.rows_of(key0, key0 + key_count);
+    IntervalExtremes of_keys = everything();
+    if constexpr (kMasks) {
+      of_keys = extremes(static_cast<int>(keys.start), mask.seqlen_k).of_tile(key0, key0 + key_count);
+      seen_by = clipped(seen_by, of_keys);
+    }
     const int first = seen_by.begin / kQueries, last = (seen_by.end - 1) / kQueries;
     if (threadIdx.x == 0) {
-      const Limits all = mask.rows_of_all(key0, key0 + kKeys);
+      Limits all = mask.rows_of_all(key0, key0 + kKeys);
+      if constexpr (kMasks) all = clipped_to_all(all, of_keys, mask.seqlen_q);
       // Rows after the last query are zeros, and need no mask.
       *extent() = {mask.seqlen_q, mask.seqlen_k, all.begin, all.end == mask.seqlen_q ? all.end + kQueries : all.end};
       *starts() = {static_cast<int>(queries.start), static_cast<int>(keys.start),
                    static_cast<int>(workspace.first_tile(p, b, queries)), first};
     }
+    if (kMasks && threadIdx.x == 0) *pairs() = IntervalPairs(p, b, hk, static_cast<int>(keys.start));
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kGradKeyTiles; ++i) {
@@ -273,7 +288,11 @@ struct Backward {
     [[maybe_unused]] const Dropout dropout = !kGeneral || p.has_dropout() ? Dropout(p, b) : Dropout();
     const int key = n * kKeys + score_key(0), query = score_query(), row = row0 + query;
     SeenBy<kKeyTiles> seen_by;
-    if (kMasked) seen_by = SeenBy<kKeyTiles>(mask(), row + 2 * t(), key + g());
+    if constexpr (kMasked && kMasks) {
+      seen_by = SeenBy<kKeyTiles>(IntervalMask(mask(), pairs()->head(h)), row + 2 * t(), key + g());
+    } else if constexpr (kMasked) {
+      seen_by = SeenBy<kKeyTiles>(mask(), row + 2 * t(), key + g());
+    }
     const float *const row_lse = lse + query + 2 * t(), *const row_delta = delta + query + 2 * t();
     auto keep = [&](int n) { return dropout.template transposed<kKeyTiles>(h, key, row + n * 8); };
     if constexpr (kGeneral) {
@@ -310,9 +329,9 @@ struct Backward {
   // dq += dS K, in the workspace.
   __device__ void add_query_gradient(int h, int m) const {
     const int64_t tile = h * workspace.tiles + starts()->dq_tile + m;
-    const int before = p.deterministic ? key_tiles_before(mask(), n, kKeys, m * kQueries, kQueries) : 0;
+    const int before = p.deterministic ? added_before(m) : 0;
     const DqOrder order{workspace.dq_added + tile * kSplits + split(), threadIdx.x == 0, [&] { return before; },
-                        [] { __syncthreads(); }};
+                        [&] { return kMasks ? n + 1 : before + 1; }, [] { __syncthreads(); }};
     if (p.deterministic) order.await_earlier_keys();
     float sum[kQueryRowTiles][kQueryColumnTiles][4] = {};
     auto operand = [&](int i, int step) {
@@ -327,6 +346,16 @@ struct Backward {
       }
     }
     if (p.deterministic) order.admit_later_keys();
+  }
+
+  // What the counter of a query tile holds when this key tile may add to it.
+  __device__ int added_before(int m) const {
+    if constexpr (kMasks) {
+      const Limits rows{m * kQueries, (m + 1) * kQueries};
+      return key_tile_before<kKeys>(extremes(starts()->key, extent()->length_k), mask(), n, rows) + 1;
+    } else {
+      return key_tiles_before(mask(), n, kKeys, m * kQueries, kQueries);
+    }
   }
 
   // This warp's part of dk or dv, times a factor, into the tensor.

@@ -8,16 +8,13 @@ namespace {
 
 template <class T, int kHeadDim, Kind kKind>
 struct Sm80 {
-  static constexpr Kind kCompiled = sm80::compiled_kind(kKind);
-  static constexpr Kernels kKernels{0, sm80::forward<T, kHeadDim, kCompiled>,
-                                    sm80::backward_bytes<T, kHeadDim, kCompiled>,
-                                    sm80::backward<T, kHeadDim, kCompiled>};
+  static constexpr Kernels kKernels{0, sm80::forward<T, kHeadDim, kKind>, sm80::backward_bytes<T, kHeadDim, kKind>,
+                                    sm80::backward<T, kHeadDim, kKind>};
 };
 
 std::string supports(const AttnParams& p, bool backward) {
   std::string reason = wrong_dtype(p);
   if (reason.empty()) reason = refuses_biases(p, backward);
-  if (reason.empty() && p.has_intervals()) reason = refuses_scores_and_masks(p, "CUDA");
   if (!reason.empty() || compute_capability() >= 80) return reason;
   return wrong_device("8.0 or newer", "use torch's scaled_dot_product_attention there");
 }

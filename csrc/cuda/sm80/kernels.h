@@ -8,9 +8,6 @@
 
 namespace flashattn_ext::sm80 {
 
-// The kind of kernels that runs the calls of a kind.
-constexpr Kind compiled_kind(Kind kind) { return kind == Kind::kIntervals ? Kind::kGeneral : kind; }
-
 // kHeadDim: 64, 96, 128, 144, 192 or 256, at least head_dim and head_dim_v. Every row of q, k, v and dout is 16-byte
 // aligned and a multiple of 16 bytes long; the rows of other tensors may be anywhere.
 template <class T, int kHeadDim, Kind kKind>

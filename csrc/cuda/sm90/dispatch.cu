@@ -16,16 +16,15 @@ struct Sm90 {
 };
 template <int kHeadDim, Kind kKind>
 struct Sm90<float, kHeadDim, kKind> {
-  static constexpr Kind kCompiled = sm80::compiled_kind(kKind);
-  static constexpr Kernels kKernels{0, sm80::forward<float, kHeadDim, kCompiled>,
-                                    sm80::backward_bytes<float, kHeadDim, kCompiled>,
-                                    sm80::backward<float, kHeadDim, kCompiled>};
+  static constexpr Kernels kKernels{0, sm80::forward<float, kHeadDim, kKind>,
+                                    sm80::backward_bytes<float, kHeadDim, kKind>,
+                                    sm80::backward<float, kHeadDim, kKind>};
 };
 
 std::string supports(const AttnParams& p, bool backward) {
   std::string reason = wrong_dtype(p);
   if (reason.empty()) reason = refuses_biases(p, backward);
-  if (reason.empty() && (p.dtype != DType::kFloat32 || p.has_intervals())) {
+  if (reason.empty() && p.dtype != DType::kFloat32 && kind_of(p) == Kind::kGeneral) {
     reason = refuses_scores_and_masks(p, "Hopper");
   }
   if (!reason.empty() || compute_capability() == 90) return reason;

@@ -9,7 +9,7 @@
 namespace flashattn_ext::sm90 {
 
 // The kind of kernels that runs the calls of a kind.
-constexpr Kind compiled_kind(Kind kind) { return kind == Kind::kDropout ? kind : Kind::kPlain; }
+constexpr Kind compiled_kind(Kind kind) { return kind == Kind::kGeneral ? Kind::kPlain : kind; }
 
 constexpr size_t kForwardBytes = 64;  // workspace of the forward: TileGrid::taken
 
