@@ -55,10 +55,10 @@ struct Forward {
     IntervalExtremes extremes;
   };
   struct alignas(8) KeyTile {
-    static constexpr int kSeen = 16,
-                         kLast = 31;  // bits below kSeen: of warps, all of whose rows see all keys, as far as
-                                      // the Mask is concerned; from kSeen on: of warpgroups that see some
+    static constexpr int kSeen = 16, kLast = 31;
     int n;
+    // Below kSeen: for each warp, whether all of its rows see all keys as far as the Mask is concerned. From kSeen on:
+    // for each warpgroup, whether rows of it see keys. kLast: whether no tile comes after this one.
     uint32_t bits;
     __device__ __forceinline__ bool has(int bit) const { return bits >> bit & 1; }
   };
