@@ -186,7 +186,8 @@ def test_validation_text_is_held_out(text: str) -> None:
     whole = Path(text).read_bytes()
     assert bytes(corpus.train.tolist()) + bytes(corpus.validation.tolist()) == whole
     sampler = data.BatchSampler(corpus.train, 4, 32, seed=1)
-    inputs, targets = sampler.next_batch(torch.device("cpu"))
+    inputs, targets, documents = sampler.next_batch(torch.device("cpu"))
+    assert documents is None
     assert inputs.shape == targets.shape == (4, 32)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
