@@ -529,4 +529,4 @@ def test_products_that_take_too_long_are_skipped(monkeypatch: pytest.MonkeyPatch
 def test_memory_of_a_process_that_fails() -> None:
     memory = module_of("memory")
     with pytest.raises(RuntimeError, match="KeyError: 'none'"):
-        growth_in_own_process(memory._call_of_own_process, tiny_sizes("memory"), "none", "forward", 64)
+        growth_in_own_process(memory._prepare, torch.device("cpu"), tiny_sizes("memory"), "none", "forward", 64)
