@@ -13,10 +13,14 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .bench_cpu import BACKWARD_WORK
+import torch
+
 from .console import CommandError
 from .patterns import PATTERNS
 from .score_options import SCORE_OPTIONS
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BACKWARD_WORK = 2.5  # five products where the forward has two
 
 OURS, FA2, CUDNN, MATH, FLASH_ATTN = "ours", "fa2", "cudnn", "math", "flash-attn"
 DENSE, PLAIN, CAUSAL, VARLEN = (

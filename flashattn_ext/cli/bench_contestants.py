@@ -15,8 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashattn_ext
 
-from .bench_cases import CUDNN, FA2, FLASH_ATTN, MATH, OURS, Case
-from .bench_cpu import DTYPES
+from .bench_cases import CUDNN, DTYPES, FA2, FLASH_ATTN, MATH, OURS, Case
 from .flex import FLEX, block_mask_maker, causal_rule, flex
 from .patterns import PATTERNS
 from .score_options import SCORE_OPTIONS, dense_bias

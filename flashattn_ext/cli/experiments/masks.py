@@ -13,7 +13,7 @@ from torch import Tensor
 
 import flashattn_ext
 
-from ..bench_cpu import BACKWARD_WORK
+from ..bench_cases import BACKWARD_WORK
 from ..flex import FLEX, block_mask_maker, flex
 from ..patterns import PATTERNS
 from ..timing import reported
