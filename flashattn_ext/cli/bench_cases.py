@@ -137,11 +137,12 @@ def _varlen_cases() -> list[Case]:
 
 
 def _score_cases() -> list[Case]:
-    """Hidden size 2048; a bias of every score at half the length, where PyTorch's own take it too."""
-    return [
+    """Hidden size 2048; a bias of every score at half the length, and a relative bias where one of every score takes 32 GiB."""
+    rows = [
         Case(2, 2048 // D, 2048 // D, 4096 if score == "bias" else 8192, D, score != "bias", "bf16", score=score)
         for D, score in itertools.product((128, 64), SCORE_OPTIONS)
     ]
+    return [*rows, Case(1, 16, 16, 32768, 128, True, "bf16", score="relative bias")]
 
 
 def _mask_cases() -> list[Case]:

@@ -29,6 +29,7 @@ TORCH_BACKENDS = {
 }
 PEERS = (*TORCH_BACKENDS, FLASH_ATTN, FLEX)
 MATH_LIMIT_BYTES = 8 << 30  # of one B x H x S x S matrix in 16 bits; math keeps several, and in 32 bits
+BIAS_LIMIT_BYTES = 8 << 30  # of one H x S x S matrix in 16 bits; making it takes several times as much
 BLOCK_MASK, TABLES = "block mask of flex", "tables of ours"  # what is made once for each mask
 
 Attention = Callable[[Case, Tensor, Tensor, Tensor], Tensor]
@@ -50,6 +51,8 @@ def skip_reason(case: Case, name: str) -> str:
         return "skipped: it takes no packed sequences"
     if name == MATH and scores > MATH_LIMIT_BYTES:
         return f"skipped: a matrix of scores takes {scores / 2**30:.0f} GiB"
+    if name in TORCH_BACKENDS and case.score and (bias := case.Hq * case.S**2 * 2) > BIAS_LIMIT_BYTES:
+        return f"skipped: a bias of every score takes {bias / 2**30:.0f} GiB"
     if name == FLEX and not (case.score or case.pattern):
         return "skipped: compiled for the rows of scores and masks alone"
     if name == FLEX and case.backward and case.score in ("learned alibi", "relative bias"):

@@ -37,7 +37,7 @@ def a_row(**ms: float) -> dict:
 def test_sets_have_the_sizes_of_the_papers() -> None:
     sizes = {name: len(rows) for name, rows in SETS.items()}
     assert sizes == {"fa_paper": 36, "align": 3, "dropout": 2, "gqa": 1, "fp32": 4, "short": 2, "varlen": 4} | {
-        "scores": 10,
+        "scores": 11,
         "masks": 12,
     }
     assert all(case.B * case.S == 16384 and case.Hq * case.D == 2048 for case in SETS["fa_paper"])
@@ -95,6 +95,8 @@ def test_math_is_skipped_where_scores_are_large() -> None:
     assert bench_contestants.skip_reason(by_length[8192], MATH) == ""  # exactly at the limit
     assert "16 GiB" in bench_contestants.skip_reason(by_length[16384], MATH)
     assert bench_contestants.skip_reason(by_length[16384], FA2) == ""
+    longest = max(SETS["scores"], key=lambda case: case.S)
+    assert bench_contestants.skip_reason(longest, FA2) == "skipped: a bias of every score takes 32 GiB"
 
 
 # Measuring
