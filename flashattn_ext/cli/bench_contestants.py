@@ -162,7 +162,7 @@ def ours(rng_seed: int | None, case: Case, q: Tensor, k: Tensor, v: Tensor) -> T
 
 
 def _extras_of(case: Case, q: Tensor) -> Extras:
-    """Those of a plain call are made anew: they are nothing, and must not take the place of others."""
+    """A call without options gets empty ones of its own, so that it does not push a row's tensors out of the cache."""
     return extras(case, q.device) if case.score or case.pattern else Extras(case, q.device)
 
 

@@ -1,7 +1,7 @@
 """`bench cuda`: forward and backward of this package beside PyTorch's backends and flash-attn.
 
 Times are those of the GPU alone, between two events around several launches. bench_cases.py says what is measured,
-bench_contestants.py on whom, bench_accuracy.py what the errors are, and bench_cuda_tables.py shows the results.
+bench_contestants.py has the attentions that are compared, bench_accuracy.py says what the errors are, and bench_cuda_tables.py shows the results.
 """
 
 from __future__ import annotations
