@@ -225,11 +225,11 @@ def timed_call(
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
-def preparations(case: Case, names: Sequence[str]) -> dict[str, Callable[[], object]]:
+def preparations(case: Case, names: Sequence[str], device: torch.device) -> dict[str, Callable[[], object]]:
     """What makes the tables and the block mask of a row with a pattern."""
     if not case.pattern:
         return {}
-    of = extras(case, torch.device(DEVICE))
+    of = extras(case, device)
     calls: dict[str, Callable[[], object]] = {}
     if OURS in names:
         calls[TABLES] = lambda: torch.ops.flashattn_ext.mask_extremes(of.mask.intervals)

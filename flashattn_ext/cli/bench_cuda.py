@@ -158,8 +158,12 @@ def measure_case(case: Case, names: Sequence[str], *, quick: bool) -> dict[str, 
             call = None  # a graph of a contestant that failed would keep its memory
     timings = time_events(calls, QUICK_ROUNDS if quick else ROUNDS, failures)
     calls.clear()  # their graphs: the reference needs the memory
-    ready = preparations(case, [name for name in names if name in timings])
-    timings |= time_events(ready, QUICK_ROUNDS if quick else ROUNDS, failures)
+    once = preparations(case, [name for name in names if name in timings], tensors[0].device)
+    for name, call in once.items():
+        with _reported(name, failures):
+            call()  # compiles
+    once = {name: call for name, call in once.items() if name not in failures}
+    timings |= time_events(once, QUICK_ROUNDS if quick else ROUNDS, failures)
     max_error = {} if quick else _max_errors(case, names, tensors, failures)
     return row(case, names, timings, memory, max_error, failures)
 
