@@ -172,11 +172,47 @@ struct TileBias {
       });
     }
     if (range == Reached::kSome) {
-      each<kCount>([&](int i, int n, int e) {
-        add_log(logits[i][n][e], head.relative[entry(place.distance + place.distance_on(i, n0 + n, e))]);
-      });
+      if constexpr (kTransposed) {
+        each<kCount>([&](int i, int n, int e) {
+          add_log(logits[i][n][e], head.relative[entry(place.distance + place.distance_on(i, n0 + n, e))]);
+        });
+      } else {
+        add_relative(logits);
+      }
     } else if (range != Reached::kNone) {
       each<kCount>([&](int i, int n, int e) { logits[i][n][e] = add_bias(logits[i][n][e], end); });
+    }
+  }
+
+  // For all columns of a tile that is not transposed. Scores whose tiles are on the same diagonal have the same
+  // entries: two are read for each column tile, for even and odd columns, and those of rows further down were read for
+  // the columns before.
+  template <int kCount>
+  __device__ __forceinline__ void add_relative(float (&logits)[kRowTiles][kCount][4]) const {
+    constexpr int kBands = 2 * kRowTiles;
+    float recent[kBands][2];  // of rows 8 * k
+    auto read = [&](int k, int n) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const int distance = place.distance + place.distance_on(k / 2, n, k % 2 * 2 + odd);
+        recent[k][odd] = head.relative[entry(distance)] * kLog2E<float>;
+      }
+    };
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+#pragma unroll
+      for (int k = kBands - 1; k >= 0; --k) {
+        if (n == 0 || k == 0) {
+          read(k, n);
+        } else {
+          recent[k][0] = recent[k - 1][0], recent[k][1] = recent[k - 1][1];
+        }
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          float& logit = logits[k / 2][n][k % 2 * 2 + odd];
+          logit = add_bias(logit, recent[k][odd]);
+        }
+      }
     }
   }
 
