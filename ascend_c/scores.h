@@ -2,8 +2,7 @@
 // weights in the forward; Weigh with a known lse does so in the backward, where Differentiate then turns the gradient
 // of the weights into that of the scores. csrc/score.h says what a score is.
 //
-// The vector unit's exponential has base e: the backward keeps the logit itself, softmax_scale * <q, k>, of a product.
-// The forward keeps the product where products have the order of logits, and scales it as it subtracts the maximum.
+// The vector unit's exponential has base e, so that both keep the logit itself of a product, in natural units.
 #pragma once
 
 #include "philox.h"
@@ -47,7 +46,7 @@ class OnlineSoftmax {
   static constexpr int32_t kWide = 8;  // a row's value in every lane of one block
 
  public:
-  static constexpr int32_t kFloats = (2 * kStatisticsRing + kSlots) * kHalf + (2 + kWide) * kChunkRows + kWide;
+  static constexpr int32_t kFloats = (2 * kStatisticsRing + kSlots) * kHalf + (2 + kWide) * kChunkRows;
 
   __aicore__ explicit OnlineSoftmax(const Arguments& arguments) : a(arguments) {}
 
@@ -59,8 +58,6 @@ class OnlineSoftmax {
     chunk_shift = decay[kSlots * kHalf];
     chunk_sum = chunk_shift[kChunkRows];
     chunk_wide = chunk_sum[kChunkRows];
-    factor_wide = chunk_wide[kWide * kChunkRows];
-    AscendC::Duplicate(factor_wide, Factor(), kWide);
     // Lanes beyond the last row are computed with and never used: they must hold something.
     AscendC::Duplicate(chunk_shift, 0.0f, kChunkRows);
     AscendC::Duplicate(decay, 0.0f, kSlots * kHalf);
@@ -99,13 +96,10 @@ class OnlineSoftmax {
     const LocalTensor<float> tree = weights.template ReinterpretCast<float>();  // until the weights are there
     const int32_t rows = chunk.rows, columns = chunk.columns();
     const uint8_t all = chunk.repeats();
-    if (KeepsProducts())
-      Hide(a, step.task, chunk);
-    else
-      MakeLogits(a, step.task, chunk);
+    MakeLogits(a, step.task, chunk);
     Update(Shift(step.task)[row], Decay(step.slot)[row], s, rows, columns, tree);
     for (int32_t c = 0; c < columns; c += kLanes)
-      FusedMulAdd(s[c], factor_wide, chunk_wide, kLanes, rows, {1, 0, 0, kPitchBlocks, 0, 1});
+      Add(s[c], s[c], chunk_wide, kLanes, rows, {1, 1, 0, kPitchBlocks, kPitchBlocks, 1});
     Barrier();
     const LocalTensor<float> sum = Sum(step.task)[row];
     Exp(s, s, kLanes, all, {1, 1, 8, 8});
@@ -125,14 +119,6 @@ class OnlineSoftmax {
   __aicore__ static void Barrier() { AscendC::PipeBarrier<PIPE_V>(); }
   __aicore__ static int32_t At(const Task& task) { return task.number % kStatisticsRing * kHalf; }
 
-  // Whether the scores in UB are products, whose order is that of the logits unless the scale is negative.
-  __aicore__ bool KeepsProducts() const { return a.score.factor > 0; }
-  // What a score in UB is multiplied by to be a logit. Never 0, which would make NaN of a hidden score, -inf.
-  __aicore__ float Factor() const {
-    if (!KeepsProducts()) return 1.0f;
-    return a.score.softmax_scale < kSmallest<float> ? kSmallest<float> : a.score.softmax_scale;
-  }
-
   // The shift, which is added to logits, becomes the negated maximum of old and new ones, chunk_wide the same in whole
   // blocks, and chunk_decay exp(old - new maximum). The last two instructions go beside the caller's next ones.
   __aicore__ void Update(const AscendC::LocalTensor<float>& shift, const AscendC::LocalTensor<float>& chunk_decay,
@@ -140,7 +126,7 @@ class OnlineSoftmax {
                          const AscendC::LocalTensor<float>& tree) {
     using namespace AscendC;
     Reduce<true>(chunk_shift, s, rows, columns, tree);
-    Muls(chunk_shift, chunk_shift, -Factor(), rows);
+    Muls(chunk_shift, chunk_shift, -1.0f, rows);
     Barrier();
     Min(chunk_shift, chunk_shift, shift, rows);
     Barrier();
@@ -225,7 +211,6 @@ class OnlineSoftmax {
   AscendC::LocalTensor<float> row_shift, row_sum;                  // [kStatisticsRing][kHalf]
   AscendC::LocalTensor<float> decay;                               // [kSlots][kHalf]
   AscendC::LocalTensor<float> chunk_shift, chunk_sum, chunk_wide;  // [kChunkRows], the last one in whole blocks
-  AscendC::LocalTensor<float> factor_wide;                         // one block
 };
 
 // The backward's weights, with the known lse: exp(logit - lse). `lse`: of the chunk's rows, each in a whole block.
