@@ -99,8 +99,7 @@ class BackwardCube {
   static constexpr int32_t kInner = SizesOf<sizeof(T)>::kInner, kQueries = SizesOf<sizeof(T)>::kQueries;
 
  public:
-  __aicore__ explicit BackwardCube(const Arguments& arguments)
-      : a(arguments), workspace(arguments), adds(arguments.deterministic ? Store::add_in_order : Store::add) {}
+  __aicore__ explicit BackwardCube(const Arguments& arguments) : a(arguments), workspace(arguments) {}
 
   __aicore__ void Run() {
     GradSteps steps(a, kQueries);
@@ -176,7 +175,7 @@ class BackwardCube {
         for (int32_t key = 0; key < n; key += kInner)
           cube.MultiplyPlain({ds, row, rows, key, Lesser(kInner, n - key), false}, tiles[key / kInner], columns,
                              key == 0, row + rows == step.rows);
-        cube.StoreSums(dq[row * pitch + d], rows, columns, pitch, adds);
+        cube.StoreSums(dq[row * pitch + d], rows, columns, pitch, Store::add);
       }
     }
     cube.Release(p);
@@ -196,13 +195,12 @@ class BackwardCube {
         const L1Tile<T> tile = cube.LoadTile(Queries(step, right, row)[d], rows, columns, right.row_stride);
         cube.MultiplyPlain({left, row, rows, 0, n, true}, tile, columns, row == 0, true);
       }
-      cube.StoreSums(to[d], n, columns, pitch, adds);
+      cube.StoreSums(to[d], n, columns, pitch, Store::add);
     }
   }
 
   const Arguments& a;
   BackwardWorkspace<T> workspace;
-  Store adds;
   CubeCore<T> cube;
   L1Tile<T> keys, values;
 };
