@@ -113,7 +113,12 @@ class ForwardVector : VectorCore {
 
  public:
   __aicore__ explicit ForwardVector(const Arguments& arguments)
-      : a(arguments), workspace(arguments), width(RoundUp(arguments.head_dim_v, kLanes)), softmax(arguments) {
+      : a(arguments),
+        workspace(arguments),
+        width(RoundUp(arguments.head_dim_v, kLanes)),
+        biases(arguments),
+        intervals(arguments),
+        softmax(arguments, &biases, &intervals) {
     using namespace AscendC;
     scores = Carve<float>(2 * kChunkRows * kPitch);
     rounded = Carve<T>(2 * kChunkRows * kPitch);
@@ -121,6 +126,9 @@ class ForwardVector : VectorCore {
     softmax.SetMemory(Carve<float>(OnlineSoftmax<T>::kFloats));
     statistics = Carve<float>(kHalf);
     statistics_wide = Carve<float>(kHalf * kWide);
+    if (a.has_bias())
+      biases.SetMemory(Carve<float>(Biases<T>::FloatsOf(kChunkRows, kKeys, kPitch)), kChunkRows, kKeys, kPitch);
+    if (a.has_intervals()) intervals.SetMemory(Carve<float>(Intervals::FloatsOf(kChunkRows, kKeys)), kChunkRows, kKeys);
     if (a.has_dropout()) {
       dropout.Init(a, Carve<int32_t>(Dropout::kConstantWords));
       constexpr int32_t kStep = Dropout::WordsOf(kStepTiles) + Dropout::PartsOf(kStepGroups, kMaxAcross);
@@ -165,6 +173,8 @@ class ForwardVector : VectorCore {
       WaitFlag<HardEvent::MTE3_V>(e);
     }
     WaitFlag<HardEvent::MTE3_V>(kStatisticsEvent);
+    if (a.has_bias()) biases.Finish();
+    if (a.has_intervals()) intervals.Finish();
   }
 
  private:
@@ -190,6 +200,7 @@ class ForwardVector : VectorCore {
     using namespace AscendC;
     const Task& task = step.task;
     if (step.first) softmax.Begin(task);
+    if (a.has_intervals() && task.rows > 0) intervals.Begin(task, task.head, step.key, step.keys, task.row, task.rows);
     if (task.rows == 0) CrossCoreWaitFlag(kScoresReady);  // otherwise the first chunk waits
     for (int32_t row = 0; row < task.rows; row += kChunkRows)
       SoftmaxChunk(step, next, row, Lesser(kChunkRows, task.rows - row));
@@ -375,6 +386,8 @@ class ForwardVector : VectorCore {
   ForwardWorkspace<T> workspace;
   int32_t width;  // floats of a row of O: whole repeats
   int32_t chunks = 0;
+  Biases<T> biases;
+  Intervals intervals;
   OnlineSoftmax<T> softmax;
   AscendC::LocalTensor<float> scores, output, statistics, statistics_wide;
   AscendC::LocalTensor<T> rounded;

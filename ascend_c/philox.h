@@ -13,7 +13,7 @@
 #pragma once
 
 #include "../csrc/dropout.h"
-#include "schedule.h"
+#include "vector.h"
 
 // Keeps a loop's code short: the instruction cache of a vector core has 16 KB by one of the vendor's documents.
 #if defined(__clang__)
@@ -53,7 +53,7 @@ class Dropout {
     numbers = constants;
     low_bytes = constants[8];
     keys = constants[16];
-    CreateVecIndex(numbers, int32_t(0), 8);  // written by the scalar unit, which waits for no other
+    Count(numbers, 8);
     Duplicate(low_bytes, int32_t(0x00ff00ff), 8);
     for (int32_t round = 4; round < kPhiloxRounds; ++round) {
       Duplicate(KeyLow(round), int32_t(LowOf(round)), 8);
@@ -192,11 +192,12 @@ class Dropout {
   }
 
   // Zeros the dropped ones of fp32 scores in UB, of `count` groups of 16 rows, which are the `group`-th and so on of
-  // those drawn. `pitch`: blocks from row to row.
+  // those drawn. `pitch`: blocks from row to row. Of one group also a part of the keys: those of `across` tiles from
+  // `tile` on, where `s` begins.
   __aicore__ void Apply(const AscendC::LocalTensor<float>& s, int32_t pitch, const Words& scratch, int32_t group,
-                        int32_t count) {
+                        int32_t count, int32_t tile, int32_t across) {
     using namespace AscendC;
-    const int32_t parity = Compare(scratch, group, count), all = 2 * parity;
+    const int32_t parity = Compare(scratch, group * drawn_across + tile, count * across), all = 2 * parity;
     const Words upper = scratch[all];
     ShiftRight(upper, scratch, int32_t(31), all);  // the sign of the upper half
     Barrier();
@@ -209,8 +210,8 @@ class Dropout {
     FLASHATTN_ROLLED for (int32_t byte = 0; byte < 4; ++byte) {
       for (int32_t g = 0; g < count; ++g) {
         const LocalTensor<uint16_t> to = s16[((g * 16 + byte % 2 * 8) * pitch + byte / 2) * 16];
-        const Words mask = scratch[byte / 2 * all + byte % 2 * parity + g * 4 * drawn_across * kLanes];
-        AscendC::And(to, to, mask.ReinterpretCast<uint16_t>(), 128, 4 * drawn_across, {rows, rows, 1, 2, 2, 8});
+        const Words mask = scratch[byte / 2 * all + byte % 2 * parity + g * 4 * across * kLanes];
+        AscendC::And(to, to, mask.ReinterpretCast<uint16_t>(), 128, 4 * across, {rows, rows, 1, 2, 2, 8});
       }
     }
     Barrier();
@@ -220,7 +221,7 @@ class Dropout {
   __aicore__ void ApplyRounded(const AscendC::LocalTensor<uint16_t>& s, int32_t pitch, const Words& scratch,
                                int32_t group) {
     using namespace AscendC;
-    const int32_t parity = Compare(scratch, group, 1);
+    const int32_t parity = Compare(scratch, group * drawn_across, drawn_across);
     const LocalTensor<int16_t> signs = scratch.ReinterpretCast<int16_t>();
     ShiftRight(signs, signs, int16_t(15), 4 * parity);
     Barrier();
@@ -380,14 +381,14 @@ class Dropout {
     AscendC::Duplicate(registers[7], int32_t(second), 8);
   }
 
-  // Bytes less the threshold, in 16 bits, for `count` groups from `group` on: bytes 0 and 2 of the four words of each
+  // Bytes less the threshold, in 16 bits, of so many tiles from the `first` on: bytes 0 and 2 of the four words of each
   // tile, then bytes 1 and 3. Returns how many lanes of 32 bits lie between those.
-  __aicore__ int32_t Compare(const Words& to, int32_t group, int32_t count) {
+  __aicore__ int32_t Compare(const Words& to, int32_t first, int32_t drawn) {
     using namespace AscendC;
-    const int32_t drawn = count * drawn_across, parity = 4 * drawn * kLanes;
+    const int32_t parity = 4 * drawn * kLanes;
     Barrier();
     FLASHATTN_ROLLED for (int32_t word = 0; word < 4; ++word) {
-      const Words from = Word(word)[group * drawn_across * kLanes];
+      const Words from = Word(word)[first * kLanes];
       AscendC::And(Bits(to[word * kLanes]), Bits(from), Bits(low_bytes), 128, drawn, {1, 1, 0, 32, 8, 0});
       ShiftRight(Bits(to[parity + word * kLanes]), Bits(from), uint16_t(8), 128, drawn, {1, 1, 32, 8});
     }
