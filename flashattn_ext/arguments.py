@@ -9,27 +9,25 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from .mask import Mask
+if TYPE_CHECKING:
+    from .mask import Mask
 
 LAYOUTS = ("bshd", "bhsd")
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 
 
-class ReferenceOptions(TypedDict, total=False):
-    """What attention_reference takes beside its tensors."""
+class SharedOptions(TypedDict, total=False):
+    """What forward, varlen_forward, backward and attention_reference take beside their tensors."""
 
     causal: bool
     window_size: tuple[int, int]
     softmax_scale: float | None
     softcap: float
-    alibi_slopes: Tensor | None
-    relative_bias: Tensor | None
-    bias: Tensor | None
     mask: Mask | None
     dropout_p: float
     smooth_softmax: bool
@@ -37,9 +35,33 @@ class ReferenceOptions(TypedDict, total=False):
     rng_seed: int | None
 
 
-class AttentionOptions(ReferenceOptions, total=False):
+class BiasOptions(TypedDict, total=False):
+    alibi_slopes: Tensor | None
+    relative_bias: Tensor | None
+    bias: Tensor | None
+
+
+class AttentionOptions(SharedOptions, BiasOptions, total=False):
     """What forward and varlen_forward take."""
 
+    deterministic: bool
+
+
+class ReferenceOptions(SharedOptions, BiasOptions, total=False):
+    """What attention_reference takes."""
+
+    origin: tuple[int, ...] | None
+
+
+class BackwardOptions(SharedOptions, total=False):
+    """What backward takes, the biases aside: they decide what it returns."""
+
+    dlse: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    layout: str
     deterministic: bool
 
 
@@ -53,17 +75,6 @@ def optional_tensors(**given: Any) -> None:
     tensors(**{name: value for name, value in given.items() if value is not None})
 
 
-def mask(value: Any) -> Mask | None:
-    if value is None or isinstance(value, Mask):
-        return value
-    if isinstance(value, Tensor):
-        raise TypeError(
-            f"mask: expected a flashattn_ext.Mask, got {_described(value)}; Mask(intervals) or Mask.from_dense(visible) makes one, "
-            "and a mask that is no Mask can be given as `bias`, 0 and -inf"
-        )
-    raise TypeError(f"mask: expected a flashattn_ext.Mask, got {type(value).__name__}")
-
-
 def integer(name: str, value: Any) -> int:
     """Whatever has __index__, but no bool: Python's and numpy's integers, integer tensors of one element."""
     if type(value) is not int and not isinstance(value, torch.SymInt):
@@ -72,7 +83,7 @@ def integer(name: str, value: Any) -> int:
         try:
             value = operator.index(value)
         except TypeError:
-            raise TypeError(f"{name}: expected an int, got {_described(value)}") from None
+            raise TypeError(f"{name}: expected an int, got {described(value)}") from None
     if not _INT64[0] <= value <= _INT64[1]:
         raise ValueError(f"{name}: expected a 64-bit signed integer, got {value}")
     checked: int = value  # or symbolic
@@ -86,13 +97,13 @@ def number(name: str, value: Any) -> float:
     if isinstance(value, torch.SymFloat):
         return value  # type: ignore[return-value]
     if isinstance(value, bool) or not hasattr(type(value), "__float__"):
-        raise TypeError(f"{name}: expected a number, got {_described(value)}")
+        raise TypeError(f"{name}: expected a number, got {described(value)}")
     try:
         return float(value)
     except OverflowError:
         raise ValueError(f"{name}: expected a number within the range of a float, got {value}") from None
     except (TypeError, ValueError, RuntimeError):  # a tensor of more elements, say
-        raise TypeError(f"{name}: expected a number, got {_described(value)}") from None
+        raise TypeError(f"{name}: expected a number, got {described(value)}") from None
 
 
 def flag(name: str, value: Any) -> bool:
@@ -101,7 +112,7 @@ def flag(name: str, value: Any) -> bool:
         return value
     if str(getattr(value, "dtype", None)).endswith("bool") and getattr(value, "ndim", None) == 0:
         return bool(value)
-    raise TypeError(f"{name}: expected True or False, got {_described(value)}")
+    raise TypeError(f"{name}: expected True or False, got {described(value)}")
 
 
 def window(value: Any) -> tuple[int, int]:
@@ -127,7 +138,7 @@ def scale(value: Any, q: Tensor) -> float:
     return 1.0 / math.sqrt(q.shape[-1]) if q.dim() and q.shape[-1] else 1.0
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
     kind = type(value).__name__
     return (
         f"{kind} of shape {tuple(value.shape)} and dtype {value.dtype}"
