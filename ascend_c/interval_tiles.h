@@ -29,6 +29,17 @@ class IntervalTiles {
     for (int64_t g = Granule(begin); g <= last; ++g) all.add(At(g));
     return all;
   }
+  // Whether every row of [row_begin, row_end) sees all keys of [begin, end), which is not empty.
+  __aicore__ bool Whole(int64_t begin, int64_t end, int64_t row_begin, int64_t row_end) const {
+    const int64_t last = Granule(end - 1);
+    for (int64_t super = Granule(begin) / kMaskSuper; super <= last / kMaskSuper; ++super) {
+      if (AllSee(granules + super, row_begin, row_end)) continue;
+      const int64_t first = super * kMaskSuper, after = first + kMaskSuper;
+      for (int64_t g = Granule(begin) > first ? Granule(begin) : first; g <= last && g < after; ++g)
+        if (!AllSee(g, row_begin, row_end)) return false;
+    }
+    return true;
+  }
   // The first key from `begin` on whose granule is seen by a row of [row_begin, row_end), or `end`.
   __aicore__ int64_t FirstSeen(int64_t begin, int64_t end, int64_t row_begin, int64_t row_end) const {
     for (int64_t g = Granule(begin); g * kMaskGranule < start + end;) {
@@ -57,6 +68,9 @@ class IntervalTiles {
   __aicore__ int64_t Granule(int64_t key) const { return (start + key) / kMaskGranule; }
   __aicore__ bool Seen(int64_t entry, int64_t row_begin, int64_t row_end) const {
     return extremes.GetValue(4 * entry) < row_end && extremes.GetValue(4 * entry + 1) > row_begin;
+  }
+  __aicore__ bool AllSee(int64_t entry, int64_t row_begin, int64_t row_end) const {
+    return extremes.GetValue(4 * entry + 2) <= row_begin && extremes.GetValue(4 * entry + 3) >= row_end;
   }
   __aicore__ IntervalExtremes At(int64_t entry) const {
     return {extremes.GetValue(4 * entry), extremes.GetValue(4 * entry + 1), extremes.GetValue(4 * entry + 2),

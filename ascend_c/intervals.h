@@ -38,13 +38,9 @@ class Intervals {
   __aicore__ void Begin(const Task& task, int32_t head, int32_t key, int32_t keys, int32_t row, int32_t rows) {
     using namespace AscendC;
     const IntervalTiles tiles(a, task.batch, head, task.keys.start);
-    whole = true;
-    for (int32_t c = 0; c < keys; c += kLanes) {
-      IntervalExtremes& block = blocks[c / kLanes];
-      block = tiles.Of(key + c, key + Lesser(keys, c + kLanes));
-      whole = whole && block.visibility(row, row + rows) == Visibility::kAll;
-    }
+    whole = tiles.Whole(key, key + keys, row, row + rows);
     if (whole) return;
+    for (int32_t c = 0; c < keys; c += kLanes) blocks[c / kLanes] = tiles.Of(key + c, key + Lesser(keys, c + kLanes));
     const IntervalView& view = a.intervals;
     const int64_t at = task.batch * view.batch_stride + head / (a.heads_q / view.heads) * view.head_stride;
     const int32_t columns = RoundUp(keys, kLanes);

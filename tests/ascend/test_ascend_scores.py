@@ -29,7 +29,6 @@ CASES = {
     "slopes, packed": replace(PACKED, alibi="batch"),
     "relative bias": replace(LONG, relative=20),
     "relative bias, as far as the rows": replace(LONG, relative=700, causal=True),
-    "relative bias, one entry": replace(SMALL, relative=0),
     "relative bias, packed": replace(PACKED, relative=7, **DROPOUT),
     "bias": replace(LONG, bias="bhq"),
     "bias of fp32 for all batch entries": replace(SMALL, bias="hq", bias_dtype=torch.float32),
@@ -67,6 +66,11 @@ def emulator() -> Iterator[None]:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_agrees_with_the_reference(case: Case, dtype: torch.dtype) -> None:
     check(replace(case, dtype=dtype, use_lse=True), "cpu")
+
+
+def test_relative_bias_of_one_entry() -> None:
+    """Of its gradient nothing is left but that of lse. In 16 bits the rounding of out, which delta has, would hide that."""
+    check(replace(SMALL, relative=0, use_lse=True), "cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -110,6 +114,8 @@ def test_dropout_with_a_mask_drops_the_same_scores() -> None:
 @pytest.mark.parametrize("options", [{"bias": "q"}, {"mask": "documents"}])
 def test_what_does_not_fit_names_what_does(options: dict[str, str]) -> None:
     case = replace(SMALL, dtype=torch.float16, Dv=200, **DROPOUT, **options)
-    with pytest.raises(NotImplementedError, match=r"two of dropout_p, biases and mask .* head dims of v above 128; use fp32"):
+    with pytest.raises(
+        NotImplementedError, match=r"two of dropout_p, biases and mask .* head dims of v above 128; use fp32"
+    ):
         run(case, make_inputs(case, "cpu"))
     check(replace(case, dtype=torch.float32), "cpu")
