@@ -18,7 +18,7 @@ class IntervalTiles {
     const IntervalView& view = a.intervals;
     const int64_t keys = a.is_varlen() ? a.total_k : a.seqlen_k;
     granules = (keys + kMaskGranule - 1) / kMaskGranule;
-    const int64_t at = batch * view.extremes_batch_stride + head / (a.heads_q / view.heads) * view.extremes_head_stride;
+    const int64_t at = batch * view.extremes_batch_stride + mask_head(a, head) * view.extremes_head_stride;
     extremes.SetGlobalBuffer((__gm__ int32_t*)(uint64_t)view.extremes + 4 * at);
   }
 

@@ -42,7 +42,7 @@ class Intervals {
     if (whole) return;
     for (int32_t c = 0; c < keys; c += kLanes) blocks[c / kLanes] = tiles.Of(key + c, key + Lesser(keys, c + kLanes));
     const IntervalView& view = a.intervals;
-    const int64_t at = task.batch * view.batch_stride + head / (a.heads_q / view.heads) * view.head_stride;
+    const int64_t at = task.batch * view.batch_stride + mask_head(a, head) * view.head_stride;
     const int32_t columns = RoundUp(keys, kLanes);
     WaitFlag<HardEvent::V_MTE2>(kPairsEvent);
     DataCopyPad(pairs, Global<int32_t>((uint64_t)view.data, 2 * (at + task.keys.start + key)),

@@ -118,8 +118,8 @@ def test_strides_beyond_32_bits() -> None:
 
 
 def test_more_than_two_to_the_31_elements() -> None:
-    """Also more batch entries than a grid has rows."""
-    B, S, H, D = 70000, 4, 128, 64
+    """Also more batch entries than a grid has rows. Rows of 16 queries keep the sums of dq, in whole tiles, within 80 GB."""
+    B, S, H, D = 70000, 16, 32, 64
     q, k, v = leaves(B, S, H, D)
     out = flashattn_ext.forward(q, k, v, causal=True)
     grads = torch.autograd.grad(out, (q, k, v), out.detach())
