@@ -13,9 +13,9 @@ std::string supports(const AttnParams& p, bool backward) {
   if (p.dtype == DType::kFloat64)
     return "fp64 inputs are not implemented by the Ascend C kernels, whose cores have no fp64; use fp32, fp16 or bf16, "
            "or the CPU backend";
-  if (kForwardAlone && (backward || p.dtype != DType::kFloat16 || p.has_dropout()))
-    return "a library of another tiling has nothing but the forward in fp16 without dropout; use the backend "
-           "ascend-emulator";
+  if (kForwardAlone && (backward || p.dtype != DType::kFloat16 || p.has_dropout() || p.has_bias() || p.has_intervals()))
+    return "a library of another tiling has nothing but the forward in fp16 without dropout, biases and masks; use the "
+           "backend ascend-emulator";
   if (p.dtype != DType::kFloat32 && p.head_dim_v > 128 && p.has_dropout() + p.has_bias() + p.has_intervals() > 1)
     return "two of dropout_p, biases and mask at once are not implemented by the Ascend C kernels of 16 bits for head "
            "dims of v above 128; use fp32, or leave one of them out";

@@ -66,7 +66,8 @@ struct Tiling {
   }
 };
 
-// Another one is compiled for comparison only (make emulator-tilings): the forward alone, in fp16 and without dropout.
+// Another one is compiled for comparison only (make emulator-tilings): the forward alone, in fp16, without
+// dropout, biases and masks.
 #if defined(FLASHATTN_EXT_ASCEND_ROWS)
 constexpr bool kForwardAlone = true;
 constexpr Tiling kTiling = {FLASHATTN_EXT_ASCEND_ROWS, FLASHATTN_EXT_ASCEND_KEYS};

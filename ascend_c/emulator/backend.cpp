@@ -215,8 +215,8 @@ struct ReadByScalars {
 enum class ModelledScores { plain, softcap, alibi, relative_bias, bias };
 constexpr int64_t kModelledReach = 128;
 
-// Tensors of a dense call that do not exist, but for those: Mode::time looks at no byte of them. Each lies in a region of
-// its own.
+// Tensors of a dense call that do not exist, but for those: Mode::time looks at no byte of them. Each lies in a region
+// of its own.
 AttnGradParams imagined(const int64_t* sizes, ReadByScalars* read) {
   AttnGradParams p;
   p.dtype = DType::kFloat16;
@@ -258,8 +258,8 @@ AttnGradParams imagined(const int64_t* sizes, ReadByScalars* read) {
   }
   if (read->intervals) {
     const int64_t granules = (p.seqlen_k + kMaskGranule - 1) / kMaskGranule;
-    p.intervals = {read->intervals, 1, 0, p.seqlen_k, read->extremes, 0,
-                   granules + (granules + kMaskSuper - 1) / kMaskSuper};
+    p.intervals = {
+        read->intervals, 1, 0, p.seqlen_k, read->extremes, 0, granules + (granules + kMaskSuper - 1) / kMaskSuper};
   }
   return p;
 }
@@ -267,11 +267,11 @@ AttnGradParams imagined(const int64_t* sizes, ReadByScalars* read) {
 }  // namespace
 }  // namespace flashattn_ext
 
-// The time model of a call. sizes: B, Sq, Sk, Hq, Hk, D, Dv, causal, dropout threshold, sink, backward, cores, scores (a
-// number of ModelledScores). intervals and extremes: those of a Mask [Sk, 2], or null. results:
-// span in cycles, bytes of GM tensors read and written, of workspace read and written, then the busy cycles of all
-// cores per pipe (S, V, M, MTE1, MTE2, MTE3, FIX), first of AICs and then of AIVs, then the bytes that a core takes of
-// UB, L1, L0A, L0B and L0C. Returns what went wrong, or null.
+// The time model of a call. sizes: B, Sq, Sk, Hq, Hk, D, Dv, causal, dropout threshold, sink, backward, cores, scores
+// (a number of ModelledScores). intervals and extremes: those of a Mask [Sk, 2], or null. results: span in cycles,
+// bytes of GM tensors read and written, of workspace read and written, then the busy cycles of all cores per pipe (S,
+// V, M, MTE1, MTE2, MTE3, FIX), first of AICs and then of AIVs, then the bytes that a core takes of UB, L1, L0A, L0B
+// and L0C. Returns what went wrong, or null.
 extern "C" __attribute__((visibility("default"))) const char* flashattn_ext_model(const int64_t* sizes,
                                                                                   const int32_t* intervals,
                                                                                   const int32_t* extremes,

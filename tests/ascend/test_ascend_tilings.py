@@ -54,11 +54,14 @@ def test_agrees_with_the_reference(shape: tuple[int, int], case: Case, monkeypat
     check(case, "cpu")
 
 
-@pytest.mark.parametrize("change", [{"dtype": torch.bfloat16}, {"dropout_p": 0.5}])
+@pytest.mark.parametrize(
+    "change", [{"dtype": torch.bfloat16}, {"dropout_p": 0.5}, {"alibi": "heads"}, {"mask": "documents"}]
+)
 def test_what_a_tiling_leaves_out(shape: tuple[int, int], change: dict[str, object]) -> None:
     case = replace(FORWARD, **change)
     with pytest.raises(
-        NotImplementedError, match="nothing but the forward in fp16 without dropout; use the backend asc"
+        NotImplementedError,
+        match="nothing but the forward in fp16 without dropout, biases and masks; use the backend asc",
     ):
         call(case, make_inputs(case, "cpu"))
 
