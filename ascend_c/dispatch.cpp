@@ -16,7 +16,8 @@ std::string supports(const AttnParams& p, bool backward) {
   if (kForwardAlone && (backward || p.dtype != DType::kFloat16 || p.has_dropout()))
     return "a library of another tiling has nothing but the forward in fp16 without dropout; use the backend "
            "ascend-emulator";
-  const std::string lacking = refuses_scores_and_masks(p, "Ascend C");
+  std::string lacking = refuses_scores_and_masks(p, "Ascend C");
+  if (lacking.empty()) lacking = refuses_origin(p, "Ascend C");
   if (!lacking.empty()) return lacking;
   constexpr int64_t kLongest = int64_t{1} << 30;
   if (std::max(p.seqlen_q, p.total_q) > kLongest || std::max(p.seqlen_k, p.total_k) > kLongest)

@@ -108,8 +108,8 @@ class Backward {
     const int64_t lane_count = round_up(rows, Op::S::kWidth);
     load_rows(h, row0, rows, lane_count);
     if (p.has_dropout()) {
-      fill_keep_bits(scratch.tile.keep_bits, kQueries / kDropoutLanes, philox, p.dropout_threshold, batch, h, row0,
-                     rows, key0, key_count);
+      fill_keep_bits(scratch.tile.keep_bits, kQueries / kDropoutLanes, philox, p, batch, h, row0, rows, key0,
+                     key_count);
     }
     for (int64_t lane = 0; lane < lane_count; lane += kPanel<Op>) {
       score_panel(mask, {lane, lesser(lane + kPanel<Op>, lane_count)}, rows);

@@ -21,6 +21,7 @@ struct Sm90<float, kHeadDim> {
 std::string supports(const AttnParams& p, bool /*backward*/) {
   std::string reason = wrong_dtype(p);
   if (reason.empty()) reason = refuses_scores_and_masks(p, "Hopper");
+  if (reason.empty()) reason = refuses_dropout_of_a_part(p, "Hopper");
   if (!reason.empty() || compute_capability() == 90) return reason;
   return wrong_device("9.0", "use 'cuda-sm80' there");
 }
