@@ -188,7 +188,7 @@ def _backward(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kwargs: A
     gradients = []
     for name, local in zip(names, results, strict=True):
         like = call.arguments[name]
-        wanted = like is not None and (local.numel() > 0 or like.numel() == 0 or name in ("q", "k", "v", "sink"))
+        wanted = like is not None and call.arguments.get(f"needs_d{name}", True)
         gradients.append(call.whole(name, local, like) if wanted else _replicated(local, call.mesh))
     return tuple(gradients)
 

@@ -193,6 +193,8 @@ def _run(
         raise _ForTorch("forward-mode differentiation")
     if is_causal and attn_mask is not None:
         raise _ForTorch("attn_mask beside is_causal")
+    if any(getattr(placement, "dim", None) == q.dim() - 2 for placement in getattr(q, "placements", ())):
+        raise _ForTorch("a DTensor whose sequence is shared out")  # torch's context parallelism
     rank = max(q.dim(), k.dim(), v.dim())
     if min(q.dim(), k.dim(), v.dim()) != 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
         q, k, v = _broadcast(q, k, v, enable_gqa)

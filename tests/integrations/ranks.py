@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import flashattn_ext
+from flashattn_ext import Mask
 
 RANKS = 2
 CHECKS: dict[str, Callable[[DeviceMesh], None]] = {}
@@ -117,6 +118,29 @@ def a_sink_is_a_dtensor_or_plain(mesh: DeviceMesh) -> None:
         _assert_equal_to_the_whole(mesh, placements, tensors, placement)
         _assert_equal_to_the_whole(mesh, {**placements, "sink": Replicate()}, tensors, placement)
         _assert_equal_to_the_whole(mesh, {**placements, "sink": Shard(0)}, tensors, placement)
+
+
+@check
+def biases_and_masks_follow(mesh: DeviceMesh) -> None:
+    documents = Mask.documents(_random(mesh, 4, 24).gt(1).cumsum(1))
+    per_head = Mask(
+        documents.intervals.repeat(1, 2, 1, 1)
+        - torch.arange(2, device=mesh.device_type, dtype=torch.int32)[:, None, None]
+    )
+    biases = {
+        "alibi_slopes": _random(mesh, 4).abs(),
+        "relative_bias": _random(mesh, 4, 11),
+        "bias": _random(mesh, 4, 1, 24, 24),
+    }
+    others = {"alibi_slopes": _random(mesh, 4, 4).abs(), "bias": _random(mesh, 1, 4, 1, 24)}
+    for placement in (Shard(0), Shard(2), Replicate()):
+        placements = dict.fromkeys(QKV, placement)
+        for extra, mask in ((biases, documents), (others, per_head), ({}, documents)):
+            tensors = {**_inputs(mesh), **extra}
+            _assert_equal_to_the_whole(mesh, placements, tensors, placement, mask=mask, softcap=5.0)
+            _assert_equal_to_the_whole(
+                mesh, {**placements, **dict.fromkeys(extra, Replicate())}, tensors, placement, mask=mask
+            )
 
 
 @check

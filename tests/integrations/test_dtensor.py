@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.multiprocessing
 
+import flashattn_ext
+
 if not torch.distributed.is_available():
     pytest.skip("this torch has no torch.distributed", allow_module_level=True)
 
@@ -26,7 +28,8 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         return {name: [results[rank][name] for rank in range(ranks.RANKS)] for name in ranks.CHECKS}
 
 
-DEVICES = ["cpu"] + (["cuda"] if torch.cuda.device_count() >= ranks.RANKS else [])
+HAS_GPUS = torch.cuda.device_count() >= ranks.RANKS and "cuda" in str(flashattn_ext.build_info()["backends"])
+DEVICES = ["cpu"] + (["cuda"] if HAS_GPUS else [])
 
 
 @pytest.mark.parametrize("outcomes", DEVICES, indirect=True)
