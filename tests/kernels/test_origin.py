@@ -148,3 +148,18 @@ def test_bad_origins(device: str) -> None:
             flashattn_ext.forward(*tensors, origin=origin)
         with pytest.raises(kind, match=message):
             flashattn_ext.dropout_mask(1, 1, 1, 1, 0.5, 1, device, origin=origin)
+
+
+def test_compiled_calls_take_origins_that_change(device: str) -> None:
+    """As whoever walks over the parts of a sequence does it: row and key of the origin become symbolic."""
+    tensors = _qkv(device)
+    options: dict[str, Any] = {"causal": True, "dropout_p": 0.3, "rng_seed": 9}
+    torch.compiler.reset()
+    compiled = torch.compile(
+        lambda q, k, v, row: flashattn_ext.forward(q, k, v, **options, origin=(1, 0, row, 0)),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    for row in (0, 16, 64, 128):
+        expected = flashattn_ext.forward(*tensors, **options, origin=(1, 0, row, 0))
+        torch.testing.assert_close(compiled(*tensors, row), expected, rtol=0, atol=0)
