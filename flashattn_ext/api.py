@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import _C, _build, arguments, jagged, ops
 from .autograd import CallOptions, CallTensors, FlashAttentionFunction, TransformedFunction
-from .mask import Mask
+from .mask import Mask, checked_mask
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -56,7 +56,7 @@ def _tensors(
     arguments.tensors(q=q, k=k, v=v)
     optional = (cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias)
     arguments.optional_tensors(**dict(zip(CallTensors._fields[3:], optional, strict=False)))
-    checked = arguments.mask(mask)
+    checked = checked_mask(mask)
     intervals, extremes = (None, None) if checked is None else (checked.intervals, checked.extremes())
     tensors = CallTensors(q, k, v, *optional, intervals, extremes)
     if type(q) is Tensor and type(k) is Tensor and type(v) is Tensor:
