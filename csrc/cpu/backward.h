@@ -8,13 +8,14 @@
 
 #include "backward_finish.h"
 #include "backward_prepare.h"
+#include "isolated_rows.h"
 #include "schedule.h"
 #include "scores.h"
 
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-template <class Op>
+template <class In, class Op>
 struct BackwardScratch {
   using Real = typename Op::Real;
   using Unit = typename Op::Unit;
@@ -32,6 +33,7 @@ struct BackwardScratch {
   GradientTile<Op> gradients;
   Real *dk, *dv;  // [kKeys][columns], [kKeys][columns_v]
   KnownRows<Real> rows;
+  IsolatedRows<In, Op> isolated_q, isolated_dout, isolated_k;
   int64_t bytes;
 
  private:
@@ -54,6 +56,9 @@ struct BackwardScratch {
         dk(carve.take<Real>(kKeys * columns)),
         dv(carve.take<Real>(kKeys * columns_v)),
         rows(&carve),
+        isolated_q(p, kQueries, units, &carve),
+        isolated_dout(p, kQueries, units_v, &carve),
+        isolated_k(p, kKeys, units, &carve),
         bytes(carve.used()) {}
 };
 
@@ -86,6 +91,10 @@ class Backward {
     v = stage_rows<Op>(row_of<const In>(p.v, b, hk, row), p.v.row_stride, key_count, p.head_dim_v, Reads::kElements,
                        scratch.v);
     k_pairs = pair_rows<Op>(k, key_count, scratch.units, scratch.k_pairs);
+    pairs_are_finite = false;
+    if (p.has_intervals()) {
+      finite_k = scratch.isolated_k.find(row_of<const In>(p.k, b, hk, row), p.k.row_stride, key_count, p.head_dim, k);
+    }
     std::memset(scratch.dk, 0, key_count * scratch.columns * sizeof(Real));
     std::memset(scratch.dv, 0, key_count * scratch.columns_v * sizeof(Real));
     for (int64_t h = hk * p.group_size(); h < (hk + 1) * p.group_size(); ++h) walk(h, item.tile_of_call);
@@ -124,6 +133,7 @@ class Backward {
     const bool pads = kIsGeneral<Rule> && scratch.gradients.biases.any();
     const PanelMask<Op> mask(head_mask, row0, rows, key0, key_count, pads, scratch.tile.limits);
     const int64_t lane_count = round_up(rows, Op::S::kWidth);
+    isolates = p.has_intervals() && !mask.is_whole();
     load_rows(h, row0, rows, lane_count);
     if (p.has_dropout()) {
       fill_keep_bits(scratch.tile.keep_bits, kQueries / kDropoutLanes, philox, p, batch, h, row0, rows, key0,
@@ -146,12 +156,17 @@ class Backward {
 
   void load_rows(int64_t h, int64_t row0, int64_t rows, int64_t lane_count) {
     const int64_t row = queries.start + row0;
-    const StagedRows<Op> q = stage_rows<Op>(row_of<const In>(p.q, batch, h, row), p.q.row_stride, rows, p.head_dim,
-                                            Reads::kVectors, scratch.q);
-    const StagedRows<Op> dout = stage_rows<Op>(row_of<const In>(p.dout, batch, h, row), p.dout.row_stride, rows,
-                                               p.head_dim_v, Reads::kVectors, scratch.dout);
+    const In *const q_data = row_of<const In>(p.q, batch, h, row), *const dout_data =
+                                                                       row_of<const In>(p.dout, batch, h, row);
+    StagedRows<Op> q = stage_rows<Op>(q_data, p.q.row_stride, rows, p.head_dim, Reads::kVectors, scratch.q);
+    StagedRows<Op> dout =
+        stage_rows<Op>(dout_data, p.dout.row_stride, rows, p.head_dim_v, Reads::kVectors, scratch.dout);
     transpose_rows<Op>(scratch.q_transposed, kQueries, q, rows, lane_count, scratch.units);
     transpose_rows<Op>(scratch.dout_transposed, kQueries, dout, rows, lane_count, scratch.units_v);
+    if (isolates) {
+      q = scratch.isolated_q.find(q_data, p.q.row_stride, rows, p.head_dim, q);
+      dout = scratch.isolated_dout.find(dout_data, p.dout.row_stride, rows, p.head_dim_v, dout);
+    }
     q_pairs = pair_rows<Op>(q, rows, scratch.units, scratch.q_pairs);
     dout_pairs = pair_rows<Op>(dout, rows, scratch.units_v, scratch.dout_pairs);
     const Real infinity = std::numeric_limits<Real>::infinity();
@@ -194,6 +209,14 @@ class Backward {
     const Gemm<Op> dk{dscores, kQueries, q_pairs.data, q_pairs.stride, scratch.dk, scratch.columns};
     gemm<Order::kRowMajor, Init::kAccumulate>(dv, {0, key_count}, {0, scratch.columns_v}, RowsOfKeys<Op>{mask});
     gemm<Order::kRowMajor, Init::kAccumulate>(dk, {0, key_count}, {0, scratch.columns}, RowsOfKeys<Op>{mask});
+    if (!isolates) return;
+    const KeysSeen<Op> seen{mask.limits(), key_count};
+    scratch.isolated_dout.add(scratch.dv, scratch.columns_v, seen, [&](int64_t key, int64_t row) {
+      return PanelForms<Op>::of_query(scratch.tile.scores, kQueries, key, row);
+    });
+    scratch.isolated_q.add(scratch.dk, scratch.columns, seen, [&](int64_t key, int64_t row) {
+      return PanelForms<Op>::of_query(scratch.gradients.scores, kQueries, key, row);
+    });
   }
 
   // dq += dS k for query tile `number` of query head h, when key tile `previous`, the one before this that these
@@ -207,6 +230,11 @@ class Backward {
     const int64_t stride = workspace.dq_in_place ? p.dq.row_stride : workspace.dq_columns;
     const Unit* dscores =
         Op::kPack == 2 ? scratch.gradients.pairs : reinterpret_cast<const Unit*>(scratch.gradients.scores);
+    const bool isolates_k = isolates && scratch.isolated_k.any();
+    if (pairs_are_finite != isolates_k) {
+      k_pairs = pair_rows<Op>(isolates_k ? finite_k : k, key_count, scratch.units, scratch.k_pairs);
+      pairs_are_finite = isolates_k;
+    }
     const Gemm<Op> dq{dscores, kQueries, k_pairs.data, k_pairs.stride, sum, stride};
     Turn& turn = workspace.dq_turn(h, first_row, batch, number);
     wait_for_turn(turn, previous + 1);
@@ -214,6 +242,10 @@ class Backward {
       gemm<Order::kKMajor, Init::kZero>(dq, {0, rows}, {0, scratch.columns}, KeysOfRows<Op>{mask});
     } else {
       gemm<Order::kKMajor, Init::kAccumulate>(dq, {0, rows}, {0, scratch.columns}, KeysOfRows<Op>{mask});
+    }
+    if (isolates_k) {
+      scratch.isolated_k.add(sum, stride, RowsThatSee<Op>{mask.limits()},
+                             [&](int64_t r, int64_t key) { return PanelForms<Op>::of_key(dscores, kQueries, key, r); });
     }
     for (int64_t i = 0; is_last && !workspace.dq_in_place && i < rows; ++i) {
       narrow_row(row_of<In>(p.dq, batch, h, row + i), sum + i * stride, p.head_dim, Real(1));
@@ -225,13 +257,17 @@ class Backward {
   const BackwardWorkspace<In, Op>& workspace;
   const Rule rule;
   const GradientScales<Real, Rule> scales;
-  BackwardScratch<Op> scratch;
+  BackwardScratch<In, Op> scratch;
   PhiloxKey philox{0, 0};
   HeadBias<Real> bias;  // of the current query head
   int64_t batch = 0, key_tile = 0, key0 = 0, key_count = 0;
   Real* row_delta = nullptr;  // of the current query tile, in the workspace
   Sequence queries{0, 0}, keys{0, 0};
   StagedRows<Op> k{}, v{}, k_pairs{}, q_pairs{}, dout_pairs{};
+  // isolated_rows.h: whether the current tile needs it, the keys without rows that are not finite, and whether k_pairs
+  // are made of those.
+  bool isolates = false, pairs_are_finite = false;
+  StagedRows<Op> finite_k{};
 };
 
 template <class In, class Op, class Accuracy, class Rule>
@@ -239,7 +275,7 @@ void backward(const AttnGradParams& p) {
   const CpuExecutor& executor = *static_cast<const CpuExecutor*>(p.stream);
   const BackwardWorkspace<In, Op> workspace(p, p.workspace);
   char* scratch = static_cast<char*>(p.workspace) + workspace.bytes;
-  const int64_t scratch_bytes = BackwardScratch<Op>(p, nullptr).bytes;
+  const int64_t scratch_bytes = BackwardScratch<In, Op>(p, nullptr).bytes;
 
   const BackwardPrepare<In, Op> prepare(p, workspace);
   std::atomic<int64_t> next_prepare{0};

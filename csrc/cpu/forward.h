@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../sink.h"
+#include "isolated_rows.h"
 #include "schedule.h"
 #include "scores.h"
 #include "views.h"
@@ -13,7 +14,7 @@
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-template <class Op>
+template <class In, class Op>
 struct ForwardScratch {
   using Real = typename Op::Real;
   using Unit = typename Op::Unit;
@@ -29,6 +30,7 @@ struct ForwardScratch {
   ScoreTile<Op> tile;
   Real* out;  // [kQueries][columns_v], not yet divided by the row sum
   RunningRows<Real> rows;
+  IsolatedRows<In, Op> isolated_v;
   int64_t bytes;
 
  private:
@@ -43,6 +45,7 @@ struct ForwardScratch {
         tile(p, &carve),
         out(carve.take<Real>(kQueries * columns_v)),
         rows(&carve),
+        isolated_v(p, kKeys, units_v, &carve),
         bytes(carve.used()) {}
 };
 
@@ -99,8 +102,11 @@ class Forward {
     const PanelMask<Op> mask(head_mask, row0, row_count, key0, count, false, scratch.tile.limits);
     const StagedRows<Op> k = stage_rows<Op>(row_of<const In>(p.k, batch, hk, keys.start + key0), p.k.row_stride, count,
                                             p.head_dim, Reads::kElements, scratch.keys);
-    const StagedRows<Op> v_rows = stage_rows<Op>(row_of<const In>(p.v, batch, hk, keys.start + key0), p.v.row_stride,
-                                                 count, p.head_dim_v, Reads::kVectors, scratch.staged);
+    const In* const v_data = row_of<const In>(p.v, batch, hk, keys.start + key0);
+    const bool isolates = p.has_intervals() && !mask.is_whole();
+    StagedRows<Op> v_rows =
+        stage_rows<Op>(v_data, p.v.row_stride, count, p.head_dim_v, Reads::kVectors, scratch.staged);
+    if (isolates) v_rows = scratch.isolated_v.find(v_data, p.v.row_stride, count, p.head_dim_v, v_rows);
     const StagedRows<Op> v = pair_rows<Op>(v_rows, count, scratch.units_v, scratch.values);
     const ScoreTile<Op>& tile = scratch.tile;
     if (p.has_dropout()) {
@@ -123,6 +129,9 @@ class Forward {
                       scratch.columns_v,
                       scratch.rows.rescale};
     gemm<Order::kKMajor, Init::kScale>(pv, {0, row_count}, {0, scratch.columns_v}, KeysOfRows<Op>{mask});
+    if (!isolates) return;
+    scratch.isolated_v.add(scratch.out, scratch.columns_v, RowsThatSee<Op>{mask.limits()},
+                           [&](int64_t row, int64_t key) { return PanelForms<Op>::of_key(pv.a, kQueries, key, row); });
   }
 
   void write(const Sequence& queries) {
@@ -140,7 +149,7 @@ class Forward {
 
   const AttnParams& p;
   const Rule rule;
-  ForwardScratch<Op> scratch;
+  ForwardScratch<In, Op> scratch;
   PhiloxKey philox{0, 0};
   HeadBias<Real> bias;
   // The current query tile; lane_count is row_count rounded up to whole vectors.
@@ -154,7 +163,7 @@ void forward(const AttnParams& p) {
   auto tiles_of = [&](int64_t b) { return ceil_div(query_sequence(p, b).length, Tile<Real>::kQueries); };
   int64_t items = 0;
   for (int64_t b = 0; b < p.batch; ++b) items += tiles_of(b) * p.heads_q;
-  const int64_t scratch_bytes = ForwardScratch<Op>(p, nullptr).bytes;
+  const int64_t scratch_bytes = ForwardScratch<In, Op>(p, nullptr).bytes;
   std::atomic<int64_t> next{0};
   run_workers(executor, items, [&](int worker) {
     Forward<In, Op, Accuracy, Rule> kernel(p, static_cast<char*>(p.workspace) + worker * scratch_bytes);

@@ -46,7 +46,8 @@ inline void for_rule(const AttnParams& p, Body body) {
 }
 
 inline int64_t forward_scratch_bytes(const AttnParams& p) {
-  return for_dtype(p.dtype, [&](auto, auto op, auto) { return ForwardScratch<decltype(op)>(p, nullptr).bytes; });
+  return for_dtype(
+      p.dtype, [&](auto in, auto op, auto) { return ForwardScratch<decltype(in), decltype(op)>(p, nullptr).bytes; });
 }
 inline void forward(const AttnParams& p) {
   for_rule<true>(p, [&](auto in, auto op, auto accuracy, auto* rule) {
@@ -54,7 +55,8 @@ inline void forward(const AttnParams& p) {
   });
 }
 inline int64_t backward_scratch_bytes(const AttnGradParams& p) {
-  return for_dtype(p.dtype, [&](auto, auto op, auto) { return BackwardScratch<decltype(op)>(p, nullptr).bytes; });
+  return for_dtype(
+      p.dtype, [&](auto in, auto op, auto) { return BackwardScratch<decltype(in), decltype(op)>(p, nullptr).bytes; });
 }
 inline int64_t backward_workspace_bytes(const AttnGradParams& p) {
   return for_dtype(

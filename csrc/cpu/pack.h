@@ -188,6 +188,13 @@ struct PanelForms {
   }
   // The same for `vectors` vectors in a row of pairs of keys. Where units are no pairs, queries() is that form already.
   static void pairs(typename Op::Unit*, int64_t, const V*, const V*, int) {}
+  // One element of either form.
+  static Real of_query(const Real* panel, int64_t stride, int64_t key, int64_t lane) {
+    return panel[key * stride + lane];
+  }
+  static Real of_key(const typename Op::Unit* panel, int64_t stride, int64_t key, int64_t lane) {
+    return panel[key * stride + lane];
+  }
 };
 #if defined(FLASHATTN_ISA_AVX512_BF16)
 template <>
@@ -209,6 +216,12 @@ struct PanelForms<Bf16DotOp> {
       const __m512i halves = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd[n], even[n]));
       _mm512_storeu_si512(to + lane + n * 16, _mm512_permutexvar_epi16(_mm512_load_si512(kInterleave), halves));
     }
+  }
+  static float of_query(const float* panel, int64_t stride, int64_t key, int64_t lane) {
+    return widen(reinterpret_cast<const BFloat16*>(panel + key * stride)[lane]);
+  }
+  static float of_key(const uint32_t* panel, int64_t stride, int64_t key, int64_t lane) {
+    return widen(reinterpret_cast<const BFloat16*>(panel + key / 2 * stride + lane)[key % 2]);
   }
 };
 #endif

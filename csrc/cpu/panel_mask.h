@@ -49,10 +49,12 @@ class PanelMask {
       : mask_(mask.basic), limits_(limits), row0_(row0), rows_(rows), key0_(key0), keys_(keys), pads_(pads) {
     const IndexRange tile_rows{row0, row0 + rows}, tile_keys{key0, key0 + keys};
     has_groups_ = mask.interval_visibility(tile_rows, tile_keys) != Visibility::kAll;
-    const bool is_whole = !has_groups_ && mask_.visibility(row0, row0 + rows, key0, key0 + keys) == Visibility::kAll;
-    if (!is_whole || (pads && rows % kPanel<Op>)) limits.fill(mask, row0, rows, key0, keys);
+    is_whole_ = !has_groups_ && mask_.visibility(row0, row0 + rows, key0, key0 + keys) == Visibility::kAll;
+    if (!is_whole_ || (pads && rows % kPanel<Op>)) limits.fill(mask, row0, rows, key0, keys);
   }
 
+  // Whether every query sees every key.
+  bool is_whole() const { return is_whole_; }
   // Keys that rows [begin, end) see, widened to whole pairs of bfloat16; where intervals hide some, to register tiles.
   IndexRange keys_of(int64_t begin, int64_t end) const {
     end = lesser(end, rows_);
@@ -104,7 +106,7 @@ class PanelMask {
   Mask mask_;
   const KeyRows<Op>& limits_;
   int64_t row0_, rows_, key0_, keys_;
-  bool pads_;
+  bool pads_, is_whole_;
   bool has_groups_;  // intervals hide pairs of this tile: ranges come from the groups of `limits`
 };
 

@@ -251,7 +251,8 @@ class GradientVector {
     return score;
   }
   V weight(int64_t key, V exponent) const {
-    if constexpr (kIsGeneral<Rule>) return S::template exp2<Accuracy>(exponent + minus_lse);
+    // The log-sum-exp of a row with a NaN is one as well, also for scores that the row does not see.
+    if constexpr (kIsGeneral<Rule>) return of_visible(key, exponent, S::template exp2<Accuracy>(exponent + minus_lse));
     return scores.template weight<Accuracy>(key, exponent, factor, minus_lse);
   }
   // x for the scores that are visible, 0 for the others.

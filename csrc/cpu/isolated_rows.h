@@ -1,0 +1,101 @@
+// Keeps what is not finite out of results that do not see it. In a product along keys or rows a hidden pair has the
+// weight 0, and 0 * NaN is NaN: in tiles of which a Mask hides a part, rows with an inf or a NaN are left out of the
+// product, and added one by one to those results that see them.
+#pragma once
+
+#include "panel_mask.h"
+
+namespace flashattn_ext {
+namespace FLASHATTN_ISA {
+
+inline bool is_finite(float x) { return (float_bits(x) & 0x7F800000u) != 0x7F800000u; }
+inline bool is_finite(BFloat16 x) { return (x.bits & 0x7F80u) != 0x7F80u; }
+inline bool is_finite(Float16 x) { return (x.bits & 0x7C00u) != 0x7C00u; }
+inline bool is_finite(double x) { return x - x == 0; }
+
+template <class In>
+inline bool is_finite_row(const In* row, int64_t n) {
+  int infinite = 0;
+  for (int64_t d = 0; d < n; ++d) infinite |= !is_finite(row[d]);
+  return !infinite;
+}
+
+// The rows of a tile of one input that are not finite.
+template <class In, class Op>
+class IsolatedRows {
+  using Real = typename Op::Real;
+  using Unit = typename Op::Unit;
+
+ public:
+  // For tiles of at most `rows` rows. Takes no memory in calls without a Mask.
+  IsolatedRows(const AttnParams& p, int64_t rows, int64_t units, ScratchCarver* carve)
+      : units_(units),
+        finite_(carve->take<Unit>(p.has_intervals() ? rows * units : 0)),
+        numbers_(carve->take<int32_t>(p.has_intervals() ? rows : 0)) {}
+
+  // Finds them among `rows` rows of `columns` elements. Returns the rows as the product is to read them: staged, or a
+  // copy in which the rows that are not finite are 0.
+  StagedRows<Op> find(const In* from, int64_t stride, int64_t rows, int64_t columns, StagedRows<Op> staged) {
+    from_ = from;
+    stride_ = stride;
+    columns_ = columns;
+    count_ = 0;
+    for (int64_t r = 0; r < rows; ++r) {
+      if (!is_finite_row(from + r * stride, columns)) numbers_[count_++] = static_cast<int32_t>(r);
+    }
+    if (count_ == 0) return staged;
+    for (int64_t r = 0; r < rows; ++r) {
+      std::memcpy(finite_ + r * units_, staged.data + r * staged.stride, units_ * sizeof(Unit));
+    }
+    for (int64_t n = 0; n < count_; ++n) std::memset(finite_ + numbers_[n] * units_, 0, units_ * sizeof(Unit));
+    return {finite_, units_};
+  }
+  bool any() const { return count_ > 0; }
+
+  // to[r] += weight(r, n) * (row n) for the r of seen(n), for every row n that is not finite.
+  template <class Seen, class Weight>
+  void add(Real* to, int64_t to_stride, Seen seen, Weight weight) const {
+    for (int64_t i = 0; i < count_; ++i) {
+      const int64_t n = numbers_[i];
+      seen(n, [&](int64_t r) {
+        for (int64_t d = 0; d < columns_; ++d) {
+          to[r * to_stride + d] += weight(r, n) * static_cast<Real>(widen(from_[n * stride_ + d]));
+        }
+      });
+    }
+  }
+
+ private:
+  int64_t units_;
+  Unit* finite_;  // [rows][units]
+  int32_t* numbers_;
+  const In* from_ = nullptr;
+  int64_t stride_ = 0, columns_ = 0, count_ = 0;
+};
+
+// Calls body(row) for the rows of a tile that see a key, or body(key) for the keys that a row sees.
+template <class Op>
+struct RowsThatSee {
+  const KeyRows<Op>& limits;
+  template <class Body>
+  void operator()(int64_t key, Body body) const {
+    for (auto row = static_cast<int64_t>(limits.first[key]); row < static_cast<int64_t>(limits.last[key]); ++row) {
+      body(row);
+    }
+  }
+};
+template <class Op>
+struct KeysSeen {
+  const KeyRows<Op>& limits;
+  int64_t keys;
+  template <class Body>
+  void operator()(int64_t row, Body body) const {
+    const auto number = static_cast<typename Op::Real>(row);
+    for (int64_t key = 0; key < keys; ++key) {
+      if (limits.first[key] <= number && number < limits.last[key]) body(key);
+    }
+  }
+};
+
+}  // namespace FLASHATTN_ISA
+}  // namespace flashattn_ext
