@@ -125,10 +125,11 @@ Origin origin_of(const std::optional<std::vector<c10::SymInt>>& given) {
   const std::vector<c10::SymInt>& place = *given;
   origin.batch = place[0].expect_int();
   origin.head = place[1].expect_int();
-  origin.places_rows = place.size() == 4;
-  if (!origin.places_rows) return origin;
+  if (place.size() == 2) return origin;
   origin.row = place[2].expect_int();
   origin.key = place[3].expect_int();
+  origin.shift = static_cast<int32_t>(origin.row - origin.key);
+  origin.length_mask = 0;
   return origin;
 }
 

@@ -39,8 +39,9 @@ struct BasicMask {
         seqlen_k(static_cast<Index>(seqlen_k)),
         window_left(bounded(p.window_left)),
         window_right(bounded(p.window_right)),
-        first_row_position(
-            static_cast<Index>(p.origin.places_rows ? p.origin.row - p.origin.key : seqlen_k - seqlen_q)) {}
+        first_row_position(static_cast<Index>(p.origin.shift) +
+                           (static_cast<Index>(p.origin.length_mask) &
+                            (static_cast<Index>(seqlen_k) - static_cast<Index>(seqlen_q)))) {}
 
   // A side beyond every sequence is as good as unbounded, and must not overflow an index.
   FLASHATTN_HOST_DEVICE static Index bounded(int64_t window) {

@@ -59,8 +59,11 @@ constexpr int64_t kUnbounded = -1;  // a window side without a limit
 // The place of a call in a larger one. Dropout counts batch entries, heads, rows and keys from here.
 struct Origin {
   int64_t batch = 0, head = 0, row = 0, key = 0;
-  // Whether row i is at the position of key i + row - key, whatever the lengths, instead of that of key i + Sk - Sq.
-  bool places_rows = false;
+  // Row i is at the position of key i + shift + (length_mask & (Sk - Sq)): aligned at the bottom right, or where the
+  // origin says where rows and keys are, at that of key i + row - key, whatever the lengths. No choice between two
+  // sums, which costs the Hopper backward with dropout registers.
+  int32_t shift = 0;
+  int32_t length_mask = -1;
 };
 
 struct AttnParams {
