@@ -53,12 +53,15 @@ def _tensors(
     sink: Tensor | None, alibi_slopes: Tensor | None, relative_bias: Tensor | None, bias: Tensor | None,
     mask: Mask | None,
 ) -> CallTensors:  # fmt: skip
-    arguments.tensors(q=q, k=k, v=v)
-    optional = (cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias)
-    arguments.optional_tensors(**dict(zip(CallTensors._fields[3:], optional, strict=False)))
+    tensors = CallTensors(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, mask_intervals=None, mask_extremes=None
+    )  # fmt: skip
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor) and (tensor is not None or index < 3):
+            arguments.tensors(**{CallTensors._fields[index]: tensor})
     checked = checked_mask(mask)
-    intervals, extremes = (None, None) if checked is None else (checked.intervals, checked.extremes())
-    tensors = CallTensors(q, k, v, *optional, intervals, extremes)
+    if checked is not None:
+        tensors = tensors._replace(mask_intervals=checked.intervals, mask_extremes=checked.extremes())
     if type(q) is Tensor and type(k) is Tensor and type(v) is Tensor:
         return tensors
     return _with_dtensors(tensors)

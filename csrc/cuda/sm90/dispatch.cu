@@ -8,11 +8,19 @@ namespace flashattn_ext {
 namespace {
 
 template <class T, int kHeadDim, Kind kKind>
+constexpr Kernels sm90_kernels() {
+  if constexpr (sm90::has_backward(kHeadDim, kKind)) {
+    return {sm90::kForwardBytes, sm90::forward<T, kHeadDim, kKind>, sm90::backward_bytes<T, kHeadDim, kKind>,
+            sm90::backward<T, kHeadDim, kKind>};
+  } else {
+    return {sm90::kForwardBytes, sm90::forward<T, kHeadDim, kKind>, sm80::backward_bytes<T, kHeadDim, kKind>,
+            sm80::backward<T, kHeadDim, kKind>};
+  }
+}
+
+template <class T, int kHeadDim, Kind kKind>
 struct Sm90 {
-  static constexpr Kind kCompiled = sm90::compiled_kind(kKind);
-  static constexpr Kernels kKernels{sm90::kForwardBytes, sm90::forward<T, kHeadDim, kCompiled>,
-                                    sm90::backward_bytes<T, kHeadDim, kCompiled>,
-                                    sm90::backward<T, kHeadDim, kCompiled>};
+  static constexpr Kernels kKernels = sm90_kernels<T, kHeadDim, kKind>();
 };
 template <int kHeadDim, Kind kKind>
 struct Sm90<float, kHeadDim, kKind> {
@@ -24,10 +32,7 @@ struct Sm90<float, kHeadDim, kKind> {
 std::string supports(const AttnParams& p, bool backward) {
   std::string reason = wrong_dtype(p);
   if (reason.empty()) reason = refuses_biases(p, backward);
-  if (reason.empty() && p.dtype != DType::kFloat32 && kind_of(p) == Kind::kGeneral) {
-    reason = refuses_scores_and_masks(p, "Hopper");
-  }
-  if (reason.empty()) reason = refuses_dropout_of_a_part(p, "Hopper");
+  if (reason.empty()) reason = refuses_origin(p, "Hopper");
   if (!reason.empty() || compute_capability() == 90) return reason;
   return wrong_device("9.0", "use 'cuda-sm80' there");
 }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../common/device.h"
+#include "../common/general_scores.cuh"
 #include "../common/intervals.cuh"
 #include "../common/launch.cuh"
 #include "../common/ring.cuh"
@@ -24,7 +25,8 @@ struct ForwardMaps {
 
 template <class T, int kHeadDim, Kind kKind>
 struct Forward {
-  using Score = PlainScore<float, true>;
+  static constexpr bool kGeneral = kKind == Kind::kGeneral;
+  using Score = std::conditional_t<kGeneral, GeneralScore, PlainScore<float, true>>;
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
   static constexpr ForwardTile kTile = forward_tile<kHeadDim, kKind>();
   static constexpr RegisterBudget kRegisters = register_budget(kTile.groups);
@@ -33,6 +35,7 @@ struct Forward {
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads, kWarps = kGroups * 4;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDim / 8, kSteps = kKeys / 16;
+  using Bias = TileBias<T, false, 1, kScoreTiles>;
 
   // One tile of queries, as the loading warp hands it to the warpgroups. Numbers count from the start of a sequence.
   struct alignas(16) Work {
@@ -248,6 +251,7 @@ struct Forward {
   float scores[kScoreTiles][4], out[kOutTiles][4];
   uint32_t weights[kSteps][4];
   uint32_t signs[kDropout ? kSteps : 4][2];  // which weights dropout keeps: Dropout::packed_signs
+  std::conditional_t<kGeneral, typename Bias::Ahead, Nothing> bias_ahead;
   OnlineSoftmax softmax;
   float shrink[2];  // what `out` is to be multiplied with before the next values are added
 
@@ -260,9 +264,10 @@ struct Forward {
 
   static __device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
   static __device__ __forceinline__ int t() { return threadIdx.x % 4; }
+  __device__ __forceinline__ bool drops() const { return kDropout && (!kGeneral || p.has_dropout()); }
 
   __device__ __forceinline__ void compute_tiles() {
-    Dropout dropout = kDropout ? Dropout(p, 0) : Dropout();
+    Dropout dropout = drops() ? Dropout(p, 0) : Dropout();
     if constexpr (kDropout) dropout.key = {uniform(dropout.key.low), uniform(dropout.key.high)};
     if (group == 0) give_turn(kGroups - 1);
     for (Work work = receive(); work.exists(); work = receive()) {
@@ -362,11 +367,13 @@ struct Forward {
     take_turn();
     score_product<kHeadDim, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
     give_turn(group);
-    draw_signs(work, n, dropout);
+    if (!kGeneral) draw_signs(work, n, dropout);
+    load_bias(work, n);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
     end_keys(kMasks ? walk.tile.has(KeyTile::kLast) : n == walk.last);
     weigh(work, walk, v, unmasked);
+    if (kGeneral) draw_signs(work, n, dropout);
     // Without a Mask nothing has been summed up before.
     if constexpr (kMasks) rescale(out, shrink);
     pack_weights();
@@ -379,11 +386,13 @@ struct Forward {
         ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
         accumulate<32, uint64_t>(out, weights, shared.v[v.stage]);
         give_turn(group);
-        draw_signs(work, n, dropout);
+        if (!kGeneral) draw_signs(work, n, dropout);
+        load_bias(work, n);
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
         end_keys(kMasks ? walk.tile.has(KeyTile::kLast) : n == walk.last);
         weigh(work, walk, v.after(), unmasked);
+        if (kGeneral) draw_signs(work, n, dropout);
         ptx::hold(scores);
         // The loop ends here, before the wait in end_step: within one block of instructions the compiler would move the
         // wait to before the exponentials, and nothing would run under the product of the values.
@@ -436,17 +445,28 @@ struct Forward {
 
   __device__ __forceinline__ void pack_weights() {
     pack_scores<T>(weights, scores);
-    if constexpr (kDropout) Dropout::drop_packed(weights, signs);
+    if constexpr (kDropout) {
+      if (drops()) Dropout::drop_packed(weights, signs);
+    }
   }
 
   // Called while products are under way: the compiler spreads the generator over their issue, which costs less than
-  // drawing afterwards.
+  // drawing afterwards. General kernels draw afterwards: the registers hold a bias until then.
   __device__ __forceinline__ void draw_signs(const Work& work, int n, const Dropout& dropout) {
     if constexpr (kDropout) {
+      if (!drops()) return;
       dropout.packed_signs(signs, work.h, work.row0 + warp_row, n * kKeys);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) asm volatile("" : "+r"(signs[step][0]), "+r"(signs[step][1]));
     }
+  }
+
+  // Of this warp's scores against key tile n; found again rather than kept in registers.
+  __device__ __forceinline__ Bias bias(const Work& work, int n) const {
+    return Bias(p, work.b, work.h, work.mask(p), work.row0 + warp_row, n * kKeys);
+  }
+  __device__ __forceinline__ void load_bias(const Work& work, int n) {
+    if constexpr (kGeneral) bias(work, n).load_ahead(bias_ahead);
   }
 
   // After the last row of a packed sequence come values of another one: weights of 0 would still carry over a NaN. The
@@ -470,7 +490,12 @@ struct Forward {
                                         const Limits& unmasked) {
     auto& x = reinterpret_cast<float (&)[1][kScoreTiles][4]>(scores);
     const int row = work.row0 + warp_row + g(), key0 = walk.n * kKeys, key = key0 + 2 * t();
-    store_scores(x, score);
+    if constexpr (kGeneral) {
+      score.template make_logits<T>(x);
+      bias(work, walk.n).add(x, bias_ahead);
+    } else {
+      store_scores(x, score);
+    }
     const bool before = key0<unmasked.begin, after = key0 + kKeys> unmasked.end;
     if (before || after) {  // one branch around both: with two, dropout's bits are not drawn under the products
       if (before) hide_keys<true, false>(x, work.mask(p), row, key);
@@ -482,7 +507,7 @@ struct Forward {
         return *reinterpret_cast<const int4*>(&shared.pairs[values.stage][tile * 8 + 2 * t()]);
       });
     }
-    softmax.weigh(scores, score, kTolerance, [&](const float (&factors)[2]) {
+    softmax.weigh(scores, stored_rule(score), kTolerance, [&](const float (&factors)[2]) {
       shrink[0] = factors[0];
       shrink[1] = factors[1];
     });

@@ -8,8 +8,8 @@
 
 namespace flashattn_ext::sm90 {
 
-// The kind of kernels that runs the calls of a kind.
-constexpr Kind compiled_kind(Kind kind) { return kind == Kind::kGeneral ? Kind::kPlain : kind; }
+// Whether there is a backward of a kind; sm80's runs other calls.
+constexpr bool has_backward(int /*head_dim*/, Kind kind) { return kind != Kind::kGeneral; }
 
 constexpr size_t kForwardBytes = 64;  // workspace of the forward: TileGrid::taken
 
