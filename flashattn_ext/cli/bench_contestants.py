@@ -162,7 +162,7 @@ def ours(rng_seed: int | None, case: Case, q: Tensor, k: Tensor, v: Tensor) -> T
 
 
 def _extras_of(case: Case, q: Tensor) -> Extras:
-    """Those of a plain call are made anew: they are nothing, and must not take the place of others."""
+    """A call without options gets empty ones of its own, so that it does not push a row's tensors out of the cache."""
     return extras(case, q.device) if case.score or case.pattern else Extras(case, q.device)
 
 
@@ -225,11 +225,11 @@ def timed_call(
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
-def preparations(case: Case, names: Sequence[str]) -> dict[str, Callable[[], object]]:
+def preparations(case: Case, names: Sequence[str], device: torch.device) -> dict[str, Callable[[], object]]:
     """What makes the tables and the block mask of a row with a pattern."""
     if not case.pattern:
         return {}
-    of = extras(case, torch.device(DEVICE))
+    of = extras(case, device)
     calls: dict[str, Callable[[], object]] = {}
     if OURS in names:
         calls[TABLES] = lambda: torch.ops.flashattn_ext.mask_extremes(of.mask.intervals)

@@ -1,7 +1,7 @@
 """`bench cuda`: forward and backward of this package beside PyTorch's backends and flash-attn.
 
 Times are those of the GPU alone, between two events around several launches. bench_cases.py says what is measured,
-bench_contestants.py on whom, bench_accuracy.py what the errors are, and bench_cuda_tables.py shows the results.
+bench_contestants.py has the attentions that are compared, bench_accuracy.py says what the errors are, and bench_cuda_tables.py shows the results.
 """
 
 from __future__ import annotations
@@ -158,8 +158,12 @@ def measure_case(case: Case, names: Sequence[str], *, quick: bool) -> dict[str, 
             call = None  # a graph of a contestant that failed would keep its memory
     timings = time_events(calls, QUICK_ROUNDS if quick else ROUNDS, failures)
     calls.clear()  # their graphs: the reference needs the memory
-    ready = preparations(case, [name for name in names if name in timings])
-    timings |= time_events(ready, QUICK_ROUNDS if quick else ROUNDS, failures)
+    once = preparations(case, [name for name in names if name in timings], tensors[0].device)
+    for name, call in once.items():
+        with _reported(name, failures):
+            call()  # compiles
+    once = {name: call for name, call in once.items() if name not in failures}
+    timings |= time_events(once, QUICK_ROUNDS if quick else ROUNDS, failures)
     max_error = {} if quick else _max_errors(case, names, tensors, failures)
     return row(case, names, timings, memory, max_error, failures)
 

@@ -13,7 +13,7 @@ from .flex import FLEX
 from .timing import Timing
 
 CASE_HEADER = ("set", "BxHxSxD", "dtype", "mask", "pass")
-WIDTH = 220  # these tables are wider than the others
+WIDTH = 320  # these tables are wider than the others
 
 
 def row(

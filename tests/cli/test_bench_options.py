@@ -135,7 +135,9 @@ def test_a_failing_table_is_reported(on_cpu: None, monkeypatch: pytest.MonkeyPat
     def fails(intervals: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no tables today")
 
-    monkeypatch.setattr(bench_contestants, "preparations", lambda case, names: {TABLES: lambda: fails(torch.ones(1))})
+    monkeypatch.setattr(
+        bench_contestants, "preparations", lambda case, names, device: {TABLES: lambda: fails(torch.ones(1))}
+    )
     monkeypatch.setattr(bench_cuda, "preparations", bench_contestants.preparations)
     row = bench_cuda.measure_case(ROWS["prefix"], [OURS], quick=True)
     assert row["ms"][OURS] > 0 and row["preparation"]["tables_ms"] is None
@@ -170,3 +172,10 @@ def test_tables_show_what_their_rows_have(on_cpu: None, capsys: pytest.CaptureFi
     assert "| ours | math | flex | to best | to flex | to plain | spread |" in text and "causal alibi" in text
     text = shown(SMALL, [OURS, MATH, FLEX])
     assert "| ours | math | to best | spread |" in text  # FlexAttention was not asked for
+
+
+def test_a_row_makes_its_tensors_once(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the device has another name than its tensors say, as "cuda" has beside cuda:0."""
+    monkeypatch.setattr(bench_contestants, "DEVICE", "cpu:0")
+    bench_cuda.measure_case(ROWS["documents"], [OURS, MATH, FLEX], quick=False)
+    assert bench_contestants.extras.cache_info().misses == 1

@@ -20,18 +20,20 @@ struct ForwardTile {
 
 struct ForwardTiles {
   int head_dim;
-  Kind kind;  // kGeneral has rows where its registers or intervals need another tile; with dropout, keys are a multiple
-              // of 64: bits are drawn for so many at a time
+  Kind kind;  // kGeneral and kIntervals have rows where their registers or intervals need another tile; with dropout,
+              // keys are a multiple of 64: bits are drawn for so many at a time
   ForwardTile tiles[kRowTiles];
 };
 
 constexpr ForwardTiles kForwardTiles[] = {
     {64, Kind::kPlain, {{3, 128, 3}, {3, 112, 3}, {2, 192, 2}}},
+    {64, Kind::kIntervals, {{2, 128, 3}, {2, 192, 2}, {3, 128, 3}}},
     {64, Kind::kDropout, {{2, 128, 3}, {3, 64, 4}, {2, 192, 2}}},
     {96, Kind::kPlain, {{3, 112, 2}, {3, 96, 2}, {2, 128, 3}}},
     {96, Kind::kDropout, {{3, 64, 4}, {2, 128, 2}, {2, 64, 4}}},
     {96, Kind::kGeneral, {{2, 128, 2}}},
     {128, Kind::kPlain, {{3, 80, 3}, {2, 128, 3}, {2, 160, 2}}},
+    {128, Kind::kIntervals, {{2, 128, 2}, {2, 160, 2}, {3, 80, 3}}},
     {128, Kind::kDropout, {{2, 128, 3}, {3, 64, 3}, {2, 64, 4}}},
     {128, Kind::kGeneral, {{2, 128, 2}}},
     {144, Kind::kPlain, {{3, 80, 2}, {2, 112, 2}, {2, 96, 2}}},

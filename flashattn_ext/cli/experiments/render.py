@@ -88,7 +88,7 @@ def write_plot(result: Result, path: Path) -> None:
 
 
 def _draw_picture(axes: Any, name: str, picture: str) -> None:
-    """A cell that is visible in part is as light as the share that Mask.show() cannot tell: one half."""
+    """Cells that are visible in part are drawn at half strength."""
     cells = [[{"#": 1.0, "+": 0.5}.get(cell, 0.0) for cell in line] for line in picture.splitlines()]
     axes.imshow(cells, aspect="auto", interpolation="nearest", cmap="Blues", vmin=0, vmax=1)
     axes.set_xticks([])
