@@ -49,6 +49,35 @@ def call_with_masks(dtype: torch.dtype, head_dim: int) -> int:
     return 2 * len(choices)
 
 
+def call_with_biases(dtype: torch.dtype, head_dim: int) -> int:
+    """Dense calls with softcap and biases, some with a Mask, packed ones with all that they may have, and returns how many."""
+
+    def leaf(*shape: int, of: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=of, requires_grad=True)
+
+    calls = 0
+    shapes = ((1, 4, 70, 151), (1, 1, 70, 151), (1, 4, 1, 151), (1, 4, 70, 160))
+    for shape, wide, dropout_p, softcap in itertools.product(shapes, (False, True), (0.0, 0.3), (0.0, 5.0)):
+        q, k, v = leaves(dtype, head_dim, 1, shape[-1])
+        options = dict(
+            alibi_slopes=leaf(4), relative_bias=leaf(4, 41), bias=leaf(*shape, of=torch.float32 if wide else dtype)
+        )
+        mask = random_mask(shape[-1], 4, packed=False, lies=False) if softcap and dropout_p else None
+        out = flashattn_ext.forward(
+            q[:, :70], k, v, causal=wide, softcap=softcap, dropout_p=dropout_p, mask=mask, **options
+        )
+        torch.autograd.grad(out.float().sum(), (q, k, v, *options.values()))
+        calls += 1
+    for starts in ([0, 30, 70], *LYING_STARTS):
+        q, k, v = leaves(dtype, head_dim, 70)
+        cu = torch.tensor(starts, dtype=torch.int32, device="cuda")
+        biases = dict(alibi_slopes=leaf(2, 4), relative_bias=leaf(4, 21))
+        out = flashattn_ext.varlen_forward(q, k, v, cu, cu, 20, 20, softcap=3.0, window_size=(20, 5), **biases)
+        torch.autograd.grad(out.float().sum(), (q, k, v, *biases.values()))
+        calls += 1
+    return calls
+
+
 def main() -> None:
     calls = 0
     dtypes = [getattr(torch, name) for name in sys.argv[1:] or DTYPES]
@@ -68,6 +97,7 @@ def main() -> None:
             torch.autograd.grad(out.float().sum() + lse.sum(), (q, k, v))
             calls += 1
         calls += call_with_masks(dtype, head_dim)
+        calls += call_with_biases(dtype, head_dim)
     flashattn_ext.dropout_mask(2, 3, 17, 19, 0.3, 1, "cuda")
     torch.cuda.synchronize()
     print(f"{calls} calls")

@@ -66,14 +66,16 @@ struct GeneralWorkspace : BackwardWorkspace {
   GeneralScore score;
   // [Hq][key_tiles][parts][kSums], from every warp that computes scores of a key tile; nullptr where there are none.
   float* sums = nullptr;
-  int64_t key_tile_rows, key_tiles;
+  int key_tile_rows, dense_key_tiles;  // of a tile; of a sequence of a dense call
+  int64_t key_tiles;
   int parts;
   bool dbias_is_sum, dbias_of_keys;  // several scores have an element of the bias in common; all rows have
 
   // keys: of a key tile; parts: warps that compute its scores.
-  GeneralWorkspace(const AttnGradParams& p, const BackwardWorkspace& base, int64_t keys, int parts)
+  GeneralWorkspace(const AttnGradParams& p, const BackwardWorkspace& base, int keys, int parts)
       : BackwardWorkspace(base), score(GeneralScore::of(p)), key_tile_rows(keys), parts(parts) {
-    key_tiles = p.is_varlen() ? p.total_k / keys + p.batch : p.batch * dense_key_tiles(p);
+    dense_key_tiles = static_cast<int>((p.seqlen_k + keys - 1) / keys);
+    key_tiles = p.is_varlen() ? p.total_k / keys + p.batch : p.batch * dense_key_tiles;
     const BiasView& view = p.dbias;
     dbias_is_sum = view.data && ((p.batch > 1 && view.batch_stride == 0) || (p.heads_q > 1 && view.head_stride == 0) ||
                                  (p.seqlen_q > 1 && view.row_stride == 0));
@@ -85,16 +87,24 @@ struct GeneralWorkspace : BackwardWorkspace {
     bytes += size;
   }
 
-  __host__ __device__ int64_t dense_key_tiles(const AttnParams& p) const {
-    return (p.seqlen_k + key_tile_rows - 1) / key_tile_rows;
-  }
   // The first key tile of a sequence, within those of a head.
   __device__ int64_t first_key_tile(const AttnParams& p, int64_t b, const Sequence& keys) const {
-    return p.is_varlen() ? keys.start / key_tile_rows + b : b * dense_key_tiles(p);
+    // A division of 64 bits would be a function call, and products of Hopper do not run across one.
+    return p.is_varlen() ? static_cast<int>(keys.start) / key_tile_rows + b : b * dense_key_tiles;
   }
 };
 
 template <Kind kKind>
 using WorkspaceOf = std::conditional_t<kKind == Kind::kGeneral, GeneralWorkspace, BackwardWorkspace>;
+
+// keys: of a key tile; parts: warps that compute its scores.
+template <Kind kKind>
+WorkspaceOf<kKind> complete(const AttnGradParams& p, const BackwardWorkspace& base, int keys, int parts) {
+  if constexpr (kKind == Kind::kGeneral) {
+    return GeneralWorkspace(p, base, keys, parts);
+  } else {
+    return base;
+  }
+}
 
 }  // namespace flashattn_ext

@@ -40,15 +40,13 @@ struct Place {
 };
 
 // How the distances of a tile meet the reach of a relative bias.
-enum class Reached { kNone, kBelow, kAbove, kWhole, kPart };  // kNone: there is no relative bias
+enum class Reached { kNone, kBelow, kAbove, kSome };  // kNone: there is no relative bias
 
-// rows, keys: extent of the tile. kBelow, kAbove: all distances are clamped, to the same end. kWhole: none is.
-__device__ __forceinline__ Reached reached(const HeadBias<float>& head, int tile_distance, int rows, int keys) {
-  const int64_t lowest = int64_t{tile_distance} - (rows - 1), highest = int64_t{tile_distance} + (keys - 1);
-  if (!head.relative) return Reached::kNone;
-  if (highest <= -head.reach) return Reached::kBelow;
-  if (lowest >= head.reach) return Reached::kAbove;
-  return -head.reach <= lowest && highest <= head.reach ? Reached::kWhole : Reached::kPart;
+// rows, keys: extent of the tile. kBelow, kAbove: all distances are clamped, to the same end.
+__device__ __forceinline__ Reached reached(bool exists, int reach, int tile_distance, int rows, int keys) {
+  if (!exists) return Reached::kNone;
+  if (tile_distance + (keys - 1) <= -reach) return Reached::kBelow;
+  return tile_distance - (rows - 1) >= reach ? Reached::kAbove : Reached::kSome;
 }
 
 // A logit plus a bias. One of -inf hides the score, also when that is not a number.
@@ -68,6 +66,7 @@ struct TileBias {
 
   Place<kTransposed> place;
   HeadBias<float> head;
+  int reach;  // of the relative bias; one beyond all sequences is as good as any
   Reached range;
   float end;                 // the relative bias of the whole tile where it is clamped, in units of log2
   bool wide;                 // the bias is fp32, otherwise it is of the input type
@@ -76,10 +75,15 @@ struct TileBias {
 
   __device__ __forceinline__ TileBias(const AttnParams& p, int b, int h, const Mask32& mask, int row0, int key0)
       : place(mask, row0, key0), head(HeadBias<float>::of(p, b, h)) {
-    range = reached(head, place.tile_distance, kRows, kKeys);
+    constexpr int64_t kLongest = 1 << 30;
+    reach = static_cast<int>(head.reach < kLongest ? head.reach : kLongest);
+    // The compiler is to know that all lanes take the same branches: lanes that may not be there cannot exchange sums
+    // without function calls, across which products of Hopper do not run.
+    range = static_cast<Reached>(
+        uniform(static_cast<int>(reached(head.relative != nullptr, reach, place.tile_distance, kRows, kKeys))));
     end = 0;
     if (range == Reached::kBelow || range == Reached::kAbove) {
-      end = head.relative[head.entry(place.tile_distance)] * kLog2E<float>;
+      end = head.relative[entry(place.tile_distance)] * kLog2E<float>;
     }
     head.slope *= kLog2E<float>;
     wide = p.bias.dtype == DType::kFloat32;
@@ -87,6 +91,9 @@ struct TileBias {
     rows_left = mask.seqlen_q - place.row;
     keys_left = mask.seqlen_k - place.key;
   }
+
+  // The entry of the relative bias for a distance.
+  __device__ __forceinline__ int entry(int distance) const { return min(max(distance, -reach), reach); }
 
   // Adds to the logits of column tiles n0 to n0 + kCount, which are in units of log2. Branches that all lanes take
   // alike decide what there is to add. ahead: what load_ahead has read, if it was called.
@@ -164,15 +171,48 @@ struct TileBias {
         logits[i][n][e] -= fabsf(first + on) * head.slope;
       });
     }
-    if (range == Reached::kWhole) {
-      const float* const first = head.relative + place.distance;
-      each<kCount>([&](int i, int n, int e) { add_log(logits[i][n][e], first[place.distance_on(i, n0 + n, e)]); });
-    } else if (range == Reached::kPart) {
-      each<kCount>([&](int i, int n, int e) {
-        add_log(logits[i][n][e], head.relative[head.entry(place.distance + place.distance_on(i, n0 + n, e))]);
-      });
+    if (range == Reached::kSome) {
+      if constexpr (kTransposed) {
+        each<kCount>([&](int i, int n, int e) {
+          add_log(logits[i][n][e], head.relative[entry(place.distance + place.distance_on(i, n0 + n, e))]);
+        });
+      } else {
+        add_relative(logits);
+      }
     } else if (range != Reached::kNone) {
       each<kCount>([&](int i, int n, int e) { logits[i][n][e] = add_bias(logits[i][n][e], end); });
+    }
+  }
+
+  // For all columns of a tile that is not transposed. Scores whose tiles are on the same diagonal have the same
+  // entries: two are read for each column tile, for even and odd columns, and those of rows further down were read for
+  // the columns before.
+  template <int kCount>
+  __device__ __forceinline__ void add_relative(float (&logits)[kRowTiles][kCount][4]) const {
+    constexpr int kBands = 2 * kRowTiles;
+    float recent[kBands][2];  // of rows 8 * k
+    auto read = [&](int k, int n) {
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const int distance = place.distance + place.distance_on(k / 2, n, k % 2 * 2 + odd);
+        recent[k][odd] = head.relative[entry(distance)] * kLog2E<float>;
+      }
+    };
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+#pragma unroll
+      for (int k = kBands - 1; k >= 0; --k) {
+        if (n == 0 || k == 0) {
+          read(k, n);
+        } else {
+          recent[k][0] = recent[k - 1][0], recent[k][1] = recent[k - 1][1];
+        }
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          float& logit = logits[k / 2][n][k % 2 * 2 + odd];
+          logit = add_bias(logit, recent[k][odd]);
+        }
+      }
     }
   }
 

@@ -99,32 +99,37 @@ struct TileBiasGradient {
       last[odd] = ended[odd];
     }
     sum = quad_sum(sum);
-    if (t != 0 || sum == 0) return;
-    const int64_t entry = bias.head.entry(int64_t{bias.place.tile_distance} + 8 * band + g);
+    const int entry = bias.entry(bias.place.tile_distance + 8 * band + g);
     float* const gradients = static_cast<float*>(p.drelative_bias) + h * (2 * bias.head.reach + 1) + bias.head.reach;
-    atomicAdd(gradients + entry, sum * workspace.keep_scale);
+    ptx::add_if(t == 0 && sum != 0, gradients + entry, sum * workspace.keep_scale);
   }
 
   template <class Gradient>
   __device__ __forceinline__ void add_bias_gradient(const Gradient& gradient, int n) {
     if (workspace.dbias_of_keys) {
       each([&](int i, int e) { sums.keys[i][e / 2] += gradient(i, e); });
-    } else if (workspace.dbias_is_sum) {
-      each_element<float>(n, [&](float* to, int i, int e) { atomicAdd(to, gradient(i, e) * workspace.keep_scale); });
     } else if (p.dbias.dtype == DType::kFloat32) {
-      each_element<float>(n, [&](float* to, int i, int e) { *to = gradient(i, e) * workspace.keep_scale; });
-    } else {
-      each_element<T>(n, [&](T* to, int i, int e) { narrow(gradient(i, e) * workspace.keep_scale, to); });
+      each_element<float>(gradient, n, [&](bool exists, float* to, float x) {
+        ptx::add_if(exists && workspace.dbias_is_sum, to, x);
+        ptx::store_if(exists && !workspace.dbias_is_sum, to, x);
+      });
+    } else if constexpr (sizeof(T) == 2) {
+      each_element<T>(gradient, n, [](bool exists, T* to, float x) {
+        T narrowed;
+        narrow(x, &narrowed);
+        ptx::store_if(exists, to, *reinterpret_cast<const uint16_t*>(&narrowed));
+      });
     }
   }
-  // Elements of the gradient of the bias that are within the sequence.
-  template <class Element, class Body>
-  __device__ __forceinline__ void each_element(int n, const Body& body) const {
+  // body(exists, to, x) is called for every element; exists: it is within the sequence.
+  template <class Element, class Gradient, class Body>
+  __device__ __forceinline__ void each_element(const Gradient& gradient, int n, const Body& body) const {
     Element* const first = static_cast<Element*>(p.dbias.data) + b * p.dbias.batch_stride + h * p.dbias.head_stride +
                            bias.place.row * p.dbias.row_stride + bias.place.key;
     each([&](int i, int e) {
       const int rows = bias.place.rows_on(i, n, e), keys = bias.place.keys_on(i, n, e);
-      if (rows < bias.rows_left && keys < bias.keys_left) body(first + rows * p.dbias.row_stride + keys, i, e);
+      body(rows < bias.rows_left && keys < bias.keys_left, first + rows * p.dbias.row_stride + keys,
+           gradient(i, e) * workspace.keep_scale);
     });
   }
 };
@@ -144,7 +149,7 @@ __device__ __forceinline__ void end_head(BiasSums<kKeyTiles>& sums, const AttnGr
 #pragma unroll
     for (int i = 0; i < GeneralWorkspace::kSums; ++i) {
       const float sum = warp_sum(all[i]);
-      if (lane == 0) to[i] = sum;
+      ptx::store_if(lane == 0, to + i, sum);
     }
   }
   if (workspace.dbias_of_keys) {
@@ -152,7 +157,7 @@ __device__ __forceinline__ void end_head(BiasSums<kKeyTiles>& sums, const AttnGr
 #pragma unroll
     for (int i = 0; i < 2 * kKeyTiles; ++i) {
       const float sum = quad_sum(sums.keys[i / 2][i % 2]);
-      if (lane % 4 == 0 && key + 8 * i < length_k) atomicAdd(to + 8 * i, sum * workspace.keep_scale);
+      ptx::add_if(lane % 4 == 0 && key + 8 * i < length_k, to + 8 * i, sum * workspace.keep_scale);
     }
   }
   sums = {};

@@ -22,15 +22,15 @@ struct TanhOf {
 struct GeneralScore {
   bool is_capped;
   float factor, softmax_scale;
-  float inner;  // of a capped rule
+  float inner, inverse;  // of a capped rule; inverse: of the factor
 
   static GeneralScore of(const AttnParams& p) {
     if (p.softcap > 0) {
       const auto rule = CappedScore<float, void>::of(p);
-      return {true, rule.factor, rule.softmax_scale, rule.inner};
+      return {true, rule.factor, rule.softmax_scale, rule.inner, 1 / rule.factor};
     }
     const auto rule = PlainScore<float, false>::of(p);
-    return {false, rule.factor, rule.softmax_scale, 0};
+    return {false, rule.factor, rule.softmax_scale, 0, 0};
   }
 
   // Products become logits without bias, in units of log2. T: the input type.
@@ -48,9 +48,9 @@ struct GeneralScore {
   __device__ __forceinline__ void apply_slope(float (&gradient)[kRowTiles][N][4],
                                               const float (&logits)[kRowTiles][N][4]) const {
     if (!is_capped) return;
-    const float inverse = 1 / factor;
     each<kRowTiles, N>([&](int i, int n, int e) {
-      const float slope = capped<T>().times_slope(gradient[i][n][e], logits[i][n][e] * inverse);
+      const float x = fminf(fmaxf(logits[i][n][e] * inverse, -1.f), 1.f);
+      const float slope = capped<T>().times_slope(gradient[i][n][e], x);
       gradient[i][n][e] = gradient[i][n][e] == 0 ? 0.f : slope;
     });
   }

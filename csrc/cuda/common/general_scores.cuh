@@ -54,4 +54,85 @@ __device__ __forceinline__ void weigh_and_differentiate(
   bias_gradient.finish();
 }
 
+// As PackedScores in scores.cuh. Logits are not kept for the slope, but found again from the packed weights.
+template <class T, int kQueries>
+struct GeneralPackedScores {
+  using Packing = PackedScores<T, kQueries, Kind::kGeneral>;
+  using Core = TensorCore<T>;
+  using Scores = typename Packing::Scores;
+  using Packed = typename Packing::Packed;
+  using Bias = TileBias<T, true, 1, kQueries / 8>;
+  using BiasGradient = TileBiasGradient<T, 1, kQueries / 8>;
+  static constexpr int kTogether = 2;  // query tiles
+
+  // All scores are masked.
+  template <class Between>
+  static __device__ __forceinline__ void weigh(Packed& weights, const Scores& products, const GeneralScore& score,
+                                               const Bias& bias, const float (&lse)[kQueries], const SeenBy<1>& seen_by,
+                                               const Between& between) {
+#pragma unroll
+    for (int first = 0; first < kQueries / 8; first += kTogether) {
+      float logits[1][kTogether][4];
+      each([&](int n, int e) { logits[0][n][e] = products[first + n][e]; });
+      score.make_logits<T>(logits);
+      bias.add(logits, first);
+      each([&](int n, int e) {
+        float& x = logits[0][n][e];
+        x = ptx::ex2(x - lse[query(first + n, e)]);
+        if (!seen_by.includes(0, e / 2, (first + n) * 8 + e % 2)) x = 0;
+      });
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          weights[(first + n) / 2][(first + n) % 2 * 2 + r] = Core::pack(logits[0][n][2 * r], logits[0][n][2 * r + 1]);
+        }
+        between(first + n);
+      }
+    }
+  }
+
+  // dP becomes dS. A weight of 0 has no gradient.
+  static __device__ __forceinline__ void differentiate(Scores& dscores, const Packed& weights,
+                                                       const GeneralScore& score, const Bias& bias,
+                                                       BiasGradient& bias_gradient, const float (&lse)[kQueries],
+                                                       const float (&delta)[kQueries]) {
+#pragma unroll
+    for (int first = 0; first < kQueries / 8; first += kTogether) {
+      float gradient[1][kTogether][4], size[kTogether][4];  // size: of the weight, before dropout
+      each([&](int n, int e) {
+        const float2 pair = Core::unpack(weights[(first + n) / 2][(first + n) % 2 * 2 + e / 2]);
+        const float weight = e % 2 ? pair.y : pair.x, dp = weight >= 0 ? dscores[first + n][e] : 0.f;
+        size[n][e] = fabsf(weight);
+        gradient[0][n][e] = weight == 0 ? 0.f : size[n][e] * (dp - delta[query(first + n, e)]);
+      });
+#pragma unroll
+      for (int n = 0; n < kTogether; ++n) {
+        bias_gradient.add([&](int, int e) { return gradient[0][n][e]; }, first + n);
+      }
+      if (score.is_capped) {
+        float logits[1][kTogether][4] = {};  // without bias, which is subtracted
+        bias.add(logits, first);
+        each(
+            [&](int n, int e) { logits[0][n][e] = ptx::lg2(size[n][e]) + lse[query(first + n, e)] - logits[0][n][e]; });
+        score.apply_slope<T>(gradient, logits);
+      }
+      each([&](int n, int e) { dscores[first + n][e] = gradient[0][n][e]; });
+    }
+    bias_gradient.finish();
+  }
+
+ private:
+  // Of a lane's element e of query tile n.
+  static __device__ __forceinline__ int query(int n, int e) { return n * 8 + 2 * (threadIdx.x % 4) + e % 2; }
+  template <class Body>
+  static __device__ __forceinline__ void each(const Body& body) {
+#pragma unroll
+    for (int n = 0; n < kTogether; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) body(n, e);
+    }
+  }
+};
+
 }  // namespace flashattn_ext

@@ -22,6 +22,13 @@ __device__ __forceinline__ float ex2(float x) {
   return y;
 }
 
+// The logarithm of x to base 2; -inf for 0.
+__device__ __forceinline__ float lg2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // tanh(x), to 2^-11 of its size.
 __device__ __forceinline__ float tanh(float x) {
   float y;

@@ -67,6 +67,32 @@ __device__ __forceinline__ void add_fragment_if(bool wanted, float* fragment, co
       "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(static_cast<int>(wanted))
       : "memory");
 }
+// Adds a number when that is wanted, without a branch.
+__device__ __forceinline__ void add_if(bool wanted, float* to, float x) {
+  asm volatile(
+      "{\n.reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %2, 0;\n"
+      "@wanted red.global.add.f32 [%0], %1;\n}\n" ::"l"(to),
+      "f"(x), "r"(static_cast<int>(wanted))
+      : "memory");
+}
+// Stores an element when that is wanted, without a branch.
+__device__ __forceinline__ void store_if(bool wanted, float* to, float x) {
+  asm volatile(
+      "{\n.reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %2, 0;\n"
+      "@wanted st.global.f32 [%0], %1;\n}\n" ::"l"(to),
+      "f"(x), "r"(static_cast<int>(wanted))
+      : "memory");
+}
+__device__ __forceinline__ void store_if(bool wanted, void* to, uint16_t x) {
+  asm volatile(
+      "{\n.reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %2, 0;\n"
+      "@wanted st.global.u16 [%0], %1;\n}\n" ::"l"(to),
+      "h"(x), "r"(static_cast<int>(wanted))
+      : "memory");
+}
 __device__ __forceinline__ void load_fragment(float (&x)[4], const float* fragment) {
   const int lane = threadIdx.x % 32;
 #if __CUDA_ARCH__ >= 900

@@ -396,11 +396,7 @@ template <class T, int kHeadDim, Kind kKind, bool kLarge>
 WorkspaceOf<kKind> backward_workspace(const AttnGradParams& p) {
   constexpr BackwardTile kTile = backward_tile<sizeof(T), kHeadDim, kLarge>();
   const BackwardWorkspace base(p, kTile.queries, int64_t{kTile.queries} * kHeadDim, kTile.splits);
-  if constexpr (kKind == Kind::kGeneral) {
-    return GeneralWorkspace(p, base, kTile.keys, kTile.warps);
-  } else {
-    return base;
-  }
+  return complete<kKind>(p, base, kTile.keys, kTile.warps);
 }
 
 template <class T, int kHeadDim, Kind kKind, bool kLarge>

@@ -15,8 +15,11 @@ namespace flashattn_ext::sm90 {
 template <class T, int kHeadDim, Kind kKind>
 struct Backward {
   using Work = BackwardWorkOf<kKind>;
+  using Workspace = WorkspaceOf<kKind>;
+  static constexpr bool kGeneral = kKind == Kind::kGeneral;
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
   using Scores = PackedScores<T, backward_tile<kHeadDim, kKind>().queries, kKind>;
+  using GeneralScores = GeneralPackedScores<T, Scores::kTiles * 8>;
   using Layout = DqLayout<T, kHeadDim>;
   static constexpr BackwardTile kTile = backward_tile<kHeadDim, kKind>();
   static constexpr RegisterBudget kRegisters = kBackwardRegisters;
@@ -32,7 +35,7 @@ struct Backward {
   static constexpr int kSectionHeads = 16;
   // How many of a warp's eight additions to dq are spread over `weigh`, the others over `differentiate`: a
   // multiprocessor takes them slowly.
-  static constexpr int kEarly = 4;
+  static constexpr int kEarly = kGeneral ? 8 : 4;  // biases want the registers in `differentiate`
   static_assert(Layout::kHeadDim >= kHeadDim && Layout::kQueries == kQueries);
 
   // Tiles are as in common/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
@@ -55,8 +58,12 @@ struct Backward {
   static_assert(sizeof(Shared) <= kSharedLimit);
   static_assert(kStages >= 2);  // the next scores are computed before these queries are released
 
+  static __device__ __forceinline__ bool drops(const AttnGradParams& p) {
+    return kDropout && (!kGeneral || p.has_dropout());
+  }
+
   static __device__ void init(Shared& shared, const AttnGradParams& p) {
-    if (kDropout) shared.philox = Dropout(p, 0).key;
+    if (drops(p)) shared.philox = Dropout(p, 0).key;
     for (int i = 0; i < kKeyStages; ++i) {
       ptx::barrier_init(&shared.k_full[i], 1);
       ptx::barrier_init(&shared.v_full[i], 1);
@@ -74,7 +81,7 @@ struct Backward {
   }
 
   // One warpgroup loads; it gives its registers to those that compute.
-  static __device__ void run(Shared& shared, const AttnGradParams& p, const BackwardWorkspace& workspace,
+  static __device__ void run(Shared& shared, const AttnGradParams& p, const Workspace& workspace,
                              const BackwardMaps& maps, const TileGrid& grid) {
     if (threadIdx.x < kGroupThreads) {
       ptx::give_registers<kRegisters.producer>();
@@ -97,7 +104,7 @@ struct Backward {
 
   Shared& shared;
   const AttnGradParams& p;
-  const BackwardWorkspace& workspace;
+  const Workspace& workspace;
   const int group, warp_key;  // first of this warp's 16 keys, within the tile
   RingPosition<kWorkStages> works;
   RingPosition<kKeyStages> keys;
@@ -106,8 +113,9 @@ struct Backward {
   int step = 0;                   // of this thread block so far
   float dk[kColumnTiles][4], dv[kColumnTiles][4];
   typename Scores::Packed weights;
+  std::conditional_t<kGeneral, BiasSums<1>, Nothing> bias_sums;
 
-  __device__ __forceinline__ Backward(Shared& shared, const AttnGradParams& params, const BackwardWorkspace& workspace,
+  __device__ __forceinline__ Backward(Shared& shared, const AttnGradParams& params, const Workspace& workspace,
                                       int group)
       : shared(shared),
         p(params),
@@ -223,12 +231,20 @@ struct Backward {
     // With dropout the operand of dv is a copy of the weights; where registers are scarce they have to be free first.
     ptx::wgmma_wait<kDropout && kQueries == 128 ? 0 : 1>();
     ptx::hold(dscores);
-    float* const to = fragments(work, adding);
-    Scores::differentiate(dscores, weights, workspace.score, shared.delta[stage],
-                          Scores::is_masked(unmasked, now.m * kQueries), [&](int n) {
-                            constexpr int kSpread = kQueries / 8 / (8 - kEarly);
-                            if (n % kSpread == 0) add_fragment(to, dq, kEarly + n / kSpread);
-                          });
+    if constexpr (kGeneral) {
+      const auto biases = bias(work, now);
+      typename GeneralScores::BiasGradient gradient{p, biases, workspace, work.b, now.h, true, bias_sums};
+      GeneralScores::differentiate(dscores, weights, workspace.score, biases, gradient, shared.lse[stage],
+                                   shared.delta[stage]);
+      if (now.m == now.end - 1) end_head(work, now.h);
+    } else {
+      float* const to = fragments(work, adding);
+      Scores::differentiate(dscores, weights, workspace.score, shared.delta[stage],
+                            Scores::is_masked(unmasked, now.m * kQueries), [&](int n) {
+                              constexpr int kSpread = kQueries / 8 / (8 - kEarly);
+                              if (n % kSpread == 0) add_fragment(to, dq, kEarly + n / kSpread);
+                            });
+    }
     if (is_ordered(adding)) order(work, adding).admit_later_keys();
     pack_scores<T>(packed, dscores);
     buffer = buffer == kDscoreBuffers - 1 ? 0 : buffer + 1;
@@ -256,22 +272,43 @@ struct Backward {
     const int row0 = now.m * kQueries, key = work.key0 + warp_key;
     if (is_ordered(adding)) order(work, adding).await_earlier_keys();
     float* const to = fragments(work, adding);
-    Scores::weigh(
-        weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
-        [&] { return visible(p, work, now.h); }, row0, key,
-        [&](int n) {
-          constexpr int kSpread = kQueries / 8 / kEarly;
-          if (n % kSpread == 0) add_fragment(to, dq, n / kSpread);
-        });
-    if constexpr (kDropout) Scores::drop(weights, shared.kept[group], warp_key / 16 % 4);
+    auto between = [&](int n) {
+      constexpr int kSpread = kQueries / 8 / kEarly;
+      if (n % kSpread == 0) add_fragment(to, dq, n / kSpread);
+    };
+    if constexpr (kGeneral) {
+      const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+      GeneralScores::weigh(weights, scores, workspace.score, bias(work, now), shared.lse[queries.stage],
+                           SeenBy<1>(visible(p, work, now.h), row0 + 2 * t, key + g), between);
+    } else {
+      Scores::weigh(
+          weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
+          [&] { return visible(p, work, now.h); }, row0, key, between);
+    }
+    if constexpr (kDropout) {
+      if (drops(p)) Scores::drop(weights, shared.kept[group], warp_key / 16 % 4);
+    }
   }
   // Draws what dropout keeps of the next weights, for all warps of the warpgroup. Turns come between the last use of
   // shared.kept and this, and between this and the next use.
   __device__ __forceinline__ void draw(const Work& work, const QueryWalk& next) {
     if constexpr (kDropout) {
+      if (!drops(p)) return;
       Scores::draw(shared.kept[group], Dropout(shared.philox, p, work.b), next.h, work.key0 + group * 64,
                    next.m * kQueries);
     }
+  }
+
+  // What is added to this warp's scores of a step; found again rather than kept in registers.
+  __device__ __forceinline__ typename GeneralScores::Bias bias(const Work& work, const QueryWalk& now) const {
+    const Mask32 mask(p, uniform(work.length_q), uniform(work.length_k));
+    return {p, uniform(work.b), now.h, mask, now.m * kQueries, uniform(work.key0) + warp_key};
+  }
+  // This warp's sums over the scores of a head, for the gradients of biases.
+  __device__ __forceinline__ void end_head(const Work& work, int h) {
+    const int64_t tile = workspace.first_key_tile(p, work.b, key_sequence(p, work.b)) + work.n;
+    flashattn_ext::end_head(bias_sums, p, workspace, work.b, h, tile, warp_key / 16,
+                            work.key0 + warp_key + static_cast<int>(threadIdx.x) % 32 / 4, work.length_k);
   }
 
   // Rows after the end of a packed sequence are those of another one: weights of 0 would still carry over a NaN. Each
@@ -328,7 +365,8 @@ struct Backward {
 
 template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
-    backward_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardWorkspace workspace,
+    backward_kernel(const __grid_constant__ AttnGradParams p,
+                    const __grid_constant__ typename Kernel::Workspace workspace,
                     const __grid_constant__ BackwardMaps maps, const __grid_constant__ TileGrid grid) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
@@ -348,24 +386,26 @@ template <class T, int kHeadDim, Kind kKind>
 using BackwardOf =
     std::conditional_t<is_wide(kHeadDim), WideBackward<T, kHeadDim, kKind>, Backward<T, kHeadDim, kKind>>;
 
-template <class T, int kHeadDim>
-BackwardWorkspace backward_workspace(const AttnGradParams& p) {
+template <class T, int kHeadDim, Kind kKind>
+WorkspaceOf<kKind> backward_workspace(const AttnGradParams& p) {
   using Layout = DqLayout<T, kHeadDim>;
-  return BackwardWorkspace(p, Layout::kTileRows, Layout::kTileFloats, Layout::kParts);
+  const BackwardWorkspace base(p, Layout::kTileRows, Layout::kTileFloats, Layout::kParts);
+  return complete<kKind>(p, base, backward_tile<kHeadDim, kKind>().keys, 8);
 }
 
 template <class T, int kHeadDim, Kind kKind>
 size_t backward_bytes(const AttnGradParams& p) {
-  return static_cast<size_t>(backward_workspace<T, kHeadDim>(p).bytes);
+  return static_cast<size_t>(backward_workspace<T, kHeadDim, kKind>(p).bytes);
 }
 
 template <class T, int kHeadDim, Kind kKind>
 void backward(const AttnGradParams& p) {
-  const BackwardWorkspace workspace = backward_workspace<T, kHeadDim>(p);
+  const WorkspaceOf<kKind> workspace = backward_workspace<T, kHeadDim, kKind>(p);
   launch_prepare<T>(p, workspace);
   using Kernel = BackwardOf<T, kHeadDim, kKind>;
   launch_backward_main<Kernel>(backward_kernel<Kernel>, p, workspace);
   launch_finish<DqLayout<T, kHeadDim>>(p, workspace);
+  if constexpr (kKind == Kind::kGeneral) finish_biases(p, workspace);
 }
 
 }  // namespace flashattn_ext::sm90

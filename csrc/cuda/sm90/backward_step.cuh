@@ -3,8 +3,10 @@
 #pragma once
 
 #include "../common/backward_finish.cuh"
+#include "../common/bias_finish.cuh"
 #include "../common/device.h"
 #include "../common/dq_order.cuh"
+#include "../common/general_scores.cuh"
 #include "../common/intervals.cuh"
 #include "../common/ring.cuh"
 #include "../common/scores.cuh"
@@ -269,7 +271,7 @@ __device__ __forceinline__ void store_keys(const TensorView& to, const BackwardW
 // --- on the host --------------------------------------------------------------------------------------------------
 
 template <class Kernel, class Entry>
-void launch_backward_main(Entry kernel, const AttnGradParams& p, const BackwardWorkspace& workspace) {
+void launch_backward_main(Entry kernel, const AttnGradParams& p, const typename Kernel::Workspace& workspace) {
   const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys), all = blocks * p.batch * p.heads_k;
   if (all == 0) return;
   const BackwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kQueries), key_map(p, p.k, p.head_dim, Kernel::kKeys),

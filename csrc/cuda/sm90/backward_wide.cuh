@@ -13,6 +13,7 @@ struct WideBackward {
   using Work = BackwardWorkOf<kKind>;
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
   using Layout = DqLayout<T, kHeadDim>;
+  using Workspace = BackwardWorkspace;
   static constexpr BackwardTile kTile = backward_tile<kHeadDim, kKind>();
   static constexpr WideRegisterBudget kRegisters = kWideBackwardRegisters;
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,

@@ -9,7 +9,7 @@
 namespace flashattn_ext::sm90 {
 
 // Whether there is a backward of a kind; sm80's runs other calls.
-constexpr bool has_backward(int /*head_dim*/, Kind kind) { return kind != Kind::kGeneral; }
+constexpr bool has_backward(int head_dim, Kind kind) { return kind != Kind::kGeneral || head_dim <= 128; }
 
 constexpr size_t kForwardBytes = 64;  // workspace of the forward: TileGrid::taken
 
