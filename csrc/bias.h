@@ -26,6 +26,7 @@ struct HeadBias {
   const void* bias = nullptr;  // of row 0 and key 0, in p.bias.dtype
   int64_t row_stride = 0;
 
+  FLASHATTN_HOST_DEVICE HeadBias() {}  // named, because FLASHATTN_HOST_DEVICE makes it a part of its caller
   FLASHATTN_HOST_DEVICE static HeadBias of(const AttnParams& p, int64_t b, int64_t h) {
     HeadBias head;
     if (p.alibi_slopes) head.slope = static_cast<const Real*>(p.alibi_slopes)[b * p.alibi_batch_stride + h];
