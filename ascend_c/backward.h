@@ -14,6 +14,7 @@
 // the products of step t, which wait for P(t), and announce themselves on the pipe that stored those products.
 #pragma once
 
+#include "bias_gradients.h"
 #include "cube.h"
 #include "scores.h"
 
@@ -24,6 +25,7 @@ struct GradStep {
   Task task;                            // its keys
   int32_t head = 0, row = 0, rows = 0;  // queries, within the sequence
   bool first = false, last = false;     // of the task
+  bool last_of_head = false;
   int32_t slot = 0;
   __aicore__ int64_t FirstOf(const Arguments& a, const Sequence& sequence, int64_t length) const {
     return a.is_varlen() ? sequence.start : task.batch * length;
@@ -41,35 +43,58 @@ class GradSteps {
   __aicore__ bool Next(GradStep* step) {
     step->first = false;
     while (row >= end) {
-      if (heads_left == 0) {
+      if (heads_left == last_head) {
         if (!tasks.Next(&task)) return false;
-        const TileMask mask(a, task.queries.length, task.keys.length);
-        visible = mask.rows_of(task.row, task.row + task.rows);
-        if (visible.begin >= visible.end) continue;
-        heads_left = a.group_size();
+        if (!BeginTask()) continue;
         step->first = true;
       }
       --heads_left;
-      row = visible.begin / kGroupRows * kGroupRows;
-      end = visible.end;
+      const TileMask::Range seen = RowsOf(heads_left);
+      row = seen.begin / kGroupRows * kGroupRows;
+      end = seen.begin < seen.end ? seen.end : row;
     }
     step->task = task;
-    step->head = (task.head + 1) * a.group_size() - 1 - heads_left;
+    step->head = HeadOf(heads_left);
     step->row = row;
     step->rows = Lesser(queries_of_step, end - row);
     row += step->rows;
-    step->last = row >= end && heads_left == 0;
+    step->last_of_head = row >= end;
+    step->last = step->last_of_head && heads_left == last_head;
     step->slot = number++ % kSlots;
     return true;
   }
 
  private:
+  // Heads are counted down.
+  __aicore__ int32_t HeadOf(int32_t left) const { return (task.head + 1) * a.group_size() - 1 - left; }
+  // The rows of a query head that see a key of the task.
+  __aicore__ TileMask::Range RowsOf(int32_t left) const {
+    if (!a.has_intervals()) return visible;
+    const IntervalTiles tiles(a, task.batch, HeadOf(left), task.keys.start);
+    const IntervalExtremes seen = tiles.Of(task.row, task.row + task.rows);
+    return {Greater(visible.begin, seen.any_first), Lesser(visible.end, seen.any_last)};
+  }
+  // Whether a head has any rows. The last one that has some is the task's last.
+  __aicore__ bool BeginTask() {
+    const TileMask mask(a, task.queries.length, task.keys.length);
+    visible = mask.rows_of(task.row, task.row + task.rows);
+    const int32_t heads = a.group_size(), of_its_own = a.has_intervals() && a.intervals.heads == a.heads_q ? heads : 1;
+    for (last_head = 0; last_head < of_its_own; ++last_head) {
+      const TileMask::Range seen = RowsOf(last_head);
+      if (seen.begin >= seen.end) continue;
+      heads_left = heads;
+      return true;
+    }
+    heads_left = last_head;
+    return false;
+  }
+
   const Arguments& a;
   Tasks tasks;
   Task task;
   TileMask::Range visible = {0, 0};
   int32_t queries_of_step;
-  int32_t heads_left = 0, row = 0, end = 0, number = 0;
+  int32_t heads_left = 0, last_head = 0, row = 0, end = 0, number = 0;
 };
 
 template <typename T>
@@ -99,8 +124,7 @@ class BackwardCube {
   static constexpr int32_t kInner = SizesOf<sizeof(T)>::kInner, kQueries = SizesOf<sizeof(T)>::kQueries;
 
  public:
-  __aicore__ explicit BackwardCube(const Arguments& arguments)
-      : a(arguments), workspace(arguments), adds(arguments.deterministic ? Store::add_in_order : Store::add) {}
+  __aicore__ explicit BackwardCube(const Arguments& arguments) : a(arguments), workspace(arguments) {}
 
   __aicore__ void Run() {
     GradSteps steps(a, kQueries);
@@ -176,7 +200,7 @@ class BackwardCube {
         for (int32_t key = 0; key < n; key += kInner)
           cube.MultiplyPlain({ds, row, rows, key, Lesser(kInner, n - key), false}, tiles[key / kInner], columns,
                              key == 0, row + rows == step.rows);
-        cube.StoreSums(dq[row * pitch + d], rows, columns, pitch, adds);
+        cube.StoreSums(dq[row * pitch + d], rows, columns, pitch, Store::add);
       }
     }
     cube.Release(p);
@@ -196,13 +220,12 @@ class BackwardCube {
         const L1Tile<T> tile = cube.LoadTile(Queries(step, right, row)[d], rows, columns, right.row_stride);
         cube.MultiplyPlain({left, row, rows, 0, n, true}, tile, columns, row == 0, true);
       }
-      cube.StoreSums(to[d], n, columns, pitch, adds);
+      cube.StoreSums(to[d], n, columns, pitch, Store::add);
     }
   }
 
   const Arguments& a;
   BackwardWorkspace<T> workspace;
-  Store adds;
   CubeCore<T> cube;
   L1Tile<T> keys, values;
 };
@@ -212,20 +235,33 @@ class BackwardVector : VectorCore {
   static constexpr int32_t kQueries = SizesOf<sizeof(T)>::kQueries, kGradRows = SizesOf<sizeof(T)>::kGradRows;
 
  public:
-  __aicore__ explicit BackwardVector(const Arguments& arguments) : a(arguments), workspace(arguments) {
+  __aicore__ explicit BackwardVector(const Arguments& arguments)
+      : a(arguments),
+        workspace(arguments),
+        chunk_rows(arguments.cap > 0 && arguments.has_dropout() ? kGroupRows : kGradRows),
+        biases(arguments),
+        intervals(arguments),
+        bias_gradients(arguments, &biases) {
     using namespace AscendC;
     s = Carve<float>(4 * kChunk);  // and dP behind it
     dp = s[2 * kChunk];
     rounded = Carve<T>(2 * 2 * kChunk);
     lse = Carve<float>(kHalf);
     delta = Carve<float>(kHalf);
-    lse_wide = Carve<float>(kHalf * 8);
-    delta_wide = Carve<float>(kHalf * 8);
-    if (a.has_dropout()) {
+    lse_wide = Carve<float>(kGradRows * 8);
+    delta_wide = Carve<float>(kGradRows * 8);
+    if (a.has_dropout() || a.cap > 0 || a.has_bias() || a.has_intervals()) {
       product = Carve<float>(kChunk);
+      Duplicate(product, 0.0f, kChunk);
+    }
+    if (a.has_bias()) {
+      biases.SetMemory(Carve<float>(Biases<T>::FloatsOf(kGradRows, kTile, kGradPitch)), kGradRows, kTile, kGradPitch);
+      if (bias_gradients.any()) bias_gradients.SetMemory(Carve<float>(bias_gradients.kFloats));
+    }
+    if (a.has_intervals()) intervals.SetMemory(Carve<float>(Intervals::FloatsOf(kGradRows, kTile)), kGradRows, kTile);
+    if (a.has_dropout()) {
       words = Carve<int32_t>(Dropout::WordsOf(kStepTiles));
       dropout.Init(a, Carve<int32_t>(Dropout::kConstantWords));
-      Duplicate(product, 0.0f, kChunk);
     }
     // Lanes behind the last row and column are computed with and never used: they must hold something.
     Duplicate(s, 0.0f, 4 * kChunk);
@@ -251,21 +287,32 @@ class BackwardVector : VectorCore {
         static_assert(Dropout::ScratchOf(kStepTiles) <= 4 * kChunk, "the buffers of S and dP are free here");
         static_assert(Dropout::PartsOf(kGroups, kAcross) <= kChunk, "and that of products");
         TakeLoadBuffers();
+        if (bias_gradients.any()) bias_gradients.TakeScratch();
         dropout.SetMemory(product.ReinterpretCast<int32_t>(), kGroups, kAcross, words, kStepTiles);
         dropout.SetScratch(s.ReinterpretCast<int32_t>(), kStepTiles);
         dropout.Draw(step.task.batch, step.head, step.row, step.rows, step.task.row, RoundUp(step.task.rows, kLanes));
+        if (bias_gradients.any()) bias_gradients.GiveScratch();
         GiveLoadBuffers();
       }
+      if (a.has_intervals() && step.rows > 0)
+        intervals.Begin(step.task, step.head, step.task.row, step.task.rows, step.row, step.rows);
       CrossCoreWaitFlag(kScoresReady);
-      for (int32_t row = 0; row < step.rows; row += kGradRows)
-        Chunk(step, row, Lesser(kGradRows, step.rows - row), step.row - begin + row);
+      if (bias_gradients.any() && step.rows > 0) bias_gradients.BeginRows();
+      for (int32_t row = 0; row < step.rows; row += chunk_rows)
+        Chunk(step, row, Lesser(chunk_rows, step.rows - row), step.row - begin + row);
+      if (step.rows > 0) SetFlag<HardEvent::V_MTE2>(kRowsEvent);
       CrossCoreSetFlag<2, PIPE_MTE3>(kProbabilitiesReady);
+      if (bias_gradients.any() && step.rows > 0) bias_gradients.EndRows(step.task, step.head, step.row);
+      if (bias_gradients.any() && step.last_of_head) bias_gradients.EndHead(step.task, step.head);
     }
     for (int32_t e = 0; e < 2; ++e) {
       WaitFlag<HardEvent::V_MTE2>(e);
       WaitFlag<HardEvent::MTE3_V>(e);
     }
     WaitFlag<HardEvent::V_MTE2>(kRowsEvent);
+    if (a.has_bias()) biases.Finish();
+    if (a.has_intervals()) intervals.Finish();
+    if (bias_gradients.any()) bias_gradients.Finish();
   }
 
  private:
@@ -275,7 +322,7 @@ class BackwardVector : VectorCore {
   static constexpr int32_t kPitchBlocks = kGradPitch / 8;
   static constexpr int32_t kRowsEvent = 2;
 
-  // lse and delta of the step's rows, each value in a whole block.
+  // lse and delta of the step's rows.
   __aicore__ void LoadRows(const GradStep& step) {
     using namespace AscendC;
     const DataCopyExtParams copy(1, step.rows * 4, 0, 0, 0);
@@ -288,10 +335,6 @@ class BackwardVector : VectorCore {
     WaitFlag<HardEvent::MTE2_V>(kRowsEvent);
     Maxs(lse, lse, kLowest, step.rows);
     Barrier();
-    Brcb(lse_wide, lse, RoundUp(step.rows, 8) / 8, {1, 8});
-    Brcb(delta_wide, delta, RoundUp(step.rows, 8) / 8, {1, 8});
-    Barrier();
-    SetFlag<HardEvent::V_MTE2>(kRowsEvent);
   }
 
   // `row` counts within this vector core's rows, `slot_row` within the step's.
@@ -310,12 +353,31 @@ class BackwardVector : VectorCore {
     WaitFlag<HardEvent::MTE2_V>(buffer);
 
     const ScoreChunk chunk = {p, {kPitchBlocks, false}, step.row + row, rows, task.row, keys};
-    Weigh(a, task, chunk, lse_wide[row * 8]);
+    const Scratch scratch = {product, kChunk};
     WaitFlag<HardEvent::MTE3_V>(buffer);
-    static_assert(Dropout::MasksOf(kGradRows / kGroupRows * kAcross) * 4 <= 2 * kChunk * int32_t(sizeof(T)),
-                  "the buffers of what is rounded are free here");
-    Differentiate(a, chunk, ds, delta_wide[row * 8], &dropout, {product, rounded_p.template ReinterpretCast<int32_t>()},
+    if (bias_gradients.any()) bias_gradients.TakeScratch();
+    ScaleProducts<T>(a, chunk, scratch);
+    // Until P and dS are rounded, their buffers hold the slope of the cap, and dropout's masks.
+    const LocalTensor<float> slope = rounded_p.template ReinterpretCast<float>();
+    const LocalTensor<T> masks = a.cap > 0 ? rounded_ds : rounded_p;
+    static_assert(Dropout::MasksOf(kGradRows / kGroupRows * kAcross) * 4 <= 2 * kChunk * int32_t(sizeof(T)) &&
+                      Dropout::MasksOf(kAcross) * 4 <= kChunk * int32_t(sizeof(T)) &&
+                      kGroupRows * kGradPitch * 4 <= kChunk * int32_t(sizeof(T)),
+                  "they are large enough");
+    if (a.cap > 0) SlopeOfCap(a, chunk, slope);
+    BiasAndHide(a, task, step.head, chunk, &biases, &intervals, scratch);
+    Brcb(lse_wide, lse[row], RoundUp(rows, 8) / 8, {1, 8});
+    Brcb(delta_wide, delta[row], RoundUp(rows, 8) / 8, {1, 8});
+    Barrier();
+    Weigh(chunk, lse_wide);
+    Differentiate(a, chunk, ds, delta_wide, &dropout, {product, masks.template ReinterpretCast<int32_t>()},
                   row / kGroupRows);
+    if (bias_gradients.any()) bias_gradients.Add(task, step.head, chunk, row, ds, product);
+    if (a.cap > 0) {
+      Barrier();  // what is stored of a bias's gradient was read from dS
+      Mul(ds, ds, slope, kLanes, chunk.repeats(), {1, 1, 1, 8, 8, 8});
+      Barrier();
+    }
     RoundRepeats(rounded_p, p, chunk.repeats());
     RoundRepeats(rounded_ds, ds, chunk.repeats());
     SetFlag<HardEvent::V_MTE2>(buffer);
@@ -331,8 +393,13 @@ class BackwardVector : VectorCore {
 
   const Arguments& a;
   BackwardWorkspace<T> workspace;
+  int32_t chunk_rows;  // of scores in UB at a time
   int32_t chunks = 0;
-  AscendC::LocalTensor<float> s, dp, lse, delta, lse_wide, delta_wide, product;
+  Biases<T> biases;
+  Intervals intervals;
+  BiasGradients<T> bias_gradients;
+  AscendC::LocalTensor<float> s, dp, lse, delta, lse_wide, delta_wide;
+  AscendC::LocalTensor<float> product;  // of a chunk: what is computed on the way
   AscendC::LocalTensor<int32_t> words;
   AscendC::LocalTensor<T> rounded;  // P and dS of a chunk, then of the next
   Dropout dropout;

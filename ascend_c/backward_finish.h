@@ -2,7 +2,7 @@
 // outputs, and dsink_h = -sum_i exp(sink_h - lse_i) * delta_i, in the order of the rows.
 #pragma once
 
-#include "vector.h"
+#include "bias_gradients.h"
 
 namespace flashattn_ext {
 namespace ascend {
@@ -30,6 +30,16 @@ class BackwardFinish : VectorCore {
     Convert(a.dv, a.dv_sum, a.rows_k, a.heads_k, a.head_dim_v, a.inverse_keep);
     if (a.dsink)
       for (int32_t head = GetBlockIdx(); head < a.heads_q; head += GetBlockNum()) Sink(head);
+    if (a.dalibi_slopes) {
+      const int64_t entries = a.alibi_batch_stride ? a.batch * a.heads_q : a.heads_q;
+      for (int64_t entry = GetBlockIdx(); entry < entries; entry += GetBlockNum())
+        Slope(entry / a.heads_q, entry % a.heads_q);
+    }
+    if (a.drelative_bias) {
+      const int64_t chunks = (2 * a.relative_reach + kEntries) / kEntries;
+      for (int64_t item = GetBlockIdx(); item < a.heads_q * chunks; item += GetBlockNum())
+        Relative(item / chunks, item % chunks * kEntries);
+    }
     for (int32_t e = 0; e < 2; ++e) {
       WaitFlag<HardEvent::V_MTE2>(e);
       WaitFlag<HardEvent::MTE3_V>(e);
@@ -38,7 +48,7 @@ class BackwardFinish : VectorCore {
 
  private:
   static constexpr int32_t kRowsAtATime = 32;
-  static constexpr int32_t kRowsOfSink = 1024;
+  static constexpr int32_t kRowsOfSink = 1024, kEntries = kRowsOfSink;
 
   // `rows` of all batch entries together: packed ones are one entry.
   __aicore__ void Convert(const TensorView& view, void* from, int64_t rows, int64_t heads, int32_t dim, float scale) {
@@ -88,14 +98,90 @@ class BackwardFinish : VectorCore {
         AddRows(sink, at, head * a.rows_q + entry + queries.start + row, Lesser(kRowsOfSink, queries.length - row));
       }
     }
+    StoreTotal(a.dsink, head, -1.0f);
+  }
+  // The sum over the lanes of `total`, times a sign, as an element of an fp32 tensor.
+  __aicore__ void StoreTotal(void* to, int64_t at, float sign) {
+    using namespace AscendC;
     WaitFlag<HardEvent::MTE3_V>(0);
     WholeReduceSum(result, total, kLanes, 1, 1, 1, 8);
     Barrier();
-    Muls(result, result, -1.0f, 1);
+    Muls(result, result, sign, 1);
     SetFlag<HardEvent::V_MTE3>(0);
     WaitFlag<HardEvent::V_MTE3>(0);
-    DataCopyPad(Global<float>((uint64_t)a.dsink, head), result, DataCopyExtParams(1, 4, 0, 0, 0));
+    DataCopyPad(Global<float>((uint64_t)to, at), result, DataCopyExtParams(1, 4, 0, 0, 0));
     SetFlag<HardEvent::MTE3_V>(0);
+  }
+  __aicore__ void ClearTotal() {
+    Barrier();
+    AscendC::Duplicate(total, 0.0f, kLanes);
+    Barrier();
+  }
+  // total += so many sums in the workspace, in their order.
+  __aicore__ void AddSums(const void* sums, int64_t at, int64_t count) {
+    using namespace AscendC;
+    for (int64_t done = 0; done < count; done += kRowsOfSink) {
+      const int32_t some = Lesser(kRowsOfSink, count - done);
+      LoadSums(lse, sums, at + done, some);
+      for (int32_t r = 0; r < some; r += kLanes) {
+        Add(total, total, lse[r], Lesser(kLanes, some - r));
+        Barrier();
+      }
+      SetFlag<HardEvent::V_MTE2>(0);
+    }
+  }
+  // The vector unit has to set V_MTE2 when it has done with them.
+  __aicore__ void LoadSums(const AscendC::LocalTensor<float>& to, const void* sums, int64_t at, int32_t count) {
+    using namespace AscendC;
+    WaitFlag<HardEvent::V_MTE2>(0);
+    DataCopyPad(to, Global<float>((uint64_t)sums, at), DataCopyExtParams(1, count * 4, 0, 0, 0),
+                DataCopyPadExtParams<float>(false, 0, 0, 0.0f));
+    SetFlag<HardEvent::MTE2_V>(0);
+    WaitFlag<HardEvent::MTE2_V>(0);
+  }
+
+  // dslope = -sum g |d|, of a batch entry or of all of them.
+  __aicore__ void Slope(int64_t entry, int64_t head) {
+    ClearTotal();
+    const int64_t end = a.alibi_batch_stride ? entry + 1 : a.batch;
+    for (int64_t b = entry; b < end; ++b) {
+      const Sequence keys = KeysOf(a, b);
+      AddSums(a.slope_sums, SlopeSumsAt(a, b, head, keys), (keys.length + kRows - 1) / kRows * 2);
+    }
+    StoreTotal(a.dalibi_slopes, entry * a.alibi_batch_stride + head, -1.0f);
+  }
+
+  // Entries of a relative bias, the batch entries and vector cores in their order. Those at the ends have the sums of
+  // all further distances, too.
+  __aicore__ void Relative(int64_t head, int64_t begin) {
+    using namespace AscendC;
+    const int64_t last = 2 * a.relative_reach, out = head * (last + 1);
+    const int32_t count = Lesser(kEntries, last + 1 - begin);
+    Barrier();
+    Duplicate(delta, 0.0f, kEntries);
+    Barrier();
+    for (int64_t part = 0; part < 2 * a.batch; ++part) {
+      LoadSums(lse, a.relative_sums, (part * a.heads_q + head) * a.relative_pitch + kDiagonalMargin + begin, count);
+      Add(delta, delta, lse, count);
+      Barrier();
+      SetFlag<HardEvent::V_MTE2>(0);
+    }
+    WaitFlag<HardEvent::MTE3_V>(0);
+    SetFlag<HardEvent::V_MTE3>(0);
+    WaitFlag<HardEvent::V_MTE3>(0);
+    DataCopyPad(Global<float>((uint64_t)a.drelative_bias, out + begin), delta,
+                DataCopyExtParams(1, count * 4, 0, 0, 0));
+    SetFlag<HardEvent::MTE3_V>(0);
+    if (begin == 0) RelativeEnd(head, 0, last == 0 ? 2 * kDiagonalMargin + 1 : kDiagonalMargin + 1, out);
+    if (begin + count - 1 == last && last > 0)
+      RelativeEnd(head, kDiagonalMargin + last, kDiagonalMargin + 1, out + last);
+  }
+  __aicore__ void RelativeEnd(int64_t head, int64_t first, int64_t distances, int64_t out) {
+    ClearTotal();
+    for (int64_t part = 0; part < 2 * a.batch; ++part)
+      AddSums(a.relative_sums, (part * a.heads_q + head) * a.relative_pitch + first, distances);
+    AscendC::PipeBarrier<PIPE_MTE3>();  // over what was stored with its neighbours
+    StoreTotal(a.drelative_bias, out, 1.0f);
   }
   // total += exp(sink - lse) * delta
   __aicore__ void AddRows(float sink, int64_t lse_at, int64_t delta_at, int32_t rows) {

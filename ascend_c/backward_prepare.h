@@ -31,6 +31,8 @@ class BackwardPrepare : VectorCore {
     Clear(a.dq_sum, a.heads_q * a.rows_q * sum_pitch(a.head_dim));
     Clear(a.dk_sum, a.heads_k * a.rows_k * sum_pitch(a.head_dim));
     Clear(a.dv_sum, a.heads_k * a.rows_k * sum_pitch(a.head_dim_v));
+    if (a.dalibi_slopes) Clear(a.slope_sums, a.slope_sums_count());
+    if (a.drelative_bias) Clear(a.relative_sums, a.relative_sums_count());
     SetFlag<HardEvent::V_MTE2>(0);
     SetFlag<HardEvent::MTE3_V>(0);
     const int64_t batch = a.is_varlen() ? 1 : a.batch, rows = a.is_varlen() ? a.total_q : a.seqlen_q;

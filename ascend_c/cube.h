@@ -16,8 +16,9 @@ struct L1Tile {
   __aicore__ AscendC::LocalTensor<T> From(int32_t column) const { return data[column * RoundUp(rows, 16)]; }
 };
 
-// How sums reach GM: over what is there, or added to it, in any order or in that of the calls.
-enum class Store { replace, add, add_in_order };
+// How sums reach GM: over what is there, or added to it. Two sums are in flight, whose flags order an addition after
+// the last but one; neighbours, which nothing orders, never add to the same rows.
+enum class Store { replace, add };
 
 template <typename T>
 class CubeCore {
@@ -127,10 +128,9 @@ class CubeCore {
     p.mSize = rows;
     p.srcStride = RoundUp(rows, 16);
     p.dstStride = pitch;
-    if (how == Store::add_in_order) PipeBarrier<PIPE_FIX>();
-    if (how != Store::replace) SetAtomicAdd<float>();
+    if (how == Store::add) SetAtomicAdd<float>();
     Fixpipe(to, l0c[sums * kRows * kTile], p);
-    if (how != Store::replace) SetAtomicNone();
+    if (how == Store::add) SetAtomicNone();
     SetFlag<HardEvent::FIX_M>(sums);
     sums ^= 1;
   }

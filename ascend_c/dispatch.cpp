@@ -16,8 +16,10 @@ std::string supports(const AttnParams& p, bool backward) {
   if (kForwardAlone && (backward || p.dtype != DType::kFloat16 || p.has_dropout()))
     return "a library of another tiling has nothing but the forward in fp16 without dropout; use the backend "
            "ascend-emulator";
-  std::string lacking = refuses_scores_and_masks(p, "Ascend C");
-  if (lacking.empty()) lacking = refuses_origin(p, "Ascend C");
+  if (p.dtype != DType::kFloat32 && p.head_dim_v > 128 && p.has_dropout() + p.has_bias() + p.has_intervals() > 1)
+    return "two of dropout_p, biases and mask at once are not implemented by the Ascend C kernels of 16 bits for head "
+           "dims of v above 128; use fp32, or leave one of them out";
+  const std::string lacking = refuses_origin(p, "Ascend C");
   if (!lacking.empty()) return lacking;
   constexpr int64_t kLongest = int64_t{1} << 30;
   if (std::max(p.seqlen_q, p.total_q) > kLongest || std::max(p.seqlen_k, p.total_k) > kLongest)
@@ -59,11 +61,17 @@ void carve_backward(Carver* carver, Arguments* a, int64_t cores) {
   a->dq_sum = carver->take(a->heads_q * a->rows_q * sum_pitch(a->head_dim) * 4);
   a->dk_sum = carver->take(a->heads_k * a->rows_k * sum_pitch(a->head_dim) * 4);
   a->dv_sum = carver->take(a->heads_k * a->rows_k * sum_pitch(a->head_dim_v) * 4);
+  if (a->dalibi_slopes) a->slope_sums = carver->take(a->slope_sums_count() * 4);
+  if (a->drelative_bias) a->relative_sums = carver->take(a->relative_sums_count() * 4);
 }
 
 void set_numbers(Arguments* a) {
   a->score = PlainScore<float, false>::of(*a);
+  a->cap = static_cast<float>(a->softcap);
+  a->inner = a->softcap > 0 ? static_cast<float>(a->softmax_scale / a->softcap) : 0.0f;
   a->inverse_keep = static_cast<float>(1.0 / keep_probability(a->dropout_threshold));
+  a->slope_blocks = a->is_varlen() ? a->total_k / kRows + a->batch + 1 : (a->seqlen_k + kRows - 1) / kRows;
+  a->relative_pitch = (2 * (a->relative_reach + kDiagonalMargin) + 8) / 8 * 8;
   a->rows_q = a->is_varlen() ? a->total_q : a->batch * a->seqlen_q;
   a->rows_k = a->is_varlen() ? a->total_k : a->batch * a->seqlen_k;
 }

@@ -46,7 +46,7 @@ class DropoutMask : VectorCore {
     const int32_t rows = Lesser(kChunkRows, a.seqlen_q - row), keys = Lesser(kKeys, a.seqlen_k - key);
     Duplicate(ones, 1.0f, kChunkRows * kPitch);
     dropout.Draw(head / a.heads_q, head % a.heads_q, row, rows, key, RoundUp(keys, kLanes));
-    dropout.Apply(ones, kPitch / 8, scratch, 0, 1);
+    dropout.Apply(ones, kPitch / 8, scratch, 0, 1, 0, RoundUp(keys, kLanes) / kLanes);
     for (int32_t column = 0; column < kKeys; column += kLanes)
       Cast(halves[column], ones[column], RoundMode::CAST_RINT, kLanes, kChunkRows, {1, 1, kKeys / 16, kPitch / 8});
     Barrier();

@@ -113,7 +113,12 @@ class ForwardVector : VectorCore {
 
  public:
   __aicore__ explicit ForwardVector(const Arguments& arguments)
-      : a(arguments), workspace(arguments), width(RoundUp(arguments.head_dim_v, kLanes)), softmax(arguments) {
+      : a(arguments),
+        workspace(arguments),
+        width(RoundUp(arguments.head_dim_v, kLanes)),
+        biases(arguments),
+        intervals(arguments),
+        softmax(arguments, &biases, &intervals) {
     using namespace AscendC;
     scores = Carve<float>(2 * kChunkRows * kPitch);
     rounded = Carve<T>(2 * kChunkRows * kPitch);
@@ -121,6 +126,9 @@ class ForwardVector : VectorCore {
     softmax.SetMemory(Carve<float>(OnlineSoftmax<T>::kFloats));
     statistics = Carve<float>(kHalf);
     statistics_wide = Carve<float>(kHalf * kWide);
+    if (a.has_bias())
+      biases.SetMemory(Carve<float>(Biases<T>::FloatsOf(kChunkRows, kKeys, kPitch)), kChunkRows, kKeys, kPitch);
+    if (a.has_intervals()) intervals.SetMemory(Carve<float>(Intervals::FloatsOf(kChunkRows, kKeys)), kChunkRows, kKeys);
     if (a.has_dropout()) {
       dropout.Init(a, Carve<int32_t>(Dropout::kConstantWords));
       constexpr int32_t kStep = Dropout::WordsOf(kStepTiles) + Dropout::PartsOf(kStepGroups, kMaxAcross);
@@ -154,8 +162,7 @@ class ForwardVector : VectorCore {
         StoreEmpty(step.task);
         continue;
       }
-      if (draws_steps && step.task.rows > 0) DrawStep(step, more ? &next : nullptr);
-      Softmax(step);
+      Softmax(step, more ? &next : nullptr);
       ring[issued % kSlots] = step;
       if (issued >= kAhead) Accumulate(ring[(issued - kAhead) % kSlots]);
       ++issued;
@@ -166,6 +173,8 @@ class ForwardVector : VectorCore {
       WaitFlag<HardEvent::MTE3_V>(e);
     }
     WaitFlag<HardEvent::MTE3_V>(kStatisticsEvent);
+    if (a.has_bias()) biases.Finish();
+    if (a.has_intervals()) intervals.Finish();
   }
 
  private:
@@ -187,59 +196,58 @@ class ForwardVector : VectorCore {
   // First of them in the workspace.
   __aicore__ static int32_t SlotRow(const Task& task) { return task.row % kRows; }
 
-  __aicore__ void Softmax(const Step& step) {
+  __aicore__ void Softmax(const Step& step, const Step* next) {
     using namespace AscendC;
     const Task& task = step.task;
     if (step.first) softmax.Begin(task);
-    CrossCoreWaitFlag(kScoresReady);
+    if (a.has_intervals() && task.rows > 0) intervals.Begin(task, task.head, step.key, step.keys, task.row, task.rows);
+    if (task.rows == 0) CrossCoreWaitFlag(kScoresReady);  // otherwise the first chunk waits
     for (int32_t row = 0; row < task.rows; row += kChunkRows)
-      SoftmaxChunk(step, row, Lesser(kChunkRows, task.rows - row));
+      SoftmaxChunk(step, next, row, Lesser(kChunkRows, task.rows - row));
     CrossCoreSetFlag<2, PIPE_MTE3>(kProbabilitiesReady);
   }
 
-  // Words of a step, in the buffers of its scores, and what the next one begins with while the first scores come.
-  __aicore__ void DrawStep(const Step& step, const Step* next) {
-    using namespace AscendC;
-    static_assert(kForwardAlone || Dropout::ScratchOf(kStepTiles) <= 2 * kChunkRows * kPitch, "they are large enough");
-    TakeLoadBuffers();
-    dropout.SetScratch(scores.ReinterpretCast<int32_t>(), kStepTiles);
-    if (!has_begun) BeginDraw(step);
-    dropout.Draw();
-    GiveLoadBuffers();
-    has_begun = next && next->keys && next->task.rows > 0;
-    if (!has_begun) return;
+  // Words of a whole step, in the buffers of its scores, and what the next one begins with while the first scores come;
+  // or those of a chunk of its rows alone. `scratch`: a buffer of P.
+  __aicore__ void DrawWords(const Step& step, const Step* next, int32_t row, int32_t rows,
+                            const AscendC::LocalTensor<int32_t>& scratch) {
     constexpr int32_t kTiles = kMaxAcross > kStepGroups ? kMaxAcross : kStepGroups;
+    static_assert(kForwardAlone || Dropout::ScratchOf(kStepTiles) <= 2 * kChunkRows * kPitch,
+                  "scores are large enough");
     static_assert(kForwardAlone || Dropout::ScratchOf(kTiles) * 4 <= kChunkRows * kPitch * int32_t(sizeof(T)),
-                  "a buffer of P is large enough");
-    WaitFlag<HardEvent::MTE3_V>(0);
-    dropout.SetScratch(rounded.template ReinterpretCast<int32_t>(), kTiles);
-    BeginDraw(*next);
-    SetFlag<HardEvent::V_MTE3>(0);
-    WaitFlag<HardEvent::V_MTE3>(0);
-    SetFlag<HardEvent::MTE3_V>(0);
-  }
-  __aicore__ void BeginDraw(const Step& step) {
-    const Task& task = step.task;
-    if (step.first) {
-      dropout.BeginHead(task.batch, task.head);
-      dropout.BeginRows(task.row, task.rows);
+                  "so is P");
+    static_assert(kForwardAlone || kChunkTiles <= kTiles, "and for a chunk");
+    if (draws_steps) {
+      TakeLoadBuffers();
+      dropout.SetScratch(scores.ReinterpretCast<int32_t>(), kStepTiles);
+    } else {
+      dropout.SetScratch(scratch, kTiles);
     }
-    dropout.BeginKeys(step.key, RoundUp(step.keys, kLanes));
+    // This step and the next one take turns, so that the code of BeginWords is there once.
+    FLASHATTN_ROLLED for (int32_t turn = 0; turn < 2; ++turn) {
+      if (turn == 0) {
+        if (has_begun) continue;
+      } else {
+        dropout.Draw();
+        if (!draws_steps) return;
+        GiveLoadBuffers();
+        has_begun = next && next->keys && next->task.rows > 0;
+        if (!has_begun) return;
+        dropout.SetScratch(scratch, kTiles);
+      }
+      const Step& begun = turn == 0 ? step : *next;
+      BeginWords(begun, row, draws_steps ? begun.task.rows : rows);
+    }
+  }
+  // Rows are counted from the task's first one.
+  __aicore__ void BeginWords(const Step& step, int32_t row, int32_t rows) {
+    const Task& task = step.task;
+    if (row == 0 && step.first) dropout.BeginHead(task.batch, task.head);
+    if (!draws_steps || step.first) dropout.BeginRows(task.row + row, rows);
+    if (row == 0) dropout.BeginKeys(step.key, RoundUp(step.keys, kLanes));
   }
 
-  // Those of a chunk, `row` rows behind the step's first.
-  __aicore__ void DrawChunk(const Step& step, int32_t row, int32_t rows, const AscendC::LocalTensor<int32_t>& scratch) {
-    const Task& task = step.task;
-    dropout.SetScratch(scratch, kChunkTiles);
-    if (row == 0) {
-      if (step.first) dropout.BeginHead(task.batch, task.head);
-      dropout.BeginKeys(step.key, RoundUp(step.keys, kLanes));
-    }
-    dropout.BeginRows(task.row + row, rows);
-    dropout.Draw();
-  }
-
-  __aicore__ void SoftmaxChunk(const Step& step, int32_t row, int32_t rows) {
+  __aicore__ void SoftmaxChunk(const Step& step, const Step* next, int32_t row, int32_t rows) {
     using namespace AscendC;
     const Task& task = step.task;
     const int32_t buffer = chunks++ % 2, keys = Columns<T>(a, step.keys);
@@ -247,11 +255,9 @@ class ForwardVector : VectorCore {
     const LocalTensor<float> s = scores[buffer * kChunkRows * kPitch];
     const LocalTensor<T> p = rounded[buffer * kChunkRows * kPitch];
     WaitFlag<HardEvent::MTE3_V>(buffer);
-    if (a.has_dropout() && !draws_steps) {
-      static_assert(kForwardAlone || Dropout::ScratchOf(kChunkTiles) * 4 <= kChunkRows * kPitch * int32_t(sizeof(T)),
-                    "P's buffer is free here");
-      DrawChunk(step, row, rows, p.template ReinterpretCast<int32_t>());
-    }
+    if (a.has_dropout() && (row == 0 || !draws_steps))
+      DrawWords(step, next, row, rows, p.template ReinterpretCast<int32_t>());
+    if (row == 0) CrossCoreWaitFlag(kScoresReady);
     WaitFlag<HardEvent::V_MTE2>(buffer);
     const int32_t copied = RoundUp(keys, 8) / 8;
     DataCopyPad(s, workspace.Scores(step.slot)[slot_row * kKeys],
@@ -380,6 +386,8 @@ class ForwardVector : VectorCore {
   ForwardWorkspace<T> workspace;
   int32_t width;  // floats of a row of O: whole repeats
   int32_t chunks = 0;
+  Biases<T> biases;
+  Intervals intervals;
   OnlineSoftmax<T> softmax;
   AscendC::LocalTensor<float> scores, output, statistics, statistics_wide;
   AscendC::LocalTensor<T> rounded;

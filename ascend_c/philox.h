@@ -13,7 +13,14 @@
 #pragma once
 
 #include "../csrc/dropout.h"
-#include "schedule.h"
+#include "vector.h"
+
+// Keeps a loop's code short: the instruction cache of a vector core has 16 KB by one of the vendor's documents.
+#if defined(__clang__)
+#define FLASHATTN_ROLLED _Pragma("clang loop unroll(disable)")
+#else
+#define FLASHATTN_ROLLED
+#endif
 
 namespace flashattn_ext {
 namespace ascend {
@@ -50,7 +57,7 @@ class Dropout {
     numbers = constants;
     low_bytes = constants[8];
     keys = constants[16];
-    CreateVecIndex(numbers, int32_t(0), 8);  // written by the scalar unit, which waits for no other
+    Count(numbers, 8);
     Duplicate(low_bytes, int32_t(0x00ff00ff), 8);
     for (int32_t round = 4; round < kPhiloxRounds; ++round) {
       Duplicate(KeyLow(round), int32_t(LowOf(round)), 8);
@@ -151,7 +158,7 @@ class Dropout {
     Subtract(x, x, h0);
     Subtract(z, z, h1);
     Barrier();
-    for (int32_t round = 3; round < kPhiloxRounds; ++round) {
+    FLASHATTN_ROLLED for (int32_t round = 3; round < kPhiloxRounds; ++round) {
       const Product p0 = {x, h0, low0, b0, x}, p1 = {z, h1, low1, b1, g};
       for (int32_t stage = 0; stage < kStages; ++stage) {
         Advance<0>(p0, stage);
@@ -190,11 +197,12 @@ class Dropout {
   }
 
   // Zeros the dropped ones of fp32 scores in UB, of `count` groups of 16 rows, which are the `group`-th and so on of
-  // those drawn. `pitch`: blocks from row to row.
+  // those drawn. `pitch`: blocks from row to row. Of one group also a part of the keys: those of `across` tiles from
+  // `tile` on, where `s` begins.
   __aicore__ void Apply(const AscendC::LocalTensor<float>& s, int32_t pitch, const Words& scratch, int32_t group,
-                        int32_t count) {
+                        int32_t count, int32_t tile, int32_t across) {
     using namespace AscendC;
-    const int32_t parity = Compare(scratch, group, count), all = 2 * parity;
+    const int32_t parity = Compare(scratch, group * drawn_across + tile, count * across), all = 2 * parity;
     const Words upper = scratch[all];
     ShiftRight(upper, scratch, int32_t(31), all);  // the sign of the upper half
     Barrier();
@@ -204,11 +212,11 @@ class Dropout {
     Barrier();
     const uint8_t rows = pitch;
     const LocalTensor<uint16_t> s16 = s.ReinterpretCast<uint16_t>();
-    for (int32_t byte = 0; byte < 4; ++byte) {
+    FLASHATTN_ROLLED for (int32_t byte = 0; byte < 4; ++byte) {
       for (int32_t g = 0; g < count; ++g) {
         const LocalTensor<uint16_t> to = s16[((g * 16 + byte % 2 * 8) * pitch + byte / 2) * 16];
-        const Words mask = scratch[byte / 2 * all + byte % 2 * parity + g * 4 * drawn_across * kLanes];
-        AscendC::And(to, to, mask.ReinterpretCast<uint16_t>(), 128, 4 * drawn_across, {rows, rows, 1, 2, 2, 8});
+        const Words mask = scratch[byte / 2 * all + byte % 2 * parity + g * 4 * across * kLanes];
+        AscendC::And(to, to, mask.ReinterpretCast<uint16_t>(), 128, 4 * across, {rows, rows, 1, 2, 2, 8});
       }
     }
     Barrier();
@@ -218,7 +226,7 @@ class Dropout {
   __aicore__ void ApplyRounded(const AscendC::LocalTensor<uint16_t>& s, int32_t pitch, const Words& scratch,
                                int32_t group) {
     using namespace AscendC;
-    const int32_t parity = Compare(scratch, group, 1);
+    const int32_t parity = Compare(scratch, group * drawn_across, drawn_across);
     const LocalTensor<int16_t> signs = scratch.ReinterpretCast<int16_t>();
     ShiftRight(signs, signs, int16_t(15), 4 * parity);
     Barrier();
@@ -230,7 +238,6 @@ class Dropout {
 
  private:
   __aicore__ static void Barrier() { AscendC::PipeBarrier<PIPE_V>(); }
-  __aicore__ int32_t count() const { return tiles * kLanes; }
   __aicore__ static uint32_t High(uint64_t x) { return uint32_t(x >> 32); }
   // The key of a round, counted from 0.
   __aicore__ uint32_t LowOf(int32_t round) const { return key.low + round * kPhiloxWeyl0; }
@@ -273,22 +280,22 @@ class Dropout {
         if constexpr (which == 0)
           Subtract(p.sum, p.sum, p.other);
         else
-          AscendC::Add(p.sum, p.sum, p.other, count());
+          Plus(p.sum, p.sum, p.other);
         break;
       case 3:
         Times(p.other, p.high, kLower - ((kUpper + 1) << 16));
         break;
       case 4:
-        AscendC::Add(p.sum, p.sum, p.other, count());
+        Plus(p.sum, p.sum, p.other);
         Times(p.high, p.high, which == 0 ? kUpper : 0u - kUpper);
         break;
       case 5:
         ShiftDown(p.sum, p.sum);
-        if constexpr (which == 1) AscendC::Add(p.high, p.high, p.x, count());
+        if constexpr (which == 1) Plus(p.high, p.high, p.x);
         break;
       case 6:
         if constexpr (which == 0)
-          AscendC::Add(p.high, p.high, p.sum, count());
+          Plus(p.high, p.high, p.sum);
         else
           Subtract(p.high, p.high, p.sum);
         break;
@@ -341,20 +348,24 @@ class Dropout {
     return words.ReinterpretCast<uint16_t>();
   }
   __aicore__ void Times(const Words& to, const Words& from, uint32_t by) {
-    AscendC::Muls(to, from, int32_t(by), count());
+    AscendC::Muls(to, from, int32_t(by), kLanes, tiles, {1, 1, 8, 8});
+  }
+  __aicore__ void Plus(const Words& to, const Words& a, const Words& b) {
+    AscendC::Add(to, a, b, kLanes, tiles, {1, 1, 1, 8, 8, 8});
   }
   __aicore__ void Subtract(const Words& to, const Words& from, const Words& what) {
-    AscendC::Sub(to, from, what, count());
+    AscendC::Sub(to, from, what, kLanes, tiles, {1, 1, 1, 8, 8, 8});
   }
   // to = from / 2^16
   __aicore__ void ShiftDown(const Words& to, const Words& from) {
-    AscendC::ShiftRight(to.ReinterpretCast<uint32_t>(), from.ReinterpretCast<uint32_t>(), uint32_t(16), count());
+    AscendC::ShiftRight(to.ReinterpretCast<uint32_t>(), from.ReinterpretCast<uint32_t>(), uint32_t(16), kLanes, tiles,
+                        {1, 1, 8, 8});
   }
   __aicore__ void Or(const Words& to, const Words& a, const Words& b) {
-    AscendC::Or(Bits(to), Bits(a), Bits(b), 2 * count());
+    AscendC::Or(Bits(to), Bits(a), Bits(b), 128, tiles, {1, 1, 1, 8, 8, 8});
   }
   __aicore__ void And(const Words& to, const Words& a, const Words& b) {
-    AscendC::And(Bits(to), Bits(a), Bits(b), 2 * count());
+    AscendC::And(Bits(to), Bits(a), Bits(b), 128, tiles, {1, 1, 1, 8, 8, 8});
   }
   static constexpr int32_t kRepeated = 1, kConstant = 0;  // from block to block of w
   // to = v ^ w, w being one tile or one block for all of v: what either has, less what both have.
@@ -375,14 +386,14 @@ class Dropout {
     AscendC::Duplicate(registers[7], int32_t(second), 8);
   }
 
-  // Bytes less the threshold, in 16 bits, for `count` groups from `group` on: bytes 0 and 2 of the four words of each
+  // Bytes less the threshold, in 16 bits, of so many tiles from the `first` on: bytes 0 and 2 of the four words of each
   // tile, then bytes 1 and 3. Returns how many lanes of 32 bits lie between those.
-  __aicore__ int32_t Compare(const Words& to, int32_t group, int32_t count) {
+  __aicore__ int32_t Compare(const Words& to, int32_t first, int32_t drawn) {
     using namespace AscendC;
-    const int32_t drawn = count * drawn_across, parity = 4 * drawn * kLanes;
+    const int32_t parity = 4 * drawn * kLanes;
     Barrier();
-    for (int32_t word = 0; word < 4; ++word) {
-      const Words from = Word(word)[group * drawn_across * kLanes];
+    FLASHATTN_ROLLED for (int32_t word = 0; word < 4; ++word) {
+      const Words from = Word(word)[first * kLanes];
       AscendC::And(Bits(to[word * kLanes]), Bits(from), Bits(low_bytes), 128, drawn, {1, 1, 0, 32, 8, 0});
       ShiftRight(Bits(to[parity + word * kLanes]), Bits(from), uint16_t(8), 128, drawn, {1, 1, 32, 8});
     }

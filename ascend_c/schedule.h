@@ -8,7 +8,7 @@
 
 #include "../csrc/mask.h"
 #include "../csrc/seqlen.h"
-#include "arguments.h"
+#include "interval_tiles.h"
 #include "tiles.h"
 
 namespace flashattn_ext {
@@ -34,10 +34,11 @@ __aicore__ inline AscendC::GlobalTensor<T> Head(const TensorView& view, int32_t 
 }
 
 // Columns of scores are paired where dropout takes the bytes of its words in 16 bits (philox.h): of 16 keys, the k-th
-// and the (8 + k)-th lie side by side, from the rows of K and V in L1 on.
+// and the (8 + k)-th lie side by side, from the rows of K and V in L1 on. Biases and intervals come in the order of the
+// keys: with them dropout hides fp32.
 template <typename T>
 __aicore__ inline bool Pairs(const Arguments& a) {
-  return sizeof(T) == 2 && a.has_dropout();
+  return sizeof(T) == 2 && a.has_dropout() && !a.has_bias() && !a.has_intervals();
 }
 __aicore__ inline int32_t PairedPlace(int32_t key) { return key / 16 * 16 + key % 8 * 2 + key / 8 % 2; }
 
@@ -145,13 +146,19 @@ class Steps {
       key = visible.begin / kLanes * kLanes;  // the generator works on 64 keys at a time
       end = visible.end;
       if (visible.begin == visible.end) key = end;
+      SkipUnseen();
       if (key < end) task.number = tasks_begun++;
     }
     step->task = task;
     step->key = key;
     step->keys = Lesser(keys_of_step, end - key);
+    if (a.has_intervals() && step->keys > 0)
+      step->keys = Tiles().EndOfSeen(key, key + step->keys, task.row, RowsEnd()) - key;
     step->first = begins;
     key += step->keys;
+    // The next step begins with 64 keys, too.
+    if (key < end) key = RoundUp(key, kLanes);
+    SkipUnseen();
     step->last = key >= end;
     step->slot = number % kSlots;
     if (step->keys) ++number;
@@ -159,6 +166,15 @@ class Steps {
   }
 
  private:
+  __aicore__ IntervalTiles Tiles() const { return IntervalTiles(a, task.batch, task.head, task.keys.start); }
+  __aicore__ int32_t RowsEnd() const { return task.row + task.rows; }
+  // To the next 64 keys of which a Mask lets a row of the task see any.
+  __aicore__ void SkipUnseen() {
+    if (!a.has_intervals() || key >= end) return;
+    const int32_t seen = Tiles().FirstSeen(key, end, task.row, RowsEnd());
+    key = seen < end ? seen / kLanes * kLanes : end;
+  }
+
   const Arguments& a;
   Tasks tasks;
   Task task;

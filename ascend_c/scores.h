@@ -2,40 +2,119 @@
 // weights in the forward; Weigh with a known lse does so in the backward, where Differentiate then turns the gradient
 // of the weights into that of the scores. csrc/score.h says what a score is.
 //
-// The vector unit's exponential has base e: the backward keeps the logit itself, softmax_scale * <q, k>, of a product.
-// The forward keeps the product where products have the order of logits, and scales it as it subtracts the maximum.
+// The vector unit's exponential has base e, so that both keep the logit itself of a product, in natural units.
 #pragma once
 
+#include "biases.h"
+#include "intervals.h"
 #include "philox.h"
-#include "vector.h"
 
 namespace flashattn_ext {
 namespace ascend {
 
-// A chunk of scores in UB: its rows of queries against the keys of a step, all counted within their sequence.
-struct ScoreChunk {
-  AscendC::LocalTensor<float> s;
-  ScoreLayout layout;
-  int32_t row, rows;
-  int32_t key, keys;
-
-  // fp32 of a row, in whole repeats.
-  __aicore__ int32_t columns() const { return RoundUp(keys, kLanes); }
-  // The chunk is one piece of memory: an operation without an operand for each row takes all of it in so many repeats.
-  __aicore__ uint8_t repeats() const { return ((rows - 1) * layout.pitch + columns() / 8 + 7) / 8; }
+// UB for what is computed on the way, so many fp32.
+struct Scratch {
+  AscendC::LocalTensor<float> data;
+  int32_t floats;
 };
 
-// Products or logits to -inf where they are hidden and in the columns beyond the last key.
-__aicore__ inline void Hide(const Arguments& a, const Task& task, const ScoreChunk& chunk) {
-  HideScores(TileMask(a, task.queries.length, task.keys.length), chunk.row, chunk.rows, chunk.key, chunk.keys, chunk.s,
-             chunk.layout);
+// 1 + c1 x + c2 x^2 + c3 x^3 + c4 x^4.
+__aicore__ inline void Polynomial(const AscendC::LocalTensor<float>& sum, const AscendC::LocalTensor<float>& x,
+                                  uint8_t repeats, float c4, float c3, float c2, float c1) {
+  using namespace AscendC;
+  Muls(sum, x, c4, kLanes, repeats, {1, 1, 8, 8});
+  PipeBarrier<PIPE_V>();
+  FLASHATTN_ROLLED for (int32_t k = 3; k > 0; --k) {
+    Adds(sum, sum, k == 3 ? c3 : k == 2 ? c2 : c1, kLanes, repeats, {1, 1, 8, 8});
+    PipeBarrier<PIPE_V>();
+    Mul(sum, sum, x, kLanes, repeats, {1, 1, 1, 8, 8, 8});
+    PipeBarrier<PIPE_V>();
+  }
+  Adds(sum, sum, 1.0f, kLanes, repeats, {1, 1, 8, 8});
+  PipeBarrier<PIPE_V>();
 }
 
-// Products to logits, -inf where they are hidden.
-__aicore__ inline void MakeLogits(const Arguments& a, const Task& task, const ScoreChunk& chunk) {
+// Products to capped logits, cap * tanh(product * inner). With an
+// exponential, tanh y is 1 - 2 / (exp(2 y) + 1), whose error of some 1e-7 is nothing beside that of 16-bit inputs
+// unless the cap is large. Otherwise it is a quotient of polynomials of y^2, fitted to a relative error of 2e-8 up to
+// |y| = 9, beyond which tanh y is 1 in fp32.
+template <typename T>
+__aicore__ inline void CapLogits(const Arguments& a, const ScoreChunk& chunk, const Scratch& scratch) {
+  using namespace AscendC;
+  const UnaryRepeatParams dense(1, 1, 8, 8);
+  const LocalTensor<float> s = chunk.s;
+  const uint8_t all = chunk.repeats();
+  constexpr float kLargeCap = 1000.0f;
+  if (sizeof(T) == 2 && a.cap <= kLargeCap) {
+    const LocalTensor<float> numerator = scratch.data;
+    Duplicate(numerator, -2 * a.cap, 8);
+    Muls(s, s, 2 * a.inner, kLanes, all, dense);
+    PipeBarrier<PIPE_V>();
+    Exp(s, s, kLanes, all, dense);
+    PipeBarrier<PIPE_V>();
+    Adds(s, s, 1.0f, kLanes, all, dense);
+    PipeBarrier<PIPE_V>();
+    Div(s, numerator, s, kLanes, all, {1, 0, 1, 8, 0, 8});
+    PipeBarrier<PIPE_V>();
+    Adds(s, s, a.cap, kLanes, all, dense);
+    PipeBarrier<PIPE_V>();
+    return;
+  }
+  Muls(s, s, a.inner, kLanes, all, dense);
+  PipeBarrier<PIPE_V>();
+  Mins(s, s, 9.0f, kLanes, all, dense);
+  PipeBarrier<PIPE_V>();
+  Maxs(s, s, -9.0f, kLanes, all, dense);
+  PipeBarrier<PIPE_V>();
+  const int32_t most = scratch.floats / (2 * kLanes);
+  for (int32_t done = 0; done < all; done += most) {
+    const uint8_t some = Lesser(most, all - done);
+    const LocalTensor<float> y = s[done * kLanes], square = scratch.data, sum = scratch.data[most * kLanes];
+    Mul(square, y, y, kLanes, some, {1, 1, 1, 8, 8, 8});
+    PipeBarrier<PIPE_V>();
+    Polynomial(sum, square, some, 1.335498556187531e-08f, 2.060934275505133e-05f, 3.495605196803808e-03f,
+               1.338104009628296e-01f);
+    Mul(y, y, sum, kLanes, some, {1, 1, 1, 8, 8, 8});
+    PipeBarrier<PIPE_V>();
+    Polynomial(sum, square, some, 7.776698680572736e-07f, 3.285661805421114e-04f, 2.587704919278622e-02f,
+               4.671435654163361e-01f);
+    Div(y, y, sum, kLanes, some, {1, 1, 1, 8, 8, 8});
+    PipeBarrier<PIPE_V>();
+  }
+  Muls(s, s, a.cap, kLanes, all, dense);
+  PipeBarrier<PIPE_V>();
+}
+
+// The derivative of a capped logit by the logit: 1 - (logit / cap)^2.
+__aicore__ inline void SlopeOfCap(const Arguments& a, const ScoreChunk& chunk,
+                                  const AscendC::LocalTensor<float>& slope) {
+  using namespace AscendC;
+  const uint8_t all = chunk.repeats();
+  Muls(slope, chunk.s, 1 / a.cap, kLanes, all, {1, 1, 8, 8});
+  PipeBarrier<PIPE_V>();
+  Mul(slope, slope, slope, kLanes, all, {1, 1, 1, 8, 8, 8});
+  PipeBarrier<PIPE_V>();
+  Muls(slope, slope, -1.0f, kLanes, all, {1, 1, 8, 8});
+  PipeBarrier<PIPE_V>();
+  Adds(slope, slope, 1.0f, kLanes, all, {1, 1, 8, 8});
+}
+
+// Products to logits without biases.
+template <typename T>
+__aicore__ inline void ScaleProducts(const Arguments& a, const ScoreChunk& chunk, const Scratch& scratch) {
+  if (a.cap > 0) return CapLogits<T>(a, chunk, scratch);
   AscendC::Muls(chunk.s, chunk.s, a.score.softmax_scale, kLanes, chunk.repeats(), {1, 1, 8, 8});
   AscendC::PipeBarrier<PIPE_V>();
-  Hide(a, task, chunk);
+}
+
+// Biases are added, and what is hidden becomes -inf.
+template <typename T>
+__aicore__ inline void BiasAndHide(const Arguments& a, const Task& task, int32_t head, const ScoreChunk& chunk,
+                                   Biases<T>* biases, Intervals* intervals, const Scratch& scratch) {
+  if (a.has_bias()) biases->Add(task, head, chunk, scratch.data, scratch.floats);
+  HideScores(TileMask(a, task.queries.length, task.keys.length), chunk.row, chunk.rows, chunk.key, chunk.keys, chunk.s,
+             chunk.layout);
+  if (a.has_intervals()) intervals->Hide(chunk, scratch.data);
 }
 
 // The running maximum and sum of the rows that one vector core has of the tasks in flight, and the weights of a chunk.
@@ -47,9 +126,10 @@ class OnlineSoftmax {
   static constexpr int32_t kWide = 8;  // a row's value in every lane of one block
 
  public:
-  static constexpr int32_t kFloats = (2 * kStatisticsRing + kSlots) * kHalf + (2 + kWide) * kChunkRows + kWide;
+  static constexpr int32_t kFloats = (2 * kStatisticsRing + kSlots) * kHalf + (2 + kWide) * kChunkRows;
 
-  __aicore__ explicit OnlineSoftmax(const Arguments& arguments) : a(arguments) {}
+  __aicore__ OnlineSoftmax(const Arguments& arguments, Biases<T>* biases, Intervals* intervals)
+      : a(arguments), biases(biases), intervals(intervals) {}
 
   // memory: kFloats.
   __aicore__ void SetMemory(const AscendC::LocalTensor<float>& memory) {
@@ -59,8 +139,6 @@ class OnlineSoftmax {
     chunk_shift = decay[kSlots * kHalf];
     chunk_sum = chunk_shift[kChunkRows];
     chunk_wide = chunk_sum[kChunkRows];
-    factor_wide = chunk_wide[kWide * kChunkRows];
-    AscendC::Duplicate(factor_wide, Factor(), kWide);
     // Lanes beyond the last row are computed with and never used: they must hold something.
     AscendC::Duplicate(chunk_shift, 0.0f, kChunkRows);
     AscendC::Duplicate(decay, 0.0f, kSlots * kHalf);
@@ -99,39 +177,36 @@ class OnlineSoftmax {
     const LocalTensor<float> tree = weights.template ReinterpretCast<float>();  // until the weights are there
     const int32_t rows = chunk.rows, columns = chunk.columns();
     const uint8_t all = chunk.repeats();
-    if (KeepsProducts())
-      Hide(a, step.task, chunk);
-    else
-      MakeLogits(a, step.task, chunk);
+    const Scratch scratch = {tree, kChunkRows * kPitch * int32_t(sizeof(T)) / 4};
+    ScaleProducts<T>(a, chunk, scratch);
+    BiasAndHide(a, step.task, step.task.head, chunk, biases, intervals, scratch);
     Update(Shift(step.task)[row], Decay(step.slot)[row], s, rows, columns, tree);
     for (int32_t c = 0; c < columns; c += kLanes)
-      FusedMulAdd(s[c], factor_wide, chunk_wide, kLanes, rows, {1, 0, 0, kPitchBlocks, 0, 1});
+      Add(s[c], s[c], chunk_wide, kLanes, rows, {1, 1, 0, kPitchBlocks, kPitchBlocks, 1});
     Barrier();
     const LocalTensor<float> sum = Sum(step.task)[row];
     Exp(s, s, kLanes, all, {1, 1, 8, 8});
     Barrier();
     Reduce<false>(chunk_sum, s, rows, columns, tree);
     FusedMulAdd(sum, Decay(step.slot)[row], chunk_sum, rows, 1, {1, 1, 1, 8, 8, 8});
+    if (a.has_dropout() && !Pairs<T>(a)) {
+      const int32_t groups = (rows + kGroupRows - 1) / kGroupRows;
+      const int32_t most = scratch.floats / Dropout::MasksOf(groups), across = columns / kLanes;
+      for (int32_t key = 0; key < across; key += most)
+        dropout->Apply(s[key * kLanes], kPitchBlocks, tree.template ReinterpretCast<int32_t>(), group, groups, key,
+                       Lesser(most, across - key));
+    }
     RoundRepeats(weights, s, all);
-    if (!a.has_dropout()) return;
-    const LocalTensor<int32_t> masks = s.template ReinterpretCast<int32_t>();
-    if constexpr (sizeof(T) == 2)
-      dropout->ApplyRounded(weights.template ReinterpretCast<uint16_t>(), kPitchBlocks / 2, masks, group);
-    else
-      dropout->Apply(weights, kPitchBlocks, masks, group, (rows + kGroupRows - 1) / kGroupRows);
+    if constexpr (sizeof(T) == 2) {
+      if (Pairs<T>(a))
+        dropout->ApplyRounded(weights.template ReinterpretCast<uint16_t>(), kPitchBlocks / 2,
+                              s.template ReinterpretCast<int32_t>(), group);
+    }
   }
 
  private:
   __aicore__ static void Barrier() { AscendC::PipeBarrier<PIPE_V>(); }
   __aicore__ static int32_t At(const Task& task) { return task.number % kStatisticsRing * kHalf; }
-
-  // Whether the scores in UB are products, whose order is that of the logits unless the scale is negative.
-  __aicore__ bool KeepsProducts() const { return a.score.factor > 0; }
-  // What a score in UB is multiplied by to be a logit. Never 0, which would make NaN of a hidden score, -inf.
-  __aicore__ float Factor() const {
-    if (!KeepsProducts()) return 1.0f;
-    return a.score.softmax_scale < kSmallest<float> ? kSmallest<float> : a.score.softmax_scale;
-  }
 
   // The shift, which is added to logits, becomes the negated maximum of old and new ones, chunk_wide the same in whole
   // blocks, and chunk_decay exp(old - new maximum). The last two instructions go beside the caller's next ones.
@@ -140,7 +215,7 @@ class OnlineSoftmax {
                          const AscendC::LocalTensor<float>& tree) {
     using namespace AscendC;
     Reduce<true>(chunk_shift, s, rows, columns, tree);
-    Muls(chunk_shift, chunk_shift, -Factor(), rows);
+    Muls(chunk_shift, chunk_shift, -1.0f, rows);
     Barrier();
     Min(chunk_shift, chunk_shift, shift, rows);
     Barrier();
@@ -180,12 +255,12 @@ class OnlineSoftmax {
       AscendC::BlockReduceMax(blocks, last, rows, all, 1, 1, last_pitch);
       Barrier();
       ReduceRows<maximum>(result, blocks, rows, all[0]);
-    } else if (sizeof(T) == 4 || a.has_dropout()) {  // no pairs, or the blocks hold them
+    } else if (sizeof(T) == 4 || Pairs<T>(a)) {  // no pairs, or the blocks hold them
       AscendC::BlockReduceSum(blocks, last, rows, all, 1, 1, last_pitch);
       Barrier();
       ReduceRows<maximum>(result, blocks, rows, all[0]);
     } else {
-      // In the same order as dropout, for the same bits: first the k-th and the (8 + k)-th of 16.
+      // In the same order as with paired columns, for the same bits: first the k-th and the (8 + k)-th of 16.
       uint64_t half[2] = {all[0] >> 32, 0};
       AscendC::Add(tree, last, last[8], half, rows, {2, 2, 2, kLanes / 8, last_pitch, last_pitch});
       Barrier();
@@ -222,18 +297,17 @@ class OnlineSoftmax {
   }
 
   const Arguments& a;
+  Biases<T>* biases;
+  Intervals* intervals;
   AscendC::LocalTensor<float> row_shift, row_sum;                  // [kStatisticsRing][kHalf]
   AscendC::LocalTensor<float> decay;                               // [kSlots][kHalf]
   AscendC::LocalTensor<float> chunk_shift, chunk_sum, chunk_wide;  // [kChunkRows], the last one in whole blocks
-  AscendC::LocalTensor<float> factor_wide;                         // one block
 };
 
 // The backward's weights, with the known lse: exp(logit - lse). `lse`: of the chunk's rows, each in a whole block.
-__aicore__ inline void Weigh(const Arguments& a, const Task& task, const ScoreChunk& chunk,
-                             const AscendC::LocalTensor<float>& lse) {
+__aicore__ inline void Weigh(const ScoreChunk& chunk, const AscendC::LocalTensor<float>& lse) {
   using namespace AscendC;
   const uint8_t pitch = chunk.layout.pitch;
-  MakeLogits(a, task, chunk);
   for (int32_t c = 0; c < chunk.columns(); c += kLanes)
     Sub(chunk.s[c], chunk.s[c], lse, kLanes, chunk.rows, {1, 1, 0, pitch, pitch, 1});
   PipeBarrier<PIPE_V>();
@@ -261,7 +335,7 @@ __aicore__ inline void Differentiate(const Arguments& a, const ScoreChunk& weigh
   if (a.has_dropout()) {  // P~ dP / p_keep - P delta
     const LocalTensor<float> product = scratch.product;
     for (int32_t c = 0; c < columns; c += kLanes) Mul(product[c], p[c], delta, kLanes, rows, by_row);
-    dropout->Apply(p, pitch, scratch.masks, group, (rows + kGroupRows - 1) / kGroupRows);
+    dropout->Apply(p, pitch, scratch.masks, group, (rows + kGroupRows - 1) / kGroupRows, 0, columns / kLanes);
     Muls(ds, ds, a.inverse_keep, kLanes, all, {1, 1, 8, 8});
     PipeBarrier<PIPE_V>();
     Mul(ds, ds, p, kLanes, all, dense);

@@ -62,8 +62,7 @@ struct Tiling {
     const int32_t width = (head_dim_v + kLanes - 1) / kLanes * kLanes, half = rows / 2;
     const int32_t scores = 2 * chunk_rows() * pitch();
     const int32_t of_rows = 2 * kStatisticsRing + kSlots + 1 + 8, of_chunk_rows = 2 + 8;
-    constexpr int32_t constants = 8;  // OnlineSoftmax's factor, in a whole block
-    return scores * (4 + element) + (half * (width + of_rows) + chunk_rows() * of_chunk_rows + constants) * 4;
+    return scores * (4 + element) + (half * (width + of_rows) + chunk_rows() * of_chunk_rows) * 4;
   }
 };
 

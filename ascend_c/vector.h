@@ -105,23 +105,34 @@ __aicore__ inline uint64_t PairLanes(uint64_t lanes) {
   return lanes ^ swapped ^ (swapped << 1);
 }
 
+// The numbers 0, 1, 2 .. in fp32 or int32. The scalar unit writes the first ones and waits for nobody: only at the
+// start, where UB has not been used. Afterwards it waits for the vector unit, whose flag the next call sets again.
+template <typename T>
+__aicore__ inline void Count(const AscendC::LocalTensor<T>& to, int32_t count) {
+  using namespace AscendC;
+  CreateVecIndex(to, T(0), count);
+  SetFlag<HardEvent::V_S>(0);
+  WaitFlag<HardEvent::V_S>(0);
+  PipeBarrier<PIPE_V>();
+}
+
 // How a chunk of scores lies in UB.
 struct ScoreLayout {
   uint8_t pitch;  // blocks from row to row
   bool paired;    // columns
 };
 
-// -inf into those of columns [first, columns) that lie outside [begin, end).
-__aicore__ inline void HideOutside(const AscendC::LocalTensor<float>& s, const ScoreLayout& layout, int32_t rows,
-                                   int32_t first, int32_t columns, int32_t begin, int32_t end) {
-  const float hidden = -__builtin_inff();
+// A value into those of columns [first, columns) that are outside [begin, end).
+__aicore__ inline void FillOutside(const AscendC::LocalTensor<float>& s, const ScoreLayout& layout, int32_t rows,
+                                   int32_t first, int32_t columns, int32_t begin, int32_t end,
+                                   float value = -__builtin_inff()) {
   for (int32_t c = first; c < columns; c += kLanes) {
     const int32_t from = Lesser(kLanes, Greater(0, begin - c)), to = Lesser(kLanes, Greater(from, end - c));
     const uint64_t below_from = from == kLanes ? ~uint64_t(0) : (uint64_t(1) << from) - 1;
     const uint64_t below_to = to == kLanes ? ~uint64_t(0) : (uint64_t(1) << to) - 1;
     uint64_t lanes[2] = {below_from | ~below_to, 0};
     if (layout.paired) lanes[0] = PairLanes(lanes[0]);
-    if (lanes[0]) AscendC::Duplicate(s[c], hidden, lanes, rows, 1, layout.pitch);
+    if (lanes[0]) AscendC::Duplicate(s[c], value, lanes, rows, 1, layout.pitch);
   }
 }
 
@@ -136,7 +147,7 @@ __aicore__ inline void HideScores(const TileMask& mask, int32_t row, int32_t row
   const int32_t every_begin = Lesser(some_end, Greater(some_begin, every.begin - key));
   const int32_t every_end = Lesser(some_end, Greater(every_begin, every.end - key));
   if (every_begin == 0 && every_end == columns) return;
-  HideOutside(s, layout, rows, 0, columns, some_begin, some_end);
+  FillOutside(s, layout, rows, 0, columns, some_begin, some_end);
   AscendC::PipeBarrier<PIPE_V>();
   if (every_begin == some_begin && every_end == some_end) return;
   const int32_t left_end = every_begin > some_begin ? every_begin : 0;
@@ -145,8 +156,8 @@ __aicore__ inline void HideScores(const TileMask& mask, int32_t row, int32_t row
     const TileMask::Range seen = mask.keys_of(row + r, row + r + 1);
     const int32_t begin = seen.begin - key, end = Lesser(keys, seen.end - key);
     const AscendC::LocalTensor<float> line = s[r * layout.pitch * 8];
-    HideOutside(line, layout, 1, some_begin / kLanes * kLanes, left_end, begin, end);
-    HideOutside(line, layout, 1, right_begin, some_end, begin, end);
+    FillOutside(line, layout, 1, some_begin / kLanes * kLanes, left_end, begin, end);
+    FillOutside(line, layout, 1, right_begin, some_end, begin, end);
   }
   AscendC::PipeBarrier<PIPE_V>();
 }

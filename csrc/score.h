@@ -16,8 +16,7 @@
 // log-sum-exp, which are those of logits, have to meet it (docs/dataflow.md lists where).
 //
 // The CPU and CUDA kernels never store logits. The Ascend C kernels do, because the vector unit's exponential has base
-// e: their backward turns each product into its logit, in natural units, and so does their forward when softmax_scale
-// is negative. From the rule they take softmax_scale and the sign of the factor.
+// e: they turn each product into its logit, in natural units. From the rule they take softmax_scale.
 //
 // Biases (bias.h) are no part of a rule. They are added to the logit, whose derivative by the product they do not
 // change: log2(e) * logit = factor * x + bias.

@@ -10,7 +10,9 @@
 #include <cstring>
 #include <sstream>
 #include <stdexcept>
+#include <vector>
 
+#include "../../csrc/mask.h"
 #include "../dispatch.h"
 #include "../kernels.h"
 #include "../tiles.h"
@@ -61,6 +63,14 @@ void add(GlobalMemory& gm, const char* name, const RowView& view, int64_t batch,
   gm.add(name, view.data, static_cast<size_t>(last + 1) * 4, use);
 }
 
+void add(GlobalMemory& gm, const char* name, const AttnParams& p, const BiasView& view, Use use) {
+  if (!view.data || !p.batch || !p.heads_q || !p.seqlen_q || !p.seqlen_k) return;
+  const int64_t last =
+      (p.batch - 1) * view.batch_stride + (p.heads_q - 1) * view.head_stride + (p.seqlen_q - 1) * view.row_stride;
+  gm.add(name, view.data, static_cast<size_t>((last + p.seqlen_k) * ascend::of_type(view.dtype, 2, 2, 4)), use);
+}
+size_t relative_bytes(const AttnParams& p) { return static_cast<size_t>(p.heads_q * (2 * p.relative_reach + 1)) * 4; }
+
 void add_inputs(GlobalMemory& gm, const AttnParams& p) {
   const int64_t batch = p.is_varlen() ? 1 : p.batch;
   const int64_t rows_q = p.is_varlen() ? p.total_q : p.seqlen_q, rows_k = p.is_varlen() ? p.total_k : p.seqlen_k;
@@ -70,6 +80,19 @@ void add_inputs(GlobalMemory& gm, const AttnParams& p) {
   if (p.is_varlen()) {
     gm.add("cu_seqlens_q", p.cu_seqlens_q, static_cast<size_t>(p.batch + 1) * 4, Use::input);
     gm.add("cu_seqlens_k", p.cu_seqlens_k, static_cast<size_t>(p.batch + 1) * 4, Use::input);
+  }
+  const size_t slopes = static_cast<size_t>((p.alibi_batch_stride ? p.batch : 1) * p.heads_q) * 4;
+  if (p.alibi_slopes) gm.add("alibi_slopes", p.alibi_slopes, slopes, Use::input);
+  if (p.relative_bias) gm.add("relative_bias", p.relative_bias, relative_bytes(p), Use::input);
+  add(gm, "bias", p, p.bias, Use::input);
+  if (p.has_intervals()) {
+    const IntervalView& view = p.intervals;
+    const auto entries = [&](int64_t batch_stride, int64_t head_stride) {
+      return static_cast<size_t>((batch_stride ? (p.batch - 1) * batch_stride : 0) + view.heads * head_stride);
+    };
+    gm.add("mask_intervals", view.data, entries(view.batch_stride, view.head_stride) * 8, Use::input);
+    gm.add("mask_extremes", view.extremes, entries(view.extremes_batch_stride, view.extremes_head_stride) * 16,
+           Use::input);
   }
   if (p.sink) gm.add("sink", p.sink, static_cast<size_t>(p.heads_q) * 4, Use::input);
   if (p.has_dropout()) gm.add("rng_state", p.rng_state, kRngStateBytes, Use::input);
@@ -116,6 +139,8 @@ ascend_emulator::Report run_backward(const AttnGradParams& p, const Choices& how
     gm.add("dq_sum", a.dq_sum, size_t(p.heads_q * a.rows_q) * dim * 4, sums);
     gm.add("dk_sum", a.dk_sum, size_t(p.heads_k * a.rows_k) * dim * 4, sums);
     gm.add("dv_sum", a.dv_sum, size_t(p.heads_k * a.rows_k) * dim_v * 4, sums);
+    if (p.dalibi_slopes) gm.add("slope_sums", a.slope_sums, size_t(a.slope_sums_count()) * 4, sums);
+    if (p.drelative_bias) gm.add("relative_sums", a.relative_sums, size_t(a.relative_sums_count()) * 4, sums);
     add_inputs(gm, p);
     add(gm, "dout", p.dtype, p.dout, batch, rows_q, p.heads_q, p.head_dim_v, Use::input);
     add(gm, "out", p.dtype, p.out, batch, rows_q, p.heads_q, p.head_dim_v, Use::input);
@@ -138,6 +163,7 @@ ascend_emulator::Report run_backward(const AttnGradParams& p, const Choices& how
   const size_t bytes = static_cast<size_t>(cores * ascend::backward_slot_bytes(p.dtype));
   if (moves_data) std::memset(a.workspace, 0xff, bytes);
   main.add("workspace", a.workspace, bytes, Use::workspace);
+  add(main, "dbias", p, p.dbias, Use::accumulator);
   stage(AscendC::KERNEL_TYPE_MIX_AIC_1_2, cores, main,
         ascend::of_type(p.dtype, flash_backward_fp16, flash_backward_bf16, flash_backward_fp32));
 
@@ -146,6 +172,9 @@ ascend_emulator::Report run_backward(const AttnGradParams& p, const Choices& how
   add(finish, "dk", p.dtype, p.dk, batch, rows_k, p.heads_k, p.head_dim, Use::output);
   add(finish, "dv", p.dtype, p.dv, batch, rows_k, p.heads_k, p.head_dim_v, Use::output);
   if (p.dsink) finish.add("dsink", p.dsink, static_cast<size_t>(p.heads_q) * 4, Use::output);
+  const size_t slopes = size_t((p.alibi_batch_stride ? p.batch : 1) * p.heads_q) * 4;
+  if (p.dalibi_slopes) finish.add("dalibi_slopes", p.dalibi_slopes, slopes, Use::output);
+  if (p.drelative_bias) finish.add("drelative_bias", p.drelative_bias, relative_bytes(p), Use::output);
   stage(AscendC::KERNEL_TYPE_AIV_ONLY, ascend::kVectorCores * how.cores, finish,
         ascend::of_type(p.dtype, flash_backward_finish_fp16, flash_backward_finish_bf16, flash_backward_finish_fp32));
   return total;
@@ -177,8 +206,18 @@ const std::string name = "ascend-emulator" + (ascend::kForwardAlone ? "-" + std:
 const Backend backend{name.c_str(), "cpu",    ascend::supports, forward_workspace_bytes, backward_workspace_bytes,
                       forward,      backward, dropout_mask};
 
-// Tensors of a dense call that do not exist: Mode::time looks at no byte of them. Each lies in a region of its own.
-AttnGradParams imagined(const int64_t* sizes, const int64_t* rng_state) {
+// What scalar code reads of a call, which therefore has to exist also where only time is modelled.
+struct ReadByScalars {
+  int64_t rng_state[2] = {1, 0};
+  std::vector<float> slopes, relative_bias;
+  const int32_t *intervals = nullptr, *extremes = nullptr;  // [Sk, 2] and its extremes
+};
+enum class ModelledScores { plain, softcap, alibi, relative_bias, bias };
+constexpr int64_t kModelledReach = 128;
+
+// Tensors of a dense call that do not exist, but for those: Mode::time looks at no byte of them. Each lies in a region
+// of its own.
+AttnGradParams imagined(const int64_t* sizes, ReadByScalars* read) {
   AttnGradParams p;
   p.dtype = DType::kFloat16;
   p.batch = sizes[0], p.seqlen_q = sizes[1], p.seqlen_k = sizes[2], p.heads_q = sizes[3], p.heads_k = sizes[4];
@@ -186,7 +225,7 @@ AttnGradParams imagined(const int64_t* sizes, const int64_t* rng_state) {
   p.window_right = sizes[7] ? 0 : kUnbounded;
   p.dropout_threshold = static_cast<int32_t>(sizes[8]);
   p.has_sink = sizes[9] != 0;
-  p.rng_state = rng_state;
+  p.rng_state = read->rng_state;
   int64_t region = 0;
   const auto place = [&region] { return reinterpret_cast<void*>(++region << 44); };
   const auto tensor = [&](int64_t rows, int64_t heads, int64_t dim) {
@@ -199,21 +238,49 @@ AttnGradParams imagined(const int64_t* sizes, const int64_t* rng_state) {
   p.dout = tensor(p.seqlen_q, p.heads_q, p.head_dim_v), p.dq = tensor(p.seqlen_q, p.heads_q, p.head_dim);
   p.dk = tensor(p.seqlen_k, p.heads_k, p.head_dim), p.dv = tensor(p.seqlen_k, p.heads_k, p.head_dim_v);
   p.workspace = place();
+  const auto scores = static_cast<ModelledScores>(sizes[12]);
+  if (scores == ModelledScores::softcap) p.softcap = 50;
+  if (scores == ModelledScores::alibi) {
+    read->slopes.assign(size_t(p.heads_q), 0.5f);
+    p.alibi_slopes = read->slopes.data();
+    p.dalibi_slopes = place();
+  }
+  if (scores == ModelledScores::relative_bias) {
+    p.relative_reach = kModelledReach;
+    read->relative_bias.assign(size_t(p.heads_q * (2 * kModelledReach + 1)), 0.5f);
+    p.relative_bias = read->relative_bias.data();
+    p.drelative_bias = place();
+  }
+  if (scores == ModelledScores::bias) {
+    p.bias = {place(), p.dtype, p.heads_q * p.seqlen_q * p.seqlen_k, p.seqlen_q * p.seqlen_k, p.seqlen_k};
+    p.dbias = p.bias;
+    p.dbias.data = place();
+  }
+  if (read->intervals) {
+    const int64_t granules = (p.seqlen_k + kMaskGranule - 1) / kMaskGranule;
+    p.intervals = {
+        read->intervals, 1, 0, p.seqlen_k, read->extremes, 0, granules + (granules + kMaskSuper - 1) / kMaskSuper};
+  }
   return p;
 }
 
 }  // namespace
 }  // namespace flashattn_ext
 
-// The time model of a call. sizes: B, Sq, Sk, Hq, Hk, D, Dv, causal, dropout threshold, sink, backward, cores. results:
-// span in cycles, bytes of GM tensors read and written, of workspace read and written, then the busy cycles of all
-// cores per pipe (S, V, M, MTE1, MTE2, MTE3, FIX), first of AICs and then of AIVs, then the bytes that a core takes of
-// UB, L1, L0A, L0B and L0C. Returns what went wrong, or null.
+// The time model of a call. sizes: B, Sq, Sk, Hq, Hk, D, Dv, causal, dropout threshold, sink, backward, cores, scores
+// (a number of ModelledScores). intervals and extremes: those of a Mask [Sk, 2], or null. results: span in cycles,
+// bytes of GM tensors read and written, of workspace read and written, then the busy cycles of all cores per pipe (S,
+// V, M, MTE1, MTE2, MTE3, FIX), first of AICs and then of AIVs, then the bytes that a core takes of UB, L1, L0A, L0B
+// and L0C. Returns what went wrong, or null.
 extern "C" __attribute__((visibility("default"))) const char* flashattn_ext_model(const int64_t* sizes,
+                                                                                  const int32_t* intervals,
+                                                                                  const int32_t* extremes,
                                                                                   double* results) try {
   using namespace flashattn_ext;
-  const int64_t rng_state[2] = {1, 0};
-  const AttnGradParams p = imagined(sizes, rng_state);
+  ReadByScalars read;
+  read.intervals = intervals;
+  read.extremes = extremes;
+  const AttnGradParams p = imagined(sizes, &read);
   const std::string reason = ascend::supports(p, sizes[10] != 0);
   if (!reason.empty()) throw std::runtime_error(reason);
   Choices how;

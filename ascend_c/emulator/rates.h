@@ -47,5 +47,6 @@ constexpr double per_repeat_slow(int size) {
 constexpr double kWholeReduce = 7;
 constexpr double per_repeat_block_reduce(int size) { return size == 4 ? 1 : 7; }
 constexpr double kGatherLanesPerCycle = 5;
+constexpr double kGatherMaskBytesPerCycle = 128;  // 32 lanes of 4 bytes, 64 of 2
 
 }  // namespace ascend_emulator

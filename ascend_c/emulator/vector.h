@@ -452,6 +452,22 @@ std::enable_if_t<std::is_convertible_v<Mask, uint64_t> || std::is_convertible_v<
            Operand<T>{src0, p.src0BlkStride, p.src0RepStride}, Operand<T>{src1, p.src1BlkStride, p.src1RepStride});
 }
 
+// dst = src * scalarValue + dst
+template <typename T, bool isSetMask = true, typename Mask>
+std::enable_if_t<std::is_convertible_v<Mask, uint64_t> || std::is_convertible_v<Mask, const uint64_t*>> Axpy(
+    const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue, Mask mask,
+    ascend_emulator::Field<uint8_t> repeatTime, const UnaryRepeatParams& p, Site site = Site::here()) {
+  using namespace ascend_emulator;
+  static_assert(std::is_same_v<T, float>, "the emulator's Axpy takes float");
+  static_assert(isSetMask, "masks set beforehand are not emulated");
+  p.check(site);
+  const auto lanes = mask_lanes("Axpy", mask, repeatTime, lanes_per_repeat<T>(), site);
+  const Operand<T> to = {dst, p.dstBlkStride, p.dstRepStride};
+  lanewise(
+      "Axpy", site, lanes, kSimple, false, [scalarValue](T was, T a) { return std::fma(a, scalarValue, was); }, to, to,
+      Operand<T>{src, p.srcBlkStride, p.srcRepStride});
+}
+
 // dst = src op scalar
 #define ASCEND_EMULATOR_SCALAR(NAME, LANE, TYPES)                                                                    \
   template <typename T>                                                                                              \
@@ -555,6 +571,54 @@ std::enable_if_t<std::is_convertible_v<Mask, uint64_t> || std::is_convertible_v<
   lanewise(
       "Duplicate", site, lanes, ascend_emulator::kSimple, false, [scalarValue] { return scalarValue; },
       ascend_emulator::Operand<T>{dst, dstBlockStride, dstRepeatStride});
+}
+
+enum class GatherMaskMode : uint8_t { VERSION_V1 = 0, VERSION_V2 = 1 };
+constexpr GatherMaskMode defaultGatherMaskMode = GatherMaskMode::VERSION_V2;
+struct GatherMaskParams {
+  ascend_emulator::Field<uint8_t> src0BlockStride = 1;
+  ascend_emulator::Field<uint16_t> repeatTimes = 0, src0RepeatStride = 8;
+  ascend_emulator::Field<uint8_t> src1RepeatStride = 8;
+};
+
+// The even (pattern 1) or odd (2) lanes of every repeat, one after the other. The other patterns, and those of a
+// tensor, are not emulated, nor is reduceMode, under which `mask` counts.
+template <typename T, GatherMaskMode mode = defaultGatherMaskMode>
+void GatherMask(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const uint8_t src1Pattern, const bool reduceMode,
+                const uint32_t mask, const GatherMaskParams& p, uint64_t& rsvdCnt, Site site = Site::here()) {
+  using namespace ascend_emulator;
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4, "GatherMask takes types of 2 and 4 bytes");
+  if (src1Pattern != 1 && src1Pattern != 2) fail(site, "GatherMask: the emulator knows the patterns 1 and 2");
+  if (reduceMode || mask) fail(site, "GatherMask: the emulator knows reduceMode false with mask 0");
+  p.src0BlockStride.check("GatherMask: src0BlockStride", site, 1);
+  p.repeatTimes.check("GatherMask: repeatTimes", site, 0, 255);
+  p.src0RepeatStride.check("GatherMask: src0RepeatStride", site);
+  constexpr uint32_t kWidth = kRepeat / sizeof(T);
+  const uint32_t repeats = p.repeatTimes, count = repeats * kWidth / 2;
+  if (!repeats) return;
+  const uint64_t all[2] = {~uint64_t(0), sizeof(T) == 4 ? 0 : ~uint64_t(0)};
+  const Lanes lanes = {false, {all[0], all[1]}, repeats, 0, kWidth};
+  Operand<T> from = {src0, p.src0BlockStride, p.src0RepeatStride};
+  from.resolve("GatherMask", "the source", lanes, site);
+  const uint32_t to = dst.operand("GatherMask", "the destination", int64_t(count) * int64_t(sizeof(T)), site);
+  auto run = [=](Access& access) {
+    std::vector<T> kept;
+    for (uint32_t r = 0; r < repeats; ++r) {
+      T values[128];
+      from.gather(access, lanes, r, values);
+      for (uint32_t l = src1Pattern - 1u; l < kWidth; l += 2) kept.push_back(values[l]);
+    }
+    for (uint32_t i = 0; i < count; ++i) store(access, to + i * sizeof(T), kept[i]);
+  };
+  core().issue({PIPE_V,
+                "GatherMask",
+                site,
+                vector_cycles(lanes, 256 / double(kGatherMaskBytesPerCycle)),
+                0,
+                0,
+                {},
+                std::move(run)});
+  rsvdCnt = count;
 }
 
 // dst[i] = firstValue + i. Not one instruction: the scalar unit writes the first block, a flag makes the vector unit

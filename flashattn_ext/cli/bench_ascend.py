@@ -7,10 +7,14 @@ of it causal, 2.5 times that backward) over what the cubes could have done in th
 from __future__ import annotations
 
 import ctypes
+import math
+import random
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import flashattn_ext
 
@@ -23,6 +27,7 @@ CORES, FLOP_PER_CYCLE, GIGAHERTZ = 24, 8192, 1.8
 PEAK_TFLOPS = CORES * FLOP_PER_CYCLE * GIGAHERTZ * 1e-3
 L2_BYTES = 192 << 20
 MODELLED_CORES = 2  # every core has the same share of bandwidth: two show what 24 do
+SCORES = ("plain", "softcap", "alibi", "relative bias", "bias")  # as the library counts them
 KEEP_90_PERCENT = 230  # threshold of dropout_p = 0.1
 
 
@@ -36,18 +41,37 @@ class Case:
     backward: bool = False
     dropout: bool = False
     smooth: bool = False
+    scores: str = "plain"
+    documents: bool = False
     B: int = 1
     H: int = MODELLED_CORES
 
     @property
     def name(self) -> str:
-        options = [word for word, on in (("dropout 0.1", self.dropout), ("smooth", self.smooth)) if on]
-        mask = "causal" if self.causal else "full"
-        return " ".join(["backward" if self.backward else "forward", mask, *options])
+        words = (("dropout 0.1", self.dropout), ("smooth", self.smooth), (self.scores, self.scores != "plain"))
+        mask = ("documents " if self.documents else "") + ("causal" if self.causal else "full")
+        return " ".join(["backward" if self.backward else "forward", mask, *(word for word, on in words if on)])
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of the documents of a row: log-normal with sigma 1, a sixteenth of it on average, always the same."""
+        if not self.documents:
+            return [self.S]
+        draw, lengths = random.Random(5), []
+        while sum(lengths) < self.S:
+            lengths.append(max(1, round(draw.lognormvariate(0, 1) * self.S / 16 / math.exp(0.5))))
+        return [*lengths[:-1], self.S - sum(lengths[:-1])]
 
     @property
     def flop(self) -> float:
-        return 4.0 * self.B * self.H * self.S**2 * self.D * (0.5 if self.causal else 1) * (2.5 if self.backward else 1)
+        pairs = sum(length**2 for length in self.lengths) * (0.5 if self.causal else 1)
+        return 4.0 * self.B * self.H * pairs * self.D * (2.5 if self.backward else 1)
+
+    def mask(self) -> flashattn_ext.Mask | None:
+        if not self.documents:
+            return None
+        lengths = torch.tensor(self.lengths)
+        return flashattn_ext.Mask.documents(torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None])
 
 
 def cases(quick: bool) -> list[Case]:
@@ -55,7 +79,10 @@ def cases(quick: bool) -> list[Case]:
     forward = [Case(S, D, causal) for D in (64, 128, 256) for causal in (False, True)]
     backward = [Case(S, D, causal, backward=True) for D in (64, 128, 256) for causal in (False, True)]
     dropout = [replace(case, dropout=True) for case in forward + backward if not (case.causal and case.backward)]
-    return forward + backward + dropout + [Case(S, 128, smooth=True)]
+    scores = [Case(S, 128, backward=way, scores=name) for name in SCORES[1:] for way in (False, True)]
+    long = S if quick else 32768
+    masks = [Case(long, D, True, backward=way, documents=True) for D in (64, 128) for way in (False, True)]
+    return forward + backward + dropout + [Case(S, 128, smooth=True)] + scores + masks
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
@@ -83,8 +110,13 @@ def model(library: ctypes.CDLL, case: Case, cores: int = MODELLED_CORES) -> dict
     """Cube use, busy share of every pipe, bytes that all cores move between GM and themselves, and that each one holds."""
     threshold = KEEP_90_PERCENT if case.dropout else 256
     sizes = [case.B, case.S, case.S, case.H, case.H, case.D, case.D, case.causal, threshold, case.smooth, case.backward]
+    mask = case.mask()
+    tensors = (None, None) if mask is None else (mask.intervals, mask.extremes())
+    pointers = [tensor if tensor is None else ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
     results = (ctypes.c_double * (5 + 2 * len(PIPES) + len(MEMORIES)))()
-    error = library.flashattn_ext_model((ctypes.c_int64 * 12)(*map(int, sizes), cores), results)
+    error = library.flashattn_ext_model(
+        (ctypes.c_int64 * 13)(*map(int, sizes), cores, SCORES.index(case.scores)), *pointers, results
+    )
     if error:
         raise RuntimeError(error.decode())
     span, tensors_read, tensors_written, workspace_read, workspace_written = results[:5]

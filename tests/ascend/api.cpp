@@ -65,6 +65,16 @@ void elementwise(const std::string& type) {
 #undef BINARY
   add<T, T>("FusedMulAdd_mask_" + type,
             [](L out, L a, L b) { FusedMulAdd(out, a, b, 40, 3, BinaryRepeatParams(1, 0, 1, 16, 1, 8)); });
+  if constexpr (std::is_same_v<T, float>)
+    add<T, T>("Axpy_mask_" + type, [](L out, L a, L) { Axpy(out, a, 0.75f, 40, 3, UnaryRepeatParams(1, 2, 16, 8)); });
+  for (uint8_t pattern : {1, 2})
+    add<T, T>("GatherMask_" + std::to_string(pattern) + "_" + type, [pattern](L out, L a, L) {
+      GatherMaskParams gather;
+      gather.repeatTimes = 3;
+      gather.src0RepeatStride = 16;
+      uint64_t count = 0;
+      GatherMask(out, a, pattern, false, 0, gather, count);
+    });
 #define SCALAR(NAME)                                                                      \
   add<T, T>(#NAME "_count_" + type, [](L out, L a, L) { NAME(out, a, T(0.75f), 1000); }); \
   add<T, T>(#NAME "_mask_" + type,                                                        \

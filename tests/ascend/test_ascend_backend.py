@@ -61,10 +61,23 @@ def test_agrees_with_the_reference(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])
 @pytest.mark.parametrize("scale", [0.3, -0.3, 0.0, -0.0, 1e-39, -1e-39])
 def test_scales(scale: float, dropout_p: float) -> None:
-    """The forward multiplies hidden scores, which are -inf, by a scale that is not negative: none of them may become NaN."""
+    """Whatever the scale is, a hidden score, which is -inf, must not become NaN."""
     case = Case(B=1, Sq=40, Sk=50, D=64, Dv=64, causal=True, softmax_scale=scale, dropout_p=dropout_p, rng_seed=7)
     for dtype in (torch.float16, torch.float32):
         check(replace(case, dtype=dtype, use_lse=True, sink_dtype=torch.float32), "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_logits_near_the_end_of_the_range(dtype: torch.dtype) -> None:
+    """At 4e8 neighbouring fp32 are 32 apart: the largest logit less the maximum must be 0 and not what rounding left of it."""
+    q = torch.arange(5000.0, 5800.0, 40.0).to(dtype)[:, None].expand(-1, 128).reshape(1, 20, 1, 128)
+    k = (1 - torch.arange(70.0) / 100).mul(5800).to(dtype)[:, None].expand(-1, 128).reshape(1, 70, 1, 128)
+    v = torch.randn(1, 70, 1, 128).to(dtype)
+    out, lse = flashattn_ext.forward(q, k, v, return_lse=True)
+    expected, expected_lse = flashattn_ext.attention_reference(q.double(), k.double(), v.double(), return_lse=True)
+    assert expected_lse.max() > 3e8
+    assert torch.equal(out, v[:, :1].expand_as(out)) and torch.equal(expected.to(dtype), out)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
@@ -165,6 +178,6 @@ def test_bench_models_every_row(tmp_path, capsys: pytest.CaptureFixture[str]) ->
     assert main(["bench", "ascend-emulator", "--quick", "--markdown", "--json", str(tmp_path / "bench.json")]) == 0
     results = json.loads((tmp_path / "bench.json").read_text())
     out = capsys.readouterr().out
-    assert out.startswith("Modelled, not measured") and out.count("\n| ") - 2 == len(results["rows"]) == 22
+    assert out.startswith("Modelled, not measured") and out.count("\n| ") - 2 == len(results["rows"]) == 34
     assert all(0 < row["cube_use"] < 1 for row in results["rows"])
     assert all(0 < row["busy_aic"]["M"] < 1 and 0 < row["busy_aiv"]["V"] < 1 for row in results["rows"])

@@ -128,6 +128,24 @@ def test_fused_multiplication_reads_its_destination(programs: Path, tmp_path: Pa
     np.testing.assert_array_equal(api(programs, tmp_path, f"FusedMulAdd_mask_{dtype}", dtype, a, b), expected)
 
 
+def test_scaled_addition_reads_its_destination(programs: Path, tmp_path: Path) -> None:
+    a, b = inputs("float32")
+    expected = fresh("float32")
+    expected[places("float32", 40, 3, 1, 16)] = a[places("float32", 40, 3, 2, 8)].astype(np.float64) * 0.75 - 7
+    np.testing.assert_array_equal(api(programs, tmp_path, "Axpy_mask_float32", "float32", a, b), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pattern", [1, 2])
+def test_every_second_lane(programs: Path, tmp_path: Path, pattern: int, dtype: str) -> None:
+    a, b = inputs(dtype)
+    lanes = 256 // np.dtype(dtype).itemsize
+    kept = a[places(dtype, lanes, 3, 1, 16)][:, pattern - 1 :: 2].ravel()
+    expected = fresh(dtype)
+    expected[: kept.size] = kept
+    np.testing.assert_array_equal(api(programs, tmp_path, f"GatherMask_{pattern}_{dtype}", dtype, a, b), expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fill_and_broadcast(programs: Path, tmp_path: Path, dtype: str) -> None:
     a, b = inputs(dtype)

@@ -1,0 +1,85 @@
+// Which keys of a Mask (csrc/mask.h) rows see, by the extremes of its granules: for the walks of cube and vector cores,
+// which skip what nobody sees, and for the vector core's choice between whole and partial tiles.
+#pragma once
+
+#include <kernel_operator.h>  // before the shared headers: it defines what they compile to
+
+#include "../csrc/mask.h"
+#include "arguments.h"
+
+namespace flashattn_ext {
+namespace ascend {
+
+// The granules of a query head of a batch entry. `start`: of its first key among the packed ones. Keys are counted
+// within the sequence. Granules at the ends of a packed sequence also have keys of its neighbours.
+class IntervalTiles {
+ public:
+  __aicore__ IntervalTiles(const Arguments& a, int64_t batch, int64_t head, int64_t start) : start(start) {
+    const IntervalView& view = a.intervals;
+    const int64_t keys = a.is_varlen() ? a.total_k : a.seqlen_k;
+    granules = (keys + kMaskGranule - 1) / kMaskGranule;
+    const int64_t at = batch * view.extremes_batch_stride + mask_head(a, head) * view.extremes_head_stride;
+    extremes.SetGlobalBuffer((__gm__ int32_t*)(uint64_t)view.extremes + 4 * at);
+  }
+
+  // Of the keys [begin, end), which is not empty.
+  __aicore__ IntervalExtremes Of(int64_t begin, int64_t end) const {
+    IntervalExtremes all = IntervalExtremes::none();
+    const int64_t last = Granule(end - 1);
+    for (int64_t g = Granule(begin); g <= last; ++g) all.add(At(g));
+    return all;
+  }
+  // Whether every row of [row_begin, row_end) sees all keys of [begin, end), which is not empty.
+  __aicore__ bool Whole(int64_t begin, int64_t end, int64_t row_begin, int64_t row_end) const {
+    const int64_t last = Granule(end - 1);
+    for (int64_t super = Granule(begin) / kMaskSuper; super <= last / kMaskSuper; ++super) {
+      if (AllSee(granules + super, row_begin, row_end)) continue;
+      const int64_t first = super * kMaskSuper, after = first + kMaskSuper;
+      for (int64_t g = Granule(begin) > first ? Granule(begin) : first; g <= last && g < after; ++g)
+        if (!AllSee(g, row_begin, row_end)) return false;
+    }
+    return true;
+  }
+  // The first key from `begin` on whose granule is seen by a row of [row_begin, row_end), or `end`.
+  __aicore__ int64_t FirstSeen(int64_t begin, int64_t end, int64_t row_begin, int64_t row_end) const {
+    for (int64_t g = Granule(begin); g * kMaskGranule < start + end;) {
+      if (g % kMaskSuper == 0 && !Seen(granules + g / kMaskSuper, row_begin, row_end)) {
+        g += kMaskSuper;
+      } else if (Seen(g, row_begin, row_end)) {
+        const int64_t key = g * kMaskGranule - start;
+        return key < begin ? begin : key;
+      } else {
+        ++g;
+      }
+    }
+    return end;
+  }
+  // The end of the last granule of [begin, end) that such a row sees, or `begin`.
+  __aicore__ int64_t EndOfSeen(int64_t begin, int64_t end, int64_t row_begin, int64_t row_end) const {
+    for (int64_t g = Granule(end - 1); g >= Granule(begin); --g) {
+      if (!Seen(g, row_begin, row_end)) continue;
+      const int64_t key = (g + 1) * kMaskGranule - start;
+      return key < end ? key : end;
+    }
+    return begin;
+  }
+
+ private:
+  __aicore__ int64_t Granule(int64_t key) const { return (start + key) / kMaskGranule; }
+  __aicore__ bool Seen(int64_t entry, int64_t row_begin, int64_t row_end) const {
+    return extremes.GetValue(4 * entry) < row_end && extremes.GetValue(4 * entry + 1) > row_begin;
+  }
+  __aicore__ bool AllSee(int64_t entry, int64_t row_begin, int64_t row_end) const {
+    return extremes.GetValue(4 * entry + 2) <= row_begin && extremes.GetValue(4 * entry + 3) >= row_end;
+  }
+  __aicore__ IntervalExtremes At(int64_t entry) const {
+    return {extremes.GetValue(4 * entry), extremes.GetValue(4 * entry + 1), extremes.GetValue(4 * entry + 2),
+            extremes.GetValue(4 * entry + 3)};
+  }
+
+  AscendC::GlobalTensor<int32_t> extremes;
+  int64_t start, granules;
+};
+
+}  // namespace ascend
+}  // namespace flashattn_ext
