@@ -50,13 +50,6 @@ inline std::string refuses_scores_and_masks(const AttnParams& p, const std::stri
   return lacking ? std::string(lacking) + " is not implemented by the " + kernels + " kernels" : std::string();
 }
 
-// Why a backend whose dropout knows no origin refuses one; empty for a call that drops nothing.
-inline std::string refuses_dropout_of_a_part(const AttnParams& p, const std::string& kernels) {
-  const Origin& o = p.origin;
-  if (!p.has_dropout() || (o.batch == 0 && o.head == 0 && o.row == 0 && o.key == 0)) return {};
-  return "dropout with an origin is not implemented by the " + kernels + " kernels; use the CPU backend";
-}
-
 // Why a backend whose dropout is drawn for whole calls of the generator, 16 rows and 64 keys, refuses an origin.
 inline std::string refuses_origin(const AttnParams& p, const std::string& kernels) {
   if (!p.has_dropout() || (p.origin.row % 16 == 0 && p.origin.key % 64 == 0)) return {};
