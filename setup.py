@@ -30,6 +30,8 @@ COMPILER = os.environ.get("CXX", "c++")
 SOURCES = [
     "csrc/ops.cpp",
     "csrc/validate.cpp",
+    "csrc/call_params.cpp",
+    "csrc/mask_extremes.cpp",
     "csrc/backend.cpp",
     "csrc/module.cpp",
     "csrc/cpu/dispatch.cpp",

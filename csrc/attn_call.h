@@ -15,19 +15,26 @@ namespace flashattn_ext {
 
 // The arguments that every op of attention begins with. A float is a `Scalar`, which may be symbolic (see Arguments).
 constexpr char kCallSchema[] =
-    "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? sink, SymInt max_seqlen_q, "
-    "SymInt max_seqlen_k, bool bhsd, Scalar softmax_scale, bool causal, SymInt window_left, SymInt window_right, "
-    "Scalar dropout_p, bool smooth_softmax, bool deterministic";
+    "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? sink, Tensor? alibi_slopes, "
+    "Tensor? relative_bias, Tensor? bias, Tensor? mask_intervals, Tensor? mask_extremes, SymInt max_seqlen_q, "
+    "SymInt max_seqlen_k, bool bhsd, Scalar softmax_scale, Scalar softcap, bool causal, SymInt window_left, "
+    "SymInt window_right, Scalar dropout_p, bool smooth_softmax, bool deterministic";
 
 // Dense tensors are [B, S, H, D], or [B, H, S, D] with bhsd; varlen calls have cu_seqlens and tensors [total, H, D].
 // The fields are in the order of kCallSchema.
 struct AttnCall {
   at::Tensor q, k, v;
   std::optional<at::Tensor> cu_seqlens_q, cu_seqlens_k;
-  std::optional<at::Tensor> sink;  // [Hq]
+  std::optional<at::Tensor> sink;            // [Hq]
+  std::optional<at::Tensor> alibi_slopes;    // [Hq] or [B, Hq]
+  std::optional<at::Tensor> relative_bias;   // [Hq, 2 L + 1]
+  std::optional<at::Tensor> bias;            // [B or 1, Hq or 1, Sq or 1, Sk]
+  std::optional<at::Tensor> mask_intervals;  // a Mask: [B or 1, Hm, Sk, 2], or [Hm, total_k, 2]
+  std::optional<at::Tensor> mask_extremes;   // what the op mask_extremes makes of them; given together with them
   c10::SymInt max_seqlen_q, max_seqlen_k;
   bool bhsd;
   c10::SymFloat softmax_scale;
+  c10::SymFloat softcap;
   bool causal;
   c10::SymInt window_left, window_right;
   c10::SymFloat dropout_p;
@@ -37,6 +44,7 @@ struct AttnCall {
   bool is_varlen() const { return cu_seqlens_q.has_value(); }
   int64_t row_dim() const { return is_varlen() ? 0 : (bhsd ? 2 : 1); }
   int64_t head_axis() const { return is_varlen() || bhsd ? 1 : 2; }
+  c10::SymInt batch() const { return is_varlen() ? cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0); }
   at::ScalarType statistics_dtype() const { return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
   // Shape of out, and of lse: [B, Hq, Sq], or [Hq, total_q].
@@ -56,6 +64,7 @@ struct AttnCall {
 struct BackwardCall {
   std::optional<at::Tensor> dout, dlse;
   at::Tensor out, lse;
+  bool needs_dalibi_slopes, needs_drelative_bias, needs_dbias;  // false: no such gradient is computed
 };
 
 // Reads the arguments of a boxed op one after the other.
@@ -88,10 +97,16 @@ class Arguments {
         maybe_tensor(),  // cu_seqlens_q
         maybe_tensor(),  // cu_seqlens_k
         maybe_tensor(),  // sink
+        maybe_tensor(),  // alibi_slopes
+        maybe_tensor(),  // relative_bias
+        maybe_tensor(),  // bias
+        maybe_tensor(),  // mask_intervals
+        maybe_tensor(),  // mask_extremes
         integer(),       // max_seqlen_q
         integer(),       // max_seqlen_k
         flag(),          // bhsd
         number(),        // softmax_scale
+        number(),        // softcap
         flag(),          // causal
         integer(),       // window_left
         integer(),       // window_right

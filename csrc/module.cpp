@@ -5,6 +5,9 @@
 #include "backend.h"
 #include "cpu/isa.h"
 #if defined(FLASHATTN_EXT_CUDA)
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+
 #include "cuda/tile_list.h"
 #endif
 
@@ -23,6 +26,20 @@ std::vector<std::string> backend_names() {
   std::vector<std::string> names;
   for (const Backend* backend : backends()) names.push_back(backend->name);
   return names;
+}
+
+// The current stream of a CUDA device and the graph capture that it is in, 0 for the default stream and for none. A
+// build without CUDA has no kernels there that could ask.
+std::pair<int64_t, uint64_t> cuda_stream_and_capture(int device) {
+#if defined(FLASHATTN_EXT_CUDA)
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long capture = 0;
+  C10_CUDA_CHECK(cudaStreamGetCaptureInfo(stream, &status, &capture));
+  return {reinterpret_cast<int64_t>(stream), status == cudaStreamCaptureStatusActive ? capture : 0};
+#else
+  return {0, 0};
+#endif
 }
 
 #if defined(FLASHATTN_EXT_CUDA)
@@ -52,6 +69,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("force_backend", &force_backend, "Forces a backend for the process; '' chooses by device again.");
   m.def("forced_backend", &forced_backend, "The forced backend, or ''.");
   m.def("check_cuda_path", &check_cuda_path, "Raises where FLASHATTN_EXT_CUDA_PATH names what is in no build.");
+  m.def("cuda_stream_and_capture", &cuda_stream_and_capture, pybind11::arg("device"),
+        "The current stream of a CUDA device, and the id of the graph capture that it is in or 0.");
   m.def("cpu_isas", &cpu_isas, "Instruction sets that the CPU backend can use here, fastest first.");
   m.def("cpu_isa", &cpu_isa, "The instruction set in use.");
   m.def("cpu_peak_gflops", &cpu_peak_gflops, pybind11::arg("threads"),

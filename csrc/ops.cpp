@@ -1,5 +1,5 @@
-// The ops of torch.ops.flashattn_ext: validate, allocate, fill AttnParams, hand over to a Backend. Besides attn_call.h
-// and validate.cpp the only file that sees torch.
+// The ops of torch.ops.flashattn_ext: validate, allocate, fill AttnParams, hand over to a Backend. With attn_call.h,
+// validate.cpp, call_params.cpp and mask_extremes.cpp all that sees torch.
 //
 // `forward`, `backward` and `dropout_mask` are pure: a mask is a function of the rng_state that they are given. Python
 // calls their overloads `call`, which draw that state with an operator of torch's own, so that compilers, checkpointing
@@ -22,8 +22,9 @@
 #include <c10/cuda/CUDAStream.h>
 #endif
 
-#include "backend.h"
+#include "call_params.h"
 #include "dropout.h"
+#include "mask_extremes.h"
 #include "validate.h"
 
 namespace flashattn_ext {
@@ -93,102 +94,8 @@ class Device {
   void* stream_ = nullptr;
 };
 
-// --- from tensors to params
-// ---------------------------------------------------------------------------------------------
-
-// A tensor that kernels can read by its strides: its last dimension is contiguous and, except on backends that say
-// otherwise, rows do not overlap. What is expanded (stride 0) stays so in the other dimensions: on the CPU the gradient
-// of a sum costs the memory of one row. row_dim: -1 for a statistic, whose last dimension is that of its rows.
-at::Tensor with_readable_rows(const at::Tensor& t, int64_t row_dim, const Backend& backend) {
-  const bool overlaps = row_dim >= 0 && t.size(row_dim) > 1 && t.stride(row_dim) < t.size(-1);
-  const bool rows_apart = overlaps && !backend.reads_overlapping_rows;
-  if (!rows_apart && (t.stride(-1) == 1 || t.size(-1) <= 1)) return t;
-  at::Tensor distinct = t;
-  for (int64_t dim = 0; dim + 1 < t.dim(); ++dim) {
-    if (t.stride(dim) == 0 && t.size(dim) > 1 && !(rows_apart && dim == row_dim)) distinct = distinct.narrow(dim, 0, 1);
-  }
-  return distinct.contiguous().expand(t.sizes());
-}
-
-TensorView view_of(const AttnCall& c, const at::Tensor& t) {
-  TensorView view;
-  view.data = const_cast<void*>(t.const_data_ptr());
-  view.batch_stride = c.is_varlen() ? 0 : t.stride(0);
-  view.row_stride = t.stride(c.row_dim());
-  view.head_stride = t.stride(c.head_axis());
-  return view;
-}
-
-RowView row_view_of(const AttnCall& c, const at::Tensor& t) {
-  return {const_cast<void*>(t.const_data_ptr()), c.is_varlen() ? 0 : t.stride(0), t.stride(c.is_varlen() ? 0 : 1)};
-}
-
-DType dtype_of(const at::Tensor& t) {
-  switch (t.scalar_type()) {
-    case at::kHalf:
-      return DType::kFloat16;
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    case at::kDouble:
-      return DType::kFloat64;
-    default:
-      return DType::kFloat32;
-  }
-}
-
-// Replaces tensors by ones that kernels can read: rows contiguous, cu_seqlens contiguous, sink in the statistics dtype.
-AttnCall readable(AttnCall c, const Backend& backend) {
-  for (at::Tensor* t : {&c.q, &c.k, &c.v}) *t = with_readable_rows(*t, c.row_dim(), backend);
-  if (c.is_varlen()) {
-    c.cu_seqlens_q = c.cu_seqlens_q->contiguous();
-    c.cu_seqlens_k = c.cu_seqlens_k->contiguous();
-  }
-  if (c.sink) c.sink = c.sink->to(c.statistics_dtype()).contiguous();
-  return c;
-}
-
-// Sizes and options: all that decides who runs the call.
-template <class Params>
-Params params_of(const AttnCall& c) {
-  Params p;
-  p.dtype = dtype_of(c.q);
-  p.batch = c.is_varlen() ? c.cu_seqlens_q->numel() - 1 : c.q.size(0);
-  p.seqlen_q = c.is_varlen() ? c.max_seqlen_q.expect_int() : c.q.size(c.row_dim());
-  p.seqlen_k = c.is_varlen() ? c.max_seqlen_k.expect_int() : c.k.size(c.row_dim());
-  p.heads_q = c.q.size(c.head_axis());
-  p.heads_k = c.k.size(c.head_axis());
-  p.head_dim = c.q.size(-1);
-  p.head_dim_v = c.v.size(-1);
-  if (c.is_varlen()) {
-    p.cu_seqlens_q = c.cu_seqlens_q->const_data_ptr<int32_t>();
-    p.cu_seqlens_k = c.cu_seqlens_k->const_data_ptr<int32_t>();
-    p.total_q = c.q.size(0);
-    p.total_k = c.k.size(0);
-  }
-  p.window_left = c.window_left.expect_int();
-  p.window_right = c.causal ? 0 : c.window_right.expect_int();  // causal caps the right side, and no side is below 0
-  p.softmax_scale = c.softmax_scale.expect_float();
-  p.has_sink = c.smooth_softmax || c.sink;
-  p.dropout_threshold = dropout_threshold(c.dropout_p.expect_float());
-  p.deterministic = c.deterministic;
-  return p;
-}
-
-// Where the tensors of a readable call are in memory.
-void set_memory(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& rng_state,
-                AttnParams* p) {
-  if (c.is_varlen()) {
-    p->cu_seqlens_q = c.cu_seqlens_q->const_data_ptr<int32_t>();
-    p->cu_seqlens_k = c.cu_seqlens_k->const_data_ptr<int32_t>();
-  }
-  p->q = view_of(c, c.q);
-  p->k = view_of(c, c.k);
-  p->v = view_of(c, c.v);
-  p->out = view_of(c, out);
-  p->lse = row_view_of(c, lse);
-  p->sink = c.sink ? c.sink->const_data_ptr() : nullptr;
-  p->rng_state = rng_state.const_data_ptr<int64_t>();
-}
+// --- who runs a call
+// -----------------------------------------------------------------------------------------------------------
 
 // Throws, naming the fix, where this build has nothing for the device of a tensor. An op that begins with torch's own
 // operators asks first: on a device that torch has no kernels for either, its message would be torch's.
@@ -224,10 +131,9 @@ at::Tensor workspace_for(const AttnCall& c, size_t bytes, AttnParams* p) {
 
 // Chooses who runs a call and fills the params that decide it; nullptr for meta tensors, which also stand for those of
 // a graph that is being traced. An op on them ends when its results exist.
-template <class Params>
-const Backend* backend_of(const AttnCall& c, const Device& device, bool backward, Params* p) {
+const Backend* backend_of(const AttnCall& c, const Device& device, bool backward, AttnParams* p) {
   if (c.q.is_meta()) return nullptr;
-  *p = params_of<Params>(c);
+  set_options(c, p);
   const Backend& backend = backend_supporting(device, c.q, p, backward);
   check_formats(backend, {{"q", &c.q}, {"k", &c.k}, {"v", &c.v}});
   return &backend;
@@ -278,22 +184,26 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
 
 void backward(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
-  AttnCall c = arguments.call();
-  const BackwardCall b{arguments.maybe_tensor(), arguments.maybe_tensor(), arguments.tensor(), arguments.tensor()};
+  const AttnCall given = arguments.call();
+  const BackwardCall b{arguments.maybe_tensor(), arguments.maybe_tensor(), arguments.tensor(), arguments.tensor(),
+                       arguments.flag(),         arguments.flag(),         arguments.flag()};
   const at::Tensor given_state = arguments.tensor();
-  validate(c, b);
-  validate_rng_state(given_state, c.dropout_p, c.q);
-  const Device device(c.q);
+  validate(given, b);
+  validate_rng_state(given_state, given.dropout_p, given.q);
+  const Device device(given.q);
   AttnGradParams p;
-  const Backend* const backend = backend_of(c, device, true, &p);
+  const Backend* const backend = backend_of(given, device, true, &p);
   if (backend) check_formats(*backend, {{"dout", b.dout ? &*b.dout : &b.out}, {"out", &b.out}});
-  const at::Tensor dq = new_like(c, c.q), dk = new_like(c, c.k), dv = new_like(c, c.v);
-  const c10::SymInt sinks = c.sink ? c.sink->sym_size(0) : 0;
-  const at::Tensor dsink = new_tensor(c, {sinks}, c.statistics_dtype());
-  const at::ScalarType sink_dtype = c.sink ? c.sink->scalar_type() : c.statistics_dtype();
-  if (!backend) return arguments.finish(dq, dk, dv, dsink.to(sink_dtype));
+  const at::Tensor dq = new_like(given, given.q), dk = new_like(given, given.k), dv = new_like(given, given.v);
+  const c10::SymInt sinks = given.sink ? given.sink->sym_size(0) : 0;
+  const at::Tensor dsink = new_tensor(given, {sinks}, given.statistics_dtype());
+  const at::ScalarType sink_dtype = given.sink ? given.sink->scalar_type() : given.statistics_dtype();
+  const auto finish = [&](const BiasGradients& biases) {
+    arguments.finish(dq, dk, dv, dsink.to(sink_dtype), biases.alibi_slopes, biases.relative_bias, biases.bias);
+  };
+  if (!backend) return finish(finished_meta(given, b));
 
-  c = readable(c, *backend);
+  const AttnCall c = readable(given, *backend);
   const at::Tensor out = with_readable_rows(b.out, c.row_dim(), *backend);
   const at::Tensor lse = with_readable_rows(b.lse, -1, *backend);
   const at::Tensor given_dout = b.dout ? *b.dout : at::zeros({1}, c.q.options()).expand(out.sizes());
@@ -310,12 +220,14 @@ void backward(const c10::OperatorHandle& op, Stack* stack) {
   p.dk = view_of(c, dk);
   p.dv = view_of(c, dv);
   p.dsink = c.sink ? dsink.data_ptr() : nullptr;
+  const BiasGradients sums = zeroed_bias_gradients(c, b, *backend);
+  set_memory(sums, &p);
   const at::Tensor workspace = workspace_for(c, backend->backward_workspace_bytes(p), &p);
   set_rows_of_no_sequence(c.cu_seqlens_q, dq, c.row_dim(), 0);
   set_rows_of_no_sequence(c.cu_seqlens_k, dk, c.row_dim(), 0);
   set_rows_of_no_sequence(c.cu_seqlens_k, dv, c.row_dim(), 0);
   backend->backward(p);
-  arguments.finish(dq, dk, dv, dsink.to(sink_dtype));
+  finish(finished(sums, given));
 }
 
 void dropout_mask(const c10::OperatorHandle& op, Stack* stack) {
@@ -422,8 +334,14 @@ at::Tensor rng_state(const at::Tensor& device_of, c10::SymInt rng_seed) {
 }  // namespace
 
 TORCH_LIBRARY(flashattn_ext, m) {
-  const std::string call = kCallSchema,
-                    gradients = ", Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor rng_state";
+  const std::string
+      call = kCallSchema,
+      gradients =
+          ", Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool needs_dalibi_slopes, bool needs_drelative_bias, "
+          "bool needs_dbias, Tensor rng_state";
+  // Gradients of the biases that are not needed are empty tensors, and so is that of a sink that is not given.
+  const std::string results =
+      " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor dalibi_slopes, Tensor drelative_bias, Tensor dbias)";
   const std::string mask =
       "Tensor rng_state, SymInt batch, SymInt heads, SymInt seqlen_q, SymInt seqlen_k, Scalar dropout_p";
   const std::string scalars = ", Tensor[] scalars";
@@ -431,13 +349,14 @@ TORCH_LIBRARY(flashattn_ext, m) {
     m.def(schema.c_str(), tags);
   };
   def("forward(" + call + ", Tensor rng_state" + scalars + ") -> (Tensor out, Tensor lse)");
-  def("backward(" + call + gradients + scalars + ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)");
+  def("backward(" + call + gradients + scalars + ")" + results);
   def("dropout_mask(" + mask + scalars + ") -> Tensor");
   // rng_seed=None draws from torch's generator, so that equal calls are not equal results.
   def("forward.call(" + call + ", SymInt? rng_seed) -> (Tensor out, Tensor lse, Tensor rng_state)",
       {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
-  def("backward.call(" + call + gradients + ") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)");
+  def("backward.call(" + call + gradients + ")" + results);
   def("dropout_mask.call(" + mask + ") -> Tensor");
+  def("mask_extremes(Tensor intervals) -> Tensor");
   def("rng_state(Tensor device_of, SymInt rng_seed) -> Tensor");
   def("as_tensor(Scalar value) -> Tensor");  // in Python: ops.py
 }
@@ -459,6 +378,10 @@ TORCH_LIBRARY_IMPL(flashattn_ext, CompositeImplicitAutograd, m) {
   m.impl("backward.call", torch::CppFunction::makeFromBoxedFunction<&backward_call>());
   m.impl("dropout_mask.call", torch::CppFunction::makeFromBoxedFunction<&dropout_mask_call>());
 }
-TORCH_LIBRARY_IMPL(flashattn_ext, CompositeExplicitAutograd, m) { m.impl("rng_state", &rng_state); }
+TORCH_LIBRARY_IMPL(flashattn_ext, CompositeExplicitAutograd, m) {
+  m.impl("rng_state", &rng_state);
+  m.impl("mask_extremes", &mask_extremes);
+}
+TORCH_LIBRARY_IMPL(flashattn_ext, Meta, m) { m.impl("mask_extremes", &mask_extremes_meta); }
 
 }  // namespace flashattn_ext

@@ -1,7 +1,7 @@
 // AttnParams and AttnGradParams: everything that a kernel is told about one call, in plain trivially copyable structs.
 //
-// ops.cpp fills them after validation, a Backend (backend.h) reads them, no kernel sees a torch type. Dense and varlen
-// calls share one struct: varlen has cu_seqlens != nullptr, a batch stride of 0 and rows packed along one axis.
+// call_params.cpp fills them after validation, a Backend (backend.h) reads them, no kernel sees a torch type. Dense and
+// varlen calls share one struct: varlen has cu_seqlens != nullptr, a batch stride of 0 and rows packed along one axis.
 #pragma once
 
 #include <cstddef>

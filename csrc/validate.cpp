@@ -7,6 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "mask_extremes.h"
+
 namespace flashattn_ext {
 namespace {
 
@@ -72,6 +74,9 @@ void check_sizes(const AttnCall& c) {
 void check_options(const AttnCall& c) {
   TORCH_CHECK_VALUE(c.softmax_scale.is_symbolic() || std::isfinite(c.softmax_scale.expect_float()),
                     "softmax_scale: expected a finite number, got ", c.softmax_scale);
+  TORCH_CHECK_VALUE(
+      c.softcap.is_symbolic() || (std::isfinite(c.softcap.expect_float()) && c.softcap.expect_float() >= 0),
+      "softcap: expected a finite number above 0, or 0 for none, got ", c.softcap);
   validate_dropout_p(c.dropout_p);
   TORCH_CHECK_VALUE(holds(c.window_left.sym_ge(-1)) && holds(c.window_right.sym_ge(-1)),
                     "window_size: both sides must be -1 (unbounded) or at least 0, got (", c.window_left, ", ",
@@ -88,6 +93,82 @@ void check_options(const AttnCall& c) {
   TORCH_CHECK_VALUE(sink.dim() == 1 && holds(sink.sym_size(0).sym_eq(heads_q)), "sink: expected shape [", heads_q,
                     "], one logit per query head, got ", sink.sym_sizes());
   check_device("sink", sink, c.q);
+}
+
+bool is_either(const c10::SymInt& size, const c10::SymInt& one, const c10::SymInt& other) {
+  return holds(size.sym_eq(one).sym_or(size.sym_eq(other)));
+}
+
+void check_alibi_slopes(const AttnCall& c) {
+  const at::Tensor& slopes = *c.alibi_slopes;
+  const c10::SymInt heads_q = c.q.sym_size(c.head_axis()), batch = c.batch();
+  TORCH_CHECK_TYPE(slopes.scalar_type() == at::kFloat || slopes.scalar_type() == c.statistics_dtype(),
+                   "alibi_slopes: expected dtype ", c.statistics_dtype(), ", got ", slopes.scalar_type());
+  const bool of_batch = slopes.dim() == 2 && holds(slopes.sym_size(0).sym_eq(batch));
+  TORCH_CHECK_VALUE((slopes.dim() == 1 || of_batch) && holds(slopes.sym_size(-1).sym_eq(heads_q)),
+                    "alibi_slopes: expected shape [", heads_q, "] or [", batch, ", ", heads_q,
+                    "], one slope per query head, got ", slopes.sym_sizes());
+  check_device("alibi_slopes", slopes, c.q);
+}
+
+void check_relative_bias(const AttnCall& c) {
+  const at::Tensor& relative = *c.relative_bias;
+  const c10::SymInt heads_q = c.q.sym_size(c.head_axis());
+  TORCH_CHECK_TYPE(at::isFloatingType(relative.scalar_type()), "relative_bias: expected a floating point dtype, got ",
+                   relative.scalar_type());
+  TORCH_CHECK_VALUE(relative.dim() == 2 && holds(relative.sym_size(0).sym_eq(heads_q)),
+                    "relative_bias: expected shape [", heads_q, ", 2 L + 1], a row per query head, got ",
+                    relative.sym_sizes());
+  TORCH_CHECK_VALUE(
+      holds((relative.sym_size(1) % 2).sym_eq(1)),
+      "relative_bias: expected an odd number of entries per head, one for each distance from -L to L, got ",
+      relative.sym_size(1), " in shape ", relative.sym_sizes());
+  check_device("relative_bias", relative, c.q);
+}
+
+void check_bias(const AttnCall& c) {
+  const at::Tensor& bias = *c.bias;
+  TORCH_CHECK_VALUE(!c.is_varlen(), "bias: expected None in a packed call, got shape ", bias.sym_sizes(),
+                    "; use alibi_slopes, relative_bias or mask there, or padded sequences in forward()");
+  TORCH_CHECK_TYPE(bias.scalar_type() == at::kFloat || bias.scalar_type() == c.q.scalar_type(),
+                   "bias: expected dtype Float or that of q (", c.q.scalar_type(), "), got ", bias.scalar_type());
+  const c10::SymInt batch = c.batch(), heads_q = c.q.sym_size(c.head_axis()), rows = c.q.sym_size(c.row_dim()),
+                    keys = c.k.sym_size(c.row_dim());
+  TORCH_CHECK_VALUE(bias.dim() == 4 && is_either(bias.sym_size(0), batch, 1) &&
+                        is_either(bias.sym_size(1), heads_q, 1) && is_either(bias.sym_size(2), rows, 1) &&
+                        holds(bias.sym_size(3).sym_eq(keys)),
+                    "bias: expected shape [", batch, " or 1, ", heads_q, " or 1, ", rows, " or 1, ", keys, "], got ",
+                    bias.sym_sizes());
+  check_device("bias", bias, c.q);
+}
+
+void check_mask(const AttnCall& c) {
+  const at::Tensor &intervals = *c.mask_intervals, &extremes = *c.mask_extremes;
+  TORCH_CHECK_TYPE(intervals.scalar_type() == at::kInt, "mask: expected intervals of dtype int32, got ",
+                   intervals.scalar_type());
+  check_device("mask", intervals, c.q);
+  const c10::SymInt heads_q = c.q.sym_size(c.head_axis()), heads_k = c.k.sym_size(c.head_axis()),
+                    keys = c.k.sym_size(c.row_dim());
+  const auto heads_fit = [&](const c10::SymInt& heads) {
+    return holds(heads.sym_eq(1).sym_or(heads.sym_eq(heads_k)).sym_or(heads.sym_eq(heads_q)));
+  };
+  const bool fits = intervals.dim() == (c.is_varlen() ? 3 : 4) && heads_fit(intervals.sym_size(-3)) &&
+                    (c.is_varlen() || is_either(intervals.sym_size(0), c.batch(), 1)) &&
+                    holds(intervals.sym_size(-2).sym_eq(keys)) && holds(intervals.sym_size(-1).sym_eq(2));
+  if (c.is_varlen()) {
+    TORCH_CHECK_VALUE(fits, "mask: expected intervals of shape [1 or ", heads_k, " or ", heads_q, ", ", keys,
+                      ", 2] (heads, keys of all sequences, first and last), got ", intervals.sym_sizes());
+  } else {
+    TORCH_CHECK_VALUE(fits, "mask: expected intervals of shape [", c.batch(), " or 1, 1 or ", heads_k, " or ", heads_q,
+                      ", ", keys, ", 2] (batch, heads, keys, first and last), got ", intervals.sym_sizes());
+  }
+  const std::vector<c10::SymInt> shape = mask_extremes_shape(intervals);
+  bool same = extremes.scalar_type() == at::kInt && extremes.device() == intervals.device() &&
+              extremes.dim() == intervals.dim();
+  for (int64_t dim = 0; same && dim < extremes.dim(); ++dim) same = holds(extremes.sym_size(dim).sym_eq(shape[dim]));
+  TORCH_CHECK_VALUE(same, "mask_extremes: expected what flashattn_ext::mask_extremes makes of mask_intervals, int32 ",
+                    shape, " on ", intervals.device(), ", got ", extremes.scalar_type(), " ", extremes.sym_sizes(),
+                    " on ", extremes.device());
 }
 
 // On the CPU the values are checked too, unless the tensor stands for one of a graph that is being traced and has none.
@@ -142,12 +223,19 @@ void validate(const AttnCall& c) {
   check_tensor_kinds(c);
   check_sizes(c);
   check_options(c);
-  if (!c.is_varlen()) return;
-  check_cu_seqlens("cu_seqlens_q", *c.cu_seqlens_q, c, "q", c.q, c.max_seqlen_q);
-  check_cu_seqlens("cu_seqlens_k", *c.cu_seqlens_k, c, "k", c.k, c.max_seqlen_k);
-  TORCH_CHECK_VALUE(holds(c.cu_seqlens_k->sym_size(0).sym_eq(c.cu_seqlens_q->sym_size(0))),
-                    "cu_seqlens_k: expected the length of cu_seqlens_q (", c.cu_seqlens_q->sym_size(0), "), got ",
-                    c.cu_seqlens_k->sym_size(0));
+  if (c.is_varlen()) {
+    check_cu_seqlens("cu_seqlens_q", *c.cu_seqlens_q, c, "q", c.q, c.max_seqlen_q);
+    check_cu_seqlens("cu_seqlens_k", *c.cu_seqlens_k, c, "k", c.k, c.max_seqlen_k);
+    TORCH_CHECK_VALUE(holds(c.cu_seqlens_k->sym_size(0).sym_eq(c.cu_seqlens_q->sym_size(0))),
+                      "cu_seqlens_k: expected the length of cu_seqlens_q (", c.cu_seqlens_q->sym_size(0), "), got ",
+                      c.cu_seqlens_k->sym_size(0));
+  }
+  if (c.alibi_slopes) check_alibi_slopes(c);
+  if (c.relative_bias) check_relative_bias(c);
+  if (c.bias) check_bias(c);
+  TORCH_CHECK_VALUE(c.mask_intervals.has_value() == c.mask_extremes.has_value(),
+                    "mask: mask_intervals and mask_extremes must be given together");
+  if (c.mask_intervals) check_mask(c);
 }
 
 void validate(const AttnCall& c, const BackwardCall& b) {

@@ -36,12 +36,14 @@ else:
         flash_attn_varlen_kvpacked_func,
         flash_attn_varlen_qkvpacked_func,
     )
+    from .mask import Mask
     from .module import FlashAttention
     from .reference import attention_reference
 
 __all__ = [
     "FlashAttention",
     "FlashAttentionFunction",
+    "Mask",
     "attention_reference",
     "backward",
     "build_info",

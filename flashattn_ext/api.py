@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from . import _C, _build, arguments, ops
-from .autograd import CallOptions, FlashAttentionFunction
+from .autograd import CallOptions, CallTensors, FlashAttentionFunction
+from .mask import Mask
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -20,6 +21,7 @@ def _options(
     causal: bool,
     window_size: tuple[int, int],
     softmax_scale: float | None,
+    softcap: float,
     dropout_p: float,
     smooth_softmax: bool,
     layout: str,
@@ -33,6 +35,7 @@ def _options(
         max_seqlen_k=arguments.integer("max_seqlen_k", max_seqlen_k),
         bhsd=arguments.is_bhsd(layout),
         softmax_scale=arguments.scale(softmax_scale, q),
+        softcap=arguments.number("softcap", softcap),
         causal=arguments.flag("causal", causal),
         window_left=left,
         window_right=right,
@@ -42,16 +45,40 @@ def _options(
     )
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Casts as scaled_dot_product_attention does inside torch.autocast: all but float64."""
-    device = tensors[0].device.type
+def _tensors(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, *,
+    sink: Tensor | None, alibi_slopes: Tensor | None, relative_bias: Tensor | None, bias: Tensor | None,
+    mask: Mask | None,
+) -> CallTensors:  # fmt: skip
+    arguments.tensors(q=q, k=k, v=v)
+    optional = (cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias)
+    arguments.optional_tensors(**dict(zip(CallTensors._fields[3:], optional, strict=False)))
+    checked = arguments.mask(mask)
+    intervals, extremes = (None, None) if checked is None else (checked.intervals, checked.extremes())
+    return CallTensors(q, k, v, *optional, intervals, extremes)
+
+
+def _autocast(tensors: CallTensors) -> CallTensors:
+    """Casts as scaled_dot_product_attention does inside torch.autocast, all but float64.
+
+    A bias in float32 stays what it is, and so does what is read in the dtype of the statistics.
+    """
+    device = tensors.q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
+
+    def cast(t: Tensor) -> Tensor:
+        return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
+
+    bias = tensors.bias
+    return tensors._replace(
+        q=cast(tensors.q), k=cast(tensors.k), v=cast(tensors.v),
+        bias=bias if bias is None or bias.dtype == torch.float32 else cast(bias),
+    )  # fmt: skip
 
 
-def _distinct(*tensors: Tensor | None) -> list[Tensor | None]:
+def _distinct(tensors: CallTensors) -> list[Tensor | None]:
     """torch.compile cannot trace an autograd.Function that is given one tensor twice; views of it are fine."""
     if not torch.compiler.is_compiling():
         return list(tensors)
@@ -81,6 +108,11 @@ def forward(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Mask | None = None,
     dropout_p: float = 0.0,
     smooth_softmax: bool = False,
     sink: Tensor | None = None,
@@ -121,15 +153,16 @@ def forward(
 
     Source: FlashAttention-2 (Dao 2023, algorithms 1 and 2).
     """
-    arguments.tensors(q=q, k=k, v=v, **({} if sink is None else {"sink": sink}))
+    tensors = _tensors(
+        q, k, v, None, None, sink=sink, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias, mask=mask
+    )
     rng_seed = arguments.seed(rng_seed)
-    q, k, v = _autocast(q, k, v)
     options = _options(
-        q, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+        q, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
         dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout=layout,
         deterministic=deterministic,
     )  # fmt: skip
-    out, lse = FlashAttentionFunction.apply(*_distinct(q, k, v, None, None, sink), rng_seed, options)
+    out, lse = FlashAttentionFunction.apply(*_distinct(_autocast(tensors)), rng_seed, options)
     return (out, lse) if arguments.flag("return_lse", return_lse) else out
 
 
@@ -155,6 +188,11 @@ def varlen_forward(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Mask | None = None,
     dropout_p: float = 0.0,
     smooth_softmax: bool = False,
     sink: Tensor | None = None,
@@ -174,17 +212,18 @@ def varlen_forward(
     Returns:
         out [total_q, Hq, Dv], or (out, lse) with lse [Hq, total_q].
     """
-    arguments.tensors(q=q, k=k, v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-                      **({} if sink is None else {"sink": sink}))  # fmt: skip
+    arguments.tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    tensors = _tensors(
+        q, k, v, cu_seqlens_q, cu_seqlens_k,
+        sink=sink, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias, mask=mask,
+    )  # fmt: skip
     rng_seed = arguments.seed(rng_seed)
-    q, k, v = _autocast(q, k, v)
     options = _options(
-        q, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+        q, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
         dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout="bshd",
         deterministic=deterministic, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    tensors = _distinct(q, k, v, cu_seqlens_q, cu_seqlens_k, sink)
-    out, lse = FlashAttentionFunction.apply(*tensors, rng_seed, options)
+    out, lse = FlashAttentionFunction.apply(*_distinct(_autocast(tensors)), rng_seed, options)
     return (out, lse) if arguments.flag("return_lse", return_lse) else out
 
 
@@ -204,13 +243,18 @@ def backward(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Mask | None = None,
     dropout_p: float = 0.0,
     smooth_softmax: bool = False,
     sink: Tensor | None = None,
     layout: str = "bshd",
     deterministic: bool = False,
     rng_seed: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor | None, ...]:
     """The raw backward of forward() and, with cu_seqlens, of varlen_forward().
 
     Args:
@@ -223,13 +267,15 @@ def backward(
     Returns:
         (dq, dk, dv, dsink), dsink being None without a sink tensor.
     """
-    optional = {"dout": dout, "dlse": dlse, "sink": sink,
-                "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}  # fmt: skip
-    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
-    arguments.tensors(q=q, k=k, v=v, out=out, lse=lse, **given)
+    arguments.tensors(out=out, lse=lse)
+    arguments.optional_tensors(dout=dout, dlse=dlse)
+    tensors = _tensors(
+        q, k, v, cu_seqlens_q, cu_seqlens_k,
+        sink=sink, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias, mask=mask,
+    )  # fmt: skip
     rng_seed = arguments.seed(rng_seed)
     options = _options(
-        q, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+        q, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
         dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout=layout,
         deterministic=deterministic, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
@@ -239,10 +285,12 @@ def backward(
         )
     drops = rng_seed is not None and options.dropout_p > 0
     rng_state = ops.rng_state(q, rng_seed) if drops else torch.empty(0, dtype=torch.int64, device=q.device)
-    dq, dk, dv, dsink = ops.backward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, sink, *options, dout, dlse, out, lse, rng_state
-    )  # fmt: skip
-    return dq, dk, dv, None if sink is None else dsink
+    biases = [given is not None for given in tensors.biases()]
+    dq, dk, dv, dsink, *dbiases = ops.backward(*tensors, *options, dout, dlse, out, lse, *biases, rng_state)
+    gradients = (dq, dk, dv, None if sink is None else dsink)
+    if not any(biases):
+        return gradients
+    return *gradients, *(gradient if given else None for gradient, given in zip(dbiases, biases, strict=True))
 
 
 def dropout_mask(

@@ -14,6 +14,8 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from .mask import Mask
+
 LAYOUTS = ("bshd", "bhsd")
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 
@@ -24,6 +26,11 @@ class ReferenceOptions(TypedDict, total=False):
     causal: bool
     window_size: tuple[int, int]
     softmax_scale: float | None
+    softcap: float
+    alibi_slopes: Tensor | None
+    relative_bias: Tensor | None
+    bias: Tensor | None
+    mask: Mask | None
     dropout_p: float
     smooth_softmax: bool
     sink: Tensor | None
@@ -40,6 +47,21 @@ def tensors(**given: Any) -> None:
     for name, value in given.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(value).__name__}")
+
+
+def optional_tensors(**given: Any) -> None:
+    tensors(**{name: value for name, value in given.items() if value is not None})
+
+
+def mask(value: Any) -> Mask | None:
+    if value is None or isinstance(value, Mask):
+        return value
+    if isinstance(value, Tensor):
+        raise TypeError(
+            f"mask: expected a flashattn_ext.Mask, got {_described(value)}; Mask(intervals) or Mask.from_dense(visible) makes one, "
+            "and a mask that is no Mask can be given as `bias`, 0 and -inf"
+        )
+    raise TypeError(f"mask: expected a flashattn_ext.Mask, got {type(value).__name__}")
 
 
 def integer(name: str, value: Any) -> int:

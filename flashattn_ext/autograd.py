@@ -11,13 +11,34 @@ from torch import Tensor
 from . import ops
 
 
+class CallTensors(NamedTuple):
+    """The tensors of a call, in the order of the ops' schemas (csrc/attn_call.h)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    sink: Tensor | None
+    alibi_slopes: Tensor | None
+    relative_bias: Tensor | None
+    bias: Tensor | None
+    mask_intervals: Tensor | None
+    mask_extremes: Tensor | None
+
+    def biases(self) -> tuple[Tensor | None, ...]:
+        """Those whose gradients the backward computes on demand."""
+        return self.alibi_slopes, self.relative_bias, self.bias
+
+
 class CallOptions(NamedTuple):
-    """What a call says beside its tensors, in the order of the ops' schemas (csrc/attn_call.h)."""
+    """What a call says beside its tensors, in the order of the ops' schemas, after the tensors."""
 
     max_seqlen_q: int
     max_seqlen_k: int
     bhsd: bool
     softmax_scale: float
+    softcap: float
     causal: bool
     window_left: int
     window_right: int
@@ -42,31 +63,30 @@ class _Gradients(torch.autograd.Function):
 
 
 class FlashAttentionFunction(torch.autograd.Function):
-    """apply(q, k, v, cu_seqlens_q, cu_seqlens_k, sink, rng_seed, options) -> (out, lse).
+    """apply(*tensors, rng_seed, options) -> (out, lse).
 
     Shapes and errors are those of flashattn_ext.forward and varlen_forward, which are the way to
-    call this; `options` is a CallOptions.
+    call this; `tensors` are those of CallTensors, `options` is a CallOptions.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None,
-        sink: Tensor | None, rng_seed: int | None, options: CallOptions,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        inputs = (q, k, v, cu_seqlens_q, cu_seqlens_k, sink)
-        out, lse, rng_state = ops.forward(*inputs, *options, rng_seed)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        *tensors, rng_seed, options = arguments
+        out, lse, rng_state = ops.forward(*tensors, *options, rng_seed)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*inputs, out, lse, rng_state)
+        ctx.save_for_backward(*tensors, out, lse, rng_state)
         ctx.options = options
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         if dout is None and dlse is None:
-            return (None,) * 8
-        *inputs, out, lse, rng_state = ctx.saved_tensors
+            return (None,) * (len(CallTensors._fields) + 2)
+        *saved, out, lse, rng_state = ctx.saved_tensors
+        tensors = CallTensors(*saved)
+        needs = CallTensors(*ctx.needs_input_grad[:-2]).biases()
         # The node costs as much as a small kernel; without create_graph nothing can be differentiated again.
         gradients: Callable[..., Any] = _Gradients.apply if torch.is_grad_enabled() else ops.backward
-        dq, dk, dv, dsink = gradients(*inputs, *ctx.options, dout, dlse, out, lse, rng_state)
-        sink = inputs[-1]
-        return dq, dk, dv, None, None, None if sink is None else dsink, None, None
+        dq, dk, dv, dsink, *dbiases = gradients(*tensors, *ctx.options, dout, dlse, out, lse, *needs, rng_state)
+        dbiases = [gradient if needed else None for gradient, needed in zip(dbiases, needs, strict=True)]
+        return dq, dk, dv, None, None, None if tensors.sink is None else dsink, *dbiases, None, None, None, None

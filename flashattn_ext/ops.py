@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import _C
+
 forward = torch.ops.flashattn_ext.forward.call
 backward = torch.ops.flashattn_ext.backward.call
 dropout_mask = torch.ops.flashattn_ext.dropout_mask.call
 rng_state = torch.ops.flashattn_ext.rng_state.default
+mask_extremes = torch.ops.flashattn_ext.mask_extremes.default
 
 _library = torch.library.Library("flashattn_ext", "FRAGMENT")
 
@@ -19,3 +22,11 @@ def _as_tensor(value: float) -> Tensor:
 
 
 _library.impl("as_tensor", _as_tensor, "CompositeImplicitAutograd")
+
+
+def place_of_work(device: torch.device) -> tuple[int, int]:
+    """The current stream of a CUDA device, and the graph capture that it is in; (0, 0) for other devices and where there is none."""
+    if device.type != "cuda":
+        return 0, 0
+    place: tuple[int, int] = _C.cuda_stream_and_capture(device.index)
+    return place

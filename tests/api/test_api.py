@@ -14,6 +14,7 @@ import flashattn_ext
 PUBLIC = {
     "FlashAttention",
     "FlashAttentionFunction",
+    "Mask",
     "attention_reference",
     "backward",
     "build_info",

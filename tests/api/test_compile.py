@@ -9,7 +9,7 @@ import torch
 from helpers import Case, cu_seqlens, make_inputs
 
 import flashattn_ext
-from flashattn_ext.autograd import CallOptions
+from flashattn_ext.autograd import CallOptions, CallTensors
 
 OPTIONS = {
     "plain": dict(),
@@ -118,13 +118,15 @@ def call_options(**asked: Any) -> CallOptions:
     return CallOptions(**{name: types[name]() for name in CallOptions._fields} | asked)
 
 
-def op_tensors(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, sink: bool) -> tuple:
-    """The tensors that every op of attention begins with."""
+def op_tensors(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, sink: bool) -> CallTensors:
+    """The tensors that every op of attention begins with; those that are not named are None."""
     shape = (30, 4, 16) if varlen else (2, 4, 15, 16) if bhsd else (2, 15, 4, 16)
     # The ops have no autograd formula of their own: FlashAttentionFunction is their derivative.
     q, k, v = (torch.randn(shape, device=device).to(dtype) for _ in range(3))
     starts = cu_seqlens([20, 10], device) if varlen else None
-    return q, k, v, starts, starts, torch.randn(4, device=device) if sink else None
+    none = CallTensors(*[None] * len(CallTensors._fields))
+    named = {"q": q, "k": k, "v": v, "cu_seqlens_q": starts, "cu_seqlens_k": starts}
+    return none._replace(**named, sink=torch.randn(4, device=device) if sink else None)
 
 
 @pytest.mark.dtypes("float32", "bfloat16")
@@ -145,7 +147,7 @@ def test_opcheck(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, drop
         torch.library.opcheck(ops.forward.default, (*call, rng_state, given))
         torch.testing.assert_close(ops.forward(*call, rng_state, given)[0], out)
     for dlse in (None, torch.randn_like(lse)):
-        gradients = (torch.randn_like(out), dlse, out, lse, rng_state)
+        gradients = (torch.randn_like(out), dlse, out, lse, True, True, True, rng_state)
         torch.library.opcheck(ops.backward.call, (*call, *gradients))
         torch.library.opcheck(ops.backward.default, (*call, *gradients, []))
 

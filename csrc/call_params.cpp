@@ -1,0 +1,198 @@
+#include "call_params.h"
+
+#include <ATen/ExpandUtils.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <vector>
+
+#include "dropout.h"
+#include "mask.h"
+
+namespace flashattn_ext {
+
+at::Tensor with_readable_rows(const at::Tensor& t, int64_t row_dim, const Backend& backend) {
+  const bool overlaps = row_dim >= 0 && t.size(row_dim) > 1 && t.stride(row_dim) < t.size(-1);
+  const bool rows_apart = overlaps && !backend.reads_overlapping_rows;
+  if (!rows_apart && (t.stride(-1) == 1 || t.size(-1) <= 1)) return t;
+  at::Tensor distinct = t;
+  for (int64_t dim = 0; dim + 1 < t.dim(); ++dim) {
+    if (t.stride(dim) == 0 && t.size(dim) > 1 && !(rows_apart && dim == row_dim)) distinct = distinct.narrow(dim, 0, 1);
+  }
+  return distinct.contiguous().expand(t.sizes());
+}
+
+TensorView view_of(const AttnCall& c, const at::Tensor& t) {
+  TensorView view;
+  view.data = const_cast<void*>(t.const_data_ptr());
+  view.batch_stride = c.is_varlen() ? 0 : t.stride(0);
+  view.row_stride = t.stride(c.row_dim());
+  view.head_stride = t.stride(c.head_axis());
+  return view;
+}
+
+RowView row_view_of(const AttnCall& c, const at::Tensor& t) {
+  return {const_cast<void*>(t.const_data_ptr()), c.is_varlen() ? 0 : t.stride(0), t.stride(c.is_varlen() ? 0 : 1)};
+}
+
+namespace {
+
+DType dtype_of(const at::Tensor& t) {
+  switch (t.scalar_type()) {
+    case at::kHalf:
+      return DType::kFloat16;
+    case at::kBFloat16:
+      return DType::kBFloat16;
+    case at::kDouble:
+      return DType::kFloat64;
+    default:
+      return DType::kFloat32;
+  }
+}
+
+// A contiguous tensor whose elements can be loaded so many bytes at once.
+at::Tensor aligned(const at::Tensor& t, size_t bytes) {
+  const at::Tensor whole = t.contiguous();
+  return reinterpret_cast<uintptr_t>(whole.const_data_ptr()) % bytes ? whole.clone() : whole;
+}
+
+// 0 where a tensor has one entry for all.
+int64_t shared_stride(const at::Tensor& t, int64_t dim) { return t.size(dim) == 1 ? 0 : t.stride(dim); }
+
+BiasView bias_view_of(const at::Tensor& t) {
+  return {const_cast<void*>(t.const_data_ptr()), dtype_of(t), shared_stride(t, 0), shared_stride(t, 1),
+          shared_stride(t, 2)};
+}
+
+// What decides the logits beside q and k, as far as it is in memory.
+void set_scores(const AttnCall& c, AttnParams* p) {
+  if (c.alibi_slopes) {
+    p->alibi_slopes = c.alibi_slopes->const_data_ptr();
+    p->alibi_batch_stride = c.alibi_slopes->dim() == 2 ? c.alibi_slopes->size(1) : 0;
+  }
+  if (c.relative_bias) {
+    p->relative_bias = c.relative_bias->const_data_ptr();
+    p->relative_reach = c.relative_bias->size(1) / 2;
+  }
+  if (c.bias) p->bias = bias_view_of(*c.bias);
+  if (!c.mask_intervals) return;
+  const at::Tensor &intervals = *c.mask_intervals, &extremes = *c.mask_extremes;
+  IntervalView& view = p->intervals;
+  view.data = intervals.const_data_ptr<int32_t>();
+  view.heads = intervals.size(-3);
+  view.head_stride = intervals.size(-2);
+  view.extremes = extremes.const_data_ptr<int32_t>();
+  view.extremes_head_stride = extremes.size(-2);
+  if (c.is_varlen() || intervals.size(0) == 1) return;
+  view.batch_stride = view.heads * view.head_stride;
+  view.extremes_batch_stride = view.heads * view.extremes_head_stride;
+}
+
+}  // namespace
+
+AttnCall readable(AttnCall c, const Backend& backend) {
+  for (at::Tensor* t : {&c.q, &c.k, &c.v}) *t = with_readable_rows(*t, c.row_dim(), backend);
+  if (c.is_varlen()) {
+    c.cu_seqlens_q = c.cu_seqlens_q->contiguous();
+    c.cu_seqlens_k = c.cu_seqlens_k->contiguous();
+  }
+  const auto as_statistics = [&c](std::optional<at::Tensor>* t) {
+    if (*t) *t = (*t)->to(c.statistics_dtype()).contiguous();
+  };
+  as_statistics(&c.sink);
+  as_statistics(&c.alibi_slopes);
+  as_statistics(&c.relative_bias);
+  if (c.bias) {
+    const bool widens = c.q.scalar_type() == at::kDouble;
+    c.bias = with_readable_rows(widens ? c.bias->to(at::kDouble) : *c.bias, -1, backend);
+  }
+  if (c.mask_intervals) {
+    c.mask_intervals = aligned(*c.mask_intervals, 2 * sizeof(int32_t));
+    c.mask_extremes = aligned(*c.mask_extremes, sizeof(IntervalExtremes));
+  }
+  return c;
+}
+
+void set_options(const AttnCall& c, AttnParams* params) {
+  AttnParams& p = *params;
+  p.dtype = dtype_of(c.q);
+  p.batch = c.is_varlen() ? c.cu_seqlens_q->numel() - 1 : c.q.size(0);
+  p.seqlen_q = c.is_varlen() ? c.max_seqlen_q.expect_int() : c.q.size(c.row_dim());
+  p.seqlen_k = c.is_varlen() ? c.max_seqlen_k.expect_int() : c.k.size(c.row_dim());
+  p.heads_q = c.q.size(c.head_axis());
+  p.heads_k = c.k.size(c.head_axis());
+  p.head_dim = c.q.size(-1);
+  p.head_dim_v = c.v.size(-1);
+  if (c.is_varlen()) {
+    p.cu_seqlens_q = c.cu_seqlens_q->const_data_ptr<int32_t>();
+    p.cu_seqlens_k = c.cu_seqlens_k->const_data_ptr<int32_t>();
+    p.total_q = c.q.size(0);
+    p.total_k = c.k.size(0);
+  }
+  p.window_left = c.window_left.expect_int();
+  p.window_right = c.causal ? 0 : c.window_right.expect_int();  // causal caps the right side, and no side is below 0
+  p.softmax_scale = c.softmax_scale.expect_float();
+  p.softcap = c.softcap.expect_float();
+  set_scores(c, &p);
+  p.has_sink = c.smooth_softmax || c.sink;
+  p.dropout_threshold = dropout_threshold(c.dropout_p.expect_float());
+  p.deterministic = c.deterministic;
+}
+
+void set_memory(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& rng_state,
+                AttnParams* p) {
+  if (c.is_varlen()) {
+    p->cu_seqlens_q = c.cu_seqlens_q->const_data_ptr<int32_t>();
+    p->cu_seqlens_k = c.cu_seqlens_k->const_data_ptr<int32_t>();
+  }
+  p->q = view_of(c, c.q);
+  p->k = view_of(c, c.k);
+  p->v = view_of(c, c.v);
+  p->out = view_of(c, out);
+  p->lse = row_view_of(c, lse);
+  p->sink = c.sink ? c.sink->const_data_ptr() : nullptr;
+  set_scores(c, p);
+  p->rng_state = rng_state.const_data_ptr<int64_t>();
+}
+
+BiasGradients zeroed_bias_gradients(const AttnCall& c, const BackwardCall& b, const Backend& backend) {
+  const auto sums = c.q.options().dtype(c.statistics_dtype());
+  BiasGradients zeroed;
+  if (c.alibi_slopes && b.needs_dalibi_slopes) zeroed.alibi_slopes = at::zeros(c.alibi_slopes->sizes(), sums);
+  if (c.relative_bias && b.needs_drelative_bias) zeroed.relative_bias = at::zeros(c.relative_bias->sizes(), sums);
+  if (!c.bias || !b.needs_dbias) return zeroed;
+  const std::vector<int64_t> scores{c.q.size(0), c.q.size(c.head_axis()), c.q.size(c.row_dim()), c.bias->size(3)};
+  if (c.bias->sizes() == scores) {
+    zeroed.bias = at::zeros(scores, c.bias->options());
+  } else {
+    const bool in_order = &backend == &cpu_backend();  // whatever the number of threads
+    zeroed.bias = at::zeros(c.deterministic && !in_order ? at::IntArrayRef(scores) : c.bias->sizes(), sums);
+  }
+  return zeroed;
+}
+
+void set_memory(const BiasGradients& gradients, AttnGradParams* p) {
+  if (gradients.alibi_slopes.defined()) p->dalibi_slopes = gradients.alibi_slopes.data_ptr();
+  if (gradients.relative_bias.defined()) p->drelative_bias = gradients.relative_bias.data_ptr();
+  if (gradients.bias.defined()) p->dbias = bias_view_of(gradients.bias);
+}
+
+BiasGradients finished(const BiasGradients& sums, const AttnCall& given) {
+  const auto of = [&given](const at::Tensor& sum, const std::optional<at::Tensor>& input) {
+    if (!sum.defined()) return at::empty({0}, given.q.options().dtype(given.statistics_dtype()));
+    return at::sum_to(sum, input->sizes()).to(input->scalar_type());
+  };
+  return {of(sums.alibi_slopes, given.alibi_slopes), of(sums.relative_bias, given.relative_bias),
+          of(sums.bias, given.bias)};
+}
+
+BiasGradients finished_meta(const AttnCall& given, const BackwardCall& b) {
+  const auto of = [&given](bool needed, const std::optional<at::Tensor>& input) {
+    if (!needed || !input) return at::empty({0}, given.q.options().dtype(given.statistics_dtype()));
+    return at::empty_symint(input->sym_sizes(), input->options());
+  };
+  return {of(b.needs_dalibi_slopes, given.alibi_slopes), of(b.needs_drelative_bias, given.relative_bias),
+          of(b.needs_dbias, given.bias)};
+}
+
+}  // namespace flashattn_ext
