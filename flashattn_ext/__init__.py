@@ -39,6 +39,7 @@ else:
     from .mask import Mask
     from .module import FlashAttention
     from .reference import attention_reference
+    from .relative_bias import t5_relative_bias
 
 __all__ = [
     "FlashAttention",
@@ -56,6 +57,7 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
     "forward",
+    "t5_relative_bias",
     "use_backend",
     "varlen_forward",
 ]

@@ -132,6 +132,16 @@ def forward(
         causal: query i sees the keys j <= i + Sk - Sq (aligned at the bottom right).
         window_size: (left, right), keys seen to either side of i + Sk - Sq; -1 is unbounded.
         softmax_scale: factor of the scores, 1 / sqrt(D) by default.
+        softcap: c > 0 turns a scaled score s into c * tanh(s / c); 0 is off.
+        alibi_slopes: float32 [Hq] or [B, Hq] (float64 too where the inputs are), adds
+            -slope * |i + Sk - Sq - j|; differentiable.
+        relative_bias: [Hq, 2 L + 1] of any float dtype, adds
+            relative_bias[h, clamp(j - (i + Sk - Sq), -L, L) + L]; differentiable. t5_relative_bias
+            makes one of T5's table.
+        bias: [B or 1, Hq or 1, Sq or 1, Sk], float32 or the dtype of q, is added last; -inf hides.
+            Read by its strides; only the last dimension is wanted contiguous. Differentiable, with
+            a gradient in its own shape.
+        mask: a Mask: which rows see which key, beside what causal and window_size say.
         dropout_p: probability in [0, 1) of dropping an attention weight. The mask is a function of
             the seed and the position alone, the same on every device; weights are rescaled by the
             probability of keeping that the generator really has (a multiple of 1/256).
@@ -207,6 +217,8 @@ def varlen_forward(
         cu_seqlens_q, cu_seqlens_k: int32 [B + 1] on the device of q: sequence b is the rows
             cu_seqlens[b] to cu_seqlens[b + 1]. Empty sequences are fine.
         max_seqlen_q, max_seqlen_k: an upper bound of the lengths.
+        alibi_slopes: [Hq] or [B, Hq]; mask: a Mask of packed keys, with intervals [Hm, total_k, 2].
+        bias: None; packed sequences have none.
         Everything else as in forward(). Sequence b has the dropout mask of batch entry b.
 
     Returns:
@@ -227,6 +239,18 @@ def varlen_forward(
     return (out, lse) if arguments.flag("return_lse", return_lse) else out
 
 
+@overload
+def backward(
+    dout: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
+    alibi_slopes: None = ..., relative_bias: None = ..., bias: None = ...,
+    **options: Unpack[arguments.BackwardOptions],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]: ...  # fmt: skip
+@overload
+def backward(
+    dout: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
+    alibi_slopes: Tensor | None = ..., relative_bias: Tensor | None = ..., bias: Tensor | None = ...,
+    **options: Unpack[arguments.BackwardOptions],
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...  # fmt: skip
 def backward(
     dout: Tensor | None,
     q: Tensor,
@@ -265,7 +289,9 @@ def backward(
         Everything else as in the forward.
 
     Returns:
-        (dq, dk, dv, dsink), dsink being None without a sink tensor.
+        (dq, dk, dv, dsink), dsink being None without a sink tensor. If alibi_slopes, relative_bias
+        or bias is given, (dq, dk, dv, dsink, dalibi_slopes, drelative_bias, dbias), with None for
+        what is not given.
     """
     arguments.tensors(out=out, lse=lse)
     arguments.optional_tensors(dout=dout, dlse=dlse)

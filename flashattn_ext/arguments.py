@@ -20,16 +20,13 @@ LAYOUTS = ("bshd", "bhsd")
 _INT64 = (-(1 << 63), (1 << 63) - 1)
 
 
-class ReferenceOptions(TypedDict, total=False):
-    """What attention_reference takes beside its tensors."""
+class SharedOptions(TypedDict, total=False):
+    """What forward, varlen_forward, backward and attention_reference take beside their tensors."""
 
     causal: bool
     window_size: tuple[int, int]
     softmax_scale: float | None
     softcap: float
-    alibi_slopes: Tensor | None
-    relative_bias: Tensor | None
-    bias: Tensor | None
     mask: Mask | None
     dropout_p: float
     smooth_softmax: bool
@@ -37,9 +34,33 @@ class ReferenceOptions(TypedDict, total=False):
     rng_seed: int | None
 
 
-class AttentionOptions(ReferenceOptions, total=False):
+class BiasOptions(TypedDict, total=False):
+    alibi_slopes: Tensor | None
+    relative_bias: Tensor | None
+    bias: Tensor | None
+
+
+class AttentionOptions(SharedOptions, BiasOptions, total=False):
     """What forward and varlen_forward take."""
 
+    deterministic: bool
+
+
+class ReferenceOptions(SharedOptions, BiasOptions, total=False):
+    """What attention_reference takes."""
+
+    origin: tuple[int, ...] | None
+
+
+class BackwardOptions(SharedOptions, total=False):
+    """What backward takes, the biases aside: they decide what it returns."""
+
+    dlse: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    layout: str
     deterministic: bool
 
 

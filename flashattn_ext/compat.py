@@ -51,11 +51,14 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """q [B, Sq, Hq, D], k and v [B, Sk, Hk, D] -> out [B, Sq, Hq, D], or (out, softmax_lse, None)."""
-    _reject(softcap=(softcap, 0.0), alibi_slopes=(alibi_slopes, None))
+    """q [B, Sq, Hq, D], k and v [B, Sk, Hk, D] -> out [B, Sq, Hq, D], or (out, softmax_lse, None).
+
+    alibi_slopes: float32 [Hq] or [B, Hq], with a gradient where they require one (flash-attn has none).
+    """
     results = forward(
         q, k, v, dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal,
-        window_size=_window(window_size), deterministic=deterministic, return_lse=True,
+        window_size=_window(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
+        deterministic=deterministic, return_lse=True,
     )  # fmt: skip
     return _result(results, return_attn_probs)
 
@@ -99,11 +102,11 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False, block_table: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """q [total_q, Hq, D], k and v [total_k, Hk, D] -> out [total_q, Hq, D]."""
-    _reject(softcap=(softcap, 0.0), alibi_slopes=(alibi_slopes, None), block_table=(block_table, None))
+    _reject(block_table=(block_table, None))
     results = varlen_forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=dropout_p,
-        softmax_scale=softmax_scale, causal=causal, window_size=_window(window_size),
-        deterministic=deterministic, return_lse=True,
+        softmax_scale=softmax_scale, causal=causal, window_size=_window(window_size), softcap=softcap,
+        alibi_slopes=alibi_slopes, deterministic=deterministic, return_lse=True,
     )  # fmt: skip
     return _result(results, return_attn_probs)
 

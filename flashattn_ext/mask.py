@@ -60,14 +60,14 @@ class Mask:
         return cls._of(first, last)
 
     @classmethod
-    def padding(cls, mask: Tensor, Sk: int | None = None, side: str = "right") -> Mask:
+    def padding(cls, mask: Tensor, side: str = "right", Sk: int | None = None) -> Mask:
         """Keys that nobody may see.
 
         Args:
             mask: either lengths, integers [B], of `Sk` keys each, with the padding at `side`; or a bool or 0/1 mask [B, Sk], as
                 Hugging Face's tokenizers make it, 1 where there is a token (wherever the zeros are).
-            Sk: number of keys in a row; wanted with lengths.
-            side: "right" or "left", with lengths.
+            side: "right" or "left", where the padding is; of lengths only.
+            Sk: number of keys in a row; wanted with lengths, which do not tell it.
         """
         if side not in ("right", "left"):
             raise ValueError(f"side: expected 'right' or 'left', got {side!r}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
 from . import arguments
 from .api import forward
+from .mask import Mask
 
 
 class FlashAttention(nn.Module):
@@ -21,6 +24,10 @@ class FlashAttention(nn.Module):
             place of use_smooth_softmax.
         num_heads: number of query heads; needed for learnable_sink only.
         window_size: (left, right) keys seen to either side, -1 for unbounded.
+        softcap: c > 0 turns a scaled score s into c * tanh(s / c); 0 is off.
+        alibi_slopes: [num_heads], adds -slope * |i + Sk - Sq - j|.
+        relative_bias: [num_heads, 2 L + 1], adds the entry of the distance j - (i + Sk - Sq), clamped
+            to -L..L. Both are learned if they are an nn.Parameter, otherwise buffers.
 
     Raises:
         ValueError, TypeError: naming the argument, when the module is made.
@@ -36,6 +43,9 @@ class FlashAttention(nn.Module):
         learnable_sink: bool = False,
         num_heads: int | None = None,
         window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        relative_bias: Tensor | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = arguments.integer("head_dim", head_dim)
@@ -49,6 +59,12 @@ class FlashAttention(nn.Module):
         self.window_size = arguments.window(window_size)
         if min(self.window_size) < -1:
             raise ValueError(f"window_size: both sides must be -1 (unbounded) or at least 0, got {self.window_size}")
+        self.softcap = arguments.number("softcap", softcap)
+        if not 0 <= self.softcap < math.inf:
+            raise ValueError(f"softcap: expected a finite number above 0, or 0 for none, got {softcap}")
+        arguments.optional_tensors(alibi_slopes=alibi_slopes, relative_bias=relative_bias)
+        self._keep("alibi_slopes", alibi_slopes)
+        self._keep("relative_bias", relative_bias)
         if num_heads is not None and arguments.integer("num_heads", num_heads) < 1:
             raise ValueError(f"num_heads: expected at least 1, got {num_heads}")
         if arguments.flag("learnable_sink", learnable_sink):
@@ -58,16 +74,38 @@ class FlashAttention(nn.Module):
         else:
             self.register_parameter("sink", None)
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, Sq, Hq, head_dim], k and v [B, Sk, Hk, head_dim] -> out [B, Sq, Hq, head_dim]."""
+    alibi_slopes: Tensor | None
+    relative_bias: Tensor | None
+
+    def _keep(self, name: str, tensor: Tensor | None) -> None:
+        if isinstance(tensor, nn.Parameter):
+            self.register_parameter(name, tensor)
+        else:
+            self.register_buffer(name, tensor)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, mask: Mask | None = None
+    ) -> Tensor:
+        """q [B, Sq, Hq, head_dim], k and v [B, Sk, Hk, head_dim] -> out [B, Sq, Hq, head_dim].
+
+        `bias` and `mask` are those of flashattn_ext.forward.
+        """
         if q.shape[-1] != self.head_dim:
             raise ValueError(f"q: this module was made for head_dim={self.head_dim}, got shape {tuple(q.shape)}")
+        slopes = self.alibi_slopes
+        if slopes is not None:  # the module may have been cast to 16 bits
+            slopes = slopes.to(torch.promote_types(q.dtype, torch.float32))
         return forward(
             q,
             k,
             v,
             causal=self.causal,
             window_size=self.window_size,
+            softcap=self.softcap,
+            alibi_slopes=slopes,
+            relative_bias=self.relative_bias,
+            bias=bias,
+            mask=mask,
             dropout_p=self.dropout if self.training else 0.0,
             smooth_softmax=self.use_smooth_softmax and self.sink is None,
             sink=self.sink,
@@ -76,5 +114,7 @@ class FlashAttention(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"head_dim={self.head_dim}, dropout={self.dropout}, causal={self.causal}, "
-            f"use_smooth_softmax={self.use_smooth_softmax}, learnable_sink={self.sink is not None}"
+            f"use_smooth_softmax={self.use_smooth_softmax}, learnable_sink={self.sink is not None}, "
+            f"softcap={self.softcap}, alibi_slopes={self.alibi_slopes is not None}, "
+            f"relative_bias={self.relative_bias is not None}"
         )

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, overload
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from . import arguments
+from .mask import Mask
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# (b, q, k, v) -> (out, lse) of one batch entry, [heads, rows, head_dim] and [heads, rows].
-Entry = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+# (b, q, k, v, start of the keys among packed ones) -> (out, lse) of one batch entry, [heads, rows, head_dim] and [heads, rows].
+Entry = Callable[[int, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -57,14 +59,35 @@ def dropout_threshold(dropout_p: float) -> int:
     return min(max(math.floor(256 * (1 - dropout_p) + 0.5), 1), 256)
 
 
-def _keep_mask(b: int, heads: int, Sq: int, Sk: int, threshold: int, seed: int, device: torch.device) -> Tensor:
-    """The mask of batch entry b: bool [heads, Sq, Sk]."""
-    h = torch.arange(heads, device=device)[:, None, None]
-    i = torch.arange(Sq, device=device)[None, :, None]
-    j = torch.arange(Sk, device=device)[None, None, :]
+class _Place(NamedTuple):
+    """Where the scores of a call are: its first batch entry and head, and the positions of its rows and keys."""
+
+    batch: int
+    head: int
+    rows: Tensor  # [Sq], as masks and dropout count them
+    keys: Tensor  # [Sk]
+    shift: int  # row i is aligned with the key at i + shift
+
+    @classmethod
+    def of(cls, origin: tuple[int, ...] | None, Sq: int, Sk: int, device: torch.device) -> _Place:
+        batch, head, row, key = (*origin, 0, 0)[:4] if origin is not None else (0, 0, 0, 0)
+        rows, keys = torch.arange(Sq, device=device) + row, torch.arange(Sk, device=device) + key
+        aligned_at_the_end = origin is None or len(origin) == 2
+        return cls(batch, head, rows, keys, Sk - Sq if aligned_at_the_end else 0)
+
+    def distance(self) -> Tensor:
+        """Key minus aligned row, [Sq, Sk]."""
+        return self.keys - (self.rows + self.shift)[:, None]
+
+
+def _keep_mask(place: _Place, b: int, heads: int, threshold: int, seed: int) -> Tensor:
+    """The dropout mask of batch entry b: bool [heads, Sq, Sk]."""
+    device = place.rows.device
+    h = torch.arange(heads, device=device)[:, None, None] + place.head
+    i, j = place.rows[None, :, None], place.keys[None, None, :]
     shape = torch.broadcast_shapes(h.shape, i.shape, j.shape)
     counter = [
-        torch.full(shape, b, device=device),
+        torch.full(shape, place.batch + b, device=device),
         (j // 64).expand(shape),
         (h * 64 + i % 8 * 8 + j % 8).expand(shape),
         (i // 16).expand(shape),
@@ -75,12 +98,13 @@ def _keep_mask(b: int, heads: int, Sq: int, Sk: int, threshold: int, seed: int, 
     return byte < threshold
 
 
-def _visible(Sq: int, Sk: int, causal: bool, window_size: tuple[int, int], device: torch.device) -> Tensor:
+def _in_window(place: _Place, causal: bool, window_size: tuple[int, int]) -> Tensor:
+    """bool [Sq, Sk]."""
     left, right = window_size
     if causal:
         right = 0
-    distance = torch.arange(Sk, device=device) - (torch.arange(Sq, device=device) + Sk - Sq)[:, None]
-    visible = torch.ones(Sq, Sk, dtype=torch.bool, device=device)
+    distance = place.distance()
+    visible = torch.ones_like(distance, dtype=torch.bool)
     if left >= 0:
         visible &= distance >= -left
     if right >= 0:
@@ -88,19 +112,53 @@ def _visible(Sq: int, Sk: int, causal: bool, window_size: tuple[int, int], devic
     return visible
 
 
+def _in_intervals(place: _Place, intervals: Tensor, heads: int) -> Tensor:
+    """bool [heads, Sq, Sk] of the intervals [Hm, Sk, 2] of one batch entry."""
+    first, last = intervals[:, None, :, 0], intervals[:, None, :, 1]
+    rows = place.rows[:, None]
+    return ((rows >= first) & (rows < last)).repeat_interleave(heads // intervals.shape[0], 0)
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What becomes of the products of one batch entry before the softmax, in the order of the fields."""
+
+    scale: float
+    softcap: float
+    alibi_slopes: Tensor | None  # [Hq]
+    relative_bias: Tensor | None  # [Hq, 2 L + 1]
+    bias: Tensor | None  # [Hq or 1, Sq or 1, Sk]
+
+    def logits(self, products: Tensor, place: _Place) -> Tensor:
+        """products [Hq, Sq, Sk], in the dtype of the inputs -> logits in that of the statistics."""
+        statistics = torch.promote_types(products.dtype, torch.float32)
+        scores = (products * self.scale).to(statistics)
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        distance = place.distance()
+        if self.alibi_slopes is not None:
+            scores = scores - self.alibi_slopes.to(statistics)[:, None, None] * distance.abs()
+        if self.relative_bias is not None:
+            L = self.relative_bias.shape[-1] // 2
+            scores = scores + self.relative_bias.to(statistics)[:, distance.clamp(-L, L) + L]
+        return scores if self.bias is None else scores + self.bias.to(statistics)
+
+
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor, sink: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, scores_of: _Scores, place: _Place, visible: Tensor, sink: Tensor | None,
     keep: Tensor | None, p_keep: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One batch entry: q [Hq, Sq, D], k [Hk, Sk, D], v [Hk, Sk, Dv] -> out [Hq, Sq, Dv], lse [Hq, Sq]."""
     group = q.shape[0] // k.shape[0] if k.shape[0] else 1
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-    statistics = torch.promote_types(q.dtype, torch.float32)
-    scores = (q @ k.transpose(-1, -2) * scale).to(statistics)
-    scores = scores.masked_fill(~visible, -math.inf)
+    if scores_of.bias is not None:
+        visible = visible & ~torch.isneginf(scores_of.bias.detach())
+    # Hidden products are replaced before anything is computed from them, so that no gradient of theirs is NaN.
+    products = (q @ k.transpose(-1, -2)).masked_fill(~visible, 0)
+    scores = scores_of.logits(products, place).masked_fill(~visible, -math.inf)
     logits = scores
     if sink is not None:
-        column = sink.to(statistics)[:, None, None].expand(-1, scores.shape[1], 1)
+        column = sink.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
         logits = torch.cat([scores, column], dim=-1)
     if logits.shape[-1] == 0:
         lse = scores.new_full(scores.shape[:-1], -math.inf)
@@ -135,11 +193,17 @@ def attention_reference(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Mask | None = None,
     dropout_p: float = 0.0,
     smooth_softmax: bool = False,
     sink: Tensor | None = None,
     layout: str = "bshd",
     rng_seed: int | None = None,
+    origin: tuple[int, ...] | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """What forward() computes, and with cu_seqlens what varlen_forward() computes, in plain PyTorch.
@@ -147,24 +211,42 @@ def attention_reference(
     Arguments, shapes and results are theirs. Memory grows with Sq * Sk. Computed in the dtype of the
     inputs (softmax statistics at least in float32): pass float64 tensors for exact results.
 
+    Args:
+        origin: (batch, head) or (batch, head, row, key): where this call is in a larger one. Dropout draws as that call would for
+            these batch entries and heads. With row and key, its rows and keys are counted from there, for dropout, windows, biases
+            and masks, and row `row + i` is aligned with the key of the same number.
+
     Raises:
-        ValueError: dropout without rng_seed (the reference draws no random numbers of its own).
+        ValueError: dropout without rng_seed (the reference draws no random numbers of its own), a bias with packed sequences.
     """
     threshold = dropout_threshold(arguments.number("dropout_p", dropout_p))
     seed = arguments.seed(rng_seed)
     if threshold < 256 and seed is None:
         raise ValueError("rng_seed: attention_reference needs a seed when dropout_p > 0, got None")
     bhsd, causal, window = arguments.is_bhsd(layout), arguments.flag("causal", causal), arguments.window(window_size)
-    scale = arguments.scale(softmax_scale, q)
-    heads = q.shape[1 if cu_seqlens_q is not None or bhsd else 2]
+    packed = cu_seqlens_q is not None and cu_seqlens_k is not None
+    if packed and bias is not None:
+        raise ValueError(f"bias: expected None with packed sequences, got shape {tuple(bias.shape)}")
+    scale, cap, given_mask = (
+        arguments.scale(softmax_scale, q), arguments.number("softcap", softcap), arguments.mask(mask)
+    )  # fmt: skip
+    heads = q.shape[1 if packed or bhsd else 2]
     if arguments.flag("smooth_softmax", smooth_softmax) and sink is None:
         sink = torch.zeros(heads, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
 
-    def entry(b: int, q_b: Tensor, k_b: Tensor, v_b: Tensor) -> tuple[Tensor, Tensor]:
+    def entry(b: int, q_b: Tensor, k_b: Tensor, v_b: Tensor, first_key: int) -> tuple[Tensor, Tensor]:
         Sq, Sk = q_b.shape[1], k_b.shape[1]
-        keep = None if seed is None else _keep_mask(b, heads, Sq, Sk, threshold, seed, q.device)
-        visible = _visible(Sq, Sk, causal, window, q.device)
-        return _attend(q_b, k_b, v_b, scale, visible, sink, keep, threshold / 256)
+        place = _Place.of(origin, Sq, Sk, q.device)
+        keep = None if seed is None else _keep_mask(place, b, heads, threshold, seed)
+        visible = _in_window(place, causal, window)
+        if given_mask is not None:
+            intervals = given_mask.intervals
+            of_entry = intervals if packed else intervals[b if intervals.shape[0] > 1 else 0]
+            visible = visible & _in_intervals(place, of_entry[:, first_key : first_key + Sk], heads)
+        slopes = None if alibi_slopes is None else alibi_slopes[b] if alibi_slopes.dim() == 2 else alibi_slopes
+        bias_b = None if bias is None else bias[b if bias.shape[0] > 1 else 0]
+        scores_of = _Scores(scale, cap, slopes, relative_bias, bias_b)
+        return _attend(q_b, k_b, v_b, scores_of, place, visible, sink, keep, threshold / 256)
 
     if cu_seqlens_q is None or cu_seqlens_k is None:
         out, lse = _dense(entry, q, k, v, bhsd)
@@ -180,7 +262,7 @@ def _dense(entry: Entry, q: Tensor, k: Tensor, v: Tensor, bhsd: bool) -> tuple[T
         shape = (*q.shape[:-1], v.shape[-1])
         out, lse = q.new_zeros(shape), q.new_zeros(shape[:-1], dtype=_lse_dtype(q))
     else:
-        results = [entry(b, q[b], k[b], v[b]) for b in range(q.shape[0])]
+        results = [entry(b, q[b], k[b], v[b], 0) for b in range(q.shape[0])]
         out, lse = (torch.stack(tensors) for tensors in zip(*results, strict=True))
     return out if bhsd else out.transpose(1, 2), lse
 
@@ -188,16 +270,17 @@ def _dense(entry: Entry, q: Tensor, k: Tensor, v: Tensor, bhsd: bool) -> tuple[T
 def _packed(
     entry: Entry, q: Tensor, k: Tensor, v: Tensor, starts_q: list[int], starts_k: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Rows behind the last sequence belong to none: out 0, lse -inf."""
+    """Rows after the last sequence belong to none: out 0, lse -inf."""
     outs, lses = [], []
     for b in range(len(starts_q) - 1):
         rows_q, rows_k = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
-        out, lse = entry(b, *(t.transpose(0, 1) for t in (q[rows_q], k[rows_k], v[rows_k])))
+        q_b, k_b, v_b = (t.transpose(0, 1) for t in (q[rows_q], k[rows_k], v[rows_k]))
+        out, lse = entry(b, q_b, k_b, v_b, starts_k[b])
         outs.append(out.transpose(0, 1))
         lses.append(lse)
-    behind = q.shape[0] - starts_q[-1]
-    outs.append(q.new_zeros(behind, q.shape[1], v.shape[-1]))
-    lses.append(q.new_full((q.shape[1], behind), -math.inf, dtype=_lse_dtype(q)))
+    after = q.shape[0] - starts_q[-1]
+    outs.append(q.new_zeros(after, q.shape[1], v.shape[-1]))
+    lses.append(q.new_full((q.shape[1], after), -math.inf, dtype=_lse_dtype(q)))
     return torch.cat(outs), torch.cat(lses, dim=1)
 
 

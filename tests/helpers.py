@@ -14,11 +14,14 @@ from statistics import median
 from typing import Any
 
 import torch
+from mask_cases import make_mask
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 import flashattn_ext
+from flashattn_ext import Mask
 
+TENSORS = ("q", "k", "v", "sink", "alibi_slopes", "relative_bias", "bias")  # those of a call that may have a gradient
 VIEWS = ("plain", "transposed", "packed", "padded", "offset", "expanded", "strided_last")
 
 
@@ -40,12 +43,24 @@ class Case:
     causal: bool = False
     window_size: tuple[int, int] = (-1, -1)
     softmax_scale: float | None = None
+    softcap: float = 0.0
+    alibi: str | None = None  # "heads" or "batch": slopes [Hq] or [B, Hq]
+    relative: int | None = None  # L of a relative bias [Hq, 2 L + 1]
+    relative_dtype: torch.dtype = torch.float32
+    bias: str | None = (
+        None  # which of the dimensions "b", "h" and "q" of the bias are not broadcast: "", "b", ... "bhq"
+    )
+    bias_dtype: torch.dtype | None = None  # None: that of q
+    bias_hides: float = 0.0  # share of -inf in the bias
+    mask: str | None = None  # a kind of mask_cases.KINDS
+    mask_heads: str = "1"  # "1", "k" or "q"
+    mask_batch: bool = True  # whether batch entries differ
     dropout_p: float = 0.0
     rng_seed: int | None = None
     smooth_softmax: bool = False
     sink_dtype: torch.dtype | None = None
     views: tuple[str, str, str] = ("plain", "plain", "plain")
-    needs_grad: tuple[str, ...] = ("q", "k", "v", "sink")
+    needs_grad: tuple[str, ...] = TENSORS
     use_lse: bool = False
     seed: int = 0
 
@@ -54,11 +69,12 @@ class Case:
         return self.lengths_q is not None
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments that forward, varlen_forward and attention_reference share, without the sink."""
+        """Keyword arguments that forward, varlen_forward and attention_reference share and that are no tensors."""
         options: dict[str, Any] = {
             "causal": self.causal,
             "window_size": self.window_size,
             "softmax_scale": self.softmax_scale,
+            "softcap": self.softcap,
             "dropout_p": self.dropout_p,
             "smooth_softmax": self.smooth_softmax,
             "rng_seed": self.rng_seed,
@@ -73,13 +89,20 @@ class Inputs:
     q: Tensor
     k: Tensor
     v: Tensor
-    sink: Tensor | None
+    sink: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    relative_bias: Tensor | None = None
+    bias: Tensor | None = None
+    mask: Mask | None = None
     cu_seqlens: dict[str, Tensor] = field(default_factory=dict)
     max_seqlens: dict[str, int] = field(default_factory=dict)
 
     def leaves(self) -> dict[str, Tensor]:
-        named = {"q": self.q, "k": self.k, "v": self.v, "sink": self.sink}
-        return {name: t for name, t in named.items() if t is not None}
+        return {name: t for name in TENSORS if (t := getattr(self, name)) is not None}
+
+    def optional(self) -> dict[str, Any]:
+        """What forward takes by keyword, None included."""
+        return {name: getattr(self, name) for name in (*TENSORS[3:], "mask")}
 
     def grad_names(self) -> list[str]:
         return [name for name, t in self.leaves().items() if t.requires_grad]
@@ -148,12 +171,44 @@ def make_inputs(case: Case, device: str) -> Inputs:
     if case.sink_dtype is not None:
         sink = torch.randn(case.Hq, generator=generator).to(device, case.sink_dtype)
         sink.requires_grad_("sink" in case.needs_grad)
-    inputs = Inputs(**tensors, sink=sink)
+    inputs = Inputs(**tensors, sink=sink, **make_biases(case, device, generator))
+    if case.mask is not None:
+        inputs.mask = mask_of(case, generator).to(device)
     if case.lengths_q is not None and case.lengths_k is not None:
         for side, lengths in (("q", case.lengths_q), ("k", case.lengths_k)):
             inputs.cu_seqlens[f"cu_seqlens_{side}"] = cu_seqlens(lengths, device)
             inputs.max_seqlens[f"max_seqlen_{side}"] = max(lengths, default=0)
     return inputs
+
+
+def make_biases(case: Case, device: str, generator: torch.Generator) -> dict[str, Tensor]:
+    """The biases that the case asks for, by the names of forward."""
+    batch = case.B if case.lengths_q is None else len(case.lengths_q)
+    statistics = torch.promote_types(case.dtype, torch.float32)
+    made = {}
+    if case.alibi is not None:
+        shape = (case.Hq,) if case.alibi == "heads" else (batch, case.Hq)
+        made["alibi_slopes"] = (0.2 * torch.rand(shape, generator=generator) - 0.02).to(statistics)
+    if case.relative is not None:
+        relative = torch.randn(case.Hq, 2 * case.relative + 1, generator=generator)
+        made["relative_bias"] = relative.to(case.relative_dtype)
+    if case.bias is not None:
+        sizes = {"b": batch, "h": case.Hq, "q": case.Sq}
+        shape = (*(size if name in case.bias else 1 for name, size in sizes.items()), case.Sk)
+        bias = torch.randn(shape, generator=generator)
+        bias[torch.rand(shape, generator=generator) < case.bias_hides] = -math.inf
+        made["bias"] = bias.to(case.bias_dtype or case.dtype)
+    return {name: t.to(device).requires_grad_(name in case.needs_grad) for name, t in made.items()}
+
+
+def mask_of(case: Case, generator: torch.Generator) -> Mask:
+    assert case.mask is not None
+    heads = {"1": 1, "k": case.Hk, "q": case.Hq}[case.mask_heads]
+    if case.lengths_q is not None and case.lengths_k is not None:
+        sizes = list(zip(case.lengths_q, case.lengths_k, strict=True))
+        return make_mask(case.mask, heads, sizes, generator, packed=True)
+    entries = case.B if case.mask_batch and case.B else 1
+    return make_mask(case.mask, heads, [(case.Sq, case.Sk)] * entries, generator)
 
 
 def call(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor]:
@@ -166,7 +221,7 @@ def call(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor]:
         **inputs.cu_seqlens,
         **inputs.max_seqlens,
         **case.options(),
-        sink=inputs.sink,
+        **inputs.optional(),
         return_lse=True,
     )
 
@@ -203,14 +258,19 @@ def run(case: Case, inputs: Inputs) -> Result:
 def reference(case: Case, inputs: Inputs) -> tuple[Tensor, Tensor]:
     """(out, lse) of attention_reference."""
     return flashattn_ext.attention_reference(
-        inputs.q, inputs.k, inputs.v, **inputs.cu_seqlens, **case.options(), sink=inputs.sink, return_lse=True
+        inputs.q, inputs.k, inputs.v, **inputs.cu_seqlens, **case.options(), **inputs.optional(), return_lse=True
     )
 
 
 def run_reference(case: Case, inputs: Inputs, dtype: torch.dtype) -> Result:
-    """Forward and backward of attention_reference, computed in `dtype`; the gradients come back in `dtype`."""
-    leaves = {name: t.detach().to(dtype).requires_grad_(t.requires_grad) for name, t in inputs.leaves().items()}
-    copies = Inputs(**{"sink": None, **leaves}, cu_seqlens=inputs.cu_seqlens, max_seqlens=inputs.max_seqlens)
+    """Forward and backward of attention_reference, computed in `dtype`. In 16 bits biases keep the dtype that they have."""
+
+    def copy(name: str, t: Tensor) -> Tensor:
+        keeps = dtype.itemsize == 2 and name in TENSORS[4:]
+        return t.detach().to(t.dtype if keeps else dtype).requires_grad_(t.requires_grad)
+
+    leaves = {name: copy(name, t) for name, t in inputs.leaves().items()}
+    copies = Inputs(**leaves, mask=inputs.mask, cu_seqlens=inputs.cu_seqlens, max_seqlens=inputs.max_seqlens)
     out, lse = reference(case, copies)
     return Result(out.detach(), lse.detach(), gradients(case, copies, out, lse))
 

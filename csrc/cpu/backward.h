@@ -57,30 +57,29 @@ struct BackwardScratch {
         bytes(carve.used()) {}
 };
 
-template <class In, class Op, class Accuracy>
+template <class In, class Op, class Accuracy, class Rule>
 class Backward {
   using Real = typename Op::Real;
   using Unit = typename Op::Unit;
-  using Rule = PlainScore<Real, false>;
   static constexpr int64_t kQueries = Tile<Real>::kQueries, kKeys = Tile<Real>::kKeys;
 
  public:
   Backward(const AttnGradParams& params, const BackwardWorkspace<In, Op>& call_workspace, void* base)
-      : p(params), workspace(call_workspace), rule(Rule::of(params)), scratch(params, base) {
+      : p(params), workspace(call_workspace), rule(make_rule<Rule>(params)), scales(params), scratch(params, base) {
     if (p.has_dropout()) {
       philox = philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]));
     }
   }
 
-  // Key tile `number` of key head hk of batch entry b.
-  void run(int64_t b, int64_t hk, int64_t number) {
+  // One key tile of a key head.
+  void run(const WorkItem& item) {
+    const int64_t b = item.batch, hk = item.head;
     batch = b;
     queries = query_sequence(p, b);
     keys = key_sequence(p, b);
-    key_tile = number;
-    key0 = number * kKeys;
+    key_tile = item.tile;
+    key0 = key_tile * kKeys;
     key_count = lesser(kKeys, keys.length - key0);
-    const Mask mask(p, queries.length, keys.length);
     const int64_t row = keys.start + key0;
     k = stage_rows<Op>(row_of<const In>(p.k, b, hk, row), p.k.row_stride, key_count, p.head_dim, Reads::kVectors,
                        scratch.k);
@@ -89,10 +88,7 @@ class Backward {
     k_pairs = pair_rows<Op>(k, key_count, scratch.units, scratch.k_pairs);
     std::memset(scratch.dk, 0, key_count * scratch.columns * sizeof(Real));
     std::memset(scratch.dv, 0, key_count * scratch.columns_v * sizeof(Real));
-    const IndexRange seen_by = mask.rows_of(key0, key0 + key_count);
-    for (int64_t h = hk * p.group_size(); h < (hk + 1) * p.group_size(); ++h) {
-      for (int64_t m = seen_by.begin / kQueries; m * kQueries < seen_by.end; ++m) query_tile(mask, h, m);
-    }
+    for (int64_t h = hk * p.group_size(); h < (hk + 1) * p.group_size(); ++h) walk(h, item.tile_of_call);
     const Real inverse_keep = static_cast<Real>(1.0 / keep_probability(p.dropout_threshold));
     for (int64_t j = 0; j < key_count; ++j) {
       narrow_row(row_of<In>(p.dk, b, hk, row + j), scratch.dk + j * scratch.columns, p.head_dim, Real(1));
@@ -101,23 +97,51 @@ class Backward {
   }
 
  private:
+  // All query tiles of query head h that see the key tile. tile_of_call: the key tile, counted through all batch
+  // entries.
+  void walk(int64_t h, int64_t tile_of_call) {
+    const HeadMask mask(p, batch, h, queries, keys);
+    BiasGradient<Op>& bias_gradient = scratch.gradients.biases;
+    if constexpr (kIsGeneral<Rule>) {
+      bias = HeadBias<Real>::of(p, batch, h);
+      bias_gradient.begin_head(batch, h, queries.length, key0, mask.basic.first_position());
+    }
+    const IndexRange seen_by = mask.basic.rows_of(key0, key0 + key_count);
+    for (int64_t m = seen_by.begin / kQueries; m * kQueries < seen_by.end; ++m) {
+      const IndexRange rows{m * kQueries, lesser((m + 1) * kQueries, queries.length)};
+      if (mask.template sees_tile<kKeys>(rows, key_tile)) {
+        query_tile(mask, h, m);
+      } else if constexpr (kIsGeneral<Rule>) {
+        bias_gradient.skip_tile(rows.begin, key0, workspace.bias_turns);
+      }
+    }
+    if constexpr (kIsGeneral<Rule>) bias_gradient.end_head(tile_of_call, key0, key_count, workspace.bias_turns);
+  }
+
   // Query tile `number` of query head h.
-  void query_tile(const Mask& sequence_mask, int64_t h, int64_t number) {
+  void query_tile(const HeadMask& head_mask, int64_t h, int64_t number) {
     const int64_t row0 = number * kQueries, rows = lesser(kQueries, queries.length - row0);
-    const PanelMask<Op> mask(sequence_mask, row0, rows, key0, key_count);
+    const bool pads = kIsGeneral<Rule> && scratch.gradients.biases.any();
+    const PanelMask<Op> mask(head_mask, row0, rows, key0, key_count, pads, scratch.tile.limits);
     const int64_t lane_count = round_up(rows, Op::S::kWidth);
     load_rows(h, row0, rows, lane_count);
     if (p.has_dropout()) {
       fill_keep_bits(scratch.tile.keep_bits, kQueries / kDropoutLanes, philox, p.dropout_threshold, batch, h, row0,
                      rows, key0, key_count);
     }
-    for (int64_t lane = 0; lane < lane_count; lane += kPanel<Op>) {
-      score_panel(mask, {lane, lesser(lane + kPanel<Op>, lane_count)}, rows);
+    const TilePlace place{row0, rows, key0, key_count, head_mask.basic.first_position()};
+    if constexpr (kIsGeneral<Rule>) {
+      scratch.tile.biases.load(bias, place);
+      scratch.gradients.biases.begin_tile(place);
     }
+    for (int64_t lane = 0; lane < lane_count; lane += kPanel<Op>) {
+      score_panel(head_mask, mask, row0, {lane, lesser(lane + kPanel<Op>, lane_count)}, rows);
+    }
+    if constexpr (kIsGeneral<Rule>) scratch.gradients.biases.end_tile(place, workspace.bias_turns);
     key_gradients(mask);
-    const IndexRange visible = sequence_mask.keys_of(row0, row0 + rows);
-    const int64_t part = key_tile - visible.begin / kKeys;
-    query_gradient(mask, h, number, rows, part, key_tile == (visible.end - 1) / kKeys);
+    const IndexRange tile_rows{row0, row0 + rows};
+    query_gradient(mask, h, number, rows, head_mask.template previous_tile<kKeys>(tile_rows, key_tile),
+                   head_mask.template next_tile<kKeys>(tile_rows, key_tile) < 0);
   }
 
   void load_rows(int64_t h, int64_t row0, int64_t rows, int64_t lane_count) {
@@ -137,50 +161,45 @@ class Backward {
       // A row that sees nothing has lse = -inf: its scores are all masked, and +inf keeps the difference a number.
       const bool used = i < rows && lse[i] != -infinity;
       scratch.rows.lse[i] = used ? lse[i] * kLog2E<Real> : infinity;
-      scratch.rows.delta[i] = i < rows ? row_delta[i] * rule.softmax_scale : Real(0);
-      scratch.rows.dlse[i] = i < rows ? lse_gradient<Real>(p, batch, h, row + i) * rule.softmax_scale : Real(0);
+      scratch.rows.delta[i] = i < rows ? row_delta[i] * scales.delta : Real(0);
+      scratch.rows.dlse[i] = i < rows ? lse_gradient<Real>(p, batch, h, row + i) * scales.delta : Real(0);
     }
   }
 
   // S^T and dP^T, then P^T and dS^T, for the queries `lanes` of a tile of `rows` queries.
-  void score_panel(const PanelMask<Op>& mask, IndexRange lanes, int64_t rows) {
+  void score_panel(const HeadMask& head_mask, const PanelMask<Op>& mask, int64_t row0, IndexRange lanes, int64_t rows) {
     const ScoreTile<Op>& tile = scratch.tile;
     const GradientTile<Op>& gradients = scratch.gradients;
     const IndexRange panel_keys = mask.panel_keys(lanes.begin);
     const Gemm<Op> qk{k.data, k.stride, scratch.q_transposed, kQueries, tile.scores, kQueries};
     const Gemm<Op> dov{v.data, v.stride, scratch.dout_transposed, kQueries, gradients.scores, kQueries};
-    const IndexRange all{0, ceil_div(p.head_dim, Op::kPack)}, all_v{0, ceil_div(p.head_dim_v, Op::kPack)};
-    gemm<Order::kRowMajor, Init::kZero>(qk, panel_keys, lanes, [&](int64_t, int64_t) { return all; });
-    gemm<Order::kRowMajor, Init::kZero>(dov, panel_keys, lanes, [&](int64_t, int64_t) { return all_v; });
-    const bool whole_rows = sizeof(In) == 2 && mask.panel_sees_this_tile_alone(lanes.begin);
-    differentiate<Accuracy>(tile, gradients, rule, scratch.rows, mask, whole_rows, lanes, panel_keys);
+    gemm<Order::kRowMajor, Init::kZero>(qk, panel_keys, lanes, EveryUnit<Op>{p.head_dim});
+    gemm<Order::kRowMajor, Init::kZero>(dov, panel_keys, lanes, EveryUnit<Op>{p.head_dim_v});
+    const IndexRange panel_rows{row0 + lanes.begin, row0 + lesser(lanes.end, rows)};
+    const bool whole_rows = sizeof(In) == 2 && head_mask.template previous_tile<kKeys>(panel_rows, key_tile) < 0 &&
+                            head_mask.template next_tile<kKeys>(panel_rows, key_tile) < 0;
+    differentiate<Accuracy>(tile, gradients, rule, scales, scratch.rows, mask, whole_rows, lanes, panel_keys);
     // The gradient of the sink takes the better delta too; no other key tile reads or writes these rows.
-    if (!whole_rows || !p.dsink || p.softmax_scale == 0) return;
+    if (!whole_rows || !p.dsink || scales.delta == 0) return;
     for (int64_t i = lanes.begin; i < lesser(lanes.end, rows); ++i) {
-      row_delta[i] = scratch.rows.delta[i] / rule.softmax_scale;
+      row_delta[i] = scratch.rows.delta[i] / scales.delta;
     }
   }
 
   // dv += P^T dout, dk += dS^T q
   void key_gradients(const PanelMask<Op>& mask) {
-    auto rows_of = [&](int64_t begin, int64_t end) {
-      const IndexRange rows = mask.rows_of(begin, end);
-      return IndexRange{rows.begin / Op::kPack, ceil_div(rows.end, Op::kPack)};
-    };
     const Unit* weights = reinterpret_cast<const Unit*>(scratch.tile.scores);
     const Unit* dscores = reinterpret_cast<const Unit*>(scratch.gradients.scores);
     const Gemm<Op> dv{weights, kQueries, dout_pairs.data, dout_pairs.stride, scratch.dv, scratch.columns_v};
     const Gemm<Op> dk{dscores, kQueries, q_pairs.data, q_pairs.stride, scratch.dk, scratch.columns};
-    gemm<Order::kRowMajor, Init::kAccumulate>(dv, {0, key_count}, {0, scratch.columns_v}, rows_of);
-    gemm<Order::kRowMajor, Init::kAccumulate>(dk, {0, key_count}, {0, scratch.columns}, rows_of);
+    gemm<Order::kRowMajor, Init::kAccumulate>(dv, {0, key_count}, {0, scratch.columns_v}, RowsOfKeys<Op>{mask});
+    gemm<Order::kRowMajor, Init::kAccumulate>(dk, {0, key_count}, {0, scratch.columns}, RowsOfKeys<Op>{mask});
   }
 
-  // dq += dS k for query tile `number` of query head h, when the `part` key tiles before this one have added theirs.
-  void query_gradient(const PanelMask<Op>& mask, int64_t h, int64_t number, int64_t rows, int64_t part, bool is_last) {
-    auto keys_of = [&](int64_t begin, int64_t end) {
-      const IndexRange seen = mask.keys_of(begin, end);
-      return IndexRange{seen.begin / Op::kPack, ceil_div(seen.end, Op::kPack)};
-    };
+  // dq += dS k for query tile `number` of query head h, when key tile `previous`, the one before this that these
+  // queries see, has added its part; -1 where this is the first.
+  void query_gradient(const PanelMask<Op>& mask, int64_t h, int64_t number, int64_t rows, int64_t previous,
+                      bool is_last) {
     const int64_t first_row = workspace.first_row(p, batch, queries), row = queries.start + number * kQueries;
     Real* sum = workspace.dq_in_place
                     ? row_of<Real>(p.dq, batch, h, row)
@@ -189,31 +208,33 @@ class Backward {
     const Unit* dscores =
         Op::kPack == 2 ? scratch.gradients.pairs : reinterpret_cast<const Unit*>(scratch.gradients.scores);
     const Gemm<Op> dq{dscores, kQueries, k_pairs.data, k_pairs.stride, sum, stride};
-    std::atomic<int32_t>& parts_added = workspace.parts_added(h, first_row, batch, number);
-    while (parts_added.load(std::memory_order_acquire) != part) std::this_thread::yield();
-    if (part == 0) {
-      gemm<Order::kKMajor, Init::kZero>(dq, {0, rows}, {0, scratch.columns}, keys_of);
+    Turn& turn = workspace.dq_turn(h, first_row, batch, number);
+    wait_for_turn(turn, previous + 1);
+    if (previous < 0) {
+      gemm<Order::kKMajor, Init::kZero>(dq, {0, rows}, {0, scratch.columns}, KeysOfRows<Op>{mask});
     } else {
-      gemm<Order::kKMajor, Init::kAccumulate>(dq, {0, rows}, {0, scratch.columns}, keys_of);
+      gemm<Order::kKMajor, Init::kAccumulate>(dq, {0, rows}, {0, scratch.columns}, KeysOfRows<Op>{mask});
     }
     for (int64_t i = 0; is_last && !workspace.dq_in_place && i < rows; ++i) {
       narrow_row(row_of<In>(p.dq, batch, h, row + i), sum + i * stride, p.head_dim, Real(1));
     }
-    parts_added.store(static_cast<int32_t>(part + 1), std::memory_order_release);
+    end_turn(turn, key_tile + 1);
   }
 
   const AttnGradParams& p;
   const BackwardWorkspace<In, Op>& workspace;
   const Rule rule;
+  const GradientScales<Real, Rule> scales;
   BackwardScratch<Op> scratch;
   PhiloxKey philox{0, 0};
+  HeadBias<Real> bias;  // of the current query head
   int64_t batch = 0, key_tile = 0, key0 = 0, key_count = 0;
   Real* row_delta = nullptr;  // of the current query tile, in the workspace
   Sequence queries{0, 0}, keys{0, 0};
   StagedRows<Op> k{}, v{}, k_pairs{}, q_pairs{}, dout_pairs{};
 };
 
-template <class In, class Op, class Accuracy>
+template <class In, class Op, class Accuracy, class Rule>
 void backward(const AttnGradParams& p) {
   const CpuExecutor& executor = *static_cast<const CpuExecutor*>(p.stream);
   const BackwardWorkspace<In, Op> workspace(p, p.workspace);
@@ -233,14 +254,16 @@ void backward(const AttnGradParams& p) {
   auto tiles_of = [&p](int64_t b) { return ceil_div(key_sequence(p, b).length, Tile<typename Op::Real>::kKeys); };
   int64_t items = 0;
   for (int64_t b = 0; b < p.batch; ++b) items += tiles_of(b) * p.heads_k;
+  // Where heads add to one bias in turns, a group of them walks before the next group: neighbouring items must then not
+  // be those of one key tile.
+  const bool heads_first = SharedBias(p).heads && p.group_size() > 1;
+  workspace.bias_turns.reset();
   std::atomic<int64_t> next{0};
   run_workers(executor, items, [&](int worker) {
-    Backward<In, Op, Accuracy> kernel(p, workspace, scratch + worker * scratch_bytes);
-    WorkCursor cursor(p.batch, p.heads_k);
+    Backward<In, Op, Accuracy, Rule> kernel(p, workspace, scratch + worker * scratch_bytes);
+    WorkCursor cursor(p.batch, p.heads_k, heads_first);
     WorkItem item;
-    while (cursor.find(next.fetch_add(1, std::memory_order_relaxed), tiles_of, &item)) {
-      kernel.run(item.batch, item.head, item.tile);
-    }
+    while (cursor.find(next.fetch_add(1, std::memory_order_relaxed), tiles_of, &item)) kernel.run(item);
   });
 
   std::atomic<int64_t> next_head{0};

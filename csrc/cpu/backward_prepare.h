@@ -5,6 +5,7 @@
 
 #include "backward_workspace.h"
 #include "convert.h"
+#include "head_mask.h"
 #include "views.h"
 
 namespace flashattn_ext {
@@ -32,12 +33,12 @@ class BackwardPrepare {
     for (int64_t i = 0; i < queries.length; ++i) {
       delta[i] = dot_rows(b, h, queries.start + i) - lse_gradient<Real>(p, b, h, queries.start + i);
     }
-    const Mask mask(p, queries.length, keys.length);
+    const HeadMask mask(p, b, h, queries, keys);
     for (int64_t row0 = 0; row0 < queries.length; row0 += kQueries) {
       const int64_t count = lesser(kQueries, queries.length - row0);
-      const IndexRange visible = mask.keys_of(row0, row0 + count);
-      if (visible.begin == visible.end) clear_dq(b, h, queries.start + row0, count);
-      workspace.parts_added(h, first, b, row0 / kQueries).store(0, std::memory_order_relaxed);
+      const bool sees_nothing = mask.next_tile<Tile<Real>::kKeys>({row0, row0 + count}, -1) < 0;
+      if (sees_nothing) clear_dq(b, h, queries.start + row0, count);
+      workspace.dq_turn(h, first, b, row0 / kQueries).store(0, std::memory_order_relaxed);
     }
   }
 

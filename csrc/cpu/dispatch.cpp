@@ -8,7 +8,7 @@ namespace {
 
 int64_t workers_of(const AttnParams& p) { return static_cast<const CpuExecutor*>(p.stream)->num_threads; }
 
-std::string supports(const AttnParams& p, bool) { return refuses_scores_and_masks(p, "CPU"); }
+std::string supports(const AttnParams&, bool) { return {}; }
 
 size_t forward_workspace_bytes(const AttnParams& p) {
   return static_cast<size_t>(workers_of(p) * cpu_kernels().forward_scratch_bytes(p));

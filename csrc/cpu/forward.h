@@ -46,14 +46,14 @@ struct ForwardScratch {
         bytes(carve.used()) {}
 };
 
-template <class In, class Op, class Accuracy>
+template <class In, class Op, class Accuracy, class Rule>
 class Forward {
   using Real = typename Op::Real;
   using Unit = typename Op::Unit;
   static constexpr int64_t kQueries = Tile<Real>::kQueries, kKeys = Tile<Real>::kKeys;
 
  public:
-  Forward(const AttnParams& params, void* base) : p(params), rule(Rule::of(params)), scratch(params, base) {
+  Forward(const AttnParams& params, void* base) : p(params), rule(make_rule<Rule>(params)), scratch(params, base) {
     if (p.has_dropout()) {
       philox = philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]));
     }
@@ -62,22 +62,23 @@ class Forward {
   // Query tile `number` of query head h of batch entry b.
   void run(int64_t b, int64_t h, int64_t number) {
     const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
-    const Mask mask(p, queries.length, keys.length);
+    const HeadMask mask(p, b, h, queries, keys);
+    if constexpr (kIsGeneral<Rule>) bias = HeadBias<Real>::of(p, b, h);
     row0 = number * kQueries;
     row_count = lesser(kQueries, queries.length - row0);
     batch = b;
     head = h;
     load_queries(queries);
-    const IndexRange visible = mask.keys_of(row0, row0 + row_count);
+    const IndexRange visible = mask.basic.keys_of(row0, row0 + row_count);
     for (int64_t key0 = visible.begin / kKeys * kKeys; key0 < visible.end; key0 += kKeys) {
-      key_tile(mask, keys, key0, lesser(kKeys, visible.end - key0));
+      const int64_t count = lesser(kKeys, visible.end - key0);
+      if (mask.interval_visibility({row0, row0 + row_count}, {key0, key0 + count}) == Visibility::kNone) continue;
+      key_tile(mask, keys, key0, count);
     }
     write(queries);
   }
 
  private:
-  using Rule = PlainScore<Real, true>;
-
   void load_queries(const Sequence& queries) {
     const StagedRows<Op> q = stage_rows<Op>(row_of<const In>(p.q, batch, head, queries.start + row0), p.q.row_stride,
                                             row_count, p.head_dim, Reads::kElements, scratch.staged);
@@ -93,9 +94,9 @@ class Forward {
     std::memset(scratch.out, 0, row_count * scratch.columns_v * sizeof(Real));
   }
 
-  void key_tile(const Mask& sequence_mask, const Sequence& keys, int64_t key0, int64_t count) {
+  void key_tile(const HeadMask& head_mask, const Sequence& keys, int64_t key0, int64_t count) {
     const int64_t hk = head / p.group_size();
-    const PanelMask<Op> mask(sequence_mask, row0, row_count, key0, count);
+    const PanelMask<Op> mask(head_mask, row0, row_count, key0, count, false, scratch.tile.limits);
     const StagedRows<Op> k = stage_rows<Op>(row_of<const In>(p.k, batch, hk, keys.start + key0), p.k.row_stride, count,
                                             p.head_dim, Reads::kElements, scratch.keys);
     const StagedRows<Op> v_rows = stage_rows<Op>(row_of<const In>(p.v, batch, hk, keys.start + key0), p.v.row_stride,
@@ -107,10 +108,12 @@ class Forward {
                      row_count, key0, count);
     }
     const Gemm<Op> qk{k.data, k.stride, scratch.q_transposed, kQueries, tile.scores, kQueries};
-    const IndexRange all_units{0, ceil_div(p.head_dim, Op::kPack)};
+    if constexpr (kIsGeneral<Rule>) {
+      tile.biases.load(bias, {row0, row_count, key0, count, head_mask.basic.first_position()});
+    }
     for (int64_t lane = 0; lane < lane_count; lane += kPanel<Op>) {
       const IndexRange lanes{lane, lesser(lane + kPanel<Op>, lane_count)}, panel_keys = mask.panel_keys(lane);
-      gemm<Order::kRowMajor, Init::kZero>(qk, panel_keys, lanes, [&](int64_t, int64_t) { return all_units; });
+      gemm<Order::kRowMajor, Init::kZero>(qk, panel_keys, lanes, EveryUnit<Op>{p.head_dim});
       weigh<Accuracy>(tile, rule, scratch.rows, mask, lanes, panel_keys);
     }
     const Gemm<Op> pv{reinterpret_cast<const Unit*>(tile.scores),
@@ -120,10 +123,7 @@ class Forward {
                       scratch.out,
                       scratch.columns_v,
                       scratch.rows.rescale};
-    gemm<Order::kKMajor, Init::kScale>(pv, {0, row_count}, {0, scratch.columns_v}, [&](int64_t begin, int64_t end) {
-      const IndexRange seen = mask.keys_of(begin, end);
-      return IndexRange{seen.begin / Op::kPack, ceil_div(seen.end, Op::kPack)};
-    });
+    gemm<Order::kKMajor, Init::kScale>(pv, {0, row_count}, {0, scratch.columns_v}, KeysOfRows<Op>{mask});
   }
 
   void write(const Sequence& queries) {
@@ -143,11 +143,12 @@ class Forward {
   const Rule rule;
   ForwardScratch<Op> scratch;
   PhiloxKey philox{0, 0};
+  HeadBias<Real> bias;
   // The current query tile; lane_count is row_count rounded up to whole vectors.
   int64_t batch = 0, head = 0, row0 = 0, row_count = 0, lane_count = 0;
 };
 
-template <class In, class Op, class Accuracy>
+template <class In, class Op, class Accuracy, class Rule>
 void forward(const AttnParams& p) {
   using Real = typename Op::Real;
   const CpuExecutor& executor = *static_cast<const CpuExecutor*>(p.stream);
@@ -157,7 +158,7 @@ void forward(const AttnParams& p) {
   const int64_t scratch_bytes = ForwardScratch<Op>(p, nullptr).bytes;
   std::atomic<int64_t> next{0};
   run_workers(executor, items, [&](int worker) {
-    Forward<In, Op, Accuracy> kernel(p, static_cast<char*>(p.workspace) + worker * scratch_bytes);
+    Forward<In, Op, Accuracy, Rule> kernel(p, static_cast<char*>(p.workspace) + worker * scratch_bytes);
     WorkCursor cursor(p.batch, p.heads_q);
     WorkItem item;
     while (cursor.find(next.fetch_add(1, std::memory_order_relaxed), tiles_of, &item)) {

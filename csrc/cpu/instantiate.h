@@ -31,12 +31,27 @@ inline auto for_dtype(DType dtype, Body body) {
   return body(float{}, FmaOp<float>{}, Exp2Full{});
 }
 
+// Calls body(In{}, Op{}, Accuracy{}, rule) with the rule of the call as a null pointer to its type. kOrdered: see
+// PlainScore.
+template <bool kOrdered, class Body>
+inline void for_rule(const AttnParams& p, Body body) {
+  for_dtype(p.dtype, [&](auto in, auto op, auto accuracy) {
+    using Real = typename decltype(op)::Real;
+    if (p.softcap > 0 || p.has_bias()) {
+      body(in, op, accuracy, static_cast<GeneralScore<Real, decltype(accuracy)>*>(nullptr));
+    } else {
+      body(in, op, accuracy, static_cast<PlainScore<Real, kOrdered>*>(nullptr));
+    }
+  });
+}
+
 inline int64_t forward_scratch_bytes(const AttnParams& p) {
   return for_dtype(p.dtype, [&](auto, auto op, auto) { return ForwardScratch<decltype(op)>(p, nullptr).bytes; });
 }
 inline void forward(const AttnParams& p) {
-  for_dtype(p.dtype,
-            [&](auto in, auto op, auto accuracy) { forward<decltype(in), decltype(op), decltype(accuracy)>(p); });
+  for_rule<true>(p, [&](auto in, auto op, auto accuracy, auto* rule) {
+    forward<decltype(in), decltype(op), decltype(accuracy), std::decay_t<decltype(*rule)>>(p);
+  });
 }
 inline int64_t backward_scratch_bytes(const AttnGradParams& p) {
   return for_dtype(p.dtype, [&](auto, auto op, auto) { return BackwardScratch<decltype(op)>(p, nullptr).bytes; });
@@ -46,8 +61,9 @@ inline int64_t backward_workspace_bytes(const AttnGradParams& p) {
       p.dtype, [&](auto in, auto op, auto) { return BackwardWorkspace<decltype(in), decltype(op)>(p, nullptr).bytes; });
 }
 inline void backward(const AttnGradParams& p) {
-  for_dtype(p.dtype,
-            [&](auto in, auto op, auto accuracy) { backward<decltype(in), decltype(op), decltype(accuracy)>(p); });
+  for_rule<false>(p, [&](auto in, auto op, auto accuracy, auto* rule) {
+    backward<decltype(in), decltype(op), decltype(accuracy), std::decay_t<decltype(*rule)>>(p);
+  });
 }
 
 }  // namespace FLASHATTN_ISA

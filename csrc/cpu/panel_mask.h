@@ -1,11 +1,41 @@
-// What the queries of one tile see of the keys of another: the answers of mask.h, clipped to the two tiles and widened
-// to what the products read.
+// What the queries of one tile see of the keys of another: the answers of head_mask.h, clipped to the two tiles and
+// widened to what the products read.
 #pragma once
 
-#include "tiles.h"
+#include "head_mask.h"
 
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
+
+// For each key of a tile the rows [first, last) that see it, counted from the beginning of the query tile.
+template <class Op>
+struct KeyRows {
+  using Real = typename Op::Real;
+  static constexpr int64_t kKeys = Tile<Real>::kKeys;
+
+  explicit KeyRows(ScratchCarver* carve)
+      : first(carve->take<Real>(kKeys)),
+        last(carve->take<Real>(kKeys)),
+        groups(carve->take<IntervalExtremes>(ceil_div(kKeys, kTileRows))) {}
+
+  void fill(const HeadMask& mask, int64_t row0, int64_t rows, int64_t key0, int64_t keys) const {
+    for (int64_t group = 0; group * kTileRows < keys; ++group) {
+      IntervalExtremes extremes = IntervalExtremes::none();
+      for (int64_t j = group * kTileRows; j < lesser((group + 1) * kTileRows, keys); ++j) {
+        const IndexRange seen_by = mask.rows_of_key(key0 + j, {row0, row0 + rows});
+        const auto begin = static_cast<int32_t>(seen_by.begin - row0), end = static_cast<int32_t>(seen_by.end - row0);
+        first[j] = static_cast<Real>(begin);
+        last[j] = static_cast<Real>(end);
+        // A key that no row sees widens nothing, and leaves no row that sees every key.
+        extremes.add(begin < end ? IntervalExtremes{begin, end, begin, end} : IntervalExtremes{INT32_MAX, 0, 0, 0});
+      }
+      groups[group] = extremes;
+    }
+  }
+
+  Real *first, *last;        // [kKeys], as numbers of the compute type
+  IntervalExtremes* groups;  // [kKeys / kTileRows]: of the keys of a register tile
+};
 
 // One query tile against one key tile. Rows and keys are counted from the beginning of their tile.
 template <class Op>
@@ -13,46 +43,57 @@ class PanelMask {
  public:
   using Real = typename Op::Real;
 
-  PanelMask(const Mask& mask, int64_t row0, int64_t rows, int64_t key0, int64_t keys)
-      : mask_(mask), row0_(row0), rows_(rows), key0_(key0), keys_(keys) {}
-
-  // Keys that rows [begin, end) see, widened to whole pairs of bfloat16.
-  IndexRange keys_of(int64_t begin, int64_t end) const {
-    return clip(mask_.keys_of(row0_ + begin, row0_ + lesser(end, rows_)), key0_, keys_, Op::kPack);
+  // Fills `limits` where a comparison will need them. pads: whether lanes without a query are to see nothing.
+  PanelMask(const HeadMask& mask, int64_t row0, int64_t rows, int64_t key0, int64_t keys, bool pads,
+            const KeyRows<Op>& limits)
+      : mask_(mask.basic), limits_(limits), row0_(row0), rows_(rows), key0_(key0), keys_(keys), pads_(pads) {
+    const IndexRange tile_rows{row0, row0 + rows}, tile_keys{key0, key0 + keys};
+    has_groups_ = mask.interval_visibility(tile_rows, tile_keys) != Visibility::kAll;
+    const bool is_whole = !has_groups_ && mask_.visibility(row0, row0 + rows, key0, key0 + keys) == Visibility::kAll;
+    if (!is_whole || (pads && rows % kPanel<Op>)) limits.fill(mask, row0, rows, key0, keys);
   }
-  // Rows that see keys [begin, end).
+
+  // Keys that rows [begin, end) see, widened to whole pairs of bfloat16; where intervals hide some, to register tiles.
+  IndexRange keys_of(int64_t begin, int64_t end) const {
+    end = lesser(end, rows_);
+    return has_groups_ ? groups_of(begin, end)
+                       : clip(mask_.keys_of(row0_ + begin, row0_ + end), key0_, keys_, Op::kPack);
+  }
+  // Rows that see keys [begin, end), which are those of one register tile.
   IndexRange rows_of(int64_t begin, int64_t end) const {
-    return clip(mask_.rows_of(key0_ + begin, key0_ + lesser(end, keys_)), row0_, rows_, Op::kPack);
+    if (!has_groups_) return clip(mask_.rows_of(key0_ + begin, key0_ + lesser(end, keys_)), row0_, rows_, Op::kPack);
+    const IntervalExtremes& group = limits_.groups[begin / kTileRows];
+    if (group.any_first >= group.any_last) return {0, 0};
+    return clip({group.any_first, group.any_last}, 0, rows_, Op::kPack);
   }
   // Keys for which the scores of the panel at `lane` are computed: all that the later products read, which go by groups
   // of kTileRows queries or keys.
   IndexRange panel_keys(int64_t lane) const {
     const int64_t begin = lane / kTileRows * kTileRows;
     const int64_t end = lesser(round_up(lane + kPanel<Op>, kTileRows), rows_);
-    return clip(mask_.keys_of(row0_ + begin, row0_ + end), key0_, keys_, kTileRows);
+    return has_groups_ ? groups_of(begin, end)
+                       : clip(mask_.keys_of(row0_ + begin, row0_ + end), key0_, keys_, kTileRows);
   }
   // Whether every query of the panel at `lane` sees every one of `keys`.
   bool panel_is_full(int64_t lane, IndexRange keys) const {
-    return mask_.visibility(row0_ + lane, panel_end(lane), key0_ + keys.begin, key0_ + keys.end) == Visibility::kAll;
-  }
-  // Whether the queries of the panel at `lane` see keys of this tile and of no other.
-  bool panel_sees_this_tile_alone(int64_t lane) const {
-    const IndexRange seen = mask_.keys_of(row0_ + lane, panel_end(lane));
-    return seen.begin < seen.end && seen.begin >= key0_ && seen.end <= key0_ + keys_;
-  }
-  // For each of the lanes the keys [first, last) that its query sees, as numbers of the compute type; none for lanes
-  // beyond the rows.
-  void lane_limits(IndexRange lanes, Real* first, Real* last) const {
-    for (int64_t i = lanes.begin; i < lanes.end; ++i) {
-      const bool inside = i < rows_;
-      const IndexRange keys = inside ? mask_.keys_of(row0_ + i, row0_ + i + 1) : IndexRange{key0_, key0_};
-      first[i] = static_cast<Real>(greater<int64_t>(keys.begin - key0_, -1));
-      last[i] = static_cast<Real>(lesser<int64_t>(keys.end - key0_, keys_));
+    if (pads_ && lane + kPanel<Op> > rows_) return false;
+    const int64_t end = lesser(lane + kPanel<Op>, rows_);
+    for (int64_t group = keys.begin / kTileRows; has_groups_ && group * kTileRows < keys.end; ++group) {
+      if (limits_.groups[group].visibility(lane, end) != Visibility::kAll) return false;
     }
+    return mask_.visibility(row0_ + lane, row0_ + end, key0_ + keys.begin, key0_ + keys.end) == Visibility::kAll;
   }
+  const KeyRows<Op>& limits() const { return limits_; }
 
  private:
-  int64_t panel_end(int64_t lane) const { return row0_ + lesser(lane + kPanel<Op>, rows_); }
+  // Whole register tiles of keys, from the first to the last that one of the rows may see.
+  IndexRange groups_of(int64_t begin, int64_t end) const {
+    int64_t first = 0, last = ceil_div(keys_, kTileRows);
+    const auto hidden = [&](int64_t n) { return limits_.groups[n].visibility(begin, end) == Visibility::kNone; };
+    while (first < last && hidden(first)) ++first;
+    while (first < last && hidden(last - 1)) --last;
+    return {first * kTileRows, first < last ? lesser(last * kTileRows, keys_) : first * kTileRows};
+  }
 
   static IndexRange clip(IndexRange range, int64_t origin, int64_t length, int64_t granule) {
     int64_t begin = greater<int64_t>(range.begin - origin, 0) / granule * granule;
@@ -61,7 +102,34 @@ class PanelMask {
   }
 
   Mask mask_;
+  const KeyRows<Op>& limits_;
   int64_t row0_, rows_, key0_, keys_;
+  bool pads_;
+  bool has_groups_;  // intervals hide pairs of this tile: ranges come from the groups of `limits`
+};
+
+// Which units along k the products need (gemm.h): for rows the keys that they see, for keys the rows that see them, or
+// everything.
+template <class Op>
+struct KeysOfRows {
+  const PanelMask<Op>& mask;
+  IndexRange operator()(int64_t begin, int64_t end) const {
+    const IndexRange keys = mask.keys_of(begin, end);
+    return {keys.begin / Op::kPack, ceil_div(keys.end, Op::kPack)};
+  }
+};
+template <class Op>
+struct RowsOfKeys {
+  const PanelMask<Op>& mask;
+  IndexRange operator()(int64_t begin, int64_t end) const {
+    const IndexRange rows = mask.rows_of(begin, end);
+    return {rows.begin / Op::kPack, ceil_div(rows.end, Op::kPack)};
+  }
+};
+template <class Op>
+struct EveryUnit {
+  int64_t elements;
+  IndexRange operator()(int64_t, int64_t) const { return {0, ceil_div(elements, Op::kPack)}; }
 };
 
 }  // namespace FLASHATTN_ISA

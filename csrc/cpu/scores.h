@@ -1,37 +1,37 @@
 // What happens to a tile's scores between two products: `weigh` turns them into weights, `differentiate` turns the
-// gradient of the weights into that of the scores. The rule, one of score.h, says what a score is.
+// gradient of the weights into that of the scores. The rule says what a score is: PlainScore (score.h), or GeneralScore
+// (score_rules.h) in calls with a softcap or with biases, which are in the tile.
 //
 // Scores are transposed, S^T[key][query]: a vector holds one key's scores of neighbouring queries, so that the maximum
 // and the sum of a row need no reduction across lanes. Both functions take one panel of queries (tiles.h), work in
 // place, and leave the forms that the next products read (PanelForms in pack.h).
 #pragma once
 
-// score.h is compiled for one instruction set, because its arithmetic is also that of vectors.
-#include "../score.h"
+#include "bias_gradient.h"
 #include "keep_bits.h"
 #include "pack.h"
 #include "panel_mask.h"
+#include "score_rules.h"
 
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-// The scores of one tile, and what hides or drops them.
+// The scores of one tile, what is added to them, and what hides or drops them.
 template <class Op>
 struct ScoreTile {
   using Real = typename Op::Real;
   static constexpr int64_t kQueries = Tile<Real>::kQueries, kKeys = Tile<Real>::kKeys;
 
-  ScoreTile(const AttnParams& p, ScratchCarver* carve) : has_dropout(p.has_dropout()) {
+  ScoreTile(const AttnParams& p, ScratchCarver* carve) : biases(p, carve), limits(carve), has_dropout(p.has_dropout()) {
     scores = carve->take<Real>(kKeys * kQueries);
-    first_key = carve->take<Real>(kQueries);
-    last_key = carve->take<Real>(kQueries);
     keep_bits = carve->take<uint16_t>(has_dropout ? kKeys * kQueries / kDropoutLanes : 0);
   }
 
+  BiasTile<Op> biases;
+  KeyRows<Op> limits;  // where a panel is masked
   bool has_dropout;
-  Real* scores;                // [kKeys][kQueries]: products of keys and queries, later weights
-  Real *first_key, *last_key;  // [kQueries]: where a panel is masked, the keys [first, last) that each query sees
-  uint16_t* keep_bits;         // [kKeys][kQueries / 16], see keep_bits.h
+  Real* scores;         // [kKeys][kQueries]: products of keys and queries, later weights
+  uint16_t* keep_bits;  // [kKeys][kQueries / 16], see keep_bits.h
 };
 
 // The gradients of one tile's scores.
@@ -41,14 +41,12 @@ struct GradientTile {
   using Unit = typename Op::Unit;
   static constexpr int64_t kQueries = Tile<Real>::kQueries, kKeys = Tile<Real>::kKeys;
 
-  GradientTile(const AttnParams& p, ScratchCarver* carve)
-      : dp_scale(static_cast<Real>(p.softmax_scale / keep_probability(p.dropout_threshold))) {
+  GradientTile(const AttnGradParams& p, ScratchCarver* carve) : biases(p, carve) {
     scores = carve->take<Real>(kKeys * kQueries);
     pairs = carve->take<Unit>(Op::kPack == 2 ? kKeys / 2 * kQueries : 0);
   }
 
-  // dS = P * (dP * softmax_scale / p_keep - delta * softmax_scale): the scale of dq and dk is in dS already.
-  Real dp_scale;
+  BiasGradient<Op> biases;
   Real* scores;  // [kKeys][kQueries]: dP^T, later dS^T
   Unit* pairs;   // [kKeys / 2][kQueries]: dS^T with two keys in each unit, for bfloat16
 };
@@ -66,6 +64,20 @@ struct RunningRows {
   Real* rescale;  // what the last key tile's new maximum makes of everything summed before it
 };
 
+// Where the backward multiplies softmax_scale, the scale of dq and dk, to dS = P * (dP / p_keep - delta) * slope: to dP
+// and delta, or where biases need dS without it, to dS.
+template <class Real, class Rule>
+struct GradientScales {
+  explicit GradientScales(const AttnParams& p) {
+    const double scale = kIsGeneral<Rule> ? 1 : p.softmax_scale;
+    dp = static_cast<Real>(scale / keep_probability(p.dropout_threshold));
+    delta = static_cast<Real>(scale);
+    dscore = static_cast<Real>(kIsGeneral<Rule> ? p.softmax_scale : 1);
+  }
+
+  Real dp, delta, dscore;  // dp is also 1 / p_keep
+};
+
 // What the backward knows of the rows of a query tile, [kQueries] each.
 template <class Real>
 struct KnownRows {
@@ -75,7 +87,7 @@ struct KnownRows {
         dlse(carve->take<Real>(Tile<Real>::kQueries)) {}
 
   Real* lse;           // in units of log2; +inf where the row sees nothing, so that every weight is 0
-  Real *delta, *dlse;  // times softmax_scale
+  Real *delta, *dlse;  // times GradientScales::delta
 };
 
 // One vector of neighbouring queries of a tile, from `lane` on: the parts that `weigh` and `differentiate` share.
@@ -91,16 +103,17 @@ class ScoreVector {
   ScoreVector(const ScoreTile<Op>& tile, int64_t lane)
       : scores(tile.scores + lane),
         keep_bits(tile.keep_bits),
+        first_row(tile.limits.first),
+        last_row(tile.limits.last),
         first_lane(lane),
-        first_key(kMasked ? S::load(tile.first_key + lane) : S::zero()),
-        last_key(kMasked ? S::load(tile.last_key + lane) : S::zero()) {}
+        rows(kMasked ? numbers_from(lane) : S::zero()) {}
 
   V load(int64_t key) const { return S::load(scores + key * kQueries); }
   void store(int64_t key, V x) const { S::store(scores + key * kQueries, x); }
 
   // x for the queries that see the key, `hidden` for the others.
   V visible(int64_t key, V x, V hidden) const {
-    return kMasked ? S::where_in_range(S::set1(static_cast<Real>(key)), first_key, last_key, x, hidden) : x;
+    return kMasked ? S::where_in_range(rows, S::set1(first_row[key]), S::set1(last_row[key]), x, hidden) : x;
   }
   // x for the queries whose weight for the key is kept, 0 where dropout drops it.
   V kept(int64_t key, V x) const {
@@ -111,21 +124,31 @@ class ScoreVector {
   V weight(int64_t key, V score, V factor, V minus_offset) const {
     return visible(key, S::template exp2<Accuracy>(S::fma(score, factor, minus_offset)), S::zero());
   }
+  // log2(e) * logit, with the biases of the tile; -inf for the queries that do not see the key.
+  V logit(const BiasTile<Op>& biases, int64_t key, V score, V factor) const {
+    return visible(key, biases.logits(key, first_lane, score * factor), hidden_logit());
+  }
+  static V hidden_logit() { return S::set1(-std::numeric_limits<Real>::infinity()); }
 
  private:
+  static V numbers_from(int64_t lane) {
+    alignas(64) Real numbers[S::kWidth];
+    for (int l = 0; l < S::kWidth; ++l) numbers[l] = static_cast<Real>(lane + l);
+    return S::load(numbers);
+  }
+
   Real* scores;
   const uint16_t* keep_bits;
+  const Real *first_row, *last_row;  // KeyRows
   int64_t first_lane;
-  V first_key, last_key;
+  V rows;  // the numbers of the queries
 };
 
 // Calls body(masked, dropout), two std::bool_constant, for a panel of queries `lanes` of which `keys` are computed.
-// Fills in the tile's limits where the panel is masked.
 template <class Op, class Body>
 inline void with_limits(const ScoreTile<Op>& tile, const PanelMask<Op>& mask, IndexRange lanes, IndexRange keys,
                         Body body) {
   const bool masked = !mask.panel_is_full(lanes.begin, keys);
-  if (masked) mask.lane_limits(lanes, tile.first_key, tile.last_key);
   if (masked && tile.has_dropout) {
     body(std::true_type(), std::true_type());
   } else if (masked) {
@@ -145,16 +168,26 @@ inline void weigh_vector(const ScoreTile<Op>& tile, const Rule& rule, const Runn
   using V = typename S::V;
   constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
   const ScoreVector<Op, kMasked, kDropout> vector(tile, lane);
-  const V factor = S::set1(rule.factor);
-  const bool are_scores = rule.stores_products();
-  V tile_max = S::set1(-kInfinity);
-  for (int64_t j = keys.begin; j < keys.end; ++j) {
-    V score = vector.load(j);
-    if (!are_scores) {
-      score = rule.stored(score);
-      vector.store(j, score);
+  // A plain score is stored without its factor. In a general call it becomes a logit, whose factor is 1.
+  const V factor = S::set1(kIsGeneral<Rule> ? Real(1) : rule.factor);
+  V tile_max = vector.hidden_logit();
+  if constexpr (kIsGeneral<Rule>) {
+    const V score_factor = S::set1(rule.factor);
+    for (int64_t j = keys.begin; j < keys.end; ++j) {
+      const V logit = vector.logit(tile.biases, j, rule.stored(vector.load(j)), score_factor);
+      vector.store(j, logit);
+      tile_max = S::max(tile_max, logit);
     }
-    tile_max = S::max(tile_max, vector.visible(j, score, S::set1(-kInfinity)));
+  } else {
+    const bool are_scores = rule.stores_products();
+    for (int64_t j = keys.begin; j < keys.end; ++j) {
+      V score = vector.load(j);
+      if (!are_scores) {
+        score = rule.stored(score);
+        vector.store(j, score);
+      }
+      tile_max = S::max(tile_max, vector.visible(j, score, vector.hidden_logit()));
+    }
   }
   const V old_max = S::load(rows.max + lane);
   const V new_max = S::max(old_max, tile_max * factor);
@@ -204,19 +237,32 @@ class GradientVector {
  public:
   GradientVector() = default;
   GradientVector(const ScoreTile<Op>& tile, const GradientTile<Op>& gradients, const Rule& rule,
-                 const KnownRows<Real>& rows, int64_t lane)
+                 const GradientScales<Real, Rule>& scales, const KnownRows<Real>& rows, int64_t lane)
       : scores(tile, lane),
         gradients_(gradients.scores + lane),
         factor(S::set1(rule.factor)),
-        dp_scale(S::set1(gradients.dp_scale)),
+        dp_scale(S::set1(scales.dp)),
         minus_lse(S::zero() - S::load(rows.lse + lane)),
         minus_delta(S::zero() - S::load(rows.delta + lane)) {}
 
-  V weight(int64_t key, V score) const { return scores.template weight<Accuracy>(key, score, factor, minus_lse); }
+  // What becomes a weight: a plain score, or in a general call log2(e) * logit.
+  V exponent(const ScoreTile<Op>& tile, int64_t key, V score) const {
+    if constexpr (kIsGeneral<Rule>) return scores.logit(tile.biases, key, score, factor);
+    return score;
+  }
+  V weight(int64_t key, V exponent) const {
+    if constexpr (kIsGeneral<Rule>) return S::template exp2<Accuracy>(exponent + minus_lse);
+    return scores.template weight<Accuracy>(key, exponent, factor, minus_lse);
+  }
+  // x for the scores that are visible, 0 for the others.
+  V of_visible(int64_t key, V exponent, V x) const {
+    if constexpr (kIsGeneral<Rule>) return BiasTile<Op>::where_hidden(exponent, S::zero(), x);
+    return scores.visible(key, x, S::zero());
+  }
   // P * (dP - delta), 0 for a hidden score also when dP is not finite.
-  V logit_gradient(int64_t key, V weight) const {
+  V logit_gradient(int64_t key, V exponent, V weight) const {
     const V dp = scores.kept(key, S::load(gradients_ + key * ScoreTile<Op>::kQueries));
-    return scores.visible(key, weight * S::fma(dp, dp_scale, minus_delta), S::zero());
+    return of_visible(key, exponent, weight * S::fma(dp, dp_scale, minus_delta));
   }
 
   ScoreVector<Op, kMasked, kDropout> scores;
@@ -230,32 +276,43 @@ class GradientVector {
 // lse.
 template <class Accuracy, bool kMasked, bool kDropout, class Op, class Rule>
 inline void find_delta(const ScoreTile<Op>& tile, const GradientTile<Op>& gradients, const Rule& rule,
-                       const KnownRows<typename Op::Real>& rows, int64_t lane, IndexRange keys) {
+                       const GradientScales<typename Op::Real, Rule>& scales, const KnownRows<typename Op::Real>& rows,
+                       int64_t lane, IndexRange keys) {
   using S = typename Op::S;
   using V = typename S::V;
   S::store(rows.delta + lane, S::zero());
-  const GradientVector<Accuracy, kMasked, kDropout, Op, Rule> vector(tile, gradients, rule, rows, lane);
+  const GradientVector<Accuracy, kMasked, kDropout, Op, Rule> vector(tile, gradients, rule, scales, rows, lane);
   V minus_delta = S::load(rows.dlse + lane);
   for (int64_t j = keys.begin; j < keys.end; ++j) {
-    minus_delta = minus_delta - vector.logit_gradient(j, vector.weight(j, rule.stored(vector.scores.load(j))));
+    const V exponent = vector.exponent(tile, j, rule.stored(vector.scores.load(j)));
+    minus_delta = minus_delta - vector.logit_gradient(j, exponent, vector.weight(j, exponent));
   }
   S::store(rows.delta + lane, S::zero() - minus_delta);
 }
 
 template <class Accuracy, bool kMasked, bool kDropout, int kVectors, class Op, class Rule>
 inline void differentiate_vectors(const ScoreTile<Op>& tile, const GradientTile<Op>& gradients, const Rule& rule,
+                                  const GradientScales<typename Op::Real, Rule>& scales,
                                   const KnownRows<typename Op::Real>& rows, int64_t lane, IndexRange keys) {
   using S = typename Op::S;
   using V = typename S::V;
   constexpr int64_t kQueries = ScoreTile<Op>::kQueries;
   GradientVector<Accuracy, kMasked, kDropout, Op, Rule> vectors[kVectors];
-  for (int n = 0; n < kVectors; ++n) vectors[n] = {tile, gradients, rule, rows, lane + n * S::kWidth};
+  for (int n = 0; n < kVectors; ++n) vectors[n] = {tile, gradients, rule, scales, rows, lane + n * S::kWidth};
+  const bool has_bias_gradient = kIsGeneral<Rule> && gradients.biases.any();
   auto one_key = [&](int64_t j, V* kept_weight, V* dscore) __attribute__((always_inline)) {
     FLASHATTN_UNROLL(2)
     for (int n = 0; n < kVectors; ++n) {
-      const V score = rule.stored(vectors[n].scores.load(j)), weight = vectors[n].weight(j, score);
+      const V score = rule.stored(vectors[n].scores.load(j)), exponent = vectors[n].exponent(tile, j, score);
+      const V weight = vectors[n].weight(j, exponent);
       kept_weight[n] = vectors[n].scores.kept(j, weight);
-      dscore[n] = rule.times_slope(vectors[n].logit_gradient(j, weight), score);
+      const V dlogit = vectors[n].logit_gradient(j, exponent, weight);
+      dscore[n] = rule.times_slope(dlogit, score);
+      if constexpr (kIsGeneral<Rule>) {
+        // The score of a hidden pair, and with it the slope, may be no number.
+        dscore[n] = vectors[n].of_visible(j, exponent, dscore[n] * S::set1(scales.dscore));
+        if (has_bias_gradient) gradients.biases.add(j, lane + n * S::kWidth, dlogit);
+      }
     }
   };
   for (int64_t j = keys.begin; j < keys.end; j += 2) {
@@ -280,18 +337,19 @@ inline void differentiate_vectors(const ScoreTile<Op>& tile, const GradientTile<
 // the gradient cancels.
 template <class Accuracy, class Op, class Rule>
 inline void differentiate(const ScoreTile<Op>& tile, const GradientTile<Op>& gradients, const Rule& rule,
+                          const GradientScales<typename Op::Real, Rule>& scales,
                           const KnownRows<typename Op::Real>& rows, const PanelMask<Op>& mask, bool whole_rows,
                           IndexRange lanes, IndexRange keys) {
   static_assert(kTileVectors == 2, "a panel has one or two vectors");
   with_limits(tile, mask, lanes, keys, [&](auto masked, auto dropout) {
     constexpr bool kMasked = decltype(masked)::value, kDropout = decltype(dropout)::value;
     for (int64_t lane = lanes.begin; whole_rows && lane < lanes.end; lane += Op::S::kWidth) {
-      find_delta<Accuracy, kMasked, kDropout>(tile, gradients, rule, rows, lane, keys);
+      find_delta<Accuracy, kMasked, kDropout>(tile, gradients, rule, scales, rows, lane, keys);
     }
     if (lanes.end - lanes.begin > Op::S::kWidth) {
-      differentiate_vectors<Accuracy, kMasked, kDropout, 2>(tile, gradients, rule, rows, lanes.begin, keys);
+      differentiate_vectors<Accuracy, kMasked, kDropout, 2>(tile, gradients, rule, scales, rows, lanes.begin, keys);
     } else {
-      differentiate_vectors<Accuracy, kMasked, kDropout, 1>(tile, gradients, rule, rows, lanes.begin, keys);
+      differentiate_vectors<Accuracy, kMasked, kDropout, 1>(tile, gradients, rule, scales, rows, lanes.begin, keys);
     }
   });
 }

@@ -62,6 +62,7 @@ struct GenericSimd {
   static V fma(V a, V b, V c) { return a * b + c; }
   // NaN in b is returned, NaN in a is not.
   static V max(V a, V b) { return a > b ? a : b; }
+  static V min(V a, V b) { return a < b ? a : b; }
   static V where_in_range(V index, V begin, V end, V x, V otherwise) {
     return ((index >= begin) & (index < end)) ? x : otherwise;
   }
@@ -92,6 +93,7 @@ struct Simd<float> {
   static V zero() { return _mm512_setzero_ps(); }
   static V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
   static V max(V a, V b) { return _mm512_max_ps(a, b); }
+  static V min(V a, V b) { return _mm512_min_ps(a, b); }
   static V where_in_range(V index, V begin, V end, V x, V otherwise) {
     const __mmask16 inside = _mm512_cmp_ps_mask(index, begin, _CMP_GE_OQ) & _mm512_cmp_ps_mask(index, end, _CMP_LT_OQ);
     return _mm512_mask_mov_ps(otherwise, inside, x);
@@ -121,6 +123,7 @@ struct Simd<float> {
   static V zero() { return _mm256_setzero_ps(); }
   static V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
   static V max(V a, V b) { return _mm256_max_ps(a, b); }
+  static V min(V a, V b) { return _mm256_min_ps(a, b); }
   static V where_in_range(V index, V begin, V end, V x, V otherwise) {
     const V inside = _mm256_and_ps(_mm256_cmp_ps(index, begin, _CMP_GE_OQ), _mm256_cmp_ps(index, end, _CMP_LT_OQ));
     return _mm256_blendv_ps(otherwise, x, inside);

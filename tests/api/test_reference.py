@@ -9,7 +9,7 @@ import torch
 from helpers import cu_seqlens, reference_keep_mask
 from torch import Tensor
 
-from flashattn_ext import attention_reference
+from flashattn_ext import Mask, attention_reference
 
 OPTIONS = [
     dict(),
@@ -23,7 +23,15 @@ OPTIONS = [
     dict(sink=[0.5, -1.5]),
     dict(dropout_p=0.4, rng_seed=3),
     dict(dropout_p=0.4, rng_seed=3, causal=True, window_size=(3, -1), sink=[1.0, 0.0], softmax_scale=0.5),
+    dict(softcap=0.8),
+    dict(alibi_slopes=[0.5, 0.25]),
+    dict(relative_bias=[[0.3, -1.0, 0.7, 2.0, -0.4], [1.0, 0.1, -0.2, 0.0, 0.6]]),
+    dict(softcap=1.5, alibi_slopes=[0.5, -0.25], relative_bias=[[0.1, 0.2, -0.3]] * 2, causal=True, sink=[0.2, 0.3]),
+    dict(intervals=True),
+    dict(intervals=True, causal=True, softcap=2.0, dropout_p=0.3, rng_seed=9, sink=[0.5, -1.5]),
 ]
+# Intervals of key j, drawn to be long, short, empty, reversed and out of range.
+INTERVALS = [(0, 99), (2, 4), (3, 3), (4, 1), (-7, 2), (1, 9), (5, 6), (0, 3), (2, 99)]
 
 
 def loops(q: Tensor, k: Tensor, v: Tensor, b: int = 0, **options: object) -> tuple[Tensor, Tensor]:
@@ -37,12 +45,28 @@ def loops(q: Tensor, k: Tensor, v: Tensor, b: int = 0, **options: object) -> tup
     keep = reference_keep_mask(b + 1, Hq, Sq, Sk, p_drop, options.get("rng_seed", 0))[b]
     p_keep = math.floor(256 * (1 - p_drop) + 0.5) / 256
     out, lse = torch.zeros(Sq, Hq, Dv, dtype=torch.float64), torch.zeros(Hq, Sq, dtype=torch.float64)
+
+    def logit(h: int, distance: int, product: float) -> float:
+        s = scale * product
+        cap, slopes, bias = (options.get(name) for name in ("softcap", "alibi_slopes", "relative_bias"))
+        if cap:
+            s = cap * math.tanh(s / cap)
+        if slopes:
+            s -= slopes[h] * abs(distance)
+        if bias:
+            L = len(bias[h]) // 2
+            s += bias[h][min(max(distance, -L), L) + L]
+        return s
+
     for h in range(Hq):
         hk = h // (Hq // Hk)
         for i in range(Sq):
             at = i + Sk - Sq
             seen = [j for j in range(Sk) if (left < 0 or j >= at - left) and (right < 0 or j <= at + right)]
-            s = {j: scale * sum(x * y for x, y in zip(q[i, h].tolist(), k[j, hk].tolist(), strict=False)) for j in seen}
+            if options.get("intervals"):
+                seen = [j for j in seen if INTERVALS[j][0] <= i < INTERVALS[j][1]]
+            products = {j: sum(x * y for x, y in zip(q[i, h].tolist(), k[j, hk].tolist(), strict=False)) for j in seen}
+            s = {j: logit(h, j - at, product) for j, product in products.items()}
             z = sum(math.exp(x) for x in s.values()) + (math.exp(sink[h]) if sink else 0.0)
             lse[h, i] = math.log(z) if z else -math.inf
             for j in seen:
@@ -50,11 +74,24 @@ def loops(q: Tensor, k: Tensor, v: Tensor, b: int = 0, **options: object) -> tup
     return out, lse
 
 
+def arguments(options: dict, lengths_k: list[int]) -> dict:
+    """The options of loops() as attention_reference takes them."""
+    given = dict(options)
+    for name in ("sink", "alibi_slopes", "relative_bias"):
+        if name in given:
+            given[name] = torch.tensor(given[name], dtype=torch.float64)
+    if given.pop("intervals", False):
+        rows = torch.tensor([interval for length in lengths_k for interval in INTERVALS[:length]], dtype=torch.int32)
+        packed = rows.reshape(1, -1, 2)
+        given["mask"] = Mask(packed if len(lengths_k) > 1 else packed[None])
+    return given
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("Sq,Sk", [(7, 7), (4, 9), (9, 4), (3, 0)])
 def test_dense_against_loops(options: dict, Sq: int, Sk: int) -> None:
     q, k, v = (torch.randn(2, S, H, D, dtype=torch.float64) for S, H, D in ((Sq, 2, 5), (Sk, 1, 5), (Sk, 1, 3)))
-    given = {**options, "sink": torch.tensor(options["sink"], dtype=torch.float64)} if "sink" in options else options
+    given = arguments(options, [Sk])
     out, lse = attention_reference(q, k, v, **given, return_lse=True)
     for b in range(2):
         out_b, lse_b = loops(q[b], k[b], v[b], b, **options)
@@ -69,7 +106,7 @@ def test_varlen_against_loops(options: dict) -> None:
     lengths_q, lengths_k = [3, 0, 5, 2], [4, 2, 5, 0]
     q = torch.randn(10, 2, 5, dtype=torch.float64)
     k, v = torch.randn(11, 1, 5, dtype=torch.float64), torch.randn(11, 1, 3, dtype=torch.float64)
-    given = {**options, "sink": torch.tensor(options["sink"], dtype=torch.float64)} if "sink" in options else options
+    given = arguments(options, lengths_k)
     cu_q, cu_k = cu_seqlens(lengths_q, "cpu"), cu_seqlens(lengths_k, "cpu")
     out, lse = attention_reference(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **given, return_lse=True)
     assert lse.shape == (2, 10)
@@ -94,3 +131,51 @@ def test_masked_rows_have_clean_gradients() -> None:
     grads = torch.autograd.grad([out, lse], [q, k, v], [torch.ones_like(out), torch.ones_like(lse)])
     assert all(torch.isfinite(g).all() for g in grads)
     assert not grads[0][:, :4].any()
+
+
+def inputs(Sq: int, Sk: int, B: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(torch.randn(B, S, 2, 5, dtype=torch.float64) for S in (Sq, Sk, Sk))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 4, 6), (1, 2, 4, 6), (2, 1, 1, 6), (1, 1, 4, 6)], ids=str)
+def test_a_bias_is_added_and_its_minus_infinity_hides(shape: tuple[int, ...]) -> None:
+    q, k, v = inputs(4, 6)
+    bias = torch.randn(shape, dtype=torch.float64)
+    bias[..., 2] = -math.inf
+    bias[..., -1, :] = -math.inf
+    bias.requires_grad_()
+    out, lse = attention_reference(q, k, v, bias=bias, return_lse=True)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(5) + bias.detach()
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    expected = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1).nan_to_num(0), v)
+    torch.testing.assert_close(out, expected)
+    (grad,) = torch.autograd.grad(out.square().sum(), bias)
+    assert grad.shape == bias.shape and torch.isfinite(grad).all() and not grad[..., 2].any()
+
+
+def test_slopes_of_each_batch_entry() -> None:
+    q, k, v = inputs(4, 6)
+    slopes = torch.rand(2, 2, dtype=torch.float64)
+    out = attention_reference(q, k, v, alibi_slopes=slopes)
+    for b in range(2):
+        alone = attention_reference(q[b : b + 1], k[b : b + 1], v[b : b + 1], alibi_slopes=slopes[b])
+        torch.testing.assert_close(out[b : b + 1], alone)
+
+
+def test_a_part_with_its_origin_computes_what_the_whole_computes_there() -> None:
+    """Queries 5 to 12 of heads 2 and 3 of the second batch entry, against the keys up to 12: nobody sees later ones."""
+    options = dict(causal=True, window_size=(7, -1), dropout_p=0.4, rng_seed=5)
+    q, k, v = (torch.randn(2, 12, 4, 5, dtype=torch.float64) for _ in range(3))
+    slopes, bias = torch.rand(4, dtype=torch.float64), torch.randn(4, 9, dtype=torch.float64)
+    ids = torch.tensor([[0] * 8 + [1] * 4] * 2)
+    whole = attention_reference(q, k, v, **options, alibi_slopes=slopes, relative_bias=bias, mask=Mask.documents(ids))
+    part = [t[1:, start:, 2:] for t, start in ((q, 5), (k, 2), (v, 2))]
+    mask = Mask(Mask.documents(ids).intervals[1:, :, 2:])
+    here = dict(origin=(1, 2, 5, 2), alibi_slopes=slopes[2:], relative_bias=bias[2:], mask=mask)
+    hidden = attention_reference(*part, **options, **here)
+    visible = (torch.arange(12)[:, None] - 7 <= torch.arange(12)) & (torch.arange(12) < 2)
+    reached = visible[5:].any(1)  # rows whose window reaches keys that the part lacks
+    torch.testing.assert_close(hidden[0, ~reached], whole[1, 5:, 2:][~reached])
+    assert (~reached).any()
+    heads = attention_reference(q[1:, :, 2:], k[1:, :, 2:], v[1:, :, 2:], **options, origin=(1, 2))
+    torch.testing.assert_close(heads[0], attention_reference(q, k, v, **options)[1, :, 2:])

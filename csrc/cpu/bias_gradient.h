@@ -1,0 +1,227 @@
+// The gradients of the biases: sums of the gradient of the logits over all scores that read one element (bias.h).
+//
+// A worker sums up what it can by itself: the diagonals of a tile, then for the slopes, the relative bias and a bias
+// that all rows share the whole walk of its key tile along the rows of one head. What is left are sums over key tiles,
+// heads and batch entries, to which workers add in turns (turns.h). They take O(S) memory; the gradient of a bias takes
+// one tile besides itself.
+#pragma once
+
+#include "bias_tile.h"
+#include "turns.h"
+
+namespace flashattn_ext {
+namespace FLASHATTN_ISA {
+
+// What a bias has in common: its gradient is a sum over that.
+struct SharedBias {
+  bool batch = false, heads = false, rows = false;
+
+  explicit SharedBias(const AttnGradParams& p)
+      : batch(p.dbias.data && p.batch > 1 && p.dbias.batch_stride == 0),
+        heads(p.dbias.data && p.heads_q > 1 && p.dbias.head_stride == 0),
+        rows(p.dbias.data && p.seqlen_q > 1 && p.dbias.row_stride == 0) {}
+
+  bool in_turns() const { return batch || heads; }
+  // Of the scores of head h of batch entry b: which of the parts of their elements they are.
+  int64_t part(const AttnParams& p, int64_t b, int64_t h) const {
+    return (batch ? b : 0) * (heads ? p.heads_q : 1) + (heads ? h : 0);
+  }
+  // Which of the bias's own heads they read.
+  int64_t entry(const AttnParams& p, int64_t b, int64_t h) const {
+    return (batch ? 0 : b) * (heads ? 1 : p.heads_q) + (heads ? 0 : h);
+  }
+};
+
+// Whose turn it is to add to a sum, in the workspace of the call.
+template <class Real>
+struct BiasTurns {
+  BiasTurns(const AttnGradParams& p, ScratchCarver* carve)
+      : query_tiles(ceil_div(p.seqlen_q, Tile<Real>::kQueries)), key_tiles(ceil_div(p.seqlen_k, Tile<Real>::kKeys)) {
+    head_count = p.dalibi_slopes || p.drelative_bias ? p.heads_q : 0;
+    const SharedBias shared(p);
+    const int64_t entries = (shared.batch ? 1 : p.batch) * (shared.heads ? 1 : p.heads_q);
+    tile_count = shared.in_turns() ? entries * key_tiles * query_tiles : 0;
+    heads = carve->take<Turn>(head_count);
+    tiles = carve->take<Turn>(tile_count);
+  }
+  void reset() const {
+    for (int64_t n = 0; n < head_count; ++n) heads[n].store(0, std::memory_order_relaxed);
+    for (int64_t n = 0; n < tile_count; ++n) tiles[n].store(0, std::memory_order_relaxed);
+  }
+  Turn& tile(int64_t entry, int64_t key_tile, int64_t query_tile) const {
+    return tiles[(entry * key_tiles + key_tile) * query_tiles + query_tile];
+  }
+
+  int64_t query_tiles, key_tiles, head_count, tile_count;
+  Turn* heads;  // [Hq], of the slopes and the relative bias: parts are key tiles, counted through all batch entries
+  Turn* tiles;  // [heads of the bias][key_tiles][query_tiles]: parts are heads, counted through all batch entries
+};
+
+template <class Op>
+class BiasGradient {
+  using Real = typename Op::Real;
+  using S = typename Op::S;
+  using V = typename S::V;
+  static constexpr int64_t kQueries = Tile<Real>::kQueries, kKeys = Tile<Real>::kKeys;
+  static constexpr int64_t kDiagonals = Diagonals<Real>::kCount;
+  // Sums of neighbouring keys overlap in all but one element. A copy for each of four keys keeps a load from waiting
+  // for the store just before it.
+  static constexpr int64_t kCopies = 4;
+
+ public:
+  BiasGradient(const AttnGradParams& params, ScratchCarver* carve)
+      : p(params), shared_(params), has_diagonals_(p.dalibi_slopes || p.drelative_bias), has_elements_(p.dbias.data) {
+    const int64_t rows = p.is_varlen() ? p.total_q : p.seqlen_q;
+    const int64_t distances = round_up(rows, kQueries) + kKeys;
+    diagonals_ = carve->take<Real>(has_diagonals_ ? kCopies * kDiagonals : 0);
+    relative_ = carve->take<double>(p.drelative_bias ? lesser(distances, 2 * p.relative_reach + 1) : 0);
+    elements_ = carve->take<Real>(has_elements_ ? kKeys * kQueries : 0);
+    rows_ = carve->take<Real>(has_elements_ ? S::kWidth * kKeys : 0);
+    columns_ = carve->take<double>(shared_.rows ? kKeys : 0);
+  }
+
+  bool any() const { return has_diagonals_ || has_elements_; }
+
+  // Head h of batch entry b, against the keys [key0, key0 + keys) and all rows of its sequence.
+  void begin_head(int64_t b, int64_t h, int64_t rows, int64_t key0, int64_t shift) {
+    batch_ = b;
+    head_ = h;
+    slope_ = 0;
+    if (has_diagonals_) std::fill(diagonals_, diagonals_ + kCopies * kDiagonals, Real(0));
+    if (p.drelative_bias) {
+      first_entry_ = bias().entry(key0 - round_up(rows, kQueries) - shift);
+      last_entry_ = bias().entry(key0 + kKeys - 1 - shift);
+      std::fill(relative_, relative_ + (last_entry_ - first_entry_ + 1), 0.0);
+    }
+    if (shared_.rows) std::fill(columns_, columns_ + kKeys, 0.0);
+  }
+  void begin_tile(const TilePlace& place) const {
+    if (has_elements_) std::fill(elements_, elements_ + place.keys * kQueries, Real(0));
+  }
+  // The gradients of the logits of one key, for the queries from `lane` on.
+  void add(int64_t key, int64_t lane, V gradients) const {
+    if (has_diagonals_) {
+      Real* sums = diagonals_ + key % kCopies * kDiagonals + Diagonals<Real>::diagonal(key, lane);
+      S::store(sums, S::load(sums) + gradients);
+    }
+    if (has_elements_) S::store(elements_ + key * kQueries + lane, gradients);
+  }
+  void end_tile(const TilePlace& place, const BiasTurns<Real>& turns) {
+    if (has_diagonals_) sum_diagonals(place);
+    if (!has_elements_) return;
+    if (shared_.rows) return sum_columns(place);
+    const auto add = [&] {
+      for_element_type(p.dbias.dtype, [&](auto element) { add_elements<decltype(element)>(place); });
+    };
+    if (!shared_.in_turns()) return add();
+    Turn& turn = turns.tile(shared_.entry(p, batch_, head_), place.key0 / kKeys, place.row0 / kQueries);
+    in_turn(turn, shared_.part(p, batch_, head_), add);
+  }
+  // A tile of which these rows see nothing; those of another head may.
+  void skip_tile(int64_t row0, int64_t key0, const BiasTurns<Real>& turns) const {
+    if (!has_elements_ || shared_.rows || !shared_.in_turns()) return;
+    in_turn(turns.tile(shared_.entry(p, batch_, head_), key0 / kKeys, row0 / kQueries), shared_.part(p, batch_, head_),
+            [] {});
+  }
+  // key_tile: counted through all batch entries.
+  void end_head(int64_t key_tile, int64_t key0, int64_t keys, const BiasTurns<Real>& turns) {
+    if (has_diagonals_) in_turn(turns.heads[head_], key_tile, [&] { add_distances(); });
+    if (!shared_.rows) return;
+    const auto add = [&] {
+      for_element_type(p.dbias.dtype, [&](auto element) { add_columns<decltype(element)>(key0, keys); });
+    };
+    if (!shared_.in_turns()) return add();
+    in_turn(turns.tile(shared_.entry(p, batch_, head_), key0 / kKeys, 0), shared_.part(p, batch_, head_), add);
+  }
+
+ private:
+  HeadBias<Real> bias() const { return HeadBias<Real>::of(p, batch_, head_); }
+
+  template <class Body>
+  static void in_turn(Turn& turn, int64_t number, Body body) {
+    wait_for_turn(turn, number);
+    body();
+    end_turn(turn, number + 1);
+  }
+
+  void sum_diagonals(const TilePlace& place) {
+    const HeadBias<Real> head = bias();
+    for (int64_t n = 0; n < kDiagonals; ++n) {
+      double sum = 0;
+      for (int64_t copy = 0; copy < kCopies; ++copy) {
+        sum += static_cast<double>(diagonals_[copy * kDiagonals + n]);
+        diagonals_[copy * kDiagonals + n] = 0;
+      }
+      const int64_t distance = Diagonals<Real>::distance(place, n);
+      slope_ -= sum * static_cast<double>(distance < 0 ? -distance : distance);
+      if (p.drelative_bias) relative_[head.entry(distance) - first_entry_] += sum;
+    }
+  }
+  void add_distances() const {
+    if (p.dalibi_slopes) {
+      Real& total = static_cast<Real*>(p.dalibi_slopes)[batch_ * p.alibi_batch_stride + head_];
+      total = static_cast<Real>(static_cast<double>(total) + slope_);
+    }
+    if (!p.drelative_bias) return;
+    Real* total = static_cast<Real*>(p.drelative_bias) + head_ * (2 * p.relative_reach + 1) + p.relative_reach;
+    for (int64_t n = first_entry_; n <= last_entry_; ++n) total[n] += static_cast<Real>(relative_[n - first_entry_]);
+  }
+
+  void sum_columns(const TilePlace& place) const {
+    alignas(64) Real lanes[S::kWidth];
+    for (int64_t key = 0; key < place.keys; ++key) {
+      V sum = S::zero();
+      for (int64_t lane = 0; lane < place.rows; lane += S::kWidth) {
+        sum = sum + S::load(elements_ + key * kQueries + lane);
+      }
+      S::store(lanes, sum);
+      for (int l = 0; l < S::kWidth; ++l) columns_[key] += static_cast<double>(lanes[l]);
+    }
+  }
+
+  template <class Element>
+  Element* element(int64_t row, int64_t key) const {
+    return static_cast<Element*>(p.dbias.data) + batch_ * p.dbias.batch_stride + head_ * p.dbias.head_stride +
+           row * p.dbias.row_stride + key;
+  }
+  // Elements of a type that is not summed up have one score each, and are 0 so far.
+  template <class Element>
+  static void add_to(Element* sum, Real x) {
+    narrow(static_cast<float>(x), sum);
+  }
+  static void add_to(float* sum, Real x) { *sum += static_cast<float>(x); }
+  static void add_to(double* sum, Real x) { *sum += static_cast<double>(x); }
+
+  template <class Element>
+  void add_elements(const TilePlace& place) const {
+    using Plain = FmaOp<Real>;
+    for (int64_t lane = 0; lane < place.rows; lane += S::kWidth) {
+      const StagedRows<Plain> by_key{elements_ + lane, kQueries};
+      transpose_rows<Plain>(rows_, kKeys, by_key, place.keys, round_up(place.keys, S::kWidth), S::kWidth);
+      for (int64_t r = 0; r < lesser<int64_t>(S::kWidth, place.rows - lane); ++r) {
+        Element* to = element<Element>(place.row0 + lane + r, place.key0);
+        for (int64_t key = 0; key < place.keys; ++key) add_to(to + key, rows_[r * kKeys + key]);
+      }
+    }
+  }
+  template <class Element>
+  void add_columns(int64_t key0, int64_t keys) const {
+    Element* to = element<Element>(0, key0);
+    for (int64_t key = 0; key < keys; ++key) add_to(to + key, static_cast<Real>(columns_[key]));
+  }
+
+  const AttnGradParams& p;
+  const SharedBias shared_;
+  bool has_diagonals_, has_elements_;
+  Real* diagonals_;   // [kCopies][kDiagonals]: sums of this tile
+  Real* elements_;    // [kKeys][kQueries]: the gradients of this tile's logits
+  Real* rows_;        // [kWidth][kKeys]: rows of them
+  double* relative_;  // entries first_entry_ to last_entry_ of the relative bias: sums of this walk
+  double* columns_;   // [kKeys]: sums of this walk over its rows
+  double slope_ = 0;  // sum of this walk
+  int64_t first_entry_ = 0, last_entry_ = 0;
+  int64_t batch_ = 0, head_ = 0;
+};
+
+}  // namespace FLASHATTN_ISA
+}  // namespace flashattn_ext

@@ -1,0 +1,77 @@
+// What the rows of one head see of the keys of one sequence: the BasicMask of the call and the intervals of its Mask
+// (both in mask.h), tile by tile.
+#pragma once
+
+#include "tiles.h"
+
+namespace flashattn_ext {
+namespace FLASHATTN_ISA {
+
+class HeadMask {
+ public:
+  HeadMask(const AttnParams& p, int64_t b, int64_t h, const Sequence& queries, const Sequence& keys)
+      : basic(p, queries.length, keys.length), key_start_(keys.start) {
+    if (!p.has_intervals()) return;
+    intervals_ = head_intervals(p, b, h, keys.start);
+    extremes_ = head_extremes(p, b, h);
+  }
+
+  bool has_intervals() const { return intervals_ != nullptr; }
+  // How much of the pairs of some rows and keys the intervals let through.
+  Visibility interval_visibility(IndexRange rows, IndexRange keys) const {
+    if (!has_intervals()) return Visibility::kAll;
+    IntervalExtremes extremes = IntervalExtremes::none();
+    const int64_t last = (key_start_ + keys.end - 1) / kMaskGranule;
+    for (int64_t n = (key_start_ + keys.begin) / kMaskGranule; n <= last; ++n) extremes.add(extremes_[n]);
+    return extremes.visibility(rows.begin, rows.end);
+  }
+  // The rows that see a key, clipped to `rows`.
+  IndexRange rows_of_key(int64_t key, IndexRange rows) const {
+    IndexRange seen = basic.rows_of(key, key + 1);
+    if (has_intervals()) {
+      seen.begin = greater<int64_t>(seen.begin, intervals_[2 * key]);
+      seen.end = lesser<int64_t>(seen.end, intervals_[2 * key + 1]);
+    }
+    seen.begin = greater(seen.begin, rows.begin);
+    seen.end = lesser(seen.end, rows.end);
+    return seen.begin < seen.end ? seen : IndexRange{rows.begin, rows.begin};
+  }
+
+  // --- tiles of kKeys keys, for some rows ---
+  // Whether any of the rows may see a key of the tile.
+  template <int64_t kKeys>
+  bool sees_tile(IndexRange rows, int64_t tile) const {
+    const IndexRange visible = basic.keys_of(rows.begin, rows.end);
+    const IndexRange keys{tile * kKeys, lesser((tile + 1) * kKeys, basic.seqlen_k)};
+    return visible.begin < visible.end && keys.begin < visible.end && visible.begin < keys.end &&
+           interval_visibility(rows, keys) != Visibility::kNone;
+  }
+  // The nearest tile before, or after, a tile that any of the rows may see; -1 where there is none. Before the first
+  // tile is -1, so that next_tile(rows, -1) is the first that they see.
+  template <int64_t kKeys>
+  int64_t previous_tile(IndexRange rows, int64_t tile) const {
+    const int64_t first = basic.keys_of(rows.begin, rows.end).begin / kKeys;
+    for (int64_t n = tile - 1; n >= first; --n) {
+      if (sees_tile<kKeys>(rows, n)) return n;
+    }
+    return -1;
+  }
+  template <int64_t kKeys>
+  int64_t next_tile(IndexRange rows, int64_t tile) const {
+    const IndexRange visible = basic.keys_of(rows.begin, rows.end);
+    for (int64_t n = greater(tile + 1, visible.begin / kKeys); n * kKeys < visible.end; ++n) {
+      if (sees_tile<kKeys>(rows, n)) return n;
+    }
+    return -1;
+  }
+
+  const Mask basic;
+
+ private:
+  int64_t key_start_;                           // of the first key among the packed keys
+  const int32_t* intervals_ = nullptr;          // [keys][2], of this sequence
+  const IntervalExtremes* extremes_ = nullptr;  // from granule 0 of the batch entry or of the packed keys on
+};
+
+}  // namespace FLASHATTN_ISA
+}  // namespace flashattn_ext

@@ -1,0 +1,19 @@
+// Sums to which several workers add, with the same bits for every number of threads: parts are added in the order of
+// their numbers, and a worker waits until it is its part's turn. Numbers ascend in the order in which workers draw
+// their work, so that the earlier part is always someone's work already.
+#pragma once
+
+#include "simd.h"
+
+namespace flashattn_ext {
+namespace FLASHATTN_ISA {
+
+using Turn = std::atomic<int32_t>;  // 0 at first
+
+inline void wait_for_turn(const Turn& turn, int64_t number) {
+  while (turn.load(std::memory_order_acquire) != number) std::this_thread::yield();
+}
+inline void end_turn(Turn& turn, int64_t next) { turn.store(static_cast<int32_t>(next), std::memory_order_release); }
+
+}  // namespace FLASHATTN_ISA
+}  // namespace flashattn_ext

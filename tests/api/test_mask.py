@@ -1,0 +1,201 @@
+"""flashattn_ext.Mask: every constructor against the dense matrix that it stands for, written out from its description."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from flashattn_ext import Mask
+
+
+def positions(Sq: int, Sk: int) -> tuple[Tensor, Tensor]:
+    """Position of every query [Sq, 1] and key [1, Sk], aligned at the bottom right."""
+    return torch.arange(Sq)[:, None] + Sk - Sq, torch.arange(Sk)[None]
+
+
+def test_documents_are_runs_of_equal_ids() -> None:
+    ids = torch.tensor([[3, 3, 1, 1, 1, 3], [0, 1, 2, 2, 2, 2]])
+    run = torch.cat([torch.zeros(2, 1, dtype=torch.long), (ids[:, 1:] != ids[:, :-1]).cumsum(1)], 1)
+    expected = run[:, :, None] == run[:, None, :]
+    assert torch.equal(Mask.documents(ids).dense(6)[:, 0], expected)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_by_lengths_hides_keys_from_everybody(side: str) -> None:
+    lengths = torch.tensor([0, 2, 5])
+    seen = torch.arange(5) < lengths[:, None]
+    seen = seen if side == "right" else seen.flip(1)
+    assert torch.equal(Mask.padding(lengths, side, 5).dense(4)[:, 0], seen[:, None].expand(3, 4, 5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+def test_padding_by_an_attention_mask_hides_its_zeros(dtype: torch.dtype) -> None:
+    seen = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 1, 1]])
+    assert torch.equal(Mask.padding(seen.to(dtype)).dense(3)[:, 0], seen.bool()[:, None].expand(2, 3, 5))
+
+
+@pytest.mark.parametrize("Sq,Sk", [(5, 5), (3, 6), (6, 3)])
+def test_a_prefix_is_seen_by_all_and_the_rest_causally(Sq: int, Sk: int) -> None:
+    lengths = torch.tensor([0, 2, 7])
+    row, key = positions(Sq, Sk)
+    expected = (key < lengths[:, None, None]) | (key <= row)
+    assert torch.equal(Mask.prefix_lm(lengths, Sq, Sk).dense(Sq)[:, 0], expected)
+
+
+@pytest.mark.parametrize("Sq,Sk", [(9, 9), (4, 9), (9, 4)])
+@pytest.mark.parametrize("size", [1, 3, 20])
+def test_chunks_see_themselves(size: int, Sq: int, Sk: int) -> None:
+    row, key = positions(Sq, Sk)
+    expected = torch.div(row, size, rounding_mode="floor") == key // size
+    assert torch.equal(Mask.chunked(size, Sq, Sk).dense(Sq)[0, 0], expected)
+
+
+def test_blocks_see_each_other_over_causal_text() -> None:
+    ids = torch.tensor([[-1, 0, 0, -1, 1, 1, 2, -1]])
+    row, key = positions(8, 8)
+    same = (ids[0, :, None] == ids[0, None]) & (ids[0] >= 0)
+    assert torch.equal(Mask.blocks(ids).dense(8)[0, 0], same | (key <= row))
+
+
+@pytest.mark.parametrize("left,right", [(-1, 0), (2, 1), (0, -1), (-1, -1), (0, 0)])
+@pytest.mark.parametrize("global_keys", [0, 2])
+def test_a_window_with_keys_that_everybody_sees(left: int, right: int, global_keys: int) -> None:
+    for Sq, Sk in ((7, 7), (3, 8), (8, 3)):
+        row, key = positions(Sq, Sk)
+        expected = torch.ones(Sq, Sk, dtype=torch.bool)
+        if left >= 0:
+            expected &= key >= row - left
+        if right >= 0:
+            expected &= key <= row + right
+        expected |= key < global_keys
+        assert torch.equal(Mask.window(left, right, Sq, Sk, global_keys).dense(Sq)[0, 0], expected)
+
+
+def test_nodes_of_a_tree_see_themselves_and_their_ancestors() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(30):
+        path, parents = [], []
+        for node in range(17):
+            keep = int(torch.randint(len(path) + 1, (), generator=generator))
+            path = path[:keep]
+            parents.append(path[-1] if path else -1)
+            path.append(node)
+        expected = torch.eye(17, dtype=torch.bool)
+        for node in range(17):
+            if parents[node] >= 0:
+                expected[node] |= expected[parents[node]]
+        assert torch.equal(Mask.tree(torch.tensor(parents)).dense(17)[0, 0], expected)
+
+
+@pytest.mark.parametrize("parents", [[1, -1], [-1, 0, 0, 1], [-1, -1, 0], [-1, 2, 1], [-2, 0]])
+def test_a_tree_that_is_not_in_depth_first_order_is_rejected(parents: list[int]) -> None:
+    with pytest.raises(ValueError, match="parents: expected nodes in depth-first order"):
+        Mask.tree(torch.tensor(parents))
+
+
+@pytest.mark.parametrize("causal,n", [(True, 1), (True, 2), (False, 2), (False, 4)])
+def test_flashmask_hides_what_its_columns_say(causal: bool, n: int) -> None:
+    """Random columns: those that are one interval agree with the dense mask, and the first that is not is named."""
+    generator = torch.Generator().manual_seed(n)
+    S, accepted = 6, 0
+    row, key = positions(S, S)
+    for _ in range(300):
+        hidden = torch.randint(0, S + 1, (1, 2, S, n), generator=generator, dtype=torch.int32)
+        if n == 4:  # the lower range below the upper one, as the representation has it
+            hidden = hidden.sort(-1).values[..., [2, 3, 0, 1]]
+            if torch.rand((), generator=generator) < 0.5:  # ranges that end at the edges leave one interval
+                hidden[..., 1], hidden[..., 2] = S, 0
+        column = hidden[0].unbind(-1)
+        if causal:
+            visible = ~((row >= column[0][:, None]) & (row < (column[1][:, None] if n == 2 else S))) & (key <= row)
+        elif n == 2:
+            visible = ~((row >= column[0][:, None]) | (row < column[1][:, None]))
+        else:
+            lower = (row >= column[0][:, None]) & (row < column[1][:, None])
+            upper = (row >= column[2][:, None]) & (row < column[3][:, None])
+            visible = ~(lower | upper)
+        count = visible.sum(1)
+        first = torch.where(visible, row, S).amin(1)
+        last = torch.where(visible, row + 1, 0).amax(1)
+        split = (count > 0) & (last - first != count)
+        if split.any():
+            head, at = split.nonzero()[0].tolist()
+            with pytest.raises(ValueError, match=f"key {at} of batch entry 0, head {head} are no single interval"):
+                Mask.from_flashmask(hidden, causal)
+            continue
+        accepted += 1
+        found = Mask.from_flashmask(hidden, causal).dense(S)[0]
+        assert torch.equal(found & (key <= row) if causal else found, visible)
+    assert accepted
+
+
+def test_dense_masks_of_intervals_come_back() -> None:
+    intervals = torch.tensor([[[[0, 4], [2, 2], [3, 1], [1, 3], [-5, 99]]]], dtype=torch.int32)
+    dense = Mask(intervals).dense(4)
+    assert dense[0, 0].T.tolist() == [[True] * 4, [False] * 4, [False] * 4, [False, True, True, False], [True] * 4]
+    assert torch.equal(Mask.from_dense(dense).dense(4), dense)
+
+
+def test_a_dense_mask_with_a_gap_is_rejected_with_its_key() -> None:
+    visible = torch.ones(2, 3, 5, 4, dtype=torch.bool)
+    visible[1, 2, 1, 3] = False
+    with pytest.raises(ValueError, match="key 3 of batch entry 1, head 2 are no single interval"):
+        Mask.from_dense(visible)
+
+
+def test_and_shows_what_both_show() -> None:
+    a = Mask.documents(torch.tensor([[0, 0, 1, 1], [0, 1, 1, 1]]))
+    b = Mask(torch.randint(0, 5, (1, 4, 4, 2), dtype=torch.int32))
+    c = Mask(torch.randint(0, 5, (2, 2, 4, 2), dtype=torch.int32))
+    assert torch.equal((a & b).dense(4), a.dense(4) & b.dense(4))
+    assert torch.equal((c & b).dense(4), c.dense(4).repeat_interleave(2, 1) & b.dense(4))
+
+
+def test_density_is_the_visible_share() -> None:
+    mask = Mask(torch.randint(-3, 9, (2, 3, 7, 2), dtype=torch.int32))
+    torch.testing.assert_close(mask.density(6), mask.dense(6).double().mean())
+
+
+def test_a_mask_travels_as_a_tree_of_its_tensor() -> None:
+    mask = Mask.chunked(2, 4, 4)
+    leaves, spec = _pytree.tree_flatten({"mask": mask})
+    assert leaves[0] is mask.intervals
+    assert torch.equal(_pytree.tree_unflatten(leaves, spec)["mask"].dense(4), mask.dense(4))
+
+
+def test_a_picture_in_the_terminal() -> None:
+    assert Mask.documents(torch.tensor([[0, 0, 1, 1]])).show(4) == "##..\n..##"
+    assert Mask.chunked(2, 8, 8).show(8, columns=4) == "++..\n..++"
+    assert Mask.chunked(3, 4, 4).show(4, columns=2) == "++"
+
+
+@pytest.mark.parametrize(
+    "make,error,words",
+    [
+        (lambda: Mask([[0, 1]]), TypeError, "intervals: expected a torch.Tensor, got list"),
+        (lambda: Mask(torch.zeros(1, 1, 4, 2)), TypeError, "intervals: expected dtype int32, got torch.float32"),
+        (lambda: Mask(torch.zeros(1, 4, 3, dtype=torch.int32)), ValueError, "intervals: expected shape"),
+        (
+            lambda: Mask.documents(torch.zeros(4, dtype=torch.long)),
+            ValueError,
+            r"ids: expected shape \[batch, seqlen\]",
+        ),
+        (lambda: Mask.documents(torch.zeros(1, 4)), TypeError, "ids: expected an integer or bool dtype"),
+        (lambda: Mask.padding(torch.tensor([2])), ValueError, "Sk: expected the number of keys"),
+        (lambda: Mask.padding(torch.tensor([2]), "middle", 4), ValueError, "side: expected 'right' or 'left'"),
+        (lambda: Mask.chunked(0, 4, 4), ValueError, "size: expected at least 1, got 0"),
+        (lambda: Mask.window(-2, 0, 4, 4), ValueError, "left: expected -1"),
+        (lambda: Mask.chunked(2, 4, 4) & Mask.chunked(2, 4, 5), ValueError, "cannot combine intervals"),
+        (lambda: Mask.from_dense(torch.ones(1, 1, 2, 2)), TypeError, "visible: expected dtype bool"),
+        (
+            lambda: Mask.from_flashmask(torch.zeros(1, 1, 4, 1, dtype=torch.int32), False),
+            ValueError,
+            "2 or 4",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(make, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()
