@@ -123,18 +123,22 @@ struct IntervalExtremes {
   }
 };
 
+// The head of the Mask that query head h reads. In 32 bits, which GPUs divide much faster than 64.
+FLASHATTN_HOST_DEVICE int64_t mask_head(const AttnParams& p, int64_t h) {
+  return static_cast<uint32_t>(h) / (static_cast<uint32_t>(p.heads_q) / static_cast<uint32_t>(p.intervals.heads));
+}
 // The pairs of the keys of one sequence for a query head, from its first key on. key_start: of its first key among the
 // packed rows, 0 in a dense call.
 FLASHATTN_HOST_DEVICE const int32_t* head_intervals(const AttnParams& p, int64_t b, int64_t h, int64_t key_start) {
   const IntervalView& v = p.intervals;
-  return v.data + 2 * (b * v.batch_stride + h / (p.heads_q / v.heads) * v.head_stride + key_start);
+  return v.data + 2 * (b * v.batch_stride + mask_head(p, h) * v.head_stride + key_start);
 }
 // The extremes of a query head, from granule 0 of its batch entry or of the packed keys on. Granules at the ends of a
 // packed sequence may count keys of its neighbours: then a tile looks more visible or less whole than it is.
 FLASHATTN_HOST_DEVICE const IntervalExtremes* head_extremes(const AttnParams& p, int64_t b, int64_t h) {
   const IntervalView& v = p.intervals;
   return reinterpret_cast<const IntervalExtremes*>(v.extremes) + b * v.extremes_batch_stride +
-         h / (p.heads_q / v.heads) * v.extremes_head_stride;
+         mask_head(p, h) * v.extremes_head_stride;
 }
 
 using Mask = BasicMask<int64_t>;

@@ -24,10 +24,17 @@ CXX_FLAGS = [
 ]
 NVCC_FLAGS = ["-std=c++17", "-O3"]
 
-# One CUDA source for each architecture, stage, element type and class of head dims, so that they compile side by side.
+# One CUDA source for each architecture, stage, element type, class of head dims and row of kinds, so that they compile side by
+# side. A row of kinds (csrc/cuda/common/kind.h) has the suffix of its sources' names.
 CUDA_TYPES = {"sm80": ("fp16", "bf16", "fp32"), "sm90": ("fp16", "bf16")}
 CUDA_NAMES = {"fp16": "__half", "bf16": "__nv_bfloat16", "fp32": "float"}
 HEAD_DIMS = (64, 96, 128, 144, 192, 256)
+CUDA_KINDS = {
+    "sm80": {"": ("kPlain", "kDropout"), "_masks": ("kIntervals",), "_general": ("kGeneral",)},
+    "sm90": {"": ("kPlain", "kDropout"), "_masks": ("kIntervals",), "_general": ("kGeneral",)},
+}
+# Hopper leaves the general backward of these to the kernels of sm80: has_backward() in csrc/cuda/sm90/kernels.h.
+LEFT_TO_SM80 = HEAD_DIMS
 ENTRY_POINTS = {
     "forward": ["void {}::forward<{}>(const flashattn_ext::AttnParams&)"],
     "backward": [
@@ -57,16 +64,21 @@ def cuda_instances(*, sm90: bool) -> dict[str, str]:
 
 
 def _functions(sm90: bool) -> dict[str, list[str]]:
-    """The functions of each instance, whose name is like sm90_forward_bf16_128."""
+    """The functions of each instance, whose name is like sm90_forward_bf16_128, and then the suffix of its kinds."""
     return {
-        f"{architecture}_{stage}_{dtype}_{head_dim}": [
-            function.format(f"flashattn_ext::{architecture}", f"{CUDA_NAMES[dtype]}, {head_dim}")
+        f"{architecture}_{stage}_{dtype}_{head_dim}{suffix}": [
+            function.format(
+                f"flashattn_ext::{architecture}", f"{CUDA_NAMES[dtype]}, {head_dim}, flashattn_ext::Kind::{kind}"
+            )
+            for kind in kinds
             for function in functions
         ]
         for architecture in (("sm80", "sm90") if sm90 else ("sm80",))
         for stage, functions in ENTRY_POINTS.items()
         for dtype in CUDA_TYPES[architecture]
         for head_dim in HEAD_DIMS
+        for suffix, kinds in CUDA_KINDS[architecture].items()
+        if (architecture, stage, suffix) != ("sm90", "backward", "_general") or head_dim not in LEFT_TO_SM80
     }
 
 

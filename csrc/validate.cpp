@@ -103,7 +103,8 @@ void check_alibi_slopes(const AttnCall& c) {
   const at::Tensor& slopes = *c.alibi_slopes;
   const c10::SymInt heads_q = c.q.sym_size(c.head_axis()), batch = c.batch();
   TORCH_CHECK_TYPE(slopes.scalar_type() == at::kFloat || slopes.scalar_type() == c.statistics_dtype(),
-                   "alibi_slopes: expected dtype ", c.statistics_dtype(), ", got ", slopes.scalar_type());
+                   "alibi_slopes: expected dtype Float", c.q.scalar_type() == at::kDouble ? " or Double" : "", ", got ",
+                   slopes.scalar_type());
   const bool of_batch = slopes.dim() == 2 && holds(slopes.sym_size(0).sym_eq(batch));
   TORCH_CHECK_VALUE((slopes.dim() == 1 || of_batch) && holds(slopes.sym_size(-1).sym_eq(heads_q)),
                     "alibi_slopes: expected shape [", heads_q, "] or [", batch, ", ", heads_q,
@@ -167,8 +168,8 @@ void check_mask(const AttnCall& c) {
               extremes.dim() == intervals.dim();
   for (int64_t dim = 0; same && dim < extremes.dim(); ++dim) same = holds(extremes.sym_size(dim).sym_eq(shape[dim]));
   TORCH_CHECK_VALUE(same, "mask_extremes: expected what flashattn_ext::mask_extremes makes of mask_intervals, int32 ",
-                    shape, " on ", intervals.device(), ", got ", extremes.scalar_type(), " ", extremes.sym_sizes(),
-                    " on ", extremes.device());
+                    c10::SymIntArrayRef(shape), " on ", intervals.device(), ", got ", extremes.scalar_type(), " ",
+                    extremes.sym_sizes(), " on ", extremes.device());
 }
 
 // On the CPU the values are checked too, unless the tensor stands for one of a graph that is being traced and has none.

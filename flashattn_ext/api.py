@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import _C, _build, arguments, ops
 from .autograd import CallOptions, CallTensors, FlashAttentionFunction
-from .mask import Mask
+from .mask import Mask, checked_mask
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -53,7 +53,7 @@ def _tensors(
     arguments.tensors(q=q, k=k, v=v)
     optional = (cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias)
     arguments.optional_tensors(**dict(zip(CallTensors._fields[3:], optional, strict=False)))
-    checked = arguments.mask(mask)
+    checked = checked_mask(mask)
     intervals, extremes = (None, None) if checked is None else (checked.intervals, checked.extremes())
     return CallTensors(q, k, v, *optional, intervals, extremes)
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor
 
-from .mask import Mask
+if TYPE_CHECKING:
+    from .mask import Mask
 
 LAYOUTS = ("bshd", "bhsd")
 _INT64 = (-(1 << 63), (1 << 63) - 1)
@@ -74,17 +75,6 @@ def optional_tensors(**given: Any) -> None:
     tensors(**{name: value for name, value in given.items() if value is not None})
 
 
-def mask(value: Any) -> Mask | None:
-    if value is None or isinstance(value, Mask):
-        return value
-    if isinstance(value, Tensor):
-        raise TypeError(
-            f"mask: expected a flashattn_ext.Mask, got {_described(value)}; Mask(intervals) or Mask.from_dense(visible) makes one, "
-            "and a mask that is no Mask can be given as `bias`, 0 and -inf"
-        )
-    raise TypeError(f"mask: expected a flashattn_ext.Mask, got {type(value).__name__}")
-
-
 def integer(name: str, value: Any) -> int:
     """Whatever has __index__, but no bool: Python's and numpy's integers, integer tensors of one element."""
     if type(value) is not int and not isinstance(value, torch.SymInt):
@@ -93,7 +83,7 @@ def integer(name: str, value: Any) -> int:
         try:
             value = operator.index(value)
         except TypeError:
-            raise TypeError(f"{name}: expected an int, got {_described(value)}") from None
+            raise TypeError(f"{name}: expected an int, got {described(value)}") from None
     if not _INT64[0] <= value <= _INT64[1]:
         raise ValueError(f"{name}: expected a 64-bit signed integer, got {value}")
     checked: int = value  # or symbolic
@@ -107,13 +97,13 @@ def number(name: str, value: Any) -> float:
     if isinstance(value, torch.SymFloat):
         return value  # type: ignore[return-value]
     if isinstance(value, bool) or not hasattr(type(value), "__float__"):
-        raise TypeError(f"{name}: expected a number, got {_described(value)}")
+        raise TypeError(f"{name}: expected a number, got {described(value)}")
     try:
         return float(value)
     except OverflowError:
         raise ValueError(f"{name}: expected a number within the range of a float, got {value}") from None
     except (TypeError, ValueError, RuntimeError):  # a tensor of more elements, say
-        raise TypeError(f"{name}: expected a number, got {_described(value)}") from None
+        raise TypeError(f"{name}: expected a number, got {described(value)}") from None
 
 
 def flag(name: str, value: Any) -> bool:
@@ -122,7 +112,7 @@ def flag(name: str, value: Any) -> bool:
         return value
     if str(getattr(value, "dtype", None)).endswith("bool") and getattr(value, "ndim", None) == 0:
         return bool(value)
-    raise TypeError(f"{name}: expected True or False, got {_described(value)}")
+    raise TypeError(f"{name}: expected True or False, got {described(value)}")
 
 
 def window(value: Any) -> tuple[int, int]:
@@ -148,7 +138,7 @@ def scale(value: Any, q: Tensor) -> float:
     return 1.0 / math.sqrt(q.shape[-1]) if q.dim() and q.shape[-1] else 1.0
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
     kind = type(value).__name__
     return (
         f"{kind} of shape {tuple(value.shape)} and dtype {value.dtype}"

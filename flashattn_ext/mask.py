@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from . import ops
+from . import arguments, ops
 
 ALL_ROWS = 2**31 - 1  # an end after every row: intervals are clamped to the rows that exist
 
@@ -32,8 +32,8 @@ class Mask:
         ValueError: its shape is another one.
     """
 
-    # What `extremes` were made for, and they themselves; never of a graph that torch.compile traces.
-    _extremes: tuple[tuple[int, ...], Tensor] | None = None
+    # The extremes, and what they were made of and for; never those of a graph that torch.compile traces.
+    _extremes: tuple[Tensor, tuple[int, ...], Tensor] | None = None
 
     def __init__(self, intervals: Tensor) -> None:
         if not isinstance(intervals, Tensor):
@@ -54,7 +54,7 @@ class Mask:
         """Documents packed into rows: a query sees the keys of its own document.
 
         Args:
-            ids: integers [B, S]; equal neighbours are one document, whatever the number is.
+            ids: integers [B, S]; equal neighbours are one document, whatever the number is. As many queries as keys.
         """
         first, last = _runs(_integers("ids", ids))
         return cls._of(first, last)
@@ -75,7 +75,7 @@ class Mask:
         if mask.dim() == 1:
             if Sk is None:
                 raise ValueError("Sk: expected the number of keys in a row, which lengths do not tell, got None")
-            keys = torch.arange(Sk, device=mask.device)
+            keys = torch.arange(_size("Sk", Sk), device=mask.device)
             seen = keys < mask[:, None] if side == "right" else keys >= Sk - mask[:, None]
         else:
             seen = mask != 0
@@ -89,15 +89,21 @@ class Mask:
             prefix_lengths: integers [B].
             Sq, Sk: number of queries and keys of a row.
         """
+        Sq, Sk = _size("Sq", Sq), _size("Sk", Sk)
         lengths = _integers("prefix_lengths", prefix_lengths, ranks=(1,))
         keys = torch.arange(Sk, device=lengths.device)
         return cls._of(torch.where(keys < lengths[:, None], 0, keys - (Sk - Sq)), None)
 
     @classmethod
-    def chunked(cls, size: int, Sq: int, Sk: int, device: torch.device | str = "cpu") -> Mask:
-        """Chunked attention: a query sees the keys of its own chunk of `size` positions (with causal=True those up to itself)."""
-        if size < 1:
-            raise ValueError(f"size: expected at least 1, got {size}")
+    def chunked(cls, size: int, Sq: int, Sk: int, device: torch.device | str | None = None) -> Mask:
+        """Chunked attention: a query sees the keys of its own chunk of `size` positions (with causal=True those up to itself).
+
+        Args:
+            size: positions of a chunk; the first chunk begins at key 0.
+            Sq, Sk: number of queries and keys of a row.
+            device: where the mask is made; torch's default device where it is None.
+        """
+        size, Sq, Sk = _size("size", size, at_least=1), _size("Sq", Sq), _size("Sk", Sk)
         start = torch.arange(Sk, device=device)[None] // size * size - (Sk - Sq)
         return cls._of(start, start + size)
 
@@ -114,7 +120,7 @@ class Mask:
 
     @classmethod
     def window(
-        cls, left: int, right: int, Sq: int, Sk: int, global_keys: int = 0, device: torch.device | str = "cpu"
+        cls, left: int, right: int, Sq: int, Sk: int, global_keys: int = 0, device: torch.device | str | None = None
     ) -> Mask:
         """A window around every query's own position, and keys that everybody sees.
 
@@ -122,10 +128,10 @@ class Mask:
             left, right: keys seen to either side of i + Sk - Sq; -1 is unbounded.
             Sq, Sk: number of queries and keys of a row.
             global_keys: so many of the first keys are seen by every query.
+            device: where the mask is made; torch's default device where it is None.
         """
-        for name, side in (("left", left), ("right", right)):
-            if side < -1:
-                raise ValueError(f"{name}: expected -1 (unbounded) or at least 0, got {side}")
+        left, right = _size("left", left, at_least=-1), _size("right", right, at_least=-1)
+        Sq, Sk, global_keys = _size("Sq", Sq), _size("Sk", Sk), _size("global_keys", global_keys)
         keys = torch.arange(Sk, device=device)[None]
         rows = keys - (Sk - Sq)
         first = rows - right if right >= 0 else torch.zeros_like(rows)
@@ -226,9 +232,10 @@ class Mask:
         if torch.compiler.is_compiling() or intervals.is_inference():
             return ops.mask_extremes(intervals)
         made_for = (intervals._version, *ops.place_of_work(intervals.device))
-        if self._extremes is None or self._extremes[0] != made_for:
-            self._extremes = (made_for, ops.mask_extremes(intervals))
-        return self._extremes[1]
+        kept = self._extremes
+        if kept is None or kept[0] is not intervals or kept[1] != made_for:
+            kept = self._extremes = (intervals, made_for, ops.mask_extremes(intervals))
+        return kept[2]
 
     @property
     def device(self) -> torch.device:
@@ -240,12 +247,16 @@ class Mask:
         return self.intervals.dim() == 3
 
     def to(self, device: torch.device | str) -> Mask:
+        """The same mask there; nothing is kept of what was computed here."""
         return Mask(self.intervals.to(device))
 
     def __and__(self, other: Mask) -> Mask:
         """Rows that both let see; batches of 1 and heads of 1 or of the key heads are expanded."""
+        if not isinstance(other, Mask):
+            return NotImplemented
         a, b = self.intervals, other.intervals
-        if a.dim() != b.dim() or a.shape[-2] != b.shape[-2]:
+        batches_fit = a.dim() == b.dim() and (a.dim() == 3 or 1 in (a.shape[0], b.shape[0]) or a.shape[0] == b.shape[0])
+        if not batches_fit or a.shape[-2] != b.shape[-2]:
             raise ValueError(f"mask: cannot combine intervals of shapes {list(a.shape)} and {list(b.shape)}")
         heads = max(a.shape[-3], b.shape[-3])
         if any(x.shape[-3] == 0 or heads % x.shape[-3] for x in (a, b)):
@@ -264,11 +275,21 @@ class Mask:
         first, last = self.intervals.long().clamp(0, Sq).unbind(-1)
         return (last - first).clamp(min=0).double().mean() / max(Sq, 1)
 
-    def show(self, Sq: int, batch: int = 0, head: int = 0, columns: int = 64, figure: bool = False) -> Any:
-        """A picture of one head: text for the terminal, or with `figure` a figure of matplotlib. Waits for the device.
+    def show(
+        self, Sq: int | None = None, batch: int = 0, head: int = 0, columns: int = 64, figure: bool = False
+    ) -> Any:
+        """A picture of one head, causal and window aside. Waits for the device.
 
-        In the text a cell of several rows and keys is full, partial or empty: '#', '+', '.'.
+        Args:
+            Sq: number of queries; as many as keys where it is None.
+            batch, head: which entry of `intervals`.
+            columns: width of the text.
+            figure: return a figure of matplotlib.
+
+        Returns:
+            A text whose cells of several rows and keys are full, partial or empty: '#', '+', '.'; or the figure.
         """
+        Sq = self.intervals.shape[-2] if Sq is None else Sq
         intervals = self.intervals[head] if self.is_packed else self.intervals[batch, head]
         visible = Mask(intervals[None, None].cpu()).dense(Sq)[0, 0]
         if figure:
@@ -290,6 +311,25 @@ class Mask:
 
     def __repr__(self) -> str:
         return f"Mask(intervals of shape {list(self.intervals.shape)} on {self.device})"
+
+
+def checked_mask(mask: Any) -> Mask | None:
+    """The argument `mask` of a call."""
+    if mask is None or isinstance(mask, Mask):
+        return mask
+    if isinstance(mask, Tensor):
+        raise TypeError(
+            f"mask: expected a flashattn_ext.Mask, got {arguments.described(mask)}; Mask(intervals) or Mask.from_dense(visible) "
+            "makes one, and what is no Mask can be given as `bias`, 0 and -inf"
+        )
+    raise TypeError(f"mask: expected a flashattn_ext.Mask, got {type(mask).__name__}")
+
+
+def _size(name: str, value: Any, at_least: int = 0) -> int:
+    size = arguments.integer(name, value)
+    if size < at_least:
+        raise ValueError(f"{name}: expected at least {at_least}{' (unbounded)' * (at_least < 0)}, got {size}")
+    return size
 
 
 def _integers(name: str, values: Any, ranks: tuple[int, ...] = (2,)) -> Tensor:
@@ -364,6 +404,7 @@ _pytree.register_pytree_node(
     lambda mask: ([mask.intervals], None),
     lambda leaves, _context: _unflatten(leaves),
     serialized_type_name="flashattn_ext.Mask",
+    flatten_with_keys_fn=lambda mask: ([(_pytree.GetAttrKey("intervals"), mask.intervals)], None),
 )
 
 

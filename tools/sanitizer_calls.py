@@ -1,4 +1,4 @@
-"""Calls that together run every CUDA kernel once, also with cu_seqlens that lie: for compute-sanitizer.
+"""Calls that together run every CUDA kernel once, also with cu_seqlens and Masks that lie: for compute-sanitizer.
 
 python tools/sanitizer_calls.py [DTYPE...]      default: float16 bfloat16 float32
 """
@@ -23,6 +23,32 @@ def leaves(dtype: torch.dtype, head_dim: int, *shape: int) -> list[torch.Tensor]
     return [torch.randn(size, device="cuda", dtype=dtype, requires_grad=True) for size in sizes]
 
 
+def random_mask(keys: int, heads: int, *, packed: bool, lies: bool) -> flashattn_ext.Mask:
+    """Intervals of any rows; with `lies` their extremes say something else."""
+    shape = (heads, keys, 2) if packed else (1, heads, keys, 2)
+    mask = flashattn_ext.Mask(torch.randint(-20, keys + 20, shape, dtype=torch.int32, device="cuda"))
+    if lies:
+        mask.extremes().random_(-(2**31), 2**31 - 1)
+    return mask
+
+
+def call_with_masks(dtype: torch.dtype, head_dim: int) -> int:
+    """Dense and packed, and returns how many calls."""
+    choices = list(itertools.product((0.0, 0.3), (False, True), (False, True), (1, 4)))
+    for dropout_p, deterministic, lies, heads in choices:
+        options = dict(dropout_p=dropout_p, deterministic=deterministic, rng_seed=1)
+        q, k, v = leaves(dtype, head_dim, 1, 150)
+        mask = random_mask(150, heads, packed=False, lies=lies)
+        out = flashattn_ext.forward(q[:, :70], k, v, causal=lies, mask=mask, **options)
+        torch.autograd.grad(out.float().sum(), (q, k, v))
+        q, k, v = leaves(dtype, head_dim, 70)
+        cu = torch.tensor([-3, 40, 1000] if lies else [0, 30, 70], dtype=torch.int32, device="cuda")
+        mask = random_mask(70, heads, packed=True, lies=lies)
+        out = flashattn_ext.varlen_forward(q, k, v, cu, cu, 20, 20, mask=mask, **options)
+        torch.autograd.grad(out.float().sum(), (q, k, v))
+    return 2 * len(choices)
+
+
 def main() -> None:
     calls = 0
     dtypes = [getattr(torch, name) for name in sys.argv[1:] or DTYPES]
@@ -41,6 +67,7 @@ def main() -> None:
             out, lse = flashattn_ext.varlen_forward(q, k, v, cu, cu, 20, 20, return_lse=True, window_size=(20, 5))
             torch.autograd.grad(out.float().sum() + lse.sum(), (q, k, v))
             calls += 1
+        calls += call_with_masks(dtype, head_dim)
     flashattn_ext.dropout_mask(2, 3, 17, 19, 0.3, 1, "cuda")
     torch.cuda.synchronize()
     print(f"{calls} calls")

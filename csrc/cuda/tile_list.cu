@@ -23,8 +23,9 @@ void describe(CudaTile* tile, const sm90::BackwardTile& sizes) {
 template <class Row, size_t kRows>
 void append(std::vector<CudaTile>* all, const char* backend, bool backward, const Row (&table)[kRows]) {
   for (const Row& row : table) {
+    if (tile_kind(row.kind) != row.kind) continue;
     for (int choice = 0; choice < kRowTiles && row.tiles[choice].exists(); ++choice) {
-      all->push_back({backend, backward, row.head_dim, row.dropout, choice});
+      all->push_back({backend, backward, row.head_dim, can_drop(row.kind), choice});
       describe(&all->back(), row.tiles[choice]);
     }
   }

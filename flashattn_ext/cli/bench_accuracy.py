@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 import flashattn_ext
 
 from .bench_cases import Case
+from .bench_contestants import Extras
 
 REFERENCE_LIMIT_BYTES = 2 << 30  # of the fp64 scores of the heads that are compared
 RNG_SEED = 1234
@@ -39,17 +41,29 @@ def _first(case: Case, t: Tensor, heads: int) -> Tensor:
     return (t[None, : case.lengths[0]] if case.lengths else t[:1])[:, :, :heads]
 
 
-def reference_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
+def reference_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, extras: Extras) -> list[Tensor]:
     query_heads, key_heads = compared_heads(case)
+    if (scores := case.S * case.S * 8 * query_heads) > REFERENCE_LIMIT_BYTES and not case.lengths:
+        raise ValueError(f"skipped: in fp64 the scores of {query_heads} heads take {scores / 2**30:.0f} GiB")
     slices = [
         _first(case, t.detach(), heads).double().requires_grad_(case.backward)
         for t, heads in ((q, query_heads), (k, key_heads), (v, key_heads))
     ]
     rng_seed = RNG_SEED if case.dropout else None
-    out = flashattn_ext.attention_reference(*slices, causal=case.causal, dropout_p=case.dropout, rng_seed=rng_seed)
+    options = {"causal": case.causal, "dropout_p": case.dropout, "rng_seed": rng_seed}
+    out = flashattn_ext.attention_reference(*slices, **options, **_keywords_of_heads(extras, query_heads))
     if not case.backward:
         return [out]
     return list(torch.autograd.grad(out, slices, _first(case, dout, query_heads).double()))
+
+
+def _keywords_of_heads(extras: Extras, heads: int) -> dict[str, Any]:
+    """The row's options for its first heads."""
+    head_dimension = {"alibi_slopes": 0, "relative_bias": 0, "bias": 1}
+    return {
+        name: value.detach().narrow(head_dimension[name], 0, heads).double() if name in head_dimension else value
+        for name, value in extras.keywords.items()
+    }
 
 
 def largest_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -1,22 +1,34 @@
 """What `bench cuda` and `bench tune` measure: the contestants, the sizes and options of every row, and how much work it is.
 
 FLOP are the products of visible scores: 4 * B * Hq * S * S * D forward, half of it causal, and 2.5 times that backward; of
-packed sequences, the sum over them.
+packed sequences, the sum over them; of a mask, what it lets see.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from .bench_cpu import BACKWARD_WORK
+import torch
+
 from .console import CommandError
+from .patterns import PATTERNS
+from .score_options import SCORE_OPTIONS
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+BACKWARD_WORK = 2.5  # five products where the forward has two
 
 OURS, FA2, CUDNN, MATH, FLASH_ATTN = "ours", "fa2", "cudnn", "math", "flash-attn"
-DENSE = "ours, dense"  # beside packed sequences
+DENSE, PLAIN, CAUSAL, VARLEN = (
+    "dense",
+    "plain",
+    "causal",
+    "varlen",
+)  # calls of ours that stand beside a row, see Case.beside()
 PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
 
 
@@ -35,6 +47,8 @@ class Case:
     set: str = ""
     backward: bool = False
     lengths: tuple[int, ...] = ()
+    score: str = ""  # a key of SCORE_OPTIONS
+    pattern: str = ""  # a key of PATTERNS
 
     @property
     def pairs(self) -> int:
@@ -42,9 +56,15 @@ class Case:
         return sum(length**2 for length in self.lengths) or self.B * self.S**2
 
     @property
+    def visible_pairs(self) -> float:
+        """Those that a query sees."""
+        if self.pattern:
+            return self.B * _visible_pairs(self.pattern, self.S)
+        return self.pairs * (0.5 if self.causal else 1.0)
+
+    @property
     def flop(self) -> float:
-        flop = 4 * self.pairs * self.Hq * self.D * (0.5 if self.causal else 1.0)
-        return flop * (BACKWARD_WORK if self.backward else 1.0)
+        return 4 * self.visible_pairs * self.Hq * self.D * (BACKWARD_WORK if self.backward else 1.0)
 
     @property
     def shape(self) -> str:
@@ -57,13 +77,36 @@ class Case:
         B = max(1, round(sum(self.lengths) ** 2 / self.pairs))
         return replace(self, B=B, S=round(math.sqrt(self.pairs / B)), lengths=())
 
+    def beside(self) -> dict[str, Case]:
+        """Other calls of ours whose rate tells what this row costs: the name of each, and what it computes."""
+        if self.lengths:
+            return {DENSE: self.dense()}
+        if self.score:
+            return {PLAIN: replace(self, score="")}
+        if not self.pattern:
+            return {}
+        causal = replace(self, pattern="", causal=True)
+        lengths = PATTERNS[self.pattern].lengths
+        if lengths is None:
+            return {CAUSAL: causal}
+        packed = lengths(self.S) * self.B
+        return {CAUSAL: causal, VARLEN: replace(causal, B=len(packed), S=max(packed), lengths=packed)}
+
     @property
     def mask(self) -> str:
-        return ("causal" if self.causal else "full") + (f" p={self.dropout:g}" if self.dropout else "")
+        """In words, with the other options of the row."""
+        words = [self.pattern or ("causal" if self.causal else "full"), self.score]
+        words += [f"p={self.dropout:g}"] if self.dropout else []
+        return " ".join(filter(None, words))
 
     @property
     def direction(self) -> str:
         return "backward" if self.backward else "forward"
+
+
+@functools.cache
+def _visible_pairs(pattern: str, S: int) -> int:
+    return PATTERNS[pattern].visible_pairs(S)
 
 
 def _paper_cases() -> list[Case]:
@@ -93,6 +136,27 @@ def _varlen_cases() -> list[Case]:
     ]
 
 
+def _score_cases() -> list[Case]:
+    """Hidden size 2048; a bias of every score at half the length, and a relative bias where one of every score takes 32 GiB."""
+    rows = [
+        Case(2, 2048 // D, 2048 // D, 4096 if score == "bias" else 8192, D, score != "bias", "bf16", score=score)
+        for D, score in itertools.product((128, 64), SCORE_OPTIONS)
+    ]
+    return [*rows, Case(1, 16, 16, 32768, 128, True, "bf16", score="relative bias")]
+
+
+def _mask_cases() -> list[Case]:
+    """Hidden size 2048, documents on grouped heads."""
+    lengths = {"documents": 32768, "one document": 32768, "window": 32768}
+    heads = {"documents": (64, 8)}
+    return [
+        Case(
+            1, *heads.get(pattern, (2048 // D,) * 2), lengths.get(pattern, 16384), D, of.causal, "bf16", pattern=pattern
+        )
+        for D, (pattern, of) in itertools.product((128, 64), PATTERNS.items())
+    ]
+
+
 SETS: dict[str, list[Case]] = {
     "fa_paper": _paper_cases(),
     "align": [Case(16, 16, 16, 2048, D, False, "fp16") for D in (128, 129, 136)],
@@ -101,6 +165,8 @@ SETS: dict[str, list[Case]] = {
     "fp32": [Case(4, 16, 16, 2048, D, causal, "fp32") for D, causal in itertools.product((64, 128), (False, True))],
     "short": [Case(12, 64, 64, 256, 64, False, "fp16"), Case(4, 8, 8, 512, 64, False, "fp16")],
     "varlen": _varlen_cases(),
+    "scores": _score_cases(),
+    "masks": _mask_cases(),
 }
 
 

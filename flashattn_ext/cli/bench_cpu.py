@@ -1,4 +1,5 @@
-"""`bench cpu`: forward and backward of this package beside PyTorch's flash and math backends.
+"""`bench cpu`: forward and backward of this package beside PyTorch's flash and math backends; bench_cpu_options.py has the
+table of softcap, biases and masks.
 
 GFLOP/s counts the products of visible scores: 4 * B * H * Sq * Sk * D forward, half of it causal,
 and 2.5 times that backward.
@@ -20,13 +21,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashattn_ext
 
+from . import bench_cpu_options
+from .bench_cases import BACKWARD_WORK, DTYPES, OURS
+from .bench_cpu_options import FLASH, MATH
 from .console import make_console, markdown_table, print_table, require
 from .timing import time_interleaved
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-OURS, FLASH, MATH = "ours", "torch flash", "torch math"
 TORCH_BACKENDS = {FLASH: SDPBackend.FLASH_ATTENTION, MATH: SDPBackend.MATH}
-BACKWARD_WORK = 2.5  # five products where the forward has two
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,12 @@ def cases(quick: bool) -> list[Case]:
 
 def measure(*, quick: bool) -> dict[str, Any]:
     """Times every case. The result holds plain numbers only, ready for JSON."""
-    track = require("rich.progress").track
+    track = functools.partial(
+        require("rich.progress").track, description="measuring", console=make_console(), transient=True
+    )
     budget_s, min_rounds = (0.05, 2) if quick else (3.0, 3)
-    rows = [
-        _measure_case(case, budget_s, min_rounds)
-        for case in track(cases(quick), "measuring", console=make_console(), transient=True)
-    ]
+    rows = [_measure_case(case, budget_s, min_rounds) for case in track(cases(quick))]
+    options = bench_cpu_options.measure(quick, budget_s, min_rounds, track)
     return {
         "machine": platform.processor() or platform.machine(),
         "threads": torch.get_num_threads(),
@@ -70,6 +71,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
         "isa": flashattn_ext._C.cpu_isa(),
         "fma_peak_gflops": flashattn_ext._C.cpu_peak_gflops(torch.get_num_threads()),
         "rows": rows,
+        "options": options,
     }
 
 
@@ -139,6 +141,7 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
     else:
         slower = [row["ratio"] < 1 for row in results["rows"]]
         print_table(about, HEADER, cells, left=(0, 4, 5), marked=slower)
+    bench_cpu_options.show(results["options"], markdown=markdown)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

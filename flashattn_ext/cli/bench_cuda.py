@@ -1,15 +1,13 @@
 """`bench cuda`: forward and backward of this package beside PyTorch's backends and flash-attn.
 
 Times are those of the GPU alone, between two events around several launches. bench_cases.py says what is measured,
-bench_accuracy.py what the errors are, and bench_cuda_tables.py shows the results.
+bench_contestants.py on whom, bench_accuracy.py what the errors are, and bench_cuda_tables.py shows the results.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import itertools
 import math
 import os
 import statistics
@@ -18,35 +16,33 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashattn_ext
 
 from .._build import REBUILD
 from .bench_accuracy import RNG_SEED, compared_results, largest_error, reference_results
-from .bench_cases import CUDNN, DENSE, FA2, FLASH_ATTN, MATH, OURS, Case, cases
-from .bench_cpu import DTYPES
+from .bench_cases import FLASH_ATTN, OURS, Case, cases
+from .bench_contestants import (
+    PEERS,
+    extras,
+    flash_attn_func,
+    inputs,
+    kernel_of,
+    preparations,
+    skip_reason,
+    timed_call,
+)
 from .bench_cuda_tables import row
 from .bench_cuda_tables import show as show
 from .console import CommandError, make_console, require
+from .flex import keeps_graphs
 from .timing import Timing
 from .timing import reported as _reported
-
-DEVICE = "cuda"
-TORCH_BACKENDS = {
-    FA2: SDPBackend.FLASH_ATTENTION,
-    CUDNN: SDPBackend.CUDNN_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    MATH: SDPBackend.MATH,
-}
-PEERS = (*TORCH_BACKENDS, FLASH_ATTN)
 
 ROUNDS, QUICK_ROUNDS = 15, 3
 BURST_MS, MAX_LAUNCHES = 5.0, 20  # launches between two events: about this long, at most so many
 HEAD_START_CYCLES = 5_000_000  # about 3 ms, in which the host queues a burst of short launches
-MATH_LIMIT_BYTES = 8 << 30  # of one B x H x S x S matrix in 16 bits; math keeps several, and in 32 bits
 
 Calls = Mapping[str, Callable[[], object]]
 
@@ -57,12 +53,12 @@ Calls = Mapping[str, Callable[[], object]]
 def contestants(peers: str | None) -> list[str]:
     """Ours and the peers: those of a list with commas, or all that can be imported."""
     if peers is None:
-        return [OURS, *(name for name in PEERS if name != FLASH_ATTN or _flash_attn_func() is not None)]
+        return [OURS, *(name for name in PEERS if name != FLASH_ATTN or flash_attn_func() is not None)]
     asked = [name.strip() for name in peers.split(",") if name.strip()]
     for name in asked:
         if name not in PEERS:
             raise CommandError(f"--peers got {name!r}; accepted are {', '.join(PEERS)}")
-    if FLASH_ATTN in asked and _flash_attn_func() is None:
+    if FLASH_ATTN in asked and flash_attn_func() is None:
         raise CommandError(f"--peers got {FLASH_ATTN!r}, but the package flash_attn cannot be imported here")
     return [OURS, *(name for name in PEERS if name in asked)]
 
@@ -100,15 +96,6 @@ def running_backend(asked: str | None) -> str:
     raise CommandError(reason)
 
 
-@functools.cache
-def _flash_attn_func() -> Callable[..., Tensor] | None:
-    try:
-        from flash_attn import flash_attn_func
-    except Exception:  # one built for another torch fails in many ways, and none of them is ours to report
-        return None
-    return flash_attn_func
-
-
 # Measuring
 
 
@@ -125,7 +112,7 @@ def measure(
     backend_in_use = running_backend(backend)
     track = require("rich.progress").track
     results = []
-    with flashattn_ext.use_backend(backend), _exact_fp32_products():
+    with flashattn_ext.use_backend(backend), _exact_fp32_products(), keeps_graphs():
         for case in track(rows, "measuring", console=make_console(), transient=True):
             results.append(measure_case(case, names, quick=quick))
     return {**machine(), "backend": backend_in_use, "contestants": names, "quick": quick, "rows": results}
@@ -160,30 +147,21 @@ def measure_case(case: Case, names: Sequence[str], *, quick: bool) -> dict[str, 
     calls: dict[str, Callable[[], object]] = {}
     memory: dict[str, int] = {}
     asked = {name: (case, name, tensors) for name in names}
-    if case.lengths:
-        asked[DENSE] = (case.dense(), OURS, inputs(case.dense()))
+    asked |= {name: (other, OURS, inputs(other)) for name, other in case.beside().items()}
     for name, (timed, contestant, given) in asked.items():
         if name not in failures:
-            with _reported(name, failures), _kernel_of(name):
-                call = timed_call(timed, attention(contestant), *given)
+            with _reported(name, failures), kernel_of(name):
+                call = timed_call(timed, contestant, *given)
                 call()  # warms up, and lets libraries take the workspaces that they keep
                 memory[name] = peak_extra_bytes(call)
                 calls[name] = call
             call = None  # a graph of a contestant that failed would keep its memory
     timings = time_events(calls, QUICK_ROUNDS if quick else ROUNDS, failures)
     calls.clear()  # their graphs: the reference needs the memory
+    ready = preparations(case, [name for name in names if name in timings])
+    timings |= time_events(ready, QUICK_ROUNDS if quick else ROUNDS, failures)
     max_error = {} if quick else _max_errors(case, names, tensors, failures)
     return row(case, names, timings, memory, max_error, failures)
-
-
-def skip_reason(case: Case, name: str) -> str:
-    """Why it is not even tried; empty when it is."""
-    scores = case.pairs * case.Hq * 2
-    if name == MATH and case.lengths:
-        return "skipped: it takes no packed sequences"
-    if name == MATH and scores > MATH_LIMIT_BYTES:
-        return f"skipped: a matrix of scores takes {scores / 2**30:.0f} GiB"
-    return ""
 
 
 def time_events(calls: Calls, rounds: int, failures: dict[str, str]) -> dict[str, Timing]:
@@ -193,7 +171,7 @@ def time_events(calls: Calls, rounds: int, failures: dict[str, str]) -> dict[str
     """
     launches: dict[str, int] = {}
     for name, call in calls.items():
-        with _reported(name, failures), _kernel_of(name):
+        with _reported(name, failures), kernel_of(name):
             launches[name] = launches_for(burst_ms(call, 2) / 2)
     names = list(launches)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -201,7 +179,7 @@ def time_events(calls: Calls, rounds: int, failures: dict[str, str]) -> dict[str
         start = turn % len(names)
         for name in names[start:] + names[:start]:
             if name not in failures:
-                with _reported(name, failures), _kernel_of(name):
+                with _reported(name, failures), kernel_of(name):
                     seconds[name].append(burst_ms(calls[name], launches[name]) / launches[name] * 1e-3)
     return {
         name: Timing(statistics.median(times), min(times), max(times), rounds)
@@ -238,95 +216,6 @@ def peak_extra_bytes(call: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-# Contestants
-
-
-def inputs(case: Case, device: str | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and the gradient of the output, all [B, S, H, D], or [tokens, H, D] of packed sequences."""
-    torch.manual_seed(0)
-    rows = (sum(case.lengths),) if case.lengths else (case.B, case.S)
-    q, k, v, dout = (
-        torch.randn(*rows, heads, case.D, device=device or DEVICE, dtype=DTYPES[case.dtype])
-        for heads in (case.Hq, case.Hk, case.Hk, case.Hq)
-    )
-    for t in (q, k, v):
-        t.requires_grad_(case.backward)
-    return q, k, v, dout
-
-
-@functools.cache
-def _starts(lengths: tuple[int, ...], device: str) -> Tensor:
-    """int32 [B + 1]: where each packed sequence starts, and the end of the last."""
-    return torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
-
-
-def attention(name: str, rng_seed: int | None = None) -> Callable[[Case, Tensor, Tensor, Tensor], Tensor]:
-    """A contestant as a function of a case, q, k and v; `rng_seed` is for ours alone."""
-    if name == OURS:
-        return functools.partial(_ours, rng_seed)
-    return _flash_attn if name == FLASH_ATTN else functools.partial(_torch, name)
-
-
-def _ours(rng_seed: int | None, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    options = {"causal": case.causal, "dropout_p": case.dropout, "rng_seed": rng_seed}
-    if not case.lengths:
-        return flashattn_ext.forward(q, k, v, **options)
-    starts = _starts(case.lengths, DEVICE)
-    return flashattn_ext.varlen_forward(q, k, v, starts, starts, case.S, case.S, **options)
-
-
-def _torch(name: str, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """PyTorch's attention on views of the same memory; _kernel_of() chooses how."""
-    if case.lengths:
-        return _torch_packed(name, case, q, k, v)
-    out = F.scaled_dot_product_attention(
-        *(t.transpose(1, 2) for t in (q, k, v)),
-        dropout_p=case.dropout,
-        is_causal=case.causal,
-        enable_gqa=case.Hq != case.Hk,
-    )
-    return out.transpose(1, 2)
-
-
-def _torch_packed(name: str, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The ops below PyTorch's nested tensors, whose Python takes longer than the kernels."""
-    starts = _starts(case.lengths, DEVICE)
-    sequences = (starts, starts, case.S, case.S)
-    aten = torch.ops.aten
-    if name == FA2:
-        return aten._flash_attention_forward(q, k, v, *sequences, case.dropout, case.causal, False)[0]
-    if name == CUDNN:
-        return aten._cudnn_attention_forward(q, k, v, None, *sequences, True, case.dropout, case.causal)[0]
-    batch = (t[None] for t in (q, k, v))
-    return aten._efficient_attention_forward(*batch, None, *sequences, case.dropout, int(case.causal), True)[0][0]
-
-
-def _flash_attn(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    if case.lengths:
-        from flash_attn import flash_attn_varlen_func
-
-        starts = _starts(case.lengths, DEVICE)
-        return flash_attn_varlen_func(
-            q, k, v, starts, starts, case.S, case.S, dropout_p=case.dropout, causal=case.causal
-        )
-    return _flash_attn_func()(q, k, v, dropout_p=case.dropout, causal=case.causal)
-
-
-def _kernel_of(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Outside of what is timed: entering this takes longer than a short kernel."""
-    return sdpa_kernel(TORCH_BACKENDS[name]) if name in TORCH_BACKENDS else contextlib.nullcontext()
-
-
-def timed_call(
-    case: Case, attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, dout: Tensor
-) -> Callable[[], Tensor | Sequence[Tensor]]:
-    """What is timed: the forward, or the backward alone through a graph that is kept."""
-    if not case.backward:
-        return lambda: attention(case, q, k, v)
-    out = attention(case, q, k, v)
-    return lambda: torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
-
-
 # Accuracy
 
 
@@ -336,14 +225,14 @@ def _max_errors(
     """The largest error of out, or of the gradients, in the first heads of the first batch entry."""
     max_error: dict[str, float] = {}
     with _reported("reference", failures):
-        expected = reference_results(case, *tensors)
+        expected = reference_results(case, *tensors, extras(case, tensors[0].device))
     if "reference" in failures:
         return max_error
     for name in names:
         # A peer's dropout mask is its own: there is nothing to compare it with.
         if name not in failures and (name == OURS or not case.dropout):
-            with _reported(name, failures), _kernel_of(name):
-                got = timed_call(case, attention(name, RNG_SEED if case.dropout else None), *tensors)()
+            with _reported(name, failures), kernel_of(name):
+                got = timed_call(case, name, *tensors, RNG_SEED if case.dropout else None)()
                 max_error[name] = largest_error(compared_results(case, got), expected)
             got = None
     return max_error

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from .bench_cases import DENSE, FA2, OURS, Case
+from .bench_cases import CAUSAL, DENSE, FA2, OURS, PLAIN, VARLEN, Case
+from .bench_contestants import BLOCK_MASK, TABLES
 from .console import markdown_table, print_table
+from .flex import FLEX
 from .timing import Timing
 
 CASE_HEADER = ("set", "BxHxSxD", "dtype", "mask", "pass")
@@ -33,7 +35,9 @@ def row(
         "tflops": {name: None if time is None else case.flop / time * 1e-9 for name, time in ms.items()},
         "ratio_best": _ratio(best, ms[OURS]),
         "ratio_fa2": _ratio(ms.get(FA2), ms[OURS]),
-        **_beside_dense(case, timings),
+        "ratio_flex": _ratio(ms.get(FLEX), ms[OURS]),
+        "beside": {name: _beside(case, other, name, timings) for name, other in case.beside().items()},
+        "preparation": _preparation(ms, timings),
         "spread": {name: timings[name].spread if name in timings else None for name in names},
         "peak_extra_bytes": {name: memory.get(name) if name in timings else None for name in names},
         "max_error": {name: max_error.get(name) for name in names},
@@ -41,29 +45,59 @@ def row(
     }
 
 
-def _beside_dense(case: Case, timings: Mapping[str, Timing]) -> dict[str, Any]:
-    """What ours does on a dense batch of as much work as the packed sequences, and the ratio of the rates."""
-    if DENSE not in timings:
-        return {"dense": None, "ratio_dense": None}
-    dense, ms = case.dense(), timings[DENSE].median_s * 1e3
-    rate = dense.flop / ms * 1e-9
+def _beside(case: Case, other: Case, name: str, timings: Mapping[str, Timing]) -> dict[str, Any] | None:
+    """What ours does in another call, and the ratio of the row's rate to that one's; None where it did not run."""
+    if name not in timings:
+        return None
+    ms = timings[name].median_s * 1e3
+    rate = other.flop / ms * 1e-9
     ratio = case.flop / (timings[OURS].median_s * 1e12) / rate if OURS in timings else None
-    return {"dense": {"shape": dense.shape, "ms": ms, "tflops": rate}, "ratio_dense": ratio}
+    return {"shape": other.shape, "ms": ms, "tflops": rate, "ratio": ratio}
+
+
+def _preparation(ms: Mapping[str, float | None], timings: Mapping[str, Timing]) -> dict[str, float | None]:
+    """Milliseconds to make what a mask needs once, beside the row's own call of ours, and the ratio to FlexAttention with both."""
+    tables, block_mask = (timings[name].median_s * 1e3 if name in timings else None for name in (TABLES, BLOCK_MASK))
+    return {
+        "tables_ms": tables,
+        "block_mask_ms": block_mask,
+        "tables_share": None if tables is None or ms[OURS] is None else tables / ms[OURS],
+        "ratio_flex": _ratio(_sum(ms.get(FLEX), block_mask), _sum(ms[OURS], tables)),
+    }
+
+
+def _sum(call_ms: float | None, once_ms: float | None) -> float | None:
+    return None if call_ms is None or once_ms is None else call_ms + once_ms
 
 
 def _ratio(peer_ms: float | None, our_ms: float | None) -> float | None:
     return None if peer_ms is None or our_ms is None else peer_ms / our_ms
 
 
+# What the speed table has after the contestants: a column's name, and its cell from a row.
+RATIOS: dict[str, Callable[[dict[str, Any]], str]] = {
+    "to best": lambda row: _cell(row["ratio_best"], ".2f", "x"),
+    "to fa2": lambda row: _cell(row["ratio_fa2"], ".2f", "x"),
+    "to flex": lambda row: _cell(row["ratio_flex"], ".2f", "x"),
+    "to flex, with tables": lambda row: _cell(row["preparation"]["ratio_flex"], ".2f", "x"),
+    **{
+        f"to {name}": lambda row, name=name: _cell((row["beside"].get(name) or {}).get("ratio"), ".2f", "x")
+        for name in (DENSE, PLAIN, CAUSAL, VARLEN)
+    },
+    "tables": lambda row: _pair(row["preparation"]["tables_ms"], ".3f", row["preparation"]["tables_share"], ".1%"),
+    "block mask": lambda row: _cell(row["preparation"]["block_mask_ms"], ".3f"),
+    "spread": lambda row: _cell(row["spread"][OURS], ".0%"),
+}
+
+
 def show(results: dict[str, Any], *, markdown: bool) -> None:
     """Prints the speed, then memory and accuracy, then why ours could not run somewhere."""
-    rows, names = results["rows"], results["contestants"]
+    rows, names = results["rows"], tried(results["rows"], results["contestants"])
+    ratios = [
+        name for name, cell in RATIOS.items() if name.startswith("to best") or any(cell(row) != "-" for row in rows)
+    ]
     tables = [
-        (
-            speed_title(results),
-            (*CASE_HEADER, *names, "to best", "to fa2", "to dense", "spread"),
-            speed_cells(rows, names),
-        ),
+        (speed_title(results, ratios), (*CASE_HEADER, *names, *ratios), speed_cells(rows, names, ratios)),
         (
             "MiB that a call allocates / largest error against fp64, of out or of the gradients",
             (*CASE_HEADER, *names),
@@ -80,23 +114,38 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
         print(note)
 
 
-def speed_title(results: dict[str, Any]) -> str:
-    return (
+def tried(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
+    """The contestants that were not skipped in every row."""
+    return [name for name in names if not all(row["failures"].get(name, "").startswith("skipped") for row in rows)]
+
+
+MEANINGS = {
+    f"to {DENSE}": "our rate beside that of a dense batch of as much work",
+    f"to {PLAIN}": "our rate beside that of the same call without the option",
+    f"to {CAUSAL}": "our rate on visible scores beside that of a causal call of the same length",
+    f"to {VARLEN}": "our rate beside that of the packed call that computes the same",
+    "tables": "milliseconds to make what a mask needs once, and their share of the call",
+    "block mask": "milliseconds to make FlexAttention's",
+    "spread": "that of ours",
+}
+
+
+def speed_title(results: dict[str, Any], ratios: Sequence[str]) -> str:
+    about = (
         f"Milliseconds / TFLOP/s on {results['machine']}, {results['backend']}, torch {results['torch']}, "
-        f"CUDA {results['cuda']}, cuDNN {results['cudnn']}; to dense: our rate beside that of a dense batch of as much work; "
-        "spread is that of ours"
+        f"CUDA {results['cuda']}, cuDNN {results['cudnn']}"
     )
+    return "; ".join([about, *(f"{name}: {MEANINGS[name]}" for name in ratios if name in MEANINGS)])
 
 
-def speed_cells(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[list[str]]:
+def speed_cells(
+    rows: Sequence[dict[str, Any]], names: Sequence[str], ratios: Iterable[str] = RATIOS
+) -> list[list[str]]:
     return [
         [
             *_case_cells(row),
             *(_pair(row["ms"][name], ".3f", row["tflops"][name], ".1f") for name in names),
-            _cell(row["ratio_best"], ".2f", "x"),
-            _cell(row["ratio_fa2"], ".2f", "x"),
-            _cell(row["ratio_dense"], ".2f", "x"),
-            _cell(row["spread"][OURS], ".0%"),
+            *(RATIOS[name](row) for name in ratios),
         ]
         for row in rows
     ]
@@ -139,6 +188,6 @@ def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [
         " ".join(_case_cells(row)) + f": {name}: {row['failures'][name]}"
         for row in rows
-        for name in (OURS, DENSE, "reference")
+        for name in (OURS, DENSE, PLAIN, CAUSAL, VARLEN, TABLES, "reference")
         if name in row["failures"]
     ]

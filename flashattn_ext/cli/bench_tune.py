@@ -22,6 +22,7 @@ from flashattn_ext import _C
 from . import bench_cuda, private_build
 from .bench_accuracy import RNG_SEED
 from .bench_cases import OURS, Case
+from .bench_contestants import inputs, timed_call
 from .bench_cuda_tables import WIDTH
 from .console import CommandError, make_console, markdown_table, print_table, require
 from .devices import choose_device
@@ -127,7 +128,7 @@ def measure_job(job: Job, device: str, quick: bool) -> dict[str, Any]:
     """One row. A tile that cannot run, or whose results are others, has its reason in `failures` and no time."""
     case, failures = job.case, dict[str, str]()
     rng_seed = RNG_SEED if case.dropout else None
-    call = bench_cuda.timed_call(case, bench_cuda.attention(OURS, rng_seed), *bench_cuda.inputs(case, device))
+    call = timed_call(case, OURS, *inputs(case, device), rng_seed)
     calls = {tile.name: functools.partial(tile.run, call) for tile in job.tiles}
     differences: dict[str, float] = {}
     expected: list[Tensor] = []  # of the default tile, which comes first

@@ -17,7 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flashattn_ext
+from flashattn_ext import Mask
 
+from .data import NOT_PREDICTED
 from .unfused import unfused_attention
 
 VOCABULARY = 256  # bytes
@@ -49,48 +51,58 @@ SOFTMAX = {
 }
 
 
-def _flashattn(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None) -> Tensor:
-    return flashattn_ext.forward(q, k, v, causal=True, dropout_p=dropout_p, smooth_softmax=smooth, sink=sink)
+def _flashattn(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None, mask: Mask | None = None
+) -> Tensor:
+    return flashattn_ext.forward(q, k, v, causal=True, dropout_p=dropout_p, smooth_softmax=smooth, sink=sink, mask=mask)
 
 
-def _reference(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None) -> Tensor:
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None, mask: Mask | None = None
+) -> Tensor:
     return flashattn_ext.attention_reference(
-        q, k, v, causal=True, dropout_p=dropout_p, smooth_softmax=smooth, sink=sink
+        q, k, v, causal=True, dropout_p=dropout_p, smooth_softmax=smooth, sink=sink, mask=mask
     )
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None) -> Tensor:
+def _sdpa(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None, mask: Mask | None = None
+) -> Tensor:
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    if not smooth and sink is None:
+    if not smooth and sink is None and mask is None:
         out = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=True, enable_gqa=True)
         return out.transpose(1, 2)
-    # The extra logit as a key in front: <q, 0> = 0, the mask adds the sink, and its value 0 adds
-    # nothing to the output.
-    k, v = (F.pad(x, (0, 0, 1, 0)) for x in (k, v))
     length = q.shape[2]
-    visible = torch.ones(length, length + 1, dtype=torch.bool, device=q.device).tril(1)
-    if sink is None:
-        mask = visible
-    else:
-        bias = torch.zeros(q.shape[1], length, length + 1, dtype=q.dtype, device=q.device)
-        bias = bias.masked_fill(~visible, -math.inf)
-        logits = sink.to(q.dtype)[:, None, None].expand(-1, length, 1)
-        mask = torch.cat([logits, bias[..., 1:]], dim=-1)[None]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, enable_gqa=True)
+    visible = torch.ones(1, 1, length, length, dtype=torch.bool, device=q.device).tril()
+    bias = visible if mask is None else visible & mask.dense(length)
+    if smooth or sink is not None:
+        # The extra logit as a key in front: <q, 0> = 0, the mask adds the sink, and its value 0 adds
+        # nothing to the output.
+        k, v = (F.pad(x, (0, 0, 1, 0)) for x in (k, v))
+        bias = F.pad(bias, (1, 0), value=True)
+    if sink is not None:
+        hidden = torch.where(bias[..., 1:], 0.0, -math.inf).to(q.dtype).expand(-1, q.shape[1], -1, -1)
+        logits = sink.to(q.dtype)[:, None, None].expand(len(hidden), -1, length, 1)
+        bias = torch.cat([logits, hidden], dim=-1)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=dropout_p, enable_gqa=True)
     return out.transpose(1, 2)
 
 
-def _unfused(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None) -> Tensor:
+def _unfused(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None, mask: Mask | None = None
+) -> Tensor:
     groups = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
     logit = q.new_zeros(q.shape[2]) if smooth else sink
-    out = unfused_attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=True, dropout_p=dropout_p, logit=logit)
+    hidden = None if mask is None else ~mask.dense(q.shape[1])
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    out = unfused_attention(q, k, v, causal=True, dropout_p=dropout_p, logit=logit, hidden=hidden)
     return out.transpose(1, 2)
 
 
 MAX_HEAD_DIM = {"flashattn": 256}  # of the attentions that have a limit
 
-# (q [B, S, Hq, D], k and v [B, S, Hk, D], dropout_p, smooth, sink [Hq] or None) -> [B, S, Hq, D]
+# (q [B, S, Hq, D], k and v [B, S, Hk, D], dropout_p, smooth, sink [Hq] or None, mask) -> [B, S, Hq, D]
 ATTENTION: dict[str, Callable[..., Tensor]] = {
     "flashattn": _flashattn,
     "sdpa": _sdpa,
@@ -107,10 +119,18 @@ def rotary_table(context: int, head_dim: int) -> Tensor:
 
 
 def rotate(x: Tensor, table: Tensor) -> Tensor:
-    """Turns each pair of halves of x `[B, S, H, D]` by its position's angle."""
-    cos, sin = table[:, : x.shape[1]].to(x.dtype)
+    """Turns each pair of halves of x `[B, S, H, D]` by its position's angle, from `[2, S, 1, D // 2]` or `[2, B, S, 1, D // 2]`."""
+    cos, sin = table.to(x.dtype)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+def positions(documents: Tensor) -> Tensor:
+    """int64 `[B, S]`: how many neighbours of the same document are in front of each byte."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return index - torch.where(begins, index, 0).cummax(1).values
 
 
 class Attention(nn.Module):
@@ -123,12 +143,12 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
         self.sink = nn.Parameter(torch.zeros(config.heads)) if config.softmax == "sink" else None
 
-    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotary: Tensor, mask: Mask | None = None) -> Tensor:
         q, k, v = self.qkv(x).split([self.config.width, self.kv_width, self.kv_width], dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)) for part in (q, k, v))
         dropout_p = self.config.dropout if self.training else 0.0
         smooth = self.config.softmax == "smooth"
-        heads = self.attend(rotate(q, rotary), rotate(k, rotary), v, dropout_p, smooth, self.sink)
+        heads = self.attend(rotate(q, rotary), rotate(k, rotary), v, dropout_p, smooth, self.sink, mask)
         return self.out(heads.flatten(-2))
 
 
@@ -154,8 +174,8 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.width, mlp_width or round(config.width * 8 / 3 / 32) * 32)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
-        x = x + self.drop(self.attention(self.attention_norm(x), rotary))
+    def forward(self, x: Tensor, rotary: Tensor, mask: Mask | None = None) -> Tensor:
+        x = x + self.drop(self.attention(self.attention_norm(x), rotary, mask))
         return x + self.drop(self.mlp(self.mlp_norm(x)))
 
 
@@ -177,15 +197,20 @@ class GPT(nn.Module):
                 scale = 1 / math.sqrt(2 * layers) if name.endswith("out.weight") else 1.0
                 nn.init.normal_(parameter, std=0.02 * scale)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+        """With documents `[B, S]`, numbers of which equal neighbours are one document, each is computed as if it were alone."""
+        mask, rotary = None, self.rotary[:, : tokens.shape[1]]
+        if documents is not None:
+            mask, rotary = Mask.documents(documents), self.rotary[:, positions(documents)]
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, self.rotary)
+            x = block(x, rotary, mask)
         return F.linear(self.norm(x), self.embedding.weight)
 
-    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy in nats per byte."""
-        return F.cross_entropy(self(tokens).flatten(0, 1).float(), targets.flatten())
+    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+        """Mean cross entropy in nats per byte, of the targets that are not NOT_PREDICTED."""
+        logits = self(tokens, documents).flatten(0, 1).float()
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=NOT_PREDICTED)
 
     @torch.no_grad()
     def generate(self, prompt: bytes, length: int, temperature: float, generator: torch.Generator) -> bytes:

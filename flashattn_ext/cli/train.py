@@ -17,7 +17,7 @@ from .data import load_corpus
 from .devices import DEVICES, choose_device, use_threads
 from .files import make_directory
 from .model import ATTENTION, MAX_HEAD_DIM, SOFTMAX, ModelConfig
-from .trainer import TrainConfig, Trainer
+from .trainer import PACKING, TrainConfig, Trainer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -27,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--out", default="runs/train", metavar="DIR", help="directory of the run")
     run.add_argument("--restart", action="store_true", help="start over even if --out has a checkpoint")
     run.add_argument("--text", metavar="FILE", help="what to learn; without it, CPython's documentation topics")
+    meaning = "; ".join(f"{name}: {text}" for name, text in PACKING.items())
+    run.add_argument("--packing", choices=PACKING, default="windows", help=meaning)
     run.add_argument("--seed", type=seed, default=0, help="of initialisation, batches and dropout")
     run.add_argument(
         "--device",
@@ -139,6 +141,11 @@ def _config(arguments: argparse.Namespace, device: torch.device) -> TrainConfig:
             raise CommandError(f"--{name.replace('_', '-')} got {options[name]}; accepted is any positive number")
     if not 0 <= options["weight_decay"] < float("inf"):
         raise CommandError(f"--weight-decay got {options['weight_decay']}; accepted is 0 or more")
+    if options["packing"] == "documents" and options["text"]:
+        raise CommandError(
+            f"--packing documents got --text {options['text']}, a file that does not say where documents end; accepted is "
+            "the text that comes with Python: leave --text out"
+        )
     dtype = options["dtype"]
     if dtype == "auto":
         dtype = "float32" if device.type == "cpu" else "bfloat16"

@@ -13,7 +13,7 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from .checkpoint import load_checkpoint, random_state, restore_random_state, save_checkpoint
 from .console import CommandError
-from .data import BatchSampler, Corpus, validation_batches
+from .data import NOT_PREDICTED, Batch, BatchSampler, Corpus, validation_batches
 from .devices import peak_memory_bytes, synchronize
 from .model import GPT, ModelConfig
 from .progress import TrainingProgress
@@ -51,6 +51,14 @@ class TrainConfig:
     weight_decay: float
     clip: float
     validate_every: int
+    packing: str = "windows"  # a key of PACKING
+
+
+# How the rows of a batch are made.
+PACKING = {
+    "windows": "windows of running text, whatever is in them",
+    "documents": "the same windows, in which a byte sees its own document alone, and positions begin anew with each",
+}
 
 
 class Training:
@@ -65,8 +73,11 @@ class Training:
         torch.manual_seed(config.seed)
         self.model = GPT(config.model, config.context).to(device)
         self.optimiser = _make_optimiser(self.model, config, device)
-        self.sampler = BatchSampler(corpus.train, config.batch_size, config.context, config.seed)
-        self.validation = validation_batches(corpus.validation, config.batch_size, config.context)
+        train, validation = (
+            (corpus.train_documents, corpus.validation_documents) if config.packing == "documents" else (None, None)
+        )
+        self.sampler = BatchSampler(corpus.train, config.batch_size, config.context, config.seed, train)
+        self.validation = validation_batches(corpus.validation, config.batch_size, config.context, validation)
         self.step = 0
         self.train_losses: list[float] = []  # [steps]
         self.validation_losses: list[tuple[int, float]] = []  # (step, loss)
@@ -76,7 +87,7 @@ class Training:
         rate = learning_rate(self.step, self.config)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
-        loss = self._loss(*self.sampler.next_batch(self.device))
+        loss = self._loss(self.sampler.next_batch(self.device))
         if not math.isfinite(value := loss.item()):
             raise CommandError(f"the loss became {value} at step {self.step + 1}; try a lower --learning-rate")
         loss.backward()
@@ -98,17 +109,17 @@ class Training:
         self.model.eval()
         total, count = 0.0, 0
         with torch.no_grad():
-            for windows in self.validation:
-                windows = windows.to(self.device)
-                total += self._loss(windows[:, :-1], windows[:, 1:]).item() * len(windows)
-                count += len(windows)
+            for batch in self.validation:
+                predicted = int((batch.targets != NOT_PREDICTED).sum())
+                total += self._loss(batch.to(self.device)).item() * predicted
+                count += predicted
         self.model.train()
         return total / count
 
-    def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def _loss(self, batch: Batch) -> Tensor:
         dtype = getattr(torch, self.config.dtype)
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
-            return self.model.loss(tokens, targets)
+            return self.model.loss(batch.tokens, batch.targets, batch.documents)
 
 
 class Trainer(Training):
@@ -229,7 +240,8 @@ def _make_optimiser(model: GPT, config: TrainConfig, device: torch.device) -> to
 
 
 def _check_same_run(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
-    saved, wanted = ({**config, **config["model"]} for config in (saved, wanted))
+    defaults = {of.name: of.default for of in fields(TrainConfig) if of.default is not MISSING}  # older runs lack them
+    saved, wanted = ({**defaults, **config, **config["model"]} for config in (saved, wanted))
     different = [name for name in wanted if name != "model" and saved.get(name) != wanted[name]]
     if different:
         changes = ", ".join(f"{name.replace('_', '-')} {saved.get(name)} -> {wanted[name]}" for name in different)

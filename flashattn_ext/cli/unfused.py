@@ -11,7 +11,16 @@ from torch import Tensor
 
 
 def unfused_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout_p: float = 0.0, logit: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    dropout_p: float = 0.0,
+    logit: Tensor | None = None,
+    softcap: float = 0.0,
+    bias: Tensor | None = None,
+    hidden: Tensor | None = None,
 ) -> Tensor:
     """Attention over [B, H, S, D] as steps of plain PyTorch, each with the S x S matrix in memory.
 
@@ -19,10 +28,19 @@ def unfused_attention(
 
     Args:
         logit: [H], one more entry of every softmax, without a value.
+        softcap: above 0, scores become softcap * tanh(score / softcap).
+        bias: broadcast to [B, H, S, S], added to the scores after that.
+        hidden: bool, broadcast to [B, H, S, S]; scores that no query sees, besides those that causal hides.
     """
     scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias
     if causal:
         scores = scores.masked_fill(hidden_scores(q.shape[-2], q.device), -math.inf)
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, -math.inf)
     if logit is not None:
         column = logit.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, column], dim=-1)

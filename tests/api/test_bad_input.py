@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import flashattn_ext
+from flashattn_ext import Mask
 
 Arguments = dict[str, Any]
 
@@ -56,6 +57,11 @@ def cast(name: str, dtype: torch.dtype) -> Callable[[Arguments], torch.Tensor]:
     return lambda a: a[name].to(dtype)
 
 
+def mask(*shape: int) -> Callable[[Arguments], Mask]:
+    """A Mask with intervals of that shape."""
+    return lambda a: Mask(torch.zeros(shape, dtype=torch.int32, device=a["q"].device))
+
+
 SHARED = [
     # what is a tensor
     row(TypeError, "q list", q=[1.0]),
@@ -78,7 +84,34 @@ SHARED = [
     row(ValueError, "sink 4 1", sink=new(4, 1)),
     row(ValueError, "sink 4", sink=new()),
     row(ValueError, "sink smooth_softmax", sink=new(4), smooth_softmax=True),
+    # biases
+    row(TypeError, "alibi_slopes float", alibi_slopes=0.5),
+    row(TypeError, "alibi_slopes Float Half", alibi_slopes=new(4, dtype=torch.float16)),
+    row(TypeError, "alibi_slopes Float Double", alibi_slopes=new(4, dtype=torch.float64)),
+    row(TypeError, "alibi_slopes Float Int", alibi_slopes=new(4, dtype=torch.int32)),
+    row(ValueError, "alibi_slopes [4] [2, 4] [3]", alibi_slopes=new(3)),
+    row(ValueError, "alibi_slopes [4] [2, 4] [3, 4]", alibi_slopes=new(3, 4)),
+    row(ValueError, "alibi_slopes [4] [2, 4] [1, 4]", alibi_slopes=new(1, 4)),
+    row(ValueError, "alibi_slopes [4] [2, 4] [4, 2]", alibi_slopes=new(4, 2)),
+    row(ValueError, "alibi_slopes [4] [2, 4] []", alibi_slopes=new()),
+    row(TypeError, "relative_bias list", relative_bias=[[0.0]] * 4),
+    row(TypeError, "relative_bias floating Int", relative_bias=new(4, 5, dtype=torch.int32)),
+    row(ValueError, "relative_bias [4, 2 L + 1] [3, 5]", relative_bias=new(3, 5)),
+    row(ValueError, "relative_bias [4, 2 L + 1] [5]", relative_bias=new(5)),
+    row(ValueError, "relative_bias odd got 6 [4, 6]", relative_bias=new(4, 6)),
+    row(ValueError, "relative_bias odd got 0 [4, 0]", relative_bias=new(4, 0)),
+    row(TypeError, "bias float", bias=0.5),
+    # masks
+    row(TypeError, "mask Mask Tensor (2, 7) from_dense bias", mask=new(2, 7)),
+    row(TypeError, "mask Mask list", mask=[(0, 1)] * 7),
+    row(TypeError, "mask Mask str", mask="causal"),
     # numbers
+    row(ValueError, "softcap above 0 -1", softcap=-1.0),
+    row(ValueError, "softcap finite inf", softcap=math.inf),
+    row(ValueError, "softcap finite nan", softcap=math.nan),
+    row(TypeError, "softcap str", softcap="30"),
+    row(TypeError, "softcap NoneType", softcap=None),
+    row(TypeError, "softcap bool", softcap=True),
     row(ValueError, "dropout_p 1", dropout_p=1.0),
     row(ValueError, "dropout_p -0.1", dropout_p=-0.1),
     row(ValueError, "dropout_p 1.5", dropout_p=1.5),
@@ -117,6 +150,19 @@ DENSE = [
     row(ValueError, "v 300 256", v=new(2, 7, 2, 300)),
     row(ValueError, "q 0", q=new(2, 5, 4, 0), k=new(2, 7, 2, 0)),
     row(ValueError, "v 0", v=new(2, 7, 2, 0)),
+    row(TypeError, "bias Float Half", bias=new(1, 4, 5, 7, dtype=torch.float16)),
+    row(TypeError, "bias Float Bool", bias=new(1, 4, 5, 7, dtype=torch.bool)),
+    row(ValueError, "bias [2 or 1, 4 or 1, 5 or 1, 7] [5, 7]", bias=new(5, 7)),
+    row(ValueError, "bias [2 or 1, 4 or 1, 5 or 1, 7] [4, 5, 7]", bias=new(4, 5, 7)),
+    row(ValueError, "bias [2 or 1, 4 or 1, 5 or 1, 7] [3, 4, 5, 7]", bias=new(3, 4, 5, 7)),
+    row(ValueError, "bias [2 or 1, 4 or 1, 5 or 1, 7] [2, 2, 5, 7]", bias=new(2, 2, 5, 7)),
+    row(ValueError, "bias [2 or 1, 4 or 1, 5 or 1, 7] [2, 4, 7, 5]", bias=new(2, 4, 7, 5)),
+    row(ValueError, "bias [2 or 1, 4 or 1, 5 or 1, 7] [2, 4, 5, 1]", bias=new(2, 4, 5, 1)),
+    row(ValueError, "mask intervals [2 or 1, 1 or 2 or 4, 7, 2] [3, 1, 7, 2]", mask=mask(3, 1, 7, 2)),
+    row(ValueError, "mask intervals [2 or 1, 1 or 2 or 4, 7, 2] [2, 3, 7, 2]", mask=mask(2, 3, 7, 2)),
+    row(ValueError, "mask intervals [2 or 1, 1 or 2 or 4, 7, 2] [2, 1, 8, 2]", mask=mask(2, 1, 8, 2)),
+    row(ValueError, "mask intervals [2 or 1, 1 or 2 or 4, 7, 2] [2, 1, 5, 2]", mask=mask(2, 1, 5, 2)),
+    row(ValueError, "mask intervals [2 or 1, 1 or 2 or 4, 7, 2] [1, 7, 2]", mask=mask(1, 7, 2)),
     row(ValueError, "layout sbhd bshd bhsd", layout="sbhd"),
     row(ValueError, "layout None bshd bhsd", layout=None),
     row(ValueError, "layout BSHD", layout="BSHD"),
@@ -135,6 +181,10 @@ VARLEN = [
     row(ValueError, "cu_seqlens_q [1, 3]", cu_seqlens_q=lambda a: a["cu_seqlens_q"][None]),
     row(ValueError, "cu_seqlens_k [0]", cu_seqlens_k=new(0, dtype=torch.int32)),
     row(ValueError, "cu_seqlens_k 3 4", cu_seqlens_k=starts(0, 2, 8, 11)),
+    row(ValueError, "bias packed [1, 1, 9, 11] relative_bias", bias=new(1, 1, 9, 11)),
+    row(ValueError, "mask intervals [1 or 2 or 4, 11, 2] [1, 1, 11, 2]", mask=mask(1, 1, 11, 2)),
+    row(ValueError, "mask intervals [1 or 2 or 4, 11, 2] [1, 9, 2]", mask=mask(1, 9, 2)),
+    row(ValueError, "mask intervals [1 or 2 or 4, 11, 2] [3, 11, 2]", mask=mask(3, 11, 2)),
     row(ValueError, "max_seqlen_q -1", max_seqlen_q=-1),
     row(ValueError, "max_seqlen_k -7", max_seqlen_k=-7),
     row(TypeError, "max_seqlen_q float", max_seqlen_q=5.0),
@@ -268,11 +318,18 @@ def test_dropout_mask_names_the_bad_argument(device: str, bad: Row) -> None:
     assert_rejected(function, good, bad)
 
 
-@pytest.mark.parametrize("name", ["k", "v", "sink"])
+@pytest.mark.parametrize("name", ["k", "v", "sink", "alibi_slopes", "relative_bias", "bias", "mask"])
 def test_tensors_on_different_devices_are_refused(device: str, name: str) -> None:
     good = dense_call(device)
-    good["sink"] = torch.zeros(4, device=device)
-    elsewhere = {**good, name: good[name].to("meta")}
+    given = {
+        **good,
+        "sink": torch.zeros(4, device=device),
+        "alibi_slopes": torch.zeros(4, device=device),
+        "relative_bias": torch.zeros(4, 3, device=device),
+        "bias": torch.zeros(1, 1, 1, 7, device=device),
+        "mask": Mask.chunked(2, 5, 7, device=device),
+    }
+    elsewhere = {**good, name: given[name].to("meta")}
     with pytest.raises(ValueError, match=rf"{name}.*{device}.*meta|{name}.*meta.*{device}"):
         flashattn_ext.forward(**elsewhere)
 
@@ -282,6 +339,31 @@ def test_cu_seqlens_on_another_device(device: str, name: str) -> None:
     good = varlen_call(device)
     with pytest.raises(ValueError, match=rf"{name}.*{device}.*meta|{name}.*meta.*{device}"):
         flashattn_ext.varlen_forward(**{**good, name: good[name].to("meta")})
+
+
+@pytest.mark.parametrize(
+    "intervals,extremes,error,words",
+    [
+        (
+            torch.zeros(1, 1, 7, 2),
+            torch.zeros(1, 1, 2, 4),
+            TypeError,
+            "mask: expected intervals of dtype int32, got Float",
+        ),
+        (torch.zeros(1, 1, 7, 2).int(), None, ValueError, "mask_intervals and mask_extremes must be given together"),
+        (torch.zeros(1, 1, 7, 2).int(), torch.zeros(1, 1, 2, 4), ValueError, "mask_extremes: .* got Float"),
+        (torch.zeros(1, 1, 7, 2).int(), torch.zeros(1, 1, 1, 4).int(), ValueError, r"mask_extremes: .*\[1, 1, 2, 4\]"),
+        (torch.zeros(1, 1, 7, 2).int(), torch.zeros(2, 1, 2, 4).int(), ValueError, r"mask_extremes: .*\[1, 1, 2, 4\]"),
+    ],
+)
+def test_the_op_checks_what_a_mask_has_made(
+    device: str, intervals: torch.Tensor, extremes: torch.Tensor | None, error: type[Exception], words: str
+) -> None:
+    """Kernels trust the shape of the extremes, whoever calls the op."""
+    good = dense_call(device)
+    tensors = (*good.values(), *[None] * 6, intervals.to(device), None if extremes is None else extremes.to(device))
+    with pytest.raises(error, match=words):
+        torch.ops.flashattn_ext.forward.call(*tensors, 0, 0, False, 1.0, 0.0, False, -1, -1, 0.0, False, False, None)
 
 
 def test_unknown_and_missing_arguments(device: str) -> None:

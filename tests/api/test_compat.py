@@ -29,7 +29,12 @@ SIGNATURES = {
     "flash_attn_varlen_qkvpacked_func": (["qkv", "cu_seqlens", "max_seqlen"], COMMON),
     "flash_attn_varlen_kvpacked_func": (["q", "kv", *VARLEN], COMMON),
 }
-OPTIONS = dict(dropout_p=0.3, softmax_scale=0.2, causal=True, window_size=(20, 0))
+OPTIONS = dict(dropout_p=0.3, softmax_scale=0.2, causal=True, window_size=(20, 0), softcap=3.0)
+
+
+def slopes(device: str, *batch: int) -> torch.Tensor:
+    """Of four heads."""
+    return torch.linspace(0.1, 0.7, 4, device=device).expand(*batch, 4) * torch.ones(*batch, 1, device=device)
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -45,8 +50,9 @@ def test_signature(name: str) -> None:
 def test_dense_spellings(device: str, dtype: torch.dtype) -> None:
     qkv = torch.randn(2, 33, 3, 4, 16, device=device).to(dtype)
     q, k, v = qkv.unbind(2)
+    options = {**OPTIONS, "alibi_slopes": slopes(device, 2)}
     torch.manual_seed(1)
-    expected = flashattn_ext.forward(q, k, v, **OPTIONS)
+    expected = flashattn_ext.forward(q, k, v, **options)
     calls = [
         lambda **o: flashattn_ext.flash_attn_func(q, k, v, **o),
         lambda **o: flashattn_ext.flash_attn_qkvpacked_func(qkv, **o),
@@ -54,7 +60,7 @@ def test_dense_spellings(device: str, dtype: torch.dtype) -> None:
     ]
     for function in calls:
         torch.manual_seed(1)
-        assert torch.equal(function(**OPTIONS), expected)
+        assert torch.equal(function(**options), expected)
 
 
 @pytest.mark.dtypes("float32", "bfloat16")
@@ -62,8 +68,9 @@ def test_varlen_spellings(device: str, dtype: torch.dtype) -> None:
     qkv = torch.randn(50, 3, 4, 16, device=device).to(dtype)
     q, k, v = qkv.unbind(1)
     starts = cu_seqlens([20, 0, 30], device)
+    options = {**OPTIONS, "alibi_slopes": slopes(device)}
     torch.manual_seed(1)
-    expected = flashattn_ext.varlen_forward(q, k, v, starts, starts, 30, 30, **OPTIONS)
+    expected = flashattn_ext.varlen_forward(q, k, v, starts, starts, 30, 30, **options)
     both = (starts, starts, 30, 30)
     calls = [
         lambda **o: flashattn_ext.flash_attn_varlen_func(q, k, v, *both, **o),
@@ -72,7 +79,7 @@ def test_varlen_spellings(device: str, dtype: torch.dtype) -> None:
     ]
     for function in calls:
         torch.manual_seed(1)
-        assert torch.equal(function(**OPTIONS), expected)
+        assert torch.equal(function(**options), expected)
 
 
 def test_packed_gradients(device: str) -> None:
@@ -95,16 +102,12 @@ def test_return_attn_probs(device: str) -> None:
     assert probs is None
 
 
-@pytest.mark.parametrize(
-    "option", [dict(softcap=30.0), dict(alibi_slopes=torch.ones(4))], ids=["softcap", "alibi_slopes"]
-)
-def test_what_is_missing_says_so(device: str, option: dict) -> None:
-    q = torch.randn(2, 8, 4, 16, device=device)
-    (name,) = option
-    with pytest.raises(NotImplementedError, match=name):
-        flashattn_ext.flash_attn_func(q, q, q, **option)
-    with pytest.raises(NotImplementedError, match=name):
-        flashattn_ext.flash_attn_qkvpacked_func(torch.stack([q] * 3, 2), **option)
+def test_slopes_have_gradients(device: str) -> None:
+    q = torch.randn(2, 33, 4, 16, device=device)
+    given = slopes(device).requires_grad_()
+    (got,) = torch.autograd.grad(flashattn_ext.flash_attn_func(q, q, q, alibi_slopes=given).square().sum(), given)
+    expected = flashattn_ext.attention_reference(q, q, q, alibi_slopes=given)
+    torch.testing.assert_close(got, torch.autograd.grad(expected.square().sum(), given)[0], rtol=1e-4, atol=1e-4)
 
 
 def test_paged_keys_are_missing(device: str) -> None:

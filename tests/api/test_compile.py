@@ -6,7 +6,7 @@ from typing import Any, get_type_hints
 
 import pytest
 import torch
-from helpers import Case, cu_seqlens, make_inputs
+from helpers import TENSORS, Case, cu_seqlens, make_inputs
 
 import flashattn_ext
 from flashattn_ext.autograd import CallOptions, CallTensors
@@ -15,7 +15,8 @@ OPTIONS = {
     "plain": dict(),
     "causal": dict(causal=True, window_size=(20, -1)),
     "smooth": dict(smooth_softmax=True),
-    "sink": dict(sink=True),
+    "sink": dict(sink=(4,)),
+    "scores": dict(softcap=2.0, alibi_slopes=(4,), relative_bias=(4, 7), bias=(1, 4, 1, 33)),
     "seeded dropout": dict(dropout_p=0.3, rng_seed=3),
 }
 
@@ -34,12 +35,12 @@ def compiled(function, **kwargs):
 def test_forward_and_backward(device: str, dtype: torch.dtype, name: str) -> None:
     options = dict(OPTIONS[name])
     inputs = make_inputs(Case(dtype=dtype, Hq=4), device)
-    leaves = [inputs.q, inputs.k, inputs.v]
-    if options.pop("sink", False):
-        leaves.append(torch.randn(4, device=device, requires_grad=True))
+    leaves, shapes = [inputs.q, inputs.k, inputs.v], {n: s for n, s in options.items() if n in TENSORS}
+    leaves += [torch.randn(shape, device=device, requires_grad=True) for shape in shapes.values()]
 
-    def loss(q, k, v, sink=None):
-        out, lse = flashattn_ext.forward(q * 1.5, k, v, sink=sink, **options, return_lse=True)
+    def loss(q, k, v, *others):
+        given = {**options, **dict(zip(shapes, others, strict=True))}
+        out, lse = flashattn_ext.forward(q * 1.5, k, v, **given, return_lse=True)
         return out.float().square().sum() + lse.sum(), out
 
     expected = torch.autograd.grad(loss(*leaves)[0], leaves)
@@ -118,7 +119,7 @@ def call_options(**asked: Any) -> CallOptions:
     return CallOptions(**{name: types[name]() for name in CallOptions._fields} | asked)
 
 
-def op_tensors(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, sink: bool) -> CallTensors:
+def op_tensors(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, extras: tuple[str, ...]) -> CallTensors:
     """The tensors that every op of attention begins with; those that are not named are None."""
     shape = (30, 4, 16) if varlen else (2, 4, 15, 16) if bhsd else (2, 15, 4, 16)
     # The ops have no autograd formula of their own: FlashAttentionFunction is their derivative.
@@ -126,19 +127,37 @@ def op_tensors(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, sink: 
     starts = cu_seqlens([20, 10], device) if varlen else None
     none = CallTensors(*[None] * len(CallTensors._fields))
     named = {"q": q, "k": k, "v": v, "cu_seqlens_q": starts, "cu_seqlens_k": starts}
-    return none._replace(**named, sink=torch.randn(4, device=device) if sink else None)
+    keys = 30 if varlen else 15
+    shapes = {"sink": (4,), "alibi_slopes": (4,), "relative_bias": (4, 5), "bias": (2, 1, 1, keys)}
+    named |= {name: torch.randn(shape, device=device) for name, shape in shapes.items() if name in extras}
+    if "mask" in extras:
+        shape = (1, keys, 2) if varlen else (1, 1, keys, 2)
+        mask = flashattn_ext.Mask(torch.randint(0, 15, shape, dtype=torch.int32, device=device))
+        named |= {"mask_intervals": mask.intervals, "mask_extremes": mask.extremes()}
+    return none._replace(**named)
+
+
+EXTRAS = {
+    "bare": (),
+    "dropout+sink": ("dropout", "sink"),
+    "scores": ("softcap", "alibi_slopes", "relative_bias", "bias"),
+    "mask": ("mask",),
+}
 
 
 @pytest.mark.dtypes("float32", "bfloat16")
 @pytest.mark.parametrize("varlen,bhsd", [(False, False), (False, True), (True, False)], ids=["bshd", "bhsd", "varlen"])
-@pytest.mark.parametrize("dropout,sink", [(False, False), (True, True)], ids=["bare", "dropout+sink"])
-def test_opcheck(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, dropout: bool, sink: bool) -> None:
+@pytest.mark.parametrize("name", EXTRAS)
+def test_opcheck(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, name: str) -> None:
+    extras = tuple(extra for extra in EXTRAS[name] if not (varlen and extra == "bias"))
+    dropout = "dropout" in extras
     ops = torch.ops.flashattn_ext
     seqlen = 20 if varlen else 15
     options = call_options(
-        **ASKED, max_seqlen_q=seqlen, max_seqlen_k=seqlen, bhsd=bhsd, dropout_p=0.2 if dropout else 0.0
-    )
-    call = (*op_tensors(device, dtype, varlen, bhsd, sink), *options)
+        **ASKED, max_seqlen_q=seqlen, max_seqlen_k=seqlen, bhsd=bhsd, dropout_p=0.2 if dropout else 0.0,
+        softcap=2.0 if "softcap" in extras else 0.0,
+    )  # fmt: skip
+    call = (*op_tensors(device, dtype, varlen, bhsd, extras), *options)
     torch.library.opcheck(ops.forward.call, (*call, 5 if dropout else None))
     out, lse, rng_state = ops.forward.call(*call, 5 if dropout else None)
     scalars = [torch.tensor(value, dtype=torch.float64) for value in options if type(value) is float]
@@ -147,12 +166,18 @@ def test_opcheck(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, drop
         torch.library.opcheck(ops.forward.default, (*call, rng_state, given))
         torch.testing.assert_close(ops.forward(*call, rng_state, given)[0], out)
     for dlse in (None, torch.randn_like(lse)):
-        gradients = (torch.randn_like(out), dlse, out, lse, True, True, True, rng_state)
+        gradients = (torch.randn_like(out), dlse, out, lse, True, dlse is None, True, rng_state)
         torch.library.opcheck(ops.backward.call, (*call, *gradients))
         torch.library.opcheck(ops.backward.default, (*call, *gradients, []))
 
 
-def test_opcheck_of_the_mask(device: str) -> None:
+@pytest.mark.parametrize("shape", [(1, 2, 40, 2), (3, 1100, 2), (2, 1, 0, 2)])
+def test_opcheck_of_the_extremes(device: str, shape: tuple[int, ...]) -> None:
+    intervals = torch.randint(0, 50, shape, dtype=torch.int32, device=device)
+    torch.library.opcheck(torch.ops.flashattn_ext.mask_extremes.default, (intervals,))
+
+
+def test_opcheck_of_the_dropout_mask(device: str) -> None:
     ops = torch.ops.flashattn_ext
     rng_state = ops.rng_state(torch.empty(0, device=device), -5)
     assert rng_state.tolist() == [-5, 0]

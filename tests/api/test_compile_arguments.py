@@ -98,13 +98,14 @@ def is_floating(value: Any) -> bool:
 
 # The ninth value is one more than torch.compile recompiles for by default.
 NUMBERS = {
+    "softcap": [0.5 * n for n in range(1, 10)],
     "softmax_scale": [0.1 * n for n in range(1, 10)],
     "dropout_p": [0.05 + 0.1 * n for n in range(9)],
     "rng_seed": [5, 2**40, -3, 2**63 - 1, 1, 0, -(2**63), 7, 8],
 }
 WINDOW = {"window_size": [(n, 2 * n + 3) for n in range(2, 11)]}
 LENGTHS = {"max_seqlen_q": list(range(6, 15)), "max_seqlen_k": list(range(7, 16))}
-MASK = {name: [2, 3, 4, 5, 6, 7, 8, 9, 10] for name in ("B", "H", "Sq", "Sk")} | {
+DROPOUT_MASK = {name: [2, 3, 4, 5, 6, 7, 8, 9, 10] for name in ("B", "H", "Sq", "Sk")} | {
     name: NUMBERS[name] for name in ("dropout_p", "rng_seed")
 }
 
@@ -122,7 +123,7 @@ CHANGING = {
     "flash_attn_func": without_seed({**NUMBERS, **WINDOW}),
     "flash_attn_varlen_func": without_seed({**NUMBERS, **WINDOW, **LENGTHS}),
     "flash_attn_varlen_kvpacked_func": without_seed({**NUMBERS, **WINDOW, **LENGTHS}),
-    "dropout_mask": MASK,
+    "dropout_mask": DROPOUT_MASK,
 }
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from flashattn_ext import Mask
+from flashattn_ext import Mask, ops
 
 
 def positions(Sq: int, Sk: int) -> tuple[Tensor, Tensor]:
@@ -167,6 +170,7 @@ def test_a_mask_travels_as_a_tree_of_its_tensor() -> None:
 
 def test_a_picture_in_the_terminal() -> None:
     assert Mask.documents(torch.tensor([[0, 0, 1, 1]])).show(4) == "##..\n..##"
+    assert Mask.documents(torch.tensor([[0, 0, 1, 1]])).show() == "##..\n..##"
     assert Mask.chunked(2, 8, 8).show(8, columns=4) == "++..\n..++"
     assert Mask.chunked(3, 4, 4).show(4, columns=2) == "++"
 
@@ -186,7 +190,16 @@ def test_a_picture_in_the_terminal() -> None:
         (lambda: Mask.padding(torch.tensor([2])), ValueError, "Sk: expected the number of keys"),
         (lambda: Mask.padding(torch.tensor([2]), "middle", 4), ValueError, "side: expected 'right' or 'left'"),
         (lambda: Mask.chunked(0, 4, 4), ValueError, "size: expected at least 1, got 0"),
-        (lambda: Mask.window(-2, 0, 4, 4), ValueError, "left: expected -1"),
+        (lambda: Mask.window(-2, 0, 4, 4), ValueError, r"left: expected at least -1 \(unbounded\), got -2"),
+        (lambda: Mask.window(1, 0, 4, 4, global_keys=-1), ValueError, "global_keys: expected at least 0, got -1"),
+        (lambda: Mask.chunked(2.5, 4, 4), TypeError, "size: expected an int, got float 2.5"),
+        (lambda: Mask.prefix_lm(torch.tensor([1]), 4, -4), ValueError, "Sk: expected at least 0, got -4"),
+        (lambda: Mask.chunked(2, 4, 4) & 3, TypeError, "unsupported operand"),
+        (
+            lambda: Mask(torch.zeros(2, 1, 4, 2).int()) & Mask(torch.zeros(3, 1, 4, 2).int()),
+            ValueError,
+            "cannot combine intervals",
+        ),
         (lambda: Mask.chunked(2, 4, 4) & Mask.chunked(2, 4, 5), ValueError, "cannot combine intervals"),
         (lambda: Mask.from_dense(torch.ones(1, 1, 2, 2)), TypeError, "visible: expected dtype bool"),
         (
@@ -199,3 +212,67 @@ def test_a_picture_in_the_terminal() -> None:
 def test_wrong_arguments_are_named(make, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         make()
+
+
+def extremes_of(pairs: list[list[int]]) -> list[int]:
+    """any_first, any_last, all_first, all_last of some keys: csrc/mask.h."""
+    largest = 2**31 - 1
+    rows = [(max(first, 0), max(last, 0)) for first, last in pairs]
+    rows = [(first, last) if first < last else (largest, 0) for first, last in rows]
+    firsts, lasts = zip(*rows, strict=True)
+    return [min(firsts), max(lasts), max(firsts), min(lasts)]
+
+
+@pytest.mark.parametrize("Sk", [0, 1, 15, 16, 17, 1023, 1024, 1025, 2500])
+def test_extremes_are_those_of_16_and_of_1024_keys(device: str, Sk: int) -> None:
+    intervals = torch.randint(-10, Sk + 10, (2, 3, Sk, 2), dtype=torch.int32)
+    intervals[0, 0, :1] = torch.tensor([-(2**31), 2**31 - 1])
+    intervals[0, 1, :1] = torch.tensor([2**31 - 1, -(2**31)])
+    intervals[:, 2, :20] = 0
+    got = Mask(intervals.to(device)).extremes()
+    assert got.dtype == torch.int32 and got.is_contiguous()
+    for head, found in zip(intervals.flatten(0, 1).tolist(), got.flatten(0, 1).tolist(), strict=True):
+        assert found == [extremes_of(head[at : at + size]) for size in (16, 1024) for at in range(0, Sk, size)]
+
+
+def test_extremes_are_made_once_until_intervals_are_written_to(device: str) -> None:
+    mask = Mask.chunked(4, 40, 40, device=device)
+    first = mask.extremes()
+    assert mask.extremes() is first
+    new = Mask.chunked(7, 40, 40, device=device)
+    mask.intervals.copy_(new.intervals)
+    assert torch.equal(mask.extremes(), new.extremes()) and mask.extremes() is not first
+
+
+def test_extremes_of_tensors_that_do_not_tell_when_they_change() -> None:
+    with torch.inference_mode():
+        mask = Mask.chunked(4, 40, 40)
+        mask.extremes()
+        new = Mask.chunked(7, 40, 40)
+        mask.intervals.copy_(new.intervals)
+        assert torch.equal(mask.extremes(), new.extremes())
+
+
+def test_a_graph_that_is_captured_computes_its_own_extremes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay computes them from what the intervals hold by then; what is computed outside must not end up in the graph."""
+    place = [(1, 0)]
+    monkeypatch.setattr(ops, "place_of_work", lambda device: place[0])
+    mask = Mask.chunked(4, 40, 40)
+    outside = mask.extremes()
+    place[0] = (1, 5)
+    captured = mask.extremes()
+    assert captured is not outside and mask.extremes() is captured
+    place[0] = (1, 6)
+    assert mask.extremes() is not captured
+    place[0] = (1, 0)
+    after = mask.extremes()
+    place[0] = (2, 0)  # another stream does not wait for the first one
+    assert mask.extremes() is not after
+
+
+def test_a_mask_can_be_copied_and_saved() -> None:
+    mask = Mask.chunked(4, 40, 40)
+    mask.extremes()
+    for other in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask)), mask.to("cpu")):
+        assert torch.equal(other.intervals, mask.intervals) and torch.equal(other.extremes(), mask.extremes())
+    assert mask.to("meta").device.type == "meta"

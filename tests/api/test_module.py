@@ -43,6 +43,20 @@ def test_options_reach_the_call(device: str, smooth: bool, causal: bool) -> None
     assert not list(attn.parameters())
 
 
+def test_biases_reach_the_call(device: str) -> None:
+    q, k, v = qkv(device)
+    slopes, relative = torch.rand(2, device=device), torch.nn.Parameter(torch.randn(2, 5, device=device))
+    bias, mask = torch.randn(1, 2, 33, 33, device=device), flashattn_ext.Mask.chunked(8, 33, 33, device=device)
+    attn = FlashAttention(64, softcap=2.0, alibi_slopes=slopes, relative_bias=relative)
+    assert [name for name, _ in attn.named_parameters()] == ["relative_bias"]
+    assert [name for name, _ in attn.named_buffers()] == ["alibi_slopes"]
+    options = dict(softcap=2.0, alibi_slopes=slopes, relative_bias=relative, bias=bias, mask=mask)
+    assert torch.equal(attn(q, k, v, bias=bias, mask=mask), flashattn_ext.forward(q, k, v, **options))
+    attn.to(torch.bfloat16)  # casts the slopes, which forward wants in float32
+    out = attn(*(t.to(torch.bfloat16) for t in (q, k, v)))
+    assert out.dtype == torch.bfloat16
+
+
 def test_learnable_sink(device: str) -> None:
     q, k, v = qkv(device)
     attn = FlashAttention(
@@ -77,6 +91,11 @@ def test_bad_arguments() -> None:
         FlashAttention(head_dim=64, use_smooth_softmax=False, learnable_sink=True)
     with pytest.raises(ValueError, match=r"dropout.*1\.5"):
         FlashAttention(head_dim=64, dropout=1.5)
+    for softcap in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"softcap: .* got {softcap}"):
+            FlashAttention(head_dim=64, softcap=softcap)
+    with pytest.raises(TypeError, match=r"alibi_slopes.*got list"):
+        FlashAttention(head_dim=64, alibi_slopes=[0.5])
     with pytest.raises(ValueError, match=r"head_dim.*300"):
         FlashAttention(head_dim=300)
 

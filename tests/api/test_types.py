@@ -22,12 +22,19 @@ fx.varlen_forward(q, q, q, starts, starts, 2, 2, sink=None).sum()
 out, lse = fx.varlen_forward(q, q, q, starts, starts, 2, 2, return_lse=True)
 fx.attention_reference(q, q, q, layout="bhsd").sum()
 out, lse = fx.attention_reference(q, q, q, return_lse=True)
+mask = fx.Mask.chunked(2, 2, 2) & fx.Mask.documents(torch.zeros(1, 2, dtype=torch.long))
+out, lse = fx.forward(q, q, q, softcap=3.0, mask=mask, bias=q, return_lse=True)
+dq, dk, dv, dsink = fx.backward(None, q, q, q, out, lse, softcap=3.0, mask=mask)
+dq, dk, dv, dsink, dslopes, drelative, dbias = fx.backward(None, q, q, q, out, lse, bias=q)
+fx.t5_relative_bias(q, 3, bidirectional=False).sum()
 """
 WRONG = """
 pair: tuple[torch.Tensor, torch.Tensor] = fx.forward(q, q, q)
 fx.forward(q, q, q, return_lse=True).sum()
 fx.forward(q, q, q, is_causal=True)
 fx.varlen_forward(q, q, q, starts, starts, 2, 2, causal="no")
+fx.forward(q, q, q, mask=q)
+dq, dk, dv, dsink = fx.backward(None, q, q, q, out, lse, bias=q)
 """
 
 
@@ -39,4 +46,4 @@ def test_types_of_calls(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     first = (PROGRAM + RIGHT).count("\n") + 2
     lines = {int(line.split(":")[1]) for line in done.stdout.splitlines() if "error:" in line}
-    assert lines == set(range(first, first + 4)), done.stdout + done.stderr
+    assert lines == set(range(first, first + WRONG.count("\n") - 1)), done.stdout + done.stderr

@@ -15,19 +15,35 @@ import sources  # noqa: E402
 
 def test_every_stage_has_every_type_and_class_of_head_dims() -> None:
     texts = sources.cuda_instances(sm90=True)
-    assert len(texts) == 2 * 6 * (3 + 2)
+    groups = sum(len(types) * len(sources.CUDA_KINDS[name]) for name, types in sources.CUDA_TYPES.items())
+    assert len(texts) == 2 * 6 * groups - 2 * len(sources.LEFT_TO_SM80)
     for architecture, dtypes in sources.CUDA_TYPES.items():
         header = (ROOT / "csrc" / "cuda" / architecture / "kernels.h").read_text()
         declared = sorted(re.findall(r"^(?:void|size_t) (\w+)\(", header, re.M))
         for dtype in dtypes:
             for head_dim in sources.HEAD_DIMS:
-                arguments = f"<{sources.CUDA_NAMES[dtype]}, {head_dim}>"
-                files = [texts[f"{architecture}_{stage}_{dtype}_{head_dim}.cu"] for stage in sources.ENTRY_POINTS]
-                defined = re.findall(
-                    rf"^template (?:void|size_t) flashattn_ext::{architecture}::(\w+)(<.*>)\(", "".join(files), re.M
-                )
-                assert sorted(name for name, _ in defined) == declared
-                assert all(given == arguments for _, given in defined)
+                for suffix, kinds in sources.CUDA_KINDS[architecture].items():
+                    given = {
+                        f"<{sources.CUDA_NAMES[dtype]}, {head_dim}, flashattn_ext::Kind::{kind}>" for kind in kinds
+                    }
+                    left_out = (architecture, suffix) == ("sm90", "_general") and head_dim in sources.LEFT_TO_SM80
+                    stages = ["forward"] if left_out else [*sources.ENTRY_POINTS]
+                    names = [f"{architecture}_{stage}_{dtype}_{head_dim}{suffix}.cu" for stage in stages]
+                    defined = re.findall(
+                        rf"^template (?:void|size_t) flashattn_ext::{architecture}::(\w+)(<.*>)\(",
+                        "".join(texts[name] for name in names),
+                        re.M,
+                    )
+                    wanted = [name for name in declared if name.split("_")[0] in stages]
+                    assert sorted(defined) == sorted((name, arguments) for name in wanted for arguments in given)
+
+
+def test_every_kind_is_compiled_once() -> None:
+    header = (ROOT / "csrc" / "cuda" / "common" / "kind.h").read_text()
+    known = re.findall(r"^  (k\w+),", header, re.M)
+    for rows in sources.CUDA_KINDS.values():
+        kinds = [kind for row in rows.values() for kind in row]
+        assert len(kinds) == len({*kinds}) and {*kinds} <= {*known}
 
 
 def test_without_hopper() -> None:
@@ -51,7 +67,7 @@ def test_a_measurement_compiles_what_it_calls(tmp_path: Path) -> None:
     assert [path.name for path in found if path.parent == tmp_path] == ["left_out.cu", "sm90_forward_bf16_128.cu"]
     stubs = (tmp_path / "left_out.cu").read_text().count("template <>")
     functions = sum(text.count("template ") for text in sources.cuda_instances(sm90=True).values())
-    assert stubs == functions - 1
+    assert stubs == functions - len(sources.CUDA_KINDS["sm90"][""])
 
 
 def test_the_list_needs_no_package(tmp_path: Path) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_experiments import module_of, tiny_sizes
 
+from flashattn_ext.cli import bench_contestants, bench_cuda
 from flashattn_ext.cli.experiments import EXPERIMENTS
 from flashattn_ext.cli.experiments import context as shared
 from flashattn_ext.cli.experiments.context import Context
@@ -60,3 +62,25 @@ def results(out: Path) -> dict[str, Result]:
     return {
         name: Result.from_json(json.loads((out / f"{name}.json").read_text(encoding="utf-8"))) for name in EXPERIMENTS
     }
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `bench cuda` needs CUDA for, on the CPU."""
+
+    def burst_ms(call: Callable[[], object], launches: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(launches):
+            call()
+        return (time.perf_counter() - begin) * 1e3
+
+    def peak_extra_bytes(call: Callable[[], object]) -> int:
+        call()
+        return 3 << 20
+
+    monkeypatch.setattr(bench_contestants, "DEVICE", "cpu")
+    monkeypatch.setattr(bench_cuda, "MAX_LAUNCHES", 1)
+    monkeypatch.setattr(bench_cuda, "burst_ms", burst_ms)
+    monkeypatch.setattr(bench_cuda, "peak_extra_bytes", peak_extra_bytes)
+    monkeypatch.setattr(bench_cuda, "running_backend", lambda backend: "cuda-none")
+    monkeypatch.setattr(bench_cuda, "machine", lambda: {"machine": "a GPU", "torch": "2", "cuda": "12", "cudnn": 9})

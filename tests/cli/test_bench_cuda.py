@@ -7,8 +7,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,38 +14,15 @@ import torch
 
 pytest.importorskip("rich")
 
-from flashattn_ext.cli import bench_accuracy, bench_cases, bench_cuda, bench_cuda_tables
+from flashattn_ext.cli import bench_accuracy, bench_cases, bench_contestants, bench_cuda, bench_cuda_tables
 from flashattn_ext.cli.bench_cases import DENSE, FA2, FLASH_ATTN, MATH, OURS, SETS, Case
-from flashattn_ext.cli.bench_cuda import PEERS, TORCH_BACKENDS
+from flashattn_ext.cli.bench_contestants import PEERS, TORCH_BACKENDS
 from flashattn_ext.cli.console import CommandError, markdown_table
 from flashattn_ext.cli.main import main
 from flashattn_ext.cli.timing import Timing
 
 TINY = Case(2, 4, 4, 64, 16, True, "fp32", set="tiny")
 PACKED = Case(3, 4, 4, 90, 16, True, "fp32", set="packed", lengths=(40, 90, 25))
-MACHINE = {"machine": "a GPU", "torch": "2", "cuda": "12", "cudnn": 9}
-
-
-@pytest.fixture
-def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What needs CUDA, on the CPU."""
-
-    def burst_ms(call: Callable[[], object], launches: int) -> float:
-        begin = time.perf_counter()
-        for _ in range(launches):
-            call()
-        return (time.perf_counter() - begin) * 1e3
-
-    def peak_extra_bytes(call: Callable[[], object]) -> int:
-        call()
-        return 3 << 20
-
-    monkeypatch.setattr(bench_cuda, "DEVICE", "cpu")
-    monkeypatch.setattr(bench_cuda, "MAX_LAUNCHES", 1)
-    monkeypatch.setattr(bench_cuda, "burst_ms", burst_ms)
-    monkeypatch.setattr(bench_cuda, "peak_extra_bytes", peak_extra_bytes)
-    monkeypatch.setattr(bench_cuda, "running_backend", lambda backend: "cuda-none")
-    monkeypatch.setattr(bench_cuda, "machine", lambda: MACHINE)
 
 
 def a_row(**ms: float) -> dict:
@@ -61,7 +36,10 @@ def a_row(**ms: float) -> dict:
 
 def test_sets_have_the_sizes_of_the_papers() -> None:
     sizes = {name: len(rows) for name, rows in SETS.items()}
-    assert sizes == {"fa_paper": 36, "align": 3, "dropout": 2, "gqa": 1, "fp32": 4, "short": 2, "varlen": 4}
+    assert sizes == {"fa_paper": 36, "align": 3, "dropout": 2, "gqa": 1, "fp32": 4, "short": 2, "varlen": 4} | {
+        "scores": 11,
+        "masks": 12,
+    }
     assert all(case.B * case.S == 16384 and case.Hq * case.D == 2048 for case in SETS["fa_paper"])
     assert len(set(SETS["fa_paper"])) == 36
     assert SETS["gqa"][0].shape == "2x32:8x8192x128"
@@ -101,22 +79,24 @@ def test_flop_counts_visible_scores(causal: bool, backward: bool, flop: float) -
 
 
 def test_peers_are_those_that_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_cuda, "_flash_attn_func", lambda: None)
-    assert bench_cuda.contestants(None) == [OURS, "fa2", "cudnn", "efficient", "math"]
+    monkeypatch.setattr(bench_cuda, "flash_attn_func", lambda: None)
+    assert bench_cuda.contestants(None) == [OURS, "fa2", "cudnn", "efficient", "math", "flex"]
     assert bench_cuda.contestants("math, fa2") == [OURS, "fa2", "math"]
     with pytest.raises(CommandError, match="'fa9'; accepted are fa2, cudnn"):
         bench_cuda.contestants("fa9")
     with pytest.raises(CommandError, match="flash_attn cannot be imported"):
         bench_cuda.contestants(FLASH_ATTN)
-    monkeypatch.setattr(bench_cuda, "_flash_attn_func", lambda: max)
+    monkeypatch.setattr(bench_cuda, "flash_attn_func", lambda: max)
     assert bench_cuda.contestants(None) == [OURS, *PEERS]
 
 
 def test_math_is_skipped_where_scores_are_large() -> None:
     by_length = {case.S: case for case in SETS["fa_paper"] if case.D == 64 and not case.causal}
-    assert bench_cuda.skip_reason(by_length[8192], MATH) == ""  # exactly at the limit
-    assert "16 GiB" in bench_cuda.skip_reason(by_length[16384], MATH)
-    assert bench_cuda.skip_reason(by_length[16384], FA2) == ""
+    assert bench_contestants.skip_reason(by_length[8192], MATH) == ""  # exactly at the limit
+    assert "16 GiB" in bench_contestants.skip_reason(by_length[16384], MATH)
+    assert bench_contestants.skip_reason(by_length[16384], FA2) == ""
+    longest = max(SETS["scores"], key=lambda case: case.S)
+    assert bench_contestants.skip_reason(longest, FA2) == "skipped: a bias of every score takes 32 GiB"
 
 
 # Measuring
@@ -175,9 +155,9 @@ def test_packed_sequences_measured_on_the_cpu(on_cpu: None, causal: bool, backwa
     assert failures.pop(MATH) == "skipped: it takes no packed sequences"
     # The others take the arguments, and are for a GPU alone.
     assert len(failures) == 3 and all(reason.startswith("NotImplementedError") for reason in failures.values())
-    dense = row["dense"]
+    dense = row["beside"][DENSE]
     assert dense["shape"] == case.dense().shape == "2x4x72x16"
-    assert row["ratio_dense"] == pytest.approx(row["tflops"][OURS] / dense["tflops"])
+    assert dense["ratio"] == pytest.approx(row["tflops"][OURS] / dense["tflops"])
     assert json.loads(json.dumps(row)) == row
     assert bench_cuda_tables.speed_cells([row], [OURS])[0][1] == "3x4x25-90x16"
 
@@ -188,9 +168,9 @@ def test_dense_failing_is_reported_and_leaves_the_rest(on_cpu: None, monkeypatch
             raise RuntimeError("no dense today")
         return tensors[0] * 1
 
-    monkeypatch.setattr(bench_cuda, "_ours", ours)
+    monkeypatch.setattr(bench_contestants, "ours", ours)
     row = bench_cuda.measure_case(PACKED, [OURS], quick=True)
-    assert row["ms"][OURS] > 0 and row["dense"] is row["ratio_dense"] is None
+    assert row["ms"][OURS] > 0 and row["beside"] == {DENSE: None}
     assert bench_cuda_tables.notes([row]) == [
         f"packed 3x4x25-90x16 fp32 causal forward: {DENSE}: RuntimeError: no dense today"
     ]
@@ -206,7 +186,7 @@ def test_ours_failing_leaves_the_peers(on_cpu: None, monkeypatch: pytest.MonkeyP
     def fails(*_arguments: object) -> None:
         raise NotImplementedError("backend 'cuda-none': not yet")
 
-    monkeypatch.setattr(bench_cuda, "_ours", fails)
+    monkeypatch.setattr(bench_contestants, "ours", fails)
     row = bench_cuda.measure_case(TINY, [OURS, FA2], quick=False)
     assert row["ms"][OURS] is None and row["ms"][FA2] > 0 and row["ratio_best"] is None
     assert row["max_error"][FA2] > 0
@@ -253,12 +233,13 @@ def test_row_has_ratios_to_the_best_peer_and_to_fa2() -> None:
 def test_cells_show_what_was_measured() -> None:
     rows, names = [a_row(ours=2.0, fa2=3.0)], [OURS, FA2, MATH]
     about = ["tiny", "2x4x64x16", "fp32", "causal", "forward"]
-    assert bench_cuda_tables.speed_cells(rows, names) == [
+    ratios = ["to best", "to fa2", "to dense", "spread"]
+    assert bench_cuda_tables.speed_cells(rows, names, ratios) == [
         [*about, "2.000 / 0.0", "3.000 / 0.0", "-", "1.50x", "1.50x", "-", "50%"],
     ]
     assert bench_cuda_tables.memory_cells(rows, names) == [[*about, "1.0 / 5.0e-01", "1.0 / -", "-"]]
     nothing = a_row()
-    assert bench_cuda_tables.speed_cells([nothing], names)[0][5:] == ["-"] * 7
+    assert bench_cuda_tables.speed_cells([nothing], names, ratios)[0][5:] == ["-"] * 7
     assert markdown_table("title", "ab", ["cd"]) == "title\n\n| a | b |\n| --- | --- |\n| c | d |\n"
 
 

@@ -14,7 +14,7 @@ pytest.importorskip("rich")
 
 import flashattn_ext
 from flashattn_ext import _C
-from flashattn_ext.cli import bench_cuda, bench_tune, private_build
+from flashattn_ext.cli import bench_contestants, bench_cuda, bench_tune, private_build
 from flashattn_ext.cli.bench_cases import Case
 from flashattn_ext.cli.bench_tune import Job, Tile
 from flashattn_ext.cli.console import CommandError
@@ -67,9 +67,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(flashattn_ext, "build_info", lambda: {"backends": gpu.backends()})
     monkeypatch.setattr(bench_cuda, "check_cuda", lambda backend: backend or "cuda-a")
     monkeypatch.setattr(bench_cuda, "machine", lambda: {"machine": "a GPU", "torch": "2"})
-    monkeypatch.setattr(bench_cuda, "DEVICE", "cpu")
-    real_inputs = bench_cuda.inputs
-    monkeypatch.setattr(bench_cuda, "inputs", lambda case, device=None: real_inputs(small(case), "cpu"))
+    real_inputs = bench_contestants.inputs
+    for module in (bench_cuda, bench_tune):
+        monkeypatch.setattr(module, "inputs", lambda case, device=None: real_inputs(small(case), "cpu"))
 
     def burst_ms(call: Any, launches: int) -> float:
         call()
@@ -161,7 +161,7 @@ def test_wrong_and_failing_tiles_get_no_time(monkeypatch: pytest.MonkeyPatch) ->
         return q * {"B": 1.001, "C": 1.1, "E": float("nan")}.get(used[-1] if used else "", 1.0)
 
     job = Job("any", CASE, tuple(Tile(name, name.upper()) for name in "abcde"))
-    monkeypatch.setattr(bench_cuda, "_ours", ours)
+    monkeypatch.setattr(bench_contestants, "ours", ours)
     monkeypatch.setattr(flashattn_ext, "use_backend", use_backend)
     row = bench_tune.measure_job(job, "cpu", quick=True)
     assert list(row["tiles"]) == ["a", "b"] and row["best"] in ("a", "b")

@@ -24,6 +24,8 @@ import flashattn_ext
 from flashattn_ext.cli import data, model, trainer
 from flashattn_ext.cli.files import atomic_path
 from flashattn_ext.cli.main import main
+from flashattn_ext.cli.patterns import PATTERNS
+from flashattn_ext.cli.score_options import SCORE_OPTIONS
 from flashattn_ext.cli.timing import time_interleaved
 
 TINY = {
@@ -186,7 +188,8 @@ def test_validation_text_is_held_out(text: str) -> None:
     whole = Path(text).read_bytes()
     assert bytes(corpus.train.tolist()) + bytes(corpus.validation.tolist()) == whole
     sampler = data.BatchSampler(corpus.train, 4, 32, seed=1)
-    inputs, targets = sampler.next_batch(torch.device("cpu"))
+    inputs, targets, documents = sampler.next_batch(torch.device("cpu"))
+    assert documents is None
     assert inputs.shape == targets.shape == (4, 32)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
@@ -204,9 +207,14 @@ def test_interleaved_timing_takes_turns() -> None:
 def test_bench_cpu_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "cpu", "--quick", "--markdown", "--json", str(tmp_path / "bench.json")]) == 0
     results = json.loads((tmp_path / "bench.json").read_text())
-    rows = capsys.readouterr().out.count("\n| ") - 2  # less the header and its rule
-    assert rows == len(results["rows"]) == 24
+    rows = capsys.readouterr().out.count("\n| ") - 4  # less the headers of two tables and their rules
+    assert len(results["rows"]) == 24 and rows == 24 + len(results["options"])
     assert all(row["ratio"] > 0 for row in results["rows"])
+    named = {row["score"] or row["pattern"] for row in results["options"]}
+    assert named == {*SCORE_OPTIONS, *PATTERNS} and len(results["options"]) == 2 * len(named)
+    for row in results["options"]:
+        assert row["gflops"]["ours"] > 0 and row["to_plain"] > 0
+        assert (row["ratio"] is None) == (row["score"] == "softcap")  # PyTorch's own has none
 
 
 def test_doctor_finds_a_working_installation(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,12 +21,13 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from flashattn_ext.cli import private_build
-from flashattn_ext.cli.experiments import EXPERIMENTS, run_experiment
+from flashattn_ext.cli import flex, private_build
+from flashattn_ext.cli.experiments import EXPERIMENTS, render, run_experiment
 from flashattn_ext.cli.experiments import context as shared
 from flashattn_ext.cli.experiments.context import Context, Inputs
 from flashattn_ext.cli.experiments.own_process import growth_in_own_process
 from flashattn_ext.cli.experiments.result import Column, Result
+from flashattn_ext.cli.patterns import PATTERNS
 from flashattn_ext.cli.private_build import PrivateBuild
 
 
@@ -79,6 +80,8 @@ def test_tables_have_no_holes(results: dict[str, Result], name: str) -> None:
         ("alignment", 16),
         ("dtypes", 6),
         ("memory", 4),
+        ("scores", 8),
+        ("masks", 12),
         ("dropout", 4),
     ],
 )
@@ -172,6 +175,74 @@ def test_traffic_of_the_emulator(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     monkeypatch.setattr(ascend, "LIBRARY", tmp_path / "none.so")
     [row] = traffic._rows(context, sizes, "Ascend emulator")
     assert row[1] is None and "make emulator" in row[-1]
+
+
+def test_scores_and_masks_are_compared_with_what_is_the_same(results: dict[str, Result]) -> None:
+    scores, masks = results["scores"], results["masks"]
+    for ours, plain, unfused, cost, speedup in zip(
+        *map(scores.column, ("ours", "ours, plain", "unfused", "cost of the option", "to unfused")), strict=True
+    ):
+        assert cost == pytest.approx(100 * (ours / plain - 1)) and speedup == pytest.approx(unfused / ours)
+    for name, share in zip(masks.column("mask"), masks.column("visible"), strict=True):
+        assert share == pytest.approx(100 * PATTERNS[name].dense(1024).double().mean().item())
+        assert (masks.value("ours, packed", mask=name) is not None) == (PATTERNS[name].lengths is not None)
+    rate, of_causal, causal = (
+        masks.value(column, mask="one document", **{"pass": "forward"})
+        for column in ("rate", "of causal", "ours, causal")
+    )
+    assert of_causal == pytest.approx(100 * rate * 1e12 / (2 * 1024**2 * 16 / causal * 1e3))
+    assert masks.plot.series["ours, forward"] == sorted(masks.plot.series["ours, forward"])
+
+
+def test_masks_have_pictures(results: dict[str, Result], out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Half of a causal triangle is visible, a cell on its edge in part; and the terminal shows that."""
+    masks = results["masks"]
+    assert list(masks.pictures) == list(PATTERNS)
+    lines = masks.pictures["one document"].splitlines()
+    assert len(lines) == 16 and all(line == "#" * 2 * i + "++" + "." * 2 * (15 - i) for i, line in enumerate(lines))
+    render.print_result(masks, render.require("rich.console").Console(width=200))
+    assert lines[5] in capsys.readouterr().out
+    assert Result.from_json(json.loads((out / "masks.json").read_text())).pictures == masks.pictures
+
+
+def _for(name: str, inputs: Inputs) -> Inputs:
+    """FlexAttention takes nothing that wants a gradient on the CPU."""
+    return Inputs(*(t.detach() for t in inputs.all)) if name == flex.FLEX else inputs
+
+
+@pytest.mark.parametrize("direction", shared.PASSES)
+def test_scores_of_all_attentions_agree(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient of the relative bias too."""
+    scores = module_of("scores")
+    monkeypatch.setattr(flex, "compiled", lambda function: function)
+    inputs = Inputs.random(Context(torch.device("cpu"), quick=True), (1, 2, 160, 16), "fp32")
+    for option in scores.OPTIONS:
+        names = [shared.OURS, shared.UNFUSED, *([flex.FLEX] if direction == shared.FORWARD else [])]
+        found = []
+        for name in names:
+            torch.manual_seed(0)
+            found.append(scores.call_of(_for(name, inputs), name, option, direction)())
+        for other in found[1:]:
+            torch.testing.assert_close(other, found[0], rtol=1e-3, atol=1e-4)
+        assert direction == shared.FORWARD or len(found[0]) == 3 + (option == "relative bias")
+        plain = scores.call_of(inputs, scores.PLAIN, option, direction)()
+        torch.testing.assert_close(plain, inputs.call(shared.OURS, direction, True)())
+
+
+@pytest.mark.parametrize("direction", shared.PASSES)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_masks_of_all_attentions_agree(pattern: str, direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = module_of("masks")
+    monkeypatch.setattr(flex, "compiled", lambda function: function)
+    inputs = Inputs.random(Context(torch.device("cpu"), quick=True), (1, 2, 256, 16), "fp32")
+    expected = masks.call_of(inputs, shared.SDPA, pattern, direction)()
+    names = [shared.OURS, *([masks.VARLEN] if PATTERNS[pattern].lengths else [])]
+    names += [flex.FLEX] if direction == shared.FORWARD else []
+    for name in names:
+        found = masks.call_of(_for(name, inputs), name, pattern, direction)()
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    made = masks.call_of(inputs, shared.OURS, pattern, direction, makes_mask=True)()
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "least", "most"), [("causal", -60, 10), ("alignment", -10, 20)])
@@ -529,4 +600,4 @@ def test_products_that_take_too_long_are_skipped(monkeypatch: pytest.MonkeyPatch
 def test_memory_of_a_process_that_fails() -> None:
     memory = module_of("memory")
     with pytest.raises(RuntimeError, match="KeyError: 'none'"):
-        growth_in_own_process(memory._call_of_own_process, tiny_sizes("memory"), "none", "forward", 64)
+        growth_in_own_process(memory._prepare, torch.device("cpu"), tiny_sizes("memory"), "none", "forward", 64)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
-from helpers import VIEWS, Case, check
+from helpers import TENSORS, VIEWS, Case, check
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mask_cases import KINDS
 
 COMMON = dict(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 settings.register_profile("ci", max_examples=150, derandomize=True, **COMMON)
@@ -20,7 +22,30 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 LENGTHS = st.sampled_from([0, 1, 2, 7, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 257])
 HEAD_DIMS = st.one_of(st.sampled_from([1, 3, 16, 32, 64, 80, 96, 128, 192, 255, 256]), st.integers(1, 256))
 SIDES = st.one_of(st.just(-1), st.integers(0, 140))
+DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 SCALES = st.one_of(st.none(), st.sampled_from([0.0, -0.2, 0.125, 1.0]))
+
+
+def scores_and_masks(draw: st.DrawFn, varlen: bool) -> dict[str, Any]:
+    """Each of them in one call of four, so that calls with few of them are drawn too."""
+
+    def some(options: dict[str, st.SearchStrategy[Any]]) -> dict[str, Any]:
+        present = draw(st.integers(0, 3)) == 0
+        return {name: draw(strategy) for name, strategy in options.items()} if present else {}
+
+    bias = {
+        "bias": st.sampled_from(["", "b", "h", "q", "bh", "bq", "hq", "bhq"]),
+        "bias_dtype": st.none() | st.just(torch.float32),
+    }
+    return {
+        **some({"softcap": st.sampled_from([0.3, 2.0, 30.0])}),
+        **some({"alibi": st.sampled_from(["heads", "batch"])}),
+        **some({"relative": st.sampled_from([0, 1, 7, 40, 130]), "relative_dtype": DTYPES}),
+        **({} if varlen else some({**bias, "bias_hides": st.sampled_from([0.0, 0.0, 0.2, 1.0])})),
+        **some({
+            "mask": st.sampled_from(KINDS), "mask_heads": st.sampled_from(["1", "k", "q"]), "mask_batch": st.booleans(),
+        }),
+    }  # fmt: skip
 
 
 @st.composite
@@ -46,6 +71,7 @@ def cases(draw: st.DrawFn) -> Case:
         causal=draw(st.booleans()),
         window_size=draw(st.tuples(SIDES, SIDES)),
         softmax_scale=draw(SCALES),
+        **scores_and_masks(draw, varlen),
         dropout_p=dropout_p,
         rng_seed=draw(st.integers(0, 2**63 - 1)) if dropout_p else None,
         smooth_softmax=extra_logit == "smooth",
@@ -53,7 +79,7 @@ def cases(draw: st.DrawFn) -> Case:
         if extra_logit == "sink"
         else None,
         views=draw(st.tuples(*[st.sampled_from(VIEWS)] * 3)),
-        needs_grad=tuple(draw(st.sets(st.sampled_from(["q", "k", "v", "sink"])))),
+        needs_grad=tuple(draw(st.sets(st.sampled_from(TENSORS)))),
         use_lse=draw(st.booleans()),
         seed=draw(st.integers(0, 1000)),
     )
@@ -76,6 +102,13 @@ FEATURES = {
     "dropout": dict(dropout_p=0.2, rng_seed=7),
     "smooth": dict(smooth_softmax=True),
     "sink": dict(sink_dtype=torch.float32),
+    "softcap": dict(softcap=1.5),
+    "alibi": dict(alibi="batch"),
+    "relative": dict(relative=9),
+    "bias": dict(bias="hq", bias_hides=0.1),
+    "key_bias": dict(bias="b", bias_dtype=torch.float32),
+    "documents": dict(mask="documents", mask_heads="k"),
+    "intervals": dict(mask="intervals", mask_heads="q"),
     "gqa": dict(Hq=6, Hk=2),
     "mla": dict(D=96, Dv=48),
     "odd": dict(D=37, Dv=37),
@@ -83,9 +116,10 @@ FEATURES = {
     "longer_k": dict(Sk=130),
     "longer_q": dict(Sq=97),
     "lse": dict(use_lse=True),
-    "frozen_k": dict(needs_grad=("q", "v", "sink")),
+    "frozen_k": dict(needs_grad=("q", "v", "sink", "relative_bias")),
 }
 EXCLUSIVE = [{"smooth", "sink"}, {"varlen", "bhsd"}, {"varlen", "longer_k"}, {"varlen", "longer_q"}, {"mla", "odd"}]
+EXCLUSIVE += [{"bias", "varlen"}, {"key_bias", "varlen"}, {"bias", "key_bias"}, {"documents", "intervals"}]
 PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if set(pair) not in EXCLUSIVE]
 
 
@@ -98,6 +132,9 @@ def test_every_pair_of_features(device: str, dtype: torch.dtype, pair: tuple[str
 @pytest.mark.every_isa
 def test_every_feature_at_once(device: str, dtype: torch.dtype) -> None:
     together = {}
-    for name in ("varlen", "causal", "window", "scale", "dropout", "sink", "gqa", "mla", "strided", "lse"):
+    for name in ("causal", "window", "scale", "dropout", "sink", "gqa", "mla", "strided", "lse"):
         together |= FEATURES[name]
-    check(Case(dtype=dtype, **together), device)
+    for name in ("softcap", "alibi", "relative", "intervals"):
+        together |= FEATURES[name]
+    check(Case(dtype=dtype, **together, **FEATURES["varlen"]), device)
+    check(Case(dtype=dtype, Sq=65, Sk=65, **together, **FEATURES["bias"]), device)

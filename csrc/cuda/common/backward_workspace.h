@@ -6,6 +6,8 @@
 #include "../../dropout.h"
 #include "../../score.h"
 #include "../../seqlen.h"
+#include "general_score.cuh"
+#include "kind.h"
 
 namespace flashattn_ext {
 
@@ -56,5 +58,43 @@ struct BackwardWorkspace {
     return p.is_varlen() ? queries.start / tile_rows + b : b * dense_tiles(p);
   }
 };
+
+// What calls with softcap or biases have besides.
+struct GeneralWorkspace : BackwardWorkspace {
+  static constexpr int kSums = 3;  // BiasSums: of slopes, and of both ends of the relative bias
+
+  GeneralScore score;
+  // [Hq][key_tiles][parts][kSums], from every warp that computes scores of a key tile; nullptr where there are none.
+  float* sums = nullptr;
+  int64_t key_tile_rows, key_tiles;
+  int parts;
+  bool dbias_is_sum, dbias_of_keys;  // several scores have an element of the bias in common; all rows have
+
+  // keys: of a key tile; parts: warps that compute its scores.
+  GeneralWorkspace(const AttnGradParams& p, const BackwardWorkspace& base, int64_t keys, int parts)
+      : BackwardWorkspace(base), score(GeneralScore::of(p)), key_tile_rows(keys), parts(parts) {
+    key_tiles = p.is_varlen() ? p.total_k / keys + p.batch : p.batch * dense_key_tiles(p);
+    const BiasView& view = p.dbias;
+    dbias_is_sum = view.data && ((p.batch > 1 && view.batch_stride == 0) || (p.heads_q > 1 && view.head_stride == 0) ||
+                                 (p.seqlen_q > 1 && view.row_stride == 0));
+    dbias_of_keys = dbias_is_sum && p.seqlen_q > 1 && view.row_stride == 0;
+    if (!p.dalibi_slopes && !p.drelative_bias) return;
+    const int64_t size = (p.heads_q * key_tiles * parts * kSums * 4 + 63) / 64 * 64;
+    sums = reinterpret_cast<float*>(static_cast<char*>(p.workspace) + bytes);
+    zeroed_bytes += size;
+    bytes += size;
+  }
+
+  __host__ __device__ int64_t dense_key_tiles(const AttnParams& p) const {
+    return (p.seqlen_k + key_tile_rows - 1) / key_tile_rows;
+  }
+  // The first key tile of a sequence, within those of a head.
+  __device__ int64_t first_key_tile(const AttnParams& p, int64_t b, const Sequence& keys) const {
+    return p.is_varlen() ? keys.start / key_tile_rows + b : b * dense_key_tiles(p);
+  }
+};
+
+template <Kind kKind>
+using WorkspaceOf = std::conditional_t<kKind == Kind::kGeneral, GeneralWorkspace, BackwardWorkspace>;
 
 }  // namespace flashattn_ext

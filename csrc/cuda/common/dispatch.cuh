@@ -10,10 +10,11 @@
 #include "../../backend.h"
 #include "../dropout_mask.h"
 #include "aligned_rows.h"
+#include "kind.h"
 
 namespace flashattn_ext {
 
-// The entry points of one element type and class of head dims.
+// The entry points of one element type, class of head dims and kind.
 struct Kernels {
   size_t forward_bytes;  // of workspace
   void (*forward)(const AttnParams&);
@@ -21,8 +22,8 @@ struct Kernels {
   void (*backward)(const AttnGradParams&);
 };
 
-// Architecture<T, kHeadDim>::kKernels: the folder's Kernels.
-template <template <class, int> class Architecture>
+// Architecture<T, kHeadDim, kKind>::kKernels: the folder's Kernels.
+template <template <class, int, Kind> class Architecture>
 class Dispatch {
  public:
   static Backend backend(const char* name, std::string (*supports)(const AttnParams&, bool)) {
@@ -31,20 +32,22 @@ class Dispatch {
   }
 
  private:
-  template <class T>
+  template <class T, Kind kKind>
   static Kernels kernels_of(int64_t head_dim) {
-    if (head_dim <= 64) return Architecture<T, 64>::kKernels;
-    if (head_dim <= 96) return Architecture<T, 96>::kKernels;
-    if (head_dim <= 128) return Architecture<T, 128>::kKernels;
-    if (head_dim <= 144) return Architecture<T, 144>::kKernels;
-    if (head_dim <= 192) return Architecture<T, 192>::kKernels;
-    return Architecture<T, 256>::kKernels;
+    if (head_dim <= 64) return Architecture<T, 64, kKind>::kKernels;
+    if (head_dim <= 96) return Architecture<T, 96, kKind>::kKernels;
+    if (head_dim <= 128) return Architecture<T, 128, kKind>::kKernels;
+    if (head_dim <= 144) return Architecture<T, 144, kKind>::kKernels;
+    if (head_dim <= 192) return Architecture<T, 192, kKind>::kKernels;
+    return Architecture<T, 256, kKind>::kKernels;
   }
   static Kernels kernels_of(const AttnParams& p) {
-    const int64_t head_dim = std::max(p.head_dim, p.head_dim_v);
-    if (p.dtype == DType::kFloat16) return kernels_of<__half>(head_dim);
-    if (p.dtype == DType::kBFloat16) return kernels_of<__nv_bfloat16>(head_dim);
-    return kernels_of<float>(head_dim);
+    return with_kind(kind_of(p), [&p](auto kind) {
+      const int64_t head_dim = std::max(p.head_dim, p.head_dim_v);
+      if (p.dtype == DType::kFloat16) return kernels_of<__half, kind.value>(head_dim);
+      if (p.dtype == DType::kBFloat16) return kernels_of<__nv_bfloat16, kind.value>(head_dim);
+      return kernels_of<float, kind.value>(head_dim);
+    });
   }
 
   static size_t forward_workspace_bytes(const AttnParams& p) {

@@ -1,5 +1,6 @@
 // The order of additions to dq in a deterministic call: key tiles add to a tile of queries in ascending order. A
-// counter in the workspace (BackwardWorkspace::dq_added) says how many have added.
+// counter in the workspace (BackwardWorkspace::dq_added) says how many have added; in kernels that can read a Mask,
+// which one has added last: its number and 1, or 0 when there was none.
 #pragma once
 
 #include "../ptx/memory.cuh"
@@ -12,13 +13,15 @@ __device__ __forceinline__ int key_tiles_before(const Mask32& mask, int n, int k
   return n - mask.keys_of(row0, min(row0 + queries, mask.seqlen_q)).begin / keys;
 }
 
-// One key tile's part in that order, for the threads that add together. before() is the number of key tiles that come
-// first, sync() a barrier of these threads; one of them, the leader, reads and writes the counter.
-template <class Before, class Sync>
+// One key tile's part in that order, for the threads that add together. before() and after() are what the counter holds
+// when this key tile may add and when it has, sync() a barrier of these threads; one of them, the leader, reads and
+// writes the counter.
+template <class Before, class After, class Sync>
 struct DqOrder {
   int* added;
   bool leader;
   Before before;
+  After after;
   Sync sync;
 
   __device__ __forceinline__ void await_earlier_keys() const {
@@ -32,10 +35,10 @@ struct DqOrder {
   __device__ __forceinline__ void admit_later_keys() const {
     __threadfence();
     sync();
-    if (leader) ptx::store_release(added, before() + 1);
+    if (leader) ptx::store_release(added, after());
   }
 };
-template <class Before, class Sync>
-DqOrder(int*, bool, Before, Sync) -> DqOrder<Before, Sync>;
+template <class Before, class After, class Sync>
+DqOrder(int*, bool, Before, After, Sync) -> DqOrder<Before, After, Sync>;
 
 }  // namespace flashattn_ext

@@ -102,6 +102,10 @@ struct Dropout {
   struct Column {
     uint32_t even[kTiles], odd[kTiles];
 
+    __device__ __forceinline__ void keep_all() {
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) even[i] = odd[i] = ~0u;
+    }
     // Element e of the 16x8 accumulator tile n of key tile i.
     __device__ __forceinline__ bool keeps(int i, int n, int e) const {
       return (e % 2 ? odd[i] : even[i]) & 0x80u << 8 * (n % 2 + 2 * (e / 2));

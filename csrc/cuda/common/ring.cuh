@@ -16,6 +16,11 @@ struct RingPosition {
       parity ^= 1;
     }
   }
+  __device__ __forceinline__ RingPosition after() const {
+    RingPosition next = *this;
+    next.advance();
+    return next;
+  }
 };
 
 // Says that this warp is done with a stage; barriers of empty stages count warps.

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "dropout.cuh"
+#include "kind.h"
 #include "rows.cuh"
 #include "tensor_core.cuh"
 #include "warp.cuh"
@@ -161,7 +162,9 @@ struct SeenBy {
   Limits limits[kKeyTiles][2];
 
   SeenBy() = default;
-  __device__ __forceinline__ SeenBy(const Mask32& mask, int row, int key) {
+  // Visible: Mask32, or IntervalMask (intervals.cuh).
+  template <class Visible>
+  __device__ __forceinline__ SeenBy(const Visible& mask, int row, int key) {
 #pragma unroll
     for (int i = 0; i < 2 * kKeyTiles; ++i) {
       Limits& rows = limits[i / 2][i % 2];
@@ -213,8 +216,9 @@ __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTil
 // The same for one 16-key tile, with weights packed into 16 bits: so they are operands of the product for dv, and take
 // half the registers. `weigh` and `differentiate` are apart, because products run in between; stored scores are not
 // kept from one to the other.
-template <class T, int kQueries, bool kDropout>
+template <class T, int kQueries, Kind kKind>
 struct PackedScores {
+  static constexpr bool kDropout = can_drop(kKind);
   using Core = TensorCore<T>;
   static constexpr int kTiles = kQueries / 8, kSteps = kQueries / 16;
   using Scores = float[kTiles][4];

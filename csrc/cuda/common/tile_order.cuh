@@ -38,11 +38,11 @@ struct TileGrid : TileOrder {
   }
 };
 
-// Heads of a section. With a right bound some tiles are longer than others: when those of all heads of a section start
-// first, short ones are left for the end and fill the gaps. Without one a section is one head.
+// Heads of a section. With a right bound or a Mask some tiles are longer than others: when those of all heads of a
+// section start first, short ones are left for the end and fill the gaps. Without one a section is one head.
 inline int section_heads(const AttnParams& p, int64_t heads, int64_t head_bytes, int64_t at_least = 1) {
   constexpr int64_t kCacheBytes = 32 << 20;
-  if (p.window_right == kUnbounded) return 1;
+  if (p.window_right == kUnbounded && !p.has_intervals()) return 1;
   const int64_t section = std::max(kCacheBytes / std::max<int64_t>(1, head_bytes), at_least);
   return static_cast<int>(std::max<int64_t>(1, std::min(section, heads)));
 }

@@ -21,6 +21,12 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);
+  return x;
+}
+
 // Transposes four words in each of four lanes: lane t gets word t of every lane, in the order of lanes.
 __device__ __forceinline__ void transpose_quad(uint32_t (&x)[4]) {
 #pragma unroll

@@ -22,6 +22,13 @@ __device__ __forceinline__ float ex2(float x) {
   return y;
 }
 
+// tanh(x), to 2^-11 of its size.
+__device__ __forceinline__ float tanh(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // The larger of each of two packed numbers; NaN when either is NaN.
 __device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {
   uint32_t y;

@@ -34,6 +34,11 @@ __device__ __forceinline__ void cp_async(void* to, const void* from, bool valid)
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
 }
+// The same for 8 bytes.
+__device__ __forceinline__ void cp_async_8(void* to, const void* from, bool valid) {
+  const int bytes = valid ? 8 : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
+}
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n"); }
 // Waits until at most `kPending` of the newest groups are still under way.
 template <int kPending>

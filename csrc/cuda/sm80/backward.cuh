@@ -6,8 +6,11 @@
 #pragma once
 
 #include "../common/backward_finish.cuh"
+#include "../common/bias_finish.cuh"
 #include "../common/device.h"
 #include "../common/dq_order.cuh"
+#include "../common/general_scores.cuh"
+#include "../common/intervals.cuh"
 #include "../common/scores.cuh"
 #include "../common/tile_order.cuh"
 #include "products.cuh"
@@ -15,10 +18,13 @@
 
 namespace flashattn_ext::sm80 {
 
-template <class T, int kHeadDimension, bool kDropout, bool kLarge>
+template <class T, int kHeadDimension, Kind kKind, bool kLarge>
 struct Backward {
   using Element = T;
   using Core = TensorCore<T>;
+  static constexpr bool kGeneral = kKind == Kind::kGeneral;
+  static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
+  using Workspace = WorkspaceOf<kKind>;
   static constexpr int kHeadDim = kHeadDimension;
   static constexpr BackwardTile kTile = backward_tile<sizeof(T), kHeadDim, kLarge>();
   static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32, kQueries = kTile.queries, kKeys = kTile.keys;
@@ -56,7 +62,7 @@ struct Backward {
   static_assert(kSharedBytes <= (kLarge ? kLargeShared : kSmallShared));
 
   const AttnGradParams& p;
-  const BackwardWorkspace& workspace;
+  const Workspace& workspace;
   T *k_tile, *v_tile;
   unsigned char* stages;
   T *q_tile, *dout_tile;  // of the stage in use
@@ -64,8 +70,9 @@ struct Backward {
   T *dscore_tile, *weight_tile;
   int b, hk, n;  // n: number of the key tile in its sequence
   KeySums dk, dv;
+  std::conditional_t<kGeneral, BiasSums<kKeyTiles>, Nothing> bias_sums;
 
-  __device__ Backward(const AttnGradParams& params, const BackwardWorkspace& workspace, T* shared)
+  __device__ Backward(const AttnGradParams& params, const Workspace& workspace, T* shared)
       : p(params),
         workspace(workspace),
         k_tile(shared),
@@ -111,7 +118,13 @@ struct Backward {
   static_assert(sizeof(Extent) <= kVectorBytes && sizeof(Starts) <= kVectorBytes);
   __device__ Extent* extent() const { return reinterpret_cast<Extent*>(k_tile + kHeadDim); }
   __device__ Starts* starts() const { return reinterpret_cast<Starts*>(k_tile + kStride + kHeadDim); }
+  __device__ IntervalPairs* pairs() const { return reinterpret_cast<IntervalPairs*>(k_tile + 2 * kStride + kHeadDim); }
   __device__ Mask32 mask() const { return Mask32(p, extent()->length_q, extent()->length_k); }
+  // Of all query heads that read the key head.
+  __device__ KeyExtremes extremes(int key_start, int length_k) const {
+    const int group = static_cast<int>(p.group_size());
+    return KeyExtremes(p, b, hk * group, group, key_start, length_k);
+  }
 
   // Key tile `tile` of a head, and every step-th after it: there are more than one where the sequence is longer than
   // the grid was told.
@@ -128,15 +141,22 @@ struct Backward {
     const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
     const Mask32 mask(p, queries.length, keys.length);
     const int key0 = n * kKeys, key_count = min(kKeys, mask.seqlen_k - key0);
-    const Limits seen_by = mask.rows_of(key0, key0 + key_count);
+    Limits seen_by = mask.rows_of(key0, key0 + key_count);
+    IntervalExtremes of_keys = everything();
+    if constexpr (kMasks) {
+      of_keys = extremes(static_cast<int>(keys.start), mask.seqlen_k).of_tile(key0, key0 + key_count);
+      seen_by = clipped(seen_by, of_keys);
+    }
     const int first = seen_by.begin / kQueries, last = (seen_by.end - 1) / kQueries;
     if (threadIdx.x == 0) {
-      const Limits all = mask.rows_of_all(key0, key0 + kKeys);
+      Limits all = mask.rows_of_all(key0, key0 + kKeys);
+      if constexpr (kMasks) all = clipped_to_all(all, of_keys, mask.seqlen_q);
       // Rows after the last query are zeros, and need no mask.
       *extent() = {mask.seqlen_q, mask.seqlen_k, all.begin, all.end == mask.seqlen_q ? all.end + kQueries : all.end};
       *starts() = {static_cast<int>(queries.start), static_cast<int>(keys.start),
                    static_cast<int>(workspace.first_tile(p, b, queries)), first};
     }
+    if (kMasks && threadIdx.x == 0) *pairs() = IntervalPairs(p, b, hk, static_cast<int>(keys.start));
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kGradKeyTiles; ++i) {
@@ -176,6 +196,9 @@ struct Backward {
     }
     for (int step = 0; step < steps; ++step) {
       compute_step(step % kStages, now, steps - step > kStages, ahead);
+      if constexpr (kGeneral) {
+        if (now.m == last && split() == 0) end_head(now.h);
+      }
       advance(&now, last);
       advance(&ahead, last);
     }
@@ -223,8 +246,8 @@ struct Backward {
     score_product<kHeadDim>(dscores, v_tile, score_key(0), dout_tile, score_query());
     const int row0 = m * kQueries;
     const bool unmasked = row0 >= extent()->unmasked_begin && row0 + kQueries <= extent()->unmasked_end;
-    unmasked ? weigh_and_differentiate<false>(h, row0, weights, dscores)
-             : weigh_and_differentiate<true>(h, row0, weights, dscores);
+    unmasked && !kGeneral ? weigh_and_differentiate<false>(h, row0, weights, dscores)
+                          : weigh_and_differentiate<true>(h, row0, weights, dscores);
     store_scores(dscore_tile, dscores);
     if constexpr (kInRegisters) {
       // With two stages a step has one barrier. After it all warps have stored their dS, the next step's queries have
@@ -261,14 +284,33 @@ struct Backward {
 
   // weights: S^T becomes P^T with dropout applied; dscores: dP^T becomes dS^T.
   template <bool kMasked>
-  __device__ void weigh_and_differentiate(int h, int row0, Scores& weights, Scores& dscores) const {
-    [[maybe_unused]] const Dropout dropout(p, b);
+  __device__ void weigh_and_differentiate(int h, int row0, Scores& weights, Scores& dscores) {
+    [[maybe_unused]] const Dropout dropout = !kGeneral || p.has_dropout() ? Dropout(p, b) : Dropout();
     const int key = n * kKeys + score_key(0), query = score_query(), row = row0 + query;
     SeenBy<kKeyTiles> seen_by;
-    if (kMasked) seen_by = SeenBy<kKeyTiles>(mask(), row + 2 * t(), key + g());
-    flashattn_ext::weigh_and_differentiate<kMasked, kDropout>(
-        weights, dscores, workspace.score, lse + query + 2 * t(), delta + query + 2 * t(), seen_by,
-        [&](int n) { return dropout.template transposed<kKeyTiles>(h, key, row + n * 8); });
+    if constexpr (kMasked && kMasks) {
+      seen_by = SeenBy<kKeyTiles>(IntervalMask(mask(), pairs()->head(h)), row + 2 * t(), key + g());
+    } else if constexpr (kMasked) {
+      seen_by = SeenBy<kKeyTiles>(mask(), row + 2 * t(), key + g());
+    }
+    const float *const row_lse = lse + query + 2 * t(), *const row_delta = delta + query + 2 * t();
+    auto keep = [&](int n) { return dropout.template transposed<kKeyTiles>(h, key, row + n * 8); };
+    if constexpr (kGeneral) {
+      const TileBias<T, true, kKeyTiles, kScoreTiles> bias(p, b, h, mask(), row, key);
+      TileBiasGradient<T, kKeyTiles, kScoreTiles> bias_gradient{p, bias, workspace, b, h, split() == 0, bias_sums};
+      flashattn_ext::weigh_and_differentiate(weights, dscores, workspace.score, bias, bias_gradient, row_lse, row_delta,
+                                             seen_by, p.has_dropout(), keep);
+    } else {
+      flashattn_ext::weigh_and_differentiate<kMasked, kDropout>(weights, dscores, workspace.score, row_lse, row_delta,
+                                                                seen_by, keep);
+    }
+  }
+
+  // This warp's sums over the scores of a head, for the gradients of biases.
+  __device__ void end_head(int h) {
+    const int64_t tile = workspace.first_key_tile(p, b, key_sequence(p, b)) + n;
+    flashattn_ext::end_head(bias_sums, p, workspace, b, h, tile, warp(), n * kKeys + score_key(0) + g(),
+                            extent()->length_k);
   }
 
   // This warp's part of dk or dv += scores * rows of the tile. The scores are [keys][queries], of this warp in
@@ -287,9 +329,9 @@ struct Backward {
   // dq += dS K, in the workspace.
   __device__ void add_query_gradient(int h, int m) const {
     const int64_t tile = h * workspace.tiles + starts()->dq_tile + m;
-    const int before = p.deterministic ? key_tiles_before(mask(), n, kKeys, m * kQueries, kQueries) : 0;
+    const int before = p.deterministic ? added_before(m) : 0;
     const DqOrder order{workspace.dq_added + tile * kSplits + split(), threadIdx.x == 0, [&] { return before; },
-                        [] { __syncthreads(); }};
+                        [&] { return kMasks ? n + 1 : before + 1; }, [] { __syncthreads(); }};
     if (p.deterministic) order.await_earlier_keys();
     float sum[kQueryRowTiles][kQueryColumnTiles][4] = {};
     auto operand = [&](int i, int step) {
@@ -304,6 +346,16 @@ struct Backward {
       }
     }
     if (p.deterministic) order.admit_later_keys();
+  }
+
+  // What the counter of a query tile holds when this key tile may add to it.
+  __device__ int added_before(int m) const {
+    if constexpr (kMasks) {
+      const Limits rows{m * kQueries, (m + 1) * kQueries};
+      return key_tile_before<kKeys>(extremes(starts()->key, extent()->length_k), mask(), n, rows) + 1;
+    } else {
+      return key_tiles_before(mask(), n, kKeys, m * kQueries, kQueries);
+    }
   }
 
   // This warp's part of dk or dv, times a factor, into the tensor.
@@ -328,51 +380,57 @@ struct Backward {
   }
 };
 
-template <class T, int kHeadDim, bool kDropout, bool kLarge>
-__global__ void __launch_bounds__(Backward<T, kHeadDim, kDropout, kLarge>::kThreads)
-    backward_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardWorkspace workspace,
+template <class T, int kHeadDim, Kind kKind, bool kLarge>
+__global__ void __launch_bounds__(Backward<T, kHeadDim, kKind, kLarge>::kThreads)
+    backward_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ WorkspaceOf<kKind> workspace,
                     const __grid_constant__ TileOrder order) {
   extern __shared__ __align__(16) unsigned char shared[];
-  using Kernel = Backward<T, kHeadDim, kDropout, kLarge>;
+  using Kernel = Backward<T, kHeadDim, kKind, kLarge>;
   Kernel kernel(p, workspace, reinterpret_cast<T*>(shared));
   const int heads = static_cast<int>(p.heads_k);
   const auto [head, block] = order.index(blockIdx.x / Kernel::kSplits, heads * static_cast<int>(p.batch));
   kernel.run(head / heads, head % heads, block, order.blocks);
 }
 
-template <class T, int kHeadDim, bool kLarge>
-BackwardWorkspace backward_workspace(const AttnGradParams& p) {
+template <class T, int kHeadDim, Kind kKind, bool kLarge>
+WorkspaceOf<kKind> backward_workspace(const AttnGradParams& p) {
   constexpr BackwardTile kTile = backward_tile<sizeof(T), kHeadDim, kLarge>();
-  return BackwardWorkspace(p, kTile.queries, int64_t{kTile.queries} * kHeadDim, kTile.splits);
+  const BackwardWorkspace base(p, kTile.queries, int64_t{kTile.queries} * kHeadDim, kTile.splits);
+  if constexpr (kKind == Kind::kGeneral) {
+    return GeneralWorkspace(p, base, kTile.keys, kTile.warps);
+  } else {
+    return base;
+  }
 }
 
-template <class T, int kHeadDim, bool kDropout, bool kLarge>
-void launch_main(const AttnGradParams& p, const BackwardWorkspace& workspace) {
-  using Kernel = Backward<T, kHeadDim, kDropout, kLarge>;
+template <class T, int kHeadDim, Kind kKind, bool kLarge>
+void launch_main(const AttnGradParams& p, const WorkspaceOf<kKind>& workspace) {
+  using Kernel = Backward<T, kHeadDim, kKind, kLarge>;
   if (p.batch * p.heads_k == 0) return;
   const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys);
-  launch(backward_kernel<T, kHeadDim, kDropout, kLarge>, "backward", p, blocks * p.batch * p.heads_k * Kernel::kSplits,
+  launch(backward_kernel<T, kHeadDim, kKind, kLarge>, "backward", p, blocks * p.batch * p.heads_k * Kernel::kSplits,
          Kernel::kThreads, Kernel::kSharedBytes, workspace, backward_order(p, blocks, sizeof(T)));
 }
 
-template <class T, int kHeadDim, bool kLarge>
+template <class T, int kHeadDim, Kind kKind, bool kLarge>
 void launch_backward(const AttnGradParams& p) {
-  const BackwardWorkspace workspace = backward_workspace<T, kHeadDim, kLarge>(p);
+  const WorkspaceOf<kKind> workspace = backward_workspace<T, kHeadDim, kKind, kLarge>(p);
   launch_prepare<T>(p, workspace);
-  p.has_dropout() ? launch_main<T, kHeadDim, true, kLarge>(p, workspace)
-                  : launch_main<T, kHeadDim, false, kLarge>(p, workspace);
-  launch_finish<Backward<T, kHeadDim, false, kLarge>>(p, workspace);
+  launch_main<T, kHeadDim, kKind, kLarge>(p, workspace);
+  launch_finish<Backward<T, kHeadDim, Kind::kPlain, kLarge>>(p, workspace);
+  if constexpr (kKind == Kind::kGeneral) finish_biases(p, workspace);
 }
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, Kind kKind>
 size_t backward_bytes(const AttnGradParams& p) {
-  return static_cast<size_t>(has_large_shared_memory() ? backward_workspace<T, kHeadDim, true>(p).bytes
-                                                       : backward_workspace<T, kHeadDim, false>(p).bytes);
+  return static_cast<size_t>(has_large_shared_memory() ? backward_workspace<T, kHeadDim, kKind, true>(p).bytes
+                                                       : backward_workspace<T, kHeadDim, kKind, false>(p).bytes);
 }
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, Kind kKind>
 void backward(const AttnGradParams& p) {
-  has_large_shared_memory() ? launch_backward<T, kHeadDim, true>(p) : launch_backward<T, kHeadDim, false>(p);
+  has_large_shared_memory() ? launch_backward<T, kHeadDim, kKind, true>(p)
+                            : launch_backward<T, kHeadDim, kKind, false>(p);
 }
 
 }  // namespace flashattn_ext::sm80

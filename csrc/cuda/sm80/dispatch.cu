@@ -6,15 +6,15 @@
 namespace flashattn_ext {
 namespace {
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, Kind kKind>
 struct Sm80 {
-  static constexpr Kernels kKernels{0, sm80::forward<T, kHeadDim>, sm80::backward_bytes<T, kHeadDim>,
-                                    sm80::backward<T, kHeadDim>};
+  static constexpr Kernels kKernels{0, sm80::forward<T, kHeadDim, kKind>, sm80::backward_bytes<T, kHeadDim, kKind>,
+                                    sm80::backward<T, kHeadDim, kKind>};
 };
 
-std::string supports(const AttnParams& p, bool /*backward*/) {
+std::string supports(const AttnParams& p, bool backward) {
   std::string reason = wrong_dtype(p);
-  if (reason.empty()) reason = refuses_scores_and_masks(p, "CUDA");
+  if (reason.empty()) reason = refuses_biases(p, backward);
   if (!reason.empty() || compute_capability() >= 80) return reason;
   return wrong_device("8.0 or newer", "use torch's scaled_dot_product_attention there");
 }

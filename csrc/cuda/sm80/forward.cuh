@@ -3,6 +3,8 @@
 // run under products: the next keys arrive while these values are used, and these values while these keys are.
 #pragma once
 
+#include "../common/general_scores.cuh"
+#include "../common/intervals.cuh"
 #include "../common/launch.cuh"
 #include "../common/scores.cuh"
 #include "../common/tile.cuh"
@@ -12,19 +14,23 @@
 
 namespace flashattn_ext::sm80 {
 
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, Kind kKind>
 struct Forward {
   using Core = TensorCore<T>;
-  using Score = PlainScore<float, true>;
-  static constexpr ForwardTile kTile = forward_tile<sizeof(T), kHeadDim, kDropout>();
+  static constexpr bool kGeneral = kKind == Kind::kGeneral;
+  static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
+  using Score = std::conditional_t<kGeneral, GeneralScore, PlainScore<float, true>>;
+  static constexpr ForwardTile kTile = forward_tile<sizeof(T), kHeadDim, kKind>();
   static constexpr int kThreads = kTile.warps * 32, kRowTiles = kTile.row_tiles, kStages = kTile.stages;
-  static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, kDropout>(kTile);
+  static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, kKind>(kTile);
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kSharedBytes = (kQueries + 2 * kStages * kKeys) * kStride * static_cast<int>(sizeof(T));
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDim / 8, kSteps = kKeys / Core::kK;
   static_assert(kSharedBytes <= kSmallShared);
   using Scores = float[kRowTiles][kScoreTiles][4];
   using Weights = typename Core::A[kRowTiles][kSteps];
+  using Bias = TileBias<T, false, kRowTiles, kScoreTiles>;
+  using BiasAhead = std::conditional_t<kGeneral, typename Bias::Ahead, Nothing>;
 
   // Registers run out. What a step needs beside its tiles is kept in the padding of the query tile's first rows, or in
   // registers where that was found to spill less: no kernel of head_dim 64 or 128 spills.
@@ -35,9 +41,23 @@ struct Forward {
     const T *k, *v;  // of the head's first key; in registers, of the keys that are loaded next
   };
   static_assert(sizeof(Head) <= kVectorBytes && sizeof(Dropout) <= kVectorBytes && sizeof(KeyPointers) <= kVectorBytes);
-  static constexpr bool kPointersInPadding = kHeadDim > 64 || sizeof(T) == 4;
+  static constexpr bool kPointersInPadding = kHeadDim > 64 || sizeof(T) == 4 || kMasks;
   static constexpr bool kLengthsInPadding =
       sizeof(T) == 2 && (kHeadDim == 96 || kHeadDim == 144 || (kHeadDim == 128 && kDropout));
+
+  // With a Mask the key tiles to visit are found by the first warp, some at a time, and listed in the padding of the
+  // keys; the intervals of a tile's keys are in the padding of its values.
+  struct KeyList {
+    int count;  // of tiles on the list
+    int next;   // the tile to look at for the next list
+    int first;  // the tile to end with
+  };
+  struct ListedTile {
+    int n;
+    Limits seen_by_all;  // rows that see all of its keys, as far as the Mask is concerned
+    bool masked;         // by causal or window
+  };
+  static_assert(sizeof(ListedTile) <= kVectorBytes && (!kMasks || (kKeys >= 32 && kThreads >= kKeys)));
 
   const AttnParams& p;
   T *q_tile, *k_tile, *v_tile;
@@ -68,9 +88,13 @@ struct Forward {
   __device__ Dropout* dropout() const { return padding<Dropout>(1); }
   __device__ KeyPointers* pointers() const { return padding<KeyPointers>(2); }
   __device__ float* tolerance() const { return padding<float>(3); }
+  __device__ const int2** pairs() const { return padding<const int2*>(4); }  // of the head's first key
+  __device__ KeyList* list() const { return padding<KeyList>(5); }
+  __device__ ListedTile* listed(int i) const { return reinterpret_cast<ListedTile*>(k_tile + i * kStride + kHeadDim); }
   __device__ int length_q() const { return kLengthsInPadding ? head()->length_q : own_length_q; }
   __device__ int length_k() const { return kLengthsInPadding ? head()->length_k : own_length_k; }
   __device__ Mask32 mask() const { return Mask32(p, length_q(), length_k()); }
+  __device__ bool drops() const { return kDropout && (!kGeneral || p.has_dropout()); }
 
   __device__ void run(const TileOrder& order) {
     const int heads = static_cast<int>(p.heads_q);
@@ -94,7 +118,8 @@ struct Forward {
     if (threadIdx.x == 0) {
       *head() = {b, h, own_length_q, own_length_k};
       *pointers() = {row_pointer<const T>(p.k, b, hk, keys.start), row_pointer<const T>(p.v, b, hk, keys.start)};
-      if (kDropout) *dropout() = Dropout(p, b);
+      if (drops()) *dropout() = Dropout(p, b);
+      if (kMasks) *pairs() = IntervalPairs(p, b, static_cast<int>(hk), static_cast<int>(keys.start)).head(h);
       // A sink is the first maximum. If keys may stay above it, weights near 1 are not exact, and dS loses digits.
       *tolerance() = sink_counts(head_sink(p, h)) ? 0.f : kTolerance;
     }
@@ -123,12 +148,56 @@ struct Forward {
     ptx::cp_async_commit();
   }
 
+  // The same for values, with the intervals of their keys.
+  __device__ void load_values(T* tile, int n, int columns) {
+    if constexpr (kMasks) {
+      const int key = n * kKeys + threadIdx.x;
+      if (threadIdx.x < kKeys && *pairs() != nullptr) {
+        ptx::cp_async_8(tile + threadIdx.x * kStride + kHeadDim, *pairs() + min(key, length_k() - 1), key < length_k());
+      }
+    }
+    load_keys(tile, &KeyPointers::v, p.v.row_stride, n, columns);
+  }
+
+  // Lists key tiles from `next` down to `first`.
+  __device__ void list_tiles(int next, int first) {
+    if (threadIdx.x < 32) {
+      const int b = head()->b, h = head()->h, key_start = static_cast<int>(key_sequence(p, b).start);
+      const Limits rows{row0, min(row0 + kQueries, length_q())}, full = mask().keys_of_all(rows.begin, rows.end);
+      const KeyTileFinder<kKeys> finder{KeyExtremes(p, b, h, 1, key_start, length_k()), rows, first};
+      const int count = finder.find(&next, [&](int i, int n, const IntervalExtremes& keys) {
+        *listed(i) = {n, {keys.all_first, keys.all_last}, n * kKeys < full.begin || (n + 1) * kKeys > full.end};
+      });
+      if (threadIdx.x == 0) *list() = {count, next, first};
+    }
+    __syncthreads();
+  }
+  // The i-th key tile on the list; -1 after the last one.
+  __device__ int listed_tile(int i) const { return i < list()->count ? listed(i)->n : -1; }
+  // Moves i to the next tile of the list, which becomes another list after its end. Every thread of the block calls it.
+  __device__ void advance(int* i) {
+    const auto [count, next, first] = *list();
+    if (++*i < count || next < first) return;
+    __syncthreads();
+    *i = 0;
+    list_tiles(next, first);
+  }
+  // Whether all rows of this warp see all keys of the i-th tile on the list.
+  __device__ bool is_whole(int i) const {
+    const Limits rows = listed(i)->seen_by_all;
+    const int row = row0 + tile_row(0);
+    return rows.begin <= row && rows.end >= min(row + 16 * kRowTiles, length_q());
+  }
+
   __device__ void walk_keys() {
     const int b = head()->b, h = head()->h, row_end = min(row0 + kQueries, length_q());
     const Limits visible = mask().keys_of(row0, row_end), full = mask().keys_of_all(row0, row_end);
     const int first = visible.begin / kKeys, last = (visible.end - 1) / kKeys;
     const int first_full = (full.begin + kKeys - 1) / kKeys, end_full = full.end / kKeys;  // tiles that need no mask
     if (visible.end == visible.begin) return;
+    if (kMasks) list_tiles(last, first);
+    int i = 0, n = kMasks ? listed_tile(i) : last;  // i: of the tile on the list
+    if (kMasks && n < 0) return;
     const int columns = static_cast<int>(p.head_dim), columns_v = static_cast<int>(p.head_dim_v);
     const T* q = row_pointer<const T>(p.q, b, h, query_sequence(p, b).start + row0);
     load_tile<T, kQueries, kHeadDim, kThreads>(q_tile, q, p.q.row_stride, row_end - row0, columns);
@@ -136,44 +205,71 @@ struct Forward {
       const int64_t hk = h / p.group_size(), key = key_sequence(p, b).start + last * kKeys;
       own_pointers = {row_pointer<const T>(p.k, b, hk, key), row_pointer<const T>(p.v, b, hk, key)};
     }
-    load_keys(k_tile, &KeyPointers::k, p.k.row_stride, last, columns);
-    if (kStages == 2) load_keys(v_tile, &KeyPointers::v, p.v.row_stride, last, columns_v);
+    load_keys(k_tile, &KeyPointers::k, p.k.row_stride, n, columns);
+    if (kStages == 2) load_values(v_tile, n, columns_v);
     int stage = 0;  // as an offset of elements
-    for (int n = last; n >= first; --n) {
+    for (; kMasks ? n >= 0 : n >= first; n = kMasks ? listed_tile(i) : n - 1) {
       ptx::cp_async_wait<0>();
       __syncthreads();
+      const bool whole = !kMasks || is_whole(i);
+      const bool masked = kMasks ? listed(i)->masked : n < first_full || n >= end_full;
+      if (kMasks) advance(&i);
+      const int next = kMasks ? listed_tile(i) : n - 1;
+      const bool more = kMasks ? next >= 0 : n > first;
       if (kStages == 1) {
-        load_keys(v_tile, &KeyPointers::v, p.v.row_stride, n, columns_v);
-      } else if (n > first) {
-        load_keys(k_tile + (kKeys * kStride - stage), &KeyPointers::k, p.k.row_stride, n - 1, columns);
-        load_keys(v_tile + (kKeys * kStride - stage), &KeyPointers::v, p.v.row_stride, n - 1, columns_v);
+        load_values(v_tile, n, columns_v);
+      } else if (more) {
+        load_keys(k_tile + (kKeys * kStride - stage), &KeyPointers::k, p.k.row_stride, next, columns);
+        load_values(v_tile + (kKeys * kStride - stage), next, columns_v);
       }
       Scores scores;
+      BiasAhead bias_ahead;
+      if constexpr (kGeneral) bias(n).load_ahead(bias_ahead);
       score_product<kHeadDim>(scores, q_tile, tile_row(0), k_tile + stage, 0);
       if (kStages == 1) {
         ptx::cp_async_wait<0>();
         __syncthreads();
-        if (n > first) load_keys(k_tile, &KeyPointers::k, p.k.row_stride, n - 1, columns);
+        if (more) load_keys(k_tile, &KeyPointers::k, p.k.row_stride, next, columns);
       }
       Weights weights;
-      weigh(weights, scores, n, n < first_full || n >= end_full);
+      weigh(weights, scores, n, masked, whole, v_tile + stage, bias_ahead);
       __syncwarp();  // keeps the compiler from loading so much of V ahead that registers run out
       value_product(weights, v_tile + stage);
       if (kStages == 2) stage = kKeys * kStride - stage;
     }
   }
 
-  // Scores against key tile n become weights, with dropout applied; what `out` has summed up is rescaled.
-  __device__ void weigh(Weights& weights, Scores& scores, int n, bool masked) {
+  // Of this warp's scores against key tile n; found again rather than kept in registers.
+  __device__ Bias bias(int n) const {
+    return Bias(p, head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), n * kKeys);
+  }
+
+  // Scores against key tile n become weights, with dropout applied; what `out` has summed up is rescaled. masked: by
+  // causal or window; whole: not by a Mask, whose intervals are beside the values.
+  __device__ void weigh(Weights& weights, Scores& scores, int n, bool masked, bool whole, const T* values,
+                        [[maybe_unused]] BiasAhead& bias_ahead) {
     constexpr bool kDropEarly = sizeof(T) == 4 || kHeadDim == 144;  // takes fewer registers there
     auto drop = [&](int i) {
-      if (kDropout) dropout()->template drop<Core>(weights[i], head()->h, row0 + tile_row(i), n * kKeys);
+      if (drops()) dropout()->template drop<Core>(weights[i], head()->h, row0 + tile_row(i), n * kKeys);
     };
-    store_scores(scores, score);
+    if constexpr (kGeneral) {
+      score.template make_logits<T>(scores);
+      bias(n).add(scores, bias_ahead);
+    } else {
+      store_scores(scores, score);
+    }
     if (masked) hide_keys<true, true>(scores, mask(), ptx::opaque(row0) + tile_row(0) + g(), n * kKeys + 2 * t());
+    if (kMasks && !whole) {
+      hide_keys_by_interval(scores, ptx::opaque(row0) + tile_row(0) + g(), [&](int tile) {
+        const T* const at = values + (tile * 8 + 2 * t()) * kStride + kHeadDim;
+        const int2 even = *reinterpret_cast<const int2*>(at), odd = *reinterpret_cast<const int2*>(at + kStride);
+        return make_int4(even.x, even.y, odd.x, odd.y);
+      });
+    }
+    const auto& row_score = stored_rule(score);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
-      softmax[i].weigh(scores[i], score, *tolerance(), [&](const float (&shrink)[2]) { rescale(out[i], shrink); });
+      softmax[i].weigh(scores[i], row_score, *tolerance(), [&](const float (&shrink)[2]) { rescale(out[i], shrink); });
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) weights[i][step] = Core::from_accumulators(scores[i], step);
       if (kDropEarly) drop(i);
@@ -220,27 +316,21 @@ struct Forward {
   }
 };
 
-template <class T, int kHeadDim, bool kDropout>
-__global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads,
-                                  Forward<T, kHeadDim, kDropout>::kTile.blocks)
+template <class T, int kHeadDim, Kind kKind>
+__global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, Forward<T, kHeadDim, kKind>::kTile.blocks)
     forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ TileOrder order,
-                   const __grid_constant__ typename Forward<T, kHeadDim, kDropout>::Score score) {
+                   const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Score score) {
   extern __shared__ __align__(16) unsigned char shared[];
-  Forward<T, kHeadDim, kDropout>(p, score, reinterpret_cast<T*>(shared)).run(order);
+  Forward<T, kHeadDim, kKind>(p, score, reinterpret_cast<T*>(shared)).run(order);
 }
 
-template <class T, int kHeadDim, bool kDropout>
-void launch_forward(const AttnParams& p) {
-  using Kernel = Forward<T, kHeadDim, kDropout>;
+template <class T, int kHeadDim, Kind kKind>
+void forward(const AttnParams& p) {
+  using Kernel = Forward<T, kHeadDim, kKind>;
   if (p.batch * p.heads_q == 0) return;
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries);
-  launch(forward_kernel<T, kHeadDim, kDropout>, "forward", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
+  launch(forward_kernel<T, kHeadDim, kKind>, "forward", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
          Kernel::kSharedBytes, forward_order(p, blocks, sizeof(T)), Kernel::Score::of(p));
-}
-
-template <class T, int kHeadDim>
-void forward(const AttnParams& p) {
-  p.has_dropout() ? launch_forward<T, kHeadDim, true>(p) : launch_forward<T, kHeadDim, false>(p);
 }
 
 }  // namespace flashattn_ext::sm80

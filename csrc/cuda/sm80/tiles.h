@@ -4,15 +4,16 @@
 
 #include <cstdint>
 
+#include "../common/kind.h"
 #include "../common/tile_choice.h"
 
 namespace flashattn_ext::sm80 {
 
 struct ForwardTile {
-  int warps;
-  int row_tiles;  // of a warp: 16 queries each
-  int keys;
-  int blocks;      // on a multiprocessor at a time; bounds the registers
+  int warps = 0;
+  int row_tiles = 0;  // of a warp: 16 queries each
+  int keys = 0;
+  int blocks = 0;  // on a multiprocessor at a time; bounds the registers
   int stages = 1;  // of keys and values
   constexpr int queries() const { return warps * row_tiles * 16; }
   constexpr bool exists() const { return warps > 0; }
@@ -20,27 +21,29 @@ struct ForwardTile {
 
 struct ForwardTiles {
   int head_dim;
-  bool dropout;
+  Kind kind;
   ForwardTile tiles[kRowTiles];
 };
 
 // For 16-bit types.
 constexpr ForwardTiles kForwardTiles[] = {
-    {64, false, {{4, 2, 64, 3}, {4, 2, 128, 2}, {8, 1, 64, 2}}},
-    {64, true, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 2}}},
-    {96, false, {{4, 2, 64, 2, 2}, {4, 2, 64, 2}, {8, 1, 64, 1}}},
-    {96, true, {{4, 2, 64, 2, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
-    {128, false, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
-    {128, true, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
-    {144, false, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
-    {144, true, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
-    {192, false, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
-    {192, true, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
-    {256, false, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
-    {256, true, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    {64, Kind::kPlain, {{4, 2, 64, 3}, {4, 2, 128, 2}, {8, 1, 64, 2}}},
+    {64, Kind::kDropout, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 2}}},
+    {96, Kind::kPlain, {{4, 2, 64, 2, 2}, {4, 2, 64, 2}, {8, 1, 64, 1}}},
+    {96, Kind::kDropout, {{4, 2, 64, 2, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    {128, Kind::kPlain, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    {128, Kind::kDropout, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    {128, Kind::kGeneral, {{4, 2, 32, 2}}},
+    {144, Kind::kPlain, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    {144, Kind::kDropout, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    {144, Kind::kGeneral, {{4, 2, 32, 2}}},
+    {192, Kind::kPlain, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    {192, Kind::kDropout, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    {256, Kind::kPlain, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    {256, Kind::kDropout, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
 };
 
-template <int kBytes, int kHeadDim, bool kDropout>
+template <int kBytes, int kHeadDim, Kind kKind>
 constexpr ForwardTile forward_tile() {
   if constexpr (kBytes == 4) {
     if (kHeadDim <= 64) return {8, 1, 32, 1};
@@ -48,19 +51,16 @@ constexpr ForwardTile forward_tile() {
     if (kHeadDim <= 192) return {4, 1, 32, 1};
     return {2, 1, 32, 1};
   } else {
-    for (const ForwardTiles& row : kForwardTiles) {
-      if (row.head_dim == kHeadDim && row.dropout == kDropout) return choose(row.tiles);
-    }
-    return {};
+    return find_tile<ForwardTile>(kForwardTiles, kHeadDim, kKind);
   }
 }
 
 // Keys of a step. Where registers are scarcest, code for sm_80 spills with more than 32 of them. Only device code knows
 // what it is compiled for, so the host takes shared memory for the keys of the table.
-template <int kHeadDim, bool kDropout>
+template <int kHeadDim, Kind kKind>
 constexpr int step_keys(const ForwardTile& tile) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  if (kHeadDim == 144 || (kHeadDim == 128 && kDropout)) return tile.keys < 32 ? tile.keys : 32;
+  if (kHeadDim == 144 || (kHeadDim == 128 && can_drop(kKind))) return tile.keys < 32 ? tile.keys : 32;
 #endif
   return tile.keys;
 }

@@ -12,12 +12,13 @@
 
 namespace flashattn_ext::sm90 {
 
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, Kind kKind>
 struct Backward {
-  using Work = BackwardWork;
-  using Scores = PackedScores<T, backward_tile<kHeadDim, kDropout>().queries, kDropout>;
+  using Work = BackwardWorkOf<kKind>;
+  static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
+  using Scores = PackedScores<T, backward_tile<kHeadDim, kKind>().queries, kKind>;
   using Layout = DqLayout<T, kHeadDim>;
-  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout>();
+  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kKind>();
   static constexpr RegisterBudget kRegisters = kBackwardRegisters;
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages;
@@ -46,6 +47,7 @@ struct Backward {
     PhiloxKey philox;
     typename Scores::Kept kept[kDropout ? 2 : 0];  // one for each warpgroup
     Work work[kWorkStages];
+    int added_before[kMasks ? kStepsKept : 0];
     ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
     ptx::Barrier q_full[kStages], dout_full[kStages], queries_empty[kStages];
     ptx::Barrier work_full[kWorkStages], work_empty[kWorkStages];
@@ -90,6 +92,7 @@ struct Backward {
   struct Pending {
     int64_t tile = -1;  // its first tile in the workspace's dq; negative when there is none
     int m = 0;          // its number in its sequence
+    int step = 0;       // in which its scores were computed
   };
 
   Shared& shared;
@@ -100,6 +103,7 @@ struct Backward {
   RingPosition<kKeyStages> keys;
   RingPosition<kStages> queries;  // those whose scores have been computed last
   int buffer = 0;                 // of shared.dscores: the one written last
+  int step = 0;                   // of this thread block so far
   float dk[kColumnTiles][4], dv[kColumnTiles][4];
   typename Scores::Packed weights;
 
@@ -132,7 +136,12 @@ struct Backward {
   // A step takes two turns. dq of a step is computed in the next one, when dS^T of both warpgroups is in shared memory,
   // and added to the workspace in the one after that.
   __device__ __forceinline__ void walk_queries(const Work& work) {
-    Limits unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64);
+    Limits unmasked;
+    if constexpr (kMasks) {
+      unmasked = work.unmasked[group];
+    } else {
+      unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64);
+    }
     unmasked = {uniform(unmasked.begin), uniform(unmasked.end)};
     QueryWalk now(work, static_cast<int>(p.group_size()));
     Pending adding, next_to_add;  // the tile whose dq is in registers, and the one whose dq is computed next
@@ -168,7 +177,7 @@ struct Backward {
       ptx::hold(dq);
       ptx::barrier_arrive(&shared.queries_empty[stage]);
       adding = next_to_add;
-      next_to_add = {dq_tile(work, now), now.m};
+      next_to_add = {dq_tile(work, now), now.m, step++};
       now.advance();
       weigh(scores, work, now, unmasked, dq, adding);
     }
@@ -187,7 +196,7 @@ struct Backward {
     ptx::wgmma_wait<0>();
     ptx::hold(dq);
     release(shared.keys_empty[keys.stage]);
-    add_query_gradient(dq, work, {dq_tile(work, now), now.m});
+    add_query_gradient(dq, work, {dq_tile(work, now), now.m, step++});
     queries.advance();
     keys.advance();
   }
@@ -249,7 +258,7 @@ struct Backward {
     float* const to = fragments(work, adding);
     Scores::weigh(
         weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
-        [&] { return work.mask(p); }, row0, key,
+        [&] { return visible(p, work, now.h); }, row0, key,
         [&](int n) {
           constexpr int kSpread = kQueries / 8 / kEarly;
           if (n % kSpread == 0) add_fragment(to, dq, n / kSpread);
@@ -311,7 +320,8 @@ struct Backward {
   }
   __device__ __forceinline__ auto order(const Work& work, const Pending& pending) const {
     return DqOrder{workspace.dq_added + pending.tile * Layout::kParts + group, thread() % kGroupThreads == 0,
-                   [&] { return key_tiles_before(work.mask(p), work.n, kKeys, pending.m * kQueries, kQueries); },
+                   [&] { return added_before(*this, work, pending.m, pending.step); },
+                   [&] { return added_after(*this, work, pending.m, pending.step); },
                    [&] { ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads); }};
   }
 };
@@ -334,9 +344,9 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
 }
 
 // The kernel of a class of head dims.
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, Kind kKind>
 using BackwardOf =
-    std::conditional_t<is_wide(kHeadDim), WideBackward<T, kHeadDim, kDropout>, Backward<T, kHeadDim, kDropout>>;
+    std::conditional_t<is_wide(kHeadDim), WideBackward<T, kHeadDim, kKind>, Backward<T, kHeadDim, kKind>>;
 
 template <class T, int kHeadDim>
 BackwardWorkspace backward_workspace(const AttnGradParams& p) {
@@ -344,22 +354,17 @@ BackwardWorkspace backward_workspace(const AttnGradParams& p) {
   return BackwardWorkspace(p, Layout::kTileRows, Layout::kTileFloats, Layout::kParts);
 }
 
-template <class T, int kHeadDim, bool kDropout>
-void launch_main(const AttnGradParams& p, const BackwardWorkspace& workspace) {
-  using Kernel = BackwardOf<T, kHeadDim, kDropout>;
-  launch_backward_main<Kernel>(backward_kernel<Kernel>, p, workspace);
-}
-
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, Kind kKind>
 size_t backward_bytes(const AttnGradParams& p) {
   return static_cast<size_t>(backward_workspace<T, kHeadDim>(p).bytes);
 }
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, Kind kKind>
 void backward(const AttnGradParams& p) {
   const BackwardWorkspace workspace = backward_workspace<T, kHeadDim>(p);
   launch_prepare<T>(p, workspace);
-  p.has_dropout() ? launch_main<T, kHeadDim, true>(p, workspace) : launch_main<T, kHeadDim, false>(p, workspace);
+  using Kernel = BackwardOf<T, kHeadDim, kKind>;
+  launch_backward_main<Kernel>(backward_kernel<Kernel>, p, workspace);
   launch_finish<DqLayout<T, kHeadDim>>(p, workspace);
 }
 

@@ -5,6 +5,7 @@
 #include "../common/backward_finish.cuh"
 #include "../common/device.h"
 #include "../common/dq_order.cuh"
+#include "../common/intervals.cuh"
 #include "../common/ring.cuh"
 #include "../common/scores.cuh"
 #include "../common/store_row.cuh"
@@ -27,7 +28,7 @@ template <class T, int kHeadDimension>
 struct DqLayout {
   using Element = T;
   static constexpr bool kWide = is_wide(kHeadDimension);
-  static constexpr int kQueries = backward_tile<kHeadDimension, false>().queries, kTileRows = 16;
+  static constexpr int kQueries = backward_tile<kHeadDimension, Kind::kPlain>().queries, kTileRows = 16;
   static constexpr int kParts = kWide ? 1 : 2, kThreads = kParts * kGroupThreads, kSplits = 1;
   static constexpr int kHeadDim = kWide ? kHeadDimension : kParts * 64 * 64 / kQueries;  // some columns may be unused
   static constexpr int kStride = kTileStride<T, kHeadDim>;
@@ -63,6 +64,40 @@ struct alignas(16) BackwardWork {
   __device__ __forceinline__ Mask32 mask(const AttnParams& p) const { return Mask32(p, length_q, length_k); }
 };
 
+// The same for kernels that can read a Mask.
+struct MaskedBackwardWork : BackwardWork {
+  Limits unmasked[2];   // queries that see all of the first 64 keys, and of the second
+  IntervalPairs pairs;  // of the sequence
+};
+template <Kind kKind>
+using BackwardWorkOf = std::conditional_t<can_mask(kKind), MaskedBackwardWork, BackwardWork>;
+
+__device__ __forceinline__ KeyExtremes key_extremes(const AttnParams& p, const BackwardWork& work) {
+  const int group = static_cast<int>(p.group_size());
+  return KeyExtremes(p, work.b, work.hk * group, group, work.key_start, work.length_k);
+}
+
+// What a key is seen by in a query head.
+__device__ __forceinline__ Mask32 visible(const AttnParams& p, const BackwardWork& work, int) { return work.mask(p); }
+__device__ __forceinline__ IntervalMask visible(const AttnParams& p, const MaskedBackwardWork& work, int h) {
+  return IntervalMask(work.mask(p), work.pairs.head(h));
+}
+
+// In a deterministic call: what the counter of query tile m (dq_order.cuh) holds when the key tile may add to it, and
+// when it has. In kernels that can read a Mask the loading warp finds out, for the last kStepsKept steps of the thread
+// block; `step` counts these.
+constexpr int kStepsKept = 8;
+template <class Kernel>
+__device__ __forceinline__ int added_before(const Kernel& kernel, const BackwardWork& work, int m, int step) {
+  constexpr int kQueries = Kernel::kQueries;
+  if constexpr (Kernel::kMasks) return kernel.shared.added_before[step % kStepsKept];
+  return key_tiles_before(work.mask(kernel.p), work.n, Kernel::kKeys, m * kQueries, kQueries);
+}
+template <class Kernel>
+__device__ __forceinline__ int added_after(const Kernel& kernel, const BackwardWork& work, int m, int step) {
+  return Kernel::kMasks ? work.n + 1 : added_before(kernel, work, m, step) + 1;
+}
+
 // The walk over the query tiles of a key tile: all tiles of one head, then all of the group's next head.
 struct QueryWalk {
   int h, m;              // where it is: query head, number of the tile in its sequence
@@ -92,6 +127,7 @@ constexpr int kQueryArrivals = 1 + 32;
 
 template <class Kernel>
 struct BackwardLoader {
+  using Work = typename Kernel::Work;
   static constexpr int kQueries = Kernel::kQueries, kKeys = Kernel::kKeys;
 
   typename Kernel::Shared& shared;
@@ -102,6 +138,7 @@ struct BackwardLoader {
   RingPosition<Kernel::kStages> queries;
   RingPosition<Kernel::kWorkStages> works;
   int query_start = 0;
+  int step = 0;  // with a Mask: kStepsKept
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
@@ -137,17 +174,37 @@ struct BackwardLoader {
   __device__ void find_queries(BackwardWork& work, int n) const {
     work.n = n;
     work.key0 = n * kKeys;
-    const Limits rows = work.mask(p).rows_of(work.key0, min(work.key0 + kKeys, work.length_k));
+    const int end = min(work.key0 + kKeys, work.length_k);
+    Limits rows = work.mask(p).rows_of(work.key0, end);
+    if constexpr (Kernel::kMasks) {
+      if (work.exists()) rows = clipped(rows, key_extremes(p, work).of_tile(work.key0, end));
+    }
     work.first = rows.begin / kQueries;
     work.tiles = rows.end > rows.begin && p.heads_q > 0 ? (rows.end - 1) / kQueries + 1 - work.first : 0;
   }
   __device__ void publish(const BackwardWork& work) {
     ptx::barrier_wait(&shared.work_empty[works.stage], works.parity ^ 1);
     if (lane() == 0) {
-      shared.work[works.stage] = work;
+      Work& to = shared.work[works.stage];
+      static_cast<BackwardWork&>(to) = work;
+      if constexpr (Kernel::kMasks) {
+        if (work.exists()) describe_mask(to);
+      }
       ptx::barrier_arrive(&shared.work_full[works.stage]);
     }
     works.advance();
+  }
+
+  // What is the Mask's in a description that is in shared memory already.
+  __device__ void describe_mask(Work& work) const {
+    work.pairs = IntervalPairs(p, work.b, work.hk, work.key_start);
+    const KeyExtremes extremes = key_extremes(p, work);
+    for (int i = 0; i < kKeys / 64; ++i) {
+      const int key = work.key0 + i * 64, end = min(key + 64, work.length_k);
+      Limits unmasked = Kernel::Scores::unmasked_queries(p, work.mask(p), key, 64);
+      if (key < end) unmasked = clipped_to_all(unmasked, extremes.of_granules(key, end), work.length_q);
+      work.unmasked[i] = unmasked;
+    }
   }
 
   __device__ void load_tile(const BackwardWork& work) {
@@ -183,6 +240,14 @@ struct BackwardLoader {
     for (int i = 0; i < kQueries / 32; ++i) {
       shared.lse[stage][i * 32 + lane()] = lse[i];
       shared.delta[stage][i * 32 + lane()] = delta[i];
+    }
+    if constexpr (Kernel::kMasks) {
+      const Limits rows{now.m * kQueries, (now.m + 1) * kQueries};
+      if (p.deterministic && lane() == 0) {
+        shared.added_before[step % kStepsKept] =
+            key_tile_before<kKeys>(key_extremes(p, work), work.mask(p), work.n, rows) + 1;
+      }
+      ++step;
     }
     ptx::barrier_arrive(&shared.q_full[stage]);  // every lane, for what it has written
     queries.advance();

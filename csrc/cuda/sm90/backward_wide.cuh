@@ -8,11 +8,12 @@
 
 namespace flashattn_ext::sm90 {
 
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, Kind kKind>
 struct WideBackward {
-  using Work = BackwardWork;
+  using Work = BackwardWorkOf<kKind>;
+  static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
   using Layout = DqLayout<T, kHeadDim>;
-  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kDropout>();
+  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kKind>();
   static constexpr WideRegisterBudget kRegisters = kWideBackwardRegisters;
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages;
@@ -23,7 +24,7 @@ struct WideBackward {
   // A thread block of 512 starts with 128 registers for a thread, and the compiler wants the operands of one
   // instruction to fit in them.
   static constexpr int kMostTiles = 24;
-  using Scores = PackedScores<T, kQueries, kDropout>;
+  using Scores = PackedScores<T, kQueries, kKind>;
 
   // Tiles are as in common/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
   // overwritten.
@@ -37,6 +38,7 @@ struct WideBackward {
     float lse[kStages][kQueries], delta[kStages][kQueries];
     typename Scores::Kept kept[kDropout ? kBuffers : 0];
     Work work[kWorkStages];
+    int added_before[kMasks ? kStepsKept : 0];
     ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
     ptx::Barrier q_full[kStages], dout_full[kStages], queries_empty[kStages];
     ptx::Barrier weights_full[kBuffers], weights_empty[kBuffers], dscores_full[kBuffers], dscores_empty[kBuffers];
@@ -115,7 +117,12 @@ struct WideBackward {
       works.advance();
     }
     __device__ __forceinline__ Limits unmasked_queries(const Work& work) const {
-      const Limits unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0, kKeys);
+      Limits unmasked;
+      if constexpr (kMasks) {
+        unmasked = work.unmasked[0];
+      } else {
+        unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0, kKeys);
+      }
       return {uniform(unmasked.begin), uniform(unmasked.end)};
     }
     __device__ __forceinline__ void end_queries(int stage) { ptx::barrier_arrive(&shared.queries_empty[stage]); }
@@ -189,7 +196,7 @@ struct WideBackward {
       ptx::hold(scores);
       Scores::weigh(
           weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
-          [&] { return work.mask(p); }, row0, key, [](int) {});
+          [&] { return visible(p, work, now.h); }, row0, key, [](int) {});
       if constexpr (kDropout) {
         // The other buffer is free for the next step: all warps have passed this barrier since they read it.
         ptx::named_barrier_sync(this->group, kGroupThreads);
@@ -300,6 +307,9 @@ struct WideBackward {
   struct QueryGradient : Group {
     using Group::Group;
     using Group::shared, Group::p, Group::workspace, Group::keys, Group::dscores_at, Group::warp_key;
+    static constexpr int kQueries = WideBackward::kQueries, kKeys = WideBackward::kKeys;
+    static constexpr bool kMasks = WideBackward::kMasks;
+    int step = 0;  // of this thread block so far
 
     __device__ __forceinline__ void compute_tiles() {
       while (const Work* const work = this->receive()) {
@@ -318,12 +328,14 @@ struct WideBackward {
         float* const to = Layout::fragment(workspace, tile, warp_key / 16, 0);
         ptx::barrier_wait(&shared.dscores_full[dscores_at.stage], dscores_at.parity);
         const DqOrder order{workspace.dq_added + tile, this->thread() == 0,
-                            [&] { return key_tiles_before(work.mask(p), work.n, kKeys, now.m * kQueries, kQueries); },
+                            [&] { return added_before(*this, work, now.m, step); },
+                            [&] { return added_after(*this, work, now.m, step); },
                             [&] { ptx::named_barrier_sync(this->group, kGroupThreads); }};
         if (p.deterministic) order.await_earlier_keys();
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) add_panel(panel, exists ? to : nullptr);
         if (p.deterministic) order.admit_later_keys();
+        ++step;
         dscores_at.advance();
       }
       this->end_keys();

@@ -7,20 +7,31 @@
 namespace flashattn_ext {
 namespace {
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, Kind kKind>
+constexpr Kernels sm90_kernels() {
+  if constexpr (sm90::has_backward(kHeadDim, kKind)) {
+    return {sm90::kForwardBytes, sm90::forward<T, kHeadDim, kKind>, sm90::backward_bytes<T, kHeadDim, kKind>,
+            sm90::backward<T, kHeadDim, kKind>};
+  } else {
+    return {sm90::kForwardBytes, sm90::forward<T, kHeadDim, kKind>, sm80::backward_bytes<T, kHeadDim, kKind>,
+            sm80::backward<T, kHeadDim, kKind>};
+  }
+}
+
+template <class T, int kHeadDim, Kind kKind>
 struct Sm90 {
-  static constexpr Kernels kKernels{sm90::kForwardBytes, sm90::forward<T, kHeadDim>, sm90::backward_bytes<T, kHeadDim>,
-                                    sm90::backward<T, kHeadDim>};
+  static constexpr Kernels kKernels = sm90_kernels<T, kHeadDim, kKind>();
 };
-template <int kHeadDim>
-struct Sm90<float, kHeadDim> {
-  static constexpr Kernels kKernels{0, sm80::forward<float, kHeadDim>, sm80::backward_bytes<float, kHeadDim>,
-                                    sm80::backward<float, kHeadDim>};
+template <int kHeadDim, Kind kKind>
+struct Sm90<float, kHeadDim, kKind> {
+  static constexpr Kernels kKernels{0, sm80::forward<float, kHeadDim, kKind>,
+                                    sm80::backward_bytes<float, kHeadDim, kKind>,
+                                    sm80::backward<float, kHeadDim, kKind>};
 };
 
-std::string supports(const AttnParams& p, bool /*backward*/) {
+std::string supports(const AttnParams& p, bool backward) {
   std::string reason = wrong_dtype(p);
-  if (reason.empty()) reason = refuses_scores_and_masks(p, "Hopper");
+  if (reason.empty()) reason = refuses_biases(p, backward);
   if (!reason.empty() || compute_capability() == 90) return reason;
   return wrong_device("9.0", "use 'cuda-sm80' there");
 }

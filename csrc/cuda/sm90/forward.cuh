@@ -6,6 +6,8 @@
 #pragma once
 
 #include "../common/device.h"
+#include "../common/general_scores.cuh"
+#include "../common/intervals.cuh"
 #include "../common/launch.cuh"
 #include "../common/ring.cuh"
 #include "../common/scores.cuh"
@@ -21,26 +23,44 @@ struct ForwardMaps {
   CUtensorMap q, k, v;
 };
 
-template <class T, int kHeadDim, bool kDropout>
+template <class T, int kHeadDim, Kind kKind>
 struct Forward {
-  using Score = PlainScore<float, true>;
-  static constexpr ForwardTile kTile = forward_tile<kHeadDim, kDropout>();
+  static constexpr bool kGeneral = kKind == Kind::kGeneral;
+  using Score = std::conditional_t<kGeneral, GeneralScore, PlainScore<float, true>>;
+  static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
+  static constexpr ForwardTile kTile = forward_tile<kHeadDim, kKind>();
   static constexpr RegisterBudget kRegisters = register_budget(kTile.groups);
   static constexpr int kGroups = kTile.groups, kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kStages = kTile.stages;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads, kWarps = kGroups * 4;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDim / 8, kSteps = kKeys / 16;
+  using Bias = TileBias<T, false, 1, kScoreTiles>;
 
   // One tile of queries, as the loading warp hands it to the warpgroups. Numbers count from the start of a sequence.
   struct alignas(16) Work {
     int b, h, row0;                       // first query of the tile; work without one ends the kernel
-    int first, last;                      // key tiles that queries of the tile see
+    int first, last;                      // key tiles that queries of the tile see, with a Mask not all between them
     int query_start, length_q, length_k;  // of the sequence; query_start in the rows of its batch entry
 
     __device__ bool exists() const { return row0 < length_q; }
     __device__ bool sees_keys() const { return first <= last; }
     __device__ Mask32 mask(const AttnParams& p) const { return Mask32(p, length_q, length_k); }
+  };
+
+  // With a Mask the loading warp finds the key tiles to visit, and says with the keys which tile they are and who sees
+  // it; the intervals of its keys come with its values when not all rows see all keys.
+  struct FoundTile {
+    int n;
+    IntervalExtremes extremes;
+  };
+  struct alignas(8) KeyTile {
+    static constexpr int kSeen = 16, kLast = 31;
+    int n;
+    // Below kSeen: for each warp, whether all of its rows see all keys as far as the Mask is concerned. From kSeen on:
+    // for each warpgroup, whether rows of it see keys. kLast: whether no tile comes after this one.
+    uint32_t bits;
+    __device__ __forceinline__ bool has(int bit) const { return bits >> bit & 1; }
   };
 
   // Tiles are as in common/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
@@ -53,6 +73,10 @@ struct Forward {
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     ptx::Barrier work_full, work_empty, tail_cleared;
     Work work;
+    ptx::Barrier pairs_full[kMasks ? kStages : 0];  // with the stages of values
+    KeyTile key_tiles[kMasks ? kStages : 0];        // with the stages of keys
+    alignas(16) int2 pairs[kMasks ? kStages : 0][kKeys];
+    FoundTile found[kMasks ? 32 : 0];  // what the loading warp has found and not yet loaded
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
   static_assert(kStages >= 2);  // the next keys are loaded before these values
@@ -69,11 +93,16 @@ struct Forward {
     RingPosition<kStages> k, v;
     uint32_t q_parity = 0, work_parity = 0;
     int key_start = 0;
+    int found = 0, next = 0;  // with a Mask: how many tiles are in shared.found, and which to look at after them
+
+    // One thread loads; with a Mask it needs its whole warp, whose lanes find key tiles and copy intervals.
+    static constexpr int kThreads = kMasks ? 32 : 1;
+    static __device__ __forceinline__ bool leads() { return !kMasks || threadIdx.x == 0; }
 
     __device__ void load_tiles(const TileGrid& grid) {
       const int heads = static_cast<int>(p.heads_q), all_heads = heads * static_cast<int>(p.batch);
       for (int tile = blockIdx.x; tile < grid.tiles;) {
-        const int next = grid.take();
+        const int following = kMasks ? uniform(leads() ? grid.take() : 0) : grid.take();
         const auto [head, block] = grid.index(tile, all_heads);
         // The longest tiles of causal heads come first. A sequence may be longer than the host was told: then a tile
         // number stands for later tiles too.
@@ -81,9 +110,9 @@ struct Forward {
         for (Work work = start_head(head / heads, head % heads); m * kQueries < work.length_q; m += grid.blocks) {
           find_keys(work, m * kQueries);
           publish(work);
-          if (work.sees_keys()) load_tile(work);
+          if (work.sees_keys()) kMasks ? load_found_tiles(work) : load_tile(work);
         }
-        tile = next;
+        tile = following;
       }
       publish(Work{});
     }
@@ -97,16 +126,23 @@ struct Forward {
       work.length_k = static_cast<int>(keys.length);
       return work;
     }
-    __device__ void find_keys(Work& work, int row0) const {
+    __device__ void find_keys(Work& work, int row0) {
       work.row0 = row0;
       const Limits visible = work.mask(p).keys_of(row0, min(row0 + kQueries, work.length_q));
       work.first = visible.begin / kKeys;
       work.last = visible.end > visible.begin ? (visible.end - 1) / kKeys : work.first - 1;
+      if constexpr (kMasks) {
+        next = work.last;
+        find_more(work);
+        if (found == 0) work.last = work.first - 1;
+      }
     }
     __device__ void publish(const Work& work) {
       ptx::barrier_wait(&shared.work_empty, work_parity ^ 1);
-      shared.work = work;
-      ptx::barrier_arrive(&shared.work_full);
+      if (leads()) {
+        shared.work = work;
+        ptx::barrier_arrive(&shared.work_full);
+      }
       work_parity ^= 1;
     }
 
@@ -128,6 +164,80 @@ struct Forward {
         v.advance();
       }
     }
+
+    // The same with a Mask, for the tiles in shared.found and what is found after them.
+    __device__ void load_found_tiles(const Work& work) {
+      const int batch = p.is_varlen() ? 0 : work.b, hk = work.h / static_cast<int>(p.group_size());
+      int i = 0;
+      KeyTile tile = take(work, &i);
+      load_keys(tile, hk, batch);
+      ptx::barrier_wait(&shared.q_empty, q_parity ^ 1);
+      if (leads()) load_panels(shared.q, shared.q_full, maps.q, work.query_start + work.row0, work.h, batch);
+      q_parity ^= 1;
+      for (bool last = false; !last;) {
+        const KeyTile now = tile;
+        last = now.has(KeyTile::kLast);
+        if (!last) {
+          tile = take(work, &i);
+          load_keys(tile, hk, batch);
+        }
+        load_values(work, now, hk, batch);
+      }
+    }
+    static __device__ Limits rows_of(const Work& work) { return {work.row0, min(work.row0 + kQueries, work.length_q)}; }
+    // The i-th tile that was found. Each lane finds out one of the bits.
+    __device__ KeyTile take(const Work& work, int* i) {
+      const FoundTile tile = shared.found[*i];
+      if (++*i == found) {
+        find_more(work);
+        *i = 0;
+      }
+      const int lane = threadIdx.x, size = lane < KeyTile::kSeen ? 16 : 64;
+      const int row = work.row0 + lane % KeyTile::kSeen * size;
+      const Limits rows{row, min(row + size, work.length_q)};
+      bool bit;
+      if (lane < KeyTile::kSeen) {
+        bit = sees_all(tile.extremes, rows);
+      } else {
+        const Limits keys = work.mask(p).keys_of(rows.begin, rows.end);
+        bit = rows.begin < rows.end && sees_some(tile.extremes, rows) && keys.begin < (tile.n + 1) * kKeys &&
+              keys.end > tile.n * kKeys;
+      }
+      if (lane == KeyTile::kLast) bit = found == 0;
+      return {tile.n, __ballot_sync(~0u, bit)};
+    }
+    __device__ void find_more(const Work& work) {
+      const KeyTileFinder<kKeys> finder{KeyExtremes(p, work.b, work.h, 1, key_start, work.length_k), rows_of(work),
+                                        work.first};
+      __syncwarp();
+      found =
+          finder.find(&next, [&](int i, int n, const IntervalExtremes& extremes) { shared.found[i] = {n, extremes}; });
+      __syncwarp();
+    }
+    __device__ void load_keys(const KeyTile& tile, int hk, int batch) {
+      ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
+      if (leads()) {
+        shared.key_tiles[k.stage] = tile;
+        load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, key_start + tile.n * kKeys, hk, batch);
+      }
+      k.advance();
+    }
+    __device__ void load_values(const Work& work, const KeyTile& tile, int hk, int batch) {
+      ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
+      if (leads())
+        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + tile.n * kKeys, hk, batch);
+      constexpr uint32_t kAllWarps = (1u << kWarps) - 1;
+      if ((tile.bits & kAllWarps) != kAllWarps) {
+        const int2* const pairs = IntervalPairs(p, work.b, hk, key_start).head(work.h);
+#pragma unroll 1
+        for (int i = threadIdx.x; i < kKeys; i += 32) {
+          const int key = tile.n * kKeys + i;
+          ptx::cp_async_8(&shared.pairs[v.stage][i], pairs + min(key, work.length_k - 1), key < work.length_k);
+        }
+      }
+      ptx::barrier_arrive_copied(&shared.pairs_full[v.stage]);
+      v.advance();
+    }
   };
 
   // --- the warpgroups that compute --------------------------------------------------------------------------------
@@ -141,6 +251,7 @@ struct Forward {
   float scores[kScoreTiles][4], out[kOutTiles][4];
   uint32_t weights[kSteps][4];
   uint32_t signs[kDropout ? kSteps : 4][2];  // which weights dropout keeps: Dropout::packed_signs
+  std::conditional_t<kGeneral, typename Bias::Ahead, Nothing> bias_ahead;
   OnlineSoftmax softmax;
   float shrink[2];  // what `out` is to be multiplied with before the next values are added
 
@@ -153,9 +264,10 @@ struct Forward {
 
   static __device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
   static __device__ __forceinline__ int t() { return threadIdx.x % 4; }
+  __device__ __forceinline__ bool drops() const { return kDropout && (!kGeneral || p.has_dropout()); }
 
   __device__ __forceinline__ void compute_tiles() {
-    Dropout dropout = kDropout ? Dropout(p, 0) : Dropout();
+    Dropout dropout = drops() ? Dropout(p, 0) : Dropout();
     if constexpr (kDropout) dropout.key = {uniform(dropout.key.low), uniform(dropout.key.high)};
     if (group == 0) give_turn(kGroups - 1);
     for (Work work = receive(); work.exists(); work = receive()) {
@@ -188,49 +300,103 @@ struct Forward {
     return keys.begin < keys.end ? Limits{keys.begin / kKeys, (keys.end - 1) / kKeys + 1} : none;
   }
 
+  // Where a warpgroup is among the key tiles of a query tile.
+  struct KeyWalk {
+    int n;     // the tile
+    int last;  // the tile to end with, without a Mask
+    // With a Mask:
+    KeyTile tile;  // n and who sees it
+    bool done;     // whether the last tile has been left
+  };
+
   __device__ __forceinline__ void compute_tile(const Work& work, const Dropout& dropout) {
-    const Limits own = own_tiles(work);
-    int n = work.last;
-    for (; n >= own.end; --n) skip_step(work, n);
-    ptx::barrier_wait(&shared.q_full, q_parity);
-    n >= own.begin ? compute_steps(work, own, dropout) : end_queries();
-    for (n = min(n, own.begin - 1); n >= work.first; --n) skip_step(work, n);
+    if constexpr (kMasks) {
+      KeyWalk walk;
+      ptx::barrier_wait(&shared.q_full, q_parity);
+      for (receive_keys(walk); !walk.done;) {
+        if (walk.tile.has(KeyTile::kSeen + group)) {
+          compute_steps(work, walk, dropout);
+        } else {
+          skip_step(work, walk.n);
+          if (walk.tile.has(KeyTile::kLast)) end_queries();
+          goes_on(walk);
+        }
+      }
+    } else {
+      const Limits own = own_tiles(work);
+      KeyWalk walk{own.end - 1, own.begin};
+      int n = work.last;
+      for (; n >= own.end; --n) skip_step(work, n);
+      ptx::barrier_wait(&shared.q_full, q_parity);
+      n >= own.begin ? compute_steps(work, walk, dropout) : end_queries();
+      for (n = min(n, own.begin - 1); n >= work.first; --n) skip_step(work, n);
+    }
   }
 
-  __device__ __forceinline__ void compute_steps(const Work& work, const Limits& own, const Dropout& dropout) {
+  // Waits for the next keys, and finds out which they are.
+  __device__ __forceinline__ void receive_keys(KeyWalk& walk) {
+    ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
+    const KeyTile tile = shared.key_tiles[k.stage];
+    walk.tile = {uniform(tile.n), uniform(tile.bits)};
+    walk.n = walk.tile.n;
+    walk.done = false;
+  }
+  // Whether there is another key tile and it is computed in the next step. With a Mask the walk is there already.
+  __device__ __forceinline__ bool goes_on(KeyWalk& walk) {
+    if constexpr (kMasks) {
+      walk.done = walk.tile.has(KeyTile::kLast);
+      if (walk.done) return false;
+      receive_keys(walk);
+      return walk.tile.has(KeyTile::kSeen + group);
+    } else {
+      return walk.n > walk.last;
+    }
+  }
+
+  static __device__ __forceinline__ void go_on(KeyWalk& walk) {
+    if (!kMasks) --walk.n;
+  }
+
+  __device__ __forceinline__ void compute_steps(const Work& work, KeyWalk& walk, const Dropout& dropout) {
+    const int& n = walk.n;
     const Mask32 mask = work.mask(p);
     const int row = work.row0 + warp_row;
     // Keys that every row of the warp sees: other tiles have a mask.
     const Limits unmasked{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
-    int n = own.end - 1;
     ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
     take_turn();
     score_product<kHeadDim, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
     give_turn(group);
-    draw_signs(work, n, dropout);
+    if (!kGeneral) draw_signs(work, n, dropout);
+    load_bias(work, n);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
-    end_keys(n == own.begin);
-    weigh(work, n, unmasked);
+    end_keys(kMasks ? walk.tile.has(KeyTile::kLast) : n == walk.last);
+    weigh(work, walk, v, unmasked);
+    if (kGeneral) draw_signs(work, n, dropout);
+    // Without a Mask nothing has been summed up before.
+    if constexpr (kMasks) rescale(out, shrink);
     pack_weights();
     if (n == work.last) clear_tail_of_values(work);
-    if (n > own.begin) {
-      for (--n;; --n) {
+    if (goes_on(walk)) {
+      for (go_on(walk);; go_on(walk)) {
         ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
         take_turn();
         score_product<kHeadDim, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
         ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
         accumulate<32, uint64_t>(out, weights, shared.v[v.stage]);
         give_turn(group);
-        draw_signs(work, n, dropout);
+        if (!kGeneral) draw_signs(work, n, dropout);
+        load_bias(work, n);
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
-        end_keys(n == own.begin);
-        weigh(work, n, unmasked);
+        end_keys(kMasks ? walk.tile.has(KeyTile::kLast) : n == walk.last);
+        weigh(work, walk, v.after(), unmasked);
+        if (kGeneral) draw_signs(work, n, dropout);
         ptx::hold(scores);
         // The loop ends here, before the wait in end_step: within one block of instructions the compiler would move the
         // wait to before the exponentials, and nothing would run under the product of the values.
-        if (n == own.begin) break;
+        if (!goes_on(walk)) break;
         end_step();
       }
       end_step();
@@ -279,17 +445,28 @@ struct Forward {
 
   __device__ __forceinline__ void pack_weights() {
     pack_scores<T>(weights, scores);
-    if constexpr (kDropout) Dropout::drop_packed(weights, signs);
+    if constexpr (kDropout) {
+      if (drops()) Dropout::drop_packed(weights, signs);
+    }
   }
 
   // Called while products are under way: the compiler spreads the generator over their issue, which costs less than
-  // drawing afterwards.
+  // drawing afterwards. General kernels draw afterwards: the registers hold a bias until then.
   __device__ __forceinline__ void draw_signs(const Work& work, int n, const Dropout& dropout) {
     if constexpr (kDropout) {
+      if (!drops()) return;
       dropout.packed_signs(signs, work.h, work.row0 + warp_row, n * kKeys);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) asm volatile("" : "+r"(signs[step][0]), "+r"(signs[step][1]));
     }
+  }
+
+  // Of this warp's scores against key tile n; found again rather than kept in registers.
+  __device__ __forceinline__ Bias bias(const Work& work, int n) const {
+    return Bias(p, work.b, work.h, work.mask(p), work.row0 + warp_row, n * kKeys);
+  }
+  __device__ __forceinline__ void load_bias(const Work& work, int n) {
+    if constexpr (kGeneral) bias(work, n).load_ahead(bias_ahead);
   }
 
   // After the last row of a packed sequence come values of another one: weights of 0 would still carry over a NaN. The
@@ -306,18 +483,31 @@ struct Forward {
     tail_parity ^= 1;
   }
 
-  // Scores against key tile n become weights. They are packed later, in pack_weights: the registers of packed weights
-  // are operands of the product that is under way, which writes to `out` as well.
-  __device__ __forceinline__ void weigh(const Work& work, int n, const Limits& unmasked) {
+  // Scores against a key tile become weights; values: where the tile's values are or will be. They are packed later, in
+  // pack_weights: the registers of packed weights are operands of the product that is under way, which writes to `out`
+  // as well.
+  __device__ __forceinline__ void weigh(const Work& work, const KeyWalk& walk, const RingPosition<kStages>& values,
+                                        const Limits& unmasked) {
     auto& x = reinterpret_cast<float (&)[1][kScoreTiles][4]>(scores);
-    const int row = work.row0 + warp_row + g(), key0 = n * kKeys, key = key0 + 2 * t();
-    store_scores(x, score);
+    const int row = work.row0 + warp_row + g(), key0 = walk.n * kKeys, key = key0 + 2 * t();
+    if constexpr (kGeneral) {
+      score.template make_logits<T>(x);
+      bias(work, walk.n).add(x, bias_ahead);
+    } else {
+      store_scores(x, score);
+    }
     const bool before = key0<unmasked.begin, after = key0 + kKeys> unmasked.end;
     if (before || after) {  // one branch around both: with two, dropout's bits are not drawn under the products
       if (before) hide_keys<true, false>(x, work.mask(p), row, key);
       if (after) hide_keys<false, true>(x, work.mask(p), row, key);
     }
-    softmax.weigh(scores, score, kTolerance, [&](const float (&factors)[2]) {
+    if (kMasks && !walk.tile.has(warp_row / 16)) {
+      ptx::barrier_wait(&shared.pairs_full[values.stage], values.parity);
+      hide_keys_by_interval(x, row, [&](int tile) {
+        return *reinterpret_cast<const int4*>(&shared.pairs[values.stage][tile * 8 + 2 * t()]);
+      });
+    }
+    softmax.weigh(scores, stored_rule(score), kTolerance, [&](const float (&factors)[2]) {
       shrink[0] = factors[0];
       shrink[1] = factors[1];
     });
@@ -350,13 +540,13 @@ struct Forward {
   }
 };
 
-template <class T, int kHeadDim, bool kDropout>
-__global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads, 1)
+template <class T, int kHeadDim, Kind kKind>
+__global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
     forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ ForwardMaps maps,
                    const __grid_constant__ TileGrid grid,
-                   const __grid_constant__ typename Forward<T, kHeadDim, kDropout>::Score score) {
+                   const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Score score) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Kernel = Forward<T, kHeadDim, kDropout>;
+  using Kernel = Forward<T, kHeadDim, kKind>;
   extern __shared__ __align__(1024) unsigned char memory[];
   typename Kernel::Shared& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
   if (threadIdx.x == 0) {
@@ -370,6 +560,7 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads, 1)
       ptx::barrier_init(&shared.k_empty[i], Kernel::kWarps);
       ptx::barrier_init(&shared.v_full[i], 1);
       ptx::barrier_init(&shared.v_empty[i], Kernel::kWarps);
+      if (Kernel::kMasks) ptx::barrier_init(&shared.pairs_full[i], 32);
     }
     ptx::barrier_init(&shared.work_full, 1);
     ptx::barrier_init(&shared.work_empty, Kernel::kWarps);
@@ -380,7 +571,7 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads, 1)
   // One warpgroup loads; it gives its registers to those that compute.
   if (threadIdx.x < kGroupThreads) {
     ptx::give_registers<Kernel::kRegisters.producer>();
-    if (threadIdx.x == 0) typename Kernel::Loader{shared, p, maps}.load_tiles(grid);
+    if (threadIdx.x < Kernel::Loader::kThreads) typename Kernel::Loader{shared, p, maps}.load_tiles(grid);
   } else {
     ptx::take_registers<Kernel::kRegisters.consumer>();
     Kernel(shared, p, score, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
@@ -388,9 +579,9 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kDropout>::kThreads, 1)
 #endif
 }
 
-template <class T, int kHeadDim, bool kDropout>
-void launch_forward(const AttnParams& p) {
-  using Kernel = Forward<T, kHeadDim, kDropout>;
+template <class T, int kHeadDim, Kind kKind>
+void forward(const AttnParams& p) {
+  using Kernel = Forward<T, kHeadDim, kKind>;
   if (p.batch * p.heads_q == 0) return;
   const ForwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kQueries), key_map(p, p.k, p.head_dim, Kernel::kKeys),
                          key_map(p, p.v, p.head_dim_v, Kernel::kKeys)};
@@ -401,13 +592,8 @@ void launch_forward(const AttnParams& p) {
   if (all > processors) {
     check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
   }
-  launch(forward_kernel<T, kHeadDim, kDropout>, "sm90 forward", p, std::min(all, processors), Kernel::kThreads,
+  launch(forward_kernel<T, kHeadDim, kKind>, "sm90 forward", p, std::min(all, processors), Kernel::kThreads,
          static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));
-}
-
-template <class T, int kHeadDim>
-void forward(const AttnParams& p) {
-  p.has_dropout() ? launch_forward<T, kHeadDim, true>(p) : launch_forward<T, kHeadDim, false>(p);
 }
 
 }  // namespace flashattn_ext::sm90

@@ -1,24 +1,27 @@
 // The entry points of the sm_90 kernels, which dispatch.cu calls. Each source that is compiled instantiates one of them
-// for one element type and class of head dims.
+// for one element type, class of head dims and some kinds.
 #pragma once
 
 #include <cstddef>
 
-#include "../../params.h"
+#include "../common/kind.h"
 
 namespace flashattn_ext::sm90 {
+
+// Whether there is a backward of a kind; sm80's runs other calls.
+constexpr bool has_backward(int /*head_dim*/, Kind kind) { return kind != Kind::kGeneral; }
 
 constexpr size_t kForwardBytes = 64;  // workspace of the forward: TileGrid::taken
 
 // T: __half or __nv_bfloat16; kHeadDim as in sm80/kernels.h. Every row of q, k and v is 16-byte aligned and a multiple
 // of 16 bytes long; rows of `out` may be anywhere.
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, Kind kKind>
 void forward(const AttnParams& p);
 
 // Rows of dout are aligned as well; rows of out, dq, dk and dv may be anywhere.
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, Kind kKind>
 size_t backward_bytes(const AttnGradParams& p);
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, Kind kKind>
 void backward(const AttnGradParams& p);
 
 }  // namespace flashattn_ext::sm90

@@ -3,6 +3,7 @@
 // every batch.
 #pragma once
 
+#include "../common/kind.h"
 #include "../common/tile_choice.h"
 
 namespace flashattn_ext::sm90 {
@@ -19,31 +20,31 @@ struct ForwardTile {
 
 struct ForwardTiles {
   int head_dim;
-  bool dropout;  // with dropout, keys are a multiple of 64: bits are drawn for so many at a time
+  Kind kind;  // kGeneral has rows where its registers or intervals need another tile; with dropout, keys are a multiple
+              // of 64: bits are drawn for so many at a time
   ForwardTile tiles[kRowTiles];
 };
 
 constexpr ForwardTiles kForwardTiles[] = {
-    {64, false, {{3, 128, 3}, {3, 112, 3}, {2, 192, 2}}},
-    {64, true, {{2, 128, 3}, {3, 64, 4}, {2, 192, 2}}},
-    {96, false, {{3, 112, 2}, {3, 96, 2}, {2, 128, 3}}},
-    {96, true, {{3, 64, 4}, {2, 128, 2}, {2, 64, 4}}},
-    {128, false, {{3, 80, 3}, {2, 128, 3}, {2, 160, 2}}},
-    {128, true, {{2, 128, 3}, {3, 64, 3}, {2, 64, 4}}},
-    {144, false, {{3, 80, 2}, {2, 112, 2}, {2, 96, 2}}},
-    {144, true, {{2, 64, 3}, {3, 64, 2}, {2, 64, 2}}},
-    {192, false, {{2, 96, 2}, {2, 112, 2}, {2, 80, 2}}},
-    {192, true, {{2, 64, 3}, {2, 64, 2}}},
-    {256, false, {{2, 64, 2}, {2, 80, 2}}},
-    {256, true, {{2, 64, 2}}},
+    {64, Kind::kPlain, {{3, 128, 3}, {3, 112, 3}, {2, 192, 2}}},
+    {64, Kind::kDropout, {{2, 128, 3}, {3, 64, 4}, {2, 192, 2}}},
+    {96, Kind::kPlain, {{3, 112, 2}, {3, 96, 2}, {2, 128, 3}}},
+    {96, Kind::kDropout, {{3, 64, 4}, {2, 128, 2}, {2, 64, 4}}},
+    {96, Kind::kGeneral, {{2, 128, 2}}},
+    {128, Kind::kPlain, {{3, 80, 3}, {2, 128, 3}, {2, 160, 2}}},
+    {128, Kind::kDropout, {{2, 128, 3}, {3, 64, 3}, {2, 64, 4}}},
+    {128, Kind::kGeneral, {{2, 128, 2}}},
+    {144, Kind::kPlain, {{3, 80, 2}, {2, 112, 2}, {2, 96, 2}}},
+    {144, Kind::kDropout, {{2, 64, 3}, {3, 64, 2}, {2, 64, 2}}},
+    {192, Kind::kPlain, {{2, 96, 2}, {2, 112, 2}, {2, 80, 2}}},
+    {192, Kind::kDropout, {{2, 64, 3}, {2, 64, 2}}},
+    {256, Kind::kPlain, {{2, 64, 2}, {2, 80, 2}}},
+    {256, Kind::kDropout, {{2, 64, 2}}},
 };
 
-template <int kHeadDim, bool kDropout>
+template <int kHeadDim, Kind kKind>
 constexpr ForwardTile forward_tile() {
-  for (const ForwardTiles& row : kForwardTiles) {
-    if (row.head_dim == kHeadDim && row.dropout == kDropout) return choose(row.tiles);
-  }
-  return {};
+  return find_tile<ForwardTile>(kForwardTiles, kHeadDim, kKind);
 }
 
 // Up to head_dim 128 two warpgroups compute, with 64 keys each; above, one each for dv, dk and dq.
@@ -59,31 +60,29 @@ struct BackwardTile {
 
 struct BackwardTiles {
   int head_dim;
-  bool dropout;  // takes some shared memory; queries are the same without, for they give the order of the sums of dq
+  Kind kind;  // dropout takes some shared memory; queries are the same without, for they give the order of the sums of
+              // dq
   BackwardTile tiles[kRowTiles];
 };
 
 constexpr BackwardTiles kBackwardTiles[] = {
-    {64, false, {{128, 128, 2, 2}, {128, 128, 2, 1}}},
-    {64, true, {{128, 128, 2, 1}}},
-    {96, false, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
-    {96, true, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
-    {128, false, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
-    {128, true, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
-    {144, false, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
-    {144, true, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
-    {192, false, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
-    {192, true, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
-    {256, false, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
-    {256, true, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
+    {64, Kind::kPlain, {{128, 128, 2, 2}, {128, 128, 2, 1}}},
+    {64, Kind::kDropout, {{128, 128, 2, 1}}},
+    {96, Kind::kPlain, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
+    {96, Kind::kDropout, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
+    {128, Kind::kPlain, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
+    {128, Kind::kDropout, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
+    {144, Kind::kPlain, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    {144, Kind::kDropout, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    {192, Kind::kPlain, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    {192, Kind::kDropout, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    {256, Kind::kPlain, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
+    {256, Kind::kDropout, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
 };
 
-template <int kHeadDim, bool kDropout>
+template <int kHeadDim, Kind kKind>
 constexpr BackwardTile backward_tile() {
-  for (const BackwardTiles& row : kBackwardTiles) {
-    if (row.head_dim == kHeadDim && row.dropout == kDropout) return choose(row.tiles);
-  }
-  return {};
+  return find_tile<BackwardTile>(kBackwardTiles, kHeadDim, kKind);
 }
 
 // Registers of each thread, in eights: what the warpgroup that loads keeps, and what one that computes gets. A

@@ -33,6 +33,8 @@ EXPERIMENTS = {
     "dtypes": "time and error of fp32, fp16 and bf16",
     "memory": "peak memory over sequence length",
     "traffic": "bytes read from and written to off-chip memory",
+    "scores": "softcap and a relative bias with its gradient: time and memory",
+    "masks": "masks that models use: pictures, time over density, memory",
     "tiles": "tile sizes of the forward",
     "profile": "profiler traces of one call, fused and unfused",
     "llama": "decoder layers as in LLaMA-13B: step time, tokens per second, memory",

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import flashattn_ext
 
-from ..bench_cpu import BACKWARD_WORK, DTYPES
+from ..bench_cases import BACKWARD_WORK, DTYPES
 from ..bench_cuda import burst_ms, launches_for
 from ..devices import synchronize
 from ..timing import Timing, time_interleaved, wall_clock

@@ -117,6 +117,38 @@ def _traffic(result: Result) -> str:
     return f"A forward of ours reads {read:.0f} % and writes {written:.0f} % less off-chip memory than an unfused one, {by}."
 
 
+def _scores(result: Result) -> str:
+    S = max(length for length, _ in result.points("S", "cost of the option"))
+
+    def of(column: str, direction: str, option: str) -> float:
+        return _number(result, column, **_of_pass(direction, S=S, option=option))
+
+    options = ("softcap", "relative bias")
+    costs, faster = (
+        [of(column, FORWARD, option) for option in options] for column in ("cost of the option", "to unfused")
+    )
+    share = [100 * (1 - of("memory of ours", BOTH, o) / of("memory of unfused", BOTH, o)) for o in options]
+    return (
+        f"At S = {S} softcap makes a forward of ours {_slower(costs[0])} and a relative bias {_slower(costs[1])}; they are "
+        f"{_and(faster)} times as fast as unfused attention with the same, and forward+backward takes {_and(share)} % less memory."
+    )
+
+
+def _masks(result: Result) -> str:
+    visible = [share for _, share in result.points("mask", "visible")]
+    kept, faster = ([number for _, number in result.points("mask", column)] for column in ("of causal", "to SDPA"))
+    saved = [
+        100 * (1 - ours / sdpa)
+        for ours, sdpa in zip(result.column("memory of ours"), result.column(f"memory of {SDPA}"), strict=True)
+        if isinstance(ours, float) and isinstance(sdpa, float)
+    ]
+    return (
+        f"With {min(visible):.0f} to {max(visible):.0f} % of the scores visible, ours computes those at {min(kept):.0f} to "
+        f"{max(kept):.0f} % of the rate of a causal call, {min(faster):.2f} to {max(faster):.2f} times as fast as PyTorch's own with a "
+        f"dense mask, in {min(saved):.0f} to {max(saved):.0f} % less memory."
+    )
+
+
 def _tiles(result: Result) -> str:
     tile, best = min(result.points("queries x keys", "time"), key=lambda point: point[1])
     default, time = result.points("queries x keys", "time")[0]
@@ -189,6 +221,8 @@ FINDINGS: dict[str, Callable[[Result], str]] = {
     "dtypes": _by_dtype,
     "memory": _memory,
     "traffic": _traffic,
+    "scores": _scores,
+    "masks": _masks,
     "tiles": _tiles,
     "profile": _profile,
     "llama": _llama,

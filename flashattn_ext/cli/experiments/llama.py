@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from ..bench_cpu import DTYPES
+from ..bench_cases import DTYPES
 from ..model import ATTENTION, Block, ModelConfig, rotary_table
 from ..timing import Timing, reported
 from .context import (

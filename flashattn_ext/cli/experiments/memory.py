@@ -50,7 +50,7 @@ def measure(context: Context, sizes: Sizes) -> Result:
         Column("remark"),
     ]
     result = Result("memory", "Peak memory of a causal call beyond its inputs", columns)
-    result.notes = [*size_notes(sizes, GPU_SIZES), _how(context)]
+    result.notes = [*size_notes(sizes, GPU_SIZES), how_measured(context)]
     for direction, S in context.track([(direction, S) for direction in PASSES for S in sizes.S]):
         result.rows.append(_row(context, sizes, direction, S))
     series = {
@@ -70,7 +70,7 @@ def measure(context: Context, sizes: Sizes) -> Result:
     return result
 
 
-def _how(context: Context) -> str:
+def how_measured(context: Context) -> str:
     if context.on_cpu:
         return (
             "measured as the growth of the resident memory of a process of its own per call, high-water mark; includes the "
@@ -90,18 +90,26 @@ def _row(context: Context, sizes: Sizes, direction: str, S: int) -> list[Cell]:
 
 
 def _peak_bytes(context: Context, sizes: Sizes, name: str, direction: str, S: int) -> int:
+    return peak_bytes(context, _prepare, sizes, name, direction, S)
+
+
+def peak_bytes(context: Context, prepare: Callable[..., Callable[[], object]], *arguments: object) -> int:
+    """The most memory that the call holds which `prepare(device, *arguments)` returns, beyond what was there before it.
+
+    On the CPU that runs in a process of its own, so that `prepare` is a function of a module, and warms up there.
+    """
     if context.on_cpu:
-        return growth_in_own_process(_call_of_own_process, sizes, name, direction, S)
+        return growth_in_own_process(prepare, torch.device("cpu"), *arguments)
     if context.device.type != "cuda":
         raise NotImplementedError(f"no allocator statistics of {context.device.type} are read yet")
-    call = Inputs.random(context, (sizes.B, sizes.H, S, sizes.D), sizes.dtype).call(name, direction, causal=True)
+    call = prepare(context.device, *arguments)
     call()  # libraries take the workspaces that they keep
     torch.cuda.empty_cache()
     return peak_extra_bytes(call)
 
 
-def _call_of_own_process(sizes: Sizes, name: str, direction: str, S: int) -> Callable[[], object]:
-    context = Context(torch.device("cpu"), quick=True)
+def _prepare(device: torch.device, sizes: Sizes, name: str, direction: str, S: int) -> Callable[[], object]:
+    context = Context(device, quick=True)
     warm_up = Inputs.random(context, (sizes.B, sizes.H, min(S, WARM_UP_S), sizes.D), sizes.dtype)
     warm_up.call(name, direction, causal=True)()
     call = Inputs.random(context, (sizes.B, sizes.H, S, sizes.D), sizes.dtype).call(name, direction, causal=True)

@@ -31,6 +31,8 @@ def print_result(result: Result, console: Console) -> None:
         for line in result.texts():
             table.add_row(*(text(line[index]) for index in columns))
         console.print(table)
+    if result.pictures:
+        console.print(require("rich.columns").Columns(_panel(*item) for item in result.pictures.items()))
     for comparison in result.comparisons:
         console.print(text(f"{comparison.what}: article {comparison.article}; here {comparison.ours}"))
     console.print(text(f"found: {finding(result)}", style="bold"))
@@ -39,6 +41,10 @@ def print_result(result: Result, console: Console) -> None:
     if result.error:
         console.print(text(f"{result.name} failed: {result.error}", style="red"))
     console.print()
+
+
+def _panel(name: str, picture: str) -> Any:
+    return require("rich.panel").Panel.fit(require("rich.text").Text(picture), title=require("rich.text").Text(name))
 
 
 def is_numeric(result: Result, index: int) -> bool:
@@ -62,16 +68,32 @@ def write_plot(result: Result, path: Path) -> None:
         return
     require("matplotlib").use("Agg")
     pyplot = require("matplotlib.pyplot")
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    pictures = list(result.pictures.items())
+    figure = pyplot.figure(figsize=(8, 6.5 if pictures else 4.5))
+    grid = figure.add_gridspec(2, max(len(pictures), 1), height_ratios=(1, 3) if pictures else (0, 1))
+    axes = figure.add_subplot(grid[1, :])
+    for column, picture in enumerate(pictures):
+        _draw_picture(figure.add_subplot(grid[0, column]), *picture)
     {"line": _draw_lines, "bar": _draw_bars, "timeline": _draw_timeline}[result.plot.kind](axes, result.plot)
     device = result.machine.get("device", "")
-    axes.set(xlabel=result.plot.x, ylabel=result.plot.y, title=f"{result.title}\n{device}")
+    axes.set(xlabel=result.plot.x, ylabel=result.plot.y)
+    title = f"{result.title}\n{device}"
+    figure.suptitle(title) if pictures else axes.set_title(title)
     axes.grid(alpha=0.3)
     if result.plot.kind != "timeline":
         axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
     with atomic_path(path) as temporary:
         figure.savefig(temporary, dpi=120, bbox_inches="tight")
     pyplot.close(figure)
+
+
+def _draw_picture(axes: Any, name: str, picture: str) -> None:
+    """A cell that is visible in part is as light as the share that Mask.show() cannot tell: one half."""
+    cells = [[{"#": 1.0, "+": 0.5}.get(cell, 0.0) for cell in line] for line in picture.splitlines()]
+    axes.imshow(cells, aspect="auto", interpolation="nearest", cmap="Blues", vmin=0, vmax=1)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    axes.set_title(name, fontsize=8)
 
 
 def _draw_lines(axes: Any, plot: Plot) -> None:

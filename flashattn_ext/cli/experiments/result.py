@@ -56,7 +56,10 @@ class Plot:
 
 @dataclass
 class Result:
-    """One experiment; `error` says why it has no table, or not all of it."""
+    """One experiment; `error` says why it has no table, or not all of it.
+
+    `pictures` are masks as Mask.show() prints them, by name.
+    """
 
     name: str
     title: str
@@ -65,6 +68,7 @@ class Result:
     notes: list[str] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     plot: Plot | None = None
+    pictures: dict[str, str] = field(default_factory=dict)
     machine: dict[str, str] = field(default_factory=dict)
     command: str = ""
     error: str = ""
@@ -118,6 +122,7 @@ class Result:
         """Raises where the fields are not what their types say: a report takes files that anyone may have written."""
         self.texts()
         texts = [self.name, self.title, self.command, self.error, *self.notes, *self.machine, *self.machine.values()]
+        texts += [*self.pictures, *self.pictures.values()]
         texts += [text for column in self.columns for text in asdict(column).values()]
         texts += [text for comparison in self.comparisons for text in asdict(comparison).values()]
         if not all(isinstance(text, str) for text in texts):

@@ -121,8 +121,8 @@ def _row(
     steps = [steps_to(curve, target) for target in targets] or [None] * len(MILESTONES)
     seeds = [steps_to(run.losses, targets[1]) for run in runs] if targets else []
     norms = [run.gradient_norms[sizes.steps // 10 :] for run in runs]
-    windows = validation_batches(corpus_of(sizes.context).validation, sizes.batch, sizes.context)[0][:, :-1]
-    masses = [attention_mass(run.model, windows.to(context.device)) for run in runs]
+    [batch, *_] = validation_batches(corpus_of(sizes.context).validation, sizes.batch, sizes.context)
+    masses = [attention_mass(run.model, batch.tokens.to(context.device)) for run in runs]
     return [
         name,
         curve[-1][1],

@@ -19,7 +19,7 @@ import flashattn_ext
 from flashattn_ext import _C
 
 from .. import private_build
-from ..bench_cpu import DTYPES
+from ..bench_cases import DTYPES
 from ..bench_tune import Tile, cpu_tile, cuda_tiles
 from ..console import CommandError
 from ..private_build import PrivateBuild

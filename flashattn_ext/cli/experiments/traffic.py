@@ -13,7 +13,7 @@ from pathlib import Path
 
 import flashattn_ext
 
-from ..bench_cpu import DTYPES
+from ..bench_cases import DTYPES
 from ..timing import reported
 from .ascend import Counts, count_forward
 from .context import NOT_MEASURED, OURS, UNFUSED, Context, Shape, number, scaled, size_notes

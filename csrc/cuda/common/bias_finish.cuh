@@ -1,0 +1,59 @@
+// Last stage of the backward of calls with biases: gradients of slopes and of both ends of the relative bias, from the
+// sums that warps have written (bias_gradient.cuh), in a fixed order.
+#pragma once
+
+#include "backward_workspace.h"
+#include "launch.cuh"
+
+namespace flashattn_ext {
+
+constexpr int kBiasFinishThreads = 256;
+
+// Adds up what warps have written. A thread block takes a head, and of slopes that belong to batch entries one entry.
+// Workspace: GeneralWorkspace; a template, so that sources without such calls do not compile it.
+template <class Workspace>
+__global__ void __launch_bounds__(kBiasFinishThreads)
+    bias_finish_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ Workspace workspace,
+                       int entries) {
+  __shared__ double part[kBiasFinishThreads];
+  const int h = static_cast<int>(blockIdx.x % p.heads_q), entry = static_cast<int>(blockIdx.x / p.heads_q);
+  const float* const from = workspace.sums + h * workspace.key_tiles * workspace.parts * GeneralWorkspace::kSums;
+#pragma unroll 1
+  for (int which = 0; which < GeneralWorkspace::kSums; ++which) {
+    int64_t begin = 0, end = workspace.key_tiles;
+    if (which == 0 && entries > 1) {
+      begin = workspace.first_key_tile(p, entry, key_sequence(p, entry));
+      if (entry + 1 < entries) end = workspace.first_key_tile(p, entry + 1, key_sequence(p, entry + 1));
+    } else if (which > 0 && entry > 0) {
+      return;  // the relative bias belongs to all entries, which the first thread block of the head adds up
+    }
+    double sum = 0;
+    for (int64_t i = begin * workspace.parts + threadIdx.x; i < end * workspace.parts; i += kBiasFinishThreads) {
+      sum += from[i * GeneralWorkspace::kSums + which];
+    }
+    part[threadIdx.x] = sum;
+    for (int half = kBiasFinishThreads / 2; half > 0; half /= 2) {
+      __syncthreads();
+      if (threadIdx.x < half) part[threadIdx.x] += part[threadIdx.x + half];
+    }
+    const float total = static_cast<float>(part[0] * workspace.keep_scale);
+    if (threadIdx.x == 0 && which == 0 && p.dalibi_slopes) {
+      static_cast<float*>(p.dalibi_slopes)[entry * p.alibi_batch_stride + h] = -total;
+    }
+    if (threadIdx.x == 0 && which > 0 && p.drelative_bias) {
+      float* const row = static_cast<float*>(p.drelative_bias) + h * (2 * p.relative_reach + 1);
+      row[which == 1 ? 0 : 2 * p.relative_reach] += total;
+    }
+    __syncthreads();
+  }
+}
+
+template <class Workspace>
+void finish_biases(const AttnGradParams& p, const Workspace& workspace) {
+  if (!workspace.sums) return;
+  const int entries = p.alibi_slopes && p.alibi_batch_stride != 0 ? static_cast<int>(p.batch) : 1;
+  launch(bias_finish_kernel<Workspace>, "backward_finish (biases)", p, p.heads_q * entries, kBiasFinishThreads, 0,
+         workspace, entries);
+}
+
+}  // namespace flashattn_ext

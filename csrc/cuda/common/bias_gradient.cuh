@@ -1,0 +1,161 @@
+// The gradients of biases, from the gradients of the logits that a lane holds in the backward (../../bias.h has the
+// definition). Scores are transposed: rows of accumulators are keys.
+//
+// Sums over the scores of a head that a thread block meets on its walk stay in registers (BiasSums); warps write theirs
+// to the workspace, and bias_finish.cuh adds them up in a fixed order. Sums over diagonals are formed in registers
+// and between lanes, and added to the gradient of the relative bias in memory.
+#pragma once
+
+#include "backward_workspace.h"
+#include "bias.cuh"
+#include "warp.cuh"
+
+namespace flashattn_ext {
+
+// One lane's sums over the tiles of a head, of gradients that lack the factor of weights that dropout keeps.
+template <int kKeyTiles>
+struct BiasSums {
+  float slope = 0;  // of gradient * |distance|
+  float below = 0;  // of gradients in tiles that are wholly clamped to the lowest entry of the relative bias,
+  float above = 0;  // or to the highest
+  float keys[kKeyTiles][2] = {};  // of a bias that all rows have in common: of each of the lane's keys
+};
+
+// The gradients of the biases of one head and one tile of a warp.
+template <class T, int kKeyTiles, int kQueryTiles>
+struct TileBiasGradient {
+  using Sums = BiasSums<kKeyTiles>;
+  static constexpr int kBands = 2 * kKeyTiles;  // keys of a lane
+
+  const AttnGradParams& p;
+  const TileBias<T, true, kKeyTiles, kQueryTiles>& bias;
+  const GeneralWorkspace& workspace;
+  const int b, h;
+  const bool counts;  // whether these scores are to be summed up: no other thread block does
+  Sums& sums;
+  // Sums over diagonals. Scores of a lane whose band, (key - query) / 8 as far as tiles tell, is the same are on one
+  // diagonal. Bands end in descending order, while n ascends: open[k] is that of band k - n.
+  float open[kBands][2] = {}, last[2] = {};  // for even and odd queries; last: of the band that ended last
+
+  // gradient(i, e): of the logits of query tile n; called for every n, in ascending order.
+  template <class Gradient>
+  __device__ __forceinline__ void add(const Gradient& gradient, int n) {
+    if (!counts) return;
+    if (p.dalibi_slopes) {
+      const float first = static_cast<float>(bias.place.distance);
+      each([&](int i, int e) {
+        sums.slope += gradient(i, e) * fabsf(first + static_cast<float>(bias.place.distance_on(i, n, e)));
+      });
+    }
+    if (p.drelative_bias) {
+      if (bias.range == Reached::kBelow) {
+        each([&](int i, int e) { sums.below += gradient(i, e); });
+      } else if (bias.range == Reached::kAbove) {
+        each([&](int i, int e) { sums.above += gradient(i, e); });
+      } else {
+        if (n > 0) end_band(kBands - n, open[kBands - 1]);
+#pragma unroll
+        for (int k = kBands - 1; k >= 0; --k) {
+#pragma unroll
+          for (int odd = 0; odd < 2; ++odd) {
+            open[k][odd] = (n > 0 && k > 0 ? open[k - 1][odd] : 0.f) + gradient(k / 2, k % 2 * 2 + odd);
+          }
+        }
+      }
+    }
+    if (p.dbias.data) add_bias_gradient(gradient, n);
+  }
+
+  // After the last query tile.
+  __device__ __forceinline__ void finish() {
+    if (!counts || !p.drelative_bias || bias.range == Reached::kBelow || bias.range == Reached::kAbove) return;
+#pragma unroll
+    for (int k = kBands - 1; k >= 0; --k) end_band(k - (kQueryTiles - 1), open[k]);
+    const float none[2] = {};
+    end_band(-kQueryTiles, none);
+  }
+
+ private:
+  template <class Body>
+  static __device__ __forceinline__ void each(const Body& body) {
+#pragma unroll
+    for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) body(i, e);
+    }
+  }
+
+  // Adds the sums over eight diagonals. Within an 8x8 tile (g, query) is on diagonal g - query. A negative one, plus 8,
+  // is a diagonal of the band before: so that band's sums are taken from lanes with g < query, which ended before.
+  __device__ __forceinline__ void end_band(int band, const float (&ended)[2]) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    float sum = 0;
+#pragma unroll
+    for (int odd = 0; odd < 2; ++odd) {
+      const int query = 2 * t + odd;
+      const float own = g >= query ? ended[odd] : last[odd];
+      // This lane sums up diagonal g: of the lanes with the same t, the one in row g + query has a part of it.
+      sum += __shfl_sync(~0u, own, (g + query) % 8 * 4 + t);
+      last[odd] = ended[odd];
+    }
+    sum = quad_sum(sum);
+    if (t != 0 || sum == 0) return;
+    const int64_t entry = bias.head.entry(int64_t{bias.place.tile_distance} + 8 * band + g);
+    float* const gradients = static_cast<float*>(p.drelative_bias) + h * (2 * bias.head.reach + 1) + bias.head.reach;
+    atomicAdd(gradients + entry, sum * workspace.keep_scale);
+  }
+
+  template <class Gradient>
+  __device__ __forceinline__ void add_bias_gradient(const Gradient& gradient, int n) {
+    if (workspace.dbias_of_keys) {
+      each([&](int i, int e) { sums.keys[i][e / 2] += gradient(i, e); });
+    } else if (workspace.dbias_is_sum) {
+      each_element<float>(n, [&](float* to, int i, int e) { atomicAdd(to, gradient(i, e) * workspace.keep_scale); });
+    } else if (p.dbias.dtype == DType::kFloat32) {
+      each_element<float>(n, [&](float* to, int i, int e) { *to = gradient(i, e) * workspace.keep_scale; });
+    } else {
+      each_element<T>(n, [&](T* to, int i, int e) { narrow(gradient(i, e) * workspace.keep_scale, to); });
+    }
+  }
+  // Elements of the gradient of the bias that are within the sequence.
+  template <class Element, class Body>
+  __device__ __forceinline__ void each_element(int n, const Body& body) const {
+    Element* const first = static_cast<Element*>(p.dbias.data) + b * p.dbias.batch_stride + h * p.dbias.head_stride +
+                           bias.place.row * p.dbias.row_stride + bias.place.key;
+    each([&](int i, int e) {
+      const int rows = bias.place.rows_on(i, n, e), keys = bias.place.keys_on(i, n, e);
+      if (rows < bias.rows_left && keys < bias.keys_left) body(first + rows * p.dbias.row_stride + keys, i, e);
+    });
+  }
+};
+
+// Writes a warp's sums of a head to the workspace, or adds them to the gradient, and begins new ones. tile: number of
+// the key tile among those of a head; part: of the warp among those that compute scores of the tile; key: the lane's
+// first one, of length_k.
+template <int kKeyTiles>
+__device__ __forceinline__ void end_head(BiasSums<kKeyTiles>& sums, const AttnGradParams& p,
+                                         const GeneralWorkspace& workspace, int b, int h, int64_t tile, int part,
+                                         int key, int length_k) {
+  const int lane = threadIdx.x % 32;
+  if (workspace.sums) {
+    float* const to =
+        workspace.sums + ((h * workspace.key_tiles + tile) * workspace.parts + part) * GeneralWorkspace::kSums;
+    const float all[GeneralWorkspace::kSums] = {sums.slope, sums.below, sums.above};
+#pragma unroll
+    for (int i = 0; i < GeneralWorkspace::kSums; ++i) {
+      const float sum = warp_sum(all[i]);
+      if (lane == 0) to[i] = sum;
+    }
+  }
+  if (workspace.dbias_of_keys) {
+    float* const to = static_cast<float*>(p.dbias.data) + b * p.dbias.batch_stride + h * p.dbias.head_stride + key;
+#pragma unroll
+    for (int i = 0; i < 2 * kKeyTiles; ++i) {
+      const float sum = quad_sum(sums.keys[i / 2][i % 2]);
+      if (lane % 4 == 0 && key + 8 * i < length_k) atomicAdd(to + 8 * i, sum * workspace.keep_scale);
+    }
+  }
+  sums = {};
+}
+
+}  // namespace flashattn_ext

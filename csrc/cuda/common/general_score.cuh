@@ -1,0 +1,88 @@
+// The rule of a call with softcap or biases: either one of score.h, found out at run time by branches that all lanes
+// take alike.
+#pragma once
+
+#include "../../score.h"
+#include "../ptx/math.cuh"
+
+namespace flashattn_ext {
+
+// tanh as exact as the input type T asks.
+template <class T>
+struct TanhOf {
+  static __device__ __forceinline__ float of(float x) {
+    if constexpr (sizeof(T) == 2) {
+      return ptx::tanh(x);
+    } else {
+      return ::tanhf(x);
+    }
+  }
+};
+
+struct GeneralScore {
+  bool is_capped;
+  float factor, softmax_scale;
+  float inner;  // of a capped rule
+
+  static GeneralScore of(const AttnParams& p) {
+    if (p.softcap > 0) {
+      const auto rule = CappedScore<float, void>::of(p);
+      return {true, rule.factor, rule.softmax_scale, rule.inner};
+    }
+    const auto rule = PlainScore<float, false>::of(p);
+    return {false, rule.factor, rule.softmax_scale, 0};
+  }
+
+  // Products become logits without bias, in units of log2. T: the input type.
+  template <class T, int kRowTiles, int N>
+  __device__ __forceinline__ void make_logits(float (&x)[kRowTiles][N][4]) const {
+    if (is_capped) {
+      each<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] = capped<T>().stored(x[i][n][e]) * factor; });
+    } else {
+      each<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] *= factor; });
+    }
+  }
+  // Gradients of logits become those of scaled products; logits: without bias, as above. Where a gradient is 0 the
+  // logit may be anything.
+  template <class T, int kRowTiles, int N>
+  __device__ __forceinline__ void apply_slope(float (&gradient)[kRowTiles][N][4],
+                                              const float (&logits)[kRowTiles][N][4]) const {
+    if (!is_capped) return;
+    const float inverse = 1 / factor;
+    each<kRowTiles, N>([&](int i, int n, int e) {
+      const float slope = capped<T>().times_slope(gradient[i][n][e], logits[i][n][e] * inverse);
+      gradient[i][n][e] = gradient[i][n][e] == 0 ? 0.f : slope;
+    });
+  }
+
+ private:
+  template <int kRowTiles, int N, class Body>
+  static __device__ __forceinline__ void each(const Body& body) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) body(i, n, e);
+      }
+    }
+  }
+  template <class T>
+  __device__ __forceinline__ CappedScore<float, TanhOf<T>> capped() const {
+    return {factor, softmax_scale, inner};
+  }
+};
+
+// The rule of scores that are logits in units of log2 already.
+struct StoredLogit {
+  static constexpr float factor = 1;
+};
+
+// The rule of what a forward has stored when it looks for the maximum of a row.
+template <class Score>
+__device__ __forceinline__ const Score& stored_rule(const Score& score) {
+  return score;
+}
+__device__ __forceinline__ StoredLogit stored_rule(const GeneralScore&) { return {}; }
+
+}  // namespace flashattn_ext

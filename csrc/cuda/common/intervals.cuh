@@ -1,0 +1,208 @@
+// A Mask's intervals in the kernels: which key tiles a query tile sees, which rows a key tile is seen by, and what a
+// lane of a partial tile compares. ../../mask.h says what the intervals and their extremes are.
+//
+// The pairs and the extremes are the user's data and may hold anything. They are only ever compared: no row, key or
+// tile that is not of the sequence comes from them.
+#pragma once
+
+#include "rows.cuh"
+
+namespace flashattn_ext {
+
+constexpr int kMaskSuperKeys = static_cast<int>(kMaskGranule * kMaskSuper);
+
+// Those of a call without a Mask.
+__device__ __forceinline__ IntervalExtremes everything() { return {INT32_MIN, INT32_MAX, INT32_MIN, INT32_MAX}; }
+
+__device__ __forceinline__ bool sees_some(const IntervalExtremes& keys, const Limits& rows) {
+  return keys.any_first < rows.end && keys.any_last > rows.begin;
+}
+__device__ __forceinline__ bool sees_all(const IntervalExtremes& keys, const Limits& rows) {
+  return keys.all_first <= rows.begin && keys.all_last >= rows.end;
+}
+
+// The extremes of the keys of one sequence, for `heads` query heads from h on together. Without a Mask all rows see all
+// keys. Keys are counted from the first of the sequence.
+struct KeyExtremes {
+  const IntervalExtremes* granules;  // of the first of the Mask's heads; null: no Mask
+  int64_t head_stride;
+  int heads;              // of the Mask
+  int supers;             // after how many granules the coarse level begins
+  int key_start, length;  // of the sequence; key_start counts from the first key of granule 0
+
+  __device__ __forceinline__ KeyExtremes(const AttnParams& p, int b, int h, int heads_q, int key_start, int length)
+      : key_start(key_start), length(length) {
+    granules = nullptr;
+    if (!p.has_intervals() || heads_q == 0) return;
+    granules = head_extremes(p, b, h);
+    head_stride = p.intervals.extremes_head_stride;
+    heads = static_cast<int>(mask_head(p, h + heads_q - 1) - mask_head(p, h)) + 1;
+    supers = static_cast<int>(((p.is_varlen() ? p.total_k : p.seqlen_k) + kMaskGranule - 1) / kMaskGranule);
+  }
+
+  // Of the granules that have any of the keys [begin, end).
+  __device__ __forceinline__ IntervalExtremes of_granules(int begin, int end) const {
+    return granules == nullptr ? everything() : merged<kMaskGranule>(0, begin, end);
+  }
+  // Of the supers that have any of them.
+  __device__ __forceinline__ IntervalExtremes of_supers(int begin, int end) const {
+    return granules == nullptr ? everything() : merged<kMaskSuperKeys>(supers, begin, end);
+  }
+  // Of both: rows that a super excludes see no key of its granules, also when these say something else.
+  __device__ __forceinline__ IntervalExtremes of_tile(int begin, int end) const {
+    IntervalExtremes keys = of_granules(begin, end);
+    const IntervalExtremes around = of_supers(begin, end);
+    keys.any_first = max(keys.any_first, around.any_first);
+    keys.any_last = min(keys.any_last, around.any_last);
+    return keys;
+  }
+
+ private:
+  template <int kKeys>
+  __device__ __forceinline__ IntervalExtremes merged(int first, int begin, int end) const {
+    IntervalExtremes all = IntervalExtremes::none();
+    for (int head = 0; head < heads; ++head) {
+      const int4* const row = reinterpret_cast<const int4*>(granules + head * head_stride + first);
+      for (int i = (key_start + begin) / kKeys; i <= (key_start + end - 1) / kKeys; ++i) {
+        const int4 x = __ldg(row + i);
+        all.add({x.x, x.y, x.z, x.w});
+      }
+    }
+    return all;
+  }
+};
+
+// Where the intervals of the keys of a sequence are, (first, last) pairs, for the query heads that read one key head. A
+// Mask has one head for all of these, or one for each.
+struct alignas(16) IntervalPairs {
+  const int2* first;  // for query head 0, if the stride held for all; null: no Mask
+  int64_t stride;     // from one query head to the next
+
+  IntervalPairs() = default;
+  __device__ __forceinline__ IntervalPairs(const AttnParams& p, int b, int hk, int key_start) : first(nullptr) {
+    if (!p.has_intervals()) return;
+    const int64_t h = hk * p.group_size();
+    stride = p.intervals.heads > p.heads_k ? p.intervals.head_stride : 0;
+    first = reinterpret_cast<const int2*>(head_intervals(p, b, h, key_start)) - h * stride;
+  }
+  // Those of a query head, from the sequence's first key on; null without a Mask.
+  __device__ __forceinline__ const int2* head(int h) const { return first == nullptr ? nullptr : first + h * stride; }
+};
+
+// --- forward: the key tiles of a query tile, the last one first -----------------------------------------------------
+
+// Finds the tiles of kKeys keys of which `rows` see some. All lanes of a warp call it together: each of them looks at
+// one tile of 32.
+template <int kKeys>
+struct KeyTileFinder {
+  KeyExtremes extremes;
+  Limits rows;
+  int first;  // the tile to end with
+
+  // Looks at tile `next` and those below, until some are visible, and calls found(i, tile, extremes) for the i-th of
+  // them, each in one lane. Returns how many: at most 32, and 0 when there are none left. Moves `next` to the tile to
+  // look at in the next call.
+  template <class Found>
+  __device__ __forceinline__ int find(int* next, const Found& found) const {
+    while (*next >= first) {
+      if (extremes.granules != nullptr && *next - first >= 32) skip_supers(next);
+      const int tile = *next - lane();
+      *next -= 32;
+      IntervalExtremes keys = IntervalExtremes::none();
+      if (tile >= first) keys = extremes.of_granules(tile * kKeys, min((tile + 1) * kKeys, extremes.length));
+      const bool visible = sees_some(keys, rows);
+      const uint32_t all = __ballot_sync(~0u, visible);
+      if (visible) found(__popc(all & ((1u << lane()) - 1)), tile, keys);
+      if (all != 0) return __popc(all);
+    }
+    return 0;
+  }
+
+ private:
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+
+  // Moves `next` down to the first tile with keys of a super that is visible; below `first` when there is none.
+  __device__ __forceinline__ void skip_supers(int* next) const {
+    const int start = extremes.key_start, lowest = (start + first * kKeys) / kMaskSuperKeys;
+    int top = (start + min((*next + 1) * kKeys, extremes.length) - 1) / kMaskSuperKeys;
+    for (; top >= lowest; top -= 32) {
+      const int super = top - lane(), begin = super * kMaskSuperKeys - start;
+      const bool visible = super >= lowest && sees_some(extremes.of_supers(begin, begin + 1), rows);
+      const uint32_t all = __ballot_sync(~0u, visible);
+      if (all == 0) continue;
+      *next = min(*next, ((top - __ffs(all) + 2) * kMaskSuperKeys - 1 - start) / kKeys);
+      return;
+    }
+    *next = first - 1;
+  }
+};
+
+// Scores of keys whose interval a query is not in become -inf. row: of this lane's first score. pairs(n): the intervals
+// of the lane's two keys of score tile n, (first, last, first, last).
+template <int kRowTiles, int N, class Pairs>
+__device__ __forceinline__ void hide_keys_by_interval(float (&x)[kRowTiles][N][4], int row, const Pairs& pairs) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const int4 seen = pairs(n);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int query = row + 16 * i + 8 * r;
+        if (query < seen.x || query >= seen.y) x[i][n][2 * r] = -infinity();
+        if (query < seen.z || query >= seen.w) x[i][n][2 * r + 1] = -infinity();
+      }
+    }
+  }
+}
+
+// --- backward: the rows that see a key tile -------------------------------------------------------------------------
+
+// BasicMask and the intervals of a query head.
+struct IntervalMask : Mask32 {
+  const int2* pairs;  // IntervalPairs::head
+
+  __device__ __forceinline__ IntervalMask(const Mask32& mask, const int2* pairs) : Mask32(mask), pairs(pairs) {}
+};
+
+__device__ __forceinline__ Limits rows_that_see(const IntervalMask& mask, int key) {
+  Limits rows = rows_that_see(static_cast<const Mask32&>(mask), key);
+  if (mask.pairs == nullptr || key >= mask.seqlen_k) return rows;
+  const int2 seen = __ldg(mask.pairs + key);
+  return {max(rows.begin, seen.x), max(min(rows.end, seen.y), 0)};
+}
+
+// Rows that see some key of a tile, within those that causal and window leave.
+__device__ __forceinline__ Limits clipped(const Limits& rows, const IntervalExtremes& keys) {
+  const int begin = max(rows.begin, keys.any_first), end = min(rows.end, keys.any_last);
+  return {begin, max(begin, end)};
+}
+// Rows that see every key of a tile, within those of causal and window. A last row at or beyond the sequence's end is
+// as good as none.
+__device__ __forceinline__ Limits clipped_to_all(const Limits& rows, const IntervalExtremes& keys, int seqlen_q) {
+  return {max(rows.begin, keys.all_first), keys.all_last >= seqlen_q ? rows.end : min(rows.end, keys.all_last)};
+}
+
+// For a deterministic call: the last key tile before tile n that adds to the dq of `rows`, one tile of queries; -1 when
+// there is none. Whatever the extremes hold, a key tile adds to the query tiles that its clipped() rows are in, so that
+// nobody waits for a tile that never comes. One thread calls it.
+template <int kKeys>
+__device__ __forceinline__ int key_tile_before(const KeyExtremes& extremes, const Mask32& mask, int n,
+                                               const Limits& rows) {
+  const int first = mask.keys_of(rows.begin, min(rows.end, mask.seqlen_q)).begin / kKeys;
+  for (--n; n >= first;) {
+    const int begin = n * kKeys, end = min(begin + kKeys, mask.seqlen_k);
+    if (!sees_some(extremes.of_supers(begin, end), rows)) {
+      const int before = (extremes.key_start + begin) / kMaskSuperKeys * kMaskSuperKeys - extremes.key_start;
+      if (before <= 0) return -1;
+      n = (before - 1) / kKeys;
+      continue;
+    }
+    const Limits seen = clipped(mask.rows_of(begin, end), extremes.of_tile(begin, end));
+    if (seen.end > seen.begin && seen.begin < rows.end && seen.end > rows.begin) return n;
+    --n;
+  }
+  return -1;
+}
+
+}  // namespace flashattn_ext

@@ -1,0 +1,50 @@
+// Kind: what a forward or backward kernel is compiled for. It is the one axis of options among the template arguments:
+// every other option is found out at run time.
+#pragma once
+
+#include <type_traits>
+
+#include "../../params.h"
+
+namespace flashattn_ext {
+
+enum class Kind {
+  kPlain,      // neither of what follows
+  kDropout,    // dropout alone
+  kIntervals,  // a Mask alone
+  kGeneral,    // softcap or biases, or a Mask with dropout; which of all these a call has is found out at run time
+};
+
+inline Kind kind_of(const AttnParams& p) {
+  if (p.softcap > 0 || p.has_bias() || (p.has_intervals() && p.has_dropout())) return Kind::kGeneral;
+  return p.has_intervals() ? Kind::kIntervals : p.has_dropout() ? Kind::kDropout : Kind::kPlain;
+}
+
+// Whether kernels of a kind can drop weights.
+constexpr bool can_drop(Kind kind) { return kind == Kind::kDropout || kind == Kind::kGeneral; }
+
+// Whether kernels of a kind can read a Mask.
+constexpr bool can_mask(Kind kind) { return kind == Kind::kIntervals || kind == Kind::kGeneral; }
+
+// The row of a tile table that serves a kind which has none of its own: one whose keys suit dropout if need be.
+constexpr Kind tile_kind(Kind kind) { return can_drop(kind) ? Kind::kDropout : Kind::kPlain; }
+
+// Stands for a member that kernels of a kind do not need.
+struct Nothing {};
+
+// Calls f(std::integral_constant<Kind, kind>()).
+template <class F>
+auto with_kind(Kind kind, const F& f) {
+  switch (kind) {
+    case Kind::kDropout:
+      return f(std::integral_constant<Kind, Kind::kDropout>());
+    case Kind::kIntervals:
+      return f(std::integral_constant<Kind, Kind::kIntervals>());
+    case Kind::kGeneral:
+      return f(std::integral_constant<Kind, Kind::kGeneral>());
+    default:
+      return f(std::integral_constant<Kind, Kind::kPlain>());
+  }
+}
+
+}  // namespace flashattn_ext

@@ -1,0 +1,172 @@
+"""`bench cuda --set scores` and `--set masks` without a GPU: what every contestant computes there is the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("rich")
+
+from torch.nn.attention.flex_attention import create_mask
+
+from flashattn_ext.cli import bench_contestants, bench_cuda, bench_cuda_tables, flex
+from flashattn_ext.cli.bench_cases import CAUSAL, MATH, OURS, PLAIN, SETS, VARLEN, Case
+from flashattn_ext.cli.bench_contestants import BLOCK_MASK, FLASH_ATTN, TABLES
+from flashattn_ext.cli.flex import FLEX
+from flashattn_ext.cli.patterns import PATTERNS, document_lengths
+from flashattn_ext.cli.score_options import SCORE_OPTIONS
+
+SMALL = Case(2, 4, 4, 96, 16, True, "fp32", set="tiny")
+ROWS = {
+    **{name: replace(SMALL, score=name, causal=name != "bias") for name in SCORE_OPTIONS},
+    **{name: replace(SMALL, B=1, S=256, pattern=name, causal=of.causal) for name, of in PATTERNS.items()},
+}
+
+
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention in plain PyTorch, which takes no compiler."""
+    monkeypatch.setattr(flex, "compiled", lambda function: function)
+    bench_contestants.extras.cache_clear()
+
+
+# What is measured
+
+
+@pytest.mark.parametrize("S", [1, 24, 512])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_a_pattern_is_the_same_for_everybody(name: str, S: int) -> None:
+    pattern = PATTERNS[name]
+    dense = pattern.dense(S)
+    assert torch.equal(dense, create_mask(pattern.rule(S, "cpu"), 1, 1, S, S, device="cpu"))
+    assert pattern.visible_pairs(S) == dense.sum()
+    assert dense.diagonal(dim1=-2, dim2=-1).all()  # no row sees nothing
+    if pattern.lengths:
+        parts = [torch.ones(length, length, dtype=torch.bool).tril() for length in pattern.lengths(S)]
+        assert sum(pattern.lengths(S)) == S and torch.equal(dense[0, 0], torch.block_diag(*parts))
+
+
+def test_documents_are_of_very_different_lengths() -> None:
+    lengths = document_lengths(32768)
+    assert sum(lengths) == 32768 and 8 <= len(lengths) <= 32 and max(lengths) > 8 * min(lengths)
+
+
+def test_rows_count_what_is_visible() -> None:
+    S = 512
+    for name, pattern in PATTERNS.items():
+        case = Case(3, 4, 2, S, 8, pattern.causal, "bf16", pattern=name)
+        assert case.flop == 4 * 3 * 4 * 8 * pattern.dense(S).sum() and case.mask == name
+        assert replace(case, backward=True).flop == 2.5 * case.flop
+        beside = case.beside()
+        assert beside[CAUSAL].flop == 4 * 3 * 4 * 8 * S * S / 2 and (VARLEN in beside) == (pattern.lengths is not None)
+        if pattern.lengths:
+            assert sum(beside[VARLEN].lengths) == 3 * S and beside[VARLEN].flop == pytest.approx(case.flop, rel=0.05)
+    case = replace(SMALL, score="softcap")
+    assert case.flop == SMALL.flop and case.mask == "causal softcap" and case.beside() == {PLAIN: SMALL}
+
+
+def test_the_sets_have_every_option_and_pattern() -> None:
+    assert {(case.score, case.D) for case in SETS["scores"]} == {(name, D) for name in SCORE_OPTIONS for D in (64, 128)}
+    assert {(case.pattern, case.D) for case in SETS["masks"]} == {(name, D) for name in PATTERNS for D in (64, 128)}
+    shapes = {(case.pattern, case.D): case.shape for case in SETS["masks"]}
+    assert shapes["documents", 128] == "1x64:8x32768x128" and shapes["prefix", 128] == "1x16x16384x128"
+    assert shapes["window", 64] == "1x32x32768x64"
+    bias = next(case for case in SETS["scores"] if case.score == "bias")
+    assert bias.shape == "2x16x4096x128" and bias.mask == "full bias"
+
+
+# Measuring
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("name", ROWS)
+def test_every_contestant_computes_the_same(on_cpu: None, name: str, backward: bool) -> None:
+    case = replace(ROWS[name], backward=backward)
+    row = bench_cuda.measure_case(case, [OURS, MATH, FLEX], quick=False)
+    assert json.loads(json.dumps(row)) == row
+    not_there = {MATH} if case.score == "softcap" else set()
+    not_there |= {FLEX} if backward else set()  # it has no backward on the CPU
+    assert set(row["failures"]) == not_there
+    for contestant in {OURS, MATH, FLEX} - not_there:
+        assert row["ms"][contestant] > 0 and 0 < row["max_error"][contestant] < 2e-5
+    beside = row["beside"]
+    for other in case.beside():
+        assert beside[other]["ratio"] == pytest.approx(row["tflops"][OURS] / beside[other]["tflops"])
+    prepared = row["preparation"]
+    if case.pattern and not backward:
+        assert prepared["tables_share"] == pytest.approx(prepared["tables_ms"] / row["ms"][OURS])
+        whole = (row["ms"][FLEX] + prepared["block_mask_ms"]) / (row["ms"][OURS] + prepared["tables_ms"])
+        assert prepared["ratio_flex"] == pytest.approx(whole)
+    elif not case.pattern:
+        assert set(prepared.values()) == {None}
+
+
+@pytest.mark.parametrize("name", SCORE_OPTIONS)
+def test_gradients_of_the_options_are_timed_and_agree(name: str) -> None:
+    case, device = replace(ROWS[name], backward=True), torch.device("cpu")
+    tensors = bench_contestants.inputs(case, "cpu")
+    trains = SCORE_OPTIONS[name].trains
+    gradients = bench_contestants.timed_call(case, OURS, *tensors)()
+    assert len(gradients) == 3 + trains
+    if trains:
+        of = bench_contestants.extras(case, device)
+        assert gradients[3].shape == of.value.shape and gradients[3].abs().sum() > 0
+        of_scores = bench_contestants.timed_call(case, MATH, *tensors)()[3]  # that of the dense bias
+        with torch.enable_grad():
+            added = SCORE_OPTIONS[name].added(of.value, case.S)
+        [expected] = torch.autograd.grad(added, of.value, of_scores[0])
+        assert torch.allclose(gradients[3], expected, atol=1e-4)
+
+
+def test_flash_attn_gets_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, object] = {}
+    monkeypatch.setattr(
+        bench_contestants, "flash_attn_func", lambda: lambda q, k, v, **options: given.update(options) or q
+    )
+    case = replace(SMALL, score="softcap")
+    bench_contestants.timed_call(case, FLASH_ATTN, *bench_contestants.inputs(case, "cpu"))()
+    assert given == {"dropout_p": 0.0, "causal": True, "softcap": 30.0}
+
+
+def test_a_failing_table_is_reported(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(intervals: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no tables today")
+
+    monkeypatch.setattr(bench_contestants, "preparations", lambda case, names: {TABLES: lambda: fails(torch.ones(1))})
+    monkeypatch.setattr(bench_cuda, "preparations", bench_contestants.preparations)
+    row = bench_cuda.measure_case(ROWS["prefix"], [OURS], quick=True)
+    assert row["ms"][OURS] > 0 and row["preparation"]["tables_ms"] is None
+    assert bench_cuda_tables.notes([row]) == [
+        f"tiny 1x4x256x16 fp32 prefix forward: {TABLES}: RuntimeError: no tables today"
+    ]
+
+
+def test_the_reference_is_not_asked_for_more_than_memory_holds() -> None:
+    case = Case(1, 64, 8, 32768, 128, True, "bf16")
+    with pytest.raises(ValueError, match="in fp64 the scores of 8 heads take 64 GiB"):
+        bench_cuda.reference_results(case, *[torch.empty(0)] * 4, bench_contestants.Extras(case, torch.device("cpu")))
+
+
+# Tables
+
+
+def test_tables_show_what_their_rows_have(on_cpu: None, capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(case: Case, names: list[str]) -> str:
+        rows = [bench_cuda.measure_case(case, names, quick=True)]
+        about = {"machine": "a GPU", "backend": "none", "torch": "2", "cuda": "12", "cudnn": 9}
+        bench_cuda_tables.show({**about, "contestants": names, "rows": rows}, markdown=True)
+        return capsys.readouterr().out
+
+    text = shown(ROWS["documents"], [OURS, MATH, FLEX])
+    assert (
+        "| ours | math | flex | to best | to flex | to flex, with tables | to causal | to varlen | tables | block mask |"
+        in text
+    )
+    assert BLOCK_MASK not in text and "| tiny | 1x4x256x16 | fp32 | documents | forward |" in text
+    text = shown(ROWS["alibi"], [OURS, MATH, FLEX])
+    assert "| ours | math | flex | to best | to flex | to plain | spread |" in text and "causal alibi" in text
+    text = shown(SMALL, [OURS, MATH, FLEX])
+    assert "| ours | math | to best | spread |" in text  # FlexAttention was not asked for

@@ -1,0 +1,255 @@
+"""Masks through the kernels: against the reference, over tiles that are hidden, whole and partial, and what they may not do."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import Case, assert_same_bits, check, cu_seqlens, make_inputs, run
+from mask_cases import KINDS
+
+import flashattn_ext
+from flashattn_ext import Mask
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("causal", [False, True], ids=["alone", "causal"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_constructor(device: str, dtype: torch.dtype, kind: str, causal: bool) -> None:
+    check(
+        Case(dtype=dtype, Sq=150, Sk=150, Hq=4, Hk=2, mask=kind, mask_heads="q", causal=causal, use_lse=True),
+        device,
+    )
+
+
+@pytest.mark.parametrize("heads", ["1", "k", "q"])
+@pytest.mark.parametrize("D", [32, 64, 96, 128, 129, 192, 256])
+def test_heads_and_head_dims(device: str, dtype: torch.dtype, heads: str, D: int) -> None:
+    case = Case(
+        dtype=dtype, Sq=200, Sk=290, Hq=4, Hk=2, D=D, Dv=D, mask="intervals", mask_heads=heads, mask_batch=False
+    )
+    check(case, device)
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("Sq,Sk", [(1, 1), (1, 300), (63, 65), (129, 64), (64, 129), (300, 16), (257, 17), (40, 0)])
+@pytest.mark.parametrize("kind", ["intervals", "and"])
+def test_tile_edges(device: str, dtype: torch.dtype, Sq: int, Sk: int, kind: str) -> None:
+    check(Case(dtype=dtype, Sq=Sq, Sk=Sk, mask=kind, use_lse=True, seed=Sq + Sk), device)
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(window_size=(60, 10)),
+        dict(smooth_softmax=True),
+        dict(sink_dtype=torch.float32, causal=True),
+        dict(softmax_scale=-0.3),
+        dict(softcap=3.0, causal=True),
+        dict(alibi="heads"),
+        dict(dropout_p=0.3, rng_seed=5),
+        dict(dropout_p=0.3, rng_seed=5, softcap=3.0, bias="bhq", bias_hides=0.2),
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_with_other_options(device: str, dtype: torch.dtype, options: dict[str, object]) -> None:
+    check(Case(dtype=dtype, Sq=140, Sk=170, Hq=4, Hk=2, mask="documents", use_lse=True, **options), device)
+
+
+LENGTHS = ((70, 1, 0, 133, 16, 90), (40, 5, 31, 150, 16, 0))
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("kind", ["intervals", "documents", "prefix_lm", "window", "padding"])
+@pytest.mark.parametrize("causal", [False, True], ids=["alone", "causal"])
+def test_packed(device: str, dtype: torch.dtype, kind: str, causal: bool) -> None:
+    """Granules of the extremes count from the first packed key: sequences begin and end within them."""
+    lengths_q, lengths_k = (LENGTHS[1], LENGTHS[1]) if kind == "documents" else LENGTHS
+    case = Case(
+        dtype=dtype, lengths_q=lengths_q, lengths_k=lengths_k, Hq=4, Hk=2, mask=kind, causal=causal, use_lse=True
+    )
+    check(case, device)
+
+
+def long_mask(name: str, S: int) -> Mask:
+    """Masks with hidden keys between visible ones, over several of the coarse extremes."""
+    if name == "window":
+        return Mask.window(200, 0, S, S, global_keys=3)
+    if name == "chunks":
+        return Mask.chunked(700, S, S)
+    keys = torch.arange(S)
+    if name == "islands":  # the keys of every fifth hundred are seen by all rows, others by nobody
+        seen = keys // 100 % 5 == 0
+        return Mask(torch.stack([0 * keys, seen * S], -1).int()[None, None])
+    assert name == "far", name  # rows see keys at the other end of the sequence alone
+    return Mask(torch.stack([S - 30 - keys, S - keys], -1).int()[None, None])
+
+
+@pytest.mark.parametrize("name", ["window", "chunks", "islands", "far"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+def test_long_sequences(device: str, name: str, deterministic: bool) -> None:
+    S, dtype = 2500, torch.float32
+    mask = long_mask(name, S)
+    q, k, v, dout = (torch.randn(1, S, 1, 16, device=device, dtype=dtype) for _ in range(4))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out, lse = flashattn_ext.forward(*leaves, mask=mask.to(device), return_lse=True, deterministic=deterministic)
+    grads = torch.autograd.grad(out, leaves, dout)
+    scores = (q[0, :, 0] @ k[0, :, 0].T / 4).masked_fill(~mask.dense(S)[0, 0].to(device), -math.inf)
+    expected = torch.nan_to_num(scores.softmax(-1)) @ v[0, :, 0]
+    torch.testing.assert_close(out[0, :, 0], expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse[0, 0], scores.logsumexp(-1), rtol=0, atol=1e-5)
+    expected_grads = torch.autograd.grad(expected, leaves, dout[0, :, 0])
+    for name, got, ref in zip("qkv", grads, expected_grads, strict=True):
+        torch.testing.assert_close(got, torch.nan_to_num(ref), rtol=0, atol=1e-4, msg=lambda m, n=name: f"d{n}: {m}")
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("extra_logit", ["none", "smooth", "sink"])
+def test_rows_that_see_nothing(device: str, dtype: torch.dtype, extra_logit: str) -> None:
+    """Every other block of 40 rows sees no key, and keys 20 to 70 are seen by nobody: their results are exact."""
+    S = 130
+    keys = torch.arange(S)
+    first = keys // 40 // 2 * 80
+    last = torch.where((keys >= 20) & (keys < 70), first - 5, first + 40)
+    mask = Mask(torch.stack([first, last], -1).int()[None, None]).to(device)
+    blind = ~mask.dense(S)[0, 0].any(1)
+    hidden = ~mask.dense(S)[0, 0].any(0)
+    assert blind.any() and hidden.any()
+    q, k, v = (torch.randn(2, S, 2, 32, device=device).to(dtype).requires_grad_() for _ in range(3))
+    sink = torch.randn(2, device=device, dtype=lse_dtype(dtype))
+    options = {"none": {}, "smooth": dict(smooth_softmax=True), "sink": dict(sink=sink)}[extra_logit]
+    out, lse = flashattn_ext.forward(q, k, v, mask=mask, return_lse=True, **options)
+    dq, dk, dv = torch.autograd.grad(out.float().square().sum() + lse[lse.isfinite()].sum(), (q, k, v))
+    assert not out[:, blind].any() and not dq[:, blind].any()
+    assert not dk[:, hidden].any() and not dv[:, hidden].any()
+    expected = {"none": torch.full_like(sink, -math.inf), "smooth": torch.zeros_like(sink), "sink": sink}[extra_logit]
+    assert_same_bits(lse[:, :, blind], expected[None, :, None].expand(2, 2, int(blind.sum())), "lse")
+    for name, t in (("out", out), ("dq", dq), ("dk", dk), ("dv", dv)):
+        assert t.isfinite().all(), name
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def results(mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    out, lse = flashattn_ext.forward(*leaves, mask=mask, return_lse=True, deterministic=True, **options)
+    return [out, lse.transpose(1, 2), *torch.autograd.grad(out.float().square().sum() + lse.sum(), leaves)]
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_document_keeps_its_bits(device: str, dtype: torch.dtype, causal: bool) -> None:
+    """Whatever the other documents hold, also beside it in a tile and far larger."""
+    lengths = (37, 150, 60, 200)
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None].to(device)
+    mask = Mask.documents(ids)
+    q, k, v = (torch.randn(1, sum(lengths), 2, 64, device=device).to(dtype) for _ in range(3))
+    before = results(mask, q, k, v, causal=causal)
+    own = ids[0] == 1
+    for t in (q, k, v):
+        t[:, ~own] = 30 * torch.randn_like(t[:, ~own])
+    after = results(mask, q, k, v, causal=causal)
+    for what, got, expected in zip(("out", "lse", "dq", "dk", "dv"), after, before, strict=True):
+        assert_same_bits(got[:, own], expected[:, own], what)
+
+
+@pytest.mark.every_isa
+def test_a_document_agrees_with_itself_alone(device: str, dtype: torch.dtype) -> None:
+    lengths = (37, 150, 60)
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None].to(device)
+    q, k, v = (torch.randn(1, sum(lengths), 2, 64, device=device).to(dtype) for _ in range(3))
+    whole = results(Mask.documents(ids), q, k, v, causal=True)
+    atol = {2: 2e-2, 4: 1e-5, 8: 1e-12}[dtype.itemsize]
+    for n in range(3):
+        own = ids[0] == n
+        leaves = [t[:, own].requires_grad_() for t in (q, k, v)]
+        out, lse = flashattn_ext.forward(*leaves, causal=True, return_lse=True)
+        alone = [out, lse.transpose(1, 2), *torch.autograd.grad(out.float().square().sum() + lse.sum(), leaves)]
+        for what, got, expected in zip(("out", "lse", "dq", "dk", "dv"), whole, alone, strict=True):
+            torch.testing.assert_close(
+                got[:, own], expected, rtol=atol, atol=4 * atol, msg=lambda m, w=what, n=n: f"{w} of {n}: {m}"
+            )
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_bits_alone_in_a_batch_and_packed(device: str, dtype: torch.dtype, causal: bool) -> None:
+    generator = torch.Generator().manual_seed(3)
+    intervals = torch.randint(-10, 130, (3, 2, 170, 2), generator=generator).int()
+    q = torch.randn(3, 120, 4, 40, device=device).to(dtype)
+    k, v = (torch.randn(3, 170, 2, 40, device=device).to(dtype) for _ in range(2))
+    mask = Mask(intervals).to(device)
+    batch = results(mask, q, k, v, causal=causal)
+    assert all(a.equal(b) for a, b in zip(batch, results(mask, q, k, v, causal=causal), strict=True))
+    for b in range(3):
+        part = slice(b, b + 1)
+        alone = results(Mask(mask.intervals[part]), q[part], k[part], v[part], causal=causal)
+        for what, got, expected in zip(("out", "lse", "dq", "dk", "dv"), alone, batch, strict=True):
+            assert_same_bits(got, expected[part], f"{what} of entry {b}")
+    # Packed behind a stranger of 13 rows, so that granules of the extremes are shared.
+    stranger = [torch.randn(13, *t.shape[2:], device=device).to(dtype) for t in (q, k, v)]
+    leaves = [torch.cat([s, t[1]]).requires_grad_() for s, t in zip(stranger, (q, k, v), strict=True)]
+    packed = Mask(torch.cat([intervals[0, :, :13], intervals[1]], 1)).to(device)
+    starts_q, starts_k = cu_seqlens([13, 120], device), cu_seqlens([13, 170], device)
+    out, lse = flashattn_ext.varlen_forward(
+        *leaves, starts_q, starts_k, 120, 170, mask=packed, causal=causal, return_lse=True, deterministic=True
+    )
+    grads = torch.autograd.grad(out.float().square().sum() + lse.sum(), leaves)
+    for what, got, expected in zip(("out", "lse", "dq", "dk", "dv"), (out, lse.T, *grads), batch, strict=True):
+        assert_same_bits(got[13:], expected[1], f"packed {what}")
+
+
+EXTREMES = {
+    "nobody sees anything": (2**31 - 1, 0, 0, 2**31 - 1),
+    "everybody sees everything": (-(2**31), 2**31 - 1, -(2**31), 2**31 - 1),
+    "reversed": (2**31 - 1, -(2**31), 2**31 - 1, -(2**31)),
+    "rows that do not exist": (10**9, 10**9 + 7, 10**9, 10**9 + 7),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
+@pytest.mark.parametrize("name", [*EXTREMES, "random"])
+def test_extremes_that_lie(device: str, name: str, deterministic: bool, packed: bool) -> None:
+    """They are data: whatever they hold, a call ends and leaves memory around its tensors alone."""
+    generator = torch.Generator().manual_seed(1)
+    S = 300
+    intervals = torch.randint(-5, S + 5, (1, 1, S, 2), generator=generator).int().to(device)
+    mask = Mask(intervals[0] if packed else intervals)
+    extremes = mask.extremes()
+    if name == "random":
+        extremes.copy_(torch.randint(-10, S + 10, extremes.shape, generator=generator))
+    else:
+        extremes.copy_(torch.tensor(EXTREMES[name]))
+    assert mask.extremes().data_ptr() == extremes.data_ptr()
+    q, k, v = (torch.randn(1, S, 2, 64, device=device).requires_grad_() for _ in range(3))
+    if packed:
+        starts = cu_seqlens([113, S - 113], device)
+        rows = [t[0] for t in (q, k, v)]
+        out = flashattn_ext.varlen_forward(*rows, starts, starts, 200, 200, mask=mask, deterministic=deterministic)
+    else:
+        out = flashattn_ext.forward(q, k, v, mask=mask, deterministic=deterministic)
+    grads = torch.autograd.grad(out.sum(), (q, k, v))
+    for t in (out, *grads):
+        assert t.shape[-3:] in (q.shape[-3:], out.shape[-3:]) and t.isfinite().all()
+    if name == "nobody sees anything":
+        assert not out.any() and not any(t.any() for t in grads)
+
+
+def test_views_of_the_intervals(device: str) -> None:
+    """Intervals that begin at any element, and that are expanded over the batch."""
+    case = Case(Sq=90, Sk=110, mask="intervals", mask_batch=False)
+    inputs = make_inputs(case, device)
+    expected = run(case, inputs)
+    assert inputs.mask is not None
+    intervals = inputs.mask.intervals
+    shifted = torch.empty(intervals.numel() + 1, dtype=torch.int32, device=device)[1:].view(intervals.shape)
+    for view in (shifted.copy_(intervals), intervals.expand(case.B, -1, -1, -1)):
+        inputs.mask = Mask(view)
+        got = run(case, inputs)
+        torch.testing.assert_close(got.out, expected.out)
+        torch.testing.assert_close(got.grads, expected.grads)
