@@ -45,6 +45,13 @@ def as_mask(tensor: Tensor) -> Mask | None:
     return remembered(tensor) or remember(tensor, Mask(tensor.transpose(2, 3).contiguous()))
 
 
+def may_look(tensor: Tensor) -> bool:
+    """Whether values can decide what happens: not in a graph that is being traced or captured."""
+    if torch.compiler.is_compiling():
+        return False
+    return tensor.device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+
+
 def remembered(tensor: Tensor) -> Mask | None:
     """The Mask that was made of a tensor before. A graph that is being traced knows no attributes of tensors."""
     return None if torch.compiler.is_compiling() else getattr(tensor, _MASK, None)

@@ -168,6 +168,7 @@ _AND = masking_utils.and_masks().__code__
 _OR = masking_utils.or_masks().__code__
 _REMAP = getattr(masking_utils, "remap_positions_for_packed_sequence", lambda *_: lambda: None)(None, None).__code__
 _CAUSAL = masking_utils.causal_mask_function
+_PLAIN_WINDOWS = {_CAUSAL: (-1, 0), getattr(masking_utils, "bidirectional_mask_function", None): (-1, -1)}
 
 
 def _rows(function: MaskFunction, keys: Tensor) -> _Rows:
@@ -284,18 +285,23 @@ def attention_mask(
     cache_position: Tensor | None = None,
     use_vmap: bool = False,
     device: torch.device | str | None = None,
+    allow_is_bidirectional_skip: bool = False,
+    config: Any = None,
     **_hints: Any,
-) -> Tensor:
+) -> Tensor | None:
     """What transformers registers as a mask function: the mask of a model's layers, as a window or as intervals.
 
     Args:
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function: as transformers 5 passes them.
         cache_position: int64 [Sq], the positions of the queries, in the place of q_length and q_offset in transformers 4.
         attention_mask: bool [B, keys seen so far], False where a key is padding.
+        allow_is_bidirectional_skip: None will do where nothing is hidden; some vision models add to the mask otherwise.
+        config: of the model. A decoder that is_causal=False turned into an encoder is told that nothing is hidden: its layers do not
+            know.
 
     Returns:
-        A window or intervals (_mask_tensors.py). A mask that is neither comes back dense, bool [B, 1, Sq, Sk]; the layer that uses
-        it says so.
+        A window or intervals (_mask_tensors.py), or None as above. A mask that is neither comes back dense, bool [B, 1, Sq, Sk]; the
+        layer that uses it says so.
     """
     if attention_mask is not None and attention_mask.dim() == 4:
         return attention_mask
@@ -308,16 +314,18 @@ def attention_mask(
     sizes = _Sizes(batch_size, q_length, kv_length, q_offset, kv_offset)
     device = torch.device("cpu" if device is None else device)
     padding = _padding_or_none(attention_mask, sizes)
-    if torch.compiler.is_compiling():  # which cannot look into closures
-        if mask_function is _CAUSAL and padding is None and sizes.ends_together():
-            return window_tensor(-1, 0, device)
-        return _evaluated(mask_function, attention_mask, sizes, use_vmap, device)
-    mask_function = _without_single_document(mask_function)
-    window = _plain_window(mask_function)
+    tracing = torch.compiler.is_compiling()
+    if not tracing:
+        mask_function = _without_single_document(mask_function)
+    window = _PLAIN_WINDOWS.get(mask_function) if tracing else _plain_window(mask_function)
     if window is not None and padding is None and (window == (-1, -1) or sizes.ends_together()):
+        if window == (-1, -1) and allow_is_bidirectional_skip and getattr(config, "is_causal", True):
+            return None
         longest = max(q_length, kv_length) - 1  # a window that is wider is none
         left, right = (-1 if side >= longest > 0 else side for side in window)
         return window_tensor(left, right, device)
+    if tracing:  # which cannot look into closures
+        return _evaluated(mask_function, attention_mask, sizes, use_vmap, device)
     try:
         rows = _rows(mask_function, torch.arange(kv_length, device=device)[None] + kv_offset)
     except _Unknown:

@@ -71,7 +71,9 @@ def _check_version(version: str) -> None:
         )
 
 
-_DOCUMENTS = "_flashattn_ext_documents"  # an attribute of position ids: a list of their Mask, or an empty one
+_DOCUMENTS = (
+    "_flashattn_ext_documents"  # the attribute of a tensor that says where documents are, with what was made of it
+)
 
 
 class _Visible(NamedTuple):
@@ -131,7 +133,7 @@ def attention(
         visible = _without_mask(module, sliding_window, is_causal)
     else:
         visible = _with_mask(module, attention_mask, query, key)
-    if visible.right == 0 or torch.compiler.is_compiling():
+    if visible.right == 0 or visible.mask is not None:
         visible = _apart(visible, position_ids, query, key)
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         visible = _packed(module, visible, query, key, cu_seq_lens_q, cu_seq_lens_k)
@@ -177,8 +179,8 @@ def _same_batch(*tensors: Tensor) -> list[Tensor]:
 
 
 def _without_mask(module: nn.Module, sliding_window: int | None, is_causal: bool | None) -> _Visible:
-    """A model that makes no masks, or a mask that was lost on the way here, as sequence parallelism loses it: the mask function
-    itself never returns None."""
+    """A model that makes no masks, or an encoder that has nothing to hide; or a mask that was lost on the way here, as sequence
+    parallelism loses it: for causal attention the mask function returns no None."""
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     side = -1 if sliding_window is None else sliding_window - 1
     return _Visible(side, 0 if causal else side)
@@ -192,10 +194,10 @@ def _apart(visible: _Visible, position_ids: Tensor | None, query: Tensor, key: T
     length = query.shape[2]
     if position_ids is None or position_ids.dim() != 2 or not 1 < length == key.shape[2] == position_ids.shape[1]:
         return visible
-    if torch.compiler.is_compiling():  # nothing can be looked at
+    if not _mask_tensors.may_look(position_ids):
         mask = Mask.documents((position_ids == 0).cumsum(1))
         return visible._replace(mask=mask if visible.mask is None else mask & visible.mask)
-    if visible.mask is not None:
+    if visible.mask is not None:  # the mask function has looked at more
         return visible
     known = getattr(position_ids, _DOCUMENTS, None)
     if known is None:  # once for all layers
@@ -235,23 +237,38 @@ def _with_mask(module: nn.Module, attention_mask: Tensor, query: Tensor, key: Te
 def _packed(
     module: nn.Module, visible: _Visible, query: Tensor, key: Tensor, begins_q: Tensor, begins_k: Tensor
 ) -> _Visible:
-    """Documents by their beginnings, each with the window aligned at its own end; and whatever else hides keys."""
+    """Documents by their beginnings, and whatever else hides keys. The last two Masks are kept for other layers."""
     if key.shape[0] != 1:
         raise ValueError(
             f"{_layer(module)}: cu_seq_lens_k: expected one batch entry with all documents, got a batch of {key.shape[0]}"
         )
-    keys = torch.arange(key.shape[2], device=key.device)
-    document = torch.searchsorted(begins_k, keys, right=True, out_int32=True) - 1
+    made: list[tuple[Any, Mask]] = []  # of what, and the Mask; a model has two kinds of layers at most
+    if not torch.compiler.is_compiling():
+        made = getattr(begins_k, _DOCUMENTS, made)
+    given = (visible.left, visible.right, query.shape[2], visible.mask)
+    for known, mask in made:
+        if known[:3] == given[:3] and known[3] is given[3]:
+            return _Visible(mask=mask, bias=visible.bias)
+    mask = _between(begins_q, begins_k, key.shape[2], visible.left, visible.right)
+    mask = mask if visible.mask is None else mask & visible.mask
+    if not torch.compiler.is_compiling():
+        setattr(begins_k, _DOCUMENTS, [*made[-1:], (given, mask)])
+    return _Visible(mask=mask, bias=visible.bias)
+
+
+def _between(begins_q: Tensor, begins_k: Tensor, Sk: int, left: int, right: int) -> Mask:
+    """Documents of one batch entry by their beginnings, int [documents + 1]; each has the window aligned at its own end."""
+    keys = torch.arange(Sk, device=begins_k.device)
+    document = torch.searchsorted(begins_k, keys, right=True) - 1
     document = document.clamp(0, begins_k.shape[0] - 2)
     first, last = begins_q[document].long(), begins_q[document + 1].long()
     aligned = keys + last - begins_k[document + 1]  # the query at the key's own place
-    if visible.right >= 0:
-        first = torch.maximum(first, aligned - visible.right)
-    if visible.left >= 0:
-        last = torch.minimum(last, aligned + visible.left + 1)
+    if right >= 0:
+        first = torch.maximum(first, aligned - right)
+    if left >= 0:
+        last = torch.minimum(last, aligned + left + 1)
     last = torch.where(keys < begins_k[-1], last, 0)
-    mask = Mask(torch.stack([first, last], -1).int()[None, None])
-    return _Visible(mask=mask if visible.mask is None else mask & visible.mask, bias=visible.bias)
+    return Mask(torch.stack([first, last], -1).int()[None, None])
 
 
 # --- position biases ----------------------------------------------------------------------------------------------------
@@ -262,7 +279,7 @@ def _is_of_distance(position_bias: Tensor) -> bool:
 
     It is looked at once and remembers the answer; every layer of T5 is given the same tensor.
     """
-    if position_bias.shape[0] != 1 or torch.compiler.is_compiling():
+    if position_bias.shape[0] != 1 or not _mask_tensors.may_look(position_bias):
         return False
     known: bool | None = getattr(position_bias, "_flashattn_ext_is_of_distance", None)
     if known is None:

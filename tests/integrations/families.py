@@ -162,6 +162,12 @@ FAMILIES = {
         "ViTConfig", "ViTForImageClassification",
         {**_VISION, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}, inputs=picture, padded=("right",), packed=False,
     ),
+    "beit": Family(  # its position bias is learned for each pair of patches and comes as a mask
+        "BeitConfig", "BeitForImageClassification",
+        {**_VISION, "use_shared_relative_position_bias": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+         "drop_path_rate": 0.0},
+        inputs=picture, padded=("right",), packed=False, since=(5, 20),
+    ),
     "gemma3_image": Family(
         "Gemma3Config", "Gemma3ForConditionalGeneration",
         {"text_config": _gemma3_text, "vision_config": lambda: {**_VISION, "model_type": "siglip_vision_model", "vision_use_head": False},

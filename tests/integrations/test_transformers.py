@@ -84,6 +84,15 @@ def test_a_padded_batch(name: str, side: str, device: str) -> None:
     check(model, inputs, kept, device)
 
 
+def test_a_decoder_that_became_an_encoder(device: str) -> None:
+    """With is_causal=False in its configuration; its layers still say that they are causal."""
+    _, model = made("llama")
+    model.config.is_causal = False
+    ids = token_ids(torch.Generator().manual_seed(3))
+    for mask in (torch.ones_like(ids), padding_mask("right")):
+        check(model, {"input_ids": ids, "attention_mask": mask}, mask, device)
+
+
 DOCUMENTS = ((9, 1, 14), (5, 19))  # lengths of the documents in each row
 
 
