@@ -53,14 +53,13 @@ def _tensors(
     sink: Tensor | None, alibi_slopes: Tensor | None, relative_bias: Tensor | None, bias: Tensor | None,
     mask: Mask | None,
 ) -> CallTensors:  # fmt: skip
-    tensors = CallTensors(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, mask_intervals=None, mask_extremes=None
-    )  # fmt: skip
+    tensors = CallTensors(q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, None, None)
     for index, tensor in enumerate(tensors):
-        if not isinstance(tensor, Tensor) and (tensor is not None or index < 3):
+        is_missing = tensor is None and index < 3  # q, k or v
+        if is_missing or not (tensor is None or isinstance(tensor, Tensor)):
             arguments.tensors(**{CallTensors._fields[index]: tensor})
-    checked = checked_mask(mask)
-    if checked is not None:
+    if mask is not None:
+        checked = checked_mask(mask)
         tensors = tensors._replace(mask_intervals=checked.intervals, mask_extremes=checked.extremes())
     if type(q) is Tensor and type(k) is Tensor and type(v) is Tensor:
         return tensors
