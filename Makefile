@@ -21,7 +21,7 @@ RESULTS := runs/experiments
 CPP_SOURCES := $(shell find csrc -name "*.h" -o -name "*.cpp" -o -name "*.cuh" -o -name "*.cu")
 SOURCES := $(CPP_SOURCES) csrc/sources.py
 FORMATTED := $(CPP_SOURCES) $(shell find ascend_c tests/ascend tests/npu tools -name "*.h" -o -name "*.cpp")
-PYTHON_SOURCES := csrc flashattn_ext tests tools setup.py
+PYTHON_SOURCES := csrc examples flashattn_ext tests tools setup.py
 HAS_TORCH := import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 6))
 
 ifeq ($(origin CXX),default)
@@ -43,7 +43,7 @@ TILING_LIBRARIES := $(TILINGS:%=build/tilings/_ascend_emulator_%.so)
 TILING_SOURCES := ascend_c/dispatch.cpp ascend_c/inst/forward_fp16.cpp ascend_c/emulator/backend.cpp tools/other_tiling.cpp
 EMULATOR_MACHINE := build/emulator/ascend_c/emulator/machine.o build/emulator/ascend_c/emulator/scheduler.o
 
-INSTALL := -m pip install --no-build-isolation -e ".[cli,test]"
+INSTALL := -m pip install --no-build-isolation -e ".[cli,hf,test]"
 REBUILD := setup.py build_ext --inplace
 
 # PyTorch's threads spin while they wait for each other. Where other programs want the cores too, that makes small models and

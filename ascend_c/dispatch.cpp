@@ -19,6 +19,8 @@ std::string supports(const AttnParams& p, bool backward) {
   if (p.dtype != DType::kFloat32 && p.head_dim_v > 128 && p.has_dropout() + p.has_bias() + p.has_intervals() > 1)
     return "two of dropout_p, biases and mask at once are not implemented by the Ascend C kernels of 16 bits for head "
            "dims of v above 128; use fp32, or leave one of them out";
+  const std::string lacking = refuses_origin(p, "Ascend C");
+  if (!lacking.empty()) return lacking;
   constexpr int64_t kLongest = int64_t{1} << 30;
   if (std::max(p.seqlen_q, p.total_q) > kLongest || std::max(p.seqlen_k, p.total_k) > kLongest)
     return "sequences longer than 2^30 are not implemented by the Ascend C kernels; shorten them";

@@ -48,6 +48,10 @@ class Dropout {
     // more, and only headers of mid-2026 and later have it.
     set_ctrl(sbitset0(get_ctrl(), 53));
     threshold = a.dropout_threshold;
+    origin_batch = int32_t(a.origin.batch);
+    origin_head = int32_t(a.origin.head);
+    origin_row = int32_t(a.origin.row);
+    origin_key = int32_t(a.origin.key);
     const GlobalTensor<int64_t> rng = Global<int64_t>((uint64_t)a.rng_state);
     key = philox_key(rng.GetValue(0), rng.GetValue(1));
     numbers = constants;
@@ -86,9 +90,10 @@ class Dropout {
   __aicore__ void BeginHead(int32_t batch, int32_t head) {
     using namespace AscendC;
     tiles = 1;
-    batch_product = uint64_t(kPhiloxMultiplier0) * uint32_t(batch);
+    batch_product = uint64_t(kPhiloxMultiplier0) * uint32_t(origin_batch + batch);
     Barrier();
-    for (int32_t lane = 0; lane < kLanes; lane += 8) Adds(registers[0][lane], numbers, int32_t(head * 64 + lane), 8);
+    for (int32_t lane = 0; lane < kLanes; lane += 8)
+      Adds(registers[0][lane], numbers, int32_t((origin_head + head) * 64 + lane), 8);
     Barrier();
     const Product p = {registers[0], head_high, head_low, registers[1], registers[2]};
     Multiply<1>(p);
@@ -100,7 +105,7 @@ class Dropout {
     const Words x = registers[0], t = registers[1];
     Barrier();
     for (int32_t g = 0; g < groups; ++g) {
-      const uint32_t c2 = High(batch_product) ^ uint32_t(row / 16 + g) ^ HighOf(0);
+      const uint32_t c2 = High(batch_product) ^ uint32_t((origin_row + row) / 16 + g) ^ HighOf(0);
       const uint64_t product = uint64_t(kPhiloxMultiplier1) * c2;
       AscendC::Duplicate(t[g * kLanes], int32_t(High(product) ^ LowOf(1)), kLanes);
       AscendC::Duplicate(row_constant[g * 8], int32_t(uint32_t(product) ^ LowOf(2)), 8);
@@ -120,7 +125,7 @@ class Dropout {
     const Words x = registers[0], t = registers[1], z = registers[3];
     Barrier();
     for (int32_t k = 0; k < across; ++k)
-      AscendC::Duplicate(t[k * kLanes], int32_t(uint32_t(key_begin / kLanes + k) ^ LowOf(0)), kLanes);
+      AscendC::Duplicate(t[k * kLanes], int32_t(uint32_t((origin_key + key_begin) / kLanes + k) ^ LowOf(0)), kLanes);
     SetConstants(uint32_t(batch_product) ^ HighOf(1), LowOf(3));
     Barrier();
     Xor(x, t, head_high, kRepeated);
@@ -401,6 +406,7 @@ class Dropout {
   __aicore__ Words Word(int32_t word) const { return words[word * vector]; }
 
   int32_t threshold = 256;
+  int32_t origin_batch = 0, origin_head = 0, origin_row = 0, origin_key = 0;  // csrc/params.h
   PhiloxKey key;
   uint64_t batch_product = 0;      // of round 1
   int32_t vector = 0;              // lanes of a register

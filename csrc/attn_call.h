@@ -18,7 +18,7 @@ constexpr char kCallSchema[] =
     "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? sink, Tensor? alibi_slopes, "
     "Tensor? relative_bias, Tensor? bias, Tensor? mask_intervals, Tensor? mask_extremes, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, bool bhsd, Scalar softmax_scale, Scalar softcap, bool causal, SymInt window_left, "
-    "SymInt window_right, Scalar dropout_p, bool smooth_softmax, bool deterministic";
+    "SymInt window_right, Scalar dropout_p, bool smooth_softmax, bool deterministic, SymInt[]? origin";
 
 // Dense tensors are [B, S, H, D], or [B, H, S, D] with bhsd; varlen calls have cu_seqlens and tensors [total, H, D].
 // The fields are in the order of kCallSchema.
@@ -40,6 +40,7 @@ struct AttnCall {
   c10::SymFloat dropout_p;
   bool smooth_softmax;
   bool deterministic;
+  std::optional<std::vector<c10::SymInt>> origin;  // (batch, head) or (batch, head, row, key)
 
   bool is_varlen() const { return cu_seqlens_q.has_value(); }
   int64_t row_dim() const { return is_varlen() ? 0 : (bhsd ? 2 : 1); }
@@ -82,6 +83,11 @@ class Arguments {
   at::Tensor tensor() { return (next_++)->toTensor(); }
   std::optional<at::Tensor> maybe_tensor() { return (next_++)->toOptional<at::Tensor>(); }
   c10::SymInt integer() { return (next_++)->toSymInt(); }
+  std::optional<std::vector<c10::SymInt>> maybe_integers() {
+    const c10::IValue& value = *next_++;
+    if (value.isNone()) return std::nullopt;
+    return value.toSymIntVector();
+  }
   bool flag() { return (next_++)->toBool(); }
   c10::SymFloat number() {
     const c10::IValue& value = *next_++;
@@ -91,28 +97,29 @@ class Arguments {
   }
   AttnCall call() {
     return {
-        tensor(),        // q
-        tensor(),        // k
-        tensor(),        // v
-        maybe_tensor(),  // cu_seqlens_q
-        maybe_tensor(),  // cu_seqlens_k
-        maybe_tensor(),  // sink
-        maybe_tensor(),  // alibi_slopes
-        maybe_tensor(),  // relative_bias
-        maybe_tensor(),  // bias
-        maybe_tensor(),  // mask_intervals
-        maybe_tensor(),  // mask_extremes
-        integer(),       // max_seqlen_q
-        integer(),       // max_seqlen_k
-        flag(),          // bhsd
-        number(),        // softmax_scale
-        number(),        // softcap
-        flag(),          // causal
-        integer(),       // window_left
-        integer(),       // window_right
-        number(),        // dropout_p
-        flag(),          // smooth_softmax
-        flag(),          // deterministic
+        tensor(),          // q
+        tensor(),          // k
+        tensor(),          // v
+        maybe_tensor(),    // cu_seqlens_q
+        maybe_tensor(),    // cu_seqlens_k
+        maybe_tensor(),    // sink
+        maybe_tensor(),    // alibi_slopes
+        maybe_tensor(),    // relative_bias
+        maybe_tensor(),    // bias
+        maybe_tensor(),    // mask_intervals
+        maybe_tensor(),    // mask_extremes
+        integer(),         // max_seqlen_q
+        integer(),         // max_seqlen_k
+        flag(),            // bhsd
+        number(),          // softmax_scale
+        number(),          // softcap
+        flag(),            // causal
+        integer(),         // window_left
+        integer(),         // window_right
+        number(),          // dropout_p
+        flag(),            // smooth_softmax
+        flag(),            // deterministic
+        maybe_integers(),  // origin
     };
   }
 

@@ -50,6 +50,16 @@ inline std::string refuses_scores_and_masks(const AttnParams& p, const std::stri
   return lacking ? std::string(lacking) + " is not implemented by the " + kernels + " kernels" : std::string();
 }
 
+// Why a backend whose dropout is drawn for whole calls of the generator, 16 rows and 64 keys, refuses an origin.
+inline std::string refuses_origin(const AttnParams& p, const std::string& kernels) {
+  if (!p.has_dropout() || (p.origin.row % 16 == 0 && p.origin.key % 64 == 0)) return {};
+  return "dropout with an origin whose row is no multiple of 16 or whose key is no multiple of 64 is not implemented "
+         "by "
+         "the " +
+         kernels + " kernels, got row " + std::to_string(p.origin.row) + " and key " + std::to_string(p.origin.key) +
+         "; cut the call at such multiples, or use the CPU backend";
+}
+
 const Backend& cpu_backend();
 const Backend& cuda_sm80_backend();  // in builds with FLASHATTN_EXT_CUDA
 const Backend& cuda_sm90_backend();  // in builds with FLASHATTN_EXT_SM90, for architecture 9.0a

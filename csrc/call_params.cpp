@@ -8,6 +8,7 @@
 
 #include "dropout.h"
 #include "mask.h"
+#include "mask_extremes.h"
 
 namespace flashattn_ext {
 
@@ -107,10 +108,29 @@ AttnCall readable(AttnCall c, const Backend& backend) {
     c.bias = with_readable_rows(widens ? c.bias->to(at::kDouble) : *c.bias, -1, backend);
   }
   if (c.mask_intervals) {
+    const Origin origin = origin_of(c.origin);
+    if (origin.row > 0) {  // The pairs count rows as the larger call does, kernels those of this one.
+      c.mask_intervals = c.mask_intervals->clamp_min(0).sub(origin.row);
+      c.mask_extremes = mask_extremes(*c.mask_intervals);
+    }
     c.mask_intervals = aligned(*c.mask_intervals, 2 * sizeof(int32_t));
     c.mask_extremes = aligned(*c.mask_extremes, sizeof(IntervalExtremes));
   }
   return c;
+}
+
+Origin origin_of(const std::optional<std::vector<c10::SymInt>>& given) {
+  Origin origin;
+  if (!given) return origin;
+  const std::vector<c10::SymInt>& place = *given;
+  origin.batch = place[0].expect_int();
+  origin.head = place[1].expect_int();
+  if (place.size() == 2) return origin;
+  origin.row = place[2].expect_int();
+  origin.key = place[3].expect_int();
+  origin.shift = static_cast<int32_t>(origin.row - origin.key);
+  origin.length_mask = 0;
+  return origin;
 }
 
 void set_options(const AttnCall& c, AttnParams* params) {
@@ -137,6 +157,7 @@ void set_options(const AttnCall& c, AttnParams* params) {
   p.has_sink = c.smooth_softmax || c.sink;
   p.dropout_threshold = dropout_threshold(c.dropout_p.expect_float());
   p.deterministic = c.deterministic;
+  p.origin = origin_of(c.origin);
 }
 
 void set_memory(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& rng_state,

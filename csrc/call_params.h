@@ -18,6 +18,9 @@ AttnCall readable(AttnCall call, const Backend& backend);
 TensorView view_of(const AttnCall& call, const at::Tensor& t);
 RowView row_view_of(const AttnCall& call, const at::Tensor& t);
 
+// None is the call itself.
+Origin origin_of(const std::optional<std::vector<c10::SymInt>>& given);
+
 // Sizes and options: all that decides who runs the call. What is in memory is only told to be there.
 void set_options(const AttnCall& call, AttnParams* params);
 // Where the tensors of a readable call are in memory.

@@ -4,7 +4,8 @@
 //   what a single row sees        keys_of(i, i + 1), or rows_of(j, j + 1) for a single key
 //
 // Causal is a window without keys on the right. Windows are aligned to the bottom right corner: query i is at the
-// position of key i + Sk - Sq.
+// position of key i + Sk - Sq. Where the call is a part of a larger one that says where its rows and keys are (Origin),
+// query i is at the position of key i + origin.row - origin.key.
 #pragma once
 
 #include "params.h"
@@ -31,12 +32,16 @@ struct BasicMask {
   Index seqlen_k;
   Index window_left;
   Index window_right;
+  Index first_row_position;
 
   FLASHATTN_HOST_DEVICE BasicMask(const AttnParams& p, int64_t seqlen_q, int64_t seqlen_k)
       : seqlen_q(static_cast<Index>(seqlen_q)),
         seqlen_k(static_cast<Index>(seqlen_k)),
         window_left(bounded(p.window_left)),
-        window_right(bounded(p.window_right)) {}
+        window_right(bounded(p.window_right)),
+        first_row_position(static_cast<Index>(p.origin.shift) +
+                           (static_cast<Index>(p.origin.length_mask) &
+                            (static_cast<Index>(seqlen_k) - static_cast<Index>(seqlen_q)))) {}
 
   // A side beyond every sequence is as good as unbounded, and must not overflow an index.
   FLASHATTN_HOST_DEVICE static Index bounded(int64_t window) {
@@ -44,8 +49,9 @@ struct BasicMask {
     return window >= kLongest ? kUnbounded : static_cast<Index>(window);
   }
 
-  // The position of query 0 among the keys. It is negative where there are more queries than keys.
-  FLASHATTN_HOST_DEVICE Index first_position() const { return seqlen_k - seqlen_q; }
+  // The position of query 0 among the keys. It is negative where there are more queries than keys, and may be after the
+  // last key where the origin places rows.
+  FLASHATTN_HOST_DEVICE Index first_position() const { return first_row_position; }
 
   FLASHATTN_HOST_DEVICE static Range clamped(Index begin, Index end, Index length) {
     begin = begin < 0 ? 0 : (begin > length ? length : begin);

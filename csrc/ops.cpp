@@ -236,11 +236,13 @@ void dropout_mask(const c10::OperatorHandle& op, Stack* stack) {
   const std::vector<c10::SymInt> shape{arguments.integer(), arguments.integer(), arguments.integer(),
                                        arguments.integer()};
   const c10::SymFloat dropout_p = arguments.number();
+  const auto origin = arguments.maybe_integers();
   const char* const names[] = {"B", "H", "Sq", "Sk"};
   for (size_t i = 0; i < shape.size(); ++i)
     TORCH_CHECK_VALUE(shape[i].sym_ge(0).expect_true(__FILE__, __LINE__), names[i], ": expected at least 0, got ",
                       shape[i]);
   validate_dropout_p(dropout_p);
+  validate_origin(origin);
   validate_rng_state(given_state, 1.0, given_state);
   const Device device(given_state);
   const auto new_mask = [&] { return at::empty_symint(shape, given_state.options().dtype(at::kBool)); };
@@ -253,6 +255,7 @@ void dropout_mask(const c10::OperatorHandle& op, Stack* stack) {
   p.seqlen_q = shape[2].expect_int();
   p.seqlen_k = shape[3].expect_int();
   p.dropout_threshold = dropout_threshold(dropout_p.expect_float());
+  p.origin = origin_of(origin);
   const Backend& backend = backend_supporting(device, given_state, &p, false);
   const at::Tensor mask = new_mask();
   const at::Tensor rng_state = given_state.contiguous();
@@ -296,8 +299,13 @@ at::Tensor new_rng_state(const at::Tensor& device_of, const std::optional<c10::S
   return at::randint(1, std::numeric_limits<int64_t>::max(), {2}, device_of.options().dtype(at::kLong));
 }
 
+// Runs the pure op in place of its `call`, with the keys of that: in a profile both together are one range.
+void run_in_place(const c10::OperatorHandle& pure, c10::DispatchKeySet keys, Stack* stack) {
+  pure.redispatchBoxed(keys, stack);
+}
+
 // The arguments are those of the pure op, with the seed in place of the state.
-void forward_call(const c10::OperatorHandle& op, Stack* stack) {
+void forward_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   static const c10::OperatorHandle pure = operator_named("flashattn_ext::forward");
   const AttnCall c = Arguments(op, stack).call();
   check_device_is_known(c.q);
@@ -307,20 +315,25 @@ void forward_call(const c10::OperatorHandle& op, Stack* stack) {
   const at::Tensor rng_state = drops ? new_rng_state(c.q, rng_seed) : at::empty({0}, c.q.options().dtype(at::kLong));
   stack->back() = rng_state;
   push_scalars(op, stack);
-  pure.callBoxed(stack);
+  // Under torch.vmap with different randomness the state alone may have a key that the tensors of the call have not.
+  if (rng_state.key_set().has(c10::DispatchKey::FuncTorchBatched)) {
+    pure.callBoxed(stack);
+  } else {
+    run_in_place(pure, keys, stack);
+  }
   stack->emplace_back(rng_state);
 }
 
-void backward_call(const c10::OperatorHandle& op, Stack* stack) {
+void backward_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   static const c10::OperatorHandle pure = operator_named("flashattn_ext::backward");
   push_scalars(op, stack);
-  pure.callBoxed(stack);
+  run_in_place(pure, keys, stack);
 }
 
-void dropout_mask_call(const c10::OperatorHandle& op, Stack* stack) {
+void dropout_mask_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   static const c10::OperatorHandle pure = operator_named("flashattn_ext::dropout_mask");
   push_scalars(op, stack);
-  pure.callBoxed(stack);
+  run_in_place(pure, keys, stack);
 }
 
 // The state of an explicit seed, in the memory of the device and without waiting for it. Opaque to compilers, whose
@@ -343,7 +356,8 @@ TORCH_LIBRARY(flashattn_ext, m) {
   const std::string results =
       " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor dalibi_slopes, Tensor drelative_bias, Tensor dbias)";
   const std::string mask =
-      "Tensor rng_state, SymInt batch, SymInt heads, SymInt seqlen_q, SymInt seqlen_k, Scalar dropout_p";
+      "Tensor rng_state, SymInt batch, SymInt heads, SymInt seqlen_q, SymInt seqlen_k, Scalar dropout_p, SymInt[]? "
+      "origin=None";
   const std::string scalars = ", Tensor[] scalars";
   const auto def = [&m](const std::string& schema, const std::vector<at::Tag>& tags = {at::Tag::pt2_compliant_tag}) {
     m.def(schema.c_str(), tags);
@@ -373,11 +387,14 @@ TORCH_LIBRARY_IMPL(flashattn_ext, Meta, m) { implement(m); }
 TORCH_LIBRARY_IMPL(flashattn_ext, CUDA, m) { implement(m); }
 TORCH_LIBRARY_IMPL(flashattn_ext, PrivateUse1, m) { implement(m); }
 
-TORCH_LIBRARY_IMPL(flashattn_ext, CompositeImplicitAutograd, m) {
+void implement_calls(torch::Library& m) {
   m.impl("forward.call", torch::CppFunction::makeFromBoxedFunction<&forward_call>());
   m.impl("backward.call", torch::CppFunction::makeFromBoxedFunction<&backward_call>());
   m.impl("dropout_mask.call", torch::CppFunction::makeFromBoxedFunction<&dropout_mask_call>());
 }
+TORCH_LIBRARY_IMPL(flashattn_ext, CompositeImplicitAutograd, m) { implement_calls(m); }
+// Under torch.vmap the pure ops have rules (vmap.py).
+TORCH_LIBRARY_IMPL(flashattn_ext, FuncTorchBatched, m) { implement_calls(m); }
 TORCH_LIBRARY_IMPL(flashattn_ext, CompositeExplicitAutograd, m) {
   m.impl("rng_state", &rng_state);
   m.impl("mask_extremes", &mask_extremes);

@@ -56,6 +56,16 @@ struct IntervalView {
 
 constexpr int64_t kUnbounded = -1;  // a window side without a limit
 
+// The place of a call in a larger one. Dropout counts batch entries, heads, rows and keys from here.
+struct Origin {
+  int64_t batch = 0, head = 0, row = 0, key = 0;
+  // Row i is at the position of key i + shift + (length_mask & (Sk - Sq)): aligned at the bottom right, or where the
+  // origin says where rows and keys are, at that of key i + row - key, whatever the lengths. No choice between two
+  // sums, which costs the Hopper backward with dropout registers.
+  int32_t shift = 0;
+  int32_t length_mask = -1;
+};
+
 struct AttnParams {
   DType dtype = DType::kFloat32;
 
@@ -81,12 +91,14 @@ struct AttnParams {
   TensorView out;  // [B, Sq, Hq, Dv]
   RowView lse;     // [B, Hq, Sq], natural logarithm
 
-  // Key j is visible to query i when i + Sk - Sq - window_left <= j <= i + Sk - Sq + window_right. causal is
-  // window_right = 0.
+  // Key j is visible to query i when i + Sk - Sq - window_left <= j <= i + Sk - Sq + window_right (with origin.row -
+  // origin.key in place of Sk - Sq where the origin places rows). causal is window_right = 0.
   int64_t window_left = kUnbounded;
   int64_t window_right = kUnbounded;
   double softmax_scale = 1.0;
   IntervalView intervals;  // data == nullptr: no Mask
+
+  Origin origin;
 
   // score.h: s -> softcap * tanh(s / softcap); 0: none.
   double softcap = 0;

@@ -78,6 +78,7 @@ void check_options(const AttnCall& c) {
       c.softcap.is_symbolic() || (std::isfinite(c.softcap.expect_float()) && c.softcap.expect_float() >= 0),
       "softcap: expected a finite number above 0, or 0 for none, got ", c.softcap);
   validate_dropout_p(c.dropout_p);
+  validate_origin(c.origin);
   TORCH_CHECK_VALUE(holds(c.window_left.sym_ge(-1)) && holds(c.window_right.sym_ge(-1)),
                     "window_size: both sides must be -1 (unbounded) or at least 0, got (", c.window_left, ", ",
                     c.window_right, ")");
@@ -205,6 +206,18 @@ void validate_dropout_p(const c10::SymFloat& dropout_p) {
   if (dropout_p.is_symbolic()) return;
   const double p = dropout_p.expect_float();
   TORCH_CHECK_VALUE(p >= 0 && p < 1, "dropout_p: expected a probability in [0, 1), got ", p);
+}
+
+void validate_origin(const std::optional<std::vector<c10::SymInt>>& origin) {
+  if (!origin) return;
+  // Sums of two positions fit into 32 bits, in which some kernels count.
+  constexpr int64_t kLargest = int64_t{1} << 29;
+  const std::vector<c10::SymInt>& place = *origin;
+  TORCH_CHECK_VALUE(place.size() == 2 || place.size() == 4,
+                    "origin: expected None, (batch, head) or (batch, head, row, key), got ", place.size(), " numbers");
+  for (const c10::SymInt& number : place)
+    TORCH_CHECK_VALUE(holds(number.sym_ge(0)) && holds(number.sym_le(kLargest)),
+                      "origin: expected numbers from 0 to 2^29, got ", place);
 }
 
 void validate_rng_state(const at::Tensor& rng_state, const c10::SymFloat& dropout_p, const at::Tensor& device_of) {

@@ -24,6 +24,8 @@ except (ImportError, RuntimeError) as _error:
     _import_error: Exception | None = _error  # the command line reports it: `doctor` must run just then
 else:
     _import_error = None
+    from . import flops as _flops  # noqa: F401 - torch's FLOP counter then knows the ops
+    from . import vmap as _vmap  # noqa: F401 - and so does torch.vmap
     from ._build import build_info
     from .api import backward, dropout_mask, forward, use_backend, varlen_forward
     from .autograd import FlashAttentionFunction

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from . import _C, _build, arguments, ops
-from .autograd import CallOptions, CallTensors, FlashAttentionFunction
+from . import _C, _build, arguments, jagged, ops
+from .autograd import CallOptions, CallTensors, FlashAttentionFunction, TransformedFunction
 from .mask import Mask, checked_mask
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ def _options(
     smooth_softmax: bool,
     layout: str,
     deterministic: bool,
+    origin: tuple[int, ...] | None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
 ) -> CallOptions:
@@ -42,6 +44,7 @@ def _options(
         dropout_p=arguments.number("dropout_p", dropout_p),
         smooth_softmax=arguments.flag("smooth_softmax", smooth_softmax),
         deterministic=arguments.flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled(),
+        origin=arguments.origin(origin),
     )
 
 
@@ -50,16 +53,27 @@ def _tensors(
     sink: Tensor | None, alibi_slopes: Tensor | None, relative_bias: Tensor | None, bias: Tensor | None,
     mask: Mask | None,
 ) -> CallTensors:  # fmt: skip
-    tensors = CallTensors(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, mask_intervals=None, mask_extremes=None
-    )  # fmt: skip
+    tensors = CallTensors(q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, None, None)
     for index, tensor in enumerate(tensors):
-        if not isinstance(tensor, Tensor) and (tensor is not None or index < 3):
+        is_missing = tensor is None and index < 3  # q, k or v
+        if is_missing or not (tensor is None or isinstance(tensor, Tensor)):
             arguments.tensors(**{CallTensors._fields[index]: tensor})
-    checked = checked_mask(mask)
-    if checked is None:
+    if mask is not None:
+        checked = checked_mask(mask)
+        tensors = tensors._replace(mask_intervals=checked.intervals, mask_extremes=checked.extremes())
+    if type(q) is Tensor and type(k) is Tensor and type(v) is Tensor:
         return tensors
-    return tensors._replace(mask_intervals=checked.intervals, mask_extremes=checked.extremes())
+    return _with_dtensors(tensors)
+
+
+def _with_dtensors(tensors: CallTensors) -> CallTensors:
+    """The tensors of a call; where one of them is a DTensor, all are."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is None or not any(isinstance(t, distributed.DTensor) for t in tensors):
+        return tensors
+    from .integrations import dtensor
+
+    return CallTensors(*dtensor.together(*tensors))  # type: ignore[arg-type]
 
 
 def _autocast(tensors: CallTensors) -> CallTensors:
@@ -80,6 +94,12 @@ def _autocast(tensors: CallTensors) -> CallTensors:
         q=cast(tensors.q), k=cast(tensors.k), v=cast(tensors.v),
         bias=bias if bias is None or bias.dtype == torch.float32 else cast(bias),
     )  # fmt: skip
+
+
+def _function() -> type[torch.autograd.Function]:
+    """The autograd.Function of a call; torch.func's transforms want another form than is quickest for all other calls."""
+    transformed = torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
+    return TransformedFunction if transformed else FlashAttentionFunction
 
 
 def _distinct(tensors: CallTensors) -> list[Tensor | None]:
@@ -123,6 +143,7 @@ def forward(
     layout: str = "bshd",
     deterministic: bool = False,
     rng_seed: int | None = None,
+    origin: tuple[int, ...] | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention with memory linear in the sequence length; differentiable.
@@ -151,9 +172,14 @@ def forward(
             probability of keeping that the generator really has (a multiple of 1/256).
         smooth_softmax: adds a logit 0 that owns no value to every softmax ("softmax off by one").
         sink: [Hq], a learnable logit per head instead; any float dtype, differentiable.
-        layout: "bshd" or "bhsd", of all tensors.
+        layout: "bshd" or "bhsd", of all tensors. Nested tensors of layout torch.jagged, ragged in the sequence, are calls of
+            varlen_forward: out is nested like q, lse is [Hq, total_q].
         deterministic: gradients have the same bits run after run (on the CPU they always have).
         rng_seed: 64-bit seed of the dropout mask; None draws from the device's default generator.
+        origin: the place of this call in a larger one that was cut up, over devices for example; numbers from 0. (batch, head):
+            dropout draws what the larger call draws for these batch entries and heads. (batch, head, row, key): also its rows and
+            keys are counted from there, for dropout, causal, windows, alibi_slopes, relative_bias and mask, and row i of this
+            call is at the position of key row + i, whatever the lengths: causal means key + j <= row + i.
         return_lse: also return lse [B, Hq, Sq] (float32; float64 for float64 inputs), the natural
             logarithm of the softmax denominator, sink included; differentiable.
 
@@ -167,6 +193,16 @@ def forward(
 
     Source: FlashAttention-2 (Dao 2023, algorithms 1 and 2).
     """
+    if getattr(q, "is_nested", False):
+        (values_q, values_k, values_v), lengths = jagged.packed(layout, q=q, k=k, v=v)
+        packed_out, packed_lse = varlen_forward(
+            values_q, values_k, values_v, **lengths, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+            softcap=softcap, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias, mask=mask,
+            dropout_p=dropout_p, smooth_softmax=smooth_softmax, sink=sink, deterministic=deterministic, rng_seed=rng_seed,
+            origin=origin, return_lse=True,
+        )  # fmt: skip
+        out = jagged.nested(packed_out, q, layout)
+        return (out, packed_lse) if arguments.flag("return_lse", return_lse) else out
     tensors = _tensors(
         q, k, v, None, None, sink=sink, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias, mask=mask
     )
@@ -174,9 +210,9 @@ def forward(
     options = _options(
         q, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
         dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout=layout,
-        deterministic=deterministic,
+        deterministic=deterministic, origin=origin,
     )  # fmt: skip
-    out, lse = FlashAttentionFunction.apply(*_distinct(_autocast(tensors)), rng_seed, options)
+    out, lse, *_ = _function().apply(*_distinct(_autocast(tensors)), rng_seed, options)
     return (out, lse) if arguments.flag("return_lse", return_lse) else out
 
 
@@ -212,6 +248,7 @@ def varlen_forward(
     sink: Tensor | None = None,
     deterministic: bool = False,
     rng_seed: int | None = None,
+    origin: tuple[int, ...] | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """forward() for sequences of different lengths, packed one after the other.
@@ -237,9 +274,9 @@ def varlen_forward(
     options = _options(
         q, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
         dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout="bshd",
-        deterministic=deterministic, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        deterministic=deterministic, origin=origin, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    out, lse = FlashAttentionFunction.apply(*_distinct(_autocast(tensors)), rng_seed, options)
+    out, lse, *_ = _function().apply(*_distinct(_autocast(tensors)), rng_seed, options)
     return (out, lse) if arguments.flag("return_lse", return_lse) else out
 
 
@@ -282,6 +319,7 @@ def backward(
     layout: str = "bshd",
     deterministic: bool = False,
     rng_seed: int | None = None,
+    origin: tuple[int, ...] | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The raw backward of forward() and, with cu_seqlens, of varlen_forward().
 
@@ -307,7 +345,7 @@ def backward(
     options = _options(
         q, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
         dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout=layout,
-        deterministic=deterministic, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        deterministic=deterministic, origin=origin, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
     if rng_seed is None and 0 < options.dropout_p < 1:
         raise ValueError(
@@ -331,6 +369,7 @@ def dropout_mask(
     dropout_p: float,
     rng_seed: int,
     device: torch.device | str = "cpu",
+    origin: tuple[int, ...] | None = None,
 ) -> Tensor:
     """The mask that forward() applies: bool [B, H, Sq, Sk], True where a weight is kept.
 
@@ -339,11 +378,14 @@ def dropout_mask(
         dropout_p: probability of dropping, in [0, 1).
         rng_seed: the seed given to forward().
         device: where the mask is made; the bits are the same everywhere.
+        origin: the place of this mask in a larger one, as in forward().
     """
     seed = arguments.integer("rng_seed", rng_seed)
     sizes = [arguments.integer(name, size) for name, size in (("B", B), ("H", H), ("Sq", Sq), ("Sk", Sk))]
     p = arguments.number("dropout_p", dropout_p)
-    mask: Tensor = ops.dropout_mask(ops.rng_state(torch.empty(0, device=device), seed), *sizes, p)
+    mask: Tensor = ops.dropout_mask(
+        ops.rng_state(torch.empty(0, device=device), seed), *sizes, p, arguments.origin(origin)
+    )
     return mask
 
 

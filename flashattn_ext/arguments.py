@@ -33,6 +33,7 @@ class SharedOptions(TypedDict, total=False):
     smooth_softmax: bool
     sink: Tensor | None
     rng_seed: int | None
+    origin: tuple[int, ...] | None
 
 
 class BiasOptions(TypedDict, total=False):
@@ -49,8 +50,6 @@ class AttentionOptions(SharedOptions, BiasOptions, total=False):
 
 class ReferenceOptions(SharedOptions, BiasOptions, total=False):
     """What attention_reference takes."""
-
-    origin: tuple[int, ...] | None
 
 
 class BackwardOptions(SharedOptions, total=False):
@@ -123,6 +122,14 @@ def window(value: Any) -> tuple[int, int]:
 
 def seed(value: Any) -> int | None:
     return None if value is None else integer("rng_seed", value)
+
+
+def origin(value: Any) -> list[int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Iterable) or len(numbers := list(value)) not in (2, 4):
+        raise ValueError(f"origin: expected None, (batch, head) or (batch, head, row, key), got {value!r}")
+    return [integer("origin", number) for number in numbers]
 
 
 def is_bhsd(layout: Any) -> bool:

@@ -45,14 +45,21 @@ class CallOptions(NamedTuple):
     dropout_p: float
     smooth_softmax: bool
     deterministic: bool
+    origin: list[int] | None
 
 
 class _Gradients(torch.autograd.Function):
     """The backward op as a node of its own, so that differentiating it says what to do instead."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Any:
+    def forward(*arguments: Any) -> Any:
         return ops.backward(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """There is nothing to keep."""
 
     @staticmethod
     def backward(ctx: Any, *_gradients: Any) -> Any:
@@ -60,6 +67,20 @@ class _Gradients(torch.autograd.Function):
             "flashattn_ext has no double backward; use flashattn_ext.attention_reference (plain "
             "PyTorch, differentiable any number of times) for second derivatives"
         )
+
+
+def _input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The gradients of apply()'s arguments."""
+    if dout is None and dlse is None:
+        return (None,) * (len(CallTensors._fields) + 2)
+    *saved, out, lse, rng_state = ctx.saved_tensors
+    tensors = CallTensors(*saved)
+    needs = CallTensors(*ctx.needs_input_grad[: len(CallTensors._fields)]).biases()
+    # The node costs as much as a small kernel; without create_graph nothing can be differentiated again.
+    gradients: Callable[..., Any] = _Gradients.apply if torch.is_grad_enabled() else ops.backward
+    dq, dk, dv, dsink, *dbiases = gradients(*tensors, *ctx.options, dout, dlse, out, lse, *needs, rng_state)
+    dbiases = [gradient if needed else None for gradient, needed in zip(dbiases, needs, strict=True)]
+    return dq, dk, dv, None, None, None if tensors.sink is None else dsink, *dbiases, None, None, None, None
 
 
 class FlashAttentionFunction(torch.autograd.Function):
@@ -80,13 +101,30 @@ class FlashAttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dout is None and dlse is None:
-            return (None,) * (len(CallTensors._fields) + 2)
-        *saved, out, lse, rng_state = ctx.saved_tensors
-        tensors = CallTensors(*saved)
-        needs = CallTensors(*ctx.needs_input_grad[:-2]).biases()
-        # The node costs as much as a small kernel; without create_graph nothing can be differentiated again.
-        gradients: Callable[..., Any] = _Gradients.apply if torch.is_grad_enabled() else ops.backward
-        dq, dk, dv, dsink, *dbiases = gradients(*tensors, *ctx.options, dout, dlse, out, lse, *needs, rng_state)
-        dbiases = [gradient if needed else None for gradient, needed in zip(dbiases, needs, strict=True)]
-        return dq, dk, dv, None, None, None if tensors.sink is None else dsink, *dbiases, None, None, None, None
+        return _input_gradients(ctx, dout, dlse)
+
+
+class TransformedFunction(torch.autograd.Function):
+    """FlashAttentionFunction in the form that torch.func's transforms (grad, vjp, vmap) ask for, which costs every call more.
+
+    apply(*tensors, rng_seed, options) -> (out, lse, state of the dropout mask), otherwise as FlashAttentionFunction.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        *tensors, rng_seed, options = arguments
+        out, lse, rng_state = ops.forward(*tensors, *options, rng_seed)
+        return out, lse, rng_state
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        *tensors, _rng_seed, ctx.options = inputs
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(output[-1])
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _drng_state: Any) -> tuple[Tensor | None, ...]:
+        return _input_gradients(ctx, dout, dlse)

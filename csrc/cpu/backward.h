@@ -136,8 +136,8 @@ class Backward {
     isolates = p.has_intervals() && !mask.is_whole();
     load_rows(h, row0, rows, lane_count);
     if (p.has_dropout()) {
-      fill_keep_bits(scratch.tile.keep_bits, kQueries / kDropoutLanes, philox, p.dropout_threshold, batch, h, row0,
-                     rows, key0, key_count);
+      fill_keep_bits(scratch.tile.keep_bits, kQueries / kDropoutLanes, philox, p, batch, h, row0, rows, key0,
+                     key_count);
     }
     const TilePlace place{row0, rows, key0, key_count, head_mask.basic.first_position()};
     if constexpr (kIsGeneral<Rule>) {

@@ -20,7 +20,8 @@ void cpu_dropout_mask(const AttnParams& params, bool* mask) {
     for (int64_t row = worker; row < rows; row += c.workers) {
       const int64_t b = row / (p.heads_q * p.seqlen_q), h = row / p.seqlen_q % p.heads_q, i = row % p.seqlen_q;
       for (int64_t j = 0; j < p.seqlen_k; ++j) {
-        c.mask[row * p.seqlen_k + j] = dropout_keep(c.key, p.dropout_threshold, b, h, i, j);
+        c.mask[row * p.seqlen_k + j] = dropout_keep(c.key, p.dropout_threshold, b + p.origin.batch, h + p.origin.head,
+                                                    i + p.origin.row, j + p.origin.key);
       }
     }
   };

@@ -110,8 +110,7 @@ class Forward {
     const StagedRows<Op> v = pair_rows<Op>(v_rows, count, scratch.units_v, scratch.values);
     const ScoreTile<Op>& tile = scratch.tile;
     if (p.has_dropout()) {
-      fill_keep_bits(tile.keep_bits, kQueries / kDropoutLanes, philox, p.dropout_threshold, batch, head, row0,
-                     row_count, key0, count);
+      fill_keep_bits(tile.keep_bits, kQueries / kDropoutLanes, philox, p, batch, head, row0, row_count, key0, count);
     }
     const Gemm<Op> qk{k.data, k.stride, scratch.q_transposed, kQueries, tile.scores, kQueries};
     if constexpr (kIsGeneral<Rule>) {

@@ -10,8 +10,22 @@ constexpr int64_t kDropoutLanes = 16;  // queries in one word of keep bits
 
 // Keep bits of a tile: bits[key * groups + group], bit l for query 16 * group + l. See dropout.h for the mapping; eight
 // generators (one for each row modulo 8) run side by side so that the compiler can vectorise them.
-inline void fill_keep_bits(uint16_t* bits, int64_t groups, PhiloxKey philox_key, int32_t threshold, int64_t batch,
-                           int64_t head, int64_t row0, int64_t rows, int64_t key0, int64_t keys) {
+inline void fill_keep_bits(uint16_t* bits, int64_t groups, PhiloxKey philox_key, const AttnParams& p, int64_t b,
+                           int64_t h, int64_t first_row, int64_t rows, int64_t first_key, int64_t keys) {
+  const int32_t threshold = p.dropout_threshold;
+  const int64_t batch = b + p.origin.batch, head = h + p.origin.head, row0 = first_row + p.origin.row,
+                key0 = first_key + p.origin.key;
+  if (row0 % kDropoutLanes || key0 % 64) {  // only where the origin is anywhere
+    for (int64_t j = 0; j < keys; ++j) {
+      for (int64_t i = 0; i < groups * kDropoutLanes; ++i) {
+        uint16_t& word = bits[j * groups + i / kDropoutLanes];
+        if (i % kDropoutLanes == 0) word = 0;
+        const bool keeps = i < rows && dropout_keep(philox_key, threshold, batch, head, row0 + i, key0 + j);
+        word |= static_cast<uint16_t>(keeps << i % kDropoutLanes);
+      }
+    }
+    return;
+  }
   for (int64_t group = 0; group < ceil_div(rows, kDropoutLanes); ++group) {
     for (int64_t chunk = 0; chunk < keys; chunk += 64) {
       for (int64_t column = 0; column < 8; ++column) {

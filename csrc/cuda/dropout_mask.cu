@@ -9,7 +9,8 @@ __global__ void dropout_mask_kernel(const AttnParams p, bool* mask, int64_t coun
   const PhiloxKey key = philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]));
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) {
     const int64_t j = i % p.seqlen_k, row = i / p.seqlen_k % p.seqlen_q, head = i / p.seqlen_k / p.seqlen_q;
-    mask[i] = dropout_keep(key, p.dropout_threshold, head / p.heads_q, head % p.heads_q, row, j);
+    mask[i] = dropout_keep(key, p.dropout_threshold, head / p.heads_q + p.origin.batch,
+                           head % p.heads_q + p.origin.head, row + p.origin.row, j + p.origin.key);
   }
 }
 

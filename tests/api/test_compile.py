@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, get_type_hints
+from types import NoneType
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
@@ -114,9 +115,9 @@ ASKED = {"softmax_scale": 0.25, "causal": True, "window_left": 8, "window_right"
 
 
 def call_options(**asked: Any) -> CallOptions:
-    """The options named, and for every other one the value of its type that counts as none: 0, 0.0 or False."""
-    types = get_type_hints(CallOptions)
-    return CallOptions(**{name: types[name]() for name in CallOptions._fields} | asked)
+    """The options named, and for every other one the value of its type that counts as none: None, 0, 0.0 or False."""
+    none = {name: None if NoneType in get_args(kind) else kind() for name, kind in get_type_hints(CallOptions).items()}
+    return CallOptions(**none | asked)
 
 
 def op_tensors(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, extras: tuple[str, ...]) -> CallTensors:
@@ -155,7 +156,7 @@ def test_opcheck(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, name
     seqlen = 20 if varlen else 15
     options = call_options(
         **ASKED, max_seqlen_q=seqlen, max_seqlen_k=seqlen, bhsd=bhsd, dropout_p=0.2 if dropout else 0.0,
-        softcap=2.0 if "softcap" in extras else 0.0,
+        softcap=2.0 if "softcap" in extras else 0.0, origin=[1, 2] if dropout else None,
     )  # fmt: skip
     call = (*op_tensors(device, dtype, varlen, bhsd, extras), *options)
     torch.library.opcheck(ops.forward.call, (*call, 5 if dropout else None))

@@ -144,7 +144,7 @@ NPU_TENSOR = """
     q = torch._C._acc.create_empty_tensor((1, 2, 1, 8), torch.float16)
     message(lambda: flashattn_ext.forward(q, q, q, dropout_p=0.5))
     state = torch._C._acc.create_empty_tensor((2,), torch.int64)
-    message(lambda: torch.ops.flashattn_ext.dropout_mask.default(state, 1, 1, 2, 2, 0.5, []))
+    message(lambda: torch.ops.flashattn_ext.dropout_mask.default(state, 1, 1, 2, 2, 0.5, None, []))
 """
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = [".ci", "ascend_c", "csrc", "docs", "flashattn_ext", "tests", "tools"]
+FOLDERS = [".ci", "ascend_c", "csrc", "docs", "examples", "flashattn_ext", "tests", "tools"]
 FILES = [
     *(
         ".clang-format",

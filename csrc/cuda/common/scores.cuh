@@ -249,10 +249,11 @@ struct PackedScores {
   using Kept = uint32_t[kSteps][32];
 
   // key: the first of the warpgroup's 64.
-  static __device__ __forceinline__ void draw(Kept& kept, const Dropout& dropout, int h, int key, int row0) {
+  static __device__ __forceinline__ void draw(Kept& kept, const Dropout& dropout, const Origin& origin, int h, int key,
+                                              int row0) {
 #pragma unroll 1
     for (int step = static_cast<int>(threadIdx.x) / 32 % 4; step < kSteps; step += 4) {
-      kept[step][threadIdx.x % 32] = dropout.transposed_warps(h, key, row0 + step * 16);
+      kept[step][threadIdx.x % 32] = dropout.transposed_warps(origin, h, key, row0 + step * 16);
     }
   }
   // Gives weights that are dropped a sign. warp: of the warpgroup's four.

@@ -294,7 +294,7 @@ struct Backward {
       seen_by = SeenBy<kKeyTiles>(mask(), row + 2 * t(), key + g());
     }
     const float *const row_lse = lse + query + 2 * t(), *const row_delta = delta + query + 2 * t();
-    auto keep = [&](int n) { return dropout.template transposed<kKeyTiles>(h, key, row + n * 8); };
+    auto keep = [&](int n) { return dropout.template transposed<kKeyTiles>(p.origin, h, key, row + n * 8); };
     if constexpr (kGeneral) {
       const TileBias<T, true, kKeyTiles, kScoreTiles> bias(p, b, h, mask(), row, key);
       TileBiasGradient<T, kKeyTiles, kScoreTiles> bias_gradient{p, bias, workspace, b, h, split() == 0, bias_sums};

@@ -250,7 +250,7 @@ struct Forward {
                         [[maybe_unused]] BiasAhead& bias_ahead) {
     constexpr bool kDropEarly = sizeof(T) == 4 || kHeadDim == 144;  // takes fewer registers there
     auto drop = [&](int i) {
-      if (drops()) dropout()->template drop<Core>(weights[i], head()->h, row0 + tile_row(i), n * kKeys);
+      if (drops()) dropout()->template drop<Core>(weights[i], p.origin, head()->h, row0 + tile_row(i), n * kKeys);
     };
     if constexpr (kGeneral) {
       score.template make_logits<T>(scores);

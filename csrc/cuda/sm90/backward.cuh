@@ -294,7 +294,7 @@ struct Backward {
   __device__ __forceinline__ void draw(const Work& work, const QueryWalk& next) {
     if constexpr (kDropout) {
       if (!drops(p)) return;
-      Scores::draw(shared.kept[group], Dropout(shared.philox, p, work.b), next.h, work.key0 + group * 64,
+      Scores::draw(shared.kept[group], Dropout(shared.philox, p, work.b), p.origin, next.h, work.key0 + group * 64,
                    next.m * kQueries);
     }
   }

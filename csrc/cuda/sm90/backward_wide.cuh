@@ -156,7 +156,7 @@ struct WideBackward {
 
     __device__ __forceinline__ void compute_tiles() {
       while (const Work* const work = this->receive()) {
-        dropout.batch = work->b;
+        dropout.batch = Dropout::batch_of(p, work->b);
         set_zero(dv);
         if (uniform(work->tiles) > 0) walk_queries(*work);
         store_keys<T>(p.dv, *work, work->key0 + warp_key, dv, workspace.keep_scale, p.head_dim_v);
@@ -192,7 +192,7 @@ struct WideBackward {
       ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
       score_product<kHeadDim>(scores, shared.k[keys.stage], 0, shared.q[queries.stage]);
       const int row0 = now.m * kQueries, key = work.key0 + warp_key;
-      if constexpr (kDropout) Scores::draw(shared.kept[kept_buffer], dropout, now.h, work.key0, row0);
+      if constexpr (kDropout) Scores::draw(shared.kept[kept_buffer], dropout, p.origin, now.h, work.key0, row0);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       Scores::weigh(

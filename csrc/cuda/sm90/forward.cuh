@@ -271,7 +271,7 @@ struct Forward {
     if constexpr (kDropout) dropout.key = {uniform(dropout.key.low), uniform(dropout.key.high)};
     if (group == 0) give_turn(kGroups - 1);
     for (Work work = receive(); work.exists(); work = receive()) {
-      dropout.batch = work.b;
+      dropout.batch = Dropout::batch_of(p, work.b);
       start_tile(work.h);
       if (work.sees_keys()) compute_tile(work, dropout);
       finish_tile(work);
@@ -455,7 +455,7 @@ struct Forward {
   __device__ __forceinline__ void draw_signs(const Work& work, int n, const Dropout& dropout) {
     if constexpr (kDropout) {
       if (!drops()) return;
-      dropout.packed_signs(signs, work.h, work.row0 + warp_row, n * kKeys);
+      dropout.packed_signs(signs, p.origin, work.h, work.row0 + warp_row, n * kKeys);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) asm volatile("" : "+r"(signs[step][0]), "+r"(signs[step][1]));
     }

@@ -1,0 +1,62 @@
+"""Trains a small gpt-oss: every other layer has a sliding window, and every head a learned sink.
+
+    python examples/sinks.py      on the CPU in about a minute
+
+A sink is a logit without a value: a head that finds nothing to attend to gives its weight there. The last lines say how far the sinks
+have moved from 0, and what the loss would be without them. Needs the extra: pip install "flashattn_ext[hf]".
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from topics import END, VOCABULARY, documents
+from transformers import GptOssConfig, GptOssForCausalLM
+
+from flashattn_ext.integrations import transformers as fax
+
+CONTEXT, BATCH = 128, 8
+CONFIG = GptOssConfig(
+    vocab_size=VOCABULARY, hidden_size=96, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=24, num_local_experts=2, num_experts_per_tok=1, sliding_window=32, max_position_embeddings=4096,
+    layer_types=["sliding_attention", "full_attention"] * 2, pad_token_id=END, eos_token_id=END,
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=150)
+    steps = parser.parse_args().steps
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    fax.register()
+    CONFIG._attn_implementation = "fax"
+    model = GptOssForCausalLM(CONFIG).to(device)
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.sinks)
+    data = torch.tensor([token for document in documents(longest=1 << 30) for token in document])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
+    for step in range(steps):
+        starts = torch.randint(len(data) - CONTEXT, (BATCH,))
+        ids = torch.stack([data[start : start + CONTEXT] for start in starts]).to(device)
+        loss = model(ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step % 25 == 0 or step == steps - 1:
+            print(f"step {step:4d}  loss {loss.item():.3f} nats per byte", flush=True)
+    model.eval()
+    with torch.no_grad():
+        loss = model(ids, labels=ids).loss.item()
+        for layer, kind in zip(model.model.layers, CONFIG.layer_types, strict=True):
+            sinks = layer.self_attn.sinks
+            print(f"{kind}: sinks " + ", ".join(f"{sink:+.2f}" for sink in sinks.tolist()))
+            sinks.fill_(-1e4)  # no weight goes there
+        without = model(ids, labels=ids).loss.item()
+    print(f"loss of the last batch {loss:.3f}; without the sinks {without:.3f}")
+
+
+if __name__ == "__main__":
+    main()

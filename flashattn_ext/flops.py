@@ -1,0 +1,110 @@
+"""FLOP formulas of the ops, for torch.utils.flop_counter.FlopCounterMode.
+
+They count the products of matrices over the visible pairs of a query and a key, as far as these are known without waiting for a device:
+causal and windows always, packed sequences and Masks where their tensors are on the CPU. What is not known counts as visible.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+_FORWARD = torch.ops.flashattn_ext.forward
+_BACKWARD = torch.ops.flashattn_ext.backward
+
+
+def _rows_up_to(first: int, Sq: int, Sk: int) -> int:
+    """Pairs of rows 0 <= i < Sq and keys 0 <= j < Sk with j < i + first."""
+
+    def keys_before(end: int) -> int:  # the sum of min(max(x, 0), Sk) over x < end
+        ramp = min(max(end, 0), Sk + 1)
+        return ramp * (ramp - 1) // 2 + max(end - Sk - 1, 0) * Sk
+
+    return keys_before(first + Sq) - keys_before(first)
+
+
+class _Call:
+    """The arguments of an op by the names of its schema."""
+
+    def __init__(self, op: Any, arguments: tuple[Any, ...]) -> None:
+        self.given = {a.name: value for a, value in zip(op._schema.arguments, arguments, strict=True)}
+        self.packed = self.given["cu_seqlens_q"] is not None
+        head_dim = 1 if self.packed or self.given["bhsd"] else 2
+        self.row_dim = 0 if self.packed else 3 - head_dim
+        self.q, self.k, self.v = (self.given[name] for name in "qkv")
+        self.heads = self.q.shape[head_dim]
+        self.left: int = self.given["window_left"]
+        self.right: int = 0 if self.given["causal"] else self.given["window_right"]
+
+    def pairs(self) -> int:
+        """Visible pairs of a query and a key, of all heads and batch entries."""
+        if not self.packed:
+            Sq, Sk = self.q.shape[self.row_dim], self.k.shape[self.row_dim]
+            return self._dense(Sq, Sk)
+        cu_q, cu_k = self.given["cu_seqlens_q"], self.given["cu_seqlens_k"]
+        if not (_is_readable(cu_q) and _is_readable(cu_k)):
+            total_q, total_k = self.q.shape[0], self.k.shape[0]
+            return int(self.heads * min(total_q * self.given["max_seqlen_k"], total_k * self.given["max_seqlen_q"]))
+        starts = cu_k.tolist()
+        lengths = zip(cu_q.diff().tolist(), cu_k.diff().tolist(), starts, strict=False)
+        return sum(self._of_sequence(Sq, Sk, start) for Sq, Sk, start in lengths)
+
+    def _shift(self, Sq: int, Sk: int) -> int:
+        """Row i is at the position of key i + shift."""
+        origin = self.given["origin"]
+        return origin[2] - origin[3] if origin is not None and len(origin) == 4 else Sk - Sq
+
+    def _without_mask(self, Sq: int, Sk: int) -> int:
+        """Of one head of one sequence."""
+        shift = self._shift(Sq, Sk)
+        up_to_right = Sq * Sk if self.right < 0 else _rows_up_to(shift + self.right + 1, Sq, Sk)
+        return up_to_right - (0 if self.left < 0 else _rows_up_to(shift - self.left, Sq, Sk))
+
+    def _seen(self, intervals: Tensor, Sq: int, Sk: int) -> int:
+        """Of all heads and batch entries of the intervals [..., Sk, 2] of one sequence."""
+        keys = torch.arange(Sk) - self._shift(Sq, Sk)  # the row at the position of each key
+        row = origin[2] if (origin := self.given["origin"]) is not None and len(origin) == 4 else 0
+        first, last = (intervals.long() - row).clamp(0, Sq).unbind(-1)
+        if self.right >= 0:
+            first = torch.maximum(first, keys - self.right)
+        if self.left >= 0:
+            last = torch.minimum(last, keys + self.left + 1)
+        return int((last - first).clamp(min=0).sum())
+
+    def _dense(self, Sq: int, Sk: int) -> int:
+        batch, intervals = self.q.shape[0], self.given["mask_intervals"]
+        if not _is_readable(intervals):
+            return int(batch * self.heads * self._without_mask(Sq, Sk))
+        given = max(intervals.shape[0] * intervals.shape[1], 1)
+        return int(self._seen(intervals, Sq, Sk) * batch * self.heads // given)
+
+    def _of_sequence(self, Sq: int, Sk: int, start: int) -> int:
+        intervals = self.given["mask_intervals"]
+        if not _is_readable(intervals):
+            return int(self.heads * self._without_mask(Sq, Sk))
+        return int(self._seen(intervals[:, start : start + Sk], Sq, Sk) * self.heads // max(intervals.shape[0], 1))
+
+
+def _is_readable(t: Tensor | None) -> bool:
+    """Whether the values are at hand: on the CPU, and no stand-in of a graph that is being traced."""
+    return t is not None and type(t) is Tensor and t.device.type == "cpu"
+
+
+def _forward_flops(*arguments: Any, out_val: Any = None) -> int:
+    """Two products: scores, and weights with values."""
+    call = _Call(_FORWARD.default, arguments)
+    return 2 * call.pairs() * int(call.q.shape[-1] + call.v.shape[-1])
+
+
+def _backward_flops(*arguments: Any, out_val: Any = None) -> int:
+    """Five products: the scores again, the gradients of the weights, of q, of k and of v."""
+    call = _Call(_BACKWARD.default, arguments)
+    return 2 * call.pairs() * int(3 * call.q.shape[-1] + 2 * call.v.shape[-1])
+
+
+for _op, _formula in ((_FORWARD, _forward_flops), (_BACKWARD, _backward_flops)):
+    if _op not in flop_registry:
+        register_flop_formula(_op, get_raw=True)(_formula)

@@ -1,0 +1,274 @@
+"""torch.nn.functional.scaled_dot_product_attention through this package's kernels.
+
+    flashattn_ext.integrations.sdpa.activate()      # from here on, on the CPU and on CUDA, forward and backward
+    with flashattn_ext.integrations.sdpa.activate(report=True) as report: ...
+
+What a call means stays what torch's documentation says. A call that these kernels cannot do runs as it would without this module,
+and a Report counts and names it.
+
+While activated, the operator aten::scaled_dot_product_attention has a kernel of this module for the autograd and backend keys of a
+device, registered through torch's registry of attention implementations. It is the operator that every call goes through, before
+torch pads heads, makes bool masks additive or chooses a kernel.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import api
+from .._build import build_info
+from ..mask import Mask
+
+NAME = "flashattn_ext"
+
+_SDPA = torch.ops.aten.scaled_dot_product_attention.default
+
+
+@dataclass
+class Report:
+    """What became of the calls of scaled_dot_product_attention.
+
+    ours: calls that ran on this package's kernels.
+    torchs: calls that went back to torch's own kernels, counted by reason.
+    """
+
+    ours: int = 0
+    torchs: Counter[str] = field(default_factory=Counter)
+
+    def __str__(self) -> str:
+        lines = [f"scaled_dot_product_attention: {self.ours} calls by flashattn_ext, {self.torchs.total()} by torch"]
+        return "\n".join(lines + [f"  {count} by torch: {reason}" for reason, count in self.torchs.most_common()])
+
+
+class Activation:
+    """What activate() returns: in force already, and undone at the end of a with block, which it gives its report."""
+
+    def __init__(self, before: Activation | str | None, report: Report | None) -> None:
+        self._before = (
+            before  # what was active: an Activation of this module, another implementation's name, or nothing
+        )
+        self.report = report
+
+    def __enter__(self) -> Report | None:
+        return self.report
+
+    def __exit__(self, *_error: Any) -> None:
+        global _current
+        if isinstance(self._before, Activation) and _is_active():
+            _current = self._before
+        else:
+            restore()
+
+
+_current: Activation | None = None
+
+
+def activate(report: bool = False) -> Activation:
+    """Lets torch.nn.functional.scaled_dot_product_attention run on this package's kernels, in the whole process.
+
+    Functions that torch.compile has compiled before keep what they were compiled with. torch.nn.attention.sdpa_kernel still
+    chooses: where it switches flash attention off, torch's own kernels run. Activating again is harmless.
+
+    Args:
+        report: count what becomes of the calls, see Report.
+
+    Returns:
+        an Activation: a context manager that undoes this, with the attribute `report` (a Report or None).
+
+    Raises:
+        RuntimeError: torch is older than 2.10, which has no registry of attention implementations.
+    """
+    global _current
+    registry = _registry()
+    before: Activation | str | None = _current if _is_active() else registry.current_flash_attention_impl()
+    if not _is_active():
+        registry.register_flash_attention_impl(NAME, register_fn=_Registration)
+        registry.activate_flash_attention_impl(NAME)
+    _current = Activation(before, Report() if report else None)
+    return _current
+
+
+def restore() -> None:
+    """Leaves torch as it was before activate(); harmless where nothing is activated."""
+    global _current
+    registry = _registry()
+    first = _current
+    while first is not None and isinstance(first._before, Activation):
+        first = first._before
+    _current = None
+    if registry.current_flash_attention_impl() == NAME:
+        registry.restore_flash_attention_impl()
+        if first is not None and isinstance(first._before, str):
+            registry.activate_flash_attention_impl(first._before)
+    _forget(NAME)
+
+
+def _registry() -> Any:
+    """torch.nn.attention, where it has a registry."""
+    import torch.nn.attention as registry
+
+    if not hasattr(registry, "register_flash_attention_impl"):
+        raise RuntimeError(
+            f"flashattn_ext.integrations.sdpa: expected torch 2.10 or newer, which can register attention implementations, got "
+            f"torch {torch.__version__}; install a newer torch, or call flashattn_ext.forward"
+        )
+    return registry
+
+
+def _forget(name: str) -> None:
+    """Takes a name out of torch's list of implementations, for which torch has no function."""
+    from torch.nn.attention import _registry as registry
+
+    getattr(registry, "_FLASH_ATTENTION_IMPLS", {}).pop(name, None)
+
+
+def _is_active() -> bool:
+    """Whether this module's kernel is in force: torch's own restore_flash_attention_impl() also ends it."""
+    return _current is not None and _registry().current_flash_attention_impl() == NAME
+
+
+class _Registration:
+    """The kernels in torch's dispatcher, until remove()."""
+
+    def __init__(self) -> None:
+        devices = ["CPU"] + (["CUDA"] if any("cuda" in name for name in build_info()["backends"]) else [])
+        self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
+        for key in (key for device in devices for key in (device, f"Autograd{device}")):
+            self._library.impl("scaled_dot_product_attention", _attention, key)
+
+    def remove(self) -> None:
+        self._library = None
+
+
+# --- the kernel -------------------------------------------------------------------------------------------------------
+
+
+class _ForTorch(Exception):
+    """Says why a call is left to torch's own kernels."""
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    report = None if _current is None else _current.report
+    try:
+        out = _run(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    except (_ForTorch, NotImplementedError, ValueError, TypeError) as error:
+        # A call that is an error here is torch's to judge, in torch's words.
+        if report is not None:
+            report.torchs[str(error)] += 1
+    else:
+        if report is not None:
+            report.ours += 1
+        return out
+    result: Tensor = _SDPA.decompose(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return result
+
+
+def _run(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool, scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:  # fmt: skip
+    """scaled_dot_product_attention for q [..., Hq, Sq, D], k [..., Hk, Sk, D] and v [..., Hk, Sk, Dv] of 2 to 4 dimensions."""
+    if not torch._C._get_flash_sdp_enabled():
+        raise _ForTorch(
+            "flash attention is switched off (torch.nn.attention.sdpa_kernel, torch.backends.cuda.enable_flash_sdp)"
+        )
+    if torch.autograd.forward_ad._current_level >= 0:
+        raise _ForTorch("forward-mode differentiation")
+    if is_causal and attn_mask is not None:
+        raise _ForTorch("attn_mask beside is_causal")
+    if any(getattr(placement, "dim", None) == q.dim() - 2 for placement in getattr(q, "placements", ())):
+        raise _ForTorch("a DTensor whose sequence is shared out")  # torch's context parallelism
+    rank = max(q.dim(), k.dim(), v.dim())
+    if min(q.dim(), k.dim(), v.dim()) != 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+        q, k, v = _broadcast(q, k, v, enable_gqa)
+    Sq, Sk = q.shape[2], k.shape[2]
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    options: dict[str, Any] = {"softmax_scale": scale, "dropout_p": dropout_p}
+    if is_causal:
+        # Query i sees the keys up to i (aligned at the top left), whatever the lengths.
+        if Sq > Sk:
+            options["window_size"] = (-1, Sq - Sk)
+        else:
+            options["causal"] = True
+            if Sq < Sk:
+                k, v = k.narrow(1, 0, Sq), v.narrow(1, 0, Sq)
+    elif attn_mask is not None:
+        if attn_mask.dim() > rank:
+            raise _ForTorch("an attn_mask of more dimensions than the other tensors")
+        options["mask"], options["bias"] = _mask_and_bias(attn_mask, q.dtype, Sq, Sk)
+    # The memory of the result is [B, Sq, Hq, Dv], as that of torch's fused kernels: models merge the heads without a copy.
+    out: Tensor = api.forward(q, k, v, **options).transpose(1, 2)
+    return out if rank == 4 else out.reshape(out.shape[4 - rank :])
+
+
+def _broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Views [B, H, S, D] of all three, with a head count of q that is a multiple of that of k and v."""
+    if max(q.dim(), k.dim(), v.dim()) > 4:
+        raise _ForTorch("tensors of more than 4 dimensions")
+    q, k, v = (t[(None,) * (4 - t.dim())] for t in (q, k, v))
+    B = torch.broadcast_shapes(q.shape[:1], k.shape[:1], v.shape[:1])[0]
+    Hk = torch.broadcast_shapes(k.shape[1:2], v.shape[1:2])[0]
+    Hq = Hk if q.shape[1] == 1 else q.shape[1]
+    if Hk not in (1, Hq) and not (enable_gqa and Hk and Hq % Hk == 0):
+        raise _ForTorch("head counts of query and key that do not fit")
+    q = q.expand(B, Hq, -1, -1)
+    k, v = (t.expand(B, Hk, -1, -1) for t in (k, v))
+    return q, k, v
+
+
+# --- masks ------------------------------------------------------------------------------------------------------------
+
+
+def _mask_and_bias(attn_mask: Tensor, dtype: torch.dtype, Sq: int, Sk: int) -> tuple[Mask | None, Tensor | None]:
+    """What an attn_mask that broadcasts to [B, Hq, Sq, Sk] is in a call of forward(): a Mask where it is intervals, else a bias.
+
+    Values are looked at on the CPU alone: elsewhere that would wait for the device.
+    """
+    attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    if attn_mask.shape[2] not in (1, Sq) or attn_mask.shape[3] not in (1, Sk):
+        raise _ForTorch(f"an attn_mask of shape {list(attn_mask.shape)} for {Sq} queries and {Sk} keys")
+    attn_mask = attn_mask.expand(-1, -1, attn_mask.shape[2] if attn_mask.shape[2] == 1 else Sq, Sk)
+    readable = attn_mask.device.type == "cpu" and type(attn_mask) is Tensor and not torch._C._len_torch_dispatch_stack()
+    visible = attn_mask if attn_mask.dtype == torch.bool else None
+    if visible is None:
+        hides_or_not = (
+            readable and not attn_mask.requires_grad and bool(((attn_mask == 0) | (attn_mask == -torch.inf)).all())
+        )
+        if not hides_or_not:
+            return None, attn_mask
+        visible = attn_mask == 0
+    if visible.shape[2] == 1 or visible.stride(2) == 0:  # keys that nobody sees
+        keys = visible[:, :, 0]
+        return Mask(torch.stack([torch.zeros_like(keys, dtype=torch.int32), keys * Sq], -1).int()), None
+    if readable:
+        first, count, is_interval = _interval_of_rows(visible)
+        if is_interval:
+            everything = bool((count == Sq).all())
+            return None if everything else Mask(torch.stack([first, first + count], -1).int()), None
+    hidden = torch.zeros((), dtype=dtype, device=attn_mask.device).masked_fill(~visible, -torch.inf)
+    return None, hidden if attn_mask is visible else attn_mask
+
+
+def _interval_of_rows(visible: Tensor) -> tuple[Tensor, Tensor, bool]:
+    """bool [B, H, Sq, Sk] -> the first row that sees a key and how many do, [B, H, Sk] each, and whether these are neighbours."""
+    first = visible.view(torch.uint8).argmax(2)
+    count = visible.sum(2, dtype=torch.int32)
+    begins = (visible[:, :, 1:] > visible[:, :, :-1]).sum(2, dtype=torch.int32) + visible[:, :, 0]
+    return first, count, bool((begins <= 1).all())

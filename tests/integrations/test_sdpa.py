@@ -1,0 +1,375 @@
+"""scaled_dot_product_attention on this package's kernels: torch's meaning, counted fallbacks, and torch as it was afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flashattn_ext
+
+if not hasattr(torch.nn.attention, "register_flash_attention_impl"):
+    pytest.skip("torch is older than 2.10, which has no registry of attention implementations", allow_module_level=True)
+
+from flashattn_ext.integrations import sdpa
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    yield
+    sdpa.restore()
+
+
+def _random(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape).to(device, dtype)
+
+
+def _results(tensors: dict[str, Any], dtype: torch.dtype | None = None, **options: Any) -> dict[str, Tensor]:
+    """out and the gradients of everything of a floating dtype, computed in `dtype`."""
+    leaves = {
+        name: (t if dtype is None else t.to(dtype)).detach().requires_grad_() if t.is_floating_point() else t
+        for name, t in tensors.items()
+    }
+    out = F.scaled_dot_product_attention(**leaves, **options)
+    weights = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
+    (out * weights.to(out)).sum().backward()
+    return {"out": out.detach(), **{f"d{name}": t.grad for name, t in leaves.items() if t.grad is not None}}
+
+
+def _check(tensors: dict[str, Any], **options: Any) -> None:
+    """The call runs here, and is no worse than twice torch's own formula in the dtype of the inputs."""
+    with sdpa.activate(report=True) as report:
+        got = _results(tensors, **options)
+    assert report is not None and report.ours == 1 and not report.torchs, str(report)
+    with sdpa_kernel(SDPBackend.MATH):
+        exact = _results(tensors, torch.float64, **options)
+        plain = _results(tensors, **options)
+    assert got.keys() == exact.keys()
+    for name, expected in exact.items():
+        assert got[name].dtype == plain[name].dtype and got[name].shape == plain[name].shape, name
+        error, allowed = ((x.double() - expected).abs().max().item() for x in (got[name], plain[name]))
+        floor = 1e-10 if plain[name].dtype == torch.float64 else 1e-5
+        assert error <= 2 * allowed + floor, f"{name}: error {error:.3e}, torch has {allowed:.3e}"
+
+
+def _qkv(device: str, Sq: int = 33, Sk: int = 33, Hq: int = 4, Hk: int = 4, **kind: Any) -> dict[str, Tensor]:
+    shapes = {"query": (2, Hq, Sq, 16), "key": (2, Hk, Sk, 16), "value": (2, Hk, Sk, 24)}
+    return {name: _random(device, *shape, **kind) for name, shape in shapes.items()}
+
+
+def test_every_dtype(device: str, dtype: torch.dtype) -> None:
+    _check(_qkv(device, dtype=dtype), is_causal=True)
+
+
+@pytest.mark.parametrize(("Sq", "Sk"), [(33, 33), (7, 40), (40, 7), (1, 20), (20, 1)])
+def test_causal_is_aligned_at_the_top_left(device: str, Sq: int, Sk: int) -> None:
+    _check(_qkv(device, Sq, Sk), is_causal=True)
+
+
+def test_scale_and_grouped_heads(device: str) -> None:
+    _check(_qkv(device, Hk=2), enable_gqa=True, scale=0.3)
+    _check(_qkv(device, Hk=1), scale=0.0)
+
+
+def test_shapes_that_broadcast(device: str) -> None:
+    q, k, v = _qkv(device).values()
+    _check({"query": q[0], "key": k[0], "value": v[0]}, is_causal=True)
+    _check({"query": q[0, 0], "key": k[0, 0], "value": v[0, 0]})
+    _check({"query": q[0], "key": k, "value": v})
+    _check({"query": q, "key": k[:1], "value": v[:1]})
+    _check({"query": q[:, :1], "key": k, "value": v})
+
+
+def _bool_masks(device: str, Sq: int, Sk: int) -> dict[str, Tensor]:
+    documents = torch.arange(Sk) // 10
+    lengths = torch.tensor([Sk - 5, Sk // 2])
+    return {
+        "causal": torch.ones(Sq, Sk, dtype=torch.bool).tril(),
+        "padding": (torch.arange(Sk) < lengths[:, None])[:, None, None],
+        "padding_of_all_rows": (torch.arange(Sk) < lengths[:, None])[:, None, None].expand(2, 1, Sq, Sk),
+        "documents": (documents[:, None] == documents)[None, None],
+        "everything": torch.ones(1, 1, Sq, Sk, dtype=torch.bool),
+        "nothing_for_some": (torch.arange(Sq) % 4 != 1)[:, None].expand(Sq, Sk),
+        "random": torch.rand(2, 4, Sq, Sk) < 0.5,
+        "one_head": torch.rand(2, 1, Sq, Sk) < 0.5,
+    }
+
+
+@pytest.mark.parametrize("name", _bool_masks("cpu", 33, 33))
+def test_bool_masks(device: str, name: str) -> None:
+    mask = _bool_masks(device, 33, 33)[name].to(device)
+    _check({**_qkv(device), "attn_mask": mask})
+
+
+@pytest.mark.parametrize(
+    "shape", [(33, 40), (1, 40), (33, 1), (2, 1, 33, 40), (1, 4, 33, 40), (2, 4, 1, 40), (4, 33, 40)]
+)
+def test_additive_masks_have_gradients(device: str, shape: tuple[int, ...]) -> None:
+    _check({**_qkv(device, 33, 40), "attn_mask": _random(device, *shape)})
+
+
+def test_additive_masks_that_hide(device: str) -> None:
+    mask = torch.zeros(33, 33, device=device).masked_fill(~torch.ones(33, 33, device=device).tril().bool(), -torch.inf)
+    tensors = _qkv(device)
+    with sdpa.activate(report=True) as report:
+        got = F.scaled_dot_product_attention(**tensors, attn_mask=mask)
+    assert report.ours == 1
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(**tensors, is_causal=True), rtol=1e-5, atol=1e-5)
+
+
+INTERVALS = ("causal", "padding", "padding_of_all_rows", "documents", "everything")
+
+
+@pytest.mark.parametrize("name", _bool_masks("cpu", 33, 33))
+def test_masks_that_are_intervals_become_intervals(name: str) -> None:
+    visible = _bool_masks("cpu", 33, 33)[name]
+    mask, bias = sdpa._mask_and_bias(visible, torch.float32, 33, 33)
+    if name not in INTERVALS:
+        assert mask is None and bias is not None
+        return
+    assert bias is None
+    assert (mask is None) == (name == "everything")
+    if mask is not None:
+        assert torch.equal(mask.dense(33).expand(2, 4, 33, 33), visible.expand(2, 4, 33, 33))
+        additive = torch.zeros(visible.shape).masked_fill(~visible, -torch.inf)
+        assert torch.equal(sdpa._mask_and_bias(additive, torch.float32, 33, 33)[0].intervals, mask.intervals)
+
+
+def test_masks_that_no_value_says_become_intervals_without_reading_them() -> None:
+    """On the meta device as on an accelerator: the shape alone tells that a mask hides keys, whatever the row."""
+    padding = torch.ones(2, 1, 1, 33, dtype=torch.bool, device="meta")
+    for mask in (padding, padding.expand(2, 1, 33, 33)):
+        intervals, bias = sdpa._mask_and_bias(mask, torch.float32, 33, 33)
+        assert bias is None and intervals.intervals.shape == (2, 1, 33, 2)
+    intervals, bias = sdpa._mask_and_bias(torch.ones(33, 33, dtype=torch.bool, device="meta"), torch.bfloat16, 33, 33)
+    assert intervals is None and bias.shape == (1, 1, 33, 33) and bias.dtype == torch.bfloat16
+
+
+def test_dropout_draws_from_the_generator(device: str) -> None:
+    q, k, v = (
+        t.to(device) for t in (torch.randn(2, 3, 40, 16), torch.randn(2, 3, 40, 16), torch.eye(40).expand(2, 3, 40, 40))
+    )
+    with sdpa.activate(report=True) as report:
+        torch.manual_seed(5)
+        got = F.scaled_dot_product_attention(q, k, v, dropout_p=0.25)
+    torch.manual_seed(5)
+    expected = flashattn_ext.forward(q, k, v, dropout_p=0.25, layout="bhsd")
+    assert report.ours == 1
+    assert torch.equal(got, expected)
+    assert 0.15 < (got == 0).float().mean() < 0.35
+
+
+def test_the_result_is_laid_out_as_that_of_torchs_fused_kernels(device: str) -> None:
+    """Models merge heads by out.transpose(1, 2).view(B, S, H * D)."""
+    with sdpa.activate():
+        out = F.scaled_dot_product_attention(**_qkv(device))
+    assert out.transpose(1, 2).is_contiguous()
+
+
+# --- torch's tools ----------------------------------------------------------------------------------------------------
+
+
+def test_compiled_calls_run_here(device: str) -> None:
+    tensors = _qkv(device)
+    mask = torch.ones(33, 33, dtype=torch.bool, device=device).tril()
+
+    def model(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        causal = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return causal + F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+
+    expected = model(**tensors)
+    with sdpa.activate(report=True) as report:
+        leaves = {name: t.clone().requires_grad_() for name, t in tensors.items()}
+        got = torch.compile(model, fullgraph=True, backend="aot_eager")(**leaves)
+        got.sum().backward()
+    torch.compiler.reset()
+    assert report.ours >= 2 and not report.torchs, str(report)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert all(t.grad is not None for t in leaves.values())
+
+
+def test_inference_mode_autocast_and_checkpointing(device: str) -> None:
+    tensors = _qkv(device)
+    with sdpa.activate(report=True) as report:
+        with torch.inference_mode():
+            F.scaled_dot_product_attention(**tensors)
+        with torch.autocast(device, torch.bfloat16):
+            assert F.scaled_dot_product_attention(**tensors).dtype == torch.bfloat16
+        q = tensors["query"].requires_grad_()
+
+        def attend(q: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, tensors["key"], tensors["value"], dropout_p=0.5)
+
+        torch.manual_seed(1)
+        (expected,) = torch.autograd.grad(attend(q).sum(), q)
+        torch.manual_seed(1)
+        (got,) = torch.autograd.grad(torch.utils.checkpoint.checkpoint(attend, q, use_reentrant=False).sum(), q)
+    # Recomputing stops inside of the call, as soon as all that it saved is there again.
+    assert report.ours == 4 and not report.torchs, str(report)
+    assert torch.equal(got, expected)
+
+
+def test_multi_head_attention_module(device: str) -> None:
+    module = torch.nn.MultiheadAttention(32, 4, batch_first=True, device=device)
+    x = _random(device, 2, 9, 32).requires_grad_()
+    padding = torch.zeros(2, 9, dtype=torch.bool, device=device)
+    padding[1, 6:] = True
+    expected, _ = module(x, x, x, key_padding_mask=padding, need_weights=False)
+    with sdpa.activate(report=True) as report:
+        got, _ = module(x, x, x, key_padding_mask=padding, need_weights=False)
+    assert report.ours == 1
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def _torchs_samples() -> list[Any]:
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    (info,) = (info for info in op_db if info.name == "nn.functional.scaled_dot_product_attention")
+    return [
+        sample
+        for dtype in (torch.float32, torch.float64)
+        for sample in info.sample_inputs("cpu", dtype, requires_grad=True)
+    ]
+
+
+def test_torchs_own_samples() -> None:
+    """The inputs that torch tests this function with, from the installed torch."""
+    samples = _torchs_samples()
+    assert len(samples) > 20
+    for sample in samples:
+        tensors = {"query": sample.input, "key": sample.args[0], "value": sample.args[1]}
+        mask = {"attn_mask": mask} if (mask := sample.kwargs.pop("attn_mask", None)) is not None else {}
+        if sample.kwargs.get("dropout_p", 0) == 0:
+            _check({**tensors, **mask}, **sample.kwargs)
+            continue
+        with sdpa.activate(report=True) as report:
+            out = F.scaled_dot_product_attention(**tensors, **mask, **sample.kwargs)
+        assert report.ours == 1 and torch.isfinite(out).all()
+
+
+# --- what torch does itself -------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_done_is_counted_and_named() -> None:
+    q = torch.randn(2, 2, 2, 8, 16)
+    with sdpa.activate(report=True) as report:
+        got = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        with sdpa_kernel(SDPBackend.MATH):
+            F.scaled_dot_product_attention(q[0], q[0], q[0])
+            F.scaled_dot_product_attention(q[0], q[0], q[0])
+        large = torch.randn(1, 1, 4, 600)
+        F.scaled_dot_product_attention(large, large, large)
+    assert report.ours == 0
+    reasons = dict(report.torchs)
+    assert reasons["tensors of more than 4 dimensions"] == 1
+    assert [count for reason, count in reasons.items() if "switched off" in reason] == [2]
+    assert [count for reason, count in reasons.items() if "head_dim" in reason] == [1]
+    assert "2 by torch: flash attention is switched off" in str(report)
+    torch.testing.assert_close(got, F.scaled_dot_product_attention(q, q, q, is_causal=True))
+
+
+def test_errors_are_torchs() -> None:
+    q = torch.randn(1, 2, 4, 8)
+    calls: list[dict[str, Any]] = [
+        {"key": torch.randn(1, 2, 4, 9)},
+        {"key": q.half()},
+        {"key": torch.randn(1, 3, 4, 8), "value": torch.randn(1, 3, 4, 8)},
+        {"attn_mask": torch.ones(3, 3)},
+    ]
+    for changed in calls:
+        messages = []
+        for active in (False, True):
+            if active:
+                sdpa.activate()
+            with pytest.raises(Exception) as error:
+                F.scaled_dot_product_attention(**{"query": q, "key": q, "value": q, **changed})
+            sdpa.restore()
+            messages.append((error.type, str(error.value)))
+        assert messages[0] == messages[1]
+
+
+def test_forward_mode_and_double_backward_say_what_torch_says() -> None:
+    q, t = torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8)
+    with sdpa_kernel(SDPBackend.MATH):
+        _, expected = torch.func.jvp(lambda q: F.scaled_dot_product_attention(q, q, q), (q,), (t,))
+        with sdpa.activate():
+            _, got = torch.func.jvp(lambda q: F.scaled_dot_product_attention(q, q, q), (q,), (t,))
+    torch.testing.assert_close(got, expected)
+
+
+# --- torch as it was --------------------------------------------------------------------------------------------------
+
+
+def _state() -> Any:
+    q = torch.randn(1, 1, 4, 8, generator=torch.Generator().manual_seed(1))
+    names = torch.nn.attention.current_flash_attention_impl(), torch.nn.attention.list_flash_attention_impls()
+    return (
+        *names,
+        torch._C._dispatch_dump("aten::scaled_dot_product_attention"),
+        F.scaled_dot_product_attention(q, q, q).sum(),
+    )
+
+
+def test_restore_leaves_torch_as_it_was() -> None:
+    before = _state()
+    sdpa.activate()
+    assert torch.nn.attention.current_flash_attention_impl() == sdpa.NAME
+    assert _state() != before
+    sdpa.restore()
+    assert _state() == before
+    with pytest.raises(ZeroDivisionError), sdpa.activate():
+        raise ZeroDivisionError
+    assert _state() == before
+    sdpa.restore()  # harmless
+
+
+def test_activating_twice_is_harmless() -> None:
+    before = _state()
+    with sdpa.activate(report=True) as outer:
+        q = torch.randn(1, 1, 4, 8)
+        F.scaled_dot_product_attention(q, q, q)
+        with sdpa.activate(report=True) as inner:
+            F.scaled_dot_product_attention(q, q, q)
+        F.scaled_dot_product_attention(q, q, q)
+    assert (outer.ours, inner.ours) == (2, 1)
+    assert _state() == before
+    sdpa.activate()
+    sdpa.activate()
+    sdpa.restore()
+    assert _state() == before
+
+
+def test_another_implementation_is_active_again_afterwards() -> None:
+    class Handle:
+        def remove(self) -> None:
+            removed.append(True)
+
+    removed: list[bool] = []
+    registry = torch.nn.attention
+    registry.register_flash_attention_impl("another", register_fn=Handle)
+    registry.activate_flash_attention_impl("another")
+    try:
+        with sdpa.activate():
+            assert registry.current_flash_attention_impl() == sdpa.NAME
+        assert registry.current_flash_attention_impl() == "another"
+        sdpa.activate()
+        registry.restore_flash_attention_impl()  # torch's own way back ends it, too
+        assert not sdpa._is_active()
+    finally:
+        sdpa.restore()
+        if registry.current_flash_attention_impl():
+            registry.restore_flash_attention_impl()
+        sdpa._forget("another")
+
+
+def test_a_torch_without_the_registry_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.nn.attention, "register_flash_attention_impl")
+    with pytest.raises(RuntimeError, match=r"torch 2\.10 or newer.*got torch " + torch.__version__.split("+")[0]):
+        sdpa.activate()
+    monkeypatch.undo()

@@ -1,0 +1,367 @@
+"""transformers' mask functions, and what attention makes of the masks, keyword arguments and biases that it is given."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+transformers = pytest.importorskip("transformers", reason="the extra `hf` is not installed: pip install -e '.[hf]'")
+
+from helpers import run_python  # noqa: E402
+from transformers import masking_utils as masks  # noqa: E402
+
+import flashattn_ext  # noqa: E402
+from flashattn_ext.integrations import _mask_tensors, _transformers_masks  # noqa: E402
+from flashattn_ext.integrations import transformers as fax  # noqa: E402
+
+BATCH = 2
+BLOCKS = torch.tensor([[-1, -1, 0, 0, 0, -1, 1, 1, 2, 2, -1, -1], [3, 3, 3, 3, 3, 3, 3, 3, -1, 7, 7, 7]])
+PACKED = torch.tensor([[0, 0, 0, 0, 1, 2, 2, 2, 2, 3, 3, 3], [0] * 12])
+POSITIONS = torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2, 3, 0, 1, 2], list(range(12))])
+LEFT_PADDING = torch.tensor([0, 3])
+
+
+def custom(batch: Any, head: Any, q: Any, k: Any) -> Any:
+    """A prefix of three keys for everybody; nothing that is known by its code."""
+    return (k <= q) | (k < 3)
+
+
+def dilated(batch: Any, head: Any, q: Any, k: Any) -> Any:
+    return (k <= q) & ((q - k) % 2 == 0)
+
+
+def packed(function: Any) -> Any:
+    if hasattr(masks, "packed_sequence_compatibility_function"):
+        return masks.packed_sequence_compatibility_function(function, POSITIONS, PACKED)
+    return masks.and_masks(masks.packed_sequence_mask_function(PACKED), function)
+
+
+def image_blocks(function: Any) -> Any:
+    return masks.or_masks(function, masks.blockwise_overlay(BLOCKS))
+
+
+window, chunked = masks.sliding_window_causal_mask_function, masks.chunked_causal_mask_function
+FUNCTIONS: dict[str, Callable[[], Any]] = {
+    "causal": lambda: masks.causal_mask_function,
+    "bidirectional": lambda: masks.bidirectional_mask_function,
+    "window": lambda: window(4),
+    "window of one": lambda: window(1),
+    "window beyond all keys": lambda: window(100),
+    "bidirectional window": lambda: masks.sliding_window_bidirectional_mask_function(3),
+    "chunks": lambda: chunked(5, LEFT_PADDING),
+    "blocks": lambda: image_blocks(masks.causal_mask_function),
+    "blocks and a window": lambda: image_blocks(window(3)),
+    "packed": lambda: packed(masks.causal_mask_function),
+    "packed and a window": lambda: packed(window(3)),
+    "packed and chunks": lambda: packed(chunked(2, torch.zeros(2, dtype=torch.int64))),
+    "packed, of a custom function": lambda: packed(custom),
+    "packed, in both directions": lambda: masks.packed_sequence_mask_function(PACKED),
+    "custom": lambda: custom,
+    "a window of a custom function": lambda: masks.and_masks(window(6), custom),
+}
+# Functions that transformers 4 does not have are not among those that it asks for.
+KNOWN = {
+    name: make
+    for name, make in FUNCTIONS.items()
+    if not (name.startswith(("bi", "blocks")) and transformers.__version__ < "5")
+}
+
+
+def values(function: Any, Sq: int, Sk: int, q_offset: int, kv_offset: int) -> Tensor:
+    """bool [BATCH, Sq, Sk] from the function itself."""
+    batch, q, k = torch.arange(BATCH), torch.arange(Sq) + q_offset, torch.arange(Sk) + kv_offset
+    return function(batch[:, None, None], 0, q[:, None], k).expand(BATCH, Sq, Sk)
+
+
+def dense(mask: Tensor, Sq: int, Sk: int) -> Tensor:
+    """bool [BATCH, Sq, Sk] of what the mask function returned."""
+    limits = _mask_tensors.as_window(mask)
+    if limits is not None:
+        left, right = limits
+        distance = torch.arange(Sk) - (torch.arange(Sq)[:, None] + Sk - Sq)
+        visible = (distance >= -left if left >= 0 else True) & (distance <= (right if right >= 0 else Sk))
+        return visible.expand(BATCH, Sq, Sk)
+    intervals = _mask_tensors.as_mask(mask)
+    return (mask if intervals is None else intervals.dense(Sq))[:, 0].expand(BATCH, Sq, Sk)
+
+
+def made(
+    function: Any, Sq: int, Sk: int, q_offset: Any = 0, kv_offset: int = 0, padding: Tensor | None = None
+) -> Tensor:
+    return _transformers_masks.attention_mask(
+        BATCH, Sq, Sk, q_offset, kv_offset, function, padding, device="cpu", use_vmap=False
+    )
+
+
+@pytest.mark.parametrize("padding", ["none", "all ones", "left", "right", "holes"])
+@pytest.mark.parametrize("name", KNOWN)
+def test_mask_functions(name: str, padding: str) -> None:
+    """A whole sequence: what the intervals say is what the function says."""
+    function = KNOWN[name]()
+    seen = torch.ones(BATCH, 12, dtype=torch.bool)
+    if padding != "none":
+        hidden = {"all ones": [], "left": [0, 1, 2], "right": [10, 11], "holes": [2, 5, 6]}[padding]
+        seen[1, hidden] = False
+    got = made(function, 12, 12, padding=None if padding == "none" else seen)
+    assert got.dtype == torch.int32 and got.dim() == 4
+    assert torch.equal(dense(got, 12, 12), values(function, 12, 12, 0, 0) & seen[:, None])
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("name", [name for name in KNOWN if "packed" not in name])
+def test_mask_functions_beside_earlier_keys(name: str, as_tensor: bool) -> None:
+    """Three queries after keys from a cache that has dropped two; caches of fixed length, longer than what was seen."""
+    function = KNOWN[name]()
+    for Sq, Sk, q_offset, kv_offset in [(3, 10, 9, 2), (1, 8, 7, 0), (3, 12, 5, 0), (12, 12, 0, 0)]:
+        offset = torch.tensor(q_offset) if as_tensor else q_offset
+        got = made(function, Sq, Sk, offset, kv_offset)
+        assert torch.equal(dense(got, Sq, Sk), values(function, Sq, Sk, q_offset, kv_offset))
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "packed", "blocks", "custom"])
+def test_mask_functions_that_are_traced(name: str) -> None:
+    if name not in KNOWN:
+        pytest.skip(f"transformers {transformers.__version__} has no blocks")
+    function, padding = KNOWN[name](), torch.ones(BATCH, 12, dtype=torch.bool)
+    padding[1, :4] = False
+    torch.compiler.reset()
+    traced = torch.compile(made, backend="eager", fullgraph=True)
+    got = traced(function, 12, 12, padding=padding)
+    assert torch.equal(dense(got, 12, 12), values(function, 12, 12, 0, 0) & padding[:, None])
+
+
+def test_what_is_plain_needs_no_intervals() -> None:
+    """Windows stay windows, so that a call without padding costs what `forward` with the same window costs."""
+    expected = {"causal": (-1, 0), "window": (3, 0), "window beyond all keys": (-1, 0)}
+    for name, limits in expected.items():
+        for padding in (None, torch.ones(BATCH, 12, dtype=torch.bool)):
+            assert _mask_tensors.as_window(made(KNOWN[name](), 12, 12, padding=padding)) == limits
+
+
+def test_ids_that_come_back_are_no_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two blocks of one id see each other: that is evaluated, in parts, and is no interval."""
+    monkeypatch.setattr(_transformers_masks, "_ROWS_AT_ONCE", 60)
+    ids = torch.tensor([[0, 0, 1, 1, 0, 0]] * BATCH)
+    function = masks.packed_sequence_mask_function(ids)
+    got = made(function, 6, 6)
+    assert got.dtype == torch.bool
+    assert torch.equal(dense(got, 6, 6), values(function, 6, 6, 0, 0))
+
+
+def test_a_function_that_changed_its_meaning_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later transformers in which a window of w is w + 1 keys wide: what was known of it is not believed."""
+
+    def overlay(sliding_window: int) -> Any:
+        def inner_mask(batch: Any, head: Any, q: Any, k: Any) -> Any:
+            return k >= q - sliding_window
+
+        return inner_mask
+
+    monkeypatch.setattr(masks, "sliding_window_overlay", overlay)
+    known = _transformers_masks._recognised()
+    assert overlay(2).__code__ not in known
+    assert masks.causal_mask_function.__code__ in known
+    function = masks.and_masks(overlay(2), masks.causal_mask_function)
+    assert torch.equal(dense(made(function, 12, 12), 12, 12), values(function, 12, 12, 0, 0))
+
+
+# --- attention ----------------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    def __init__(self, is_causal: bool = False) -> None:
+        super().__init__()
+        self.is_causal = is_causal
+        self.layer_idx = 3
+
+
+def tensors(Sq: int = 12, Sk: int = 12) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = torch.randn(BATCH, 4, Sq, 8), torch.randn(BATCH, 2, Sk, 8), torch.randn(BATCH, 2, Sk, 8)
+    return q, k, v
+
+
+def expected(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, bias: Tensor | None = None) -> Tensor:
+    """Attention in plain PyTorch, [B, Sq, Hq, D]."""
+    k, v = k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)
+    scores = q @ k.transpose(2, 3) / q.shape[-1] ** 0.5
+    scores = scores if bias is None else scores + bias
+    scores = scores if visible is None else scores.masked_fill(~visible, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(1, 2)
+
+
+def test_dense_masks_of_users() -> None:
+    q, k, v = tensors()
+    visible = values(custom, 12, 12, 0, 0)[:, None]
+    torch.testing.assert_close(fax.attention(Layer(), q, k, v, visible)[0], expected(q, k, v, visible))
+    added = torch.randn(BATCH, 1, 12, 12).masked_fill(values(dilated, 12, 12, 0, 0)[:, None].logical_not(), -torch.inf)
+    for bias in (added, added.double(), added[:1, :, :1].clamp(min=-5)):
+        torch.testing.assert_close(fax.attention(Layer(), q, k, v, bias)[0], expected(q, k, v, bias=bias.float()))
+
+
+def test_a_mask_that_is_no_interval_names_the_layer() -> None:
+    q, k, v = tensors()
+    mask = made(dilated, 12, 12)
+    with pytest.raises(
+        ValueError, match=r"Layer of layer 3: attention_mask: .* key 0 .*floating-point mask of 0 and -inf"
+    ):
+        fax.attention(Layer(), q, k, v, mask)
+
+
+@pytest.mark.parametrize("mask", [torch.ones(BATCH, 12), torch.ones(BATCH, 1, 12, 12, dtype=torch.int64)])
+def test_masks_of_other_kinds(mask: Tensor) -> None:
+    with pytest.raises(
+        TypeError, match=r"Layer of layer 3: attention_mask: expected a bool or floating-point .* got torch\."
+    ):
+        fax.attention(Layer(), *tensors(), mask)
+
+
+def test_without_a_mask_the_module_says_what_is_causal() -> None:
+    q, k, v = tensors()
+    causal = values(masks.causal_mask_function, 12, 12, 0, 0)[:, None]
+    in_window = values(window(4), 12, 12, 0, 0)[:, None]
+    torch.testing.assert_close(fax.attention(Layer(), q, k, v, None)[0], expected(q, k, v))
+    torch.testing.assert_close(fax.attention(Layer(is_causal=True), q, k, v, None)[0], expected(q, k, v, causal))
+    torch.testing.assert_close(fax.attention(Layer(), q, k, v, None, is_causal=True)[0], expected(q, k, v, causal))
+    got, _ = fax.attention(Layer(is_causal=True), q, k, v, None, sliding_window=4)
+    torch.testing.assert_close(got, expected(q, k, v, in_window))
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_positions_that_begin_again(lost: bool) -> None:
+    """Sequence parallelism loses masks, and some models make theirs without looking at positions: documents stay apart."""
+    q, k, v = tensors()
+    mask = None if lost else made(masks.causal_mask_function, 12, 12)
+    visible = values(packed(masks.causal_mask_function), 12, 12, 0, 0)[:, None]
+    got, _ = fax.attention(Layer(is_causal=True), q, k, v, mask, position_ids=POSITIONS)
+    torch.testing.assert_close(got, expected(q, k, v, visible))
+
+
+def test_documents_of_other_lengths_in_queries_and_keys() -> None:
+    """Each is aligned at its own end; keys after the last document are seen by nobody."""
+    q, k, v = (t[:1] for t in tensors(7, 12))
+    begins_q, begins_k = torch.tensor([0, 3, 7], dtype=torch.int32), torch.tensor([0, 6, 11], dtype=torch.int32)
+    options = {"cu_seq_lens_q": begins_q, "cu_seq_lens_k": begins_k, "max_length_q": 4, "max_length_k": 6}
+    got, _ = fax.attention(Layer(is_causal=True), q, k, v, None, **options)
+    parts = [((0, 3), (0, 6)), ((3, 7), (6, 11))]
+    alone = [
+        fax.attention(Layer(is_causal=True), q[:, :, slice(*a)], k[:, :, slice(*b)], v[:, :, slice(*b)], None)[0]
+        for a, b in parts
+    ]
+    torch.testing.assert_close(got, torch.cat(alone, 1))
+    with pytest.raises(ValueError, match="cu_seq_lens_k: expected one batch entry"):
+        fax.attention(Layer(), *tensors(), None, **options)
+
+
+@pytest.mark.parametrize("lengths", [(12, 12), (1, 12), (5, 12), (12, 5)])
+def test_position_bias_of_distances(lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What depends on the distance alone becomes a relative bias, in the result and in the gradient of the table."""
+    Sq, Sk = lengths
+    q, k, v = tensors(Sq, Sk)
+    table = torch.randn(40, 4, requires_grad=True)
+    bias = table[torch.arange(Sk) - torch.arange(Sq)[:, None] + 20].permute(2, 0, 1)[None]
+    given: list[dict[str, Any]] = []
+    forward = flashattn_ext.forward
+    monkeypatch.setattr(
+        flashattn_ext, "forward", lambda *args, **options: given.append(options) or forward(*args, **options)
+    )
+    got, _ = fax.attention(Layer(), q, k, v, None, position_bias=bias)
+    want = expected(q, k, v, bias=bias)
+    torch.testing.assert_close(got, want)
+    weights = torch.randn_like(want)
+    gradients = [torch.autograd.grad((out * weights).sum(), table, retain_graph=True)[0] for out in (got, want)]
+    torch.testing.assert_close(*gradients)
+    assert given[-1]["bias"] is None and given[-1]["relative_bias"].shape == (4, 2 * max(Sq, Sk) - 1)
+
+
+def test_position_bias_of_another_kind() -> None:
+    """It is added as it is, and together with a mask that is added."""
+    q, k, v = tensors()
+    bias, added = torch.randn(1, 4, 12, 12, requires_grad=True), torch.randn(BATCH, 1, 12, 12)
+    for mask in (None, added):
+        got = fax.attention(Layer(), q, k, v, mask, position_bias=bias)[0]
+        want = expected(q, k, v, bias=bias if mask is None else bias + mask)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), bias)[0] for out in (got, want)))
+
+
+def test_sink_softcap_and_scaling() -> None:
+    q, k, v = tensors()
+    sink = torch.randn(4)
+    got, weights = fax.attention(Layer(), q, k, v, None, scaling=0.7, softcap=1.5, s_aux=sink)
+    options = {"softmax_scale": 0.7, "softcap": 1.5, "sink": sink, "layout": "bhsd"}
+    torch.testing.assert_close(got, flashattn_ext.attention_reference(q, k, v, **options).transpose(1, 2))
+    assert weights is None and got.is_contiguous()
+
+
+def test_learned_queries_of_one_batch_entry() -> None:
+    q, k, v = tensors(5)
+    got, _ = fax.attention(Layer(), q[:1], k, v, None)
+    torch.testing.assert_close(got, expected(q[:1].expand(BATCH, -1, -1, -1), k, v))
+
+
+# --- bad input ----------------------------------------------------------------------------------------------------------
+
+
+def test_keywords_that_are_not_known_raise() -> None:
+    q, k, v = tensors()
+    with pytest.raises(
+        NotImplementedError, match="Layer of layer 3: block_indices: expected nothing by this name, got Tensor"
+    ):
+        fax.attention(Layer(), q, k, v, None, block_indices=torch.zeros(1))
+    with pytest.raises(
+        NotImplementedError, match=r'Layer of layer 3: output_attentions: .*attn_implementation="eager"'
+    ):
+        fax.attention(Layer(), q, k, v, None, output_attentions=True)
+    harmless = {
+        "block_indices": None,
+        "output_attentions": False,
+        "use_cache": True,
+        "num_items_in_batch": torch.tensor(3),
+    }
+    torch.testing.assert_close(fax.attention(Layer(), q, k, v, None, **harmless)[0], expected(q, k, v))
+
+
+@pytest.mark.parametrize("version", ["4.56.2", "3.0", "4.9"])
+def test_a_version_that_is_too_old(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        sys.modules["transformers"], "__version__", version
+    )  # importing its Trainer has replaced the module
+    with pytest.raises(RuntimeError, match=f"transformers {version} is too old: expected 4.57 or newer"):
+        fax.register()
+
+
+@pytest.mark.parametrize("name", ["", "flash_fax", 3, "sdpa", "eager"])
+def test_names_that_are_taken(name: Any) -> None:
+    with pytest.raises(ValueError, match="name: "):
+        fax.register(name)
+
+
+def test_registering_twice_and_under_another_name() -> None:
+    for name in ("fax", "fax", "fax_2"):
+        fax.register(name)
+    functions = transformers.AttentionInterface()
+    assert functions["fax"] is functions["fax_2"] is fax.attention
+
+
+def test_the_package_imports_no_integration() -> None:
+    done = run_python(
+        "import sys, flashattn_ext; print([m for m in sys.modules if m.split('.')[0] == 'transformers' or 'integrations' in m])"
+    )
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_where_transformers_is_missing() -> None:
+    done = run_python(
+        """
+        import sys
+        sys.modules["transformers"] = None
+        from flashattn_ext.integrations import transformers
+        transformers.register()
+        """
+    )
+    assert "ImportError: transformers is not installed; pip install 'flashattn_ext[hf]'" in done.stderr
