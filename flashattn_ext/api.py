@@ -50,12 +50,15 @@ def _tensors(
     sink: Tensor | None, alibi_slopes: Tensor | None, relative_bias: Tensor | None, bias: Tensor | None,
     mask: Mask | None,
 ) -> CallTensors:  # fmt: skip
-    arguments.tensors(q=q, k=k, v=v)
-    optional = (cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias)
-    arguments.optional_tensors(**dict(zip(CallTensors._fields[3:], optional, strict=False)))
+    tensors = CallTensors(q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, None, None)
+    for index, tensor in enumerate(tensors):
+        is_missing = tensor is None and index < 3  # q, k or v
+        if is_missing or not (tensor is None or isinstance(tensor, Tensor)):
+            arguments.tensors(**{CallTensors._fields[index]: tensor})
+    if mask is None:
+        return tensors
     checked = checked_mask(mask)
-    intervals, extremes = (None, None) if checked is None else (checked.intervals, checked.extremes())
-    return CallTensors(q, k, v, *optional, intervals, extremes)
+    return tensors._replace(mask_intervals=checked.intervals, mask_extremes=checked.extremes())
 
 
 def _autocast(tensors: CallTensors) -> CallTensors:

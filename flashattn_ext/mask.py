@@ -313,9 +313,9 @@ class Mask:
         return f"Mask(intervals of shape {list(self.intervals.shape)} on {self.device})"
 
 
-def checked_mask(mask: Any) -> Mask | None:
-    """The argument `mask` of a call."""
-    if mask is None or isinstance(mask, Mask):
+def checked_mask(mask: Any) -> Mask:
+    """The argument `mask` of a call, where there is one."""
+    if isinstance(mask, Mask):
         return mask
     if isinstance(mask, Tensor):
         raise TypeError(

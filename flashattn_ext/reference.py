@@ -228,7 +228,7 @@ def attention_reference(
     if packed and bias is not None:
         raise ValueError(f"bias: expected None with packed sequences, got shape {tuple(bias.shape)}")
     scale, cap, given_mask = (
-        arguments.scale(softmax_scale, q), arguments.number("softcap", softcap), checked_mask(mask)
+        arguments.scale(softmax_scale, q), arguments.number("softcap", softcap), None if mask is None else checked_mask(mask)
     )  # fmt: skip
     heads = q.shape[1 if packed or bhsd else 2]
     if arguments.flag("smooth_softmax", smooth_softmax) and sink is None:

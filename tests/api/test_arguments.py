@@ -59,11 +59,10 @@ def test_integers(device: str, integer: Any) -> None:
 @pytest.mark.parametrize("number", NUMBERS, ids=["float", "numpy", "tensor", "float64 tensor"])
 def test_numbers(device: str, number: Any) -> None:
     q, k, v = qkv(device)
-    expected = flashattn_ext.forward(q, k, v, softmax_scale=0.5, dropout_p=0.25, rng_seed=7)
-    given = dict(softmax_scale=number(0.5), dropout_p=number(0.25), rng_seed=7)
-    assert torch.equal(flashattn_ext.forward(q, k, v, **given), expected)
-    expected = flashattn_ext.attention_reference(q, k, v, softmax_scale=0.5, dropout_p=0.25, rng_seed=7)
-    assert torch.equal(flashattn_ext.attention_reference(q, k, v, **given), expected)
+    plain = dict(softmax_scale=0.5, softcap=1.5, dropout_p=0.25)
+    given = {name: number(value) for name, value in plain.items()}
+    for function in (flashattn_ext.forward, flashattn_ext.attention_reference):
+        assert torch.equal(function(q, k, v, **given, rng_seed=7), function(q, k, v, **plain, rng_seed=7))
 
 
 @pytest.mark.parametrize("flag", FLAGS, ids=["numpy", "tensor"])
@@ -88,6 +87,8 @@ WRONG = [
     (TypeError, "dropout_p", torch.zeros(2)),
     (TypeError, "softmax_scale", "1"),
     (TypeError, "softmax_scale", [1.0]),
+    (TypeError, "softcap", torch.ones(2)),
+    (ValueError, "softcap", 10**400),
     (ValueError, "softmax_scale", 10**400),
     (TypeError, "window_size", (True, 1)),
     (TypeError, "window_size", (torch.tensor(1.5), 1)),

@@ -175,6 +175,12 @@ def test_a_picture_in_the_terminal() -> None:
     assert Mask.chunked(3, 4, 4).show(4, columns=2) == "++"
 
 
+def test_a_picture_as_a_figure() -> None:
+    figure = Mask.chunked(3, 5, 7).show(5, figure=True)
+    (drawn,) = figure.axes[0].images
+    assert torch.equal(torch.from_numpy(drawn.get_array().data).bool(), Mask.chunked(3, 5, 7).dense(5)[0, 0])
+
+
 @pytest.mark.parametrize(
     "make,error,words",
     [

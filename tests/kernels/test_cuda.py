@@ -109,6 +109,34 @@ def test_graph_replays_draw_fresh_masks() -> None:
     assert_same_bits(flashattn_ext.forward(q, k, v, **options), first)
 
 
+def test_graph_replays_see_new_intervals() -> None:
+    """What is computed of a Mask belongs to the graph: kept from before the capture, it would be that of the old intervals."""
+    q, k, v = leaves(1, 300, 2, 64)
+    masks = [flashattn_ext.Mask.chunked(size, 300, 300, device="cuda") for size in (7, 40, 300, 1)]
+    mask = flashattn_ext.Mask(masks[0].intervals.clone())
+
+    def step(mask: flashattn_ext.Mask) -> tuple[torch.Tensor, ...]:
+        out = flashattn_ext.forward(q, k, v, mask=mask, causal=True)
+        out = flashattn_ext.forward(out, k, v, mask=mask)
+        return (out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out)))
+
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        step(mask)
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step(mask)
+    for other in masks:
+        mask.intervals.copy_(other.intervals)
+        graph.replay()
+        for got, expected in zip(captured, step(other), strict=True):
+            torch.testing.assert_close(got, expected)
+    mask.intervals.copy_(masks[1].intervals)  # outside of the graph nothing of it is used
+    assert_same_bits(step(mask)[0], step(masks[1])[0])
+
+
 def test_strides_beyond_32_bits() -> None:
     far = 2**31 + 64
     memory = torch.empty(far + 100 * 2 * 64, device="cuda", dtype=torch.float16)
