@@ -27,7 +27,7 @@ SMALL = LlamaConfig(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of a saved model")
-    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--steps", type=int, default=200)
     options = parser.parse_args()
     torch.manual_seed(0)
 

@@ -73,7 +73,7 @@ class GPT(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=250)
+    parser.add_argument("--steps", type=int, default=300)
     steps = parser.parse_args().steps
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
@@ -81,7 +81,7 @@ def main() -> None:
     model = GPT().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.1)
     for step in range(steps):
-        rate = 2e-3 * min((step + 1) / 20, 0.1 + 0.9 * (1 + math.cos(math.pi * step / steps)) / 2)
+        rate = 4e-3 * min((step + 1) / 20, 0.1 + 0.9 * (1 + math.cos(math.pi * step / steps)) / 2)
         for group in optimizer.param_groups:
             group["lr"] = rate
         starts = torch.randint(len(data) - CONTEXT - 1, (BATCH,))

@@ -26,7 +26,7 @@ CONFIG = GptOssConfig(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--steps", type=int, default=300)
     steps = parser.parse_args().steps
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
@@ -36,7 +36,9 @@ def main() -> None:
     for layer in model.model.layers:
         torch.nn.init.zeros_(layer.self_attn.sinks)
     data = torch.tensor([token for document in documents(longest=1 << 30) for token in document])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
+    sinks = [parameter for name, parameter in model.named_parameters() if name.endswith("sinks")]
+    others = [parameter for name, parameter in model.named_parameters() if not name.endswith("sinks")]
+    optimizer = torch.optim.AdamW([{"params": others, "lr": 2e-3}, {"params": sinks, "lr": 2e-2}], weight_decay=0.01)
     for step in range(steps):
         starts = torch.randint(len(data) - CONTEXT, (BATCH,))
         ids = torch.stack([data[start : start + CONTEXT] for start in starts]).to(device)
@@ -45,15 +47,14 @@ def main() -> None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 25 == 0 or step == steps - 1:
+        if step % 50 == 0 or step == steps - 1:
             print(f"step {step:4d}  loss {loss.item():.3f} nats per byte", flush=True)
     model.eval()
     with torch.no_grad():
         loss = model(ids, labels=ids).loss.item()
         for layer, kind in zip(model.model.layers, CONFIG.layer_types, strict=True):
-            sinks = layer.self_attn.sinks
-            print(f"{kind}: sinks " + ", ".join(f"{sink:+.2f}" for sink in sinks.tolist()))
-            sinks.fill_(-1e4)  # no weight goes there
+            print(f"{kind}: sinks " + ", ".join(f"{sink:+.2f}" for sink in layer.self_attn.sinks.tolist()))
+            layer.self_attn.sinks.fill_(-1e4)  # no weight goes there
         without = model(ids, labels=ids).loss.item()
     print(f"loss of the last batch {loss:.3f}; without the sinks {without:.3f}")
 

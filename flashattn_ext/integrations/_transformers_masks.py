@@ -23,7 +23,7 @@ from ._mask_tensors import intervals_tensor, window_tensor
 
 MaskFunction = Callable[..., Any]
 _ALL = 2**31 - 1  # after every query
-_ROWS_AT_ONCE = 2**24  # so many elements of a dense mask are evaluated at a time
+_ELEMENTS_AT_ONCE = 2**24  # so many elements of a dense mask are evaluated at a time
 
 
 class _Unknown(Exception):
@@ -62,6 +62,8 @@ def _bidirectional(keys: Tensor) -> _Rows:
 
 
 def _window(keys: Tensor, sliding_window: int) -> _Rows:
+    if sliding_window < 1:  # it leaves out the query's own key
+        raise _Unknown
     return _Rows(torch.full_like(keys, -_ALL), keys + sliding_window)
 
 
@@ -83,34 +85,31 @@ def _padding(keys: Tensor, padding_mask: Tensor) -> _Rows:
 def _blocks(keys: Tensor, block_sequence_ids: Tensor) -> _Rows:
     """Blocks of ids from 0 on that see each other; below 0 is no block."""
     ids = block_sequence_ids
-    _require_rising(torch.where(ids < 0, -1, ids))
+    before, after = ids[:, :-1], ids[:, 1:]
+    # Where a block begins, its id is larger than all before it: no block comes back.
+    largest = ids.clamp(min=-1).cummax(1).values[:, :-1]
+    _require((after < 0) | (after == before) | (after > largest))
     first, last = _runs(ids)
     last = torch.where(ids < 0, first, last)
     return _Rows(first[:, keys[0]], last[:, keys[0]])
 
 
 def _packed(keys: Tensor, packed_sequence_mask: Tensor) -> _Rows:
-    _require_rising(packed_sequence_mask)
+    _require(packed_sequence_mask.diff(dim=1) >= 0)
     first, last = _runs(packed_sequence_mask)
     return _Rows(first[:, keys[0]], last[:, keys[0]])
+
+
+def _require(condition: Tensor) -> None:
+    """The only look at values. transformers, too, waits for the device to see whether a batch is packed."""
+    if not bool(condition.all()):
+        raise _Unknown
 
 
 def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Where the run of equal neighbours that an element is in begins, and where the next one does; int64 [B, S] each."""
     intervals = Mask.documents(ids).intervals[:, 0].long()
     return intervals[..., 0], intervals[..., 1]
-
-
-def _require_rising(ids: Tensor) -> None:
-    """Every id has one run: the ids from 0 on are larger than all before them. The only look at values; transformers, too, waits
-    for the device to see whether a batch is packed."""
-    before = ids.cummax(1).values[:, :-1]
-    after = ids[:, 1:]
-    one_run = (after >= before) | (after < 0)
-    # An id that comes back after another of below 0 (text between two images of one id) is a second run.
-    returns = (after >= 0) & (after == before) & (ids[:, :-1] != after)
-    if not bool((one_run & ~returns).all()):
-        raise _Unknown
 
 
 class _Known(NamedTuple):
@@ -142,7 +141,7 @@ def _agrees(function: MaskFunction, rows: Callable[..., _Rows], enclosed: dict[s
     try:
         expected = function(torch.arange(2)[:, None, None], 0, index[:, None], index).expand(2, 8, 8)
         got = rows(index[None], **enclosed)
-    except Exception:
+    except Exception:  # whatever has become of a function, it is evaluated then
         return False
     visible = (index[:, None] >= got.first[:, None]) & (index[:, None] < got.last[:, None])
     return torch.equal(visible.expand(2, 8, 8), expected)
@@ -207,8 +206,7 @@ def _in_documents(enclosed: dict[str, Any], siblings: tuple[MaskFunction, ...], 
     # Within a document positions rise by one: queries and keys are as far apart as their positions.
     rises = position_ids.diff(dim=1) == 1
     same = documents[0].diff(dim=1) == 0
-    if not bool((rises | ~same).all()):
-        raise _Unknown
+    _require(rises | ~same)
     positions = position_ids[:, keys[0]]
     rows = _position_rows(enclosed["mask_function"], positions)
     return _Rows(rows.first + (keys - positions), rows.last + (keys - positions))
@@ -239,11 +237,11 @@ def _plain_window(function: MaskFunction) -> tuple[int, int] | None:
         return -1, 0
     if kind is _bidirectional:
         return -1, -1
-    if kind is _window:
-        return _enclosed(function)["sliding_window"] - 1, -1
-    if kind is _bidirectional_window:
+    if kind is _window or kind is _bidirectional_window:
         width = _enclosed(function)["sliding_window"]
-        return width, width
+        if width < 1:  # which sees less than a window can say
+            return None
+        return (width - 1, -1) if kind is _window else (width, width)
     if code is not _AND:
         return None
     sides = [_plain_window(part) for part in _enclosed(function)["mask_functions"]]
@@ -392,9 +390,9 @@ def _evaluated(
     first = torch.full(shape, Sq, dtype=torch.int32, device=device)
     last, count = torch.zeros_like(first), torch.zeros_like(first)
     tracing = torch.compiler.is_compiling()
-    step = Sq if tracing else max(_ROWS_AT_ONCE // max(sizes.batch * sizes.kv_length, 1), 1)
-    for start in range(0, Sq, max(step, 1)):
-        stop = min(start + step, Sq)
+    step = max(_ELEMENTS_AT_ONCE // max(sizes.batch * sizes.kv_length, 1), 1)
+    # A compiler fuses the reductions below with what they reduce: it needs no steps.
+    for start, stop in [(0, Sq)] if tracing else [(row, min(row + step, Sq)) for row in range(0, Sq, step)]:
         visible = dense(start, stop)
         rows = torch.arange(start, stop, dtype=torch.int32, device=device)[:, None]
         first = torch.minimum(first, torch.where(visible, rows, Sq).amin(2))

@@ -104,6 +104,8 @@ def packed_positions() -> Tensor:
 def test_packed_documents(name: str, device: str) -> None:
     """Results and gradients are those of eager attention over each document alone."""
     _, model = made(name)
+    if name == "llama4" and int(transformers.__version__.split(".")[0]) < 5:
+        pytest.skip("transformers 4 counts chunks from where the row begins, not the document")
     ids = token_ids(torch.Generator().manual_seed(3))
     inputs = {"input_ids": ids, "position_ids": packed_positions(), "use_cache": False}
     check(model, inputs, None, device, in_parts)
@@ -171,7 +173,7 @@ def test_two_steps_of_the_trainer(name: str, gradient_checkpointing: bool, devic
     moved = 0.0
     for parameter, value in expected.items():
         torch.testing.assert_close(got[parameter], value, rtol=1e-3, atol=1e-5)
-        moved = max(moved, float((value - before[parameter]).abs().max()))
+        moved = max(moved, float((value - before[parameter].detach()).abs().max()))
     assert moved > 1e-3
 
 
@@ -225,6 +227,21 @@ def test_torch_compile(inputs: str) -> None:
     torch.testing.assert_close(got[keep], expected[keep], rtol=1e-4, atol=1e-4)
 
 
+def test_torch_compile_of_a_step_of_generation() -> None:
+    """One query beside a static cache, whose filled part only the device knows."""
+    model = with_attention(FAMILIES["gemma3"].make(), "fax")
+    ids = token_ids(torch.Generator().manual_seed(3))
+    results = []
+    torch.compiler.reset()
+    for step in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        cache = transformers.StaticCache(model.config, max_cache_len=40)
+        with torch.no_grad():
+            model(ids[:, :20], past_key_values=cache)
+            position = {"cache_position": torch.tensor([20])} if transformers.__version__ < "5" else {}
+            results.append(step(ids[:, 20:21], past_key_values=cache, **position).logits)
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+
+
 def test_layers_that_are_moved_to_their_device(tmp_path: Any) -> None:
     """A device map: hooks move what each layer is given, masks among it."""
     from accelerate import dispatch_model
@@ -256,7 +273,7 @@ def test_generate(name: str, cache: str, device: str) -> None:
         inputs = {name: t for name, t in inputs.items() if not name.startswith("decoder")}
     options: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "output_logits": True}
     if cache == "static":
-        options["cache_implementation"] = "static"
+        options |= {"cache_implementation": "static", "disable_compile": True}
     got, expected = (
         with_attention(model, implementation, device).generate(**inputs, **options, return_dict_in_generate=True)
         for implementation in ("fax", "eager")

@@ -51,6 +51,8 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {
     "bidirectional": lambda: masks.bidirectional_mask_function,
     "window": lambda: window(4),
     "window of one": lambda: window(1),
+    "window of zero": lambda: window(0),
+    "window of zero, or causal": lambda: masks.or_masks(masks.causal_mask_function, masks.sliding_window_overlay(0)),
     "window beyond all keys": lambda: window(100),
     "bidirectional window": lambda: masks.sliding_window_bidirectional_mask_function(3),
     "chunks": lambda: chunked(5, LEFT_PADDING),
@@ -143,14 +145,27 @@ def test_what_is_plain_needs_no_intervals() -> None:
             assert _mask_tensors.as_window(made(KNOWN[name](), 12, 12, padding=padding)) == limits
 
 
-def test_ids_that_come_back_are_no_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two blocks of one id see each other: that is evaluated, in parts, and is no interval."""
-    monkeypatch.setattr(_transformers_masks, "_ROWS_AT_ONCE", 60)
-    ids = torch.tensor([[0, 0, 1, 1, 0, 0]] * BATCH)
-    function = masks.packed_sequence_mask_function(ids)
+@pytest.mark.parametrize("ids", [[0, 0, 1, 1, 0, 0], [-1, -1, 0, 0, -1, -1], [2, 1, 1, 1, 1, 2]])
+def test_ids_that_come_back_are_no_runs(ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two documents of one id see each other: that is evaluated, in parts, and is no interval."""
+    monkeypatch.setattr(_transformers_masks, "_ELEMENTS_AT_ONCE", 60)
+    function = masks.packed_sequence_mask_function(torch.tensor([ids] * BATCH))
     got = made(function, 6, 6)
     assert got.dtype == torch.bool
     assert torch.equal(dense(got, 6, 6), values(function, 6, 6, 0, 0))
+
+
+@pytest.mark.parametrize(
+    "ids", [[3, 3, -1, 1, 1, -1], [0, -1, 0, -1, 1, 1], [-2, -2, 0, 0, -2, -1], [1, 1, 1, 0, 0, 0]]
+)
+def test_blocks_of_any_ids(ids: list[int]) -> None:
+    """Below 0 is no block; falling ids are as good as rising ones, and a block that comes back is no interval."""
+    if not hasattr(masks, "blockwise_overlay"):
+        pytest.skip(f"transformers {transformers.__version__} has no blocks")
+    function = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(torch.tensor([ids] * BATCH)))
+    got = made(function, 6, 6)
+    assert torch.equal(dense(got, 6, 6), values(function, 6, 6, 0, 0))
+    assert (got.dtype == torch.bool) == (ids == [0, -1, 0, -1, 1, 1])
 
 
 def test_a_function_that_changed_its_meaning_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
