@@ -113,8 +113,8 @@ def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Known(NamedTuple):
-    rows: Callable[..., _Rows]  # of the keys, and what the function closes over
-    examples: tuple[dict[str, Any], ...]  # arguments of the factory, for queries and keys 0 to 7 of two batch entries
+    rows: Callable[..., _Rows]  # takes the keys, and what the function closes over by name
+    examples: tuple[dict[str, Any], ...]  # arguments for the factory, for queries and keys 0 to 7 of two batch entries
 
 
 _EXAMPLE_IDS = torch.tensor([[-1, 0, 0, -1, 1, 1, 1, 2], [0, 0, 0, 1, 2, 2, -1, -1]])

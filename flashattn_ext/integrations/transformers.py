@@ -242,7 +242,9 @@ def _packed(
         raise ValueError(
             f"{_layer(module)}: cu_seq_lens_k: expected one batch entry with all documents, got a batch of {key.shape[0]}"
         )
-    made: list[tuple[Any, Mask]] = []  # of what, and the Mask; a model has two kinds of layers at most
+    made: list[
+        tuple[Any, Mask]
+    ] = []  # what each Mask was made from, and the Mask; two, for models with two kinds of layers
     if not torch.compiler.is_compiling():
         made = getattr(begins_k, _DOCUMENTS, made)
     given = (visible.left, visible.right, query.shape[2], visible.mask)

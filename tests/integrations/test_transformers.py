@@ -84,6 +84,19 @@ def test_a_padded_batch(name: str, side: str, device: str) -> None:
     check(model, inputs, kept, device)
 
 
+def test_t5_adds_a_bias_of_distances(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No layer of it reads a bias of every query and key."""
+    family, model = made("t5")
+    given: list[dict[str, Any]] = []
+    forward = flashattn_ext.forward
+    monkeypatch.setattr(
+        flashattn_ext, "forward", lambda *args, **options: given.append(options) or forward(*args, **options)
+    )
+    with_attention(model, "fax")(**family.inputs(torch.Generator().manual_seed(3), padding_mask("right")))
+    assert len(given) == 6
+    assert all(options["bias"] is None and options["relative_bias"] is not None for options in given)
+
+
 def test_a_decoder_that_became_an_encoder(device: str) -> None:
     """With is_causal=False in its configuration; its layers still say that they are causal."""
     _, model = made("llama")
