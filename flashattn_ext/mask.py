@@ -67,14 +67,17 @@ class Mask:
             mask: either lengths, integers [B], of `Sk` keys each, with the padding at `side`; or a bool or 0/1 mask [B, Sk], as
                 Hugging Face's tokenizers make it, 1 where there is a token (wherever the zeros are).
             side: "right" or "left", where the padding is; of lengths only.
-            Sk: number of keys in a row; wanted with lengths, which do not tell it.
+            Sk: number of keys in a row, with lengths; on the CPU the longest length by default. Elsewhere it is wanted, because
+                finding the longest one would wait for the device.
         """
         if side not in ("right", "left"):
             raise ValueError(f"side: expected 'right' or 'left', got {side!r}")
         mask = _integers("mask", mask, ranks=(1, 2))
         if mask.dim() == 1:
+            if Sk is None and mask.device.type == "cpu":
+                Sk = int(mask.max()) if mask.numel() else 0
             if Sk is None:
-                raise ValueError("Sk: expected the number of keys in a row, which lengths do not tell, got None")
+                raise ValueError(f"Sk: expected the number of keys in a row beside lengths on {mask.device}, got None")
             keys = torch.arange(_size("Sk", Sk), device=mask.device)
             seen = keys < mask[:, None] if side == "right" else keys >= Sk - mask[:, None]
         else:

@@ -31,6 +31,9 @@ def test_padding_by_lengths_hides_keys_from_everybody(side: str) -> None:
     seen = torch.arange(5) < lengths[:, None]
     seen = seen if side == "right" else seen.flip(1)
     assert torch.equal(Mask.padding(lengths, side, 5).dense(4)[:, 0], seen[:, None].expand(3, 4, 5))
+    assert torch.equal(
+        Mask.padding(lengths, side).intervals, Mask.padding(lengths, side, 5).intervals
+    )  # the longest length
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
@@ -193,7 +196,7 @@ def test_a_picture_as_a_figure() -> None:
             r"ids: expected shape \[batch, seqlen\]",
         ),
         (lambda: Mask.documents(torch.zeros(1, 4)), TypeError, "ids: expected an integer or bool dtype"),
-        (lambda: Mask.padding(torch.tensor([2])), ValueError, "Sk: expected the number of keys"),
+        (lambda: Mask.padding(torch.tensor([2], device="meta")), ValueError, "Sk: expected the number of keys"),
         (lambda: Mask.padding(torch.tensor([2]), "middle", 4), ValueError, "side: expected 'right' or 'left'"),
         (lambda: Mask.chunked(0, 4, 4), ValueError, "size: expected at least 1, got 0"),
         (lambda: Mask.window(-2, 0, 4, 4), ValueError, r"left: expected at least -1 \(unbounded\), got -2"),
