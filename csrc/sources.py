@@ -34,7 +34,7 @@ CUDA_KINDS = {
     "sm90": {"": ("kPlain", "kDropout"), "_masks": ("kIntervals",), "_general": ("kGeneral",)},
 }
 # Hopper leaves the general backward of these to the kernels of sm80: has_backward() in csrc/cuda/sm90/kernels.h.
-LEFT_TO_SM80 = (144, 192, 256)
+LEFT_TO_SM80 = (64, 144, 192, 256)
 ENTRY_POINTS = {
     "forward": ["void {}::forward<{}>(const flashattn_ext::AttnParams&)"],
     "backward": [

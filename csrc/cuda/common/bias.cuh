@@ -77,10 +77,8 @@ struct TileBias {
       : place(mask, row0, key0), head(HeadBias<float>::of(p, b, h)) {
     constexpr int64_t kLongest = 1 << 30;
     reach = static_cast<int>(head.reach < kLongest ? head.reach : kLongest);
-    // The compiler is to know that all lanes take the same branches: lanes that may not be there cannot exchange sums
-    // without function calls, across which products of Hopper do not run.
-    range = static_cast<Reached>(
-        uniform(static_cast<int>(reached(head.relative != nullptr, reach, place.tile_distance, kRows, kKeys))));
+    range = reached(head.relative != nullptr, reach, place.tile_distance, kRows, kKeys);
+    range = uniform_range();
     end = 0;
     if (range == Reached::kBelow || range == Reached::kAbove) {
       end = head.relative[entry(place.tile_distance)] * kLog2E<float>;
@@ -92,6 +90,11 @@ struct TileBias {
     keys_left = mask.seqlen_k - place.key;
   }
 
+  // The range, so that the compiler knows that all lanes take the same branches: lanes that may not be there cannot
+  // exchange sums without function calls, across which products of Hopper do not run.
+  __device__ __forceinline__ Reached uniform_range() const {
+    return static_cast<Reached>(uniform(static_cast<int>(range)));
+  }
   // The entry of the relative bias for a distance.
   __device__ __forceinline__ int entry(int distance) const { return min(max(distance, -reach), reach); }
 

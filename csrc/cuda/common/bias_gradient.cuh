@@ -48,9 +48,10 @@ struct TileBiasGradient {
       });
     }
     if (p.drelative_bias) {
-      if (bias.range == Reached::kBelow) {
+      const Reached range = bias.uniform_range();
+      if (range == Reached::kBelow) {
         each([&](int i, int e) { sums.below += gradient(i, e); });
-      } else if (bias.range == Reached::kAbove) {
+      } else if (range == Reached::kAbove) {
         each([&](int i, int e) { sums.above += gradient(i, e); });
       } else {
         if (n > 0) end_band(kBands - n, open[kBands - 1]);
@@ -68,7 +69,9 @@ struct TileBiasGradient {
 
   // After the last query tile.
   __device__ __forceinline__ void finish() {
-    if (!counts || !p.drelative_bias || bias.range == Reached::kBelow || bias.range == Reached::kAbove) return;
+    if (!counts || !p.drelative_bias) return;
+    const Reached range = bias.uniform_range();
+    if (range == Reached::kBelow || range == Reached::kAbove) return;
 #pragma unroll
     for (int k = kBands - 1; k >= 0; --k) end_band(k - (kQueryTiles - 1), open[k]);
     const float none[2] = {};

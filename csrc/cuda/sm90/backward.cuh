@@ -236,7 +236,7 @@ struct Backward {
       typename GeneralScores::BiasGradient gradient{p, biases, workspace, work.b, now.h, true, bias_sums};
       GeneralScores::differentiate(dscores, weights, workspace.score, biases, gradient, shared.lse[stage],
                                    shared.delta[stage]);
-      if (now.m == now.end - 1) end_head(work, now.h);
+      if (uniform(static_cast<int>(now.m == now.end - 1))) end_head(work, now.h);
     } else {
       float* const to = fragments(work, adding);
       Scores::differentiate(dscores, weights, workspace.score, shared.delta[stage],
