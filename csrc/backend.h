@@ -39,17 +39,6 @@ struct Backend {
   bool reads_overlapping_rows = false;
 };
 
-// Why a backend without softcap, biases or Masks refuses a call; empty for a call without them. `kernels` names it.
-inline std::string refuses_scores_and_masks(const AttnParams& p, const std::string& kernels) {
-  const char* const lacking = p.softcap > 0       ? "softcap"
-                              : p.alibi_slopes    ? "alibi_slopes"
-                              : p.relative_bias   ? "relative_bias"
-                              : p.bias.data       ? "bias"
-                              : p.has_intervals() ? "mask"
-                                                  : nullptr;
-  return lacking ? std::string(lacking) + " is not implemented by the " + kernels + " kernels" : std::string();
-}
-
 // Why a backend whose dropout is drawn for whole calls of the generator, 16 rows and 64 keys, refuses an origin.
 inline std::string refuses_origin(const AttnParams& p, const std::string& kernels) {
   if (!p.has_dropout() || (p.origin.row % 16 == 0 && p.origin.key % 64 == 0)) return {};

@@ -357,7 +357,7 @@ TORCH_LIBRARY(flashattn_ext, m) {
       " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor dalibi_slopes, Tensor drelative_bias, Tensor dbias)";
   const std::string mask =
       "Tensor rng_state, SymInt batch, SymInt heads, SymInt seqlen_q, SymInt seqlen_k, Scalar dropout_p, SymInt[]? "
-      "origin=None";
+      "origin";
   const std::string scalars = ", Tensor[] scalars";
   const auto def = [&m](const std::string& schema, const std::vector<at::Tag>& tags = {at::Tag::pt2_compliant_tag}) {
     m.def(schema.c_str(), tags);

@@ -64,7 +64,7 @@ def call_with_biases(dtype: torch.dtype, head_dim: int) -> int:
         )
         mask = random_mask(shape[-1], 4, packed=False, lies=False) if softcap and dropout_p else None
         out = flashattn_ext.forward(
-            q[:, :70], k, v, causal=wide, softcap=softcap, dropout_p=dropout_p, mask=mask, **options
+            q[:, :70], k, v, causal=wide, softcap=softcap, dropout_p=dropout_p, mask=mask, deterministic=wide, **options
         )
         torch.autograd.grad(out.float().sum(), (q, k, v, *options.values()))
         calls += 1

@@ -183,8 +183,8 @@ def test_opcheck_of_the_dropout_mask(device: str) -> None:
     rng_state = ops.rng_state(torch.empty(0, device=device), -5)
     assert rng_state.tolist() == [-5, 0]
     torch.library.opcheck(ops.rng_state.default, (torch.empty(0, device=device), -5))
-    torch.library.opcheck(ops.dropout_mask.call, (rng_state, 2, 3, 5, 7, 0.3))
-    torch.library.opcheck(ops.dropout_mask.default, (rng_state, 2, 3, 5, 7, 0.3, []))
+    torch.library.opcheck(ops.dropout_mask.call, (rng_state, 2, 3, 5, 7, 0.3, None))
+    torch.library.opcheck(ops.dropout_mask.default, (rng_state, 2, 3, 5, 7, 0.3, [1, 2, 16, 64], []))
 
 
 @pytest.mark.dtypes("float32", "bfloat16", "float16", "float64")

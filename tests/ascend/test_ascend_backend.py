@@ -131,6 +131,36 @@ def test_dropout_mask_is_the_cpus(call: tuple, mode: str, monkeypatch: pytest.Mo
         assert torch.equal(got, flashattn_ext.dropout_mask(*call))
 
 
+def test_a_part_of_a_dropout_mask_is_the_cpus() -> None:
+    call = (2, 3, 40, 130, 0.4, 7)
+    got = flashattn_ext.dropout_mask(*call, origin=(1, 5, 48, 128))
+    with flashattn_ext.use_backend("cpu"):
+        assert torch.equal(got, flashattn_ext.dropout_mask(*call, origin=(1, 5, 48, 128)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_call_with_an_origin_is_the_cpus(dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(1, length, 2, 32).to(dtype).requires_grad_() for length in (70, 150, 150))
+    options = {"causal": True, "dropout_p": 0.3, "rng_seed": 3, "origin": (1, 2, 64, 0)}
+
+    def results() -> list[torch.Tensor]:
+        out = flashattn_ext.forward(q, k, v, **options)
+        return [out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
+
+    got = results()
+    with flashattn_ext.use_backend("cpu"):
+        expected = results()
+    tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_dropout_with_an_origin_between_tiles_is_refused() -> None:
+    q = torch.zeros(1, 2, 1, 8, dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"row is no multiple of 16.*got row 5 and key 0; cut the call"):
+        flashattn_ext.forward(q, q, q, dropout_p=0.1, rng_seed=1, origin=(0, 0, 5, 0))
+
+
 def test_mask_that_is_too_long_names_the_limit() -> None:
     with pytest.raises(NotImplementedError, match=r"backend 'ascend-emulator': sequences longer than 2\^30"):
         flashattn_ext.dropout_mask(0, 1, 2**30 + 1, 1, 0.5, 1)

@@ -204,7 +204,7 @@ def the_raw_backward_takes_dtensors(mesh: DeviceMesh) -> None:
 def the_dropout_mask_is_on_every_rank(mesh: DeviceMesh) -> None:
     plain = flashattn_ext.ops.rng_state(torch.empty(0, device=mesh.device_type), 7)
     state = DTensor.from_local(plain, mesh, [Replicate()])
-    got = flashattn_ext.ops.dropout_mask(state, 2, 2, 16, 64, 0.5)
+    got = flashattn_ext.ops.dropout_mask(state, 2, 2, 16, 64, 0.5, None)
     assert got.placements == (Replicate(),)
     assert torch.equal(got.to_local(), flashattn_ext.dropout_mask(2, 2, 16, 64, 0.5, 7, mesh.device_type))
 

@@ -227,6 +227,41 @@ def test_environment_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
         flashattn_ext.forward(q, k, v)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("path", PATHS)
+def test_deterministic_gradient_of_a_relative_bias(path: str, head_dim: int, dtype: torch.dtype) -> None:
+    """It is summed up exactly, so that thread blocks may add in any order: large and small gradients alike."""
+    inputs = leaves(3, 700, 4, head_dim, dtype=dtype)
+    inputs.append(torch.randn(4, 161, device="cuda", requires_grad=True))
+    dout = torch.randn_like(inputs[0])
+
+    def gradients(scale: float, deterministic: bool = True) -> tuple[torch.Tensor, ...]:
+        with flashattn_ext.use_backend(f"cuda-{path}"):
+            out = flashattn_ext.forward(
+                *inputs[:3],
+                relative_bias=inputs[3],
+                causal=True,
+                dropout_p=0.2,
+                rng_seed=3,
+                deterministic=deterministic,
+            )
+            return torch.autograd.grad(out, inputs, dout * scale)
+
+    expected = gradients(1)
+    for _ in range(4):
+        for got, same in zip(gradients(1), expected, strict=True):
+            assert_same_bits(got, same)
+    in_any_order = gradients(1, deterministic=False)[3]
+    torch.testing.assert_close(expected[3], in_any_order, rtol=1e-4, atol=1e-4 * in_any_order.abs().max().item())
+    if dtype == torch.float32:
+        for scale in (2.0**60, 2.0**-60):
+            assert_same_bits(gradients(scale)[3], expected[3] * scale)
+    dout[0, 5, 1, 3] = torch.inf
+    found = gradients(1)[3]
+    assert not found[1].isfinite().all() and found[0].isfinite().all() and found[2:].isfinite().all()
+
+
 def test_the_device_of_the_tensors_counts() -> None:
     """The tensors' device counts, not the current one."""
     host = [torch.randn(2, 300, 4, 64) for _ in range(4)]

@@ -6,6 +6,7 @@
 #include "../../dropout.h"
 #include "../../score.h"
 #include "../../seqlen.h"
+#include "exact_sum.cuh"
 #include "general_score.cuh"
 #include "kind.h"
 
@@ -66,6 +67,7 @@ struct GeneralWorkspace : BackwardWorkspace {
   GeneralScore score;
   // [Hq][key_tiles][parts][kSums], from every warp that computes scores of a key tile; nullptr where there are none.
   float* sums = nullptr;
+  ExactSum* relative_sums = nullptr;   // deterministic calls: of every entry of the relative bias, [Hq][2L + 1]
   int key_tile_rows, dense_key_tiles;  // of a tile; of a sequence of a dense call
   int64_t key_tiles;
   int parts;
@@ -81,16 +83,25 @@ struct GeneralWorkspace : BackwardWorkspace {
                                  (p.seqlen_q > 1 && view.row_stride == 0));
     dbias_of_keys = dbias_is_sum && p.seqlen_q > 1 && view.row_stride == 0;
     if (!p.dalibi_slopes && !p.drelative_bias) return;
-    const int64_t size = (p.heads_q * key_tiles * parts * kSums * 4 + 63) / 64 * 64;
-    sums = reinterpret_cast<float*>(static_cast<char*>(p.workspace) + bytes);
-    zeroed_bytes += size;
-    bytes += size;
+    sums = static_cast<float*>(take_zeroed(p, p.heads_q * key_tiles * parts * kSums * 4));
+    if (!p.drelative_bias || !p.deterministic) return;
+    const int64_t entries = p.heads_q * (2 * p.relative_reach + 1);
+    relative_sums = static_cast<ExactSum*>(take_zeroed(p, entries * static_cast<int64_t>(sizeof(ExactSum))));
   }
 
   // The first key tile of a sequence, within those of a head.
   __device__ int64_t first_key_tile(const AttnParams& p, int64_t b, const Sequence& keys) const {
     // A division of 64 bits would be a function call, and products of Hopper do not run across one.
     return p.is_varlen() ? static_cast<int>(keys.start) / key_tile_rows + b : b * dense_key_tiles;
+  }
+
+ private:
+  void* take_zeroed(const AttnGradParams& p, int64_t size) {
+    void* const piece = static_cast<char*>(p.workspace) + bytes;
+    size = (size + 63) / 64 * 64;
+    zeroed_bytes += size;
+    bytes += size;
+    return piece;
   }
 };
 

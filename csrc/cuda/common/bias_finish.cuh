@@ -1,5 +1,5 @@
 // Last stage of the backward of calls with biases: gradients of slopes and of both ends of the relative bias, from the
-// sums that warps have written (bias_gradient.cuh), in a fixed order.
+// sums that warps have written (bias_gradient.cuh), in a fixed order; in deterministic calls those of all its entries.
 #pragma once
 
 #include "backward_workspace.h"
@@ -48,12 +48,27 @@ __global__ void __launch_bounds__(kBiasFinishThreads)
   }
 }
 
+// Deterministic calls: adds the exact sums to the gradient of the relative bias, one entry in a thread.
+template <class Workspace>
+__global__ void __launch_bounds__(kBiasFinishThreads)
+    relative_finish_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ Workspace workspace,
+                           int64_t entries) {
+  const int64_t i = blockIdx.x * int64_t{kBiasFinishThreads} + threadIdx.x;
+  if (i >= entries) return;
+  static_cast<float*>(p.drelative_bias)[i] +=
+      static_cast<float>(workspace.relative_sums[i].total() * workspace.keep_scale);
+}
+
 template <class Workspace>
 void finish_biases(const AttnGradParams& p, const Workspace& workspace) {
   if (!workspace.sums) return;
   const int entries = p.alibi_slopes && p.alibi_batch_stride != 0 ? static_cast<int>(p.batch) : 1;
   launch(bias_finish_kernel<Workspace>, "backward_finish (biases)", p, p.heads_q * entries, kBiasFinishThreads, 0,
          workspace, entries);
+  if (!workspace.relative_sums) return;
+  const int64_t elements = p.heads_q * (2 * p.relative_reach + 1);
+  launch(relative_finish_kernel<Workspace>, "backward_finish (relative bias)", p,
+         (elements + kBiasFinishThreads - 1) / kBiasFinishThreads, kBiasFinishThreads, 0, workspace, elements);
 }
 
 }  // namespace flashattn_ext

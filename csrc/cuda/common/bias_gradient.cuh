@@ -3,7 +3,8 @@
 //
 // Sums over the scores of a head that a thread block meets on its walk stay in registers (BiasSums); warps write theirs
 // to the workspace, and bias_finish.cuh adds them up in a fixed order. Sums over diagonals are formed in registers
-// and between lanes, and added to the gradient of the relative bias in memory.
+// and between lanes, and added to the gradient of the relative bias in memory; deterministic calls add them to exact
+// sums in the workspace.
 #pragma once
 
 #include "backward_workspace.h"
@@ -21,8 +22,8 @@ struct BiasSums {
   float keys[kKeyTiles][2] = {};  // of a bias that all rows have in common: of each of the lane's keys
 };
 
-// The gradients of the biases of one head and one tile of a warp.
-template <class T, int kKeyTiles, int kQueryTiles>
+// The gradients of the biases of one head and one tile of a warp. kExact: deterministic calls may come.
+template <class T, int kKeyTiles, int kQueryTiles, bool kExact>
 struct TileBiasGradient {
   using Sums = BiasSums<kKeyTiles>;
   static constexpr int kBands = 2 * kKeyTiles;  // keys of a lane
@@ -103,8 +104,15 @@ struct TileBiasGradient {
     }
     sum = quad_sum(sum);
     const int entry = bias.entry(bias.place.tile_distance + 8 * band + g);
-    float* const gradients = static_cast<float*>(p.drelative_bias) + h * (2 * bias.head.reach + 1) + bias.head.reach;
-    ptx::add_if(t == 0 && sum != 0, gradients + entry, sum * workspace.keep_scale);
+    const int64_t at = h * (2 * bias.head.reach + 1) + bias.head.reach + entry;
+    bool adds = t == 0 && sum != 0;
+    if (kExact && workspace.relative_sums) {
+      // What is not finite has the same sum in every order.
+      const bool exactly = adds && fabsf(sum) < infinity();
+      workspace.relative_sums[at].add_if(exactly, sum);
+      adds = adds && !exactly;
+    }
+    ptx::add_if(adds, static_cast<float*>(p.drelative_bias) + at, sum * workspace.keep_scale);
   }
 
   template <class Gradient>

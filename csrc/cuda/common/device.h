@@ -40,12 +40,4 @@ inline std::string wrong_dtype(const AttnParams& p) {
   return p.dtype == DType::kFloat64 ? "float64 is supported on the CPU only; use float32" : "";
 }
 
-// Empty when the CUDA kernels can run a call with these biases.
-inline std::string refuses_biases(const AttnParams& p, bool backward) {
-  return p.relative_bias && p.deterministic && backward
-             ? "the gradient of relative_bias is summed up in no fixed order; call without deterministic=True, or give "
-               "the bias as bias="
-             : "";
-}
-
 }  // namespace flashattn_ext

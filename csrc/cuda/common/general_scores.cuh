@@ -13,8 +13,8 @@ namespace flashattn_ext {
 template <class T, int kKeyTiles, int N, class Keep>
 __device__ __forceinline__ void weigh_and_differentiate(
     float (&weights)[kKeyTiles][N][4], float (&dscores)[kKeyTiles][N][4], const GeneralScore& score,
-    const TileBias<T, true, kKeyTiles, N>& bias, TileBiasGradient<T, kKeyTiles, N>& bias_gradient, const float* lse,
-    const float* delta, const SeenBy<kKeyTiles>& seen_by, bool drops, const Keep& keep) {
+    const TileBias<T, true, kKeyTiles, N>& bias, TileBiasGradient<T, kKeyTiles, N, true>& bias_gradient,
+    const float* lse, const float* delta, const SeenBy<kKeyTiles>& seen_by, bool drops, const Keep& keep) {
   constexpr int kTogether = 2;  // query tiles
 #pragma unroll
   for (int first = 0; first < N; first += kTogether) {
@@ -62,7 +62,7 @@ struct GeneralPackedScores {
   using Scores = typename Packing::Scores;
   using Packed = typename Packing::Packed;
   using Bias = TileBias<T, true, 1, kQueries / 8>;
-  using BiasGradient = TileBiasGradient<T, 1, kQueries / 8>;
+  using BiasGradient = TileBiasGradient<T, 1, kQueries / 8, false>;
   static constexpr int kTogether = 2;  // query tiles
 
   // All scores are masked.

@@ -76,6 +76,14 @@ __device__ __forceinline__ void add_if(bool wanted, float* to, float x) {
       "f"(x), "r"(static_cast<int>(wanted))
       : "memory");
 }
+__device__ __forceinline__ void add_if(bool wanted, int64_t* to, int64_t x) {
+  asm volatile(
+      "{\n.reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %2, 0;\n"
+      "@wanted red.global.add.u64 [%0], %1;\n}\n" ::"l"(to),
+      "l"(x), "r"(static_cast<int>(wanted))
+      : "memory");
+}
 // Stores an element when that is wanted, without a branch.
 __device__ __forceinline__ void store_if(bool wanted, float* to, float x) {
   asm volatile(

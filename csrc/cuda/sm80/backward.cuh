@@ -297,7 +297,8 @@ struct Backward {
     auto keep = [&](int n) { return dropout.template transposed<kKeyTiles>(p.origin, h, key, row + n * 8); };
     if constexpr (kGeneral) {
       const TileBias<T, true, kKeyTiles, kScoreTiles> bias(p, b, h, mask(), row, key);
-      TileBiasGradient<T, kKeyTiles, kScoreTiles> bias_gradient{p, bias, workspace, b, h, split() == 0, bias_sums};
+      TileBiasGradient<T, kKeyTiles, kScoreTiles, true> bias_gradient{p, bias,         workspace, b,
+                                                                      h, split() == 0, bias_sums};
       flashattn_ext::weigh_and_differentiate(weights, dscores, workspace.score, bias, bias_gradient, row_lse, row_delta,
                                              seen_by, p.has_dropout(), keep);
     } else {

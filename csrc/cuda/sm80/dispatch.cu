@@ -12,9 +12,8 @@ struct Sm80 {
                                     sm80::backward<T, kHeadDim, kKind>};
 };
 
-std::string supports(const AttnParams& p, bool backward) {
+std::string supports(const AttnParams& p, bool) {
   std::string reason = wrong_dtype(p);
-  if (reason.empty()) reason = refuses_biases(p, backward);
   if (reason.empty()) reason = refuses_origin(p, "CUDA");
   if (!reason.empty() || compute_capability() >= 80) return reason;
   return wrong_device("8.0 or newer", "use torch's scaled_dot_product_attention there");

@@ -7,9 +7,26 @@
 namespace flashattn_ext {
 namespace {
 
+// Hopper's own backward of kGeneral lacks the exact sums of a relative bias's gradient: with the code for them ptxas
+// serialises all products (C7510).
+bool needs_exact_sums(const AttnGradParams& p) { return p.deterministic && p.drelative_bias; }
+
+template <class T, int kHeadDim>
+size_t general_backward_bytes(const AttnGradParams& p) {
+  return needs_exact_sums(p) ? sm80::backward_bytes<T, kHeadDim, Kind::kGeneral>(p)
+                             : sm90::backward_bytes<T, kHeadDim, Kind::kGeneral>(p);
+}
+template <class T, int kHeadDim>
+void general_backward(const AttnGradParams& p) {
+  needs_exact_sums(p) ? sm80::backward<T, kHeadDim, Kind::kGeneral>(p) : sm90::backward<T, kHeadDim, Kind::kGeneral>(p);
+}
+
 template <class T, int kHeadDim, Kind kKind>
 constexpr Kernels sm90_kernels() {
-  if constexpr (sm90::has_backward(kHeadDim, kKind)) {
+  if constexpr (kKind == Kind::kGeneral && sm90::has_backward(kHeadDim, kKind)) {
+    return {sm90::kForwardBytes, sm90::forward<T, kHeadDim, kKind>, general_backward_bytes<T, kHeadDim>,
+            general_backward<T, kHeadDim>};
+  } else if constexpr (sm90::has_backward(kHeadDim, kKind)) {
     return {sm90::kForwardBytes, sm90::forward<T, kHeadDim, kKind>, sm90::backward_bytes<T, kHeadDim, kKind>,
             sm90::backward<T, kHeadDim, kKind>};
   } else {
@@ -29,9 +46,8 @@ struct Sm90<float, kHeadDim, kKind> {
                                     sm80::backward<float, kHeadDim, kKind>};
 };
 
-std::string supports(const AttnParams& p, bool backward) {
+std::string supports(const AttnParams& p, bool) {
   std::string reason = wrong_dtype(p);
-  if (reason.empty()) reason = refuses_biases(p, backward);
   if (reason.empty()) reason = refuses_origin(p, "Hopper");
   if (!reason.empty() || compute_capability() == 90) return reason;
   return wrong_device("9.0", "use 'cuda-sm80' there");
