@@ -25,7 +25,7 @@ int64_t backward_cores(const AttnGradParams& p, int64_t cores);
 int64_t forward_slot_bytes(DType dtype);
 int64_t backward_slot_bytes(DType dtype);
 
-// Of all `cores` together.
+// The bytes that all `cores` need together.
 size_t forward_workspace_bytes(const AttnParams& p, int64_t cores);
 size_t backward_workspace_bytes(const AttnGradParams& p, int64_t cores);
 

@@ -22,7 +22,7 @@
 namespace flashattn_ext {
 namespace ascend {
 
-// Of so many keys: whole pairs where they are paired.
+// How many columns of scores a number of keys takes: whole pairs where keys are paired.
 template <typename T>
 __aicore__ inline int32_t Columns(const Arguments& a, int32_t keys) {
   return Pairs<T>(a) ? RoundUp(keys, 16) : keys;
@@ -193,7 +193,7 @@ class ForwardVector : VectorCore {
     return true;
   }
 
-  // First of them in the workspace.
+  // The first row of the task in its slot of the workspace.
   __aicore__ static int32_t SlotRow(const Task& task) { return task.row % kRows; }
 
   __aicore__ void Softmax(const Step& step, const Step* next) {

@@ -22,7 +22,7 @@ class IntervalTiles {
     extremes.SetGlobalBuffer((__gm__ int32_t*)(uint64_t)view.extremes + 4 * at);
   }
 
-  // Of the keys [begin, end), which is not empty.
+  // The extremes of the keys [begin, end), which is not empty.
   __aicore__ IntervalExtremes Of(int64_t begin, int64_t end) const {
     IntervalExtremes all = IntervalExtremes::none();
     const int64_t last = Granule(end - 1);

@@ -12,7 +12,7 @@ class Intervals {
  public:
   // fp32 that SetMemory takes, for chunks of at most so many rows, of steps of at most so many keys.
   __aicore__ static constexpr int32_t FloatsOf(int32_t rows, int32_t keys) { return 4 * keys + 8 * rows; }
-  // Of what Hide computes in.
+  // The bytes of the scratch memory that Hide computes in.
   __aicore__ static constexpr int32_t ScratchOf(int32_t rows) { return (2 * rows + 2) * kLanes; }
 
   __aicore__ explicit Intervals(const Arguments& arguments) : a(arguments) {}

@@ -3,7 +3,7 @@
 // multiplies and adds 32-bit integers modulo 2^32, shifts them, and has And and Or of 16 bits; the rest is made of
 // these.
 //
-// Of the seven rounds, the first ones do not see the whole counter (l: the lane, with the head):
+// The first of the seven rounds do not see the whole counter (l: the lane, with the head):
 //
 //   round  multiplies c0 of  multiplies c2 of
 //     1    batch             l                 BeginHead

@@ -78,7 +78,7 @@ class VectorCore {
 
   __aicore__ static void Barrier() { AscendC::PipeBarrier<PIPE_V>(); }
 
-  // Of the rows of a step, the first half goes to the first vector core, in whole groups of 16 (the generator's).
+  // The first half of the rows of a step goes to the first vector core, in whole groups of 16 (the generator's).
   __aicore__ static void TakeHalf(int32_t* row, int32_t* rows) {
     const int32_t first = Lesser(*rows, (*rows + 31) / 32 * 16);
     if (AscendC::GetSubBlockIdx() == 0) {

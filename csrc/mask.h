@@ -109,8 +109,9 @@ struct BasicMask {
 constexpr int64_t kMaskGranule = 16;  // keys of the extremes of the fine level
 constexpr int64_t kMaskSuper = 64;    // granules of the extremes of the coarse level
 
-// Of some keys: rows in [any_first, any_last) see at least one key (and others none), rows in [all_first, all_last) see
-// every key. Either may be empty, with the end at or below the begin. The layout is that of IntervalView::extremes.
+// Some keys in four numbers: rows in [any_first, any_last) see at least one of them (and others none), rows in
+// [all_first, all_last) see every key. Either may be empty, with the end at or below the begin. The layout is that of
+// IntervalView::extremes.
 struct IntervalExtremes {
   int32_t any_first, any_last;
   int32_t all_first, all_last;

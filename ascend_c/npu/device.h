@@ -13,17 +13,17 @@ class Tensor;
 namespace flashattn_ext {
 namespace ascend {
 
-// Of the current device; throws std::runtime_error with the runtime's error.
+// The number of cube cores of the current device; throws std::runtime_error with the runtime's error.
 int64_t cube_cores();
 
-// Queues a launch behind the operators that torch_npu has queued for its current stream: another thread may run it,
+// Queues a launch after the operators that torch_npu has queued for its current stream: another thread may run it,
 // when the caller has long returned. It returns 0 or the error of the Ascend runtime.
 void enqueue(const char* kernel, std::function<int()> launch);
 
-// Of torch's device with that index.
+// The stream that torch uses now on its device of that index.
 void* current_stream(int device_index);
 
-// Empty, or that the tensor lies in one of the NPU's own formats, which some of its operators leave behind.
+// Empty, or that the tensor is in one of the NPU's own formats, which some of its operators leave behind.
 std::string private_format(const at::Tensor& tensor);
 
 }  // namespace ascend

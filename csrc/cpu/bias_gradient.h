@@ -22,7 +22,7 @@ struct SharedBias {
         rows(p.dbias.data && p.seqlen_q > 1 && p.dbias.row_stride == 0) {}
 
   bool in_turns() const { return batch || heads; }
-  // Of the scores of head h of batch entry b: which of the parts of their elements they are.
+  // Which part of the sums the scores of head h of batch entry b are.
   int64_t part(const AttnParams& p, int64_t b, int64_t h) const {
     return (batch ? b : 0) * (heads ? p.heads_q : 1) + (heads ? h : 0);
   }
