@@ -31,10 +31,10 @@ CUDA_NAMES = {"fp16": "__half", "bf16": "__nv_bfloat16", "fp32": "float"}
 HEAD_DIMS = (64, 96, 128, 144, 192, 256)
 CUDA_KINDS = {
     "sm80": {"": ("kPlain", "kDropout"), "_masks": ("kIntervals",), "_general": ("kGeneral",)},
-    "sm90": {"": ("kPlain", "kDropout"), "_masks": ("kIntervals",), "_general": ("kGeneral",)},
+    "sm90": {"": ("kPlain", "kDropout"), "_masks": ("kIntervals",), "_general": ("kGeneral",), "_scores": ("kScores",)},
 }
-# Hopper leaves the general backward of these to the kernels of sm80: has_backward() in csrc/cuda/sm90/kernels.h.
-LEFT_TO_SM80 = (64, 144, 192, 256)
+# Head dims whose backward of these kinds Hopper leaves to the kernels of sm80: has_backward() in csrc/cuda/sm90/kernels.h.
+LEFT_TO_SM80 = {"_general": (64, 144, 192, 256), "_scores": (144, 192, 256)}
 ENTRY_POINTS = {
     "forward": ["void {}::forward<{}>(const flashattn_ext::AttnParams&)"],
     "backward": [
@@ -78,7 +78,7 @@ def _functions(sm90: bool) -> dict[str, list[str]]:
         for dtype in CUDA_TYPES[architecture]
         for head_dim in HEAD_DIMS
         for suffix, kinds in CUDA_KINDS[architecture].items()
-        if (architecture, stage, suffix) != ("sm90", "backward", "_general") or head_dim not in LEFT_TO_SM80
+        if (architecture, stage) != ("sm90", "backward") or head_dim not in LEFT_TO_SM80.get(suffix, ())
     }
 
 

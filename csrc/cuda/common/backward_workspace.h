@@ -106,12 +106,12 @@ struct GeneralWorkspace : BackwardWorkspace {
 };
 
 template <Kind kKind>
-using WorkspaceOf = std::conditional_t<kKind == Kind::kGeneral, GeneralWorkspace, BackwardWorkspace>;
+using WorkspaceOf = std::conditional_t<can_score(kKind), GeneralWorkspace, BackwardWorkspace>;
 
 // keys: of a key tile; parts: warps that compute its scores.
 template <Kind kKind>
 WorkspaceOf<kKind> complete(const AttnGradParams& p, const BackwardWorkspace& base, int keys, int parts) {
-  if constexpr (kKind == Kind::kGeneral) {
+  if constexpr (can_score(kKind)) {
     return GeneralWorkspace(p, base, keys, parts);
   } else {
     return base;

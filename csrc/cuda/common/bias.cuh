@@ -4,116 +4,51 @@
 
 #include <type_traits>
 
-#include "../../bias.h"
-#include "rows.cuh"
-#include "tensor_core.cuh"
-#include "warp.cuh"
+#include "distance_bias.cuh"
 
 namespace flashattn_ext {
-
-// Where the scores are that a lane holds of a warp's tile. Rows of accumulators are queries in the forward, and keys in
-// the backward, whose scores are transposed. Element e of row tile i and column tile n is at first + an offset that the
-// compiler knows.
-template <bool kTransposed>
-struct Place {
-  int row, key;       // query and key of the lane's first score
-  int distance;       // of that score: key - position of the query
-  int tile_distance;  // of the first score of the warp's tile
-
-  // row0, key0: of the first score of the warp's tile.
-  __device__ __forceinline__ Place(const Mask32& mask, int row0, int key0) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    row = row0 + (kTransposed ? 2 * t : g);
-    key = key0 + (kTransposed ? g : 2 * t);
-    tile_distance = key0 - row0 - mask.first_position();
-    distance = tile_distance + (key - key0) - (row - row0);
-  }
-  static __device__ __forceinline__ constexpr int rows_on(int i, int n, int e) {
-    return kTransposed ? 8 * n + e % 2 : 16 * i + 8 * (e / 2);
-  }
-  static __device__ __forceinline__ constexpr int keys_on(int i, int n, int e) {
-    return kTransposed ? 16 * i + 8 * (e / 2) : 8 * n + e % 2;
-  }
-  static __device__ __forceinline__ constexpr int distance_on(int i, int n, int e) {
-    return keys_on(i, n, e) - rows_on(i, n, e);
-  }
-};
-
-// How the distances of a tile meet the reach of a relative bias.
-enum class Reached { kNone, kBelow, kAbove, kSome };  // kNone: there is no relative bias
-
-// rows, keys: extent of the tile. kBelow, kAbove: all distances are clamped, to the same end.
-__device__ __forceinline__ Reached reached(bool exists, int reach, int tile_distance, int rows, int keys) {
-  if (!exists) return Reached::kNone;
-  if (tile_distance + (keys - 1) <= -reach) return Reached::kBelow;
-  return tile_distance - (rows - 1) >= reach ? Reached::kAbove : Reached::kSome;
-}
-
-// A logit plus a bias. One of -inf hides the score, also when that is not a number.
-__device__ __forceinline__ float add_bias(float logit, float bias) {
-  return bias == -infinity() ? -infinity() : logit + bias;
-}
 
 // The biases of one head and one tile of a warp, of kRowTiles row tiles and kColumnTiles column tiles of accumulators.
 // T: the input type.
 template <class T, bool kTransposed, int kRowTiles, int kColumnTiles>
-struct TileBias {
-  static constexpr int kRows = kTransposed ? 8 * kColumnTiles : 16 * kRowTiles;
-  static constexpr int kKeys = kTransposed ? 16 * kRowTiles : 8 * kColumnTiles;
+struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
+  using Distances = DistanceBias<kTransposed, kRowTiles, kColumnTiles>;
+  using Distances::head, Distances::place;
+  static constexpr bool kHasElements = true;
   // A lane's part of a tile of a bias of 16 bits, in pairs of neighbouring keys: rows g and g + 8 of each row tile. It
   // is read before the product of the scores is waited for.
   using Ahead = uint32_t[kRowTiles][2][kColumnTiles];
 
-  Place<kTransposed> place;
-  HeadBias<float> head;
-  int reach;  // of the relative bias; one beyond all sequences is as good as any
-  Reached range;
-  float end;                 // the relative bias of the whole tile where it is clamped, in units of log2
+  bool has_bias;             // of any shape
   bool wide;                 // the bias is fp32, otherwise it is of the input type
   bool whole;                // all of the tile is within the sequence
   int rows_left, keys_left;  // of the sequence, from the lane's first score on
 
   __device__ __forceinline__ TileBias(const AttnParams& p, int b, int h, const Mask32& mask, int row0, int key0)
-      : place(mask, row0, key0), head(HeadBias<float>::of(p, b, h)) {
-    constexpr int64_t kLongest = 1 << 30;
-    reach = static_cast<int>(head.reach < kLongest ? head.reach : kLongest);
-    range = reached(head.relative != nullptr, reach, place.tile_distance, kRows, kKeys);
-    range = uniform_range();
-    end = 0;
-    if (range == Reached::kBelow || range == Reached::kAbove) {
-      end = head.relative[entry(place.tile_distance)] * kLog2E<float>;
-    }
-    head.slope *= kLog2E<float>;
+      : Distances(p, b, h, mask, row0, key0) {
+    has_bias = p.bias.data != nullptr;
     wide = p.bias.dtype == DType::kFloat32;
-    whole = row0 + kRows <= mask.seqlen_q && key0 + kKeys <= mask.seqlen_k;
+    whole = row0 + Distances::kRows <= mask.seqlen_q && key0 + Distances::kKeys <= mask.seqlen_k;
     rows_left = mask.seqlen_q - place.row;
     keys_left = mask.seqlen_k - place.key;
   }
 
-  // The range, so that the compiler knows that all lanes take the same branches: lanes that may not be there cannot
-  // exchange sums without function calls, across which products of Hopper do not run.
-  __device__ __forceinline__ Reached uniform_range() const {
-    return static_cast<Reached>(uniform(static_cast<int>(range)));
-  }
-  // The entry of the relative bias for a distance.
-  __device__ __forceinline__ int entry(int distance) const { return min(max(distance, -reach), reach); }
-
   // Adds to the logits of column tiles n0 to n0 + kCount, which are in units of log2. Branches that all lanes take
   // alike decide what there is to add. ahead: what load_ahead has read, if it was called.
   template <int kCount>
-  __device__ __forceinline__ void add(float (&logits)[kRowTiles][kCount][4], int n0) const {
-    add_distances(logits, n0);
-    if (head.bias) wide ? add_elements<float>(logits, n0) : add_elements<T>(logits, n0);
+  __device__ __forceinline__ void add_columns(float (&logits)[kRowTiles][kCount][4], int n0) const {
+    Distances::add_columns(logits, n0);
+    if (has_bias) wide ? add_elements<float>(logits, n0) : add_elements<T>(logits, n0);
   }
   __device__ __forceinline__ void add(float (&logits)[kRowTiles][kColumnTiles][4], Ahead& ahead) const {
-    add_distances(logits, 0);
-    if (head.bias) wide ? add_elements<float>(logits, 0) : add_ahead(logits, ahead);
+    Distances::add(logits, 1.f);
+    if (has_bias) wide ? add_elements<float>(logits, 0) : add_ahead(logits, ahead);
   }
 
   // Reads a bias of 16 bits: 16 bytes at a time where it allows that, which lanes exchange when they use them.
   __device__ __forceinline__ void load_ahead(Ahead& ahead) const {
     static_assert(!kTransposed && kColumnTiles % 4 == 0);
-    if (!head.bias || wide) return;
+    if (!has_bias || wide) return;
     const T* const first = element<T>(0, 0);
     const bool vectors = in_vectors();
 #pragma unroll
@@ -163,60 +98,6 @@ struct TileBias {
   // Whether a quad's rows can be read in vectors, 64 bytes for four column tiles.
   __device__ __forceinline__ bool in_vectors() const {
     return whole && reinterpret_cast<uintptr_t>(head.bias) % 16 == 0 && head.row_stride % 8 == 0;
-  }
-
-  template <int kCount>
-  __device__ __forceinline__ void add_distances(float (&logits)[kRowTiles][kCount][4], int n0) const {
-    if (head.slope != 0) {
-      const float first = static_cast<float>(place.distance);
-      each<kCount>([&](int i, int n, int e) {
-        const float on = static_cast<float>(place.distance_on(i, n0 + n, e));
-        logits[i][n][e] -= fabsf(first + on) * head.slope;
-      });
-    }
-    if (range == Reached::kSome) {
-      if constexpr (kTransposed) {
-        each<kCount>([&](int i, int n, int e) {
-          add_log(logits[i][n][e], head.relative[entry(place.distance + place.distance_on(i, n0 + n, e))]);
-        });
-      } else {
-        add_relative(logits);
-      }
-    } else if (range != Reached::kNone) {
-      each<kCount>([&](int i, int n, int e) { logits[i][n][e] = add_bias(logits[i][n][e], end); });
-    }
-  }
-
-  // For all columns of a tile that is not transposed. Scores whose tiles are on the same diagonal have the same
-  // entries: two are read for each column tile, for even and odd columns, and those of rows further down were read for
-  // the columns before.
-  template <int kCount>
-  __device__ __forceinline__ void add_relative(float (&logits)[kRowTiles][kCount][4]) const {
-    constexpr int kBands = 2 * kRowTiles;
-    float recent[kBands][2];  // of rows 8 * k
-    auto read = [&](int k, int n) {
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) {
-        const int distance = place.distance + place.distance_on(k / 2, n, k % 2 * 2 + odd);
-        recent[k][odd] = head.relative[entry(distance)] * kLog2E<float>;
-      }
-    };
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) {
-#pragma unroll
-      for (int k = kBands - 1; k >= 0; --k) {
-        if (n == 0 || k == 0) {
-          read(k, n);
-        } else {
-          recent[k][0] = recent[k - 1][0], recent[k][1] = recent[k - 1][1];
-        }
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          float& logit = logits[k / 2][n][k % 2 * 2 + odd];
-          logit = add_bias(logit, recent[k][odd]);
-        }
-      }
-    }
   }
 
   // Element: of the bias. What is outside the sequence is not read.

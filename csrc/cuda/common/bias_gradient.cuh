@@ -14,7 +14,8 @@
 namespace flashattn_ext {
 
 // One lane's sums over the tiles of a head, of gradients that lack the factor of weights that dropout keeps.
-template <int kKeyTiles>
+// kHasElements: of a bias of any shape too.
+template <int kKeyTiles, bool kHasElements>
 struct BiasSums {
   float slope = 0;  // of gradient * |distance|
   float below = 0;  // of gradients in tiles that are wholly clamped to the lowest entry of the relative bias,
@@ -22,14 +23,18 @@ struct BiasSums {
   float keys[kKeyTiles][2] = {};  // of a bias that all rows have in common: of each of the lane's keys
 };
 
-// The gradients of the biases of one head and one tile of a warp. kExact: deterministic calls may come.
-template <class T, int kKeyTiles, int kQueryTiles, bool kExact>
+// Which gradients of a relative bias a kernel forms. On Hopper the code for them costs registers, and without enough of
+// those ptxas serialises all products.
+enum class RelativeGradient { kNone, kInAnyOrder, kInAnyOrderOrExact };
+
+// The gradients of the biases of one head and one tile of a warp. Bias: TileBias or DistanceBias.
+template <class Bias, class T, int kKeyTiles, int kQueryTiles, RelativeGradient kRelative>
 struct TileBiasGradient {
-  using Sums = BiasSums<kKeyTiles>;
+  using Sums = BiasSums<kKeyTiles, Bias::kHasElements>;
   static constexpr int kBands = 2 * kKeyTiles;  // keys of a lane
 
   const AttnGradParams& p;
-  const TileBias<T, true, kKeyTiles, kQueryTiles>& bias;
+  const Bias& bias;
   const GeneralWorkspace& workspace;
   const int b, h;
   const bool counts;  // whether these scores are to be summed up: no other thread block does
@@ -48,7 +53,7 @@ struct TileBiasGradient {
         sums.slope += gradient(i, e) * fabsf(first + static_cast<float>(bias.place.distance_on(i, n, e)));
       });
     }
-    if (p.drelative_bias) {
+    if (kRelative != RelativeGradient::kNone && p.drelative_bias) {
       const Reached range = bias.uniform_range();
       if (range == Reached::kBelow) {
         each([&](int i, int e) { sums.below += gradient(i, e); });
@@ -65,12 +70,14 @@ struct TileBiasGradient {
         }
       }
     }
-    if (p.dbias.data) add_bias_gradient(gradient, n);
+    if constexpr (Bias::kHasElements) {
+      if (p.dbias.data) add_bias_gradient(gradient, n);
+    }
   }
 
   // After the last query tile.
   __device__ __forceinline__ void finish() {
-    if (!counts || !p.drelative_bias) return;
+    if (kRelative == RelativeGradient::kNone || !counts || !p.drelative_bias) return;
     const Reached range = bias.uniform_range();
     if (range == Reached::kBelow || range == Reached::kAbove) return;
 #pragma unroll
@@ -106,7 +113,7 @@ struct TileBiasGradient {
     const int entry = bias.entry(bias.place.tile_distance + 8 * band + g);
     const int64_t at = h * (2 * bias.head.reach + 1) + bias.head.reach + entry;
     bool adds = t == 0 && sum != 0;
-    if (kExact && workspace.relative_sums) {
+    if (kRelative == RelativeGradient::kInAnyOrderOrExact && workspace.relative_sums) {
       // What is not finite has the same sum in every order.
       const bool exactly = adds && fabsf(sum) < infinity();
       workspace.relative_sums[at].add_if(exactly, sum);
@@ -148,8 +155,8 @@ struct TileBiasGradient {
 // Writes a warp's sums of a head to the workspace, or adds them to the gradient, and begins new ones. tile: number of
 // the key tile among those of a head; part: of the warp among those that compute scores of the tile; key: the lane's
 // first one, of length_k.
-template <int kKeyTiles>
-__device__ __forceinline__ void end_head(BiasSums<kKeyTiles>& sums, const AttnGradParams& p,
+template <int kKeyTiles, bool kHasElements>
+__device__ __forceinline__ void end_head(BiasSums<kKeyTiles, kHasElements>& sums, const AttnGradParams& p,
                                          const GeneralWorkspace& workspace, int b, int h, int64_t tile, int part,
                                          int key, int length_k) {
   const int lane = threadIdx.x % 32;
@@ -163,7 +170,7 @@ __device__ __forceinline__ void end_head(BiasSums<kKeyTiles>& sums, const AttnGr
       ptx::store_if(lane == 0, to + i, sum);
     }
   }
-  if (workspace.dbias_of_keys) {
+  if (kHasElements && workspace.dbias_of_keys) {
     float* const to = static_cast<float*>(p.dbias.data) + b * p.dbias.batch_stride + h * p.dbias.head_stride + key;
 #pragma unroll
     for (int i = 0; i < 2 * kKeyTiles; ++i) {

@@ -33,7 +33,13 @@ struct GeneralScore {
     return {false, rule.factor, rule.softmax_scale, 0, 0};
   }
 
-  // Products become logits without bias, in units of log2. T: the input type.
+  // Products become scores whose logits are factor * score, without bias. T: the input type.
+  template <class T, int kRowTiles, int N>
+  __device__ __forceinline__ void store(float (&x)[kRowTiles][N][4]) const {
+    if (!is_capped) return;
+    each<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] = capped<T>().stored(x[i][n][e]); });
+  }
+  // Products become logits without bias, in units of log2.
   template <class T, int kRowTiles, int N>
   __device__ __forceinline__ void make_logits(float (&x)[kRowTiles][N][4]) const {
     if (is_capped) {
@@ -76,6 +82,10 @@ struct GeneralScore {
 // The rule of scores that are logits in units of log2 already.
 struct StoredLogit {
   static constexpr float factor = 1;
+};
+// The rule of scores whose logits, in units of log2, are factor * score. The factor is positive.
+struct ScaledLogit {
+  float factor;
 };
 
 // The rule of what a forward has stored when it looks for the maximum of a row.

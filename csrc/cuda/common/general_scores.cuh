@@ -10,11 +10,13 @@ namespace flashattn_ext {
 
 // Backward: as weigh_and_differentiate in scores.cuh, with all scores masked. `drops`: whether the call has dropout.
 // A weight of 0 has no gradient, also when something else is not finite: the score may be hidden by its bias.
-template <class T, int kKeyTiles, int N, class Keep>
-__device__ __forceinline__ void weigh_and_differentiate(
-    float (&weights)[kKeyTiles][N][4], float (&dscores)[kKeyTiles][N][4], const GeneralScore& score,
-    const TileBias<T, true, kKeyTiles, N>& bias, TileBiasGradient<T, kKeyTiles, N, true>& bias_gradient,
-    const float* lse, const float* delta, const SeenBy<kKeyTiles>& seen_by, bool drops, const Keep& keep) {
+template <class T, int kKeyTiles, int N, class BiasGradient, class Keep>
+__device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTiles][N][4],
+                                                        float (&dscores)[kKeyTiles][N][4], const GeneralScore& score,
+                                                        const TileBias<T, true, kKeyTiles, N>& bias,
+                                                        BiasGradient& bias_gradient, const float* lse,
+                                                        const float* delta, const SeenBy<kKeyTiles>& seen_by,
+                                                        bool drops, const Keep& keep) {
   constexpr int kTogether = 2;  // query tiles
 #pragma unroll
   for (int first = 0; first < N; first += kTogether) {
@@ -32,7 +34,7 @@ __device__ __forceinline__ void weigh_and_differentiate(
     each([&](int i, int n, int e) { own[i][n][e] = weights[i][first + n][e]; });
     score.make_logits<T>(own);
     each([&](int i, int n, int e) { logits[i][n][e] = own[i][n][e]; });
-    bias.add(logits, first);
+    bias.add_columns(logits, first);
     Dropout::Column<kKeyTiles> kept;
     kept.keep_all();
     if (drops) kept = keep(first);
@@ -55,18 +57,20 @@ __device__ __forceinline__ void weigh_and_differentiate(
 }
 
 // As PackedScores in scores.cuh. Logits are not kept for the slope, but found again from the packed weights.
-template <class T, int kQueries>
+template <class T, int kQueries, Kind kKind>
 struct GeneralPackedScores {
-  using Packing = PackedScores<T, kQueries, Kind::kGeneral>;
+  using Packing = PackedScores<T, kQueries, kKind>;
   using Core = TensorCore<T>;
   using Scores = typename Packing::Scores;
   using Packed = typename Packing::Packed;
-  using Bias = TileBias<T, true, 1, kQueries / 8>;
-  using BiasGradient = TileBiasGradient<T, 1, kQueries / 8, false>;
+  using Bias = std::conditional_t<kKind == Kind::kGeneral, TileBias<T, true, 1, kQueries / 8>,
+                                  DistanceBias<true, 1, kQueries / 8>>;
+  using BiasGradient =
+      TileBiasGradient<Bias, T, 1, kQueries / 8,
+                       kKind == Kind::kGeneral ? RelativeGradient::kNone : RelativeGradient::kInAnyOrder>;
   static constexpr int kTogether = 2;  // query tiles
 
-  // All scores are masked.
-  template <class Between>
+  template <bool kMasked, class Between>
   static __device__ __forceinline__ void weigh(Packed& weights, const Scores& products, const GeneralScore& score,
                                                const Bias& bias, const float (&lse)[kQueries], const SeenBy<1>& seen_by,
                                                const Between& between) {
@@ -75,11 +79,11 @@ struct GeneralPackedScores {
       float logits[1][kTogether][4];
       each([&](int n, int e) { logits[0][n][e] = products[first + n][e]; });
       score.make_logits<T>(logits);
-      bias.add(logits, first);
+      bias.add_columns(logits, first);
       each([&](int n, int e) {
         float& x = logits[0][n][e];
         x = ptx::ex2(x - lse[query(first + n, e)]);
-        if (!seen_by.includes(0, e / 2, (first + n) * 8 + e % 2)) x = 0;
+        if (kMasked && !seen_by.includes(0, e / 2, (first + n) * 8 + e % 2)) x = 0;
       });
 #pragma unroll
       for (int n = 0; n < kTogether; ++n) {
@@ -102,7 +106,8 @@ struct GeneralPackedScores {
       float gradient[1][kTogether][4], size[kTogether][4];  // size: of the weight, before dropout
       each([&](int n, int e) {
         const float2 pair = Core::unpack(weights[(first + n) / 2][(first + n) % 2 * 2 + e / 2]);
-        const float weight = e % 2 ? pair.y : pair.x, dp = weight >= 0 ? dscores[first + n][e] : 0.f;
+        const float weight = e % 2 ? pair.y : pair.x;
+        const float dp = Packing::kDropout && !(weight >= 0) ? 0.f : dscores[first + n][e];
         size[n][e] = fabsf(weight);
         gradient[0][n][e] = weight == 0 ? 0.f : size[n][e] * (dp - delta[query(first + n, e)]);
       });
@@ -112,7 +117,7 @@ struct GeneralPackedScores {
       }
       if (score.is_capped) {
         float logits[1][kTogether][4] = {};  // without bias, which is subtracted
-        bias.add(logits, first);
+        bias.add_columns(logits, first);
         each(
             [&](int n, int e) { logits[0][n][e] = ptx::lg2(size[n][e]) + lse[query(first + n, e)] - logits[0][n][e]; });
         score.apply_slope<T>(gradient, logits);

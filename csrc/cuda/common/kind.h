@@ -13,12 +13,22 @@ enum class Kind {
   kDropout,    // dropout alone
   kIntervals,  // a Mask alone
   kGeneral,    // softcap or biases, or a Mask with dropout; which of all these a call has is found out at run time
+  kScores,     // softcap, ALiBi or a relative bias and nothing else; which of them is found out at run time
 };
 
 inline Kind kind_of(const AttnParams& p) {
-  if (p.softcap > 0 || p.has_bias() || (p.has_intervals() && p.has_dropout())) return Kind::kGeneral;
+  if (p.softcap > 0 || p.has_bias()) {
+    return p.bias.data || p.has_intervals() || p.has_dropout() ? Kind::kGeneral : Kind::kScores;
+  }
+  if (p.has_intervals() && p.has_dropout()) return Kind::kGeneral;
   return p.has_intervals() ? Kind::kIntervals : p.has_dropout() ? Kind::kDropout : Kind::kPlain;
 }
+
+// Whether kernels of a kind can have softcap and biases.
+constexpr bool can_score(Kind kind) { return kind == Kind::kGeneral || kind == Kind::kScores; }
+
+// The kind whose kernels run another kind where it has none of its own.
+constexpr Kind general_kind(Kind kind) { return kind == Kind::kScores ? Kind::kGeneral : kind; }
 
 // Whether kernels of a kind can drop weights.
 constexpr bool can_drop(Kind kind) { return kind == Kind::kDropout || kind == Kind::kGeneral; }
@@ -42,6 +52,8 @@ auto with_kind(Kind kind, const F& f) {
       return f(std::integral_constant<Kind, Kind::kIntervals>());
     case Kind::kGeneral:
       return f(std::integral_constant<Kind, Kind::kGeneral>());
+    case Kind::kScores:
+      return f(std::integral_constant<Kind, Kind::kScores>());
     default:
       return f(std::integral_constant<Kind, Kind::kPlain>());
   }

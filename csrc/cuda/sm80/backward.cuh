@@ -70,7 +70,7 @@ struct Backward {
   T *dscore_tile, *weight_tile;
   int b, hk, n;  // n: number of the key tile in its sequence
   KeySums dk, dv;
-  std::conditional_t<kGeneral, BiasSums<kKeyTiles>, Nothing> bias_sums;
+  std::conditional_t<kGeneral, BiasSums<kKeyTiles, true>, Nothing> bias_sums;
 
   __device__ Backward(const AttnGradParams& params, const Workspace& workspace, T* shared)
       : p(params),
@@ -296,9 +296,10 @@ struct Backward {
     const float *const row_lse = lse + query + 2 * t(), *const row_delta = delta + query + 2 * t();
     auto keep = [&](int n) { return dropout.template transposed<kKeyTiles>(p.origin, h, key, row + n * 8); };
     if constexpr (kGeneral) {
-      const TileBias<T, true, kKeyTiles, kScoreTiles> bias(p, b, h, mask(), row, key);
-      TileBiasGradient<T, kKeyTiles, kScoreTiles, true> bias_gradient{p, bias,         workspace, b,
-                                                                      h, split() == 0, bias_sums};
+      using Bias = TileBias<T, true, kKeyTiles, kScoreTiles>;
+      const Bias bias(p, b, h, mask(), row, key);
+      TileBiasGradient<Bias, T, kKeyTiles, kScoreTiles, RelativeGradient::kInAnyOrderOrExact> bias_gradient{
+          p, bias, workspace, b, h, split() == 0, bias_sums};
       flashattn_ext::weigh_and_differentiate(weights, dscores, workspace.score, bias, bias_gradient, row_lse, row_delta,
                                              seen_by, p.has_dropout(), keep);
     } else {

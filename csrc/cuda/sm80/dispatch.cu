@@ -8,8 +8,9 @@ namespace {
 
 template <class T, int kHeadDim, Kind kKind>
 struct Sm80 {
-  static constexpr Kernels kKernels{0, sm80::forward<T, kHeadDim, kKind>, sm80::backward_bytes<T, kHeadDim, kKind>,
-                                    sm80::backward<T, kHeadDim, kKind>};
+  static constexpr Kind kRun = general_kind(kKind);
+  static constexpr Kernels kKernels{0, sm80::forward<T, kHeadDim, kRun>, sm80::backward_bytes<T, kHeadDim, kRun>,
+                                    sm80::backward<T, kHeadDim, kRun>};
 };
 
 std::string supports(const AttnParams& p, bool) {

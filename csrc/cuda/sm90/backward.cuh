@@ -16,10 +16,10 @@ template <class T, int kHeadDim, Kind kKind>
 struct Backward {
   using Work = BackwardWorkOf<kKind>;
   using Workspace = WorkspaceOf<kKind>;
-  static constexpr bool kGeneral = kKind == Kind::kGeneral;
+  static constexpr bool kGeneral = kKind == Kind::kGeneral, kScored = can_score(kKind);
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
   using Scores = PackedScores<T, backward_tile<kHeadDim, kKind>().queries, kKind>;
-  using GeneralScores = GeneralPackedScores<T, Scores::kTiles * 8>;
+  using GeneralScores = GeneralPackedScores<T, Scores::kTiles * 8, kKind>;
   using Layout = DqLayout<T, kHeadDim>;
   static constexpr BackwardTile kTile = backward_tile<kHeadDim, kKind>();
   static constexpr RegisterBudget kRegisters = kBackwardRegisters;
@@ -35,7 +35,7 @@ struct Backward {
   static constexpr int kSectionHeads = 16;
   // How many of a warp's eight additions to dq are spread over `weigh`, the others over `differentiate`: a
   // multiprocessor takes them slowly.
-  static constexpr int kEarly = kGeneral ? 8 : 4;  // biases want the registers in `differentiate`
+  static constexpr int kEarly = kScored ? 8 : 4;  // biases want the registers in `differentiate`
   static_assert(Layout::kHeadDim >= kHeadDim && Layout::kQueries == kQueries);
 
   // Tiles are as in common/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
@@ -113,7 +113,7 @@ struct Backward {
   int step = 0;                   // of this thread block so far
   float dk[kColumnTiles][4], dv[kColumnTiles][4];
   typename Scores::Packed weights;
-  std::conditional_t<kGeneral, BiasSums<1>, Nothing> bias_sums;
+  std::conditional_t<kScored, BiasSums<1, kGeneral>, Nothing> bias_sums;
 
   __device__ __forceinline__ Backward(Shared& shared, const AttnGradParams& params, const Workspace& workspace,
                                       int group)
@@ -147,6 +147,9 @@ struct Backward {
     Limits unmasked;
     if constexpr (kMasks) {
       unmasked = work.unmasked[group];
+    } else if constexpr (kScored) {
+      // Also zeros after the last query have biases.
+      unmasked = work.mask(p).rows_of_all(work.key0 + group * 64, work.key0 + group * 64 + 64);
     } else {
       unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64);
     }
@@ -231,7 +234,7 @@ struct Backward {
     // With dropout the operand of dv is a copy of the weights; where registers are scarce they have to be free first.
     ptx::wgmma_wait<kDropout && kQueries == 128 ? 0 : 1>();
     ptx::hold(dscores);
-    if constexpr (kGeneral) {
+    if constexpr (kScored) {
       const auto biases = bias(work, now);
       typename GeneralScores::BiasGradient gradient{p, biases, workspace, work.b, now.h, true, bias_sums};
       GeneralScores::differentiate(dscores, weights, workspace.score, biases, gradient, shared.lse[stage],
@@ -276,10 +279,16 @@ struct Backward {
       constexpr int kSpread = kQueries / 8 / kEarly;
       if (n % kSpread == 0) add_fragment(to, dq, n / kSpread);
     };
-    if constexpr (kGeneral) {
+    if constexpr (kScored) {
       const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-      GeneralScores::weigh(weights, scores, workspace.score, bias(work, now), shared.lse[queries.stage],
-                           SeenBy<1>(visible(p, work, now.h), row0 + 2 * t, key + g), between);
+      if (kGeneral || Scores::is_masked(unmasked, row0)) {
+        const SeenBy<1> seen_by(visible(p, work, now.h), row0 + 2 * t, key + g);
+        GeneralScores::template weigh<true>(weights, scores, workspace.score, bias(work, now),
+                                            shared.lse[queries.stage], seen_by, between);
+      } else {
+        GeneralScores::template weigh<false>(weights, scores, workspace.score, bias(work, now),
+                                             shared.lse[queries.stage], {}, between);
+      }
     } else {
       Scores::weigh(
           weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
@@ -405,7 +414,7 @@ void backward(const AttnGradParams& p) {
   using Kernel = BackwardOf<T, kHeadDim, kKind>;
   launch_backward_main<Kernel>(backward_kernel<Kernel>, p, workspace);
   launch_finish<DqLayout<T, kHeadDim>>(p, workspace);
-  if constexpr (kKind == Kind::kGeneral) finish_biases(p, workspace);
+  if constexpr (can_score(kKind)) finish_biases(p, workspace);
 }
 
 }  // namespace flashattn_ext::sm90

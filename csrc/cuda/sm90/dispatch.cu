@@ -7,31 +7,34 @@
 namespace flashattn_ext {
 namespace {
 
-// Hopper's own backward of kGeneral lacks the exact sums of a relative bias's gradient: with the code for them ptxas
-// serialises all products (C7510).
-bool needs_exact_sums(const AttnGradParams& p) { return p.deterministic && p.drelative_bias; }
-
-template <class T, int kHeadDim>
-size_t general_backward_bytes(const AttnGradParams& p) {
-  return needs_exact_sums(p) ? sm80::backward_bytes<T, kHeadDim, Kind::kGeneral>(p)
-                             : sm90::backward_bytes<T, kHeadDim, Kind::kGeneral>(p);
+// What Hopper's own backward of softcap and biases lacks (RelativeGradient): sums of a relative bias's gradient that
+// are exact, and all of them when there is more than kScores has.
+bool left_to_sm80(const AttnGradParams& p, Kind kind) {
+  return p.drelative_bias && (p.deterministic || kind == Kind::kGeneral);
 }
-template <class T, int kHeadDim>
-void general_backward(const AttnGradParams& p) {
-  needs_exact_sums(p) ? sm80::backward<T, kHeadDim, Kind::kGeneral>(p) : sm90::backward<T, kHeadDim, Kind::kGeneral>(p);
+
+template <class T, int kHeadDim, Kind kKind>
+size_t scored_backward_bytes(const AttnGradParams& p) {
+  return left_to_sm80(p, kKind) ? sm80::backward_bytes<T, kHeadDim, Kind::kGeneral>(p)
+                                : sm90::backward_bytes<T, kHeadDim, kKind>(p);
+}
+template <class T, int kHeadDim, Kind kKind>
+void scored_backward(const AttnGradParams& p) {
+  left_to_sm80(p, kKind) ? sm80::backward<T, kHeadDim, Kind::kGeneral>(p) : sm90::backward<T, kHeadDim, kKind>(p);
 }
 
 template <class T, int kHeadDim, Kind kKind>
 constexpr Kernels sm90_kernels() {
-  if constexpr (kKind == Kind::kGeneral && sm90::has_backward(kHeadDim, kKind)) {
-    return {sm90::kForwardBytes, sm90::forward<T, kHeadDim, kKind>, general_backward_bytes<T, kHeadDim>,
-            general_backward<T, kHeadDim>};
-  } else if constexpr (sm90::has_backward(kHeadDim, kKind)) {
+  if constexpr (!sm90::has_backward(kHeadDim, kKind)) {
+    constexpr Kind kBackward = general_kind(kKind);
+    return {sm90::kForwardBytes, sm90::forward<T, kHeadDim, kKind>, sm80::backward_bytes<T, kHeadDim, kBackward>,
+            sm80::backward<T, kHeadDim, kBackward>};
+  } else if constexpr (can_score(kKind)) {
+    return {sm90::kForwardBytes, sm90::forward<T, kHeadDim, kKind>, scored_backward_bytes<T, kHeadDim, kKind>,
+            scored_backward<T, kHeadDim, kKind>};
+  } else {
     return {sm90::kForwardBytes, sm90::forward<T, kHeadDim, kKind>, sm90::backward_bytes<T, kHeadDim, kKind>,
             sm90::backward<T, kHeadDim, kKind>};
-  } else {
-    return {sm90::kForwardBytes, sm90::forward<T, kHeadDim, kKind>, sm80::backward_bytes<T, kHeadDim, kKind>,
-            sm80::backward<T, kHeadDim, kKind>};
   }
 }
 
@@ -41,9 +44,9 @@ struct Sm90 {
 };
 template <int kHeadDim, Kind kKind>
 struct Sm90<float, kHeadDim, kKind> {
-  static constexpr Kernels kKernels{0, sm80::forward<float, kHeadDim, kKind>,
-                                    sm80::backward_bytes<float, kHeadDim, kKind>,
-                                    sm80::backward<float, kHeadDim, kKind>};
+  static constexpr Kind kRun = general_kind(kKind);
+  static constexpr Kernels kKernels{0, sm80::forward<float, kHeadDim, kRun>,
+                                    sm80::backward_bytes<float, kHeadDim, kRun>, sm80::backward<float, kHeadDim, kRun>};
 };
 
 std::string supports(const AttnParams& p, bool) {

@@ -26,7 +26,7 @@ struct ForwardMaps {
 template <class T, int kHeadDim, Kind kKind>
 struct Forward {
   static constexpr bool kGeneral = kKind == Kind::kGeneral;
-  using Score = std::conditional_t<kGeneral, GeneralScore, PlainScore<float, true>>;
+  using Score = std::conditional_t<can_score(kKind), GeneralScore, PlainScore<float, true>>;
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
   static constexpr ForwardTile kTile = forward_tile<kHeadDim, kKind>();
   static constexpr RegisterBudget kRegisters = register_budget(kTile.groups);
@@ -35,7 +35,8 @@ struct Forward {
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads, kWarps = kGroups * 4;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDim / 8, kSteps = kKeys / 16;
-  using Bias = TileBias<T, false, 1, kScoreTiles>;
+  // What is added to the scores of a warp. Without a dense bias nothing is read for each score.
+  using Bias = std::conditional_t<kGeneral, TileBias<T, false, 1, kScoreTiles>, DistanceBias<false, 1, kScoreTiles>>;
 
   // One tile of queries, as the loading warp hands it to the warpgroups. Numbers count from the start of a sequence.
   struct alignas(16) Work {
@@ -251,7 +252,7 @@ struct Forward {
   float scores[kScoreTiles][4], out[kOutTiles][4];
   uint32_t weights[kSteps][4];
   uint32_t signs[kDropout ? kSteps : 4][2];  // which weights dropout keeps: Dropout::packed_signs
-  std::conditional_t<kGeneral, typename Bias::Ahead, Nothing> bias_ahead;
+  std::conditional_t<kGeneral, typename TileBias<T, false, 1, kScoreTiles>::Ahead, Nothing> bias_ahead;
   OnlineSoftmax softmax;
   float shrink[2];  // what `out` is to be multiplied with before the next values are added
 
@@ -368,11 +369,11 @@ struct Forward {
     score_product<kHeadDim, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
     give_turn(group);
     if (!kGeneral) draw_signs(work, n, dropout);
-    load_bias(work, n);
+    const auto biases = begin_biases(work, n);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
     end_keys(kMasks ? walk.tile.has(KeyTile::kLast) : n == walk.last);
-    weigh(work, walk, v, unmasked);
+    weigh(work, walk, v, unmasked, biases);
     if (kGeneral) draw_signs(work, n, dropout);
     // Without a Mask nothing has been summed up before.
     if constexpr (kMasks) rescale(out, shrink);
@@ -387,11 +388,11 @@ struct Forward {
         accumulate<32, uint64_t>(out, weights, shared.v[v.stage]);
         give_turn(group);
         if (!kGeneral) draw_signs(work, n, dropout);
-        load_bias(work, n);
+        const auto biases = begin_biases(work, n);
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
         end_keys(kMasks ? walk.tile.has(KeyTile::kLast) : n == walk.last);
-        weigh(work, walk, v.after(), unmasked);
+        weigh(work, walk, v.after(), unmasked, biases);
         if (kGeneral) draw_signs(work, n, dropout);
         ptx::hold(scores);
         // The loop ends here, before the wait in end_step: within one block of instructions the compiler would move the
@@ -461,12 +462,19 @@ struct Forward {
     }
   }
 
-  // Of this warp's scores against key tile n; found again rather than kept in registers.
+  // Of this warp's scores against key tile n.
   __device__ __forceinline__ Bias bias(const Work& work, int n) const {
     return Bias(p, work.b, work.h, work.mask(p), work.row0 + warp_row, n * kKeys);
   }
-  __device__ __forceinline__ void load_bias(const Work& work, int n) {
+  // Reads what is to be added to the scores before their product is waited for. General kernels find the rest again
+  // rather than keep it in registers.
+  __device__ __forceinline__ auto begin_biases(const Work& work, int n) {
     if constexpr (kGeneral) bias(work, n).load_ahead(bias_ahead);
+    if constexpr (kKind == Kind::kScores) {
+      return bias(work, n);
+    } else {
+      return Nothing{};
+    }
   }
 
   // After the last row of a packed sequence come values of another one: weights of 0 would still carry over a NaN. The
@@ -486,13 +494,18 @@ struct Forward {
   // Scores against a key tile become weights; values: where the tile's values are or will be. They are packed later, in
   // pack_weights: the registers of packed weights are operands of the product that is under way, which writes to `out`
   // as well.
+  template <class Biases>
   __device__ __forceinline__ void weigh(const Work& work, const KeyWalk& walk, const RingPosition<kStages>& values,
-                                        const Limits& unmasked) {
+                                        const Limits& unmasked, [[maybe_unused]] const Biases& biases) {
     auto& x = reinterpret_cast<float (&)[1][kScoreTiles][4]>(scores);
     const int row = work.row0 + warp_row + g(), key0 = walk.n * kKeys, key = key0 + 2 * t();
+    [[maybe_unused]] float logit_factor = 1;  // of kScores
     if constexpr (kGeneral) {
       score.template make_logits<T>(x);
       bias(work, walk.n).add(x, bias_ahead);
+    } else if constexpr (kKind == Kind::kScores) {
+      score.template store<T>(x);
+      logit_factor = biases.add(x, score.factor);
     } else {
       store_scores(x, score);
     }
@@ -507,10 +520,15 @@ struct Forward {
         return *reinterpret_cast<const int4*>(&shared.pairs[values.stage][tile * 8 + 2 * t()]);
       });
     }
-    softmax.weigh(scores, stored_rule(score), kTolerance, [&](const float (&factors)[2]) {
+    auto keep_shrink = [&](const float (&factors)[2]) {
       shrink[0] = factors[0];
       shrink[1] = factors[1];
-    });
+    };
+    if constexpr (kKind == Kind::kScores) {
+      softmax.weigh(scores, ScaledLogit{logit_factor}, kTolerance, keep_shrink);
+    } else {
+      softmax.weigh(scores, stored_rule(score), kTolerance, keep_shrink);
+    }
   }
 
   __device__ __forceinline__ void end_step() {

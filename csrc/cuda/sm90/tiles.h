@@ -1,6 +1,5 @@
 // Tile sizes of the sm_90 kernels for every class of head dims. How many keys a step takes decides the order of sums.
-// So it depends on the head dim and on whether there is dropout, and on nothing else: a sequence has the same bits in
-// every batch.
+// So it depends on the head dim and the kind of call, and on nothing else: a sequence has the same bits in every batch.
 #pragma once
 
 #include "../common/kind.h"
@@ -20,7 +19,7 @@ struct ForwardTile {
 
 struct ForwardTiles {
   int head_dim;
-  Kind kind;  // kGeneral and kIntervals have rows where their registers or intervals need another tile; with dropout,
+  Kind kind;  // kinds have rows of their own where their registers or intervals need another tile; with dropout,
               // keys are a multiple of 64: bits are drawn for so many at a time
   ForwardTile tiles[kRowTiles];
 };
@@ -28,15 +27,19 @@ struct ForwardTiles {
 constexpr ForwardTiles kForwardTiles[] = {
     {64, Kind::kPlain, {{3, 128, 3}, {3, 112, 3}, {2, 192, 2}}},
     {64, Kind::kIntervals, {{3, 128, 3}, {2, 192, 2}, {2, 128, 3}}},
+    {64, Kind::kScores, {{2, 160, 3}, {3, 96, 3}, {2, 128, 3}}},
     {64, Kind::kDropout, {{2, 128, 3}, {3, 64, 4}, {2, 192, 2}}},
     {96, Kind::kPlain, {{3, 112, 2}, {3, 96, 2}, {2, 128, 3}}},
     {96, Kind::kDropout, {{3, 64, 4}, {2, 128, 2}, {2, 64, 4}}},
     {96, Kind::kGeneral, {{2, 128, 2}}},
+    {96, Kind::kScores, {{2, 128, 3}, {3, 96, 2}, {3, 112, 2}}},
     {128, Kind::kPlain, {{3, 80, 3}, {2, 128, 3}, {2, 160, 2}}},
     {128, Kind::kIntervals, {{3, 80, 3}, {2, 160, 2}, {2, 128, 2}}},
     {128, Kind::kDropout, {{2, 128, 3}, {3, 64, 3}, {2, 64, 4}}},
     {128, Kind::kGeneral, {{2, 128, 2}}},
+    {128, Kind::kScores, {{2, 128, 3}, {3, 80, 3}, {2, 160, 2}}},
     {144, Kind::kPlain, {{3, 80, 2}, {2, 112, 2}, {2, 96, 2}}},
+    {144, Kind::kScores, {{2, 112, 2}, {2, 96, 2}}},
     {144, Kind::kDropout, {{2, 64, 3}, {3, 64, 2}, {2, 64, 2}}},
     {192, Kind::kPlain, {{2, 96, 2}, {2, 112, 2}, {2, 80, 2}}},
     {192, Kind::kDropout, {{2, 64, 3}, {2, 64, 2}}},

@@ -1,0 +1,203 @@
+// Biases that depend on the distance of a score alone, ALiBi and a relative bias, in accumulator tiles: what is added
+// to the scores that a lane holds, in units of log2 (../../bias.h has the definition).
+#pragma once
+
+#include "../../bias.h"
+#include "rows.cuh"
+#include "tensor_core.cuh"
+#include "warp.cuh"
+
+namespace flashattn_ext {
+
+// Where the scores are that a lane holds of a warp's tile. Rows of accumulators are queries in the forward, and keys in
+// the backward, whose scores are transposed. Element e of row tile i and column tile n is at first + an offset that the
+// compiler knows.
+template <bool kTransposed>
+struct Place {
+  int row, key;       // query and key of the lane's first score
+  int distance;       // of that score: key - position of the query
+  int tile_distance;  // of the first score of the warp's tile
+
+  // row0, key0: of the first score of the warp's tile.
+  __device__ __forceinline__ Place(const Mask32& mask, int row0, int key0) {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    row = row0 + (kTransposed ? 2 * t : g);
+    key = key0 + (kTransposed ? g : 2 * t);
+    tile_distance = key0 - row0 - mask.first_position();
+    distance = tile_distance + (key - key0) - (row - row0);
+  }
+  static __device__ __forceinline__ constexpr int rows_on(int i, int n, int e) {
+    return kTransposed ? 8 * n + e % 2 : 16 * i + 8 * (e / 2);
+  }
+  static __device__ __forceinline__ constexpr int keys_on(int i, int n, int e) {
+    return kTransposed ? 16 * i + 8 * (e / 2) : 8 * n + e % 2;
+  }
+  static __device__ __forceinline__ constexpr int distance_on(int i, int n, int e) {
+    return keys_on(i, n, e) - rows_on(i, n, e);
+  }
+};
+
+// How the distances of a tile meet the reach of a relative bias.
+enum class Reached { kNone, kBelow, kAbove, kSome };  // kNone: there is no relative bias
+
+// rows, keys: extent of the tile. kBelow, kAbove: all distances are clamped, to the same end.
+__device__ __forceinline__ Reached reached(bool exists, int reach, int tile_distance, int rows, int keys) {
+  if (!exists) return Reached::kNone;
+  if (tile_distance + (keys - 1) <= -reach) return Reached::kBelow;
+  return tile_distance - (rows - 1) >= reach ? Reached::kAbove : Reached::kSome;
+}
+
+// A logit plus a bias. One of -inf hides the score, also when that is not a number.
+__device__ __forceinline__ float add_bias(float logit, float bias) {
+  return bias == -infinity() ? -infinity() : logit + bias;
+}
+
+// The slope and the relative bias of one head, for one tile of a warp: kRowTiles row tiles and kColumnTiles column
+// tiles of accumulators.
+template <bool kTransposed, int kRowTiles, int kColumnTiles>
+struct DistanceBias {
+  static constexpr bool kHasElements = false;  // there is no bias of any shape besides
+  static constexpr int kRows = kTransposed ? 8 * kColumnTiles : 16 * kRowTiles;
+  static constexpr int kKeys = kTransposed ? 16 * kRowTiles : 8 * kColumnTiles;
+
+  Place<kTransposed> place;
+  HeadBias<float> head;
+  bool has_slopes;
+  int reach;  // of the relative bias; one beyond all sequences is as good as any
+  Reached range;
+  float end;  // the relative bias of the whole tile where it is clamped, in units of log2
+
+  __device__ __forceinline__ DistanceBias(const AttnParams& p, int b, int h, const Mask32& mask, int row0, int key0)
+      : place(mask, row0, key0), head(HeadBias<float>::of(p, b, h)), has_slopes(p.alibi_slopes) {
+    constexpr int64_t kLongest = 1 << 30;
+    reach = static_cast<int>(head.reach < kLongest ? head.reach : kLongest);
+    range = reached(head.relative != nullptr, reach, place.tile_distance, kRows, kKeys);
+    range = uniform_range();
+    end = 0;
+    if (range == Reached::kBelow || range == Reached::kAbove) {
+      end = head.relative[entry(place.tile_distance)] * kLog2E<float>;
+    }
+    head.slope *= kLog2E<float>;
+  }
+
+  // The range, so that the compiler knows that all lanes take the same branches: lanes that may not be there cannot
+  // exchange sums without function calls, across which products of Hopper do not run.
+  __device__ __forceinline__ Reached uniform_range() const {
+    return static_cast<Reached>(uniform(static_cast<int>(range)));
+  }
+  // The entry of the relative bias for a distance.
+  __device__ __forceinline__ int entry(int distance) const { return min(max(distance, -reach), reach); }
+
+  // Adds to logits, of column tiles n0 to n0 + kCount. Branches that all lanes take alike decide what there is to add.
+  template <int kCount>
+  __device__ __forceinline__ void add_columns(float (&logits)[kRowTiles][kCount][4], int n0) const {
+    if (has_slopes) {
+      const float first = static_cast<float>(place.distance);
+      each<kCount>([&](int i, int n, int e) {
+        const float on = static_cast<float>(place.distance_on(i, n0 + n, e));
+        logits[i][n][e] -= fabsf(first + on) * head.slope;
+      });
+    }
+    if (range == Reached::kSome) {
+      each<kCount>([&](int i, int n, int e) {
+        const float bias = head.relative[entry(place.distance + place.distance_on(i, n0 + n, e))];
+        logits[i][n][e] = add_bias(logits[i][n][e], bias * kLog2E<float>);
+      });
+    } else if (range != Reached::kNone) {
+      each<kCount>([&](int i, int n, int e) { logits[i][n][e] = add_bias(logits[i][n][e], end); });
+    }
+  }
+
+  // The same for scores x, of a tile that is not transposed, whose logits are scale * x. Returns the scale with which
+  // they are the logits afterwards: 1 when there was anything to add.
+  __device__ __forceinline__ float add(float (&x)[kRowTiles][kColumnTiles][4], float scale) const {
+    static_assert(!kTransposed);
+    if (has_slopes) {
+      add_slopes(x, scale);
+      scale = 1;
+    }
+    if (range == Reached::kSome) {
+      const bool inside = uniform(static_cast<int>(place.tile_distance - (kRows - 1) >= -reach &&
+                                                   place.tile_distance + (kKeys - 1) <= reach)) != 0;
+      inside ? add_relative<true>(x, scale) : add_relative<false>(x, scale);
+      scale = 1;
+    } else if (range != Reached::kNone) {
+      each<kColumnTiles>([&](int i, int n, int e) { x[i][n][e] = fmaf(x[i][n][e], scale, end); });
+      if (uniform(static_cast<int>(end == -infinity())) != 0) {
+        each<kColumnTiles>([&](int i, int n, int e) { x[i][n][e] = -infinity(); });
+      }
+      scale = 1;
+    }
+    return scale;
+  }
+
+ private:
+  template <int kCount, class Body>
+  static __device__ __forceinline__ void each(const Body& body) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int n = 0; n < kCount; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) body(i, n, e);
+      }
+    }
+  }
+
+  // Where all distances of a tile have the same sign, what is added is linear in them.
+  __device__ __forceinline__ void add_slopes(float (&x)[kRowTiles][kColumnTiles][4], float scale) const {
+    const float first = static_cast<float>(place.distance);
+    const int last = place.tile_distance + (kKeys - 1);
+    const bool before = last <= 0, after = place.tile_distance - (kRows - 1) >= 0;
+    if (uniform(static_cast<int>(before || after)) != 0) {
+      const float rise = before ? head.slope : -head.slope;
+      each<kColumnTiles>([&](int i, int n, int e) {
+        const float row = rise * (first - static_cast<float>(place.rows_on(i, n, e)));
+        x[i][n][e] = fmaf(x[i][n][e], scale, fmaf(static_cast<float>(place.keys_on(i, n, e)), rise, row));
+      });
+    } else {
+      each<kColumnTiles>([&](int i, int n, int e) {
+        const float on = static_cast<float>(place.distance_on(i, n, e));
+        x[i][n][e] = fmaf(x[i][n][e], scale, fabsf(first + on) * -head.slope);
+      });
+    }
+  }
+
+  // kInside: no distance is clamped. Scores whose tiles are on the same diagonal have the same entries: two are read
+  // for each column tile, for even and odd columns, and those of rows further down were read for the columns before.
+  template <bool kInside>
+  __device__ __forceinline__ void add_relative(float (&x)[kRowTiles][kColumnTiles][4], float scale) const {
+    constexpr int kBands = 2 * kRowTiles;
+    float recent[kBands][2];  // of rows 8 * k
+    float lowest = 0;
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; ++n) {
+#pragma unroll
+      for (int k = kBands - 1; k >= 0; --k) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          if (n == 0 || k == 0) {
+            recent[k][odd] = relative<kInside>(place.distance_on(k / 2, n, k % 2 * 2 + odd)) * kLog2E<float>;
+            lowest = fminf(lowest, recent[k][odd]);
+          } else {
+            recent[k][odd] = recent[k - 1][odd];
+          }
+          float& logit = x[k / 2][n][k % 2 * 2 + odd];
+          logit = fmaf(logit, scale, recent[k][odd]);
+        }
+      }
+    }
+    // An entry of -inf hides the score, also when that is not a number.
+    if (!__any_sync(~0u, lowest == -infinity())) return;
+    each<kColumnTiles>([&](int i, int n, int e) {
+      if (relative<kInside>(place.distance_on(i, n, e)) == -infinity()) x[i][n][e] = -infinity();
+    });
+  }
+  // The entry for a distance: of the lane's first score, and `on` more.
+  template <bool kInside>
+  __device__ __forceinline__ float relative(int on) const {
+    return kInside ? (head.relative + place.distance)[on] : head.relative[entry(place.distance + on)];
+  }
+};
+
+}  // namespace flashattn_ext
