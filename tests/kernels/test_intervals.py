@@ -158,6 +158,70 @@ def test_a_document_keeps_its_bits(device: str, dtype: torch.dtype, causal: bool
         assert_same_bits(got[:, own], expected[:, own], what)
 
 
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
+def isolated_results(mask: Mask, tensors: dict[str, torch.Tensor], **options: object) -> list[torch.Tensor]:
+    """out, lse, dq, dk, dv, of tensors q, k, v, dout."""
+    leaves = [tensors[name].detach().requires_grad_() for name in "qkv"]
+    out, lse = flashattn_ext.forward(*leaves, mask=mask, return_lse=True, deterministic=True, **options)
+    return [out.detach(), lse.detach().transpose(1, 2), *torch.autograd.grad(out, leaves, tensors["dout"])]
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("poison", [math.nan, math.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize("where", ["q", "k", "v", "dout", "all"])
+@pytest.mark.parametrize(
+    ("D", "options"),
+    [(64, {}), (128, dict(causal=True)), (256, {}), (64, dict(softcap=3.0)), (128, dict(softcap=3.0, causal=True))],
+    ids=["64", "128-causal", "256", "64-softcap", "128-causal-softcap"],
+)
+def test_what_is_not_finite_stays_in_its_document(
+    device: str, dtype: torch.dtype, D: int, options: dict[str, object], where: str, poison: float
+) -> None:
+    """Others of the row keep their bits, also beside it in a tile; what sees it is not finite."""
+    lengths = (70, 131, 5, 294)
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None].to(device)
+    mask, inside = Mask.documents(ids), ids[0] == 1
+    tensors = {
+        name: torch.randn(1, sum(lengths), heads, D, device=device).to(dtype)
+        for name, heads in (("q", 2), ("k", 1), ("v", 1), ("dout", 2))
+    }
+    clean = isolated_results(mask, tensors, **options)
+    for name in tensors if where == "all" else [where]:
+        tensors[name][:, inside] = poison
+    after = isolated_results(mask, tensors, **options)
+    for what, got, expected in zip(NAMES, after, clean, strict=True):
+        assert_same_bits(got[:, ~inside], expected[:, ~inside], what)
+    seen_in = dict(q="out dq dk dv", k="out dq dk dv", v="out dq dk", dout="dq dk dv", all="out dq dk dv")[where]
+    for what, got in zip(NAMES, after, strict=True):
+        if what in seen_in.split() and math.isnan(poison):
+            assert not got[:, inside].isfinite().any(), what
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("poison", [math.nan, math.inf], ids=["nan", "inf"])
+@pytest.mark.parametrize("D", [64, 128, 192])
+@pytest.mark.parametrize("options", [{}, dict(softcap=3.0), dict(dropout_p=0.3, rng_seed=1)], ids=["", "cap", "drop"])
+def test_padding_may_hold_anything(
+    device: str, dtype: torch.dtype, options: dict[str, object], D: int, poison: float
+) -> None:
+    """Rows and keys that nobody sees, before and after the tokens of a row."""
+    S, first, last = 300, 41, 210
+    keys = torch.arange(S)
+    is_token = (keys >= first) & (keys < last)
+    mask = Mask(torch.stack([is_token * first, is_token * last], -1).int()[None, None]).to(device)
+    is_token = is_token.to(device)
+    tensors = {name: torch.randn(2, S, 2, D, device=device).to(dtype) for name in ("q", "k", "v", "dout")}
+    clean = isolated_results(mask, tensors, **options)
+    for t in tensors.values():
+        t[:, ~is_token] = poison
+    after = isolated_results(mask, tensors, **options)
+    for what, got, expected in zip(NAMES, after, clean, strict=True):
+        assert_same_bits(got, expected, what)
+        assert what == "lse" or not got[:, ~is_token].any(), what
+
+
 @pytest.mark.every_isa
 def test_a_document_agrees_with_itself_alone(device: str, dtype: torch.dtype) -> None:
     lengths = (37, 150, 60)

@@ -11,6 +11,7 @@
 #include "../common/dq_order.cuh"
 #include "../common/general_scores.cuh"
 #include "../common/intervals.cuh"
+#include "../common/isolation.cuh"
 #include "../common/scores.cuh"
 #include "../common/tile_order.cuh"
 #include "products.cuh"
@@ -194,6 +195,9 @@ struct Backward {
       ptx::cp_async_wait<1>();
       __syncthreads();
     }
+    if constexpr (kMasks) {
+      if (p.has_intervals()) isolate_keys();
+    }
     for (int step = 0; step < steps; ++step) {
       compute_step(step % kStages, now, steps - step > kStages, ahead);
       if constexpr (kGeneral) {
@@ -232,6 +236,28 @@ struct Backward {
     }
   }
 
+  // With a Mask: what is not finite in tiles of which it hides a part becomes zeros (isolation.cuh). Rows get a
+  // log-sum-exp of NaN, which makes their weights NaN where they are not hidden. Keys get values of NaN: then dS is NaN
+  // where it is not hidden.
+  __device__ void isolate_keys() {
+    if (kStages == 1) {
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+    }
+    isolate_rows<T, kKeys, kHeadDim, kThreads>(k_tile, [&](int row, bool finite) {
+      uint4* const values = reinterpret_cast<uint4*>(v_tile + row * kStride);
+#pragma unroll 1
+      for (int i = 0; !finite && i < kHeadDim * kBytes / kVectorBytes; ++i) values[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
+    });
+  }
+  __device__ void isolate_queries(int row0) {
+    if (row0 >= extent()->unmasked_begin && row0 + kQueries <= extent()->unmasked_end) return;
+    // The tile of q is followed by that of dout.
+    isolate_rows<T, 2 * kQueries, kHeadDim, kThreads>(q_tile, [&](int row, bool finite) {
+      if (!finite) lse[row % kQueries] = __int_as_float(0x7FFFFFFF);
+    });
+  }
+
   // One step, with the query tile `now`, which is in `stage`. When there is `more`, the tile `ahead` is loaded there
   // next.
   __device__ void compute_step(int stage, QueryTile now, bool more, QueryTile ahead) {
@@ -241,6 +267,9 @@ struct Backward {
       __syncthreads();
     }
     use_stage(stage);
+    if constexpr (kMasks) {
+      if (p.has_intervals()) isolate_queries(m * kQueries);
+    }
     Scores weights, dscores;
     score_product<kHeadDim>(weights, k_tile, score_key(0), q_tile, score_query());
     score_product<kHeadDim>(dscores, v_tile, score_key(0), dout_tile, score_query());

@@ -5,6 +5,7 @@
 
 #include "../common/general_scores.cuh"
 #include "../common/intervals.cuh"
+#include "../common/isolation.cuh"
 #include "../common/launch.cuh"
 #include "../common/scores.cuh"
 #include "../common/tile.cuh"
@@ -182,11 +183,10 @@ struct Forward {
     *i = 0;
     list_tiles(next, first);
   }
-  // Whether all rows of this warp see all keys of the i-th tile on the list.
-  __device__ bool is_whole(int i) const {
+  // Whether `count` rows from `row` on see all keys of the i-th tile on the list.
+  __device__ bool is_whole(int i, int row, int count) const {
     const Limits rows = listed(i)->seen_by_all;
-    const int row = row0 + tile_row(0);
-    return rows.begin <= row && rows.end >= min(row + 16 * kRowTiles, length_q());
+    return rows.begin <= row && rows.end >= min(row + count, length_q());
   }
 
   __device__ void walk_keys() {
@@ -211,7 +211,8 @@ struct Forward {
     for (; kMasks ? n >= 0 : n >= first; n = kMasks ? listed_tile(i) : n - 1) {
       ptx::cp_async_wait<0>();
       __syncthreads();
-      const bool whole = !kMasks || is_whole(i);
+      const bool whole = !kMasks || is_whole(i, row0 + tile_row(0), 16 * kRowTiles);
+      const bool all_whole = !kMasks || is_whole(i, row0, kQueries);
       const bool masked = kMasks ? listed(i)->masked : n < first_full || n >= end_full;
       if (kMasks) advance(&i);
       const int next = kMasks ? listed_tile(i) : n - 1;
@@ -231,10 +232,12 @@ struct Forward {
         __syncthreads();
         if (more) load_keys(k_tile, &KeyPointers::k, p.k.row_stride, next, columns);
       }
+      const bool isolates = !all_whole && isolate_values(v_tile + stage);
       Weights weights;
       weigh(weights, scores, n, masked, whole, v_tile + stage, bias_ahead);
       __syncwarp();  // keeps the compiler from loading so much of V ahead that registers run out
       value_product(weights, v_tile + stage);
+      if (isolates) poison_rows_of(v_tile + stage, n);
       if (kStages == 2) stage = kKeys * kStride - stage;
     }
   }
@@ -277,6 +280,37 @@ struct Forward {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       if (!kDropEarly) drop(i);
+    }
+  }
+
+  // In a tile of which a Mask hides a part, values that are not finite become zeros (isolation.cuh), and rows that see
+  // them become NaNs after the product. Beside the values it is noted which keys these are, after their intervals.
+  struct ListedKey {
+    int2 seen_by;
+    int is_isolated;
+  };
+  static_assert(sizeof(ListedKey) <= kVectorBytes);
+  __device__ static bool isolate_values(T* values) {
+    return isolate_rows<T, kKeys, kHeadDim, kThreads>(values, [&](int row, bool finite) {
+      reinterpret_cast<ListedKey*>(values + row * kStride + kHeadDim)->is_isolated = !finite;
+    });
+  }
+  __device__ void poison_rows_of(const T* values, int n) {
+#pragma unroll 1
+    for (int i = 0; i < kKeys; ++i) {
+      const ListedKey key = *reinterpret_cast<const ListedKey*>(values + i * kStride + kHeadDim);
+      if (!key.is_isolated) continue;
+      const Limits rows = mask().rows_of(n * kKeys + i, n * kKeys + i + 1);
+#pragma unroll
+      for (int tile = 0; tile < kRowTiles; ++tile) {
+        bool sees[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int row = row0 + tile_row(tile) + g() + 8 * r;
+          sees[r] = row >= max(rows.begin, key.seen_by.x) && row < min(rows.end, key.seen_by.y);
+        }
+        poison_rows(out[tile], sees);
+      }
     }
   }
 

@@ -54,6 +54,7 @@ struct Backward {
     ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
     ptx::Barrier q_full[kStages], dout_full[kStages], queries_empty[kStages];
     ptx::Barrier work_full[kWorkStages], work_empty[kWorkStages];
+    ptx::Barrier keys_inspected[kMasks ? kKeyStages : 0], queries_inspected[kMasks ? kStages : 0];
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
   static_assert(kStages >= 2);  // the next scores are computed before these queries are released
@@ -76,8 +77,9 @@ struct Backward {
     }
     for (int i = 0; i < kWorkStages; ++i) {
       ptx::barrier_init(&shared.work_full[i], 1);
-      ptx::barrier_init(&shared.work_empty[i], kWarps * 32);
+      ptx::barrier_init(&shared.work_empty[i], kWarps * 32 + (inspects<Backward>(p) ? kInspectors : 0));
     }
+    init_inspections<Backward>(shared);
   }
 
   // One warpgroup loads; it gives its registers to those that compute.
@@ -85,7 +87,7 @@ struct Backward {
                              const BackwardMaps& maps, const TileGrid& grid) {
     if (threadIdx.x < kGroupThreads) {
       ptx::give_registers<kRegisters.producer>();
-      if (threadIdx.x < 32) BackwardLoader<Backward>{shared, p, workspace, maps}.load_tiles(grid);
+      load_or_inspect<Backward>(shared, p, workspace, maps, grid);
     } else {
       ptx::take_registers<kRegisters.consumer>();
       Backward(shared, p, workspace, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
@@ -157,9 +159,9 @@ struct Backward {
     QueryWalk now(work, static_cast<int>(p.group_size()));
     Pending adding, next_to_add;  // the tile whose dq is in registers, and the one whose dq is computed next
     float scores[kQueries / 8][4], dq[8][4];
-    ptx::barrier_wait(&shared.k_full[keys.stage], keys.parity);
+    await<Backward>(p, shared.k_full, shared.keys_inspected, keys);
     clear_tail_of_keys(work);
-    ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
+    await<Backward>(p, shared.q_full, shared.queries_inspected, queries);
     draw(work, now);
     take_turn();
     score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
@@ -173,7 +175,7 @@ struct Backward {
       const int stage = queries.stage;
       differentiate(packed, work, now, unmasked, dq, adding);
       queries.advance();
-      ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
+      await<Backward>(p, shared.q_full, shared.queries_inspected, queries);
       QueryWalk next = now;
       next.advance();
       draw(work, next);

@@ -8,6 +8,7 @@
 #include "../common/dq_order.cuh"
 #include "../common/general_scores.cuh"
 #include "../common/intervals.cuh"
+#include "../common/isolation.cuh"
 #include "../common/ring.cuh"
 #include "../common/scores.cuh"
 #include "../common/store_row.cuh"
@@ -255,6 +256,113 @@ struct BackwardLoader {
     queries.advance();
   }
 };
+
+// --- the warps that inspect -----------------------------------------------------------------------------------------
+
+// With a Mask: what is not finite in tiles of which it hides a part becomes zeros (isolation.cuh), in keys whatever it
+// hides. Query rows get a log-sum-exp of NaN, which makes their weights NaN where they are not hidden. Keys get values
+// of NaN: then dS is NaN where it is not hidden.
+constexpr int kInspectors = 3;  // warps, beside the one that loads, with which they share a warpgroup
+template <class Kernel>
+__device__ __forceinline__ bool inspects(const AttnGradParams& p) {
+  return Kernel::kMasks && p.has_intervals();
+}
+
+// Waits for what arrives at `full`, keys or values, or queries or their output gradients, and until it is inspected.
+template <class Kernel, int kStages>
+__device__ __forceinline__ void await(const AttnGradParams& p, ptx::Barrier* full, ptx::Barrier* inspected,
+                                      const RingPosition<kStages>& at) {
+  ptx::barrier_wait(&full[at.stage], at.parity);
+  if constexpr (Kernel::kMasks) {
+    if (inspects<Kernel>(p)) ptx::barrier_wait(&inspected[at.stage], at.parity);
+  }
+}
+
+template <class Kernel>
+struct BackwardInspector {
+  typename Kernel::Shared& shared;
+  const AttnGradParams& p;
+  const int warp;  // of those that inspect
+  RingPosition<Kernel::kKeyStages> keys;
+  RingPosition<Kernel::kStages> queries;
+  RingPosition<Kernel::kWorkStages> works;
+
+  __device__ void inspect_tiles() {
+    for (;; works.advance()) {
+      ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
+      const typename Kernel::Work& work = shared.work[works.stage];
+      if (!uniform(work.exists())) return;
+      if (uniform(work.tiles) > 0) {
+        inspect_keys();
+        for (QueryWalk now(work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
+          bool masked = false;
+          for (int i = 0; i < Kernel::kKeys / 64; ++i) {
+            masked |= Kernel::Scores::is_masked(work.unmasked[i], now.m * Kernel::kQueries);
+          }
+          inspect_queries(uniform(masked));
+        }
+      }
+      release(shared.work_empty[works.stage]);
+    }
+  }
+
+ private:
+  __device__ void inspect_keys() {
+    const int stage = keys.stage;
+    ptx::barrier_wait(&shared.k_full[stage], keys.parity);
+    ptx::barrier_wait(&shared.v_full[stage], keys.parity);
+    const bool found = isolate_panel_rows<kInspectors>(shared.k[stage], warp, [&](int row, bool finite) {
+      if (finite) return;
+      constexpr uint32_t kNaN = ~0u;
+#pragma unroll 1
+      for (int i = 0; i < Kernel::kPanels * 8; ++i) {
+        reinterpret_cast<uint4*>(shared.v[stage][i / 8][row])[i % 8] = make_uint4(kNaN, kNaN, kNaN, kNaN);
+      }
+    });
+    end(found, shared.keys_inspected[stage]);
+    keys.advance();
+  }
+  __device__ void inspect_queries(bool masked) {
+    const int stage = queries.stage;
+    auto poison = [&](int row, bool finite) {
+      if (!finite) shared.lse[stage][row] = __int_as_float(0x7FFFFFFF);
+    };
+    ptx::barrier_wait(&shared.q_full[stage], queries.parity);
+    ptx::barrier_wait(&shared.dout_full[stage], queries.parity);
+    bool found = false;
+    if (masked) {
+      found = isolate_panel_rows<kInspectors>(shared.q[stage], warp, poison);
+      found |= isolate_panel_rows<kInspectors>(shared.dout[stage], warp, poison);
+    }
+    end(found, shared.queries_inspected[stage]);
+    queries.advance();
+  }
+  __device__ void end(bool found, ptx::Barrier& inspected) {
+    if (found) ptx::fence_async_shared();
+    __syncwarp();
+    release(inspected);
+  }
+};
+
+template <class Kernel>
+__device__ __forceinline__ void init_inspections(typename Kernel::Shared& shared) {
+  if constexpr (Kernel::kMasks) {
+    for (ptx::Barrier& barrier : shared.keys_inspected) ptx::barrier_init(&barrier, kInspectors);
+    for (ptx::Barrier& barrier : shared.queries_inspected) ptx::barrier_init(&barrier, kInspectors);
+  }
+}
+
+// What the warpgroup that does not compute does.
+template <class Kernel>
+__device__ __forceinline__ void load_or_inspect(typename Kernel::Shared& shared, const AttnGradParams& p,
+                                                const typename Kernel::Workspace& workspace, const BackwardMaps& maps,
+                                                const TileGrid& grid) {
+  if (threadIdx.x < 32) BackwardLoader<Kernel>{shared, p, workspace, maps}.load_tiles(grid);
+  if constexpr (Kernel::kMasks) {
+    const int inspector = uniform(static_cast<int>(threadIdx.x) / 32) - 1;
+    if (inspector >= 0 && inspects<Kernel>(p)) BackwardInspector<Kernel>{shared, p, inspector}.inspect_tiles();
+  }
+}
 
 // Writes this warp's 16 rows of dk or dv, times a factor. key: the first of them, in the sequence.
 template <class T, int N>

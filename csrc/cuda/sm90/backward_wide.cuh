@@ -44,10 +44,11 @@ struct WideBackward {
     ptx::Barrier q_full[kStages], dout_full[kStages], queries_empty[kStages];
     ptx::Barrier weights_full[kBuffers], weights_empty[kBuffers], dscores_full[kBuffers], dscores_empty[kBuffers];
     ptx::Barrier work_full[kWorkStages], work_empty[kWorkStages];
+    ptx::Barrier keys_inspected[kMasks ? kKeyStages : 0], queries_inspected[kMasks ? kStages : 0];
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
 
-  static __device__ void init(Shared& shared, const AttnGradParams&) {
+  static __device__ void init(Shared& shared, const AttnGradParams& p) {
     for (int i = 0; i < kKeyStages; ++i) {
       ptx::barrier_init(&shared.k_full[i], 1);
       ptx::barrier_init(&shared.v_full[i], 1);
@@ -66,8 +67,9 @@ struct WideBackward {
     }
     for (int i = 0; i < kWorkStages; ++i) {
       ptx::barrier_init(&shared.work_full[i], 1);
-      ptx::barrier_init(&shared.work_empty[i], 3 * kGroupThreads);
+      ptx::barrier_init(&shared.work_empty[i], 3 * kGroupThreads + (inspects<WideBackward>(p) ? kInspectors : 0));
     }
+    init_inspections<WideBackward>(shared);
   }
 
   static __device__ void run(Shared& shared, const AttnGradParams& p, const BackwardWorkspace& workspace,
@@ -75,7 +77,7 @@ struct WideBackward {
     const int group = uniform(static_cast<int>(threadIdx.x) / kGroupThreads);
     if (group == 0) {
       ptx::give_registers<kRegisters.loader>();
-      if (threadIdx.x < 32) BackwardLoader<WideBackward>{shared, p, workspace, maps}.load_tiles(grid);
+      load_or_inspect<WideBackward>(shared, p, workspace, maps, grid);
     } else if (group == 1) {
       ptx::take_registers<kRegisters.keys>();
       ValueGradient(shared, p, workspace, group).compute_tiles();
@@ -167,7 +169,7 @@ struct WideBackward {
     __device__ __forceinline__ void walk_queries(const Work& work) {
       const Limits unmasked = this->unmasked_queries(work);
       QueryWalk now(work, static_cast<int>(p.group_size()));
-      ptx::barrier_wait(&shared.k_full[keys.stage], keys.parity);
+      await<WideBackward>(p, shared.k_full, shared.keys_inspected, keys);
       weigh_next(work, now, unmasked);
       while (now.left > 1) {
         const int stage = queries.stage;
@@ -189,7 +191,7 @@ struct WideBackward {
 
     __device__ __forceinline__ void weigh_next(const Work& work, const QueryWalk& now, const Limits& unmasked) {
       float scores[kQueries / 8][4];
-      ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
+      await<WideBackward>(p, shared.q_full, shared.queries_inspected, queries);
       score_product<kHeadDim>(scores, shared.k[keys.stage], 0, shared.q[queries.stage]);
       const int row0 = now.m * kQueries, key = work.key0 + warp_key;
       if constexpr (kDropout) Scores::draw(shared.kept[kept_buffer], dropout, p.origin, now.h, work.key0, row0);
@@ -216,7 +218,7 @@ struct WideBackward {
       }
       ptx::barrier_arrive(&shared.weights_full[weights_at.stage]);
       weights_at.advance();
-      ptx::barrier_wait(&shared.dout_full[queries.stage], queries.parity);
+      await<WideBackward>(p, shared.dout_full, shared.queries_inspected, queries);
       this->clear_tail(shared.dout[queries.stage], work.length_q - now.m * kQueries);
       if constexpr (kDropout) {
         typename Scores::Packed kept;
@@ -249,7 +251,7 @@ struct WideBackward {
       const Limits unmasked = this->unmasked_queries(work);
       QueryWalk now(work, static_cast<int>(p.group_size()));
       float dscores[kQueries / 8][4];
-      ptx::barrier_wait(&shared.v_full[keys.stage], keys.parity);
+      await<WideBackward>(p, shared.v_full, shared.keys_inspected, keys);
       start_scores(dscores);
       ptx::wgmma_wait<0>();
       ptx::hold(dscores);
@@ -274,7 +276,7 @@ struct WideBackward {
     }
 
     __device__ __forceinline__ void start_scores(float (&dscores)[kQueries / 8][4]) {
-      ptx::barrier_wait(&shared.dout_full[queries.stage], queries.parity);
+      await<WideBackward>(p, shared.dout_full, shared.queries_inspected, queries);
       score_product<kHeadDim>(dscores, shared.v[keys.stage], 0, shared.dout[queries.stage]);
     }
 
@@ -290,7 +292,7 @@ struct WideBackward {
       }
       ptx::barrier_arrive(&shared.weights_empty[weights_at.stage]);
       weights_at.advance();
-      ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
+      await<WideBackward>(p, shared.q_full, shared.queries_inspected, queries);
       Scores::differentiate(dscores, weights, workspace.score, shared.delta[queries.stage],
                             Scores::is_masked(unmasked, now.m * kQueries), [](int) {});
       pack_scores<T>(weights, dscores);
@@ -320,7 +322,7 @@ struct WideBackward {
     }
 
     __device__ __forceinline__ void walk_queries(const Work& work) {
-      ptx::barrier_wait(&shared.k_full[keys.stage], keys.parity);
+      await<WideBackward>(p, shared.k_full, shared.keys_inspected, keys);
       this->clear_tail(shared.k[keys.stage], work.length_k - work.key0);
       for (QueryWalk now(work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
         const int64_t tile = now.h * workspace.tiles + work.dq_tile + now.m * (kQueries / Layout::kTileRows);

@@ -8,6 +8,7 @@
 #include "../common/device.h"
 #include "../common/general_scores.cuh"
 #include "../common/intervals.cuh"
+#include "../common/isolation.cuh"
 #include "../common/launch.cuh"
 #include "../common/ring.cuh"
 #include "../common/scores.cuh"
@@ -64,6 +65,16 @@ struct Forward {
     __device__ __forceinline__ bool has(int bit) const { return bits >> bit & 1; }
   };
 
+  // The values of a key tile, for the warps that inspect them: with a Mask, values in a tile of which it hides a part
+  // become zeros where they are not finite, and rows that see them become NaNs after the product (isolation.cuh).
+  enum class Values { kWhole, kPartial, kEnd };  // kEnd: there are no more
+  static constexpr int kInspectors = 3;          // warps, beside the one that loads
+  struct Inspection {
+    Values values;
+    int key0, row0, length_q, length_k;  // the first key of the tile, and the query tile: Work
+    bool is_isolated[kKeys];             // whether values were isolated; set where the warp of a key has isolated any
+  };
+
   // Tiles are as in common/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
   // overwritten.
   struct Shared {
@@ -77,6 +88,10 @@ struct Forward {
     ptx::Barrier pairs_full[kMasks ? kStages : 0];  // with the stages of values
     KeyTile key_tiles[kMasks ? kStages : 0];        // with the stages of keys
     alignas(16) int2 pairs[kMasks ? kStages : 0][kKeys];
+    ptx::Barrier v_inspected[kMasks ? kStages : 0];
+    alignas(
+        8) bool v_isolated[kMasks ? kStages : 0][8];  // for each inspecting warp, whether it has isolated any values
+    Inspection inspections[kMasks ? kStages : 0];
     FoundTile found[kMasks ? 32 : 0];  // what the loading warp has found and not yet loaded
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
@@ -116,6 +131,7 @@ struct Forward {
         tile = following;
       }
       publish(Work{});
+      if constexpr (kMasks) end_inspections();
     }
 
     __device__ Work start_head(int b, int h) {
@@ -224,11 +240,19 @@ struct Forward {
       k.advance();
     }
     __device__ void load_values(const Work& work, const KeyTile& tile, int hk, int batch) {
-      ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-      if (leads())
-        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + tile.n * kKeys, hk, batch);
       constexpr uint32_t kAllWarps = (1u << kWarps) - 1;
-      if ((tile.bits & kAllWarps) != kAllWarps) {
+      const bool whole = (tile.bits & kAllWarps) == kAllWarps;
+      ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
+      if (leads()) {
+        Inspection& inspection = shared.inspections[v.stage];
+        inspection.values = whole ? Values::kWhole : Values::kPartial;
+        inspection.key0 = tile.n * kKeys;
+        inspection.row0 = work.row0;
+        inspection.length_q = work.length_q;
+        inspection.length_k = work.length_k;
+        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + tile.n * kKeys, hk, batch);
+      }
+      if (!whole) {
         const int2* const pairs = IntervalPairs(p, work.b, hk, key_start).head(work.h);
 #pragma unroll 1
         for (int i = threadIdx.x; i < kKeys; i += 32) {
@@ -239,7 +263,33 @@ struct Forward {
       ptx::barrier_arrive_copied(&shared.pairs_full[v.stage]);
       v.advance();
     }
+    __device__ void end_inspections() {
+      ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
+      if (!leads()) return;
+      shared.inspections[v.stage].values = Values::kEnd;
+      ptx::barrier_arrive(&shared.v_full[v.stage]);
+    }
   };
+
+  // --- the warps that inspect values ------------------------------------------------------------------------------
+
+  static __device__ void inspect_values(Shared& shared, int warp) {
+    for (RingPosition<kStages> v;; v.advance()) {
+      Inspection& inspection = shared.inspections[v.stage];
+      ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
+      const Values values = inspection.values;
+      if (values == Values::kEnd) return;
+      bool found = false;
+      if (values == Values::kPartial) {
+        found = isolate_panel_rows<kInspectors>(shared.v[v.stage], warp,
+                                                [&](int row, bool finite) { inspection.is_isolated[row] = !finite; });
+        if (found) ptx::fence_async_shared();
+      }
+      if (threadIdx.x % 32 == 0) shared.v_isolated[v.stage][warp] = found;
+      __syncwarp();
+      release(shared.v_inspected[v.stage]);
+    }
+  }
 
   // --- the warpgroups that compute --------------------------------------------------------------------------------
 
@@ -265,6 +315,9 @@ struct Forward {
 
   static __device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
   static __device__ __forceinline__ int t() { return threadIdx.x % 4; }
+  static __device__ __forceinline__ bool inspects(const AttnParams& p) {
+    return kMasks && (!kGeneral || p.has_intervals());
+  }
   __device__ __forceinline__ bool drops() const { return kDropout && (!kGeneral || p.has_dropout()); }
 
   __device__ __forceinline__ void compute_tiles() {
@@ -384,7 +437,7 @@ struct Forward {
         ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
         take_turn();
         score_product<kHeadDim, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
-        ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
+        await_values();
         accumulate<32, uint64_t>(out, weights, shared.v[v.stage]);
         give_turn(group);
         if (!kGeneral) draw_signs(work, n, dropout);
@@ -402,7 +455,7 @@ struct Forward {
       }
       end_step();
     }
-    ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
+    await_values();
     accumulate<32, uint64_t>(out, weights, shared.v[v.stage]);
     end_values();
   }
@@ -423,7 +476,7 @@ struct Forward {
     give_turn(group);
     if (n == work.last) clear_tail_of_values(work);
     ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
-    ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
+    await_values();
     release(shared.k_empty[k.stage]);
     release(shared.v_empty[v.stage]);
     k.advance();
@@ -482,7 +535,7 @@ struct Forward {
   __device__ __forceinline__ void clear_tail_of_values(const Work& work) {
     const int rows = work.length_k - work.last * kKeys;
     if (rows >= kKeys || !p.is_varlen()) return;
-    ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
+    await_values();
     clear_rows(shared.v[v.stage], rows, threadIdx.x - kGroupThreads, kGroups * kGroupThreads);
     ptx::fence_async_shared();
     __syncwarp();
@@ -531,14 +584,48 @@ struct Forward {
     }
   }
 
+  // Values in this stage are there, and have been inspected.
+  __device__ __forceinline__ void await_values() const {
+    ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
+    if constexpr (kMasks) {
+      if (inspects(p)) ptx::barrier_wait(&shared.v_inspected[v.stage], v.parity);
+    }
+  }
+  // Rows that see a key whose values were isolated become NaNs.
+  __device__ __forceinline__ void poison_rows_of_values() {
+    const Inspection& inspection = shared.inspections[v.stage];
+    const Mask32 mask(p, inspection.length_q, inspection.length_k);
+    const int row = inspection.row0 + warp_row + g();
+    bool sees[2] = {false, false};
+    ptx::barrier_wait(&shared.pairs_full[v.stage], v.parity);
+#pragma unroll 1
+    for (int i = 0; i < kKeys; ++i) {
+      if (!shared.v_isolated[v.stage][isolating_warp<kInspectors>(i)] || !inspection.is_isolated[i]) continue;
+      const int2 pair = shared.pairs[v.stage][i];
+      const Limits rows = mask.rows_of(inspection.key0 + i, inspection.key0 + i + 1);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        sees[r] |= row + 8 * r >= max(rows.begin, pair.x) && row + 8 * r < min(rows.end, pair.y);
+      }
+    }
+    poison_rows(out, sees);
+  }
+
   __device__ __forceinline__ void end_step() {
     end_values();
     rescale(out, shrink);
     pack_weights();
   }
   __device__ __forceinline__ void end_values() {
+    uint32_t found = 0;
+    if constexpr (kMasks) {
+      found = *reinterpret_cast<const uint32_t*>(shared.v_isolated[v.stage]) & 0xFFFFFF;  // kInspectors bytes
+    }
     ptx::wgmma_wait<0>();
     ptx::hold(out);
+    if constexpr (kMasks) {
+      if (found && inspects(p)) poison_rows_of_values();
+    }
     release(shared.v_empty[v.stage]);
     v.advance();
   }
@@ -578,7 +665,10 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
       ptx::barrier_init(&shared.k_empty[i], Kernel::kWarps);
       ptx::barrier_init(&shared.v_full[i], 1);
       ptx::barrier_init(&shared.v_empty[i], Kernel::kWarps);
-      if (Kernel::kMasks) ptx::barrier_init(&shared.pairs_full[i], 32);
+      if (Kernel::kMasks) {
+        ptx::barrier_init(&shared.pairs_full[i], 32);
+        ptx::barrier_init(&shared.v_inspected[i], Kernel::kInspectors);
+      }
     }
     ptx::barrier_init(&shared.work_full, 1);
     ptx::barrier_init(&shared.work_empty, Kernel::kWarps);
@@ -590,6 +680,10 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
   if (threadIdx.x < kGroupThreads) {
     ptx::give_registers<Kernel::kRegisters.producer>();
     if (threadIdx.x < Kernel::Loader::kThreads) typename Kernel::Loader{shared, p, maps}.load_tiles(grid);
+    if constexpr (Kernel::kMasks) {
+      const int inspector = uniform(static_cast<int>(threadIdx.x) / 32) - 1;
+      if (inspector >= 0 && Kernel::inspects(p)) Kernel::inspect_values(shared, inspector);
+    }
   } else {
     ptx::take_registers<Kernel::kRegisters.consumer>();
     Kernel(shared, p, score, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
