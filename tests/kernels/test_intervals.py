@@ -58,6 +58,14 @@ def test_with_other_options(device: str, dtype: torch.dtype, options: dict[str, 
     check(Case(dtype=dtype, Sq=140, Sk=170, Hq=4, Hk=2, mask="documents", use_lse=True, **options), device)
 
 
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("kind", ["prefix_lm", "documents"])
+@pytest.mark.parametrize("causal", [False, True], ids=["alone", "causal"])
+def test_runs_of_whole_tiles(device: str, dtype: torch.dtype, D: int, kind: str, causal: bool) -> None:
+    """So many keys that tiles which are seen whole have neighbours that are, too, and a query tile has a list of tiles."""
+    check(Case(dtype=dtype, B=1, Sq=800, Sk=800, Hq=2, Hk=1, D=D, Dv=D, mask=kind, causal=causal, use_lse=True), device)
+
+
 LENGTHS = ((70, 1, 0, 133, 16, 90), (40, 5, 31, 150, 16, 0))
 
 

@@ -57,12 +57,16 @@ struct Forward {
     IntervalExtremes extremes;
   };
   struct alignas(8) KeyTile {
-    static constexpr int kSeen = 16, kLast = 31;
+    static constexpr int kSeen = 16, kRun = 20, kLast = 31;
+    static constexpr uint32_t kRunBits = 31u << kRun, kPlain = (1u << kRun) - 1;
     int n;
     // Below kSeen: for each warp, whether all of its rows see all keys as far as the Mask is concerned. From kSeen on:
-    // for each warpgroup, whether rows of it see keys. kLast: whether no tile comes after this one.
+    // for each warpgroup, whether rows of it see keys. kLast: whether no tile comes after this one. From kRun on, a
+    // number: how many tiles come next that are neighbours, each before the other, for which all of the former bits
+    // are set and kLast is not: whoever computes need not look at these.
     uint32_t bits;
     __device__ __forceinline__ bool has(int bit) const { return bits >> bit & 1; }
+    __device__ __forceinline__ int run() const { return static_cast<int>((bits & kRunBits) >> kRun); }
   };
 
   // The values of a key tile, for the warps that inspect them: with a Mask, values in a tile of which it hides a part
@@ -109,7 +113,10 @@ struct Forward {
     RingPosition<kStages> k, v;
     uint32_t q_parity = 0, work_parity = 0;
     int key_start = 0;
-    int found = 0, next = 0;  // with a Mask: how many tiles are in shared.found, and which to look at after them
+    // With a Mask: how many tiles are in shared.found, which to look at after them, and which of those found can be in
+    // a run (KeyTile), one bit each.
+    int found = 0, next = 0;
+    uint32_t in_run = 0;
 
     // One thread loads; with a Mask it needs its whole warp, whose lanes find key tiles and copy intervals.
     static constexpr int kThreads = kMasks ? 32 : 1;
@@ -205,6 +212,8 @@ struct Forward {
     // The i-th tile that was found. Each lane finds out one of the bits.
     __device__ KeyTile take(const Work& work, int* i) {
       const FoundTile tile = shared.found[*i];
+      const uint32_t after = in_run >> *i >> 1;
+      const uint32_t run = __ffs(static_cast<int>(~after)) - 1;  // the last tile that was found is in no run
       if (++*i == found) {
         find_more(work);
         *i = 0;
@@ -221,7 +230,22 @@ struct Forward {
               keys.end > tile.n * kKeys;
       }
       if (lane == KeyTile::kLast) bit = found == 0;
-      return {tile.n, __ballot_sync(~0u, bit)};
+      return {tile.n, (__ballot_sync(~0u, bit) & ~KeyTile::kRunBits) | run << KeyTile::kRun};
+    }
+    // Which of the found tiles all rows see whole, and come right after the one before. Each lane looks at one.
+    __device__ uint32_t find_runs(const Work& work) const {
+      const int i = threadIdx.x;
+      bool plain = false;
+      if (i > 0 && i < found - 1 && work.row0 + (kGroups - 1) * 64 < work.length_q) {
+        const FoundTile tile = shared.found[i];
+        plain = tile.n == shared.found[i - 1].n - 1 && sees_all(tile.extremes, rows_of(work));
+#pragma unroll 1
+        for (int row = work.row0; row < work.row0 + kQueries; row += 64) {
+          const Limits keys = work.mask(p).keys_of(row, min(row + 64, work.length_q));
+          plain = plain && keys.begin < (tile.n + 1) * kKeys && keys.end > tile.n * kKeys;
+        }
+      }
+      return __ballot_sync(~0u, plain);
     }
     __device__ void find_more(const Work& work) {
       const KeyTileFinder<kKeys> finder{KeyExtremes(p, work.b, work.h, 1, key_start, work.length_k), rows_of(work),
@@ -230,6 +254,7 @@ struct Forward {
       found =
           finder.find(&next, [&](int i, int n, const IntervalExtremes& extremes) { shared.found[i] = {n, extremes}; });
       __syncwarp();
+      in_run = find_runs(work);
     }
     __device__ void load_keys(const KeyTile& tile, int hk, int batch) {
       ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
@@ -361,11 +386,13 @@ struct Forward {
     // With a Mask:
     KeyTile tile;  // n and who sees it
     bool done;     // whether the last tile has been left
+    int run;       // how many tiles come next that are known already
   };
 
   __device__ __forceinline__ void compute_tile(const Work& work, const Dropout& dropout) {
     if constexpr (kMasks) {
       KeyWalk walk;
+      walk.run = 0;
       ptx::barrier_wait(&shared.q_full, q_parity);
       for (receive_keys(walk); !walk.done;) {
         if (walk.tile.has(KeyTile::kSeen + group)) {
@@ -390,10 +417,17 @@ struct Forward {
   // Waits for the next keys, and finds out which they are.
   __device__ __forceinline__ void receive_keys(KeyWalk& walk) {
     ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
+    walk.done = false;
+    if (walk.run > 0) {
+      --walk.run;
+      --walk.n;
+      walk.tile.bits = KeyTile::kPlain;
+      return;
+    }
     const KeyTile tile = shared.key_tiles[k.stage];
     walk.tile = {uniform(tile.n), uniform(tile.bits)};
     walk.n = walk.tile.n;
-    walk.done = false;
+    walk.run = walk.tile.run();
   }
   // Whether there is another key tile and it is computed in the next step. With a Mask the walk is there already.
   __device__ __forceinline__ bool goes_on(KeyWalk& walk) {
