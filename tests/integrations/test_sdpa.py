@@ -43,7 +43,7 @@ def _results(tensors: dict[str, Any], dtype: torch.dtype | None = None, **option
 
 
 def _check(tensors: dict[str, Any], **options: Any) -> None:
-    """The call runs here, and is no worse than twice torch's own formula in the dtype of the inputs."""
+    """The call runs here, and is no worse than twice (gradients: three times) torch's own formula in the dtype of the inputs."""
     with sdpa.activate(report=True) as report:
         got = _results(tensors, **options)
     assert report is not None and report.ours == 1 and not report.torchs, str(report)
@@ -55,7 +55,8 @@ def _check(tensors: dict[str, Any], **options: Any) -> None:
         assert got[name].dtype == plain[name].dtype and got[name].shape == plain[name].shape, name
         error, allowed = ((x.double() - expected).abs().max().item() for x in (got[name], plain[name]))
         floor = 1e-10 if plain[name].dtype == torch.float64 else 1e-5
-        assert error <= 2 * allowed + floor, f"{name}: error {error:.3e}, torch has {allowed:.3e}"
+        factor = 2 if name == "out" else 3  # gradients as in flash-attn 2's tests: these are single draws
+        assert error <= factor * allowed + floor, f"{name}: error {error:.3e}, torch has {allowed:.3e}"
 
 
 def _qkv(device: str, Sq: int = 33, Sk: int = 33, Hq: int = 4, Hk: int = 4, **kind: Any) -> dict[str, Tensor]:
