@@ -116,7 +116,7 @@ struct IntervalExtremes {
   int32_t any_first, any_last;
   int32_t all_first, all_last;
 
-  // Those of no key at all.
+  // The extremes of no key at all.
   FLASHATTN_HOST_DEVICE static IntervalExtremes none() { return {INT32_MAX, 0, 0, INT32_MAX}; }
   FLASHATTN_HOST_DEVICE void add(const IntervalExtremes& other) {
     if (other.any_first < any_first) any_first = other.any_first;

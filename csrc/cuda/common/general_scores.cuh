@@ -128,7 +128,7 @@ struct GeneralPackedScores {
   }
 
  private:
-  // Of a lane's element e of query tile n.
+  // The query of a lane's element e of query tile n.
   static __device__ __forceinline__ int query(int n, int e) { return n * 8 + 2 * (threadIdx.x % 4) + e % 2; }
   template <class Body>
   static __device__ __forceinline__ void each(const Body& body) {

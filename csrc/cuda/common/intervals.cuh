@@ -11,7 +11,7 @@ namespace flashattn_ext {
 
 constexpr int kMaskSuperKeys = static_cast<int>(kMaskGranule * kMaskSuper);
 
-// Those of a call without a Mask.
+// The extremes of a call without a Mask.
 __device__ __forceinline__ IntervalExtremes everything() { return {INT32_MIN, INT32_MAX, INT32_MIN, INT32_MAX}; }
 
 __device__ __forceinline__ bool sees_some(const IntervalExtremes& keys, const Limits& rows) {
@@ -40,15 +40,15 @@ struct KeyExtremes {
     supers = static_cast<int>(((p.is_varlen() ? p.total_k : p.seqlen_k) + kMaskGranule - 1) / kMaskGranule);
   }
 
-  // Of the granules that have any of the keys [begin, end).
+  // The extremes of the granules that have any of the keys [begin, end).
   __device__ __forceinline__ IntervalExtremes of_granules(int begin, int end) const {
     return granules == nullptr ? everything() : merged<kMaskGranule>(0, begin, end);
   }
-  // Of the supers that have any of them.
+  // The extremes of the supers that have any of them.
   __device__ __forceinline__ IntervalExtremes of_supers(int begin, int end) const {
     return granules == nullptr ? everything() : merged<kMaskSuperKeys>(supers, begin, end);
   }
-  // Of both: rows that a super excludes see no key of its granules, also when these say something else.
+  // What both say: rows that a super excludes see no key of its granules, also when these say something else.
   __device__ __forceinline__ IntervalExtremes of_tile(int begin, int end) const {
     IntervalExtremes keys = of_granules(begin, end);
     const IntervalExtremes around = of_supers(begin, end);
@@ -85,7 +85,7 @@ struct alignas(16) IntervalPairs {
     stride = p.intervals.heads > p.heads_k ? p.intervals.head_stride : 0;
     first = reinterpret_cast<const int2*>(head_intervals(p, b, h, key_start)) - h * stride;
   }
-  // Those of a query head, from the sequence's first key on; null without a Mask.
+  // The intervals of a query head, from the sequence's first key on; null without a Mask.
   __device__ __forceinline__ const int2* head(int h) const { return first == nullptr ? nullptr : first + h * stride; }
 };
 

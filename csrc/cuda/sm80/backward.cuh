@@ -121,7 +121,7 @@ struct Backward {
   __device__ Starts* starts() const { return reinterpret_cast<Starts*>(k_tile + kStride + kHeadDim); }
   __device__ IntervalPairs* pairs() const { return reinterpret_cast<IntervalPairs*>(k_tile + 2 * kStride + kHeadDim); }
   __device__ Mask32 mask() const { return Mask32(p, extent()->length_q, extent()->length_k); }
-  // Of all query heads that read the key head.
+  // The extremes for all query heads that read the key head.
   __device__ KeyExtremes extremes(int key_start, int length_k) const {
     const int group = static_cast<int>(p.group_size());
     return KeyExtremes(p, b, hk * group, group, key_start, length_k);

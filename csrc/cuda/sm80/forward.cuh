@@ -242,7 +242,7 @@ struct Forward {
     }
   }
 
-  // Of this warp's scores against key tile n; found again rather than kept in registers.
+  // The bias of this warp's scores against key tile n; found again rather than kept in registers.
   __device__ Bias bias(int n) const {
     return Bias(p, head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), n * kKeys);
   }

@@ -549,7 +549,7 @@ struct Forward {
     }
   }
 
-  // Of this warp's scores against key tile n.
+  // The bias of this warp's scores against key tile n.
   __device__ __forceinline__ Bias bias(const Work& work, int n) const {
     return Bias(p, work.b, work.h, work.mask(p), work.row0 + warp_row, n * kKeys);
   }
