@@ -34,7 +34,7 @@ CUDA_KINDS = {
     "sm90": {"": ("kPlain", "kDropout"), "_masks": ("kIntervals",), "_general": ("kGeneral",), "_scores": ("kScores",)},
 }
 # Head dims whose backward of these kinds Hopper leaves to the kernels of sm80: has_backward() in csrc/cuda/sm90/kernels.h.
-LEFT_TO_SM80 = {"_general": (64, 144, 192, 256), "_scores": (144, 192, 256)}
+LEFT_TO_SM80 = {"_general": HEAD_DIMS, "_scores": (144, 192, 256)}
 ENTRY_POINTS = {
     "forward": ["void {}::forward<{}>(const flashattn_ext::AttnParams&)"],
     "backward": [

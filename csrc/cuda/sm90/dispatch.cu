@@ -7,20 +7,17 @@
 namespace flashattn_ext {
 namespace {
 
-// What Hopper's own backward of softcap and biases lacks (RelativeGradient): sums of a relative bias's gradient that
-// are exact, and all of them when there is more than kScores has.
-bool left_to_sm80(const AttnGradParams& p, Kind kind) {
-  return p.drelative_bias && (p.deterministic || kind == Kind::kGeneral);
-}
+// What Hopper's own backward of softcap and biases lacks (RelativeGradient): exact sums of a relative bias's gradient.
+bool left_to_sm80(const AttnGradParams& p) { return p.drelative_bias && p.deterministic; }
 
 template <class T, int kHeadDim, Kind kKind>
 size_t scored_backward_bytes(const AttnGradParams& p) {
-  return left_to_sm80(p, kKind) ? sm80::backward_bytes<T, kHeadDim, Kind::kGeneral>(p)
-                                : sm90::backward_bytes<T, kHeadDim, kKind>(p);
+  return left_to_sm80(p) ? sm80::backward_bytes<T, kHeadDim, Kind::kGeneral>(p)
+                         : sm90::backward_bytes<T, kHeadDim, kKind>(p);
 }
 template <class T, int kHeadDim, Kind kKind>
 void scored_backward(const AttnGradParams& p) {
-  left_to_sm80(p, kKind) ? sm80::backward<T, kHeadDim, Kind::kGeneral>(p) : sm90::backward<T, kHeadDim, kKind>(p);
+  left_to_sm80(p) ? sm80::backward<T, kHeadDim, Kind::kGeneral>(p) : sm90::backward<T, kHeadDim, kKind>(p);
 }
 
 template <class T, int kHeadDim, Kind kKind>
