@@ -23,7 +23,8 @@ struct BasicIndexRange {
 enum class Visibility { kNone, kSome, kAll };
 
 // The mask of one sequence. Index: int64_t, or int32_t where registers are scarce and sequences shorter than 2^30.
-template <class Index>
+// kPlaced: whether an origin may place the rows; kernels that have no register for it run calls without one.
+template <class Index, bool kPlaced = true>
 struct BasicMask {
   using Range = BasicIndexRange<Index>;
   static constexpr Index kUnbounded = -1;
@@ -32,16 +33,19 @@ struct BasicMask {
   Index seqlen_k;
   Index window_left;
   Index window_right;
-  Index first_row_position;
+  Index first_row_position[kPlaced ? 1 : 0];
 
   FLASHATTN_HOST_DEVICE BasicMask(const AttnParams& p, int64_t seqlen_q, int64_t seqlen_k)
       : seqlen_q(static_cast<Index>(seqlen_q)),
         seqlen_k(static_cast<Index>(seqlen_k)),
         window_left(bounded(p.window_left)),
-        window_right(bounded(p.window_right)),
-        first_row_position(static_cast<Index>(p.origin.shift) +
-                           (static_cast<Index>(p.origin.length_mask) &
-                            (static_cast<Index>(seqlen_k) - static_cast<Index>(seqlen_q)))) {}
+        window_right(bounded(p.window_right)) {
+    if constexpr (kPlaced) {
+      first_row_position[0] =
+          static_cast<Index>(p.origin.shift) +
+          (static_cast<Index>(p.origin.length_mask) & (static_cast<Index>(seqlen_k) - static_cast<Index>(seqlen_q)));
+    }
+  }
 
   // A side beyond every sequence is as good as unbounded, and must not overflow an index.
   FLASHATTN_HOST_DEVICE static Index bounded(int64_t window) {
@@ -51,7 +55,10 @@ struct BasicMask {
 
   // The position of query 0 among the keys. It is negative where there are more queries than keys, and may be after the
   // last key where the origin places rows.
-  FLASHATTN_HOST_DEVICE Index first_position() const { return first_row_position; }
+  FLASHATTN_HOST_DEVICE Index first_position() const {
+    if constexpr (kPlaced) return first_row_position[0];
+    return seqlen_k - seqlen_q;
+  }
 
   FLASHATTN_HOST_DEVICE static Range clamped(Index begin, Index end, Index length) {
     begin = begin < 0 ? 0 : (begin > length ? length : begin);

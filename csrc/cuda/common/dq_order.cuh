@@ -9,7 +9,8 @@
 namespace flashattn_ext {
 
 // How many key tiles of `keys` keys add before key tile n to the `queries` queries from row0 on.
-__device__ __forceinline__ int key_tiles_before(const Mask32& mask, int n, int keys, int row0, int queries) {
+template <class Mask>
+__device__ __forceinline__ int key_tiles_before(const Mask& mask, int n, int keys, int row0, int queries) {
   return n - mask.keys_of(row0, min(row0 + queries, mask.seqlen_q)).begin / keys;
 }
 

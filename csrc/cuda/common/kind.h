@@ -12,17 +12,21 @@ enum class Kind {
   kPlain,      // neither of what follows
   kDropout,    // dropout alone
   kIntervals,  // a Mask alone
-  kGeneral,    // softcap or biases, or a Mask with dropout; which of all these a call has is found out at run time
+  kGeneral,    // softcap or biases, a Mask with dropout, or an origin that places rows; found out at run time
   kScores,     // softcap, ALiBi or a relative bias and nothing else; which of them is found out at run time
 };
 
 inline Kind kind_of(const AttnParams& p) {
+  if (p.origin.length_mask == 0) return Kind::kGeneral;  // an origin places the rows
   if (p.softcap > 0 || p.has_bias()) {
     return p.bias.data || p.has_intervals() || p.has_dropout() ? Kind::kGeneral : Kind::kScores;
   }
   if (p.has_intervals() && p.has_dropout()) return Kind::kGeneral;
   return p.has_intervals() ? Kind::kIntervals : p.has_dropout() ? Kind::kDropout : Kind::kPlain;
 }
+
+// Whether kernels of a kind run calls whose rows an origin places. All could but for the registers that it takes.
+constexpr bool can_be_placed(Kind kind) { return kind == Kind::kGeneral; }
 
 // Whether kernels of a kind can have softcap and biases.
 constexpr bool can_score(Kind kind) { return kind == Kind::kGeneral || kind == Kind::kScores; }

@@ -23,9 +23,11 @@ __device__ __forceinline__ float head_sink(const AttnParams& p, int64_t h) {
 }
 
 using Mask32 = BasicMask<int>;
-using Limits = Mask32::Range;  // the keys that a query sees, or the queries that a key is seen by
+using UnplacedMask32 = BasicMask<int, false>;  // of kinds that run no call whose rows an origin places: kind.h
+using Limits = Mask32::Range;                  // the keys that a query sees, or the queries that a key is seen by
 
-__device__ __forceinline__ Limits rows_that_see(const Mask32& mask, int key) {
+template <class Mask>  // Mask32 or UnplacedMask32
+__device__ __forceinline__ Limits rows_that_see(const Mask& mask, int key) {
   return key < mask.seqlen_k ? mask.rows_of(key, key + 1) : Limits{0, 0};
 }
 

@@ -57,8 +57,8 @@ __device__ __forceinline__ void store_scores(float (&x)[kRowTiles][N][4], const 
 
 // Scores of keys that a query does not see become -inf. row, key: of this lane's first score. kBefore, kAfter: which
 // side of the keys to look at; each costs a comparison for every score.
-template <bool kBefore, bool kAfter, int kRowTiles, int N>
-__device__ __forceinline__ void hide_keys(float (&x)[kRowTiles][N][4], const Mask32& mask, int row, int key) {
+template <bool kBefore, bool kAfter, int kRowTiles, int N, class Mask>
+__device__ __forceinline__ void hide_keys(float (&x)[kRowTiles][N][4], const Mask& mask, int row, int key) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll

@@ -120,7 +120,8 @@ struct Backward {
   __device__ Extent* extent() const { return reinterpret_cast<Extent*>(k_tile + kHeadDim); }
   __device__ Starts* starts() const { return reinterpret_cast<Starts*>(k_tile + kStride + kHeadDim); }
   __device__ IntervalPairs* pairs() const { return reinterpret_cast<IntervalPairs*>(k_tile + 2 * kStride + kHeadDim); }
-  __device__ Mask32 mask() const { return Mask32(p, extent()->length_q, extent()->length_k); }
+  using TileMask = std::conditional_t<can_be_placed(kKind) || can_mask(kKind), Mask32, UnplacedMask32>;
+  __device__ TileMask mask() const { return TileMask(p, extent()->length_q, extent()->length_k); }
   // The extremes for all query heads that read the key head.
   __device__ KeyExtremes extremes(int key_start, int length_k) const {
     const int group = static_cast<int>(p.group_size());
@@ -140,7 +141,7 @@ struct Backward {
 
   __device__ void key_tile() {
     const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
-    const Mask32 mask(p, queries.length, keys.length);
+    const TileMask mask(p, queries.length, keys.length);
     const int key0 = n * kKeys, key_count = min(kKeys, mask.seqlen_k - key0);
     Limits seen_by = mask.rows_of(key0, key0 + key_count);
     IntervalExtremes of_keys = everything();

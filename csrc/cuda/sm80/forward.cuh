@@ -94,7 +94,8 @@ struct Forward {
   __device__ ListedTile* listed(int i) const { return reinterpret_cast<ListedTile*>(k_tile + i * kStride + kHeadDim); }
   __device__ int length_q() const { return kLengthsInPadding ? head()->length_q : own_length_q; }
   __device__ int length_k() const { return kLengthsInPadding ? head()->length_k : own_length_k; }
-  __device__ Mask32 mask() const { return Mask32(p, length_q(), length_k()); }
+  using TileMask = std::conditional_t<can_be_placed(kKind) || can_mask(kKind), Mask32, UnplacedMask32>;
+  __device__ TileMask mask() const { return TileMask(p, length_q(), length_k()); }
   __device__ bool drops() const { return kDropout && (!kGeneral || p.has_dropout()); }
 
   __device__ void run(const TileOrder& order) {
