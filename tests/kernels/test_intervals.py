@@ -176,6 +176,7 @@ def isolated_results(mask: Mask, tensors: dict[str, torch.Tensor], **options: ob
     return [out.detach(), lse.detach().transpose(1, 2), *torch.autograd.grad(out, leaves, tensors["dout"])]
 
 
+@pytest.mark.isolates_hidden_values
 @pytest.mark.every_isa
 @pytest.mark.parametrize("poison", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("where", ["q", "k", "v", "dout", "all"])
@@ -207,6 +208,7 @@ def test_what_is_not_finite_stays_in_its_document(
             assert not got[:, inside].isfinite().any(), what
 
 
+@pytest.mark.isolates_hidden_values
 @pytest.mark.every_isa
 @pytest.mark.parametrize("poison", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("D", [64, 128, 192])
