@@ -16,7 +16,7 @@ template <class T, int kHeadDim, Kind kKind>
 struct Backward {
   using Work = BackwardWorkOf<kKind>;
   using Workspace = WorkspaceOf<kKind>;
-  static constexpr bool kGeneral = kKind == Kind::kGeneral, kScored = can_score(kKind);
+  static constexpr bool kScored = can_score(kKind);
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
   using Scores = PackedScores<T, backward_tile<kHeadDim, kKind>().queries, kKind>;
   using GeneralScores = GeneralPackedScores<T, Scores::kTiles * 8, kKind>;
@@ -59,12 +59,8 @@ struct Backward {
   static_assert(sizeof(Shared) <= kSharedLimit);
   static_assert(kStages >= 2);  // the next scores are computed before these queries are released
 
-  static __device__ __forceinline__ bool drops(const AttnGradParams& p) {
-    return kDropout && (!kGeneral || p.has_dropout());
-  }
-
   static __device__ void init(Shared& shared, const AttnGradParams& p) {
-    if (drops(p)) shared.philox = Dropout(p, 0).key;
+    if (kDropout) shared.philox = Dropout(p, 0).key;
     for (int i = 0; i < kKeyStages; ++i) {
       ptx::barrier_init(&shared.k_full[i], 1);
       ptx::barrier_init(&shared.v_full[i], 1);
@@ -115,7 +111,7 @@ struct Backward {
   int step = 0;                   // of this thread block so far
   float dk[kColumnTiles][4], dv[kColumnTiles][4];
   typename Scores::Packed weights;
-  std::conditional_t<kScored, BiasSums<1, kGeneral>, Nothing> bias_sums;
+  std::conditional_t<kScored, BiasSums<1, false>, Nothing> bias_sums;
 
   __device__ __forceinline__ Backward(Shared& shared, const AttnGradParams& params, const Workspace& workspace,
                                       int group)
@@ -283,7 +279,7 @@ struct Backward {
     };
     if constexpr (kScored) {
       const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-      if (kGeneral || Scores::is_masked(unmasked, row0)) {
+      if (Scores::is_masked(unmasked, row0)) {
         const SeenBy<1> seen_by(visible(p, work, now.h), row0 + 2 * t, key + g);
         GeneralScores::template weigh<true>(weights, scores, workspace.score, bias(work, now),
                                             shared.lse[queries.stage], seen_by, between);
@@ -296,15 +292,12 @@ struct Backward {
           weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
           [&] { return visible(p, work, now.h); }, row0, key, between);
     }
-    if constexpr (kDropout) {
-      if (drops(p)) Scores::drop(weights, shared.kept[group], warp_key / 16 % 4);
-    }
+    if constexpr (kDropout) Scores::drop(weights, shared.kept[group], warp_key / 16 % 4);
   }
   // Draws what dropout keeps of the next weights, for all warps of the warpgroup. Turns come between the last use of
   // shared.kept and this, and between this and the next use.
   __device__ __forceinline__ void draw(const Work& work, const QueryWalk& next) {
     if constexpr (kDropout) {
-      if (!drops(p)) return;
       Scores::draw(shared.kept[group], Dropout(shared.philox, p, work.b), p.origin, next.h, work.key0 + group * 64,
                    next.m * kQueries);
     }
