@@ -1,6 +1,6 @@
 // Attention of few queries to a cache, which takes as long as reading the cache does. The rows of all query heads that
 // share a key head are one block, so that keys and values are read once for all of them; the keys of a sequence are
-// split into parts, which any thread computes and `combine` puts together in their order. Sequences with more queries
+// split into parts, which any thread computes and `finish` puts together in their order. Sequences with more queries
 // go through forward.h, whose tiles multiply faster than memory delivers.
 //
 // Scores have one row for each query here, S[query][key], since there are too few queries for the lanes of a vector.
@@ -109,9 +109,11 @@ struct DecodeScratch {
         bytes(carve.used()) {}
 };
 
-// Asks for a row of memory before it is needed: the rows of one head are far apart, which hardware does not foresee.
-inline void prefetch_row(const void* row, int64_t bytes) {
-  for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(static_cast<const char*>(row) + byte);
+// Asks for the cache line of an element that is needed later; any address will do. Rows of one head are far apart,
+// which hardware does not foresee. To the L2 cache, because the L1 cache has no room for two groups of keys.
+template <class In>
+inline void prefetch(const In* element) {
+  __builtin_prefetch(element, 0, 2);
 }
 
 // out[lane] = the sum of all lanes of x[lane].
@@ -202,8 +204,8 @@ class Decode {
     }
 
     int64_t key0 = 0, count = 0;
-    const In* k[kDecodeKeys];
-    const In* v[kDecodeKeys];
+    const In* k[kDecodeKeys] = {};  // those after `count` are null, or what was there before
+    const In* v[kDecodeKeys] = {};
   };
 
   // Rows of a block: neighbouring ones are the heads of one query.
@@ -279,9 +281,6 @@ class Decode {
         const Element* row[kKeys];
         FLASHATTN_UNROLL(16)
         for (int n = 0; n < kKeys; ++n) row[n] = k[lesser(j + n, count - 1)];
-        for (int64_t n = j; next && n < lesser(j + kKeys, next->count); ++n) {
-          prefetch_row(next->k[n], p.head_dim * sizeof(In));
-        }
         V sums[W];
         FLASHATTN_UNROLL(16)
         for (int n = 0; n < W; ++n) sums[n] = S::zero();
@@ -292,6 +291,7 @@ class Decode {
           FLASHATTN_UNROLL(16)
           for (int n = 0; n < kKeys; ++n) {
             const V k_vector = WideVector<Real, Element>::load(row[n] + d);
+            if (next && d * sizeof(In) % 64 == 0) prefetch(next->k[j + n] + d);
             FLASHATTN_UNROLL(4)
             for (int m = 0; m < kRows; ++m) sums[m * kKeys + n] = S::fma(k_vector, q_vector[m], sums[m * kKeys + n]);
           }
@@ -381,9 +381,9 @@ class Decode {
   void add_rows(const Element* const* v, int64_t r, const CacheRows* next, Real* out) const {
     int64_t d = 0;
     for (; d + kVectors * W <= w.columns_v; d += kVectors * W) {
-      add_columns<kRows, kVectors>(v, r, d, d == 0 ? next : nullptr, out);
+      add_columns<kRows, kVectors>(v, r, d, next, out);
     }
-    for (; d < w.columns_v; d += W) add_columns<kRows, 1>(v, r, d, d == 0 ? next : nullptr, out);
+    for (; d < w.columns_v; d += W) add_columns<kRows, 1>(v, r, d, next, out);
   }
   template <int kRows, int kVectors, class Element>
   void add_columns(const Element* const* v, int64_t r, int64_t d, const CacheRows* next, Real* out) const {
@@ -394,15 +394,14 @@ class Decode {
       for (int n = 0; n < kVectors; ++n) sums[m][n] = S::load(out + (r + m) * w.columns_v + d + n * W);
     }
     const Real* const weights = scratch.scores + r * kDecodeKeys;
-    const int64_t ahead = next ? next->count : 0;
     for (int64_t j = 0; j < kDecodeKeys; ++j) {
-      if (j < ahead) prefetch_row(next->v[j], p.head_dim_v * sizeof(In));
       V weight[kRows];
       FLASHATTN_UNROLL(4)
       for (int m = 0; m < kRows; ++m) weight[m] = S::set1(weights[m * kDecodeKeys + j]);
       FLASHATTN_UNROLL(8)
       for (int n = 0; n < kVectors; ++n) {
         const V values = WideVector<Real, Element>::load(v[j] + d + n * W);
+        if (next && n * W * sizeof(In) % 64 == 0) prefetch(next->v[j] + d + n * W);
         FLASHATTN_UNROLL(4)
         for (int m = 0; m < kRows; ++m) sums[m][n] = S::fma(weight[m], values, sums[m][n]);
       }
