@@ -27,8 +27,10 @@ template <template <class, int, Kind> class Architecture>
 class Dispatch {
  public:
   static Backend backend(const char* name, std::string (*supports)(const AttnParams&, bool)) {
-    return {name,     "cuda",    supports,         &forward_workspace_bytes, &backward_workspace_bytes,
-            &forward, &backward, cuda_dropout_mask};
+    Backend backend{name,     "cuda",    supports,         &forward_workspace_bytes, &backward_workspace_bytes,
+                    &forward, &backward, cuda_dropout_mask};
+    backend.writes_out_residual = true;
+    return backend;
   }
 
  private:

@@ -26,7 +26,7 @@ struct ForwardMaps {
 
 template <class T, int kHeadDim, Kind kKind>
 struct Forward {
-  static constexpr bool kGeneral = kKind == Kind::kGeneral;
+  static constexpr bool kGeneral = kKind == Kind::kGeneral, kScored = can_score(kKind);
   using Score = std::conditional_t<can_score(kKind), GeneralScore, PlainScore<float, true>>;
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
   static constexpr ForwardTile kTile = forward_tile<kHeadDim, kKind>();
@@ -675,6 +675,11 @@ struct Forward {
       if (t() == 0 && exists) *row_statistic(p.lse, work.b, work.h, at) = softmax.lse(r, sum);
       store_row(row_pointer<T>(p.out, work.b, work.h, at), out, r, keep_scale / sum, sum == 0, exists,
                 static_cast<int>(p.head_dim_v));
+      if constexpr (kScored) {
+        if (p.out_residual.data == nullptr) continue;
+        store_row<T, true>(row_pointer<T>(p.out_residual, work.b, work.h, at), out, r, keep_scale / sum, sum == 0,
+                           exists, static_cast<int>(p.head_dim_v));
+      }
     }
   }
 };
