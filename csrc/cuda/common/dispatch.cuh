@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "../../backend.h"
+#include "../decode/decode.h"
 #include "../dropout_mask.h"
 #include "aligned_rows.h"
 #include "kind.h"
@@ -26,9 +27,11 @@ struct Kernels {
 template <template <class, int, Kind> class Architecture>
 class Dispatch {
  public:
-  static Backend backend(const char* name, std::string (*supports)(const AttnParams&, bool)) {
-    return {name,     "cuda",    supports,         &forward_workspace_bytes, &backward_workspace_bytes,
-            &forward, &backward, cuda_dropout_mask};
+  static Backend backend(const char* name, std::string (*supports)(const AttnParams&, bool),
+                         std::string (*supports_decode)(const DecodeParams&)) {
+    return {name,        "cuda",    supports,          &forward_workspace_bytes, &backward_workspace_bytes,
+            &forward,    &backward, cuda_dropout_mask, supports_decode,          &decode::workspace_bytes,
+            &decode::run};
   }
 
  private:
