@@ -183,9 +183,8 @@ struct Split {
   // ------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void compute() {
-    const int queries = static_cast<int>(p.group_size());
-    const int first_query = part.row_tile * kRows / queries;
-    const int end_query = min((part.row_tile * kRows + kRows - 1) / queries + 1, work.queries);
+    const int group = static_cast<int>(p.group_size()), first_query = part.row_tile * kRows / group;
+    const int end_query = min((part.row_tile * kRows + kRows - 1) / group + 1, work.queries);
     const Limits visible = mask().keys_of(first_query, end_query), whole = mask().keys_of_all(first_query, end_query);
     const int begin = max(part.begin, work.first_row + visible.begin);
     const int end = max(begin, min(part.end, work.first_row + visible.end));
