@@ -57,7 +57,7 @@ struct Launch {
 
   explicit Launch(const DecodeParams& p) : kernels(kernels_of(p)) {
     constexpr int kStaticBytes = 1024, kReservedBytes = 1024;  // beside the tiles; of the driver, for each thread block
-    const int most = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticBytes;
+    const int most = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - kStaticBytes;
     const int64_t rows = p.seqlen_q * p.group_size();
     const TileSizes narrow = kernels.sizes[0](), wide = kernels.sizes[1]();
     is_wide = rows > narrow.rows && wide.query_bytes + wide.team_bytes <= most;
@@ -65,7 +65,7 @@ struct Launch {
     const int teams = std::min(kMaxWarps / tile.team_warps, (most - tile.query_bytes) / tile.team_bytes);
     warps = teams * tile.team_warps;
     shared_bytes = tile.query_bytes + teams * tile.team_bytes;
-    const int all_shared = device_attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    const int all_shared = device_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
     const int blocks_at_once = std::min(2, all_shared / (shared_bytes + kStaticBytes + kReservedBytes));
     divide(p, rows, int64_t{std::max(1, blocks_at_once)} * multiprocessors());
     q_bytes = p.rotary.cos ? query_rows(p) * batch_entries(p) * p.heads_q * p.head_dim * element_bytes(p) : 0;

@@ -207,7 +207,9 @@ struct Split {
       const Row at = row(i);
       const bool exists = part.row_tile * kRows + i < rows;
       const T* const from = exists ? row_pointer<const T>(p.q, part.b, at.head, start + at.query) + column : nullptr;
-      copy_vector(q_tile + i * kStride + column, from, exists ? columns - column : 0, in_vectors);
+      T* const to = q_tile + i * kStride + column;
+      const int elements = exists ? columns - column : 0;
+      in_vectors ? copy_vector(to, from, elements) : copy_elements(to, from, elements);
     }
   }
 
@@ -217,15 +219,14 @@ struct Split {
     return reinterpret_cast<uintptr_t>(t.data) % kVectorBytes == 0 && strides % kVectorElements == 0;
   }
 
-  // Copies a vector of which `elements` exist, or all when there are more; the others become zero.
-  static __device__ __forceinline__ void copy_vector(T* to, const T* from, int elements, bool in_vectors) {
-    if (in_vectors) {
-      const int bytes = min(max(elements, 0), kVectorElements) * static_cast<int>(sizeof(T));
-      ptx::cp_async_part(to, from, bytes);
-    } else {
+  // Starts copying a vector of which `elements` exist, or all when there are more; the others become zero.
+  static __device__ __forceinline__ void copy_vector(T* to, const T* from, int elements) {
+    ptx::cp_async_part(to, from, min(max(elements, 0), kVectorElements) * static_cast<int>(sizeof(T)));
+  }
+  // The same from any address, and at once.
+  static __device__ __forceinline__ void copy_elements(T* to, const T* from, int elements) {
 #pragma unroll 1
-      for (int e = 0; e < kVectorElements; ++e) to[e] = e < elements ? from[e] : T(0.f);
-    }
+    for (int e = 0; e < kVectorElements; ++e) to[e] = e < elements ? from[e] : T(0.f);
   }
 
   // keys: rows of the room that the tile's rows see in this part. whole: rows that all of them see.
@@ -235,7 +236,7 @@ struct Split {
     const KeyLocator locator(p, part.b);
     Runs runs;
     locate(runs, locator, first, keys, own_steps > 0);
-#pragma unroll
+#pragma unroll 1
     for (int i = 0; i < kStages - 1; ++i) {
       if (i < own_steps) {
         load(stage(i), runs, first + i * teams, keys);
@@ -293,12 +294,17 @@ struct Split {
   // row: of the room, the first one of the run. What no row of the tile sees is not read and becomes zero.
   __device__ __forceinline__ void load_run(T* to, const T* from, int64_t row_stride, int columns, int row,
                                            const Limits& keys) const {
-#pragma unroll
-    for (int i = 0; i < kRunVectors / 32; ++i) {
-      const int v = lane() + 32 * i, key = v / kRowVectors, column = v % kRowVectors * kVectorElements;
+    const auto copy = [&](int v, const auto& copy_one) {
+      const int key = v / kRowVectors, column = v % kRowVectors * kVectorElements;
       const bool exists = row + key >= keys.begin && row + key < keys.end;
-      copy_vector(to + key * kStride + column, from + key * row_stride + column, exists ? columns - column : 0,
-                  aligned);
+      copy_one(to + key * kStride + column, from + key * row_stride + column, exists ? columns - column : 0);
+    };
+    if (aligned) {
+#pragma unroll
+      for (int i = 0; i < kRunVectors / 32; ++i) copy(lane() + 32 * i, copy_vector);
+    } else {
+#pragma unroll 1
+      for (int v = lane(); v < kRunVectors; v += 32) copy(v, copy_elements);
     }
   }
 
