@@ -44,7 +44,7 @@ ENTRY_POINTS = {
 }
 
 # The kernels of calls with a cache are the same for every architecture.
-DECODE_HEAD_DIMS = (64, 96, 128, 192, 256)
+DECODE_HEAD_DIMS = (64, 96, 128, 192, 256, 512)
 DECODE_ENTRY_POINTS = [
     "flashattn_ext::decode::TileSizes flashattn_ext::decode::tile_sizes<{}>()",
     "void flashattn_ext::decode::split<{}>(const flashattn_ext::DecodeParams&, const flashattn_ext::decode::Plan&, int, int, bool)",
@@ -100,11 +100,11 @@ def _functions(sm90: bool) -> dict[str, list[str]]:
 
 
 def _decode_functions() -> dict[str, list[str]]:
-    """The functions of each instance, whose name is like decode_split_bf16_128: those of narrow and of wide tiles."""
+    """The functions of each instance, whose name is like decode_split_bf16_128: those of narrow tiles and, where there are any, of wide ones."""
     return {
         f"decode_split_{dtype}_{head_dim}": [
             function.format(f"{name}, {head_dim}, {is_wide}")
-            for is_wide in ("false", "true")
+            for is_wide in (("false", "true") if head_dim <= 256 else ("false",))
             for function in DECODE_ENTRY_POINTS
         ]
         for dtype, name in CUDA_NAMES.items()

@@ -47,9 +47,9 @@ def test_decoding_has_every_type_and_class_of_head_dims() -> None:
     declared = re.findall(r"^template <class T, int kHeadDim, bool kWide>\n\w+ (\w+)\(", header, re.M)
     texts = sources.decode_instances()
     assert len(texts) == len(sources.CUDA_NAMES) * len(called)
-    for text in texts.values():
+    for name, text in texts.items():
         functions = re.findall(r"^template [\w:]+ flashattn_ext::decode::(\w+)<", text, re.M)
-        assert sorted(functions) == sorted(2 * declared)
+        assert sorted(functions) == sorted(declared if "_512" in name else 2 * declared)
 
 
 def test_every_kind_is_compiled_once() -> None:

@@ -13,7 +13,7 @@
 namespace flashattn_ext::decode {
 namespace {
 
-constexpr int kThreads = 256, kMostColumns = 256, kColumns = 4;  // kColumns: of a thread
+constexpr int kThreads = 256, kMostColumns = 512, kColumns = 4;  // kColumns: of a thread
 
 // The largest, or the sum in a fixed order, of a number of each thread.
 template <class Merge>

@@ -24,8 +24,9 @@ struct Kernels {
 
 template <class T, int kHeadDim>
 Kernels kernels() {
-  return {{tile_sizes<T, kHeadDim, false>, tile_sizes<T, kHeadDim, true>},
-          {split<T, kHeadDim, false>, split<T, kHeadDim, true>},
+  constexpr bool kHasWide = kHeadDim <= 256;
+  return {{tile_sizes<T, kHeadDim, false>, tile_sizes<T, kHeadDim, kHasWide>},
+          {split<T, kHeadDim, false>, split<T, kHeadDim, kHasWide>},
           combine<T>,
           kHeadDim};
 }
@@ -35,7 +36,8 @@ Kernels kernels_of(int64_t head_dim) {
   if (head_dim <= 96) return kernels<T, 96>();
   if (head_dim <= 128) return kernels<T, 128>();
   if (head_dim <= 192) return kernels<T, 192>();
-  return kernels<T, 256>();
+  if (head_dim <= 256) return kernels<T, 256>();
+  return kernels<T, 512>();
 }
 Kernels kernels_of(const DecodeParams& p) {
   const int64_t head_dim = std::max(p.head_dim, p.head_dim_v);
@@ -43,6 +45,10 @@ Kernels kernels_of(const DecodeParams& p) {
   if (p.dtype == DType::kBFloat16) return kernels_of<__nv_bfloat16>(head_dim);
   return kernels_of<float>(head_dim);
 }
+
+// Shared memory that a thread block may have for its tiles, beside its variables.
+constexpr int kStaticBytes = 1024;
+int most_shared_bytes() { return device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - kStaticBytes; }
 
 // How a call is launched. Nothing here depends on lengths, which only the device knows.
 struct Launch {
@@ -56,11 +62,11 @@ struct Launch {
   int64_t q_bytes;  // of the rotated queries
 
   explicit Launch(const DecodeParams& p) : kernels(kernels_of(p)) {
-    constexpr int kStaticBytes = 1024, kReservedBytes = 1024;  // beside the tiles; of the driver, for each thread block
-    const int most = device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - kStaticBytes;
+    constexpr int kReservedBytes = 1024;  // of the driver, for each thread block
+    const int most = most_shared_bytes();
     const int64_t rows = p.seqlen_q * p.group_size();
     const TileSizes narrow = kernels.sizes[0](), wide = kernels.sizes[1]();
-    is_wide = rows > narrow.rows && wide.query_bytes + wide.team_bytes <= most;
+    is_wide = rows > narrow.rows && wide.rows > narrow.rows && wide.query_bytes + wide.team_bytes <= most;
     tile = is_wide ? wide : narrow;
     const int teams = std::min(kMaxWarps / tile.team_warps, (most - tile.query_bytes) / tile.team_bytes);
     warps = teams * tile.team_warps;
@@ -123,11 +129,16 @@ bool in_vectors(const TensorView& t, int64_t element_bytes) { return rows_are_al
 }  // namespace
 
 std::string refuses(const DecodeParams& p) {
-  constexpr int64_t kMostColumns = 256, kPageKeys = 16;
+  constexpr int64_t kMostColumns = 512, kPageKeys = 16;
   if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
   if (std::max(p.head_dim, p.head_dim_v) > kMostColumns) {
-    return "attention to a key-value cache takes head dims up to 256, got " + std::to_string(p.head_dim) + " and " +
+    return "attention to a key-value cache takes head dims up to 512, got " + std::to_string(p.head_dim) + " and " +
            std::to_string(p.head_dim_v) + "; use the CPU backend";
+  }
+  const TileSizes tile = kernels_of(p).sizes[0]();
+  if (tile.query_bytes + tile.team_bytes > most_shared_bytes()) {
+    return "float32 with head dims above 256 needs a GPU whose thread blocks may have 168 KB of shared memory; use "
+           "float16 or bfloat16";
   }
   if (p.cache.block_table && p.cache.page_size % kPageKeys != 0) {
     return "pages hold a multiple of 16 keys, got " + std::to_string(p.cache.page_size) +

@@ -13,7 +13,8 @@ struct TileSizes {
   int query_bytes, team_bytes;  // of shared memory: for the queries, and for each team
 };
 
-// kHeadDim: 64, 96, 128, 192 or 256, at least head_dim and head_dim_v. kWide: tiles.h.
+// kHeadDim: 64, 96, 128, 192, 256 or 512, at least head_dim and head_dim_v. kWide: tiles.h; there are no wide tiles
+// above 256.
 template <class T, int kHeadDim, bool kWide>
 TileSizes tile_sizes();
 // aligned: whether rows of the caches can be read in whole vectors of 16 bytes, the last of which may be cut short.

@@ -19,21 +19,23 @@ template <class T, int kHeadDim, bool kWide>
 struct Split {
   using Core = TensorCore<T>;
   static constexpr Tile kTile = tile<sizeof(T), kHeadDim, kWide>();
-  static constexpr int kRowTiles = kTile.row_tiles, kRowWarps = kTile.row_warps, kRows = kTile.rows();
+  static constexpr int kRowTiles = kTile.row_tiles, kRows = kTile.rows();
+  static constexpr int kColumnWarps = kTile.column_warps, kTeamWarps = kTile.row_warps * kColumnWarps;
   static constexpr int kKeys = kTile.keys, kStages = kTile.stages;
   static constexpr int kStride = kTileStride<T, kHeadDim>, kVectorElements = kVectorBytes / sizeof(T);
   static constexpr int kStageElements = 2 * kKeys * kStride, kTeamElements = kStages * kStageElements;
   static constexpr int kScoreTiles = kKeys / 8, kSteps = kKeys / Core::kK;
-  // Columns of the result that are computed one after another: of many fp32 columns at once the compiler would load so
-  // many values ahead that registers run out.
-  static constexpr int kChunkColumns = sizeof(T) == 4 && kHeadDim > 128 ? 16 : kHeadDim;
-  static constexpr int kChunks = kHeadDim / kChunkColumns, kChunkTiles = kChunkColumns / 8;
+  // Columns of the result that a warp has, and those that it computes one after another: of many fp32 columns at once
+  // the compiler would load so many values ahead that registers run out.
+  static constexpr int kWarpColumns = kHeadDim / kColumnWarps;
+  static constexpr int kChunkColumns = sizeof(T) == 4 && kWarpColumns > 128 ? 16 : kWarpColumns;
+  static constexpr int kChunks = kWarpColumns / kChunkColumns, kChunkTiles = kChunkColumns / 8;
   static constexpr int kSumStride = kHeadDim + 8;  // floats; eight rows start in different banks
   static_assert(kUnitKeys % kKeys == 0);
   static_assert(kRows * kSumStride * sizeof(float) <= kTeamElements * sizeof(T));
 
   // A warp copies runs of neighbouring keys: pages are multiples of 16 keys.
-  static constexpr int kWarpKeys = kKeys / kRowWarps, kRunKeys = kWarpKeys < 16 ? kWarpKeys : 16;
+  static constexpr int kWarpKeys = kKeys / kTeamWarps, kRunKeys = kWarpKeys < 16 ? kWarpKeys : 16;
   static constexpr int kRuns = kWarpKeys / kRunKeys;
   static constexpr int kRowVectors = kHeadDim / kVectorElements, kRunVectors = kRunKeys * kRowVectors;
   static_assert(kRunVectors % 32 == 0);
@@ -69,7 +71,7 @@ struct Split {
       : p(params),
         plan(plan),
         score(score),
-        teams(blockDim.x / 32 / kRowWarps),
+        teams(blockDim.x / 32 / kTeamWarps),
         aligned(aligned),
         part(*shared_part()),
         work(*shared_work()) {
@@ -89,19 +91,22 @@ struct Split {
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int g() { return lane() / 4; }
   static __device__ __forceinline__ int t() { return lane() % 4; }
-  static __device__ __forceinline__ int team() { return uniform(static_cast<int>(threadIdx.x) / 32 / kRowWarps); }
-  static __device__ __forceinline__ int member() { return static_cast<int>(threadIdx.x) / 32 % kRowWarps; }
+  static __device__ __forceinline__ int team() { return uniform(static_cast<int>(threadIdx.x) / 32 / kTeamWarps); }
+  static __device__ __forceinline__ int member() { return static_cast<int>(threadIdx.x) / 32 % kTeamWarps; }
   static __device__ __forceinline__ void team_sync() {
-    if constexpr (kRowWarps == 1) {
+    if constexpr (kTeamWarps == 1) {
       __syncwarp();
     } else {
-      ptx::named_barrier_sync(1 + team(), kRowWarps * 32);
+      ptx::named_barrier_sync(1 + team(), kTeamWarps * 32);
     }
   }
   __device__ __forceinline__ T* stage(int i) const { return rings + team() * kTeamElements + i * kStageElements; }
 
-  // The first packed row of this lane within the tile; the others are 8 and 16 rows on.
-  static __device__ __forceinline__ int lane_row() { return member() * 16 * kRowTiles + g(); }
+  // The first packed row of this warp within the tile, and of this lane, whose others are 8 and 16 rows on.
+  static __device__ __forceinline__ int warp_row() { return member() / kColumnWarps * 16 * kRowTiles; }
+  static __device__ __forceinline__ int lane_row() { return warp_row() + g(); }
+  // The first column of the result that this warp has.
+  static __device__ __forceinline__ int warp_column() { return member() % kColumnWarps * kWarpColumns; }
   // The query and the query head of a packed row of the tile. Rows after the last one count as queries after the last.
   struct Row {
     int query, head;
@@ -327,7 +332,7 @@ struct Split {
   // row0: of the room, the first key of the step.
   __device__ __forceinline__ void compute_step(const T* keys, int row0, const Limits& whole) {
     float scores[kRowTiles][kScoreTiles][4];
-    sm80::score_product<kHeadDim>(scores, q_tile, member() * 16 * kRowTiles, keys, 0);
+    sm80::score_product<kHeadDim>(scores, q_tile, warp_row(), keys, 0);
     score.make_logits<T>(scores);
     if (p.alibi_slopes) add_slopes(scores, row0);
     if (row0 < whole.begin || row0 + kKeys > whole.end) hide_unseen(scores, row0);
@@ -343,7 +348,7 @@ struct Split {
     }
     for_chunks([&](int c) {
       auto operand = [&](int i, int step) { return weights[i][step]; };
-      sm80::accumulate<kHeadDim, kSteps>(out[c], operand, values, c * kChunkColumns);
+      sm80::accumulate<kHeadDim, kSteps>(out[c], operand, values, warp_column() + c * kChunkColumns);
       if (kChunks > 1) __syncwarp();
     });
   }
@@ -429,11 +434,11 @@ struct Split {
     each_row([&](int i, int r) {
       const int row = lane_row() + 16 * i + 8 * r;
       const float sum = softmax[i].total(r);
-      if (t() == 0) row_sums[team() * kRows + row] = {softmax[i].max[r], sum};
+      if (t() == 0 && warp_column() == 0) row_sums[team() * kRows + row] = {softmax[i].max[r], sum};
       for_chunks([&](int c) {
 #pragma unroll
         for (int n = 0; n < kChunkTiles; ++n) {
-          *reinterpret_cast<float2*>(own + row * kSumStride + c * kChunkColumns + n * 8 + 2 * t()) =
+          *reinterpret_cast<float2*>(own + row * kSumStride + warp_column() + c * kChunkColumns + n * 8 + 2 * t()) =
               make_float2(out[c][i][n][2 * r], out[c][i][n][2 * r + 1]);
         }
       });
@@ -493,7 +498,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
 template <class T, int kHeadDim, bool kWide>
 TileSizes tile_sizes() {
   using Kernel = Split<T, kHeadDim, kWide>;
-  return {Kernel::kRows, Kernel::kRowWarps, Kernel::kQueryBytes, Kernel::kTeamBytes};
+  return {Kernel::kRows, Kernel::kTeamWarps, Kernel::kQueryBytes, Kernel::kTeamBytes};
 }
 
 template <class T, int kHeadDim, bool kWide>
