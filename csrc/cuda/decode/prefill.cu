@@ -82,10 +82,10 @@ unsigned blocks_of(int64_t threads) { return static_cast<unsigned>((threads + kT
 bool is_prefill(const DecodeParams& p) {
   // Fewer queries, or fewer tiles of them than half of the multiprocessors, leave the forward kernels idle; splitting
   // keys does not.
-  constexpr int64_t kManyQueries = 65, kTileQueries = 128;
+  constexpr int64_t kManyQueries = 65, kTileQueries = 128, kMostColumns = 256;
   if (p.is_varlen() || p.cache.block_table || p.has_intervals() || p.num_splits > 1 || p.cache.entries == 0)
     return false;
-  if (p.seqlen_q < kManyQueries) return false;
+  if (p.seqlen_q < kManyQueries || std::max(p.head_dim, p.head_dim_v) > kMostColumns) return false;
   if (2 * p.batch * p.heads_q * tile_count(p.seqlen_q, kTileQueries) < multiprocessors()) return false;
   const int64_t rows = entry_rows(p, p.k), bytes = element_bytes(p);
   return rows > 0 && rows == entry_rows(p, p.v) && rows * p.cache.entries <= std::numeric_limits<int32_t>::max() &&
