@@ -107,7 +107,8 @@ void check_device_is_known(const at::Tensor& device_of) {
 // The backend that runs the call, on its stream.
 const Backend& backend_supporting(const Device& device, const at::Tensor& device_of, AttnParams* p, bool backward) {
   std::string reason;
-  const Backend& backend = backend_for(device_name(device_of), *p, backward, &reason);
+  const auto refusal = [&](const Backend& backend) { return backend.supports(*p, backward); };
+  const Backend& backend = backend_for(device_name(device_of), refusal, &reason);
   TORCH_CHECK_NOT_IMPLEMENTED(reason.empty(), "backend '", backend.name, "': ", reason);
   p->stream = device.stream(backend);
   return backend;
