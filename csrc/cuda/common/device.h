@@ -40,4 +40,10 @@ inline std::string wrong_dtype(const AttnParams& p) {
   return p.dtype == DType::kFloat64 ? "float64 is supported on the CPU only; use float32" : "";
 }
 
+// Empty when the CUDA kernels have head dims this large.
+inline std::string refuses_head_dims(const AttnParams& p) {
+  const int64_t largest = p.head_dim > p.head_dim_v ? p.head_dim : p.head_dim_v;
+  return largest <= 256 ? "" : "head dims above 256 are not implemented by the CUDA kernels; use the CPU backend";
+}
+
 }  // namespace flashattn_ext

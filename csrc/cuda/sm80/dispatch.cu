@@ -15,6 +15,7 @@ struct Sm80 {
 
 std::string supports(const AttnParams& p, bool) {
   std::string reason = wrong_dtype(p);
+  if (reason.empty()) reason = refuses_head_dims(p);
   if (reason.empty()) reason = refuses_origin(p, "CUDA");
   if (!reason.empty() || compute_capability() >= 80) return reason;
   return wrong_device("8.0 or newer", "use torch's scaled_dot_product_attention there");

@@ -48,6 +48,7 @@ struct Sm90<float, kHeadDim, kKind> {
 
 std::string supports(const AttnParams& p, bool) {
   std::string reason = wrong_dtype(p);
+  if (reason.empty()) reason = refuses_head_dims(p);
   if (reason.empty()) reason = refuses_origin(p, "Hopper");
   if (!reason.empty() || compute_capability() == 90) return reason;
   return wrong_device("9.0", "use 'cuda-sm80' there");
