@@ -8,6 +8,9 @@ namespace flashattn_ext {
 
 constexpr int kPanelColumns = 64;
 
+// How many panels a tile of so many columns has.
+constexpr int panels(int columns) { return (columns + kPanelColumns - 1) / kPanelColumns; }
+
 // Starts copying kRows rows of all columns, from `row` of a head on; one thread calls it. `full` is the barrier that
 // the rows arrive at.
 template <class T, int kPanels, int kRows>

@@ -2,20 +2,18 @@
 #include "../common/device.h"
 #include "../common/dispatch.cuh"
 #include "kernels.h"
+#include "tiles.h"
 
 namespace flashattn_ext {
 namespace {
 
 template <class T, int kHeadDim, Kind kKind>
 struct Sm80 {
-  static constexpr Kind kRun = general_kind(kKind);
-  static constexpr Kernels kKernels{0, sm80::forward<T, kHeadDim, kRun>, sm80::backward_bytes<T, kHeadDim, kRun>,
-                                    sm80::backward<T, kHeadDim, kRun>};
+  static constexpr Kernels kKernels = sm80::kernels<T, kHeadDim, kKind>();
 };
 
 std::string supports(const AttnParams& p, bool) {
-  std::string reason = wrong_dtype(p);
-  if (reason.empty()) reason = refuses_head_dims(p);
+  std::string reason = wrong_tensors(p, sm80::least_shared<4, 512>());
   if (reason.empty()) reason = refuses_origin(p, "CUDA");
   if (!reason.empty() || compute_capability() >= 80) return reason;
   return wrong_device("8.0 or newer", "use torch's scaled_dot_product_attention there");

@@ -5,6 +5,7 @@
 // runs under the products of another. docs/sm90_forward.md says what was measured.
 #pragma once
 
+#include "../common/call.h"
 #include "../common/device.h"
 #include "../common/general_scores.cuh"
 #include "../common/intervals.cuh"
@@ -34,8 +35,9 @@ struct Forward {
   static constexpr int kGroups = kTile.groups, kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kStages = kTile.stages;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads, kWarps = kGroups * 4;
-  static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
-  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDim / 8, kSteps = kKeys / 16;
+  static constexpr int kColumns = out_columns(kHeadDim);  // of v and out
+  static constexpr int kPanels = panels(kHeadDim), kValuePanels = panels(kColumns);
+  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kColumns / 8, kSteps = kKeys / 16;
   // What is added to the scores of a warp. Without a dense bias nothing is read for each score.
   using Bias = std::conditional_t<kGeneral, TileBias<T, false, 1, kScoreTiles>, DistanceBias<false, 1, kScoreTiles>>;
 
@@ -84,7 +86,7 @@ struct Forward {
   struct Shared {
     T q[kPanels][kQueries][kPanelColumns];
     T k[kStages][kPanels][kKeys][kPanelColumns];
-    T v[kStages][kPanels][kKeys][kPanelColumns];
+    T v[kStages][kValuePanels][kKeys][kPanelColumns];
     ptx::Barrier q_full, q_empty;
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     ptx::Barrier work_full, work_empty, tail_cleared;
@@ -729,17 +731,20 @@ template <class T, int kHeadDim, Kind kKind>
 void forward(const AttnParams& p) {
   using Kernel = Forward<T, kHeadDim, kKind>;
   if (p.batch * p.heads_q == 0) return;
-  const ForwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kQueries), key_map(p, p.k, p.head_dim, Kernel::kKeys),
-                         key_map(p, p.v, p.head_dim_v, Kernel::kKeys)};
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
   int* const taken = static_cast<int*>(p.workspace);
   const TileGrid grid{forward_order(p, blocks, sizeof(T)), static_cast<int>(all), taken};
   const int64_t processors = multiprocessors();
-  if (all > processors) {
-    check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
-  }
-  launch(forward_kernel<T, kHeadDim, kKind>, "sm90 forward", p, std::min(all, processors), Kernel::kThreads,
-         static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));
+  for_columns<Kernel::kColumns>(p, [&](const AttnParams& part) {
+    const ForwardMaps maps{query_map(part, part.q, part.head_dim, Kernel::kQueries),
+                           key_map(part, part.k, part.head_dim, Kernel::kKeys),
+                           key_map(part, part.v, part.head_dim_v, Kernel::kKeys)};
+    if (all > processors) {
+      check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
+    }
+    launch(forward_kernel<T, kHeadDim, kKind>, "sm90 forward", part, std::min(all, processors), Kernel::kThreads,
+           static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));
+  });
 }
 
 }  // namespace flashattn_ext::sm90
