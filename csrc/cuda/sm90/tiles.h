@@ -45,8 +45,8 @@ constexpr ForwardTiles kForwardTiles[] = {
     {192, Kind::kDropout, {{2, 64, 3}, {2, 64, 2}}},
     {256, Kind::kPlain, {{2, 64, 2}, {2, 80, 2}}},
     {256, Kind::kDropout, {{2, 64, 2}}},
-    {384, Kind::kPlain, {{2, 48, 2}, {3, 32, 2}}},
-    {512, Kind::kPlain, {{2, 32, 2}}},
+    {384, Kind::kPlain, {{2, 80, 2}, {2, 64, 2}}},
+    {512, Kind::kPlain, {{2, 64, 2}, {2, 48, 2}}},
 };
 
 template <int kHeadDim, Kind kKind>
