@@ -85,7 +85,7 @@ def cuda_kinds(architecture: str, stage: str, dtype: str, head_dim: int) -> dict
     """The rows of kinds that have instances. Head dims above 256 have few: Instance in csrc/cuda/sm80/kernels.h."""
     rows = CUDA_KINDS[architecture]
     if head_dim > 256:
-        has_plain = dtype != "fp32" and (architecture, stage) != ("sm90", "backward")
+        has_plain = dtype != "fp32"
         has_general = architecture == "sm80" and (dtype == "fp32" or head_dim == max(HEAD_DIMS))
         plain, general = {"": ("kPlain",)}, {"_general": ("kGeneral",)}
         return {**(plain if has_plain else {}), **(general if has_general else {})}

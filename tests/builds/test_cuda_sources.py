@@ -18,7 +18,7 @@ import sources  # noqa: E402
 def test_every_stage_has_every_type_and_class_of_head_dims() -> None:
     texts = sources.cuda_instances(sm90=True)
     groups = sum(len(types) * len(sources.CUDA_KINDS[name]) for name, types in sources.CUDA_TYPES.items())
-    wide = 2 * (2 * 3 + 2) + 2 * 2  # sm80: 16-bit types and fp32; sm90: forwards of 16-bit types
+    wide = 2 * (2 * 3 + 2) + 2 * (2 * 2)  # sm80: 16-bit types and fp32; sm90: 16-bit types
     assert len(texts) == 2 * 6 * groups - 2 * sum(map(len, sources.LEFT_TO_SM80.values())) + wide
     for architecture, dtypes in sources.CUDA_TYPES.items():
         header = (ROOT / "csrc" / "cuda" / architecture / "kernels.h").read_text()
@@ -29,7 +29,7 @@ def test_every_stage_has_every_type_and_class_of_head_dims() -> None:
                     given = {
                         f"<{sources.CUDA_NAMES[dtype]}, {head_dim}, flashattn_ext::Kind::{kind}>" for kind in kinds
                     }
-                    left_to_sm80 = head_dim > 256 or head_dim in sources.LEFT_TO_SM80.get(suffix, ())
+                    left_to_sm80 = head_dim in sources.LEFT_TO_SM80.get(suffix, ())
                     stages = ["forward"] if architecture == "sm90" and left_to_sm80 else [*sources.ENTRY_POINTS]
                     names = [f"{architecture}_{stage}_{dtype}_{head_dim}{suffix}.cu" for stage in stages]
                     defined = re.findall(
@@ -55,12 +55,11 @@ def test_every_kind_is_compiled_once() -> None:
     + [("fp32", d, ["kGeneral"]) for d in (384, 512)],
 )
 def test_head_dims_above_256_have_few_kinds(dtype: str, head_dim: int, kinds: list[str]) -> None:
-    """Those that Instance in csrc/cuda/sm80/kernels.h names, and on Hopper a plain forward."""
+    """Those that Instance in csrc/cuda/sm80/kernels.h names, and on Hopper plain ones of 16-bit types."""
     for stage in sources.ENTRY_POINTS:
         assert [kind for row in sources.cuda_kinds("sm80", stage, dtype, head_dim).values() for kind in row] == kinds
-    if dtype in sources.CUDA_TYPES["sm90"]:
-        assert sources.cuda_kinds("sm90", "forward", dtype, head_dim) == {"": ("kPlain",)}
-        assert sources.cuda_kinds("sm90", "backward", dtype, head_dim) == {}
+        if dtype in sources.CUDA_TYPES["sm90"]:
+            assert sources.cuda_kinds("sm90", stage, dtype, head_dim) == {"": ("kPlain",)}
 
 
 def test_without_hopper() -> None:

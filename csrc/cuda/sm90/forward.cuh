@@ -15,7 +15,7 @@
 #include "../common/store_row.cuh"
 #include "../common/tensor_map.h"
 #include "../common/tile_order.cuh"
-#include "../ptx/cluster.cuh"
+#include "pair.cuh"
 #include "products.cuh"
 #include "tiles.h"
 
@@ -35,10 +35,8 @@ struct Forward {
   static constexpr int kGroups = kTile.groups, kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kStages = kTile.stages;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads, kWarps = kGroups * 4;
-  // With head dims above 256 a cluster of two thread blocks computes a tile of queries. Each has a half of the columns
-  // of q, k, v and out, and a part of every score, and gives its parts to the other one.
-  static constexpr bool kPaired = kHeadDim > 256;
-  static constexpr int kBlocks = kPaired ? 2 : 1, kColumns = kHeadDim / kBlocks;
+  static constexpr bool kPaired = is_paired(kHeadDim);                            // pair.cuh
+  static constexpr int kBlocks = kPaired ? 2 : 1, kColumns = kHeadDim / kBlocks;  // of a thread block
   static constexpr int kPanels = panels(kColumns);
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kColumns / 8, kSteps = kKeys / 16;
   // What is added to the scores of a warp. Without a dense bias nothing is read for each score.
@@ -102,9 +100,7 @@ struct Forward {
         8) bool v_isolated[kMasks ? kStages : 0][8];  // for each inspecting warp, whether it has isolated any values
     Inspection inspections[kMasks ? kStages : 0];
     FoundTile found[kMasks ? 32 : 0];  // what the loading warp has found and not yet loaded
-    // The other block's part of the scores of each warpgroup, in the registers of the same thread.
-    alignas(16) float parts[kPaired ? kGroups : 0][kScoreTiles][kGroupThreads][4];
-    ptx::Barrier parts_full[kPaired ? kGroups : 0], parts_empty[kPaired ? kGroups : 0];
+    OtherPart<kScoreTiles> parts[kPaired ? kGroups : 0];
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
   static_assert(kStages >= 2);  // the next keys are loaded before these values
@@ -154,9 +150,7 @@ struct Forward {
       if (kPaired) return tile + static_cast<int>(gridDim.x) / kBlocks;
       return kMasks ? uniform(leads() ? grid.take() : 0) : grid.take();
     }
-    static __device__ __forceinline__ int column() {
-      return kPaired ? static_cast<int>(ptx::cluster_rank()) * kColumns : 0;
-    }
+    static __device__ __forceinline__ int column() { return half_of_columns<kPaired>() * kColumns; }
 
     __device__ Work start_head(int b, int h) {
       const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
@@ -476,7 +470,7 @@ struct Forward {
     const auto biases = begin_biases(work, n);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
-    if constexpr (kPaired) add_other_part();
+    if constexpr (kPaired) shared.parts[group].exchange(scores, &parts_parity);
     end_keys(kMasks ? walk.tile.has(KeyTile::kLast) : n == walk.last);
     weigh(work, walk, v, unmasked, biases);
     if (kGeneral) draw_signs(work, n, dropout);
@@ -496,7 +490,7 @@ struct Forward {
         const auto biases = begin_biases(work, n);
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
-        if constexpr (kPaired) add_other_part();
+        if constexpr (kPaired) shared.parts[group].exchange(scores, &parts_parity);
         end_keys(kMasks ? walk.tile.has(KeyTile::kLast) : n == walk.last);
         weigh(work, walk, v.after(), unmasked, biases);
         if (kGeneral) draw_signs(work, n, dropout);
@@ -511,30 +505,6 @@ struct Forward {
     await_values();
     accumulate<32, uint64_t>(out, weights, shared.v[v.stage]);
     end_values();
-  }
-
-  // Gives this block's part of the scores to the other one, and adds the other's: both have the same sums then.
-  __device__ __forceinline__ void add_other_part() {
-    const uint32_t other = ptx::cluster_rank() ^ 1;
-    const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
-    auto& parts = shared.parts[group];
-    if (thread == 0) ptx::barrier_arrive_expect(&shared.parts_full[group], static_cast<int>(sizeof(parts)));
-    ptx::barrier_wait_for_cluster(&shared.parts_empty[group], parts_parity ^ 1);
-    const uint32_t to = ptx::address_in(other, &parts[0][thread]);
-    const uint32_t full = ptx::address_in(other, &shared.parts_full[group]);
-#pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n) {
-      ptx::store_async(to + n * static_cast<int>(sizeof(parts[0])), scores[n], full);
-    }
-    ptx::barrier_wait_for_cluster(&shared.parts_full[group], parts_parity);
-#pragma unroll
-    for (int n = 0; n < kScoreTiles; ++n) {
-      const float4 part = *reinterpret_cast<const float4*>(parts[n][thread]);
-      scores[n][0] += part.x, scores[n][1] += part.y, scores[n][2] += part.z, scores[n][3] += part.w;
-    }
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::barrier_arrive_in(ptx::address_in(other, &shared.parts_empty[group]));
-    parts_parity ^= 1;
   }
 
   __device__ __forceinline__ void end_keys(bool last_of_tile) {
@@ -747,13 +717,10 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const ForwardMa
     ptx::barrier_init(&shared.work_full, 1);
     ptx::barrier_init(&shared.work_empty, Kernel::kWarps);
     ptx::barrier_init(&shared.tail_cleared, Kernel::kWarps);
-    for (int i = 0; Kernel::kPaired && i < Kernel::kGroups; ++i) {
-      ptx::barrier_init(&shared.parts_full[i], 1);
-      ptx::barrier_init(&shared.parts_empty[i], kGroupThreads / 32);
-    }
+    for (int i = 0; Kernel::kPaired && i < Kernel::kGroups; ++i) shared.parts[i].init();
     ptx::fence_barrier_init();
   }
-  Kernel::kPaired ? ptx::cluster_sync() : __syncthreads();
+  sync_pair_or_block<Kernel::kPaired>();
   // One warpgroup loads; it gives its registers to those that compute.
   if (threadIdx.x < kGroupThreads) {
     ptx::give_registers<Kernel::kRegisters.producer>();
@@ -766,7 +733,7 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const ForwardMa
     ptx::take_registers<Kernel::kRegisters.consumer>();
     Kernel(shared, p, score, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
   }
-  if (Kernel::kPaired) ptx::cluster_sync();  // the other block may still arrive at a barrier of this one
+  if (Kernel::kPaired) sync_pair_or_block<true>();
 #endif
 }
 
