@@ -188,7 +188,7 @@ def test_kernels_for_hopper_are_chosen_and_agree(head_dim: int, options: dict, m
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
-@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 129, 192, 256])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 129, 192, 256, 320, 512])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "dropout_p": 0.3, "rng_seed": 7}, {"window_size": (100, 20)}])
 def test_gradients_of_the_kernels_for_hopper_agree(head_dim: int, options: dict) -> None:
     q, k, v = leaves(2, 500, 4, head_dim, dtype=torch.bfloat16)
@@ -198,7 +198,8 @@ def test_gradients_of_the_kernels_for_hopper_agree(head_dim: int, options: dict)
         with flashattn_ext.use_backend(name):
             grads[name] = torch.autograd.grad(flashattn_ext.forward(q, k, v, **options), (q, k, v), grad)
     pairs = list(zip(*grads.values(), strict=True))
-    assert not all(torch.equal(*pair) for pair in pairs)  # other tiles, other order of sums
+    same_kernels = head_dim > 256 and "dropout_p" in options  # sm80's
+    assert same_kernels or not all(torch.equal(*pair) for pair in pairs)  # other tiles, other order of sums
     for other, ours in pairs:
         torch.testing.assert_close(ours, other, atol=4e-2, rtol=2e-2)
 

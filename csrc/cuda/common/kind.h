@@ -43,11 +43,6 @@ constexpr bool can_mask(Kind kind) { return kind == Kind::kIntervals || kind == 
 // The row of a tile table that serves a kind which has none of its own: one whose keys suit dropout if need be.
 constexpr Kind tile_kind(Kind kind) { return can_drop(kind) ? Kind::kDropout : Kind::kPlain; }
 
-// A forward keeps its sums for `out` in registers, which end at 256 columns: with larger head dims it runs twice, each
-// time for half of the columns, and computes the scores again.
-constexpr bool runs_twice(int head_dim) { return head_dim > 256; }
-constexpr int out_columns(int head_dim) { return runs_twice(head_dim) ? head_dim / 2 : head_dim; }
-
 // Stands for a member that kernels of a kind do not need.
 struct Nothing {};
 

@@ -368,6 +368,19 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, Forward
   Forward<T, kHeadDim, kKind>(p, score, reinterpret_cast<T*>(shared)).run(order);
 }
 
+// Calls run(part) for every kColumns columns of v and out: `part` is the call with no other columns. lse is the same in
+// all parts.
+template <int kColumns, class Run>
+void for_columns(const AttnParams& p, const Run& run) {
+  for (int64_t first = 0; first < p.head_dim_v; first += kColumns) {
+    AttnParams part = p;
+    part.v.data = static_cast<char*>(p.v.data) + first * element_bytes(p);
+    part.out.data = static_cast<char*>(p.out.data) + first * element_bytes(p);
+    part.head_dim_v = std::min<int64_t>(kColumns, p.head_dim_v - first);
+    run(part);
+  }
+}
+
 template <class T, int kHeadDim, Kind kKind>
 void forward(const AttnParams& p) {
   using Kernel = Forward<T, kHeadDim, kKind>;

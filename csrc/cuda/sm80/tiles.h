@@ -29,6 +29,10 @@ struct ForwardTile {
   constexpr bool exists() const { return warps > 0; }
 };
 
+// Columns of v and out in one run of the forward, which keeps its sums for `out` in registers. These end at 256
+// columns: with larger head dims it runs twice, each time for half of the columns, and computes the scores again.
+constexpr int out_columns(int head_dim) { return head_dim > 256 ? head_dim / 2 : head_dim; }
+
 struct ForwardTiles {
   int head_dim;
   Kind kind;
