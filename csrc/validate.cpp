@@ -12,7 +12,7 @@
 namespace flashattn_ext {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxHeadDim = 512;
 
 using NamedTensors = std::vector<std::pair<const char*, const at::Tensor*>>;
 

@@ -164,11 +164,11 @@ def forward(
     """Exact attention with memory linear in the sequence length; differentiable.
 
     Args:
-        q: queries [B, Sq, Hq, D] (layout "bhsd": [B, Hq, Sq, D]); D from 1 to 256. float16,
+        q: queries [B, Sq, Hq, D] (layout "bhsd": [B, Hq, Sq, D]); D from 1 to 512 (256 on Ascend). float16,
             bfloat16, float32, and float64 on the CPU. Any strides; only the last dimension is
             wanted contiguous (and copied if it is not).
         k: keys [B, Sk, Hk, D]; Hq is a multiple of Hk, query head h reads key head h // (Hq // Hk).
-        v: values [B, Sk, Hk, Dv]; Dv from 1 to 256.
+        v: values [B, Sk, Hk, Dv]; Dv from 1 to 512.
         causal: query i sees the keys j <= i + Sk - Sq (aligned at the bottom right).
         window_size: (left, right), keys seen to either side of i + Sk - Sq; -1 is unbounded.
         softmax_scale: factor of the scores, 1 / sqrt(D) by default.

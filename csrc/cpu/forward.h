@@ -118,7 +118,7 @@ class Forward {
     }
     for (int64_t lane = 0; lane < lane_count; lane += kPanel<Op>) {
       const IndexRange lanes{lane, lesser(lane + kPanel<Op>, lane_count)}, panel_keys = mask.panel_keys(lane);
-      gemm<Order::kRowMajor, Init::kZero>(qk, panel_keys, lanes, EveryUnit<Op>{p.head_dim});
+      score_product(qk, panel_keys, lanes, ceil_div(p.head_dim, Op::kPack));
       weigh<Accuracy>(tile, rule, scratch.rows, mask, lanes, panel_keys);
     }
     const Gemm<Op> pv{reinterpret_cast<const Unit*>(tile.scores),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import Case, assert_same_bits, check, cotangents, make_inputs, measure, refused
+from helpers import WIDE, Case, assert_same_bits, check, cotangents, make_inputs, measure, refused
 
 import flashattn_ext
 
@@ -18,7 +18,7 @@ def test_gradients_of_every_length_are_exact(device: str, dtype: torch.dtype, Sq
 
 @pytest.mark.every_isa
 @pytest.mark.parametrize(
-    "D,Dv", [(1, 1), (7, 9), (64, 64), (100, 36), (128, 128), (192, 128), (3, 256), (256, 5), (256, 256)]
+    "D,Dv", [(1, 1), (7, 9), (64, 64), (100, 36), (128, 128), (192, 128), (3, 256), (256, 5), (256, 256), *WIDE]
 )
 def test_gradients_of_every_head_dim_are_exact(device: str, dtype: torch.dtype, D: int, Dv: int) -> None:
     check(Case(dtype=dtype, Sq=66, Sk=70, D=D, Dv=Dv), device)
