@@ -39,6 +39,13 @@ struct GeneralScore {
     if (!is_capped) return;
     each<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] = capped<T>().stored(x[i][n][e]); });
   }
+  // The same for one product of a capped rule. Returns what the gradient of its logit is to be multiplied by.
+  template <class T>
+  __device__ __forceinline__ float cap(float* x) const {
+    *x = capped<T>().stored(*x);
+    // The maximum of 0 and what is not a number is 0: a gradient of 0 stays 0.
+    return fmaxf(capped<T>().times_slope(1.f, *x), 0.f);
+  }
   // Products become logits without bias, in units of log2.
   template <class T, int kRowTiles, int N>
   __device__ __forceinline__ void make_logits(float (&x)[kRowTiles][N][4]) const {
@@ -83,9 +90,13 @@ struct GeneralScore {
 struct StoredLogit {
   static constexpr float factor = 1;
 };
-// The rule of scores whose logits, in units of log2, are factor * score. The factor is positive.
+// The rule of scores whose logits, in units of log2, are factor * score. A kernel that looks for the maximum of a row
+// has a positive factor.
 struct ScaledLogit {
+  static constexpr bool kConstantSlope = true;
   float factor;
+  __device__ __forceinline__ float stored(float x) const { return x; }
+  __device__ __forceinline__ float times_slope(float gradient, float) const { return gradient; }
 };
 
 // The rule of what a forward has stored when it looks for the maximum of a row.

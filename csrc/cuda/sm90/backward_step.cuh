@@ -6,7 +6,6 @@
 #include "../common/bias_finish.cuh"
 #include "../common/device.h"
 #include "../common/dq_order.cuh"
-#include "../common/general_scores.cuh"
 #include "../common/intervals.cuh"
 #include "../common/isolation.cuh"
 #include "../common/ring.cuh"
