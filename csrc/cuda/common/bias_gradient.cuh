@@ -25,7 +25,7 @@ struct BiasSums {
 
 // Which gradients of a relative bias a kernel forms. On Hopper the code for them costs registers, and without enough of
 // those ptxas serialises all products.
-enum class RelativeGradient { kNone, kInAnyOrder, kInAnyOrderOrExact };
+enum class RelativeGradient { kInAnyOrder, kInAnyOrderOrExact };
 
 // The gradients of the biases of one head and one tile of a warp. Bias: TileBias or DistanceBias.
 template <class Bias, class T, int kKeyTiles, int kQueryTiles, RelativeGradient kRelative>
@@ -53,7 +53,7 @@ struct TileBiasGradient {
         sums.slope += gradient(i, e) * fabsf(first + static_cast<float>(bias.place.distance_on(i, n, e)));
       });
     }
-    if (kRelative != RelativeGradient::kNone && p.drelative_bias) {
+    if (p.drelative_bias) {
       const Reached range = bias.uniform_range();
       if (range == Reached::kBelow) {
         each([&](int i, int e) { sums.below += gradient(i, e); });
@@ -85,7 +85,7 @@ struct TileBiasGradient {
         return gradients[i][n][e] * fabsf(first + static_cast<float>(bias.place.distance_on(i, n, e)));
       });
     }
-    if (kRelative == RelativeGradient::kNone || !p.drelative_bias) return;
+    if (!p.drelative_bias) return;
     if (bias.range == Reached::kBelow || bias.range == Reached::kAbove) {
       const float sum = sum_of([&](int i, int n, int e) { return gradients[i][n][e]; });
       (bias.range == Reached::kBelow ? sums.below : sums.above) += sum;
@@ -98,7 +98,7 @@ struct TileBiasGradient {
 
   // After the last query tile.
   __device__ __forceinline__ void finish() {
-    if (kRelative == RelativeGradient::kNone || !counts || !p.drelative_bias) return;
+    if (!counts || !p.drelative_bias) return;
     const Reached range = bias.uniform_range();
     if (range == Reached::kBelow || range == Reached::kAbove) return;
 #pragma unroll

@@ -462,7 +462,8 @@ struct Forward {
       shrink[1] = factors[1];
     };
     if constexpr (kKind == Kind::kScores) {
-      softmax.weigh(scores, ScaledLogit{logit_factor}, kTolerance, keep_shrink);
+      score.is_capped ? softmax.weigh(scores, CappedLogit{logit_factor}, kTolerance, keep_shrink)
+                      : softmax.weigh(scores, ScaledLogit{logit_factor}, kTolerance, keep_shrink);
     } else {
       softmax.weigh(scores, stored_rule(score), kTolerance, keep_shrink);
     }
