@@ -8,6 +8,7 @@ out = distributed.unshard(out, group=group)                           # all of i
 """
 
 from .api import attention
+from .module import DistributedAttention
 from .sharding import shard, shard_lengths, unshard
 
-__all__ = ["attention", "shard", "shard_lengths", "unshard"]
+__all__ = ["DistributedAttention", "attention", "shard", "shard_lengths", "unshard"]

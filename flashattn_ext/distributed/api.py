@@ -79,9 +79,10 @@ def attention(
     pg = groups.resolved(group)
     if mode not in MODES:
         raise ValueError(f"mode: expected one of {MODES}, got {mode!r}")
-    rng_seed, bhsd = arguments.seed(options.pop("rng_seed", None)), arguments.is_bhsd(layout)
+    named: dict[str, Any] = {**options}
+    rng_seed, bhsd = arguments.seed(named.pop("rng_seed", None)), arguments.is_bhsd(layout)
     arguments.optional_tensors(cu_seqlens=cu_seqlens)
-    tensors, call_options = _call(q, k, v, options)
+    tensors, call_options = _call(q, k, v, named)
     if bhsd and cu_seqlens is None:
         tensors = tensors._replace(
             q=tensors.q.transpose(1, 2), k=tensors.k.transpose(1, 2), v=tensors.v.transpose(1, 2)
@@ -145,7 +146,8 @@ def _rng_state(q: Tensor, dropout_p: float, rng_seed: int | None) -> Tensor:
     if not dropout_p > 0:
         return torch.empty(0, dtype=torch.int64, device=q.device)
     if rng_seed is not None:
-        return ops.rng_state(q, rng_seed)
+        state: Tensor = ops.rng_state(q, rng_seed)
+        return state
     return torch.randint(1, 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
 
 

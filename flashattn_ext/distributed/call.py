@@ -111,7 +111,7 @@ def _description(tensors: Tensors, s: Settings) -> dict[str, Any]:
             shape = ["n"]  # another number with every batch
         elif name in ("q", "k", "v") and len(shape) > 2:
             shape[-3] = "rows"
-        elif name == "bias" and len(shape) == 4 and shape[2] > 1:
+        elif name == "bias" and len(shape) == 4 and shape[2] != 1:
             shape[2] = "rows"
         described[name] = f"a {t.device.type} tensor of {t.dtype} [{', '.join(map(str, shape))}]"
     return described
@@ -155,7 +155,7 @@ def _check_whole_call(tensors: Tensors, s: Settings) -> None:
         if t is None:
             return None
         shape = list(t.shape)
-        if rows_dim is not None and (name != "bias" or (len(shape) == 4 and shape[2] > 1)):
+        if rows_dim is not None and (name != "bias" or (len(shape) == 4 and shape[2] != 1)):
             if name == "bias" and shape[2] != tensors.q.shape[-3]:
                 raise ValueError(
                     f"bias: expected the {tensors.q.shape[-3]} rows of this rank, or 1, in dimension 2, got {shape[2]} in shape {shape}"

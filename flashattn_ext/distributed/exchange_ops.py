@@ -98,7 +98,6 @@ _library.impl("distributed_backward", _backward, "CompositeExplicitAutograd")
 # --- shapes, for torch.compile ------------------------------------------------------------------------------------------
 
 
-@torch.library.register_fake("flashattn_ext::distributed_forward", lib=_library)
 def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     tensors, settings = Tensors(*arguments[:10]), Settings(*arguments[10:])
     q, k, v = tensors[:3]
@@ -118,7 +117,6 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     )  # fmt: skip
 
 
-@torch.library.register_fake("flashattn_ext::distributed_backward", lib=_library)
 def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
     needs, tensors = arguments[9:12], Tensors(*arguments[12:22])
     given = (tensors.sink, tensors.alibi_slopes, tensors.relative_bias, tensors.bias)
@@ -127,6 +125,10 @@ def _fake_backward(*arguments: Any) -> tuple[Tensor, ...]:
         tensors.q.new_empty(t.shape, dtype=t.dtype) if t is not None and needed else tensors.q.new_empty(0)
         for t, needed in zip((*tensors[:3], *given), (True, True, True, *wanted), strict=True)
     )
+
+
+torch.library.register_fake("flashattn_ext::distributed_forward", _fake_forward, lib=_library)
+torch.library.register_fake("flashattn_ext::distributed_backward", _fake_backward, lib=_library)
 
 
 # --- autograd -----------------------------------------------------------------------------------------------------------

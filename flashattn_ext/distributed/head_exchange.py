@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,7 @@ class HeadExchange:
     options: CallOptions
     sharding: Sharding
     documents: tuple[int, ...] | None
-    group: object
+    group: Any
     shares: HeadShares
 
     def __post_init__(self) -> None:
@@ -84,7 +85,7 @@ class HeadExchange:
             for t, of_keys in zip(tensors, are_keys, strict=True):
                 heads = self._heads(rank, of_keys)
                 piece = t.narrow(self.row_dim + 1, heads.start, len(heads))
-                pieces.append(piece.reshape(-1))
+                pieces.append(piece)
                 size += piece.numel()
             sent_sizes.append(size)
         shapes = [
@@ -112,7 +113,7 @@ class HeadExchange:
             for t in tensors:
                 for span in self.sharding.spans(rank):
                     piece = t.narrow(self.row_dim, span.begin, span.length)
-                    pieces.append(piece.reshape(-1))
+                    pieces.append(piece)
                     size += piece.numel()
             sent_sizes.append(size)
         spans = self.sharding.spans(self.rank)
@@ -129,12 +130,14 @@ class HeadExchange:
         for index, (t, of_keys, count) in enumerate(zip(tensors, are_keys, heads, strict=True)):
             sums = of_keys and self.shares.heads_k % self.ranks != 0
             statistics = torch.promote_types(t.dtype, torch.float32)
-            result = t.new_zeros(self._shape(t, rows, count), dtype=statistics if sums else t.dtype)
+            make = t.new_zeros if sums else t.new_empty
+            result = make(self._shape(t, rows, count), dtype=statistics if sums else t.dtype)
             for rank, parts in enumerate(received):
                 of_rank = self._heads(rank, of_keys)
                 target = result.narrow(self.row_dim + 1, of_rank.start, len(of_rank))
                 for span, part in zip(spans, parts[index * len(spans) :], strict=False):
-                    target.narrow(self.row_dim, span.at, span.length).add_(part)
+                    of_span = target.narrow(self.row_dim, span.at, span.length)
+                    of_span.add_(part) if sums else of_span.copy_(part)
             results.append(result.to(t.dtype))
         return results
 
@@ -144,10 +147,14 @@ class HeadExchange:
     def _exchange(
         self, pieces: list[Tensor], sent_sizes: list[int], shapes: list[list[list[int]]]
     ) -> list[list[Tensor]]:
-        """`shapes` of what comes from each rank -> those tensors."""
+        """`pieces` in the order of the ranks that they go to, `shapes` of what comes from each rank -> those tensors."""
+        sent, at = pieces[0].new_empty(sum(sent_sizes)), 0
+        for piece in pieces:
+            sent[at : at + piece.numel()].view(piece.shape).copy_(piece)
+            at += piece.numel()
         sizes = [[math.prod(shape) for shape in of_rank] for of_rank in shapes]
         received = all_to_all(
-            torch.cat(pieces), sent_sizes, [sum(of_rank) for of_rank in sizes], self.group, "the exchange of heads"
+            sent, sent_sizes, [sum(of_rank) for of_rank in sizes], self.group, "the exchange of heads"
         )
         parts = received.split([size for of_rank in sizes for size in of_rank])
         results, at = [], 0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ class KeyExchange:
     options: CallOptions  # of the whole; origin: (batch, head)
     sharding: Sharding
     documents: tuple[int, ...] | None  # packed sequences: where they begin, and the end of the last
-    group: object
+    group: Any
     ring: bool
 
     def __post_init__(self) -> None:
@@ -159,10 +160,8 @@ class KeyExchange:
         self, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: tuple[bool, bool, bool]
     ) -> Gradients:
         """needs: whether alibi_slopes, relative_bias and bias have gradients."""
-        dq = torch.zeros_like(self.q, dtype=self.statistics, memory_format=torch.contiguous_format)
-        dk, dv = (
-            torch.zeros_like(t, dtype=self.statistics, memory_format=torch.contiguous_format) for t in (self.k, self.v)
-        )
+        dq = self.q.new_zeros(self.q.shape, dtype=self.statistics if self.plan.merges else None)
+        dk, dv = (t.new_zeros(t.shape, dtype=self.statistics) for t in (self.k, self.v))
         extras = _ExtraGradients(self, needs)
         steps = self.plan.steps
         buffers, transfer = self._fetch(steps[0])
@@ -199,7 +198,8 @@ class KeyExchange:
                 None if dout is None else self._rows(dout, *part.rows), None if dlse is None else dlse[..., rows],
                 self._rows(out, *part.rows), lse[..., rows], extras.needs,
             )  # fmt: skip
-            self._rows(dq, *part.rows).add_(gradients.q)
+            of_rows = self._rows(dq, *part.rows)
+            of_rows.copy_(gradients.q) if part.is_first else of_rows.add_(gradients.q)
             if single:
                 dk, dv = gradients.k, gradients.v
             else:

@@ -127,7 +127,7 @@ def unshard(
     dim %= x.dim()
     of = Sharding(x.shape[dim] * ranks if seqlen is None else seqlen, ranks, checked_kind(sharding))
     check_length("x", x.shape[dim], of, dist.get_rank(group))
-    whole: Tensor = _Unshard.apply(x, of, dim, group)
+    whole: Tensor = _Unshard.apply(x, of, dim, group)  # type: ignore[no-untyped-call]
     return whole
 
 

@@ -105,7 +105,12 @@ def _whole(case: DistributedCase, tensors: dict[str, Tensor], mask: Mask | None)
         return flashattn_ext.forward(**tensors, **options)
     cu_seqlens, longest = cu_seqlens.to(case.device), max(case.lengths or (), default=0)
     return flashattn_ext.varlen_forward(
-        **tensors, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest, **options
+        **tensors,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=cu_seqlens,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        **options,
     )
 
 
@@ -135,7 +140,7 @@ def compare(case: DistributedCase) -> None:
     for name, t in whole.items():
         if name in "qkv":
             t = distributed.shard(t, dim=case.row_dim, **split)
-        elif name == "bias" and t.shape[2] > 1:
+        elif name == "bias" and t.shape[2] != 1:
             t = distributed.shard(t, dim=2, **split)
         parts[name] = t.detach().clone().requires_grad_()
     expected_out, expected_lse = _whole(case, whole, mask)
@@ -165,7 +170,7 @@ def compare(case: DistributedCase) -> None:
         assert gradient is not None and expected is not None
         if name in "qkv":
             expected = distributed.shard(expected, dim=case.row_dim, **split)
-        elif name == "bias" and t.shape[2] == whole[name].shape[2] == 1 or name in PER_HEAD:
+        elif (name == "bias" and t.shape[2] == whole[name].shape[2] == 1) or name in PER_HEAD:
             dist.all_reduce(gradient, group=group)
         elif name == "bias":
             expected = distributed.shard(expected, dim=2, **split)
