@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch.distributed as dist
 
 from .communication import guarded
 
-_agreed: set[tuple[Any, ...]] = set()
+_agreed: weakref.WeakKeyDictionary[Any, set[tuple[Any, ...]]] = weakref.WeakKeyDictionary()  # descriptions, by group
 
 
 def agree(group: Any, description: dict[str, Any], checked: Any) -> None:
@@ -27,8 +28,8 @@ def agree(group: Any, description: dict[str, Any], checked: Any) -> None:
         RuntimeError: another rank did not come within the timeout of the group.
     """
     texts = {name: str(value) for name, value in description.items()}
-    key = (id(group), *texts.items())
-    if key in _agreed:
+    key, agreed = tuple(texts.items()), _agreed.setdefault(group, set())
+    if key in agreed:
         return
     error: Exception | None = None
     try:
@@ -52,7 +53,7 @@ def agree(group: Any, description: dict[str, Any], checked: Any) -> None:
             "flashattn_ext.distributed: every rank of the group must make the same call, and they differ: "
             + "; ".join(different)
         )
-    _agreed.add(key)
+    agreed.add(key)
 
 
 def _difference(name: str, values: list[str | None]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch.distributed as dist
@@ -10,7 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 # A process group, a DeviceMesh of one dimension, or None for all ranks.
 Group = Any
 
-_BY_NAME: dict[str, Any] = {}  # those that were given; the ops know a group by its name
+# Those that were given; the ops know a group by its name. Weak, because the threads of a group end with its last reference, and must end
+# before the process does.
+_BY_NAME: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 def resolved(group: Group) -> Any:

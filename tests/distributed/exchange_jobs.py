@@ -114,18 +114,21 @@ def _whole(case: DistributedCase, tensors: dict[str, Tensor], mask: Mask | None)
     )
 
 
-def _loss(out: Tensor, lse: Tensor, weights: tuple[Tensor, Tensor], use_lse: bool) -> Tensor:
+def _loss(out: Tensor, lse: Tensor, weights: tuple[Tensor, ...], use_lse: bool) -> Tensor:
     loss = (out.to(weights[0].dtype) * weights[0]).sum()
     seen = torch.isfinite(lse)
     return loss + (torch.where(seen, lse, 0) * weights[1]).sum() if use_lse else loss
 
 
-def _close(case: DistributedCase, name: str, got: Tensor, expected: Tensor) -> None:
-    tolerance = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 5e-3}[case.dtype]
+def _difference(case: DistributedCase, name: str, got: Tensor, expected: Tensor) -> str:
+    """Empty where they are close. A rank that raised at once would leave the others waiting for it."""
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}[case.dtype]
     scale = max(1.0, float(expected.double().abs().nan_to_num(0, 0, 0).max())) if expected.numel() else 1.0
-    torch.testing.assert_close(
-        got.double(), expected.double(), rtol=0, atol=tolerance * scale, msg=lambda text: f"{name} of {case}: {text}"
-    )
+    try:
+        torch.testing.assert_close(got.double(), expected.double(), rtol=0, atol=tolerance * scale)
+    except AssertionError as error:
+        return f"{name} of {case}: {error}"
+    return ""
 
 
 def compare(case: DistributedCase) -> None:
@@ -144,7 +147,11 @@ def compare(case: DistributedCase) -> None:
             t = distributed.shard(t, dim=2, **split)
         parts[name] = t.detach().clone().requires_grad_()
     expected_out, expected_lse = _whole(case, whole, mask)
-    weights = torch.randn_like(expected_out, dtype=torch.float64), torch.randn_like(expected_lse, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(case.seed + 2)
+    weights = tuple(
+        torch.randn(t.shape, generator=generator, dtype=torch.float64).to(case.device)
+        for t in (expected_out, expected_lse)
+    )
     _loss(expected_out, expected_lse, weights, case.use_lse).backward()
 
     cu_seqlens = _cu_seqlens(case)
@@ -158,8 +165,8 @@ def compare(case: DistributedCase) -> None:
     part_of_lse = distributed.shard(expected_lse.detach(), dim=-1, **split)
     out, lse = results if case.use_lse else (results, part_of_lse)
     out = out.transpose(1, 2) if case.layout == "bhsd" else out
-    _close(case, "out", out, distributed.shard(expected_out.detach(), dim=case.row_dim, **split))
-    _close(case, "lse", lse, part_of_lse)
+    differences = [_difference(case, "out", out, distributed.shard(expected_out.detach(), dim=case.row_dim, **split))]
+    differences.append(_difference(case, "lse", lse, part_of_lse))
     part_of_weights = (
         distributed.shard(weights[0], dim=case.row_dim, **split),
         distributed.shard(weights[1], dim=-1, **split),
@@ -174,4 +181,6 @@ def compare(case: DistributedCase) -> None:
             dist.all_reduce(gradient, group=group)
         elif name == "bias":
             expected = distributed.shard(expected, dim=2, **split)
-        _close(case, f"d{name}", gradient, expected)
+        differences.append(_difference(case, f"d{name}", gradient, expected))
+    problems = [text for text in differences if text]
+    assert not problems, "\n".join(problems)
