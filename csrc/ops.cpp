@@ -121,8 +121,10 @@ void check_formats(const Backend& backend, std::initializer_list<std::pair<const
   }
 }
 
+// An undefined tensor where a backend needs none: every allocation costs a call of a short row microseconds.
 at::Tensor workspace_for(const AttnCall& c, size_t bytes, AttnParams* p) {
   constexpr size_t kAlignment = 64;
+  if (bytes == 0) return {};
   at::Tensor workspace = at::empty({static_cast<int64_t>(bytes + kAlignment)}, c.q.options().dtype(at::kByte));
   const auto address = reinterpret_cast<uintptr_t>(workspace.data_ptr());
   p->workspace = reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
@@ -304,15 +306,22 @@ void run_in_place(const c10::OperatorHandle& pure, c10::DispatchKeySet keys, Sta
   pure.redispatchBoxed(keys, stack);
 }
 
+// Whether dropout_p, one of the arguments, is above 0.
+bool drops_weights(const c10::OperatorHandle& op, const Stack& stack) {
+  static const int index = *op.schema().argumentIndexWithName("dropout_p");
+  const auto first = stack.end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
+  return first[index].toScalar().toSymFloat() > 0.0;
+}
+
 // The arguments are those of the pure op, with the seed in place of the state.
 void forward_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   static const c10::OperatorHandle pure = operator_named("flashattn_ext::forward");
-  const AttnCall c = Arguments(op, stack).call();
-  check_device_is_known(c.q);
+  const at::Tensor q = Arguments(op, stack).tensor();
+  check_device_is_known(q);
   const auto rng_seed = stack->back().toOptional<c10::SymInt>();
-  const bool drops = c.dropout_p > 0.0;
-  if (drops && !rng_seed) validate(c);  // a call that is refused draws nothing
-  const at::Tensor rng_state = drops ? new_rng_state(c.q, rng_seed) : at::empty({0}, c.q.options().dtype(at::kLong));
+  const bool drops = drops_weights(op, *stack);
+  if (drops && !rng_seed) validate(Arguments(op, stack).call());  // a call that is refused draws nothing
+  const at::Tensor rng_state = drops ? new_rng_state(q, rng_seed) : at::empty({0}, q.options().dtype(at::kLong));
   stack->back() = rng_state;
   push_scalars(op, stack);
   // Under torch.vmap with different randomness the state alone may have a key that the tensors of the call have not.

@@ -96,10 +96,25 @@ def _autocast(tensors: CallTensors) -> CallTensors:
     )  # fmt: skip
 
 
-def _function() -> type[torch.autograd.Function]:
-    """The autograd.Function of a call; torch.func's transforms want another form than is quickest for all other calls."""
-    transformed = torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
-    return TransformedFunction if transformed else FlashAttentionFunction
+def _attend(tensors: CallTensors, rng_seed: int | None, options: CallOptions) -> tuple[Tensor, Tensor]:
+    """(out, lse), differentiable. torch.func's transforms want another autograd.Function than is quickest for all other calls, and a
+    call that nothing differentiates wants none."""
+    compiling = torch.compiler.is_compiling()
+    function = FlashAttentionFunction
+    if not compiling and torch._C._are_functorch_transforms_active():
+        function = TransformedFunction
+    elif not compiling and not _is_differentiated(tensors):
+        out, lse, _rng_state = ops.forward(*tensors, *options, rng_seed)
+        return out, lse
+    out, lse, *_ = function.apply(*_distinct(tensors), rng_seed, options)
+    return out, lse
+
+
+def _is_differentiated(tensors: CallTensors) -> bool:
+    """Backward, or forward, which FlashAttentionFunction then refuses."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _distinct(tensors: CallTensors) -> list[Tensor | None]:
@@ -212,7 +227,7 @@ def forward(
         dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout=layout,
         deterministic=deterministic, origin=origin,
     )  # fmt: skip
-    out, lse, *_ = _function().apply(*_distinct(_autocast(tensors)), rng_seed, options)
+    out, lse = _attend(_autocast(tensors), rng_seed, options)
     return (out, lse) if arguments.flag("return_lse", return_lse) else out
 
 
@@ -276,7 +291,7 @@ def varlen_forward(
         dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout="bshd",
         deterministic=deterministic, origin=origin, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    out, lse, *_ = _function().apply(*_distinct(_autocast(tensors)), rng_seed, options)
+    out, lse = _attend(_autocast(tensors), rng_seed, options)
     return (out, lse) if arguments.flag("return_lse", return_lse) else out
 
 

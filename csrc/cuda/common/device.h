@@ -3,29 +3,43 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <string>
 
 #include "../../params.h"
 
 namespace flashattn_ext {
 
-inline int device_attribute(cudaDeviceAttr attribute) {
-  int device = 0, value = 0;
+inline int current_device() {
+  int device = 0;
   cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&value, attribute, device);
+  return device;
+}
+
+// An attribute of the current device, asked for once: the driver takes half a microsecond for each.
+template <cudaDeviceAttr kAttribute>
+int device_attribute() {
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices] = {};  // plus 1
+  const int device = current_device();
+  int value = device < kDevices ? known[device].load(std::memory_order_relaxed) - 1 : -1;
+  if (value >= 0) return value;
+  if (cudaDeviceGetAttribute(&value, kAttribute, device) != cudaSuccess) return 0;
+  if (device < kDevices) known[device].store(value + 1, std::memory_order_relaxed);
   return value;
 }
 
-inline int multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
+inline int multiprocessors() { return device_attribute<cudaDevAttrMultiProcessorCount>(); }
 
 // Whether a thread block may have 227 KB.
 inline bool has_large_shared_memory() {
-  return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) >= 227 * 1024;
+  return device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= 227 * 1024;
 }
 
 // 90 for 9.0.
 inline int compute_capability() {
-  return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor) + device_attribute(cudaDevAttrComputeCapabilityMinor);
+  return 10 * device_attribute<cudaDevAttrComputeCapabilityMajor>() +
+         device_attribute<cudaDevAttrComputeCapabilityMinor>();
 }
 
 // For Backend::supports: "needs a GPU of compute capability ..., found ...; ...".
