@@ -74,6 +74,7 @@ void check_formats(const Backend& backend, std::initializer_list<std::pair<const
 
 at::Tensor workspace_for(const at::Tensor& device_of, size_t bytes, AttnParams* params) {
   constexpr size_t kAlignment = 64;
+  if (bytes == 0) return {};
   at::Tensor workspace = at::empty({static_cast<int64_t>(bytes + kAlignment)}, device_of.options().dtype(at::kByte));
   const auto address = reinterpret_cast<uintptr_t>(workspace.data_ptr());
   params->workspace = reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);

@@ -57,7 +57,8 @@ const Backend& backend_supporting(const Device& device, const at::Tensor& device
 // Throws where a tensor is in memory as no strides say.
 void check_formats(const Backend& backend, std::initializer_list<std::pair<const char*, const at::Tensor*>> tensors);
 
-// Uninitialised memory of the device of a tensor, for AttnParams::workspace; lives as long as the result.
+// Uninitialised memory of the device of a tensor, for AttnParams::workspace; lives as long as the result. An
+// undefined tensor where a backend needs none: every allocation costs a call of a short row microseconds.
 at::Tensor workspace_for(const at::Tensor& device_of, size_t bytes, AttnParams* params);
 
 }  // namespace flashattn_ext

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from . import arguments, ops
+from . import _C, arguments, ops
 from .mask import Mask, checked_mask
+
+
+def has_decoding(device: torch.device) -> bool:
+    """Whether calls with a cache run on tensors of this device: Ascend's backends have none."""
+    if device.type not in ("cpu", "cuda"):
+        return False
+    return torch.compiler.is_compiling() or not _C.forced_backend().startswith("ascend")
 
 
 def flash_attn_window(window_size: Any) -> tuple[int, int]:

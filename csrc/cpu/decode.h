@@ -52,6 +52,32 @@ struct PartialRows {
   Real *max, *sum, *out;
 };
 
+// How the rows of q and of keys meet: in vectors of kElements elements, of q as they are staged.
+template <class In, class Op>
+struct RowProduct {
+  using Real = typename Op::Real;
+  using Element = Real;
+  static constexpr int64_t kElements = Simd<Real>::kWidth;
+  using Vector = typename Simd<Real>::V;
+
+  template <class Source>
+  static Vector load(const Source* from) {
+    return WideVector<Real, Source>::load(from);
+  }
+  static Vector multiply_add(Vector sum, Vector k, Vector q) { return Simd<Real>::fma(k, q, sum); }
+};
+#if defined(FLASHATTN_ISA_AVX512_BF16)
+template <>
+struct RowProduct<BFloat16, Bf16DotOp> {
+  using Element = BFloat16;
+  static constexpr int64_t kElements = 32;
+  using Vector = __m512i;
+
+  static Vector load(const BFloat16* from) { return _mm512_loadu_si512(from); }
+  static __m512 multiply_add(__m512 sum, Vector k, Vector q) { return Bf16DotOp::multiply_add(sum, k, q); }
+};
+#endif
+
 // The memory of a call: rotated queries, partial results of sequences that are split, scratch of each worker.
 template <class In, class Op>
 struct DecodeWorkspace {
@@ -77,7 +103,7 @@ struct DecodeWorkspace {
       block_rows = greater(block_rows, lesser(plan.rows(b), kDecodeRows));
       tiles += plan.tiles(b);
     }
-    columns = round_up(p.head_dim, S::kWidth);
+    columns = round_up(p.head_dim, RowProduct<In, Op>::kElements);
     columns_v = round_up(p.head_dim_v, S::kWidth);
     ScratchCarver measure(nullptr);
     PartialRows<Real>(block_rows, columns_v, &measure);
@@ -92,20 +118,22 @@ struct DecodeWorkspace {
 template <class In, class Op>
 struct DecodeScratch {
   using Real = typename Op::Real;
-  using S = typename Op::S;
+  using Element = typename RowProduct<In, Op>::Element;
 
   DecodeScratch(const DecodeWorkspace<In, Op>& w, void* base) : DecodeScratch(w, ScratchCarver(base)) {}
 
-  Real* q;       // [rows][columns]
-  Real* scores;  // [rows][kDecodeKeys], then weights
-  Real* staged;  // [kDecodeKeys][columns or columns_v]: rows that end inside a vector, widened
+  Element* q;         // [rows][columns]
+  Real* scores;       // [rows][kDecodeKeys], then weights
+  Element* staged_k;  // [kDecodeKeys][columns]: rows that end inside a vector, in whole ones
+  Real* staged_v;     // [kDecodeKeys][columns_v]
   int64_t bytes;
 
  private:
   DecodeScratch(const DecodeWorkspace<In, Op>& w, ScratchCarver carve)
-      : q(carve.template take<Real>(w.block_rows * w.columns)),
+      : q(carve.template take<Element>(w.block_rows * w.columns)),
         scores(carve.template take<Real>(w.block_rows * kDecodeKeys)),
-        staged(carve.template take<Real>(kDecodeKeys * greater(w.columns, w.columns_v))),
+        staged_k(carve.template take<Element>(kDecodeKeys * w.columns)),
+        staged_v(carve.template take<Real>(kDecodeKeys * w.columns_v)),
         bytes(carve.used()) {}
 };
 
@@ -142,6 +170,7 @@ class Decode {
   using Real = typename Op::Real;
   using S = typename Op::S;
   using V = typename S::V;
+  using Product = RowProduct<In, Op>;
   static constexpr int W = S::kWidth;
   static constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
 
@@ -214,9 +243,9 @@ class Decode {
 
   void load_queries(const Sequence& queries, const PartialRows<Real>& to) {
     for (int64_t r = 0; r < row_count; ++r) {
-      Real* const row = scratch.q + r * w.columns;
+      auto* const row = scratch.q + r * w.columns;
       copy_row(row, row_of<const In>(p.q, batch, head_of(r), queries.start + query_of(r)), p.head_dim);
-      std::fill(row + p.head_dim, row + w.columns, Real(0));
+      std::fill(row + p.head_dim, row + w.columns, typename Product::Element{});
       to.max[r] = -kInfinity;
       to.sum[r] = 0;
     }
@@ -224,37 +253,40 @@ class Decode {
   }
 
   // Rows that end inside a vector become ones of whole vectors, with zeros; others are read where they are.
-  template <class Rows, class Body>
-  void with_whole_rows(const Rows* rows, int64_t count, int64_t head_dim, int64_t columns, Body body) {
+  template <class Element, class Body>
+  void with_whole_rows(const In* const* rows, int64_t count, int64_t head_dim, int64_t columns, Element* scratch_rows,
+                       Body body) {
     if (head_dim == columns) return body(rows);
-    const Real* staged[kDecodeKeys];
+    const Element* staged[kDecodeKeys];
     for (int64_t j = 0; j < count; ++j) {
-      Real* const row = scratch.staged + j * columns;
+      Element* const row = scratch_rows + j * columns;
       copy_row(row, rows[j], head_dim);
-      std::fill(row + head_dim, row + columns, Real(0));
+      std::fill(row + head_dim, row + columns, Element{});
       staged[j] = row;
     }
-    body(static_cast<const Real* const*>(staged));
+    body(static_cast<const Element* const*>(staged));
   }
 
   void compute(const Mask& mask, const KeyLocator& keys, const CacheRows& rows, const CacheRows& next,
                const PartialRows<Real>& to) {
-    with_whole_rows(rows.k, rows.count, p.head_dim, w.columns, [&](const auto* k) { products(k, rows.count, next); });
+    with_whole_rows(rows.k, rows.count, p.head_dim, w.columns, scratch.staged_k,
+                    [&](const auto* k) { products(k, rows.count, next); });
     const IndexRange of_all = mask.keys_of_all(query_of(0), query_of(row_count - 1) + 1);
     const bool has_intervals = p.has_intervals() && rows.key0 + rows.count + keys.first_interval > 0;
-    const bool is_whole = rows.count == kDecodeKeys && of_all.begin <= rows.key0 &&
-                          rows.key0 + rows.count <= of_all.end && !has_intervals;
+    const bool may_hide =
+        rows.count < kDecodeKeys || rows.key0 < of_all.begin || of_all.end < rows.key0 + rows.count || has_intervals;
+    bool hides = false;
     for (int64_t r = 0; r < row_count; ++r) {
       Real* const scores = scratch.scores + r * kDecodeKeys;
       make_logits(r, rows.key0, scores);
-      if (!is_whole) hide(mask, keys, has_intervals, r, rows, scores);
+      if (may_hide && hide(mask, keys, has_intervals, r, rows, scores)) hides = true;
       weigh_row(r, scores, to);
     }
-    with_whole_rows(rows.v, rows.count, p.head_dim_v, w.columns_v, [&](const auto* v) {
-      if (is_whole) {
-        add_values(v, next, to.out);
-      } else {
+    with_whole_rows(rows.v, rows.count, p.head_dim_v, w.columns_v, scratch.staged_v, [&](const auto* v) {
+      if (hides) {
         add_seen_values(v, rows.count, to.out);
+      } else {
+        add_values(v, next, to.out);
       }
     });
   }
@@ -276,7 +308,7 @@ class Decode {
     if constexpr (kRows * kKeys != W) {  // more rows than lanes
       for (int n = 0; n < kRows; ++n) product_rows<1>(k, count, r + n, n == 0 ? next : nullptr);
     } else {
-      const Real* const q = scratch.q + r * w.columns;
+      const auto* const q = scratch.q + r * w.columns;
       for (int64_t j = 0; j < count; j += kKeys) {
         const Element* row[kKeys];
         FLASHATTN_UNROLL(16)
@@ -284,16 +316,17 @@ class Decode {
         V sums[W];
         FLASHATTN_UNROLL(16)
         for (int n = 0; n < W; ++n) sums[n] = S::zero();
-        for (int64_t d = 0; d < w.columns; d += W) {
-          V q_vector[kRows];
+        for (int64_t d = 0; d < w.columns; d += Product::kElements) {
+          typename Product::Vector q_vector[kRows];
           FLASHATTN_UNROLL(4)
-          for (int m = 0; m < kRows; ++m) q_vector[m] = S::load(q + m * w.columns + d);
+          for (int m = 0; m < kRows; ++m) q_vector[m] = Product::load(q + m * w.columns + d);
           FLASHATTN_UNROLL(16)
           for (int n = 0; n < kKeys; ++n) {
-            const V k_vector = WideVector<Real, Element>::load(row[n] + d);
+            const auto k_vector = Product::load(row[n] + d);
             if (next && d * sizeof(In) % 64 == 0) prefetch(next->k[j + n] + d);
             FLASHATTN_UNROLL(4)
-            for (int m = 0; m < kRows; ++m) sums[m * kKeys + n] = S::fma(k_vector, q_vector[m], sums[m * kKeys + n]);
+            for (int m = 0; m < kRows; ++m)
+              sums[m * kKeys + n] = Product::multiply_add(sums[m * kKeys + n], k_vector, q_vector[m]);
           }
         }
         alignas(64) Real of_pairs[W];
@@ -318,22 +351,28 @@ class Decode {
     }
   }
 
-  // -inf for the keys that a row does not see, and for those that are not there.
-  void hide(const Mask& mask, const KeyLocator& keys, bool has_intervals, int64_t r, const CacheRows& rows,
+  // -inf for the keys that a row does not see, and for those that are not there. Returns whether there are any.
+  bool hide(const Mask& mask, const KeyLocator& keys, bool has_intervals, int64_t r, const CacheRows& rows,
             Real* scores) const {
     const int64_t query = query_of(r);
+    bool any = false;
     const IndexRange seen = mask.keys_of(query, query + 1);
     for (int64_t j = 0; j < kDecodeKeys; ++j) {
       const int64_t key = rows.key0 + j;
-      if (j >= rows.count || key < seen.begin || key >= seen.end) scores[j] = -kInfinity;
+      if (j < rows.count && seen.begin <= key && key < seen.end) continue;
+      scores[j] = -kInfinity;
+      any = true;
     }
-    if (!has_intervals) return;
+    if (!has_intervals) return any;
     const int32_t* const intervals = head_intervals(p, batch, head_of(r), keys.first_interval);
     for (int64_t j = 0; j < rows.count; ++j) {
       const int64_t key = rows.key0 + j;
       if (keys.first_interval + key < 0) continue;
-      if (query < intervals[2 * key] || query >= intervals[2 * key + 1]) scores[j] = -kInfinity;
+      if (intervals[2 * key] <= query && query < intervals[2 * key + 1]) continue;
+      scores[j] = -kInfinity;
+      any = true;
     }
+    return any;
   }
 
   void weigh_row(int64_t r, Real* scores, const PartialRows<Real>& to) const {
