@@ -31,9 +31,8 @@ struct TileGrid : TileOrder {
   int tiles;   // of the whole call
   int* taken;  // how many tiles thread blocks have taken beyond the first of each; in global memory
 
-  // The thread block's next tile; `tiles` or more when there is none left.
-  __device__ int take() const {
-    const int thread_blocks = static_cast<int>(gridDim.x);
+  // The thread block's next tile; `tiles` or more when there is none left. thread_blocks: that take tiles.
+  __device__ int take(int thread_blocks) const {
     return tiles > thread_blocks ? thread_blocks + atomicAdd(taken, 1) : tiles;
   }
 };

@@ -101,6 +101,7 @@ struct Forward {
     Inspection inspections[kMasks ? kStages : 0];
     FoundTile found[kMasks ? 32 : 0];  // what the loading warp has found and not yet loaded
     OtherPart<kScoreTiles> parts[kPaired ? kGroups : 0];
+    SharedTile next_tile[kPaired ? 1 : 0];
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
   static_assert(kStages >= 2);  // the next keys are loaded before these values
@@ -115,7 +116,7 @@ struct Forward {
     const AttnParams& p;
     const ForwardMaps& maps;
     RingPosition<kStages> k, v;
-    uint32_t q_parity = 0, work_parity = 0;
+    uint32_t q_parity = 0, work_parity = 0, next_parity = 0;
     int key_start = 0;
     // With a Mask: how many tiles are in shared.found, which to look at after them, and which of those found can be in
     // a run (KeyTile), one bit each.
@@ -129,7 +130,7 @@ struct Forward {
     __device__ void load_tiles(const TileGrid& grid) {
       const int heads = static_cast<int>(p.heads_q), all_heads = heads * static_cast<int>(p.batch);
       for (int tile = blockIdx.x / kBlocks; tile < grid.tiles;) {
-        const int following = next_tile(grid, tile);
+        const int following = next_tile(grid);
         const auto [head, block] = grid.index(tile, all_heads);
         // The longest tiles of causal heads come first. A sequence may be longer than the host was told: then a tile
         // number stands for later tiles too.
@@ -145,10 +146,13 @@ struct Forward {
       if constexpr (kMasks) end_inspections();
     }
 
-    // Both blocks of a pair have to come to the same tiles: these are not handed out.
-    __device__ __forceinline__ int next_tile(const TileGrid& grid, int tile) const {
-      if (kPaired) return tile + static_cast<int>(gridDim.x) / kBlocks;
-      return kMasks ? uniform(leads() ? grid.take() : 0) : grid.take();
+    __device__ __forceinline__ int next_tile(const TileGrid& grid) {
+      auto take = [&] { return grid.take(static_cast<int>(gridDim.x) / kBlocks); };
+      if constexpr (kPaired) {
+        return shared.next_tile[0].next(take, &next_parity);
+      } else {
+        return kMasks ? uniform(leads() ? take() : 0) : take();
+      }
     }
     static __device__ __forceinline__ int column() { return half_of_columns<kPaired>() * kColumns; }
 
@@ -718,6 +722,7 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const ForwardMa
     ptx::barrier_init(&shared.work_empty, Kernel::kWarps);
     ptx::barrier_init(&shared.tail_cleared, Kernel::kWarps);
     for (int i = 0; Kernel::kPaired && i < Kernel::kGroups; ++i) shared.parts[i].init();
+    if constexpr (Kernel::kPaired) shared.next_tile[0].init();
     ptx::fence_barrier_init();
   }
   sync_pair_or_block<Kernel::kPaired>();
@@ -763,7 +768,7 @@ void forward(const AttnParams& p) {
   int* const taken = static_cast<int*>(p.workspace);
   const TileGrid grid{forward_order(p, blocks, sizeof(T)), static_cast<int>(all), taken};
   const int64_t processors = multiprocessors() / Kernel::kBlocks;
-  if (all > processors && !Kernel::kPaired) {
+  if (all > processors) {
     check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
   }
   auto launch_as = [&](auto* kernel) {
