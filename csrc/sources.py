@@ -43,11 +43,19 @@ ENTRY_POINTS = {
     ],
 }
 
+# The kernels of calls with a cache are the same for every architecture.
+DECODE_HEAD_DIMS = (64, 96, 128, 192, 256, 512)
+DECODE_ENTRY_POINTS = [
+    "flashattn_ext::decode::TileSizes flashattn_ext::decode::tile_sizes<{}>()",
+    "void flashattn_ext::decode::split<{}>(const flashattn_ext::DecodeParams&, const flashattn_ext::decode::Plan&, int, int, bool)",
+]
+
 LEFT_OUT = """#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <stdexcept>
 
+#include "cuda/decode/kernels.h"
 #include "cuda/sm80/kernels.h"
 #include "cuda/{}/kernels.h"
 
@@ -56,10 +64,19 @@ LEFT_OUT = """#include <cuda_bf16.h>
 
 def cuda_instances(*, sm90: bool) -> dict[str, str]:
     """Names and texts of the sources that instantiate the kernels; without `sm90` those of every GPU alone."""
+    return _texts(_functions(sm90))
+
+
+def decode_instances() -> dict[str, str]:
+    """The same for the kernels of calls with a cache."""
+    return _texts(_decode_functions())
+
+
+def _texts(functions_of: dict[str, list[str]]) -> dict[str, str]:
     return {
-        f"{name}.cu": f'#include "cuda/{name[:4]}/{name.split("_")[1]}.cuh"\n\n'
+        f"{name}.cu": '#include "cuda/{}/{}.cuh"\n\n'.format(*name.split("_"))
         + "".join(f"template {function};\n" for function in functions)
-        for name, functions in _functions(sm90).items()
+        for name, functions in functions_of.items()
     }
 
 
@@ -78,6 +95,19 @@ def _functions(sm90: bool) -> dict[str, list[str]]:
         for dtype in CUDA_TYPES[architecture]
         for head_dim in HEAD_DIMS
         for suffix, kinds in cuda_kinds(architecture, stage, dtype, head_dim).items()
+    }
+
+
+def _decode_functions() -> dict[str, list[str]]:
+    """The functions of each instance, whose name is like decode_split_bf16_128: those of narrow tiles and, where there are any, of wide ones."""
+    return {
+        f"decode_split_{dtype}_{head_dim}": [
+            function.format(f"{name}, {head_dim}, {is_wide}")
+            for is_wide in (("false", "true") if head_dim <= 256 else ("false",))
+            for function in DECODE_ENTRY_POINTS
+        ]
+        for dtype, name in CUDA_NAMES.items()
+        for head_dim in DECODE_HEAD_DIMS
     }
 
 
@@ -100,9 +130,10 @@ def cuda_sources(folder: Path, *, sm90: bool, only: Container[str] | None = None
     The instances are written to `folder`; one that is there with the same text keeps its time, so that it is not compiled again.
     `only` names instances (sm90_forward_bf16_128) for a measurement: the others become functions that throw.
     """
-    instances = cuda_instances(sm90=sm90)
+    instances = cuda_instances(sm90=sm90) | decode_instances()
     if only is not None:
-        left_out = [functions for name, functions in _functions(sm90).items() if name not in only]
+        known = _functions(sm90) | _decode_functions()
+        left_out = [functions for name, functions in known.items() if name not in only]
         instances = {name: text for name, text in instances.items() if name.removesuffix(".cu") in only}
         instances["left_out.cu"] = LEFT_OUT.format("sm90" if sm90 else "sm80") + "".join(
             f'template <> {function} {{ throw std::runtime_error("not in this private build"); }}\n'

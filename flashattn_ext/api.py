@@ -104,7 +104,7 @@ def _attend(tensors: CallTensors, rng_seed: int | None, options: CallOptions) ->
     if not compiling and torch._C._are_functorch_transforms_active():
         function = TransformedFunction
     elif not compiling and not _is_differentiated(tensors):
-        out, lse, _rng_state = ops.forward(*tensors, *options, rng_seed)
+        out, lse, *_ = ops.forward(*tensors, *options, rng_seed, False)
         return out, lse
     out, lse, *_ = function.apply(*_distinct(tensors), rng_seed, options)
     return out, lse
@@ -369,7 +369,7 @@ def backward(
     drops = rng_seed is not None and options.dropout_p > 0
     rng_state = ops.rng_state(q, rng_seed) if drops else torch.empty(0, dtype=torch.int64, device=q.device)
     biases = [given is not None for given in tensors.biases()]
-    dq, dk, dv, dsink, *dbiases = ops.backward(*tensors, *options, dout, dlse, out, lse, *biases, rng_state)
+    dq, dk, dv, dsink, *dbiases = ops.backward(*tensors, *options, dout, dlse, out, lse, None, *biases, rng_state)
     gradients = (dq, dk, dv, None if sink is None else dsink)
     if not any(biases):
         return gradients

@@ -41,6 +41,20 @@ def test_every_stage_has_every_type_and_class_of_head_dims() -> None:
                     assert sorted(defined) == sorted((name, arguments) for name in wanted for arguments in given)
 
 
+def test_decoding_has_every_type_and_class_of_head_dims() -> None:
+    """decode.cu names the classes of head dims that it calls, and kernels.h the functions."""
+    folder = ROOT / "csrc" / "cuda" / "decode"
+    called = re.findall(r"kernels<T, (\d+)>\(\)", (folder / "decode.cu").read_text())
+    assert tuple(map(int, called)) == sources.DECODE_HEAD_DIMS
+    header = (folder / "kernels.h").read_text()
+    declared = re.findall(r"^template <class T, int kHeadDim, bool kWide>\n\w+ (\w+)\(", header, re.M)
+    texts = sources.decode_instances()
+    assert len(texts) == len(sources.CUDA_NAMES) * len(called)
+    for name, text in texts.items():
+        functions = re.findall(r"^template [\w:]+ flashattn_ext::decode::(\w+)<", text, re.M)
+        assert sorted(functions) == sorted(declared if "_512" in name else 2 * declared)
+
+
 def test_every_kind_is_compiled_once() -> None:
     header = (ROOT / "csrc" / "cuda" / "common" / "kind.h").read_text()
     known = re.findall(r"^  (k\w+),", header, re.M)
@@ -82,7 +96,8 @@ def test_a_measurement_compiles_what_it_calls(tmp_path: Path) -> None:
     found = sources.cuda_sources(tmp_path, sm90=True, only=["sm90_forward_bf16_128"])
     assert [path.name for path in found if path.parent == tmp_path] == ["left_out.cu", "sm90_forward_bf16_128.cu"]
     stubs = (tmp_path / "left_out.cu").read_text().count("template <>")
-    functions = sum(text.count("template ") for text in sources.cuda_instances(sm90=True).values())
+    instances = sources.cuda_instances(sm90=True) | sources.decode_instances()
+    functions = sum(text.count("template ") for text in instances.values())
     assert stubs == functions - len(sources.CUDA_KINDS["sm90"][""])
 
 

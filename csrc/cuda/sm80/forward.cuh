@@ -334,10 +334,32 @@ struct Forward {
   }
 
   __device__ void finish_tile() {
-    const float keep_scale = kDropout ? 1 / static_cast<float>(keep_probability(p.dropout_threshold)) : 1.f;
     const int b = head()->b, h = head()->h, rows = length_q() - row0;
     const int64_t start = query_sequence(p, b).start + row0;
-    T* tile = q_tile;  // every warp reads and writes its own rows alone
+    auto store = [&](const TensorView& view) {
+      __syncthreads();
+      store_tile<T, kQueries, kColumns, kThreads, kStride>(row_pointer<T>(view, b, h, start), view.row_stride, q_tile,
+                                                           min(rows, kQueries), static_cast<int>(p.head_dim_v));
+    };
+    stage_rows(
+        [&](int row, float lse) {
+          if (row < rows) *row_statistic(p.lse, b, h, start + row) = lse;
+        },
+        [](float x) { return x; });
+    store(p.out);
+    if constexpr (kGeneral && sizeof(T) == 2) {
+      if (p.out_residual.data == nullptr) return;
+      __syncthreads();
+      stage_rows([](int, float) {}, rounding_residual<T>);
+      store(p.out_residual);
+    }
+  }
+
+  // Puts value(x) for every element x of the output where q was, and calls statistic(row, its lse) in one lane a row.
+  // Every warp reads and writes its own rows alone.
+  template <class Statistic, class Value>
+  __device__ __forceinline__ void stage_rows(const Statistic& statistic, const Value& value) {
+    const float keep_scale = kDropout ? 1 / static_cast<float>(keep_probability(p.dropout_threshold)) : 1.f;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -346,17 +368,14 @@ struct Forward {
         const bool empty = sum == 0;
         const float factor = keep_scale / sum;
         const int row = tile_row(i) + g() + 8 * r;
-        if (t() == 0 && row < rows) *row_statistic(p.lse, b, h, start + row) = softmax[i].lse(r, sum);
+        if (t() == 0) statistic(row, softmax[i].lse(r, sum));
 #pragma unroll
         for (int n = 0; n < kOutTiles; ++n) {
           const float x = empty ? 0.f : out[i][n][2 * r] * factor, y = empty ? 0.f : out[i][n][2 * r + 1] * factor;
-          Core::store_pair(tile + row * kStride + n * 8 + 2 * t(), x, y);
+          Core::store_pair(q_tile + row * kStride + n * 8 + 2 * t(), value(x), value(y));
         }
       }
     }
-    __syncthreads();
-    store_tile<T, kQueries, kColumns, kThreads, kStride>(row_pointer<T>(p.out, b, h, start), p.out.row_stride, tile,
-                                                         min(rows, kQueries), static_cast<int>(p.head_dim_v));
   }
 };
 
@@ -376,6 +395,8 @@ void for_columns(const AttnParams& p, const Run& run) {
     AttnParams part = p;
     part.v.data = static_cast<char*>(p.v.data) + first * element_bytes(p);
     part.out.data = static_cast<char*>(p.out.data) + first * element_bytes(p);
+    if (p.out_residual.data)
+      part.out_residual.data = static_cast<char*>(p.out_residual.data) + first * element_bytes(p);
     part.head_dim_v = std::min<int64_t>(kColumns, p.head_dim_v - first);
     run(part);
   }

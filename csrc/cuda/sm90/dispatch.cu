@@ -43,17 +43,26 @@ struct Sm90<float, kHeadDim, kKind> {
   static constexpr Kernels kKernels = sm80::kernels<float, kHeadDim, kKind>();
 };
 
+// Empty on a GPU that can run the kernels.
+std::string refuses_device() {
+  if (compute_capability() == 90) return {};
+  return wrong_device("9.0", "use 'cuda-sm80' there");
+}
 std::string supports(const AttnParams& p, bool) {
   std::string reason = wrong_tensors(p, sm80::least_shared<4, 512>());
   if (reason.empty()) reason = refuses_origin(p, "Hopper");
-  if (!reason.empty() || compute_capability() == 90) return reason;
-  return wrong_device("9.0", "use 'cuda-sm80' there");
+  return reason.empty() ? refuses_device() : reason;
+}
+// Reading a cache takes nothing that only Hopper has: both backends have the same kernels for it.
+std::string supports_decode(const DecodeParams& p) {
+  const std::string reason = decode::refuses(p);
+  return reason.empty() ? refuses_device() : reason;
 }
 
 }  // namespace
 
 const Backend& cuda_sm90_backend() {
-  static const Backend backend = Dispatch<Sm90>::backend("cuda-sm90", supports);
+  static const Backend backend = Dispatch<Sm90>::backend("cuda-sm90", supports, supports_decode);
   return backend;
 }
 
