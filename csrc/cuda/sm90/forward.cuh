@@ -514,19 +514,19 @@ struct Forward {
     if constexpr (kMasks) take_poisoned(poisoned);
 
     const float keep_scale = 256.f / p.dropout_threshold;
-    const int row = work.row0 + warp_row + g(), column = column();
+    const int row = work.row0 + warp_row + g(), first_column = column();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = softmax.total(r);
       const bool exists = row + 8 * r < work.length_q;
       const int64_t at = int64_t{work.query_start} + row + 8 * r;
       const float factor = poisoned[r] ? not_a_number() : keep_scale / sum;
-      const int columns = static_cast<int>(p.head_dim_v) - column;
-      if (t() == 0 && exists && column == 0) *row_statistic(p.lse, work.b, work.h, at) = softmax.lse(r, sum);
-      store_row(row_pointer<T>(p.out, work.b, work.h, at) + column, out, r, factor, sum == 0, exists, columns);
+      const int columns = static_cast<int>(p.head_dim_v) - first_column;
+      if (t() == 0 && exists && first_column == 0) *row_statistic(p.lse, work.b, work.h, at) = softmax.lse(r, sum);
+      store_row(row_pointer<T>(p.out, work.b, work.h, at) + first_column, out, r, factor, sum == 0, exists, columns);
       if constexpr (kScored) {
         if (p.out_residual.data == nullptr) continue;
-        store_row<T, true>(row_pointer<T>(p.out_residual, work.b, work.h, at) + column, out, r, factor, sum == 0,
+        store_row<T, true>(row_pointer<T>(p.out_residual, work.b, work.h, at) + first_column, out, r, factor, sum == 0,
                            exists, columns);
       }
     }
