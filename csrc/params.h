@@ -89,7 +89,10 @@ struct AttnParams {
   TensorView k;    // [B, Sk, Hk, D]
   TensorView v;    // [B, Sk, Hk, Dv]
   TensorView out;  // [B, Sq, Hq, Dv]
-  RowView lse;     // [B, Hq, Sq], natural logarithm
+  // What `out` loses when it is rounded to 16 bits, in its dtype and shape, which the forward writes and the backward
+  // reads. data == nullptr: not wanted.
+  TensorView out_residual;
+  RowView lse;  // [B, Hq, Sq], natural logarithm
 
   // Key j is visible to query i when i + Sk - Sq - window_left <= j <= i + Sk - Sq + window_right (with origin.row -
   // origin.key in place of Sk - Sq where the origin places rows). causal is window_right = 0.

@@ -28,13 +28,13 @@ NVCC_FLAGS = ["-std=c++17", "-O3"]
 # side. A row of kinds (csrc/cuda/common/kind.h) has the suffix of its sources' names.
 CUDA_TYPES = {"sm80": ("fp16", "bf16", "fp32"), "sm90": ("fp16", "bf16")}
 CUDA_NAMES = {"fp16": "__half", "bf16": "__nv_bfloat16", "fp32": "float"}
-HEAD_DIMS = (64, 96, 128, 144, 192, 256)
+HEAD_DIMS = (64, 96, 128, 144, 192, 256, 384, 512)
 CUDA_KINDS = {
     "sm80": {"": ("kPlain", "kDropout"), "_masks": ("kIntervals",), "_general": ("kGeneral",)},
     "sm90": {"": ("kPlain", "kDropout"), "_masks": ("kIntervals",), "_general": ("kGeneral",), "_scores": ("kScores",)},
 }
 # Head dims whose backward of these kinds Hopper leaves to the kernels of sm80: has_backward() in csrc/cuda/sm90/kernels.h.
-LEFT_TO_SM80 = {"_general": HEAD_DIMS, "_scores": (144, 192, 256)}
+LEFT_TO_SM80 = {"_general": (64, 96, 128, 144, 192, 256), "_scores": (144, 192, 256)}
 ENTRY_POINTS = {
     "forward": ["void {}::forward<{}>(const flashattn_ext::AttnParams&)"],
     "backward": [
@@ -94,8 +94,7 @@ def _functions(sm90: bool) -> dict[str, list[str]]:
         for stage, functions in ENTRY_POINTS.items()
         for dtype in CUDA_TYPES[architecture]
         for head_dim in HEAD_DIMS
-        for suffix, kinds in CUDA_KINDS[architecture].items()
-        if (architecture, stage) != ("sm90", "backward") or head_dim not in LEFT_TO_SM80.get(suffix, ())
+        for suffix, kinds in cuda_kinds(architecture, stage, dtype, head_dim).items()
     }
 
 
@@ -110,6 +109,19 @@ def _decode_functions() -> dict[str, list[str]]:
         for dtype, name in CUDA_NAMES.items()
         for head_dim in DECODE_HEAD_DIMS
     }
+
+
+def cuda_kinds(architecture: str, stage: str, dtype: str, head_dim: int) -> dict[str, tuple[str, ...]]:
+    """The rows of kinds that have instances. Head dims above 256 have few: Instance in csrc/cuda/sm80/kernels.h."""
+    rows = CUDA_KINDS[architecture]
+    if head_dim > 256:
+        has_plain = dtype != "fp32"
+        has_general = architecture == "sm80" and (dtype == "fp32" or head_dim == max(HEAD_DIMS))
+        plain, general = {"": ("kPlain",)}, {"_general": ("kGeneral",)}
+        return {**(plain if has_plain else {}), **(general if has_general else {})}
+    if (architecture, stage) != ("sm90", "backward"):
+        return rows
+    return {suffix: kinds for suffix, kinds in rows.items() if head_dim not in LEFT_TO_SM80.get(suffix, ())}
 
 
 def cuda_sources(folder: Path, *, sm90: bool, only: Container[str] | None = None) -> list[Path]:

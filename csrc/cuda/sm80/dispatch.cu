@@ -2,15 +2,14 @@
 #include "../common/device.h"
 #include "../common/dispatch.cuh"
 #include "kernels.h"
+#include "tiles.h"
 
 namespace flashattn_ext {
 namespace {
 
 template <class T, int kHeadDim, Kind kKind>
 struct Sm80 {
-  static constexpr Kind kRun = general_kind(kKind);
-  static constexpr Kernels kKernels{0, sm80::forward<T, kHeadDim, kRun>, sm80::backward_bytes<T, kHeadDim, kRun>,
-                                    sm80::backward<T, kHeadDim, kRun>};
+  static constexpr Kernels kKernels = sm80::kernels<T, kHeadDim, kKind>();
 };
 
 // Empty on a GPU that can run the kernels.
@@ -19,7 +18,7 @@ std::string refuses_device() {
   return wrong_device("8.0 or newer", "use torch's scaled_dot_product_attention there");
 }
 std::string supports(const AttnParams& p, bool) {
-  std::string reason = wrong_dtype(p);
+  std::string reason = wrong_tensors(p, sm80::least_shared<4, 512>());
   if (reason.empty()) reason = refuses_origin(p, "CUDA");
   return reason.empty() ? refuses_device() : reason;
 }

@@ -15,6 +15,7 @@
 #include "../common/store_row.cuh"
 #include "../common/tensor_map.h"
 #include "../common/tile_order.cuh"
+#include "pair.cuh"
 #include "products.cuh"
 #include "tiles.h"
 
@@ -26,7 +27,7 @@ struct ForwardMaps {
 
 template <class T, int kHeadDim, Kind kKind>
 struct Forward {
-  static constexpr bool kGeneral = kKind == Kind::kGeneral;
+  static constexpr bool kGeneral = kKind == Kind::kGeneral, kScored = can_score(kKind);
   using Score = std::conditional_t<can_score(kKind), GeneralScore, PlainScore<float, true>>;
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
   static constexpr ForwardTile kTile = forward_tile<kHeadDim, kKind>();
@@ -34,8 +35,10 @@ struct Forward {
   static constexpr int kGroups = kTile.groups, kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kStages = kTile.stages;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads, kWarps = kGroups * 4;
-  static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
-  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDim / 8, kSteps = kKeys / 16;
+  static constexpr bool kPaired = is_paired(kHeadDim);                            // pair.cuh
+  static constexpr int kBlocks = kPaired ? 2 : 1, kColumns = kHeadDim / kBlocks;  // of a thread block
+  static constexpr int kPanels = panels(kColumns);
+  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kColumns / 8, kSteps = kKeys / 16;
   // What is added to the scores of a warp. Without a dense bias nothing is read for each score.
   using Bias = std::conditional_t<kGeneral, TileBias<T, false, 1, kScoreTiles>, DistanceBias<false, 1, kScoreTiles>>;
 
@@ -97,6 +100,7 @@ struct Forward {
         8) bool v_isolated[kMasks ? kStages : 0][8];  // for each inspecting warp, whether it has isolated any values
     Inspection inspections[kMasks ? kStages : 0];
     FoundTile found[kMasks ? 32 : 0];  // what the loading warp has found and not yet loaded
+    OtherPart<kScoreTiles> parts[kPaired ? kGroups : 0];
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
   static_assert(kStages >= 2);  // the next keys are loaded before these values
@@ -124,8 +128,8 @@ struct Forward {
 
     __device__ void load_tiles(const TileGrid& grid) {
       const int heads = static_cast<int>(p.heads_q), all_heads = heads * static_cast<int>(p.batch);
-      for (int tile = blockIdx.x; tile < grid.tiles;) {
-        const int following = kMasks ? uniform(leads() ? grid.take() : 0) : grid.take();
+      for (int tile = blockIdx.x / kBlocks; tile < grid.tiles;) {
+        const int following = next_tile(grid, tile);
         const auto [head, block] = grid.index(tile, all_heads);
         // The longest tiles of causal heads come first. A sequence may be longer than the host was told: then a tile
         // number stands for later tiles too.
@@ -140,6 +144,13 @@ struct Forward {
       publish(Work{});
       if constexpr (kMasks) end_inspections();
     }
+
+    // Both blocks of a pair have to come to the same tiles: these are not handed out.
+    __device__ __forceinline__ int next_tile(const TileGrid& grid, int tile) const {
+      if (kPaired) return tile + static_cast<int>(gridDim.x) / kBlocks;
+      return kMasks ? uniform(leads() ? grid.take() : 0) : grid.take();
+    }
+    static __device__ __forceinline__ int column() { return half_of_columns<kPaired>() * kColumns; }
 
     __device__ Work start_head(int b, int h) {
       const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
@@ -174,17 +185,17 @@ struct Forward {
       const int batch = p.is_varlen() ? 0 : work.b, hk = work.h / static_cast<int>(p.group_size());
       auto load_keys = [&](int n) {
         ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
-        load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, key_start + n * kKeys, hk, batch);
+        load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, key_start + n * kKeys, hk, batch, column());
         k.advance();
       };
       load_keys(work.last);
       ptx::barrier_wait(&shared.q_empty, q_parity ^ 1);
-      load_panels(shared.q, shared.q_full, maps.q, work.query_start + work.row0, work.h, batch);
+      load_panels(shared.q, shared.q_full, maps.q, work.query_start + work.row0, work.h, batch, column());
       q_parity ^= 1;
       for (int n = work.last; n >= work.first; --n) {
         if (n > work.first) load_keys(n - 1);
         ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + n * kKeys, hk, batch);
+        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + n * kKeys, hk, batch, column());
         v.advance();
       }
     }
@@ -322,7 +333,7 @@ struct Forward {
   const AttnParams& p;
   const int group, warp_row;  // first of this warp's 16 rows, within the tile
   const Score& score;
-  uint32_t q_parity = 0, work_parity = 0, tail_parity = 0;
+  uint32_t q_parity = 0, work_parity = 0, tail_parity = 0, parts_parity = 0;
   RingPosition<kStages> k, v;
   float scores[kScoreTiles][4], out[kOutTiles][4];
   uint32_t weights[kSteps][4];
@@ -453,12 +464,13 @@ struct Forward {
     const Limits unmasked{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
     ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
     take_turn();
-    score_product<kHeadDim, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
+    score_product<kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
     give_turn(group);
     if (!kGeneral) draw_signs(work, n, dropout);
     const auto biases = begin_biases(work, n);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
+    if constexpr (kPaired) shared.parts[group].exchange(scores, &parts_parity);
     end_keys(kMasks ? walk.tile.has(KeyTile::kLast) : n == walk.last);
     weigh(work, walk, v, unmasked, biases);
     if (kGeneral) draw_signs(work, n, dropout);
@@ -470,7 +482,7 @@ struct Forward {
       for (go_on(walk);; go_on(walk)) {
         ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
         take_turn();
-        score_product<kHeadDim, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
+        score_product<kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
         await_values();
         accumulate<32, uint64_t>(out, weights, shared.v[v.stage]);
         give_turn(group);
@@ -478,6 +490,7 @@ struct Forward {
         const auto biases = begin_biases(work, n);
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
+        if constexpr (kPaired) shared.parts[group].exchange(scores, &parts_parity);
         end_keys(kMasks ? walk.tile.has(KeyTile::kLast) : n == walk.last);
         weigh(work, walk, v.after(), unmasked, biases);
         if (kGeneral) draw_signs(work, n, dropout);
@@ -666,26 +679,28 @@ struct Forward {
 
   __device__ __forceinline__ void finish_tile(const Work& work) {
     const float keep_scale = 256.f / p.dropout_threshold;
-    const int row = work.row0 + warp_row + g();
+    const int row = work.row0 + warp_row + g(), column = Loader::column();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = softmax.total(r);
       const bool exists = row + 8 * r < work.length_q;
       const int64_t at = int64_t{work.query_start} + row + 8 * r;
-      if (t() == 0 && exists) *row_statistic(p.lse, work.b, work.h, at) = softmax.lse(r, sum);
-      store_row(row_pointer<T>(p.out, work.b, work.h, at), out, r, keep_scale / sum, sum == 0, exists,
-                static_cast<int>(p.head_dim_v));
+      if (t() == 0 && exists && column == 0) *row_statistic(p.lse, work.b, work.h, at) = softmax.lse(r, sum);
+      store_row(row_pointer<T>(p.out, work.b, work.h, at) + column, out, r, keep_scale / sum, sum == 0, exists,
+                static_cast<int>(p.head_dim_v) - column);
+      if constexpr (kScored) {
+        if (p.out_residual.data == nullptr) continue;
+        store_row<T, true>(row_pointer<T>(p.out_residual, work.b, work.h, at) + column, out, r, keep_scale / sum,
+                           sum == 0, exists, static_cast<int>(p.head_dim_v) - column);
+      }
     }
   }
 };
 
-template <class T, int kHeadDim, Kind kKind>
-__global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
-    forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ ForwardMaps maps,
-                   const __grid_constant__ TileGrid grid,
-                   const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Score score) {
+template <class Kernel>
+__device__ __forceinline__ void run_forward(const AttnParams& p, const ForwardMaps& maps, const TileGrid& grid,
+                                            const typename Kernel::Score& score) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Kernel = Forward<T, kHeadDim, kKind>;
   extern __shared__ __align__(1024) unsigned char memory[];
   typename Kernel::Shared& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
   if (threadIdx.x == 0) {
@@ -707,9 +722,10 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
     ptx::barrier_init(&shared.work_full, 1);
     ptx::barrier_init(&shared.work_empty, Kernel::kWarps);
     ptx::barrier_init(&shared.tail_cleared, Kernel::kWarps);
+    for (int i = 0; Kernel::kPaired && i < Kernel::kGroups; ++i) shared.parts[i].init();
     ptx::fence_barrier_init();
   }
-  __syncthreads();
+  sync_pair_or_block<Kernel::kPaired>();
   // One warpgroup loads; it gives its registers to those that compute.
   if (threadIdx.x < kGroupThreads) {
     ptx::give_registers<Kernel::kRegisters.producer>();
@@ -722,7 +738,24 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
     ptx::take_registers<Kernel::kRegisters.consumer>();
     Kernel(shared, p, score, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
   }
+  if (Kernel::kPaired) sync_pair_or_block<true>();
 #endif
+}
+
+template <class T, int kHeadDim, Kind kKind>
+__global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
+    forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ ForwardMaps maps,
+                   const __grid_constant__ TileGrid grid,
+                   const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Score score) {
+  run_forward<Forward<T, kHeadDim, kKind>>(p, maps, grid, score);
+}
+// The same in clusters of two thread blocks.
+template <class T, int kHeadDim, Kind kKind>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
+    paired_forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ ForwardMaps maps,
+                          const __grid_constant__ TileGrid grid,
+                          const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Score score) {
+  run_forward<Forward<T, kHeadDim, kKind>>(p, maps, grid, score);
 }
 
 template <class T, int kHeadDim, Kind kKind>
@@ -734,12 +767,19 @@ void forward(const AttnParams& p) {
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
   int* const taken = static_cast<int*>(p.workspace);
   const TileGrid grid{forward_order(p, blocks, sizeof(T)), static_cast<int>(all), taken};
-  const int64_t processors = multiprocessors();
-  if (all > processors) {
+  const int64_t processors = multiprocessors() / Kernel::kBlocks;
+  if (all > processors && !Kernel::kPaired) {
     check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
   }
-  launch(forward_kernel<T, kHeadDim, kKind>, "sm90 forward", p, std::min(all, processors), Kernel::kThreads,
-         static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));
+  auto launch_as = [&](auto* kernel) {
+    launch(kernel, "sm90 forward", p, std::min(all, processors) * Kernel::kBlocks, Kernel::kThreads,
+           static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));
+  };
+  if constexpr (Kernel::kPaired) {
+    launch_as(paired_forward_kernel<T, kHeadDim, kKind>);
+  } else {
+    launch_as(forward_kernel<T, kHeadDim, kKind>);
+  }
 }
 
 }  // namespace flashattn_ext::sm90
