@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,26 +91,26 @@ class FlashAttention(nn.Module):
 
         `bias` and `mask` are those of flashattn_ext.forward.
         """
+        out: Tensor = forward(q, k, v, bias=bias, mask=mask, **self.call_options(q))
+        return out
+
+    def call_options(self, q: Tensor) -> dict[str, Any]:
+        """What this module says to a call with these queries [..., head_dim], by the names of flashattn_ext.forward."""
         if q.shape[-1] != self.head_dim:
             raise ValueError(f"q: this module was made for head_dim={self.head_dim}, got shape {tuple(q.shape)}")
         slopes = self.alibi_slopes
         if slopes is not None:  # the module may have been cast to 16 bits
             slopes = slopes.to(torch.promote_types(q.dtype, torch.float32))
-        return forward(
-            q,
-            k,
-            v,
-            causal=self.causal,
-            window_size=self.window_size,
-            softcap=self.softcap,
-            alibi_slopes=slopes,
-            relative_bias=self.relative_bias,
-            bias=bias,
-            mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            smooth_softmax=self.use_smooth_softmax and self.sink is None,
-            sink=self.sink,
-        )
+        return {
+            "causal": self.causal,
+            "window_size": self.window_size,
+            "softcap": self.softcap,
+            "alibi_slopes": slopes,
+            "relative_bias": self.relative_bias,
+            "dropout_p": self.dropout if self.training else 0.0,
+            "smooth_softmax": self.use_smooth_softmax and self.sink is None,
+            "sink": self.sink,
+        }
 
     def extra_repr(self) -> str:
         return (

@@ -171,6 +171,8 @@ class Backward {
     dout_pairs = pair_rows<Op>(dout, rows, scratch.units_v, scratch.dout_pairs);
     const Real infinity = std::numeric_limits<Real>::infinity();
     const Real* lse = row_of<const Real>(p.lse, batch, h, row);
+    const Real sink = p.sink ? static_cast<const Real*>(p.sink)[h] : Real(0);
+    const bool has_sink = p.has_sink && sink_counts(sink);
     row_delta = workspace.delta + h * workspace.rows + workspace.first_row(p, batch, queries) + row0;
     for (int64_t i = 0; i < lane_count; ++i) {
       // A row that sees nothing has lse = -inf: its scores are all masked, and +inf keeps the difference a number.
@@ -178,6 +180,7 @@ class Backward {
       scratch.rows.lse[i] = used ? lse[i] * kLog2E<Real> : infinity;
       scratch.rows.delta[i] = i < rows ? row_delta[i] * scales.delta : Real(0);
       scratch.rows.dlse[i] = i < rows ? lse_gradient<Real>(p, batch, h, row + i) * scales.delta : Real(0);
+      scratch.rows.key_weight[i] = used && has_sink ? 1 - std::exp(sink_log_weight(sink, lse[i])) : Real(1);
     }
   }
 

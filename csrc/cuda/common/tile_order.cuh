@@ -47,10 +47,13 @@ inline int section_heads(const AttnParams& p, int64_t heads, int64_t head_bytes,
   return static_cast<int>(std::max<int64_t>(1, std::min(section, heads)));
 }
 
-// The order of a forward call, whose keys and values are to stay in the cache.
+// The order of a forward call, whose keys and values are to stay in the cache. With a Mask tiles may be long anywhere
+// in a head: then a section has so many heads that enough of its short tiles are left for the end, and neighbouring
+// tiles of a head still read the same keys at about the same time.
 inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t element_bytes) {
   const int64_t head_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * element_bytes / p.group_size();
-  return {static_cast<int>(blocks), section_heads(p, p.batch * p.heads_q, head_bytes)};
+  const int64_t at_least = p.has_intervals() ? 16 : 1;
+  return {static_cast<int>(blocks), section_heads(p, p.batch * p.heads_q, head_bytes, at_least)};
 }
 
 // The order of a backward call, whose queries, output gradients and sums of dq are to stay there.

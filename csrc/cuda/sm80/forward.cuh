@@ -395,6 +395,8 @@ void for_columns(const AttnParams& p, const Run& run) {
     AttnParams part = p;
     part.v.data = static_cast<char*>(p.v.data) + first * element_bytes(p);
     part.out.data = static_cast<char*>(p.out.data) + first * element_bytes(p);
+    if (p.out_residual.data)
+      part.out_residual.data = static_cast<char*>(p.out_residual.data) + first * element_bytes(p);
     part.head_dim_v = std::min<int64_t>(kColumns, p.head_dim_v - first);
     run(part);
   }

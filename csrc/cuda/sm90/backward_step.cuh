@@ -6,7 +6,6 @@
 #include "../common/bias_finish.cuh"
 #include "../common/device.h"
 #include "../common/dq_order.cuh"
-#include "../common/general_scores.cuh"
 #include "../common/intervals.cuh"
 #include "../common/isolation.cuh"
 #include "../common/ring.cuh"
@@ -343,7 +342,7 @@ struct BackwardInspector {
   __device__ void inspect_queries(bool masked) {
     const int stage = queries.stage;
     auto poison = [&](int row, bool finite) {
-      if (!finite) shared.lse[stage][row] = __int_as_float(0x7FFFFFFF);
+      if (!finite) shared.lse[stage][row] = not_a_number();
     };
     ptx::barrier_wait(&shared.q_full[stage], queries.parity);
     ptx::barrier_wait(&shared.dout_full[stage], queries.parity);
