@@ -136,11 +136,11 @@ void gather(const DecodeParams& p, const Arrays& arrays) {
 bool is_prefill(const DecodeParams& p) {
   // Fewer queries, or fewer tiles of them than half of the multiprocessors, leave the forward kernels idle; splitting
   // keys does not. Gathering pays when a key is used by many rows.
-  constexpr int64_t kManyQueries = 65, kManyRows = 1024, kTileQueries = 128, kMostColumns = 256, kMostSequences = 65535;
+  constexpr int64_t kManyQueries = 65, kManyRows = 1024, kTileQueries = 128, kMostSequences = 65535;
   const int64_t bytes = element_bytes(p);
   if (p.num_splits > 0) return false;  // the same bits in every batch: what runs may depend on one sequence alone
   if (p.seqlen_q < kManyQueries || p.has_intervals() || p.cache.entries == 0) return false;
-  if (std::max(p.head_dim, p.head_dim_v) > kMostColumns || p.alibi_batch_stride % 2 != 0) return false;
+  if (p.alibi_batch_stride % 2 != 0) return false;
   if (2 * p.batch * p.heads_q * tile_count(p.seqlen_q, kTileQueries) < multiprocessors()) return false;
   if (!rows_are_aligned(p.k, p.head_dim, bytes) || !rows_are_aligned(p.v, p.head_dim_v, bytes)) return false;
   if (!is_packed(p, p.out) || !(p.rotary.cos || is_packed(p, p.q)) || packed_queries(p) > kMostRows) return false;
