@@ -12,7 +12,7 @@ namespace flashattn_ext::sm90 {
 // (C7510): at head_dim 128 a bias with its gradient took 13.3 ms where sm80's took 9.8 (2x16x4096 on an H100), at 64
 // ALiBi 1.35 times the time. csrc/sources.py has the same list.
 constexpr bool has_backward(int head_dim, Kind kind) {
-  return kind != Kind::kGeneral && (kind != Kind::kScores || head_dim <= 128);
+  return kind != Kind::kGeneral && kind != Kind::kBias && (kind != Kind::kScores || head_dim <= 128);
 }
 
 constexpr size_t kForwardBytes = 64;  // workspace of the forward: TileGrid::taken
