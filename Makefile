@@ -49,6 +49,8 @@ REBUILD := setup.py build_ext --inplace
 # PyTorch's threads spin while they wait for each other. Where other programs want the cores too, that makes small models and
 # tests several times slower than sleeping does (8x seen). Benchmarks keep the default.
 train test: export OMP_WAIT_POLICY ?= passive
+# Processes that the tests are shared out to, a file at a time. Each holds a torch of its own: more than a few fill the memory.
+WORKERS ?= 2
 
 .PHONY: train test bench-cpu bench-flash bench-matmul bench-all bench-ascend report lint format develop emulator emulator-tilings clean
 
@@ -56,7 +58,7 @@ train: $(VENV)/built
 	$(BIN) -m flashattn_ext train $(ARGS)
 
 test: $(VENV)/built $(EMULATOR)
-	$(BIN) -m pytest -q tests $(ARGS)
+	$(BIN) -m pytest -q -n $(WORKERS) --dist loadfile tests $(ARGS)
 
 bench-cpu: $(VENV)/built
 	$(BIN) -m flashattn_ext bench cpu $(ARGS)

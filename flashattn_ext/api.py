@@ -96,10 +96,25 @@ def _autocast(tensors: CallTensors) -> CallTensors:
     )  # fmt: skip
 
 
-def _function() -> type[torch.autograd.Function]:
-    """The autograd.Function of a call; torch.func's transforms want another form than is quickest for all other calls."""
-    transformed = torch._C._are_functorch_transforms_active() and not torch.compiler.is_compiling()
-    return TransformedFunction if transformed else FlashAttentionFunction
+def _attend(tensors: CallTensors, rng_seed: int | None, options: CallOptions) -> tuple[Tensor, Tensor]:
+    """(out, lse), differentiable. torch.func's transforms want another autograd.Function than is quickest for all other calls, and a
+    call that nothing differentiates wants none."""
+    compiling = torch.compiler.is_compiling()
+    function = FlashAttentionFunction
+    if not compiling and torch._C._are_functorch_transforms_active():
+        function = TransformedFunction
+    elif not compiling and not _is_differentiated(tensors):
+        out, lse, *_ = ops.forward(*tensors, *options, rng_seed, False)
+        return out, lse
+    out, lse, *_ = function.apply(*_distinct(tensors), rng_seed, options)
+    return out, lse
+
+
+def _is_differentiated(tensors: CallTensors) -> bool:
+    """Backward, or forward, which FlashAttentionFunction then refuses."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        return True
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def _distinct(tensors: CallTensors) -> list[Tensor | None]:
@@ -149,11 +164,11 @@ def forward(
     """Exact attention with memory linear in the sequence length; differentiable.
 
     Args:
-        q: queries [B, Sq, Hq, D] (layout "bhsd": [B, Hq, Sq, D]); D from 1 to 256. float16,
+        q: queries [B, Sq, Hq, D] (layout "bhsd": [B, Hq, Sq, D]); D from 1 to 512 (256 on Ascend). float16,
             bfloat16, float32, and float64 on the CPU. Any strides; only the last dimension is
             wanted contiguous (and copied if it is not).
         k: keys [B, Sk, Hk, D]; Hq is a multiple of Hk, query head h reads key head h // (Hq // Hk).
-        v: values [B, Sk, Hk, Dv]; Dv from 1 to 256.
+        v: values [B, Sk, Hk, Dv]; Dv from 1 to 512.
         causal: query i sees the keys j <= i + Sk - Sq (aligned at the bottom right).
         window_size: (left, right), keys seen to either side of i + Sk - Sq; -1 is unbounded.
         softmax_scale: factor of the scores, 1 / sqrt(D) by default.
@@ -212,7 +227,7 @@ def forward(
         dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout=layout,
         deterministic=deterministic, origin=origin,
     )  # fmt: skip
-    out, lse, *_ = _function().apply(*_distinct(_autocast(tensors)), rng_seed, options)
+    out, lse = _attend(_autocast(tensors), rng_seed, options)
     return (out, lse) if arguments.flag("return_lse", return_lse) else out
 
 
@@ -276,7 +291,7 @@ def varlen_forward(
         dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout="bshd",
         deterministic=deterministic, origin=origin, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    out, lse, *_ = _function().apply(*_distinct(_autocast(tensors)), rng_seed, options)
+    out, lse = _attend(_autocast(tensors), rng_seed, options)
     return (out, lse) if arguments.flag("return_lse", return_lse) else out
 
 
@@ -354,7 +369,7 @@ def backward(
     drops = rng_seed is not None and options.dropout_p > 0
     rng_state = ops.rng_state(q, rng_seed) if drops else torch.empty(0, dtype=torch.int64, device=q.device)
     biases = [given is not None for given in tensors.biases()]
-    dq, dk, dv, dsink, *dbiases = ops.backward(*tensors, *options, dout, dlse, out, lse, *biases, rng_state)
+    dq, dk, dv, dsink, *dbiases = ops.backward(*tensors, *options, dout, dlse, out, lse, None, *biases, rng_state)
     gradients = (dq, dk, dv, None if sink is None else dsink)
     if not any(biases):
         return gradients

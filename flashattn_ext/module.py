@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ class FlashAttention(nn.Module):
     """Attention over q, k, v of shape [B, S, H, head_dim]; dropout in training mode only.
 
     Args:
-        head_dim: head size of q and k, from 1 to 256; also sets the scale 1 / sqrt(head_dim).
+        head_dim: head size of q and k, from 1 to 512; also sets the scale 1 / sqrt(head_dim).
         dropout: probability of dropping an attention weight, in [0, 1).
         causal: queries see only the keys up to their own position.
         use_smooth_softmax: adds a logit 0 without a value to every softmax.
@@ -49,8 +50,8 @@ class FlashAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim = arguments.integer("head_dim", head_dim)
-        if not 1 <= self.head_dim <= 256:
-            raise ValueError(f"head_dim: expected 1..256, got {head_dim}")
+        if not 1 <= self.head_dim <= 512:
+            raise ValueError(f"head_dim: expected 1..512, got {head_dim}")
         self.dropout = arguments.number("dropout", dropout)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout: expected a probability in [0, 1), got {dropout}")
@@ -90,26 +91,26 @@ class FlashAttention(nn.Module):
 
         `bias` and `mask` are those of flashattn_ext.forward.
         """
+        out: Tensor = forward(q, k, v, bias=bias, mask=mask, **self.call_options(q))
+        return out
+
+    def call_options(self, q: Tensor) -> dict[str, Any]:
+        """What this module says to a call with these queries [..., head_dim], by the names of flashattn_ext.forward."""
         if q.shape[-1] != self.head_dim:
             raise ValueError(f"q: this module was made for head_dim={self.head_dim}, got shape {tuple(q.shape)}")
         slopes = self.alibi_slopes
         if slopes is not None:  # the module may have been cast to 16 bits
             slopes = slopes.to(torch.promote_types(q.dtype, torch.float32))
-        return forward(
-            q,
-            k,
-            v,
-            causal=self.causal,
-            window_size=self.window_size,
-            softcap=self.softcap,
-            alibi_slopes=slopes,
-            relative_bias=self.relative_bias,
-            bias=bias,
-            mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            smooth_softmax=self.use_smooth_softmax and self.sink is None,
-            sink=self.sink,
-        )
+        return {
+            "causal": self.causal,
+            "window_size": self.window_size,
+            "softcap": self.softcap,
+            "alibi_slopes": slopes,
+            "relative_bias": self.relative_bias,
+            "dropout_p": self.dropout if self.training else 0.0,
+            "smooth_softmax": self.use_smooth_softmax and self.sink is None,
+            "sink": self.sink,
+        }
 
     def extra_repr(self) -> str:
         return (

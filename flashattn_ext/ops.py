@@ -10,6 +10,9 @@ from . import _C
 forward = torch.ops.flashattn_ext.forward.call
 backward = torch.ops.flashattn_ext.backward.call
 dropout_mask = torch.ops.flashattn_ext.dropout_mask.call
+# With the state of the dropout mask in place of a seed, which several calls can share.
+pure_forward = torch.ops.flashattn_ext.forward.default
+pure_backward = torch.ops.flashattn_ext.backward.default
 rng_state = torch.ops.flashattn_ext.rng_state.default
 mask_extremes = torch.ops.flashattn_ext.mask_extremes.default
 

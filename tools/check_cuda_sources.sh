@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Compiles every CUDA source for Ampere and Hopper, without torch and without a GPU. Fails when a kernel of head_dim 64 or 128 spills
+# Compiles the CUDA sources for Ampere and Hopper, without torch and without a GPU. Fails when a kernel of head_dim 64 or 128 spills
 # registers. Kernels of a Mask or of options found out at run time (kinds 2 to 5 of csrc/cuda/common/kind.h) may, and
-# those with dropout (kind 1) may spill 8 bytes. To save time the kinds of sm80/ that are in sources of their own
-# are compiled for the first architecture alone, and sm90/ for 90a alone.
+# those with dropout (kind 1) may spill 8 bytes. To save time sm90/ is compiled for 90a alone; and of the kinds that are in sources of
+# their own bf16 stands for fp16, and those of sm80/ are compiled for the first architecture alone.
 # TILE_CHOICE=1 or 2: with the tiles of that column of csrc/cuda/*/tiles.h.
 #
 #   tools/check_cuda_sources.sh [ARCHITECTURE...]      default: 80 90a
@@ -18,6 +18,7 @@ compile() {
   local name=${1//\//_} number targets=()
   for number in $architectures; do
     case $name in
+      *_fp16_*_masks.cu | *_fp16_*_general.cu | *_fp16_*_scores.cu | *_fp16_*_bias.cu) continue ;;
       *sm90_*) [[ $number == 90a ]] || continue ;;
       *_masks.cu | *_general.cu) [[ $number == "${architectures%% *}" ]] || continue ;;
     esac
@@ -29,7 +30,7 @@ compile() {
 }
 export -f compile
 sources | xargs -P "$(nproc)" -I{} bash -c 'compile "$@"' _ {} "${options[@]}"
-echo "$(sources | wc -l) CUDA sources compile; checking kernels of head_dim 64 and 128 for spills"
+echo "$(find "$objects" -name '*.log' | wc -l) of $(sources | wc -l) CUDA sources compile; checking kernels of head_dim 64 and 128 for spills"
 awk '
   /Compiling entry function/ { kernel = $0 }
   /bytes spill stores/ {

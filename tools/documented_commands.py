@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "documented"
 COMMAND = re.compile(
-    r"(make|pip|python|flashattn-ext|bash|FLASHATTN_EXT_\w+=\S+|tools/\w+\.sh) \S|make$|tools/\w+\.sh$"
+    r"(make|pip|python|torchrun|flashattn-ext|bash|FLASHATTN_EXT_\w+=\S+|tools/\w+\.sh) \S|make$|tools/\w+\.sh$"
 )
 
 # What a rule makes of the command that it matches.
@@ -58,6 +58,8 @@ RULES = [
     Rule(r"flashattn-ext report .*", AS_WRITTEN),
     Rule(r"(flashattn-ext|python -m flashattn_ext) bench (cpu|tune).*", "{} --quick"),
     Rule(r"(flashattn-ext|python -m flashattn_ext) bench cuda.*", AS_WRITTEN, refused="needs a CUDA device"),
+    Rule(r"torchrun .* -m flashattn_ext bench distributed.*", "python -m torch.distributed.run {arguments} --quick"),
+    Rule(r"python tools/context_parallel_costs\.py", AS_WRITTEN),
     Rule(r"bash build\.sh -arch 910b( -mode check)?", AS_WRITTEN, refused="CANN was not found"),
     Rule(r"python -c \"import torch, torch_npu;.*", AS_WRITTEN, refused="No module named 'torch_npu'"),
     Rule(r"python tools/npu_times\.py .*", "python -m py_compile tools/npu_times.py"),

@@ -13,7 +13,7 @@ import torch
 import flashattn_ext
 
 DTYPES = ("float16", "bfloat16", "float32")
-HEAD_DIMS = (40, 64, 96, 128, 129, 192, 256)
+HEAD_DIMS = (40, 64, 96, 128, 129, 192, 256, 320, 500)
 LYING_STARTS = ([0, 30, 70], [0, 500, -7], [-3, 40, 1000], [70, 30, 2], [2**31 - 1, -(2**31), 5])
 
 

@@ -171,6 +171,8 @@ class Backward {
     dout_pairs = pair_rows<Op>(dout, rows, scratch.units_v, scratch.dout_pairs);
     const Real infinity = std::numeric_limits<Real>::infinity();
     const Real* lse = row_of<const Real>(p.lse, batch, h, row);
+    const Real sink = p.sink ? static_cast<const Real*>(p.sink)[h] : Real(0);
+    const bool has_sink = p.has_sink && sink_counts(sink);
     row_delta = workspace.delta + h * workspace.rows + workspace.first_row(p, batch, queries) + row0;
     for (int64_t i = 0; i < lane_count; ++i) {
       // A row that sees nothing has lse = -inf: its scores are all masked, and +inf keeps the difference a number.
@@ -178,6 +180,7 @@ class Backward {
       scratch.rows.lse[i] = used ? lse[i] * kLog2E<Real> : infinity;
       scratch.rows.delta[i] = i < rows ? row_delta[i] * scales.delta : Real(0);
       scratch.rows.dlse[i] = i < rows ? lse_gradient<Real>(p, batch, h, row + i) * scales.delta : Real(0);
+      scratch.rows.key_weight[i] = used && has_sink ? 1 - std::exp(sink_log_weight(sink, lse[i])) : Real(1);
     }
   }
 
@@ -188,8 +191,8 @@ class Backward {
     const IndexRange panel_keys = mask.panel_keys(lanes.begin);
     const Gemm<Op> qk{k.data, k.stride, scratch.q_transposed, kQueries, tile.scores, kQueries};
     const Gemm<Op> dov{v.data, v.stride, scratch.dout_transposed, kQueries, gradients.scores, kQueries};
-    gemm<Order::kRowMajor, Init::kZero>(qk, panel_keys, lanes, EveryUnit<Op>{p.head_dim});
-    gemm<Order::kRowMajor, Init::kZero>(dov, panel_keys, lanes, EveryUnit<Op>{p.head_dim_v});
+    score_product(qk, panel_keys, lanes, ceil_div(p.head_dim, Op::kPack));
+    score_product(dov, panel_keys, lanes, ceil_div(p.head_dim_v, Op::kPack));
     const IndexRange panel_rows{row0 + lanes.begin, row0 + lesser(lanes.end, rows)};
     const bool whole_rows = sizeof(In) == 2 && head_mask.template previous_tile<kKeys>(panel_rows, key_tile) < 0 &&
                             head_mask.template next_tile<kKeys>(panel_rows, key_tile) < 0;

@@ -84,11 +84,17 @@ struct KnownRows {
   explicit KnownRows(ScratchCarver* carve)
       : lse(carve->take<Real>(Tile<Real>::kQueries)),
         delta(carve->take<Real>(Tile<Real>::kQueries)),
-        dlse(carve->take<Real>(Tile<Real>::kQueries)) {}
+        dlse(carve->take<Real>(Tile<Real>::kQueries)),
+        key_weight(carve->take<Real>(Tile<Real>::kQueries)) {}
 
   Real* lse;           // in units of log2; +inf where the row sees nothing, so that every weight is 0
   Real *delta, *dlse;  // times GradientScales::delta
+  Real* key_weight;    // the sum of the weights of all keys of a row: 1 less the weight of its sink
 };
+
+// Weights are added up with less of an error than this.
+template <class Real>
+constexpr Real kWeightError = Real(1) / 4096;
 
 // One vector of neighbouring queries of a tile, from `lane` on: the parts that `weigh` and `differentiate` share.
 template <class Op, bool kMasked, bool kDropout>
@@ -274,21 +280,26 @@ class GradientVector {
 };
 
 // delta of the rows of one vector, which see no key outside of the tile: the row sum of P * dP, less the gradient of
-// lse.
+// lse. A row whose weights do not add up to that of all its keys has others that are not in this call, which was given
+// the lse of a call with more keys: it keeps the delta that it has.
 template <class Accuracy, bool kMasked, bool kDropout, class Op, class Rule>
 inline void find_delta(const ScoreTile<Op>& tile, const GradientTile<Op>& gradients, const Rule& rule,
                        const GradientScales<typename Op::Real, Rule>& scales, const KnownRows<typename Op::Real>& rows,
                        int64_t lane, IndexRange keys) {
   using S = typename Op::S;
   using V = typename S::V;
+  const V given = S::load(rows.delta + lane);
   S::store(rows.delta + lane, S::zero());
   const GradientVector<Accuracy, kMasked, kDropout, Op, Rule> vector(tile, gradients, rule, scales, rows, lane);
-  V minus_delta = S::load(rows.dlse + lane);
+  V minus_delta = S::load(rows.dlse + lane), sum = S::zero();
   for (int64_t j = keys.begin; j < keys.end; ++j) {
     const V exponent = vector.exponent(tile, j, rule.stored(vector.scores.load(j)));
-    minus_delta = minus_delta - vector.logit_gradient(j, exponent, vector.weight(j, exponent));
+    const V weight = vector.weight(j, exponent);
+    sum = sum + weight;
+    minus_delta = minus_delta - vector.logit_gradient(j, exponent, weight);
   }
-  S::store(rows.delta + lane, S::zero() - minus_delta);
+  const V all = S::load(rows.key_weight + lane), error = S::set1(kWeightError<typename Op::Real>);
+  S::store(rows.delta + lane, S::where_in_range(sum, all - error, all + error, S::zero() - minus_delta, given));
 }
 
 template <class Accuracy, bool kMasked, bool kDropout, int kVectors, class Op, class Rule>
@@ -335,7 +346,7 @@ inline void differentiate_vectors(const ScoreTile<Op>& tile, const GradientTile<
 //
 // whole_rows: the queries of the panel see no key of another tile. delta, the row sum of P * dP, is then made here and
 // left in `rows`: that of 16-bit `out` has its rounding error, which is all that remains where few keys are visible and
-// the gradient cancels.
+// the gradient cancels. Rows of which the call has not all keys are found out (find_delta).
 template <class Accuracy, class Op, class Rule>
 inline void differentiate(const ScoreTile<Op>& tile, const GradientTile<Op>& gradients, const Rule& rule,
                           const GradientScales<typename Op::Real, Rule>& scales,

@@ -1,6 +1,7 @@
 """Measure the kernels beside PyTorch's own attention: same inputs, same run, interleaved calls,
 medians. `ascend-emulator` models instead: time and traffic of the Ascend C kernels. `tune` compares
-the tile sizes of our kernels with each other.
+the tile sizes of our kernels with each other. `distributed`, started by torchrun, measures attention over
+a sequence that several ranks share.
 """
 
 from __future__ import annotations
@@ -14,7 +15,13 @@ from .devices import use_threads
 from .files import writable_file, write_text
 
 # What can be measured -> the module that does, with measure(quick, options) and show(results, markdown).
-BENCHES = {"cpu": "bench_cpu", "cuda": "bench_cuda", "ascend-emulator": "bench_ascend", "tune": "bench_tune"}
+BENCHES = {
+    "cpu": "bench_cpu",
+    "cuda": "bench_cuda",
+    "ascend-emulator": "bench_ascend",
+    "tune": "bench_tune",
+    "distributed": "bench_distributed",
+}
 # Options of some targets alone.
 OPTIONS = {
     "sets": ("--set", ("cuda",)),
@@ -22,6 +29,8 @@ OPTIONS = {
     "peers": ("--peers", ("cuda",)),
     "backend": ("--backend", ("cuda", "tune")),
     "device": ("--device", ("tune",)),
+    "tokens": ("--tokens", ("distributed",)),
+    "trace": ("--trace", ("distributed",)),
 }
 
 
@@ -42,6 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cuda.add_argument("--pass", choices=("forward", "backward", "both"), dest="passes", help="without it, both")
     cuda.add_argument("--peers", metavar="NAME,...", help="compare with these alone; without it, all that are here")
     cuda.add_argument("--backend", metavar="NAME", help="ours, also of bench tune; without it, the preferred one")
+    ranks = parser.add_argument_group("bench distributed")
+    ranks.add_argument("--tokens", type=positive, help="length of the whole sequence; without it, 65536 on GPUs")
+    ranks.add_argument(
+        "--trace", metavar="PREFIX", help="write timelines for chrome://tracing to PREFIX.<exchange>.json, of GPUs"
+    )
     tune = parser.add_argument_group("bench tune")
     tune.add_argument("--device", choices=("auto", "cpu", "cuda"), help="without it, auto: CUDA where it is there")
 
@@ -55,6 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     use_threads(arguments.threads)
     bench = importlib.import_module(f".{BENCHES[arguments.target]}", __package__)
     results = bench.measure(quick=arguments.quick, **options)
+    if not results:  # another rank has them
+        return 0
     bench.show(results, markdown=arguments.markdown)
     if path:
         write_text(path, json.dumps(results, indent=1) + "\n")

@@ -167,7 +167,7 @@ _AND = masking_utils.and_masks().__code__
 _OR = masking_utils.or_masks().__code__
 _REMAP = getattr(masking_utils, "remap_positions_for_packed_sequence", lambda *_: lambda: None)(None, None).__code__
 _CAUSAL = masking_utils.causal_mask_function
-_PLAIN_WINDOWS = {_CAUSAL: (-1, 0), getattr(masking_utils, "bidirectional_mask_function", None): (-1, -1)}
+_BIDIRECTIONAL = getattr(masking_utils, "bidirectional_mask_function", None)
 
 
 def _rows(function: MaskFunction, keys: Tensor) -> _Rows:
@@ -227,6 +227,13 @@ def _position_rows(function: MaskFunction, positions: Tensor) -> _Rows:
 
 
 # --- windows ------------------------------------------------------------------------------------------------------------
+
+
+def _traced_window(function: MaskFunction) -> tuple[int, int] | None:
+    """_plain_window of what torch.compile traces, as far as a comparison tells: it looks into no closure."""
+    if function is _CAUSAL:
+        return -1, 0
+    return (-1, -1) if function is _BIDIRECTIONAL else None
 
 
 def _plain_window(function: MaskFunction) -> tuple[int, int] | None:
@@ -315,7 +322,7 @@ def attention_mask(
     tracing = torch.compiler.is_compiling()
     if not tracing:
         mask_function = _without_single_document(mask_function)
-    window = _PLAIN_WINDOWS.get(mask_function) if tracing else _plain_window(mask_function)
+    window = _traced_window(mask_function) if tracing else _plain_window(mask_function)
     if window is not None and padding is None and (window == (-1, -1) or sizes.ends_together()):
         if window == (-1, -1) and allow_is_bidirectional_skip and getattr(config, "is_causal", True):
             return None

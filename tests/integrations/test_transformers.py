@@ -59,7 +59,8 @@ def results(model: nn.Module, inputs: dict[str, Any], keep: Tensor | None, run: 
 
 def check(model: nn.Module, inputs: dict[str, Any], keep: Tensor | None, device: str, run_eager: Any = at_once) -> None:
     """On the CPU, fp32: equal to eager attention but for rounding. Elsewhere, bf16: as near to eager attention in fp32 as eager
-    attention in bf16 is, within a factor of 2."""
+    attention in bf16 is, within a factor of 2, gradients within one of 3: some are sums that cancel out (a bias of keys has the
+    gradient 0), so that both errors are noise."""
     expected = results(with_attention(model, "eager", device), inputs, keep, run_eager)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     eager = (
@@ -70,7 +71,9 @@ def check(model: nn.Module, inputs: dict[str, Any], keep: Tensor | None, device:
     for name, value in got.items():
         error, allowed = (float((x - expected[name]).norm()) for x in (value, eager[name]))
         floor = 2e-5 * max(float(expected[name].norm()), 1.0)
-        assert error <= 2 * allowed + floor, f"{name}: error {error:.3e}, eager {allowed:.3e}"
+        assert error <= (2 if name == "logits" else 3) * allowed + floor, (
+            f"{name}: error {error:.3e}, eager {allowed:.3e}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -117,10 +120,12 @@ def packed_positions() -> Tensor:
 def test_packed_documents(name: str, device: str) -> None:
     """Results and gradients are those of eager attention over each document alone."""
     _, model = made(name)
-    if name == "llama4" and int(transformers.__version__.split(".")[0]) < 5:
-        pytest.skip("transformers 4 counts chunks from where the row begins, not the document")
     ids = token_ids(torch.Generator().manual_seed(3))
     inputs = {"input_ids": ids, "position_ids": packed_positions(), "use_cache": False}
+    if name == "llama4":
+        eager = with_attention(model, "eager")
+        if not torch.allclose(eager(**inputs).logits, in_parts(eager, inputs), atol=1e-3):
+            pytest.skip("this transformers counts chunks from where the row begins, not the document")
     check(model, inputs, None, device, in_parts)
 
 
@@ -138,7 +143,7 @@ def test_a_collator_that_says_where_documents_begin(device: str) -> None:
     batch = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)(documents)
     batch = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in batch.items() if name != "labels"}
     batch["use_cache"] = False
-    expected = with_attention(model, "eager")(
+    expected = with_attention(model, "eager", device)(
         batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
     ).logits
     torch.testing.assert_close(model(**batch).logits, expected, rtol=1e-4, atol=1e-4)
@@ -209,7 +214,9 @@ def test_gradient_checkpointing_repeats_dropout(reentrant: bool, device: str) ->
         gradients.append(model.transformer.h[0].attn.c_attn.weight.grad.clone())
     torch.testing.assert_close(*gradients)
     model.eval()
-    torch.testing.assert_close(model(ids).logits, with_attention(model, "eager")(ids).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model(ids).logits, with_attention(model, "eager", device)(ids).logits, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_dropout_follows_the_generator(device: str) -> None:
@@ -287,10 +294,12 @@ def test_generate(name: str, cache: str, device: str) -> None:
     options: dict[str, Any] = {"max_new_tokens": 8, "min_new_tokens": 8, "do_sample": False, "output_logits": True}
     if cache == "static":
         options |= {"cache_implementation": "static", "disable_compile": True}
-    got, expected = (
-        with_attention(model, implementation, device).generate(**inputs, **options, return_dict_in_generate=True)
-        for implementation in ("fax", "eager")
-    )
+    eager = with_attention(model, "eager", device)
+    try:
+        expected = eager.generate(**inputs, **options, return_dict_in_generate=True)
+    except TypeError as error:  # 5.5 and a static cache of chunked layers
+        pytest.skip(f"this transformers cannot generate with eager attention here either: {error}")
+    got = with_attention(model, "fax", device).generate(**inputs, **options, return_dict_in_generate=True)
     assert torch.equal(got.sequences, expected.sequences)
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(expected.logits), rtol=1e-3, atol=1e-3)
 

@@ -24,7 +24,7 @@ def test_every_constructor(device: str, dtype: torch.dtype, kind: str, causal: b
 
 
 @pytest.mark.parametrize("heads", ["1", "k", "q"])
-@pytest.mark.parametrize("D", [32, 64, 96, 128, 129, 192, 256])
+@pytest.mark.parametrize("D", [32, 64, 96, 128, 129, 192, 256, 320, 512])
 def test_heads_and_head_dims(device: str, dtype: torch.dtype, heads: str, D: int) -> None:
     case = Case(
         dtype=dtype, Sq=200, Sk=290, Hq=4, Hk=2, D=D, Dv=D, mask="intervals", mask_heads=heads, mask_batch=False

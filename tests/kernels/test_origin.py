@@ -163,3 +163,25 @@ def test_compiled_calls_take_origins_that_change(device: str) -> None:
     for row in (0, 16, 64, 128):
         expected = flashattn_ext.forward(*tensors, **options, origin=(1, 0, row, 0))
         torch.testing.assert_close(compiled(*tensors, row), expected, rtol=0, atol=0)
+
+
+@pytest.mark.dtypes("bfloat16", "float16", "float32")
+@pytest.mark.parametrize("has_sink", [False, True])
+def test_the_backward_of_a_part_is_given_what_the_whole_call_has(
+    device: str, dtype: torch.dtype, has_sink: bool
+) -> None:
+    """Keys that come in two calls, as between devices: with out and lse of both together the gradients add up."""
+    q, k, v = (t[:1].requires_grad_() for t in _qkv(device, dtype))
+    sink = torch.linspace(-1, 2, HQ, device=device).requires_grad_() if has_sink else None
+    leaves = [q, k, v] if sink is None else [q, k, v, sink]
+    out, lse = flashattn_ext.forward(q, k, v, causal=True, sink=sink, return_lse=True)
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(out, leaves, dout)
+    cut = 64
+    call: dict[str, Any] = {"causal": True}
+    first = flashattn_ext.backward(dout, q, k[:, :cut], v[:, :cut], out, lse, **call, sink=sink, origin=(0, 0, 0, 0))
+    second = flashattn_ext.backward(dout, q, k[:, cut:], v[:, cut:], out, lse, **call, origin=(0, 0, 0, cut))
+    got = [first[0].float() + second[0].float(), *(torch.cat([first[i], second[i]], 1).float() for i in (1, 2))]
+    for a, b in zip([*got, *([] if sink is None else [first[3]])], expected, strict=True):
+        tolerance = 1e-4 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(a, b.float(), rtol=tolerance, atol=tolerance)

@@ -1,7 +1,10 @@
 // First stage of the backward: delta = <dout, out> - dlse of every row (Dao 2023, "FlashAttention-2", Algorithm 2, line
 // 4), and lse in units of log2. With dropout delta is divided by the scale of weights that are kept. Then the main
-// stage scales no weight, and the scale is multiplied to its sums at their end.
+// stage scales no weight, and the scale is multiplied to its sums at their end. The same launch zeroes what the main
+// stage adds to.
 #pragma once
+
+#include <algorithm>
 
 #include "aligned_rows.h"
 #include "backward_workspace.h"
@@ -32,6 +35,10 @@ __global__ void __launch_bounds__(kPrepareThreads)
                             const __grid_constant__ BackwardWorkspace workspace, int lanes, const void* out_end) {
   constexpr int kElements = kVectorBytes / sizeof(T);
   const int64_t thread = blockIdx.x * int64_t{kPrepareThreads} + threadIdx.x, index = thread / lanes;
+  uint4* const zeroed = reinterpret_cast<uint4*>(workspace.dq);
+  for (int64_t i = thread; i < workspace.zeroed_bytes / kVectorBytes; i += gridDim.x * int64_t{kPrepareThreads}) {
+    zeroed[i] = make_uint4(0, 0, 0, 0);
+  }
   const bool valid = index < p.heads_q * workspace.rows;
   const int64_t h = index / workspace.rows, flat = index % workspace.rows;
   const int64_t b = p.is_varlen() ? 0 : flat / p.seqlen_q, row = p.is_varlen() ? flat : flat % p.seqlen_q;
@@ -53,6 +60,10 @@ __global__ void __launch_bounds__(kPrepareThreads)
       delta += widen(reinterpret_cast<const T*>(&x)[e]) * widen(reinterpret_cast<const T*>(&y)[e]);
     }
   }
+  if (p.out_residual.data) {
+    const T* const residual = row_pointer<const T>(p.out_residual, b, h, row);
+    for (int c = lane; c < columns; c += lanes) delta += widen(dout[c]) * widen(residual[c]);
+  }
   for (int distance = lanes / 2; distance > 0; distance /= 2) delta += __shfl_xor_sync(~0u, delta, distance);
   if (!valid || lane != 0) return;
   const float lse = *row_statistic(p.lse, b, h, row);
@@ -61,17 +72,15 @@ __global__ void __launch_bounds__(kPrepareThreads)
   workspace.lse[index] = lse == -infinity() ? infinity() : lse * kLog2E<float>;
 }
 
-// Runs this stage, and zeroes what the main stage adds to.
 template <class T>
 void launch_prepare(const AttnGradParams& p, const BackwardWorkspace& workspace) {
-  const cudaStream_t stream = static_cast<cudaStream_t>(p.stream);
-  check_launch(cudaMemsetAsync(workspace.dq, 0, static_cast<size_t>(workspace.zeroed_bytes), stream), "memset", p);
   const int lanes = prepare_lanes<T>(p.head_dim_v);
   const bool whole = rows_are_aligned(p.out, p.head_dim_v, sizeof(T));
   const auto kernel = whole ? backward_prepare_kernel<T, true> : backward_prepare_kernel<T, false>;
   const void* const out_end = end_of(p.out, batch_entries(p), p.heads_q, query_rows(p), p.head_dim_v, sizeof(T));
   const int64_t blocks = (p.heads_q * workspace.rows * lanes + kPrepareThreads - 1) / kPrepareThreads;
-  launch(kernel, "backward_prepare", p, blocks, kPrepareThreads, 0, workspace, lanes, out_end);
+  // Without rows there may still be sums to zero.
+  launch(kernel, "backward_prepare", p, std::max<int64_t>(blocks, 1), kPrepareThreads, 0, workspace, lanes, out_end);
 }
 
 }  // namespace flashattn_ext

@@ -23,6 +23,14 @@ __device__ __forceinline__ void narrow(float x, float* to) { *to = x; }
 __device__ __forceinline__ void narrow(float x, __half* to) { *to = __float2half_rn(x); }
 __device__ __forceinline__ void narrow(float x, __nv_bfloat16* to) { *to = __float2bfloat16_rn(x); }
 
+// What a number loses when it is narrowed.
+template <class T>
+__device__ __forceinline__ float rounding_residual(float x) {
+  T narrowed;
+  narrow(x, &narrowed);
+  return x - widen(narrowed);
+}
+
 template <int N>
 __device__ __forceinline__ void set_zero(float (&accumulators)[N][4]) {
 #pragma unroll
@@ -201,12 +209,13 @@ struct TensorCore<float> {
   }
 
  private:
-  // x as a sum of two TF32 numbers. Rounding to nearest by hand is quicker than cvt.rna; the product ignores the low 13
-  // bits of an operand.
+  // x as a sum of two TF32 numbers. The product ignores the low 13 bits of an operand. The leading number is rounded to
+  // nearest by hand, which is quicker than cvt.rna. What it leaves has 12 bits at most, of which the product drops at
+  // most the last: rounding that would gain nothing, and would turn the NaN that arithmetic makes, 0x7FFFFFFF, into -0.
   static __device__ __forceinline__ void split(float x, uint32_t* lead, uint32_t* trail) {
     constexpr uint32_t kHalf = 0x1000u, kIgnored = 0x1FFFu;
     *lead = (__float_as_uint(x) + kHalf) & ~kIgnored;
-    *trail = __float_as_uint(x - __uint_as_float(*lead)) + kHalf;
+    *trail = __float_as_uint(x - __uint_as_float(*lead));
   }
 };
 

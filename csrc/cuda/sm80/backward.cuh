@@ -60,7 +60,7 @@ struct Backward {
   static constexpr int kScoreBuffers = kInRegisters ? kStages : 2;
   static constexpr int kSharedBytes =
       2 * kKeys * kStride * kBytes + kStages * kStageBytes + kScoreBuffers * kScoreBytes;
-  static_assert(kSharedBytes <= (kLarge ? kLargeShared : kSmallShared));
+  static_assert(kSharedBytes <= (kLarge ? kLargeShared : least_shared<kBytes, kHeadDim>()));
 
   const AttnGradParams& p;
   const Workspace& workspace;

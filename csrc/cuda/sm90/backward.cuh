@@ -26,6 +26,8 @@ struct Backward {
   static constexpr RegisterBudget kRegisters = kBackwardRegisters;
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages;
+  static constexpr bool kPaired = false;
+  static constexpr int kBlocks = 1, kColumns = kHeadDim, kDoutStages = kStages;
   static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns,
                        kScorePanels = kQueries / kPanelColumns;
@@ -381,10 +383,8 @@ struct Backward {
 };
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    backward_kernel(const __grid_constant__ AttnGradParams p,
-                    const __grid_constant__ typename Kernel::Workspace workspace,
-                    const __grid_constant__ BackwardMaps maps, const __grid_constant__ TileGrid grid) {
+__device__ __forceinline__ void run_backward(const AttnGradParams& p, const typename Kernel::Workspace& workspace,
+                                             const BackwardMaps& maps, const TileGrid& grid) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
   typename Kernel::Shared& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
@@ -393,9 +393,26 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
     Kernel::init(shared, p);
     ptx::fence_barrier_init();
   }
-  __syncthreads();
+  sync_pair_or_block<Kernel::kPaired>();
   Kernel::run(shared, p, workspace, maps, grid);
+  if (Kernel::kPaired) sync_pair_or_block<true>();
 #endif
+}
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    backward_kernel(const __grid_constant__ AttnGradParams p,
+                    const __grid_constant__ typename Kernel::Workspace workspace,
+                    const __grid_constant__ BackwardMaps maps, const __grid_constant__ TileGrid grid) {
+  run_backward<Kernel>(p, workspace, maps, grid);
+}
+// The same in clusters of two thread blocks.
+template <class Kernel>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Kernel::kThreads, 1)
+    paired_backward_kernel(const __grid_constant__ AttnGradParams p,
+                           const __grid_constant__ typename Kernel::Workspace workspace,
+                           const __grid_constant__ BackwardMaps maps, const __grid_constant__ TileGrid grid) {
+  run_backward<Kernel>(p, workspace, maps, grid);
 }
 
 // The kernel of a class of head dims.
@@ -406,7 +423,7 @@ using BackwardOf =
 template <class T, int kHeadDim, Kind kKind>
 WorkspaceOf<kKind> backward_workspace(const AttnGradParams& p) {
   using Layout = DqLayout<T, kHeadDim>;
-  const BackwardWorkspace base(p, Layout::kTileRows, Layout::kTileFloats, Layout::kParts);
+  const BackwardWorkspace base(p, Layout::kTileRows, Layout::kTileFloats, Layout::kOrderedParts);
   return complete<kKind>(p, base, backward_tile<kHeadDim, kKind>().keys, 8);
 }
 
@@ -420,7 +437,11 @@ void backward(const AttnGradParams& p) {
   const WorkspaceOf<kKind> workspace = backward_workspace<T, kHeadDim, kKind>(p);
   launch_prepare<T>(p, workspace);
   using Kernel = BackwardOf<T, kHeadDim, kKind>;
-  launch_backward_main<Kernel>(backward_kernel<Kernel>, p, workspace);
+  if constexpr (Kernel::kPaired) {
+    launch_backward_main<Kernel>(paired_backward_kernel<Kernel>, p, workspace);
+  } else {
+    launch_backward_main<Kernel>(backward_kernel<Kernel>, p, workspace);
+  }
   launch_finish<DqLayout<T, kHeadDim>>(p, workspace);
   if constexpr (can_score(kKind)) finish_biases(p, workspace);
 }

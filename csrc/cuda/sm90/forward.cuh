@@ -16,6 +16,7 @@
 #include "../common/tile_order.cuh"
 #include "forward_bias.cuh"
 #include "forward_mask.cuh"
+#include "pair.cuh"
 #include "products.cuh"
 #include "tiles.h"
 
@@ -30,7 +31,7 @@ struct BiasedForwardMaps : ForwardMaps {
 
 template <class T, int kHeadDim, Kind kKind>
 struct Forward {
-  static constexpr bool kGeneral = kKind == Kind::kGeneral, kBias = kKind == Kind::kBias;
+  static constexpr bool kGeneral = kKind == Kind::kGeneral, kBias = kKind == Kind::kBias, kScored = can_score(kKind);
   using Maps = std::conditional_t<kBias, BiasedForwardMaps, ForwardMaps>;
   using Score = std::conditional_t<can_score(kKind), GeneralScore, PlainScore<float, true>>;
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
@@ -39,8 +40,10 @@ struct Forward {
   static constexpr int kGroups = kTile.groups, kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kStages = kTile.stages;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads, kWarps = kGroups * 4;
-  static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
-  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDim / 8, kSteps = kKeys / 16;
+  static constexpr bool kPaired = is_paired(kHeadDim);                            // pair.cuh
+  static constexpr int kBlocks = kPaired ? 2 : 1, kColumns = kHeadDim / kBlocks;  // of a thread block
+  static constexpr int kPanels = panels(kColumns);
+  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kColumns / 8, kSteps = kKeys / 16;
   // What is added to the scores of a warp. Without a dense bias nothing is read for each score.
   using Bias = std::conditional_t<kGeneral, TileBias<T, false, 1, kScoreTiles>, DistanceBias<false, 1, kScoreTiles>>;
 
@@ -79,6 +82,7 @@ struct Forward {
     KeyBatch batches[kMasks ? kKeyBatches : 0];
     PartialTile partial_tiles[kMasks ? kStages : 0];
     bool poisoned[kMasks ? 2 : 0][kQueries];
+    OtherPart<kScoreTiles> parts[kPaired ? kGroups : 0];
     ptx::Barrier bias_full[kBias ? kBiasStages : 0], bias_empty[kBias ? kBiasStages : 0];
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
@@ -88,14 +92,14 @@ struct Forward {
   static constexpr int kTurnBarrier = 1;
 
   // Calls body(work, first row of the keys in their batch entry) for all tiles of queries that this thread block
-  // computes. take(): the number of the next one. The batch entries of a head, which may read the same bias, come
-  // together.
+  // computes. take(tile): the number of the one after `tile`. The batch entries of a head, which may read the same
+  // bias, come together.
   template <class Take, class Body>
   static __device__ __forceinline__ void each_work(const AttnParams& p, const TileGrid& grid, const Take& take,
                                                    const Body& body) {
     const int heads = static_cast<int>(p.heads_q), all_heads = heads * static_cast<int>(p.batch);
-    for (int tile = blockIdx.x; tile < grid.tiles;) {
-      const int following = take();
+    for (int tile = blockIdx.x / kBlocks; tile < grid.tiles;) {
+      const int following = take(tile);
       const auto [head, block] = grid.index(tile, all_heads);
       // The longest tiles of causal heads come first. A sequence may be longer than the host was told: then a tile
       // number stands for later tiles too.
@@ -117,6 +121,8 @@ struct Forward {
     }
   }
 
+  static __device__ __forceinline__ int column() { return half_of_columns<kPaired>() * kColumns; }
+
   // --- the thread that loads, without a Mask ------------------------------------------------------------------------
 
   struct Loader {
@@ -128,8 +134,9 @@ struct Forward {
     uint32_t q_parity = 0, work_parity = 0;
 
     __device__ void load_tiles(const TileGrid& grid) {
+      // Both blocks of a pair have to come to the same tiles: these are not handed out.
       each_work(
-          p, grid, [&] { return grid.take(); },
+          p, grid, [&](int tile) { return kPaired ? tile + static_cast<int>(gridDim.x) / kBlocks : grid.take(); },
           [&](const Work& work, int key_start) {
             publish(work);
             if (work.sees_keys()) load_tile(work, key_start);
@@ -146,7 +153,7 @@ struct Forward {
       const int batch = p.is_varlen() ? 0 : work.b, hk = work.h / static_cast<int>(p.group_size());
       auto load_keys = [&](int n) {
         ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
-        load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, key_start + n * kKeys, hk, batch);
+        load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, key_start + n * kKeys, hk, batch, column());
         k.advance();
         if constexpr (kBias) {
           ptx::barrier_wait(&shared.bias_empty[bias.stage], bias.parity ^ 1);
@@ -157,12 +164,12 @@ struct Forward {
       };
       load_keys(work.last);
       ptx::barrier_wait(&shared.q_empty, q_parity ^ 1);
-      load_panels(shared.q, shared.q_full, maps.q, work.query_start + work.row0, work.h, batch);
+      load_panels(shared.q, shared.q_full, maps.q, work.query_start + work.row0, work.h, batch, column());
       q_parity ^= 1;
       for (int n = work.last; n >= work.first; --n) {
         if (n > work.first) load_keys(n - 1);
         ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + n * kKeys, hk, batch);
+        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + n * kKeys, hk, batch, column());
         v.advance();
       }
     }
@@ -188,7 +195,7 @@ struct Forward {
   const AttnParams& p;
   const int group, warp_row;  // first of this warp's 16 rows, within the tile
   const Score& score;
-  uint32_t q_parity = 0, work_parity = 0, tail_parity = 0;
+  uint32_t q_parity = 0, work_parity = 0, tail_parity = 0, parts_parity = 0;
   RingPosition<kStages> k, v;
   std::conditional_t<kBias, RingPosition<kBiasStages>, Nothing> bias_at;
   float scores[kScoreTiles][4], out[kOutTiles][4];
@@ -320,12 +327,13 @@ struct Forward {
     const Limits unmasked{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
     if (!kMasks) ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
     take_turn();
-    score_product<kHeadDim, Address>(scores, shared.q, group * 64, shared.k[k.stage]);
+    score_product<kColumns, Address>(scores, shared.q, group * 64, shared.k[k.stage]);
     give_turn(group);
     if (!kGeneral) draw_signs(work, n, dropout);
     const auto biases = begin_biases(work, n);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
+    if constexpr (kPaired) shared.parts[group].exchange(scores, &parts_parity);
     end_keys(kMasks ? walk.tile.has(KeyTile::kLast) : n == walk.last);
     weigh(work, walk, unmasked, biases);
     if (kGeneral) draw_signs(work, n, dropout);
@@ -337,7 +345,7 @@ struct Forward {
       for (go_on(walk);; go_on(walk)) {
         if (!kMasks) ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
         take_turn();
-        score_product<kHeadDim, Address>(scores, shared.q, group * 64, shared.k[k.stage]);
+        score_product<kColumns, Address>(scores, shared.q, group * 64, shared.k[k.stage]);
         ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
         accumulate<32, Address>(out, weights, shared.v[v.stage]);
         give_turn(group);
@@ -345,6 +353,7 @@ struct Forward {
         const auto biases = begin_biases(work, n);
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
+        if constexpr (kPaired) shared.parts[group].exchange(scores, &parts_parity);
         end_keys(kMasks ? walk.tile.has(KeyTile::kLast) : n == walk.last);
         weigh(work, walk, unmasked, biases);
         if (kGeneral) draw_signs(work, n, dropout);
@@ -529,27 +538,29 @@ struct Forward {
     if constexpr (kMasks) take_poisoned(poisoned);
 
     const float keep_scale = 256.f / p.dropout_threshold;
-    const int row = work.row0 + warp_row + g();
+    const int row = work.row0 + warp_row + g(), first = column();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = softmax.total(r);
       const bool exists = row + 8 * r < work.length_q;
       const int64_t at = int64_t{work.query_start} + row + 8 * r;
-      if (t() == 0 && exists) *row_statistic(p.lse, work.b, work.h, at) = softmax.lse(r, sum);
-      store_row(row_pointer<T>(p.out, work.b, work.h, at), out, r, poisoned[r] ? not_a_number() : keep_scale / sum,
-                sum == 0, exists, static_cast<int>(p.head_dim_v));
+      const float factor = poisoned[r] ? not_a_number() : keep_scale / sum;
+      const int columns = static_cast<int>(p.head_dim_v) - first;
+      if (t() == 0 && exists && first == 0) *row_statistic(p.lse, work.b, work.h, at) = softmax.lse(r, sum);
+      store_row(row_pointer<T>(p.out, work.b, work.h, at) + first, out, r, factor, sum == 0, exists, columns);
+      if constexpr (kScored) {
+        if (p.out_residual.data == nullptr) continue;
+        store_row<T, true>(row_pointer<T>(p.out_residual, work.b, work.h, at) + first, out, r, factor, sum == 0, exists,
+                           columns);
+      }
     }
   }
 };
 
-template <class T, int kHeadDim, Kind kKind>
-__global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
-    forward_kernel(const __grid_constant__ AttnParams p,
-                   const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Maps maps,
-                   const __grid_constant__ TileGrid grid,
-                   const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Score score) {
+template <class Kernel>
+__device__ __forceinline__ void run_forward(const AttnParams& p, const typename Kernel::Maps& maps,
+                                            const TileGrid& grid, const typename Kernel::Score& score) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Kernel = Forward<T, kHeadDim, kKind>;
   extern __shared__ __align__(1024) unsigned char memory[];
   typename Kernel::Shared& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
   if (threadIdx.x == 0) {
@@ -579,12 +590,13 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
     ptx::barrier_init(&shared.work_full, 1);
     ptx::barrier_init(&shared.work_empty, Kernel::kWarps);
     ptx::barrier_init(&shared.tail_cleared, Kernel::kWarps);
+    for (int i = 0; Kernel::kPaired && i < Kernel::kGroups; ++i) shared.parts[i].init();
     ptx::fence_barrier_init();
   }
   if constexpr (Kernel::kMasks) {
     for (int row = threadIdx.x; row < 2 * Kernel::kQueries; row += Kernel::kThreads) shared.poisoned[0][row] = false;
   }
-  __syncthreads();
+  sync_pair_or_block<Kernel::kPaired>();
   // One warpgroup loads; it gives its registers to those that compute.
   if (threadIdx.x < kGroupThreads) {
     ptx::give_registers<Kernel::kRegisters.producer>();
@@ -593,7 +605,25 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
     ptx::take_registers<Kernel::kRegisters.consumer>();
     Kernel(shared, p, score, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
   }
+  if (Kernel::kPaired) sync_pair_or_block<true>();
 #endif
+}
+
+template <class T, int kHeadDim, Kind kKind>
+__global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
+    forward_kernel(const __grid_constant__ AttnParams p,
+                   const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Maps maps,
+                   const __grid_constant__ TileGrid grid,
+                   const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Score score) {
+  run_forward<Forward<T, kHeadDim, kKind>>(p, maps, grid, score);
+}
+// The same in clusters of two thread blocks.
+template <class T, int kHeadDim, Kind kKind>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
+    paired_forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ ForwardMaps maps,
+                          const __grid_constant__ TileGrid grid,
+                          const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Score score) {
+  run_forward<Forward<T, kHeadDim, kKind>>(p, maps, grid, score);
 }
 
 template <class T, int kHeadDim, Kind kKind>
@@ -608,12 +638,19 @@ void forward(const AttnParams& p) {
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
   int* const taken = static_cast<int*>(p.workspace);
   const TileGrid grid{forward_order(p, blocks, sizeof(T), Kernel::kBias ? p.batch : 1), static_cast<int>(all), taken};
-  const int64_t processors = multiprocessors();
-  if (all > processors) {
+  const int64_t processors = multiprocessors() / Kernel::kBlocks;
+  if (all > processors && !Kernel::kPaired) {
     check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
   }
-  launch(forward_kernel<T, kHeadDim, kKind>, "sm90 forward", p, std::min(all, processors), Kernel::kThreads,
-         static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));
+  auto launch_as = [&](auto* kernel) {
+    launch(kernel, "sm90 forward", p, std::min(all, processors) * Kernel::kBlocks, Kernel::kThreads,
+           static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));
+  };
+  if constexpr (Kernel::kPaired) {
+    launch_as(paired_forward_kernel<T, kHeadDim, kKind>);
+  } else {
+    launch_as(forward_kernel<T, kHeadDim, kKind>);
+  }
 }
 
 }  // namespace flashattn_ext::sm90

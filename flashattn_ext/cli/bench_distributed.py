@@ -1,0 +1,314 @@
+"""`bench distributed`: attention over a sequence that several ranks share, beside one device alone and torch's context parallelism.
+
+    torchrun --nproc-per-node 2 -m flashattn_ext bench distributed --trace trace.json
+
+All times are those of the slowest rank. A rank's share is its rate (FLOP/s of the whole call, divided by the ranks) over that of one device that
+has the whole sequence. Exposed communication is the time in which a GPU does nothing but send, from a profile of one forward and backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.profiler import ProfilerActivity, profile
+
+import flashattn_ext
+from flashattn_ext import distributed
+from flashattn_ext.distributed.head_exchange import HeadShares
+from flashattn_ext.distributed.plan import Rules, plan_of
+from flashattn_ext.distributed.sharding import Sharding
+
+from . import ranks
+from .console import CommandError, markdown_table, print_table
+from .timing import one_line
+
+MODES = ("ulysses", "allgather", "ring")
+ONE = "one device"
+TORCH = {"torch, flash": SDPBackend.FLASH_ATTENTION, "torch, cuDNN": SDPBackend.CUDNN_ATTENTION}
+ROUNDS, QUICK_ROUNDS = 7, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch entry of so many tokens in all, or packed documents of about `document` tokens."""
+
+    tokens: int
+    heads_q: int
+    heads_k: int
+    head_dim: int
+    document: int | None = None
+    dtype: str = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        what = "causal" if self.document is None else f"causal, documents of about {self.document}"
+        return f"{self.tokens} tokens, {self.heads_q}:{self.heads_k} heads of {self.head_dim}, {what}, {self.dtype}"
+
+    def lengths(self) -> list[int]:
+        """Of the documents: between half of and one and a half times the mean, the same in every process."""
+        if self.document is None:
+            return [self.tokens]
+        generator = torch.Generator().manual_seed(0)
+        lengths: list[int] = []
+        while (left := self.tokens - sum(lengths)) > 0:
+            drawn = int(self.document * (0.5 + torch.rand((), generator=generator).item()))
+            lengths.append(min(left, max(drawn, 1)))
+        return lengths
+
+    def flops(self) -> int:
+        """Of the forward; the backward has 2.5 times as many."""
+        return sum(4 * self.heads_q * self.head_dim * (n * (n + 1) // 2) for n in self.lengths())
+
+
+FULL = [Case(65536, 32, 8, 128), Case(65536, 32, 8, 128, document=8192)]
+QUICK = [Case(512, 4, 2, 32, dtype="float32"), Case(512, 4, 2, 32, document=100, dtype="float32")]
+
+Step = Callable[[], Tensor]  # runs a forward and returns out, with a graph
+
+
+def measure(*, quick: bool, tokens: int | None = None, trace: str | None = None) -> dict[str, Any]:
+    """On every rank; the result is on rank 0 alone, and empty elsewhere."""
+    if not ranks.started_by_torchrun():
+        raise CommandError(
+            "bench distributed runs on several ranks; start them with torchrun --nproc-per-node 2 -m flashattn_ext bench distributed"
+        )
+    device = torch.device("cuda", ranks.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+    ranks.start(device)
+    try:
+        chosen = (
+            [replace(case, tokens=tokens) for case in FULL]
+            if tokens
+            else QUICK
+            if quick or device.type == "cpu"
+            else FULL
+        )
+        rows = [_measure_case(case, device, QUICK_ROUNDS if quick else ROUNDS, trace) for case in chosen]
+        if dist.get_rank() > 0:
+            return {}
+        name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+        return {
+            "machine": name,
+            "ranks": dist.get_world_size(),
+            "torch": torch.__version__,
+            "quick": quick,
+            "rows": rows,
+        }
+    finally:
+        ranks.end()
+
+
+def _measure_case(case: Case, device: torch.device, rounds: int, trace: str | None) -> dict[str, Any]:
+    contestants: dict[str, Any] = {ONE: _one_device, **{mode: _ours(mode) for mode in MODES}}
+    if device.type == "cuda" and case.document is None:
+        contestants |= {name: _torchs(backend) for name, backend in TORCH.items()}
+    results: dict[str, dict[str, Any]] = {}
+    failures: dict[str, str] = {}
+    for name, prepare in contestants.items():
+        try:
+            with prepare(case, device) as (forward, leaves):
+                results[name] = _times(forward, leaves, device, rounds)
+                if device.type == "cuda" and name != ONE:
+                    file = f"{trace}.{name}.json" if trace and case.document is None else None
+                    results[name]["exposed_s"] = _exposed(forward, leaves, file)
+        except Exception as error:  # what torch lacks is no reason to stop
+            failures[name] = one_line(error)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    for mode in MODES:
+        if mode in results:
+            results[mode]["sent_bytes"] = _largest(
+                float(sent_bytes(case, mode, dist.get_rank(), dist.get_world_size())), device
+            )
+    for result in results.values():
+        _add_rates(result, case, results.get(ONE), 1 if result is results.get(ONE) else dist.get_world_size())
+    return {**asdict(case), "name": case.name, "results": results, "failures": failures}
+
+
+def _add_rates(result: dict[str, Any], case: Case, one: dict[str, Any] | None, devices: int) -> None:
+    for passes, factor in (("forward", 1.0), ("backward", 2.5), ("both", 3.5)):
+        seconds = result["forward_s"] + result["backward_s"] if passes == "both" else result[f"{passes}_s"]
+        result[f"{passes}_tflops"] = factor * case.flops() / seconds / devices * 1e-12
+    if one is not None:
+        result["share"] = result["both_tflops"] / one["both_tflops"]
+
+
+# --- contestants --------------------------------------------------------------------------------------------------------
+
+
+def _whole(case: Case, device: torch.device) -> list[Tensor]:
+    """q, k and v of all tokens, the same on every rank; packed ones without a batch."""
+    generator = torch.Generator(device).manual_seed(0)
+    batch = [] if case.document else [1]
+    dtype = getattr(torch, case.dtype)
+    return [
+        torch.randn(*batch, case.tokens, heads, case.head_dim, device=device, dtype=dtype, generator=generator)
+        for heads in (case.heads_q, case.heads_k, case.heads_k)
+    ]
+
+
+@contextlib.contextmanager
+def _one_device(case: Case, device: torch.device) -> Iterator[tuple[Step, list[Tensor]]]:
+    q, k, v = leaves = [t.requires_grad_() for t in _whole(case, device)]
+    if case.document is None:
+        yield lambda: flashattn_ext.forward(q, k, v, causal=True), leaves
+        return
+    lengths = case.lengths()
+    starts = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+    longest = max(lengths)
+    yield lambda: flashattn_ext.varlen_forward(q, k, v, starts, starts, longest, longest, causal=True), leaves
+
+
+def _ours(mode: str) -> Any:
+    @contextlib.contextmanager
+    def prepared(case: Case, device: torch.device) -> Iterator[tuple[Step, list[Tensor]]]:
+        dim = 0 if case.document else 1
+        parts = [distributed.shard(t, dim=dim).requires_grad_() for t in _whole(case, device)]
+        starts = torch.tensor([0, *case.lengths()]).cumsum(0).int() if case.document else None
+        options: dict[str, Any] = {"mode": mode, "cu_seqlens": starts, "seqlen": case.tokens, "causal": True}
+        yield lambda: distributed.attention(*parts, **options), parts
+
+    return prepared
+
+
+def _torchs(backend: SDPBackend) -> Any:
+    @contextlib.contextmanager
+    def prepared(case: Case, device: torch.device) -> Iterator[tuple[Step, list[Tensor]]]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.experimental import context_parallel
+
+        q, k, v = (t.transpose(1, 2).contiguous() for t in _whole(case, device))
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]), sdpa_kernel(backend):
+            leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+            yield lambda: F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True), leaves
+
+    return prepared
+
+
+# --- times --------------------------------------------------------------------------------------------------------------
+
+
+def _times(forward: Step, leaves: list[Tensor], device: torch.device, rounds: int) -> dict[str, Any]:
+    """Median seconds of the forward and of the backward, each of the slowest rank."""
+    times: dict[str, list[float]] = {"forward_s": [], "backward_s": []}
+    gradient = None
+    for _ in range(rounds + 1):
+        dist.barrier()
+        marks = [_mark(device)]
+        out = forward()
+        marks.append(_mark(device))
+        gradient = torch.randn_like(out) if gradient is None else gradient
+        marks[-1] = _mark(device)
+        torch.autograd.grad(out, leaves, gradient)
+        marks.append(_mark(device))
+        for name, begin, end in zip(times, marks, marks[1:], strict=False):
+            times[name].append(_seconds_between(begin, end))
+        del out
+    return {name: _largest(statistics.median(seconds[1:]), device) for name, seconds in times.items()}
+
+
+def _mark(device: torch.device) -> Any:
+    if device.type == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds_between(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) * 1e-3
+
+
+def _largest(value: float, device: torch.device) -> float:
+    t = torch.tensor(value, dtype=torch.float64, device=device)
+    dist.all_reduce(t, dist.ReduceOp.MAX)
+    return t.item()
+
+
+def _exposed(forward: Step, leaves: list[Tensor], trace: str | None) -> float:
+    """Seconds in which this GPU sends and computes nothing; the timeline of rank 0 goes to the file `trace`."""
+    dist.barrier()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+        out = forward()
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+        torch.cuda.synchronize()
+    if trace and dist.get_rank() == 0:
+        profiled.export_chrome_trace(trace)
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in profiled.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.name.startswith("Mem"):
+            if event.name.startswith(("nccl:", "flashattn_ext", "aten::")):
+                continue  # ranges around kernels
+            spans["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
+    busy = _length(spans[True] + spans[False])
+    return _largest((busy - _length(spans[False])) * 1e-6, leaves[0].device)
+
+
+def _length(spans: list[tuple[float, float]]) -> float:
+    """Of the union of intervals."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+# --- bytes --------------------------------------------------------------------------------------------------------------
+
+
+def sent_bytes(case: Case, mode: str, rank: int, ranks: int) -> int:
+    """What a rank sends in a forward and a backward."""
+    of = Sharding(case.tokens, ranks)
+    size = case.head_dim * getattr(torch, case.dtype).itemsize
+    if mode == "ulysses":
+        shares = HeadShares(case.heads_q, case.heads_k, ranks)
+        others = [other for other in range(ranks) if other != rank]
+        rows = of.length(rank)
+        to_heads = sum(rows * (len(shares.queries(other)) + 2 * len(shares.keys(other))) for other in others)
+        to_rows = sum(of.length(other) * shares.each for other in others)  # out
+        gradients = sum(of.length(other) * (shares.each + 2 * len(shares.keys(rank))) for other in others)
+        dout = sum(rows * len(shares.queries(other)) for other in others)
+        return (to_heads + to_rows + gradients + dout) * size
+    lengths = case.lengths()
+    starts = tuple(sum(lengths[:n]) for n in range(len(lengths) + 1))
+    rules = Rules(-1, 0, True, False, False, False)
+    plan = plan_of(of, rank, starts, rules, case.document is not None, mode == "ring")
+    sent = sum(segment.rows for step in plan.steps for _, segment in step.sent)
+    received = sum(segment.rows for step in plan.steps for segment in step.received)
+    return (2 * sent + received) * 2 * case.heads_k * size  # keys and values twice, and their gradients back
+
+
+# --- tables -------------------------------------------------------------------------------------------------------------
+
+
+def show(results: dict[str, Any], *, markdown: bool) -> None:
+    header = ("", "forward ms", "backward ms", "TFLOP/s a device", "share of one", "MiB sent", "exposed ms")
+    for row in results["rows"]:
+        lines = []
+        for name, r in row["results"].items():
+            sent, exposed = r.get("sent_bytes"), r.get("exposed_s")
+            lines.append([
+                name, f"{1e3 * r['forward_s']:.2f}", f"{1e3 * r['backward_s']:.2f}", f"{r['both_tflops']:.1f}", f"{r.get('share', 0):.3f}",
+                "" if sent is None else f"{sent / 2**20:.0f}", "" if exposed is None else f"{1e3 * exposed:.2f}",
+            ])  # fmt: skip
+        title = f"{results['ranks']} x {results['machine']}, {row['name']}"
+        if markdown:
+            print(markdown_table(title, header, lines))
+        else:
+            print_table(title, header, lines, left={0})
+        for name, reason in row["failures"].items():
+            print(f"{name}: {reason}")

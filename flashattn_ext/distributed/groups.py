@@ -1,0 +1,55 @@
+"""Which ranks a call is made by."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+# A process group, a DeviceMesh of one dimension, or None for all ranks.
+Group = Any
+
+# Those that were given; the ops know a group by its name. Weak, because the threads of a group end with its last reference, and must end
+# before the process does.
+_BY_NAME: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+
+def resolved(group: Group) -> Any:
+    """The process group that is meant.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        TypeError, ValueError: `group` is none, or one that this process is not in.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "group: torch.distributed is not initialised; start the ranks with torchrun and call "
+            "torch.distributed.init_process_group() first"
+        )
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group: expected a DeviceMesh of one dimension, got {group.ndim} dimensions "
+                f"({group.mesh_dim_names or 'without names'}); index it by the name of the one that shares the sequence"
+            )
+        group = group.get_group()
+    elif group is None:
+        group = dist.group.WORLD
+    elif group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: this process is not one of its ranks; only they call")
+    elif not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group: expected a process group, a DeviceMesh or None, got {type(group).__name__}")
+    return group
+
+
+def name_of(group: Any) -> str:
+    """The name by which `named` finds the group again."""
+    name = str(group.group_name)
+    _BY_NAME[name] = group
+    return name
+
+
+def named(name: str) -> Any:
+    return _BY_NAME[name]

@@ -1,0 +1,278 @@
+"""The exchanges `allgather` and `ring`: queries stay, keys and values travel to those who see them, and their gradients travel back.
+
+Forward, for every step of the plan (plan.py):   keys of the next step on their way | calls of this step, merged by their lse
+Backward, the same steps again:                  keys of the next step on their way | calls of this step | gradients on their way back
+
+A row whose keys came in several calls has out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i), in float32. The backward
+of each call is given the merged out and lse, so that its weights are those of the whole row.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..autograd import CallOptions, CallTensors
+from . import local
+from .communication import Transfer
+from .local import Extras, Gradients
+from .plan import Part, Plan, Rules, Step, plan_of
+from .sharding import Sharding
+
+
+@dataclass
+class KeyExchange:
+    """One call on this rank: q [B, s, Hq, D], k [B, s, Hk, D], v [B, s, Hk, Dv] of its positions, packed without the B."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    extras: Extras
+    rng_state: Tensor
+    options: CallOptions  # of the whole; origin: (batch, head)
+    sharding: Sharding
+    documents: tuple[int, ...] | None  # packed sequences: where they begin, and the end of the last
+    group: Any
+    ring: bool
+
+    def __post_init__(self) -> None:
+        self.row_dim = self.q.dim() - 3
+        options, extras = self.options, self.extras
+        rules = Rules(
+            options.window_left, 0 if options.causal else options.window_right, options.causal,
+            extras.alibi_slopes is not None or extras.relative_bias is not None,
+            extras.bias is not None or extras.mask_intervals is not None, options.dropout_p > 0,
+        )  # fmt: skip
+        documents = self.documents or (0, self.sharding.seqlen)
+        rank = dist.get_rank(self.group)
+        self.plan: Plan = plan_of(self.sharding, rank, documents, rules, self.documents is not None, self.ring)
+        self.statistics = torch.promote_types(self.q.dtype, torch.float32)
+
+    # --- keys -----------------------------------------------------------------------------------------------------------
+
+    def _rows(self, t: Tensor, begin: int, end: int) -> Tensor:
+        return t.narrow(self.row_dim, begin, end - begin)
+
+    def _buffer(self, like: Tensor, rows: int, dtype: torch.dtype | None = None) -> Tensor:
+        shape = list(like.shape)
+        shape[self.row_dim] = rows
+        return like.new_empty(shape, dtype=dtype)
+
+    def _fetch(self, step: Step) -> tuple[tuple[Tensor, Tensor], Transfer]:
+        """Starts the transfers of a step: the buffers of keys and values, filled once the transfer has been waited for."""
+        if step.is_own_part:
+            buffers = self.k, self.v
+        else:
+            buffers = self._buffer(self.k, step.keys), self._buffer(self.v, step.keys)
+        transfer = Transfer(self.group, "the exchange of keys and values")
+        for mine, buffer in zip((self.k, self.v), buffers, strict=True):
+            for taker, s in step.sent:
+                transfer.send(self._rows(mine, s.source_row, s.source_row + s.rows), taker)
+            for s in step.received:
+                transfer.receive(self._rows(buffer, s.target_row, s.target_row + s.rows), s.source)
+        transfer.start()
+        if not step.is_own_part:
+            for mine, buffer in zip((self.k, self.v), buffers, strict=True):
+                for s in step.own:
+                    target = self._rows(buffer, s.target_row, s.target_row + s.rows)
+                    target.copy_(self._rows(mine, s.source_row, s.source_row + s.rows))
+        return buffers, transfer
+
+    # --- calls ----------------------------------------------------------------------------------------------------------
+
+    def _tensors(self, part: Part, keys: Tensor, values: Tensor) -> CallTensors:
+        sequences, extras, places = None, self.extras, part.places
+        first, last = places[0].document, places[-1].document + 1
+        if self.documents is not None:
+            sequences = local.packed(
+                [p.last_row - p.row for p in places], [p.last_key - p.key for p in places], self.q.device
+            )
+            if extras.alibi_slopes is not None and extras.alibi_slopes.dim() == 2:
+                extras = extras._replace(alibi_slopes=extras.alibi_slopes[first:last])
+        count = part.keys[1] - part.keys[0]
+        if extras.mask_intervals is not None:
+            extras = extras._replace(mask_intervals=extras.mask_intervals.narrow(-2, part.first_key, count))
+        if extras.bias is not None:
+            extras = extras._replace(bias=self._of_bias(extras.bias, part))
+        if not part.is_first:
+            extras = extras._replace(sink=None)
+        q = self._rows(self.q, *part.rows)
+        return local.call_tensors(
+            q, self._rows(keys, *part.keys), self._rows(values, *part.keys), extras, sequences
+        )  # fmt: skip
+
+    def _of_bias(self, bias: Tensor, part: Part) -> Tensor:
+        columns = bias.narrow(3, part.first_key, part.keys[1] - part.keys[0])
+        return columns if bias.shape[2] == 1 else columns.narrow(2, part.rows[0], part.rows[1] - part.rows[0])
+
+    def _options(self, part: Part, tensors: CallTensors) -> CallOptions:
+        origin = part.origin
+        batch, head = self.options.origin or (0, 0)
+        if origin is not None:
+            document, _, *row_and_key = origin
+            origin = (document + batch, head, *row_and_key)
+        options = self.options._replace(
+            causal=part.causal, window_left=part.window[0], window_right=part.window[1],
+            smooth_softmax=self.options.smooth_softmax and part.is_first, origin=None if origin is None else list(origin),
+        )  # fmt: skip
+        if self.documents is None:
+            return options
+        lengths = [(p.last_row - p.row, p.last_key - p.key) for p in part.places]
+        return options._replace(max_seqlen_q=max(x for x, _ in lengths), max_seqlen_k=max(x for _, x in lengths))
+
+    # --- forward --------------------------------------------------------------------------------------------------------
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """out of this rank's queries, like q with the head_dim of v, and lse [B, Hq, s] ([Hq, s])."""
+        out = self.q.new_zeros(
+            (*self.q.shape[:-1], self.v.shape[-1]), dtype=self.statistics if self.plan.merges else None
+        )
+        heads = self.q.shape[self.row_dim + 1]
+        lse = self.q.new_full(
+            (*self.q.shape[: self.row_dim], heads, self.q.shape[self.row_dim]), -math.inf, dtype=self.statistics
+        )
+        steps = self.plan.steps
+        buffers, transfer = self._fetch(steps[0])
+        for index, step in enumerate(steps):
+            transfer.wait()
+            keys, values = buffers
+            if index + 1 < len(steps):
+                buffers, transfer = self._fetch(steps[index + 1])
+            for part in step.parts:
+                tensors = self._tensors(part, keys, values)
+                part_out, part_lse = local.forward(tensors, self._options(part, tensors), self.rng_state)
+                of_rows = self._rows(out, *part.rows), lse[..., part.rows[0] : part.rows[1]]
+                if part.is_first:
+                    of_rows[0].copy_(part_out)
+                    of_rows[1].copy_(part_lse)
+                else:
+                    _merge(*of_rows, part_out, part_lse)
+        return out.to(self.q.dtype), lse
+
+    # --- backward -------------------------------------------------------------------------------------------------------
+
+    def backward(
+        self, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: tuple[bool, bool, bool]
+    ) -> Gradients:
+        """needs: whether alibi_slopes, relative_bias and bias have gradients."""
+        dq = self.q.new_zeros(self.q.shape, dtype=self.statistics if self.plan.merges else None)
+        dk, dv = (t.new_zeros(t.shape, dtype=self.statistics) for t in (self.k, self.v))
+        extras = _ExtraGradients(self, needs)
+        steps = self.plan.steps
+        buffers, transfer = self._fetch(steps[0])
+        arriving: list[_Returned] = []
+        for index, step in enumerate(steps):
+            transfer.wait()
+            keys, values = buffers
+            if index + 1 < len(steps):
+                buffers, transfer = self._fetch(steps[index + 1])
+            step_gradients = self._backward_of(step, keys, values, (dout, dlse, out, lse), dq, extras)
+            # Those of the step before have had the time of this one to arrive.
+            for returned in arriving:
+                returned.add_to(dk, dv)
+            arriving = [self._return(step, step_gradients, dk, dv)]
+        for returned in arriving:
+            returned.add_to(dk, dv)
+        return Gradients(dq.to(self.q.dtype), dk.to(self.k.dtype), dv.to(self.v.dtype), *extras.finished())
+
+    def _backward_of(
+        self, step: Step, keys: Tensor, values: Tensor, results: tuple[Tensor | None, Tensor | None, Tensor, Tensor],
+        dq: Tensor, extras: _ExtraGradients,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Adds to dq, and returns the gradients of a step's keys and values."""
+        dout, dlse, out, lse = results
+        single = len(step.parts) == 1 and step.parts[0].keys == (0, step.keys)
+        dk, dv = keys, values
+        if not single:
+            dk, dv = (self._buffer(t, step.keys, self.statistics).zero_() for t in (keys, values))
+        for part in step.parts:
+            tensors = self._tensors(part, keys, values)
+            rows = slice(*part.rows)
+            gradients = local.backward(
+                tensors, self._options(part, tensors), self.rng_state,
+                None if dout is None else self._rows(dout, *part.rows), None if dlse is None else dlse[..., rows],
+                self._rows(out, *part.rows), lse[..., rows], extras.needs,
+            )  # fmt: skip
+            of_rows = self._rows(dq, *part.rows)
+            of_rows.copy_(gradients.q) if part.is_first else of_rows.add_(gradients.q)
+            if single:
+                dk, dv = gradients.k, gradients.v
+            else:
+                self._rows(dk, *part.keys).add_(gradients.k)
+                self._rows(dv, *part.keys).add_(gradients.v)
+            extras.add(part, gradients)
+        return dk, dv
+
+    def _return(self, step: Step, gradients: tuple[Tensor, Tensor], dk: Tensor, dv: Tensor) -> _Returned:
+        """Starts sending a step's gradients to the ranks that the keys are of; adds those of this rank's own."""
+        transfer = Transfer(self.group, "the return of the gradients of keys and values")
+        arriving: list[tuple[int, Tensor, slice]] = []
+        for index, (mine, buffer, total) in enumerate(zip((self.k, self.v), gradients, (dk, dv), strict=True)):
+            for s in step.received:
+                sent = self._rows(buffer, s.target_row, s.target_row + s.rows).to(mine.dtype)
+                transfer.send(sent, s.source)
+            for taker, s in step.sent:
+                arrived = self._buffer(mine, s.rows)
+                transfer.receive(arrived, taker)
+                arriving.append((index, arrived, slice(s.source_row, s.source_row + s.rows)))
+            for s in step.own:
+                own = self._rows(buffer, s.target_row, s.target_row + s.rows)
+                self._rows(total, s.source_row, s.source_row + s.rows).add_(own)
+        return _Returned(transfer.start(), arriving, self.row_dim)
+
+
+@dataclass
+class _Returned:
+    """Gradients of this rank's keys and values on their way from another rank."""
+
+    transfer: Transfer
+    arriving: list[tuple[int, Tensor, slice]]  # (0 for keys and 1 for values, gradient, rows)
+    row_dim: int
+
+    def add_to(self, dk: Tensor, dv: Tensor) -> None:
+        self.transfer.wait()
+        for index, arrived, rows in self.arriving:
+            (dk, dv)[index].narrow(self.row_dim, rows.start, rows.stop - rows.start).add_(arrived)
+
+
+class _ExtraGradients:
+    """Sums over the calls of this rank of the gradients of sink and biases."""
+
+    def __init__(self, call: KeyExchange, needs: tuple[bool, bool, bool]) -> None:
+        self.call = call
+        self.needs = needs
+        self.given = call.extras[:4]
+        wanted = (self.given[0] is not None, *needs)
+        self.sums = [
+            None if t is None or not needed else torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
+            for t, needed in zip(self.given, wanted, strict=True)
+        ]
+
+    def add(self, part: Part, gradients: Gradients) -> None:
+        for index, (total, gradient) in enumerate(zip(self.sums, gradients[3:], strict=True)):
+            if total is None or gradient is None:
+                continue
+            if index == 1 and total.dim() == 2 and self.call.documents is not None:
+                total = total[part.places[0].document : part.places[-1].document + 1]
+            if index == 3:
+                total = self.call._of_bias(total, part)
+            total.add_(gradient)
+
+    def finished(self) -> list[Tensor | None]:
+        return [
+            None if total is None or t is None else total.to(t.dtype)
+            for total, t in zip(self.sums, self.given, strict=True)
+        ]
+
+
+def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
+    """Adds a call's result to that of the calls before it, in place. out [..., rows, heads, Dv], lse [..., heads, rows]."""
+    share = torch.sigmoid(part_lse - lse)
+    share = torch.where(part_lse == -math.inf, 0.0, share)  # two rows that have seen nothing have no difference
+    out.lerp_(part_out.to(out.dtype), share.transpose(-1, -2).unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, part_lse))

@@ -1,0 +1,270 @@
+"""Which keys each rank asks for, and the attention calls that it then makes: arithmetic alone, the same on every rank.
+
+The exchanges `allgather` and `ring` leave the queries where they are. A step brings the keys of some ranks into a buffer, and a list of
+calls covers every pair of a query and a key there that causal and window allow. `allgather` has one step with the keys of
+all ranks, `ring` one step for each rank. What nobody on this rank sees is not asked for.
+
+Positions are counted in three ways: in the whole sequence, within a document (packed sequences have several, dense ones are one), and as
+rows of a buffer, where they are called rows and keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from .communication import Segment
+from .sharding import GRANULE, Sharding, Span
+
+
+class Rules(NamedTuple):
+    """What of a call's options decides who sees whom, and what depends on where a score is."""
+
+    window_left: int
+    window_right: int  # 0 with causal
+    causal: bool
+    has_distances: bool  # alibi_slopes or relative_bias: the distance of a row and a key counts
+    has_places: bool  # bias or mask: the place of a row and a key counts
+    has_dropout: bool
+
+    @property
+    def is_free(self) -> bool:
+        """Whether a score is the same wherever it is, once it is visible."""
+        return not (self.has_distances or self.has_places or self.has_dropout)
+
+    def keys_of(self, first: int, last: int, length: int) -> tuple[int, int]:
+        """Keys of a document that its rows [first, last) may see. With dropout they begin with a granule."""
+        begin = 0 if self.window_left < 0 else max(0, first - self.window_left)
+        end = length if self.window_right < 0 else min(length, last + self.window_right)
+        return (begin // GRANULE * GRANULE if self.has_dropout else begin), end
+
+
+class Place(NamedTuple):
+    """Rows and keys of one document: their positions within it."""
+
+    document: int
+    row: int
+    last_row: int  # exclusive, as every end here
+    key: int
+    last_key: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """One attention call: rows of the local queries against keys of a step's buffer.
+
+    `places` are one document, or, in a call of packed sequences, several that follow each other in both buffers.
+    """
+
+    rows: tuple[int, int]
+    keys: tuple[int, int]
+    first_key: int  # position in the whole sequence of the first of the keys
+    causal: bool
+    window: tuple[int, int]
+    origin: tuple[int, ...] | None
+    is_first: bool  # whether these rows meet their first keys: the sink belongs to this call
+    places: tuple[Place, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Keys that arrive together."""
+
+    keys: int  # rows of the buffer
+    own: tuple[Segment, ...]  # what this rank copies from its own part
+    received: tuple[Segment, ...]
+    sent: tuple[tuple[int, Segment], ...]  # (rank that it goes to, rows)
+    parts: tuple[Part, ...]
+    is_own_part: bool  # the buffer is this rank's own part, as it is
+
+
+@dataclass(frozen=True)
+class Plan:
+    steps: tuple[Step, ...]
+    merges: bool  # whether a row meets keys in more than one call
+
+
+@lru_cache(maxsize=256)
+def plan_of(
+    sharding: Sharding, rank: int, documents: tuple[int, ...], rules: Rules, is_packed: bool, ring: bool
+) -> Plan:
+    """The steps of a rank. `documents` are where they begin in the whole sequence, and the end of the last."""
+    return _Planner(sharding, rank, documents, rules, is_packed).plan(ring)
+
+
+class _Planner:
+    def __init__(
+        self, sharding: Sharding, rank: int, documents: tuple[int, ...], rules: Rules, is_packed: bool
+    ) -> None:
+        self.sharding = sharding
+        self.rank = rank
+        self.documents = documents
+        self.rules = rules
+        self.is_packed = is_packed
+
+    def plan(self, ring: bool) -> Plan:
+        ranks = self.sharding.ranks
+        # Step t brings the keys of rank - t, so that at every step each rank sends to one rank and hears from one.
+        groups = [[(self.rank - t) % ranks] for t in range(ranks)] if ring else [list(range(ranks))]
+        met: set[int] = set()
+        merges = False
+        steps = []
+        for t, sources in enumerate(groups):
+            spans, segments = self._buffer(self.rank, sources)
+            takers = [(self.rank + t) % ranks] if ring else [r for r in range(ranks) if r != self.rank]
+            sent = [
+                (taker, segment)
+                for taker in takers
+                if taker != self.rank
+                for segment in self._buffer(taker, [self.rank] if ring else list(range(ranks)))[1]
+                if segment.source == self.rank
+            ]
+            pieces = [piece for span in self.sharding.spans(self.rank) for piece in self._pieces(span, spans, met)]
+            merges = merges or any(not piece.is_first for piece in pieces)
+            own = tuple(s for s in segments if s.source == self.rank)
+            received = tuple(s for s in segments if s.source != self.rank)
+            keys = sum(span.length for span in spans)
+            whole = not received and keys == self.sharding.length(self.rank)
+            steps.append(Step(keys, own, received, tuple(sent), tuple(self._joined(pieces)), whole))
+        return Plan(tuple(steps), merges)
+
+    # --- keys -----------------------------------------------------------------------------------------------------------
+
+    def _documents_in(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
+        """(index, begin, end) of the documents that have a position in [begin, end)."""
+        for index in range(len(self.documents) - 1):
+            first, last = self.documents[index], self.documents[index + 1]
+            if max(first, begin) < min(last, end):
+                yield index, first, last
+
+    def _wanted(self, rank: int) -> list[tuple[int, int]]:
+        """Positions of the keys that the queries of a rank may see, as ranges that do not touch."""
+        ranges = []
+        for span in self.sharding.spans(rank):
+            for _, first, last in self._documents_in(span.begin, span.end):
+                rows = max(first, span.begin) - first, min(last, span.end) - first
+                begin, end = self.rules.keys_of(*rows, last - first)
+                ranges.append((first + begin, first + end))
+        joined: list[tuple[int, int]] = []
+        for begin, end in sorted(ranges):
+            if joined and begin <= joined[-1][1]:
+                joined[-1] = joined[-1][0], max(end, joined[-1][1])
+            else:
+                joined.append((begin, end))
+        return joined
+
+    def _buffer(self, rank: int, sources: Sequence[int]) -> tuple[list[Span], list[Segment]]:
+        """What a rank gets from these ranks: the spans of its buffer, and which rows of whom fill it."""
+        found = [
+            (max(begin, span.begin), min(end, span.end), source, span)
+            for begin, end in self._wanted(rank)
+            for source in sources
+            for span in self.sharding.spans(source)
+            if max(begin, span.begin) < min(end, span.end)
+        ]
+        spans: list[Span] = []
+        segments, at = [], 0
+        for begin, end, source, span in sorted(found):
+            segments.append(Segment(source, span.at + begin - span.begin, at, end - begin))
+            if spans and spans[-1].end == begin:
+                spans[-1] = spans[-1]._replace(end=end)
+            else:
+                spans.append(Span(begin, end, at))
+            at += end - begin
+        return spans, segments
+
+    # --- calls ----------------------------------------------------------------------------------------------------------
+
+    def _pieces(self, rows: Span, buffer: list[Span], met: set[int]) -> list[Part]:
+        """A call for every document of a span of queries and every span of keys; `met`: rows that have met keys before."""
+        pieces: list[Part] = []
+        for document, first, last in self._documents_in(rows.begin, rows.end):
+            row, last_row = max(first, rows.begin) - first, min(last, rows.end) - first
+            begin, end = self.rules.keys_of(row, last_row, last - first)
+            at = rows.at + first + row - rows.begin
+            of_document: list[Part] = []
+            for span in buffer:
+                key, last_key = max(begin, span.begin - first), min(end, span.end - first)
+                if key >= last_key:
+                    continue
+                place = Place(document, row, last_row, key, last_key)
+                keys_at = span.at + first + key - span.begin
+                piece = self._piece(place, at, keys_at, first + key, at not in met)
+                met.add(at)
+                if of_document and (joined := self._joined_keys(of_document[-1], piece)):
+                    of_document[-1] = joined
+                else:
+                    of_document.append(piece)
+            pieces += of_document
+        return pieces
+
+    def _piece(self, place: Place, at: int, keys_at: int, first_key: int, is_first: bool) -> Part:
+        rules = self.rules
+        document, row, last_row, key, last_key = place
+        is_aligned = last_row == last_key
+        sees_left = rules.window_left < 0 or key >= last_row - 1 - rules.window_left
+        sees_right = rules.window_right < 0 or last_key - 1 <= row + rules.window_right
+        # Packed documents that are whole have one rule, so that one call can take many; others have the simplest.
+        causal = rules.causal and (is_aligned or not sees_right)
+        window = (-1 if sees_left else rules.window_left, -1 if rules.causal or sees_right else rules.window_right)
+        if self.is_packed and is_aligned:
+            window = rules.window_left, -1 if rules.causal else rules.window_right
+        is_anywhere = not causal and window == (-1, -1) and not rules.has_distances
+        origin: tuple[int, ...] | None = (document, 0, row, key)
+        if is_aligned or is_anywhere:  # then the call's own alignment, at the last row and key, is right
+            if row == 0 and key == 0:
+                origin = (document, 0) if rules.has_dropout else None
+            elif not (rules.has_dropout or rules.has_places):
+                origin = None
+        return Part(
+            (at, at + last_row - row), (keys_at, keys_at + last_key - key), first_key, causal, window, origin, is_first, (place,)
+        )  # fmt: skip
+
+    def _joined_keys(self, a: Part, b: Part) -> Part | None:
+        """One call for the same rows and the keys of both, where it means the same."""
+        simple = self.rules.is_free and a.origin is None and b.origin is None and a.window == b.window == (-1, -1)
+        if not simple or a.causal or a.keys[1] != b.keys[0]:
+            return None
+        return replace(b, keys=(a.keys[0], b.keys[1]), first_key=a.first_key, is_first=a.is_first)
+
+    def _joined(self, pieces: list[Part]) -> Iterator[Part]:
+        """Fewer calls that mean the same, of pieces in the order of their rows."""
+        join = self._joined_documents if self.is_packed else self._joined_rows
+        before: Part | None = None
+        counts: dict[int, int] = {}
+        for piece in pieces:
+            counts[piece.rows[0]] = counts.get(piece.rows[0], 0) + 1
+        for piece in pieces:
+            alone = counts[piece.rows[0]] == 1 or self.is_packed
+            joined = join(before, piece) if before is not None and alone else None
+            if joined is None and before is not None:
+                yield before
+            before = joined or piece
+            if not alone:
+                yield piece
+                before = None
+        if before is not None:
+            yield before
+
+    def _joined_rows(self, a: Part, b: Part) -> Part | None:
+        simple = self.rules.is_free and a.origin is None and b.origin is None and a.window == b.window == (-1, -1)
+        if not simple or a.rows[1] != b.rows[0] or a.is_first != b.is_first or a.causal != b.causal:
+            return None
+        added_keys = b.rows[1] - b.rows[0] if a.causal else 0  # a staircase goes on, a rectangle has the same keys
+        if a.keys[0] != b.keys[0] or b.keys[1] - a.keys[1] != added_keys:
+            return None
+        return replace(b, rows=(a.rows[0], b.rows[1]), first_key=a.first_key)
+
+    def _joined_documents(self, a: Part, b: Part) -> Part | None:
+        """Documents that follow each other, as one call of packed sequences."""
+        follows = a.rows[1] == b.rows[0] and a.keys[1] == b.keys[0]
+        alike = (a.causal, a.window, a.is_first) == (b.causal, b.window, b.is_first)
+        if not follows or not alike or b.places[0].document != a.places[-1].document + 1:
+            return None
+        both_free = a.origin is None and b.origin is None
+        both_drop = a.origin is not None and b.origin is not None and len(a.origin) == len(b.origin) == 2
+        if not (both_free or both_drop):
+            return None
+        return replace(a, rows=(a.rows[0], b.rows[1]), keys=(a.keys[0], b.keys[1]), places=a.places + b.places)

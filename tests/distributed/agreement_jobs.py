@@ -1,0 +1,142 @@
+"""What the ranks do for test_agreement.py: calls that are wrong on some of them, of which all must hear."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_pool import group_of
+from torch.distributed.device_mesh import init_device_mesh
+
+from flashattn_ext import distributed
+
+S = 128  # on each rank
+
+
+def _qkv(device: str, Hq: int = 4, Hk: int = 2, S: int = S, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.randn(1, S, heads, 8, device=device, dtype=dtype) for heads in (Hq, Hk, Hk)]
+
+
+def _expect(kind: type[Exception], match: str, device: str, options: dict[str, Any], **shape: Any) -> None:
+    with pytest.raises(kind, match=match):
+        distributed.attention(*_qkv(device, **shape), group=group_of(2), **options)
+
+
+def ranks_that_differ_are_told(device: str) -> None:
+    rank = dist.get_rank()
+    if rank >= 2:
+        return
+    causal = rank == 0
+    _expect(ValueError, "causal is True on rank 0 and False on rank 1", device, {"causal": causal})
+    _expect(ValueError, "q is .*float32.* on rank 0 and .*float64.* on rank 1|q is .*float32.* and .*float16", device, {},
+            dtype=torch.float32 if rank == 0 else torch.float64 if device == "cpu" else torch.float16)  # fmt: skip
+    _expect(
+        ValueError,
+        r"q is .*rows, 4, 8\] on rank 0 and .*rows, 6, 8\] on rank 1",
+        device,
+        {"mode": "ring"},
+        Hq=4 + 2 * rank,
+    )
+    _expect(ValueError, "mode is ring on rank 0 and allgather on rank 1", device, {"mode": ("ring", "allgather")[rank]})
+    with pytest.raises(ValueError, match=r"sink is a .* on rank 0 and nothing on rank 1"):
+        sink = torch.zeros(4, device=device) if rank == 0 else None
+        distributed.attention(*_qkv(device), group=group_of(2), sink=sink)
+
+
+def what_is_wrong_on_one_rank_is_told_on_all(device: str) -> None:
+    rank = dist.get_rank()
+    if rank >= 2:
+        return
+    whole = {"seqlen": 2 * S}
+    match = "expected 128 of the 256 positions" if rank == 1 else "another rank.*rank 1: q: expected 128 of the 256"
+    _expect(ValueError, match, device, whole, S=S - rank)
+    _expect(
+        ValueError, "'ulysses' shares out the query heads, and 3 do not divide", device, {"mode": "ulysses"}, Hq=3, Hk=3
+    )
+    _expect(ValueError, "multiple of the 3 key heads", device, {}, Hq=4, Hk=3)
+    _expect(
+        ValueError, r"dropout_p: expected a probability in \[0, 1\), got 1", device, {"dropout_p": 1.0, "rng_seed": 1}
+    )
+    _expect(ValueError, "sink: expected shape", device, {"sink": torch.zeros(5, device=device)})
+    _expect(ValueError, "origin: expected None or", device, {"origin": (0, 0, 0, 0)})
+    _expect(ValueError, "cu_seqlens|dimensions", device, {"cu_seqlens": torch.tensor([0, 2 * S], dtype=torch.int32)})
+    _expect(TypeError, "unexpected keyword argument 'causl'", device, {"causl": True})
+    _expect(ValueError, "sharding: expected one of", device, {"sharding": "striped"})
+    _expect(ValueError, "mode: expected one of", device, {"mode": "usp"})
+    with pytest.raises(ValueError, match="starts from 0 that do not decrease"):
+        q, k, v = (t[0] for t in _qkv(device))
+        distributed.attention(
+            q, k, v, group=group_of(2), cu_seqlens=torch.tensor([0, 9, 3], dtype=torch.int32), seqlen=256
+        )
+    distributed.attention(*_qkv(device), group=group_of(2), causal=True)  # and then all is well
+
+
+def groups_are_checked(device: str) -> None:
+    qkv, ranks = _qkv(device), dist.get_world_size()
+    mine = dist.new_group([0])
+    if dist.get_rank() > 0:
+        with pytest.raises(ValueError, match="not one of its ranks"):
+            distributed.attention(*qkv, group=mine)
+    with pytest.raises(TypeError, match="expected a process group, a DeviceMesh or None, got str"):
+        distributed.attention(*qkv, group="world")
+    if ranks == 4:
+        mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("data", "context"))
+        with pytest.raises(ValueError, match="DeviceMesh of one dimension, got 2"):
+            distributed.attention(*qkv, group=mesh)
+        out = distributed.attention(*qkv, group=mesh["context"], causal=True)
+        torch.testing.assert_close(out, distributed.attention(*qkv, group=mesh["context"].get_group(), causal=True))
+
+
+def a_rank_that_does_not_come_is_waited_for_until_the_timeout(device: str) -> None:
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
+    rank = dist.get_rank()
+    if rank == 1:
+        time.sleep(3)
+    if rank == 0:
+        start = time.monotonic()
+        with pytest.raises(
+            RuntimeError, match="failed on rank 0 of 2: another rank has ended, is later than the timeout"
+        ):
+            distributed.attention(*_qkv(device), group=group)
+        assert time.monotonic() - start < 30
+
+
+def a_rank_that_leaves_between_calls_is_waited_for_until_the_timeout(device: str) -> None:
+    """Once calls are agreed on, it is the exchange itself that finds out."""
+    group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
+    rank = dist.get_rank()
+    if rank >= 2:
+        return
+    for mode in ("ring", "ulysses"):
+        distributed.attention(*_qkv(device), group=group, mode=mode)
+    if rank == 1:
+        time.sleep(3)
+        return
+    with pytest.raises(RuntimeError, match=r"exchange of .* failed on rank 0 of 2"):
+        distributed.attention(*_qkv(device), group=group, mode="ring")
+
+
+def shards_are_put_together_again(device: str) -> None:
+    for ranks in {2, dist.get_world_size()}:
+        if dist.get_rank() >= ranks:
+            continue
+        split: dict[str, Any] = {"group": group_of(ranks)}
+        for length in (0, 5, 64, 130, 1000):
+            for split["sharding"] in ("zigzag", "contiguous"):
+                whole = (
+                    torch.arange(3 * length * 2, device=device, dtype=torch.float32).view(3, length, 2).requires_grad_()
+                )
+                part = distributed.shard(whole, **split)
+                assert part.shape[1] == distributed.shard_lengths(length, **split)[dist.get_rank()]
+                part_leaf = part.detach().requires_grad_()
+                again = distributed.unshard(part_leaf, seqlen=length, **split)
+                assert torch.equal(again, whole)
+                again.backward(2 * whole)
+                assert part_leaf.grad is not None and torch.equal(part_leaf.grad, 2 * part)
+    if dist.get_rank() < 2:
+        with pytest.raises(ValueError, match="expected 64 of the 128 positions"):
+            distributed.unshard(torch.zeros(1, 60, device=device), group=group_of(2), seqlen=128)

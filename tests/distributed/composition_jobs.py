@@ -1,0 +1,196 @@
+"""What the ranks do for test_composition.py: attention over ranks inside of what else a training script uses."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rank_pool import group_of
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import flashattn_ext
+from flashattn_ext import distributed
+
+MODES = ("ulysses", "allgather", "ring")
+
+
+def _parts(device: str, group: Any) -> list[Tensor]:
+    torch.manual_seed(3)
+    whole = [torch.randn(2, 256, heads, 16, device=device) for heads in (4, 2, 2)]
+    return [distributed.shard(t, group=group).requires_grad_() for t in whole]
+
+
+def _gradients(function: Any, parts: list[Tensor]) -> list[Tensor]:
+    out = function(*parts)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), parts)]
+
+
+def checkpointing_computes_the_same_again(device: str) -> None:
+    for mode in MODES:
+        if dist.get_rank() >= 2:
+            return
+        parts = _parts(device, group_of(2))
+
+        def call(q: Tensor, k: Tensor, v: Tensor, mode: str = mode) -> Tensor:
+            return distributed.attention(q, k, v, group=group_of(2), mode=mode, causal=True, dropout_p=0.2)
+
+        torch.manual_seed(dist.get_rank())
+        expected = _gradients(call, parts)
+        torch.manual_seed(dist.get_rank())
+        got = _gradients(lambda *parts, call=call: checkpoint(call, *parts, use_reentrant=False), parts)
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def a_drawn_seed_drops_what_one_device_drops(device: str) -> None:
+    """Where the ranks' generators are alike, as torch.manual_seed makes them."""
+    if dist.get_rank() >= 2:
+        return
+    torch.manual_seed(3)
+    whole = [torch.randn(2, 256, heads, 16, device=device) for heads in (4, 2, 2)]
+    parts = [distributed.shard(t, group=group_of(2)) for t in whole]
+    for mode in MODES:
+        torch.manual_seed(4)
+        expected = distributed.shard(flashattn_ext.forward(*whole, dropout_p=0.4), group=group_of(2))
+        torch.manual_seed(4)
+        got = distributed.attention(*parts, group=group_of(2), mode=mode, dropout_p=0.4)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def compiled_functions_have_no_break(device: str) -> None:
+    if dist.get_rank() >= 2:
+        return
+    group = group_of(2)
+    for mode in MODES:
+        module = distributed.DistributedAttention(
+            16, causal=True, group=group, mode=mode, learnable_sink=True, num_heads=4
+        )
+        module.to(device)
+        parts = [*_parts(device, group), *module.parameters()]
+
+        def call(q: Tensor, k: Tensor, v: Tensor, _sink: Tensor, module: nn.Module = module) -> Tensor:
+            return 2 * module(q * 1.5, k, v)
+
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        for a, b in zip(_gradients(compiled, parts), _gradients(call, parts), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        torch.compiler.reset()
+
+
+class Block(nn.Module):
+    """A residual block of attention with a sink; with a group, over a sequence that it shares."""
+
+    def __init__(self, group: Any = None) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(32, 64), nn.Linear(32, 32)
+        options: dict[str, Any] = {"head_dim": 8, "causal": True, "learnable_sink": True, "num_heads": 4}
+        self.attention = (
+            flashattn_ext.FlashAttention(**options)
+            if group is None
+            else distributed.DistributedAttention(group=group, **options)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part.unflatten(-1, (-1, 8)) for part in self.qkv(x).split([32, 16, 16], -1))
+        return x + self.out(self.attention(q, k, v).flatten(2))
+
+
+def _model(group: Any = None) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Embedding(50, 32), Block(group), Block(group), nn.Linear(32, 50))
+
+
+def _batch(step: int, device: str) -> Tensor:
+    return torch.randint(50, (4, 257), generator=torch.Generator().manual_seed(step)).to(device)
+
+
+def _losses(model: nn.Module, step_loss: Any, steps: int = 4) -> list[float]:
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for step in range(steps):
+        loss, told = step_loss(model, step)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(told.item())
+    return losses
+
+
+def _loss_of_one_process(device: str) -> list[float]:
+    def step_loss(model: nn.Module, step: int) -> tuple[Tensor, Tensor]:
+        tokens = _batch(step, device)
+        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+        return loss, loss.detach()
+
+    return _losses(_model().to(device), step_loss)
+
+
+def _loss_of_a_mesh(device: str, wrap: Any) -> list[float]:
+    """Half of the batch on each row of a 2 x 2 mesh, half of the sequence on each column; gradients are means over all four."""
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("data", "context"))
+    model = wrap(_model(mesh["context"]).to(device), mesh)
+
+    def step_loss(model: nn.Module, step: int) -> tuple[Tensor, Tensor]:
+        tokens = _batch(step, device).chunk(2)[mesh["data"].get_local_rank()]
+        inputs, targets = (
+            distributed.shard(t, group=mesh["context"])
+            for t in (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        )
+        loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        return loss, mean / 4
+
+    return _losses(model, step_loss)
+
+
+def fsdp2_on_a_mesh_has_the_losses_of_one_process(device: str) -> None:
+    if dist.get_world_size() < 4:
+        return
+
+    def wrap(model: nn.Module, mesh: Any) -> nn.Module:
+        flat = init_device_mesh(device, (4,))
+        for block in (model[1], model[2]):
+            fully_shard(block, mesh=flat)
+        fully_shard(model, mesh=flat)
+        assert isinstance(model[1].attention.sink, DTensor)
+        return model
+
+    torch.testing.assert_close(_loss_of_a_mesh(device, wrap), _loss_of_one_process(device), rtol=1e-4, atol=1e-4)
+
+
+def ddp_on_a_mesh_has_the_losses_of_one_process(device: str) -> None:
+    if dist.get_world_size() < 4:
+        return
+    got = _loss_of_a_mesh(device, lambda model, mesh: DistributedDataParallel(model))
+    torch.testing.assert_close(got, _loss_of_one_process(device), rtol=1e-4, atol=1e-4)
+
+
+def autocast_is_followed(device: str) -> None:
+    if dist.get_rank() >= 2:
+        return
+    parts = _parts(device, group_of(2))
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = distributed.attention(*parts, group=group_of(2), causal=True)
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert all(part.grad is not None and part.grad.dtype == torch.float32 for part in parts)
+
+
+def a_module_without_its_group_is_no_copy(device: str) -> None:
+    """What is trained over ranks is loaded on one device."""
+    module = (
+        distributed.DistributedAttention(16, learnable_sink=True, num_heads=4, group=group_of(2))
+        if dist.get_rank() < 2
+        else None
+    )
+    if module is not None:
+        alone = flashattn_ext.FlashAttention(16, learnable_sink=True, num_heads=4)
+        alone.load_state_dict(copy.copy(module.state_dict()))

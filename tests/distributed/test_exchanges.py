@@ -1,0 +1,125 @@
+"""distributed.attention: what ranks compute together is what one device computes alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from exchange_jobs import DistributedCase, compare
+from rank_pool import RankPool
+
+MODES = ("ulysses", "allgather", "ring")
+SHARDINGS = ("zigzag", "contiguous")
+
+
+def _agrees(pool: RankPool, case: DistributedCase) -> None:
+    if case.ranks > pool.ranks:
+        pytest.skip(f"{case.ranks} ranks wanted")
+    if pool.device != "cpu":
+        case = replace(case, device=pool.device, dtype=torch.float32)
+    pool.run(compare, case)
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_compute_what_one_computes(pool: RankPool, ranks: int, mode: str, sharding: str) -> None:
+    case = DistributedCase(ranks=ranks, mode=mode, sharding=sharding, S=512, options={"causal": True})
+    _agrees(pool, case)
+    _agrees(pool, replace(case, options={}, use_lse=False))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "window": {"options": {"causal": True, "window_size": (40, -1)}},
+    "window to both sides": {"options": {"window_size": (100, 30)}},
+    "softcap and sink": {"sink": True, "options": {"causal": True, "softcap": 2.0}},
+    "smooth softmax": {"options": {"smooth_softmax": True, "softmax_scale": 0.3}},
+    "dropout": {"options": {"causal": True, "dropout_p": 0.3, "rng_seed": 5}},
+    "dropout in a window": {"options": {"window_size": (70, 9), "dropout_p": 0.3, "rng_seed": 5, "origin": (3, 2)}},
+    "alibi": {"alibi": "batch", "options": {"causal": True}},
+    "relative bias": {"relative": 20, "options": {}},
+    "bias": {"bias": "bhq", "sink": True, "options": {"causal": True}},
+    "bias of keys": {"bias": "h", "options": {}},
+    "bias that heads share": {"bias": "q", "options": {}},
+    "documents": {"mask": "documents", "options": {"causal": True}},
+    "a mask of each head": {"mask": "heads", "sink": True, "options": {"dropout_p": 0.2, "rng_seed": 1}},
+    "bhsd": {"layout": "bhsd", "options": {"causal": True}},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_mean_the_same(pool: RankPool, name: str, mode: str) -> None:
+    """Lengths that do not divide: of 300 positions two ranks have 172 and 128, four have none for some chunks."""
+    case = DistributedCase(ranks=2, mode=mode, S=300, **OPTIONS[name])
+    _agrees(pool, case)
+    _agrees(pool, replace(case, ranks=4, sharding="contiguous"))
+
+
+PACKED: dict[str, dict[str, Any]] = {
+    "causal": {"options": {"causal": True}},
+    "both directions": {"sink": True, "options": {}},
+    "window": {"alibi": "batch", "options": {"causal": True, "window_size": (30, -1)}},
+    "window to both sides": {"relative": 9, "options": {"window_size": (50, 20)}},
+    "dropout": {"options": {"causal": True, "dropout_p": 0.3, "rng_seed": 5}},
+    "mask": {"mask": "heads", "options": {"causal": True}},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences_go_over_ranks(pool: RankPool, name: str, mode: str) -> None:
+    lengths = (1, 70, 0, 130, 3, 1, 60, 20)
+    case = DistributedCase(ranks=2, mode=mode, S=300, lengths=lengths, **PACKED[name])
+    _agrees(pool, case)
+    _agrees(pool, replace(case, ranks=4, sharding="contiguous"))
+    _agrees(pool, replace(case, S=620, lengths=(*lengths, 320)))
+
+
+@pytest.mark.parametrize(("heads_q", "heads_k"), [(4, 1), (6, 3), (12, 6), (8, 8)])
+def test_key_heads_that_do_not_divide(pool: RankPool, heads_q: int, heads_k: int) -> None:
+    ranks = 4 if heads_q % 4 == 0 else 2
+    _agrees(pool, DistributedCase(ranks=ranks, Hq=heads_q, Hk=heads_k, S=128, options={"causal": True}))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sixteen_bits(pool: RankPool, mode: str) -> None:
+    _agrees(pool, DistributedCase(ranks=2, mode=mode, dtype=torch.bfloat16, options={"causal": True}))
+
+
+def _drawn(seed: int) -> DistributedCase:
+    """Any mix of options, in any lengths."""
+    draw = random.Random(seed)
+    heads_k = draw.choice([1, 2, 3, 4])
+    ranks = draw.choice([2, 4])
+    heads_q = heads_k * draw.choice([1, 2, 4])
+    modes = MODES if heads_q % ranks == 0 else MODES[1:]
+    S, packed = draw.randint(1, 500), draw.random() < 0.4
+    lengths, left = [], S
+    while packed and left > 0 and len(lengths) < 12:
+        lengths.append(min(left, draw.choice([0, 1, 5, 64, 100, 200])))
+        left -= lengths[-1]
+    options: dict[str, Any] = {"causal": draw.random() < 0.6}
+    if draw.random() < 0.4:
+        options["window_size"] = (draw.choice([-1, 0, 17, 90]), draw.choice([-1, 0, 33]))
+    if draw.random() < 0.3:
+        options |= {"dropout_p": 0.25, "rng_seed": draw.randint(0, 99)}
+    if draw.random() < 0.2:
+        options["softcap"] = 1.5
+    has_sink = draw.random() < 0.3
+    if not has_sink and draw.random() < 0.2:
+        options["smooth_softmax"] = True
+    return DistributedCase(
+        ranks=ranks, mode=draw.choice(modes), sharding=draw.choice(SHARDINGS), B=draw.choice([1, 2]), S=S, Hq=heads_q, Hk=heads_k,
+        lengths=tuple(lengths) if packed else None, sink=has_sink, alibi=draw.choice([None, None, "heads", "batch"]),
+        relative=draw.choice([None, None, 7]), bias=None if packed else draw.choice([None, None, "", "b", "h", "bhq"[: draw.randint(1, 3)]]),
+        mask=draw.choice([None, None, "documents", "heads"]), use_lse=draw.random() < 0.5, seed=seed, options=options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_mix_of_options(pool: RankPool, seed: int) -> None:
+    _agrees(pool, _drawn(seed))
