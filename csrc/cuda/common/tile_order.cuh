@@ -31,11 +31,9 @@ struct TileGrid : TileOrder {
   int tiles;   // of the whole call
   int* taken;  // how many tiles thread blocks have taken beyond the first of each; in global memory
 
-  // The thread block's next tile; `tiles` or more when there is none left.
-  __device__ int take() const {
-    const int thread_blocks = static_cast<int>(gridDim.x);
-    return tiles > thread_blocks ? thread_blocks + atomicAdd(taken, 1) : tiles;
-  }
+  // The next tile for one of `takers`, thread blocks or pairs of them; `tiles` or more when there is none left.
+  __device__ int take(int takers) const { return tiles > takers ? takers + atomicAdd(taken, 1) : tiles; }
+  __device__ int take() const { return take(static_cast<int>(gridDim.x)); }
 };
 
 // Heads of a section. With a right bound or a Mask some tiles are longer than others: when those of all heads of a

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads)
   const SplitTask task = plan.split_tasks[blockIdx.x];
   if (task.parts == 0) return;
   const Sequence queries = query_sequence(p, task.b);
-  const int group = static_cast<int>(p.group_size()), row0 = task.row_tile * rows;
+  const int group = plan.group, row0 = task.row_tile * rows;
   const int count = min(rows, static_cast<int>(queries.length) * group - row0);
   const int row_threads = columns / kColumns, groups = kThreads / row_threads;
   const int own_group = threadIdx.x / row_threads, column = threadIdx.x % row_threads * kColumns;

@@ -83,6 +83,7 @@ struct Forward {
     PartialTile partial_tiles[kMasks ? kStages : 0];
     bool poisoned[kMasks ? 2 : 0][kQueries];
     OtherPart<kScoreTiles> parts[kPaired ? kGroups : 0];
+    SharedTile next_tile[kPaired ? 1 : 0];
     ptx::Barrier bias_full[kBias ? kBiasStages : 0], bias_empty[kBias ? kBiasStages : 0];
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
@@ -131,17 +132,24 @@ struct Forward {
     const Maps& maps;
     RingPosition<kStages> k, v;
     std::conditional_t<kBias, RingPosition<kBiasStages>, Nothing> bias;
-    uint32_t q_parity = 0, work_parity = 0;
+    uint32_t q_parity = 0, work_parity = 0, next_parity = 0;
 
     __device__ void load_tiles(const TileGrid& grid) {
-      // Both blocks of a pair have to come to the same tiles: these are not handed out.
       each_work(
-          p, grid, [&](int tile) { return kPaired ? tile + static_cast<int>(gridDim.x) / kBlocks : grid.take(); },
+          p, grid, [&](int) { return next_tile(grid); },
           [&](const Work& work, int key_start) {
             publish(work);
             if (work.sees_keys()) load_tile(work, key_start);
           });
       publish(Work{});
+    }
+    __device__ __forceinline__ int next_tile(const TileGrid& grid) {
+      auto take = [&] { return grid.take(static_cast<int>(gridDim.x) / kBlocks); };
+      if constexpr (kPaired) {
+        return shared.next_tile[0].next(take, &next_parity);
+      } else {
+        return take();
+      }
     }
     __device__ void publish(const Work& work) {
       ptx::barrier_wait(&shared.work_empty, work_parity ^ 1);
@@ -538,20 +546,20 @@ struct Forward {
     if constexpr (kMasks) take_poisoned(poisoned);
 
     const float keep_scale = 256.f / p.dropout_threshold;
-    const int row = work.row0 + warp_row + g(), first = column();
+    const int row = work.row0 + warp_row + g(), first_column = column();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = softmax.total(r);
       const bool exists = row + 8 * r < work.length_q;
       const int64_t at = int64_t{work.query_start} + row + 8 * r;
       const float factor = poisoned[r] ? not_a_number() : keep_scale / sum;
-      const int columns = static_cast<int>(p.head_dim_v) - first;
-      if (t() == 0 && exists && first == 0) *row_statistic(p.lse, work.b, work.h, at) = softmax.lse(r, sum);
-      store_row(row_pointer<T>(p.out, work.b, work.h, at) + first, out, r, factor, sum == 0, exists, columns);
+      const int columns = static_cast<int>(p.head_dim_v) - first_column;
+      if (t() == 0 && exists && first_column == 0) *row_statistic(p.lse, work.b, work.h, at) = softmax.lse(r, sum);
+      store_row(row_pointer<T>(p.out, work.b, work.h, at) + first_column, out, r, factor, sum == 0, exists, columns);
       if constexpr (kScored) {
         if (p.out_residual.data == nullptr) continue;
-        store_row<T, true>(row_pointer<T>(p.out_residual, work.b, work.h, at) + first, out, r, factor, sum == 0, exists,
-                           columns);
+        store_row<T, true>(row_pointer<T>(p.out_residual, work.b, work.h, at) + first_column, out, r, factor, sum == 0,
+                           exists, columns);
       }
     }
   }
@@ -591,6 +599,7 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
     ptx::barrier_init(&shared.work_empty, Kernel::kWarps);
     ptx::barrier_init(&shared.tail_cleared, Kernel::kWarps);
     for (int i = 0; Kernel::kPaired && i < Kernel::kGroups; ++i) shared.parts[i].init();
+    if constexpr (Kernel::kPaired) shared.next_tile[0].init();
     ptx::fence_barrier_init();
   }
   if constexpr (Kernel::kMasks) {
@@ -639,7 +648,7 @@ void forward(const AttnParams& p) {
   int* const taken = static_cast<int*>(p.workspace);
   const TileGrid grid{forward_order(p, blocks, sizeof(T), Kernel::kBias ? p.batch : 1), static_cast<int>(all), taken};
   const int64_t processors = multiprocessors() / Kernel::kBlocks;
-  if (all > processors && !Kernel::kPaired) {
+  if (all > processors) {
     check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
   }
   auto launch_as = [&](auto* kernel) {
