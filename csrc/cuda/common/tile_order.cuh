@@ -48,9 +48,9 @@ inline int section_heads(const AttnParams& p, int64_t heads, int64_t head_bytes,
 // The order of a forward call, whose keys and values are to stay in the cache. With a Mask tiles may be long anywhere
 // in a head: then a section has so many heads that enough of its short tiles are left for the end, and neighbouring
 // tiles of a head still read the same keys at about the same time.
-inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t element_bytes) {
+inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t element_bytes, int64_t at_least = 1) {
   const int64_t head_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * element_bytes / p.group_size();
-  const int64_t at_least = p.has_intervals() ? 16 : 1;
+  if (p.has_intervals()) at_least = std::max<int64_t>(at_least, 16);
   return {static_cast<int>(blocks), section_heads(p, p.batch * p.heads_q, head_bytes, at_least)};
 }
 
