@@ -16,6 +16,9 @@ std::string supports(const AttnParams& p, bool backward) {
   if (kForwardAlone && (backward || p.dtype != DType::kFloat16 || p.has_dropout() || p.has_bias() || p.has_intervals()))
     return "a library of another tiling has nothing but the forward in fp16 without dropout, biases and masks; use the "
            "backend ascend-emulator";
+  if (std::max(p.head_dim, p.head_dim_v) > kMaxHeadDim)
+    return "head dims above 256 are not implemented by the Ascend C kernels, got " + std::to_string(p.head_dim) +
+           " of q and k and " + std::to_string(p.head_dim_v) + " of v; use the CPU or CUDA backend";
   if (p.dtype != DType::kFloat32 && p.head_dim_v > 128 && p.has_dropout() + p.has_bias() + p.has_intervals() > 1)
     return "two of dropout_p, biases and mask at once are not implemented by the Ascend C kernels of 16 bits for head "
            "dims of v above 128; use fp32, or leave one of them out";

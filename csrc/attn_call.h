@@ -65,6 +65,7 @@ struct AttnCall {
 struct BackwardCall {
   std::optional<at::Tensor> dout, dlse;
   at::Tensor out, lse;
+  std::optional<at::Tensor> out_residual;                       // what the forward said that `out` has lost by rounding
   bool needs_dalibi_slopes, needs_drelative_bias, needs_dbias;  // false: no such gradient is computed
 };
 

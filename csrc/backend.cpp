@@ -134,17 +134,24 @@ const Backend& backend_for(const std::string& device) {
                                               "--no-deps ."));
 }
 
-const Backend& backend_for(const std::string& device, const AttnParams& params, bool backward, std::string* reason) {
+const Backend& backend_for(const std::string& device, const std::function<std::string(const Backend&)>& refusal,
+                           std::string* reason) {
   const Backend* last = &backend_for(device);
-  *reason = last->supports(params, backward);
+  *reason = refusal(*last);
   if (reason->empty() || chosen(device)) return *last;
   for (const Backend* backend : backends()) {
     if (backend == last || device != backend->device) continue;
     last = backend;
-    *reason = backend->supports(params, backward);
+    *reason = refusal(*backend);
     if (reason->empty()) break;
   }
   return *last;
+}
+
+std::string refuses_decode(const Backend& backend, const DecodeParams& params) {
+  if (backend.supports_decode) return backend.supports_decode(params);
+  return "attention to a key-value cache is not implemented here; gather the keys and values of each sequence and call "
+         "flashattn_ext.varlen_forward, or use the CPU backend";
 }
 
 void force_backend(const std::string& name) {

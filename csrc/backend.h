@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -31,12 +32,19 @@ struct Backend {
   // and rng_state.
   void (*dropout_mask)(const AttnParams& params, bool* mask);
 
+  // Calls with a cache, likewise. nullptr in a backend that has none of them.
+  std::string (*supports_decode)(const DecodeParams& params) = nullptr;
+  size_t (*decode_workspace_bytes)(const DecodeParams& params) = nullptr;
+  void (*decode)(const DecodeParams& params) = nullptr;
+
   // Torch's current stream on its device of that index; nullptr where ops.cpp knows the device itself (CPU, CUDA).
   void* (*current_stream)(int device_index) = nullptr;
   // Where a tensor can lie in memory as no strides say: how, and what to do; empty when it lies in rows.
   std::string (*private_format)(const at::Tensor& tensor) = nullptr;
   // Whether rows of an input may overlap in memory, as those of an expanded tensor do. Otherwise ops.cpp copies them.
   bool reads_overlapping_rows = false;
+  // Whether the forward writes AttnParams::out_residual. Otherwise ops.cpp says that nothing was lost.
+  bool writes_out_residual = false;
 };
 
 // Why a backend whose dropout is drawn for whole calls of the generator, 16 rows and 64 keys, refuses an origin.
@@ -60,8 +68,8 @@ std::vector<const Backend*> backends();
 // flashattn_ext_backend()`, which may throw std::runtime_error to say why it cannot run here, and `uint64_t
 // flashattn_ext_backend_layout()`, which returns kBackendLayout. load_backend throws std::runtime_error also when the
 // library cannot be loaded or was compiled with other structs.
-constexpr uint64_t kBackendLayout =
-    (uint64_t{sizeof(Backend)} << 40) + (uint64_t{sizeof(AttnGradParams)} << 20) + sizeof(CpuExecutor);
+constexpr uint64_t kBackendLayout = (uint64_t{sizeof(Backend)} << 48) + (uint64_t{sizeof(AttnGradParams)} << 32) +
+                                    (uint64_t{sizeof(DecodeParams)} << 16) + sizeof(CpuExecutor);
 void load_backend(const std::string& path);
 
 // Names a library for a device that has no backend yet. It is loaded once, when the first tensor of that device comes
@@ -74,8 +82,13 @@ void load_announced_backend(const std::string& device);
 const Backend& backend_for(const std::string& device);
 
 // The first backend of the device that can run this call, in the order of backends(); the forced one is the only one
-// asked. Where none can, `reason` is what the last one says, and it is returned.
-const Backend& backend_for(const std::string& device, const AttnParams& params, bool backward, std::string* reason);
+// asked. Where none can, `reason` is what the last one says, and it is returned. `refusal` is what a backend says of
+// the call, empty where it can run it.
+const Backend& backend_for(const std::string& device, const std::function<std::string(const Backend&)>& refusal,
+                           std::string* reason);
+
+// What a backend says of a call with a cache.
+std::string refuses_decode(const Backend& backend, const DecodeParams& params);
 
 // Process-wide (the autograd engine runs the backward in threads of its own); an empty name chooses by device again.
 // Throws std::invalid_argument naming the choices.

@@ -107,7 +107,8 @@ void check_device_is_known(const at::Tensor& device_of) {
 // The backend that runs the call, on its stream.
 const Backend& backend_supporting(const Device& device, const at::Tensor& device_of, AttnParams* p, bool backward) {
   std::string reason;
-  const Backend& backend = backend_for(device_name(device_of), *p, backward, &reason);
+  const auto refusal = [&](const Backend& backend) { return backend.supports(*p, backward); };
+  const Backend& backend = backend_for(device_name(device_of), refusal, &reason);
   TORCH_CHECK_NOT_IMPLEMENTED(reason.empty(), "backend '", backend.name, "': ", reason);
   p->stream = device.stream(backend);
   return backend;
@@ -165,6 +166,7 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   AttnCall c = arguments.call();
   const at::Tensor given_state = arguments.tensor();
+  const bool keeps_residual = arguments.flag();
   validate(c);
   validate_rng_state(given_state, c.dropout_p, c.q);
   const Device device(c.q);
@@ -172,7 +174,8 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
   const Backend* const backend = backend_of(c, device, false, &p);
   const at::Tensor out = new_tensor(c, c.out_shape(), c.q.scalar_type());
   const at::Tensor lse = new_tensor(c, c.lse_shape(), c.statistics_dtype());
-  if (!backend) return arguments.finish(out, lse);
+  const at::Tensor residual = keeps_residual ? new_like(c, out) : new_tensor(c, {0}, c.q.scalar_type());
+  if (!backend) return arguments.finish(out, lse, residual);
 
   c = readable(c, *backend);
   const at::Tensor rng_state = given_state.contiguous();
@@ -180,15 +183,21 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
   const at::Tensor workspace = workspace_for(c, backend->forward_workspace_bytes(p), &p);
   set_rows_of_no_sequence(c.cu_seqlens_q, out, c.row_dim(), 0);
   set_rows_of_no_sequence(c.cu_seqlens_q, lse, 1, -std::numeric_limits<double>::infinity());
+  if (keeps_residual && backend->writes_out_residual) {
+    p.out_residual = view_of(c, residual);
+    set_rows_of_no_sequence(c.cu_seqlens_q, residual, c.row_dim(), 0);
+  } else if (keeps_residual) {
+    residual.zero_();
+  }
   backend->forward(p);
-  arguments.finish(out, lse);
+  arguments.finish(out, lse, residual);
 }
 
 void backward(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   const AttnCall given = arguments.call();
   const BackwardCall b{arguments.maybe_tensor(), arguments.maybe_tensor(), arguments.tensor(), arguments.tensor(),
-                       arguments.flag(),         arguments.flag(),         arguments.flag()};
+                       arguments.maybe_tensor(), arguments.flag(),         arguments.flag(),   arguments.flag()};
   const at::Tensor given_state = arguments.tensor();
   validate(given, b);
   validate_rng_state(given_state, given.dropout_p, given.q);
@@ -217,6 +226,9 @@ void backward(const c10::OperatorHandle& op, Stack* stack) {
     dlse = with_readable_rows(*b.dlse, -1, *backend);
     p.dlse = row_view_of(c, dlse);
   }
+  const at::Tensor residual =
+      b.out_residual ? with_readable_rows(*b.out_residual, c.row_dim(), *backend) : at::Tensor();
+  if (b.out_residual) p.out_residual = view_of(c, residual);
   p.dout = view_of(c, dout);
   p.dq = view_of(c, dq);
   p.dk = view_of(c, dk);
@@ -318,11 +330,12 @@ void forward_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack
   static const c10::OperatorHandle pure = operator_named("flashattn_ext::forward");
   const at::Tensor q = Arguments(op, stack).tensor();
   check_device_is_known(q);
-  const auto rng_seed = stack->back().toOptional<c10::SymInt>();
+  c10::IValue& seed = *(stack->end() - 2);
+  const auto rng_seed = seed.toOptional<c10::SymInt>();
   const bool drops = drops_weights(op, *stack);
   if (drops && !rng_seed) validate(Arguments(op, stack).call());  // a call that is refused draws nothing
   const at::Tensor rng_state = drops ? new_rng_state(q, rng_seed) : at::empty({0}, q.options().dtype(at::kLong));
-  stack->back() = rng_state;
+  seed = rng_state;
   push_scalars(op, stack);
   // Under torch.vmap with different randomness the state alone may have a key that the tensors of the call have not.
   if (rng_state.key_set().has(c10::DispatchKey::FuncTorchBatched)) {
@@ -356,11 +369,10 @@ at::Tensor rng_state(const at::Tensor& device_of, c10::SymInt rng_seed) {
 }  // namespace
 
 TORCH_LIBRARY(flashattn_ext, m) {
-  const std::string
-      call = kCallSchema,
-      gradients =
-          ", Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, bool needs_dalibi_slopes, bool needs_drelative_bias, "
-          "bool needs_dbias, Tensor rng_state";
+  const std::string call = kCallSchema, gradients =
+                                            ", Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor? "
+                                            "out_residual, bool needs_dalibi_slopes, bool needs_drelative_bias, "
+                                            "bool needs_dbias, Tensor rng_state";
   // Gradients of the biases that are not needed are empty tensors, and so is that of a sink that is not given.
   const std::string results =
       " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor dalibi_slopes, Tensor drelative_bias, Tensor dbias)";
@@ -371,11 +383,14 @@ TORCH_LIBRARY(flashattn_ext, m) {
   const auto def = [&m](const std::string& schema, const std::vector<at::Tag>& tags = {at::Tag::pt2_compliant_tag}) {
     m.def(schema.c_str(), tags);
   };
-  def("forward(" + call + ", Tensor rng_state" + scalars + ") -> (Tensor out, Tensor lse)");
+  // keeps_residual: out_residual is what `out` loses by rounding, in its shape; otherwise it is empty.
+  def("forward(" + call + ", Tensor rng_state, bool keeps_residual" + scalars +
+      ") -> (Tensor out, Tensor lse, Tensor out_residual)");
   def("backward(" + call + gradients + scalars + ")" + results);
   def("dropout_mask(" + mask + scalars + ") -> Tensor");
   // rng_seed=None draws from torch's generator, so that equal calls are not equal results.
-  def("forward.call(" + call + ", SymInt? rng_seed) -> (Tensor out, Tensor lse, Tensor rng_state)",
+  def("forward.call(" + call +
+          ", SymInt? rng_seed, bool keeps_residual) -> (Tensor out, Tensor lse, Tensor out_residual, Tensor rng_state)",
       {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
   def("backward.call(" + call + gradients + ")" + results);
   def("dropout_mask.call(" + mask + ") -> Tensor");

@@ -89,7 +89,10 @@ struct AttnParams {
   TensorView k;    // [B, Sk, Hk, D]
   TensorView v;    // [B, Sk, Hk, Dv]
   TensorView out;  // [B, Sq, Hq, Dv]
-  RowView lse;     // [B, Hq, Sq], natural logarithm
+  // What `out` loses when it is rounded to 16 bits, in its dtype and shape, which the forward writes and the backward
+  // reads. data == nullptr: not wanted.
+  TensorView out_residual;
+  RowView lse;  // [B, Hq, Sq], natural logarithm
 
   // Key j is visible to query i when i + Sk - Sq - window_left <= j <= i + Sk - Sq + window_right (with origin.row -
   // origin.key in place of Sk - Sq where the origin places rows). causal is window_right = 0.
@@ -145,6 +148,55 @@ struct AttnGradParams : AttnParams {
   // In the dtype of the bias where every element has one score, which a kernel then writes if it is visible. Otherwise
   // (a stride of 0 in a dimension above 1) fp32 or fp64: the sum over the scores of an element.
   BiasView dbias;
+};
+
+// Where the keys of a call with a cache are; key_locator.h finds them. The caches themselves are AttnParams::k and v,
+// [entries, page_size, Hk, D]: an entry is a page where there is a block table, else the whole room of one sequence.
+// The tensors may hold anything: the locator clamps what it reads from them.
+struct KeyCache {
+  int64_t entries = 0;
+  int64_t page_size = 0;                 // keys of one entry
+  const int32_t* block_table = nullptr;  // [B, pages_per_sequence]: the entry of each page; nullptr: no pages
+  int64_t block_table_stride = 0;        // elements from one sequence to the next
+  int64_t pages_per_sequence = 1;        // 1 without a block table
+  const int32_t* batch_idx = nullptr;    // [B]: the entry of each sequence; nullptr: sequence b has entry b (or pages)
+  // Keys that a sequence has before the call appends any, those of leftpad included: [B], or `seqlen` for all. A packed
+  // call has AttnParams::cu_seqlens_k instead, whose differences are the lengths.
+  const int32_t* seqlens = nullptr;
+  int64_t seqlen = 0;
+  const int32_t* leftpad = nullptr;  // [B]: keys at the beginning of a sequence's room that are none of its keys
+  int64_t new_keys = 0;              // that this call appends to every sequence
+
+  // The most keys that a sequence can have.
+  FLASHATTN_HOST_DEVICE int64_t capacity() const { return pages_per_sequence * page_size; }
+};
+
+// Rotary position embedding (Su et al. 2021) of q and of new keys: pairs of elements of a row are turned by an angle
+// that grows with the row's position. Pair n is the elements 2n and 2n + 1 where interleaved, else n and n + dim / 2.
+struct Rotary {
+  const void* cos = nullptr;  // [rows, dim / 2] contiguous, dtype of q; nullptr: nothing is rotated
+  const void* sin = nullptr;
+  int64_t rows = 0;  // positions from there on count as the last one
+  int64_t dim = 0;   // elements of a row that take part, from the first on
+  bool interleaved = true;
+  // Whether row i of q is at the position of its new key i (causal calls and windows), or every row at that of the
+  // first.
+  bool rotates_each_row = false;
+};
+
+// A call with a cache, forward only: new keys and values are appended to the caches, then q [B, Sq, Hq, D] (or packed,
+// with cu_seqlens) attends to what the caches hold of its sequence. seqlen_k is the capacity of the cache, in packed
+// calls max_seqlen_k. Without dropout, relative_bias, bias and origin.
+struct DecodeParams : AttnParams {
+  KeyCache cache;
+  TensorView k_new;  // [B, new_keys, Hk, D], dtype of q; data == nullptr: nothing is appended
+  TensorView v_new;  // [B, new_keys, Hk, Dv]
+  Rotary rotary;
+  // Into how many parts the keys of a sequence are split (split_keys in key_locator.h); 0: the backend chooses.
+  int64_t num_splits = 0;
+  // With a Mask: its intervals are about the last so many keys of every sequence, whatever the length; all rows see the
+  // keys before those, as far as causal and the window let them.
+  int64_t mask_keys = 0;
 };
 
 // How CPU kernels borrow the caller's thread pool without knowing whose it is.

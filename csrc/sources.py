@@ -28,13 +28,13 @@ NVCC_FLAGS = ["-std=c++17", "-O3"]
 # side. A row of kinds (csrc/cuda/common/kind.h) has the suffix of its sources' names.
 CUDA_TYPES = {"sm80": ("fp16", "bf16", "fp32"), "sm90": ("fp16", "bf16")}
 CUDA_NAMES = {"fp16": "__half", "bf16": "__nv_bfloat16", "fp32": "float"}
-HEAD_DIMS = (64, 96, 128, 144, 192, 256)
+HEAD_DIMS = (64, 96, 128, 144, 192, 256, 384, 512)
 CUDA_KINDS = {
     "sm80": {"": ("kPlain", "kDropout"), "_masks": ("kIntervals",), "_general": ("kGeneral",)},
     "sm90": {"": ("kPlain", "kDropout"), "_masks": ("kIntervals",), "_general": ("kGeneral",), "_scores": ("kScores",)},
 }
 # Head dims whose backward of these kinds Hopper leaves to the kernels of sm80: has_backward() in csrc/cuda/sm90/kernels.h.
-LEFT_TO_SM80 = {"_general": HEAD_DIMS, "_scores": (144, 192, 256)}
+LEFT_TO_SM80 = {"_general": (64, 96, 128, 144, 192, 256), "_scores": (144, 192, 256)}
 ENTRY_POINTS = {
     "forward": ["void {}::forward<{}>(const flashattn_ext::AttnParams&)"],
     "backward": [
@@ -43,11 +43,19 @@ ENTRY_POINTS = {
     ],
 }
 
+# The kernels of calls with a cache are the same for every architecture.
+DECODE_HEAD_DIMS = (64, 96, 128, 192, 256, 512)
+DECODE_ENTRY_POINTS = [
+    "flashattn_ext::decode::TileSizes flashattn_ext::decode::tile_sizes<{}>()",
+    "void flashattn_ext::decode::split<{}>(const flashattn_ext::DecodeParams&, const flashattn_ext::decode::Plan&, int, int, bool)",
+]
+
 LEFT_OUT = """#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <stdexcept>
 
+#include "cuda/decode/kernels.h"
 #include "cuda/sm80/kernels.h"
 #include "cuda/{}/kernels.h"
 
@@ -56,10 +64,19 @@ LEFT_OUT = """#include <cuda_bf16.h>
 
 def cuda_instances(*, sm90: bool) -> dict[str, str]:
     """Names and texts of the sources that instantiate the kernels; without `sm90` those of every GPU alone."""
+    return _texts(_functions(sm90))
+
+
+def decode_instances() -> dict[str, str]:
+    """The same for the kernels of calls with a cache."""
+    return _texts(_decode_functions())
+
+
+def _texts(functions_of: dict[str, list[str]]) -> dict[str, str]:
     return {
-        f"{name}.cu": f'#include "cuda/{name[:4]}/{name.split("_")[1]}.cuh"\n\n'
+        f"{name}.cu": '#include "cuda/{}/{}.cuh"\n\n'.format(*name.split("_"))
         + "".join(f"template {function};\n" for function in functions)
-        for name, functions in _functions(sm90).items()
+        for name, functions in functions_of.items()
     }
 
 
@@ -77,9 +94,34 @@ def _functions(sm90: bool) -> dict[str, list[str]]:
         for stage, functions in ENTRY_POINTS.items()
         for dtype in CUDA_TYPES[architecture]
         for head_dim in HEAD_DIMS
-        for suffix, kinds in CUDA_KINDS[architecture].items()
-        if (architecture, stage) != ("sm90", "backward") or head_dim not in LEFT_TO_SM80.get(suffix, ())
+        for suffix, kinds in cuda_kinds(architecture, stage, dtype, head_dim).items()
     }
+
+
+def _decode_functions() -> dict[str, list[str]]:
+    """The functions of each instance, whose name is like decode_split_bf16_128: those of narrow tiles and, where there are any, of wide ones."""
+    return {
+        f"decode_split_{dtype}_{head_dim}": [
+            function.format(f"{name}, {head_dim}, {is_wide}")
+            for is_wide in (("false", "true") if head_dim <= 256 else ("false",))
+            for function in DECODE_ENTRY_POINTS
+        ]
+        for dtype, name in CUDA_NAMES.items()
+        for head_dim in DECODE_HEAD_DIMS
+    }
+
+
+def cuda_kinds(architecture: str, stage: str, dtype: str, head_dim: int) -> dict[str, tuple[str, ...]]:
+    """The rows of kinds that have instances. Head dims above 256 have few: Instance in csrc/cuda/sm80/kernels.h."""
+    rows = CUDA_KINDS[architecture]
+    if head_dim > 256:
+        has_plain = dtype != "fp32"
+        has_general = architecture == "sm80" and (dtype == "fp32" or head_dim == max(HEAD_DIMS))
+        plain, general = {"": ("kPlain",)}, {"_general": ("kGeneral",)}
+        return {**(plain if has_plain else {}), **(general if has_general else {})}
+    if (architecture, stage) != ("sm90", "backward"):
+        return rows
+    return {suffix: kinds for suffix, kinds in rows.items() if head_dim not in LEFT_TO_SM80.get(suffix, ())}
 
 
 def cuda_sources(folder: Path, *, sm90: bool, only: Container[str] | None = None) -> list[Path]:
@@ -88,9 +130,10 @@ def cuda_sources(folder: Path, *, sm90: bool, only: Container[str] | None = None
     The instances are written to `folder`; one that is there with the same text keeps its time, so that it is not compiled again.
     `only` names instances (sm90_forward_bf16_128) for a measurement: the others become functions that throw.
     """
-    instances = cuda_instances(sm90=sm90)
+    instances = cuda_instances(sm90=sm90) | decode_instances()
     if only is not None:
-        left_out = [functions for name, functions in _functions(sm90).items() if name not in only]
+        known = _functions(sm90) | _decode_functions()
+        left_out = [functions for name, functions in known.items() if name not in only]
         instances = {name: text for name, text in instances.items() if name.removesuffix(".cu") in only}
         instances["left_out.cu"] = LEFT_OUT.format("sm90" if sm90 else "sm80") + "".join(
             f'template <> {function} {{ throw std::runtime_error("not in this private build"); }}\n'

@@ -12,7 +12,7 @@
 namespace flashattn_ext {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kMaxHeadDim = 512;
 
 using NamedTensors = std::vector<std::pair<const char*, const at::Tensor*>>;
 
@@ -265,6 +265,7 @@ void validate(const AttnCall& c, const BackwardCall& b) {
   if (b.dout) check("dout", *b.dout, out_shape, c.q.scalar_type());
   if (b.dlse) check("dlse", *b.dlse, lse_shape, c.statistics_dtype());
   check("out", b.out, out_shape, c.q.scalar_type());
+  if (b.out_residual) check("out_residual", *b.out_residual, out_shape, c.q.scalar_type());
   check("lse", b.lse, lse_shape, c.statistics_dtype());
 }
 

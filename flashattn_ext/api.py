@@ -104,7 +104,7 @@ def _attend(tensors: CallTensors, rng_seed: int | None, options: CallOptions) ->
     if not compiling and torch._C._are_functorch_transforms_active():
         function = TransformedFunction
     elif not compiling and not _is_differentiated(tensors):
-        out, lse, _rng_state = ops.forward(*tensors, *options, rng_seed)
+        out, lse, *_ = ops.forward(*tensors, *options, rng_seed, False)
         return out, lse
     out, lse, *_ = function.apply(*_distinct(tensors), rng_seed, options)
     return out, lse
@@ -164,11 +164,11 @@ def forward(
     """Exact attention with memory linear in the sequence length; differentiable.
 
     Args:
-        q: queries [B, Sq, Hq, D] (layout "bhsd": [B, Hq, Sq, D]); D from 1 to 256. float16,
+        q: queries [B, Sq, Hq, D] (layout "bhsd": [B, Hq, Sq, D]); D from 1 to 512 (256 on Ascend). float16,
             bfloat16, float32, and float64 on the CPU. Any strides; only the last dimension is
             wanted contiguous (and copied if it is not).
         k: keys [B, Sk, Hk, D]; Hq is a multiple of Hk, query head h reads key head h // (Hq // Hk).
-        v: values [B, Sk, Hk, Dv]; Dv from 1 to 256.
+        v: values [B, Sk, Hk, Dv]; Dv from 1 to 512.
         causal: query i sees the keys j <= i + Sk - Sq (aligned at the bottom right).
         window_size: (left, right), keys seen to either side of i + Sk - Sq; -1 is unbounded.
         softmax_scale: factor of the scores, 1 / sqrt(D) by default.
@@ -369,7 +369,7 @@ def backward(
     drops = rng_seed is not None and options.dropout_p > 0
     rng_state = ops.rng_state(q, rng_seed) if drops else torch.empty(0, dtype=torch.int64, device=q.device)
     biases = [given is not None for given in tensors.biases()]
-    dq, dk, dv, dsink, *dbiases = ops.backward(*tensors, *options, dout, dlse, out, lse, *biases, rng_state)
+    dq, dk, dv, dsink, *dbiases = ops.backward(*tensors, *options, dout, dlse, out, lse, None, *biases, rng_state)
     gradients = (dq, dk, dv, None if sink is None else dsink)
     if not any(biases):
         return gradients

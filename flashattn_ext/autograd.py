@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -73,14 +73,26 @@ def _input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tupl
     """The gradients of apply()'s arguments."""
     if dout is None and dlse is None:
         return (None,) * (len(CallTensors._fields) + 2)
-    *saved, out, lse, rng_state = ctx.saved_tensors
+    *saved, out, lse, residual, rng_state = ctx.saved_tensors
     tensors = CallTensors(*saved)
     needs = CallTensors(*ctx.needs_input_grad[: len(CallTensors._fields)]).biases()
     # The node costs as much as a small kernel; without create_graph nothing can be differentiated again.
     gradients: Callable[..., Any] = _Gradients.apply if torch.is_grad_enabled() else ops.backward
-    dq, dk, dv, dsink, *dbiases = gradients(*tensors, *ctx.options, dout, dlse, out, lse, *needs, rng_state)
+    residual = residual if ctx.keeps_residual else None
+    dq, dk, dv, dsink, *dbiases = gradients(*tensors, *ctx.options, dout, dlse, out, lse, residual, *needs, rng_state)
     dbiases = [gradient if needed else None for gradient, needed in zip(dbiases, needs, strict=True)]
     return dq, dk, dv, None, None, None if tensors.sink is None else dsink, *dbiases, None, None, None, None
+
+
+def _keeps_residual(tensors: Iterable[Tensor | None], transformed: bool) -> bool:
+    """Whether the backward wants to know what rounding takes from a 16-bit out.
+
+    Every dS of a row has the error of <dout, out>. In dq that averages out. In the gradients of slopes and of a relative bias it adds
+    up, because distances of a row's keys have a mean that is far from zero.
+    """
+    call = CallTensors(*tensors)
+    biases = [t for t in (call.alibi_slopes, call.relative_bias) if t is not None]
+    return call.q.dtype.itemsize == 2 and (bool(biases) if transformed else any(t.requires_grad for t in biases))
 
 
 class FlashAttentionFunction(torch.autograd.Function):
@@ -93,9 +105,10 @@ class FlashAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *tensors, rng_seed, options = arguments
-        out, lse, rng_state = ops.forward(*tensors, *options, rng_seed)
+        ctx.keeps_residual = _keeps_residual(tensors, transformed=False)
+        out, lse, residual, rng_state = ops.forward(*tensors, *options, rng_seed, ctx.keeps_residual)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, out, lse, rng_state)
+        ctx.save_for_backward(*tensors, out, lse, residual, rng_state)
         ctx.options = options
         return out, lse
 
@@ -107,24 +120,28 @@ class FlashAttentionFunction(torch.autograd.Function):
 class TransformedFunction(torch.autograd.Function):
     """FlashAttentionFunction in the form that torch.func's transforms (grad, vjp, vmap) ask for, which costs every call more.
 
-    apply(*tensors, rng_seed, options) -> (out, lse, state of the dropout mask), otherwise as FlashAttentionFunction.
+    apply(*tensors, rng_seed, options) -> (out, lse, what out loses by rounding, state of the dropout mask), otherwise as
+    FlashAttentionFunction.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         *tensors, rng_seed, options = arguments
-        out, lse, rng_state = ops.forward(*tensors, *options, rng_seed)
-        return out, lse, rng_state
+        out, lse, residual, rng_state = ops.forward(
+            *tensors, *options, rng_seed, _keeps_residual(tensors, transformed=True)
+        )
+        return out, lse, residual, rng_state
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         *tensors, _rng_seed, ctx.options = inputs
+        ctx.keeps_residual = _keeps_residual(tensors, transformed=True)
         ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(output[-1])
+        ctx.mark_non_differentiable(*output[-2:])
         ctx.save_for_backward(*tensors, *output)
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _drng_state: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_others: Any) -> tuple[Tensor | None, ...]:
         return _input_gradients(ctx, dout, dlse)

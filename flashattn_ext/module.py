@@ -17,7 +17,7 @@ class FlashAttention(nn.Module):
     """Attention over q, k, v of shape [B, S, H, head_dim]; dropout in training mode only.
 
     Args:
-        head_dim: head size of q and k, from 1 to 256; also sets the scale 1 / sqrt(head_dim).
+        head_dim: head size of q and k, from 1 to 512; also sets the scale 1 / sqrt(head_dim).
         dropout: probability of dropping an attention weight, in [0, 1).
         causal: queries see only the keys up to their own position.
         use_smooth_softmax: adds a logit 0 without a value to every softmax.
@@ -50,8 +50,8 @@ class FlashAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim = arguments.integer("head_dim", head_dim)
-        if not 1 <= self.head_dim <= 256:
-            raise ValueError(f"head_dim: expected 1..256, got {head_dim}")
+        if not 1 <= self.head_dim <= 512:
+            raise ValueError(f"head_dim: expected 1..512, got {head_dim}")
         self.dropout = arguments.number("dropout", dropout)
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout: expected a probability in [0, 1), got {dropout}")

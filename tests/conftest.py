@@ -68,7 +68,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if collection_path.name == "test_npu_binding.py":
         return None if TORCH_NPU.exists() else True
     devices = config.getoption("--device") or present_devices()
-    return True if collection_path.name == "test_cuda.py" and "cuda" not in devices else None
+    on_cuda = ("test_cuda.py", "test_kvcache_cuda.py")
+    return True if collection_path.name in on_cuda and "cuda" not in devices else None
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -22,6 +22,7 @@ import flashattn_ext
 from flashattn_ext import Mask
 
 TENSORS = ("q", "k", "v", "sink", "alibi_slopes", "relative_bias", "bias")  # those of a call that may have a gradient
+WIDE = [(257, 257), (320, 320), (300, 512), (512, 40), (512, 512)]  # head dims (D, Dv) that few models have
 VIEWS = ("plain", "transposed", "packed", "padded", "offset", "expanded", "strided_last")
 
 
@@ -342,14 +343,21 @@ def measure(case: Case, device: str) -> dict[str, Error]:
 
 
 def refused(case: Case, device: str) -> bool:
-    """Whether an accelerator's backend says that it lacks a score or mask option of the case. The CPU has all of them."""
+    """Whether an accelerator's backend says that it lacks a score or mask option of the case, or its head dims. The CPU has all of them."""
     if device == "cpu" and not flashattn_ext._C.forced_backend():
         return False
     try:
         call(case, make_inputs(case, device))
     except NotImplementedError as error:
         biased = case.alibi is not None or case.relative is not None or case.bias is not None
-        asked = {"softcap": case.softcap, "bias": biased, "alibi_slopes": biased, "mask": case.mask}
+        wide = max(case.D, case.Dv) > 256
+        asked = {
+            "head dims above 256": wide,
+            "softcap": case.softcap,
+            "bias": biased,
+            "alibi_slopes": biased,
+            "mask": case.mask,
+        }
         assert any(given and name in str(error) for name, given in asked.items()), error
         return True
     return False

@@ -191,8 +191,8 @@ class Backward {
     const IndexRange panel_keys = mask.panel_keys(lanes.begin);
     const Gemm<Op> qk{k.data, k.stride, scratch.q_transposed, kQueries, tile.scores, kQueries};
     const Gemm<Op> dov{v.data, v.stride, scratch.dout_transposed, kQueries, gradients.scores, kQueries};
-    gemm<Order::kRowMajor, Init::kZero>(qk, panel_keys, lanes, EveryUnit<Op>{p.head_dim});
-    gemm<Order::kRowMajor, Init::kZero>(dov, panel_keys, lanes, EveryUnit<Op>{p.head_dim_v});
+    score_product(qk, panel_keys, lanes, ceil_div(p.head_dim, Op::kPack));
+    score_product(dov, panel_keys, lanes, ceil_div(p.head_dim_v, Op::kPack));
     const IndexRange panel_rows{row0 + lanes.begin, row0 + lesser(lanes.end, rows)};
     const bool whole_rows = sizeof(In) == 2 && head_mask.template previous_tile<kKeys>(panel_rows, key_tile) < 0 &&
                             head_mask.template next_tile<kKeys>(panel_rows, key_tile) < 0;

@@ -31,7 +31,9 @@ class BackwardPrepare {
     const int64_t first = workspace.first_row(p, b, queries);
     Real* delta = workspace.delta + h * workspace.rows + first;
     for (int64_t i = 0; i < queries.length; ++i) {
-      delta[i] = dot_rows(b, h, queries.start + i) - lse_gradient<Real>(p, b, h, queries.start + i);
+      const int64_t row = queries.start + i;
+      delta[i] = dot_rows(p.out, b, h, row) - lse_gradient<Real>(p, b, h, row);
+      if (p.out_residual.data) delta[i] += dot_rows(p.out_residual, b, h, row);
     }
     const HeadMask mask(p, b, h, queries, keys);
     for (int64_t row0 = 0; row0 < queries.length; row0 += kQueries) {
@@ -43,9 +45,10 @@ class BackwardPrepare {
   }
 
  private:
-  Real dot_rows(int64_t b, int64_t h, int64_t row) const {
+  // Of dout with `view`.
+  Real dot_rows(const TensorView& view, int64_t b, int64_t h, int64_t row) const {
     const In* dout = row_of<const In>(p.dout, b, h, row);
-    const In* out = row_of<const In>(p.out, b, h, row);
+    const In* out = row_of<const In>(view, b, h, row);
     constexpr int kLanes = 16;
     Real lanes[kLanes] = {};  // independent sums that the compiler may vectorise
     int64_t d = 0;

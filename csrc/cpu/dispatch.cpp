@@ -27,6 +27,7 @@ const Backend& cpu_backend() {
     Backend cpu{"cpu",   "cpu",    supports,        forward_workspace_bytes, backward_workspace_bytes,
                 forward, backward, cpu_dropout_mask};
     cpu.reads_overlapping_rows = true;
+    cpu.writes_out_residual = true;
     return cpu;
   }();
   return backend;

@@ -118,7 +118,7 @@ class Forward {
     }
     for (int64_t lane = 0; lane < lane_count; lane += kPanel<Op>) {
       const IndexRange lanes{lane, lesser(lane + kPanel<Op>, lane_count)}, panel_keys = mask.panel_keys(lane);
-      gemm<Order::kRowMajor, Init::kZero>(qk, panel_keys, lanes, EveryUnit<Op>{p.head_dim});
+      score_product(qk, panel_keys, lanes, ceil_div(p.head_dim, Op::kPack));
       weigh<Accuracy>(tile, rule, scratch.rows, mask, lanes, panel_keys);
     }
     const Gemm<Op> pv{reinterpret_cast<const Unit*>(tile.scores),
@@ -141,8 +141,13 @@ class Forward {
       const int64_t row = queries.start + row0 + i;
       const Real sum = scratch.rows.sum[i];
       const bool empty = sum == 0;  // no visible key and no sink
-      narrow_row(row_of<In>(p.out, batch, head, row), scratch.out + i * scratch.columns_v, p.head_dim_v,
-                 empty ? Real(0) : inverse_keep / sum);
+      Real* const sums = scratch.out + i * scratch.columns_v;
+      In* const out = row_of<In>(p.out, batch, head, row);
+      narrow_row(out, sums, p.head_dim_v, empty ? Real(0) : inverse_keep / sum);
+      if (p.out_residual.data) {
+        for (int64_t c = 0; c < p.head_dim_v; ++c) sums[c] -= static_cast<Real>(widen(out[c]));
+        narrow_row(row_of<In>(p.out_residual, batch, head, row), sums, p.head_dim_v, Real(1));
+      }
       *row_of<Real>(p.lse, batch, head, row) = empty ? -infinity : row_lse(scratch.rows.max[i], std::log2(sum));
     }
   }

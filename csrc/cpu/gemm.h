@@ -140,5 +140,20 @@ inline void gemm(const Gemm<Op>& g, IndexRange rows, IndexRange lanes, KRange k_
   if (row < rows.end) gemm_rows<Op, kOrder, kInit, 1>(g, row, lanes, k);
 }
 
+// C = A * B over all units of a row, for the lanes of one panel. Every group of rows reads the whole panel of B, which
+// is twice the L1 cache at head_dim 512: so units are taken in ranges of which B has 32 KB.
+template <class Op>
+inline void score_product(const Gemm<Op>& g, IndexRange rows, IndexRange lanes, int64_t units) {
+  constexpr int64_t kRange = 32 * 1024 / (kTileVectors * kVectorBytes);
+  for (int64_t begin = 0; begin < units; begin += kRange) {
+    const auto k_of = [k = IndexRange{begin, lesser(begin + kRange, units)}](int64_t, int64_t) { return k; };
+    if (begin == 0) {
+      gemm<Order::kRowMajor, Init::kZero>(g, rows, lanes, k_of);
+    } else {
+      gemm<Order::kRowMajor, Init::kAccumulate>(g, rows, lanes, k_of);
+    }
+  }
+}
+
 }  // namespace FLASHATTN_ISA
 }  // namespace flashattn_ext

@@ -110,8 +110,7 @@ class PanelMask {
   bool has_groups_;  // intervals hide pairs of this tile: ranges come from the groups of `limits`
 };
 
-// Which units along k the products need (gemm.h): for rows the keys that they see, for keys the rows that see them, or
-// everything.
+// Which units along k the products need (gemm.h): for rows the keys that they see, for keys the rows that see them.
 template <class Op>
 struct KeysOfRows {
   const PanelMask<Op>& mask;
@@ -127,11 +126,6 @@ struct RowsOfKeys {
     const IndexRange rows = mask.rows_of(begin, end);
     return {rows.begin / Op::kPack, ceil_div(rows.end, Op::kPack)};
   }
-};
-template <class Op>
-struct EveryUnit {
-  int64_t elements;
-  IndexRange operator()(int64_t, int64_t) const { return {0, ceil_div(elements, Op::kPack)}; }
 };
 
 }  // namespace FLASHATTN_ISA

@@ -120,7 +120,7 @@ def _unfused(
     return out.transpose(1, 2)
 
 
-MAX_HEAD_DIM = {"flashattn": 256}  # of the attentions that have a limit
+MAX_HEAD_DIM = {"flashattn": 512}  # of the attentions that have a limit
 
 # (q [B, S, Hq, D], k and v [B, S, Hk, D], dropout_p, smooth, sink [Hq] or None, mask) -> [B, S, Hq, D]
 ATTENTION: dict[str, Callable[..., Tensor]] = {

@@ -47,7 +47,7 @@ class _Layout:
 
     def batch_and_head_dims(self, name: str, t: Tensor) -> tuple[int | None, int | None]:
         """Dimensions of a named tensor; None where it has one entry for all."""
-        if name in ("q", "k", "v", "dout", "out"):
+        if name in ("q", "k", "v", "dout", "out", "out_residual"):
             return None if self.packed else 0, self.head_dim
         if name in ("lse", "dlse"):
             return (None, 0) if self.packed else (0, 1)
@@ -168,9 +168,9 @@ class _SharedCall:
         return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=like.shape, stride=stride)
 
 
-def _forward(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> tuple[DTensor, DTensor]:
+def _forward(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> tuple[DTensor, ...]:
     call = _SharedCall(func, args)
-    out, lse = call.run()
+    out, lse, residual = call.run()
     a, layout = call.arguments, call.layout
     q, v = a["q"], a["v"]
     like_out = torch.empty((*q.shape[:-1], v.shape[-1]), device="meta")
@@ -178,7 +178,10 @@ def _forward(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kwargs: An
     like_lse = torch.empty(
         (layout.heads_q, rows) if layout.packed else (q.shape[0], layout.heads_q, rows), device="meta"
     )
-    return call.whole("out", out, like_out), call.whole("lse", lse, like_lse)
+    whole_residual = (
+        call.whole("out_residual", residual, like_out) if a["keeps_residual"] else _replicated(residual, call.mesh)
+    )
+    return call.whole("out", out, like_out), call.whole("lse", lse, like_lse), whole_residual
 
 
 def _backward(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> tuple[Tensor, ...]:

@@ -146,8 +146,8 @@ DENSE = [
     row(ValueError, "4 8 heads", k=new(2, 7, 8, 16), v=new(2, 7, 8, 24)),
     row(ValueError, "4 0 heads", k=new(2, 7, 0, 16), v=new(2, 7, 0, 24)),
     row(ValueError, "k 16 17", k=new(2, 7, 2, 17)),
-    row(ValueError, "q 257 256", q=new(2, 5, 4, 257), k=new(2, 7, 2, 257)),
-    row(ValueError, "v 300 256", v=new(2, 7, 2, 300)),
+    row(ValueError, "q 513 512", q=new(2, 5, 4, 513), k=new(2, 7, 2, 513)),
+    row(ValueError, "v 600 512", v=new(2, 7, 2, 600)),
     row(ValueError, "q 0", q=new(2, 5, 4, 0), k=new(2, 7, 2, 0)),
     row(ValueError, "v 0", v=new(2, 7, 2, 0)),
     row(TypeError, "bias Float Half", bias=new(1, 4, 5, 7, dtype=torch.float16)),
@@ -364,7 +364,7 @@ def test_the_op_checks_what_a_mask_has_made(
     tensors = (*good.values(), *[None] * 6, intervals.to(device), None if extremes is None else extremes.to(device))
     with pytest.raises(error, match=words):
         torch.ops.flashattn_ext.forward.call(
-            *tensors, 0, 0, False, 1.0, 0.0, False, -1, -1, 0.0, False, False, None, None
+            *tensors, 0, 0, False, 1.0, 0.0, False, -1, -1, 0.0, False, False, None, None, False
         )
 
 

@@ -131,3 +131,45 @@ def test_mpt(device: str) -> None:
         return softmax_of(scores, v, later_keys(device)) @ w["o"]
 
     assert_same(ours, theirs, given)
+
+
+def test_wide_global_layers_train_like_plain_pytorch(device: str) -> None:
+    """As in Gemma 4: layers with heads of 256 look back over a window, one with heads of 512 sees all keys; grouped queries."""
+    layers, heads_q, steps = [(256, 40), (512, None), (256, 40)], 4, 12
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        window_size = (-1, -1) if window is None else (window - 1, -1)
+        return flashattn_ext.forward(q, k, v, causal=True, window_size=window_size).flatten(2)
+
+    def attend_plainly(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        k, v = (t.repeat_interleave(heads_q, 2) for t in (k, v))
+        hidden = later_keys(device)
+        if window is not None:
+            hidden = hidden | torch.ones_like(hidden).tril(-window)
+        return softmax_of(torch.einsum("bihd,bjhd->bhij", q, k) / math.sqrt(q.shape[-1]), v, hidden)
+
+    def losses(attention: Callable[..., Tensor]) -> list[float]:
+        generator = torch.Generator().manual_seed(4)
+
+        def matrix(*shape: int) -> Tensor:
+            return (torch.randn(shape, generator=generator) / math.sqrt(shape[0])).to(device).requires_grad_()
+
+        x, target = (torch.randn(B, S, WIDTH, generator=generator).to(device) for _ in range(2))
+        weights = [(matrix(WIDTH, (heads_q + 2) * d), matrix(heads_q * d, WIDTH)) for d, _ in layers]
+        optimizer = torch.optim.SGD([w for pair in weights for w in pair], lr=1.0)
+        seen = []
+        for _ in range(steps):
+            y = x
+            for (qkv, out), (d, window) in zip(weights, layers, strict=True):
+                q, k, v = (y @ qkv).unflatten(-1, (-1, d)).split((heads_q, 1, 1), 2)
+                y = torch.nn.functional.layer_norm(y + attention(q, k, v, window) @ out, (WIDTH,))
+            loss = (y - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            seen.append(loss.item())
+        return seen
+
+    ours, plain = losses(attend), losses(attend_plainly)
+    assert ours[-1] < 0.85 * ours[0]
+    assert ours == pytest.approx(plain, rel=1e-4)

@@ -180,6 +180,14 @@ def test_unknown_choice_of_the_environment(choice: str, monkeypatch: pytest.Monk
         flashattn_ext.forward(q, q, q)
 
 
+@pytest.mark.parametrize("D,Dv", [(257, 64), (64, 512)])
+def test_wider_heads_are_refused_in_words(D: int, Dv: int) -> None:
+    q, v = torch.zeros(1, 2, 1, D, dtype=torch.float16), torch.zeros(1, 2, 1, Dv, dtype=torch.float16)
+    words = f"head dims above 256 are not implemented by the Ascend C kernels, got {D} of q and k and {Dv} of v"
+    with pytest.raises(NotImplementedError, match=words):
+        flashattn_ext.forward(q, q, v)
+
+
 def test_is_never_chosen_by_itself() -> None:
     program = "import flashattn_ext as f; f.use_backend('ascend-emulator'); f.use_backend(None); print(f.build_info())"
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)

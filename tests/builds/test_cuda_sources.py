@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "csrc"))
 
@@ -16,18 +18,19 @@ import sources  # noqa: E402
 def test_every_stage_has_every_type_and_class_of_head_dims() -> None:
     texts = sources.cuda_instances(sm90=True)
     groups = sum(len(types) * len(sources.CUDA_KINDS[name]) for name, types in sources.CUDA_TYPES.items())
-    assert len(texts) == 2 * 6 * groups - 2 * sum(map(len, sources.LEFT_TO_SM80.values()))
+    wide = 2 * (2 * 3 + 2) + 2 * (2 * 2)  # sm80: 16-bit types and fp32; sm90: 16-bit types
+    assert len(texts) == 2 * 6 * groups - 2 * sum(map(len, sources.LEFT_TO_SM80.values())) + wide
     for architecture, dtypes in sources.CUDA_TYPES.items():
         header = (ROOT / "csrc" / "cuda" / architecture / "kernels.h").read_text()
         declared = sorted(re.findall(r"^(?:void|size_t) (\w+)\(", header, re.M))
         for dtype in dtypes:
             for head_dim in sources.HEAD_DIMS:
-                for suffix, kinds in sources.CUDA_KINDS[architecture].items():
+                for suffix, kinds in sources.cuda_kinds(architecture, "forward", dtype, head_dim).items():
                     given = {
                         f"<{sources.CUDA_NAMES[dtype]}, {head_dim}, flashattn_ext::Kind::{kind}>" for kind in kinds
                     }
-                    missing = architecture == "sm90" and head_dim in sources.LEFT_TO_SM80.get(suffix, ())
-                    stages = ["forward"] if missing else [*sources.ENTRY_POINTS]
+                    left_to_sm80 = head_dim in sources.LEFT_TO_SM80.get(suffix, ())
+                    stages = ["forward"] if architecture == "sm90" and left_to_sm80 else [*sources.ENTRY_POINTS]
                     names = [f"{architecture}_{stage}_{dtype}_{head_dim}{suffix}.cu" for stage in stages]
                     defined = re.findall(
                         rf"^template (?:void|size_t) flashattn_ext::{architecture}::(\w+)(<.*>)\(",
@@ -38,12 +41,39 @@ def test_every_stage_has_every_type_and_class_of_head_dims() -> None:
                     assert sorted(defined) == sorted((name, arguments) for name in wanted for arguments in given)
 
 
+def test_decoding_has_every_type_and_class_of_head_dims() -> None:
+    """decode.cu names the classes of head dims that it calls, and kernels.h the functions."""
+    folder = ROOT / "csrc" / "cuda" / "decode"
+    called = re.findall(r"kernels<T, (\d+)>\(\)", (folder / "decode.cu").read_text())
+    assert tuple(map(int, called)) == sources.DECODE_HEAD_DIMS
+    header = (folder / "kernels.h").read_text()
+    declared = re.findall(r"^template <class T, int kHeadDim, bool kWide>\n\w+ (\w+)\(", header, re.M)
+    texts = sources.decode_instances()
+    assert len(texts) == len(sources.CUDA_NAMES) * len(called)
+    for name, text in texts.items():
+        functions = re.findall(r"^template [\w:]+ flashattn_ext::decode::(\w+)<", text, re.M)
+        assert sorted(functions) == sorted(declared if "_512" in name else 2 * declared)
+
+
 def test_every_kind_is_compiled_once() -> None:
     header = (ROOT / "csrc" / "cuda" / "common" / "kind.h").read_text()
     known = re.findall(r"^  (k\w+),", header, re.M)
     for rows in sources.CUDA_KINDS.values():
         kinds = [kind for row in rows.values() for kind in row]
         assert len(kinds) == len({*kinds}) and {*kinds} <= {*known}
+
+
+@pytest.mark.parametrize(
+    "dtype,head_dim,kinds",
+    [("bf16", 384, ["kPlain"]), ("bf16", 512, ["kPlain", "kGeneral"])]
+    + [("fp32", d, ["kGeneral"]) for d in (384, 512)],
+)
+def test_head_dims_above_256_have_few_kinds(dtype: str, head_dim: int, kinds: list[str]) -> None:
+    """Those that Instance in csrc/cuda/sm80/kernels.h names, and on Hopper plain ones of 16-bit types."""
+    for stage in sources.ENTRY_POINTS:
+        assert [kind for row in sources.cuda_kinds("sm80", stage, dtype, head_dim).values() for kind in row] == kinds
+        if dtype in sources.CUDA_TYPES["sm90"]:
+            assert sources.cuda_kinds("sm90", stage, dtype, head_dim) == {"": ("kPlain",)}
 
 
 def test_without_hopper() -> None:
@@ -66,7 +96,8 @@ def test_a_measurement_compiles_what_it_calls(tmp_path: Path) -> None:
     found = sources.cuda_sources(tmp_path, sm90=True, only=["sm90_forward_bf16_128"])
     assert [path.name for path in found if path.parent == tmp_path] == ["left_out.cu", "sm90_forward_bf16_128.cu"]
     stubs = (tmp_path / "left_out.cu").read_text().count("template <>")
-    functions = sum(text.count("template ") for text in sources.cuda_instances(sm90=True).values())
+    instances = sources.cuda_instances(sm90=True) | sources.decode_instances()
+    functions = sum(text.count("template ") for text in instances.values())
     assert stubs == functions - len(sources.CUDA_KINDS["sm90"][""])
 
 

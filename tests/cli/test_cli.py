@@ -146,7 +146,7 @@ def test_curves_of_the_attentions_agree(tmp_path: Path, text: str, softmax: str)
     [
         (["--context", "4096"], "smaller --context"),
         (["--heads", "3"], "--width 32 must be an even multiple of --heads 3"),
-        (["--width", "2048", "--heads", "2"], "makes heads of 1024; accepted by --attention flashattn are up to 256"),
+        (["--width", "2048", "--heads", "2"], "makes heads of 1024; accepted by --attention flashattn are up to 512"),
         (["--kv-heads", "3"], "--heads 4 must be a multiple of --kv-heads 3"),
         (["--device", "tpu"], "accepted are auto, cpu, cuda, npu"),
         (["--dropout", "1"], "--dropout got 1.0"),

@@ -145,9 +145,10 @@ def test_strides_beyond_32_bits() -> None:
     assert_same_bits(flashattn_ext.forward(view, view, view), flashattn_ext.forward(*[view.contiguous()] * 3))
 
 
-def test_more_than_two_to_the_31_elements() -> None:
+@pytest.mark.parametrize("H,D", [(32, 64), (4, 512)])
+def test_more_than_two_to_the_31_elements(H: int, D: int) -> None:
     """Also more batch entries than a grid has rows. Rows of 16 queries keep the sums of dq, in whole tiles, within 80 GB."""
-    B, S, H, D = 70000, 16, 32, 64
+    B, S = 70000, 16
     q, k, v = leaves(B, S, H, D)
     out = flashattn_ext.forward(q, k, v, causal=True)
     grads = torch.autograd.grad(out, (q, k, v), out.detach())
@@ -158,14 +159,15 @@ def test_more_than_two_to_the_31_elements() -> None:
         assert_same_bits(grad[-1:], ref)
 
 
-def keys_of_a_step(backend: str, head_dim: int, dropout: bool) -> int:
-    """Of the forward of 16-bit types: what decides the order of sums."""
+def keys_of_a_step(backend: str, head_dim: int, dropout: bool) -> int | None:
+    """Of the forward of 16-bit types: what decides the order of sums. None where the backend has no such kernel."""
     tiles = [t for t in _C.cuda_tiles() if t["backend"] == backend and not t["backward"] and t["dropout"] == dropout]
-    return min((t["head_dim"], t["choice"], t["keys"]) for t in tiles if t["head_dim"] >= head_dim)[2]
+    fitting = [(t["head_dim"], t["choice"], t["keys"]) for t in tiles if t["head_dim"] >= head_dim]
+    return min(fitting)[2] if fitting else None
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
-@pytest.mark.parametrize("head_dim", [64, 72, 128, 129, 192, 256])
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 129, 192, 256, 320, 512])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "dropout_p": 0.3, "rng_seed": 7}, {"window_size": (100, 20)}])
 def test_kernels_for_hopper_are_chosen_and_agree(head_dim: int, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FLASHATTN_EXT_CUDA_PATH", raising=False)
@@ -176,14 +178,17 @@ def test_kernels_for_hopper_are_chosen_and_agree(head_dim: int, options: dict, m
     assert_same_bits(out, chosen)
     with flashattn_ext.use_backend("cuda-sm80"):
         other, other_lse = flashattn_ext.forward(q, k, v, return_lse=True, **options)
-    if len({keys_of_a_step(name, head_dim, "dropout_p" in options) for name in ("cuda-sm80", "cuda-sm90")}) == 2:
+    steps = {keys_of_a_step(name, head_dim, "dropout_p" in options) for name in ("cuda-sm80", "cuda-sm90")}
+    if None in steps:
+        assert_same_bits(out, other)  # sm80's kernel runs it on Hopper too
+    elif len(steps) == 2:
         assert not torch.equal(out, other)  # another order of sums
     torch.testing.assert_close(out, other, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse, other_lse, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
-@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 129, 192, 256])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 129, 192, 256, 320, 512])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "dropout_p": 0.3, "rng_seed": 7}, {"window_size": (100, 20)}])
 def test_gradients_of_the_kernels_for_hopper_agree(head_dim: int, options: dict) -> None:
     q, k, v = leaves(2, 500, 4, head_dim, dtype=torch.bfloat16)
@@ -193,12 +198,13 @@ def test_gradients_of_the_kernels_for_hopper_agree(head_dim: int, options: dict)
         with flashattn_ext.use_backend(name):
             grads[name] = torch.autograd.grad(flashattn_ext.forward(q, k, v, **options), (q, k, v), grad)
     pairs = list(zip(*grads.values(), strict=True))
-    assert not all(torch.equal(*pair) for pair in pairs)  # other tiles, other order of sums
+    same_kernels = head_dim > 256 and "dropout_p" in options  # sm80's
+    assert same_kernels or not all(torch.equal(*pair) for pair in pairs)  # other tiles, other order of sums
     for other, ours in pairs:
         torch.testing.assert_close(ours, other, atol=4e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
 @pytest.mark.parametrize("hint", [1, 130, 300])
 def test_deterministic_gradients_of_sequences_longer_than_the_hint(head_dim: int, hint: int) -> None:
     """Key tiles wait for each other's turns, and some of them belong to no thread block that the host counted."""

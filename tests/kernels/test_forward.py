@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from helpers import Case, assert_within_rule, check, make_inputs
+from helpers import WIDE, Case, assert_within_rule, check, make_inputs
 
 import flashattn_ext
 
@@ -22,7 +22,7 @@ def test_forward_of_every_length_is_exact(device: str, dtype: torch.dtype, Sq: i
 
 @pytest.mark.every_isa
 @pytest.mark.parametrize(
-    "D,Dv", [(1, 1), (7, 7), (64, 64), (100, 100), (128, 128), (192, 128), (3, 256), (256, 5), (256, 256)]
+    "D,Dv", [(1, 1), (7, 7), (64, 64), (100, 100), (128, 128), (192, 128), (3, 256), (256, 5), (256, 256), *WIDE]
 )
 def test_forward_of_every_head_dim_is_exact(device: str, dtype: torch.dtype, D: int, Dv: int) -> None:
     check(Case(dtype=dtype, Sq=66, Sk=70, D=D, Dv=Dv, needs_grad=NO_GRAD), device)
@@ -31,8 +31,8 @@ def test_forward_of_every_head_dim_is_exact(device: str, dtype: torch.dtype, D: 
 @pytest.mark.every_isa
 @pytest.mark.dtypes("float32", "bfloat16")
 def test_head_dims_of_every_remainder(device: str, dtype: torch.dtype) -> None:
-    for D in range(1, 257, 3):
-        check(Case(dtype=dtype, B=1, Sq=3, Sk=5, Hq=1, Hk=1, D=D, Dv=257 - D, needs_grad=NO_GRAD), device)
+    for D in range(1, 513, 3):
+        check(Case(dtype=dtype, B=1, Sq=3, Sk=5, Hq=1, Hk=1, D=D, Dv=513 - D, needs_grad=NO_GRAD), device)
 
 
 def test_two_thousand_keys(device: str, dtype: torch.dtype) -> None:

@@ -20,7 +20,11 @@ settings.register_profile("deep", max_examples=5000, **COMMON)  # by hand: HYPOT
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 LENGTHS = st.sampled_from([0, 1, 2, 7, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 257])
-HEAD_DIMS = st.one_of(st.sampled_from([1, 3, 16, 32, 64, 80, 96, 128, 192, 255, 256]), st.integers(1, 256))
+HEAD_DIMS = st.one_of(
+    st.sampled_from([1, 3, 16, 32, 64, 80, 96, 128, 192, 255, 256, 257, 320, 384, 512]),
+    st.integers(1, 256),
+    st.integers(257, 512),
+)
 SIDES = st.one_of(st.just(-1), st.integers(0, 140))
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 SCALES = st.one_of(st.none(), st.sampled_from([0.0, -0.2, 0.125, 1.0]))

@@ -63,6 +63,10 @@ def test_gradients_are_those_of_finite_differences(name: str, Sq: int, Sk: int) 
     check_gradients(flashattn_ext.forward, *tensors, OPTIONS[name], [(Sq, Sk)] * 2)
 
 
+def test_gradients_of_wide_heads_are_those_of_finite_differences() -> None:
+    check_gradients(flashattn_ext.forward, leaf(1, 2, 1, 300), leaf(1, 3, 1, 300), leaf(1, 3, 1, 512), {}, [(2, 3)])
+
+
 @pytest.mark.parametrize("broadcast", BROADCASTS)
 @pytest.mark.parametrize("together", [False, True], ids=["alone", "with all others"])
 def test_gradients_of_a_bias_are_those_of_finite_differences(broadcast: str, together: bool) -> None:

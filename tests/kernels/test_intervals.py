@@ -24,7 +24,7 @@ def test_every_constructor(device: str, dtype: torch.dtype, kind: str, causal: b
 
 
 @pytest.mark.parametrize("heads", ["1", "k", "q"])
-@pytest.mark.parametrize("D", [32, 64, 96, 128, 129, 192, 256])
+@pytest.mark.parametrize("D", [32, 64, 96, 128, 129, 192, 256, 320, 512])
 def test_heads_and_head_dims(device: str, dtype: torch.dtype, heads: str, D: int) -> None:
     case = Case(
         dtype=dtype, Sq=200, Sk=290, Hq=4, Hk=2, D=D, Dv=D, mask="intervals", mask_heads=heads, mask_batch=False
@@ -206,6 +206,48 @@ def test_what_is_not_finite_stays_in_its_document(
     for what, got in zip(NAMES, after, strict=True):
         if what in seen_in.split() and math.isnan(poison):
             assert not got[:, inside].isfinite().any(), what
+
+
+@pytest.mark.isolates_hidden_values
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("S", [200, 700])
+def test_isolated_values_in_many_tiles(device: str, D: int, S: int) -> None:
+    """So many that a thread block of a GPU computes several: in each, other rows see what is not finite."""
+    B, H, dtype = 8, 16, torch.bfloat16
+    starts = torch.arange(B)[:, None] * 23 + 40  # of a document of 60 tokens that is not finite, between two others
+    tokens = torch.arange(S)
+    ids = ((tokens >= starts).int() + (tokens >= starts + 60)).to(device)
+    mask, inside = Mask.documents(ids), ids == 1
+    q, k, v = (torch.randn(B, S, heads, D, device=device).to(dtype) for heads in (H, 4, 4))
+    clean = flashattn_ext.forward(q, k, v, mask=mask, causal=True)
+    v[inside] = math.nan
+    got = flashattn_ext.forward(q, k, v, mask=mask, causal=True)
+    assert_same_bits(got[~inside], clean[~inside])
+    assert got[inside].isnan().all()
+
+
+@pytest.mark.isolates_hidden_values
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True], ids=["alone", "causal"])
+def test_walks_over_many_tiles(device: str, D: int, causal: bool) -> None:
+    """More tiles than are found at once, whole ones, partial ones, and some that nobody sees and that are not finite."""
+    Sq, Sk, dtype = 300, 11000, torch.bfloat16
+    keys = torch.arange(Sk)
+    kind = keys // 190 % 5
+    last = torch.where(kind == 1, 0, torch.where(kind == 2, 150, Sq))
+    mask = Mask(torch.stack([0 * keys, last], -1).int()[None, None]).to(device)
+    q, k, v = (torch.randn(1, S, 2, D, device=device).to(dtype) for S in (Sq, Sk, Sk))
+    for t in (k, v):
+        t[:, (kind == 1).to(device)] = math.nan
+    out, lse = flashattn_ext.forward(q, k, v, mask=mask, causal=causal, return_lse=True)
+    seen = mask.dense(Sq)[0, 0].to(device)
+    if causal:
+        seen = seen & torch.ones_like(seen).tril(Sk - Sq)
+    for h in range(2):
+        scores = (q[0, :, h].double() @ k[0, :, h].nan_to_num().double().T * D**-0.5).masked_fill(~seen, -math.inf)
+        expected = scores.softmax(-1) @ v[0, :, h].nan_to_num().double()
+        torch.testing.assert_close(out[0, :, h].double(), expected, rtol=0, atol=2e-3)
+        torch.testing.assert_close(lse[0, h].double(), scores.logsumexp(-1), rtol=0, atol=1e-4)
 
 
 @pytest.mark.isolates_hidden_values

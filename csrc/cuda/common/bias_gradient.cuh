@@ -25,7 +25,7 @@ struct BiasSums {
 
 // Which gradients of a relative bias a kernel forms. On Hopper the code for them costs registers, and without enough of
 // those ptxas serialises all products.
-enum class RelativeGradient { kNone, kInAnyOrder, kInAnyOrderOrExact };
+enum class RelativeGradient { kInAnyOrder, kInAnyOrderOrExact };
 
 // The gradients of the biases of one head and one tile of a warp. Bias: TileBias or DistanceBias.
 template <class Bias, class T, int kKeyTiles, int kQueryTiles, RelativeGradient kRelative>
@@ -53,7 +53,7 @@ struct TileBiasGradient {
         sums.slope += gradient(i, e) * fabsf(first + static_cast<float>(bias.place.distance_on(i, n, e)));
       });
     }
-    if (kRelative != RelativeGradient::kNone && p.drelative_bias) {
+    if (p.drelative_bias) {
       const Reached range = bias.uniform_range();
       if (range == Reached::kBelow) {
         each([&](int i, int e) { sums.below += gradient(i, e); });
@@ -75,9 +75,30 @@ struct TileBiasGradient {
     }
   }
 
+  // The same for all query tiles at once, where nothing but slopes and a relative bias can have a gradient: nothing is
+  // kept from one query tile to the next, and four bands at a time are added to memory.
+  __device__ __forceinline__ void add_all(const float (&gradients)[kKeyTiles][kQueryTiles][4]) const {
+    static_assert(!Bias::kHasElements && kRelative != RelativeGradient::kInAnyOrderOrExact);
+    if (p.dalibi_slopes) {
+      const float first = static_cast<float>(bias.place.distance);
+      sums.slope += sum_of([&](int i, int n, int e) {
+        return gradients[i][n][e] * fabsf(first + static_cast<float>(bias.place.distance_on(i, n, e)));
+      });
+    }
+    if (!p.drelative_bias) return;
+    if (bias.range == Reached::kBelow || bias.range == Reached::kAbove) {
+      const float sum = sum_of([&](int i, int n, int e) { return gradients[i][n][e]; });
+      (bias.range == Reached::kBelow ? sums.below : sums.above) += sum;
+    } else {
+      constexpr int kTogether = 4, kFirst = kBands - 1, kLast = -kQueryTiles;
+#pragma unroll
+      for (int band = kFirst; band >= kLast; band -= kTogether) add_bands<kTogether>(gradients, band);
+    }
+  }
+
   // After the last query tile.
   __device__ __forceinline__ void finish() {
-    if (kRelative == RelativeGradient::kNone || !counts || !p.drelative_bias) return;
+    if (!counts || !p.drelative_bias) return;
     const Reached range = bias.uniform_range();
     if (range == Reached::kBelow || range == Reached::kAbove) return;
 #pragma unroll
@@ -87,6 +108,54 @@ struct TileBiasGradient {
   }
 
  private:
+  // Over all scores, in four sums that do not wait for each other.
+  template <class Term>
+  static __device__ __forceinline__ float sum_of(const Term& term) {
+    float part[4] = {};
+#pragma unroll
+    for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+      for (int n = 0; n < kQueryTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) part[e] += term(i, n, e);
+      }
+    }
+    return (part[0] + part[1]) + (part[2] + part[3]);
+  }
+
+  // The sum of a lane's scores of one band, of even or of odd queries.
+  static __device__ __forceinline__ float in_band(const float (&gradients)[kKeyTiles][kQueryTiles][4], int band,
+                                                  int odd) {
+    float sum = 0;
+#pragma unroll
+    for (int k = 0; k < kBands; ++k) {
+      if (k - band >= 0 && k - band < kQueryTiles) sum += gradients[k / 2][k - band][k % 2 * 2 + odd];
+    }
+    return sum;
+  }
+  // Adds the sums over the diagonals of four bands, from `first` down: as end_band, but that each of the four lanes of
+  // a row gets another band's sum, so that a warp adds 32 neighbouring numbers.
+  template <int kTogether>
+  __device__ __forceinline__ void add_bands(const float (&gradients)[kKeyTiles][kQueryTiles][4], int first) const {
+    static_assert(kTogether == 4);
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+    float part[kTogether];
+#pragma unroll
+    for (int m = 0; m < kTogether; ++m) {
+      part[m] = 0;
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const int query = 2 * t + odd;
+        const float own = g >= query ? in_band(gradients, first - m, odd) : in_band(gradients, first - m + 1, odd);
+        part[m] += __shfl_sync(~0u, own, (g + query) % 8 * 4 + t);
+      }
+    }
+    const float sum = quad_sum_of_own(part);
+    const int64_t at =
+        h * (2 * bias.head.reach + 1) + bias.head.reach + bias.entry(bias.place.tile_distance + 8 * (first - t) + g);
+    ptx::add_if(sum != 0, static_cast<float*>(p.drelative_bias) + at, sum * workspace.keep_scale);
+  }
+
   template <class Body>
   static __device__ __forceinline__ void each(const Body& body) {
 #pragma unroll

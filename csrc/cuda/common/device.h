@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <atomic>
 #include <string>
 
@@ -31,10 +32,9 @@ int device_attribute() {
 
 inline int multiprocessors() { return device_attribute<cudaDevAttrMultiProcessorCount>(); }
 
-// Whether a thread block may have 227 KB.
-inline bool has_large_shared_memory() {
-  return device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() >= 227 * 1024;
-}
+// Bytes of shared memory that a thread block may have.
+inline int most_shared_memory() { return device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>(); }
+inline bool has_large_shared_memory() { return most_shared_memory() >= 227 * 1024; }
 
 // 90 for 9.0.
 inline int compute_capability() {
@@ -49,9 +49,16 @@ inline std::string wrong_device(const std::string& needed, const std::string& in
          std::to_string(capability % 10) + "; " + instead;
 }
 
-// Empty when the CUDA kernels take tensors of this type.
-inline std::string wrong_dtype(const AttnParams& p) {
-  return p.dtype == DType::kFloat64 ? "float64 is supported on the CPU only; use float32" : "";
+// Empty when the CUDA kernels take tensors of this type and, on the current device, of these head dims. wide_shared:
+// bytes of shared memory that the kernels of fp32 need for head dims above 384.
+inline std::string wrong_tensors(const AttnParams& p, int wide_shared) {
+  if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
+  const bool wide = p.dtype == DType::kFloat32 && std::max(p.head_dim, p.head_dim_v) > 384;
+  if (!wide || most_shared_memory() >= wide_shared) return "";
+  auto kilobytes = [](int bytes) { return std::to_string(bytes / 1024) + " KB"; };
+  return "head dims above 384 of float32 need a GPU that gives a thread block " + kilobytes(wide_shared) +
+         " of shared memory (A100, H100 and newer data centre GPUs), found " + kilobytes(most_shared_memory()) +
+         "; use float16 or bfloat16, or the CPU backend";
 }
 
 }  // namespace flashattn_ext

@@ -8,27 +8,26 @@
 #include <algorithm>
 
 #include "../../backend.h"
+#include "../decode/decode.h"
+#include "../decode/prefill.h"
 #include "../dropout_mask.h"
 #include "aligned_rows.h"
+#include "kernels.h"
 #include "kind.h"
 
 namespace flashattn_ext {
-
-// The entry points of one element type, class of head dims and kind.
-struct Kernels {
-  size_t forward_bytes;  // of workspace
-  void (*forward)(const AttnParams&);
-  size_t (*backward_bytes)(const AttnGradParams&);
-  void (*backward)(const AttnGradParams&);
-};
 
 // Architecture<T, kHeadDim, kKind>::kKernels: the folder's Kernels.
 template <template <class, int, Kind> class Architecture>
 class Dispatch {
  public:
-  static Backend backend(const char* name, std::string (*supports)(const AttnParams&, bool)) {
-    return {name,     "cuda",    supports,         &forward_workspace_bytes, &backward_workspace_bytes,
-            &forward, &backward, cuda_dropout_mask};
+  static Backend backend(const char* name, std::string (*supports)(const AttnParams&, bool),
+                         std::string (*supports_decode)(const DecodeParams&)) {
+    Backend backend{name,     "cuda",    supports,          &forward_workspace_bytes, &backward_workspace_bytes,
+                    &forward, &backward, cuda_dropout_mask, supports_decode,          &decode_workspace_bytes,
+                    &decode};
+    backend.writes_out_residual = true;
+    return backend;
   }
 
  private:
@@ -39,7 +38,9 @@ class Dispatch {
     if (head_dim <= 128) return Architecture<T, 128, kKind>::kKernels;
     if (head_dim <= 144) return Architecture<T, 144, kKind>::kKernels;
     if (head_dim <= 192) return Architecture<T, 192, kKind>::kKernels;
-    return Architecture<T, 256, kKind>::kKernels;
+    if (head_dim <= 256) return Architecture<T, 256, kKind>::kKernels;
+    if (head_dim <= 384) return Architecture<T, 384, kKind>::kKernels;
+    return Architecture<T, 512, kKind>::kKernels;
   }
   static Kernels kernels_of(const AttnParams& p) {
     return with_kind(kind_of(p), [&p](auto kind) {
@@ -57,6 +58,16 @@ class Dispatch {
     return static_cast<size_t>(aligned_copy_bytes(p)) + kernels_of(p).backward_bytes(p);
   }
   static void forward(const AttnParams& p) { kernels_of(p).forward(align_inputs(p)); }
+  static size_t decode_workspace_bytes(const DecodeParams& p) {
+    if (!decode::is_prefill(p)) return decode::workspace_bytes(p);
+    return decode::prefill_bytes(p) + forward_workspace_bytes(decode::packed_call(p));
+  }
+  static void decode(const DecodeParams& p) {
+    if (!decode::is_prefill(p)) return decode::run(p);
+    const AttnParams packed = decode::begin_prefill(p);
+    forward(packed);
+    decode::finish_prefill(p, packed);
+  }
   static void backward(const AttnGradParams& p) { kernels_of(p).backward(align_inputs(p)); }
 };
 

@@ -18,8 +18,9 @@ struct Place {
   int distance;       // of that score: key - position of the query
   int tile_distance;  // of the first score of the warp's tile
 
-  // row0, key0: of the first score of the warp's tile.
-  __device__ __forceinline__ Place(const Mask32& mask, int row0, int key0) {
+  // row0, key0: of the first score of the warp's tile. Mask: Mask32 or UnplacedMask32.
+  template <class Mask>
+  __device__ __forceinline__ Place(const Mask& mask, int row0, int key0) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     row = row0 + (kTransposed ? 2 * t : g);
     key = key0 + (kTransposed ? g : 2 * t);
@@ -67,7 +68,8 @@ struct DistanceBias {
   Reached range;
   float end;  // the relative bias of the whole tile where it is clamped, in units of log2
 
-  __device__ __forceinline__ DistanceBias(const AttnParams& p, int b, int h, const Mask32& mask, int row0, int key0)
+  template <class Mask>
+  __device__ __forceinline__ DistanceBias(const AttnParams& p, int b, int h, const Mask& mask, int row0, int key0)
       : place(mask, row0, key0), head(HeadBias<float>::of(p, b, h)), has_slopes(p.alibi_slopes) {
     constexpr int64_t kLongest = 1 << 30;
     reach = static_cast<int>(head.reach < kLongest ? head.reach : kLongest);
@@ -108,10 +110,9 @@ struct DistanceBias {
     }
   }
 
-  // The same for scores x, of a tile that is not transposed, whose logits are scale * x. Returns the scale with which
-  // they are the logits afterwards: 1 when there was anything to add.
+  // The same for scores x whose logits are scale * x. Returns the scale with which they are the logits afterwards: 1
+  // when there was anything to add.
   __device__ __forceinline__ float add(float (&x)[kRowTiles][kColumnTiles][4], float scale) const {
-    static_assert(!kTransposed);
     if (has_slopes) {
       add_slopes(x, scale);
       scale = 1;
@@ -152,8 +153,11 @@ struct DistanceBias {
     if (uniform(static_cast<int>(before || after)) != 0) {
       const float rise = before ? head.slope : -head.slope;
       each<kColumnTiles>([&](int i, int n, int e) {
-        const float row = rise * (first - static_cast<float>(place.rows_on(i, n, e)));
-        x[i][n][e] = fmaf(x[i][n][e], scale, fmaf(static_cast<float>(place.keys_on(i, n, e)), rise, row));
+        const float keys = static_cast<float>(place.keys_on(i, n, e));
+        const float rows = static_cast<float>(-place.rows_on(i, n, e));
+        // One of the two is the same for all columns of accumulators, and multiplied once.
+        const float own = rise * (first + (kTransposed ? keys : rows));
+        x[i][n][e] = fmaf(x[i][n][e], scale, fmaf(kTransposed ? rows : keys, rise, own));
       });
     } else {
       each<kColumnTiles>([&](int i, int n, int e) {

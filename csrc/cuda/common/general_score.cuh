@@ -39,6 +39,13 @@ struct GeneralScore {
     if (!is_capped) return;
     each<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] = capped<T>().stored(x[i][n][e]); });
   }
+  // The same for one product of a capped rule. Returns what the gradient of its logit is to be multiplied by.
+  template <class T>
+  __device__ __forceinline__ float cap(float* x) const {
+    *x = capped<T>().stored(*x);
+    // The maximum of 0 and what is not a number is 0: a gradient of 0 stays 0.
+    return fmaxf(capped<T>().times_slope(1.f, *x), 0.f);
+  }
   // Products become logits without bias, in units of log2.
   template <class T, int kRowTiles, int N>
   __device__ __forceinline__ void make_logits(float (&x)[kRowTiles][N][4]) const {
@@ -83,10 +90,35 @@ struct GeneralScore {
 struct StoredLogit {
   static constexpr float factor = 1;
 };
-// The rule of scores whose logits, in units of log2, are factor * score. The factor is positive.
+// The rule of scores whose logits, in units of log2, are factor * score. A kernel that looks for the maximum of a row
+// has a positive factor.
 struct ScaledLogit {
+  static constexpr bool kConstantSlope = true;
+  float factor;
+  __device__ __forceinline__ float stored(float x) const { return x; }
+  __device__ __forceinline__ float times_slope(float gradient, float) const { return gradient; }
+};
+
+// 2^x to 1e-4 of its size, for x up to 126, by multiplications and additions alone; exp2(-inf) = 0.
+__device__ __forceinline__ float exp2_without_unit(float x) {
+  // In the sum with kShift the last bits of x are those of its nearest integer, plus 127: an exponent.
+  constexpr float kShift = 1.5f * (1 << 23) + 127;
+  x = ptx::max_or_nan(x, -127.f);
+  const float shifted = x + kShift;
+  const float rest = x - (shifted - kShift);  // from -1/2 to 1/2
+  const float power = fmaf(fmaf(fmaf(0.05500892f, rest, 0.24221096f), rest, 0.69328293f), rest, 1.f);
+  return power * __int_as_float(__float_as_int(shifted) << 23);
+}
+
+// The same of a capped rule, in a forward. The unit for exponentials computes tanh too and is what such a call waits
+// for: it leaves every second exponential to others.
+struct CappedLogit {
   float factor;
 };
+__device__ __forceinline__ float weight_of(const CappedLogit& score, float x, float offset, int odd) {
+  const float logit = fmaf(x, score.factor, -offset);
+  return odd ? exp2_without_unit(logit) : ptx::ex2(logit);
+}
 
 // The rule of what a forward has stored when it looks for the maximum of a row.
 template <class Score>

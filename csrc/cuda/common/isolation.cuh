@@ -5,6 +5,7 @@
 #pragma once
 
 #include "panels.cuh"
+#include "rows.cuh"
 #include "tile.cuh"
 
 namespace flashattn_ext {
@@ -65,10 +66,6 @@ __device__ __forceinline__ bool isolate_rows(T* tile, const Each& each) {
 // The same for a tile in panels, of which each of kWarps warps takes care of its own rows: four of them at a time.
 // Every lane of a warp calls it, and gets whether there is such a row among them; each(row, whether it is finite) is
 // called in one lane. If there is one, ptx::fence_async_shared has to follow before the tile is used.
-template <int kWarps>
-__device__ __forceinline__ int isolating_warp(int row) {
-  return row / 4 % kWarps;
-}
 template <int kWarps, class T, int kPanels, int kRows, class Each>
 __device__ __forceinline__ bool isolate_panel_rows(T (&tile)[kPanels][kRows][kPanelColumns], int warp,
                                                    const Each& each) {
@@ -101,7 +98,7 @@ __device__ __forceinline__ void poison_rows(float (&x)[N][4], const bool (&poiso
   for (int r = 0; r < 2; ++r) {
     if (!poisoned[r]) continue;
 #pragma unroll
-    for (int n = 0; n < N; ++n) x[n][2 * r] = x[n][2 * r + 1] = __int_as_float(0x7FFFFFFF);
+    for (int n = 0; n < N; ++n) x[n][2 * r] = x[n][2 * r + 1] = not_a_number();
   }
 }
 

@@ -8,15 +8,18 @@ namespace flashattn_ext {
 
 constexpr int kPanelColumns = 64;
 
-// Starts copying kRows rows of all columns, from `row` of a head on; one thread calls it. `full` is the barrier that
-// the rows arrive at.
+// How many panels a tile of so many columns has.
+constexpr int panels(int columns) { return (columns + kPanelColumns - 1) / kPanelColumns; }
+
+// Starts copying kRows rows of the tile's columns, from `row` of a head and `column` on; one thread calls it. `full` is
+// the barrier that the rows arrive at.
 template <class T, int kPanels, int kRows>
 __device__ __forceinline__ void load_panels(T (&to)[kPanels][kRows][kPanelColumns], ptx::Barrier& full,
-                                            const CUtensorMap& map, int row, int head, int batch) {
+                                            const CUtensorMap& map, int row, int head, int batch, int column = 0) {
   ptx::barrier_arrive_expect(&full, kPanels * kRows * kPanelColumns * static_cast<int>(sizeof(T)));
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel) {
-    ptx::tma_load(to[panel], &map, &full, panel * kPanelColumns, row, head, batch);
+    ptx::tma_load(to[panel], &map, &full, column + panel * kPanelColumns, row, head, batch);
   }
 }
 

@@ -8,6 +8,7 @@
 namespace flashattn_ext {
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7F800000); }
+__device__ __forceinline__ float not_a_number() { return __int_as_float(0x7FFFFFFF); }
 
 // What is subtracted from the logits of a row: 0 as long as it has seen nothing.
 __device__ __forceinline__ float finite_max(float max) { return max == -infinity() ? 0.f : max; }

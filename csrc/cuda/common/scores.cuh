@@ -21,6 +21,12 @@ __device__ __forceinline__ float weight_of(const Score& score, float x, float of
   return ptx::ex2(fmaf(x, score.factor, -offset));
 }
 
+// The same where it matters which unit computes the exponential; odd: whether the score's column is.
+template <class Score>
+__device__ __forceinline__ float weight_of(const Score& score, float x, float offset, int) {
+  return weight_of(score, x, offset);
+}
+
 // dS of a stored score, from dP. weight: before dropout; dp: 0 where dropout has not kept the weight.
 template <class Score>
 __device__ __forceinline__ float gradient_of(const Score& score, float x, float weight, float dp, float delta) {
@@ -118,7 +124,7 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
           float& weight = x[n][2 * r + odd];
-          weight = weight_of(score, weight, offset[r]);
+          weight = weight_of(score, weight, offset[r], odd);
           part += weight;
         }
       }

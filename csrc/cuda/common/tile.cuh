@@ -60,16 +60,16 @@ __device__ __forceinline__ void store_vector(T* to, const T* from, bool aligned,
   }
 }
 
-// Stores `rows` rows of `columns` elements of a tile, whatever their alignment in memory.
-template <class T, int kRows, int kColumns, int kThreads>
+// Stores `rows` rows of `columns` elements of a tile, whatever their alignment in memory. kStride: from one row of the
+// tile to the next.
+template <class T, int kRows, int kColumns, int kThreads, int kStride = kTileStride<T, kColumns>>
 __device__ __forceinline__ void store_tile(T* to, int64_t row_stride, const T* tile, int rows, int columns) {
   constexpr int kElements = kVectorBytes / sizeof(T), kVectors = kColumns / kElements;
   const bool aligned = reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0 && row_stride % kElements == 0;
   auto store = [&](int vector, bool whole) {
     const int row = vector / kVectors, column = vector % kVectors * kElements;
     if (row >= rows || column >= columns) return;
-    store_vector(to + row * row_stride + column, tile + row * kTileStride<T, kColumns> + column, whole, column,
-                 columns);
+    store_vector(to + row * row_stride + column, tile + row * kStride + column, whole, column, columns);
   };
   if (aligned) {
 #pragma unroll 4

@@ -21,6 +21,17 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
+// Four sums over these lanes, of which lane t gets that of x[t].
+__device__ __forceinline__ float quad_sum_of_own(const float (&x)[4]) {
+  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+  float pair[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    pair[i] = (odd ? x[2 * i + 1] : x[2 * i]) + __shfl_xor_sync(~0u, odd ? x[2 * i] : x[2 * i + 1], 1);
+  }
+  return (upper ? pair[1] : pair[0]) + __shfl_xor_sync(~0u, upper ? pair[0] : pair[1], 2);
+}
+
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) x += __shfl_xor_sync(~0u, x, distance);

@@ -17,6 +17,10 @@ __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarr
 __device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];\n" ::"r"(shared_address(barrier)) : "memory");
 }
+__device__ __forceinline__ void barrier_arrive(Barrier* barrier, int arrivals) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;\n" ::"r"(shared_address(barrier)), "r"(arrivals)
+               : "memory");
+}
 // Arrives, and makes the phase wait for `bytes` of asynchronous copies as well.
 __device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(shared_address(barrier)), "r"(bytes)

@@ -34,7 +34,11 @@ __device__ __forceinline__ void cp_async(void* to, const void* from, bool valid)
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
 }
-// The same for 8 bytes.
+// The same for the first `bytes` of 16, 0 to 16: zeros follow them, and what is not copied is not read.
+__device__ __forceinline__ void cp_async_part(void* to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
+}
+// Starts copying 8 bytes; zeros when not valid.
 __device__ __forceinline__ void cp_async_8(void* to, const void* from, bool valid) {
   const int bytes = valid ? 8 : 0;
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes));

@@ -116,6 +116,8 @@ __device__ __forceinline__ Descriptor swizzled_descriptor(const void* tile, int 
   FLASHATTN_WGMMA(N, __half, "f16", __VA_ARGS__) \
   FLASHATTN_WGMMA(N, __nv_bfloat16, "bf16", __VA_ARGS__)
 
+FLASHATTN_WGMMA_TYPES(32, 16, 17, 18, 19, 20, 21)
+FLASHATTN_WGMMA_TYPES(48, 24, 25, 26, 27, 28, 29)
 FLASHATTN_WGMMA_TYPES(64, 32, 33, 34, 35, 36, 37)
 FLASHATTN_WGMMA_TYPES(80, 40, 41, 42, 43, 44, 45)
 FLASHATTN_WGMMA_TYPES(96, 48, 49, 50, 51, 52, 53)

@@ -60,7 +60,7 @@ struct Backward {
   static constexpr int kScoreBuffers = kInRegisters ? kStages : 2;
   static constexpr int kSharedBytes =
       2 * kKeys * kStride * kBytes + kStages * kStageBytes + kScoreBuffers * kScoreBytes;
-  static_assert(kSharedBytes <= (kLarge ? kLargeShared : kSmallShared));
+  static_assert(kSharedBytes <= (kLarge ? kLargeShared : least_shared<kBytes, kHeadDim>()));
 
   const AttnGradParams& p;
   const Workspace& workspace;
@@ -255,7 +255,7 @@ struct Backward {
     if (row0 >= extent()->unmasked_begin && row0 + kQueries <= extent()->unmasked_end) return;
     // The tile of q is followed by that of dout.
     isolate_rows<T, 2 * kQueries, kHeadDim, kThreads>(q_tile, [&](int row, bool finite) {
-      if (!finite) lse[row % kQueries] = __int_as_float(0x7FFFFFFF);
+      if (!finite) lse[row % kQueries] = not_a_number();
     });
   }
 

@@ -3,6 +3,7 @@
 // run under products: the next keys arrive while these values are used, and these values while these keys are.
 #pragma once
 
+#include "../common/call.h"
 #include "../common/general_scores.cuh"
 #include "../common/intervals.cuh"
 #include "../common/isolation.cuh"
@@ -24,10 +25,13 @@ struct Forward {
   static constexpr ForwardTile kTile = forward_tile<sizeof(T), kHeadDim, kKind>();
   static constexpr int kThreads = kTile.warps * 32, kRowTiles = kTile.row_tiles, kStages = kTile.stages;
   static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, kKind>(kTile);
-  static constexpr int kStride = kTileStride<T, kHeadDim>;
-  static constexpr int kSharedBytes = (kQueries + 2 * kStages * kKeys) * kStride * static_cast<int>(sizeof(T));
-  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDim / 8, kSteps = kKeys / Core::kK;
-  static_assert(kSharedBytes <= kSmallShared);
+  static constexpr int kColumns = out_columns(kHeadDim);  // of v and out
+  static constexpr int kStride = kTileStride<T, kHeadDim>, kValueStride = kTileStride<T, kColumns>;
+  static constexpr int kSharedBytes =
+      ((kQueries + kStages * kKeys) * kStride + kStages * kKeys * kValueStride) * static_cast<int>(sizeof(T));
+  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kColumns / 8, kSteps = kKeys / Core::kK;
+  static_assert(kSharedBytes <= least_shared<sizeof(T), kHeadDim>());
+  static_assert(kStages == 1 || kValueStride == kStride);  // a stage is found by one offset, of keys and of values
   using Scores = float[kRowTiles][kScoreTiles][4];
   using Weights = typename Core::A[kRowTiles][kSteps];
   using Bias = TileBias<T, false, kRowTiles, kScoreTiles>;
@@ -137,8 +141,9 @@ struct Forward {
     }
   }
 
-  // Starts copying the keys or values of tile n; tiles come in descending order.
-  __device__ void load_keys(T* tile, const T* KeyPointers::* which, int64_t row_stride, int n, int columns) {
+  // Starts copying the keys or values of tile n, in rows of kTileColumns; tiles come in descending order.
+  template <int kTileColumns>
+  __device__ void load_rows(T* tile, const T* KeyPointers::* which, int64_t row_stride, int n, int columns) {
     const T* from;
     if constexpr (kPointersInPadding) {
       from = pointers()->*which + n * kKeys * row_stride;
@@ -146,8 +151,11 @@ struct Forward {
       from = own_pointers.*which;
       own_pointers.*which -= kKeys * row_stride;
     }
-    load_tile<T, kKeys, kHeadDim, kThreads>(tile, from, row_stride, min(kKeys, length_k() - n * kKeys), columns);
+    load_tile<T, kKeys, kTileColumns, kThreads>(tile, from, row_stride, min(kKeys, length_k() - n * kKeys), columns);
     ptx::cp_async_commit();
+  }
+  __device__ void load_keys(T* tile, int n, int columns) {
+    load_rows<kHeadDim>(tile, &KeyPointers::k, p.k.row_stride, n, columns);
   }
 
   // The same for values, with the intervals of their keys.
@@ -155,10 +163,11 @@ struct Forward {
     if constexpr (kMasks) {
       const int key = n * kKeys + threadIdx.x;
       if (threadIdx.x < kKeys && *pairs() != nullptr) {
-        ptx::cp_async_8(tile + threadIdx.x * kStride + kHeadDim, *pairs() + min(key, length_k() - 1), key < length_k());
+        ptx::cp_async_8(tile + threadIdx.x * kValueStride + kColumns, *pairs() + min(key, length_k() - 1),
+                        key < length_k());
       }
     }
-    load_keys(tile, &KeyPointers::v, p.v.row_stride, n, columns);
+    load_rows<kColumns>(tile, &KeyPointers::v, p.v.row_stride, n, columns);
   }
 
   // Lists key tiles from `next` down to `first`.
@@ -206,7 +215,7 @@ struct Forward {
       const int64_t hk = h / p.group_size(), key = key_sequence(p, b).start + last * kKeys;
       own_pointers = {row_pointer<const T>(p.k, b, hk, key), row_pointer<const T>(p.v, b, hk, key)};
     }
-    load_keys(k_tile, &KeyPointers::k, p.k.row_stride, n, columns);
+    load_keys(k_tile, n, columns);
     if (kStages == 2) load_values(v_tile, n, columns_v);
     int stage = 0;  // as an offset of elements
     for (; kMasks ? n >= 0 : n >= first; n = kMasks ? listed_tile(i) : n - 1) {
@@ -221,7 +230,7 @@ struct Forward {
       if (kStages == 1) {
         load_values(v_tile, n, columns_v);
       } else if (more) {
-        load_keys(k_tile + (kKeys * kStride - stage), &KeyPointers::k, p.k.row_stride, next, columns);
+        load_keys(k_tile + (kKeys * kStride - stage), next, columns);
         load_values(v_tile + (kKeys * kStride - stage), next, columns_v);
       }
       Scores scores;
@@ -231,7 +240,7 @@ struct Forward {
       if (kStages == 1) {
         ptx::cp_async_wait<0>();
         __syncthreads();
-        if (more) load_keys(k_tile, &KeyPointers::k, p.k.row_stride, next, columns);
+        if (more) load_keys(k_tile, next, columns);
       }
       const bool isolates = !all_whole && isolate_values(v_tile + stage);
       Weights weights;
@@ -265,8 +274,8 @@ struct Forward {
     if (masked) hide_keys<true, true>(scores, mask(), ptx::opaque(row0) + tile_row(0) + g(), n * kKeys + 2 * t());
     if (kMasks && !whole) {
       hide_keys_by_interval(scores, ptx::opaque(row0) + tile_row(0) + g(), [&](int tile) {
-        const T* const at = values + (tile * 8 + 2 * t()) * kStride + kHeadDim;
-        const int2 even = *reinterpret_cast<const int2*>(at), odd = *reinterpret_cast<const int2*>(at + kStride);
+        const T* const at = values + (tile * 8 + 2 * t()) * kValueStride + kColumns;
+        const int2 even = *reinterpret_cast<const int2*>(at), odd = *reinterpret_cast<const int2*>(at + kValueStride);
         return make_int4(even.x, even.y, odd.x, odd.y);
       });
     }
@@ -292,14 +301,14 @@ struct Forward {
   };
   static_assert(sizeof(ListedKey) <= kVectorBytes);
   __device__ static bool isolate_values(T* values) {
-    return isolate_rows<T, kKeys, kHeadDim, kThreads>(values, [&](int row, bool finite) {
-      reinterpret_cast<ListedKey*>(values + row * kStride + kHeadDim)->is_isolated = !finite;
+    return isolate_rows<T, kKeys, kColumns, kThreads>(values, [&](int row, bool finite) {
+      reinterpret_cast<ListedKey*>(values + row * kValueStride + kColumns)->is_isolated = !finite;
     });
   }
   __device__ void poison_rows_of(const T* values, int n) {
 #pragma unroll 1
     for (int i = 0; i < kKeys; ++i) {
-      const ListedKey key = *reinterpret_cast<const ListedKey*>(values + i * kStride + kHeadDim);
+      const ListedKey key = *reinterpret_cast<const ListedKey*>(values + i * kValueStride + kColumns);
       if (!key.is_isolated) continue;
       const Limits rows = mask().rows_of(n * kKeys + i, n * kKeys + i + 1);
 #pragma unroll
@@ -321,14 +330,36 @@ struct Forward {
       if (sizeof(T) == 4 && i == 0) __syncwarp();  // as in walk_keys: V, split in two, needs twice the registers
       return weights[i][step];
     };
-    accumulate<kHeadDim, kSteps>(out, operand, v_tile, 0);
+    accumulate<kColumns, kSteps>(out, operand, v_tile, 0);
   }
 
   __device__ void finish_tile() {
-    const float keep_scale = kDropout ? 1 / static_cast<float>(keep_probability(p.dropout_threshold)) : 1.f;
     const int b = head()->b, h = head()->h, rows = length_q() - row0;
     const int64_t start = query_sequence(p, b).start + row0;
-    T* tile = q_tile;  // every warp reads and writes its own rows alone
+    auto store = [&](const TensorView& view) {
+      __syncthreads();
+      store_tile<T, kQueries, kColumns, kThreads, kStride>(row_pointer<T>(view, b, h, start), view.row_stride, q_tile,
+                                                           min(rows, kQueries), static_cast<int>(p.head_dim_v));
+    };
+    stage_rows(
+        [&](int row, float lse) {
+          if (row < rows) *row_statistic(p.lse, b, h, start + row) = lse;
+        },
+        [](float x) { return x; });
+    store(p.out);
+    if constexpr (kGeneral && sizeof(T) == 2) {
+      if (p.out_residual.data == nullptr) return;
+      __syncthreads();
+      stage_rows([](int, float) {}, rounding_residual<T>);
+      store(p.out_residual);
+    }
+  }
+
+  // Puts value(x) for every element x of the output where q was, and calls statistic(row, its lse) in one lane a row.
+  // Every warp reads and writes its own rows alone.
+  template <class Statistic, class Value>
+  __device__ __forceinline__ void stage_rows(const Statistic& statistic, const Value& value) {
+    const float keep_scale = kDropout ? 1 / static_cast<float>(keep_probability(p.dropout_threshold)) : 1.f;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -337,17 +368,14 @@ struct Forward {
         const bool empty = sum == 0;
         const float factor = keep_scale / sum;
         const int row = tile_row(i) + g() + 8 * r;
-        if (t() == 0 && row < rows) *row_statistic(p.lse, b, h, start + row) = softmax[i].lse(r, sum);
+        if (t() == 0) statistic(row, softmax[i].lse(r, sum));
 #pragma unroll
         for (int n = 0; n < kOutTiles; ++n) {
           const float x = empty ? 0.f : out[i][n][2 * r] * factor, y = empty ? 0.f : out[i][n][2 * r + 1] * factor;
-          Core::store_pair(tile + row * kStride + n * 8 + 2 * t(), x, y);
+          Core::store_pair(q_tile + row * kStride + n * 8 + 2 * t(), value(x), value(y));
         }
       }
     }
-    __syncthreads();
-    store_tile<T, kQueries, kHeadDim, kThreads>(row_pointer<T>(p.out, b, h, start), p.out.row_stride, tile,
-                                                min(rows, kQueries), static_cast<int>(p.head_dim_v));
   }
 };
 
@@ -359,13 +387,30 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, Forward
   Forward<T, kHeadDim, kKind>(p, score, reinterpret_cast<T*>(shared)).run(order);
 }
 
+// Calls run(part) for every kColumns columns of v and out: `part` is the call with no other columns. lse is the same in
+// all parts.
+template <int kColumns, class Run>
+void for_columns(const AttnParams& p, const Run& run) {
+  for (int64_t first = 0; first < p.head_dim_v; first += kColumns) {
+    AttnParams part = p;
+    part.v.data = static_cast<char*>(p.v.data) + first * element_bytes(p);
+    part.out.data = static_cast<char*>(p.out.data) + first * element_bytes(p);
+    if (p.out_residual.data)
+      part.out_residual.data = static_cast<char*>(p.out_residual.data) + first * element_bytes(p);
+    part.head_dim_v = std::min<int64_t>(kColumns, p.head_dim_v - first);
+    run(part);
+  }
+}
+
 template <class T, int kHeadDim, Kind kKind>
 void forward(const AttnParams& p) {
   using Kernel = Forward<T, kHeadDim, kKind>;
   if (p.batch * p.heads_q == 0) return;
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries);
-  launch(forward_kernel<T, kHeadDim, kKind>, "forward", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
-         Kernel::kSharedBytes, forward_order(p, blocks, sizeof(T)), Kernel::Score::of(p));
+  for_columns<Kernel::kColumns>(p, [&](const AttnParams& part) {
+    launch(forward_kernel<T, kHeadDim, kKind>, "forward", part, blocks * p.batch * p.heads_q, Kernel::kThreads,
+           Kernel::kSharedBytes, forward_order(part, blocks, sizeof(T)), Kernel::Score::of(part));
+  });
 }
 
 }  // namespace flashattn_ext::sm80

@@ -12,9 +12,10 @@ __device__ __forceinline__ void score_product(float (&c)[kRowTiles][kColumnTiles
                                               int b_row) {
   using Core = TensorCore<T>;
   constexpr int kStride = kTileStride<T, kHeadDim>;
+  constexpr int kSteps = kHeadDim / Core::kK, kUnrolled = kHeadDim > 256 ? 16 : kSteps;  // more take long to compile
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) set_zero(c[i]);
-#pragma unroll
+#pragma unroll kUnrolled
   for (int d = 0; d < kHeadDim; d += Core::kK) {
     typename Core::A rows[kRowTiles];
 #pragma unroll

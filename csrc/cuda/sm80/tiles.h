@@ -1,5 +1,5 @@
 // Tile sizes of the sm_80 kernels, for every element size (2 or 4 bytes) and class of head dims. kLarge: the GPU gives
-// a thread block 227 KB of shared memory (Hopper and newer data centre GPUs); other tiles fit in 99 KB.
+// a thread block 227 KB of shared memory (Hopper and newer data centre GPUs); other tiles fit in least_shared().
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,16 @@
 #include "../common/tile_choice.h"
 
 namespace flashattn_ext::sm80 {
+
+// Bytes of shared memory that a thread block may have: on GPUs of compute capability 8.6, 8.9 and 12.0, on 8.0 and 8.7,
+// and on Hopper and newer data centre GPUs.
+constexpr int kSmallShared = 99 * 1024, kMediumShared = 163 * 1024, kLargeShared = 227 * 1024;
+
+// What the kernels of a class of head dims need at least. The widest rows of fp32 do not fit into the smallest.
+template <int kBytes, int kHeadDim>
+constexpr int least_shared() {
+  return kBytes == 4 && kHeadDim > 384 ? kMediumShared : kSmallShared;
+}
 
 struct ForwardTile {
   int warps = 0;
@@ -18,6 +28,10 @@ struct ForwardTile {
   constexpr int queries() const { return warps * row_tiles * 16; }
   constexpr bool exists() const { return warps > 0; }
 };
+
+// Columns of v and out in one run of the forward, which keeps its sums for `out` in registers. These end at 256
+// columns: with larger head dims it runs twice, each time for half of the columns, and computes the scores again.
+constexpr int out_columns(int head_dim) { return head_dim > 256 ? head_dim / 2 : head_dim; }
 
 struct ForwardTiles {
   int head_dim;
@@ -41,6 +55,9 @@ constexpr ForwardTiles kForwardTiles[] = {
     {192, Kind::kDropout, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
     {256, Kind::kPlain, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
     {256, Kind::kDropout, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    {384, Kind::kPlain, {{4, 1, 32, 2}}},
+    {512, Kind::kPlain, {{4, 1, 16, 2}, {2, 1, 32, 2}}},
+    {512, Kind::kDropout, {{2, 1, 32, 2}}},
 };
 
 template <int kBytes, int kHeadDim, Kind kKind>
@@ -49,6 +66,7 @@ constexpr ForwardTile forward_tile() {
     if (kHeadDim <= 64) return {8, 1, 32, 1};
     if (kHeadDim <= 128) return {4, 2, 32, 1};
     if (kHeadDim <= 192) return {4, 1, 32, 1};
+    if (kHeadDim == 384) return {1, 1, 32, 1};
     return {2, 1, 32, 1};
   } else {
     return find_tile<ForwardTile>(kForwardTiles, kHeadDim, kKind);
@@ -81,16 +99,18 @@ constexpr BackwardTile backward_tile() {
     if (kHeadDim <= 128) return kLarge ? BackwardTile{8, 64, 64, 2, 2, 1, 1} : BackwardTile{4, 32, 32, 2, 2, 1, 1};
     if (kHeadDim <= 144) return {3, 48, 16, 3, 3, 1, kLarge ? 2 : 1};
     if (kHeadDim <= 192) return kLarge ? BackwardTile{8, 64, 32, 4, 2, 1, 1} : BackwardTile{1, 16, 16, 1, 1, 2, 2};
-    return kLarge ? BackwardTile{4, 32, 32, 2, 1, 1, 1} : BackwardTile{1, 16, 16, 1, 1, 2, 1};
+    if (kHeadDim <= 256) return kLarge ? BackwardTile{4, 32, 32, 2, 1, 1, 1} : BackwardTile{1, 16, 16, 1, 1, 2, 1};
+    if (kHeadDim <= 384) return kLarge ? BackwardTile{4, 32, 32, 2, 1, 2, 1} : BackwardTile{1, 16, 16, 1, 1, 3, 1};
+    return kLarge ? BackwardTile{2, 32, 16, 2, 2, 4, 1} : BackwardTile{1, 16, 16, 1, 1, 4, 1};
   }
   if (kHeadDim <= 64) return {4, 128, 32, 4, 4, 1, 2};
   if (kHeadDim <= 96) return kLarge ? BackwardTile{8, 128, 64, 4, 4, 1, 2} : BackwardTile{4, 64, 32, 4, 4, 1, 2};
   if (kHeadDim <= 128) return kLarge ? BackwardTile{8, 128, 64, 4, 4, 1, 2} : BackwardTile{8, 64, 64, 4, 2, 1, 1};
   if (kHeadDim <= 144) return kLarge ? BackwardTile{6, 96, 64, 3, 2, 1, 2} : BackwardTile{3, 48, 32, 3, 3, 1, 2};
   if (kHeadDim <= 192) return kLarge ? BackwardTile{8, 64, 64, 4, 2, 1, 2} : BackwardTile{4, 64, 32, 2, 2, 1, 1};
-  return kLarge ? BackwardTile{8, 64, 64, 4, 2, 1, 2} : BackwardTile{4, 32, 32, 2, 1, 1, 1};
+  if (kHeadDim <= 256) return kLarge ? BackwardTile{8, 64, 64, 4, 2, 1, 2} : BackwardTile{4, 32, 32, 2, 1, 1, 1};
+  if (kHeadDim <= 384) return kLarge ? BackwardTile{8, 64, 32, 4, 2, 2, 2} : BackwardTile{2, 32, 16, 2, 2, 3, 1};
+  return kLarge ? BackwardTile{8, 64, 32, 4, 2, 2, 1} : BackwardTile{1, 16, 16, 1, 1, 4, 1};
 }
-
-constexpr int kSmallShared = 99 * 1024, kLargeShared = 227 * 1024;
 
 }  // namespace flashattn_ext::sm80

@@ -7,6 +7,7 @@
 
 #include <type_traits>
 
+#include "backward_scores.cuh"
 #include "backward_step.cuh"
 #include "backward_wide.cuh"
 
@@ -19,12 +20,14 @@ struct Backward {
   static constexpr bool kScored = can_score(kKind);
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
   using Scores = PackedScores<T, backward_tile<kHeadDim, kKind>().queries, kKind>;
-  using GeneralScores = GeneralPackedScores<T, Scores::kTiles * 8, kKind>;
+  using DistanceScores = PackedDistanceScores<T, Scores::kTiles * 8>;
   using Layout = DqLayout<T, kHeadDim>;
   static constexpr BackwardTile kTile = backward_tile<kHeadDim, kKind>();
   static constexpr RegisterBudget kRegisters = kBackwardRegisters;
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages;
+  static constexpr bool kPaired = false;
+  static constexpr int kBlocks = 1, kColumns = kHeadDim, kDoutStages = kStages;
   static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns,
                        kScorePanels = kQueries / kPanelColumns;
@@ -35,7 +38,7 @@ struct Backward {
   static constexpr int kSectionHeads = 16;
   // How many of a warp's eight additions to dq are spread over `weigh`, the others over `differentiate`: a
   // multiprocessor takes them slowly.
-  static constexpr int kEarly = kScored ? 8 : 4;  // biases want the registers in `differentiate`
+  static constexpr int kEarly = 4;
   static_assert(Layout::kHeadDim >= kHeadDim && Layout::kQueries == kQueries);
 
   // Tiles are as in common/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
@@ -111,6 +114,7 @@ struct Backward {
   int step = 0;                   // of this thread block so far
   float dk[kColumnTiles][4], dv[kColumnTiles][4];
   typename Scores::Packed weights;
+  std::conditional_t<kScored, typename Scores::Packed, Nothing> slopes;  // with softcap: of the same scores
   std::conditional_t<kScored, BiasSums<1, false>, Nothing> bias_sums;
 
   __device__ __forceinline__ Backward(Shared& shared, const AttnGradParams& params, const Workspace& workspace,
@@ -147,7 +151,7 @@ struct Backward {
       unmasked = work.unmasked[group];
     } else if constexpr (kScored) {
       // Also zeros after the last query have biases.
-      unmasked = work.mask(p).rows_of_all(work.key0 + group * 64, work.key0 + group * 64 + 64);
+      unmasked = row_mask(work).rows_of_all(work.key0 + group * 64, work.key0 + group * 64 + 64);
     } else {
       unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64);
     }
@@ -162,9 +166,10 @@ struct Backward {
     take_turn();
     score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
     give_turn();
+    const auto biases = begin_biases(work, now);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
-    weigh(scores, work, now, unmasked, dq, adding);
+    weigh(scores, work, now, unmasked, biases, dq, adding);
     ptx::barrier_wait(&shared.v_full[keys.stage], keys.parity);
     typename Scores::Packed packed;
     while (now.left > 1) {
@@ -181,6 +186,7 @@ struct Backward {
       ptx::wgmma_wait<1>();  // then the registers of dS^T are free
       query_product(dq, 1);
       give_turn();
+      const auto biases = begin_biases(work, next);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       ptx::hold(dq);
@@ -188,7 +194,7 @@ struct Backward {
       adding = next_to_add;
       next_to_add = {dq_tile(work, now), now.m, step++};
       now.advance();
-      weigh(scores, work, now, unmasked, dq, adding);
+      weigh(scores, work, now, unmasked, biases, dq, adding);
     }
     differentiate(packed, work, now, unmasked, dq, adding);
     take_turn();
@@ -232,19 +238,21 @@ struct Backward {
     // With dropout the operand of dv is a copy of the weights; where registers are scarce they have to be free first.
     ptx::wgmma_wait<kDropout && kQueries == 128 ? 0 : 1>();
     ptx::hold(dscores);
+    float* const to = fragments(work, adding);
+    auto between = [&](int n) {
+      constexpr int kSpread = kQueries / 8 / (8 - kEarly);
+      if (n % kSpread == 0) add_fragment(to, dq, kEarly + n / kSpread);
+    };
     if constexpr (kScored) {
       const auto biases = bias(work, now);
-      typename GeneralScores::BiasGradient gradient{p, biases, workspace, work.b, now.h, true, bias_sums};
-      GeneralScores::differentiate(dscores, weights, workspace.score, biases, gradient, shared.lse[stage],
-                                   shared.delta[stage]);
+      const bool hides = Scores::is_masked(unmasked, now.m * kQueries) || biases.range != Reached::kNone;
+      typename DistanceScores::BiasGradient gradient{p, biases, workspace, work.b, now.h, true, bias_sums};
+      DistanceScores::differentiate(dscores, weights, slopes, workspace.score, gradient, shared.delta[stage], hides,
+                                    between);
       if (uniform(static_cast<int>(now.m == now.end - 1))) end_head(work, now.h);
     } else {
-      float* const to = fragments(work, adding);
       Scores::differentiate(dscores, weights, workspace.score, shared.delta[stage],
-                            Scores::is_masked(unmasked, now.m * kQueries), [&](int n) {
-                              constexpr int kSpread = kQueries / 8 / (8 - kEarly);
-                              if (n % kSpread == 0) add_fragment(to, dq, kEarly + n / kSpread);
-                            });
+                            Scores::is_masked(unmasked, now.m * kQueries), between);
     }
     if (is_ordered(adding)) order(work, adding).admit_later_keys();
     pack_scores<T>(packed, dscores);
@@ -268,8 +276,10 @@ struct Backward {
   }
 
   // Scores become packed weights, and between their tiles the first half of `dq` is added to the workspace.
-  __device__ __forceinline__ void weigh(const float (&scores)[kQueries / 8][4], const Work& work, const QueryWalk& now,
-                                        const Limits& unmasked, const float (&dq)[8][4], const Pending& adding) {
+  template <class Biases>
+  __device__ __forceinline__ void weigh(float (&scores)[kQueries / 8][4], const Work& work, const QueryWalk& now,
+                                        const Limits& unmasked, [[maybe_unused]] const Biases& biases,
+                                        const float (&dq)[8][4], const Pending& adding) {
     const int row0 = now.m * kQueries, key = work.key0 + warp_key;
     if (is_ordered(adding)) order(work, adding).await_earlier_keys();
     float* const to = fragments(work, adding);
@@ -278,15 +288,9 @@ struct Backward {
       if (n % kSpread == 0) add_fragment(to, dq, n / kSpread);
     };
     if constexpr (kScored) {
-      const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-      if (Scores::is_masked(unmasked, row0)) {
-        const SeenBy<1> seen_by(visible(p, work, now.h), row0 + 2 * t, key + g);
-        GeneralScores::template weigh<true>(weights, scores, workspace.score, bias(work, now),
-                                            shared.lse[queries.stage], seen_by, between);
-      } else {
-        GeneralScores::template weigh<false>(weights, scores, workspace.score, bias(work, now),
-                                             shared.lse[queries.stage], {}, between);
-      }
+      DistanceScores::weigh(
+          weights, slopes, scores, workspace.score, biases, shared.lse[queries.stage],
+          Scores::is_masked(unmasked, row0), [&] { return row_mask(work); }, row0, key, between);
     } else {
       Scores::weigh(
           weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
@@ -304,9 +308,20 @@ struct Backward {
   }
 
   // What is added to this warp's scores of a step; found again rather than kept in registers.
-  __device__ __forceinline__ typename GeneralScores::Bias bias(const Work& work, const QueryWalk& now) const {
-    const Mask32 mask(p, uniform(work.length_q), uniform(work.length_k));
-    return {p, uniform(work.b), now.h, mask, now.m * kQueries, uniform(work.key0) + warp_key};
+  __device__ __forceinline__ typename DistanceScores::Bias bias(const Work& work, const QueryWalk& now) const {
+    return {p, uniform(work.b), now.h, row_mask(work), now.m * kQueries, uniform(work.key0) + warp_key};
+  }
+  // Reads what is to be added to the scores before their product is waited for.
+  __device__ __forceinline__ auto begin_biases(const Work& work, const QueryWalk& now) const {
+    if constexpr (kScored) {
+      return bias(work, now);
+    } else {
+      return Nothing{};
+    }
+  }
+  // Calls whose rows an origin places have no scores here: kind.h.
+  __device__ __forceinline__ UnplacedMask32 row_mask(const Work& work) const {
+    return {p, uniform(work.length_q), uniform(work.length_k)};
   }
   // This warp's sums over the scores of a head, for the gradients of biases.
   __device__ __forceinline__ void end_head(const Work& work, int h) {
@@ -368,10 +383,8 @@ struct Backward {
 };
 
 template <class Kernel>
-__global__ void __launch_bounds__(Kernel::kThreads, 1)
-    backward_kernel(const __grid_constant__ AttnGradParams p,
-                    const __grid_constant__ typename Kernel::Workspace workspace,
-                    const __grid_constant__ BackwardMaps maps, const __grid_constant__ TileGrid grid) {
+__device__ __forceinline__ void run_backward(const AttnGradParams& p, const typename Kernel::Workspace& workspace,
+                                             const BackwardMaps& maps, const TileGrid& grid) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
   typename Kernel::Shared& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
@@ -380,9 +393,26 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
     Kernel::init(shared, p);
     ptx::fence_barrier_init();
   }
-  __syncthreads();
+  sync_pair_or_block<Kernel::kPaired>();
   Kernel::run(shared, p, workspace, maps, grid);
+  if (Kernel::kPaired) sync_pair_or_block<true>();
 #endif
+}
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    backward_kernel(const __grid_constant__ AttnGradParams p,
+                    const __grid_constant__ typename Kernel::Workspace workspace,
+                    const __grid_constant__ BackwardMaps maps, const __grid_constant__ TileGrid grid) {
+  run_backward<Kernel>(p, workspace, maps, grid);
+}
+// The same in clusters of two thread blocks.
+template <class Kernel>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Kernel::kThreads, 1)
+    paired_backward_kernel(const __grid_constant__ AttnGradParams p,
+                           const __grid_constant__ typename Kernel::Workspace workspace,
+                           const __grid_constant__ BackwardMaps maps, const __grid_constant__ TileGrid grid) {
+  run_backward<Kernel>(p, workspace, maps, grid);
 }
 
 // The kernel of a class of head dims.
@@ -393,7 +423,7 @@ using BackwardOf =
 template <class T, int kHeadDim, Kind kKind>
 WorkspaceOf<kKind> backward_workspace(const AttnGradParams& p) {
   using Layout = DqLayout<T, kHeadDim>;
-  const BackwardWorkspace base(p, Layout::kTileRows, Layout::kTileFloats, Layout::kParts);
+  const BackwardWorkspace base(p, Layout::kTileRows, Layout::kTileFloats, Layout::kOrderedParts);
   return complete<kKind>(p, base, backward_tile<kHeadDim, kKind>().keys, 8);
 }
 
@@ -407,7 +437,11 @@ void backward(const AttnGradParams& p) {
   const WorkspaceOf<kKind> workspace = backward_workspace<T, kHeadDim, kKind>(p);
   launch_prepare<T>(p, workspace);
   using Kernel = BackwardOf<T, kHeadDim, kKind>;
-  launch_backward_main<Kernel>(backward_kernel<Kernel>, p, workspace);
+  if constexpr (Kernel::kPaired) {
+    launch_backward_main<Kernel>(paired_backward_kernel<Kernel>, p, workspace);
+  } else {
+    launch_backward_main<Kernel>(backward_kernel<Kernel>, p, workspace);
+  }
   launch_finish<DqLayout<T, kHeadDim>>(p, workspace);
   if constexpr (can_score(kKind)) finish_biases(p, workspace);
 }

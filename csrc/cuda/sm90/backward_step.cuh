@@ -6,7 +6,6 @@
 #include "../common/bias_finish.cuh"
 #include "../common/device.h"
 #include "../common/dq_order.cuh"
-#include "../common/general_scores.cuh"
 #include "../common/intervals.cuh"
 #include "../common/isolation.cuh"
 #include "../common/ring.cuh"
@@ -14,6 +13,7 @@
 #include "../common/store_row.cuh"
 #include "../common/tensor_map.h"
 #include "../common/tile_order.cuh"
+#include "pair.cuh"
 #include "products.cuh"
 #include "tiles.h"
 
@@ -37,6 +37,8 @@ struct DqLayout {
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = kWide ? kHeadDim / 8 : 8;
   static constexpr int64_t kTileFloats = kTileRows * kHeadDim;
+  static constexpr int kOrderedParts =
+      is_paired(kHeadDimension) ? 2 : kParts;  // of a tile, each in an order of its own
 
   // First row and column of a warp's part, of the warps that compute dq.
   static __device__ __forceinline__ int row(int warp) { return (kQueries == 64 ? warp % 4 : warp) * 16; }
@@ -139,7 +141,9 @@ struct BackwardLoader {
   const BackwardMaps& maps;
   RingPosition<Kernel::kKeyStages> keys;
   RingPosition<Kernel::kStages> queries;
+  RingPosition<Kernel::kDoutStages> douts;  // used in pairs
   RingPosition<Kernel::kWorkStages> works;
+  uint32_t next_parity = 0;  // of SharedTile
   int query_start = 0;
   int step = 0;  // with a Mask: kStepsKept
 
@@ -147,8 +151,8 @@ struct BackwardLoader {
 
   __device__ void load_tiles(const TileGrid& grid) {
     const int heads = static_cast<int>(p.heads_k), all_heads = heads * static_cast<int>(p.batch);
-    for (int tile = blockIdx.x; tile < grid.tiles;) {
-      const int next = uniform(lane() == 0 ? grid.take() : 0);
+    for (int tile = blockIdx.x / Kernel::kBlocks; tile < grid.tiles;) {
+      const int next = next_tile(grid);
       // The first key tiles of causal heads have the longest walk: they come first.
       const auto [head, block] = grid.index(tile, all_heads);
       BackwardWork work = start_head(head / heads, head % heads);
@@ -163,6 +167,16 @@ struct BackwardLoader {
     }
     publish(BackwardWork{});
   }
+
+  __device__ __forceinline__ int next_tile(const TileGrid& grid) {
+    auto take = [&] { return grid.take(static_cast<int>(gridDim.x) / Kernel::kBlocks); };
+    if constexpr (Kernel::kPaired) {
+      return uniform(lane() == 0 ? shared.next_tile[0].next(take, &next_parity) : 0);
+    } else {
+      return uniform(lane() == 0 ? take() : 0);
+    }
+  }
+  static __device__ __forceinline__ int column() { return half_of_columns<Kernel::kPaired>() * Kernel::kColumns; }
 
   __device__ BackwardWork start_head(int b, int hk) {
     const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
@@ -215,8 +229,8 @@ struct BackwardLoader {
     const int key = work.key_start + work.key0;
     ptx::barrier_wait(&shared.keys_empty[keys.stage], keys.parity ^ 1);
     if (lane() == 0) {
-      load_panels(shared.k[keys.stage], shared.k_full[keys.stage], maps.k, key, work.hk, batch);
-      load_panels(shared.v[keys.stage], shared.v_full[keys.stage], maps.v, key, work.hk, batch);
+      load_panels(shared.k[keys.stage], shared.k_full[keys.stage], maps.k, key, work.hk, batch, column());
+      load_panels(shared.v[keys.stage], shared.v_full[keys.stage], maps.v, key, work.hk, batch, column());
     }
     keys.advance();
     for (QueryWalk now(work, group); now.left > 0; now.advance()) load_queries(work, now, batch);
@@ -227,8 +241,8 @@ struct BackwardLoader {
     const int stage = queries.stage, row = query_start + now.m * kQueries;
     ptx::barrier_wait(&shared.queries_empty[stage], queries.parity ^ 1);
     if (lane() == 0) {
-      load_panels(shared.q[stage], shared.q_full[stage], maps.q, row, now.h, batch);
-      load_panels(shared.dout[stage], shared.dout_full[stage], maps.dout, row, now.h, batch);
+      load_panels(shared.q[stage], shared.q_full[stage], maps.q, row, now.h, batch, column());
+      if (!Kernel::kPaired) load_panels(shared.dout[stage], shared.dout_full[stage], maps.dout, row, now.h, batch);
     }
     const int rows = work.length_q - now.m * kQueries;
     const int64_t index = now.h * workspace.rows + (p.is_varlen() ? 0 : work.b * p.seqlen_q) + row;
@@ -254,6 +268,13 @@ struct BackwardLoader {
     }
     ptx::barrier_arrive(&shared.q_full[stage]);  // every lane, for what it has written
     queries.advance();
+    if constexpr (Kernel::kPaired) {  // there dout has stages of its own
+      ptx::barrier_wait(&shared.dout_empty[douts.stage], douts.parity ^ 1);
+      if (lane() == 0) {
+        load_panels(shared.dout[douts.stage], shared.dout_full[douts.stage], maps.dout, row, now.h, batch, column());
+      }
+      douts.advance();
+    }
   }
 };
 
@@ -325,7 +346,7 @@ struct BackwardInspector {
   __device__ void inspect_queries(bool masked) {
     const int stage = queries.stage;
     auto poison = [&](int row, bool finite) {
-      if (!finite) shared.lse[stage][row] = __int_as_float(0x7FFFFFFF);
+      if (!finite) shared.lse[stage][row] = not_a_number();
     };
     ptx::barrier_wait(&shared.q_full[stage], queries.parity);
     ptx::barrier_wait(&shared.dout_full[stage], queries.parity);
@@ -364,15 +385,15 @@ __device__ __forceinline__ void load_or_inspect(typename Kernel::Shared& shared,
   }
 }
 
-// Writes this warp's 16 rows of dk or dv, times a factor. key: the first of them, in the sequence.
+// Writes this warp's 16 rows of dk or dv, times a factor. key: the first of them, in the sequence; column: of the sums.
 template <class T, int N>
 __device__ __forceinline__ void store_keys(const TensorView& to, const BackwardWork& work, int key,
-                                           const float (&sum)[N][4], float factor, int64_t columns) {
+                                           const float (&sum)[N][4], float factor, int64_t columns, int column = 0) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = key + ptx::opaque(threadIdx.x) % 32 / 4 + 8 * r;  // found again rather than kept in a register
-    store_row(row_pointer<T>(to, work.b, work.hk, int64_t{work.key_start} + row), sum, r, factor, false,
-              row < work.length_k, static_cast<int>(columns));
+    store_row(row_pointer<T>(to, work.b, work.hk, int64_t{work.key_start} + row) + column, sum, r, factor, false,
+              row < work.length_k, static_cast<int>(columns) - column);
   }
 }
 
@@ -387,7 +408,8 @@ void launch_backward_main(Entry kernel, const AttnGradParams& p, const typename 
                           query_map(p, p.dout, p.head_dim_v, Kernel::kQueries)};
   const TileGrid grid{backward_order(p, blocks, 2, Kernel::kSectionHeads), static_cast<int>(all),
                       workspace.key_tiles_taken};
-  launch(kernel, "sm90 backward", p, std::min<int64_t>(all, multiprocessors()), Kernel::kThreads,
+  const int64_t teams = std::min<int64_t>(all, multiprocessors() / Kernel::kBlocks);
+  launch(kernel, "sm90 backward", p, teams * Kernel::kBlocks, Kernel::kThreads,
          static_cast<int>(sizeof(typename Kernel::Shared)), workspace, maps, grid);
 }
 

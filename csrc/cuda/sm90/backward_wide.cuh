@@ -15,12 +15,16 @@ struct WideBackward {
   using Layout = DqLayout<T, kHeadDim>;
   using Workspace = BackwardWorkspace;
   static constexpr BackwardTile kTile = backward_tile<kHeadDim, kKind>();
-  static constexpr WideRegisterBudget kRegisters = kWideBackwardRegisters;
+  static constexpr WideRegisterBudget kRegisters = wide_register_budget(kHeadDim);
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages;
   static constexpr int kWorkStages = 2, kBuffers = 2;  // kBuffers: of P^T and of dS^T
   static constexpr int kThreads = 4 * kGroupThreads, kGroupWarps = 4;
-  static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns, kColumnTiles = kHeadDim / 8;
+  static constexpr bool kPaired = is_paired(kHeadDim);                            // pair.cuh
+  static constexpr int kBlocks = kPaired ? 2 : 1, kColumns = kHeadDim / kBlocks;  // of a thread block
+  // Stages of dout. In pairs it has its own, for there is no room for two at head_dim 512.
+  static constexpr int kDoutStages = kHeadDim > 384 ? 1 : kStages;
+  static constexpr int kPanels = panels(kColumns), kColumnTiles = kColumns / 8;
   static constexpr int kSectionHeads = 1;  // as in backward.cuh; more heads read too much at once
   // A thread block of 512 starts with 128 registers for a thread, and the compiler wants the operands of one
   // instruction to fit in them.
@@ -33,7 +37,7 @@ struct WideBackward {
     T k[kKeyStages][kPanels][kKeys][kPanelColumns];
     T v[kKeyStages][kPanels][kKeys][kPanelColumns];
     T q[kStages][kPanels][kQueries][kPanelColumns];
-    T dout[kStages][kPanels][kQueries][kPanelColumns];
+    T dout[kDoutStages][kPanels][kQueries][kPanelColumns];
     T dscores[kBuffers][1][kKeys][kPanelColumns];           // dS^T: [keys][queries]
     uint4 weights[kBuffers][kQueries / 16][kGroupThreads];  // P^T, a thread's registers each
     float lse[kStages][kQueries], delta[kStages][kQueries];
@@ -41,10 +45,13 @@ struct WideBackward {
     Work work[kWorkStages];
     int added_before[kMasks ? kStepsKept : 0];
     ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
-    ptx::Barrier q_full[kStages], dout_full[kStages], queries_empty[kStages];
+    ptx::Barrier q_full[kStages], dout_full[kDoutStages], queries_empty[kStages];
     ptx::Barrier weights_full[kBuffers], weights_empty[kBuffers], dscores_full[kBuffers], dscores_empty[kBuffers];
     ptx::Barrier work_full[kWorkStages], work_empty[kWorkStages];
     ptx::Barrier keys_inspected[kMasks ? kKeyStages : 0], queries_inspected[kMasks ? kStages : 0];
+    ptx::Barrier dout_empty[kPaired ? kDoutStages : 0];
+    OtherPart<kQueries / 8> score_parts[kPaired ? 1 : 0], dscore_parts[kPaired ? 1 : 0];
+    SharedTile next_tile[kPaired ? 1 : 0];
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
 
@@ -56,8 +63,14 @@ struct WideBackward {
     }
     for (int i = 0; i < kStages; ++i) {
       ptx::barrier_init(&shared.q_full[i], kQueryArrivals);
-      ptx::barrier_init(&shared.dout_full[i], 1);
+      if (i < kDoutStages) ptx::barrier_init(&shared.dout_full[i], 1);
       ptx::barrier_init(&shared.queries_empty[i], 2 * kGroupThreads);
+    }
+    if constexpr (kPaired) {
+      for (ptx::Barrier& barrier : shared.dout_empty) ptx::barrier_init(&barrier, 2 * kGroupThreads);
+      shared.score_parts[0].init();
+      shared.dscore_parts[0].init();
+      shared.next_tile[0].init();
     }
     for (int i = 0; i < kBuffers; ++i) {
       for (ptx::Barrier* barrier :
@@ -99,7 +112,9 @@ struct WideBackward {
     RingPosition<kWorkStages> works;
     RingPosition<kKeyStages> keys;
     RingPosition<kStages> queries;
+    std::conditional_t<kPaired, RingPosition<kDoutStages>, Nothing> own_douts;
     RingPosition<kBuffers> weights_at, dscores_at;
+    uint32_t parts_parity = 0;  // of OtherPart
 
     __device__ __forceinline__ Group(Shared& shared, const AttnGradParams& params, const BackwardWorkspace& workspace,
                                      int group)
@@ -128,7 +143,24 @@ struct WideBackward {
       }
       return {uniform(unmasked.begin), uniform(unmasked.end)};
     }
+    // Where dout is of the queries in use: in their stage, or in pairs in one of its own.
+    __device__ __forceinline__ const auto& douts() const {
+      if constexpr (kPaired) {
+        return own_douts;
+      } else {
+        return queries;
+      }
+    }
     __device__ __forceinline__ void end_queries(int stage) { ptx::barrier_arrive(&shared.queries_empty[stage]); }
+    // This warpgroup has read dout. Without pairs end_queries says so.
+    __device__ __forceinline__ void end_dout() {
+      if constexpr (kPaired) {
+        ptx::barrier_arrive(&shared.dout_empty[own_douts.stage]);
+        own_douts.advance();
+      }
+    }
+    // The first column of this block.
+    static __device__ __forceinline__ int column() { return half_of_columns<kPaired>() * kColumns; }
     __device__ __forceinline__ void end_keys() {
       release(shared.keys_empty[keys.stage]);
       keys.advance();
@@ -161,7 +193,7 @@ struct WideBackward {
         dropout.batch = Dropout::batch_of(p, work->b);
         set_zero(dv);
         if (uniform(work->tiles) > 0) walk_queries(*work);
-        store_keys<T>(p.dv, *work, work->key0 + warp_key, dv, workspace.keep_scale, p.head_dim_v);
+        store_keys<T>(p.dv, *work, work->key0 + warp_key, dv, workspace.keep_scale, p.head_dim_v, this->column());
         this->end_work();
       }
     }
@@ -176,6 +208,7 @@ struct WideBackward {
         start_values(work, now);
         ptx::wgmma_wait<0>();
         ptx::hold(dv);
+        this->end_dout();
         this->end_queries(stage);
         queries.advance();
         now.advance();
@@ -184,6 +217,7 @@ struct WideBackward {
       start_values(work, now);
       ptx::wgmma_wait<0>();
       ptx::hold(dv);
+      this->end_dout();
       this->end_queries(queries.stage);
       queries.advance();
       this->end_keys();
@@ -192,11 +226,12 @@ struct WideBackward {
     __device__ __forceinline__ void weigh_next(const Work& work, const QueryWalk& now, const Limits& unmasked) {
       float scores[kQueries / 8][4];
       await<WideBackward>(p, shared.q_full, shared.queries_inspected, queries);
-      score_product<kHeadDim>(scores, shared.k[keys.stage], 0, shared.q[queries.stage]);
+      score_product<kColumns>(scores, shared.k[keys.stage], 0, shared.q[queries.stage]);
       const int row0 = now.m * kQueries, key = work.key0 + warp_key;
       if constexpr (kDropout) Scores::draw(shared.kept[kept_buffer], dropout, p.origin, now.h, work.key0, row0);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
+      if constexpr (kPaired) shared.score_parts[0].exchange(scores, &this->parts_parity);
       Scores::weigh(
           weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
           [&] { return visible(p, work, now.h); }, row0, key, [](int) {});
@@ -218,14 +253,14 @@ struct WideBackward {
       }
       ptx::barrier_arrive(&shared.weights_full[weights_at.stage]);
       weights_at.advance();
-      await<WideBackward>(p, shared.dout_full, shared.queries_inspected, queries);
-      this->clear_tail(shared.dout[queries.stage], work.length_q - now.m * kQueries);
+      await<WideBackward>(p, shared.dout_full, shared.queries_inspected, this->douts());
+      this->clear_tail(shared.dout[this->douts().stage], work.length_q - now.m * kQueries);
       if constexpr (kDropout) {
         typename Scores::Packed kept;
         Scores::keep(kept, weights);
-        accumulate<kMostTiles>(dv, kept, shared.dout[queries.stage]);
+        accumulate<kMostTiles>(dv, kept, shared.dout[this->douts().stage]);
       } else {
-        accumulate<kMostTiles>(dv, weights, shared.dout[queries.stage]);
+        accumulate<kMostTiles>(dv, weights, shared.dout[this->douts().stage]);
       }
     }
   };
@@ -242,7 +277,7 @@ struct WideBackward {
       while (const Work* const work = this->receive()) {
         set_zero(dk);
         if (uniform(work->tiles) > 0) walk_queries(*work);
-        store_keys<T>(p.dk, *work, work->key0 + warp_key, dk, workspace.gradient_scale, p.head_dim);
+        store_keys<T>(p.dk, *work, work->key0 + warp_key, dk, workspace.gradient_scale, p.head_dim, this->column());
         this->end_work();
       }
     }
@@ -253,8 +288,7 @@ struct WideBackward {
       float dscores[kQueries / 8][4];
       await<WideBackward>(p, shared.v_full, shared.keys_inspected, keys);
       start_scores(dscores);
-      ptx::wgmma_wait<0>();
-      ptx::hold(dscores);
+      finish_scores(dscores);
       while (now.left > 1) {
         const int stage = queries.stage;
         start_keys(dscores, work, now, unmasked);
@@ -263,8 +297,7 @@ struct WideBackward {
         this->end_queries(stage);
         queries.advance();
         start_scores(dscores);
-        ptx::wgmma_wait<0>();
-        ptx::hold(dscores);
+        finish_scores(dscores);
         now.advance();
       }
       start_keys(dscores, work, now, unmasked);
@@ -276,8 +309,15 @@ struct WideBackward {
     }
 
     __device__ __forceinline__ void start_scores(float (&dscores)[kQueries / 8][4]) {
-      await<WideBackward>(p, shared.dout_full, shared.queries_inspected, queries);
-      score_product<kHeadDim>(dscores, shared.v[keys.stage], 0, shared.dout[queries.stage]);
+      await<WideBackward>(p, shared.dout_full, shared.queries_inspected, this->douts());
+      score_product<kColumns>(dscores, shared.v[keys.stage], 0, shared.dout[this->douts().stage]);
+    }
+
+    __device__ __forceinline__ void finish_scores(float (&dscores)[kQueries / 8][4]) {
+      ptx::wgmma_wait<0>();
+      ptx::hold(dscores);
+      this->end_dout();
+      if constexpr (kPaired) shared.dscore_parts[0].exchange(dscores, &this->parts_parity);
     }
 
     // Hands dS^T to the third warpgroup, and issues dk += dS^T Q.
@@ -328,9 +368,10 @@ struct WideBackward {
         const int64_t tile = now.h * workspace.tiles + work.dq_tile + now.m * (kQueries / Layout::kTileRows);
         // Rows after the last of the sequence have no tile in the workspace.
         const bool exists = now.m * kQueries + warp_key < work.length_q;
-        float* const to = Layout::fragment(workspace, tile, warp_key / 16, 0);
+        const int half = half_of_columns<kPaired>();
+        float* const to = Layout::fragment(workspace, tile, warp_key / 16, half * kColumnTiles);
         ptx::barrier_wait(&shared.dscores_full[dscores_at.stage], dscores_at.parity);
-        const DqOrder order{workspace.dq_added + tile, this->thread() == 0,
+        const DqOrder order{workspace.dq_added + tile * kBlocks + half, this->thread() == 0,
                             [&] { return added_before(*this, work, now.m, step); },
                             [&] { return added_after(*this, work, now.m, step); },
                             [&] { ptx::named_barrier_sync(this->group, kGroupThreads); }};

@@ -2,6 +2,7 @@
 #include "../common/device.h"
 #include "../common/dispatch.cuh"
 #include "../sm80/kernels.h"
+#include "../sm80/tiles.h"
 #include "kernels.h"
 
 namespace flashattn_ext {
@@ -21,42 +22,47 @@ void scored_backward(const AttnGradParams& p) {
 }
 
 template <class T, int kHeadDim, Kind kKind>
-constexpr Kernels sm90_kernels() {
-  if constexpr (!sm90::has_backward(kHeadDim, kKind)) {
-    constexpr Kind kBackward = general_kind(kKind);
-    return {sm90::kForwardBytes, sm90::forward<T, kHeadDim, kKind>, sm80::backward_bytes<T, kHeadDim, kBackward>,
-            sm80::backward<T, kHeadDim, kBackward>};
-  } else if constexpr (can_score(kKind)) {
-    return {sm90::kForwardBytes, sm90::forward<T, kHeadDim, kKind>, scored_backward_bytes<T, kHeadDim, kKind>,
-            scored_backward<T, kHeadDim, kKind>};
-  } else {
-    return {sm90::kForwardBytes, sm90::forward<T, kHeadDim, kKind>, sm90::backward_bytes<T, kHeadDim, kKind>,
-            sm90::backward<T, kHeadDim, kKind>};
-  }
-}
-
-template <class T, int kHeadDim, Kind kKind>
 struct Sm90 {
-  static constexpr Kernels kKernels = sm90_kernels<T, kHeadDim, kKind>();
+  static constexpr Kernels kKernels = [] {
+    Kernels kernels = sm80::kernels<T, kHeadDim, kKind>();
+    if constexpr (sm90::has_forward(kHeadDim, kKind)) {
+      kernels.forward_bytes = sm90::kForwardBytes;
+      kernels.forward = sm90::forward<T, kHeadDim, kKind>;
+    }
+    if constexpr (sm90::has_backward(kHeadDim, kKind)) {
+      constexpr bool kScores = can_score(kKind);
+      kernels.backward_bytes =
+          kScores ? scored_backward_bytes<T, kHeadDim, kKind> : sm90::backward_bytes<T, kHeadDim, kKind>;
+      kernels.backward = kScores ? scored_backward<T, kHeadDim, kKind> : sm90::backward<T, kHeadDim, kKind>;
+    }
+    return kernels;
+  }();
 };
 template <int kHeadDim, Kind kKind>
 struct Sm90<float, kHeadDim, kKind> {
-  static constexpr Kind kRun = general_kind(kKind);
-  static constexpr Kernels kKernels{0, sm80::forward<float, kHeadDim, kRun>,
-                                    sm80::backward_bytes<float, kHeadDim, kRun>, sm80::backward<float, kHeadDim, kRun>};
+  static constexpr Kernels kKernels = sm80::kernels<float, kHeadDim, kKind>();
 };
 
-std::string supports(const AttnParams& p, bool) {
-  std::string reason = wrong_dtype(p);
-  if (reason.empty()) reason = refuses_origin(p, "Hopper");
-  if (!reason.empty() || compute_capability() == 90) return reason;
+// Empty on a GPU that can run the kernels.
+std::string refuses_device() {
+  if (compute_capability() == 90) return {};
   return wrong_device("9.0", "use 'cuda-sm80' there");
+}
+std::string supports(const AttnParams& p, bool) {
+  std::string reason = wrong_tensors(p, sm80::least_shared<4, 512>());
+  if (reason.empty()) reason = refuses_origin(p, "Hopper");
+  return reason.empty() ? refuses_device() : reason;
+}
+// Reading a cache takes nothing that only Hopper has: both backends have the same kernels for it.
+std::string supports_decode(const DecodeParams& p) {
+  const std::string reason = decode::refuses(p);
+  return reason.empty() ? refuses_device() : reason;
 }
 
 }  // namespace
 
 const Backend& cuda_sm90_backend() {
-  static const Backend backend = Dispatch<Sm90>::backend("cuda-sm90", supports);
+  static const Backend backend = Dispatch<Sm90>::backend("cuda-sm90", supports, supports_decode);
   return backend;
 }
 

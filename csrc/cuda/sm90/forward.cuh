@@ -8,13 +8,14 @@
 #include "../common/device.h"
 #include "../common/general_scores.cuh"
 #include "../common/intervals.cuh"
-#include "../common/isolation.cuh"
 #include "../common/launch.cuh"
 #include "../common/ring.cuh"
 #include "../common/scores.cuh"
 #include "../common/store_row.cuh"
 #include "../common/tensor_map.h"
 #include "../common/tile_order.cuh"
+#include "forward_mask.cuh"
+#include "pair.cuh"
 #include "products.cuh"
 #include "tiles.h"
 
@@ -26,7 +27,7 @@ struct ForwardMaps {
 
 template <class T, int kHeadDim, Kind kKind>
 struct Forward {
-  static constexpr bool kGeneral = kKind == Kind::kGeneral;
+  static constexpr bool kGeneral = kKind == Kind::kGeneral, kScored = can_score(kKind);
   using Score = std::conditional_t<can_score(kKind), GeneralScore, PlainScore<float, true>>;
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
   static constexpr ForwardTile kTile = forward_tile<kHeadDim, kKind>();
@@ -34,12 +35,14 @@ struct Forward {
   static constexpr int kGroups = kTile.groups, kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kStages = kTile.stages;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads, kWarps = kGroups * 4;
-  static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns;
-  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDim / 8, kSteps = kKeys / 16;
+  static constexpr bool kPaired = is_paired(kHeadDim);                            // pair.cuh
+  static constexpr int kBlocks = kPaired ? 2 : 1, kColumns = kHeadDim / kBlocks;  // of a thread block
+  static constexpr int kPanels = panels(kColumns);
+  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kColumns / 8, kSteps = kKeys / 16;
   // What is added to the scores of a warp. Without a dense bias nothing is read for each score.
   using Bias = std::conditional_t<kGeneral, TileBias<T, false, 1, kScoreTiles>, DistanceBias<false, 1, kScoreTiles>>;
 
-  // One tile of queries, as the loading warp hands it to the warpgroups. Numbers count from the start of a sequence.
+  // One tile of queries, as it is handed to the warpgroups. Numbers count from the start of a sequence.
   struct alignas(16) Work {
     int b, h, row0;                       // first query of the tile; work without one ends the kernel
     int first, last;                      // key tiles that queries of the tile see, with a Mask not all between them
@@ -50,34 +53,10 @@ struct Forward {
     __device__ Mask32 mask(const AttnParams& p) const { return Mask32(p, length_q, length_k); }
   };
 
-  // With a Mask the loading warp finds the key tiles to visit, and says with the keys which tile they are and who sees
-  // it; the intervals of its keys come with its values when not all rows see all keys.
-  struct FoundTile {
-    int n;
-    IntervalExtremes extremes;
-  };
-  struct alignas(8) KeyTile {
-    static constexpr int kSeen = 16, kRun = 20, kLast = 31;
-    static constexpr uint32_t kRunBits = 31u << kRun, kPlain = (1u << kRun) - 1;
-    int n;
-    // Below kSeen: for each warp, whether all of its rows see all keys as far as the Mask is concerned. From kSeen on:
-    // for each warpgroup, whether rows of it see keys. kLast: whether no tile comes after this one. From kRun on, a
-    // number: how many tiles come next that are neighbours, each before the other, for which all of the former bits
-    // are set and kLast is not: whoever computes need not look at these.
-    uint32_t bits;
-    __device__ __forceinline__ bool has(int bit) const { return bits >> bit & 1; }
-    __device__ __forceinline__ int run() const { return static_cast<int>((bits & kRunBits) >> kRun); }
-  };
-
-  // The values of a key tile, for the warps that inspect them: with a Mask, values in a tile of which it hides a part
-  // become zeros where they are not finite, and rows that see them become NaNs after the product (isolation.cuh).
-  enum class Values { kWhole, kPartial, kEnd };  // kEnd: there are no more
-  static constexpr int kInspectors = 3;          // warps, beside the one that loads
-  struct Inspection {
-    Values values;
-    int key0, row0, length_q, length_k;  // the first key of the tile, and the query tile: Work
-    bool is_isolated[kKeys];             // whether values were isolated; set where the warp of a key has isolated any
-  };
+  using Address = std::conditional_t<kMasks, ptx::Descriptor, uint64_t>;
+  using KeyTile = sm90::KeyTile<kGroups>;
+  using KeyBatch = sm90::KeyBatch<Work, KeyTile>;
+  using PartialTile = sm90::PartialTile<kKeys>;
 
   // Tiles are as in common/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
   // overwritten.
@@ -89,14 +68,16 @@ struct Forward {
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     ptx::Barrier work_full, work_empty, tail_cleared;
     Work work;
-    ptx::Barrier pairs_full[kMasks ? kStages : 0];  // with the stages of values
-    KeyTile key_tiles[kMasks ? kStages : 0];        // with the stages of keys
-    alignas(16) int2 pairs[kMasks ? kStages : 0][kKeys];
-    ptx::Barrier v_inspected[kMasks ? kStages : 0];
-    alignas(
-        8) bool v_isolated[kMasks ? kStages : 0][8];  // for each inspecting warp, whether it has isolated any values
-    Inspection inspections[kMasks ? kStages : 0];
-    FoundTile found[kMasks ? 32 : 0];  // what the loading warp has found and not yet loaded
+    // With a Mask (forward_mask.cuh). v_arrived: values are there that are to be inspected before they are at v_full.
+    // poisoned: of each row of a query tile and of the next one, whether it is to be NaN.
+    KeyTile key_tiles[kMasks ? kStages : 0];  // with the stages of keys
+    ptx::Barrier batch_full[kMasks ? kKeyBatches : 0], batch_empty[kMasks ? kKeyBatches : 0];
+    ptx::Barrier pairs_full[kMasks ? kStages : 0], v_arrived[kMasks ? kStages : 0];
+    KeyBatch batches[kMasks ? kKeyBatches : 0];
+    PartialTile partial_tiles[kMasks ? kStages : 0];
+    bool poisoned[kMasks ? 2 : 0][kQueries];
+    OtherPart<kScoreTiles> parts[kPaired ? kGroups : 0];
+    SharedTile next_tile[kPaired ? 1 : 0];
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
   static_assert(kStages >= 2);  // the next keys are loaded before these values
@@ -104,215 +85,99 @@ struct Forward {
   // Named barriers: each warpgroup has one that it waits at for its turn, the first of them with this number.
   static constexpr int kTurnBarrier = 1;
 
-  // --- the warp that loads ----------------------------------------------------------------------------------------
+  // Calls body(work, first row of the keys in their batch entry) for all tiles of queries that this thread block
+  // computes. take(tile): the number of the one after `tile`.
+  template <class Take, class Body>
+  static __device__ __forceinline__ void each_work(const AttnParams& p, const TileGrid& grid, const Take& take,
+                                                   const Body& body) {
+    const int heads = static_cast<int>(p.heads_q), all_heads = heads * static_cast<int>(p.batch);
+    for (int tile = blockIdx.x / kBlocks; tile < grid.tiles;) {
+      const int following = take(tile);
+      const auto [head, block] = grid.index(tile, all_heads);
+      // The longest tiles of causal heads come first. A sequence may be longer than the host was told: then a tile
+      // number stands for later tiles too.
+      int m = grid.blocks - 1 - block;
+      Work work{head / heads, head % heads};
+      const Sequence queries = query_sequence(p, work.b), keys = key_sequence(p, work.b);
+      work.query_start = static_cast<int>(queries.start);
+      work.length_q = static_cast<int>(queries.length);
+      work.length_k = static_cast<int>(keys.length);
+      for (; m * kQueries < work.length_q; m += grid.blocks) {
+        work.row0 = m * kQueries;
+        const Limits visible = work.mask(p).keys_of(work.row0, min(work.row0 + kQueries, work.length_q));
+        work.first = visible.begin / kKeys;
+        work.last = visible.end > visible.begin ? (visible.end - 1) / kKeys : work.first - 1;
+        body(work, static_cast<int>(keys.start));
+      }
+      tile = following;
+    }
+  }
+
+  static __device__ __forceinline__ int column() { return half_of_columns<kPaired>() * kColumns; }
+
+  // --- the thread that loads, without a Mask ------------------------------------------------------------------------
 
   struct Loader {
     Shared& shared;
     const AttnParams& p;
     const ForwardMaps& maps;
     RingPosition<kStages> k, v;
-    uint32_t q_parity = 0, work_parity = 0;
-    int key_start = 0;
-    // With a Mask: how many tiles are in shared.found, which to look at after them, and which of those found can be in
-    // a run (KeyTile), one bit each.
-    int found = 0, next = 0;
-    uint32_t in_run = 0;
-
-    // One thread loads; with a Mask it needs its whole warp, whose lanes find key tiles and copy intervals.
-    static constexpr int kThreads = kMasks ? 32 : 1;
-    static __device__ __forceinline__ bool leads() { return !kMasks || threadIdx.x == 0; }
+    uint32_t q_parity = 0, work_parity = 0, next_parity = 0;
 
     __device__ void load_tiles(const TileGrid& grid) {
-      const int heads = static_cast<int>(p.heads_q), all_heads = heads * static_cast<int>(p.batch);
-      for (int tile = blockIdx.x; tile < grid.tiles;) {
-        const int following = kMasks ? uniform(leads() ? grid.take() : 0) : grid.take();
-        const auto [head, block] = grid.index(tile, all_heads);
-        // The longest tiles of causal heads come first. A sequence may be longer than the host was told: then a tile
-        // number stands for later tiles too.
-        int m = grid.blocks - 1 - block;
-        for (Work work = start_head(head / heads, head % heads); m * kQueries < work.length_q; m += grid.blocks) {
-          find_keys(work, m * kQueries);
-          publish(work);
-          if (work.sees_keys()) kMasks ? load_found_tiles(work) : load_tile(work);
-        }
-        tile = following;
-      }
+      each_work(
+          p, grid, [&](int) { return next_tile(grid); },
+          [&](const Work& work, int key_start) {
+            publish(work);
+            if (work.sees_keys()) load_tile(work, key_start);
+          });
       publish(Work{});
-      if constexpr (kMasks) end_inspections();
     }
-
-    __device__ Work start_head(int b, int h) {
-      const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
-      key_start = static_cast<int>(keys.start);
-      Work work{b, h};
-      work.query_start = static_cast<int>(queries.start);
-      work.length_q = static_cast<int>(queries.length);
-      work.length_k = static_cast<int>(keys.length);
-      return work;
-    }
-    __device__ void find_keys(Work& work, int row0) {
-      work.row0 = row0;
-      const Limits visible = work.mask(p).keys_of(row0, min(row0 + kQueries, work.length_q));
-      work.first = visible.begin / kKeys;
-      work.last = visible.end > visible.begin ? (visible.end - 1) / kKeys : work.first - 1;
-      if constexpr (kMasks) {
-        next = work.last;
-        find_more(work);
-        if (found == 0) work.last = work.first - 1;
+    __device__ __forceinline__ int next_tile(const TileGrid& grid) {
+      auto take = [&] { return grid.take(static_cast<int>(gridDim.x) / kBlocks); };
+      if constexpr (kPaired) {
+        return shared.next_tile[0].next(take, &next_parity);
+      } else {
+        return take();
       }
     }
     __device__ void publish(const Work& work) {
       ptx::barrier_wait(&shared.work_empty, work_parity ^ 1);
-      if (leads()) {
-        shared.work = work;
-        ptx::barrier_arrive(&shared.work_full);
-      }
+      shared.work = work;
+      ptx::barrier_arrive(&shared.work_full);
       work_parity ^= 1;
     }
-
-    __device__ void load_tile(const Work& work) {
+    __device__ void load_tile(const Work& work, int key_start) {
       const int batch = p.is_varlen() ? 0 : work.b, hk = work.h / static_cast<int>(p.group_size());
       auto load_keys = [&](int n) {
         ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
-        load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, key_start + n * kKeys, hk, batch);
+        load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, key_start + n * kKeys, hk, batch, column());
         k.advance();
       };
       load_keys(work.last);
       ptx::barrier_wait(&shared.q_empty, q_parity ^ 1);
-      load_panels(shared.q, shared.q_full, maps.q, work.query_start + work.row0, work.h, batch);
+      load_panels(shared.q, shared.q_full, maps.q, work.query_start + work.row0, work.h, batch, column());
       q_parity ^= 1;
       for (int n = work.last; n >= work.first; --n) {
         if (n > work.first) load_keys(n - 1);
         ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + n * kKeys, hk, batch);
+        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + n * kKeys, hk, batch, column());
         v.advance();
       }
     }
-
-    // The same with a Mask, for the tiles in shared.found and what is found after them.
-    __device__ void load_found_tiles(const Work& work) {
-      const int batch = p.is_varlen() ? 0 : work.b, hk = work.h / static_cast<int>(p.group_size());
-      int i = 0;
-      KeyTile tile = take(work, &i);
-      load_keys(tile, hk, batch);
-      ptx::barrier_wait(&shared.q_empty, q_parity ^ 1);
-      if (leads()) load_panels(shared.q, shared.q_full, maps.q, work.query_start + work.row0, work.h, batch);
-      q_parity ^= 1;
-      for (bool last = false; !last;) {
-        const KeyTile now = tile;
-        last = now.has(KeyTile::kLast);
-        if (!last) {
-          tile = take(work, &i);
-          load_keys(tile, hk, batch);
-        }
-        load_values(work, now, hk, batch);
-      }
-    }
-    static __device__ Limits rows_of(const Work& work) { return {work.row0, min(work.row0 + kQueries, work.length_q)}; }
-    // The i-th tile that was found. Each lane finds out one of the bits.
-    __device__ KeyTile take(const Work& work, int* i) {
-      const FoundTile tile = shared.found[*i];
-      const uint32_t after = in_run >> *i >> 1;
-      const uint32_t run = __ffs(static_cast<int>(~after)) - 1;  // the last tile that was found is in no run
-      if (++*i == found) {
-        find_more(work);
-        *i = 0;
-      }
-      const int lane = threadIdx.x, size = lane < KeyTile::kSeen ? 16 : 64;
-      const int row = work.row0 + lane % KeyTile::kSeen * size;
-      const Limits rows{row, min(row + size, work.length_q)};
-      bool bit;
-      if (lane < KeyTile::kSeen) {
-        bit = sees_all(tile.extremes, rows);
-      } else {
-        const Limits keys = work.mask(p).keys_of(rows.begin, rows.end);
-        bit = rows.begin < rows.end && sees_some(tile.extremes, rows) && keys.begin < (tile.n + 1) * kKeys &&
-              keys.end > tile.n * kKeys;
-      }
-      if (lane == KeyTile::kLast) bit = found == 0;
-      return {tile.n, (__ballot_sync(~0u, bit) & ~KeyTile::kRunBits) | run << KeyTile::kRun};
-    }
-    // Which of the found tiles all rows see whole, and come right after the one before. Each lane looks at one.
-    __device__ uint32_t find_runs(const Work& work) const {
-      const int i = threadIdx.x;
-      bool plain = false;
-      if (i > 0 && i < found - 1 && work.row0 + (kGroups - 1) * 64 < work.length_q) {
-        const FoundTile tile = shared.found[i];
-        plain = tile.n == shared.found[i - 1].n - 1 && sees_all(tile.extremes, rows_of(work));
-#pragma unroll 1
-        for (int row = work.row0; row < work.row0 + kQueries; row += 64) {
-          const Limits keys = work.mask(p).keys_of(row, min(row + 64, work.length_q));
-          plain = plain && keys.begin < (tile.n + 1) * kKeys && keys.end > tile.n * kKeys;
-        }
-      }
-      return __ballot_sync(~0u, plain);
-    }
-    __device__ void find_more(const Work& work) {
-      const KeyTileFinder<kKeys> finder{KeyExtremes(p, work.b, work.h, 1, key_start, work.length_k), rows_of(work),
-                                        work.first};
-      __syncwarp();
-      found =
-          finder.find(&next, [&](int i, int n, const IntervalExtremes& extremes) { shared.found[i] = {n, extremes}; });
-      __syncwarp();
-      in_run = find_runs(work);
-    }
-    __device__ void load_keys(const KeyTile& tile, int hk, int batch) {
-      ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
-      if (leads()) {
-        shared.key_tiles[k.stage] = tile;
-        load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, key_start + tile.n * kKeys, hk, batch);
-      }
-      k.advance();
-    }
-    __device__ void load_values(const Work& work, const KeyTile& tile, int hk, int batch) {
-      constexpr uint32_t kAllWarps = (1u << kWarps) - 1;
-      const bool whole = (tile.bits & kAllWarps) == kAllWarps;
-      ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-      if (leads()) {
-        Inspection& inspection = shared.inspections[v.stage];
-        inspection.values = whole ? Values::kWhole : Values::kPartial;
-        inspection.key0 = tile.n * kKeys;
-        inspection.row0 = work.row0;
-        inspection.length_q = work.length_q;
-        inspection.length_k = work.length_k;
-        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + tile.n * kKeys, hk, batch);
-      }
-      if (!whole) {
-        const int2* const pairs = IntervalPairs(p, work.b, hk, key_start).head(work.h);
-#pragma unroll 1
-        for (int i = threadIdx.x; i < kKeys; i += 32) {
-          const int key = tile.n * kKeys + i;
-          ptx::cp_async_8(&shared.pairs[v.stage][i], pairs + min(key, work.length_k - 1), key < work.length_k);
-        }
-      }
-      ptx::barrier_arrive_copied(&shared.pairs_full[v.stage]);
-      v.advance();
-    }
-    __device__ void end_inspections() {
-      ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-      if (!leads()) return;
-      shared.inspections[v.stage].values = Values::kEnd;
-      ptx::barrier_arrive(&shared.v_full[v.stage]);
-    }
   };
-
-  // --- the warps that inspect values ------------------------------------------------------------------------------
-
-  static __device__ void inspect_values(Shared& shared, int warp) {
-    for (RingPosition<kStages> v;; v.advance()) {
-      Inspection& inspection = shared.inspections[v.stage];
-      ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
-      const Values values = inspection.values;
-      if (values == Values::kEnd) return;
-      bool found = false;
-      if (values == Values::kPartial) {
-        found = isolate_panel_rows<kInspectors>(shared.v[v.stage], warp,
-                                                [&](int row, bool finite) { inspection.is_isolated[row] = !finite; });
-        if (found) ptx::fence_async_shared();
+  static __device__ void load(Shared& shared, const AttnParams& p, const ForwardMaps& maps, const TileGrid& grid) {
+    if constexpr (kMasks) {
+      const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+      if (warp == 0) {
+        FoundKeyLoader<Forward, ForwardMaps>{shared, p, maps}.load_all();
+      } else if (warp == 1) {
+        KeyFinder<Forward>{shared, p}.find_all(grid);
+      } else {
+        inspect_values<Forward>(shared, p, warp - 2);
       }
-      if (threadIdx.x % 32 == 0) shared.v_isolated[v.stage][warp] = found;
-      __syncwarp();
-      release(shared.v_inspected[v.stage]);
+    } else {
+      if (threadIdx.x == 0) Loader{shared, p, maps}.load_tiles(grid);
     }
   }
 
@@ -322,7 +187,7 @@ struct Forward {
   const AttnParams& p;
   const int group, warp_row;  // first of this warp's 16 rows, within the tile
   const Score& score;
-  uint32_t q_parity = 0, work_parity = 0, tail_parity = 0;
+  uint32_t q_parity = 0, work_parity = 0, tail_parity = 0, parts_parity = 0;
   RingPosition<kStages> k, v;
   float scores[kScoreTiles][4], out[kOutTiles][4];
   uint32_t weights[kSteps][4];
@@ -340,9 +205,6 @@ struct Forward {
 
   static __device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
   static __device__ __forceinline__ int t() { return threadIdx.x % 4; }
-  static __device__ __forceinline__ bool inspects(const AttnParams& p) {
-    return kMasks && (!kGeneral || p.has_intervals());
-  }
   __device__ __forceinline__ bool drops() const { return kDropout && (!kGeneral || p.has_dropout()); }
 
   __device__ __forceinline__ void compute_tiles() {
@@ -379,7 +241,7 @@ struct Forward {
     return keys.begin < keys.end ? Limits{keys.begin / kKeys, (keys.end - 1) / kKeys + 1} : none;
   }
 
-  // Where a warpgroup is among the key tiles of a query tile.
+  // Where a warpgroup is among the key tiles of a query tile; with a Mask the tile's keys are there.
   struct KeyWalk {
     int n;     // the tile
     int last;  // the tile to end with, without a Mask
@@ -424,7 +286,10 @@ struct Forward {
       walk.tile.bits = KeyTile::kPlain;
       return;
     }
-    const KeyTile tile = shared.key_tiles[k.stage];
+    // One lane reads, and the shuffles bring that to uniform registers. When all lanes read the same, ptxas leaves out
+    // the shuffles, and what depends on the walk, as stages and operands of products do, is in no uniform register.
+    KeyTile tile{};
+    if (threadIdx.x % 32 == 0) tile = shared.key_tiles[k.stage];
     walk.tile = {uniform(tile.n), uniform(tile.bits)};
     walk.n = walk.tile.n;
     walk.run = walk.tile.run();
@@ -451,16 +316,17 @@ struct Forward {
     const int row = work.row0 + warp_row;
     // Keys that every row of the warp sees: other tiles have a mask.
     const Limits unmasked{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
-    ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
+    if (!kMasks) ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
     take_turn();
-    score_product<kHeadDim, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
+    score_product<kColumns, Address>(scores, shared.q, group * 64, shared.k[k.stage]);
     give_turn(group);
     if (!kGeneral) draw_signs(work, n, dropout);
     const auto biases = begin_biases(work, n);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
+    if constexpr (kPaired) shared.parts[group].exchange(scores, &parts_parity);
     end_keys(kMasks ? walk.tile.has(KeyTile::kLast) : n == walk.last);
-    weigh(work, walk, v, unmasked, biases);
+    weigh(work, walk, unmasked, biases);
     if (kGeneral) draw_signs(work, n, dropout);
     // Without a Mask nothing has been summed up before.
     if constexpr (kMasks) rescale(out, shrink);
@@ -468,18 +334,19 @@ struct Forward {
     if (n == work.last) clear_tail_of_values(work);
     if (goes_on(walk)) {
       for (go_on(walk);; go_on(walk)) {
-        ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
+        if (!kMasks) ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
         take_turn();
-        score_product<kHeadDim, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
-        await_values();
-        accumulate<32, uint64_t>(out, weights, shared.v[v.stage]);
+        score_product<kColumns, Address>(scores, shared.q, group * 64, shared.k[k.stage]);
+        ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
+        accumulate<32, Address>(out, weights, shared.v[v.stage]);
         give_turn(group);
         if (!kGeneral) draw_signs(work, n, dropout);
         const auto biases = begin_biases(work, n);
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
+        if constexpr (kPaired) shared.parts[group].exchange(scores, &parts_parity);
         end_keys(kMasks ? walk.tile.has(KeyTile::kLast) : n == walk.last);
-        weigh(work, walk, v.after(), unmasked, biases);
+        weigh(work, walk, unmasked, biases);
         if (kGeneral) draw_signs(work, n, dropout);
         ptx::hold(scores);
         // The loop ends here, before the wait in end_step: within one block of instructions the compiler would move the
@@ -489,8 +356,8 @@ struct Forward {
       }
       end_step();
     }
-    await_values();
-    accumulate<32, uint64_t>(out, weights, shared.v[v.stage]);
+    ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
+    accumulate<32, Address>(out, weights, shared.v[v.stage]);
     end_values();
   }
 
@@ -510,7 +377,7 @@ struct Forward {
     give_turn(group);
     if (n == work.last) clear_tail_of_values(work);
     ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
-    await_values();
+    ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
     release(shared.k_empty[k.stage]);
     release(shared.v_empty[v.stage]);
     k.advance();
@@ -569,7 +436,7 @@ struct Forward {
   __device__ __forceinline__ void clear_tail_of_values(const Work& work) {
     const int rows = work.length_k - work.last * kKeys;
     if (rows >= kKeys || !p.is_varlen()) return;
-    await_values();
+    ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
     clear_rows(shared.v[v.stage], rows, threadIdx.x - kGroupThreads, kGroups * kGroupThreads);
     ptx::fence_async_shared();
     __syncwarp();
@@ -578,12 +445,11 @@ struct Forward {
     tail_parity ^= 1;
   }
 
-  // Scores against a key tile become weights; values: where the tile's values are or will be. They are packed later, in
-  // pack_weights: the registers of packed weights are operands of the product that is under way, which writes to `out`
-  // as well.
+  // Scores against a key tile become weights. They are packed later, in pack_weights: the registers of packed weights
+  // are operands of the product that is under way, which writes to `out` as well.
   template <class Biases>
-  __device__ __forceinline__ void weigh(const Work& work, const KeyWalk& walk, const RingPosition<kStages>& values,
-                                        const Limits& unmasked, [[maybe_unused]] const Biases& biases) {
+  __device__ __forceinline__ void weigh(const Work& work, const KeyWalk& walk, const Limits& unmasked,
+                                        [[maybe_unused]] const Biases& biases) {
     auto& x = reinterpret_cast<float (&)[1][kScoreTiles][4]>(scores);
     const int row = work.row0 + warp_row + g(), key0 = walk.n * kKeys, key = key0 + 2 * t();
     [[maybe_unused]] float logit_factor = 1;  // of kScores
@@ -602,9 +468,10 @@ struct Forward {
       if (after) hide_keys<false, true>(x, work.mask(p), row, key);
     }
     if (kMasks && !walk.tile.has(warp_row / 16)) {
-      ptx::barrier_wait(&shared.pairs_full[values.stage], values.parity);
+      const int slot = walk.tile.slot();
+      ptx::barrier_wait(&shared.pairs_full[slot], walk.tile.slot_parity());
       hide_keys_by_interval(x, row, [&](int tile) {
-        return *reinterpret_cast<const int4*>(&shared.pairs[values.stage][tile * 8 + 2 * t()]);
+        return *reinterpret_cast<const int4*>(&shared.partial_tiles[slot].pairs[tile * 8 + 2 * t()]);
       });
     }
     auto keep_shrink = [&](const float (&factors)[2]) {
@@ -612,37 +479,11 @@ struct Forward {
       shrink[1] = factors[1];
     };
     if constexpr (kKind == Kind::kScores) {
-      softmax.weigh(scores, ScaledLogit{logit_factor}, kTolerance, keep_shrink);
+      score.is_capped ? softmax.weigh(scores, CappedLogit{logit_factor}, kTolerance, keep_shrink)
+                      : softmax.weigh(scores, ScaledLogit{logit_factor}, kTolerance, keep_shrink);
     } else {
       softmax.weigh(scores, stored_rule(score), kTolerance, keep_shrink);
     }
-  }
-
-  // Values in this stage are there, and have been inspected.
-  __device__ __forceinline__ void await_values() const {
-    ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
-    if constexpr (kMasks) {
-      if (inspects(p)) ptx::barrier_wait(&shared.v_inspected[v.stage], v.parity);
-    }
-  }
-  // Rows that see a key whose values were isolated become NaNs.
-  __device__ __forceinline__ void poison_rows_of_values() {
-    const Inspection& inspection = shared.inspections[v.stage];
-    const Mask32 mask(p, inspection.length_q, inspection.length_k);
-    const int row = inspection.row0 + warp_row + g();
-    bool sees[2] = {false, false};
-    ptx::barrier_wait(&shared.pairs_full[v.stage], v.parity);
-#pragma unroll 1
-    for (int i = 0; i < kKeys; ++i) {
-      if (!shared.v_isolated[v.stage][isolating_warp<kInspectors>(i)] || !inspection.is_isolated[i]) continue;
-      const int2 pair = shared.pairs[v.stage][i];
-      const Limits rows = mask.rows_of(inspection.key0 + i, inspection.key0 + i + 1);
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        sees[r] |= row + 8 * r >= max(rows.begin, pair.x) && row + 8 * r < min(rows.end, pair.y);
-      }
-    }
-    poison_rows(out, sees);
   }
 
   __device__ __forceinline__ void end_step() {
@@ -651,41 +492,51 @@ struct Forward {
     pack_weights();
   }
   __device__ __forceinline__ void end_values() {
-    uint32_t found = 0;
-    if constexpr (kMasks) {
-      found = *reinterpret_cast<const uint32_t*>(shared.v_isolated[v.stage]) & 0xFFFFFF;  // kInspectors bytes
-    }
     ptx::wgmma_wait<0>();
     ptx::hold(out);
-    if constexpr (kMasks) {
-      if (found && inspects(p)) poison_rows_of_values();
-    }
     release(shared.v_empty[v.stage]);
     v.advance();
   }
 
+  // Whether rows g and g + 8 are to be NaN; begins anew for the query tile after the next.
+  __device__ __forceinline__ void take_poisoned(bool (&poisoned)[2]) {
+    bool* const rows = &shared.poisoned[work_parity ^ 1][warp_row + g()];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) poisoned[r] = rows[8 * r];
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) rows[8 * r] = false;
+    __syncwarp();
+  }
+
   __device__ __forceinline__ void finish_tile(const Work& work) {
+    bool poisoned[2] = {false, false};
+    if constexpr (kMasks) take_poisoned(poisoned);
+
     const float keep_scale = 256.f / p.dropout_threshold;
-    const int row = work.row0 + warp_row + g();
+    const int row = work.row0 + warp_row + g(), first_column = column();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = softmax.total(r);
       const bool exists = row + 8 * r < work.length_q;
       const int64_t at = int64_t{work.query_start} + row + 8 * r;
-      if (t() == 0 && exists) *row_statistic(p.lse, work.b, work.h, at) = softmax.lse(r, sum);
-      store_row(row_pointer<T>(p.out, work.b, work.h, at), out, r, keep_scale / sum, sum == 0, exists,
-                static_cast<int>(p.head_dim_v));
+      const float factor = poisoned[r] ? not_a_number() : keep_scale / sum;
+      const int columns = static_cast<int>(p.head_dim_v) - first_column;
+      if (t() == 0 && exists && first_column == 0) *row_statistic(p.lse, work.b, work.h, at) = softmax.lse(r, sum);
+      store_row(row_pointer<T>(p.out, work.b, work.h, at) + first_column, out, r, factor, sum == 0, exists, columns);
+      if constexpr (kScored) {
+        if (p.out_residual.data == nullptr) continue;
+        store_row<T, true>(row_pointer<T>(p.out_residual, work.b, work.h, at) + first_column, out, r, factor, sum == 0,
+                           exists, columns);
+      }
     }
   }
 };
 
-template <class T, int kHeadDim, Kind kKind>
-__global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
-    forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ ForwardMaps maps,
-                   const __grid_constant__ TileGrid grid,
-                   const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Score score) {
+template <class Kernel>
+__device__ __forceinline__ void run_forward(const AttnParams& p, const ForwardMaps& maps, const TileGrid& grid,
+                                            const typename Kernel::Score& score) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Kernel = Forward<T, kHeadDim, kKind>;
   extern __shared__ __align__(1024) unsigned char memory[];
   typename Kernel::Shared& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
   if (threadIdx.x == 0) {
@@ -697,32 +548,54 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
     for (int i = 0; i < Kernel::kStages; ++i) {
       ptx::barrier_init(&shared.k_full[i], 1);
       ptx::barrier_init(&shared.k_empty[i], Kernel::kWarps);
-      ptx::barrier_init(&shared.v_full[i], 1);
+      ptx::barrier_init(&shared.v_full[i], Kernel::kMasks ? kValueInspectors : 1);
       ptx::barrier_init(&shared.v_empty[i], Kernel::kWarps);
       if (Kernel::kMasks) {
         ptx::barrier_init(&shared.pairs_full[i], 32);
-        ptx::barrier_init(&shared.v_inspected[i], Kernel::kInspectors);
+        ptx::barrier_init(&shared.v_arrived[i], 1);
       }
+    }
+    for (int i = 0; Kernel::kMasks && i < kKeyBatches; ++i) {
+      ptx::barrier_init(&shared.batch_full[i], 1);
+      ptx::barrier_init(&shared.batch_empty[i], 1);
     }
     ptx::barrier_init(&shared.work_full, 1);
     ptx::barrier_init(&shared.work_empty, Kernel::kWarps);
     ptx::barrier_init(&shared.tail_cleared, Kernel::kWarps);
+    for (int i = 0; Kernel::kPaired && i < Kernel::kGroups; ++i) shared.parts[i].init();
+    if constexpr (Kernel::kPaired) shared.next_tile[0].init();
     ptx::fence_barrier_init();
   }
-  __syncthreads();
+  if constexpr (Kernel::kMasks) {
+    for (int row = threadIdx.x; row < 2 * Kernel::kQueries; row += Kernel::kThreads) shared.poisoned[0][row] = false;
+  }
+  sync_pair_or_block<Kernel::kPaired>();
   // One warpgroup loads; it gives its registers to those that compute.
   if (threadIdx.x < kGroupThreads) {
     ptx::give_registers<Kernel::kRegisters.producer>();
-    if (threadIdx.x < Kernel::Loader::kThreads) typename Kernel::Loader{shared, p, maps}.load_tiles(grid);
-    if constexpr (Kernel::kMasks) {
-      const int inspector = uniform(static_cast<int>(threadIdx.x) / 32) - 1;
-      if (inspector >= 0 && Kernel::inspects(p)) Kernel::inspect_values(shared, inspector);
-    }
+    Kernel::load(shared, p, maps, grid);
   } else {
     ptx::take_registers<Kernel::kRegisters.consumer>();
     Kernel(shared, p, score, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
   }
+  if (Kernel::kPaired) sync_pair_or_block<true>();
 #endif
+}
+
+template <class T, int kHeadDim, Kind kKind>
+__global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
+    forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ ForwardMaps maps,
+                   const __grid_constant__ TileGrid grid,
+                   const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Score score) {
+  run_forward<Forward<T, kHeadDim, kKind>>(p, maps, grid, score);
+}
+// The same in clusters of two thread blocks.
+template <class T, int kHeadDim, Kind kKind>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
+    paired_forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ ForwardMaps maps,
+                          const __grid_constant__ TileGrid grid,
+                          const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Score score) {
+  run_forward<Forward<T, kHeadDim, kKind>>(p, maps, grid, score);
 }
 
 template <class T, int kHeadDim, Kind kKind>
@@ -734,12 +607,19 @@ void forward(const AttnParams& p) {
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
   int* const taken = static_cast<int*>(p.workspace);
   const TileGrid grid{forward_order(p, blocks, sizeof(T)), static_cast<int>(all), taken};
-  const int64_t processors = multiprocessors();
+  const int64_t processors = multiprocessors() / Kernel::kBlocks;
   if (all > processors) {
     check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
   }
-  launch(forward_kernel<T, kHeadDim, kKind>, "sm90 forward", p, std::min(all, processors), Kernel::kThreads,
-         static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));
+  auto launch_as = [&](auto* kernel) {
+    launch(kernel, "sm90 forward", p, std::min(all, processors) * Kernel::kBlocks, Kernel::kThreads,
+           static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));
+  };
+  if constexpr (Kernel::kPaired) {
+    launch_as(paired_forward_kernel<T, kHeadDim, kKind>);
+  } else {
+    launch_as(forward_kernel<T, kHeadDim, kKind>);
+  }
 }
 
 }  // namespace flashattn_ext::sm90

@@ -10,10 +10,13 @@ namespace flashattn_ext::sm90 {
 
 // Whether there is a backward of a kind; sm80's runs other calls. ptxas serialises the products of a general one
 // (C7510): at head_dim 128 a bias with its gradient took 13.3 ms where sm80's took 9.8 (2x16x4096 on an H100), at 64
-// ALiBi 1.35 times the time. csrc/sources.py has the same list.
+// ALiBi 1.35 times the time. csrc/sources.py has the same lists.
 constexpr bool has_backward(int head_dim, Kind kind) {
+  if (head_dim > 256) return kind == Kind::kPlain;
   return kind != Kind::kGeneral && (kind != Kind::kScores || head_dim <= 128);
 }
+// The same for the forward. Head dims above 256 are rare: other kinds of them have no kernels of their own.
+constexpr bool has_forward(int head_dim, Kind kind) { return head_dim <= 256 || kind == Kind::kPlain; }
 
 constexpr size_t kForwardBytes = 64;  // workspace of the forward: TileGrid::taken
 

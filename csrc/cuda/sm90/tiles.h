@@ -45,6 +45,8 @@ constexpr ForwardTiles kForwardTiles[] = {
     {192, Kind::kDropout, {{2, 64, 3}, {2, 64, 2}}},
     {256, Kind::kPlain, {{2, 64, 2}, {2, 80, 2}}},
     {256, Kind::kDropout, {{2, 64, 2}}},
+    {384, Kind::kPlain, {{2, 80, 2}, {2, 64, 2}}},
+    {512, Kind::kPlain, {{2, 64, 2}, {2, 48, 2}}},
 };
 
 template <int kHeadDim, Kind kKind>
@@ -83,6 +85,8 @@ constexpr BackwardTiles kBackwardTiles[] = {
     {192, Kind::kDropout, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     {256, Kind::kPlain, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
     {256, Kind::kDropout, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
+    {384, Kind::kPlain, {{64, 64, 2, 1}}},
+    {512, Kind::kPlain, {{64, 64, 2, 1}}},
 };
 
 template <int kHeadDim, Kind kKind>
@@ -107,7 +111,9 @@ struct WideRegisterBudget {
   int keys;
   int queries;
 };
-constexpr WideRegisterBudget kWideBackwardRegisters{24, 208, 72};
+constexpr WideRegisterBudget wide_register_budget(int head_dim) {
+  return head_dim > 256 ? WideRegisterBudget{56, 192, 72} : WideRegisterBudget{24, 208, 72};
+}
 
 constexpr int kSharedLimit = 227 * 1024;
 

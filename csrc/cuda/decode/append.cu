@@ -1,0 +1,87 @@
+// Before the attention of a call with a cache: new keys and values go to their rows in the cache, and new keys and the
+// queries are rotated (Rotary in params.h). A warp copies one row of one head.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "../../key_locator.h"
+#include "../common/call.h"
+#include "../common/launch.cuh"
+#include "../common/tile.cuh"
+#include "kernels.h"
+
+namespace flashattn_ext::decode {
+namespace {
+
+constexpr int kWarps = 8;
+
+// A row to another place, rotated as its position says; it is not rotated with a negative one.
+template <class T>
+__device__ void copy_row(T* to, const T* from, int columns, const Rotary& rotary, int64_t position) {
+  const int dim = position < 0 ? 0 : static_cast<int>(rotary.dim), half = dim / 2;
+  const int64_t angle = min(max(position, int64_t{0}), rotary.rows - 1) * half;
+  const T *const cos = static_cast<const T*>(rotary.cos) + angle, *const sin =
+                                                                      static_cast<const T*>(rotary.sin) + angle;
+  for (int c = static_cast<int>(threadIdx.x) % 32; c < columns; c += 32) {
+    if (c >= dim) {
+      to[c] = from[c];
+      continue;
+    }
+    const bool is_second = rotary.interleaved ? c % 2 != 0 : c >= half;
+    const int pair = rotary.interleaved ? c / 2 : c % half, apart = rotary.interleaved ? 1 : half;
+    const float own = static_cast<float>(from[c]), other = static_cast<float>(from[is_second ? c - apart : c + apart]);
+    const float turned = other * static_cast<float>(sin[pair]);
+    to[c] = T(own * static_cast<float>(cos[pair]) + (is_second ? turned : -turned));
+  }
+}
+
+// Rows are numbered by sequence, and in it new rows by key head, keys before values, and then queries by head.
+template <class T>
+__global__ void __launch_bounds__(kWarps * 32)
+    append_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ TensorView q, int64_t sequence_rows) {
+  const int64_t b = blockIdx.x, new_rows = p.k_new.data ? p.cache.new_keys * p.heads_k : 0;
+  const KeyLocator keys(p, b);
+  const Sequence queries = query_sequence(p, b);
+  const int64_t position = p.rotary.cos ? keys.first_new_row : -1;
+  const int64_t step = static_cast<int64_t>(gridDim.y) * kWarps;
+  for (int64_t row = static_cast<int64_t>(blockIdx.y) * kWarps + threadIdx.x / 32; row < sequence_rows; row += step) {
+    if (row < 2 * new_rows) {
+      const bool is_value = row >= new_rows;
+      const int64_t index = is_value ? row - new_rows : row, i = index / p.heads_k, head = index % p.heads_k;
+      if (i >= keys.new_keys) continue;
+      const KeyRun at = keys.run_of_row(keys.first_new_row + i, 1);
+      const TensorView &from = is_value ? p.v_new : p.k_new, &cache = is_value ? p.v : p.k;
+      copy_row(row_pointer<T>(cache, at.entry, head, at.row), row_pointer<const T>(from, b, head, i),
+               static_cast<int>(is_value ? p.head_dim_v : p.head_dim), p.rotary,
+               is_value || position < 0 ? -1 : position + i);
+    } else {
+      const int64_t index = row - 2 * new_rows, i = index / p.heads_q, head = index % p.heads_q;
+      if (i >= queries.length) continue;
+      copy_row(row_pointer<T>(q, b, head, queries.start + i), row_pointer<const T>(p.q, b, head, queries.start + i),
+               static_cast<int>(p.head_dim), p.rotary, p.rotary.rotates_each_row ? position + i : position);
+    }
+  }
+}
+
+template <class T>
+void launch_append(const DecodeParams& p, const TensorView& q) {
+  constexpr int64_t kMostBlocks = 65535;
+  const int64_t new_rows = p.k_new.data ? 2 * p.cache.new_keys * p.heads_k : 0;
+  const int64_t rows = new_rows + (p.rotary.cos ? query_rows(p) * p.heads_q : 0);
+  if (rows == 0 || p.batch == 0) return;
+  const dim3 grid(static_cast<unsigned>(p.batch),
+                  static_cast<unsigned>(std::min((rows + kWarps - 1) / kWarps, kMostBlocks)));
+  append_kernel<T><<<grid, kWarps * 32, 0, static_cast<cudaStream_t>(p.stream)>>>(p, q, rows);
+  check_launch(cudaGetLastError(), "decode_append", p);
+}
+
+}  // namespace
+
+void append(const DecodeParams& p, const TensorView& q) {
+  if (p.dtype == DType::kFloat16) return launch_append<__half>(p, q);
+  if (p.dtype == DType::kBFloat16) return launch_append<__nv_bfloat16>(p, q);
+  launch_append<float>(p, q);
+}
+
+}  // namespace flashattn_ext::decode

@@ -1,0 +1,510 @@
+// Attention to a key-value cache: a thread block computes parts of tasks (plan.cuh), which are bound by the reading of
+// keys and values. Teams of warps walk over the keys of a part side by side, each with a ring of its own in shared
+// memory and an online softmax of its own; at the end of the part their sums are added up in their order.
+#pragma once
+
+#include "../common/general_score.cuh"
+#include "../common/intervals.cuh"
+#include "../common/launch.cuh"
+#include "../common/scores.cuh"
+#include "../common/tile.cuh"
+#include "../ptx/barrier.cuh"
+#include "../sm80/products.cuh"
+#include "kernels.h"
+#include "plan.cuh"
+
+namespace flashattn_ext::decode {
+
+template <class T, int kHeadDim, bool kWide>
+struct Split {
+  using Core = TensorCore<T>;
+  static constexpr Tile kTile = tile<sizeof(T), kHeadDim, kWide>();
+  static constexpr int kRowTiles = kTile.row_tiles, kRows = kTile.rows();
+  static constexpr int kColumnWarps = kTile.column_warps, kTeamWarps = kTile.row_warps * kColumnWarps;
+  static constexpr int kKeys = kTile.keys, kStages = kTile.stages;
+  static constexpr int kStride = kTileStride<T, kHeadDim>, kVectorElements = kVectorBytes / sizeof(T);
+  static constexpr int kStageElements = 2 * kKeys * kStride, kTeamElements = kStages * kStageElements;
+  static constexpr int kScoreTiles = kKeys / 8, kSteps = kKeys / Core::kK;
+  // Columns of the result that a warp has, and those that it computes one after another: of many fp32 columns at once
+  // the compiler would load so many values ahead that registers run out.
+  static constexpr int kWarpColumns = kHeadDim / kColumnWarps;
+  static constexpr int kChunkColumns = sizeof(T) == 4 && kWarpColumns > 128 ? 16 : kWarpColumns;
+  static constexpr int kChunks = kWarpColumns / kChunkColumns, kChunkTiles = kChunkColumns / 8;
+  static constexpr int kSumStride = kHeadDim + 8;  // floats; eight rows start in different banks
+  static_assert(kUnitKeys % kKeys == 0);
+  static_assert(kRows * kSumStride * sizeof(float) <= kTeamElements * sizeof(T));
+
+  // A warp copies runs of neighbouring keys: pages are multiples of 16 keys.
+  static constexpr int kWarpKeys = kKeys / kTeamWarps, kRunKeys = kWarpKeys < 16 ? kWarpKeys : 16;
+  static constexpr int kRuns = kWarpKeys / kRunKeys;
+  static constexpr int kRowVectors = kHeadDim / kVectorElements, kRunVectors = kRunKeys * kRowVectors;
+  static_assert(kRunVectors % 32 == 0);
+
+  // Shared memory: the tile of queries, maxima and sums of each team's rows, rings of the teams.
+  struct RowSum {
+    float max, sum;
+  };
+  static constexpr int kQueryBytes = kRows * kStride * static_cast<int>(sizeof(T));
+  static constexpr int kTeamBytes =
+      kRows * static_cast<int>(sizeof(RowSum)) + kTeamElements * static_cast<int>(sizeof(T));
+
+  struct Runs {
+    int entry[kRuns], row[kRuns];
+  };
+
+  const DecodeParams& p;
+  const Plan& plan;
+  const GeneralScore& score;
+  T* q_tile;
+  RowSum* row_sums;
+  T* rings;
+  int teams;
+  bool aligned;  // whether rows of the caches can be read in whole vectors
+  // What is computed, in shared memory: all threads write the same, and registers are scarce.
+  Part& part;
+  SequenceWork& work;
+  float out[kChunks][kRowTiles][kChunkTiles][4];
+  OnlineSoftmax softmax[kRowTiles];
+
+  __device__ Split(const DecodeParams& params, const Plan& plan, const GeneralScore& score, bool aligned,
+                   unsigned char* shared)
+      : p(params),
+        plan(plan),
+        score(score),
+        teams(blockDim.x / 32 / kTeamWarps),
+        aligned(aligned),
+        part(*shared_part()),
+        work(*shared_work()) {
+    q_tile = reinterpret_cast<T*>(shared);
+    row_sums = reinterpret_cast<RowSum*>(shared + kQueryBytes);
+    rings = reinterpret_cast<T*>(row_sums + teams * kRows);
+  }
+
+  static __device__ __forceinline__ Part* shared_part() {
+    __shared__ Part part;
+    return &part;
+  }
+  static __device__ __forceinline__ SequenceWork* shared_work() {
+    __shared__ SequenceWork work;
+    return &work;
+  }
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  static __device__ __forceinline__ int g() { return lane() / 4; }
+  static __device__ __forceinline__ int t() { return lane() % 4; }
+  static __device__ __forceinline__ int team() { return uniform(static_cast<int>(threadIdx.x) / 32 / kTeamWarps); }
+  static __device__ __forceinline__ int member() { return static_cast<int>(threadIdx.x) / 32 % kTeamWarps; }
+  static __device__ __forceinline__ void team_sync() {
+    if constexpr (kTeamWarps == 1) {
+      __syncwarp();
+    } else {
+      ptx::named_barrier_sync(1 + team(), kTeamWarps * 32);
+    }
+  }
+  __device__ __forceinline__ T* stage(int i) const { return rings + team() * kTeamElements + i * kStageElements; }
+
+  // The first packed row of this warp within the tile, and of this lane, whose others are 8 and 16 rows on.
+  static __device__ __forceinline__ int warp_row() { return member() / kColumnWarps * 16 * kRowTiles; }
+  static __device__ __forceinline__ int lane_row() { return warp_row() + g(); }
+  // The first column of the result that this warp has.
+  static __device__ __forceinline__ int warp_column() { return member() % kColumnWarps * kWarpColumns; }
+  // The query and the query head of a packed row of the tile. Rows after the last one count as queries after the last.
+  struct Row {
+    int query, head;
+  };
+  __device__ __forceinline__ Row row(int i) const {
+    const int packed = part.row_tile * kRows + i;
+    return {packed / plan.group, part.head_k * plan.group + packed % plan.group};
+  }
+  __device__ __forceinline__ Mask32 mask() const { return Mask32(p, work.queries, work.length); }
+
+  // --- which parts
+  // ---------------------------------------------------------------------------------------------------
+
+  __device__ void run_fixed() {
+    const int heads = static_cast<int>(p.heads_k), split = blockIdx.x % plan.splits, task = blockIdx.x / plan.splits;
+    part.b = task / plan.row_tiles / heads;
+    part.head_k = task / plan.row_tiles % heads;
+    part.is_first = split == 0;
+    part.slot = plan.splits > 1 ? static_cast<int>(blockIdx.x) : -1;
+    work = SequenceWork::of<kRows>(p, plan, part.b);
+    const IndexRange keys = split_keys({work.begin, work.end}, kUnitKeys, plan.splits, split);
+    part.begin = static_cast<int>(keys.begin);
+    part.end = static_cast<int>(keys.end);
+    // The longest tiles of a causal call start first. A sequence may be longer than the host knows, if it is not split.
+    int row_tile = plan.row_tiles - 1 - task % plan.row_tiles;
+    if (plan.splits > 1 && split == 0 && threadIdx.x == 0) {
+      const int slot = task * plan.splits, parts = row_tile < work.tiles ? plan.splits : 0;
+      plan.split_tasks[task] = {part.b, part.head_k, row_tile, parts, slot, slot};
+    }
+    for (; row_tile < work.tiles; row_tile += plan.row_tiles) {
+      part.row_tile = row_tile;
+      compute();
+    }
+  }
+
+  __device__ void run_share() {
+    __shared__ Share share;  // what is left of it
+    if (threadIdx.x < 32) {
+      const Share found = Share::of<kRows>(p, plan, blockIdx.x);
+      if (threadIdx.x == 0) share = found;
+    }
+    if (threadIdx.x == 0) plan.split_tasks[blockIdx.x].parts = 0;
+    __syncthreads();
+    while (share.begin < share.end) {
+      work = SequenceWork::of<kRows>(p, plan, share.b);
+      const int64_t end = next_part(share);
+      end > share.begin ? compute() : __syncthreads();
+      if (threadIdx.x == 0) share.advance(end, work.task_units(p));
+      __syncthreads();
+    }
+  }
+
+  // Finds the part that the share begins with, and returns its end on the line.
+  __device__ __forceinline__ int64_t next_part(const Share& share) {
+    const int block = static_cast<int>(blockIdx.x);
+    const int64_t unit = share.begin - share.sequence_begin;
+    if (unit >= work.task_units(p)) return share.begin;  // of the next sequence
+    const int64_t task = unit / work.units, task_begin = share.sequence_begin + task * work.units;
+    const int64_t task_end = task_begin + work.units, end = min(task_end, share.end);
+    const int64_t first_unit = work.first_unit() - task_begin;
+    const bool is_first = share.begin == task_begin, is_last = end == task_end;
+    part.b = share.b;
+    part.head_k = static_cast<int>(task / work.tiles);
+    part.row_tile = static_cast<int>(task % work.tiles);
+    part.begin = max(work.begin, static_cast<int>((first_unit + share.begin) * kUnitKeys));
+    part.end = min(work.end, static_cast<int>((first_unit + end) * kUnitKeys));
+    part.is_first = is_first;
+    // A share that continues a task has the block's own slot for that, and one after those of all blocks for a task
+    // that it begins.
+    part.slot = is_first && is_last ? -1 : block + (is_first ? plan.blocks : 0);
+    if (is_first && !is_last && threadIdx.x == 0) {
+      const int parts = share.block_of(task_end - 1) - block + 1;
+      plan.split_tasks[block] = {part.b, part.head_k, part.row_tile, parts, block + plan.blocks, block};
+    }
+    return end;
+  }
+
+  // --- one part
+  // ------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void compute() {
+    const int first_query = part.row_tile * kRows / plan.group;
+    const int end_query = min((part.row_tile * kRows + kRows - 1) / plan.group + 1, work.queries);
+    const Limits visible = mask().keys_of(first_query, end_query), whole = mask().keys_of_all(first_query, end_query);
+    const int begin = max(part.begin, work.first_row + visible.begin);
+    const int end = max(begin, min(part.end, work.first_row + visible.end));
+    load_queries();
+    ptx::cp_async_commit();
+    walk_keys({begin, end}, {work.first_row + whole.begin, work.first_row + whole.end});
+    store_sums();
+    __syncthreads();
+    store_rows();
+    __syncthreads();
+  }
+
+  __device__ void load_queries() {
+    const int64_t start = query_sequence(p, part.b).start;
+    const int columns = static_cast<int>(p.head_dim), rows = work.queries * plan.group;
+    const bool in_vectors = rows_are_aligned(p.q);
+#pragma unroll 1
+    for (int v = threadIdx.x; v < kRows * kRowVectors; v += blockDim.x) {
+      const int i = v / kRowVectors, column = v % kRowVectors * kVectorElements;
+      const Row at = row(i);
+      const bool exists = part.row_tile * kRows + i < rows;
+      const T* const from = exists ? row_pointer<const T>(p.q, part.b, at.head, start + at.query) + column : nullptr;
+      T* const to = q_tile + i * kStride + column;
+      const int elements = exists ? columns - column : 0;
+      in_vectors ? copy_vector(to, from, elements) : copy_elements(to, from, elements);
+    }
+  }
+
+  // Whether rows can be read in vectors that are 16-byte aligned.
+  static __device__ __forceinline__ bool rows_are_aligned(const TensorView& t) {
+    const int64_t strides = t.batch_stride | t.head_stride | t.row_stride;
+    return reinterpret_cast<uintptr_t>(t.data) % kVectorBytes == 0 && strides % kVectorElements == 0;
+  }
+
+  // Starts copying a vector of which `elements` exist, or all when there are more; the others become zero.
+  static __device__ __forceinline__ void copy_vector(T* to, const T* from, int elements) {
+    ptx::cp_async_part(to, from, min(max(elements, 0), kVectorElements) * static_cast<int>(sizeof(T)));
+  }
+  // The same from any address, and at once.
+  static __device__ __forceinline__ void copy_elements(T* to, const T* from, int elements) {
+#pragma unroll 1
+    for (int e = 0; e < kVectorElements; ++e) to[e] = e < elements ? from[e] : T(0.f);
+  }
+
+  // keys: rows of the room that the tile's rows see in this part. whole: rows that all of them see.
+  __device__ __forceinline__ void walk_keys(const Limits& keys, const Limits& whole) {
+    const int first = keys.begin / kKeys + team(), last = keys.end > keys.begin ? (keys.end - 1) / kKeys : -1;
+    const int own_steps = last >= first ? (last - first) / teams + 1 : 0;
+    const KeyLocator locator(p, part.b);
+    Runs runs;
+    locate(runs, locator, first, keys, own_steps > 0);
+#pragma unroll 1
+    for (int i = 0; i < kStages - 1; ++i) {
+      if (i < own_steps) {
+        load(stage(i), runs, first + i * teams, keys);
+        locate(runs, locator, first + (i + 1) * teams, keys, i + 1 < own_steps);
+      }
+      ptx::cp_async_commit();
+    }
+    start_rows();
+    ptx::cp_async_wait<kStages - 1>();
+    __syncthreads();  // all queries are there
+    int from = 0, to = kStages - 1;
+    for (int i = 0; i < own_steps; ++i) {
+      ptx::cp_async_wait<kStages - 2>();
+      team_sync();
+      const int ahead = i + kStages - 1;
+      if (ahead < own_steps) {
+        load(stage(to), runs, first + ahead * teams, keys);
+        locate(runs, locator, first + (ahead + 1) * teams, keys, ahead + 1 < own_steps);
+      }
+      ptx::cp_async_commit();
+      compute_step(stage(from), (first + i * teams) * kKeys, whole);
+      from = from + 1 == kStages ? 0 : from + 1;
+      to = to + 1 == kStages ? 0 : to + 1;
+    }
+    team_sync();
+  }
+
+  // Where the runs of a step are that this warp copies: found a step before they are copied, because a page is read
+  // from the block table.
+  __device__ __forceinline__ void locate(Runs& runs, const KeyLocator& locator, int step, const Limits& keys,
+                                         bool exists) const {
+    if (!exists) return;
+#pragma unroll
+    for (int i = 0; i < kRuns; ++i) {
+      const int row = step * kKeys + member() * kWarpKeys + i * kRunKeys;
+      const KeyRun run = locator.run_of_row(min(row, keys.end - 1) / kRunKeys * kRunKeys, kRunKeys);
+      runs.entry[i] = static_cast<int>(run.entry);
+      runs.row[i] = static_cast<int>(run.row);
+    }
+  }
+
+  // Starts copying the keys and values of a step.
+  __device__ __forceinline__ void load(T* to, const Runs& runs, int step, const Limits& keys) const {
+    const int columns = static_cast<int>(p.head_dim), columns_v = static_cast<int>(p.head_dim_v);
+#pragma unroll
+    for (int i = 0; i < kRuns; ++i) {
+      const int key = member() * kWarpKeys + i * kRunKeys, row = step * kKeys + key;
+      T* const k_to = to + key * kStride;
+      load_run(k_to, row_pointer<const T>(p.k, runs.entry[i], part.head_k, runs.row[i]), p.k.row_stride, columns, row,
+               keys);
+      load_run(k_to + kKeys * kStride, row_pointer<const T>(p.v, runs.entry[i], part.head_k, runs.row[i]),
+               p.v.row_stride, columns_v, row, keys);
+    }
+  }
+  // row: of the room, the first one of the run. What no row of the tile sees is not read and becomes zero.
+  __device__ __forceinline__ void load_run(T* to, const T* from, int64_t row_stride, int columns, int row,
+                                           const Limits& keys) const {
+    const auto copy = [&](int v, const auto& copy_one) {
+      const int key = v / kRowVectors, column = v % kRowVectors * kVectorElements;
+      const bool exists = row + key >= keys.begin && row + key < keys.end;
+      copy_one(to + key * kStride + column, from + key * row_stride + column, exists ? columns - column : 0);
+    };
+    if (aligned) {
+#pragma unroll
+      for (int i = 0; i < kRunVectors / 32; ++i) copy(lane() + 32 * i, copy_vector);
+    } else {
+#pragma unroll 1
+      for (int v = lane(); v < kRunVectors; v += 32) copy(v, copy_elements);
+    }
+  }
+
+  // The rows' beginning: the sink, in the part that has it and in one team of that.
+  __device__ __forceinline__ void start_rows() {
+    const bool has_sink = p.has_sink && part.is_first && team() == 0;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      for_chunks([&](int c) { set_zero(out[c][i]); });
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const Row at = row(lane_row() + 16 * i + 8 * r);
+        const float sink = has_sink && at.query < work.queries ? head_sink(p, at.head) : -infinity();
+        softmax[i].max[r] = sink;
+        softmax[i].sum[r] = t() == 0 && sink_counts(sink) ? 1.f : 0.f;
+      }
+    }
+  }
+
+  // row0: of the room, the first key of the step.
+  __device__ __forceinline__ void compute_step(const T* keys, int row0, const Limits& whole) {
+    float scores[kRowTiles][kScoreTiles][4];
+    sm80::score_product<kHeadDim>(scores, q_tile, warp_row(), keys, 0);
+    score.make_logits<T>(scores);
+    if (p.alibi_slopes) add_slopes(scores, row0);
+    if (row0 < whole.begin || row0 + kKeys > whole.end) hide_unseen(scores, row0);
+    if (p.has_intervals()) hide_by_mask(scores, row0);
+    const T* const values = keys + kKeys * kStride;
+    typename Core::A weights[kRowTiles][kSteps];
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      softmax[i].weigh(scores[i], StoredLogit(), kTolerance,
+                       [&](const float (&shrink)[2]) { for_chunks([&](int c) { rescale(out[c][i], shrink); }); });
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) weights[i][step] = Core::from_accumulators(scores[i], step);
+    }
+    for_chunks([&](int c) {
+      auto operand = [&](int i, int step) { return weights[i][step]; };
+      sm80::accumulate<kHeadDim, kSteps>(out[c], operand, values, warp_column() + c * kChunkColumns);
+      if (kChunks > 1) __syncwarp();
+    });
+  }
+
+  template <class Body>
+  static __device__ __forceinline__ void for_chunks(const Body& body) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) body(c);
+  }
+  template <class Body>
+  static __device__ __forceinline__ void each_row(const Body& body) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) body(i, r);
+    }
+  }
+
+  __device__ __forceinline__ void hide_unseen(float (&x)[kRowTiles][kScoreTiles][4], int row0) const {
+    const int first = row0 + 2 * t() - work.first_row;
+    each_row([&](int i, int r) {
+      const int query = row(lane_row() + 16 * i + 8 * r).query;
+      const Limits seen = mask().keys_of(query, query + 1);
+      const int begin = seen.begin - first, end = seen.end - first;
+#pragma unroll
+      for (int n = 0; n < kScoreTiles; ++n) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          if (n * 8 + odd < begin || n * 8 + odd >= end) x[i][n][2 * r + odd] = -infinity();
+        }
+      }
+    });
+  }
+
+  __device__ __forceinline__ void add_slopes(float (&x)[kRowTiles][kScoreTiles][4], int row0) const {
+    const float* const slopes = static_cast<const float*>(p.alibi_slopes) + part.b * p.alibi_batch_stride;
+    const int position = work.first_row + mask().first_position();  // of query 0, as a row of the room
+    each_row([&](int i, int r) {
+      const Row at = row(lane_row() + 16 * i + 8 * r);
+      const float slope = at.query < work.queries ? slopes[at.head] * kLog2E<float> : 0.f;
+      const int distance = row0 + 2 * t() - position - at.query;
+#pragma unroll
+      for (int n = 0; n < kScoreTiles; ++n) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          x[i][n][2 * r + odd] -= slope * fabsf(static_cast<float>(distance + n * 8 + odd));
+        }
+      }
+    });
+  }
+
+  // The intervals of a Mask are about the last mask_keys keys of the sequence.
+  __device__ __forceinline__ void hide_by_mask(float (&x)[kRowTiles][kScoreTiles][4], int row0) const {
+    const int masked = static_cast<int>(p.mask_keys), start = work.first_row + work.length - masked;
+    if (row0 + kKeys <= start) return;
+    const int first = row0 + 2 * t() - start;  // the interval of this lane's first key
+    each_row([&](int i, int r) {
+      const Row at = row(lane_row() + 16 * i + 8 * r);
+      if (at.query >= work.queries) return;
+      const int2* const pairs = reinterpret_cast<const int2*>(head_intervals(p, part.b, at.head, 0));
+#pragma unroll
+      for (int n = 0; n < kScoreTiles; ++n) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          const int j = first + n * 8 + odd;
+          if (j < 0 || j >= masked) continue;
+          const int2 seen_by = __ldg(pairs + j);
+          if (at.query < seen_by.x || at.query >= seen_by.y) x[i][n][2 * r + odd] = -infinity();
+        }
+      }
+    });
+  }
+
+  // --- the end of a part
+  // ---------------------------------------------------------------------------------------------
+
+  // What a team has summed up replaces its ring.
+  __device__ __forceinline__ float* sums(int team) const {
+    return reinterpret_cast<float*>(rings + team * kTeamElements);
+  }
+  __device__ __forceinline__ void store_sums() {
+    float* const own = sums(team());
+    each_row([&](int i, int r) {
+      const int row = lane_row() + 16 * i + 8 * r;
+      const float sum = softmax[i].total(r);
+      if (t() == 0 && warp_column() == 0) row_sums[team() * kRows + row] = {softmax[i].max[r], sum};
+      for_chunks([&](int c) {
+#pragma unroll
+        for (int n = 0; n < kChunkTiles; ++n) {
+          *reinterpret_cast<float2*>(own + row * kSumStride + warp_column() + c * kChunkColumns + n * 8 + 2 * t()) =
+              make_float2(out[c][i][n][2 * r], out[c][i][n][2 * r + 1]);
+        }
+      });
+    });
+  }
+
+  // Adds up the teams; a thread does four columns of a row at a time.
+  __device__ __forceinline__ void store_rows() {
+    constexpr int kGroups = kHeadDim / 4;
+    const int columns = static_cast<int>(p.head_dim_v);
+    const int64_t start = query_sequence(p, part.b).start;
+#pragma unroll 1
+    for (int v = threadIdx.x; v < kRows * kGroups; v += blockDim.x) {
+      const int i = v / kGroups, column = v % kGroups * 4;
+      const Row at = row(i);
+      if (at.query >= work.queries || column >= columns) continue;
+      float max = -infinity(), sum = 0, x[4] = {};
+      for (int n = 0; n < teams; ++n) max = fmaxf(max, row_sums[n * kRows + i].max);
+      for (int n = 0; n < teams; ++n) {
+        const RowSum own = row_sums[n * kRows + i];
+        const float weight = ptx::ex2(own.max - finite_max(max));
+        const float4 values = *reinterpret_cast<const float4*>(sums(n) + i * kSumStride + column);
+        if (own.sum == 0) continue;
+        sum += own.sum * weight;
+        x[0] += values.x * weight, x[1] += values.y * weight, x[2] += values.z * weight, x[3] += values.w * weight;
+      }
+      const float factor = sum == 0 ? 0.f : 1 / sum;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[e] = sum == 0 ? 0.f : x[e] * factor;
+      if (part.slot < 0) {
+        const float lse = sum == 0 ? -infinity() : row_lse(finite_max(max), log2f(sum));
+        if (column == 0) *row_statistic(p.lse, part.b, at.head, start + at.query) = lse;
+        T* const to = row_pointer<T>(p.out, part.b, at.head, start + at.query) + column;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (column + e < columns) to[e] = T(x[e]);
+        }
+      } else {
+        const int64_t slot_row = static_cast<int64_t>(part.slot) * kRows + i;
+        *reinterpret_cast<float4*>(plan.partial_out + slot_row * kHeadDim + column) =
+            make_float4(x[0], x[1], x[2], x[3]);
+        if (column == 0) plan.partial_lse[slot_row] = sum == 0 ? -infinity() : finite_max(max) + log2f(sum);
+      }
+    }
+  }
+};
+
+template <class T, int kHeadDim, bool kWide>
+__global__ void __launch_bounds__(kMaxWarps * 32)
+    split_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ Plan plan,
+                 const __grid_constant__ GeneralScore score, bool aligned) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  Split<T, kHeadDim, kWide> split(p, plan, score, aligned, shared);
+  plan.splits > 0 ? split.run_fixed() : split.run_share();
+}
+
+template <class T, int kHeadDim, bool kWide>
+TileSizes tile_sizes() {
+  using Kernel = Split<T, kHeadDim, kWide>;
+  return {Kernel::kRows, Kernel::kTeamWarps, Kernel::kQueryBytes, Kernel::kTeamBytes};
+}
+
+template <class T, int kHeadDim, bool kWide>
+void split(const DecodeParams& p, const Plan& plan, int warps, int shared_bytes, bool aligned) {
+  launch(split_kernel<T, kHeadDim, kWide>, "decode", p, plan.blocks, warps * 32, shared_bytes, plan,
+         GeneralScore::of(p), aligned);
+}
+
+}  // namespace flashattn_ext::decode

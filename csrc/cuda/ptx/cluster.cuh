@@ -1,0 +1,55 @@
+// Thread blocks of a cluster, which read and write each other's shared memory, one instruction in each wrapper (PTX
+// ISA, "mapa", "st.async", "barrier.cluster").
+#pragma once
+
+#include "barrier.cuh"
+
+namespace flashattn_ext::ptx {
+
+// The number of this thread block in its cluster.
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;\n" : "=r"(rank));
+  return rank;
+}
+// Waits for every thread of the cluster that has not ended.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory");
+}
+// Where what is at `local` in this thread block's shared memory is in that of another one.
+__device__ __forceinline__ uint32_t address_in(uint32_t rank, const void* local) {
+  uint32_t address;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(address) : "r"(shared_address(local)), "r"(rank));
+  return address;
+}
+// Starts storing 16 bytes in another thread block; its barrier `arrived` counts them.
+__device__ __forceinline__ void store_async(uint32_t to, const float (&x)[4], uint32_t arrived) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];\n" ::"r"(to),
+               "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(arrived)
+               : "memory");
+}
+// The same with 4 bytes.
+__device__ __forceinline__ void store_async(uint32_t to, int x, uint32_t arrived) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];\n" ::"r"(to), "r"(x),
+               "r"(arrived)
+               : "memory");
+}
+// Arrives at a barrier of another thread block.
+__device__ __forceinline__ void barrier_arrive_in(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+}
+// As barrier_wait, for a barrier that another thread block arrives at.
+__device__ __forceinline__ void barrier_wait_for_cluster(Barrier* barrier, uint32_t parity) {
+  uint32_t done;
+  do {
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n}\n"
+        : "=r"(done)
+        : "r"(shared_address(barrier)), "r"(parity)
+        : "memory");
+  } while (!done);
+}
+
+}  // namespace flashattn_ext::ptx

@@ -1,0 +1,71 @@
+// Between the products of the backward, for calls with softcap, ALiBi or a relative bias: what PackedScores
+// (common/scores.cuh) does for others. Which of them a call has is found out at run time, and each is a pass of its own
+// over a lane's scores, in place, behind a branch that all lanes take alike.
+#pragma once
+
+#include "../common/bias_gradient.cuh"
+#include "../common/general_score.cuh"
+#include "../common/scores.cuh"
+
+namespace flashattn_ext::sm90 {
+
+template <class T, int kQueries>
+struct PackedDistanceScores {
+  using Packing = PackedScores<T, kQueries, Kind::kScores>;
+  using Core = TensorCore<T>;
+  using Scores = typename Packing::Scores;
+  using Packed = typename Packing::Packed;
+  using Bias = DistanceBias<true, 1, kQueries / 8>;
+  using BiasGradient = TileBiasGradient<Bias, T, 1, kQueries / 8, RelativeGradient::kInAnyOrder>;
+
+  // Products become weights; `scores` is used up. slopes: with softcap, what gradients of logits are to be multiplied
+  // by. Other arguments as in PackedScores.
+  template <class MaskOf, class Between>
+  static __device__ __forceinline__ void weigh(Packed& weights, Packed& slopes, Scores& scores,
+                                               const GeneralScore& score, const Bias& bias,
+                                               const float (&lse)[kQueries], bool masked, const MaskOf& mask, int row0,
+                                               int key, const Between& between) {
+    if (score.is_capped) cap(slopes, scores, score);
+    const float scale = bias.add(reinterpret_cast<float (&)[1][kQueries / 8][4]>(scores), score.factor);
+    Packing::weigh(weights, scores, ScaledLogit{scale}, lse, masked, mask, row0, key, between);
+  }
+
+  // dP becomes dS, and the gradients of biases are summed up. hides: whether weights may be 0 because a score is
+  // hidden, by a mask or its bias.
+  template <class Between>
+  static __device__ __forceinline__ void differentiate(Scores& dscores, const Packed& weights, const Packed& slopes,
+                                                       const GeneralScore& score, BiasGradient& bias_gradient,
+                                                       const float (&delta)[kQueries], bool hides,
+                                                       const Between& between) {
+    Packing::differentiate(dscores, weights, ScaledLogit{}, delta, hides, between);
+    bias_gradient.add_all(reinterpret_cast<const float (&)[1][kQueries / 8][4]>(dscores));
+    if (score.is_capped) multiply(dscores, slopes);
+  }
+
+ private:
+  template <class Body>
+  static __device__ __forceinline__ void each_pair(const Body& body) {
+#pragma unroll
+    for (int n = 0; n < kQueries / 8; ++n) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) body(n, r, n / 2, n % 2 * 2 + r);
+    }
+  }
+  static __device__ __forceinline__ void cap(Packed& slopes, Scores& scores, const GeneralScore& score) {
+    each_pair([&](int n, int r, int step, int i) {
+      float slope[2];
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) slope[odd] = score.cap<T>(&scores[n][2 * r + odd]);
+      slopes[step][i] = Core::pack(slope[0], slope[1]);
+    });
+  }
+  static __device__ __forceinline__ void multiply(Scores& dscores, const Packed& slopes) {
+    each_pair([&](int n, int r, int step, int i) {
+      const float2 slope = Core::unpack(slopes[step][i]);
+      dscores[n][2 * r] *= slope.x;
+      dscores[n][2 * r + 1] *= slope.y;
+    });
+  }
+};
+
+}  // namespace flashattn_ext::sm90
