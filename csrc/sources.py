@@ -31,10 +31,15 @@ CUDA_NAMES = {"fp16": "__half", "bf16": "__nv_bfloat16", "fp32": "float"}
 HEAD_DIMS = (64, 96, 128, 144, 192, 256, 384, 512)
 CUDA_KINDS = {
     "sm80": {"": ("kPlain", "kDropout"), "_masks": ("kIntervals",), "_general": ("kGeneral",)},
-    "sm90": {"": ("kPlain", "kDropout"), "_masks": ("kIntervals",), "_general": ("kGeneral",), "_scores": ("kScores",)},
+    "sm90": {"": ("kPlain", "kDropout"), "_masks": ("kIntervals",), "_general": ("kGeneral",), "_scores": ("kScores",),
+             "_bias": ("kBias",)},
 }
 # Head dims whose backward of these kinds Hopper leaves to the kernels of sm80: has_backward() in csrc/cuda/sm90/kernels.h.
-LEFT_TO_SM80 = {"_general": (64, 96, 128, 144, 192, 256), "_scores": (144, 192, 256)}
+LEFT_TO_SM80 = {
+    "_general": (64, 96, 128, 144, 192, 256),
+    "_bias": (64, 96, 128, 144, 192, 256),
+    "_scores": (144, 192, 256),
+}
 ENTRY_POINTS = {
     "forward": ["void {}::forward<{}>(const flashattn_ext::AttnParams&)"],
     "backward": [

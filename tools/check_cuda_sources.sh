@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compiles the CUDA sources for Ampere and Hopper, without torch and without a GPU. Fails when a kernel of head_dim 64 or 128 spills
-# registers. Kernels of a Mask or of options found out at run time (kinds 2, 3 and 4 of csrc/cuda/common/kind.h) may, and
+# registers. Kernels of a Mask or of options found out at run time (kinds 2 to 5 of csrc/cuda/common/kind.h) may, and
 # those with dropout (kind 1) may spill 8 bytes. To save time sm90/ is compiled for 90a alone; and of the kinds that are in sources of
 # their own bf16 stands for fp16, and those of sm80/ are compiled for the first architecture alone.
 # TILE_CHOICE=1 or 2: with the tiles of that column of csrc/cuda/*/tiles.h.
@@ -11,14 +11,16 @@ cd "$(dirname "$0")/.."
 objects=$(mktemp -d)
 trap 'rm -rf "$objects"' EXIT
 architectures=${*:-80 90a}
-options=(-DFLASHATTN_EXT_SM90 "-DFLASHATTN_EXT_TILE_CHOICE=${TILE_CHOICE:-0}" -Icsrc)
+# torch compiles extensions without the implicit conversions of 16-bit types.
+options=(-D__CUDA_NO_HALF_OPERATORS__ -D__CUDA_NO_HALF_CONVERSIONS__ -D__CUDA_NO_BFLOAT16_CONVERSIONS__ -D__CUDA_NO_HALF2_OPERATORS__)
+options+=(-DFLASHATTN_EXT_SM90 "-DFLASHATTN_EXT_TILE_CHOICE=${TILE_CHOICE:-0}" -Icsrc)
 sources() { python3 csrc/sources.py "$objects/instances"; }
 export objects architectures
 compile() {
   local name=${1//\//_} number targets=()
   for number in $architectures; do
     case $name in
-      *_fp16_*_masks.cu | *_fp16_*_general.cu | *_fp16_*_scores.cu) continue ;;
+      *_fp16_*_masks.cu | *_fp16_*_general.cu | *_fp16_*_scores.cu | *_fp16_*_bias.cu) continue ;;
       *sm90_*) [[ $number == 90a ]] || continue ;;
       *_masks.cu | *_general.cu) [[ $number == "${architectures%% *}" ]] || continue ;;
     esac
@@ -36,6 +38,6 @@ awk '
   /bytes spill stores/ {
     sub(/.*stack frame, /, "")
     allowed = kernel ~ /KindE1E/ ? 8 : 0
-    if (kernel ~ /Li(64|128)E/ && kernel !~ /KindE[234]E/ && $1 > allowed) { print "spills " $1 " bytes: " kernel; failed = 1 }
+    if (kernel ~ /Li(64|128)E/ && kernel !~ /KindE[2345]E/ && $1 > allowed) { print "spills " $1 " bytes: " kernel; failed = 1 }
   }
   END { exit failed }' "$objects"/*.log

@@ -58,6 +58,10 @@ RULES = [
     Rule(r"flashattn-ext report .*", AS_WRITTEN),
     Rule(r"(flashattn-ext|python -m flashattn_ext) bench (cpu|tune).*", "{} --quick"),
     Rule(r"(flashattn-ext|python -m flashattn_ext) bench cuda.*", AS_WRITTEN, refused="needs a CUDA device"),
+    Rule(
+        r"torchrun .* -m flashattn_ext train.*",
+        "python -m torch.distributed.run {arguments} --steps 2 --width 32 --context 64",
+    ),
     Rule(r"torchrun .* -m flashattn_ext bench distributed.*", "python -m torch.distributed.run {arguments} --quick"),
     Rule(r"python tools/context_parallel_costs\.py", AS_WRITTEN),
     Rule(r"bash build\.sh -arch 910b( -mode check)?", AS_WRITTEN, refused="CANN was not found"),

@@ -78,6 +78,30 @@ def call_with_biases(dtype: torch.dtype, head_dim: int) -> int:
     return calls
 
 
+def call_with_caches(dtype: torch.dtype, head_dim: int) -> int:
+    """Caches with and without pages, lengths and block tables that lie among them, and returns how many calls."""
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda").to(dtype)
+
+    def integers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    choices = list(itertools.product((1, 20, 130), (0, 16), (0, 3), (False, True)))
+    for Sq, page_size, num_splits, lies in choices:
+        rows = page_size or 400
+        k_cache, v_cache = (normal(25 if page_size else 2, rows, 2, head_dim) for _ in range(2))
+        table = torch.randint(-9 if lies else 0, 99 if lies else 25, (2, 25), dtype=torch.int32, device="cuda")
+        rotary_dim = min(head_dim, 32) // 2
+        flashattn_ext.flash_attn_with_kvcache(
+            normal(2, Sq, 32, head_dim), k_cache, v_cache, normal(2, Sq, 2, head_dim), normal(2, Sq, 2, head_dim),
+            normal(400, rotary_dim), normal(400, rotary_dim), integers(2**31 - 1, -5) if lies else integers(250, 17),
+            block_table=table if page_size else None, cache_leftpad=integers(900, 3) if lies else None, causal=True,
+            softcap=5.0 if num_splits else 0.0, alibi_slopes=torch.rand(32, device="cuda"), num_splits=num_splits,
+        )  # fmt: skip
+    return len(choices)
+
+
 def main() -> None:
     calls = 0
     dtypes = [getattr(torch, name) for name in sys.argv[1:] or DTYPES]
@@ -98,6 +122,7 @@ def main() -> None:
             calls += 1
         calls += call_with_masks(dtype, head_dim)
         calls += call_with_biases(dtype, head_dim)
+        calls += call_with_caches(dtype, head_dim)
     flashattn_ext.dropout_mask(2, 3, 17, 19, 0.3, 1, "cuda")
     torch.cuda.synchronize()
     print(f"{calls} calls")

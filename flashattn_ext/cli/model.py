@@ -11,6 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,10 +54,28 @@ SOFTMAX = {
 }
 
 
+class SharedRows(NamedTuple):
+    """The ranks that share the rows of a batch, and how many bytes a whole row has."""
+
+    group: Any
+    length: int
+
+
 def _flashattn(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None, mask: Mask | None = None
 ) -> Tensor:
     return flashattn_ext.forward(q, k, v, causal=True, dropout_p=dropout_p, smooth_softmax=smooth, sink=sink, mask=mask)
+
+
+def _over_ranks(
+    shared: SharedRows, q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None,
+    mask: Mask | None = None,
+) -> Tensor:  # fmt: skip
+    """_flashattn, of rows that several ranks share."""
+    from flashattn_ext import distributed
+
+    options = {"causal": True, "dropout_p": dropout_p, "smooth_softmax": smooth, "sink": sink, "mask": mask}
+    return distributed.attention(q, k, v, group=shared.group, seqlen=shared.length, **options)
 
 
 def _reference(
@@ -153,14 +173,22 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
         self.sink = nn.Parameter(torch.zeros(config.heads)) if config.softmax == "sink" else None
 
-    def forward(self, x: Tensor, rotary: Tensor, mask: Mask | None = None, cache: Cache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Tensor,
+        mask: Mask | None = None,
+        shared: SharedRows | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
         """With a cache, x is what comes after the positions that it holds, and `rotary` the whole table."""
         q, k, v = self.qkv(x).split([self.config.width, self.kv_width, self.kv_width], dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)) for part in (q, k, v))
         smooth = self.config.softmax == "smooth"
         if cache is None:
             dropout_p = self.config.dropout if self.training else 0.0
-            heads = self.attend(rotate(q, rotary), rotate(k, rotary), v, dropout_p, smooth, self.sink, mask)
+            attend = self.attend if shared is None else partial(_over_ranks, shared)
+            heads = attend(rotate(q, rotary), rotate(k, rotary), v, dropout_p, smooth, self.sink, mask)
         else:
             cos, sin = rotary[:, :, 0].to(q.dtype)
             heads = flashattn_ext.flash_attn_with_kvcache(
@@ -169,6 +197,13 @@ class Attention(nn.Module):
             )  # fmt: skip
             cache.length += x.shape[1]
         return self.out(heads.flatten(-2))
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, count: int | None = None) -> Tensor:
+    """Nats per byte of the targets that are not NOT_PREDICTED: their mean, or their sum over `count`."""
+    logits, reduction = logits.flatten(0, 1).float(), "mean" if count is None else "sum"
+    loss = F.cross_entropy(logits, targets.flatten(), ignore_index=NOT_PREDICTED, reduction=reduction)
+    return loss if count is None else loss / count
 
 
 class SwiGLU(nn.Module):
@@ -193,13 +228,25 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.width, mlp_width or round(config.width * 8 / 3 / 32) * 32)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rotary: Tensor, mask: Mask | None = None, cache: Cache | None = None) -> Tensor:
-        x = x + self.drop(self.attention(self.attention_norm(x), rotary, mask, cache))
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Tensor,
+        mask: Mask | None = None,
+        shared: SharedRows | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        x = x + self.drop(self.attention(self.attention_norm(x), rotary, mask, shared, cache))
         return x + self.drop(self.mlp(self.mlp_norm(x)))
 
 
 class GPT(nn.Module):
-    """Bytes int64 `[B, S]`, S up to `context`, to logits of the next byte `[B, S, 256]`."""
+    """Bytes int64 `[B, S]`, S up to `context`, to logits of the next byte `[B, S, 256]`.
+
+    With `shared` set, bytes and logits are this rank's part of each row, as `flashattn_ext.distributed.shard` gives it.
+    """
+
+    shared: SharedRows | None = None
 
     def __init__(self, config: ModelConfig, context: int) -> None:
         super().__init__()
@@ -217,19 +264,25 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 * scale)
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        """With documents `[B, S]`, numbers of which equal neighbours are one document, each is computed as if it were alone."""
-        mask, rotary = None, self.rotary[:, : tokens.shape[1]]
+        """With documents `[B, S]`, numbers of which equal neighbours are one document, each is computed as if it were alone.
+
+        They are those of whole rows, also where ranks share them.
+        """
+        mask, rotary, dim = None, self.rotary[:, : self.shared.length if self.shared else tokens.shape[1]], 1
         if documents is not None:
-            mask, rotary = Mask.documents(documents), self.rotary[:, positions(documents)]
+            mask, rotary, dim = Mask.documents(documents), self.rotary[:, positions(documents)], 2
+        if self.shared is not None:
+            from flashattn_ext import distributed
+
+            rotary = distributed.shard(rotary, group=self.shared.group, dim=dim)
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x, rotary, mask)
+            x = block(x, rotary, mask, self.shared)
         return F.linear(self.norm(x), self.embedding.weight)
 
     def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
         """Mean cross entropy in nats per byte, of the targets that are not NOT_PREDICTED."""
-        logits = self(tokens, documents).flatten(0, 1).float()
-        return F.cross_entropy(logits, targets.flatten(), ignore_index=NOT_PREDICTED)
+        return cross_entropy(self(tokens, documents), targets)
 
     @torch.no_grad()
     def generate(self, prompt: bytes, length: int, temperature: float, generator: torch.Generator) -> bytes:

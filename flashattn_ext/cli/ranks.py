@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import datetime
 import os
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from flashattn_ext import distributed
+
 from .console import CommandError
+from .data import Batch
 
 TIMEOUT = datetime.timedelta(minutes=5)  # how long a rank waits for another
 
@@ -38,6 +43,74 @@ def start(device: torch.device, timeout: datetime.timedelta = TIMEOUT) -> None:
         ) from None
 
 
+def own_device(device: torch.device) -> torch.device:
+    """Of several devices of a kind, that of this rank."""
+    return device if device.type == "cpu" or device.index is not None else torch.device(device.type, local_rank())
+
+
+def is_of_others(error: RuntimeError) -> bool:
+    """Whether it is what a rank sees when another one has ended or is late."""
+    text = str(error).lower()
+    signs = ("flashattn_ext.distributed", "connection closed", "connection reset", "timed out", "broken pipe", "nccl")
+    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
+
+
 def end() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which part of a batch is this process's: some of the rows, and of each row what `distributed.shard` gives.
+
+    The default is a process that is alone.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+    data_rank: int = 0
+    data_ranks: int = 1  # that share the rows of a batch
+    context_group: Any = None  # the ranks that share each row; None where nobody does
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def part(self, batch: Batch) -> Batch:
+        """This rank's rows, and of each its part of tokens and targets; documents stay whole."""
+        rows = Batch(*(None if t is None else t[self.data_rank :: self.data_ranks] for t in batch))
+        if self.context_group is None:
+            return rows
+        tokens, targets = (distributed.shard(t, group=self.context_group) for t in rows[:2])
+        return rows._replace(tokens=tokens, targets=targets)
+
+    def sums(self, values: list[float], device: torch.device) -> list[float]:
+        """Each value, summed up over the ranks."""
+        if self.ranks == 1:
+            return values
+        total = torch.tensor(values, dtype=torch.float64).to(device)
+        dist.all_reduce(total)
+        return [float(value) for value in total.tolist()]
+
+
+def layout_of(context_parallel: int, batch_size: int, device: torch.device) -> Layout:
+    """The layout of a process that torchrun has started, after `start`; of one that it has not, the default."""
+    if not dist.is_initialized():
+        if context_parallel > 1:
+            raise CommandError(
+                f"--context-parallel got {context_parallel}, and this is one process; start as many ranks with "
+                f"torchrun --nproc-per-node {context_parallel} -m flashattn_ext train ..."
+            )
+        return Layout()
+    ranks = dist.get_world_size()
+    if ranks % context_parallel:
+        raise CommandError(f"--context-parallel got {context_parallel}; accepted are divisors of the {ranks} ranks")
+    data_ranks = ranks // context_parallel
+    if batch_size % data_ranks:
+        raise CommandError(
+            f"--batch-size got {batch_size}; accepted are multiples of {data_ranks}: {ranks} ranks, of which {context_parallel} share a row"
+        )
+    mesh = dist.init_device_mesh(device.type, (data_ranks, context_parallel), mesh_dim_names=("data", "context"))
+    group = mesh["context"].get_group() if context_parallel > 1 else None
+    return Layout(dist.get_rank(), ranks, mesh.get_local_rank("data"), data_ranks, group)

@@ -11,12 +11,15 @@ import argparse
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from . import ranks
 from .console import CommandError, make_console, positive, require, seed
-from .data import load_corpus
+from .data import Corpus, load_corpus
 from .devices import DEVICES, choose_device, use_threads
 from .files import make_directory
 from .model import ATTENTION, MAX_HEAD_DIM, SOFTMAX, ModelConfig
+from .timing import one_line
 from .trainer import PACKING, TrainConfig, Trainer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -42,6 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto: bfloat16 on accelerators, else float32",
     )
     run.add_argument("--threads", type=positive, help="CPU threads; without it, PyTorch's choice")
+    run.add_argument(
+        "--context-parallel",
+        type=positive,
+        default=1,
+        metavar="C",
+        help="ranks that share each row of a batch; torchrun starts them, and data parallelism takes the others",
+    )
     run.add_argument("--sample-bytes", type=positive, default=600, help="length of the generated text")
 
     model = parser.add_argument_group("model")
@@ -79,12 +89,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     require("matplotlib")  # before the training, not after it
-    console = make_console()
     use_threads(arguments.threads)
     device = choose_device(arguments.device, needs_backend=arguments.attention == "flashattn")
     config = _config(arguments, device)
     corpus = load_corpus(arguments.text, config.context)
-    trainer = Trainer(config, corpus, device, make_directory(arguments.out), console)
+    directory = make_directory(arguments.out)
+    if not ranks.started_by_torchrun():
+        return _train(arguments, config, corpus, device, directory)
+    device = ranks.own_device(device)
+    ranks.start(device)
+    try:
+        return _train(arguments, config, corpus, device, directory)
+    except RuntimeError as error:
+        if not ranks.is_of_others(error):
+            raise
+        raise CommandError(
+            f"rank {dist.get_rank()} of {dist.get_world_size()} stops: another rank has ended or is late; the same command goes on "
+            f"from the last checkpoint ({one_line(error)})"
+        ) from None
+    finally:
+        ranks.end()
+
+
+def _train(
+    arguments: argparse.Namespace, config: TrainConfig, corpus: Corpus, device: torch.device, directory: Path
+) -> int:
+    layout = ranks.layout_of(arguments.context_parallel, config.batch_size, device)
+    console = make_console()
+    console.quiet = not layout.is_first
+    trainer = Trainer(config, corpus, device, directory, console, layout)
+    if layout.ranks > 1:
+        console.print(
+            f"{layout.ranks} ranks: {layout.data_ranks} share a batch, {arguments.context_parallel} share each of its rows"
+        )
 
     console.print(
         f"{trainer.parameter_count():,} parameters, {len(corpus.train):,} bytes of {corpus.name}, "
@@ -98,7 +135,8 @@ def run(arguments: argparse.Namespace) -> int:
             f"stopped at step {trainer.step}, saved {trainer.checkpoint_path}; the same command goes on from there"
         )
         return 128 + stopped_by
-    _finish(trainer, arguments.sample_bytes)
+    if layout.is_first:
+        _finish(trainer, arguments.sample_bytes)
     return 0
 
 
@@ -130,6 +168,10 @@ def _config(arguments: argparse.Namespace, device: torch.device) -> TrainConfig:
         raise CommandError(
             f"--width {options['width']} over --heads {options['heads']} makes heads of {head_dim}; accepted by --attention "
             f"{options['attention']} are up to {MAX_HEAD_DIM[options['attention']]}: more --heads, or a smaller --width"
+        )
+    if options["context_parallel"] > 1 and options["attention"] != "flashattn":
+        raise CommandError(
+            f"--context-parallel got {options['context_parallel']}, which only --attention flashattn can do"
         )
     if options["heads"] % options["kv_heads"]:
         raise CommandError(f"--heads {options['heads']} must be a multiple of --kv-heads {options['kv_heads']}")

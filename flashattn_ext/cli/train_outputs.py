@@ -68,6 +68,7 @@ def write_sample(trainer: Trainer, length: int) -> str:
     """Text that the model writes; the same weights and seed write the same text."""
     generator = torch.Generator().manual_seed(trainer.config.seed)
     trainer.model.eval()
+    trainer.model.shared = None  # one rank writes
     generated = trainer.model.generate(SAMPLE_PROMPT, length, SAMPLE_TEMPERATURE, generator)
     text = generated.decode(errors="replace").strip() + "\n"
     write_text(trainer.directory / "sample.txt", text)

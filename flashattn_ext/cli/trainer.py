@@ -24,13 +24,15 @@ from .checkpoint import load_checkpoint, random_state, restore_random_state, sav
 from .console import CommandError
 from .data import NOT_PREDICTED, Batch, BatchSampler, Corpus, validation_batches
 from .devices import peak_memory_bytes, synchronize
-from .model import GPT, ModelConfig
+from .model import GPT, ModelConfig, SharedRows, cross_entropy
 from .progress import TrainingProgress
+from .ranks import Layout
 from .timing import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+ALONE = Layout()  # one process
 FINAL_RATE = 0.05  # where the cosine ends, as a share of the peak
 ADAM_BETAS = (0.9, 0.95)
 
@@ -67,11 +69,13 @@ class Training:
     The losses are in nats per byte.
     """
 
-    def __init__(self, config: TrainConfig, corpus: Corpus, device: torch.device) -> None:
+    def __init__(self, config: TrainConfig, corpus: Corpus, device: torch.device, layout: Layout = ALONE) -> None:
         self.config = config
         self.device = device
+        self.layout = layout
         torch.manual_seed(config.seed)
         self.model = GPT(config.model, config.context).to(device)
+        self._replica = self._shared_out() if layout.ranks > 1 else self.model
         self.optimiser = _make_optimiser(self.model, config, device)
         train, validation = (
             (corpus.train_documents, corpus.validation_documents) if config.packing == "documents" else (None, None)
@@ -82,15 +86,28 @@ class Training:
         self.train_losses: list[float] = []  # [steps]
         self.validation_losses: list[tuple[int, float]] = []  # (step, loss)
 
+    def _shared_out(self) -> torch.nn.Module:
+        """The model with gradients that are means over the ranks, each of which draws dropout of its own."""
+        if self.layout.context_group is not None:
+            self.model.shared = SharedRows(self.layout.context_group, self.config.context)
+        self.seed_for_step(0)
+        devices = [self.device] if self.device.type != "cpu" else None
+        return torch.nn.parallel.DistributedDataParallel(self.model, device_ids=devices)
+
+    def seed_for_step(self, step: int) -> None:
+        """The generators of a rank from this step on, where there are several: no two have the same."""
+        torch.manual_seed((self.config.seed * 1_000_003 + step) * self.layout.ranks + self.layout.rank)
+
     def one_step(self) -> float:
         """Returns the norm of the gradient before it is clipped."""
         rate = learning_rate(self.step, self.config)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
-        loss = self._loss(self.sampler.next_batch(self.device))
-        if not math.isfinite(value := loss.item()):
+        loss = self._loss(self.sampler.next_batch(torch.device("cpu")), self._replica)
+        (value,) = self.layout.sums([loss.item()], self.device)
+        if not math.isfinite(value):
             raise CommandError(f"the loss became {value} at step {self.step + 1}; try a lower --learning-rate")
-        loss.backward()
+        (loss * self.layout.ranks).backward()  # gradients are means over the ranks, the loss is a sum over them
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
@@ -111,15 +128,19 @@ class Training:
         with torch.no_grad():
             for batch in self.validation:
                 predicted = int((batch.targets != NOT_PREDICTED).sum())
-                total += self._loss(batch.to(self.device)).item() * predicted
+                total += self._loss(batch, self.model).item() * predicted
                 count += predicted
         self.model.train()
+        (total,) = self.layout.sums([total], self.device)
         return total / count
 
-    def _loss(self, batch: Batch) -> Tensor:
+    def _loss(self, batch: Batch, model: torch.nn.Module) -> Tensor:
+        """The mean over the targets of a batch; of a rank's part of it, the sum over the number of those of the whole."""
+        count = int((batch.targets != NOT_PREDICTED).sum()) if self.layout.ranks > 1 else None
+        batch = self.layout.part(batch).to(self.device)
         dtype = getattr(torch, self.config.dtype)
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype != torch.float32):
-            return self.model.loss(batch.tokens, batch.targets, batch.documents)
+            return cross_entropy(model(batch.tokens, batch.documents), batch.targets, count)
 
 
 class Trainer(Training):
@@ -132,8 +153,9 @@ class Trainer(Training):
         device: torch.device,
         directory: Path,
         console: Console,
+        layout: Layout = ALONE,
     ) -> None:
-        super().__init__(config, corpus, device)
+        super().__init__(config, corpus, device, layout)
         self.corpus = corpus
         self.directory = directory
         self.console = console
@@ -158,6 +180,9 @@ class Trainer(Training):
         ):
             while self.step < self.config.steps and not stop:
                 self.one_step()
+                # A signal may reach one rank a step before another: all stop after the same one.
+                if self.layout.sums([float(bool(stop))], self.device)[0] and not stop:
+                    stop.append(signal.SIGTERM)
                 self.validate_when_due()
                 self.seconds = time.perf_counter() - begin
                 if self.step % checkpoint_every == 0 or self.step == self.config.steps or stop:
@@ -172,12 +197,15 @@ class Trainer(Training):
         return stop[0] if stop and self.step < self.config.steps else 0
 
     def save(self) -> None:
+        if not self.layout.is_first:
+            return
         state = {
             "config": asdict(self.config),
             "text_sha256": self.corpus.sha256,
             "model": self.model.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "random": random_state(self.device),
+            "ranks": self.layout.ranks,
             "sampler": self.sampler.state(),
             "step": self.step,
             "seconds": self.seconds,
@@ -215,6 +243,8 @@ class Trainer(Training):
         self.train_losses = [float(loss) for loss in state["train_losses"]]
         self.validation_losses = [(int(step), float(loss)) for step, loss in state["validation_losses"]]
         restore_random_state(state["random"], self.device)
+        if self.layout.ranks > 1 or state.get("ranks", 1) > 1:  # the saved states are those of one rank of several
+            self.seed_for_step(self.step)
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

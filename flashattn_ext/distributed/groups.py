@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 # A process group, a DeviceMesh of one dimension, or None for all ranks.
 Group = Any
-
-# Those that were given; the ops know a group by its name. Weak, because the threads of a group end with its last reference, and must end
-# before the process does.
-_BY_NAME: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 def resolved(group: Group) -> Any:
@@ -45,11 +41,9 @@ def resolved(group: Group) -> Any:
 
 
 def name_of(group: Any) -> str:
-    """The name by which `named` finds the group again."""
-    name = str(group.group_name)
-    _BY_NAME[name] = group
-    return name
+    """What the ops are given in place of the group: torch finds a group again by its name."""
+    return str(group.group_name)
 
 
 def named(name: str) -> Any:
-    return _BY_NAME[name]
+    return distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined, arg-type]

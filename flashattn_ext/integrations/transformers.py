@@ -10,8 +10,9 @@ and this package cannot do raises and names the layer; nothing is dropped. docs/
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from flashattn_ext.decode import has_decoding
 
 from . import _mask_tensors
 
+if TYPE_CHECKING:
+    from ._transformers_shared import SharedRows
+
 OLDEST = (4, 57)  # the first version whose masks go through AttentionMaskInterface in nearly every model
 
 # What models and training loops hand down to every layer and what says nothing about attention, or says it a second time.
@@ -31,11 +35,14 @@ _SAYS_NOTHING = {
 }  # fmt: skip
 
 
-def register(name: str = "fax") -> None:
+def register(name: str = "fax", *, cp_group: Any = None, mode: str = "auto", sharding: str = "zigzag") -> None:
     """Makes attn_implementation=name run through flashattn_ext in every model of transformers. Doing it again changes nothing.
 
     Args:
         name: how models will ask for it. transformers takes names with "flash" in them for other packages.
+        cp_group: ranks that share every row of a batch: a process group or a DeviceMesh of one dimension. Models of that name are
+            given this rank's part of tokens and position_ids (distributed.shard).
+        mode, sharding: as in flashattn_ext.distributed.attention, with cp_group.
 
     Raises:
         ImportError: transformers is not installed.
@@ -57,10 +64,22 @@ def register(name: str = "fax") -> None:
     from . import _transformers_masks
 
     taken = AttentionInterface._global_mapping.get(name, None if name != "eager" else "eager")
-    if taken not in (None, attention):
+    if taken not in (None, attention) and not _is_of_group(taken):
         raise ValueError(f"name: {name!r} is another attention implementation of transformers; choose one that is free")
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, _transformers_masks.attention_mask)
+    if cp_group is None:
+        AttentionInterface.register(name, attention)
+        AttentionMaskInterface.register(name, _transformers_masks.attention_mask)
+        return
+    from ._transformers_shared import SharedRows
+
+    shared = SharedRows(cp_group, mode, sharding)
+    AttentionInterface.register(name, functools.partial(attention, shared_rows=shared))
+    AttentionMaskInterface.register(name, shared.attention_mask)
+
+
+def _is_of_group(taken: Any) -> bool:
+    """Whether it is what an earlier register(cp_group=...) has put there."""
+    return isinstance(taken, functools.partial) and taken.func is attention
 
 
 def _check_version(version: str) -> None:
@@ -103,6 +122,7 @@ def attention(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     deterministic: bool | None = None,
+    shared_rows: SharedRows | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """What transformers registers as an attention function.
@@ -117,6 +137,7 @@ def attention(
         s_aux: [Hq], the sink.
         position_bias: [1 or B, Hq, Sq, Sk], added to the scores.
         cu_seq_lens_q, cu_seq_lens_k: int [documents + 1], where documents begin that are packed into the only batch entry.
+        shared_rows: the ranks that share rows, after register(cp_group=...).
         others: as models hand them down; one that could change the result and is not known here raises.
 
     Returns:
@@ -128,6 +149,23 @@ def attention(
     for name, given in others.items():
         if given is not None and given is not False and name not in _SAYS_NOTHING:
             raise _unsupported(module, name, given)
+    if shared_rows is not None:
+        if position_bias is not None or cu_seq_lens_q is not None:
+            name = "cu_seq_lens_q" if position_bias is None else "position_bias"
+            raise NotImplementedError(
+                f"{_layer(module)}: {name}: expected None where ranks share rows (cp_group); documents are told by position_ids"
+            )
+        window = None if attention_mask is None else _mask_tensors.as_window(attention_mask)
+        if attention_mask is not None and window is None:
+            raise NotImplementedError(
+                f"{_layer(module)}: attention_mask: expected what the mask function of cp_group made, got a tensor of shape {list(attention_mask.shape)}"
+            )
+        visible = _without_mask(module, sliding_window, is_causal) if window is None else _Visible(*window)
+        out = shared_rows.attention(
+            query, key, value, (visible.left, visible.right), position_ids, softmax_scale=scaling, dropout_p=dropout, sink=s_aux,
+            softcap=softcap or 0.0, deterministic=bool(deterministic),
+        )  # fmt: skip
+        return out, None
     if query.shape[0] != key.shape[0]:  # learned queries of one batch entry, say
         query, key, value = _same_batch(query, key, value)
     if attention_mask is None:

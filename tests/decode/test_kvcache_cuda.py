@@ -32,21 +32,23 @@ def test_every_compiled_tile(Sq: int, D: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("page_size", [0, 112])
 @pytest.mark.parametrize(
     "options",
     [
         {},
         {"causal": True, "new": 300, "rotary_dim": 32, "interleaved": False},
         {"window_size": (200, 20), "softcap": 4.0, "sink": True},
-        {"alibi": "batch", "batch_idx": True, "extra_entries": 3, "smooth_softmax": True},
-        {"leftpad": (0, 100, 400, 17, 0), "causal": True},
+        {"alibi": "batch", "extra_entries": 3, "smooth_softmax": True},
+        {"leftpad": (0, 100, 400, 0, 17), "causal": True},
     ],
     ids=str,
 )
-def test_prefill(options: dict[str, object], backend: str) -> None:
+def test_prefill(options: dict[str, object], page_size: int, backend: str) -> None:
     """Queries enough for the forward kernels, over sequences shorter and longer than themselves."""
     lengths = (600, 350, 400, 0, 299)
-    case = CacheCase(lengths, Sq=300, Hq=16, Hk=4, D=64, Dv=64, room=910, **options)
+    sizes = {"Sq": 300, "Hq": 16, "Hk": 4, "D": 64, "Dv": 64, "room": 1008, "page_size": page_size}
+    case = CacheCase(lengths, batch_idx=page_size == 0, **sizes, **options)
     with flashattn_ext.use_backend(backend):
         check(case, "cuda", torch.bfloat16)
 

@@ -14,12 +14,25 @@ enum class Kind {
   kIntervals,  // a Mask alone
   kGeneral,    // softcap or biases, a Mask with dropout, or an origin that places rows; found out at run time
   kScores,     // softcap, ALiBi or a relative bias and nothing else; which of them is found out at run time
+  kBias,       // a bias of any shape in the inputs' 16 bits and nothing else, whose tiles TMA can copy
 };
+
+// Whether TMA can copy tiles of the bias: addresses and strides are multiples of 16 bytes, and elements have the
+// inputs' type. The stride of a dimension of extent 1 means nothing.
+inline bool has_copyable_bias(const AttnParams& p) {
+  auto aligned = [](int64_t stride, int64_t count) { return count <= 1 || stride % 8 == 0; };
+  return p.bias.dtype == p.dtype && p.dtype != DType::kFloat32 && reinterpret_cast<uintptr_t>(p.bias.data) % 16 == 0 &&
+         aligned(p.bias.row_stride, p.seqlen_q) && aligned(p.bias.head_stride, p.heads_q) &&
+         aligned(p.bias.batch_stride, p.batch);
+}
 
 inline Kind kind_of(const AttnParams& p) {
   if (p.origin.length_mask == 0) return Kind::kGeneral;  // an origin places the rows
   if (p.softcap > 0 || p.has_bias()) {
-    return p.bias.data || p.has_intervals() || p.has_dropout() ? Kind::kGeneral : Kind::kScores;
+    if (p.has_intervals() || p.has_dropout()) return Kind::kGeneral;
+    if (!p.bias.data) return Kind::kScores;
+    const bool alone = p.softcap == 0 && !p.alibi_slopes && !p.relative_bias;
+    return alone && has_copyable_bias(p) ? Kind::kBias : Kind::kGeneral;
   }
   if (p.has_intervals() && p.has_dropout()) return Kind::kGeneral;
   return p.has_intervals() ? Kind::kIntervals : p.has_dropout() ? Kind::kDropout : Kind::kPlain;
@@ -29,10 +42,10 @@ inline Kind kind_of(const AttnParams& p) {
 constexpr bool can_be_placed(Kind kind) { return kind == Kind::kGeneral; }
 
 // Whether kernels of a kind can have softcap and biases.
-constexpr bool can_score(Kind kind) { return kind == Kind::kGeneral || kind == Kind::kScores; }
+constexpr bool can_score(Kind kind) { return kind == Kind::kGeneral || kind == Kind::kScores || kind == Kind::kBias; }
 
 // The kind whose kernels run another kind where it has none of its own.
-constexpr Kind general_kind(Kind kind) { return kind == Kind::kScores ? Kind::kGeneral : kind; }
+constexpr Kind general_kind(Kind kind) { return can_score(kind) ? Kind::kGeneral : kind; }
 
 // Whether kernels of a kind can drop weights.
 constexpr bool can_drop(Kind kind) { return kind == Kind::kDropout || kind == Kind::kGeneral; }
@@ -58,6 +71,8 @@ auto with_kind(Kind kind, const F& f) {
       return f(std::integral_constant<Kind, Kind::kGeneral>());
     case Kind::kScores:
       return f(std::integral_constant<Kind, Kind::kScores>());
+    case Kind::kBias:
+      return f(std::integral_constant<Kind, Kind::kBias>());
     default:
       return f(std::integral_constant<Kind, Kind::kPlain>());
   }

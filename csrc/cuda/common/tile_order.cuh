@@ -31,11 +31,9 @@ struct TileGrid : TileOrder {
   int tiles;   // of the whole call
   int* taken;  // how many tiles thread blocks have taken beyond the first of each; in global memory
 
-  // The thread block's next tile; `tiles` or more when there is none left.
-  __device__ int take() const {
-    const int thread_blocks = static_cast<int>(gridDim.x);
-    return tiles > thread_blocks ? thread_blocks + atomicAdd(taken, 1) : tiles;
-  }
+  // The next tile for one of `takers`, thread blocks or pairs of them; `tiles` or more when there is none left.
+  __device__ int take(int takers) const { return tiles > takers ? takers + atomicAdd(taken, 1) : tiles; }
+  __device__ int take() const { return take(static_cast<int>(gridDim.x)); }
 };
 
 // Heads of a section. With a right bound or a Mask some tiles are longer than others: when those of all heads of a
@@ -50,9 +48,9 @@ inline int section_heads(const AttnParams& p, int64_t heads, int64_t head_bytes,
 // The order of a forward call, whose keys and values are to stay in the cache. With a Mask tiles may be long anywhere
 // in a head: then a section has so many heads that enough of its short tiles are left for the end, and neighbouring
 // tiles of a head still read the same keys at about the same time.
-inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t element_bytes) {
+inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t element_bytes, int64_t at_least = 1) {
   const int64_t head_bytes = p.seqlen_k * (p.head_dim + p.head_dim_v) * element_bytes / p.group_size();
-  const int64_t at_least = p.has_intervals() ? 16 : 1;
+  if (p.has_intervals()) at_least = std::max<int64_t>(at_least, 16);
   return {static_cast<int>(blocks), section_heads(p, p.batch * p.heads_q, head_bytes, at_least)};
 }
 

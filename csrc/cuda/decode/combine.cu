@@ -5,6 +5,7 @@
 
 #include "../common/launch.cuh"
 #include "../common/rows.cuh"
+#include "../common/tensor_core.cuh"
 #include "../common/tile.cuh"
 #include "../common/tile_order.cuh"
 #include "../ptx/math.cuh"
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(kThreads)
   const SplitTask task = plan.split_tasks[blockIdx.x];
   if (task.parts == 0) return;
   const Sequence queries = query_sequence(p, task.b);
-  const int group = static_cast<int>(p.group_size()), row0 = task.row_tile * rows;
+  const int group = plan.group, row0 = task.row_tile * rows;
   const int count = min(rows, static_cast<int>(queries.length) * group - row0);
   const int row_threads = columns / kColumns, groups = kThreads / row_threads;
   const int own_group = threadIdx.x / row_threads, column = threadIdx.x % row_threads * kColumns;
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int c = threadIdx.x; c < static_cast<int>(p.head_dim_v); c += kThreads) {
       float total = 0;
       for (int n = 0; n < groups; ++n) total += sums[n * columns + c];
-      row_pointer<T>(p.out, task.b, head, query)[c] = T(total * factor);
+      narrow(total * factor, row_pointer<T>(p.out, task.b, head, query) + c);
     }
     if (threadIdx.x == 0) {
       *row_statistic(p.lse, task.b, head, query) = sum == 0 ? -infinity() : row_lse(finite_max(max), log2f(sum));

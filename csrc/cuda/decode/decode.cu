@@ -65,6 +65,7 @@ struct Launch {
     constexpr int kReservedBytes = 1024;  // of the driver, for each thread block
     const int most = most_shared_bytes();
     const int64_t rows = p.seqlen_q * p.group_size();
+    plan.group = static_cast<int>(p.group_size());
     const TileSizes narrow = kernels.sizes[0](), wide = kernels.sizes[1]();
     is_wide = rows > narrow.rows && wide.rows > narrow.rows && wide.query_bytes + wide.team_bytes <= most;
     tile = is_wide ? wide : narrow;

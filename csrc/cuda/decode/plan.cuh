@@ -19,11 +19,11 @@ struct SequenceWork {
   int64_t units;   // of these keys, at least one
 
   template <int kRows>
-  static __device__ __forceinline__ SequenceWork of(const DecodeParams& p, int b) {
+  static __device__ __forceinline__ SequenceWork of(const DecodeParams& p, const Plan& plan, int b) {
     SequenceWork work;
     const KeyLocator keys(p, b);
     work.queries = static_cast<int>(query_sequence(p, b).length);
-    work.tiles = (work.queries * static_cast<int>(p.group_size()) + kRows - 1) / kRows;
+    work.tiles = (work.queries * plan.group + kRows - 1) / kRows;
     work.length = static_cast<int>(keys.length);
     work.first_row = static_cast<int>(keys.first_new_row + keys.new_keys - keys.length);
     const Limits visible = Mask32(p, work.queries, work.length).keys_of(0, work.queries);
@@ -54,9 +54,9 @@ struct Share {
 
   // All lanes of a warp call it together.
   template <int kRows>
-  static __device__ __forceinline__ Share of(const DecodeParams& p, int block, int most_blocks) {
+  static __device__ __forceinline__ Share of(const DecodeParams& p, const Plan& plan, int block) {
     const int lane = threadIdx.x % 32, batch = static_cast<int>(p.batch);
-    auto units_of = [&](int b) { return b < batch ? SequenceWork::of<kRows>(p, b).task_units(p) : int64_t{0}; };
+    auto units_of = [&](int b) { return b < batch ? SequenceWork::of<kRows>(p, plan, b).task_units(p) : int64_t{0}; };
     Share share;
     share.all = 0;
     for (int b = lane; b < batch; b += 32) share.all += units_of(b);
@@ -64,7 +64,7 @@ struct Share {
     for (int distance = 16; distance > 0; distance /= 2) {
       share.all += __shfl_xor_sync(~0u, share.all, distance);
     }
-    share.blocks = min(static_cast<int64_t>(most_blocks), share.all);
+    share.blocks = min(static_cast<int64_t>(plan.blocks), share.all);
     share.begin = share.end = share.sequence_begin = 0;
     share.b = batch;
     if (block >= share.blocks) return share;

@@ -1,13 +1,11 @@
 // Who computes what in a call with a cache. A task is one tile of packed rows of one key head of one sequence; its keys
 // are computed in one part or in several, which combine.cu adds up.
 //
-// Lengths of sequences are in the memory of the device, so the division happens there. It is of one of two kinds:
-//
-//   fixed   every task has `splits` parts, of one thread block each: what num_splits asks for, and one part where there
-//           are enough tasks without splitting.
-//   shares  all units of keys (kUnitKeys) of all tasks form one line, which thread blocks share equally, so that it
-//   does
-//           not matter how much lengths differ. Only the task at the end of a share continues in the next one.
+// Lengths of sequences are in the memory of the device, so the division happens there (plan.cuh). It is of one of two
+// kinds. Fixed: every task has `splits` parts, of one thread block each. That is what num_splits asks for, and one part
+// where there are enough tasks without splitting. Shares: all units of keys (kUnitKeys) of all tasks form one line,
+// which thread blocks share equally, so that it does not matter how much lengths differ. Only the task at the end of a
+// share continues in the next one.
 #pragma once
 
 #include "../../params.h"
@@ -24,9 +22,10 @@ struct SplitTask {
 struct Plan {
   int splits;     // of the fixed kind; 0: shares
   int blocks;     // thread blocks
+  int group;      // query heads that share a key head
   int row_tiles;  // fixed: tiles of a sequence, as far as the host knows
-  SplitTask*
-      split_tasks;     // fixed: of each task; shares: of each thread block, the task that it begins and does not end
+  // Fixed: one for each task. Shares: for each thread block the task that it begins and does not end.
+  SplitTask* split_tasks;
   float* partial_out;  // [slots][rows of a tile][class of head dims]
   float* partial_lse;  // [slots][rows of a tile], in units of log2
 };

@@ -7,6 +7,7 @@
 #include "../common/device.h"
 #include "../common/launch.cuh"
 #include "../common/rows.cuh"
+#include "../common/tile.cuh"
 #include "../common/tile_order.cuh"
 #include "kernels.h"
 #include "prefill.h"
@@ -15,6 +16,7 @@ namespace flashattn_ext::decode {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max();  // of a packed tensor
 
 // Rows from one entry of a cache to the next; 0 where there is no such number.
 int64_t entry_rows(const DecodeParams& p, const TensorView& t) {
@@ -26,14 +28,25 @@ int64_t entry_rows(const DecodeParams& p, const TensorView& t) {
 
 // Whether the rows of all batch entries follow one another.
 bool is_packed(const DecodeParams& p, const TensorView& t) {
-  return p.batch == 1 || t.batch_stride == p.seqlen_q * t.row_stride;
+  return p.is_varlen() || p.batch == 1 || t.batch_stride == p.seqlen_q * t.row_stride;
 }
+
+bool gathers(const DecodeParams& p) { return p.cache.block_table != nullptr; }
+
+// Rows from one sequence to the next in the caches of the packed call, and all of them.
+int64_t sequence_rows(const DecodeParams& p) { return gathers(p) ? p.cache.capacity() : entry_rows(p, p.k); }
+int64_t all_rows(const DecodeParams& p) {
+  if (gathers(p)) return p.batch * p.cache.capacity();
+  return (p.cache.entries - 1) * entry_rows(p, p.k) + p.cache.page_size;
+}
+
+int64_t packed_queries(const DecodeParams& p) { return p.is_varlen() ? p.total_q : p.batch * p.seqlen_q; }
 
 // The arrays at the beginning of the workspace.
 struct Arrays {
   int32_t *cu_seqlens_q, *cu_seqlens_k;  // [2 B + 1]
-  float* lse;                            // [Hq, B * Sq]
-  char* q;                               // rotated, [B * Sq, Hq, D]
+  float* lse;                            // [Hq, B * Sq]; a packed call has its own
+  char *q, *k, *v;                       // rotated queries and gathered keys and values, [rows, heads, columns]
   char* end;
 
   explicit Arrays(const DecodeParams& p) {
@@ -43,29 +56,60 @@ struct Arrays {
       next += (bytes + 63) / 64 * 64;
       return begin;
     };
-    const int64_t rows = p.batch * p.seqlen_q;
+    const int64_t key_row = p.heads_k * element_bytes(p), gathered = gathers(p) ? all_rows(p) : 0;
+    const int64_t query_row = p.heads_q * p.head_dim * element_bytes(p);
     cu_seqlens_q = reinterpret_cast<int32_t*>(take((2 * p.batch + 1) * 4));
     cu_seqlens_k = reinterpret_cast<int32_t*>(take((2 * p.batch + 1) * 4));
-    lse = reinterpret_cast<float*>(take(rows * p.heads_q * 4));
-    q = take(p.rotary.cos ? rows * p.heads_q * p.head_dim * element_bytes(p) : 0);
+    lse = reinterpret_cast<float*>(take(p.is_varlen() ? 0 : packed_queries(p) * p.heads_q * 4));
+    q = take(p.rotary.cos ? packed_queries(p) * query_row : 0);
+    k = take(gathered * key_row * p.head_dim);
+    v = take(gathered * key_row * p.head_dim_v);
     end = next;
   }
 };
 
+// Where the sequences of the packed call begin and end. rows: from one sequence, or entry of the cache, to the next.
 __global__ void __launch_bounds__(kThreads)
     sequences_kernel(const __grid_constant__ DecodeParams p, int32_t* cu_seqlens_q, int32_t* cu_seqlens_k,
-                     int64_t entry_rows) {
-  const int b = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
-  const int queries = static_cast<int>(p.seqlen_q);
-  if (b == static_cast<int>(p.batch)) cu_seqlens_q[2 * b] = cu_seqlens_k[2 * b] = b * queries;
-  if (b >= static_cast<int>(p.batch)) return;
+                     int64_t rows) {
+  const int64_t b = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (b >= p.batch) {
+    if (b == p.batch) cu_seqlens_q[2 * b] = cu_seqlens_k[2 * b] = 0;  // after the last sequence: nothing is there
+    return;
+  }
   const KeyLocator keys(p, b);
-  const KeyRun first = keys.run(0, 1);
-  const int64_t start = first.entry * entry_rows + first.row;
-  cu_seqlens_q[2 * b] = b * queries;
-  cu_seqlens_q[2 * b + 1] = (b + 1) * queries;
+  const Sequence queries = query_sequence(p, b);
+  const int64_t first_row = keys.first_new_row + keys.new_keys - keys.length;
+  const int64_t start = (p.cache.block_table ? b : keys.run_of_row(0, 1).entry) * rows + first_row;
+  const int64_t first_query = p.is_varlen() ? queries.start : b * p.seqlen_q;
+  cu_seqlens_q[2 * b] = static_cast<int32_t>(first_query);
+  cu_seqlens_q[2 * b + 1] = static_cast<int32_t>(first_query + queries.length);
   cu_seqlens_k[2 * b] = static_cast<int32_t>(start);
   cu_seqlens_k[2 * b + 1] = static_cast<int32_t>(start + keys.length);
+}
+
+// Copies the keys and values of a sequence, blockIdx.y, from its pages to where its rows follow one another. A warp
+// copies one row of all heads, in vectors of 16 bytes: `vectors` of them are a row of one head.
+__global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ DecodeParams p, uint4* k, uint4* v,
+                                                          int vectors, int vectors_v, int vector_elements) {
+  constexpr int kWarps = kThreads / 32;
+  const int64_t b = blockIdx.y;
+  const KeyLocator keys(p, b);
+  const int64_t end = keys.first_new_row + keys.new_keys, first = end - keys.length;
+  const int heads = static_cast<int>(p.heads_k);
+  const auto copy = [&](uint4* to, const TensorView& from, const KeyRun& at, int count) {
+    for (int i = static_cast<int>(threadIdx.x) % 32; i < heads * count; i += 32) {
+      const int64_t element = at.entry * from.batch_stride + at.row * from.row_stride + i / count * from.head_stride;
+      to[i] = static_cast<const uint4*>(from.data)[element / vector_elements + i % count];
+    }
+  };
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
+  for (int64_t row = first + static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; row < end; row += step) {
+    const KeyRun at = keys.run_of_row(row, 1);
+    const int64_t to = b * p.cache.capacity() + row;
+    copy(k + to * heads * vectors, p.k, at, vectors);
+    copy(v + to * heads * vectors_v, p.v, at, vectors_v);
+  }
 }
 
 // blockIdx.y: the query head.
@@ -77,21 +121,35 @@ __global__ void __launch_bounds__(kThreads)
 
 unsigned blocks_of(int64_t threads) { return static_cast<unsigned>((threads + kThreads - 1) / kThreads); }
 
+void gather(const DecodeParams& p, const Arrays& arrays) {
+  constexpr int64_t kRowsOfBlock = 32;
+  const int elements = kVectorBytes / static_cast<int>(element_bytes(p));
+  const dim3 grid(static_cast<unsigned>(tile_count(p.cache.capacity(), kRowsOfBlock)), static_cast<unsigned>(p.batch));
+  gather_kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(
+      p, reinterpret_cast<uint4*>(arrays.k), reinterpret_cast<uint4*>(arrays.v),
+      static_cast<int>(p.head_dim) / elements, static_cast<int>(p.head_dim_v) / elements, elements);
+  check_launch(cudaGetLastError(), "prefill_gather", p);
+}
+
 }  // namespace
 
 bool is_prefill(const DecodeParams& p) {
   // Fewer queries, or fewer tiles of them than half of the multiprocessors, leave the forward kernels idle; splitting
-  // keys does not.
-  constexpr int64_t kManyQueries = 65, kTileQueries = 128, kMostColumns = 256;
-  if (p.is_varlen() || p.cache.block_table || p.has_intervals() || p.num_splits > 1 || p.cache.entries == 0)
-    return false;
-  if (p.seqlen_q < kManyQueries || std::max(p.head_dim, p.head_dim_v) > kMostColumns) return false;
+  // keys does not. Gathering pays when a key is used by many rows.
+  constexpr int64_t kManyQueries = 65, kManyRows = 1024, kTileQueries = 128, kMostSequences = 65535;
+  const int64_t bytes = element_bytes(p);
+  if (p.num_splits > 0) return false;  // the same bits in every batch: what runs may depend on one sequence alone
+  if (p.seqlen_q < kManyQueries || p.has_intervals() || p.cache.entries == 0) return false;
+  if (p.alibi_batch_stride % 2 != 0) return false;
   if (2 * p.batch * p.heads_q * tile_count(p.seqlen_q, kTileQueries) < multiprocessors()) return false;
-  const int64_t rows = entry_rows(p, p.k), bytes = element_bytes(p);
-  return rows > 0 && rows == entry_rows(p, p.v) && rows * p.cache.entries <= std::numeric_limits<int32_t>::max() &&
-         p.batch * p.seqlen_q <= std::numeric_limits<int32_t>::max() && p.alibi_batch_stride % 2 == 0 &&
-         rows_are_aligned(p.k, p.head_dim, bytes) && rows_are_aligned(p.v, p.head_dim_v, bytes) &&
-         (p.rotary.cos || is_packed(p, p.q)) && is_packed(p, p.out);
+  if (!rows_are_aligned(p.k, p.head_dim, bytes) || !rows_are_aligned(p.v, p.head_dim_v, bytes)) return false;
+  if (!is_packed(p, p.out) || !(p.rotary.cos || is_packed(p, p.q)) || packed_queries(p) > kMostRows) return false;
+  if (gathers(p)) {
+    // The copy is never larger than the caches: block tables may have room for far more than there is.
+    return p.seqlen_q * p.group_size() >= kManyRows && p.batch <= kMostSequences &&
+           all_rows(p) <= std::min(kMostRows, p.cache.entries * p.cache.page_size);
+  }
+  return entry_rows(p, p.k) > 0 && entry_rows(p, p.k) == entry_rows(p, p.v) && all_rows(p) <= kMostRows;
 }
 
 AttnParams packed_call(const DecodeParams& p) {
@@ -100,12 +158,16 @@ AttnParams packed_call(const DecodeParams& p) {
   packed.batch = 2 * p.batch;
   packed.cu_seqlens_q = arrays.cu_seqlens_q;
   packed.cu_seqlens_k = arrays.cu_seqlens_k;
-  packed.total_q = p.batch * p.seqlen_q;
-  packed.total_k = (p.cache.entries - 1) * entry_rows(p, p.k) + p.cache.page_size;
-  packed.seqlen_k = p.cache.page_size;
+  packed.total_q = packed_queries(p);
+  packed.total_k = all_rows(p);
+  packed.seqlen_k = p.cache.capacity();
   if (p.rotary.cos) packed.q = {arrays.q, 0, p.heads_q * p.head_dim, p.head_dim};
+  if (gathers(p)) {
+    packed.k = {arrays.k, 0, p.heads_k * p.head_dim, p.head_dim};
+    packed.v = {arrays.v, 0, p.heads_k * p.head_dim_v, p.head_dim_v};
+  }
   packed.q.batch_stride = packed.k.batch_stride = packed.v.batch_stride = packed.out.batch_stride = 0;
-  packed.lse = {arrays.lse, 0, packed.total_q};
+  if (!p.is_varlen()) packed.lse = {arrays.lse, 0, packed.total_q};
   packed.alibi_batch_stride = p.alibi_batch_stride / 2;
   packed.workspace = arrays.end;
   return packed;
@@ -118,14 +180,16 @@ size_t prefill_bytes(const DecodeParams& p) {
 AttnParams begin_prefill(const DecodeParams& p) {
   const Arrays arrays(p);
   const int64_t row = p.heads_q * p.head_dim;
-  append(p, {arrays.q, p.seqlen_q * row, row, p.head_dim});
+  append(p, {arrays.q, p.is_varlen() ? 0 : p.seqlen_q * row, row, p.head_dim});
+  if (gathers(p)) gather(p, arrays);
   sequences_kernel<<<blocks_of(p.batch + 1), kThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(
-      p, arrays.cu_seqlens_q, arrays.cu_seqlens_k, entry_rows(p, p.k));
+      p, arrays.cu_seqlens_q, arrays.cu_seqlens_k, sequence_rows(p));
   check_launch(cudaGetLastError(), "prefill_sequences", p);
   return packed_call(p);
 }
 
 void finish_prefill(const DecodeParams& p, const AttnParams& packed) {
+  if (p.is_varlen()) return;
   const dim3 grid(blocks_of(packed.total_q), static_cast<unsigned>(p.heads_q));
   place_lse_kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(
       p, static_cast<const float*>(packed.lse.data), packed.total_q);

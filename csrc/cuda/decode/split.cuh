@@ -112,8 +112,8 @@ struct Split {
     int query, head;
   };
   __device__ __forceinline__ Row row(int i) const {
-    const int group = static_cast<int>(p.group_size()), packed = part.row_tile * kRows + i;
-    return {packed / group, part.head_k * group + packed % group};
+    const int packed = part.row_tile * kRows + i;
+    return {packed / plan.group, part.head_k * plan.group + packed % plan.group};
   }
   __device__ __forceinline__ Mask32 mask() const { return Mask32(p, work.queries, work.length); }
 
@@ -126,7 +126,7 @@ struct Split {
     part.head_k = task / plan.row_tiles % heads;
     part.is_first = split == 0;
     part.slot = plan.splits > 1 ? static_cast<int>(blockIdx.x) : -1;
-    work = SequenceWork::of<kRows>(p, part.b);
+    work = SequenceWork::of<kRows>(p, plan, part.b);
     const IndexRange keys = split_keys({work.begin, work.end}, kUnitKeys, plan.splits, split);
     part.begin = static_cast<int>(keys.begin);
     part.end = static_cast<int>(keys.end);
@@ -145,13 +145,13 @@ struct Split {
   __device__ void run_share() {
     __shared__ Share share;  // what is left of it
     if (threadIdx.x < 32) {
-      const Share found = Share::of<kRows>(p, blockIdx.x, plan.blocks);
+      const Share found = Share::of<kRows>(p, plan, blockIdx.x);
       if (threadIdx.x == 0) share = found;
     }
     if (threadIdx.x == 0) plan.split_tasks[blockIdx.x].parts = 0;
     __syncthreads();
     while (share.begin < share.end) {
-      work = SequenceWork::of<kRows>(p, share.b);
+      work = SequenceWork::of<kRows>(p, plan, share.b);
       const int64_t end = next_part(share);
       end > share.begin ? compute() : __syncthreads();
       if (threadIdx.x == 0) share.advance(end, work.task_units(p));
@@ -188,8 +188,8 @@ struct Split {
   // ------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void compute() {
-    const int group = static_cast<int>(p.group_size()), first_query = part.row_tile * kRows / group;
-    const int end_query = min((part.row_tile * kRows + kRows - 1) / group + 1, work.queries);
+    const int first_query = part.row_tile * kRows / plan.group;
+    const int end_query = min((part.row_tile * kRows + kRows - 1) / plan.group + 1, work.queries);
     const Limits visible = mask().keys_of(first_query, end_query), whole = mask().keys_of_all(first_query, end_query);
     const int begin = max(part.begin, work.first_row + visible.begin);
     const int end = max(begin, min(part.end, work.first_row + visible.end));
@@ -204,7 +204,7 @@ struct Split {
 
   __device__ void load_queries() {
     const int64_t start = query_sequence(p, part.b).start;
-    const int columns = static_cast<int>(p.head_dim), rows = work.queries * static_cast<int>(p.group_size());
+    const int columns = static_cast<int>(p.head_dim), rows = work.queries * plan.group;
     const bool in_vectors = rows_are_aligned(p.q);
 #pragma unroll 1
     for (int v = threadIdx.x; v < kRows * kRowVectors; v += blockDim.x) {
@@ -231,7 +231,11 @@ struct Split {
   // The same from any address, and at once.
   static __device__ __forceinline__ void copy_elements(T* to, const T* from, int elements) {
 #pragma unroll 1
-    for (int e = 0; e < kVectorElements; ++e) to[e] = e < elements ? from[e] : T(0.f);
+    for (int e = 0; e < kVectorElements; ++e) {
+      T zero;
+      narrow(0.f, &zero);
+      to[e] = e < elements ? from[e] : zero;
+    }
   }
 
   // keys: rows of the room that the tile's rows see in this part. whole: rows that all of them see.
@@ -474,7 +478,7 @@ struct Split {
         T* const to = row_pointer<T>(p.out, part.b, at.head, start + at.query) + column;
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          if (column + e < columns) to[e] = T(x[e]);
+          if (column + e < columns) narrow(x[e], to + e);
         }
       } else {
         const int64_t slot_row = static_cast<int64_t>(part.slot) * kRows + i;

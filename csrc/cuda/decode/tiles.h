@@ -24,7 +24,7 @@ constexpr Tile tile() {
   constexpr int kRowBytes = kBytes * kHeadDim;
   if (kHeadDim > 256) return {1, 1, 2, 16, 2};
   if (!kWide) return {1, 1, 1, kRowBytes <= 128 ? 32 : 16, kRowBytes <= 512 ? 3 : 2};
-  return kBytes == 2 && kHeadDim <= 128 ? Tile{2, 2, 1, 32, 3} : Tile{1, 4, 1, 32, 2};
+  return kBytes == 2 && kHeadDim <= 128 ? Tile{2, 2, 1, 32, 2} : Tile{1, 4, 1, 32, 2};
 }
 
 constexpr int kMaxWarps = 4;   // of a thread block; a GPU with little shared memory runs fewer teams

@@ -28,6 +28,12 @@ __device__ __forceinline__ void store_async(uint32_t to, const float (&x)[4], ui
                "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(arrived)
                : "memory");
 }
+// The same with 4 bytes.
+__device__ __forceinline__ void store_async(uint32_t to, int x, uint32_t arrived) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];\n" ::"r"(to), "r"(x),
+               "r"(arrived)
+               : "memory");
+}
 // Arrives at a barrier of another thread block.
 __device__ __forceinline__ void barrier_arrive_in(uint32_t barrier) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];\n" ::"r"(barrier) : "memory");

@@ -55,6 +55,18 @@ __device__ __forceinline__ uint32_t max_bf16x2(uint32_t a, uint32_t b) {
   return y;
 }
 
+// The smaller of each of two packed numbers; what is not a number counts only when both are.
+__device__ __forceinline__ uint32_t min_x2(uint32_t a, uint32_t b, __half) {
+  uint32_t y;
+  asm("min.f16x2 %0, %1, %2;\n" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+__device__ __forceinline__ uint32_t min_x2(uint32_t a, uint32_t b, __nv_bfloat16) {
+  uint32_t y;
+  asm("min.bf16x2 %0, %1, %2;\n" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
 // Four of the eight bytes of `low` and `high`: each hexadecimal digit of the selector names one, and with 8 added
 // stands for the sign of that byte in all bits.
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {

@@ -143,6 +143,7 @@ struct BackwardLoader {
   RingPosition<Kernel::kStages> queries;
   RingPosition<Kernel::kDoutStages> douts;  // used in pairs
   RingPosition<Kernel::kWorkStages> works;
+  uint32_t next_parity = 0;  // of SharedTile
   int query_start = 0;
   int step = 0;  // with a Mask: kStepsKept
 
@@ -151,7 +152,7 @@ struct BackwardLoader {
   __device__ void load_tiles(const TileGrid& grid) {
     const int heads = static_cast<int>(p.heads_k), all_heads = heads * static_cast<int>(p.batch);
     for (int tile = blockIdx.x / Kernel::kBlocks; tile < grid.tiles;) {
-      const int next = next_tile(grid, tile);
+      const int next = next_tile(grid);
       // The first key tiles of causal heads have the longest walk: they come first.
       const auto [head, block] = grid.index(tile, all_heads);
       BackwardWork work = start_head(head / heads, head % heads);
@@ -167,10 +168,13 @@ struct BackwardLoader {
     publish(BackwardWork{});
   }
 
-  // Both blocks of a pair have to come to the same tiles: these are not handed out.
-  __device__ __forceinline__ int next_tile(const TileGrid& grid, int tile) const {
-    if (Kernel::kPaired) return tile + static_cast<int>(gridDim.x) / Kernel::kBlocks;
-    return uniform(lane() == 0 ? grid.take() : 0);
+  __device__ __forceinline__ int next_tile(const TileGrid& grid) {
+    auto take = [&] { return grid.take(static_cast<int>(gridDim.x) / Kernel::kBlocks); };
+    if constexpr (Kernel::kPaired) {
+      return uniform(lane() == 0 ? shared.next_tile[0].next(take, &next_parity) : 0);
+    } else {
+      return uniform(lane() == 0 ? take() : 0);
+    }
   }
   static __device__ __forceinline__ int column() { return half_of_columns<Kernel::kPaired>() * Kernel::kColumns; }
 

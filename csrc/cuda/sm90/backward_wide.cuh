@@ -51,6 +51,7 @@ struct WideBackward {
     ptx::Barrier keys_inspected[kMasks ? kKeyStages : 0], queries_inspected[kMasks ? kStages : 0];
     ptx::Barrier dout_empty[kPaired ? kDoutStages : 0];
     OtherPart<kQueries / 8> score_parts[kPaired ? 1 : 0], dscore_parts[kPaired ? 1 : 0];
+    SharedTile next_tile[kPaired ? 1 : 0];
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
 
@@ -69,6 +70,7 @@ struct WideBackward {
       for (ptx::Barrier& barrier : shared.dout_empty) ptx::barrier_init(&barrier, 2 * kGroupThreads);
       shared.score_parts[0].init();
       shared.dscore_parts[0].init();
+      shared.next_tile[0].init();
     }
     for (int i = 0; i < kBuffers; ++i) {
       for (ptx::Barrier* barrier :

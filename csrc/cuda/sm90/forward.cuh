@@ -14,6 +14,7 @@
 #include "../common/store_row.cuh"
 #include "../common/tensor_map.h"
 #include "../common/tile_order.cuh"
+#include "forward_bias.cuh"
 #include "forward_mask.cuh"
 #include "pair.cuh"
 #include "products.cuh"
@@ -24,10 +25,14 @@ namespace flashattn_ext::sm90 {
 struct ForwardMaps {
   CUtensorMap q, k, v;
 };
+struct BiasedForwardMaps : ForwardMaps {
+  CUtensorMap bias;
+};
 
 template <class T, int kHeadDim, Kind kKind>
 struct Forward {
-  static constexpr bool kGeneral = kKind == Kind::kGeneral, kScored = can_score(kKind);
+  static constexpr bool kGeneral = kKind == Kind::kGeneral, kBias = kKind == Kind::kBias, kScored = can_score(kKind);
+  using Maps = std::conditional_t<kBias, BiasedForwardMaps, ForwardMaps>;
   using Score = std::conditional_t<can_score(kKind), GeneralScore, PlainScore<float, true>>;
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
   static constexpr ForwardTile kTile = forward_tile<kHeadDim, kKind>();
@@ -64,6 +69,7 @@ struct Forward {
     T q[kPanels][kQueries][kPanelColumns];
     T k[kStages][kPanels][kKeys][kPanelColumns];
     T v[kStages][kPanels][kKeys][kPanelColumns];
+    T bias[kBias ? kBiasStages : 0][(kKeys + kPanelColumns - 1) / kPanelColumns][kQueries][kPanelColumns];
     ptx::Barrier q_full, q_empty;
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     ptx::Barrier work_full, work_empty, tail_cleared;
@@ -77,6 +83,8 @@ struct Forward {
     PartialTile partial_tiles[kMasks ? kStages : 0];
     bool poisoned[kMasks ? 2 : 0][kQueries];
     OtherPart<kScoreTiles> parts[kPaired ? kGroups : 0];
+    SharedTile next_tile[kPaired ? 1 : 0];
+    ptx::Barrier bias_full[kBias ? kBiasStages : 0], bias_empty[kBias ? kBiasStages : 0];
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
   static_assert(kStages >= 2);  // the next keys are loaded before these values
@@ -85,7 +93,8 @@ struct Forward {
   static constexpr int kTurnBarrier = 1;
 
   // Calls body(work, first row of the keys in their batch entry) for all tiles of queries that this thread block
-  // computes. take(tile): the number of the one after `tile`.
+  // computes. take(tile): the number of the one after `tile`. The batch entries of a head, which may read the same
+  // bias, come together.
   template <class Take, class Body>
   static __device__ __forceinline__ void each_work(const AttnParams& p, const TileGrid& grid, const Take& take,
                                                    const Body& body) {
@@ -96,7 +105,8 @@ struct Forward {
       // The longest tiles of causal heads come first. A sequence may be longer than the host was told: then a tile
       // number stands for later tiles too.
       int m = grid.blocks - 1 - block;
-      Work work{head / heads, head % heads};
+      const int batch = static_cast<int>(p.batch);
+      Work work{kBias ? head % batch : head / heads, kBias ? head / batch : head % heads};
       const Sequence queries = query_sequence(p, work.b), keys = key_sequence(p, work.b);
       work.query_start = static_cast<int>(queries.start);
       work.length_q = static_cast<int>(queries.length);
@@ -119,19 +129,27 @@ struct Forward {
   struct Loader {
     Shared& shared;
     const AttnParams& p;
-    const ForwardMaps& maps;
+    const Maps& maps;
     RingPosition<kStages> k, v;
-    uint32_t q_parity = 0, work_parity = 0;
+    std::conditional_t<kBias, RingPosition<kBiasStages>, Nothing> bias;
+    uint32_t q_parity = 0, work_parity = 0, next_parity = 0;
 
     __device__ void load_tiles(const TileGrid& grid) {
-      // Both blocks of a pair have to come to the same tiles: these are not handed out.
       each_work(
-          p, grid, [&](int tile) { return kPaired ? tile + static_cast<int>(gridDim.x) / kBlocks : grid.take(); },
+          p, grid, [&](int) { return next_tile(grid); },
           [&](const Work& work, int key_start) {
             publish(work);
             if (work.sees_keys()) load_tile(work, key_start);
           });
       publish(Work{});
+    }
+    __device__ __forceinline__ int next_tile(const TileGrid& grid) {
+      auto take = [&] { return grid.take(static_cast<int>(gridDim.x) / kBlocks); };
+      if constexpr (kPaired) {
+        return shared.next_tile[0].next(take, &next_parity);
+      } else {
+        return take();
+      }
     }
     __device__ void publish(const Work& work) {
       ptx::barrier_wait(&shared.work_empty, work_parity ^ 1);
@@ -145,6 +163,12 @@ struct Forward {
         ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
         load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, key_start + n * kKeys, hk, batch, column());
         k.advance();
+        if constexpr (kBias) {
+          ptx::barrier_wait(&shared.bias_empty[bias.stage], bias.parity ^ 1);
+          load_bias_tile(shared.bias[bias.stage], shared.bias_full[bias.stage], maps.bias, work.row0, n * kKeys, work.h,
+                         work.b);
+          bias.advance();
+        }
       };
       load_keys(work.last);
       ptx::barrier_wait(&shared.q_empty, q_parity ^ 1);
@@ -158,11 +182,11 @@ struct Forward {
       }
     }
   };
-  static __device__ void load(Shared& shared, const AttnParams& p, const ForwardMaps& maps, const TileGrid& grid) {
+  static __device__ void load(Shared& shared, const AttnParams& p, const Maps& maps, const TileGrid& grid) {
     if constexpr (kMasks) {
       const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
       if (warp == 0) {
-        FoundKeyLoader<Forward, ForwardMaps>{shared, p, maps}.load_all();
+        FoundKeyLoader<Forward, Maps>{shared, p, maps}.load_all();
       } else if (warp == 1) {
         KeyFinder<Forward>{shared, p}.find_all(grid);
       } else {
@@ -181,6 +205,7 @@ struct Forward {
   const Score& score;
   uint32_t q_parity = 0, work_parity = 0, tail_parity = 0, parts_parity = 0;
   RingPosition<kStages> k, v;
+  std::conditional_t<kBias, RingPosition<kBiasStages>, Nothing> bias_at;
   float scores[kScoreTiles][4], out[kOutTiles][4];
   uint32_t weights[kSteps][4];
   uint32_t signs[kDropout ? kSteps : 4][2];  // which weights dropout keeps: Dropout::packed_signs
@@ -374,6 +399,15 @@ struct Forward {
     release(shared.v_empty[v.stage]);
     k.advance();
     v.advance();
+    if constexpr (kBias) {
+      ptx::barrier_wait(&shared.bias_full[bias_at.stage], bias_at.parity);
+      end_bias();
+    }
+  }
+  __device__ __forceinline__ void end_bias() {
+    __syncwarp();
+    release(shared.bias_empty[bias_at.stage]);
+    bias_at.advance();
   }
 
   // Warpgroups issue their products one after another: each hands the turn to the next one.
@@ -448,6 +482,10 @@ struct Forward {
     if constexpr (kGeneral) {
       score.template make_logits<T>(x);
       bias(work, walk.n).add(x, bias_ahead);
+    } else if constexpr (kBias) {
+      ptx::barrier_wait(&shared.bias_full[bias_at.stage], bias_at.parity);
+      add_bias_tile(scores, shared.bias[bias_at.stage], warp_row + g(), score.softmax_scale);
+      end_bias();
     } else if constexpr (kKind == Kind::kScores) {
       score.template store<T>(x);
       logit_factor = biases.add(x, score.factor);
@@ -473,6 +511,8 @@ struct Forward {
     if constexpr (kKind == Kind::kScores) {
       score.is_capped ? softmax.weigh(scores, CappedLogit{logit_factor}, kTolerance, keep_shrink)
                       : softmax.weigh(scores, ScaledLogit{logit_factor}, kTolerance, keep_shrink);
+    } else if constexpr (kBias) {
+      softmax.weigh(scores, ScaledLogit{kLog2E<float>}, kTolerance, keep_shrink);
     } else {
       softmax.weigh(scores, stored_rule(score), kTolerance, keep_shrink);
     }
@@ -506,19 +546,19 @@ struct Forward {
     if constexpr (kMasks) take_poisoned(poisoned);
 
     const float keep_scale = 256.f / p.dropout_threshold;
-    const int row = work.row0 + warp_row + g(), column = column();
+    const int row = work.row0 + warp_row + g(), first_column = column();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = softmax.total(r);
       const bool exists = row + 8 * r < work.length_q;
       const int64_t at = int64_t{work.query_start} + row + 8 * r;
       const float factor = poisoned[r] ? not_a_number() : keep_scale / sum;
-      const int columns = static_cast<int>(p.head_dim_v) - column;
-      if (t() == 0 && exists && column == 0) *row_statistic(p.lse, work.b, work.h, at) = softmax.lse(r, sum);
-      store_row(row_pointer<T>(p.out, work.b, work.h, at) + column, out, r, factor, sum == 0, exists, columns);
+      const int columns = static_cast<int>(p.head_dim_v) - first_column;
+      if (t() == 0 && exists && first_column == 0) *row_statistic(p.lse, work.b, work.h, at) = softmax.lse(r, sum);
+      store_row(row_pointer<T>(p.out, work.b, work.h, at) + first_column, out, r, factor, sum == 0, exists, columns);
       if constexpr (kScored) {
         if (p.out_residual.data == nullptr) continue;
-        store_row<T, true>(row_pointer<T>(p.out_residual, work.b, work.h, at) + column, out, r, factor, sum == 0,
+        store_row<T, true>(row_pointer<T>(p.out_residual, work.b, work.h, at) + first_column, out, r, factor, sum == 0,
                            exists, columns);
       }
     }
@@ -526,8 +566,8 @@ struct Forward {
 };
 
 template <class Kernel>
-__device__ __forceinline__ void run_forward(const AttnParams& p, const ForwardMaps& maps, const TileGrid& grid,
-                                            const typename Kernel::Score& score) {
+__device__ __forceinline__ void run_forward(const AttnParams& p, const typename Kernel::Maps& maps,
+                                            const TileGrid& grid, const typename Kernel::Score& score) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
   typename Kernel::Shared& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
@@ -547,6 +587,10 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const ForwardMa
         ptx::barrier_init(&shared.v_arrived[i], 1);
       }
     }
+    for (int i = 0; Kernel::kBias && i < kBiasStages; ++i) {
+      ptx::barrier_init(&shared.bias_full[i], 1);
+      ptx::barrier_init(&shared.bias_empty[i], Kernel::kWarps);
+    }
     for (int i = 0; Kernel::kMasks && i < kKeyBatches; ++i) {
       ptx::barrier_init(&shared.batch_full[i], 1);
       ptx::barrier_init(&shared.batch_empty[i], 1);
@@ -555,6 +599,7 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const ForwardMa
     ptx::barrier_init(&shared.work_empty, Kernel::kWarps);
     ptx::barrier_init(&shared.tail_cleared, Kernel::kWarps);
     for (int i = 0; Kernel::kPaired && i < Kernel::kGroups; ++i) shared.parts[i].init();
+    if constexpr (Kernel::kPaired) shared.next_tile[0].init();
     ptx::fence_barrier_init();
   }
   if constexpr (Kernel::kMasks) {
@@ -575,7 +620,8 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const ForwardMa
 
 template <class T, int kHeadDim, Kind kKind>
 __global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
-    forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ ForwardMaps maps,
+    forward_kernel(const __grid_constant__ AttnParams p,
+                   const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Maps maps,
                    const __grid_constant__ TileGrid grid,
                    const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Score score) {
   run_forward<Forward<T, kHeadDim, kKind>>(p, maps, grid, score);
@@ -593,13 +639,16 @@ template <class T, int kHeadDim, Kind kKind>
 void forward(const AttnParams& p) {
   using Kernel = Forward<T, kHeadDim, kKind>;
   if (p.batch * p.heads_q == 0) return;
-  const ForwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kQueries), key_map(p, p.k, p.head_dim, Kernel::kKeys),
-                         key_map(p, p.v, p.head_dim_v, Kernel::kKeys)};
+  typename Kernel::Maps maps{};
+  static_cast<ForwardMaps&>(maps) = {query_map(p, p.q, p.head_dim, Kernel::kQueries),
+                                     key_map(p, p.k, p.head_dim, Kernel::kKeys),
+                                     key_map(p, p.v, p.head_dim_v, Kernel::kKeys)};
+  if constexpr (Kernel::kBias) maps.bias = bias_map(p, Kernel::kQueries);
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
   int* const taken = static_cast<int*>(p.workspace);
-  const TileGrid grid{forward_order(p, blocks, sizeof(T)), static_cast<int>(all), taken};
+  const TileGrid grid{forward_order(p, blocks, sizeof(T), Kernel::kBias ? p.batch : 1), static_cast<int>(all), taken};
   const int64_t processors = multiprocessors() / Kernel::kBlocks;
-  if (all > processors && !Kernel::kPaired) {
+  if (all > processors) {
     check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
   }
   auto launch_as = [&](auto* kernel) {

@@ -13,7 +13,7 @@ namespace flashattn_ext::sm90 {
 // ALiBi 1.35 times the time. csrc/sources.py has the same lists.
 constexpr bool has_backward(int head_dim, Kind kind) {
   if (head_dim > 256) return kind == Kind::kPlain;
-  return kind != Kind::kGeneral && (kind != Kind::kScores || head_dim <= 128);
+  return kind != Kind::kGeneral && kind != Kind::kBias && (kind != Kind::kScores || head_dim <= 128);
 }
 // The same for the forward. Head dims above 256 are rare: other kinds of them have no kernels of their own.
 constexpr bool has_forward(int head_dim, Kind kind) { return head_dim <= 256 || kind == Kind::kPlain; }

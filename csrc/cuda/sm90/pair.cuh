@@ -50,6 +50,35 @@ struct OtherPart {
   }
 };
 
+// How the second block of a pair learns from the first one which tile comes next. One thread of each block uses it.
+struct SharedTile {
+  int number;
+  ptx::Barrier full, empty;  // full is the second block's, empty the first block's
+
+  __device__ void init() {
+    ptx::barrier_init(&full, 1);
+    ptx::barrier_init(&empty, 1);
+  }
+
+  // The number that take() returns in the first block.
+  template <class Take>
+  __device__ __forceinline__ int next(const Take& take, uint32_t* parity) {
+    int tile;
+    if (ptx::cluster_rank() == 0) {
+      tile = take();
+      ptx::barrier_wait_for_cluster(&empty, *parity ^ 1);
+      ptx::store_async(ptx::address_in(1, &number), tile, ptx::address_in(1, &full));
+    } else {
+      ptx::barrier_arrive_expect(&full, static_cast<int>(sizeof(number)));
+      ptx::barrier_wait_for_cluster(&full, *parity);
+      tile = *static_cast<volatile int*>(&number);
+      ptx::barrier_arrive_in(ptx::address_in(0, &empty));
+    }
+    *parity ^= 1;
+    return tile;
+  }
+};
+
 // Between the initialisation of barriers and their use, and at the end of a kernel: the other block may still arrive at
 // a barrier of this one.
 template <bool kPaired>

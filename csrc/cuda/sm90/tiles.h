@@ -19,7 +19,7 @@ struct ForwardTile {
 
 struct ForwardTiles {
   int head_dim;
-  Kind kind;  // kinds have rows of their own where their registers or intervals need another tile; with dropout,
+  Kind kind;  // kinds have rows of their own where their registers, intervals or bias need another tile; with dropout,
               // keys are a multiple of 64: bits are drawn for so many at a time
   ForwardTile tiles[kRowTiles];
 };
@@ -28,22 +28,28 @@ constexpr ForwardTiles kForwardTiles[] = {
     {64, Kind::kPlain, {{3, 128, 3}, {3, 112, 3}, {2, 192, 2}}},
     {64, Kind::kIntervals, {{3, 128, 3}, {2, 192, 2}, {2, 128, 3}}},
     {64, Kind::kScores, {{2, 160, 3}, {3, 96, 3}, {2, 128, 3}}},
+    {64, Kind::kBias, {{3, 128, 3}, {2, 192, 2}, {2, 128, 3}}},
     {64, Kind::kDropout, {{2, 128, 3}, {3, 64, 4}, {2, 192, 2}}},
     {96, Kind::kPlain, {{3, 112, 2}, {3, 96, 2}, {2, 128, 3}}},
     {96, Kind::kDropout, {{3, 64, 4}, {2, 128, 2}, {2, 64, 4}}},
     {96, Kind::kGeneral, {{2, 128, 2}, {2, 64, 4}}},
+    {96, Kind::kBias, {{2, 128, 2}}},
     {96, Kind::kScores, {{2, 128, 3}, {3, 96, 2}, {3, 112, 2}}},
     {128, Kind::kPlain, {{3, 80, 3}, {2, 128, 3}, {2, 160, 2}}},
     {128, Kind::kIntervals, {{3, 80, 3}, {2, 160, 2}, {2, 128, 2}}},
     {128, Kind::kDropout, {{2, 128, 3}, {3, 64, 3}, {2, 64, 4}}},
     {128, Kind::kGeneral, {{2, 128, 2}, {2, 64, 4}}},
+    {128, Kind::kBias, {{2, 128, 2}, {2, 64, 3}}},
     {128, Kind::kScores, {{2, 128, 3}, {3, 80, 3}, {2, 160, 2}}},
     {144, Kind::kPlain, {{3, 80, 2}, {2, 112, 2}, {2, 96, 2}}},
+    {144, Kind::kBias, {{2, 64, 2}}},
     {144, Kind::kScores, {{2, 112, 2}, {2, 96, 2}}},
     {144, Kind::kDropout, {{2, 64, 3}, {3, 64, 2}, {2, 64, 2}}},
     {192, Kind::kPlain, {{2, 96, 2}, {2, 112, 2}, {2, 80, 2}}},
+    {192, Kind::kBias, {{2, 64, 2}}},
     {192, Kind::kDropout, {{2, 64, 3}, {2, 64, 2}}},
     {256, Kind::kPlain, {{2, 64, 2}, {2, 80, 2}}},
+    {256, Kind::kBias, {{2, 64, 2}}},
     {256, Kind::kDropout, {{2, 64, 2}}},
     {384, Kind::kPlain, {{2, 80, 2}, {2, 64, 2}}},
     {512, Kind::kPlain, {{2, 64, 2}, {2, 48, 2}}},

@@ -1,0 +1,67 @@
+// A bias of every score in the forward (forward.cuh): tiles of it come by TMA, a step ahead, as tiles of keys do, and
+// are added to the scores from shared memory. Panels are as in common/panels.cuh, with keys as columns.
+#pragma once
+
+#include "../common/panels.cuh"
+#include "../common/rows.cuh"
+#include "../common/tensor_core.cuh"
+#include "../common/tensor_map.h"
+#include "../ptx/math.cuh"
+
+namespace flashattn_ext::sm90 {
+
+// Tiles that are in shared memory: one is read while another comes.
+constexpr int kBiasStages = 2;
+
+// Starts copying a tile, from a row and a key of a head on; one thread calls it.
+template <class T, int kPanels, int kRows>
+__device__ __forceinline__ void load_bias_tile(T (&to)[kPanels][kRows][kPanelColumns], ptx::Barrier& full,
+                                               const CUtensorMap& map, int row, int key, int head, int batch) {
+  ptx::barrier_arrive_expect(&full, kPanels * kRows * kPanelColumns * static_cast<int>(sizeof(T)));
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+    ptx::tma_load(to[panel], &map, &full, key + panel * kPanelColumns, row, head, batch);
+  }
+}
+
+// Products x become natural logits: scale * x + bias. row: of the lane's first score, within the tile.
+template <class T, int N, int kPanels, int kRows>
+__device__ __forceinline__ void add_bias_tile(float (&x)[N][4], const T (&bias)[kPanels][kRows][kPanelColumns], int row,
+                                              float scale) {
+  const int g = row % 8, t = threadIdx.x % 4;
+  const auto pair = [&](int n, int r) {
+    const T* const chunk = bias[n / 8][row + 8 * r] + ((n % 8) ^ g) * 8;
+    return *reinterpret_cast<const uint32_t*>(chunk + 2 * t);
+  };
+  uint32_t lowest = pair(0, 0);
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const uint32_t both = pair(n, r);
+      const float2 added = TensorCore<T>::unpack(both);
+      lowest = ptx::min_x2(lowest, both, T());
+      x[n][2 * r] = fmaf(x[n][2 * r], scale, added.x);
+      x[n][2 * r + 1] = fmaf(x[n][2 * r + 1], scale, added.y);
+    }
+  }
+  // A bias of -inf hides the score, also when that is not a number.
+  const float2 least = TensorCore<T>::unpack(lowest);
+  if (!__any_sync(~0u, fminf(least.x, least.y) == -infinity())) return;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float2 added = TensorCore<T>::unpack(pair(n, r));
+      if (added.x == -infinity()) x[n][2 * r] = -infinity();
+      if (added.y == -infinity()) x[n][2 * r + 1] = -infinity();
+    }
+  }
+}
+
+inline CUtensorMap bias_map(const AttnParams& p, int box_rows) {
+  const TensorView bias{p.bias.data, p.bias.batch_stride, p.bias.row_stride, p.bias.head_stride};
+  return tensor_map(p, bias, p.seqlen_k, p.seqlen_q, p.heads_q, box_rows);
+}
+
+}  // namespace flashattn_ext::sm90

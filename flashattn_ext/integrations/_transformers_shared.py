@@ -1,0 +1,112 @@
+"""transformers models whose rows are shared by several ranks: register(cp_group=...).
+
+Each rank runs the model on its part of every row, as flashattn_ext.distributed.shard gives it, with the position_ids of that part. What tells a
+layer about other positions than its own rank's must therefore be a rule, a window, or be found in the position_ids of the whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flashattn_ext import Mask, distributed
+from flashattn_ext.distributed.groups import Group, resolved
+
+from . import _mask_tensors
+from ._transformers_masks import _AND, _CAUSAL, _KNOWN, _REMAP, MaskFunction, _packed, _plain_window
+
+_WHOLE = (
+    "_flashattn_ext_whole"  # the attribute of position_ids that keeps what the ranks have told each other about them
+)
+
+
+class SharedRows:
+    """The attention and mask functions that transformers is given for one group."""
+
+    def __init__(self, group: Group, mode: str, sharding: str) -> None:
+        self.group = resolved(group)
+        self.mode = mode
+        self.sharding = sharding
+
+    def attention_mask(
+        self, batch_size: int, *_sizes: Any, mask_function: MaskFunction = _CAUSAL, attention_mask: Tensor | None = None,
+        device: torch.device | str | None = None, **_hints: Any,
+    ) -> Tensor:  # fmt: skip
+        """A window, as _mask_tensors.py has it; documents are the layers' to find.
+
+        Raises:
+            NotImplementedError: a padded batch, or a mask that is neither causal, a window, nor of packed documents.
+        """
+        if attention_mask is not None and (attention_mask.dim() != 2 or not bool(attention_mask.all())):
+            raise NotImplementedError(
+                "attention_mask: expected None or ones where ranks share rows (cp_group), got padding or a mask of scores; pack documents "
+                "into rows instead, with position_ids that begin anew with each"
+            )
+        window = _plain_window(_without_documents(mask_function))
+        if window is None:
+            raise NotImplementedError(
+                "mask_function: where ranks share rows (cp_group), a model may be causal or not, with sliding windows and packed documents; "
+                f"got {getattr(mask_function, '__qualname__', mask_function)}"
+            )
+        return _mask_tensors.window_tensor(*window, "cpu" if device is None else device)
+
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, window: tuple[int, int], position_ids: Tensor | None, **options: Any
+    ) -> Tensor:  # fmt: skip
+        """query [B, Hq, s, D], key and value [B, Hk, s, ...] of this rank -> [B, s, Hq, Dv]; options as in distributed.attention."""
+        if query.shape[2] != key.shape[2]:
+            raise NotImplementedError(
+                f"query: expected as many queries as keys where ranks share rows (cp_group), got {query.shape[2]} and {key.shape[2]}; "
+                "generate() runs on one rank"
+            )
+        out = distributed.attention(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), group=self.group, mode=self.mode, sharding=self.sharding,
+            causal=window[1] == 0, window_size=window, mask=self._documents(position_ids), **options,
+        )  # fmt: skip
+        assert isinstance(out, Tensor)
+        return out
+
+    def _documents(self, position_ids: Tensor | None) -> Mask | None:
+        """Documents that are packed into rows begin at position 0. The ranks tell each other once for all layers of a forward pass."""
+        if position_ids is None or position_ids.dim() != 2:
+            raise ValueError(
+                "position_ids: expected those of this rank's part of each row, [batch, positions], where ranks share rows (cp_group): "
+                "distributed.shard(torch.arange(S)[None], group=cp_group)"
+            )
+        known = getattr(position_ids, _WHOLE, None)
+        if known is None:
+            whole = distributed.unshard(position_ids, group=self.group, sharding=self.sharding)
+            begins = whole == 0
+            if not bool((begins[:, 1:] | (whole.diff(dim=1) == 1)).all()):
+                raise ValueError(
+                    f"position_ids: expected positions that rise by 1 or begin anew with 0 in the whole rows, got {whole[0].tolist()[:8]}... "
+                    f"of all ranks together; shard them as the tokens are ({self.sharding})"
+                )
+            known = [Mask.documents(begins.cumsum(1))] if bool(begins[:, 1:].any()) else []
+            setattr(position_ids, _WHOLE, known)
+        return known[0] if known else None
+
+
+def _without_documents(function: MaskFunction) -> MaskFunction:
+    """The rest of a mask that keeps packed documents apart.
+
+    transformers takes the gaps between the parts of a row that a rank has for the ends of documents.
+    """
+    if getattr(function, "__code__", None) is not _AND:
+        return function
+    rest: list[MaskFunction] = []
+    for part in inspect.getclosurevars(function).nonlocals["mask_functions"]:
+        code = getattr(part, "__code__", None)
+        if code is _REMAP:  # a function of positions within documents, which are as far apart as those of the row
+            rest.append(inspect.getclosurevars(part).nonlocals["mask_function"])
+        elif _KNOWN.get(code) is not _packed:
+            rest.append(_without_documents(part))
+    if len(rest) == 1:
+        return rest[0]
+    from transformers import masking_utils
+
+    joined: MaskFunction = masking_utils.and_masks(*rest)
+    return joined

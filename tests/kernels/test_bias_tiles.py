@@ -1,0 +1,52 @@
+"""A bias of 16 bits and nothing else, whose rows of keys are a multiple of 16 bytes: Hopper copies tiles of it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from helpers import Case, assert_same_bits, check
+
+import flashattn_ext
+
+HALVES = pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+
+
+@pytest.mark.parametrize("D", [40, 64, 96, 128, 144, 256])
+@pytest.mark.parametrize("bias", ["", "q", "bhq"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_head_dims(device: str, bias: str, D: int, causal: bool) -> None:
+    case = Case(dtype=torch.bfloat16, Sq=200, Sk=328, Hq=4, D=D, Dv=D, bias=bias, bias_hides=0.1, causal=causal)
+    check(case, device)
+
+
+@HALVES
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize(("Sq", "Sk"), [(1, 8), (7, 64), (193, 136), (400, 1000), (64, 335)])
+def test_lengths(device: str, half: torch.dtype, D: int, Sq: int, Sk: int) -> None:
+    """Rows of 335 keys are no multiple of 16 bytes: no copies there."""
+    check(Case(dtype=half, Sq=Sq, Sk=Sk, D=D, Dv=D, bias="hq", use_lse=True, softmax_scale=-0.2), device)
+
+
+@HALVES
+@pytest.mark.parametrize("D", [64, 128])
+def test_one_in_many_tiles(device: str, half: torch.dtype, D: int) -> None:
+    """So many tiles that a thread block computes several, with windows that let parts of it see nothing of some."""
+    case = Case(dtype=half, B=4, Sq=300, Sk=304, Hq=24, D=D, Dv=D, bias="hq", window_size=(70, 40), needs_grad=())
+    check(case, device)
+
+
+@HALVES
+@pytest.mark.parametrize("D", [64, 128])
+def test_hidden_scores_may_be_anything(device: str, half: torch.dtype, D: int) -> None:
+    """A bias of -inf hides a score that is not a number, and its row keeps its bits."""
+    q, k, v = (torch.randn(2, 200, 2, D, device=device).to(half) for _ in range(3))
+    bias = torch.randn(1, 2, 200, 200, device=device).to(half)
+    bias[:, :, :150, 77] = -math.inf
+    clean, clean_lse = flashattn_ext.forward(q, k, v, bias=bias, return_lse=True)
+    k[:, 77] = math.nan
+    out, lse = flashattn_ext.forward(q, k, v, bias=bias, return_lse=True)
+    assert_same_bits(out[:, :150], clean[:, :150])
+    assert_same_bits(lse[:, :, :150], clean_lse[:, :, :150])
+    assert out[:, 150:].isnan().all()
