@@ -56,7 +56,7 @@ RULES = [
     Rule(r"flashattn-ext experiments tiles", "{} --device cpu --quick"),
     Rule(r"flashattn-ext report", "{} runs/experiments"),
     Rule(r"flashattn-ext report .*", AS_WRITTEN),
-    Rule(r"(flashattn-ext|python -m flashattn_ext) bench (cpu|tune).*", "{} --quick"),
+    Rule(r"(flashattn-ext|python -m flashattn_ext) bench (cpu|decode|tune).*", "{} --quick"),
     Rule(r"(flashattn-ext|python -m flashattn_ext) bench cuda.*", AS_WRITTEN, refused="needs a CUDA device"),
     Rule(
         r"torchrun .* -m flashattn_ext train.*",
