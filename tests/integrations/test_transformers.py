@@ -312,3 +312,25 @@ def test_a_prompt_in_parts(device: str) -> None:
     first = model(ids[:, :10], use_cache=True)
     rest = model(ids[:, 10:], past_key_values=first.past_key_values)
     torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_reads_the_cache_through_the_kernels_of_decoding(
+    cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step after the prompt, in every layer; a training step never."""
+    calls: list[int] = []
+
+    def counted(q: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        calls.append(q.shape[1])
+        return original(q, *arguments, **options)
+
+    original = flashattn_ext.flash_attn_with_kvcache
+    monkeypatch.setattr(flashattn_ext, "flash_attn_with_kvcache", counted)
+    model = with_attention(FAMILIES["llama"].make(), "fax")
+    ids = token_ids(torch.Generator().manual_seed(3))
+    options = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
+    model.generate(ids[:, :20], max_new_tokens=5, min_new_tokens=5, do_sample=False, **options)
+    assert calls == [1] * (4 * model.config.num_hidden_layers)
+    model(ids).logits.sum().backward()
+    assert len(calls) == 4 * model.config.num_hidden_layers
