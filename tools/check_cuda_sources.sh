@@ -11,7 +11,9 @@ cd "$(dirname "$0")/.."
 objects=$(mktemp -d)
 trap 'rm -rf "$objects"' EXIT
 architectures=${*:-80 90a}
-options=(-DFLASHATTN_EXT_SM90 "-DFLASHATTN_EXT_TILE_CHOICE=${TILE_CHOICE:-0}" -Icsrc)
+# torch compiles extensions without the implicit conversions of 16-bit types.
+options=(-D__CUDA_NO_HALF_OPERATORS__ -D__CUDA_NO_HALF_CONVERSIONS__ -D__CUDA_NO_BFLOAT16_CONVERSIONS__ -D__CUDA_NO_HALF2_OPERATORS__)
+options+=(-DFLASHATTN_EXT_SM90 "-DFLASHATTN_EXT_TILE_CHOICE=${TILE_CHOICE:-0}" -Icsrc)
 sources() { python3 csrc/sources.py "$objects/instances"; }
 export objects architectures
 compile() {

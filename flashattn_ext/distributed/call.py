@@ -51,6 +51,7 @@ class Settings(NamedTuple):
     mode: str  # "ulysses", "allgather" or "ring"
     group: str
     needs_lse: bool
+    keeps_residual: bool  # what rounding takes from out, for the gradients of biases (autograd.py)
 
 
 def group_of(settings: Settings) -> Any:
@@ -176,4 +177,4 @@ def _check_whole_call(tensors: Tensors, s: Settings) -> None:
         q, k, v, starts, starts, whole("sink"), whole("alibi_slopes"), whole("relative_bias"), whole("bias", 2), intervals, extremes  # type: ignore[arg-type]
     )  # fmt: skip
     options = options_of(s)._replace(max_seqlen_q=s.seqlen, max_seqlen_k=s.seqlen)
-    ops.pure_forward(*call, *options, state, [])
+    ops.pure_forward(*call, *options, state, False, [])

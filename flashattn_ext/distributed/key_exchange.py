@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -127,15 +127,12 @@ class KeyExchange:
 
     # --- forward --------------------------------------------------------------------------------------------------------
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """out of this rank's queries, like q with the head_dim of v, and lse [B, Hq, s] ([Hq, s])."""
-        out = self.q.new_zeros(
-            (*self.q.shape[:-1], self.v.shape[-1]), dtype=self.statistics if self.plan.merges else None
-        )
-        heads = self.q.shape[self.row_dim + 1]
-        lse = self.q.new_full(
-            (*self.q.shape[: self.row_dim], heads, self.q.shape[self.row_dim]), -math.inf, dtype=self.statistics
-        )
+    def forward(self, keeps_residual: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """out of this rank's queries, like q with the head_dim of v, lse [B, Hq, s] ([Hq, s]), and what rounding has taken from out."""
+        sums = self.plan.merges or keeps_residual
+        out = self.q.new_zeros((*self.q.shape[:-1], self.v.shape[-1]), dtype=self.statistics if sums else None)
+        heads, length = self.q.shape[self.row_dim + 1], self.q.shape[self.row_dim]
+        lse = self.q.new_full((*self.q.shape[: self.row_dim], heads, length), -math.inf, dtype=self.statistics)
         steps = self.plan.steps
         buffers, transfer = self._fetch(steps[0])
         for index, step in enumerate(steps):
@@ -145,24 +142,30 @@ class KeyExchange:
                 buffers, transfer = self._fetch(steps[index + 1])
             for part in step.parts:
                 tensors = self._tensors(part, keys, values)
-                part_out, part_lse = local.forward(tensors, self._options(part, tensors), self.rng_state)
+                part_out, part_lse, residual = local.forward(
+                    tensors, self._options(part, tensors), self.rng_state, keeps_residual
+                )  # fmt: skip
+                if keeps_residual:
+                    part_out = part_out.to(out.dtype) + residual
                 of_rows = self._rows(out, *part.rows), lse[..., part.rows[0] : part.rows[1]]
                 if part.is_first:
                     of_rows[0].copy_(part_out)
                     of_rows[1].copy_(part_lse)
                 else:
                     _merge(*of_rows, part_out, part_lse)
-        return out.to(self.q.dtype), lse
+        rounded = out.to(self.q.dtype)
+        return rounded, lse, (out - rounded).to(self.q.dtype) if keeps_residual else rounded.new_empty(0)
 
     # --- backward -------------------------------------------------------------------------------------------------------
 
     def backward(
-        self, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, needs: tuple[bool, bool, bool]
-    ) -> Gradients:
+        self, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, residual: Tensor | None,
+        needs: tuple[bool, bool, bool],
+    ) -> Gradients:  # fmt: skip
         """needs: whether alibi_slopes, relative_bias and bias have gradients."""
         dq = self.q.new_zeros(self.q.shape, dtype=self.statistics if self.plan.merges else None)
         dk, dv = (t.new_zeros(t.shape, dtype=self.statistics) for t in (self.k, self.v))
-        extras = _ExtraGradients(self, needs)
+        extras, results = _ExtraGradients(self, needs), _Results(dout, dlse, out, lse, residual)
         steps = self.plan.steps
         buffers, transfer = self._fetch(steps[0])
         arriving: list[_Returned] = []
@@ -171,7 +174,7 @@ class KeyExchange:
             keys, values = buffers
             if index + 1 < len(steps):
                 buffers, transfer = self._fetch(steps[index + 1])
-            step_gradients = self._backward_of(step, keys, values, (dout, dlse, out, lse), dq, extras)
+            step_gradients = self._backward_of(step, keys, values, results, dq, extras)
             # Those of the step before have had the time of this one to arrive.
             for returned in arriving:
                 returned.add_to(dk, dv)
@@ -181,22 +184,17 @@ class KeyExchange:
         return Gradients(dq.to(self.q.dtype), dk.to(self.k.dtype), dv.to(self.v.dtype), *extras.finished())
 
     def _backward_of(
-        self, step: Step, keys: Tensor, values: Tensor, results: tuple[Tensor | None, Tensor | None, Tensor, Tensor],
-        dq: Tensor, extras: _ExtraGradients,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self, step: Step, keys: Tensor, values: Tensor, results: _Results, dq: Tensor, extras: _ExtraGradients
+    ) -> tuple[Tensor, Tensor]:
         """Adds to dq, and returns the gradients of a step's keys and values."""
-        dout, dlse, out, lse = results
         single = len(step.parts) == 1 and step.parts[0].keys == (0, step.keys)
         dk, dv = keys, values
         if not single:
             dk, dv = (self._buffer(t, step.keys, self.statistics).zero_() for t in (keys, values))
         for part in step.parts:
             tensors = self._tensors(part, keys, values)
-            rows = slice(*part.rows)
             gradients = local.backward(
-                tensors, self._options(part, tensors), self.rng_state,
-                None if dout is None else self._rows(dout, *part.rows), None if dlse is None else dlse[..., rows],
-                self._rows(out, *part.rows), lse[..., rows], extras.needs,
+                tensors, self._options(part, tensors), self.rng_state, *results.of(self.row_dim, *part.rows), extras.needs
             )  # fmt: skip
             of_rows = self._rows(dq, *part.rows)
             of_rows.copy_(gradients.q) if part.is_first else of_rows.add_(gradients.q)
@@ -224,6 +222,29 @@ class KeyExchange:
                 own = self._rows(buffer, s.target_row, s.target_row + s.rows)
                 self._rows(total, s.source_row, s.source_row + s.rows).add_(own)
         return _Returned(transfer.start(), arriving, self.row_dim)
+
+
+class _Results(NamedTuple):
+    """What a forward has returned and been told about, of all rows of this rank."""
+
+    dout: Tensor | None
+    dlse: Tensor | None
+    out: Tensor
+    lse: Tensor
+    residual: Tensor | None
+
+    def of(
+        self, row_dim: int, begin: int, end: int
+    ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None]:
+        """Of some rows, in the order of local.backward."""
+
+        def rows(t: Tensor) -> Tensor:
+            return t.narrow(row_dim, begin, end - begin)
+
+        return (
+            None if self.dout is None else rows(self.dout), None if self.dlse is None else self.dlse[..., begin:end],
+            rows(self.out), self.lse[..., begin:end], None if self.residual is None else rows(self.residual),
+        )  # fmt: skip
 
 
 @dataclass

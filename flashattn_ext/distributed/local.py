@@ -66,18 +66,21 @@ def with_lengths(options: CallOptions, sequences: Packed | None) -> CallOptions:
     return options._replace(max_seqlen_q=sequences.max_seqlen_q, max_seqlen_k=sequences.max_seqlen_k)
 
 
-def forward(tensors: CallTensors, options: CallOptions, rng_state: Tensor) -> tuple[Tensor, Tensor]:
-    out, lse = ops.pure_forward(*tensors, *options, rng_state, [])
-    return out, lse
+def forward(
+    tensors: CallTensors, options: CallOptions, rng_state: Tensor, keeps_residual: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, lse, and what rounding has taken from out, in its shape; empty unless keeps_residual."""
+    out, lse, residual = ops.pure_forward(*tensors, *options, rng_state, keeps_residual, [])
+    return out, lse, residual
 
 
 def backward(
     tensors: CallTensors, options: CallOptions, rng_state: Tensor, dout: Tensor | None, dlse: Tensor | None,
-    out: Tensor, lse: Tensor, needs: tuple[bool, bool, bool],
+    out: Tensor, lse: Tensor, residual: Tensor | None, needs: tuple[bool, bool, bool],
 ) -> Gradients:  # fmt: skip
-    """needs: whether alibi_slopes, relative_bias and bias have gradients."""
+    """residual: what rounding has taken from out; needs: whether alibi_slopes, relative_bias and bias have gradients."""
     dq, dk, dv, dsink, *biases = ops.pure_backward(
-        *tensors, *options, dout, dlse, out, lse, *needs, rng_state, []
+        *tensors, *options, dout, dlse, out, lse, residual, *needs, rng_state, []
     )  # fmt: skip
     return Gradients(
         dq, dk, dv, None if tensors.sink is None else dsink,

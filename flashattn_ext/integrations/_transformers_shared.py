@@ -97,7 +97,7 @@ def _without_documents(function: MaskFunction) -> MaskFunction:
     """
     if getattr(function, "__code__", None) is not _AND:
         return function
-    rest = []
+    rest: list[MaskFunction] = []
     for part in inspect.getclosurevars(function).nonlocals["mask_functions"]:
         code = getattr(part, "__code__", None)
         if code is _REMAP:  # a function of positions within documents, which are as far apart as those of the row

@@ -90,6 +90,16 @@ def test_sixteen_bits(pool: RankPool, mode: str) -> None:
     _agrees(pool, DistributedCase(ranks=2, mode=mode, dtype=torch.bfloat16, options={"causal": True}))
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("lengths", [None, (100, 156)])
+def test_gradients_of_distances_know_what_rounding_took(
+    pool: RankPool, mode: str, lengths: tuple[int, ...] | None
+) -> None:
+    """Errors of a 16-bit out add up in the gradients of slopes and of a relative bias."""
+    case = DistributedCase(ranks=2, mode=mode, dtype=torch.bfloat16, alibi="heads", relative=5, lengths=lengths)
+    _agrees(pool, replace(case, options={"causal": True}))
+
+
 def _drawn(seed: int) -> DistributedCase:
     """Any mix of options, in any lengths."""
     draw = random.Random(seed)

@@ -8,6 +8,7 @@
 #include "../../key_locator.h"
 #include "../common/call.h"
 #include "../common/launch.cuh"
+#include "../common/tensor_core.cuh"
 #include "../common/tile.cuh"
 #include "kernels.h"
 
@@ -30,9 +31,9 @@ __device__ void copy_row(T* to, const T* from, int columns, const Rotary& rotary
     }
     const bool is_second = rotary.interleaved ? c % 2 != 0 : c >= half;
     const int pair = rotary.interleaved ? c / 2 : c % half, apart = rotary.interleaved ? 1 : half;
-    const float own = static_cast<float>(from[c]), other = static_cast<float>(from[is_second ? c - apart : c + apart]);
-    const float turned = other * static_cast<float>(sin[pair]);
-    to[c] = T(own * static_cast<float>(cos[pair]) + (is_second ? turned : -turned));
+    const float own = widen(from[c]), other = widen(from[is_second ? c - apart : c + apart]);
+    const float turned = other * widen(sin[pair]);
+    narrow(own * widen(cos[pair]) + (is_second ? turned : -turned), to + c);
   }
 }
 

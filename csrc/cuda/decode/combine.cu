@@ -5,6 +5,7 @@
 
 #include "../common/launch.cuh"
 #include "../common/rows.cuh"
+#include "../common/tensor_core.cuh"
 #include "../common/tile.cuh"
 #include "../common/tile_order.cuh"
 #include "../ptx/math.cuh"
@@ -67,7 +68,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int c = threadIdx.x; c < static_cast<int>(p.head_dim_v); c += kThreads) {
       float total = 0;
       for (int n = 0; n < groups; ++n) total += sums[n * columns + c];
-      row_pointer<T>(p.out, task.b, head, query)[c] = T(total * factor);
+      narrow(total * factor, row_pointer<T>(p.out, task.b, head, query) + c);
     }
     if (threadIdx.x == 0) {
       *row_statistic(p.lse, task.b, head, query) = sum == 0 ? -infinity() : row_lse(finite_max(max), log2f(sum));

@@ -231,7 +231,11 @@ struct Split {
   // The same from any address, and at once.
   static __device__ __forceinline__ void copy_elements(T* to, const T* from, int elements) {
 #pragma unroll 1
-    for (int e = 0; e < kVectorElements; ++e) to[e] = e < elements ? from[e] : T(0.f);
+    for (int e = 0; e < kVectorElements; ++e) {
+      T zero;
+      narrow(0.f, &zero);
+      to[e] = e < elements ? from[e] : zero;
+    }
   }
 
   // keys: rows of the room that the tile's rows see in this part. whole: rows that all of them see.
@@ -474,7 +478,7 @@ struct Split {
         T* const to = row_pointer<T>(p.out, part.b, at.head, start + at.query) + column;
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          if (column + e < columns) to[e] = T(x[e]);
+          if (column + e < columns) narrow(x[e], to + e);
         }
       } else {
         const int64_t slot_row = static_cast<int64_t>(part.slot) * kRows + i;
