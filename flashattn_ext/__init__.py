@@ -44,6 +44,16 @@ else:
     from .reference import attention_reference, kvcache_reference
     from .relative_bias import t5_relative_bias
 
+
+def __getattr__(name: str) -> object:
+    """flashattn_ext.distributed, which is imported when it is first asked for."""
+    if name == "distributed":
+        from importlib import import_module
+
+        return import_module(".distributed", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
     "FlashAttention",
     "FlashAttentionFunction",
