@@ -341,8 +341,8 @@ struct Forward {
     const auto biases = begin_biases(work, n);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
-    if constexpr (kPaired) shared.parts[group].exchange(scores, &parts_parity);
     end_keys(kMasks ? walk.tile.has(KeyTile::kLast) : n == walk.last);
+    if constexpr (kPaired) shared.parts[group].exchange(scores, &parts_parity);
     weigh(work, walk, unmasked, biases);
     if (kGeneral) draw_signs(work, n, dropout);
     // Without a Mask nothing has been summed up before.
@@ -361,8 +361,8 @@ struct Forward {
         const auto biases = begin_biases(work, n);
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
-        if constexpr (kPaired) shared.parts[group].exchange(scores, &parts_parity);
         end_keys(kMasks ? walk.tile.has(KeyTile::kLast) : n == walk.last);
+        if constexpr (kPaired) shared.parts[group].exchange(scores, &parts_parity);
         weigh(work, walk, unmasked, biases);
         if (kGeneral) draw_signs(work, n, dropout);
         ptx::hold(scores);

@@ -51,7 +51,7 @@ constexpr ForwardTiles kForwardTiles[] = {
     {256, Kind::kPlain, {{2, 64, 2}, {2, 80, 2}}},
     {256, Kind::kBias, {{2, 64, 2}}},
     {256, Kind::kDropout, {{2, 64, 2}}},
-    {384, Kind::kPlain, {{2, 80, 2}, {2, 64, 2}}},
+    {384, Kind::kPlain, {{2, 80, 2}, {3, 48, 2}, {2, 64, 2}}},
     {512, Kind::kPlain, {{2, 64, 2}, {2, 48, 2}}},
 };
 
