@@ -41,7 +41,8 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
     if (has_bias) wide ? add_elements<float>(logits, n0) : add_elements<T>(logits, n0);
   }
   __device__ __forceinline__ void add(float (&logits)[kRowTiles][kColumnTiles][4], Ahead& ahead) const {
-    Distances::add(logits, 1.f);
+    const float scale = Distances::add(logits, 1.f);
+    if (scale != 1) each<kColumnTiles>([&](int i, int n, int e) { logits[i][n][e] *= scale; });
     if (has_bias) wide ? add_elements<float>(logits, 0) : add_ahead(logits, ahead);
   }
 

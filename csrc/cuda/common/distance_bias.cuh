@@ -110,8 +110,7 @@ struct DistanceBias {
     }
   }
 
-  // The same for scores x whose logits are scale * x. Returns the scale with which they are the logits afterwards: 1
-  // when there was anything to add.
+  // The same for scores x whose logits are scale * x. Returns the scale with which they are the logits afterwards.
   __device__ __forceinline__ float add(float (&x)[kRowTiles][kColumnTiles][4], float scale) const {
     return add_all<false>(x, scale, nullptr);
   }
@@ -134,14 +133,20 @@ struct DistanceBias {
     if (range == Reached::kSome) {
       const bool inside = uniform(static_cast<int>(place.tile_distance - (kRows - 1) >= -reach &&
                                                    place.tile_distance + (kKeys - 1) <= reach)) != 0;
+      if (!kTransposed) scale *= kLn2<float>;  // entries are added as they are, in natural units
       inside ? add_relative<true>(x, scale) : add_relative<false>(x, scale);
-      scale = 1;
+      scale = kTransposed ? 1 : kLog2E<float>;
     } else if (range != Reached::kNone) {
-      each<kColumnTiles>([&](int i, int n, int e) { x[i][n][e] = fmaf(x[i][n][e], scale, end); });
+      if (kLeavesRows && scale > 0) {
+#pragma unroll
+        for (int i = 0; i < 2 * kRowTiles; ++i) rows[i] += end;
+      } else {
+        each<kColumnTiles>([&](int i, int n, int e) { x[i][n][e] = fmaf(x[i][n][e], scale, end); });
+        scale = 1;
+      }
       if (uniform(static_cast<int>(end == -infinity())) != 0) {
         each<kColumnTiles>([&](int i, int n, int e) { x[i][n][e] = -infinity(); });
       }
-      scale = 1;
     }
     return scale;
   }
@@ -197,7 +202,8 @@ struct DistanceBias {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
           if (n == 0 || k == 0) {
-            recent[k][odd] = relative<kInside>(place.distance_on(k / 2, n, k % 2 * 2 + odd)) * kLog2E<float>;
+            recent[k][odd] = relative<kInside>(place.distance_on(k / 2, n, k % 2 * 2 + odd));
+            if (kTransposed) recent[k][odd] *= kLog2E<float>;
             lowest = fminf(lowest, recent[k][odd]);
           } else {
             recent[k][odd] = recent[k - 1][odd];

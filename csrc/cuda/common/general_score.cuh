@@ -99,17 +99,6 @@ struct ScaledLogit {
   __device__ __forceinline__ float times_slope(float gradient, float) const { return gradient; }
 };
 
-// 2^x to 1e-4 of its size, for x up to 126, by multiplications and additions alone; exp2(-inf) = 0.
-__device__ __forceinline__ float exp2_without_unit(float x) {
-  // In the sum with kShift the last bits of x are those of its nearest integer, plus 127: an exponent.
-  constexpr float kShift = 1.5f * (1 << 23) + 127;
-  x = ptx::max_or_nan(x, -127.f);
-  const float shifted = x + kShift;
-  const float rest = x - (shifted - kShift);  // from -1/2 to 1/2
-  const float power = fmaf(fmaf(fmaf(0.05500892f, rest, 0.24221096f), rest, 0.69328293f), rest, 1.f);
-  return power * __int_as_float(__float_as_int(shifted) << 23);
-}
-
 // The rule of scores x of a forward whose logits, in units of log2, are factor * x + row[r].
 struct DistanceLogit {
   float factor;
@@ -117,16 +106,6 @@ struct DistanceLogit {
 };
 __device__ __forceinline__ float add_row(const DistanceLogit& score, int r, float x) { return x + score.row[r]; }
 __device__ __forceinline__ float subtract_row(const DistanceLogit& score, int r, float x) { return x - score.row[r]; }
-
-// The same of a capped rule. The unit for exponentials computes tanh too and is what such a call waits for: it leaves
-// every second exponential to others.
-struct CappedLogit : DistanceLogit {};
-__device__ __forceinline__ float add_row(const CappedLogit& score, int r, float x) { return x + score.row[r]; }
-__device__ __forceinline__ float subtract_row(const CappedLogit& score, int r, float x) { return x - score.row[r]; }
-__device__ __forceinline__ float weight_of(const CappedLogit& score, float x, float offset, int odd) {
-  const float logit = fmaf(x, score.factor, -offset);
-  return odd ? exp2_without_unit(logit) : ptx::ex2(logit);
-}
 
 // The rule of what a forward has stored when it looks for the maximum of a row.
 template <class Score>

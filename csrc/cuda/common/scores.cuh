@@ -21,12 +21,6 @@ __device__ __forceinline__ float weight_of(const Score& score, float x, float of
   return ptx::ex2(fmaf(x, score.factor, -offset));
 }
 
-// The same where it matters which unit computes the exponential; odd: whether the score's column is.
-template <class Score>
-__device__ __forceinline__ float weight_of(const Score& score, float x, float offset, int) {
-  return weight_of(score, x, offset);
-}
-
 // What is part of the logits of row r beside factor * score, in a forward, is added and subtracted here.
 template <class Score>
 __device__ __forceinline__ float add_row(const Score&, int, float x) {
@@ -134,7 +128,7 @@ struct OnlineSoftmax {
 #pragma unroll
         for (int odd = 0; odd < 2; ++odd) {
           float& weight = x[n][2 * r + odd];
-          weight = weight_of(score, weight, offset[r], odd);
+          weight = weight_of(score, weight, offset[r]);
           part += weight;
         }
       }

@@ -22,13 +22,6 @@ __device__ __forceinline__ float ex2(float x) {
   return y;
 }
 
-// The larger of two numbers; NaN when either is NaN.
-__device__ __forceinline__ float max_or_nan(float a, float b) {
-  float y;
-  asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(y) : "f"(a), "f"(b));
-  return y;
-}
-
 // The logarithm of x to base 2; -inf for 0.
 __device__ __forceinline__ float lg2(float x) {
   float y;

@@ -44,6 +44,12 @@ struct Descriptor {
     return both;
   }
 };
+// The same, brought to a uniform register at once: where the compiler finds the address in another one, each product of
+// a step would move its own. All lanes of a warp make it together, of the same address.
+struct UniformDescriptor : Descriptor {
+  __device__ __forceinline__ UniformDescriptor(const Descriptor& descriptor)
+      : Descriptor{__reduce_or_sync(~0u, descriptor.low), descriptor.high} {}
+};
 // panel_bytes: from one panel of 64 columns to the next; K-major operands do not use it.
 __device__ __forceinline__ Descriptor swizzled_descriptor(const void* tile, int panel_bytes) {
   constexpr uint32_t kEightRows = 1024, kSwizzle128 = 1;

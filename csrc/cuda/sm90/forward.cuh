@@ -58,7 +58,8 @@ struct Forward {
     __device__ Mask32 mask(const AttnParams& p) const { return Mask32(p, length_q, length_k); }
   };
 
-  using Address = std::conditional_t<kMasks, ptx::Descriptor, uint64_t>;
+  using Address =
+      std::conditional_t<kMasks, std::conditional_t<kHeadDim <= 96, ptx::UniformDescriptor, ptx::Descriptor>, uint64_t>;
   using KeyTile = sm90::KeyTile<kGroups>;
   using KeyBatch = sm90::KeyBatch<Work, KeyTile>;
   using PartialTile = sm90::PartialTile<kKeys>;
@@ -509,8 +510,7 @@ struct Forward {
       shrink[1] = factors[1];
     };
     if constexpr (kKind == Kind::kScores) {
-      score.is_capped ? softmax.weigh(scores, CappedLogit{logit}, kTolerance, keep_shrink)
-                      : softmax.weigh(scores, logit, kTolerance, keep_shrink);
+      softmax.weigh(scores, logit, kTolerance, keep_shrink);
     } else if constexpr (kBias) {
       softmax.weigh(scores, ScaledLogit{kLog2E<float>}, kTolerance, keep_shrink);
     } else {
