@@ -27,7 +27,7 @@ BENCHES = {
 OPTIONS = {
     "sets": ("--set", ("cuda",)),
     "passes": ("--pass", ("cuda",)),
-    "peers": ("--peers", ("cuda",)),
+    "peers": ("--peers", ("cuda", "distributed")),
     "backend": ("--backend", ("cuda", "tune")),
     "device": ("--device", ("tune",)),
     "tokens": ("--tokens", ("distributed",)),

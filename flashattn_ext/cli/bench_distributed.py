@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from .timing import one_line
 
 MODES = ("ulysses", "allgather", "ring")
 ONE = "one device"
-TORCH = {"torch, flash": SDPBackend.FLASH_ATTENTION, "torch, cuDNN": SDPBackend.CUDNN_ATTENTION}
+TORCH = {"torch-flash": SDPBackend.FLASH_ATTENTION, "torch-cudnn": SDPBackend.CUDNN_ATTENTION}
 ROUNDS, QUICK_ROUNDS = 7, 2
 
 
@@ -76,12 +77,20 @@ QUICK = [Case(512, 4, 2, 32, dtype="float32"), Case(512, 4, 2, 32, document=100,
 Step = Callable[[], Tensor]  # runs a forward and returns out, with a graph
 
 
-def measure(*, quick: bool, tokens: int | None = None, trace: str | None = None) -> dict[str, Any]:
+def measure(
+    *, quick: bool, tokens: int | None = None, trace: str | None = None, peers: str | None = None
+) -> dict[str, Any]:
     """On every rank; the result is on rank 0 alone, and empty elsewhere."""
     if not ranks.started_by_torchrun():
         raise CommandError(
             "bench distributed runs on several ranks; start them with torchrun --nproc-per-node 2 -m flashattn_ext bench distributed"
         )
+    names = list(TORCH) if peers is None else [name.strip() for name in peers.split(",") if name.strip()]
+    for name in names:
+        if name not in TORCH:
+            raise CommandError(f"--peers got {name!r}; accepted are {', '.join(TORCH)}")
+    if trace:
+        Path(trace).parent.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda", ranks.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     ranks.start(device)
     try:
@@ -92,7 +101,7 @@ def measure(*, quick: bool, tokens: int | None = None, trace: str | None = None)
             if quick or device.type == "cpu"
             else FULL
         )
-        rows = [_measure_case(case, device, QUICK_ROUNDS if quick else ROUNDS, trace) for case in chosen]
+        rows = [_measure_case(case, device, QUICK_ROUNDS if quick else ROUNDS, trace, names) for case in chosen]
         if dist.get_rank() > 0:
             return {}
         name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
@@ -107,10 +116,10 @@ def measure(*, quick: bool, tokens: int | None = None, trace: str | None = None)
         ranks.end()
 
 
-def _measure_case(case: Case, device: torch.device, rounds: int, trace: str | None) -> dict[str, Any]:
+def _measure_case(case: Case, device: torch.device, rounds: int, trace: str | None, names: list[str]) -> dict[str, Any]:
     contestants: dict[str, Any] = {ONE: _one_device, **{mode: _ours(mode) for mode in MODES}}
     if device.type == "cuda" and case.document is None:
-        contestants |= {name: _torchs(backend) for name, backend in TORCH.items()}
+        contestants |= {name: _torchs(TORCH[name]) for name in names}
     results: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
     for name, prepare in contestants.items():

@@ -17,7 +17,7 @@ def guarded(group: Any, what: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, TimeoutError) as error:
-        if isinstance(error, NotImplementedError) or str(error).startswith("flashattn_ext"):
+        if isinstance(error, (NotImplementedError, torch.OutOfMemoryError)) or str(error).startswith("flashattn_ext"):
             raise
         raise RuntimeError(
             f"flashattn_ext.distributed: {what} failed on rank {dist.get_rank(group)} of {dist.get_world_size(group)}: another rank has "

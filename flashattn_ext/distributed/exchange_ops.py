@@ -172,3 +172,13 @@ def _autograd_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_kep
 torch.library.register_autograd(
     "flashattn_ext::distributed_forward", _autograd_backward, setup_context=_setup_context, lib=_library
 )
+
+
+def _no_double_backward(_ctx: Any, *_gradients: Any) -> Any:
+    raise RuntimeError(
+        "flashattn_ext.distributed has no double backward; use flashattn_ext.attention_reference (plain PyTorch, differentiable any "
+        "number of times) on one device for second derivatives"
+    )
+
+
+torch.library.register_autograd("flashattn_ext::distributed_backward", _no_double_backward, lib=_library)

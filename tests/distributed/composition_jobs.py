@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from rank_pool import group_of
@@ -186,6 +187,17 @@ def ranks_count_the_flops_of_the_whole(device: str) -> None:
             options = {"group": group_of(2), "mode": mode, "causal": True, "window_size": (50, -1)}
             distributed.attention(*_parts(device, group_of(2)), **options).sum().backward()
         assert 2 * counted.get_total_flops() == expected.get_total_flops() > 0, mode
+
+
+def second_derivatives_say_what_to_do(device: str) -> None:
+    if dist.get_rank() >= 2:
+        return
+    for mode in MODES:
+        parts = _parts(device, group_of(2))
+        out = distributed.attention(*parts, group=group_of(2), mode=mode)
+        (gradient,) = torch.autograd.grad(out.square().sum(), parts[:1], create_graph=True)
+        with pytest.raises(RuntimeError, match="has no double backward; use flashattn_ext"):
+            gradient.sum().backward()
 
 
 def autocast_is_followed(device: str) -> None:

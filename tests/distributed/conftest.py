@@ -19,6 +19,8 @@ HAS_GPUS = torch.cuda.device_count() >= 2 and "cuda" in str(flashattn_ext.build_
 @pytest.fixture(scope="session", params=["cpu", *(["cuda"] if HAS_GPUS else [])])
 def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
     """Four processes on the CPU; on GPUs as many as there are, up to four."""
+    if request.param not in (request.config.getoption("--device") or [request.param]):
+        pytest.skip(f"--device without {request.param}")
     ranks = RANKS if request.param == "cpu" else min(RANKS, torch.cuda.device_count())
     started = RankPool(request.param, ranks)
     yield started
