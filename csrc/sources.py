@@ -31,10 +31,18 @@ CUDA_NAMES = {"fp16": "__half", "bf16": "__nv_bfloat16", "fp32": "float"}
 HEAD_DIMS = (64, 96, 128, 144, 192, 256, 384, 512)
 CUDA_KINDS = {
     "sm80": {"": ("kPlain", "kDropout"), "_masks": ("kIntervals",), "_general": ("kGeneral",)},
-    "sm90": {"": ("kPlain", "kDropout"), "_masks": ("kIntervals",), "_general": ("kGeneral",), "_scores": ("kScores",),
-             "_bias": ("kBias",)},
+    "sm90": {
+        "": ("kPlain", "kDropout"),
+        "_masks": ("kIntervals",),
+        "_general": ("kGeneral",),
+        "_scores": ("kScores",),
+        "_bias": ("kBias",),
+    },
 }
 # Head dims whose backward of these kinds Hopper leaves to the kernels of sm80: has_backward() in csrc/cuda/sm90/kernels.h.
+# Classes of head dims that have no kernels of rare kinds: rare_class() in csrc/cuda/common/kind.h says which run them.
+NOT_RARE = (96, 144, 192)
+RARE_KINDS = {"sm80": ("_masks", "_general"), "sm90": ("_general", "_bias")}
 LEFT_TO_SM80 = {
     "_general": (64, 96, 128, 144, 192, 256),
     "_bias": (64, 96, 128, 144, 192, 256),
@@ -118,7 +126,8 @@ def _decode_functions() -> dict[str, list[str]]:
 
 def cuda_kinds(architecture: str, stage: str, dtype: str, head_dim: int) -> dict[str, tuple[str, ...]]:
     """The rows of kinds that have instances. Head dims above 256 have few: Instance in csrc/cuda/sm80/kernels.h."""
-    rows = CUDA_KINDS[architecture]
+    rare = RARE_KINDS[architecture] if head_dim in NOT_RARE else ()
+    rows = {suffix: kinds for suffix, kinds in CUDA_KINDS[architecture].items() if suffix not in rare}
     if head_dim > 256:
         has_plain = dtype != "fp32"
         has_general = architecture == "sm80" and (dtype == "fp32" or head_dim == max(HEAD_DIMS))

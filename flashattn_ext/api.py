@@ -100,7 +100,7 @@ def _attend(tensors: CallTensors, rng_seed: int | None, options: CallOptions) ->
     """(out, lse), differentiable. torch.func's transforms want another autograd.Function than is quickest for all other calls, and a
     call that nothing differentiates wants none."""
     compiling = torch.compiler.is_compiling()
-    function = FlashAttentionFunction
+    function: type[torch.autograd.Function] = FlashAttentionFunction
     if not compiling and torch._C._are_functorch_transforms_active():
         function = TransformedFunction
     elif not compiling and not _is_differentiated(tensors):

@@ -90,7 +90,7 @@ def _keeps_residual(tensors: Iterable[Tensor | None], transformed: bool) -> bool
     Every dS of a row has the error of <dout, out>. In dq that averages out. In the gradients of slopes and of a relative bias it adds
     up, because distances of a row's keys have a mean that is far from zero.
     """
-    call = CallTensors(*tensors)
+    call = CallTensors(*tensors)  # type: ignore[arg-type]
     biases = [t for t in (call.alibi_slopes, call.relative_bias) if t is not None]
     return call.q.dtype.itemsize == 2 and (bool(biases) if transformed else any(t.requires_grad for t in biases))
 

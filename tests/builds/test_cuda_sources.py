@@ -17,9 +17,15 @@ import sources  # noqa: E402
 
 def test_every_stage_has_every_type_and_class_of_head_dims() -> None:
     texts = sources.cuda_instances(sm90=True)
-    groups = sum(len(types) * len(sources.CUDA_KINDS[name]) for name, types in sources.CUDA_TYPES.items())
-    wide = 2 * (2 * 3 + 2) + 2 * (2 * 2)  # sm80: 16-bit types and fp32; sm90: 16-bit types
-    assert len(texts) == 2 * 6 * groups - 2 * sum(map(len, sources.LEFT_TO_SM80.values())) + wide
+    rows = [
+        sources.cuda_kinds(architecture, stage, dtype, head_dim)
+        for architecture, dtypes in sources.CUDA_TYPES.items()
+        for stage in sources.ENTRY_POINTS
+        for dtype in dtypes
+        for head_dim in sources.HEAD_DIMS
+    ]
+    assert len(texts) == sum(map(len, rows))
+    assert all("" in row or "_general" in row for row in rows)
     for architecture, dtypes in sources.CUDA_TYPES.items():
         header = (ROOT / "csrc" / "cuda" / architecture / "kernels.h").read_text()
         declared = sorted(re.findall(r"^(?:void|size_t) (\w+)\(", header, re.M))
@@ -74,6 +80,14 @@ def test_head_dims_above_256_have_few_kinds(dtype: str, head_dim: int, kinds: li
         assert [kind for row in sources.cuda_kinds("sm80", stage, dtype, head_dim).values() for kind in row] == kinds
         if dtype in sources.CUDA_TYPES["sm90"]:
             assert sources.cuda_kinds("sm90", stage, dtype, head_dim) == {"": ("kPlain",)}
+
+
+@pytest.mark.parametrize("head_dim", [96, 144, 192])
+def test_rare_kinds_have_few_classes_of_head_dims(head_dim: int) -> None:
+    """Others run those of rare_class() in csrc/cuda/common/kind.h."""
+    assert [*sources.cuda_kinds("sm80", "forward", "fp16", head_dim)] == [""]
+    assert [*sources.cuda_kinds("sm90", "forward", "fp16", head_dim)] == ["", "_masks", "_scores"]
+    assert "_general" in sources.cuda_kinds("sm80", "backward", "fp16", 256)
 
 
 def test_without_hopper() -> None:

@@ -56,6 +56,10 @@ constexpr bool can_mask(Kind kind) { return kind == Kind::kIntervals || kind == 
 // The row of a tile table that serves a kind which has none of its own: one whose keys suit dropout if need be.
 constexpr Kind tile_kind(Kind kind) { return can_drop(kind) ? Kind::kDropout : Kind::kPlain; }
 
+// The class of head dims up to 256 whose kernels run another one, for kinds that few calls have: compiling all classes
+// of them took a quarter of the build.
+constexpr int rare_class(int head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
+
 // Stands for a member that kernels of a kind do not need.
 struct Nothing {};
 

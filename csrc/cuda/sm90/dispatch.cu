@@ -13,12 +13,12 @@ bool left_to_sm80(const AttnGradParams& p) { return p.drelative_bias && p.determ
 
 template <class T, int kHeadDim, Kind kKind>
 size_t scored_backward_bytes(const AttnGradParams& p) {
-  return left_to_sm80(p) ? sm80::backward_bytes<T, kHeadDim, Kind::kGeneral>(p)
+  return left_to_sm80(p) ? sm80::kernels<T, kHeadDim, kKind>().backward_bytes(p)
                          : sm90::backward_bytes<T, kHeadDim, kKind>(p);
 }
 template <class T, int kHeadDim, Kind kKind>
 void scored_backward(const AttnGradParams& p) {
-  left_to_sm80(p) ? sm80::backward<T, kHeadDim, Kind::kGeneral>(p) : sm90::backward<T, kHeadDim, kKind>(p);
+  left_to_sm80(p) ? sm80::kernels<T, kHeadDim, kKind>().backward(p) : sm90::backward<T, kHeadDim, kKind>(p);
 }
 
 template <class T, int kHeadDim, Kind kKind>
@@ -27,7 +27,8 @@ struct Sm90 {
     Kernels kernels = sm80::kernels<T, kHeadDim, kKind>();
     if constexpr (sm90::has_forward(kHeadDim, kKind)) {
       kernels.forward_bytes = sm90::kForwardBytes;
-      kernels.forward = sm90::forward<T, kHeadDim, kKind>;
+      constexpr bool kIsRare = kKind == Kind::kGeneral || kKind == Kind::kBias;
+      kernels.forward = sm90::forward < T, kIsRare ? rare_class(kHeadDim) : kHeadDim, kKind > ;
     }
     if constexpr (sm90::has_backward(kHeadDim, kKind)) {
       constexpr bool kScores = can_score(kKind);
