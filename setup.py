@@ -29,7 +29,10 @@ COMPILER = os.environ.get("CXX", "c++")
 
 SOURCES = [
     "csrc/ops.cpp",
+    "csrc/op_device.cpp",
     "csrc/validate.cpp",
+    "csrc/decode_op.cpp",
+    "csrc/decode_call.cpp",
     "csrc/call_params.cpp",
     "csrc/mask_extremes.cpp",
     "csrc/backend.cpp",

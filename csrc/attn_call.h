@@ -139,4 +139,8 @@ class Arguments {
   size_t scalar_ = 0;  // the next of them
 };
 
+// Ends the arguments of an op's overload `call` with what its other overload has last: the floats as tensors, if
+// torch.compile has made any of them symbolic.
+void push_scalars(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+
 }  // namespace flashattn_ext

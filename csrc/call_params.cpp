@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <limits>
 #include <vector>
 
 #include "dropout.h"
@@ -174,6 +175,18 @@ void set_memory(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse,
   p->sink = c.sink ? c.sink->const_data_ptr() : nullptr;
   set_scores(c, p);
   p->rng_state = rng_state.const_data_ptr<int64_t>();
+}
+
+void set_rows_of_no_sequence(const std::optional<at::Tensor>& cu_seqlens, const at::Tensor& t, int64_t row_dim,
+                             double value) {
+  if (!cu_seqlens) return;
+  const int64_t begin = cu_seqlens->is_cpu() ? cu_seqlens->const_data_ptr<int32_t>()[cu_seqlens->numel() - 1] : 0;
+  if (begin < t.size(row_dim)) t.narrow(row_dim, begin, t.size(row_dim) - begin).fill_(value);
+}
+
+void set_rows_of_no_sequence(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse) {
+  set_rows_of_no_sequence(c.cu_seqlens_q, out, c.row_dim(), 0);
+  set_rows_of_no_sequence(c.cu_seqlens_q, lse, 1, -std::numeric_limits<double>::infinity());
 }
 
 BiasGradients zeroed_bias_gradients(const AttnCall& c, const BackwardCall& b, const Backend& backend) {

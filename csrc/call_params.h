@@ -27,6 +27,14 @@ void set_options(const AttnCall& call, AttnParams* params);
 void set_memory(const AttnCall& call, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& rng_state,
                 AttnParams* params);
 
+// Rows of packed tensors that belong to no sequence hold what a row that sees nothing has. Backends leave them alone.
+// On the CPU they are those after the last sequence. Elsewhere only the device knows cu_seqlens, which may hold
+// anything there: all rows are set before the kernels write those of sequences.
+void set_rows_of_no_sequence(const std::optional<at::Tensor>& cu_seqlens, const at::Tensor& t, int64_t row_dim,
+                             double value);
+// The same for the results of a forward.
+void set_rows_of_no_sequence(const AttnCall& call, const at::Tensor& out, const at::Tensor& lse);
+
 // The gradients of alibi_slopes, relative_bias and bias; undefined where the backward is not asked for them.
 struct BiasGradients {
   at::Tensor alibi_slopes, relative_bias, bias;

@@ -24,6 +24,7 @@ class KeyLocator {
     const Sequence keys = key_sequence(p, b);
     length = keys.length;
     first_row_ = keys.start;
+    first_interval = keys.start;
     entry_ = b;  // times a batch stride of 0 in packed calls
   }
 
@@ -36,6 +37,7 @@ class KeyLocator {
     first_row_ = cache.leftpad ? clamped(cache.leftpad[b], end) : 0;
     length = end - first_row_;
     new_keys = end - first_new_row;
+    first_interval = p.mask_keys - length;
     last_entry_ = cache.entries - 1;
     if (cache.block_table) {
       pages_ = cache.block_table + b * cache.block_table_stride;
@@ -61,6 +63,9 @@ class KeyLocator {
   int64_t length;             // keys of the sequence, new ones included
   int64_t first_new_row = 0;  // the row that the first new key is written to; also its rotary position
   int64_t new_keys = 0;       // as many of the new keys as the cache has room for
+  // With a Mask, the interval of key j is number first_interval + j of its head; where that is negative, the Mask has
+  // none for the key, and every row may see it.
+  int64_t first_interval = 0;
 
  private:
   // `value` within [0, largest].

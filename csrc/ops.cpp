@@ -1,155 +1,37 @@
-// The ops of torch.ops.flashattn_ext: validate, allocate, fill AttnParams, hand over to a Backend. With attn_call.h,
-// validate.cpp, call_params.cpp and mask_extremes.cpp all that sees torch.
+// The ops of torch.ops.flashattn_ext: validate, allocate, fill AttnParams, hand over to a Backend. Those of calls with
+// a cache are in decode_op.cpp.
 //
 // `forward`, `backward` and `dropout_mask` are pure: a mask is a function of the rng_state that they are given. Python
 // calls their overloads `call`, which draw that state with an operator of torch's own, so that compilers, checkpointing
 // and CUDA graphs know what is random, and which turn floats that torch.compile keeps symbolic into tensors.
-#include <ATen/DeviceGuard.h>
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/randint.h>
 #include <ATen/ops/zeros.h>
-#include <pthread.h>
 #include <torch/library.h>
 
-#include <atomic>
-#include <initializer_list>
+#include <algorithm>
 #include <limits>
 #include <string>
-
-#if defined(FLASHATTN_EXT_CUDA)
-#include <c10/cuda/CUDAStream.h>
-#endif
 
 #include "call_params.h"
 #include "dropout.h"
 #include "mask_extremes.h"
+#include "op_device.h"
 #include "validate.h"
 
 namespace flashattn_ext {
 namespace {
-
-// --- the caller's thread pool
-// -------------------------------------------------------------------------------------------
-
-// The threads of an OpenMP pool do not exist in a forked child, which would wait for them forever.
-std::atomic<bool> in_forked_child{false};
-const int at_fork_registered = pthread_atfork(nullptr, nullptr, [] { in_forked_child.store(true); });
-
-// While it lives, torch's own operators (copies, fills) keep to the calling thread if this is a forked child.
-class SerialInForkedChild {
- public:
-  SerialInForkedChild() : threads_(in_forked_child.load() ? at::get_num_threads() : 1) {
-    if (threads_ > 1) at::set_num_threads(1);
-  }
-  ~SerialInForkedChild() {
-    if (threads_ > 1) at::set_num_threads(threads_);
-  }
-  SerialInForkedChild(const SerialInForkedChild&) = delete;
-
- private:
-  const int threads_;
-};
-
-CpuExecutor cpu_executor() {
-  CpuExecutor executor;
-  executor.num_threads = in_forked_child.load() || at::in_parallel_region() ? 1 : at::get_num_threads();
-  executor.run = [](int workers, void (*body)(void*, int), void* context) {
-    if (workers == 1) return body(context, 0);
-    at::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t worker = begin; worker < end; ++worker) body(context, static_cast<int>(worker));
-    });
-  };
-  return executor;
-}
-
-// --- the device of a call
-// ----------------------------------------------------------------------------------------------------
-
-std::string device_name(const at::Tensor& t) { return c10::DeviceTypeName(t.device().type(), true); }
-
-// Makes the device of a tensor the current one, and knows what AttnParams::stream is there.
-class Device {
- public:
-  explicit Device(const at::Tensor& t) : guard_(t.device()) {
-    if (t.is_cpu()) {
-      executor_ = cpu_executor();
-      stream_ = &executor_;
-    }
-#if defined(FLASHATTN_EXT_CUDA)
-    if (t.is_cuda()) stream_ = c10::cuda::getCurrentCUDAStream().stream();
-#endif
-  }
-  Device(const Device&) = delete;
-  // A backend for a device that this file does not know brings the stream itself.
-  void* stream(const Backend& backend) const {
-    return backend.current_stream ? backend.current_stream(guard_.current_device().index()) : stream_;
-  }
-
- private:
-  at::DeviceGuard guard_;
-  SerialInForkedChild serial_;
-  CpuExecutor executor_;
-  void* stream_ = nullptr;
-};
-
-// --- who runs a call
-// -----------------------------------------------------------------------------------------------------------
-
-// Throws, naming the fix, where this build has nothing for the device of a tensor. An op that begins with torch's own
-// operators asks first: on a device that torch has no kernels for either, its message would be torch's.
-void check_device_is_known(const at::Tensor& device_of) {
-  if (device_of.is_cpu() || device_of.is_cuda() || device_of.is_meta()) return;
-  backend_for(device_name(device_of));
-}
-
-// The backend that runs the call, on its stream.
-const Backend& backend_supporting(const Device& device, const at::Tensor& device_of, AttnParams* p, bool backward) {
-  std::string reason;
-  const auto refusal = [&](const Backend& backend) { return backend.supports(*p, backward); };
-  const Backend& backend = backend_for(device_name(device_of), refusal, &reason);
-  TORCH_CHECK_NOT_IMPLEMENTED(reason.empty(), "backend '", backend.name, "': ", reason);
-  p->stream = device.stream(backend);
-  return backend;
-}
-
-void check_formats(const Backend& backend, std::initializer_list<std::pair<const char*, const at::Tensor*>> tensors) {
-  if (!backend.private_format) return;
-  for (const auto& [name, t] : tensors) {
-    const std::string format = backend.private_format(*t);
-    TORCH_CHECK_VALUE(format.empty(), name, ": expected a tensor in rows, got one in ", format);
-  }
-}
-
-// An undefined tensor where a backend needs none: every allocation costs a call of a short row microseconds.
-at::Tensor workspace_for(const AttnCall& c, size_t bytes, AttnParams* p) {
-  constexpr size_t kAlignment = 64;
-  if (bytes == 0) return {};
-  at::Tensor workspace = at::empty({static_cast<int64_t>(bytes + kAlignment)}, c.q.options().dtype(at::kByte));
-  const auto address = reinterpret_cast<uintptr_t>(workspace.data_ptr());
-  p->workspace = reinterpret_cast<void*>((address + kAlignment - 1) / kAlignment * kAlignment);
-  return workspace;
-}
 
 // Chooses who runs a call and fills the params that decide it; nullptr for meta tensors, which also stand for those of
 // a graph that is being traced. An op on them ends when its results exist.
 const Backend* backend_of(const AttnCall& c, const Device& device, bool backward, AttnParams* p) {
   if (c.q.is_meta()) return nullptr;
   set_options(c, p);
-  const Backend& backend = backend_supporting(device, c.q, p, backward);
+  const auto refusal = [&](const Backend& backend) { return backend.supports(*p, backward); };
+  const Backend& backend = backend_supporting(device, c.q, p, refusal);
   check_formats(backend, {{"q", &c.q}, {"k", &c.k}, {"v", &c.v}});
   return &backend;
-}
-
-// Rows of packed tensors that belong to no sequence hold what a row that sees nothing has. Backends leave them alone.
-// On the CPU they are those after the last sequence. Elsewhere only the device knows cu_seqlens, which may hold
-// anything there: all rows are set before the kernels write those of sequences.
-void set_rows_of_no_sequence(const std::optional<at::Tensor>& cu_seqlens, const at::Tensor& t, int64_t row_dim,
-                             double value) {
-  if (!cu_seqlens) return;
-  const int64_t begin = cu_seqlens->is_cpu() ? cu_seqlens->const_data_ptr<int32_t>()[cu_seqlens->numel() - 1] : 0;
-  if (begin < t.size(row_dim)) t.narrow(row_dim, begin, t.size(row_dim) - begin).fill_(value);
 }
 
 // --- the pure ops
@@ -180,9 +62,8 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
   c = readable(c, *backend);
   const at::Tensor rng_state = given_state.contiguous();
   set_memory(c, out, lse, rng_state, &p);
-  const at::Tensor workspace = workspace_for(c, backend->forward_workspace_bytes(p), &p);
-  set_rows_of_no_sequence(c.cu_seqlens_q, out, c.row_dim(), 0);
-  set_rows_of_no_sequence(c.cu_seqlens_q, lse, 1, -std::numeric_limits<double>::infinity());
+  const at::Tensor workspace = workspace_for(c.q, backend->forward_workspace_bytes(p), &p);
+  set_rows_of_no_sequence(c, out, lse);
   if (keeps_residual && backend->writes_out_residual) {
     p.out_residual = view_of(c, residual);
     set_rows_of_no_sequence(c.cu_seqlens_q, residual, c.row_dim(), 0);
@@ -236,7 +117,7 @@ void backward(const c10::OperatorHandle& op, Stack* stack) {
   p.dsink = c.sink ? dsink.data_ptr() : nullptr;
   const BiasGradients sums = zeroed_bias_gradients(c, b, *backend);
   set_memory(sums, &p);
-  const at::Tensor workspace = workspace_for(c, backend->backward_workspace_bytes(p), &p);
+  const at::Tensor workspace = workspace_for(c.q, backend->backward_workspace_bytes(p), &p);
   set_rows_of_no_sequence(c.cu_seqlens_q, dq, c.row_dim(), 0);
   set_rows_of_no_sequence(c.cu_seqlens_k, dk, c.row_dim(), 0);
   set_rows_of_no_sequence(c.cu_seqlens_k, dv, c.row_dim(), 0);
@@ -270,7 +151,8 @@ void dropout_mask(const c10::OperatorHandle& op, Stack* stack) {
   p.seqlen_k = shape[3].expect_int();
   p.dropout_threshold = dropout_threshold(dropout_p.expect_float());
   p.origin = origin_of(origin);
-  const Backend& backend = backend_supporting(device, given_state, &p, false);
+  const auto refusal = [&](const Backend& backend) { return backend.supports(p, false); };
+  const Backend& backend = backend_supporting(device, given_state, &p, refusal);
   const at::Tensor mask = new_mask();
   const at::Tensor rng_state = given_state.contiguous();
   p.rng_state = rng_state.const_data_ptr<int64_t>();
@@ -283,24 +165,6 @@ void dropout_mask(const c10::OperatorHandle& op, Stack* stack) {
 
 c10::OperatorHandle operator_named(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
-}
-
-// Ends the arguments of a `call` with what its pure op has last: the floats as tensors, if torch.compile has made any
-// of them symbolic.
-void push_scalars(const c10::OperatorHandle& op, Stack* stack) {
-  const std::vector<c10::Argument>& arguments = op.schema().arguments();
-  const auto first = stack->end() - static_cast<std::ptrdiff_t>(arguments.size());
-  c10::List<at::Tensor> scalars;
-  if (std::any_of(first, stack->end(), [](const c10::IValue& value) { return value.isSymFloat(); })) {
-    static const auto as_tensor = operator_named("flashattn_ext::as_tensor").typed<at::Tensor(const at::Scalar&)>();
-    for (size_t i = 0; i < arguments.size(); ++i) {
-      if (arguments[i].type()->kind() != c10::TypeKind::NumberType) continue;
-      c10::IValue& value = first[static_cast<std::ptrdiff_t>(i)];
-      scalars.push_back(as_tensor.call(value.toScalar()));
-      value = 0.0;
-    }
-  }
-  stack->emplace_back(std::move(scalars));
 }
 
 // {seed, offset} of a mask. An explicit seed has the offset 0, and a drawn state never has.
@@ -367,6 +231,22 @@ at::Tensor rng_state(const at::Tensor& device_of, c10::SymInt rng_seed) {
 }
 
 }  // namespace
+
+void push_scalars(const c10::OperatorHandle& op, Stack* stack) {
+  const std::vector<c10::Argument>& arguments = op.schema().arguments();
+  const auto first = stack->end() - static_cast<std::ptrdiff_t>(arguments.size());
+  c10::List<at::Tensor> scalars;
+  if (std::any_of(first, stack->end(), [](const c10::IValue& value) { return value.isSymFloat(); })) {
+    static const auto as_tensor = operator_named("flashattn_ext::as_tensor").typed<at::Tensor(const at::Scalar&)>();
+    for (size_t i = 0; i < arguments.size(); ++i) {
+      if (arguments[i].type()->kind() != c10::TypeKind::NumberType) continue;
+      c10::IValue& value = first[static_cast<std::ptrdiff_t>(i)];
+      scalars.push_back(as_tensor.call(value.toScalar()));
+      value = 0.0;
+    }
+  }
+  stack->emplace_back(std::move(scalars));
+}
 
 TORCH_LIBRARY(flashattn_ext, m) {
   const std::string call = kCallSchema, gradients =

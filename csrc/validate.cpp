@@ -16,27 +16,40 @@ constexpr int64_t kMaxHeadDim = 512;
 
 using NamedTensors = std::vector<std::pair<const char*, const at::Tensor*>>;
 
-// A condition on sizes. While a graph is traced it becomes a guard, or a check at run time where a size has no value
-// yet.
-bool holds(const c10::SymBool& condition) { return condition.expect_true(__FILE__, __LINE__); }
-
 std::string layout_of(const AttnCall& c) {
   if (c.is_varlen()) return "[total, heads, head_dim]";
   return c.bhsd ? "[batch, heads, seqlen, head_dim]" : "[batch, seqlen, heads, head_dim]";
 }
 
+}  // namespace
+
+bool holds(const c10::SymBool& condition) { return condition.expect_true(__FILE__, __LINE__); }
+
 void check_device(const char* name, const at::Tensor& t, const at::Tensor& q) {
   TORCH_CHECK_VALUE(t.device() == q.device(), name, ": expected the device of q (", q.device(), "), got ", t.device());
 }
 
-void check_tensor_kinds(const AttnCall& c) {
-  const int64_t rank = c.is_varlen() ? 3 : 4;
+void check_dtype_of_q(const AttnCall& c) {
   const at::ScalarType dtype = c.q.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble,
                    "q: expected dtype float16, bfloat16, float32 or (CPU only) float64, got ", dtype);
   // On an NPU the backend says so, of float32 too.
   TORCH_CHECK_TYPE(dtype != at::kDouble || c.q.is_cpu() || c.q.is_meta() || c.q.is_privateuseone(),
                    "q: float64 is supported on the CPU only, got a tensor on ", c.q.device(), "; use float32 there");
+}
+
+void check_head_dim(const char* name, const at::Tensor& t) {
+  const c10::SymInt head_dim = t.sym_size(-1);
+  TORCH_CHECK_VALUE(holds(head_dim.sym_ge(1)) && holds(head_dim.sym_le(kMaxHeadDim)), name, ": head_dim must be in 1..",
+                    kMaxHeadDim, ", got ", head_dim, " in shape ", t.sym_sizes());
+}
+
+namespace {
+
+void check_tensor_kinds(const AttnCall& c) {
+  const int64_t rank = c.is_varlen() ? 3 : 4;
+  const at::ScalarType dtype = c.q.scalar_type();
+  check_dtype_of_q(c);
   for (const auto& [name, t] : NamedTensors{{"q", &c.q}, {"k", &c.k}, {"v", &c.v}}) {
     TORCH_CHECK_VALUE(t->dim() == rank, name, ": expected ", rank, " dimensions ", layout_of(c), ", got shape ",
                       t->sym_sizes());
@@ -64,12 +77,11 @@ void check_sizes(const AttnCall& c) {
                     "q: the number of query heads must be a multiple of the ", heads_k, " key heads, got ", heads_q,
                     " in shape ", c.q.sym_sizes());
   check_size("k", c.k, -1, c.q.sym_size(-1), "head_dim of q");
-  for (const auto& [name, t] : NamedTensors{{"q", &c.q}, {"v", &c.v}}) {
-    const c10::SymInt head_dim = t->sym_size(-1);
-    TORCH_CHECK_VALUE(holds(head_dim.sym_ge(1)) && holds(head_dim.sym_le(kMaxHeadDim)), name,
-                      ": head_dim must be in 1..", kMaxHeadDim, ", got ", head_dim, " in shape ", t->sym_sizes());
-  }
+  check_head_dim("q", c.q);
+  check_head_dim("v", c.v);
 }
+
+}  // namespace
 
 void check_options(const AttnCall& c) {
   TORCH_CHECK_VALUE(c.softmax_scale.is_symbolic() || std::isfinite(c.softmax_scale.expect_float()),
@@ -96,9 +108,13 @@ void check_options(const AttnCall& c) {
   check_device("sink", sink, c.q);
 }
 
+namespace {
+
 bool is_either(const c10::SymInt& size, const c10::SymInt& one, const c10::SymInt& other) {
   return holds(size.sym_eq(one).sym_or(size.sym_eq(other)));
 }
+
+}  // namespace
 
 void check_alibi_slopes(const AttnCall& c) {
   const at::Tensor& slopes = *c.alibi_slopes;
@@ -112,6 +128,8 @@ void check_alibi_slopes(const AttnCall& c) {
                     "], one slope per query head, got ", slopes.sym_sizes());
   check_device("alibi_slopes", slopes, c.q);
 }
+
+namespace {
 
 void check_relative_bias(const AttnCall& c) {
   const at::Tensor& relative = *c.relative_bias;
@@ -173,16 +191,16 @@ void check_mask(const AttnCall& c) {
                     extremes.sym_sizes(), " on ", extremes.device());
 }
 
-// On the CPU the values are checked too, unless the tensor stands for one of a graph that is being traced and has none.
-// On accelerators that would need a synchronisation, and the kernels clamp instead.
+}  // namespace
+
 void check_cu_seqlens(const char* name, const at::Tensor& cu, const AttnCall& c, const char* tensor,
-                      const at::Tensor& packed, const c10::SymInt& longest) {
+                      const at::Tensor* packed, const c10::SymInt& longest) {
   TORCH_CHECK_TYPE(cu.scalar_type() == at::kInt, name, ": expected dtype int32, got ", cu.scalar_type());
   TORCH_CHECK_VALUE(cu.dim() == 1 && holds(cu.sym_size(0).sym_ge(1)), name, ": expected shape [batch + 1], got ",
                     cu.sym_sizes());
   check_device(name, cu, c.q);
   if (!cu.is_cpu() || at::isTensorSubclassLike(cu)) return;
-  const int64_t total = packed.size(0), max_seqlen = longest.expect_int();
+  const int64_t max_seqlen = longest.expect_int();
   const at::Tensor flat = cu.contiguous();
   const int32_t* values = flat.const_data_ptr<int32_t>();
   const int64_t count = flat.numel();
@@ -191,16 +209,14 @@ void check_cu_seqlens(const char* name, const at::Tensor& cu, const AttnCall& c,
     TORCH_CHECK_VALUE(values[b] >= values[b - 1], name, ": must not decrease, got ", values[b - 1], " then ", values[b],
                       " at index ", b);
   }
-  TORCH_CHECK_VALUE(values[count - 1] <= total, name, ": must end within the ", total, " rows of ", tensor, ", got ",
-                    values[count - 1]);
+  TORCH_CHECK_VALUE(!packed || values[count - 1] <= packed->size(0), name, ": must end within the ", packed->size(0),
+                    " rows of ", tensor, ", got ", values[count - 1]);
   for (int64_t b = 1; b < count; ++b) {
     const int64_t length = values[b] - values[b - 1];
     TORCH_CHECK_VALUE(length <= max_seqlen, "max_seqlen_", tensor, ": expected at least the length ", length,
                       " of sequence ", b - 1, ", got ", max_seqlen);
   }
 }
-
-}  // namespace
 
 void validate_dropout_p(const c10::SymFloat& dropout_p) {
   if (dropout_p.is_symbolic()) return;
@@ -238,8 +254,8 @@ void validate(const AttnCall& c) {
   check_sizes(c);
   check_options(c);
   if (c.is_varlen()) {
-    check_cu_seqlens("cu_seqlens_q", *c.cu_seqlens_q, c, "q", c.q, c.max_seqlen_q);
-    check_cu_seqlens("cu_seqlens_k", *c.cu_seqlens_k, c, "k", c.k, c.max_seqlen_k);
+    check_cu_seqlens("cu_seqlens_q", *c.cu_seqlens_q, c, "q", &c.q, c.max_seqlen_q);
+    check_cu_seqlens("cu_seqlens_k", *c.cu_seqlens_k, c, "k", &c.k, c.max_seqlen_k);
     TORCH_CHECK_VALUE(holds(c.cu_seqlens_k->sym_size(0).sym_eq(c.cu_seqlens_q->sym_size(0))),
                       "cu_seqlens_k: expected the length of cu_seqlens_q (", c.cu_seqlens_q->sym_size(0), "), got ",
                       c.cu_seqlens_k->sym_size(0));

@@ -38,10 +38,21 @@ else:
         flash_attn_varlen_kvpacked_func,
         flash_attn_varlen_qkvpacked_func,
     )
+    from .decode import flash_attn_with_kvcache
     from .mask import Mask
     from .module import FlashAttention
-    from .reference import attention_reference
+    from .reference import attention_reference, kvcache_reference
     from .relative_bias import t5_relative_bias
+
+
+def __getattr__(name: str) -> object:
+    """flashattn_ext.distributed, which is imported when it is first asked for."""
+    if name == "distributed":
+        from importlib import import_module
+
+        return import_module(".distributed", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "FlashAttention",
@@ -58,7 +69,9 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "forward",
+    "kvcache_reference",
     "t5_relative_bias",
     "use_backend",
     "varlen_forward",

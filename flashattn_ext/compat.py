@@ -1,7 +1,6 @@
 """The signatures of other packages, so that changing the import line is all that a user does.
 
-The flash_attn_* functions are those of flash-attn 2; what that package has and this one does not raises
-NotImplementedError. flash_attention_npu is the spelling of Ascend users.
+The flash_attn_* functions are those of flash-attn 2, flash_attn_with_kvcache aside (decode.py). flash_attention_npu is the spelling of Ascend users.
 """
 
 from __future__ import annotations
@@ -12,21 +11,7 @@ from torch import Tensor
 
 from . import arguments
 from .api import forward, varlen_forward
-
-
-def _reject(**unsupported: Any) -> None:
-    for name, (value, accepted) in unsupported.items():
-        if value is not accepted and (accepted is None or value != accepted):
-            raise NotImplementedError(
-                f"{name}: flashattn_ext does not have it, got {value!r}; leave it at {accepted!r} "
-                "or keep flash-attn for this call"
-            )
-
-
-def _window(window_size: Any) -> tuple[int, int]:
-    """flash-attn takes every negative side as unbounded."""
-    left, right = arguments.window(window_size)
-    return max(left, -1), max(right, -1)
+from .decode import flash_attn_window, paged_varlen_forward
 
 
 def _result(results: tuple[Tensor, Tensor], return_attn_probs: bool) -> Any:
@@ -57,7 +42,7 @@ def flash_attn_func(
     """
     results = forward(
         q, k, v, dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal,
-        window_size=_window(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
+        window_size=flash_attn_window(window_size), softcap=softcap, alibi_slopes=alibi_slopes,
         deterministic=deterministic, return_lse=True,
     )  # fmt: skip
     return _result(results, return_attn_probs)
@@ -101,11 +86,22 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, block_table: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """q [total_q, Hq, D], k and v [total_k, Hk, D] -> out [total_q, Hq, D]."""
-    _reject(block_table=(block_table, None))
+    """q [total_q, Hq, D], k and v [total_k, Hk, D] -> out [total_q, Hq, D].
+
+    block_table: int32 [B, pages of a sequence]; k and v are then [pages, page_size, Hk, D], page_size a multiple of 16, and
+        cu_seqlens_k only says how long each sequence is. Forward only, without dropout.
+    """
+    if block_table is not None:
+        if arguments.number("dropout_p", dropout_p) != 0:
+            raise NotImplementedError(f"dropout_p: expected 0 with a block_table, got {dropout_p}")
+        paged = paged_varlen_forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, softmax_scale=softmax_scale,
+            causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
+        )  # fmt: skip
+        return _result(paged, return_attn_probs)
     results = varlen_forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=dropout_p,
-        softmax_scale=softmax_scale, causal=causal, window_size=_window(window_size), softcap=softcap,
+        softmax_scale=softmax_scale, causal=causal, window_size=flash_attn_window(window_size), softcap=softcap,
         alibi_slopes=alibi_slopes, deterministic=deterministic, return_lse=True,
     )  # fmt: skip
     return _result(results, return_attn_probs)

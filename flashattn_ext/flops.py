@@ -14,6 +14,8 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 _FORWARD = torch.ops.flashattn_ext.forward
 _BACKWARD = torch.ops.flashattn_ext.backward
+_DECODE = torch.ops.flashattn_ext.decode
+_DECODE_APPEND = torch.ops.flashattn_ext.decode_append
 
 
 def _rows_up_to(first: int, Sq: int, Sk: int) -> int:
@@ -105,6 +107,36 @@ def _backward_flops(*arguments: Any, out_val: Any = None) -> int:
     return 2 * call.pairs() * int(3 * call.q.shape[-1] + 2 * call.v.shape[-1])
 
 
-for _op, _formula in ((_FORWARD, _forward_flops), (_BACKWARD, _backward_flops)):
+def _decode_flops(op: Any) -> Any:
+    """Of calls with a cache, whose lengths count where they are at hand; else the whole cache, and without causal and windows."""
+
+    def flops(*arguments: Any, out_val: Any = None) -> int:
+        given = {a.name: value for a, value in zip(op.default._schema.arguments, arguments, strict=True)}
+        q, k_cache, v_cache, table = (given[name] for name in ("q", "k_cache", "v_cache", "block_table"))
+        width = 2 * int(q.shape[-1] + v_cache.shape[-1]) * int(q.shape[-2])
+        cu_q, cu_k = given["cu_seqlens_q"], given["cu_seqlens_k"]
+        if cu_q is not None:
+            if not (_is_readable(cu_q) and _is_readable(cu_k)):
+                return width * int(q.shape[0]) * int(given["max_seqlen_k"])
+            return width * int((cu_q.diff().long() * cu_k.diff().long()).sum())
+        new = 0 if given["k"] is None else int(given["k"].shape[1])
+        capacity = int(k_cache.shape[1]) * (1 if table is None else int(table.shape[1]))
+        lengths = given["cache_seqlens"]
+        if _is_readable(lengths):
+            keys = int(lengths.sum()) + new * len(lengths)
+        else:
+            length = int(given["cache_seqlen"])
+            keys = int(q.shape[0]) * (capacity if lengths is not None or length < 0 else length + new)
+        return width * int(q.shape[1]) * keys
+
+    return flops
+
+
+for _op, _formula in (
+    (_FORWARD, _forward_flops),
+    (_BACKWARD, _backward_flops),
+    (_DECODE, _decode_flops(_DECODE)),
+    (_DECODE_APPEND, _decode_flops(_DECODE_APPEND)),
+):
     if _op not in flop_registry:
         register_flop_formula(_op, get_raw=True)(_formula)

@@ -1,4 +1,4 @@
-"""The ops of csrc/ops.cpp as Python calls them, and the one of them that is written in Python."""
+"""The ops of csrc/ops.cpp and csrc/decode_op.cpp as Python calls them, and the one of them that is written in Python."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from . import _C
 
 forward = torch.ops.flashattn_ext.forward.call
 backward = torch.ops.flashattn_ext.backward.call
+decode = torch.ops.flashattn_ext.decode.call
+decode_append = torch.ops.flashattn_ext.decode_append.call
 dropout_mask = torch.ops.flashattn_ext.dropout_mask.call
 # With the state of the dropout mask in place of a seed, which several calls can share.
 pure_forward = torch.ops.flashattn_ext.forward.default

@@ -1,4 +1,4 @@
-"""attention_reference: the formulas in plain PyTorch, what tests and users compare with.
+"""attention_reference and kvcache_reference: the formulas in plain PyTorch, what tests and users compare with.
 
 It builds the S x S matrix, runs on every device and dtype, and autograd differentiates it any number of times.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -253,6 +253,93 @@ def attention_reference(
     else:
         out, lse = _packed(entry, q, k, v, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
     return (out, lse) if arguments.flag("return_lse", return_lse) else out
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
+    """x [rows, heads, D] with its first 2 * cos.shape[1] elements rotated for the position of each row, at least in float32."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    half = cos.shape[1]
+    positions = positions.clamp(0, cos.shape[0] - 1)
+    c, s = (t[positions].to(wide)[:, None] for t in (cos, sin))
+    turned, rest = x[..., : 2 * half].to(wide), x[..., 2 * half :]
+    one, other = (turned[..., ::2], turned[..., 1::2]) if interleaved else (turned[..., :half], turned[..., half:])
+    pair = one * c - other * s, one * s + other * c
+    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat([turned.to(x.dtype), rest], -1)
+
+
+def kvcache_reference(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    *,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    mask: Mask | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of flash_attn_with_kvcache in plain PyTorch, sequence by sequence; it appends k and v to the caches as well.
+
+    Arguments and shapes are those of flash_attn_with_kvcache, `options` softmax_scale, softcap, sink and smooth_softmax. Lengths
+    and block tables that lead outside the cache are clamped, whatever the device. Waits for the device.
+    """
+    B, Sq = q.shape[:2]
+    entries, page_size = k_cache.shape[:2]
+    capacity = page_size * (1 if block_table is None else block_table.shape[1]) if entries else 0
+    new = 0 if k is None else k.shape[1]
+    outs, lses = [], []
+
+    def number_of(given: int | Tensor | None, b: int, otherwise: int) -> int:
+        return otherwise if given is None else given if isinstance(given, int) else int(given[b])
+
+    for b in range(B):
+        rows = torch.arange(capacity, device=q.device)
+        entry = torch.full_like(rows, number_of(cache_batch_idx, b, b))
+        if block_table is not None:
+            entry = block_table[b].long()[rows // max(page_size, 1)]
+        place = entry.clamp(0, max(entries - 1, 0)), rows % max(page_size, 1)
+        cached = min(max(number_of(cache_seqlens, b, capacity), 0), capacity)
+        end = min(cached + new, capacity)
+        start = min(max(number_of(cache_leftpad, b, 0), 0), end)
+        q_b, positions = q[b], torch.arange(Sq, device=q.device)
+        if rotary_cos is not None and rotary_sin is not None:
+            each = causal or max(window_size) >= 0
+            q_b = _rotated(q_b, rotary_cos, rotary_sin, cached + positions * each, rotary_interleaved)
+        if k is not None and v is not None:
+            k_b, v_b = k[b, : end - cached], v[b, : end - cached]
+            if rotary_cos is not None and rotary_sin is not None:
+                k_b = _rotated(k_b, rotary_cos, rotary_sin, rows[cached:end], rotary_interleaved)
+            appended = tuple(t[cached:end] for t in place)
+            k_cache[appended], v_cache[appended] = k_b, v_b
+        used = tuple(t[start:end] for t in place)
+        out, lse = attention_reference(
+            q_b[None], k_cache[used][None], v_cache[used][None], causal=causal, window_size=window_size,
+            alibi_slopes=alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes,
+            mask=None if mask is None else _of_last_keys(mask, b, Sq, end - start), return_lse=True, **options,
+        )  # fmt: skip
+        outs.append(out)
+        lses.append(lse)
+    if not outs:
+        return q.new_zeros(*q.shape[:-1], v_cache.shape[-1]), q.new_zeros(0, q.shape[2], Sq, dtype=_lse_dtype(q))
+    return torch.cat(outs), torch.cat(lses)
+
+
+def _of_last_keys(mask: Mask, b: int, Sq: int, keys: int) -> Mask:
+    """A Mask of the last keys of sequence b as one of all its keys, the first of which all rows see."""
+    given = checked_mask(mask).intervals
+    given = given[b if given.shape[0] > 1 else 0][None, :, max(given.shape[2] - keys, 0) :]
+    seen = given.new_tensor([0, Sq]).expand(1, given.shape[1], keys - given.shape[2], 2)
+    return Mask(torch.cat([seen, given], 2))
 
 
 def _dense(entry: Entry, q: Tensor, k: Tensor, v: Tensor, bhsd: bool) -> tuple[Tensor, Tensor]:

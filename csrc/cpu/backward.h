@@ -109,7 +109,7 @@ class Backward {
   // All query tiles of query head h that see the key tile. tile_of_call: the key tile, counted through all batch
   // entries.
   void walk(int64_t h, int64_t tile_of_call) {
-    const HeadMask mask(p, batch, h, queries, keys);
+    const HeadMask mask(p, batch, h, queries, KeyLocator(p, batch));
     BiasGradient<Op>& bias_gradient = scratch.gradients.biases;
     if constexpr (kIsGeneral<Rule>) {
       bias = HeadBias<Real>::of(p, batch, h);

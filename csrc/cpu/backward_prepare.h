@@ -27,7 +27,7 @@ class BackwardPrepare {
       : p(params), workspace(call_workspace) {}
 
   void run(int64_t b, int64_t h) const {
-    const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
+    const Sequence queries = query_sequence(p, b);
     const int64_t first = workspace.first_row(p, b, queries);
     Real* delta = workspace.delta + h * workspace.rows + first;
     for (int64_t i = 0; i < queries.length; ++i) {
@@ -35,7 +35,7 @@ class BackwardPrepare {
       delta[i] = dot_rows(p.out, b, h, row) - lse_gradient<Real>(p, b, h, row);
       if (p.out_residual.data) delta[i] += dot_rows(p.out_residual, b, h, row);
     }
-    const HeadMask mask(p, b, h, queries, keys);
+    const HeadMask mask(p, b, h, queries, KeyLocator(p, b));
     for (int64_t row0 = 0; row0 < queries.length; row0 += kQueries) {
       const int64_t count = lesser(kQueries, queries.length - row0);
       const bool sees_nothing = mask.next_tile<Tile<Real>::kKeys>({row0, row0 + count}, -1) < 0;

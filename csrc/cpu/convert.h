@@ -63,23 +63,67 @@ inline void narrow(float x, Float16* to) {
   to->bits = static_cast<uint16_t>(sign | half);
 }
 
-// Whole vectors where the instruction set converts them; returns how many elements were done.
+// One vector of elements, in the type that the kernels compute in.
+template <class Real, class In>
+struct WideVector {
+  using S = Simd<Real>;
+  static constexpr bool kIsFast = false;
+  static typename S::V load(const In* from) {
+    alignas(64) Real lanes[S::kWidth];
+    for (int l = 0; l < S::kWidth; ++l) lanes[l] = widen(from[l]);
+    return S::load(lanes);
+  }
+};
+template <class Real>
+struct WideVector<Real, Real> {
+  static constexpr bool kIsFast = true;
+  static typename Simd<Real>::V load(const Real* from) { return Simd<Real>::load(from); }
+};
 #if defined(FLASHATTN_ISA_AVX512)
-inline int64_t widen_vectors(float* to, const BFloat16* from, int64_t n) {
+template <>
+struct WideVector<float, BFloat16> {
+  static constexpr bool kIsFast = true;
+  static __m512 load(const BFloat16* from) {
+    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  }
+};
+template <>
+struct WideVector<float, Float16> {
+  static constexpr bool kIsFast = true;
+  static __m512 load(const Float16* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  }
+};
+#elif defined(FLASHATTN_ISA_AVX2)
+template <>
+struct WideVector<float, BFloat16> {
+  static constexpr bool kIsFast = true;
+  static __m256 load(const BFloat16* from) {
+    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  }
+};
+template <>
+struct WideVector<float, Float16> {
+  static constexpr bool kIsFast = true;
+  static __m256 load(const Float16* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
+};
+#endif
+
+// Whole vectors where the instruction set converts them; returns how many elements were done.
+template <class Real, class In>
+inline int64_t widen_vectors(Real* to, const In* from, int64_t n) {
+  constexpr int W = Simd<Real>::kWidth;
   int64_t i = 0;
-  for (; i + 16 <= n; i += 16) {
-    const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
-    _mm512_storeu_ps(to + i, _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16)));
+  if constexpr (WideVector<Real, In>::kIsFast) {
+    for (; i + W <= n; i += W) Simd<Real>::store(to + i, WideVector<Real, In>::load(from + i));
   }
   return i;
 }
-inline int64_t widen_vectors(float* to, const Float16* from, int64_t n) {
-  int64_t i = 0;
-  for (; i + 16 <= n; i += 16) {
-    _mm512_storeu_ps(to + i, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i))));
-  }
-  return i;
-}
+#if defined(FLASHATTN_ISA_AVX512)
 inline int64_t narrow_vectors(Float16* to, const float* from, int64_t n) {
   int64_t i = 0;
   for (; i + 16 <= n; i += 16) {
@@ -89,21 +133,6 @@ inline int64_t narrow_vectors(Float16* to, const float* from, int64_t n) {
   return i;
 }
 #elif defined(FLASHATTN_ISA_AVX2)
-inline int64_t widen_vectors(float* to, const BFloat16* from, int64_t n) {
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
-    _mm256_storeu_ps(to + i, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16)));
-  }
-  return i;
-}
-inline int64_t widen_vectors(float* to, const Float16* from, int64_t n) {
-  int64_t i = 0;
-  for (; i + 8 <= n; i += 8) {
-    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
-  }
-  return i;
-}
 inline int64_t narrow_vectors(Float16* to, const float* from, int64_t n) {
   int64_t i = 0;
   for (; i + 8 <= n; i += 8) {
@@ -114,10 +143,6 @@ inline int64_t narrow_vectors(Float16* to, const float* from, int64_t n) {
 }
 #endif
 
-template <class To, class From>
-inline int64_t widen_vectors(To*, const From*, int64_t) {
-  return 0;
-}
 template <class To, class From>
 inline int64_t narrow_vectors(To*, const From*, int64_t) {
   return 0;

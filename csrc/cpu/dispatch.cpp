@@ -20,12 +20,21 @@ size_t backward_workspace_bytes(const AttnGradParams& p) {
 void forward(const AttnParams& p) { cpu_kernels().forward(p); }
 void backward(const AttnGradParams& p) { cpu_kernels().backward(p); }
 
+std::string supports_decode(const DecodeParams&) { return {}; }
+size_t decode_workspace_bytes(const DecodeParams& p) {
+  return static_cast<size_t>(cpu_kernels().decode_workspace_bytes(p, workers_of(p)));
+}
+void decode(const DecodeParams& p) { cpu_kernels().decode(p); }
+
 }  // namespace
 
 const Backend& cpu_backend() {
   static const Backend backend = [] {
     Backend cpu{"cpu",   "cpu",    supports,        forward_workspace_bytes, backward_workspace_bytes,
                 forward, backward, cpu_dropout_mask};
+    cpu.supports_decode = supports_decode;
+    cpu.decode_workspace_bytes = decode_workspace_bytes;
+    cpu.decode = decode;
     cpu.reads_overlapping_rows = true;
     cpu.writes_out_residual = true;
     return cpu;

@@ -49,6 +49,10 @@ struct ForwardScratch {
         bytes(carve.used()) {}
 };
 
+// Whether a sequence of a call with a cache goes to the kernel of decode.h, which reads the cache once for all heads
+// that share a key head, and splits it.
+inline bool has_few_queries(int64_t queries) { return queries <= 16; }
+
 template <class In, class Op, class Accuracy, class Rule>
 class Forward {
   using Real = typename Op::Real;
@@ -56,7 +60,9 @@ class Forward {
   static constexpr int64_t kQueries = Tile<Real>::kQueries, kKeys = Tile<Real>::kKeys;
 
  public:
-  Forward(const AttnParams& params, void* base) : p(params), rule(make_rule<Rule>(params)), scratch(params, base) {
+  // cache: the same params where the call has one, else nullptr.
+  Forward(const AttnParams& params, const DecodeParams* cache, void* base)
+      : p(params), cache(cache), rule(make_rule<Rule>(params)), scratch(params, base) {
     if (p.has_dropout()) {
       philox = philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]));
     }
@@ -64,7 +70,8 @@ class Forward {
 
   // Query tile `number` of query head h of batch entry b.
   void run(int64_t b, int64_t h, int64_t number) {
-    const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
+    const Sequence queries = query_sequence(p, b);
+    const KeyLocator keys = cache ? KeyLocator(*cache, b) : KeyLocator(p, b);
     const HeadMask mask(p, b, h, queries, keys);
     if constexpr (kIsGeneral<Rule>) bias = HeadBias<Real>::of(p, b, h);
     row0 = number * kQueries;
@@ -73,10 +80,12 @@ class Forward {
     head = h;
     load_queries(queries);
     const IndexRange visible = mask.basic.keys_of(row0, row0 + row_count);
-    for (int64_t key0 = visible.begin / kKeys * kKeys; key0 < visible.end; key0 += kKeys) {
-      const int64_t count = lesser(kKeys, visible.end - key0);
-      if (mask.interval_visibility({row0, row0 + row_count}, {key0, key0 + count}) == Visibility::kNone) continue;
-      key_tile(mask, keys, key0, count);
+    KeyRun run;
+    for (int64_t key0 = visible.begin / kKeys * kKeys; key0 < visible.end; key0 += run.count) {
+      run = keys.run(key0, lesser(kKeys, visible.end - key0));  // a whole tile, but for the pages of a cache
+      const IndexRange tile{key0, key0 + run.count};
+      if (mask.interval_visibility({row0, row0 + row_count}, tile) == Visibility::kNone) continue;
+      key_tile(mask, run, key0);
     }
     write(queries);
   }
@@ -97,12 +106,13 @@ class Forward {
     std::memset(scratch.out, 0, row_count * scratch.columns_v * sizeof(Real));
   }
 
-  void key_tile(const HeadMask& head_mask, const Sequence& keys, int64_t key0, int64_t count) {
-    const int64_t hk = head / p.group_size();
+  // run: where the keys of the tile are, of which key0 is the first.
+  void key_tile(const HeadMask& head_mask, const KeyRun& run, int64_t key0) {
+    const int64_t hk = head / p.group_size(), count = run.count;
     const PanelMask<Op> mask(head_mask, row0, row_count, key0, count, false, scratch.tile.limits);
-    const StagedRows<Op> k = stage_rows<Op>(row_of<const In>(p.k, batch, hk, keys.start + key0), p.k.row_stride, count,
+    const StagedRows<Op> k = stage_rows<Op>(row_of<const In>(p.k, run.entry, hk, run.row), p.k.row_stride, count,
                                             p.head_dim, Reads::kElements, scratch.keys);
-    const In* const v_data = row_of<const In>(p.v, batch, hk, keys.start + key0);
+    const In* const v_data = row_of<const In>(p.v, run.entry, hk, run.row);
     const bool isolates = p.has_intervals() && !mask.is_whole();
     StagedRows<Op> v_rows =
         stage_rows<Op>(v_data, p.v.row_stride, count, p.head_dim_v, Reads::kVectors, scratch.staged);
@@ -153,6 +163,7 @@ class Forward {
   }
 
   const AttnParams& p;
+  const DecodeParams* const cache;
   const Rule rule;
   ForwardScratch<In, Op> scratch;
   PhiloxKey philox{0, 0};
@@ -161,17 +172,21 @@ class Forward {
   int64_t batch = 0, head = 0, row0 = 0, row_count = 0, lane_count = 0;
 };
 
+// cache: the same params where the call has one, whose sequences of few queries are left to decode.h.
 template <class In, class Op, class Accuracy, class Rule>
-void forward(const AttnParams& p) {
+void forward(const AttnParams& p, const DecodeParams* cache = nullptr) {
   using Real = typename Op::Real;
   const CpuExecutor& executor = *static_cast<const CpuExecutor*>(p.stream);
-  auto tiles_of = [&](int64_t b) { return ceil_div(query_sequence(p, b).length, Tile<Real>::kQueries); };
+  auto tiles_of = [&](int64_t b) {
+    const int64_t queries = query_sequence(p, b).length;
+    return cache && has_few_queries(queries) ? 0 : ceil_div(queries, Tile<Real>::kQueries);
+  };
   int64_t items = 0;
   for (int64_t b = 0; b < p.batch; ++b) items += tiles_of(b) * p.heads_q;
   const int64_t scratch_bytes = ForwardScratch<In, Op>(p, nullptr).bytes;
   std::atomic<int64_t> next{0};
   run_workers(executor, items, [&](int worker) {
-    Forward<In, Op, Accuracy, Rule> kernel(p, static_cast<char*>(p.workspace) + worker * scratch_bytes);
+    Forward<In, Op, Accuracy, Rule> kernel(p, cache, static_cast<char*>(p.workspace) + worker * scratch_bytes);
     WorkCursor cursor(p.batch, p.heads_q);
     WorkItem item;
     while (cursor.find(next.fetch_add(1, std::memory_order_relaxed), tiles_of, &item)) {

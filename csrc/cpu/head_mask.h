@@ -9,26 +9,28 @@ namespace FLASHATTN_ISA {
 
 class HeadMask {
  public:
-  HeadMask(const AttnParams& p, int64_t b, int64_t h, const Sequence& queries, const Sequence& keys)
-      : basic(p, queries.length, keys.length), key_start_(keys.start) {
+  HeadMask(const AttnParams& p, int64_t b, int64_t h, const Sequence& queries, const KeyLocator& keys)
+      : basic(p, queries.length, keys.length), first_interval_(keys.first_interval) {
     if (!p.has_intervals()) return;
-    intervals_ = head_intervals(p, b, h, keys.start);
+    intervals_ = head_intervals(p, b, h, keys.first_interval);
     extremes_ = head_extremes(p, b, h);
   }
 
   bool has_intervals() const { return intervals_ != nullptr; }
+  bool has_interval(int64_t key) const { return has_intervals() && first_interval_ + key >= 0; }
   // How much of the pairs of some rows and keys the intervals let through.
   Visibility interval_visibility(IndexRange rows, IndexRange keys) const {
     if (!has_intervals()) return Visibility::kAll;
     IntervalExtremes extremes = IntervalExtremes::none();
-    const int64_t last = (key_start_ + keys.end - 1) / kMaskGranule;
-    for (int64_t n = (key_start_ + keys.begin) / kMaskGranule; n <= last; ++n) extremes.add(extremes_[n]);
+    const int64_t first = first_interval_ + keys.begin, end = first_interval_ + keys.end;
+    if (first < 0) extremes = {0, INT32_MAX, 0, INT32_MAX};  // keys that every row sees
+    for (int64_t n = greater<int64_t>(first, 0) / kMaskGranule; n * kMaskGranule < end; ++n) extremes.add(extremes_[n]);
     return extremes.visibility(rows.begin, rows.end);
   }
   // The rows that see a key, clipped to `rows`.
   IndexRange rows_of_key(int64_t key, IndexRange rows) const {
     IndexRange seen = basic.rows_of(key, key + 1);
-    if (has_intervals()) {
+    if (has_interval(key)) {
       seen.begin = greater<int64_t>(seen.begin, intervals_[2 * key]);
       seen.end = lesser<int64_t>(seen.end, intervals_[2 * key + 1]);
     }
@@ -68,7 +70,7 @@ class HeadMask {
   const Mask basic;
 
  private:
-  int64_t key_start_;                           // of the first key among the packed keys
+  int64_t first_interval_;                      // KeyLocator
   const int32_t* intervals_ = nullptr;          // [keys][2], of this sequence
   const IntervalExtremes* extremes_ = nullptr;  // from granule 0 of the batch entry or of the packed keys on
 };

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "backward.h"
+#include "decode.h"
 #include "forward.h"
 #include "peak.h"
 
@@ -68,6 +69,15 @@ inline void backward(const AttnGradParams& p) {
   });
 }
 
+inline int64_t decode_workspace_bytes(const DecodeParams& p, int64_t workers) {
+  return for_dtype(
+      p.dtype, [&](auto in, auto op, auto) { return decode_workspace_bytes<decltype(in), decltype(op)>(p, workers); });
+}
+inline void decode(const DecodeParams& p) {
+  for_dtype(p.dtype,
+            [&](auto in, auto op, auto accuracy) { decode<decltype(in), decltype(op), decltype(accuracy)>(p); });
+}
+
 }  // namespace FLASHATTN_ISA
 
 const CpuKernels FLASHATTN_KERNELS = {
@@ -79,6 +89,8 @@ const CpuKernels FLASHATTN_KERNELS = {
     FLASHATTN_ISA::backward_scratch_bytes,
     FLASHATTN_ISA::backward_workspace_bytes,
     FLASHATTN_ISA::backward,
+    FLASHATTN_ISA::decode_workspace_bytes,
+    FLASHATTN_ISA::decode,
     FLASHATTN_ISA::multiply_add_flop,
 };
 

@@ -3,6 +3,7 @@
 // product, and added one by one to those results that see them.
 #pragma once
 
+#include "pack.h"
 #include "panel_mask.h"
 
 namespace flashattn_ext {

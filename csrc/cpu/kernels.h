@@ -18,6 +18,8 @@ struct CpuKernels {
   int64_t (*backward_scratch_bytes)(const AttnGradParams& params);
   int64_t (*backward_workspace_bytes)(const AttnGradParams& params);  // what all workers share: backward_workspace.h
   void (*backward)(const AttnGradParams& params);
+  int64_t (*decode_workspace_bytes)(const DecodeParams& params, int64_t workers);  // of all workers
+  void (*decode)(const DecodeParams& params);
   // Computes that many rounds of multiply-adds and returns the number of their floating point operations (peak.h).
   double (*multiply_add_flop)(int64_t iterations);
 };

@@ -1,5 +1,5 @@
 """Measure the kernels beside PyTorch's own attention: same inputs, same run, interleaved calls,
-medians. `ascend-emulator` models instead: time and traffic of the Ascend C kernels. `tune` compares
+medians. `decode` measures calls with a key-value cache, on the GPU where there is one. `ascend-emulator` models instead: time and traffic of the Ascend C kernels. `tune` compares
 the tile sizes of our kernels with each other. `distributed`, started by torchrun, measures attention over
 a sequence that several ranks share.
 """
@@ -18,6 +18,7 @@ from .files import writable_file, write_text
 BENCHES = {
     "cpu": "bench_cpu",
     "cuda": "bench_cuda",
+    "decode": "bench_decode",
     "ascend-emulator": "bench_ascend",
     "tune": "bench_tune",
     "distributed": "bench_distributed",

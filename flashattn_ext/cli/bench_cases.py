@@ -164,6 +164,7 @@ SETS: dict[str, list[Case]] = {
     "gqa": [Case(2, 32, 8, 8192, 128, True, "bf16")],
     "fp32": [Case(4, 16, 16, 2048, D, causal, "fp32") for D, causal in itertools.product((64, 128), (False, True))],
     "short": [Case(12, 64, 64, 256, 64, False, "fp16"), Case(4, 8, 8, 512, 64, False, "fp16")],
+    "wide": [Case(2, 8, 8, 8192, D, causal, "bf16") for D, causal in itertools.product((320, 384, 512), (False, True))],
     "varlen": _varlen_cases(),
     "scores": _score_cases(),
     "masks": _mask_cases(),

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import flashattn_ext
 from flashattn_ext import Mask
+from flashattn_ext.decode import has_decoding
 
 from .data import NOT_PREDICTED
 from .unfused import unfused_attention
@@ -153,6 +154,15 @@ def positions(documents: Tensor) -> Tensor:
     return index - torch.where(begins, index, 0).cummax(1).values
 
 
+@dataclass
+class Cache:
+    """Keys and values of one layer, [1, context, kv_heads, head_dim]; the first `length` are those of positions gone by."""
+
+    k: Tensor
+    v: Tensor
+    length: int = 0
+
+
 class Attention(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -163,13 +173,29 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
         self.sink = nn.Parameter(torch.zeros(config.heads)) if config.softmax == "sink" else None
 
-    def forward(self, x: Tensor, rotary: Tensor, mask: Mask | None = None, shared: SharedRows | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Tensor,
+        mask: Mask | None = None,
+        shared: SharedRows | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        """With a cache, x is what comes after the positions that it holds, and `rotary` the whole table."""
         q, k, v = self.qkv(x).split([self.config.width, self.kv_width, self.kv_width], dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)) for part in (q, k, v))
-        dropout_p = self.config.dropout if self.training else 0.0
         smooth = self.config.softmax == "smooth"
-        attend = self.attend if shared is None else partial(_over_ranks, shared)
-        heads = attend(rotate(q, rotary), rotate(k, rotary), v, dropout_p, smooth, self.sink, mask)
+        if cache is None:
+            dropout_p = self.config.dropout if self.training else 0.0
+            attend = self.attend if shared is None else partial(_over_ranks, shared)
+            heads = attend(rotate(q, rotary), rotate(k, rotary), v, dropout_p, smooth, self.sink, mask)
+        else:
+            cos, sin = rotary[:, :, 0].to(q.dtype)
+            heads = flashattn_ext.flash_attn_with_kvcache(
+                q, cache.k, cache.v, k, v, cos, sin, cache.length, causal=True, rotary_interleaved=False,
+                smooth_softmax=smooth, sink=self.sink,
+            )  # fmt: skip
+            cache.length += x.shape[1]
         return self.out(heads.flatten(-2))
 
 
@@ -202,8 +228,15 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.width, mlp_width or round(config.width * 8 / 3 / 32) * 32)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, rotary: Tensor, mask: Mask | None = None, shared: SharedRows | None = None) -> Tensor:
-        x = x + self.drop(self.attention(self.attention_norm(x), rotary, mask, shared))
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Tensor,
+        mask: Mask | None = None,
+        shared: SharedRows | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        x = x + self.drop(self.attention(self.attention_norm(x), rotary, mask, shared, cache))
         return x + self.drop(self.mlp(self.mlp_norm(x)))
 
 
@@ -255,13 +288,34 @@ class GPT(nn.Module):
     def generate(self, prompt: bytes, length: int, temperature: float, generator: torch.Generator) -> bytes:
         """Continues the prompt by `length` sampled bytes.
 
-        Drawing happens on the CPU, from `generator`.
+        The model sees its `context` last bytes at most, and every so often fewer: when they are full it goes on with the later half
+        of them. Drawing happens on the CPU, from `generator`.
         """
         device = self.embedding.weight.device
         context = self.rotary.shape[1]
         tokens = torch.tensor([list(prompt)], device=device)
+        start, caches = max(tokens.shape[1] - context, 0), self._new_caches()
         for _ in range(length):
-            logits = self(tokens[:, -context:])[0, -1].float().cpu()
+            if tokens.shape[1] - start > context:  # goes on with the later half
+                start, caches = tokens.shape[1] - max(context // 2, 1), self._new_caches()
+            logits = self._next_logits(tokens[:, start:], caches).float().cpu()
             drawn = torch.multinomial(torch.softmax(logits / temperature, 0), 1, generator=generator)
             tokens = torch.cat([tokens, drawn.to(device)[None]], dim=1)
         return bytes(tokens[0].tolist())
+
+    def _new_caches(self) -> list[Cache]:
+        """One for each layer; none where the attention, or the device, has no calls with a cache."""
+        config, like = self.blocks[0].attention.config, self.blocks[0].attention.qkv.weight
+        if config.attention != "flashattn" or not has_decoding(like.device):
+            return []
+        shape = (1, self.rotary.shape[1], config.kv_heads, config.head_dim)
+        return [Cache(like.new_zeros(shape), like.new_zeros(shape)) for _ in self.blocks]
+
+    def _next_logits(self, tokens: Tensor, caches: list[Cache]) -> Tensor:
+        """Logits [256] of the byte after tokens [1, S], of which caches hold all but the last ones."""
+        if not caches:
+            return self(tokens)[0, -1]
+        x = self.embedding(tokens[:, caches[0].length :])
+        for block, cache in zip(self.blocks, caches, strict=True):
+            x = block(x, self.rotary, cache=cache)
+        return F.linear(self.norm(x[0, -1]), self.embedding.weight)

@@ -7,6 +7,7 @@ out = distributed.attention(q, k, v, group=group, causal=True)        # its part
 out = distributed.unshard(out, group=group)                           # all of it, where that is wanted
 """
 
+from . import flops as _flops  # noqa: F401 - torch's FLOP counter then knows the ops
 from .api import attention
 from .module import DistributedAttention
 from .sharding import shard, shard_lengths, unshard

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,16 @@ MODES = ("auto", "ulysses", "allgather", "ring")
 GATHERED_BYTES = 4 * 2**30
 
 
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., mode: str = ..., cu_seqlens: Tensor | None = ..., seqlen: int | None = ...,
+    sharding: str = ..., layout: str = ..., return_lse: Literal[False] = ..., **options: Unpack[arguments.AttentionOptions],
+) -> Tensor: ...  # fmt: skip
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, group: Group = ..., mode: str = ..., cu_seqlens: Tensor | None = ..., seqlen: int | None = ...,
+    sharding: str = ..., layout: str = ..., return_lse: Literal[True], **options: Unpack[arguments.AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 def attention(
     q: Tensor,
     k: Tensor,

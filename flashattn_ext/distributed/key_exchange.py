@@ -101,7 +101,7 @@ class KeyExchange:
             extras = extras._replace(bias=self._of_bias(extras.bias, part))
         if not part.is_first:
             extras = extras._replace(sink=None)
-        q = self._rows(self.q, *part.rows)
+        q = _with_rows(self._rows(self.q, *part.rows), self.row_dim, part.added_rows)
         return local.call_tensors(
             q, self._rows(keys, *part.keys), self._rows(values, *part.keys), extras, sequences
         )  # fmt: skip
@@ -145,6 +145,9 @@ class KeyExchange:
                 part_out, part_lse, residual = local.forward(
                     tensors, self._options(part, tensors), self.rng_state, keeps_residual
                 )  # fmt: skip
+                if part.added_rows:
+                    part_out, part_lse = part_out[part.added_rows :], part_lse[..., part.added_rows :]
+                    residual = residual[part.added_rows :]
                 if keeps_residual:
                     part_out = part_out.to(out.dtype) + residual
                 of_rows = self._rows(out, *part.rows), lse[..., part.rows[0] : part.rows[1]]
@@ -194,10 +197,11 @@ class KeyExchange:
         for part in step.parts:
             tensors = self._tensors(part, keys, values)
             gradients = local.backward(
-                tensors, self._options(part, tensors), self.rng_state, *results.of(self.row_dim, *part.rows), extras.needs
+                tensors, self._options(part, tensors), self.rng_state, *results.of(self.row_dim, part), extras.needs
             )  # fmt: skip
             of_rows = self._rows(dq, *part.rows)
-            of_rows.copy_(gradients.q) if part.is_first else of_rows.add_(gradients.q)
+            dq_part = gradients.q.narrow(self.row_dim, part.added_rows, of_rows.shape[self.row_dim])
+            of_rows.copy_(dq_part) if part.is_first else of_rows.add_(dq_part)
             if single:
                 dk, dv = gradients.k, gradients.v
             else:
@@ -233,18 +237,30 @@ class _Results(NamedTuple):
     lse: Tensor
     residual: Tensor | None
 
-    def of(
-        self, row_dim: int, begin: int, end: int
-    ) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None]:
-        """Of some rows, in the order of local.backward."""
+    def of(self, row_dim: int, part: Part) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None]:
+        """Of the rows of a call, in the order of local.backward."""
+        begin, end = part.rows
 
-        def rows(t: Tensor) -> Tensor:
-            return t.narrow(row_dim, begin, end - begin)
+        def rows(t: Tensor | None) -> Tensor | None:
+            return None if t is None else _with_rows(t.narrow(row_dim, begin, end - begin), row_dim, part.added_rows)
 
-        return (
-            None if self.dout is None else rows(self.dout), None if self.dlse is None else self.dlse[..., begin:end],
-            rows(self.out), self.lse[..., begin:end], None if self.residual is None else rows(self.residual),
-        )  # fmt: skip
+        def statistics(t: Tensor, of_nothing: float) -> Tensor:
+            t = t[..., begin:end]
+            return torch.nn.functional.pad(t, (part.added_rows, 0), value=of_nothing) if part.added_rows else t
+
+        out, lse = rows(self.out), statistics(self.lse, math.inf)  # of a row in which no key has a weight
+        assert out is not None
+        dlse = None if self.dlse is None else statistics(self.dlse, 0)
+        return rows(self.dout), dlse, out, lse, rows(self.residual)
+
+
+def _with_rows(t: Tensor, row_dim: int, count: int) -> Tensor:
+    """With rows of zeros in front."""
+    if count == 0:
+        return t
+    shape = list(t.shape)
+    shape[row_dim] = count
+    return torch.cat([t.new_zeros(shape), t], row_dim)
 
 
 @dataclass

@@ -49,11 +49,10 @@ class DistributedAttention(FlashAttention):
 
         `bias`, `mask`, `cu_seqlens` and `seqlen` are those of distributed.attention.
         """
-        out = attention(
+        out: Tensor = attention(
             q, k, v, group=self.group, mode=self.mode, sharding=self.sharding, cu_seqlens=cu_seqlens, seqlen=seqlen,
             bias=bias, mask=mask, **self.call_options(q),
         )  # fmt: skip
-        assert isinstance(out, Tensor)
         return out
 
     def extra_repr(self) -> str:

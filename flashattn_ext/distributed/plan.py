@@ -18,6 +18,8 @@ from typing import NamedTuple
 from .communication import Segment
 from .sharding import GRANULE, Sharding, Span
 
+DRAWN_ROWS = 16  # for which a GPU draws dropout at once, and for as many keys as a granule has
+
 
 class Rules(NamedTuple):
     """What of a call's options decides who sees whom, and what depends on where a score is."""
@@ -66,6 +68,9 @@ class Part:
     origin: tuple[int, ...] | None
     is_first: bool  # whether these rows meet their first keys: the sink belongs to this call
     places: tuple[Place, ...]
+    added_rows: int = (
+        0  # rows of nothing in front of `rows`, so that dropout is drawn from where the generator of a GPU can begin
+    )
 
 
 @dataclass(frozen=True)
@@ -218,8 +223,12 @@ class _Planner:
                 origin = (document, 0) if rules.has_dropout else None
             elif not (rules.has_dropout or rules.has_places):
                 origin = None
+        added = row % DRAWN_ROWS if rules.has_dropout and origin is not None else 0
+        if added and origin is not None:
+            origin = (document, 0, row - added, key)
+            place = place._replace(row=row - added)
         return Part(
-            (at, at + last_row - row), (keys_at, keys_at + last_key - key), first_key, causal, window, origin, is_first, (place,)
+            (at, at + last_row - row), (keys_at, keys_at + last_key - key), first_key, causal, window, origin, is_first, (place,), added
         )  # fmt: skip
 
     def _joined_keys(self, a: Part, b: Part) -> Part | None:
@@ -227,7 +236,7 @@ class _Planner:
         simple = self.rules.is_free and a.origin is None and b.origin is None and a.window == b.window == (-1, -1)
         if not simple or a.causal or a.keys[1] != b.keys[0]:
             return None
-        return replace(b, keys=(a.keys[0], b.keys[1]), first_key=a.first_key, is_first=a.is_first)
+        return _larger(b, b.rows, (a.keys[0], b.keys[1]), a.first_key, a.is_first)
 
     def _joined(self, pieces: list[Part]) -> Iterator[Part]:
         """Fewer calls that mean the same, of pieces in the order of their rows."""
@@ -255,7 +264,7 @@ class _Planner:
         added_keys = b.rows[1] - b.rows[0] if a.causal else 0  # a staircase goes on, a rectangle has the same keys
         if a.keys[0] != b.keys[0] or b.keys[1] - a.keys[1] != added_keys:
             return None
-        return replace(b, rows=(a.rows[0], b.rows[1]), first_key=a.first_key)
+        return _larger(b, (a.rows[0], b.rows[1]), b.keys, a.first_key, a.is_first)
 
     def _joined_documents(self, a: Part, b: Part) -> Part | None:
         """Documents that follow each other, as one call of packed sequences."""
@@ -268,3 +277,9 @@ class _Planner:
         if not (both_free or both_drop):
             return None
         return replace(a, rows=(a.rows[0], b.rows[1]), keys=(a.keys[0], b.keys[1]), places=a.places + b.places)
+
+
+def _larger(part: Part, rows: tuple[int, int], keys: tuple[int, int], first_key: int, is_first: bool) -> Part:
+    """A call of one document with more rows or keys, where positions do not count: they are numbered from 0."""
+    place = Place(part.places[0].document, 0, rows[1] - rows[0], 0, keys[1] - keys[0])
+    return replace(part, rows=rows, keys=keys, first_key=first_key, is_first=is_first, places=(place,))

@@ -62,11 +62,10 @@ class SharedRows:
                 f"query: expected as many queries as keys where ranks share rows (cp_group), got {query.shape[2]} and {key.shape[2]}; "
                 "generate() runs on one rank"
             )
-        out = distributed.attention(
+        out: Tensor = distributed.attention(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), group=self.group, mode=self.mode, sharding=self.sharding,
             causal=window[1] == 0, window_size=window, mask=self._documents(position_ids), **options,
         )  # fmt: skip
-        assert isinstance(out, Tensor)
         return out
 
     def _documents(self, position_ids: Tensor | None) -> Mask | None:

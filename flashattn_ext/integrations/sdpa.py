@@ -196,7 +196,7 @@ def _run(
     if any(getattr(placement, "dim", None) == q.dim() - 2 for placement in getattr(q, "placements", ())):
         raise _ForTorch("a DTensor whose sequence is shared out")  # torch's context parallelism
     rank = max(q.dim(), k.dim(), v.dim())
-    if min(q.dim(), k.dim(), v.dim()) != 4 or not q.shape[:2] == k.shape[:2] == v.shape[:2]:
+    if not _fit_already(q, k, v, enable_gqa):
         q, k, v = _broadcast(q, k, v, enable_gqa)
     Sq, Sk = q.shape[2], k.shape[2]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -216,6 +216,14 @@ def _run(
     # The memory of the result is [B, Sq, Hq, Dv], as that of torch's fused kernels: models merge the heads without a copy.
     out: Tensor = api.forward(q, k, v, **options).transpose(1, 2)
     return out if rank == 4 else out.reshape(out.shape[4 - rank :])
+
+
+def _fit_already(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
+    """Whether these are [B, H, S, D] with head counts of forward(): then nothing is broadcast, which takes Python long to find out."""
+    if not q.dim() == k.dim() == v.dim() == 4:
+        return False
+    (Bq, Hq), (Bk, Hk), of_v = q.shape[:2], k.shape[:2], v.shape[:2]
+    return Bq == Bk == of_v[0] and Hk == of_v[1] and (Hq == Hk or (enable_gqa and Hk > 0 and Hq % Hk == 0))
 
 
 def _broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:

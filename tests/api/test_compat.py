@@ -110,13 +110,6 @@ def test_slopes_have_gradients(device: str) -> None:
     torch.testing.assert_close(got, torch.autograd.grad(expected.square().sum(), given)[0], rtol=1e-4, atol=1e-4)
 
 
-def test_paged_keys_are_missing(device: str) -> None:
-    q, starts = torch.randn(8, 4, 16, device=device), cu_seqlens([8], device)
-    table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    with pytest.raises(NotImplementedError, match="block_table"):
-        flashattn_ext.flash_attn_varlen_func(q, q, q, starts, starts, 8, 8, block_table=table)
-
-
 @pytest.mark.parametrize("shape", [(2, 8, 4, 16), (2, 8, 2, 4, 16)], ids=str)
 def test_wrongly_packed_input(device: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="qkv"):

@@ -24,6 +24,7 @@ import flashattn_ext
 from flashattn_ext.cli import data, model, trainer
 from flashattn_ext.cli.files import atomic_path
 from flashattn_ext.cli.main import main
+from flashattn_ext.cli.model import GPT, ModelConfig
 from flashattn_ext.cli.patterns import PATTERNS
 from flashattn_ext.cli.score_options import SCORE_OPTIONS
 from flashattn_ext.cli.timing import time_interleaved
@@ -215,6 +216,29 @@ def test_bench_cpu_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     for row in results["options"]:
         assert row["gflops"]["ours"] > 0 and row["to_plain"] > 0
         assert (row["ratio"] is None) == (row["score"] == "softcap")  # PyTorch's own has none
+
+
+def test_bench_decode_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "decode", "--quick", "--markdown", "--json", str(tmp_path / "bench.json")]) == 0
+    results = json.loads((tmp_path / "bench.json").read_text())
+    assert capsys.readouterr().out.count("\n| ") - 2 == len(results["rows"]) == 3
+    assert results["memory_bytes_per_s"] > 0 and all(row["bytes_per_s"]["ours"] > 0 for row in results["rows"])
+    assert ["torch sdpa" in row["bytes_per_s"] for row in results["rows"]] == [True, False, False]
+
+
+@pytest.mark.parametrize("softmax", ["smooth", "plain", "sink"])
+def test_sample_with_a_cache_is_the_sample_without(softmax: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than the context, with a prompt longer than it too; and as the model computes without calls on a cache."""
+    config = ModelConfig(layers=2, width=32, heads=4, kv_heads=2, dropout=0.1, softmax=softmax, attention="flashattn")
+    torch.manual_seed(0)
+    model = GPT(config, context=24).eval()
+
+    def sample(prompt: bytes) -> bytes:
+        return model.generate(prompt, 60, 0.8, torch.Generator().manual_seed(1))
+
+    cached = [sample(b"begin"), sample(b"a prompt that is longer than the context")]
+    monkeypatch.setattr(GPT, "_new_caches", lambda self: [])
+    assert cached == [sample(b"begin"), sample(b"a prompt that is longer than the context")]
 
 
 def test_doctor_finds_a_working_installation(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import flashattn_ext
 from flashattn_ext import distributed
@@ -171,6 +172,20 @@ def ddp_on_a_mesh_has_the_losses_of_one_process(device: str) -> None:
         return
     got = _loss_of_a_mesh(device, lambda model, mesh: DistributedDataParallel(model))
     torch.testing.assert_close(got, _loss_of_one_process(device), rtol=1e-4, atol=1e-4)
+
+
+def ranks_count_the_flops_of_the_whole(device: str) -> None:
+    if dist.get_rank() >= 2:
+        return
+    torch.manual_seed(3)
+    whole = [torch.randn(2, 256, heads, 16, device=device, requires_grad=True) for heads in (4, 2, 2)]
+    with FlopCounterMode(display=False) as expected:
+        flashattn_ext.forward(*whole, causal=True, window_size=(50, -1)).sum().backward()
+    for mode in MODES:
+        with FlopCounterMode(display=False) as counted:
+            options = {"group": group_of(2), "mode": mode, "causal": True, "window_size": (50, -1)}
+            distributed.attention(*_parts(device, group_of(2)), **options).sum().backward()
+        assert 2 * counted.get_total_flops() == expected.get_total_flops() > 0, mode
 
 
 def autocast_is_followed(device: str) -> None:

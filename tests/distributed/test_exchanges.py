@@ -77,6 +77,7 @@ def test_packed_sequences_go_over_ranks(pool: RankPool, name: str, mode: str) ->
     _agrees(pool, case)
     _agrees(pool, replace(case, ranks=4, sharding="contiguous"))
     _agrees(pool, replace(case, S=620, lengths=(*lengths, 320)))
+    _agrees(pool, replace(case, S=620, lengths=(30, 590)))  # a document that both chunks of a rank have a part of
 
 
 @pytest.mark.parametrize(("heads_q", "heads_k"), [(4, 1), (6, 3), (12, 6), (8, 8)])

@@ -69,6 +69,22 @@ def test_flops_of_packed_sequences() -> None:
     assert _counted(lambda: flashattn_ext.varlen_forward(*on_device, 15, 13, causal=True)) == 2 * 4 * 20 * 13 * (8 + 16)
 
 
+def test_flops_of_calls_with_a_cache() -> None:
+    """Two products of a query with every key that its sequence has then; rows of the cache that are empty count nothing."""
+    q, cache, new = torch.randn(2, 3, 4, 16), torch.randn(2, 64, 2, 16), torch.randn(2, 3, 2, 16)
+    lengths = torch.tensor([10, 20], dtype=torch.int32)
+    pair = 2 * 2 * 16 * 4 * 3
+    assert _counted(lambda: flashattn_ext.flash_attn_with_kvcache(q, cache, cache.clone())) == pair * 128
+    assert (
+        _counted(lambda: flashattn_ext.flash_attn_with_kvcache(q, cache, cache.clone(), cache_seqlens=lengths))
+        == pair * 30
+    )
+    appends = _counted(
+        lambda: flashattn_ext.flash_attn_with_kvcache(q, cache, cache.clone(), new, new, cache_seqlens=lengths)
+    )
+    assert appends == pair * 36
+
+
 @pytest.mark.parametrize("heads", [1, 2, 4])
 def test_flops_of_a_mask(heads: int) -> None:
     q, k, v = _qkv("cpu", 2, Sq=17)

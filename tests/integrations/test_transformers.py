@@ -59,8 +59,7 @@ def results(model: nn.Module, inputs: dict[str, Any], keep: Tensor | None, run: 
 
 def check(model: nn.Module, inputs: dict[str, Any], keep: Tensor | None, device: str, run_eager: Any = at_once) -> None:
     """On the CPU, fp32: equal to eager attention but for rounding. Elsewhere, bf16: as near to eager attention in fp32 as eager
-    attention in bf16 is, within a factor of 2, gradients within one of 3: some are sums that cancel out (a bias of keys has the
-    gradient 0), so that both errors are noise."""
+    attention in bf16 is, within a factor of 3."""
     expected = results(with_attention(model, "eager", device), inputs, keep, run_eager)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     eager = (
@@ -71,9 +70,10 @@ def check(model: nn.Module, inputs: dict[str, Any], keep: Tensor | None, device:
     for name, value in got.items():
         error, allowed = (float((x - expected[name]).norm()) for x in (value, eager[name]))
         floor = 2e-5 * max(float(expected[name].norm()), 1.0)
-        assert error <= (2 if name == "logits" else 3) * allowed + floor, (
-            f"{name}: error {error:.3e}, eager {allowed:.3e}"
-        )
+        if name.endswith("key.bias") and dtype != torch.float32:
+            # Adding one vector to all keys changes no weight: the gradient is 0, both errors are what is left of its terms.
+            floor = 2**-7 * float(expected[name.replace("key.", "value.")].norm())
+        assert error <= 3 * allowed + floor, f"{name}: error {error:.3e}, eager {allowed:.3e}"
 
 
 @pytest.mark.parametrize(
@@ -312,3 +312,25 @@ def test_a_prompt_in_parts(device: str) -> None:
     first = model(ids[:, :10], use_cache=True)
     rest = model(ids[:, 10:], past_key_values=first.past_key_values)
     torch.testing.assert_close(torch.cat([first.logits, rest.logits], 1), model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_reads_the_cache_through_the_kernels_of_decoding(
+    cache: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step after the prompt, in every layer; a training step never."""
+    calls: list[int] = []
+
+    def counted(q: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
+        calls.append(q.shape[1])
+        return original(q, *arguments, **options)
+
+    original = flashattn_ext.flash_attn_with_kvcache
+    monkeypatch.setattr(flashattn_ext, "flash_attn_with_kvcache", counted)
+    model = with_attention(FAMILIES["llama"].make(), "fax")
+    ids = token_ids(torch.Generator().manual_seed(3))
+    options = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
+    model.generate(ids[:, :20], max_new_tokens=5, min_new_tokens=5, do_sample=False, **options)
+    assert calls == [1] * (4 * model.config.num_hidden_layers)
+    model(ids).logits.sum().backward()
+    assert len(calls) == 4 * model.config.num_hidden_layers

@@ -24,6 +24,7 @@
 #endif
 
 #include "../../dropout.h"
+#include "../../key_locator.h"
 #include "../../mask.h"
 #include "../../params.h"
 #include "../../seqlen.h"

@@ -113,8 +113,22 @@ struct DistanceBias {
   // The same for scores x whose logits are scale * x. Returns the scale with which they are the logits afterwards: 1
   // when there was anything to add.
   __device__ __forceinline__ float add(float (&x)[kRowTiles][kColumnTiles][4], float scale) const {
+    return add_all<false>(x, scale, nullptr);
+  }
+  // The same of a tile that is not transposed, but for what rows are to add to all of their logits: rows[i].
+  __device__ __forceinline__ float add(float (&x)[kRowTiles][kColumnTiles][4], float scale,
+                                       float (&rows)[2 * kRowTiles]) const {
+    static_assert(!kTransposed);
+#pragma unroll
+    for (float& row : rows) row = 0;
+    return add_all<true>(x, scale, rows);
+  }
+
+ private:
+  template <bool kLeavesRows>
+  __device__ __forceinline__ float add_all(float (&x)[kRowTiles][kColumnTiles][4], float scale, float* rows) const {
     if (has_slopes) {
-      add_slopes(x, scale);
+      add_slopes<kLeavesRows>(x, scale, rows);
       scale = 1;
     }
     if (range == Reached::kSome) {
@@ -132,7 +146,6 @@ struct DistanceBias {
     return scale;
   }
 
- private:
   template <int kCount, class Body>
   static __device__ __forceinline__ void each(const Body& body) {
 #pragma unroll
@@ -145,19 +158,22 @@ struct DistanceBias {
     }
   }
 
-  // Where all distances of a tile have the same sign, what is added is linear in them.
-  __device__ __forceinline__ void add_slopes(float (&x)[kRowTiles][kColumnTiles][4], float scale) const {
+  // Where all distances of a tile have the same sign, what is added is linear in them. kLeavesRows: the rows' part of
+  // that is not added, but given to the caller.
+  template <bool kLeavesRows>
+  __device__ __forceinline__ void add_slopes(float (&x)[kRowTiles][kColumnTiles][4], float scale, float* rows) const {
     const float first = static_cast<float>(place.distance);
     const int last = place.tile_distance + (kKeys - 1);
     const bool before = last <= 0, after = place.tile_distance - (kRows - 1) >= 0;
     if (uniform(static_cast<int>(before || after)) != 0) {
       const float rise = before ? head.slope : -head.slope;
       each<kColumnTiles>([&](int i, int n, int e) {
-        const float keys = static_cast<float>(place.keys_on(i, n, e));
-        const float rows = static_cast<float>(-place.rows_on(i, n, e));
+        const float key = static_cast<float>(place.keys_on(i, n, e));
+        const float row = static_cast<float>(-place.rows_on(i, n, e));
         // One of the two is the same for all columns of accumulators, and multiplied once.
-        const float own = rise * (first + (kTransposed ? keys : rows));
-        x[i][n][e] = fmaf(x[i][n][e], scale, fmaf(kTransposed ? rows : keys, rise, own));
+        const float own = rise * (first + (kTransposed ? key : row)), column = kTransposed ? row : key;
+        x[i][n][e] = fmaf(x[i][n][e], scale, kLeavesRows ? column * rise : fmaf(column, rise, own));
+        if (kLeavesRows) rows[2 * i + e / 2] = own;
       });
     } else {
       each<kColumnTiles>([&](int i, int n, int e) {

@@ -110,11 +110,19 @@ __device__ __forceinline__ float exp2_without_unit(float x) {
   return power * __int_as_float(__float_as_int(shifted) << 23);
 }
 
-// The same of a capped rule, in a forward. The unit for exponentials computes tanh too and is what such a call waits
-// for: it leaves every second exponential to others.
-struct CappedLogit {
+// The rule of scores x of a forward whose logits, in units of log2, are factor * x + row[r].
+struct DistanceLogit {
   float factor;
+  float row[2];
 };
+__device__ __forceinline__ float add_row(const DistanceLogit& score, int r, float x) { return x + score.row[r]; }
+__device__ __forceinline__ float subtract_row(const DistanceLogit& score, int r, float x) { return x - score.row[r]; }
+
+// The same of a capped rule. The unit for exponentials computes tanh too and is what such a call waits for: it leaves
+// every second exponential to others.
+struct CappedLogit : DistanceLogit {};
+__device__ __forceinline__ float add_row(const CappedLogit& score, int r, float x) { return x + score.row[r]; }
+__device__ __forceinline__ float subtract_row(const CappedLogit& score, int r, float x) { return x - score.row[r]; }
 __device__ __forceinline__ float weight_of(const CappedLogit& score, float x, float offset, int odd) {
   const float logit = fmaf(x, score.factor, -offset);
   return odd ? exp2_without_unit(logit) : ptx::ex2(logit);

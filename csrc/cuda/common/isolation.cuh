@@ -4,35 +4,23 @@
 // Normally there is no such row, and a tile is read once more than without a Mask.
 #pragma once
 
+#include "../ptx/math.cuh"
 #include "panels.cuh"
 #include "rows.cuh"
 #include "tile.cuh"
 
 namespace flashattn_ext {
 
-// The exponents of the numbers in a word, the lowest bits of these, and where a carry out of them arrives.
-template <class T>
-struct Exponents {
-  static constexpr uint32_t kAll = 0x7F800000, kLowest = 0x00800000, kCarry = 0x80000000;
-};
-template <>
-struct Exponents<__nv_bfloat16> {
-  static constexpr uint32_t kAll = 0x7F807F80, kLowest = 0x00800080, kCarry = 0x80008000;
-};
-template <>
-struct Exponents<__half> {
-  static constexpr uint32_t kAll = 0x7C007C00, kLowest = 0x04000400, kCarry = 0x80008000;
-};
-
-// Finds out whether any of the numbers that it is shown is an inf or a NaN, whose exponents are all ones.
+// Finds out whether any of the numbers that it is shown is an inf or a NaN: their products with 0 are NaNs, those of
+// others 0.
 template <class T>
 struct FiniteCheck {
-  uint32_t carries = 0;
+  uint32_t sum = 0;
 
   __device__ __forceinline__ void add(const uint4& x) {
-    for (const uint32_t word : {x.x, x.y, x.z, x.w}) carries |= (word & Exponents<T>::kAll) + Exponents<T>::kLowest;
+    for (const uint32_t word : {x.x, x.y, x.z, x.w}) sum = ptx::fma_zero(word, sum, T());
   }
-  __device__ __forceinline__ bool fails() const { return (carries & Exponents<T>::kCarry) != 0; }
+  __device__ __forceinline__ bool fails() const { return sum != 0; }
 };
 
 // Zeroes the rows of a tile (tile.cuh) that are not finite. Every thread of the block calls it, when the tile is there

@@ -27,6 +27,16 @@ __device__ __forceinline__ float weight_of(const Score& score, float x, float of
   return weight_of(score, x, offset);
 }
 
+// What is part of the logits of row r beside factor * score, in a forward, is added and subtracted here.
+template <class Score>
+__device__ __forceinline__ float add_row(const Score&, int, float x) {
+  return x;
+}
+template <class Score>
+__device__ __forceinline__ float subtract_row(const Score&, int, float x) {
+  return x;
+}
+
 // dS of a stored score, from dP. weight: before dropout; dp: 0 where dropout has not kept the weight.
 template <class Score>
 __device__ __forceinline__ float gradient_of(const Score& score, float x, float weight, float dp, float delta) {
@@ -112,8 +122,8 @@ struct OnlineSoftmax {
       float largest = x[0][2 * r];
 #pragma unroll
       for (int n = 0; n < N; ++n) largest = fmaxf(largest, fmaxf(x[n][2 * r], x[n][2 * r + 1]));
-      shrink[r] = raise_max(r, quad_max(largest) * score.factor, tolerance);
-      offset[r] = finite_max(max[r]);
+      shrink[r] = raise_max(r, add_row(score, r, quad_max(largest) * score.factor), tolerance);
+      offset[r] = subtract_row(score, r, finite_max(max[r]));
     }
     rescale(shrink);
 #pragma unroll

@@ -67,6 +67,20 @@ __device__ __forceinline__ uint32_t min_x2(uint32_t a, uint32_t b, __nv_bfloat16
   return y;
 }
 
+// 0 * a + b, of each number in a word.
+__device__ __forceinline__ uint32_t fma_zero(uint32_t a, uint32_t b, __half) {
+  asm("fma.rn.f16x2 %0, %1, %2, %0;\n" : "+r"(b) : "r"(a), "r"(0));
+  return b;
+}
+__device__ __forceinline__ uint32_t fma_zero(uint32_t a, uint32_t b, __nv_bfloat16) {
+  asm("fma.rn.bf16x2 %0, %1, %2, %0;\n" : "+r"(b) : "r"(a), "r"(0));
+  return b;
+}
+__device__ __forceinline__ uint32_t fma_zero(uint32_t a, uint32_t b, float) {
+  asm("fma.rn.f32 %0, %1, %2, %0;\n" : "+r"(b) : "r"(a), "r"(0));
+  return b;
+}
+
 // Four of the eight bytes of `low` and `high`: each hexadecimal digit of the selector names one, and with 8 added
 // stands for the sign of that byte in all bits.
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {

@@ -478,7 +478,7 @@ struct Forward {
                                         [[maybe_unused]] const Biases& biases) {
     auto& x = reinterpret_cast<float (&)[1][kScoreTiles][4]>(scores);
     const int row = work.row0 + warp_row + g(), key0 = walk.n * kKeys, key = key0 + 2 * t();
-    [[maybe_unused]] float logit_factor = 1;  // of kScores
+    [[maybe_unused]] DistanceLogit logit;  // of kScores
     if constexpr (kGeneral) {
       score.template make_logits<T>(x);
       bias(work, walk.n).add(x, bias_ahead);
@@ -488,7 +488,7 @@ struct Forward {
       end_bias();
     } else if constexpr (kKind == Kind::kScores) {
       score.template store<T>(x);
-      logit_factor = biases.add(x, score.factor);
+      logit.factor = biases.add(x, score.factor, logit.row);
     } else {
       store_scores(x, score);
     }
@@ -509,8 +509,8 @@ struct Forward {
       shrink[1] = factors[1];
     };
     if constexpr (kKind == Kind::kScores) {
-      score.is_capped ? softmax.weigh(scores, CappedLogit{logit_factor}, kTolerance, keep_shrink)
-                      : softmax.weigh(scores, ScaledLogit{logit_factor}, kTolerance, keep_shrink);
+      score.is_capped ? softmax.weigh(scores, CappedLogit{logit}, kTolerance, keep_shrink)
+                      : softmax.weigh(scores, logit, kTolerance, keep_shrink);
     } else if constexpr (kBias) {
       softmax.weigh(scores, ScaledLogit{kLog2E<float>}, kTolerance, keep_shrink);
     } else {

@@ -1,0 +1,253 @@
+#include "decode_call.h"
+
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <c10/util/Exception.h>
+
+#include <string>
+
+#include "mask_extremes.h"
+#include "validate.h"
+
+namespace flashattn_ext {
+
+std::string decode_schema(bool appends) {
+  const std::string k_mark = appends ? "(a!)" : "", v_mark = appends ? "(b!)" : "";
+  return "Tensor q, Tensor" + k_mark + " k_cache, Tensor" + v_mark +
+         " v_cache, Tensor? k, Tensor? v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rotary_cos, "
+         "Tensor? rotary_sin, Tensor? cache_seqlens, Tensor? cache_batch_idx, Tensor? cache_leftpad, "
+         "Tensor? block_table, Tensor? sink, Tensor? alibi_slopes, Tensor? mask_intervals, Tensor? mask_extremes, "
+         "SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt cache_seqlen, bool rotary_interleaved, "
+         "Scalar softmax_scale, Scalar softcap, bool causal, SymInt window_left, SymInt window_right, "
+         "bool smooth_softmax, SymInt num_splits";
+}
+
+DecodeCall read_decode_call(Arguments* arguments) {
+  Arguments& next = *arguments;
+  DecodeCall c{};
+  c.q = next.tensor();
+  c.k = next.tensor();
+  c.v = next.tensor();
+  c.k_new = next.maybe_tensor();
+  c.v_new = next.maybe_tensor();
+  c.cu_seqlens_q = next.maybe_tensor();
+  c.cu_seqlens_k = next.maybe_tensor();
+  c.rotary_cos = next.maybe_tensor();
+  c.rotary_sin = next.maybe_tensor();
+  c.cache_seqlens = next.maybe_tensor();
+  c.cache_batch_idx = next.maybe_tensor();
+  c.cache_leftpad = next.maybe_tensor();
+  c.block_table = next.maybe_tensor();
+  c.sink = next.maybe_tensor();
+  c.alibi_slopes = next.maybe_tensor();
+  c.mask_intervals = next.maybe_tensor();
+  c.mask_extremes = next.maybe_tensor();
+  c.max_seqlen_q = next.integer();
+  c.max_seqlen_k = next.integer();
+  c.cache_seqlen = next.integer();
+  c.rotary_interleaved = next.flag();
+  c.softmax_scale = next.number();
+  c.softcap = next.number();
+  c.causal = next.flag();
+  c.window_left = next.integer();
+  c.window_right = next.integer();
+  c.smooth_softmax = next.flag();
+  c.num_splits = next.integer();
+  return c;
+}
+
+namespace {
+
+void check_rank(const char* name, const at::Tensor& t, int64_t rank, const char* dimensions) {
+  TORCH_CHECK_VALUE(t.dim() == rank, name, ": expected ", rank, " dimensions ", dimensions, ", got shape ",
+                    t.sym_sizes());
+}
+
+void check_kind(const char* name, const at::Tensor& t, const DecodeCall& c) {
+  TORCH_CHECK_TYPE(t.scalar_type() == c.q.scalar_type(), name, ": expected the dtype of q (", c.q.scalar_type(),
+                   "), got ", t.scalar_type());
+  check_device(name, t, c.q);
+}
+
+void check_shape(const char* name, const at::Tensor& t, const std::vector<c10::SymInt>& shape, const char* what) {
+  bool same = t.dim() == static_cast<int64_t>(shape.size());
+  for (int64_t dim = 0; same && dim < t.dim(); ++dim) same = holds(t.sym_size(dim).sym_eq(shape[dim]));
+  TORCH_CHECK_VALUE(same, name, ": expected shape ", c10::SymIntArrayRef(shape), " ", what, ", got ", t.sym_sizes());
+}
+
+void check_integers(const char* name, const std::optional<at::Tensor>& t, const DecodeCall& c) {
+  if (!t) return;
+  TORCH_CHECK_TYPE(t->scalar_type() == at::kInt, name, ": expected dtype int32, got ", t->scalar_type());
+  check_shape(name, *t, {c.batch()}, "[batch]");
+  check_device(name, *t, c.q);
+}
+
+void check_caches(const DecodeCall& c) {
+  if (c.is_varlen()) {
+    check_rank("q", c.q, 3, "[total, heads, head_dim]");
+  } else {
+    check_rank("q", c.q, 4, "[batch, seqlen, heads, head_dim]");
+  }
+  check_dtype_of_q(c);
+  for (const auto& [name, t] : {std::pair<const char*, const at::Tensor*>{"k_cache", &c.k}, {"v_cache", &c.v}}) {
+    check_rank(name, *t, 4, c.block_table ? "[pages, page_size, heads, head_dim]" : "[batch, seqlen, heads, head_dim]");
+    check_kind(name, *t, c);
+    check_head_dim(name, *t);
+    // Elsewhere a copy would do. Here it would cost the time of the call many times over, and not be appended to.
+    TORCH_CHECK_VALUE(holds(t->sym_stride(-1).sym_eq(1).sym_or(t->sym_size(-1).sym_eq(1))), name,
+                      ": expected a contiguous last dimension, got strides ", t->sym_strides());
+  }
+  check_head_dim("q", c.q);
+  const c10::SymInt heads_q = c.q.sym_size(c.head_axis()), heads_k = c.k.sym_size(2);
+  check_shape("k_cache", c.k, {c.k.sym_size(0), c.k.sym_size(1), heads_k, c.q.sym_size(-1)}, "with the head_dim of q");
+  check_shape("v_cache", c.v, {c.k.sym_size(0), c.k.sym_size(1), heads_k, c.v.sym_size(-1)}, "like k_cache");
+  TORCH_CHECK_VALUE(heads_k > 0 ? heads_q % heads_k == 0 : heads_q == 0,
+                    "q: the number of query heads must be a multiple of the ", heads_k, " key heads, got ", heads_q,
+                    " in shape ", c.q.sym_sizes());
+}
+
+void check_places(const DecodeCall& c) {
+  check_integers("cache_seqlens", c.cache_seqlens, c);
+  check_integers("cache_batch_idx", c.cache_batch_idx, c);
+  check_integers("cache_leftpad", c.cache_leftpad, c);
+  const c10::SymInt entries = c.k.sym_size(0), batch = c.batch();
+  if (!c.block_table) {
+    TORCH_CHECK_VALUE(c.cache_batch_idx || holds(entries.sym_ge(batch)), "k_cache: expected an entry for each of the ",
+                      batch, " sequences of q, or cache_batch_idx, got ", entries, " in shape ", c.k.sym_sizes());
+    return;
+  }
+  TORCH_CHECK_VALUE(!c.cache_batch_idx,
+                    "cache_batch_idx: expected None with a block_table, whose rows are those of the batch; give "
+                    "block_table[cache_batch_idx] instead");
+  const at::Tensor& table = *c.block_table;
+  TORCH_CHECK_TYPE(table.scalar_type() == at::kInt, "block_table: expected dtype int32, got ", table.scalar_type());
+  TORCH_CHECK_VALUE(table.dim() == 2 && holds(table.sym_size(0).sym_eq(batch)), "block_table: expected shape [", batch,
+                    ", pages of a sequence], got ", table.sym_sizes());
+  check_device("block_table", table, c.q);
+  TORCH_CHECK_VALUE(holds(c.page_size().sym_ge(16)) && holds((c.page_size() % 16).sym_eq(0)),
+                    "k_cache: expected pages of a multiple of 16 keys, got ", c.page_size(), " in shape ",
+                    c.k.sym_sizes());
+}
+
+void check_new_keys(const DecodeCall& c) {
+  TORCH_CHECK_VALUE(c.k_new.has_value() == c.v_new.has_value(), "k: k and v must be given together");
+  if (!c.k_new) {
+    TORCH_CHECK_VALUE(!c.rotary_cos, "rotary_cos: expected None where k and v are, got shape ",
+                      c.rotary_cos->sym_sizes(), "; rotate q before the call");
+    return;
+  }
+  TORCH_CHECK_VALUE(!c.is_varlen(), "k: expected None in a packed call, got shape ", c.k_new->sym_sizes());
+  TORCH_CHECK_VALUE(c.cache_seqlens || c.cache_seqlen >= 0,
+                    "cache_seqlens: expected where the keys of k go, an int or int32 [batch], got None");
+  check_rank("k", *c.k_new, 4, "[batch, new keys, heads, head_dim]");
+  check_kind("k", *c.k_new, c);
+  check_kind("v", *c.v_new, c);
+  const c10::SymInt batch = c.batch(), heads = c.k.sym_size(2), count = c.new_keys();
+  check_shape("k", *c.k_new, {batch, count, heads, c.k.sym_size(3)}, "[batch, new keys, heads, head_dim]");
+  check_shape("v", *c.v_new, {batch, count, heads, c.v.sym_size(3)}, "[batch, new keys, heads, head_dim]");
+  TORCH_CHECK_VALUE(holds(count.sym_le(c.capacity())), "k: expected at most the ", c.capacity(),
+                    " keys that the cache has room for, got ", count);
+}
+
+void check_rotary(const DecodeCall& c) {
+  TORCH_CHECK_VALUE(c.rotary_cos.has_value() == c.rotary_sin.has_value(),
+                    "rotary_cos: rotary_cos and rotary_sin must be given together");
+  if (!c.rotary_cos) return;
+  const at::Tensor& cos = *c.rotary_cos;
+  check_rank("rotary_cos", cos, 2, "[positions, rotary dim / 2]");
+  check_kind("rotary_cos", cos, c);
+  check_kind("rotary_sin", *c.rotary_sin, c);
+  check_shape("rotary_sin", *c.rotary_sin, cos.sym_sizes().vec(), "like rotary_cos");
+  const c10::SymInt dim = cos.sym_size(1) * 2;
+  TORCH_CHECK_VALUE(holds(dim.sym_ge(1)) && holds(dim.sym_le(c.q.sym_size(-1))),
+                    "rotary_cos: expected 1 to head_dim / 2 columns for a head_dim of ", c.q.sym_size(-1), ", got ",
+                    cos.sym_size(1));
+  TORCH_CHECK_VALUE(holds(cos.sym_size(0).sym_ge(c.capacity())) && holds(cos.sym_size(0).sym_ge(1)),
+                    "rotary_cos: expected a row for each of the ", c.capacity(), " positions of the cache, got ",
+                    cos.sym_size(0));
+}
+
+void check_mask(const DecodeCall& c) {
+  TORCH_CHECK_VALUE(!c.is_varlen(), "mask: expected None in a packed call with a block_table");
+  const at::Tensor& intervals = *c.mask_intervals;
+  TORCH_CHECK_TYPE(intervals.scalar_type() == at::kInt, "mask: expected intervals of dtype int32, got ",
+                   intervals.scalar_type());
+  check_device("mask", intervals, c.q);
+  const c10::SymInt heads_q = c.q.sym_size(2), heads_k = c.k.sym_size(2);
+  const auto is_one_of = [&](int64_t dim, const std::vector<c10::SymInt>& sizes) {
+    c10::SymBool any = c10::SymBool(false);
+    for (const c10::SymInt& size : sizes) any = any.sym_or(intervals.sym_size(dim).sym_eq(size));
+    return holds(any);
+  };
+  TORCH_CHECK_VALUE(
+      intervals.dim() == 4 && is_one_of(0, {1, c.batch()}) && is_one_of(1, {1, heads_k, heads_q}) && is_one_of(3, {2}),
+      "mask: expected intervals of shape [", c.batch(), " or 1, 1 or ", heads_k, " or ", heads_q,
+      ", keys, 2] (batch, heads, the last keys of each sequence, first and last), got ", intervals.sym_sizes());
+}
+
+// --- values, where they are on the CPU and no stand-ins of a graph that is being traced ---
+
+bool is_readable(const std::optional<at::Tensor>& t) { return t && t->is_cpu() && !at::isTensorSubclassLike(*t); }
+
+// `least` and `most` of sequence b.
+template <class Least, class Most>
+void check_values(const char* name, const std::optional<at::Tensor>& t, Least least, Most most) {
+  if (!is_readable(t)) return;
+  const at::Tensor flat = t->contiguous();
+  const int32_t* values = flat.const_data_ptr<int32_t>();
+  for (int64_t b = 0; b < flat.numel(); ++b) {
+    TORCH_CHECK_VALUE(least <= values[b] && values[b] <= most(b), name, ": expected ", least, " to ", most(b),
+                      " for sequence ", b, ", got ", values[b]);
+  }
+}
+
+void check_lengths(const DecodeCall& c) {
+  const auto of_cache = [&](const c10::SymInt& keys) { return keys.sym_le(c.capacity() - c.new_keys()); };
+  TORCH_CHECK_VALUE(holds(c.cache_seqlen.sym_ge(-1)) && holds(of_cache(c.cache_seqlen)),
+                    "cache_seqlens: expected 0 to the ", c.capacity(), " keys that the cache has room for less the ",
+                    c.new_keys(), " of k, got ", c.cache_seqlen);
+  if (!c.q.is_cpu() || at::isTensorSubclassLike(c.q)) return;
+  const int64_t capacity = c.capacity().expect_int(), room = capacity - c.new_keys().expect_int();
+  check_values("cache_seqlens", c.cache_seqlens, 0, [&](int64_t) { return room; });
+  check_values("cache_batch_idx", c.cache_batch_idx, 0, [&](int64_t) { return c.k.size(0) - 1; });
+  const bool has_lengths = is_readable(c.cache_seqlens);
+  const at::Tensor lengths = has_lengths ? c.cache_seqlens->contiguous() : at::Tensor();
+  const int64_t length = c.cache_seqlen < 0 ? capacity : c.cache_seqlen.expect_int();
+  check_values("cache_leftpad", c.cache_leftpad, 0,
+               [&](int64_t b) { return has_lengths ? lengths.const_data_ptr<int32_t>()[b] : length; });
+  if (!is_readable(c.cu_seqlens_k)) return;
+  const at::Tensor starts = c.cu_seqlens_k->contiguous();
+  const int32_t* values = starts.const_data_ptr<int32_t>();
+  for (int64_t b = 0; b + 1 < starts.numel(); ++b) {
+    TORCH_CHECK_VALUE(values[b + 1] - values[b] <= capacity, "cu_seqlens_k: expected at most the ", capacity,
+                      " keys that the block_table has room for, got ", values[b + 1] - values[b], " for sequence ", b);
+  }
+}
+
+}  // namespace
+
+void validate(const DecodeCall& c) {
+  TORCH_CHECK_VALUE(c.cu_seqlens_q.has_value() == c.cu_seqlens_k.has_value(),
+                    "cu_seqlens: cu_seqlens_q and cu_seqlens_k must be given together");
+  check_caches(c);
+  check_options(c);
+  if (c.is_varlen()) {
+    check_cu_seqlens("cu_seqlens_q", *c.cu_seqlens_q, c, "q", &c.q, c.max_seqlen_q);
+    check_cu_seqlens("cu_seqlens_k", *c.cu_seqlens_k, c, "k", nullptr, c.max_seqlen_k);
+    check_shape("cu_seqlens_k", *c.cu_seqlens_k, c.cu_seqlens_q->sym_sizes().vec(), "like cu_seqlens_q");
+    TORCH_CHECK_VALUE(!c.cache_seqlens && c.cache_seqlen < 0 && !c.cache_leftpad,
+                      "cache_seqlens: expected None, and so cache_leftpad, in a packed call, whose cu_seqlens_k has "
+                      "the lengths");
+  }
+  check_places(c);
+  check_new_keys(c);
+  check_rotary(c);
+  check_lengths(c);
+  if (c.alibi_slopes) check_alibi_slopes(c);
+  TORCH_CHECK_VALUE(c.mask_intervals.has_value() == c.mask_extremes.has_value(),
+                    "mask: mask_intervals and mask_extremes must be given together");
+  if (c.mask_intervals) check_mask(c);
+  TORCH_CHECK_VALUE(holds(c.num_splits.sym_ge(0)) && holds(c.num_splits.sym_le(256)),
+                    "num_splits: expected 0 (chosen by the backend) to 256, got ", c.num_splits);
+}
+
+}  // namespace flashattn_ext

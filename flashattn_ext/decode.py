@@ -1,0 +1,131 @@
+"""Attention to a key-value cache: flash_attn_with_kvcache in flash-attn 2's signature, and what packed calls with pages share with it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _C, arguments, ops
+from .mask import Mask, checked_mask
+
+
+def has_decoding(device: torch.device) -> bool:
+    """Whether calls with a cache run on tensors of this device: Ascend's backends have none."""
+    if device.type not in ("cpu", "cuda"):
+        return False
+    return torch.compiler.is_compiling() or not _C.forced_backend().startswith("ascend")
+
+
+def flash_attn_window(window_size: Any) -> tuple[int, int]:
+    """flash-attn takes every negative side as unbounded."""
+    left, right = arguments.window(window_size)
+    return max(left, -1), max(right, -1)
+
+
+def _length(cache_seqlens: Any) -> tuple[Tensor | None, int]:
+    """cache_seqlens as a tensor [B], or as the length of every sequence; (None, -1) for whole caches."""
+    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
+        return cache_seqlens, -1
+    length = arguments.integer("cache_seqlens", cache_seqlens)
+    if length < 0:
+        raise ValueError(f"cache_seqlens: expected an int of at least 0 or int32 [batch], got {length}")
+    return None, length
+
+
+def _call_op(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None, *,
+    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, rotary_interleaved: bool = True,
+    cache_seqlens: Any = None, cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    sink: Tensor | None = None, smooth_softmax: bool = False, mask: Mask | None = None, num_splits: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(out, lse) of the op; its arguments in one form and in the order of its schema (csrc/decode_call.cpp)."""
+    arguments.tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    lengths, length = _length(cache_seqlens)
+    tensors = {
+        "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin, "cache_seqlens": lengths, "cache_batch_idx": cache_batch_idx,
+        "cache_leftpad": cache_leftpad, "block_table": block_table, "sink": sink, "alibi_slopes": alibi_slopes,
+    }  # fmt: skip
+    arguments.optional_tensors(**tensors)
+    checked = None if mask is None else checked_mask(mask)
+    intervals, extremes = (None, None) if checked is None else (checked.intervals, checked.extremes())
+    left, right = flash_attn_window(window_size)
+    op = ops.decode if k is None and v is None else ops.decode_append
+    out, lse = op(
+        q, k_cache, v_cache, *tensors.values(), intervals, extremes,
+        arguments.integer("max_seqlen_q", max_seqlen_q), arguments.integer("max_seqlen_k", max_seqlen_k), length,
+        arguments.flag("rotary_interleaved", rotary_interleaved), arguments.scale(softmax_scale, q),
+        arguments.number("softcap", softcap), arguments.flag("causal", causal), left, right,
+        arguments.flag("smooth_softmax", smooth_softmax), arguments.integer("num_splits", num_splits),
+    )  # fmt: skip
+    return out, lse
+
+
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+    return_softmax_lse: bool = False, *, sink: Tensor | None = None, smooth_softmax: bool = False,
+    mask: Mask | None = None,
+) -> Any:  # fmt: skip
+    """Appends new keys and values to a cache, in place, and attends to what it then holds. Forward only.
+
+    Args:
+        q: [B, Sq, Hq, D]. float16, bfloat16, float32, and float64 on the CPU.
+        k_cache, v_cache: [cache entries, room, Hk, D] and [.., Dv], or with a block_table [pages, page_size, Hk, D], page_size
+            a multiple of 16. Any strides, but the last dimension is contiguous. Keys after a sequence's length are never read.
+        k, v: [B, new keys, Hk, D] and [.., Dv], written after the cache_seqlens keys that are there, and attended to.
+        rotary_cos, rotary_sin: [positions, R / 2] in the dtype of q, with k and v only: the first R elements of k's rows are
+            rotated for the positions cache_seqlens, cache_seqlens + 1, ..., and so are q's with causal or a window; otherwise all
+            rows of q for the position cache_seqlens.
+        cache_seqlens: keys of every sequence before the call appends any: an int or int32 [B]; None is the whole cache.
+        cache_batch_idx: int32 [B], the cache entry of each sequence; None is 0, 1, 2, ...
+        cache_leftpad: int32 [B], where in its room each sequence begins; what is before is no key of it.
+        block_table: int32 [B, pages of a sequence], the page that holds the keys page_size * n to page_size * (n + 1) of each
+            sequence. Entries outside the cache count as the nearest page.
+        softmax_scale: factor of the scores, 1 / sqrt(D) by default.
+        causal, window_size: as in forward(), aligned at the end of each sequence with its new keys.
+        softcap: c > 0 turns a scaled score s into c * tanh(s / c); 0 is off.
+        rotary_interleaved: rotates the elements 2n and 2n + 1 together, otherwise n and n + R / 2.
+        alibi_slopes: float32 [Hq] or [B, Hq]; adds -slope * |i + length - Sq - j|.
+        num_splits: into how many parts the keys of a sequence are split, for all heads; up to 256. 0 chooses. With any other number
+            the bits of a sequence's result do not depend on the batch around it; on the CPU they never do.
+        return_softmax_lse: also return lse.
+        sink, smooth_softmax: as in forward().
+        mask: a Mask of the last n keys of every sequence, intervals [B or 1, 1 or Hk or Hq, n, 2]: Mask.tree of the Sq keys that a
+            step of speculative decoding appends, say. The keys before those are hidden by causal and window_size alone.
+
+    Returns:
+        out [B, Sq, Hq, Dv], or (out, lse) with lse [B, Hq, Sq], float32 (float64 for float64 inputs).
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: naming the argument; nothing has been written then. On the CPU lengths beyond the
+            cache are among them. Accelerators are not waited for: there lengths are clamped to the room that there is, and new
+            keys without room are left out.
+    """
+    out, lse = _call_op(
+        q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
+        cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
+        sink=sink, smooth_softmax=smooth_softmax, mask=mask, num_splits=num_splits,
+    )  # fmt: skip
+    return (out, lse) if arguments.flag("return_softmax_lse", return_softmax_lse) else out
+
+
+def paged_varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    block_table: Tensor, **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """flash_attn_varlen_func with pages: q [total_q, Hq, D], k and v [pages, page_size, Hk, D] -> (out, lse)."""
+    arguments.tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table)
+    return _call_op(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        block_table=block_table, **options,
+    )  # fmt: skip

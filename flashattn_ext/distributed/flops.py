@@ -1,0 +1,55 @@
+"""FLOP formulas of the ops over ranks, for torch.utils.flop_counter: a rank counts its share of those of the whole call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from .. import flops
+from ..autograd import CallTensors
+from .call import Settings, Tensors, group_of, options_of
+from .exchange_ops import distributed_backward, distributed_forward
+
+_FORWARD, _BACKWARD = distributed_forward.overloadpacket, distributed_backward.overloadpacket
+
+
+def _whole_call(tensors: Tensors, settings: Settings) -> tuple[Any, ...]:
+    """The arguments that the ops of one device have in common, of the whole sequence and without values."""
+
+    def whole(t: Tensor) -> Tensor:
+        shape = list(t.shape)
+        shape[-3] = settings.seqlen
+        return torch.empty(shape, dtype=t.dtype, device="meta")
+
+    q, k, v = (whole(t) for t in tensors[:3])
+    starts, intervals = tensors.cu_seqlens, tensors.mask_intervals
+    call = CallTensors(q, k, v, starts, starts, None, None, None, None, intervals, None)
+    return *call, *options_of(settings)._replace(max_seqlen_q=settings.seqlen, max_seqlen_k=settings.seqlen)
+
+
+def _flops(arguments: tuple[Any, ...], counted: int) -> int:
+    tensors, settings = Tensors(*arguments[:10]), Settings(*arguments[10:])
+    names = [a.name for a in torch.ops.flashattn_ext.forward.default._schema.arguments]
+    call = _whole_call(tensors, settings)
+    rest = [None] * (len(names) - len(call))
+    pairs = flops._Call(torch.ops.flashattn_ext.forward.default, (*call, *rest)).pairs()
+    of_q, of_v = (1, 1) if counted == 2 else (3, 2)
+    width = of_q * tensors.q.shape[-1] + of_v * tensors.v.shape[-1]
+    return int(2 * pairs * width) // dist.get_world_size(group_of(settings))
+
+
+def _forward_flops(*arguments: Any, out_val: Any = None) -> int:
+    return _flops(arguments, 2)
+
+
+def _backward_flops(*arguments: Any, out_val: Any = None) -> int:
+    return _flops(arguments[13:], 5)
+
+
+for _op, _formula in ((_FORWARD, _forward_flops), (_BACKWARD, _backward_flops)):
+    if _op not in flop_registry:
+        register_flop_formula(_op, get_raw=True)(_formula)
