@@ -91,7 +91,7 @@ struct Split {
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int g() { return lane() / 4; }
   static __device__ __forceinline__ int t() { return lane() % 4; }
-  static __device__ __forceinline__ int team() { return uniform(static_cast<int>(threadIdx.x) / 32 / kTeamWarps); }
+  static __device__ __forceinline__ int team() { return static_cast<int>(threadIdx.x) / 32 / kTeamWarps; }
   static __device__ __forceinline__ int member() { return static_cast<int>(threadIdx.x) / 32 % kTeamWarps; }
   static __device__ __forceinline__ void team_sync() {
     if constexpr (kTeamWarps == 1) {
