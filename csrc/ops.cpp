@@ -64,7 +64,7 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
   set_memory(c, out, lse, rng_state, &p);
   const at::Tensor workspace = workspace_for(c.q, backend->forward_workspace_bytes(p), &p);
   set_rows_of_no_sequence(c, out, lse);
-  if (keeps_residual && backend->writes_out_residual) {
+  if (keeps_residual && backend->writes_out_residual && out.element_size() == 2) {
     p.out_residual = view_of(c, residual);
     set_rows_of_no_sequence(c.cu_seqlens_q, residual, c.row_dim(), 0);
   } else if (keeps_residual) {

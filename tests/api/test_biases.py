@@ -36,8 +36,10 @@ def test_the_raw_backward_returns_what_autograd_does(device: str, dtype: torch.d
     with torch.no_grad():
         got = flashattn_ext.backward(dout, *inputs, out, lse, dlse=dlse, **given, sink=sink, softcap=2.0)
     assert len(got) == 7
+    # Autograd also knows what rounding has taken from a 16-bit out.
+    tolerance = {} if dtype == torch.float32 else dict(rtol=2e-2, atol=3e-2)
     for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, b)
+        torch.testing.assert_close(a, b, **tolerance)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -19,7 +19,9 @@ def arguments(device: str, **changed: Any) -> dict[str, Any]:
         "q": torch.randn(2, 1, 4, 16), "k_cache": torch.randn(2, 32, 2, 16), "v_cache": torch.randn(2, 32, 2, 16),
         "k": torch.randn(2, 1, 2, 16), "v": torch.randn(2, 1, 2, 16), "cache_seqlens": torch.tensor([3, 7], dtype=INT32),
     }  # fmt: skip
-    return {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in {**good, **changed}.items()}
+    # A function makes a tensor whose strides a copy to the device would not keep.
+    made = {n: t(device) if callable(t) else t for n, t in {**good, **changed}.items()}
+    return {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in made.items()}
 
 
 REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
@@ -28,7 +30,7 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "cache_dtype": (TypeError, "v_cache", {"v_cache": torch.randn(2, 32, 2, 16).half()}),
     "cache_heads": (ValueError, "v_cache", {"v_cache": torch.randn(2, 32, 1, 16)}),
     "cache_head_dim": (ValueError, "k_cache", {"k_cache": torch.randn(2, 32, 2, 8)}),
-    "cache_last_dimension": (ValueError, "k_cache", {"k_cache": torch.randn(2, 32, 2, 32)[..., ::2]}),
+    "cache_last_dimension": (ValueError, "k_cache", {"k_cache": lambda device: torch.randn(2, 32, 2, 32, device=device)[..., ::2]}),
     "cache_entries": (ValueError, "k_cache", {"k_cache": torch.randn(1, 32, 2, 16), "v_cache": torch.randn(1, 32, 2, 16)}),
     "heads": (ValueError, "q", {"q": torch.randn(2, 1, 3, 16)}),
     "k_without_v": (ValueError, "k and v", {"v": None}),

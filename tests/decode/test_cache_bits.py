@@ -64,4 +64,4 @@ def test_a_key_that_is_no_number_stays_in_its_sequence_and_head(device: str) -> 
     out = flashattn_ext.flash_attn_with_kvcache(**given)
     assert torch.equal(out[1], clean[1]) and torch.equal(out[0, :, 4:], clean[0, :, 4:])
     assert torch.equal(out[2, :, :4], clean[2, :, :4]) and out[2, :, 4:].isnan().all()
-    assert torch.equal(out[0, :, :4, :5], clean[0, :, :4, :5]) and out[0, :, :4, 5].isinf().all()
+    assert torch.equal(out[0, :, :4, :5], clean[0, :, :4, :5]) and not out[0, :, :4, 5].isfinite().any()

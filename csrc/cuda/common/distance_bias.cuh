@@ -172,12 +172,16 @@ struct DistanceBias {
     const bool before = last <= 0, after = place.tile_distance - (kRows - 1) >= 0;
     if (uniform(static_cast<int>(before || after)) != 0) {
       const float rise = before ? head.slope : -head.slope;
+      // The caller takes the maximum of a row over lanes, so that what is left to it is the same in all lanes of the
+      // row: the lane's first key is not.
+      const float key_of_lane = kLeavesRows ? static_cast<float>(2 * (threadIdx.x % 4)) : 0.f;
+      const float first_of_row = rise * (first - key_of_lane), own_keys = rise * key_of_lane;
       each<kColumnTiles>([&](int i, int n, int e) {
         const float key = static_cast<float>(place.keys_on(i, n, e));
         const float row = static_cast<float>(-place.rows_on(i, n, e));
         // One of the two is the same for all columns of accumulators, and multiplied once.
-        const float own = rise * (first + (kTransposed ? key : row)), column = kTransposed ? row : key;
-        x[i][n][e] = fmaf(x[i][n][e], scale, kLeavesRows ? column * rise : fmaf(column, rise, own));
+        const float own = fmaf(kTransposed ? key : row, rise, first_of_row), column = kTransposed ? row : key;
+        x[i][n][e] = fmaf(x[i][n][e], scale, fmaf(column, rise, kLeavesRows ? own_keys : own));
         if (kLeavesRows) rows[2 * i + e / 2] = own;
       });
     } else {
