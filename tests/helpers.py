@@ -375,9 +375,9 @@ def check(case: Case, device: str) -> None:
     first = measure(case, device)
     if (flashattn_ext._C.forced_backend() or device).startswith(("ascend", "npu", "cuda")) and case.dtype.itemsize == 2:
         # These sum dS over whole rows, in which every term has the rounding errors of delta and of 16-bit weights, times a
-        # distance: docs/dataflow.md. Three times the rule's bound was seen.
+        # distance: docs/dataflow.md. Four times the rule's bound was seen with short rows.
         for name in first.keys() & {"dalibi_slopes", "drelative_bias"}:
-            first[name].floor += 4 * first[name].plain
+            first[name].floor += 6 * first[name].plain
     broken = [name for name, error in first.items() if error.got > error.allowed]
     if not broken:
         return

@@ -129,7 +129,8 @@ class _SharedCall:
             if all(isinstance(placement, Replicate) for placement in self.placements(name, value)):
                 return value
             value = _replicated(value, self.mesh)
-        return value.redistribute(self.mesh, self.placements(name, value)).to_local()
+        # Detached: torch 2.11 has no strategy for the detach_ with which autograd would end a Function below it.
+        return value.detach().redistribute(self.mesh, self.placements(name, value)).to_local()
 
     def run(self) -> Any:
         local = {name: self.local(name, value) for name, value in self.arguments.items()}
