@@ -39,10 +39,10 @@ CUDA_KINDS = {
         "_bias": ("kBias",),
     },
 }
-# Head dims whose backward of these kinds Hopper leaves to the kernels of sm80: has_backward() in csrc/cuda/sm90/kernels.h.
 # Classes of head dims that have no kernels of rare kinds: rare_class() in csrc/cuda/common/kind.h says which run them.
 NOT_RARE = (96, 144, 192)
 RARE_KINDS = {"sm80": ("_masks", "_general"), "sm90": ("_general", "_bias")}
+# Head dims whose backward of these kinds Hopper leaves to the kernels of sm80: has_backward() in csrc/cuda/sm90/kernels.h.
 LEFT_TO_SM80 = {
     "_general": (64, 96, 128, 144, 192, 256),
     "_bias": (64, 96, 128, 144, 192, 256),

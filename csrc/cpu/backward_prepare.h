@@ -45,7 +45,7 @@ class BackwardPrepare {
   }
 
  private:
-  // Of dout with `view`.
+  // The product of a row of dout with the same row of a tensor in the shape of out.
   Real dot_rows(const TensorView& view, int64_t b, int64_t h, int64_t row) const {
     const In* dout = row_of<const In>(p.dout, b, h, row);
     const In* out = row_of<const In>(view, b, h, row);

@@ -178,7 +178,7 @@ class KeyExchange:
             if index + 1 < len(steps):
                 buffers, transfer = self._fetch(steps[index + 1])
             step_gradients = self._backward_of(step, keys, values, results, dq, extras)
-            # Those of the step before have had the time of this one to arrive.
+            # The gradients of the step before have had the time of this step to arrive.
             for returned in arriving:
                 returned.add_to(dk, dv)
             arriving = [self._return(step, step_gradients, dk, dv)]

@@ -15,7 +15,7 @@ namespace flashattn_ext::decode {
 
 bool is_prefill(const DecodeParams& p);
 
-// Of what the packed call needs beside the workspace of its forward.
+// The workspace that the packed call needs beside that of its forward.
 size_t prefill_bytes(const DecodeParams& p);
 
 // Appends, rotates and gathers, and returns the packed call; its own workspace begins after what this one takes.

@@ -28,7 +28,8 @@ struct Sm90 {
     if constexpr (sm90::has_forward(kHeadDim, kKind)) {
       kernels.forward_bytes = sm90::kForwardBytes;
       constexpr bool kIsRare = kKind == Kind::kGeneral || kKind == Kind::kBias;
-      kernels.forward = sm90::forward < T, kIsRare ? rare_class(kHeadDim) : kHeadDim, kKind > ;
+      constexpr int kClass = kIsRare ? rare_class(kHeadDim) : kHeadDim;
+      kernels.forward = sm90::forward<T, kClass, kKind>;
     }
     if constexpr (sm90::has_backward(kHeadDim, kKind)) {
       constexpr bool kScores = can_score(kKind);
