@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Compiles the CUDA sources for Ampere and Hopper, without torch and without a GPU. Fails when a kernel of head_dim 64 or 128 spills
 # registers. Kernels of a Mask or of options found out at run time (kinds 2 to 5 of csrc/cuda/common/kind.h) may, and
-# those with dropout (kind 1) may spill 8 bytes. To save time sm90/ is compiled for 90a alone; and of the kinds that are in sources of
-# their own bf16 stands for fp16, and those of sm80/ are compiled for the first architecture alone.
+# those with dropout (kind 1) may spill 8 bytes. To save time sm90/ is compiled for 90a alone, of the kinds that are in sources of
+# their own those of sm80/ for the first architecture alone, and bf16 stands for fp16 but for common kinds of 64 and 128.
 # TILE_CHOICE=1 or 2: with the tiles of that column of csrc/cuda/*/tiles.h.
 #
 #   tools/check_cuda_sources.sh [ARCHITECTURE...]      default: 80 90a
@@ -20,7 +20,9 @@ compile() {
   local name=${1//\//_} number targets=()
   for number in $architectures; do
     case $name in
-      *_fp16_*_masks.cu | *_fp16_*_general.cu | *_fp16_*_scores.cu | *_fp16_*_bias.cu) continue ;;
+      *sm80_*_fp16_64.cu | *sm80_*_fp16_128.cu) ;;
+      *sm90_*_fp16_64.cu | *sm90_*_fp16_128.cu) [[ $number == 90a ]] || continue ;;
+      *_fp16_*) continue ;;
       *sm90_*) [[ $number == 90a ]] || continue ;;
       *_masks.cu | *_general.cu) [[ $number == "${architectures%% *}" ]] || continue ;;
     esac
