@@ -51,8 +51,12 @@ void dropout_mask(const AttnParams& p, bool* mask) {
 }  // namespace
 
 const Backend& npu_backend() {
-  static const Backend backend{"ascend", "npu",    supports,     forward_bytes,  backward_bytes,
-                               forward,  backward, dropout_mask, current_stream, private_format};
+  static const Backend backend = [] {
+    Backend npu{"ascend", "npu", supports, forward_bytes, backward_bytes, forward, backward, dropout_mask};
+    npu.current_stream = current_stream;
+    npu.private_format = private_format;
+    return npu;
+  }();
   return backend;
 }
 
