@@ -292,6 +292,7 @@ class Error:
     got: float
     plain: float
     floor: float
+    factor: float = 2  # of plain PyTorch's error that is allowed
 
     @classmethod
     def of(
@@ -305,7 +306,7 @@ class Error:
 
     @property
     def allowed(self) -> float:
-        return 2 * self.plain + self.floor
+        return self.factor * self.plain + self.floor
 
 
 def assert_within_rule(name: str, got: Tensor, ref: Tensor, plain: Tensor) -> None:
@@ -372,19 +373,34 @@ def check(case: Case, device: str) -> None:
     """
     if refused(case, device):
         return
-    first = measure(case, device)
-    if (flashattn_ext._C.forced_backend() or device).startswith(("ascend", "npu", "cuda")) and case.dtype.itemsize == 2:
-        # These sum dS over whole rows, in which every term has the rounding errors of delta and of 16-bit weights, times a
-        # distance: docs/dataflow.md. Four times the rule's bound was seen with short rows.
-        for name in first.keys() & {"dalibi_slopes", "drelative_bias"}:
-            first[name].floor += 6 * first[name].plain
+    on_accelerator = (flashattn_ext._C.forced_backend() or device).startswith(("ascend", "npu", "cuda"))
+
+    def measured(seed: int) -> dict[str, Error]:
+        errors = measure(replace(case, seed=seed), device)
+        if on_accelerator and case.dtype.itemsize == 2:
+            # These sum dS over whole rows, in which every term has the rounding errors of delta and of 16-bit weights, times
+            # a distance: docs/dataflow.md. Four times the rule's bound was seen with short rows. And what rounding takes from
+            # out is left in sums that would cancel out, as over all of a row: plain PyTorch's delta fits its own weights.
+            rows = sum(case.lengths_q) if case.varlen else case.B * case.Sq
+            for name in errors.keys() & {"dalibi_slopes", "drelative_bias"}:
+                errors[name].factor = 8
+                errors[name].floor += 2**-9 * math.sqrt(rows * case.Dv)
+            # dsink sums delta alone. On Ascend 2.35 times plain PyTorch's error was seen, in medians.
+            if "dsink" in errors and not device.startswith("cuda"):
+                errors["dsink"].factor = 3
+        return errors
+
+    first = measured(case.seed)
     broken = [name for name, error in first.items() if error.got > error.allowed]
     if not broken:
         return
-    draws = [first] + [measure(replace(case, seed=case.seed + 1009 * n), device) for n in range(1, 41)]
+    draws = [first] + [measured(case.seed + 1009 * n) for n in range(1, 41)]
     for name in broken:
         errors = [draw[name] for draw in draws]
-        typical = median(e.got for e in errors), 2 * median(e.plain for e in errors) + first[name].floor
+        typical = (
+            median(e.got for e in errors),
+            first[name].factor * median(e.plain for e in errors) + first[name].floor,
+        )
         worst = first[name].got, 2 * max(e.allowed for e in errors[:9])
         for error, allowed in (typical, worst):
             assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
