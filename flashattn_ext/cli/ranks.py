@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
+import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -14,6 +17,7 @@ from flashattn_ext import distributed
 
 from .console import CommandError
 from .data import Batch
+from .timing import one_line
 
 TIMEOUT = datetime.timedelta(minutes=5)  # how long a rank waits for another
 
@@ -41,6 +45,40 @@ def start(device: torch.device, timeout: datetime.timedelta = TIMEOUT) -> None:
             f"this rank could not join the others ({str(error).splitlines()[0]}); torchrun --nproc-per-node N -m flashattn_ext ... "
             "starts them"
         ) from None
+
+
+@contextlib.contextmanager
+def joined(device: torch.device) -> Iterator[None]:
+    """Joins the other ranks, and leaves them after the block.
+
+    When a rank fails, the others see a lost connection, and torchrun sends them SIGTERM: whichever comes first, the block
+    ends with the same CommandError.
+    """
+
+    def stop(number: int, _frame: object) -> NoReturn:
+        raise _others_ended(f"torchrun sent {signal.Signals(number).name}")
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        start(device)
+        yield
+    except BaseException as error:
+        # The process is about to say why it ends; SIGTERM must not end it before that.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if isinstance(error, RuntimeError) and is_of_others(error):
+            raise _others_ended(one_line(error)) from None
+        raise
+    else:
+        signal.signal(signal.SIGTERM, previous)
+    finally:
+        end()
+
+
+def _others_ended(reason: str) -> CommandError:
+    rank = f"rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "this rank"
+    return CommandError(
+        f"{rank} stops: another rank has ended or is late; the same command goes on from the last checkpoint ({reason})"
+    )
 
 
 def own_device(device: torch.device) -> torch.device:

@@ -11,7 +11,6 @@ import argparse
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from . import ranks
 from .console import CommandError, make_console, positive, require, seed
@@ -19,7 +18,6 @@ from .data import Corpus, load_corpus
 from .devices import DEVICES, choose_device, use_threads
 from .files import make_directory
 from .model import ATTENTION, MAX_HEAD_DIM, SOFTMAX, ModelConfig
-from .timing import one_line
 from .trainer import PACKING, TrainConfig, Trainer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -97,18 +95,8 @@ def run(arguments: argparse.Namespace) -> int:
     if not ranks.started_by_torchrun():
         return _train(arguments, config, corpus, device, directory)
     device = ranks.own_device(device)
-    ranks.start(device)
-    try:
+    with ranks.joined(device):
         return _train(arguments, config, corpus, device, directory)
-    except RuntimeError as error:
-        if not ranks.is_of_others(error):
-            raise
-        raise CommandError(
-            f"rank {dist.get_rank()} of {dist.get_world_size()} stops: another rank has ended or is late; the same command goes on "
-            f"from the last checkpoint ({one_line(error)})"
-        ) from None
-    finally:
-        ranks.end()
 
 
 def _train(

@@ -15,6 +15,8 @@ import torch
 import training_jobs
 from rank_pool import RankPool
 
+from flashattn_ext.cli import ranks
+from flashattn_ext.cli.console import CommandError
 from flashattn_ext.cli.main import main
 from flashattn_ext.cli.ranks import Layout
 
@@ -76,6 +78,26 @@ def test_one_process_says_how_to_start_more(
     assert "only --attention flashattn" in capsys.readouterr().err
 
 
+def test_sigterm_between_steps_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun may end the other ranks of one that fails before they have seen it."""
+    monkeypatch.setattr(ranks, "start", lambda device: None)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with (
+            pytest.raises(CommandError, match=r"this rank stops: another rank has ended or is late.*SIGTERM"),
+            ranks.joined(torch.device("cpu")),
+        ):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        # What comes until the message is out does not end the process.
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with ranks.joined(torch.device("cpu")):
+        assert signal.getsignal(signal.SIGTERM) not in (before, signal.SIG_IGN)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_a_rank_that_dies_ends_all_and_the_run_resumes(
     tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,13 +113,13 @@ def test_a_rank_that_dies_ends_all_and_the_run_resumes(
     with subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as running:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not (tmp_path / "run" / "checkpoint.pt").exists():
             assert time.monotonic() < deadline and running.poll() is None, running.communicate()[0]
             time.sleep(0.05)
         children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
         os.kill(int(children[-1]), signal.SIGKILL)
-        output, _ = running.communicate(timeout=60)
+        output, _ = running.communicate(timeout=120)
     assert running.returncode != 0
     assert re.search(
         r"flashattn-ext train: rank 0 of 2 stops: another rank has ended or is late; the same command goes on", output
