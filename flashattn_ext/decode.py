@@ -6,9 +6,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _C, arguments, ops
 from .mask import Mask, checked_mask
+
+
+class BlockTableError(ValueError, RuntimeError):
+    """A sequence has more keys than its row of the block table has room for; flash-attn raises RuntimeError for it."""
+
+
+# The largest number of each tensor of lengths that a call with pages has looked at, and the version of its contents then.
+_largest: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def has_decoding(device: torch.device) -> bool:
@@ -32,6 +41,36 @@ def _length(cache_seqlens: Any) -> tuple[Tensor | None, int]:
     if length < 0:
         raise ValueError(f"cache_seqlens: expected an int of at least 0 or int32 [batch], got {length}")
     return None, length
+
+
+def _check_room(lengths: Any, new_keys: Tensor | None, k_cache: Tensor, block_table: Tensor) -> None:
+    """Raises BlockTableError where lengths and new keys need more pages than block_table has columns.
+
+    Lengths on an accelerator are waited for once after each change that torch knows of: once for all layers of a step. They
+    are not looked at in a CUDA graph, under torch.compile or in inference mode, which counts no changes: there the op clamps them.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or type(lengths) is not Tensor
+        or lengths.dtype != torch.int32
+        or lengths.is_inference()
+    ):
+        return
+    if not lengths.numel() or block_table.dim() != 2 or k_cache.dim() != 4:
+        return  # the op says what is wrong, if anything is
+    version, largest = _largest.get(lengths, (-1, 0))
+    if version != lengths._version:
+        if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+            return
+        largest = int(lengths.max())
+        _largest[lengths] = lengths._version, largest
+    new = 0 if new_keys is None else new_keys.shape[1]
+    columns, page_size = block_table.shape[1], k_cache.shape[1]
+    if largest + new > columns * page_size:
+        raise BlockTableError(
+            f"cache_seqlens: the longest sequence has {largest} keys before the call and {new} new ones, and block_table has room for "
+            f"{columns * page_size} ({columns} pages of {page_size}); give block_table more columns"
+        )
 
 
 def _call_op(
@@ -108,8 +147,12 @@ def flash_attn_with_kvcache(
     Raises:
         ValueError, TypeError, NotImplementedError: naming the argument; nothing has been written then. On the CPU lengths beyond the
             cache are among them. Accelerators are not waited for: there lengths are clamped to the room that there is, and new
-            keys without room are left out.
+            keys without room are left out. Only lengths beyond a block_table raise there too, a ValueError that is a
+            RuntimeError as well, as in flash-attn: cache_seqlens is read once after each change of it, though not while a CUDA
+            graph is captured, under torch.compile or in inference mode.
     """
+    if block_table is not None and isinstance(k_cache, Tensor) and isinstance(block_table, Tensor):
+        _check_room(cache_seqlens, k, k_cache, block_table)
     out, lse = _call_op(
         q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
         cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,

@@ -110,6 +110,31 @@ def test_block_tables_never_lead_outside_the_cache(Sq: int, device: str) -> None
     torch.testing.assert_close(inputs.call()[0].cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("new_keys", [0, 1])
+def test_lengths_beyond_the_block_table(new_keys: int, device: str) -> None:
+    """flash-attn raises RuntimeError, everything else that is wrong with an argument is a ValueError here: it is both."""
+    q, cache = torch.randn(1, 1, 2, 16, device=device), torch.randn(4, 16, 2, 16, device=device)
+    new = torch.randn(1, 1, 2, 16, device=device) if new_keys else None
+    lengths = torch.tensor([31 - new_keys], dtype=INT32, device=device)
+    table = torch.zeros(1, 2, dtype=INT32, device=device)
+
+    def call() -> None:
+        flashattn_ext.flash_attn_with_kvcache(
+            q, cache, cache.clone(), new, new, cache_seqlens=lengths, block_table=table
+        )
+
+    call()
+    lengths += 1
+    call()
+    lengths += 1
+    before = cache.clone()
+    with pytest.raises(RuntimeError, match="block_table") as raised:
+        call()
+    assert isinstance(raised.value, ValueError) and torch.equal(cache, before)
+    with pytest.raises(ValueError, match="block_table"):  # the contents that were looked at before
+        call()
+
+
 def test_appending_through_a_hostile_table_stays_in_the_cache(device: str) -> None:
     around = torch.full((12, 16, 2, 16), 7.0, device=device)
     cache = around[4:8]
