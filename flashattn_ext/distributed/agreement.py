@@ -52,6 +52,11 @@ def agree(group: Any, description: dict[str, Any], checked: Any) -> None:
         raise ValueError(
             "flashattn_ext.distributed: every rank of the group must make the same call, and they differ: "
             + "; ".join(different)
+            + (
+                "; give seqlen: parts need not be equally long"
+                if any(t.startswith("seqlen ") for t in different)
+                else ""
+            )
         )
     agreed.add(key)
 

@@ -42,6 +42,7 @@ def ranks_that_differ_are_told(device: str) -> None:
         Hq=4 + 2 * rank,
     )
     _expect(ValueError, "mode is ring on rank 0 and allgather on rank 1", device, {"mode": ("ring", "allgather")[rank]})
+    _expect(ValueError, "seqlen is .* on rank 0 and .* on rank 1.*; give seqlen", device, {}, S=S // (1 + rank))
     with pytest.raises(ValueError, match=r"sink is a .* on rank 0 and nothing on rank 1"):
         sink = torch.zeros(4, device=device) if rank == 0 else None
         distributed.attention(*_qkv(device), group=group_of(2), sink=sink)
