@@ -38,8 +38,17 @@ struct Arguments : AttnGradParams {
   int64_t relative_pitch = 0;     // distances, with a margin
   void* relative_sums = nullptr;  // [B, 2, Hq, relative_pitch]
 
+  // With a Mask, in the workspace: what isolation.h keeps.
+  int64_t check_count = 0;   // vector cores of the device
+  void* checks = nullptr;    // [check_count] fp32
+  void* isolated = nullptr;  // [cores, kSlots, rows of a slot, isolated_pitch()], in the type of an input
+
   void* keep_mask = nullptr;  // dropout_mask: [B, Hq, Sq, Sk], a byte for each score
 
+  // Elements from row to row of `isolated`.
+  FLASHATTN_HOST_DEVICE int64_t isolated_pitch() const {
+    return sum_pitch(head_dim > head_dim_v ? head_dim : head_dim_v);
+  }
   // In whole blocks of 32 bytes.
   FLASHATTN_HOST_DEVICE int64_t slope_sums_count() const {
     return ((is_varlen() ? 1 : batch) * heads_q * slope_blocks * 2 + 7) / 8 * 8;

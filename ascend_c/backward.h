@@ -16,6 +16,7 @@
 
 #include "bias_gradients.h"
 #include "cube.h"
+#include "isolation.h"
 #include "scores.h"
 
 namespace flashattn_ext {
@@ -26,6 +27,7 @@ struct GradStep {
   int32_t head = 0, row = 0, rows = 0;  // queries, within the sequence
   bool first = false, last = false;     // of the task
   bool last_of_head = false;
+  bool isolates = false;  // isolation.h: it hides something, and something may not be finite
   int32_t slot = 0;
   __aicore__ int64_t FirstOf(const Arguments& a, const Sequence& sequence, int64_t length) const {
     return a.is_varlen() ? sequence.start : task.batch * length;
@@ -38,7 +40,10 @@ struct GradStep {
 class GradSteps {
  public:
   __aicore__ GradSteps(const Arguments& arguments, int32_t queries_of_step)
-      : a(arguments), tasks(arguments, Side::keys, arguments.deterministic), queries_of_step(queries_of_step) {}
+      : a(arguments),
+        tasks(arguments, Side::keys, arguments.deterministic),
+        queries_of_step(queries_of_step),
+        isolates(a.has_intervals() && AnyNotFinite(a, 0, a.check_count)) {}
 
   __aicore__ bool Next(GradStep* step) {
     step->first = false;
@@ -58,6 +63,9 @@ class GradSteps {
     step->row = row;
     step->rows = Lesser(queries_of_step, end - row);
     row += step->rows;
+    step->isolates = isolates && HidesAny(TileMask(a, task.queries.length, task.keys.length),
+                                          IntervalTiles(a, task.batch, step->head, task.keys.start), step->row, row,
+                                          task.row, task.row + task.rows);
     step->last_of_head = row >= end;
     step->last = step->last_of_head && heads_left == last_head;
     step->slot = number++ % kSlots;
@@ -94,6 +102,7 @@ class GradSteps {
   Task task;
   TileMask::Range visible = {0, 0};
   int32_t queries_of_step;
+  bool isolates;  // something may not be finite
   int32_t heads_left = 0, last_head = 0, row = 0, end = 0, number = 0;
 };
 
@@ -117,6 +126,22 @@ class BackwardWorkspace {
 
  private:
   uint64_t base;
+};
+
+// What isolation.h copies of a step: queries, gradients of out, keys.
+template <typename T>
+struct IsolatedStep {
+  static constexpr int32_t kQueries = SizesOf<sizeof(T)>::kQueries, kRowsOfSlot = SizesOf<sizeof(T)>::kIsolatedBackward;
+  static_assert(kRowsOfSlot == 2 * kQueries + kTile, "room for each");
+  __aicore__ static AscendC::GlobalTensor<T> Queries(const Arguments& a, int32_t slot, int32_t row) {
+    return IsolatedRow<T>(a, kRowsOfSlot, slot, row);
+  }
+  __aicore__ static AscendC::GlobalTensor<T> Gradients(const Arguments& a, int32_t slot, int32_t row) {
+    return IsolatedRow<T>(a, kRowsOfSlot, slot, kQueries + row);
+  }
+  __aicore__ static AscendC::GlobalTensor<T> Keys(const Arguments& a, int32_t slot) {
+    return IsolatedRow<T>(a, kRowsOfSlot, slot, 2 * kQueries);
+  }
 };
 
 template <typename T>
@@ -182,8 +207,15 @@ class BackwardCube {
     const int32_t n = step.task.rows;
     const L1Tile<T> p = cube.LoadWide(0, workspace.Rounded(step.slot, 0), step.rows, n, kTile);
     const L1Tile<T> ds = cube.LoadWide(1, workspace.Rounded(step.slot, 1), step.rows, n, kTile);
-    AddOverQueries(step, p, a.dout, a.head_dim_v, a.dv_sum);
-    AddOverQueries(step, ds, a.q, a.head_dim, a.dk_sum);
+    if (step.isolates) {
+      AddOverQueries(step, p, IsolatedStep<T>::Gradients(a, step.slot, 0), a.isolated_pitch(), a.head_dim_v, a.dv_sum);
+      AddOverQueries(step, ds, IsolatedStep<T>::Queries(a, step.slot, 0), a.isolated_pitch(), a.head_dim, a.dk_sum);
+    } else {
+      AddOverQueries(step, p, Queries(step, a.dout, 0), a.dout.row_stride, a.head_dim_v, a.dv_sum);
+      AddOverQueries(step, ds, Queries(step, a.q, 0), a.q.row_stride, a.head_dim, a.dk_sum);
+    }
+    const AscendC::GlobalTensor<T> keys = step.isolates ? IsolatedStep<T>::Keys(a, step.slot) : Keys(step, a.k);
+    const int64_t key_pitch = step.isolates ? a.isolated_pitch() : a.k.row_stride;
     const int32_t pitch = sum_pitch(a.head_dim);
     const AscendC::GlobalTensor<float> dq =
         Global<float>((uint64_t)a.dq_sum, (step.head * a.rows_q + step.QueryRow(a)) * pitch);
@@ -192,8 +224,7 @@ class BackwardCube {
       L1Tile<T> tiles[kTile / kInner];
       static_assert(kTile / kInner < kRing, "one is left to be loaded");
       for (int32_t key = 0; key < n; key += kInner)
-        tiles[key / kInner] =
-            cube.LoadTile(Keys(step, a.k)[key * a.k.row_stride + d], Lesser(kInner, n - key), columns, a.k.row_stride);
+        tiles[key / kInner] = cube.LoadTile(keys[key * key_pitch + d], Lesser(kInner, n - key), columns, key_pitch);
       for (int32_t row = 0; row < step.rows; row += kTile) {
         const int32_t rows = Lesser(kTile, step.rows - row);
         cube.BeginSums();
@@ -206,9 +237,9 @@ class BackwardCube {
     cube.Release(p);
     cube.Release(ds);
   }
-  // sums[key] += left^T right, over all queries of the step.
-  __aicore__ void AddOverQueries(const GradStep& step, const L1Tile<T>& left, const TensorView& right, int32_t dim,
-                                 void* sums) {
+  // sums[key] += left^T right, over all queries of the step. `right_pitch`: elements from row to row.
+  __aicore__ void AddOverQueries(const GradStep& step, const L1Tile<T>& left, const AscendC::GlobalTensor<T>& right,
+                                 int64_t right_pitch, int32_t dim, void* sums) {
     const int32_t pitch = sum_pitch(dim), n = step.task.rows;
     const AscendC::GlobalTensor<float> to =
         Global<float>((uint64_t)sums, (step.task.head * a.rows_k + step.KeyRow(a)) * pitch);
@@ -217,7 +248,7 @@ class BackwardCube {
       cube.BeginSums();
       for (int32_t row = 0; row < step.rows; row += kInner) {
         const int32_t rows = Lesser(kInner, step.rows - row);
-        const L1Tile<T> tile = cube.LoadTile(Queries(step, right, row)[d], rows, columns, right.row_stride);
+        const L1Tile<T> tile = cube.LoadTile(right[row * right_pitch + d], rows, columns, right_pitch);
         cube.MultiplyPlain({left, row, rows, 0, n, true}, tile, columns, row == 0, true);
       }
       cube.StoreSums(to[d], n, columns, pitch, Store::add);
@@ -297,9 +328,12 @@ class BackwardVector : VectorCore {
       if (a.has_intervals() && step.rows > 0)
         intervals.Begin(step.task, step.head, step.task.row, step.task.rows, step.row, step.rows);
       CrossCoreWaitFlag(kScoresReady);
+      const bool isolates = step.isolates && step.rows > 0;
+      if (isolates) Isolate(step, step.row - begin);
       if (bias_gradients.any() && step.rows > 0) bias_gradients.BeginRows();
       for (int32_t row = 0; row < step.rows; row += chunk_rows)
         Chunk(step, row, Lesser(chunk_rows, step.rows - row), step.row - begin + row);
+      if (isolates) intervals.GiveBack();
       if (step.rows > 0) SetFlag<HardEvent::V_MTE2>(kRowsEvent);
       CrossCoreSetFlag<2, PIPE_MTE3>(kProbabilitiesReady);
       if (bias_gradients.any() && step.rows > 0) bias_gradients.EndRows(step.task, step.head, step.row);
@@ -320,7 +354,8 @@ class BackwardVector : VectorCore {
   static constexpr int32_t kGroups = kHalf / kGroupRows, kAcross = kTile / kLanes, kStepTiles = kGroups * kAcross;
   static constexpr int32_t kChunk = kGradRows * kGradPitch;
   static constexpr int32_t kPitchBlocks = kGradPitch / 8;
-  static constexpr int32_t kRowsEvent = 2;
+  static constexpr int32_t kRowsEvent = 2;       // between MTE2 and V
+  static constexpr int32_t kIsolationEvent = 2;  // from V to MTE3
 
   // lse and delta of the step's rows.
   __aicore__ void LoadRows(const GradStep& step) {
@@ -335,6 +370,43 @@ class BackwardVector : VectorCore {
     WaitFlag<HardEvent::MTE2_V>(kRowsEvent);
     Maxs(lse, lse, kLowest, step.rows);
     Barrier();
+  }
+
+  // Copies of this vector core's rows, the first of which is `slot_row` of the step, and of the task's keys.
+  __aicore__ void Isolate(const GradStep& step, int32_t slot_row) {
+    const Task& task = step.task;
+    static_assert(RowIsolation<T>::FloatsOf(16, kMaxHeadDim) <= 4 * kChunk, "the buffers of S and dP do");
+    TakeLoadBuffers();
+    not_finite = intervals.Borrow();
+    RowIsolation<T> rows(a, a.head_dim, s, 4 * kChunk, kIsolationEvent);
+    if (AscendC::GetSubBlockIdx() == 0)
+      rows.Run(Head<T>(a.k, task.batch, task.head, task.keys.start + task.row), a.k.row_stride, task.rows, not_finite,
+               IsolatedStep<T>::Keys(a, step.slot), true);
+    rows.Run(Head<T>(a.q, task.batch, step.head, task.queries.start + step.row), a.q.row_stride, step.rows, not_finite,
+             IsolatedStep<T>::Queries(a, step.slot, slot_row), true);
+    RowIsolation<T> gradients(a, a.head_dim_v, s, 4 * kChunk, kIsolationEvent);
+    gradients.Run(Head<T>(a.dout, task.batch, step.head, task.queries.start + step.row), a.dout.row_stride, step.rows,
+                  not_finite, IsolatedStep<T>::Gradients(a, step.slot, slot_row), true);
+    GiveLoadBuffers();
+  }
+  // P becomes NaN in rows whose gradient of out is not finite (dS is by itself); P, dS and what else comes before dS is
+  // final become 0 where they are hidden.
+  __aicore__ void ClearHiddenWeights(const GradStep& step, const ScoreChunk& chunk, int32_t row,
+                                     const AscendC::LocalTensor<float>& ds, const AscendC::LocalTensor<float>& slope) {
+    using namespace AscendC;
+    const uint8_t pitch = chunk.layout.pitch;
+    const LocalTensor<float> wide = lse_wide;  // lse has been used
+    Brcb(wide, not_finite[row], RoundUp(chunk.rows, 8) / 8, {1, 8});
+    Barrier();
+    for (int32_t c = 0; c < chunk.columns(); c += kLanes)
+      Add(chunk.s[c], chunk.s[c], wide, kLanes, chunk.rows, {1, 1, 0, pitch, pitch, 1});
+    Barrier();
+    const int32_t count = a.cap > 0 ? 3 : 2;
+    ScoreChunk cleared = chunk;
+    FLASHATTN_ROLLED for (int32_t which = 0; which < count; ++which) {
+      if (which > 0) cleared.s = which == 1 ? ds : slope;
+      ClearHidden(a, step.task, cleared, &intervals, product);
+    }
   }
 
   // `row` counts within this vector core's rows, `slot_row` within the step's.
@@ -372,6 +444,7 @@ class BackwardVector : VectorCore {
     Weigh(chunk, lse_wide);
     Differentiate(a, chunk, ds, delta_wide, &dropout, {product, masks.template ReinterpretCast<int32_t>()},
                   row / kGroupRows);
+    if (step.isolates) ClearHiddenWeights(step, chunk, row, ds, slope);
     if (bias_gradients.any()) bias_gradients.Add(task, step.head, chunk, row, ds, product);
     if (a.cap > 0) {
       Barrier();  // what is stored of a bias's gradient was read from dS
@@ -399,7 +472,8 @@ class BackwardVector : VectorCore {
   Intervals intervals;
   BiasGradients<T> bias_gradients;
   AscendC::LocalTensor<float> s, dp, lse, delta, lse_wide, delta_wide;
-  AscendC::LocalTensor<float> product;  // of a chunk: what is computed on the way
+  AscendC::LocalTensor<float> product;     // of a chunk: what is computed on the way
+  AscendC::LocalTensor<float> not_finite;  // of the rows of a step that isolates
   AscendC::LocalTensor<int32_t> words;
   AscendC::LocalTensor<T> rounded;  // P and dS of a chunk, then of the next
   Dropout dropout;

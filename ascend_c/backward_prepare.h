@@ -1,8 +1,8 @@
-// First stage of the backward, on the vector cores alone: delta_i = <dout_i, out_i> - dlse_i for every row, and zeros
-// for the sums of the gradients.
+// First stage of the backward, on the vector cores alone: delta_i = <dout_i, out_i> - dlse_i for every row, zeros for
+// the sums of the gradients, and with a Mask whether everything is finite (isolation.h).
 #pragma once
 
-#include "vector.h"
+#include "isolation.h"
 
 namespace flashattn_ext {
 namespace ascend {
@@ -12,19 +12,21 @@ class BackwardPrepare : VectorCore {
  public:
   __aicore__ explicit BackwardPrepare(const Arguments& arguments)
       : a(arguments), width(RoundUp(arguments.head_dim_v, kLanes)) {
-    loaded_dout = Carve<T>(kRowsAtATime * width);
-    loaded_out = Carve<T>(kRowsAtATime * width);
-    dout = Carve<float>(kRowsAtATime * width);
-    out = Carve<float>(kRowsAtATime * width);
+    const int32_t widest = RoundUp(Greater(a.head_dim, a.head_dim_v), kLanes);
+    loaded_dout = Carve<T>(kRowsAtATime * widest);
+    loaded_out = Carve<T>(kRowsAtATime * widest);
+    dout = Carve<float>(kRowsAtATime * widest);
+    out = Carve<float>(kRowsAtATime * widest);
+    Zero(loaded_dout, kRowsAtATime * widest);
+    Zero(loaded_out, kRowsAtATime * widest);
     delta = Carve<float>(kRowsAtATime);
     dlse = Carve<float>(kRowsAtATime);
     zeros = Carve<float>(kZeros);
+    if (a.has_intervals()) check.SetMemory(Carve<float>(FiniteCheck::kFloats));
   }
 
   __aicore__ void Run() {
     using namespace AscendC;
-    Zero(loaded_dout, kRowsAtATime * width);
-    Zero(loaded_out, kRowsAtATime * width);
     Duplicate(zeros, 0.0f, kZeros);
     SetFlag<HardEvent::V_MTE3>(0);
     WaitFlag<HardEvent::V_MTE3>(0);
@@ -36,11 +38,20 @@ class BackwardPrepare : VectorCore {
     SetFlag<HardEvent::V_MTE2>(0);
     SetFlag<HardEvent::MTE3_V>(0);
     const int64_t batch = a.is_varlen() ? 1 : a.batch, rows = a.is_varlen() ? a.total_q : a.seqlen_q;
+    if (a.has_intervals()) {  // beside the stores of zeros
+      const int64_t keys = a.is_varlen() ? a.total_k : a.seqlen_k;
+      SetFlag<HardEvent::V_MTE2>(1);
+      Check(a.q, batch, rows, a.heads_q, a.head_dim);
+      Check(a.k, batch, keys, a.heads_k, a.head_dim);
+      Check(a.v, batch, keys, a.heads_k, a.head_dim_v);
+      WaitFlag<HardEvent::V_MTE2>(1);
+    }
     const int64_t chunks = (rows + kRowsAtATime - 1) / kRowsAtATime;
     for (int64_t item = GetBlockIdx(); item < batch * a.heads_q * chunks; item += GetBlockNum()) {
       const int64_t row = item % chunks * kRowsAtATime, head = item / chunks % a.heads_q, b = item / chunks / a.heads_q;
       Delta(b, head, row, Lesser(kRowsAtATime, rows - row));
     }
+    if (a.has_intervals()) check.Store(a, 1);
     WaitFlag<HardEvent::V_MTE2>(0);
     WaitFlag<HardEvent::MTE3_V>(0);
   }
@@ -55,20 +66,36 @@ class BackwardPrepare : VectorCore {
   }
 
   __aicore__ void Load(const AscendC::LocalTensor<T>& to, const TensorView& view, int64_t b, int64_t head, int64_t row,
-                       int32_t rows) {
-    constexpr int32_t kElement = sizeof(T);
-    const int32_t gap = Blocks<T>(width) - Blocks<T>(a.head_dim_v);
-    AscendC::DataCopyPad(
-        to, Head<T>(view, b, head, row),
-        AscendC::DataCopyExtParams(rows, a.head_dim_v * kElement, (view.row_stride - a.head_dim_v) * kElement, gap, 0),
-        AscendC::DataCopyPadExtParams<T>(false, 0, 0, T()));
+                       int32_t rows, int32_t dim) {
+    LoadRows(to, RoundUp(dim, kLanes), Head<T>(view, b, head, row), view.row_stride, rows, dim);
+  }
+
+  // Sums up a tensor, with the buffers of delta: two loads are in flight.
+  __aicore__ void Check(const TensorView& view, int64_t batch, int64_t rows, int64_t heads, int32_t dim) {
+    using namespace AscendC;
+    const int64_t chunks = (rows + kRowsAtATime - 1) / kRowsAtATime;
+    const int32_t pitch = RoundUp(dim, kLanes);
+    for (int64_t item = GetBlockIdx(); item < batch * heads * chunks; item += GetBlockNum()) {
+      const int64_t row = item % chunks * kRowsAtATime, head = item / chunks % heads, b = item / chunks / heads;
+      const int32_t some = Lesser(kRowsAtATime, rows - row), buffer = checked++ % 2;
+      const LocalTensor<T> loaded = buffer ? loaded_out : loaded_dout;
+      const LocalTensor<float> x = buffer ? out : dout;
+      WaitFlag<HardEvent::V_MTE2>(buffer);
+      Load(loaded, view, b, head, row, some, dim);
+      SetFlag<HardEvent::MTE2_V>(buffer);
+      WaitFlag<HardEvent::MTE2_V>(buffer);
+      Widen(x, loaded, some * pitch);
+      Barrier();
+      SetFlag<HardEvent::V_MTE2>(buffer);
+      check.Add(x, some, dim, pitch / 8);
+    }
   }
 
   __aicore__ void Delta(int64_t b, int64_t head, int64_t row, int32_t rows) {
     using namespace AscendC;
     WaitFlag<HardEvent::V_MTE2>(0);
-    Load(loaded_dout, a.dout, b, head, row, rows);
-    Load(loaded_out, a.out, b, head, row, rows);
+    Load(loaded_dout, a.dout, b, head, row, rows, a.head_dim_v);
+    Load(loaded_out, a.out, b, head, row, rows, a.head_dim_v);
     if (a.dlse.data) {
       const int64_t at = b * a.dlse.batch_stride + head * a.dlse.head_stride + row;
       DataCopyPad(dlse, Global<float>((uint64_t)a.dlse.data, at), DataCopyExtParams(1, rows * 4, 0, 0, 0),
@@ -91,6 +118,10 @@ class BackwardPrepare : VectorCore {
     WholeReduceSum(delta, dout, Lesser(kLanes, a.head_dim_v), rows, 1, 1, pitch);
     Barrier();
     if (a.dlse.data) Sub(delta, delta, dlse, rows);
+    if (a.has_intervals()) {
+      Barrier();
+      check.Add(delta, 1, rows, 8);
+    }
     SetFlag<HardEvent::V_MTE2>(0);
     SetFlag<HardEvent::V_MTE3>(0);
     WaitFlag<HardEvent::V_MTE3>(0);
@@ -103,6 +134,8 @@ class BackwardPrepare : VectorCore {
   int32_t width;
   AscendC::LocalTensor<T> loaded_dout, loaded_out;
   AscendC::LocalTensor<float> dout, out, delta, dlse, zeros;
+  FiniteCheck check;
+  int32_t checked = 0;
 };
 
 }  // namespace ascend

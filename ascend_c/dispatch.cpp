@@ -55,11 +55,24 @@ class Carver {
   uintptr_t begin_, next_;
 };
 
-void carve_forward(Carver* carver, Arguments* a, int64_t cores) {
-  a->workspace = carver->take(cores * forward_slot_bytes(a->dtype));
+// `cores`: that run a kernel with cube cores; `all_cores`: of the device.
+void carve_isolation(Carver* carver, Arguments* a, int64_t cores, int64_t all_cores, int64_t rows_fp32,
+                     int64_t rows_of_16_bits) {
+  if (!a->has_intervals()) return;
+  a->check_count = kVectorCores * all_cores;
+  a->checks = carver->take(a->check_count * 4);
+  const int64_t elements = cores * kSlots * a->isolated_pitch();
+  a->isolated = carver->take(a->dtype == DType::kFloat32 ? elements * rows_fp32 * 4 : elements * rows_of_16_bits * 2);
 }
-void carve_backward(Carver* carver, Arguments* a, int64_t cores) {
+void carve_forward(Carver* carver, Arguments* a, int64_t all_cores) {
+  const int64_t cores = forward_cores(*a, all_cores);
+  a->workspace = carver->take(cores * forward_slot_bytes(a->dtype));
+  carve_isolation(carver, a, cores, all_cores, SizesOf<4>::kIsolatedForward, SizesOf<2>::kIsolatedForward);
+}
+void carve_backward(Carver* carver, Arguments* a, int64_t all_cores) {
+  const int64_t cores = backward_cores(*a, all_cores);
   a->workspace = carver->take(cores * backward_slot_bytes(a->dtype));
+  carve_isolation(carver, a, cores, all_cores, SizesOf<4>::kIsolatedBackward, SizesOf<2>::kIsolatedBackward);
   a->delta = carver->take(a->heads_q * a->rows_q * 4);
   a->dq_sum = carver->take(a->heads_q * a->rows_q * sum_pitch(a->head_dim) * 4);
   a->dk_sum = carver->take(a->heads_k * a->rows_k * sum_pitch(a->head_dim) * 4);
@@ -96,12 +109,12 @@ int64_t backward_cores(const AttnGradParams& p, int64_t cores) {
   return std::min(cores, (p.deterministic ? p.batch : row_blocks(p, p.total_k, p.seqlen_k)) * p.heads_k);
 }
 
-Arguments forward_arguments(const AttnParams& p) {
+Arguments forward_arguments(const AttnParams& p, int64_t cores) {
   Arguments a;
   static_cast<AttnParams&>(a) = p;
   set_numbers(&a);
   Carver carver(p.workspace);
-  carve_forward(&carver, &a, 0);
+  carve_forward(&carver, &a, cores);
   return a;
 }
 Arguments backward_arguments(const AttnGradParams& p, int64_t cores) {
@@ -109,7 +122,7 @@ Arguments backward_arguments(const AttnGradParams& p, int64_t cores) {
   static_cast<AttnGradParams&>(a) = p;
   set_numbers(&a);
   Carver carver(p.workspace);
-  carve_backward(&carver, &a, backward_cores(p, cores));
+  carve_backward(&carver, &a, cores);
   return a;
 }
 
@@ -124,8 +137,8 @@ Arguments dropout_mask_arguments(const AttnParams& p, bool* mask) {
 size_t forward_workspace_bytes(const AttnParams& p, int64_t cores) {
   Carver carver(nullptr);
   Arguments a;
-  a.dtype = p.dtype;
-  carve_forward(&carver, &a, forward_cores(p, cores));
+  static_cast<AttnParams&>(a) = p;
+  carve_forward(&carver, &a, cores);
   return carver.bytes();
 }
 size_t backward_workspace_bytes(const AttnGradParams& p, int64_t cores) {
@@ -133,7 +146,7 @@ size_t backward_workspace_bytes(const AttnGradParams& p, int64_t cores) {
   Arguments a;
   static_cast<AttnGradParams&>(a) = p;
   set_numbers(&a);
-  carve_backward(&carver, &a, backward_cores(p, cores));
+  carve_backward(&carver, &a, cores);
   return carver.bytes();
 }
 

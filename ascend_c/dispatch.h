@@ -29,8 +29,9 @@ int64_t backward_slot_bytes(DType dtype);
 size_t forward_workspace_bytes(const AttnParams& p, int64_t cores);
 size_t backward_workspace_bytes(const AttnGradParams& p, int64_t cores);
 
-// The workspace is divided up: in the backward the slots of the cores come first, then delta and the sums.
-Arguments forward_arguments(const AttnParams& p);
+// The workspace is divided up: the slots of the cores come first, then what a Mask takes (isolation.h), then, in the
+// backward, delta and the sums. `cores`: those of the device.
+Arguments forward_arguments(const AttnParams& p, int64_t cores);
 Arguments backward_arguments(const AttnGradParams& p, int64_t cores);
 Arguments dropout_mask_arguments(const AttnParams& p, bool* mask);
 

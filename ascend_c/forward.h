@@ -14,9 +14,12 @@
 //
 // One flag in each direction and per step is enough. Scores of step t + kSlots overwrite slot t after PV(t), which
 // waits for P(t); P(t + kSlots) comes after O(t), which waits for PV(t); and PV(t + kSlots) waits for P(t + kSlots).
+//
+// With a Mask all three walk once more if a result is not finite, and isolate what is not (isolation.h).
 #pragma once
 
 #include "cube.h"
+#include "isolation.h"
 #include "scores.h"
 
 namespace flashattn_ext {
@@ -28,6 +31,15 @@ __aicore__ inline int32_t Columns(const Arguments& a, int32_t keys) {
   return Pairs<T>(a) ? RoundUp(keys, 16) : keys;
 }
 
+// Whether the vector cores of this block stored something that is not finite.
+__aicore__ inline bool StoredNotFinite(const Arguments& a) {
+  using namespace AscendC;
+  const int64_t core = GetBlockIdx() / GetTaskRation();
+  DataCacheCleanAndInvalid<float, CacheLine::SINGLE_CACHE_LINE, DcciDst::CACHELINE_OUT>(
+      Global<float>((uint64_t)a.checks, 2 * core));
+  return AnyNotFinite(a, 2 * core, 2 * core + 2);
+}
+
 template <typename T>
 class ForwardCube {
   using Sizes = SizesOf<sizeof(T)>;
@@ -37,7 +49,21 @@ class ForwardCube {
   __aicore__ explicit ForwardCube(const Arguments& arguments) : a(arguments), workspace(arguments) {}
 
   __aicore__ void Run() {
-    Steps steps(a, kKeys);
+    FLASHATTN_ROLLED for (int32_t walk = 0; walk < 2; ++walk) {
+      if (walk == 1 && !WalksAgain()) break;
+      Walk(walk == 1);
+    }
+    cube.Finish();
+  }
+
+ private:
+  __aicore__ bool WalksAgain() const {
+    if (!a.has_intervals()) return false;
+    AscendC::CrossCoreWaitFlag(kChecksStored);
+    return StoredNotFinite(a);
+  }
+  __aicore__ void Walk(bool isolates) {
+    Steps steps(a, kKeys, isolates);
     Step ring[kSlots], step;
     int32_t issued = 0;
     while (steps.Next(&step)) {
@@ -48,10 +74,8 @@ class ForwardCube {
       ++issued;
     }
     for (int32_t t = Greater(0, issued - kAhead); t < issued; ++t) MultiplyValues(ring[t % kSlots], t);
-    cube.Finish();
   }
 
- private:
   // S of a step. The queries of a task stay in L1.
   __aicore__ void MultiplyKeys(const Step& step) {
     const Task& task = step.task;
@@ -78,8 +102,11 @@ class ForwardCube {
 
   __aicore__ void MultiplyValues(const Step& step, int32_t number) {
     const Task& task = step.task;
-    const int32_t key_head = task.head / a.group_size();
     AscendC::CrossCoreWaitFlag(kProbabilitiesReady);
+    const AscendC::GlobalTensor<T> values =
+        step.isolates ? IsolatedRow<T>(a, Sizes::kIsolatedForward, step.slot, 0)
+                      : Head<T>(a.v, task.batch, task.head / a.group_size(), task.keys.start + step.key);
+    const int64_t pitch = step.isolates ? a.isolated_pitch() : a.v.row_stride;
     const L1Tile<T> probabilities =
         cube.LoadWide(number % 2, workspace.Probabilities(step.slot), task.rows, Columns<T>(a, step.keys), kKeys);
     const AscendC::GlobalTensor<float> partial = workspace.Partial(step.slot);
@@ -88,9 +115,7 @@ class ForwardCube {
       cube.BeginSums();
       for (int32_t key = 0; key < step.keys; key += kInner) {
         const int32_t rows = Lesser(kInner, step.keys - key), k = Columns<T>(a, rows);
-        const int64_t row = task.keys.start + step.key + key;
-        const L1Tile<T> tile =
-            cube.LoadTile(Head<T>(a.v, task.batch, key_head, row)[d], rows, n, a.v.row_stride, Pairs<T>(a));
+        const L1Tile<T> tile = cube.LoadTile(values[key * pitch + d], rows, n, pitch, Pairs<T>(a));
         cube.MultiplyPlain({probabilities, 0, task.rows, key, k, false}, tile, n, key == 0, true);
       }
       cube.StoreSums(partial[d], task.rows, n, kMaxHeadDim);
@@ -128,7 +153,10 @@ class ForwardVector : VectorCore {
     statistics_wide = Carve<float>(kHalf * kWide);
     if (a.has_bias())
       biases.SetMemory(Carve<float>(Biases<T>::FloatsOf(kChunkRows, kKeys, kPitch)), kChunkRows, kKeys, kPitch);
-    if (a.has_intervals()) intervals.SetMemory(Carve<float>(Intervals::FloatsOf(kChunkRows, kKeys)), kChunkRows, kKeys);
+    if (a.has_intervals()) {
+      intervals.SetMemory(Carve<float>(Intervals::FloatsOf(kChunkRows, kKeys)), kChunkRows, kKeys);
+      check.SetMemory(Carve<float>(FiniteCheck::kFloats));
+    }
     if (a.has_dropout()) {
       dropout.Init(a, Carve<int32_t>(Dropout::kConstantWords));
       constexpr int32_t kStep = Dropout::WordsOf(kStepTiles) + Dropout::PartsOf(kStepGroups, kMaxAcross);
@@ -152,7 +180,32 @@ class ForwardVector : VectorCore {
 
   __aicore__ void Run() {
     using namespace AscendC;
-    Steps steps(a, kKeys);
+    FLASHATTN_ROLLED for (int32_t walk = 0; walk < 2; ++walk) {
+      if (walk == 1 && !WalksAgain()) break;
+      Walk(walk == 1);
+    }
+    for (int32_t e = 0; e < 2; ++e) {
+      WaitFlag<HardEvent::V_MTE2>(e);
+      WaitFlag<HardEvent::MTE3_V>(e);
+    }
+    WaitFlag<HardEvent::MTE3_V>(kStatisticsEvent);
+    if (a.has_bias()) biases.Finish();
+    if (a.has_intervals()) intervals.Finish();
+  }
+
+ private:
+  __aicore__ bool WalksAgain() {
+    using namespace AscendC;
+    if (!a.has_intervals()) return false;
+    check.Store(a, kIsolationEvent);
+    CrossCoreSetFlag<2, PIPE_MTE3>(kChecksStored);     // the cube core waits for both vector cores,
+    CrossCoreSetFlag<1, PIPE_MTE3>(kChecksExchanged);  // and each of them for the other one
+    CrossCoreWaitFlag(kChecksExchanged);
+    return StoredNotFinite(a);
+  }
+
+  __aicore__ void Walk(bool isolates) {
+    Steps steps(a, kKeys, isolates);
     Step ring[kSlots], step, next;
     int32_t issued = 0;
     for (bool more = Next(&steps, &next); more;) {
@@ -168,20 +221,12 @@ class ForwardVector : VectorCore {
       ++issued;
     }
     for (int32_t t = Greater(0, issued - kAhead); t < issued; ++t) Accumulate(ring[t % kSlots]);
-    for (int32_t e = 0; e < 2; ++e) {
-      WaitFlag<HardEvent::V_MTE2>(e);
-      WaitFlag<HardEvent::MTE3_V>(e);
-    }
-    WaitFlag<HardEvent::MTE3_V>(kStatisticsEvent);
-    if (a.has_bias()) biases.Finish();
-    if (a.has_intervals()) intervals.Finish();
   }
 
- private:
   static constexpr int32_t kHalf = kRows / 2;
   static constexpr int32_t kWide = 8;  // a row's value in every lane of one block
   static constexpr int32_t kPitchBlocks = kPitch / 8;
-  static constexpr int32_t kStatisticsEvent = 2;
+  static constexpr int32_t kStatisticsEvent = 2, kIsolationEvent = 3;
   // Sizes of the generator's draws: groups of rows in a step and in a chunk, tiles across the keys, and their product.
   static constexpr int32_t kStepGroups = kHalf / kGroupRows, kChunkGroups = (kChunkRows + kGroupRows - 1) / kGroupRows;
   static constexpr int32_t kMaxAcross = kKeys / kLanes;
@@ -201,10 +246,27 @@ class ForwardVector : VectorCore {
     const Task& task = step.task;
     if (step.first) softmax.Begin(task);
     if (a.has_intervals() && task.rows > 0) intervals.Begin(task, task.head, step.key, step.keys, task.row, task.rows);
+    const bool isolates = step.isolates && task.rows > 0;
+    if (isolates) IsolateValues(step);
     if (task.rows == 0) CrossCoreWaitFlag(kScoresReady);  // otherwise the first chunk waits
     for (int32_t row = 0; row < task.rows; row += kChunkRows)
       SoftmaxChunk(step, next, row, Lesser(kChunkRows, task.rows - row));
+    if (isolates) intervals.GiveBack();
     CrossCoreSetFlag<2, PIPE_MTE3>(kProbabilitiesReady);
+  }
+
+  // Both vector cores look for values that are not finite, one of them stores them.
+  __aicore__ void IsolateValues(const Step& step) {
+    const Task& task = step.task;
+    constexpr int32_t kFloats = 2 * kChunkRows * kPitch;
+    static_assert(kForwardAlone || RowIsolation<T>::FloatsOf(16, kMaxHeadDim) <= kFloats, "the buffers of scores do");
+    TakeLoadBuffers();
+    not_finite = intervals.Borrow();
+    RowIsolation<T> rows(a, a.head_dim_v, scores, kFloats, kIsolationEvent);
+    rows.Run(Head<T>(a.v, task.batch, task.head / a.group_size(), task.keys.start + step.key), a.v.row_stride,
+             step.keys, not_finite, IsolatedRow<T>(a, Sizes::kIsolatedForward, step.slot, 0),
+             AscendC::GetSubBlockIdx() == 0);
+    GiveLoadBuffers();
   }
 
   // Words of a whole step, in the buffers of its scores, and what the next one begins with while the first scores come;
@@ -269,7 +331,7 @@ class ForwardVector : VectorCore {
     static_assert(kForwardAlone || Dropout::MasksOf(kChunkTiles) / (4 / int32_t(sizeof(T))) <= kChunkRows * kPitch,
                   "S's buffer is large enough for the masks");
     const ScoreChunk chunk = {s, {kPitchBlocks, Pairs<T>(a)}, task.row + row, rows, step.key, step.keys};
-    softmax.Weigh(step, chunk, row, p, &dropout, draws_steps ? row / kGroupRows : 0);
+    softmax.Weigh(step, chunk, row, p, &dropout, draws_steps ? row / kGroupRows : 0, not_finite);
     SetFlag<HardEvent::V_MTE2>(buffer);
     SetFlag<HardEvent::V_MTE3>(buffer);
     WaitFlag<HardEvent::V_MTE3>(buffer);
@@ -327,6 +389,7 @@ class ForwardVector : VectorCore {
       Mul(output[c], output[c], statistics_wide, kLanes, task.rows, {1, 1, 0, pitch, pitch, 1});
     Ln(statistics, softmax.Sum(task), task.rows);
     Barrier();
+    if (a.has_intervals()) check.Add(output, 1, a.head_dim_v, pitch);
     Sub(statistics, statistics, softmax.Shift(task), task.rows);
     if (a.has_sink && softmax.Sink(task) > kHighest) {  // its maximum is the largest number
       Barrier();
@@ -389,7 +452,8 @@ class ForwardVector : VectorCore {
   Biases<T> biases;
   Intervals intervals;
   OnlineSoftmax<T> softmax;
-  AscendC::LocalTensor<float> scores, output, statistics, statistics_wide;
+  FiniteCheck check;
+  AscendC::LocalTensor<float> scores, output, statistics, statistics_wide, not_finite;
   AscendC::LocalTensor<T> rounded;
   bool draws_steps = false;  // words of a step at a time
   bool has_begun = false;    // the next step's

@@ -8,6 +8,9 @@
 namespace flashattn_ext {
 namespace ascend {
 
+// What becomes of what is hidden: a score is -inf, a weight or a gradient 0.
+enum class Hidden { kLowest, kZero };
+
 class Intervals {
  public:
   // fp32 that SetMemory takes, for chunks of at most so many rows, of steps of at most so many keys.
@@ -68,15 +71,24 @@ class Intervals {
     Barrier();
   }
 
-  // -inf into what the rows of a chunk do not see.
+  // Room for one fp32 per key or row of a step, from Begin to the end of the step.
+  __aicore__ AscendC::LocalTensor<float> Borrow() {
+    AscendC::WaitFlag<AscendC::HardEvent::V_MTE2>(kPairsEvent);
+    return pairs.ReinterpretCast<float>();
+  }
+  __aicore__ void GiveBack() { AscendC::SetFlag<AscendC::HardEvent::V_MTE2>(kPairsEvent); }
+
+  // -inf, or 0, into what the rows of a chunk do not see.
+  template <Hidden hidden = Hidden::kLowest>
   __aicore__ void Hide(const ScoreChunk& chunk, const AscendC::LocalTensor<float>& scratch) {
     if (whole) return;
     for (int32_t c = 0; c < chunk.columns(); c += kLanes) {
       const Visibility seen = blocks[c / kLanes].visibility(chunk.row, chunk.row + chunk.rows);
       if (seen == Visibility::kNone)
-        AscendC::Duplicate(chunk.s[c], -__builtin_inff(), kLanes, chunk.rows, 1, chunk.layout.pitch);
+        AscendC::Duplicate(chunk.s[c], hidden == Hidden::kZero ? 0.0f : -__builtin_inff(), kLanes, chunk.rows, 1,
+                           chunk.layout.pitch);
       else if (seen == Visibility::kSome)
-        HideBlock(chunk, c, scratch.ReinterpretCast<int32_t>());
+        HideBlock<hidden>(chunk, c, scratch.ReinterpretCast<int32_t>());
     }
     Barrier();
   }
@@ -91,7 +103,8 @@ class Intervals {
   }
 
   // 64 keys. A lane is hidden where row - first or last - row is negative; its score, which may be NaN, becomes -inf by
-  // its bits: all of them set, and those of the mantissa taken away.
+  // its bits: all of them set, and those of the mantissa taken away. Or 0: all of them taken away.
+  template <Hidden hidden>
   __aicore__ void HideBlock(const ScoreChunk& chunk, int32_t column, const AscendC::LocalTensor<int32_t>& scratch) {
     using namespace AscendC;
     const uint8_t rows = chunk.rows, pitch = chunk.layout.pitch;
@@ -108,6 +121,15 @@ class Intervals {
     Barrier();
     ShiftRight(after, after, int32_t(31), kLanes, rows, {1, 1, 8, 8});
     Barrier();
+    if constexpr (hidden == Hidden::kZero) {  // -1 where it is hidden, 0 where not: the other way round
+      Adds(after, after, int32_t(1), kLanes, rows, {1, 1, 8, 8});
+      Barrier();
+      Muls(after, after, int32_t(-1), kLanes, rows, {1, 1, 8, 8});
+      Barrier();
+      And(Bits(s), Bits(s), Bits(after), 128, rows, {1, 1, 1, pitch, pitch, 8});
+      Barrier();
+      return;
+    }
     ShiftRight(before.ReinterpretCast<uint32_t>(), after.ReinterpretCast<uint32_t>(), uint32_t(9), kLanes, rows,
                {1, 1, 8, 8});
     Or(Bits(s), Bits(s), Bits(after), 128, rows, {1, 1, 1, pitch, pitch, 8});

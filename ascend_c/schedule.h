@@ -129,13 +129,21 @@ struct Step {
   Task task;
   int32_t key = 0, keys = 0;  // within the sequence
   bool first = false, last = false;
-  int32_t slot = 0;  // of the workspace
+  bool isolates = false;  // isolation.h: it hides something, and something may not be finite
+  int32_t slot = 0;       // of the workspace
 };
 
+// Whether any of the rows [row, row_end) does not see all of the keys [key, key_end), which are not empty.
+__aicore__ inline bool HidesAny(const TileMask& mask, const IntervalTiles& tiles, int32_t row, int32_t row_end,
+                                int32_t key, int32_t key_end) {
+  return mask.visibility(row, row_end, key, key_end) != Visibility::kAll || !tiles.Whole(key, key_end, row, row_end);
+}
+
+// `isolates`: something may not be finite.
 class Steps {
  public:
-  __aicore__ Steps(const Arguments& arguments, int32_t keys_of_step)
-      : a(arguments), tasks(arguments, Side::queries, false), keys_of_step(keys_of_step) {}
+  __aicore__ Steps(const Arguments& arguments, int32_t keys_of_step, bool isolates)
+      : a(arguments), tasks(arguments, Side::queries, false), keys_of_step(keys_of_step), isolates(isolates) {}
 
   __aicore__ bool Next(Step* step) {
     const bool begins = key >= end;
@@ -155,6 +163,9 @@ class Steps {
     if (a.has_intervals() && step->keys > 0)
       step->keys = Tiles().EndOfSeen(key, key + step->keys, task.row, RowsEnd()) - key;
     step->first = begins;
+    step->isolates = isolates && step->keys > 0 &&
+                     HidesAny(TileMask(a, task.queries.length, task.keys.length), Tiles(), task.row, RowsEnd(), key,
+                              key + step->keys);
     key += step->keys;
     // The next step begins with 64 keys, too.
     if (key < end) key = RoundUp(key, kLanes);
@@ -179,6 +190,7 @@ class Steps {
   Tasks tasks;
   Task task;
   int32_t keys_of_step;
+  bool isolates;
   int32_t key = 0, end = 0;
   int32_t number = 0, tasks_begun = 0;
 };

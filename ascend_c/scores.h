@@ -117,6 +117,14 @@ __aicore__ inline void BiasAndHide(const Arguments& a, const Task& task, int32_t
   if (a.has_intervals()) intervals->Hide(chunk, scratch.data);
 }
 
+// Zeros into what is hidden of weights or gradients, where hidden scores were not finite (isolation.h).
+__aicore__ inline void ClearHidden(const Arguments& a, const Task& task, const ScoreChunk& chunk, Intervals* intervals,
+                                   const AscendC::LocalTensor<float>& scratch) {
+  HideScores(TileMask(a, task.queries.length, task.keys.length), chunk.row, chunk.rows, chunk.key, chunk.keys, chunk.s,
+             chunk.layout, 0.0f);
+  intervals->Hide<Hidden::kZero>(chunk, scratch);
+}
+
 // The running maximum and sum of the rows that one vector core has of the tasks in flight, and the weights of a chunk.
 template <typename T>
 class OnlineSoftmax {
@@ -169,9 +177,10 @@ class OnlineSoftmax {
   }
 
   // Products to weights in the type of an input, kept or dropped. `row`: the chunk's first among the rows of this
-  // vector core. `group`: the first of the generator's groups of rows that were drawn for it.
+  // vector core. `group`: the first of the generator's groups of rows that were drawn for it. `not_finite`: NaN for the
+  // keys of the step whose value is not finite, where the step isolates them; otherwise unused.
   __aicore__ void Weigh(const Step& step, const ScoreChunk& chunk, int32_t row, const AscendC::LocalTensor<T>& weights,
-                        Dropout* dropout, int32_t group) {
+                        Dropout* dropout, int32_t group, const AscendC::LocalTensor<float>& not_finite) {
     using namespace AscendC;
     const LocalTensor<float> s = chunk.s;
     const LocalTensor<float> tree = weights.template ReinterpretCast<float>();  // until the weights are there
@@ -195,6 +204,12 @@ class OnlineSoftmax {
       for (int32_t key = 0; key < across; key += most)
         dropout->Apply(s[key * kLanes], kPitchBlocks, tree.template ReinterpretCast<int32_t>(), group, groups, key,
                        Lesser(most, across - key));
+    }
+    if (step.isolates) {
+      for (int32_t c = 0; c < columns; c += kLanes)
+        Add(s[c], s[c], not_finite[c], kLanes, rows, {1, 1, 1, kPitchBlocks, kPitchBlocks, 0});
+      Barrier();
+      ClearHidden(a, step.task, chunk, intervals, tree);
     }
     RoundRepeats(weights, s, all);
     if constexpr (sizeof(T) == 2) {

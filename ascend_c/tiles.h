@@ -102,6 +102,9 @@ struct SizesOf {
   static constexpr int64_t kBackwardRoundedBytes = int64_t{kQueries} * kTile * kElement;  // P or dS
   static constexpr int64_t kBackwardWorkspaceBytes = kSlots * 2 * (kBackwardScoreBytes + kBackwardRoundedBytes);
 
+  // With a Mask: rows of a slot that isolation.h copies. Forward: values; backward: queries, dout, keys.
+  static constexpr int32_t kIsolatedForward = kKeys, kIsolatedBackward = 2 * kQueries + kTile;
+
   // Cube core.
   static constexpr int32_t kResidentBytes = kTiles.resident_bytes();  // Q of a task, two tasks; backward: K and V
   static constexpr int32_t kWideBytes = kTiles.wide_bytes();          // P of a step, two steps; backward: P and dS
@@ -129,6 +132,8 @@ constexpr int32_t kStageEvent = 3;  // and 4
 constexpr uint16_t kScoresReady = 0;         // cube -> vector, when a block of scores is in the workspace
 constexpr uint16_t kProbabilitiesReady = 1;  // vector -> cube
 constexpr uint16_t kPartialReady = 2;        // cube -> vector: P V of a block
+constexpr uint16_t kChecksStored = 3;        // vector -> cube, after all steps of a forward with a Mask
+constexpr uint16_t kChecksExchanged = 4;     // between the vector cores, likewise
 
 constexpr int32_t kGradPitch = kTile + 16;  // backward: fp32 of a row in UB, 18 blocks
 static_assert(kStatisticsRing > kAhead, "a task that waits for its last product keeps its statistics");

@@ -136,10 +136,11 @@ __aicore__ inline void FillOutside(const AscendC::LocalTensor<float>& s, const S
   }
 }
 
-// -inf where a query does not see a key, and behind the last key up to whole repeats: first what no row sees, for all
-// rows at once, then, of the columns that some see and some do not, what each row does not.
+// A value (-inf) where a query does not see a key, and behind the last key up to whole repeats: first what no row sees,
+// for all rows at once, then, of the columns that some see and some do not, what each row does not.
 __aicore__ inline void HideScores(const TileMask& mask, int32_t row, int32_t rows, int32_t key, int32_t keys,
-                                  const AscendC::LocalTensor<float>& s, const ScoreLayout& layout) {
+                                  const AscendC::LocalTensor<float>& s, const ScoreLayout& layout,
+                                  float value = -__builtin_inff()) {
   const int32_t columns = RoundUp(keys, kLanes);
   const TileMask::Range some = mask.keys_of(row, row + rows), every = mask.keys_of_all(row, row + rows);
   const int32_t some_begin = Lesser(keys, Greater(0, some.begin - key));
@@ -147,7 +148,7 @@ __aicore__ inline void HideScores(const TileMask& mask, int32_t row, int32_t row
   const int32_t every_begin = Lesser(some_end, Greater(some_begin, every.begin - key));
   const int32_t every_end = Lesser(some_end, Greater(every_begin, every.end - key));
   if (every_begin == 0 && every_end == columns) return;
-  FillOutside(s, layout, rows, 0, columns, some_begin, some_end);
+  FillOutside(s, layout, rows, 0, columns, some_begin, some_end, value);
   AscendC::PipeBarrier<PIPE_V>();
   if (every_begin == some_begin && every_end == some_end) return;
   const int32_t left_end = every_begin > some_begin ? every_begin : 0;
@@ -156,8 +157,8 @@ __aicore__ inline void HideScores(const TileMask& mask, int32_t row, int32_t row
     const TileMask::Range seen = mask.keys_of(row + r, row + r + 1);
     const int32_t begin = seen.begin - key, end = Lesser(keys, seen.end - key);
     const AscendC::LocalTensor<float> line = s[r * layout.pitch * 8];
-    FillOutside(line, layout, 1, some_begin / kLanes * kLanes, left_end, begin, end);
-    FillOutside(line, layout, 1, right_begin, some_end, begin, end);
+    FillOutside(line, layout, 1, some_begin / kLanes * kLanes, left_end, begin, end, value);
+    FillOutside(line, layout, 1, right_begin, some_end, begin, end, value);
   }
   AscendC::PipeBarrier<PIPE_V>();
 }

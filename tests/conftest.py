@@ -38,9 +38,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "every_isa: on the CPU, run once per instruction set of the machine")
     config.addinivalue_line("markers", "dtypes(*names): the dtypes of the `dtype` argument, as torch attribute names")
-    config.addinivalue_line(
-        "markers", "isolates_hidden_values: not for Ascend, whose kernels multiply hidden values by 0"
-    )
     config.addinivalue_line("markers", "computes_in_fp32: beside its dtype; not for devices that have no fp32")
     if config.getoption("--backend"):
         flashattn_ext.use_backend(config.getoption("--backend"))
@@ -84,9 +81,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         for isa in _C.cpu_isas() if device == "cpu" and every_isa else [None]:
             target = f"{device}-{isa}" if isa else device
             computes_in_fp32 = metafunc.definition.get_closest_marker("computes_in_fp32") is not None
-            isolates_hidden_values = metafunc.definition.get_closest_marker("isolates_hidden_values") is not None
-            lacks_it = isolates_hidden_values or "decode" in metafunc.definition.path.parts
-            if device in (EMULATOR, "npu") and lacks_it:
+            if device in (EMULATOR, "npu") and "decode" in metafunc.definition.path.parts:
                 continue
             if device == EMULATOR and (not takes_dtype or computes_in_fp32):
                 continue

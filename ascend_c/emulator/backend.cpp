@@ -106,13 +106,32 @@ void check(const ascend_emulator::Report& report) {
   throw std::runtime_error(text);
 }
 
+// Where only time is modelled nothing is computed, but scalar code still reads what vector cores found: nothing.
+std::vector<float> checks_in_time(ascend::Arguments* a, bool moves_data) {
+  std::vector<float> all_finite(moves_data ? 0 : size_t(a->check_count));
+  if (!moves_data && a->checks) a->checks = all_finite.data();
+  return all_finite;
+}
+void add_checks(GlobalMemory& gm, const ascend::Arguments& a, Use use) {
+  if (a.checks) gm.add("checks", a.checks, size_t(a.check_count) * 4, use);
+}
+void add_isolation(GlobalMemory& gm, const ascend::Arguments& a, int64_t cores, int64_t rows_fp32,
+                   int64_t rows_of_16_bits) {
+  if (!a.isolated) return;
+  const int64_t row_bytes = a.isolated_pitch() * (a.dtype == DType::kFloat32 ? rows_fp32 * 4 : rows_of_16_bits * 2);
+  gm.add("isolated", a.isolated, size_t(cores * ascend::kSlots * row_bytes), Use::workspace);
+}
+
 ascend_emulator::Report run_forward(const AttnParams& p, const Choices& how) {
   const int64_t cores = ascend::forward_cores(p, how.cores);
   if (!cores) return {};
-  const ascend::Arguments arguments = ascend::forward_arguments(p);
+  ascend::Arguments arguments = ascend::forward_arguments(p, how.cores);
   const bool moves_data = how.options.mode != ascend_emulator::Mode::time;
   GlobalMemory gm(moves_data);
+  const std::vector<float> all_finite = checks_in_time(&arguments, moves_data);
   add_inputs(gm, p);
+  add_isolation(gm, arguments, cores, ascend::SizesOf<4>::kIsolatedForward, ascend::SizesOf<2>::kIsolatedForward);
+  add_checks(gm, arguments, Use::output);
   const int64_t batch = p.is_varlen() ? 1 : p.batch, rows = p.is_varlen() ? p.total_q : p.seqlen_q;
   add(gm, "out", p.dtype, p.out, batch, rows, p.heads_q, p.head_dim_v, Use::output);
   add(gm, "lse", p.lse, batch, p.heads_q, rows, Use::output);
@@ -128,8 +147,9 @@ void forward(const AttnParams& p) { check(run_forward(p, choices())); }
 
 // The three stages; what one writes the next one reads.
 ascend_emulator::Report run_backward(const AttnGradParams& p, const Choices& how) {
-  const ascend::Arguments a = ascend::backward_arguments(p, how.cores);
+  ascend::Arguments a = ascend::backward_arguments(p, how.cores);
   const bool moves_data = how.options.mode != ascend_emulator::Mode::time;
+  const std::vector<float> all_finite = checks_in_time(&a, moves_data);
   const int64_t cores = ascend::backward_cores(p, how.cores);
   const int64_t batch = p.is_varlen() ? 1 : p.batch;
   const int64_t rows_q = p.is_varlen() ? p.total_q : p.seqlen_q, rows_k = p.is_varlen() ? p.total_k : p.seqlen_k;
@@ -155,6 +175,7 @@ ascend_emulator::Report run_backward(const AttnGradParams& p, const Choices& how
   };
   GlobalMemory prepare(moves_data), main(moves_data), finish(moves_data);
   with_sums(prepare, Use::output, Use::output);
+  add_checks(prepare, a, Use::output);
   stage(
       AscendC::KERNEL_TYPE_AIV_ONLY, ascend::kVectorCores * how.cores, prepare,
       ascend::of_type(p.dtype, flash_backward_prepare_fp16, flash_backward_prepare_bf16, flash_backward_prepare_fp32));
@@ -164,6 +185,8 @@ ascend_emulator::Report run_backward(const AttnGradParams& p, const Choices& how
   if (moves_data) std::memset(a.workspace, 0xff, bytes);
   main.add("workspace", a.workspace, bytes, Use::workspace);
   add(main, "dbias", p, p.dbias, Use::accumulator);
+  add_checks(main, a, Use::input);
+  add_isolation(main, a, cores, ascend::SizesOf<4>::kIsolatedBackward, ascend::SizesOf<2>::kIsolatedBackward);
   stage(AscendC::KERNEL_TYPE_MIX_AIC_1_2, cores, main,
         ascend::of_type(p.dtype, flash_backward_fp16, flash_backward_bf16, flash_backward_fp32));
 

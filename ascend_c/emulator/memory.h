@@ -7,6 +7,7 @@
 #include <cstring>
 #include <functional>
 #include <list>
+#include <map>
 #include <random>
 #include <string>
 #include <vector>
@@ -93,6 +94,27 @@ struct Space {
   void settle(std::mt19937_64* random) {
     if (!additions.empty()) settle([](const Addition&) { return true; }, random);
   }
+};
+
+// What the scalar unit has read of GM, by lines. Nothing keeps it up to date.
+class ScalarCache {
+ public:
+  static constexpr size_t kLine = 64;
+
+  // Reads bytes of one line of [begin, end), the rest of which is cached, too. Whether they are what is in memory.
+  bool read(const uint8_t* address, size_t size, const uint8_t* begin, const uint8_t* end) {
+    const uint8_t* const line = address - reinterpret_cast<uintptr_t>(address) % kLine;
+    for (const uint8_t* at = std::max(begin, line); at < std::min(end, line + kLine); ++at) bytes_.emplace(at, *at);
+    return std::all_of(address, address + size, [this](const uint8_t& byte) { return bytes_.at(&byte) == byte; });
+  }
+  void invalidate(const void* address) {
+    const auto* first = static_cast<const uint8_t*>(address);
+    const uint8_t* const end = first + kLine - reinterpret_cast<uintptr_t>(first) % kLine;
+    bytes_.erase(bytes_.lower_bound(first), bytes_.lower_bound(end));
+  }
+
+ private:
+  std::map<const uint8_t*, uint8_t> bytes_;
 };
 
 // The GM tensors of a launch; an access must lie inside one of them.

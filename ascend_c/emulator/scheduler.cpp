@@ -94,6 +94,15 @@ void Access::read(Space& space, size_t offset, size_t size, bool own, bool unwri
   }
 }
 
+void Access::read_cached(Space& space, size_t offset, size_t size) {
+  read(space, offset, size);
+  if (space.cells.empty()) return;  // nobody writes here
+  if (core_.cache_.read(space.bytes + offset, size, space.bytes, space.bytes + space.size)) return;
+  const auto& pipe = core_.pipes_[pipe_];
+  core_.report_.error(pipe.sites[index_].text() + ": " + pipe.names[index_] + " reads bytes of " + space.name +
+                      " that were written after the scalar unit had cached them: DataCacheCleanAndInvalid is missing");
+}
+
 void Access::report_unwritten(const Space& space, const char* what) {
   const auto& pipe = core_.pipes_[pipe_];
   core_.report_.error(pipe.sites[index_].text() + ": " + pipe.names[index_] + " " + what + " bytes of " + space.name +

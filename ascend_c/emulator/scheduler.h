@@ -97,6 +97,8 @@ class Access {
   }
   Space& local(Memory memory);
   Space& ub() { return local(Memory::ub); }
+  // The scalar unit reads GM through its cache, where a line stays as it was when it was first read.
+  void read_cached(Space& space, size_t offset, size_t size);
   // The hardware orders this instruction behind the earlier ones of its pipe.
   void set_in_order() { in_order_ = true; }
 
@@ -181,6 +183,9 @@ class Core {
                      " are taken (each buffer of a queue takes one)");
     }
   } event_ids;
+  // Removes what is cached of GM: of the line of this address the bytes from there on, or everything.
+  void invalidate(const void* address) { cache_.invalidate(address); }
+  void invalidate_all() { cache_ = {}; }
   bool atomic_add = false;  // captured by the stores that follow
   Site atomic_site;
   uint64_t ctrl = kCtrlAtStart;  // the control register, captured by the instructions that follow
@@ -240,6 +245,7 @@ class Core {
   std::array<std::vector<uint8_t>, kMemories> bytes_;
   std::array<std::unique_ptr<Space>, kMemories> local_;
   std::array<Pipe, kPipes> pipes_;
+  ScalarCache cache_;
   std::shared_ptr<const Clock> scalar_clock_;  // a copy of S's clock, shared by the entries issued under it
   std::map<FlagKey, Flag> flags_;
   uint64_t sequence_ = 0;

@@ -106,7 +106,7 @@ class GlobalTensor {
     auto [space, at] = ascend_emulator::core().gm(data_ + offset, sizeof(T), false, "GetValue", site);
     T value;
     auto run = [&value, space = space, at = at](ascend_emulator::Access& access) {
-      access.read(*space, at, sizeof(T));
+      access.read_cached(*space, at, sizeof(T));
       value = access.load<T>(*space, at);
     };
     ascend_emulator::core().issue(ascend_emulator::gm_work(PIPE_S, "GetValue", site, ascend_emulator::kScalarCycles,
@@ -138,6 +138,22 @@ class GlobalTensor {
   __gm__ T* data_ = nullptr;
   int64_t size_ = -1;  // elements; -1 = not given
 };
+
+enum class CacheLine : uint64_t { SINGLE_CACHE_LINE = 0, ENTIRE_DATA_CACHE };
+enum class DcciDst : uint64_t { CACHELINE_ALL = 0, CACHELINE_UB, CACHELINE_OUT, CACHELINE_ATOMIC };
+
+// What the scalar unit reads afterwards comes from GM again: of the line of the tensor's first byte, from that byte on,
+// or all. SetValue of the emulator does not wait to be written back.
+template <typename T, CacheLine entireType, DcciDst dcciDst>
+void DataCacheCleanAndInvalid(const GlobalTensor<T>& dst, Site = Site::here()) {
+  static_assert(dcciDst == DcciDst::CACHELINE_ALL || dcciDst == DcciDst::CACHELINE_OUT,
+                "for GM; CACHELINE_ATOMIC is not supported on Atlas A2 and A3");
+  ascend_emulator::core().run_scalar();
+  if (entireType == CacheLine::ENTIRE_DATA_CACHE)
+    ascend_emulator::core().invalidate_all();
+  else
+    ascend_emulator::core().invalidate(dst.GetPhyAddr());
+}
 
 template <typename T>
 class LocalTensor {

@@ -25,7 +25,7 @@ size_t backward_bytes(const AttnGradParams& p) { return backward_workspace_bytes
 void forward(const AttnParams& p) {
   const Launch launch =
       of_type(p.dtype, launch_flash_forward_fp16, launch_flash_forward_bf16, launch_flash_forward_fp32);
-  start("flash_forward", launch, forward_cores(p, cube_cores()), p.stream, forward_arguments(p));
+  start("flash_forward", launch, forward_cores(p, cube_cores()), p.stream, forward_arguments(p, cube_cores()));
 }
 
 void backward(const AttnGradParams& p) {

@@ -1,5 +1,6 @@
 // Kernels with one planted fault each, and legal ones that must not be reported. A line marked "fault: NAME" must be
 // named by the report of that case. Usage: faults CASE MODE SEED
+#include <array>
 #include <functional>
 #include <map>
 
@@ -55,6 +56,20 @@ __aicore__ void AddThree(GM_ADDR x, GM_ADDR y, bool ordered) {
   if (ordered) PipeBarrier<PIPE_MTE3>();
   DataCopy(t.out, t.a, 64);
   SetAtomicNone();
+}
+
+// Stores 1 and reads it with the scalar unit, stores 2 there: y[0] is now another one than the cached one.
+__aicore__ void StoreTwice(Bench& t) {
+  for (float value : {1.0f, 2.0f}) {
+    Duplicate(t.b, value, kElements);
+    Sync<HardEvent::V_MTE3>();
+    Sync<HardEvent::S_MTE3>();
+    t.Store();
+    PipeBarrier<PIPE_MTE3>();
+    Sync<HardEvent::MTE3_S>();
+    Sync<HardEvent::MTE3_V>();
+    if (value == 1.0f && t.out.GetValue(0) != 1.0f) t.b.SetValue(0, 0.0f);
+  }
 }
 
 using Queue = TQue<TPosition::VECIN, 1>;
@@ -408,6 +423,35 @@ std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
        Bench t(x, y);
        Cast(t.b.ReinterpretCast<bfloat16_t>(), t.a, RoundMode::CAST_NONE, 64);  // fault: cast_mode
      }},
+    {"cached_before_it_was_written",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       StoreTwice(t);
+       (void)t.out.GetValue(8);  // fault: cached_before_it_was_written
+     }},
+    {"refreshed_behind_it",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       StoreTwice(t);
+       DataCacheCleanAndInvalid<float, CacheLine::SINGLE_CACHE_LINE, DcciDst::CACHELINE_OUT>(t.out[9]);
+       (void)t.out.GetValue(8);  // fault: refreshed_behind_it
+     }},
+    {"legal_refreshed",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       StoreTwice(t);
+       (void)t.out.GetValue(16);
+       DataCacheCleanAndInvalid<float, CacheLine::SINGLE_CACHE_LINE, DcciDst::CACHELINE_OUT>(t.out);
+       (void)t.out.GetValue(8);
+       DataCacheCleanAndInvalid<float, CacheLine::ENTIRE_DATA_CACHE, DcciDst::CACHELINE_OUT>(t.out);
+       (void)t.out.GetValue(8);
+       t.Load();
+       Sync<HardEvent::MTE2_V>();
+       Adds(t.b, t.a, 1.0f, kElements);
+       Sync<HardEvent::V_MTE3>();
+       Sync<HardEvent::S_MTE3>();
+       t.Store();
+     }},
     {"overlapping_stores",
      [](GM_ADDR x, GM_ADDR y) {
        Bench t(x, y);
@@ -471,7 +515,7 @@ std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
 };
 
 int main(int, char** argv) {
-  std::vector<float> x(kElements), y(kElements);
+  alignas(ascend_emulator::ScalarCache::kLine) std::array<float, kElements> x, y{};
   for (uint32_t i = 0; i < kElements; ++i) x[i] = float(i);
   ascend_emulator::GlobalMemory gm;
   gm.add("x", x.data(), x.size() * sizeof(float), ascend_emulator::Use::input);

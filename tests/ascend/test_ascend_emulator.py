@@ -463,6 +463,8 @@ FAULTS = {
     "mask_65": r"Abs: mask 65, the limit is 64 lanes",
     "burst_4096": r"DataCopyPad: blockCount 4096, the limit is 1\.\.4095",
     "cast_mode": r"Cast: float to bfloat16_t takes CAST_RINT, FLOOR",
+    "cached_before_it_was_written": r"GetValue reads bytes of y that were written after the scalar unit had cached them",
+    "refreshed_behind_it": r"GetValue reads bytes of y that were written after .*DataCacheCleanAndInvalid is missing",
     "overlapping_stores": r"race: DataCopy on MTE3 writes y that DataCopy on MTE3 .* writes.*PipeBarrier<PIPE_MTE3>",
     "foreign_tensor": r"EnQue: the tensor does not come from this queue",
     "freed_twice": r"FreeTensor: the tensor was freed before",
@@ -684,7 +686,7 @@ def test_a_function_that_is_not_marked_is_found(tmp_path: Path) -> None:
     assert list(functions) == ["constexpr int twice(int x)", "__aicore__ int four()"]
 
 
-LEGAL = ("flags", "ping_pong", "scalar_loop", "copy_queue", "accumulation", "index", "ordered_additions")
+LEGAL = ("flags", "ping_pong", "scalar_loop", "copy_queue", "accumulation", "index", "ordered_additions", "refreshed")
 
 
 @pytest.mark.parametrize("case", LEGAL)

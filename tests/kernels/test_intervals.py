@@ -176,7 +176,6 @@ def isolated_results(mask: Mask, tensors: dict[str, torch.Tensor], **options: ob
     return [out.detach(), lse.detach().transpose(1, 2), *torch.autograd.grad(out, leaves, tensors["dout"])]
 
 
-@pytest.mark.isolates_hidden_values
 @pytest.mark.every_isa
 @pytest.mark.parametrize("poison", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("where", ["q", "k", "v", "dout", "all"])
@@ -208,7 +207,6 @@ def test_what_is_not_finite_stays_in_its_document(
             assert not got[:, inside].isfinite().any(), what
 
 
-@pytest.mark.isolates_hidden_values
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("S", [200, 700])
 def test_isolated_values_in_many_tiles(device: str, D: int, S: int) -> None:
@@ -226,7 +224,6 @@ def test_isolated_values_in_many_tiles(device: str, D: int, S: int) -> None:
     assert got[inside].isnan().all()
 
 
-@pytest.mark.isolates_hidden_values
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True], ids=["alone", "causal"])
 def test_walks_over_many_tiles(device: str, D: int, causal: bool) -> None:
@@ -250,7 +247,6 @@ def test_walks_over_many_tiles(device: str, D: int, causal: bool) -> None:
         torch.testing.assert_close(lse[0, h].double(), scores.logsumexp(-1), rtol=0, atol=1e-4)
 
 
-@pytest.mark.isolates_hidden_values
 @pytest.mark.every_isa
 @pytest.mark.parametrize("poison", [math.nan, math.inf], ids=["nan", "inf"])
 @pytest.mark.parametrize("D", [64, 128, 192])
@@ -260,6 +256,8 @@ def test_padding_may_hold_anything(
 ) -> None:
     """Rows and keys that nobody sees, before and after the tokens of a row."""
     S, first, last = 300, 41, 210
+    if (flashattn_ext._C.forced_backend() or device).startswith(("ascend", "npu")) and options.get("dropout_p"):
+        D = min(D, 128)  # with a Mask and 16 bits they have no dropout beyond that
     keys = torch.arange(S)
     is_token = (keys >= first) & (keys < last)
     mask = Mask(torch.stack([is_token * first, is_token * last], -1).int()[None, None]).to(device)

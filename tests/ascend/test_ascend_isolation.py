@@ -1,0 +1,171 @@
+"""What a Mask hides on the emulated Ascend C kernels: single rows of every input that are not finite, in masks of any form. Results
+that do not see them keep their bits; those that do are not finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from helpers import assert_same_bits
+
+import flashattn_ext
+from flashattn_ext import Mask
+
+MODES = ("mode=eager,cores=1", "mode=late,cores=2", "mode=random,seed=1,cores=3", "mode=random,seed=2,cores=2")
+INPUTS = ("q", "k", "v", "dout")
+
+
+@dataclass
+class Call:
+    """Sequences (dense ones are equally long) under random intervals of rows, one for each key and head of the Mask."""
+
+    lengths_q: tuple[int, ...] = (300,)
+    lengths_k: tuple[int, ...] = (700,)
+    heads: tuple[int, int, int] = (2, 1, 1)  # Hq, Hk, Hm
+    D: int = 64
+    Dv: int = 64
+    packed: bool = False
+    causal: bool = False
+    left: int = -1
+    bias: bool = False
+    options: dict[str, object] = field(default_factory=dict)
+
+
+DROPOUT = dict(dropout_p=0.3, rng_seed=1)
+CALLS = {
+    "intervals": Call(),
+    "of query heads": Call((150, 150), (260, 260), heads=(4, 2, 4), D=40, Dv=72),
+    "causal": Call((330,), (330,), causal=True, D=128, Dv=128),
+    "window": Call((150,), (400,), causal=True, left=90, D=17, Dv=100),
+    "packed": Call((5, 0, 140, 200), (9, 30, 0, 300), packed=True, causal=True),
+    "wide": Call((40,), (150,), D=256, Dv=256),
+    "softcap": Call((150,), (260,), options=dict(softcap=2.0)),
+    "softcap, dropout": Call((150,), (260,), options=dict(softcap=2.0, **DROPOUT)),
+    "dropout": Call((150,), (600,), D=128, Dv=128, options=DROPOUT),
+    "bias": Call((70, 70), (150, 150), heads=(4, 2, 2), bias=True, options=dict(softcap=2.0)),
+    "smooth": Call((20,), (600,), options=dict(smooth_softmax=True)),
+}
+
+
+@pytest.fixture(autouse=True)
+def emulator() -> Iterator[None]:
+    with flashattn_ext.use_backend("ascend-emulator"):
+        yield
+
+
+def draw(call: Call, dtype: torch.dtype) -> tuple[Mask, dict[str, torch.Tensor]]:
+    """A Mask, and packed tensors [rows, heads, dim] of all sequences."""
+    generator = torch.Generator().manual_seed(11)
+    Hq, Hk, Hm = call.heads
+    rows_q, rows_k = sum(call.lengths_q), sum(call.lengths_k)
+    first = torch.randint(-40, max(call.lengths_q), (Hm, rows_k), generator=generator)
+    last = first + torch.randint(-10, max(call.lengths_q) // 4, (Hm, rows_k), generator=generator)
+    intervals = torch.stack([first, last], -1).int()
+    if not call.packed:
+        intervals = torch.stack(intervals.split(call.lengths_k, 1))
+    shapes = dict(q=(rows_q, Hq, call.D), k=(rows_k, Hk, call.D), v=(rows_k, Hk, call.Dv), dout=(rows_q, Hq, call.Dv))
+    return Mask(intervals), {name: torch.randn(s, generator=generator).to(dtype) for name, s in shapes.items()}
+
+
+def results(call: Call, mask: Mask, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Of every row, packed: [rows, heads, ..], and the gradient of a bias."""
+    options = dict(call.options, mask=mask, causal=call.causal, window_size=(call.left, -1), deterministic=True)
+    leaves = {name: tensors[name].detach().requires_grad_() for name in "qkv"}
+    B, Sq, Sk = len(call.lengths_q), call.lengths_q[0], call.lengths_k[0]
+    if call.bias:
+        bias = torch.linspace(-1, 1, B * call.heads[0] * Sq * Sk).view(B, call.heads[0], Sq, Sk).to(tensors["q"].dtype)
+        leaves["bias"] = options["bias"] = bias.requires_grad_()
+    if call.packed:
+        starts = [torch.tensor([0, *lengths]).cumsum(0).int() for lengths in (call.lengths_q, call.lengths_k)]
+        longest = max(call.lengths_q), max(call.lengths_k)
+        three = [leaves[name] for name in "qkv"]
+        out, lse = flashattn_ext.varlen_forward(*three, *starts, *longest, return_lse=True, **options)
+        lse = lse.T
+    else:
+        three = [leaves[name].unflatten(0, (B, -1)) for name in "qkv"]
+        out, lse = flashattn_ext.forward(*three, return_lse=True, **options)
+        out, lse = out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1)
+    seeds = [tensors["dout"], torch.linspace(-1, 1, lse.numel()).view(lse.shape)]
+    gradients = torch.autograd.grad([out, lse], list(leaves.values()), seeds)
+    got = {"out": out.detach(), "lse": lse.detach()[..., None]}
+    return got | {f"d{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+
+
+def touched(call: Call, mask: Mask, bad: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Which rows and heads of each result see one of the bad rows ([rows, heads]) of an input, and which pairs of the bias do."""
+    Hq, Hk, Hm = call.heads
+    group = Hq // Hk
+    sizes = dict(out="q", lse="q", dq="q", dk="k", dv="v")
+    touches = {name: torch.zeros_like(bad[like]) for name, like in sizes.items()}
+    pairs = []
+    intervals = mask.intervals if call.packed else mask.intervals.transpose(0, 1).flatten(1, 2)
+    begin_q = begin_k = 0
+    for Sq, Sk in zip(call.lengths_q, call.lengths_k, strict=True):
+        i, j = torch.arange(Sq)[:, None], torch.arange(Sk)
+        rows, keys = slice(begin_q, begin_q + Sq), slice(begin_k, begin_k + Sk)
+        begin_q, begin_k = begin_q + Sq, begin_k + Sk
+        for h in range(Hq):
+            first, last = intervals[h * Hm // Hq, keys].unbind(-1)
+            seen = (i >= first) & (i < last)
+            if call.causal:
+                seen &= j <= i + Sk - Sq
+            if call.left >= 0:
+                seen &= j >= i + Sk - Sq - call.left
+            some = seen.any(1)
+            of_q, of_dout = bad["q"][rows, h], bad["dout"][rows, h]
+            of_k, of_v = bad["k"][keys, h // group], bad["v"][keys, h // group]
+            weights = (of_q & some) | (seen & of_k).any(1)  # of a row: they are NaN
+            out = weights | (seen & of_v).any(1)
+            scores = (out | of_dout) & some  # their gradients
+            touches["lse"][rows, h] |= weights
+            touches["out"][rows, h] |= out
+            touches["dq"][rows, h] |= scores
+            touches["dk"][keys, h // group] |= (seen & scores[:, None]).any(0)
+            touches["dv"][keys, h // group] |= (seen & (weights | of_dout)[:, None]).any(0)
+            pairs.append(seen & scores[:, None])
+    if call.bias:
+        touches["dbias"] = torch.stack(pairs).unflatten(0, (len(call.lengths_q), Hq))
+    return touches
+
+
+def check(call: Call, dtype: torch.dtype, where: str, poison: float) -> None:
+    mask, tensors = draw(call, dtype)
+    clean = results(call, mask, tensors)
+    generator = torch.Generator().manual_seed(5)
+    bad = {name: torch.zeros(t.shape[:2], dtype=torch.bool) for name, t in tensors.items()}
+    for name in INPUTS if where == "all" else [where]:
+        rows = torch.randint(len(tensors[name]), (2,), generator=generator)
+        bad[name][rows, 0] = True
+        tensors[name] = tensors[name].masked_fill(bad[name][..., None], poison)
+    got, seen = results(call, mask, tensors), touched(call, mask, bad)
+    for name, expected in clean.items():
+        assert not seen[name].all(), f"{name}: the case leaves nothing to compare"
+        assert_same_bits(got[name][~seen[name]], expected[~seen[name]], name)
+        if math.isnan(poison) and not call.options.get("dropout_p"):
+            assert not got[name][seen[name]].isfinite().any(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("where", [*INPUTS, "all"])
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_other_results_keep_their_bits(call: Call, where: str, dtype: torch.dtype) -> None:
+    check(call, dtype, where, math.nan)
+
+
+@pytest.mark.parametrize("poison", [math.inf, -math.inf])
+@pytest.mark.parametrize("where", INPUTS)
+@pytest.mark.parametrize("name", ["intervals", "packed", "softcap"])
+def test_an_infinity(name: str, where: str, poison: float) -> None:
+    check(CALLS[name], torch.bfloat16, where, poison)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["of query heads", "packed", "softcap, dropout", "bias"])
+@pytest.mark.parametrize("mode", MODES)
+def test_in_every_mode(monkeypatch: pytest.MonkeyPatch, mode: str, name: str, dtype: torch.dtype) -> None:
+    monkeypatch.setenv("FLASHATTN_EXT_ASCEND_EMULATOR", mode)
+    check(CALLS[name], dtype, "all", math.nan)
