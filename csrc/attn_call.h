@@ -11,6 +11,8 @@
 #include <optional>
 #include <vector>
 
+#include "bias.h"
+
 namespace flashattn_ext {
 
 // The arguments that every op of attention begins with. A float is a `Scalar`, which may be symbolic (see Arguments).
@@ -59,13 +61,19 @@ struct AttnCall {
     if (!is_varlen()) shape.insert(shape.begin(), q.sym_size(0));
     return shape;
   }
+  // Of the centres of rows (bias.h): [B, Hq, Sq, kCentres], or [Hq, total_q, kCentres].
+  std::vector<c10::SymInt> centres_shape() const {
+    std::vector<c10::SymInt> shape = lse_shape();
+    shape.emplace_back(kCentres);
+    return shape;
+  }
 };
 
 // What the backward receives beyond the call itself.
 struct BackwardCall {
   std::optional<at::Tensor> dout, dlse;
   at::Tensor out, lse;
-  std::optional<at::Tensor> out_residual;                       // what the forward said that `out` has lost by rounding
+  std::optional<at::Tensor> centres;                            // bias.h: what the forward said they are
   bool needs_dalibi_slopes, needs_drelative_bias, needs_dbias;  // false: no such gradient is computed
 };
 

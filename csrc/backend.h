@@ -43,8 +43,8 @@ struct Backend {
   std::string (*private_format)(const at::Tensor& tensor) = nullptr;
   // Whether rows of an input may overlap in memory, as those of an expanded tensor do. Otherwise ops.cpp copies them.
   bool reads_overlapping_rows = false;
-  // Whether the forward writes AttnParams::out_residual. Otherwise ops.cpp says that nothing was lost.
-  bool writes_out_residual = false;
+  // Whether the forward writes AttnParams::centres. Otherwise ops.cpp fills them with 0.
+  bool writes_centres = false;
 };
 
 // Why a backend whose dropout is drawn for whole calls of the generator, 16 rows and 64 keys, refuses an origin.

@@ -10,12 +10,28 @@
 //
 // each summed over everything that reads the same entry: batch entries, rows, for a bias also heads and rows that it
 // has in common.
+//
+// Centres. Of these sums, those of a slope and of both ends of the relative bias, at distances of -reach and less and
+// of reach and more, may run over all keys of a row: g_j times x_j, which is |d| or 1 in that end and 0 elsewhere. As
+// g_j = p_j (dp_j - delta), an error of delta, which is made from an `out` of 16 bits, is multiplied by sum p_j x_j,
+// which may be far from 0, while the sum itself nearly cancels out. So the forward of a 16-bit call keeps that number
+// for each row, its centre c = sum p_j x_j, and the backward forms
+//
+//   sum_j g_j x_j = sum_j g_j (x_j - c) + c * (p_sink * delta + dlse)
+//
+// where p_sink is the weight of the row's sink, 0 without one, and the bracket is what the g_j of the whole row add up
+// to. The error of delta is then multiplied by sum p_j (x_j - c) - c * p_sink = 0. The equation holds for every c; a
+// centre that nobody has kept is 0. Both ends are one entry when reach is 0; each score counts for one of them.
 #pragma once
 
 #include "params.h"
 #include "portable.h"
 
 namespace flashattn_ext {
+
+// The centres of a row: of a slope, and of both ends of the relative bias.
+constexpr int kCentres = 3;
+enum Centre : int { kDistance, kBelow, kAbove };
 
 // The biases of one head of one sequence. Real: fp32, or fp64 for fp64 inputs. Terms that are absent are 0.
 template <class Real>

@@ -17,6 +17,7 @@ AttnCall readable(AttnCall call, const Backend& backend);
 
 TensorView view_of(const AttnCall& call, const at::Tensor& t);
 RowView row_view_of(const AttnCall& call, const at::Tensor& t);
+TensorView centres_view_of(const AttnCall& call, const at::Tensor& t);
 
 // None is the call itself.
 Origin origin_of(const std::optional<std::vector<c10::SymInt>>& given);

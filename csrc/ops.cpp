@@ -48,7 +48,7 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   AttnCall c = arguments.call();
   const at::Tensor given_state = arguments.tensor();
-  const bool keeps_residual = arguments.flag();
+  const bool keeps_centres = arguments.flag();
   validate(c);
   validate_rng_state(given_state, c.dropout_p, c.q);
   const Device device(c.q);
@@ -56,22 +56,23 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
   const Backend* const backend = backend_of(c, device, false, &p);
   const at::Tensor out = new_tensor(c, c.out_shape(), c.q.scalar_type());
   const at::Tensor lse = new_tensor(c, c.lse_shape(), c.statistics_dtype());
-  const at::Tensor residual = keeps_residual ? new_like(c, out) : new_tensor(c, {0}, c.q.scalar_type());
-  if (!backend) return arguments.finish(out, lse, residual);
+  const at::Tensor centres =
+      keeps_centres ? new_tensor(c, c.centres_shape(), c.statistics_dtype()) : new_tensor(c, {0}, c.statistics_dtype());
+  if (!backend) return arguments.finish(out, lse, centres);
 
   c = readable(c, *backend);
   const at::Tensor rng_state = given_state.contiguous();
   set_memory(c, out, lse, rng_state, &p);
+  if (keeps_centres && backend->writes_centres && out.element_size() == 2) {
+    p.centres = centres_view_of(c, centres);
+    set_rows_of_no_sequence(c.cu_seqlens_q, centres, 1, 0);
+  } else if (keeps_centres) {
+    centres.zero_();
+  }
   const at::Tensor workspace = workspace_for(c.q, backend->forward_workspace_bytes(p), &p);
   set_rows_of_no_sequence(c, out, lse);
-  if (keeps_residual && backend->writes_out_residual && out.element_size() == 2) {
-    p.out_residual = view_of(c, residual);
-    set_rows_of_no_sequence(c.cu_seqlens_q, residual, c.row_dim(), 0);
-  } else if (keeps_residual) {
-    residual.zero_();
-  }
   backend->forward(p);
-  arguments.finish(out, lse, residual);
+  arguments.finish(out, lse, centres);
 }
 
 void backward(const c10::OperatorHandle& op, Stack* stack) {
@@ -107,9 +108,8 @@ void backward(const c10::OperatorHandle& op, Stack* stack) {
     dlse = with_readable_rows(*b.dlse, -1, *backend);
     p.dlse = row_view_of(c, dlse);
   }
-  const at::Tensor residual =
-      b.out_residual ? with_readable_rows(*b.out_residual, c.row_dim(), *backend) : at::Tensor();
-  if (b.out_residual) p.out_residual = view_of(c, residual);
+  const at::Tensor centres = b.centres ? b.centres->contiguous() : at::Tensor();
+  if (b.centres) p.centres = centres_view_of(c, centres);
   p.dout = view_of(c, dout);
   p.dq = view_of(c, dq);
   p.dk = view_of(c, dk);
@@ -250,8 +250,8 @@ void push_scalars(const c10::OperatorHandle& op, Stack* stack) {
 
 TORCH_LIBRARY(flashattn_ext, m) {
   const std::string call = kCallSchema, gradients =
-                                            ", Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor? "
-                                            "out_residual, bool needs_dalibi_slopes, bool needs_drelative_bias, "
+                                            ", Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor? centres, "
+                                            "bool needs_dalibi_slopes, bool needs_drelative_bias, "
                                             "bool needs_dbias, Tensor rng_state";
   // Gradients of the biases that are not needed are empty tensors, and so is that of a sink that is not given.
   const std::string results =
@@ -263,14 +263,14 @@ TORCH_LIBRARY(flashattn_ext, m) {
   const auto def = [&m](const std::string& schema, const std::vector<at::Tag>& tags = {at::Tag::pt2_compliant_tag}) {
     m.def(schema.c_str(), tags);
   };
-  // keeps_residual: out_residual is what `out` loses by rounding, in its shape; otherwise it is empty.
-  def("forward(" + call + ", Tensor rng_state, bool keeps_residual" + scalars +
-      ") -> (Tensor out, Tensor lse, Tensor out_residual)");
+  // keeps_centres: centres are those of bias.h, [B, Hq, Sq, 3] or [Hq, total_q, 3]; otherwise they are empty.
+  def("forward(" + call + ", Tensor rng_state, bool keeps_centres" + scalars +
+      ") -> (Tensor out, Tensor lse, Tensor centres)");
   def("backward(" + call + gradients + scalars + ")" + results);
   def("dropout_mask(" + mask + scalars + ") -> Tensor");
   // rng_seed=None draws from torch's generator, so that equal calls are not equal results.
   def("forward.call(" + call +
-          ", SymInt? rng_seed, bool keeps_residual) -> (Tensor out, Tensor lse, Tensor out_residual, Tensor rng_state)",
+          ", SymInt? rng_seed, bool keeps_centres) -> (Tensor out, Tensor lse, Tensor centres, Tensor rng_state)",
       {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
   def("backward.call(" + call + gradients + ")" + results);
   def("dropout_mask.call(" + mask + ") -> Tensor");

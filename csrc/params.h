@@ -89,9 +89,9 @@ struct AttnParams {
   TensorView k;    // [B, Sk, Hk, D]
   TensorView v;    // [B, Sk, Hk, Dv]
   TensorView out;  // [B, Sq, Hq, Dv]
-  // What `out` loses when it is rounded to 16 bits, in its dtype and shape, which the forward writes and the backward
-  // reads. data == nullptr: not wanted.
-  TensorView out_residual;
+  // bias.h: [B, Hq, Sq, kCentres] in the dtype of lse, which the forward writes and the backward reads. data ==
+  // nullptr: not wanted, and all of them are 0 in a backward.
+  TensorView centres;
   RowView lse;  // [B, Hq, Sq], natural logarithm
 
   // Key j is visible to query i when i + Sk - Sq - window_left <= j <= i + Sk - Sq + window_right (with origin.row -

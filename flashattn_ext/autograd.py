@@ -73,23 +73,19 @@ def _input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tupl
     """The gradients of apply()'s arguments."""
     if dout is None and dlse is None:
         return (None,) * (len(CallTensors._fields) + 2)
-    *saved, out, lse, residual, rng_state = ctx.saved_tensors
+    *saved, out, lse, centres, rng_state = ctx.saved_tensors
     tensors = CallTensors(*saved)
     needs = CallTensors(*ctx.needs_input_grad[: len(CallTensors._fields)]).biases()
     # The node costs as much as a small kernel; without create_graph nothing can be differentiated again.
     gradients: Callable[..., Any] = _Gradients.apply if torch.is_grad_enabled() else ops.backward
-    residual = residual if ctx.keeps_residual else None
-    dq, dk, dv, dsink, *dbiases = gradients(*tensors, *ctx.options, dout, dlse, out, lse, residual, *needs, rng_state)
+    centres = centres if ctx.keeps_centres else None
+    dq, dk, dv, dsink, *dbiases = gradients(*tensors, *ctx.options, dout, dlse, out, lse, centres, *needs, rng_state)
     dbiases = [gradient if needed else None for gradient, needed in zip(dbiases, needs, strict=True)]
     return dq, dk, dv, None, None, None if tensors.sink is None else dsink, *dbiases, None, None, None, None
 
 
-def _keeps_residual(tensors: Iterable[Tensor | None], transformed: bool) -> bool:
-    """Whether the backward wants to know what rounding takes from a 16-bit out.
-
-    Every dS of a row has the error of <dout, out>. In dq that averages out. In the gradients of slopes and of a relative bias it adds
-    up, because distances of a row's keys have a mean that is far from zero.
-    """
+def _keeps_centres(tensors: Iterable[Tensor | None], transformed: bool) -> bool:
+    """Whether the backward wants the centres of rows (csrc/bias.h), without which 16-bit gradients of slopes and relative biases are coarse."""
     call = CallTensors(*tensors)  # type: ignore[arg-type]
     biases = [t for t in (call.alibi_slopes, call.relative_bias) if t is not None]
     return call.q.dtype.itemsize == 2 and (bool(biases) if transformed else any(t.requires_grad for t in biases))
@@ -105,10 +101,10 @@ class FlashAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         *tensors, rng_seed, options = arguments
-        ctx.keeps_residual = _keeps_residual(tensors, transformed=False)
-        out, lse, residual, rng_state = ops.forward(*tensors, *options, rng_seed, ctx.keeps_residual)
+        ctx.keeps_centres = _keeps_centres(tensors, transformed=False)
+        out, lse, centres, rng_state = ops.forward(*tensors, *options, rng_seed, ctx.keeps_centres)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, out, lse, residual, rng_state)
+        ctx.save_for_backward(*tensors, out, lse, centres, rng_state)
         ctx.options = options
         return out, lse
 
@@ -120,7 +116,7 @@ class FlashAttentionFunction(torch.autograd.Function):
 class TransformedFunction(torch.autograd.Function):
     """FlashAttentionFunction in the form that torch.func's transforms (grad, vjp, vmap) ask for, which costs every call more.
 
-    apply(*tensors, rng_seed, options) -> (out, lse, what out loses by rounding, state of the dropout mask), otherwise as
+    apply(*tensors, rng_seed, options) -> (out, lse, centres of rows, state of the dropout mask), otherwise as
     FlashAttentionFunction.
     """
 
@@ -129,15 +125,15 @@ class TransformedFunction(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         *tensors, rng_seed, options = arguments
-        out, lse, residual, rng_state = ops.forward(
-            *tensors, *options, rng_seed, _keeps_residual(tensors, transformed=True)
+        out, lse, centres, rng_state = ops.forward(
+            *tensors, *options, rng_seed, _keeps_centres(tensors, transformed=True)
         )
-        return out, lse, residual, rng_state
+        return out, lse, centres, rng_state
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         *tensors, _rng_seed, ctx.options = inputs
-        ctx.keeps_residual = _keeps_residual(tensors, transformed=True)
+        ctx.keeps_centres = _keeps_centres(tensors, transformed=True)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*output[-2:])
         ctx.save_for_backward(*tensors, *output)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import ops
 
-_PER_ROW = ("q", "k", "v", "dout", "out", "out_residual", "dlse", "lse")  # begin with the batch
+_PER_ROW = ("q", "k", "v", "dout", "out", "centres", "dlse", "lse")  # begin with the batch
 _BROADCAST = ("bias", "mask_intervals", "mask_extremes")  # begin with the batch or with 1
 _PER_HEAD = ("sink", "relative_bias")
 

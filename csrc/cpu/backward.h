@@ -147,7 +147,9 @@ class Backward {
     for (int64_t lane = 0; lane < lane_count; lane += kPanel<Op>) {
       score_panel(head_mask, mask, row0, {lane, lesser(lane + kPanel<Op>, lane_count)}, rows);
     }
-    if constexpr (kIsGeneral<Rule>) scratch.gradients.biases.end_tile(place, workspace.bias_turns);
+    if constexpr (kIsGeneral<Rule>) {
+      scratch.gradients.biases.end_tile(place, queries.start + row0, workspace.bias_turns);
+    }
     key_gradients(mask);
     const IndexRange tile_rows{row0, row0 + rows};
     query_gradient(mask, h, number, rows, head_mask.template previous_tile<kKeys>(tile_rows, key_tile),
@@ -197,8 +199,9 @@ class Backward {
     const bool whole_rows = sizeof(In) == 2 && head_mask.template previous_tile<kKeys>(panel_rows, key_tile) < 0 &&
                             head_mask.template next_tile<kKeys>(panel_rows, key_tile) < 0;
     differentiate<Accuracy>(tile, gradients, rule, scales, scratch.rows, mask, whole_rows, lanes, panel_keys);
-    // The gradient of the sink takes the better delta too; no other key tile reads or writes these rows.
-    if (!whole_rows || !p.dsink || scales.delta == 0) return;
+    // The gradient of the sink takes the better delta too, as do the gradients of biases for the weight of the sink; no
+    // other key tile reads or writes these rows.
+    if (!whole_rows || !(p.dsink || (p.has_sink && p.centres.data)) || scales.delta == 0) return;
     for (int64_t i = lanes.begin; i < lesser(lanes.end, rows); ++i) {
       row_delta[i] = scratch.rows.delta[i] / scales.delta;
     }
@@ -306,9 +309,13 @@ void backward(const AttnGradParams& p) {
   });
 
   std::atomic<int64_t> next_head{0};
-  run_workers(executor, p.dsink ? p.heads_q : 0, [&](int) {
+  const bool adds_centres = p.centres.data && (p.has_sink || p.dlse.data) && (p.dalibi_slopes || p.drelative_bias);
+  run_workers(executor, p.dsink || adds_centres ? p.heads_q : 0, [&](int) {
     int64_t h;
-    while ((h = next_head.fetch_add(1, std::memory_order_relaxed)) < p.heads_q) finish_sink(p, workspace, h);
+    while ((h = next_head.fetch_add(1, std::memory_order_relaxed)) < p.heads_q) {
+      if (p.dsink) finish_sink(p, workspace, h);
+      if (adds_centres) finish_biases(p, workspace, h);
+    }
   });
 }
 

@@ -1,9 +1,10 @@
 // Last stage of the backward: the gradient of the sink, dsink_h = -sum over all rows of exp(sink_h - lse_i) * delta_i.
-// It comes last because the main stage replaces delta by a more exact value where it can.
+// And what the centres of rows bring to the gradients of biases. Both come last because the main stage replaces delta
+// by a more exact value where it can.
 #pragma once
 
 #include "../sink.h"
-#include "backward_workspace.h"
+#include "backward_prepare.h"
 #include "views.h"
 
 namespace flashattn_ext {
@@ -25,6 +26,41 @@ inline void finish_sink(const AttnGradParams& p, const BackwardWorkspace<In, Op>
     }
   }
   static_cast<Real*>(p.dsink)[h] = static_cast<Real>(sum);
+}
+
+// Adds to the gradients of one head's slope and relative bias, in a fixed order, each row's centres times what the
+// gradients of its logits add up to (bias.h).
+template <class In, class Op>
+inline void finish_biases(const AttnGradParams& p, const BackwardWorkspace<In, Op>& workspace, int64_t h) {
+  using Real = typename Op::Real;
+  const double sink = p.sink ? static_cast<double>(static_cast<const Real*>(p.sink)[h]) : 0;
+  const bool has_weight = p.has_sink && sink_counts(sink);
+  Real* const ends = p.drelative_bias ? static_cast<Real*>(p.drelative_bias) + h * (2 * p.relative_reach + 1) : nullptr;
+  double below = 0, above = 0;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const Sequence queries = query_sequence(p, b);
+    const Real* delta = workspace.delta + h * workspace.rows + workspace.first_row(p, b, queries);
+    double slope = 0;
+    for (int64_t i = 0; i < queries.length; ++i) {
+      const int64_t row = queries.start + i;
+      const double lse = static_cast<double>(*row_of<const Real>(p.lse, b, h, row));
+      if (lse == -kInfinite<double>) continue;
+      double gradient = static_cast<double>(lse_gradient<Real>(p, b, h, row));
+      if (has_weight) {
+        gradient += std::exp(sink_log_weight(sink, lse)) * static_cast<double>(delta[i]);
+      }
+      const Real* const centres = row_of<const Real>(p.centres, b, h, row);
+      slope -= gradient * static_cast<double>(centres[kDistance]);
+      below += gradient * static_cast<double>(centres[kBelow]);
+      above += gradient * static_cast<double>(centres[kAbove]);
+    }
+    if (p.dalibi_slopes) {
+      static_cast<Real*>(p.dalibi_slopes)[b * p.alibi_batch_stride + h] += static_cast<Real>(slope);
+    }
+  }
+  if (!ends) return;
+  ends[0] += static_cast<Real>(below);
+  ends[2 * p.relative_reach] += static_cast<Real>(above);
 }
 
 }  // namespace FLASHATTN_ISA

@@ -32,8 +32,7 @@ class BackwardPrepare {
     Real* delta = workspace.delta + h * workspace.rows + first;
     for (int64_t i = 0; i < queries.length; ++i) {
       const int64_t row = queries.start + i;
-      delta[i] = dot_rows(p.out, b, h, row) - lse_gradient<Real>(p, b, h, row);
-      if (p.out_residual.data) delta[i] += dot_rows(p.out_residual, b, h, row);
+      delta[i] = dot_rows(b, h, row) - lse_gradient<Real>(p, b, h, row);
     }
     const HeadMask mask(p, b, h, queries, KeyLocator(p, b));
     for (int64_t row0 = 0; row0 < queries.length; row0 += kQueries) {
@@ -45,10 +44,9 @@ class BackwardPrepare {
   }
 
  private:
-  // The product of a row of dout with the same row of a tensor in the shape of out.
-  Real dot_rows(const TensorView& view, int64_t b, int64_t h, int64_t row) const {
+  Real dot_rows(int64_t b, int64_t h, int64_t row) const {
     const In* dout = row_of<const In>(p.dout, b, h, row);
-    const In* out = row_of<const In>(view, b, h, row);
+    const In* out = row_of<const In>(p.out, b, h, row);
     constexpr int kLanes = 16;
     Real lanes[kLanes] = {};  // independent sums that the compiler may vectorise
     int64_t d = 0;

@@ -8,6 +8,7 @@
 
 #include "bias_tile.h"
 #include "turns.h"
+#include "views.h"
 
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
@@ -78,6 +79,7 @@ class BiasGradient {
     elements_ = carve->take<Real>(has_elements_ ? kKeys * kQueries : 0);
     rows_ = carve->take<Real>(has_elements_ ? S::kWidth * kKeys : 0);
     columns_ = carve->take<double>(shared_.rows ? kKeys : 0);
+    row_sums_ = carve->take<Real>(has_diagonals_ && p.centres.data ? kQueries : 0);
   }
 
   bool any() const { return has_diagonals_ || has_elements_; }
@@ -86,7 +88,7 @@ class BiasGradient {
   void begin_head(int64_t b, int64_t h, int64_t rows, int64_t key0, int64_t shift) {
     batch_ = b;
     head_ = h;
-    slope_ = 0;
+    slope_ = below_ = above_ = 0;
     if (has_diagonals_) std::fill(diagonals_, diagonals_ + kCopies * kDiagonals, Real(0));
     if (p.drelative_bias) {
       first_entry_ = bias().entry(key0 - round_up(rows, kQueries) - shift);
@@ -106,8 +108,14 @@ class BiasGradient {
     }
     if (has_elements_) S::store(elements_ + key * kQueries + lane, gradients);
   }
-  void end_tile(const TilePlace& place, const BiasTurns<Real>& turns) {
+  // The sums over all keys of those, for the queries from `lane` on.
+  void set_row_sums(int64_t lane, V sums) const {
+    if (has_diagonals_ && p.centres.data) S::store(row_sums_ + lane, sums);
+  }
+  // row: the first of the tile, in the tensors.
+  void end_tile(const TilePlace& place, int64_t row, const BiasTurns<Real>& turns) {
     if (has_diagonals_) sum_diagonals(place);
+    if (has_diagonals_ && p.centres.data) subtract_centres(row, place.rows);
     if (!has_elements_) return;
     if (shared_.rows) return sum_columns(place);
     const auto add = [&] {
@@ -157,6 +165,17 @@ class BiasGradient {
       if (p.drelative_bias) relative_[head.entry(distance) - first_entry_] += sum;
     }
   }
+  // Of rows from `row` on, what the sums over diagonals have too much: the gradients of a row's logits times its
+  // centres (bias.h).
+  void subtract_centres(int64_t row, int64_t rows) {
+    for (int64_t i = 0; i < rows; ++i) {
+      const Real* const centres = row_of<const Real>(p.centres, batch_, head_, row + i);
+      const double sum = static_cast<double>(row_sums_[i]);
+      slope_ += sum * static_cast<double>(centres[kDistance]);
+      below_ -= sum * static_cast<double>(centres[kBelow]);
+      above_ -= sum * static_cast<double>(centres[kAbove]);
+    }
+  }
   void add_distances() const {
     if (p.dalibi_slopes) {
       Real& total = static_cast<Real*>(p.dalibi_slopes)[batch_ * p.alibi_batch_stride + head_];
@@ -165,6 +184,8 @@ class BiasGradient {
     if (!p.drelative_bias) return;
     Real* total = static_cast<Real*>(p.drelative_bias) + head_ * (2 * p.relative_reach + 1) + p.relative_reach;
     for (int64_t n = first_entry_; n <= last_entry_; ++n) total[n] += static_cast<Real>(relative_[n - first_entry_]);
+    total[-p.relative_reach] += static_cast<Real>(below_);
+    total[p.relative_reach] += static_cast<Real>(above_);
   }
 
   void sum_columns(const TilePlace& place) const {
@@ -218,7 +239,9 @@ class BiasGradient {
   Real* rows_;        // [kWidth][kKeys]: rows of them
   double* relative_;  // entries first_entry_ to last_entry_ of the relative bias: sums of this walk
   double* columns_;   // [kKeys]: sums of this walk over its rows
-  double slope_ = 0;  // sum of this walk
+  Real* row_sums_;    // [kQueries]: of this tile's gradients over its keys
+  // Sums of this walk: of the slope, and what the centres of rows take from both ends of the relative bias.
+  double slope_ = 0, below_ = 0, above_ = 0;
   int64_t first_entry_ = 0, last_entry_ = 0;
   int64_t batch_ = 0, head_ = 0;
 };

@@ -29,6 +29,52 @@ struct Diagonals {
   }
 };
 
+// What a forward sums up for the centres of rows (bias.h).
+template <class Op>
+class CentreSums {
+  using Real = typename Op::Real;
+  using S = typename Op::S;
+  using V = typename S::V;
+  static constexpr int64_t kQueries = Tile<Real>::kQueries, kCount = Diagonals<Real>::kCount;
+
+ public:
+  CentreSums(const AttnParams& p, ScratchCarver* carve)
+      : any(p.centres.data),
+        sums(carve->take<Real>(any ? kCentres * kQueries : 0)),
+        terms_(carve->take<Real>(any ? kCentres * kCount : 0)) {}
+
+  // For a tile of which add() is called.
+  void load(const HeadBias<Real>& head, const TilePlace& place) const {
+    for (int64_t n = 0; any && n < kCount; ++n) {
+      const int64_t distance = Diagonals<Real>::distance(place, n);
+      const bool below = head.relative && distance <= -head.reach, above = head.relative && distance >= head.reach;
+      terms_[kDistance * kCount + n] = static_cast<Real>(distance < 0 ? -distance : distance);
+      terms_[kBelow * kCount + n] = below ? Real(1) : Real(0);
+      terms_[kAbove * kCount + n] = above && !below ? Real(1) : Real(0);
+    }
+  }
+  // Adds the weights of one key, for the queries from `lane` on, to the sums of this tile.
+  void add(V (&tile_sums)[kCentres], int64_t key, int64_t lane, V weights) const {
+    for (int c = 0; any && c < kCentres; ++c) {
+      const V term = S::load(terms_ + c * kCount + Diagonals<Real>::diagonal(key, lane));
+      tile_sums[c] = S::fma(weights, term, tile_sums[c]);
+    }
+  }
+  // After all keys of a tile. rescale: what is to be multiplied to the sums of earlier tiles.
+  void end_tile(const V (&tile_sums)[kCentres], int64_t lane, V rescale) const {
+    for (int c = 0; any && c < kCentres; ++c) {
+      Real* const sum = sums + c * kQueries + lane;
+      S::store(sum, S::fma(S::load(sum), rescale, tile_sums[c]));
+    }
+  }
+
+  const bool any;
+  Real* const sums;  // [kCentres][kQueries], relative to the maximum of the row as its weights are
+
+ private:
+  Real* const terms_;  // [kCentres][kCount]: what weights are multiplied by
+};
+
 // Calls body(element) with a value of the type that elements of a dtype have in memory.
 template <class Body>
 inline void for_element_type(DType dtype, Body body) {

@@ -36,7 +36,7 @@ const Backend& cpu_backend() {
     cpu.decode_workspace_bytes = decode_workspace_bytes;
     cpu.decode = decode;
     cpu.reads_overlapping_rows = true;
-    cpu.writes_out_residual = true;
+    cpu.writes_centres = true;
     return cpu;
   }();
   return backend;

@@ -29,7 +29,7 @@ struct ForwardScratch {
   Unit* keys;                         // K in rows that can be read in units
   ScoreTile<Op> tile;
   Real* out;  // [kQueries][columns_v], not yet divided by the row sum
-  RunningRows<Real> rows;
+  RunningRows<Op> rows;
   IsolatedRows<In, Op> isolated_v;
   int64_t bytes;
 
@@ -44,7 +44,7 @@ struct ForwardScratch {
         keys(carve.take<Unit>(kKeys * units)),
         tile(p, &carve),
         out(carve.take<Real>(kQueries * columns_v)),
-        rows(&carve),
+        rows(p, &carve),
         isolated_v(p, kKeys, units_v, &carve),
         bytes(carve.used()) {}
 };
@@ -102,6 +102,7 @@ class Forward {
     for (int64_t i = 0; i < lane_count; ++i) {
       scratch.rows.max[i] = has_sink ? sink_maximum(sink) : -std::numeric_limits<Real>::infinity();
       scratch.rows.sum[i] = has_sink ? Real(1) : Real(0);
+      for (int c = 0; p.centres.data && c < kCentres; ++c) scratch.rows.centres.sums[c * kQueries + i] = 0;
     }
     std::memset(scratch.out, 0, row_count * scratch.columns_v * sizeof(Real));
   }
@@ -124,7 +125,9 @@ class Forward {
     }
     const Gemm<Op> qk{k.data, k.stride, scratch.q_transposed, kQueries, tile.scores, kQueries};
     if constexpr (kIsGeneral<Rule>) {
-      tile.biases.load(bias, {row0, row_count, key0, count, head_mask.basic.first_position()});
+      const TilePlace place{row0, row_count, key0, count, head_mask.basic.first_position()};
+      tile.biases.load(bias, place);
+      scratch.rows.centres.load(bias, place);
     }
     for (int64_t lane = 0; lane < lane_count; lane += kPanel<Op>) {
       const IndexRange lanes{lane, lesser(lane + kPanel<Op>, lane_count)}, panel_keys = mask.panel_keys(lane);
@@ -152,11 +155,10 @@ class Forward {
       const Real sum = scratch.rows.sum[i];
       const bool empty = sum == 0;  // no visible key and no sink
       Real* const sums = scratch.out + i * scratch.columns_v;
-      In* const out = row_of<In>(p.out, batch, head, row);
-      narrow_row(out, sums, p.head_dim_v, empty ? Real(0) : inverse_keep / sum);
-      if (p.out_residual.data) {
-        for (int64_t c = 0; c < p.head_dim_v; ++c) sums[c] -= static_cast<Real>(widen(out[c]));
-        narrow_row(row_of<In>(p.out_residual, batch, head, row), sums, p.head_dim_v, Real(1));
+      narrow_row(row_of<In>(p.out, batch, head, row), sums, p.head_dim_v, empty ? Real(0) : inverse_keep / sum);
+      for (int c = 0; p.centres.data && c < kCentres; ++c) {
+        const Real centre = scratch.rows.centres.sums[c * kQueries + i];
+        row_of<Real>(p.centres, batch, head, row)[c] = empty ? Real(0) : centre / sum;
       }
       *row_of<Real>(p.lse, batch, head, row) = empty ? -infinity : row_lse(scratch.rows.max[i], std::log2(sum));
     }

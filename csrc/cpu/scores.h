@@ -52,16 +52,20 @@ struct GradientTile {
 };
 
 // What the forward has found of the rows of a query tile so far, [kQueries] each.
-template <class Real>
+template <class Op>
 struct RunningRows {
-  explicit RunningRows(ScratchCarver* carve)
+  using Real = typename Op::Real;
+
+  RunningRows(const AttnParams& p, ScratchCarver* carve)
       : max(carve->take<Real>(Tile<Real>::kQueries)),
         sum(carve->take<Real>(Tile<Real>::kQueries)),
-        rescale(carve->take<Real>(Tile<Real>::kQueries)) {}
+        rescale(carve->take<Real>(Tile<Real>::kQueries)),
+        centres(p, carve) {}
 
   Real* max;      // of factor * score, which is the logit in units of log2
   Real* sum;      // of the weights, which are relative to the maximum
   Real* rescale;  // what the last key tile's new maximum makes of everything summed before it
+  CentreSums<Op> centres;
 };
 
 // Where the backward multiplies softmax_scale, the scale of dq and dk, to dS = P * (dP / p_keep - delta) * slope: to dP
@@ -167,8 +171,8 @@ inline void with_limits(const ScoreTile<Op>& tile, const PanelMask<Op>& mask, In
 }
 
 template <class Accuracy, bool kMasked, bool kDropout, class Op, class Rule>
-inline void weigh_vector(const ScoreTile<Op>& tile, const Rule& rule, const RunningRows<typename Op::Real>& rows,
-                         int64_t lane, IndexRange keys) {
+inline void weigh_vector(const ScoreTile<Op>& tile, const Rule& rule, const RunningRows<Op>& rows, int64_t lane,
+                         IndexRange keys) {
   using Real = typename Op::Real;
   using S = typename Op::S;
   using V = typename S::V;
@@ -207,9 +211,11 @@ inline void weigh_vector(const ScoreTile<Op>& tile, const Rule& rule, const Runn
   S::store(rows.rescale + lane, rescale);
 
   V sum = S::zero();
+  [[maybe_unused]] V centres[kCentres] = {S::zero(), S::zero(), S::zero()};
   auto kept_weight = [&](int64_t j) {
     const V weight = vector.template weight<Accuracy>(j, vector.load(j), factor, minus_offset);
     sum = sum + weight;
+    if constexpr (kIsGeneral<Rule>) rows.centres.add(centres, j, lane, weight);
     return vector.kept(j, weight);
   };
   int64_t j = keys.begin;
@@ -219,13 +225,14 @@ inline void weigh_vector(const ScoreTile<Op>& tile, const Rule& rule, const Runn
   }
   if (j < keys.end) PanelForms<Op>::keys(tile.scores, tile.kQueries, j, lane, kept_weight(j), nullptr);
   S::store(rows.sum + lane, S::fma(S::load(rows.sum + lane), rescale, sum));
+  if constexpr (kIsGeneral<Rule>) rows.centres.end_tile(centres, lane, rescale);
 }
 
 // Products of a panel to weights, relative to the running maximum of each row, and kept or dropped: the A operand of a
 // product along keys.
 template <class Accuracy, class Op, class Rule>
-inline void weigh(const ScoreTile<Op>& tile, const Rule& rule, const RunningRows<typename Op::Real>& rows,
-                  const PanelMask<Op>& mask, IndexRange lanes, IndexRange keys) {
+inline void weigh(const ScoreTile<Op>& tile, const Rule& rule, const RunningRows<Op>& rows, const PanelMask<Op>& mask,
+                  IndexRange lanes, IndexRange keys) {
   with_limits(tile, mask, lanes, keys, [&](auto masked, auto dropout) {
     for (int64_t lane = lanes.begin; lane < lanes.end; lane += Op::S::kWidth) {
       weigh_vector<Accuracy, masked.value, dropout.value>(tile, rule, rows, lane, keys);
@@ -312,6 +319,8 @@ inline void differentiate_vectors(const ScoreTile<Op>& tile, const GradientTile<
   GradientVector<Accuracy, kMasked, kDropout, Op, Rule> vectors[kVectors];
   for (int n = 0; n < kVectors; ++n) vectors[n] = {tile, gradients, rule, scales, rows, lane + n * S::kWidth};
   const bool has_bias_gradient = kIsGeneral<Rule> && gradients.biases.any();
+  V row_sums[kVectors];
+  for (int n = 0; n < kVectors; ++n) row_sums[n] = S::zero();
   auto one_key = [&](int64_t j, V* kept_weight, V* dscore) __attribute__((always_inline)) {
     FLASHATTN_UNROLL(2)
     for (int n = 0; n < kVectors; ++n) {
@@ -324,6 +333,7 @@ inline void differentiate_vectors(const ScoreTile<Op>& tile, const GradientTile<
         // The score of a hidden pair, and with it the slope, may be no number.
         dscore[n] = vectors[n].of_visible(j, exponent, dscore[n] * S::set1(scales.dscore));
         if (has_bias_gradient) gradients.biases.add(j, lane + n * S::kWidth, dlogit);
+        row_sums[n] = row_sums[n] + dlogit;
       }
     }
   };
@@ -338,6 +348,9 @@ inline void differentiate_vectors(const ScoreTile<Op>& tile, const GradientTile<
       PanelForms<Op>::queries(gradients.scores + (j + k) * kQueries, lane, dscore[k], kVectors);
     }
     PanelForms<Op>::pairs(gradients.pairs + j / 2 * kQueries, lane, dscore[0], dscore[1], kVectors);
+  }
+  for (int n = 0; has_bias_gradient && n < kVectors; ++n) {
+    gradients.biases.set_row_sums(lane + n * S::kWidth, row_sums[n]);
   }
 }
 

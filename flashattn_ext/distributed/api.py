@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import api, arguments, ops
-from ..autograd import CallOptions, CallTensors, _keeps_residual
+from ..autograd import CallOptions, CallTensors, _keeps_centres
 from ..mask import Mask
 from . import groups
 from .call import Settings, Tensors
@@ -104,7 +104,7 @@ def attention(
         window_left=call_options.window_left, window_right=call_options.window_right, dropout_p=call_options.dropout_p,
         smooth_softmax=call_options.smooth_softmax, deterministic=call_options.deterministic,
         batch=_place(call_options)[0], head=_place(call_options)[1], seqlen=of.seqlen, sharding=of.kind, mode=mode,
-        group=groups.name_of(pg), needs_lse=arguments.flag("return_lse", return_lse), keeps_residual=_keeps_residual(tensors, transformed=False),
+        group=groups.name_of(pg), needs_lse=arguments.flag("return_lse", return_lse), keeps_centres=_keeps_centres(tensors, transformed=False),
     )  # fmt: skip
     given = Tensors(
         tensors.q, tensors.k, tensors.v, cu_seqlens, tensors.sink, tensors.alibi_slopes, tensors.relative_bias, tensors.bias,

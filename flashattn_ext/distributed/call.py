@@ -51,7 +51,7 @@ class Settings(NamedTuple):
     mode: str  # "ulysses", "allgather" or "ring"
     group: str
     needs_lse: bool
-    keeps_residual: bool  # what rounding takes from out, for the gradients of biases (autograd.py)
+    keeps_centres: bool  # of rows, for the gradients of biases (autograd.py)
 
 
 def group_of(settings: Settings) -> Any:

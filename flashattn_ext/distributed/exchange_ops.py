@@ -30,11 +30,11 @@ _TENSORS = (
 _SETTINGS = (
     "float softmax_scale, float softcap, bool causal, SymInt window_left, SymInt window_right, float dropout_p, "
     "bool smooth_softmax, bool deterministic, SymInt batch, SymInt head, SymInt seqlen, str sharding, str mode, str group, "
-    "bool needs_lse, bool keeps_residual"
+    "bool needs_lse, bool keeps_centres"
 )
-# What the backward is given beside: what rounding has taken from the out that it reads (empty unless keeps_residual), and of `ulysses` all
-# rows of this rank's heads, empty tensors in the other modes.
-_KEPT = ("residual", "whole_q", "whole_k", "whole_v", "whole_out", "whole_lse")
+# What the backward is given beside: the centres of the rows that it reads (empty unless keeps_centres), and of `ulysses` all rows of
+# this rank's heads, empty tensors in the other modes.
+_KEPT = ("centres", "whole_q", "whole_k", "whole_v", "whole_out", "whole_lse")
 
 _library = torch.library.Library("flashattn_ext", "FRAGMENT")
 _library.define(
@@ -70,22 +70,22 @@ def _forward(*arguments: Any) -> tuple[Tensor, ...]:
     check(tensors, settings)
     if settings.mode == "ulysses":
         exchange = HeadExchange(shares=shares_of(tensors, settings), **_common(tensors, settings))
-        return exchange.forward(tensors.q, tensors.k, tensors.v, settings.needs_lse, settings.keeps_residual)
-    out, lse, residual = _key_exchange(tensors, settings).forward(settings.keeps_residual)
-    return out, lse, residual, *(out.new_empty(0) for _ in _KEPT[1:])
+        return exchange.forward(tensors.q, tensors.k, tensors.v, settings.needs_lse, settings.keeps_centres)
+    out, lse, centres = _key_exchange(tensors, settings).forward(settings.keeps_centres)
+    return out, lse, centres, *(out.new_empty(0) for _ in _KEPT[1:])
 
 
 def _backward(
     dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, *arguments: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    (residual, *kept), needs, rest = arguments[:6], arguments[6:9], arguments[9:]
+    (centres, *kept), needs, rest = arguments[:6], arguments[6:9], arguments[9:]
     tensors, settings = Tensors(*rest[:10]), Settings(*rest[10:])
     if settings.mode == "ulysses":
         exchange = HeadExchange(shares=shares_of(tensors, settings), **_common(tensors, settings))
-        gradients = exchange.backward(dout, dlse, kept, residual if settings.keeps_residual else None, needs)
+        gradients = exchange.backward(dout, dlse, kept, centres if settings.keeps_centres else None, needs)
     else:
         gradients = _key_exchange(tensors, settings).backward(
-            dout, dlse, out, lse, residual if settings.keeps_residual else None, needs
+            dout, dlse, out, lse, centres if settings.keeps_centres else None, needs
         )  # fmt: skip
     return _without_none(gradients, tensors.q)
 
@@ -109,13 +109,13 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty((*batch, heads, rows), dtype=statistics)
     if settings.mode != "ulysses":
-        residual = torch.empty_like(out) if settings.keeps_residual else q.new_empty(0)
-        return out, lse, residual, *(q.new_empty(0) for _ in _KEPT[1:])
+        centres = lse.new_empty((*lse.shape, 3) if settings.keeps_centres else 0)
+        return out, lse, centres, *(q.new_empty(0) for _ in _KEPT[1:])
     shares, whole = shares_of(tensors, settings), (*batch, settings.seqlen)
     keys = len(shares.repeated(0))  # as many on every rank
     return (
         out, lse if settings.needs_lse else lse.new_empty(0),
-        q.new_empty((*whole, shares.each, v.shape[-1]) if settings.keeps_residual else 0),
+        lse.new_empty((*batch, shares.each, settings.seqlen, 3) if settings.keeps_centres else 0),
         q.new_empty((*whole, shares.each, head_dim)), k.new_empty((*whole, keys, head_dim)),
         v.new_empty((*whole, keys, v.shape[-1])), q.new_empty((*whole, shares.each, v.shape[-1])),
         q.new_empty((*batch, shares.each, settings.seqlen), dtype=statistics),

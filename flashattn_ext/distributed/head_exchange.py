@@ -250,14 +250,14 @@ class HeadExchange:
 
     # --- forward and backward -------------------------------------------------------------------------------------------
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, needs_lse: bool, keeps_residual: bool) -> tuple[Tensor, ...]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, needs_lse: bool, keeps_centres: bool) -> tuple[Tensor, ...]:
         """out and lse of this rank's rows (lse empty unless it is needed), and what the backward wants."""
         q, k, v = self._to_heads([q, k, v], [False, True, True])
         k, v = self._expanded(k), self._expanded(v)
         tensors, options = self._call(q, k, v, self._bias_of_heads())
-        out, lse, residual = local.forward(tensors, options, self.rng_state, keeps_residual)
+        out, lse, centres = local.forward(tensors, options, self.rng_state, keeps_centres)
         (rows,) = self._to_rows([out], [False], [self.shares.heads_q])
-        return rows, self._lse_of_rows(lse) if needs_lse else lse.new_empty(0), residual, q, k, v, out, lse
+        return rows, self._lse_of_rows(lse) if needs_lse else lse.new_empty(0), centres, q, k, v, out, lse
 
     def _lse_of_rows(self, lse: Tensor) -> Tensor:
         (rows,) = self._to_rows([lse.transpose(-1, -2).unsqueeze(-1)], [False], [self.shares.heads_q])
@@ -268,10 +268,10 @@ class HeadExchange:
         dout: Tensor | None,
         dlse: Tensor | None,
         saved: Sequence[Tensor],
-        residual: Tensor | None,
+        centres: Tensor | None,
         needs: tuple[bool, bool, bool],
     ) -> Gradients:
-        """saved: what forward returned after the residual."""
+        """saved: what forward returned after the centres."""
         q, k, v, out, lse = saved
         if dout is not None:
             (dout,) = self._to_heads([dout], [False])
@@ -279,7 +279,7 @@ class HeadExchange:
             (dlse,) = self._to_heads([dlse.transpose(-1, -2).unsqueeze(-1)], [False])
             dlse = dlse.squeeze(-1).transpose(-1, -2)
         tensors, options = self._call(q, k, v, self._bias_of_heads())
-        of_heads = local.backward(tensors, options, self.rng_state, dout, dlse, out, lse, residual, needs)
+        of_heads = local.backward(tensors, options, self.rng_state, dout, dlse, out, lse, centres, needs)
         dk, dv = self._unexpanded(of_heads.k), self._unexpanded(of_heads.v)
         heads = self.shares.heads_q, self.shares.heads_k, self.shares.heads_k
         dq, dk, dv = self._to_rows([of_heads.q, dk, dv], [False, True, True], heads)

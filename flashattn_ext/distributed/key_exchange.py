@@ -3,8 +3,8 @@
 Forward, for every step of the plan (plan.py):   keys of the next step on their way | calls of this step, merged by their lse
 Backward, the same steps again:                  keys of the next step on their way | calls of this step | gradients on their way back
 
-A row whose keys came in several calls has out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i), in float32. The backward
-of each call is given the merged out and lse, so that its weights are those of the whole row.
+A row whose keys came in several calls has out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i), in float32, and so have its
+centres (csrc/bias.h). The backward of each call is given the merged ones, so that its weights are those of the whole row.
 """
 
 from __future__ import annotations
@@ -127,12 +127,13 @@ class KeyExchange:
 
     # --- forward --------------------------------------------------------------------------------------------------------
 
-    def forward(self, keeps_residual: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """out of this rank's queries, like q with the head_dim of v, lse [B, Hq, s] ([Hq, s]), and what rounding has taken from out."""
-        sums = self.plan.merges or keeps_residual
-        out = self.q.new_zeros((*self.q.shape[:-1], self.v.shape[-1]), dtype=self.statistics if sums else None)
+    def forward(self, keeps_centres: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """out of this rank's queries, like q with the head_dim of v, lse [B, Hq, s] ([Hq, s]), and centres, with 3 more of a dimension."""
+        merges = self.plan.merges
+        out = self.q.new_zeros((*self.q.shape[:-1], self.v.shape[-1]), dtype=self.statistics if merges else None)
         heads, length = self.q.shape[self.row_dim + 1], self.q.shape[self.row_dim]
         lse = self.q.new_full((*self.q.shape[: self.row_dim], heads, length), -math.inf, dtype=self.statistics)
+        centres = lse.new_zeros((*lse.shape, 3) if keeps_centres else 0)
         steps = self.plan.steps
         buffers, transfer = self._fetch(steps[0])
         for index, step in enumerate(steps):
@@ -142,33 +143,29 @@ class KeyExchange:
                 buffers, transfer = self._fetch(steps[index + 1])
             for part in step.parts:
                 tensors = self._tensors(part, keys, values)
-                part_out, part_lse, residual = local.forward(
-                    tensors, self._options(part, tensors), self.rng_state, keeps_residual
+                part_out, part_lse, part_centres = local.forward(
+                    tensors, self._options(part, tensors), self.rng_state, keeps_centres
                 )  # fmt: skip
                 if part.added_rows:
                     part_out, part_lse = part_out[part.added_rows :], part_lse[..., part.added_rows :]
-                    residual = residual[part.added_rows :]
-                if keeps_residual:
-                    part_out = part_out.to(out.dtype) + residual
-                of_rows = self._rows(out, *part.rows), lse[..., part.rows[0] : part.rows[1]]
-                if part.is_first:
-                    of_rows[0].copy_(part_out)
-                    of_rows[1].copy_(part_lse)
-                else:
-                    _merge(*of_rows, part_out, part_lse)
-        rounded = out.to(self.q.dtype)
-        return rounded, lse, (out - rounded).to(self.q.dtype) if keeps_residual else rounded.new_empty(0)
+                    part_centres = part_centres[..., part.added_rows :, :] if keeps_centres else part_centres
+                begin, end = part.rows
+                means = [(self._rows(out, begin, end), part_out)]
+                if keeps_centres:  # in the order of the dimensions of out
+                    means.append((centres[..., begin:end, :].transpose(-2, -3), part_centres.transpose(-2, -3)))
+                _merge(means, lse[..., begin:end], part_lse, part.is_first)
+        return out.to(self.q.dtype), lse, centres
 
     # --- backward -------------------------------------------------------------------------------------------------------
 
     def backward(
-        self, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, residual: Tensor | None,
+        self, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, centres: Tensor | None,
         needs: tuple[bool, bool, bool],
     ) -> Gradients:  # fmt: skip
         """needs: whether alibi_slopes, relative_bias and bias have gradients."""
         dq = self.q.new_zeros(self.q.shape, dtype=self.statistics if self.plan.merges else None)
         dk, dv = (t.new_zeros(t.shape, dtype=self.statistics) for t in (self.k, self.v))
-        extras, results = _ExtraGradients(self, needs), _Results(dout, dlse, out, lse, residual)
+        extras, results = _ExtraGradients(self, needs), _Results(dout, dlse, out, lse, centres)
         steps = self.plan.steps
         buffers, transfer = self._fetch(steps[0])
         arriving: list[_Returned] = []
@@ -208,6 +205,9 @@ class KeyExchange:
                 self._rows(dk, *part.keys).add_(gradients.k)
                 self._rows(dv, *part.keys).add_(gradients.v)
             extras.add(part, gradients)
+            if not part.is_first and results.dlse is not None and results.centres is not None:
+                begin, end = part.rows
+                extras.take_back(part, results.centres[..., begin:end, :] * results.dlse[..., begin:end].unsqueeze(-1))
         return dk, dv
 
     def _return(self, step: Step, gradients: tuple[Tensor, Tensor], dk: Tensor, dv: Tensor) -> _Returned:
@@ -235,7 +235,7 @@ class _Results(NamedTuple):
     dlse: Tensor | None
     out: Tensor
     lse: Tensor
-    residual: Tensor | None
+    centres: Tensor | None
 
     def of(self, row_dim: int, part: Part) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None]:
         """Of the rows of a call, in the order of local.backward."""
@@ -248,10 +248,14 @@ class _Results(NamedTuple):
             t = t[..., begin:end]
             return torch.nn.functional.pad(t, (part.added_rows, 0), value=of_nothing) if part.added_rows else t
 
+        centres = None if self.centres is None else self.centres[..., begin:end, :]
+        if centres is not None and part.added_rows:
+            centres = torch.nn.functional.pad(centres, (0, 0, part.added_rows, 0))
+
         out, lse = rows(self.out), statistics(self.lse, math.inf)  # of a row in which no key has a weight
         assert out is not None
         dlse = None if self.dlse is None else statistics(self.dlse, 0)
-        return rows(self.dout), dlse, out, lse, rows(self.residual)
+        return rows(self.dout), dlse, out, lse, centres
 
 
 def _with_rows(t: Tensor, row_dim: int, count: int) -> Tensor:
@@ -300,6 +304,27 @@ class _ExtraGradients:
                 total = self.call._of_bias(total, part)
             total.add_(gradient)
 
+    def take_back(self, part: Part, added: Tensor) -> None:
+        """Every call adds the centres of its rows times their gradient of lse to the gradients of biases (csrc/bias.h): one is enough.
+
+        added [B, Hq, rows, 3], packed without the B.
+        """
+        _, slopes, relative, _ = self.sums
+        if slopes is not None and self.call.documents is None:
+            of_entries = added[..., 0].sum(-1)
+            slopes.add_(of_entries.sum(0) if slopes.dim() == 1 else of_entries)
+        elif slopes is not None and slopes.dim() == 1:
+            slopes.add_(added[..., 0].sum(-1))
+        elif slopes is not None:
+            lengths = [place.last_row - place.row for place in part.places]
+            for place, of_document in zip(part.places, added[..., 0].split(lengths, -1), strict=True):
+                slopes[place.document].add_(of_document.sum(-1))
+        if relative is not None:
+            of_heads = added.sum(-2)
+            ends = of_heads if self.call.documents is not None else of_heads.sum(0)
+            relative[:, 0].sub_(ends[:, 1])
+            relative[:, -1].sub_(ends[:, 2])
+
     def finished(self) -> list[Tensor | None]:
         return [
             None if total is None or t is None else total.to(t.dtype)
@@ -307,9 +332,18 @@ class _ExtraGradients:
         ]
 
 
-def _merge(out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> None:
-    """Adds a call's result to that of the calls before it, in place. out [..., rows, heads, Dv], lse [..., heads, rows]."""
+def _merge(means: list[tuple[Tensor, Tensor]], lse: Tensor, part_lse: Tensor, is_first: bool) -> None:
+    """Adds a call's results to those of the calls before it, in place; is_first: there are none.
+
+    means: pairs of what is a mean under the weights of the row, so far and in the call, [..., rows, heads, n]. lse [..., heads, rows].
+    """
+    if is_first:
+        for mean, of_part in means:
+            mean.copy_(of_part)
+        lse.copy_(part_lse)
+        return
     share = torch.sigmoid(part_lse - lse)
     share = torch.where(part_lse == -math.inf, 0.0, share)  # two rows that have seen nothing have no difference
-    out.lerp_(part_out.to(out.dtype), share.transpose(-1, -2).unsqueeze(-1))
+    for mean, of_part in means:
+        mean.lerp_(of_part.to(mean.dtype), share.transpose(-1, -2).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, part_lse))

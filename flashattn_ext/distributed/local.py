@@ -67,20 +67,20 @@ def with_lengths(options: CallOptions, sequences: Packed | None) -> CallOptions:
 
 
 def forward(
-    tensors: CallTensors, options: CallOptions, rng_state: Tensor, keeps_residual: bool
+    tensors: CallTensors, options: CallOptions, rng_state: Tensor, keeps_centres: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, and what rounding has taken from out, in its shape; empty unless keeps_residual."""
-    out, lse, residual = ops.pure_forward(*tensors, *options, rng_state, keeps_residual, [])
-    return out, lse, residual
+    """out, lse, and the centres of rows [B, Hq, s, 3] ([Hq, s, 3]); empty unless keeps_centres."""
+    out, lse, centres = ops.pure_forward(*tensors, *options, rng_state, keeps_centres, [])
+    return out, lse, centres
 
 
 def backward(
     tensors: CallTensors, options: CallOptions, rng_state: Tensor, dout: Tensor | None, dlse: Tensor | None,
-    out: Tensor, lse: Tensor, residual: Tensor | None, needs: tuple[bool, bool, bool],
+    out: Tensor, lse: Tensor, centres: Tensor | None, needs: tuple[bool, bool, bool],
 ) -> Gradients:  # fmt: skip
-    """residual: what rounding has taken from out; needs: whether alibi_slopes, relative_bias and bias have gradients."""
+    """centres: of rows, as forward has them; needs: whether alibi_slopes, relative_bias and bias have gradients."""
     dq, dk, dv, dsink, *biases = ops.pure_backward(
-        *tensors, *options, dout, dlse, out, lse, residual, *needs, rng_state, []
+        *tensors, *options, dout, dlse, out, lse, centres, *needs, rng_state, []
     )  # fmt: skip
     return Gradients(
         dq, dk, dv, None if tensors.sink is None else dsink,

@@ -47,9 +47,9 @@ class _Layout:
 
     def batch_and_head_dims(self, name: str, t: Tensor) -> tuple[int | None, int | None]:
         """Dimensions of a named tensor; None where it has one entry for all."""
-        if name in ("q", "k", "v", "dout", "out", "out_residual"):
+        if name in ("q", "k", "v", "dout", "out"):
             return None if self.packed else 0, self.head_dim
-        if name in ("lse", "dlse"):
+        if name in ("lse", "dlse", "centres"):
             return (None, 0) if self.packed else (0, 1)
         if name in ("sink", "relative_bias") or (name == "alibi_slopes" and t.dim() == 1):
             return None, 0
@@ -171,7 +171,7 @@ class _SharedCall:
 
 def _forward(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> tuple[DTensor, ...]:
     call = _SharedCall(func, args)
-    out, lse, residual = call.run()
+    out, lse, centres = call.run()
     a, layout = call.arguments, call.layout
     q, v = a["q"], a["v"]
     like_out = torch.empty((*q.shape[:-1], v.shape[-1]), device="meta")
@@ -179,10 +179,11 @@ def _forward(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kwargs: An
     like_lse = torch.empty(
         (layout.heads_q, rows) if layout.packed else (q.shape[0], layout.heads_q, rows), device="meta"
     )
-    whole_residual = (
-        call.whole("out_residual", residual, like_out) if a["keeps_residual"] else _replicated(residual, call.mesh)
+    like_centres = like_lse.unsqueeze(-1).expand(*like_lse.shape, 3)
+    whole_centres = (
+        call.whole("centres", centres, like_centres) if a["keeps_centres"] else _replicated(centres, call.mesh)
     )
-    return call.whole("out", out, like_out), call.whole("lse", lse, like_lse), whole_residual
+    return call.whole("out", out, like_out), call.whole("lse", lse, like_lse), whole_centres
 
 
 def _backward(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> tuple[Tensor, ...]:

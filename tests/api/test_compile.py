@@ -159,17 +159,17 @@ def test_opcheck(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, name
         softcap=2.0 if "softcap" in extras else 0.0, origin=[1, 2] if dropout else None,
     )  # fmt: skip
     call = (*op_tensors(device, dtype, varlen, bhsd, extras), *options)
-    keeps_residual = "alibi_slopes" in extras
-    torch.library.opcheck(ops.forward.call, (*call, 5 if dropout else None, keeps_residual))
-    out, lse, _, rng_state = ops.forward.call(*call, 5 if dropout else None, keeps_residual)
+    keeps_centres = "alibi_slopes" in extras
+    torch.library.opcheck(ops.forward.call, (*call, 5 if dropout else None, keeps_centres))
+    out, lse, _, rng_state = ops.forward.call(*call, 5 if dropout else None, keeps_centres)
     scalars = [torch.tensor(value, dtype=torch.float64) for value in options if type(value) is float]
     assert len(scalars) == sum(str(a.type) == "number" for a in ops.forward.default._schema.arguments)
     for given in ([], scalars):
-        torch.library.opcheck(ops.forward.default, (*call, rng_state, keeps_residual, given))
-        torch.testing.assert_close(ops.forward(*call, rng_state, keeps_residual, given)[0], out)
+        torch.library.opcheck(ops.forward.default, (*call, rng_state, keeps_centres, given))
+        torch.testing.assert_close(ops.forward(*call, rng_state, keeps_centres, given)[0], out)
     for dlse in (None, torch.randn_like(lse)):
-        residual = torch.zeros_like(out) if keeps_residual else None
-        gradients = (torch.randn_like(out), dlse, out, lse, residual, True, dlse is None, True, rng_state)
+        centres = torch.rand(*lse.shape, 3, device=device) if keeps_centres else None
+        gradients = (torch.randn_like(out), dlse, out, lse, centres, True, dlse is None, True, rng_state)
         torch.library.opcheck(ops.backward.call, (*call, *gradients))
         torch.library.opcheck(ops.backward.default, (*call, *gradients, []))
 

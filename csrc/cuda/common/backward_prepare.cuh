@@ -60,10 +60,6 @@ __global__ void __launch_bounds__(kPrepareThreads)
       delta += widen(reinterpret_cast<const T*>(&x)[e]) * widen(reinterpret_cast<const T*>(&y)[e]);
     }
   }
-  if (p.out_residual.data) {
-    const T* const residual = row_pointer<const T>(p.out_residual, b, h, row);
-    for (int c = lane; c < columns; c += lanes) delta += widen(dout[c]) * widen(residual[c]);
-  }
   for (int distance = lanes / 2; distance > 0; distance /= 2) delta += __shfl_xor_sync(~0u, delta, distance);
   if (!valid || lane != 0) return;
   const float lse = *row_statistic(p.lse, b, h, row);

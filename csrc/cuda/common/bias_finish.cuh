@@ -1,13 +1,36 @@
 // Last stage of the backward of calls with biases: gradients of slopes and of both ends of the relative bias, from the
-// sums that warps have written (bias_gradient.cuh), in a fixed order; in deterministic calls those of all its entries.
+// sums that warps have written (bias_gradient.cuh) and the centres of rows (../../bias.h), in a fixed order; in
+// deterministic calls those of all its entries.
 #pragma once
 
 #include "backward_workspace.h"
 #include "launch.cuh"
+#include "rows.cuh"
+#include "tile.cuh"
 
 namespace flashattn_ext {
 
 constexpr int kBiasFinishThreads = 256;
+
+// This thread's part of the sum over rows [begin, end) of a head, in the order of the workspace, of a centre times what
+// the gradients of the row's logits add up to.
+static __device__ __forceinline__ double sum_of_centres(const AttnGradParams& p, const GeneralWorkspace& workspace,
+                                                        int h, int which, int64_t begin, int64_t end) {
+  if (!p.centres.data || !(p.has_sink || p.dlse.data)) return 0;
+  const float sink = p.sink ? static_cast<const float*>(p.sink)[h] : 0.f;
+  double sum = 0;
+  for (int64_t i = begin + threadIdx.x; i < end; i += kBiasFinishThreads) {
+    const int64_t b = p.is_varlen() ? 0 : i / p.seqlen_q, row = p.is_varlen() ? i : i % p.seqlen_q;
+    const float lse = *row_statistic(p.lse, b, h, row);
+    if (lse == -infinity()) continue;
+    float gradient = p.dlse.data ? *row_statistic(p.dlse, b, h, row) : 0.f;
+    if (p.has_sink && sink_counts(sink)) {
+      gradient += expf(sink_log_weight(sink, lse)) * workspace.delta[h * workspace.rows + i] * workspace.keep_scale;
+    }
+    sum += static_cast<double>(row_pointer<const float>(p.centres, b, h, row)[which]) * gradient;
+  }
+  return sum;
+}
 
 // Adds up what warps have written. A thread block takes a head, and of slopes that belong to batch entries one entry.
 // Workspace: GeneralWorkspace; a template, so that sources without such calls do not compile it.
@@ -20,10 +43,13 @@ __global__ void __launch_bounds__(kBiasFinishThreads)
   const float* const from = workspace.sums + h * workspace.key_tiles * workspace.parts * GeneralWorkspace::kSums;
 #pragma unroll 1
   for (int which = 0; which < GeneralWorkspace::kSums; ++which) {
-    int64_t begin = 0, end = workspace.key_tiles;
+    int64_t begin = 0, end = workspace.key_tiles, first_row = 0, last_row = workspace.rows;
     if (which == 0 && entries > 1) {
       begin = workspace.first_key_tile(p, entry, key_sequence(p, entry));
       if (entry + 1 < entries) end = workspace.first_key_tile(p, entry + 1, key_sequence(p, entry + 1));
+      const Sequence queries = query_sequence(p, entry);
+      first_row = p.is_varlen() ? queries.start : entry * p.seqlen_q;
+      last_row = first_row + queries.length;
     } else if (which > 0 && entry > 0) {
       return;  // the relative bias belongs to all entries, which the first thread block of the head adds up
     }
@@ -31,12 +57,12 @@ __global__ void __launch_bounds__(kBiasFinishThreads)
     for (int64_t i = begin * workspace.parts + threadIdx.x; i < end * workspace.parts; i += kBiasFinishThreads) {
       sum += from[i * GeneralWorkspace::kSums + which];
     }
-    part[threadIdx.x] = sum;
+    part[threadIdx.x] = sum * workspace.keep_scale + sum_of_centres(p, workspace, h, which, first_row, last_row);
     for (int half = kBiasFinishThreads / 2; half > 0; half /= 2) {
       __syncthreads();
       if (threadIdx.x < half) part[threadIdx.x] += part[threadIdx.x + half];
     }
-    const float total = static_cast<float>(part[0] * workspace.keep_scale);
+    const float total = static_cast<float>(part[0]);
     if (threadIdx.x == 0 && which == 0 && p.dalibi_slopes) {
       static_cast<float*>(p.dalibi_slopes)[entry * p.alibi_batch_stride + h] = -total;
     }

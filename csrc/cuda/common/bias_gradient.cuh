@@ -17,9 +17,9 @@ namespace flashattn_ext {
 // kHasElements: of a bias of any shape too.
 template <int kKeyTiles, bool kHasElements>
 struct BiasSums {
-  float slope = 0;  // of gradient * |distance|
-  float below = 0;  // of gradients in tiles that are wholly clamped to the lowest entry of the relative bias,
-  float above = 0;  // or to the highest
+  float slope = 0;  // of gradient * (|distance| - centre)
+  float below = 0;  // of gradient * (1 - centre) in tiles that are wholly clamped to the lowest entry of the relative
+  float above = 0;  // bias, or to the highest, and of gradient * -centre in the others
   float keys[kKeyTiles][2] = {};  // of a bias that all rows have in common: of each of the lane's keys
 };
 
@@ -27,8 +27,9 @@ struct BiasSums {
 // those ptxas serialises all products.
 enum class RelativeGradient { kInAnyOrder, kInAnyOrderOrExact };
 
-// The gradients of the biases of one head and one tile of a warp. Bias: TileBias or DistanceBias.
-template <class Bias, class T, int kKeyTiles, int kQueryTiles, RelativeGradient kRelative>
+// The gradients of the biases of one head and one tile of a warp. Bias: TileBias or DistanceBias. Centres: has the
+// centres of rows (../../bias.h), `pair(centre, n)` those of the lane's two rows of query tile n.
+template <class Bias, class T, int kKeyTiles, int kQueryTiles, RelativeGradient kRelative, class Centres>
 struct TileBiasGradient {
   using Sums = BiasSums<kKeyTiles, Bias::kHasElements>;
   static constexpr int kBands = 2 * kKeyTiles;  // keys of a lane
@@ -36,6 +37,7 @@ struct TileBiasGradient {
   const AttnGradParams& p;
   const Bias& bias;
   const GeneralWorkspace& workspace;
+  const Centres centres;
   const int b, h;
   const bool counts;  // whether these scores are to be summed up: no other thread block does
   Sums& sums;
@@ -49,17 +51,21 @@ struct TileBiasGradient {
     if (!counts) return;
     if (p.dalibi_slopes) {
       const float first = static_cast<float>(bias.place.distance);
+      const float2 centre = centres.pair(kDistance, n);
       each([&](int i, int e) {
-        sums.slope += gradient(i, e) * fabsf(first + static_cast<float>(bias.place.distance_on(i, n, e)));
+        const float distance = fabsf(first + static_cast<float>(bias.place.distance_on(i, n, e)));
+        sums.slope += gradient(i, e) * (distance - of_row(centre, e));
       });
     }
     if (p.drelative_bias) {
       const Reached range = bias.uniform_range();
-      if (range == Reached::kBelow) {
-        each([&](int i, int e) { sums.below += gradient(i, e); });
-      } else if (range == Reached::kAbove) {
-        each([&](int i, int e) { sums.above += gradient(i, e); });
-      } else {
+      const float2 below = of_end(range == Reached::kBelow, centres.pair(kBelow, n));
+      const float2 above = of_end(range == Reached::kAbove, centres.pair(kAbove, n));
+      each([&](int i, int e) {
+        sums.below += gradient(i, e) * of_row(below, e);
+        sums.above += gradient(i, e) * of_row(above, e);
+      });
+      if (range != Reached::kBelow && range != Reached::kAbove) {
         if (n > 0) end_band(kBands - n, open[kBands - 1]);
 #pragma unroll
         for (int k = kBands - 1; k >= 0; --k) {
@@ -84,8 +90,11 @@ struct TileBiasGradient {
       sums.slope += sum_of([&](int i, int n, int e) {
         return gradients[i][n][e] * fabsf(first + static_cast<float>(bias.place.distance_on(i, n, e)));
       });
+      sums.slope -= sum_of_centres(gradients, kDistance);
     }
     if (!p.drelative_bias) return;
+    sums.below -= sum_of_centres(gradients, kBelow);
+    sums.above -= sum_of_centres(gradients, kAbove);
     if (bias.range == Reached::kBelow || bias.range == Reached::kAbove) {
       const float sum = sum_of([&](int i, int n, int e) { return gradients[i][n][e]; });
       (bias.range == Reached::kBelow ? sums.below : sums.above) += sum;
@@ -108,6 +117,14 @@ struct TileBiasGradient {
   }
 
  private:
+  // Of element e, from what its even and odd rows have.
+  static __device__ __forceinline__ float of_row(float2 pair, int e) { return e % 2 ? pair.y : pair.x; }
+  // What gradients are multiplied by for an end of the relative bias; is_whole: whether the whole tile is in that end.
+  static __device__ __forceinline__ float2 of_end(bool is_whole, float2 centre) {
+    const float own = is_whole ? 1.f : 0.f;
+    return {own - centre.x, own - centre.y};
+  }
+
   // Over all scores, in four sums that do not wait for each other.
   template <class Term>
   static __device__ __forceinline__ float sum_of(const Term& term) {
@@ -121,6 +138,25 @@ struct TileBiasGradient {
       }
     }
     return (part[0] + part[1]) + (part[2] + part[3]);
+  }
+
+  // Over all scores, of gradients times a centre of their rows.
+  __device__ __forceinline__ float sum_of_centres(const float (&gradients)[kKeyTiles][kQueryTiles][4],
+                                                  Centre which) const {
+    float part[2] = {};
+#pragma unroll
+    for (int n = 0; n < kQueryTiles; ++n) {
+      const float2 centre = centres.pair(which, n);
+      float sum[2] = {};  // of even and odd rows
+#pragma unroll
+      for (int i = 0; i < kKeyTiles; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sum[e % 2] += gradients[i][n][e];
+      }
+      part[0] = fmaf(sum[0], centre.x, part[0]);
+      part[1] = fmaf(sum[1], centre.y, part[1]);
+    }
+    return part[0] + part[1];
   }
 
   // The sum of a lane's scores of one band, of even or of odd queries.

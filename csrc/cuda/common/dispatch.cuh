@@ -26,7 +26,7 @@ class Dispatch {
     Backend backend{name,     "cuda",    supports,          &forward_workspace_bytes, &backward_workspace_bytes,
                     &forward, &backward, cuda_dropout_mask, supports_decode,          &decode_workspace_bytes,
                     &decode};
-    backend.writes_out_residual = true;
+    backend.writes_centres = true;
     return backend;
   }
 

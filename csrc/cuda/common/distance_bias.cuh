@@ -87,6 +87,16 @@ struct DistanceBias {
   __device__ __forceinline__ Reached uniform_range() const {
     return static_cast<Reached>(uniform(static_cast<int>(range)));
   }
+  // Whether no distance of the tile reaches an end of the relative bias.
+  __device__ __forceinline__ bool is_inside() const {
+    return uniform(static_cast<int>(place.tile_distance - (kRows - 1) > -reach &&
+                                    place.tile_distance + (kKeys - 1) < reach)) != 0;
+  }
+  // Whether all distances of the tile have the same sign.
+  __device__ __forceinline__ bool is_one_sided() const {
+    return uniform(
+               static_cast<int>(place.tile_distance + (kKeys - 1) <= 0 || place.tile_distance - (kRows - 1) >= 0)) != 0;
+  }
   // The entry of the relative bias for a distance.
   __device__ __forceinline__ int entry(int distance) const { return min(max(distance, -reach), reach); }
 

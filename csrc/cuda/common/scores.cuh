@@ -92,6 +92,11 @@ __device__ __forceinline__ void hide_keys(float (&x)[kRowTiles][N][4], const Mas
 // need not be rescaled, and weights are at most 2^8.
 constexpr float kTolerance = 8;
 
+// For kernels that do not ask for the sums of a tile's weights.
+struct IgnoreSum {
+  __device__ __forceinline__ void operator()(int, float) const {}
+};
+
 // The online softmax (Milakov and Gimelshein 2018) of rows g and g + 8 of a 16-row tile.
 struct OnlineSoftmax {
   float max[2];  // of the logits so far, in units of log2; -inf when there were none
@@ -107,9 +112,10 @@ struct OnlineSoftmax {
   }
 
   // Stored scores become weights, exp(logit - max). Before that it calls rescale(shrink): what was summed up under an
-  // earlier maximum, outside, is to be multiplied by shrink[r].
-  template <class Score, int N, class Rescale>
-  __device__ __forceinline__ void weigh(float (&x)[N][4], const Score& score, float tolerance, const Rescale& rescale) {
+  // earlier maximum, outside, is to be multiplied by shrink[r]. take_sum(r, sum of this lane's weights) comes last.
+  template <class Score, int N, class Rescale, class TakeSum = IgnoreSum>
+  __device__ __forceinline__ void weigh(float (&x)[N][4], const Score& score, float tolerance, const Rescale& rescale,
+                                        const TakeSum& take_sum = {}) {
     float offset[2], shrink[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -133,6 +139,7 @@ struct OnlineSoftmax {
         }
       }
       sum[r] = sum[r] * shrink[r] + part;
+      take_sum(r, part);
     }
   }
 

@@ -7,21 +7,20 @@
 
 namespace flashattn_ext {
 
-// Writes row g (r = 0) or g + 8 (r = 1) of accumulators, times a factor; `zero`: zeros instead; kResidual: what is lost
-// when these are rounded. exists: whether there is such a row in memory. Four lanes hold a row, two of every eight
-// columns each: they exchange them, and write 16 bytes each. All lanes of the warp call it.
-template <class T, bool kResidual = false, int N>
+// Writes row g (r = 0) or g + 8 (r = 1) of accumulators, times a factor; `zero`: zeros instead. exists: whether there
+// is such a row in memory. Four lanes hold a row, two of every eight columns each: they exchange them, and write 16
+// bytes each. All lanes of the warp call it.
+template <class T, int N>
 __device__ __forceinline__ void store_row(T* to, const float (&x)[N][4], int r, float factor, bool zero, bool exists,
                                           int columns) {
   const bool aligned = reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0;
-  auto value = [factor](float sum) { return kResidual ? rounding_residual<T>(sum * factor) : sum * factor; };
 #pragma unroll
   for (int n = 0; n < N; n += 4) {
     uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float (&tile)[4] = x[n + i < N ? n + i : n];
-      words[i] = zero ? 0 : TensorCore<T>::pack(value(tile[2 * r]), value(tile[2 * r + 1]));
+      words[i] = zero ? 0 : TensorCore<T>::pack(tile[2 * r] * factor, tile[2 * r + 1] * factor);
     }
     transpose_quad(words);
     const int column = (n + static_cast<int>(threadIdx.x) % 4) * 8;

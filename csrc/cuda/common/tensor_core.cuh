@@ -23,14 +23,6 @@ __device__ __forceinline__ void narrow(float x, float* to) { *to = x; }
 __device__ __forceinline__ void narrow(float x, __half* to) { *to = __float2half_rn(x); }
 __device__ __forceinline__ void narrow(float x, __nv_bfloat16* to) { *to = __float2bfloat16_rn(x); }
 
-// What a number loses when it is narrowed.
-template <class T>
-__device__ __forceinline__ float rounding_residual(float x) {
-  T narrowed;
-  narrow(x, &narrowed);
-  return x - widen(narrowed);
-}
-
 template <int N>
 __device__ __forceinline__ void set_zero(float (&accumulators)[N][4]) {
 #pragma unroll

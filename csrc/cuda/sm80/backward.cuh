@@ -111,6 +111,19 @@ struct Backward {
     int length_q, length_k;            // of the sequence
     int unmasked_begin, unmasked_end;  // queries that see all keys of this tile
   };
+  // Of the rows of a query tile, in the padding of the rows of q: beside kGeneral no call has centres.
+  struct RowCentres {
+    float values[kCentres];
+  };
+  struct TileCentres {
+    const T* first;  // the padding of the lane's first row
+    __device__ __forceinline__ float2 pair(Centre which, int n) const {
+      const T* const row = first + 8 * n * kStride;
+      return {reinterpret_cast<const RowCentres*>(row)->values[which],
+              reinterpret_cast<const RowCentres*>(row + kStride)->values[which]};
+    }
+  };
+  static_assert(sizeof(RowCentres) <= kVectorBytes);
   struct Starts {
     int query, key;  // first rows of the sequence
     int dq_tile;     // first tile of the sequence in the workspace's dq
@@ -234,6 +247,12 @@ struct Backward {
     for (int i = threadIdx.x; i < kQueries; i += kThreads) {
       lse[i] = i < rows ? workspace.lse[index + i] : infinity();
       delta[i] = i < rows ? workspace.delta[index + i] : 0.f;
+      if constexpr (kGeneral) {
+        RowCentres centres{};
+        if (p.centres.data && i < rows)
+          centres = *reinterpret_cast<const RowCentres*>(row_pointer<const float>(p.centres, b, h, row + i));
+        *reinterpret_cast<RowCentres*>(q_tile + i * kStride + kHeadDim) = centres;
+      }
     }
   }
 
@@ -328,8 +347,9 @@ struct Backward {
     if constexpr (kGeneral) {
       using Bias = TileBias<T, true, kKeyTiles, kScoreTiles>;
       const Bias bias(p, b, h, mask(), row, key);
-      TileBiasGradient<Bias, T, kKeyTiles, kScoreTiles, RelativeGradient::kInAnyOrderOrExact> bias_gradient{
-          p, bias, workspace, b, h, split() == 0, bias_sums};
+      const TileCentres centres{q_tile + (query + 2 * t()) * kStride + kHeadDim};
+      TileBiasGradient<Bias, T, kKeyTiles, kScoreTiles, RelativeGradient::kInAnyOrderOrExact, TileCentres>
+          bias_gradient{p, bias, workspace, centres, b, h, split() == 0, bias_sums};
       flashattn_ext::weigh_and_differentiate(weights, dscores, workspace.score, bias, bias_gradient, row_lse, row_delta,
                                              seen_by, p.has_dropout(), keep);
     } else {

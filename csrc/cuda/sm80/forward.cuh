@@ -3,6 +3,7 @@
 // run under products: the next keys arrive while these values are used, and these values while these keys are.
 #pragma once
 
+#include "../common/bias_centres.cuh"
 #include "../common/call.h"
 #include "../common/general_scores.cuh"
 #include "../common/intervals.cuh"
@@ -36,6 +37,7 @@ struct Forward {
   using Weights = typename Core::A[kRowTiles][kSteps];
   using Bias = TileBias<T, false, kRowTiles, kScoreTiles>;
   using BiasAhead = std::conditional_t<kGeneral, typename Bias::Ahead, Nothing>;
+  static constexpr bool kHasCentres = kGeneral && sizeof(T) == 2;
 
   // Registers run out. What a step needs beside its tiles is kept in the padding of the query tile's first rows, or in
   // registers where that was found to spill less: no kernel of head_dim 64 or 128 spills.
@@ -72,6 +74,7 @@ struct Forward {
   int row0;  // first query of the tile
   float out[kRowTiles][kOutTiles][4];
   OnlineSoftmax softmax[kRowTiles];
+  std::conditional_t<kHasCentres, CentreSums, NoCentreSums> centres[kRowTiles];
 
   __device__ Forward(const AttnParams& params, const Score& score, T* shared)
       : p(params),
@@ -138,6 +141,7 @@ struct Forward {
     for (int i = 0; i < kRowTiles; ++i) {
       set_zero(out[i]);
       softmax[i].start(sink);
+      centres[i].start();
     }
   }
 
@@ -282,7 +286,19 @@ struct Forward {
     const auto& row_score = stored_rule(score);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
-      softmax[i].weigh(scores[i], row_score, *tolerance(), [&](const float (&shrink)[2]) { rescale(out[i], shrink); });
+      [[maybe_unused]] float shrink[2], sums[2];
+      softmax[i].weigh(
+          scores[i], row_score, *tolerance(),
+          [&](const float (&factors)[2]) {
+            rescale(out[i], factors);
+            if constexpr (kHasCentres) shrink[0] = factors[0], shrink[1] = factors[1];
+          },
+          [&](int r, float sum) {
+            if constexpr (kHasCentres) sums[r] = sum;
+          });
+      if constexpr (kHasCentres) {
+        if (p.centres.data) centres[i].add(bias(n), i, scores[i], sums, shrink);
+      }
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) weights[i][step] = Core::from_accumulators(scores[i], step);
       if (kDropEarly) drop(i);
@@ -336,29 +352,6 @@ struct Forward {
   __device__ void finish_tile() {
     const int b = head()->b, h = head()->h, rows = length_q() - row0;
     const int64_t start = query_sequence(p, b).start + row0;
-    auto store = [&](const TensorView& view) {
-      __syncthreads();
-      store_tile<T, kQueries, kColumns, kThreads, kStride>(row_pointer<T>(view, b, h, start), view.row_stride, q_tile,
-                                                           min(rows, kQueries), static_cast<int>(p.head_dim_v));
-    };
-    stage_rows(
-        [&](int row, float lse) {
-          if (row < rows) *row_statistic(p.lse, b, h, start + row) = lse;
-        },
-        [](float x) { return x; });
-    store(p.out);
-    if constexpr (kGeneral && sizeof(T) == 2) {
-      if (p.out_residual.data == nullptr) return;
-      __syncthreads();
-      stage_rows([](int, float) {}, rounding_residual<T>);
-      store(p.out_residual);
-    }
-  }
-
-  // Puts value(x) for every element x of the output where q was, and calls statistic(row, its lse) in one lane a row.
-  // Every warp reads and writes its own rows alone.
-  template <class Statistic, class Value>
-  __device__ __forceinline__ void stage_rows(const Statistic& statistic, const Value& value) {
     const float keep_scale = kDropout ? 1 / static_cast<float>(keep_probability(p.dropout_threshold)) : 1.f;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -368,14 +361,21 @@ struct Forward {
         const bool empty = sum == 0;
         const float factor = keep_scale / sum;
         const int row = tile_row(i) + g() + 8 * r;
-        if (t() == 0) statistic(row, softmax[i].lse(r, sum));
+        if (t() == 0 && row < rows) *row_statistic(p.lse, b, h, start + row) = softmax[i].lse(r, sum);
+        if constexpr (kHasCentres) {
+          if (p.centres.data) centres[i].write(row_pointer<float>(p.centres, b, h, start + row), r, sum, row < rows);
+        }
+        // Every warp reads and writes its own rows of what was q alone.
 #pragma unroll
         for (int n = 0; n < kOutTiles; ++n) {
           const float x = empty ? 0.f : out[i][n][2 * r] * factor, y = empty ? 0.f : out[i][n][2 * r + 1] * factor;
-          Core::store_pair(q_tile + row * kStride + n * 8 + 2 * t(), value(x), value(y));
+          Core::store_pair(q_tile + row * kStride + n * 8 + 2 * t(), x, y);
         }
       }
     }
+    __syncthreads();
+    store_tile<T, kQueries, kColumns, kThreads, kStride>(row_pointer<T>(p.out, b, h, start), p.out.row_stride, q_tile,
+                                                         min(rows, kQueries), static_cast<int>(p.head_dim_v));
   }
 };
 
@@ -395,8 +395,6 @@ void for_columns(const AttnParams& p, const Run& run) {
     AttnParams part = p;
     part.v.data = static_cast<char*>(p.v.data) + first * element_bytes(p);
     part.out.data = static_cast<char*>(p.out.data) + first * element_bytes(p);
-    if (p.out_residual.data)
-      part.out_residual.data = static_cast<char*>(p.out_residual.data) + first * element_bytes(p);
     part.head_dim_v = std::min<int64_t>(kColumns, p.head_dim_v - first);
     run(part);
   }

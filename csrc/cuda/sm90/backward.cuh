@@ -50,6 +50,7 @@ struct Backward {
     T dout[kStages][kPanels][kQueries][kPanelColumns];
     T dscores[kDscoreBuffers][kScorePanels][kKeys][kPanelColumns];  // dS^T: [keys][queries]
     float lse[kStages][kQueries], delta[kStages][kQueries];
+    float centres[kScored ? kStages : 0][kCentres][kQueries];  // of the rows, for the gradients of biases
     PhiloxKey philox;
     typename Scores::Kept kept[kDropout ? 2 : 0];  // one for each warpgroup
     Work work[kWorkStages];
@@ -246,7 +247,8 @@ struct Backward {
     if constexpr (kScored) {
       const auto biases = bias(work, now);
       const bool hides = Scores::is_masked(unmasked, now.m * kQueries) || biases.range != Reached::kNone;
-      typename DistanceScores::BiasGradient gradient{p, biases, workspace, work.b, now.h, true, bias_sums};
+      typename DistanceScores::BiasGradient gradient{p,      biases, workspace, {shared.centres[stage]},
+                                                     work.b, now.h,  true,      bias_sums};
       DistanceScores::differentiate(dscores, weights, slopes, workspace.score, gradient, shared.delta[stage], hides,
                                     between);
       if (uniform(static_cast<int>(now.m == now.end - 1))) end_head(work, now.h);

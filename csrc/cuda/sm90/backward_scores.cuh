@@ -16,7 +16,13 @@ struct PackedDistanceScores {
   using Scores = typename Packing::Scores;
   using Packed = typename Packing::Packed;
   using Bias = DistanceBias<true, 1, kQueries / 8>;
-  using BiasGradient = TileBiasGradient<Bias, T, 1, kQueries / 8, RelativeGradient::kInAnyOrder>;
+  struct Centres {
+    const float (*rows)[kQueries];  // in shared memory, kCentres times
+    __device__ __forceinline__ float2 pair(Centre which, int n) const {
+      return *reinterpret_cast<const float2*>(&rows[which][8 * n + 2 * (threadIdx.x % 4)]);
+    }
+  };
+  using BiasGradient = TileBiasGradient<Bias, T, 1, kQueries / 8, RelativeGradient::kInAnyOrder, Centres>;
 
   // Products become weights; `scores` is used up. slopes: with softcap, what gradients of logits are to be multiplied
   // by. Other arguments as in PackedScores.

@@ -258,6 +258,19 @@ struct BackwardLoader {
       shared.lse[stage][i * 32 + lane()] = lse[i];
       shared.delta[stage][i * 32 + lane()] = delta[i];
     }
+    if constexpr (Kernel::kScored) {
+      // In this form it takes no registers from the warps that compute.
+      const float* const from = static_cast<const float*>(p.centres.data) + batch * p.centres.batch_stride +
+                                now.h * p.centres.head_stride + int64_t{row} * kCentres;
+      const int known = p.centres.data ? rows : 0;
+#pragma unroll 1
+      for (int i = lane(); i < kQueries; i += 32) {
+#pragma unroll
+        for (int which = 0; which < kCentres; ++which) {
+          shared.centres[stage][which][i] = i < known ? from[i * kCentres + which] : 0.f;
+        }
+      }
+    }
     if constexpr (Kernel::kMasks) {
       const Limits rows{now.m * kQueries, (now.m + 1) * kQueries};
       if (p.deterministic && lane() == 0) {

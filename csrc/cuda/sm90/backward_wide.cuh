@@ -11,7 +11,7 @@ namespace flashattn_ext::sm90 {
 template <class T, int kHeadDim, Kind kKind>
 struct WideBackward {
   using Work = BackwardWorkOf<kKind>;
-  static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
+  static constexpr bool kScored = false, kDropout = can_drop(kKind), kMasks = can_mask(kKind);
   using Layout = DqLayout<T, kHeadDim>;
   using Workspace = BackwardWorkspace;
   static constexpr BackwardTile kTile = backward_tile<kHeadDim, kKind>();

@@ -5,6 +5,7 @@
 // runs under the products of another. docs/sm90_forward.md says what was measured.
 #pragma once
 
+#include "../common/bias_centres.cuh"
 #include "../common/device.h"
 #include "../common/general_scores.cuh"
 #include "../common/intervals.cuh"
@@ -31,10 +32,11 @@ struct BiasedForwardMaps : ForwardMaps {
 
 template <class T, int kHeadDim, Kind kKind>
 struct Forward {
-  static constexpr bool kGeneral = kKind == Kind::kGeneral, kBias = kKind == Kind::kBias, kScored = can_score(kKind);
+  static constexpr bool kGeneral = kKind == Kind::kGeneral, kBias = kKind == Kind::kBias;
   using Maps = std::conditional_t<kBias, BiasedForwardMaps, ForwardMaps>;
   using Score = std::conditional_t<can_score(kKind), GeneralScore, PlainScore<float, true>>;
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
+  static constexpr bool kHasCentres = kGeneral || kKind == Kind::kScores;
   static constexpr ForwardTile kTile = forward_tile<kHeadDim, kKind>();
   static constexpr RegisterBudget kRegisters = register_budget(kTile.groups);
   static constexpr int kGroups = kTile.groups, kQueries = kTile.queries(), kKeys = kTile.keys;
@@ -212,6 +214,7 @@ struct Forward {
   uint32_t signs[kDropout ? kSteps : 4][2];  // which weights dropout keeps: Dropout::packed_signs
   std::conditional_t<kGeneral, typename TileBias<T, false, 1, kScoreTiles>::Ahead, Nothing> bias_ahead;
   OnlineSoftmax softmax;
+  std::conditional_t<kHasCentres, CentreSums, NoCentreSums> centres;
   float shrink[2];  // what `out` is to be multiplied with before the next values are added
 
   __device__ Forward(Shared& shared, const AttnParams& params, const Score& score, int group)
@@ -423,6 +426,7 @@ struct Forward {
     const float sink = head_sink(p, h);
     set_zero(out);
     softmax.start(sink);
+    centres.start();
   }
 
   __device__ __forceinline__ void pack_weights() {
@@ -509,12 +513,19 @@ struct Forward {
       shrink[0] = factors[0];
       shrink[1] = factors[1];
     };
+    [[maybe_unused]] float sums[2];
+    auto keep_sum = [&](int r, float sum) {
+      if constexpr (kHasCentres) sums[r] = sum;
+    };
     if constexpr (kKind == Kind::kScores) {
-      softmax.weigh(scores, logit, kTolerance, keep_shrink);
+      softmax.weigh(scores, logit, kTolerance, keep_shrink, keep_sum);
     } else if constexpr (kBias) {
       softmax.weigh(scores, ScaledLogit{kLog2E<float>}, kTolerance, keep_shrink);
     } else {
-      softmax.weigh(scores, stored_rule(score), kTolerance, keep_shrink);
+      softmax.weigh(scores, stored_rule(score), kTolerance, keep_shrink, keep_sum);
+    }
+    if constexpr (kHasCentres) {
+      if (p.centres.data) centres.add(bias(work, walk.n), 0, scores, sums, shrink);
     }
   }
 
@@ -556,10 +567,8 @@ struct Forward {
       const int columns = static_cast<int>(p.head_dim_v) - first_column;
       if (t() == 0 && exists && first_column == 0) *row_statistic(p.lse, work.b, work.h, at) = softmax.lse(r, sum);
       store_row(row_pointer<T>(p.out, work.b, work.h, at) + first_column, out, r, factor, sum == 0, exists, columns);
-      if constexpr (kScored) {
-        if (p.out_residual.data == nullptr) continue;
-        store_row<T, true>(row_pointer<T>(p.out_residual, work.b, work.h, at) + first_column, out, r, factor, sum == 0,
-                           exists, columns);
+      if constexpr (kHasCentres) {
+        if (p.centres.data) centres.write(row_pointer<float>(p.centres, work.b, work.h, at), r, sum, exists);
       }
     }
   }

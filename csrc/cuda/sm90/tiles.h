@@ -69,14 +69,15 @@ struct BackwardTile {
 
 struct BackwardTiles {
   int head_dim;
-  Kind kind;  // dropout takes some shared memory; queries are the same without, for they give the order of the sums of
-              // dq
+  Kind kind;  // dropout and the centres of rows (../../bias.h) take some shared memory; queries are the same without,
+              // for they give the order of the sums of dq
   BackwardTile tiles[kRowTiles];
 };
 
 constexpr BackwardTiles kBackwardTiles[] = {
     {64, Kind::kPlain, {{128, 128, 2, 2}, {128, 128, 2, 1}}},
     {64, Kind::kDropout, {{128, 128, 2, 1}}},
+    {64, Kind::kScores, {{128, 128, 2, 1}}},
     {96, Kind::kPlain, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
     {96, Kind::kDropout, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
     {128, Kind::kPlain, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
