@@ -144,6 +144,15 @@ def biases_and_masks_follow(mesh: DeviceMesh) -> None:
 
 
 @check
+def biases_of_sixteen_bit_calls_follow(mesh: DeviceMesh) -> None:
+    """Whose forward keeps the centres of rows for the gradients (csrc/bias.h)."""
+    halves = {name: t.bfloat16() for name, t in _inputs(mesh).items()}
+    tensors = {**halves, "alibi_slopes": _random(mesh, 4).abs(), "relative_bias": _random(mesh, 4, 11)}
+    for placement in (Shard(0), Shard(2), Replicate()):
+        _assert_equal_to_the_whole(mesh, dict.fromkeys(QKV, placement), tensors, placement, smooth_softmax=True)
+
+
+@check
 def dropout_of_the_parts_is_that_of_the_whole(mesh: DeviceMesh) -> None:
     for placement in (Shard(0), Shard(2), Replicate()):
         options = {"dropout_p": 0.3, "rng_seed": 11, "causal": True}
