@@ -61,7 +61,7 @@ struct AttnCall {
     if (!is_varlen()) shape.insert(shape.begin(), q.sym_size(0));
     return shape;
   }
-  // Of the centres of rows (bias.h): [B, Hq, Sq, kCentres], or [Hq, total_q, kCentres].
+  // The shape of the centres of rows (bias.h): [B, Hq, Sq, kCentres], or [Hq, total_q, kCentres].
   std::vector<c10::SymInt> centres_shape() const {
     std::vector<c10::SymInt> shape = lse_shape();
     shape.emplace_back(kCentres);

@@ -11,11 +11,11 @@
 // each summed over everything that reads the same entry: batch entries, rows, for a bias also heads and rows that it
 // has in common.
 //
-// Centres. Of these sums, those of a slope and of both ends of the relative bias, at distances of -reach and less and
-// of reach and more, may run over all keys of a row: g_j times x_j, which is |d| or 1 in that end and 0 elsewhere. As
-// g_j = p_j (dp_j - delta), an error of delta, which is made from an `out` of 16 bits, is multiplied by sum p_j x_j,
-// which may be far from 0, while the sum itself nearly cancels out. So the forward of a 16-bit call keeps that number
-// for each row, its centre c = sum p_j x_j, and the backward forms
+// Centres. Three of these sums may run over all keys of a row: those for a slope, and for both ends of the relative
+// bias (distances of -reach and less, of reach and more). They add up g_j x_j, where x_j is |d|, or 1 in that end and 0
+// elsewhere. As g_j = p_j (dp_j - delta), an error of delta, which is made from an `out` of 16 bits, is multiplied by
+// sum p_j x_j, which may be far from 0, while the sum itself nearly cancels out. So the forward of a 16-bit call keeps
+// that number for each row, its centre c = sum p_j x_j, and the backward forms
 //
 //   sum_j g_j x_j = sum_j g_j (x_j - c) + c * (p_sink * delta + dlse)
 //

@@ -165,8 +165,8 @@ class BiasGradient {
       if (p.drelative_bias) relative_[head.entry(distance) - first_entry_] += sum;
     }
   }
-  // Of rows from `row` on, what the sums over diagonals have too much: the gradients of a row's logits times its
-  // centres (bias.h).
+  // Takes from the sums over diagonals what they have too much (bias.h): for each row, from `row` on, its centres times
+  // the sum of the gradients of its logits.
   void subtract_centres(int64_t row, int64_t rows) {
     for (int64_t i = 0; i < rows; ++i) {
       const Real* const centres = row_of<const Real>(p.centres, batch_, head_, row + i);

@@ -117,7 +117,7 @@ struct TileBiasGradient {
   }
 
  private:
-  // Of element e, from what its even and odd rows have.
+  // What belongs to the row of element e, given what even and odd rows have.
   static __device__ __forceinline__ float of_row(float2 pair, int e) { return e % 2 ? pair.y : pair.x; }
   // What gradients are multiplied by for an end of the relative bias; is_whole: whether the whole tile is in that end.
   static __device__ __forceinline__ float2 of_end(bool is_whole, float2 centre) {
@@ -140,7 +140,7 @@ struct TileBiasGradient {
     return (part[0] + part[1]) + (part[2] + part[3]);
   }
 
-  // Over all scores, of gradients times a centre of their rows.
+  // The sum over all scores of the gradient times a centre of its row.
   __device__ __forceinline__ float sum_of_centres(const float (&gradients)[kKeyTiles][kQueryTiles][4],
                                                   Centre which) const {
     float part[2] = {};

@@ -111,7 +111,7 @@ struct Backward {
     int length_q, length_k;            // of the sequence
     int unmasked_begin, unmasked_end;  // queries that see all keys of this tile
   };
-  // Of the rows of a query tile, in the padding of the rows of q: beside kGeneral no call has centres.
+  // The centres of a row (../../bias.h) are in the padding of its q. Only calls of kGeneral have any.
   struct RowCentres {
     float values[kCentres];
   };
