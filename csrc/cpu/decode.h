@@ -3,18 +3,18 @@
 // split into parts, which any thread computes and `finish` puts together in their order. Sequences with more queries
 // go through forward.h, whose tiles multiply faster than memory delivers.
 //
-// Scores have one row for each query here, S[query][key], since there are too few queries for the lanes of a vector.
-// A product sums along the head dim in vectors, and the sums of kWidth pairs of a query and a key are reduced together.
+// An item of work walks through the keys of a part for several key heads at once: the rows of a key's heads are
+// neighbours in memory, which is read at its full rate only in the order of its addresses. Next: decode_products.h.
 #pragma once
 
 #include "append.h"
+#include "decode_products.h"
 #include "forward.h"
 
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
 constexpr int64_t kDecodeRows = 128;  // rows of a block at most
-constexpr int64_t kDecodeKeys = 64;   // keys that are computed together; parts are multiples of it
 
 // How a call is divided among items of work: block and part of a sequence, and key head.
 class DecodePlan {
@@ -27,14 +27,16 @@ class DecodePlan {
     return p.heads_k > 0 && has_few_queries(queries) ? queries * p.group_size() : 0;
   }
   int64_t blocks(int64_t b) const { return ceil_div(rows(b), kDecodeRows); }
-  // Parts that the keys are split into. What is chosen depends on the length of the sequence alone, so that neither the
-  // batch nor the number of threads changes a bit: few enough that combining them costs nothing, enough for a few
-  // sequences to keep many threads busy.
+  // Parts that the keys are split into. What is chosen depends on the sequence alone, so that neither the batch nor the
+  // number of threads changes a bit: few enough that combining them, and waiting for the first keys of each, cost
+  // little, and enough for a few sequences to keep many threads busy.
   int64_t splits(int64_t b) const {
-    constexpr int64_t kKeysOfPart = 2048, kMost = 32;
+    constexpr int64_t kFewestKeys = 512, kMostKeys = 2048, kKeysOfRow = 16, kMostParts = 32;
     if (p.num_splits > 0) return p.num_splits;
-    const int64_t parts = ceil_div(KeyLocator(p, b).length, kKeysOfPart);
-    return parts < 1 ? 1 : lesser(parts, kMost);
+    const int64_t length = KeyLocator(p, b).length;
+    int64_t keys = lesser(kMostKeys, greater(kFewestKeys, length / 8));
+    keys = greater(keys, kKeysOfRow * lesser(rows(b), kDecodeRows));
+    return lesser(kMostParts, greater<int64_t>(1, ceil_div(length, keys)));
   }
   int64_t tiles(int64_t b) const { return blocks(b) * splits(b); }
 
@@ -52,42 +54,18 @@ struct PartialRows {
   Real *max, *sum, *out;
 };
 
-// How the rows of q and of keys meet: in vectors of kElements elements, of q as they are staged.
-template <class In, class Op>
-struct RowProduct {
-  using Real = typename Op::Real;
-  using Element = Real;
-  static constexpr int64_t kElements = Simd<Real>::kWidth;
-  using Vector = typename Simd<Real>::V;
-
-  template <class Source>
-  static Vector load(const Source* from) {
-    return WideVector<Real, Source>::load(from);
-  }
-  static Vector multiply_add(Vector sum, Vector k, Vector q) { return Simd<Real>::fma(k, q, sum); }
-};
-#if defined(FLASHATTN_ISA_AVX512_BF16)
-template <>
-struct RowProduct<BFloat16, Bf16DotOp> {
-  using Element = BFloat16;
-  static constexpr int64_t kElements = 32;
-  using Vector = __m512i;
-
-  static Vector load(const BFloat16* from) { return _mm512_loadu_si512(from); }
-  static __m512 multiply_add(__m512 sum, Vector k, Vector q) { return Bf16DotOp::multiply_add(sum, k, q); }
-};
-#endif
-
 // The memory of a call: rotated queries, partial results of sequences that are split, scratch of each worker.
 template <class In, class Op>
 struct DecodeWorkspace {
   using Real = typename Op::Real;
-  using S = typename Op::S;
+  static constexpr int W = Op::S::kWidth;
 
-  DecodeWorkspace(const DecodeParams& params, void* base) : DecodeWorkspace(params, ScratchCarver(base)) {}
+  DecodeWorkspace(const DecodeParams& params, int64_t workers, void* base)
+      : DecodeWorkspace(params, workers, ScratchCarver(base)) {}
 
-  int64_t block_rows;          // of the largest block
-  int64_t columns, columns_v;  // of a row of q and k, and of v, in whole vectors
+  int64_t block_rows;        // of the largest block, in whole bands
+  int64_t units, columns_v;  // of a padded row of q and k, and of v in elements
+  int64_t heads;             // key heads of an item of work
   In* rotated_q;
   char* partials;  // [tiles of the call][heads_k] PartialRows
   int64_t partial_bytes;
@@ -95,16 +73,16 @@ struct DecodeWorkspace {
   int64_t bytes;  // without scratch
 
  private:
-  DecodeWorkspace(const DecodeParams& p, ScratchCarver carve) {
+  DecodeWorkspace(const DecodeParams& p, int64_t workers, ScratchCarver carve)
+      : units(padded_units<Op>(p.head_dim)), columns_v(padded_units<Op>(p.head_dim_v) * Op::kPack) {
     const DecodePlan plan(p);
     int64_t tiles = 0;
     block_rows = 0;
     for (int64_t b = 0; b < p.batch; ++b) {
-      block_rows = greater(block_rows, lesser(plan.rows(b), kDecodeRows));
+      block_rows = greater(block_rows, padded_rows<W>(lesser(plan.rows(b), kDecodeRows)));
       tiles += plan.tiles(b);
     }
-    columns = round_up(p.head_dim, RowProduct<In, Op>::kElements);
-    columns_v = round_up(p.head_dim_v, S::kWidth);
+    heads = heads_of_item(p, tiles, workers);
     ScratchCarver measure(nullptr);
     PartialRows<Real>(block_rows, columns_v, &measure);
     partial_bytes = measure.used();
@@ -113,57 +91,48 @@ struct DecodeWorkspace {
     scratch = carve.take<char>(0);
     bytes = carve.used();
   }
+
+  // Key heads that an item walks through together: all that are neighbours in memory, as far as their rows stay in the
+  // L1 cache and there is work for every worker. No bit depends on it.
+  int64_t heads_of_item(const DecodeParams& p, int64_t tiles, int64_t workers) const {
+    constexpr int64_t kRows = 64, kItemsOfWorker = 4;  // at most 64 heads: Decode::compute has a bit for each
+    if (p.k.head_stride > p.k.row_stride || p.v.head_stride > p.v.row_stride || block_rows == 0) return 1;
+    int64_t most = lesser(p.heads_k, greater<int64_t>(1, kRows / block_rows));
+    while (most > 1 && tiles * ceil_div(p.heads_k, most) < kItemsOfWorker * workers) most = ceil_div(most, 2);
+    return ceil_div(p.heads_k, ceil_div(p.heads_k, most));
+  }
 };
 
 template <class In, class Op>
 struct DecodeScratch {
   using Real = typename Op::Real;
-  using Element = typename RowProduct<In, Op>::Element;
+  using Product = RowProduct<In, Op>;
+  using Unit = typename Product::Unit;
+  static constexpr int W = Op::S::kWidth;
 
   DecodeScratch(const DecodeWorkspace<In, Op>& w, void* base) : DecodeScratch(w, ScratchCarver(base)) {}
 
-  Element* q;         // [rows][columns]
-  Real* scores;       // [rows][kDecodeKeys], then weights
-  Element* staged_k;  // [kDecodeKeys][columns]: rows that end inside a vector, in whole ones
-  Real* staged_v;     // [kDecodeKeys][columns_v]
+  Unit* q;           // [heads][rows][units], the units of a band's rows as its products read them
+  Unit* q_row;       // [units]
+  Real *max, *sums;  // [heads][rows][W], of which a band uses the first W: of each lane, so far
+  Real* scores;      // [heads][rows][kDecodeKeys], then weights
+  Unit* weights;     // [heads][rows][kDecodeKeys / 2]: pairs of weights, for bfloat16
+  In* staged_k;      // [kScoredKeys][columns]: rows that end inside a vector, in whole ones
+  In* staged_v;      // [kDecodeKeys][columns_v]
   int64_t bytes;
 
  private:
   DecodeScratch(const DecodeWorkspace<In, Op>& w, ScratchCarver carve)
-      : q(carve.template take<Element>(w.block_rows * w.columns)),
-        scores(carve.template take<Real>(w.block_rows * kDecodeKeys)),
-        staged_k(carve.template take<Element>(kDecodeKeys * w.columns)),
-        staged_v(carve.template take<Real>(kDecodeKeys * w.columns_v)),
+      : q(carve.template take<Unit>(w.heads * w.block_rows * w.units)),
+        q_row(carve.template take<Unit>(w.units)),
+        max(carve.template take<Real>(w.heads * w.block_rows * W)),
+        sums(carve.template take<Real>(w.heads * w.block_rows * W)),
+        scores(carve.template take<Real>(w.heads * w.block_rows * kDecodeKeys)),
+        weights(carve.template take<Unit>(Op::kPack == 2 ? w.heads * w.block_rows * kDecodeKeys / 2 : 0)),
+        staged_k(carve.template take<In>(kScoredKeys * w.units * Op::kPack)),
+        staged_v(carve.template take<In>(kDecodeKeys * w.columns_v)),
         bytes(carve.used()) {}
 };
-
-// Asks for the cache line of an element that is needed later; any address will do. Rows of one head are far apart,
-// which hardware does not foresee. To the L2 cache, because the L1 cache has no room for two groups of keys.
-template <class In>
-inline void prefetch(const In* element) {
-  __builtin_prefetch(element, 0, 2);
-}
-
-// out[lane] = the sum of all lanes of x[lane].
-template <class Real>
-inline typename Simd<Real>::V sums_of_vectors(typename Simd<Real>::V* x) {
-  using S = Simd<Real>;
-  using T = Transpose<std::conditional_t<sizeof(Real) == 8, uint64_t, uint32_t>>;
-  const auto fold = [x](auto half) {
-    constexpr int H = decltype(half)::value;
-    FLASHATTN_UNROLL(16)
-    for (int n = 0; n < H; ++n) {
-      using Lanes = std::make_integer_sequence<int, S::kWidth>;
-      const auto a = (typename T::V)(x[n]), b = (typename T::V)(x[n + H]);
-      x[n] = (typename S::V)(T::template low<H>(a, b, Lanes())) + (typename S::V)(T::template high<H>(a, b, Lanes()));
-    }
-  };
-  if constexpr (S::kWidth >= 16) fold(std::integral_constant<int, 8>());
-  if constexpr (S::kWidth >= 8) fold(std::integral_constant<int, 4>());
-  if constexpr (S::kWidth >= 4) fold(std::integral_constant<int, 2>());
-  fold(std::integral_constant<int, 1>());
-  return x[0];
-}
 
 template <class In, class Op, class Accuracy>
 class Decode {
@@ -171,6 +140,7 @@ class Decode {
   using S = typename Op::S;
   using V = typename S::V;
   using Product = RowProduct<In, Op>;
+  using Unit = typename Product::Unit;
   static constexpr int W = S::kWidth;
   static constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
 
@@ -178,290 +148,288 @@ class Decode {
   Decode(const DecodeParams& params, const DecodeWorkspace<In, Op>& workspace, void* base)
       : p(params), w(workspace), rule(params), scratch(workspace, base) {}
 
-  // Part `part` of `parts` of the keys, for the rows of one block of a key head.
-  void run(int64_t b, int64_t key_head, int64_t block, int64_t part, int64_t parts, const PartialRows<Real>& to) {
+  // Part `part` of `parts` of the keys, for the rows of one block of the key heads [first_head, first_head + heads).
+  // partials: those of the first head, which those of the others follow.
+  void run(int64_t b, int64_t first_head, int64_t heads, int64_t block, int64_t part, int64_t parts, char* partials) {
     const Sequence queries = query_sequence(p, b);
     const KeyLocator keys(p, b);
     const Mask mask(p, queries.length, keys.length);
-    batch = b;
-    hk = key_head;
-    row0 = block * kDecodeRows;
-    row_count = lesser(kDecodeRows, queries.length * p.group_size() - row0);
+    begin_block(b, queries, block);
     first_position = mask.first_position();
-    load_queries(queries, to);
+    head_count = heads;
+    for (int64_t n = 0; n < heads; ++n) load_queries(queries, first_head, n, partial(partials, n));
     const IndexRange visible = mask.keys_of(query_of(0), query_of(row_count - 1) + 1);
     const IndexRange range = split_keys(visible, kDecodeKeys, parts, part);
-    if (range.begin >= range.end) return;
     // The rows of two neighbouring groups of keys are known: those of the next one are asked for meanwhile.
     CacheRows rows[2];
-    rows[0].find(*this, keys, {range.begin, lesser(range.begin + kDecodeKeys, range.end)});
+    rows[0].find(*this, keys, first_head, range.begin, range.end);
     for (int64_t n = 0; rows[n % 2].count > 0; ++n) {
-      const int64_t next = rows[n % 2].key0 + rows[n % 2].count;
-      rows[(n + 1) % 2].find(*this, keys, {next, lesser(next + kDecodeKeys, range.end)});
-      compute(mask, keys, rows[n % 2], rows[(n + 1) % 2], to);
+      const CacheRows &here = rows[n % 2], &next = rows[(n + 1) % 2];
+      rows[(n + 1) % 2].find(*this, keys, first_head, here.key0 + here.count, range.end);
+      ahead_k = Ahead<In>(next.k, next.count, heads, p.k.head_stride, p.head_dim);
+      ahead_v = Ahead<In>(next.v, next.count, heads, p.v.head_stride, p.head_dim_v);
+      compute(mask, keys, here, first_head, partials);
     }
+    for (int64_t n = 0; n < heads; ++n) store_sums(n, partial(partials, n));
   }
 
   // The results of a block, from its `parts` parts, the first of which is `partials`, one after the other `stride`
   // bytes apart.
   void finish(int64_t b, int64_t key_head, int64_t block, int64_t parts, char* partials, int64_t stride) {
     const Sequence queries = query_sequence(p, b);
-    batch = b;
+    begin_block(b, queries, block);
     hk = key_head;
-    row0 = block * kDecodeRows;
-    row_count = lesser(kDecodeRows, queries.length * p.group_size() - row0);
     for (int64_t r = 0; r < row_count; ++r) finish_row(queries.start + query_of(r), r, parts, partials, stride);
   }
 
  private:
   // Where the rows of some keys are.
   struct CacheRows {
-    void find(const Decode& decode, const KeyLocator& keys, IndexRange range) {
-      key0 = range.begin;
-      count = greater<int64_t>(range.end - range.begin, 0);
+    // Those from `begin` on, at most kDecodeKeys.
+    void find(const Decode& decode, const KeyLocator& keys, int64_t head, int64_t begin, int64_t end) {
+      key0 = begin;
+      count = greater<int64_t>(lesser(kDecodeKeys, end - begin), 0);
       const DecodeParams& p = decode.p;
       KeyRun run;
       for (int64_t j = 0; j < count; j += run.count) {
         run = keys.run(key0 + j, count - j);
-        const In* const k_row = row_of<const In>(p.k, run.entry, decode.hk, run.row);
-        const In* const v_row = row_of<const In>(p.v, run.entry, decode.hk, run.row);
+        const In* const k_row = row_of<const In>(p.k, run.entry, head, run.row);
+        const In* const v_row = row_of<const In>(p.v, run.entry, head, run.row);
         for (int64_t n = 0; n < run.count; ++n) {
           k[j + n] = k_row + n * p.k.row_stride;
           v[j + n] = v_row + n * p.v.row_stride;
         }
       }
+      // Products take whole tiles of keys.
+      for (int64_t j = count; 0 < count && j < kDecodeKeys; ++j) {
+        k[j] = k[count - 1];
+        v[j] = v[count - 1];
+      }
     }
 
     int64_t key0 = 0, count = 0;
-    const In* k[kDecodeKeys] = {};  // those after `count` are null, or what was there before
-    const In* v[kDecodeKeys] = {};
+    const In* k[kDecodeKeys];  // of the first head of the item
+    const In* v[kDecodeKeys];
   };
+
+  PartialRows<Real> partial(char* partials, int64_t n) const {
+    ScratchCarver carve(partials + n * w.partial_bytes);
+    return PartialRows<Real>(w.block_rows, w.columns_v, &carve);
+  }
+  void begin_block(int64_t b, const Sequence& queries, int64_t block) {
+    batch = b;
+    row0 = block * kDecodeRows;
+    row_count = lesser(kDecodeRows, queries.length * p.group_size() - row0);
+  }
 
   // Rows of a block: neighbouring ones are the heads of one query.
   int64_t query_of(int64_t r) const { return (row0 + r) / p.group_size(); }
   int64_t head_of(int64_t r) const { return hk * p.group_size() + (row0 + r) % p.group_size(); }
 
-  void load_queries(const Sequence& queries, const PartialRows<Real>& to) {
-    for (int64_t r = 0; r < row_count; ++r) {
-      auto* const row = scratch.q + r * w.columns;
-      copy_row(row, row_of<const In>(p.q, batch, head_of(r), queries.start + query_of(r)), p.head_dim);
-      std::fill(row + p.head_dim, row + w.columns, typename Product::Element{});
-      to.max[r] = -kInfinity;
-      to.sum[r] = 0;
-    }
-    std::fill(to.out, to.out + row_count * w.columns_v, Real(0));
+  void load_queries(const Sequence& queries, int64_t first_head, int64_t n, const PartialRows<Real>& to) {
+    hk = first_head + n;
+    Unit* const q = scratch.q + n * w.block_rows * w.units;
+    using Element = typename StagedElement<Op>::Type;
+    auto* const row = reinterpret_cast<Element*>(scratch.q_row);
+    for_bands<W>(row_count, [&](auto band, int64_t first) {
+      constexpr int R = decltype(band)::value;
+      for (int64_t r = 0; r < R; ++r) {
+        const bool there = first + r < row_count;
+        if (there) {
+          const int64_t query = queries.start + query_of(first + r);
+          copy_row(row, row_of<const In>(p.q, batch, head_of(first + r), query), p.head_dim);
+        }
+        const int64_t filled = there ? p.head_dim : 0;
+        std::fill(row + filled, row + w.units * Op::kPack, Element{});
+        BandProduct<In, Op, R>::place_row(q + first * w.units, r, scratch.q_row, w.units);
+      }
+    });
+    const int64_t lanes = w.block_rows * W;
+    std::fill(scratch.max + n * lanes, scratch.max + (n + 1) * lanes, -kInfinity);
+    std::fill(scratch.sums + n * lanes, scratch.sums + (n + 1) * lanes, Real(0));
+    std::fill(to.out, to.out + w.block_rows * w.columns_v, Real(0));
   }
-
-  // Rows that end inside a vector become ones of whole vectors, with zeros; others are read where they are.
-  template <class Element, class Body>
-  void with_whole_rows(const In* const* rows, int64_t count, int64_t head_dim, int64_t columns, Element* scratch_rows,
-                       Body body) {
-    if (head_dim == columns) return body(rows);
-    const Element* staged[kDecodeKeys];
-    for (int64_t j = 0; j < count; ++j) {
-      Element* const row = scratch_rows + j * columns;
-      copy_row(row, rows[j], head_dim);
-      std::fill(row + head_dim, row + columns, Element{});
-      staged[j] = row;
-    }
-    body(static_cast<const Element* const*>(staged));
-  }
-
-  void compute(const Mask& mask, const KeyLocator& keys, const CacheRows& rows, const CacheRows& next,
-               const PartialRows<Real>& to) {
-    with_whole_rows(rows.k, rows.count, p.head_dim, w.columns, scratch.staged_k,
-                    [&](const auto* k) { products(k, rows.count, next); });
-    const IndexRange of_all = mask.keys_of_all(query_of(0), query_of(row_count - 1) + 1);
-    const bool has_intervals = p.has_intervals() && rows.key0 + rows.count + keys.first_interval > 0;
-    const bool may_hide =
-        rows.count < kDecodeKeys || rows.key0 < of_all.begin || of_all.end < rows.key0 + rows.count || has_intervals;
-    bool hides = false;
-    for (int64_t r = 0; r < row_count; ++r) {
-      Real* const scores = scratch.scores + r * kDecodeKeys;
-      make_logits(r, rows.key0, scores);
-      if (may_hide && hide(mask, keys, has_intervals, r, rows, scores)) hides = true;
-      weigh_row(r, scores, to);
-    }
-    with_whole_rows(rows.v, rows.count, p.head_dim_v, w.columns_v, scratch.staged_v, [&](const auto* v) {
-      if (hides) {
-        add_seen_values(v, rows.count, to.out);
-      } else {
-        add_values(v, next, to.out);
+  void store_sums(int64_t n, const PartialRows<Real>& to) const {
+    for_bands<W>(row_count, [&](auto band, int64_t first) {
+      constexpr int R = decltype(band)::value, C = W / R;
+      const int64_t lanes = (n * w.block_rows + first) * W;
+      for (int64_t r = 0; r < R; ++r) {
+        to.max[first + r] = scratch.max[lanes + r * C];
+        to.sum[first + r] = 0;
+        for (int64_t j = 0; j < C; ++j) to.sum[first + r] += scratch.sums[lanes + r * C + j];
       }
     });
   }
 
-  // --- scores = <q, k> ---
-  template <class Element>
-  void products(const Element* const* k, int64_t count, const CacheRows& next) const {
-    int64_t r = 0;
-    for (; r + 4 <= row_count; r += 4) product_rows<4>(k, count, r, r == 0 ? &next : nullptr);
-    if (row_count - r >= 2) {
-      product_rows<2>(k, count, r, r == 0 ? &next : nullptr);
-      r += 2;
-    }
-    if (row_count > r) product_rows<1>(k, count, r, r == 0 ? &next : nullptr);
-  }
-  template <int kRows, class Element>
-  void product_rows(const Element* const* k, int64_t count, int64_t r, const CacheRows* next) const {
-    constexpr int kKeys = W / kRows > 0 ? W / kRows : 1;
-    if constexpr (kRows * kKeys != W) {  // more rows than lanes
-      for (int n = 0; n < kRows; ++n) product_rows<1>(k, count, r + n, n == 0 ? next : nullptr);
-    } else {
-      const auto* const q = scratch.q + r * w.columns;
-      for (int64_t j = 0; j < count; j += kKeys) {
-        const Element* row[kKeys];
-        FLASHATTN_UNROLL(16)
-        for (int n = 0; n < kKeys; ++n) row[n] = k[lesser(j + n, count - 1)];
-        V sums[W];
-        FLASHATTN_UNROLL(16)
-        for (int n = 0; n < W; ++n) sums[n] = S::zero();
-        for (int64_t d = 0; d < w.columns; d += Product::kElements) {
-          typename Product::Vector q_vector[kRows];
-          FLASHATTN_UNROLL(4)
-          for (int m = 0; m < kRows; ++m) q_vector[m] = Product::load(q + m * w.columns + d);
-          FLASHATTN_UNROLL(16)
-          for (int n = 0; n < kKeys; ++n) {
-            const auto k_vector = Product::load(row[n] + d);
-            if (next && d * sizeof(In) % 64 == 0) prefetch(next->k[j + n] + d);
-            FLASHATTN_UNROLL(4)
-            for (int m = 0; m < kRows; ++m)
-              sums[m * kKeys + n] = Product::multiply_add(sums[m * kKeys + n], k_vector, q_vector[m]);
-          }
-        }
-        alignas(64) Real of_pairs[W];
-        S::store(of_pairs, sums_of_vectors<Real>(sums));
-        FLASHATTN_UNROLL(4)
-        for (int m = 0; m < kRows; ++m) {
-          std::memcpy(scratch.scores + (r + m) * kDecodeKeys + j, of_pairs + m * kKeys, kKeys * sizeof(Real));
-        }
+  // kRows rows of one head, where they are or, if they end inside a vector, copied, with zeros after head_dim. The
+  // first `count` are keys, the others anything. `pointers` is room for the result.
+  template <int64_t kRows>
+  const In* const* rows_of_head(const In* const* rows, int64_t offset, int64_t count, int64_t head_dim, int64_t columns,
+                                In* staging, const In** pointers) const {
+    for (int64_t j = 0; j < kRows; ++j) pointers[j] = rows[j] + offset;
+    for (int64_t j = 0; j < kRows && head_dim != columns; ++j) {
+      In* const row = staging + j * columns;
+      if (j < count) {
+        std::memcpy(row, pointers[j], head_dim * sizeof(In));
+        std::memset(static_cast<void*>(row + head_dim), 0, (columns - head_dim) * sizeof(In));
       }
+      pointers[j] = row;
+    }
+    return pointers;
+  }
+
+  // The heads of the item against some keys, in three passes: maxima and exponentials, which wait for one another, are
+  // those of all heads together.
+  void compute(const Mask& mask, const KeyLocator& keys, const CacheRows& rows, int64_t first_head, char* partials) {
+    const In* pointers[kDecodeKeys];
+    const IndexRange of_all = mask.keys_of_all(query_of(0), query_of(row_count - 1) + 1);
+    const bool has_intervals = p.has_intervals() && rows.key0 + rows.count + keys.first_interval > 0;
+    const bool may_hide =
+        rows.count < kDecodeKeys || rows.key0 < of_all.begin || of_all.end < rows.key0 + rows.count || has_intervals;
+    uint64_t hides = 0;  // a bit for each head
+    const V factor = S::set1(rule.factor);
+    for (int64_t n = 0; n < head_count; ++n) {
+      hk = first_head + n;
+      const int64_t offset = n * p.k.head_stride;
+      for (int64_t j = 0; j < rows.count; j += kScoredKeys) {
+        const In* const* const k = rows_of_head<kScoredKeys>(rows.k + j, offset, rows.count - j, p.head_dim,
+                                                             w.units * Op::kPack, scratch.staged_k, pointers);
+        for_bands<W>(row_count, [&](auto band, int64_t first) {
+          constexpr int R = decltype(band)::value;
+          const int64_t row = n * w.block_rows + first;
+          BandProduct<In, Op, R>::scores(scratch.scores + row * kDecodeKeys + j * R, scratch.q + row * w.units, w.units,
+                                         k, first == 0 && ahead_k.any() ? &ahead_k : nullptr,
+                                         [&](V product) { return rule.stored(product) * factor; });
+        });
+      }
+      if (!p.alibi_slopes && !may_hide) continue;
+      for_bands<W>(row_count, [&](auto band, int64_t first) {
+        constexpr int R = decltype(band)::value;
+        Real* const scores = scratch.scores + (n * w.block_rows + first) * kDecodeKeys;
+        if (p.alibi_slopes) add_alibi<R>(first, rows.key0, scores);
+        if (may_hide && hide<R>(mask, keys, has_intervals, first, rows, scores)) hides |= uint64_t{1} << n;
+      });
+    }
+    for (int64_t n = 0; n < head_count; ++n) {
+      const PartialRows<Real> to = partial(partials, n);
+      for_bands<W>(row_count, [&](auto band, int64_t first) {
+        weigh<decltype(band)::value>(n * w.block_rows + first, to.out + first * w.columns_v);
+      });
+    }
+    for (int64_t n = 0; n < head_count; ++n) {
+      const PartialRows<Real> to = partial(partials, n);
+      const In* const* const v = rows_of_head<kDecodeKeys>(rows.v, n * p.v.head_stride, rows.count, p.head_dim_v,
+                                                           w.columns_v, scratch.staged_v, pointers);
+      add_values(v, rows.count, hides >> n & 1, n, to.out);
     }
   }
 
-  // --- products of one row to logits in units of log2, to weights relative to the row's maximum ---
-  void make_logits(int64_t r, int64_t key0, Real* scores) const {
-    const V factor = S::set1(rule.factor);
-    for (int64_t j = 0; j < kDecodeKeys; j += W) S::store(scores + j, rule.stored(S::load(scores + j)) * factor);
-    if (!p.alibi_slopes) return;
-    const Real slope = HeadBias<Real>::of(p, batch, head_of(r)).slope * kLog2E<Real>;
-    const int64_t distance = key0 - first_position - query_of(r);
-    for (int64_t j = 0; j < kDecodeKeys; ++j) {
-      scores[j] -= slope * static_cast<Real>(distance + j < 0 ? -(distance + j) : distance + j);
+  // The score of row r of a band and key j of a group.
+  template <int R>
+  static Real& score_at(Real* scores, int64_t r, int64_t j) {
+    constexpr int C = W / R;
+    return scores[j / C * W + r * C + j % C];
+  }
+
+  template <int R>
+  void add_alibi(int64_t first, int64_t key0, Real* scores) const {
+    for (int64_t r = 0; r < lesser<int64_t>(R, row_count - first); ++r) {
+      const Real slope = HeadBias<Real>::of(p, batch, head_of(first + r)).slope * kLog2E<Real>;
+      const int64_t distance = key0 - first_position - query_of(first + r);
+      for (int64_t j = 0; j < kDecodeKeys; ++j) {
+        score_at<R>(scores, r, j) -= slope * static_cast<Real>(distance + j < 0 ? -(distance + j) : distance + j);
+      }
     }
   }
 
   // -inf for the keys that a row does not see, and for those that are not there. Returns whether there are any.
-  bool hide(const Mask& mask, const KeyLocator& keys, bool has_intervals, int64_t r, const CacheRows& rows,
+  template <int R>
+  bool hide(const Mask& mask, const KeyLocator& keys, bool has_intervals, int64_t first, const CacheRows& rows,
             Real* scores) const {
-    const int64_t query = query_of(r);
     bool any = false;
-    const IndexRange seen = mask.keys_of(query, query + 1);
-    for (int64_t j = 0; j < kDecodeKeys; ++j) {
-      const int64_t key = rows.key0 + j;
-      if (j < rows.count && seen.begin <= key && key < seen.end) continue;
-      scores[j] = -kInfinity;
+    const auto hide_one = [&](int64_t r, int64_t j) {
+      score_at<R>(scores, r, j) = -kInfinity;
       any = true;
-    }
-    if (!has_intervals) return any;
-    const int32_t* const intervals = head_intervals(p, batch, head_of(r), keys.first_interval);
-    for (int64_t j = 0; j < rows.count; ++j) {
-      const int64_t key = rows.key0 + j;
-      if (keys.first_interval + key < 0) continue;
-      if (intervals[2 * key] <= query && query < intervals[2 * key + 1]) continue;
-      scores[j] = -kInfinity;
-      any = true;
+    };
+    for (int64_t r = 0; r < R; ++r) {
+      const int64_t query = query_of(lesser(first + r, row_count - 1));
+      const IndexRange seen = mask.keys_of(query, query + 1);
+      for (int64_t j = 0; j < kDecodeKeys; ++j) {
+        const int64_t key = rows.key0 + j;
+        if (j >= rows.count || key < seen.begin || seen.end <= key) hide_one(r, j);
+      }
+      if (!has_intervals) continue;
+      const int32_t* const intervals =
+          head_intervals(p, batch, head_of(lesser(first + r, row_count - 1)), keys.first_interval);
+      for (int64_t j = 0; j < rows.count; ++j) {
+        const int64_t key = rows.key0 + j;
+        if (keys.first_interval + key < 0) continue;
+        if (query < intervals[2 * key] || intervals[2 * key + 1] <= query) hide_one(r, j);
+      }
     }
     return any;
   }
 
-  void weigh_row(int64_t r, Real* scores, const PartialRows<Real>& to) const {
-    V lane_max = S::load(scores);
-    for (int64_t j = W; j < kDecodeKeys; j += W) lane_max = S::max(lane_max, S::load(scores + j));
-    alignas(64) Real lanes[W];
-    S::store(lanes, lane_max);
-    Real max = to.max[r];
-    for (int l = 0; l < W; ++l) max = lanes[l] > max ? lanes[l] : max;
-    const Real offset = max == -kInfinity ? Real(0) : max;  // -inf - -inf would be NaN
-    if (max != to.max[r]) {
-      S::store(lanes, S::template exp2<Accuracy>(S::set1(to.max[r] - offset)));
-      const V rescale = S::set1(lanes[0]);
-      Real* const out = to.out + r * w.columns_v;
-      for (int64_t d = 0; d < w.columns_v; d += W) S::store(out + d, S::load(out + d) * rescale);
-      to.sum[r] *= lanes[0];
-      to.max[r] = max;
+  // Logits in units of log2 to weights relative to the maximum of each row, which what is summed up so far becomes too.
+  template <int R>
+  void weigh(int64_t row, Real* out) {
+    constexpr int C = W / R;
+    constexpr int64_t kVectors = kDecodeKeys * R / W;
+    Real *const lanes_max = scratch.max + row * W, *const lanes_sum = scratch.sums + row * W;
+    Real* const scores = scratch.scores + row * kDecodeKeys;
+    const V old_max = S::load(lanes_max);
+    V max = S::load(scores);
+    for (int64_t i = 1; i < kVectors; ++i) max = S::max(max, S::load(scores + i * W));
+    max = S::max(old_max, BandProduct<In, Op, R>::max_of_rows(max));
+    S::store(lanes_max, max);
+    const V offset = S::max(S::set1(std::numeric_limits<Real>::lowest()), max);  // -inf - -inf would be NaN
+    const V rescale = S::template exp2<Accuracy>(old_max - offset);
+    alignas(64) Real of_lanes[W];
+    S::store(of_lanes, rescale);
+    for (int64_t r = 0; r < R; ++r) {
+      if (of_lanes[r * C] == 1) continue;
+      const V factor = S::set1(of_lanes[r * C]);
+      Real* const to = out + r * w.columns_v;
+      for (int64_t d = 0; d < w.columns_v; d += W) S::store(to + d, S::load(to + d) * factor);
     }
-    V sum = S::zero();
-    for (int64_t j = 0; j < kDecodeKeys; j += W) {
-      const V logit = S::load(scores + j);
-      const V weight = S::template exp2<Accuracy>(logit - S::set1(offset));
-      sum = sum + weight;
-      S::store(scores + j, weight);
+    V sum = S::load(lanes_sum) * rescale;
+    for (int64_t i = 0; i < kVectors; i += 2) {
+      const V even = S::template exp2<Accuracy>(S::load(scores + i * W) - offset);
+      const V odd = S::template exp2<Accuracy>(S::load(scores + (i + 1) * W) - offset);
+      sum = sum + even + odd;
+      S::store(scores + i * W, even);
+      S::store(scores + (i + 1) * W, odd);
+      BandValues<In, Op, R>::store_weights(scratch.weights + row * kDecodeKeys / 2, i / 2, even, odd);
     }
-    S::store(lanes, sum);
-    Real total = 0;
-    for (int l = 0; l < W; ++l) total += lanes[l];
-    to.sum[r] += total;
+    S::store(lanes_sum, sum);
   }
 
-  // --- out += weights * v ---
-  template <class Element>
-  void add_values(const Element* const* v, const CacheRows& next, Real* out) const {
-    int64_t r = 0;
-    for (; r + 4 <= row_count; r += 4) add_rows<4, 4>(v, r, r == 0 ? &next : nullptr, out);
-    if (row_count - r >= 2) {
-      add_rows<2, 8>(v, r, r == 0 ? &next : nullptr, out);
-      r += 2;
-    }
-    if (row_count > r) add_rows<1, 8>(v, r, r == 0 ? &next : nullptr, out);
-  }
-  // kVectors vectors of columns at a time, then what is left of them.
-  template <int kRows, int kVectors, class Element>
-  void add_rows(const Element* const* v, int64_t r, const CacheRows* next, Real* out) const {
-    int64_t d = 0;
-    for (; d + kVectors * W <= w.columns_v; d += kVectors * W) {
-      add_columns<kRows, kVectors>(v, r, d, next, out);
-    }
-    for (; d < w.columns_v; d += W) add_columns<kRows, 1>(v, r, d, next, out);
-  }
-  template <int kRows, int kVectors, class Element>
-  void add_columns(const Element* const* v, int64_t r, int64_t d, const CacheRows* next, Real* out) const {
-    V sums[kRows][kVectors];
-    FLASHATTN_UNROLL(4)
-    for (int m = 0; m < kRows; ++m) {
-      FLASHATTN_UNROLL(8)
-      for (int n = 0; n < kVectors; ++n) sums[m][n] = S::load(out + (r + m) * w.columns_v + d + n * W);
-    }
-    const Real* const weights = scratch.scores + r * kDecodeKeys;
-    for (int64_t j = 0; j < kDecodeKeys; ++j) {
-      V weight[kRows];
-      FLASHATTN_UNROLL(4)
-      for (int m = 0; m < kRows; ++m) weight[m] = S::set1(weights[m * kDecodeKeys + j]);
-      FLASHATTN_UNROLL(8)
-      for (int n = 0; n < kVectors; ++n) {
-        const V values = WideVector<Real, Element>::load(v[j] + d + n * W);
-        if (next && n * W * sizeof(In) % 64 == 0) prefetch(next->v[j] + d + n * W);
-        FLASHATTN_UNROLL(4)
-        for (int m = 0; m < kRows; ++m) sums[m][n] = S::fma(weight[m], values, sums[m][n]);
+  // out += weights * v, for head number n of the item.
+  void add_values(const In* const* v, int64_t count, bool hides, int64_t n, Real* out) {
+    for_bands<W>(row_count, [&](auto band, int64_t first) {
+      constexpr int R = decltype(band)::value;
+      Real* const to = out + first * w.columns_v;
+      const int64_t row = n * w.block_rows + first;
+      Real* const scores = scratch.scores + row * kDecodeKeys;
+      if (hides) {
+        add_seen_values<R>(v, count, scores, lesser<int64_t>(R, row_count - first), to);
+      } else {
+        BandValues<In, Op, R>::add(to, w.columns_v, scores, scratch.weights + row * kDecodeKeys / 2, v,
+                                   first == 0 && ahead_v.any() ? &ahead_v : nullptr);
       }
-    }
-    FLASHATTN_UNROLL(4)
-    for (int m = 0; m < kRows; ++m) {
-      FLASHATTN_UNROLL(8)
-      for (int n = 0; n < kVectors; ++n) S::store(out + (r + m) * w.columns_v + d + n * W, sums[m][n]);
-    }
+    });
   }
   // The same where rows differ in what they see: a value that is not finite must not reach a row by a weight of 0.
-  template <class Element>
-  void add_seen_values(const Element* const* v, int64_t count, Real* out) const {
-    for (int64_t r = 0; r < row_count; ++r) {
-      const Real* const weights = scratch.scores + r * kDecodeKeys;
+  template <int R>
+  void add_seen_values(const In* const* v, int64_t count, Real* scores, int64_t rows, Real* out) const {
+    for (int64_t r = 0; r < rows; ++r) {
       Real* const row = out + r * w.columns_v;
       for (int64_t j = 0; j < count; ++j) {
-        if (weights[j] == 0) continue;
-        const V weight = S::set1(weights[j]);
+        const Real of_key = score_at<R>(scores, r, j);
+        if (of_key == 0) continue;
+        const V weight = S::set1(of_key);
         for (int64_t d = 0; d < w.columns_v; d += W) {
-          S::store(row + d, S::fma(weight, WideVector<Real, Element>::load(v[j] + d), S::load(row + d)));
+          S::store(row + d, S::fma(weight, WideVector<Real, In>::load(v[j] + d), S::load(row + d)));
         }
       }
     }
@@ -501,12 +469,13 @@ class Decode {
   const GeneralScore<Real, Accuracy> rule;
   DecodeScratch<In, Op> scratch;
   // The current block.
-  int64_t batch = 0, hk = 0, row0 = 0, row_count = 0, first_position = 0;
+  int64_t batch = 0, hk = 0, row0 = 0, row_count = 0, first_position = 0, head_count = 0;
+  Ahead<In> ahead_k, ahead_v;  // the next group of keys
 };
 
 template <class In, class Op>
 inline int64_t decode_workspace_bytes(const DecodeParams& p, int64_t workers) {
-  const DecodeWorkspace<In, Op> w(p, nullptr);
+  const DecodeWorkspace<In, Op> w(p, workers, nullptr);
   const int64_t scratch = greater(DecodeScratch<In, Op>(w, nullptr).bytes, ForwardScratch<In, Op>(p, nullptr).bytes);
   return w.bytes + workers * scratch;
 }
@@ -516,32 +485,33 @@ void decode(const DecodeParams& params) {
   using Real = typename Op::Real;
   DecodeParams p = params;
   const CpuExecutor& executor = *static_cast<const CpuExecutor*>(p.stream);
-  const DecodeWorkspace<In, Op> w(p, p.workspace);
+  const DecodeWorkspace<In, Op> w(p, executor.num_threads, p.workspace);
   append<Real>(&p, w.rotated_q);
 
   const DecodePlan plan(p);
   const auto tiles_of = [&plan](int64_t b) { return plan.tiles(b); };
+  const int64_t head_groups = p.heads_k > 0 ? ceil_div(p.heads_k, w.heads) : 0;
   int64_t items = 0, blocks = 0;
   for (int64_t b = 0; b < p.batch; ++b) {
-    items += plan.tiles(b) * p.heads_k;
+    items += plan.tiles(b) * head_groups;
     blocks += plan.blocks(b) * p.heads_k;
   }
   const int64_t scratch_bytes = DecodeScratch<In, Op>(w, nullptr).bytes;
   // The partial results of a block's parts are heads_k apart.
-  const auto partial_of = [&](const WorkItem& item) {
-    return w.partials + (item.tile_of_call * p.heads_k + item.head) * w.partial_bytes;
+  const auto partial_of = [&](int64_t tile_of_call, int64_t head) {
+    return w.partials + (tile_of_call * p.heads_k + head) * w.partial_bytes;
   };
   const int64_t stride = p.heads_k * w.partial_bytes;
   std::atomic<int64_t> next{0};
   run_workers(executor, items, [&](int worker) {
     Decode<In, Op, Accuracy> kernel(p, w, w.scratch + worker * scratch_bytes);
-    WorkCursor cursor(p.batch, p.heads_k);
+    WorkCursor cursor(p.batch, head_groups);
     WorkItem item;
     while (cursor.find(next.fetch_add(1, std::memory_order_relaxed), tiles_of, &item)) {
       const int64_t parts = plan.splits(item.batch);
-      ScratchCarver carve(partial_of(item));
-      const PartialRows<Real> to(w.block_rows, w.columns_v, &carve);
-      kernel.run(item.batch, item.head, item.tile / parts, item.tile % parts, parts, to);
+      const int64_t head = item.head * w.heads, heads = lesser(w.heads, p.heads_k - head);
+      kernel.run(item.batch, head, heads, item.tile / parts, item.tile % parts, parts,
+                 partial_of(item.tile_of_call, head));
     }
   });
   std::atomic<int64_t> next_block{0};
@@ -555,9 +525,8 @@ void decode(const DecodeParams& params) {
         next_block.fetch_add(1, std::memory_order_relaxed), [&](int64_t b) { return plan.blocks(b); }, &item)) {
       for (; batch < item.batch; ++batch) first_tile += plan.tiles(batch);
       const int64_t parts = plan.splits(item.batch);
-      WorkItem first = item;
-      first.tile_of_call = first_tile + item.tile * parts;
-      kernel.finish(item.batch, item.head, item.tile, parts, partial_of(first), stride);
+      char* const first = partial_of(first_tile + item.tile * parts, item.head);
+      kernel.finish(item.batch, item.head, item.tile, parts, first, stride);
     }
   });
 

@@ -55,6 +55,19 @@ def test_do_not_depend_on_threads(Sq: int) -> None:
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
+def test_do_not_depend_on_the_heads_around(device: str) -> None:
+    given = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in batch(device, 1).items()}
+    intervals = torch.tensor([0, 1], dtype=torch.int32, device=device).repeat(1, 2, 40, 1)
+    intervals[:, 0, 7:20] = 0  # keys that only the second key head sees
+    together = flashattn_ext.flash_attn_with_kvcache(**given, mask=flashattn_ext.Mask(intervals), num_splits=2)
+    for hk in range(2):
+        alone = {**given, "q": given["q"][:, :, 4 * hk : 4 * hk + 4]}
+        alone |= {name: given[name][:, :, hk : hk + 1] for name in ("k_cache", "v_cache")}
+        mask = flashattn_ext.Mask(intervals[:, hk : hk + 1].contiguous())
+        expected = flashattn_ext.flash_attn_with_kvcache(**alone, mask=mask, num_splits=2)
+        assert torch.equal(expected, together[:, :, 4 * hk : 4 * hk + 4])
+
+
 def test_a_key_that_is_no_number_stays_in_its_sequence_and_head(device: str) -> None:
     given = batch(device, 1)
     clean = flashattn_ext.flash_attn_with_kvcache(**given)
