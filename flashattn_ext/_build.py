@@ -121,12 +121,31 @@ def is_command_line() -> bool:
     return Path(sys.argv[0]).stem == "flashattn-ext"
 
 
+def describe_cpu() -> str:
+    """The name of this machine's CPU and, where Linux says them, the sizes of the caches of one core, as measurements name them."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not on Linux
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    name = next(names, platform.processor() or platform.machine())
+    caches = []
+    for cache in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        try:
+            level, kind, size = ((cache / field).read_text().strip() for field in ("level", "type", "size"))
+        except OSError:
+            continue
+        if kind != "Instruction":
+            caches.append(f"L{level} {size}")
+    return f"{name} ({', '.join(caches)})" if caches else name
+
+
 def build_info() -> dict[str, Any]:
     """What was compiled, with what, and what is in use.
 
     Returns:
         A dict with `version`, `backends` (names for use_backend), `torch` (the version built for),
-        `compiler`, `cpu_isas` (usable here, fastest first), `cpu_isa` (in use),
+        `compiler`, `cpu` (this machine's, with its caches), `cpu_isas` (usable here, fastest first), `cpu_isa` (in use),
         `cuda_architectures` (compute capabilities, empty without CUDA) and `ascend_soc` (the chip
         that "ascend" was built for, or "").
     """
@@ -144,6 +163,7 @@ def build_info() -> dict[str, Any]:
         "backends": backends,
         "torch": _build_config.BUILT_FOR_TORCH,
         "compiler": _C.compiler(),
+        "cpu": describe_cpu(),
         "cpu_isas": _C.cpu_isas(),
         "cpu_isa": _C.cpu_isa(),
         "cuda_architectures": list(_build_config.CUDA_ARCHITECTURES),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashattn_ext
 
+from .._build import describe_cpu
 from . import bench_cpu_options
 from .bench_cases import BACKWARD_WORK, DTYPES, OURS
 from .bench_cpu_options import FLASH, MATH
@@ -65,7 +65,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
     rows = [_measure_case(case, budget_s, min_rounds) for case in track(cases(quick))]
     options = bench_cpu_options.measure(quick, budget_s, min_rounds, track)
     return {
-        "machine": platform.processor() or platform.machine(),
+        "machine": describe_cpu(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "isa": flashattn_ext._C.cpu_isa(),
@@ -132,7 +132,7 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
     our calls.
     """
     about = (
-        f"GFLOP/s, H=8, {results['threads']} threads, {results['isa']}, torch {results['torch']}; "
+        f"GFLOP/s, H=8, {results['machine']}, {results['threads']} threads, {results['isa']}, torch {results['torch']}; "
         f"peak of fp32 multiply-adds {results['fma_peak_gflops']:.0f}"
     )
     cells = [_cells(row) for row in results["rows"]]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import flashattn_ext
 
+from .._build import describe_cpu
 from .bench_cases import OURS
 from .bench_cuda import burst_ms
 from .console import markdown_table, print_table
@@ -94,6 +95,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
     rows = [_measure_case(case, device, rate, quick) for case in cases(device, quick)]
     return {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "machine": describe_cpu(),
         "threads": torch.get_num_threads(),
         "isa": flashattn_ext._C.cpu_isa(),
         "torch": torch.__version__,
@@ -205,7 +207,8 @@ HEADER = ("dtype", "B", "keys", "heads", "D", "queries", "pages", "MB", "ours", 
 def show(results: dict[str, Any], *, markdown: bool) -> None:
     """Prints the table: GB/s of keys and values."""
     rate, what = results["memory_bytes_per_s"], "read" if results["device"] == "cpu" else "copied"
-    where = f"{results['threads']} threads, {results['isa']}" if results["device"] == "cpu" else results["device"]
+    cpu = f"{results['machine']}, {results['threads']} threads, {results['isa']}"
+    where = cpu if results["device"] == "cpu" else results["device"]
     about = f"GB/s of keys and values, {where}, torch {results['torch']}; memory is {what} at {rate / 1e9:.0f}"
     cells = [_cells(row) for row in results["rows"]]
     if markdown:

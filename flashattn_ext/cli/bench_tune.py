@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,6 +18,7 @@ from torch import Tensor
 import flashattn_ext
 from flashattn_ext import _C
 
+from .._build import describe_cpu
 from . import bench_cuda, private_build
 from .bench_accuracy import RNG_SEED
 from .bench_cases import OURS, Case
@@ -66,7 +66,7 @@ def measure(*, quick: bool, device: str = "auto", backend: str | None = None) ->
         raise CommandError(f"--backend got {backend!r}, which is for --device cuda")
     else:
         kind, jobs = "cpu", cpu_jobs(quick)
-        machine = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__}
+        machine = {"machine": describe_cpu(), "torch": torch.__version__}
         machine |= {"threads": torch.get_num_threads(), "isa": _C.cpu_isa()}
     others = (tile.backend for job in jobs for tile in job.tiles if isinstance(tile.backend, PrivateBuild))
     for problem in private_build.load(others).values():

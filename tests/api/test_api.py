@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import platform
+import re
 from pathlib import Path
 
 import pytest
@@ -77,6 +79,9 @@ def test_build_info() -> None:
     assert info["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
     assert info["cpu_isa"] in info["cpu_isas"] and "generic" in info["cpu_isas"]
     assert info["compiler"]
+    if platform.system() == "Linux" and platform.machine() == "x86_64":
+        named = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.M)
+        assert info["cpu"].startswith(named[1].strip())
 
 
 @pytest.fixture

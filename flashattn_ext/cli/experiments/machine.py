@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import datetime
 import platform
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 import flashattn_ext
+
+from ..._build import describe_cpu
 
 if TYPE_CHECKING:
     from .context import Context
@@ -35,12 +36,7 @@ def machine(device: torch.device) -> dict[str, str]:
 def device_name(device: torch.device) -> str:
     if device.type != "cpu":
         return getattr(torch, device.type).get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:  # not on Linux
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
+    return describe_cpu()
 
 
 def command_of(name: str, context: Context) -> str:
