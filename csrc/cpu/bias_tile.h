@@ -143,6 +143,9 @@ class BiasTile {
     const Element* from = static_cast<const Element*>(head.bias) + place.row0 * head.row_stride + place.key0;
     for (int64_t lane = 0; lane < place.rows; lane += S::kWidth) {
       const int64_t rows = lesser<int64_t>(S::kWidth, place.rows - lane);
+      for (int64_t r = lane + rows; r < lesser(place.rows, lane + rows + S::kWidth); ++r) {
+        ask_for(from + r * head.row_stride, place.keys);
+      }
       for (int64_t r = 0; r < rows; ++r) {
         widen_row(rows_ + r * kKeys, from + (lane + r) * head.row_stride, place.keys);
         std::fill(rows_ + r * kKeys + place.keys, rows_ + r * kKeys + round_up(place.keys, S::kWidth), Real(0));
@@ -150,6 +153,13 @@ class BiasTile {
       const StagedRows<Elements> staged{rows_, kKeys};
       transpose_rows<Elements>(elements_ + lane, kQueries, staged, rows, S::kWidth, round_up(place.keys, S::kWidth));
     }
+  }
+
+  // Rows are short and far apart, which the hardware does not foresee.
+  template <class Element>
+  static void ask_for(const Element* row, int64_t count) {
+    constexpr int64_t kLine = 64 / sizeof(Element);
+    for (int64_t n = 0; n < count; n += kLine) __builtin_prefetch(row + n);
   }
 
   bool has_diagonals_, has_elements_;
