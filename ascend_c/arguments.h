@@ -41,7 +41,7 @@ struct Arguments : AttnGradParams {
   // With a Mask, in the workspace: what isolation.h keeps.
   int64_t check_count = 0;   // vector cores of the device
   void* checks = nullptr;    // [check_count] fp32
-  void* isolated = nullptr;  // [cores, kSlots, rows of a slot, isolated_pitch()], in the type of an input
+  void* isolated = nullptr;  // [cores, rows of a core, isolated_pitch()], in the type of an input
 
   void* keep_mask = nullptr;  // dropout_mask: [B, Hq, Sq, Sk], a byte for each score
 

@@ -7,11 +7,11 @@
 //
 //   cube     S(t) = Q K^T, dP(t) = dO V^T      ->  scores         kScoresReady
 //   vector   P(t), dS(t)                       ->  probabilities  kProbabilitiesReady
-//   cube     dV += P^T dO, dK += dS^T Q, dQ += dS K, kAhead steps later
+//   cube     dV += P^T dO, dK += dS^T Q, dQ += dS K, kGradAhead steps later
 //
 // A task's dK and dV are added up by one core, step by step. Every core adds to dQ, in any order; with `deterministic`
-// all tasks of a key head belong to one core. The flags are enough: scores of step t + kSlots overwrite slot t after
-// the products of step t, which wait for P(t), and announce themselves on the pipe that stored those products.
+// all tasks of a key head belong to one core. The flags are enough: scores of step t + kGradSlots overwrite slot t
+// after the products of step t, which wait for P(t), and announce themselves on the pipe that stored those products.
 #pragma once
 
 #include "bias_gradients.h"
@@ -68,7 +68,7 @@ class GradSteps {
                                           task.row, task.row + task.rows);
     step->last_of_head = row >= end;
     step->last = step->last_of_head && heads_left == last_head;
-    step->slot = number++ % kSlots;
+    step->slot = number++ % kGradSlots;
     return true;
   }
 
@@ -120,7 +120,7 @@ class BackwardWorkspace {
   }
   // 0: P, 1: dS
   __aicore__ AscendC::GlobalTensor<T> Rounded(int32_t slot, int32_t which) const {
-    return Global<T>(base + kSlots * 2 * Sizes::kBackwardScoreBytes +
+    return Global<T>(base + kGradSlots * 2 * Sizes::kBackwardScoreBytes +
                      (slot * 2 + which) * Sizes::kBackwardRoundedBytes);
   }
 
@@ -130,17 +130,23 @@ class BackwardWorkspace {
 
 // What isolation.h copies of a step: queries, gradients of out, keys.
 template <typename T>
-struct IsolatedStep {
-  static constexpr int32_t kQueries = SizesOf<sizeof(T)>::kQueries, kRowsOfSlot = SizesOf<sizeof(T)>::kIsolatedBackward;
-  static_assert(kRowsOfSlot == 2 * kQueries + kTile, "room for each");
+class IsolatedStep {
+  using Sizes = SizesOf<sizeof(T)>;
+
+ public:
   __aicore__ static AscendC::GlobalTensor<T> Queries(const Arguments& a, int32_t slot, int32_t row) {
-    return IsolatedRow<T>(a, kRowsOfSlot, slot, row);
+    return At(a, slot, row);
   }
   __aicore__ static AscendC::GlobalTensor<T> Gradients(const Arguments& a, int32_t slot, int32_t row) {
-    return IsolatedRow<T>(a, kRowsOfSlot, slot, kQueries + row);
+    return At(a, slot, Sizes::kQueries + row);
   }
   __aicore__ static AscendC::GlobalTensor<T> Keys(const Arguments& a, int32_t slot) {
-    return IsolatedRow<T>(a, kRowsOfSlot, slot, 2 * kQueries);
+    return At(a, slot, 2 * Sizes::kQueries);
+  }
+
+ private:
+  __aicore__ static AscendC::GlobalTensor<T> At(const Arguments& a, int32_t slot, int32_t row) {
+    return IsolatedRow<T>(a, Sizes::kIsolatedBackward, slot * (2 * Sizes::kQueries + kTile) + row);
   }
 };
 
@@ -153,15 +159,15 @@ class BackwardCube {
 
   __aicore__ void Run() {
     GradSteps steps(a, kQueries);
-    GradStep ring[kSlots], step;
+    GradStep ring[kGradSlots], step;
     int32_t issued = 0;
     while (steps.Next(&step)) {
       MultiplyScores(step);
-      ring[issued % kSlots] = step;
-      if (issued >= kAhead) MultiplyGradients(ring[(issued - kAhead) % kSlots]);
+      ring[issued % kGradSlots] = step;
+      if (issued >= kGradAhead) MultiplyGradients(ring[(issued - kGradAhead) % kGradSlots]);
       ++issued;
     }
-    for (int32_t t = Greater(0, issued - kAhead); t < issued; ++t) MultiplyGradients(ring[t % kSlots]);
+    for (int32_t t = Greater(0, issued - kGradAhead); t < issued; ++t) MultiplyGradients(ring[t % kGradSlots]);
     cube.Finish();
   }
 

@@ -61,7 +61,7 @@ void carve_isolation(Carver* carver, Arguments* a, int64_t cores, int64_t all_co
   if (!a->has_intervals()) return;
   a->check_count = kVectorCores * all_cores;
   a->checks = carver->take(a->check_count * 4);
-  const int64_t elements = cores * kSlots * a->isolated_pitch();
+  const int64_t elements = cores * a->isolated_pitch();
   a->isolated = carver->take(a->dtype == DType::kFloat32 ? elements * rows_fp32 * 4 : elements * rows_of_16_bits * 2);
 }
 void carve_forward(Carver* carver, Arguments* a, int64_t all_cores) {

@@ -9,8 +9,8 @@
 //
 // The cube is kAhead steps ahead with S, and the vector cores add a product kAhead steps after its probabilities:
 //
-//   cube     S0  S1  S2 PV0 S3 PV1 S4 PV2 ...
-//   vector       P0  P1  P2 O0  P3 O1  P4 O2 ...
+//   cube     S0  S1  S2  S3 PV0 S4 PV1 S5 PV2 ...
+//   vector       P0  P1  P2  P3 O0  P4 O1  P5 O2 ...
 //
 // One flag in each direction and per step is enough. Scores of step t + kSlots overwrite slot t after PV(t), which
 // waits for P(t); P(t + kSlots) comes after O(t), which waits for PV(t); and PV(t + kSlots) waits for P(t + kSlots).
@@ -104,7 +104,7 @@ class ForwardCube {
     const Task& task = step.task;
     AscendC::CrossCoreWaitFlag(kProbabilitiesReady);
     const AscendC::GlobalTensor<T> values =
-        step.isolates ? IsolatedRow<T>(a, Sizes::kIsolatedForward, step.slot, 0)
+        step.isolates ? IsolatedRow<T>(a, Sizes::kIsolatedForward, step.slot * kKeys)
                       : Head<T>(a.v, task.batch, task.head / a.group_size(), task.keys.start + step.key);
     const int64_t pitch = step.isolates ? a.isolated_pitch() : a.v.row_stride;
     const L1Tile<T> probabilities =
@@ -148,9 +148,9 @@ class ForwardVector : VectorCore {
     scores = Carve<float>(2 * kChunkRows * kPitch);
     rounded = Carve<T>(2 * kChunkRows * kPitch);
     output = Carve<float>(kHalf * width);
-    softmax.SetMemory(Carve<float>(OnlineSoftmax<T>::kFloats));
     statistics = Carve<float>(kHalf);
     statistics_wide = Carve<float>(kHalf * kWide);
+    softmax.SetMemory(Carve<float>(OnlineSoftmax<T>::kFloats), statistics_wide);
     if (a.has_bias())
       biases.SetMemory(Carve<float>(Biases<T>::FloatsOf(kChunkRows, kKeys, kPitch)), kChunkRows, kKeys, kPitch);
     if (a.has_intervals()) {
@@ -264,7 +264,7 @@ class ForwardVector : VectorCore {
     not_finite = intervals.Borrow();
     RowIsolation<T> rows(a, a.head_dim_v, scores, kFloats, kIsolationEvent);
     rows.Run(Head<T>(a.v, task.batch, task.head / a.group_size(), task.keys.start + step.key), a.v.row_stride,
-             step.keys, not_finite, IsolatedRow<T>(a, Sizes::kIsolatedForward, step.slot, 0),
+             step.keys, not_finite, IsolatedRow<T>(a, Sizes::kIsolatedForward, step.slot * kKeys),
              AscendC::GetSubBlockIdx() == 0);
     GiveLoadBuffers();
   }
@@ -314,12 +314,31 @@ class ForwardVector : VectorCore {
     const Task& task = step.task;
     const int32_t buffer = chunks++ % 2, keys = Columns<T>(a, step.keys);
     const int64_t slot_row = SlotRow(task) + row;
-    const LocalTensor<float> s = scores[buffer * kChunkRows * kPitch];
     const LocalTensor<T> p = rounded[buffer * kChunkRows * kPitch];
     WaitFlag<HardEvent::MTE3_V>(buffer);
     if (a.has_dropout() && (row == 0 || !draws_steps))
       DrawWords(step, next, row, rows, p.template ReinterpretCast<int32_t>());
     if (row == 0) CrossCoreWaitFlag(kScoresReady);
+    if (softmax.SeesNothing(step, task.row + row, rows))
+      softmax.WeighNothing(step, row, rows, p);
+    else
+      WeighScores(step, row, rows, buffer, p);
+    SetFlag<HardEvent::V_MTE3>(buffer);
+    WaitFlag<HardEvent::V_MTE3>(buffer);
+    constexpr int32_t kElement = sizeof(T);
+    DataCopyPad(workspace.Probabilities(step.slot)[slot_row * kKeys], p,
+                DataCopyExtParams(rows, keys * kElement, kPitch * kElement / 32 - Blocks<T>(keys),
+                                  (kKeys - keys) * kElement, 0));
+    SetFlag<HardEvent::MTE3_V>(buffer);
+  }
+  // Scores come from the workspace, into a buffer of UB.
+  __aicore__ void WeighScores(const Step& step, int32_t row, int32_t rows, int32_t buffer,
+                              const AscendC::LocalTensor<T>& p) {
+    using namespace AscendC;
+    const Task& task = step.task;
+    const int32_t keys = Columns<T>(a, step.keys);
+    const int64_t slot_row = SlotRow(task) + row;
+    const LocalTensor<float> s = scores[buffer * kChunkRows * kPitch];
     WaitFlag<HardEvent::V_MTE2>(buffer);
     const int32_t copied = RoundUp(keys, 8) / 8;
     DataCopyPad(s, workspace.Scores(step.slot)[slot_row * kKeys],
@@ -333,13 +352,6 @@ class ForwardVector : VectorCore {
     const ScoreChunk chunk = {s, {kPitchBlocks, Pairs<T>(a)}, task.row + row, rows, step.key, step.keys};
     softmax.Weigh(step, chunk, row, p, &dropout, draws_steps ? row / kGroupRows : 0, not_finite);
     SetFlag<HardEvent::V_MTE2>(buffer);
-    SetFlag<HardEvent::V_MTE3>(buffer);
-    WaitFlag<HardEvent::V_MTE3>(buffer);
-    constexpr int32_t kElement = sizeof(T);
-    DataCopyPad(workspace.Probabilities(step.slot)[slot_row * kKeys], p,
-                DataCopyExtParams(rows, keys * kElement, kPitch * kElement / 32 - Blocks<T>(keys),
-                                  (kKeys - keys) * kElement, 0));
-    SetFlag<HardEvent::MTE3_V>(buffer);
   }
 
   // O = O * decay + P V; after the last block the rows are divided by their sums and leave.

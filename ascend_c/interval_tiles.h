@@ -19,14 +19,17 @@ class IntervalTiles {
     const int64_t keys = a.is_varlen() ? a.total_k : a.seqlen_k;
     granules = (keys + kMaskGranule - 1) / kMaskGranule;
     const int64_t at = batch * view.extremes_batch_stride + mask_head(a, head) * view.extremes_head_stride;
-    extremes.SetGlobalBuffer((__gm__ int32_t*)(uint64_t)view.extremes + 4 * at);
+    extremes.SetGlobalBuffer((__gm__ int64_t*)(uint64_t)view.extremes + 2 * at);
   }
 
   // The extremes of the keys [begin, end), which is not empty.
   __aicore__ IntervalExtremes Of(int64_t begin, int64_t end) const {
     IntervalExtremes all = IntervalExtremes::none();
     const int64_t last = Granule(end - 1);
-    for (int64_t g = Granule(begin); g <= last; ++g) all.add(At(g));
+    for (int64_t g = Granule(begin); g <= last; ++g) {
+      const Rows any = Any(g), every = All(g);
+      all.add({any.first, any.last, every.first, every.last});
+    }
     return all;
   }
   // Whether every row of [row_begin, row_end) sees all keys of [begin, end), which is not empty.
@@ -64,20 +67,55 @@ class IntervalTiles {
     return begin;
   }
 
- private:
-  __aicore__ int64_t Granule(int64_t key) const { return (start + key) / kMaskGranule; }
-  __aicore__ bool Seen(int64_t entry, int64_t row_begin, int64_t row_end) const {
-    return extremes.GetValue(4 * entry) < row_end && extremes.GetValue(4 * entry + 1) > row_begin;
-  }
-  __aicore__ bool AllSee(int64_t entry, int64_t row_begin, int64_t row_end) const {
-    return extremes.GetValue(4 * entry + 2) <= row_begin && extremes.GetValue(4 * entry + 3) >= row_end;
-  }
-  __aicore__ IntervalExtremes At(int64_t entry) const {
-    return {extremes.GetValue(4 * entry), extremes.GetValue(4 * entry + 1), extremes.GetValue(4 * entry + 2),
-            extremes.GetValue(4 * entry + 3)};
+  // Blocks of `width` keys of [begin, end), whole granules but for its ends: their extremes, or those of keys that all
+  // rows see where every row of [row_begin, row_end) does. Returns whether that is so for each of them.
+  __aicore__ bool Blocks(int64_t begin, int64_t end, int32_t width, int64_t row_begin, int64_t row_end,
+                         IntervalExtremes* blocks) const {
+    bool whole = true, super_whole = false;
+    int64_t known_super = -1;
+    for (int64_t key = begin; key < end; key += width, ++blocks) {
+      const int64_t first = Granule(key), last = Granule((key + width < end ? key + width : end) - 1);
+      *blocks = {0, INT32_MAX, 0, INT32_MAX};
+      for (int64_t g = first; g <= last; ++g) {
+        if (g / kMaskSuper != known_super) {
+          known_super = g / kMaskSuper;
+          super_whole = AllSee(granules + known_super, row_begin, row_end);
+        }
+        if (super_whole) continue;
+        const Rows rows = All(g);
+        if (rows.first > blocks->all_first) blocks->all_first = rows.first;
+        if (rows.last < blocks->all_last) blocks->all_last = rows.last;
+      }
+      if (blocks->all_first <= row_begin && blocks->all_last >= row_end) continue;
+      whole = false;
+      *blocks = Of(key, key + width < end ? key + width : end);
+    }
+    return whole;
   }
 
-  AscendC::GlobalTensor<int32_t> extremes;
+ private:
+  struct Rows {
+    int32_t first, last;
+  };
+  // One access of the scalar unit for both.
+  __aicore__ Rows At(int64_t index) const {
+    const int64_t both = extremes.GetValue(index);
+    return {int32_t(both), int32_t(both >> 32)};
+  }
+  __aicore__ Rows Any(int64_t entry) const { return At(2 * entry); }
+  __aicore__ Rows All(int64_t entry) const { return At(2 * entry + 1); }
+
+  __aicore__ int64_t Granule(int64_t key) const { return (start + key) / kMaskGranule; }
+  __aicore__ bool Seen(int64_t entry, int64_t row_begin, int64_t row_end) const {
+    const Rows any = Any(entry);
+    return any.first < row_end && any.last > row_begin;
+  }
+  __aicore__ bool AllSee(int64_t entry, int64_t row_begin, int64_t row_end) const {
+    const Rows all = All(entry);
+    return all.first <= row_begin && all.last >= row_end;
+  }
+
+  AscendC::GlobalTensor<int64_t> extremes;  // of every entry first and last of any, then of all
   int64_t start, granules;
 };
 

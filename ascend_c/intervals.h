@@ -41,9 +41,8 @@ class Intervals {
   __aicore__ void Begin(const Task& task, int32_t head, int32_t key, int32_t keys, int32_t row, int32_t rows) {
     using namespace AscendC;
     const IntervalTiles tiles(a, task.batch, head, task.keys.start);
-    whole = tiles.Whole(key, key + keys, row, row + rows);
+    whole = tiles.Blocks(key, key + keys, kLanes, row, row + rows, blocks);
     if (whole) return;
-    for (int32_t c = 0; c < keys; c += kLanes) blocks[c / kLanes] = tiles.Of(key + c, key + Lesser(keys, c + kLanes));
     const IntervalView& view = a.intervals;
     const int64_t at = task.batch * view.batch_stride + mask_head(a, head) * view.head_stride;
     const int32_t columns = RoundUp(keys, kLanes);
@@ -69,6 +68,14 @@ class Intervals {
     Barrier();
     Adds(last, last, int32_t(-1), columns);
     Barrier();
+  }
+
+  // Whether rows see none of the columns [begin, end) of the step's keys.
+  __aicore__ bool HidesAll(int32_t row, int32_t rows, int32_t begin, int32_t end) const {
+    if (whole) return begin >= end;
+    for (int32_t c = begin / kLanes * kLanes; c < end; c += kLanes)
+      if (blocks[c / kLanes].visibility(row, row + rows) != Visibility::kNone) return false;
+    return true;
   }
 
   // Room for one fp32 per key or row of a step, from Begin to the end of the step.

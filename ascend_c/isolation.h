@@ -72,12 +72,11 @@ __aicore__ inline void LoadRows(const AscendC::LocalTensor<T>& to, int32_t width
                 DataCopyPadExtParams<T>(false, 0, 0, T()));
 }
 
-// A row of the copies that a core has in a slot.
+// One of the rows that a core has copies of.
 template <typename T>
-__aicore__ inline AscendC::GlobalTensor<T> IsolatedRow(const Arguments& a, int32_t rows_of_slot, int32_t slot,
-                                                       int32_t row) {
+__aicore__ inline AscendC::GlobalTensor<T> IsolatedRow(const Arguments& a, int32_t rows_of_core, int32_t row) {
   const int64_t core = AscendC::GetBlockIdx() / AscendC::GetTaskRation();
-  return Global<T>((uint64_t)a.isolated, ((core * kSlots + slot) * rows_of_slot + row) * a.isolated_pitch());
+  return Global<T>((uint64_t)a.isolated, (core * rows_of_core + row) * a.isolated_pitch());
 }
 
 // Rows of a tensor, `pitch` elements apart, through UB.

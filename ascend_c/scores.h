@@ -131,22 +131,21 @@ class OnlineSoftmax {
   using Sizes = SizesOf<sizeof(T)>;
   static constexpr int32_t kHalf = kRows / 2, kChunkRows = Sizes::kChunkRows, kPitch = Sizes::kPitch;
   static constexpr int32_t kPitchBlocks = kPitch / 8;
-  static constexpr int32_t kWide = 8;  // a row's value in every lane of one block
 
  public:
-  static constexpr int32_t kFloats = (2 * kStatisticsRing + kSlots) * kHalf + (2 + kWide) * kChunkRows;
+  static constexpr int32_t kFloats = (2 * kStatisticsRing + kSlots) * kHalf + 2 * kChunkRows;
 
   __aicore__ OnlineSoftmax(const Arguments& arguments, Biases<T>* biases, Intervals* intervals)
       : a(arguments), biases(biases), intervals(intervals) {}
 
-  // memory: kFloats.
-  __aicore__ void SetMemory(const AscendC::LocalTensor<float>& memory) {
+  // memory: kFloats. wide: a whole block for each row of a chunk, needed within Weigh alone.
+  __aicore__ void SetMemory(const AscendC::LocalTensor<float>& memory, const AscendC::LocalTensor<float>& wide) {
     row_shift = memory;
     row_sum = row_shift[kStatisticsRing * kHalf];
     decay = row_sum[kStatisticsRing * kHalf];
     chunk_shift = decay[kSlots * kHalf];
     chunk_sum = chunk_shift[kChunkRows];
-    chunk_wide = chunk_sum[kChunkRows];
+    chunk_wide = wide;
     // Lanes beyond the last row are computed with and never used: they must hold something.
     AscendC::Duplicate(chunk_shift, 0.0f, kChunkRows);
     AscendC::Duplicate(decay, 0.0f, kSlots * kHalf);
@@ -217,6 +216,20 @@ class OnlineSoftmax {
         dropout->ApplyRounded(weights.template ReinterpretCast<uint16_t>(), kPitchBlocks / 2,
                               s.template ReinterpretCast<int32_t>(), group);
     }
+  }
+
+  // The same of rows from which a Mask hides everything of the step: without their scores.
+  __aicore__ void WeighNothing(const Step& step, int32_t row, int32_t rows, const AscendC::LocalTensor<T>& weights) {
+    Barrier();
+    AscendC::Duplicate(Decay(step.slot)[row], 1.0f, rows);
+    AscendC::Duplicate(weights.template ReinterpretCast<uint16_t>(), uint16_t(0),
+                       rows * kPitch * int32_t(sizeof(T)) / 2);
+    Barrier();
+  }
+  __aicore__ bool SeesNothing(const Step& step, int32_t row, int32_t rows) const {
+    if (!a.has_intervals()) return false;
+    const TileMask::Range seen = TileMask(a, step.task.queries.length, step.task.keys.length).keys_of(row, row + rows);
+    return intervals->HidesAll(row, rows, Greater(0, seen.begin - step.key), Lesser(step.keys, seen.end - step.key));
   }
 
  private:

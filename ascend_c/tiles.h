@@ -8,8 +8,11 @@ namespace ascend {
 
 constexpr int32_t kTile = 128;  // edge of a tile of sums in L0C (64 KB)
 constexpr int32_t kMaxHeadDim = 256;
-constexpr int32_t kAhead = 2;  // how many blocks of scores the cube computes before it needs their probabilities
-constexpr int32_t kSlots = kAhead + 1;     // of the workspace
+// How many steps of scores the cube computes before it needs their weights, and the slots of the workspace that takes.
+// The short steps at the ends of a causal row or of a document need three to hide the latency of flags; those of the
+// backward are longer.
+constexpr int32_t kAhead = 3, kSlots = kAhead + 1;
+constexpr int32_t kGradAhead = 2, kGradSlots = kGradAhead + 1;
 constexpr int32_t kRing = 3;               // tiles in L1 that are used once
 constexpr int32_t kStatisticsRing = 4;     // tasks whose max and sum are in use; kAhead + 1 are in flight
 constexpr int32_t kLanes = 64;             // fp32 of one repeat
@@ -61,7 +64,7 @@ struct Tiling {
   FLASHATTN_HOST_DEVICE constexpr int32_t ub_bytes(int32_t head_dim_v) const {
     const int32_t width = (head_dim_v + kLanes - 1) / kLanes * kLanes, half = rows / 2;
     const int32_t scores = 2 * chunk_rows() * pitch();
-    const int32_t of_rows = 2 * kStatisticsRing + kSlots + 1 + 8, of_chunk_rows = 2 + 8;
+    const int32_t of_rows = 2 * kStatisticsRing + kSlots + 1 + 8, of_chunk_rows = 2;
     return scores * (4 + element) + (half * (width + of_rows) + chunk_rows() * of_chunk_rows) * 4;
   }
 };
@@ -100,10 +103,10 @@ struct SizesOf {
   static constexpr int64_t kForwardWorkspaceBytes = kSlots * (kScoreBytes + kProbabilityBytes + kPartialBytes);
   static constexpr int64_t kBackwardScoreBytes = int64_t{kQueries} * kTile * 4;
   static constexpr int64_t kBackwardRoundedBytes = int64_t{kQueries} * kTile * kElement;  // P or dS
-  static constexpr int64_t kBackwardWorkspaceBytes = kSlots * 2 * (kBackwardScoreBytes + kBackwardRoundedBytes);
+  static constexpr int64_t kBackwardWorkspaceBytes = kGradSlots * 2 * (kBackwardScoreBytes + kBackwardRoundedBytes);
 
-  // With a Mask: rows of a slot that isolation.h copies. Forward: values; backward: queries, dout, keys.
-  static constexpr int32_t kIsolatedForward = kKeys, kIsolatedBackward = 2 * kQueries + kTile;
+  // With a Mask: rows of a core that isolation.h copies, in all slots. Forward: values; backward: queries, dout, keys.
+  static constexpr int32_t kIsolatedForward = kSlots * kKeys, kIsolatedBackward = kGradSlots * (2 * kQueries + kTile);
 
   // Cube core.
   static constexpr int32_t kResidentBytes = kTiles.resident_bytes();  // Q of a task, two tasks; backward: K and V

@@ -118,8 +118,8 @@ void add_checks(GlobalMemory& gm, const ascend::Arguments& a, Use use) {
 void add_isolation(GlobalMemory& gm, const ascend::Arguments& a, int64_t cores, int64_t rows_fp32,
                    int64_t rows_of_16_bits) {
   if (!a.isolated) return;
-  const int64_t row_bytes = a.isolated_pitch() * (a.dtype == DType::kFloat32 ? rows_fp32 * 4 : rows_of_16_bits * 2);
-  gm.add("isolated", a.isolated, size_t(cores * ascend::kSlots * row_bytes), Use::workspace);
+  const int64_t core_bytes = a.isolated_pitch() * (a.dtype == DType::kFloat32 ? rows_fp32 * 4 : rows_of_16_bits * 2);
+  gm.add("isolated", a.isolated, size_t(cores * core_bytes), Use::workspace);
 }
 
 ascend_emulator::Report run_forward(const AttnParams& p, const Choices& how) {

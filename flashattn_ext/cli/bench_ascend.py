@@ -146,7 +146,7 @@ def traffic(library: ctypes.CDLL, case: Case) -> dict[str, Any]:
     ours = model(library, case, CORES)
     hbm = {"read": 3 * tensor, "written": tensor + tokens * 4}
     unfused = {"read": 3 * tensor + 4 * scores, "written": tensor + 4 * scores}
-    workspace = CORES * 3 * (512 << 10)
+    workspace = CORES * 4 * (512 << 10)
     return {
         **asdict(case),
         "tensor_bytes": ours["tensor_bytes"],
