@@ -38,6 +38,7 @@ class FiniteCheck {
   // `event`: from V to MTE3, which nobody else uses.
   __aicore__ void Store(const Arguments& a, int32_t event) {
     using namespace AscendC;
+    PipeBarrier<PIPE_V>();  // where nothing was added
     WholeReduceSum(result, sum, kLanes, 1, 1, 1, 8);
     SetFlag<HardEvent::V_MTE3>(event);
     WaitFlag<HardEvent::V_MTE3>(event);

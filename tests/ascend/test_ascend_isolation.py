@@ -169,3 +169,13 @@ def test_an_infinity(name: str, where: str, poison: float) -> None:
 def test_in_every_mode(monkeypatch: pytest.MonkeyPatch, mode: str, name: str, dtype: torch.dtype) -> None:
     monkeypatch.setenv("FLASHATTN_EXT_ASCEND_EMULATOR", mode)
     check(CALLS[name], dtype, "all", math.nan)
+
+
+@pytest.mark.parametrize("sizes", [(0, 3, 5), (1, 0, 5), (1, 3, 0)], ids=["no batch", "no rows", "no keys"])
+def test_nothing_to_check(sizes: tuple[int, int, int]) -> None:
+    B, Sq, Sk = sizes
+    mask = Mask(torch.zeros(B, 1, Sk, 2, dtype=torch.int32))
+    q, k, v = (torch.ones(B, S, 1, 16, dtype=torch.float16, requires_grad=True) for S in (Sq, Sk, Sk))
+    out = flashattn_ext.forward(q, k, v, mask=mask)
+    gradients = torch.autograd.grad(out.sum(), (q, k, v))
+    assert not out.any() and not any(gradient.any() for gradient in gradients)
