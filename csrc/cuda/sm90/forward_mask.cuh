@@ -215,6 +215,8 @@ struct FoundKeyLoader {
     for (int i = 0; i < count; ++i) {
       KeyTile tile = batch.tiles[i];
       if (!tile.is_whole()) {
+        // No warp has to look at intervals: those of the tile that had this slot before may still be on their way.
+        ptx::barrier_wait(&shared.pairs_full[partial.stage], partial.parity ^ 1);
         tile.bits |= partial.stage << KeyTile::kSlot | partial.parity << KeyTile::kSlotParity;
         partial.advance();
       }
