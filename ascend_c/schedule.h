@@ -160,7 +160,7 @@ class Steps {
     step->task = task;
     step->key = key;
     const int32_t left = end - key, steps_left = (left + keys_of_step - 1) / keys_of_step;
-    // Of equal length, in whole tiles: short ones would wait for flags.
+    // Steps are of equal length, in whole tiles: after a short one the cube would wait for flags.
     step->keys = steps_left > 1 ? Lesser(keys_of_step, RoundUp((left + steps_left - 1) / steps_left, kTile)) : left;
     if (a.has_intervals() && step->keys > 0)
       step->keys = Tiles().EndOfSeen(key, key + step->keys, task.row, RowsEnd()) - key;

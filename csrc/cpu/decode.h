@@ -185,7 +185,7 @@ class Decode {
  private:
   // Where the rows of some keys are.
   struct CacheRows {
-    // Those from `begin` on, at most kDecodeKeys.
+    // Finds the rows of the keys from `begin` on, kDecodeKeys of them at most.
     void find(const Decode& decode, const KeyLocator& keys, int64_t head, int64_t begin, int64_t end) {
       key0 = begin;
       count = greater<int64_t>(lesser(kDecodeKeys, end - begin), 0);
