@@ -78,3 +78,5 @@ def test_a_key_that_is_no_number_stays_in_its_sequence_and_head(device: str) -> 
     assert torch.equal(out[1], clean[1]) and torch.equal(out[0, :, 4:], clean[0, :, 4:])
     assert torch.equal(out[2, :, :4], clean[2, :, :4]) and out[2, :, 4:].isnan().all()
     assert torch.equal(out[0, :, :4, :5], clean[0, :, :4, :5]) and not out[0, :, :4, 5].isfinite().any()
+    if device == "cpu":  # CUDA multiplies fp32 in parts, one of which may be 0
+        assert out[0, :, :4, 5].isinf().all()
