@@ -18,6 +18,8 @@ pure_backward = torch.ops.flashattn_ext.backward.default
 rng_state = torch.ops.flashattn_ext.rng_state.default
 mask_extremes = torch.ops.flashattn_ext.mask_extremes.default
 
+CENTRES = 3  # numbers in the centres of a row, kCentres in csrc/bias.h
+
 _library = torch.library.Library("flashattn_ext", "FRAGMENT")
 
 

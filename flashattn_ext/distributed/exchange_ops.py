@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import ops
 from .call import (
     Settings,
     Tensors,
@@ -109,13 +110,13 @@ def _fake_forward(*arguments: Any) -> tuple[Tensor, ...]:
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     lse = q.new_empty((*batch, heads, rows), dtype=statistics)
     if settings.mode != "ulysses":
-        centres = lse.new_empty((*lse.shape, 3) if settings.keeps_centres else 0)
+        centres = lse.new_empty((*lse.shape, ops.CENTRES) if settings.keeps_centres else 0)
         return out, lse, centres, *(q.new_empty(0) for _ in _KEPT[1:])
     shares, whole = shares_of(tensors, settings), (*batch, settings.seqlen)
     keys = len(shares.repeated(0))  # as many on every rank
     return (
         out, lse if settings.needs_lse else lse.new_empty(0),
-        lse.new_empty((*batch, shares.each, settings.seqlen, 3) if settings.keeps_centres else 0),
+        lse.new_empty((*batch, shares.each, settings.seqlen, ops.CENTRES) if settings.keeps_centres else 0),
         q.new_empty((*whole, shares.each, head_dim)), k.new_empty((*whole, keys, head_dim)),
         v.new_empty((*whole, keys, v.shape[-1])), q.new_empty((*whole, shares.each, v.shape[-1])),
         q.new_empty((*batch, shares.each, settings.seqlen), dtype=statistics),

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .. import ops
 from ..autograd import CallOptions, CallTensors
 from . import local
 from .communication import Transfer
@@ -133,7 +134,7 @@ class KeyExchange:
         out = self.q.new_zeros((*self.q.shape[:-1], self.v.shape[-1]), dtype=self.statistics if merges else None)
         heads, length = self.q.shape[self.row_dim + 1], self.q.shape[self.row_dim]
         lse = self.q.new_full((*self.q.shape[: self.row_dim], heads, length), -math.inf, dtype=self.statistics)
-        centres = lse.new_zeros((*lse.shape, 3) if keeps_centres else 0)
+        centres = lse.new_zeros((*lse.shape, ops.CENTRES) if keeps_centres else 0)
         steps = self.plan.steps
         buffers, transfer = self._fetch(steps[0])
         for index, step in enumerate(steps):

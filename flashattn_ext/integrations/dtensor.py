@@ -19,6 +19,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from .. import ops
+
 # How one mesh dimension shares a call out.
 BATCH, HEADS, NOTHING = "batch", "heads", "nothing"
 
@@ -179,7 +181,7 @@ def _forward(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kwargs: An
     like_lse = torch.empty(
         (layout.heads_q, rows) if layout.packed else (q.shape[0], layout.heads_q, rows), device="meta"
     )
-    like_centres = like_lse.unsqueeze(-1).expand(*like_lse.shape, 3)
+    like_centres = like_lse.unsqueeze(-1).expand(*like_lse.shape, ops.CENTRES)
     whole_centres = (
         call.whole("centres", centres, like_centres) if a["keeps_centres"] else _replicated(centres, call.mesh)
     )

@@ -90,11 +90,11 @@ struct TileBiasGradient {
       sums.slope += sum_of([&](int i, int n, int e) {
         return gradients[i][n][e] * fabsf(first + static_cast<float>(bias.place.distance_on(i, n, e)));
       });
-      sums.slope -= sum_of_centres(gradients, kDistance);
+      sums.slope -= sum_times_centre(gradients, kDistance);
     }
     if (!p.drelative_bias) return;
-    sums.below -= sum_of_centres(gradients, kBelow);
-    sums.above -= sum_of_centres(gradients, kAbove);
+    sums.below -= sum_times_centre(gradients, kBelow);
+    sums.above -= sum_times_centre(gradients, kAbove);
     if (bias.range == Reached::kBelow || bias.range == Reached::kAbove) {
       const float sum = sum_of([&](int i, int n, int e) { return gradients[i][n][e]; });
       (bias.range == Reached::kBelow ? sums.below : sums.above) += sum;
@@ -141,8 +141,8 @@ struct TileBiasGradient {
   }
 
   // The sum over all scores of the gradient times a centre of its row.
-  __device__ __forceinline__ float sum_of_centres(const float (&gradients)[kKeyTiles][kQueryTiles][4],
-                                                  Centre which) const {
+  __device__ __forceinline__ float sum_times_centre(const float (&gradients)[kKeyTiles][kQueryTiles][4],
+                                                    Centre which) const {
     float part[2] = {};
 #pragma unroll
     for (int n = 0; n < kQueryTiles; ++n) {

@@ -178,9 +178,8 @@ struct DistanceBias {
   template <bool kLeavesRows>
   __device__ __forceinline__ void add_slopes(float (&x)[kRowTiles][kColumnTiles][4], float scale, float* rows) const {
     const float first = static_cast<float>(place.distance);
-    const int last = place.tile_distance + (kKeys - 1);
-    const bool before = last <= 0, after = place.tile_distance - (kRows - 1) >= 0;
-    if (uniform(static_cast<int>(before || after)) != 0) {
+    if (is_one_sided()) {
+      const bool before = place.tile_distance + (kKeys - 1) <= 0;
       const float rise = before ? head.slope : -head.slope;
       // The caller takes the maximum of a row over lanes, so that what is left to it is the same in all lanes of the
       // row: the lane's first key is not.
