@@ -253,13 +253,13 @@ struct PackedScores {
   }
 
   // Products become weights, without dropout. lse: of all queries. row0: the first query; key: the first of the tile.
-  // mask() is called when the scores are masked, between(n) after query tile n, for work that is spread over the tiles.
-  template <class Score, class MaskOf, class Between>
+  // mask() is called when the scores are masked.
+  template <class Score, class MaskOf>
   static __device__ __forceinline__ void weigh(Packed& weights, const Scores& products, const Score& score,
                                                const float (&lse)[kQueries], bool masked, const MaskOf& mask, int row0,
-                                               int key, const Between& between) {
-    if (!masked) return weigh_part<false>(weights, products, score, lse, {}, between);
-    weigh_part<true>(weights, products, score, lse, SeenBy<1>(mask(), row0 + 2 * t(), key + g()), between);
+                                               int key) {
+    if (!masked) return weigh_part<false>(weights, products, score, lse, {});
+    weigh_part<true>(weights, products, score, lse, SeenBy<1>(mask(), row0 + 2 * t(), key + g()));
   }
 
   // What the four warps of a warpgroup keep of a step, drawn by all of them together: Dropout::transposed_warps.
@@ -294,24 +294,22 @@ struct PackedScores {
     }
   }
 
-  // dP becomes dS. delta: of all queries. between(n) as above.
-  template <class Score, class Between>
+  // dP becomes dS. delta: of all queries.
+  template <class Score>
   static __device__ __forceinline__ void differentiate(Scores& dscores, const Packed& weights, const Score& score,
-                                                       const float (&delta)[kQueries], bool masked,
-                                                       const Between& between) {
+                                                       const float (&delta)[kQueries], bool masked) {
     static_assert(Score::kConstantSlope, "stored scores have to be kept for the slope");
-    masked ? differentiate_part<true>(dscores, weights, score, delta, between)
-           : differentiate_part<false>(dscores, weights, score, delta, between);
+    masked ? differentiate_part<true>(dscores, weights, score, delta)
+           : differentiate_part<false>(dscores, weights, score, delta);
   }
 
  private:
   static __device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
   static __device__ __forceinline__ int t() { return threadIdx.x % 4; }
 
-  template <bool kMasked, class Score, class Between>
+  template <bool kMasked, class Score>
   static __device__ __forceinline__ void weigh_part(Packed& weights, const Scores& products, const Score& score,
-                                                    const float (&lse)[kQueries], const SeenBy<1>& seen_by,
-                                                    const Between& between) {
+                                                    const float (&lse)[kQueries], const SeenBy<1>& seen_by) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const float2 row_lse = *reinterpret_cast<const float2*>(&lse[n * 8 + 2 * t()]);
@@ -325,12 +323,11 @@ struct PackedScores {
         }
         weights[n / 2][n % 2 * 2 + r] = Core::pack(x[0], x[1]);
       }
-      between(n);
     }
   }
-  template <bool kMasked, class Score, class Between>
+  template <bool kMasked, class Score>
   static __device__ __forceinline__ void differentiate_part(Scores& dscores, const Packed& weights, const Score& score,
-                                                            const float (&delta)[kQueries], const Between& between) {
+                                                            const float (&delta)[kQueries]) {
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const float2 row_delta = *reinterpret_cast<const float2*>(&delta[n * 8 + 2 * t()]);
@@ -346,7 +343,6 @@ struct PackedScores {
           if (kMasked && weight == 0) x = 0;  // also when dP is not finite
         }
       }
-      between(n);
     }
   }
 };

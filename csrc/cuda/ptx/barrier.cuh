@@ -57,6 +57,8 @@ __device__ __forceinline__ void named_barrier_arrive(int number, int threads) {
 
 // Orders this thread's ordinary shared memory accesses before later asynchronous ones (TMA, wgmma).
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+// The same for global memory.
+__device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;\n" ::: "memory"); }
 
 template <int kRegisters>
 __device__ __forceinline__ void give_registers() {

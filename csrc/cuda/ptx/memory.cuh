@@ -116,6 +116,13 @@ __device__ __forceinline__ void load_fragment(float (&x)[4], const float* fragme
 #endif
 }
 
+// Stores a fragment in shared memory, in the order of load_fragment; Hopper only.
+__device__ __forceinline__ void store_fragment(float* fragment, const float (&x)[4]) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"r"(shared_address(fragment + 4 * (threadIdx.x % 32))),
+               "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+               : "memory");
+}
+
 __device__ __forceinline__ int load_acquire(const int* p) {
   int x;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];\n" : "=r"(x) : "l"(p) : "memory");

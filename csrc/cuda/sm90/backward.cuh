@@ -1,8 +1,8 @@
 // Backward on Hopper for head dims up to 128: a thread block keeps a tile of keys, 64 in each of two warpgroups, and
 // walks over the tiles of queries that see it, which one more warp loads by TMA (Shah et al. 2024, "FlashAttention-3").
 // Scores are transposed, S^T = K Q^T: P^T and dS^T, packed, are operands of the products for dv and dk as they are in
-// registers. Only dS^T goes through shared memory, for dq. Products of one step run under the arithmetic of another:
-// docs/sm90_backward.md.
+// registers. Only dS^T goes through shared memory, for dq, and then dq, which another warp adds to the workspace
+// (dq_adder.cuh). Products of one step run under the arithmetic of another: docs/sm90_backward.md.
 #pragma once
 
 #include <type_traits>
@@ -10,12 +10,14 @@
 #include "backward_scores.cuh"
 #include "backward_step.cuh"
 #include "backward_wide.cuh"
+#include "dq_adder.cuh"
 
 namespace flashattn_ext::sm90 {
 
 template <class T, int kHeadDim, Kind kKind>
 struct Backward {
   using Work = BackwardWorkOf<kKind>;
+  using Walk = QueryWalk<true>;
   using Workspace = WorkspaceOf<kKind>;
   static constexpr bool kScored = can_score(kKind);
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
@@ -28,17 +30,14 @@ struct Backward {
                        kKeyStages = kTile.key_stages;
   static constexpr bool kPaired = false;
   static constexpr int kBlocks = 1, kColumns = kHeadDim, kDoutStages = kStages;
-  static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8;
+  static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kInspectors = 2;
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns,
                        kScorePanels = kQueries / kPanelColumns;
   static constexpr int kColumnTiles = kHeadDim / 8;
-  static constexpr int kDscoreBuffers = 3;  // with three, turns alone order what the warpgroups exchange
+  static constexpr int kDscoreBuffers = 2;  // walk_queries says why turns alone order what the warpgroups exchange
   // At least this many heads in a section (tile_order.cuh). Blocks that walk over the same head at the same time share
   // what they read where long sequences do not fit the cache; too few heads leave long tiles for the end.
   static constexpr int kSectionHeads = 16;
-  // How many of a warp's eight additions to dq are spread over `weigh`, the others over `differentiate`: a
-  // multiprocessor takes them slowly.
-  static constexpr int kEarly = 4;
   static_assert(Layout::kHeadDim >= kHeadDim && Layout::kQueries == kQueries);
 
   // Tiles are as in common/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
@@ -49,6 +48,7 @@ struct Backward {
     T q[kStages][kPanels][kQueries][kPanelColumns];
     T dout[kStages][kPanels][kQueries][kPanelColumns];
     T dscores[kDscoreBuffers][kScorePanels][kKeys][kPanelColumns];  // dS^T: [keys][queries]
+    DqPart dq[2];                                                   // of each warpgroup
     float lse[kStages][kQueries], delta[kStages][kQueries];
     float centres[kScored ? kStages : 0][kCentres][kQueries];  // of the rows, for the gradients of biases
     PhiloxKey philox;
@@ -77,17 +77,22 @@ struct Backward {
     }
     for (int i = 0; i < kWorkStages; ++i) {
       ptx::barrier_init(&shared.work_full[i], 1);
-      ptx::barrier_init(&shared.work_empty[i], kWarps * 32 + (inspects<Backward>(p) ? kInspectors : 0));
+      ptx::barrier_init(&shared.work_empty[i], kWarps * 32 + 1 + (inspects<Backward>(p) ? kInspectors : 0));
     }
     init_inspections<Backward>(shared);
   }
 
-  // One warpgroup loads; it gives its registers to those that compute.
+  // One warp loads, one adds dq to the workspace, and the other two of their warpgroup inspect what a Mask may hide.
+  // They give their registers to the two warpgroups that compute.
   static __device__ void run(Shared& shared, const AttnGradParams& p, const Workspace& workspace,
                              const BackwardMaps& maps, const TileGrid& grid) {
     if (threadIdx.x < kGroupThreads) {
       ptx::give_registers<kRegisters.producer>();
-      load_or_inspect<Backward>(shared, p, workspace, maps, grid);
+      if (uniform(static_cast<int>(threadIdx.x) / 32) == 1) {
+        DqAdder<Backward>{shared, p, workspace}.add_tiles();
+      } else {
+        load_or_inspect<Backward>(shared, p, workspace, maps, grid);
+      }
     } else {
       ptx::take_registers<kRegisters.consumer>();
       Backward(shared, p, workspace, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
@@ -95,14 +100,8 @@ struct Backward {
   }
 
   // Named barriers: one for each warpgroup to wait at for its turn, and one for each to synchronise itself.
+  // dq_adder.cuh has the others.
   static constexpr int kTurnBarrier = 1, kGroupBarrier = 3;
-
-  // A query tile to whose dq this key tile has still to add.
-  struct Pending {
-    int64_t tile = -1;  // its first tile in the workspace's dq; negative when there is none
-    int m = 0;          // its number in its sequence
-    int step = 0;       // in which its scores were computed
-  };
 
   Shared& shared;
   const AttnGradParams& p;
@@ -112,7 +111,6 @@ struct Backward {
   RingPosition<kKeyStages> keys;
   RingPosition<kStages> queries;  // those whose scores have been computed last
   int buffer = 0;                 // of shared.dscores: the one written last
-  int step = 0;                   // of this thread block so far
   float dk[kColumnTiles][4], dv[kColumnTiles][4];
   typename Scores::Packed weights;
   std::conditional_t<kScored, typename Scores::Packed, Nothing> slopes;  // with softcap: of the same scores
@@ -144,8 +142,13 @@ struct Backward {
   }
 
   // The two warpgroups take turns at issuing products, so that one computes while the tensor cores work for the other.
-  // A step takes two turns. dq of a step is computed in the next one, when dS^T of both warpgroups is in shared memory,
-  // and added to the workspace in the one after that.
+  // A step takes two turns. dq of a step is computed in the next one, when dS^T of both warpgroups is in shared memory;
+  // in the first step of a key tile there is none yet, and what is handed over instead is not added.
+  //
+  // A turn ends when the product for dq is done. So when a warpgroup writes dS^T of step n, after its first turn of
+  // that step, both have done with the buffer that held dS^T of step n - 2: its reader issued its product in the second
+  // turn of step n - 1 at the latest. And when it issues the product for dq of step n - 1, in its second turn of step
+  // n, the other one has written that step's dS^T before its own second turn of step n - 1.
   __device__ __forceinline__ void walk_queries(const Work& work) {
     Limits unmasked;
     if constexpr (kMasks) {
@@ -157,8 +160,7 @@ struct Backward {
       unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64);
     }
     unmasked = {uniform(unmasked.begin), uniform(unmasked.end)};
-    QueryWalk now(work, static_cast<int>(p.group_size()));
-    Pending adding, next_to_add;  // the tile whose dq is in registers, and the one whose dq is computed next
+    Walk now(p, work, static_cast<int>(p.group_size()));
     float scores[kQueries / 8][4], dq[8][4];
     await<Backward>(p, shared.k_full, shared.keys_inspected, keys);
     clear_tail_of_keys(work);
@@ -170,58 +172,55 @@ struct Backward {
     const auto biases = begin_biases(work, now);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
-    weigh(scores, work, now, unmasked, biases, dq, adding);
+    weigh(scores, work, now, unmasked, biases);
     ptx::barrier_wait(&shared.v_full[keys.stage], keys.parity);
     typename Scores::Packed packed;
     while (now.left > 1) {
       const int stage = queries.stage;
-      differentiate(packed, work, now, unmasked, dq, adding);
+      differentiate(packed, work, now, unmasked);
       queries.advance();
       await<Backward>(p, shared.q_full, shared.queries_inspected, queries);
-      QueryWalk next = now;
-      next.advance();
-      draw(work, next);
+      now.advance();
+      draw(work, now);
       take_turn();
       accumulate(dk, packed, shared.q[stage]);
-      score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
-      ptx::wgmma_wait<1>();  // then the registers of dS^T are free
       query_product(dq, 1);
+      ptx::wgmma_wait<1>();
+      score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
+      ptx::wgmma_wait<1>();
+      ptx::hold(dq);
       give_turn();
-      const auto biases = begin_biases(work, next);
+      hand_over(shared.dq[group], dq, group);
+      const auto biases = begin_biases(work, now);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
-      ptx::hold(dq);
       ptx::barrier_arrive(&shared.queries_empty[stage]);
-      adding = next_to_add;
-      next_to_add = {dq_tile(work, now), now.m, step++};
-      now.advance();
-      weigh(scores, work, now, unmasked, biases, dq, adding);
+      weigh(scores, work, now, unmasked, biases);
     }
-    differentiate(packed, work, now, unmasked, dq, adding);
+    differentiate(packed, work, now, unmasked);
     take_turn();
     query_product(dq, 1);
     accumulate(dk, packed, shared.q[queries.stage]);
-    give_turn();
-    ptx::wgmma_wait<0>();
+    ptx::wgmma_wait<1>();
     ptx::hold(dq);
+    give_turn();
+    hand_over(shared.dq[group], dq, group);
+    ptx::wgmma_wait<0>();
     ptx::barrier_arrive(&shared.queries_empty[queries.stage]);
-    add_query_gradient(dq, work, next_to_add);
     take_turn();
     query_product(dq, 0);
-    give_turn();
     ptx::wgmma_wait<0>();
     ptx::hold(dq);
+    give_turn();
     release(shared.keys_empty[keys.stage]);
-    add_query_gradient(dq, work, {dq_tile(work, now), now.m, step++});
+    hand_over(shared.dq[group], dq, group);
     queries.advance();
     keys.advance();
   }
 
-  // A turn with the products for dP^T and dv += P^T dO. Then dP^T becomes dS^T, in `packed` and in shared memory, and
-  // between its tiles the second half of `dq` is added to the workspace.
-  __device__ __forceinline__ void differentiate(typename Scores::Packed& packed, const Work& work, const QueryWalk& now,
-                                                const Limits& unmasked, const float (&dq)[8][4],
-                                                const Pending& adding) {
+  // A turn with the products for dP^T and dv += P^T dO. Then dP^T becomes dS^T, in `packed` and in shared memory.
+  __device__ __forceinline__ void differentiate(typename Scores::Packed& packed, const Work& work, const Walk& now,
+                                                const Limits& unmasked) {
     const int stage = queries.stage;
     float dscores[kQueries / 8][4];
     ptx::barrier_wait(&shared.dout_full[stage], queries.parity);
@@ -239,24 +238,17 @@ struct Backward {
     // With dropout the operand of dv is a copy of the weights; where registers are scarce they have to be free first.
     ptx::wgmma_wait<kDropout && kQueries == 128 ? 0 : 1>();
     ptx::hold(dscores);
-    float* const to = fragments(work, adding);
-    auto between = [&](int n) {
-      constexpr int kSpread = kQueries / 8 / (8 - kEarly);
-      if (n % kSpread == 0) add_fragment(to, dq, kEarly + n / kSpread);
-    };
     if constexpr (kScored) {
       const auto biases = bias(work, now);
       const bool hides = Scores::is_masked(unmasked, now.m * kQueries) || biases.range != Reached::kNone;
       typename DistanceScores::BiasGradient gradient{p,      biases, workspace, {shared.centres[stage]},
                                                      work.b, now.h,  true,      bias_sums};
-      DistanceScores::differentiate(dscores, weights, slopes, workspace.score, gradient, shared.delta[stage], hides,
-                                    between);
-      if (uniform(static_cast<int>(now.m == now.end - 1))) end_head(work, now.h);
+      DistanceScores::differentiate(dscores, weights, slopes, workspace.score, gradient, shared.delta[stage], hides);
+      if (uniform(static_cast<int>(now.ends_head()))) end_head(work, now.h);
     } else {
       Scores::differentiate(dscores, weights, workspace.score, shared.delta[stage],
-                            Scores::is_masked(unmasked, now.m * kQueries), between);
+                            Scores::is_masked(unmasked, now.m * kQueries));
     }
-    if (is_ordered(adding)) order(work, adding).admit_later_keys();
     pack_scores<T>(packed, dscores);
     buffer = buffer == kDscoreBuffers - 1 ? 0 : buffer + 1;
     store_panels(shared.dscores[buffer], warp_key, packed);
@@ -277,32 +269,25 @@ struct Backward {
     ptx::named_barrier_arrive(kTurnBarrier + 1 - group, 2 * kGroupThreads);
   }
 
-  // Scores become packed weights, and between their tiles the first half of `dq` is added to the workspace.
+  // Scores become packed weights.
   template <class Biases>
-  __device__ __forceinline__ void weigh(float (&scores)[kQueries / 8][4], const Work& work, const QueryWalk& now,
-                                        const Limits& unmasked, [[maybe_unused]] const Biases& biases,
-                                        const float (&dq)[8][4], const Pending& adding) {
+  __device__ __forceinline__ void weigh(float (&scores)[kQueries / 8][4], const Work& work, const Walk& now,
+                                        const Limits& unmasked, [[maybe_unused]] const Biases& biases) {
     const int row0 = now.m * kQueries, key = work.key0 + warp_key;
-    if (is_ordered(adding)) order(work, adding).await_earlier_keys();
-    float* const to = fragments(work, adding);
-    auto between = [&](int n) {
-      constexpr int kSpread = kQueries / 8 / kEarly;
-      if (n % kSpread == 0) add_fragment(to, dq, n / kSpread);
-    };
     if constexpr (kScored) {
       DistanceScores::weigh(
           weights, slopes, scores, workspace.score, biases, shared.lse[queries.stage],
-          Scores::is_masked(unmasked, row0), [&] { return row_mask(work); }, row0, key, between);
+          Scores::is_masked(unmasked, row0), [&] { return row_mask(work); }, row0, key);
     } else {
       Scores::weigh(
           weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
-          [&] { return visible(p, work, now.h); }, row0, key, between);
+          [&] { return visible(p, work, now.h); }, row0, key);
     }
     if constexpr (kDropout) Scores::drop(weights, shared.kept[group], warp_key / 16 % 4);
   }
   // Draws what dropout keeps of the next weights, for all warps of the warpgroup. Turns come between the last use of
   // shared.kept and this, and between this and the next use.
-  __device__ __forceinline__ void draw(const Work& work, const QueryWalk& next) {
+  __device__ __forceinline__ void draw(const Work& work, const Walk& next) {
     if constexpr (kDropout) {
       Scores::draw(shared.kept[group], Dropout(shared.philox, p, work.b), p.origin, next.h, work.key0 + group * 64,
                    next.m * kQueries);
@@ -310,11 +295,11 @@ struct Backward {
   }
 
   // What is added to this warp's scores of a step; found again rather than kept in registers.
-  __device__ __forceinline__ typename DistanceScores::Bias bias(const Work& work, const QueryWalk& now) const {
+  __device__ __forceinline__ typename DistanceScores::Bias bias(const Work& work, const Walk& now) const {
     return {p, uniform(work.b), now.h, row_mask(work), now.m * kQueries, uniform(work.key0) + warp_key};
   }
   // Reads what is to be added to the scores before their product is waited for.
-  __device__ __forceinline__ auto begin_biases(const Work& work, const QueryWalk& now) const {
+  __device__ __forceinline__ auto begin_biases(const Work& work, const Walk& now) const {
     if constexpr (kScored) {
       return bias(work, now);
     } else {
@@ -341,46 +326,13 @@ struct Backward {
     ptx::fence_async_shared();
     ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
   }
-  __device__ __forceinline__ void clear_tail_of_queries(const Work& work, const QueryWalk& now) const {
+  __device__ __forceinline__ void clear_tail_of_queries(const Work& work, const Walk& now) const {
     const int rows = work.length_q - now.m * kQueries;
     if (rows >= kQueries || !p.is_varlen()) return;
     clear_rows(shared.q[queries.stage], rows, thread(), kGroupThreads);
     clear_rows(shared.dout[queries.stage], rows, thread(), kGroupThreads);
     ptx::fence_async_shared();
     ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
-  }
-
-  __device__ __forceinline__ int64_t dq_tile(const Work& work, const QueryWalk& now) const {
-    return now.h * workspace.tiles + work.dq_tile + now.m * (kQueries / Layout::kTileRows);
-  }
-  // Where this warp's part of a tile of dq is summed up; null when there is nothing to add.
-  __device__ __forceinline__ float* fragments(const Work& work, const Pending& pending) const {
-    const int warp = warp_key / 16;
-    const bool exists = pending.tile >= 0 && pending.m * kQueries + Layout::row(warp) < work.length_q;
-    return exists ? Layout::fragment(workspace, pending.tile, warp, 0) : nullptr;
-  }
-  __device__ __forceinline__ void add_fragment(float* to, const float (&dq)[8][4], int c) const {
-    const bool exists = kQueries == 128 || 64 + c * 8 < kHeadDim || group == 0;
-    if (exists) ptx::add_fragment_if(to != nullptr, to + c * 128, dq[c]);
-  }
-  __device__ __forceinline__ void add_query_gradient(const float (&dq)[8][4], const Work& work,
-                                                     const Pending& pending) const {
-    if (is_ordered(pending)) order(work, pending).await_earlier_keys();
-    float* const to = fragments(work, pending);
-#pragma unroll
-    for (int c = 0; c < 8; ++c) add_fragment(to, dq, c);
-    if (is_ordered(pending)) order(work, pending).admit_later_keys();
-  }
-
-  // The order of additions of this warpgroup's part of dq.
-  __device__ __forceinline__ bool is_ordered(const Pending& pending) const {
-    return p.deterministic && pending.tile >= 0;
-  }
-  __device__ __forceinline__ auto order(const Work& work, const Pending& pending) const {
-    return DqOrder{workspace.dq_added + pending.tile * Layout::kParts + group, thread() % kGroupThreads == 0,
-                   [&] { return added_before(*this, work, pending.m, pending.step); },
-                   [&] { return added_after(*this, work, pending.m, pending.step); },
-                   [&] { ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads); }};
   }
 };
 

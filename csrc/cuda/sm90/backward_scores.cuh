@@ -26,24 +26,22 @@ struct PackedDistanceScores {
 
   // Products become weights; `scores` is used up. slopes: with softcap, what gradients of logits are to be multiplied
   // by. Other arguments as in PackedScores.
-  template <class MaskOf, class Between>
+  template <class MaskOf>
   static __device__ __forceinline__ void weigh(Packed& weights, Packed& slopes, Scores& scores,
                                                const GeneralScore& score, const Bias& bias,
                                                const float (&lse)[kQueries], bool masked, const MaskOf& mask, int row0,
-                                               int key, const Between& between) {
+                                               int key) {
     if (score.is_capped) cap(slopes, scores, score);
     const float scale = bias.add(reinterpret_cast<float (&)[1][kQueries / 8][4]>(scores), score.factor);
-    Packing::weigh(weights, scores, ScaledLogit{scale}, lse, masked, mask, row0, key, between);
+    Packing::weigh(weights, scores, ScaledLogit{scale}, lse, masked, mask, row0, key);
   }
 
   // dP becomes dS, and the gradients of biases are summed up. hides: whether weights may be 0 because a score is
   // hidden, by a mask or its bias.
-  template <class Between>
   static __device__ __forceinline__ void differentiate(Scores& dscores, const Packed& weights, const Packed& slopes,
                                                        const GeneralScore& score, BiasGradient& bias_gradient,
-                                                       const float (&delta)[kQueries], bool hides,
-                                                       const Between& between) {
-    Packing::differentiate(dscores, weights, ScaledLogit{}, delta, hides, between);
+                                                       const float (&delta)[kQueries], bool hides) {
+    Packing::differentiate(dscores, weights, ScaledLogit{}, delta, hides);
     bias_gradient.add_all(reinterpret_cast<const float (&)[1][kQueries / 8][4]>(dscores));
     if (score.is_capped) multiply(dscores, slopes);
   }

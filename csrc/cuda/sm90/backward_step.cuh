@@ -103,24 +103,39 @@ __device__ __forceinline__ int added_after(const Kernel& kernel, const BackwardW
   return Kernel::kMasks ? work.n + 1 : added_before(kernel, work, m, step) + 1;
 }
 
-// The walk over the query tiles of a key tile: all tiles of one head, then all of the group's next head.
+// The walk over the query tiles of a key tile: all tiles of one head, then all of the group's next head. kMayDescend:
+// in a deterministic call the tiles of a head come in descending order. Key tiles add to dq in ascending order, and
+// each meets the query tiles that earlier ones see as well as early as they do: a causal key tile that began at its
+// diagonal would wait there until all before it, which have begun further up, had come down.
+template <bool kMayDescend>
 struct QueryWalk {
+  const AttnGradParams& p;
   int h, m;              // where it is: query head, number of the tile in its sequence
   int first, end, left;  // tiles of a head; how many steps are left, with this one
 
-  __device__ __forceinline__ QueryWalk(const BackwardWork& work, int heads)
-      : h(uniform(work.hk) * heads),
+  __device__ __forceinline__ QueryWalk(const AttnGradParams& p, const BackwardWork& work, int heads)
+      : p(p),
+        h(uniform(work.hk) * heads),
         m(uniform(work.first)),
         first(m),
         end(m + uniform(work.tiles)),
-        left((end - first) * heads) {}
+        left((end - first) * heads) {
+    m = start();
+  }
+  __device__ __forceinline__ bool ends_head() const { return m == (descends() ? first : end - 1); }
   __device__ __forceinline__ void advance() {
     --left;
-    if (++m == end) {
-      m = first;
+    m += descends() ? -1 : 1;
+    if (m == (descends() ? first - 1 : end)) {
+      m = start();
       ++h;
     }
   }
+
+ private:
+  // Found again rather than kept in a register.
+  __device__ __forceinline__ bool descends() const { return kMayDescend && ptx::opaque(p.deterministic) != 0; }
+  __device__ __forceinline__ int start() const { return descends() ? end - 1 : first; }
 };
 
 // Barriers count threads, not warps (`release` in ring.cuh), where threads read or write shared memory by themselves: a
@@ -133,6 +148,7 @@ constexpr int kQueryArrivals = 1 + 32;
 template <class Kernel>
 struct BackwardLoader {
   using Work = typename Kernel::Work;
+  using Walk = typename Kernel::Walk;
   static constexpr int kQueries = Kernel::kQueries, kKeys = Kernel::kKeys;
 
   typename Kernel::Shared& shared;
@@ -233,11 +249,11 @@ struct BackwardLoader {
       load_panels(shared.v[keys.stage], shared.v_full[keys.stage], maps.v, key, work.hk, batch, column());
     }
     keys.advance();
-    for (QueryWalk now(work, group); now.left > 0; now.advance()) load_queries(work, now, batch);
+    for (Walk now(p, work, group); now.left > 0; now.advance()) load_queries(work, now, batch);
   }
 
   // Rows after the last of the sequence get an lse of +inf, which makes their weights 0 whatever their scores are.
-  __device__ void load_queries(const BackwardWork& work, const QueryWalk& now, int batch) {
+  __device__ void load_queries(const BackwardWork& work, const Walk& now, int batch) {
     const int stage = queries.stage, row = query_start + now.m * kQueries;
     ptx::barrier_wait(&shared.queries_empty[stage], queries.parity ^ 1);
     if (lane() == 0) {
@@ -295,8 +311,7 @@ struct BackwardLoader {
 
 // With a Mask: what is not finite in tiles of which it hides a part becomes zeros (isolation.cuh), in keys whatever it
 // hides. Query rows get a log-sum-exp of NaN, which makes their weights NaN where they are not hidden. Keys get values
-// of NaN: then dS is NaN where it is not hidden.
-constexpr int kInspectors = 3;  // warps, beside the one that loads, with which they share a warpgroup
+// of NaN: then dS is NaN where it is not hidden. The last kInspectors warps of the loading warpgroup do it.
 template <class Kernel>
 __device__ __forceinline__ bool inspects(const AttnGradParams& p) {
   return Kernel::kMasks && p.has_intervals();
@@ -328,7 +343,7 @@ struct BackwardInspector {
       if (!uniform(work.exists())) return;
       if (uniform(work.tiles) > 0) {
         inspect_keys();
-        for (QueryWalk now(work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
+        for (typename Kernel::Walk now(p, work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
           bool masked = false;
           for (int i = 0; i < Kernel::kKeys / 64; ++i) {
             masked |= Kernel::Scores::is_masked(work.unmasked[i], now.m * Kernel::kQueries);
@@ -345,7 +360,7 @@ struct BackwardInspector {
     const int stage = keys.stage;
     ptx::barrier_wait(&shared.k_full[stage], keys.parity);
     ptx::barrier_wait(&shared.v_full[stage], keys.parity);
-    const bool found = isolate_panel_rows<kInspectors>(shared.k[stage], warp, [&](int row, bool finite) {
+    const bool found = isolate_panel_rows<Kernel::kInspectors>(shared.k[stage], warp, [&](int row, bool finite) {
       if (finite) return;
       constexpr uint32_t kNaN = ~0u;
 #pragma unroll 1
@@ -365,8 +380,8 @@ struct BackwardInspector {
     ptx::barrier_wait(&shared.dout_full[stage], queries.parity);
     bool found = false;
     if (masked) {
-      found = isolate_panel_rows<kInspectors>(shared.q[stage], warp, poison);
-      found |= isolate_panel_rows<kInspectors>(shared.dout[stage], warp, poison);
+      found = isolate_panel_rows<Kernel::kInspectors>(shared.q[stage], warp, poison);
+      found |= isolate_panel_rows<Kernel::kInspectors>(shared.dout[stage], warp, poison);
     }
     end(found, shared.queries_inspected[stage]);
     queries.advance();
@@ -381,8 +396,8 @@ struct BackwardInspector {
 template <class Kernel>
 __device__ __forceinline__ void init_inspections(typename Kernel::Shared& shared) {
   if constexpr (Kernel::kMasks) {
-    for (ptx::Barrier& barrier : shared.keys_inspected) ptx::barrier_init(&barrier, kInspectors);
-    for (ptx::Barrier& barrier : shared.queries_inspected) ptx::barrier_init(&barrier, kInspectors);
+    for (ptx::Barrier& barrier : shared.keys_inspected) ptx::barrier_init(&barrier, Kernel::kInspectors);
+    for (ptx::Barrier& barrier : shared.queries_inspected) ptx::barrier_init(&barrier, Kernel::kInspectors);
   }
 }
 
@@ -393,7 +408,7 @@ __device__ __forceinline__ void load_or_inspect(typename Kernel::Shared& shared,
                                                 const TileGrid& grid) {
   if (threadIdx.x < 32) BackwardLoader<Kernel>{shared, p, workspace, maps}.load_tiles(grid);
   if constexpr (Kernel::kMasks) {
-    const int inspector = uniform(static_cast<int>(threadIdx.x) / 32) - 1;
+    const int inspector = uniform(static_cast<int>(threadIdx.x) / 32) - (4 - Kernel::kInspectors);
     if (inspector >= 0 && inspects<Kernel>(p)) BackwardInspector<Kernel>{shared, p, inspector}.inspect_tiles();
   }
 }

@@ -11,6 +11,7 @@ namespace flashattn_ext::sm90 {
 template <class T, int kHeadDim, Kind kKind>
 struct WideBackward {
   using Work = BackwardWorkOf<kKind>;
+  using Walk = QueryWalk<false>;
   static constexpr bool kScored = false, kDropout = can_drop(kKind), kMasks = can_mask(kKind);
   using Layout = DqLayout<T, kHeadDim>;
   using Workspace = BackwardWorkspace;
@@ -20,6 +21,7 @@ struct WideBackward {
                        kKeyStages = kTile.key_stages;
   static constexpr int kWorkStages = 2, kBuffers = 2;  // kBuffers: of P^T and of dS^T
   static constexpr int kThreads = 4 * kGroupThreads, kGroupWarps = 4;
+  static constexpr int kInspectors = 3;
   static constexpr bool kPaired = is_paired(kHeadDim);                            // pair.cuh
   static constexpr int kBlocks = kPaired ? 2 : 1, kColumns = kHeadDim / kBlocks;  // of a thread block
   // Stages of dout. In pairs it has its own, for there is no room for two at head_dim 512.
@@ -200,7 +202,7 @@ struct WideBackward {
 
     __device__ __forceinline__ void walk_queries(const Work& work) {
       const Limits unmasked = this->unmasked_queries(work);
-      QueryWalk now(work, static_cast<int>(p.group_size()));
+      Walk now(p, work, static_cast<int>(p.group_size()));
       await<WideBackward>(p, shared.k_full, shared.keys_inspected, keys);
       weigh_next(work, now, unmasked);
       while (now.left > 1) {
@@ -223,7 +225,7 @@ struct WideBackward {
       this->end_keys();
     }
 
-    __device__ __forceinline__ void weigh_next(const Work& work, const QueryWalk& now, const Limits& unmasked) {
+    __device__ __forceinline__ void weigh_next(const Work& work, const Walk& now, const Limits& unmasked) {
       float scores[kQueries / 8][4];
       await<WideBackward>(p, shared.q_full, shared.queries_inspected, queries);
       score_product<kColumns>(scores, shared.k[keys.stage], 0, shared.q[queries.stage]);
@@ -234,7 +236,7 @@ struct WideBackward {
       if constexpr (kPaired) shared.score_parts[0].exchange(scores, &this->parts_parity);
       Scores::weigh(
           weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
-          [&] { return visible(p, work, now.h); }, row0, key, [](int) {});
+          [&] { return visible(p, work, now.h); }, row0, key);
       if constexpr (kDropout) {
         // The other buffer is free for the next step: all warps have passed this barrier since they read it.
         ptx::named_barrier_sync(this->group, kGroupThreads);
@@ -244,7 +246,7 @@ struct WideBackward {
     }
 
     // Hands P^T to the second warpgroup, and issues dv += P^T dO.
-    __device__ __forceinline__ void start_values(const Work& work, const QueryWalk& now) {
+    __device__ __forceinline__ void start_values(const Work& work, const Walk& now) {
       ptx::barrier_wait(&shared.weights_empty[weights_at.stage], weights_at.parity ^ 1);
 #pragma unroll
       for (int step = 0; step < kQueries / 16; ++step) {
@@ -284,7 +286,7 @@ struct WideBackward {
 
     __device__ __forceinline__ void walk_queries(const Work& work) {
       const Limits unmasked = this->unmasked_queries(work);
-      QueryWalk now(work, static_cast<int>(p.group_size()));
+      Walk now(p, work, static_cast<int>(p.group_size()));
       float dscores[kQueries / 8][4];
       await<WideBackward>(p, shared.v_full, shared.keys_inspected, keys);
       start_scores(dscores);
@@ -321,8 +323,8 @@ struct WideBackward {
     }
 
     // Hands dS^T to the third warpgroup, and issues dk += dS^T Q.
-    __device__ __forceinline__ void start_keys(float (&dscores)[kQueries / 8][4], const Work& work,
-                                               const QueryWalk& now, const Limits& unmasked) {
+    __device__ __forceinline__ void start_keys(float (&dscores)[kQueries / 8][4], const Work& work, const Walk& now,
+                                               const Limits& unmasked) {
       typename Scores::Packed weights;
       ptx::barrier_wait(&shared.weights_full[weights_at.stage], weights_at.parity);
 #pragma unroll
@@ -334,7 +336,7 @@ struct WideBackward {
       weights_at.advance();
       await<WideBackward>(p, shared.q_full, shared.queries_inspected, queries);
       Scores::differentiate(dscores, weights, workspace.score, shared.delta[queries.stage],
-                            Scores::is_masked(unmasked, now.m * kQueries), [](int) {});
+                            Scores::is_masked(unmasked, now.m * kQueries));
       pack_scores<T>(weights, dscores);
       ptx::barrier_wait(&shared.dscores_empty[dscores_at.stage], dscores_at.parity ^ 1);
       store_panels(shared.dscores[dscores_at.stage], warp_key, weights);
@@ -364,7 +366,7 @@ struct WideBackward {
     __device__ __forceinline__ void walk_queries(const Work& work) {
       await<WideBackward>(p, shared.k_full, shared.keys_inspected, keys);
       this->clear_tail(shared.k[keys.stage], work.length_k - work.key0);
-      for (QueryWalk now(work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
+      for (Walk now(p, work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
         const int64_t tile = now.h * workspace.tiles + work.dq_tile + now.m * (kQueries / Layout::kTileRows);
         // Rows after the last of the sequence have no tile in the workspace.
         const bool exists = now.m * kQueries + warp_key < work.length_q;

@@ -1,0 +1,134 @@
+// How dq leaves a thread block of backward.cuh. A warpgroup has its part of dq of a step in registers for a moment: it
+// writes it to shared memory and goes on. One warp of the loading warpgroup adds it to the workspace, 4 KB with one
+// instruction, and in a deterministic call waits for the order of key tiles (dq_order.cuh), so that nobody else does.
+#pragma once
+
+#include "../ptx/bulk.cuh"
+#include "backward_step.cuh"
+
+namespace flashattn_ext::sm90 {
+
+// A warpgroup's part of a step: what each of its warps has, in the order of the workspace (DqLayout).
+using DqPart = float[4][8][128];
+
+// Named barriers, one for each warpgroup: its part has been written, and it may be overwritten. The warpgroup and the
+// adder meet at each, and the one that has nothing to wait for only arrives.
+constexpr int kDqFullBarrier = 5, kDqEmptyBarrier = 7, kDqThreads = kGroupThreads + 32;
+
+// Writes a warpgroup's part of dq to shared memory and tells the adder. The wait is for what the adder read a step ago.
+__device__ __forceinline__ void hand_over(DqPart& part, const float (&dq)[8][4], int group) {
+  float (&own)[8][128] = part[threadIdx.x / 32 % 4];
+  ptx::named_barrier_sync(kDqEmptyBarrier + group, kDqThreads);
+#pragma unroll
+  for (int c = 0; c < 8; ++c) ptx::store_fragment(own[c], dq[c]);
+  ptx::fence_async_shared();
+  ptx::named_barrier_arrive(kDqFullBarrier + group, kDqThreads);
+}
+
+// The warp that adds, by its first lane. The warpgroups hand over their parts in turns, half a step apart. While one
+// part is being added the warp waits for the next, starts it, and only then sees to the end of the first.
+template <class Kernel>
+struct DqAdder {
+  using Layout = typename Kernel::Layout;
+  static constexpr int kQueries = Kernel::kQueries, kKeys = Kernel::kKeys;
+  static constexpr bool kMasks = Kernel::kMasks;
+
+  typename Kernel::Shared& shared;
+  const AttnGradParams& p;
+  const BackwardWorkspace& workspace;
+  RingPosition<Kernel::kWorkStages> works;
+  int step = 0;          // of this thread block so far
+  int* added = nullptr;  // in a deterministic call the counter of the part that is being added, if there is one,
+  int then_added = 0;    // and what it is to hold afterwards
+
+  __device__ void add_tiles() {
+    // The first warpgroup's part may be written; that of the second may be as soon as the first has written its own.
+    ptx::named_barrier_arrive(kDqEmptyBarrier, kDqThreads);
+    for (;; works.advance()) {
+      ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
+      const BackwardWork& work = shared.work[works.stage];
+      if (!uniform(work.exists())) break;
+      if (uniform(work.tiles) > 0) add_tile(work);
+      release(shared.work_empty[works.stage]);
+    }
+    ptx::bulk_wait<0>();  // what is being added is in this thread block's memory
+  }
+
+ private:
+  using Walk = typename Kernel::Walk;
+
+  __device__ __forceinline__ void add_tile(const BackwardWork& work) {
+    // In the first step of a key tile warpgroups hand over what is no dq.
+    pass(work, nullptr, 0);
+    pass(work, nullptr, 1);
+    for (Walk now(p, work, static_cast<int>(p.group_size())); now.left > 0; now.advance(), ++step) {
+      pass(work, &now, 0);
+      pass(work, &now, 1);
+    }
+    if (p.deterministic && leads()) {  // the next tile may be a long time away, and others wait for this one
+      ptx::bulk_wait<0>();
+      admit_later_keys();
+    }
+  }
+
+  // Waits for a warpgroup's part and starts adding it. Then the other warpgroup's part, which was started before, has
+  // been added, or at least read, and may be overwritten. now: the step that the part belongs to, null when to none.
+  __device__ __forceinline__ void pass(const BackwardWork& work, const Walk* now, int group) {
+    ptx::named_barrier_sync(kDqFullBarrier + group, kDqThreads);
+    if (leads()) {
+      if (now && p.deterministic) await_earlier_keys(work, *now, group);
+      if (now) start(work, *now, group);
+      ptx::bulk_commit();
+      if (p.deterministic) {
+        ptx::bulk_wait<1>();
+        admit_later_keys();
+        if (now) note(work, *now, group);
+      } else {
+        ptx::bulk_wait_read<1>();
+      }
+    }
+    __syncwarp();
+    ptx::named_barrier_arrive(kDqEmptyBarrier + 1 - group, kDqThreads);
+  }
+  static __device__ __forceinline__ bool leads() { return threadIdx.x % 32 == 0; }
+
+  // The first tile of a step in the workspace's dq.
+  __device__ __forceinline__ int64_t tile(const BackwardWork& work, const Walk& now) const {
+    return now.h * workspace.tiles + work.dq_tile + now.m * (kQueries / Layout::kTileRows);
+  }
+  __device__ __forceinline__ void start(const BackwardWork& work, const Walk& now, int group) const {
+    float* const to = Layout::fragment(workspace, tile(work, now), group * 4, 0);
+    const int rows = work.length_q - now.m * kQueries - Layout::row(group * 4);
+    constexpr int kTileRows = Layout::kTileRows;
+    // With 64 queries a step the second warpgroup has the columns from 64 on.
+    constexpr int kSecondColumns = kQueries == 128 ? 64 : Kernel::kColumns - 64;
+    const int bytes = kTileRows * 4 * (group == 0 ? 64 : kSecondColumns);
+#pragma unroll 1
+    for (int warp = 0; warp < 4; ++warp) {
+      if (warp * kTileRows >= rows) break;  // rows after the last of the sequence have no tile in the workspace
+      ptx::bulk_add(to + warp * Layout::kTileFloats, shared.dq[group][warp][0], bytes);
+    }
+  }
+
+  __device__ __forceinline__ int* counter(const BackwardWork& work, const Walk& now, int group) const {
+    return workspace.dq_added + tile(work, now) * Layout::kParts + group;
+  }
+  __device__ __forceinline__ void await_earlier_keys(const BackwardWork& work, const Walk& now, int group) const {
+    order(counter(work, now, group), added_before(*this, work, now.m, step)).await_earlier_keys();
+    ptx::fence_async_global();
+  }
+  __device__ __forceinline__ void note(const BackwardWork& work, const Walk& now, int group) {
+    added = counter(work, now, group);
+    then_added = added_after(*this, work, now.m, step);
+  }
+  __device__ __forceinline__ void admit_later_keys() {
+    if (added) order(added, then_added).admit_later_keys();
+    added = nullptr;
+  }
+  // For one thread. value: what the counter has to hold before, or holds afterwards.
+  static __device__ __forceinline__ auto order(int* counter, int value) {
+    return DqOrder{counter, true, [value] { return value; }, [value] { return value; }, [] {}};
+  }
+};
+
+}  // namespace flashattn_ext::sm90
