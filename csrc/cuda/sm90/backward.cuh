@@ -235,8 +235,7 @@ struct Backward {
       accumulate(dv, weights, shared.dout[stage]);
     }
     give_turn();
-    // With dropout the operand of dv is a copy of the weights; where registers are scarce they have to be free first.
-    ptx::wgmma_wait<kDropout && kQueries == 128 ? 0 : 1>();
+    ptx::wgmma_wait<1>();
     ptx::hold(dscores);
     if constexpr (kScored) {
       const auto biases = bias(work, now);
