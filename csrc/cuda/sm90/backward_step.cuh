@@ -91,7 +91,7 @@ __device__ __forceinline__ IntervalMask visible(const AttnParams& p, const Maske
 // In a deterministic call: what the counter of query tile m (dq_order.cuh) holds when the key tile may add to it, and
 // when it has. In kernels that can read a Mask the loading warp finds out, for the last kStepsKept steps of the thread
 // block; `step` counts these.
-constexpr int kStepsKept = 8;
+constexpr int kStepsKept = 8;  // more than stages of queries and the two steps that dq may be behind
 template <class Kernel>
 __device__ __forceinline__ int added_before(const Kernel& kernel, const BackwardWork& work, int m, int step) {
   constexpr int kQueries = Kernel::kQueries;
@@ -104,9 +104,10 @@ __device__ __forceinline__ int added_after(const Kernel& kernel, const BackwardW
 }
 
 // The walk over the query tiles of a key tile: all tiles of one head, then all of the group's next head. kMayDescend:
-// in a deterministic call the tiles of a head come in descending order. Key tiles add to dq in ascending order, and
-// each meets the query tiles that earlier ones see as well as early as they do: a causal key tile that began at its
-// diagonal would wait there until all before it, which have begun further up, had come down.
+// in a deterministic call the tiles of a head come in descending order. Key tiles add to a query tile in ascending
+// order, and all causal key tiles of a head see its last query tiles: so walks that begin there at the same time follow
+// each other closely. A walk that began at the diagonal would wait there for the walks of all earlier key tiles, which
+// begin at earlier queries.
 template <bool kMayDescend>
 struct QueryWalk {
   const AttnGradParams& p;
