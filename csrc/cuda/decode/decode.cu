@@ -82,7 +82,7 @@ struct Launch {
   void divide(const DecodeParams& p, int64_t rows, int64_t at_once) {
     // A thread block has at least so many units, as far as the host knows, before there are more than run at a time.
     // More let those go on that are done early.
-    constexpr int64_t kLeastUnits = 16, kWaves = 2;
+    constexpr int64_t kLeastUnits = 16;
     const int64_t most_units = std::max<int64_t>(1, (p.cache.capacity() + kUnitKeys - 1) / kUnitKeys);
     const int64_t row_tiles = tile_count(rows, tile.rows), tasks = p.batch * p.heads_k * row_tiles;
     plan.row_tiles = static_cast<int>(row_tiles);
@@ -90,7 +90,7 @@ struct Launch {
     const int64_t splits = p.num_splits > 0 ? std::min(p.num_splits, most_units) : many ? 1 : 0;
     if (splits == 0) {
       const int64_t units = tasks * most_units;
-      const int64_t blocks = std::min(units, std::max(at_once, std::min(units / kLeastUnits, kWaves * at_once)));
+      const int64_t blocks = std::min(units, at_once);
       plan.splits = 0;
       plan.blocks = static_cast<int>(blocks);
       split_tasks = blocks;
