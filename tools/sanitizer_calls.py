@@ -93,12 +93,15 @@ def call_with_caches(dtype: torch.dtype, head_dim: int) -> int:
         k_cache, v_cache = (normal(25 if page_size else 2, rows, 2, head_dim) for _ in range(2))
         table = torch.randint(-9 if lies else 0, 99 if lies else 25, (2, 25), dtype=torch.int32, device="cuda")
         rotary_dim = min(head_dim, 32) // 2
-        flashattn_ext.flash_attn_with_kvcache(
-            normal(2, Sq, 32, head_dim), k_cache, v_cache, normal(2, Sq, 2, head_dim), normal(2, Sq, 2, head_dim),
-            normal(400, rotary_dim), normal(400, rotary_dim), integers(2**31 - 1, -5) if lies else integers(250, 17),
-            block_table=table if page_size else None, cache_leftpad=integers(900, 3) if lies else None, causal=True,
-            softcap=5.0 if num_splits else 0.0, alibi_slopes=torch.rand(32, device="cuda"), num_splits=num_splits,
-        )  # fmt: skip
+        with (
+            torch.inference_mode()
+        ):  # where lengths are not read, so that those beyond the block table reach the kernels
+            flashattn_ext.flash_attn_with_kvcache(
+                normal(2, Sq, 32, head_dim), k_cache, v_cache, normal(2, Sq, 2, head_dim), normal(2, Sq, 2, head_dim),
+                normal(400, rotary_dim), normal(400, rotary_dim), integers(2**31 - 1, -5) if lies else integers(250, 17),
+                block_table=table if page_size else None, cache_leftpad=integers(900, 3) if lies else None, causal=True,
+                softcap=5.0 if num_splits else 0.0, alibi_slopes=torch.rand(32, device="cuda"), num_splits=num_splits,
+            )  # fmt: skip
     return len(choices)
 
 
