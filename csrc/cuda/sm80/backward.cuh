@@ -457,7 +457,8 @@ void launch_main(const AttnGradParams& p, const WorkspaceOf<kKind>& workspace) {
   if (p.batch * p.heads_k == 0) return;
   const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys);
   launch(backward_kernel<T, kHeadDim, kKind, kLarge>, "backward", p, blocks * p.batch * p.heads_k * Kernel::kSplits,
-         Kernel::kThreads, Kernel::kSharedBytes, workspace, backward_order(p, blocks, sizeof(T)));
+         Kernel::kThreads, Kernel::kSharedBytes, workspace,
+         backward_order(p, blocks, sizeof(T), multiprocessors() / Kernel::kSplits));
 }
 
 template <class T, int kHeadDim, Kind kKind, bool kLarge>

@@ -168,8 +168,9 @@ struct BackwardLoader {
 
   __device__ void load_tiles(const TileGrid& grid) {
     const int heads = static_cast<int>(p.heads_k), all_heads = heads * static_cast<int>(p.batch);
-    for (int tile = blockIdx.x / Kernel::kBlocks; tile < grid.tiles;) {
-      const int next = next_tile(grid);
+    // A tile is taken when the one before it has been loaded: in a deterministic call thread blocks then follow each
+    // other through all tiles at the distances that they have found in the first ones.
+    for (int tile = blockIdx.x / Kernel::kBlocks; tile < grid.tiles; tile = next_tile(grid)) {
       // The first key tiles of causal heads have the longest walk: they come first.
       const auto [head, block] = grid.index(tile, all_heads);
       BackwardWork work = start_head(head / heads, head % heads);
@@ -180,7 +181,6 @@ struct BackwardLoader {
         if (work.tiles > 0) load_tile(work);
         if (block != grid.blocks - 1) break;
       }
-      tile = next;
     }
     publish(BackwardWork{});
   }
@@ -435,9 +435,9 @@ void launch_backward_main(Entry kernel, const AttnGradParams& p, const typename 
   const BackwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kQueries), key_map(p, p.k, p.head_dim, Kernel::kKeys),
                           key_map(p, p.v, p.head_dim_v, Kernel::kKeys),
                           query_map(p, p.dout, p.head_dim_v, Kernel::kQueries)};
-  const TileGrid grid{backward_order(p, blocks, 2, Kernel::kSectionHeads), static_cast<int>(all),
+  const int64_t at_once = multiprocessors() / Kernel::kBlocks, teams = std::min(all, at_once);
+  const TileGrid grid{backward_order(p, blocks, 2, at_once, Kernel::kSectionHeads), static_cast<int>(all),
                       workspace.key_tiles_taken};
-  const int64_t teams = std::min<int64_t>(all, multiprocessors() / Kernel::kBlocks);
   launch(kernel, "sm90 backward", p, teams * Kernel::kBlocks, Kernel::kThreads,
          static_cast<int>(sizeof(typename Kernel::Shared)), workspace, maps, grid);
 }
