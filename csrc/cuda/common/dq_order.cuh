@@ -32,9 +32,9 @@ struct DqOrder {
     }
     sync();
   }
-  // What these threads have added is visible to those who see the counter.
+  // What these threads have added is visible to those who see the counter: the store releases it, also what others than
+  // the leader have added before the barrier.
   __device__ __forceinline__ void admit_later_keys() const {
-    __threadfence();
     sync();
     if (leader) ptx::store_release(added, after());
   }

@@ -37,8 +37,7 @@ struct DqLayout {
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = kWide ? kHeadDim / 8 : 8;
   static constexpr int64_t kTileFloats = kTileRows * kHeadDim;
-  static constexpr int kOrderedParts =
-      is_paired(kHeadDimension) ? 2 : kParts;  // of a tile, each in an order of its own
+  static constexpr int kOrderedParts = is_paired(kHeadDimension) ? 2 : 1;  // of a tile, each in an order of its own
 
   // First row and column of a warp's part, of the warps that compute dq.
   static __device__ __forceinline__ int row(int warp) { return (kQueries == 64 ? warp % 4 : warp) * 16; }
@@ -190,7 +189,7 @@ struct BackwardLoader {
     if constexpr (Kernel::kPaired) {
       return uniform(lane() == 0 ? shared.next_tile[0].next(take, &next_parity) : 0);
     } else {
-      return uniform(lane() == 0 ? take() : 0);
+      return uniform(lane() == 0 ? take() : grid.tiles);
     }
   }
   static __device__ __forceinline__ int column() { return half_of_columns<Kernel::kPaired>() * Kernel::kColumns; }

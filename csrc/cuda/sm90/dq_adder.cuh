@@ -25,8 +25,9 @@ __device__ __forceinline__ void hand_over(DqPart& part, const float (&dq)[8][4],
   ptx::named_barrier_arrive(kDqFullBarrier + group, kDqThreads);
 }
 
-// The warp that adds, by its first lane. The warpgroups hand over their parts in turns, half a step apart. While one
-// part is being added the warp waits for the next, starts it, and only then sees to the end of the first.
+// The warp that adds, by its first lane. The warpgroups hand over their parts in turns, half a step apart; while one
+// part is being added the warp waits for the next. In a deterministic call it waits for the order ahead of a step, and
+// sees to the end of the additions after it: once for both parts, because each takes a third of a step and more.
 template <class Kernel>
 struct DqAdder {
   using Layout = typename Kernel::Layout;
@@ -37,9 +38,7 @@ struct DqAdder {
   const AttnGradParams& p;
   const BackwardWorkspace& workspace;
   RingPosition<Kernel::kWorkStages> works;
-  int step = 0;          // of this thread block so far
-  int* added = nullptr;  // in a deterministic call the counter of the part that is being added, if there is one,
-  int then_added = 0;    // and what it is to hold afterwards
+  int step = 0;  // of this thread block so far
 
   __device__ void add_tiles() {
     // The first warpgroup's part may be written; that of the second may be as soon as the first has written its own.
@@ -62,30 +61,23 @@ struct DqAdder {
     pass(work, nullptr, 0);
     pass(work, nullptr, 1);
     for (Walk now(p, work, static_cast<int>(p.group_size())); now.left > 0; now.advance(), ++step) {
+      if (p.deterministic && leads()) await_earlier_keys(work, now);
+      __syncwarp();
       pass(work, &now, 0);
       pass(work, &now, 1);
-    }
-    if (p.deterministic && leads()) {  // the next tile may be a long time away, and others wait for this one
-      ptx::bulk_wait<0>();
-      admit_later_keys();
+      if (p.deterministic && leads()) admit_later_keys(work, now);
+      __syncwarp();
     }
   }
 
   // Waits for a warpgroup's part and starts adding it. Then the other warpgroup's part, which was started before, has
-  // been added, or at least read, and may be overwritten. now: the step that the part belongs to, null when to none.
+  // been read and may be overwritten. now: the step that the part belongs to, null when to none.
   __device__ __forceinline__ void pass(const BackwardWork& work, const Walk* now, int group) {
     ptx::named_barrier_sync(kDqFullBarrier + group, kDqThreads);
     if (leads()) {
-      if (now && p.deterministic) await_earlier_keys(work, *now, group);
       if (now) start(work, *now, group);
       ptx::bulk_commit();
-      if (p.deterministic) {
-        ptx::bulk_wait<1>();
-        admit_later_keys();
-        if (now) note(work, *now, group);
-      } else {
-        ptx::bulk_wait_read<1>();
-      }
+      ptx::bulk_wait_read<1>();
     }
     __syncwarp();
     ptx::named_barrier_arrive(kDqEmptyBarrier + 1 - group, kDqThreads);
@@ -110,24 +102,17 @@ struct DqAdder {
     }
   }
 
-  __device__ __forceinline__ int* counter(const BackwardWork& work, const Walk& now, int group) const {
-    return workspace.dq_added + tile(work, now) * Layout::kParts + group;
+  __device__ __forceinline__ auto order(const BackwardWork& work, const Walk& now) const {
+    return DqOrder{workspace.dq_added + tile(work, now), true, [&] { return added_before(*this, work, now.m, step); },
+                   [&] { return added_after(*this, work, now.m, step); }, [] {}};
   }
-  __device__ __forceinline__ void await_earlier_keys(const BackwardWork& work, const Walk& now, int group) const {
-    order(counter(work, now, group), added_before(*this, work, now.m, step)).await_earlier_keys();
+  __device__ __forceinline__ void await_earlier_keys(const BackwardWork& work, const Walk& now) const {
+    order(work, now).await_earlier_keys();
     ptx::fence_async_global();
   }
-  __device__ __forceinline__ void note(const BackwardWork& work, const Walk& now, int group) {
-    added = counter(work, now, group);
-    then_added = added_after(*this, work, now.m, step);
-  }
-  __device__ __forceinline__ void admit_later_keys() {
-    if (added) order(added, then_added).admit_later_keys();
-    added = nullptr;
-  }
-  // For one thread. value: what the counter has to hold before, or holds afterwards.
-  static __device__ __forceinline__ auto order(int* counter, int value) {
-    return DqOrder{counter, true, [value] { return value; }, [value] { return value; }, [] {}};
+  __device__ __forceinline__ void admit_later_keys(const BackwardWork& work, const Walk& now) const {
+    ptx::bulk_wait<0>();
+    order(work, now).admit_later_keys();
   }
 };
 
