@@ -140,12 +140,6 @@ def _check_own(tensors: Tensors, s: Settings) -> None:
         raise ValueError(
             f"mode: 'ulysses' shares out the query heads, and {heads_q} do not divide by {ranks} ranks; use 'allgather' or 'ring'"
         )
-    is_aligned = tensors.cu_seqlens is None or s.mode != "ring"
-    if s.dropout_p > 0 and not tensors.q.is_cpu and not is_aligned:
-        raise NotImplementedError(
-            f"mode: 'ring' cuts the keys of packed sequences anywhere, and dropout on {tensors.q.device.type} wants cuts at multiples of 64 of "
-            "each; use mode='ulysses' or 'allgather' there"
-        )
 
 
 def _check_whole_call(tensors: Tensors, s: Settings) -> None:

@@ -96,16 +96,19 @@ class KeyExchange:
             if extras.alibi_slopes is not None and extras.alibi_slopes.dim() == 2:
                 extras = extras._replace(alibi_slopes=extras.alibi_slopes[first:last])
         count = part.keys[1] - part.keys[0]
-        if extras.mask_intervals is not None:
-            extras = extras._replace(mask_intervals=extras.mask_intervals.narrow(-2, part.first_key, count))
+        intervals = extras.mask_intervals
+        if intervals is not None:
+            intervals = intervals.narrow(-2, part.first_key, count)
+        extras = extras._replace(
+            mask_intervals=_hiding(intervals, part.added_keys, count, self.documents is not None, self.q.device)
+        )
         if extras.bias is not None:
             extras = extras._replace(bias=self._of_bias(extras.bias, part))
         if not part.is_first:
             extras = extras._replace(sink=None)
         q = _with_rows(self._rows(self.q, *part.rows), self.row_dim, part.added_rows)
-        return local.call_tensors(
-            q, self._rows(keys, *part.keys), self._rows(values, *part.keys), extras, sequences
-        )  # fmt: skip
+        k, v = (_with_rows(self._rows(t, *part.keys), self.row_dim, part.added_keys) for t in (keys, values))
+        return local.call_tensors(q, k, v, extras, sequences)
 
     def _of_bias(self, bias: Tensor, part: Part) -> Tensor:
         columns = bias.narrow(3, part.first_key, part.keys[1] - part.keys[0])
@@ -200,11 +203,14 @@ class KeyExchange:
             of_rows = self._rows(dq, *part.rows)
             dq_part = gradients.q.narrow(self.row_dim, part.added_rows, of_rows.shape[self.row_dim])
             of_rows.copy_(dq_part) if part.is_first else of_rows.add_(dq_part)
+            dk_part, dv_part = (
+                self._rows(t, part.added_keys, t.shape[self.row_dim]) for t in (gradients.k, gradients.v)
+            )
             if single:
-                dk, dv = gradients.k, gradients.v
+                dk, dv = dk_part, dv_part
             else:
-                self._rows(dk, *part.keys).add_(gradients.k)
-                self._rows(dv, *part.keys).add_(gradients.v)
+                self._rows(dk, *part.keys).add_(dk_part)
+                self._rows(dv, *part.keys).add_(dv_part)
             extras.add(part, gradients)
             if not part.is_first and results.dlse is not None and results.centres is not None:
                 begin, end = part.rows
@@ -266,6 +272,16 @@ def _with_rows(t: Tensor, row_dim: int, count: int) -> Tensor:
     shape = list(t.shape)
     shape[row_dim] = count
     return torch.cat([t.new_zeros(shape), t], row_dim)
+
+
+def _hiding(intervals: Tensor | None, added: int, keys: int, is_packed: bool, device: torch.device) -> Tensor | None:
+    """The intervals of keys in front of which there are others that nobody sees."""
+    if added == 0:
+        return intervals
+    if intervals is None:
+        of_all = torch.tensor([0, torch.iinfo(torch.int32).max], dtype=torch.int32, device=device)
+        intervals = of_all.expand(*(1,) * (1 if is_packed else 2), keys, 2)
+    return torch.nn.functional.pad(intervals, (0, 0, added, 0))
 
 
 @dataclass

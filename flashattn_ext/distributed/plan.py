@@ -18,7 +18,9 @@ from typing import NamedTuple
 from .communication import Segment
 from .sharding import GRANULE, Sharding, Span
 
-DRAWN_ROWS = 16  # for which a GPU draws dropout at once, and for as many keys as a granule has
+# For which a GPU draws dropout at once.
+DRAWN_ROWS = 16
+DRAWN_KEYS = 64
 
 
 class Rules(NamedTuple):
@@ -68,9 +70,10 @@ class Part:
     origin: tuple[int, ...] | None
     is_first: bool  # whether these rows meet their first keys: the sink belongs to this call
     places: tuple[Place, ...]
-    added_rows: int = (
-        0  # rows of nothing in front of `rows`, so that dropout is drawn from where the generator of a GPU can begin
-    )
+    # Rows of nothing in front of `rows`, and keys that nobody sees in front of `keys`, so that dropout is drawn from where
+    # the generator of a GPU can begin.
+    added_rows: int = 0
+    added_keys: int = 0
 
 
 @dataclass(frozen=True)
@@ -223,12 +226,14 @@ class _Planner:
                 origin = (document, 0) if rules.has_dropout else None
             elif not (rules.has_dropout or rules.has_places):
                 origin = None
-        added = row % DRAWN_ROWS if rules.has_dropout and origin is not None else 0
-        if added and origin is not None:
-            origin = (document, 0, row - added, key)
-            place = place._replace(row=row - added)
+        added_rows = added_keys = 0
+        if rules.has_dropout and origin is not None and len(origin) == 4:
+            added_rows, added_keys = row % DRAWN_ROWS, key % DRAWN_KEYS
+            origin = (document, 0, row - added_rows, key - added_keys)
+            place = place._replace(row=row - added_rows, key=key - added_keys)
         return Part(
-            (at, at + last_row - row), (keys_at, keys_at + last_key - key), first_key, causal, window, origin, is_first, (place,), added
+            (at, at + last_row - row), (keys_at, keys_at + last_key - key), first_key, causal, window, origin, is_first,
+            (place,), added_rows, added_keys,
         )  # fmt: skip
 
     def _joined_keys(self, a: Part, b: Part) -> Part | None:

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from flashattn_ext.distributed.plan import DRAWN_ROWS, Plan, Rules, plan_of
-from flashattn_ext.distributed.sharding import GRANULE, Sharding, Span
+from flashattn_ext.distributed.plan import DRAWN_KEYS, DRAWN_ROWS, Plan, Rules, plan_of
+from flashattn_ext.distributed.sharding import Sharding, Span
 
 
 def _drawn(seed: int) -> tuple[Sharding, tuple[int, ...], Rules, bool]:
@@ -70,7 +70,8 @@ def test_calls_cover_what_is_visible_once(seed: int, ring: bool) -> None:
                 assert all((r in met) != part.is_first for r in range(*part.rows))
                 met |= set(range(*part.rows))
                 for place in part.places:
-                    count, key_count = place.last_row - place.row - part.added_rows, place.last_key - place.key
+                    count = place.last_row - place.row - part.added_rows
+                    key_count = place.last_key - place.key - part.added_keys
                     _cover(covered, rows[row : row + count], keys[key : key + key_count], part)
                     row, key = row + count, key + key_count
                 assert (row, key) == (part.rows[1], part.keys[1])
@@ -81,7 +82,9 @@ def _cover(covered: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, part: 
     """The pairs that a call of these rows and keys computes, by the rules of flashattn_ext.forward."""
     origin, (left, right) = part.origin, part.window
     Sq, Sk = len(rows), len(keys)
-    shift = origin[2] + part.added_rows - origin[3] if origin is not None and len(origin) == 4 else Sk - Sq
+    shift = Sk - Sq
+    if origin is not None and len(origin) == 4:
+        shift = origin[2] + part.added_rows - origin[3] - part.added_keys
     distance = torch.arange(Sk)[None] - (torch.arange(Sq) + shift)[:, None]
     visible = torch.ones(Sq, Sk, dtype=torch.bool)
     if part.causal:
@@ -95,16 +98,16 @@ def _cover(covered: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, part: 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_gpus_can_draw_dropout_where_calls_begin(seed: int) -> None:
-    """allgather, which cuts packed sequences anywhere: origins are multiples of what a GPU draws at once."""
+    """Packed sequences are cut anywhere: origins are multiples of what a GPU draws at once."""
     sharding, documents, rules, packed = _drawn(seed)
     rules = rules._replace(has_dropout=True)
     for rank in range(sharding.ranks):
-        for ring in (False, True) if not packed else (False,):
+        for ring in (False, True):
             for step in plan_of(sharding, rank, documents, rules, packed, ring).steps:
                 for part in step.parts:
                     assert part.origin is not None
                     _document, _head, *row_and_key = part.origin
-                    assert all(n % of == 0 for n, of in zip(row_and_key, (DRAWN_ROWS, GRANULE), strict=False))
+                    assert all(n % of == 0 for n, of in zip(row_and_key, (DRAWN_ROWS, DRAWN_KEYS), strict=False))
 
 
 @pytest.mark.parametrize("ring", [False, True])
