@@ -190,12 +190,14 @@ struct Backward {
       ptx::wgmma_wait<1>();
       ptx::hold(dq);
       give_turn();
-      hand_over(shared.dq[group], dq, group);
+      write(shared.dq[group], dq, group);
+      if (!hands_over_late()) hand_over(group);
       const auto biases = begin_biases(work, now);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       ptx::barrier_arrive(&shared.queries_empty[stage]);
       weigh(scores, work, now, unmasked, biases);
+      if (hands_over_late()) hand_over(group);
     }
     differentiate(packed, work, now, unmasked);
     take_turn();
@@ -204,8 +206,9 @@ struct Backward {
     ptx::wgmma_wait<1>();
     ptx::hold(dq);
     give_turn();
-    hand_over(shared.dq[group], dq, group);
+    write(shared.dq[group], dq, group);
     ptx::wgmma_wait<0>();
+    hand_over(group);
     ptx::barrier_arrive(&shared.queries_empty[queries.stage]);
     take_turn();
     query_product(dq, 0);
@@ -213,9 +216,16 @@ struct Backward {
     ptx::hold(dq);
     give_turn();
     release(shared.keys_empty[keys.stage]);
-    hand_over(shared.dq[group], dq, group);
+    write(shared.dq[group], dq, group);
+    hand_over(group);
     queries.advance();
     keys.advance();
+  }
+
+  // Whether weights are computed between writing a part of dq and telling the adder, which waits until all is written.
+  // In a deterministic call other thread blocks wait for the addition; at head_dim 128 it did not pay.
+  __device__ __forceinline__ bool hands_over_late() const {
+    return kHeadDim < 128 && ptx::opaque(p.deterministic) == 0;
   }
 
   // A turn with the products for dP^T and dv += P^T dO. Then dP^T becomes dS^T, in `packed` and in shared memory.

@@ -15,19 +15,22 @@ using DqPart = float[4][8][128];
 // adder meet at each, and the one that has nothing to wait for only arrives.
 constexpr int kDqFullBarrier = 5, kDqEmptyBarrier = 7, kDqThreads = kGroupThreads + 32;
 
-// Writes a warpgroup's part of dq to shared memory and tells the adder. The wait is for what the adder read a step ago.
-__device__ __forceinline__ void hand_over(DqPart& part, const float (&dq)[8][4], int group) {
+// Writes a warpgroup's part of dq to shared memory. The wait is for what the adder read a step ago.
+__device__ __forceinline__ void write(DqPart& part, const float (&dq)[8][4], int group) {
   float (&own)[8][128] = part[threadIdx.x / 32 % 4];
   ptx::named_barrier_sync(kDqEmptyBarrier + group, kDqThreads);
 #pragma unroll
   for (int c = 0; c < 8; ++c) ptx::store_fragment(own[c], dq[c]);
+}
+// Tells the adder. The fence waits until everything is written.
+__device__ __forceinline__ void hand_over(int group) {
   ptx::fence_async_shared();
   ptx::named_barrier_arrive(kDqFullBarrier + group, kDqThreads);
 }
 
-// The warp that adds, by its first lane. The warpgroups hand over their parts in turns, half a step apart; while one
-// part is being added the warp waits for the next. In a deterministic call it waits for the order ahead of a step, and
-// sees to the end of the additions after it: once for both parts, because each takes a third of a step and more.
+// The warp that adds, by its first lane. The warpgroups hand over their parts in turns, half a step apart. In a
+// deterministic call it waits for the order ahead of a step, and sees to the end of the additions after it: once for
+// both parts, because each takes a third of a step and more.
 template <class Kernel>
 struct DqAdder {
   using Layout = typename Kernel::Layout;
@@ -41,8 +44,7 @@ struct DqAdder {
   int step = 0;  // of this thread block so far
 
   __device__ void add_tiles() {
-    // The first warpgroup's part may be written; that of the second may be as soon as the first has written its own.
-    ptx::named_barrier_arrive(kDqEmptyBarrier, kDqThreads);
+    for (int group = 0; group < 2; ++group) ptx::named_barrier_arrive(kDqEmptyBarrier + group, kDqThreads);
     for (;; works.advance()) {
       ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
       const BackwardWork& work = shared.work[works.stage];
@@ -70,17 +72,17 @@ struct DqAdder {
     }
   }
 
-  // Waits for a warpgroup's part and starts adding it. Then the other warpgroup's part, which was started before, has
-  // been read and may be overwritten. now: the step that the part belongs to, null when to none.
+  // Waits for a warpgroup's part, starts adding it and waits until it has been read and may be overwritten, which takes
+  // much less than half a step. now: the step that the part belongs to, null when to none.
   __device__ __forceinline__ void pass(const BackwardWork& work, const Walk* now, int group) {
     ptx::named_barrier_sync(kDqFullBarrier + group, kDqThreads);
     if (leads()) {
       if (now) start(work, *now, group);
       ptx::bulk_commit();
-      ptx::bulk_wait_read<1>();
+      ptx::bulk_wait_read<0>();
     }
     __syncwarp();
-    ptx::named_barrier_arrive(kDqEmptyBarrier + 1 - group, kDqThreads);
+    ptx::named_barrier_arrive(kDqEmptyBarrier + group, kDqThreads);
   }
   static __device__ __forceinline__ bool leads() { return threadIdx.x % 32 == 0; }
 
