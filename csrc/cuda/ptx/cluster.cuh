@@ -34,9 +34,20 @@ __device__ __forceinline__ void store_async(uint32_t to, int x, uint32_t arrived
                "r"(arrived)
                : "memory");
 }
-// Arrives at a barrier of another thread block.
+// Arrives at a barrier of another thread block, to say that this one has read what the other one is to overwrite. Data
+// that this thread has written need more: with .release.cluster a fence of the whole device comes before each arrival,
+// which takes longer than a product.
 __device__ __forceinline__ void barrier_arrive_in(uint32_t barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(barrier) : "memory");
+}
+// The same when that is wanted, without a branch.
+__device__ __forceinline__ void barrier_arrive_in_if(bool wanted, uint32_t barrier) {
+  asm volatile(
+      "{\n.reg .pred wanted;\n"
+      "setp.ne.b32 wanted, %1, 0;\n"
+      "@wanted mbarrier.arrive.shared::cluster.b64 _, [%0];\n}\n" ::"r"(barrier),
+      "r"(static_cast<int>(wanted))
+      : "memory");
 }
 // As barrier_wait, for a barrier that another thread block arrives at.
 __device__ __forceinline__ void barrier_wait_for_cluster(Barrier* barrier, uint32_t parity) {

@@ -1,6 +1,6 @@
-// What two thread blocks of a cluster exchange. With head dims above 256 each of them has a half of the columns of q,
-// k, v and out, and with it a part of every score, as a sum over these columns: a warpgroup adds the part that the same
-// warpgroup of the other block has.
+// What two thread blocks of a cluster exchange, with head dims above 256: the numbers of tiles, and in the backward,
+// where each of them has a half of the columns of q, k, v and dout, parts of scores. They are sums over these columns:
+// a warpgroup adds the part that the same warpgroup of the other block has.
 #pragma once
 
 #include "../ptx/cluster.cuh"
@@ -34,7 +34,7 @@ struct OtherPart {
     const uint32_t other = ptx::cluster_rank() ^ 1;
     const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
     if (thread == 0) ptx::barrier_arrive_expect(&full, static_cast<int>(sizeof(scores)));
-    ptx::barrier_wait_for_cluster(&empty, *parity ^ 1);
+    ptx::barrier_wait(&empty, *parity ^ 1);
     const uint32_t to = ptx::address_in(other, &scores[0][thread]), arrived = ptx::address_in(other, &full);
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) ptx::store_async(to + n * static_cast<int>(sizeof(scores[0])), own[n], arrived);
@@ -66,7 +66,7 @@ struct SharedTile {
     int tile;
     if (ptx::cluster_rank() == 0) {
       tile = take();
-      ptx::barrier_wait_for_cluster(&empty, *parity ^ 1);
+      ptx::barrier_wait(&empty, *parity ^ 1);
       ptx::store_async(ptx::address_in(1, &number), tile, ptx::address_in(1, &full));
     } else {
       ptx::barrier_arrive_expect(&full, static_cast<int>(sizeof(number)));
