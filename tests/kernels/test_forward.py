@@ -35,6 +35,26 @@ def test_head_dims_of_every_remainder(device: str, dtype: torch.dtype) -> None:
         check(Case(dtype=dtype, B=1, Sq=3, Sk=5, Hq=1, Hk=1, D=D, Dv=513 - D, needs_grad=NO_GRAD), device)
 
 
+@pytest.mark.dtypes("float16", "bfloat16")
+@pytest.mark.parametrize("D", [320, 512])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(Sq=129, Sk=65, causal=True),
+        dict(Sq=190, Sk=450, window_size=(20, 0)),
+        dict(Sq=300, Sk=300, Hq=6, window_size=(-1, 3)),
+        dict(lengths_q=(1, 64, 65, 190), lengths_k=(70, 0, 129, 31), sink_dtype=torch.float32),
+    ],
+    ids=["causal", "window", "groups", "packed"],
+)
+def test_query_tiles_that_share_their_keys_see_different_ones(
+    device: str, dtype: torch.dtype, D: int, options: dict
+) -> None:
+    """On Hopper two thread blocks load the keys of 128 queries together, and either may see tiles that the other does not."""
+    B = len(options.get("lengths_q", (0, 0)))
+    check(Case(dtype=dtype, B=B, D=D, Dv=D, needs_grad=NO_GRAD, **options), device)
+
+
 def test_two_thousand_keys(device: str, dtype: torch.dtype) -> None:
     check(Case(dtype=dtype, B=1, Sq=2048, Sk=2048, D=64, Dv=64, causal=True, needs_grad=NO_GRAD), device)
 

@@ -22,4 +22,15 @@ __device__ __forceinline__ void tma_load(void* to, const CUtensorMap* map, Barri
       : "memory");
 }
 
+// The same, into the same place of every thread block of the cluster whose bit is in `blocks`; the barrier in the same
+// place of each of them counts the bytes that it gets.
+__device__ __forceinline__ void tma_load_to_cluster(void* to, const CUtensorMap* map, Barrier* arrived, int column,
+                                                    int row, int head, int batch, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
+      "{%3, %4, %5, %6}], [%2], %7;\n" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(arrived)), "r"(column), "r"(row), "r"(head), "r"(batch), "h"(blocks)
+      : "memory");
+}
+
 }  // namespace flashattn_ext::ptx

@@ -31,6 +31,12 @@ __device__ __forceinline__ void hold(float (&d)[N][4]) {
 #pragma unroll
   for (int n = 0; n < N; ++n) asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
 }
+// The same for A in registers, which products under way read.
+template <int N>
+__device__ __forceinline__ void hold(uint32_t (&a)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n) asm volatile("" : "+r"(a[n][0]), "+r"(a[n][1]), "+r"(a[n][2]), "+r"(a[n][3])::"memory");
+}
 
 // The address of an operand in shared memory: a 1024-byte aligned tile of 128-byte rows, whose 16-byte chunks TMA's
 // 128-byte swizzle exchanges: chunk c of row r is at c ^ (r % 8). A step of 16 elements along a row adds 2 to a

@@ -16,8 +16,9 @@
 #include "../common/tensor_map.h"
 #include "../common/tile_order.cuh"
 #include "forward_bias.cuh"
+#include "forward_large.cuh"
 #include "forward_mask.cuh"
-#include "pair.cuh"
+#include "forward_work.cuh"
 #include "products.cuh"
 #include "tiles.h"
 
@@ -42,24 +43,12 @@ struct Forward {
   static constexpr int kGroups = kTile.groups, kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kStages = kTile.stages;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads, kWarps = kGroups * 4;
-  static constexpr bool kPaired = is_paired(kHeadDim);                            // pair.cuh
-  static constexpr int kBlocks = kPaired ? 2 : 1, kColumns = kHeadDim / kBlocks;  // of a thread block
-  static constexpr int kPanels = panels(kColumns);
-  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kColumns / 8, kSteps = kKeys / 16;
+  static constexpr int kPanels = panels(kHeadDim);
+  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDim / 8, kSteps = kKeys / 16;
   // What is added to the scores of a warp. Without a dense bias nothing is read for each score.
   using Bias = std::conditional_t<kGeneral, TileBias<T, false, 1, kScoreTiles>, DistanceBias<false, 1, kScoreTiles>>;
 
-  // One tile of queries, as it is handed to the warpgroups. Numbers count from the start of a sequence.
-  struct alignas(16) Work {
-    int b, h, row0;                       // first query of the tile; work without one ends the kernel
-    int first, last;                      // key tiles that queries of the tile see, with a Mask not all between them
-    int query_start, length_q, length_k;  // of the sequence; query_start in the rows of its batch entry
-
-    __device__ bool exists() const { return row0 < length_q; }
-    __device__ bool sees_keys() const { return first <= last; }
-    __device__ Mask32 mask(const AttnParams& p) const { return Mask32(p, length_q, length_k); }
-  };
-
+  using Work = ForwardWork;
   using Address =
       std::conditional_t<kMasks, std::conditional_t<kHeadDim <= 96, ptx::UniformDescriptor, ptx::Descriptor>, uint64_t>;
   using KeyTile = sm90::KeyTile<kGroups>;
@@ -85,8 +74,6 @@ struct Forward {
     KeyBatch batches[kMasks ? kKeyBatches : 0];
     PartialTile partial_tiles[kMasks ? kStages : 0];
     bool poisoned[kMasks ? 2 : 0][kQueries];
-    OtherPart<kScoreTiles> parts[kPaired ? kGroups : 0];
-    SharedTile next_tile[kPaired ? 1 : 0];
     ptx::Barrier bias_full[kBias ? kBiasStages : 0], bias_empty[kBias ? kBiasStages : 0];
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
@@ -95,37 +82,11 @@ struct Forward {
   // Named barriers: each warpgroup has one that it waits at for its turn, the first of them with this number.
   static constexpr int kTurnBarrier = 1;
 
-  // Calls body(work, first row of the keys in their batch entry) for all tiles of queries that this thread block
-  // computes. take(tile): the number of the one after `tile`. The batch entries of a head, which may read the same
-  // bias, come together.
   template <class Take, class Body>
   static __device__ __forceinline__ void each_work(const AttnParams& p, const TileGrid& grid, const Take& take,
                                                    const Body& body) {
-    const int heads = static_cast<int>(p.heads_q), all_heads = heads * static_cast<int>(p.batch);
-    for (int tile = blockIdx.x / kBlocks; tile < grid.tiles;) {
-      const int following = take(tile);
-      const auto [head, block] = grid.index(tile, all_heads);
-      // The longest tiles of causal heads come first. A sequence may be longer than the host was told: then a tile
-      // number stands for later tiles too.
-      int m = grid.blocks - 1 - block;
-      const int batch = static_cast<int>(p.batch);
-      Work work{kBias ? head % batch : head / heads, kBias ? head / batch : head % heads};
-      const Sequence queries = query_sequence(p, work.b), keys = key_sequence(p, work.b);
-      work.query_start = static_cast<int>(queries.start);
-      work.length_q = static_cast<int>(queries.length);
-      work.length_k = static_cast<int>(keys.length);
-      for (; m * kQueries < work.length_q; m += grid.blocks) {
-        work.row0 = m * kQueries;
-        const Limits visible = work.mask(p).keys_of(work.row0, min(work.row0 + kQueries, work.length_q));
-        work.first = visible.begin / kKeys;
-        work.last = visible.end > visible.begin ? (visible.end - 1) / kKeys : work.first - 1;
-        body(work, static_cast<int>(keys.start));
-      }
-      tile = following;
-    }
+    each_forward_work<kQueries, kKeys, kBias>(p, grid, static_cast<int>(blockIdx.x), take, body);
   }
-
-  static __device__ __forceinline__ int column() { return half_of_columns<kPaired>() * kColumns; }
 
   // --- the thread that loads, without a Mask ------------------------------------------------------------------------
 
@@ -135,24 +96,16 @@ struct Forward {
     const Maps& maps;
     RingPosition<kStages> k, v;
     std::conditional_t<kBias, RingPosition<kBiasStages>, Nothing> bias;
-    uint32_t q_parity = 0, work_parity = 0, next_parity = 0;
+    uint32_t q_parity = 0, work_parity = 0;
 
     __device__ void load_tiles(const TileGrid& grid) {
       each_work(
-          p, grid, [&](int) { return next_tile(grid); },
+          p, grid, [&](int) { return grid.take(); },
           [&](const Work& work, int key_start) {
             publish(work);
             if (work.sees_keys()) load_tile(work, key_start);
           });
       publish(Work{});
-    }
-    __device__ __forceinline__ int next_tile(const TileGrid& grid) {
-      auto take = [&] { return grid.take(static_cast<int>(gridDim.x) / kBlocks); };
-      if constexpr (kPaired) {
-        return shared.next_tile[0].next(take, &next_parity);
-      } else {
-        return take();
-      }
     }
     __device__ void publish(const Work& work) {
       ptx::barrier_wait(&shared.work_empty, work_parity ^ 1);
@@ -164,7 +117,7 @@ struct Forward {
       const int batch = p.is_varlen() ? 0 : work.b, hk = work.h / static_cast<int>(p.group_size());
       auto load_keys = [&](int n) {
         ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
-        load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, key_start + n * kKeys, hk, batch, column());
+        load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, key_start + n * kKeys, hk, batch);
         k.advance();
         if constexpr (kBias) {
           ptx::barrier_wait(&shared.bias_empty[bias.stage], bias.parity ^ 1);
@@ -175,12 +128,12 @@ struct Forward {
       };
       load_keys(work.last);
       ptx::barrier_wait(&shared.q_empty, q_parity ^ 1);
-      load_panels(shared.q, shared.q_full, maps.q, work.query_start + work.row0, work.h, batch, column());
+      load_panels(shared.q, shared.q_full, maps.q, work.query_start + work.row0, work.h, batch);
       q_parity ^= 1;
       for (int n = work.last; n >= work.first; --n) {
         if (n > work.first) load_keys(n - 1);
         ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + n * kKeys, hk, batch, column());
+        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + n * kKeys, hk, batch);
         v.advance();
       }
     }
@@ -206,7 +159,7 @@ struct Forward {
   const AttnParams& p;
   const int group, warp_row;  // first of this warp's 16 rows, within the tile
   const Score& score;
-  uint32_t q_parity = 0, work_parity = 0, tail_parity = 0, parts_parity = 0;
+  uint32_t q_parity = 0, work_parity = 0, tail_parity = 0;
   RingPosition<kStages> k, v;
   std::conditional_t<kBias, RingPosition<kBiasStages>, Nothing> bias_at;
   float scores[kScoreTiles][4], out[kOutTiles][4];
@@ -232,34 +185,12 @@ struct Forward {
     Dropout dropout = drops() ? Dropout(p, 0) : Dropout();
     if constexpr (kDropout) dropout.key = {uniform(dropout.key.low), uniform(dropout.key.high)};
     if (group == 0) give_turn(kGroups - 1);
-    for (Work work = receive(); work.exists(); work = receive()) {
+    for (Work work = receive_work(shared, &work_parity); work.exists(); work = receive_work(shared, &work_parity)) {
       dropout.batch = Dropout::batch_of(p, work.b);
       start_tile(work.h);
       if (work.sees_keys()) compute_tile(work, dropout);
       finish_tile(work);
     }
-  }
-
-  __device__ __forceinline__ Work receive() {
-    ptx::barrier_wait(&shared.work_full, work_parity);
-    work_parity ^= 1;
-    Work work{};
-    if (threadIdx.x % 32 == 0) work = shared.work;
-    release(shared.work_empty);
-    for (int* field :
-         {&work.b, &work.h, &work.row0, &work.first, &work.last, &work.query_start, &work.length_q, &work.length_k}) {
-      *field = uniform(*field);
-    }
-    return work;
-  }
-
-  // Key tiles that rows of this warpgroup see; the other warpgroups of the block may see more.
-  __device__ __forceinline__ Limits own_tiles(const Work& work) const {
-    const int row = work.row0 + group * 64;
-    const Limits none{work.first, work.first};
-    if (row >= work.length_q) return none;
-    const Limits keys = work.mask(p).keys_of(row, min(row + 64, work.length_q));
-    return keys.begin < keys.end ? Limits{keys.begin / kKeys, (keys.end - 1) / kKeys + 1} : none;
   }
 
   // Where a warpgroup is among the key tiles of a query tile; with a Mask the tile's keys are there.
@@ -287,7 +218,7 @@ struct Forward {
         }
       }
     } else {
-      const Limits own = own_tiles(work);
+      const Limits own = work.tiles_of<kKeys>(p, work.row0 + group * 64);  // other warpgroups may see more
       KeyWalk walk{own.end - 1, own.begin};
       int n = work.last;
       for (; n >= own.end; --n) skip_step(work, n);
@@ -339,14 +270,13 @@ struct Forward {
     const Limits unmasked{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
     if (!kMasks) ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
     take_turn();
-    score_product<kColumns, Address>(scores, shared.q, group * 64, shared.k[k.stage]);
+    score_product<kHeadDim, Address>(scores, shared.q, group * 64, shared.k[k.stage]);
     give_turn(group);
     if (!kGeneral) draw_signs(work, n, dropout);
     const auto biases = begin_biases(work, n);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
     end_keys(kMasks ? walk.tile.has(KeyTile::kLast) : n == walk.last);
-    if constexpr (kPaired) shared.parts[group].exchange(scores, &parts_parity);
     weigh(work, walk, unmasked, biases);
     if (kGeneral) draw_signs(work, n, dropout);
     // Without a Mask nothing has been summed up before.
@@ -357,7 +287,7 @@ struct Forward {
       for (go_on(walk);; go_on(walk)) {
         if (!kMasks) ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
         take_turn();
-        score_product<kColumns, Address>(scores, shared.q, group * 64, shared.k[k.stage]);
+        score_product<kHeadDim, Address>(scores, shared.q, group * 64, shared.k[k.stage]);
         ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
         accumulate<32, Address>(out, weights, shared.v[v.stage]);
         give_turn(group);
@@ -366,7 +296,6 @@ struct Forward {
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
         end_keys(kMasks ? walk.tile.has(KeyTile::kLast) : n == walk.last);
-        if constexpr (kPaired) shared.parts[group].exchange(scores, &parts_parity);
         weigh(work, walk, unmasked, biases);
         if (kGeneral) draw_signs(work, n, dropout);
         ptx::hold(scores);
@@ -557,16 +486,16 @@ struct Forward {
     if constexpr (kMasks) take_poisoned(poisoned);
 
     const float keep_scale = 256.f / p.dropout_threshold;
-    const int row = work.row0 + warp_row + g(), first_column = column();
+    const int row = work.row0 + warp_row + g();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = softmax.total(r);
       const bool exists = row + 8 * r < work.length_q;
       const int64_t at = int64_t{work.query_start} + row + 8 * r;
       const float factor = poisoned[r] ? not_a_number() : keep_scale / sum;
-      const int columns = static_cast<int>(p.head_dim_v) - first_column;
-      if (t() == 0 && exists && first_column == 0) *row_statistic(p.lse, work.b, work.h, at) = softmax.lse(r, sum);
-      store_row(row_pointer<T>(p.out, work.b, work.h, at) + first_column, out, r, factor, sum == 0, exists, columns);
+      const int columns = static_cast<int>(p.head_dim_v);
+      if (t() == 0 && exists) *row_statistic(p.lse, work.b, work.h, at) = softmax.lse(r, sum);
+      store_row(row_pointer<T>(p.out, work.b, work.h, at), out, r, factor, sum == 0, exists, columns);
       if constexpr (kHasCentres) {
         if (p.centres.data) centres.write(row_pointer<float>(p.centres, work.b, work.h, at), r, sum, exists);
       }
@@ -607,14 +536,12 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
     ptx::barrier_init(&shared.work_full, 1);
     ptx::barrier_init(&shared.work_empty, Kernel::kWarps);
     ptx::barrier_init(&shared.tail_cleared, Kernel::kWarps);
-    for (int i = 0; Kernel::kPaired && i < Kernel::kGroups; ++i) shared.parts[i].init();
-    if constexpr (Kernel::kPaired) shared.next_tile[0].init();
     ptx::fence_barrier_init();
   }
   if constexpr (Kernel::kMasks) {
     for (int row = threadIdx.x; row < 2 * Kernel::kQueries; row += Kernel::kThreads) shared.poisoned[0][row] = false;
   }
-  sync_pair_or_block<Kernel::kPaired>();
+  __syncthreads();
   // One warpgroup loads; it gives its registers to those that compute.
   if (threadIdx.x < kGroupThreads) {
     ptx::give_registers<Kernel::kRegisters.producer>();
@@ -623,7 +550,6 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
     ptx::take_registers<Kernel::kRegisters.consumer>();
     Kernel(shared, p, score, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
   }
-  if (Kernel::kPaired) sync_pair_or_block<true>();
 #endif
 }
 
@@ -635,17 +561,9 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
                    const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Score score) {
   run_forward<Forward<T, kHeadDim, kKind>>(p, maps, grid, score);
 }
-// The same in clusters of two thread blocks.
-template <class T, int kHeadDim, Kind kKind>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
-    paired_forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ ForwardMaps maps,
-                          const __grid_constant__ TileGrid grid,
-                          const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Score score) {
-  run_forward<Forward<T, kHeadDim, kKind>>(p, maps, grid, score);
-}
 
 template <class T, int kHeadDim, Kind kKind>
-void forward(const AttnParams& p) {
+void forward_to_256(const AttnParams& p) {
   using Kernel = Forward<T, kHeadDim, kKind>;
   if (p.batch * p.heads_q == 0) return;
   typename Kernel::Maps maps{};
@@ -656,18 +574,20 @@ void forward(const AttnParams& p) {
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
   int* const taken = static_cast<int*>(p.workspace);
   const TileGrid grid{forward_order(p, blocks, sizeof(T), Kernel::kBias ? p.batch : 1), static_cast<int>(all), taken};
-  const int64_t processors = multiprocessors() / Kernel::kBlocks;
+  const int64_t processors = multiprocessors();
   if (all > processors) {
     check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
   }
-  auto launch_as = [&](auto* kernel) {
-    launch(kernel, "sm90 forward", p, std::min(all, processors) * Kernel::kBlocks, Kernel::kThreads,
-           static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));
-  };
-  if constexpr (Kernel::kPaired) {
-    launch_as(paired_forward_kernel<T, kHeadDim, kKind>);
+  launch(forward_kernel<T, kHeadDim, kKind>, "sm90 forward", p, std::min(all, processors), Kernel::kThreads,
+         static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));
+}
+
+template <class T, int kHeadDim, Kind kKind>
+void forward(const AttnParams& p) {
+  if constexpr (kHeadDim > 256) {
+    forward_large<T, kHeadDim>(p);
   } else {
-    launch_as(forward_kernel<T, kHeadDim, kKind>);
+    forward_to_256<T, kHeadDim, kKind>(p);
   }
 }
 

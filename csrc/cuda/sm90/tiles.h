@@ -47,8 +47,10 @@ constexpr ForwardTiles kForwardTiles[] = {
     {256, Kind::kPlain, {{2, 64, 2}, {2, 80, 2}}},
     {256, Kind::kBias, {{2, 64, 2}}},
     {256, Kind::kDropout, {{2, 64, 2}}},
-    {384, Kind::kPlain, {{2, 80, 2}, {3, 48, 2}, {2, 64, 2}}},
-    {512, Kind::kPlain, {{2, 64, 2}, {2, 48, 2}}},
+    {384,
+     Kind::kPlain,
+     {{1, 64, 5}, {1, 128, 4}, {1, 96, 6}}},  // forward_large.cuh: stages are parts of a tile of keys
+    {512, Kind::kPlain, {{1, 64, 4}, {1, 128, 4}, {1, 96, 6}}},
 };
 
 template <int kHeadDim, Kind kKind>
@@ -109,6 +111,15 @@ constexpr RegisterBudget register_budget(int groups) {
   return groups == 3 ? RegisterBudget{32, 160} : RegisterBudget{40, 232};
 }
 constexpr RegisterBudget kBackwardRegisters{24, 240};
+
+// The same for the forward of head dims above 256: the warpgroup that loads and that of scores, which both give some of
+// the 128 that they start with away, and the two that sum up.
+struct LargeRegisterBudget {
+  int loader;
+  int scores;
+  int sums;
+};
+constexpr LargeRegisterBudget kLargeRegisters{40, 120, 176};
 
 // The same for the backward of head dims above 128: the warpgroup that loads, those of dv and of dk, and that of dq.
 struct WideRegisterBudget {
