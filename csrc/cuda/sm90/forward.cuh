@@ -67,10 +67,11 @@ struct Forward {
     ptx::Barrier work_full, work_empty, tail_cleared;
     Work work;
     // With a Mask (forward_mask.cuh). v_arrived: values are there that are to be inspected before they are at v_full.
+    // tiles_end: few key tiles of a query tile are left to be loaded.
     // poisoned: of each row of a query tile and of the next one, whether it is to be NaN.
     KeyTile key_tiles[kMasks ? kStages : 0];  // with the stages of keys
     ptx::Barrier batch_full[kMasks ? kKeyBatches : 0], batch_empty[kMasks ? kKeyBatches : 0];
-    ptx::Barrier pairs_full[kMasks ? kStages : 0], v_arrived[kMasks ? kStages : 0];
+    ptx::Barrier pairs_full[kMasks ? kStages : 0], v_arrived[kMasks ? kStages : 0], tiles_end[kMasks ? 1 : 0];
     KeyBatch batches[kMasks ? kKeyBatches : 0];
     PartialTile partial_tiles[kMasks ? kStages : 0];
     bool poisoned[kMasks ? 2 : 0][kQueries];
@@ -85,7 +86,7 @@ struct Forward {
   template <class Take, class Body>
   static __device__ __forceinline__ void each_work(const AttnParams& p, const TileGrid& grid, const Take& take,
                                                    const Body& body) {
-    each_forward_work<kQueries, kKeys, kBias>(p, grid, static_cast<int>(blockIdx.x), take, body);
+    each_forward_work<kQueries, kKeys, kBias, kMasks>(p, grid, static_cast<int>(blockIdx.x), take, body);
   }
 
   // --- the thread that loads, without a Mask ------------------------------------------------------------------------
@@ -100,7 +101,7 @@ struct Forward {
 
     __device__ void load_tiles(const TileGrid& grid) {
       each_work(
-          p, grid, [&](int) { return grid.take(); },
+          p, grid, [&] { return grid.take(); },
           [&](const Work& work, int key_start) {
             publish(work);
             if (work.sees_keys()) load_tile(work, key_start);
@@ -533,6 +534,7 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
       ptx::barrier_init(&shared.batch_full[i], 1);
       ptx::barrier_init(&shared.batch_empty[i], 1);
     }
+    if (Kernel::kMasks) ptx::barrier_init(&shared.tiles_end[0], 1);
     ptx::barrier_init(&shared.work_full, 1);
     ptx::barrier_init(&shared.work_empty, Kernel::kWarps);
     ptx::barrier_init(&shared.tail_cleared, Kernel::kWarps);

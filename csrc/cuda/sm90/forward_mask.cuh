@@ -49,6 +49,11 @@ struct KeyBatch {
 // In a ring of three: one is loaded, one is complete but for whether another one comes after it, one is being found.
 constexpr int kKeyBatches = 3;
 
+// A thread block takes its next query tile when so many key tiles of this one are left to be loaded: early enough to
+// find what it sees meanwhile, late enough that a block which has much to do takes no tile that another one could
+// begin.
+constexpr int kKeyTilesAhead = 8;
+
 // What is known of a partial tile beside its keys and values, in a ring of as many as there are stages of values: for
 // the warps that inspect, and the intervals for those that compute.
 template <int kKeys>
@@ -74,13 +79,13 @@ struct KeyFinder {
   typename Kernel::Shared& shared;
   const AttnParams& p;
   RingPosition<kKeyBatches> at;
-  uint32_t work_parity = 0;
+  uint32_t work_parity = 0, end_parity = 0;
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
   __device__ void find_all(const TileGrid& grid) {
     Kernel::each_work(
-        p, grid, [&](int) { return uniform(lane() == 0 ? grid.take() : 0); },
+        p, grid, [&] { return uniform(lane() == 0 ? grid.take() : 0); },
         [&](Work& work, int key_start) { find_tiles(work, key_start); });
     publish(Work{});
     send_end();
@@ -101,11 +106,19 @@ struct KeyFinder {
         if (more == 0) shared.batches[before].tiles[found - 1].bits |= 1u << KeyTile::kLast;
         ptx::barrier_arrive(&shared.batch_full[before]);
       }
-      if (more == 0) return;
+      if (more == 0) {
+        if (!begins) await_end();
+        return;
+      }
       before = at.stage;
       found = more;
       at.advance();
     }
+  }
+  // Waits until the tiles of the query tile have been loaded, but for a few.
+  __device__ __forceinline__ void await_end() {
+    ptx::barrier_wait(&shared.tiles_end[0], end_parity);
+    end_parity ^= 1;
   }
   __device__ void publish(const Work& work) {
     ptx::barrier_wait(&shared.work_empty, work_parity ^ 1);
@@ -212,7 +225,9 @@ struct FoundKeyLoader {
     const int b = p.is_varlen() ? 0 : batch.work.b;
     const int hk = batch.work.h / (static_cast<int>(p.heads_q) / static_cast<int>(p.heads_k));
     const bool begins = batch.begins;
+    const int ending = batch.tiles[count - 1].has(KeyTile::kLast) ? max(count - kKeyTilesAhead, 0) : count;
     for (int i = 0; i < count; ++i) {
+      if (i == ending && lane() == 0) ptx::barrier_arrive(&shared.tiles_end[0]);
       KeyTile tile = batch.tiles[i];
       if (!tile.is_whole()) {
         // No warp has to look at intervals: those of the tile that had this slot before may still be on their way.

@@ -31,14 +31,15 @@ struct alignas(16) ForwardWork {
 };
 
 // Calls body(work, first row of the keys in their batch entry) for all tiles of kQueries queries that this thread block
-// computes, from tile number `tile` on. take(tile): the number of the one after `tile`. kBatchesTogether: the batch
-// entries of a head come together, because they may read the same bias.
-template <int kQueries, int kKeys, bool kBatchesTogether, class Take, class Body>
+// computes, from tile number `tile` on. take(): the number of the next one, called with kTakesLate when the one before
+// has gone through `body`, otherwise earlier, so that nobody waits for the number. kBatchesTogether: the batch entries
+// of a head come together, because they may read the same bias.
+template <int kQueries, int kKeys, bool kBatchesTogether, bool kTakesLate, class Take, class Body>
 __device__ __forceinline__ void each_forward_work(const AttnParams& p, const TileGrid& grid, int tile, const Take& take,
                                                   const Body& body) {
   const int heads = static_cast<int>(p.heads_q), all_heads = heads * static_cast<int>(p.batch);
   while (tile < grid.tiles) {
-    const int following = take(tile);
+    const int following = kTakesLate ? 0 : take();
     const auto [head, block] = grid.index(tile, all_heads);
     // The longest tiles of causal heads come first. A sequence may be longer than the host was told: then a tile number
     // stands for later tiles too.
@@ -56,7 +57,7 @@ __device__ __forceinline__ void each_forward_work(const AttnParams& p, const Til
       work.last = visible.end > visible.begin ? (visible.end - 1) / kKeys : work.first - 1;
       body(work, static_cast<int>(keys.start));
     }
-    tile = following;
+    tile = kTakesLate ? take() : following;
   }
 }
 
