@@ -40,33 +40,48 @@ struct KeyExtremes {
     supers = static_cast<int>(((p.is_varlen() ? p.total_k : p.seqlen_k) + kMaskGranule - 1) / kMaskGranule);
   }
 
-  // The extremes of the granules that have any of the keys [begin, end).
+  // The extremes of the granules that have any of the keys [begin, end). kLanes: 32 where all lanes of a warp ask for
+  // the same keys together, and share the reading; keys of 32 granules at most.
+  template <int kLanes = 1>
   __device__ __forceinline__ IntervalExtremes of_granules(int begin, int end) const {
-    return granules == nullptr ? everything() : merged<kMaskGranule>(0, begin, end);
+    return granules == nullptr ? everything() : merged<kMaskGranule, kLanes>(0, begin, end);
   }
   // The extremes of the supers that have any of them.
+  template <int kLanes = 1>
   __device__ __forceinline__ IntervalExtremes of_supers(int begin, int end) const {
-    return granules == nullptr ? everything() : merged<kMaskSuperKeys>(supers, begin, end);
+    return granules == nullptr ? everything() : merged<kMaskSuperKeys, kLanes>(supers, begin, end);
   }
   // What both say: rows that a super excludes see no key of its granules, also when these say something else.
+  template <int kLanes = 1>
   __device__ __forceinline__ IntervalExtremes of_tile(int begin, int end) const {
-    IntervalExtremes keys = of_granules(begin, end);
-    const IntervalExtremes around = of_supers(begin, end);
+    IntervalExtremes keys = of_granules<kLanes>(begin, end);
+    const IntervalExtremes around = of_supers<kLanes>(begin, end);
     keys.any_first = max(keys.any_first, around.any_first);
     keys.any_last = min(keys.any_last, around.any_last);
     return keys;
   }
 
  private:
-  template <int kKeys>
-  __device__ __forceinline__ IntervalExtremes merged(int first, int begin, int end) const {
+  template <int kKeys, int kLanes>
+  __device__ __forceinline__ IntervalExtremes merged(int level, int begin, int end) const {
     IntervalExtremes all = IntervalExtremes::none();
+    const int first = (key_start + begin) / kKeys, last = (key_start + end - 1) / kKeys;
+#pragma unroll 1
     for (int head = 0; head < heads; ++head) {
-      const int4* const row = reinterpret_cast<const int4*>(granules + head * head_stride + first);
-      for (int i = (key_start + begin) / kKeys; i <= (key_start + end - 1) / kKeys; ++i) {
+      const int4* const row = reinterpret_cast<const int4*>(granules + head * head_stride + level);
+      auto add = [&](int i) {
         const int4 x = __ldg(row + i);
         all.add({x.x, x.y, x.z, x.w});
+      };
+      if constexpr (kLanes == 1) {
+        for (int i = first; i <= last; ++i) add(i);
+      } else {
+        add(min(first + static_cast<int>(threadIdx.x) % kLanes, last));  // lanes that have none of their own share one
       }
+    }
+    if constexpr (kLanes > 1) {
+      all = {__reduce_min_sync(~0u, all.any_first), __reduce_max_sync(~0u, all.any_last),
+             __reduce_max_sync(~0u, all.all_first), __reduce_min_sync(~0u, all.all_last)};
     }
     return all;
   }

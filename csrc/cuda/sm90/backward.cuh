@@ -73,11 +73,11 @@ struct Backward {
     for (int i = 0; i < kStages; ++i) {
       ptx::barrier_init(&shared.q_full[i], kQueryArrivals);
       ptx::barrier_init(&shared.dout_full[i], 1);
-      ptx::barrier_init(&shared.queries_empty[i], kWarps * 32);
+      ptx::barrier_init(&shared.queries_empty[i], kWarps * 32 + (kMasks ? kInspectors : 0));
     }
     for (int i = 0; i < kWorkStages; ++i) {
       ptx::barrier_init(&shared.work_full[i], 1);
-      ptx::barrier_init(&shared.work_empty[i], kWarps * 32 + 1 + (inspects<Backward>(p) ? kInspectors : 0));
+      ptx::barrier_init(&shared.work_empty[i], kWarps * 32 + 1 + (kMasks ? kInspectors : 0));
     }
     init_inspections<Backward>(shared);
   }
@@ -160,11 +160,13 @@ struct Backward {
       unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64);
     }
     unmasked = {uniform(unmasked.begin), uniform(unmasked.end)};
+    Limits whole{};  // steps at other queries are waited for until they are inspected
+    if constexpr (kMasks) whole = {uniform(work.whole.begin), p.deterministic ? 0 : uniform(work.whole.end)};
     Walk now(p, work, static_cast<int>(p.group_size()));
     float scores[kQueries / 8][4], dq[8][4];
-    await<Backward>(p, shared.k_full, shared.keys_inspected, keys);
+    await<Backward>(shared.k_full, shared.keys_inspected, keys);
     clear_tail_of_keys(work);
-    await<Backward>(p, shared.q_full, shared.queries_inspected, queries);
+    await_queries(now, whole);
     draw(work, now);
     take_turn();
     score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
@@ -179,8 +181,8 @@ struct Backward {
       const int stage = queries.stage;
       differentiate(packed, work, now, unmasked);
       queries.advance();
-      await<Backward>(p, shared.q_full, shared.queries_inspected, queries);
       now.advance();
+      await_queries(now, whole);
       draw(work, now);
       take_turn();
       accumulate(dk, packed, shared.q[stage]);
@@ -226,6 +228,15 @@ struct Backward {
   // In a deterministic call other thread blocks wait for the addition; at head_dim 128 it did not pay.
   __device__ __forceinline__ bool hands_over_late() const {
     return kHeadDim < 128 && ptx::opaque(p.deterministic) == 0;
+  }
+
+  __device__ __forceinline__ void await_queries(const Walk& now, const Limits& whole) {
+    ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
+    if constexpr (kMasks) {
+      if (is_partial<Backward>(whole, now.m)) {
+        ptx::barrier_wait(&shared.queries_inspected[queries.stage], queries.parity);
+      }
+    }
   }
 
   // A turn with the products for dP^T and dv += P^T dO. Then dP^T becomes dS^T, in `packed` and in shared memory.

@@ -71,6 +71,7 @@ struct alignas(16) BackwardWork {
 // The same for kernels that can read a Mask.
 struct MaskedBackwardWork : BackwardWork {
   Limits unmasked[2];   // queries that see all of the first 64 keys, and of the second
+  Limits whole;         // queries of which the Mask hides no key of the tile; causal and window may
   IntervalPairs pairs;  // of the sequence
 };
 template <Kind kKind>
@@ -78,7 +79,8 @@ using BackwardWorkOf = std::conditional_t<can_mask(kKind), MaskedBackwardWork, B
 
 __device__ __forceinline__ KeyExtremes key_extremes(const AttnParams& p, const BackwardWork& work) {
   const int group = static_cast<int>(p.group_size());
-  return KeyExtremes(p, work.b, work.hk * group, group, work.key_start, work.length_k);
+  // Found again for each key tile rather than kept in registers.
+  return KeyExtremes(p, ptx::opaque(work.b), work.hk * group, group, work.key_start, work.length_k);
 }
 
 // What a key is seen by in a query head.
@@ -88,8 +90,8 @@ __device__ __forceinline__ IntervalMask visible(const AttnParams& p, const Maske
 }
 
 // In a deterministic call: what the counter of query tile m (dq_order.cuh) holds when the key tile may add to it, and
-// when it has. In kernels that can read a Mask the loading warp finds out, for the last kStepsKept steps of the thread
-// block; `step` counts these.
+// when it has. In kernels that can read a Mask a warp that inspects finds out, for the last kStepsKept steps of the
+// thread block; `step` counts these.
 constexpr int kStepsKept = 8;  // more than stages of queries and the two steps that dq may be behind
 template <class Kernel>
 __device__ __forceinline__ int added_before(const Kernel& kernel, const BackwardWork& work, int m, int step) {
@@ -110,32 +112,32 @@ __device__ __forceinline__ int added_after(const Kernel& kernel, const BackwardW
 template <bool kMayDescend>
 struct QueryWalk {
   const AttnGradParams& p;
-  int h, m;              // where it is: query head, number of the tile in its sequence
-  int first, end, left;  // tiles of a head; how many steps are left, with this one
+  int h, m;         // where it is: query head, number of the tile in its sequence
+  int start, last;  // of a head
+  int left;         // how many steps are left, with this one
 
   __device__ __forceinline__ QueryWalk(const AttnGradParams& p, const BackwardWork& work, int heads)
-      : p(p),
-        h(uniform(work.hk) * heads),
-        m(uniform(work.first)),
-        first(m),
-        end(m + uniform(work.tiles)),
-        left((end - first) * heads) {
-    m = start();
+      : p(p), h(uniform(work.hk) * heads) {
+    const int first = uniform(work.first), tiles = uniform(work.tiles);
+    start = descends() ? first + tiles - 1 : first;
+    last = descends() ? first : first + tiles - 1;
+    m = start;
+    left = tiles * heads;
   }
-  __device__ __forceinline__ bool ends_head() const { return m == (descends() ? first : end - 1); }
+  __device__ __forceinline__ bool ends_head() const { return m == last; }
   __device__ __forceinline__ void advance() {
     --left;
-    m += descends() ? -1 : 1;
-    if (m == (descends() ? first - 1 : end)) {
-      m = start();
+    if (ends_head()) {
+      m = start;
       ++h;
+    } else {
+      m += descends() ? -1 : 1;
     }
   }
 
  private:
   // Found again rather than kept in a register.
   __device__ __forceinline__ bool descends() const { return kMayDescend && ptx::opaque(p.deterministic) != 0; }
-  __device__ __forceinline__ int start() const { return descends() ? end - 1 : first; }
 };
 
 // Barriers count threads, not warps (`release` in ring.cuh), where threads read or write shared memory by themselves: a
@@ -161,7 +163,6 @@ struct BackwardLoader {
   RingPosition<Kernel::kWorkStages> works;
   uint32_t next_parity = 0;  // of SharedTile
   int query_start = 0;
-  int step = 0;  // with a Mask: kStepsKept
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
 
@@ -175,13 +176,15 @@ struct BackwardLoader {
       BackwardWork work = start_head(head / heads, head % heads);
       // A sequence may be longer than the host was told: then the last tile number stands for all later tiles too, in
       // ascending order, in which they add to dq when the call is deterministic.
-      for (find_queries(work, block); work.exists(); find_queries(work, work.n + 1)) {
-        publish(work);
-        if (work.tiles > 0) load_tile(work);
+      for (start_tile(work, block); work.exists(); start_tile(work, work.n + 1)) {
+        find_queries(work);
+        const Work& published = publish(work);
+        if (uniform(published.tiles) > 0) load_tile(published);
         if (block != grid.blocks - 1) break;
+        work = published;
       }
     }
-    publish(BackwardWork{});
+    publish_end();
   }
 
   __device__ __forceinline__ int next_tile(const TileGrid& grid) {
@@ -204,40 +207,56 @@ struct BackwardLoader {
     work.dq_tile = static_cast<int>(workspace.first_tile(p, b, queries));
     return work;
   }
-  __device__ void find_queries(BackwardWork& work, int n) const {
+  static __device__ void start_tile(BackwardWork& work, int n) {
     work.n = n;
     work.key0 = n * kKeys;
+  }
+  __device__ void find_queries(BackwardWork& work) const {
     const int end = min(work.key0 + kKeys, work.length_k);
     Limits rows = work.mask(p).rows_of(work.key0, end);
     if constexpr (Kernel::kMasks) {
-      if (work.exists()) rows = clipped(rows, key_extremes(p, work).of_tile(work.key0, end));
+      rows = clipped(rows, key_extremes(p, work).template of_tile<32>(work.key0, end));
     }
     work.first = rows.begin / kQueries;
     work.tiles = rows.end > rows.begin && p.heads_q > 0 ? (rows.end - 1) / kQueries + 1 - work.first : 0;
   }
-  __device__ void publish(const BackwardWork& work) {
+  // Returns the description in shared memory, which nobody else changes: registers are scarce here too.
+  __device__ const Work& publish(const BackwardWork& work) {
     ptx::barrier_wait(&shared.work_empty[works.stage], works.parity ^ 1);
+    Work& to = shared.work[works.stage];
+    if constexpr (Kernel::kMasks) describe_mask(work, to);
     if (lane() == 0) {
-      Work& to = shared.work[works.stage];
       static_cast<BackwardWork&>(to) = work;
-      if constexpr (Kernel::kMasks) {
-        if (work.exists()) describe_mask(to);
-      }
       ptx::barrier_arrive(&shared.work_full[works.stage]);
     }
     works.advance();
+    __syncwarp();
+    return to;
+  }
+  __device__ void publish_end() const {
+    ptx::barrier_wait(&shared.work_empty[works.stage], works.parity ^ 1);
+    if (lane() != 0) return;
+    static_cast<BackwardWork&>(shared.work[works.stage]) = BackwardWork{};
+    ptx::barrier_arrive(&shared.work_full[works.stage]);
   }
 
-  // What is the Mask's in a description that is in shared memory already.
-  __device__ void describe_mask(Work& work) const {
-    work.pairs = IntervalPairs(p, work.b, work.hk, work.key_start);
+  // Writes what is the Mask's in a description.
+  __device__ void describe_mask(const BackwardWork& work, Work& to) const {
+    if (lane() == 0) to.pairs = IntervalPairs(p, work.b, work.hk, work.key_start);
     const KeyExtremes extremes = key_extremes(p, work);
+    Limits whole{0, INT32_MAX};
+    // No branch around what the lanes do together, or else the compiler gives up uniform registers in this warp. Keys
+    // after the last of the sequence are seen by nobody, whatever this says.
+#pragma unroll
     for (int i = 0; i < kKeys / 64; ++i) {
-      const int key = work.key0 + i * 64, end = min(key + 64, work.length_k);
-      Limits unmasked = Kernel::Scores::unmasked_queries(p, work.mask(p), key, 64);
-      if (key < end) unmasked = clipped_to_all(unmasked, extremes.of_granules(key, end), work.length_q);
-      work.unmasked[i] = unmasked;
+      const int key = work.key0 + i * 64, first = min(key, work.length_k - 1);
+      const IntervalExtremes keys = extremes.of_granules<32>(first, min(key + 64, work.length_k));
+      const Limits unmasked =
+          clipped_to_all(Kernel::Scores::unmasked_queries(p, work.mask(p), key, 64), keys, work.length_q);
+      whole = clipped_to_all(whole, keys, work.length_q);
+      if (lane() == 0) to.unmasked[i] = unmasked;
     }
+    if (lane() == 0) to.whole = whole;
   }
 
   __device__ void load_tile(const BackwardWork& work) {
@@ -287,14 +306,6 @@ struct BackwardLoader {
         }
       }
     }
-    if constexpr (Kernel::kMasks) {
-      const Limits rows{now.m * kQueries, (now.m + 1) * kQueries};
-      if (p.deterministic && lane() == 0) {
-        shared.added_before[step % kStepsKept] =
-            key_tile_before<kKeys>(key_extremes(p, work), work.mask(p), work.n, rows) + 1;
-      }
-      ++step;
-    }
     ptx::barrier_arrive(&shared.q_full[stage]);  // every lane, for what it has written
     queries.advance();
     if constexpr (Kernel::kPaired) {  // there dout has stages of its own
@@ -309,22 +320,24 @@ struct BackwardLoader {
 
 // --- the warps that inspect -----------------------------------------------------------------------------------------
 
-// With a Mask: what is not finite in tiles of which it hides a part becomes zeros (isolation.cuh), in keys whatever it
-// hides. Query rows get a log-sum-exp of NaN, which makes their weights NaN where they are not hidden. Keys get values
-// of NaN: then dS is NaN where it is not hidden. The last kInspectors warps of the loading warpgroup do it.
+// With a Mask: what is not finite becomes zeros (isolation.cuh) in queries and output gradients of steps of which the
+// Mask hides a part, and in keys that have such a step. Query rows get a log-sum-exp of NaN, which makes their weights
+// NaN where they are not hidden. Keys get values of NaN: then dS is NaN where it is not hidden. The last kInspectors
+// warps of the loading warpgroup do it. They arrive for every step, also where there is nothing to inspect, and the
+// loading warp waits for them too: so nobody is a round of stages ahead of them, and who need not wait for them may
+// leave it.
+
+// Whether the Mask hides a part of the step at query tile m. whole: MaskedBackwardWork.
 template <class Kernel>
-__device__ __forceinline__ bool inspects(const AttnGradParams& p) {
-  return Kernel::kMasks && p.has_intervals();
+__device__ __forceinline__ bool is_partial(const Limits& whole, int m) {
+  return Kernel::Scores::is_masked(whole, m * Kernel::kQueries);
 }
 
 // Waits for what arrives at `full`, keys or values, or queries or their output gradients, and until it is inspected.
 template <class Kernel, int kStages>
-__device__ __forceinline__ void await(const AttnGradParams& p, ptx::Barrier* full, ptx::Barrier* inspected,
-                                      const RingPosition<kStages>& at) {
+__device__ __forceinline__ void await(ptx::Barrier* full, ptx::Barrier* inspected, const RingPosition<kStages>& at) {
   ptx::barrier_wait(&full[at.stage], at.parity);
-  if constexpr (Kernel::kMasks) {
-    if (inspects<Kernel>(p)) ptx::barrier_wait(&inspected[at.stage], at.parity);
-  }
+  if constexpr (Kernel::kMasks) ptx::barrier_wait(&inspected[at.stage], at.parity);
 }
 
 template <class Kernel>
@@ -335,6 +348,7 @@ struct BackwardInspector {
   RingPosition<Kernel::kKeyStages> keys;
   RingPosition<Kernel::kStages> queries;
   RingPosition<Kernel::kWorkStages> works;
+  int step = 0;  // kStepsKept
 
   __device__ void inspect_tiles() {
     for (;; works.advance()) {
@@ -342,13 +356,12 @@ struct BackwardInspector {
       const typename Kernel::Work& work = shared.work[works.stage];
       if (!uniform(work.exists())) return;
       if (uniform(work.tiles) > 0) {
-        inspect_keys();
+        const int first = work.first, last = first + work.tiles - 1;
+        inspect_keys(uniform(is_partial<Kernel>(work.whole, first) || is_partial<Kernel>(work.whole, last)));
         for (typename Kernel::Walk now(p, work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
-          bool masked = false;
-          for (int i = 0; i < Kernel::kKeys / 64; ++i) {
-            masked |= Kernel::Scores::is_masked(work.unmasked[i], now.m * Kernel::kQueries);
-          }
-          inspect_queries(uniform(masked));
+          if (p.deterministic && warp == 0) find_key_tile_before(work, now.m);
+          ++step;
+          inspect_queries(uniform(is_partial<Kernel>(work.whole, now.m)));
         }
       }
       release(shared.work_empty[works.stage]);
@@ -356,34 +369,45 @@ struct BackwardInspector {
   }
 
  private:
-  __device__ void inspect_keys() {
+  __device__ void inspect_keys(bool partial) {
     const int stage = keys.stage;
     ptx::barrier_wait(&shared.k_full[stage], keys.parity);
-    ptx::barrier_wait(&shared.v_full[stage], keys.parity);
-    const bool found = isolate_panel_rows<Kernel::kInspectors>(shared.k[stage], warp, [&](int row, bool finite) {
-      if (finite) return;
-      constexpr uint32_t kNaN = ~0u;
+    bool found = false;
+    if (partial) {
+      ptx::barrier_wait(&shared.v_full[stage], keys.parity);
+      found = isolate_panel_rows<Kernel::kInspectors>(shared.k[stage], warp, [&](int row, bool finite) {
+        if (finite) return;
+        constexpr uint32_t kNaN = ~0u;
 #pragma unroll 1
-      for (int i = 0; i < Kernel::kPanels * 8; ++i) {
-        reinterpret_cast<uint4*>(shared.v[stage][i / 8][row])[i % 8] = make_uint4(kNaN, kNaN, kNaN, kNaN);
-      }
-    });
+        for (int i = 0; i < Kernel::kPanels * 8; ++i) {
+          reinterpret_cast<uint4*>(shared.v[stage][i / 8][row])[i % 8] = make_uint4(kNaN, kNaN, kNaN, kNaN);
+        }
+      });
+    }
     end(found, shared.keys_inspected[stage]);
     keys.advance();
   }
-  __device__ void inspect_queries(bool masked) {
+  // In a deterministic call everybody waits for every inspection, also whoever adds to dq.
+  __device__ void find_key_tile_before(const BackwardWork& work, int m) const {
+    constexpr int kKeys = Kernel::kKeys, kQueries = Kernel::kQueries;
+    if (threadIdx.x % 32 != 0) return;
+    shared.added_before[step % kStepsKept] =
+        key_tile_before<kKeys>(key_extremes(p, work), work.mask(p), work.n, {m * kQueries, (m + 1) * kQueries}) + 1;
+  }
+  __device__ void inspect_queries(bool partial) {
     const int stage = queries.stage;
     auto poison = [&](int row, bool finite) {
       if (!finite) shared.lse[stage][row] = not_a_number();
     };
     ptx::barrier_wait(&shared.q_full[stage], queries.parity);
-    ptx::barrier_wait(&shared.dout_full[stage], queries.parity);
     bool found = false;
-    if (masked) {
+    if (partial) {
+      ptx::barrier_wait(&shared.dout_full[stage], queries.parity);
       found = isolate_panel_rows<Kernel::kInspectors>(shared.q[stage], warp, poison);
       found |= isolate_panel_rows<Kernel::kInspectors>(shared.dout[stage], warp, poison);
     }
     end(found, shared.queries_inspected[stage]);
+    release(shared.queries_empty[stage]);
     queries.advance();
   }
   __device__ void end(bool found, ptx::Barrier& inspected) {
@@ -406,10 +430,12 @@ template <class Kernel>
 __device__ __forceinline__ void load_or_inspect(typename Kernel::Shared& shared, const AttnGradParams& p,
                                                 const typename Kernel::Workspace& workspace, const BackwardMaps& maps,
                                                 const TileGrid& grid) {
-  if (threadIdx.x < 32) BackwardLoader<Kernel>{shared, p, workspace, maps}.load_tiles(grid);
-  if constexpr (Kernel::kMasks) {
-    const int inspector = uniform(static_cast<int>(threadIdx.x) / 32) - (4 - Kernel::kInspectors);
-    if (inspector >= 0 && inspects<Kernel>(p)) BackwardInspector<Kernel>{shared, p, inspector}.inspect_tiles();
+  const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+  if (warp == 0) {
+    BackwardLoader<Kernel>{shared, p, workspace, maps}.load_tiles(grid);
+  } else if constexpr (Kernel::kMasks) {
+    const int inspector = warp - (4 - Kernel::kInspectors);
+    if (inspector >= 0) BackwardInspector<Kernel>{shared, p, inspector}.inspect_tiles();
   }
 }
 

@@ -66,7 +66,7 @@ struct WideBackward {
     for (int i = 0; i < kStages; ++i) {
       ptx::barrier_init(&shared.q_full[i], kQueryArrivals);
       if (i < kDoutStages) ptx::barrier_init(&shared.dout_full[i], 1);
-      ptx::barrier_init(&shared.queries_empty[i], 2 * kGroupThreads);
+      ptx::barrier_init(&shared.queries_empty[i], 2 * kGroupThreads + (kMasks ? kInspectors : 0));
     }
     if constexpr (kPaired) {
       for (ptx::Barrier& barrier : shared.dout_empty) ptx::barrier_init(&barrier, 2 * kGroupThreads);
@@ -82,7 +82,7 @@ struct WideBackward {
     }
     for (int i = 0; i < kWorkStages; ++i) {
       ptx::barrier_init(&shared.work_full[i], 1);
-      ptx::barrier_init(&shared.work_empty[i], 3 * kGroupThreads + (inspects<WideBackward>(p) ? kInspectors : 0));
+      ptx::barrier_init(&shared.work_empty[i], 3 * kGroupThreads + (kMasks ? kInspectors : 0));
     }
     init_inspections<WideBackward>(shared);
   }
@@ -203,7 +203,7 @@ struct WideBackward {
     __device__ __forceinline__ void walk_queries(const Work& work) {
       const Limits unmasked = this->unmasked_queries(work);
       Walk now(p, work, static_cast<int>(p.group_size()));
-      await<WideBackward>(p, shared.k_full, shared.keys_inspected, keys);
+      await<WideBackward>(shared.k_full, shared.keys_inspected, keys);
       weigh_next(work, now, unmasked);
       while (now.left > 1) {
         const int stage = queries.stage;
@@ -227,7 +227,7 @@ struct WideBackward {
 
     __device__ __forceinline__ void weigh_next(const Work& work, const Walk& now, const Limits& unmasked) {
       float scores[kQueries / 8][4];
-      await<WideBackward>(p, shared.q_full, shared.queries_inspected, queries);
+      await<WideBackward>(shared.q_full, shared.queries_inspected, queries);
       score_product<kColumns>(scores, shared.k[keys.stage], 0, shared.q[queries.stage]);
       const int row0 = now.m * kQueries, key = work.key0 + warp_key;
       if constexpr (kDropout) Scores::draw(shared.kept[kept_buffer], dropout, p.origin, now.h, work.key0, row0);
@@ -255,7 +255,7 @@ struct WideBackward {
       }
       ptx::barrier_arrive(&shared.weights_full[weights_at.stage]);
       weights_at.advance();
-      await<WideBackward>(p, shared.dout_full, shared.queries_inspected, this->douts());
+      await<WideBackward>(shared.dout_full, shared.queries_inspected, this->douts());
       this->clear_tail(shared.dout[this->douts().stage], work.length_q - now.m * kQueries);
       if constexpr (kDropout) {
         typename Scores::Packed kept;
@@ -288,7 +288,7 @@ struct WideBackward {
       const Limits unmasked = this->unmasked_queries(work);
       Walk now(p, work, static_cast<int>(p.group_size()));
       float dscores[kQueries / 8][4];
-      await<WideBackward>(p, shared.v_full, shared.keys_inspected, keys);
+      await<WideBackward>(shared.v_full, shared.keys_inspected, keys);
       start_scores(dscores);
       finish_scores(dscores);
       while (now.left > 1) {
@@ -311,7 +311,7 @@ struct WideBackward {
     }
 
     __device__ __forceinline__ void start_scores(float (&dscores)[kQueries / 8][4]) {
-      await<WideBackward>(p, shared.dout_full, shared.queries_inspected, this->douts());
+      await<WideBackward>(shared.dout_full, shared.queries_inspected, this->douts());
       score_product<kColumns>(dscores, shared.v[keys.stage], 0, shared.dout[this->douts().stage]);
     }
 
@@ -334,7 +334,7 @@ struct WideBackward {
       }
       ptx::barrier_arrive(&shared.weights_empty[weights_at.stage]);
       weights_at.advance();
-      await<WideBackward>(p, shared.q_full, shared.queries_inspected, queries);
+      await<WideBackward>(shared.q_full, shared.queries_inspected, queries);
       Scores::differentiate(dscores, weights, workspace.score, shared.delta[queries.stage],
                             Scores::is_masked(unmasked, now.m * kQueries));
       pack_scores<T>(weights, dscores);
@@ -364,7 +364,7 @@ struct WideBackward {
     }
 
     __device__ __forceinline__ void walk_queries(const Work& work) {
-      await<WideBackward>(p, shared.k_full, shared.keys_inspected, keys);
+      await<WideBackward>(shared.k_full, shared.keys_inspected, keys);
       this->clear_tail(shared.k[keys.stage], work.length_k - work.key0);
       for (Walk now(p, work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
         const int64_t tile = now.h * workspace.tiles + work.dq_tile + now.m * (kQueries / Layout::kTileRows);
