@@ -43,6 +43,9 @@ struct Backend {
   std::string (*private_format)(const at::Tensor& tensor) = nullptr;
   // Whether rows of an input may overlap in memory, as those of an expanded tensor do. Otherwise ops.cpp copies them.
   bool reads_overlapping_rows = false;
+  // Writes the extremes of intervals (mask_extremes.h). Uses seqlen_k and the data and heads of `intervals`, which are
+  // contiguous; the heads are those of all batch entries. nullptr: torch's own operators find them.
+  void (*mask_extremes)(const AttnParams& params, int32_t* extremes) = nullptr;
   // Whether the forward writes AttnParams::centres. Otherwise ops.cpp fills them with 0.
   bool writes_centres = false;
 };

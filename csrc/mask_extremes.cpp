@@ -1,5 +1,5 @@
-// mask_extremes in torch's own operators, so that it runs on every device that torch knows. A dozen small kernels on an
-// accelerator.
+// mask_extremes by the backend of the device where it has a kernel for that, otherwise in torch's own operators, which
+// run on every device that torch knows.
 #include "mask_extremes.h"
 
 #include <ATen/ops/amax.h>
@@ -12,6 +12,7 @@
 #include <limits>
 
 #include "mask.h"
+#include "op_device.h"
 
 namespace flashattn_ext {
 namespace {
@@ -34,6 +35,18 @@ at::Tensor grouped(const at::Tensor& rows, int64_t size) {
   return whole.unflatten(-2, {groups, size});
 }
 
+// A backend that has a kernel for it and can run on the current device, whose stream goes into the params; null: none.
+const Backend* backend_with_kernel(const at::Tensor& intervals, const Device& device, AttnParams* p) {
+  const std::string name = device_name(intervals);
+  p->dtype = DType::kFloat16;  // there is no q; every backend has this type
+  for (const Backend* backend : backends()) {
+    if (name != backend->device || !backend->mask_extremes || !backend->supports(*p, false).empty()) continue;
+    p->stream = device.stream(*backend);
+    return backend;
+  }
+  return nullptr;
+}
+
 }  // namespace
 
 std::vector<c10::SymInt> mask_extremes_shape(const at::Tensor& intervals) {
@@ -52,6 +65,16 @@ at::Tensor mask_extremes_meta(const at::Tensor& intervals) {
 at::Tensor mask_extremes(const at::Tensor& intervals) {
   check(intervals);
   if (intervals.size(-2) == 0 || intervals.numel() == 0) return mask_extremes_meta(intervals);
+  const Device device(intervals);
+  AttnParams p;
+  if (const Backend* const backend = backend_with_kernel(intervals, device, &p)) {
+    const at::Tensor pairs = intervals.contiguous(), extremes = mask_extremes_meta(intervals);
+    p.intervals.data = pairs.const_data_ptr<int32_t>();
+    p.seqlen_k = pairs.size(-2);
+    p.intervals.heads = pairs.numel() / 2 / p.seqlen_k;
+    backend->mask_extremes(p, extremes.data_ptr<int32_t>());
+    return extremes;
+  }
   // (INT_MAX, 0) for a key that no row sees widens no interval of `any` and leaves nothing of `all`.
   constexpr int32_t kMax = std::numeric_limits<int32_t>::max();
   const at::Tensor nobody = at::arange(kMax, -1, -kMax, intervals.options());

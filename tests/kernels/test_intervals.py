@@ -32,6 +32,30 @@ def test_heads_and_head_dims(device: str, dtype: torch.dtype, heads: str, D: int
     check(case, device)
 
 
+def extremes_of(pairs: list[tuple[int, int]]) -> list[int]:
+    """The first and end of the rows that see one of these keys, and of the rows that see all of them."""
+    seen = [(max(first, 0), max(end, 0)) for first, end in pairs]
+    seen = [(first, end) if first < end else (2**31 - 1, 0) for first, end in seen]
+    firsts, ends = [first for first, _ in seen], [end for _, end in seen]
+    return [min(firsts), max(ends), max(firsts), min(ends)]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 17), (5, 1023), (2, 1, 2100), (1, 1, 3072)], ids=str)
+def test_extremes(device: str, shape: tuple[int, ...]) -> None:
+    """Of every 16 keys, then of every 1024: with keys that nobody sees, negative rows, and a view that is not contiguous."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    intervals = torch.randint(-20, 100, (*shape, 2), generator=generator, dtype=torch.int32)
+    intervals[..., 0] -= torch.randint(0, 2, shape, generator=generator, dtype=torch.int32) * 60
+    rows = [
+        [extremes_of(head[start : start + size]) for size in (16, 1024) for start in range(0, shape[-1], size)]
+        for head in intervals.flatten(0, -3).tolist()
+    ]
+    on_device = intervals.transpose(-1, -2).contiguous().to(device).transpose(-1, -2)
+    extremes = flashattn_ext.ops.mask_extremes(on_device)
+    assert extremes.device == on_device.device
+    assert torch.equal(extremes.cpu().flatten(0, -3), torch.tensor(rows, dtype=torch.int32))
+
+
 @pytest.mark.every_isa
 @pytest.mark.parametrize("Sq,Sk", [(1, 1), (1, 300), (63, 65), (129, 64), (64, 129), (300, 16), (257, 17), (40, 0)])
 @pytest.mark.parametrize("kind", ["intervals", "and"])

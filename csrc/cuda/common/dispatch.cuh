@@ -11,6 +11,7 @@
 #include "../decode/decode.h"
 #include "../decode/prefill.h"
 #include "../dropout_mask.h"
+#include "../mask_extremes.h"
 #include "aligned_rows.h"
 #include "kernels.h"
 #include "kind.h"
@@ -26,6 +27,7 @@ class Dispatch {
     Backend backend{name,     "cuda",    supports,          &forward_workspace_bytes, &backward_workspace_bytes,
                     &forward, &backward, cuda_dropout_mask, supports_decode,          &decode_workspace_bytes,
                     &decode};
+    backend.mask_extremes = cuda_mask_extremes;
     backend.writes_centres = true;
     return backend;
   }
