@@ -233,12 +233,6 @@ struct Forward {
   __device__ __forceinline__ void receive_keys(KeyWalk& walk) {
     ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
     walk.done = false;
-    if (walk.run > 0) {
-      --walk.run;
-      --walk.n;
-      walk.tile.bits = KeyTile::kPlain;
-      return;
-    }
     // One lane reads, and the shuffles bring that to uniform registers. When all lanes read the same, ptxas leaves out
     // the shuffles, and what depends on the walk, as stages and operands of products do, is in no uniform register.
     KeyTile tile{};
@@ -250,6 +244,13 @@ struct Forward {
   // Whether there is another key tile and it is computed in the next step. With a Mask the walk is there already.
   __device__ __forceinline__ bool goes_on(KeyWalk& walk) {
     if constexpr (kMasks) {
+      if (walk.run > 0) {  // all see all of the next tile, and it is not the last
+        ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
+        --walk.run;
+        --walk.n;
+        walk.tile.bits = KeyTile::kPlain;
+        return true;
+      }
       walk.done = walk.tile.has(KeyTile::kLast);
       if (walk.done) return false;
       receive_keys(walk);
