@@ -145,6 +145,15 @@ struct QueryWalk {
 // copy of queries, and the lanes that store lse and delta of the rows.
 constexpr int kQueryArrivals = 1 + 32;
 
+// The queries that see some of key tile n, which is of the sequence. All lanes of a warp find them together.
+template <class Kernel>
+__device__ __forceinline__ Limits queries_of_tile(const AttnParams& p, const BackwardWork& work, int n) {
+  const int key = n * Kernel::kKeys, end = min(key + Kernel::kKeys, work.length_k);
+  const Limits rows = work.mask(p).rows_of(key, end);
+  if constexpr (Kernel::kMasks) return clipped(rows, key_extremes(p, work).template of_tile<32>(key, end));
+  return rows;
+}
+
 // --- the warp that loads ------------------------------------------------------------------------------------------
 
 template <class Kernel>
@@ -212,11 +221,7 @@ struct BackwardLoader {
     work.key0 = n * kKeys;
   }
   __device__ void find_queries(BackwardWork& work) const {
-    const int end = min(work.key0 + kKeys, work.length_k);
-    Limits rows = work.mask(p).rows_of(work.key0, end);
-    if constexpr (Kernel::kMasks) {
-      rows = clipped(rows, key_extremes(p, work).template of_tile<32>(work.key0, end));
-    }
+    const Limits rows = queries_of_tile<Kernel>(p, work, work.n);
     work.first = rows.begin / kQueries;
     work.tiles = rows.end > rows.begin && p.heads_q > 0 ? (rows.end - 1) / kQueries + 1 - work.first : 0;
   }
@@ -358,8 +363,10 @@ struct BackwardInspector {
       if (uniform(work.tiles) > 0) {
         const int first = work.first, last = first + work.tiles - 1;
         inspect_keys(uniform(is_partial<Kernel>(work.whole, first) || is_partial<Kernel>(work.whole, last)));
+        Limits before{0, 0};  // queries that see the key tile before
+        if (p.deterministic && work.n > 0) before = queries_of_tile<Kernel>(p, work, work.n - 1);
         for (typename Kernel::Walk now(p, work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
-          if (p.deterministic && warp == 0) find_key_tile_before(work, now.m);
+          if (p.deterministic && warp == 0) find_key_tile_before(work, now.m, before);
           ++step;
           inspect_queries(uniform(is_partial<Kernel>(work.whole, now.m)));
         }
@@ -388,11 +395,13 @@ struct BackwardInspector {
     keys.advance();
   }
   // In a deterministic call everybody waits for every inspection, also whoever adds to dq.
-  __device__ void find_key_tile_before(const BackwardWork& work, int m) const {
+  __device__ void find_key_tile_before(const BackwardWork& work, int m, const Limits& before) const {
     constexpr int kKeys = Kernel::kKeys, kQueries = Kernel::kQueries;
     if (threadIdx.x % 32 != 0) return;
+    const Limits rows{m * kQueries, (m + 1) * kQueries};
+    const bool is_neighbour = before.begin < rows.end && before.end > rows.begin && before.begin < before.end;
     shared.added_before[step % kStepsKept] =
-        key_tile_before<kKeys>(key_extremes(p, work), work.mask(p), work.n, {m * kQueries, (m + 1) * kQueries}) + 1;
+        is_neighbour ? work.n : key_tile_before<kKeys>(key_extremes(p, work), work.mask(p), work.n - 1, rows) + 1;
   }
   __device__ void inspect_queries(bool partial) {
     const int stage = queries.stage;
