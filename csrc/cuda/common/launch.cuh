@@ -38,6 +38,43 @@ inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
   return error;
 }
 
+// Whether a kernel may start before the kernel in front of it has ended: it must have been compiled to the instructions
+// of ptx/grid.cuh, and a Hopper GPU may also run code that was compiled for an older one. Such kernels stand side by
+// side on a multiprocessor, so all of them divide its memory between L1 cache and shared memory alike.
+inline bool can_start_early(const void* kernel) {
+  constexpr int kHopper = 90;
+  if (compute_capability() < kHopper) return false;
+  thread_local std::map<std::pair<int, const void*>, bool> known;
+  const auto [at, is_new] = known.try_emplace({current_device(), kernel}, false);
+  if (is_new) {
+    cudaFuncAttributes attributes;
+    at->second = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess && attributes.ptxVersion >= kHopper;
+    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  }
+  return at->second;
+}
+
+// Launches a kernel that begins with ptx::wait_for_previous_kernel: where the GPU can, its thread blocks take their
+// places while the kernel before it in the stream ends, and the time of a launch is hidden. All of its thread blocks
+// have to wait, those without work too: who waits for this kernel relies on what came before it.
+template <class... Arguments>
+void launch_early(void (*kernel)(Arguments...), const char* name, const AttnParams& p, dim3 grid, int threads,
+                  int shared_bytes, std::common_type_t<Arguments>... arguments) {
+  const void* const address = reinterpret_cast<const void*>(kernel);
+  if (shared_bytes > 48 * 1024) check_launch(allow_shared_memory(address, shared_bytes), name, p);
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
+  config.stream = static_cast<cudaStream_t>(p.stream);
+  config.attrs = &early;
+  config.numAttrs = can_start_early(address) ? 1 : 0;
+  check_launch(cudaLaunchKernelEx(&config, kernel, std::move(arguments)...), name, p);
+}
+
 template <class Params, class... Arguments>
 void launch(void (*kernel)(const Params, Arguments...), const char* name, const Params& p, int64_t blocks, int threads,
             int shared_bytes, std::common_type_t<Arguments>... arguments) {

@@ -10,6 +10,7 @@
 #include "../common/launch.cuh"
 #include "../common/tensor_core.cuh"
 #include "../common/tile.cuh"
+#include "../ptx/grid.cuh"
 #include "kernels.h"
 
 namespace flashattn_ext::decode {
@@ -41,6 +42,8 @@ __device__ void copy_row(T* to, const T* from, int columns, const Rotary& rotary
 template <class T>
 __global__ void __launch_bounds__(kWarps * 32)
     append_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ TensorView q, int64_t sequence_rows) {
+  ptx::wait_for_previous_kernel();
+  ptx::let_next_kernel_start();
   const int64_t b = blockIdx.x, new_rows = p.k_new.data ? p.cache.new_keys * p.heads_k : 0;
   const KeyLocator keys(p, b);
   const Sequence queries = query_sequence(p, b);
@@ -73,8 +76,7 @@ void launch_append(const DecodeParams& p, const TensorView& q) {
   if (rows == 0 || p.batch == 0) return;
   const dim3 grid(static_cast<unsigned>(p.batch),
                   static_cast<unsigned>(std::min((rows + kWarps - 1) / kWarps, kMostBlocks)));
-  append_kernel<T><<<grid, kWarps * 32, 0, static_cast<cudaStream_t>(p.stream)>>>(p, q, rows);
-  check_launch(cudaGetLastError(), "decode_append", p);
+  launch_early(append_kernel<T>, "decode_append", p, grid, kWarps * 32, 0, p, q, rows);
 }
 
 }  // namespace

@@ -3,77 +3,96 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
+
+#include "../common/call.h"
 #include "../common/launch.cuh"
 #include "../common/rows.cuh"
 #include "../common/tensor_core.cuh"
 #include "../common/tile.cuh"
-#include "../common/tile_order.cuh"
+#include "../ptx/grid.cuh"
 #include "../ptx/math.cuh"
 #include "kernels.h"
 
 namespace flashattn_ext::decode {
 namespace {
 
-constexpr int kThreads = 256, kMostColumns = 512, kColumns = 4;  // kColumns: of a thread
+constexpr int kColumns = 4, kMostColumns = 512;  // kColumns: of a thread
+constexpr int kLeastThreads = 128;
+constexpr int kAtOnce = 6;  // parts that a thread loads before it adds them up
 
-// The largest, or the sum in a fixed order, of a number of each thread.
-template <class Merge>
-__device__ float over_block(float x, float* shared, const Merge& merge) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) x = merge(x, __shfl_xor_sync(~0u, x, distance));
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = x;
-  __syncthreads();
-  x = shared[0];
-  for (int warp = 1; warp < kThreads / 32; ++warp) x = merge(x, shared[warp]);
-  return x;
-}
+// A thread's columns of some parts of a row, and their log-sum-exps; -inf where there is no such part.
+struct PartColumns {
+  float4 x[kAtOnce];
+  float lse[kAtOnce];
+};
 
-// blockIdx.x: the task; its rows are divided among the blocks of blockIdx.y. Groups of threads have a row's columns,
-// and take one part after another.
+// blockIdx.x: the task; blockIdx.y: its row. Groups of threads have all columns of the row, and each takes every n-th
+// part. Little else than latency takes time here: a thread asks for its first parts before it needs them, and every
+// warp finds the maximum and the sum of all parts for itself.
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kMostColumns)
     combine_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ Plan plan, int rows, int columns) {
-  __shared__ float sums[kThreads * kColumns], of_warps[kThreads / 32];
+  extern __shared__ __align__(16) unsigned char shared[];
+  float* const sums = reinterpret_cast<float*>(shared);  // [groups][columns]
+  ptx::wait_for_previous_kernel();
+  ptx::let_next_kernel_start();
   const SplitTask task = plan.split_tasks[blockIdx.x];
+  const int group = plan.group, i = blockIdx.y, packed = task.row_tile * rows + i;
   if (task.parts == 0) return;
   const Sequence queries = query_sequence(p, task.b);
-  const int group = plan.group, row0 = task.row_tile * rows;
-  const int count = min(rows, static_cast<int>(queries.length) * group - row0);
-  const int row_threads = columns / kColumns, groups = kThreads / row_threads;
-  const int own_group = threadIdx.x / row_threads, column = threadIdx.x % row_threads * kColumns;
-  for (int i = blockIdx.y; i < count; i += gridDim.y) {
-    auto slot_row = [&](int n) { return static_cast<int64_t>(n == 0 ? task.first : task.next + n) * rows + i; };
-    float max = -infinity();
-    for (int n = threadIdx.x; n < task.parts; n += kThreads) max = fmaxf(max, plan.partial_lse[slot_row(n)]);
-    max = over_block(max, of_warps, [](float a, float b) { return fmaxf(a, b); });
-    auto weight_of = [&](int n) { return ptx::ex2(plan.partial_lse[slot_row(n)] - finite_max(max)); };
-    float sum = 0;
-    for (int n = threadIdx.x; n < task.parts; n += kThreads) sum += weight_of(n);
-    sum = over_block(sum, of_warps, [](float a, float b) { return a + b; });
-    float4 x{};
-    if (own_group < groups) {
-#pragma unroll 4
-      for (int n = own_group; n < task.parts; n += groups) {
-        if (plan.partial_lse[slot_row(n)] == -infinity()) continue;  // it has seen nothing
-        const float weight = weight_of(n);
-        const float4 y = *reinterpret_cast<const float4*>(plan.partial_out + slot_row(n) * columns + column);
-        x.x += y.x * weight, x.y += y.y * weight, x.z += y.z * weight, x.w += y.w * weight;
-      }
-      *reinterpret_cast<float4*>(sums + own_group * columns + column) = x;
+  if (packed >= static_cast<int>(queries.length) * group) return;
+
+  const int row_threads = columns / kColumns, groups = static_cast<int>(blockDim.x) / row_threads;
+  const int own_group = static_cast<int>(threadIdx.x) / row_threads;
+  const int column = static_cast<int>(threadIdx.x) % row_threads * kColumns;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  auto slot_row = [&](int n) { return static_cast<int64_t>(n == 0 ? task.first : task.next + n) * rows + i; };
+  PartColumns parts;
+  auto load = [&](int first) {
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const int n = first + k * groups;
+      const bool exists = own_group < groups && n < task.parts;
+      const int64_t row = slot_row(exists ? n : 0);
+      parts.lse[k] = exists ? plan.partial_lse[row] : -infinity();
+      parts.x[k] = exists ? *reinterpret_cast<const float4*>(plan.partial_out + row * columns + column) : float4{};
     }
-    __syncthreads();
-    const int64_t query = queries.start + (row0 + i) / group, head = task.head_k * group + (row0 + i) % group;
-    const float factor = sum == 0 ? 0.f : 1 / sum;
-    for (int c = threadIdx.x; c < static_cast<int>(p.head_dim_v); c += kThreads) {
-      float total = 0;
-      for (int n = 0; n < groups; ++n) total += sums[n * columns + c];
-      narrow(total * factor, row_pointer<T>(p.out, task.b, head, query) + c);
+  };
+  load(own_group);
+
+  float max = -infinity(), sum = 0;
+  for (int n = lane; n < task.parts; n += 32) max = fmaxf(max, plan.partial_lse[slot_row(n)]);
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, distance));
+  auto weight_of = [&](float lse) { return ptx::ex2(lse - finite_max(max)); };
+  for (int n = lane; n < task.parts; n += 32) sum += weight_of(plan.partial_lse[slot_row(n)]);
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+
+  float4 x{};
+  for (int first = own_group;;) {
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k) {
+      const float weight = weight_of(parts.lse[k]);
+      x.x += parts.x[k].x * weight, x.y += parts.x[k].y * weight;
+      x.z += parts.x[k].z * weight, x.w += parts.x[k].w * weight;
     }
-    if (threadIdx.x == 0) {
-      *row_statistic(p.lse, task.b, head, query) = sum == 0 ? -infinity() : row_lse(finite_max(max), log2f(sum));
-    }
-    __syncthreads();
+    first += kAtOnce * groups;
+    if (first >= task.parts) break;
+    load(first);
+  }
+  if (own_group < groups) *reinterpret_cast<float4*>(sums + own_group * columns + column) = x;
+  __syncthreads();
+  const int64_t query = queries.start + packed / group, head = task.head_k * group + packed % group;
+  const float factor = sum == 0 ? 0.f : 1 / sum;
+  for (int c = threadIdx.x; c < static_cast<int>(p.head_dim_v); c += blockDim.x) {
+    float total = 0;
+    for (int n = 0; n < groups; ++n) total += sums[n * columns + c];
+    narrow(total * factor, row_pointer<T>(p.out, task.b, head, query) + c);
+  }
+  if (threadIdx.x == 0) {
+    *row_statistic(p.lse, task.b, head, query) = sum == 0 ? -infinity() : row_lse(finite_max(max), log2f(sum));
   }
 }
 
@@ -81,15 +100,10 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class T>
 void combine(const DecodeParams& p, const Plan& plan, int64_t tasks, int rows, int columns) {
-  // Few tasks have many parts each: then a block has one row.
-  constexpr int64_t kFewTasks = 256;
-  static_assert(kThreads * kColumns >= kMostColumns);
-  const int64_t all = p.batch * p.heads_k * tile_count(p.seqlen_q * p.group_size(), rows);
-  const int64_t used = std::min<int64_t>(rows, p.seqlen_q * p.group_size());
-  const dim3 grid(static_cast<unsigned>(tasks),
-                  static_cast<unsigned>(all < kFewTasks ? std::max<int64_t>(1, used) : 1));
-  combine_kernel<T><<<grid, kThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(p, plan, rows, columns);
-  check_launch(cudaGetLastError(), "decode_combine", p);
+  const int threads = std::max(kLeastThreads, columns);
+  const int64_t used = std::max<int64_t>(1, std::min<int64_t>(rows, query_rows(p) * p.group_size()));
+  launch_early(combine_kernel<T>, "decode_combine", p, dim3(static_cast<unsigned>(tasks), static_cast<unsigned>(used)),
+               threads, threads * kColumns * static_cast<int>(sizeof(float)), p, plan, rows, columns);
 }
 
 template void combine<float>(const DecodeParams&, const Plan&, int64_t, int, int);

@@ -80,9 +80,6 @@ struct Launch {
 
   // at_once: thread blocks that the GPU runs at a time.
   void divide(const DecodeParams& p, int64_t rows, int64_t at_once) {
-    // A thread block has at least so many units, as far as the host knows, before there are more than run at a time.
-    // More let those go on that are done early.
-    constexpr int64_t kLeastUnits = 16;
     const int64_t most_units = std::max<int64_t>(1, (p.cache.capacity() + kUnitKeys - 1) / kUnitKeys);
     const int64_t row_tiles = tile_count(rows, tile.rows), tasks = p.batch * p.heads_k * row_tiles;
     plan.row_tiles = static_cast<int>(row_tiles);

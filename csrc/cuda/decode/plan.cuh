@@ -52,43 +52,40 @@ struct Share {
   int b;                   // the sequence of unit `begin`
   int64_t sequence_begin;  // the first unit of that sequence
 
-  // All lanes of a warp call it together.
+  // Writes the share of the thread block to `share`, in shared memory, and returns when it is there. All threads call
+  // it together; each reads the lengths of some neighbouring sequences, so that a long batch waits for memory but once.
   template <int kRows>
-  static __device__ __forceinline__ Share of(const DecodeParams& p, const Plan& plan, int block) {
-    const int lane = threadIdx.x % 32, batch = static_cast<int>(p.batch);
-    auto units_of = [&](int b) { return b < batch ? SequenceWork::of<kRows>(p, plan, b).task_units(p) : int64_t{0}; };
-    Share share;
-    share.all = 0;
-    for (int b = lane; b < batch; b += 32) share.all += units_of(b);
+  static __device__ __forceinline__ void find(Share* share, const DecodeParams& p, const Plan& plan) {
+    __shared__ int64_t of_warps[kMaxWarps];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const int batch = static_cast<int>(p.batch), each = (batch + blockDim.x - 1) / blockDim.x;
+    auto units_of = [&](int b) { return SequenceWork::of<kRows>(p, plan, b).task_units(p); };
+    const int first = min(static_cast<int>(threadIdx.x) * each, batch), end = min(first + each, batch);
+    int64_t own = 0;
+    for (int b = first; b < end; ++b) own += units_of(b);
+    int64_t through = own;  // units up to this thread's last sequence, which counts
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      share.all += __shfl_xor_sync(~0u, share.all, distance);
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int64_t other = __shfl_up_sync(~0u, through, distance);
+      if (lane >= distance) through += other;
     }
-    share.blocks = min(static_cast<int64_t>(plan.blocks), share.all);
-    share.begin = share.end = share.sequence_begin = 0;
-    share.b = batch;
-    if (block >= share.blocks) return share;
-    share.begin = share.all * block / share.blocks;
-    share.end = share.all * (block + 1) / share.blocks;
-    int64_t before = 0;
-    for (int first = 0; first < batch; first += 32) {
-      const int64_t own = units_of(first + lane);
-      int64_t through = own;  // units up to this lane's sequence, which counts
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const int64_t other = __shfl_up_sync(~0u, through, distance);
-        if (lane >= distance) through += other;
-      }
-      const uint32_t beyond = __ballot_sync(~0u, before + through > share.begin);
-      if (beyond != 0) {
-        const int found = __ffs(static_cast<int>(beyond)) - 1;
-        share.b = first + found;
-        share.sequence_begin = before + __shfl_sync(~0u, through - own, found);
-        return share;
-      }
-      before += __shfl_sync(~0u, through, 31);
+    if (lane == 31) of_warps[warp] = through;
+    __syncthreads();
+    int64_t all = 0;
+    for (int w = 0; w < warps; ++w) {
+      if (w == warp) through += all;
+      all += of_warps[w];
     }
-    return share;
+    const int64_t blocks = min(static_cast<int64_t>(plan.blocks), all), block = blockIdx.x;
+    if (block >= blocks) {
+      if (threadIdx.x == 0) *share = {all, blocks, 0, 0, batch, 0};
+    } else if (const int64_t begin = all * block / blocks; through - own <= begin && begin < through) {
+      int b = first;
+      int64_t before = through - own, units = units_of(b);
+      for (; before + units <= begin; units = units_of(++b)) before += units;
+      *share = {all, blocks, begin, all * (block + 1) / blocks, b, before};
+    }
+    __syncthreads();
   }
 
   // Goes on to a unit: of this sequence, which has so many units, or after its end.

@@ -9,6 +9,7 @@
 #include "../common/scores.cuh"
 #include "../common/tile.cuh"
 #include "../ptx/barrier.cuh"
+#include "../ptx/grid.cuh"
 #include "../sm80/products.cuh"
 #include "kernels.h"
 #include "plan.cuh"
@@ -144,12 +145,8 @@ struct Split {
 
   __device__ void run_share() {
     __shared__ Share share;  // what is left of it
-    if (threadIdx.x < 32) {
-      const Share found = Share::of<kRows>(p, plan, blockIdx.x);
-      if (threadIdx.x == 0) share = found;
-    }
     if (threadIdx.x == 0) plan.split_tasks[blockIdx.x].parts = 0;
-    __syncthreads();
+    Share::find<kRows>(&share, p, plan);
     while (share.begin < share.end) {
       work = SequenceWork::of<kRows>(p, plan, share.b);
       const int64_t end = next_part(share);
@@ -193,8 +190,6 @@ struct Split {
     const Limits visible = mask().keys_of(first_query, end_query), whole = mask().keys_of_all(first_query, end_query);
     const int begin = max(part.begin, work.first_row + visible.begin);
     const int end = max(begin, min(part.end, work.first_row + visible.end));
-    load_queries();
-    ptx::cp_async_commit();
     walk_keys({begin, end}, {work.first_row + whole.begin, work.first_row + whole.end});
     store_sums();
     __syncthreads();
@@ -251,10 +246,11 @@ struct Split {
         load(stage(i), runs, first + i * teams, keys);
         locate(runs, locator, first + (i + 1) * teams, keys, i + 1 < own_steps);
       }
+      if (i == 0) load_queries();  // after keys, which take longer
       ptx::cp_async_commit();
     }
     start_rows();
-    ptx::cp_async_wait<kStages - 1>();
+    ptx::cp_async_wait<kStages - 2>();
     __syncthreads();  // all queries are there
     int from = 0, to = kStages - 1;
     for (int i = 0; i < own_steps; ++i) {
@@ -495,6 +491,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32)
     split_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ Plan plan,
                  const __grid_constant__ GeneralScore score, bool aligned) {
   extern __shared__ __align__(16) unsigned char shared[];
+  ptx::wait_for_previous_kernel();
+  ptx::let_next_kernel_start();
   Split<T, kHeadDim, kWide> split(p, plan, score, aligned, shared);
   plan.splits > 0 ? split.run_fixed() : split.run_share();
 }
@@ -507,8 +505,8 @@ TileSizes tile_sizes() {
 
 template <class T, int kHeadDim, bool kWide>
 void split(const DecodeParams& p, const Plan& plan, int warps, int shared_bytes, bool aligned) {
-  launch(split_kernel<T, kHeadDim, kWide>, "decode", p, plan.blocks, warps * 32, shared_bytes, plan,
-         GeneralScore::of(p), aligned);
+  launch_early(split_kernel<T, kHeadDim, kWide>, "decode", p, dim3(static_cast<unsigned>(plan.blocks)), warps * 32,
+               shared_bytes, p, plan, GeneralScore::of(p), aligned);
 }
 
 }  // namespace flashattn_ext::decode
