@@ -13,6 +13,7 @@
 #include "../sm80/products.cuh"
 #include "kernels.h"
 #include "plan.cuh"
+#include "swizzled_tile.cuh"
 
 namespace flashattn_ext::decode {
 
@@ -23,8 +24,9 @@ struct Split {
   static constexpr int kRowTiles = kTile.row_tiles, kRows = kTile.rows();
   static constexpr int kColumnWarps = kTile.column_warps, kTeamWarps = kTile.row_warps * kColumnWarps;
   static constexpr int kKeys = kTile.keys, kStages = kTile.stages;
-  static constexpr int kStride = kTileStride<T, kHeadDim>, kVectorElements = kVectorBytes / sizeof(T);
-  static constexpr int kStageElements = 2 * kKeys * kStride, kTeamElements = kStages * kStageElements;
+  using KeyTile = SwizzledTile<T, kHeadDim>;  // also of values
+  static constexpr int kQueryStride = kTileStride<T, kHeadDim>, kVectorElements = kVectorBytes / sizeof(T);
+  static constexpr int kStageElements = 2 * kKeys * kHeadDim;
   static constexpr int kScoreTiles = kKeys / 8, kSteps = kKeys / Core::kK;
   // Columns of the result that a warp has, and those that it computes one after another: of many fp32 columns at once
   // the compiler would load so many values ahead that registers run out.
@@ -33,24 +35,31 @@ struct Split {
   static constexpr int kChunks = kWarpColumns / kChunkColumns, kChunkTiles = kChunkColumns / 8;
   static constexpr int kSumStride = kHeadDim + 8;  // floats; eight rows start in different banks
   static_assert(kUnitKeys % kKeys == 0);
-  static_assert(kRows * kSumStride * sizeof(float) <= kTeamElements * sizeof(T));
+  // A team's ring, which its sums replace at the end of a part.
+  static constexpr int kRingElements = kStages * kStageElements;
+  static constexpr int kSumElements = kRows * kSumStride * static_cast<int>(sizeof(float) / sizeof(T));
+  static constexpr int kTeamElements = kRingElements > kSumElements ? kRingElements : kSumElements;
 
   // A warp copies runs of neighbouring keys: pages are multiples of 16 keys.
   static constexpr int kWarpKeys = kKeys / kTeamWarps, kRunKeys = kWarpKeys < 16 ? kWarpKeys : 16;
   static constexpr int kRuns = kWarpKeys / kRunKeys;
   static constexpr int kRowVectors = kHeadDim / kVectorElements, kRunVectors = kRunKeys * kRowVectors;
-  static_assert(kRunVectors % 32 == 0);
+  // A warp's lanes have the same places again after kPeriod vectors each, which are kPeriodKeys rows.
+  static constexpr int kPeriod = kRowVectors % 32 == 0 ? kRowVectors / 32 : 32 % kRowVectors == 0 ? 1 : 3;
+  static constexpr int kPeriodKeys = 32 * kPeriod / kRowVectors;
+  static_assert(kRunVectors % (32 * kPeriod) == 0 && 32 * kPeriod % kRowVectors == 0);
+  static_assert((kPeriodKeys & (kPeriodKeys - 1)) == 0);
 
   // Shared memory: the tile of queries, maxima and sums of each team's rows, rings of the teams.
   struct RowSum {
     float max, sum;
   };
-  static constexpr int kQueryBytes = kRows * kStride * static_cast<int>(sizeof(T));
+  static constexpr int kQueryBytes = kRows * kQueryStride * static_cast<int>(sizeof(T));
   static constexpr int kTeamBytes =
       kRows * static_cast<int>(sizeof(RowSum)) + kTeamElements * static_cast<int>(sizeof(T));
 
   struct Runs {
-    int entry[kRuns], row[kRuns];
+    const T *k[kRuns], *v[kRuns];
   };
 
   const DecodeParams& p;
@@ -60,7 +69,8 @@ struct Split {
   RowSum* row_sums;
   T* rings;
   int teams;
-  bool aligned;  // whether rows of the caches can be read in whole vectors
+  bool aligned;  // whether rows of the caches can be read in vectors
+  bool whole;    // and fill rows of the tiles
   // What is computed, in shared memory: all threads write the same, and registers are scarce.
   Part& part;
   SequenceWork& work;
@@ -74,6 +84,7 @@ struct Split {
         score(score),
         teams(blockDim.x / 32 / kTeamWarps),
         aligned(aligned),
+        whole(aligned && params.head_dim == kHeadDim && params.head_dim_v == kHeadDim),
         part(*shared_part()),
         work(*shared_work()) {
     q_tile = reinterpret_cast<T*>(shared);
@@ -207,7 +218,7 @@ struct Split {
       const Row at = row(i);
       const bool exists = part.row_tile * kRows + i < rows;
       const T* const from = exists ? row_pointer<const T>(p.q, part.b, at.head, start + at.query) + column : nullptr;
-      T* const to = q_tile + i * kStride + column;
+      T* const to = q_tile + i * kQueryStride + column;
       const int elements = exists ? columns - column : 0;
       in_vectors ? copy_vector(to, from, elements) : copy_elements(to, from, elements);
     }
@@ -278,22 +289,44 @@ struct Split {
     for (int i = 0; i < kRuns; ++i) {
       const int row = step * kKeys + member() * kWarpKeys + i * kRunKeys;
       const KeyRun run = locator.run_of_row(min(row, keys.end - 1) / kRunKeys * kRunKeys, kRunKeys);
-      runs.entry[i] = static_cast<int>(run.entry);
-      runs.row[i] = static_cast<int>(run.row);
+      runs.k[i] = row_pointer<const T>(p.k, run.entry, part.head_k, run.row);
+      runs.v[i] = row_pointer<const T>(p.v, run.entry, part.head_k, run.row);
     }
   }
 
   // Starts copying the keys and values of a step.
   __device__ __forceinline__ void load(T* to, const Runs& runs, int step, const Limits& keys) const {
     const int columns = static_cast<int>(p.head_dim), columns_v = static_cast<int>(p.head_dim_v);
+    const bool all = whole && step * kKeys >= keys.begin && (step + 1) * kKeys <= keys.end;
 #pragma unroll
     for (int i = 0; i < kRuns; ++i) {
       const int key = member() * kWarpKeys + i * kRunKeys, row = step * kKeys + key;
-      T* const k_to = to + key * kStride;
-      load_run(k_to, row_pointer<const T>(p.k, runs.entry[i], part.head_k, runs.row[i]), p.k.row_stride, columns, row,
-               keys);
-      load_run(k_to + kKeys * kStride, row_pointer<const T>(p.v, runs.entry[i], part.head_k, runs.row[i]),
-               p.v.row_stride, columns_v, row, keys);
+      T* const k_to = to + key * kHeadDim;
+      T* const v_to = k_to + kKeys * kHeadDim;
+      if (all) {
+        load_whole_run(k_to, runs.k[i], p.k.row_stride);
+        load_whole_run(v_to, runs.v[i], p.v.row_stride);
+      } else {
+        load_run(k_to, runs.k[i], p.k.row_stride, columns, row, keys);
+        load_run(v_to, runs.v[i], p.v.row_stride, columns_v, row, keys);
+      }
+    }
+  }
+  // A run of which every element exists: what the loop of a long sequence spends its instructions on.
+  __device__ __forceinline__ void load_whole_run(T* to, const T* from, int64_t row_stride) const {
+#pragma unroll
+    for (int phase = 0; phase < kPeriod; ++phase) {
+      const int v = lane() + 32 * phase, key = v / kRowVectors, column = v % kRowVectors * kVectorElements;
+      const T* source = from + key * row_stride + column;
+      T* const target = to + key * kHeadDim;
+      const int place = column ^ KeyTile::places(key);
+#pragma unroll
+      for (int i = 0; i < kRunVectors / (32 * kPeriod); ++i) {
+        // key is less than kPeriodKeys, a power of two: their bits do not meet.
+        const int further = i * kPeriodKeys;
+        ptx::cp_async(target + further * kHeadDim + (place ^ KeyTile::places(further)), source, true);
+        source += kPeriodKeys * row_stride;
+      }
     }
   }
   // row: of the room, the first one of the run. What no row of the tile sees is not read and becomes zero.
@@ -302,10 +335,10 @@ struct Split {
     const auto copy = [&](int v, const auto& copy_one) {
       const int key = v / kRowVectors, column = v % kRowVectors * kVectorElements;
       const bool exists = row + key >= keys.begin && row + key < keys.end;
-      copy_one(to + key * kStride + column, from + key * row_stride + column, exists ? columns - column : 0);
+      copy_one(to + KeyTile::offset(key, column), from + key * row_stride + column, exists ? columns - column : 0);
     };
     if (aligned) {
-#pragma unroll
+#pragma unroll 4
       for (int i = 0; i < kRunVectors / 32; ++i) copy(lane() + 32 * i, copy_vector);
     } else {
 #pragma unroll 1
@@ -332,12 +365,12 @@ struct Split {
   // row0: of the room, the first key of the step.
   __device__ __forceinline__ void compute_step(const T* keys, int row0, const Limits& whole) {
     float scores[kRowTiles][kScoreTiles][4];
-    sm80::score_product<kHeadDim>(scores, q_tile, warp_row(), keys, 0);
+    sm80::score_product<kHeadDim, SwizzledTile>(scores, q_tile, warp_row(), keys, 0);
     score.make_logits<T>(scores);
     if (p.alibi_slopes) add_slopes(scores, row0);
     if (row0 < whole.begin || row0 + kKeys > whole.end) hide_unseen(scores, row0);
     if (p.has_intervals()) hide_by_mask(scores, row0);
-    const T* const values = keys + kKeys * kStride;
+    const T* const values = keys + kKeys * kHeadDim;
     typename Core::A weights[kRowTiles][kSteps];
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -348,7 +381,7 @@ struct Split {
     }
     for_chunks([&](int c) {
       auto operand = [&](int i, int step) { return weights[i][step]; };
-      sm80::accumulate<kHeadDim, kSteps>(out[c], operand, values, warp_column() + c * kChunkColumns);
+      sm80::accumulate<kHeadDim, kSteps, SwizzledTile>(out[c], operand, values, warp_column() + c * kChunkColumns);
       if (kChunks > 1) __syncwarp();
     });
   }
@@ -490,7 +523,7 @@ template <class T, int kHeadDim, bool kWide>
 __global__ void __launch_bounds__(kMaxWarps * 32)
     split_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ Plan plan,
                  const __grid_constant__ GeneralScore score, bool aligned) {
-  extern __shared__ __align__(16) unsigned char shared[];
+  extern __shared__ __align__(128) unsigned char shared[];
   ptx::wait_for_previous_kernel();
   ptx::let_next_kernel_start();
   Split<T, kHeadDim, kWide> split(p, plan, score, aligned, shared);
