@@ -33,6 +33,8 @@ struct Split {
   static constexpr int kWarpColumns = kHeadDim / kColumnWarps;
   static constexpr int kChunkColumns = sizeof(T) == 4 && kWarpColumns > 128 ? 16 : kWarpColumns;
   static constexpr int kChunks = kWarpColumns / kChunkColumns, kChunkTiles = kChunkColumns / 8;
+  // One tile of 16-bit rows stays in registers while a part is computed.
+  static constexpr bool kKeepsQueries = sizeof(T) == 2 && kRowTiles == 1 && kHeadDim <= 128;
   static constexpr int kSumStride = kHeadDim + 8;  // floats; eight rows start in different banks
   static_assert(kUnitKeys % kKeys == 0);
   // A team's ring, which its sums replace at the end of a part.
@@ -76,6 +78,7 @@ struct Split {
   SequenceWork& work;
   float out[kChunks][kRowTiles][kChunkTiles][4];
   OnlineSoftmax softmax[kRowTiles];
+  typename Core::A queries[kKeepsQueries ? kHeadDim / Core::kK : 1];
 
   __device__ Split(const DecodeParams& params, const Plan& plan, const GeneralScore& score, bool aligned,
                    unsigned char* shared)
@@ -263,6 +266,10 @@ struct Split {
     start_rows();
     ptx::cp_async_wait<kStages - 2>();
     __syncthreads();  // all queries are there
+    if constexpr (kKeepsQueries) {
+#pragma unroll
+      for (int d = 0; d < kHeadDim; d += Core::kK) queries[d / Core::kK] = query_operand(0, d);
+    }
     int from = 0, to = kStages - 1;
     for (int i = 0; i < own_steps; ++i) {
       ptx::cp_async_wait<kStages - 2>();
@@ -362,10 +369,21 @@ struct Split {
     }
   }
 
+  __device__ __forceinline__ typename Core::A query_operand(int row_tile, int column) const {
+    return Core::load_a(q_tile, kQueryStride, warp_row() + row_tile * 16, column);
+  }
+
   // row0: of the room, the first key of the step.
   __device__ __forceinline__ void compute_step(const T* keys, int row0, const Limits& whole) {
     float scores[kRowTiles][kScoreTiles][4];
-    sm80::score_product<kHeadDim, SwizzledTile>(scores, q_tile, warp_row(), keys, 0);
+    auto operand = [&](int i, int d) {
+      if constexpr (kKeepsQueries) {
+        return queries[d / Core::kK];
+      } else {
+        return query_operand(i, d);
+      }
+    };
+    sm80::score_product<kHeadDim, SwizzledTile>(scores, operand, keys, 0);
     score.make_logits<T>(scores);
     if (p.alibi_slopes) add_slopes(scores, row0);
     if (row0 < whole.begin || row0 + kKeys > whole.end) hide_unseen(scores, row0);

@@ -19,12 +19,12 @@ struct PaddedTile {
   }
 };
 
-// c = a * b^T, for 16-row tiles of `a` from a_row on and 8-row tiles of `b` from b_row on.
-template <int kHeadDim, template <class, int> class TileOfB = PaddedTile, class T, int kRowTiles, int kColumnTiles>
-__device__ __forceinline__ void score_product(float (&c)[kRowTiles][kColumnTiles][4], const T* a, int a_row, const T* b,
+// c = a * b^T, for 8-row tiles of `b` from b_row on. a(i, d): the operand of row tile i for the columns from d on.
+template <int kHeadDim, template <class, int> class TileOfB = PaddedTile, class A, class T, int kRowTiles,
+          int kColumnTiles>
+__device__ __forceinline__ void score_product(float (&c)[kRowTiles][kColumnTiles][4], const A& a, const T* b,
                                               int b_row) {
   using Core = TensorCore<T>;
-  constexpr int kStride = kTileStride<T, kHeadDim>;
   constexpr int kSteps = kHeadDim / Core::kK, kUnrolled = kHeadDim > 256 ? 16 : kSteps;  // more take long to compile
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) set_zero(c[i]);
@@ -32,7 +32,7 @@ __device__ __forceinline__ void score_product(float (&c)[kRowTiles][kColumnTiles
   for (int d = 0; d < kHeadDim; d += Core::kK) {
     typename Core::A rows[kRowTiles];
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) rows[i] = Core::load_a(a, kStride, a_row + i * 16, d);
+    for (int i = 0; i < kRowTiles; ++i) rows[i] = a(i, d);
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n += 2) {
       typename Core::B pair[2];
@@ -44,6 +44,14 @@ __device__ __forceinline__ void score_product(float (&c)[kRowTiles][kColumnTiles
       }
     }
   }
+}
+
+// The same for 16-row tiles of `a` from a_row on.
+template <int kHeadDim, class T, int kRowTiles, int kColumnTiles>
+__device__ __forceinline__ void score_product(float (&c)[kRowTiles][kColumnTiles][4], const T* a, int a_row, const T* b,
+                                              int b_row) {
+  auto operand = [&](int i, int d) { return TensorCore<T>::load_a(a, kTileStride<T, kHeadDim>, a_row + i * 16, d); };
+  score_product<kHeadDim>(c, operand, b, b_row);
 }
 
 // sum += a * b, for 8-column tiles of `b` from b_column on. a(i, step): the operand of row tile i for the rows of `b`
