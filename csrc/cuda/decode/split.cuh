@@ -37,10 +37,12 @@ struct Split {
   static constexpr bool kKeepsQueries = sizeof(T) == 2 && kRowTiles == 1 && kHeadDim <= 128;
   static constexpr int kSumStride = kHeadDim + 8;  // floats; eight rows start in different banks
   static_assert(kUnitKeys % kKeys == 0);
-  // A team's ring, which its sums replace at the end of a part.
-  static constexpr int kRingElements = kStages * kStageElements;
-  static constexpr int kSumElements = kRows * kSumStride * static_cast<int>(sizeof(float) / sizeof(T));
-  static constexpr int kTeamElements = kRingElements > kSumElements ? kRingElements : kSumElements;
+  // At the end of a part a team's sums replace its ring. A ring of three stages gives but its last one for them: the
+  // others are filled with the next part's first keys meanwhile.
+  static constexpr bool kAhead = kStages > 2;
+  static constexpr int kSumsBegin = kAhead ? (kStages - 1) * kStageElements : 0;
+  static constexpr int kSumsEnd = kSumsBegin + kRows * kSumStride * static_cast<int>(sizeof(float) / sizeof(T));
+  static constexpr int kTeamElements = kStages * kStageElements > kSumsEnd ? kStages * kStageElements : kSumsEnd;
 
   // A warp copies runs of neighbouring keys: pages are multiples of 16 keys.
   static constexpr int kWarpKeys = kKeys / kTeamWarps, kRunKeys = kWarpKeys < 16 ? kWarpKeys : 16;
@@ -56,7 +58,8 @@ struct Split {
   struct RowSum {
     float max, sum;
   };
-  static constexpr int kQueryBytes = kRows * kQueryStride * static_cast<int>(sizeof(T));
+  static constexpr int kQueryElements = kRows * kQueryStride;
+  static constexpr int kQueryBytes = (kAhead ? 2 : 1) * kQueryElements * static_cast<int>(sizeof(T));
   static constexpr int kTeamBytes =
       kRows * static_cast<int>(sizeof(RowSum)) + kTeamElements * static_cast<int>(sizeof(T));
 
@@ -67,15 +70,13 @@ struct Split {
   const DecodeParams& p;
   const Plan& plan;
   const GeneralScore& score;
-  T* q_tile;
+  T* q_tiles;
   RowSum* row_sums;
   T* rings;
   int teams;
   bool aligned;  // whether rows of the caches can be read in vectors
   bool whole;    // and fill rows of the tiles
-  // What is computed, in shared memory: all threads write the same, and registers are scarce.
-  Part& part;
-  SequenceWork& work;
+  int now = 0;   // which of parts() and works() is computed
   float out[kChunks][kRowTiles][kChunkTiles][4];
   OnlineSoftmax softmax[kRowTiles];
   typename Core::A queries[kKeepsQueries ? kHeadDim / Core::kK : 1];
@@ -87,22 +88,24 @@ struct Split {
         score(score),
         teams(blockDim.x / 32 / kTeamWarps),
         aligned(aligned),
-        whole(aligned && params.head_dim == kHeadDim && params.head_dim_v == kHeadDim),
-        part(*shared_part()),
-        work(*shared_work()) {
-    q_tile = reinterpret_cast<T*>(shared);
+        whole(aligned && params.head_dim == kHeadDim && params.head_dim_v == kHeadDim) {
+    q_tiles = reinterpret_cast<T*>(shared);
     row_sums = reinterpret_cast<RowSum*>(shared + kQueryBytes);
     rings = reinterpret_cast<T*>(row_sums + teams * kRows);
   }
 
-  static __device__ __forceinline__ Part* shared_part() {
-    __shared__ Part part;
-    return &part;
+  // What is computed, and what comes next, in shared memory: all threads write the same, and registers are scarce.
+  static __device__ __forceinline__ Part* parts() {
+    __shared__ Part parts[2];
+    return parts;
   }
-  static __device__ __forceinline__ SequenceWork* shared_work() {
-    __shared__ SequenceWork work;
-    return &work;
+  static __device__ __forceinline__ SequenceWork* works() {
+    __shared__ SequenceWork works[2];
+    return works;
   }
+  __device__ __forceinline__ const Part& part() const { return parts()[now]; }
+  __device__ __forceinline__ const SequenceWork& work() const { return works()[now]; }
+  __device__ __forceinline__ T* q_tile() const { return q_tiles + (kAhead ? now * kQueryElements : 0); }
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int g() { return lane() / 4; }
   static __device__ __forceinline__ int t() { return lane() % 4; }
@@ -127,16 +130,18 @@ struct Split {
     int query, head;
   };
   __device__ __forceinline__ Row row(int i) const {
-    const int packed = part.row_tile * kRows + i;
-    return {packed / plan.group, part.head_k * plan.group + packed % plan.group};
+    const int packed = part().row_tile * kRows + i;
+    return {packed / plan.group, part().head_k * plan.group + packed % plan.group};
   }
-  __device__ __forceinline__ Mask32 mask() const { return Mask32(p, work.queries, work.length); }
+  __device__ __forceinline__ Mask32 mask() const { return Mask32(p, work().queries, work().length); }
 
   // --- which parts
   // ---------------------------------------------------------------------------------------------------
 
   __device__ void run_fixed() {
     const int heads = static_cast<int>(p.heads_k), split = blockIdx.x % plan.splits, task = blockIdx.x / plan.splits;
+    Part& part = parts()[now];
+    SequenceWork& work = works()[now];
     part.b = task / plan.row_tiles / heads;
     part.head_k = task / plan.row_tiles % heads;
     part.is_first = split == 0;
@@ -153,7 +158,9 @@ struct Split {
     }
     for (; row_tile < work.tiles; row_tile += plan.row_tiles) {
       part.row_tile = row_tile;
-      compute();
+      Walk walk = start();
+      walk_keys(walk);
+      finish();
     }
   }
 
@@ -161,17 +168,37 @@ struct Split {
     __shared__ Share share;  // what is left of it
     if (threadIdx.x == 0) plan.split_tasks[blockIdx.x].parts = 0;
     Share::find<kRows>(&share, p, plan);
-    while (share.begin < share.end) {
-      work = SequenceWork::of<kRows>(p, plan, share.b);
-      const int64_t end = next_part(share);
-      end > share.begin ? compute() : __syncthreads();
-      if (threadIdx.x == 0) share.advance(end, work.task_units(p));
-      __syncthreads();
+    if (!find_part(&share, now)) return;
+    for (Walk walk = start();;) {
+      bool has_next = kAhead && find_part(&share, now ^ 1);  // while the first keys of this part are on their way
+      walk_keys(walk);
+      if (has_next) walk = start_next();
+      finish();
+      if (!kAhead && find_part(&share, now)) {
+        walk = start();
+        has_next = true;
+      }
+      if (!has_next) return;
+      if (kAhead) now ^= 1;
     }
   }
 
+  // Takes the part that the share begins with. Returns false when nothing is left.
+  __device__ __forceinline__ bool find_part(Share* share, int which) {
+    while (share->begin < share->end) {
+      works()[which] = SequenceWork::of<kRows>(p, plan, share->b);
+      const int64_t end = next_part(*share, &parts()[which], works()[which]);
+      const bool found = end > share->begin;
+      __syncthreads();
+      if (threadIdx.x == 0) share->advance(end, works()[which].task_units(p));
+      __syncthreads();
+      if (found) return true;
+    }
+    return false;
+  }
+
   // Finds the part that the share begins with, and returns its end on the line.
-  __device__ __forceinline__ int64_t next_part(const Share& share) {
+  __device__ __forceinline__ int64_t next_part(const Share& share, Part* part, const SequenceWork& work) {
     const int block = static_cast<int>(blockIdx.x);
     const int64_t unit = share.begin - share.sequence_begin;
     if (unit >= work.task_units(p)) return share.begin;  // of the next sequence
@@ -179,18 +206,18 @@ struct Split {
     const int64_t task_end = task_begin + work.units, end = min(task_end, share.end);
     const int64_t first_unit = work.first_unit() - task_begin;
     const bool is_first = share.begin == task_begin, is_last = end == task_end;
-    part.b = share.b;
-    part.head_k = static_cast<int>(task / work.tiles);
-    part.row_tile = static_cast<int>(task % work.tiles);
-    part.begin = max(work.begin, static_cast<int>((first_unit + share.begin) * kUnitKeys));
-    part.end = min(work.end, static_cast<int>((first_unit + end) * kUnitKeys));
-    part.is_first = is_first;
+    part->b = share.b;
+    part->head_k = static_cast<int>(task / work.tiles);
+    part->row_tile = static_cast<int>(task % work.tiles);
+    part->begin = max(work.begin, static_cast<int>((first_unit + share.begin) * kUnitKeys));
+    part->end = min(work.end, static_cast<int>((first_unit + end) * kUnitKeys));
+    part->is_first = is_first;
     // A share that continues a task has the block's own slot for that, and one after those of all blocks for a task
     // that it begins.
-    part.slot = is_first && is_last ? -1 : block + (is_first ? plan.blocks : 0);
+    part->slot = is_first && is_last ? -1 : block + (is_first ? plan.blocks : 0);
     if (is_first && !is_last && threadIdx.x == 0) {
       const int parts = share.block_of(task_end - 1) - block + 1;
-      plan.split_tasks[block] = {part.b, part.head_k, part.row_tile, parts, block + plan.blocks, block};
+      plan.split_tasks[block] = {part->b, part->head_k, part->row_tile, parts, block + plan.blocks, block};
     }
     return end;
   }
@@ -198,13 +225,45 @@ struct Split {
   // --- one part
   // ------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void compute() {
-    const int first_query = part.row_tile * kRows / plan.group;
-    const int end_query = min((part.row_tile * kRows + kRows - 1) / plan.group + 1, work.queries);
+  // A team's way over the keys of a part.
+  struct Walk {
+    Limits keys, whole;  // rows of the room that some row of the tile sees in the part, and that all of them see
+    int first, steps;    // the team's first step, and how many it takes
+    KeyLocator locator;
+    Runs runs;  // of the step that is copied next
+  };
+
+  // Starts copying the queries and the first keys of a part.
+  __device__ __forceinline__ Walk start() {
+    const int first_query = part().row_tile * kRows / plan.group;
+    const int end_query = min((part().row_tile * kRows + kRows - 1) / plan.group + 1, work().queries);
     const Limits visible = mask().keys_of(first_query, end_query), whole = mask().keys_of_all(first_query, end_query);
-    const int begin = max(part.begin, work.first_row + visible.begin);
-    const int end = max(begin, min(part.end, work.first_row + visible.end));
-    walk_keys({begin, end}, {work.first_row + whole.begin, work.first_row + whole.end});
+    const int begin = max(part().begin, work().first_row + visible.begin);
+    const int end = max(begin, min(part().end, work().first_row + visible.end));
+    const int first = begin / kKeys + team(), last = end > begin ? (end - 1) / kKeys : -1;
+    Walk walk{{begin, end},
+              {work().first_row + whole.begin, work().first_row + whole.end},
+              first,
+              last >= first ? (last - first) / teams + 1 : 0,
+              KeyLocator(p, part().b),
+              {}};
+    locate(walk, 0);
+#pragma unroll 1
+    for (int i = 0; i < kStages - 1; ++i) {
+      copy_step(walk, i, i);
+      if (i == 0) load_queries();  // after keys, which take longer
+      ptx::cp_async_commit();
+    }
+    return walk;
+  }
+  __device__ __forceinline__ Walk start_next() {
+    now ^= 1;
+    const Walk walk = start();
+    now ^= 1;
+    return walk;
+  }
+
+  __device__ __forceinline__ void finish() {
     store_sums();
     __syncthreads();
     store_rows();
@@ -212,16 +271,16 @@ struct Split {
   }
 
   __device__ void load_queries() {
-    const int64_t start = query_sequence(p, part.b).start;
-    const int columns = static_cast<int>(p.head_dim), rows = work.queries * plan.group;
+    const int64_t start = query_sequence(p, part().b).start;
+    const int columns = static_cast<int>(p.head_dim), rows = work().queries * plan.group;
     const bool in_vectors = rows_are_aligned(p.q);
 #pragma unroll 1
     for (int v = threadIdx.x; v < kRows * kRowVectors; v += blockDim.x) {
       const int i = v / kRowVectors, column = v % kRowVectors * kVectorElements;
       const Row at = row(i);
-      const bool exists = part.row_tile * kRows + i < rows;
-      const T* const from = exists ? row_pointer<const T>(p.q, part.b, at.head, start + at.query) + column : nullptr;
-      T* const to = q_tile + i * kQueryStride + column;
+      const bool exists = part().row_tile * kRows + i < rows;
+      const T* const from = exists ? row_pointer<const T>(p.q, part().b, at.head, start + at.query) + column : nullptr;
+      T* const to = q_tile() + i * kQueryStride + column;
       const int elements = exists ? columns - column : 0;
       in_vectors ? copy_vector(to, from, elements) : copy_elements(to, from, elements);
     }
@@ -247,22 +306,7 @@ struct Split {
     }
   }
 
-  // keys: rows of the room that the tile's rows see in this part. whole: rows that all of them see.
-  __device__ __forceinline__ void walk_keys(const Limits& keys, const Limits& whole) {
-    const int first = keys.begin / kKeys + team(), last = keys.end > keys.begin ? (keys.end - 1) / kKeys : -1;
-    const int own_steps = last >= first ? (last - first) / teams + 1 : 0;
-    const KeyLocator locator(p, part.b);
-    Runs runs;
-    locate(runs, locator, first, keys, own_steps > 0);
-#pragma unroll 1
-    for (int i = 0; i < kStages - 1; ++i) {
-      if (i < own_steps) {
-        load(stage(i), runs, first + i * teams, keys);
-        locate(runs, locator, first + (i + 1) * teams, keys, i + 1 < own_steps);
-      }
-      if (i == 0) load_queries();  // after keys, which take longer
-      ptx::cp_async_commit();
-    }
+  __device__ __forceinline__ void walk_keys(Walk& walk) {
     start_rows();
     ptx::cp_async_wait<kStages - 2>();
     __syncthreads();  // all queries are there
@@ -271,33 +315,35 @@ struct Split {
       for (int d = 0; d < kHeadDim; d += Core::kK) queries[d / Core::kK] = query_operand(0, d);
     }
     int from = 0, to = kStages - 1;
-    for (int i = 0; i < own_steps; ++i) {
+    for (int i = 0; i < walk.steps; ++i) {
       ptx::cp_async_wait<kStages - 2>();
       team_sync();
-      const int ahead = i + kStages - 1;
-      if (ahead < own_steps) {
-        load(stage(to), runs, first + ahead * teams, keys);
-        locate(runs, locator, first + (ahead + 1) * teams, keys, ahead + 1 < own_steps);
-      }
+      copy_step(walk, i + kStages - 1, to);
       ptx::cp_async_commit();
-      compute_step(stage(from), (first + i * teams) * kKeys, whole);
+      compute_step(stage(from), (walk.first + i * teams) * kKeys, walk.whole);
       from = from + 1 == kStages ? 0 : from + 1;
       to = to + 1 == kStages ? 0 : to + 1;
     }
     team_sync();
   }
 
+  // Starts copying the team's i-th step, if there is one, and finds the one after it.
+  __device__ __forceinline__ void copy_step(Walk& walk, int i, int to) const {
+    if (i >= walk.steps) return;
+    load(stage(to), walk.runs, walk.first + i * teams, walk.keys);
+    locate(walk, i + 1);
+  }
+
   // Where the runs of a step are that this warp copies: found a step before they are copied, because a page is read
   // from the block table.
-  __device__ __forceinline__ void locate(Runs& runs, const KeyLocator& locator, int step, const Limits& keys,
-                                         bool exists) const {
-    if (!exists) return;
+  __device__ __forceinline__ void locate(Walk& walk, int step) const {
+    if (step >= walk.steps) return;
 #pragma unroll
     for (int i = 0; i < kRuns; ++i) {
-      const int row = step * kKeys + member() * kWarpKeys + i * kRunKeys;
-      const KeyRun run = locator.run_of_row(min(row, keys.end - 1) / kRunKeys * kRunKeys, kRunKeys);
-      runs.k[i] = row_pointer<const T>(p.k, run.entry, part.head_k, run.row);
-      runs.v[i] = row_pointer<const T>(p.v, run.entry, part.head_k, run.row);
+      const int row = (walk.first + step * teams) * kKeys + member() * kWarpKeys + i * kRunKeys;
+      const KeyRun run = walk.locator.run_of_row(min(row, walk.keys.end - 1) / kRunKeys * kRunKeys, kRunKeys);
+      walk.runs.k[i] = row_pointer<const T>(p.k, run.entry, part().head_k, run.row);
+      walk.runs.v[i] = row_pointer<const T>(p.v, run.entry, part().head_k, run.row);
     }
   }
 
@@ -355,14 +401,14 @@ struct Split {
 
   // The rows' beginning: the sink, in the part that has it and in one team of that.
   __device__ __forceinline__ void start_rows() {
-    const bool has_sink = p.has_sink && part.is_first && team() == 0;
+    const bool has_sink = p.has_sink && part().is_first && team() == 0;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       for_chunks([&](int c) { set_zero(out[c][i]); });
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const Row at = row(lane_row() + 16 * i + 8 * r);
-        const float sink = has_sink && at.query < work.queries ? head_sink(p, at.head) : -infinity();
+        const float sink = has_sink && at.query < work().queries ? head_sink(p, at.head) : -infinity();
         softmax[i].max[r] = sink;
         softmax[i].sum[r] = t() == 0 && sink_counts(sink) ? 1.f : 0.f;
       }
@@ -370,7 +416,7 @@ struct Split {
   }
 
   __device__ __forceinline__ typename Core::A query_operand(int row_tile, int column) const {
-    return Core::load_a(q_tile, kQueryStride, warp_row() + row_tile * 16, column);
+    return Core::load_a(q_tile(), kQueryStride, warp_row() + row_tile * 16, column);
   }
 
   // row0: of the room, the first key of the step.
@@ -419,7 +465,7 @@ struct Split {
   }
 
   __device__ __forceinline__ void hide_unseen(float (&x)[kRowTiles][kScoreTiles][4], int row0) const {
-    const int first = row0 + 2 * t() - work.first_row;
+    const int first = row0 + 2 * t() - work().first_row;
     each_row([&](int i, int r) {
       const int query = row(lane_row() + 16 * i + 8 * r).query;
       const Limits seen = mask().keys_of(query, query + 1);
@@ -435,11 +481,11 @@ struct Split {
   }
 
   __device__ __forceinline__ void add_slopes(float (&x)[kRowTiles][kScoreTiles][4], int row0) const {
-    const float* const slopes = static_cast<const float*>(p.alibi_slopes) + part.b * p.alibi_batch_stride;
-    const int position = work.first_row + mask().first_position();  // of query 0, as a row of the room
+    const float* const slopes = static_cast<const float*>(p.alibi_slopes) + part().b * p.alibi_batch_stride;
+    const int position = work().first_row + mask().first_position();  // of query 0, as a row of the room
     each_row([&](int i, int r) {
       const Row at = row(lane_row() + 16 * i + 8 * r);
-      const float slope = at.query < work.queries ? slopes[at.head] * kLog2E<float> : 0.f;
+      const float slope = at.query < work().queries ? slopes[at.head] * kLog2E<float> : 0.f;
       const int distance = row0 + 2 * t() - position - at.query;
 #pragma unroll
       for (int n = 0; n < kScoreTiles; ++n) {
@@ -453,13 +499,13 @@ struct Split {
 
   // The intervals of a Mask are about the last mask_keys keys of the sequence.
   __device__ __forceinline__ void hide_by_mask(float (&x)[kRowTiles][kScoreTiles][4], int row0) const {
-    const int masked = static_cast<int>(p.mask_keys), start = work.first_row + work.length - masked;
+    const int masked = static_cast<int>(p.mask_keys), start = work().first_row + work().length - masked;
     if (row0 + kKeys <= start) return;
     const int first = row0 + 2 * t() - start;  // the interval of this lane's first key
     each_row([&](int i, int r) {
       const Row at = row(lane_row() + 16 * i + 8 * r);
-      if (at.query >= work.queries) return;
-      const int2* const pairs = reinterpret_cast<const int2*>(head_intervals(p, part.b, at.head, 0));
+      if (at.query >= work().queries) return;
+      const int2* const pairs = reinterpret_cast<const int2*>(head_intervals(p, part().b, at.head, 0));
 #pragma unroll
       for (int n = 0; n < kScoreTiles; ++n) {
 #pragma unroll
@@ -478,7 +524,7 @@ struct Split {
 
   // What a team has summed up replaces its ring.
   __device__ __forceinline__ float* sums(int team) const {
-    return reinterpret_cast<float*>(rings + team * kTeamElements);
+    return reinterpret_cast<float*>(rings + team * kTeamElements + kSumsBegin);
   }
   __device__ __forceinline__ void store_sums() {
     float* const own = sums(team());
@@ -500,12 +546,12 @@ struct Split {
   __device__ __forceinline__ void store_rows() {
     constexpr int kGroups = kHeadDim / 4;
     const int columns = static_cast<int>(p.head_dim_v);
-    const int64_t start = query_sequence(p, part.b).start;
+    const int64_t start = query_sequence(p, part().b).start;
 #pragma unroll 1
     for (int v = threadIdx.x; v < kRows * kGroups; v += blockDim.x) {
       const int i = v / kGroups, column = v % kGroups * 4;
       const Row at = row(i);
-      if (at.query >= work.queries || column >= columns) continue;
+      if (at.query >= work().queries || column >= columns) continue;
       float max = -infinity(), sum = 0, x[4] = {};
       for (int n = 0; n < teams; ++n) max = fmaxf(max, row_sums[n * kRows + i].max);
       for (int n = 0; n < teams; ++n) {
@@ -519,16 +565,16 @@ struct Split {
       const float factor = sum == 0 ? 0.f : 1 / sum;
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[e] = sum == 0 ? 0.f : x[e] * factor;
-      if (part.slot < 0) {
+      if (part().slot < 0) {
         const float lse = sum == 0 ? -infinity() : row_lse(finite_max(max), log2f(sum));
-        if (column == 0) *row_statistic(p.lse, part.b, at.head, start + at.query) = lse;
-        T* const to = row_pointer<T>(p.out, part.b, at.head, start + at.query) + column;
+        if (column == 0) *row_statistic(p.lse, part().b, at.head, start + at.query) = lse;
+        T* const to = row_pointer<T>(p.out, part().b, at.head, start + at.query) + column;
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           if (column + e < columns) narrow(x[e], to + e);
         }
       } else {
-        const int64_t slot_row = static_cast<int64_t>(part.slot) * kRows + i;
+        const int64_t slot_row = static_cast<int64_t>(part().slot) * kRows + i;
         *reinterpret_cast<float4*>(plan.partial_out + slot_row * kHeadDim + column) =
             make_float4(x[0], x[1], x[2], x[3]);
         if (column == 0) plan.partial_lse[slot_row] = sum == 0 ? -infinity() : finite_max(max) + log2f(sum);
