@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -109,6 +110,29 @@ def test_a_graph_replays_with_other_lengths(Sq: int) -> None:
         assert_same_bits(out, call(caches))
         assert_same_bits(k, caches[0])
         assert_same_bits(v, caches[1])
+
+
+@pytest.mark.parametrize("num_splits", [0, 3])
+def test_calls_in_a_row_wait_for_what_they_read(num_splits: int) -> None:
+    """Kernels start while the ones before them end: a call reads its lengths, its new keys and its queries from those."""
+
+    def steps(synchronize: Callable[[], None]) -> torch.Tensor:
+        torch.manual_seed(0)
+        k, v = cache(3, 1500, 2, 64)
+        q = torch.randn(3, 1, 8, 64, device="cuda", dtype=torch.bfloat16)
+        lengths = torch.tensor([1400, 2, 700], dtype=torch.int32, device="cuda")
+        for _ in range(30):
+            new = q[:, :, :2].contiguous()
+            q = flashattn_ext.flash_attn_with_kvcache(
+                q, k, v, new, new, cache_seqlens=lengths, causal=True, num_splits=num_splits
+            )
+            synchronize()
+            lengths += 1
+            q = flashattn_ext.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, num_splits=num_splits)
+            synchronize()
+        return q
+
+    assert_same_bits(steps(lambda: None), steps(torch.cuda.synchronize))
 
 
 def test_block_tables_that_lead_outside() -> None:
