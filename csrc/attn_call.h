@@ -21,6 +21,9 @@ constexpr char kCallSchema[] =
     "Tensor? relative_bias, Tensor? bias, Tensor? mask_intervals, Tensor? mask_extremes, SymInt max_seqlen_q, "
     "SymInt max_seqlen_k, bool bhsd, Scalar softmax_scale, Scalar softcap, bool causal, SymInt window_left, "
     "SymInt window_right, Scalar dropout_p, bool smooth_softmax, bool deterministic, SymInt[]? origin";
+constexpr int kCallTensors = 11, kCallOptions = 12;  // how many of them are tensors, and how many are not
+constexpr int kSink = 5, kAlibiSlopes = 6, kRelativeBias = 7,
+              kBias = 8;  // places of those with gradients, after q, k, v
 
 // Dense tensors are [B, S, H, D], or [B, H, S, D] with bhsd; varlen calls have cu_seqlens and tensors [total, H, D].
 // The fields are in the order of kCallSchema.

@@ -179,7 +179,7 @@ void set_memory(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse,
   p->lse = row_view_of(c, lse);
   p->sink = c.sink ? c.sink->const_data_ptr() : nullptr;
   set_scores(c, p);
-  p->rng_state = rng_state.const_data_ptr<int64_t>();
+  p->rng_state = rng_state.defined() ? rng_state.const_data_ptr<int64_t>() : nullptr;
 }
 
 void set_rows_of_no_sequence(const std::optional<at::Tensor>& cu_seqlens, const at::Tensor& t, int64_t row_dim,

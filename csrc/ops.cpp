@@ -47,7 +47,7 @@ at::Tensor new_like(const AttnCall& c, const at::Tensor& t) { return new_tensor(
 void forward(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   AttnCall c = arguments.call();
-  const at::Tensor given_state = arguments.tensor();
+  const std::optional<at::Tensor> given_state = arguments.maybe_tensor();
   const bool keeps_centres = arguments.flag();
   validate(c);
   validate_rng_state(given_state, c.dropout_p, c.q);
@@ -61,7 +61,7 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
   if (!backend) return arguments.finish(out, lse, centres);
 
   c = readable(c, *backend);
-  const at::Tensor rng_state = given_state.contiguous();
+  const at::Tensor rng_state = given_state ? given_state->contiguous() : at::Tensor();
   set_memory(c, out, lse, rng_state, &p);
   if (keeps_centres && backend->writes_centres && out.element_size() == 2) {
     p.centres = centres_view_of(c, centres);
@@ -80,7 +80,7 @@ void backward(const c10::OperatorHandle& op, Stack* stack) {
   const AttnCall given = arguments.call();
   const BackwardCall b{arguments.maybe_tensor(), arguments.maybe_tensor(), arguments.tensor(), arguments.tensor(),
                        arguments.maybe_tensor(), arguments.flag(),         arguments.flag(),   arguments.flag()};
-  const at::Tensor given_state = arguments.tensor();
+  const std::optional<at::Tensor> given_state = arguments.maybe_tensor();
   validate(given, b);
   validate_rng_state(given_state, given.dropout_p, given.q);
   const Device device(given.q);
@@ -101,7 +101,7 @@ void backward(const c10::OperatorHandle& op, Stack* stack) {
   const at::Tensor lse = with_readable_rows(b.lse, -1, *backend);
   const at::Tensor given_dout = b.dout ? *b.dout : at::zeros({1}, c.q.options()).expand(out.sizes());
   const at::Tensor dout = with_readable_rows(given_dout, c.row_dim(), *backend);
-  const at::Tensor rng_state = given_state.contiguous();
+  const at::Tensor rng_state = given_state ? given_state->contiguous() : at::Tensor();
   set_memory(c, out, lse, rng_state, &p);
   at::Tensor dlse;
   if (b.dlse) {
@@ -189,25 +189,25 @@ bool drops_weights(const c10::OperatorHandle& op, const Stack& stack) {
   return first[index].toScalar().toSymFloat() > 0.0;
 }
 
-// The arguments are those of the pure op, with the seed in place of the state.
+// The arguments are those of every op of attention and the seed. Centres of rows are for autograd alone (autograd.cpp).
 void forward_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   static const c10::OperatorHandle pure = operator_named("flashattn_ext::forward");
   const at::Tensor q = Arguments(op, stack).tensor();
   check_device_is_known(q);
-  c10::IValue& seed = *(stack->end() - 2);
-  const auto rng_seed = seed.toOptional<c10::SymInt>();
   const bool drops = drops_weights(op, *stack);
-  if (drops && !rng_seed) validate(Arguments(op, stack).call());  // a call that is refused draws nothing
-  const at::Tensor rng_state = drops ? new_rng_state(q, rng_seed) : at::empty({0}, q.options().dtype(at::kLong));
-  seed = rng_state;
+  c10::IValue& seed = stack->back();
+  if (drops && seed.isNone()) validate(Arguments(op, stack).call());  // a call that is refused draws nothing
+  const at::Tensor rng_state = drops ? new_rng_state(q, seed.toOptional<c10::SymInt>()) : at::Tensor();
+  seed = drops ? c10::IValue(rng_state) : c10::IValue();
   push_scalars(op, stack);
+  stack->insert(stack->end() - 1, c10::IValue(false));  // keeps_centres
   // Under torch.vmap with different randomness the state alone may have a key that the tensors of the call have not.
   if (rng_state.key_set().has(c10::DispatchKey::FuncTorchBatched)) {
     pure.callBoxed(stack);
   } else {
     run_in_place(pure, keys, stack);
   }
-  stack->emplace_back(rng_state);
+  stack->pop_back();
 }
 
 void backward_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
@@ -252,7 +252,7 @@ TORCH_LIBRARY(flashattn_ext, m) {
   const std::string call = kCallSchema, gradients =
                                             ", Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor? centres, "
                                             "bool needs_dalibi_slopes, bool needs_drelative_bias, "
-                                            "bool needs_dbias, Tensor rng_state";
+                                            "bool needs_dbias, Tensor? rng_state";
   // Gradients of the biases that are not needed are empty tensors, and so is that of a sink that is not given.
   const std::string results =
       " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor dalibi_slopes, Tensor drelative_bias, Tensor dbias)";
@@ -263,14 +263,14 @@ TORCH_LIBRARY(flashattn_ext, m) {
   const auto def = [&m](const std::string& schema, const std::vector<at::Tag>& tags = {at::Tag::pt2_compliant_tag}) {
     m.def(schema.c_str(), tags);
   };
-  // keeps_centres: centres are those of bias.h, [B, Hq, Sq, 3] or [Hq, total_q, 3]; otherwise they are empty.
-  def("forward(" + call + ", Tensor rng_state, bool keeps_centres" + scalars +
+  // rng_state: {seed, offset} of the dropout mask, None without dropout. keeps_centres: centres are those of bias.h,
+  // [B, Hq, Sq, 3] or [Hq, total_q, 3]; otherwise they are empty.
+  def("forward(" + call + ", Tensor? rng_state, bool keeps_centres" + scalars +
       ") -> (Tensor out, Tensor lse, Tensor centres)");
   def("backward(" + call + gradients + scalars + ")" + results);
   def("dropout_mask(" + mask + scalars + ") -> Tensor");
   // rng_seed=None draws from torch's generator, so that equal calls are not equal results.
-  def("forward.call(" + call +
-          ", SymInt? rng_seed, bool keeps_centres) -> (Tensor out, Tensor lse, Tensor centres, Tensor rng_state)",
+  def("forward.call(" + call + ", SymInt? rng_seed) -> (Tensor out, Tensor lse)",
       {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
   def("backward.call(" + call + gradients + ")" + results);
   def("dropout_mask.call(" + mask + ") -> Tensor");

@@ -236,12 +236,19 @@ void validate_origin(const std::optional<std::vector<c10::SymInt>>& origin) {
                       "origin: expected numbers from 0 to 2^29, got ", place);
 }
 
-void validate_rng_state(const at::Tensor& rng_state, const c10::SymFloat& dropout_p, const at::Tensor& device_of) {
+void validate_rng_state(const std::optional<at::Tensor>& given, const c10::SymFloat& dropout_p,
+                        const at::Tensor& device_of) {
+  const bool drops = !dropout_p.is_symbolic() && dropout_p.expect_float() > 0;
+  if (!given) {
+    TORCH_CHECK_VALUE(!drops, "rng_state: expected a tensor, {seed, offset}, for a call with dropout, got None");
+    return;
+  }
+  const at::Tensor& rng_state = *given;
   TORCH_CHECK_TYPE(rng_state.scalar_type() == at::kLong, "rng_state: expected dtype int64, got ",
                    rng_state.scalar_type());
   TORCH_CHECK_VALUE(rng_state.device() == device_of.device(), "rng_state: expected the device of q (",
                     device_of.device(), "), got ", rng_state.device());
-  if (dropout_p.is_symbolic() || dropout_p.expect_float() == 0) return;
+  if (!drops) return;
   TORCH_CHECK_VALUE(rng_state.dim() == 1 && holds(rng_state.sym_size(0).sym_eq(2)),
                     "rng_state: expected shape [2], {seed, offset}, for a call with dropout, got ",
                     rng_state.sym_sizes());

@@ -11,7 +11,8 @@ void validate(const AttnCall& call, const BackwardCall& backward);
 void validate_dropout_p(const c10::SymFloat& dropout_p);
 void validate_origin(const std::optional<std::vector<c10::SymInt>>& origin);
 // The state of a mask: int64 {seed, offset} where dropout drops anything, otherwise whatever there is.
-void validate_rng_state(const at::Tensor& rng_state, const c10::SymFloat& dropout_p, const at::Tensor& device_of);
+void validate_rng_state(const std::optional<at::Tensor>& given, const c10::SymFloat& dropout_p,
+                        const at::Tensor& device_of);
 
 // --- what the checks of all ops share; `name` is that of the argument in the message ---
 // A condition on sizes. While a graph is traced it becomes a guard, or a check at run time where a size has no value

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _C, _build, arguments, jagged, ops
-from .autograd import CallOptions, CallTensors, FlashAttentionFunction, TransformedFunction
+from .autograd import CallOptions, CallTensors
 from .mask import Mask, checked_mask
 
 if TYPE_CHECKING:
@@ -32,19 +32,19 @@ def _options(
     max_seqlen_k: int = 0,
 ) -> CallOptions:
     left, right = arguments.window(window_size)
-    return CallOptions(
-        max_seqlen_q=arguments.integer("max_seqlen_q", max_seqlen_q),
-        max_seqlen_k=arguments.integer("max_seqlen_k", max_seqlen_k),
-        bhsd=arguments.is_bhsd(layout),
-        softmax_scale=arguments.scale(softmax_scale, q),
-        softcap=arguments.number("softcap", softcap),
-        causal=arguments.flag("causal", causal),
-        window_left=left,
-        window_right=right,
-        dropout_p=arguments.number("dropout_p", dropout_p),
-        smooth_softmax=arguments.flag("smooth_softmax", smooth_softmax),
-        deterministic=arguments.flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled(),
-        origin=arguments.origin(origin),
+    return CallOptions(  # in the order of its fields: names would cost every call a quarter of a microsecond
+        arguments.integer("max_seqlen_q", max_seqlen_q),
+        arguments.integer("max_seqlen_k", max_seqlen_k),
+        arguments.is_bhsd(layout),
+        arguments.scale(softmax_scale, q),
+        arguments.number("softcap", softcap),
+        arguments.flag("causal", causal),
+        left,
+        right,
+        arguments.number("dropout_p", dropout_p),
+        arguments.flag("smooth_softmax", smooth_softmax),
+        arguments.flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled(),
+        arguments.origin(origin),
     )
 
 
@@ -53,17 +53,16 @@ def _tensors(
     sink: Tensor | None, alibi_slopes: Tensor | None, relative_bias: Tensor | None, bias: Tensor | None,
     mask: Mask | None,
 ) -> CallTensors:  # fmt: skip
+    is_plain = type(q) is Tensor and type(k) is Tensor and type(v) is Tensor
+    if not is_plain:
+        arguments.tensors(q=q, k=k, v=v)
+    if not (sink is None and alibi_slopes is None and relative_bias is None and bias is None):
+        arguments.optional_tensors(sink=sink, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias)
     tensors = CallTensors(q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, None, None)
-    for index, tensor in enumerate(tensors):
-        is_missing = tensor is None and index < 3  # q, k or v
-        if is_missing or not (tensor is None or isinstance(tensor, Tensor)):
-            arguments.tensors(**{CallTensors._fields[index]: tensor})
     if mask is not None:
         checked = checked_mask(mask)
         tensors = tensors._replace(mask_intervals=checked.intervals, mask_extremes=checked.extremes())
-    if type(q) is Tensor and type(k) is Tensor and type(v) is Tensor:
-        return tensors
-    return _with_dtensors(tensors)
+    return tensors if is_plain else _with_dtensors(tensors)
 
 
 def _with_dtensors(tensors: CallTensors) -> CallTensors:
@@ -81,6 +80,8 @@ def _autocast(tensors: CallTensors) -> CallTensors:
 
     A bias in float32 stays what it is, and so does what is read in the dtype of the statistics.
     """
+    if not torch._C._is_any_autocast_enabled():
+        return tensors
     device = tensors.q.device.type
     if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
@@ -94,39 +95,6 @@ def _autocast(tensors: CallTensors) -> CallTensors:
         q=cast(tensors.q), k=cast(tensors.k), v=cast(tensors.v),
         bias=bias if bias is None or bias.dtype == torch.float32 else cast(bias),
     )  # fmt: skip
-
-
-def _attend(tensors: CallTensors, rng_seed: int | None, options: CallOptions) -> tuple[Tensor, Tensor]:
-    """(out, lse), differentiable. torch.func's transforms want another autograd.Function than is quickest for all other calls, and a
-    call that nothing differentiates wants none."""
-    compiling = torch.compiler.is_compiling()
-    function: type[torch.autograd.Function] = FlashAttentionFunction
-    if not compiling and torch._C._are_functorch_transforms_active():
-        function = TransformedFunction
-    elif not compiling and not _is_differentiated(tensors):
-        out, lse, *_ = ops.forward(*tensors, *options, rng_seed, False)
-        return out, lse
-    out, lse, *_ = function.apply(*_distinct(tensors), rng_seed, options)
-    return out, lse
-
-
-def _is_differentiated(tensors: CallTensors) -> bool:
-    """Backward, or forward, which FlashAttentionFunction then refuses."""
-    if torch.autograd.forward_ad._current_level >= 0:
-        return True
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def _distinct(tensors: CallTensors) -> list[Tensor | None]:
-    """torch.compile cannot trace an autograd.Function that is given one tensor twice; views of it are fine."""
-    if not torch.compiler.is_compiling():
-        return list(tensors)
-    distinct: list[Tensor | None] = []
-    for tensor in tensors:
-        if tensor is not None and any(tensor is other for other in distinct):
-            tensor = tensor.view_as(tensor)
-        distinct.append(tensor)
-    return distinct
 
 
 @overload
@@ -227,7 +195,7 @@ def forward(
         dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout=layout,
         deterministic=deterministic, origin=origin,
     )  # fmt: skip
-    out, lse = _attend(_autocast(tensors), rng_seed, options)
+    out, lse = ops.forward(*_autocast(tensors), *options, rng_seed)
     return (out, lse) if arguments.flag("return_lse", return_lse) else out
 
 
@@ -291,7 +259,7 @@ def varlen_forward(
         dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout="bshd",
         deterministic=deterministic, origin=origin, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    out, lse = _attend(_autocast(tensors), rng_seed, options)
+    out, lse = ops.forward(*_autocast(tensors), *options, rng_seed)
     return (out, lse) if arguments.flag("return_lse", return_lse) else out
 
 
@@ -351,7 +319,7 @@ def backward(
         what is not given.
     """
     arguments.tensors(out=out, lse=lse)
-    arguments.optional_tensors(dout=dout, dlse=dlse)
+    arguments.optional_tensors(dout=dout, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     tensors = _tensors(
         q, k, v, cu_seqlens_q, cu_seqlens_k,
         sink=sink, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias, mask=mask,
@@ -366,8 +334,7 @@ def backward(
         raise ValueError(
             "rng_seed: the backward of a call with dropout needs the rng_seed that its forward was given, got None"
         )
-    drops = rng_seed is not None and options.dropout_p > 0
-    rng_state = ops.rng_state(q, rng_seed) if drops else torch.empty(0, dtype=torch.int64, device=q.device)
+    rng_state = None if rng_seed is None else ops.dropout_state(q, options.dropout_p, rng_seed)
     biases = [given is not None for given in tensors.biases()]
     dq, dk, dv, dsink, *dbiases = ops.backward(*tensors, *options, dout, dlse, out, lse, None, *biases, rng_state)
     gradients = (dq, dk, dv, None if sink is None else dsink)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .mask import Mask
 
 LAYOUTS = ("bshd", "bhsd")
-_INT64 = (-(1 << 63), (1 << 63) - 1)
+_LEAST, _MOST = -(1 << 63), (1 << 63) - 1  # of 64-bit integers
 
 
 class SharedOptions(TypedDict, total=False):
@@ -83,7 +83,7 @@ def integer(name: str, value: Any) -> int:
             value = operator.index(value)
         except TypeError:
             raise TypeError(f"{name}: expected an int, got {described(value)}") from None
-    if not _INT64[0] <= value <= _INT64[1]:
+    if not _LEAST <= value <= _MOST:
         raise ValueError(f"{name}: expected a 64-bit signed integer, got {value}")
     checked: int = value  # or symbolic
     return checked
@@ -115,7 +115,8 @@ def flag(name: str, value: Any) -> bool:
 
 
 def window(value: Any) -> tuple[int, int]:
-    if not isinstance(value, Iterable) or len(sides := list(value)) != 2:
+    sides = value if type(value) is tuple else list(value) if isinstance(value, Iterable) else ()
+    if len(sides) != 2:
         raise ValueError(f"window_size: expected a pair (left, right) with -1 for unbounded, got {value!r}")
     return integer("window_size", sides[0]), integer("window_size", sides[1])
 
@@ -142,7 +143,8 @@ def scale(value: Any, q: Tensor) -> float:
     """softmax_scale, by default 1 / sqrt(head_dim)."""
     if value is not None:
         return number("softmax_scale", value)
-    return 1.0 / math.sqrt(q.shape[-1]) if q.dim() and q.shape[-1] else 1.0
+    head_dim = q.size(-1) if q.dim() else 0
+    return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
 
 
 def described(value: Any) -> str:

@@ -1,8 +1,7 @@
-"""FlashAttentionFunction: ties the forward op to the backward op, and nothing else."""
+"""What a call is made of, in the order of the ops, which know their derivatives themselves (csrc/autograd.cpp)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -48,96 +47,21 @@ class CallOptions(NamedTuple):
     origin: list[int] | None
 
 
-class _Gradients(torch.autograd.Function):
-    """The backward op as a node of its own, so that differentiating it says what to do instead."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments: Any) -> Any:
-        return ops.backward(*arguments)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """There is nothing to keep."""
-
-    @staticmethod
-    def backward(ctx: Any, *_gradients: Any) -> Any:
-        raise RuntimeError(
-            "flashattn_ext has no double backward; use flashattn_ext.attention_reference (plain "
-            "PyTorch, differentiable any number of times) for second derivatives"
-        )
-
-
-def _input_gradients(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    """The gradients of apply()'s arguments."""
-    if dout is None and dlse is None:
-        return (None,) * (len(CallTensors._fields) + 2)
-    *saved, out, lse, centres, rng_state = ctx.saved_tensors
-    tensors = CallTensors(*saved)
-    needs = CallTensors(*ctx.needs_input_grad[: len(CallTensors._fields)]).biases()
-    # The node costs as much as a small kernel; without create_graph nothing can be differentiated again.
-    gradients: Callable[..., Any] = _Gradients.apply if torch.is_grad_enabled() else ops.backward
-    centres = centres if ctx.keeps_centres else None
-    dq, dk, dv, dsink, *dbiases = gradients(*tensors, *ctx.options, dout, dlse, out, lse, centres, *needs, rng_state)
-    dbiases = [gradient if needed else None for gradient, needed in zip(dbiases, needs, strict=True)]
-    return dq, dk, dv, None, None, None if tensors.sink is None else dsink, *dbiases, None, None, None, None
-
-
-def _keeps_centres(tensors: Iterable[Tensor | None], transformed: bool) -> bool:
+def keeps_centres(tensors: CallTensors) -> bool:
     """Whether the backward wants the centres of rows (csrc/bias.h), without which 16-bit gradients of slopes and relative biases are coarse."""
-    call = CallTensors(*tensors)  # type: ignore[arg-type]
-    biases = [t for t in (call.alibi_slopes, call.relative_bias) if t is not None]
-    return call.q.dtype.itemsize == 2 and (bool(biases) if transformed else any(t.requires_grad for t in biases))
+    biases = (tensors.alibi_slopes, tensors.relative_bias)
+    return tensors.q.dtype.itemsize == 2 and any(t is not None and t.requires_grad for t in biases)
 
 
 class FlashAttentionFunction(torch.autograd.Function):
-    """apply(*tensors, rng_seed, options) -> (out, lse).
+    """apply(*tensors, rng_seed, options) -> (out, lse), for code that asks for a torch.autograd.Function.
 
-    Shapes and errors are those of flashattn_ext.forward and varlen_forward, which are the way to
-    call this; `tensors` are those of CallTensors, `options` is a CallOptions.
+    Shapes and errors are those of flashattn_ext.forward and varlen_forward, which are the way to call this; `tensors` are those of
+    CallTensors, `options` is a CallOptions. The op knows its own derivative (csrc/autograd.cpp).
     """
 
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def apply(cls, *arguments: Any) -> tuple[Tensor, Tensor]:
         *tensors, rng_seed, options = arguments
-        ctx.keeps_centres = _keeps_centres(tensors, transformed=False)
-        out, lse, centres, rng_state = ops.forward(*tensors, *options, rng_seed, ctx.keeps_centres)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*tensors, out, lse, centres, rng_state)
-        ctx.options = options
+        out, lse = ops.forward(*tensors, *options, rng_seed)
         return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-        return _input_gradients(ctx, dout, dlse)
-
-
-class TransformedFunction(torch.autograd.Function):
-    """FlashAttentionFunction in the form that torch.func's transforms (grad, vjp, vmap) ask for, which costs every call more.
-
-    apply(*tensors, rng_seed, options) -> (out, lse, centres of rows, state of the dropout mask), otherwise as
-    FlashAttentionFunction.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        *tensors, rng_seed, options = arguments
-        out, lse, centres, rng_state = ops.forward(
-            *tensors, *options, rng_seed, _keeps_centres(tensors, transformed=True)
-        )
-        return out, lse, centres, rng_state
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        *tensors, _rng_seed, ctx.options = inputs
-        ctx.keeps_centres = _keeps_centres(tensors, transformed=True)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*output[-2:])
-        ctx.save_for_backward(*tensors, *output)
-
-    @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_others: Any) -> tuple[Tensor | None, ...]:
-        return _input_gradients(ctx, dout, dlse)

@@ -31,6 +31,18 @@ def _as_tensor(value: float) -> Tensor:
 _library.impl("as_tensor", _as_tensor, "CompositeImplicitAutograd")
 
 
+def dropout_state(q: Tensor, dropout_p: float, rng_seed: int | None) -> Tensor | None:
+    """{seed, offset} of the dropout mask of a call, drawn from torch's generator where there is no seed; None without dropout."""
+    if not dropout_p > 0:
+        return None
+    state: Tensor
+    if rng_seed is None:
+        state = torch.randint(1, 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+    else:
+        state = rng_state(q, rng_seed)
+    return state
+
+
 def place_of_work(device: torch.device) -> tuple[int, int]:
     """The current stream of a CUDA device, and the graph capture that it is in; (0, 0) for other devices and where there is none."""
     if device.type != "cuda":

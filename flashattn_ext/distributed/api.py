@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import api, arguments, ops
-from ..autograd import CallOptions, CallTensors, _keeps_centres
+from ..autograd import CallOptions, CallTensors, keeps_centres
 from ..mask import Mask
 from . import groups
 from .call import Settings, Tensors
@@ -104,7 +104,7 @@ def attention(
         window_left=call_options.window_left, window_right=call_options.window_right, dropout_p=call_options.dropout_p,
         smooth_softmax=call_options.smooth_softmax, deterministic=call_options.deterministic,
         batch=_place(call_options)[0], head=_place(call_options)[1], seqlen=of.seqlen, sharding=of.kind, mode=mode,
-        group=groups.name_of(pg), needs_lse=arguments.flag("return_lse", return_lse), keeps_centres=_keeps_centres(tensors, transformed=False),
+        group=groups.name_of(pg), needs_lse=arguments.flag("return_lse", return_lse), keeps_centres=keeps_centres(tensors),
     )  # fmt: skip
     given = Tensors(
         tensors.q, tensors.k, tensors.v, cu_seqlens, tensors.sink, tensors.alibi_slopes, tensors.relative_bias, tensors.bias,
@@ -153,12 +153,8 @@ def _length(q: Tensor, cu_seqlens: Tensor | None, seqlen: int | None, group: Any
 
 def _rng_state(q: Tensor, dropout_p: float, rng_seed: int | None) -> Tensor:
     """{seed, offset} of the dropout mask; empty where nothing is dropped."""
-    if not dropout_p > 0:
-        return torch.empty(0, dtype=torch.int64, device=q.device)
-    if rng_seed is not None:
-        state: Tensor = ops.rng_state(q, rng_seed)
-        return state
-    return torch.randint(1, 2**63 - 1, (2,), dtype=torch.int64, device=q.device)
+    state = ops.dropout_state(q, dropout_p, rng_seed)
+    return torch.empty(0, dtype=torch.int64, device=q.device) if state is None else state
 
 
 def _chosen(tensors: CallTensors, of: Sharding) -> str:

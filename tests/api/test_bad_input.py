@@ -364,7 +364,7 @@ def test_the_op_checks_what_a_mask_has_made(
     tensors = (*good.values(), *[None] * 6, intervals.to(device), None if extremes is None else extremes.to(device))
     with pytest.raises(error, match=words):
         torch.ops.flashattn_ext.forward.call(
-            *tensors, 0, 0, False, 1.0, 0.0, False, -1, -1, 0.0, False, False, None, None, False
+            *tensors, 0, 0, False, 1.0, 0.0, False, -1, -1, 0.0, False, False, None, None
         )
 
 

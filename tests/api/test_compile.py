@@ -123,14 +123,15 @@ def call_options(**asked: Any) -> CallOptions:
 def op_tensors(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, extras: tuple[str, ...]) -> CallTensors:
     """The tensors that every op of attention begins with; those that are not named are None."""
     shape = (30, 4, 16) if varlen else (2, 4, 15, 16) if bhsd else (2, 15, 4, 16)
-    # The ops have no autograd formula of their own: FlashAttentionFunction is their derivative.
-    q, k, v = (torch.randn(shape, device=device).to(dtype) for _ in range(3))
+    q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
     starts = cu_seqlens([20, 10], device) if varlen else None
     none = CallTensors(*[None] * len(CallTensors._fields))
     named = {"q": q, "k": k, "v": v, "cu_seqlens_q": starts, "cu_seqlens_k": starts}
     keys = 30 if varlen else 15
     shapes = {"sink": (4,), "alibi_slopes": (4,), "relative_bias": (4, 5), "bias": (2, 1, 1, keys)}
-    named |= {name: torch.randn(shape, device=device) for name, shape in shapes.items() if name in extras}
+    named |= {
+        name: torch.randn(shape, device=device, requires_grad=True) for name, shape in shapes.items() if name in extras
+    }
     if "mask" in extras:
         shape = (1, keys, 2) if varlen else (1, 1, keys, 2)
         mask = flashattn_ext.Mask(torch.randint(0, 15, shape, dtype=torch.int32, device=device))
@@ -160,8 +161,9 @@ def test_opcheck(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, name
     )  # fmt: skip
     call = (*op_tensors(device, dtype, varlen, bhsd, extras), *options)
     keeps_centres = "alibi_slopes" in extras
-    torch.library.opcheck(ops.forward.call, (*call, 5 if dropout else None, keeps_centres))
-    out, lse, _, rng_state = ops.forward.call(*call, 5 if dropout else None, keeps_centres)
+    torch.library.opcheck(ops.forward.call, (*call, 5 if dropout else None))
+    out, lse = ops.forward.call(*call, 5 if dropout else None)
+    rng_state = ops.rng_state(out, 5) if dropout else None
     scalars = [torch.tensor(value, dtype=torch.float64) for value in options if type(value) is float]
     assert len(scalars) == sum(str(a.type) == "number" for a in ops.forward.default._schema.arguments)
     for given in ([], scalars):
@@ -170,8 +172,11 @@ def test_opcheck(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, name
     for dlse in (None, torch.randn_like(lse)):
         centres = torch.rand(*lse.shape, 3, device=device) if keeps_centres else None
         gradients = (torch.randn_like(out), dlse, out, lse, centres, True, dlse is None, True, rng_state)
-        torch.library.opcheck(ops.backward.call, (*call, *gradients))
-        torch.library.opcheck(ops.backward.default, (*call, *gradients, []))
+        without = [
+            t.detach() if isinstance(t, torch.Tensor) else t for t in (*call, *gradients)
+        ]  # it has no derivative
+        torch.library.opcheck(ops.backward.call, tuple(without))
+        torch.library.opcheck(ops.backward.default, (*without, []))
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 40, 2), (3, 1100, 2), (2, 1, 0, 2)])

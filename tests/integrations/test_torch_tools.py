@@ -124,6 +124,54 @@ def test_func_grad_of_a_sink_and_dropout(device: str) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
 
 
+def test_func_grad_inside_a_compiled_function(device: str) -> None:
+    """Also without a graph break: what torch.compile traces knows its derivative."""
+    tensors = _qkv(device, 3, 2, Sk=12)
+    functions = [torch.func.grad(_loss, argnums=(0, 1, 2)), torch.vmap(torch.func.grad(_loss, argnums=(0, 1, 2)))]
+    for function, given in zip(functions, ([t[0] for t in tensors], tensors), strict=True):
+        torch._dynamo.reset()
+        got = torch.compile(function, fullgraph=True, backend="aot_eager")(*given)
+        for gradient, expected in zip(got, function(*given), strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tangents_are_refused(compiled: bool) -> None:
+    """Forward-mode derivatives, which would otherwise be lost in silence."""
+    q, k, v = _qkv("cpu", 2, Sk=12)
+
+    def tangent(q: Tensor) -> Tensor | None:
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+            return torch.autograd.forward_ad.unpack_dual(flashattn_ext.forward(dual, k, v)).tangent
+
+    torch._dynamo.reset()
+    with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
+        (torch.compile(tangent, backend="aot_eager") if compiled else tangent)(q)
+    with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
+        torch.func.jvp(lambda q: flashattn_ext.forward(q, k, v), (q,), (q,))
+
+
+def test_gradients_in_batches(device: str) -> None:
+    """is_grads_batched runs the backward under torch's older vmap."""
+    tensors = [t.requires_grad_() for t in _qkv(device, 2, Sk=12)]
+    out = flashattn_ext.forward(*tensors, causal=True)
+    douts = torch.randn(3, *out.shape, device=device)
+    got = torch.autograd.grad(out, tensors, douts, is_grads_batched=True, retain_graph=True)
+    expected = [torch.autograd.grad(out, tensors, dout, retain_graph=True) for dout in douts]
+    for gradient, each in zip(got, zip(*expected, strict=True), strict=True):
+        torch.testing.assert_close(gradient, torch.stack(each), rtol=1e-5, atol=1e-6)
+
+
+def test_compiled_autograd(device: str) -> None:
+    tensors = [t.requires_grad_() for t in _qkv(device, 2, Sk=12)]
+    expected = torch.autograd.grad(_loss(*tensors), tensors)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+        _loss(*tensors).backward()
+    for t, gradient in zip(tensors, expected, strict=True):
+        torch.testing.assert_close(t.grad, gradient)
+
+
 def test_func_has_no_double_backward() -> None:
     tensors = _qkv("cpu", 1, Sk=12)
     with pytest.raises(RuntimeError, match="no double backward"):
