@@ -30,6 +30,7 @@ COMPILER = os.environ.get("CXX", "c++")
 SOURCES = [
     "csrc/ops.cpp",
     "csrc/autograd.cpp",
+    "csrc/eager_op.cpp",
     "csrc/op_device.cpp",
     "csrc/validate.cpp",
     "csrc/decode_op.cpp",

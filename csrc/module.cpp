@@ -4,6 +4,7 @@
 
 #include "backend.h"
 #include "cpu/isa.h"
+#include "eager_op.h"
 #if defined(FLASHATTN_EXT_CUDA)
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
@@ -71,6 +72,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("check_cuda_path", &check_cuda_path, "Raises where FLASHATTN_EXT_CUDA_PATH names what is in no build.");
   m.def("cuda_stream_and_capture", &cuda_stream_and_capture, pybind11::arg("device"),
         "The current stream of a CUDA device, and the id of the graph capture that it is in or 0.");
+  m.def("eager_op", &eager_op, pybind11::arg("name"),
+        "The overload `call` of an op as a function of plain arguments; it returns None where torch's own is needed.");
   m.def("cpu_isas", &cpu_isas, "Instruction sets that the CPU backend can use here, fastest first.");
   m.def("cpu_isa", &cpu_isa, "The instruction set in use.");
   m.def("cpu_peak_gflops", &cpu_peak_gflops, pybind11::arg("threads"),

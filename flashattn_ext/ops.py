@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from . import _C
 
-forward = torch.ops.flashattn_ext.forward.call
-backward = torch.ops.flashattn_ext.backward.call
-decode = torch.ops.flashattn_ext.decode.call
-decode_append = torch.ops.flashattn_ext.decode_append.call
-dropout_mask = torch.ops.flashattn_ext.dropout_mask.call
+
+def _op(name: str) -> Callable[..., Any]:
+    """The overload `call` of an op, as a function of its positional arguments."""
+    op, eager = getattr(torch.ops.flashattn_ext, name).call, _C.eager_op(f"flashattn_ext::{name}")
+
+    def call(*arguments: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return op(*arguments)
+        results = eager(*arguments)
+        return op(*arguments) if results is None else results
+
+    return call
+
+
+forward, backward, dropout_mask = _op("forward"), _op("backward"), _op("dropout_mask")
+decode, decode_append = _op("decode"), _op("decode_append")
 # With the state of the dropout mask in place of a seed, which several calls can share.
 pure_forward = torch.ops.flashattn_ext.forward.default
 pure_backward = torch.ops.flashattn_ext.backward.default
