@@ -24,7 +24,7 @@ Origin origin_of(const std::optional<std::vector<c10::SymInt>>& given);
 
 // Sizes and options: all that decides who runs the call. What is in memory is only told to be there.
 void set_options(const AttnCall& call, AttnParams* params);
-// Where the tensors of a readable call are in memory.
+// Where the tensors of a readable call are in memory. rng_state is undefined without dropout.
 void set_memory(const AttnCall& call, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& rng_state,
                 AttnParams* params);
 

@@ -71,11 +71,10 @@ void make_readable(DecodeCall* call, const Backend& backend) {
   }
 }
 
-void set_decode_memory(DecodeCall* call, const at::Tensor& out, const at::Tensor& lse, const at::Tensor& no_state,
-                       DecodeParams* params) {
+void set_decode_memory(DecodeCall* call, const at::Tensor& out, const at::Tensor& lse, DecodeParams* params) {
   DecodeCall& c = *call;
   DecodeParams& p = *params;
-  set_memory(c, out, lse, no_state, &p);
+  set_memory(c, out, lse, /*rng_state=*/{}, &p);
   p.k = view_of_keys(c.k);
   p.v = view_of_keys(c.v);
   if (c.k_new) {
@@ -113,7 +112,7 @@ void decode(const c10::OperatorHandle& op, Stack* stack) {
   if (!backend) return arguments.finish(out, lse);
 
   make_readable(&c, *backend);
-  set_decode_memory(&c, out, lse, at::empty({0}, c.q.options().dtype(at::kLong)), &p);
+  set_decode_memory(&c, out, lse, &p);
   const at::Tensor workspace = workspace_for(c.q, backend->decode_workspace_bytes(p), &p);
   set_rows_of_no_sequence(c, out, lse);
   backend->decode(p);

@@ -19,6 +19,12 @@ class BlockTableError(ValueError, RuntimeError):
 # The largest number of each tensor of lengths that a call with pages has looked at, and the version of its contents then.
 _largest: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
+# Tensors that a call may have beside q and the caches, in the order of the op's schema.
+_TENSORS = (
+    "k", "v", "cu_seqlens_q", "cu_seqlens_k", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad",
+    "block_table", "sink", "alibi_slopes",
+)  # fmt: skip
+
 
 def has_decoding(device: torch.device) -> bool:
     """Whether calls with a cache run on tensors of this device: Ascend's backends have none."""
@@ -85,18 +91,19 @@ def _call_op(
     """(out, lse) of the op; its arguments in one form and in the order of its schema (csrc/decode_call.cpp)."""
     arguments.tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     lengths, length = _length(cache_seqlens)
-    tensors = {
-        "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "rotary_cos": rotary_cos,
-        "rotary_sin": rotary_sin, "cache_seqlens": lengths, "cache_batch_idx": cache_batch_idx,
-        "cache_leftpad": cache_leftpad, "block_table": block_table, "sink": sink, "alibi_slopes": alibi_slopes,
-    }  # fmt: skip
-    arguments.optional_tensors(**tensors)
+    given = (
+        k, v, cu_seqlens_q, cu_seqlens_k, rotary_cos, rotary_sin, lengths, cache_batch_idx, cache_leftpad, block_table, sink,
+        alibi_slopes,
+    )  # fmt: skip
+    for name, value in zip(_TENSORS, given, strict=True):
+        if value is not None and type(value) is not Tensor:
+            arguments.tensors(**{name: value})
     checked = None if mask is None else checked_mask(mask)
     intervals, extremes = (None, None) if checked is None else (checked.intervals, checked.extremes())
     left, right = flash_attn_window(window_size)
     op = ops.decode if k is None and v is None else ops.decode_append
     out, lse = op(
-        q, k_cache, v_cache, *tensors.values(), intervals, extremes,
+        q, k_cache, v_cache, *given, intervals, extremes,
         arguments.integer("max_seqlen_q", max_seqlen_q), arguments.integer("max_seqlen_k", max_seqlen_k), length,
         arguments.flag("rotary_interleaved", rotary_interleaved), arguments.scale(softmax_scale, q),
         arguments.number("softcap", softcap), arguments.flag("causal", causal), left, right,
