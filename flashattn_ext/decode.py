@@ -95,9 +95,9 @@ def _call_op(
         k, v, cu_seqlens_q, cu_seqlens_k, rotary_cos, rotary_sin, lengths, cache_batch_idx, cache_leftpad, block_table, sink,
         alibi_slopes,
     )  # fmt: skip
-    for name, value in zip(_TENSORS, given, strict=True):
+    for value in given:
         if value is not None and type(value) is not Tensor:
-            arguments.tensors(**{name: value})
+            arguments.optional_tensors(**dict(zip(_TENSORS, given, strict=True)))
     checked = None if mask is None else checked_mask(mask)
     intervals, extremes = (None, None) if checked is None else (checked.intervals, checked.extremes())
     left, right = flash_attn_window(window_size)
