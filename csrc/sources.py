@@ -131,7 +131,8 @@ def cuda_kinds(architecture: str, stage: str, dtype: str, head_dim: int) -> dict
     if head_dim > 256:
         has_plain = dtype != "fp32"
         has_general = architecture == "sm80" and (dtype == "fp32" or head_dim == max(HEAD_DIMS))
-        plain, general = {"": ("kPlain",)}, {"_general": ("kGeneral",)}
+        has_dropout = (architecture, stage) == ("sm90", "forward")
+        plain, general = {"": ("kPlain", "kDropout") if has_dropout else ("kPlain",)}, {"_general": ("kGeneral",)}
         return {**(plain if has_plain else {}), **(general if has_general else {})}
     if (architecture, stage) != ("sm90", "backward"):
         return rows

@@ -31,10 +31,7 @@ def test_every_stage_has_every_type_and_class_of_head_dims() -> None:
         declared = sorted(re.findall(r"^(?:void|size_t) (\w+)\(", header, re.M))
         for dtype in dtypes:
             for head_dim in sources.HEAD_DIMS:
-                for suffix, kinds in sources.cuda_kinds(architecture, "forward", dtype, head_dim).items():
-                    given = {
-                        f"<{sources.CUDA_NAMES[dtype]}, {head_dim}, flashattn_ext::Kind::{kind}>" for kind in kinds
-                    }
+                for suffix in sources.cuda_kinds(architecture, "forward", dtype, head_dim):
                     left_to_sm80 = head_dim in sources.LEFT_TO_SM80.get(suffix, ())
                     stages = ["forward"] if architecture == "sm90" and left_to_sm80 else [*sources.ENTRY_POINTS]
                     names = [f"{architecture}_{stage}_{dtype}_{head_dim}{suffix}.cu" for stage in stages]
@@ -43,8 +40,13 @@ def test_every_stage_has_every_type_and_class_of_head_dims() -> None:
                         "".join(texts[name] for name in names),
                         re.M,
                     )
-                    wanted = [name for name in declared if name.split("_")[0] in stages]
-                    assert sorted(defined) == sorted((name, arguments) for name in wanted for arguments in given)
+                    wanted = [
+                        (name, f"<{sources.CUDA_NAMES[dtype]}, {head_dim}, flashattn_ext::Kind::{kind}>")
+                        for name in declared
+                        if (stage := name.split("_")[0]) in stages
+                        for kind in sources.cuda_kinds(architecture, stage, dtype, head_dim)[suffix]
+                    ]
+                    assert sorted(defined) == sorted(wanted)
 
 
 def test_decoding_has_every_type_and_class_of_head_dims() -> None:
@@ -75,11 +77,12 @@ def test_every_kind_is_compiled_once() -> None:
     + [("fp32", d, ["kGeneral"]) for d in (384, 512)],
 )
 def test_head_dims_above_256_have_few_kinds(dtype: str, head_dim: int, kinds: list[str]) -> None:
-    """Those that Instance in csrc/cuda/sm80/kernels.h names, and on Hopper plain ones of 16-bit types."""
+    """Those that Instance in csrc/cuda/sm80/kernels.h names; on Hopper plain ones of 16-bit types, and a forward with dropout."""
     for stage in sources.ENTRY_POINTS:
         assert [kind for row in sources.cuda_kinds("sm80", stage, dtype, head_dim).values() for kind in row] == kinds
         if dtype in sources.CUDA_TYPES["sm90"]:
-            assert sources.cuda_kinds("sm90", stage, dtype, head_dim) == {"": ("kPlain",)}
+            own = ("kPlain", "kDropout") if stage == "forward" else ("kPlain",)
+            assert sources.cuda_kinds("sm90", stage, dtype, head_dim) == {"": own}
 
 
 @pytest.mark.parametrize("head_dim", [96, 144, 192])

@@ -588,7 +588,7 @@ void forward_to_256(const AttnParams& p) {
 template <class T, int kHeadDim, Kind kKind>
 void forward(const AttnParams& p) {
   if constexpr (kHeadDim > 256) {
-    forward_large<T, kHeadDim>(p);
+    forward_large<T, kHeadDim, kKind>(p);
   } else {
     forward_to_256<T, kHeadDim, kKind>(p);
   }

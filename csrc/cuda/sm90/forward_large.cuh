@@ -9,6 +9,8 @@
 #pragma once
 
 #include "../common/device.h"
+#include "../common/dropout.cuh"
+#include "../common/kind.h"
 #include "../common/launch.cuh"
 #include "../common/ring.cuh"
 #include "../common/scores.cuh"
@@ -26,10 +28,11 @@ struct LargeForwardMaps {
   CUtensorMap q, k, v;
 };
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, Kind kKind>
 struct LargeForward {
   using Score = PlainScore<float, true>;
-  static constexpr ForwardTile kTile = forward_tile<kHeadDim, Kind::kPlain>();
+  static constexpr ForwardTile kTile = forward_tile<kHeadDim, kKind>();
+  static constexpr bool kDropout = can_drop(kKind);
   static constexpr int kRows = 64, kKeys = kTile.keys;  // of a thread block and a step
   static constexpr int kBlocks = 2, kAllRows = kBlocks * kRows;
   static constexpr int kThreads = 4 * kGroupThreads;
@@ -214,13 +217,20 @@ struct LargeForward {
     RingPosition<kKeyStages> k;
     RingPosition<kWeightStages> at;
     float scores[kScoreTiles][4];
+    uint32_t signs[kDropout ? kSteps : 4][2];  // which weights dropout keeps: Dropout::packed_signs
+    std::conditional_t<kDropout, Dropout, Nothing> dropout;
     OnlineSoftmax softmax;
     float shrink[2];  // what was summed up before is to be multiplied with
 
     __device__ __forceinline__ void compute_tiles() {
+      if constexpr (kDropout) {
+        dropout = Dropout(p, 0);
+        dropout.key = {uniform(dropout.key.low), uniform(dropout.key.high)};
+      }
       for (;;) {
         const ForwardWork work = receive_work(shared, &work_parity);
         if (!work.exists()) return;
+        if constexpr (kDropout) dropout.batch = Dropout::batch_of(p, work.b);
         const float sink = head_sink(p, work.h);
         softmax.start(sink);
         if (work.sees_keys()) compute_tile(work);
@@ -254,12 +264,15 @@ struct LargeForward {
       // Keys that every row of the warp sees: other tiles have a mask.
       const Limits unmasked{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
       int n = own.end - 1;
-      multiply([] {});
+      multiply([&] { draw_signs(work, n); });
       for (;; --n) {
         weigh(work, n, unmasked);
         store_weights();
         if (n == own.begin) break;
-        multiply([&] { announce(); });
+        multiply([&] {
+          announce();
+          draw_signs(work, n - 1);
+        });
       }
       announce();
     }
@@ -307,9 +320,14 @@ struct LargeForward {
       });
     }
 
+    __device__ __forceinline__ void draw_signs(const ForwardWork& work, int n) {
+      if constexpr (kDropout) dropout.packed_signs(signs, p.origin, work.h, first_row(work) + warp_row, n * kKeys);
+    }
+
     __device__ __forceinline__ void store_weights() {
       uint32_t packed[kSteps][4];
       pack_scores<T>(packed, scores);
+      if constexpr (kDropout) Dropout::drop_packed(packed, signs);
       ptx::barrier_wait(&shared.weights_empty[at.stage], at.parity ^ 1);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -463,23 +481,24 @@ struct LargeForward {
       end_weights();
       const int row = first_row(work) + warp_row + g(), first_column = half * kHalfColumns;
       const int columns = static_cast<int>(p.head_dim_v) - first_column;
+      const float keep_scale = 256.f / p.dropout_threshold;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const bool exists = row + 8 * r < work.length_q;
         T* const to = row_pointer<T>(p.out, work.b, work.h, int64_t{work.query_start} + row + 8 * r) + first_column;
-        store_row(to, out, r, 1 / sums[r], sums[r] == 0, exists, columns);
+        store_row(to, out, r, keep_scale / sums[r], sums[r] == 0, exists, columns);
       }
     }
   };
 };
 
-template <class T, int kHeadDim>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(LargeForward<T, kHeadDim>::kThreads, 1)
+template <class T, int kHeadDim, Kind kKind>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(LargeForward<T, kHeadDim, kKind>::kThreads, 1)
     large_forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ LargeForwardMaps maps,
                          const __grid_constant__ TileGrid grid,
-                         const __grid_constant__ typename LargeForward<T, kHeadDim>::Score score) {
+                         const __grid_constant__ typename LargeForward<T, kHeadDim, kKind>::Score score) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Kernel = LargeForward<T, kHeadDim>;
+  using Kernel = LargeForward<T, kHeadDim, kKind>;
   extern __shared__ __align__(1024) unsigned char memory[];
   typename Kernel::Shared& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
   if (threadIdx.x == 0) {
@@ -508,9 +527,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(LargeForward<T, kHea
 #endif
 }
 
-template <class T, int kHeadDim>
+template <class T, int kHeadDim, Kind kKind>
 void forward_large(const AttnParams& p) {
-  using Kernel = LargeForward<T, kHeadDim>;
+  using Kernel = LargeForward<T, kHeadDim, kKind>;
   if (p.batch * p.heads_q == 0) return;
   const LargeForwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kRows),
                               key_map(p, p.k, p.head_dim, Kernel::kKeys / Kernel::kBlocks),
@@ -522,7 +541,7 @@ void forward_large(const AttnParams& p) {
   if (all > clusters) {
     check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
   }
-  launch(large_forward_kernel<T, kHeadDim>, "sm90 forward", p, std::min(all, clusters) * Kernel::kBlocks,
+  launch(large_forward_kernel<T, kHeadDim, kKind>, "sm90 forward", p, std::min(all, clusters) * Kernel::kBlocks,
          Kernel::kThreads, static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));
 }
 

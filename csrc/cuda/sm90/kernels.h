@@ -16,7 +16,9 @@ constexpr bool has_backward(int head_dim, Kind kind) {
   return kind != Kind::kGeneral && kind != Kind::kBias && (kind != Kind::kScores || head_dim <= 128);
 }
 // The same for the forward. Head dims above 256 are rare: other kinds of them have no kernels of their own.
-constexpr bool has_forward(int head_dim, Kind kind) { return head_dim <= 256 || kind == Kind::kPlain; }
+constexpr bool has_forward(int head_dim, Kind kind) {
+  return head_dim <= 256 || kind == Kind::kPlain || kind == Kind::kDropout;
+}
 
 constexpr size_t kForwardBytes = 64;  // workspace of the forward: TileGrid::taken
 

@@ -50,7 +50,9 @@ constexpr ForwardTiles kForwardTiles[] = {
     {384,
      Kind::kPlain,
      {{1, 64, 5}, {1, 128, 4}, {1, 96, 6}}},  // forward_large.cuh: stages are parts of a tile of keys
+    {384, Kind::kDropout, {{1, 64, 5}}},
     {512, Kind::kPlain, {{1, 64, 4}, {1, 128, 4}, {1, 96, 6}}},
+    {512, Kind::kDropout, {{1, 64, 4}}},
 };
 
 template <int kHeadDim, Kind kKind>
