@@ -277,7 +277,8 @@ struct LargeForward {
       announce();
     }
 
-    // The products of this step. before_last(): called when all are under way, and but the last part are done.
+    // The product of the scores of one key tile. before_last() is called when every part is under way and all but the
+    // last one are done.
     template <class Before>
     __device__ __forceinline__ void multiply(const Before& before_last) {
       ptx::hold(scores);
