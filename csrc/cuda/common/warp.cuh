@@ -3,12 +3,21 @@
 
 #include <cstdint>
 
+#include "../ptx/memory.cuh"
+
 namespace flashattn_ext {
 
 // The value of lane 0, in all lanes: the compiler then knows that all have the same.
 template <class X>
 __device__ __forceinline__ X uniform(X x) {
   return __shfl_sync(~0u, x, 0);
+}
+
+// The same for an address in shared memory. Where control flow is so involved that the compiler does not see it by
+// itself, all that depends on such an address, stages and operands of products, is in uniform registers then.
+template <class X>
+__device__ __forceinline__ X& uniform_shared(X& x) {
+  return *static_cast<X*>(ptx::shared_pointer(uniform(ptx::shared_address(&x))));
 }
 
 // Over the four lanes that share an accumulator row.

@@ -8,6 +8,7 @@ namespace flashattn_ext::ptx {
 __device__ __forceinline__ uint32_t shared_address(const void* p) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
+__device__ __forceinline__ void* shared_pointer(uint32_t address) { return __cvta_shared_to_generic(address); }
 
 // Loads four 8x8 matrices of 16-bit elements (or 8x4 of 32-bit ones). Lane l gives the address of row l % 8 of matrix l
 // / 8.

@@ -49,8 +49,6 @@ struct Forward {
   using Bias = std::conditional_t<kGeneral, TileBias<T, false, 1, kScoreTiles>, DistanceBias<false, 1, kScoreTiles>>;
 
   using Work = ForwardWork;
-  using Address =
-      std::conditional_t<kMasks, std::conditional_t<kHeadDim <= 96, ptx::UniformDescriptor, ptx::Descriptor>, uint64_t>;
   using KeyTile = sm90::KeyTile<kGroups>;
   using KeyBatch = sm90::KeyBatch<Work, KeyTile>;
   using PartialTile = sm90::PartialTile<kKeys>;
@@ -272,7 +270,7 @@ struct Forward {
     const Limits unmasked{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
     if (!kMasks) ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
     take_turn();
-    score_product<kHeadDim, Address>(scores, shared.q, group * 64, shared.k[k.stage]);
+    score_product<kHeadDim, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
     give_turn(group);
     if (!kGeneral) draw_signs(work, n, dropout);
     const auto biases = begin_biases(work, n);
@@ -289,9 +287,9 @@ struct Forward {
       for (go_on(walk);; go_on(walk)) {
         if (!kMasks) ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
         take_turn();
-        score_product<kHeadDim, Address>(scores, shared.q, group * 64, shared.k[k.stage]);
+        score_product<kHeadDim, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
         ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
-        accumulate<32, Address>(out, weights, shared.v[v.stage]);
+        accumulate<32, uint64_t>(out, weights, shared.v[v.stage]);
         give_turn(group);
         if (!kGeneral) draw_signs(work, n, dropout);
         const auto biases = begin_biases(work, n);
@@ -309,7 +307,7 @@ struct Forward {
       end_step();
     }
     ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
-    accumulate<32, Address>(out, weights, shared.v[v.stage]);
+    accumulate<32, uint64_t>(out, weights, shared.v[v.stage]);
     end_values();
   }
 
@@ -510,7 +508,8 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
                                             const TileGrid& grid, const typename Kernel::Score& score) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
-  typename Kernel::Shared& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
+  typename Kernel::Shared& in_memory = *reinterpret_cast<typename Kernel::Shared*>(memory);
+  typename Kernel::Shared& shared = Kernel::kMasks ? uniform_shared(in_memory) : in_memory;
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(&maps.q);
     ptx::prefetch_tensor_map(&maps.k);
