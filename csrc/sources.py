@@ -45,7 +45,7 @@ RARE_KINDS = {"sm80": ("_masks", "_general"), "sm90": ("_general", "_bias")}
 # Head dims whose backward of these kinds Hopper leaves to the kernels of sm80: has_backward() in csrc/cuda/sm90/kernels.h.
 LEFT_TO_SM80 = {
     "_general": (64, 96, 128, 144, 192, 256),
-    "_bias": (64, 96, 128, 144, 192, 256),
+    "_bias": (64, 96, 144, 192, 256),
     "_scores": (144, 192, 256),
 }
 ENTRY_POINTS = {

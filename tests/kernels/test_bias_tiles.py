@@ -37,6 +37,47 @@ def test_one_in_many_tiles(device: str, half: torch.dtype, D: int) -> None:
     check(case, device)
 
 
+@pytest.mark.parametrize("bias", ["q", "hq", "bhq"])
+def test_gradients_of_many_tiles(device: str, bias: str) -> None:
+    """So many tiles that a thread block computes several, of a bias that heads or batch entries share, or that they do not."""
+    check(
+        Case(
+            dtype=torch.bfloat16,
+            B=3,
+            Sq=300,
+            Sk=392,
+            Hq=16,
+            Hk=8,
+            D=128,
+            Dv=128,
+            bias=bias,
+            bias_hides=0.01,
+            causal=True,
+        ),
+        device,
+    )
+
+
+@HALVES
+def test_bias_without_gradient(device: str, half: torch.dtype) -> None:
+    check(Case(dtype=half, Sq=130, Sk=264, D=128, Dv=72, bias="hq", needs_grad=("q", "k", "v"), use_lse=True), device)
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 200, 264), (3, 4, 200, 264), (1, 1, 1, 264)], ids=["shared", "whole", "keys"])
+def test_deterministic(device: str, shape: tuple[int, ...]) -> None:
+    q, k, v = (
+        torch.randn(3, S, 4, 128, device=device, dtype=torch.bfloat16, requires_grad=True) for S in (200, 264, 264)
+    )
+    bias = torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        out = flashattn_ext.forward(q, k, v, bias=bias, causal=True, deterministic=True)
+        return torch.autograd.grad(out.square().sum(), (q, k, v, bias))
+
+    for one, other in zip(gradients(), gradients(), strict=True):
+        assert_same_bits(one, other)
+
+
 @HALVES
 @pytest.mark.parametrize("D", [64, 128])
 def test_hidden_scores_may_be_anything(device: str, half: torch.dtype, D: int) -> None:

@@ -26,6 +26,16 @@ inline bool has_copyable_bias(const AttnParams& p) {
          aligned(p.bias.batch_stride, p.batch);
 }
 
+// The same for the gradient of that bias, whose tiles TMA adds or stores. One that rows have in common is summed up in
+// registers instead, by kernels that know how.
+inline bool has_copyable_bias_gradient(const AttnGradParams& p) {
+  const int vector = p.dbias.dtype == DType::kFloat32 ? 4 : 8;
+  auto aligned = [&](int64_t stride, int64_t count) { return count <= 1 || stride % vector == 0; };
+  return reinterpret_cast<uintptr_t>(p.dbias.data) % 16 == 0 && (p.seqlen_q <= 1 || p.dbias.row_stride != 0) &&
+         aligned(p.dbias.row_stride, p.seqlen_q) && aligned(p.dbias.head_stride, p.heads_q) &&
+         aligned(p.dbias.batch_stride, p.batch);
+}
+
 inline Kind kind_of(const AttnParams& p) {
   if (p.origin.length_mask == 0) return Kind::kGeneral;  // an origin places the rows
   if (p.softcap > 0 || p.has_bias()) {

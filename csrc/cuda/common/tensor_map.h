@@ -30,26 +30,29 @@ inline auto tensor_map_encoder() {
   return encode;
 }
 
-// A map of [batch][heads][rows][columns] whose copies are boxes of `box_rows` rows and 64 columns of 16-bit elements,
-// 128-byte swizzled. Pointer and strides are multiples of 16 bytes, which aligned_rows.h sees to.
+// A map of [batch][heads][rows][columns] whose copies are boxes of `box_rows` rows of 128 bytes, 128-byte swizzled: 64
+// columns of 16-bit elements, or 32 of fp32. Pointer and strides are multiples of 16 bytes, which aligned_rows.h sees
+// to for inputs.
 inline CUtensorMap tensor_map(const AttnParams& p, const TensorView& t, int64_t columns, int64_t rows, int64_t heads,
-                              int box_rows) {
-  constexpr int kBytes = 2;
+                              int box_rows, DType type) {
+  const int bytes = type == DType::kFloat32 ? 4 : 2;
   // The stride along an axis of extent 1 means nothing, and may be one that a map does not take.
-  auto stride = [](int64_t elements, int64_t count) { return count > 1 ? uint64_t(elements * kBytes) : uint64_t{16}; };
+  auto stride = [&](int64_t elements, int64_t count) { return count > 1 ? uint64_t(elements * bytes) : uint64_t{16}; };
 
   auto extent = [](int64_t count) { return uint64_t(std::max<int64_t>(count, 1)); };
   const cuuint64_t extents[] = {extent(columns), extent(rows), extent(heads), extent(batch_entries(p))};
   const cuuint64_t strides[] = {stride(t.row_stride, rows), stride(t.head_stride, heads),
                                 stride(t.batch_stride, batch_entries(p))};
-  const cuuint32_t box[] = {64, static_cast<cuuint32_t>(box_rows), 1, 1}, steps[] = {1, 1, 1, 1};
+  const cuuint32_t box[] = {128u / bytes, static_cast<cuuint32_t>(box_rows), 1, 1}, steps[] = {1, 1, 1, 1};
   // An empty tensor may have no address, which a map does not take; it is never read.
   void* const data = t.data ? t.data : reinterpret_cast<void*>(uintptr_t{1024});
+  const CUtensorMapDataType element_type = type == DType::kFloat32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                           : type == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                                                      : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   CUtensorMap map;
-  const CUresult result = tensor_map_encoder()(
-      &map, p.dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 4, data,
-      extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = tensor_map_encoder()(&map, element_type, 4, data, extents, strides, box, steps,
+                                               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     auto text = [](int64_t x) { return std::to_string(x); };
     throw launch_error("tensor map",
@@ -62,10 +65,15 @@ inline CUtensorMap tensor_map(const AttnParams& p, const TensorView& t, int64_t 
 }
 
 inline CUtensorMap query_map(const AttnParams& p, const TensorView& t, int64_t columns, int box_rows) {
-  return tensor_map(p, t, columns, query_rows(p), p.heads_q, box_rows);
+  return tensor_map(p, t, columns, query_rows(p), p.heads_q, box_rows, p.dtype);
 }
 inline CUtensorMap key_map(const AttnParams& p, const TensorView& t, int64_t columns, int box_rows) {
-  return tensor_map(p, t, columns, key_rows(p), p.heads_k, box_rows);
+  return tensor_map(p, t, columns, key_rows(p), p.heads_k, box_rows, p.dtype);
+}
+// Of a bias or its gradient: rows are queries, columns are keys.
+inline CUtensorMap bias_map(const AttnParams& p, const BiasView& bias, int box_rows) {
+  const TensorView view{bias.data, bias.batch_stride, bias.row_stride, bias.head_stride};
+  return tensor_map(p, view, p.seqlen_k, p.seqlen_q, p.heads_q, box_rows, bias.dtype);
 }
 
 }  // namespace flashattn_ext

@@ -29,6 +29,12 @@ __device__ __forceinline__ void stmatrix(void* row, const uint32_t (&r)[4]) {
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
+// The same for what ldmatrix_transposed loads.
+__device__ __forceinline__ void stmatrix_transposed(void* row, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};\n" ::"r"(shared_address(row)),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
 
 // Starts copying 16 bytes; zeros when not valid, and then `from` is not read.
 __device__ __forceinline__ void cp_async(void* to, const void* from, bool valid) {

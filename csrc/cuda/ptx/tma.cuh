@@ -1,4 +1,5 @@
-// Tensor copies into shared memory, one instruction in each wrapper (PTX ISA, "cp.async.bulk.tensor").
+// Tensor copies into shared memory and out of it, one instruction in each wrapper (PTX ISA, "cp.async.bulk.tensor" and
+// "cp.reduce.async.bulk.tensor").
 #pragma once
 
 #include <cuda.h>
@@ -30,6 +31,23 @@ __device__ __forceinline__ void tma_load_to_cluster(void* to, const CUtensorMap*
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, "
       "{%3, %4, %5, %6}], [%2], %7;\n" ::"r"(shared_address(to)),
       "l"(map), "r"(shared_address(arrived)), "r"(column), "r"(row), "r"(head), "r"(batch), "h"(blocks)
+      : "memory");
+}
+// Starts storing the box of the map that begins there; what is outside the tensor is not stored. Groups and fences are
+// those of bulk.cuh.
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, const void* from, int column, int row, int head,
+                                          int batch) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n" ::"l"(map),
+               "r"(shared_address(from)), "r"(column), "r"(row), "r"(head), "r"(batch)
+               : "memory");
+}
+// The same, but adds the box to what is there.
+__device__ __forceinline__ void tma_add(const CUtensorMap* map, const void* from, int column, int row, int head,
+                                        int batch) {
+  asm volatile(
+      "cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];\n" ::"l"(
+          map),
+      "r"(shared_address(from)), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
 }
 

@@ -7,6 +7,7 @@
 
 #include <type_traits>
 
+#include "backward_bias.cuh"
 #include "backward_scores.cuh"
 #include "backward_step.cuh"
 #include "backward_wide.cuh"
@@ -19,7 +20,8 @@ struct Backward {
   using Work = BackwardWorkOf<kKind>;
   using Walk = QueryWalk<true>;
   using Workspace = WorkspaceOf<kKind>;
-  static constexpr bool kScored = can_score(kKind);
+  static constexpr bool kBias = kKind == Kind::kBias, kScored = can_score(kKind) && !kBias;
+  using Maps = std::conditional_t<kBias, BiasedBackwardMaps, BackwardMaps>;
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
   using Scores = PackedScores<T, backward_tile<kHeadDim, kKind>().queries, kKind>;
   using DistanceScores = PackedDistanceScores<T, Scores::kTiles * 8>;
@@ -31,6 +33,7 @@ struct Backward {
   static constexpr bool kPaired = false;
   static constexpr int kBlocks = 1, kColumns = kHeadDim, kDoutStages = kStages;
   static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kInspectors = 2;
+  static constexpr int kAdders = kBias ? 2 : 1;  // warps that add dq
   static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns,
                        kScorePanels = kQueries / kPanelColumns;
   static constexpr int kColumnTiles = kHeadDim / 8;
@@ -50,6 +53,7 @@ struct Backward {
     T dscores[kDscoreBuffers][kScorePanels][kKeys][kPanelColumns];  // dS^T: [keys][queries]
     DqPart dq[2];                                                   // of each warpgroup
     float lse[kStages][kQueries], delta[kStages][kQueries];
+    T bias[kBias ? kStages : 0][kKeys / 64][kQueries][kPanelColumns];
     float centres[kScored ? kStages : 0][kCentres][kQueries];  // of the rows, for the gradients of biases
     PhiloxKey philox;
     typename Scores::Kept kept[kDropout ? 2 : 0];  // one for each warpgroup
@@ -71,25 +75,30 @@ struct Backward {
       ptx::barrier_init(&shared.keys_empty[i], kWarps);
     }
     for (int i = 0; i < kStages; ++i) {
-      ptx::barrier_init(&shared.q_full[i], kQueryArrivals);
+      ptx::barrier_init(&shared.q_full[i], kQueryArrivals<kBias>);
       ptx::barrier_init(&shared.dout_full[i], 1);
       ptx::barrier_init(&shared.queries_empty[i], kWarps * 32 + (kMasks ? kInspectors : 0));
     }
     for (int i = 0; i < kWorkStages; ++i) {
       ptx::barrier_init(&shared.work_full[i], 1);
-      ptx::barrier_init(&shared.work_empty[i], kWarps * 32 + 1 + (kMasks ? kInspectors : 0));
+      ptx::barrier_init(&shared.work_empty[i], kWarps * 32 + kAdders + (kMasks ? kInspectors : 0));
     }
     init_inspections<Backward>(shared);
   }
 
-  // One warp loads, one adds dq to the workspace, and the other two of their warpgroup inspect what a Mask may hide.
-  // They give their registers to the two warpgroups that compute.
-  static __device__ void run(Shared& shared, const AttnGradParams& p, const Workspace& workspace,
-                             const BackwardMaps& maps, const TileGrid& grid) {
+  // One warp loads, one adds dq to the workspace, or two with a bias, and the last two of their warpgroup inspect what
+  // a Mask may hide. They give their registers to the two warpgroups that compute.
+  static __device__ void run(Shared& shared, const AttnGradParams& p, const Workspace& workspace, const Maps& maps,
+                             const TileGrid& grid) {
     if (threadIdx.x < kGroupThreads) {
       ptx::give_registers<kRegisters.producer>();
-      if (uniform(static_cast<int>(threadIdx.x) / 32) == 1) {
-        DqAdder<Backward>{shared, p, workspace}.add_tiles();
+      const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+      if (kBias ? warp == 1 || warp == 2 : warp == 1) {
+        if constexpr (kBias) {
+          BiasGradientAdder<Backward>{{shared, p, workspace}, maps, warp - 1}.add_tiles();
+        } else {
+          DqAdder<Backward>{shared, p, workspace}.add_tiles();
+        }
       } else {
         load_or_inspect<Backward>(shared, p, workspace, maps, grid);
       }
@@ -115,6 +124,7 @@ struct Backward {
   typename Scores::Packed weights;
   std::conditional_t<kScored, typename Scores::Packed, Nothing> slopes;  // with softcap: of the same scores
   std::conditional_t<kScored, BiasSums<1, false>, Nothing> bias_sums;
+  std::conditional_t<kBias, bool, Nothing> bias_hides;  // some of the scores whose weights these are, with -inf
 
   __device__ __forceinline__ Backward(Shared& shared, const AttnGradParams& params, const Workspace& workspace,
                                       int group)
@@ -265,6 +275,9 @@ struct Backward {
                                                      work.b, now.h,  true,      bias_sums};
       DistanceScores::differentiate(dscores, weights, slopes, workspace.score, gradient, shared.delta[stage], hides);
       if (uniform(static_cast<int>(now.ends_head()))) end_head(work, now.h);
+    } else if constexpr (kBias) {
+      Scores::differentiate(dscores, weights, ScaledLogit{}, shared.delta[stage],
+                            Scores::is_masked(unmasked, now.m * kQueries) || bias_hides);
     } else {
       Scores::differentiate(dscores, weights, workspace.score, shared.delta[stage],
                             Scores::is_masked(unmasked, now.m * kQueries));
@@ -273,6 +286,11 @@ struct Backward {
     buffer = buffer == kDscoreBuffers - 1 ? 0 : buffer + 1;
     store_panels(shared.dscores[buffer], warp_key, packed);
     ptx::fence_async_shared();
+    if constexpr (kBias) {
+      if (p.dbias.data) {
+        hand_over_bias_gradient<T>(shared.dq[group], dscores, packed, group, p.dbias.dtype == DType::kFloat32);
+      }
+    }
   }
 
   // dq = dS K of this step (lag 0) or the one before (lag 1): this warpgroup's part.
@@ -298,6 +316,12 @@ struct Backward {
       DistanceScores::weigh(
           weights, slopes, scores, workspace.score, biases, shared.lse[queries.stage],
           Scores::is_masked(unmasked, row0), [&] { return row_mask(work); }, row0, key);
+    } else if constexpr (kBias) {
+      bias_hides =
+          add_bias_panel(scores, shared.bias[queries.stage][group], warp_key % 64, workspace.score.softmax_scale);
+      Scores::weigh(
+          weights, scores, ScaledLogit{kLog2E<float>}, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
+          [&] { return visible(p, work, now.h); }, row0, key);
     } else {
       Scores::weigh(
           weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
@@ -358,12 +382,13 @@ struct Backward {
 
 template <class Kernel>
 __device__ __forceinline__ void run_backward(const AttnGradParams& p, const typename Kernel::Workspace& workspace,
-                                             const BackwardMaps& maps, const TileGrid& grid) {
+                                             const typename Kernel::Maps& maps, const TileGrid& grid) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
   typename Kernel::Shared& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&maps.q, &maps.k, &maps.v, &maps.dout}) ptx::prefetch_tensor_map(map);
+    if constexpr (Kernel::kBias) ptx::prefetch_tensor_map(&maps.bias);
     Kernel::init(shared, p);
     ptx::fence_barrier_init();
   }
@@ -377,7 +402,7 @@ template <class Kernel>
 __global__ void __launch_bounds__(Kernel::kThreads, 1)
     backward_kernel(const __grid_constant__ AttnGradParams p,
                     const __grid_constant__ typename Kernel::Workspace workspace,
-                    const __grid_constant__ BackwardMaps maps, const __grid_constant__ TileGrid grid) {
+                    const __grid_constant__ typename Kernel::Maps maps, const __grid_constant__ TileGrid grid) {
   run_backward<Kernel>(p, workspace, maps, grid);
 }
 // The same in clusters of two thread blocks.
@@ -385,7 +410,7 @@ template <class Kernel>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Kernel::kThreads, 1)
     paired_backward_kernel(const __grid_constant__ AttnGradParams p,
                            const __grid_constant__ typename Kernel::Workspace workspace,
-                           const __grid_constant__ BackwardMaps maps, const __grid_constant__ TileGrid grid) {
+                           const __grid_constant__ typename Kernel::Maps maps, const __grid_constant__ TileGrid grid) {
   run_backward<Kernel>(p, workspace, maps, grid);
 }
 

@@ -2,6 +2,7 @@
 // that loads, and the writing of dk and dv.
 #pragma once
 
+#include "../../bias.h"
 #include "../common/backward_finish.cuh"
 #include "../common/bias_finish.cuh"
 #include "../common/device.h"
@@ -21,6 +22,10 @@ namespace flashattn_ext::sm90 {
 
 struct BackwardMaps {
   CUtensorMap q, k, v, dout;
+};
+// Of calls with a bias of 16 bits. dbias is meaningless when no gradient of it is wanted.
+struct BiasedBackwardMaps : BackwardMaps {
+  CUtensorMap bias, dbias;
 };
 
 // The order of the sums of dq in the workspace, which backward_finish.cuh reads: tiles of 16 rows, those of one warp,
@@ -142,8 +147,9 @@ struct QueryWalk {
 
 // Barriers count threads, not warps (`release` in ring.cuh), where threads read or write shared memory by themselves: a
 // warp's first lane would have to wait for the others, which tools that look for races do not see. At q_full arrive the
-// copy of queries, and the lanes that store lse and delta of the rows.
-constexpr int kQueryArrivals = 1 + 32;
+// copy of queries, that of a bias where there is one, and the lanes that store lse and delta of the rows.
+template <bool kBias>
+constexpr int kQueryArrivals = kBias + 1 + 32;
 
 // The queries that see some of key tile n, which is of the sequence. All lanes of a warp find them together.
 template <class Kernel>
@@ -165,7 +171,7 @@ struct BackwardLoader {
   typename Kernel::Shared& shared;
   const AttnGradParams& p;
   const BackwardWorkspace& workspace;
-  const BackwardMaps& maps;
+  const typename Kernel::Maps& maps;
   RingPosition<Kernel::kKeyStages> keys;
   RingPosition<Kernel::kStages> queries;
   RingPosition<Kernel::kDoutStages> douts;  // used in pairs
@@ -182,7 +188,10 @@ struct BackwardLoader {
     for (int tile = blockIdx.x / Kernel::kBlocks; tile < grid.tiles; tile = next_tile(grid)) {
       // The first key tiles of causal heads have the longest walk: they come first.
       const auto [head, block] = grid.index(tile, all_heads);
-      BackwardWork work = start_head(head / heads, head % heads);
+      // The batch entries of a head come together where they may read the same bias.
+      const int batch = static_cast<int>(p.batch);
+      BackwardWork work =
+          Kernel::kBias ? start_head(head % batch, head / batch) : start_head(head / heads, head % heads);
       // A sequence may be longer than the host was told: then the last tile number stands for all later tiles too, in
       // ascending order, in which they add to dq when the call is deterministic.
       for (start_tile(work, block); work.exists(); start_tile(work, work.n + 1)) {
@@ -283,6 +292,9 @@ struct BackwardLoader {
     if (lane() == 0) {
       load_panels(shared.q[stage], shared.q_full[stage], maps.q, row, now.h, batch, column());
       if (!Kernel::kPaired) load_panels(shared.dout[stage], shared.dout_full[stage], maps.dout, row, now.h, batch);
+      if constexpr (Kernel::kBias) {
+        load_panels(shared.bias[stage], shared.q_full[stage], maps.bias, row, now.h, batch, work.key0);
+      }
     }
     const int rows = work.length_q - now.m * kQueries;
     const int64_t index = now.h * workspace.rows + (p.is_varlen() ? 0 : work.b * p.seqlen_q) + row;
@@ -437,8 +449,8 @@ __device__ __forceinline__ void init_inspections(typename Kernel::Shared& shared
 // What the warpgroup that does not compute does.
 template <class Kernel>
 __device__ __forceinline__ void load_or_inspect(typename Kernel::Shared& shared, const AttnGradParams& p,
-                                                const typename Kernel::Workspace& workspace, const BackwardMaps& maps,
-                                                const TileGrid& grid) {
+                                                const typename Kernel::Workspace& workspace,
+                                                const typename Kernel::Maps& maps, const TileGrid& grid) {
   const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
   if (warp == 0) {
     BackwardLoader<Kernel>{shared, p, workspace, maps}.load_tiles(grid);
@@ -466,9 +478,14 @@ template <class Kernel, class Entry>
 void launch_backward_main(Entry kernel, const AttnGradParams& p, const typename Kernel::Workspace& workspace) {
   const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys), all = blocks * p.batch * p.heads_k;
   if (all == 0) return;
-  const BackwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kQueries), key_map(p, p.k, p.head_dim, Kernel::kKeys),
-                          key_map(p, p.v, p.head_dim_v, Kernel::kKeys),
-                          query_map(p, p.dout, p.head_dim_v, Kernel::kQueries)};
+  typename Kernel::Maps maps;
+  static_cast<BackwardMaps&>(maps) = {
+      query_map(p, p.q, p.head_dim, Kernel::kQueries), key_map(p, p.k, p.head_dim, Kernel::kKeys),
+      key_map(p, p.v, p.head_dim_v, Kernel::kKeys), query_map(p, p.dout, p.head_dim_v, Kernel::kQueries)};
+  if constexpr (Kernel::kBias) {
+    maps.bias = bias_map(p, p.bias, Kernel::kQueries);
+    if (p.dbias.data) maps.dbias = bias_map(p, p.dbias, Kernel::kQueries);
+  }
   const int64_t at_once = multiprocessors() / Kernel::kBlocks, teams = std::min(all, at_once);
   const TileGrid grid{backward_order(p, blocks, 2, at_once, Kernel::kSectionHeads), static_cast<int>(all),
                       workspace.key_tiles_taken};

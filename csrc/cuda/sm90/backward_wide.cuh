@@ -15,6 +15,7 @@ struct WideBackward {
   static constexpr bool kScored = false, kDropout = can_drop(kKind), kMasks = can_mask(kKind);
   using Layout = DqLayout<T, kHeadDim>;
   using Workspace = BackwardWorkspace;
+  using Maps = BackwardMaps;
   static constexpr BackwardTile kTile = backward_tile<kHeadDim, kKind>();
   static constexpr WideRegisterBudget kRegisters = wide_register_budget(kHeadDim);
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
@@ -22,6 +23,7 @@ struct WideBackward {
   static constexpr int kWorkStages = 2, kBuffers = 2;  // kBuffers: of P^T and of dS^T
   static constexpr int kThreads = 4 * kGroupThreads, kGroupWarps = 4;
   static constexpr int kInspectors = 3;
+  static constexpr bool kBias = false;
   static constexpr bool kPaired = is_paired(kHeadDim);                            // pair.cuh
   static constexpr int kBlocks = kPaired ? 2 : 1, kColumns = kHeadDim / kBlocks;  // of a thread block
   // Stages of dout. In pairs it has its own, for there is no room for two at head_dim 512.
@@ -64,7 +66,7 @@ struct WideBackward {
       ptx::barrier_init(&shared.keys_empty[i], 3 * kGroupWarps);
     }
     for (int i = 0; i < kStages; ++i) {
-      ptx::barrier_init(&shared.q_full[i], kQueryArrivals);
+      ptx::barrier_init(&shared.q_full[i], kQueryArrivals<kBias>);
       if (i < kDoutStages) ptx::barrier_init(&shared.dout_full[i], 1);
       ptx::barrier_init(&shared.queries_empty[i], 2 * kGroupThreads + (kMasks ? kInspectors : 0));
     }

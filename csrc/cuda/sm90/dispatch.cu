@@ -8,17 +8,21 @@
 namespace flashattn_ext {
 namespace {
 
-// What Hopper's own backward of softcap and biases lacks (RelativeGradient): exact sums of a relative bias's gradient.
-bool left_to_sm80(const AttnGradParams& p) { return p.drelative_bias && p.deterministic; }
+// What Hopper's own backward of softcap and biases lacks: exact sums of a relative bias's gradient (RelativeGradient),
+// and the gradient of a bias whose tiles TMA cannot add or store.
+bool left_to_sm80(const AttnGradParams& p) {
+  return (p.drelative_bias && p.deterministic) || (p.dbias.data && !has_copyable_bias_gradient(p));
+}
 
 template <class T, int kHeadDim, Kind kKind>
 size_t scored_backward_bytes(const AttnGradParams& p) {
   return left_to_sm80(p) ? sm80::kernels<T, kHeadDim, kKind>().backward_bytes(p)
-                         : sm90::backward_bytes<T, kHeadDim, kKind>(p);
+                         : sm90::backward_bytes<T, sm90::backward_class(kHeadDim, kKind), kKind>(p);
 }
 template <class T, int kHeadDim, Kind kKind>
 void scored_backward(const AttnGradParams& p) {
-  left_to_sm80(p) ? sm80::kernels<T, kHeadDim, kKind>().backward(p) : sm90::backward<T, kHeadDim, kKind>(p);
+  left_to_sm80(p) ? sm80::kernels<T, kHeadDim, kKind>().backward(p)
+                  : sm90::backward<T, sm90::backward_class(kHeadDim, kKind), kKind>(p);
 }
 
 template <class T, int kHeadDim, Kind kKind>

@@ -55,7 +55,7 @@ struct DqAdder {
     ptx::bulk_wait<0>();  // what is being added is in this thread block's memory
   }
 
- private:
+ protected:
   using Walk = typename Kernel::Walk;
 
   __device__ __forceinline__ void add_tile(const BackwardWork& work) {
@@ -86,11 +86,13 @@ struct DqAdder {
   }
   static __device__ __forceinline__ bool leads() { return threadIdx.x % 32 == 0; }
 
-  // The first tile of a step in the workspace's dq.
-  __device__ __forceinline__ int64_t tile(const BackwardWork& work, const Walk& now) const {
+  // The first tile of a step, which has a query head h and the number m of a query tile, in the workspace's dq.
+  template <class Step>
+  __device__ __forceinline__ int64_t tile(const BackwardWork& work, const Step& now) const {
     return now.h * workspace.tiles + work.dq_tile + now.m * (kQueries / Layout::kTileRows);
   }
-  __device__ __forceinline__ void start(const BackwardWork& work, const Walk& now, int group) const {
+  template <class Step>
+  __device__ __forceinline__ void start(const BackwardWork& work, const Step& now, int group) const {
     float* const to = Layout::fragment(workspace, tile(work, now), group * 4, 0);
     const int rows = work.length_q - now.m * kQueries - Layout::row(group * 4);
     constexpr int kTileRows = Layout::kTileRows;
@@ -104,15 +106,18 @@ struct DqAdder {
     }
   }
 
-  __device__ __forceinline__ auto order(const BackwardWork& work, const Walk& now) const {
+  template <class Step>
+  __device__ __forceinline__ auto order(const BackwardWork& work, const Step& now) const {
     return DqOrder{workspace.dq_added + tile(work, now), true, [&] { return added_before(*this, work, now.m, step); },
                    [&] { return added_after(*this, work, now.m, step); }, [] {}};
   }
-  __device__ __forceinline__ void await_earlier_keys(const BackwardWork& work, const Walk& now) const {
+  template <class Step>
+  __device__ __forceinline__ void await_earlier_keys(const BackwardWork& work, const Step& now) const {
     order(work, now).await_earlier_keys();
     ptx::fence_async_global();
   }
-  __device__ __forceinline__ void admit_later_keys(const BackwardWork& work, const Walk& now) const {
+  template <class Step>
+  __device__ __forceinline__ void admit_later_keys(const BackwardWork& work, const Step& now) const {
     ptx::bulk_wait<0>();
     order(work, now).admit_later_keys();
   }

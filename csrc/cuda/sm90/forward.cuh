@@ -572,7 +572,7 @@ void forward_to_256(const AttnParams& p) {
   static_cast<ForwardMaps&>(maps) = {query_map(p, p.q, p.head_dim, Kernel::kQueries),
                                      key_map(p, p.k, p.head_dim, Kernel::kKeys),
                                      key_map(p, p.v, p.head_dim_v, Kernel::kKeys)};
-  if constexpr (Kernel::kBias) maps.bias = bias_map(p, Kernel::kQueries);
+  if constexpr (Kernel::kBias) maps.bias = bias_map(p, p.bias, Kernel::kQueries);
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
   int* const taken = static_cast<int*>(p.workspace);
   const TileGrid grid{forward_order(p, blocks, sizeof(T), Kernel::kBias ? p.batch : 1), static_cast<int>(all), taken};

@@ -59,9 +59,4 @@ __device__ __forceinline__ void add_bias_tile(float (&x)[N][4], const T (&bias)[
   }
 }
 
-inline CUtensorMap bias_map(const AttnParams& p, int box_rows) {
-  const TensorView bias{p.bias.data, p.bias.batch_stride, p.bias.row_stride, p.bias.head_stride};
-  return tensor_map(p, bias, p.seqlen_k, p.seqlen_q, p.heads_q, box_rows);
-}
-
 }  // namespace flashattn_ext::sm90

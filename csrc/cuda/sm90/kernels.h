@@ -9,12 +9,14 @@
 namespace flashattn_ext::sm90 {
 
 // Whether there is a backward of a kind; sm80's runs other calls. ptxas serialises the products of a general one
-// (C7510): at head_dim 128 a bias with its gradient took 13.3 ms where sm80's took 9.8 (2x16x4096 on an H100), at 64
-// ALiBi 1.35 times the time. csrc/sources.py has the same lists.
+// (C7510), and they took 1.35 times the time of sm80's. csrc/sources.py has the same lists.
 constexpr bool has_backward(int head_dim, Kind kind) {
   if (head_dim > 256) return kind == Kind::kPlain;
-  return kind != Kind::kGeneral && kind != Kind::kBias && (kind != Kind::kScores || head_dim <= 128);
+  return kind != Kind::kGeneral && ((kind != Kind::kScores && kind != Kind::kBias) || head_dim <= 128);
 }
+// The class of head dims whose backward runs another one: a bias of 16 bits has kernels of head_dim 128 alone. With 128
+// queries a step, as up to 64, tiles of the bias and of its gradient do not fit in shared memory.
+constexpr int backward_class(int head_dim, Kind kind) { return kind == Kind::kBias ? 128 : head_dim; }
 // The same for the forward. Head dims above 256 are rare: other kinds of them have no kernels of their own.
 constexpr bool has_forward(int head_dim, Kind kind) {
   return head_dim <= 256 || kind == Kind::kPlain || kind == Kind::kDropout;
