@@ -97,6 +97,8 @@ struct DistanceBias {
     return uniform(
                static_cast<int>(place.tile_distance + (kKeys - 1) <= 0 || place.tile_distance - (kRows - 1) >= 0)) != 0;
   }
+  // Whether there is nothing to add.
+  __device__ __forceinline__ bool is_absent() const { return !has_slopes && range == Reached::kNone; }
   // The entry of the relative bias for a distance.
   __device__ __forceinline__ int entry(int distance) const { return min(max(distance, -reach), reach); }
 

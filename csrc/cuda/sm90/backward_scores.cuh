@@ -31,7 +31,12 @@ struct PackedDistanceScores {
                                                const GeneralScore& score, const Bias& bias,
                                                const float (&lse)[kQueries], bool masked, const MaskOf& mask, int row0,
                                                int key) {
-    if (score.is_capped) cap(slopes, scores, score);
+    if (score.is_capped) {
+      // Softcap alone, the usual case, has one pass: the arithmetic of one score is issued while another waits for
+      // tanh.
+      if (!masked && bias.is_absent()) return cap_and_weigh(weights, slopes, scores, score, lse);
+      cap(slopes, scores, score);
+    }
     const float scale = bias.add(reinterpret_cast<float (&)[1][kQueries / 8][4]>(scores), score.factor);
     Packing::weigh(weights, scores, ScaledLogit{scale}, lse, masked, mask, row0, key);
   }
@@ -56,12 +61,22 @@ struct PackedDistanceScores {
     }
   }
   static __device__ __forceinline__ void cap(Packed& slopes, Scores& scores, const GeneralScore& score) {
+    each_pair([&](int n, int r, int step, int i) { slopes[step][i] = cap_pair(&scores[n][2 * r], score); });
+  }
+  static __device__ __forceinline__ void cap_and_weigh(Packed& weights, Packed& slopes, Scores& scores,
+                                                       const GeneralScore& score, const float (&lse)[kQueries]) {
+    const ScaledLogit rule{score.factor};
     each_pair([&](int n, int r, int step, int i) {
-      float slope[2];
-#pragma unroll
-      for (int odd = 0; odd < 2; ++odd) slope[odd] = score.cap<T>(&scores[n][2 * r + odd]);
-      slopes[step][i] = Core::pack(slope[0], slope[1]);
+      const float2 row_lse = *reinterpret_cast<const float2*>(&lse[n * 8 + 2 * (threadIdx.x % 4)]);
+      float* const pair = &scores[n][2 * r];
+      slopes[step][i] = cap_pair(pair, score);
+      weights[step][i] = Core::pack(weight_of(rule, pair[0], row_lse.x), weight_of(rule, pair[1], row_lse.y));
     });
+  }
+  // Two products become stored scores; returns their slopes.
+  static __device__ __forceinline__ uint32_t cap_pair(float* pair, const GeneralScore& score) {
+    const float even = score.cap<T>(&pair[0]), odd = score.cap<T>(&pair[1]);
+    return Core::pack(even, odd);
   }
   static __device__ __forceinline__ void multiply(Scores& dscores, const Packed& slopes) {
     each_pair([&](int n, int r, int step, int i) {

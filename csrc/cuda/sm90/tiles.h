@@ -27,7 +27,7 @@ struct ForwardTiles {
 constexpr ForwardTiles kForwardTiles[] = {
     {64, Kind::kPlain, {{3, 128, 3}, {3, 112, 3}, {2, 192, 2}}},
     {64, Kind::kIntervals, {{3, 128, 3}, {2, 192, 2}, {2, 128, 3}}},
-    {64, Kind::kScores, {{2, 160, 3}, {3, 96, 3}, {2, 128, 3}}},
+    {64, Kind::kScores, {{3, 96, 3}, {2, 160, 3}, {2, 128, 3}}},
     {64, Kind::kBias, {{3, 128, 3}, {2, 192, 2}, {2, 128, 3}}},
     {64, Kind::kDropout, {{2, 128, 3}, {3, 64, 4}, {2, 192, 2}}},
     {96, Kind::kPlain, {{3, 112, 2}, {3, 96, 2}, {2, 128, 3}}},
