@@ -48,6 +48,9 @@ struct Backend {
   void (*mask_extremes)(const AttnParams& params, int32_t* extremes) = nullptr;
   // Whether the forward writes AttnParams::centres. Otherwise ops.cpp fills them with 0.
   bool writes_centres = false;
+  // Whether forward and backward set the unowned rows of packed tensors, which belong to no sequence. Otherwise ops.cpp
+  // does.
+  bool sets_unowned_rows = false;
 };
 
 // Why a backend whose dropout is drawn for whole calls of the generator, 16 rows and 64 keys, refuses an origin.

@@ -65,12 +65,14 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
   set_memory(c, out, lse, rng_state, &p);
   if (keeps_centres && backend->writes_centres && out.element_size() == 2) {
     p.centres = centres_view_of(c, centres);
-    set_rows_of_no_sequence(c.cu_seqlens_q, centres, 1, 0);
   } else if (keeps_centres) {
     centres.zero_();
   }
   const at::Tensor workspace = workspace_for(c.q, backend->forward_workspace_bytes(p), &p);
-  set_rows_of_no_sequence(c, out, lse);
+  if (!backend->sets_unowned_rows) {
+    set_rows_of_no_sequence(c, out, lse);
+    if (p.centres.data) set_rows_of_no_sequence(c.cu_seqlens_q, centres, 1, 0);
+  }
   backend->forward(p);
   arguments.finish(out, lse, centres);
 }
@@ -118,9 +120,11 @@ void backward(const c10::OperatorHandle& op, Stack* stack) {
   const BiasGradients sums = zeroed_bias_gradients(c, b, *backend);
   set_memory(sums, &p);
   const at::Tensor workspace = workspace_for(c.q, backend->backward_workspace_bytes(p), &p);
-  set_rows_of_no_sequence(c.cu_seqlens_q, dq, c.row_dim(), 0);
-  set_rows_of_no_sequence(c.cu_seqlens_k, dk, c.row_dim(), 0);
-  set_rows_of_no_sequence(c.cu_seqlens_k, dv, c.row_dim(), 0);
+  if (!backend->sets_unowned_rows) {
+    set_rows_of_no_sequence(c.cu_seqlens_q, dq, c.row_dim(), 0);
+    set_rows_of_no_sequence(c.cu_seqlens_k, dk, c.row_dim(), 0);
+    set_rows_of_no_sequence(c.cu_seqlens_k, dv, c.row_dim(), 0);
+  }
   backend->backward(p);
   finish(finished(sums, given));
 }

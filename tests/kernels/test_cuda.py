@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -65,6 +66,29 @@ def test_never_waits_for_the_device(dtype: torch.dtype, no_waiting: None) -> Non
     out, lse = flashattn_ext.varlen_forward(*packed, starts, starts, 64, 64, return_lse=True)
     flashattn_ext.backward(out, *packed, out, lse, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=64,
                            max_seqlen_k=64, dropout_p=0.1, rng_seed=3)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "offsets", [[5, 15, 30], [0, 40], [30, 5], [7, 7], [-3, 20], [10, 100], [12, 20, 4, 16]], ids=str
+)
+@pytest.mark.parametrize("D,slopes", [(17, False), (64, False), (9, True)])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_packed_rows_of_no_sequence(dtype: torch.dtype, D: int, slopes: bool, offsets: list[int]) -> None:
+    """Whatever offsets the device holds: rows outside of every sequence are those that see nothing, in memory that was NaN before."""
+    total, starts = 40, torch.tensor(offsets, dtype=torch.int32, device="cuda")
+    q, k, v = leaves(total, 2, D, dtype=dtype)
+    given = {"alibi_slopes": torch.rand(2, device="cuda", requires_grad=True)} if slopes else {}
+    used = [torch.full((total, 2, D), torch.nan, device="cuda", dtype=dtype) for _ in range(6)]
+    del used  # for the allocator to give away again
+    out, lse = flashattn_ext.varlen_forward(q, k, v, starts, starts, total, total, return_lse=True, **given)
+    gradients = torch.autograd.grad(out, [q, k, v, *given.values()], torch.ones_like(out))
+    owned = torch.zeros(total, dtype=torch.bool)
+    for start, end in itertools.pairwise(offsets):
+        owned[max(start, 0) : max(end, 0)] = True
+    assert not out[~owned].any() and torch.isneginf(lse[:, ~owned]).all()
+    assert torch.isfinite(lse[:, owned]).all() and out[owned].flatten(1).any(1).all()
+    assert all(torch.isfinite(t).all() for t in gradients)
+    assert not any(t[~owned].any() for t in gradients[:3])
 
 
 def test_calls_run_on_the_current_stream() -> None:

@@ -15,6 +15,7 @@
 #include "aligned_rows.h"
 #include "kernels.h"
 #include "kind.h"
+#include "unowned_rows.h"
 
 namespace flashattn_ext {
 
@@ -29,6 +30,7 @@ class Dispatch {
                     &decode};
     backend.mask_extremes = cuda_mask_extremes;
     backend.writes_centres = true;
+    backend.sets_unowned_rows = true;
     return backend;
   }
 
@@ -59,7 +61,11 @@ class Dispatch {
   static size_t backward_workspace_bytes(const AttnGradParams& p) {
     return static_cast<size_t>(aligned_copy_bytes(p)) + kernels_of(p).backward_bytes(p);
   }
-  static void forward(const AttnParams& p) { kernels_of(p).forward(align_inputs(p)); }
+  static void run_forward(const AttnParams& p) { kernels_of(p).forward(align_inputs(p)); }
+  static void forward(const AttnParams& p) {
+    set_unowned_rows(p);
+    run_forward(p);
+  }
   static size_t decode_workspace_bytes(const DecodeParams& p) {
     if (!decode::is_prefill(p)) return decode::workspace_bytes(p);
     return decode::prefill_bytes(p) + forward_workspace_bytes(decode::packed_call(p));
@@ -67,10 +73,13 @@ class Dispatch {
   static void decode(const DecodeParams& p) {
     if (!decode::is_prefill(p)) return decode::run(p);
     const AttnParams packed = decode::begin_prefill(p);
-    forward(packed);
+    run_forward(packed);
     decode::finish_prefill(p, packed);
   }
-  static void backward(const AttnGradParams& p) { kernels_of(p).backward(align_inputs(p)); }
+  static void backward(const AttnGradParams& p) {
+    set_unowned_rows(p);
+    kernels_of(p).backward(align_inputs(p));
+  }
 };
 
 }  // namespace flashattn_ext
