@@ -24,7 +24,8 @@ struct Split {
   static constexpr int kRowTiles = kTile.row_tiles, kRows = kTile.rows();
   static constexpr int kColumnWarps = kTile.column_warps, kTeamWarps = kTile.row_warps * kColumnWarps;
   static constexpr int kKeys = kTile.keys, kStages = kTile.stages;
-  using KeyTile = SwizzledTile<T, kHeadDim>;  // also of values
+  static constexpr bool kHasRegisters = sizeof(T) == 2 && kRowTiles == 1 && kHeadDim <= 128;  // left over
+  using KeyTile = SwizzledTile<T, kHeadDim, kHasRegisters>;                                   // also of values
   static constexpr int kQueryStride = kTileStride<T, kHeadDim>, kVectorElements = kVectorBytes / sizeof(T);
   static constexpr int kStageElements = 2 * kKeys * kHeadDim;
   static constexpr int kScoreTiles = kKeys / 8, kSteps = kKeys / Core::kK;
@@ -34,7 +35,7 @@ struct Split {
   static constexpr int kChunkColumns = sizeof(T) == 4 && kWarpColumns > 128 ? 16 : kWarpColumns;
   static constexpr int kChunks = kWarpColumns / kChunkColumns, kChunkTiles = kChunkColumns / 8;
   // One tile of 16-bit rows stays in registers while a part is computed.
-  static constexpr bool kKeepsQueries = sizeof(T) == 2 && kRowTiles == 1 && kHeadDim <= 128;
+  static constexpr bool kKeepsQueries = kHasRegisters;
   static constexpr int kSumStride = kHeadDim + 8;  // floats; eight rows start in different banks
   static_assert(kUnitKeys % kKeys == 0);
   // At the end of a part a team's sums replace its ring. A ring of three stages gives but its last one for them: the
@@ -77,6 +78,8 @@ struct Split {
   bool aligned;  // whether rows of the caches can be read in vectors
   bool whole;    // and fill rows of the tiles
   int now = 0;   // which of parts() and works() is computed
+  const int thread = kHasRegisters ? ptx::opaque(threadIdx.x) : static_cast<int>(threadIdx.x);
+  const KeyTile key_tile;
   float out[kChunks][kRowTiles][kChunkTiles][4];
   OnlineSoftmax softmax[kRowTiles];
   typename Core::A queries[kKeepsQueries ? kHeadDim / Core::kK : 1];
@@ -106,12 +109,12 @@ struct Split {
   __device__ __forceinline__ const Part& part() const { return parts()[now]; }
   __device__ __forceinline__ const SequenceWork& work() const { return works()[now]; }
   __device__ __forceinline__ T* q_tile() const { return q_tiles + (kAhead ? now * kQueryElements : 0); }
-  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
-  static __device__ __forceinline__ int g() { return lane() / 4; }
-  static __device__ __forceinline__ int t() { return lane() % 4; }
-  static __device__ __forceinline__ int team() { return static_cast<int>(threadIdx.x) / 32 / kTeamWarps; }
-  static __device__ __forceinline__ int member() { return static_cast<int>(threadIdx.x) / 32 % kTeamWarps; }
-  static __device__ __forceinline__ void team_sync() {
+  __device__ __forceinline__ int lane() const { return thread % 32u; }
+  __device__ __forceinline__ int g() const { return lane() / 4; }
+  __device__ __forceinline__ int t() const { return lane() % 4; }
+  __device__ __forceinline__ int team() const { return thread / 32u / kTeamWarps; }
+  __device__ __forceinline__ int member() const { return thread / 32u % kTeamWarps; }
+  __device__ __forceinline__ void team_sync() const {
     if constexpr (kTeamWarps == 1) {
       __syncwarp();
     } else {
@@ -121,10 +124,10 @@ struct Split {
   __device__ __forceinline__ T* stage(int i) const { return rings + team() * kTeamElements + i * kStageElements; }
 
   // The first packed row of this warp within the tile, and of this lane, whose others are 8 and 16 rows on.
-  static __device__ __forceinline__ int warp_row() { return member() / kColumnWarps * 16 * kRowTiles; }
-  static __device__ __forceinline__ int lane_row() { return warp_row() + g(); }
+  __device__ __forceinline__ int warp_row() const { return member() / kColumnWarps * 16 * kRowTiles; }
+  __device__ __forceinline__ int lane_row() const { return warp_row() + g(); }
   // The first column of the result that this warp has.
-  static __device__ __forceinline__ int warp_column() { return member() % kColumnWarps * kWarpColumns; }
+  __device__ __forceinline__ int warp_column() const { return member() % kColumnWarps * kWarpColumns; }
   // The query and the query head of a packed row of the tile. Rows after the last one count as queries after the last.
   struct Row {
     int query, head;
@@ -429,7 +432,8 @@ struct Split {
         return query_operand(i, d);
       }
     };
-    sm80::score_product<kHeadDim, SwizzledTile>(scores, operand, keys, 0);
+    sm80::score_product<T, kHeadDim>(
+        scores, operand, [&](typename Core::B(&pair)[2], int n, int d) { key_tile.load_b(pair, keys, n * 8, d); });
     score.make_logits<T>(scores);
     if (p.alibi_slopes) add_slopes(scores, row0);
     if (row0 < whole.begin || row0 + kKeys > whole.end) hide_unseen(scores, row0);
@@ -443,9 +447,13 @@ struct Split {
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) weights[i][step] = Core::from_accumulators(scores[i], step);
     }
-    for_chunks([&](int c) {
-      auto operand = [&](int i, int step) { return weights[i][step]; };
-      sm80::accumulate<kHeadDim, kSteps, SwizzledTile>(out[c], operand, values, warp_column() + c * kChunkColumns);
+    for_chunks([&](int chunk) {
+      const int column = warp_column() + chunk * kChunkColumns;
+      sm80::accumulate<T, kSteps>(
+          out[chunk], [&](int i, int step) { return weights[i][step]; },
+          [&](typename Core::B(&pair)[2], int step, int c) {
+            key_tile.load_b_transposed(pair, values, step * Core::kK, column + c * 8);
+          });
       if (kChunks > 1) __syncwarp();
     });
   }

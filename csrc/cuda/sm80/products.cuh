@@ -6,24 +6,10 @@
 
 namespace flashattn_ext::sm80 {
 
-// How B is read from a tile of padded rows. Kernels whose tiles have another layout give the products a type of their
-// own with these functions.
-template <class T, int kColumns>
-struct PaddedTile {
-  using Core = TensorCore<T>;
-  static __device__ __forceinline__ void load_b(typename Core::B (&b)[2], const T* tile, int n0, int k0) {
-    Core::load_b(b, tile, kTileStride<T, kColumns>, n0, k0);
-  }
-  static __device__ __forceinline__ void load_b_transposed(typename Core::B (&b)[2], const T* tile, int k0, int n0) {
-    Core::load_b_transposed(b, tile, kTileStride<T, kColumns>, k0, n0);
-  }
-};
-
-// c = a * b^T, for 8-row tiles of `b` from b_row on. a(i, d): the operand of row tile i for the columns from d on.
-template <int kHeadDim, template <class, int> class TileOfB = PaddedTile, class A, class T, int kRowTiles,
-          int kColumnTiles>
-__device__ __forceinline__ void score_product(float (&c)[kRowTiles][kColumnTiles][4], const A& a, const T* b,
-                                              int b_row) {
+// c = a * b^T. a(i, d): the operand of row tile i for the columns from d on. b(pair, n, d): those of the tiles n and
+// n + 1 of eight rows.
+template <class T, int kHeadDim, class A, class B, int kRowTiles, int kColumnTiles>
+__device__ __forceinline__ void score_product(float (&c)[kRowTiles][kColumnTiles][4], const A& a, const B& b) {
   using Core = TensorCore<T>;
   constexpr int kSteps = kHeadDim / Core::kK, kUnrolled = kHeadDim > 256 ? 16 : kSteps;  // more take long to compile
 #pragma unroll
@@ -36,7 +22,7 @@ __device__ __forceinline__ void score_product(float (&c)[kRowTiles][kColumnTiles
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n += 2) {
       typename Core::B pair[2];
-      TileOfB<T, kHeadDim>::load_b(pair, b, b_row + n * 8, d);
+      b(pair, n, d);
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
         Core::mma(c[i][n], rows[i], pair[0]);
@@ -46,20 +32,21 @@ __device__ __forceinline__ void score_product(float (&c)[kRowTiles][kColumnTiles
   }
 }
 
-// The same for 16-row tiles of `a` from a_row on.
+// The same for 16-row tiles of `a` from a_row on and 8-row tiles of `b` from b_row on.
 template <int kHeadDim, class T, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void score_product(float (&c)[kRowTiles][kColumnTiles][4], const T* a, int a_row, const T* b,
                                               int b_row) {
-  auto operand = [&](int i, int d) { return TensorCore<T>::load_a(a, kTileStride<T, kHeadDim>, a_row + i * 16, d); };
-  score_product<kHeadDim>(c, operand, b, b_row);
+  using Core = TensorCore<T>;
+  constexpr int kStride = kTileStride<T, kHeadDim>;
+  score_product<T, kHeadDim>(
+      c, [&](int i, int d) { return Core::load_a(a, kStride, a_row + i * 16, d); },
+      [&](typename Core::B(&pair)[2], int n, int d) { Core::load_b(pair, b, kStride, b_row + n * 8, d); });
 }
 
-// sum += a * b, for 8-column tiles of `b` from b_column on. a(i, step): the operand of row tile i for the rows of `b`
-// from step * Core::kK on.
-template <int kHeadDim, int kSteps, template <class, int> class TileOfB = PaddedTile, class A, class T, int kRowTiles,
-          int kColumnTiles>
-__device__ __forceinline__ void accumulate(float (&sum)[kRowTiles][kColumnTiles][4], const A& a, const T* b,
-                                           int b_column) {
+// sum += a * b. a(i, step): the operand of row tile i for the rows of `b` from step * Core::kK on. b(pair, step, c):
+// those of the tiles c and c + 1 of eight columns.
+template <class T, int kSteps, class A, class B, int kRowTiles, int kColumnTiles>
+__device__ __forceinline__ void accumulate(float (&sum)[kRowTiles][kColumnTiles][4], const A& a, const B& b) {
   using Core = TensorCore<T>;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
@@ -69,7 +56,7 @@ __device__ __forceinline__ void accumulate(float (&sum)[kRowTiles][kColumnTiles]
 #pragma unroll
     for (int c = 0; c < kColumnTiles; c += 2) {
       typename Core::B pair[2];
-      TileOfB<T, kHeadDim>::load_b_transposed(pair, b, step * Core::kK, b_column + c * 8);
+      b(pair, step, c);
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
         Core::mma(sum[i][c], rows[i], pair[0]);
@@ -77,6 +64,16 @@ __device__ __forceinline__ void accumulate(float (&sum)[kRowTiles][kColumnTiles]
       }
     }
   }
+}
+
+// The same for 8-column tiles of `b` from b_column on.
+template <int kHeadDim, int kSteps, class A, class T, int kRowTiles, int kColumnTiles>
+__device__ __forceinline__ void accumulate(float (&sum)[kRowTiles][kColumnTiles][4], const A& a, const T* b,
+                                           int b_column) {
+  using Core = TensorCore<T>;
+  accumulate<T, kSteps>(sum, a, [&](typename Core::B(&pair)[2], int step, int c) {
+    Core::load_b_transposed(pair, b, kTileStride<T, kHeadDim>, step * Core::kK, b_column + c * 8);
+  });
 }
 
 }  // namespace flashattn_ext::sm80
