@@ -2,6 +2,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "../common/aligned_rows.h"
 #include "../common/call.h"
@@ -84,7 +85,10 @@ struct Launch {
     const int64_t row_tiles = tile_count(rows, tile.rows), tasks = p.batch * p.heads_k * row_tiles;
     plan.row_tiles = static_cast<int>(row_tiles);
     const bool many = row_tiles > 1 && tasks >= 2 * at_once;
-    const int64_t splits = p.num_splits > 0 ? std::min(p.num_splits, most_units) : many ? 1 : 0;
+    // Thread blocks count the units of all tasks in 32 bits. A packed sequence may have more tiles than max_seqlen_q.
+    const int64_t most_tiles = p.is_varlen() ? p.total_q * p.group_size() / tile.rows + p.batch : p.batch * row_tiles;
+    const bool countable = most_tiles * p.heads_k <= std::numeric_limits<int32_t>::max() / most_units;
+    const int64_t splits = p.num_splits > 0 ? std::min(p.num_splits, most_units) : many || !countable ? 1 : 0;
     if (splits == 0) {
       const int64_t units = tasks * most_units;
       const int64_t blocks = std::min(units, at_once);

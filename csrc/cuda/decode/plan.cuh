@@ -16,7 +16,7 @@ struct SequenceWork {
   int first_row;   // the row of key 0
   int length;      // keys
   int begin, end;  // the rows that some query sees
-  int64_t units;   // of these keys, at least one
+  int units;       // of these keys, at least one
 
   template <int kRows>
   static __device__ __forceinline__ SequenceWork of(const DecodeParams& p, const Plan& plan, int b) {
@@ -34,7 +34,9 @@ struct SequenceWork {
   }
   __device__ __forceinline__ int first_unit() const { return begin / kUnitKeys; }
   // Units of all tasks of the sequence.
-  __device__ __forceinline__ int64_t task_units(const DecodeParams& p) const { return units * tiles * p.heads_k; }
+  __device__ __forceinline__ int task_units(const DecodeParams& p) const {
+    return units * tiles * static_cast<int>(p.heads_k);
+  }
 };
 
 // One part of a task.
@@ -47,49 +49,53 @@ struct Part {
 
 // The thread block's share of the line of all units, and where it begins.
 struct Share {
-  int64_t all, blocks;     // units of the call; thread blocks that share them, each at least one
-  int64_t begin, end;      // of the thread block
-  int b;                   // the sequence of unit `begin`
-  int64_t sequence_begin;  // the first unit of that sequence
+  int all, blocks;     // units of the call; thread blocks that share them, each at least one
+  int begin, end;      // of the thread block
+  int b;               // the sequence of unit `begin`
+  int sequence_begin;  // the first unit of that sequence
 
   // Writes the share of the thread block to `share`, in shared memory, and returns when it is there. All threads call
   // it together; each reads the lengths of some neighbouring sequences, so that a long batch waits for memory but once.
   template <int kRows>
   static __device__ __forceinline__ void find(Share* share, const DecodeParams& p, const Plan& plan) {
-    __shared__ int64_t of_warps[kMaxWarps];
+    __shared__ int of_warps[kMaxWarps];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const int batch = static_cast<int>(p.batch), each = (batch + blockDim.x - 1) / blockDim.x;
     auto units_of = [&](int b) { return SequenceWork::of<kRows>(p, plan, b).task_units(p); };
     const int first = min(static_cast<int>(threadIdx.x) * each, batch), end = min(first + each, batch);
-    int64_t own = 0;
+    int own = 0;
     for (int b = first; b < end; ++b) own += units_of(b);
-    int64_t through = own;  // units up to this thread's last sequence, which counts
+    int through = own;  // units up to this thread's last sequence, which counts
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
-      const int64_t other = __shfl_up_sync(~0u, through, distance);
+      const int other = __shfl_up_sync(~0u, through, distance);
       if (lane >= distance) through += other;
     }
     if (lane == 31) of_warps[warp] = through;
     __syncthreads();
-    int64_t all = 0;
+    int all = 0;
     for (int w = 0; w < warps; ++w) {
       if (w == warp) through += all;
       all += of_warps[w];
     }
-    const int64_t blocks = min(static_cast<int64_t>(plan.blocks), all), block = blockIdx.x;
+    // The first unit of a block is all * block / blocks.
+    const int blocks = min(plan.blocks, all), block = blockIdx.x;
     if (block >= blocks) {
       if (threadIdx.x == 0) *share = {all, blocks, 0, 0, batch, 0};
-    } else if (const int64_t begin = all * block / blocks; through - own <= begin && begin < through) {
-      int b = first;
-      int64_t before = through - own, units = units_of(b);
-      for (; before + units <= begin; units = units_of(++b)) before += units;
-      *share = {all, blocks, begin, all * (block + 1) / blocks, b, before};
+    } else {
+      const int each_block = all / blocks, left = all % blocks;
+      const int begin = each_block * block + left * block / blocks;
+      if (through - own <= begin && begin < through) {
+        int b = first, before = through - own, units = units_of(b);
+        for (; before + units <= begin; units = units_of(++b)) before += units;
+        *share = {all, blocks, begin, each_block * (block + 1) + left * (block + 1) / blocks, b, before};
+      }
     }
     __syncthreads();
   }
 
   // Goes on to a unit: of this sequence, which has so many units, or after its end.
-  __device__ __forceinline__ void advance(int64_t unit, int64_t sequence_units) {
+  __device__ __forceinline__ void advance(int unit, int sequence_units) {
     begin = unit;
     if (unit < sequence_begin + sequence_units) return;
     sequence_begin += sequence_units;
@@ -97,8 +103,8 @@ struct Share {
   }
 
   // The thread block that has a unit.
-  __device__ __forceinline__ int block_of(int64_t unit) const {
-    return static_cast<int>(((unit + 1) * blocks - 1) / all);
+  __device__ __forceinline__ int block_of(int unit) const {
+    return static_cast<int>((static_cast<int64_t>(unit + 1) * blocks - 1) / all);
   }
 };
 

@@ -190,7 +190,7 @@ struct Split {
   __device__ __forceinline__ bool find_part(Share* share, int which) {
     while (share->begin < share->end) {
       works()[which] = SequenceWork::of<kRows>(p, plan, share->b);
-      const int64_t end = next_part(*share, &parts()[which], works()[which]);
+      const int end = next_part(*share, &parts()[which], works()[which]);
       const bool found = end > share->begin;
       __syncthreads();
       if (threadIdx.x == 0) share->advance(end, works()[which].task_units(p));
@@ -201,19 +201,19 @@ struct Split {
   }
 
   // Finds the part that the share begins with, and returns its end on the line.
-  __device__ __forceinline__ int64_t next_part(const Share& share, Part* part, const SequenceWork& work) {
+  __device__ __forceinline__ int next_part(const Share& share, Part* part, const SequenceWork& work) {
     const int block = static_cast<int>(blockIdx.x);
-    const int64_t unit = share.begin - share.sequence_begin;
+    const int unit = share.begin - share.sequence_begin;
     if (unit >= work.task_units(p)) return share.begin;  // of the next sequence
-    const int64_t task = unit / work.units, task_begin = share.sequence_begin + task * work.units;
-    const int64_t task_end = task_begin + work.units, end = min(task_end, share.end);
-    const int64_t first_unit = work.first_unit() - task_begin;
+    const int task = unit / work.units, task_begin = share.sequence_begin + task * work.units;
+    const int task_end = task_begin + work.units, end = min(task_end, share.end);
+    const int first_unit = work.first_unit() - task_begin;
     const bool is_first = share.begin == task_begin, is_last = end == task_end;
     part->b = share.b;
-    part->head_k = static_cast<int>(task / work.tiles);
-    part->row_tile = static_cast<int>(task % work.tiles);
-    part->begin = max(work.begin, static_cast<int>((first_unit + share.begin) * kUnitKeys));
-    part->end = min(work.end, static_cast<int>((first_unit + end) * kUnitKeys));
+    part->head_k = task / work.tiles;
+    part->row_tile = task % work.tiles;
+    part->begin = max(work.begin, (first_unit + share.begin) * kUnitKeys);
+    part->end = min(work.end, (first_unit + end) * kUnitKeys);
     part->is_first = is_first;
     // A share that continues a task has the block's own slot for that, and one after those of all blocks for a task
     // that it begins.
@@ -536,9 +536,11 @@ struct Split {
   }
   __device__ __forceinline__ void store_sums() {
     float* const own = sums(team());
+    const int rows = tile_rows();
     each_row([&](int i, int r) {
       const int row = lane_row() + 16 * i + 8 * r;
       const float sum = softmax[i].total(r);
+      if (row >= rows) return;
       if (t() == 0 && warp_column() == 0) row_sums[team() * kRows + row] = {softmax[i].max[r], sum};
       for_chunks([&](int c) {
 #pragma unroll
@@ -550,24 +552,34 @@ struct Split {
     });
   }
 
+  // Rows of the tile that exist.
+  __device__ __forceinline__ int tile_rows() const {
+    return min(kRows, work().queries * plan.group - part().row_tile * kRows);
+  }
+
   // Adds up the teams; a thread does four columns of a row at a time.
   __device__ __forceinline__ void store_rows() {
-    constexpr int kGroups = kHeadDim / 4;
+    constexpr int kGroups = kHeadDim / 4, kMostTeams = kMaxWarps / kTeamWarps;
     const int columns = static_cast<int>(p.head_dim_v);
     const int64_t start = query_sequence(p, part().b).start;
+    const int vectors = tile_rows() * kGroups;
 #pragma unroll 1
-    for (int v = threadIdx.x; v < kRows * kGroups; v += blockDim.x) {
+    for (int v = thread; v < vectors; v += blockDim.x) {
       const int i = v / kGroups, column = v % kGroups * 4;
       const Row at = row(i);
-      if (at.query >= work().queries || column >= columns) continue;
+      if (column >= columns) continue;
       float max = -infinity(), sum = 0, x[4] = {};
-      for (int n = 0; n < teams; ++n) max = fmaxf(max, row_sums[n * kRows + i].max);
-      for (int n = 0; n < teams; ++n) {
-        const RowSum own = row_sums[n * kRows + i];
-        const float weight = ptx::ex2(own.max - finite_max(max));
+      RowSum own[kMostTeams];
+#pragma unroll
+      for (int n = 0; n < kMostTeams; ++n) own[n] = n < teams ? row_sums[n * kRows + i] : RowSum{-infinity(), 0.f};
+#pragma unroll
+      for (int n = 0; n < kMostTeams; ++n) max = fmaxf(max, own[n].max);
+#pragma unroll
+      for (int n = 0; n < kMostTeams; ++n) {
+        if (own[n].sum == 0) continue;
+        const float weight = ptx::ex2(own[n].max - finite_max(max));
         const float4 values = *reinterpret_cast<const float4*>(sums(n) + i * kSumStride + column);
-        if (own.sum == 0) continue;
-        sum += own.sum * weight;
+        sum += own[n].sum * weight;
         x[0] += values.x * weight, x[1] += values.y * weight, x[2] += values.z * weight, x[3] += values.w * weight;
       }
       const float factor = sum == 0 ? 0.f : 1 / sum;
@@ -592,7 +604,7 @@ struct Split {
 };
 
 template <class T, int kHeadDim, bool kWide>
-__global__ void __launch_bounds__(kMaxWarps * 32)
+__global__ void __launch_bounds__(kMaxWarps * 32, 1)
     split_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ Plan plan,
                  const __grid_constant__ GeneralScore score, bool aligned) {
   extern __shared__ __align__(128) unsigned char shared[];
