@@ -18,8 +18,7 @@ namespace flashattn_ext::decode {
 namespace {
 
 constexpr int kColumns = 4, kMostColumns = 512;  // kColumns: of a thread
-constexpr int kLeastThreads = 128;
-constexpr int kAtOnce = 6;  // parts that a thread loads before it adds them up
+constexpr int kAtOnce = 6;                       // parts that a thread loads before it adds them up
 
 // A thread's columns of some parts of a row, and their log-sum-exps; -inf where there is no such part.
 struct PartColumns {
@@ -27,33 +26,37 @@ struct PartColumns {
   float lse[kAtOnce];
 };
 
-// blockIdx.x: the task; blockIdx.y: its row. Groups of threads have all columns of the row, and each takes every n-th
-// part. Little else than latency takes time here: a thread asks for its first parts before it needs them, and every
-// warp finds the maximum and the sum of all parts for itself.
+// blockIdx.x: the task; blockIdx.y: some of its rows, `rows_at_once`, which divide the thread block's warps among them.
+// Groups of a row's threads have all of its columns, and each takes every n-th part. Little else than latency takes
+// time here: a thread asks for its first parts before it needs them, and every warp finds the maximum and the sum of
+// all parts for itself.
 template <class T>
 __global__ void __launch_bounds__(kMostColumns)
-    combine_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ Plan plan, int rows, int columns) {
+    combine_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ Plan plan, int rows, int columns,
+                   int rows_at_once) {
   extern __shared__ __align__(16) unsigned char shared[];
-  float* const sums = reinterpret_cast<float*>(shared);  // [groups][columns]
   ptx::wait_for_previous_kernel();
   ptx::let_next_kernel_start();
   const SplitTask task = plan.split_tasks[blockIdx.x];
-  const int group = plan.group, i = blockIdx.y, packed = task.row_tile * rows + i;
   if (task.parts == 0) return;
   const Sequence queries = query_sequence(p, task.b);
-  if (packed >= static_cast<int>(queries.length) * group) return;
+  const int threads = static_cast<int>(blockDim.x) / rows_at_once, row = static_cast<int>(threadIdx.x) / threads;
+  const int thread = static_cast<int>(threadIdx.x) % threads, lane = thread % 32;
+  const int group = plan.group, i = static_cast<int>(blockIdx.y) * rows_at_once + row;
+  const int packed = task.row_tile * rows + i;
+  const bool row_exists = i < rows && packed < static_cast<int>(queries.length) * group;
+  const int count = row_exists ? task.parts : 0;
 
-  const int row_threads = columns / kColumns, groups = static_cast<int>(blockDim.x) / row_threads;
-  const int own_group = static_cast<int>(threadIdx.x) / row_threads;
-  const int column = static_cast<int>(threadIdx.x) % row_threads * kColumns;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int row_threads = columns / kColumns, groups = threads / row_threads, own_group = thread / row_threads;
+  float* const sums = reinterpret_cast<float*>(shared) + row * groups * columns;  // [groups][columns]
+  const int column = thread % row_threads * kColumns;
   auto slot_row = [&](int n) { return static_cast<int64_t>(n == 0 ? task.first : task.next + n) * rows + i; };
   PartColumns parts;
   auto load = [&](int first) {
 #pragma unroll
     for (int k = 0; k < kAtOnce; ++k) {
       const int n = first + k * groups;
-      const bool exists = own_group < groups && n < task.parts;
+      const bool exists = own_group < groups && n < count;
       const int64_t row = slot_row(exists ? n : 0);
       parts.lse[k] = exists ? plan.partial_lse[row] : -infinity();
       parts.x[k] = exists ? *reinterpret_cast<const float4*>(plan.partial_out + row * columns + column) : float4{};
@@ -62,11 +65,11 @@ __global__ void __launch_bounds__(kMostColumns)
   load(own_group);
 
   float max = -infinity(), sum = 0;
-  for (int n = lane; n < task.parts; n += 32) max = fmaxf(max, plan.partial_lse[slot_row(n)]);
+  for (int n = lane; n < count; n += 32) max = fmaxf(max, plan.partial_lse[slot_row(n)]);
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, distance));
   auto weight_of = [&](float lse) { return ptx::ex2(lse - finite_max(max)); };
-  for (int n = lane; n < task.parts; n += 32) sum += weight_of(plan.partial_lse[slot_row(n)]);
+  for (int n = lane; n < count; n += 32) sum += weight_of(plan.partial_lse[slot_row(n)]);
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(~0u, sum, distance);
 
@@ -79,19 +82,20 @@ __global__ void __launch_bounds__(kMostColumns)
       x.z += parts.x[k].z * weight, x.w += parts.x[k].w * weight;
     }
     first += kAtOnce * groups;
-    if (first >= task.parts) break;
+    if (first >= count) break;
     load(first);
   }
   if (own_group < groups) *reinterpret_cast<float4*>(sums + own_group * columns + column) = x;
   __syncthreads();
+  if (!row_exists) return;
   const int64_t query = queries.start + packed / group, head = task.head_k * group + packed % group;
   const float factor = sum == 0 ? 0.f : 1 / sum;
-  for (int c = threadIdx.x; c < static_cast<int>(p.head_dim_v); c += blockDim.x) {
+  for (int c = thread; c < static_cast<int>(p.head_dim_v); c += threads) {
     float total = 0;
     for (int n = 0; n < groups; ++n) total += sums[n * columns + c];
     narrow(total * factor, row_pointer<T>(p.out, task.b, head, query) + c);
   }
-  if (threadIdx.x == 0) {
+  if (thread == 0) {
     *row_statistic(p.lse, task.b, head, query) = sum == 0 ? -infinity() : row_lse(finite_max(max), log2f(sum));
   }
 }
@@ -100,10 +104,15 @@ __global__ void __launch_bounds__(kMostColumns)
 
 template <class T>
 void combine(const DecodeParams& p, const Plan& plan, int64_t tasks, int rows, int columns) {
-  const int threads = std::max(kLeastThreads, columns);
+  // Where a task has few parts, a warp or some have a row: otherwise a thread block.
+  constexpr int64_t kFewParts = 8;
+  const int threads = columns <= 128 ? 128 : columns <= 256 ? 256 : 512;
+  const bool has_few = plan.splits > 0 ? plan.splits <= kFewParts : plan.blocks <= tasks * (kFewParts / 2);
+  const int rows_at_once = has_few ? 4 : 1;
   const int64_t used = std::max<int64_t>(1, std::min<int64_t>(rows, query_rows(p) * p.group_size()));
-  launch_early(combine_kernel<T>, "decode_combine", p, dim3(static_cast<unsigned>(tasks), static_cast<unsigned>(used)),
-               threads, threads * kColumns * static_cast<int>(sizeof(float)), p, plan, rows, columns);
+  const dim3 grid(static_cast<unsigned>(tasks), static_cast<unsigned>((used + rows_at_once - 1) / rows_at_once));
+  launch_early(combine_kernel<T>, "decode_combine", p, grid, threads,
+               threads * kColumns * static_cast<int>(sizeof(float)), p, plan, rows, columns, rows_at_once);
 }
 
 template void combine<float>(const DecodeParams&, const Plan&, int64_t, int, int);

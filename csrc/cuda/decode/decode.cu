@@ -94,7 +94,9 @@ struct Launch {
       const int64_t blocks = std::min(units, at_once);
       plan.splits = 0;
       plan.blocks = static_cast<int>(blocks);
-      split_tasks = blocks;
+      // Whether there are as many tasks as the host counts: packed sequences may have fewer, or more tiles.
+      plan.by_task = !p.is_varlen() && p.seqlen_q > 0 && tasks <= blocks;
+      split_tasks = plan.by_task ? tasks : blocks;
       slots = 2 * blocks;
     } else {
       // A packed sequence may be longer than max_seqlen_q: one that is split needs slots for all of its rows.
@@ -103,6 +105,7 @@ struct Launch {
       const int64_t all = p.batch * p.heads_k * plan.row_tiles;
       plan.splits = static_cast<int>(splits);
       plan.blocks = static_cast<int>(all * splits);
+      plan.by_task = true;
       split_tasks = splits > 1 ? all : 0;
       slots = splits > 1 ? all * splits : 0;
     }

@@ -24,8 +24,10 @@ struct Plan {
   int blocks;     // thread blocks
   int group;      // query heads that share a key head
   int row_tiles;  // fixed: tiles of a sequence, as far as the host knows
-  // Fixed: one for each task. Shares: for each thread block the task that it begins and does not end.
+  // One for each task, in their order. Shares of so many tasks that thread blocks are fewer: for each thread block the
+  // task that it begins and does not end.
   SplitTask* split_tasks;
+  bool by_task;
   float* partial_out;  // [slots][rows of a tile][class of head dims]
   float* partial_lse;  // [slots][rows of a tile], in units of log2
 };

@@ -169,7 +169,7 @@ struct Split {
 
   __device__ void run_share() {
     __shared__ Share share;  // what is left of it
-    if (threadIdx.x == 0) plan.split_tasks[blockIdx.x].parts = 0;
+    if (!plan.by_task && threadIdx.x == 0) plan.split_tasks[blockIdx.x].parts = 0;
     Share::find<kRows>(&share, p, plan);
     if (!find_part(&share, now)) return;
     for (Walk walk = start();;) {
@@ -218,9 +218,11 @@ struct Split {
     // A share that continues a task has the block's own slot for that, and one after those of all blocks for a task
     // that it begins.
     part->slot = is_first && is_last ? -1 : block + (is_first ? plan.blocks : 0);
-    if (is_first && !is_last && threadIdx.x == 0) {
-      const int parts = share.block_of(task_end - 1) - block + 1;
-      plan.split_tasks[block] = {part->b, part->head_k, part->row_tile, parts, block + plan.blocks, block};
+    if (is_first && (plan.by_task || !is_last) && threadIdx.x == 0) {
+      const int at =
+          plan.by_task ? (part->b * static_cast<int>(p.heads_k) + part->head_k) * work.tiles + part->row_tile : block;
+      const int parts = is_last ? 0 : share.block_of(task_end - 1) - block + 1;
+      plan.split_tasks[at] = {part->b, part->head_k, part->row_tile, parts, block + plan.blocks, block};
     }
     return end;
   }
