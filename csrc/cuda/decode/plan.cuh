@@ -54,17 +54,22 @@ struct Share {
   int b;               // the sequence of unit `begin`
   int sequence_begin;  // the first unit of that sequence
 
-  // Writes the share of the thread block to `share`, in shared memory, and returns when it is there. All threads call
-  // it together; each reads the lengths of some neighbouring sequences, so that a long batch waits for memory but once.
+  // Writes the share of the thread block, and the work of the sequence that it begins in unless it is empty, to shared
+  // memory, and returns when they are there. All threads call it together; each reads the lengths of some neighbouring
+  // sequences, so that a long batch waits for memory but once.
   template <int kRows>
-  static __device__ __forceinline__ void find(Share* share, const DecodeParams& p, const Plan& plan) {
+  static __device__ __forceinline__ void find(Share* share, SequenceWork* begun, const DecodeParams& p,
+                                              const Plan& plan) {
     __shared__ int of_warps[kMaxWarps];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     const int batch = static_cast<int>(p.batch), each = (batch + blockDim.x - 1) / blockDim.x;
-    auto units_of = [&](int b) { return SequenceWork::of<kRows>(p, plan, b).task_units(p); };
+    SequenceWork work{};
     const int first = min(static_cast<int>(threadIdx.x) * each, batch), end = min(first + each, batch);
     int own = 0;
-    for (int b = first; b < end; ++b) own += units_of(b);
+    for (int b = first; b < end; ++b) {
+      work = SequenceWork::of<kRows>(p, plan, b);
+      own += work.task_units(p);
+    }
     int through = own;  // units up to this thread's last sequence, which counts
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
@@ -86,8 +91,12 @@ struct Share {
       const int each_block = all / blocks, left = all % blocks;
       const int begin = each_block * block + left * block / blocks;
       if (through - own <= begin && begin < through) {
-        int b = first, before = through - own, units = units_of(b);
-        for (; before + units <= begin; units = units_of(++b)) before += units;
+        int b = first, before = through - own;
+        if (end - first > 1) work = SequenceWork::of<kRows>(p, plan, b);
+        for (; before + work.task_units(p) <= begin; work = SequenceWork::of<kRows>(p, plan, ++b)) {
+          before += work.task_units(p);
+        }
+        *begun = work;
         *share = {all, blocks, begin, each_block * (block + 1) + left * (block + 1) / blocks, b, before};
       }
     }

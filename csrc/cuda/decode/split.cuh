@@ -170,8 +170,8 @@ struct Split {
   __device__ void run_share() {
     __shared__ Share share;  // what is left of it
     if (!plan.by_task && threadIdx.x == 0) plan.split_tasks[blockIdx.x].parts = 0;
-    Share::find<kRows>(&share, p, plan);
-    if (!find_part(&share, now)) return;
+    Share::find<kRows>(&share, &works()[now], p, plan);
+    if (!find_part(&share, now, true)) return;
     for (Walk walk = start();;) {
       bool has_next = kAhead && find_part(&share, now ^ 1);  // while the first keys of this part are on their way
       walk_keys(walk);
@@ -186,10 +186,11 @@ struct Split {
     }
   }
 
-  // Takes the part that the share begins with. Returns false when nothing is left.
-  __device__ __forceinline__ bool find_part(Share* share, int which) {
-    while (share->begin < share->end) {
-      works()[which] = SequenceWork::of<kRows>(p, plan, share->b);
+  // Takes the part that the share begins with. Returns false when nothing is left. is_known: whether works() has the
+  // sequence already.
+  __device__ __forceinline__ bool find_part(Share* share, int which, bool is_known = false) {
+    for (; share->begin < share->end; is_known = false) {
+      if (!is_known) works()[which] = SequenceWork::of<kRows>(p, plan, share->b);
       const int end = next_part(*share, &parts()[which], works()[which]);
       const bool found = end > share->begin;
       __syncthreads();
