@@ -104,10 +104,10 @@ __global__ void __launch_bounds__(kMostColumns)
 
 template <class T>
 void combine(const DecodeParams& p, const Plan& plan, int64_t tasks, int rows, int columns) {
-  // Where a task has few parts, a warp or some have a row: otherwise a thread block.
+  // Where a task has few parts, a warp or some have a row: otherwise a thread block, of more threads.
   constexpr int64_t kFewParts = 8;
-  const int threads = columns <= 128 ? 128 : columns <= 256 ? 256 : 512;
   const bool has_few = plan.splits > 0 ? plan.splits <= kFewParts : plan.blocks <= tasks * (kFewParts / 2);
+  const int threads = has_few && columns <= 128 ? 128 : columns <= 256 ? 256 : 512;
   const int rows_at_once = has_few ? 4 : 1;
   const int64_t used = std::max<int64_t>(1, std::min<int64_t>(rows, query_rows(p) * p.group_size()));
   const dim3 grid(static_cast<unsigned>(tasks), static_cast<unsigned>((used + rows_at_once - 1) / rows_at_once));
