@@ -139,8 +139,8 @@ def test_block_tables_that_lead_outside() -> None:
     k, v = cache(20, 16, 2, 64)
     q = torch.randn(3, 1, 4, 64, device="cuda", dtype=torch.bfloat16)
     table = torch.randint(-(2**31), 2**31 - 1, (3, 50), device="cuda", dtype=torch.int32)
-    lengths = torch.tensor([2**31 - 1, -5, 700], dtype=torch.int32, device="cuda")
-    with torch.inference_mode():  # where lengths are not read on the host, and nothing is refused
+    with torch.inference_mode():  # lengths of this mode are not read on the host, and nothing is refused
+        lengths = torch.tensor([2**31 - 1, -5, 700], dtype=torch.int32, device="cuda")
         out = flashattn_ext.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, block_table=table)
     expected, _ = flashattn_ext.kvcache_reference(
         q.double(), k.double(), v.double(), cache_seqlens=lengths, block_table=table

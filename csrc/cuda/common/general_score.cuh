@@ -68,12 +68,6 @@ struct GeneralScore {
     });
   }
 
-  // The rule where it is capped.
-  template <class T>
-  __device__ __forceinline__ CappedScore<float, TanhOf<T>> capped() const {
-    return {factor, softmax_scale, inner};
-  }
-
  private:
   template <int kRowTiles, int N, class Body>
   static __device__ __forceinline__ void each(const Body& body) {
@@ -85,6 +79,10 @@ struct GeneralScore {
         for (int e = 0; e < 4; ++e) body(i, n, e);
       }
     }
+  }
+  template <class T>
+  __device__ __forceinline__ CappedScore<float, TanhOf<T>> capped() const {
+    return {factor, softmax_scale, inner};
   }
 };
 

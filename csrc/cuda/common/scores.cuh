@@ -92,25 +92,10 @@ __device__ __forceinline__ void hide_keys(float (&x)[kRowTiles][N][4], const Mas
 // need not be rescaled, and weights are at most 2^8.
 constexpr float kTolerance = 8;
 
-// Of bounded logits (OnlineSoftmax::weigh_bounded): weights are at most 2^kMostExponent before they are multiplied, and
-// those of the lowest logits are not lost.
-constexpr float kMostExponent = 100, kMostBound = 110;
-
 // For kernels that do not ask for the sums of a tile's weights.
 struct IgnoreSum {
   __device__ __forceinline__ void operator()(int, float) const {}
 };
-
-// Multiplies accumulators of rows g and g + 8; nothing happens when no lane of the warp has anything to do.
-template <int N>
-__device__ __forceinline__ void rescale(float (&x)[N][4], const float (&shrink)[2]) {
-  if (!__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) return;
-#pragma unroll
-  for (int n = 0; n < N; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) x[n][e] *= shrink[e / 2];
-  }
-}
 
 // The online softmax (Milakov and Gimelshein 2018) of rows g and g + 8 of a 16-row tile.
 struct OnlineSoftmax {
@@ -158,44 +143,6 @@ struct OnlineSoftmax {
     }
   }
 
-  // The same for scores whose logits, factor * store(x) in units of log2, are between -factor and factor, which is at
-  // most kMostBound: in one pass, because weights under an earlier maximum are finite, and can be multiplied afterwards
-  // where that was too low.
-  template <int N, class Store, class Rescale, class TakeSum>
-  __device__ __forceinline__ void weigh_bounded(float (&x)[N][4], float factor, const Store& store, float tolerance,
-                                                const Rescale& rescale, const TakeSum& take_sum) {
-    float offset[2], largest[2], part[2], shrink[2], own_shrink[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      offset[r] = fmaxf(max[r], factor - kMostExponent);
-      largest[r] = -infinity();
-      part[r] = 0;
-    }
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float score = store(x[n][e]);
-        largest[e / 2] = fmaxf(largest[e / 2], score);
-        x[n][e] = ptx::ex2(fmaf(score, factor, -offset[e / 2]));
-        part[e / 2] += x[n][e];
-      }
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      shrink[r] = raise_max(r, quad_max(largest[r]) * factor, tolerance);
-      own_shrink[r] = offset[r] == max[r] ? 1.f : ptx::ex2(offset[r] - finite_max(max[r]));
-    }
-    rescale(shrink);
-    flashattn_ext::rescale(x, own_shrink);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      part[r] *= own_shrink[r];
-      sum[r] = sum[r] * shrink[r] + part[r];
-      take_sum(r, part[r]);
-    }
-  }
-
   // The sum of a row's weights; 0 when it has seen nothing.
   __device__ __forceinline__ float total(int r) const { return quad_sum(sum[r]); }
   // Its log-sum-exp, of that total, in natural units.
@@ -212,6 +159,17 @@ struct OnlineSoftmax {
     return stays ? 1.f : ptx::ex2(before - finite_max(max[r]));
   }
 };
+
+// Multiplies accumulators of rows g and g + 8; nothing happens when no lane of the warp has anything to do.
+template <int N>
+__device__ __forceinline__ void rescale(float (&x)[N][4], const float (&shrink)[2]) {
+  if (!__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) return;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) x[n][e] *= shrink[e / 2];
+  }
+}
 
 // --- backward: the log-sum-exp of a row is known; scores are transposed, rows are keys ------------------------------
 

@@ -412,8 +412,7 @@ struct Forward {
                                         [[maybe_unused]] const Biases& biases) {
     auto& x = reinterpret_cast<float (&)[1][kScoreTiles][4]>(scores);
     const int row = work.row0 + warp_row + g(), key0 = walk.n * kKeys, key = key0 + 2 * t();
-    [[maybe_unused]] DistanceLogit logit;                           // of kScores
-    [[maybe_unused]] bool is_bounded = false, in_one_pass = false;  // softcap alone; and unmasked
+    [[maybe_unused]] DistanceLogit logit;  // of kScores
     if constexpr (kGeneral) {
       score.template make_logits<T>(x);
       bias(work, walk.n).add(x, bias_ahead);
@@ -422,12 +421,8 @@ struct Forward {
       add_bias_tile(scores, shared.bias[bias_at.stage], warp_row + g(), score.softmax_scale);
       end_bias();
     } else if constexpr (kKind == Kind::kScores) {
-      is_bounded = score.is_capped && score.factor <= kMostBound && biases.is_absent();
-      in_one_pass = is_bounded && key0 >= unmasked.begin && key0 + kKeys <= unmasked.end;
-      if (!in_one_pass) {
-        score.template store<T>(x);
-        logit.factor = biases.add(x, score.factor, logit.row);
-      }
+      score.template store<T>(x);
+      logit.factor = biases.add(x, score.factor, logit.row);
     } else {
       store_scores(x, score);
     }
@@ -452,14 +447,7 @@ struct Forward {
       if constexpr (kHasCentres) sums[r] = sum;
     };
     if constexpr (kKind == Kind::kScores) {
-      if (in_one_pass) {
-        auto cap = [&](float product) { return score.template capped<T>().stored(product); };
-        softmax.weigh_bounded(scores, score.factor, cap, kTolerance, keep_shrink, keep_sum);
-      } else if (is_bounded) {
-        softmax.weigh_bounded(scores, score.factor, [](float x) { return x; }, kTolerance, keep_shrink, keep_sum);
-      } else {
-        softmax.weigh(scores, logit, kTolerance, keep_shrink, keep_sum);
-      }
+      softmax.weigh(scores, logit, kTolerance, keep_shrink, keep_sum);
     } else if constexpr (kBias) {
       softmax.weigh(scores, ScaledLogit{kLog2E<float>}, kTolerance, keep_shrink);
     } else {
