@@ -28,6 +28,7 @@ OPTIONS = {
     "sets": ("--set", ("cuda",)),
     "passes": ("--pass", ("cuda",)),
     "peers": ("--peers", ("cuda", "distributed")),
+    "sustained": ("--sustained", ("cuda",)),
     "backend": ("--backend", ("cuda", "tune")),
     "device": ("--device", ("tune",)),
     "tokens": ("--tokens", ("distributed",)),
@@ -51,6 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     cuda.add_argument("--pass", choices=("forward", "backward", "both"), dest="passes", help="without it, both")
     cuda.add_argument("--peers", metavar="NAME,...", help="compare with these alone; without it, all that are here")
+    cuda.add_argument(
+        "--sustained",
+        action="store_true",
+        default=None,
+        help="beside bursts, 200 ms of each call without a pause, thrice",
+    )
     cuda.add_argument("--backend", metavar="NAME", help="ours, also of bench tune; without it, the preferred one")
     ranks = parser.add_argument_group("bench distributed")
     ranks.add_argument("--tokens", type=positive, help="length of the whole sequence; without it, 65536 on GPUs")

@@ -11,7 +11,7 @@ from torch import Tensor
 import flashattn_ext
 
 from .bench_cases import Case
-from .bench_contestants import Extras
+from .bench_contestants import Extras, window_size
 
 REFERENCE_LIMIT_BYTES = 2 << 30  # of the fp64 scores of the heads that are compared
 RNG_SEED = 1234
@@ -50,7 +50,9 @@ def reference_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
         for t, heads in ((q, query_heads), (k, key_heads), (v, key_heads))
     ]
     rng_seed = RNG_SEED if case.dropout else None
-    options = {"causal": case.causal, "dropout_p": case.dropout, "rng_seed": rng_seed}
+    options: dict[str, Any] = {
+        "causal": case.causal, "window_size": window_size(case), "dropout_p": case.dropout, "rng_seed": rng_seed,
+    }  # fmt: skip
     out = flashattn_ext.attention_reference(*slices, **options, **_keywords_of_heads(extras, query_heads))
     if not case.backward:
         return [out]

@@ -1,7 +1,7 @@
 """What `bench cuda` and `bench tune` measure: the contestants, the sizes and options of every row, and how much work it is.
 
-FLOP are the products of visible scores: 4 * B * Hq * S * S * D forward, half of it causal, and 2.5 times that backward; of
-packed sequences, the sum over them; of a mask, what it lets see.
+FLOP are the products of visible scores: 4 * B * Hq * S * S * D forward, half of it causal, and 2.5 times that backward (with
+another size of v, two products of D + Dv and five of 3 D + 2 Dv columns); of packed sequences, the sum over them; of a mask, what it lets see.
 """
 
 from __future__ import annotations
@@ -19,16 +19,12 @@ from .console import CommandError
 from .patterns import PATTERNS
 from .score_options import SCORE_OPTIONS
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 BACKWARD_WORK = 2.5  # five products where the forward has two
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-OURS, FA2, CUDNN, MATH, FLASH_ATTN = "ours", "fa2", "cudnn", "math", "flash-attn"
-DENSE, PLAIN, CAUSAL, VARLEN = (
-    "dense",
-    "plain",
-    "causal",
-    "varlen",
-)  # calls of ours that stand beside a row, see Case.beside()
+OURS, FA2, CUDNN, MATH, FLASH_ATTN, FA3, FA4 = "ours", "fa2", "cudnn", "math", "flash-attn", "fa3", "fa4"
+# Calls of ours that stand beside a row, see Case.beside().
+BESIDE = DENSE, PLAIN, CAUSAL, VARLEN = "dense", "plain", "causal", "varlen"
 PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
 
 
@@ -49,6 +45,9 @@ class Case:
     lengths: tuple[int, ...] = ()
     score: str = ""  # a key of SCORE_OPTIONS
     pattern: str = ""  # a key of PATTERNS
+    Dv: int = 0  # of v; 0: D
+    window: int = 0  # of a causal row: how many keys a query sees at most, its own included; 0: all
+    deterministic: bool = False
 
     @property
     def pairs(self) -> int:
@@ -60,17 +59,27 @@ class Case:
         """Those that a query sees."""
         if self.pattern:
             return self.B * _visible_pairs(self.pattern, self.S)
+        if self.window:
+            width = min(self.window, self.S)
+            return self.B * width * (self.S - (width - 1) / 2)
         return self.pairs * (0.5 if self.causal else 1.0)
 
     @property
     def flop(self) -> float:
-        return 4 * self.visible_pairs * self.Hq * self.D * (BACKWARD_WORK if self.backward else 1.0)
+        # Forward a product of D and one of Dv columns; backward three of D and two of Dv.
+        columns = 3 * self.D + 2 * self.head_dim_v if self.backward else self.D + self.head_dim_v
+        return 2 * self.visible_pairs * self.Hq * columns
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.Dv or self.D
 
     @property
     def shape(self) -> str:
         heads = f"{self.Hq}" if self.Hq == self.Hk else f"{self.Hq}:{self.Hk}"
         length = f"{min(self.lengths)}-{self.S}" if self.lengths else f"{self.S}"
-        return f"{self.B}x{heads}x{length}x{self.D}"
+        head_dims = f"{self.D}:{self.Dv}" if self.Dv else f"{self.D}"
+        return f"{self.B}x{heads}x{length}x{head_dims}"
 
     def dense(self) -> Case:
         """As much work and about as many tokens in sequences of one length."""
@@ -81,8 +90,10 @@ class Case:
         """Other calls of ours whose rate tells what this row costs: the name of each, and what it computes."""
         if self.lengths:
             return {DENSE: self.dense()}
-        if self.score:
-            return {PLAIN: replace(self, score="")}
+        if self.score or self.dropout or self.deterministic:
+            return {PLAIN: replace(self, score="", dropout=0.0, deterministic=False)}
+        if self.window:
+            return {CAUSAL: replace(self, window=0)}
         if not self.pattern:
             return {}
         causal = replace(self, pattern="", causal=True)
@@ -96,7 +107,9 @@ class Case:
     def mask(self) -> str:
         """In words, with the other options of the row."""
         words = [self.pattern or ("causal" if self.causal else "full"), self.score]
+        words += [f"window {self.window}"] if self.window else []
         words += [f"p={self.dropout:g}"] if self.dropout else []
+        words += ["deterministic"] if self.deterministic else []
         return " ".join(filter(None, words))
 
     @property
@@ -159,11 +172,15 @@ def _mask_cases() -> list[Case]:
 
 SETS: dict[str, list[Case]] = {
     "fa_paper": _paper_cases(),
-    "align": [Case(16, 16, 16, 2048, D, False, "fp16") for D in (128, 129, 136)],
+    "align": [Case(16, 16, 16, 2048, D, False, "fp16") for D in (128, 129, 136, 144)],
+    "head_dims": [Case(4, 16, 16, 4096, D, True, "bf16") for D in (80, 96, 160)]
+    + [Case(2, 32, 32, 4096, 192, True, "bf16", Dv=128)],
     "dropout": [Case(4, 16, 16, 4096, 128, True, "bf16", 0.1), Case(4, 32, 32, 4096, 64, True, "bf16", 0.1)],
-    "gqa": [Case(2, 32, 8, 8192, 128, True, "bf16")],
+    "gqa": [Case(2, 32, 8, 8192, 128, True, "bf16"), Case(1, 64, 8, 4096, 64, True, "bf16")],
+    "window": [Case(1, 16, 16, 16384, 128, True, "bf16", window=1024)],
+    "deterministic": [Case(4, 16, 16, 4096, 128, causal, "bf16", deterministic=True) for causal in (False, True)],
     "fp32": [Case(4, 16, 16, 2048, D, causal, "fp32") for D, causal in itertools.product((64, 128), (False, True))],
-    "short": [Case(12, 64, 64, 256, 64, False, "fp16"), Case(4, 8, 8, 512, 64, False, "fp16")],
+    "short": [Case(B, H, H, S, 64, False, "fp16") for B, H, S in ((12, 64, 256), (4, 8, 512), (4, 8, 1024))],
     "wide": [Case(2, 8, 8, 8192, D, causal, "bf16") for D, causal in itertools.product((320, 384, 512), (False, True))],
     "varlen": _varlen_cases(),
     "scores": _score_cases(),

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import itertools
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashattn_ext
 
-from .bench_cases import CUDNN, DTYPES, FA2, FLASH_ATTN, MATH, OURS, Case
+from .bench_cases import CUDNN, DTYPES, FA2, FA3, FA4, FLASH_ATTN, MATH, OURS, Case
 from .flex import FLEX, block_mask_maker, causal_rule, flex
 from .patterns import PATTERNS
 from .score_options import SCORE_OPTIONS, dense_bias
@@ -27,7 +29,9 @@ TORCH_BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     MATH: SDPBackend.MATH,
 }
-PEERS = (*TORCH_BACKENDS, FLASH_ATTN, FLEX)
+# FlashAttention 2, 3 and 4: modules with flash_attn_func and flash_attn_varlen_func, none of which PyTorch brings along.
+FLASH_MODULES = {FLASH_ATTN: "flash_attn", FA3: "flash_attn_interface", FA4: "flash_attn.cute"}
+PEERS = (*TORCH_BACKENDS, *FLASH_MODULES, FLEX)
 MATH_LIMIT_BYTES = 8 << 30  # of one B x H x S x S matrix in 16 bits; math keeps several, and in 32 bits
 BIAS_LIMIT_BYTES = 8 << 30  # of one H x S x S matrix in 16 bits; making it takes several times as much
 BLOCK_MASK, TABLES = "block mask of flex", "tables of ours"  # what is made once for each mask
@@ -36,12 +40,13 @@ Attention = Callable[[Case, Tensor, Tensor, Tensor], Tensor]
 
 
 @functools.cache
-def flash_attn_func() -> Callable[..., Tensor] | None:
+def flash_module(name: str) -> ModuleType | None:
+    """The module of a key of FLASH_MODULES; None where it cannot be imported."""
     try:
-        from flash_attn import flash_attn_func
+        module = importlib.import_module(FLASH_MODULES[name])
+        return module if hasattr(module, "flash_attn_func") else None
     except Exception:  # one built for another torch fails in many ways, and none of them is ours to report
         return None
-    return flash_attn_func
 
 
 def skip_reason(case: Case, name: str) -> str:
@@ -53,6 +58,12 @@ def skip_reason(case: Case, name: str) -> str:
         return f"skipped: a matrix of scores takes {scores / 2**30:.0f} GiB"
     if name in TORCH_BACKENDS and case.score and (bias := case.Hq * case.S**2 * 2) > BIAS_LIMIT_BYTES:
         return f"skipped: a bias of every score takes {bias / 2**30:.0f} GiB"
+    if name in TORCH_BACKENDS and case.window:
+        return "skipped: it has no window"
+    if name in TORCH_BACKENDS and case.deterministic:
+        return "skipped: it has no option for that"
+    if name in (FA3, FA4) and case.dropout:
+        return "skipped: it has no dropout"
     if name == FLEX and not (case.score or case.pattern):
         return "skipped: compiled for the rows of scores and masks alone"
     if name == FLEX and case.backward and case.score in ("learned alibi", "relative bias"):
@@ -68,9 +79,11 @@ def inputs(case: Case, device: str | None = None) -> tuple[Tensor, Tensor, Tenso
     torch.manual_seed(0)
     rows = (sum(case.lengths),) if case.lengths else (case.B, case.S)
     q, k, v, dout = (
-        torch.randn(*rows, heads, case.D, device=device or DEVICE, dtype=DTYPES[case.dtype])
-        for heads in (case.Hq, case.Hk, case.Hk, case.Hq)
-    )
+        torch.randn(*rows, heads, columns, device=device or DEVICE, dtype=DTYPES[case.dtype])
+        for heads, columns in (
+            (case.Hq, case.D), (case.Hk, case.D), (case.Hk, case.head_dim_v), (case.Hq, case.head_dim_v),
+        )
+    )  # fmt: skip
     for t in (q, k, v):
         t.requires_grad_(case.backward)
     return q, k, v, dout
@@ -150,15 +163,25 @@ def attention(name: str, rng_seed: int | None = None) -> Attention:
     """A contestant as a function of a case, q, k and v; `rng_seed` is for ours alone."""
     if name == OURS:
         return functools.partial(ours, rng_seed)
-    return {FLASH_ATTN: _flash_attn, FLEX: _flex}.get(name) or functools.partial(_torch, name)
+    if name in FLASH_MODULES:
+        return functools.partial(_flash_attn, name)
+    return _flex if name == FLEX else functools.partial(_torch, name)
 
 
 def ours(rng_seed: int | None, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    options: dict[str, Any] = {"causal": case.causal, "dropout_p": case.dropout, "rng_seed": rng_seed}
+    options: dict[str, Any] = {
+        "causal": case.causal, "window_size": window_size(case), "dropout_p": case.dropout, "rng_seed": rng_seed,
+        "deterministic": case.deterministic,
+    }  # fmt: skip
     if not case.lengths:
         return flashattn_ext.forward(q, k, v, **options, **_extras_of(case, q).keywords)
     starts = _starts(case.lengths, q.device)
     return flashattn_ext.varlen_forward(q, k, v, starts, starts, case.S, case.S, **options)
+
+
+def window_size(case: Case) -> tuple[int, int]:
+    """How many keys a query sees before and after its own, -1 for all; causal hides the latter."""
+    return (case.window - 1, -1) if case.window else (-1, -1)
 
 
 def _extras_of(case: Case, q: Tensor) -> Extras:
@@ -194,14 +217,23 @@ def _torch_packed(name: str, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Ten
     return aten._efficient_attention_forward(*batch, None, *sequences, case.dropout, int(case.causal), True)[0][0]
 
 
-def _flash_attn(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    keywords = {"dropout_p": case.dropout, "causal": case.causal, **_extras_of(case, q).keywords}
+def _flash_attn(name: str, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A TypeError names an option that this version does not have."""
+    keywords: dict[str, Any] = {"causal": case.causal, **_extras_of(case, q).keywords}
+    if case.dropout:
+        keywords["dropout_p"] = case.dropout
+    if case.window:
+        keywords["window_size"] = (case.window - 1, 0)
+    if case.deterministic:
+        keywords["deterministic"] = True
+    module = flash_module(name)
     if case.lengths:
-        from flash_attn import flash_attn_varlen_func
-
         starts = _starts(case.lengths, q.device)
-        return flash_attn_varlen_func(q, k, v, starts, starts, case.S, case.S, **keywords)
-    return flash_attn_func()(q, k, v, **keywords)  # a TypeError names the option that it does not have
+        keywords |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": case.S, "max_seqlen_k": case.S}
+        out = module.flash_attn_varlen_func(q, k, v, **keywords)
+    else:
+        out = module.flash_attn_func(q, k, v, **keywords)
+    return out[0] if isinstance(out, tuple) else out  # some versions return lse as well
 
 
 def _flex(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -22,18 +22,19 @@ import flashattn_ext
 
 from .._build import REBUILD
 from .bench_accuracy import RNG_SEED, compared_results, largest_error, reference_results
-from .bench_cases import FLASH_ATTN, OURS, Case, cases
+from .bench_cases import OURS, Case, cases
 from .bench_contestants import (
+    FLASH_MODULES,
     PEERS,
     extras,
-    flash_attn_func,
+    flash_module,
     inputs,
     kernel_of,
     preparations,
     skip_reason,
     timed_call,
 )
-from .bench_cuda_tables import row
+from .bench_cuda_tables import in_one_line, row
 from .bench_cuda_tables import show as show
 from .console import CommandError, make_console, require
 from .flex import keeps_graphs
@@ -42,6 +43,7 @@ from .timing import reported as _reported
 
 ROUNDS, QUICK_ROUNDS = 15, 3
 BURST_MS, MAX_LAUNCHES = 5.0, 20  # launches between two events: about this long, at most so many
+SUSTAINED_MS, SUSTAINED_ROUNDS = 200.0, 3  # of each call without a pause, so often
 HEAD_START_CYCLES = 5_000_000  # about 3 ms, in which the host queues a burst of short launches
 
 Calls = Mapping[str, Callable[[], object]]
@@ -53,13 +55,14 @@ Calls = Mapping[str, Callable[[], object]]
 def contestants(peers: str | None) -> list[str]:
     """Ours and the peers: those of a list with commas, or all that can be imported."""
     if peers is None:
-        return [OURS, *(name for name in PEERS if name != FLASH_ATTN or flash_attn_func() is not None)]
+        return [OURS, *(name for name in PEERS if name not in FLASH_MODULES or flash_module(name))]
     asked = [name.strip() for name in peers.split(",") if name.strip()]
     for name in asked:
         if name not in PEERS:
             raise CommandError(f"--peers got {name!r}; accepted are {', '.join(PEERS)}")
-    if FLASH_ATTN in asked and flash_attn_func() is None:
-        raise CommandError(f"--peers got {FLASH_ATTN!r}, but the package flash_attn cannot be imported here")
+    for name, module in FLASH_MODULES.items():
+        if name in asked and not flash_module(name):
+            raise CommandError(f"--peers got {name!r}, but flash_attn_func of {module} cannot be imported here")
     return [OURS, *(name for name in PEERS if name in asked)]
 
 
@@ -106,15 +109,22 @@ def measure(
     passes: str = "both",
     peers: str | None = None,
     backend: str | None = None,
+    sustained: bool = False,
 ) -> dict[str, Any]:
-    """Times every row. The result holds plain numbers only, ready for JSON."""
+    """Times every row. The result holds plain numbers only, ready for JSON.
+
+    Where nobody watches a progress bar, each row is reported on stderr as soon as it is there.
+    """
     rows, names = cases(sets, passes), contestants(peers)
     backend_in_use = running_backend(backend)
     track = require("rich.progress").track
     results = []
     with flashattn_ext.use_backend(backend), _exact_fp32_products(), keeps_graphs():
-        for case in track(rows, "measuring", console=make_console(), transient=True):
-            results.append(measure_case(case, names, quick=quick))
+        console = make_console()
+        for case in track(rows, "measuring", console=console, transient=True):
+            results.append(measure_case(case, names, quick=quick, sustained=sustained))
+            if not console.is_terminal:
+                print(f"{len(results)} of {len(rows)}: {in_one_line(results[-1])}", file=sys.stderr, flush=True)
     return {**machine(), "backend": backend_in_use, "contestants": names, "quick": quick, "rows": results}
 
 
@@ -140,7 +150,7 @@ def _exact_fp32_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def measure_case(case: Case, names: Sequence[str], *, quick: bool) -> dict[str, Any]:
+def measure_case(case: Case, names: Sequence[str], *, quick: bool, sustained: bool = False) -> dict[str, Any]:
     """One row. What cannot run has its reason in `failures`, and no numbers."""
     tensors = inputs(case)
     failures = {name: reason for name in names if (reason := skip_reason(case, name))}
@@ -157,6 +167,9 @@ def measure_case(case: Case, names: Sequence[str], *, quick: bool) -> dict[str, 
                 calls[name] = call
             call = None  # a graph of a contestant that failed would keep its memory
     timings = time_events(calls, QUICK_ROUNDS if quick else ROUNDS, failures)
+    steady = None
+    if sustained:
+        steady = time_sustained({name: call for name, call in calls.items() if name in names}, timings, failures)
     calls.clear()  # their graphs: the reference needs the memory
     once = preparations(case, [name for name in names if name in timings], tensors[0].device)
     for name, call in once.items():
@@ -165,7 +178,7 @@ def measure_case(case: Case, names: Sequence[str], *, quick: bool) -> dict[str, 
     once = {name: call for name, call in once.items() if name not in failures}
     timings |= time_events(once, QUICK_ROUNDS if quick else ROUNDS, failures)
     max_error = {} if quick else _max_errors(case, names, tensors, failures)
-    return row(case, names, timings, memory, max_error, failures)
+    return row(case, names, timings, memory, max_error, failures, steady)
 
 
 def time_events(calls: Calls, rounds: int, failures: dict[str, str]) -> dict[str, Timing]:
@@ -187,6 +200,25 @@ def time_events(calls: Calls, rounds: int, failures: dict[str, str]) -> dict[str
                     seconds[name].append(burst_ms(calls[name], launches[name]) / launches[name] * 1e-3)
     return {
         name: Timing(statistics.median(times), min(times), max(times), rounds)
+        for name, times in seconds.items()
+        if name not in failures
+    }
+
+
+def time_sustained(calls: Calls, bursts: Mapping[str, Timing], failures: dict[str, str]) -> dict[str, Timing]:
+    """Times every call that has a time of bursts without a pause, as a training run does, in turns.
+
+    Clocks fall where the power limit is reached, for those the most who spend the most energy on a product.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in calls if name in bursts}
+    for _ in range(SUSTAINED_ROUNDS):
+        for name, times in seconds.items():
+            if name not in failures:
+                with _reported(name, failures), kernel_of(name):
+                    launches = max(1, math.ceil(SUSTAINED_MS * 1e-3 / bursts[name].median_s))
+                    times.append(burst_ms(calls[name], launches) / launches * 1e-3)
+    return {
+        name: Timing(statistics.median(times), min(times), max(times), SUSTAINED_ROUNDS)
         for name, times in seconds.items()
         if name not in failures
     }

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from .bench_cases import CAUSAL, DENSE, FA2, OURS, PLAIN, VARLEN, Case
+from .bench_cases import BESIDE, CAUSAL, DENSE, FA2, OURS, PLAIN, VARLEN, Case
 from .bench_contestants import BLOCK_MASK, TABLES
 from .console import markdown_table, print_table
 from .flex import FLEX
@@ -23,17 +23,17 @@ def row(
     memory: Mapping[str, int],
     max_error: Mapping[str, float],
     failures: Mapping[str, str],
+    sustained: Mapping[str, Timing] | None = None,
 ) -> dict[str, Any]:
     """A row as plain numbers; None for what was not measured. Ratios above 1: ours is faster."""
-    ms = {name: timings[name].median_s * 1e3 if name in timings else None for name in names}
-    best = min((ms[name] for name in names if name != OURS and ms[name] is not None), default=None)
+    rates = _rates(case, names, timings)
+    ms = rates["ms"]
     return {
         **asdict(case),
         "lengths": list(case.lengths),
         "flop": case.flop,
-        "ms": ms,
-        "tflops": {name: None if time is None else case.flop / time * 1e-9 for name, time in ms.items()},
-        "ratio_best": _ratio(best, ms[OURS]),
+        **rates,
+        "sustained": None if sustained is None else _rates(case, names, sustained),
         "ratio_fa2": _ratio(ms.get(FA2), ms[OURS]),
         "ratio_flex": _ratio(ms.get(FLEX), ms[OURS]),
         "beside": {name: _beside(case, other, name, timings) for name, other in case.beside().items()},
@@ -42,6 +42,17 @@ def row(
         "peak_extra_bytes": {name: memory.get(name) if name in timings else None for name in names},
         "max_error": {name: max_error.get(name) for name in names},
         "failures": dict(failures),
+    }
+
+
+def _rates(case: Case, names: Sequence[str], timings: Mapping[str, Timing]) -> dict[str, Any]:
+    """Times and rates of the contestants, and the best peer's time to ours."""
+    ms = {name: timings[name].median_s * 1e3 if name in timings else None for name in names}
+    best = min((ms[name] for name in names if name != OURS and ms[name] is not None), default=None)
+    return {
+        "ms": ms,
+        "tflops": {name: None if time is None else case.flop / time * 1e-9 for name, time in ms.items()},
+        "ratio_best": _ratio(best, ms[OURS]),
     }
 
 
@@ -82,7 +93,7 @@ RATIOS: dict[str, Callable[[dict[str, Any]], str]] = {
     "to flex, with tables": lambda row: _cell(row["preparation"]["ratio_flex"], ".2f", "x"),
     **{
         f"to {name}": lambda row, name=name: _cell((row["beside"].get(name) or {}).get("ratio"), ".2f", "x")
-        for name in (DENSE, PLAIN, CAUSAL, VARLEN)
+        for name in BESIDE
     },
     "tables": lambda row: _pair(row["preparation"]["tables_ms"], ".3f", row["preparation"]["tables_share"], ".1%"),
     "block mask": lambda row: _cell(row["preparation"]["block_mask_ms"], ".3f"),
@@ -96,22 +107,25 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
     ratios = [
         name for name, cell in RATIOS.items() if name.startswith("to best") or any(cell(row) != "-" for row in rows)
     ]
-    tables = [
-        (speed_title(results, ratios), (*CASE_HEADER, *names, *ratios), speed_cells(rows, names, ratios)),
-        (
-            "MiB that a call allocates / largest error against fp64, of out or of the gradients",
-            (*CASE_HEADER, *names),
-            memory_cells(rows, names),
-        ),
-    ]
-    for title, header, lines in tables:
+    steady = [row["sustained"] for row in rows if row["sustained"]]
+    slower = [_is_slower(row["ratio_best"]) for row in rows]
+    tables = [(speed_title(results, ratios), (*CASE_HEADER, *names, *ratios), speed_cells(rows, names, ratios), slower)]
+    if steady:
+        slower_then = [_is_slower(rates["ratio_best"]) for rates in steady]
+        tables.append((SUSTAINED_TITLE, (*CASE_HEADER, *names, "to best"), sustained_cells(rows, names), slower_then))
+    tables.append((MEMORY_TITLE, (*CASE_HEADER, *names), memory_cells(rows, names), slower))
+    for title, header, lines, marked in tables:
         if markdown:
             print(markdown_table(title, header, lines))
         else:
-            slower = [row["ratio_best"] is not None and row["ratio_best"] < 1 for row in rows]
-            print_table(title, header, lines, left=range(len(CASE_HEADER)), marked=slower, width=WIDTH)
+            print_table(title, header, lines, left=range(len(CASE_HEADER)), marked=marked, width=WIDTH)
     for note in notes(rows):
         print(note)
+
+
+def _is_slower(ratio: float | None) -> bool:
+    """Whether a peer was quicker than ours."""
+    return ratio is not None and ratio < 1
 
 
 def tried(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
@@ -119,6 +133,8 @@ def tried(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
     return [name for name in names if not all(row["failures"].get(name, "").startswith("skipped") for row in rows)]
 
 
+MEMORY_TITLE = "MiB that a call allocates / largest error against fp64, of out or of the gradients"
+SUSTAINED_TITLE = "The same without a pause, as in training: milliseconds / TFLOP/s"
 MEANINGS = {
     f"to {DENSE}": "our rate beside that of a dense batch of as much work",
     f"to {PLAIN}": "our rate beside that of the same call without the option",
@@ -149,6 +165,24 @@ def speed_cells(
         ]
         for row in rows
     ]
+
+
+def sustained_cells(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[list[str]]:
+    return [
+        [
+            *_case_cells(row),
+            *(_pair(steady["ms"][name], ".3f", steady["tflops"][name], ".1f") for name in names),
+            _cell(steady["ratio_best"], ".2f", "x"),
+        ]
+        for row in rows
+        if (steady := row["sustained"])
+    ]
+
+
+def in_one_line(row: dict[str, Any]) -> str:
+    """A row and the rates of its contestants."""
+    rates = [f"{name} {rate:.1f}" for name, rate in row["tflops"].items() if rate is not None]
+    return " ".join(_case_cells(row)) + ": " + (", ".join(rates) + " TFLOP/s" if rates else "nothing could run")
 
 
 def memory_cells(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[list[str]]:
@@ -188,6 +222,6 @@ def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [
         " ".join(_case_cells(row)) + f": {name}: {row['failures'][name]}"
         for row in rows
-        for name in (OURS, DENSE, PLAIN, CAUSAL, VARLEN, TABLES, "reference")
+        for name in (OURS, *BESIDE, TABLES, "reference")
         if name in row["failures"]
     ]

@@ -7,16 +7,19 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("rich")
 
+import flashattn_ext
 from flashattn_ext.cli import bench_accuracy, bench_cases, bench_contestants, bench_cuda, bench_cuda_tables
-from flashattn_ext.cli.bench_cases import DENSE, FA2, FLASH_ATTN, MATH, OURS, SETS, Case
-from flashattn_ext.cli.bench_contestants import PEERS, TORCH_BACKENDS
+from flashattn_ext.cli.bench_cases import DENSE, FA2, FA3, FA4, FLASH_ATTN, MATH, OURS, SETS, Case
+from flashattn_ext.cli.bench_contestants import FLASH_MODULES, PEERS, TORCH_BACKENDS
 from flashattn_ext.cli.console import CommandError, markdown_table
 from flashattn_ext.cli.main import main
 from flashattn_ext.cli.timing import Timing
@@ -37,22 +40,16 @@ def a_row(**ms: float) -> dict:
 def test_sets_have_the_sizes_of_the_papers() -> None:
     sizes = {name: len(rows) for name, rows in SETS.items()}
     assert sizes == {
-        "fa_paper": 36,
-        "align": 3,
-        "dropout": 2,
-        "gqa": 1,
-        "fp32": 4,
-        "short": 2,
-        "wide": 6,
-        "varlen": 4,
-    } | {
-        "scores": 11,
-        "masks": 12,
-    }
+        "fa_paper": 36, "align": 4, "head_dims": 4, "dropout": 2, "gqa": 2, "window": 1, "deterministic": 2,
+        "fp32": 4, "short": 3, "wide": 6, "varlen": 4, "scores": 11, "masks": 12,
+    }  # fmt: skip
     assert all(case.B * case.S == 16384 and case.Hq * case.D == 2048 for case in SETS["fa_paper"])
     assert len(set(SETS["fa_paper"])) == 36
     assert SETS["gqa"][0].shape == "2x32:8x8192x128"
     assert SETS["dropout"][0].mask == "causal p=0.1"
+    assert SETS["window"][0].mask == "causal window 1024"
+    assert SETS["head_dims"][-1].shape == "2x32x4096x192:128"
+    assert SETS["deterministic"][0].mask == "full deterministic"
 
 
 def test_packed_sequences_and_a_dense_batch_of_as_much_work() -> None:
@@ -74,7 +71,7 @@ def test_drawn_lengths_are_always_the_same() -> None:
 def test_cases_of_sets_and_passes() -> None:
     assert len(bench_cases.cases(None, "both")) == 2 * sum(map(len, SETS.values()))
     chosen = bench_cases.cases(["gqa", "align"], "backward")
-    assert [case.set for case in chosen] == ["align"] * 3 + ["gqa"]
+    assert [case.set for case in chosen] == ["align"] * 4 + ["gqa"] * 2
     assert all(case.backward for case in chosen)
     with pytest.raises(CommandError, match="'none'; accepted are fa_paper, align"):
         bench_cases.cases(["none"], "both")
@@ -87,16 +84,75 @@ def test_flop_counts_visible_scores(causal: bool, backward: bool, flop: float) -
     assert Case(10, 10, 5, 1000, 10, causal, "bf16", backward=backward).flop == flop
 
 
+def test_flop_of_windows_and_of_another_size_of_v() -> None:
+    window = Case(2, 3, 3, 10, 8, True, "bf16", window=4)
+    assert window.visible_pairs == 2 * sum(min(row + 1, 4) for row in range(10))
+    assert Case(1, 1, 1, 10, 8, True, "bf16", window=99).visible_pairs == 55
+    mixed = Case(1, 2, 2, 10, 8, False, "bf16", Dv=4)
+    assert mixed.flop == 100 * 2 * 2 * (8 + 4)
+    assert Case(**{**vars(mixed), "backward": True}).flop == 100 * 2 * 2 * (3 * 8 + 2 * 4)
+
+
 def test_peers_are_those_that_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_cuda, "flash_attn_func", lambda: None)
+    monkeypatch.setattr(bench_cuda, "flash_module", lambda name: None)
     assert bench_cuda.contestants(None) == [OURS, "fa2", "cudnn", "efficient", "math", "flex"]
     assert bench_cuda.contestants("math, fa2") == [OURS, "fa2", "math"]
     with pytest.raises(CommandError, match="'fa9'; accepted are fa2, cudnn"):
         bench_cuda.contestants("fa9")
-    with pytest.raises(CommandError, match="flash_attn cannot be imported"):
-        bench_cuda.contestants(FLASH_ATTN)
-    monkeypatch.setattr(bench_cuda, "flash_attn_func", lambda: max)
+    with pytest.raises(CommandError, match=r"flash_attn_func of flash_attn\.cute cannot be imported"):
+        bench_cuda.contestants("fa4")
+    monkeypatch.setattr(bench_cuda, "flash_module", lambda name: math)
     assert bench_cuda.contestants(None) == [OURS, *PEERS]
+    assert {"flash-attn", "fa3", "fa4"} < set(PEERS)
+
+
+class FlashModule:
+    """A version of flash-attn with the options of all of them; `returns_lse` as FlashAttention-4 does."""
+
+    def __init__(self, *, returns_lse: bool) -> None:
+        self.returns_lse, self.calls = returns_lse, []
+
+    def flash_attn_func(self, *tensors: torch.Tensor, **keywords: Any) -> Any:
+        self.calls.append(keywords)
+        out = flashattn_ext.forward(*tensors, **keywords)
+        return (out, torch.zeros(1)) if self.returns_lse else out
+
+    def flash_attn_varlen_func(self, *tensors: torch.Tensor, **keywords: Any) -> Any:
+        self.calls.append(keywords)
+        out = flashattn_ext.varlen_forward(*tensors, **keywords)
+        return (out, torch.zeros(1)) if self.returns_lse else out
+
+
+@pytest.mark.parametrize(("name", "returns_lse"), [(FLASH_ATTN, False), (FA3, False), (FA4, True)])
+def test_flash_attention_of_every_version_gets_the_options_of_a_row(
+    on_cpu: None, monkeypatch: pytest.MonkeyPatch, name: str, returns_lse: bool
+) -> None:
+    module = FlashModule(returns_lse=returns_lse)
+    monkeypatch.setitem(sys.modules, FLASH_MODULES[name], module)
+    if name == FA4:
+        monkeypatch.setitem(sys.modules, "flash_attn", module)
+    bench_contestants.flash_module.cache_clear()
+    try:
+        window = Case(1, 2, 2, 50, 16, True, "fp32", window=9, deterministic=True, backward=True)
+        for case in (TINY, PACKED, window):
+            row = bench_cuda.measure_case(case, [OURS, name], quick=False)
+            assert not row["failures"] and row["max_error"][name] < 1e-4
+    finally:
+        bench_contestants.flash_module.cache_clear()
+    assert {"causal": True} in module.calls
+    assert {"causal": True, "window_size": (8, 0), "deterministic": True} in module.calls
+    dropped = bench_contestants.skip_reason(Case(1, 2, 2, 50, 16, True, "fp32", 0.1), name)
+    assert dropped == ("" if name == FLASH_ATTN else "skipped: it has no dropout")
+
+
+def test_a_module_that_fails_to_import_is_no_contestant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", object())  # another package's
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    bench_contestants.flash_module.cache_clear()
+    try:
+        assert all(bench_contestants.flash_module(name) is None for name in FLASH_MODULES)
+    finally:
+        bench_contestants.flash_module.cache_clear()
 
 
 def test_math_is_skipped_where_scores_are_large() -> None:
@@ -136,8 +192,13 @@ def test_bursts_take_turns_and_a_failure_drops_out(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(
     "case",
-    [TINY, Case(2, 6, 2, 48, 16, True, "fp32"), Case(1, 3, 3, 40, 16, False, "fp32", 0.2)],
-    ids=["plain", "gqa", "dropout"],
+    [
+        TINY,
+        Case(2, 6, 2, 48, 16, True, "fp32"),
+        Case(1, 3, 3, 40, 16, False, "fp32", 0.2),
+        Case(1, 2, 2, 40, 24, True, "fp32", Dv=16),
+    ],
+    ids=["plain", "gqa", "dropout", "another size of v"],
 )
 def test_a_row_measured_on_the_cpu(on_cpu: None, case: Case, backward: bool) -> None:
     case = Case(**{**vars(case), "backward": backward})
@@ -151,6 +212,39 @@ def test_a_row_measured_on_the_cpu(on_cpu: None, case: Case, backward: bool) -> 
     assert 0 < row["max_error"][OURS] < 1e-5  # with dropout: the mask is the one of the reference
     assert case.dropout or 0 < row["max_error"][MATH] < 1e-5
     assert not case.dropout or row["max_error"][MATH] is None
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_window_beside_the_causal_call_and_without_the_peers_that_have_none(on_cpu: None, backward: bool) -> None:
+    case = Case(1, 2, 2, 60, 16, True, "fp32", window=7, backward=backward)
+    row = bench_cuda.measure_case(case, [OURS, MATH, FA2], quick=False)
+    assert row["failures"] == {MATH: "skipped: it has no window", FA2: "skipped: it has no window"}
+    assert 0 < row["max_error"][OURS] < 1e-5
+    assert row["beside"]["causal"]["tflops"] > 0
+
+
+def test_options_stand_beside_the_call_without_them() -> None:
+    for options in ({"dropout": 0.1}, {"deterministic": True}, {"score": "softcap"}):
+        case = Case(1, 2, 2, 60, 16, True, "fp32", **options)
+        assert case.beside() == {"plain": Case(1, 2, 2, 60, 16, True, "fp32")}
+
+
+def test_calls_without_a_pause(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+    monkeypatch.setattr(bench_cuda, "burst_ms", lambda call, launches: launched.append(launches) or 2.0 * launches)
+    calls = {name: lambda: None for name in ("a", "b", "new")}
+    bursts = {name: Timing(0.0015, 0.001, 0.002, 3) for name in ("a", "b")}
+    assert bench_cuda.time_sustained(calls, bursts, {}) == {name: Timing(0.002, 0.002, 0.002, 3) for name in "ab"}
+    assert launched == [134] * 6  # of 200 ms
+
+
+def test_rows_without_a_pause_have_a_table(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_cuda, "SUSTAINED_MS", 1e-3)
+    row = bench_cuda.measure_case(TINY, [OURS, MATH], quick=True, sustained=True)
+    steady = row["sustained"]
+    assert steady["ratio_best"] == pytest.approx(steady["ms"][MATH] / steady["ms"][OURS])
+    cells = bench_cuda_tables.sustained_cells([row, a_row(ours=1.0)], [OURS, MATH])
+    assert len(cells) == 1 and cells[0][-1] == f"{steady['ratio_best']:.2f}x"
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -265,14 +359,18 @@ def test_bench_cuda_prints_and_writes_every_row(
 ) -> None:
     monkeypatch.setitem(SETS, "tiny", [TINY])
     path = tmp_path / "bench.json"
-    options = ["--set", "tiny", "--peers", "fa2,cudnn", "--json", str(path), *(["--markdown"] if markdown else [])]
+    monkeypatch.setattr(bench_cuda, "SUSTAINED_MS", 1e-3)
+    options = ["--set", "tiny", "--peers", "fa2,cudnn", "--json", str(path), "--sustained"]
+    options += ["--markdown"] if markdown else []
     assert main(["bench", "cuda", *options]) == 0
     results = json.loads(path.read_text())
     assert results["contestants"] == [OURS, FA2, "cudnn"] and results["backend"] == "cuda-none"
     assert [row["backward"] for row in results["rows"]] == [False, True]
-    out = capsys.readouterr().out
-    assert out.count("2x4x64x16") == 4  # two rows in each of two tables
-    assert out.count("\n| tiny | ") == (4 if markdown else 0)
+    out, reported = capsys.readouterr()
+    assert out.count("2x4x64x16") == 6  # two rows in each of three tables
+    assert out.count("\n| tiny | ") == (6 if markdown else 0)
+    lines = reported.splitlines()
+    assert len(lines) == 2 and lines[1].startswith("2 of 2: tiny 2x4x64x16 fp32 causal backward: ours ")
     assert "a GPU" in out and "…" not in out
 
 
