@@ -209,7 +209,7 @@ void forward_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack
   if (rng_state.key_set().has(c10::DispatchKey::FuncTorchBatched)) {
     pure.callBoxed(stack);
   } else {
-    run_in_place(pure, keys, stack);
+    run_in_place(pure, keys.remove(c10::DispatchKey::FuncTorchVmapMode), stack);  // the pure op has no kernel for it
   }
   stack->pop_back();
 }
@@ -303,6 +303,10 @@ void implement_calls(torch::Library& m) {
 TORCH_LIBRARY_IMPL(flashattn_ext, CompositeImplicitAutograd, m) { implement_calls(m); }
 // Under torch.vmap the pure ops have rules (vmap.py).
 TORCH_LIBRARY_IMPL(flashattn_ext, FuncTorchBatched, m) { implement_calls(m); }
+// Also where no tensor of the call is mapped over: the state is drawn as `randomness` says.
+TORCH_LIBRARY_IMPL(flashattn_ext, FuncTorchVmapMode, m) {
+  m.impl("forward.call", torch::CppFunction::makeFromBoxedFunction<&forward_call>());
+}
 TORCH_LIBRARY_IMPL(flashattn_ext, CompositeExplicitAutograd, m) {
   m.impl("rng_state", &rng_state);
   m.impl("mask_extremes", &mask_extremes);

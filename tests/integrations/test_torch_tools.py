@@ -236,6 +236,12 @@ def test_vmap_says_how_dropout_is_random(device: str) -> None:
     for randomness in ("same", "different"):
         first, second = torch.vmap(attend, randomness=randomness)(*same)
         assert torch.equal(first, second) == (randomness == "same")
+    one, mapped = [t[0] for t in same], torch.zeros(2, device=device)
+    with pytest.raises(RuntimeError, match="randomness"):
+        torch.vmap(lambda _: attend(*one))(mapped)
+    for randomness in ("same", "different"):  # nothing that the call is given is mapped over
+        first, second = torch.vmap(lambda _: attend(*one), randomness=randomness)(mapped)
+        assert torch.equal(first, second) == (randomness == "same")
     seeded = torch.vmap(lambda q, k, v: flashattn_ext.forward(q, k, v, dropout_p=0.5, rng_seed=3))(*same)
     expected = flashattn_ext.forward(*(t[0] for t in same), dropout_p=0.5, rng_seed=3)
     assert torch.equal(seeded[0], expected) and torch.equal(seeded[1], expected)
