@@ -1,11 +1,12 @@
-// The derivative of the op `forward` is the op `backward`, which has none. Both are told to torch's autograd here, so
-// that a call with gradients needs no Python beyond that of a call without.
+// The derivative of the op `forward` is the op `backward`. That has none, and neither have calls with a cache. All of
+// them are told to torch's autograd here, so that a call with gradients needs no Python beyond that of a call without.
 //
 // The kernels below do what those of torch's own operators do: they make a node, run the op below autograd and tie its
 // results to the node. torch.func's transforms and torch.compile understand that. They refuse Function::apply of
 // custom_function.h, which switches gradients off for the transforms around it too; its CppNode is used here alone,
 // because compiled autograd knows how to trace one.
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
@@ -33,7 +34,7 @@ struct AttentionBackward {
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients);
 };
 
-// The derivative of a backward says what to do instead.
+// Ops without a derivative have nodes that say what to do instead.
 struct AttentionDoubleBackward {
   static constexpr bool is_traceable = false;
 
@@ -41,6 +42,15 @@ struct AttentionDoubleBackward {
     TORCH_CHECK(false,
                 "flashattn_ext has no double backward; use flashattn_ext.attention_reference (plain PyTorch, "
                 "differentiable any number of times) for second derivatives");
+  }
+};
+struct DecodeBackward {
+  static constexpr bool is_traceable = false;
+
+  static variable_list backward(AutogradContext*, const variable_list&) {
+    TORCH_CHECK(false,
+                "flashattn_ext: calls with a key-value cache have no gradients; use flashattn_ext.forward or "
+                "varlen_forward for them, or call under torch.no_grad()");
   }
 };
 
@@ -61,7 +71,7 @@ class BoxedCall {
   at::Tensor result(size_t i) const { return tensor_of((*stack_)[stack_->size() - op_.schema().returns().size() + i]); }
 
   void run() const { op_.redispatchBoxed(keys_ & c10::after_autograd_keyset, stack_); }
-  // Nothing that the op calls makes nodes.
+  // Nothing that the op calls makes nodes, and no tensor that it changes counts that.
   void run_untracked() const {
     const at::AutoDispatchBelowADInplaceOrView below;
     op_.redispatchBoxed(keys_ & c10::after_ADInplaceOrView_keyset, stack_);
@@ -146,15 +156,42 @@ void forward(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
   node->save_variables_to_ctx();
 }
 
-void backward(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+template <class Refusal>
+void without_derivative(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const BoxedCall call(op, keys, stack);
   if (!call.is_differentiated()) return call.run();
 
   variable_list inputs;
   for (size_t i = 0; i < call.size(); ++i) inputs.push_back(call.tensor(i));
-  const auto node = new_node<AttentionDoubleBackward>(inputs);
-  call.run_untracked();
+  const auto node = new_node<Refusal>(inputs);
+  {
+    const at::AutoDispatchBelowAutograd below;
+    call.run();
+  }
   for (size_t i = 0; i < op.schema().returns().size(); ++i) set_history(call.result(i), node);
+}
+
+// Places of the caches among the arguments of a call with a cache.
+constexpr std::pair<size_t, const char*> kCaches[] = {{1, "k_cache"}, {2, "v_cache"}};
+
+void decode_append(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const BoxedCall call(op, keys, stack);
+  for (const auto& [place, name] : kCaches)
+    TORCH_CHECK_VALUE(!at::GradMode::is_enabled() || !call.tensor(place).requires_grad(), name,
+                      ": expected a tensor that requires no grad, because new keys and values are written to it; call "
+                      "under torch.no_grad(), or give ",
+                      name, ".detach()");
+  without_derivative<DecodeBackward>(op, keys, stack);
+}
+
+// Autograd then refuses a backward that has saved a cache as it was before.
+void count_versions_of_caches(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const BoxedCall call(op, keys, stack);
+  const variable_list caches{call.tensor(kCaches[0].first), call.tensor(kCaches[1].first)};
+  call.run_untracked();
+  for (const at::Tensor& cache : caches) {
+    if (!cache.is_inference()) torch::autograd::increment_version(cache);  // inference tensors have no version
+  }
 }
 
 c10::OperatorHandle backward_op(const char* overload) {
@@ -190,7 +227,12 @@ variable_list AttentionBackward::backward(AutogradContext* ctx, const variable_l
 
 TORCH_LIBRARY_IMPL(flashattn_ext, Autograd, m) {
   m.impl("forward", torch::CppFunction::makeFromBoxedFunction<&forward>());
-  m.impl("backward", torch::CppFunction::makeFromBoxedFunction<&backward>());
+  m.impl("backward", torch::CppFunction::makeFromBoxedFunction<&without_derivative<AttentionDoubleBackward>>());
+  m.impl("decode", torch::CppFunction::makeFromBoxedFunction<&without_derivative<DecodeBackward>>());
+  m.impl("decode_append", torch::CppFunction::makeFromBoxedFunction<&decode_append>());
+}
+TORCH_LIBRARY_IMPL(flashattn_ext, ADInplaceOrView, m) {
+  m.impl("decode_append", torch::CppFunction::makeFromBoxedFunction<&count_versions_of_caches>());
 }
 
 }  // namespace flashattn_ext

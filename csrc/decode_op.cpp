@@ -2,6 +2,7 @@
 // new keys and values to them first. Their overloads `call` and `append_call` are what Python calls, as in ops.cpp.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <string>
@@ -124,7 +125,9 @@ void decode_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack*
   static const c10::OperatorHandle pure = c10::Dispatcher::singleton().findSchemaOrThrow(
       kAppends ? "flashattn_ext::decode_append" : "flashattn_ext::decode", "");
   push_scalars(op, stack);
-  pure.redispatchBoxed(keys, stack);
+  // The keys are those that the overload has kernels for; the op has one more (autograd.cpp).
+  const bool counts = kAppends && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView);
+  pure.redispatchBoxed(counts ? keys.add(c10::DispatchKey::ADInplaceOrView) : keys, stack);
 }
 
 }  // namespace

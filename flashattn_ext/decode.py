@@ -121,12 +121,13 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False, *, sink: Tensor | None = None, smooth_softmax: bool = False,
     mask: Mask | None = None,
 ) -> Any:  # fmt: skip
-    """Appends new keys and values to a cache, in place, and attends to what it then holds. Forward only.
+    """Appends new keys and values to a cache, in place, and attends to what it then holds. Forward only: a backward through it raises.
 
     Args:
         q: [B, Sq, Hq, D]. float16, bfloat16, float32, and float64 on the CPU.
         k_cache, v_cache: [cache entries, room, Hk, D] and [.., Dv], or with a block_table [pages, page_size, Hk, D], page_size
             a multiple of 16. Any strides, but the last dimension is contiguous. Keys after a sequence's length are never read.
+            Where new keys are written, a cache that requires grad raises, except under torch.no_grad().
         k, v: [B, new keys, Hk, D] and [.., Dv], written after the cache_seqlens keys that are there, and attended to.
         rotary_cos, rotary_sin: [positions, R / 2] in the dtype of q, with k and v only: the first R elements of k's rows are
             rotated for the positions cache_seqlens, cache_seqlens + 1, ..., and so are q's with causal or a window; otherwise all

@@ -185,7 +185,7 @@ def attention(
     if bias is not None and bias.dtype not in (torch.float32, query.dtype):
         bias = bias.float()
     scores_are_plain = bias is None and relative_bias is None and dropout == 0
-    if scores_are_plain and _is_step_of_generation(query, key, value):
+    if scores_are_plain and _is_step_of_generation(query, key, value, s_aux):
         out = flashattn_ext.flash_attn_with_kvcache(
             query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), causal=visible.right == 0,
             window_size=(visible.left, visible.right), softmax_scale=scaling, softcap=softcap or 0.0, sink=s_aux,
@@ -201,12 +201,12 @@ def attention(
     return out, None
 
 
-def _is_step_of_generation(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _is_step_of_generation(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> bool:
     """Few queries beside a cache, and no gradients: the kernels that split the cache serve such calls best."""
     plain = type(query) is Tensor and type(key) is Tensor and type(value) is Tensor
     if not plain or query.shape[2] > 16 or query.shape[2] >= key.shape[2] or not has_decoding(query.device):
         return False
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (query, key, value, sink)):
         return False
     is_read_in_place = key.stride(-1) == 1 and value.stride(-1) == 1
     return is_read_in_place and not torch.is_autocast_enabled(query.device.type)

@@ -313,6 +313,16 @@ def test_sink_softcap_and_scaling() -> None:
     assert weights is None and got.is_contiguous()
 
 
+def test_gradient_of_a_sink_alone() -> None:
+    """Of few queries beside many keys, as in a step of generation, whose kernels have no gradients."""
+    q, k, v = tensors(5)
+    sink = torch.randn(4, requires_grad=True)
+    got = fax.attention(Layer(), q, k, v, None, s_aux=sink)[0]
+    want = flashattn_ext.attention_reference(q, k, v, sink=sink, layout="bhsd").transpose(1, 2)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(*(torch.autograd.grad(out.square().sum(), sink)[0] for out in (got, want)))
+
+
 def test_learned_queries_of_one_batch_entry() -> None:
     q, k, v = tensors(5)
     got, _ = fax.attention(Layer(), q[:1], k, v, None)
