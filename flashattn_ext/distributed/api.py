@@ -93,6 +93,7 @@ def attention(
     rng_seed, bhsd = arguments.seed(named.pop("rng_seed", None)), arguments.is_bhsd(layout)
     arguments.optional_tensors(cu_seqlens=cu_seqlens)
     tensors, call_options = _call(q, k, v, named)
+    _check_tangents(tensors)
     if bhsd and cu_seqlens is None:
         tensors = tensors._replace(
             q=tensors.q.transpose(1, 2), k=tensors.k.transpose(1, 2), v=tensors.v.transpose(1, 2)
@@ -131,6 +132,17 @@ def _call(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Cal
                 f"attention() got an unexpected keyword argument {name!r}; accepted are {', '.join([*numbers, *named])}"
             )
     return tensors, api._options(q, layout="bshd", **{**numbers, **options})
+
+
+def _check_tangents(tensors: CallTensors) -> None:
+    """Forward-mode derivatives, which torch.library's autograd would lose in silence."""
+    forward_ad = torch.autograd.forward_ad
+    if forward_ad._current_level < 0:
+        return
+    if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(
+            "flashattn_ext.distributed has no forward-mode derivatives (jvp); use flashattn_ext.attention_reference (plain PyTorch) on one device"
+        )
 
 
 def _place(options: CallOptions) -> tuple[int, int]:

@@ -200,6 +200,24 @@ def second_derivatives_say_what_to_do(device: str) -> None:
             gradient.sum().backward()
 
 
+def tangents_are_refused(device: str) -> None:
+    """Forward-mode derivatives, which would otherwise be 0."""
+    if dist.get_rank() >= 2:
+        return
+    parts = [part.detach() for part in _parts(device, group_of(2))]
+    sink = torch.zeros(parts[0].shape[-2], device=device)
+    for mode in MODES:
+        options = {"group": group_of(2), "mode": mode}
+        for given in parts[:1], [sink]:
+
+            def attend(t: torch.Tensor, options: dict[str, Any] = options) -> torch.Tensor:
+                q, s = (t, sink) if t.dim() > 1 else (parts[0], t)
+                return distributed.attention(q, *parts[1:], sink=s, **options)
+
+            with pytest.raises(NotImplementedError, match="has no forward-mode derivatives"):
+                torch.func.jvp(attend, tuple(given), tuple(given))
+
+
 def autocast_is_followed(device: str) -> None:
     if dist.get_rank() >= 2:
         return

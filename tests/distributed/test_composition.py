@@ -14,6 +14,7 @@ JOBS = [
     composition_jobs.ddp_on_a_mesh_has_the_losses_of_one_process,
     composition_jobs.ranks_count_the_flops_of_the_whole,
     composition_jobs.second_derivatives_say_what_to_do,
+    composition_jobs.tangents_are_refused,
     composition_jobs.autocast_is_followed,
     composition_jobs.a_module_without_its_group_is_no_copy,
 ]
