@@ -57,7 +57,8 @@ class FlashAttentionFunction(torch.autograd.Function):
     """apply(*tensors, rng_seed, options) -> (out, lse), for code that asks for a torch.autograd.Function.
 
     Shapes and errors are those of flashattn_ext.forward and varlen_forward, which are the way to call this; `tensors` are those of
-    CallTensors, `options` is a CallOptions. The op knows its own derivative (csrc/autograd.cpp).
+    CallTensors, `options` is a CallOptions. The op knows its own derivative (csrc/autograd.cpp), so there is no forward and no backward
+    here, and torch.compile, which looks for them, breaks the graph at apply.
     """
 
     @classmethod
