@@ -20,15 +20,14 @@ struct BackwardScratch {
   using Real = typename Op::Real;
   using Unit = typename Op::Unit;
   static constexpr int64_t kQueries = Tile<Real>::kQueries, kKeys = Tile<Real>::kKeys;
-  static constexpr bool kPairs = Op::kPack == 2;
 
   BackwardScratch(const AttnGradParams& p, void* base) : BackwardScratch(p, ScratchCarver(base)) {}
 
-  int64_t units, units_v;                // of a padded row of q and k, and of v and dout
-  int64_t columns, columns_v;            // the same in elements
-  Unit *k, *v, *q, *dout;                // rows that can be read in units
-  Unit *k_pairs, *q_pairs, *dout_pairs;  // the same with pairs of rows interleaved, for bfloat16
-  Unit *q_transposed, *dout_transposed;  // [units][kQueries]
+  int64_t units, units_v;      // of a padded row of q and k, and of v and dout
+  int64_t columns, columns_v;  // the same in elements
+  Unit *k, *v, *q, *dout;      // rows that can be read in units
+  // B operands: of rows, and transposed.
+  Unit *k_panels, *q_panels, *dout_panels, *q_transposed, *dout_transposed;
   ScoreTile<Op> tile;
   GradientTile<Op> gradients;
   Real *dk, *dv;  // [kKeys][columns], [kKeys][columns_v]
@@ -46,9 +45,9 @@ struct BackwardScratch {
         v(carve.take<Unit>(kKeys * units_v)),
         q(carve.take<Unit>(kQueries * units)),
         dout(carve.take<Unit>(kQueries * units_v)),
-        k_pairs(carve.take<Unit>(kPairs ? kKeys * units : 0)),
-        q_pairs(carve.take<Unit>(kPairs ? kQueries * units : 0)),
-        dout_pairs(carve.take<Unit>(kPairs ? kQueries * units_v : 0)),
+        k_panels(carve.take<Unit>(row_panel_units<Op>(kKeys, units))),
+        q_panels(carve.take<Unit>(row_panel_units<Op>(kQueries, units))),
+        dout_panels(carve.take<Unit>(row_panel_units<Op>(kQueries, units_v))),
         q_transposed(carve.take<Unit>(units * kQueries)),
         dout_transposed(carve.take<Unit>(units_v * kQueries)),
         tile(p, &carve),
@@ -86,12 +85,10 @@ class Backward {
     key0 = key_tile * kKeys;
     key_count = lesser(kKeys, keys.length - key0);
     const int64_t row = keys.start + key0;
-    k = stage_rows<Op>(row_of<const In>(p.k, b, hk, row), p.k.row_stride, key_count, p.head_dim, Reads::kVectors,
-                       scratch.k);
-    v = stage_rows<Op>(row_of<const In>(p.v, b, hk, row), p.v.row_stride, key_count, p.head_dim_v, Reads::kElements,
-                       scratch.v);
-    k_pairs = pair_rows<Op>(k, key_count, scratch.units, scratch.k_pairs);
-    pairs_are_finite = false;
+    k = stage_rows<Op>(row_of<const In>(p.k, b, hk, row), p.k.row_stride, key_count, p.head_dim, scratch.k);
+    v = stage_rows<Op>(row_of<const In>(p.v, b, hk, row), p.v.row_stride, key_count, p.head_dim_v, scratch.v);
+    k_panels = row_panels<Op>(k, key_count, scratch.units, scratch.k_panels);
+    panels_are_finite = false;
     if (p.has_intervals()) {
       finite_k = scratch.isolated_k.find(row_of<const In>(p.k, b, hk, row), p.k.row_stride, key_count, p.head_dim, k);
     }
@@ -160,17 +157,16 @@ class Backward {
     const int64_t row = queries.start + row0;
     const In *const q_data = row_of<const In>(p.q, batch, h, row), *const dout_data =
                                                                        row_of<const In>(p.dout, batch, h, row);
-    StagedRows<Op> q = stage_rows<Op>(q_data, p.q.row_stride, rows, p.head_dim, Reads::kVectors, scratch.q);
-    StagedRows<Op> dout =
-        stage_rows<Op>(dout_data, p.dout.row_stride, rows, p.head_dim_v, Reads::kVectors, scratch.dout);
-    transpose_rows<Op>(scratch.q_transposed, kQueries, q, rows, lane_count, scratch.units);
-    transpose_rows<Op>(scratch.dout_transposed, kQueries, dout, rows, lane_count, scratch.units_v);
+    StagedRows<Op> q = stage_rows<Op>(q_data, p.q.row_stride, rows, p.head_dim, scratch.q);
+    StagedRows<Op> dout = stage_rows<Op>(dout_data, p.dout.row_stride, rows, p.head_dim_v, scratch.dout);
+    q_transposed = transposed_panels<Op>(scratch.q_transposed, q, rows, lane_count, scratch.units);
+    dout_transposed = transposed_panels<Op>(scratch.dout_transposed, dout, rows, lane_count, scratch.units_v);
     if (isolates) {
       q = scratch.isolated_q.find(q_data, p.q.row_stride, rows, p.head_dim, q);
       dout = scratch.isolated_dout.find(dout_data, p.dout.row_stride, rows, p.head_dim_v, dout);
     }
-    q_pairs = pair_rows<Op>(q, rows, scratch.units, scratch.q_pairs);
-    dout_pairs = pair_rows<Op>(dout, rows, scratch.units_v, scratch.dout_pairs);
+    q_panels = row_panels<Op>(q, rows, scratch.units, scratch.q_panels);
+    dout_panels = row_panels<Op>(dout, rows, scratch.units_v, scratch.dout_panels);
     const Real infinity = std::numeric_limits<Real>::infinity();
     const Real* lse = row_of<const Real>(p.lse, batch, h, row);
     const Real sink = p.sink ? static_cast<const Real*>(p.sink)[h] : Real(0);
@@ -191,8 +187,8 @@ class Backward {
     const ScoreTile<Op>& tile = scratch.tile;
     const GradientTile<Op>& gradients = scratch.gradients;
     const IndexRange panel_keys = mask.panel_keys(lanes.begin);
-    const Gemm<Op> qk{k.data, k.stride, scratch.q_transposed, kQueries, tile.scores, kQueries};
-    const Gemm<Op> dov{v.data, v.stride, scratch.dout_transposed, kQueries, gradients.scores, kQueries};
+    const Gemm<Op> qk{k.data, k.stride, q_transposed, tile.scores, kQueries};
+    const Gemm<Op> dov{v.data, v.stride, dout_transposed, gradients.scores, kQueries};
     score_product(qk, panel_keys, lanes, ceil_div(p.head_dim, Op::kPack));
     score_product(dov, panel_keys, lanes, ceil_div(p.head_dim_v, Op::kPack));
     const IndexRange panel_rows{row0 + lanes.begin, row0 + lesser(lanes.end, rows)};
@@ -211,8 +207,8 @@ class Backward {
   void key_gradients(const PanelMask<Op>& mask) {
     const Unit* weights = reinterpret_cast<const Unit*>(scratch.tile.scores);
     const Unit* dscores = reinterpret_cast<const Unit*>(scratch.gradients.scores);
-    const Gemm<Op> dv{weights, kQueries, dout_pairs.data, dout_pairs.stride, scratch.dv, scratch.columns_v};
-    const Gemm<Op> dk{dscores, kQueries, q_pairs.data, q_pairs.stride, scratch.dk, scratch.columns};
+    const Gemm<Op> dv{weights, kQueries, dout_panels, scratch.dv, scratch.columns_v};
+    const Gemm<Op> dk{dscores, kQueries, q_panels, scratch.dk, scratch.columns};
     gemm<Order::kRowMajor, Init::kAccumulate>(dv, {0, key_count}, {0, scratch.columns_v}, RowsOfKeys<Op>{mask});
     gemm<Order::kRowMajor, Init::kAccumulate>(dk, {0, key_count}, {0, scratch.columns}, RowsOfKeys<Op>{mask});
     if (!isolates) return;
@@ -237,11 +233,11 @@ class Backward {
     const Unit* dscores =
         Op::kPack == 2 ? scratch.gradients.pairs : reinterpret_cast<const Unit*>(scratch.gradients.scores);
     const bool isolates_k = isolates && scratch.isolated_k.any();
-    if (pairs_are_finite != isolates_k) {
-      k_pairs = pair_rows<Op>(isolates_k ? finite_k : k, key_count, scratch.units, scratch.k_pairs);
-      pairs_are_finite = isolates_k;
+    if (panels_are_finite != isolates_k) {
+      k_panels = row_panels<Op>(isolates_k ? finite_k : k, key_count, scratch.units, scratch.k_panels);
+      panels_are_finite = isolates_k;
     }
-    const Gemm<Op> dq{dscores, kQueries, k_pairs.data, k_pairs.stride, sum, stride};
+    const Gemm<Op> dq{dscores, kQueries, k_panels, sum, stride};
     Turn& turn = workspace.dq_turn(h, first_row, batch, number);
     wait_for_turn(turn, previous + 1);
     if (previous < 0) {
@@ -269,10 +265,11 @@ class Backward {
   int64_t batch = 0, key_tile = 0, key0 = 0, key_count = 0;
   Real* row_delta = nullptr;  // of the current query tile, in the workspace
   Sequence queries{0, 0}, keys{0, 0};
-  StagedRows<Op> k{}, v{}, k_pairs{}, q_pairs{}, dout_pairs{};
-  // isolated_rows.h: whether the current tile needs it, the keys without rows that are not finite, and whether k_pairs
+  StagedRows<Op> k{}, v{};
+  Panels<Op> k_panels{}, q_panels{}, dout_panels{}, q_transposed{}, dout_transposed{};
+  // isolated_rows.h: whether the current tile needs it, the keys without rows that are not finite, and whether k_panels
   // are made of those.
-  bool isolates = false, pairs_are_finite = false;
+  bool isolates = false, panels_are_finite = false;
   StagedRows<Op> finite_k{};
 };
 

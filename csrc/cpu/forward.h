@@ -24,8 +24,7 @@ struct ForwardScratch {
 
   int64_t units, units_v, columns_v;  // of a padded row of q and k, and of v
   Unit* staged;                       // Q, later V, in rows that can be read in units
-  Unit* q_transposed;                 // [units][kQueries]
-  Unit* values;                       // V with pairs of rows interleaved, for bfloat16
+  Unit *q_transposed, *values;        // B operands
   Unit* keys;                         // K in rows that can be read in units
   ScoreTile<Op> tile;
   Real* out;  // [kQueries][columns_v], not yet divided by the row sum
@@ -40,7 +39,7 @@ struct ForwardScratch {
         columns_v(units_v * Op::kPack),
         staged(carve.take<Unit>(greater(kQueries * units, kKeys * units_v))),
         q_transposed(carve.take<Unit>(units * kQueries)),
-        values(carve.take<Unit>(Op::kPack == 2 ? kKeys * units_v : 0)),
+        values(carve.take<Unit>(row_panel_units<Op>(kKeys, units_v))),
         keys(carve.take<Unit>(kKeys * units)),
         tile(p, &carve),
         out(carve.take<Real>(kQueries * columns_v)),
@@ -93,9 +92,9 @@ class Forward {
  private:
   void load_queries(const Sequence& queries) {
     const StagedRows<Op> q = stage_rows<Op>(row_of<const In>(p.q, batch, head, queries.start + row0), p.q.row_stride,
-                                            row_count, p.head_dim, Reads::kElements, scratch.staged);
+                                            row_count, p.head_dim, scratch.staged);
     lane_count = round_up(row_count, Op::S::kWidth);
-    transpose_rows<Op>(scratch.q_transposed, kQueries, q, row_count, lane_count, scratch.units);
+    q_transposed = transposed_panels<Op>(scratch.q_transposed, q, row_count, lane_count, scratch.units);
     // The sink is a logit that is there before the first key (spec: smooth softmax is the logit 0).
     const Real sink = p.sink ? static_cast<const Real*>(p.sink)[head] : Real(0);
     const bool has_sink = p.has_sink && sink_counts(sink);
@@ -111,19 +110,14 @@ class Forward {
   void key_tile(const HeadMask& head_mask, const KeyRun& run, int64_t key0) {
     const int64_t hk = head / p.group_size(), count = run.count;
     const PanelMask<Op> mask(head_mask, row0, row_count, key0, count, false, scratch.tile.limits);
-    const StagedRows<Op> k = stage_rows<Op>(row_of<const In>(p.k, run.entry, hk, run.row), p.k.row_stride, count,
-                                            p.head_dim, Reads::kElements, scratch.keys);
+    const StagedRows<Op> k =
+        stage_rows<Op>(row_of<const In>(p.k, run.entry, hk, run.row), p.k.row_stride, count, p.head_dim, scratch.keys);
     const In* const v_data = row_of<const In>(p.v, run.entry, hk, run.row);
-    const bool isolates = p.has_intervals() && !mask.is_whole();
-    StagedRows<Op> v_rows =
-        stage_rows<Op>(v_data, p.v.row_stride, count, p.head_dim_v, Reads::kVectors, scratch.staged);
-    if (isolates) v_rows = scratch.isolated_v.find(v_data, p.v.row_stride, count, p.head_dim_v, v_rows);
-    const StagedRows<Op> v = pair_rows<Op>(v_rows, count, scratch.units_v, scratch.values);
     const ScoreTile<Op>& tile = scratch.tile;
     if (p.has_dropout()) {
       fill_keep_bits(tile.keep_bits, kQueries / kDropoutLanes, philox, p, batch, head, row0, row_count, key0, count);
     }
-    const Gemm<Op> qk{k.data, k.stride, scratch.q_transposed, kQueries, tile.scores, kQueries};
+    const Gemm<Op> qk{k.data, k.stride, q_transposed, tile.scores, kQueries};
     if constexpr (kIsGeneral<Rule>) {
       const TilePlace place{row0, row_count, key0, count, head_mask.basic.first_position()};
       tile.biases.load(bias, place);
@@ -134,13 +128,12 @@ class Forward {
       score_product(qk, panel_keys, lanes, ceil_div(p.head_dim, Op::kPack));
       weigh<Accuracy>(tile, rule, scratch.rows, mask, lanes, panel_keys);
     }
-    const Gemm<Op> pv{reinterpret_cast<const Unit*>(tile.scores),
-                      kQueries,
-                      v.data,
-                      v.stride,
-                      scratch.out,
-                      scratch.columns_v,
-                      scratch.rows.rescale};
+    const bool isolates = p.has_intervals() && !mask.is_whole();
+    StagedRows<Op> v_rows = stage_rows<Op>(v_data, p.v.row_stride, count, p.head_dim_v, scratch.staged);
+    if (isolates) v_rows = scratch.isolated_v.find(v_data, p.v.row_stride, count, p.head_dim_v, v_rows);
+    const Panels<Op> v = row_panels<Op>(v_rows, count, scratch.units_v, scratch.values);
+    const Gemm<Op> pv{
+        reinterpret_cast<const Unit*>(tile.scores), kQueries, v, scratch.out, scratch.columns_v, scratch.rows.rescale};
     gemm<Order::kKMajor, Init::kScale>(pv, {0, row_count}, {0, scratch.columns_v}, KeysOfRows<Op>{mask});
     if (!isolates) return;
     scratch.isolated_v.add(scratch.out, scratch.columns_v, RowsThatSee<Op>{mask.limits()},
@@ -170,6 +163,7 @@ class Forward {
   ForwardScratch<In, Op> scratch;
   PhiloxKey philox{0, 0};
   HeadBias<Real> bias;
+  Panels<Op> q_transposed{};
   // The current query tile; lane_count is row_count rounded up to whole vectors.
   int64_t batch = 0, head = 0, row0 = 0, row_count = 0, lane_count = 0;
 };

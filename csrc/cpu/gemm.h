@@ -1,8 +1,8 @@
 // The matrix product under every stage: C[rows, lanes] = init + sum_k A(row, k) * B[k, lanes].
 //
 // A is read one element at a time and broadcast, so it may be the caller's tensor with any row stride; B is read in
-// whole vectors. Everything is counted in units of 4 or 8 bytes: a unit is one float or double, or a pair of bfloat16
-// that is multiplied and added as two neighbouring k (Bf16DotOp).
+// whole vectors, panel by panel (Panels). Everything is counted in units of 4 or 8 bytes: a unit is one float or
+// double, or a pair of bfloat16 that is multiplied and added as two neighbouring k (Bf16DotOp).
 #pragma once
 
 #include "simd.h"
@@ -53,6 +53,20 @@ constexpr int kTileRows = 4;
 #endif
 constexpr int kTileVectors = 2;
 
+// A panel is the lanes that one register tile holds.
+template <class Op>
+constexpr int64_t kPanel = kTileVectors * Op::S::kWidth;
+
+// A B operand: element (k, lane) is at lane / kPanel * panel + k * stride + lane % kPanel. Rows of a tensor are read in
+// place or from a copy in panels, whose stride is kPanel: pack.h says when.
+template <class Op>
+struct Panels {
+  const typename Op::Unit* data;
+  int64_t stride, panel;
+
+  const typename Op::Unit* at(int64_t lane, int64_t k) const { return data + lane / kPanel<Op> * panel + k * stride; }
+};
+
 enum class Init { kZero, kAccumulate, kScale };  // C starts as 0, C, or row_scale[row] * C
 enum class Order { kRowMajor, kKMajor };         // A(row, k) at a[row * stride + k] or at a[k * stride + row]
 
@@ -60,8 +74,7 @@ template <class Op>
 struct Gemm {
   const typename Op::Unit* a;
   int64_t a_stride;
-  const typename Op::Unit* b;  // [k][b_stride]
-  int64_t b_stride;
+  Panels<Op> b;
   typename Op::Real* c;  // [rows][c_stride]
   int64_t c_stride;
   const typename Op::Real* row_scale = nullptr;  // [rows], for Init::kScale
@@ -85,7 +98,7 @@ inline void gemm_tile(const Gemm<Op>& g, int64_t row, int64_t lane, int64_t k_be
       }
     }
   }
-  const typename Op::Unit* b = g.b + k_begin * g.b_stride + lane;
+  const typename Op::Unit* b = g.b.at(lane, k_begin);
   const typename Op::Unit* a = kOrder == Order::kRowMajor ? g.a + row * g.a_stride : g.a + k_begin * g.a_stride + row;
   for (int64_t k = k_begin; k < k_end; ++k) {
     decltype(Op::load_units(b)) b_vector[kVectors];
@@ -97,7 +110,7 @@ inline void gemm_tile(const Gemm<Op>& g, int64_t row, int64_t lane, int64_t k_be
       FLASHATTN_UNROLL(4)
       for (int n = 0; n < kVectors; ++n) acc[r][n] = Op::multiply_add(acc[r][n], a_vector, b_vector[n]);
     }
-    b += g.b_stride;
+    b += g.b.stride;
     if constexpr (kOrder == Order::kKMajor) a += g.a_stride;
   }
   FLASHATTN_UNROLL(16)

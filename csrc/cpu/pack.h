@@ -2,9 +2,9 @@
 //
 // stage_rows: rows that can be read in whole vectors of units. In place when the tensor already is that; otherwise a
 //   widened or padded copy in scratch memory (16-bit inputs of a float product, head dims that end inside a vector).
-// transpose_rows: [units][rows] from staged rows, the B operand of Q K^T and dO V^T.
-// pair_rows: the B operand of products along rows: the staged rows themselves, or for bfloat16 pairs of them
-//   interleaved.
+// transposed_panels: [units][rows] from staged rows, the B operand of Q K^T and dO V^T.
+// row_panels: the B operand of products along rows: the staged rows, where they are unless they are far apart, or for
+//   bfloat16 pairs of them interleaved.
 // PanelForms: the A operands that a panel's weights, or the gradients of its scores, become.
 #pragma once
 
@@ -43,27 +43,19 @@ inline void copy_row(BFloat16* to, const BFloat16* from, int64_t n) { std::memcp
 inline void copy_row(float* to, const BFloat16* from, int64_t n) { widen_row(to, from, n); }
 inline void copy_row(float* to, const Float16* from, int64_t n) { widen_row(to, from, n); }
 
-// How the rows will be read: element by element (A operand), or also in whole vectors (B operand).
-enum class Reads { kElements, kVectors };
-
-// With 32-byte vectors half of the loads are of B; rows far apart then exhaust the sets of the L1 cache (D=128, rows 4
-// KB apart: 64 GFLOP/s in place, 89 copied). 64-byte vectors do not suffer.
-constexpr bool kCopiesDistantRows = kVectorBytes < 64;
-
 template <class Op, class In>
-inline bool reads_in_place(int64_t head_dim, int64_t row_stride, Reads reads) {
+inline bool reads_in_place(int64_t head_dim, int64_t row_stride) {
   using Element = typename StagedElement<Op>::Type;
-  if (kCopiesDistantRows && reads == Reads::kVectors && row_stride != head_dim) return false;
   return std::is_same<In, Element>::value && head_dim % (Op::S::kWidth * Op::kPack) == 0 && row_stride % Op::kPack == 0;
 }
 
 // scratch: [rows][padded_units(head_dim)], used only where the rows cannot be read in place.
 template <class Op, class In>
-inline StagedRows<Op> stage_rows(const In* from, int64_t row_stride, int64_t rows, int64_t head_dim, Reads reads,
+inline StagedRows<Op> stage_rows(const In* from, int64_t row_stride, int64_t rows, int64_t head_dim,
                                  typename Op::Unit* scratch) {
   using Unit = typename Op::Unit;
   using Element = typename StagedElement<Op>::Type;
-  if (reads_in_place<Op, In>(head_dim, row_stride, reads)) {
+  if (reads_in_place<Op, In>(head_dim, row_stride)) {
     return {reinterpret_cast<const Unit*>(from), row_stride / Op::kPack};
   }
   const int64_t units = padded_units<Op>(head_dim);
@@ -121,10 +113,9 @@ struct Transpose {
   }
 };
 
-// to[u][r] = rows[r][u] for r < count, 0 for the lanes up to round_up(count, lanes). to: [padded_units][to_stride].
-template <class Op>
-inline void transpose_rows(typename Op::Unit* to, int64_t to_stride, StagedRows<Op> rows, int64_t count, int64_t lanes,
-                           int64_t units) {
+// *at(u, r) = rows[r][u] for r < count, 0 for the other lanes r. at: where a vector of lanes goes.
+template <class Op, class At>
+inline void transpose(At at, StagedRows<Op> rows, int64_t count, int64_t lanes, int64_t units) {
   using T = Transpose<typename Op::Unit>;
   using V = typename T::V;
   constexpr int W = T::W;
@@ -135,22 +126,65 @@ inline void transpose_rows(typename Op::Unit* to, int64_t to_stride, StagedRows<
       for (int i = 0; i < W; ++i) block[i] = r + i < count ? T::load(rows.data + (r + i) * rows.stride + u) : V{};
       T::template exchange<W / 2>(block);
       FLASHATTN_UNROLL(16)
-      for (int i = 0; i < W; ++i) T::store(to + (u + i) * to_stride + r, block[i]);
+      for (int i = 0; i < W; ++i) T::store(at(u + i, r), block[i]);
     }
   }
 }
 
-// The staged rows as the B operand of a product along them.
+// [units][lanes] of `count` rows, and zeros. to: [units][to_stride].
 template <class Op>
-inline StagedRows<Op> pair_rows(StagedRows<Op> rows, int64_t count, int64_t units, typename Op::Unit* scratch) {
-  (void)count, (void)units, (void)scratch;
-  return rows;
+inline void transpose_rows(typename Op::Unit* to, int64_t to_stride, StagedRows<Op> rows, int64_t count, int64_t lanes,
+                           int64_t units) {
+  transpose<Op>([=](int64_t u, int64_t r) { return to + u * to_stride + r; }, rows, count, lanes, units);
+}
+// The same as a B operand. to: units * lanes, rounded up to whole panels.
+template <class Op>
+inline Panels<Op> transposed_panels(typename Op::Unit* to, StagedRows<Op> rows, int64_t count, int64_t lanes,
+                                    int64_t units) {
+  constexpr int64_t P = kPanel<Op>;
+  const int64_t size = P * units;
+  transpose<Op>([=](int64_t u, int64_t r) { return to + r / P * size + u * P + r % P; }, rows, count, lanes, units);
+  return {to, P, size};
+}
+
+// A panel of rows that are this far apart, and not contiguous, exhausts the few sets of the L1 cache that it has, and
+// is copied. With 32-byte vectors half of the loads are of B (D=128, rows 4 KB apart, fp32 on an EPYC 9004: 64 GFLOP/s
+// in place, 89 copied). With 64-byte vectors on an EPYC 9005 copies gave 0 to 9 % at 4 KB and more, and nothing below.
+constexpr int64_t kDistantRowBytes = kVectorBytes < 64 ? 0 : 4096;
+
+// Units of scratch memory for the panels of `count` rows.
+template <class Op>
+inline int64_t row_panel_units(int64_t count, int64_t units) {
+  return ceil_div(count, Op::kPack) * round_up(units * Op::kPack, kPanel<Op>);
+}
+// The staged rows as the B operand of a product along them. scratch: row_panel_units(count, units).
+template <class Op>
+inline Panels<Op> row_panels(StagedRows<Op> rows, int64_t count, int64_t units, typename Op::Unit* scratch) {
+  using T = Transpose<typename Op::Unit>;
+  constexpr int64_t P = kPanel<Op>, W = T::W;
+  const bool is_distant = rows.stride * static_cast<int64_t>(sizeof(typename Op::Unit)) >= kDistantRowBytes;
+  if (!is_distant || rows.stride == units) return {rows.data, rows.stride, P};
+  const int64_t size = P * count;
+  for (int64_t r = 0; r < count; ++r) {
+    const typename Op::Unit* const from = rows.data + r * rows.stride;
+    typename Op::Unit* to = scratch + r * P;
+    int64_t u = 0;
+    for (; u + P <= units; u += P, to += size) {
+      FLASHATTN_UNROLL(4)
+      for (int64_t n = 0; n < P; n += W) T::store(to + n, T::load(from + u + n));
+    }
+    for (; u < units; u += W, to += W) T::store(to, T::load(from + u));
+  }
+  return {scratch, P, size};
 }
 #if defined(FLASHATTN_ISA_AVX512_BF16)
-// scratch: [ceil(count / 2)][2 * units]; a missing last row counts as zeros.
+// A missing last row counts as zeros.
 template <>
-inline StagedRows<Bf16DotOp> pair_rows<Bf16DotOp>(StagedRows<Bf16DotOp> rows, int64_t count, int64_t units,
-                                                  uint32_t* scratch) {
+inline Panels<Bf16DotOp> row_panels<Bf16DotOp>(StagedRows<Bf16DotOp> rows, int64_t count, int64_t units,
+                                               uint32_t* scratch) {
+  constexpr int64_t P = kPanel<Bf16DotOp>;
+  static_assert(P == 32, "16 units of two rows are a row of a panel");
+  const int64_t size = P * ceil_div(count, 2);
   alignas(64) static constexpr uint16_t kFirst[32] = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
                                                       8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
   alignas(64) static constexpr uint16_t kSecond[32] = {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
@@ -158,15 +192,15 @@ inline StagedRows<Bf16DotOp> pair_rows<Bf16DotOp>(StagedRows<Bf16DotOp> rows, in
   const __m512i first = _mm512_load_si512(kFirst), second = _mm512_load_si512(kSecond);
   for (int64_t r = 0; r < count; r += 2) {
     const uint32_t* even = rows.data + r * rows.stride;
-    uint32_t* to = scratch + r / 2 * 2 * units;
-    for (int64_t u = 0; u < units; u += 16) {
+    uint32_t* to = scratch + r / 2 * P;
+    for (int64_t u = 0; u < units; u += 16, to += size) {
       const __m512i a = _mm512_loadu_si512(even + u);
       const __m512i b = r + 1 < count ? _mm512_loadu_si512(even + rows.stride + u) : _mm512_setzero_si512();
-      _mm512_storeu_si512(to + 2 * u, _mm512_permutex2var_epi16(a, first, b));
-      _mm512_storeu_si512(to + 2 * u + 16, _mm512_permutex2var_epi16(a, second, b));
+      _mm512_storeu_si512(to, _mm512_permutex2var_epi16(a, first, b));
+      _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(a, second, b));
     }
   }
-  return {scratch, 2 * units};
+  return {scratch, P, size};
 }
 #endif
 

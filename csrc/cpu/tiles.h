@@ -31,11 +31,6 @@ struct Tile<double> {  // fewer elements of twice the size, for a similar amount
   static constexpr int64_t kKeys = 64;
 };
 
-// A panel is the queries whose scores one register tile of a product holds, a lane for each. Masks and ranges are
-// decided panel by panel.
-template <class Op>
-constexpr int64_t kPanel = kTileVectors * Op::S::kWidth;
-
 // Hands out 64-byte aligned pieces of one block; with base == nullptr it only measures.
 class ScratchCarver {
  public:
