@@ -107,7 +107,7 @@ struct RowProduct<BFloat16, Bf16DotOp> {
 #endif
 
 // Walks through the rows of keys, or of values, that are needed next, and asks for their cache lines in the order in
-// which they are in memory, as evenly as the work goes on.
+// which they are in memory, as evenly as the work goes on. After the last row it asks for that one again.
 template <class In>
 class Ahead {
  public:
@@ -120,6 +120,7 @@ class Ahead {
     end_of_row_ = at_ + row_bytes_;
   }
 
+  // Whether there are rows that were not asked for.
   bool any() const { return rows_ != end_; }
   // Asks for the next kBytes bytes.
   template <int kBytes>
@@ -131,14 +132,20 @@ class Ahead {
       if (at_ >= end_of_row_) next_row();
     }
   }
+  void ask_for_rest() {
+    while (any()) ask<64>();
+  }
 
  private:
   // Rows are a stream: what an address is after the end of a row, it is after the beginning of the next one.
   void next_row() {
     const int64_t beyond = at_ - end_of_row_;
-    if (++head_ == heads_) {
+    if (++head_ >= heads_) {
+      if (rows_ == end_ || ++rows_ == end_) {
+        at_ -= row_bytes_;
+        return;
+      }
       head_ = 0;
-      if (++rows_ >= end_) rows_ = end_ - 1;
     }
     at_ = reinterpret_cast<const char*>(*rows_ + head_ * head_stride_) + beyond;
     end_of_row_ = at_ - beyond + row_bytes_;
