@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "dropout.h"
+#include "huge_pages.h"
 #include "mask.h"
 #include "mask_extremes.h"
 
@@ -194,6 +195,23 @@ void set_rows_of_no_sequence(const AttnCall& c, const at::Tensor& out, const at:
   set_rows_of_no_sequence(c.cu_seqlens_q, lse, 1, -std::numeric_limits<double>::infinity());
 }
 
+namespace {
+
+at::Tensor zeros_in_huge_pages(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  const at::Tensor t = at::empty(sizes, options);
+  ask_for_huge_pages(t);
+  return t.zero_();
+}
+
+at::Tensor as_dtype(const at::Tensor& t, at::ScalarType dtype) {
+  if (t.scalar_type() == dtype) return t;
+  const at::Tensor converted = at::empty(t.sizes(), t.options().dtype(dtype));
+  ask_for_huge_pages(converted);
+  return converted.copy_(t);
+}
+
+}  // namespace
+
 BiasGradients zeroed_bias_gradients(const AttnCall& c, const BackwardCall& b, const Backend& backend) {
   const auto sums = c.q.options().dtype(c.statistics_dtype());
   BiasGradients zeroed;
@@ -202,10 +220,10 @@ BiasGradients zeroed_bias_gradients(const AttnCall& c, const BackwardCall& b, co
   if (!c.bias || !b.needs_dbias) return zeroed;
   const std::vector<int64_t> scores{c.q.size(0), c.q.size(c.head_axis()), c.q.size(c.row_dim()), c.bias->size(3)};
   if (c.bias->sizes() == scores) {
-    zeroed.bias = at::zeros(scores, c.bias->options());
+    zeroed.bias = zeros_in_huge_pages(scores, c.bias->options());
   } else {
     const bool in_order = &backend == &cpu_backend();  // whatever the number of threads
-    zeroed.bias = at::zeros(c.deterministic && !in_order ? at::IntArrayRef(scores) : c.bias->sizes(), sums);
+    zeroed.bias = zeros_in_huge_pages(c.deterministic && !in_order ? at::IntArrayRef(scores) : c.bias->sizes(), sums);
   }
   return zeroed;
 }
@@ -219,7 +237,7 @@ void set_memory(const BiasGradients& gradients, AttnGradParams* p) {
 BiasGradients finished(const BiasGradients& sums, const AttnCall& given) {
   const auto of = [&given](const at::Tensor& sum, const std::optional<at::Tensor>& input) {
     if (!sum.defined()) return at::empty({0}, given.q.options().dtype(given.statistics_dtype()));
-    return at::sum_to(sum, input->sizes()).to(input->scalar_type());
+    return as_dtype(at::sum_to(sum, input->sizes()), input->scalar_type());
   };
   return {of(sums.alibi_slopes, given.alibi_slopes), of(sums.relative_bias, given.relative_bias),
           of(sums.bias, given.bias)};

@@ -137,12 +137,9 @@ class Backward {
                      key_count);
     }
     const TilePlace place{row0, rows, key0, key_count, head_mask.basic.first_position()};
-    if constexpr (kIsGeneral<Rule>) {
-      scratch.tile.biases.load(bias, place);
-      scratch.gradients.biases.begin_tile(place);
-    }
+    if constexpr (kIsGeneral<Rule>) scratch.tile.biases.load(bias, place);
     for (int64_t lane = 0; lane < lane_count; lane += kPanel<Op>) {
-      score_panel(head_mask, mask, row0, {lane, lesser(lane + kPanel<Op>, lane_count)}, rows);
+      score_panel(head_mask, mask, place, {lane, lesser(lane + kPanel<Op>, lane_count)});
     }
     if constexpr (kIsGeneral<Rule>) {
       scratch.gradients.biases.end_tile(place, queries.start + row0, workspace.bias_turns);
@@ -182,19 +179,31 @@ class Backward {
     }
   }
 
-  // S^T and dP^T, then P^T and dS^T, for the queries `lanes` of a tile of `rows` queries.
-  void score_panel(const HeadMask& head_mask, const PanelMask<Op>& mask, int64_t row0, IndexRange lanes, int64_t rows) {
+  // S^T and dP^T, then P^T and dS^T, for the queries `lanes` of a tile.
+  void score_panel(const HeadMask& head_mask, const PanelMask<Op>& mask, const TilePlace& place, IndexRange lanes) {
+    const int64_t row0 = place.row0, rows = place.rows;
     const ScoreTile<Op>& tile = scratch.tile;
     const GradientTile<Op>& gradients = scratch.gradients;
     const IndexRange panel_keys = mask.panel_keys(lanes.begin);
     const Gemm<Op> qk{k.data, k.stride, q_transposed, tile.scores, kQueries};
     const Gemm<Op> dov{v.data, v.stride, dout_transposed, gradients.scores, kQueries};
-    score_product(qk, panel_keys, lanes, ceil_div(p.head_dim, Op::kPack));
-    score_product(dov, panel_keys, lanes, ceil_div(p.head_dim_v, Op::kPack));
+    const int64_t units = ceil_div(p.head_dim, Op::kPack), units_v = ceil_div(p.head_dim_v, Op::kPack);
+    if constexpr (kIsGeneral<Rule>) {
+      const PanelOrigin next{row0 + lanes.end < queries.length, row0 + lanes.end, key0};
+      tile.biases.load_panel(bias, place, lanes, panel_keys);
+      score_product(qk, panel_keys, lanes, units, gradients.biases.adds_panels(),
+                    [&](IndexRange part) { gradients.biases.ask_for(place, lanes, part); });
+      score_product(dov, panel_keys, lanes, units_v, tile.biases.reads_panel(bias, next),
+                    [&](IndexRange part) { tile.biases.ask_for(bias, next, part); });
+    } else {
+      score_product(qk, panel_keys, lanes, units);
+      score_product(dov, panel_keys, lanes, units_v);
+    }
     const IndexRange panel_rows{row0 + lanes.begin, row0 + lesser(lanes.end, rows)};
     const bool whole_rows = sizeof(In) == 2 && head_mask.template previous_tile<kKeys>(panel_rows, key_tile) < 0 &&
                             head_mask.template next_tile<kKeys>(panel_rows, key_tile) < 0;
     differentiate<Accuracy>(tile, gradients, rule, scales, scratch.rows, mask, whole_rows, lanes, panel_keys);
+    if constexpr (kIsGeneral<Rule>) gradients.biases.end_panel(place, lanes, panel_keys, workspace.bias_turns);
     // The gradient of the sink takes the better delta too, as do the gradients of biases for the weight of the sink; no
     // other key tile reads or writes these rows.
     if (!whole_rows || !(p.dsink || (p.has_sink && p.centres.data)) || scales.delta == 0) return;

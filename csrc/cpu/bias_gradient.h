@@ -3,7 +3,7 @@
 // A worker sums up what it can by itself: the diagonals of a tile, then for the slopes, the relative bias and a bias
 // that all rows share the whole walk of its key tile along the rows of one head. What is left are sums over key tiles,
 // heads and batch entries, to which workers add in turns (turns.h). They take O(S) memory; the gradient of a bias takes
-// one tile besides itself.
+// one panel besides itself.
 #pragma once
 
 #include "bias_tile.h"
@@ -76,13 +76,15 @@ class BiasGradient {
     const int64_t distances = round_up(rows, kQueries) + kKeys;
     diagonals_ = carve->take<Real>(has_diagonals_ ? kCopies * kDiagonals : 0);
     relative_ = carve->take<double>(p.drelative_bias ? lesser(distances, 2 * p.relative_reach + 1) : 0);
-    elements_ = carve->take<Real>(has_elements_ ? kKeys * kQueries : 0);
-    rows_ = carve->take<Real>(has_elements_ ? S::kWidth * kKeys : 0);
-    columns_ = carve->take<double>(shared_.rows ? kKeys : 0);
+    elements_ = carve->take<Real>(has_elements_ && !shared_.rows ? kKeys * kPanel<Op> : 0);
+    columns_ = carve->take<Real>(shared_.rows ? kKeys * S::kWidth : 0);
+    column_sums_ = carve->take<double>(shared_.rows ? kKeys * S::kWidth : 0);
     row_sums_ = carve->take<Real>(has_diagonals_ && p.centres.data ? kQueries : 0);
   }
 
   bool any() const { return has_diagonals_ || has_elements_; }
+  // Whether every row of a tile has sums of its own: panels are added to memory as soon as they are computed.
+  bool adds_panels() const { return has_elements_ && !shared_.rows; }
 
   // Head h of batch entry b, against the keys [key0, key0 + keys) and all rows of its sequence.
   void begin_head(int64_t b, int64_t h, int64_t rows, int64_t key0, int64_t shift) {
@@ -95,39 +97,70 @@ class BiasGradient {
       last_entry_ = bias().entry(key0 + kKeys - 1 - shift);
       std::fill(relative_, relative_ + (last_entry_ - first_entry_ + 1), 0.0);
     }
-    if (shared_.rows) std::fill(columns_, columns_ + kKeys, 0.0);
-  }
-  void begin_tile(const TilePlace& place) const {
-    if (has_elements_) std::fill(elements_, elements_ + place.keys * kQueries, Real(0));
-  }
-  // The gradients of the logits of one key, for the queries from `lane` on.
-  void add(int64_t key, int64_t lane, V gradients) const {
-    if (has_diagonals_) {
-      Real* sums = diagonals_ + key % kCopies * kDiagonals + Diagonals<Real>::diagonal(key, lane);
-      S::store(sums, S::load(sums) + gradients);
+    if (shared_.rows) {
+      std::fill(columns_, columns_ + kKeys * S::kWidth, Real(0));
+      std::fill(column_sums_, column_sums_ + kKeys * S::kWidth, 0.0);
     }
-    if (has_elements_) S::store(elements_ + key * kQueries + lane, gradients);
   }
+
+  // Where one vector of queries adds its gradients. Kernels hold it by value: what they store might otherwise change
+  // it.
+  class Lanes {
+   public:
+    Lanes() = default;
+    Lanes(const BiasGradient& sums, int64_t lane)
+        : has_diagonals_(sums.has_diagonals_),
+          has_elements_(sums.has_elements_ && !sums.shared_.rows),
+          has_columns_(sums.shared_.rows),
+          diagonals_(sums.diagonals_ + Diagonals<Real>::diagonal(0, lane)),
+          elements_(sums.elements_ + lane % kPanel<Op>),
+          columns_(sums.columns_) {}
+
+    // The gradients of the logits of one key.
+    void add(int64_t key, V gradients) const {
+      if (has_diagonals_) add_to_sum(diagonals_ + key % kCopies * kDiagonals - key, gradients);
+      if (has_elements_) S::store(elements_ + key * kPanel<Op>, gradients);
+      if (has_columns_) add_to_sum(columns_ + key * S::kWidth, gradients);
+    }
+
+   private:
+    static void add_to_sum(Real* sum, V x) { S::store(sum, S::load(sum) + x); }
+
+    bool has_diagonals_, has_elements_, has_columns_;
+    Real *diagonals_, *elements_, *columns_;
+  };
+
   // The sums over all keys of those, for the queries from `lane` on.
   void set_row_sums(int64_t lane, V sums) const {
     if (has_diagonals_ && p.centres.data) S::store(row_sums_ + lane, sums);
+  }
+  // Asks memory for a part of the sums to which a panel will be added (BiasTile::ask_for), where there are such.
+  void ask_for(const TilePlace& place, IndexRange lanes, IndexRange part) const {
+    const int64_t bytes = dtype_bytes(p.dbias.dtype);
+    const char* const panel =
+        static_cast<const char*>(p.dbias.data) + offset(place.row0 + lanes.begin, place.key0) * bytes;
+    ask_for_panel<Op>(part, bytes, [&](int64_t row, int64_t byte) {
+      prefetch<true>(panel + row * p.dbias.row_stride * bytes + byte);
+    });
+  }
+  // After the gradients of a panel, of which `keys` are computed.
+  void end_panel(const TilePlace& place, IndexRange lanes, IndexRange keys, const BiasTurns<Real>& turns) const {
+    if (!adds_panels()) return;
+    if (shared_.in_turns()) wait_for_turn(tile_turn(place, turns), shared_.part(p, batch_, head_));
+    for_element_type(p.dbias.dtype, [&](auto element) { add_panel<decltype(element)>(place, lanes, keys); });
   }
   // row: the first of the tile, in the tensors.
   void end_tile(const TilePlace& place, int64_t row, const BiasTurns<Real>& turns) {
     if (has_diagonals_) sum_diagonals(place);
     if (has_diagonals_ && p.centres.data) subtract_centres(row, place.rows);
-    if (!has_elements_) return;
     if (shared_.rows) return sum_columns(place);
-    const auto add = [&] {
-      for_element_type(p.dbias.dtype, [&](auto element) { add_elements<decltype(element)>(place); });
-    };
-    if (!shared_.in_turns()) return add();
-    Turn& turn = turns.tile(shared_.entry(p, batch_, head_), place.key0 / kKeys, place.row0 / kQueries);
-    in_turn(turn, shared_.part(p, batch_, head_), add);
+    if (adds_panels() && shared_.in_turns()) {
+      in_turn(tile_turn(place, turns), shared_.part(p, batch_, head_), [] {});
+    }
   }
   // A tile of which these rows see nothing; those of another head may.
   void skip_tile(int64_t row0, int64_t key0, const BiasTurns<Real>& turns) const {
-    if (!has_elements_ || shared_.rows || !shared_.in_turns()) return;
+    if (!adds_panels() || !shared_.in_turns()) return;
     in_turn(turns.tile(shared_.entry(p, batch_, head_), key0 / kKeys, row0 / kQueries), shared_.part(p, batch_, head_),
             [] {});
   }
@@ -143,6 +176,9 @@ class BiasGradient {
   }
 
  private:
+  Turn& tile_turn(const TilePlace& place, const BiasTurns<Real>& turns) const {
+    return turns.tile(shared_.entry(p, batch_, head_), place.key0 / kKeys, place.row0 / kQueries);
+  }
   HeadBias<Real> bias() const { return HeadBias<Real>::of(p, batch_, head_); }
 
   template <class Body>
@@ -189,21 +225,18 @@ class BiasGradient {
   }
 
   void sum_columns(const TilePlace& place) const {
-    alignas(64) Real lanes[S::kWidth];
-    for (int64_t key = 0; key < place.keys; ++key) {
-      V sum = S::zero();
-      for (int64_t lane = 0; lane < place.rows; lane += S::kWidth) {
-        sum = sum + S::load(elements_ + key * kQueries + lane);
-      }
-      S::store(lanes, sum);
-      for (int l = 0; l < S::kWidth; ++l) columns_[key] += static_cast<double>(lanes[l]);
+    for (int64_t n = 0; n < place.keys * S::kWidth; ++n) {
+      column_sums_[n] += static_cast<double>(columns_[n]);
+      columns_[n] = 0;
     }
   }
 
+  int64_t offset(int64_t row, int64_t key) const {
+    return batch_ * p.dbias.batch_stride + head_ * p.dbias.head_stride + row * p.dbias.row_stride + key;
+  }
   template <class Element>
   Element* element(int64_t row, int64_t key) const {
-    return static_cast<Element*>(p.dbias.data) + batch_ * p.dbias.batch_stride + head_ * p.dbias.head_stride +
-           row * p.dbias.row_stride + key;
+    return static_cast<Element*>(p.dbias.data) + offset(row, key);
   }
   // Elements of a type that is not summed up have one score each, and are 0 so far.
   template <class Element>
@@ -213,33 +246,68 @@ class BiasGradient {
   static void add_to(float* sum, Real x) { *sum += static_cast<float>(x); }
   static void add_to(double* sum, Real x) { *sum += static_cast<double>(x); }
 
+  // The same for a whole vector of keys.
   template <class Element>
-  void add_elements(const TilePlace& place) const {
-    using Plain = FmaOp<Real>;
-    for (int64_t lane = 0; lane < place.rows; lane += S::kWidth) {
-      const StagedRows<Plain> by_key{elements_ + lane, kQueries};
-      transpose_rows<Plain>(rows_, kKeys, by_key, place.keys, round_up(place.keys, S::kWidth), S::kWidth);
-      for (int64_t r = 0; r < lesser<int64_t>(S::kWidth, place.rows - lane); ++r) {
-        Element* to = element<Element>(place.row0 + lane + r, place.key0);
-        for (int64_t key = 0; key < place.keys; ++key) add_to(to + key, rows_[r * kKeys + key]);
+  static void add_vector(Element* sum, V x) {
+    if constexpr (std::is_same<Element, Real>::value) {
+      S::store(sum, S::load(sum) + x);
+    } else {
+      alignas(64) Real lanes[S::kWidth];
+      S::store(lanes, x);
+      if constexpr (std::is_same<Element, BFloat16>::value && sizeof(Real) == 4) {
+        return narrow_vector(lanes, sum);
+      }
+      const int64_t done = std::is_same<Element, Float16>::value ? narrow_vectors(sum, lanes, S::kWidth) : 0;
+      for (int64_t i = done; i < S::kWidth; ++i) add_to(sum + i, lanes[i]);
+    }
+  }
+
+  template <class Element>
+  void add_panel(const TilePlace& place, IndexRange lanes, IndexRange keys) const {
+    using T = Transpose<Real>;
+    constexpr int64_t W = S::kWidth;
+    alignas(64) Real block[W * W];
+    for (int64_t lane = lanes.begin; lane < lanes.end; lane += W) {
+      const int64_t rows = lesser(W, place.rows - lane);
+      for (int64_t key = keys.begin; key < keys.end; key += W) {
+        const int64_t count = lesser(W, keys.end - key);
+        typename T::V by_key[W];
+        const Real* const from = elements_ + key * kPanel<Op> + lane % kPanel<Op>;
+        FLASHATTN_UNROLL(16)
+        for (int i = 0; i < W; ++i) by_key[i] = i < count ? T::load(from + i * kPanel<Op>) : typename T::V{};
+        T::template exchange<W / 2>(by_key);
+        for (int i = 0; i < W; ++i) T::store(block + i * W, by_key[i]);
+        for (int64_t r = 0; r < rows; ++r) {
+          Element* const to = element<Element>(place.row0 + lane + r, place.key0 + key);
+          if (count == W) {
+            add_vector(to, S::load(block + r * W));
+          } else {
+            for (int64_t i = 0; i < count; ++i) add_to(to + i, block[r * W + i]);
+          }
+        }
       }
     }
   }
   template <class Element>
   void add_columns(int64_t key0, int64_t keys) const {
     Element* to = element<Element>(0, key0);
-    for (int64_t key = 0; key < keys; ++key) add_to(to + key, static_cast<Real>(columns_[key]));
+    for (int64_t key = 0; key < keys; ++key) {
+      double sum = 0;
+      for (int64_t l = 0; l < S::kWidth; ++l) sum += column_sums_[key * S::kWidth + l];
+      add_to(to + key, static_cast<Real>(sum));
+    }
   }
 
   const AttnGradParams& p;
   const SharedBias shared_;
   bool has_diagonals_, has_elements_;
   Real* diagonals_;   // [kCopies][kDiagonals]: sums of this tile
-  Real* elements_;    // [kKeys][kQueries]: the gradients of this tile's logits
-  Real* rows_;        // [kWidth][kKeys]: rows of them
+  Real* elements_;    // [kKeys][kPanel]: the gradients of a panel's logits
   double* relative_;  // entries first_entry_ to last_entry_ of the relative bias: sums of this walk
-  double* columns_;   // [kKeys]: sums of this walk over its rows
-  Real* row_sums_;    // [kQueries]: of this tile's gradients over its keys
+  // [kKeys][kWidth]: sums over rows, of this tile and of this walk; queries that are kWidth apart share one.
+  Real* columns_;
+  double* column_sums_;
+  Real* row_sums_;  // [kQueries]: of this tile's gradients over its keys
   // Sums of this walk: of the slope, and what the centres of rows take from both ends of the relative bias.
   double slope_ = 0, below_ = 0, above_ = 0;
   int64_t first_entry_ = 0, last_entry_ = 0;

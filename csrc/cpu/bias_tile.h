@@ -2,7 +2,7 @@
 //
 // ALiBi and the relative bias depend only on the distance of key and query. Along a key's row of S^T the distance falls
 // by one from query to query, so that one array of distances, read from a place that depends on the key, holds them for
-// the whole tile. A bias of any shape is transposed.
+// the whole tile. A bias of any shape is transposed panel by panel.
 #pragma once
 
 #include "../bias.h"
@@ -15,6 +15,12 @@ namespace FLASHATTN_ISA {
 // Where a tile is. shift: the position of query 0 among the keys (BasicMask::first_position).
 struct TilePlace {
   int64_t row0, rows, key0, keys, shift;
+};
+
+// Where a panel begins, if there is one.
+struct PanelOrigin {
+  bool exists;
+  int64_t row, key;
 };
 
 // The diagonals of a tile: number `diagonal(key, lane)` holds the scores of one distance.
@@ -90,42 +96,135 @@ inline void for_element_type(DType dtype, Body body) {
   }
 }
 
+inline int64_t dtype_bytes(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
+
+// Brings a cache line to the L2 cache. GCC takes a function that does no more than this for one without an effect and
+// drops its calls, but for the empty assembly.
+template <bool kToWrite>
+inline void prefetch(const void* address) {
+  __builtin_prefetch(address, kToWrite, 2);
+  asm volatile("");
+}
+
+// Calls ask(row, byte of the row) for the cache lines in a part of a panel of elements in memory. Its rows are short
+// and far apart, which the hardware does not foresee, and more lines than can be on their way at a time: products,
+// which read nothing from memory, ask for some of them with each group of keys.
+template <class Op, class Ask>
+inline void ask_for_panel(IndexRange part, int64_t element_bytes, Ask ask) {
+  constexpr int64_t kKeys = Tile<typename Op::Real>::kKeys, kLine = 64;
+  const int64_t lines = kKeys * element_bytes / kLine * kPanel<Op>;
+  for (int64_t n = lines * part.begin / kKeys; n < lines * part.end / kKeys; ++n) {
+    ask(n % kPanel<Op>, n / kPanel<Op> * kLine);
+  }
+}
+
+// A block of a bias whose rows are read whole: a vector of queries, and as many keys as a vector of memory holds.
+template <class Real, class Element>
+struct BiasBlock {
+  using S = Simd<Real>;
+  using Units = Transpose<Real>;
+  static constexpr bool kPairs = std::is_same<Element, BFloat16>::value && sizeof(Real) == 4;
+  static constexpr int kQueries = S::kWidth, kKeys = kPairs ? 2 * S::kWidth : S::kWidth;
+
+  // Transposes and widens kQueries rows, `stride` elements apart, to rows of keys, `to_stride` apart.
+  static void load(const Element* from, int64_t stride, Real* to, int64_t to_stride) {
+    typename Units::V block[kQueries];
+    FLASHATTN_UNROLL(16)
+    for (int i = 0; i < kQueries; ++i) block[i] = load_units(from + i * stride);
+    Units::template exchange<kQueries / 2>(block);
+    FLASHATTN_UNROLL(16)
+    for (int i = 0; i < kQueries; ++i) {
+      if constexpr (kPairs) {  // two keys in each unit: bfloat16 is the upper half of a float
+        Units::store(to + 2 * i * to_stride, block[i] << 16);
+        Units::store(to + (2 * i + 1) * to_stride, block[i] & -0x10000);
+      } else {
+        Units::store(to + i * to_stride, block[i]);
+      }
+    }
+  }
+  // Of `rows` rows and `keys` keys; the rest of the block is 0.
+  static void load_part(const Element* from, int64_t stride, int64_t rows, int64_t keys, Real* to, int64_t to_stride) {
+    Element padded[kQueries * kKeys];
+    std::memset(static_cast<void*>(padded), 0, sizeof padded);
+    for (int64_t r = 0; r < rows; ++r) std::memcpy(padded + r * kKeys, from + r * stride, keys * sizeof(Element));
+    load(padded, kKeys, to, to_stride);
+  }
+
+ private:
+  static typename Units::V load_units(const Element* from) {
+    if constexpr (kPairs) {
+      return Units::load(reinterpret_cast<const Real*>(from));
+    } else {
+      const auto wide = WideVector<Real, Element>::load(from);
+      return reinterpret_cast<const typename Units::V&>(wide);
+    }
+  }
+};
+
 template <class Op>
 class BiasTile {
   using Real = typename Op::Real;
   using S = typename Op::S;
   using V = typename S::V;
-  using Elements = FmaOp<Real>;  // the form in which transpose_rows takes a bias
-  static constexpr int64_t kQueries = Tile<Real>::kQueries, kKeys = Tile<Real>::kKeys;
+  static constexpr int64_t kKeys = Tile<Real>::kKeys;
   static constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
 
  public:
   BiasTile(const AttnParams& p, ScratchCarver* carve)
       : has_diagonals_(p.alibi_slopes || p.relative_bias), has_elements_(p.bias.data), dtype_(p.bias.dtype) {
     diagonals_ = carve->take<Real>(has_diagonals_ ? Diagonals<Real>::kCount : 0);
-    elements_ = carve->take<Real>(has_elements_ ? kKeys * kQueries : 0);
-    rows_ = carve->take<Real>(has_elements_ ? S::kWidth * kKeys : 0);
+    elements_ = carve->take<Real>(has_elements_ ? kKeys * kPanel<Op> : 0);
   }
 
-  bool any() const { return has_diagonals_ || has_elements_; }
-
+  // Before the panels of a tile.
   void load(const HeadBias<Real>& head, const TilePlace& place) const {
     if (has_diagonals_) load_diagonals(head, place);
-    if (has_elements_) for_element_type(dtype_, [&](auto element) { load_elements<decltype(element)>(head, place); });
+  }
+  // Before the logits of a panel, of which `keys` are computed.
+  void load_panel(const HeadBias<Real>& head, const TilePlace& place, IndexRange lanes, IndexRange keys) const {
+    if (!has_elements_ || keys.begin >= keys.end) return;  // an empty range may begin after the tile
+    for_element_type(dtype_, [&](auto element) { load_elements<decltype(element)>(head, place, lanes, keys); });
+  }
+  // Whether a panel has rows of its own in memory.
+  bool reads_panel(const HeadBias<Real>& head, const PanelOrigin& panel) const {
+    return has_elements_ && panel.exists && head.row_stride != 0;
+  }
+  // Asks memory for a part of such a panel, as much of it as `part` is of the keys of a tile.
+  void ask_for(const HeadBias<Real>& head, const PanelOrigin& panel, IndexRange part) const {
+    const int64_t bytes = dtype_bytes(dtype_);
+    const char* const from = static_cast<const char*>(head.bias) + (panel.row * head.row_stride + panel.key) * bytes;
+    ask_for_panel<Op>(part, bytes, [&](int64_t row, int64_t offset) {
+      prefetch<false>(from + row * head.row_stride * bytes + offset);
+    });
   }
 
-  // log2(e) times the logits of one key for the queries from `lane` on, given `scaled`, what they are without biases.
-  // A bias of -inf hides a score whatever that is.
-  V logits(int64_t key, int64_t lane, V scaled) const {
-    if (!any()) return scaled;
-    V bias = has_diagonals_ ? S::load(diagonals_ + Diagonals<Real>::diagonal(key, lane)) : S::zero();
-    if (has_elements_) bias = S::fma(S::load(elements_ + key * kQueries + lane), S::set1(kLog2E<Real>), bias);
-    return where_hidden(bias, S::set1(-kInfinity), scaled + bias);
-  }
+  // The biases of one vector of queries. Kernels hold it by value: what they store might otherwise change it.
+  class Lanes {
+   public:
+    Lanes() = default;
+    Lanes(const BiasTile& tile, int64_t lane)
+        : has_diagonals_(tile.has_diagonals_),
+          has_elements_(tile.has_elements_),
+          diagonals_(tile.diagonals_ + Diagonals<Real>::diagonal(0, lane)),
+          elements_(tile.elements_ + lane % kPanel<Op>) {}
+
+    // log2(e) times the logits of one key, given `scaled`, what they are without biases. A bias of -inf hides a score
+    // whatever that is.
+    V logits(int64_t key, V scaled) const {
+      if (!has_diagonals_ && !has_elements_) return scaled;
+      V bias = has_diagonals_ ? S::load(diagonals_ - key) : S::zero();
+      if (has_elements_) bias = S::fma(S::load(elements_ + key * kPanel<Op>), S::set1(kLog2E<Real>), bias);
+      return where_hidden(bias, S::set1(-kInfinity), scaled + bias);
+    }
+
+   private:
+    bool has_diagonals_, has_elements_;
+    const Real *diagonals_, *elements_;
+  };
+
   // `hidden` where the logit is -inf, otherwise x.
   static V where_hidden(V logit, V hidden, V x) {
-    const V infinity = S::set1(-kInfinity), lowest = S::set1(std::numeric_limits<Real>::lowest());
-    return S::where_in_range(logit, infinity, lowest, hidden, x);
+    return S::where_less(logit, S::set1(std::numeric_limits<Real>::lowest()), hidden, x);
   }
 
  private:
@@ -139,35 +238,53 @@ class BiasTile {
   }
 
   template <class Element>
-  void load_elements(const HeadBias<Real>& head, const TilePlace& place) const {
-    const Element* from = static_cast<const Element*>(head.bias) + place.row0 * head.row_stride + place.key0;
-    for (int64_t lane = 0; lane < place.rows; lane += S::kWidth) {
-      const int64_t rows = lesser<int64_t>(S::kWidth, place.rows - lane);
-      for (int64_t r = lane + rows; r < lesser(place.rows, lane + rows + S::kWidth); ++r) {
-        ask_for(from + r * head.row_stride, place.keys);
+  void load_elements(const HeadBias<Real>& head, const TilePlace& place, IndexRange lanes, IndexRange keys) const {
+    using Block = BiasBlock<Real, Element>;
+    const Element* const bias = static_cast<const Element*>(head.bias);
+    if (head.row_stride == 0) return repeat_row(bias + place.key0, keys);
+    const Element* const panel = bias + (place.row0 + lanes.begin) * head.row_stride + place.key0;
+    for (int64_t lane = 0; lane < lanes.end - lanes.begin; lane += Block::kQueries) {
+      const int64_t rows = lesser<int64_t>(Block::kQueries, place.rows - lanes.begin - lane);
+      for (int64_t key = keys.begin / Block::kKeys * Block::kKeys; key < keys.end; key += Block::kKeys) {
+        const int64_t block_keys = lesser<int64_t>(Block::kKeys, place.keys - key);
+        const Element* const from = panel + lane * head.row_stride + key;
+        Real* const to = elements_ + key * kPanel<Op> + lane;
+        if (rows < Block::kQueries || block_keys < Block::kKeys) {
+          Block::load_part(from, head.row_stride, rows, block_keys, to, kPanel<Op>);
+          continue;
+        }
+        Block::load(from, head.row_stride, to, kPanel<Op>);
       }
-      for (int64_t r = 0; r < rows; ++r) {
-        widen_row(rows_ + r * kKeys, from + (lane + r) * head.row_stride, place.keys);
-        std::fill(rows_ + r * kKeys + place.keys, rows_ + r * kKeys + round_up(place.keys, S::kWidth), Real(0));
-      }
-      const StagedRows<Elements> staged{rows_, kKeys};
-      transpose_rows<Elements>(elements_ + lane, kQueries, staged, rows, S::kWidth, round_up(place.keys, S::kWidth));
     }
   }
-
-  // Rows are short and far apart, which the hardware does not foresee.
+  // A bias that all rows share.
   template <class Element>
-  static void ask_for(const Element* row, int64_t count) {
-    constexpr int64_t kLine = 64 / sizeof(Element);
-    for (int64_t n = 0; n < count; n += kLine) __builtin_prefetch(row + n);
+  void repeat_row(const Element* row, IndexRange keys) const {
+    for (int64_t key = keys.begin; key < keys.end; ++key) {
+      for (int64_t lane = 0; lane < kPanel<Op>; lane += S::kWidth) {
+        S::store(elements_ + key * kPanel<Op> + lane, S::set1(static_cast<Real>(widen(row[key]))));
+      }
+    }
   }
 
   bool has_diagonals_, has_elements_;
   DType dtype_;
   Real* diagonals_;  // [Diagonals::kCount]: log2(e) times ALiBi and the relative bias
-  Real* elements_;   // [kKeys][kQueries]: the bias
-  Real* rows_;       // [kWidth][kKeys]: rows of the bias before they are transposed
+  Real* elements_;   // [kKeys][kPanel]: the bias of the panel
 };
+
+// A product for scores that, if `asks`, calls ask_for(part) before each part of the keys, to ask memory for something.
+template <class Op, class AskFor>
+inline void score_product(const Gemm<Op>& g, IndexRange keys, IndexRange lanes, int64_t units, bool asks,
+                          AskFor ask_for) {
+  if (!asks) return score_product(g, keys, lanes, units);
+  constexpr int64_t kStep = 2 * kTileRows;
+  for (int64_t begin = keys.begin; begin < keys.end; begin += kStep) {
+    const IndexRange part{begin, lesser(begin + kStep, keys.end)};
+    ask_for(part);
+    score_product(g, part, lanes, units);
+  }
+}
 
 }  // namespace FLASHATTN_ISA
 }  // namespace flashattn_ext

@@ -63,6 +63,18 @@ inline void narrow(float x, Float16* to) {
   to->bits = static_cast<uint16_t>(sign | half);
 }
 
+// One vector at once, with the bits of narrow().
+inline void narrow_vector(const float* from, BFloat16* to) {
+  typedef uint32_t Wide __attribute__((vector_size(kVectorBytes)));
+  typedef uint16_t Half __attribute__((vector_size(kVectorBytes / 2)));
+  Wide bits;
+  std::memcpy(&bits, from, sizeof bits);
+  const Wide rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16, quiet = (bits >> 16) | 0x40u;
+  const Wide result = (bits & 0x7FFFFFFFu) > 0x7F800000u ? quiet : rounded;
+  const Half half = __builtin_convertvector(result, Half);
+  std::memcpy(static_cast<void*>(to), &half, sizeof half);
+}
+
 // One vector of elements, in the type that the kernels compute in.
 template <class Real, class In>
 struct WideVector {

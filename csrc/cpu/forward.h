@@ -118,14 +118,22 @@ class Forward {
       fill_keep_bits(tile.keep_bits, kQueries / kDropoutLanes, philox, p, batch, head, row0, row_count, key0, count);
     }
     const Gemm<Op> qk{k.data, k.stride, q_transposed, tile.scores, kQueries};
+    const TilePlace place{row0, row_count, key0, count, head_mask.basic.first_position()};
     if constexpr (kIsGeneral<Rule>) {
-      const TilePlace place{row0, row_count, key0, count, head_mask.basic.first_position()};
       tile.biases.load(bias, place);
       scratch.rows.centres.load(bias, place);
     }
     for (int64_t lane = 0; lane < lane_count; lane += kPanel<Op>) {
       const IndexRange lanes{lane, lesser(lane + kPanel<Op>, lane_count)}, panel_keys = mask.panel_keys(lane);
-      score_product(qk, panel_keys, lanes, ceil_div(p.head_dim, Op::kPack));
+      const int64_t units = ceil_div(p.head_dim, Op::kPack);
+      if constexpr (kIsGeneral<Rule>) {
+        tile.biases.load_panel(bias, place, lanes, panel_keys);
+        const PanelOrigin next = panel_after(place, lanes);
+        score_product(qk, panel_keys, lanes, units, tile.biases.reads_panel(bias, next),
+                      [&](IndexRange part) { tile.biases.ask_for(bias, next, part); });
+      } else {
+        score_product(qk, panel_keys, lanes, units);
+      }
       weigh<Accuracy>(tile, rule, scratch.rows, mask, lanes, panel_keys);
     }
     const bool isolates = p.has_intervals() && !mask.is_whole();
@@ -138,6 +146,13 @@ class Forward {
     if (!isolates) return;
     scratch.isolated_v.add(scratch.out, scratch.columns_v, RowsThatSee<Op>{mask.limits()},
                            [&](int64_t row, int64_t key) { return PanelForms<Op>::of_key(pv.a, kQueries, key, row); });
+  }
+
+  // The panel after `lanes`: in the last of a tile the first one of the next keys.
+  PanelOrigin panel_after(const TilePlace& place, IndexRange lanes) const {
+    const int64_t next_row = place.row0 + lanes.end, next_key = place.key0 + place.keys;
+    if (lanes.end < place.rows) return {true, next_row, place.key0};
+    return {next_key < p.seqlen_k, place.row0, next_key};
   }
 
   void write(const Sequence& queries) {

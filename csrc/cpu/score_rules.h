@@ -27,8 +27,11 @@ struct Tanh {
     } else {
       // 1 - 2 / (1 + exp(2x)) has a small absolute error everywhere: enough for 16-bit inputs. From 10 on it is 1.
       const V power = S::template exp2<Accuracy>(S::min(S::set1(10.0f), x) * S::set1(2 * kLog2E<float>));
-      const V large = S::set1(1.0f) - S::set1(2.0f) / (S::set1(1.0f) + power);
-      if constexpr (std::is_same<Accuracy, Exp2Half>::value) return large;
+      const V sum = S::set1(1.0f) + power;
+      if constexpr (std::is_same<Accuracy, Exp2Half>::value) {
+        return S::fma(S::set1(-2.0f), S::reciprocal(sum), S::set1(1.0f));
+      }
+      const V large = S::set1(1.0f) - S::set1(2.0f) / sum;
       const V square = x * x;
       V p = S::set1(kCoefficients[4]);
       FLASHATTN_UNROLL(4)

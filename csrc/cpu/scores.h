@@ -135,8 +135,8 @@ class ScoreVector {
     return visible(key, S::template exp2<Accuracy>(S::fma(score, factor, minus_offset)), S::zero());
   }
   // log2(e) * logit, with the biases of the tile; -inf for the queries that do not see the key.
-  V logit(const BiasTile<Op>& biases, int64_t key, V score, V factor) const {
-    return visible(key, biases.logits(key, first_lane, score * factor), hidden_logit());
+  V logit(const typename BiasTile<Op>::Lanes& biases, int64_t key, V score, V factor) const {
+    return visible(key, biases.logits(key, score * factor), hidden_logit());
   }
   static V hidden_logit() { return S::set1(-std::numeric_limits<Real>::infinity()); }
 
@@ -171,7 +171,7 @@ inline void with_limits(const ScoreTile<Op>& tile, const PanelMask<Op>& mask, In
 }
 
 template <class Accuracy, bool kMasked, bool kDropout, class Op, class Rule>
-inline void weigh_vector(const ScoreTile<Op>& tile, const Rule& rule, const RunningRows<Op>& rows, int64_t lane,
+inline void weigh_vector(const ScoreTile<Op>& tile, const Rule rule, const RunningRows<Op>& rows, int64_t lane,
                          IndexRange keys) {
   using Real = typename Op::Real;
   using S = typename Op::S;
@@ -183,8 +183,9 @@ inline void weigh_vector(const ScoreTile<Op>& tile, const Rule& rule, const Runn
   V tile_max = vector.hidden_logit();
   if constexpr (kIsGeneral<Rule>) {
     const V score_factor = S::set1(rule.factor);
+    const typename BiasTile<Op>::Lanes biases(tile.biases, lane);
     for (int64_t j = keys.begin; j < keys.end; ++j) {
-      const V logit = vector.logit(tile.biases, j, rule.stored(vector.load(j)), score_factor);
+      const V logit = vector.logit(biases, j, rule.stored(vector.load(j)), score_factor);
       vector.store(j, logit);
       tile_max = S::max(tile_max, logit);
     }
@@ -252,6 +253,7 @@ class GradientVector {
   GradientVector(const ScoreTile<Op>& tile, const GradientTile<Op>& gradients, const Rule& rule,
                  const GradientScales<Real, Rule>& scales, const KnownRows<Real>& rows, int64_t lane)
       : scores(tile, lane),
+        biases_(tile.biases, lane),
         gradients_(gradients.scores + lane),
         factor(S::set1(rule.factor)),
         dp_scale(S::set1(scales.dp)),
@@ -259,8 +261,8 @@ class GradientVector {
         minus_delta(S::zero() - S::load(rows.delta + lane)) {}
 
   // What becomes a weight: a plain score, or in a general call log2(e) * logit.
-  V exponent(const ScoreTile<Op>& tile, int64_t key, V score) const {
-    if constexpr (kIsGeneral<Rule>) return scores.logit(tile.biases, key, score, factor);
+  V exponent(int64_t key, V score) const {
+    if constexpr (kIsGeneral<Rule>) return scores.logit(biases_, key, score, factor);
     return score;
   }
   V weight(int64_t key, V exponent) const {
@@ -282,6 +284,7 @@ class GradientVector {
   ScoreVector<Op, kMasked, kDropout> scores;
 
  private:
+  typename BiasTile<Op>::Lanes biases_;
   const Real* gradients_;
   V factor, dp_scale, minus_lse, minus_delta;
 };
@@ -300,7 +303,7 @@ inline void find_delta(const ScoreTile<Op>& tile, const GradientTile<Op>& gradie
   const GradientVector<Accuracy, kMasked, kDropout, Op, Rule> vector(tile, gradients, rule, scales, rows, lane);
   V minus_delta = S::load(rows.dlse + lane), sum = S::zero();
   for (int64_t j = keys.begin; j < keys.end; ++j) {
-    const V exponent = vector.exponent(tile, j, rule.stored(vector.scores.load(j)));
+    const V exponent = vector.exponent(j, vector.scores.load(j));
     const V weight = vector.weight(j, exponent);
     sum = sum + weight;
     minus_delta = minus_delta - vector.logit_gradient(j, exponent, weight);
@@ -310,7 +313,7 @@ inline void find_delta(const ScoreTile<Op>& tile, const GradientTile<Op>& gradie
 }
 
 template <class Accuracy, bool kMasked, bool kDropout, int kVectors, class Op, class Rule>
-inline void differentiate_vectors(const ScoreTile<Op>& tile, const GradientTile<Op>& gradients, const Rule& rule,
+inline void differentiate_vectors(const ScoreTile<Op>& tile, const GradientTile<Op>& gradients, const Rule rule,
                                   const GradientScales<typename Op::Real, Rule>& scales,
                                   const KnownRows<typename Op::Real>& rows, int64_t lane, IndexRange keys) {
   using S = typename Op::S;
@@ -318,13 +321,18 @@ inline void differentiate_vectors(const ScoreTile<Op>& tile, const GradientTile<
   constexpr int64_t kQueries = ScoreTile<Op>::kQueries;
   GradientVector<Accuracy, kMasked, kDropout, Op, Rule> vectors[kVectors];
   for (int n = 0; n < kVectors; ++n) vectors[n] = {tile, gradients, rule, scales, rows, lane + n * S::kWidth};
-  const bool has_bias_gradient = kIsGeneral<Rule> && gradients.biases.any();
+  [[maybe_unused]] typename BiasGradient<Op>::Lanes bias_gradients[kVectors];
+  bool has_bias_gradient = false;
+  if constexpr (kIsGeneral<Rule>) {
+    for (int n = 0; n < kVectors; ++n) bias_gradients[n] = {gradients.biases, lane + n * S::kWidth};
+    has_bias_gradient = gradients.biases.any();
+  }
   V row_sums[kVectors];
   for (int n = 0; n < kVectors; ++n) row_sums[n] = S::zero();
   auto one_key = [&](int64_t j, V* kept_weight, V* dscore) __attribute__((always_inline)) {
     FLASHATTN_UNROLL(2)
     for (int n = 0; n < kVectors; ++n) {
-      const V score = rule.stored(vectors[n].scores.load(j)), exponent = vectors[n].exponent(tile, j, score);
+      const V score = vectors[n].scores.load(j), exponent = vectors[n].exponent(j, score);
       const V weight = vectors[n].weight(j, exponent);
       kept_weight[n] = vectors[n].scores.kept(j, weight);
       const V dlogit = vectors[n].logit_gradient(j, exponent, weight);
@@ -332,7 +340,7 @@ inline void differentiate_vectors(const ScoreTile<Op>& tile, const GradientTile<
       if constexpr (kIsGeneral<Rule>) {
         // The score of a hidden pair, and with it the slope, may be no number.
         dscore[n] = vectors[n].of_visible(j, exponent, dscore[n] * S::set1(scales.dscore));
-        if (has_bias_gradient) gradients.biases.add(j, lane + n * S::kWidth, dlogit);
+        bias_gradients[n].add(j, dlogit);
         row_sums[n] = row_sums[n] + dlogit;
       }
     }
@@ -354,6 +362,19 @@ inline void differentiate_vectors(const ScoreTile<Op>& tile, const GradientTile<
   }
 }
 
+// Products of a panel to scores, where they are not the same. A pass of its own: with what follows in one loop, a core
+// would find too little to do while it waits for the long chain of a tanh.
+template <class Op, class Rule>
+inline void store_scores(const ScoreTile<Op>& tile, const Rule rule, IndexRange lanes, IndexRange keys) {
+  using S = typename Op::S;
+  for (int64_t j = keys.begin; j < keys.end; ++j) {
+    for (int64_t lane = lanes.begin; lane < lanes.end; lane += S::kWidth) {
+      auto* const score = tile.scores + j * tile.kQueries + lane;
+      S::store(score, rule.stored(S::load(score)));
+    }
+  }
+}
+
 // Products of a panel to weights, with the known log-sum-exp of each row, and dP to dS: A operands of products along
 // queries, and dS also of one along keys.
 //
@@ -366,6 +387,9 @@ inline void differentiate(const ScoreTile<Op>& tile, const GradientTile<Op>& gra
                           const KnownRows<typename Op::Real>& rows, const PanelMask<Op>& mask, bool whole_rows,
                           IndexRange lanes, IndexRange keys) {
   static_assert(kTileVectors == 2, "a panel has one or two vectors");
+  if constexpr (kIsGeneral<Rule>) {
+    if (rule.capped) store_scores(tile, rule, lanes, keys);
+  }
   with_limits(tile, mask, lanes, keys, [&](auto masked, auto dropout) {
     constexpr bool kMasked = decltype(masked)::value, kDropout = decltype(dropout)::value;
     for (int64_t lane = lanes.begin; whole_rows && lane < lanes.end; lane += Op::S::kWidth) {

@@ -66,6 +66,7 @@ struct GenericSimd {
   static V where_in_range(V index, V begin, V end, V x, V otherwise) {
     return ((index >= begin) & (index < end)) ? x : otherwise;
   }
+  static V where_less(V a, V b, V x, V otherwise) { return a < b ? x : otherwise; }
   // Keeps lane l where bit l is set, zero elsewhere.
   static V keep(V x, uint32_t bits) {
     for (int l = 0; l < kWidth; ++l) x[l] = (bits >> l) & 1 ? x[l] : T(0);
@@ -98,6 +99,14 @@ struct Simd<float> {
     const __mmask16 inside = _mm512_cmp_ps_mask(index, begin, _CMP_GE_OQ) & _mm512_cmp_ps_mask(index, end, _CMP_LT_OQ);
     return _mm512_mask_mov_ps(otherwise, inside, x);
   }
+  static V where_less(V a, V b, V x, V otherwise) {
+    return _mm512_mask_mov_ps(otherwise, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x);
+  }
+  // Relative error 2^-27: an estimate and a step of Newton's.
+  static V reciprocal(V x) {
+    const V estimate = _mm512_rcp14_ps(x);
+    return fma(estimate, fma(zero() - x, estimate, set1(1.0f)), estimate);
+  }
   static V keep(V x, uint32_t bits) { return _mm512_maskz_mov_ps(static_cast<__mmask16>(bits), x); }
   template <class Accuracy>
   static V exp2(V x) {
@@ -128,6 +137,10 @@ struct Simd<float> {
     const V inside = _mm256_and_ps(_mm256_cmp_ps(index, begin, _CMP_GE_OQ), _mm256_cmp_ps(index, end, _CMP_LT_OQ));
     return _mm256_blendv_ps(otherwise, x, inside);
   }
+  static V where_less(V a, V b, V x, V otherwise) {
+    return _mm256_blendv_ps(otherwise, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+  }
+  static V reciprocal(V x) { return set1(1.0f) / x; }
   static V keep(V x, uint32_t bits) {
     const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
     const __m256i set = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(bits)), lane);
@@ -151,6 +164,7 @@ struct Simd<float> {
 template <>
 struct Simd<float> : GenericSimd<float> {
   typedef int32_t I __attribute__((vector_size(kVectorBytes)));
+  static V reciprocal(V x) { return set1(1.0f) / x; }
   template <class Accuracy>
   static V exp2(V x) {
     x = max(set1(kExp2Floor), x);
