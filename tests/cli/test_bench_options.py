@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +14,8 @@ pytest.importorskip("rich")
 from torch.nn.attention.flex_attention import create_mask
 
 from flashattn_ext.cli import bench_contestants, bench_cuda, bench_cuda_tables, flex
-from flashattn_ext.cli.bench_cases import CAUSAL, MATH, OURS, PLAIN, SETS, VARLEN, Case
-from flashattn_ext.cli.bench_contestants import BLOCK_MASK, FLASH_ATTN, TABLES
+from flashattn_ext.cli.bench_cases import CAUSAL, FA3, FA4, FLASH_ATTN, MATH, OURS, PLAIN, SETS, VARLEN, Case
+from flashattn_ext.cli.bench_contestants import BLOCK_MASK, TABLES
 from flashattn_ext.cli.flex import FLEX
 from flashattn_ext.cli.patterns import PATTERNS, document_lengths
 from flashattn_ext.cli.score_options import SCORE_OPTIONS
@@ -121,14 +122,14 @@ def test_gradients_of_the_options_are_timed_and_agree(name: str) -> None:
         assert torch.allclose(gradients[3], expected, atol=1e-4)
 
 
-def test_flash_attn_gets_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", [FLASH_ATTN, FA3, FA4])
+def test_flash_attn_gets_its_own_options(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     given: dict[str, object] = {}
-    monkeypatch.setattr(
-        bench_contestants, "flash_attn_func", lambda: lambda q, k, v, **options: given.update(options) or q
-    )
-    case = replace(SMALL, score="softcap")
-    bench_contestants.timed_call(case, FLASH_ATTN, *bench_contestants.inputs(case, "cpu"))()
-    assert given == {"dropout_p": 0.0, "causal": True, "softcap": 30.0}
+    module = SimpleNamespace(flash_attn_func=lambda q, k, v, **options: given.update(options) or q)
+    monkeypatch.setattr(bench_contestants, "flash_module", {name: module}.get)
+    case = replace(SMALL, score="softcap", dropout=0.1)
+    bench_contestants.timed_call(case, name, *bench_contestants.inputs(case, "cpu"))()
+    assert given == {"dropout_p": 0.1, "causal": True, "softcap": 30.0}
 
 
 def test_a_failing_table_is_reported(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
