@@ -142,7 +142,7 @@ struct BiasBlock {
       }
     }
   }
-  // Of `rows` rows and `keys` keys; the rest of the block is 0.
+  // Loads the first `rows` rows and `keys` keys; the rest of the block is 0.
   static void load_part(const Element* from, int64_t stride, int64_t rows, int64_t keys, Real* to, int64_t to_stride) {
     Element padded[kQueries * kKeys];
     std::memset(static_cast<void*>(padded), 0, sizeof padded);

@@ -70,7 +70,7 @@ inline CUtensorMap query_map(const AttnParams& p, const TensorView& t, int64_t c
 inline CUtensorMap key_map(const AttnParams& p, const TensorView& t, int64_t columns, int box_rows) {
   return tensor_map(p, t, columns, key_rows(p), p.heads_k, box_rows, p.dtype);
 }
-// Of a bias or its gradient: rows are queries, columns are keys.
+// A bias or its gradient: rows are queries, columns are keys.
 inline CUtensorMap bias_map(const AttnParams& p, const BiasView& bias, int box_rows) {
   const TensorView view{bias.data, bias.batch_stride, bias.row_stride, bias.head_stride};
   return tensor_map(p, view, p.seqlen_k, p.seqlen_q, p.heads_q, box_rows, bias.dtype);

@@ -23,7 +23,7 @@ namespace flashattn_ext::sm90 {
 struct BackwardMaps {
   CUtensorMap q, k, v, dout;
 };
-// Of calls with a bias of 16 bits. dbias is meaningless when no gradient of it is wanted.
+// What calls with a bias of 16 bits have. dbias is meaningless when no gradient of it is wanted.
 struct BiasedBackwardMaps : BackwardMaps {
   CUtensorMap bias, dbias;
 };
