@@ -140,37 +140,27 @@ struct Transpose {
   }
 };
 
-// *at(u, r) = rows[r][u] for r < count, 0 for the other lanes r. at: where a vector of lanes goes.
-template <class Op, class At>
-inline void transpose(At at, StagedRows<Op> rows, int64_t count, int64_t lanes, int64_t units) {
+// The B operand [units][lanes] of `count` rows, and zeros in the other lanes. to: units * lanes, rounded up to whole
+// panels.
+template <class Op>
+inline Panels<Op> transposed_panels(typename Op::Unit* to, StagedRows<Op> rows, int64_t count, int64_t lanes,
+                                    int64_t units) {
   using T = Transpose<typename Op::Unit>;
   using V = typename T::V;
+  constexpr int64_t P = kPanel<Op>;
   constexpr int W = T::W;
+  const int64_t size = P * units;
   for (int64_t r = 0; r < lanes; r += W) {
+    typename Op::Unit* const panel = to + r / P * size + r % P;
     for (int64_t u = 0; u < units; u += W) {
       V block[W];
       FLASHATTN_UNROLL(16)
       for (int i = 0; i < W; ++i) block[i] = r + i < count ? T::load(rows.data + (r + i) * rows.stride + u) : V{};
       T::template exchange<W / 2>(block);
       FLASHATTN_UNROLL(16)
-      for (int i = 0; i < W; ++i) T::store(at(u + i, r), block[i]);
+      for (int i = 0; i < W; ++i) T::store(panel + (u + i) * P, block[i]);
     }
   }
-}
-
-// [units][lanes] of `count` rows, and zeros. to: [units][to_stride].
-template <class Op>
-inline void transpose_rows(typename Op::Unit* to, int64_t to_stride, StagedRows<Op> rows, int64_t count, int64_t lanes,
-                           int64_t units) {
-  transpose<Op>([=](int64_t u, int64_t r) { return to + u * to_stride + r; }, rows, count, lanes, units);
-}
-// The same as a B operand. to: units * lanes, rounded up to whole panels.
-template <class Op>
-inline Panels<Op> transposed_panels(typename Op::Unit* to, StagedRows<Op> rows, int64_t count, int64_t lanes,
-                                    int64_t units) {
-  constexpr int64_t P = kPanel<Op>;
-  const int64_t size = P * units;
-  transpose<Op>([=](int64_t u, int64_t r) { return to + r / P * size + u * P + r % P; }, rows, count, lanes, units);
   return {to, P, size};
 }
 
