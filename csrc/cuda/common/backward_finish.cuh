@@ -14,6 +14,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
     dq_finish_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardWorkspace workspace,
                      int blocks) {
   using T = typename Layout::Element;
+  constexpr int kStride = kTileStride<T, Layout::kHeadDim>;
   extern __shared__ __align__(16) unsigned char memory[];
   T* const tile = reinterpret_cast<T*>(memory);
   const int head = blockIdx.x / blocks, heads = static_cast<int>(p.heads_q), b = head / heads, h = head % heads;
@@ -32,16 +33,14 @@ __global__ void __launch_bounds__(Layout::kThreads)
           if (m * Layout::kQueries + Layout::query_row() + i * 16 < queries.length) {
             ptx::load_fragment(x, Layout::dq_fragment(workspace, index, split, i, c));
           }
-          T* to =
-              tile + (Layout::query_row() + i * 16 + g) * Layout::kStride + Layout::query_column(split) + c * 8 + 2 * t;
+          T* to = tile + (Layout::query_row() + i * 16 + g) * kStride + Layout::query_column(split) + c * 8 + 2 * t;
           TensorCore<T>::store_pair(to, x[0] * workspace.gradient_scale, x[1] * workspace.gradient_scale);
-          TensorCore<T>::store_pair(to + 8 * Layout::kStride, x[2] * workspace.gradient_scale,
-                                    x[3] * workspace.gradient_scale);
+          TensorCore<T>::store_pair(to + 8 * kStride, x[2] * workspace.gradient_scale, x[3] * workspace.gradient_scale);
         }
       }
     }
     __syncthreads();
-    store_tile<T, Layout::kQueries, Layout::kHeadDim, Layout::kThreads>(
+    store_tile<PaddedTile<T, Layout::kHeadDim>, Layout::kQueries, Layout::kHeadDim, Layout::kThreads>(
         row_pointer<T>(p.dq, b, h, queries.start + m * Layout::kQueries), p.dq.row_stride, tile,
         static_cast<int>(min(int64_t{Layout::kQueries}, queries.length - m * Layout::kQueries)),
         static_cast<int>(p.head_dim));
@@ -75,8 +74,9 @@ template <class Layout>
 void launch_finish(const AttnGradParams& p, const BackwardWorkspace& workspace) {
   const int64_t blocks = tile_count(p.seqlen_q, Layout::kQueries);
   launch(dq_finish_kernel<Layout>, "backward_finish", p, blocks * p.batch * p.heads_q, Layout::kThreads,
-         Layout::kQueries * Layout::kStride * static_cast<int>(sizeof(typename Layout::Element)), workspace,
-         static_cast<int>(blocks));
+         Layout::kQueries * kTileStride<typename Layout::Element, Layout::kHeadDim> *
+             static_cast<int>(sizeof(typename Layout::Element)),
+         workspace, static_cast<int>(blocks));
   if (p.dsink) launch(dsink_kernel, "backward_finish (sink)", p, p.heads_q, kSinkThreads, 0, workspace);
 }
 

@@ -23,14 +23,14 @@ struct FiniteCheck {
   __device__ __forceinline__ bool fails() const { return sum != 0; }
 };
 
-// Zeroes the rows of a tile (tile.cuh) that are not finite. Every thread of the block calls it, when the tile is there
+// Zeroes the rows of a swizzled tile that are not finite. Every thread of the block calls it, when the tile is there
 // for all, and gets whether there is such a row. If there is, one thread calls each(row, whether it is finite) for
 // every row, and the block synchronises afterwards.
 template <class T, int kRows, int kColumns, int kThreads, class Each>
 __device__ __forceinline__ bool isolate_rows(T* tile, const Each& each) {
   constexpr int kElements = kVectorBytes / sizeof(T), kVectors = kColumns / kElements;
   auto vector = [&](int row, int i) -> uint4& {
-    return *reinterpret_cast<uint4*>(tile + row * kTileStride<T, kColumns> + i * kElements);
+    return *reinterpret_cast<uint4*>(tile + row * kColumns + i * kElements);
   };
   FiniteCheck<T> all;
 #pragma unroll 4

@@ -2,8 +2,8 @@
 //
 // Layout of a 16x8 accumulator tile: lane l holds row g, columns 2t and 2t + 1 in [0] and [1], and row g + 8, the same
 // columns, in [2] and [3], with g = l / 4 and t = l % 4 (PTX ISA, "Matrix Fragments for mma.m16n8k16"). Operands come
-// from tiles in shared memory, whose rows are padded so that eight neighbouring rows start in different banks, or from
-// accumulators.
+// from swizzled tiles in shared memory (swizzled_tile.cuh), from tiles whose rows are padded so that eight neighbouring
+// rows start in different banks, as here, or from accumulators.
 //
 // fp32 products are sums of three TF32 products of the leading and trailing parts of both operands, which keeps fp32
 // accuracy (Ootomo and Yokota 2022, "Recovering single precision accuracy from Tensor Cores"). Where A comes from
@@ -59,22 +59,6 @@ struct TensorCore {  // __half, __nv_bfloat16
     A a;
     ptx::ldmatrix_transposed(a.x, tile + (k0 + lane % 8 + lane / 16 * 8) * stride + row + lane / 8 % 2 * 8);
     return a;
-  }
-  // Two neighbouring B: B(k, n) = tile[n0 + n][k0 + k], and n0 + 8.
-  static __device__ __forceinline__ void load_b(B (&b)[2], const T* tile, int stride, int n0, int k0) {
-    const int lane = threadIdx.x % 32;
-    uint32_t r[4];
-    ptx::ldmatrix(r, tile + (n0 + lane % 8 + lane / 16 * 8) * stride + k0 + lane / 8 % 2 * 8);
-    b[0] = {{r[0], r[1]}};
-    b[1] = {{r[2], r[3]}};
-  }
-  // Two neighbouring B: B(k, n) = tile[k0 + k][n0 + n], and n0 + 8.
-  static __device__ __forceinline__ void load_b_transposed(B (&b)[2], const T* tile, int stride, int k0, int n0) {
-    const int lane = threadIdx.x % 32;
-    uint32_t r[4];
-    ptx::ldmatrix_transposed(r, tile + (k0 + lane % 16) * stride + n0 + lane / 16 * 8);
-    b[0] = {{r[0], r[1]}};
-    b[1] = {{r[2], r[3]}};
   }
   // A from accumulators of columns [kK * step, kK * (step + 1)).
   template <int N>
@@ -153,19 +137,6 @@ struct TensorCore<float> {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const float* even = tile + (k0 + 2 * t) * stride + row + g;
     return {{even[0], even[8], even[stride], even[stride + 8]}};
-  }
-  static __device__ __forceinline__ void load_b(B (&b)[2], const float* tile, int stride, int n0, int k0) {
-    const int lane = threadIdx.x % 32;
-    uint32_t r[4];
-    ptx::ldmatrix(r, tile + (n0 + lane % 8 + lane / 16 * 8) * stride + k0 + lane / 8 % 2 * 4);
-    b[0] = {{__uint_as_float(r[0]), __uint_as_float(r[1])}};
-    b[1] = {{__uint_as_float(r[2]), __uint_as_float(r[3])}};
-  }
-  static __device__ __forceinline__ void load_b_transposed(B (&b)[2], const float* tile, int stride, int k0, int n0) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const float* even = tile + (k0 + 2 * t) * stride + n0 + g;
-    b[0] = {{even[0], even[stride]}};
-    b[1] = {{even[8], even[stride + 8]}};
   }
   template <int N>
   static __device__ __forceinline__ A from_accumulators(const float (&c)[N][4], int step) {

@@ -1,4 +1,5 @@
-// Tiles in shared memory: [rows][kTileStride] elements, filled from rows in global memory that are 16-byte aligned.
+// Tiles in shared memory, filled from rows in global memory that are 16-byte aligned. Where an element is says the type
+// of the tile: SwizzledTile (swizzled_tile.cuh) or PaddedTile.
 #pragma once
 
 #include "../../params.h"
@@ -11,9 +12,18 @@ namespace flashattn_ext {
 
 constexpr int kVectorBytes = 16;
 
-// Elements from one row of a tile to the next: 16 bytes of padding spread eight rows over all banks.
+// Elements from one row of a padded tile to the next: 16 bytes of padding spread eight rows over all banks.
 template <class T, int kColumns>
 constexpr int kTileStride = kColumns + kVectorBytes / static_cast<int>(sizeof(T));
+
+// For tiles that no asynchronous copy fills.
+template <class T, int kTileColumns>
+struct PaddedTile {
+  using Element = T;
+  static __device__ __forceinline__ int offset(int row, int column) {
+    return row * kTileStride<T, kTileColumns> + column;
+  }
+};
 
 template <class T>
 __device__ __forceinline__ T* row_pointer(const TensorView& t, int64_t b, int64_t h, int64_t row) {
@@ -21,28 +31,31 @@ __device__ __forceinline__ T* row_pointer(const TensorView& t, int64_t b, int64_
 }
 
 // Starts copying `rows` rows of `columns` elements, whole multiples of 16 bytes. The rest of the tile, up to
-// [kRows][kColumns], becomes zero: a tile never holds anything of a neighbouring sequence.
-template <class T, int kRows, int kColumns, int kThreads>
+// [kRows][Tile::kColumns], becomes zero: a tile never holds anything of a neighbouring sequence. Tile: SwizzledTile.
+template <class Tile, int kRows, int kThreads, class T = typename Tile::Element>
 __device__ __forceinline__ void load_tile(T* tile, const T* from, int64_t row_stride, int rows, int columns) {
-  constexpr int kElements = kVectorBytes / sizeof(T), kVectors = kColumns / kElements;
+  constexpr int kElements = kVectorBytes / sizeof(T), kVectors = Tile::kColumns / kElements;
   // A thread keeps to its columns and steps down the rows: it needs one pointer, not one for each vector.
   constexpr int kRowThreads = kThreads >= kVectors ? kVectors : kVectors % kThreads == 0 ? kThreads : kThreads / 2;
   constexpr int kStep = kThreads / kRowThreads;
+  constexpr bool kIsPower = (kStep & (kStep - 1)) == 0;  // then the bits of the first row and of its steps are apart
   static_assert(kVectors % kRowThreads == 0);
-  const int thread = threadIdx.x;
+  const int thread = threadIdx.x, row = thread / kRowThreads;
   if (kThreads % kRowThreads != 0 && thread >= kRowThreads * kStep) return;
 #pragma unroll
   for (int group = 0; group < kVectors / kRowThreads; ++group) {
     const int column = (thread % kRowThreads + group * kRowThreads) * kElements;
-    int left = column < columns ? rows - thread / kRowThreads : 0;  // rows to copy, from the thread's row on
-    const T* source = from + thread / kRowThreads * row_stride + column;
-    T* target = tile + thread / kRowThreads * kTileStride<T, kColumns> + column;
+    int left = column < columns ? rows - row : 0;  // rows to copy, from the thread's row on
+    const T* source = from + row * row_stride + column;
+    const int first = Tile::offset(row, column);
 #pragma unroll
     for (int i = 0; i < (kRows + kStep - 1) / kStep; ++i) {
-      if (kRows % kStep == 0 || thread / kRowThreads + i * kStep < kRows) ptx::cp_async(target, source, left > 0);
+      const int further = i * kStep;
+      const int at =
+          kIsPower ? (first ^ Tile::places(further)) + further * Tile::kColumns : Tile::offset(row + further, column);
+      if (kRows % kStep == 0 || row + further < kRows) ptx::cp_async(tile + at, source, left > 0);
       left -= kStep;
       source += kStep * row_stride;
-      target += kStep * kTileStride<T, kColumns>;
     }
   }
 }
@@ -60,16 +73,16 @@ __device__ __forceinline__ void store_vector(T* to, const T* from, bool aligned,
   }
 }
 
-// Stores `rows` rows of `columns` elements of a tile, whatever their alignment in memory. kStride: from one row of the
-// tile to the next.
-template <class T, int kRows, int kColumns, int kThreads, int kStride = kTileStride<T, kColumns>>
+// Stores `rows` rows of `columns` elements of a tile of kColumns, whatever their alignment in memory. Tile: says where
+// an element is, perhaps in longer rows.
+template <class Tile, int kRows, int kColumns, int kThreads, class T = typename Tile::Element>
 __device__ __forceinline__ void store_tile(T* to, int64_t row_stride, const T* tile, int rows, int columns) {
   constexpr int kElements = kVectorBytes / sizeof(T), kVectors = kColumns / kElements;
   const bool aligned = reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0 && row_stride % kElements == 0;
   auto store = [&](int vector, bool whole) {
     const int row = vector / kVectors, column = vector % kVectors * kElements;
     if (row >= rows || column >= columns) return;
-    store_vector(to + row * row_stride + column, tile + row * kStride + column, whole, column, columns);
+    store_vector(to + row * row_stride + column, tile + Tile::offset(row, column), whole, column, columns);
   };
   if (aligned) {
 #pragma unroll 4

@@ -7,13 +7,13 @@
 #include "../common/intervals.cuh"
 #include "../common/launch.cuh"
 #include "../common/scores.cuh"
+#include "../common/swizzled_tile.cuh"
 #include "../common/tile.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/grid.cuh"
 #include "../sm80/products.cuh"
 #include "kernels.h"
 #include "plan.cuh"
-#include "swizzled_tile.cuh"
 
 namespace flashattn_ext::decode {
 
@@ -25,7 +25,7 @@ struct Split {
   static constexpr int kColumnWarps = kTile.column_warps, kTeamWarps = kTile.row_warps * kColumnWarps;
   static constexpr int kKeys = kTile.keys, kStages = kTile.stages;
   static constexpr bool kHasRegisters = sizeof(T) == 2 && kRowTiles == 1 && kHeadDim <= 128;  // left over
-  using KeyTile = SwizzledTile<T, kHeadDim, kHasRegisters>;                                   // also of values
+  using KeyTile = SwizzledTile<T, kHeadDim>;                                                  // also of values
   static constexpr int kQueryStride = kTileStride<T, kHeadDim>, kVectorElements = kVectorBytes / sizeof(T);
   static constexpr int kStageElements = 2 * kKeys * kHeadDim;
   static constexpr int kScoreTiles = kKeys / 8, kSteps = kKeys / Core::kK;
@@ -79,7 +79,10 @@ struct Split {
   bool whole;    // and fill rows of the tiles
   int now = 0;   // which of parts() and works() is computed
   const int thread = kHasRegisters ? ptx::opaque(threadIdx.x) : static_cast<int>(threadIdx.x);
-  const KeyTile key_tile;
+  // The compiler takes places for cheap and would compute them for every operand again, which registers left over
+  // avoid.
+  const int kept_key_place = kHasRegisters ? ptx::opaque(KeyTile::first_place_b()) : 0;
+  const int kept_value_place = kHasRegisters ? ptx::opaque(KeyTile::first_place_transposed()) : 0;
   float out[kChunks][kRowTiles][kChunkTiles][4];
   OnlineSoftmax softmax[kRowTiles];
   typename Core::A queries[kKeepsQueries ? kHeadDim / Core::kK : 1];
@@ -425,6 +428,11 @@ struct Split {
     return Core::load_a(q_tile(), kQueryStride, warp_row() + row_tile * 16, column);
   }
 
+  __device__ __forceinline__ int key_place() const { return kHasRegisters ? kept_key_place : KeyTile::first_place_b(); }
+  __device__ __forceinline__ int value_place() const {
+    return kHasRegisters ? kept_value_place : KeyTile::first_place_transposed();
+  }
+
   // row0: of the room, the first key of the step.
   __device__ __forceinline__ void compute_step(const T* keys, int row0, const Limits& whole) {
     float scores[kRowTiles][kScoreTiles][4];
@@ -435,8 +443,9 @@ struct Split {
         return query_operand(i, d);
       }
     };
-    sm80::score_product<T, kHeadDim>(
-        scores, operand, [&](typename Core::B(&pair)[2], int n, int d) { key_tile.load_b(pair, keys, n * 8, d); });
+    sm80::score_product<T, kHeadDim>(scores, operand, [&](typename Core::B(&pair)[2], int n, int d) {
+      KeyTile::load_b(pair, keys + n * 8 * kHeadDim, KeyTile::moved(key_place(), d));
+    });
     score.make_logits<T>(scores);
     if (p.alibi_slopes) add_slopes(scores, row0);
     if (row0 < whole.begin || row0 + kKeys > whole.end) hide_unseen(scores, row0);
@@ -455,7 +464,8 @@ struct Split {
       sm80::accumulate<T, kSteps>(
           out[chunk], [&](int i, int step) { return weights[i][step]; },
           [&](typename Core::B(&pair)[2], int step, int c) {
-            key_tile.load_b_transposed(pair, values, step * Core::kK, column + c * 8);
+            KeyTile::load_b_transposed(pair, values + step * Core::kK * kHeadDim,
+                                       KeyTile::moved(value_place(), column + c * 8));
           });
       if (kChunks > 1) __syncwarp();
     });

@@ -31,7 +31,8 @@ struct Backward {
   static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32, kQueries = kTile.queries, kKeys = kTile.keys;
   static constexpr int kSplits = kTile.splits, kStages = kTile.stages, kTileRows = kQueries;
   static constexpr int kColumns = kHeadDim / kSplits;  // of dq, dk and dv that one thread block computes
-  static constexpr int kStride = kTileStride<T, kHeadDim>, kScoreStride = kTileStride<T, kQueries>;
+  using RowTile = SwizzledTile<T, kHeadDim>;           // of q, k, v and dout
+  static constexpr int kScoreStride = kTileStride<T, kQueries>;
   // One warp's part of the scores.
   static constexpr bool kInRegisters = kTile.score_key_warps == kWarps;
   static constexpr int kKeyTiles = kKeys / kTile.score_key_warps / 16;
@@ -52,15 +53,14 @@ struct Backward {
   static constexpr int kColumnWarps = kWarps / kRowWarps;
   static constexpr int kQueryRowTiles = kQueries / 16 / kRowWarps, kQueryColumnTiles = kColumnTiles / kColumnWarps;
   static_assert(kQueryColumnTiles % 2 == 0 && kColumnTiles % kColumnWarps == 0 && kQueries / 16 % kRowWarps == 0);
-  // Shared memory has k and v [kKeys][kStride]; stages of q and dout [kQueries][kStride] and lse and delta [kQueries];
-  // and buffers of scores [kKeys][kScoreStride]. These are dS^T of kStages steps when P^T stays in registers, otherwise
-  // dS^T and P^T of one step.
+  // Shared memory has k and v [kKeys][kHeadDim]; stages of q and dout [kQueries][kHeadDim], lse and delta [kQueries]
+  // and, where there may be biases, centres [kQueries]; buffers of scores [kKeys][kScoreStride]; and Notes. Scores are
+  // dS^T of kStages steps when P^T stays in registers, otherwise dS^T and P^T of one step.
   static constexpr int kBytes = sizeof(T), kScoreBytes = kKeys * kScoreStride * kBytes;
-  static constexpr int kStageBytes = 2 * kQueries * kStride * kBytes + 2 * kQueries * 4;
+  static constexpr int kStageBytes =
+      2 * kQueries * kHeadDim * kBytes + 2 * kQueries * 4 + (kGeneral ? kQueries * kVectorBytes : 0);
   static constexpr int kScoreBuffers = kInRegisters ? kStages : 2;
-  static constexpr int kSharedBytes =
-      2 * kKeys * kStride * kBytes + kStages * kStageBytes + kScoreBuffers * kScoreBytes;
-  static_assert(kSharedBytes <= (kLarge ? kLargeShared : least_shared<kBytes, kHeadDim>()));
+  static constexpr int kTileBytes = 2 * kKeys * kHeadDim * kBytes + kStages * kStageBytes + kScoreBuffers * kScoreBytes;
 
   const AttnGradParams& p;
   const Workspace& workspace;
@@ -69,6 +69,7 @@ struct Backward {
   T *q_tile, *dout_tile;  // of the stage in use
   float *lse, *delta;
   T *dscore_tile, *weight_tile;
+  typename RowTile::Places places;
   int b, hk, n;  // n: number of the key tile in its sequence
   KeySums dk, dv;
   std::conditional_t<kGeneral, BiasSums<kKeyTiles, true>, Nothing> bias_sums;
@@ -77,8 +78,8 @@ struct Backward {
       : p(params),
         workspace(workspace),
         k_tile(shared),
-        v_tile(k_tile + kKeys * kStride),
-        stages(reinterpret_cast<unsigned char*>(v_tile + kKeys * kStride)) {}
+        v_tile(k_tile + kKeys * kHeadDim),
+        stages(reinterpret_cast<unsigned char*>(v_tile + kKeys * kHeadDim)) {}
 
   static __device__ int g() { return threadIdx.x % 32 / 4; }
   static __device__ int t() { return threadIdx.x % 4; }
@@ -105,22 +106,20 @@ struct Backward {
     return workspace.dq + tile * (kQueries * kHeadDim) + index * 128;
   }
 
-  // What is the same in all threads and used by little code is kept in the padding of the key tile's first rows: it
-  // would need registers everywhere.
+  // What is the same in all threads and used by little code is kept in shared memory: it would need registers
+  // everywhere.
   struct Extent {
     int length_q, length_k;            // of the sequence
     int unmasked_begin, unmasked_end;  // queries that see all keys of this tile
   };
-  // The centres of a row (../../bias.h) are in the padding of its q. Only calls of kGeneral have any.
+  // The centres of a row (../../bias.h). Only calls of kGeneral have any.
   struct RowCentres {
     float values[kCentres];
   };
   struct TileCentres {
-    const T* first;  // the padding of the lane's first row
+    const RowCentres* first;  // of the lane's first row
     __device__ __forceinline__ float2 pair(Centre which, int n) const {
-      const T* const row = first + 8 * n * kStride;
-      return {reinterpret_cast<const RowCentres*>(row)->values[which],
-              reinterpret_cast<const RowCentres*>(row + kStride)->values[which]};
+      return {first[8 * n].values[which], first[8 * n + 1].values[which]};
     }
   };
   static_assert(sizeof(RowCentres) <= kVectorBytes);
@@ -129,10 +128,18 @@ struct Backward {
     int dq_tile;     // first tile of the sequence in the workspace's dq
     int query_tile;  // first query tile that sees keys of this tile
   };
-  static_assert(sizeof(Extent) <= kVectorBytes && sizeof(Starts) <= kVectorBytes);
-  __device__ Extent* extent() const { return reinterpret_cast<Extent*>(k_tile + kHeadDim); }
-  __device__ Starts* starts() const { return reinterpret_cast<Starts*>(k_tile + kStride + kHeadDim); }
-  __device__ IntervalPairs* pairs() const { return reinterpret_cast<IntervalPairs*>(k_tile + 2 * kStride + kHeadDim); }
+  struct Notes {
+    Extent extent;
+    Starts starts;
+    IntervalPairs pairs;
+  };
+  static constexpr int kSharedBytes = kTileBytes + static_cast<int>(sizeof(Notes));
+  static_assert(kSharedBytes <= (kLarge ? kLargeShared : least_shared<kBytes, kHeadDim>()));
+  __device__ Notes* notes() const { return reinterpret_cast<Notes*>(reinterpret_cast<char*>(k_tile) + kTileBytes); }
+  __device__ Extent* extent() const { return &notes()->extent; }
+  __device__ Starts* starts() const { return &notes()->starts; }
+  __device__ IntervalPairs* pairs() const { return &notes()->pairs; }
+  __device__ RowCentres* row_centres() const { return reinterpret_cast<RowCentres*>(delta + kQueries); }
   using TileMask = std::conditional_t<can_be_placed(kKind) || can_mask(kKind), Mask32, UnplacedMask32>;
   __device__ TileMask mask() const { return TileMask(p, extent()->length_q, extent()->length_k); }
   // The extremes for all query heads that read the key head.
@@ -180,10 +187,10 @@ struct Backward {
     }
     if (seen_by.end > seen_by.begin && p.heads_q > 0) {
       const int64_t row = keys.start + key0;
-      load_tile<T, kKeys, kHeadDim, kThreads>(k_tile, row_pointer<const T>(p.k, b, hk, row), p.k.row_stride, key_count,
-                                              static_cast<int>(p.head_dim));
-      load_tile<T, kKeys, kHeadDim, kThreads>(v_tile, row_pointer<const T>(p.v, b, hk, row), p.v.row_stride, key_count,
-                                              static_cast<int>(p.head_dim_v));
+      load_tile<RowTile, kKeys, kThreads>(k_tile, row_pointer<const T>(p.k, b, hk, row), p.k.row_stride, key_count,
+                                          static_cast<int>(p.head_dim));
+      load_tile<RowTile, kKeys, kThreads>(v_tile, row_pointer<const T>(p.v, b, hk, row), p.v.row_stride, key_count,
+                                          static_cast<int>(p.head_dim_v));
       walk_queries(first, last);
     }
     write(p.dk, dk, static_cast<int>(p.head_dim), workspace.gradient_scale);
@@ -225,8 +232,8 @@ struct Backward {
 
   __device__ void use_stage(int stage) {
     q_tile = reinterpret_cast<T*>(stages + stage * kStageBytes);
-    dout_tile = q_tile + kQueries * kStride;
-    lse = reinterpret_cast<float*>(dout_tile + kQueries * kStride);
+    dout_tile = q_tile + kQueries * kHeadDim;
+    lse = reinterpret_cast<float*>(dout_tile + kQueries * kHeadDim);
     delta = lse + kQueries;
     unsigned char* const scores = stages + kStages * kStageBytes;
     dscore_tile = reinterpret_cast<T*>(scores + (kInRegisters ? stage * kScoreBytes : 0));
@@ -238,10 +245,10 @@ struct Backward {
     use_stage(stage);
     const int64_t row = starts()->query + m * kQueries;
     const int rows = min(kQueries, extent()->length_q - m * kQueries);
-    load_tile<T, kQueries, kHeadDim, kThreads>(q_tile, row_pointer<const T>(p.q, b, h, row), p.q.row_stride, rows,
-                                               static_cast<int>(p.head_dim));
-    load_tile<T, kQueries, kHeadDim, kThreads>(dout_tile, row_pointer<const T>(p.dout, b, h, row), p.dout.row_stride,
-                                               rows, static_cast<int>(p.head_dim_v));
+    load_tile<RowTile, kQueries, kThreads>(q_tile, row_pointer<const T>(p.q, b, h, row), p.q.row_stride, rows,
+                                           static_cast<int>(p.head_dim));
+    load_tile<RowTile, kQueries, kThreads>(dout_tile, row_pointer<const T>(p.dout, b, h, row), p.dout.row_stride, rows,
+                                           static_cast<int>(p.head_dim_v));
     ptx::cp_async_commit();
     const int64_t index = h * workspace.rows + (p.is_varlen() ? row : b * p.seqlen_q + row);
     for (int i = threadIdx.x; i < kQueries; i += kThreads) {
@@ -251,7 +258,7 @@ struct Backward {
         RowCentres centres{};
         if (p.centres.data && i < rows)
           centres = *reinterpret_cast<const RowCentres*>(row_pointer<const float>(p.centres, b, h, row + i));
-        *reinterpret_cast<RowCentres*>(q_tile + i * kStride + kHeadDim) = centres;
+        row_centres()[i] = centres;
       }
     }
   }
@@ -265,7 +272,7 @@ struct Backward {
       __syncthreads();
     }
     isolate_rows<T, kKeys, kHeadDim, kThreads>(k_tile, [&](int row, bool finite) {
-      uint4* const values = reinterpret_cast<uint4*>(v_tile + row * kStride);
+      uint4* const values = reinterpret_cast<uint4*>(v_tile + row * kHeadDim);
 #pragma unroll 1
       for (int i = 0; !finite && i < kHeadDim * kBytes / kVectorBytes; ++i) values[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
     });
@@ -287,12 +294,13 @@ struct Backward {
       __syncthreads();
     }
     use_stage(stage);
+    if (kHeadDim > 64) places.recompute();
     if constexpr (kMasks) {
       if (p.has_intervals()) isolate_queries(m * kQueries);
     }
     Scores weights, dscores;
-    score_product<kHeadDim>(weights, k_tile, score_key(0), q_tile, score_query());
-    score_product<kHeadDim>(dscores, v_tile, score_key(0), dout_tile, score_query());
+    score_product<RowTile>(weights, places, k_tile, score_key(0), q_tile, score_query());
+    score_product<RowTile>(dscores, places, v_tile, score_key(0), dout_tile, score_query());
     const int row0 = m * kQueries;
     const bool unmasked = row0 >= extent()->unmasked_begin && row0 + kQueries <= extent()->unmasked_end;
     unmasked && !kGeneral ? weigh_and_differentiate<false>(h, row0, weights, dscores)
@@ -347,7 +355,7 @@ struct Backward {
     if constexpr (kGeneral) {
       using Bias = TileBias<T, true, kKeyTiles, kScoreTiles>;
       const Bias bias(p, b, h, mask(), row, key);
-      const TileCentres centres{q_tile + (query + 2 * t()) * kStride + kHeadDim};
+      const TileCentres centres{row_centres() + query + 2 * t()};
       TileBiasGradient<Bias, T, kKeyTiles, kScoreTiles, RelativeGradient::kInAnyOrderOrExact, TileCentres>
           bias_gradient{p, bias, workspace, centres, b, h, split() == 0, bias_sums};
       flashattn_ext::weigh_and_differentiate(weights, dscores, workspace.score, bias, bias_gradient, row_lse, row_delta,
@@ -369,13 +377,13 @@ struct Backward {
   // registers or of all warps in shared memory.
   __device__ void accumulate_keys(KeySums& sum, const Scores& scores, const T* tile) const {
     auto operand = [&](int i, int step) { return Core::from_accumulators(scores[i], step); };
-    accumulate<kHeadDim, kQueries / Core::kK>(sum, operand, tile, grad_column());
+    accumulate<RowTile, kQueries / Core::kK>(sum, places, operand, tile, grad_column());
   }
   __device__ void accumulate_keys(KeySums& sum, const T* scores, const T* tile) const {
     auto operand = [&](int i, int step) {
       return Core::load_a_paired(scores, kScoreStride, grad_key(i), step * Core::kK);
     };
-    accumulate<kHeadDim, kQueries / Core::kK>(sum, operand, tile, grad_column());
+    accumulate<RowTile, kQueries / Core::kK>(sum, places, operand, tile, grad_column());
   }
 
   // dq += dS K, in the workspace.
@@ -389,7 +397,7 @@ struct Backward {
     auto operand = [&](int i, int step) {
       return Core::load_a_transposed(dscore_tile, kScoreStride, step * Core::kK, query_row() + i * 16);
     };
-    accumulate<kHeadDim, kKeys / Core::kK>(sum, operand, k_tile, query_column(split()));
+    accumulate<RowTile, kKeys / Core::kK>(sum, places, operand, k_tile, query_column(split()));
 #pragma unroll
     for (int i = 0; i < kQueryRowTiles; ++i) {
 #pragma unroll

@@ -10,7 +10,7 @@
 #include "../common/isolation.cuh"
 #include "../common/launch.cuh"
 #include "../common/scores.cuh"
-#include "../common/tile.cuh"
+#include "../common/swizzled_tile.cuh"
 #include "../common/tile_order.cuh"
 #include "products.cuh"
 #include "tiles.h"
@@ -27,33 +27,32 @@ struct Forward {
   static constexpr int kThreads = kTile.warps * 32, kRowTiles = kTile.row_tiles, kStages = kTile.stages;
   static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, kKind>(kTile);
   static constexpr int kColumns = out_columns(kHeadDim);  // of v and out
-  static constexpr int kStride = kTileStride<T, kHeadDim>, kValueStride = kTileStride<T, kColumns>;
-  static constexpr int kSharedBytes =
-      ((kQueries + kStages * kKeys) * kStride + kStages * kKeys * kValueStride) * static_cast<int>(sizeof(T));
+  using RowTile = SwizzledTile<T, kHeadDim>;              // of queries and keys
+  using ValueTile = SwizzledTile<T, kColumns>;            // of values
+  static constexpr int kKeyTileElements = kKeys * kHeadDim, kValueTileElements = kKeys * kColumns;
+  static constexpr int kTileElements = kQueries * kHeadDim + kStages * (kKeyTileElements + kValueTileElements);
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kColumns / 8, kSteps = kKeys / Core::kK;
-  static_assert(kSharedBytes <= least_shared<sizeof(T), kHeadDim>());
-  static_assert(kStages == 1 || kValueStride == kStride);  // a stage is found by one offset, of keys and of values
+  static_assert(kStages == 1 || kColumns == kHeadDim);  // a stage is found by one offset, of keys and of values
   using Scores = float[kRowTiles][kScoreTiles][4];
   using Weights = typename Core::A[kRowTiles][kSteps];
   using Bias = TileBias<T, false, kRowTiles, kScoreTiles>;
   using BiasAhead = std::conditional_t<kGeneral, typename Bias::Ahead, Nothing>;
   static constexpr bool kHasCentres = kGeneral && sizeof(T) == 2;
 
-  // Registers run out. What a step needs beside its tiles is kept in the padding of the query tile's first rows, or in
-  // registers where that was found to spill less: no kernel of head_dim 64 or 128 spills.
+  // Registers run out. What a step needs beside its tiles is kept in shared memory after them, or in registers where
+  // that was found to spill less: no kernel of head_dim 64 or 128 spills.
   struct Head {
     int b, h, length_q, length_k;
   };
   struct KeyPointers {
     const T *k, *v;  // of the head's first key; in registers, of the keys that are loaded next
   };
-  static_assert(sizeof(Head) <= kVectorBytes && sizeof(Dropout) <= kVectorBytes && sizeof(KeyPointers) <= kVectorBytes);
-  static constexpr bool kPointersInPadding = kHeadDim > 64 || sizeof(T) == 4 || kMasks;
-  static constexpr bool kLengthsInPadding =
+  static constexpr bool kSharesPointers = kHeadDim > 64 || sizeof(T) == 4 || kMasks;
+  static constexpr bool kSharesLengths =
       sizeof(T) == 2 && (kHeadDim == 96 || kHeadDim == 144 || (kHeadDim == 128 && kDropout));
 
-  // With a Mask the key tiles to visit are found by the first warp, some at a time, and listed in the padding of the
-  // keys; the intervals of a tile's keys are in the padding of its values.
+  // With a Mask the key tiles to visit are found by the first warp, some at a time, and listed; the
+  // intervals of a tile's keys come with its values.
   struct KeyList {
     int count;  // of tiles on the list
     int next;   // the tile to look at for the next list
@@ -64,14 +63,33 @@ struct Forward {
     Limits seen_by_all;  // rows that see all of its keys, as far as the Mask is concerned
     bool masked;         // by causal or window
   };
-  static_assert(sizeof(ListedTile) <= kVectorBytes && (!kMasks || (kKeys >= 32 && kThreads >= kKeys)));
+  struct ListedKey {
+    int2 seen_by;
+    int is_isolated;
+  };
+  static constexpr int kListed = 32;  // tiles: as many as KeyTileFinder finds at most
+  static_assert(!kMasks || (kThreads >= kKeys && kStages == 1));
+
+  struct Notes {
+    Head head;
+    Dropout dropout;
+    KeyPointers pointers;
+    const int2* pairs;  // of the head's first key
+    float tolerance;
+    KeyList list;
+    ListedTile listed[kMasks ? kListed : 1];
+    ListedKey keys[kMasks ? kKeys : 1];  // of the values
+  };
+  static constexpr int kSharedBytes = kTileElements * static_cast<int>(sizeof(T)) + static_cast<int>(sizeof(Notes));
+  static_assert(kSharedBytes <= least_shared<sizeof(T), kHeadDim>());
 
   const AttnParams& p;
   T *q_tile, *k_tile, *v_tile;
   const Score& score;
   int own_length_q, own_length_k;
   KeyPointers own_pointers;
-  int row0;  // first query of the tile
+  typename RowTile::Places places;  // of queries and keys, and of values where these have as many columns
+  int row0;                         // first query of the tile
   float out[kRowTiles][kOutTiles][4];
   OnlineSoftmax softmax[kRowTiles];
   std::conditional_t<kHasCentres, CentreSums, NoCentreSums> centres[kRowTiles];
@@ -79,8 +97,8 @@ struct Forward {
   __device__ Forward(const AttnParams& params, const Score& score, T* shared)
       : p(params),
         q_tile(shared),
-        k_tile(q_tile + kQueries * kStride),
-        v_tile(k_tile + kStages * kKeys * kStride),
+        k_tile(q_tile + kQueries * kHeadDim),
+        v_tile(k_tile + kStages * kKeyTileElements),
         score(score) {}
 
   static __device__ int g() { return threadIdx.x % 32 / 4; }
@@ -88,19 +106,16 @@ struct Forward {
   // The first of the 16 rows of this warp's row tile i, within the query tile.
   static __device__ int tile_row(int i) { return (threadIdx.x / 32 * kRowTiles + i) * 16; }
 
-  template <class X>
-  __device__ X* padding(int row) const {
-    return reinterpret_cast<X*>(q_tile + row * kStride + kHeadDim);
-  }
-  __device__ Head* head() const { return padding<Head>(0); }
-  __device__ Dropout* dropout() const { return padding<Dropout>(1); }
-  __device__ KeyPointers* pointers() const { return padding<KeyPointers>(2); }
-  __device__ float* tolerance() const { return padding<float>(3); }
-  __device__ const int2** pairs() const { return padding<const int2*>(4); }  // of the head's first key
-  __device__ KeyList* list() const { return padding<KeyList>(5); }
-  __device__ ListedTile* listed(int i) const { return reinterpret_cast<ListedTile*>(k_tile + i * kStride + kHeadDim); }
-  __device__ int length_q() const { return kLengthsInPadding ? head()->length_q : own_length_q; }
-  __device__ int length_k() const { return kLengthsInPadding ? head()->length_k : own_length_k; }
+  __device__ Notes* notes() const { return reinterpret_cast<Notes*>(q_tile + kTileElements); }
+  __device__ Head* head() const { return &notes()->head; }
+  __device__ Dropout* dropout() const { return &notes()->dropout; }
+  __device__ KeyPointers* pointers() const { return &notes()->pointers; }
+  __device__ float* tolerance() const { return &notes()->tolerance; }
+  __device__ const int2** pairs() const { return &notes()->pairs; }
+  __device__ KeyList* list() const { return &notes()->list; }
+  __device__ ListedTile* listed(int i) const { return &notes()->listed[i]; }
+  __device__ int length_q() const { return kSharesLengths ? head()->length_q : own_length_q; }
+  __device__ int length_k() const { return kSharesLengths ? head()->length_k : own_length_k; }
   using TileMask = std::conditional_t<can_be_placed(kKind) || can_mask(kKind), Mask32, UnplacedMask32>;
   __device__ TileMask mask() const { return TileMask(p, length_q(), length_k()); }
   __device__ bool drops() const { return kDropout && (!kGeneral || p.has_dropout()); }
@@ -145,21 +160,21 @@ struct Forward {
     }
   }
 
-  // Starts copying the keys or values of tile n, in rows of kTileColumns; tiles come in descending order.
-  template <int kTileColumns>
+  // Starts copying the keys or values of tile n; tiles come in descending order.
+  template <class Tile>
   __device__ void load_rows(T* tile, const T* KeyPointers::* which, int64_t row_stride, int n, int columns) {
     const T* from;
-    if constexpr (kPointersInPadding) {
+    if constexpr (kSharesPointers) {
       from = pointers()->*which + n * kKeys * row_stride;
     } else {
       from = own_pointers.*which;
       own_pointers.*which -= kKeys * row_stride;
     }
-    load_tile<T, kKeys, kTileColumns, kThreads>(tile, from, row_stride, min(kKeys, length_k() - n * kKeys), columns);
+    load_tile<Tile, kKeys, kThreads>(tile, from, row_stride, min(kKeys, length_k() - n * kKeys), columns);
     ptx::cp_async_commit();
   }
   __device__ void load_keys(T* tile, int n, int columns) {
-    load_rows<kHeadDim>(tile, &KeyPointers::k, p.k.row_stride, n, columns);
+    load_rows<RowTile>(tile, &KeyPointers::k, p.k.row_stride, n, columns);
   }
 
   // The same for values, with the intervals of their keys.
@@ -167,11 +182,10 @@ struct Forward {
     if constexpr (kMasks) {
       const int key = n * kKeys + threadIdx.x;
       if (threadIdx.x < kKeys && *pairs() != nullptr) {
-        ptx::cp_async_8(tile + threadIdx.x * kValueStride + kColumns, *pairs() + min(key, length_k() - 1),
-                        key < length_k());
+        ptx::cp_async_8(&notes()->keys[threadIdx.x].seen_by, *pairs() + min(key, length_k() - 1), key < length_k());
       }
     }
-    load_rows<kColumns>(tile, &KeyPointers::v, p.v.row_stride, n, columns);
+    load_rows<ValueTile>(tile, &KeyPointers::v, p.v.row_stride, n, columns);
   }
 
   // Lists key tiles from `next` down to `first`.
@@ -214,8 +228,8 @@ struct Forward {
     if (kMasks && n < 0) return;
     const int columns = static_cast<int>(p.head_dim), columns_v = static_cast<int>(p.head_dim_v);
     const T* q = row_pointer<const T>(p.q, b, h, query_sequence(p, b).start + row0);
-    load_tile<T, kQueries, kHeadDim, kThreads>(q_tile, q, p.q.row_stride, row_end - row0, columns);
-    if constexpr (!kPointersInPadding) {
+    load_tile<RowTile, kQueries, kThreads>(q_tile, q, p.q.row_stride, row_end - row0, columns);
+    if constexpr (!kSharesPointers) {
       const int64_t hk = h / p.group_size(), key = key_sequence(p, b).start + last * kKeys;
       own_pointers = {row_pointer<const T>(p.k, b, hk, key), row_pointer<const T>(p.v, b, hk, key)};
     }
@@ -234,13 +248,15 @@ struct Forward {
       if (kStages == 1) {
         load_values(v_tile, n, columns_v);
       } else if (more) {
-        load_keys(k_tile + (kKeys * kStride - stage), next, columns);
-        load_values(v_tile + (kKeys * kStride - stage), next, columns_v);
+        load_keys(k_tile + (kKeyTileElements - stage), next, columns);
+        load_values(v_tile + (kKeyTileElements - stage), next, columns_v);
       }
+      // What spills least was found by trying: SwizzledTile says what the compiler does with places.
+      if (sizeof(T) == 2 && kHeadDim > 64) kHeadDim == 128 && !kDropout ? places.recompute() : places.renew();
       Scores scores;
       BiasAhead bias_ahead;
       if constexpr (kGeneral) bias(n).load_ahead(bias_ahead);
-      score_product<kHeadDim>(scores, q_tile, tile_row(0), k_tile + stage, 0);
+      score_product<RowTile>(scores, places, q_tile, tile_row(0), k_tile + stage, 0);
       if (kStages == 1) {
         ptx::cp_async_wait<0>();
         __syncthreads();
@@ -248,11 +264,12 @@ struct Forward {
       }
       const bool isolates = !all_whole && isolate_values(v_tile + stage);
       Weights weights;
-      weigh(weights, scores, n, masked, whole, v_tile + stage, bias_ahead);
+      weigh(weights, scores, n, masked, whole, bias_ahead);
       __syncwarp();  // keeps the compiler from loading so much of V ahead that registers run out
+      if (sizeof(T) == 2 && (kHeadDim == 64 || kHeadDim == 128) && !kDropout) places.recompute();
       value_product(weights, v_tile + stage);
-      if (isolates) poison_rows_of(v_tile + stage, n);
-      if (kStages == 2) stage = kKeys * kStride - stage;
+      if (isolates) poison_rows_of(n);
+      if (kStages == 2) stage = kKeyTileElements - stage;
     }
   }
 
@@ -262,8 +279,8 @@ struct Forward {
   }
 
   // Scores against key tile n become weights, with dropout applied; what `out` has summed up is rescaled. masked: by
-  // causal or window; whole: not by a Mask, whose intervals are beside the values.
-  __device__ void weigh(Weights& weights, Scores& scores, int n, bool masked, bool whole, const T* values,
+  // causal or window; whole: not by a Mask.
+  __device__ void weigh(Weights& weights, Scores& scores, int n, bool masked, bool whole,
                         [[maybe_unused]] BiasAhead& bias_ahead) {
     constexpr bool kDropEarly = sizeof(T) == 4 || kHeadDim == 144;  // takes fewer registers there
     auto drop = [&](int i) {
@@ -278,8 +295,8 @@ struct Forward {
     if (masked) hide_keys<true, true>(scores, mask(), ptx::opaque(row0) + tile_row(0) + g(), n * kKeys + 2 * t());
     if (kMasks && !whole) {
       hide_keys_by_interval(scores, ptx::opaque(row0) + tile_row(0) + g(), [&](int tile) {
-        const T* const at = values + (tile * 8 + 2 * t()) * kValueStride + kColumns;
-        const int2 even = *reinterpret_cast<const int2*>(at), odd = *reinterpret_cast<const int2*>(at + kValueStride);
+        const ListedKey* const key = &notes()->keys[tile * 8 + 2 * t()];
+        const int2 even = key[0].seen_by, odd = key[1].seen_by;
         return make_int4(even.x, even.y, odd.x, odd.y);
       });
     }
@@ -310,21 +327,15 @@ struct Forward {
   }
 
   // In a tile of which a Mask hides a part, values that are not finite become zeros (isolation.cuh), and rows that see
-  // them become NaNs after the product. Beside the values it is noted which keys these are, after their intervals.
-  struct ListedKey {
-    int2 seen_by;
-    int is_isolated;
-  };
-  static_assert(sizeof(ListedKey) <= kVectorBytes);
-  __device__ static bool isolate_values(T* values) {
-    return isolate_rows<T, kKeys, kColumns, kThreads>(values, [&](int row, bool finite) {
-      reinterpret_cast<ListedKey*>(values + row * kValueStride + kColumns)->is_isolated = !finite;
-    });
+  // them become NaNs after the product. With the intervals of the keys it is noted which these are.
+  __device__ bool isolate_values(T* values) const {
+    return isolate_rows<T, kKeys, kColumns, kThreads>(
+        values, [&](int row, bool finite) { notes()->keys[row].is_isolated = !finite; });
   }
-  __device__ void poison_rows_of(const T* values, int n) {
+  __device__ void poison_rows_of(int n) {
 #pragma unroll 1
     for (int i = 0; i < kKeys; ++i) {
-      const ListedKey key = *reinterpret_cast<const ListedKey*>(values + i * kValueStride + kColumns);
+      const ListedKey key = notes()->keys[i];
       if (!key.is_isolated) continue;
       const Limits rows = mask().rows_of(n * kKeys + i, n * kKeys + i + 1);
 #pragma unroll
@@ -346,7 +357,11 @@ struct Forward {
       if (sizeof(T) == 4 && i == 0) __syncwarp();  // as in walk_keys: V, split in two, needs twice the registers
       return weights[i][step];
     };
-    accumulate<kColumns, kSteps>(out, operand, v_tile, 0);
+    if constexpr (kColumns == kHeadDim) {
+      accumulate<ValueTile, kSteps>(out, places, operand, v_tile, 0);
+    } else {
+      accumulate<ValueTile, kSteps>(out, typename ValueTile::Places(), operand, v_tile, 0);
+    }
   }
 
   __device__ void finish_tile() {
@@ -369,13 +384,13 @@ struct Forward {
 #pragma unroll
         for (int n = 0; n < kOutTiles; ++n) {
           const float x = empty ? 0.f : out[i][n][2 * r] * factor, y = empty ? 0.f : out[i][n][2 * r + 1] * factor;
-          Core::store_pair(q_tile + row * kStride + n * 8 + 2 * t(), x, y);
+          Core::store_pair(q_tile + RowTile::offset(row, n * 8 + 2 * t()), x, y);
         }
       }
     }
     __syncthreads();
-    store_tile<T, kQueries, kColumns, kThreads, kStride>(row_pointer<T>(p.out, b, h, start), p.out.row_stride, q_tile,
-                                                         min(rows, kQueries), static_cast<int>(p.head_dim_v));
+    store_tile<RowTile, kQueries, kColumns, kThreads>(row_pointer<T>(p.out, b, h, start), p.out.row_stride, q_tile,
+                                                      min(rows, kQueries), static_cast<int>(p.head_dim_v));
   }
 };
 

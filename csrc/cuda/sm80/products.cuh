@@ -1,21 +1,24 @@
-// Products of a warp with mma.sync, on tiles in shared memory (common/tile.cuh) of rows of kHeadDim elements.
+// Products of a warp with mma.sync, on swizzled tiles in shared memory (common/swizzled_tile.cuh) of rows of kHeadDim
+// elements.
 #pragma once
 
+#include "../common/swizzled_tile.cuh"
 #include "../common/tensor_core.cuh"
-#include "../common/tile.cuh"
 
 namespace flashattn_ext::sm80 {
 
 // c = a * b^T. a(i, d): the operand of row tile i for the columns from d on. b(pair, n, d): those of the tiles n and
-// n + 1 of eight rows.
+// n + 1 of eight rows. Columns 128 bytes apart follow one another: in swizzled tiles their places differ by as much.
 template <class T, int kHeadDim, class A, class B, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void score_product(float (&c)[kRowTiles][kColumnTiles][4], const A& a, const B& b) {
   using Core = TensorCore<T>;
   constexpr int kSteps = kHeadDim / Core::kK, kUnrolled = kHeadDim > 256 ? 16 : kSteps;  // more take long to compile
+  constexpr int kLine = 128 / static_cast<int>(sizeof(T)), kLines = kHeadDim % kLine == 0 ? kHeadDim / kLine : 1;
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) set_zero(c[i]);
 #pragma unroll kUnrolled
-  for (int d = 0; d < kHeadDim; d += Core::kK) {
+  for (int step = 0; step < kSteps; ++step) {
+    const int d = step % kLines * kLine + step / kLines * Core::kK;
     typename Core::A rows[kRowTiles];
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) rows[i] = a(i, d);
@@ -33,14 +36,15 @@ __device__ __forceinline__ void score_product(float (&c)[kRowTiles][kColumnTiles
 }
 
 // The same for 16-row tiles of `a` from a_row on and 8-row tiles of `b` from b_row on.
-template <int kHeadDim, class T, int kRowTiles, int kColumnTiles>
-__device__ __forceinline__ void score_product(float (&c)[kRowTiles][kColumnTiles][4], const T* a, int a_row, const T* b,
-                                              int b_row) {
-  using Core = TensorCore<T>;
-  constexpr int kStride = kTileStride<T, kHeadDim>;
-  score_product<T, kHeadDim>(
-      c, [&](int i, int d) { return Core::load_a(a, kStride, a_row + i * 16, d); },
-      [&](typename Core::B(&pair)[2], int n, int d) { Core::load_b(pair, b, kStride, b_row + n * 8, d); });
+template <class Tile, class Places, class T, int kRowTiles, int kColumnTiles>
+__device__ __forceinline__ void score_product(float (&c)[kRowTiles][kColumnTiles][4], const Places& places, const T* a,
+                                              int a_row, const T* b, int b_row) {
+  constexpr int kColumns = Tile::kColumns;
+  score_product<T, kColumns>(
+      c, [&](int i, int d) { return Tile::load_a(a + (a_row + i * 16) * kColumns, Tile::moved(places.a, d)); },
+      [&](typename TensorCore<T>::B(&pair)[2], int n, int d) {
+        Tile::load_b(pair, b + n * 8 * kColumns, Tile::moved(places.b + b_row * Tile::kRowBytes, d));
+      });
 }
 
 // sum += a * b. a(i, step): the operand of row tile i for the rows of `b` from step * Core::kK on. b(pair, step, c):
@@ -66,13 +70,17 @@ __device__ __forceinline__ void accumulate(float (&sum)[kRowTiles][kColumnTiles]
   }
 }
 
-// The same for 8-column tiles of `b` from b_column on.
-template <int kHeadDim, int kSteps, class A, class T, int kRowTiles, int kColumnTiles>
-__device__ __forceinline__ void accumulate(float (&sum)[kRowTiles][kColumnTiles][4], const A& a, const T* b,
-                                           int b_column) {
-  using Core = TensorCore<T>;
-  accumulate<T, kSteps>(sum, a, [&](typename Core::B(&pair)[2], int step, int c) {
-    Core::load_b_transposed(pair, b, kTileStride<T, kHeadDim>, step * Core::kK, b_column + c * 8);
+// The same for 8-column tiles of `b` from b_column on, a multiple of their columns.
+template <class Tile, int kSteps, class Places, class A, class T, int kRowTiles, int kColumnTiles>
+__device__ __forceinline__ void accumulate(float (&sum)[kRowTiles][kColumnTiles][4], const Places& places, const A& a,
+                                           const T* b, int b_column) {
+  // Whether the places from b_column on follow from the first of them.
+  constexpr int kPart = kColumnTiles * 8;
+  constexpr bool kFollow = kPart % Tile::kGroup == 0 || Tile::kGroup % kPart == 0;
+  const int place = Tile::moved(places.transposed, kFollow ? b_column : 0);
+  accumulate<T, kSteps>(sum, a, [&](typename TensorCore<T>::B(&pair)[2], int step, int c) {
+    const T* const rows = b + step * TensorCore<T>::kK * Tile::kColumns;
+    Tile::load_b_transposed(pair, rows, Tile::moved(place, c * 8 + (kFollow ? 0 : b_column)));
   });
 }
 

@@ -1,0 +1,116 @@
+// Tiles in shared memory for mma.sync: rows without padding, whose vectors of 16 bytes change places so that eight
+// neighbouring rows have the same columns in different banks.
+//
+// Padding would do that too, but a row of 16 bytes more than a whole number of sectors (32 bytes) makes every second
+// row begin in the middle of one. With such rows the profiler counted 24 sectors read from the L2 cache for an
+// asynchronous copy of 16 sectors: a sector that goes to two places is read twice.
+#pragma once
+
+#include "tensor_core.cuh"
+#include "tile.cuh"
+
+namespace flashattn_ext {
+
+template <class T, int kTileColumns>
+struct SwizzledTile {
+  using Element = T;
+  using Core = TensorCore<T>;
+  static constexpr int kColumns = kTileColumns;
+  static constexpr int kVector = kVectorBytes / static_cast<int>(sizeof(T));  // elements
+  // Vectors that change places with one another, within as many bytes as divide a row: at most 128, which are all
+  // banks. Where they are fewer than 8, as many neighbouring rows as fill 128 bytes start in different banks anyway.
+  static constexpr int kRowBytes = kColumns * static_cast<int>(sizeof(T));
+  static constexpr int kGroupVectors = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
+  static constexpr int kGroup = kGroupVectors * kVector;  // columns
+  static_assert(kRowBytes % (kGroupVectors * kVectorBytes) == 0);
+
+  // What the columns of a row are exclusive-ored with.
+  static __device__ __forceinline__ int places(int row) {
+    return static_cast<unsigned>(row) / (8u / kGroupVectors) % kGroupVectors * kVector;
+  }
+  static __device__ __forceinline__ int offset(int row, int column) { return row * kColumns + (column ^ places(row)); }
+
+  // Operands are found by a place: the bytes from the first of 16 rows to what this lane loads of them. `moved` gives
+  // the place `columns`, a multiple of 8, further in the same rows.
+  static __device__ __forceinline__ int moved(int place, int columns) {
+    constexpr int kGroupBytes = kGroupVectors * kVectorBytes;
+    const int bytes = columns * kBytes;
+    return (place ^ bytes % kGroupBytes) + bytes / kGroupBytes * kGroupBytes;
+  }
+  static __device__ __forceinline__ int first_place_a(int lane = threadIdx.x % 32) {
+    return offset(lane % 16, lane / 16 * kVector) * kBytes;
+  }
+  // The registers of an operand have to follow one another, so lanes have other rows in load_b.
+  static __device__ __forceinline__ int first_place_b(int lane = threadIdx.x % 32) {
+    return offset(lane % 8 + lane / 16 * 8, lane / 8 % 2 * kVector) * kBytes;
+  }
+  // For load_b_transposed. Of 32-bit elements a lane loads one of rows 2t and 2t + 1 each, t = lane % 4.
+  static __device__ __forceinline__ int first_place_transposed(int lane = threadIdx.x % 32) {
+    return sizeof(T) == 2 ? first_place_a(lane) : offset(lane % 4 * 2, lane / 4) * kBytes;
+  }
+
+  // The places of the three. What is exclusive-ored with one for some columns is the same in every step of a loop, and
+  // the compiler would keep the results for all columns in registers. A kernel that has none left calls one of the
+  // functions below in each step. The places stay the same, but the compiler does not know that: a shuffle hides it.
+  struct Places {
+    int a, b, transposed;
+    __device__ __forceinline__ explicit Places(int lane = threadIdx.x % 32)
+        : a(first_place_a(lane)), b(first_place_b(lane)), transposed(first_place_transposed(lane)) {}
+    // For places that are kept from step to step.
+    __device__ __forceinline__ void renew() {
+      a = shuffled(a);
+      b = shuffled(b);
+      transposed = sizeof(T) == 2 ? a : shuffled(transposed);
+    }
+    // Computes them again, so that they need not be kept: some ten instructions.
+    __device__ __forceinline__ void recompute() { *this = Places(shuffled(threadIdx.x % 32)); }
+
+   private:
+    static __device__ __forceinline__ int shuffled(int x) { return __shfl_xor_sync(~0u, x, 0); }
+  };
+
+  // A(m, k) = tile[m][k]
+  static __device__ __forceinline__ typename Core::A load_a(const T* tile, int place) {
+    uint32_t r[4];
+    ptx::ldmatrix(r, at(tile, place));
+    return {{element(r[0]), element(r[1]), element(r[2]), element(r[3])}};
+  }
+  // Two neighbouring B: B(k, n) = tile[n][k], and n + 8.
+  static __device__ __forceinline__ void load_b(typename Core::B (&b)[2], const T* tile, int place) {
+    uint32_t r[4];
+    ptx::ldmatrix(r, at(tile, place));
+    b[0] = {{element(r[0]), element(r[1])}};
+    b[1] = {{element(r[2]), element(r[3])}};
+  }
+  // Two neighbouring B: B(k, n) = tile[k][n], and n + 8. In 32 bits k is in the order of accumulators.
+  static __device__ __forceinline__ void load_b_transposed(typename Core::B (&b)[2], const T* tile, int place) {
+    if constexpr (sizeof(T) == 2) {
+      uint32_t r[4];
+      ptx::ldmatrix_transposed(r, at(tile, place));
+      b[0] = {{r[0], r[1]}};
+      b[1] = {{r[2], r[3]}};
+    } else {
+      // Rows 2t and 2t + 1 differ in what their columns are exclusive-ored with when all rows do.
+      const int odd = place ^ (kGroupVectors == 8 ? kVectorBytes : 0);
+      const T* const next = tile + kColumns;
+      b[0] = {{*at(tile, place), *at(next, odd)}};
+      b[1] = {{*at(tile, moved(place, 8)), *at(next, moved(odd, 8))}};
+    }
+  }
+
+ private:
+  static constexpr int kBytes = sizeof(T);
+
+  static __device__ __forceinline__ const T* at(const T* tile, int place) {
+    return reinterpret_cast<const T*>(reinterpret_cast<const char*>(tile) + place);
+  }
+  static __device__ __forceinline__ auto element(uint32_t x) {
+    if constexpr (sizeof(T) == 2) {
+      return x;
+    } else {
+      return __uint_as_float(x);
+    }
+  }
+};
+
+}  // namespace flashattn_ext
