@@ -111,18 +111,31 @@ struct OnlineSoftmax {
     }
   }
 
+  // The largest stored score of row r of the tile.
+  template <int N>
+  static __device__ __forceinline__ float largest(const float (&x)[N][4], int r) {
+    float largest = x[0][2 * r];
+#pragma unroll
+    for (int n = 0; n < N; ++n) largest = fmaxf(largest, fmaxf(x[n][2 * r], x[n][2 * r + 1]));
+    return quad_max(largest);
+  }
+
   // Stored scores become weights, exp(logit - max). Before that it calls rescale(shrink): what was summed up under an
   // earlier maximum, outside, is to be multiplied by shrink[r]. take_sum(r, sum of this lane's weights) comes last.
   template <class Score, int N, class Rescale, class TakeSum = IgnoreSum>
   __device__ __forceinline__ void weigh(float (&x)[N][4], const Score& score, float tolerance, const Rescale& rescale,
                                         const TakeSum& take_sum = {}) {
+    const float all[2] = {largest(x, 0), largest(x, 1)};
+    weigh(x, all, score, tolerance, rescale, take_sum);
+  }
+  // The same for scores of which other warps have a part. largest: of all of them.
+  template <class Score, int N, class Rescale, class TakeSum = IgnoreSum>
+  __device__ __forceinline__ void weigh(float (&x)[N][4], const float (&largest)[2], const Score& score,
+                                        float tolerance, const Rescale& rescale, const TakeSum& take_sum = {}) {
     float offset[2], shrink[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float largest = x[0][2 * r];
-#pragma unroll
-      for (int n = 0; n < N; ++n) largest = fmaxf(largest, fmaxf(x[n][2 * r], x[n][2 * r + 1]));
-      shrink[r] = raise_max(r, add_row(score, r, quad_max(largest) * score.factor), tolerance);
+      shrink[r] = raise_max(r, add_row(score, r, largest[r] * score.factor), tolerance);
       offset[r] = subtract_row(score, r, finite_max(max[r]));
     }
     rescale(shrink);

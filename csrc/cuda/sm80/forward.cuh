@@ -12,6 +12,7 @@
 #include "../common/scores.cuh"
 #include "../common/swizzled_tile.cuh"
 #include "../common/tile_order.cuh"
+#include "forward_wide.cuh"
 #include "products.cuh"
 #include "tiles.h"
 
@@ -416,14 +417,23 @@ void for_columns(const AttnParams& p, const Run& run) {
 }
 
 template <class T, int kHeadDim, Kind kKind>
-void forward(const AttnParams& p) {
+void forward_columns(const AttnParams& p) {
   using Kernel = Forward<T, kHeadDim, kKind>;
-  if (p.batch * p.heads_q == 0) return;
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries);
   for_columns<Kernel::kColumns>(p, [&](const AttnParams& part) {
     launch(forward_kernel<T, kHeadDim, kKind>, "forward", part, blocks * p.batch * p.heads_q, Kernel::kThreads,
            Kernel::kSharedBytes, forward_order(part, blocks, sizeof(T)), Kernel::Score::of(part));
   });
+}
+
+template <class T, int kHeadDim, Kind kKind>
+void forward(const AttnParams& p) {
+  if (p.batch * p.heads_q == 0) return;
+  if constexpr (kHeadDim > 256 && sizeof(T) == 2 && kKind == Kind::kPlain) {
+    forward_wide<T, kHeadDim>(p);
+  } else {
+    forward_columns<T, kHeadDim, kKind>(p);
+  }
 }
 
 }  // namespace flashattn_ext::sm80

@@ -29,8 +29,9 @@ struct ForwardTile {
   constexpr bool exists() const { return warps > 0; }
 };
 
-// Columns of v and out in one run of the forward, which keeps its sums for `out` in registers. These end at 256
-// columns: with larger head dims it runs twice, each time for half of the columns, and computes the scores again.
+// Columns of v and out in one run of the forward of forward.cuh, which keeps its sums for `out` in registers. These end
+// at 256 columns: with larger head dims it runs twice, each time for half of the columns, and computes the scores
+// again.
 constexpr int out_columns(int head_dim) { return head_dim > 256 ? head_dim / 2 : head_dim; }
 
 struct ForwardTiles {
@@ -54,8 +55,6 @@ constexpr ForwardTiles kForwardTiles[] = {
     {192, Kind::kDropout, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
     {256, Kind::kPlain, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
     {256, Kind::kDropout, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
-    {384, Kind::kPlain, {{4, 1, 32, 2}}},
-    {512, Kind::kPlain, {{4, 1, 16, 2}, {2, 1, 32, 2}}},
     {512, Kind::kDropout, {{2, 1, 32, 2}}},
 };
 
@@ -70,6 +69,17 @@ constexpr ForwardTile forward_tile() {
   } else {
     return find_tile<ForwardTile>(kForwardTiles, kHeadDim, kKind);
   }
+}
+
+// The forward of head dims above 256, in 16 bits, without options (forward_wide.cuh), by the bytes of shared memory
+// that a thread block may have.
+struct WideForwardTile {
+  int warps, queries, keys;
+  int stages;  // of chunks of keys * 128 elements
+};
+constexpr WideForwardTile wide_forward_tile(int shared) {
+  if (shared >= kLargeShared) return {8, 64, 128, 4};
+  return shared >= kMediumShared ? WideForwardTile{8, 64, 128, 2} : WideForwardTile{4, 32, 64, 3};
 }
 
 // Keys of a step. Where registers are scarcest, code for sm_80 spills with more than 32 of them. Only device code knows
