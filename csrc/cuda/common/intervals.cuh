@@ -198,26 +198,44 @@ __device__ __forceinline__ Limits clipped_to_all(const Limits& rows, const Inter
   return {max(rows.begin, keys.all_first), keys.all_last >= seqlen_q ? rows.end : min(rows.end, keys.all_last)};
 }
 
-// For a deterministic call: the last key tile before tile n that adds to the dq of `rows`, one tile of queries; -1 when
-// there is none. Whatever the extremes hold, a key tile adds to the query tiles that its clipped() rows are in, so that
-// nobody waits for a tile that never comes. One thread calls it.
-template <int kKeys>
-__device__ __forceinline__ int key_tile_before(const KeyExtremes& extremes, const Mask32& mask, int n,
-                                               const Limits& rows) {
-  const int first = mask.keys_of(rows.begin, min(rows.end, mask.seqlen_q)).begin / kKeys;
-  for (--n; n >= first;) {
-    const int begin = n * kKeys, end = min(begin + kKeys, mask.seqlen_k);
-    if (!sees_some(extremes.of_supers(begin, end), rows)) {
-      const int before = (extremes.key_start + begin) / kMaskSuperKeys * kMaskSuperKeys - extremes.key_start;
-      if (before <= 0) return -1;
-      n = (before - 1) / kKeys;
-      continue;
-    }
-    const Limits seen = clipped(mask.rows_of(begin, end), extremes.of_tile(begin, end));
-    if (seen.end > seen.begin && seen.begin < rows.end && seen.end > rows.begin) return n;
-    --n;
+// For a deterministic call: a key tile, and the rows that see it. tile: -1 when there is none.
+struct EarlierKeyTile {
+  int tile;
+  Limits rows;
+
+  __device__ __forceinline__ bool adds_to(const Limits& others) const {
+    return rows.begin < rows.end && rows.begin < others.end && rows.end > others.begin;
   }
-  return -1;
+};
+
+// The last key tile before tile n that adds to the dq of some of `rows`. Whatever the extremes hold, a key tile adds to
+// the query tiles that its clipped() rows are in, so that nobody waits for a tile that never comes. All lanes of a warp
+// call it together, and look at 32 tiles at a time.
+template <int kKeys>
+__device__ __forceinline__ EarlierKeyTile key_tile_before(const KeyExtremes& extremes, const Mask32& mask, int n,
+                                                          const Limits& rows) {
+  const int first = mask.keys_of(rows.begin, min(rows.end, mask.seqlen_q)).begin / kKeys;
+  for (int last = n - 1; last >= first; last -= 32) {
+    EarlierKeyTile earlier{last - static_cast<int>(threadIdx.x) % 32, {0, 0}};
+    const int begin = earlier.tile * kKeys, end = min(begin + kKeys, mask.seqlen_k);
+    if (earlier.tile >= first) {
+      earlier.rows = clipped(mask.rows_of(begin, end), extremes.of_tile(begin, end));
+    }
+    const uint32_t found = __ballot_sync(~0u, earlier.adds_to(rows));
+    if (found == 0) continue;
+    const int nearest = __ffs(found) - 1;
+    return {last - nearest,
+            {__shfl_sync(~0u, earlier.rows.begin, nearest), __shfl_sync(~0u, earlier.rows.end, nearest)}};
+  }
+  return {-1, {0, 0}};
+}
+
+// The same for one query tile of the walk of a key tile. nearest: the answer for all rows of the walk together, which
+// is the answer for most of its query tiles.
+template <int kKeys>
+__device__ __forceinline__ int key_tile_before(const KeyExtremes& extremes, const Mask32& mask,
+                                               const EarlierKeyTile& nearest, const Limits& rows) {
+  return nearest.adds_to(rows) ? nearest.tile : key_tile_before<kKeys>(extremes, mask, nearest.tile, rows).tile;
 }
 
 }  // namespace flashattn_ext

@@ -132,6 +132,7 @@ struct Backward {
     Extent extent;
     Starts starts;
     IntervalPairs pairs;
+    EarlierKeyTile before;  // in a deterministic call with a Mask: the last key tile that adds to any of its query tiles
   };
   static constexpr int kSharedBytes = kTileBytes + static_cast<int>(sizeof(Notes));
   static_assert(kSharedBytes <= (kLarge ? kLargeShared : least_shared<kBytes, kHeadDim>()));
@@ -139,6 +140,7 @@ struct Backward {
   __device__ Extent* extent() const { return &notes()->extent; }
   __device__ Starts* starts() const { return &notes()->starts; }
   __device__ IntervalPairs* pairs() const { return &notes()->pairs; }
+  __device__ EarlierKeyTile* before() const { return &notes()->before; }
   __device__ RowCentres* row_centres() const { return reinterpret_cast<RowCentres*>(delta + kQueries); }
   using TileMask = std::conditional_t<can_be_placed(kKind) || can_mask(kKind), Mask32, UnplacedMask32>;
   __device__ TileMask mask() const { return TileMask(p, extent()->length_q, extent()->length_k); }
@@ -178,7 +180,15 @@ struct Backward {
       *starts() = {static_cast<int>(queries.start), static_cast<int>(keys.start),
                    static_cast<int>(workspace.first_tile(p, b, queries)), first};
     }
-    if (kMasks && threadIdx.x == 0) *pairs() = IntervalPairs(p, b, hk, static_cast<int>(keys.start));
+    if constexpr (kMasks) {
+      if (threadIdx.x == 0) *pairs() = IntervalPairs(p, b, hk, static_cast<int>(keys.start));
+      if (p.deterministic && threadIdx.x < 32) {
+        const Limits walk{first * kQueries, (last + 1) * kQueries};
+        const EarlierKeyTile found =
+            key_tile_before<kKeys>(extremes(static_cast<int>(keys.start), mask.seqlen_k), mask, n, walk);
+        if (threadIdx.x == 0) *before() = found;
+      }
+    }
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kGradKeyTiles; ++i) {
@@ -412,7 +422,7 @@ struct Backward {
   __device__ int added_before(int m) const {
     if constexpr (kMasks) {
       const Limits rows{m * kQueries, (m + 1) * kQueries};
-      return key_tile_before<kKeys>(extremes(starts()->key, extent()->length_k), mask(), n, rows) + 1;
+      return key_tile_before<kKeys>(extremes(starts()->key, extent()->length_k), mask(), *before(), rows) + 1;
     } else {
       return key_tiles_before(mask(), n, kKeys, m * kQueries, kQueries);
     }

@@ -59,6 +59,7 @@ struct Backward {
     typename Scores::Kept kept[kDropout ? 2 : 0];  // one for each warpgroup
     Work work[kWorkStages];
     int added_before[kMasks ? kStepsKept : 0];
+    EarlierKeyTile before[kMasks ? 1 : 0];  // for the warp that inspects
     ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
     ptx::Barrier q_full[kStages], dout_full[kStages], queries_empty[kStages];
     ptx::Barrier work_full[kWorkStages], work_empty[kWorkStages];

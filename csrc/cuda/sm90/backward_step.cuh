@@ -375,10 +375,15 @@ struct BackwardInspector {
       if (uniform(work.tiles) > 0) {
         const int first = work.first, last = first + work.tiles - 1;
         inspect_keys(uniform(is_partial<Kernel>(work.whole, first) || is_partial<Kernel>(work.whole, last)));
-        Limits before{0, 0};  // queries that see the key tile before
-        if (p.deterministic && work.n > 0) before = queries_of_tile<Kernel>(p, work, work.n - 1);
+        if (p.deterministic && warp == 0) {
+          const Limits walk{first * Kernel::kQueries, (last + 1) * Kernel::kQueries};
+          const EarlierKeyTile before =
+              key_tile_before<Kernel::kKeys>(key_extremes(p, work), work.mask(p), work.n, walk);
+          if (threadIdx.x % 32 == 0) *shared.before = before;
+          __syncwarp();
+        }
         for (typename Kernel::Walk now(p, work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
-          if (p.deterministic && warp == 0) find_key_tile_before(work, now.m, before);
+          if (p.deterministic && warp == 0) find_key_tile_before(work, now.m);
           ++step;
           inspect_queries(uniform(is_partial<Kernel>(work.whole, now.m)));
         }
@@ -407,13 +412,10 @@ struct BackwardInspector {
     keys.advance();
   }
   // In a deterministic call everybody waits for every inspection, also whoever adds to dq.
-  __device__ void find_key_tile_before(const BackwardWork& work, int m, const Limits& before) const {
-    constexpr int kKeys = Kernel::kKeys, kQueries = Kernel::kQueries;
-    if (threadIdx.x % 32 != 0) return;
-    const Limits rows{m * kQueries, (m + 1) * kQueries};
-    const bool is_neighbour = before.begin < rows.end && before.end > rows.begin && before.begin < before.end;
-    shared.added_before[step % kStepsKept] =
-        is_neighbour ? work.n : key_tile_before<kKeys>(key_extremes(p, work), work.mask(p), work.n - 1, rows) + 1;
+  __device__ void find_key_tile_before(const BackwardWork& work, int m) const {
+    const Limits rows{m * Kernel::kQueries, (m + 1) * Kernel::kQueries};
+    const int tile = key_tile_before<Kernel::kKeys>(key_extremes(p, work), work.mask(p), *shared.before, rows);
+    if (threadIdx.x % 32 == 0) shared.added_before[step % kStepsKept] = tile + 1;
   }
   __device__ void inspect_queries(bool partial) {
     const int stage = queries.stage;

@@ -48,6 +48,7 @@ struct WideBackward {
     typename Scores::Kept kept[kDropout ? kBuffers : 0];
     Work work[kWorkStages];
     int added_before[kMasks ? kStepsKept : 0];
+    EarlierKeyTile before[kMasks ? 1 : 0];  // for the warp that inspects
     ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
     ptx::Barrier q_full[kStages], dout_full[kDoutStages], queries_empty[kStages];
     ptx::Barrier weights_full[kBuffers], weights_empty[kBuffers], dscores_full[kBuffers], dscores_empty[kBuffers];
