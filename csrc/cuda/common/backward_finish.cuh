@@ -3,6 +3,7 @@
 #pragma once
 
 #include "backward_prepare.cuh"
+#include "operand_tile.cuh"
 #include "tile_order.cuh"
 
 namespace flashattn_ext {

@@ -23,14 +23,14 @@ struct FiniteCheck {
   __device__ __forceinline__ bool fails() const { return sum != 0; }
 };
 
-// Zeroes the rows of a swizzled tile that are not finite. Every thread of the block calls it, when the tile is there
-// for all, and gets whether there is such a row. If there is, one thread calls each(row, whether it is finite) for
-// every row, and the block synchronises afterwards.
-template <class T, int kRows, int kColumns, int kThreads, class Each>
+// Zeroes the rows of a tile (operand_tile.cuh) that are not finite. Every thread of the block calls it, when the tile
+// is there for all, and gets whether there is such a row. If there is, one thread calls each(row, whether it is finite)
+// for every row, and the block synchronises afterwards.
+template <class Tile, int kRows, int kThreads, class Each, class T = typename Tile::Element>
 __device__ __forceinline__ bool isolate_rows(T* tile, const Each& each) {
-  constexpr int kElements = kVectorBytes / sizeof(T), kVectors = kColumns / kElements;
+  constexpr int kElements = kVectorBytes / sizeof(T), kVectors = Tile::kColumns / kElements;
   auto vector = [&](int row, int i) -> uint4& {
-    return *reinterpret_cast<uint4*>(tile + row * kColumns + i * kElements);
+    return *reinterpret_cast<uint4*>(tile + row * Tile::kStride + i * kElements);
   };
   FiniteCheck<T> all;
 #pragma unroll 4

@@ -2,8 +2,7 @@
 //
 // Layout of a 16x8 accumulator tile: lane l holds row g, columns 2t and 2t + 1 in [0] and [1], and row g + 8, the same
 // columns, in [2] and [3], with g = l / 4 and t = l % 4 (PTX ISA, "Matrix Fragments for mma.m16n8k16"). Operands come
-// from swizzled tiles in shared memory (swizzled_tile.cuh), from tiles whose rows are padded so that eight neighbouring
-// rows start in different banks, as here, or from accumulators.
+// from tiles in shared memory (operand_tile.cuh; here from padded ones) or from accumulators.
 //
 // fp32 products are sums of three TF32 products of the leading and trailing parts of both operands, which keeps fp32
 // accuracy (Ootomo and Yokota 2022, "Recovering single precision accuracy from Tensor Cores"). Where A comes from

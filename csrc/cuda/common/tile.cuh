@@ -1,5 +1,5 @@
 // Tiles in shared memory, filled from rows in global memory that are 16-byte aligned. Where an element is says the type
-// of the tile: SwizzledTile (swizzled_tile.cuh) or PaddedTile.
+// of the tile, SwizzledTile or PaddedTile (operand_tile.cuh).
 #pragma once
 
 #include "../../params.h"
@@ -16,22 +16,13 @@ constexpr int kVectorBytes = 16;
 template <class T, int kColumns>
 constexpr int kTileStride = kColumns + kVectorBytes / static_cast<int>(sizeof(T));
 
-// For tiles that no asynchronous copy fills.
-template <class T, int kTileColumns>
-struct PaddedTile {
-  using Element = T;
-  static __device__ __forceinline__ int offset(int row, int column) {
-    return row * kTileStride<T, kTileColumns> + column;
-  }
-};
-
 template <class T>
 __device__ __forceinline__ T* row_pointer(const TensorView& t, int64_t b, int64_t h, int64_t row) {
   return static_cast<T*>(t.data) + b * t.batch_stride + h * t.head_stride + row * t.row_stride;
 }
 
 // Starts copying `rows` rows of `columns` elements, whole multiples of 16 bytes. The rest of the tile, up to
-// [kRows][Tile::kColumns], becomes zero: a tile never holds anything of a neighbouring sequence. Tile: SwizzledTile.
+// [kRows][Tile::kColumns], becomes zero: a tile never holds anything of a neighbouring sequence.
 template <class Tile, int kRows, int kThreads, class T = typename Tile::Element>
 __device__ __forceinline__ void load_tile(T* tile, const T* from, int64_t row_stride, int rows, int columns) {
   constexpr int kElements = kVectorBytes / sizeof(T), kVectors = Tile::kColumns / kElements;
@@ -52,7 +43,7 @@ __device__ __forceinline__ void load_tile(T* tile, const T* from, int64_t row_st
     for (int i = 0; i < (kRows + kStep - 1) / kStep; ++i) {
       const int further = i * kStep;
       const int at =
-          kIsPower ? (first ^ Tile::places(further)) + further * Tile::kColumns : Tile::offset(row + further, column);
+          kIsPower ? (first ^ Tile::places(further)) + further * Tile::kStride : Tile::offset(row + further, column);
       if (kRows % kStep == 0 || row + further < kRows) ptx::cp_async(tile + at, source, left > 0);
       left -= kStep;
       source += kStep * row_stride;

@@ -7,7 +7,7 @@
 #include "../common/intervals.cuh"
 #include "../common/launch.cuh"
 #include "../common/scores.cuh"
-#include "../common/swizzled_tile.cuh"
+#include "../common/operand_tile.cuh"
 #include "../common/tile.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/grid.cuh"

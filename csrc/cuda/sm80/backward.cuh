@@ -31,7 +31,7 @@ struct Backward {
   static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32, kQueries = kTile.queries, kKeys = kTile.keys;
   static constexpr int kSplits = kTile.splits, kStages = kTile.stages, kTileRows = kQueries;
   static constexpr int kColumns = kHeadDim / kSplits;  // of dq, dk and dv that one thread block computes
-  using RowTile = SwizzledTile<T, kHeadDim>;           // of q, k, v and dout
+  using RowTile = InputTile<T, kHeadDim>;              // of q, k, v and dout
   static constexpr int kScoreStride = kTileStride<T, kQueries>;
   // One warp's part of the scores.
   static constexpr bool kInRegisters = kTile.score_key_warps == kWarps;
@@ -58,9 +58,10 @@ struct Backward {
   // dS^T of kStages steps when P^T stays in registers, otherwise dS^T and P^T of one step.
   static constexpr int kBytes = sizeof(T), kScoreBytes = kKeys * kScoreStride * kBytes;
   static constexpr int kStageBytes =
-      2 * kQueries * kHeadDim * kBytes + 2 * kQueries * 4 + (kGeneral ? kQueries * kVectorBytes : 0);
+      2 * kQueries * RowTile::kRowBytes + 2 * kQueries * 4 + (kGeneral ? kQueries * kVectorBytes : 0);
   static constexpr int kScoreBuffers = kInRegisters ? kStages : 2;
-  static constexpr int kTileBytes = 2 * kKeys * kHeadDim * kBytes + kStages * kStageBytes + kScoreBuffers * kScoreBytes;
+  static constexpr int kTileBytes =
+      2 * kKeys * RowTile::kRowBytes + kStages * kStageBytes + kScoreBuffers * kScoreBytes;
 
   const AttnGradParams& p;
   const Workspace& workspace;
@@ -78,8 +79,8 @@ struct Backward {
       : p(params),
         workspace(workspace),
         k_tile(shared),
-        v_tile(k_tile + kKeys * kHeadDim),
-        stages(reinterpret_cast<unsigned char*>(v_tile + kKeys * kHeadDim)) {}
+        v_tile(k_tile + kKeys * RowTile::kStride),
+        stages(reinterpret_cast<unsigned char*>(v_tile + kKeys * RowTile::kStride)) {}
 
   static __device__ int g() { return threadIdx.x % 32 / 4; }
   static __device__ int t() { return threadIdx.x % 4; }
@@ -132,7 +133,8 @@ struct Backward {
     Extent extent;
     Starts starts;
     IntervalPairs pairs;
-    EarlierKeyTile before;  // in a deterministic call with a Mask: the last key tile that adds to any of its query tiles
+    EarlierKeyTile
+        before;  // in a deterministic call with a Mask: the last key tile that adds to any of its query tiles
   };
   static constexpr int kSharedBytes = kTileBytes + static_cast<int>(sizeof(Notes));
   static_assert(kSharedBytes <= (kLarge ? kLargeShared : least_shared<kBytes, kHeadDim>()));
@@ -242,8 +244,8 @@ struct Backward {
 
   __device__ void use_stage(int stage) {
     q_tile = reinterpret_cast<T*>(stages + stage * kStageBytes);
-    dout_tile = q_tile + kQueries * kHeadDim;
-    lse = reinterpret_cast<float*>(dout_tile + kQueries * kHeadDim);
+    dout_tile = q_tile + kQueries * RowTile::kStride;
+    lse = reinterpret_cast<float*>(dout_tile + kQueries * RowTile::kStride);
     delta = lse + kQueries;
     unsigned char* const scores = stages + kStages * kStageBytes;
     dscore_tile = reinterpret_cast<T*>(scores + (kInRegisters ? stage * kScoreBytes : 0));
@@ -281,8 +283,8 @@ struct Backward {
       ptx::cp_async_wait<0>();
       __syncthreads();
     }
-    isolate_rows<T, kKeys, kHeadDim, kThreads>(k_tile, [&](int row, bool finite) {
-      uint4* const values = reinterpret_cast<uint4*>(v_tile + row * kHeadDim);
+    isolate_rows<RowTile, kKeys, kThreads>(k_tile, [&](int row, bool finite) {
+      uint4* const values = reinterpret_cast<uint4*>(v_tile + row * RowTile::kStride);
 #pragma unroll 1
       for (int i = 0; !finite && i < kHeadDim * kBytes / kVectorBytes; ++i) values[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
     });
@@ -290,7 +292,7 @@ struct Backward {
   __device__ void isolate_queries(int row0) {
     if (row0 >= extent()->unmasked_begin && row0 + kQueries <= extent()->unmasked_end) return;
     // The tile of q is followed by that of dout.
-    isolate_rows<T, 2 * kQueries, kHeadDim, kThreads>(q_tile, [&](int row, bool finite) {
+    isolate_rows<RowTile, 2 * kQueries, kThreads>(q_tile, [&](int row, bool finite) {
       if (!finite) lse[row % kQueries] = not_a_number();
     });
   }

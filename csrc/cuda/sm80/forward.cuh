@@ -9,8 +9,8 @@
 #include "../common/intervals.cuh"
 #include "../common/isolation.cuh"
 #include "../common/launch.cuh"
+#include "../common/operand_tile.cuh"
 #include "../common/scores.cuh"
-#include "../common/swizzled_tile.cuh"
 #include "../common/tile_order.cuh"
 #include "forward_wide.cuh"
 #include "products.cuh"
@@ -28,10 +28,10 @@ struct Forward {
   static constexpr int kThreads = kTile.warps * 32, kRowTiles = kTile.row_tiles, kStages = kTile.stages;
   static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, kKind>(kTile);
   static constexpr int kColumns = out_columns(kHeadDim);  // of v and out
-  using RowTile = SwizzledTile<T, kHeadDim>;              // of queries and keys
-  using ValueTile = SwizzledTile<T, kColumns>;            // of values
-  static constexpr int kKeyTileElements = kKeys * kHeadDim, kValueTileElements = kKeys * kColumns;
-  static constexpr int kTileElements = kQueries * kHeadDim + kStages * (kKeyTileElements + kValueTileElements);
+  using RowTile = InputTile<T, kHeadDim>;                 // of queries and keys
+  using ValueTile = InputTile<T, kHeadDim, kColumns>;     // of values
+  static constexpr int kKeyTileElements = kKeys * RowTile::kStride, kValueTileElements = kKeys * ValueTile::kStride;
+  static constexpr int kTileElements = kQueries * RowTile::kStride + kStages * (kKeyTileElements + kValueTileElements);
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kColumns / 8, kSteps = kKeys / Core::kK;
   static_assert(kStages == 1 || kColumns == kHeadDim);  // a stage is found by one offset, of keys and of values
   using Scores = float[kRowTiles][kScoreTiles][4];
@@ -40,8 +40,8 @@ struct Forward {
   using BiasAhead = std::conditional_t<kGeneral, typename Bias::Ahead, Nothing>;
   static constexpr bool kHasCentres = kGeneral && sizeof(T) == 2;
 
-  // Registers run out. What a step needs beside its tiles is kept in shared memory after them, or in registers where
-  // that was found to spill less: no kernel of head_dim 64 or 128 spills.
+  // Registers run out. What a step needs beside its tiles is kept in slots of shared memory (slot), or in registers
+  // where that was found to spill less.
   struct Head {
     int b, h, length_q, length_k;
   };
@@ -71,17 +71,10 @@ struct Forward {
   static constexpr int kListed = 32;  // tiles: as many as KeyTileFinder finds at most
   static_assert(!kMasks || (kThreads >= kKeys && kStages == 1));
 
-  struct Notes {
-    Head head;
-    Dropout dropout;
-    KeyPointers pointers;
-    const int2* pairs;  // of the head's first key
-    float tolerance;
-    KeyList list;
-    ListedTile listed[kMasks ? kListed : 1];
-    ListedKey keys[kMasks ? kKeys : 1];  // of the values
-  };
-  static constexpr int kSharedBytes = kTileElements * static_cast<int>(sizeof(T)) + static_cast<int>(sizeof(Notes));
+  static constexpr int kSlots = 6 + (kMasks ? kListed + kKeys : 0);
+  static_assert(RowTile::kSwizzled || (kColumns == kHeadDim && kSlots <= kQueries + 2 * kKeys));
+  static constexpr int kSharedBytes =
+      kTileElements * static_cast<int>(sizeof(T)) + (RowTile::kSwizzled ? kSlots * kVectorBytes : 0);
   static_assert(kSharedBytes <= least_shared<sizeof(T), kHeadDim>());
 
   const AttnParams& p;
@@ -98,7 +91,7 @@ struct Forward {
   __device__ Forward(const AttnParams& params, const Score& score, T* shared)
       : p(params),
         q_tile(shared),
-        k_tile(q_tile + kQueries * kHeadDim),
+        k_tile(q_tile + kQueries * RowTile::kStride),
         v_tile(k_tile + kStages * kKeyTileElements),
         score(score) {}
 
@@ -107,14 +100,21 @@ struct Forward {
   // The first of the 16 rows of this warp's row tile i, within the query tile.
   static __device__ int tile_row(int i) { return (threadIdx.x / 32 * kRowTiles + i) * 16; }
 
-  __device__ Notes* notes() const { return reinterpret_cast<Notes*>(q_tile + kTileElements); }
-  __device__ Head* head() const { return &notes()->head; }
-  __device__ Dropout* dropout() const { return &notes()->dropout; }
-  __device__ KeyPointers* pointers() const { return &notes()->pointers; }
-  __device__ float* tolerance() const { return &notes()->tolerance; }
-  __device__ const int2** pairs() const { return &notes()->pairs; }
-  __device__ KeyList* list() const { return &notes()->list; }
-  __device__ ListedTile* listed(int i) const { return &notes()->listed[i]; }
+  // A piece of 16 bytes of shared memory: the padding of a row of the tiles or, where there is none, after the tiles.
+  template <class X>
+  __device__ X* slot(int i) const {
+    static_assert(sizeof(X) <= kVectorBytes);
+    const int at = RowTile::kSwizzled ? kTileElements + i * RowTile::kVector : i * RowTile::kStride + kHeadDim;
+    return reinterpret_cast<X*>(q_tile + at);
+  }
+  __device__ Head* head() const { return slot<Head>(0); }
+  __device__ Dropout* dropout() const { return slot<Dropout>(1); }
+  __device__ KeyPointers* pointers() const { return slot<KeyPointers>(2); }
+  __device__ float* tolerance() const { return slot<float>(3); }
+  __device__ const int2** pairs() const { return slot<const int2*>(4); }  // of the head's first key
+  __device__ KeyList* list() const { return slot<KeyList>(5); }
+  __device__ ListedTile* listed(int i) const { return slot<ListedTile>(6 + i); }
+  __device__ ListedKey* listed_key(int i) const { return slot<ListedKey>(6 + kListed + i); }  // of the values
   __device__ int length_q() const { return kSharesLengths ? head()->length_q : own_length_q; }
   __device__ int length_k() const { return kSharesLengths ? head()->length_k : own_length_k; }
   using TileMask = std::conditional_t<can_be_placed(kKind) || can_mask(kKind), Mask32, UnplacedMask32>;
@@ -183,7 +183,7 @@ struct Forward {
     if constexpr (kMasks) {
       const int key = n * kKeys + threadIdx.x;
       if (threadIdx.x < kKeys && *pairs() != nullptr) {
-        ptx::cp_async_8(&notes()->keys[threadIdx.x].seen_by, *pairs() + min(key, length_k() - 1), key < length_k());
+        ptx::cp_async_8(&listed_key(threadIdx.x)->seen_by, *pairs() + min(key, length_k() - 1), key < length_k());
       }
     }
     load_rows<ValueTile>(tile, &KeyPointers::v, p.v.row_stride, n, columns);
@@ -252,7 +252,7 @@ struct Forward {
         load_keys(k_tile + (kKeyTileElements - stage), next, columns);
         load_values(v_tile + (kKeyTileElements - stage), next, columns_v);
       }
-      // What spills least was found by trying: SwizzledTile says what the compiler does with places.
+      // What spills least was found by trying: OperandTile says what the compiler does with places.
       if (sizeof(T) == 2 && kHeadDim > 64) kHeadDim == 128 && !kDropout ? places.recompute() : places.renew();
       Scores scores;
       BiasAhead bias_ahead;
@@ -267,7 +267,7 @@ struct Forward {
       Weights weights;
       weigh(weights, scores, n, masked, whole, bias_ahead);
       __syncwarp();  // keeps the compiler from loading so much of V ahead that registers run out
-      if (sizeof(T) == 2 && (kHeadDim == 64 || kHeadDim == 128) && !kDropout) places.recompute();
+      if (sizeof(T) == 2 && kHeadDim == 128 && !kDropout) places.recompute();
       value_product(weights, v_tile + stage);
       if (isolates) poison_rows_of(n);
       if (kStages == 2) stage = kKeyTileElements - stage;
@@ -296,8 +296,8 @@ struct Forward {
     if (masked) hide_keys<true, true>(scores, mask(), ptx::opaque(row0) + tile_row(0) + g(), n * kKeys + 2 * t());
     if (kMasks && !whole) {
       hide_keys_by_interval(scores, ptx::opaque(row0) + tile_row(0) + g(), [&](int tile) {
-        const ListedKey* const key = &notes()->keys[tile * 8 + 2 * t()];
-        const int2 even = key[0].seen_by, odd = key[1].seen_by;
+        const int key = tile * 8 + 2 * t();
+        const int2 even = listed_key(key)->seen_by, odd = listed_key(key + 1)->seen_by;
         return make_int4(even.x, even.y, odd.x, odd.y);
       });
     }
@@ -330,13 +330,13 @@ struct Forward {
   // In a tile of which a Mask hides a part, values that are not finite become zeros (isolation.cuh), and rows that see
   // them become NaNs after the product. With the intervals of the keys it is noted which these are.
   __device__ bool isolate_values(T* values) const {
-    return isolate_rows<T, kKeys, kColumns, kThreads>(
-        values, [&](int row, bool finite) { notes()->keys[row].is_isolated = !finite; });
+    return isolate_rows<ValueTile, kKeys, kThreads>(
+        values, [&](int row, bool finite) { listed_key(row)->is_isolated = !finite; });
   }
   __device__ void poison_rows_of(int n) {
 #pragma unroll 1
     for (int i = 0; i < kKeys; ++i) {
-      const ListedKey key = notes()->keys[i];
+      const ListedKey key = *listed_key(i);
       if (!key.is_isolated) continue;
       const Limits rows = mask().rows_of(n * kKeys + i, n * kKeys + i + 1);
 #pragma unroll

@@ -8,8 +8,8 @@
 
 #include "../common/call.h"
 #include "../common/launch.cuh"
+#include "../common/operand_tile.cuh"
 #include "../common/scores.cuh"
-#include "../common/swizzled_tile.cuh"
 #include "../common/tile_order.cuh"
 #include "products.cuh"
 #include "tiles.h"

@@ -1,9 +1,10 @@
-// Tiles in shared memory for mma.sync: rows without padding, whose vectors of 16 bytes change places so that eight
-// neighbouring rows have the same columns in different banks.
+// Tiles in shared memory whose rows mma.sync reads as operands, without bank conflicts: eight neighbouring rows have
+// the same columns in different banks.
 //
-// Padding would do that too, but a row of 16 bytes more than a whole number of sectors (32 bytes) makes every second
-// row begin in the middle of one. With such rows the profiler counted 24 sectors read from the L2 cache for an
-// asynchronous copy of 16 sectors: a sector that goes to two places is read twice.
+// Padded rows are 16 bytes longer than their columns. That is more than a whole number of sectors (32 bytes), so that
+// every second row begins in the middle of one; with such rows the profiler counted 24 sectors read from the L2 cache
+// for an asynchronous copy of 16 sectors: a sector that goes to two places is read twice. In a swizzled tile the
+// vectors of 16 bytes change places instead. That costs an instruction for an operand, and registers.
 #pragma once
 
 #include "tensor_core.cuh"
@@ -11,16 +12,18 @@
 
 namespace flashattn_ext {
 
-template <class T, int kTileColumns>
-struct SwizzledTile {
+template <class T, int kTileColumns, bool kIsSwizzled>
+struct OperandTile {
   using Element = T;
   using Core = TensorCore<T>;
   static constexpr int kColumns = kTileColumns;
+  static constexpr bool kSwizzled = kIsSwizzled;
   static constexpr int kVector = kVectorBytes / static_cast<int>(sizeof(T));  // elements
+  static constexpr int kStride = kIsSwizzled ? kColumns : kTileStride<T, kColumns>;
   // Vectors that change places with one another, within as many bytes as divide a row: at most 128, which are all
   // banks. Where they are fewer than 8, as many neighbouring rows as fill 128 bytes start in different banks anyway.
-  static constexpr int kRowBytes = kColumns * static_cast<int>(sizeof(T));
-  static constexpr int kGroupVectors = kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
+  static constexpr int kRowBytes = kStride * static_cast<int>(sizeof(T));
+  static constexpr int kGroupVectors = !kIsSwizzled ? 1 : kRowBytes % 128 == 0 ? 8 : kRowBytes % 64 == 0 ? 4 : 2;
   static constexpr int kGroup = kGroupVectors * kVector;  // columns
   static_assert(kRowBytes % (kGroupVectors * kVectorBytes) == 0);
 
@@ -28,7 +31,7 @@ struct SwizzledTile {
   static __device__ __forceinline__ int places(int row) {
     return static_cast<unsigned>(row) / (8u / kGroupVectors) % kGroupVectors * kVector;
   }
-  static __device__ __forceinline__ int offset(int row, int column) { return row * kColumns + (column ^ places(row)); }
+  static __device__ __forceinline__ int offset(int row, int column) { return row * kStride + (column ^ places(row)); }
 
   // Operands are found by a place: the bytes from the first of 16 rows to what this lane loads of them. `moved` gives
   // the place `columns`, a multiple of 8, further in the same rows.
@@ -58,12 +61,15 @@ struct SwizzledTile {
         : a(first_place_a(lane)), b(first_place_b(lane)), transposed(first_place_transposed(lane)) {}
     // For places that are kept from step to step.
     __device__ __forceinline__ void renew() {
+      if constexpr (!kIsSwizzled) return;  // columns are added to a place within an instruction
       a = shuffled(a);
       b = shuffled(b);
       transposed = sizeof(T) == 2 ? a : shuffled(transposed);
     }
     // Computes them again, so that they need not be kept: some ten instructions.
-    __device__ __forceinline__ void recompute() { *this = Places(shuffled(threadIdx.x % 32)); }
+    __device__ __forceinline__ void recompute() {
+      if constexpr (kIsSwizzled) *this = Places(shuffled(threadIdx.x % 32));
+    }
 
    private:
     static __device__ __forceinline__ int shuffled(int x) { return __shfl_xor_sync(~0u, x, 0); }
@@ -92,7 +98,7 @@ struct SwizzledTile {
     } else {
       // Rows 2t and 2t + 1 differ in what their columns are exclusive-ored with when all rows do.
       const int odd = place ^ (kGroupVectors == 8 ? kVectorBytes : 0);
-      const T* const next = tile + kColumns;
+      const T* const next = tile + kStride;
       b[0] = {{*at(tile, place), *at(next, odd)}};
       b[1] = {{*at(tile, moved(place, 8)), *at(next, moved(odd, 8))}};
     }
@@ -112,5 +118,10 @@ struct SwizzledTile {
     }
   }
 };
+
+template <class T, int kColumns>
+using SwizzledTile = OperandTile<T, kColumns, true>;
+template <class T, int kColumns>
+using PaddedTile = OperandTile<T, kColumns, false>;
 
 }  // namespace flashattn_ext
