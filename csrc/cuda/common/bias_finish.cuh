@@ -62,13 +62,15 @@ __global__ void __launch_bounds__(kBiasFinishThreads)
       __syncthreads();
       if (threadIdx.x < half) part[threadIdx.x] += part[threadIdx.x + half];
     }
-    const float total = static_cast<float>(part[0]);
-    if (threadIdx.x == 0 && which == 0 && p.dalibi_slopes) {
-      static_cast<float*>(p.dalibi_slopes)[entry * p.alibi_batch_stride + h] = -total;
-    }
-    if (threadIdx.x == 0 && which > 0 && p.drelative_bias) {
-      float* const row = static_cast<float*>(p.drelative_bias) + h * (2 * p.relative_reach + 1);
-      row[which == 1 ? 0 : 2 * p.relative_reach] += total;
+    if (threadIdx.x == 0) {  // which wrote part[0]: no other thread may read it here
+      const float total = static_cast<float>(part[0]);
+      if (which == 0 && p.dalibi_slopes) {
+        static_cast<float*>(p.dalibi_slopes)[entry * p.alibi_batch_stride + h] = -total;
+      }
+      if (which > 0 && p.drelative_bias) {
+        float* const row = static_cast<float*>(p.drelative_bias) + h * (2 * p.relative_reach + 1);
+        row[which == 1 ? 0 : 2 * p.relative_reach] += total;
+      }
     }
     __syncthreads();
   }
