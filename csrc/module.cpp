@@ -49,8 +49,9 @@ std::vector<pybind11::dict> described_cuda_tiles() {
   for (const CudaTile& tile : cuda_tiles()) {
     using pybind11::operator""_a;
     all.push_back(pybind11::dict("backend"_a = tile.backend, "backward"_a = tile.backward, "head_dim"_a = tile.head_dim,
-                                 "dropout"_a = tile.dropout, "choice"_a = tile.choice, "queries"_a = tile.queries,
-                                 "keys"_a = tile.keys, "stages"_a = tile.stages, "detail"_a = tile.detail));
+                                 "head_dim_v"_a = tile.head_dim_v, "dropout"_a = tile.dropout, "choice"_a = tile.choice,
+                                 "queries"_a = tile.queries, "keys"_a = tile.keys, "stages"_a = tile.stages,
+                                 "detail"_a = tile.detail));
   }
   return all;
 }

@@ -39,6 +39,9 @@ CUDA_KINDS = {
         "_bias": ("kBias",),
     },
 }
+# Classes whose v has fewer columns than q and k, by the names that they have in those of sources. Hopper's plain kernels have them:
+# value_class() in csrc/cuda/sm90/kernels.h.
+NARROW_VALUES = {"192x128": (192, 128)}
 # Classes of head dims that have no kernels of rare kinds: rare_class() in csrc/cuda/common/kind.h says which run them.
 NOT_RARE = (96, 144, 192)
 RARE_KINDS = {"sm80": ("_masks", "_general"), "sm90": ("_general", "_bias")}
@@ -95,7 +98,16 @@ def _texts(functions_of: dict[str, list[str]]) -> dict[str, str]:
 
 def _functions(sm90: bool) -> dict[str, list[str]]:
     """The functions of each instance, whose name is like sm90_forward_bf16_128, and then the suffix of its kinds."""
-    return {
+    narrow = {
+        f"sm90_{stage}_{dtype}_{name}": [
+            function.format("flashattn_ext::sm90", f"{CUDA_NAMES[dtype]}, {qk}, flashattn_ext::Kind::kPlain, {v}")
+            for function in functions
+        ]
+        for stage, functions in ENTRY_POINTS.items()
+        for dtype in CUDA_TYPES["sm90"]
+        for name, (qk, v) in NARROW_VALUES.items()
+    }
+    return (narrow if sm90 else {}) | {
         f"{architecture}_{stage}_{dtype}_{head_dim}{suffix}": [
             function.format(
                 f"flashattn_ext::{architecture}", f"{CUDA_NAMES[dtype]}, {head_dim}, flashattn_ext::Kind::{kind}"

@@ -25,7 +25,7 @@ void append(std::vector<CudaTile>* all, const char* backend, bool backward, cons
   for (const Row& row : table) {
     if (tile_kind(row.kind) != row.kind) continue;
     for (int choice = 0; choice < kRowTiles && row.tiles[choice].exists(); ++choice) {
-      all->push_back({backend, backward, row.head_dim, can_drop(row.kind), choice});
+      all->push_back({backend, backward, row.head_dims.qk, row.head_dims.v, can_drop(row.kind), choice});
       describe(&all->back(), row.tiles[choice]);
     }
   }

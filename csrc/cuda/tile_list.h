@@ -9,7 +9,7 @@ namespace flashattn_ext {
 struct CudaTile {
   std::string backend;
   bool backward;
-  int head_dim;  // the largest of its class
+  int head_dim, head_dim_v;  // the largest of its class: of q and k, and of v
   bool dropout;
   int choice = 0;  // column in its row of the table: what FLASHATTN_EXT_TILE_CHOICE names, 0 by default
   int queries = 0, keys = 0;

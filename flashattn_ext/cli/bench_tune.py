@@ -90,16 +90,17 @@ def cuda_jobs(backend: str, quick: bool) -> list[Job]:
     """Every kind of call of which the tables have more than one tile."""
     jobs = []
     kinds = itertools.groupby(
-        cuda_tiles(backend), key=lambda tile: (tile["backward"], tile["head_dim"], tile["dropout"])
+        cuda_tiles(backend),
+        key=lambda tile: (tile["backward"], tile["head_dim"], tile["head_dim_v"], tile["dropout"]),
     )
-    for (backward, D, dropout), row in kinds:
+    for (backward, D, Dv, dropout), row in kinds:
         tiles = tuple(
             Tile(tile["name"], private_build.cuda(backend, tile["choice"], DTYPE) if tile["choice"] else backend)
             for tile in row
         )
         B, S, H = (4, 1024, 4) if quick else (4, 4096, 2048 // D)
         for causal in (False, True) if len(tiles) > 1 else ():
-            case = Case(B, H, H, S, D, causal, DTYPE, DROPOUT if dropout else 0.0, backward=backward)
+            case = Case(B, H, H, S, D, causal, DTYPE, DROPOUT if dropout else 0.0, backward=backward, Dv=Dv)
             jobs.append(Job(backend, case, tiles))
     return jobs
 
@@ -186,7 +187,7 @@ def row(
     }
     gain = tiles[default]["ms"] / tiles[best]["ms"] if default in tiles and best is not None else None
     about = {name: getattr(case, name) for name in ("B", "Hq", "S", "D", "causal", "dropout", "dtype")}
-    about |= {"backend": job.backend, "pass": case.direction}
+    about |= {"Dv": case.head_dim_v, "backend": job.backend, "pass": case.direction}
     return {**about, "default": default, "best": best, "gain": gain, "tiles": tiles, "failures": dict(failures)}
 
 
@@ -217,7 +218,8 @@ def cells(row: Mapping[str, Any]) -> list[str]:
         return f"{tile['ms']:.3f} / {tile['spread']:.0%}" if tile else "-"
 
     mask = ("causal" if row["causal"] else "full") + (f" p={row['dropout']:g}" if row["dropout"] else "")
-    about = [row["backend"], str(row["D"]), row["pass"], mask, row["default"], time(row["default"])]
+    head_dims = f"{row['D']}" if row["Dv"] == row["D"] else f"{row['D']}:{row['Dv']}"
+    about = [row["backend"], head_dims, row["pass"], mask, row["default"], time(row["default"])]
     if row["best"] in (None, row["default"]):
         return [*about, "the same" if row["best"] else "-", "-", "-"]
     gain = "-" if row["gain"] is None else f"{row['gain']:.2f}x" + ("" if is_faster(row) else ", within the spread")

@@ -87,11 +87,11 @@ def cuda(backend: str, choice: int, dtype: str, head_dim: int | None = None) -> 
     name = f"{backend}-tile{choice}-{dtype}" + (f"-{head_dim}" if head_dim else "")
     nvcc = [str(Path(CUDA_HOME, "bin", "nvcc")), f"-gencode=arch=compute_{architecture},code=sm_{architecture}"]
     hidden = ["-Xcompiler", "-fPIC", "-Xcompiler", "-fvisibility=hidden"]
-    head_dims = [head_dim] if head_dim else sources().HEAD_DIMS
+    classes = [head_dim] if head_dim else [*sources().HEAD_DIMS, *sources().NARROW_VALUES]
     files = sources().cuda_sources(
         checkout() / "build" / "tiles" / "instances" / name,
         sm90=family == "sm90",
-        only=[f"{family}_{stage}_{dtype}_{size}" for stage in sources().ENTRY_POINTS for size in head_dims],
+        only=[f"{family}_{stage}_{dtype}_{size}" for stage in sources().ENTRY_POINTS for size in classes],
     )
     defines = {
         "CUDA": "1",

@@ -17,6 +17,7 @@ import sources  # noqa: E402
 
 def test_every_stage_has_every_type_and_class_of_head_dims() -> None:
     texts = sources.cuda_instances(sm90=True)
+    narrow = len(sources.NARROW_VALUES) * len(sources.ENTRY_POINTS) * len(sources.CUDA_TYPES["sm90"])
     rows = [
         sources.cuda_kinds(architecture, stage, dtype, head_dim)
         for architecture, dtypes in sources.CUDA_TYPES.items()
@@ -24,7 +25,7 @@ def test_every_stage_has_every_type_and_class_of_head_dims() -> None:
         for dtype in dtypes
         for head_dim in sources.HEAD_DIMS
     ]
-    assert len(texts) == sum(map(len, rows))
+    assert len(texts) == sum(map(len, rows)) + narrow
     assert all("" in row or "_general" in row for row in rows)
     for architecture, dtypes in sources.CUDA_TYPES.items():
         header = (ROOT / "csrc" / "cuda" / architecture / "kernels.h").read_text()
@@ -47,6 +48,20 @@ def test_every_stage_has_every_type_and_class_of_head_dims() -> None:
                         for kind in sources.cuda_kinds(architecture, stage, dtype, head_dim)[suffix]
                     ]
                     assert sorted(defined) == sorted(wanted)
+
+
+def test_narrow_values_have_the_plain_kernels_of_hopper() -> None:
+    """Those that dispatch.cuh chooses, in both directions."""
+    dispatch = (ROOT / "csrc" / "cuda" / "common" / "dispatch.cuh").read_text()
+    chosen = re.findall(r"kKernels<T, (\d+), kKind, (\d+)>", dispatch)
+    assert [*sources.NARROW_VALUES.items()] == [(f"{qk}x{v}", (int(qk), int(v))) for qk, v in chosen]
+    texts = sources.cuda_instances(sm90=True)
+    for dtype in sources.CUDA_TYPES["sm90"]:
+        for name, (qk, v) in sources.NARROW_VALUES.items():
+            text = "".join(texts[f"sm90_{stage}_{dtype}_{name}.cu"] for stage in sources.ENTRY_POINTS)
+            defined = re.findall(r"^template (?:void|size_t) flashattn_ext::sm90::(\w+)(<.*>)\(", text, re.M)
+            arguments = f"<{sources.CUDA_NAMES[dtype]}, {qk}, flashattn_ext::Kind::kPlain, {v}>"
+            assert defined == [(function, arguments) for function in ("forward", "backward_bytes", "backward")]
 
 
 def test_decoding_has_every_type_and_class_of_head_dims() -> None:

@@ -31,6 +31,7 @@ class Gpu:
     def __init__(self, choices: int) -> None:
         self.used: list[str] = []
         self.choices = choices
+        self.head_dim_v = 16
 
     def backends(self) -> list[str]:
         return ["cuda-a", "cuda-b", "cpu"]
@@ -39,7 +40,8 @@ class Gpu:
         """As in C++: the kinds of one backend one after the other, the default tile first."""
         kinds = [(backward, dropout) for backward in (False, True) for dropout in (False, True)]
         return [
-            {"backend": "cuda-a", "backward": backward, "head_dim": 16, "dropout": dropout, "choice": choice}
+            {"backend": "cuda-a", "backward": backward, "dropout": dropout, "choice": choice}
+            | {"head_dim": 16, "head_dim_v": self.head_dim_v}
             | {"queries": 128, "keys": 64 + 16 * choice, "stages": 2, "detail": "2 stages"}
             for backward, dropout in kinds
             for choice in range(1 if dropout else self.choices)
@@ -106,6 +108,12 @@ def test_cuda_jobs_are_the_kinds_with_alternatives(gpu: Gpu) -> None:
     assert [tile.name for tile in jobs[0].tiles] == [f"128 x {keys}, 2 stages" for keys in (64, 80, 96)]
     assert [tile.backend for tile in jobs[0].tiles] == ["cuda-a", private("cuda-a", 1), private("cuda-a", 2)]
     assert jobs[0].case.Hq * jobs[0].case.D == 2048
+
+
+def test_a_class_whose_v_is_narrower_is_measured_with_such_a_v(gpu: Gpu) -> None:
+    gpu.head_dim_v = 8
+    assert {job.case.head_dim_v for job in bench_tune.cuda_jobs("cuda-a", quick=True)} == {8}
+    assert {bench_tune.cells(row)[1] for row in bench_tune.measure(quick=True)["rows"]} == {"16:8"}
 
 
 def test_a_tile_that_does_not_compile_ends_the_command(

@@ -302,11 +302,12 @@ def test_compiled_tiles_of_a_gpu(monkeypatch: pytest.MonkeyPatch, choices: int) 
     """On the CPU, with stand-ins for the tables and backends: those of the head size, whichever backend has them."""
     tiles = module_of("tiles")
     tables = [
-        {"backend": backend, "backward": backward, "head_dim": D, "dropout": dropout, "choice": choice}
+        {"backend": backend, "backward": backward, "dropout": dropout, "choice": choice}
+        | {"head_dim": D, "head_dim_v": Dv}
         | {"queries": 128, "keys": 64 + 16 * choice, "stages": 2, "name": f"128 x {64 + 16 * choice}"}
         for backend in ("cuda-a", "cuda-b")
         for backward in (False, True)
-        for D in (16, 64)
+        for D, Dv in ((16, 16), (16, 8), (64, 64))
         for dropout in (False, True)
         for choice in range(choices)
     ]

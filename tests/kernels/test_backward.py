@@ -20,10 +20,42 @@ def test_gradients_of_every_length_are_exact(device: str, dtype: torch.dtype, Sq
 
 @pytest.mark.every_isa
 @pytest.mark.parametrize(
-    "D,Dv", [(1, 1), (7, 9), (64, 64), (100, 36), (128, 128), (192, 128), (3, 256), (256, 5), (256, 256), *WIDE]
+    "D,Dv",
+    [
+        (1, 1),
+        (7, 9),
+        (64, 64),
+        (100, 36),
+        (128, 128),
+        (192, 128),
+        (160, 96),
+        (192, 100),
+        (3, 256),
+        (256, 5),
+        (256, 256),
+        *WIDE,
+    ],
 )
 def test_gradients_of_every_head_dim_are_exact(device: str, dtype: torch.dtype, D: int, Dv: int) -> None:
     check(Case(dtype=dtype, Sq=66, Sk=70, D=D, Dv=Dv), device)
+
+
+@pytest.mark.parametrize("D,Dv", [(192, 128), (160, 96), (192, 100)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(Sq=257, Sk=300, Hq=4, causal=True, views=("packed", "transposed", "expanded")),
+        dict(Sq=200, Sk=330, Hq=6, window_size=(70, 30), layout="bhsd"),
+        dict(lengths_q=(150, 1, 260), lengths_k=(170, 33, 300), Hq=4, causal=True, use_lse=True),
+        dict(Sq=130, Sk=257, sink_dtype=torch.float32, views=("offset", "padded", "strided_last")),
+        dict(Sq=130, Sk=200, dropout_p=0.2, rng_seed=5),
+        dict(Sq=130, Sk=200, mask="documents", causal=True),
+    ],
+    ids=["groups", "window", "packed", "sink", "dropout", "mask"],
+)
+def test_v_with_fewer_columns_than_q_and_k(device: str, dtype: torch.dtype, D: int, Dv: int, options: dict) -> None:
+    """Latent attention has head dims like these. On Hopper plain calls of them have kernels of their own."""
+    check(Case(dtype=dtype, D=D, Dv=Dv, **options), device)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 5])

@@ -30,10 +30,11 @@ def results(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object
 
 @pytest.mark.every_isa
 @pytest.mark.parametrize("name", OPTIONS)
-def test_alone_in_a_batch_and_packed(device: str, dtype: torch.dtype, name: str) -> None:
+@pytest.mark.parametrize("D,Dv", [(40, 40), (160, 96)])
+def test_alone_in_a_batch_and_packed(device: str, dtype: torch.dtype, name: str, D: int, Dv: int) -> None:
     options = OPTIONS[name]
-    q = torch.randn(3, 100, 4, 40, device=device).to(dtype)
-    k, v = (torch.randn(3, 150, 2, 40, device=device).to(dtype) for _ in range(2))
+    q = torch.randn(3, 100, 4, D, device=device).to(dtype)
+    k, v = (torch.randn(3, 150, 2, columns, device=device).to(dtype) for columns in (D, Dv))
     batch = results(q, k, v, **options)
     for b in range(3):
         alone = results(q[b : b + 1], k[b : b + 1], v[b : b + 1], **options)

@@ -19,7 +19,7 @@ HOPPER = "cuda-sm90" in flashattn_ext.build_info()["backends"] and torch.cuda.ge
 # The default tiles of both directions. `bench tune` compares the results of the other tiles with these.
 TILES = sorted(
     {
-        (tile["backend"], tile["head_dim"], tile["dropout"])
+        (tile["backend"], tile["head_dim"], tile["head_dim_v"], tile["dropout"])
         for tile in _C.cuda_tiles()
         if HOPPER or tile["backend"] != "cuda-sm90"
     }
@@ -42,14 +42,14 @@ def leaves(*shape: int, dtype: torch.dtype = torch.float16) -> list[torch.Tensor
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("tile", TILES, ids=str)
-def test_every_compiled_tile(tile: tuple[str, int, bool], packed: bool, dtype: torch.dtype) -> None:
-    backend, D, dropout = tile
+def test_every_compiled_tile(tile: tuple[str, int, int, bool], packed: bool, dtype: torch.dtype) -> None:
+    backend, D, Dv, dropout = tile
     sizes = (
         {"lengths_q": (150, 1, 260), "lengths_k": (170, 33, 300), "window_size": (100, 40)}
         if packed
         else {"Sq": 300, "Sk": 330, "causal": True}
     )
-    case = Case(dtype=dtype, Hq=4, D=D, Dv=D, dropout_p=0.2 * dropout, rng_seed=7 if dropout else None, **sizes)
+    case = Case(dtype=dtype, Hq=4, D=D, Dv=Dv, dropout_p=0.2 * dropout, rng_seed=7 if dropout else None, **sizes)
     with flashattn_ext.use_backend(backend):
         check(case, "cuda")
 
@@ -186,7 +186,7 @@ def test_more_than_two_to_the_31_elements(H: int, D: int) -> None:
 def keys_of_a_step(backend: str, head_dim: int, dropout: bool) -> int | None:
     """Of the forward of 16-bit types: what decides the order of sums. None where the tile depends on the GPU's shared memory."""
     tiles = [t for t in _C.cuda_tiles() if t["backend"] == backend and not t["backward"] and t["dropout"] == dropout]
-    fitting = [(t["head_dim"], t["choice"], t["keys"]) for t in tiles if t["head_dim"] >= head_dim]
+    fitting = [(t["head_dim"], t["choice"], t["keys"]) for t in tiles if t["head_dim_v"] >= head_dim]
     return min(fitting)[2] if fitting else None
 
 
@@ -207,6 +207,21 @@ def test_kernels_for_hopper_are_chosen_and_agree(head_dim: int, options: dict, m
         assert not torch.equal(out, other)  # another order of sums
     torch.testing.assert_close(out, other, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse, other_lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
+@pytest.mark.parametrize(
+    "D,Dv,narrow", [(192, 128, True), (160, 96, True), (145, 128, True), (144, 128, False), (192, 129, False)]
+)
+def test_narrow_values_have_kernels_of_their_own(D: int, Dv: int, narrow: bool) -> None:
+    """A tile of other keys has another order of sums: where v is no wider than 128 columns, zeros that widen it change bits."""
+    q, k, v = leaves(2, 500, 4, D, dtype=torch.bfloat16)
+    with torch.no_grad():
+        v[..., Dv:] = 0
+        with flashattn_ext.use_backend("cuda-sm90"):
+            out, wide = (flashattn_ext.forward(q, k, values)[..., :Dv] for values in (v[..., :Dv], v))
+    assert torch.equal(out, wide) != narrow
+    torch.testing.assert_close(out, wide, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")

@@ -22,7 +22,21 @@ def test_forward_of_every_length_is_exact(device: str, dtype: torch.dtype, Sq: i
 
 @pytest.mark.every_isa
 @pytest.mark.parametrize(
-    "D,Dv", [(1, 1), (7, 7), (64, 64), (100, 100), (128, 128), (192, 128), (3, 256), (256, 5), (256, 256), *WIDE]
+    "D,Dv",
+    [
+        (1, 1),
+        (7, 7),
+        (64, 64),
+        (100, 100),
+        (128, 128),
+        (192, 128),
+        (160, 96),
+        (192, 100),
+        (3, 256),
+        (256, 5),
+        (256, 256),
+        *WIDE,
+    ],
 )
 def test_forward_of_every_head_dim_is_exact(device: str, dtype: torch.dtype, D: int, Dv: int) -> None:
     check(Case(dtype=dtype, Sq=66, Sk=70, D=D, Dv=Dv, needs_grad=NO_GRAD), device)

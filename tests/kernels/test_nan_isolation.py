@@ -77,7 +77,7 @@ def test_in_a_packed_neighbour(device: str, dtype: torch.dtype, poison: float) -
 
 @pytest.mark.every_isa
 @pytest.mark.parametrize("Sq,Sk", [(1, 1), (33, 31), (65, 127), (130, 257)])
-@pytest.mark.parametrize("D,Dv", [(7, 9), (40, 33), (64, 64)])
+@pytest.mark.parametrize("D,Dv", [(7, 9), (40, 33), (64, 64), (161, 100)])
 def test_in_memory_around_the_tensors(device: str, dtype: torch.dtype, Sq: int, Sk: int, D: int, Dv: int) -> None:
     """The tensors are windows of NaN-filled memory on every side: rows, heads and columns that a tile may overrun."""
 

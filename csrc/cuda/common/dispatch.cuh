@@ -19,8 +19,9 @@
 
 namespace flashattn_ext {
 
-// Architecture<T, kHeadDim, kKind>::kKernels: the folder's Kernels.
-template <template <class, int, Kind> class Architecture>
+// Architecture<T, kHeadDim, kKind, kHeadDimV>::kKernels: the folder's Kernels for head dims of q and k up to kHeadDim,
+// and of v up to kHeadDimV.
+template <template <class, int, Kind, int> class Architecture>
 class Dispatch {
  public:
   static Backend backend(const char* name, std::string (*supports)(const AttnParams&, bool),
@@ -35,23 +36,27 @@ class Dispatch {
   }
 
  private:
+  template <class T, int kHeadDim, Kind kKind, int kHeadDimV = kHeadDim>
+  static constexpr const Kernels& kKernels = Architecture<T, kHeadDim, kKind, kHeadDimV>::kKernels;
+
   template <class T, Kind kKind>
-  static Kernels kernels_of(int64_t head_dim) {
-    if (head_dim <= 64) return Architecture<T, 64, kKind>::kKernels;
-    if (head_dim <= 96) return Architecture<T, 96, kKind>::kKernels;
-    if (head_dim <= 128) return Architecture<T, 128, kKind>::kKernels;
-    if (head_dim <= 144) return Architecture<T, 144, kKind>::kKernels;
-    if (head_dim <= 192) return Architecture<T, 192, kKind>::kKernels;
-    if (head_dim <= 256) return Architecture<T, 256, kKind>::kKernels;
-    if (head_dim <= 384) return Architecture<T, 384, kKind>::kKernels;
-    return Architecture<T, 512, kKind>::kKernels;
+  static Kernels kernels_of(int64_t head_dim, int64_t head_dim_v) {
+    const int64_t most = std::max(head_dim, head_dim_v);
+    if (most <= 64) return kKernels<T, 64, kKind>;
+    if (most <= 96) return kKernels<T, 96, kKind>;
+    if (most <= 128) return kKernels<T, 128, kKind>;
+    if (most <= 144) return kKernels<T, 144, kKind>;
+    // With 144 columns and fewer the class 144 multiplies less than one of 192 with a narrower v.
+    if (most <= 192) return head_dim_v <= 128 ? kKernels<T, 192, kKind, 128> : kKernels<T, 192, kKind>;
+    if (most <= 256) return kKernels<T, 256, kKind>;
+    if (most <= 384) return kKernels<T, 384, kKind>;
+    return kKernels<T, 512, kKind>;
   }
   static Kernels kernels_of(const AttnParams& p) {
     return with_kind(kind_of(p), [&p](auto kind) {
-      const int64_t head_dim = std::max(p.head_dim, p.head_dim_v);
-      if (p.dtype == DType::kFloat16) return kernels_of<__half, kind.value>(head_dim);
-      if (p.dtype == DType::kBFloat16) return kernels_of<__nv_bfloat16, kind.value>(head_dim);
-      return kernels_of<float, kind.value>(head_dim);
+      if (p.dtype == DType::kFloat16) return kernels_of<__half, kind.value>(p.head_dim, p.head_dim_v);
+      if (p.dtype == DType::kBFloat16) return kernels_of<__nv_bfloat16, kind.value>(p.head_dim, p.head_dim_v);
+      return kernels_of<float, kind.value>(p.head_dim, p.head_dim_v);
     });
   }
 

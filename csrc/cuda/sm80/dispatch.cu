@@ -7,7 +7,8 @@
 namespace flashattn_ext {
 namespace {
 
-template <class T, int kHeadDim, Kind kKind>
+// The kernels take v with as many columns as q and k.
+template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
 struct Sm80 {
   static constexpr Kernels kKernels = sm80::kernels<T, kHeadDim, kKind>();
 };

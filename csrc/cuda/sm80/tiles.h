@@ -35,7 +35,7 @@ struct ForwardTile {
 constexpr int out_columns(int head_dim) { return head_dim > 256 ? head_dim / 2 : head_dim; }
 
 struct ForwardTiles {
-  int head_dim;
+  HeadDims head_dims;
   Kind kind;
   ForwardTile tiles[kRowTiles];
 };

@@ -12,6 +12,7 @@
 #include "backward_step.cuh"
 #include "backward_wide.cuh"
 #include "dq_adder.cuh"
+#include "kernels.h"
 
 namespace flashattn_ext::sm90 {
 
@@ -416,27 +417,27 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Kernel::kThreads, 1)
 }
 
 // The kernel of a class of head dims.
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
 using BackwardOf =
-    std::conditional_t<is_wide(kHeadDim), WideBackward<T, kHeadDim, kKind>, Backward<T, kHeadDim, kKind>>;
+    std::conditional_t<is_wide(kHeadDim), WideBackward<T, kHeadDim, kKind, kHeadDimV>, Backward<T, kHeadDim, kKind>>;
 
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
 WorkspaceOf<kKind> backward_workspace(const AttnGradParams& p) {
   using Layout = DqLayout<T, kHeadDim>;
   const BackwardWorkspace base(p, Layout::kTileRows, Layout::kTileFloats, Layout::kOrderedParts);
-  return complete<kKind>(p, base, backward_tile<kHeadDim, kKind>().keys, 8);
+  return complete<kKind>(p, base, backward_tile<kHeadDim, kKind, kHeadDimV>().keys, 8);
 }
 
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
 size_t backward_bytes(const AttnGradParams& p) {
-  return static_cast<size_t>(backward_workspace<T, kHeadDim, kKind>(p).bytes);
+  return static_cast<size_t>(backward_workspace<T, kHeadDim, kKind, kHeadDimV>(p).bytes);
 }
 
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
 void backward(const AttnGradParams& p) {
-  const WorkspaceOf<kKind> workspace = backward_workspace<T, kHeadDim, kKind>(p);
+  const WorkspaceOf<kKind> workspace = backward_workspace<T, kHeadDim, kKind, kHeadDimV>(p);
   launch_prepare<T>(p, workspace);
-  using Kernel = BackwardOf<T, kHeadDim, kKind>;
+  using Kernel = BackwardOf<T, kHeadDim, kKind, kHeadDimV>;
   if constexpr (Kernel::kPaired) {
     launch_backward_main<Kernel>(paired_backward_kernel<Kernel>, p, workspace);
   } else {

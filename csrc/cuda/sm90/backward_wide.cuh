@@ -8,7 +8,7 @@
 
 namespace flashattn_ext::sm90 {
 
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
 struct WideBackward {
   using Work = BackwardWorkOf<kKind>;
   using Walk = QueryWalk<false>;
@@ -16,7 +16,7 @@ struct WideBackward {
   using Layout = DqLayout<T, kHeadDim>;
   using Workspace = BackwardWorkspace;
   using Maps = BackwardMaps;
-  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kKind>();
+  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kKind, kHeadDimV>();
   static constexpr WideRegisterBudget kRegisters = wide_register_budget(kHeadDim);
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages;
@@ -24,11 +24,13 @@ struct WideBackward {
   static constexpr int kThreads = 4 * kGroupThreads, kGroupWarps = 4;
   static constexpr int kInspectors = 3;
   static constexpr bool kBias = false;
-  static constexpr bool kPaired = is_paired(kHeadDim);                            // pair.cuh
-  static constexpr int kBlocks = kPaired ? 2 : 1, kColumns = kHeadDim / kBlocks;  // of a thread block
+  static constexpr bool kPaired = is_paired(kHeadDim);  // pair.cuh
+  static constexpr int kBlocks = kPaired ? 2 : 1;
+  static constexpr int kColumns = kHeadDim / kBlocks, kValueColumns = kHeadDimV / kBlocks;  // of a thread block
   // Stages of dout. In pairs it has its own, for there is no room for two at head_dim 512.
   static constexpr int kDoutStages = kHeadDim > 384 ? 1 : kStages;
   static constexpr int kPanels = panels(kColumns), kColumnTiles = kColumns / 8;
+  static constexpr int kValuePanels = panels(kValueColumns);
   static constexpr int kSectionHeads = 1;  // as in backward.cuh; more heads read too much at once
   // A thread block of 512 starts with 128 registers for a thread, and the compiler wants the operands of one
   // instruction to fit in them.
@@ -39,9 +41,9 @@ struct WideBackward {
   // overwritten.
   struct Shared {
     T k[kKeyStages][kPanels][kKeys][kPanelColumns];
-    T v[kKeyStages][kPanels][kKeys][kPanelColumns];
+    T v[kKeyStages][kValuePanels][kKeys][kPanelColumns];
     T q[kStages][kPanels][kQueries][kPanelColumns];
-    T dout[kDoutStages][kPanels][kQueries][kPanelColumns];
+    T dout[kDoutStages][kValuePanels][kQueries][kPanelColumns];
     T dscores[kBuffers][1][kKeys][kPanelColumns];           // dS^T: [keys][queries]
     uint4 weights[kBuffers][kQueries / 16][kGroupThreads];  // P^T, a thread's registers each
     float lse[kStages][kQueries], delta[kStages][kQueries];
@@ -59,6 +61,8 @@ struct WideBackward {
     SharedTile next_tile[kPaired ? 1 : 0];
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
+  static_assert(!kPaired || kColumns == kValueColumns);
+  static_assert(!kMasks || kPanels == kValuePanels);  // BackwardInspector
 
   static __device__ void init(Shared& shared, const AttnGradParams& p) {
     for (int i = 0; i < kKeyStages; ++i) {
@@ -164,7 +168,7 @@ struct WideBackward {
         own_douts.advance();
       }
     }
-    // The first column of this block.
+    // The first column of this block, of v as of q and k: in pairs these have equally many.
     static __device__ __forceinline__ int column() { return half_of_columns<kPaired>() * kColumns; }
     __device__ __forceinline__ void end_keys() {
       release(shared.keys_empty[keys.stage]);
@@ -172,8 +176,8 @@ struct WideBackward {
     }
     // Zeroes the rows from `rows` on, which are after the end of a packed sequence: those of another one, of which
     // weights of 0 would still carry over a NaN. One warpgroup alone uses each tile in such a product.
-    template <int kRows>
-    __device__ __forceinline__ void clear_tail(T (&tile)[kPanels][kRows][kPanelColumns], int rows) const {
+    template <int kTilePanels, int kRows>
+    __device__ __forceinline__ void clear_tail(T (&tile)[kTilePanels][kRows][kPanelColumns], int rows) const {
       if (rows >= kRows || !p.is_varlen()) return;
       clear_rows(tile, rows, thread(), kGroupThreads);
       ptx::fence_async_shared();
@@ -186,7 +190,7 @@ struct WideBackward {
     using Group::shared, Group::p, Group::workspace, Group::keys, Group::queries, Group::weights_at, Group::warp_key;
     Dropout dropout;
     int kept_buffer = 0;  // of shared.kept: the one that is drawn next
-    float dv[kColumnTiles][4];
+    float dv[kValueColumns / 8][4];
     typename Scores::Packed weights;
 
     __device__ __forceinline__ ValueGradient(Shared& shared, const AttnGradParams& params,
@@ -315,7 +319,7 @@ struct WideBackward {
 
     __device__ __forceinline__ void start_scores(float (&dscores)[kQueries / 8][4]) {
       await<WideBackward>(shared.dout_full, shared.queries_inspected, this->douts());
-      score_product<kColumns>(dscores, shared.v[keys.stage], 0, shared.dout[this->douts().stage]);
+      score_product<kValueColumns>(dscores, shared.v[keys.stage], 0, shared.dout[this->douts().stage]);
     }
 
     __device__ __forceinline__ void finish_scores(float (&dscores)[kQueries / 8][4]) {

@@ -25,7 +25,7 @@ void scored_backward(const AttnGradParams& p) {
                   : sm90::backward<T, sm90::backward_class(kHeadDim, kKind), kKind>(p);
 }
 
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
 struct Sm90 {
   static constexpr Kernels kKernels = [] {
     Kernels kernels = sm80::kernels<T, kHeadDim, kKind>();
@@ -33,19 +33,20 @@ struct Sm90 {
       kernels.forward_bytes = sm90::kForwardBytes;
       constexpr bool kIsRare = kKind == Kind::kGeneral || kKind == Kind::kBias;
       constexpr int kClass = kIsRare ? rare_class(kHeadDim) : kHeadDim;
-      kernels.forward = sm90::forward<T, kClass, kKind>;
+      kernels.forward = sm90::forward<T, kClass, kKind, sm90::value_class(kClass, kHeadDimV, kKind)>;
     }
     if constexpr (sm90::has_backward(kHeadDim, kKind)) {
       constexpr bool kScores = can_score(kKind);
+      constexpr int kClassV = sm90::value_class(kHeadDim, kHeadDimV, kKind);
       kernels.backward_bytes =
-          kScores ? scored_backward_bytes<T, kHeadDim, kKind> : sm90::backward_bytes<T, kHeadDim, kKind>;
-      kernels.backward = kScores ? scored_backward<T, kHeadDim, kKind> : sm90::backward<T, kHeadDim, kKind>;
+          kScores ? scored_backward_bytes<T, kHeadDim, kKind> : sm90::backward_bytes<T, kHeadDim, kKind, kClassV>;
+      kernels.backward = kScores ? scored_backward<T, kHeadDim, kKind> : sm90::backward<T, kHeadDim, kKind, kClassV>;
     }
     return kernels;
   }();
 };
-template <int kHeadDim, Kind kKind>
-struct Sm90<float, kHeadDim, kKind> {
+template <int kHeadDim, Kind kKind, int kHeadDimV>
+struct Sm90<float, kHeadDim, kKind, kHeadDimV> {
   static constexpr Kernels kKernels = sm80::kernels<float, kHeadDim, kKind>();
 };
 

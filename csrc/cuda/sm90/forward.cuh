@@ -19,6 +19,7 @@
 #include "forward_large.cuh"
 #include "forward_mask.cuh"
 #include "forward_work.cuh"
+#include "kernels.h"
 #include "products.cuh"
 #include "tiles.h"
 
@@ -31,20 +32,20 @@ struct BiasedForwardMaps : ForwardMaps {
   CUtensorMap bias;
 };
 
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
 struct Forward {
   static constexpr bool kGeneral = kKind == Kind::kGeneral, kBias = kKind == Kind::kBias;
   using Maps = std::conditional_t<kBias, BiasedForwardMaps, ForwardMaps>;
   using Score = std::conditional_t<can_score(kKind), GeneralScore, PlainScore<float, true>>;
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
   static constexpr bool kHasCentres = kGeneral || kKind == Kind::kScores;
-  static constexpr ForwardTile kTile = forward_tile<kHeadDim, kKind>();
+  static constexpr ForwardTile kTile = forward_tile<kHeadDim, kKind, kHeadDimV>();
   static constexpr RegisterBudget kRegisters = register_budget(kTile.groups);
   static constexpr int kGroups = kTile.groups, kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kStages = kTile.stages;
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads, kWarps = kGroups * 4;
-  static constexpr int kPanels = panels(kHeadDim);
-  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDim / 8, kSteps = kKeys / 16;
+  static constexpr int kPanels = panels(kHeadDim), kValuePanels = panels(kHeadDimV);
+  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDimV / 8, kSteps = kKeys / 16;
   // What is added to the scores of a warp. Without a dense bias nothing is read for each score.
   using Bias = std::conditional_t<kGeneral, TileBias<T, false, 1, kScoreTiles>, DistanceBias<false, 1, kScoreTiles>>;
 
@@ -58,7 +59,7 @@ struct Forward {
   struct Shared {
     T q[kPanels][kQueries][kPanelColumns];
     T k[kStages][kPanels][kKeys][kPanelColumns];
-    T v[kStages][kPanels][kKeys][kPanelColumns];
+    T v[kStages][kValuePanels][kKeys][kPanelColumns];
     T bias[kBias ? kBiasStages : 0][(kKeys + kPanelColumns - 1) / kPanelColumns][kQueries][kPanelColumns];
     ptx::Barrier q_full, q_empty;
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
@@ -555,18 +556,18 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
 #endif
 }
 
-template <class T, int kHeadDim, Kind kKind>
-__global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, 1)
+template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
+__global__ void __launch_bounds__(Forward<T, kHeadDim, kKind, kHeadDimV>::kThreads, 1)
     forward_kernel(const __grid_constant__ AttnParams p,
-                   const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Maps maps,
+                   const __grid_constant__ typename Forward<T, kHeadDim, kKind, kHeadDimV>::Maps maps,
                    const __grid_constant__ TileGrid grid,
-                   const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Score score) {
-  run_forward<Forward<T, kHeadDim, kKind>>(p, maps, grid, score);
+                   const __grid_constant__ typename Forward<T, kHeadDim, kKind, kHeadDimV>::Score score) {
+  run_forward<Forward<T, kHeadDim, kKind, kHeadDimV>>(p, maps, grid, score);
 }
 
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
 void forward_to_256(const AttnParams& p) {
-  using Kernel = Forward<T, kHeadDim, kKind>;
+  using Kernel = Forward<T, kHeadDim, kKind, kHeadDimV>;
   if (p.batch * p.heads_q == 0) return;
   typename Kernel::Maps maps{};
   static_cast<ForwardMaps&>(maps) = {query_map(p, p.q, p.head_dim, Kernel::kQueries),
@@ -580,16 +581,16 @@ void forward_to_256(const AttnParams& p) {
   if (all > processors) {
     check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
   }
-  launch(forward_kernel<T, kHeadDim, kKind>, "sm90 forward", p, std::min(all, processors), Kernel::kThreads,
+  launch(forward_kernel<T, kHeadDim, kKind, kHeadDimV>, "sm90 forward", p, std::min(all, processors), Kernel::kThreads,
          static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));
 }
 
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
 void forward(const AttnParams& p) {
   if constexpr (kHeadDim > 256) {
     forward_large<T, kHeadDim, kKind>(p);
   } else {
-    forward_to_256<T, kHeadDim, kKind>(p);
+    forward_to_256<T, kHeadDim, kKind, kHeadDimV>(p);
   }
 }
 

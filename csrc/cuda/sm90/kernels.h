@@ -22,17 +22,23 @@ constexpr bool has_forward(int head_dim, Kind kind) {
   return head_dim <= 256 || kind == Kind::kPlain || kind == Kind::kDropout;
 }
 
+// Columns of v that kernels of a kind have in a class of head dims of q and k and of v: as many as q and k but in plain
+// ones. NARROW_VALUES in csrc/sources.py names those with fewer.
+constexpr int value_class(int head_dim, int head_dim_v, Kind kind) {
+  return kind == Kind::kPlain ? head_dim_v : head_dim;
+}
+
 constexpr size_t kForwardBytes = 64;  // workspace of the forward: TileGrid::taken
 
-// T: __half or __nv_bfloat16; kHeadDim as in sm80/kernels.h. Every row of q, k and v is 16-byte aligned and a multiple
-// of 16 bytes long; rows of `out` may be anywhere.
-template <class T, int kHeadDim, Kind kKind>
+// T: __half or __nv_bfloat16; kHeadDim as in sm80/kernels.h; kHeadDimV: value_class(). Every row of q, k and v is
+// 16-byte aligned and a multiple of 16 bytes long; rows of `out` may be anywhere.
+template <class T, int kHeadDim, Kind kKind, int kHeadDimV = kHeadDim>
 void forward(const AttnParams& p);
 
 // Rows of dout are aligned as well; rows of out, dq, dk and dv may be anywhere.
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Kind kKind, int kHeadDimV = kHeadDim>
 size_t backward_bytes(const AttnGradParams& p);
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Kind kKind, int kHeadDimV = kHeadDim>
 void backward(const AttnGradParams& p);
 
 }  // namespace flashattn_ext::sm90

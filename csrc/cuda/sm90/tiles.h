@@ -18,7 +18,7 @@ struct ForwardTile {
 };
 
 struct ForwardTiles {
-  int head_dim;
+  HeadDims head_dims;
   Kind kind;  // kinds have rows of their own where their registers, intervals or bias need another tile; with dropout,
               // keys are a multiple of 64: bits are drawn for so many at a time
   ForwardTile tiles[kRowTiles];
@@ -42,6 +42,7 @@ constexpr ForwardTiles kForwardTiles[] = {
     {144, Kind::kPlain, {{3, 80, 2}, {2, 112, 2}, {2, 96, 2}}},
     {144, Kind::kScores, {{2, 112, 2}, {2, 96, 2}}},
     {144, Kind::kDropout, {{2, 64, 3}, {3, 64, 2}, {2, 64, 2}}},
+    {{192, 128}, Kind::kPlain, {{3, 80, 3}, {2, 128, 2}, {2, 112, 2}}},
     {192, Kind::kPlain, {{2, 96, 2}, {2, 112, 2}, {2, 80, 2}}},
     {192, Kind::kDropout, {{2, 64, 3}, {2, 64, 2}}},
     {256, Kind::kPlain, {{2, 64, 2}, {2, 80, 2}}},
@@ -55,9 +56,9 @@ constexpr ForwardTiles kForwardTiles[] = {
     {512, Kind::kDropout, {{1, 64, 4}}},
 };
 
-template <int kHeadDim, Kind kKind>
+template <int kHeadDim, Kind kKind, int kHeadDimV = kHeadDim>
 constexpr ForwardTile forward_tile() {
-  return find_tile<ForwardTile>(kForwardTiles, kHeadDim, kKind);
+  return find_tile<ForwardTile>(kForwardTiles, {kHeadDim, kHeadDimV}, kKind);
 }
 
 // Up to head_dim 128 two warpgroups compute, with 64 keys each; above, one each for dv, dk and dq.
@@ -72,7 +73,7 @@ struct BackwardTile {
 };
 
 struct BackwardTiles {
-  int head_dim;
+  HeadDims head_dims;
   Kind kind;  // dropout and the centres of rows (../../bias.h) take some shared memory; queries are the same without,
               // for they give the order of the sums of dq
   BackwardTile tiles[kRowTiles];
@@ -91,6 +92,7 @@ constexpr BackwardTiles kBackwardTiles[] = {
     {128, Kind::kBias, {{128, 64, 2, 1}}},
     {144, Kind::kPlain, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     {144, Kind::kDropout, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    {{192, 128}, Kind::kPlain, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     {192, Kind::kPlain, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     {192, Kind::kDropout, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     {256, Kind::kPlain, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
@@ -99,9 +101,9 @@ constexpr BackwardTiles kBackwardTiles[] = {
     {512, Kind::kPlain, {{64, 64, 2, 1}}},
 };
 
-template <int kHeadDim, Kind kKind>
+template <int kHeadDim, Kind kKind, int kHeadDimV = kHeadDim>
 constexpr BackwardTile backward_tile() {
-  return find_tile<BackwardTile>(kBackwardTiles, kHeadDim, kKind);
+  return find_tile<BackwardTile>(kBackwardTiles, {kHeadDim, kHeadDimV}, kKind);
 }
 
 // Registers of each thread, in eights: what the warpgroup that loads keeps, and what one that computes gets. A

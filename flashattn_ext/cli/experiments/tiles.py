@@ -236,7 +236,7 @@ def tiles_of_head_dim(D: int) -> dict[str, dict[str, Any]]:
         tile
         for backend in backends
         for tile in cuda_tiles(backend)
-        if not tile["backward"] and not tile["dropout"] and tile["head_dim"] >= D
+        if not tile["backward"] and not tile["dropout"] and tile["head_dim_v"] >= D
     ]
     head_dim = min(tile["head_dim"] for tile in tiles)
     return {
