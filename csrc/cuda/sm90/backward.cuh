@@ -1,8 +1,9 @@
-// Backward on Hopper for head dims up to 128: a thread block keeps a tile of keys, 64 in each of two warpgroups, and
-// walks over the tiles of queries that see it, which one more warp loads by TMA (Shah et al. 2024, "FlashAttention-3").
-// Scores are transposed, S^T = K Q^T: P^T and dS^T, packed, are operands of the products for dv and dk as they are in
-// registers. Only dS^T goes through shared memory, for dq, and then dq, which another warp adds to the workspace
-// (dq_adder.cuh). Products of one step run under the arithmetic of another: docs/sm90_backward.md.
+// Backward on Hopper for head dims up to 128, and up to 192 where v has at most 128 columns: a thread block keeps a
+// tile of keys, 64 in each of two warpgroups, and walks over the tiles of queries that see it, which one more warp
+// loads by TMA (Shah et al. 2024, "FlashAttention-3"). Scores are transposed, S^T = K Q^T: P^T and dS^T, packed, are
+// operands of the products for dv and (up to 128) dk as they are in registers. Only dS^T goes through shared memory,
+// for dq, and then dq, which another warp adds to the workspace (dq_adder.cuh). Products of one step run under the
+// arithmetic of another: docs/sm90_backward.md.
 #pragma once
 
 #include <type_traits>
@@ -16,7 +17,7 @@
 
 namespace flashattn_ext::sm90 {
 
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
 struct Backward {
   using Work = BackwardWorkOf<kKind>;
   using Walk = QueryWalk<true>;
@@ -24,10 +25,10 @@ struct Backward {
   static constexpr bool kBias = kKind == Kind::kBias, kScored = can_score(kKind) && !kBias;
   using Maps = std::conditional_t<kBias, BiasedBackwardMaps, BackwardMaps>;
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
-  using Scores = PackedScores<T, backward_tile<kHeadDim, kKind>().queries, kKind>;
+  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kKind, kHeadDimV>();
+  using Scores = PackedScores<T, kTile.queries, kKind>;
   using DistanceScores = PackedDistanceScores<T, Scores::kTiles * 8>;
-  using Layout = DqLayout<T, kHeadDim>;
-  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kKind>();
+  using Layout = DqLayout<T, kHeadDim, kHeadDimV>;
   static constexpr RegisterBudget kRegisters = kBackwardRegisters;
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages;
@@ -35,10 +36,12 @@ struct Backward {
   static constexpr int kBlocks = 1, kColumns = kHeadDim, kDoutStages = kStages;
   static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kInspectors = 2;
   static constexpr int kAdders = kBias ? 2 : 1;  // warps that add dq
-  static constexpr int kPanels = (kHeadDim + kPanelColumns - 1) / kPanelColumns,
+  static constexpr int kPanels = panels(kHeadDim), kValuePanels = panels(kHeadDimV),
                        kScorePanels = kQueries / kPanelColumns;
-  static constexpr int kColumnTiles = kHeadDim / 8;
-  static constexpr int kDscoreBuffers = 2;  // walk_queries says why turns alone order what the warpgroups exchange
+  static constexpr int kColumnTiles = kHeadDim / 8, kDqTiles = Layout::kQueryColumnTiles;
+  // Whether dq of a step is computed in the next one (walk_queries), or in the same one (walk_in_three_turns).
+  static constexpr bool kLateDq = kHeadDim <= 128;
+  static constexpr int kDscoreBuffers = kLateDq ? 2 : 1;  // the walks say why turns order what the warpgroups exchange
   // At least this many heads in a section (tile_order.cuh). Blocks that walk over the same head at the same time share
   // what they read where long sequences do not fit the cache; too few heads leave long tiles for the end.
   static constexpr int kSectionHeads = 16;
@@ -48,11 +51,11 @@ struct Backward {
   // overwritten.
   struct Shared {
     T k[kKeyStages][kPanels][kKeys][kPanelColumns];
-    T v[kKeyStages][kPanels][kKeys][kPanelColumns];
+    T v[kKeyStages][kValuePanels][kKeys][kPanelColumns];
     T q[kStages][kPanels][kQueries][kPanelColumns];
-    T dout[kStages][kPanels][kQueries][kPanelColumns];
+    T dout[kStages][kValuePanels][kQueries][kPanelColumns];
     T dscores[kDscoreBuffers][kScorePanels][kKeys][kPanelColumns];  // dS^T: [keys][queries]
-    DqPart dq[2];                                                   // of each warpgroup
+    DqPart<kDqTiles> dq[2];                                         // of each warpgroup
     float lse[kStages][kQueries], delta[kStages][kQueries];
     T bias[kBias ? kStages : 0][kKeys / 64][kQueries][kPanelColumns];
     float centres[kScored ? kStages : 0][kCentres][kQueries];  // of the rows, for the gradients of biases
@@ -112,7 +115,7 @@ struct Backward {
 
   // Named barriers: one for each warpgroup to wait at for its turn, and one for each to synchronise itself.
   // dq_adder.cuh has the others.
-  static constexpr int kTurnBarrier = 1, kGroupBarrier = 3;
+  static constexpr int kTurnBarrier = 1, kGroupBarrier = 3, kDscoresBarrier = 10;
 
   Shared& shared;
   const AttnGradParams& p;
@@ -122,7 +125,7 @@ struct Backward {
   RingPosition<kKeyStages> keys;
   RingPosition<kStages> queries;  // those whose scores have been computed last
   int buffer = 0;                 // of shared.dscores: the one written last
-  float dk[kColumnTiles][4], dv[kColumnTiles][4];
+  float dk[kColumnTiles][4], dv[kHeadDimV / 8][4];
   typename Scores::Packed weights;
   std::conditional_t<kScored, typename Scores::Packed, Nothing> slopes;  // with softcap: of the same scores
   std::conditional_t<kScored, BiasSums<1, false>, Nothing> bias_sums;
@@ -145,7 +148,13 @@ struct Backward {
       if (!uniform(work.exists())) return;
       set_zero(dk);
       set_zero(dv);
-      if (uniform(work.tiles) > 0) walk_queries(work);
+      if (uniform(work.tiles) > 0) {
+        if constexpr (kLateDq) {
+          walk_queries(work);
+        } else {
+          walk_in_three_turns(work);
+        }
+      }
       const int key = work.key0 + warp_key;
       store_keys<T>(p.dk, work, key, dk, workspace.gradient_scale, p.head_dim);
       store_keys<T>(p.dv, work, key, dv, workspace.keep_scale, p.head_dim_v);
@@ -236,6 +245,59 @@ struct Backward {
     keys.advance();
   }
 
+  // The same where dk and dv take so many registers that neither the next scores nor packed dS^T fit beside dq. A step
+  // takes three turns: for scores, for dP^T and dv, and for dk and dq, of which dk runs while the other warpgroup still
+  // computes its dS^T. Both read dS^T from shared memory.
+  //
+  // One buffer of dS^T is enough. A warpgroup writes it after its second turn of a step, and the other one has given
+  // that turn, which it does after the end of its last product of the step before.
+  __device__ __forceinline__ void walk_in_three_turns(const Work& work) {
+    static_assert(!kMasks && !kScored && !kBias && !kDropout && kQueries == 64 && kDqTiles == 12);
+    Limits unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64);
+    unmasked = {uniform(unmasked.begin), uniform(unmasked.end)};
+    ptx::barrier_wait(&shared.k_full[keys.stage], keys.parity);
+    clear_tail_of_keys(work);
+    ptx::barrier_wait(&shared.v_full[keys.stage], keys.parity);
+    for (Walk now(p, work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
+      const int stage = queries.stage;
+      compute_weights(work, now, unmasked);
+      typename Scores::Packed packed;
+      differentiate(packed, work, now, unmasked);
+      ptx::wgmma_wait<0>();  // the weights, which are operands of dv, free registers for dq
+      ptx::hold(dv);
+      ptx::named_barrier_arrive(kDscoresBarrier + 1 - group, 2 * kGroupThreads);
+      take_turn();
+      accumulate(dk, shared.dscores[0][0], group * 64, shared.q[stage]);
+      ptx::named_barrier_sync(kDscoresBarrier + group, 2 * kGroupThreads);
+      // Its columns of dq: a panel, and half of the one between the panels of the two warpgroups.
+      float dq[8][4], dq_between[4][4];
+      transposed_product(dq, shared.dscores[0][0], shared.k[keys.stage][2 * group]);
+      transposed_product(dq_between, shared.dscores[0][0], shared.k[keys.stage][1], 32 * group);
+      give_turn();
+      ptx::wgmma_wait<0>();
+      ptx::hold(dk);
+      ptx::hold(dq);
+      ptx::hold(dq_between);
+      ptx::barrier_arrive(&shared.queries_empty[stage]);
+      queries.advance();
+      write(shared.dq[group], dq, dq_between, group);
+      hand_over(group);
+    }
+    release(shared.keys_empty[keys.stage]);
+    keys.advance();
+  }
+  // The first of the three turns.
+  __device__ __forceinline__ void compute_weights(const Work& work, const Walk& now, const Limits& unmasked) {
+    float scores[kQueries / 8][4];
+    ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
+    take_turn();
+    score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
+    give_turn();
+    ptx::wgmma_wait<0>();
+    ptx::hold(scores);
+    weigh(scores, work, now, unmasked, Nothing{});
+  }
+
   // Whether weights are computed between writing a part of dq and telling the adder, which waits until all is written.
   // In a deterministic call other thread blocks wait for the addition; at head_dim 128 it did not pay.
   __device__ __forceinline__ bool hands_over_late() const {
@@ -259,7 +321,7 @@ struct Backward {
     ptx::barrier_wait(&shared.dout_full[stage], queries.parity);
     clear_tail_of_queries(work, now);
     take_turn();
-    score_product<kHeadDim>(dscores, shared.v[keys.stage], group * 64, shared.dout[stage]);
+    score_product<kHeadDimV>(dscores, shared.v[keys.stage], group * 64, shared.dout[stage]);
     if constexpr (kDropout) {
       typename Scores::Packed kept;
       Scores::keep(kept, weights);
@@ -419,11 +481,12 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Kernel::kThreads, 1)
 // The kernel of a class of head dims.
 template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
 using BackwardOf =
-    std::conditional_t<is_wide(kHeadDim), WideBackward<T, kHeadDim, kKind, kHeadDimV>, Backward<T, kHeadDim, kKind>>;
+    std::conditional_t<backward_tile<kHeadDim, kKind, kHeadDimV>().is_wide(),
+                       WideBackward<T, kHeadDim, kKind, kHeadDimV>, Backward<T, kHeadDim, kKind, kHeadDimV>>;
 
 template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
 WorkspaceOf<kKind> backward_workspace(const AttnGradParams& p) {
-  using Layout = DqLayout<T, kHeadDim>;
+  using Layout = DqLayout<T, kHeadDim, kHeadDimV>;
   const BackwardWorkspace base(p, Layout::kTileRows, Layout::kTileFloats, Layout::kOrderedParts);
   return complete<kKind>(p, base, backward_tile<kHeadDim, kKind, kHeadDimV>().keys, 8);
 }
@@ -443,7 +506,7 @@ void backward(const AttnGradParams& p) {
   } else {
     launch_backward_main<Kernel>(backward_kernel<Kernel>, p, workspace);
   }
-  launch_finish<DqLayout<T, kHeadDim>>(p, workspace);
+  launch_finish<DqLayout<T, kHeadDim, kHeadDimV>>(p, workspace);
   if constexpr (can_score(kKind)) finish_biases(p, workspace);
 }
 

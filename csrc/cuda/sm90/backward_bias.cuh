@@ -54,7 +54,7 @@ __device__ __forceinline__ bool add_bias_panel(float (&x)[N][4], T (&bias)[kQuer
 // and tells the warp that adds it. Either fp32, in two panels of 32 keys, or packed, in one of 64. The wait is for what
 // was there before.
 template <class T>
-__device__ __forceinline__ void hand_over_bias_gradient(DqPart& part, const float (&dscores)[8][4],
+__device__ __forceinline__ void hand_over_bias_gradient(DqPart<8>& part, const float (&dscores)[8][4],
                                                         const uint32_t (&packed)[4][4], int group, bool wide) {
   const int lane = threadIdx.x % 32, key = threadIdx.x / 32 % 4 * 16;
   ptx::named_barrier_sync(kDqEmptyBarrier + group, kDqThreads);

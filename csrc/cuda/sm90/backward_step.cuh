@@ -29,24 +29,26 @@ struct BiasedBackwardMaps : BackwardMaps {
 };
 
 // The order of the sums of dq in the workspace, which backward_finish.cuh reads: tiles of 16 rows, those of one warp,
-// so that short sequences take little memory. Up to head_dim 128 a warpgroup computes 64 rows and 64 columns of a step;
-// the two of a thread block compute different rows when a step has 128 queries, otherwise different columns. Above, one
-// warpgroup computes all columns.
-template <class T, int kHeadDimension>
+// so that short sequences take little memory. With 128 keys a warpgroup computes 64 rows and kPartColumns columns of a
+// step; the two of a thread block compute different rows when a step has 128 queries, otherwise different columns. With
+// 64 keys one warpgroup computes all columns.
+template <class T, int kHeadDimension, int kHeadDimV = kHeadDimension>
 struct DqLayout {
   using Element = T;
-  static constexpr bool kWide = is_wide(kHeadDimension);
-  static constexpr int kQueries = backward_tile<kHeadDimension, Kind::kPlain>().queries, kTileRows = 16;
+  static constexpr BackwardTile kTile = backward_tile<kHeadDimension, Kind::kPlain, kHeadDimV>();
+  static constexpr bool kWide = kTile.is_wide();
+  static constexpr int kQueries = kTile.queries, kTileRows = 16;
   static constexpr int kParts = kWide ? 1 : 2, kThreads = kParts * kGroupThreads, kSplits = 1;
-  static constexpr int kHeadDim = kWide ? kHeadDimension : kParts * 64 * 64 / kQueries;  // some columns may be unused
+  static constexpr int kPartColumns = !kWide && kHeadDimension > 128 ? kHeadDimension / 2 : 64;    // of two warpgroups
+  static constexpr int kHeadDim = kWide ? kHeadDimension : kParts * kPartColumns * 64 / kQueries;  // some may be unused
   static constexpr int kStride = kTileStride<T, kHeadDim>;
-  static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = kWide ? kHeadDim / 8 : 8;
+  static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = (kWide ? kHeadDim : kPartColumns) / 8;
   static constexpr int64_t kTileFloats = kTileRows * kHeadDim;
   static constexpr int kOrderedParts = is_paired(kHeadDimension) ? 2 : 1;  // of a tile, each in an order of its own
 
   // First row and column of a warp's part, of the warps that compute dq.
   static __device__ __forceinline__ int row(int warp) { return (kQueries == 64 ? warp % 4 : warp) * 16; }
-  static __device__ __forceinline__ int column(int warp) { return kQueries == 64 ? warp / 4 * 64 : 0; }
+  static __device__ __forceinline__ int column(int warp) { return kQueries == 64 ? warp / 4 * kPartColumns : 0; }
   // Where the accumulator tile c of that part is summed up. tile: the first tile of the step.
   static __device__ __forceinline__ float* fragment(const BackwardWorkspace& workspace, int64_t tile, int warp, int c) {
     return workspace.dq + (tile + row(warp) / 16) * kTileFloats + (column(warp) / 8 + c) * 128;

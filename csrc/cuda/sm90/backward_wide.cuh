@@ -1,4 +1,4 @@
-// Backward on Hopper for head dims above 128: dk and dv of 64 keys fill the registers of a warpgroup each. So one
+// Backward on Hopper for other head dims above 128: dk and dv of 64 keys fill the registers of a warpgroup each. So one
 // warpgroup computes P^T and dv, a second one dS^T and dk, and a third one dq. P^T and dS^T go from one to the next
 // through shared memory, in two buffers each, and every warpgroup runs ahead of the next one as far as these allow.
 // docs/sm90_backward.md.
@@ -13,7 +13,7 @@ struct WideBackward {
   using Work = BackwardWorkOf<kKind>;
   using Walk = QueryWalk<false>;
   static constexpr bool kScored = false, kDropout = can_drop(kKind), kMasks = can_mask(kKind);
-  using Layout = DqLayout<T, kHeadDim>;
+  using Layout = DqLayout<T, kHeadDim, kHeadDimV>;
   using Workspace = BackwardWorkspace;
   using Maps = BackwardMaps;
   static constexpr BackwardTile kTile = backward_tile<kHeadDim, kKind, kHeadDimV>();

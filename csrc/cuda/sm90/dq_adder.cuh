@@ -9,18 +9,30 @@
 namespace flashattn_ext::sm90 {
 
 // A warpgroup's part of a step: what each of its warps has, in the order of the workspace (DqLayout).
-using DqPart = float[4][8][128];
+template <int kTiles>
+using DqPart = float[4][kTiles][128];
 
 // Named barriers, one for each warpgroup: its part has been written, and it may be overwritten. The warpgroup and the
 // adder meet at each, and the one that has nothing to wait for only arrives.
 constexpr int kDqFullBarrier = 5, kDqEmptyBarrier = 7, kDqThreads = kGroupThreads + 32;
 
 // Writes a warpgroup's part of dq to shared memory. The wait is for what the adder read a step ago.
-__device__ __forceinline__ void write(DqPart& part, const float (&dq)[8][4], int group) {
-  float (&own)[8][128] = part[threadIdx.x / 32 % 4];
+template <int kTiles>
+__device__ __forceinline__ void write(DqPart<kTiles>& part, const float (&dq)[kTiles][4], int group) {
+  float (&own)[kTiles][128] = part[threadIdx.x / 32 % 4];
   ptx::named_barrier_sync(kDqEmptyBarrier + group, kDqThreads);
 #pragma unroll
-  for (int c = 0; c < 8; ++c) ptx::store_fragment(own[c], dq[c]);
+  for (int c = 0; c < kTiles; ++c) ptx::store_fragment(own[c], dq[c]);
+}
+// The same of a part of 96 columns, those of a panel and a half. The half is between the panels of the two warpgroups.
+__device__ __forceinline__ void write(DqPart<12>& part, const float (&panel)[8][4], const float (&half)[4][4],
+                                      int group) {
+  float (&own)[12][128] = part[threadIdx.x / 32 % 4];
+  ptx::named_barrier_sync(kDqEmptyBarrier + group, kDqThreads);
+#pragma unroll
+  for (int c = 0; c < 8; ++c) ptx::store_fragment(own[c + 4 * group], panel[c]);
+#pragma unroll
+  for (int c = 0; c < 4; ++c) ptx::store_fragment(own[c + 8 * (1 - group)], half[c]);
 }
 // Tells the adder. The fence waits until everything is written.
 __device__ __forceinline__ void hand_over(int group) {
@@ -59,9 +71,10 @@ struct DqAdder {
   using Walk = typename Kernel::Walk;
 
   __device__ __forceinline__ void add_tile(const BackwardWork& work) {
-    // In the first step of a key tile warpgroups hand over what is no dq.
-    pass(work, nullptr, 0);
-    pass(work, nullptr, 1);
+    if constexpr (Kernel::kLateDq) {  // in the first step of a key tile warpgroups hand over what is no dq
+      pass(work, nullptr, 0);
+      pass(work, nullptr, 1);
+    }
     for (Walk now(p, work, static_cast<int>(p.group_size())); now.left > 0; now.advance(), ++step) {
       if (p.deterministic && leads()) await_earlier_keys(work, now);
       __syncwarp();
@@ -96,9 +109,10 @@ struct DqAdder {
     float* const to = Layout::fragment(workspace, tile(work, now), group * 4, 0);
     const int rows = work.length_q - now.m * kQueries - Layout::row(group * 4);
     constexpr int kTileRows = Layout::kTileRows;
-    // With 64 queries a step the second warpgroup has the columns from 64 on.
-    constexpr int kSecondColumns = kQueries == 128 ? 64 : Kernel::kColumns - 64;
-    const int bytes = kTileRows * 4 * (group == 0 ? 64 : kSecondColumns);
+    // With 64 queries a step the second warpgroup has the columns after those of the first.
+    constexpr int kFirstColumns = Layout::kPartColumns;
+    constexpr int kSecondColumns = kQueries == 128 ? kFirstColumns : Kernel::kColumns - kFirstColumns;
+    const int bytes = kTileRows * 4 * (group == 0 ? kFirstColumns : kSecondColumns);
 #pragma unroll 1
     for (int warp = 0; warp < 4; ++warp) {
       if (warp * kTileRows >= rows) break;  // rows after the last of the sequence have no tile in the workspace

@@ -46,11 +46,26 @@ __device__ __forceinline__ void accumulate(float (&sum)[N][4], const uint32_t (&
   ptx::wgmma_commit();
 }
 
-// c = a^T * rows, both from shared memory; `a` has 64 columns.
+// sum += a * rows, both from shared memory: 64 rows of a tile of 64 columns, from first_row on.
+template <int N, class T, int kAllRows, int kPanels>
+__device__ __forceinline__ void accumulate(float (&sum)[N][4], const T (&a)[kAllRows][kPanelColumns], int first_row,
+                                           const T (&rows)[kPanels][kPanelColumns][kPanelColumns]) {
+  const auto steps = ptx::swizzled_descriptor(a[first_row], 0), b = ptx::swizzled_descriptor(rows, kPanelColumns * 128);
+  ptx::hold(sum);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kPanelColumns / 16; ++step) {
+    ptx::wgmma<ptx::kMajorK, ptx::kMajorMN>(sum, steps + step * 2, b + step * 128, true, T());
+  }
+  ptx::wgmma_commit();
+}
+
+// c = a^T * rows, both from shared memory; `a` has 64 columns. first_column: of `rows`, where these are no whole panel.
 template <int N, class T, int kRows>
 __device__ __forceinline__ void transposed_product(float (&c)[N][4], const T (&a)[kRows][kPanelColumns],
-                                                   const T (&rows)[kRows][kPanelColumns]) {
-  const auto columns = ptx::swizzled_descriptor(a, 0), b = ptx::swizzled_descriptor(rows, kRows * 128);
+                                                   const T (&rows)[kRows][kPanelColumns], int first_column = 0) {
+  const auto columns = ptx::swizzled_descriptor(a, 0);
+  const auto b = ptx::swizzled_descriptor(rows, kRows * 128) + first_column / 8;
   ptx::hold(c);
   ptx::wgmma_fence();
 #pragma unroll

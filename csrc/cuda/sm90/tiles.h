@@ -61,14 +61,12 @@ constexpr ForwardTile forward_tile() {
   return find_tile<ForwardTile>(kForwardTiles, {kHeadDim, kHeadDimV}, kKind);
 }
 
-// Up to head_dim 128 two warpgroups compute, with 64 keys each; above, one each for dv, dk and dq.
-constexpr bool is_wide(int head_dim) { return head_dim > 128; }
-
 struct BackwardTile {
-  int keys;
+  int keys;        // 128: two warpgroups compute, with 64 each (backward.cuh); 64: is_wide()
   int queries;     // of a step of the walk
   int stages;      // of queries and their output gradients
   int key_stages;  // of keys and values: with two, those of the next tile arrive while these are in use
+  constexpr bool is_wide() const { return keys == 64; }  // one warpgroup each for dv, dk and dq (backward_wide.cuh)
   constexpr bool exists() const { return keys > 0; }
 };
 
@@ -92,7 +90,7 @@ constexpr BackwardTiles kBackwardTiles[] = {
     {128, Kind::kBias, {{128, 64, 2, 1}}},
     {144, Kind::kPlain, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     {144, Kind::kDropout, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
-    {{192, 128}, Kind::kPlain, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    {{192, 128}, Kind::kPlain, {{128, 64, 2, 1}, {64, 64, 2, 1}, {64, 64, 3, 1}}},
     {192, Kind::kPlain, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     {192, Kind::kDropout, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     {256, Kind::kPlain, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
