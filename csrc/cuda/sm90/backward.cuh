@@ -258,9 +258,10 @@ struct Backward {
     ptx::barrier_wait(&shared.k_full[keys.stage], keys.parity);
     clear_tail_of_keys(work);
     ptx::barrier_wait(&shared.v_full[keys.stage], keys.parity);
+    bool has_dq = false;  // a part has been written that the adder is to be told of
     for (Walk now(p, work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
       const int stage = queries.stage;
-      compute_weights(work, now, unmasked);
+      compute_weights(work, now, unmasked, has_dq);
       typename Scores::Packed packed;
       differentiate(packed, work, now, unmasked);
       ptx::wgmma_wait<0>();  // the weights, which are operands of dv, free registers for dq
@@ -281,18 +282,22 @@ struct Backward {
       ptx::barrier_arrive(&shared.queries_empty[stage]);
       queries.advance();
       write(shared.dq[group], dq, dq_between, group);
-      hand_over(group);
+      has_dq = true;
     }
+    hand_over(group);
     release(shared.keys_empty[keys.stage]);
     keys.advance();
   }
-  // The first of the three turns.
-  __device__ __forceinline__ void compute_weights(const Work& work, const Walk& now, const Limits& unmasked) {
+  // The first of the three turns. The fence in hand_over waits until dq of the step before is written, under the
+  // product.
+  __device__ __forceinline__ void compute_weights(const Work& work, const Walk& now, const Limits& unmasked,
+                                                  bool has_dq) {
     float scores[kQueries / 8][4];
     ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
     take_turn();
     score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
     give_turn();
+    if (has_dq) hand_over(group);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
     weigh(scores, work, now, unmasked, Nothing{});
