@@ -270,18 +270,18 @@ struct Backward {
       take_turn();
       accumulate(dk, shared.dscores[0][0], group * 64, shared.q[stage]);
       ptx::named_barrier_sync(kDscoresBarrier + group, 2 * kGroupThreads);
-      // Its columns of dq: a panel, and half of the one between the panels of the two warpgroups.
-      float dq[8][4], dq_between[4][4];
-      transposed_product(dq, shared.dscores[0][0], shared.k[keys.stage][2 * group]);
-      transposed_product(dq_between, shared.dscores[0][0], shared.k[keys.stage][1], 32 * group);
+      // Its columns of dq: a panel of its own, and half of the last one.
+      float dq[kDqTiles][4];
+      constexpr int kPanelBytes = sizeof(shared.k[0][0]), kHalfRow = kPanelColumns;  // 32 columns of 2 bytes
+      transposed_product(dq, shared.dscores[0][0], shared.k[keys.stage][group],
+                         group == 0 ? 2 * kPanelBytes : kPanelBytes + kHalfRow);
       give_turn();
       ptx::wgmma_wait<0>();
       ptx::hold(dk);
       ptx::hold(dq);
-      ptx::hold(dq_between);
       ptx::barrier_arrive(&shared.queries_empty[stage]);
       queries.advance();
-      write(shared.dq[group], dq, dq_between, group);
+      write(shared.dq[group], dq, group);
       has_dq = true;
     }
     hand_over(group);

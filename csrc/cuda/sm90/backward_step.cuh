@@ -29,9 +29,9 @@ struct BiasedBackwardMaps : BackwardMaps {
 };
 
 // The order of the sums of dq in the workspace, which backward_finish.cuh reads: tiles of 16 rows, those of one warp,
-// so that short sequences take little memory. With 128 keys a warpgroup computes 64 rows and kPartColumns columns of a
-// step; the two of a thread block compute different rows when a step has 128 queries, otherwise different columns. With
-// 64 keys one warpgroup computes all columns.
+// so that short sequences take little memory. With 128 keys a warpgroup computes 64 rows and 64 columns of a step; the
+// two of a thread block compute different rows when a step has 128 queries, otherwise different columns, and half each
+// of a third panel. With 64 keys one warpgroup computes all columns.
 template <class T, int kHeadDimension, int kHeadDimV = kHeadDimension>
 struct DqLayout {
   using Element = T;
@@ -39,7 +39,8 @@ struct DqLayout {
   static constexpr bool kWide = kTile.is_wide();
   static constexpr int kQueries = kTile.queries, kTileRows = 16;
   static constexpr int kParts = kWide ? 1 : 2, kThreads = kParts * kGroupThreads, kSplits = 1;
-  static constexpr int kPartColumns = !kWide && kHeadDimension > 128 ? kHeadDimension / 2 : 64;    // of two warpgroups
+  // Columns of a warp in dq_finish_kernel.
+  static constexpr int kPartColumns = !kWide && kHeadDimension > 128 ? kHeadDimension / 2 : 64;
   static constexpr int kHeadDim = kWide ? kHeadDimension : kParts * kPartColumns * 64 / kQueries;  // some may be unused
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = (kWide ? kHeadDim : kPartColumns) / 8;
@@ -48,17 +49,26 @@ struct DqLayout {
 
   // First row and column of a warp's part, of the warps that compute dq.
   static __device__ __forceinline__ int row(int warp) { return (kQueries == 64 ? warp % 4 : warp) * 16; }
-  static __device__ __forceinline__ int column(int warp) { return kQueries == 64 ? warp / 4 * kPartColumns : 0; }
+  static __device__ __forceinline__ int column(int warp) { return kQueries == 64 ? warp / 4 * 64 : 0; }
   // Where the accumulator tile c of that part is summed up. tile: the first tile of the step.
   static __device__ __forceinline__ float* fragment(const BackwardWorkspace& workspace, int64_t tile, int warp, int c) {
-    return workspace.dq + (tile + row(warp) / 16) * kTileFloats + (column(warp) / 8 + c) * 128;
+    return at(workspace, tile, row(warp), column(warp) / 8 + c);
   }
 
   // The same for dq_finish_kernel, which runs with these warps alone.
   static __device__ int query_row() { return row(threadIdx.x / 32); }
-  static __device__ int query_column(int) { return column(threadIdx.x / 32); }
+  static __device__ int query_column(int) {
+    const int warp = threadIdx.x / 32;
+    return kQueries == 64 ? warp / 4 * kPartColumns : 0;
+  }
   static __device__ float* dq_fragment(const BackwardWorkspace& workspace, int64_t tile, int, int, int c) {
-    return fragment(workspace, tile, threadIdx.x / 32, c);
+    return at(workspace, tile, query_row(), query_column(0) / 8 + c);
+  }
+
+ private:
+  static __device__ __forceinline__ float* at(const BackwardWorkspace& workspace, int64_t tile, int row,
+                                              int column_tile) {
+    return workspace.dq + (tile + row / 16) * kTileFloats + column_tile * 128;
   }
 };
 

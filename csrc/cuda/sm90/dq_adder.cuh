@@ -24,16 +24,6 @@ __device__ __forceinline__ void write(DqPart<kTiles>& part, const float (&dq)[kT
 #pragma unroll
   for (int c = 0; c < kTiles; ++c) ptx::store_fragment(own[c], dq[c]);
 }
-// The same of a part of 96 columns, those of a panel and a half. The half is between the panels of the two warpgroups.
-__device__ __forceinline__ void write(DqPart<12>& part, const float (&panel)[8][4], const float (&half)[4][4],
-                                      int group) {
-  float (&own)[12][128] = part[threadIdx.x / 32 % 4];
-  ptx::named_barrier_sync(kDqEmptyBarrier + group, kDqThreads);
-#pragma unroll
-  for (int c = 0; c < 8; ++c) ptx::store_fragment(own[c + 4 * group], panel[c]);
-#pragma unroll
-  for (int c = 0; c < 4; ++c) ptx::store_fragment(own[c + 8 * (1 - group)], half[c]);
-}
 // Tells the adder. The fence waits until everything is written.
 __device__ __forceinline__ void hand_over(int group) {
   ptx::fence_async_shared();
@@ -106,17 +96,22 @@ struct DqAdder {
   }
   template <class Step>
   __device__ __forceinline__ void start(const BackwardWork& work, const Step& now, int group) const {
-    float* const to = Layout::fragment(workspace, tile(work, now), group * 4, 0);
+    const int64_t first = tile(work, now);
+    float* const to = Layout::fragment(workspace, first, group * 4, 0);
     const int rows = work.length_q - now.m * kQueries - Layout::row(group * 4);
     constexpr int kTileRows = Layout::kTileRows;
-    // With 64 queries a step the second warpgroup has the columns after those of the first.
-    constexpr int kFirstColumns = Layout::kPartColumns;
-    constexpr int kSecondColumns = kQueries == 128 ? kFirstColumns : Kernel::kColumns - kFirstColumns;
-    const int bytes = kTileRows * 4 * (group == 0 ? kFirstColumns : kSecondColumns);
+    // With 64 queries a step the second warpgroup has the columns from 64 on, and of three panels a half of the last.
+    constexpr bool kSharesPanel = Kernel::kDqTiles > 8;
+    constexpr int kSecondColumns = kQueries == 128 || kSharesPanel ? 64 : Kernel::kColumns - 64;
+    const int bytes = kTileRows * 4 * (group == 0 ? 64 : kSecondColumns);
 #pragma unroll 1
     for (int warp = 0; warp < 4; ++warp) {
       if (warp * kTileRows >= rows) break;  // rows after the last of the sequence have no tile in the workspace
       ptx::bulk_add(to + warp * Layout::kTileFloats, shared.dq[group][warp][0], bytes);
+      if constexpr (kSharesPanel) {
+        float* const half = Layout::fragment(workspace, first, 0, 16 + 4 * group);
+        ptx::bulk_add(half + warp * Layout::kTileFloats, shared.dq[group][warp][8], kTileRows * 4 * 32);
+      }
     }
   }
 

@@ -60,12 +60,13 @@ __device__ __forceinline__ void accumulate(float (&sum)[N][4], const T (&a)[kAll
   ptx::wgmma_commit();
 }
 
-// c = a^T * rows, both from shared memory; `a` has 64 columns. first_column: of `rows`, where these are no whole panel.
+// c = a^T * rows, both from shared memory; `a` has 64 columns. panel_bytes: from `rows` to the panel of its columns
+// from 64 on.
 template <int N, class T, int kRows>
 __device__ __forceinline__ void transposed_product(float (&c)[N][4], const T (&a)[kRows][kPanelColumns],
-                                                   const T (&rows)[kRows][kPanelColumns], int first_column = 0) {
-  const auto columns = ptx::swizzled_descriptor(a, 0);
-  const auto b = ptx::swizzled_descriptor(rows, kRows * 128) + first_column / 8;
+                                                   const T (&rows)[kRows][kPanelColumns],
+                                                   int panel_bytes = kRows * 128) {
+  const auto columns = ptx::swizzled_descriptor(a, 0), b = ptx::swizzled_descriptor(rows, panel_bytes);
   ptx::hold(c);
   ptx::wgmma_fence();
 #pragma unroll
