@@ -456,12 +456,16 @@ template <class T, int kHeadDim, Kind kKind, bool kLarge>
 __global__ void __launch_bounds__(Backward<T, kHeadDim, kKind, kLarge>::kThreads)
     backward_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ WorkspaceOf<kKind> workspace,
                     const __grid_constant__ TileOrder order) {
-  extern __shared__ __align__(16) unsigned char shared[];
-  using Kernel = Backward<T, kHeadDim, kKind, kLarge>;
-  Kernel kernel(p, workspace, reinterpret_cast<T*>(shared));
-  const int heads = static_cast<int>(p.heads_k);
-  const auto [head, block] = order.index(blockIdx.x / Kernel::kSplits, heads * static_cast<int>(p.batch));
-  kernel.run(head / heads, head % heads, block, order.blocks);
+  if constexpr (kRunsHere<(kLarge ? kLargeShared : kSmallShared)>) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    using Kernel = Backward<T, kHeadDim, kKind, kLarge>;
+    Kernel kernel(p, workspace, reinterpret_cast<T*>(shared));
+    const int heads = static_cast<int>(p.heads_k);
+    const auto [head, block] = order.index(blockIdx.x / Kernel::kSplits, heads * static_cast<int>(p.batch));
+    kernel.run(head / heads, head % heads, block, order.blocks);
+  } else {
+    __trap();
+  }
 }
 
 template <class T, int kHeadDim, Kind kKind, bool kLarge>

@@ -291,9 +291,13 @@ template <class T, int kHeadDim, int kShared>
 __global__ void __launch_bounds__(ForwardWide<T, kHeadDim, kShared>::kThreads, 1)
     forward_wide_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ TileOrder order,
                         const __grid_constant__ PlainScore<float, true> score) {
-  extern __shared__ __align__(16) unsigned char shared[];
-  using Kernel = ForwardWide<T, kHeadDim, kShared>;
-  Kernel(p, score, *reinterpret_cast<typename Kernel::Shared*>(shared)).run(order);
+  if constexpr (kRunsHere<kShared>) {
+    extern __shared__ __align__(16) unsigned char shared[];
+    using Kernel = ForwardWide<T, kHeadDim, kShared>;
+    Kernel(p, score, *reinterpret_cast<typename Kernel::Shared*>(shared)).run(order);
+  } else {
+    __trap();
+  }
 }
 
 template <class T, int kHeadDim, int kShared>

@@ -19,6 +19,16 @@ constexpr int least_shared() {
   return kBytes == 4 && kHeadDim > 384 ? kMediumShared : kSmallShared;
 }
 
+// Whether code for the architecture that is being compiled may run the tiles for so much shared memory. Code for 9.0a
+// runs on Hopper alone, where a thread block may have kLargeShared: kernels for less would double the time to compile.
+template <int kShared>
+constexpr bool kRunsHere =
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+    kShared >= kLargeShared;
+#else
+    true;
+#endif
+
 struct ForwardTile {
   int warps = 0;
   int row_tiles = 0;  // of a warp: 16 queries each
