@@ -68,7 +68,7 @@ struct OperandTile {
     }
     // Computes them again, so that they need not be kept: some ten instructions.
     __device__ __forceinline__ void recompute() {
-      if constexpr (kIsSwizzled) *this = Places(shuffled(threadIdx.x % 32));
+      *this = Places(shuffled(threadIdx.x % 32));
     }
 
    private:

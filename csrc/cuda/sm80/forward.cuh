@@ -267,7 +267,7 @@ struct Forward {
       Weights weights;
       weigh(weights, scores, n, masked, whole, bias_ahead);
       __syncwarp();  // keeps the compiler from loading so much of V ahead that registers run out
-      if (sizeof(T) == 2 && kHeadDim == 128 && !kDropout) places.recompute();
+      if (sizeof(T) == 2 && (kHeadDim == 64 || kHeadDim == 128) && !kDropout) places.recompute();
       value_product(weights, v_tile + stage);
       if (isolates) poison_rows_of(n);
       if (kStages == 2) stage = kKeyTileElements - stage;
