@@ -20,6 +20,7 @@ inline Real lse_gradient(const AttnGradParams& p, int64_t b, int64_t h, int64_t 
 template <class In, class Op>
 class BackwardPrepare {
   using Real = typename Op::Real;
+  using S = typename Op::S;
   static constexpr int64_t kQueries = Tile<Real>::kQueries;
 
  public:
@@ -47,15 +48,19 @@ class BackwardPrepare {
   Real dot_rows(int64_t b, int64_t h, int64_t row) const {
     const In* dout = row_of<const In>(p.dout, b, h, row);
     const In* out = row_of<const In>(p.out, b, h, row);
-    constexpr int kLanes = 16;
-    Real lanes[kLanes] = {};  // independent sums that the compiler may vectorise
+    constexpr int kLanes = 16, W = S::kWidth;  // independent sums, as many in every instruction set
+    typename S::V sums[kLanes / W];
+    for (int n = 0; n < kLanes / W; ++n) sums[n] = S::zero();
     int64_t d = 0;
     for (; d + kLanes <= p.head_dim_v; d += kLanes) {
-      Real a[kLanes], c[kLanes];
-      widen_row(a, dout + d, kLanes);
-      widen_row(c, out + d, kLanes);
-      for (int l = 0; l < kLanes; ++l) lanes[l] += a[l] * c[l];
+      FLASHATTN_UNROLL(8)
+      for (int n = 0; n < kLanes / W; ++n) {
+        const int64_t at = d + n * W;
+        sums[n] = S::fma(WideVector<Real, In>::load(dout + at), WideVector<Real, In>::load(out + at), sums[n]);
+      }
     }
+    alignas(64) Real lanes[kLanes];
+    for (int n = 0; n < kLanes / W; ++n) S::store(lanes + n * W, sums[n]);
     for (; d < p.head_dim_v; ++d) lanes[0] += widen(dout[d]) * widen(out[d]);
     for (int half = kLanes / 2; half > 0; half /= 2) {
       for (int l = 0; l < half; ++l) lanes[l] += lanes[l + half];
