@@ -39,10 +39,12 @@ SOURCES = [
     "csrc/mask_extremes.cpp",
     "csrc/backend.cpp",
     "csrc/module.cpp",
+    "csrc/cpu/caches.cpp",
     "csrc/cpu/dispatch.cpp",
     "csrc/cpu/dropout_mask.cpp",
     "csrc/cpu/isa.cpp",
     "csrc/cpu/peak.cpp",
+    "csrc/cpu/tile_size.cpp",
     # One source per instruction set; those of another architecture compile to nothing.
     "csrc/cpu/inst/generic.cpp",
     "csrc/cpu/inst/avx2.cpp",

@@ -2,8 +2,12 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <map>
+
 #include "backend.h"
+#include "cpu/caches.h"
 #include "cpu/isa.h"
+#include "cpu/tile_size.h"
 #include "eager_op.h"
 #if defined(FLASHATTN_EXT_CUDA)
 #include <c10/cuda/CUDAException.h>
@@ -43,6 +47,23 @@ std::pair<int64_t, uint64_t> cuda_stream_and_capture(int device) {
 #endif
 }
 
+std::vector<std::pair<int, int64_t>> cpu_caches() {
+  std::vector<std::pair<int, int64_t>> caches;
+  for (const Cache& cache : data_caches()) caches.emplace_back(cache.level, cache.bytes);
+  return caches;
+}
+
+std::pair<int64_t, int64_t> named_cpu_tile(const std::string& dtype, int64_t head_dim) {
+  const std::map<std::string, DType> dtypes{
+      {"fp16", DType::kFloat16}, {"bf16", DType::kBFloat16}, {"fp32", DType::kFloat32}, {"fp64", DType::kFloat64}};
+  return cpu_tile(dtypes.at(dtype), head_dim);
+}
+std::pair<int64_t, int64_t> cpu_tile_that_fits(int64_t l2_bytes, int64_t row_bytes, int64_t score_bytes) {
+  const TileSize size = tile_that_fits(l2_bytes, row_bytes, score_bytes);
+  return {size.queries, size.keys};
+}
+void set_cpu_tile(int64_t queries, int64_t keys) { set_tile_size({queries, keys}); }
+
 #if defined(FLASHATTN_EXT_CUDA)
 std::vector<pybind11::dict> described_cuda_tiles() {
   std::vector<pybind11::dict> all;
@@ -81,8 +102,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         pybind11::call_guard<pybind11::gil_scoped_release>(),
         "Measured peak of fp32 multiply-adds of that many threads together.");
   m.def("set_cpu_isa", &set_cpu_isa, "Chooses one of cpu_isas().");
-  m.def("cpu_tile", &cpu_tile,
-        "Queries and keys of a tile of fp32 and 16-bit inputs, with the instruction set in use.");
+  m.def("cpu_caches", &cpu_caches, "Level and bytes of the data caches of one core, as far as they are known.");
+  m.def("cpu_tile", &named_cpu_tile, pybind11::arg("dtype"), pybind11::arg("head_dim"),
+        "Queries and keys of a tile of the CPU kernels for fp16, bf16, fp32 or fp64 inputs.");
+  m.def("cpu_tile_that_fits", &cpu_tile_that_fits, pybind11::arg("l2_bytes"), pybind11::arg("row_bytes"),
+        pybind11::arg("score_bytes"), "The same for any cache: tile_size.h.");
+  m.def("set_cpu_tile", &set_cpu_tile, pybind11::arg("queries"), pybind11::arg("keys"),
+        "Gives every call another tile; 0 and 0 end that.");
 #if defined(FLASHATTN_EXT_CUDA)
   m.def("cuda_tiles", &described_cuda_tiles,
         "The tiles of the CUDA kernels of 16-bit types, for each class of head dims the default one first; a private "

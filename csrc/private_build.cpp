@@ -1,16 +1,8 @@
 // A backend of its own library, compiled with other tiles than the package's to be measured beside it. No build of the
 // package has this file: flashattn_ext/cli/private_build.py compiles it with the kernels of one backend.
 //   FLASHATTN_EXT_PRIVATE_NAME     the backend's name for use_backend(), a string
-//   FLASHATTN_EXT_PRIVATE_BACKEND  the function that returns its table: cpu_backend, cuda_sm90_backend, ...
-//   FLASHATTN_EXT_PRIVATE_KERNELS  on the CPU, the only instruction set of the library: kAvx2Kernels, ...
+//   FLASHATTN_EXT_PRIVATE_BACKEND  the function that returns its table: cuda_sm90_backend, ...
 #include "backend.h"
-#if defined(FLASHATTN_EXT_PRIVATE_KERNELS)
-#include "cpu/kernels.h"
-
-namespace flashattn_ext {
-const CpuKernels& cpu_kernels() { return FLASHATTN_EXT_PRIVATE_KERNELS; }
-}  // namespace flashattn_ext
-#endif
 
 // What load_backend() looks for.
 extern "C" {

@@ -123,20 +123,15 @@ def is_command_line() -> bool:
 
 def describe_cpu() -> str:
     """The name of this machine's CPU and, where Linux says them, the sizes of the caches of one core, as measurements name them."""
+    from . import _C
+
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:  # not on Linux
         lines = []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     name = next(names, platform.processor() or platform.machine())
-    caches = []
-    for cache in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-        try:
-            level, kind, size = ((cache / field).read_text().strip() for field in ("level", "type", "size"))
-        except OSError:
-            continue
-        if kind != "Instruction":
-            caches.append(f"L{level} {size}")
+    caches = [f"L{level} {size >> 10}K" for level, size in _C.cpu_caches()]
     return f"{name} ({', '.join(caches)})" if caches else name
 
 
@@ -146,6 +141,7 @@ def build_info() -> dict[str, Any]:
     Returns:
         A dict with `version`, `backends` (names for use_backend), `torch` (the version built for),
         `compiler`, `cpu` (this machine's, with its caches), `cpu_isas` (usable here, fastest first), `cpu_isa` (in use),
+        `cpu_tile` (queries and keys of a tile for each head dim, fp32, chosen by the caches),
         `cuda_architectures` (compute capabilities, empty without CUDA) and `ascend_soc` (the chip
         that "ascend" was built for, or "").
     """
@@ -166,6 +162,7 @@ def build_info() -> dict[str, Any]:
         "cpu": describe_cpu(),
         "cpu_isas": _C.cpu_isas(),
         "cpu_isa": _C.cpu_isa(),
+        "cpu_tile": {head_dim: _C.cpu_tile("fp32", head_dim) for head_dim in (64, 128, 256, 512)},
         "cuda_architectures": list(_build_config.CUDA_ARCHITECTURES),
         "ascend_soc": ascend_soc,
     }

@@ -19,9 +19,8 @@ template <class In, class Op>
 struct BackwardScratch {
   using Real = typename Op::Real;
   using Unit = typename Op::Unit;
-  static constexpr int64_t kQueries = Tile<Real>::kQueries, kKeys = Tile<Real>::kKeys;
 
-  BackwardScratch(const AttnGradParams& p, void* base) : BackwardScratch(p, ScratchCarver(base)) {}
+  BackwardScratch(const AttnGradParams& p, void* base) : BackwardScratch(p, tile_size<Op>(p), ScratchCarver(base)) {}
 
   int64_t units, units_v;      // of a padded row of q and k, and of v and dout
   int64_t columns, columns_v;  // the same in elements
@@ -30,34 +29,34 @@ struct BackwardScratch {
   Unit *k_panels, *q_panels, *dout_panels, *q_transposed, *dout_transposed;
   ScoreTile<Op> tile;
   GradientTile<Op> gradients;
-  Real *dk, *dv;  // [kKeys][columns], [kKeys][columns_v]
+  Real *dk, *dv;  // [keys][columns], [keys][columns_v]
   KnownRows<Real> rows;
   IsolatedRows<In, Op> isolated_q, isolated_dout, isolated_k;
   int64_t bytes;
 
  private:
-  BackwardScratch(const AttnGradParams& p, ScratchCarver carve)
+  BackwardScratch(const AttnGradParams& p, const TileSize& size, ScratchCarver carve)
       : units(padded_units<Op>(p.head_dim)),
         units_v(padded_units<Op>(p.head_dim_v)),
         columns(units * Op::kPack),
         columns_v(units_v * Op::kPack),
-        k(carve.take<Unit>(kKeys * units)),
-        v(carve.take<Unit>(kKeys * units_v)),
-        q(carve.take<Unit>(kQueries * units)),
-        dout(carve.take<Unit>(kQueries * units_v)),
-        k_panels(carve.take<Unit>(row_panel_units<Op>(kKeys, units))),
-        q_panels(carve.take<Unit>(row_panel_units<Op>(kQueries, units))),
-        dout_panels(carve.take<Unit>(row_panel_units<Op>(kQueries, units_v))),
-        q_transposed(carve.take<Unit>(units * kQueries)),
-        dout_transposed(carve.take<Unit>(units_v * kQueries)),
-        tile(p, &carve),
-        gradients(p, &carve),
-        dk(carve.take<Real>(kKeys * columns)),
-        dv(carve.take<Real>(kKeys * columns_v)),
-        rows(&carve),
-        isolated_q(p, kQueries, units, &carve),
-        isolated_dout(p, kQueries, units_v, &carve),
-        isolated_k(p, kKeys, units, &carve),
+        k(carve.take<Unit>(size.keys * units)),
+        v(carve.take<Unit>(size.keys * units_v)),
+        q(carve.take<Unit>(size.queries * units)),
+        dout(carve.take<Unit>(size.queries * units_v)),
+        k_panels(carve.take<Unit>(row_panel_units<Op>(size.keys, units))),
+        q_panels(carve.take<Unit>(row_panel_units<Op>(size.queries, units))),
+        dout_panels(carve.take<Unit>(row_panel_units<Op>(size.queries, units_v))),
+        q_transposed(carve.take<Unit>(units * size.queries)),
+        dout_transposed(carve.take<Unit>(units_v * size.queries)),
+        tile(p, size, &carve),
+        gradients(p, size, &carve),
+        dk(carve.take<Real>(size.keys * columns)),
+        dv(carve.take<Real>(size.keys * columns_v)),
+        rows(size, &carve),
+        isolated_q(p, size.queries, units, &carve),
+        isolated_dout(p, size.queries, units_v, &carve),
+        isolated_k(p, size.keys, units, &carve),
         bytes(carve.used()) {}
 };
 
@@ -65,11 +64,15 @@ template <class In, class Op, class Accuracy, class Rule>
 class Backward {
   using Real = typename Op::Real;
   using Unit = typename Op::Unit;
-  static constexpr int64_t kQueries = Tile<Real>::kQueries, kKeys = Tile<Real>::kKeys;
 
  public:
   Backward(const AttnGradParams& params, const BackwardWorkspace<In, Op>& call_workspace, void* base)
-      : p(params), workspace(call_workspace), rule(make_rule<Rule>(params)), scales(params), scratch(params, base) {
+      : p(params),
+        workspace(call_workspace),
+        size(workspace.size),
+        rule(make_rule<Rule>(params)),
+        scales(params),
+        scratch(params, base) {
     if (p.has_dropout()) {
       philox = philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]));
     }
@@ -82,8 +85,8 @@ class Backward {
     queries = query_sequence(p, b);
     keys = key_sequence(p, b);
     key_tile = item.tile;
-    key0 = key_tile * kKeys;
-    key_count = lesser(kKeys, keys.length - key0);
+    key0 = key_tile * size.keys;
+    key_count = lesser(size.keys, keys.length - key0);
     const int64_t row = keys.start + key0;
     k = stage_rows<Op>(row_of<const In>(p.k, b, hk, row), p.k.row_stride, key_count, p.head_dim, scratch.k);
     v = stage_rows<Op>(row_of<const In>(p.v, b, hk, row), p.v.row_stride, key_count, p.head_dim_v, scratch.v);
@@ -113,9 +116,9 @@ class Backward {
       bias_gradient.begin_head(batch, h, queries.length, key0, mask.basic.first_position());
     }
     const IndexRange seen_by = mask.basic.rows_of(key0, key0 + key_count);
-    for (int64_t m = seen_by.begin / kQueries; m * kQueries < seen_by.end; ++m) {
-      const IndexRange rows{m * kQueries, lesser((m + 1) * kQueries, queries.length)};
-      if (mask.template sees_tile<kKeys>(rows, key_tile)) {
+    for (int64_t m = seen_by.begin / size.queries; m * size.queries < seen_by.end; ++m) {
+      const IndexRange rows{m * size.queries, lesser((m + 1) * size.queries, queries.length)};
+      if (mask.sees_tile(size.keys, rows, key_tile)) {
         query_tile(mask, h, m);
       } else if constexpr (kIsGeneral<Rule>) {
         bias_gradient.skip_tile(rows.begin, key0, workspace.bias_turns);
@@ -126,14 +129,14 @@ class Backward {
 
   // Query tile `number` of query head h.
   void query_tile(const HeadMask& head_mask, int64_t h, int64_t number) {
-    const int64_t row0 = number * kQueries, rows = lesser(kQueries, queries.length - row0);
+    const int64_t row0 = number * size.queries, rows = lesser(size.queries, queries.length - row0);
     const bool pads = kIsGeneral<Rule> && scratch.gradients.biases.any();
     const PanelMask<Op> mask(head_mask, row0, rows, key0, key_count, pads, scratch.tile.limits);
     const int64_t lane_count = round_up(rows, Op::S::kWidth);
     isolates = p.has_intervals() && !mask.is_whole();
     load_rows(h, row0, rows, lane_count);
     if (p.has_dropout()) {
-      fill_keep_bits(scratch.tile.keep_bits, kQueries / kDropoutLanes, philox, p, batch, h, row0, rows, key0,
+      fill_keep_bits(scratch.tile.keep_bits, size.queries / kDropoutLanes, philox, p, batch, h, row0, rows, key0,
                      key_count);
     }
     const TilePlace place{row0, rows, key0, key_count, head_mask.basic.first_position()};
@@ -146,8 +149,8 @@ class Backward {
     }
     key_gradients(mask);
     const IndexRange tile_rows{row0, row0 + rows};
-    query_gradient(mask, h, number, rows, head_mask.template previous_tile<kKeys>(tile_rows, key_tile),
-                   head_mask.template next_tile<kKeys>(tile_rows, key_tile) < 0);
+    query_gradient(mask, h, number, rows, head_mask.previous_tile(size.keys, tile_rows, key_tile),
+                   head_mask.next_tile(size.keys, tile_rows, key_tile) < 0);
   }
 
   void load_rows(int64_t h, int64_t row0, int64_t rows, int64_t lane_count) {
@@ -185,8 +188,8 @@ class Backward {
     const ScoreTile<Op>& tile = scratch.tile;
     const GradientTile<Op>& gradients = scratch.gradients;
     const IndexRange panel_keys = mask.panel_keys(lanes.begin);
-    const Gemm<Op> qk{k.data, k.stride, q_transposed, tile.scores, kQueries};
-    const Gemm<Op> dov{v.data, v.stride, dout_transposed, gradients.scores, kQueries};
+    const Gemm<Op> qk{k.data, k.stride, q_transposed, tile.scores, size.queries};
+    const Gemm<Op> dov{v.data, v.stride, dout_transposed, gradients.scores, size.queries};
     const int64_t units = ceil_div(p.head_dim, Op::kPack), units_v = ceil_div(p.head_dim_v, Op::kPack);
     if constexpr (kIsGeneral<Rule>) {
       const PanelOrigin next{row0 + lanes.end < queries.length, row0 + lanes.end, key0};
@@ -200,8 +203,8 @@ class Backward {
       score_product(dov, panel_keys, lanes, units_v);
     }
     const IndexRange panel_rows{row0 + lanes.begin, row0 + lesser(lanes.end, rows)};
-    const bool whole_rows = sizeof(In) == 2 && head_mask.template previous_tile<kKeys>(panel_rows, key_tile) < 0 &&
-                            head_mask.template next_tile<kKeys>(panel_rows, key_tile) < 0;
+    const bool whole_rows = sizeof(In) == 2 && head_mask.previous_tile(size.keys, panel_rows, key_tile) < 0 &&
+                            head_mask.next_tile(size.keys, panel_rows, key_tile) < 0;
     differentiate<Accuracy>(tile, gradients, rule, scales, scratch.rows, mask, whole_rows, lanes, panel_keys);
     if constexpr (kIsGeneral<Rule>) gradients.biases.end_panel(place, lanes, panel_keys, workspace.bias_turns);
     // The gradient of the sink takes the better delta too, as do the gradients of biases for the weight of the sink; no
@@ -216,17 +219,17 @@ class Backward {
   void key_gradients(const PanelMask<Op>& mask) {
     const Unit* weights = reinterpret_cast<const Unit*>(scratch.tile.scores);
     const Unit* dscores = reinterpret_cast<const Unit*>(scratch.gradients.scores);
-    const Gemm<Op> dv{weights, kQueries, dout_panels, scratch.dv, scratch.columns_v};
-    const Gemm<Op> dk{dscores, kQueries, q_panels, scratch.dk, scratch.columns};
+    const Gemm<Op> dv{weights, size.queries, dout_panels, scratch.dv, scratch.columns_v};
+    const Gemm<Op> dk{dscores, size.queries, q_panels, scratch.dk, scratch.columns};
     gemm<Order::kRowMajor, Init::kAccumulate>(dv, {0, key_count}, {0, scratch.columns_v}, RowsOfKeys<Op>{mask});
     gemm<Order::kRowMajor, Init::kAccumulate>(dk, {0, key_count}, {0, scratch.columns}, RowsOfKeys<Op>{mask});
     if (!isolates) return;
     const KeysSeen<Op> seen{mask.limits(), key_count};
     scratch.isolated_dout.add(scratch.dv, scratch.columns_v, seen, [&](int64_t key, int64_t row) {
-      return PanelForms<Op>::of_query(scratch.tile.scores, kQueries, key, row);
+      return PanelForms<Op>::of_query(scratch.tile.scores, size.queries, key, row);
     });
     scratch.isolated_q.add(scratch.dk, scratch.columns, seen, [&](int64_t key, int64_t row) {
-      return PanelForms<Op>::of_query(scratch.gradients.scores, kQueries, key, row);
+      return PanelForms<Op>::of_query(scratch.gradients.scores, size.queries, key, row);
     });
   }
 
@@ -234,10 +237,10 @@ class Backward {
   // queries see, has added its part; -1 where this is the first.
   void query_gradient(const PanelMask<Op>& mask, int64_t h, int64_t number, int64_t rows, int64_t previous,
                       bool is_last) {
-    const int64_t first_row = workspace.first_row(p, batch, queries), row = queries.start + number * kQueries;
+    const int64_t first_row = workspace.first_row(p, batch, queries), row = queries.start + number * size.queries;
     Real* sum = workspace.dq_in_place
                     ? row_of<Real>(p.dq, batch, h, row)
-                    : workspace.dq + (h * workspace.rows + first_row + number * kQueries) * workspace.dq_columns;
+                    : workspace.dq + (h * workspace.rows + first_row + number * size.queries) * workspace.dq_columns;
     const int64_t stride = workspace.dq_in_place ? p.dq.row_stride : workspace.dq_columns;
     const Unit* dscores =
         Op::kPack == 2 ? scratch.gradients.pairs : reinterpret_cast<const Unit*>(scratch.gradients.scores);
@@ -246,7 +249,7 @@ class Backward {
       k_panels = row_panels<Op>(isolates_k ? finite_k : k, key_count, scratch.units, scratch.k_panels);
       panels_are_finite = isolates_k;
     }
-    const Gemm<Op> dq{dscores, kQueries, k_panels, sum, stride};
+    const Gemm<Op> dq{dscores, size.queries, k_panels, sum, stride};
     Turn& turn = workspace.dq_turn(h, first_row, batch, number);
     wait_for_turn(turn, previous + 1);
     if (previous < 0) {
@@ -255,8 +258,9 @@ class Backward {
       gemm<Order::kKMajor, Init::kAccumulate>(dq, {0, rows}, {0, scratch.columns}, KeysOfRows<Op>{mask});
     }
     if (isolates_k) {
-      scratch.isolated_k.add(sum, stride, RowsThatSee<Op>{mask.limits()},
-                             [&](int64_t r, int64_t key) { return PanelForms<Op>::of_key(dscores, kQueries, key, r); });
+      scratch.isolated_k.add(sum, stride, RowsThatSee<Op>{mask.limits()}, [&](int64_t r, int64_t key) {
+        return PanelForms<Op>::of_key(dscores, size.queries, key, r);
+      });
     }
     for (int64_t i = 0; is_last && !workspace.dq_in_place && i < rows; ++i) {
       narrow_row(row_of<In>(p.dq, batch, h, row + i), sum + i * stride, p.head_dim, Real(1));
@@ -266,6 +270,7 @@ class Backward {
 
   const AttnGradParams& p;
   const BackwardWorkspace<In, Op>& workspace;
+  const TileSize size;
   const Rule rule;
   const GradientScales<Real, Rule> scales;
   BackwardScratch<In, Op> scratch;
@@ -299,7 +304,7 @@ void backward(const AttnGradParams& p) {
   });
 
   // Key tiles ascend within a batch entry: a worker that waits for earlier parts of dq waits for items drawn earlier.
-  auto tiles_of = [&p](int64_t b) { return ceil_div(key_sequence(p, b).length, Tile<typename Op::Real>::kKeys); };
+  auto tiles_of = [&](int64_t b) { return ceil_div(key_sequence(p, b).length, workspace.size.keys); };
   int64_t items = 0;
   for (int64_t b = 0; b < p.batch; ++b) items += tiles_of(b) * p.heads_k;
   // Where heads add to one bias in turns, a group of them walks before the next group: neighbouring items must then not

@@ -21,7 +21,6 @@ template <class In, class Op>
 class BackwardPrepare {
   using Real = typename Op::Real;
   using S = typename Op::S;
-  static constexpr int64_t kQueries = Tile<Real>::kQueries;
 
  public:
   BackwardPrepare(const AttnGradParams& params, const BackwardWorkspace<In, Op>& call_workspace)
@@ -36,11 +35,12 @@ class BackwardPrepare {
       delta[i] = dot_rows(b, h, row) - lse_gradient<Real>(p, b, h, row);
     }
     const HeadMask mask(p, b, h, queries, KeyLocator(p, b));
-    for (int64_t row0 = 0; row0 < queries.length; row0 += kQueries) {
-      const int64_t count = lesser(kQueries, queries.length - row0);
-      const bool sees_nothing = mask.next_tile<Tile<Real>::kKeys>({row0, row0 + count}, -1) < 0;
+    const TileSize& size = workspace.size;
+    for (int64_t row0 = 0; row0 < queries.length; row0 += size.queries) {
+      const int64_t count = lesser(size.queries, queries.length - row0);
+      const bool sees_nothing = mask.next_tile(size.keys, {row0, row0 + count}, -1) < 0;
       if (sees_nothing) clear_dq(b, h, queries.start + row0, count);
-      workspace.dq_turn(h, first, b, row0 / kQueries).store(0, std::memory_order_relaxed);
+      workspace.dq_turn(h, first, b, row0 / size.queries).store(0, std::memory_order_relaxed);
     }
   }
 

@@ -13,7 +13,8 @@ template <class In, class Op>
 struct BackwardWorkspace {
   using Real = typename Op::Real;
 
-  BackwardWorkspace(const AttnGradParams& p, void* base) : BackwardWorkspace(p, ScratchCarver(base)) {}
+  BackwardWorkspace(const AttnGradParams& p, void* base)
+      : BackwardWorkspace(p, tile_size<Op>(p), ScratchCarver(base)) {}
 
   // First row of batch entry b in the arrays of rows.
   static int64_t first_row(const AttnParams& p, int64_t b, const Sequence& queries) {
@@ -22,25 +23,27 @@ struct BackwardWorkspace {
   // Whose turn it is to add to the dq of a query tile: tile `number` of query head h of batch entry b, whose first row
   // is `first_row`. It is 1 + the number of the key tile that has added its part last, and 0 at first.
   Turn& dq_turn(int64_t h, int64_t first_row, int64_t b, int64_t number) const {
-    return dq_turns_[h * tiles + first_row / Tile<Real>::kQueries + b + number];
+    return dq_turns_[h * tiles + first_row / size.queries + b + number];
   }
 
+  TileSize size;
   int64_t rows, tiles;  // of one head
   int64_t dq_columns;   // head_dim, padded to whole vectors
   int64_t bytes;
   bool dq_in_place;  // the fp32 (fp64) output is its own accumulator
   Real* delta;       // [Hq][rows]
   Real* dq;          // [Hq][rows][dq_columns]
-  BiasTurns<Real> bias_turns;
+  BiasTurns bias_turns;
 
  private:
-  BackwardWorkspace(const AttnGradParams& p, ScratchCarver carve) : bias_turns(p, &carve) {
+  BackwardWorkspace(const AttnGradParams& p, const TileSize& of_call, ScratchCarver carve)
+      : size(of_call), bias_turns(p, size, &carve) {
     rows = p.is_varlen() ? p.total_q : p.batch * p.seqlen_q;
     dq_columns = padded_units<Op>(p.head_dim) * Op::kPack;
     dq_in_place = std::is_same<In, Real>::value && p.head_dim == dq_columns;
     delta = carve.take<Real>(p.heads_q * rows);
     // Tiles end at sequence ends: at most one partial tile for each batch entry.
-    tiles = rows / Tile<Real>::kQueries + p.batch;
+    tiles = rows / size.queries + p.batch;
     dq_turns_ = carve.take<Turn>(p.heads_q * tiles);
     dq = carve.take<Real>(dq_in_place ? 0 : p.heads_q * rows * dq_columns);
     bytes = carve.used();

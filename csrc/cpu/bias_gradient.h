@@ -34,10 +34,9 @@ struct SharedBias {
 };
 
 // Whose turn it is to add to a sum, in the workspace of the call.
-template <class Real>
 struct BiasTurns {
-  BiasTurns(const AttnGradParams& p, ScratchCarver* carve)
-      : query_tiles(ceil_div(p.seqlen_q, Tile<Real>::kQueries)), key_tiles(ceil_div(p.seqlen_k, Tile<Real>::kKeys)) {
+  BiasTurns(const AttnGradParams& p, const TileSize& size, ScratchCarver* carve)
+      : query_tiles(ceil_div(p.seqlen_q, size.queries)), key_tiles(ceil_div(p.seqlen_k, size.keys)) {
     head_count = p.dalibi_slopes || p.drelative_bias ? p.heads_q : 0;
     const SharedBias shared(p);
     const int64_t entries = (shared.batch ? 1 : p.batch) * (shared.heads ? 1 : p.heads_q);
@@ -63,23 +62,26 @@ class BiasGradient {
   using Real = typename Op::Real;
   using S = typename Op::S;
   using V = typename S::V;
-  static constexpr int64_t kQueries = Tile<Real>::kQueries, kKeys = Tile<Real>::kKeys;
-  static constexpr int64_t kDiagonals = Diagonals<Real>::kCount;
   // Sums of neighbouring keys overlap in all but one element. A copy for each of four keys keeps a load from waiting
   // for the store just before it.
   static constexpr int64_t kCopies = 4;
 
  public:
-  BiasGradient(const AttnGradParams& params, ScratchCarver* carve)
-      : p(params), shared_(params), has_diagonals_(p.dalibi_slopes || p.drelative_bias), has_elements_(p.dbias.data) {
+  BiasGradient(const AttnGradParams& params, const TileSize& size, ScratchCarver* carve)
+      : p(params),
+        size_(size),
+        places_(size),
+        shared_(params),
+        has_diagonals_(p.dalibi_slopes || p.drelative_bias),
+        has_elements_(p.dbias.data) {
     const int64_t rows = p.is_varlen() ? p.total_q : p.seqlen_q;
-    const int64_t distances = round_up(rows, kQueries) + kKeys;
-    diagonals_ = carve->take<Real>(has_diagonals_ ? kCopies * kDiagonals : 0);
+    const int64_t distances = round_up(rows, size_.queries) + size_.keys;
+    diagonals_ = carve->take<Real>(has_diagonals_ ? kCopies * places_.count : 0);
     relative_ = carve->take<double>(p.drelative_bias ? lesser(distances, 2 * p.relative_reach + 1) : 0);
-    elements_ = carve->take<Real>(has_elements_ && !shared_.rows ? kKeys * kPanel<Op> : 0);
-    columns_ = carve->take<Real>(shared_.rows ? kKeys * S::kWidth : 0);
-    column_sums_ = carve->take<double>(shared_.rows ? kKeys * S::kWidth : 0);
-    row_sums_ = carve->take<Real>(has_diagonals_ && p.centres.data ? kQueries : 0);
+    elements_ = carve->take<Real>(has_elements_ && !shared_.rows ? size_.keys * kPanel<Op> : 0);
+    columns_ = carve->take<Real>(shared_.rows ? size_.keys * S::kWidth : 0);
+    column_sums_ = carve->take<double>(shared_.rows ? size_.keys * S::kWidth : 0);
+    row_sums_ = carve->take<Real>(has_diagonals_ && p.centres.data ? size_.queries : 0);
   }
 
   bool any() const { return has_diagonals_ || has_elements_; }
@@ -91,15 +93,15 @@ class BiasGradient {
     batch_ = b;
     head_ = h;
     slope_ = below_ = above_ = 0;
-    if (has_diagonals_) std::fill(diagonals_, diagonals_ + kCopies * kDiagonals, Real(0));
+    if (has_diagonals_) std::fill(diagonals_, diagonals_ + kCopies * places_.count, Real(0));
     if (p.drelative_bias) {
-      first_entry_ = bias().entry(key0 - round_up(rows, kQueries) - shift);
-      last_entry_ = bias().entry(key0 + kKeys - 1 - shift);
+      first_entry_ = bias().entry(key0 - round_up(rows, size_.queries) - shift);
+      last_entry_ = bias().entry(key0 + size_.keys - 1 - shift);
       std::fill(relative_, relative_ + (last_entry_ - first_entry_ + 1), 0.0);
     }
     if (shared_.rows) {
-      std::fill(columns_, columns_ + kKeys * S::kWidth, Real(0));
-      std::fill(column_sums_, column_sums_ + kKeys * S::kWidth, 0.0);
+      std::fill(columns_, columns_ + size_.keys * S::kWidth, Real(0));
+      std::fill(column_sums_, column_sums_ + size_.keys * S::kWidth, 0.0);
     }
   }
 
@@ -109,16 +111,17 @@ class BiasGradient {
    public:
     Lanes() = default;
     Lanes(const BiasGradient& sums, int64_t lane)
-        : has_diagonals_(sums.has_diagonals_),
+        : diagonal_count_(sums.places_.count),
+          has_diagonals_(sums.has_diagonals_),
           has_elements_(sums.has_elements_ && !sums.shared_.rows),
           has_columns_(sums.shared_.rows),
-          diagonals_(sums.diagonals_ + Diagonals<Real>::diagonal(0, lane)),
+          diagonals_(sums.diagonals_ + sums.places_.of(0, lane)),
           elements_(sums.elements_ + lane % kPanel<Op>),
           columns_(sums.columns_) {}
 
     // The gradients of the logits of one key.
     void add(int64_t key, V gradients) const {
-      if (has_diagonals_) add_to_sum(diagonals_ + key % kCopies * kDiagonals - key, gradients);
+      if (has_diagonals_) add_to_sum(diagonals_ + key % kCopies * diagonal_count_ - key, gradients);
       if (has_elements_) S::store(elements_ + key * kPanel<Op>, gradients);
       if (has_columns_) add_to_sum(columns_ + key * S::kWidth, gradients);
     }
@@ -126,6 +129,7 @@ class BiasGradient {
    private:
     static void add_to_sum(Real* sum, V x) { S::store(sum, S::load(sum) + x); }
 
+    int64_t diagonal_count_;
     bool has_diagonals_, has_elements_, has_columns_;
     Real *diagonals_, *elements_, *columns_;
   };
@@ -139,18 +143,18 @@ class BiasGradient {
     const int64_t bytes = dtype_bytes(p.dbias.dtype);
     const char* const panel =
         static_cast<const char*>(p.dbias.data) + offset(place.row0 + lanes.begin, place.key0) * bytes;
-    ask_for_panel<Op>(part, bytes, [&](int64_t row, int64_t byte) {
+    ask_for_panel<Op>(part, size_.keys, bytes, [&](int64_t row, int64_t byte) {
       prefetch<true>(panel + row * p.dbias.row_stride * bytes + byte);
     });
   }
   // After the gradients of a panel, of which `keys` are computed.
-  void end_panel(const TilePlace& place, IndexRange lanes, IndexRange keys, const BiasTurns<Real>& turns) const {
+  void end_panel(const TilePlace& place, IndexRange lanes, IndexRange keys, const BiasTurns& turns) const {
     if (!adds_panels()) return;
     if (shared_.in_turns()) wait_for_turn(tile_turn(place, turns), shared_.part(p, batch_, head_));
     for_element_type(p.dbias.dtype, [&](auto element) { add_panel<decltype(element)>(place, lanes, keys); });
   }
   // row: the first of the tile, in the tensors.
-  void end_tile(const TilePlace& place, int64_t row, const BiasTurns<Real>& turns) {
+  void end_tile(const TilePlace& place, int64_t row, const BiasTurns& turns) {
     if (has_diagonals_) sum_diagonals(place);
     if (has_diagonals_ && p.centres.data) subtract_centres(row, place.rows);
     if (shared_.rows) return sum_columns(place);
@@ -159,25 +163,25 @@ class BiasGradient {
     }
   }
   // A tile of which these rows see nothing; those of another head may.
-  void skip_tile(int64_t row0, int64_t key0, const BiasTurns<Real>& turns) const {
+  void skip_tile(int64_t row0, int64_t key0, const BiasTurns& turns) const {
     if (!adds_panels() || !shared_.in_turns()) return;
-    in_turn(turns.tile(shared_.entry(p, batch_, head_), key0 / kKeys, row0 / kQueries), shared_.part(p, batch_, head_),
-            [] {});
+    in_turn(turns.tile(shared_.entry(p, batch_, head_), key0 / size_.keys, row0 / size_.queries),
+            shared_.part(p, batch_, head_), [] {});
   }
   // key_tile: counted through all batch entries.
-  void end_head(int64_t key_tile, int64_t key0, int64_t keys, const BiasTurns<Real>& turns) {
+  void end_head(int64_t key_tile, int64_t key0, int64_t keys, const BiasTurns& turns) {
     if (has_diagonals_) in_turn(turns.heads[head_], key_tile, [&] { add_distances(); });
     if (!shared_.rows) return;
     const auto add = [&] {
       for_element_type(p.dbias.dtype, [&](auto element) { add_columns<decltype(element)>(key0, keys); });
     };
     if (!shared_.in_turns()) return add();
-    in_turn(turns.tile(shared_.entry(p, batch_, head_), key0 / kKeys, 0), shared_.part(p, batch_, head_), add);
+    in_turn(turns.tile(shared_.entry(p, batch_, head_), key0 / size_.keys, 0), shared_.part(p, batch_, head_), add);
   }
 
  private:
-  Turn& tile_turn(const TilePlace& place, const BiasTurns<Real>& turns) const {
-    return turns.tile(shared_.entry(p, batch_, head_), place.key0 / kKeys, place.row0 / kQueries);
+  Turn& tile_turn(const TilePlace& place, const BiasTurns& turns) const {
+    return turns.tile(shared_.entry(p, batch_, head_), place.key0 / size_.keys, place.row0 / size_.queries);
   }
   HeadBias<Real> bias() const { return HeadBias<Real>::of(p, batch_, head_); }
 
@@ -190,13 +194,13 @@ class BiasGradient {
 
   void sum_diagonals(const TilePlace& place) {
     const HeadBias<Real> head = bias();
-    for (int64_t n = 0; n < kDiagonals; ++n) {
+    for (int64_t n = 0; n < places_.count; ++n) {
       double sum = 0;
       for (int64_t copy = 0; copy < kCopies; ++copy) {
-        sum += static_cast<double>(diagonals_[copy * kDiagonals + n]);
-        diagonals_[copy * kDiagonals + n] = 0;
+        sum += static_cast<double>(diagonals_[copy * places_.count + n]);
+        diagonals_[copy * places_.count + n] = 0;
       }
-      const int64_t distance = Diagonals<Real>::distance(place, n);
+      const int64_t distance = places_.distance(place, n);
       slope_ -= sum * static_cast<double>(distance < 0 ? -distance : distance);
       if (p.drelative_bias) relative_[head.entry(distance) - first_entry_] += sum;
     }
@@ -299,15 +303,17 @@ class BiasGradient {
   }
 
   const AttnGradParams& p;
+  const TileSize size_;
+  const Diagonals places_;
   const SharedBias shared_;
   bool has_diagonals_, has_elements_;
-  Real* diagonals_;   // [kCopies][kDiagonals]: sums of this tile
-  Real* elements_;    // [kKeys][kPanel]: the gradients of a panel's logits
+  Real* diagonals_;   // [kCopies][places_.count]: sums of this tile
+  Real* elements_;    // [keys][kPanel]: the gradients of a panel's logits
   double* relative_;  // entries first_entry_ to last_entry_ of the relative bias: sums of this walk
-  // [kKeys][kWidth]: sums over rows, of this tile and of this walk; queries that are kWidth apart share one.
+  // [keys][kWidth]: sums over rows, of this tile and of this walk; queries that are kWidth apart share one.
   Real* columns_;
   double* column_sums_;
-  Real* row_sums_;  // [kQueries]: of this tile's gradients over its keys
+  Real* row_sums_;  // [queries]: of this tile's gradients over its keys
   // Sums of this walk: of the slope, and what the centres of rows take from both ends of the relative bias.
   double slope_ = 0, below_ = 0, above_ = 0;
   int64_t first_entry_ = 0, last_entry_ = 0;

@@ -23,16 +23,17 @@ struct PanelOrigin {
   int64_t row, key;
 };
 
-// The diagonals of a tile: number `diagonal(key, lane)` holds the scores of one distance.
-template <class Real>
+// The diagonals of a tile: number `of(key, lane)` holds the scores of one distance.
 struct Diagonals {
-  static constexpr int64_t kCount = Tile<Real>::kQueries + Tile<Real>::kKeys;
+  explicit Diagonals(const TileSize& size) : count(size.queries + size.keys), keys(size.keys) {}
 
-  static int64_t diagonal(int64_t key, int64_t lane) { return lane - key + Tile<Real>::kKeys; }
+  int64_t of(int64_t key, int64_t lane) const { return lane - key + keys; }
   // The distance (bias.h) of diagonal `number`.
-  static int64_t distance(const TilePlace& place, int64_t number) {
-    return place.key0 - place.row0 - place.shift + Tile<Real>::kKeys - number;
+  int64_t distance(const TilePlace& place, int64_t number) const {
+    return place.key0 - place.row0 - place.shift + keys - number;
   }
+
+  int64_t count, keys;
 };
 
 // What a forward sums up for the centres of rows (bias.h).
@@ -41,44 +42,47 @@ class CentreSums {
   using Real = typename Op::Real;
   using S = typename Op::S;
   using V = typename S::V;
-  static constexpr int64_t kQueries = Tile<Real>::kQueries, kCount = Diagonals<Real>::kCount;
 
  public:
-  CentreSums(const AttnParams& p, ScratchCarver* carve)
+  CentreSums(const AttnParams& p, const TileSize& size, ScratchCarver* carve)
       : any(p.centres.data),
-        sums(carve->take<Real>(any ? kCentres * kQueries : 0)),
-        terms_(carve->take<Real>(any ? kCentres * kCount : 0)) {}
+        sums(carve->take<Real>(any ? kCentres * size.queries : 0)),
+        queries_(size.queries),
+        diagonals_(size),
+        terms_(carve->take<Real>(any ? kCentres * diagonals_.count : 0)) {}
 
   // For a tile of which add() is called.
   void load(const HeadBias<Real>& head, const TilePlace& place) const {
-    for (int64_t n = 0; any && n < kCount; ++n) {
-      const int64_t distance = Diagonals<Real>::distance(place, n);
+    for (int64_t n = 0; any && n < diagonals_.count; ++n) {
+      const int64_t distance = diagonals_.distance(place, n);
       const bool below = head.relative && distance <= -head.reach, above = head.relative && distance >= head.reach;
-      terms_[kDistance * kCount + n] = static_cast<Real>(distance < 0 ? -distance : distance);
-      terms_[kBelow * kCount + n] = below ? Real(1) : Real(0);
-      terms_[kAbove * kCount + n] = above && !below ? Real(1) : Real(0);
+      terms_[kDistance * diagonals_.count + n] = static_cast<Real>(distance < 0 ? -distance : distance);
+      terms_[kBelow * diagonals_.count + n] = below ? Real(1) : Real(0);
+      terms_[kAbove * diagonals_.count + n] = above && !below ? Real(1) : Real(0);
     }
   }
   // Adds the weights of one key, for the queries from `lane` on, to the sums of this tile.
   void add(V (&tile_sums)[kCentres], int64_t key, int64_t lane, V weights) const {
     for (int c = 0; any && c < kCentres; ++c) {
-      const V term = S::load(terms_ + c * kCount + Diagonals<Real>::diagonal(key, lane));
+      const V term = S::load(terms_ + c * diagonals_.count + diagonals_.of(key, lane));
       tile_sums[c] = S::fma(weights, term, tile_sums[c]);
     }
   }
   // After all keys of a tile. rescale: what is to be multiplied to the sums of earlier tiles.
   void end_tile(const V (&tile_sums)[kCentres], int64_t lane, V rescale) const {
     for (int c = 0; any && c < kCentres; ++c) {
-      Real* const sum = sums + c * kQueries + lane;
+      Real* const sum = sums + c * queries_ + lane;
       S::store(sum, S::fma(S::load(sum), rescale, tile_sums[c]));
     }
   }
 
   const bool any;
-  Real* const sums;  // [kCentres][kQueries], relative to the maximum of the row as its weights are
+  Real* const sums;  // [kCentres][queries], relative to the maximum of the row as its weights are
 
  private:
-  Real* const terms_;  // [kCentres][kCount]: what weights are multiplied by
+  const int64_t queries_;
+  const Diagonals diagonals_;
+  Real* const terms_;  // [kCentres][diagonals]: what weights are multiplied by
 };
 
 // Calls body(element) with a value of the type that elements of a dtype have in memory.
@@ -110,10 +114,10 @@ inline void prefetch(const void* address) {
 // and far apart, which the hardware does not foresee, and more lines than can be on their way at a time: products,
 // which read nothing from memory, ask for some of them with each group of keys.
 template <class Op, class Ask>
-inline void ask_for_panel(IndexRange part, int64_t element_bytes, Ask ask) {
-  constexpr int64_t kKeys = Tile<typename Op::Real>::kKeys, kLine = 64;
-  const int64_t lines = kKeys * element_bytes / kLine * kPanel<Op>;
-  for (int64_t n = lines * part.begin / kKeys; n < lines * part.end / kKeys; ++n) {
+inline void ask_for_panel(IndexRange part, int64_t keys, int64_t element_bytes, Ask ask) {
+  constexpr int64_t kLine = 64;
+  const int64_t lines = keys * element_bytes / kLine * kPanel<Op>;
+  for (int64_t n = lines * part.begin / keys; n < lines * part.end / keys; ++n) {
     ask(n % kPanel<Op>, n / kPanel<Op> * kLine);
   }
 }
@@ -166,14 +170,16 @@ class BiasTile {
   using Real = typename Op::Real;
   using S = typename Op::S;
   using V = typename S::V;
-  static constexpr int64_t kKeys = Tile<Real>::kKeys;
   static constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
 
  public:
-  BiasTile(const AttnParams& p, ScratchCarver* carve)
-      : has_diagonals_(p.alibi_slopes || p.relative_bias), has_elements_(p.bias.data), dtype_(p.bias.dtype) {
-    diagonals_ = carve->take<Real>(has_diagonals_ ? Diagonals<Real>::kCount : 0);
-    elements_ = carve->take<Real>(has_elements_ ? kKeys * kPanel<Op> : 0);
+  BiasTile(const AttnParams& p, const TileSize& size, ScratchCarver* carve)
+      : has_diagonals_(p.alibi_slopes || p.relative_bias),
+        has_elements_(p.bias.data),
+        dtype_(p.bias.dtype),
+        places_(size) {
+    diagonals_ = carve->take<Real>(has_diagonals_ ? places_.count : 0);
+    elements_ = carve->take<Real>(has_elements_ ? size.keys * kPanel<Op> : 0);
   }
 
   // Before the panels of a tile.
@@ -193,7 +199,7 @@ class BiasTile {
   void ask_for(const HeadBias<Real>& head, const PanelOrigin& panel, IndexRange part) const {
     const int64_t bytes = dtype_bytes(dtype_);
     const char* const from = static_cast<const char*>(head.bias) + (panel.row * head.row_stride + panel.key) * bytes;
-    ask_for_panel<Op>(part, bytes, [&](int64_t row, int64_t offset) {
+    ask_for_panel<Op>(part, places_.keys, bytes, [&](int64_t row, int64_t offset) {
       prefetch<false>(from + row * head.row_stride * bytes + offset);
     });
   }
@@ -205,7 +211,7 @@ class BiasTile {
     Lanes(const BiasTile& tile, int64_t lane)
         : has_diagonals_(tile.has_diagonals_),
           has_elements_(tile.has_elements_),
-          diagonals_(tile.diagonals_ + Diagonals<Real>::diagonal(0, lane)),
+          diagonals_(tile.diagonals_ + tile.places_.of(0, lane)),
           elements_(tile.elements_ + lane % kPanel<Op>) {}
 
     // log2(e) times the logits of one key, given `scaled`, what they are without biases. A bias of -inf hides a score
@@ -229,8 +235,8 @@ class BiasTile {
 
  private:
   void load_diagonals(const HeadBias<Real>& head, const TilePlace& place) const {
-    for (int64_t n = 0; n < Diagonals<Real>::kCount; ++n) {
-      const int64_t distance = Diagonals<Real>::distance(place, n);
+    for (int64_t n = 0; n < places_.count; ++n) {
+      const int64_t distance = places_.distance(place, n);
       const double alibi = -static_cast<double>(head.slope) * static_cast<double>(distance < 0 ? -distance : distance);
       const double relative = head.relative ? static_cast<double>(head.relative[head.entry(distance)]) : 0;
       diagonals_[n] = static_cast<Real>((alibi + relative) * kLog2E<double>);
@@ -269,8 +275,9 @@ class BiasTile {
 
   bool has_diagonals_, has_elements_;
   DType dtype_;
-  Real* diagonals_;  // [Diagonals::kCount]: log2(e) times ALiBi and the relative bias
-  Real* elements_;   // [kKeys][kPanel]: the bias of the panel
+  Diagonals places_;
+  Real* diagonals_;  // [places_.count]: log2(e) times ALiBi and the relative bias
+  Real* elements_;   // [keys][kPanel]: the bias of the panel
 };
 
 // A product for scores that, if `asks`, calls ask_for(part) before each part of the keys, to ask memory for something.

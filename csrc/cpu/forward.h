@@ -18,33 +18,34 @@ template <class In, class Op>
 struct ForwardScratch {
   using Real = typename Op::Real;
   using Unit = typename Op::Unit;
-  static constexpr int64_t kQueries = Tile<Real>::kQueries, kKeys = Tile<Real>::kKeys;
 
-  ForwardScratch(const AttnParams& p, void* base) : ForwardScratch(p, ScratchCarver(base)) {}
+  ForwardScratch(const AttnParams& p, void* base) : ForwardScratch(p, tile_size<Op>(p), ScratchCarver(base)) {}
 
+  TileSize size;
   int64_t units, units_v, columns_v;  // of a padded row of q and k, and of v
   Unit* staged;                       // Q, later V, in rows that can be read in units
   Unit *q_transposed, *values;        // B operands
   Unit* keys;                         // K in rows that can be read in units
   ScoreTile<Op> tile;
-  Real* out;  // [kQueries][columns_v], not yet divided by the row sum
+  Real* out;  // [queries][columns_v], not yet divided by the row sum
   RunningRows<Op> rows;
   IsolatedRows<In, Op> isolated_v;
   int64_t bytes;
 
  private:
-  ForwardScratch(const AttnParams& p, ScratchCarver carve)
-      : units(padded_units<Op>(p.head_dim)),
+  ForwardScratch(const AttnParams& p, const TileSize& of_call, ScratchCarver carve)
+      : size(of_call),
+        units(padded_units<Op>(p.head_dim)),
         units_v(padded_units<Op>(p.head_dim_v)),
         columns_v(units_v * Op::kPack),
-        staged(carve.take<Unit>(greater(kQueries * units, kKeys * units_v))),
-        q_transposed(carve.take<Unit>(units * kQueries)),
-        values(carve.take<Unit>(row_panel_units<Op>(kKeys, units_v))),
-        keys(carve.take<Unit>(kKeys * units)),
-        tile(p, &carve),
-        out(carve.take<Real>(kQueries * columns_v)),
-        rows(p, &carve),
-        isolated_v(p, kKeys, units_v, &carve),
+        staged(carve.take<Unit>(greater(size.queries * units, size.keys * units_v))),
+        q_transposed(carve.take<Unit>(units * size.queries)),
+        values(carve.take<Unit>(row_panel_units<Op>(size.keys, units_v))),
+        keys(carve.take<Unit>(size.keys * units)),
+        tile(p, size, &carve),
+        out(carve.take<Real>(size.queries * columns_v)),
+        rows(p, size, &carve),
+        isolated_v(p, size.keys, units_v, &carve),
         bytes(carve.used()) {}
 };
 
@@ -56,12 +57,11 @@ template <class In, class Op, class Accuracy, class Rule>
 class Forward {
   using Real = typename Op::Real;
   using Unit = typename Op::Unit;
-  static constexpr int64_t kQueries = Tile<Real>::kQueries, kKeys = Tile<Real>::kKeys;
 
  public:
   // cache: the same params where the call has one, else nullptr.
   Forward(const AttnParams& params, const DecodeParams* cache, void* base)
-      : p(params), cache(cache), rule(make_rule<Rule>(params)), scratch(params, base) {
+      : p(params), cache(cache), rule(make_rule<Rule>(params)), scratch(params, base), size(scratch.size) {
     if (p.has_dropout()) {
       philox = philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]));
     }
@@ -73,15 +73,15 @@ class Forward {
     const KeyLocator keys = cache ? KeyLocator(*cache, b) : KeyLocator(p, b);
     const HeadMask mask(p, b, h, queries, keys);
     if constexpr (kIsGeneral<Rule>) bias = HeadBias<Real>::of(p, b, h);
-    row0 = number * kQueries;
-    row_count = lesser(kQueries, queries.length - row0);
+    row0 = number * size.queries;
+    row_count = lesser(size.queries, queries.length - row0);
     batch = b;
     head = h;
     load_queries(queries);
     const IndexRange visible = mask.basic.keys_of(row0, row0 + row_count);
     KeyRun run;
-    for (int64_t key0 = visible.begin / kKeys * kKeys; key0 < visible.end; key0 += run.count) {
-      run = keys.run(key0, lesser(kKeys, visible.end - key0));  // a whole tile, but for the pages of a cache
+    for (int64_t key0 = visible.begin / size.keys * size.keys; key0 < visible.end; key0 += run.count) {
+      run = keys.run(key0, lesser(size.keys, visible.end - key0));  // a whole tile, but for the pages of a cache
       const IndexRange tile{key0, key0 + run.count};
       if (mask.interval_visibility({row0, row0 + row_count}, tile) == Visibility::kNone) continue;
       key_tile(mask, run, key0);
@@ -101,7 +101,7 @@ class Forward {
     for (int64_t i = 0; i < lane_count; ++i) {
       scratch.rows.max[i] = has_sink ? sink_maximum(sink) : -std::numeric_limits<Real>::infinity();
       scratch.rows.sum[i] = has_sink ? Real(1) : Real(0);
-      for (int c = 0; p.centres.data && c < kCentres; ++c) scratch.rows.centres.sums[c * kQueries + i] = 0;
+      for (int c = 0; p.centres.data && c < kCentres; ++c) scratch.rows.centres.sums[c * size.queries + i] = 0;
     }
     std::memset(scratch.out, 0, row_count * scratch.columns_v * sizeof(Real));
   }
@@ -115,9 +115,10 @@ class Forward {
     const In* const v_data = row_of<const In>(p.v, run.entry, hk, run.row);
     const ScoreTile<Op>& tile = scratch.tile;
     if (p.has_dropout()) {
-      fill_keep_bits(tile.keep_bits, kQueries / kDropoutLanes, philox, p, batch, head, row0, row_count, key0, count);
+      fill_keep_bits(tile.keep_bits, size.queries / kDropoutLanes, philox, p, batch, head, row0, row_count, key0,
+                     count);
     }
-    const Gemm<Op> qk{k.data, k.stride, q_transposed, tile.scores, kQueries};
+    const Gemm<Op> qk{k.data, k.stride, q_transposed, tile.scores, size.queries};
     const TilePlace place{row0, row_count, key0, count, head_mask.basic.first_position()};
     if constexpr (kIsGeneral<Rule>) {
       tile.biases.load(bias, place);
@@ -140,12 +141,17 @@ class Forward {
     StagedRows<Op> v_rows = stage_rows<Op>(v_data, p.v.row_stride, count, p.head_dim_v, scratch.staged);
     if (isolates) v_rows = scratch.isolated_v.find(v_data, p.v.row_stride, count, p.head_dim_v, v_rows);
     const Panels<Op> v = row_panels<Op>(v_rows, count, scratch.units_v, scratch.values);
-    const Gemm<Op> pv{
-        reinterpret_cast<const Unit*>(tile.scores), kQueries, v, scratch.out, scratch.columns_v, scratch.rows.rescale};
+    const Gemm<Op> pv{reinterpret_cast<const Unit*>(tile.scores),
+                      size.queries,
+                      v,
+                      scratch.out,
+                      scratch.columns_v,
+                      scratch.rows.rescale};
     gemm<Order::kKMajor, Init::kScale>(pv, {0, row_count}, {0, scratch.columns_v}, KeysOfRows<Op>{mask});
     if (!isolates) return;
-    scratch.isolated_v.add(scratch.out, scratch.columns_v, RowsThatSee<Op>{mask.limits()},
-                           [&](int64_t row, int64_t key) { return PanelForms<Op>::of_key(pv.a, kQueries, key, row); });
+    scratch.isolated_v.add(
+        scratch.out, scratch.columns_v, RowsThatSee<Op>{mask.limits()},
+        [&](int64_t row, int64_t key) { return PanelForms<Op>::of_key(pv.a, size.queries, key, row); });
   }
 
   // The panel after `lanes`: in the last of a tile the first one of the next keys.
@@ -165,7 +171,7 @@ class Forward {
       Real* const sums = scratch.out + i * scratch.columns_v;
       narrow_row(row_of<In>(p.out, batch, head, row), sums, p.head_dim_v, empty ? Real(0) : inverse_keep / sum);
       for (int c = 0; p.centres.data && c < kCentres; ++c) {
-        const Real centre = scratch.rows.centres.sums[c * kQueries + i];
+        const Real centre = scratch.rows.centres.sums[c * size.queries + i];
         row_of<Real>(p.centres, batch, head, row)[c] = empty ? Real(0) : centre / sum;
       }
       *row_of<Real>(p.lse, batch, head, row) = empty ? -infinity : row_lse(scratch.rows.max[i], std::log2(sum));
@@ -176,6 +182,7 @@ class Forward {
   const DecodeParams* const cache;
   const Rule rule;
   ForwardScratch<In, Op> scratch;
+  const TileSize size;
   PhiloxKey philox{0, 0};
   HeadBias<Real> bias;
   Panels<Op> q_transposed{};
@@ -186,11 +193,11 @@ class Forward {
 // cache: the same params where the call has one, whose sequences of few queries are left to decode.h.
 template <class In, class Op, class Accuracy, class Rule>
 void forward(const AttnParams& p, const DecodeParams* cache = nullptr) {
-  using Real = typename Op::Real;
+  const TileSize size = tile_size<Op>(p);
   const CpuExecutor& executor = *static_cast<const CpuExecutor*>(p.stream);
   auto tiles_of = [&](int64_t b) {
     const int64_t queries = query_sequence(p, b).length;
-    return cache && has_few_queries(queries) ? 0 : ceil_div(queries, Tile<Real>::kQueries);
+    return cache && has_few_queries(queries) ? 0 : ceil_div(queries, size.queries);
   };
   int64_t items = 0;
   for (int64_t b = 0; b < p.batch; ++b) items += tiles_of(b) * p.heads_q;

@@ -39,30 +39,27 @@ class HeadMask {
     return seen.begin < seen.end ? seen : IndexRange{rows.begin, rows.begin};
   }
 
-  // --- tiles of kKeys keys, for some rows ---
+  // --- tiles of `length` keys, for some rows ---
   // Whether any of the rows may see a key of the tile.
-  template <int64_t kKeys>
-  bool sees_tile(IndexRange rows, int64_t tile) const {
+  bool sees_tile(int64_t length, IndexRange rows, int64_t tile) const {
     const IndexRange visible = basic.keys_of(rows.begin, rows.end);
-    const IndexRange keys{tile * kKeys, lesser((tile + 1) * kKeys, basic.seqlen_k)};
+    const IndexRange keys{tile * length, lesser((tile + 1) * length, basic.seqlen_k)};
     return visible.begin < visible.end && keys.begin < visible.end && visible.begin < keys.end &&
            interval_visibility(rows, keys) != Visibility::kNone;
   }
   // The nearest tile before, or after, a tile that any of the rows may see; -1 where there is none. Before the first
-  // tile is -1, so that next_tile(rows, -1) is the first that they see.
-  template <int64_t kKeys>
-  int64_t previous_tile(IndexRange rows, int64_t tile) const {
-    const int64_t first = basic.keys_of(rows.begin, rows.end).begin / kKeys;
+  // tile is -1, so that next_tile(length, rows, -1) is the first that they see.
+  int64_t previous_tile(int64_t length, IndexRange rows, int64_t tile) const {
+    const int64_t first = basic.keys_of(rows.begin, rows.end).begin / length;
     for (int64_t n = tile - 1; n >= first; --n) {
-      if (sees_tile<kKeys>(rows, n)) return n;
+      if (sees_tile(length, rows, n)) return n;
     }
     return -1;
   }
-  template <int64_t kKeys>
-  int64_t next_tile(IndexRange rows, int64_t tile) const {
+  int64_t next_tile(int64_t length, IndexRange rows, int64_t tile) const {
     const IndexRange visible = basic.keys_of(rows.begin, rows.end);
-    for (int64_t n = greater(tile + 1, visible.begin / kKeys); n * kKeys < visible.end; ++n) {
-      if (sees_tile<kKeys>(rows, n)) return n;
+    for (int64_t n = greater(tile + 1, visible.begin / length); n * length < visible.end; ++n) {
+      if (sees_tile(length, rows, n)) return n;
     }
     return -1;
   }

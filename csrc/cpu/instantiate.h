@@ -46,6 +46,10 @@ inline void for_rule(const AttnParams& p, Body body) {
   });
 }
 
+inline TileSize tile_size(const AttnParams& p) {
+  return for_dtype(p.dtype, [&](auto, auto op, auto) { return tile_size<decltype(op)>(p); });
+}
+
 inline int64_t forward_scratch_bytes(const AttnParams& p) {
   return for_dtype(
       p.dtype, [&](auto in, auto op, auto) { return ForwardScratch<decltype(in), decltype(op)>(p, nullptr).bytes; });
@@ -82,8 +86,7 @@ inline void decode(const DecodeParams& p) {
 
 const CpuKernels FLASHATTN_KERNELS = {
     FLASHATTN_STRINGIFY_NAME(FLASHATTN_ISA),
-    FLASHATTN_ISA::Tile<float>::kQueries,
-    FLASHATTN_ISA::Tile<float>::kKeys,
+    FLASHATTN_ISA::tile_size,
     FLASHATTN_ISA::forward_scratch_bytes,
     FLASHATTN_ISA::forward,
     FLASHATTN_ISA::backward_scratch_bytes,

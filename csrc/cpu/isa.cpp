@@ -72,6 +72,12 @@ std::vector<std::string> cpu_isas() {
 }
 std::string cpu_isa() { return cpu_kernels().name; }
 void set_cpu_isa(const std::string& name) { selected().store(find_kernels(name)); }
-std::pair<int64_t, int64_t> cpu_tile() { return {cpu_kernels().tile_queries, cpu_kernels().tile_keys}; }
+std::pair<int64_t, int64_t> cpu_tile(DType dtype, int64_t head_dim) {
+  AttnParams params;
+  params.dtype = dtype;
+  params.head_dim = params.head_dim_v = head_dim;
+  const TileSize size = cpu_kernels().tile_size(params);
+  return {size.queries, size.keys};
+}
 
 }  // namespace flashattn_ext

@@ -6,6 +6,8 @@
 #include <utility>
 #include <vector>
 
+#include "../params.h"
+
 namespace flashattn_ext {
 
 // Fastest first, out of "avx512_bf16", "avx512", "avx2", "generic"; only what was compiled and what the CPU supports.
@@ -17,8 +19,9 @@ std::string cpu_isa();
 // Throws std::invalid_argument naming the choices when `name` is not one of cpu_isas().
 void set_cpu_isa(const std::string& name);
 
-// Queries and keys of a tile of fp32 and 16-bit inputs, with the instruction set in use (tiles.h).
-std::pair<int64_t, int64_t> cpu_tile();
+// Queries and keys of a tile of calls with inputs of this type and head dim, with the instruction set in use
+// (tile_size.h).
+std::pair<int64_t, int64_t> cpu_tile(DType dtype, int64_t head_dim);
 
 // Measured peak of fp32 multiply-adds in GFLOP/s, that many threads together, with the instruction set in use
 // (peak.cpp).

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../params.h"
+#include "tile_size.h"
 
 #if defined(__x86_64__) && ((defined(__clang__) && __clang_major__ >= 10) || (!defined(__clang__) && __GNUC__ >= 11))
 #define FLASHATTN_HAVE_AVX512_BF16
@@ -12,7 +13,7 @@ namespace flashattn_ext {
 // All entries take the dtype from the params. Scratch sizes are bytes per worker.
 struct CpuKernels {
   const char* name;
-  int64_t tile_queries, tile_keys;  // tiles.h, of fp32 and 16-bit inputs
+  TileSize (*tile_size)(const AttnParams& params);  // of calls with its dtype and head dims
   int64_t (*forward_scratch_bytes)(const AttnParams& params);
   void (*forward)(const AttnParams& params);
   int64_t (*backward_scratch_bytes)(const AttnGradParams& params);

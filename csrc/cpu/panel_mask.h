@@ -11,12 +11,11 @@ namespace FLASHATTN_ISA {
 template <class Op>
 struct KeyRows {
   using Real = typename Op::Real;
-  static constexpr int64_t kKeys = Tile<Real>::kKeys;
 
-  explicit KeyRows(ScratchCarver* carve)
-      : first(carve->take<Real>(kKeys)),
-        last(carve->take<Real>(kKeys)),
-        groups(carve->take<IntervalExtremes>(ceil_div(kKeys, kTileRows))) {}
+  KeyRows(const TileSize& size, ScratchCarver* carve)
+      : first(carve->take<Real>(size.keys)),
+        last(carve->take<Real>(size.keys)),
+        groups(carve->take<IntervalExtremes>(ceil_div(size.keys, kTileRows))) {}
 
   void fill(const HeadMask& mask, int64_t row0, int64_t rows, int64_t key0, int64_t keys) const {
     for (int64_t group = 0; group * kTileRows < keys; ++group) {
@@ -33,8 +32,8 @@ struct KeyRows {
     }
   }
 
-  Real *first, *last;        // [kKeys], as numbers of the compute type
-  IntervalExtremes* groups;  // [kKeys / kTileRows]: of the keys of a register tile
+  Real *first, *last;        // [keys], as numbers of the compute type
+  IntervalExtremes* groups;  // [keys / kTileRows]: of the keys of a register tile
 };
 
 // One query tile against one key tile. Rows and keys are counted from the beginning of their tile.

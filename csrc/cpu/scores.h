@@ -20,18 +20,19 @@ namespace FLASHATTN_ISA {
 template <class Op>
 struct ScoreTile {
   using Real = typename Op::Real;
-  static constexpr int64_t kQueries = Tile<Real>::kQueries, kKeys = Tile<Real>::kKeys;
 
-  ScoreTile(const AttnParams& p, ScratchCarver* carve) : biases(p, carve), limits(carve), has_dropout(p.has_dropout()) {
-    scores = carve->take<Real>(kKeys * kQueries);
-    keep_bits = carve->take<uint16_t>(has_dropout ? kKeys * kQueries / kDropoutLanes : 0);
+  ScoreTile(const AttnParams& p, const TileSize& size, ScratchCarver* carve)
+      : queries(size.queries), biases(p, size, carve), limits(size, carve), has_dropout(p.has_dropout()) {
+    scores = carve->take<Real>(size.keys * queries);
+    keep_bits = carve->take<uint16_t>(has_dropout ? size.keys * queries / kDropoutLanes : 0);
   }
 
+  int64_t queries;  // of a whole tile: how far apart the rows of two keys are
   BiasTile<Op> biases;
   KeyRows<Op> limits;  // where a panel is masked
   bool has_dropout;
-  Real* scores;         // [kKeys][kQueries]: products of keys and queries, later weights
-  uint16_t* keep_bits;  // [kKeys][kQueries / 16], see keep_bits.h
+  Real* scores;         // [keys][queries]: products of keys and queries, later weights
+  uint16_t* keep_bits;  // [keys][queries / 16], see keep_bits.h
 };
 
 // The gradients of one tile's scores.
@@ -39,28 +40,27 @@ template <class Op>
 struct GradientTile {
   using Real = typename Op::Real;
   using Unit = typename Op::Unit;
-  static constexpr int64_t kQueries = Tile<Real>::kQueries, kKeys = Tile<Real>::kKeys;
 
-  GradientTile(const AttnGradParams& p, ScratchCarver* carve) : biases(p, carve) {
-    scores = carve->take<Real>(kKeys * kQueries);
-    pairs = carve->take<Unit>(Op::kPack == 2 ? kKeys / 2 * kQueries : 0);
+  GradientTile(const AttnGradParams& p, const TileSize& size, ScratchCarver* carve) : biases(p, size, carve) {
+    scores = carve->take<Real>(size.keys * size.queries);
+    pairs = carve->take<Unit>(Op::kPack == 2 ? size.keys / 2 * size.queries : 0);
   }
 
   BiasGradient<Op> biases;
-  Real* scores;  // [kKeys][kQueries]: dP^T, later dS^T
-  Unit* pairs;   // [kKeys / 2][kQueries]: dS^T with two keys in each unit, for bfloat16
+  Real* scores;  // [keys][queries]: dP^T, later dS^T
+  Unit* pairs;   // [keys / 2][queries]: dS^T with two keys in each unit, for bfloat16
 };
 
-// What the forward has found of the rows of a query tile so far, [kQueries] each.
+// What the forward has found of the rows of a query tile so far, [queries] each.
 template <class Op>
 struct RunningRows {
   using Real = typename Op::Real;
 
-  RunningRows(const AttnParams& p, ScratchCarver* carve)
-      : max(carve->take<Real>(Tile<Real>::kQueries)),
-        sum(carve->take<Real>(Tile<Real>::kQueries)),
-        rescale(carve->take<Real>(Tile<Real>::kQueries)),
-        centres(p, carve) {}
+  RunningRows(const AttnParams& p, const TileSize& size, ScratchCarver* carve)
+      : max(carve->take<Real>(size.queries)),
+        sum(carve->take<Real>(size.queries)),
+        rescale(carve->take<Real>(size.queries)),
+        centres(p, size, carve) {}
 
   Real* max;      // of factor * score, which is the logit in units of log2
   Real* sum;      // of the weights, which are relative to the maximum
@@ -82,14 +82,14 @@ struct GradientScales {
   Real dp, delta, dscore;  // dp is also 1 / p_keep
 };
 
-// What the backward knows of the rows of a query tile, [kQueries] each.
+// What the backward knows of the rows of a query tile, [queries] each.
 template <class Real>
 struct KnownRows {
-  explicit KnownRows(ScratchCarver* carve)
-      : lse(carve->take<Real>(Tile<Real>::kQueries)),
-        delta(carve->take<Real>(Tile<Real>::kQueries)),
-        dlse(carve->take<Real>(Tile<Real>::kQueries)),
-        key_weight(carve->take<Real>(Tile<Real>::kQueries)) {}
+  KnownRows(const TileSize& size, ScratchCarver* carve)
+      : lse(carve->take<Real>(size.queries)),
+        delta(carve->take<Real>(size.queries)),
+        dlse(carve->take<Real>(size.queries)),
+        key_weight(carve->take<Real>(size.queries)) {}
 
   Real* lse;           // in units of log2; +inf where the row sees nothing, so that every weight is 0
   Real *delta, *dlse;  // times GradientScales::delta
@@ -106,20 +106,20 @@ class ScoreVector {
   using Real = typename Op::Real;
   using S = typename Op::S;
   using V = typename S::V;
-  static constexpr int64_t kQueries = Tile<Real>::kQueries;
 
  public:
   ScoreVector() = default;
   ScoreVector(const ScoreTile<Op>& tile, int64_t lane)
-      : scores(tile.scores + lane),
+      : queries(tile.queries),
+        scores(tile.scores + lane),
         keep_bits(tile.keep_bits),
         first_row(tile.limits.first),
         last_row(tile.limits.last),
         first_lane(lane),
         rows(kMasked ? numbers_from(lane) : S::zero()) {}
 
-  V load(int64_t key) const { return S::load(scores + key * kQueries); }
-  void store(int64_t key, V x) const { S::store(scores + key * kQueries, x); }
+  V load(int64_t key) const { return S::load(scores + key * queries); }
+  void store(int64_t key, V x) const { S::store(scores + key * queries, x); }
 
   // x for the queries that see the key, `hidden` for the others.
   V visible(int64_t key, V x, V hidden) const {
@@ -128,7 +128,7 @@ class ScoreVector {
   // x for the queries whose weight for the key is kept, 0 where dropout drops it.
   V kept(int64_t key, V x) const {
     if (!kDropout) return x;
-    return S::keep(x, keep_lanes(keep_bits + key * (kQueries / kDropoutLanes), first_lane));
+    return S::keep(x, keep_lanes(keep_bits + key * (queries / kDropoutLanes), first_lane));
   }
   template <class Accuracy>
   V weight(int64_t key, V score, V factor, V minus_offset) const {
@@ -147,6 +147,7 @@ class ScoreVector {
     return S::load(numbers);
   }
 
+  int64_t queries;
   Real* scores;
   const uint16_t* keep_bits;
   const Real *first_row, *last_row;  // KeyRows
@@ -177,6 +178,7 @@ inline void weigh_vector(const ScoreTile<Op>& tile, const Rule rule, const Runni
   using S = typename Op::S;
   using V = typename S::V;
   constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
+  const int64_t queries = tile.queries;
   const ScoreVector<Op, kMasked, kDropout> vector(tile, lane);
   // A plain score is stored without its factor. In a general call it becomes a logit, whose factor is 1.
   const V factor = S::set1(kIsGeneral<Rule> ? Real(1) : rule.factor);
@@ -222,9 +224,9 @@ inline void weigh_vector(const ScoreTile<Op>& tile, const Rule rule, const Runni
   int64_t j = keys.begin;
   for (; j + 2 <= keys.end; j += 2) {
     const V even = kept_weight(j), odd = kept_weight(j + 1);
-    PanelForms<Op>::keys(tile.scores, tile.kQueries, j, lane, even, &odd);
+    PanelForms<Op>::keys(tile.scores, queries, j, lane, even, &odd);
   }
-  if (j < keys.end) PanelForms<Op>::keys(tile.scores, tile.kQueries, j, lane, kept_weight(j), nullptr);
+  if (j < keys.end) PanelForms<Op>::keys(tile.scores, queries, j, lane, kept_weight(j), nullptr);
   S::store(rows.sum + lane, S::fma(S::load(rows.sum + lane), rescale, sum));
   if constexpr (kIsGeneral<Rule>) rows.centres.end_tile(centres, lane, rescale);
 }
@@ -254,6 +256,7 @@ class GradientVector {
                  const GradientScales<Real, Rule>& scales, const KnownRows<Real>& rows, int64_t lane)
       : scores(tile, lane),
         biases_(tile.biases, lane),
+        queries_(tile.queries),
         gradients_(gradients.scores + lane),
         factor(S::set1(rule.factor)),
         dp_scale(S::set1(scales.dp)),
@@ -277,7 +280,7 @@ class GradientVector {
   }
   // P * (dP - delta), 0 for a hidden score also when dP is not finite.
   V logit_gradient(int64_t key, V exponent, V weight) const {
-    const V dp = scores.kept(key, S::load(gradients_ + key * ScoreTile<Op>::kQueries));
+    const V dp = scores.kept(key, S::load(gradients_ + key * queries_));
     return of_visible(key, exponent, weight * S::fma(dp, dp_scale, minus_delta));
   }
 
@@ -285,6 +288,7 @@ class GradientVector {
 
  private:
   typename BiasTile<Op>::Lanes biases_;
+  int64_t queries_;
   const Real* gradients_;
   V factor, dp_scale, minus_lse, minus_delta;
 };
@@ -318,7 +322,7 @@ inline void differentiate_vectors(const ScoreTile<Op>& tile, const GradientTile<
                                   const KnownRows<typename Op::Real>& rows, int64_t lane, IndexRange keys) {
   using S = typename Op::S;
   using V = typename S::V;
-  constexpr int64_t kQueries = ScoreTile<Op>::kQueries;
+  const int64_t queries = tile.queries;
   GradientVector<Accuracy, kMasked, kDropout, Op, Rule> vectors[kVectors];
   for (int n = 0; n < kVectors; ++n) vectors[n] = {tile, gradients, rule, scales, rows, lane + n * S::kWidth};
   [[maybe_unused]] typename BiasGradient<Op>::Lanes bias_gradients[kVectors];
@@ -352,10 +356,10 @@ inline void differentiate_vectors(const ScoreTile<Op>& tile, const GradientTile<
     if (both) one_key(j + 1, kept_weight[1], dscore[1]);
     for (int n = 0; n < kVectors; ++n) dscore[1][n] = both ? dscore[1][n] : S::zero();
     for (int k = 0; k < (both ? 2 : 1); ++k) {
-      PanelForms<Op>::queries(tile.scores + (j + k) * kQueries, lane, kept_weight[k], kVectors);
-      PanelForms<Op>::queries(gradients.scores + (j + k) * kQueries, lane, dscore[k], kVectors);
+      PanelForms<Op>::queries(tile.scores + (j + k) * queries, lane, kept_weight[k], kVectors);
+      PanelForms<Op>::queries(gradients.scores + (j + k) * queries, lane, dscore[k], kVectors);
     }
-    PanelForms<Op>::pairs(gradients.pairs + j / 2 * kQueries, lane, dscore[0], dscore[1], kVectors);
+    PanelForms<Op>::pairs(gradients.pairs + j / 2 * queries, lane, dscore[0], dscore[1], kVectors);
   }
   for (int n = 0; has_bias_gradient && n < kVectors; ++n) {
     gradients.biases.set_row_sums(lane + n * S::kWidth, row_sums[n]);
@@ -367,9 +371,10 @@ inline void differentiate_vectors(const ScoreTile<Op>& tile, const GradientTile<
 template <class Op, class Rule>
 inline void store_scores(const ScoreTile<Op>& tile, const Rule rule, IndexRange lanes, IndexRange keys) {
   using S = typename Op::S;
+  const int64_t queries = tile.queries;
   for (int64_t j = keys.begin; j < keys.end; ++j) {
     for (int64_t lane = lanes.begin; lane < lanes.end; lane += S::kWidth) {
-      auto* const score = tile.scores + j * tile.kQueries + lane;
+      auto* const score = tile.scores + j * queries + lane;
       S::store(score, rule.stored(S::load(score)));
     }
   }

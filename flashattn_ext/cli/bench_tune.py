@@ -1,14 +1,14 @@
 """`bench tune`: the quickest tile of each kind of call, beside the one that the package has.
 
-On CUDA the tiles are those of csrc/cuda/*/tiles.h, for 16-bit types; on the CPU, pairs of sizes. The others are compiled from the
-checkout when they are first measured (private_build.py).
+On CUDA the tiles are those of csrc/cuda/*/tiles.h, for 16-bit types; the others are compiled from the checkout when they are first
+measured (private_build.py). On the CPU they are pairs of sizes, which the kernels are told.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -41,10 +41,17 @@ class Tile:
 
     name: str
     backend: str | PrivateBuild
+    cpu_size: tuple[int, int] | None = None  # queries and keys that the CPU's kernels are told; None: their own
 
     def run(self, call: Callable[[], T]) -> T:
         with flashattn_ext.use_backend(self.backend if isinstance(self.backend, str) else self.backend.name):
-            return call()
+            if self.cpu_size is None:
+                return call()
+            _C.set_cpu_tile(*self.cpu_size)
+            try:
+                return call()
+            finally:
+                _C.set_cpu_tile(0, 0)
 
 
 @dataclass(frozen=True)
@@ -105,19 +112,24 @@ def cuda_jobs(backend: str, quick: bool) -> list[Job]:
     return jobs
 
 
-def cpu_tile() -> str:
-    """The name of the one that the package has."""
-    return " x ".join(map(str, _C.cpu_tile()))
+def cpu_tiles(dtype: str, D: int, sizes: Iterable[tuple[int, int]]) -> tuple[Tile, ...]:
+    """The tile that the package has for heads of this size, and those of `sizes` that differ from it."""
+    own = _C.cpu_tile(dtype, D)
+    return tuple(
+        Tile(f"{queries} x {keys}", "cpu", None if (queries, keys) == own else (queries, keys))
+        for queries, keys in dict.fromkeys([own, *sizes])
+    )
 
 
 def cpu_jobs(quick: bool) -> list[Job]:
     sizes = CPU_QUICK_TILES if quick else CPU_TILES
-    others = {f"{m} x {n}": (m, n) for m, n in itertools.product(sizes, sizes)}
-    others.pop(cpu_tile(), None)
-    tiles = (Tile(cpu_tile(), "cpu"), *(Tile(name, private_build.cpu(*tile)) for name, tile in others.items()))
     S = 256 if quick else 2048
     return [
-        Job("cpu", Case(1, 4, 4, S, D, causal, "fp32", dropout), tiles)
+        Job(
+            "cpu",
+            Case(1, 4, 4, S, D, causal, "fp32", dropout),
+            cpu_tiles("fp32", D, itertools.product(sizes, sizes)),
+        )
         for D, dropout, causal in itertools.product((64, 128), (0.0, DROPOUT), (False, True))
     ]
 

@@ -1,6 +1,6 @@
-"""Backends with other tiles than the package has, compiled when a command wants to measure them.
+"""CUDA backends with other tiles than the package has, compiled when a command wants to measure them.
 
-Tile sizes are constants of the kernels. A private build is a library of one backend's kernels, without torch, that has
+Tile sizes are constants of the CUDA kernels. A private build is a library of one backend's kernels, without torch, that has
 other ones; it is in the folder build/tiles of the checkout and is compiled again when a source is newer.
 """
 
@@ -47,27 +47,6 @@ def checkout() -> Path:
             return folder
     raise CommandError(
         "other tiles are compiled from the sources, which an installed package does not have; start this in a checkout"
-    )
-
-
-def cpu(queries: int, keys: int) -> PrivateBuild:
-    """The CPU kernels of the instruction set in use, with a tile of other size; multiples of 64."""
-    csrc, isa = checkout() / "csrc", _C.cpu_isa()
-    name = f"cpu-{isa}-{queries}x{keys}"
-    files = ("private_build.cpp", "cpu/dispatch.cpp", "cpu/dropout_mask.cpp", f"cpu/inst/{isa}.cpp")
-    compiler = os.environ.get("CXX", "c++").split()
-    return PrivateBuild(
-        name,
-        compiler=[*compiler, "-std=c++17", "-fPIC", *sources().CXX_FLAGS],
-        linker=[*compiler, "-shared"],
-        sources=[csrc / file for file in files],
-        defines={
-            "CPU_QUERIES": str(queries),
-            "CPU_KEYS": str(keys),
-            "PRIVATE_NAME": f'"{name}"',
-            "PRIVATE_BACKEND": "cpu_backend",
-            "PRIVATE_KERNELS": "k" + "".join(part.capitalize() for part in isa.split("_")) + "Kernels",
-        },
     )
 
 

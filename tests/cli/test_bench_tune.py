@@ -95,9 +95,11 @@ def test_cpu_tiles_start_with_the_default_and_never_repeat_it() -> None:
     }
     for job in jobs:
         names = [tile.name for tile in job.tiles]
-        assert names[0] == " x ".join(map(str, _C.cpu_tile())) and len(set(names)) == len(names) >= 25
-        assert job.tiles[0].backend == "cpu"
-        assert all(tile.backend.name.endswith(tile.name.replace(" ", "")) for tile in job.tiles[1:])
+        own = _C.cpu_tile("fp32", job.case.D)
+        assert names[0] == " x ".join(map(str, own)) and len(set(names)) == len(names) >= 25
+        assert job.tiles[0].cpu_size is None
+        assert all(" x ".join(map(str, tile.cpu_size)) == tile.name for tile in job.tiles[1:])
+        assert {tile.backend for tile in job.tiles} == {"cpu"}
 
 
 def test_cuda_jobs_are_the_kinds_with_alternatives(gpu: Gpu) -> None:
@@ -151,6 +153,9 @@ def test_the_backend_is_one_that_runs_here(gpu: Gpu, monkeypatch: pytest.MonkeyP
 def test_a_tile_is_used_for_one_call() -> None:
     tile = Tile("a", "cpu")
     assert tile.run(_C.forced_backend) == "cpu" and _C.forced_backend() == ""
+    own = _C.cpu_tile("fp32", 64)
+    assert Tile("b", "cpu", (64, 128)).run(lambda: _C.cpu_tile("fp32", 64)) == (64, 128)
+    assert _C.cpu_tile("fp32", 64) == own
     with pytest.raises(ValueError, match="'absent' is not in this build"):
         Tile("b", "absent").run(print)
 
@@ -198,9 +203,8 @@ def test_a_default_tile_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("backward", [False, True])
 def test_cpu_tiles_agree(backward: bool) -> None:
     case = Case(**{**vars(CASE), "S": 200, "dropout": 0.2, "backward": backward})
-    build = private_build.cpu(64, 128)
-    assert private_build.load([build]) == {}
-    row = bench_tune.measure_job(Job("cpu", case, (Tile("0", "cpu"), Tile("64 x 128", build))), "cpu", quick=True)
+    job = Job("cpu", case, (Tile("0", "cpu"), Tile("64 x 128", "cpu", (64, 128))))
+    row = bench_tune.measure_job(job, "cpu", quick=True)
     assert not row["failures"] and list(row["tiles"]) == ["0", "64 x 128"]
     assert all(tile["difference"] < 1e-5 and tile["ms"] > 0 for tile in row["tiles"].values())
     assert row["gain"] == pytest.approx(row["tiles"]["0"]["ms"] / row["tiles"][row["best"]]["ms"])
@@ -257,9 +261,6 @@ def test_command_on_the_cpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bench_tune, "CPU_QUICK_TILES", (64,))
-    monkeypatch.setattr(
-        private_build, "cpu", lambda queries, keys, cpu=private_build.cpu: cpu(64, 128)
-    )  # compiled once
     path = tmp_path / "tune.json"
     assert main(["bench", "tune", "--device", "cpu", "--quick", "--markdown", "--json", str(path)]) == 0
     results = json.loads(path.read_text())

@@ -1,8 +1,9 @@
-"""Backends with other tiles, compiled for a measurement: they compute the same, beside the package's own."""
+"""Backends compiled for a measurement: their kernels run beside the package's own."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,52 +23,73 @@ CASES = {
     "dropout": Case(Sq=300, Sk=290, D=33, window_size=(70, 20), dropout_p=0.2, rng_seed=7),
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+# What a CUDA backend's own sources are in a build that a command makes.
+KERNELS = ("caches", "dispatch", "dropout_mask", "tile_size", "inst/generic")
+TABLE = """#include "cpu/kernels.h"
+namespace flashattn_ext {
+const CpuKernels& cpu_kernels() { return kGenericKernels; }
+}  // namespace flashattn_ext
+"""
 
 
 @pytest.fixture(scope="module")
-def other_tile() -> PrivateBuild:
-    """The CPU's kernels of the instruction set in use, with a small tile; it stays in build/ for the next time."""
-    build = private_build.cpu(64, 128)
+def other_build(tmp_path_factory: pytest.TempPathFactory) -> PrivateBuild:
+    """The CPU's generic kernels, which every machine compiles and runs; it stays in build/ for the next time."""
+    csrc, table = private_build.checkout() / "csrc", tmp_path_factory.mktemp("table") / "table.cpp"
+    table.write_text(TABLE)
+    compiler = [*os.environ.get("CXX", "c++").split(), "-std=c++17", "-fPIC", *private_build.sources().CXX_FLAGS]
+    build = PrivateBuild(
+        "cpu-generic-private",
+        compiler=[*compiler, f"-I{csrc}"],
+        linker=[compiler[0], "-shared"],
+        sources=[csrc / "private_build.cpp", *(csrc / "cpu" / f"{name}.cpp" for name in KERNELS), table],
+        defines={"PRIVATE_NAME": '"cpu-generic-private"', "PRIVATE_BACKEND": "cpu_backend"},
+    )
     assert private_build.load([build]) == {}
     return build
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CASES)
-def test_results_stay_within_the_rule(other_tile: PrivateBuild, name: str, dtype: torch.dtype) -> None:
-    with flashattn_ext.use_backend(other_tile.name):
+def test_results_stay_within_the_rule(other_build: PrivateBuild, name: str, dtype: torch.dtype) -> None:
+    with flashattn_ext.use_backend(other_build.name):
         check(Case(**{**CASES[name].__dict__, "dtype": dtype}), "cpu")
 
 
-def test_its_tile_is_another_one_and_the_package_keeps_its_own(other_tile: PrivateBuild) -> None:
+def test_its_kernels_are_used_and_the_package_keeps_its_own(other_build: PrivateBuild) -> None:
     case = Case(Sq=64, Sk=700, D=64, needs_grad=())
     inputs = make_inputs(case, "cpu")
-    before, _ = call(case, inputs)
-    with flashattn_ext.use_backend(other_tile.name):
+    before, isa = call(case, inputs)[0], _C.cpu_isa()
+    with flashattn_ext.use_backend(other_build.name):
         other, _ = call(case, inputs)
     after, _ = call(case, inputs)
-    assert not torch.equal(before, other)  # another order of sums
+    try:
+        _C.set_cpu_isa("generic")
+        generic, _ = call(case, inputs)
+    finally:
+        _C.set_cpu_isa(isa)
+    assert_same_bits(other, generic)
     assert_same_bits(before, after)
-    assert _C.backends()[0] != other_tile.name and _C.cpu_tile() != (64, 128)
+    assert _C.backends()[0] != other_build.name
 
 
 def test_a_library_is_compiled_again_when_a_source_is_newer(
-    other_tile: PrivateBuild, monkeypatch: pytest.MonkeyPatch
+    other_build: PrivateBuild, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     linked: list[str] = []
     monkeypatch.setattr(private_build, "_C", _NothingLoaded())
     monkeypatch.setattr(private_build, "_start", lambda build, pool: (linked.append(build.name), str(Path()), [])[1:])
     monkeypatch.setattr(private_build.shutil, "rmtree", lambda folder: None)
     monkeypatch.setattr(private_build, "_link", lambda build, objects: None)
-    private_build.load([other_tile])
+    private_build.load([other_build])
     assert linked == []
-    times = other_tile.library.stat()
-    os.utime(other_tile.library, (0, 0))
+    times = other_build.library.stat()
+    os.utime(other_build.library, (0, 0))
     try:
-        private_build.load([other_tile])
+        private_build.load([other_build])
     finally:
-        os.utime(other_tile.library, (times.st_atime, times.st_mtime))
-    assert linked == [other_tile.name]
+        os.utime(other_build.library, (times.st_atime, times.st_mtime))
+    assert linked == [other_build.name]
 
 
 class _NothingLoaded:
@@ -78,31 +100,34 @@ class _NothingLoaded:
         assert Path(path).exists()
 
 
-def test_what_does_not_compile_has_its_reason() -> None:
-    build = private_build.cpu(100, 64)
+def test_what_does_not_compile_has_its_reason(other_build: PrivateBuild) -> None:
+    defines = {**other_build.defines, "PRIVATE_BACKEND": "no_such_backend"}
+    build = replace(other_build, name="broken", sources=other_build.sources[:1], defines=defines)
     problems = private_build.load([build])
-    assert list(problems) == [build.name] and "a tile is whole blocks of 64" in problems[build.name]
+    assert list(problems) == ["broken"] and "no_such_backend" in problems["broken"]
     assert not build.library.exists()
-    assert not [path for path in build.library.parent.iterdir() if path.name.startswith(f"{build.library.stem}-")]
+    assert not [path for path in build.library.parent.iterdir() if path.name.startswith("broken-")]
 
 
-def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", "no-such-compiler")
-    build = private_build.cpu(128, 1024)
-    assert "no-such-compiler" in private_build.load([build])[build.name]
+def test_without_a_compiler(other_build: PrivateBuild) -> None:
+    build = replace(other_build, name="never", compiler=["no-such-compiler"])
+    assert "no-such-compiler" in private_build.load([build])["never"]
 
 
-def test_a_library_of_other_sources_than_the_package(other_tile: PrivateBuild, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_of_other_sources_than_the_package(
+    other_build: PrivateBuild, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Refusing(_NothingLoaded):
         def load_backend(self, path: str) -> None:
             raise RuntimeError("built from other sources")
 
     monkeypatch.setattr(private_build, "_C", Refusing())
-    assert private_build.load([other_tile]) == {other_tile.name: "built from other sources"}
+    assert private_build.load([other_build]) == {other_build.name: "built from other sources"}
 
 
 def test_without_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(private_build, "__file__", str(tmp_path / "a" / "b" / "private_build.py"))
     monkeypatch.chdir(tmp_path)
+    private_build.sources.cache_clear()
     with pytest.raises(CommandError, match="in a checkout"):
-        private_build.cpu(64, 64)
+        private_build.sources()

@@ -1,7 +1,7 @@
 """Tile sizes of the forward: what each really takes, and which do not fit.
 
-Tiles are constants of the kernels: other ones are compiled from the checkout when the experiment runs (private_build.py), for the
-Ascend emulator by `make emulator-tilings`.
+The CPU's kernels are told theirs. On CUDA and Ascend tiles are constants of the kernels: other ones are compiled from the checkout
+when the experiment runs (private_build.py), for the Ascend emulator by `make emulator-tilings`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from flashattn_ext import _C
 
 from .. import private_build
 from ..bench_cases import DTYPES
-from ..bench_tune import Tile, cpu_tile, cuda_tiles
+from ..bench_tune import Tile, cpu_tiles, cuda_tiles
 from ..console import CommandError
 from ..private_build import PrivateBuild
 from ..timing import Timing
@@ -43,7 +42,6 @@ from .result import Cell, Column, Comparison, Plot, Result
 KIB, MIB = 1 << 10, 1 << 20
 TILE, TO_DEFAULT, SCRATCH = "queries x keys", "time to default", "memory of a tile"
 EMULATOR, ASCEND, MODELLED = "Ascend emulator", "Ascend ", "modelled time"
-L2_SIZE = Path("/sys/devices/system/cpu/cpu0/cache/index2/size")
 
 
 @dataclass(frozen=True)
@@ -146,24 +144,18 @@ def quickest(result: Result) -> str:
 
 
 def _measure_cpu(context: Context, sizes: Sizes, result: Result) -> None:
-    default = f"{cpu_tile()} (default)"
-    shapes = {default: _C.cpu_tile(), **{f"{tile} x {tile}": (tile, tile) for tile in sizes.tiles}}
-    timings, failures = _time(
-        context,
-        sizes,
-        {default: lambda: Tile(default, "cpu")}
-        | {name: functools.partial(_cpu_tile, name, shape) for name, shape in shapes.items() if name != default},
-    )
-    cache = l2_bytes()
-    for name, shape in shapes.items():
+    own = _C.cpu_tile(sizes.dtype, sizes.D)
+    tiles = cpu_tiles(sizes.dtype, sizes.D, [(tile, tile) for tile in sizes.tiles])
+    default = f"{tiles[0].name} (default)"
+    tiles = (replace(tiles[0], name=default), *tiles[1:])
+    timings, failures = _time(context, sizes, {tile.name: lambda tile=tile: tile for tile in tiles})
+    cache = dict(_C.cpu_caches()).get(2)
+    for tile in tiles:
+        name, shape = tile.name, own if tile.name == default else tile.cpu_size
         scratch = scratch_bytes(*shape, sizes.D)
         result.rows.append(_row(sizes, name, shape, timings, default, scratch, cache, failures.get(name, "")))
     size = f"the {cache // KIB} KiB of a core's L2 cache" if cache else "a core's L2 cache, of unknown size here"
     result.notes.append(f"{SCRATCH}: q, k, v, scores and results of one thread in fp32, by arithmetic, beside {size}")
-
-
-def _cpu_tile(name: str, shape: tuple[int, int]) -> Tile:
-    return Tile(name, private_build.cpu(*shape))
 
 
 def scratch_bytes(queries: int, keys: int, D: int) -> int:
@@ -191,15 +183,6 @@ def _time(
     for _ in context.track(["all take turns"]):
         timings = context.time(calls, inputs.all, failures)
     return timings, failures
-
-
-def l2_bytes() -> int | None:
-    """The L2 cache of one core, where Linux tells."""
-    try:
-        text = L2_SIZE.read_text().strip()
-    except OSError:
-        return None
-    return int(text[:-1]) * KIB if text.endswith("K") else None
 
 
 # On CUDA
