@@ -72,6 +72,7 @@ __device__ __forceinline__ Descriptor swizzled_descriptor(const void* tile, int 
 #define FLASHATTN_R32 FLASHATTN_R16, FLASHATTN_PAIR(2)
 #define FLASHATTN_R48 FLASHATTN_R32, FLASHATTN_PAIR(4)
 #define FLASHATTN_R64 FLASHATTN_R48, FLASHATTN_PAIR(6)
+#define FLASHATTN_R72 FLASHATTN_R64, "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3])
 #define FLASHATTN_R80 FLASHATTN_R64, FLASHATTN_PAIR(8)
 #define FLASHATTN_R96 FLASHATTN_R80, FLASHATTN_PAIR(10)
 #define FLASHATTN_R112 FLASHATTN_R96, FLASHATTN_PAIR(12)
@@ -88,6 +89,7 @@ __device__ __forceinline__ Descriptor swizzled_descriptor(const void* tile, int 
 #define FLASHATTN_D32 FLASHATTN_D16 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define FLASHATTN_D48 FLASHATTN_D32 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define FLASHATTN_D64 FLASHATTN_D48 ", %24, %25, %26, %27, %28, %29, %30, %31"
+#define FLASHATTN_D72 FLASHATTN_D64 ", %32, %33, %34, %35"
 #define FLASHATTN_D80 FLASHATTN_D64 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define FLASHATTN_D96 FLASHATTN_D80 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define FLASHATTN_D112 FLASHATTN_D96 ", %48, %49, %50, %51, %52, %53, %54, %55"
@@ -131,6 +133,7 @@ __device__ __forceinline__ Descriptor swizzled_descriptor(const void* tile, int 
 FLASHATTN_WGMMA_TYPES(32, 16, 17, 18, 19, 20, 21)
 FLASHATTN_WGMMA_TYPES(48, 24, 25, 26, 27, 28, 29)
 FLASHATTN_WGMMA_TYPES(64, 32, 33, 34, 35, 36, 37)
+FLASHATTN_WGMMA_TYPES(72, 36, 37, 38, 39, 40, 41)
 FLASHATTN_WGMMA_TYPES(80, 40, 41, 42, 43, 44, 45)
 FLASHATTN_WGMMA_TYPES(96, 48, 49, 50, 51, 52, 53)
 FLASHATTN_WGMMA_TYPES(112, 56, 57, 58, 59, 60, 61)

@@ -1,9 +1,9 @@
-// Backward on Hopper for head dims up to 128, and up to 192 where v has at most 128 columns: a thread block keeps a
-// tile of keys, 64 in each of two warpgroups, and walks over the tiles of queries that see it, which one more warp
-// loads by TMA (Shah et al. 2024, "FlashAttention-3"). Scores are transposed, S^T = K Q^T: P^T and dS^T, packed, are
-// operands of the products for dv and (up to 128) dk as they are in registers. Only dS^T goes through shared memory,
-// for dq, and then dq, which another warp adds to the workspace (dq_adder.cuh). Products of one step run under the
-// arithmetic of another: docs/sm90_backward.md.
+// Backward on Hopper for head dims up to 128, without a Mask up to 144, and up to 192 where v has at most 128 columns:
+// a thread block keeps a tile of keys, 64 in each of two warpgroups, and walks over the tiles of queries that see it,
+// which one more warp loads by TMA (Shah et al. 2024, "FlashAttention-3"). Scores are transposed, S^T = K Q^T: P^T and
+// dS^T, packed, are operands of the products for dv and (up to 144) dk as they are in registers. Only dS^T goes through
+// shared memory, for dq, and then dq, which another warp adds to the workspace (dq_adder.cuh). Products of one step run
+// under the arithmetic of another: docs/sm90_backward.md.
 #pragma once
 
 #include <type_traits>
@@ -28,19 +28,23 @@ struct Backward {
   static constexpr BackwardTile kTile = backward_tile<kHeadDim, kKind, kHeadDimV>();
   using Scores = PackedScores<T, kTile.queries, kKind>;
   using DistanceScores = PackedDistanceScores<T, Scores::kTiles * 8>;
-  using Layout = DqLayout<T, kHeadDim, kHeadDimV>;
+  using Layout = DqLayout<T, kHeadDim, kTile.is_wide()>;
   static constexpr RegisterBudget kRegisters = kBackwardRegisters;
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages;
   static constexpr bool kPaired = false;
-  static constexpr int kBlocks = 1, kColumns = kHeadDim, kDoutStages = kStages;
+  static constexpr int kBlocks = 1, kColumns = kHeadDim;
+  // With 144 columns, which take three panels, shared memory has room for one stage of dout, and for the part of dq of
+  // one warpgroup at a time.
+  static constexpr bool kIsTight = kHeadDim == 144, kDoutApart = kIsTight;  // apart: has stages of its own
+  static constexpr int kDoutStages = kIsTight ? 1 : kStages, kDqParts = kIsTight ? 1 : 2;
   static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kInspectors = 2;
   static constexpr int kAdders = kBias ? 2 : 1;  // warps that add dq
   static constexpr int kPanels = panels(kHeadDim), kValuePanels = panels(kHeadDimV),
                        kScorePanels = kQueries / kPanelColumns;
   static constexpr int kColumnTiles = kHeadDim / 8, kDqTiles = Layout::kQueryColumnTiles;
   // Whether dq of a step is computed in the next one (walk_queries), or in the same one (walk_in_three_turns).
-  static constexpr bool kLateDq = kHeadDim <= 128;
+  static constexpr bool kLateDq = kHeadDim <= 144;
   static constexpr int kDscoreBuffers = kLateDq ? 2 : 1;  // the walks say why turns order what the warpgroups exchange
   // At least this many heads in a section (tile_order.cuh). Blocks that walk over the same head at the same time share
   // what they read where long sequences do not fit the cache; too few heads leave long tiles for the end.
@@ -53,9 +57,9 @@ struct Backward {
     T k[kKeyStages][kPanels][kKeys][kPanelColumns];
     T v[kKeyStages][kValuePanels][kKeys][kPanelColumns];
     T q[kStages][kPanels][kQueries][kPanelColumns];
-    T dout[kStages][kValuePanels][kQueries][kPanelColumns];
+    T dout[kDoutStages][kValuePanels][kQueries][kPanelColumns];
     T dscores[kDscoreBuffers][kScorePanels][kKeys][kPanelColumns];  // dS^T: [keys][queries]
-    DqPart<kDqTiles> dq[2];                                         // of each warpgroup
+    DqPart<kDqTiles> dq[kDqParts];                                  // part_of
     float lse[kStages][kQueries], delta[kStages][kQueries];
     T bias[kBias ? kStages : 0][kKeys / 64][kQueries][kPanelColumns];
     float centres[kScored ? kStages : 0][kCentres][kQueries];  // of the rows, for the gradients of biases
@@ -65,12 +69,17 @@ struct Backward {
     int added_before[kMasks ? kStepsKept : 0];
     EarlierKeyTile before[kMasks ? 1 : 0];  // for the warp that inspects
     ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
-    ptx::Barrier q_full[kStages], dout_full[kStages], queries_empty[kStages];
+    ptx::Barrier q_full[kStages], dout_full[kDoutStages], queries_empty[kStages];
+    ptx::Barrier dout_empty[kDoutApart ? kDoutStages : 0];
     ptx::Barrier work_full[kWorkStages], work_empty[kWorkStages];
     ptx::Barrier keys_inspected[kMasks ? kKeyStages : 0], queries_inspected[kMasks ? kStages : 0];
+
+    // Where a warpgroup writes its part of dq.
+    __device__ __forceinline__ DqPart<kDqTiles>& part_of(int group) { return dq[kDqParts == 1 ? 0 : group]; }
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
-  static_assert(kStages >= 2);  // the next scores are computed before these queries are released
+  static_assert(!kDoutApart || !kMasks);  // warps that inspect take dout to be in the stages of queries
+  static_assert(kStages >= 2);            // the next scores are computed before these queries are released
 
   static __device__ void init(Shared& shared, const AttnGradParams& p) {
     if (kDropout) shared.philox = Dropout(p, 0).key;
@@ -81,9 +90,10 @@ struct Backward {
     }
     for (int i = 0; i < kStages; ++i) {
       ptx::barrier_init(&shared.q_full[i], kQueryArrivals<kBias>);
-      ptx::barrier_init(&shared.dout_full[i], 1);
+      if (i < kDoutStages) ptx::barrier_init(&shared.dout_full[i], 1);
       ptx::barrier_init(&shared.queries_empty[i], kWarps * 32 + (kMasks ? kInspectors : 0));
     }
+    for (ptx::Barrier& barrier : shared.dout_empty) ptx::barrier_init(&barrier, kWarps * 32);
     for (int i = 0; i < kWorkStages; ++i) {
       ptx::barrier_init(&shared.work_full[i], 1);
       ptx::barrier_init(&shared.work_empty[i], kWarps * 32 + kAdders + (kMasks ? kInspectors : 0));
@@ -124,7 +134,8 @@ struct Backward {
   RingPosition<kWorkStages> works;
   RingPosition<kKeyStages> keys;
   RingPosition<kStages> queries;  // those whose scores have been computed last
-  int buffer = 0;                 // of shared.dscores: the one written last
+  std::conditional_t<kDoutApart, RingPosition<kDoutStages>, Nothing> douts;
+  int buffer = 0;  // of shared.dscores: the one written last
   float dk[kColumnTiles][4], dv[kHeadDimV / 8][4];
   typename Scores::Packed weights;
   std::conditional_t<kScored, typename Scores::Packed, Nothing> slopes;  // with softcap: of the same scores
@@ -170,6 +181,8 @@ struct Backward {
   // that step, both have done with the buffer that held dS^T of step n - 2: its reader issued its product in the second
   // turn of step n - 1 at the latest. And when it issues the product for dq of step n - 1, in its second turn of step
   // n, the other one has written that step's dS^T before its own second turn of step n - 1.
+  //
+  // With one part of dq a warpgroup writes when the adder has read what the other one wrote, after the turn before.
   __device__ __forceinline__ void walk_queries(const Work& work) {
     Limits unmasked;
     if constexpr (kMasks) {
@@ -184,7 +197,7 @@ struct Backward {
     Limits whole{};  // steps at other queries are waited for until they are inspected
     if constexpr (kMasks) whole = {uniform(work.whole.begin), p.deterministic ? 0 : uniform(work.whole.end)};
     Walk now(p, work, static_cast<int>(p.group_size()));
-    float scores[kQueries / 8][4], dq[8][4];
+    float scores[kQueries / 8][4], dq[kDqTiles][4];
     await<Backward>(shared.k_full, shared.keys_inspected, keys);
     clear_tail_of_keys(work);
     await_queries(now, whole);
@@ -213,7 +226,7 @@ struct Backward {
       ptx::wgmma_wait<1>();
       ptx::hold(dq);
       give_turn();
-      write(shared.dq[group], dq, group);
+      write(shared.part_of(group), dq, group);
       if (!hands_over_late()) hand_over(group);
       const auto biases = begin_biases(work, now);
       ptx::wgmma_wait<0>();
@@ -229,7 +242,7 @@ struct Backward {
     ptx::wgmma_wait<1>();
     ptx::hold(dq);
     give_turn();
-    write(shared.dq[group], dq, group);
+    write(shared.part_of(group), dq, group);
     ptx::wgmma_wait<0>();
     hand_over(group);
     ptx::barrier_arrive(&shared.queries_empty[queries.stage]);
@@ -239,7 +252,7 @@ struct Backward {
     ptx::hold(dq);
     give_turn();
     release(shared.keys_empty[keys.stage]);
-    write(shared.dq[group], dq, group);
+    write(shared.part_of(group), dq, group);
     hand_over(group);
     queries.advance();
     keys.advance();
@@ -270,18 +283,15 @@ struct Backward {
       take_turn();
       accumulate(dk, shared.dscores[0][0], group * 64, shared.q[stage]);
       ptx::named_barrier_sync(kDscoresBarrier + group, 2 * kGroupThreads);
-      // Its columns of dq: a panel of its own, and half of the last one.
       float dq[kDqTiles][4];
-      constexpr int kPanelBytes = sizeof(shared.k[0][0]), kHalfRow = kPanelColumns;  // 32 columns of 2 bytes
-      transposed_product(dq, shared.dscores[0][0], shared.k[keys.stage][group],
-                         group == 0 ? 2 * kPanelBytes : kPanelBytes + kHalfRow);
+      query_product(dq, shared.dscores[0]);
       give_turn();
       ptx::wgmma_wait<0>();
       ptx::hold(dk);
       ptx::hold(dq);
       ptx::barrier_arrive(&shared.queries_empty[stage]);
       queries.advance();
-      write(shared.dq[group], dq, group);
+      write(shared.part_of(group), dq, group);
       has_dq = true;
     }
     hand_over(group);
@@ -323,16 +333,18 @@ struct Backward {
                                                 const Limits& unmasked) {
     const int stage = queries.stage;
     float dscores[kQueries / 8][4];
-    ptx::barrier_wait(&shared.dout_full[stage], queries.parity);
+    auto& at = dout_position();
+    auto& dout = shared.dout[at.stage];
+    ptx::barrier_wait(&shared.dout_full[at.stage], at.parity);
     clear_tail_of_queries(work, now);
     take_turn();
-    score_product<kHeadDimV>(dscores, shared.v[keys.stage], group * 64, shared.dout[stage]);
+    score_product<kHeadDimV>(dscores, shared.v[keys.stage], group * 64, dout);
     if constexpr (kDropout) {
       typename Scores::Packed kept;
       Scores::keep(kept, weights);
-      accumulate(dv, kept, shared.dout[stage]);
+      accumulate(dv, kept, dout);
     } else {
-      accumulate(dv, weights, shared.dout[stage]);
+      accumulate(dv, weights, dout);
     }
     give_turn();
     ptx::wgmma_wait<1>();
@@ -355,6 +367,12 @@ struct Backward {
     buffer = buffer == kDscoreBuffers - 1 ? 0 : buffer + 1;
     store_panels(shared.dscores[buffer], warp_key, packed);
     ptx::fence_async_shared();
+    if constexpr (kDoutApart) {
+      ptx::wgmma_wait<0>();  // the product for dv reads dout, and the weights, whose registers dq takes
+      ptx::hold(dv);
+      ptx::barrier_arrive(&shared.dout_empty[at.stage]);
+      at.advance();
+    }
     if constexpr (kBias) {
       if (p.dbias.data) {
         hand_over_bias_gradient<T>(shared.dq[group], dscores, packed, group, p.dbias.dtype == DType::kFloat32);
@@ -363,10 +381,23 @@ struct Backward {
   }
 
   // dq = dS K of this step (lag 0) or the one before (lag 1): this warpgroup's part.
-  __device__ __forceinline__ void query_product(float (&dq)[8][4], int lag) {
-    constexpr bool kOwnRows = kQueries == 128;  // otherwise own columns
-    const int at = buffer < lag ? buffer + kDscoreBuffers - lag : buffer - lag;
-    transposed_product(dq, shared.dscores[at][kOwnRows ? group : 0], shared.k[keys.stage][kOwnRows ? 0 : group]);
+  __device__ __forceinline__ void query_product(float (&dq)[kDqTiles][4], int lag) {
+    query_product(dq, shared.dscores[buffer < lag ? buffer + kDscoreBuffers - lag : buffer - lag]);
+  }
+  __device__ __forceinline__ void query_product(float (&dq)[kDqTiles][4],
+                                                const T (&dscores)[kScorePanels][kKeys][kPanelColumns]) {
+    constexpr bool kOwnRows = kQueries == 128;  // otherwise own columns: a panel, and half of a third one if there is
+    constexpr int kPanelBytes = sizeof(shared.k[0][0]), kHalfBytes = (kDqTiles - 8) * 16;
+    transposed_product(dq, dscores[kOwnRows ? group : 0], shared.k[keys.stage][kOwnRows ? 0 : group],
+                       kDqTiles > 8 && group == 0 ? 2 * kPanelBytes : kPanelBytes + kHalfBytes);
+  }
+  // The stage of output gradients that belongs to the queries.
+  __device__ __forceinline__ auto& dout_position() {
+    if constexpr (kDoutApart) {
+      return douts;
+    } else {
+      return queries;
+    }
   }
 
   __device__ __forceinline__ void take_turn() const {
@@ -439,11 +470,11 @@ struct Backward {
     ptx::fence_async_shared();
     ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
   }
-  __device__ __forceinline__ void clear_tail_of_queries(const Work& work, const Walk& now) const {
+  __device__ __forceinline__ void clear_tail_of_queries(const Work& work, const Walk& now) {
     const int rows = work.length_q - now.m * kQueries;
     if (rows >= kQueries || !p.is_varlen()) return;
     clear_rows(shared.q[queries.stage], rows, thread(), kGroupThreads);
-    clear_rows(shared.dout[queries.stage], rows, thread(), kGroupThreads);
+    clear_rows(shared.dout[dout_position().stage], rows, thread(), kGroupThreads);
     ptx::fence_async_shared();
     ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
   }
@@ -491,7 +522,7 @@ using BackwardOf =
 
 template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
 WorkspaceOf<kKind> backward_workspace(const AttnGradParams& p) {
-  using Layout = DqLayout<T, kHeadDim, kHeadDimV>;
+  using Layout = typename BackwardOf<T, kHeadDim, kKind, kHeadDimV>::Layout;
   const BackwardWorkspace base(p, Layout::kTileRows, Layout::kTileFloats, Layout::kOrderedParts);
   return complete<kKind>(p, base, backward_tile<kHeadDim, kKind, kHeadDimV>().keys, 8);
 }
@@ -511,7 +542,7 @@ void backward(const AttnGradParams& p) {
   } else {
     launch_backward_main<Kernel>(backward_kernel<Kernel>, p, workspace);
   }
-  launch_finish<DqLayout<T, kHeadDim, kHeadDimV>>(p, workspace);
+  launch_finish<typename Kernel::Layout>(p, workspace);
   if constexpr (can_score(kKind)) finish_biases(p, workspace);
 }
 

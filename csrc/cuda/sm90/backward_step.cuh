@@ -32,12 +32,10 @@ struct BiasedBackwardMaps : BackwardMaps {
 // so that short sequences take little memory. With 128 keys a warpgroup computes 64 rows and 64 columns of a step; the
 // two of a thread block compute different rows when a step has 128 queries, otherwise different columns, and half each
 // of a third panel. With 64 keys one warpgroup computes all columns.
-template <class T, int kHeadDimension, int kHeadDimV = kHeadDimension>
+template <class T, int kHeadDimension, bool kWide>
 struct DqLayout {
   using Element = T;
-  static constexpr BackwardTile kTile = backward_tile<kHeadDimension, Kind::kPlain, kHeadDimV>();
-  static constexpr bool kWide = kTile.is_wide();
-  static constexpr int kQueries = kTile.queries, kTileRows = 16;
+  static constexpr int kQueries = backward_tile<kHeadDimension, Kind::kPlain>().queries, kTileRows = 16;
   static constexpr int kParts = kWide ? 1 : 2, kThreads = kParts * kGroupThreads, kSplits = 1;
   // Columns of a warp in dq_finish_kernel.
   static constexpr int kPartColumns = !kWide && kHeadDimension > 128 ? kHeadDimension / 2 : 64;
@@ -186,7 +184,7 @@ struct BackwardLoader {
   const typename Kernel::Maps& maps;
   RingPosition<Kernel::kKeyStages> keys;
   RingPosition<Kernel::kStages> queries;
-  RingPosition<Kernel::kDoutStages> douts;  // used in pairs
+  RingPosition<Kernel::kDoutStages> douts;  // with kDoutApart
   RingPosition<Kernel::kWorkStages> works;
   uint32_t next_parity = 0;  // of SharedTile
   int query_start = 0;
@@ -303,7 +301,7 @@ struct BackwardLoader {
     ptx::barrier_wait(&shared.queries_empty[stage], queries.parity ^ 1);
     if (lane() == 0) {
       load_panels(shared.q[stage], shared.q_full[stage], maps.q, row, now.h, batch, column());
-      if (!Kernel::kPaired) load_panels(shared.dout[stage], shared.dout_full[stage], maps.dout, row, now.h, batch);
+      if (!Kernel::kDoutApart) load_panels(shared.dout[stage], shared.dout_full[stage], maps.dout, row, now.h, batch);
       if constexpr (Kernel::kBias) {
         load_panels(shared.bias[stage], shared.q_full[stage], maps.bias, row, now.h, batch, work.key0);
       }
@@ -337,7 +335,7 @@ struct BackwardLoader {
     }
     ptx::barrier_arrive(&shared.q_full[stage]);  // every lane, for what it has written
     queries.advance();
-    if constexpr (Kernel::kPaired) {  // there dout has stages of its own
+    if constexpr (Kernel::kDoutApart) {  // dout has stages of its own
       ptx::barrier_wait(&shared.dout_empty[douts.stage], douts.parity ^ 1);
       if (lane() == 0) {
         load_panels(shared.dout[douts.stage], shared.dout_full[douts.stage], maps.dout, row, now.h, batch, column());

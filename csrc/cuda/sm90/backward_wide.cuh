@@ -13,7 +13,7 @@ struct WideBackward {
   using Work = BackwardWorkOf<kKind>;
   using Walk = QueryWalk<false>;
   static constexpr bool kScored = false, kDropout = can_drop(kKind), kMasks = can_mask(kKind);
-  using Layout = DqLayout<T, kHeadDim, kHeadDimV>;
+  using Layout = DqLayout<T, kHeadDim, true>;
   using Workspace = BackwardWorkspace;
   using Maps = BackwardMaps;
   static constexpr BackwardTile kTile = backward_tile<kHeadDim, kKind, kHeadDimV>();
@@ -25,6 +25,7 @@ struct WideBackward {
   static constexpr int kInspectors = 3;
   static constexpr bool kBias = false;
   static constexpr bool kPaired = is_paired(kHeadDim);  // pair.cuh
+  static constexpr bool kDoutApart = kPaired;           // dout has stages of its own
   static constexpr int kBlocks = kPaired ? 2 : 1;
   static constexpr int kColumns = kHeadDim / kBlocks, kValueColumns = kHeadDimV / kBlocks;  // of a thread block
   // Stages of dout. In pairs it has its own, for there is no room for two at head_dim 512.

@@ -46,7 +46,7 @@ struct DqAdder {
   int step = 0;  // of this thread block so far
 
   __device__ void add_tiles() {
-    for (int group = 0; group < 2; ++group) ptx::named_barrier_arrive(kDqEmptyBarrier + group, kDqThreads);
+    for (int part = 0; part < Kernel::kDqParts; ++part) ptx::named_barrier_arrive(kDqEmptyBarrier + part, kDqThreads);
     for (;; works.advance()) {
       ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
       const BackwardWork& work = shared.work[works.stage];
@@ -85,7 +85,9 @@ struct DqAdder {
       ptx::bulk_wait_read<0>();
     }
     __syncwarp();
-    ptx::named_barrier_arrive(kDqEmptyBarrier + group, kDqThreads);
+    // Where the warpgroups write to the same memory, in turns, it is the other one's turn.
+    const int next = Kernel::kDqParts == 1 ? 1 - group : group;
+    ptx::named_barrier_arrive(kDqEmptyBarrier + next, kDqThreads);
   }
   static __device__ __forceinline__ bool leads() { return threadIdx.x % 32 == 0; }
 
@@ -101,16 +103,18 @@ struct DqAdder {
     const int rows = work.length_q - now.m * kQueries - Layout::row(group * 4);
     constexpr int kTileRows = Layout::kTileRows;
     // With 64 queries a step the second warpgroup has the columns from 64 on, and of three panels a half of the last.
-    constexpr bool kSharesPanel = Kernel::kDqTiles > 8;
+    constexpr int kSharedTiles = Kernel::kDqTiles - 8;
+    constexpr bool kSharesPanel = kSharedTiles > 0;
     constexpr int kSecondColumns = kQueries == 128 || kSharesPanel ? 64 : Kernel::kColumns - 64;
+    auto& part = shared.part_of(group);
     const int bytes = kTileRows * 4 * (group == 0 ? 64 : kSecondColumns);
 #pragma unroll 1
     for (int warp = 0; warp < 4; ++warp) {
       if (warp * kTileRows >= rows) break;  // rows after the last of the sequence have no tile in the workspace
-      ptx::bulk_add(to + warp * Layout::kTileFloats, shared.dq[group][warp][0], bytes);
+      ptx::bulk_add(to + warp * Layout::kTileFloats, part[warp][0], bytes);
       if constexpr (kSharesPanel) {
-        float* const half = Layout::fragment(workspace, first, 0, 16 + 4 * group);
-        ptx::bulk_add(half + warp * Layout::kTileFloats, shared.dq[group][warp][8], kTileRows * 4 * 32);
+        float* const half = Layout::fragment(workspace, first, 0, 16 + kSharedTiles * group);
+        ptx::bulk_add(half + warp * Layout::kTileFloats, part[warp][8], kTileRows * 4 * 8 * kSharedTiles);
       }
     }
   }

@@ -73,7 +73,7 @@ struct BackwardTile {
 struct BackwardTiles {
   HeadDims head_dims;
   Kind kind;  // dropout and the centres of rows (../../bias.h) take some shared memory; queries are the same without,
-              // for they give the order of the sums of dq
+              // for they give the order of the sums of dq. Class 144 leaves calls with a Mask to backward_wide.cuh
   BackwardTile tiles[kRowTiles];
 };
 
@@ -88,8 +88,9 @@ constexpr BackwardTiles kBackwardTiles[] = {
     {128, Kind::kDropout, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
     {128, Kind::kScores, {{128, 64, 2, 1}}},
     {128, Kind::kBias, {{128, 64, 2, 1}}},
-    {144, Kind::kPlain, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
-    {144, Kind::kDropout, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    {144, Kind::kPlain, {{128, 64, 2, 1}, {64, 64, 2, 1}, {64, 64, 3, 1}}},
+    {144, Kind::kIntervals, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    {144, Kind::kDropout, {{128, 64, 2, 1}, {64, 64, 2, 1}, {64, 64, 3, 1}}},
     {{192, 128}, Kind::kPlain, {{128, 64, 2, 1}, {64, 64, 2, 1}, {64, 64, 3, 1}}},
     {192, Kind::kPlain, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     {192, Kind::kDropout, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
