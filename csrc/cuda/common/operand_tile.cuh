@@ -67,9 +67,7 @@ struct OperandTile {
       transposed = sizeof(T) == 2 ? a : shuffled(transposed);
     }
     // Computes them again, so that they need not be kept: some ten instructions.
-    __device__ __forceinline__ void recompute() {
-      *this = Places(shuffled(threadIdx.x % 32));
-    }
+    __device__ __forceinline__ void recompute() { *this = Places(shuffled(threadIdx.x % 32)); }
 
    private:
     static __device__ __forceinline__ int shuffled(int x) { return __shfl_xor_sync(~0u, x, 0); }
