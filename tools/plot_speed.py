@@ -12,8 +12,13 @@ from typing import Any
 DOCS = Path(__file__).parents[1] / "docs"
 TABLE = DOCS / "results" / "h200_cuda.md"
 PICTURE = DOCS / "speed_h200.png"
-NAMES = {"ours": "flashattn_ext", "cudnn": "cuDNN", "fa2": "PyTorch's flash backend (FlashAttention-2)"}
-COLOURS = {"ours": "#d1495b", "cudnn": "#66a182", "fa2": "#9aa5b1"}
+NAMES = {
+    "ours": "flashattn_ext",
+    "fa4": "FlashAttention-4",
+    "cudnn": "cuDNN",
+    "fa2": "PyTorch's flash backend (FlashAttention-2)",
+}
+COLOURS = {"ours": "#d1495b", "fa4": "#edae49", "cudnn": "#66a182", "fa2": "#9aa5b1"}
 HEAD_DIMS, PASSES = (64, 128, 256), ("forward", "backward")
 
 # (head_dim, mask, pass) -> sequence length -> contestant -> TFLOP/s
@@ -64,10 +69,11 @@ def draw(rates: Rates, mask: str, path: Path) -> None:
 def _draw_bars(axes: Any, by_length: dict[int, dict[str, float]]) -> None:
     width = 0.8 / len(NAMES)
     for number, (name, label) in enumerate(NAMES.items()):
-        at = [index + (number - 1) * width for index, rates in enumerate(by_length.values()) if name in rates]
+        left = (number - (len(NAMES) - 1) / 2) * width
+        at = [index + left for index, rates in enumerate(by_length.values()) if name in rates]
         heights = [rates[name] for rates in by_length.values() if name in rates]
         bars = axes.bar(at, heights, width, label=label, color=COLOURS[name])
-        axes.bar_label(bars, fmt="%.0f", fontsize=7, rotation=90, padding=2)
+        axes.bar_label(bars, fmt="%.0f", fontsize=6, rotation=90, padding=2)
     axes.set_xticks(range(len(by_length)), [f"{S // 1024}k" if S >= 1024 else str(S) for S in by_length])
     axes.margins(y=0.15)
     axes.spines[["top", "right"]].set_visible(False)

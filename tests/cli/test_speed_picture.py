@@ -22,11 +22,13 @@ def tool() -> ModuleType:
 
 
 def test_rates_are_those_of_the_table(tool: ModuleType) -> None:
-    header = "| set | BxHxSxD | dtype | mask | pass | ours | fa2 | cudnn |\n| --- | --- | --- | --- | --- | --- | --- | --- |\n"
-    rows = "| fa_paper | 4x16x4096x128 | bf16 | causal | forward | 0.417 / 659.1 | 0.902 / 304.8 | - |\n"
-    others = "| gqa | 2x32:8x8192x128 | bf16 | causal | forward | 1 / 2 | 3 / 4 | 5 / 6 |\n\n| set | another table |\n"
+    header = "| set | BxHxSxD | dtype | mask | pass | ours | fa2 | cudnn | fa4 |\n|" + " --- |" * 9 + "\n"
+    rows = (
+        "| fa_paper | 4x16x4096x128 | bf16 | causal | forward | 0.417 / 659.1 | 0.902 / 304.8 | - | 0.425 / 646.4 |\n"
+    )
+    others = "| gqa | 2x32:8x8192x128 | bf16 | causal | forward | 1 / 2 | 3 / 4 | 5 / 6 | 7 / 8 |\n\n| set | another table |\n"
     rates = tool.read_rates("# Title\n\n" + header + rows + others)
-    assert rates == {(128, "causal", "forward"): {4096: {"ours": 659.1, "fa2": 304.8}}}
+    assert rates == {(128, "causal", "forward"): {4096: {"ours": 659.1, "fa4": 646.4, "fa2": 304.8}}}
 
 
 def test_every_bar_of_the_picture_has_a_row(tool: ModuleType, tmp_path: Path) -> None:
