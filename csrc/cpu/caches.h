@@ -11,7 +11,8 @@ struct Cache {
   int64_t bytes;
 };
 
-// Those that hold data, from the first level on, as Linux describes the first core; empty where it does not tell.
+// The caches that hold data, from the first level on, as Linux describes them for the first core; empty where it does
+// not tell.
 const std::vector<Cache>& data_caches();
 
 // The bytes of one level; 0 where they are not known.
