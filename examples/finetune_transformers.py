@@ -1,16 +1,21 @@
 """Fine-tunes a causal language model of transformers with its Trainer, on packed documents, with this package's attention.
 
     python examples/finetune_transformers.py                  a small Llama with random weights, on the CPU in about a minute
-    python examples/finetune_transformers.py --model FOLDER   a model that was saved there, with a vocabulary of at least 257
+    python examples/finetune_transformers.py --model FOLDER   a saved model, with a vocabulary of at least 257 tokens
 
-Documents of all lengths follow each other in one row, without padding; the collator's position ids tell them apart, and no document
-sees another. Needs the extra: pip install "flashattn_ext[hf]".
+Documents of different lengths are packed into one row, without padding; the collator's position ids separate them, and no document
+attends to another. Requires the extra hf: pip install "flashattn_ext[hf]".
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
+
+# torch's OpenMP threads busy-wait for each other, which makes this several times slower if other programs use the same cores.
+# OpenMP reads this variable when torch is imported. A value that is already set is kept.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from topics import END, VOCABULARY, documents, text
@@ -52,7 +57,7 @@ def main() -> None:
 
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     if losses:
-        print(f"loss of the first steps {losses[0]:.2f}, of the last {losses[-1]:.2f} nats per byte")
+        print(f"loss of the first steps {losses[0]:.2f}, of the last steps {losses[-1]:.2f} nats per byte")
     start = "The statement "
     prompt = torch.tensor([list(start.encode())], device=model.device)
     written = model.generate(

@@ -2,13 +2,18 @@
 
     python examples/nanogpt.py      on the CPU in about a minute
 
-Attention is the one line `flashattn_ext.forward`: causal, dropout included, no S x S matrix anywhere.
+Attention is one call of `flashattn_ext.forward`: causal, with dropout, without an S x S matrix in memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
+
+# torch's OpenMP threads busy-wait for each other, which makes this several times slower if other programs use the same cores.
+# OpenMP reads this variable when torch is imported. A value that is already set is kept.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +63,7 @@ class GPT(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [B, S] -> logits [B, S, VOCABULARY]; the output head is the token embedding."""
+        """ids [B, S] -> logits [B, S, VOCABULARY]; the output head is tied to the token embedding."""
         x = self.tokens(ids) + self.positions.weight[: ids.shape[1]]
         return self.norm(self.blocks(x)) @ self.tokens.weight.T
 

@@ -1,14 +1,19 @@
-"""Trains a small gpt-oss: every other layer has a sliding window, and every head a learned sink.
+"""Trains a small gpt-oss: every other layer has a sliding window, and every head has a learned sink.
 
     python examples/sinks.py      on the CPU in about a minute
 
-A sink is a logit without a value: a head that finds nothing to attend to gives its weight there. The last lines say how far the sinks
-have moved from 0, and what the loss would be without them. Needs the extra: pip install "flashattn_ext[hf]".
+A sink is a logit without a value: a head that finds nothing to attend to puts its weight there. The last lines of the output show how
+far the sinks have moved from 0, and the loss without them. Requires the extra hf: pip install "flashattn_ext[hf]".
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+
+# torch's OpenMP threads busy-wait for each other, which makes this several times slower if other programs use the same cores.
+# OpenMP reads this variable when torch is imported. A value that is already set is kept.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import torch
 from topics import END, VOCABULARY, documents
@@ -54,7 +59,7 @@ def main() -> None:
         loss = model(ids, labels=ids).loss.item()
         for layer, kind in zip(model.model.layers, CONFIG.layer_types, strict=True):
             print(f"{kind}: sinks " + ", ".join(f"{sink:+.2f}" for sink in layer.self_attn.sinks.tolist()))
-            layer.self_attn.sinks.fill_(-1e4)  # no weight goes there
+            layer.self_attn.sinks.fill_(-1e4)  # the sink gets no weight
         without = model(ids, labels=ids).loss.item()
     print(f"loss of the last batch {loss:.3f}; without the sinks {without:.3f}")
 

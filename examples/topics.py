@@ -9,7 +9,7 @@ VOCABULARY = 257
 
 
 def documents(longest: int) -> list[list[int]]:
-    """Every topic in pieces of at most `longest` tokens; the last one of a topic ends with END."""
+    """Every topic in pieces of at most `longest` tokens; the last piece of a topic ends with END."""
     pieces = []
     for name in sorted(topics):
         tokens = [*topics[name].encode(), END]

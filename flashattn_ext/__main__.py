@@ -2,7 +2,7 @@
 
 import sys
 
-from .cli.main import main
+from flashattn_ext_lab.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Puts the results of `flashattn-ext experiments` where the documentation shows them, pictures made small.
+"""Copies the results of `flashattn-ext experiments` to docs/results, with smaller pictures.
 
-tools/keep_results.py RUN_DIRECTORY NAME [NOTE]     makes docs/results/experiments_NAME/{README.md,*.png}
+tools/keep_results.py RUN_DIRECTORY NAME [NOTE]     writes docs/results/experiments_NAME/{README.md,*.png}
 
-RUN_DIRECTORY has been through `flashattn-ext report`. NOTE goes below the title.
+RUN_DIRECTORY contains the output of `flashattn-ext report`. NOTE goes below the title.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from PIL import Image
 
-COLOURS = 64
+COLORS = 64
 
 
 def main(run: str, name: str, note: str = "") -> None:
@@ -26,7 +26,7 @@ def main(run: str, name: str, note: str = "") -> None:
     title, rest = report.split("\n", 1)
     (target / "README.md").write_text("\n".join([title, *(["", note] if note else []), rest]), encoding="utf-8")
     for picture in re.findall(r"^!\[.*\]\((.*)\)$", report, re.MULTILINE):
-        Image.open(Path(run) / picture).convert("RGB").quantize(COLOURS).save(target / picture, optimize=True)
+        Image.open(Path(run) / picture).convert("RGB").quantize(COLORS).save(target / picture, optimize=True)
     size = sum(path.stat().st_size for path in target.iterdir())
     print(f"{target}: {len(list(target.iterdir()))} files, {size / 1024:.0f} KiB")
 

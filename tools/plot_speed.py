@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Draws README's picture: TFLOP/s over sequence length, of ours and the peers, from the table of `bench cuda` in docs/results.
+"""Draws README's picture, TFLOP/s of this package and its peers over sequence length, from the table of `bench cuda` in docs/results.
 
-tools/plot_speed.py        reads docs/results/h200_cuda.md, makes docs/speed_h200.png
+tools/plot_speed.py        reads docs/results/h200_cuda.md, writes docs/speed_h200.png
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NAMES = {
     "cudnn": "cuDNN",
     "fa2": "PyTorch's flash backend (FlashAttention-2)",
 }
-COLOURS = {"ours": "#d1495b", "fa4": "#edae49", "cudnn": "#66a182", "fa2": "#9aa5b1"}
+COLORS = {"ours": "#d1495b", "fa4": "#edae49", "cudnn": "#66a182", "fa2": "#9aa5b1"}
 HEAD_DIMS, PASSES = (64, 128, 256), ("forward", "backward")
 
 # (head_dim, mask, pass) -> sequence length -> contestant -> TFLOP/s
@@ -55,10 +55,10 @@ def draw(rates: Rates, mask: str, path: Path) -> None:
     for axes_of_pass, direction in zip(grid, PASSES, strict=True):
         for axes, D in zip(axes_of_pass, HEAD_DIMS, strict=True):
             _draw_bars(axes, rates[D, mask, direction])
-            axes.set_title(f"{direction}, head size {D}")
+            axes.set_title(f"{direction}, head dim {D}")
         axes_of_pass[0].set_ylabel("TFLOP/s")
     for axes in grid[-1]:
-        axes.set_xlabel("sequence length (16384 tokens in all)")
+        axes.set_xlabel("sequence length (16384 tokens in total)")
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="upper center", ncols=len(NAMES), frameon=False)
     figure.suptitle(f"{mask} attention, bf16, one H200", y=0.94, fontsize=11)
@@ -72,7 +72,7 @@ def _draw_bars(axes: Any, by_length: dict[int, dict[str, float]]) -> None:
         left = (number - (len(NAMES) - 1) / 2) * width
         at = [index + left for index, rates in enumerate(by_length.values()) if name in rates]
         heights = [rates[name] for rates in by_length.values() if name in rates]
-        bars = axes.bar(at, heights, width, label=label, color=COLOURS[name])
+        bars = axes.bar(at, heights, width, label=label, color=COLORS[name])
         axes.bar_label(bars, fmt="%.0f", fontsize=6, rotation=90, padding=2)
     axes.set_xticks(range(len(by_length)), [f"{S // 1024}k" if S >= 1024 else str(S) for S in by_length])
     axes.margins(y=0.15)

@@ -1,4 +1,4 @@
-"""What the tests of the command line share: one thread, and the files of `experiments all` with tiny sizes."""
+"""Common fixtures of the command line's tests: one thread, and the files of `experiments all` with tiny sizes."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_experiments import module_of, tiny_sizes
 
-from flashattn_ext.cli import bench_contestants, bench_cuda
-from flashattn_ext.cli.experiments import EXPERIMENTS
-from flashattn_ext.cli.experiments import context as shared
-from flashattn_ext.cli.experiments.context import Context
-from flashattn_ext.cli.experiments.result import Result
-from flashattn_ext.cli.main import main
+from flashattn_ext_lab import bench_contestants, bench_cuda, timing
+from flashattn_ext_lab.experiments import EXPERIMENTS
+from flashattn_ext_lab.experiments import harness as shared
+from flashattn_ext_lab.experiments.harness import Context
+from flashattn_ext_lab.experiments.result import Result
+from flashattn_ext_lab.main import main
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """These calls are too small to share, and threads that wait for each other are slow on a busy machine."""
+    """One thread: these calls are small, and threads that wait for each other are slow on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -31,11 +32,12 @@ def one_thread() -> Iterator[None]:
 
 @contextlib.contextmanager
 def tiny_everywhere() -> Iterator[None]:
-    """Every experiment takes its tiny sizes, and no time for the ceilings of this machine."""
+    """Every experiment takes its tiny sizes, and no time for the reference rates of this machine."""
     with pytest.MonkeyPatch.context() as patch:
         for name in EXPERIMENTS:
-            patch.setattr(module_of(name), "sizes_for", lambda context, name=name: tiny_sizes(name))
-        patch.setattr(Context, "ceiling", lambda self, dtype: 1e12)
+            table = module_of(name).SIZES
+            patch.setattr(module_of(name), "SIZES", replace(table, cpu=tiny_sizes(name), cpu_quick=tiny_sizes(name)))
+        patch.setattr(Context, "matmul_rate", lambda self, dtype: 1e12)
         patch.setattr(shared, "CPU_QUICK_SECONDS", 0.02)
         yield
 
@@ -66,7 +68,7 @@ def results(out: Path) -> dict[str, Result]:
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `bench cuda` needs CUDA for, on the CPU."""
+    """Stand-ins on the CPU for the CUDA functions of `bench cuda`."""
 
     def burst_ms(call: Callable[[], object], launches: int) -> float:
         begin = time.perf_counter()
@@ -79,8 +81,8 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return 3 << 20
 
     monkeypatch.setattr(bench_contestants, "DEVICE", "cpu")
-    monkeypatch.setattr(bench_cuda, "MAX_LAUNCHES", 1)
-    monkeypatch.setattr(bench_cuda, "burst_ms", burst_ms)
+    monkeypatch.setattr(timing, "MAX_LAUNCHES", 1)
+    monkeypatch.setattr(timing, "burst_ms", burst_ms)
     monkeypatch.setattr(bench_cuda, "peak_extra_bytes", peak_extra_bytes)
     monkeypatch.setattr(bench_cuda, "running_backend", lambda backend: "cuda-none")
     monkeypatch.setattr(bench_cuda, "machine", lambda: {"machine": "a GPU", "torch": "2", "cuda": "12", "cudnn": 9})

@@ -4,6 +4,7 @@ and the memory counter of the device.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import math
@@ -17,12 +18,21 @@ import torch
 pytest.importorskip("rich")
 
 import flashattn_ext
-from flashattn_ext.cli import bench_accuracy, bench_cases, bench_contestants, bench_cuda, bench_cuda_tables
-from flashattn_ext.cli.bench_cases import DENSE, FA2, FA3, FA4, FLASH_ATTN, MATH, OURS, SETS, Case
-from flashattn_ext.cli.bench_contestants import FLASH_MODULES, PEERS, TORCH_BACKENDS
-from flashattn_ext.cli.console import CommandError, markdown_table
-from flashattn_ext.cli.main import main
-from flashattn_ext.cli.timing import Timing
+from flashattn_ext_lab import (
+    bench,
+    bench_accuracy,
+    bench_cases,
+    bench_contestants,
+    bench_cuda,
+    bench_cuda_tables,
+    patterns,
+    timing,
+)
+from flashattn_ext_lab.bench_cases import DENSE, FA2, FA3, FA4, FLASH_ATTN, MATH, OURS, SETS, Case
+from flashattn_ext_lab.bench_contestants import FLASH_MODULES, PEERS, TORCH_BACKENDS
+from flashattn_ext_lab.console import CommandError, markdown_table
+from flashattn_ext_lab.main import main
+from flashattn_ext_lab.timing import Timing
 
 TINY = Case(2, 4, 4, 64, 16, True, "fp32", set="tiny")
 PACKED = Case(3, 4, 4, 90, 16, True, "fp32", set="packed", lengths=(40, 90, 25))
@@ -34,7 +44,11 @@ def a_row(**ms: float) -> dict:
     return bench_cuda_tables.row(TINY, [OURS, FA2, MATH], timings, memory, {OURS: 0.5}, {MATH: "RuntimeError: no"})
 
 
-# What is asked for
+def cells_of(columns: bench_cuda_tables.Columns, row: dict[str, Any]) -> list[str]:
+    return [text(row) for text in columns.values()]
+
+
+# Selection
 
 
 def test_sets_have_the_sizes_of_the_papers() -> None:
@@ -63,9 +77,9 @@ def test_packed_sequences_and_a_dense_batch_of_as_much_work() -> None:
     assert PACKED.flop == 4 * (40**2 + 90**2 + 25**2) * 4 * 16 / 2
 
 
-def test_drawn_lengths_are_always_the_same() -> None:
-    assert bench_cases.draw_lengths(100, 10, 40, seed=0) == bench_cases.draw_lengths(100, 10, 40, seed=0)
-    assert bench_cases.draw_lengths(5, 10, 40, seed=0) == (5,)
+def test_drawn_lengths_have_the_total() -> None:
+    assert patterns.drawn_lengths(10, iter([3.6, 0.2, 9]).__next__) == (4, 1, 5)
+    assert patterns.document_lengths(1000) == patterns.document_lengths(1000)
 
 
 def test_cases_of_sets_and_passes() -> None:
@@ -169,12 +183,12 @@ def test_math_is_skipped_where_scores_are_large() -> None:
 
 @pytest.mark.parametrize(("ms", "launches"), [(0.0, 20), (0.01, 20), (1.0, 5), (2.4, 3), (80.0, 1)])
 def test_short_calls_are_timed_in_bursts(ms: float, launches: int) -> None:
-    assert bench_cuda.launches_for(ms) == launches
+    assert timing.launches_for(ms) == launches
 
 
-def test_bursts_take_turns_and_a_failure_drops_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bursts_are_interleaved_and_a_failure_drops_out(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    monkeypatch.setattr(bench_cuda, "burst_ms", lambda call, launches: call() or 10.0)
+    monkeypatch.setattr(timing, "burst_ms", lambda call, launches: call() or 10.0)
 
     def call(name: str) -> None:
         order.append(name)
@@ -182,11 +196,11 @@ def test_bursts_take_turns_and_a_failure_drops_out(monkeypatch: pytest.MonkeyPat
             raise torch.OutOfMemoryError("no memory left\nmore")
 
     failures: dict[str, str] = {}
-    timings = bench_cuda.time_events({name: lambda name=name: call(name) for name in "abc"}, 3, failures)
-    assert "".join(order) == "abc" + "abc" + "bca" + "ca"
+    timings = timing.time_bursts({name: lambda name=name: call(name) for name in "abc"}, 3, failures)
+    assert "".join(order) == "abc" + "abc" + "bca" + "ac"
     assert failures == {"b": "OutOfMemoryError: no memory left"}
     assert timings == {name: Timing(0.01, 0.01, 0.01, 3) for name in "ac"}
-    assert bench_cuda.time_events({}, 3, failures) == {}
+    assert timing.time_bursts({}, 3, failures) == {}
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -215,7 +229,9 @@ def test_a_row_measured_on_the_cpu(on_cpu: None, case: Case, backward: bool) -> 
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_a_window_beside_the_causal_call_and_without_the_peers_that_have_none(on_cpu: None, backward: bool) -> None:
+def test_a_window_is_compared_with_the_causal_call_and_not_with_peers_that_have_none(
+    on_cpu: None, backward: bool
+) -> None:
     case = Case(1, 2, 2, 60, 16, True, "fp32", window=7, backward=backward)
     row = bench_cuda.measure_case(case, [OURS, MATH, FA2], quick=False)
     assert row["failures"] == {MATH: "skipped: it has no window", FA2: "skipped: it has no window"}
@@ -223,7 +239,7 @@ def test_a_window_beside_the_causal_call_and_without_the_peers_that_have_none(on
     assert row["beside"]["causal"]["tflops"] > 0
 
 
-def test_options_stand_beside_the_call_without_them() -> None:
+def test_options_are_compared_with_the_call_without_them() -> None:
     for options in ({"dropout": 0.1}, {"deterministic": True}, {"score": "softcap"}):
         case = Case(1, 2, 2, 60, 16, True, "fp32", **options)
         assert case.beside() == {"plain": Case(1, 2, 2, 60, 16, True, "fp32")}
@@ -231,11 +247,11 @@ def test_options_stand_beside_the_call_without_them() -> None:
 
 def test_calls_without_a_pause(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[int] = []
-    monkeypatch.setattr(bench_cuda, "burst_ms", lambda call, launches: launched.append(launches) or 2.0 * launches)
-    calls = {name: lambda: None for name in ("a", "b", "new")}
-    bursts = {name: Timing(0.0015, 0.001, 0.002, 3) for name in ("a", "b")}
-    assert bench_cuda.time_sustained(calls, bursts, {}) == {name: Timing(0.002, 0.002, 0.002, 3) for name in "ab"}
-    assert launched == [134] * 6  # of 200 ms
+    monkeypatch.setattr(timing, "burst_ms", lambda call, launches: launched.append(launches) or 1.5 * launches)
+    calls = {name: lambda: None for name in ("a", "b")}
+    times = bench_cuda.time_sustained(calls, {})
+    assert times == {name: Timing(0.0015, 0.0015, 0.0015, 3) for name in "ab"}
+    assert launched == [2, 2, *[134] * 6]  # bursts of 200 ms
 
 
 def test_rows_without_a_pause_have_a_table(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,8 +259,9 @@ def test_rows_without_a_pause_have_a_table(on_cpu: None, monkeypatch: pytest.Mon
     row = bench_cuda.measure_case(TINY, [OURS, MATH], quick=True, sustained=True)
     steady = row["sustained"]
     assert steady["ratio_best"] == pytest.approx(steady["ms"][MATH] / steady["ms"][OURS])
-    cells = bench_cuda_tables.sustained_cells([row, a_row(ours=1.0)], [OURS, MATH])
-    assert len(cells) == 1 and cells[0][-1] == f"{steady['ratio_best']:.2f}x"
+    [shown] = bench_cuda_tables.sustained_rows([row, a_row(ours=1.0)])
+    cells = cells_of(bench_cuda_tables.speed_columns([OURS, MATH], ["to best"]), shown)
+    assert cells[-1] == f"{steady['ratio_best']:.2f}x" and cells[-2].startswith(f"{steady['ms'][MATH]:.3f} / ")
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -255,14 +272,14 @@ def test_packed_sequences_measured_on_the_cpu(on_cpu: None, causal: bool, backwa
     assert list(row["ms"]) == [OURS, *TORCH_BACKENDS]
     assert 0 < row["max_error"][OURS] < 1e-5
     failures = row["failures"]
-    assert failures.pop(MATH) == "skipped: it takes no packed sequences"
-    # The others take the arguments, and are for a GPU alone.
+    assert failures.pop(MATH) == "skipped: it does not support packed sequences"
+    # The others accept the arguments, and run on a GPU only.
     assert len(failures) == 3 and all(reason.startswith("NotImplementedError") for reason in failures.values())
     dense = row["beside"][DENSE]
     assert dense["shape"] == case.dense().shape == "2x4x72x16"
     assert dense["ratio"] == pytest.approx(row["tflops"][OURS] / dense["tflops"])
     assert json.loads(json.dumps(row)) == row
-    assert bench_cuda_tables.speed_cells([row], [OURS])[0][1] == "3x4x25-90x16"
+    assert cells_of(bench_cuda_tables.speed_columns([OURS]), row)[1] == "3x4x25-90x16"
 
 
 def test_dense_failing_is_reported_and_leaves_the_rest(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,15 +351,13 @@ def test_row_has_ratios_to_the_best_peer_and_to_fa2() -> None:
 
 
 def test_cells_show_what_was_measured() -> None:
-    rows, names = [a_row(ours=2.0, fa2=3.0)], [OURS, FA2, MATH]
+    row, names = a_row(ours=2.0, fa2=3.0), [OURS, FA2, MATH]
     about = ["tiny", "2x4x64x16", "fp32", "causal", "forward"]
     ratios = ["to best", "to fa2", "to dense", "spread"]
-    assert bench_cuda_tables.speed_cells(rows, names, ratios) == [
-        [*about, "2.000 / 0.0", "3.000 / 0.0", "-", "1.50x", "1.50x", "-", "50%"],
-    ]
-    assert bench_cuda_tables.memory_cells(rows, names) == [[*about, "1.0 / 5.0e-01", "1.0 / -", "-"]]
-    nothing = a_row()
-    assert bench_cuda_tables.speed_cells([nothing], names, ratios)[0][5:] == ["-"] * 7
+    speed, memory = bench_cuda_tables.speed_columns(names, ratios), bench_cuda_tables.memory_columns(names)
+    assert cells_of(speed, row) == [*about, "2.000 / 0.0", "3.000 / 0.0", "-", "1.50x", "1.50x", "-", "50%"]
+    assert cells_of(memory, row) == [*about, "1.0 / 5.0e-01", "1.0 / -", "-"]
+    assert cells_of(speed, a_row())[5:] == ["-"] * 7
     assert markdown_table("title", "ab", ["cd"]) == "title\n\n| a | b |\n| --- | --- |\n| c | d |\n"
 
 
@@ -372,6 +387,19 @@ def test_bench_cuda_prints_and_writes_every_row(
     lines = reported.splitlines()
     assert len(lines) == 2 and lines[1].startswith("2 of 2: tiny 2x4x64x16 fp32 causal backward: ours ")
     assert "a GPU" in out and "…" not in out
+
+
+def test_help_names_every_target_of_an_option() -> None:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    for flag, targets in bench.OPTIONS.values():
+        [(title, described)] = [
+            (group.title, action.help)
+            for group in parser._action_groups
+            for action in group._group_actions
+            if flag in action.option_strings
+        ]
+        assert all(f"bench {target}" in f"{title}: {described}" for target in targets), flag
 
 
 @pytest.mark.parametrize(
@@ -421,9 +449,9 @@ def test_device_and_build_are_checked(
 
 def test_reported_keeps_interrupts() -> None:
     failures: dict[str, str] = {}
-    with contextlib.suppress(KeyboardInterrupt), bench_cuda._reported("a", failures):
+    with contextlib.suppress(KeyboardInterrupt), timing.reported("a", failures):
         raise KeyboardInterrupt
     assert not failures
-    with bench_cuda._reported("a", failures):
+    with timing.reported("a", failures):
         raise ValueError
     assert failures == {"a": "ValueError: "}

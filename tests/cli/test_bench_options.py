@@ -13,12 +13,12 @@ pytest.importorskip("rich")
 
 from torch.nn.attention.flex_attention import create_mask
 
-from flashattn_ext.cli import bench_contestants, bench_cuda, bench_cuda_tables, flex
-from flashattn_ext.cli.bench_cases import CAUSAL, FA3, FA4, FLASH_ATTN, MATH, OURS, PLAIN, SETS, VARLEN, Case
-from flashattn_ext.cli.bench_contestants import BLOCK_MASK, TABLES
-from flashattn_ext.cli.flex import FLEX
-from flashattn_ext.cli.patterns import PATTERNS, document_lengths
-from flashattn_ext.cli.score_options import SCORE_OPTIONS
+from flashattn_ext_lab import bench_contestants, bench_cuda, bench_cuda_tables, flex
+from flashattn_ext_lab.bench_cases import CAUSAL, FA3, FA4, FLASH_ATTN, MATH, OURS, PLAIN, SETS, VARLEN, Case
+from flashattn_ext_lab.bench_contestants import BLOCK_MASK, TABLES
+from flashattn_ext_lab.flex import FLEX
+from flashattn_ext_lab.patterns import PATTERNS, document_lengths
+from flashattn_ext_lab.score_options import SCORE_OPTIONS
 
 SMALL = Case(2, 4, 4, 96, 16, True, "fp32", set="tiny")
 ROWS = {
@@ -29,22 +29,22 @@ ROWS = {
 
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention in plain PyTorch, which takes no compiler."""
+    """FlexAttention in plain PyTorch, which needs no compiler."""
     monkeypatch.setattr(flex, "compiled", lambda function: function)
     bench_contestants.extras.cache_clear()
 
 
-# What is measured
+# Cases
 
 
 @pytest.mark.parametrize("S", [1, 24, 512])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_a_pattern_is_the_same_for_everybody(name: str, S: int) -> None:
+def test_a_pattern_is_the_same_for_all_contestants(name: str, S: int) -> None:
     pattern = PATTERNS[name]
     dense = pattern.dense(S)
     assert torch.equal(dense, create_mask(pattern.rule(S, "cpu"), 1, 1, S, S, device="cpu"))
     assert pattern.visible_pairs(S) == dense.sum()
-    assert dense.diagonal(dim1=-2, dim2=-1).all()  # no row sees nothing
+    assert dense.diagonal(dim1=-2, dim2=-1).all()  # no row is fully masked
     if pattern.lengths:
         parts = [torch.ones(length, length, dtype=torch.bool).tril() for length in pattern.lengths(S)]
         assert sum(pattern.lengths(S)) == S and torch.equal(dense[0, 0], torch.block_diag(*parts))
@@ -88,10 +88,10 @@ def test_every_contestant_computes_the_same(on_cpu: None, name: str, backward: b
     case = replace(ROWS[name], backward=backward)
     row = bench_cuda.measure_case(case, [OURS, MATH, FLEX], quick=False)
     assert json.loads(json.dumps(row)) == row
-    not_there = {MATH} if case.score == "softcap" else set()
-    not_there |= {FLEX} if backward else set()  # it has no backward on the CPU
-    assert set(row["failures"]) == not_there
-    for contestant in {OURS, MATH, FLEX} - not_there:
+    missing = {MATH} if case.score == "softcap" else set()
+    missing |= {FLEX} if backward else set()  # it has no backward on the CPU
+    assert set(row["failures"]) == missing
+    for contestant in {OURS, MATH, FLEX} - missing:
         assert row["ms"][contestant] > 0 and 0 < row["max_error"][contestant] < 2e-5
     beside = row["beside"]
     for other in case.beside():
@@ -115,7 +115,7 @@ def test_gradients_of_the_options_are_timed_and_agree(name: str) -> None:
     if trains:
         of = bench_contestants.extras(case, device)
         assert gradients[3].shape == of.value.shape and gradients[3].abs().sum() > 0
-        of_scores = bench_contestants.timed_call(case, MATH, *tensors)()[3]  # that of the dense bias
+        of_scores = bench_contestants.timed_call(case, MATH, *tensors)()[3]  # gradient of the dense bias
         with torch.enable_grad():
             added = SCORE_OPTIONS[name].added(of.value, case.S)
         [expected] = torch.autograd.grad(added, of.value, of_scores[0])
@@ -147,7 +147,7 @@ def test_a_failing_table_is_reported(on_cpu: None, monkeypatch: pytest.MonkeyPat
     ]
 
 
-def test_the_reference_is_not_asked_for_more_than_memory_holds() -> None:
+def test_the_reference_is_skipped_where_it_exceeds_the_memory() -> None:
     case = Case(1, 64, 8, 32768, 128, True, "bf16")
     with pytest.raises(ValueError, match="in fp64 the scores of 8 heads take 64 GiB"):
         bench_cuda.reference_results(case, *[torch.empty(0)] * 4, bench_contestants.Extras(case, torch.device("cpu")))
@@ -172,11 +172,11 @@ def test_tables_show_what_their_rows_have(on_cpu: None, capsys: pytest.CaptureFi
     text = shown(ROWS["alibi"], [OURS, MATH, FLEX])
     assert "| ours | math | flex | to best | to flex | to plain | spread |" in text and "causal alibi" in text
     text = shown(SMALL, [OURS, MATH, FLEX])
-    assert "| ours | math | to best | spread |" in text  # FlexAttention was not asked for
+    assert "| ours | math | to best | spread |" in text  # FlexAttention was not selected
 
 
 def test_a_row_makes_its_tensors_once(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the device has another name than its tensors say, as "cuda" has beside cuda:0."""
+    """Also where the name of the device differs from that of its tensors, as "cuda" from "cuda:0"."""
     monkeypatch.setattr(bench_contestants, "DEVICE", "cpu:0")
     bench_cuda.measure_case(ROWS["documents"], [OURS, MATH, FLEX], quick=False)
     assert bench_contestants.extras.cache_info().misses == 1

@@ -1,4 +1,4 @@
-"""`bench tune`: the tiles of the CPU for real, those of a GPU with stand-ins for backends and the clock."""
+"""`bench tune`: the real tiles of the CPU, and GPU tiles with stand-ins for backends and the clock."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ pytest.importorskip("rich")
 
 import flashattn_ext
 from flashattn_ext import _C
-from flashattn_ext.cli import bench_contestants, bench_cuda, bench_tune, private_build
-from flashattn_ext.cli.bench_cases import Case
-from flashattn_ext.cli.bench_tune import Job, Tile
-from flashattn_ext.cli.console import CommandError
-from flashattn_ext.cli.main import main
-from flashattn_ext.cli.private_build import PrivateBuild
-from flashattn_ext.cli.timing import Timing
+from flashattn_ext_lab import bench_contestants, bench_cuda, bench_tune, private_build, timing
+from flashattn_ext_lab.bench_cases import Case
+from flashattn_ext_lab.bench_tune import Job, Tile
+from flashattn_ext_lab.console import CommandError
+from flashattn_ext_lab.main import main
+from flashattn_ext_lab.private_build import PrivateBuild
+from flashattn_ext_lab.timing import Timing
 
 CASE = Case(2, 2, 2, 32, 16, True, "fp32")
 
@@ -37,7 +37,7 @@ class Gpu:
         return ["cuda-a", "cuda-b", "cpu"]
 
     def cuda_tiles(self) -> list[dict[str, Any]]:
-        """As in C++: the kinds of one backend one after the other, the default tile first."""
+        """As in C++: grouped by kind of call, the default tile first."""
         kinds = [(backward, dropout) for backward in (False, True) for dropout in (False, True)]
         return [
             {"backend": "cuda-a", "backward": backward, "dropout": dropout, "choice": choice}
@@ -52,8 +52,8 @@ class Gpu:
         return contextlib.nullcontext()
 
 
-def private(backend: str, choice: int, dtype: str = "bf16") -> PrivateBuild:
-    assert dtype == "bf16"
+def private(backend: str, choice: int, dtype: str = "bf16", head_dim: int | None = None) -> PrivateBuild:
+    assert dtype == "bf16" and head_dim is None
     return PrivateBuild(f"{backend}-tile{choice}", compiler=[], linker=[], sources=[], defines={})
 
 
@@ -77,7 +77,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         call()
         return {"cuda-a": 4.0, "cuda-a-tile1": 8.0, "cuda-a-tile2": 2.0}[gpu.used[-1]] * launches
 
-    monkeypatch.setattr(bench_cuda, "burst_ms", burst_ms)
+    monkeypatch.setattr(timing, "burst_ms", burst_ms)
     return gpu
 
 
@@ -85,7 +85,7 @@ def small(case: Case) -> Case:
     return Case(**{**vars(case), "B": 1, "S": 8, "Hq": 1, "Hk": 1, "dtype": "fp32"})
 
 
-# What there is to compare
+# Candidates
 
 
 def test_cpu_tiles_start_with_the_default_and_never_repeat_it() -> None:
@@ -115,7 +115,7 @@ def test_cuda_jobs_are_the_kinds_with_alternatives(gpu: Gpu) -> None:
 def test_a_class_whose_v_is_narrower_is_measured_with_such_a_v(gpu: Gpu) -> None:
     gpu.head_dim_v = 8
     assert {job.case.head_dim_v for job in bench_tune.cuda_jobs("cuda-a", quick=True)} == {8}
-    assert {bench_tune.cells(row)[1] for row in bench_tune.measure(quick=True)["rows"]} == {"16:8"}
+    assert {bench_tune.COLUMNS["D"](row) for row in bench_tune.measure(quick=True)["rows"]} == {"16:8"}
 
 
 def test_a_tile_that_does_not_compile_ends_the_command(
@@ -143,7 +143,7 @@ def test_the_backend_is_one_that_runs_here(gpu: Gpu, monkeypatch: pytest.MonkeyP
     with pytest.raises(CommandError, match="cuda-a needs another GPU"):
         bench_cuda.running_backend("cuda-a")
     used.clear()
-    monkeypatch.setattr(bench_cuda, "check_cuda", lambda backend: "cuda-b")  # as FLASHATTN_EXT_CUDA_PATH=b has it
+    monkeypatch.setattr(bench_cuda, "check_cuda", lambda backend: "cuda-b")  # as with FLASHATTN_EXT_CUDA_PATH=b
     assert bench_cuda.running_backend(None) == "cuda-b" and used == ["cuda-b"]
 
 
@@ -214,7 +214,7 @@ def test_cpu_tiles_agree(backward: bool) -> None:
 
 
 def a_row(**calls: tuple[float, float, float]) -> dict[str, Any]:
-    """A row of tiles a, b, ..., with milliseconds of the median, quickest and slowest call."""
+    """A row of tiles a, b, ..., with milliseconds of the median, fastest and slowest call."""
     timings = {name: Timing(*(ms / 1e3 for ms in times), 3) for name, times in calls.items()}
     tiles = tuple(Tile(name, "cpu") for name in "ab")
     return bench_tune.row(Job("any", CASE, tiles), timings, dict.fromkeys(calls, 0.0), {})
@@ -234,7 +234,7 @@ def test_a_gain_within_the_spread_is_none(
     calls: dict[str, tuple[float, float, float]], end: list[str], faster: bool
 ) -> None:
     row = a_row(**calls)
-    assert bench_tune.cells(row) == ["any", "16", "forward", "causal", *end]
+    assert [text(row) for text in bench_tune.COLUMNS.values()] == ["any", "16", "forward", "causal", *end]
     assert bench_tune.is_faster(row) == faster
 
 
@@ -242,7 +242,7 @@ def test_a_gain_within_the_spread_is_none(
 
 
 @pytest.mark.parametrize("markdown", [False, True])
-def test_bench_tune_finds_the_quickest_tile_of_a_gpu(
+def test_bench_tune_finds_the_fastest_tile_of_a_gpu(
     gpu: Gpu, tmp_path: Path, capsys: pytest.CaptureFixture[str], markdown: bool
 ) -> None:
     path = tmp_path / "tune.json"

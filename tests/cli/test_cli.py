@@ -1,6 +1,4 @@
-"""The command line: a tiny training run resumes to the same bits, errors are one line, bench and
-doctor report.
-"""
+"""The command line: a tiny training run resumes to the same bits, errors are one line, `bench` and `doctor` run."""
 
 from __future__ import annotations
 
@@ -21,13 +19,14 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 import flashattn_ext
-from flashattn_ext.cli import data, model, trainer
-from flashattn_ext.cli.files import atomic_path
-from flashattn_ext.cli.main import main
-from flashattn_ext.cli.model import GPT, ModelConfig
-from flashattn_ext.cli.patterns import PATTERNS
-from flashattn_ext.cli.score_options import SCORE_OPTIONS
-from flashattn_ext.cli.timing import time_interleaved
+import flashattn_ext_lab
+from flashattn_ext_lab import data, model, trainer
+from flashattn_ext_lab.files import atomic_path
+from flashattn_ext_lab.main import main
+from flashattn_ext_lab.model import GPT, ModelConfig
+from flashattn_ext_lab.patterns import PATTERNS
+from flashattn_ext_lab.score_options import SCORE_OPTIONS
+from flashattn_ext_lab.timing import time_interleaved
 
 TINY = {
     "device": "cpu",
@@ -82,10 +81,10 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> 
     """Delivers the signal in the middle of the step that follows `step` finished ones."""
     original = trainer.Trainer.one_step
 
-    def one_step(self: trainer.Trainer) -> float:
+    def one_step(self: trainer.Trainer) -> None:
         if self.step == step:
             signal.raise_signal(number)
-        return original(self)
+        original(self)
 
     monkeypatch.setattr(trainer.Trainer, "one_step", one_step)
 
@@ -100,7 +99,7 @@ def test_interrupted_run_resumes_to_the_same_bits(
         interrupt_after(patch, 2, number)
         assert train(tmp_path / "parts", text, *options) == 128 + number
     assert checkpoint(tmp_path / "parts")["step"] == 3
-    torch.manual_seed(12345)  # what another process would have here
+    torch.manual_seed(12345)  # as in another process
     assert train(tmp_path / "parts", text, *options) == 0
     assert_same_state(checkpoint(tmp_path / "whole"), checkpoint(tmp_path / "parts"))
     samples = [(tmp_path / name / "sample.txt").read_text() for name in ("whole", "parts")]
@@ -121,6 +120,20 @@ def test_run_leaves_its_outputs(tmp_path: Path, text: str, capsys: pytest.Captur
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     final = metrics["final_validation_loss"]
     assert capsys.readouterr().out.strip().endswith(f"final validation loss: {final:.4f} nats/byte")
+
+
+def test_the_largest_logits_are_logged(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Logging does not change the run; a resumed run also keeps the values of the earlier steps."""
+    assert train(tmp_path / "without", text) == 0
+    assert "max_logits" not in json.loads((tmp_path / "without" / "metrics.json").read_text())
+    assert train(tmp_path / "with", text, "--log-max-logits") == 0
+    logged = json.loads((tmp_path / "with" / "metrics.json").read_text())["max_logits"]
+    assert [step for step, _ in logged] == [1, 2, 3, 4, 5, 6] and all(logit > 0 for _, logit in logged)
+    with_them, without = (checkpoint(tmp_path / name)["train_losses"] for name in ("with", "without"))
+    assert with_them == without
+    assert checkpoint(tmp_path / "with")["max_logits"] == [tuple(pair) for pair in logged]
+    assert train(tmp_path / "other", text, "--log-max-logits", "--attention", "sdpa") == 2
+    assert "--log-max-logits got --attention sdpa" in capsys.readouterr().err
 
 
 def test_other_options_do_not_resume(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -195,7 +208,7 @@ def test_validation_text_is_held_out(text: str) -> None:
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
 
 
-def test_interleaved_timing_takes_turns() -> None:
+def test_timed_calls_are_interleaved() -> None:
     order: list[str] = []
     calls = {name: lambda name=name: order.append(name) for name in "abc"}
     timings = time_interleaved(calls, budget_s=0, min_rounds=2)
@@ -221,24 +234,35 @@ def test_bench_cpu_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_bench_decode_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "decode", "--quick", "--markdown", "--json", str(tmp_path / "bench.json")]) == 0
     results = json.loads((tmp_path / "bench.json").read_text())
-    assert capsys.readouterr().out.count("\n| ") - 2 == len(results["rows"]) == 3
+    rows = capsys.readouterr().out.count("\n| ") - 4  # less the headers of two tables and their rules
+    assert rows == len(results["rows"]) + len(results["few_rows"]) and len(results["rows"]) == 3
     assert results["memory_bytes_per_s"] > 0 and all(row["bytes_per_s"]["ours"] > 0 for row in results["rows"])
     assert ["torch sdpa" in row["bytes_per_s"] for row in results["rows"]] == [True, False, False]
+    for row in results["few_rows"]:
+        assert {*row["bytes_per_s"]} >= {"forward", "with a cache", "torch sdpa", "backward", "torch sdpa backward"}
+        assert all(rate > 0 for rate in row["bytes_per_s"].values())
 
 
-@pytest.mark.parametrize("softmax", ["smooth", "plain", "sink"])
-def test_sample_with_a_cache_is_the_sample_without(softmax: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Longer than the context, with a prompt longer than it too; and as the model computes without calls on a cache."""
-    config = ModelConfig(layers=2, width=32, heads=4, kv_heads=2, dropout=0.1, softmax=softmax, attention="flashattn")
+def test_a_sample_goes_on_beyond_the_context() -> None:
+    """Also from a prompt that is longer; the same seed writes the same bytes."""
+    config = ModelConfig(layers=1, width=32, heads=4, kv_heads=2, dropout=0.1, softmax="smooth", attention="flashattn")
     torch.manual_seed(0)
     model = GPT(config, context=24).eval()
+    for prompt in (b"begin", b"a prompt that is longer than the context"):
+        samples = [model.generate(prompt, 60, 0.8, torch.Generator().manual_seed(1)) for _ in range(2)]
+        assert samples[0] == samples[1] and samples[0].startswith(prompt) and len(samples[0]) == len(prompt) + 60
 
-    def sample(prompt: bytes) -> bytes:
-        return model.generate(prompt, 60, 0.8, torch.Generator().manual_seed(1))
 
-    cached = [sample(b"begin"), sample(b"a prompt that is longer than the context")]
-    monkeypatch.setattr(GPT, "_new_caches", lambda self: [])
-    assert cached == [sample(b"begin"), sample(b"a prompt that is longer than the context")]
+def test_the_library_does_not_know_its_command_line() -> None:
+    package = Path(flashattn_ext.__file__).parent
+    naming = [path.name for path in package.rglob("*.py") if "flashattn_ext_lab" in path.read_text(encoding="utf-8")]
+    assert naming == ["__main__.py"]  # the command line's own module
+
+
+def test_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out == f"flashattn_ext {flashattn_ext.__version__}\n"
 
 
 def test_doctor_finds_a_working_installation(capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,7 +294,7 @@ def test_doctor_says_why_cuda_is_missing(
 ) -> None:
     from torch.utils import cpp_extension
 
-    from flashattn_ext.cli import doctor
+    from flashattn_ext_lab import doctor
 
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(cpp_extension, "CUDA_HOME", toolkit)
@@ -287,9 +311,10 @@ def test_doctor_says_why_cuda_is_missing(
 @pytest.fixture
 def broken_package(tmp_path: Path) -> Path:
     """A directory with a copy of the package that was built for another torch."""
-    package = Path(flashattn_ext.__file__).parent
-    copy = tmp_path / package.name
-    shutil.copytree(package, copy, ignore=shutil.ignore_patterns("_C*", "__pycache__"))
+    for package in (flashattn_ext, flashattn_ext_lab):
+        folder = Path(package.__file__).parent
+        shutil.copytree(folder, tmp_path / folder.name, ignore=shutil.ignore_patterns("_C*", "__pycache__"))
+    copy = tmp_path / "flashattn_ext"
     (copy / "_build_config.py").write_text('BUILT_FOR_TORCH = "1.0.0"\nCUDA_ARCHITECTURES = ()\n')
     (tmp_path / "VERSION").write_text("0")
     return tmp_path
@@ -300,10 +325,12 @@ def test_doctor_explains_a_mismatched_extension(broken_package: Path) -> None:
     # A package that PYTHONPATH leads to would be used in place of the broken one.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     run = partial(subprocess.run, cwd=broken_package, env=environment, capture_output=True, text=True)
+    version = run([*command, "--version"])
+    assert version.returncode == 0 and version.stdout.startswith("flashattn_ext ")
     doctor = run([*command, "doctor"])
     assert doctor.returncode == 1
     assert "FAIL  extension" in doctor.stdout
-    assert "fix: rebuild it, in the checkout, with: pip install" in doctor.stdout
+    assert "fix: install the wheel for that torch, or rebuild it, in the checkout, with: pip install" in doctor.stdout
     train = run([*command, "train"])
     assert train.returncode == 1
     assert train.stderr.startswith("flashattn-ext train: ") and train.stderr.count("\n") == 1

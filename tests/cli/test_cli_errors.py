@@ -1,4 +1,4 @@
-"""What goes wrong outside of the command line (options, files, memory, locale, machine) is told in one line."""
+"""Errors from outside the command line (options, files, memory, locale, machine) are reported in one line."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import torch
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from flashattn_ext.cli import bench_cpu, devices, trainer
-from flashattn_ext.cli.experiments import render
-from flashattn_ext.cli.experiments.result import Column, Result
-from flashattn_ext.cli.main import main
+from flashattn_ext_lab import bench_cpu, devices, trainer
+from flashattn_ext_lab.experiments import render
+from flashattn_ext_lab.experiments.result import Column, Result
+from flashattn_ext_lab.main import main
 
 SMALL = [
     "--device",
@@ -38,7 +38,7 @@ SMALL = [
 ]
 FILE_LIMIT = (
     "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000));"
-    "from flashattn_ext.cli.main import main; sys.exit(main(sys.argv[1:]))"
+    "from flashattn_ext_lab.main import main; sys.exit(main(sys.argv[1:]))"
 )
 
 
@@ -71,7 +71,7 @@ def assert_one_line(error: str, *parts: str) -> None:
 
 
 @pytest.mark.parametrize("seed", ["99999999999999999999", "-1", "1.5", "9" * 5000])
-def test_seed_that_no_generator_takes(
+def test_seed_that_generators_do_not_accept(
     tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str], seed: str
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -93,7 +93,7 @@ def test_seed_that_no_generator_takes(
         (["doctor", "now"], "unrecognized arguments: now"),
     ],
 )
-def test_wrong_usage_is_told_in_one_line(
+def test_wrong_usage_is_reported_in_one_line(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
@@ -110,19 +110,23 @@ def test_largest_seed_resumes(tmp_path: Path, text: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["train", "bench cpu", "experiments matmul"])
-def test_more_threads_than_can_be_started(
+def test_far_more_threads_than_cpus_are_refused(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main([*name.split(), "--threads", str(2**31 - 1)]) == 2
-    assert_one_line(capsys.readouterr().err, "--threads got 2147483647", f"it has {os.cpu_count()} CPUs")
+    assert_one_line(
+        capsys.readouterr().err,
+        "--threads got 2147483647; accepted are 1 to",
+        f"this machine has {os.cpu_count()} CPUs",
+    )
     assert torch.get_num_threads() == 1
     with pytest.raises(SystemExit):
         main([*name.split(), "--threads", "99999999999"])
     assert_one_line(capsys.readouterr().err, "argument --threads: got '99999999999'")
 
 
-def test_threads_beyond_the_cpus_are_tried() -> None:
+def test_more_threads_than_cpus_are_used() -> None:
     count = os.cpu_count() + 1
     devices.use_threads(count)
     assert torch.get_num_threads() == count
@@ -156,7 +160,7 @@ def test_checkpoint_with_a_part_of_something_else(
     torch.save({**state, name: {"layer": torch.ones(1)}}, tmp_path / "checkpoint.pt")
     capsys.readouterr()
     assert main(command(tmp_path, text)) == 2
-    assert_one_line(capsys.readouterr().err, "holds no run of this version of train", "--restart starts over")
+    assert_one_line(capsys.readouterr().err, "contains no run of this version of train", "--restart starts over")
 
 
 def test_text_that_changed_does_not_resume(tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +179,7 @@ def test_files_are_utf8_in_every_locale(tmp_path: Path, text: Path) -> None:
     done = run_process("-m", "flashattn_ext", *command(tmp_path, text), env=environment)
     assert done.returncode == 0, done.stderr
     sample = (tmp_path / "sample.txt").read_text(encoding="utf-8")
-    assert "\ufffd" in sample and rb"\ufffd" in done.stdout  # an untrained model writes bytes that are no UTF-8
+    assert "\ufffd" in sample and rb"\ufffd" in done.stdout  # an untrained model writes bytes that are not UTF-8
 
     render.write_json(Result("matmul", "Größe in µm", [Column("µ")], [["größer"]]), tmp_path / "matmul.json")
     done = run_process("-m", "flashattn_ext", "report", str(tmp_path), env=environment)
@@ -185,7 +189,7 @@ def test_files_are_utf8_in_every_locale(tmp_path: Path, text: Path) -> None:
         assert "Größe in µm" in page and "größer" in page
 
 
-def test_file_names_that_are_no_text(tmp_path: Path, text: Path) -> None:
+def test_file_names_that_are_not_text(tmp_path: Path, text: Path) -> None:
     name = os.fsencode(tmp_path) + b"/caf\xe9"
     done = run_process("-m", "flashattn_ext", *command(Path(os.fsdecode(name)), text))
     assert done.returncode == 0, done.stderr
@@ -195,7 +199,7 @@ def test_file_names_that_are_no_text(tmp_path: Path, text: Path) -> None:
 # Memory, disk, pipes
 
 
-def test_no_memory_is_told_in_one_line(
+def test_no_memory_is_reported_in_one_line(
     tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(trainer.Training, "one_step", lambda self: torch.empty(2**60, dtype=torch.uint8))
@@ -212,23 +216,23 @@ def test_other_errors_of_pytorch_keep_their_traceback(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limits of file sizes")
-def test_full_disk_is_told_in_one_line(tmp_path: Path, text: Path) -> None:
+def test_full_disk_is_reported_in_one_line(tmp_path: Path, text: Path) -> None:
     done = run_process("-c", FILE_LIMIT, *command(tmp_path, text))
     assert done.returncode == 1
     assert_one_line(done.stderr.decode(), "checkpoint.pt", "File too large")
     assert list(tmp_path.iterdir()) == [text]
 
 
-def test_json_that_cannot_be_written_is_told_before_the_bench(
+def test_json_that_cannot_be_written_is_reported_before_the_bench(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(bench_cpu, "measure", lambda **options: pytest.fail("measured before it was told"))
+    monkeypatch.setattr(bench_cpu, "measure", lambda **options: pytest.fail("measured before it was reported"))
     for path in (tmp_path, tmp_path / "none" / "bench.json"):
         assert main(["bench", "cpu", "--quick", "--json", str(path)]) == 2
         assert_one_line(capsys.readouterr().err, f"--json {path}: cannot write there")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows tells the writer of a closed pipe otherwise")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows reports a closed pipe in another way")
 def test_reader_that_closes_the_pipe_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -1,4 +1,4 @@
-"""`train --packing documents`: a document packed into a row is computed as if it were alone."""
+"""`train --packing documents`: a document packed into a row is computed independently of the others."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from flashattn_ext.cli import data, model, trainer
-from flashattn_ext.cli.data import NOT_PREDICTED
-from flashattn_ext.cli.main import main
+from flashattn_ext_lab import data, model, trainer
+from flashattn_ext_lab.data import NOT_PREDICTED
+from flashattn_ext_lab.main import main
 
 CONTEXT = 48
 LENGTHS = ((20, 1, 27), (48,), (5, 43))  # of the documents in each row
@@ -33,7 +33,7 @@ def corpus() -> data.Corpus:
 
 
 def packed_rows() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens, targets and documents [3, CONTEXT]; the last byte of a document has none to predict."""
+    """Tokens, targets and documents [3, CONTEXT]; the last byte of a document has no target."""
     tokens = torch.randint(256, (len(LENGTHS), CONTEXT), generator=torch.Generator().manual_seed(0))
     documents = torch.stack(
         [torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)) for lengths in LENGTHS]
@@ -68,19 +68,19 @@ def test_packed_documents_have_the_loss_of_separate_rows(attention: str, softmax
     alone = gpt.loss(*separate_rows(tokens, targets))
     mixed = gpt.loss(tokens, targets)
     torch.testing.assert_close(packed, alone, rtol=2e-6, atol=0)
-    assert abs(mixed.item() - alone.item()) > 1e-4  # without the mask it is another loss
+    assert abs(mixed.item() - alone.item()) > 1e-4  # without the mask the loss differs
     gradients = [torch.autograd.grad(loss, tuple(gpt.parameters())) for loss in (packed, alone)]
     for of_packed, of_alone in zip(*gradients, strict=True):
         torch.testing.assert_close(of_packed, of_alone, rtol=1e-4, atol=1e-6)
 
 
-def test_positions_begin_anew() -> None:
+def test_positions_restart_with_each_document() -> None:
     documents = torch.tensor([[3, 3, 3, 1, 1, 3], [0, 1, 2, 3, 4, 5]])
     assert model.positions(documents).tolist() == [[0, 1, 2, 0, 1, 0], [0] * 6]
 
 
-def test_batches_know_their_documents(corpus: data.Corpus) -> None:
-    """A topic ends with a line feed, and nothing predicts the first byte of the next one."""
+def test_batches_contain_their_documents(corpus: data.Corpus) -> None:
+    """A topic ends with a line feed, and no target is the first byte of the next one."""
     batch = data.BatchSampler(corpus.train, 64, 512, 0, corpus.train_documents).next_batch(torch.device("cpu"))
     plain = data.BatchSampler(corpus.train, 64, 512, 0).next_batch(torch.device("cpu"))
     assert torch.equal(batch.tokens, plain.tokens) and plain.documents is None
@@ -104,10 +104,10 @@ def test_a_packed_run_resumes_to_the_same_bits(
     assert main([*options, "--out", str(whole)]) == 0
     one_step = trainer.Trainer.one_step
 
-    def interrupted(self: trainer.Trainer) -> float:
+    def interrupted(self: trainer.Trainer) -> None:
         if self.step == 2:
             signal.raise_signal(signal.SIGINT)
-        return one_step(self)
+        one_step(self)
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer.Trainer, "one_step", interrupted)
@@ -119,8 +119,8 @@ def test_a_packed_run_resumes_to_the_same_bits(
     assert states[0]["config"]["packing"] == "documents"
 
 
-def test_runs_of_before_are_windows(tmp_path: Path, corpus: data.Corpus, capsys: pytest.CaptureFixture[str]) -> None:
-    """A checkpoint that does not name its packing goes on as what it is, and as nothing else."""
+def test_earlier_runs_are_windows(tmp_path: Path, corpus: data.Corpus, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint without a packing resumes as windows, and not as documents."""
     options = ["train", *TINY, "--attention", "unfused", "--out", str(tmp_path)]
     assert main(options) == 0
     path = tmp_path / "checkpoint.pt"

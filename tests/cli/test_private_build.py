@@ -14,17 +14,17 @@ pytest.importorskip("rich")
 
 import flashattn_ext
 from flashattn_ext import _C
-from flashattn_ext.cli import private_build
-from flashattn_ext.cli.console import CommandError
-from flashattn_ext.cli.private_build import PrivateBuild
+from flashattn_ext_lab import private_build
+from flashattn_ext_lab.console import CommandError
+from flashattn_ext_lab.private_build import PrivateBuild
 
 CASES = {
     "causal": Case(B=2, Sq=200, Sk=330, Hq=4, D=40, Dv=24, causal=True, smooth_softmax=True),
     "dropout": Case(Sq=300, Sk=290, D=33, window_size=(70, 20), dropout_p=0.2, rng_seed=7),
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-# What a CUDA backend's own sources are in a build that a command makes.
-KERNELS = ("caches", "dispatch", "dropout_mask", "tile_size", "inst/generic")
+# In place of the sources of a CUDA backend in a private build.
+KERNELS = ("caches", "dispatch", "dropout_mask", "tile_size", "inst/generic", "inst/generic_derivatives")
 TABLE = """#include "cpu/kernels.h"
 namespace flashattn_ext {
 const CpuKernels& cpu_kernels() { return kGenericKernels; }
@@ -34,7 +34,7 @@ const CpuKernels& cpu_kernels() { return kGenericKernels; }
 
 @pytest.fixture(scope="module")
 def other_build(tmp_path_factory: pytest.TempPathFactory) -> PrivateBuild:
-    """The CPU's generic kernels, which every machine compiles and runs; it stays in build/ for the next time."""
+    """The CPU's generic kernels, which every machine compiles and runs; it stays in build/ for later runs."""
     csrc, table = private_build.checkout() / "csrc", tmp_path_factory.mktemp("table") / "table.cpp"
     table.write_text(TABLE)
     compiler = [*os.environ.get("CXX", "c++").split(), "-std=c++17", "-fPIC", *private_build.sources().CXX_FLAGS]
@@ -100,7 +100,7 @@ class _NothingLoaded:
         assert Path(path).exists()
 
 
-def test_what_does_not_compile_has_its_reason(other_build: PrivateBuild) -> None:
+def test_a_build_that_fails_has_its_reason(other_build: PrivateBuild) -> None:
     defines = {**other_build.defines, "PRIVATE_BACKEND": "no_such_backend"}
     build = replace(other_build, name="broken", sources=other_build.sources[:1], defines=defines)
     problems = private_build.load([build])

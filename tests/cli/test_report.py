@@ -1,4 +1,4 @@
-"""`report`: what the page and the Markdown hold, and what they make of results that are broken."""
+"""`report`: the contents of the page and the Markdown, also for broken results."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
 import flashattn_ext
-from flashattn_ext.cli import report
-from flashattn_ext.cli.experiments import EXPERIMENTS, render
-from flashattn_ext.cli.experiments.findings import finding
-from flashattn_ext.cli.experiments.result import Comparison, Result
-from flashattn_ext.cli.main import main
+from flashattn_ext_lab import report
+from flashattn_ext_lab.experiments import EXPERIMENTS, render
+from flashattn_ext_lab.experiments.result import Comparison, Result
+from flashattn_ext_lab.main import main
 
 
 class Page(HTMLParser):
-    """Tables as lists of rows of texts, what is linked or loaded, the names of all tags, and the places that links reach."""
+    """Tables as lists of rows of texts, all references, the names of all tags, and the targets of links."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -84,20 +83,20 @@ def test_html_loads_nothing(out: Path) -> None:
     assert not any(word in text for word in ("http:", "https:", "url(", "@import"))
 
 
-def test_html_opens_with_what_was_found_and_links_it_to_the_tables(out: Path, results: dict[str, Result]) -> None:
+def test_html_begins_with_the_findings_and_links_them_to_the_tables(out: Path, results: dict[str, Result]) -> None:
     text = (out / "report.html").read_text(encoding="utf-8")
     page = Page(text)
     places = {reference.removeprefix("#") for reference in page.references if reference.startswith("#")}
     assert places <= page.ids
     for name, result in results.items():
         assert {name, f"{name}-table"} <= places
-        assert text.index(html.escape(finding(result), quote=False).replace("'", "&#39;")) < text.index("<table")
+        assert text.index(html.escape(result.found, quote=False).replace("'", "&#39;")) < text.index("<table")
 
 
-def test_markdown_opens_with_what_was_found(out: Path, results: dict[str, Result]) -> None:
+def test_markdown_begins_with_the_findings(out: Path, results: dict[str, Result]) -> None:
     opening, *sections = (out / "report.md").read_text(encoding="utf-8").split("\n## ")
     for (name, result), section in zip(results.items(), sections, strict=True):
-        assert f"- [{name}](#{name}): {report.escape(finding(result))}\n" in opening
+        assert f"- [{name}](#{name}): {report.escape(result.found)}\n" in opening
         assert section.startswith(f"{name}: ")
     assert (out / "report.md").read_text(encoding="utf-8").count('<a id="') == len(results)
 
@@ -110,7 +109,7 @@ class Nesting(HTMLParser):
         self.open: list[str] = []
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        if tag not in ("meta", "img"):  # these have no end
+        if tag not in ("meta", "img"):  # these have no end tag
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:

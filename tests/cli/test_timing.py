@@ -1,4 +1,4 @@
-"""How candidates are timed: in turns, with fresh inputs, in bursts on a GPU."""
+"""How candidates are timed: interleaved, with fresh inputs, in bursts on a GPU."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from flashattn_ext.cli.experiments import context as shared
-from flashattn_ext.cli.experiments.context import Context
-from flashattn_ext.cli.timing import Timing, time_interleaved
+from flashattn_ext_lab import timing
+from flashattn_ext_lab.experiments import harness as shared
+from flashattn_ext_lab.experiments.harness import Context
+from flashattn_ext_lab.timing import Timing, time_interleaved
 
 
 def test_inputs_are_fresh_every_round() -> None:
     context = Context(torch.device("cpu"), quick=True)
     x = context.randn(8, dtype="bf16", requires_grad=True)
     seen = []
-    timings = context.time({"a": lambda: seen.append(x.detach().float().sum().item())}, (x,), {})
+    timings = context.measure({"a": lambda: seen.append(x.detach().float().sum().item())}, (x,)).timings
     assert len(seen) == timings["a"].rounds + 1  # the warm-up
     assert len(set(seen)) > len(seen) // 2
 
 
-def test_a_failure_drops_out_of_the_turns() -> None:
+def test_a_failure_drops_out_of_the_rounds() -> None:
     order: list[str] = []
 
     def call(name: str) -> None:
@@ -42,15 +43,16 @@ def test_a_failure_drops_out_of_the_turns() -> None:
     assert time_interleaved({"d": calls["d"]}, budget_s=9, min_rounds=1, failures=failures) == {}
 
 
-@pytest.mark.parametrize(("ms", "expected"), [(2.0, [1, 3]), (9.0, [1])])  # 5 ms are a burst
-def test_clock_of_a_gpu_times_bursts(ms: float, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("ms", "launches"), [(2.0, 3), (9.0, 1)])  # 5 ms are a burst
+def test_calls_on_a_gpu_are_timed_in_bursts(ms: float, launches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     bursts: list[int] = []
 
     def burst_ms(call: object, launches: int) -> float:
         bursts.append(launches)
         return ms * launches
 
-    monkeypatch.setattr(shared, "burst_ms", burst_ms)
-    assert shared.event_clock(lambda: None) == pytest.approx(ms * 1e-3)
-    assert bursts == expected
-    assert Context(torch.device("cuda"), quick=True)._clock() is shared.event_clock
+    monkeypatch.setattr(timing, "burst_ms", burst_ms)
+    monkeypatch.setattr(shared, "synchronize", lambda device: None)
+    times = Context(torch.device("cuda"), quick=True).measure({"a": lambda: None}, ())
+    assert times.timings["a"].median_s == pytest.approx(ms * 1e-3)
+    assert bursts == [2, *[launches] * shared.CUDA_QUICK_ROUNDS]

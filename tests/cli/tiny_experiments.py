@@ -1,4 +1,4 @@
-"""Experiments with sizes that take moments, and a result that nobody measured."""
+"""Experiments with sizes that take moments, and a made-up result."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
-from flashattn_ext.cli.experiments import EXPERIMENTS
-from flashattn_ext.cli.experiments.result import Column, Comparison, Plot, Result
+from flashattn_ext_lab.experiments.result import Column, Comparison, Plot, Result
 
 TINY: dict[str, dict[str, Any]] = {
     "matmul": dict(n=(32, 64), copy_mib=(1,)),
@@ -32,14 +31,11 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def module_of(name: str) -> ModuleType:
-    return importlib.import_module(f"flashattn_ext.cli.experiments.{name}")
-
-
-SIZES_FOR = {name: module_of(name).sizes_for for name in EXPERIMENTS}
+    return importlib.import_module(f"flashattn_ext_lab.experiments.{name}")
 
 
 def tiny_sizes(name: str) -> Any:
-    return replace(module_of(name).GPU_SIZES, **TINY[name])
+    return module_of(name).SIZES.gpu.replace(**TINY[name])
 
 
 def a_result(**changes: Any) -> Result:

@@ -1,26 +1,26 @@
-"""bench distributed: what it counts, without a clock."""
+"""bench distributed: its counts of bytes and FLOPs, without timing."""
 
 from __future__ import annotations
 
 import pytest
 
-from flashattn_ext.cli.bench_distributed import Case, measure, sent_bytes
-from flashattn_ext.cli.console import CommandError
+from flashattn_ext_lab.bench_distributed import Case, measure, sent_bytes
+from flashattn_ext_lab.console import CommandError
 
 
 def test_bytes_of_two_ranks() -> None:
-    """By hand: 256 positions, 4 query heads on 2 key heads of 8, float32; a rank has 128 positions."""
+    """By hand: 256 positions, 4 query heads, 2 KV heads, D = 8, float32; a rank has 128 positions."""
     case, position = Case(256, 4, 2, 8, dtype="float32"), 8 * 4
     # q of 2 heads, k and v of 1 each, out of 2; backward: dout of 2, dq of 2, dk and dv of 1 each
     assert sent_bytes(case, "ulysses", 0, 2) == 128 * (2 + 2 + 2 + 2 + 2 + 2) * position
-    # Zigzag: rank 0 has chunks 0 and 3 of 64 positions, rank 1 has 1 and 2, and nobody there sees chunk 3.
+    # Zigzag: rank 0 has chunks 0 and 3 of 64 positions, rank 1 has 1 and 2; chunk 3 is masked for all rows of rank 1.
     # Keys and values go twice, their gradients back once.
     assert sent_bytes(case, "ring", 0, 2) == (2 * 64 + 128) * 2 * 2 * position
     assert sent_bytes(case, "ring", 1, 2) == (2 * 128 + 64) * 2 * 2 * position
     assert sent_bytes(case, "allgather", 1, 2) == sent_bytes(case, "ring", 1, 2)
 
 
-def test_what_nobody_sees_is_not_sent() -> None:
+def test_fully_masked_keys_are_not_sent() -> None:
     documents = Case(1024, 4, 2, 8, document=60, dtype="float32")
     whole = Case(1024, 4, 2, 8, dtype="float32")
     assert sum(documents.lengths()) == 1024 and max(documents.lengths()) <= 90

@@ -15,10 +15,10 @@ import torch
 import training_jobs
 from rank_pool import RankPool
 
-from flashattn_ext.cli import ranks
-from flashattn_ext.cli.console import CommandError
-from flashattn_ext.cli.main import main
-from flashattn_ext.cli.ranks import Layout
+from flashattn_ext_lab import ranks
+from flashattn_ext_lab.console import CommandError
+from flashattn_ext_lab.main import main
+from flashattn_ext_lab.ranks import Layout
 
 
 @pytest.fixture
@@ -75,11 +75,11 @@ def test_one_process_says_how_to_start_more(
     assert main(["train", *options, "--context-parallel", "2"]) == 2
     assert "torchrun --nproc-per-node 2 -m flashattn_ext train" in capsys.readouterr().err
     assert main(["train", *options, "--context-parallel", "2", "--attention", "sdpa"]) == 2
-    assert "only --attention flashattn" in capsys.readouterr().err
+    assert "requires --attention flashattn" in capsys.readouterr().err
 
 
-def test_sigterm_between_steps_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun may end the other ranks of one that fails before they have seen it."""
+def test_sigterm_between_steps_prints_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When one rank fails, torchrun may end the other ranks before they notice."""
     monkeypatch.setattr(ranks, "start", lambda device: None)
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -89,7 +89,7 @@ def test_sigterm_between_steps_is_said_in_words(monkeypatch: pytest.MonkeyPatch)
         ):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(5)
-        # What comes until the message is out does not end the process.
+        # Signals that arrive before the message is printed do not end the process.
         os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -122,7 +122,7 @@ def test_a_rank_that_dies_ends_all_and_the_run_resumes(
         output, _ = running.communicate(timeout=120)
     assert running.returncode != 0
     assert re.search(
-        r"flashattn-ext train: rank 0 of 2 stops: another rank has ended or is late; the same command goes on", output
+        r"flashattn-ext train: rank 0 of 2 stops: another rank has ended or is late; the same command resumes", output
     ), output
     steps = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["step"]
     assert 0 < steps < 100

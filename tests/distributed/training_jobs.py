@@ -1,4 +1,4 @@
-"""What the ranks do for test_training.py: the training script's steps over several ranks."""
+"""Jobs of test_training.py: the training script's steps over several ranks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from flashattn_ext.cli.data import load_corpus
-from flashattn_ext.cli.model import ModelConfig
-from flashattn_ext.cli.ranks import Layout, layout_of
-from flashattn_ext.cli.trainer import TrainConfig, Trainer
+from flashattn_ext_lab.data import load_corpus
+from flashattn_ext_lab.model import ModelConfig
+from flashattn_ext_lab.ranks import Layout, layout_of
+from flashattn_ext_lab.trainer import TrainConfig, Trainer
 
 CONTEXT = 192  # four ranks that share a row have 64, 64, 64 and 0 bytes of it
 
@@ -29,7 +29,7 @@ def new_trainer(directory: Path, text: str, packing: str, layout: Layout, steps:
 
 
 def train(directory: str, text: str, packing: str, context_parallel: int, until: int | None) -> None:
-    """Goes on with a run in the directory, to its end or until a step, and saves."""
+    """Resumes the run in the directory, trains to its end or until a step, and saves."""
     layout = layout_of(context_parallel, 4, torch.device("cpu"))
     assert layout.ranks == dist.get_world_size() and layout.data_ranks * context_parallel == layout.ranks
     trainer = new_trainer(Path(directory), text, packing, layout)
@@ -42,7 +42,7 @@ def train(directory: str, text: str, packing: str, context_parallel: int, until:
 
 
 def layouts_are_checked(_device: str) -> None:
-    from flashattn_ext.cli.console import CommandError
+    from flashattn_ext_lab.console import CommandError
 
     wrong: list[tuple[int, int, str]] = [
         (3, 4, "accepted are divisors of the 4 ranks"),

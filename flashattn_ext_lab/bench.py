@@ -1,0 +1,78 @@
+"""Compare the kernels with PyTorch's own attention: same inputs, same run, interleaved calls, medians.
+
+`decode` measures decoding with a KV cache, on the GPU where there is one. `ascend-emulator` models time and traffic of the
+Ascend C kernels instead of measuring. `tune` compares the tile sizes of our kernels with each other. `distributed`, started by
+torchrun, measures attention over a sequence that is sharded over several ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+
+from .console import CommandError, positive
+from .devices import use_threads
+from .files import writable_file, write_text
+
+# Each target -> its module, which defines measure(quick, options) and show(results, markdown).
+BENCHES = {
+    "cpu": "bench_cpu",
+    "cuda": "bench_cuda",
+    "decode": "bench_decode",
+    "ascend-emulator": "bench_ascend",
+    "tune": "bench_tune",
+    "distributed": "bench_distributed",
+}
+# Options that only some targets have.
+OPTIONS = {
+    "sets": ("--set", ("cuda",)),
+    "passes": ("--pass", ("cuda",)),
+    "peers": ("--peers", ("cuda", "distributed")),
+    "sustained": ("--sustained", ("cuda",)),
+    "backend": ("--backend", ("cuda", "tune")),
+    "device": ("--device", ("tune",)),
+    "tokens": ("--tokens", ("distributed",)),
+    "trace": ("--trace", ("distributed",)),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("target", choices=BENCHES, help="what to measure")
+    quick = "few calls, small shapes on the CPU, no accuracy on CUDA: a smoke test, not a measurement"
+    add("--quick", action="store_true", help=quick)
+    add("--threads", type=positive, help="CPU threads; by default PyTorch's choice")
+    add("--markdown", action="store_true", help="print a Markdown table")
+    add("--json", metavar="FILE", help="also write every number to FILE")
+    cuda = parser.add_argument_group("bench cuda").add_argument
+    cuda("--set", metavar="NAME", action="append", dest="sets", help="a set of rows, may be repeated; by default all")
+    cuda("--pass", choices=("forward", "backward", "both"), dest="passes", help="by default both")
+    sustained = "besides bursts, time 200 ms of each call without a pause, three times"
+    cuda("--sustained", action="store_true", default=None, help=sustained)
+    cuda("--backend", metavar="NAME", help="ours, also of bench tune; by default the preferred one")
+    peers = parser.add_argument_group("bench cuda and bench distributed").add_argument
+    peers("--peers", metavar="NAME,...", help="compare with these only; by default with all that can be imported")
+    ranks = parser.add_argument_group("bench distributed").add_argument
+    ranks("--tokens", type=positive, help="length of the whole sequence; by default 65536 on GPUs")
+    trace = "write timelines for chrome://tracing to PREFIX.<exchange>.json, on GPUs"
+    ranks("--trace", metavar="PREFIX", help=trace)
+    tune = parser.add_argument_group("bench tune").add_argument
+    tune("--device", choices=("auto", "cpu", "cuda"), help="by default auto: CUDA if available")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    options = {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
+    for flag, targets in (OPTIONS[name] for name in options):
+        if arguments.target not in targets:
+            raise CommandError(f"{flag} is an option of bench {' and '.join(targets)}, not of {arguments.target}")
+    path = writable_file("--json", arguments.json) if arguments.json else None
+    use_threads(arguments.threads)
+    bench = importlib.import_module(f".{BENCHES[arguments.target]}", __package__)
+    results = bench.measure(quick=arguments.quick, **options)
+    if not results:  # only rank 0 has results
+        return 0
+    bench.show(results, markdown=arguments.markdown)
+    if path:
+        write_text(path, json.dumps(results, indent=1) + "\n")
+    return 0

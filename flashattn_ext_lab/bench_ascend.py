@@ -1,0 +1,154 @@
+"""`bench ascend-emulator`: the emulator's time model of the Ascend C kernels. Modelled, never measured.
+
+A die of Atlas A2 is 24 cores of 8192 flop a cycle at 1.8 GHz. Cube use is useful flop (4 * B * H * S^2 * D forward, half
+of it causal, 2.5 times that backward) divided by the peak of the cubes in the modelled time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import flashattn_ext
+
+from .console import CommandError, print_rows
+from .patterns import document_lengths
+
+LIBRARY = Path(flashattn_ext._build.__file__).with_name("_ascend_emulator.so")
+MEMORIES = 5  # UB, L1, L0A, L0B and L0C, at the end of the library's results
+PIPES = ("S", "V", "M", "MTE1", "MTE2", "MTE3", "FIX")
+CORES, FLOP_PER_CYCLE, GIGAHERTZ = 24, 8192, 1.8
+PEAK_TFLOPS = CORES * FLOP_PER_CYCLE * GIGAHERTZ * 1e-3
+MODELLED_CORES = 2  # every core gets the same bandwidth: two cores behave like 24
+SCORES = ("plain", "softcap", "alibi", "relative bias", "bias")  # as the library counts them
+KEEP_90_PERCENT = 230  # threshold of dropout_p = 0.1
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: fp16 self-attention over [B, H, S, D]."""
+
+    S: int
+    D: int
+    causal: bool = False
+    backward: bool = False
+    dropout: bool = False
+    smooth: bool = False
+    scores: str = "plain"
+    documents: bool = False
+    B: int = 1
+    H: int = MODELLED_CORES
+
+    @property
+    def name(self) -> str:
+        words = (("dropout 0.1", self.dropout), ("smooth", self.smooth), (self.scores, self.scores != "plain"))
+        mask = ("documents " if self.documents else "") + ("causal" if self.causal else "full")
+        return " ".join(["backward" if self.backward else "forward", mask, *(word for word, on in words if on)])
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return document_lengths(self.S, seed=5) if self.documents else (self.S,)
+
+    @property
+    def flop(self) -> float:
+        pairs = sum(length**2 for length in self.lengths) * (0.5 if self.causal else 1)
+        return 4.0 * self.B * self.H * pairs * self.D * (2.5 if self.backward else 1)
+
+    def mask(self) -> flashattn_ext.Mask | None:
+        if not self.documents:
+            return None
+        lengths = torch.tensor(self.lengths)
+        return flashattn_ext.Mask.documents(torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None])
+
+
+def cases(quick: bool) -> list[Case]:
+    S = 1024 if quick else 8192
+    forward = [Case(S, D, causal) for D in (64, 128, 256) for causal in (False, True)]
+    backward = [Case(S, D, causal, backward=True) for D in (64, 128, 256) for causal in (False, True)]
+    dropout = [replace(case, dropout=True) for case in forward + backward if not (case.causal and case.backward)]
+    scores = [Case(S, 128, backward=way, scores=name) for name in SCORES[1:] for way in (False, True)]
+    long = S if quick else 32768
+    masks = [Case(long, D, True, backward=way, documents=True) for D in (64, 128) for way in (False, True)]
+    return forward + backward + dropout + [Case(S, 128, smooth=True)] + scores + masks
+
+
+def measure(*, quick: bool) -> dict[str, Any]:
+    """Models every case. The result contains plain numbers only, ready for JSON."""
+    try:
+        flashattn_ext.use_backend("ascend-emulator").__exit__(None)  # raises if it was not built
+    except RuntimeError as error:
+        raise CommandError(str(error)) from None
+    library = load_library()
+    return {
+        "peak_tflops": PEAK_TFLOPS,
+        "rows": [{**asdict(case), **model(library, case)} for case in cases(quick)],
+    }
+
+
+def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    library.flashattn_ext_model.restype = ctypes.c_char_p
+    return library
+
+
+def model(library: ctypes.CDLL, case: Case) -> dict[str, Any]:
+    """Cube use, busy fraction of every pipe, and bytes that all cores move from and to GM."""
+    threshold = KEEP_90_PERCENT if case.dropout else 256
+    sizes = [case.B, case.S, case.S, case.H, case.H, case.D, case.D, case.causal, threshold, case.smooth, case.backward]
+    mask = case.mask()
+    tensors = (None, None) if mask is None else (mask.intervals, mask.extremes())
+    pointers = [tensor if tensor is None else ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+    results = (ctypes.c_double * (5 + 2 * len(PIPES) + MEMORIES))()
+    error = library.flashattn_ext_model(
+        (ctypes.c_int64 * 13)(*map(int, sizes), MODELLED_CORES, SCORES.index(case.scores)), *pointers, results
+    )
+    if error:
+        raise RuntimeError(error.decode())
+    span, tensors_read, tensors_written, workspace_read, workspace_written = results[:5]
+    busy = results[5:-MEMORIES]
+    aic, aiv = busy[: len(PIPES)], busy[len(PIPES) :]
+    cube_use = case.flop / (span * MODELLED_CORES * FLOP_PER_CYCLE)
+    return {
+        "cube_use": cube_use,
+        "tflops": cube_use * PEAK_TFLOPS,
+        "cycles": span,
+        "busy_aic": {pipe: cycles / span / MODELLED_CORES for pipe, cycles in zip(PIPES, aic, strict=True) if cycles},
+        "busy_aiv": {
+            pipe: cycles / span / MODELLED_CORES / 2 for pipe, cycles in zip(PIPES, aiv, strict=True) if cycles
+        },
+        "tensor_bytes": {"read": tensors_read, "written": tensors_written},
+        "workspace_bytes": {"read": workspace_read, "written": workspace_written},
+    }
+
+
+COLUMNS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "pass": lambda row: Case(**{name: row[name] for name in Case.__dataclass_fields__}).name,
+    "S": lambda row: row["S"],
+    "D": lambda row: row["D"],
+    "cube use": lambda row: f"{row['cube_use']:.1%}",
+    "TFLOP/s": lambda row: f"{row['tflops']:.0f}",
+    "AIC busy": lambda row: _busy(row["busy_aic"], ("M", "MTE1", "MTE2", "FIX")),
+    "AIV busy": lambda row: _busy(row["busy_aiv"], ("V", "MTE2", "MTE3")),
+    "tensors r / w": lambda row: _megabytes(row["tensor_bytes"]),
+    "workspace r / w": lambda row: _megabytes(row["workspace_bytes"]),
+}
+
+
+def show(results: dict[str, Any], *, markdown: bool) -> None:
+    about = (
+        f"Modelled, not measured: one die of Atlas A2, fp16, peak {results['peak_tflops']:.1f} TFLOP/s; GM bytes in MB"
+    )
+    print_rows(about, COLUMNS, results["rows"], markdown=markdown, width=160)
+
+
+def _busy(busy: Mapping[str, float], pipes: tuple[str, ...]) -> str:
+    return " ".join(f"{pipe} {busy.get(pipe, 0):.0%}" for pipe in pipes)
+
+
+def _megabytes(moved: Mapping[str, float]) -> str:
+    return f"{moved['read'] / 1e6:.0f} / {moved['written'] / 1e6:.0f}"

@@ -1,0 +1,189 @@
+"""The rows of the benchmarks: names of the contestants, the sizes and options of every row, and how much work it is.
+
+FLOP are the products of visible scores: 4 * B * Hq * S * S * D forward, half of it causal, and 2.5 times that backward (with
+another size of v, two products of D + Dv and five of 3 D + 2 Dv columns); for packed sequences the sum over them; with a mask
+only of the scores that it leaves visible.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from .console import chosen
+from .patterns import PATTERNS, drawn_lengths
+from .score_options import SCORE_OPTIONS
+
+BACKWARD_WORK = 2.5  # relative to the forward: five products instead of two
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+OURS, FA2, CUDNN, MATH, FLASH_ATTN, FA3, FA4 = "ours", "fa2", "cudnn", "math", "flash-attn", "fa3", "fa4"
+# Names of the reference calls of a row: Case.beside().
+BESIDE = DENSE, PLAIN, CAUSAL, VARLEN = "dense", "plain", "causal", "varlen"
+PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: self-attention over [B, S, H, D], or over `lengths`, of B packed sequences of at most S."""
+
+    B: int
+    Hq: int
+    Hk: int
+    S: int
+    D: int
+    causal: bool
+    dtype: str
+    dropout: float = 0.0
+    set: str = ""
+    backward: bool = False
+    lengths: tuple[int, ...] = ()
+    score: str = ""  # a key of SCORE_OPTIONS
+    pattern: str = ""  # a key of PATTERNS
+    Dv: int = 0  # head dim of v; 0: D
+    window: int = 0  # of a causal row: the most keys that a query sees, its own included; 0: all
+    deterministic: bool = False
+
+    @property
+    def pairs(self) -> int:
+        """Number of query-key pairs of one head, over all sequences."""
+        return sum(length**2 for length in self.lengths) or self.B * self.S**2
+
+    @property
+    def visible_pairs(self) -> float:
+        """Number of visible query-key pairs of one head."""
+        if self.pattern:
+            return self.B * _visible_pairs(self.pattern, self.S)
+        if self.window:
+            width = min(self.window, self.S)
+            return self.B * width * (self.S - (width - 1) / 2)
+        return self.pairs * (0.5 if self.causal else 1.0)
+
+    @property
+    def flop(self) -> float:
+        # The forward has one product of D and one of Dv columns, the backward three of D and two of Dv.
+        columns = 3 * self.D + 2 * self.head_dim_v if self.backward else self.D + self.head_dim_v
+        return 2 * self.visible_pairs * self.Hq * columns
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.Dv or self.D
+
+    @property
+    def shape(self) -> str:
+        heads = f"{self.Hq}" if self.Hq == self.Hk else f"{self.Hq}:{self.Hk}"
+        length = f"{min(self.lengths)}-{self.S}" if self.lengths else f"{self.S}"
+        head_dims = f"{self.D}:{self.Dv}" if self.Dv else f"{self.D}"
+        return f"{self.B}x{heads}x{length}x{head_dims}"
+
+    def dense(self) -> Case:
+        """A case with the same work and about as many tokens, in sequences of equal length."""
+        B = max(1, round(sum(self.lengths) ** 2 / self.pairs))
+        return replace(self, B=B, S=round(math.sqrt(self.pairs / B)), lengths=())
+
+    def beside(self) -> dict[str, Case]:
+        """Reference calls of ours whose rates show what the options of this row cost: name -> case."""
+        if self.lengths:
+            return {DENSE: self.dense()}
+        if self.score or self.dropout or self.deterministic:
+            return {PLAIN: replace(self, score="", dropout=0.0, deterministic=False)}
+        if self.window:
+            return {CAUSAL: replace(self, window=0)}
+        if not self.pattern:
+            return {}
+        causal = replace(self, pattern="", causal=True)
+        lengths = PATTERNS[self.pattern].lengths
+        if lengths is None:
+            return {CAUSAL: causal}
+        packed = lengths(self.S) * self.B
+        return {CAUSAL: causal, VARLEN: replace(causal, B=len(packed), S=max(packed), lengths=packed)}
+
+    @property
+    def mask(self) -> str:
+        """In words, with the other options of the row."""
+        words = [self.pattern or ("causal" if self.causal else "full"), self.score]
+        words += [f"window {self.window}"] if self.window else []
+        words += [f"p={self.dropout:g}"] if self.dropout else []
+        words += ["deterministic"] if self.deterministic else []
+        return " ".join(filter(None, words))
+
+    @property
+    def direction(self) -> str:
+        return "backward" if self.backward else "forward"
+
+
+@functools.cache
+def _visible_pairs(pattern: str, S: int) -> int:
+    return PATTERNS[pattern].visible_pairs(S)
+
+
+def _paper_cases() -> list[Case]:
+    """The benchmark of the FlashAttention papers: 16384 tokens, hidden size 2048."""
+    lengths = (512, 1024, 2048, 4096, 8192, 16384)
+    return [
+        Case(16384 // S, 2048 // D, 2048 // D, S, D, causal, "bf16")
+        for D, causal, S in itertools.product((64, 128, 256), (False, True), lengths)
+    ]
+
+
+def _varlen_cases() -> list[Case]:
+    """16384 tokens, hidden size 2048, as in _paper_cases()."""
+    lengths = drawn_lengths(16384, functools.partial(random.Random(0).randint, 128, 4096))
+    return [
+        Case(len(lengths), 2048 // D, 2048 // D, max(lengths), D, causal, "bf16", lengths=lengths)
+        for D, causal in itertools.product((64, 128), (False, True))
+    ]
+
+
+def _score_cases() -> list[Case]:
+    """Hidden size 2048; a bias of every score at half the length, and a relative bias at a length at which the former takes 32 GiB."""
+    rows = [
+        Case(2, 2048 // D, 2048 // D, 4096 if score == "bias" else 8192, D, score != "bias", "bf16", score=score)
+        for D, score in itertools.product((128, 64), SCORE_OPTIONS)
+    ]
+    return [*rows, Case(1, 16, 16, 32768, 128, True, "bf16", score="relative bias")]
+
+
+def _mask_cases() -> list[Case]:
+    """Hidden size 2048, packed documents with GQA."""
+    rows = []
+    for D, (pattern, of) in itertools.product((128, 64), PATTERNS.items()):
+        S = 32768 if pattern in ("documents", "one document", "window") else 16384
+        heads = (64, 8) if pattern == "documents" else (2048 // D, 2048 // D)
+        rows.append(Case(1, *heads, S, D, of.causal, "bf16", pattern=pattern))
+    return rows
+
+
+SETS: dict[str, list[Case]] = {
+    "fa_paper": _paper_cases(),
+    "align": [Case(16, 16, 16, 2048, D, False, "fp16") for D in (128, 129, 136, 144)],
+    "head_dims": [Case(4, 16, 16, 4096, D, True, "bf16") for D in (80, 96, 160)]
+    + [Case(2, 32, 32, 4096, 192, True, "bf16", Dv=128)],
+    "dropout": [Case(4, 16, 16, 4096, 128, True, "bf16", 0.1), Case(4, 32, 32, 4096, 64, True, "bf16", 0.1)],
+    "gqa": [Case(2, 32, 8, 8192, 128, True, "bf16"), Case(1, 64, 8, 4096, 64, True, "bf16")],
+    "window": [Case(1, 16, 16, 16384, 128, True, "bf16", window=1024)],
+    "deterministic": [Case(4, 16, 16, 4096, 128, causal, "bf16", deterministic=True) for causal in (False, True)],
+    "fp32": [Case(4, 16, 16, 2048, D, causal, "fp32") for D, causal in itertools.product((64, 128), (False, True))],
+    "short": [Case(B, H, H, S, 64, False, "fp16") for B, H, S in ((12, 64, 256), (4, 8, 512), (4, 8, 1024))],
+    "wide": [Case(2, 8, 8, 8192, D, causal, "bf16") for D, causal in itertools.product((320, 384, 512), (False, True))],
+    "varlen": _varlen_cases(),
+    "scores": _score_cases(),
+    "masks": _mask_cases(),
+}
+
+
+def cases(sets: Sequence[str] | None, passes: str) -> list[Case]:
+    """The rows of the named sets (all without names), in the order of SETS."""
+    names = SETS if sets is None else chosen("--set", sets, SETS)
+    return [
+        replace(case, set=name, backward=backward)
+        for name in names
+        for case in SETS[name]
+        for backward in PASSES[passes]
+    ]

@@ -1,0 +1,272 @@
+"""The contestants of `bench cuda` and `bench cpu`: our attention and its peers as functions of a row and of q, k and v, and the tensors of a row."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import itertools
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flashattn_ext
+
+from .bench_cases import CUDNN, DTYPES, FA2, FA3, FA4, FLASH_ATTN, MATH, OURS, Case
+from .flex import FLEX, block_mask_maker, causal_rule, flex
+from .patterns import PATTERNS
+from .score_options import SCORE_OPTIONS, dense_bias
+from .unfused import unfused_attention
+
+DEVICE = "cuda"
+TORCH_BACKENDS = {
+    FA2: SDPBackend.FLASH_ATTENTION,
+    CUDNN: SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    MATH: SDPBackend.MATH,
+}
+# FlashAttention 2, 3 and 4: modules with flash_attn_func and flash_attn_varlen_func, which PyTorch does not ship.
+FLASH_MODULES = {FLASH_ATTN: "flash_attn", FA3: "flash_attn_interface", FA4: "flash_attn.cute"}
+PEERS = (*TORCH_BACKENDS, *FLASH_MODULES, FLEX)
+SDPA, UNFUSED = "torch SDPA", "unfused"  # of the experiments: PyTorch chooses its kernel; separate steps of PyTorch
+MATH_LIMIT_BYTES = 8 << 30  # size of one 16-bit B x H x S x S matrix; math keeps several, in 32 bits
+BIAS_LIMIT_BYTES = 8 << 30  # size of one 16-bit H x S x S matrix; building it takes several times as much
+BLOCK_MASK, TABLES = "block mask of flex", "tables of ours"  # built once for each mask
+
+Attention = Callable[[Case, Tensor, Tensor, Tensor], Tensor]
+
+
+@functools.cache
+def flash_module(name: str) -> ModuleType | None:
+    """The module of a key of FLASH_MODULES; None where it cannot be imported."""
+    try:
+        module = importlib.import_module(FLASH_MODULES[name])
+        return module if hasattr(module, "flash_attn_func") else None
+    except Exception:  # a module built for another torch fails in many ways: it counts as absent
+        return None
+
+
+def skip_reason(case: Case, name: str) -> str:
+    """Why the contestant is skipped; empty if it runs."""
+    scores, bias = case.pairs * case.Hq * 2, case.Hq * case.S**2 * 2
+    of_torch = name in TORCH_BACKENDS
+    reasons = [
+        (name == MATH and case.lengths, "it does not support packed sequences"),
+        (name == MATH and scores > MATH_LIMIT_BYTES, f"a matrix of scores takes {scores / 2**30:.0f} GiB"),
+        (of_torch and case.score and bias > BIAS_LIMIT_BYTES, f"a bias of every score takes {bias / 2**30:.0f} GiB"),
+        (of_torch and case.window, "it has no window"),
+        (of_torch and case.deterministic, "it has no deterministic mode"),
+        (name in (FA3, FA4) and case.dropout, "it has no dropout"),
+        (name == FLEX and not (case.score or case.pattern), "it is compiled for rows with scores or masks only"),
+        (
+            name == FLEX and case.backward and case.score in ("learned alibi", "relative bias"),
+            "it would sum the gradients of all scores into a few numbers, one by one",
+        ),
+    ]
+    return next((f"skipped: {reason}" for applies, reason in reasons if applies), "")
+
+
+# Tensors
+
+
+def inputs(case: Case, device: str | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and the gradient of the output, all [B, S, H, D], or [tokens, H, D] of packed sequences."""
+    torch.manual_seed(0)
+    rows = (sum(case.lengths),) if case.lengths else (case.B, case.S)
+    options: dict[str, Any] = {"device": device or DEVICE, "dtype": DTYPES[case.dtype]}
+    q = torch.randn(*rows, case.Hq, case.D, **options)
+    k = torch.randn(*rows, case.Hk, case.D, **options)
+    v = torch.randn(*rows, case.Hk, case.head_dim_v, **options)
+    dout = torch.randn(*rows, case.Hq, case.head_dim_v, **options)
+    return *(t.requires_grad_(case.backward) for t in (q, k, v)), dout
+
+
+@functools.cache
+def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """int32 [B + 1]: where each packed sequence starts, and the end of the last."""
+    return torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
+
+
+class Extras:
+    """The arguments that each contestant gets for a row's score option or pattern, built once for all of them."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case, self.device = case, device
+        self.option, self.pattern = SCORE_OPTIONS.get(case.score), PATTERNS.get(case.pattern)
+        self.trains = case.backward and self.option is not None and self.option.trains
+        self.value: Any = self.option and self.option.draw(case.Hq, case.S, DTYPES[case.dtype], device)
+        if self.trains:
+            self.value.requires_grad_()
+        self.mask = self.pattern.make(case.S, device) if self.pattern else None
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """Of `forward`."""
+        keywords = {self.option.keyword: self.value} if self.option else {}
+        return keywords | ({"mask": self.mask} if self.mask else {})
+
+    @functools.cached_property
+    def dense(self) -> Tensor | None:
+        """[1, H or 1, S, S], the attn_mask of scaled_dot_product_attention, causal included; None for a plain call."""
+        dtype = DTYPES[self.case.dtype]
+        with torch.no_grad():
+            if self.option:
+                bias = dense_bias(self.option, self.value, self.case.S, dtype, causal=self.case.causal).detach()
+            elif self.pattern:
+                hidden = ~self.pattern.dense(self.case.S, self.device)
+                bias = torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(hidden, float("-inf"))
+            else:
+                return None
+        return bias.requires_grad_(self.trains)
+
+    @functools.cached_property
+    def make_block_mask(self) -> Callable[[], Any] | None:
+        """Makes FlexAttention's block mask; None where nothing is hidden."""
+        if self.pattern:
+            rule = self.pattern.rule(self.case.S, self.device)
+        else:
+            rule = causal_rule if self.case.causal else None
+        return block_mask_maker(rule, self.case.S, self.device) if rule else None
+
+    @functools.cached_property
+    def flex(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        block_mask = self.make_block_mask() if self.make_block_mask else None
+        return flex(self.option.score_mod(self.value) if self.option else None, block_mask)
+
+    def trained(self, name: str) -> tuple[Tensor, ...]:
+        """The tensors besides q, k and v whose gradients a contestant computes."""
+        if not self.trains:
+            return ()
+        return (self.dense,) if name in (*TORCH_BACKENDS, SDPA) else (self.value,)
+
+
+@functools.lru_cache(maxsize=1)  # a bias of every score is large
+def extras(case: Case, device: torch.device) -> Extras:
+    return Extras(case, device)
+
+
+# Contestants
+
+
+def attention(name: str, rng_seed: int | None = None) -> Attention:
+    """A contestant as a function of a case, q, k and v; only ours uses `rng_seed`."""
+    if name in FLASH_MODULES:
+        return functools.partial(_flash_attn, name)
+    if name in (*TORCH_BACKENDS, SDPA):
+        return functools.partial(_torch, name)
+    return {OURS: functools.partial(ours, rng_seed), FLEX: _flex, UNFUSED: _unfused}[name]
+
+
+def ours(rng_seed: int | None, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    options: dict[str, Any] = {
+        "causal": case.causal, "window_size": window_size(case), "dropout_p": case.dropout, "rng_seed": rng_seed,
+        "deterministic": case.deterministic,
+    }  # fmt: skip
+    if not case.lengths:
+        return flashattn_ext.forward(q, k, v, **options, **_extras_of(case, q).keywords)
+    starts = _starts(case.lengths, q.device)
+    return flashattn_ext.varlen_forward(q, k, v, starts, starts, case.S, case.S, **options)
+
+
+def window_size(case: Case) -> tuple[int, int]:
+    """How many keys a query sees before and after its own, -1 for all; causal masks the latter."""
+    return (case.window - 1, -1) if case.window else (-1, -1)
+
+
+def _extras_of(case: Case, q: Tensor) -> Extras:
+    """A call without options has its own empty ones, so that it does not evict a row's tensors from the cache."""
+    return extras(case, q.device) if case.score or case.pattern else Extras(case, q.device)
+
+
+def _torch(name: str, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """PyTorch's attention on views of the same memory; kernel_of() chooses its kernel."""
+    if case.lengths:
+        return _torch_packed(name, case, q, k, v)
+    bias = _extras_of(case, q).dense
+    out = F.scaled_dot_product_attention(
+        *(t.transpose(1, 2) for t in (q, k, v)),
+        attn_mask=bias,
+        dropout_p=case.dropout,
+        is_causal=case.causal and bias is None,
+        enable_gqa=case.Hq != case.Hk,
+    )
+    return out.transpose(1, 2)
+
+
+def _torch_packed(name: str, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The ops under PyTorch's nested tensors, whose Python takes longer than the kernels."""
+    starts = _starts(case.lengths, q.device)
+    sequences = (starts, starts, case.S, case.S)
+    aten = torch.ops.aten
+    if name == FA2:
+        return aten._flash_attention_forward(q, k, v, *sequences, case.dropout, case.causal, False)[0]
+    if name == CUDNN:
+        return aten._cudnn_attention_forward(q, k, v, None, *sequences, True, case.dropout, case.causal)[0]
+    batch = (t[None] for t in (q, k, v))
+    return aten._efficient_attention_forward(*batch, None, *sequences, case.dropout, int(case.causal), True)[0][0]
+
+
+def _flash_attn(name: str, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A TypeError names an option that this version does not have."""
+    keywords: dict[str, Any] = {"causal": case.causal, **_extras_of(case, q).keywords}
+    keywords |= {"dropout_p": case.dropout} if case.dropout else {}
+    keywords |= {"window_size": (case.window - 1, 0)} if case.window else {}
+    keywords |= {"deterministic": True} if case.deterministic else {}
+    module = flash_module(name)
+    if case.lengths:
+        starts = _starts(case.lengths, q.device)
+        keywords |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": case.S, "max_seqlen_k": case.S}
+        out = module.flash_attn_varlen_func(q, k, v, **keywords)
+    else:
+        out = module.flash_attn_func(q, k, v, **keywords)
+    return out[0] if isinstance(out, tuple) else out  # some versions return lse as well
+
+
+def _flex(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return _extras_of(case, q).flex(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
+
+
+def _unfused(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Without masks other than the causal one."""
+    of = _extras_of(case, q)
+    options: dict[str, Any] = {}
+    if of.option and of.option.added:
+        options["bias"] = of.option.added(of.value, case.S).to(q.dtype)
+    elif of.option:
+        options[of.option.keyword] = of.value
+    return unfused_attention(*(t.transpose(1, 2) for t in (q, k, v)), causal=case.causal, **options).transpose(1, 2)
+
+
+def kernel_of(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Entered outside the timed region: entering it takes longer than a short kernel."""
+    return sdpa_kernel(TORCH_BACKENDS[name]) if name in TORCH_BACKENDS else contextlib.nullcontext()
+
+
+def timed_call(
+    case: Case, name: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rng_seed: int | None = None
+) -> Callable[[], Tensor | Sequence[Tensor]]:
+    """The timed function: the forward, or the backward alone through a retained graph."""
+    call = attention(name, rng_seed)
+    if not case.backward:
+        return lambda: call(case, q, k, v)
+    out = call(case, q, k, v)
+    leaves = (q, k, v, *_extras_of(case, q).trained(name))
+    return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def preparations(case: Case, names: Sequence[str], device: torch.device) -> dict[str, Callable[[], object]]:
+    """The functions that build the tables and the block mask of a row with a pattern."""
+    if not case.pattern:
+        return {}
+    of = extras(case, device)
+    calls: dict[str, Callable[[], object]] = {}
+    if OURS in names:
+        calls[TABLES] = lambda: torch.ops.flashattn_ext.mask_extremes(of.mask.intervals)
+    if FLEX in names:
+        calls[BLOCK_MASK] = of.make_block_mask
+    return calls

@@ -1,0 +1,124 @@
+"""`bench cpu`: forward and backward of this package compared with PyTorch's flash and math backends; a second table has softcap,
+biases and masks, compared with our own call without them and PyTorch's with a dense bias or mask.
+
+GFLOP/s counts the products of visible scores: 4 * B * H * Sq * Sk * D forward, half of it causal, and 2.5 times that backward.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import flashattn_ext
+
+from .bench_cases import CAUSAL, DTYPES, FA2, MATH, OURS, PLAIN, Case
+from .bench_contestants import inputs, kernel_of, timed_call
+from .console import print_rows, text_of, track
+from .devices import describe_machine
+from .patterns import PATTERNS
+from .score_options import SCORE_OPTIONS
+from .timing import reported, time_interleaved
+
+NAMES = {OURS: OURS, FA2: "torch flash", MATH: "torch math"}  # of bench_contestants -> of these tables
+H = 8
+
+
+def plain_cases(quick: bool) -> list[Case]:
+    shapes = [(1, 256, 64), (2, 128, 64)] if quick else [(1, 2048, 64), (1, 2048, 128), (8, 128, 64)]
+    return [
+        Case(B, H, H, S, D, causal, dtype, backward=backward)
+        for dtype, (B, S, D), backward, causal in itertools.product(DTYPES, shapes, (False, True), (False, True))
+    ]
+
+
+def option_cases(quick: bool) -> list[Case]:
+    S, D = 256 if quick else 2048, 64
+    options = [Case(1, H, H, S, D, score != "bias", "fp32", score=score) for score in SCORE_OPTIONS]
+    options += [Case(1, H, H, S, D, of.causal, "fp32", pattern=name) for name, of in PATTERNS.items()]
+    return [replace(case, backward=backward) for case in options for backward in (False, True)]
+
+
+def measure(*, quick: bool) -> dict[str, Any]:
+    """Times every case. The result contains plain numbers only, ready for JSON."""
+    rows, options = ([_measure_case(case, quick) for case in track(of(quick))] for of in (plain_cases, option_cases))
+    return {
+        **describe_machine(),
+        "fma_peak_gflops": flashattn_ext._C.cpu_peak_gflops(torch.get_num_threads()),
+        "rows": rows,
+        "options": options,
+    }
+
+
+def _measure_case(case: Case, quick: bool) -> dict[str, Any]:
+    """One row: GFLOP/s on visible scores. The reason why a contestant cannot run is in `failures`."""
+    failures: dict[str, str] = {}
+    calls: dict[str, Callable[[], object]] = {}
+    tensors = _inputs(case)
+    without = {name: other for name, other in case.beside().items() if name in (PLAIN, CAUSAL)}
+    cases = {**dict.fromkeys(NAMES, case), **without}
+    for name, timed in cases.items():
+        with reported(name, failures):
+            calls[name] = _prepared(timed, name if name in NAMES else OURS, tensors)
+    budget_s, min_rounds = (0.05, 2) if quick else (3.0, 3)
+    timings = time_interleaved(calls, budget_s=budget_s, min_rounds=min_rounds, failures=failures)
+    gflops = {name: cases[name].flop / timing.median_s * 1e-9 for name, timing in timings.items()}
+    best = max((gflops[name] for name in (FA2, MATH) if name in gflops), default=None)
+    other = next((gflops[name] for name in without if name in gflops), None)
+    ours = gflops.get(OURS)
+    return {
+        **{name: getattr(case, name) for name in ("dtype", "B", "S", "D", "causal", "backward", "score", "pattern")},
+        "H": H,
+        "option": case.mask,
+        "gflops": {shown: gflops.get(name) for name, shown in NAMES.items()},
+        "spread": {shown: timings[name].spread if name in timings else None for name, shown in NAMES.items()},
+        "to_plain": ours / other if ours and other else None,
+        "ratio": ours / best if ours and best else None,
+        "failures": failures,
+    }
+
+
+def _inputs(case: Case) -> tuple[Tensor, ...]:
+    """[B, S, H, D] as views of memory in the order [B, H, S, D], which is PyTorch's."""
+    return tuple(
+        t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(t.requires_grad)
+        for t in inputs(case, "cpu")
+    )
+
+
+def _prepared(case: Case, name: str, tensors: tuple[Tensor, ...]) -> Callable[[], object]:
+    with kernel_of(name):  # a backward runs the kernel that its forward has chosen
+        call = timed_call(case, name, *tensors)
+
+    def run() -> object:
+        with kernel_of(name):
+            return call()
+
+    return run
+
+
+def show(results: dict[str, Any], *, markdown: bool) -> None:
+    """Prints the tables, with the ratio to the better of PyTorch's two backends and the spread of our calls."""
+    about = (
+        f"GFLOP/s, H={H}, {results['machine']}, {results['threads']} threads, {results['isa']}, torch {results['torch']}; "
+        f"peak of fp32 multiply-adds {results['fma_peak_gflops']:.0f}"
+    )
+    options = "GFLOP/s on visible scores, fp32; PyTorch's own get a dense bias or mask"
+    tables = [
+        (about, results["rows"], {"dtype": "dtype", "B": "B", "S": "S", "D": "D", "mask": "option"}, {}),
+        (options, results["options"], {"option": "option", "S": "S", "D": "D"}, {"to plain or causal": "to_plain"}),
+    ]
+    for title, rows, about_row, ratios in tables:
+        columns: dict[str, Callable[[dict[str, Any]], object]] = {
+            **{heading: lambda row, key=key: row[key] for heading, key in about_row.items()},
+            "pass": lambda row: "backward" if row["backward"] else "forward",
+            **{name: lambda row, name=name: text_of(row["gflops"][name], ".0f") for name in NAMES.values()},
+            **{heading: lambda row, key=key: text_of(row[key], ".2f", "x") for heading, key in ratios.items()},
+            "ratio to best": lambda row: text_of(row["ratio"], ".2f", "x"),
+            "spread": lambda row: text_of(row["spread"][OURS], ".0%"),
+        }
+        print_rows(title, columns, rows, markdown=markdown, marked=[(row["ratio"] or 1) < 1 for row in rows])

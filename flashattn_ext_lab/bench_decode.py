@@ -1,0 +1,256 @@
+"""`bench decode`: bytes of keys and values per second of a decoding step, compared with PyTorch's scaled_dot_product_attention,
+FlashAttention-3 where it can be imported, and the rate at which this machine copies (GPU) or reads (CPU) memory.
+
+A second table has few queries without a KV cache: `forward` and `flash_attn_with_kvcache` on the same tensors, and their gradients. Calls
+cycle through several KV caches, so that none is still in a hardware cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import flashattn_ext
+
+from .bench_cases import DTYPES, FA3, OURS
+from .bench_contestants import flash_module
+from .console import print_rows
+from .devices import choose_device, describe_machine
+from .timing import Timing, time_on
+
+SDPA = "torch sdpa"
+ROTATION_BYTES = 512 << 20  # total size of the KV caches in rotation, larger than any hardware cache
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: B sequences of S keys each, and Sq queries of each."""
+
+    B: int
+    S: int
+    Hq: int
+    Hk: int
+    D: int
+    Sq: int = 1
+    page: int = 0  # keys of a page; 0: no pages
+    ragged: bool = False  # lengths that differ by up to 100 times, with the same number of keys in total
+    dtype: str = "bf16"
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the keys and values that a call reads."""
+        return 2 * sum(self.lengths()) * self.Hk * self.D * DTYPES[self.dtype].itemsize
+
+    def lengths(self) -> list[int]:
+        if not self.ragged:
+            return [self.S] * self.B
+        short = max(self.S // 50, 1)
+        return [short if b % 2 else 2 * self.S - short for b in range(self.B)]
+
+    def capacity(self) -> int:
+        """Keys that an entry of the cache has room for, in whole pages."""
+        granule = self.page or 1
+        return -(-max(self.lengths()) // granule) * granule
+
+
+def cases(device: torch.device, quick: bool) -> list[Case]:
+    if quick:
+        return [Case(2, 128, 8, 2, 64), Case(2, 128, 8, 2, 64, page=16), Case(2, 128, 8, 2, 64, Sq=4, ragged=True)]
+    base = Case(16, 16384, 32, 8, 128) if device.type == "cuda" else Case(4, 8192, 32, 8, 128)
+    rows = [base, replace(base, D=64), replace(base, D=256), replace(base, Hq=64)]
+    rows += [replace(base, Hq=8, Hk=1, B=base.B * 8), *(replace(base, page=page) for page in (16, 64, 256))]
+    rows += [replace(base, ragged=True), replace(base, Sq=8), replace(base, dtype="fp32")]
+    if device.type == "cuda":
+        rows += [Case(B, S, 32, 8, 128) for B, S in ((1, 131072), (256, 2048), (1, 8192), (8, 4096))]
+    return rows
+
+
+def few_rows_cases(device: torch.device, quick: bool) -> list[Case]:
+    if quick:
+        return [Case(2, 600, 8, 2, 64, Sq=rows) for rows in (1, 4)]
+    long, batch = Case(1, 65536, 32, 8, 128), Case(8, 16384, 32, 8, 128)
+    shapes = [long, batch, replace(batch, Hq=16, Hk=16, D=64), replace(batch, B=32, S=8192, Hq=64)]
+    if device.type != "cuda":
+        shapes = [replace(long, S=8192), replace(batch, B=4, S=8192)]
+    return [replace(shape, Sq=rows) for shape in shapes for rows in (1, 4, 16, 64)]
+
+
+def measure(*, quick: bool) -> dict[str, Any]:
+    """Times every case on the GPU where there is one, else on the CPU. The result contains plain numbers only, ready for JSON."""
+    device = choose_device("cuda" if torch.cuda.is_available() and "cuda" in str(flashattn_ext.build_info()) else "cpu")
+    rate = memory_rate(device, quick)
+    rows = [_measure_case(case, device, rate, quick) for case in cases(device, quick)]
+    few_rows = [_measure_few_rows(case, device, quick) for case in few_rows_cases(device, quick)]
+    return {
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        **describe_machine(),
+        "memory_bytes_per_s": rate,
+        "rows": rows,
+        "few_rows": few_rows,
+    }
+
+
+def memory_rate(device: torch.device, quick: bool) -> float:
+    """Bytes per second: read and written by a copy on a GPU, read by a sum on the CPU."""
+    x = torch.ones((8 << 20 if quick else ROTATION_BYTES) // 4, device=device)
+    y = torch.empty_like(x) if device.type == "cuda" else x
+    call: Callable[[], object] = (lambda: y.copy_(x)) if device.type == "cuda" else (lambda: x.sum())
+    timing = _timings({"memory": call}, device, quick)["memory"]
+    return x.numel() * 4 * (2 if device.type == "cuda" else 1) / timing.median_s
+
+
+def _timings(calls: dict[str, Callable[[], object]], device: torch.device, quick: bool) -> dict[str, Timing]:
+    gpu_rounds, budget_s, least = (2, 0.02, 2) if quick else (30, 1.0, 5)
+    return time_on(device.type, calls, gpu_rounds=gpu_rounds, budget_s=budget_s, min_rounds=least)
+
+
+def _measure_case(case: Case, device: torch.device, rate: float, quick: bool) -> dict[str, Any]:
+    calls = {name: call for name, make in CONTESTANTS.items() if (call := make(case, device, quick)) is not None}
+    timings = _timings(calls, device, quick)
+    return {
+        **asdict(case),
+        "bytes": case.bytes,
+        "bytes_per_s": {name: case.bytes / timing.median_s for name, timing in timings.items()},
+        "of_memory_rate": case.bytes / timings[OURS].median_s / rate,
+        "spread": timings[OURS].spread,
+    }
+
+
+def _measure_few_rows(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
+    """Gradients read keys and values and write dk and dv."""
+    cached = partial(flashattn_ext.flash_attn_with_kvcache, cache_seqlens=_lengths(case, device))
+    forwards = {"forward": flashattn_ext.forward, "with a cache": cached, SDPA: _torch_attention}
+    backwards = {"backward": flashattn_ext.forward, f"{SDPA} backward": _torch_attention}
+    calls = {name: _rotating(case, device, quick, call) for name, call in forwards.items()}
+    calls |= {name: _rotating_backward(case, device, quick, call) for name, call in backwards.items()}
+    timings = _timings(calls, device, quick)
+    passes = {name: 2 if "backward" in name else 1 for name in calls}
+    return {
+        **asdict(case),
+        "bytes": case.bytes,
+        "bytes_per_s": {name: passes[name] * case.bytes / timing.median_s for name, timing in timings.items()},
+    }
+
+
+def _torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), enable_gqa=True)
+    return out.transpose(1, 2)
+
+
+def _rotating(case: Case, device: torch.device, quick: bool, call: Callable[..., object]) -> Callable[[], object]:
+    """`call` with a query and the next pair of caches each time."""
+    q, caches = _tensors(case, device, quick)
+    rotation = itertools.cycle(caches)
+    return lambda: call(q, *next(rotation))
+
+
+def _rotating_backward(
+    case: Case, device: torch.device, quick: bool, call: Callable[..., Tensor]
+) -> Callable[[], object]:
+    """The backward of `call`, with the next inputs each time."""
+    q, caches = _tensors(case, device, quick)
+    inputs = [[t.requires_grad_() for t in (q, *pair)] for pair in caches]
+    rotation = itertools.cycle([(call(*tensors), tensors) for tensors in inputs])
+    gradient = torch.randn_like(q)
+
+    def backward() -> object:
+        out, tensors = next(rotation)
+        return torch.autograd.grad(out, tensors, gradient, retain_graph=True)
+
+    return backward
+
+
+def _tensors(case: Case, device: torch.device, quick: bool) -> tuple[Tensor, list[list[Tensor]]]:
+    """A query, and the pairs of caches in rotation."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"dtype": DTYPES[case.dtype], "device": device}
+    shape = (case.B, case.capacity(), case.Hk, case.D)
+    pairs = 1 if quick else max(-(-ROTATION_BYTES // max(case.bytes, 1)), 1)
+    caches = [[torch.empty(shape, **options).normal_() for _ in range(2)] for _ in range(pairs)]
+    return torch.randn(case.B, case.Sq, case.Hq, case.D, **options), caches
+
+
+def _lengths(case: Case, device: torch.device) -> Tensor:
+    return torch.tensor(case.lengths(), dtype=torch.int32, device=device)
+
+
+def _decoding(
+    case: Case, device: torch.device, quick: bool, attend: Callable[..., Tensor], table_name: str
+) -> Callable[[], object]:
+    """A flash_attn_with_kvcache; `table_name` is its keyword for the block table."""
+    lengths, paged = _lengths(case, device), (-1, case.page, case.Hk, case.D)
+    table = None
+    if case.page:
+        entries = torch.randperm(case.B * case.capacity() // case.page, device=device)
+        table = entries.view(case.B, -1).to(torch.int32)
+
+    def call(q: Tensor, *caches: Tensor) -> Tensor:
+        k, v = (cache.view(paged) for cache in caches) if case.page else caches
+        return attend(q, k, v, cache_seqlens=lengths, causal=True, **{table_name: table})
+
+    return _rotating(case, device, quick, call)
+
+
+def _ours(case: Case, device: torch.device, quick: bool) -> Callable[[], object]:
+    return _decoding(case, device, quick, flashattn_ext.flash_attn_with_kvcache, "block_table")
+
+
+def _sdpa(case: Case, device: torch.device, quick: bool) -> Callable[[], object] | None:
+    """PyTorch's attention has neither pages nor lengths, and its causal mask is aligned top-left."""
+    if case.page or case.ragged or case.Sq > 1:
+        return None
+    return _rotating(case, device, quick, _torch_attention)
+
+
+def _fa3(case: Case, device: torch.device, quick: bool) -> Callable[[], object] | None:
+    module = flash_module(FA3)
+    if device.type != "cuda" or case.dtype == "fp32" or module is None:
+        return None
+    return _decoding(case, device, quick, module.flash_attn_with_kvcache, "page_table")
+
+
+CONTESTANTS = {OURS: _ours, SDPA: _sdpa, FA3: _fa3}
+SHAPE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "dtype": lambda row: row["dtype"],
+    "B": lambda row: row["B"],
+    "keys": lambda row: f"{row['S']}{' uneven' if row['ragged'] else ''}",
+    "heads": lambda row: f"{row['Hq']}:{row['Hk']}",
+    "D": lambda row: row["D"],
+    "queries": lambda row: row["Sq"],
+}
+
+
+def show(results: dict[str, Any], *, markdown: bool) -> None:
+    """Prints the tables: GB/s of keys and values."""
+
+    def rates(names: Iterable[str]) -> dict[str, Callable[[dict[str, Any]], object]]:
+        return {
+            name: lambda row, name=name: f"{row['bytes_per_s'][name] / 1e9:.1f}" if name in row["bytes_per_s"] else ""
+            for name in names
+        }
+
+    on_cpu = results["device"] == "cpu"
+    cpu = f"{results['machine']}, {results['threads']} threads, {results['isa']}"
+    about = (
+        f"GB/s of keys and values, {cpu if on_cpu else results['device']}, torch {results['torch']}; "
+        f"memory is {'read' if on_cpu else 'copied'} at {results['memory_bytes_per_s'] / 1e9:.0f}"
+    )
+    columns = {
+        **SHAPE,
+        "pages": lambda row: row["page"] or "none",
+        "MB": lambda row: f"{row['bytes'] / 1e6:.0f}",
+        **rates(CONTESTANTS),
+        "of memory rate": lambda row: f"{row['of_memory_rate']:.0%}",
+        "spread": lambda row: f"{row['spread']:.0%}",
+    }
+    print_rows(about, columns, results["rows"], markdown=markdown)
+    few_rows = results["few_rows"]
+    few = "few queries without a cache"
+    print_rows(few, {**SHAPE, **rates(few_rows[0]["bytes_per_s"])}, few_rows, markdown=markdown)

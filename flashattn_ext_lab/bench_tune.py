@@ -1,0 +1,249 @@
+"""`bench tune`: the fastest tile for each kind of call, compared with the default one.
+
+On CUDA the tiles come from csrc/cuda/table/kernel_table.h, for 16-bit types; all but the default are compiled from the checkout when they are first
+measured (private_build.py). On the CPU they are pairs of sizes, which the kernels take as arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+import flashattn_ext
+from flashattn_ext import _C
+
+from . import bench_cuda, private_build
+from .bench_accuracy import RNG_SEED
+from .bench_cases import OURS, Case
+from .bench_contestants import inputs, timed_call
+from .bench_cuda_tables import WIDTH
+from .console import CommandError, print_rows, track
+from .devices import choose_device, describe_machine
+from .private_build import PrivateBuild
+from .timing import Timing, reported, time_on
+
+DTYPE, DROPOUT = "bf16", 0.1
+CPU_TILES, CPU_QUICK_TILES = (64, 128, 192, 256, 512), (64, 128)
+LARGEST_DIFFERENCE = 0.02  # relative to the default's results: a larger one is not 16-bit rounding
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """A tile to be measured, of a backend of the package or of a private build."""
+
+    name: str
+    backend: str | PrivateBuild
+    cpu_size: tuple[int, int] | None = None  # queries and keys for the CPU kernels; None: their default
+
+    def run(self, call: Callable[[], T]) -> T:
+        with flashattn_ext.use_backend(self.backend if isinstance(self.backend, str) else self.backend.name):
+            if self.cpu_size is None:
+                return call()
+            _C.set_cpu_tile(*self.cpu_size)
+            try:
+                return call()
+            finally:
+                _C.set_cpu_tile(0, 0)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kind of call, and the tiles that can run it, the default one first."""
+
+    backend: str
+    case: Case
+    tiles: tuple[Tile, ...]
+
+
+def measure(*, quick: bool, device: str = "auto", backend: str | None = None) -> dict[str, Any]:
+    """Times every tile of every kind of call. The result contains plain numbers only, ready for JSON."""
+    kind = choose_device(device).type
+    if kind == "cuda":
+        backend = bench_cuda.running_backend(backend)
+        jobs, machine = cuda_jobs(backend, quick), bench_cuda.machine()
+    elif backend is not None:
+        raise CommandError(f"--backend got {backend!r}, which is for --device cuda")
+    else:
+        kind, jobs, machine = "cpu", cpu_jobs(quick), describe_machine()
+    load_builds(jobs)
+    with flashattn_ext.use_backend(backend):
+        rows = [measure_job(job, kind, quick) for job in track(jobs)]
+    return {**machine, "device": kind, "quick": quick, "rows": rows}
+
+
+# Candidates
+
+
+def cuda_tiles(backend: str) -> list[dict[str, Any]]:
+    """The tiles of a backend's tables, with their names."""
+    tiles = [tile for tile in _C.cuda_tiles() if tile["backend"] == backend]
+    return [{**tile, "name": f"{tile['queries']} x {tile['keys']}, {tile['detail']}"} for tile in tiles]
+
+
+def load_builds(jobs: Iterable[Job]) -> None:
+    """Compiles the tiles that the package does not have."""
+    builds = (tile.backend for job in jobs for tile in job.tiles if isinstance(tile.backend, PrivateBuild))
+    for problem in private_build.load(builds).values():
+        raise CommandError(problem)
+
+
+def _made(tiles: Iterable[Mapping[str, Any]], dtype: str, head_dim: int | None = None) -> tuple[Tile, ...]:
+    return tuple(
+        Tile(tile["name"], private_build.cuda(tile["backend"], tile["choice"], dtype, head_dim) if tile["choice"] else tile["backend"])
+        for tile in tiles
+    )  # fmt: skip
+
+
+def cuda_tiles_of(backend: str, D: int, dtype: str) -> tuple[Tile, ...]:
+    """The tiles of a backend's plain forward of this head dim, the default one first."""
+    tiles = [of for of in cuda_tiles(backend) if not of["backward"] and not of["dropout"] and of["head_dim_v"] >= D]
+    head_dim = min(tile["head_dim"] for tile in tiles)
+    return _made((tile for tile in tiles if tile["head_dim"] == head_dim), dtype, head_dim)
+
+
+def cuda_jobs(backend: str, quick: bool) -> list[Job]:
+    """Every kind of call for which the tables have more than one tile."""
+    jobs = []
+    kinds = itertools.groupby(
+        cuda_tiles(backend), key=lambda tile: (tile["backward"], tile["head_dim"], tile["head_dim_v"], tile["dropout"])
+    )
+    for (backward, D, Dv, dropout), row in kinds:
+        tiles = _made(row, DTYPE)
+        B, S, H = (4, 1024, 4) if quick else (4, 4096, 2048 // D)
+        for causal in (False, True) if len(tiles) > 1 else ():
+            case = Case(B, H, H, S, D, causal, DTYPE, DROPOUT if dropout else 0.0, backward=backward, Dv=Dv)
+            jobs.append(Job(backend, case, tiles))
+    return jobs
+
+
+def cpu_tiles(dtype: str, D: int, sizes: Iterable[tuple[int, int]]) -> tuple[Tile, ...]:
+    """The tile that the package has for heads of this size, and the entries of `sizes` that differ from it."""
+    own = _C.cpu_tile(dtype, D)
+    return tuple(
+        Tile(f"{queries} x {keys}", "cpu", None if (queries, keys) == own else (queries, keys))
+        for queries, keys in dict.fromkeys([own, *sizes])
+    )
+
+
+def cpu_jobs(quick: bool) -> list[Job]:
+    sizes = CPU_QUICK_TILES if quick else CPU_TILES
+    S = 256 if quick else 2048
+    return [
+        Job("cpu", Case(1, 4, 4, S, D, causal, "fp32", dropout), cpu_tiles("fp32", D, itertools.product(sizes, sizes)))
+        for D, dropout, causal in itertools.product((64, 128), (0.0, DROPOUT), (False, True))
+    ]
+
+
+# Measuring
+
+
+def measure_job(job: Job, device: str, quick: bool) -> dict[str, Any]:
+    """One row. A tile that cannot run, or whose results differ, has its reason in `failures` and no time."""
+    case, failures = job.case, dict[str, str]()
+    rng_seed = RNG_SEED if case.dropout else None
+    call = timed_call(case, OURS, *inputs(case, device), rng_seed)
+    calls = {tile.name: functools.partial(tile.run, call) for tile in job.tiles}
+    differences: dict[str, float] = {}
+    expected: list[Tensor] = []  # of the default tile, which comes first
+    for name, run in calls.items():
+        with reported(name, failures):
+            results = _results(run)
+            expected = expected or results
+            differences[name] = difference(results, expected)
+            if not differences[name] <= LARGEST_DIFFERENCE:
+                failures[name] = f"its results differ from the default ones by {differences[name]:.1%}"
+    calls = {name: run for name, run in calls.items() if name not in failures}
+    gpu_rounds, budget_s, least = (3, 0.02, 2) if quick else (15, 3.0, 5)
+    timings = time_on(device, calls, gpu_rounds=gpu_rounds, budget_s=budget_s, min_rounds=least, failures=failures)
+    return row(job, timings, differences, failures)
+
+
+def _results(run: Callable[[], Tensor | Sequence[Tensor]]) -> list[Tensor]:
+    results = run()
+    return [t.detach() for t in ((results,) if isinstance(results, Tensor) else results)]
+
+
+def difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest relative difference of a tensor as a whole; NaN if either tensor has a NaN."""
+    norms = [((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(got, expected, strict=True)]
+    return torch.stack(norms).max().item()
+
+
+# Results
+
+
+def row(
+    job: Job, timings: Mapping[str, Timing], differences: Mapping[str, float], failures: Mapping[str, str]
+) -> dict[str, Any]:
+    """A kind of call as plain numbers; `gain` above 1: the best tile is faster than the default one."""
+    case, default = job.case, job.tiles[0].name
+    best = min(timings, key=lambda name: timings[name].median_s, default=None)
+    tiles = {
+        name: {
+            "ms": timing.median_s * 1e3,
+            "fastest_ms": timing.fastest_s * 1e3,
+            "slowest_ms": timing.slowest_s * 1e3,
+            "spread": timing.spread,
+            "tflops": case.flop / timing.median_s * 1e-12,
+            "difference": differences[name],
+        }
+        for name, timing in timings.items()
+    }
+    gain = tiles[default]["ms"] / tiles[best]["ms"] if default in tiles and best is not None else None
+    about = {name: getattr(case, name) for name in ("B", "Hq", "S", "D", "causal", "dropout", "dtype")}
+    about |= {"Dv": case.head_dim_v, "backend": job.backend, "pass": case.direction}
+    return {**about, "default": default, "best": best, "gain": gain, "tiles": tiles, "failures": dict(failures)}
+
+
+COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "backend": lambda row: row["backend"],
+    "D": lambda row: f"{row['D']}" if row["Dv"] == row["D"] else f"{row['D']}:{row['Dv']}",
+    "pass": lambda row: row["pass"],
+    "mask": lambda row: ("causal" if row["causal"] else "full") + (f" p={row['dropout']:g}" if row["dropout"] else ""),
+    "default tile": lambda row: row["default"],
+    "ms / spread": lambda row: _time_text(row, row["default"]),
+    "best tile": lambda row: "-" if row["best"] is None else row["best"] if _differs(row) else "the same",
+    "its ms / spread": lambda row: _time_text(row, row["best"]) if _differs(row) else "-",
+    "gain": lambda row: "-" if row["gain"] is None or not _differs(row) else _gain_text(row),
+}
+
+
+def show(results: dict[str, Any], *, markdown: bool) -> None:
+    """Prints the best tile and the default one, and what could not be compared."""
+    rows = results["rows"]
+    title = (
+        f"Tiles (queries x keys) on {results['machine']}, torch {results['torch']}: medians; spread: between the "
+        "fastest and the slowest call"
+    )
+    print_rows(title, COLUMNS, rows, markdown=markdown, marked=[is_faster(row) for row in rows], width=WIDTH)
+    for row in rows:
+        about = " ".join(COLUMNS[name](row) for name in ("backend", "D", "pass", "mask"))
+        for name, reason in row["failures"].items():
+            print(f"{about}: {name}: {reason}")
+
+
+def _differs(row: Mapping[str, Any]) -> bool:
+    return row["best"] not in (None, row["default"])
+
+
+def _time_text(row: Mapping[str, Any], name: str) -> str:
+    tile = row["tiles"].get(name)
+    return f"{tile['ms']:.3f} / {tile['spread']:.0%}" if tile else "-"
+
+
+def _gain_text(row: Mapping[str, Any]) -> str:
+    return f"{row['gain']:.2f}x" + ("" if is_faster(row) else ", within the spread")
+
+
+def is_faster(row: Mapping[str, Any]) -> bool:
+    """Whether the slowest call of the best tile is faster than the fastest one of the default tile."""
+    if row["gain"] is None:
+        return False
+    return row["tiles"][row["best"]]["slowest_ms"] < row["tiles"][row["default"]]["fastest_ms"]

@@ -1,0 +1,130 @@
+"""Common parts of all commands: the error that ends a command in one line, tables and progress bars, types of options."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Case = TypeVar("Case")
+PIPE_WIDTH = 140
+LARGEST = 2**31 - 1  # largest size or count: C++ keeps them as int
+INSTALL_EXTRAS = 'pip install "flashattn_ext[cli]" (in a checkout: pip install ".[cli]")'
+
+
+class CommandError(Exception):
+    """A problem that the user can fix.
+
+    The command line prints only the text, without a traceback, and exits with 2.
+    """
+
+
+def one_line(error: Exception) -> str:
+    """The type of an error and the first line of its message."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+
+
+def require(module: str) -> ModuleType:
+    """Imports a module of the optional group `cli`, or says how to install the group."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise CommandError(f"this command needs the package {package} ({error}); {INSTALL_EXTRAS}") from None
+
+
+def make_console(width: int = PIPE_WIDTH) -> Console:
+    """A rich console.
+
+    Piped output has no terminal to fit, so its tables get the `width` that they need.
+    """
+    console = require("rich.console").Console()
+    if not console.is_terminal:
+        console.width = width
+    return console
+
+
+def markdown_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    table = (header, ["---"] * len(header), *lines)
+    return "\n".join([title, "", *("| " + " | ".join(line) + " |" for line in table), ""])
+
+
+def print_table(
+    title: str,
+    header: Sequence[str],
+    lines: Sequence[Sequence[str]],
+    *,
+    markdown: bool,
+    marked: Sequence[bool] | None = None,
+    width: int = PIPE_WIDTH,
+) -> None:
+    """Columns of numbers are flush right; `marked` lines stand out; `width` is that of output that is piped."""
+    if markdown:
+        print(markdown_table(title, header, lines))
+        return
+    table = require("rich.table").Table(title=title)
+    for index, name in enumerate(header):
+        numbers = all(line[index][:1] in "+-0123456789" for line in lines)
+        table.add_column(name, justify="right" if numbers else "left")
+    for line, is_marked in zip(lines, marked or [False] * len(lines), strict=True):
+        table.add_row(*line, style="yellow" if is_marked else None)
+    make_console(width).print(table)
+
+
+def print_rows(
+    title: str,
+    columns: Mapping[str, Callable[[Any], object]],
+    rows: Sequence[Any],
+    *,
+    markdown: bool,
+    marked: Sequence[bool] | None = None,
+    width: int = PIPE_WIDTH,
+) -> None:
+    """A table of results: each column has a heading and a function of a row."""
+    lines = [[str(cell(row)) for cell in columns.values()] for row in rows]
+    print_table(title, list(columns), lines, markdown=markdown, marked=marked, width=width)
+
+
+def text_of(value: float | None, form: str, unit: str = "") -> str:
+    """A cell; "-" for what was not measured."""
+    return "-" if value is None else format(value, form) + unit
+
+
+def track(cases: Sequence[Case]) -> Iterable[Case]:
+    """A progress bar around the cases of a benchmark."""
+    return require("rich.progress").track(cases, "measuring", console=make_console(), transient=True)
+
+
+def chosen(option: str, names: Iterable[str], accepted: Collection[str]) -> list[str]:
+    """The accepted names that an option gives, in the order of `accepted`."""
+    given = [name.strip() for name in names if name.strip()]
+    for name in given:
+        if name not in accepted:
+            raise CommandError(f"{option} got {name!r}; accepted are {', '.join(accepted)}")
+    return [name for name in accepted if name in given]
+
+
+def positive(text: str) -> int:
+    """The type of an option that takes a whole number from 1."""
+    return _whole_number(text, 1, LARGEST, "whole numbers from 1 to 2**31 - 1")
+
+
+def seed(text: str) -> int:
+    """The type of an option that seeds PyTorch's generators."""
+    return _whole_number(text, 0, 2**64 - 1, "whole numbers from 0 to 2**64 - 1")
+
+
+def _whole_number(text: str, least: int, most: int, accepted: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if not least <= value <= most:
+        raise argparse.ArgumentTypeError(f"got {text!r}; accepted are {accepted}")
+    return value

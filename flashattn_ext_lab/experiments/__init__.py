@@ -1,0 +1,137 @@
+"""Repeat the experiments of articles about fused attention on this machine, and measure what they estimate.
+
+Each experiment prints a table and leaves NAME.json and NAME.png in --out; `flashattn-ext report DIR`
+makes one page of them. An experiment that this device cannot run says so in its table, and the others continue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..console import CommandError, make_console, one_line, positive, require
+from ..files import make_directory
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .harness import Context
+    from .result import Result
+
+# Every experiment, in the order of `all` and of the report -> what it measures. Each has a module of its name with SIZES,
+# measure(context, sizes, result), which fills in the result, and found(result), one sentence about its table.
+EXPERIMENTS = {
+    "matmul": "references: the rates of matrix products and copies",
+    "scaling": "time over sequence length, compared with unfused attention and PyTorch's own",
+    "causal": "cost of the causal mask",
+    "layout": "[B, S, H, D] and [B, H, S, D] in place, and the cost of copies",
+    "alignment": "head dims that are not multiples of 8, compared with those that are",
+    "dtypes": "time and error of fp32, fp16 and bf16",
+    "memory": "peak memory over sequence length",
+    "traffic": "bytes read from and written to off-chip memory",
+    "scores": "softcap and a relative bias with its gradient: time and memory",
+    "masks": "masks that models use: time over density, memory",
+    "tiles": "tile sizes of the forward",
+    "profile": "profiler traces of one call, fused and unfused",
+    "llama": "decoder layers as in LLaMA-13B: step time, tokens per second, memory",
+    "dropout": "training with dropout, compared with unfused attention",
+    "smooth": "training with plain softmax, smooth softmax and a learned sink",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "name",
+        choices=[*EXPERIMENTS, "all"],
+        metavar="NAME",
+        help="; ".join(f"{name}: {text}" for name, text in EXPERIMENTS.items()) + "; or all",
+    )
+    parser.add_argument(
+        "--device", default="auto", help="auto, cpu or cuda; auto: an accelerator with kernels, else the CPU"
+    )
+    parser.add_argument("--out", default="runs/experiments", metavar="DIR", help="directory of the results")
+    parser.add_argument("--quick", action="store_true", help="small sizes and few calls: all within two minutes")
+    parser.add_argument("--threads", type=positive, help="CPU threads; by default PyTorch's choice")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The exit status is 1 if an experiment failed."""
+    require("matplotlib")  # before the measurements, not after them
+    progress = require("rich.progress").Progress
+    import torch
+
+    from ..devices import choose_device, use_threads
+    from .harness import Context
+
+    use_threads(arguments.threads)
+    device = choose_device(arguments.device)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
+    out = make_directory(arguments.out)
+    console = make_console()
+    if not console.is_terminal:
+        console.width = 200  # these tables are wider than the others
+    names = list(EXPERIMENTS) if arguments.name == "all" else [arguments.name]
+    failed = []
+    with progress(console=console, transient=True) as bar:
+        context = Context(device, quick=arguments.quick, out=out)
+        for name in bar.track(names, description="experiments"):
+            context.track = _tracker(bar, name)
+            result = run_experiment(name, context)
+            _write(result, out, console)
+            failed += [name] if result.error else []
+    console.print(
+        f"results are in {out}; flashattn-ext report {out} makes a page of them", highlight=False, markup=False
+    )
+    return 1 if failed else 0
+
+
+def run_experiment(name: str, context: Context, sizes: Any = None) -> Result:
+    """Measures one experiment, by default with the sizes for the device. If it raises, the result says so."""
+    import torch
+
+    from .harness import size_notes
+    from .machine import command_of, machine
+    from .result import Result
+
+    module = importlib.import_module(f".{name}", __package__)
+    torch.manual_seed(0)
+    if context.on_cuda:
+        torch.cuda.empty_cache()  # frees the cache of earlier experiments, which another process may need
+    try:
+        sizes = sizes or module.SIZES.of(context)
+        result = Result(name, EXPERIMENTS[name], notes=size_notes(sizes, module.SIZES.gpu))
+        module.measure(context, sizes, result)
+        result.found = module.found(result)
+    except Exception as error:  # the other experiments continue after any error
+        result = Result(name, EXPERIMENTS[name], error=one_line(error), found=f"It failed: {one_line(error)}.")
+    result.machine = machine(context.device)
+    result.command = command_of(name, context)
+    return result
+
+
+def _tracker(bar: Any, name: str) -> Callable[[Iterable[Any]], Iterable[Any]]:
+    """A progress bar around the steps of one experiment, removed when it ends."""
+
+    def track(steps: Iterable[Any]) -> Iterable[Any]:
+        task = bar.add_task(f"  {name}")
+        try:
+            yield from bar.track(steps, task_id=task)
+        finally:
+            bar.remove_task(task)
+
+    return track
+
+
+def _write(result: Result, out: Path, console: Console) -> None:
+    from .render import print_result, write_json, write_plot
+
+    print_result(result, console)
+    try:
+        write_json(result, out / f"{result.name}.json")
+        write_plot(result, out / f"{result.name}.png")
+    except OSError as error:
+        raise CommandError(f"--out {out}: cannot write there ({error.strerror})") from None

@@ -1,0 +1,48 @@
+"""The cost of the causal mask: unfused attention pays for it, a fused kernel skips fully masked tiles."""
+
+from __future__ import annotations
+
+from .figures import number, of_both_passes
+from .harness import FORWARD, OURS, PASSES, UNFUSED, Context, Inputs, Sizes, size_table
+from .result import Plot, Result, cell
+
+FULL, CAUSAL = "full", "causal"
+COST, PER_SCORE = "cost of the mask", "cost per visible score"
+SIZES = size_table(
+    gpu=dict(B=4, H=32, S=2048, D=64, dtype="fp16"),
+    gpu_quick=dict(),
+    cpu=dict(B=1, H=4, dtype="fp32"),
+    cpu_quick=dict(S=1024),
+)
+
+
+def measure(context: Context, sizes: Sizes, result: Result) -> None:
+    visible = (sizes.S + 1) / (2 * sizes.S)
+    for direction, name in context.steps(PASSES, (OURS, UNFUSED)):
+        inputs = Inputs.random(context.device, (sizes.B, sizes.H, sizes.S, sizes.D), sizes.dtype)
+        calls = {mask: inputs.call(name, direction, causal=mask == CAUSAL) for mask in (FULL, CAUSAL)}
+        times = context.measure(calls, inputs.all)
+        relative = times.ratio(CAUSAL, FULL)
+        result.add(
+            cell("pass", direction),
+            cell("attention", name),
+            *times.times(FULL, CAUSAL),
+            cell("causal/full", relative, "x", ".3f"),
+            cell(COST, None if relative is None else 100 * (relative - 1), "%", "+.1f"),
+            cell(PER_SCORE, None if relative is None else 100 * (relative / visible - 1), "%", "+.1f"),
+            times.remark(),
+        )
+    result.notes.append(
+        f"{COST}: time of the causal call relative to the full one. {PER_SCORE}: the same for equal work, as the mask leaves "
+        f"{visible:.1%} of the scores; causal/full would be {visible:.3f} if it cost nothing"
+    )
+    series = {name: result.points("pass", "causal/full", attention=name) for name in (OURS, UNFUSED)}
+    result.plot = Plot("bar", "pass", "causal / full time", series)
+    for name, article in ((OURS, "+7.5 %"), (UNFUSED, "+16.2 %")):
+        cost = result.value(COST, attention=name, pass_=FORWARD)
+        result.compare(f"cost of the mask, {name}, forward", article, number(cost, "+.1f", " %"))
+
+
+def found(result: Result) -> str:
+    ours, unfused = (of_both_passes(result, CAUSAL, FULL, attention=name) for name in (OURS, UNFUSED))
+    return f"Time with the causal mask relative to that without: ours {ours}; unfused {unfused}."

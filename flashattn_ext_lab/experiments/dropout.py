@@ -1,0 +1,107 @@
+"""Training with dropout: our masks compared with PyTorch's own dropout between the steps of unfused attention."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..model import ATTENTION
+from ..timing import reported
+from .figures import NOT_MEASURED, difference, final_loss, number
+from .harness import OURS, UNFUSED, Context, Measured, Sizes, size_table
+from .result import Cell, Result, cell
+from .small_gpt import Run, curves, final, mean_curve, train, training_note
+
+MODELS = {OURS: "flashattn", UNFUSED: "unfused"}  # name in this table -> key of ATTENTION
+KEPT_S = 256  # scores per row of the calls that count kept weights
+KEPT_WEIGHTS = 16 * 4 * KEPT_S * (KEPT_S + 1) // 2  # of those calls: batch entries, heads, visible scores
+GAP, RISE = "gap to unfused", "largest rise"
+SIZES = size_table(
+    gpu=dict(
+        layers=4, width=256, heads=4, context=256, batch=32, steps=150, validations=10, seeds=4, p=(0.0, 0.1, 0.3)
+    ),
+    gpu_quick=dict(steps=40, validations=4, seeds=2, p=(0.1,)),
+    cpu=dict(layers=2, width=64, context=128, batch=8, steps=200),
+    cpu_quick=dict(width=32, heads=2, context=64, steps=40, validations=4, seeds=2, p=(0.1,)),
+)
+
+
+def measure(context: Context, sizes: Sizes, result: Result) -> None:
+    failures: dict[str, str] = {}
+    runs: dict[tuple[float, str], list[Run]] = {(p, name): [] for p in sizes.p for name in MODELS}
+    for (p, name), seed in context.steps(runs, range(sizes.seeds)):
+        with reported(f"{name} p={p}", failures):
+            runs[p, name].append(train(context, sizes, seed=seed, attention=MODELS[name], softmax="plain", dropout=p))
+    for (p, name), of in runs.items():
+        kept = mean = None
+        with reported(f"{name} p={p}", failures):
+            kept, mean = weights_kept(context, ATTENTION[MODELS[name]], p)
+        loss, spread = final(of)
+        rises = [after - before for (_, before), (_, after) in itertools.pairwise(mean_curve(of))] if of else []
+        others = runs[p, UNFUSED] if name == OURS else []
+        result.add(
+            cell("dropout p", p),
+            cell("attention", name),
+            cell("final loss", loss, "nats/byte", ".4f"),
+            cell("seed spread", spread, "nats/byte", ".4f"),
+            cell(RISE, max(rises, default=None), "nats/byte", ".4f"),
+            cell(GAP, gap(of, others) if of and others else None, "nats/byte", ".4f"),
+            cell("kept", kept, "%", ".2f"),
+            cell("expected", 100 * (1 - p), "%", ".2f"),
+            cell("mean weight", mean, "%", ".2f"),
+            Measured({}, failures).remark(f"{name} p={p}"),
+        )
+    result.notes += [training_note(context, sizes), *NOTES]
+    result.plot = curves({f"{name}, p={p}": of for (p, name), of in runs.items()})
+    for p in filter(None, sizes.p):
+        ours, unfused = (number(result.value(RISE, **_at(p, name)), ".4f") for name in MODELS)
+        rises = f"largest rise of the loss {ours} with ours, {unfused} unfused, at p={p}"
+        result.compare("training with dropout", "unstable loss with ours", rises)
+
+
+NOTES = (
+    f"{GAP}: the largest distance between the mean curves of the seeds. {RISE}: of the mean curve from one validation to the next, "
+    "negative where it only falls",
+    "kept: percentage of the weights that the attention itself keeps, counted in its output for values that show each weight; expected: "
+    "1 - p. mean weight: of all weights after dropping and rescaling, relative to those without dropout",
+    "both attentions start from the same weights and see the same batches; dropout also acts on the residual branches",
+)
+
+
+def found(result: Result) -> str:
+    def text(p: Cell) -> str:
+        kept = result.value("kept", **_at(p, OURS))
+        if not isinstance(kept, float):
+            return NOT_MEASURED
+        chance = 2 * math.sqrt(kept * (100 - kept) / KEPT_WEIGHTS)
+        ours, unfused = (final_loss(result, **_at(p, name)) for name in MODELS)
+        return f"{kept:.2f} % ± {chance:.2f} kept, final loss {difference(ours, unfused, '.4f')}"
+
+    texts = (f"p = {p:g}: {text(p)}" for p in dict.fromkeys(result.column("dropout p")))
+    return f"Weights that ours keeps, and its final loss minus that of unfused, nats/byte over the seeds: {'; '.join(texts)}."
+
+
+def _at(p: Cell, name: str) -> dict[str, Cell]:
+    return {"dropout p": p, "attention": name}
+
+
+def gap(ours: Sequence[Run], others: Sequence[Run]) -> float:
+    """The largest distance of the mean curves."""
+    return max(abs(a - b) for (_, a), (_, b) in zip(mean_curve(ours), mean_curve(others), strict=True))
+
+
+def weights_kept(context: Context, attention: Callable[..., Tensor], p: float) -> tuple[float, float]:
+    """The fraction of weights that an attention keeps, and their mean relative to the mean without dropout, in percent.
+
+    Equal scores give key j of query i the weight 1/(i + 1), and the identity as values shows every weight in the output.
+    """
+    zeros = torch.zeros(16, KEPT_S, 4, KEPT_S, device=context.device)
+    identity = torch.eye(KEPT_S, device=context.device)[:, None].expand(16, KEPT_S, 4, KEPT_S)
+    with torch.no_grad():
+        weights = attention(zeros, zeros, identity, p, False, None)  # [B, i, H, j]
+    relative = weights * torch.arange(1, KEPT_S + 1, device=context.device)[:, None, None]
+    return 100 * (weights != 0).sum().item() / KEPT_WEIGHTS, 100 * relative.double().sum().item() / KEPT_WEIGHTS

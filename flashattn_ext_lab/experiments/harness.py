@@ -1,0 +1,267 @@
+"""What the experiments share: the device, sizes, inputs, the attentions that are compared, and how they are measured."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import timing
+from ..bench_cases import BACKWARD_WORK, DTYPES, Case
+from ..bench_cases import OURS as OURS
+from ..bench_contestants import SDPA as SDPA
+from ..bench_contestants import UNFUSED, attention, extras
+from ..devices import synchronize
+from ..timing import Timing
+from ..unfused import hidden_scores
+from .result import Cell, Column, cell
+
+FORWARD, BOTH = "forward", "forward+backward"
+PASSES = (FORWARD, BOTH)
+MIB = 1 << 20
+CUDA_ROUNDS, CUDA_QUICK_ROUNDS = 15, 3
+CPU_SECONDS, CPU_QUICK_SECONDS = 2.0, 0.1  # per group of interleaved calls, and at least this many rounds:
+CPU_ROUNDS, CPU_QUICK_ROUNDS = 5, 3
+MATMUL_NOTE = (
+    "of matmul: relative to the rate of the fastest torch.matmul of this run in this dtype, or in fp32 where that is faster; a reference "
+    "that was measured at another time, not a limit: more than 100 % is possible"
+)
+
+
+class Sizes(SimpleNamespace):
+    """The sizes of an experiment, by name."""
+
+    def replace(self, **changes: Any) -> Sizes:
+        return Sizes(**{**vars(self), **changes})
+
+
+@dataclass(frozen=True)
+class SizeTable:
+    """Sizes for a GPU (the article's, where it names any) and for the CPU, each also for --quick."""
+
+    gpu: Sizes
+    gpu_quick: Sizes
+    cpu: Sizes
+    cpu_quick: Sizes
+
+    def of(self, context: Context) -> Sizes:
+        if context.on_cpu:
+            return self.cpu_quick if context.quick else self.cpu
+        return self.gpu_quick if context.quick else self.gpu
+
+
+def size_table(
+    gpu: dict[str, Any], gpu_quick: dict[str, Any], cpu: dict[str, Any], cpu_quick: dict[str, Any]
+) -> SizeTable:
+    """Each of the others says only what differs: the quick ones from their device's sizes, `cpu` from `gpu`."""
+    whole = Sizes(**gpu)
+    on_cpu = whole.replace(**cpu)
+    return SizeTable(whole, whole.replace(**gpu_quick), on_cpu, on_cpu.replace(**cpu_quick))
+
+
+def size_notes(sizes: Sizes, gpu_sizes: Sizes) -> list[str]:
+    """The note on the measured sizes, and on what a GPU measures if that differs."""
+
+    def text(value: Any) -> str:
+        if not isinstance(value, tuple):
+            return str(value)
+        return " ".join("x".join(map(str, item)) if isinstance(item, tuple) else str(item) for item in value)
+
+    def listed(sizes: Sizes) -> str:
+        return ", ".join(f"{name} = {text(value)}" for name, value in vars(sizes).items())
+
+    if sizes == gpu_sizes:
+        return [f"sizes: {listed(sizes)}"]
+    return [f"sizes, scaled down for this run: {listed(sizes)}", f"sizes of a whole run on a GPU: {listed(gpu_sizes)}"]
+
+
+@dataclass
+class Measured:
+    """Timings of interleaved calls, and why the others have none. Methods return None, or cells of None, for the latter."""
+
+    timings: dict[str, Timing]
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def times(self, *names: str, unit: str = "ms") -> list[tuple[Column, Cell]]:
+        """Two cells for each name: the median, and the distance between the fastest and the slowest call."""
+        cells = []
+        for name in names:
+            timing, scale = self.timings.get(name), {"ms": 1e3, "us": 1e6}[unit]
+            cells += [
+                cell(name, timing and timing.median_s, unit, ".3f", scale),
+                cell(f"{name} spread", timing and timing.spread, "%", ".0f", 100),
+            ]
+        return cells
+
+    def alone(self, name: str, unit: str = "ms") -> list[tuple[Column, Cell]]:
+        """The two cells of one call, in columns that are called "time"."""
+        return Measured({"time": self.timings[name]} if name in self.timings else {}).times("time", unit=unit)
+
+    def only(self, names: Iterable[str], ending: str) -> Measured:
+        """The calls of these names, which have this ending here."""
+        both = (
+            {name: of[name + ending] for name in names if name + ending in of} for of in (self.timings, self.failures)
+        )
+        return Measured(*both)
+
+    def ratio(self, slower: str, faster: str) -> float | None:
+        if slower not in self.timings or faster not in self.timings:
+            return None
+        return self.timings[slower].median_s / self.timings[faster].median_s
+
+    def rate(self, work: float, name: str) -> float | None:
+        """`work` per second."""
+        return work / self.timings[name].median_s if name in self.timings else None
+
+    def remark(self, *names: str) -> tuple[Column, Cell]:
+        """Why calls (of these names, or all) have no time."""
+        chosen = {name: self.failures[name] for name in names or self.failures if name in self.failures}
+        return cell("remark", "; ".join(f"{name}: {reason}" for name, reason in chosen.items()))
+
+
+def divided(part: float | None, whole: float | None) -> float | None:
+    """None if either value was not measured."""
+    return None if part is None or not whole else part / whole
+
+
+@dataclass
+class Context:
+    """One run of experiments. `track` shows how far along a sequence of steps is; `out` is the directory for traces."""
+
+    device: torch.device
+    quick: bool
+    out: Path | None = None
+    track: Callable[[Iterable[Any]], Iterable[Any]] = iter
+    _products: dict[tuple[str, int], Measured] = field(default_factory=dict)
+
+    @property
+    def on_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def steps(self, *factors: Iterable[Any]) -> Iterable[Any]:
+        """All combinations, under a progress bar."""
+        return self.track(list(itertools.product(*factors)))
+
+    def randn(self, *shape: int, dtype: str, requires_grad: bool = False) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=DTYPES[dtype], requires_grad=requires_grad)
+
+    def measure(
+        self,
+        calls: Mapping[str, Callable[[], object]],
+        inputs: Sequence[Tensor],
+        failures: dict[str, str] | None = None,
+        rounds: int | None = None,
+    ) -> Measured:
+        """Times interleaved calls, with new random numbers in `inputs` every round.
+
+        A call that raises has its reason in `failures`, which may already name others. `rounds` fixes the number of rounds,
+        for long calls.
+        """
+        failures = {} if failures is None else failures
+
+        def refresh() -> None:
+            with torch.no_grad():
+                for t in inputs:
+                    t.normal_()
+            synchronize(self.device)
+
+        budget_s, least = (CPU_QUICK_SECONDS, CPU_QUICK_ROUNDS) if self.quick else (CPU_SECONDS, CPU_ROUNDS)
+        timings = timing.time_on(
+            self.device.type,
+            {name: self._waiting(call) for name, call in calls.items()},
+            gpu_rounds=rounds or (CUDA_QUICK_ROUNDS if self.quick else CUDA_ROUNDS),
+            budget_s=0.0 if rounds else budget_s,
+            min_rounds=rounds or least,
+            failures=failures,
+            refresh=refresh,
+        )
+        return Measured(timings, failures)
+
+    def _waiting(self, call: Callable[[], object]) -> Callable[[], object]:
+        """The call, on an NPU with the work that it leaves in the queue."""
+        return (lambda: (call(), synchronize(self.device))) if self.device.type == "npu" else call
+
+    def matmul(self, dtype: str, n: int) -> Measured:
+        """torch.matmul of two n x n matrices, as "time", measured once per run."""
+        if (dtype, n) not in self._products:
+            a, b = (self.randn(n, n, dtype=dtype) for _ in range(2))
+            self._products[dtype, n] = self.measure({"time": lambda: a @ b}, (a, b))
+        return self._products[dtype, n]
+
+    def matmul_rate(self, dtype: str) -> float | None:
+        """FLOP/s of the fastest torch.matmul so far, of the dtype or of fp32: CPUs may lack the former.
+
+        It is a reference, not a limit: it was measured at another time, and torch's product need not be the fastest.
+        """
+        n = (512 if self.quick else 1024) if self.on_cpu else 8192
+        dtypes = (dtype, "fp32")
+        for name in dtypes:
+            self.matmul(name, n)
+        timed = ((n, of.timings["time"]) for (name, n), of in self._products.items() if of.timings and name in dtypes)
+        return max((2 * n**3 / timing.fastest_s for n, timing in timed), default=None)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q, k, v and the gradient of the output, all [B, H, S, D]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+
+    @classmethod
+    def random(cls, device: torch.device, shape: Sequence[int], dtype: str) -> Inputs:
+        q, k, v, dout = (torch.randn(tuple(shape), device=device, dtype=DTYPES[dtype]) for _ in range(4))
+        return cls(*(t.requires_grad_() for t in (q, k, v)), dout)
+
+    @property
+    def all(self) -> tuple[Tensor, ...]:
+        return (self.q, self.k, self.v, self.dout)
+
+    def case(self, causal: bool, direction: str, **options: str) -> Case:
+        """A row of the benchmarks with these sizes."""
+        (B, H, S, D), dtype = self.q.shape, next(name for name, of in DTYPES.items() if of == self.q.dtype)
+        return Case(B, H, H, S, D, causal, dtype, backward=direction == BOTH, **options)
+
+    def call(self, name: str, direction: str, causal: bool) -> Callable[[], Tensor | Sequence[Tensor]]:
+        """One plain attention: out, or with the backward (dq, dk, dv)."""
+        return self.call_of(self.case(causal, direction), name)
+
+    def call_of(self, case: Case, name: str) -> Callable[[], Tensor | Sequence[Tensor]]:
+        """An attention of a row: out, or with the backward (dq, dk, dv) and the gradients of other trained inputs."""
+        if name == UNFUSED and case.causal:
+            hidden_scores(case.S, self.q.device)  # made beforehand
+        qkv, attend = (self.q, self.k, self.v), attention(name)
+        trained = extras(case, self.q.device).trained(name) if case.score else ()
+
+        def forward() -> Tensor:
+            rows = (t.transpose(1, 2) for t in qkv)
+            if case.lengths:  # of the sequences that make up the only batch entry
+                return attend(case, *(t[0] for t in rows))[None].transpose(1, 2)
+            return attend(case, *rows).transpose(1, 2)
+
+        def without_gradients() -> Tensor:
+            with torch.no_grad():
+                return forward()
+
+        def both() -> Sequence[Tensor]:
+            return torch.autograd.grad(forward(), (*qkv, *trained), self.dout)
+
+        return both if case.backward else without_gradients
+
+
+def attention_flop(B: int, H: int, S: int, D: int, *, causal: bool, direction: str) -> float:
+    """Products of visible scores, counted as `bench` does."""
+    flop = 4.0 * B * H * S * S * D * (0.5 if causal else 1.0)
+    return flop if direction == FORWARD else flop * (1 + BACKWARD_WORK)

@@ -1,0 +1,77 @@
+"""Layouts read in place, and the mistake of transposing and copying before the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import flashattn_ext
+
+from .figures import measured, number, quotient
+from .harness import Context, Sizes, size_table
+from .result import Cell, Plot, Result, cell
+
+BSHD, BHSD, COPIES = "[B,S,H,D] in place", "[B,H,S,D] in place", "transpose + contiguous"
+RELATIVE = "relative to [B,H,S,D]"
+SIZES = size_table(
+    gpu=dict(shapes=((12, 64, 256, 64), (16, 128, 784, 128)), dtype="fp16"),  # B, H, S, D
+    gpu_quick=dict(),
+    cpu=dict(shapes=((12, 16, 256, 64), (2, 16, 784, 128)), dtype="fp32"),
+    cpu_quick=dict(shapes=((2, 8, 256, 64), (1, 8, 784, 128))),
+)
+
+
+def measure(context: Context, sizes: Sizes, result: Result) -> None:
+    for shape in context.track(sizes.shapes):
+        B, H, S, D = shape
+        bhsd = [context.randn(B, H, S, D, dtype=sizes.dtype) for _ in range(3)]
+        bshd = [context.randn(B, S, H, D, dtype=sizes.dtype) for _ in range(3)]
+        calls: dict[str, Callable[[], Tensor]] = {
+            BSHD: lambda bshd=bshd: flashattn_ext.forward(*bshd),
+            BHSD: lambda bhsd=bhsd: flashattn_ext.forward(*bhsd, layout="bhsd"),
+            COPIES: lambda bhsd=bhsd: _with_copies(bhsd),
+        }
+        with torch.no_grad():
+            times = context.measure(calls, [*bhsd, *bshd])
+        for way in calls:
+            result.add(
+                cell("B,H,S,D", _text(shape)),
+                cell("way", way),
+                *times.alone(way, "us"),
+                cell(RELATIVE, times.ratio(way, BHSD), "x", ".2f"),
+                times.remark(way),
+            )
+    result.notes.append(f"{COPIES}: tensors in [B,H,S,D] are copied to [B,S,H,D] before the call, and the result back")
+    series = {way: result.points("B,H,S,D", RELATIVE, way=way) for way in (BSHD, BHSD, COPIES)}
+    result.plot = Plot("bar", "B,H,S,D", f"time {RELATIVE} in place", series)
+    articles = ("364 us with copies, 121 us without", "7392 us with copies, 3845 us without")
+    for article, theirs, here in zip(articles, SIZES.gpu.shapes, sizes.shapes, strict=False):
+        copied, in_place = (
+            number(result.value("time", **_at(way, _text(here))), ".0f", " us") for way in (COPIES, BHSD)
+        )
+        what = f"{_text(theirs)} there, {_text(here)} here"
+        result.compare(what, article, f"{copied} with copies, {in_place} without")
+
+
+def found(result: Result) -> str:
+    def relative(way: str, shape: Cell) -> str:
+        return quotient(*(measured(result, "time", **_at(each, shape)) for each in (way, BHSD)))
+
+    shapes = dict.fromkeys(result.column("B,H,S,D"))
+    figures = (f"{BSHD} {relative(BSHD, shape)}, {COPIES} {relative(COPIES, shape)} ({shape})" for shape in shapes)
+    return f"Time {RELATIVE} in place: {'; '.join(figures)}."
+
+
+def _at(way: str, shape: Cell) -> dict[str, Cell]:
+    return {"way": way, "B,H,S,D": shape}
+
+
+def _with_copies(bhsd: list[Tensor]) -> Tensor:
+    out = flashattn_ext.forward(*(t.transpose(1, 2).contiguous() for t in bhsd))
+    return out.transpose(1, 2).contiguous()
+
+
+def _text(shape: tuple[int, ...]) -> str:
+    return ",".join(map(str, shape))

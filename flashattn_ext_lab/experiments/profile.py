@@ -1,0 +1,165 @@
+"""Chrome traces of one attention call, fused and unfused: the number of kernels, and the gaps between them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, record_function, schedule
+from torch.profiler import profile as torch_profile
+
+from ..devices import synchronize
+from ..timing import reported
+from .figures import number
+from .harness import FORWARD, OURS, UNFUSED, Context, Inputs, Sizes, size_table
+from .result import Plot, Result, cell
+
+NAMES = (OURS, UNFUSED)
+WARM_UP, CALLS = 2, 5
+CALL = "attention call"  # the name of its annotation in the trace
+GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
+# CPU operators that only create tensors or views, or only call other operators. Every other outermost operator counts as
+# one kernel, with all operators that it calls.
+NO_KERNELS = {
+    *("aten::alias", "aten::as_strided", "aten::detach", "aten::empty", "aten::empty_like", "aten::empty_strided"),
+    *("aten::expand", "aten::permute", "aten::reshape", "aten::_reshape_alias", "aten::resize_", "aten::resolve_conj"),
+    *("aten::resolve_neg", "aten::select", "aten::slice", "aten::squeeze", "aten::t", "aten::transpose"),
+    *("aten::unsqueeze", "aten::_unsafe_view", "aten::view"),
+    *("aten::contiguous", "aten::matmul", "aten::softmax", "aten::to"),
+}
+SIZES = size_table(
+    gpu=dict(B=32, H=16, S=4096, D=128, dtype="fp16"),
+    gpu_quick=dict(B=4, S=2048),
+    cpu=dict(B=1, H=4, S=2048, D=64, dtype="fp32"),
+    cpu_quick=dict(S=512),
+)
+
+
+class Work(NamedTuple):
+    """A kernel, or on the CPU an operator, in microseconds."""
+
+    start: float
+    end: float
+    name: str
+
+
+def measure(context: Context, sizes: Sizes, result: Result) -> None:
+    timelines: dict[str, list[tuple[float, float]]] = {}
+    for name in context.track(NAMES):
+        failures: dict[str, str] = {}
+        file_name = f"profile_{name}.trace.json" if context.out else ""
+        works: list[Work] = []
+        with reported(name, failures), tempfile.TemporaryDirectory() as folder:
+            shape = (sizes.B, sizes.H, sizes.S, sizes.D)
+            call = Inputs.random(context.device, shape, sizes.dtype).call(name, FORWARD, causal=False)
+            path = (context.out or Path(folder)) / (file_name or "trace.json")
+            record(context.device, call, path)
+            calls = sorted(calls_in(json.loads(path.read_text()), on_cpu=context.on_cpu), key=span)
+            works = calls[(len(calls) - 1) // 2]
+            timelines[name] = [(work.start - works[0].start, work.end - work.start) for work in works]
+        whole, idle = (span(works), sum(gaps(works))) if works else (None, None)
+        which = Counter(_short(work.name) for work in works)
+        result.add(
+            cell("attention", name),
+            cell("kernels", len(works) or None),
+            cell("whole call", whole, "us", ".1f"),
+            cell("busy", whole and whole - idle, "us", ".1f"),
+            cell("gaps", whole and idle / whole, "%", ".2f", 100),
+            cell("which", ", ".join(f"{count} x {kernel}" if count > 1 else kernel for kernel, count in which.items())),
+            cell("trace", file_name if works else ""),
+            cell("remark", failures.get(name, "")),
+        )
+    what = "operators that compute" if context.on_cpu else "kernels, copies and fills on the GPU"
+    result.notes.append(
+        f"kernels: {what}, in the call of median length out of {CALLS} after {WARM_UP} that warm up; each call is synchronized. gaps: the "
+        "fraction of the time from the first start to the last end in which none of them runs. The traces open in chrome://tracing or Perfetto"
+    )
+    result.plot = Plot("timeline", "us", "", timelines)
+    result.compare("kernels of a call, ours and unfused", "1 and at least 3", " and ".join(_kernels(result)))
+
+
+def found(result: Result) -> str:
+    ours, unfused = _kernels(result)
+    return f"Kernels, copies and fills of one call: ours {ours}, unfused {unfused}."
+
+
+def _kernels(result: Result) -> list[str]:
+    return [number(result.value("kernels", attention=name), "d") for name in NAMES]
+
+
+def record(device: torch.device, call: Callable[[], object], path: Path) -> None:
+    """Writes a Chrome trace of CALLS calls. The warm-up calls absorb the start of the profiler."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    call()
+    synchronize(device)
+    steps = schedule(wait=0, warmup=WARM_UP, active=CALLS, repeat=1)
+    write = lambda profiler: profiler.export_chrome_trace(str(path))  # noqa: E731
+    with (
+        _quiet_standard_error(),
+        torch_profile(activities=activities, schedule=steps, on_trace_ready=write) as profiler,
+    ):
+        for _ in range(WARM_UP + CALLS):
+            with record_function(CALL):
+                call()
+                synchronize(device)
+            profiler.step()
+
+
+@contextlib.contextmanager
+def _quiet_standard_error() -> Iterator[None]:
+    """The profiler library of some builds of torch announces every start and stop there, bypassing Python."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)
+
+
+def calls_in(trace: dict[str, Any], *, on_cpu: bool) -> list[list[Work]]:
+    """The kernels of every annotated call, in order of time."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    marks = [event for event in events if event.get("cat") == "user_annotation" and event["name"] == CALL]
+    if on_cpu:
+        operators = [event for event in events if event.get("cat") == "cpu_op" and "::" in event["name"]]
+        chosen = [event for event in operators if event["name"] not in NO_KERNELS]
+    else:
+        chosen = [event for event in events if event.get("cat") in GPU_WORK]
+    works = sorted(Work(event["ts"], event["ts"] + event["dur"], event["name"]) for event in chosen)
+    if on_cpu:  # only outermost operators
+        works = [a for a in works if not any(b is not a and b.start <= a.start and a.end <= b.end for b in works)]
+    calls = [[work for work in works if mark["ts"] <= work.start <= mark["ts"] + mark["dur"]] for mark in marks]
+    if not calls or not all(calls):
+        raise RuntimeError("the trace shows no kernel in some calls: can the profiler see this device?")
+    return calls
+
+
+def span(works: Sequence[Work]) -> float:
+    return max(work.end for work in works) - works[0].start
+
+
+def gaps(works: Sequence[Work]) -> list[float]:
+    """The gaps between kernels, which are sorted and may overlap."""
+    between, end = [], works[0].end
+    for work in works[1:]:
+        if work.start > end:
+            between.append(work.start - end)
+        end = max(end, work.end)
+    return between
+
+
+def _short(name: str) -> str:
+    """A kernel's name without its return type, arguments and template arguments."""
+    plain = name.removeprefix("void ").split("<")[0].split("(")[0].strip()
+    return plain or name[:40]

@@ -1,0 +1,124 @@
+"""A result on the screen, as JSON, and as a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..console import require
+from ..files import atomic_path, write_text
+from .result import Plot, Result
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+MARKED_POINTS = 12  # curves with more points are drawn without markers
+DASHES = ("-", "--", ":", "-.")
+UPRIGHT_GROUPS = 6  # with more groups of bars their names are slanted
+
+
+def print_result(result: Result, console: Console) -> None:
+    """The table, the article's figures, the finding, the notes; empty columns are omitted."""
+    text = require("rich.text").Text
+    if result.rows:
+        columns = shown_columns(result)
+        table = require("rich.table").Table(title=text(f"{result.name}: {result.title}"))
+        for index in columns:
+            justify = "right" if is_numeric(result, index) else "left"
+            table.add_column(text(result.columns[index].heading), justify=justify)
+        for line in result.texts():
+            table.add_row(*(text(line[index]) for index in columns))
+        console.print(table)
+    for comparison in result.comparisons:
+        console.print(text(f"{comparison.what}: article {comparison.article}; here {comparison.ours}"))
+    console.print(text(f"found: {result.found}", style="bold"))
+    for note in result.notes:
+        console.print(text(f"note: {note}"))
+    if result.error:
+        console.print(text(f"{result.name} failed: {result.error}", style="red"))
+    console.print()
+
+
+def is_numeric(result: Result, index: int) -> bool:
+    return any(isinstance(row[index], (int, float)) for row in result.rows)
+
+
+def shown_columns(result: Result) -> list[int]:
+    """The non-empty columns."""
+    texts = result.texts()
+    return [index for index in range(len(result.columns)) if any(line[index] not in ("", "-") for line in texts)]
+
+
+def write_json(result: Result, path: Path) -> None:
+    write_text(path, json.dumps(result.to_json(), indent=1, allow_nan=False) + "\n")
+
+
+def write_plot(result: Result, path: Path) -> None:
+    """Draws the plot; a result without a plot removes the picture of an earlier run."""
+    if result.plot is None or not any(result.plot.series.values()):
+        path.unlink(missing_ok=True)
+        return
+    require("matplotlib").use("Agg")
+    pyplot = require("matplotlib.pyplot")
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    {"line": _draw_lines, "bar": _draw_bars, "timeline": _draw_timeline}[result.plot.kind](axes, result.plot)
+    title = f"{result.title}\n{result.machine.get('device', '')}"
+    axes.set(xlabel=result.plot.x, ylabel=result.plot.y, title=title)
+    axes.grid(alpha=0.3)
+    if result.plot.kind != "timeline":
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+
+
+def _draw_lines(axes: Any, plot: Plot) -> None:
+    styles = _line_styles(plot)
+    for label, points in plot.series.items():
+        if points:
+            marker = "o" if len(points) <= MARKED_POINTS else None
+            [curve] = axes.plot(*zip(*points, strict=True), marker=marker, label=label, **styles.get(label, {}))
+            if plot.bands.get(label):
+                axes.fill_between(
+                    *zip(*plot.bands[label], strict=True), color=curve.get_color(), alpha=0.2, linewidth=0
+                )
+    if "y" in plot.log:
+        axes.set_yscale("log")
+    elif not plot.bands:  # the axis of losses need not start at zero
+        axes.set_ylim(bottom=0)
+    if "x" in plot.log:
+        axes.set_xscale("log", base=2)
+        ticks = sorted({x for points in plot.series.values() for x, _ in points})
+        axes.set_xticks(ticks, [str(x) for x in ticks])
+
+
+def _line_styles(plot: Plot) -> dict[str, dict[str, str]]:
+    """Curves labelled "who, what": each "who" has a color, each "what" a dash style. Other curves have a color each."""
+    parts = {label: label.split(", ") for label in plot.series}
+    if plot.bands or any(len(part) != 2 for part in parts.values()):
+        return {}
+    who, what = (list(dict.fromkeys(part[index] for part in parts.values())) for index in (0, 1))
+    return {
+        label: {"color": f"C{who.index(a)}", "linestyle": DASHES[what.index(b) % len(DASHES)]}
+        for label, (a, b) in parts.items()
+    }
+
+
+def _draw_bars(axes: Any, plot: Plot) -> None:
+    """Groups in the order in which they first appear."""
+    groups = list(dict.fromkeys(x for points in plot.series.values() for x, _ in points))
+    width = 0.8 / len(plot.series)
+    for number, (label, points) in enumerate(plot.series.items()):
+        offset = (number - (len(plot.series) - 1) / 2) * width
+        axes.bar([groups.index(x) + offset for x, _ in points], [y for _, y in points], width, label=label)
+    slanted = {"rotation": 30, "ha": "right"} if len(groups) > UPRIGHT_GROUPS else {}
+    axes.set_xticks(range(len(groups)), groups, **slanted)
+
+
+def _draw_timeline(axes: Any, plot: Plot) -> None:
+    """A row for each label, the first on top; an edge between neighbours that touch."""
+    for row, points in enumerate(plot.series.values()):
+        axes.broken_barh(points, (row - 0.35, 0.7), facecolors=f"C{row}", edgecolor="white", linewidth=1)
+    axes.set_yticks(range(len(plot.series)), list(plot.series))
+    axes.invert_yaxis()

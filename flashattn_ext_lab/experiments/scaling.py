@@ -1,0 +1,63 @@
+"""Time over sequence length: unfused attention moves S x S matrices, a fused kernel does not."""
+
+from __future__ import annotations
+
+from .figures import of_both_passes, of_passes
+from .harness import (
+    MATMUL_NOTE,
+    OURS,
+    PASSES,
+    SDPA,
+    UNFUSED,
+    Context,
+    Inputs,
+    Sizes,
+    attention_flop,
+    divided,
+    size_table,
+)
+from .result import Plot, Result, cell
+
+NAMES = (OURS, UNFUSED, SDPA)
+SIZES = size_table(
+    gpu=dict(B=4, H=32, S=(512, 1024, 2048, 4096, 8192), D=64, dtype="fp16"),
+    gpu_quick=dict(S=(512, 1024, 2048)),
+    cpu=dict(B=1, H=4, S=(512, 1024, 2048, 4096), dtype="fp32"),
+    cpu_quick=dict(S=(256, 512, 1024)),
+)
+
+
+def measure(context: Context, sizes: Sizes, result: Result) -> None:
+    rates: dict[str, list[tuple[int, float]]] = {f"{name}, {direction}": [] for name in NAMES for direction in PASSES}
+    for direction, S in context.steps(PASSES, sizes.S):
+        shape = (sizes.B, sizes.H, S, sizes.D)
+        inputs = Inputs.random(context.device, shape, sizes.dtype)
+        times = context.measure({name: inputs.call(name, direction, causal=True) for name in NAMES}, inputs.all)
+        flop = attention_flop(*shape, causal=True, direction=direction)
+        rate = times.rate(flop, OURS)
+        result.add(
+            cell("pass", direction),
+            cell("S", S),
+            *times.times(*NAMES),
+            cell("to unfused", times.ratio(UNFUSED, OURS), "x", ".2f"),
+            cell("to SDPA", times.ratio(SDPA, OURS), "x", ".2f"),
+            cell("rate", rate, "TFLOP/s", ".3f", 1e-12),
+            cell("of matmul", divided(rate, context.matmul_rate(sizes.dtype)), "%", ".0f", 100),
+            times.remark(),
+        )
+        for name in times.timings:
+            rates[f"{name}, {direction}"].append((S, times.rate(flop, name) * 1e-12))
+    result.notes.append(f"to unfused, to SDPA: how many times faster ours is; {MATMUL_NOTE}")
+    result.plot = Plot("line", "S", "TFLOP/s", rates, log="x")
+    for theirs, nearest, article in ((512, sizes.S[0], "2.73x"), (8192, sizes.S[-1], "8.58x")):
+        S = theirs if theirs in sizes.S else nearest
+        what = f"speed-up over unfused, S={theirs} there" + (f" and {S} here" if theirs != S else "")
+        result.compare(what, article, of_passes(result, "to unfused", ".2f", "x", S=S))
+
+
+def found(result: Result) -> str:
+    S = max(result.column("S"))
+    return (
+        f"Time relative to ours at S = {S}: unfused {of_both_passes(result, UNFUSED, OURS, S=S)}; "
+        f"PyTorch's own {of_both_passes(result, SDPA, OURS, S=S)}."
+    )

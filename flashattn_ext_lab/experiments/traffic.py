@@ -1,0 +1,160 @@
+"""Bytes that attention reads from and writes to off-chip memory, by unfused attention and by ours."""
+
+from __future__ import annotations
+
+import csv
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import flashattn_ext
+
+from ..bench_cases import DTYPES
+from ..timing import reported
+from .figures import NOT_MEASURED, number
+from .harness import MIB, OURS, UNFUSED, Context, Sizes, size_table
+from .result import Plot, Result, cell
+
+NAMES = (OURS, UNFUSED)
+METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
+NSIGHT = (
+    f"--clock-control none --metrics {','.join(METRICS)} --csv --page raw --print-units base --profile-from-start off"
+)
+PROFILER_LIMIT_S = 300
+SIZES = size_table(gpu=dict(B=4, H=32, S=2048, D=64, dtype="fp16"), gpu_quick={}, cpu={}, cpu_quick={})
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one call, and its kernels."""
+
+    read: int
+    written: int
+    kernels: int
+
+
+def measure(context: Context, sizes: Sizes, result: Result) -> None:
+    for source in context.track(list(SOURCES)):
+        _add_rows(context, sizes, source, result)
+    result.notes += [
+        "model: every kernel reads each of its inputs once and writes its output once, masks of S x S bytes included",
+        "GPU counters: by Nsight Compute, each kernel alone with cold caches; data that is still in the L2 cache when a kernel ends is not "
+        "counted as written",
+    ]
+    series = {
+        f"{name}, {source}": [(what, value) for what in ("read", "written") if isinstance(value := result.value(what, source=source, attention=name), float)]
+        for source in SOURCES
+        for name in NAMES
+    }  # fmt: skip
+    result.plot = Plot("bar", "read or written", "MiB", {label: points for label, points in series.items() if points})
+    for what, article in (("read", "-94.7 %"), ("written", "-95.1 %")):
+        result.compare(f"bytes {what}, ours relative to unfused", article, _by_source(result, f"{what} saved"))
+
+
+def found(result: Result) -> str:
+    return (
+        f"Off-chip bytes of a forward relative to unfused, counted once: read {_by_source(result, 'read saved')}; "
+        f"written {_by_source(result, 'written saved')}."
+    )
+
+
+def _add_rows(context: Context, sizes: Sizes, source: str, result: Result) -> None:
+    counted: dict[str, Traffic] = {}
+    failures: dict[str, str] = {}
+    with reported(source, failures):
+        counted = {name: SOURCES[source](context, sizes, name) for name in NAMES}
+    for name in NAMES if counted else ("",):
+        of, unfused = counted.get(name), counted.get(UNFUSED)
+        saves = name == OURS and unfused is not None
+        result.add(
+            cell("source", source),
+            cell("attention", name or None),
+            cell("kernels", of and of.kernels),
+            cell("read", of and of.read, "MiB", ".1f", 1 / MIB),
+            cell("written", of and of.written, "MiB", ".1f", 1 / MIB),
+            cell("read saved", 100 * (1 - of.read / unfused.read) if saves else None, "%", ".1f"),
+            cell("written saved", 100 * (1 - of.written / unfused.written) if saves else None, "%", ".1f"),
+            cell("remark", failures.get(source, "")),
+        )
+
+
+def _by_source(result: Result, column: str) -> str:
+    saved = {source: result.value(column, source=source) for source in SOURCES}
+    texts = [
+        f"{number(-value, '+.1f', ' %')} ({source})" for source, value in saved.items() if isinstance(value, float)
+    ]
+    return ", ".join(texts) or NOT_MEASURED
+
+
+# Sources: each returns the traffic of one attention, or raises with the reason
+
+
+def model(context: Context, sizes: Sizes, name: str) -> Traffic:
+    element = DTYPES[sizes.dtype].itemsize
+    rows = sizes.B * sizes.H * sizes.S
+    tensor, scores, mask, lse = rows * sizes.D * element, rows * sizes.S * element, sizes.S**2, rows * 4
+    kernels = {
+        OURS: [(3 * tensor, tensor + lse)],
+        UNFUSED: [
+            (tensor, tensor),  # the scale
+            (2 * tensor, scores),  # q k^T
+            (scores + mask, scores),  # the mask
+            (scores, scores),  # softmax
+            (scores + tensor, tensor),  # times v
+        ],
+    }[name]
+    return Traffic(sum(read for read, _ in kernels), sum(written for _, written in kernels), len(kernels))
+
+
+def gpu_counters(context: Context, sizes: Sizes, name: str) -> Traffic:
+    if not context.on_cuda:
+        raise NotImplementedError(f"only CUDA has GPU counters, this ran on {context.device.type}")
+    shape = (sizes.B, sizes.H, sizes.S, sizes.D, sizes.dtype)
+    return count_with_nsight([sys.executable, "-m", f"{__package__}.one_call", name, *map(str, shape)])
+
+
+SOURCES: dict[str, Callable[[Context, Sizes, str], Traffic]] = {"model": model, "GPU counters": gpu_counters}
+
+
+def count_with_nsight(call: list[str]) -> Traffic:
+    """Runs a command under Nsight Compute and adds up the kernels between its cudaProfilerStart and cudaProfilerStop.
+
+    Clocks are not locked: they do not change the bytes, and the machine may have other users.
+    """
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    ncu = shutil.which("ncu") or (CUDA_HOME and shutil.which("ncu", path=str(Path(CUDA_HOME, "bin"))))
+    if not ncu:
+        raise FileNotFoundError("ncu was not found; install Nsight Compute, which comes with the CUDA toolkit")
+    roots = [str(Path(package).parents[count]) for package, count in ((flashattn_ext.__file__, 1), (__file__, 2))]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, *sys.path[1:]])}  # the same packages
+    done = subprocess.run(
+        [ncu, *NSIGHT.split(), *call],
+        capture_output=True,
+        text=True,
+        timeout=PROFILER_LIMIT_S,
+        env=environment,
+        check=False,
+    )
+    lines = [*done.stdout.splitlines(), *done.stderr.splitlines()]
+    problem = next((line.removeprefix("==ERROR==").strip() for line in lines if line.startswith("==ERROR==")), "")
+    if problem or done.returncode:
+        raise RuntimeError(f"ncu: {problem or (lines or ['it failed without a message'])[-1]}")
+    return parse_nsight(done.stdout)
+
+
+def parse_nsight(output: str) -> Traffic:
+    """The table that ncu prints: names, units, and a row for each kernel."""
+    table = list(csv.reader(line for line in output.splitlines() if line.startswith('"')))
+    if len(table) < 3:
+        raise RuntimeError("ncu saw no kernel")
+    header, units, *kernels = table
+    at = [header.index(metric) for metric in METRICS]
+    if {units[index] for index in at} != {"byte"}:
+        raise RuntimeError(f"ncu counts in {units[at[0]]}, expected byte")
+    read, written = (sum(int(float(row[index].replace(",", ""))) for row in kernels) for index in at)
+    return Traffic(read, written, len(kernels))

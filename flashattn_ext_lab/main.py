@@ -1,0 +1,105 @@
+"""Entry point of the console script: chooses the command and reports expected failures in one line.
+
+A command's module is imported only when that command runs, so that `doctor` runs where `train` cannot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import io
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import flashattn_ext
+
+from .console import CommandError, one_line
+
+COMMANDS = {
+    "train": "train a small GPT on text, through the attention of this package",
+    "bench": "compare the kernels with PyTorch's own attention",
+    "experiments": "repeat the experiments of articles about fused attention on this machine",
+    "report": "make one page of the results of experiments",
+    "doctor": "report what works here, what is missing, and the command that fixes it",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Returns its exit status: 0 done, 1 failed, 2 bad usage, 128 + n stopped by signal n.
+    """
+    name, arguments = _parse(argv)
+    _escape_unencodable_output()
+    try:
+        status = _run(name, arguments)
+        sys.stdout.flush()  # at the end of the process a closed pipe would print a traceback
+        return status
+    except (CommandError, NotImplementedError) as error:  # NotImplementedError: a feature that a backend lacks
+        return _fail(name, error, 2)
+    except KeyboardInterrupt:
+        return _fail(name, "interrupted", 130)
+    except BrokenPipeError:  # the reader, for example `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141  # the exit status of a process killed by SIGPIPE
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        return _fail(name, f"{place}{error.strerror or error}", 1)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        return _fail(name, f"not enough memory ({one_line(error)}); smaller sizes need less", 1)
+
+
+def _run(name: str, arguments: list[str]) -> int:
+    if flashattn_ext._import_error and name != "doctor":
+        return _fail(name, flashattn_ext._import_error, 1)
+    module = importlib.import_module(f".{name}", __package__)
+    command = _Parser(prog=f"flashattn-ext {name}", description=module.__doc__, formatter_class=_Formatter)
+    module.add_arguments(command)
+    return module.run(command.parse_args(arguments))
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """PyTorch has an exception type for accelerators; on the CPU only the message identifies it."""
+    return type(error).__name__ in ("MemoryError", "OutOfMemoryError") or "allocate memory" in str(error)
+
+
+def _fail(name: str, message: object, status: int) -> int:
+    print(f"flashattn-ext {name}: {' '.join(str(message).split())}", file=sys.stderr)
+    return status
+
+
+def _escape_unencodable_output() -> None:
+    """Characters that the terminal or the locale cannot encode are printed as escapes, so that no output raises."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _parse(argv: Sequence[str] | None) -> tuple[str, list[str]]:
+    """Splits the command from its own arguments."""
+    parser = _Parser(
+        prog="flashattn-ext",
+        description="Attention kernels for PyTorch: training example, benchmarks, experiments, diagnosis.",
+        epilog="\n".join(f"  {name:11} {text}" for name, text in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"flashattn_ext {flashattn_ext.__version__}")
+    parser.add_argument("command", choices=COMMANDS, help="followed by its own options; COMMAND --help lists them")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    chosen = parser.parse_args(argv)
+    return chosen.command, chosen.arguments
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports bad usage in one line, before which argparse would print every option."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; --help lists every option\n")
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the paragraphs of a module's docstring, and shows every option's default."""

@@ -1,0 +1,202 @@
+"""Tries the kernels for an NPU one after the other, from the smallest one, each compared with the CPU's result. The first rung that
+fails shows where to look.
+
+    python -m flashattn_ext_lab.npu_ladder NAME     one rung, in this process
+
+`doctor` runs them all, each in a separate process, because a kernel that hangs can only be stopped with its process.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+import flashattn_ext
+
+PATIENCE_SECONDS = 180  # importing torch_npu and loading the kernels takes half a minute on a busy machine
+DEVICE = "npu"
+PATTERN = 255  # in every byte: NaN in a floating-point type
+Results = TypeVar("Results", bound=tuple[Tensor, ...])
+
+
+class Broken(Exception):
+    """The failure of a rung, in one line."""
+
+
+def climb() -> Iterator[tuple[str, bool, str]]:
+    """Runs the rungs up to the first that fails; yields the name of each, whether it succeeded, and its result."""
+    names = iter(RUNGS)
+    for name in names:
+        holds, text = _in_own_process(name)
+        yield name, holds, text
+        if not holds:
+            break
+    for name in names:
+        yield name, False, "not tried"
+
+
+def _in_own_process(name: str) -> tuple[bool, str]:
+    command = [sys.executable, "-m", __name__, name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PATIENCE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return False, f"no answer within {PATIENCE_SECONDS} seconds: a kernel hangs"
+    lines = (done.stdout if done.returncode == 0 else done.stderr + done.stdout).strip().splitlines()
+    text = lines[-1] if lines else f"the process ended with status {done.returncode} and said nothing"
+    return done.returncode == 0, text
+
+
+def _compare(subject: str, got: Iterable[Tensor], expected: Iterable[Tensor], limit: float) -> str:
+    """The largest difference, relative to the largest expected value; raises Broken beyond `limit`, and for NaN."""
+    largest = 0.0
+    for number, (a, b) in enumerate(zip(got, expected, strict=True)):
+        a, b = a.detach().cpu().double(), b.detach().cpu().double()
+        same = a == b  # infinities of the same sign, too
+        scale = b[b.isfinite()].abs().amax().clamp_min(1e-6) if b.isfinite().any() else torch.tensor(1.0)
+        difference = torch.where(same, 0.0, (a - b).abs()).amax().item() / scale.item() if a.numel() else 0.0
+        if not difference <= limit:
+            wrong = int((~same).sum())
+            raise Broken(
+                f"{subject}, result {number}: difference from the CPU {difference:.1e} of the largest value, accepted is at most "
+                f"{limit:.0e}; {wrong} of {a.numel()} values differ, {int(a.isnan().sum())} are NaN"
+            )
+        largest = max(largest, difference)
+    return f"{subject}: largest difference from the CPU {largest:.1e}"
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _run_on_both(run: Callable[[str], Results]) -> tuple[Results, Results]:
+    """The results of a call on the NPU and on the CPU. Memory of an NPU may contain the right results of an earlier process, and a
+    kernel that never ran would leave them there. So blocks of the sizes of the results are first filled with a pattern and
+    freed: torch's allocator reuses them.
+    """
+    expected = run("cpu")
+    blocks = [torch.full((t.nbytes,), PATTERN, dtype=torch.uint8, device=DEVICE) for t in expected]
+    del blocks
+    return run(DEVICE), expected
+
+
+def _mask() -> str:
+    """Kernels rng_state and dropout_mask: vector cores only, integers only, every bit must agree."""
+    call = (2, 3, 21, 131, 0.3, -5)
+    (got,), (expected,) = _run_on_both(lambda device: (flashattn_ext.dropout_mask(*call, device=device),))
+    wrong = int((got.cpu() != expected).sum())
+    if wrong:
+        raise Broken(f"{wrong} of {expected.numel()} bits of the mask differ from the CPU's")
+    return f"all {expected.numel()} bits of the mask are the CPU's"
+
+
+def _prepare() -> str:
+    """Kernels backward_prepare and backward_finish: without keys no kernel runs between them. The gradient of the sink is
+    a sum over delta, which the first computes, and the gradient of q is the zeros that the second writes.
+    """
+    rows, heads, dim = 150, 3, 64
+    values: dict[str, Any] = {
+        "dout": _random(1, rows, heads, dim, seed=1),
+        "out": _random(1, rows, heads, dim, seed=2),
+        "lse": _random(1, heads, rows, dtype=torch.float32, seed=3),
+        "q": _random(1, rows, heads, dim),
+        "k": _random(1, 0, heads, dim),
+        "v": _random(1, 0, heads, dim),
+        "sink": _random(heads, dtype=torch.float32, seed=4),
+    }
+
+    def run(device: str) -> tuple[Tensor, ...]:
+        gradients = flashattn_ext.backward(**{name: value.to(device) for name, value in values.items()})
+        return tuple(gradient for gradient in gradients if gradient is not None)
+
+    return _compare("gradients of q and the sink without keys", *_run_on_both(run), 1e-3)
+
+
+def _one_tile() -> str:
+    """Kernel forward: one cube core and its two vector cores, one exchange in each direction."""
+    inputs = [_random(1, 128, 1, 64, seed=seed) for seed in range(3)]
+
+    def run(device: str) -> tuple[Tensor, Tensor]:
+        return flashattn_ext.forward(*(t.to(device) for t in inputs), return_lse=True)
+
+    return _compare("out and lse of 128 x 128 scores", *_run_on_both(run), 5e-3)
+
+
+def _whole(backward: bool) -> str:
+    """Every core runs several tasks, with most options of a call."""
+    texts = []
+    for dtype, limit in ((torch.float16, 1e-2), (torch.bfloat16, 3e-2)):
+        q, k, v = (_random(2, 300, heads, 64, dtype=dtype, seed=heads) for heads in (8, 4, 4))
+        sink = _random(8, dtype=torch.float32)
+
+        def run(device: str, inputs: tuple[Tensor, ...] = (q, k, v, sink)) -> tuple[Tensor, ...]:
+            leaves = [t.detach().to(device).requires_grad_(backward) for t in inputs]
+            options: dict[str, Any] = {"causal": True, "dropout_p": 0.2, "rng_seed": 7, "return_lse": True}
+            out, lse = flashattn_ext.forward(*leaves[:3], sink=leaves[3], **options)
+            if not backward:
+                return out, lse
+            return torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), torch.ones_like(lse)))
+
+        results = "gradients" if backward else "out and lse"
+        subject = f"{results} of 2 x 300 rows, causal, 8 heads, dropout and sink, {dtype}"
+        texts.append(_compare(subject, *_run_on_both(run), limit))
+    return "; ".join(texts)
+
+
+def _every_kernel() -> str:
+    """The other kernels: there is one for each type of inputs and each set of options that a row of
+    ascend_c/kernel_list.h names (none, dropout, a Mask, biases, all of them).
+    """
+    rows, heads, dim = 70, 2, 64
+    slopes, mask = torch.tensor([0.5, 0.25]), flashattn_ext.Mask.chunked(50, rows, rows)
+    options: dict[str, dict[str, Any]] = {
+        "no option": {},
+        "dropout": {"dropout_p": 0.2, "rng_seed": 7},
+        "a Mask": {"mask": mask},
+        "slopes": {"alibi_slopes": slopes},
+        "every option": {"dropout_p": 0.2, "rng_seed": 7, "mask": mask, "alibi_slopes": slopes},
+    }
+    count = 0
+    for dtype, limit in ((torch.float16, 1e-2), (torch.bfloat16, 3e-2), (torch.float32, 1e-4)):
+        inputs = [_random(1, rows, heads, dim, dtype=dtype, seed=seed) for seed in range(3)]
+        for name, given in options.items():
+
+            def run(device: str, given: dict[str, Any] = given, inputs: list[Tensor] = inputs) -> tuple[Tensor, ...]:
+                leaves = [t.detach().to(device).requires_grad_() for t in inputs]
+                placed = {key: value.to(device) if hasattr(value, "to") else value for key, value in given.items()}
+                out = flashattn_ext.forward(*leaves, causal=True, **placed)
+                return (out, *torch.autograd.grad(out, leaves, torch.ones_like(out)))
+
+            _compare(f"out and gradients with {name}, {dtype}", *_run_on_both(run), limit)
+            count += 1
+    return f"out and gradients of {count} calls: {len(options)} sets of options in fp16, bf16 and fp32"
+
+
+RUNGS = {
+    "mask kernel": _mask,
+    "prepare": _prepare,
+    "forward of one tile": _one_tile,
+    "forward": lambda: _whole(backward=False),
+    "backward": lambda: _whole(backward=True),
+    "every kernel": _every_kernel,
+}
+
+
+def main(name: str) -> int:
+    import torch_npu  # noqa: F401  where torch does not import it by itself
+
+    try:
+        print(RUNGS[name]())
+    except Exception as error:  # any error fails the rung
+        text = str(error) if isinstance(error, Broken) else f"{type(error).__name__}: {error}"
+        print(" ".join(text.split()), file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

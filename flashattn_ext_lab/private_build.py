@@ -1,0 +1,161 @@
+"""CUDA backends with tiles that the package does not have, compiled when a command measures them.
+
+Tile sizes are constants of the CUDA kernels. A private build is a library of one backend's kernels, without torch, with other
+tile sizes; it is in the folder build/tiles of the checkout and is compiled again when a source is newer.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from flashattn_ext import _C
+
+from .console import CommandError
+
+
+@dataclass(frozen=True)
+class PrivateBuild:
+    """A backend to be compiled: `name` is its name for use_backend(), unique to its sources and options."""
+
+    name: str
+    compiler: Sequence[str]  # the command that makes an object, without files
+    linker: Sequence[str]
+    sources: Sequence[Path]
+    defines: dict[str, str]  # names without the prefix FLASHATTN_EXT_
+
+    @property
+    def library(self) -> Path:
+        return checkout() / "build" / "tiles" / f"{self.name}.so"
+
+
+def checkout() -> Path:
+    """The folder with the sources: that of this package, or else the current one."""
+    for folder in (Path(__file__).parents[1], Path.cwd()):
+        if (folder / "csrc" / "sources.py").exists():
+            return folder
+    raise CommandError(
+        "other tiles are compiled from the sources, which an installed package does not have; start this in a checkout"
+    )
+
+
+def cuda(backend: str, choice: int, dtype: str, head_dim: int | None = None) -> PrivateBuild:
+    """The kernels of a CUDA backend with the tiles of that column of its tables, for the GPU of this machine.
+
+    It supports only `dtype`, fp16 or bf16, and this class of head dims (all if None): other calls raise.
+    """
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if CUDA_HOME is None:
+        raise CommandError(
+            "other tiles are compiled by nvcc, which was not found; install the CUDA toolkit or set CUDA_HOME"
+        )
+    csrc, (major, minor) = checkout() / "csrc", torch.cuda.get_device_capability()
+    family, architecture = backend.removeprefix("cuda-"), "90a" if (major, minor) == (9, 0) else f"{major}{minor}"
+    name = f"{backend}-tile{choice}-{dtype}" + (f"-{head_dim}" if head_dim else "")
+    nvcc = [str(Path(CUDA_HOME, "bin", "nvcc")), f"-gencode=arch=compute_{architecture},code=sm_{architecture}"]
+    hidden = ["-Xcompiler", "-fPIC", "-Xcompiler", "-fvisibility=hidden"]
+    files = sources().cuda_sources(
+        checkout() / "build" / "tiles" / "instances" / name,
+        sm90=family == "sm90",
+        only=sources().plain_sources(family, dtype, head_dim),
+    )
+    defines = {
+        "CUDA": "1",
+        "TILE_CHOICE": str(choice),
+        "PRIVATE_NAME": f'"{name}"',
+        "PRIVATE_BACKEND": f"cuda_{family}_backend",
+    }
+    return PrivateBuild(
+        name,
+        compiler=[*nvcc, *sources().NVCC_FLAGS, *hidden, f"-I{csrc}"],
+        linker=[*nvcc, "-shared", "-cudart", "shared"],
+        sources=[csrc / "private_build.cpp", *files],
+        defines=defines | ({"SM90": "1"} if family == "sm90" else {}),
+    )
+
+
+@functools.cache
+def sources() -> ModuleType:
+    """csrc/sources.py of the checkout."""
+    spec = importlib.util.spec_from_file_location("flashattn_ext_sources", checkout() / "csrc" / "sources.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def load(builds: Iterable[PrivateBuild]) -> dict[str, str]:
+    """Compiles the builds that are missing or older than the sources, and registers each with use_backend().
+
+    Returns the names of those that cannot be compiled or loaded, and why.
+    """
+    wanted = {build.name: build for build in builds if build.name not in _C.backends()}
+    if not wanted:
+        return {}
+    files = (path for path in (checkout() / "csrc").rglob("*") if path.suffix in (".h", ".cuh", ".cpp", ".cu", ".py"))
+    newest = max(path.stat().st_mtime for path in files)
+    outdated = [b for b in wanted.values() if not b.library.exists() or b.library.stat().st_mtime < newest]
+    if outdated:
+        print(f"compiling {len(outdated)} backends with other tiles into {outdated[0].library.parent}", file=sys.stderr)
+    failures: dict[str, str] = {}
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", "0")) or os.cpu_count() or 1) as pool:
+        for build, folder, objects in [(build, *_start(build, pool)) for build in outdated]:
+            try:
+                _link(build, [compiled.result() for compiled in objects])
+            except CommandError as error:
+                failures[build.name] = str(error)
+            finally:
+                wait(objects)
+                shutil.rmtree(folder)
+    for build in wanted.values():
+        if build.name not in failures:
+            try:
+                _C.load_backend(str(build.library))
+            except RuntimeError as error:  # the package was not built from the sources of this checkout
+                failures[build.name] = str(error)
+    return failures
+
+
+def _start(build: PrivateBuild, pool: ThreadPoolExecutor) -> tuple[str, list[Future[str]]]:
+    """Compiles its sources in parallel; the caller removes the folder."""
+    build.library.parent.mkdir(parents=True, exist_ok=True)
+    folder = tempfile.mkdtemp(prefix=f"{build.library.stem}-", dir=build.library.parent)
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    defines = [f"-DFLASHATTN_EXT_{name}={value}" for name, value in build.defines.items()]
+
+    def compile_one(index: int, source: Path) -> str:
+        result = str(Path(folder, f"{index}.o"))
+        _run(build, [*build.compiler, *defines, abi, "-c", str(source), "-o", result])
+        return result
+
+    return folder, [pool.submit(compile_one, index, source) for index, source in enumerate(build.sources)]
+
+
+def _link(build: PrivateBuild, objects: list[str]) -> None:
+    """An existing library is replaced atomically: another process may be using it."""
+    with tempfile.TemporaryDirectory(prefix=f"{build.library.stem}-", dir=build.library.parent) as folder:
+        made = str(Path(folder, "library.so"))
+        _run(build, [*build.linker, *objects, "-o", made])
+        os.replace(made, build.library)
+
+
+def _run(build: PrivateBuild, command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise CommandError(f"{build.name} cannot be compiled: {error}") from None
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or [f"status {done.returncode}"]
+        raise CommandError(f"{build.name} does not compile: {errors[0]}")

@@ -1,0 +1,157 @@
+"""The ranks of a command that torchrun has started on several devices."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from flashattn_ext import distributed
+
+from .console import CommandError, one_line
+from .data import Batch
+
+TIMEOUT = datetime.timedelta(minutes=5)  # how long a rank waits for another
+
+
+def started_by_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def local_rank() -> int:
+    """The local rank: the number of this process on its machine, and of its device."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def start(device: torch.device, timeout: datetime.timedelta = TIMEOUT) -> None:
+    """Joins the other ranks: through NCCL on GPUs, HCCL on NPUs, gloo on the CPU."""
+    if dist.is_initialized():
+        return
+    backend = {"cuda": "nccl", "npu": "hccl"}.get(device.type, "gloo")
+    if device.type != "cpu":
+        getattr(torch, device.type).set_device(device)
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        raise CommandError(
+            f"this rank could not join the others ({str(error).splitlines()[0]}); start them with torchrun --nproc-per-node N "
+            "-m flashattn_ext ..."
+        ) from None
+
+
+@contextlib.contextmanager
+def joined(device: torch.device) -> Iterator[None]:
+    """Joins the other ranks for the block.
+
+    When a rank fails, the others see a lost connection, and torchrun sends them SIGTERM: whichever comes first, the block
+    ends with the same CommandError.
+    """
+
+    def stop(number: int, _frame: object) -> NoReturn:
+        raise _others_ended(f"torchrun sent {signal.Signals(number).name}")
+
+    previous = signal.signal(signal.SIGTERM, stop)
+    try:
+        start(device)
+        yield
+    except BaseException as error:
+        # SIGTERM must not end the process before it has reported the reason.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if isinstance(error, RuntimeError) and is_of_others(error):
+            raise _others_ended(one_line(error)) from None
+        raise
+    else:
+        signal.signal(signal.SIGTERM, previous)
+    finally:
+        end()
+
+
+def _others_ended(reason: str) -> CommandError:
+    rank = f"rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "this rank"
+    return CommandError(
+        f"{rank} stops: another rank has ended or is late; the same command resumes from the last checkpoint ({reason})"
+    )
+
+
+def own_device(device: torch.device) -> torch.device:
+    """This rank's device among several of one kind."""
+    return device if device.type == "cpu" or device.index is not None else torch.device(device.type, local_rank())
+
+
+def is_of_others(error: RuntimeError) -> bool:
+    """Whether the error means that another rank has ended or is late."""
+    text = str(error).lower()
+    signs = ("flashattn_ext.distributed", "connection closed", "connection reset", "timed out", "broken pipe", "nccl")
+    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
+
+
+def end() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """This process's part of a batch: some of the rows, and of each row the shard of `distributed.shard`; by default everything."""
+
+    rank: int = 0
+    ranks: int = 1
+    data_rank: int = 0
+    data_ranks: int = 1  # ranks that share the rows of a batch
+    context_group: Any = None  # the ranks that share each row; None without context parallelism
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def part(self, batch: Batch) -> Batch:
+        """This rank's rows, with its shard of tokens and targets; documents stay whole."""
+        rows = Batch(*(None if t is None else t[self.data_rank :: self.data_ranks] for t in batch))
+        if self.context_group is None:
+            return rows
+        tokens, targets = (distributed.shard(t, group=self.context_group) for t in rows[:2])
+        return rows._replace(tokens=tokens, targets=targets)
+
+    def sums(self, values: list[float], device: torch.device) -> list[float]:
+        """Each value, summed over the ranks."""
+        return self._reduced(values, device, dist.ReduceOp.SUM)
+
+    def largest(self, value: float, device: torch.device) -> float:
+        """The largest value of all ranks."""
+        return self._reduced([value], device, dist.ReduceOp.MAX)[0]
+
+    def _reduced(self, values: list[float], device: torch.device, operator: Any) -> list[float]:
+        if self.ranks == 1:
+            return values
+        of_all = torch.tensor(values, dtype=torch.float64).to(device)
+        dist.all_reduce(of_all, operator)
+        return [float(value) for value in of_all.tolist()]
+
+
+def layout_of(context_parallel: int, batch_size: int, device: torch.device) -> Layout:
+    """The layout of a process that torchrun has started, after `start`; the default for any other process."""
+    if not dist.is_initialized():
+        if context_parallel > 1:
+            raise CommandError(
+                f"--context-parallel got {context_parallel}, and this is one process; start as many ranks with "
+                f"torchrun --nproc-per-node {context_parallel} -m flashattn_ext train ..."
+            )
+        return Layout()
+    ranks = dist.get_world_size()
+    if ranks % context_parallel:
+        raise CommandError(f"--context-parallel got {context_parallel}; accepted are divisors of the {ranks} ranks")
+    data_ranks = ranks // context_parallel
+    if batch_size % data_ranks:
+        raise CommandError(
+            f"--batch-size got {batch_size}; accepted are multiples of {data_ranks}: {ranks} ranks, of which {context_parallel} share a row"
+        )
+    mesh = dist.init_device_mesh(device.type, (data_ranks, context_parallel), mesh_dim_names=("data", "context"))
+    group = mesh["context"].get_group() if context_parallel > 1 else None
+    return Layout(dist.get_rank(), ranks, mesh.get_local_rank("data"), data_ranks, group)

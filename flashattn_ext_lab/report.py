@@ -1,0 +1,117 @@
+"""Make one page of the results of `flashattn-ext experiments`: DIR/report.html, which needs no other file, and DIR/report.md beside
+the pictures. Both begin with the findings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import html
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .console import CommandError, markdown_table, require
+from .experiments import EXPERIMENTS
+from .experiments.render import is_numeric, shown_columns
+from .experiments.result import Result
+from .files import write_text
+
+TITLE = "Experiments with fused attention"
+TEMPLATE = Path(__file__).with_name("report.html.j2")
+COMPARISON_HEADER = ("figure", "article", "here")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", metavar="DIR", help="the --out of the experiments")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    jinja2 = require("jinja2")
+    directory = Path(arguments.directory)
+    results = read_results(directory)
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
+    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
+    sections = [_section(result, directory) for result in results]
+    page = template.render(title=TITLE, machines=machines(results), sections=sections)
+    for name, text in {"report.html": page, "report.md": markdown(sections)}.items():
+        try:
+            write_text(directory / name, text)
+        except OSError as error:
+            raise CommandError(f"{directory / name}: cannot write there ({error.strerror})") from None
+        print(directory / name)
+    return 0
+
+
+def read_results(directory: Path) -> list[Result]:
+    """The results in a directory, in the order of EXPERIMENTS."""
+    results = [_read(path) for name in EXPERIMENTS if (path := directory / f"{name}.json").exists()]
+    if not results:
+        raise CommandError(f"{directory} has no results; first: flashattn-ext experiments all --out {directory}")
+    return results
+
+
+def _read(path: Path) -> Result:
+    try:
+        result = Result.from_json(json.loads(path.read_bytes()))
+        if result.name != path.stem:
+            raise ValueError("a result of another experiment")
+        return result
+    except OSError as error:
+        raise CommandError(f"{path}: {error.strerror}") from None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        raise CommandError(f"{path} is not a result of this version; run that experiment again") from None
+
+
+def machines(results: Iterable[Result]) -> list[tuple[list[str], dict[str, str]]]:
+    """Every machine and build that was measured on, with the names of its experiments."""
+    groups: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for result in results:
+        groups.setdefault(tuple(result.machine.items()), []).append(result.name)
+    return [(names, dict(machine)) for machine, names in groups.items()]
+
+
+def _section(result: Result, directory: Path) -> dict[str, Any]:
+    """One experiment for the pages: its result, the shown part of its table, and its picture as a data URI, or ""."""
+    shown, picture = shown_columns(result), directory / f"{result.name}.png"
+    encoded = base64.b64encode(picture.read_bytes()).decode() if picture.exists() else ""
+    return {
+        "result": result,
+        "header": [result.columns[index].heading for index in shown],
+        "kinds": ["number" if is_numeric(result, index) else "word" for index in shown],
+        "lines": [[line[index] for index in shown] for line in result.texts()],
+        "picture": encoded and f"data:image/png;base64,{encoded}",
+    }
+
+
+def markdown(sections: Sequence[dict[str, Any]]) -> str:
+    results = [section["result"] for section in sections]
+    parts = [f"# {TITLE}", "", *(f"- [{of.name}](#{of.name}): {escape(of.found)}" for of in results), ""]
+    parts += [
+        _table(f"Measured: {', '.join(of)}", ("machine", ""), machine.items()) for of, machine in machines(results)
+    ]
+    for section in sections:
+        of: Result = section["result"]
+        parts += [f'<a id="{of.name}"></a>', "", f"## {of.name}: {escape(of.title)}", "", f"`{of.command}`", ""]
+        parts += [f"**Failed**: {escape(of.error)}", ""] if of.error else []
+        parts += [f"![{of.name}]({of.name}.png)", ""] if section["picture"] else []
+        parts += [_table("", section["header"], section["lines"])] if of.rows else []
+        if of.comparisons:
+            lines = [(comparison.what, comparison.article, comparison.ours) for comparison in of.comparisons]
+            parts.append(_table("Compared with the article:", COMPARISON_HEADER, lines))
+        parts += [*(f"- {escape(note)}" for note in of.notes), ""]
+    return "\n".join(parts)
+
+
+def _table(title: str, header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
+    escaped = [[escape(text) for text in line] for line in lines]
+    return markdown_table(escape(title), [escape(text) for text in header], escaped).lstrip("\n")
+
+
+def escape(text: str) -> str:
+    """Text that Markdown shows unchanged, also inside a table."""
+    text = html.escape(" ".join(text.split()), quote=False)
+    for character in "\\`*_[]|":
+        text = text.replace(character, "\\" + character)
+    return text

@@ -1,0 +1,178 @@
+"""One way to time for every benchmark and experiment: calls of the candidates are interleaved, so that noise affects all of
+them alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .console import one_line
+
+Calls = Mapping[str, Callable[[], object]]
+BURST_MS, MAX_LAUNCHES = 5.0, 20  # launches between two events: about this long, at most so many
+HEAD_START_CYCLES = 5_000_000  # about 3 ms, in which the host queues a burst of short launches
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per call over `rounds` calls."""
+
+    median_s: float
+    fastest_s: float
+    slowest_s: float
+    rounds: int
+
+    @property
+    def spread(self) -> float:
+        """Distance between the fastest and the slowest call, as a fraction of the median."""
+        return (self.slowest_s - self.fastest_s) / self.median_s
+
+
+def wall_clock(call: Callable[[], object]) -> float:
+    """Seconds of one call on the CPU."""
+    begin = time.perf_counter()
+    call()
+    return time.perf_counter() - begin
+
+
+def time_interleaved(
+    candidates: Calls,
+    *,
+    budget_s: float,
+    min_rounds: int,
+    max_rounds: int = 1000,
+    clock: Callable[[Callable[[], object]], float] = wall_clock,
+    refresh: Callable[[], None] = lambda: None,
+    failures: dict[str, str] | None = None,
+    warm_up: bool = True,
+) -> dict[str, Timing]:
+    """Calls every candidate once per round until the budget is spent, at least `min_rounds` times.
+
+    A first, uncounted call warms caches and allocators, unless `warm_up` is False. The order rotates by one each round, so that
+    positional effects average out.
+
+    Args:
+        clock: returns the seconds of one call; on an accelerator it waits for the queue.
+        refresh: runs before every round, untimed: draws new inputs.
+        failures: receives the reasons of candidates that raise, which then drop out; None lets them raise.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    names = list(candidates)
+
+    def one_round(order: list[str]) -> None:
+        for name in order:
+            with contextlib.nullcontext() if failures is None else reported(name, failures):
+                seconds[name].append(clock(candidates[name]))
+        names[:] = [name for name in names if name not in (failures or ())]
+
+    if warm_up:
+        one_round(list(names))
+        for name in names:
+            seconds[name].clear()
+    deadline = time.perf_counter() + budget_s
+    rounds = 0
+    while names and (rounds < min_rounds or (rounds < max_rounds and time.perf_counter() < deadline)):
+        refresh()
+        start = rounds % len(names)
+        one_round(names[start:] + names[:start])
+        rounds += 1
+    return {name: Timing(statistics.median(t := seconds[name]), min(t), max(t), rounds) for name in names}
+
+
+def time_bursts(
+    calls: Calls,
+    rounds: int,
+    failures: dict[str, str] | None = None,
+    *,
+    target_ms: float = BURST_MS,
+    most: int | None = None,
+    refresh: Callable[[], None] = lambda: None,
+    around: Callable[[str], contextlib.AbstractContextManager[Any]] = lambda name: contextlib.nullcontext(),
+) -> dict[str, Timing]:
+    """GPU seconds of every call, one burst of each per round.
+
+    A call that raises drops out, with its reason in `failures` (None lets it raise).
+
+    Args:
+        target_ms: how long a burst takes, with at most `most` launches (MAX_LAUNCHES).
+        around: a context for the calls of that name, entered outside the timed region.
+    """
+    launches: dict[str, int] = {}
+    for name, call in calls.items():
+        with contextlib.nullcontext() if failures is None else reported(name, failures), around(name):
+            launches[name] = launches_for(burst_ms(call, 2) / 2, target_ms, most)
+
+    def seconds(name: str) -> float:
+        with around(name):
+            return burst_ms(calls[name], launches[name]) / launches[name] * 1e-3
+
+    bursts = {name: functools.partial(seconds, name) for name in launches}
+    return time_interleaved(
+        bursts, budget_s=0, min_rounds=rounds, clock=lambda burst: burst(), refresh=refresh, failures=failures, warm_up=False
+    )  # fmt: skip
+
+
+def time_on(
+    device: str,
+    calls: Calls,
+    *,
+    gpu_rounds: int,
+    budget_s: float,
+    min_rounds: int,
+    failures: dict[str, str] | None = None,
+    **options: Any,
+) -> dict[str, Timing]:
+    """time_bursts() on CUDA, time_interleaved() elsewhere; `options` are of both."""
+    if device == "cuda":
+        return time_bursts(calls, gpu_rounds, failures, **options)
+    return time_interleaved(calls, budget_s=budget_s, min_rounds=min_rounds, failures=failures, **options)
+
+
+def launches_for(ms: float, target_ms: float = BURST_MS, most: int | None = None) -> int:
+    """How many launches of `ms` each make a burst."""
+    return min(most or MAX_LAUNCHES, max(1, math.ceil(target_ms / max(ms, 1e-6))))
+
+
+def burst_ms(call: Callable[[], object], launches: int) -> float:
+    """Milliseconds that the GPU takes for this many calls."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(HEAD_START_CYCLES)  # otherwise the time of short kernels would include waiting for Python
+    begin.record()
+    for _ in range(launches):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end)
+
+
+def peak_extra_bytes(call: Callable[[], object]) -> int:
+    """Peak GPU memory of a call beyond the memory in use before it, results included."""
+    gc.collect()  # reference cycles freed during the call would lower its measured peak
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+@contextlib.contextmanager
+def reported(name: str, failures: dict[str, str]) -> Iterator[None]:
+    """Records any exception of the block and continues, so that one candidate cannot stop the benchmark."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch warns about every reason why a backend cannot run
+            yield
+    except Exception as error:
+        failures[name] = one_line(error)

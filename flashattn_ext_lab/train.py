@@ -1,0 +1,172 @@
+"""Train a small GPT on text, byte by byte, through the attention of this package.
+
+The run has one directory: checkpoint.pt, loss.png, sample.txt and metrics.json. Ctrl-C (or SIGTERM) saves a checkpoint and
+stops; the same command resumes the run, and ends with the same result as an uninterrupted run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+
+import torch
+
+from . import ranks
+from .console import CommandError, make_console, positive, require, seed
+from .data import Corpus, load_corpus
+from .devices import DEVICES, choose_device, use_threads
+from .files import make_directory
+from .model import ATTENTION, LARGEST_LOGITS, MAX_HEAD_DIM, SOFTMAX, ModelConfig
+from .trainer import PACKING, TrainConfig, Trainer
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    def meanings(choices: dict[str, str]) -> str:
+        return "; ".join(f"{name}: {text}" for name, text in choices.items())
+
+    run = parser.add_argument_group("run").add_argument
+    run("--out", default="runs/train", metavar="DIR", help="directory of the run")
+    run("--restart", action="store_true", help="start over even if --out has a checkpoint")
+    run("--text", metavar="FILE", help="training text; by default CPython's documentation topics")
+    run("--packing", choices=PACKING, default="windows", help=meanings(PACKING))
+    run("--seed", type=seed, default=0, help="of initialization, batches and dropout")
+    run("--device", default="auto", help=f"{', '.join(DEVICES)}; auto: an accelerator with kernels, else the CPU")
+    run("--dtype", choices=["auto", *DTYPES], default="auto", help="auto: bfloat16 on accelerators, else float32")
+    run("--threads", type=positive, help="CPU threads; by default PyTorch's choice")
+    sharing = "ranks that share each row of a batch; torchrun starts them, and the rest is data parallelism"
+    run("--context-parallel", type=positive, default=1, metavar="C", help=sharing)
+    logits = "write the largest logit of each step to metrics.json and loss.png"
+    run("--log-max-logits", action="store_true", help=logits)
+    run("--sample-bytes", type=positive, default=600, help="length of the generated text")
+
+    model = parser.add_argument_group("model").add_argument
+    model("--attention", choices=ATTENTION, default="flashattn", help="attention implementation")
+    model("--softmax", choices=SOFTMAX, default="smooth", help=meanings(SOFTMAX))
+    model("--layers", type=positive, default=4, help="number of blocks")
+    model("--width", type=positive, default=128, help="of the residual stream")
+    model("--heads", type=positive, default=4, help="query heads")
+    model("--kv-heads", type=positive, default=2, help="KV heads")
+    model("--context", type=positive, default=256, help="bytes that the model sees")
+    model("--dropout", type=float, default=0.05, help="probability, of attention weights and of residual branches")
+
+    optimization = parser.add_argument_group("optimization").add_argument
+    optimization("--steps", type=positive, default=1000, help="optimizer steps")
+    optimization("--batch-size", type=positive, default=8, help="windows per step")
+    optimization("--learning-rate", type=float, default=4e-3, help="peak, after the warm-up")
+    optimization("--warmup", type=float, default=0.05, help="fraction of the steps in which the rate rises")
+    optimization("--weight-decay", type=float, default=0.1, help="of matrices; vectors are not decayed")
+    optimization("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    for name, what in (("--validate-every", "validations"), ("--checkpoint-every", "checkpoints")):
+        optimization(name, type=positive, default=100, metavar="STEPS", help=f"between {what}")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    require("matplotlib")  # before the training, not after it
+    use_threads(arguments.threads)
+    device = choose_device(arguments.device, needs_backend=arguments.attention == "flashattn")
+    config = _config(arguments, device)
+    corpus = load_corpus(arguments.text, config.context)
+    directory = make_directory(arguments.out)
+    if not ranks.started_by_torchrun():
+        return _train(arguments, config, corpus, device, directory)
+    device = ranks.own_device(device)
+    with ranks.joined(device):
+        return _train(arguments, config, corpus, device, directory)
+
+
+def _train(
+    arguments: argparse.Namespace, config: TrainConfig, corpus: Corpus, device: torch.device, directory: Path
+) -> int:
+    layout = ranks.layout_of(arguments.context_parallel, config.batch_size, device)
+    console = make_console()
+    console.quiet = not layout.is_first
+    trainer = Trainer(config, corpus, device, directory, console, layout, arguments.log_max_logits)
+    if layout.ranks > 1:
+        console.print(
+            f"{layout.ranks} ranks: {layout.data_ranks} share a batch, {arguments.context_parallel} share each of its rows"
+        )
+    console.print(
+        f"{trainer.parameter_count():,} parameters, {len(corpus.train):,} bytes of {corpus.name}, "
+        f"{config.model.attention} attention on {device} ({config.dtype})"
+    )
+    if trainer.resume(restart=arguments.restart):
+        console.print(f"resuming {trainer.checkpoint_path} at step {trainer.step} of {config.steps}")
+    if stopped_by := trainer.train(arguments.checkpoint_every):
+        console.print(
+            f"stopped at step {trainer.step}, saved {trainer.checkpoint_path}; the same command resumes the run"
+        )
+        return 128 + stopped_by
+    if layout.is_first:
+        _finish(trainer, arguments.sample_bytes)
+    return 0
+
+
+def _finish(trainer: Trainer, sample_bytes: int) -> None:
+    """Writes the outputs and prints the result."""
+    from .train_outputs import write_loss_curve, write_metrics, write_sample
+
+    _, loss = trainer.validation_losses[-1]
+    write_loss_curve(trainer)
+    write_metrics(trainer, loss)
+    sample = write_sample(trainer, sample_bytes)
+    trainer.console.rule("sample")
+    trainer.console.print(sample, markup=False, highlight=False)
+    trainer.console.rule()
+    trainer.console.print(f"loss.png, sample.txt and metrics.json are in {trainer.directory}")
+    trainer.console.print(f"final validation loss: {loss:.4f} nats/byte")
+
+
+def _config(arguments: argparse.Namespace, device: torch.device) -> TrainConfig:
+    _check(arguments)
+    options = vars(arguments)
+    dtype = arguments.dtype
+    if dtype == "auto":
+        dtype = "float32" if device.type == "cpu" else "bfloat16"
+    model = ModelConfig(**{name: options[name] for name in ModelConfig.__dataclass_fields__})
+    shared = TrainConfig.__dataclass_fields__.keys() & options.keys() - {"dtype", "text"}
+    text = str(Path(arguments.text).resolve()) if arguments.text else None
+    return TrainConfig(model=model, dtype=dtype, text=text, **{name: options[name] for name in shared})
+
+
+def _check(given: argparse.Namespace) -> None:
+    """Checks the values that argparse cannot check, and names the option that is wrong."""
+    head_dim, limit = given.width // given.heads, MAX_HEAD_DIM.get(given.attention, math.inf)
+
+    def refuse(wrong: object, message: str) -> None:
+        if wrong:
+            raise CommandError(message)
+
+    refuse(
+        given.width % given.heads or head_dim % 2,
+        f"--width {given.width} must be an even multiple of --heads {given.heads} (rotary embeddings rotate pairs)",
+    )
+    refuse(
+        head_dim > limit,
+        f"--width {given.width} over --heads {given.heads} makes heads of {head_dim}; accepted by --attention "
+        f"{given.attention} are up to {limit}: more --heads, or a smaller --width",
+    )
+    refuse(
+        given.context_parallel > 1 and given.attention != "flashattn",
+        f"--context-parallel got {given.context_parallel}, which requires --attention flashattn",
+    )
+    refuse(
+        given.log_max_logits and given.attention not in LARGEST_LOGITS,
+        f"--log-max-logits got --attention {given.attention}, which does not return them; accepted is {', '.join(LARGEST_LOGITS)}",
+    )
+    refuse(given.heads % given.kv_heads, f"--heads {given.heads} must be a multiple of --kv-heads {given.kv_heads}")
+    for name in ("dropout", "warmup"):
+        value = getattr(given, name)
+        refuse(not 0 <= value < 1, f"--{name} got {value}; accepted is 0 up to, not including, 1")
+    for name in ("learning_rate", "clip"):
+        value = getattr(given, name)
+        refuse(not 0 < value < math.inf, f"--{name.replace('_', '-')} got {value}; accepted is any positive number")
+    decay = given.weight_decay
+    refuse(not 0 <= decay < math.inf, f"--weight-decay got {decay}; accepted is 0 or more")
+    refuse(
+        given.packing == "documents" and given.text,
+        f"--packing documents got --text {given.text}, a file without document boundaries; accepted is the text that comes "
+        "with Python: omit --text",
+    )
