@@ -1,28 +1,28 @@
 #!/usr/bin/env bash
-# Builds the Ascend C kernels: for an NPU with CANN, or for the emulator with nothing but a C++ compiler.
+# Builds the Ascend C kernels: for an NPU with CANN, or for the emulator, which needs only a C++ compiler.
 set -euo pipefail
 cd "$(dirname "$0")"
 
-# Rows of the table, which the library checks the device against too: name, SOC, series, SOCs of the series; quoted.
+# Rows of the table of architectures, which the library also checks the device against: name, SOC, series, SOCs of the
+# series; quoted.
 ARCHITECTURE_ROWS() { sed -n 's/^ARCHITECTURE(\(.*\))$/\1/p' ascend_c/npu/architectures.def | sed 's/", "/"\t"/g; s/"//g'; }
 FIRST_GENERATION="$(sed -n 's/^FIRST_GENERATION("\(.*\)")$/\1/p' ascend_c/npu/architectures.def)"
-MINIMUM_CANN="8.0"
+MINIMUM_CANN="8.5"
 MINIMUM_CMAKE="3.16"
 REPORT="build/npu_report.txt"
 
 usage() {
   cat <<USAGE
-usage: bash build.sh -arch NAME [-soc SOC] [-mode npu|emulator|check] [-j N] [-tilings] [-debug] [-clean]
+usage: bash build.sh -arch NAME [-soc SOC] [-mode npu|emulator|check] [-j N] [-debug] [-clean]
 
   -mode npu       (default) the backend ascend of the package, kernels and torch_npu binding: with CANN $MINIMUM_CANN or newer, CMake
                   $MINIMUM_CMAKE or newer, a compiler of C++20 (\$CXX) and the torch_npu of the torch of \$PYTHON (python3). It has
-                  never met a CANN installation; when a step fails, $REPORT has all that a report needs
+                  never run with a CANN installation; if a step fails, attach $REPORT to a bug report
   -mode emulator  the backend ascend-emulator of the package: no NPU, no CANN
-  -mode check     looks for all of that, says what it found, and builds nothing
+  -mode check     checks the requirements of -mode npu, prints what it found, and builds nothing
   -soc SOC        another chip of the same architecture
-  -j N            compilers at once (default: the number of cores)
-  -tilings        with -mode emulator: other tilings of the forward as well, which the experiment \`tiles\` compares
-  -debug          with debug information and without optimisation; the emulator is compiled anew
+  -j N            parallel compiler processes (default: the number of cores)
+  -debug          with debug information and without optimisation; recompiles the whole emulator
   -clean          removes what was built before
 
 architectures:
@@ -41,7 +41,7 @@ fail() {
 
 known_names() { ARCHITECTURE_ROWS | cut -f1 | paste -sd, | sed 's/,/, /g'; }
 
-# Sets SOC from -arch and -soc, or says why not.
+# Sets SOC from -arch and -soc, or fails with the reason.
 choose_soc() {
   local name short soc series siblings
   for name in $FIRST_GENERATION; do
@@ -67,7 +67,7 @@ is_at_least() { [[ "$(printf '%s\n' "$1" "$2" | sort -V | head -1)" == "$1" ]]; 
 CANN_PLACES=("${ASCEND_HOME_PATH:-}" "${ASCEND_TOOLKIT_HOME:-}" /usr/local/Ascend/ascend-toolkit/latest
   /usr/local/Ascend/cann /usr/local/Ascend/latest "$HOME/Ascend/ascend-toolkit/latest" "$HOME/Ascend/cann")
 
-# Sets CANN and CANN_VERSION, or ends with code 2 and what is missing.
+# Sets CANN and CANN_VERSION, or exits with code 2 and a message that names what is missing.
 find_cann() {
   local place file looked=""
   for place in "${CANN_PLACES[@]}"; do
@@ -89,14 +89,13 @@ or build for the emulator: bash build.sh -arch $ARCH -mode emulator" 2
   echo "CANN $CANN_VERSION in $CANN, compiler $COMPILER"
 }
 
-# The compiler of everything but kernels is CMake's choice too: $CXX, or c++.
+# Checks CMake and the host compiler, which is CMake's default: $CXX, or c++.
 find_cmake_and_compiler() {
   local version compiler="${CXX:-c++}"
   version="$(cmake --version 2>/dev/null | grep -oE '[0-9]+(\.[0-9]+)+' | head -1 || true)"
   [[ -n "$version" ]] || fail "cmake is missing: install it (pip install cmake)" 2
   is_at_least "$MINIMUM_CMAKE" "$version" || fail "cmake $version is too old; $MINIMUM_CMAKE or newer is needed (pip install cmake)" 2
-  # With options of its own, as CXX may have them.
-  # shellcheck disable=SC2086
+  # Unquoted, because CXX may contain options. shellcheck disable=SC2086
   $compiler -std=c++20 -x c++ -fsyntax-only /dev/null 2>/dev/null ||
     fail "$compiler does not compile C++20, which the headers of torch are written in: install g++ 11 or newer, or set CXX" 2
   # shellcheck disable=SC2086
@@ -105,8 +104,8 @@ find_cmake_and_compiler() {
 
 PYTHON="${PYTHON:-python3}"
 
-# Sets TORCH_VERSION, CXX11_ABI, INCLUDES and LIBRARIES of torch and torch_npu, or ends with code 2 and what is missing.
-# torch_npu is looked at, not imported: that could need a driver.
+# Sets TORCH_VERSION, CXX11_ABI, INCLUDES and LIBRARIES of torch and torch_npu, or exits with code 2 and a message that
+# names what is missing. torch_npu is located but not imported, which could need a driver.
 find_torch_npu() {
   local found npu
   command -v "$PYTHON" >/dev/null || fail "$PYTHON was not found: PYTHON names the interpreter that has torch and torch_npu" 2
@@ -115,7 +114,7 @@ find_torch_npu() {
   echo "torch $TORCH_VERSION and its torch_npu $npu, of $PYTHON"
 }
 
-# Runs a step, which says what it does into the terminal and the log.
+# Runs a step; its output goes to the terminal and the log.
 step() {
   STEP="$1"
   "${@:2}" 2>&1 | tee -a "$LOG"
@@ -130,21 +129,21 @@ build_npu() {
     -DCMAKE_BUILD_TYPE="$([[ $DEBUG == 1 ]] && echo Debug || echo Release)"
   step "compiling and linking" cmake --build build/npu -j "$JOBS" --verbose
   step "copying the library into the package" cp build/npu/_ascend_npu.so flashattn_ext/
-  # Can be read without loading the library.
+  # A module that is readable without loading the library.
   printf '"""Written by build.sh."""\n\nBUILT_FOR_TORCH = "%s"\nSOC = "%s"\nCANN = "%s"\n' \
     "$TORCH_VERSION" "$SOC" "$CANN_VERSION" >flashattn_ext/_ascend_config.py
-  echo "built flashattn_ext/_ascend_npu.so: tensors on an NPU, flashattn_ext.use_backend(\"ascend\"). A package that is
-installed elsewhere gets it by: pip install --no-build-isolation --force-reinstall --no-deps . Then: $PYTHON -m flashattn_ext doctor"
+  echo "built flashattn_ext/_ascend_npu.so: tensors on an NPU, flashattn_ext.use_backend(\"ascend\"). To add it to a package
+installed elsewhere: pip install --no-build-isolation --force-reinstall --no-deps . Then: $PYTHON -m flashattn_ext doctor"
 }
 
-# One part of the report: a title and what a command says, or that it failed.
+# One section of the report: a title and the output of a command, or that it failed.
 part() {
   echo "--- $1"
   "${@:2}" 2>&1 || echo "(failed)"
   echo
 }
 
-# Everything that somebody else needs to see why the build failed.
+# Writes everything that a bug report needs to diagnose a failed build.
 write_report() {
   local file
   mkdir -p build
@@ -166,11 +165,11 @@ write_report() {
       [[ ! -f "$file" ]] || part "$file" cat "$file"
     done
   } >"$REPORT"
-  echo "build.sh: failed at: $STEP. $REPORT has everything about it that a report needs: docs/ascend_first_run.md says where to" >&2
+  echo "build.sh: failed at: $STEP. Attach $REPORT to a bug report; docs/ascend_first_run.md says where to send it" >&2
 }
 
 ORDER="$*"
-ARCH="" SOC_NAME="" MODE=npu TARGET=emulator JOBS="$(nproc 2>/dev/null || echo 2)" DEBUG=0 CLEAN=0
+ARCH="" SOC_NAME="" MODE=npu JOBS="$(nproc 2>/dev/null || echo 2)" DEBUG=0 CLEAN=0
 while (($#)); do
   case "$1" in
     -arch | -soc | -mode | -j)
@@ -178,7 +177,6 @@ while (($#)); do
       case "$1" in -arch) ARCH="$2" ;; -soc) SOC_NAME="$2" ;; -mode) MODE="$2" ;; -j) JOBS="$2" ;; esac
       shift 2
       ;;
-    -tilings) TARGET=emulator-tilings && shift ;;
     -debug) DEBUG=1 && shift ;;
     -clean) CLEAN=1 && shift ;;
     -h | -help | --help) usage && exit 0 ;;
@@ -187,12 +185,11 @@ while (($#)); do
 done
 [[ "$JOBS" =~ ^[1-9][0-9]*$ ]] || fail "-j: expected a whole number from 1, got '$JOBS'"
 if [[ $CLEAN == 1 ]]; then
-  rm -rf build/npu build/npu.log "$REPORT" build/emulator build/tilings flashattn_ext/_ascend_emulator*.so flashattn_ext/_ascend_npu.so \
+  rm -rf build/npu build/npu.log "$REPORT" build/emulator flashattn_ext/_ascend_emulator*.so flashattn_ext/_ascend_npu.so \
     flashattn_ext/_ascend_config.py
   [[ -n "$ARCH" ]] || exit 0
 fi
 [[ -n "$ARCH" ]] || fail "-arch is missing; accepted are $(known_names)"
-[[ "$TARGET" == emulator || "$MODE" == emulator ]] || fail "-tilings goes with -mode emulator, got -mode $MODE"
 choose_soc
 case "$MODE" in
   npu | check)
@@ -204,11 +201,11 @@ case "$MODE" in
     if [[ "$MODE" == npu ]]; then build_npu; fi
     ;;
   emulator)
-    # The emulator has no architecture of its own: A2 and A3 are the same core.
-    # make does not see that options are others: with -debug it compiles everything again.
+    # The emulator does not depend on the architecture: A2 and A3 have the same cores. make does not detect changed
+    # options, so -debug recompiles everything.
     options=(${CXX:+CXX="$CXX"})
     if [[ $DEBUG == 1 ]]; then options+=(-B "EMULATOR_OPTIMISE=-O0 -g"); fi
-    make -j "$JOBS" "$TARGET" "${options[@]}"
+    make -j "$JOBS" emulator "${options[@]}"
     echo "built flashattn_ext/_ascend_emulator.so: flashattn_ext.use_backend(\"ascend-emulator\")"
     ;;
   *) fail "-mode: '$MODE' is unknown; accepted are npu, emulator, check" ;;

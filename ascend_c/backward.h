@@ -2,7 +2,7 @@
 //
 //   dV = P~^T dO      dS = P (dP~ - delta)      dK = dS^T Q      dQ = dS K        (~: after dropout)
 //
-// A task is 128 keys of one key head, a step a task and up to 512 queries of one query head of its group. Cube and
+// A task is 128 keys of one KV head, a step a task and up to 512 queries of one query head of its group. Cube and
 // vector cores walk through the same steps, as in the forward:
 //
 //   cube     S(t) = Q K^T, dP(t) = dO V^T      ->  scores         kScoresReady
@@ -10,14 +10,14 @@
 //   cube     dV += P^T dO, dK += dS^T Q, dQ += dS K, kGradAhead steps later
 //
 // A task's dK and dV are added up by one core, step by step. Every core adds to dQ, in any order; with `deterministic`
-// all tasks of a key head belong to one core. The flags are enough: scores of step t + kGradSlots overwrite slot t
+// all tasks of a KV head belong to one core. The flags are enough: scores of step t + kGradSlots overwrite slot t
 // after the products of step t, which wait for P(t), and announce themselves on the pipe that stored those products.
 #pragma once
 
 #include "bias_gradients.h"
 #include "cube.h"
 #include "isolation.h"
-#include "scores.h"
+#include "row_delta.h"
 
 namespace flashattn_ext {
 namespace ascend {
@@ -27,19 +27,21 @@ struct GradStep {
   int32_t head = 0, row = 0, rows = 0;  // queries, within the sequence
   bool first = false, last = false;     // of the task
   bool last_of_head = false;
-  bool isolates = false;  // isolation.h: it hides something, and something may not be finite
+  bool isolates = false;  // isolation.h: the step hides a pair, and an operand may have a non-finite value
   int32_t slot = 0;
   __aicore__ int64_t FirstOf(const Arguments& a, const Sequence& sequence, int64_t length) const {
     return a.is_varlen() ? sequence.start : task.batch * length;
   }
-  // In the sums and in delta.
+  // Row index in the sums and in delta.
   __aicore__ int64_t QueryRow(const Arguments& a) const { return FirstOf(a, task.queries, a.seqlen_q) + row; }
   __aicore__ int64_t KeyRow(const Arguments& a) const { return FirstOf(a, task.keys, a.seqlen_k) + task.row; }
 };
 
+// A: Arguments, or ArgumentsWith.
+template <class A>
 class GradSteps {
  public:
-  __aicore__ GradSteps(const Arguments& arguments, int32_t queries_of_step)
+  __aicore__ GradSteps(const A& arguments, int32_t queries_of_step)
       : a(arguments),
         tasks(arguments, Side::keys, arguments.deterministic),
         queries_of_step(queries_of_step),
@@ -63,9 +65,10 @@ class GradSteps {
     step->row = row;
     step->rows = Lesser(queries_of_step, end - row);
     row += step->rows;
-    step->isolates = isolates && HidesAny(TileMask(a, task.queries.length, task.keys.length),
-                                          IntervalTiles(a, task.batch, step->head, task.keys.start), step->row, row,
-                                          task.row, task.row + task.rows);
+    step->isolates = a.has_intervals() && isolates &&
+                     HidesAny(TileMask(a, task.queries.length, task.keys.length),
+                              IntervalTiles(a, task.batch, step->head, task.keys.start), step->row, row, task.row,
+                              task.row + task.rows);
     step->last_of_head = row >= end;
     step->last = step->last_of_head && heads_left == last_head;
     step->slot = number++ % kGradSlots;
@@ -73,16 +76,16 @@ class GradSteps {
   }
 
  private:
-  // Heads are counted down.
+  // Heads descend.
   __aicore__ int32_t HeadOf(int32_t left) const { return (task.head + 1) * a.group_size() - 1 - left; }
-  // The rows of a query head that see a key of the task.
+  // The rows of a query head that see any key of the task.
   __aicore__ TileMask::Range RowsOf(int32_t left) const {
     if (!a.has_intervals()) return visible;
     const IntervalTiles tiles(a, task.batch, HeadOf(left), task.keys.start);
     const IntervalExtremes seen = tiles.Of(task.row, task.row + task.rows);
     return {Greater(visible.begin, seen.any_first), Lesser(visible.end, seen.any_last)};
   }
-  // Whether a head has any rows. The last one that has some is the task's last.
+  // Whether a head has any rows. The last such head is the last of the task.
   __aicore__ bool BeginTask() {
     const TileMask mask(a, task.queries.length, task.keys.length);
     visible = mask.rows_of(task.row, task.row + task.rows);
@@ -97,12 +100,12 @@ class GradSteps {
     return false;
   }
 
-  const Arguments& a;
+  const A& a;
   Tasks tasks;
   Task task;
   TileMask::Range visible = {0, 0};
   int32_t queries_of_step;
-  bool isolates;  // something may not be finite
+  bool isolates;  // an input may have a non-finite value
   int32_t heads_left = 0, last_head = 0, row = 0, end = 0, number = 0;
 };
 
@@ -128,7 +131,7 @@ class BackwardWorkspace {
   uint64_t base;
 };
 
-// What isolation.h copies of a step: queries, gradients of out, keys.
+// The rows that isolation.h copies for a step: queries, gradients of out, keys.
 template <typename T>
 class IsolatedStep {
   using Sizes = SizesOf<sizeof(T)>;
@@ -150,15 +153,16 @@ class IsolatedStep {
   }
 };
 
-template <typename T>
+// T: type of the inputs.
+template <typename T, class A>
 class BackwardCube {
   static constexpr int32_t kInner = SizesOf<sizeof(T)>::kInner, kQueries = SizesOf<sizeof(T)>::kQueries;
 
  public:
-  __aicore__ explicit BackwardCube(const Arguments& arguments) : a(arguments), workspace(arguments) {}
+  __aicore__ explicit BackwardCube(const A& arguments) : a(arguments), workspace(arguments) {}
 
   __aicore__ void Run() {
-    GradSteps steps(a, kQueries);
+    GradSteps<A> steps(a, kQueries);
     GradStep ring[kGradSlots], step;
     int32_t issued = 0;
     while (steps.Next(&step)) {
@@ -190,8 +194,8 @@ class BackwardCube {
       MultiplyTile(step, row, a.dout, a.head_dim_v, values, 1);
     }
     if (step.last) {
-      cube.Release(keys);
-      cube.Release(values);
+      cube.ReleaseResident(keys);
+      cube.ReleaseResident(values);
     }
     AscendC::CrossCoreSetFlag<2, PIPE_FIX>(kScoresReady);
   }
@@ -213,15 +217,16 @@ class BackwardCube {
     const int32_t n = step.task.rows;
     const L1Tile<T> p = cube.LoadWide(0, workspace.Rounded(step.slot, 0), step.rows, n, kTile);
     const L1Tile<T> ds = cube.LoadWide(1, workspace.Rounded(step.slot, 1), step.rows, n, kTile);
-    if (step.isolates) {
+    const bool isolates = a.has_intervals() && step.isolates;
+    if (isolates) {
       AddOverQueries(step, p, IsolatedStep<T>::Gradients(a, step.slot, 0), a.isolated_pitch(), a.head_dim_v, a.dv_sum);
       AddOverQueries(step, ds, IsolatedStep<T>::Queries(a, step.slot, 0), a.isolated_pitch(), a.head_dim, a.dk_sum);
     } else {
       AddOverQueries(step, p, Queries(step, a.dout, 0), a.dout.row_stride, a.head_dim_v, a.dv_sum);
       AddOverQueries(step, ds, Queries(step, a.q, 0), a.q.row_stride, a.head_dim, a.dk_sum);
     }
-    const AscendC::GlobalTensor<T> keys = step.isolates ? IsolatedStep<T>::Keys(a, step.slot) : Keys(step, a.k);
-    const int64_t key_pitch = step.isolates ? a.isolated_pitch() : a.k.row_stride;
+    const AscendC::GlobalTensor<T> keys = isolates ? IsolatedStep<T>::Keys(a, step.slot) : Keys(step, a.k);
+    const int64_t key_pitch = isolates ? a.isolated_pitch() : a.k.row_stride;
     const int32_t pitch = sum_pitch(a.head_dim);
     const AscendC::GlobalTensor<float> dq =
         Global<float>((uint64_t)a.dq_sum, (step.head * a.rows_q + step.QueryRow(a)) * pitch);
@@ -261,33 +266,34 @@ class BackwardCube {
     }
   }
 
-  const Arguments& a;
+  const A& a;
   BackwardWorkspace<T> workspace;
   CubeCore<T> cube;
   L1Tile<T> keys, values;
 };
 
-template <typename T>
+template <typename T, class A>
 class BackwardVector : VectorCore {
   static constexpr int32_t kQueries = SizesOf<sizeof(T)>::kQueries, kGradRows = SizesOf<sizeof(T)>::kGradRows;
 
  public:
-  __aicore__ explicit BackwardVector(const Arguments& arguments)
+  __aicore__ explicit BackwardVector(const A& arguments)
       : a(arguments),
         workspace(arguments),
-        chunk_rows(arguments.cap > 0 && arguments.has_dropout() ? kGroupRows : kGradRows),
+        chunk_rows(arguments.has_softcap() && arguments.has_dropout() ? kGroupRows : kGradRows),
         biases(arguments),
         intervals(arguments),
-        bias_gradients(arguments, &biases) {
+        bias_gradients(arguments, &biases),
+        row_delta(arguments) {
     using namespace AscendC;
-    s = Carve<float>(4 * kChunk);  // and dP behind it
+    s = Carve<float>(4 * kChunk);  // followed by dP
     dp = s[2 * kChunk];
     rounded = Carve<T>(2 * 2 * kChunk);
     lse = Carve<float>(kHalf);
     delta = Carve<float>(kHalf);
     lse_wide = Carve<float>(kGradRows * 8);
     delta_wide = Carve<float>(kGradRows * 8);
-    if (a.has_dropout() || a.cap > 0 || a.has_bias() || a.has_intervals()) {
+    if (has_product()) {
       product = Carve<float>(kChunk);
       Duplicate(product, 0.0f, kChunk);
     }
@@ -300,7 +306,7 @@ class BackwardVector : VectorCore {
       words = Carve<int32_t>(Dropout::WordsOf(kStepTiles));
       dropout.Init(a, Carve<int32_t>(Dropout::kConstantWords));
     }
-    // Lanes behind the last row and column are computed with and never used: they must hold something.
+    // Lanes beyond the last row and column enter the computation but not the results: they must hold finite values.
     Duplicate(s, 0.0f, 4 * kChunk);
     Duplicate(lse, 0.0f, kHalf);
     Duplicate(delta, 0.0f, kHalf);
@@ -314,7 +320,7 @@ class BackwardVector : VectorCore {
 
   __aicore__ void Run() {
     using namespace AscendC;
-    GradSteps steps(a, kQueries);
+    GradSteps<A> steps(a, kQueries);
     GradStep step;
     while (steps.Next(&step)) {
       const int32_t begin = step.row;
@@ -334,7 +340,7 @@ class BackwardVector : VectorCore {
       if (a.has_intervals() && step.rows > 0)
         intervals.Begin(step.task, step.head, step.task.row, step.task.rows, step.row, step.rows);
       CrossCoreWaitFlag(kScoresReady);
-      const bool isolates = step.isolates && step.rows > 0;
+      const bool isolates = a.has_intervals() && step.isolates && step.rows > 0;
       if (isolates) Isolate(step, step.row - begin);
       if (bias_gradients.any() && step.rows > 0) bias_gradients.BeginRows();
       for (int32_t row = 0; row < step.rows; row += chunk_rows)
@@ -363,7 +369,11 @@ class BackwardVector : VectorCore {
   static constexpr int32_t kRowsEvent = 2;       // between MTE2 and V
   static constexpr int32_t kIsolationEvent = 2;  // from V to MTE3
 
-  // lse and delta of the step's rows.
+  __aicore__ bool has_product() const {
+    return a.has_dropout() || a.has_softcap() || a.has_bias() || a.has_intervals();
+  }
+
+  // Loads lse and delta of the step's rows.
   __aicore__ void LoadRows(const GradStep& step) {
     using namespace AscendC;
     const DataCopyExtParams copy(1, step.rows * 4, 0, 0, 0);
@@ -378,7 +388,8 @@ class BackwardVector : VectorCore {
     Barrier();
   }
 
-  // Copies of this vector core's rows, the first of which is `slot_row` of the step, and of the task's keys.
+  // Copies this vector core's rows, the first of which is `slot_row` of the step, and the task's keys, with zeros for
+  // non-finite rows.
   __aicore__ void Isolate(const GradStep& step, int32_t slot_row) {
     const Task& task = step.task;
     static_assert(RowIsolation<T>::FloatsOf(16, kMaxHeadDim) <= 4 * kChunk, "the buffers of S and dP do");
@@ -395,19 +406,19 @@ class BackwardVector : VectorCore {
                   not_finite, IsolatedStep<T>::Gradients(a, step.slot, slot_row), true);
     GiveLoadBuffers();
   }
-  // P becomes NaN in rows whose gradient of out is not finite (dS is by itself); P, dS and what else comes before dS is
-  // final become 0 where they are hidden.
+  // Sets P to NaN in rows whose gradient of out is not finite (dS becomes NaN by itself). Zeroes hidden values of P, dS
+  // and the derivative of softcap.
   __aicore__ void ClearHiddenWeights(const GradStep& step, const ScoreChunk& chunk, int32_t row,
                                      const AscendC::LocalTensor<float>& ds, const AscendC::LocalTensor<float>& slope) {
     using namespace AscendC;
     const uint8_t pitch = chunk.layout.pitch;
-    const LocalTensor<float> wide = lse_wide;  // lse has been used
+    const LocalTensor<float> wide = lse_wide;  // lse is no longer needed
     Brcb(wide, not_finite[row], RoundUp(chunk.rows, 8) / 8, {1, 8});
     Barrier();
     for (int32_t c = 0; c < chunk.columns(); c += kLanes)
       Add(chunk.s[c], chunk.s[c], wide, kLanes, chunk.rows, {1, 1, 0, pitch, pitch, 1});
     Barrier();
-    const int32_t count = a.cap > 0 ? 3 : 2;
+    const int32_t count = a.has_softcap() ? 3 : 2;
     ScoreChunk cleared = chunk;
     FLASHATTN_ROLLED for (int32_t which = 0; which < count; ++which) {
       if (which > 0) cleared.s = which == 1 ? ds : slope;
@@ -427,6 +438,8 @@ class BackwardVector : VectorCore {
     const DataCopyPadExtParams<float> no_padding(false, 0, 0, 0.0f);
     DataCopyPad(p, workspace.Scores(step.slot, 0)[slot_row * kTile], copy, no_padding);
     DataCopyPad(ds, workspace.Scores(step.slot, 1)[slot_row * kTile], copy, no_padding);
+    const bool finds_delta = row_delta.kUsed && row_delta.SeesOnly(task, step.row + row, rows);
+    if (finds_delta) row_delta.Load(task.batch, step.head, task.queries.start + step.row + row, rows, ds);
     SetFlag<HardEvent::MTE2_V>(buffer);
     WaitFlag<HardEvent::MTE2_V>(buffer);
 
@@ -435,25 +448,36 @@ class BackwardVector : VectorCore {
     WaitFlag<HardEvent::MTE3_V>(buffer);
     if (bias_gradients.any()) bias_gradients.TakeScratch();
     ScaleProducts<T>(a, chunk, scratch);
-    // Until P and dS are rounded, their buffers hold the slope of the cap, and dropout's masks.
+    // Until P and dS are rounded, their buffers hold the derivative of softcap and the dropout masks.
     const LocalTensor<float> slope = rounded_p.template ReinterpretCast<float>();
-    const LocalTensor<T> masks = a.cap > 0 ? rounded_ds : rounded_p;
+    const LocalTensor<T> masks = a.has_softcap() ? rounded_ds : rounded_p;
     static_assert(Dropout::MasksOf(kGradRows / kGroupRows * kAcross) * 4 <= 2 * kChunk * int32_t(sizeof(T)) &&
                       Dropout::MasksOf(kAcross) * 4 <= kChunk * int32_t(sizeof(T)) &&
                       kGroupRows * kGradPitch * 4 <= kChunk * int32_t(sizeof(T)),
                   "they are large enough");
-    if (a.cap > 0) SlopeOfCap(a, chunk, slope);
+    if (a.has_softcap()) SlopeOfCap(a, chunk, slope);
     BiasAndHide(a, task, step.head, chunk, &biases, &intervals, scratch);
     Brcb(lse_wide, lse[row], RoundUp(rows, 8) / 8, {1, 8});
     Brcb(delta_wide, delta[row], RoundUp(rows, 8) / 8, {1, 8});
     Barrier();
     Weigh(chunk, lse_wide);
-    Differentiate(a, chunk, ds, delta_wide, &dropout, {product, masks.template ReinterpretCast<int32_t>()},
-                  row / kGroupRows);
-    if (step.isolates) ClearHiddenWeights(step, chunk, row, ds, slope);
+    const DropoutScratch dropped = {product, masks.template ReinterpretCast<int32_t>()};
+    if (finds_delta) {
+      if (a.has_intervals() && step.isolates) {
+        ScoreChunk hidden = chunk;
+        hidden.s = ds;
+        ClearHidden(a, task, hidden, &intervals, product);
+      }
+      if (a.has_dropout()) DropGradients(a, chunk, ds, &dropout, dropped, row / kGroupRows);
+      // lse is no longer needed. Without `product` there is no softcap and no dropout, whose values lie in `rounded`.
+      static_assert(2 * kLanes <= kGradPitch, "a chunk of scores has room for two columns of 64");
+      row_delta.Find(chunk, ds, step.head, lse[row], delta[row], delta_wide, has_product() ? product : slope, lse_wide);
+    }
+    Differentiate(a, chunk, ds, delta_wide, &dropout, dropped, row / kGroupRows, finds_delta);
+    if (a.has_intervals() && step.isolates) ClearHiddenWeights(step, chunk, row, ds, slope);
     if (bias_gradients.any()) bias_gradients.Add(task, step.head, chunk, row, ds, product);
-    if (a.cap > 0) {
-      Barrier();  // what is stored of a bias's gradient was read from dS
+    if (a.has_softcap()) {
+      Barrier();  // the stores of a bias's gradient have read dS
       Mul(ds, ds, slope, kLanes, chunk.repeats(), {1, 1, 1, 8, 8, 8});
       Barrier();
     }
@@ -470,29 +494,30 @@ class BackwardVector : VectorCore {
     SetFlag<HardEvent::MTE3_V>(buffer);
   }
 
-  const Arguments& a;
+  const A& a;
   BackwardWorkspace<T> workspace;
-  int32_t chunk_rows;  // of scores in UB at a time
+  int32_t chunk_rows;  // rows of scores in UB at a time
   int32_t chunks = 0;
   Biases<T> biases;
   Intervals intervals;
-  BiasGradients<T> bias_gradients;
+  BiasGradients<T, A> bias_gradients;
+  RowDelta<T, A> row_delta;
   AscendC::LocalTensor<float> s, dp, lse, delta, lse_wide, delta_wide;
-  AscendC::LocalTensor<float> product;     // of a chunk: what is computed on the way
-  AscendC::LocalTensor<float> not_finite;  // of the rows of a step that isolates
+  AscendC::LocalTensor<float> product;     // scratch of a chunk
+  AscendC::LocalTensor<float> not_finite;  // flags of the rows of a step that isolates
   AscendC::LocalTensor<int32_t> words;
   AscendC::LocalTensor<T> rounded;  // P and dS of a chunk, then of the next
   Dropout dropout;
 };
 
-template <typename T>
-__aicore__ inline void Backward(const Arguments& arguments) {
+template <typename T, class A>
+__aicore__ inline void Backward(const A& arguments) {
   if ASCEND_IS_AIC {
-    BackwardCube<T> cube(arguments);
+    BackwardCube<T, A> cube(arguments);
     cube.Run();
   }
   if ASCEND_IS_AIV {
-    BackwardVector<T> vector(arguments);
+    BackwardVector<T, A> vector(arguments);
     vector.Run();
   }
 }

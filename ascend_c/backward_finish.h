@@ -50,7 +50,7 @@ class BackwardFinish : VectorCore {
   static constexpr int32_t kRowsAtATime = 32;
   static constexpr int32_t kRowsOfSink = 1024, kEntries = kRowsOfSink;
 
-  // `rows` of all batch entries together: packed ones are one entry.
+  // `rows`: of all batch entries together; packed sequences count as one entry.
   __aicore__ void Convert(const TensorView& view, void* from, int64_t rows, int64_t heads, int32_t dim, float scale) {
     const int64_t batch = a.is_varlen() ? 1 : a.batch, per_entry = batch ? rows / batch : 0;
     const int64_t chunks = (per_entry + kRowsAtATime - 1) / kRowsAtATime;
@@ -100,7 +100,7 @@ class BackwardFinish : VectorCore {
     }
     StoreTotal(a.dsink, head, -1.0f);
   }
-  // The sum over the lanes of `total`, times a sign, as an element of an fp32 tensor.
+  // Stores the sum over the lanes of `total`, times a sign, as an element of an fp32 tensor.
   __aicore__ void StoreTotal(void* to, int64_t at, float sign) {
     using namespace AscendC;
     WaitFlag<HardEvent::MTE3_V>(0);
@@ -117,7 +117,7 @@ class BackwardFinish : VectorCore {
     AscendC::Duplicate(total, 0.0f, kLanes);
     Barrier();
   }
-  // total += so many sums in the workspace, in their order.
+  // Adds sums in the workspace to `total`, in their order.
   __aicore__ void AddSums(const void* sums, int64_t at, int64_t count) {
     using namespace AscendC;
     for (int64_t done = 0; done < count; done += kRowsOfSink) {
@@ -130,7 +130,7 @@ class BackwardFinish : VectorCore {
       SetFlag<HardEvent::V_MTE2>(0);
     }
   }
-  // The vector unit has to set V_MTE2 when it has done with them.
+  // The caller sets V_MTE2 once the vector unit has finished with them.
   __aicore__ void LoadSums(const AscendC::LocalTensor<float>& to, const void* sums, int64_t at, int32_t count) {
     using namespace AscendC;
     WaitFlag<HardEvent::V_MTE2>(0);
@@ -140,7 +140,7 @@ class BackwardFinish : VectorCore {
     WaitFlag<HardEvent::MTE2_V>(0);
   }
 
-  // dslope = -sum g |d|, of a batch entry or of all of them.
+  // dslope = -sum g |d|, over one batch entry or over all of them.
   __aicore__ void Slope(int64_t entry, int64_t head) {
     ClearTotal();
     const int64_t end = a.alibi_batch_stride ? entry + 1 : a.batch;
@@ -151,8 +151,8 @@ class BackwardFinish : VectorCore {
     StoreTotal(a.dalibi_slopes, entry * a.alibi_batch_stride + head, -1.0f);
   }
 
-  // Entries of a relative bias, the batch entries and vector cores in their order. Those at the ends have the sums of
-  // all further distances, too.
+  // Entries of a relative bias, summed in the order of batch entries and vector cores. The entries at the ends also get
+  // the sums of all farther distances.
   __aicore__ void Relative(int64_t head, int64_t begin) {
     using namespace AscendC;
     const int64_t last = 2 * a.relative_reach, out = head * (last + 1);
@@ -193,12 +193,12 @@ class BackwardFinish : VectorCore {
     DataCopyPad(delta, Global<float>((uint64_t)a.delta, delta_at), copy, no_padding);
     SetFlag<HardEvent::MTE2_V>(0);
     WaitFlag<HardEvent::MTE2_V>(0);
-    Maxs(lse, lse, kLowest, rows);  // -inf where the sink is -inf too
+    Maxs(lse, lse, kLowest, rows);  // -inf if the sink is -inf too
     Barrier();
     Muls(lse, lse, -1.0f, rows);
     Barrier();
     if (sink > kHighest)
-      Duplicate(lse, 0.0f, rows);  // it has all the weight
+      Duplicate(lse, 0.0f, rows);  // the sink has all the weight
     else
       Adds(lse, lse, sink, rows);
     Barrier();

@@ -1,5 +1,5 @@
 // First stage of the backward, on the vector cores alone: delta_i = <dout_i, out_i> - dlse_i for every row, zeros for
-// the sums of the gradients, and with a Mask whether everything is finite (isolation.h).
+// the sums of the gradients, and with a Mask the checks for non-finite values (isolation.h).
 #pragma once
 
 #include "isolation.h"
@@ -38,7 +38,7 @@ class BackwardPrepare : VectorCore {
     SetFlag<HardEvent::V_MTE2>(0);
     SetFlag<HardEvent::MTE3_V>(0);
     const int64_t batch = a.is_varlen() ? 1 : a.batch, rows = a.is_varlen() ? a.total_q : a.seqlen_q;
-    if (a.has_intervals()) {  // beside the stores of zeros
+    if (a.has_intervals()) {  // overlaps with the stores of zeros
       const int64_t keys = a.is_varlen() ? a.total_k : a.seqlen_k;
       SetFlag<HardEvent::V_MTE2>(1);
       Check(a.q, batch, rows, a.heads_q, a.head_dim);
@@ -70,7 +70,7 @@ class BackwardPrepare : VectorCore {
     LoadRows(to, RoundUp(dim, kLanes), Head<T>(view, b, head, row), view.row_stride, rows, dim);
   }
 
-  // Sums up a tensor, with the buffers of delta: two loads are in flight.
+  // Sums up a tensor in the buffers of delta, with two loads in flight.
   __aicore__ void Check(const TensorView& view, int64_t batch, int64_t rows, int64_t heads, int32_t dim) {
     using namespace AscendC;
     const int64_t chunks = (rows + kRowsAtATime - 1) / kRowsAtATime;

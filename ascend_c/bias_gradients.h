@@ -1,4 +1,4 @@
-// The gradients of biases, of what one vector core has of a step: g is the gradient of the logits.
+// The gradients of biases, for one vector core's rows of a step: g is the gradient of the logits.
 //
 //   slopes         -sum g |d|, in 64 lanes; a sum of every task, head and vector core, which backward_finish.h adds up
 //   relative bias  sums over diagonals: rows r, r + 8, r + 16 .. are added with a shift of whole blocks into one of 8
@@ -20,7 +20,7 @@ __aicore__ inline int64_t SlopeSumsAt(const Arguments& a, int64_t batch, int64_t
   return (head * a.slope_blocks + keys.start / kRows + batch) * 2;
 }
 
-template <typename T>
+template <typename T, class A>
 class BiasGradients {
   static constexpr int32_t kHalf = SizesOf<sizeof(T)>::kQueries / 2;
   static constexpr int32_t kLines = 8;
@@ -30,8 +30,8 @@ class BiasGradients {
  public:
   static constexpr int32_t kFloats = kLanes + 8 + kLines * kSpan;
 
-  __aicore__ BiasGradients(const Arguments& arguments, Biases<T>* biases) : a(arguments), biases(biases) {}
-  __aicore__ bool any() const { return a.dalibi_slopes || a.drelative_bias || a.dbias.data; }
+  __aicore__ BiasGradients(const A& arguments, Biases<T>* biases) : a(arguments), biases(biases) {}
+  __aicore__ bool any() const { return a.has_bias_gradient(); }
 
   __aicore__ void SetMemory(const AscendC::LocalTensor<float>& memory) {
     slope = memory;
@@ -58,14 +58,14 @@ class BiasGradients {
     SetFlag<HardEvent::MTE3_V>(kScratchEvent);
   }
 
-  // The rows of a step that this vector core has.
+  // This vector core's rows of a step.
   __aicore__ void BeginRows() {
     if (!a.drelative_bias) return;
     AscendC::WaitFlag<AscendC::HardEvent::MTE3_V>(kLinesEvent);
     for (int32_t line = 0; line < kLines; ++line) AscendC::Duplicate(lines[line * kSpan], 0.0f, kSpan);
     Barrier();
   }
-  // A chunk of them, `row` rows after the first. `scratch`: as many fp32 as the chunk has.
+  // A chunk of these rows, which begins at `row`. `scratch`: as many fp32 as the chunk has.
   __aicore__ void Add(const Task& task, int32_t head, const ScoreChunk& chunk, int32_t row,
                       const AscendC::LocalTensor<float>& g, const AscendC::LocalTensor<float>& scratch) {
     if (a.dalibi_slopes) AddToSlope(task, chunk, g, scratch);
@@ -85,10 +85,11 @@ class BiasGradients {
     SetFlag<HardEvent::V_MTE3>(kLinesEvent);
     WaitFlag<HardEvent::V_MTE3>(kLinesEvent);
     const int64_t reach = a.relative_reach, at = RelativeSumsAt(a, task.batch, GetSubBlockIdx(), head);
-    const int64_t first = task.row - row - (task.keys.length - task.queries.length) - (kHalf - kLines);
+    const int64_t shift = TileMask(a, task.queries.length, task.keys.length).first_position();
+    const int64_t first = task.row - row - shift - (kHalf - kLines);
     SetAtomicAdd<float>();
     for (int32_t line = 0; line < kLines; ++line) {
-      int64_t distance = first - line;  // of the line's first entry
+      int64_t distance = first - line;  // distance of the line's first entry
       distance = distance < -reach - kDiagonalMargin ? -reach - kDiagonalMargin : distance > reach ? reach : distance;
       PipeBarrier<PIPE_MTE3>();  // the same diagonals in the same order
       DataCopyPad(Global<float>((uint64_t)a.relative_sums, at + distance + reach + kDiagonalMargin),
@@ -97,7 +98,7 @@ class BiasGradients {
     SetAtomicNone();
     SetFlag<HardEvent::MTE3_V>(kLinesEvent);
   }
-  // After the last rows of a task and a head.
+  // Called after the last rows of a task and a head.
   __aicore__ void EndHead(const Task& task, int32_t head) {
     using namespace AscendC;
     if (!a.dalibi_slopes) return;
@@ -178,7 +179,7 @@ class BiasGradients {
     if (adds) SetAtomicNone();
   }
 
-  const Arguments& a;
+  const A& a;
   Biases<T>* biases;
   AscendC::LocalTensor<float> slope;   // one repeat
   AscendC::LocalTensor<float> result;  // one block

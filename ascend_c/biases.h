@@ -1,5 +1,5 @@
-// What is added to a logit because of where its score is (csrc/bias.h), on the vector core: ALiBi from the numbers of
-// rows and keys, a relative bias and a bias of any shape from GM, a few rows of a chunk at a time.
+// Biases, which are added to a logit by its position (csrc/bias.h), on the vector core: ALiBi from the numbers of rows
+// and keys; a relative bias and a bias of any shape from GM, a few rows of a chunk at a time.
 #pragma once
 
 #include "vector.h"
@@ -14,30 +14,30 @@ struct ScoreChunk {
   int32_t row, rows;
   int32_t key, keys;
 
-  // fp32 of a row, in whole repeats.
+  // fp32 per row, in whole repeats.
   __aicore__ int32_t columns() const { return RoundUp(keys, kLanes); }
-  // The chunk is one piece of memory: an operation without an operand for each row takes all of it in so many repeats.
+  // The chunk is contiguous: an operation without a per-row operand covers it with this number of repeats.
   __aicore__ uint8_t repeats() const { return RepeatsOf(rows); }
   __aicore__ uint8_t RepeatsOf(int32_t some_rows) const {
     return ((some_rows - 1) * layout.pitch + columns() / 8 + 7) / 8;
   }
 };
 
-// T: type of the inputs, which a bias may have, too.
+// T: type of the inputs. A bias may have it too.
 template <typename T>
 class Biases {
  public:
-  // A piece: so many rows of scores of which a bias is in UB at a time. Two pieces are in flight, and one is in fp32
-  // what came in 16 bits.
+  // Rows of scores in a piece, for which a bias is in UB at a time. Two pieces are in flight; a third holds the fp32
+  // values of a 16-bit bias.
   __aicore__ static constexpr int32_t PieceRows(int32_t pitch) { return pitch > 264 ? 2 : 3; }
-  // fp32 that SetMemory takes, for chunks of at most so many rows and keys.
+  // The fp32 values that SetMemory needs, for chunks of at most this many rows and keys.
   __aicore__ static constexpr int32_t FloatsOf(int32_t rows, int32_t keys, int32_t pitch) {
     return keys + 8 * rows + 3 * PieceRows(pitch) * pitch;
   }
 
   __aicore__ explicit Biases(const Arguments& arguments) : a(arguments) {}
 
-  // Before UB is used.
+  // Call it before UB is used.
   __aicore__ void SetMemory(const AscendC::LocalTensor<float>& memory, int32_t rows, int32_t keys, int32_t pitch) {
     using namespace AscendC;
     piece_rows = PieceRows(pitch);
@@ -51,7 +51,8 @@ class Biases {
     Barrier();
     Brcb(row_numbers, pieces, RoundUp(rows, 8) / 8, {1, 8});
     Barrier();
-    Duplicate(pieces, 0.0f, 3 * piece_floats);  // lanes that nobody loads are added to scores that nobody uses
+    Duplicate(pieces, 0.0f,
+              3 * piece_floats);  // lanes without a load are added to unused scores, so they must be finite
     Barrier();
     for (int32_t e = 0; e < 2; ++e) SetFlag<HardEvent::V_MTE2>(kPieceEvent + e);
   }
@@ -59,7 +60,7 @@ class Biases {
     for (int32_t e = 0; e < 2; ++e) AscendC::WaitFlag<AscendC::HardEvent::V_MTE2>(kPieceEvent + e);
   }
 
-  // Adds all of them to the logits of a chunk of a query head. `scratch`: so many fp32, at least those of a row.
+  // Adds all biases to the logits of a chunk of a query head. `scratch`: fp32, at least as many as a row needs.
   __aicore__ void Add(const Task& task, int32_t head, const ScoreChunk& chunk,
                       const AscendC::LocalTensor<float>& scratch, int32_t scratch_floats) {
     if (a.alibi_slopes) {
@@ -73,14 +74,10 @@ class Biases {
       }
     }
     if (a.relative_bias) AddRelative(task, head, chunk);
-    if (!a.bias.data) return;
-    if (sizeof(T) == 2 && a.bias.dtype != DType::kFloat32)
-      AddDense<T>(task, head, chunk);
-    else
-      AddDense<float>(task, head, chunk);
+    if (a.bias.data) AddDense(task, head, chunk);
   }
 
-  // |j - i - shift| of so many rows of a chunk from `row` on, at its pitch.
+  // |j - i - shift| for rows of a chunk from `row` on, at its pitch.
   __aicore__ void Distances(const Task& task, const ScoreChunk& chunk, int32_t row, int32_t rows,
                             const AscendC::LocalTensor<float>& to) {
     using namespace AscendC;
@@ -102,8 +99,8 @@ class Biases {
     return Global<float>((uint64_t)a.alibi_slopes).GetValue(task.batch * a.alibi_batch_stride + head);
   }
   // j - i - shift of a row of a chunk and its first key.
-  __aicore__ static int32_t Distance(const Task& task, const ScoreChunk& chunk, int32_t row) {
-    return chunk.key - (chunk.row + row) - int32_t(task.keys.length - task.queries.length);
+  __aicore__ int32_t Distance(const Task& task, const ScoreChunk& chunk, int32_t row) const {
+    return chunk.key - (chunk.row + row) - TileMask(a, task.queries.length, task.keys.length).first_position();
   }
 
   __aicore__ void AddRelative(const Task& task, int32_t head, const ScoreChunk& chunk) {
@@ -112,7 +109,7 @@ class Biases {
     const GlobalTensor<float> entries = Global<float>((uint64_t)a.relative_bias, head * (2 * a.relative_reach + 1));
     const float below = entries.GetValue(0), above = entries.GetValue(2 * a.relative_reach);
     const int32_t first = Distance(task, chunk, 0);
-    if (first - (chunk.rows - 1) >= reach || first + chunk.keys - 1 <= -reach) {  // it has one value
+    if (first - (chunk.rows - 1) >= reach || first + chunk.keys - 1 <= -reach) {  // the chunk has one value
       Adds(chunk.s, chunk.s, first >= reach ? above : below, kLanes, chunk.repeats(), {1, 1, 8, 8});
       return Barrier();
     }
@@ -131,23 +128,22 @@ class Biases {
       }
       SetFlag<HardEvent::MTE2_V>(kPieceEvent + which);
       WaitFlag<HardEvent::MTE2_V>(kPieceEvent + which);
-      for (int32_t r = 0; r < rows; ++r) {
-        const Inside inside(first - row - r, chunk.keys, reach);
-        if (inside.begin > 0) FillOutside(values[r * pitch], chunk, inside.begin, chunk.columns(), below);
+      FLASHATTN_ROLLED for (int32_t side = 0; side < 2; ++side) {  // below, then above
+        for (int32_t r = 0; r < rows; ++r) {
+          const Inside inside(first - row - r, chunk.keys, reach);
+          if (side ? inside.end < chunk.keys : inside.begin > 0)
+            FillOutside(values[r * pitch], chunk, side ? 0 : inside.begin, side ? inside.end : chunk.columns(),
+                        side ? above : below);
+        }
+        Barrier();  // both fills may end in the same block
       }
-      Barrier();  // both may end in one block
-      for (int32_t r = 0; r < rows; ++r) {
-        const Inside inside(first - row - r, chunk.keys, reach);
-        if (inside.end < chunk.keys) FillOutside(values[r * pitch], chunk, 0, inside.end, above);
-      }
-      Barrier();
       AddPiece(chunk, row, rows, values);
       SetFlag<HardEvent::V_MTE2>(kPieceEvent + which);
     }
     Barrier();
   }
   static constexpr int64_t kFarthest = int64_t{1} << 30;  // beyond every sequence
-  // The keys of a row that have an entry of their own, or share that of the reach: [begin, end).
+  // The keys [begin, end) of a row within the reach: with an entry of their own, or the entry of the reach itself.
   struct Inside {
     int32_t begin, end;
     __aicore__ Inside(int32_t first, int32_t keys, int32_t reach)
@@ -158,42 +154,43 @@ class Biases {
     ascend::FillOutside(line, {chunk.layout.pitch, false}, 1, 0, chunk.columns(), begin, end, value);
   }
 
-  template <typename U>
+  // Pieces are copied as 16-bit units, two of which are one fp32, so that one copy of the code has both types.
   __aicore__ void AddDense(const Task& task, int32_t head, const ScoreChunk& chunk) {
     using namespace AscendC;
+    const bool narrow = sizeof(T) == 2 && a.bias.dtype != DType::kFloat32;
+    const int32_t units = narrow ? 1 : 2, bytes = 2 * units;  // of an element
     const int64_t at = task.batch * a.bias.batch_stride + head * a.bias.head_stride + chunk.key;
-    const GlobalTensor<U> values = Global<U>((uint64_t)a.bias.data, at);
+    const GlobalTensor<uint16_t> values = Global<uint16_t>((uint64_t)a.bias.data, at * units);
     const int32_t pitch = chunk.layout.pitch * 8;
-    constexpr int32_t kElement = sizeof(U);
-    const DataCopyPadExtParams<U> no_padding(false, 0, 0, U());
-    const int64_t gap = (a.bias.row_stride - chunk.keys) * kElement;
+    const DataCopyPadExtParams<uint16_t> no_padding(false, 0, 0, 0);
+    const int64_t gap = (a.bias.row_stride - chunk.keys) * bytes;
     const bool together = gap >= 0 && gap < kFarthest;
     for (int32_t row = 0; row < chunk.rows; row += piece_rows) {
       const int32_t rows = Lesser(piece_rows, chunk.rows - row), which = piece++ % 2;
-      const LocalTensor<U> loaded = pieces[which * piece_floats].template ReinterpretCast<U>();
+      const LocalTensor<float> arrived = pieces[which * piece_floats];
+      const LocalTensor<uint16_t> loaded = arrived.ReinterpretCast<uint16_t>();
       WaitFlag<HardEvent::V_MTE2>(kPieceEvent + which);
       for (int32_t r = 0; r < rows; r += together ? rows : 1)
-        DataCopyPad(loaded[r * pitch], values[(chunk.row + row + r) * a.bias.row_stride],
-                    DataCopyExtParams(together ? rows : 1, chunk.keys * kElement, together ? gap : 0,
-                                      (pitch * kElement - RoundUp(chunk.keys * kElement, 32)) / 32, 0),
+        DataCopyPad(loaded[r * pitch * units], values[(chunk.row + row + r) * a.bias.row_stride * units],
+                    DataCopyExtParams(together ? rows : 1, chunk.keys * bytes, together ? gap : 0,
+                                      (pitch * bytes - RoundUp(chunk.keys * bytes, 32)) / 32, 0),
                     no_padding);
       SetFlag<HardEvent::MTE2_V>(kPieceEvent + which);
       WaitFlag<HardEvent::MTE2_V>(kPieceEvent + which);
-      if constexpr (kElement == 2) {
-        const LocalTensor<float> wide = pieces[2 * piece_floats];
-        Cast(wide, loaded, RoundMode::CAST_NONE, rows * pitch);
-        Barrier();
-        AddPiece(chunk, row, rows, wide);
-        Barrier();
-      } else {
-        AddPiece(chunk, row, rows, loaded);
+      if constexpr (sizeof(T) == 2) {
+        if (narrow) {
+          Cast(pieces[2 * piece_floats], arrived.ReinterpretCast<T>(), RoundMode::CAST_NONE, rows * pitch);
+          Barrier();
+        }
       }
+      AddPiece(chunk, row, rows, narrow ? pieces[2 * piece_floats] : arrived);
+      if (narrow) Barrier();
       SetFlag<HardEvent::V_MTE2>(kPieceEvent + which);
     }
     Barrier();
   }
 
-  // The shorter side of a piece is that of the instructions.
+  // Instructions loop over the shorter side of a piece.
   __aicore__ static void AddPiece(const ScoreChunk& chunk, int32_t row, int32_t rows,
                                   const AscendC::LocalTensor<float>& values) {
     const uint8_t pitch = chunk.layout.pitch;

@@ -7,6 +7,17 @@
 namespace flashattn_ext {
 namespace ascend {
 
+// Fills pieces of L1 with a value. The function is InitConstValue in CANN 8.5 and Fill in CANN 9.
+// Callers pass the int 0, so that overload resolution prefers Fill where the headers have both.
+template <typename Tensor, typename Params>
+__aicore__ inline auto FillL1(const Tensor& to, const Params& p, int) -> decltype(Fill(to, p)) {
+  return Fill(to, p);
+}
+template <typename Tensor, typename Params>
+__aicore__ inline auto FillL1(const Tensor& to, const Params& p, long) -> decltype(InitConstValue(to, p)) {
+  return InitConstValue(to, p);
+}
+
 // A matrix in L1, in columns of 32 bytes with `rows` (rounded up to 16) each.
 template <typename T>
 struct L1Tile {
@@ -16,8 +27,8 @@ struct L1Tile {
   __aicore__ AscendC::LocalTensor<T> From(int32_t column) const { return data[column * RoundUp(rows, 16)]; }
 };
 
-// How sums reach GM: over what is there, or added to it. Two sums are in flight, whose flags order an addition after
-// the last but one; neighbours, which nothing orders, never add to the same rows.
+// How sums reach GM: they overwrite it, or are added to it. Two sums are in flight; flags order an addition only after
+// the second-to-last one. Consecutive sums, which no flag orders, never add to the same rows.
 enum class Store { replace, add };
 
 template <typename T>
@@ -40,9 +51,10 @@ class CubeCore {
     l0a = l0a_buffer.template Get<T>();
     l0b = l0b_buffer.template Get<T>();
     l0c = l0c_buffer.template Get<float>();
-    if constexpr (kElement == 4) SetHF32Mode(false);  // which would round what it multiplies to 11 bits
+    if constexpr (kElement == 4) SetHF32Mode(false);  // which would round the factors to 11 bits
     for (int32_t e = 0; e < kRingEvent + kRing; ++e) SetFlag<HardEvent::MTE1_MTE2>(e);
     for (int32_t e = 0; e < 2; ++e) {
+      SetFlag<HardEvent::M_MTE2>(kResidentEvent + e);
       SetFlag<HardEvent::M_MTE1>(kStageEvent + e);
       SetFlag<HardEvent::FIX_M>(e);
     }
@@ -52,30 +64,43 @@ class CubeCore {
     using namespace AscendC;
     for (int32_t e = 0; e < kRingEvent + kRing; ++e) WaitFlag<HardEvent::MTE1_MTE2>(e);
     for (int32_t e = 0; e < 2; ++e) {
+      WaitFlag<HardEvent::M_MTE2>(kResidentEvent + e);
       WaitFlag<HardEvent::M_MTE1>(kStageEvent + e);
       WaitFlag<HardEvent::FIX_M>(e);
     }
   }
 
-  // One of the two large buffers for the operand of a whole task, and for the left operand of a block.
+  // One of the two large buffers for the operand of a whole task, or for the left operand of a step. They have no
+  // "loaded" flag: no product reads them before the next LoadTile, whose flag follows all earlier MTE2 work.
   __aicore__ L1Tile<T> LoadResident(int32_t which, AscendC::GlobalTensor<T> from, int32_t rows, int32_t columns,
                                     int64_t pitch) {
-    return Load(which * Sizes::kResidentBytes, kResidentEvent + which, from, rows, columns, pitch);
+    AscendC::WaitFlag<AscendC::HardEvent::M_MTE2>(kResidentEvent + which);
+    return Load(Place(which * Sizes::kResidentBytes, kResidentEvent + which, rows), from, columns, pitch);
   }
   __aicore__ L1Tile<T> LoadWide(int32_t which, AscendC::GlobalTensor<T> from, int32_t rows, int32_t columns,
                                 int64_t pitch) {
-    return Load(2 * Sizes::kResidentBytes + which * Sizes::kWideBytes, kWideEvent + which, from, rows, columns, pitch);
+    const int32_t event = kWideEvent + which;
+    AscendC::WaitFlag<AscendC::HardEvent::MTE1_MTE2>(event);
+    return Load(Place(2 * Sizes::kResidentBytes + which * Sizes::kWideBytes, event, rows), from, columns, pitch);
   }
-  // The next of the small buffers, for a tile that is used once. `paired`: its rows are (schedule.h).
+  // The next small buffer, for a tile that is used once. `paired`: its rows are paired (schedule.h).
   __aicore__ L1Tile<T> LoadTile(AscendC::GlobalTensor<T> from, int32_t rows, int32_t columns, int64_t pitch,
                                 bool paired = false) {
-    const int32_t which = ring++ % kRing, byte = 2 * (Sizes::kResidentBytes + Sizes::kWideBytes) + which * kTileBytes;
-    if (paired) return LoadPaired(byte, kRingEvent + which, from, rows, columns, pitch);
-    return Load(byte, kRingEvent + which, from, rows, columns, pitch);
+    const int32_t which = ring++ % kRing, event = kRingEvent + which;
+    const int32_t byte = 2 * (Sizes::kResidentBytes + Sizes::kWideBytes) + which * kTileBytes;
+    AscendC::WaitFlag<AscendC::HardEvent::MTE1_MTE2>(event);
+    const L1Tile<T> empty = Place(byte, event, rows);
+    const L1Tile<T> tile = paired ? LoadPaired(empty, from, columns, pitch) : Load(empty, from, columns, pitch);
+    AscendC::SetFlag<AscendC::HardEvent::MTE2_MTE1>(event);
+    AscendC::WaitFlag<AscendC::HardEvent::MTE2_MTE1>(event);
+    return tile;
   }
+  // Called after the last product that reads the operand: a tile, a step's left operand, or a task's operand, whose
+  // buffer is free when that product is complete.
   __aicore__ void Release(const L1Tile<T>& tile) { AscendC::SetFlag<AscendC::HardEvent::MTE1_MTE2>(tile.event); }
+  __aicore__ void ReleaseResident(const L1Tile<T>& tile) { AscendC::SetFlag<AscendC::HardEvent::M_MTE2>(tile.event); }
 
-  // What a product takes of its left operand.
+  // The part of its left operand that a product reads.
   struct Left {
     const L1Tile<T>& tile;
     int32_t row, rows, column, columns;
@@ -88,7 +113,7 @@ class CubeCore {
   __aicore__ void MultiplyTransposed(const Left& left, const L1Tile<T>& right, int32_t column, int32_t n, bool begins,
                                      bool last_use) {
     BeginStage(left);
-    AscendC::LoadData2DParams p;  // the fractals of X in L1 are those of its transpose in L0B
+    AscendC::LoadData2DParams p;  // X in L1 has the same fractals as its transpose in L0B
     p.repeatTimes = RoundUp(n, 16) / 16 * (RoundUp(left.k(), kColumns) / kColumns);
     p.srcStride = 1;
     AscendC::LoadData(l0b[stage * kRight], right.From(column), p);
@@ -116,7 +141,7 @@ class CubeCore {
     Multiply(left, n, begins);
   }
 
-  // The sums begin; then products; then they go to GM.
+  // The order of calls: begin the sums, issue products, store the sums to GM.
   __aicore__ void BeginSums() { AscendC::WaitFlag<AscendC::HardEvent::FIX_M>(sums); }
   __aicore__ void StoreSums(const AscendC::GlobalTensor<float>& to, int32_t rows, int32_t columns, int32_t pitch,
                             Store how = Store::replace) {
@@ -136,19 +161,26 @@ class CubeCore {
   }
 
  private:
-  __aicore__ L1Tile<T> Load(int32_t byte, int32_t event, AscendC::GlobalTensor<T> from, int32_t rows, int32_t columns,
-                            int64_t pitch) {
-    const L1Tile<T> tile = BeginLoad(byte, event, rows);
-    CopyRows(tile, 0, 1, from, rows, columns, pitch);
-    ClearRows(tile, rows, columns);
-    ClearColumns(tile, columns);
-    return EndLoad(tile);
+  // An empty tile at a byte of L1.
+  __aicore__ L1Tile<T> Place(int32_t byte, int32_t event, int32_t rows) const {
+    L1Tile<T> tile;
+    tile.data = l1[byte / kElement];
+    tile.rows = rows;
+    tile.event = event;
+    return tile;
   }
 
-  __aicore__ L1Tile<T> LoadPaired(int32_t byte, int32_t event, AscendC::GlobalTensor<T> from, int32_t rows,
-                                  int32_t columns, int64_t pitch) {
-    const L1Tile<T> tile = BeginLoad(byte, event, rows);
-    if (rows % 16) {  // the rows beyond the last one lie between those of its group
+  __aicore__ L1Tile<T> Load(const L1Tile<T>& tile, AscendC::GlobalTensor<T> from, int32_t columns, int64_t pitch) {
+    CopyRows(tile, 0, 1, from, tile.rows, columns, pitch);
+    ClearRows(tile, tile.rows, columns);
+    ClearColumns(tile, columns);
+    return tile;
+  }
+
+  __aicore__ L1Tile<T> LoadPaired(const L1Tile<T>& tile, AscendC::GlobalTensor<T> from, int32_t columns,
+                                  int64_t pitch) {
+    const int32_t rows = tile.rows;
+    if (rows % 16) {  // the rows beyond the last one are interleaved with its group
       ClearRows(tile, rows / 16 * 16, columns);
       AscendC::PipeBarrier<PIPE_MTE2>();
     }
@@ -162,10 +194,10 @@ class CubeCore {
         row += 8;
       }
     }
-    return EndLoad(tile);
+    return tile;
   }
 
-  // Zeros from a row on, up to whole groups of 16: a product reads them, and NaN there may raise an error.
+  // Zeroes rows up to a whole group of 16: a product reads them, and a NaN there may raise an error.
   __aicore__ static void ClearRows(const L1Tile<T>& tile, int32_t row, int32_t columns) {
     const int32_t all = RoundUp(tile.rows, 16);
     if (row == all) return;
@@ -173,34 +205,21 @@ class CubeCore {
     p.repeatTimes = RoundUp(columns, kColumns) / kColumns;
     p.blockNum = all - row;
     p.dstGap = row;
-    AscendC::Fill(tile.data[row * kColumns], p);
+    FillL1(tile.data[row * kColumns], p, 0);
   }
-  // In fp32 a fractal has 8 columns: where a product takes them as 16 of m or n, the last 8 may be missing.
+  // In fp32 a fractal has 8 columns: where a product reads them as 16 of m or n, the last 8 may be missing.
   __aicore__ static void ClearColumns(const L1Tile<T>& tile, int32_t columns) {
     const int32_t loaded = RoundUp(columns, kColumns);
     if (loaded == RoundUp(columns, 16)) return;
     AscendC::InitConstValueParams<T> p;
     p.repeatTimes = 1;
     p.blockNum = RoundUp(tile.rows, 16);
-    AscendC::Fill(tile.From(loaded), p);
+    FillL1(tile.From(loaded), p, 0);
   }
 
-  __aicore__ L1Tile<T> BeginLoad(int32_t byte, int32_t event, int32_t rows) {
-    AscendC::WaitFlag<AscendC::HardEvent::MTE1_MTE2>(event);
-    L1Tile<T> tile;
-    tile.data = l1[byte / kElement];
-    tile.rows = rows;
-    tile.event = event;
-    return tile;
-  }
-  __aicore__ L1Tile<T> EndLoad(const L1Tile<T>& tile) {
-    AscendC::SetFlag<AscendC::HardEvent::MTE2_MTE1>(tile.event);
-    AscendC::WaitFlag<AscendC::HardEvent::MTE2_MTE1>(tile.event);
-    return tile;
-  }
   static constexpr int64_t kMaxPitch = 65535;  // from row to row, or from matrix to matrix
 
-  // 16 rows, in pairs: two matrices of 8 rows, between each other in L1.
+  // 16 rows, in pairs: two matrices of 8 rows, interleaved in L1.
   __aicore__ static void CopyPairs(const L1Tile<T>& tile, int32_t row, AscendC::GlobalTensor<T> from, int32_t columns,
                                    int64_t pitch) {
     AscendC::Nd2NzParams p;

@@ -1,6 +1,7 @@
 #include "dispatch.h"
 
 #include <algorithm>
+#include <iterator>
 
 #include "../csrc/backend.h"
 #include "../csrc/dropout.h"
@@ -9,19 +10,17 @@
 namespace flashattn_ext {
 namespace ascend {
 
-std::string supports(const AttnParams& p, bool backward) {
+std::string supports(const AttnParams& p, bool /*backward*/) {
   if (p.dtype == DType::kFloat64)
     return "fp64 inputs are not implemented by the Ascend C kernels, whose cores have no fp64; use fp32, fp16 or bf16, "
            "or the CPU backend";
-  if (kForwardAlone && (backward || p.dtype != DType::kFloat16 || p.has_dropout() || p.has_bias() || p.has_intervals()))
-    return "a library of another tiling has nothing but the forward in fp16 without dropout, biases and masks; use the "
-           "backend ascend-emulator";
   if (std::max(p.head_dim, p.head_dim_v) > kMaxHeadDim)
     return "head dims above 256 are not implemented by the Ascend C kernels, got " + std::to_string(p.head_dim) +
            " of q and k and " + std::to_string(p.head_dim_v) + " of v; use the CPU or CUDA backend";
-  if (p.dtype != DType::kFloat32 && p.head_dim_v > 128 && p.has_dropout() + p.has_bias() + p.has_intervals() > 1)
-    return "two of dropout_p, biases and mask at once are not implemented by the Ascend C kernels of 16 bits for head "
-           "dims of v above 128; use fp32, or leave one of them out";
+  if (p.row_maxima.data)
+    return "return_max_logits is not implemented by the Ascend C kernels; leave it out, and use the CPU or CUDA "
+           "backend "
+           "where the largest logits are looked at";
   const std::string lacking = refuses_origin(p, "Ascend C");
   if (!lacking.empty()) return lacking;
   constexpr int64_t kLongest = int64_t{1} << 30;
@@ -132,6 +131,23 @@ Arguments dropout_mask_arguments(const AttnParams& p, bool* mask) {
   set_numbers(&a);
   a.keep_mask = mask;
   return a;
+}
+
+size_t kernel_of(Stage stage, const Arguments& a) {
+  struct Row {
+    Stage stage;
+    DType type;
+    uint32_t options;
+  };
+#define FLASHATTN_ROW(cores, stage, type, options, name) {Stage::stage, DType::type, options},
+  static constexpr Row kRows[] = {FLASHATTN_KERNELS(FLASHATTN_ROW)};
+#undef FLASHATTN_ROW
+  const uint32_t has = (a.has_softcap() ? kSoftcap : 0) | (a.has_bias() ? kBiases : 0) |
+                       (a.has_intervals() ? kMask : 0) | (a.has_dropout() ? kDropout : 0);
+  const auto runs = [&](const Row& row) {
+    return row.stage == stage && (row.type == a.dtype || stage == Stage::kDropoutMask) && (has & ~row.options) == 0;
+  };
+  return static_cast<size_t>(std::find_if(std::begin(kRows), std::end(kRows), runs) - std::begin(kRows));
 }
 
 size_t forward_workspace_bytes(const AttnParams& p, int64_t cores) {

@@ -1,4 +1,4 @@
-// The host side of the Ascend C backends: what they can do, how much workspace a call needs, on how many cores it runs.
+// The host side of the Ascend C backends: supported calls, workspace size, number of cores.
 // The NPU build and the emulator differ only in how they launch a kernel.
 #pragma once
 
@@ -8,6 +8,7 @@
 
 #include "../csrc/params.h"
 #include "arguments.h"
+#include "kernel_list.h"
 
 namespace flashattn_ext {
 namespace ascend {
@@ -17,31 +18,30 @@ constexpr int64_t kVectorCores = 2;  // beside each cube core
 // Empty, or the reason why the call cannot run.
 std::string supports(const AttnParams& p, bool backward);
 
-// How many of `cores` get any work.
+// The number of `cores` that get work.
 int64_t forward_cores(const AttnParams& p, int64_t cores);
 int64_t backward_cores(const AttnGradParams& p, int64_t cores);
 
-// What one core takes of the workspace for what its cube and vector cores hand to each other.
+// The workspace bytes of one core for the data that its cube and vector cores exchange.
 int64_t forward_slot_bytes(DType dtype);
 int64_t backward_slot_bytes(DType dtype);
 
-// The bytes that all `cores` need together.
+// The workspace bytes of all `cores` together.
 size_t forward_workspace_bytes(const AttnParams& p, int64_t cores);
 size_t backward_workspace_bytes(const AttnGradParams& p, int64_t cores);
 
-// The workspace is divided up: the slots of the cores come first, then what a Mask takes (isolation.h), then, in the
-// backward, delta and the sums. `cores`: those of the device.
+// Divides the workspace: first the slots of the cores, then the memory of isolation.h for a Mask, then, in the
+// backward, delta and the sums. `cores`: all cores of the device.
 Arguments forward_arguments(const AttnParams& p, int64_t cores);
 Arguments backward_arguments(const AttnGradParams& p, int64_t cores);
 Arguments dropout_mask_arguments(const AttnParams& p, bool* mask);
 
-// Chooses the kernel or function for the type of a call's inputs.
-template <class T>
-T of_type(DType dtype, T fp16, T bf16, T fp32) {
-  return dtype == DType::kFloat16 ? fp16 : dtype == DType::kBFloat16 ? bf16 : fp32;
-}
+enum class Stage { kForward, kPrepare, kBackward, kFinish, kDropoutMask };
 
-// As a kernel takes them.
+// The row of the table of kernels (kernel_list.h) that runs a stage of a call, counted from 0.
+size_t kernel_of(Stage stage, const Arguments& a);
+
+// The parameters as a kernel takes them.
 template <class T>
 FlashattnBytes to_bytes(const T& arguments) {
   static_assert(std::is_trivially_copyable<T>::value && sizeof(T) <= sizeof(FlashattnBytes), "fits into a parameter");

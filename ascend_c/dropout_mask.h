@@ -1,6 +1,6 @@
-// The mask that dropout applies, written out for users: a byte for each score, 1 where it is kept. On the vector cores
-// alone. Ones take the place of scores, dropout zeros some of them as it would in the forward, and what is left becomes
-// bytes: 16 rows and up to 512 keys at a time.
+// The dropout mask, written out for users: a byte for each score, 1 where it is kept. On the vector cores alone.
+// Dropout is applied to ones in place of scores, as in the forward, and the result is converted to bytes: 16 rows and
+// up to 512 keys at a time.
 #pragma once
 
 #include <kernel_operator.h>  // before the shared headers: it defines what they compile to

@@ -15,7 +15,7 @@
 // One flag in each direction and per step is enough. Scores of step t + kSlots overwrite slot t after PV(t), which
 // waits for P(t); P(t + kSlots) comes after O(t), which waits for PV(t); and PV(t + kSlots) waits for P(t + kSlots).
 //
-// With a Mask all three walk once more if a result is not finite, and isolate what is not (isolation.h).
+// With a Mask all three repeat their steps if a result is not finite, and isolate non-finite rows (isolation.h).
 #pragma once
 
 #include "cube.h"
@@ -25,13 +25,13 @@
 namespace flashattn_ext {
 namespace ascend {
 
-// How many columns of scores a number of keys takes: whole pairs where keys are paired.
-template <typename T>
-__aicore__ inline int32_t Columns(const Arguments& a, int32_t keys) {
+// The columns of scores for a number of keys: whole pairs if keys are paired.
+template <typename T, class A>
+__aicore__ inline int32_t Columns(const A& a, int32_t keys) {
   return Pairs<T>(a) ? RoundUp(keys, 16) : keys;
 }
 
-// Whether the vector cores of this block stored something that is not finite.
+// Whether the vector cores of this block stored a non-finite check.
 __aicore__ inline bool StoredNotFinite(const Arguments& a) {
   using namespace AscendC;
   const int64_t core = GetBlockIdx() / GetTaskRation();
@@ -40,13 +40,14 @@ __aicore__ inline bool StoredNotFinite(const Arguments& a) {
   return AnyNotFinite(a, 2 * core, 2 * core + 2);
 }
 
-template <typename T>
+// T: type of the inputs. A: Arguments, or ArgumentsWith.
+template <typename T, class A>
 class ForwardCube {
   using Sizes = SizesOf<sizeof(T)>;
   static constexpr int32_t kKeys = Sizes::kKeys, kInner = Sizes::kInner;
 
  public:
-  __aicore__ explicit ForwardCube(const Arguments& arguments) : a(arguments), workspace(arguments) {}
+  __aicore__ explicit ForwardCube(const A& arguments) : a(arguments), workspace(arguments) {}
 
   __aicore__ void Run() {
     FLASHATTN_ROLLED for (int32_t walk = 0; walk < 2; ++walk) {
@@ -63,7 +64,7 @@ class ForwardCube {
     return StoredNotFinite(a);
   }
   __aicore__ void Walk(bool isolates) {
-    Steps steps(a, kKeys, isolates);
+    Steps<A> steps(a, kKeys, isolates);
     Step ring[kSlots], step;
     int32_t issued = 0;
     while (steps.Next(&step)) {
@@ -96,17 +97,18 @@ class ForwardCube {
       }
       cube.StoreSums(scores[key], task.rows, n, kKeys);
     }
-    if (step.last) cube.Release(queries);
+    if (step.last) cube.ReleaseResident(queries);
     AscendC::CrossCoreSetFlag<2, PIPE_FIX>(kScoresReady);
   }
 
   __aicore__ void MultiplyValues(const Step& step, int32_t number) {
     const Task& task = step.task;
     AscendC::CrossCoreWaitFlag(kProbabilitiesReady);
+    const bool isolates = a.has_intervals() && step.isolates;
     const AscendC::GlobalTensor<T> values =
-        step.isolates ? IsolatedRow<T>(a, Sizes::kIsolatedForward, step.slot * kKeys)
-                      : Head<T>(a.v, task.batch, task.head / a.group_size(), task.keys.start + step.key);
-    const int64_t pitch = step.isolates ? a.isolated_pitch() : a.v.row_stride;
+        isolates ? IsolatedRow<T>(a, Sizes::kIsolatedForward, step.slot * kKeys)
+                 : Head<T>(a.v, task.batch, task.head / a.group_size(), task.keys.start + step.key);
+    const int64_t pitch = isolates ? a.isolated_pitch() : a.v.row_stride;
     const L1Tile<T> probabilities =
         cube.LoadWide(number % 2, workspace.Probabilities(step.slot), task.rows, Columns<T>(a, step.keys), kKeys);
     const AscendC::GlobalTensor<float> partial = workspace.Partial(step.slot);
@@ -124,20 +126,20 @@ class ForwardCube {
     AscendC::CrossCoreSetFlag<2, PIPE_FIX>(kPartialReady);
   }
 
-  const Arguments& a;
+  const A& a;
   ForwardWorkspace<T> workspace;
   CubeCore<T> cube;
   L1Tile<T> queries;
 };
 
-template <typename T>
+template <typename T, class A>
 class ForwardVector : VectorCore {
   using Sizes = SizesOf<sizeof(T)>;
   static constexpr int32_t kKeys = Sizes::kKeys, kChunkRows = Sizes::kChunkRows, kPitch = Sizes::kPitch,
                            kPartialRows = Sizes::kPartialRows;
 
  public:
-  __aicore__ explicit ForwardVector(const Arguments& arguments)
+  __aicore__ explicit ForwardVector(const A& arguments)
       : a(arguments),
         workspace(arguments),
         width(RoundUp(arguments.head_dim_v, kLanes)),
@@ -145,12 +147,13 @@ class ForwardVector : VectorCore {
         intervals(arguments),
         softmax(arguments, &biases, &intervals) {
     using namespace AscendC;
-    scores = Carve<float>(2 * kChunkRows * kPitch);
-    rounded = Carve<T>(2 * kChunkRows * kPitch);
+    buffers = kFixedBytes + 4 * kHalf * width + OptionBytes() <= kUbBytes ? 2 : 1;
+    scores = Carve<float>(buffers * kChunk);
+    rounded = Carve<T>(buffers * kChunk);
     output = Carve<float>(kHalf * width);
     statistics = Carve<float>(kHalf);
     statistics_wide = Carve<float>(kHalf * kWide);
-    softmax.SetMemory(Carve<float>(OnlineSoftmax<T>::kFloats), statistics_wide);
+    softmax.SetMemory(Carve<float>(OnlineSoftmax<T, A>::kFloats), statistics_wide);
     if (a.has_bias())
       biases.SetMemory(Carve<float>(Biases<T>::FloatsOf(kChunkRows, kKeys, kPitch)), kChunkRows, kKeys, kPitch);
     if (a.has_intervals()) {
@@ -160,15 +163,15 @@ class ForwardVector : VectorCore {
     if (a.has_dropout()) {
       dropout.Init(a, Carve<int32_t>(Dropout::kConstantWords));
       constexpr int32_t kStep = Dropout::WordsOf(kStepTiles) + Dropout::PartsOf(kStepGroups, kMaxAcross);
-      draws_steps = Free<int32_t>() >= kStep;
+      draws_steps = buffers == 2 && Free<int32_t>() >= kStep;
       const int32_t tiles = draws_steps ? kStepTiles : kChunkTiles;
       const int32_t groups = draws_steps ? kStepGroups : kChunkGroups;
       const LocalTensor<int32_t> words = Carve<int32_t>(Dropout::WordsOf(tiles));
       dropout.SetMemory(Carve<int32_t>(Dropout::PartsOf(groups, kMaxAcross)), groups, kMaxAcross, words, tiles);
     }
-    // Lanes behind the last row and column are computed with and never used: they must hold something.
-    Duplicate(scores, 0.0f, 2 * kChunkRows * kPitch);
-    Zero(rounded, 2 * kChunkRows * kPitch);
+    // Lanes beyond the last row and column enter the computation but not the results: they must hold finite values.
+    Duplicate(scores, 0.0f, buffers * kChunk);
+    Zero(rounded, buffers * kChunk);
     Duplicate(statistics, 0.0f, kHalf);
     Barrier();
     for (int32_t e = 0; e < 2; ++e) {
@@ -205,7 +208,7 @@ class ForwardVector : VectorCore {
   }
 
   __aicore__ void Walk(bool isolates) {
-    Steps steps(a, kKeys, isolates);
+    Steps<A> steps(a, kKeys, isolates);
     Step ring[kSlots], step, next;
     int32_t issued = 0;
     for (bool more = Next(&steps, &next); more;) {
@@ -224,7 +227,8 @@ class ForwardVector : VectorCore {
   }
 
   static constexpr int32_t kHalf = kRows / 2;
-  static constexpr int32_t kWide = 8;  // a row's value in every lane of one block
+  static constexpr int32_t kChunk = kChunkRows * kPitch;  // scores of a buffer
+  static constexpr int32_t kWide = 8;                     // a row's value in every lane of one block
   static constexpr int32_t kPitchBlocks = kPitch / 8;
   static constexpr int32_t kStatisticsEvent = 2, kIsolationEvent = 3;
   // Sizes of the generator's draws: groups of rows in a step and in a chunk, tiles across the keys, and their product.
@@ -232,13 +236,29 @@ class ForwardVector : VectorCore {
   static constexpr int32_t kMaxAcross = kKeys / kLanes;
   static constexpr int32_t kStepTiles = kStepGroups * kMaxAcross, kChunkTiles = kChunkGroups * kMaxAcross;
 
-  __aicore__ static bool Next(Steps* steps, Step* step) {
+  static constexpr int32_t kFixedBytes = Sizes::kTiles.ub_bytes(0);  // of UB: buffers of every call except O
+  // Bytes of UB for biases, a Mask and dropout. Dropout draws the words of one chunk at a time if UB has no room for a
+  // whole step.
+  static constexpr int32_t kBiasBytes = 4 * Biases<T>::FloatsOf(kChunkRows, kKeys, kPitch);
+  static constexpr int32_t kMaskBytes = 4 * (Intervals::FloatsOf(kChunkRows, kKeys) + FiniteCheck::kFloats);
+  static constexpr int32_t kDropoutBytes =
+      4 * (Dropout::kConstantWords + Dropout::WordsOf(kChunkTiles) + Dropout::PartsOf(kChunkGroups, kMaxAcross));
+  static constexpr int32_t kMostBytes = Sizes::kTiles.ub_bytes(kMaxHeadDim) + kBiasBytes + kMaskBytes + kDropoutBytes;
+  static constexpr int32_t kFewestBuffers = kMostBytes <= kUbBytes ? 2 : 1;  // of scores and of P
+  static_assert(kMostBytes - (2 - kFewestBuffers) * kChunk * (4 + int32_t(sizeof(T))) <= kUbBytes,
+                "there is room for everything");
+  __aicore__ int32_t OptionBytes() const {
+    return (a.has_bias() ? kBiasBytes : 0) + (a.has_intervals() ? kMaskBytes : 0) +
+           (a.has_dropout() ? kDropoutBytes : 0);
+  }
+
+  __aicore__ static bool Next(Steps<A>* steps, Step* step) {
     if (!steps->Next(step)) return false;
     TakeHalf(&step->task.row, &step->task.rows);
     return true;
   }
 
-  // The first row of the task in its slot of the workspace.
+  // The first row of the task in its workspace slot.
   __aicore__ static int32_t SlotRow(const Task& task) { return task.row % kRows; }
 
   __aicore__ void Softmax(const Step& step, const Step* next) {
@@ -246,9 +266,9 @@ class ForwardVector : VectorCore {
     const Task& task = step.task;
     if (step.first) softmax.Begin(task);
     if (a.has_intervals() && task.rows > 0) intervals.Begin(task, task.head, step.key, step.keys, task.row, task.rows);
-    const bool isolates = step.isolates && task.rows > 0;
+    const bool isolates = a.has_intervals() && step.isolates && task.rows > 0;
     if (isolates) IsolateValues(step);
-    if (task.rows == 0) CrossCoreWaitFlag(kScoresReady);  // otherwise the first chunk waits
+    if (task.rows == 0) CrossCoreWaitFlag(kScoresReady);  // with rows the first chunk waits
     for (int32_t row = 0; row < task.rows; row += kChunkRows)
       SoftmaxChunk(step, next, row, Lesser(kChunkRows, task.rows - row));
     if (isolates) intervals.GiveBack();
@@ -258,34 +278,31 @@ class ForwardVector : VectorCore {
   // Both vector cores look for values that are not finite, one of them stores them.
   __aicore__ void IsolateValues(const Step& step) {
     const Task& task = step.task;
-    constexpr int32_t kFloats = 2 * kChunkRows * kPitch;
-    static_assert(kForwardAlone || RowIsolation<T>::FloatsOf(16, kMaxHeadDim) <= kFloats, "the buffers of scores do");
+    static_assert(RowIsolation<T>::FloatsOf(16, kMaxHeadDim) <= kFewestBuffers * kChunk, "the buffers of scores do");
     TakeLoadBuffers();
     not_finite = intervals.Borrow();
-    RowIsolation<T> rows(a, a.head_dim_v, scores, kFloats, kIsolationEvent);
+    RowIsolation<T> rows(a, a.head_dim_v, scores, buffers * kChunk, kIsolationEvent);
     rows.Run(Head<T>(a.v, task.batch, task.head / a.group_size(), task.keys.start + step.key), a.v.row_stride,
              step.keys, not_finite, IsolatedRow<T>(a, Sizes::kIsolatedForward, step.slot * kKeys),
              AscendC::GetSubBlockIdx() == 0);
     GiveLoadBuffers();
   }
 
-  // Words of a whole step, in the buffers of its scores, and what the next one begins with while the first scores come;
-  // or those of a chunk of its rows alone. `scratch`: a buffer of P.
+  // Draws the words of a whole step into the buffers of its scores, and begins the words of the next step while the
+  // first scores arrive; or draws the words of one chunk of rows. `scratch`: a buffer of P.
   __aicore__ void DrawWords(const Step& step, const Step* next, int32_t row, int32_t rows,
                             const AscendC::LocalTensor<int32_t>& scratch) {
     constexpr int32_t kTiles = kMaxAcross > kStepGroups ? kMaxAcross : kStepGroups;
-    static_assert(kForwardAlone || Dropout::ScratchOf(kStepTiles) <= 2 * kChunkRows * kPitch,
-                  "scores are large enough");
-    static_assert(kForwardAlone || Dropout::ScratchOf(kTiles) * 4 <= kChunkRows * kPitch * int32_t(sizeof(T)),
-                  "so is P");
-    static_assert(kForwardAlone || kChunkTiles <= kTiles, "and for a chunk");
+    static_assert(Dropout::ScratchOf(kStepTiles) <= 2 * kChunk, "scores are large enough");
+    static_assert(Dropout::ScratchOf(kTiles) * 4 <= kChunk * int32_t(sizeof(T)), "so is P");
+    static_assert(kChunkTiles <= kTiles, "and for a chunk");
     if (draws_steps) {
       TakeLoadBuffers();
       dropout.SetScratch(scores.ReinterpretCast<int32_t>(), kStepTiles);
     } else {
       dropout.SetScratch(scratch, kTiles);
     }
-    // This step and the next one take turns, so that the code of BeginWords is there once.
+    // A rolled loop over this step and the next one keeps one copy of the code of BeginWords.
     FLASHATTN_ROLLED for (int32_t turn = 0; turn < 2; ++turn) {
       if (turn == 0) {
         if (has_begun) continue;
@@ -301,7 +318,7 @@ class ForwardVector : VectorCore {
       BeginWords(begun, row, draws_steps ? begun.task.rows : rows);
     }
   }
-  // Rows are counted from the task's first one.
+  // Rows count from the task's first row.
   __aicore__ void BeginWords(const Step& step, int32_t row, int32_t rows) {
     const Task& task = step.task;
     if (row == 0 && step.first) dropout.BeginHead(task.batch, task.head);
@@ -312,9 +329,9 @@ class ForwardVector : VectorCore {
   __aicore__ void SoftmaxChunk(const Step& step, const Step* next, int32_t row, int32_t rows) {
     using namespace AscendC;
     const Task& task = step.task;
-    const int32_t buffer = chunks++ % 2, keys = Columns<T>(a, step.keys);
+    const int32_t buffer = chunks++ % buffers, keys = Columns<T>(a, step.keys);
     const int64_t slot_row = SlotRow(task) + row;
-    const LocalTensor<T> p = rounded[buffer * kChunkRows * kPitch];
+    const LocalTensor<T> p = rounded[buffer * kChunk];
     WaitFlag<HardEvent::MTE3_V>(buffer);
     if (a.has_dropout() && (row == 0 || !draws_steps))
       DrawWords(step, next, row, rows, p.template ReinterpretCast<int32_t>());
@@ -331,14 +348,14 @@ class ForwardVector : VectorCore {
                                   (kKeys - keys) * kElement, 0));
     SetFlag<HardEvent::MTE3_V>(buffer);
   }
-  // Scores come from the workspace, into a buffer of UB.
+  // Loads scores from the workspace into a UB buffer.
   __aicore__ void WeighScores(const Step& step, int32_t row, int32_t rows, int32_t buffer,
                               const AscendC::LocalTensor<T>& p) {
     using namespace AscendC;
     const Task& task = step.task;
     const int32_t keys = Columns<T>(a, step.keys);
     const int64_t slot_row = SlotRow(task) + row;
-    const LocalTensor<float> s = scores[buffer * kChunkRows * kPitch];
+    const LocalTensor<float> s = scores[buffer * kChunk];
     WaitFlag<HardEvent::V_MTE2>(buffer);
     const int32_t copied = RoundUp(keys, 8) / 8;
     DataCopyPad(s, workspace.Scores(step.slot)[slot_row * kKeys],
@@ -347,14 +364,14 @@ class ForwardVector : VectorCore {
     SetFlag<HardEvent::MTE2_V>(buffer);
     WaitFlag<HardEvent::MTE2_V>(buffer);
 
-    static_assert(kForwardAlone || Dropout::MasksOf(kChunkTiles) / (4 / int32_t(sizeof(T))) <= kChunkRows * kPitch,
+    static_assert(Dropout::MasksOf(kChunkTiles) / (4 / int32_t(sizeof(T))) <= kChunk,
                   "S's buffer is large enough for the masks");
     const ScoreChunk chunk = {s, {kPitchBlocks, Pairs<T>(a)}, task.row + row, rows, step.key, step.keys};
     softmax.Weigh(step, chunk, row, p, &dropout, draws_steps ? row / kGroupRows : 0, not_finite);
     SetFlag<HardEvent::V_MTE2>(buffer);
   }
 
-  // O = O * decay + P V; after the last block the rows are divided by their sums and leave.
+  // O = O * decay + P V; after the last block the rows are divided by their sums and stored.
   __aicore__ void Accumulate(const Step& step) {
     using namespace AscendC;
     const Task& task = step.task;
@@ -363,8 +380,8 @@ class ForwardVector : VectorCore {
     Brcb(statistics_wide, softmax.Decay(step.slot), kHalf / 8, {1, 8});
     Barrier();
     for (int32_t row = 0; row < task.rows; row += kPartialRows) {
-      const int32_t rows = Lesser(kPartialRows, task.rows - row), buffer = chunks++ % 2;
-      const LocalTensor<float> product = scores[buffer * kChunkRows * kPitch], o = output[row * width];
+      const int32_t rows = Lesser(kPartialRows, task.rows - row), buffer = chunks++ % buffers;
+      const LocalTensor<float> product = scores[buffer * kChunk], o = output[row * width];
       const int32_t copied = RoundUp(a.head_dim_v, 8) / 8;
       WaitFlag<HardEvent::V_MTE2>(buffer);
       DataCopyPad(product, workspace.Partial(step.slot)[(SlotRow(task) + row) * kMaxHeadDim],
@@ -402,22 +419,17 @@ class ForwardVector : VectorCore {
     Ln(statistics, softmax.Sum(task), task.rows);
     Barrier();
     if (a.has_intervals()) check.Add(output, 1, a.head_dim_v, pitch);
-    Sub(statistics, statistics, softmax.Shift(task), task.rows);
-    if (a.has_sink && softmax.Sink(task) > kHighest) {  // its maximum is the largest number
+    Add(statistics, statistics, softmax.Maximum(task), task.rows);
+    if (a.has_sink && softmax.Sink(task) > kHighest) {  // the maximum saturates at the largest finite number
       Barrier();
       Duplicate(statistics, __builtin_inff(), task.rows);
     }
     StoreStatistics(task);
-    for (int32_t row = 0; row < task.rows; row += kPartialRows) {
-      const int32_t rows = Lesser(kPartialRows, task.rows - row), buffer = chunks++ % 2;
-      const LocalTensor<T> o = BeginStore(buffer);
-      Round(o, output[row * width], rows * width);
-      Store(task, row, rows, o, buffer);
-    }
+    StoreOut(task, false);
     Barrier();
   }
 
-  // out = 0 and lse = log of the sum of nothing, or of the sink alone.
+  // Fully masked rows: out = 0, and lse = -inf, or the sink.
   __aicore__ void StoreEmpty(const Task& task) {
     using namespace AscendC;
     if (task.rows == 0) return;
@@ -426,12 +438,7 @@ class ForwardVector : VectorCore {
     WaitFlag<HardEvent::MTE3_V>(kStatisticsEvent);
     Duplicate(statistics, lse, task.rows);
     StoreStatistics(task);
-    for (int32_t row = 0; row < task.rows; row += kPartialRows) {
-      const int32_t rows = Lesser(kPartialRows, task.rows - row), buffer = chunks++ % 2;
-      const LocalTensor<T> o = BeginStore(buffer);
-      Zero(o, rows * width);
-      Store(task, row, rows, o, buffer);
-    }
+    StoreOut(task, true);
   }
 
   __aicore__ void StoreStatistics(const Task& task) {
@@ -442,44 +449,53 @@ class ForwardVector : VectorCore {
     DataCopyPad(Global<float>((uint64_t)a.lse.data, at), statistics, DataCopyExtParams(1, task.rows * 4, 0, 0, 0));
     SetFlag<HardEvent::MTE3_V>(kStatisticsEvent);
   }
-  __aicore__ AscendC::LocalTensor<T> BeginStore(int32_t buffer) {
-    AscendC::WaitFlag<AscendC::HardEvent::MTE3_V>(buffer);
-    return rounded[buffer * kChunkRows * kPitch];
-  }
-  __aicore__ void Store(const Task& task, int32_t row, int32_t rows, const AscendC::LocalTensor<T>& o, int32_t buffer) {
+  // Stores the rounded rows of O, or zeros.
+  __aicore__ void StoreOut(const Task& task, bool zeros) {
     using namespace AscendC;
-    SetFlag<HardEvent::V_MTE3>(buffer);
-    WaitFlag<HardEvent::V_MTE3>(buffer);
     constexpr int32_t kElement = sizeof(T);
     const int32_t gap = Blocks<T>(width) - Blocks<T>(a.head_dim_v);
-    DataCopyPad(Head<T>(a.out, task.batch, task.head, task.queries.start + task.row + row), o,
-                DataCopyExtParams(rows, a.head_dim_v * kElement, gap, (a.out.row_stride - a.head_dim_v) * kElement, 0));
-    SetFlag<HardEvent::MTE3_V>(buffer);
+    for (int32_t row = 0; row < task.rows; row += kPartialRows) {
+      const int32_t rows = Lesser(kPartialRows, task.rows - row), buffer = chunks++ % buffers;
+      const LocalTensor<T> o = rounded[buffer * kChunk];
+      WaitFlag<HardEvent::MTE3_V>(buffer);
+      if (zeros)
+        Zero(o, rows * width);
+      else
+        Round(o, output[row * width], rows * width);
+      SetFlag<HardEvent::V_MTE3>(buffer);
+      WaitFlag<HardEvent::V_MTE3>(buffer);
+      DataCopyPad(
+          Head<T>(a.out, task.batch, task.head, task.queries.start + task.row + row), o,
+          DataCopyExtParams(rows, a.head_dim_v * kElement, gap, (a.out.row_stride - a.head_dim_v) * kElement, 0));
+      SetFlag<HardEvent::MTE3_V>(buffer);
+    }
   }
 
-  const Arguments& a;
+  const A& a;
   ForwardWorkspace<T> workspace;
   int32_t width;  // floats of a row of O: whole repeats
+  int32_t buffers =
+      2;  // buffers of scores and of P: one if head dim, biases, Mask and dropout together leave no room for two
   int32_t chunks = 0;
   Biases<T> biases;
   Intervals intervals;
-  OnlineSoftmax<T> softmax;
+  OnlineSoftmax<T, A> softmax;
   FiniteCheck check;
   AscendC::LocalTensor<float> scores, output, statistics, statistics_wide, not_finite;
   AscendC::LocalTensor<T> rounded;
-  bool draws_steps = false;  // words of a step at a time
-  bool has_begun = false;    // the next step's
+  bool draws_steps = false;  // draws the words of a step at a time
+  bool has_begun = false;    // the next step's words are begun
   Dropout dropout;
 };
 
-template <typename T>
-__aicore__ inline void Forward(const Arguments& arguments) {
+template <typename T, class A>
+__aicore__ inline void Forward(const A& arguments) {
   if ASCEND_IS_AIC {
-    ForwardCube<T> cube(arguments);
+    ForwardCube<T, A> cube(arguments);
     cube.Run();
   }
   if ASCEND_IS_AIV {
-    ForwardVector<T> vector(arguments);
+    ForwardVector<T, A> vector(arguments);
     vector.Run();
   }
 }

@@ -1,5 +1,5 @@
-// Which keys of a Mask (csrc/mask.h) rows see, by the extremes of its granules: for the walks of cube and vector cores,
-// which skip what nobody sees, and for the vector core's choice between whole and partial tiles.
+// Which keys rows see under a Mask (csrc/mask.h), from the extremes of its granules. The cube and vector cores skip
+// fully masked keys by it, and the vector core tells unmasked from partly masked tiles.
 #pragma once
 
 #include <kernel_operator.h>  // before the shared headers: it defines what they compile to
@@ -67,8 +67,8 @@ class IntervalTiles {
     return begin;
   }
 
-  // Blocks of `width` keys of [begin, end), whole granules but for its ends: their extremes, or those of keys that all
-  // rows see where every row of [row_begin, row_end) does. Returns whether that is so for each of them.
+  // The extremes of blocks of `width` keys of [begin, end), whole granules except at its ends. A block that every row
+  // of [row_begin, row_end) sees gets the extremes of visible keys. Returns whether all blocks are such.
   __aicore__ bool Blocks(int64_t begin, int64_t end, int32_t width, int64_t row_begin, int64_t row_end,
                          IntervalExtremes* blocks) const {
     bool whole = true, super_whole = false;
@@ -97,7 +97,7 @@ class IntervalTiles {
   struct Rows {
     int32_t first, last;
   };
-  // One access of the scalar unit for both.
+  // A single access of the scalar unit reads both.
   __aicore__ Rows At(int64_t index) const {
     const int64_t both = extremes.GetValue(index);
     return {int32_t(both), int32_t(both >> 32)};

@@ -8,21 +8,22 @@
 namespace flashattn_ext {
 namespace ascend {
 
-// What becomes of what is hidden: a score is -inf, a weight or a gradient 0.
+// The value of hidden elements: -inf for a score, 0 for a weight or a gradient.
 enum class Hidden { kLowest, kZero };
 
 class Intervals {
  public:
-  // fp32 that SetMemory takes, for chunks of at most so many rows, of steps of at most so many keys.
+  // The fp32 values that SetMemory needs, for chunks of at most this many rows, of steps of at most this many keys.
   __aicore__ static constexpr int32_t FloatsOf(int32_t rows, int32_t keys) { return 4 * keys + 8 * rows; }
-  // The bytes of the scratch memory that Hide computes in.
+  // Bytes of the scratch memory of Hide.
   __aicore__ static constexpr int32_t ScratchOf(int32_t rows) { return (2 * rows + 2) * kLanes; }
 
   __aicore__ explicit Intervals(const Arguments& arguments) : a(arguments) {}
 
-  // Before UB is used.
+  // Call it before UB is used.
   __aicore__ void SetMemory(const AscendC::LocalTensor<float>& memory, int32_t rows, int32_t keys) {
     using namespace AscendC;
+    most_keys = keys;
     pairs = memory.ReinterpretCast<int32_t>();
     first = pairs[2 * keys];
     last = first[keys];
@@ -36,8 +37,8 @@ class Intervals {
   }
   __aicore__ void Finish() { AscendC::WaitFlag<AscendC::HardEvent::V_MTE2>(kPairsEvent); }
 
-  // Keys of a step against the rows [row, row + rows) of this vector core: which of its blocks of 64 are partial for
-  // them, and if any is, the pairs of all keys.
+  // Compares the keys of a step with the rows [row, row + rows) of this vector core: finds the partly masked blocks of
+  // 64, and loads the pairs of all keys if there is one.
   __aicore__ void Begin(const Task& task, int32_t head, int32_t key, int32_t keys, int32_t row, int32_t rows) {
     using namespace AscendC;
     const IntervalTiles tiles(a, task.batch, head, task.keys.start);
@@ -60,17 +61,16 @@ class Intervals {
     SetFlag<HardEvent::V_MTE2>(kPairsEvent);
     // They may hold anything; differences of what is left fit into 32 bits.
     constexpr int32_t kFarthest = 1 << 30;
-    Maxs(first, first, int32_t(0), columns);
-    Maxs(last, last, int32_t(0), columns);
+    const int32_t both = most_keys + columns;  // from the first rows to the last ones
+    Maxs(first, first, int32_t(0), both);
     Barrier();
-    Mins(first, first, kFarthest, columns);
-    Mins(last, last, kFarthest, columns);
+    Mins(first, first, kFarthest, both);
     Barrier();
     Adds(last, last, int32_t(-1), columns);
     Barrier();
   }
 
-  // Whether rows see none of the columns [begin, end) of the step's keys.
+  // Whether the columns [begin, end) of the step's keys are fully masked.
   __aicore__ bool HidesAll(int32_t row, int32_t rows, int32_t begin, int32_t end) const {
     if (whole) return begin >= end;
     for (int32_t c = begin / kLanes * kLanes; c < end; c += kLanes)
@@ -85,9 +85,9 @@ class Intervals {
   }
   __aicore__ void GiveBack() { AscendC::SetFlag<AscendC::HardEvent::V_MTE2>(kPairsEvent); }
 
-  // -inf, or 0, into what the rows of a chunk do not see.
-  template <Hidden hidden = Hidden::kLowest>
-  __aicore__ void Hide(const ScoreChunk& chunk, const AscendC::LocalTensor<float>& scratch) {
+  // Writes -inf, or 0, to the elements that the rows of a chunk do not see.
+  __aicore__ void Hide(const ScoreChunk& chunk, const AscendC::LocalTensor<float>& scratch,
+                       Hidden hidden = Hidden::kLowest) {
     if (whole) return;
     for (int32_t c = 0; c < chunk.columns(); c += kLanes) {
       const Visibility seen = blocks[c / kLanes].visibility(chunk.row, chunk.row + chunk.rows);
@@ -95,7 +95,7 @@ class Intervals {
         AscendC::Duplicate(chunk.s[c], hidden == Hidden::kZero ? 0.0f : -__builtin_inff(), kLanes, chunk.rows, 1,
                            chunk.layout.pitch);
       else if (seen == Visibility::kSome)
-        HideBlock<hidden>(chunk, c, scratch.ReinterpretCast<int32_t>());
+        HideBlock(chunk, c, scratch.ReinterpretCast<int32_t>(), hidden);
     }
     Barrier();
   }
@@ -109,10 +109,10 @@ class Intervals {
     return words.ReinterpretCast<uint16_t>();
   }
 
-  // 64 keys. A lane is hidden where row - first or last - row is negative; its score, which may be NaN, becomes -inf by
-  // its bits: all of them set, and those of the mantissa taken away. Or 0: all of them taken away.
-  template <Hidden hidden>
-  __aicore__ void HideBlock(const ScoreChunk& chunk, int32_t column, const AscendC::LocalTensor<int32_t>& scratch) {
+  // 64 keys. A lane is hidden if row - first or last - row is negative. Bit operations set its score, which may be NaN,
+  // to -inf: they set all bits, then clear the mantissa. For 0 they clear all bits.
+  __aicore__ void HideBlock(const ScoreChunk& chunk, int32_t column, const AscendC::LocalTensor<int32_t>& scratch,
+                            Hidden hidden) {
     using namespace AscendC;
     const uint8_t rows = chunk.rows, pitch = chunk.layout.pitch;
     const LocalTensor<int32_t> after = scratch, before = scratch[rows * kLanes],
@@ -128,7 +128,7 @@ class Intervals {
     Barrier();
     ShiftRight(after, after, int32_t(31), kLanes, rows, {1, 1, 8, 8});
     Barrier();
-    if constexpr (hidden == Hidden::kZero) {  // -1 where it is hidden, 0 where not: the other way round
+    if (hidden == Hidden::kZero) {  // -1 if hidden, otherwise 0: inverted
       Adds(after, after, int32_t(1), kLanes, rows, {1, 1, 8, 8});
       Barrier();
       Muls(after, after, int32_t(-1), kLanes, rows, {1, 1, 8, 8});
@@ -147,6 +147,7 @@ class Intervals {
 
   const Arguments& a;
   bool whole = true;
+  int32_t most_keys = 0;
   IntervalExtremes blocks[kMostBlocks];
   AscendC::LocalTensor<int32_t> pairs, first, last;  // of the keys of a step; last is inclusive
   AscendC::LocalTensor<int32_t> row_numbers;         // 0, 1, 2 .., each in a whole block

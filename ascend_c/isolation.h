@@ -1,16 +1,16 @@
-// Keeps what is not finite out of results that do not see it, in calls with a Mask. In a product along keys or rows a
-// hidden pair has the weight 0, and 0 * NaN is NaN. So where something is not finite, steps that hide a pair multiply
-// copies of their operands, made by the vector cores, in which rows with an inf or a NaN are zeros; and whatever sees
-// such a row gets a NaN from its weights. Steps that hide nothing multiply the tensors as ever.
+// Keeps non-finite values out of results that do not see them, in calls with a Mask. In a product along keys or rows a
+// hidden pair has the weight 0, and 0 * NaN is NaN. If an input has non-finite values, steps that hide a pair multiply
+// copies of their operands, made by the vector cores, in which rows with an inf or a NaN are zeros. The weights of
+// results that do see such a row become NaN. Steps that hide nothing multiply the tensors themselves.
 //
-// Normally everything is finite, and nothing of this happens. How a kernel finds out:
+// Normally all values are finite, and none of this runs. How a kernel detects it:
 //
-//   forward   every vector core sums up one row of each task's out. A value that is not finite makes NaN or inf of a
-//             column, in every row: of those that see it, and of the others, whose weight is 0. Where it is not finite
-//             the cores of a block walk through all of their tasks once more.
-//   backward  backward_prepare.h sums up q, k, v and delta, which has what dout has.
+//   forward   every vector core sums up one row of each task's out. A non-finite value makes its column NaN or inf in
+//             every row: in rows that see it, and in rows where its weight is 0. If the sum is not finite, the cores
+//             of a block repeat all of their tasks with isolation.
+//   backward  backward_prepare.h sums up q, k, v and delta, which covers dout.
 //
-// Such a sum is a check: it is not finite if anything in it is not. It may also overflow, which costs time alone.
+// Such a sum is a check: it is not finite if any of its terms is not. It may also overflow, which only costs time.
 #pragma once
 
 #include "vector.h"
@@ -35,10 +35,10 @@ class FiniteCheck {
       AscendC::PipeBarrier<PIPE_V>();
     }
   }
-  // `event`: from V to MTE3, which nobody else uses.
+  // `event`: from V to MTE3, and in no other use.
   __aicore__ void Store(const Arguments& a, int32_t event) {
     using namespace AscendC;
-    PipeBarrier<PIPE_V>();  // where nothing was added
+    PipeBarrier<PIPE_V>();  // also needed without an addition
     WholeReduceSum(result, sum, kLanes, 1, 1, 1, 8);
     SetFlag<HardEvent::V_MTE3>(event);
     WaitFlag<HardEvent::V_MTE3>(event);
@@ -49,7 +49,7 @@ class FiniteCheck {
   AscendC::LocalTensor<float> sum, result;
 };
 
-// Whether a check failed, of those of the vector cores [begin, end).
+// Whether a check of the vector cores [begin, end) failed.
 __aicore__ inline bool AnyNotFinite(const Arguments& a, int64_t begin, int64_t end) {
   const AscendC::GlobalTensor<int32_t> checks = Global<int32_t>((uint64_t)a.checks);
   constexpr int32_t kExponent = 0x7f800000;
@@ -58,7 +58,8 @@ __aicore__ inline bool AnyNotFinite(const Arguments& a, int64_t begin, int64_t e
   return any;
 }
 
-// Rows of a tensor, `stride` elements apart, into UB at a pitch of `width`, whole repeats of which `dim` are loaded.
+// Loads rows of a tensor, `stride` elements apart, into UB at a pitch of `width`, in whole repeats of which `dim`
+// elements are loaded.
 template <typename T>
 __aicore__ inline void LoadRows(const AscendC::LocalTensor<T>& to, int32_t width, const AscendC::GlobalTensor<T>& from,
                                 int64_t stride, int32_t rows, int32_t dim) {
@@ -73,7 +74,7 @@ __aicore__ inline void LoadRows(const AscendC::LocalTensor<T>& to, int32_t width
                 DataCopyPadExtParams<T>(false, 0, 0, T()));
 }
 
-// One of the rows that a core has copies of.
+// A row among the copies of a core.
 template <typename T>
 __aicore__ inline AscendC::GlobalTensor<T> IsolatedRow(const Arguments& a, int32_t rows_of_core, int32_t row) {
   const int64_t core = AscendC::GetBlockIdx() / AscendC::GetTaskRation();
@@ -86,13 +87,13 @@ class RowIsolation {
   static constexpr int32_t kElement = sizeof(T);
 
  public:
-  // fp32 of so many rows.
+  // fp32 values of this many rows.
   __aicore__ static constexpr int32_t FloatsOf(int32_t rows, int32_t width) {
     return rows * (width + width * kElement / 4 + 1 + 8);
   }
 
   // `memory`: so many fp32, at least for 16 rows, in buffers that TakeLoadBuffers took. `event`: from V to MTE3, which
-  // nobody else uses.
+  // has no other use.
   __aicore__ RowIsolation(const Arguments& a, int32_t dim, const AscendC::LocalTensor<float>& memory, int32_t floats,
                           int32_t event)
       : to_pitch(a.isolated_pitch()), dim(dim), width(RoundUp(dim, kLanes)), event(event) {
@@ -103,7 +104,8 @@ class RowIsolation {
     x = keep_wide[8 * most].template ReinterpretCast<T>();
   }
 
-  // not_finite[r] becomes NaN where a row is not finite, otherwise 0. `stores`: the rows go to `to`, those as zeros.
+  // not_finite[r] becomes NaN if a row is not finite, otherwise 0. `stores`: the rows go to `to`, non-finite ones as
+  // zeros.
   __aicore__ void Run(const AscendC::GlobalTensor<T>& from, int64_t pitch, int32_t rows,
                       const AscendC::LocalTensor<float>& not_finite, const AscendC::GlobalTensor<T>& to, bool stores) {
     using namespace AscendC;
@@ -133,7 +135,7 @@ class RowIsolation {
   static constexpr int32_t kMostRows = 128;
   __aicore__ static int32_t Blocks(int32_t elements) { return RoundUp(elements * kElement, 32) / 32; }
 
-  // The sum over x * 0 of every row: of columns of 64, then of halves, then of a block.
+  // The sum of x * 0 over every row: over columns of 64, then halves, then a block.
   __aicore__ void Find(const AscendC::LocalTensor<float>& not_finite, int32_t rows) {
     using namespace AscendC;
     const uint8_t pitch = width / 8;
@@ -164,7 +166,8 @@ class RowIsolation {
     AscendC::Add(wide, wide, wide[column], lanes, rows, {1, 1, 1, pitch, pitch, pitch});
     Barrier();
   }
-  // Zeros into rows that are not finite, by their bits: those of a 0 of either sign become ones, those of a NaN zeros.
+  // Zeroes rows that are not finite, by their bits: a sum of 0 of either sign becomes all ones, a NaN becomes all
+  // zeros.
   __aicore__ void Clear(const AscendC::LocalTensor<float>& not_finite, int32_t rows) {
     using namespace AscendC;
     const LocalTensor<uint32_t> bits = keep.ReinterpretCast<uint32_t>();

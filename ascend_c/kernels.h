@@ -4,6 +4,6 @@
 #include "entry.h"
 #include "kernel_list.h"
 
-#define FLASHATTN_DECLARE(cores, name) FLASHATTN_KERNEL(cores, name);
+#define FLASHATTN_DECLARE(cores, stage, type, options, name) FLASHATTN_KERNEL(cores, name);
 FLASHATTN_KERNELS(FLASHATTN_DECLARE)
 #undef FLASHATTN_DECLARE

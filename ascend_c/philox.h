@@ -15,13 +15,6 @@
 #include "../csrc/dropout.h"
 #include "vector.h"
 
-// Keeps a loop's code short: the instruction cache of a vector core has 16 KB by one of the vendor's documents.
-#if defined(__clang__)
-#define FLASHATTN_ROLLED _Pragma("clang loop unroll(disable)")
-#else
-#define FLASHATTN_ROLLED
-#endif
-
 namespace flashattn_ext {
 namespace ascend {
 
@@ -29,11 +22,11 @@ class Dropout {
  public:
   using Words = AscendC::LocalTensor<int32_t>;
 
-  // The more tiles an instruction works on the better: a step's at a time, where UB has room for their words, otherwise
-  // those of a chunk of rows.
+  // Instructions are more efficient over more tiles: over a whole step where UB has room for its words, otherwise over
+  // a chunk of rows.
   __aicore__ static constexpr int32_t WordsOf(int32_t tiles) { return 4 * tiles * kLanes; }
   __aicore__ static constexpr int32_t ScratchOf(int32_t tiles) { return 8 * tiles * kLanes; }
-  // What the rounds before the fourth leave for so many tiles across the rows, and so many across the keys.
+  // The results of the rounds before the fourth, for this many tiles across the rows and across the keys.
   __aicore__ static constexpr int32_t PartsOf(int32_t groups, int32_t across) {
     return (2 + 2 * groups + 3 * across) * kLanes + groups * 8;
   }
@@ -41,11 +34,11 @@ class Dropout {
   // Apply: four masks of a tile's words; ApplyRounded: two of them.
   __aicore__ static constexpr int32_t MasksOf(int32_t tiles) { return 4 * 4 * tiles * kLanes; }
 
-  // Before anything else is done with UB.
+  // Call it before any other use of UB.
   __aicore__ void Init(const Arguments& a, const Words& constants) {
     using namespace AscendC;
-    // Sums and products of integers wrap while bit 53 of CTRL is 0. SetSaturationFlag<SaturationMode::INT> does no
-    // more, and only headers of mid-2026 and later have it.
+    // Sums and products of integers wrap while bit 53 of CTRL is 0. SetSaturationFlag<SaturationMode::INT> does the
+    // same, but only headers of mid-2026 and later have it.
     set_ctrl(sbitset0(get_ctrl(), 53));
     threshold = a.dropout_threshold;
     origin_batch = int32_t(a.origin.batch);
@@ -59,14 +52,15 @@ class Dropout {
     keys = constants[16];
     Count(numbers, 8);
     Duplicate(low_bytes, int32_t(0x00ff00ff), 8);
-    for (int32_t round = 4; round < kPhiloxRounds; ++round) {
+    FLASHATTN_ROLLED for (int32_t round = 4; round < kPhiloxRounds; ++round) {
       Duplicate(KeyLow(round), int32_t(LowOf(round)), 8);
       Duplicate(KeyHigh(round), int32_t(HighOf(round)), 8);
     }
     Barrier();
   }
 
-  // Where the parts lie until the words are drawn, and the words of up to `capacity` tiles until they are applied.
+  // The memory of the parts until the words are drawn, and of the words of up to `capacity` tiles until they are
+  // applied.
   __aicore__ void SetMemory(const Words& parts, int32_t max_groups, int32_t max_across, const Words& to,
                             int32_t capacity) {
     head_high = parts;
@@ -80,8 +74,8 @@ class Dropout {
     words = to;
     vector = capacity * kLanes;
   }
-  // What the next calls compute in: ScratchOf(tiles), where tiles are no fewer than rows or keys have, and to draw no
-  // fewer than the capacity. Nothing has to stay there from call to call.
+  // Scratch of the next calls: ScratchOf(tiles), where tiles is at least the number across rows or keys, and for
+  // drawing at least the capacity. Its contents need not survive from call to call.
   __aicore__ void SetScratch(const Words& scratch, int32_t tiles) {
     for (int32_t r = 0; r < 8; ++r) registers[r] = scratch[r * tiles * kLanes];
   }
@@ -92,14 +86,14 @@ class Dropout {
     tiles = 1;
     batch_product = uint64_t(kPhiloxMultiplier0) * uint32_t(origin_batch + batch);
     Barrier();
-    for (int32_t lane = 0; lane < kLanes; lane += 8)
-      Adds(registers[0][lane], numbers, int32_t((origin_head + head) * 64 + lane), 8);
+    FLASHATTN_ROLLED for (int32_t lane = 0; lane < kLanes; lane += 8)
+        Adds(registers[0][lane], numbers, int32_t((origin_head + head) * 64 + lane), 8);
     Barrier();
     const Product p = {registers[0], head_high, head_low, registers[1], registers[2]};
-    Multiply<1>(p);
+    Multiply(1, p);
   }
 
-  // What depends on the row alone, for groups of 16 rows from `row` on.
+  // The part that depends only on the row, for groups of 16 rows from `row` on.
   __aicore__ void BeginRows(int32_t row, int32_t count) {
     groups = tiles = (count + 15) / 16;
     const Words x = registers[0], t = registers[1];
@@ -114,12 +108,12 @@ class Dropout {
     Barrier();
     Xor(x, t, head_low, kRepeated);
     const Product p = {x, row_high, row_low, registers[2], x};
-    Multiply<0>(p);
+    Multiply(0, p);
     Xor(row_high, row_high, registers[6], kConstant);
     Xor(row_low, row_low, registers[7], kConstant);
   }
 
-  // What depends on the key alone.
+  // The part that depends only on the key.
   __aicore__ void BeginKeys(int32_t key_begin, int32_t columns) {
     across = tiles = columns / kLanes;
     const Words x = registers[0], t = registers[1], z = registers[3];
@@ -130,11 +124,12 @@ class Dropout {
     Barrier();
     Xor(x, t, head_high, kRepeated);
     const Product p0 = {x, z, key_other, registers[2], x};
-    Multiply<0>(p0);
+    Multiply(0, p0);
     Xor(z, z, registers[6], kConstant);
     const Product p1 = {z, key_high, key_low, registers[2], x};
-    for (int32_t stage = 0; stage < kStages; ++stage) {  // Xor(key_low, key_low, registers[7]) beside the product
-      Advance<1>(p1, stage);
+    // Beside the product: Xor(key_low, key_low, registers[7]).
+    FLASHATTN_ROLLED for (int32_t stage = 0; stage < kStages; ++stage) {
+      Advance(1, p1, stage);
       if (stage == 1) OrAndWith(key_low, registers[7], kConstant);
       if (stage == 2) Subtract(key_low, registers[4], registers[5]);
       Barrier();
@@ -160,9 +155,9 @@ class Dropout {
     Barrier();
     FLASHATTN_ROLLED for (int32_t round = 3; round < kPhiloxRounds; ++round) {
       const Product p0 = {x, h0, low0, b0, x}, p1 = {z, h1, low1, b1, g};
-      for (int32_t stage = 0; stage < kStages; ++stage) {
-        Advance<0>(p0, stage);
-        Advance<1>(p1, stage);
+      FLASHATTN_ROLLED for (int32_t stage = 0; stage < kStages; ++stage) {
+        Advance(0, p0, stage);
+        Advance(1, p1, stage);
         if (round > 3) MixKey(stage, c1, c3, t, round);
         Barrier();
       }
@@ -222,7 +217,7 @@ class Dropout {
     Barrier();
   }
 
-  // The same for one group of scores in 16 bits, whose columns are paired (schedule.h): so are the bytes of a word.
+  // The same for one group of 16-bit scores, whose columns are paired (schedule.h), as the bytes of a word are.
   __aicore__ void ApplyRounded(const AscendC::LocalTensor<uint16_t>& s, int32_t pitch, const Words& scratch,
                                int32_t group) {
     using namespace AscendC;
@@ -260,51 +255,60 @@ class Dropout {
   };
   static constexpr int32_t kStages = 7;
 
-  // Stages need a barrier from one to the next.
-  template <int which>
-  __aicore__ void Advance(const Product& p, int32_t stage) {
-    constexpr uint32_t kMultiplier = which == 0 ? kPhiloxMultiplier0 : kPhiloxMultiplier1;
-    constexpr uint32_t kUsed = which == 0 ? kMultiplier : 0u - kMultiplier;
-    constexpr uint32_t kUpper = kUsed >> 16, kLower = kUsed & 0xffff;
-    static_assert((uint64_t(kUpper) + 1 + kLower) * 0xffff + 0xffff < uint64_t(1) << 32, "F' fits");
+  // The multiples of a product's x and h, and whether they are those of the complement N.
+  struct Factors {
+    uint32_t whole, sum, low_part, high_part;
+    bool complement;
+  };
+  __aicore__ static Factors FactorsOf(int32_t which) {
+    constexpr uint32_t kUsed[2] = {kPhiloxMultiplier0, 0u - kPhiloxMultiplier1};
+    constexpr uint32_t kUpper[2] = {kUsed[0] >> 16, kUsed[1] >> 16}, kLower[2] = {kUsed[0] & 0xffff, kUsed[1] & 0xffff};
+    static_assert((uint64_t(kUpper[0]) + 1 + kLower[0]) * 0xffff + 0xffff < uint64_t(1) << 32, "F' fits");
+    static_assert((uint64_t(kUpper[1]) + 1 + kLower[1]) * 0xffff + 0xffff < uint64_t(1) << 32, "F' fits");
+    if (which == 0) return {kPhiloxMultiplier0, kUpper[0] + 1, kLower[0] - ((kUpper[0] + 1) << 16), kUpper[0], false};
+    return {kPhiloxMultiplier1, kUpper[1] + 1, kLower[1] - ((kUpper[1] + 1) << 16), 0u - kUpper[1], true};
+  }
+
+  // Consecutive stages need a barrier between them.
+  __aicore__ void Advance(int32_t which, const Product& p, int32_t stage) {
+    const Factors f = FactorsOf(which);
     switch (stage) {
       case 0:
         ShiftDown(p.high, p.x);
-        Times(p.low, p.x, kMultiplier);
-        Times(p.sum, p.x, kUpper + 1);
+        Times(p.low, p.x, f.whole);
+        Times(p.sum, p.x, f.sum);
         break;
       case 1:
         ShiftDown(p.other, p.low);
         break;
       case 2:
-        if constexpr (which == 0)
-          Subtract(p.sum, p.sum, p.other);
-        else
+        if (f.complement)
           Plus(p.sum, p.sum, p.other);
+        else
+          Subtract(p.sum, p.sum, p.other);
         break;
       case 3:
-        Times(p.other, p.high, kLower - ((kUpper + 1) << 16));
+        Times(p.other, p.high, f.low_part);
         break;
       case 4:
         Plus(p.sum, p.sum, p.other);
-        Times(p.high, p.high, which == 0 ? kUpper : 0u - kUpper);
+        Times(p.high, p.high, f.high_part);
         break;
       case 5:
         ShiftDown(p.sum, p.sum);
-        if constexpr (which == 1) Plus(p.high, p.high, p.x);
+        if (f.complement) Plus(p.high, p.high, p.x);
         break;
       case 6:
-        if constexpr (which == 0)
-          Plus(p.high, p.high, p.sum);
-        else
+        if (f.complement)
           Subtract(p.high, p.high, p.sum);
+        else
+          Plus(p.high, p.high, p.sum);
         break;
     }
   }
-  template <int which>
-  __aicore__ void Multiply(const Product& p) {
-    for (int32_t stage = 0; stage < kStages; ++stage) {
-      Advance<which>(p, stage);
+  __aicore__ void Multiply(int32_t which, const Product& p) {
+    FLASHATTN_ROLLED for (int32_t stage = 0; stage < kStages; ++stage) {
+      Advance(which, p, stage);
       Barrier();
     }
   }
@@ -410,9 +414,9 @@ class Dropout {
   PhiloxKey key;
   uint64_t batch_product = 0;      // of round 1
   int32_t vector = 0;              // lanes of a register
-  int32_t groups = 0, across = 0;  // that began: 16 rows each, 64 keys each
+  int32_t groups = 0, across = 0;  // begun groups: 16 rows each, 64 keys each
   int32_t drawn_across = 0;
-  int32_t tiles = 0;               // that the next instructions work on
+  int32_t tiles = 0;               // tiles of the next instructions
   Words numbers, low_bytes, keys;  // constants, the first one from 0 to 7
   Words head_high, head_low, row_high, row_low, row_constant, key_high, key_low, key_other;
   Words words, registers[8];

@@ -1,7 +1,7 @@
-// Which core computes what, in which order. Tasks (128 query rows of one head) are counted through batch entries, row
-// blocks from the last to the first, and heads, and dealt out to the cores in rows that go forth and back: under a
-// causal mask the long ones come first and lie beside their equals, so that every core gets its share of the triangle.
-// The cube core and the vector cores of a block walk through the same list.
+// Assigns tasks to cores and orders them. Tasks (128 query rows of one head) are counted through batch entries, row
+// blocks from the last to the first, and heads, and dealt out to the cores in alternating direction. Under a causal
+// mask the long tasks come first and tasks of similar length are adjacent, which balances the triangle over the cores.
+// The cube core and the vector cores of a block process the same list.
 #pragma once
 
 #include <kernel_operator.h>  // before the shared headers: it defines what they compile to
@@ -33,23 +33,23 @@ __aicore__ inline AscendC::GlobalTensor<T> Head(const TensorView& view, int32_t 
   return Global<T>((uint64_t)view.data, batch * view.batch_stride + head * view.head_stride + row * view.row_stride);
 }
 
-// Columns of scores are paired where dropout takes the bytes of its words in 16 bits (philox.h): of 16 keys, the k-th
-// and the (8 + k)-th lie side by side, from the rows of K and V in L1 on. Biases and intervals come in the order of the
-// keys: with them dropout hides fp32.
-template <typename T>
-__aicore__ inline bool Pairs(const Arguments& a) {
-  return sizeof(T) == 2 && a.has_dropout() && !a.has_bias() && !a.has_intervals();
+// Columns of scores are paired if dropout reads the bytes of its words in 16 bits (philox.h): of 16 keys, the k-th and
+// the (8 + k)-th are adjacent, from the rows of K and V in L1 on. Biases and intervals are in the order of the keys:
+// with them dropout works on fp32.
+template <typename T, class A>
+__aicore__ inline bool Pairs(const A& a) {
+  return sizeof(T) == 2 && a.has_dropout_alone();
 }
 __aicore__ inline int32_t PairedPlace(int32_t key) { return key / 16 * 16 + key % 8 * 2 + key / 8 % 2; }
 
 struct Task {
-  int32_t number = 0;  // among those of this core that see anything
+  int32_t number = 0;  // among this core's tasks that are not fully masked
   int32_t batch = 0, head = 0;
   int32_t row = 0, rows = 0;  // within the sequence: of queries, in the backward of keys
   Sequence queries = {0, 0}, keys = {0, 0};
 };
 
-// Where batch entry b lies.
+// The position of batch entry b.
 __aicore__ inline Sequence SequenceOf(const int32_t* cu_seqlens, int64_t length, int64_t total, int32_t b) {
   if (!cu_seqlens) return {0, length};
   AscendC::GlobalTensor<int32_t> starts = Global<int32_t>((uint64_t)cu_seqlens);
@@ -91,7 +91,7 @@ class Tasks {
   }
 
  private:
-  // The next number that is mine: its head and block.
+  // The next task of this core: its head and block.
   __aicore__ bool NextMine() {
     for (;;) {
       if (block < 0) {
@@ -129,8 +129,8 @@ struct Step {
   Task task;
   int32_t key = 0, keys = 0;  // within the sequence
   bool first = false, last = false;
-  bool isolates = false;  // isolation.h: it hides something, and something may not be finite
-  int32_t slot = 0;       // of the workspace
+  bool isolates = false;  // isolation.h: the step hides a pair, and an input may have a non-finite value
+  int32_t slot = 0;       // slot of the workspace
 };
 
 // Whether any of the rows [row, row_end) does not see all of the keys [key, key_end), which are not empty.
@@ -139,10 +139,11 @@ __aicore__ inline bool HidesAny(const TileMask& mask, const IntervalTiles& tiles
   return mask.visibility(row, row_end, key, key_end) != Visibility::kAll || !tiles.Whole(key, key_end, row, row_end);
 }
 
-// `isolates`: something may not be finite.
+// `isolates`: an input may have a non-finite value. A: Arguments, or ArgumentsWith.
+template <class A>
 class Steps {
  public:
-  __aicore__ Steps(const Arguments& arguments, int32_t keys_of_step, bool isolates)
+  __aicore__ Steps(const A& arguments, int32_t keys_of_step, bool isolates)
       : a(arguments), tasks(arguments, Side::queries, false), keys_of_step(keys_of_step), isolates(isolates) {}
 
   __aicore__ bool Next(Step* step) {
@@ -165,7 +166,7 @@ class Steps {
     if (a.has_intervals() && step->keys > 0)
       step->keys = Tiles().EndOfSeen(key, key + step->keys, task.row, RowsEnd()) - key;
     step->first = begins;
-    step->isolates = isolates && step->keys > 0 &&
+    step->isolates = a.has_intervals() && isolates && step->keys > 0 &&
                      HidesAny(TileMask(a, task.queries.length, task.keys.length), Tiles(), task.row, RowsEnd(), key,
                               key + step->keys);
     key += step->keys;
@@ -181,14 +182,14 @@ class Steps {
  private:
   __aicore__ IntervalTiles Tiles() const { return IntervalTiles(a, task.batch, task.head, task.keys.start); }
   __aicore__ int32_t RowsEnd() const { return task.row + task.rows; }
-  // To the next 64 keys of which a Mask lets a row of the task see any.
+  // Advances to the next 64 keys of which the Mask lets any row of the task see one.
   __aicore__ void SkipUnseen() {
     if (!a.has_intervals() || key >= end) return;
     const int32_t seen = Tiles().FirstSeen(key, end, task.row, RowsEnd());
     key = seen < end ? seen / kLanes * kLanes : end;
   }
 
-  const Arguments& a;
+  const A& a;
   Tasks tasks;
   Task task;
   int32_t keys_of_step;

@@ -1,6 +1,6 @@
-// What happens to scores between two products, a chunk of rows at a time in UB: OnlineSoftmax::Weigh turns them into
+// The arithmetic on scores between two products, a chunk of rows at a time in UB: OnlineSoftmax::Weigh turns them into
 // weights in the forward; Weigh with a known lse does so in the backward, where Differentiate then turns the gradient
-// of the weights into that of the scores. csrc/score.h says what a score is.
+// of the weights into the gradient of the scores. csrc/score.h defines a score.
 //
 // The vector unit's exponential has base e, so that both keep the logit itself of a product, in natural units.
 #pragma once
@@ -12,7 +12,7 @@
 namespace flashattn_ext {
 namespace ascend {
 
-// UB for what is computed on the way, so many fp32.
+// Scratch in UB, in fp32 values.
 struct Scratch {
   AscendC::LocalTensor<float> data;
   int32_t floats;
@@ -34,17 +34,15 @@ __aicore__ inline void Polynomial(const AscendC::LocalTensor<float>& sum, const 
   PipeBarrier<PIPE_V>();
 }
 
-// Products to capped logits, cap * tanh(product * inner). With an
-// exponential, tanh y is 1 - 2 / (exp(2 y) + 1), whose error of some 1e-7 is nothing beside that of 16-bit inputs
-// unless the cap is large. Otherwise it is a quotient of polynomials of y^2, fitted to a relative error of 2e-8 up to
-// |y| = 9, beyond which tanh y is 1 in fp32.
+// Products to capped logits, cap * tanh(product * inner). With an exponential, tanh y is 1 - 2 / (exp(2 y) + 1), whose
+// error of about 1e-7 is negligible beside 16-bit rounding up to kLargeCap. Otherwise it is a quotient of polynomials
+// of y^2, fitted to a relative error of 2e-8 up to |y| = 9, beyond which tanh y is 1 in fp32.
 template <typename T>
 __aicore__ inline void CapLogits(const Arguments& a, const ScoreChunk& chunk, const Scratch& scratch) {
   using namespace AscendC;
   const UnaryRepeatParams dense(1, 1, 8, 8);
   const LocalTensor<float> s = chunk.s;
   const uint8_t all = chunk.repeats();
-  constexpr float kLargeCap = 1000.0f;
   if (sizeof(T) == 2 && a.cap <= kLargeCap) {
     const LocalTensor<float> numerator = scratch.data;
     Duplicate(numerator, -2 * a.cap, 8);
@@ -72,14 +70,17 @@ __aicore__ inline void CapLogits(const Arguments& a, const ScoreChunk& chunk, co
     const LocalTensor<float> y = s[done * kLanes], square = scratch.data, sum = scratch.data[most * kLanes];
     Mul(square, y, y, kLanes, some, {1, 1, 1, 8, 8, 8});
     PipeBarrier<PIPE_V>();
-    Polynomial(sum, square, some, 1.335498556187531e-08f, 2.060934275505133e-05f, 3.495605196803808e-03f,
-               1.338104009628296e-01f);
-    Mul(y, y, sum, kLanes, some, {1, 1, 1, 8, 8, 8});
-    PipeBarrier<PIPE_V>();
-    Polynomial(sum, square, some, 7.776698680572736e-07f, 3.285661805421114e-04f, 2.587704919278622e-02f,
-               4.671435654163361e-01f);
-    Div(y, y, sum, kLanes, some, {1, 1, 1, 8, 8, 8});
-    PipeBarrier<PIPE_V>();
+    FLASHATTN_ROLLED for (int32_t divides = 0; divides < 2; ++divides) {
+      Polynomial(sum, square, some, divides ? 7.776698680572736e-07f : 1.335498556187531e-08f,
+                 divides ? 3.285661805421114e-04f : 2.060934275505133e-05f,
+                 divides ? 2.587704919278622e-02f : 3.495605196803808e-03f,
+                 divides ? 4.671435654163361e-01f : 1.338104009628296e-01f);
+      if (divides)
+        Div(y, y, sum, kLanes, some, {1, 1, 1, 8, 8, 8});
+      else
+        Mul(y, y, sum, kLanes, some, {1, 1, 1, 8, 8, 8});
+      PipeBarrier<PIPE_V>();
+    }
   }
   Muls(s, s, a.cap, kLanes, all, dense);
   PipeBarrier<PIPE_V>();
@@ -99,17 +100,17 @@ __aicore__ inline void SlopeOfCap(const Arguments& a, const ScoreChunk& chunk,
   Adds(slope, slope, 1.0f, kLanes, all, {1, 1, 8, 8});
 }
 
-// Products to logits without biases.
-template <typename T>
-__aicore__ inline void ScaleProducts(const Arguments& a, const ScoreChunk& chunk, const Scratch& scratch) {
-  if (a.cap > 0) return CapLogits<T>(a, chunk, scratch);
+// Turns products into logits without biases.
+template <typename T, class A>
+__aicore__ inline void ScaleProducts(const A& a, const ScoreChunk& chunk, const Scratch& scratch) {
+  if (a.has_softcap()) return CapLogits<T>(a, chunk, scratch);
   AscendC::Muls(chunk.s, chunk.s, a.score.softmax_scale, kLanes, chunk.repeats(), {1, 1, 8, 8});
   AscendC::PipeBarrier<PIPE_V>();
 }
 
-// Biases are added, and what is hidden becomes -inf.
-template <typename T>
-__aicore__ inline void BiasAndHide(const Arguments& a, const Task& task, int32_t head, const ScoreChunk& chunk,
+// Adds biases and sets hidden scores to -inf.
+template <typename T, class A>
+__aicore__ inline void BiasAndHide(const A& a, const Task& task, int32_t head, const ScoreChunk& chunk,
                                    Biases<T>* biases, Intervals* intervals, const Scratch& scratch) {
   if (a.has_bias()) biases->Add(task, head, chunk, scratch.data, scratch.floats);
   HideScores(TileMask(a, task.queries.length, task.keys.length), chunk.row, chunk.rows, chunk.key, chunk.keys, chunk.s,
@@ -117,16 +118,16 @@ __aicore__ inline void BiasAndHide(const Arguments& a, const Task& task, int32_t
   if (a.has_intervals()) intervals->Hide(chunk, scratch.data);
 }
 
-// Zeros into what is hidden of weights or gradients, where hidden scores were not finite (isolation.h).
+// Zeroes hidden weights or gradients, if hidden scores were not finite (isolation.h).
 __aicore__ inline void ClearHidden(const Arguments& a, const Task& task, const ScoreChunk& chunk, Intervals* intervals,
                                    const AscendC::LocalTensor<float>& scratch) {
   HideScores(TileMask(a, task.queries.length, task.keys.length), chunk.row, chunk.rows, chunk.key, chunk.keys, chunk.s,
              chunk.layout, 0.0f);
-  intervals->Hide<Hidden::kZero>(chunk, scratch);
+  intervals->Hide(chunk, scratch, Hidden::kZero);
 }
 
-// The running maximum and sum of the rows that one vector core has of the tasks in flight, and the weights of a chunk.
-template <typename T>
+// The running maximum and sum of one vector core's rows of the tasks in flight, and the weights of a chunk.
+template <typename T, class A>
 class OnlineSoftmax {
   using Sizes = SizesOf<sizeof(T)>;
   static constexpr int32_t kHalf = kRows / 2, kChunkRows = Sizes::kChunkRows, kPitch = Sizes::kPitch;
@@ -135,33 +136,32 @@ class OnlineSoftmax {
  public:
   static constexpr int32_t kFloats = (2 * kStatisticsRing + kSlots) * kHalf + 2 * kChunkRows;
 
-  __aicore__ OnlineSoftmax(const Arguments& arguments, Biases<T>* biases, Intervals* intervals)
+  __aicore__ OnlineSoftmax(const A& arguments, Biases<T>* biases, Intervals* intervals)
       : a(arguments), biases(biases), intervals(intervals) {}
 
-  // memory: kFloats. wide: a whole block for each row of a chunk, needed within Weigh alone.
+  // memory: kFloats. wide: a whole block for each row of a chunk, used only within Weigh.
   __aicore__ void SetMemory(const AscendC::LocalTensor<float>& memory, const AscendC::LocalTensor<float>& wide) {
-    row_shift = memory;
-    row_sum = row_shift[kStatisticsRing * kHalf];
+    row_maximum = memory;
+    row_sum = row_maximum[kStatisticsRing * kHalf];
     decay = row_sum[kStatisticsRing * kHalf];
-    chunk_shift = decay[kSlots * kHalf];
-    chunk_sum = chunk_shift[kChunkRows];
+    chunk_maximum = decay[kSlots * kHalf];
+    chunk_sum = chunk_maximum[kChunkRows];
     chunk_wide = wide;
-    // Lanes beyond the last row are computed with and never used: they must hold something.
-    AscendC::Duplicate(chunk_shift, 0.0f, kChunkRows);
+    // Lanes beyond the last row enter the computation but not the results: they must hold finite values.
+    AscendC::Duplicate(chunk_maximum, 0.0f, kChunkRows);
     AscendC::Duplicate(decay, 0.0f, kSlots * kHalf);
   }
 
-  // Statistics of the rows of a task: the negated maximum of the logits, and the sum of the weights relative to that
-  // maximum.
-  __aicore__ AscendC::LocalTensor<float> Shift(const Task& task) const { return row_shift[At(task)]; }
+  // Statistics of the rows of a task: the maximum of the logits, and the sum of the weights relative to that maximum.
+  __aicore__ AscendC::LocalTensor<float> Maximum(const Task& task) const { return row_maximum[At(task)]; }
   __aicore__ AscendC::LocalTensor<float> Sum(const Task& task) const { return row_sum[At(task)]; }
-  // What the maximum that a step found makes of everything summed before that step, for each row.
+  // The factor by which the maximum of a step rescales all earlier sums, for each row.
   __aicore__ AscendC::LocalTensor<float> Decay(int32_t slot) const { return decay[slot * kHalf]; }
 
   __aicore__ float Sink(const Task& task) const {
     return a.sink ? Global<float>((uint64_t)a.sink).GetValue(task.head) : 0.0f;
   }
-  // The sink is a logit that every row has seen before the first key.
+  // The sink is a logit that precedes the first key in every row.
   __aicore__ void Begin(const Task& task) {
     float logit = kLowest, sum = 0.0f;
     if (a.has_sink) {
@@ -170,7 +170,7 @@ class OnlineSoftmax {
       logit = counts ? (sink > kHighest ? kHighest : sink) : kLowest;
       sum = counts ? 1.0f : 0.0f;
     }
-    AscendC::Duplicate(Shift(task), -logit, kHalf);
+    AscendC::Duplicate(Maximum(task), logit, kHalf);
     AscendC::Duplicate(Sum(task), sum, kHalf);
     Barrier();
   }
@@ -182,20 +182,20 @@ class OnlineSoftmax {
                         Dropout* dropout, int32_t group, const AscendC::LocalTensor<float>& not_finite) {
     using namespace AscendC;
     const LocalTensor<float> s = chunk.s;
-    const LocalTensor<float> tree = weights.template ReinterpretCast<float>();  // until the weights are there
+    const LocalTensor<float> tree = weights.template ReinterpretCast<float>();  // until the weights are computed
     const int32_t rows = chunk.rows, columns = chunk.columns();
     const uint8_t all = chunk.repeats();
     const Scratch scratch = {tree, kChunkRows * kPitch * int32_t(sizeof(T)) / 4};
     ScaleProducts<T>(a, chunk, scratch);
     BiasAndHide(a, step.task, step.task.head, chunk, biases, intervals, scratch);
-    Update(Shift(step.task)[row], Decay(step.slot)[row], s, rows, columns, tree);
+    Update(Maximum(step.task)[row], Decay(step.slot)[row], s, rows, columns, tree);
     for (int32_t c = 0; c < columns; c += kLanes)
-      Add(s[c], s[c], chunk_wide, kLanes, rows, {1, 1, 0, kPitchBlocks, kPitchBlocks, 1});
+      Sub(s[c], s[c], chunk_wide, kLanes, rows, {1, 1, 0, kPitchBlocks, kPitchBlocks, 1});
     Barrier();
     const LocalTensor<float> sum = Sum(step.task)[row];
     Exp(s, s, kLanes, all, {1, 1, 8, 8});
     Barrier();
-    Reduce<false>(chunk_sum, s, rows, columns, tree);
+    Reduce(Of::sum, chunk_sum, s, rows, columns, tree);
     FusedMulAdd(sum, Decay(step.slot)[row], chunk_sum, rows, 1, {1, 1, 1, 8, 8, 8});
     if (a.has_dropout() && !Pairs<T>(a)) {
       const int32_t groups = (rows + kGroupRows - 1) / kGroupRows;
@@ -204,7 +204,7 @@ class OnlineSoftmax {
         dropout->Apply(s[key * kLanes], kPitchBlocks, tree.template ReinterpretCast<int32_t>(), group, groups, key,
                        Lesser(most, across - key));
     }
-    if (step.isolates) {
+    if (a.has_intervals() && step.isolates) {
       for (int32_t c = 0; c < columns; c += kLanes)
         Add(s[c], s[c], not_finite[c], kLanes, rows, {1, 1, 1, kPitchBlocks, kPitchBlocks, 0});
       Barrier();
@@ -218,7 +218,7 @@ class OnlineSoftmax {
     }
   }
 
-  // The same of rows from which a Mask hides everything of the step: without their scores.
+  // Weigh for rows that are fully masked in the step: without their scores.
   __aicore__ void WeighNothing(const Step& step, int32_t row, int32_t rows, const AscendC::LocalTensor<T>& weights) {
     Barrier();
     AscendC::Duplicate(Decay(step.slot)[row], 1.0f, rows);
@@ -236,100 +236,96 @@ class OnlineSoftmax {
   __aicore__ static void Barrier() { AscendC::PipeBarrier<PIPE_V>(); }
   __aicore__ static int32_t At(const Task& task) { return task.number % kStatisticsRing * kHalf; }
 
-  // The shift, which is added to logits, becomes the negated maximum of old and new ones, chunk_wide the same in whole
-  // blocks, and chunk_decay exp(old - new maximum). The last two instructions go beside the caller's next ones.
-  __aicore__ void Update(const AscendC::LocalTensor<float>& shift, const AscendC::LocalTensor<float>& chunk_decay,
+  // `maximum` becomes the larger one of the old and the new maxima, chunk_wide its copy in whole blocks, and
+  // chunk_decay exp(old - new maximum). The last two instructions overlap with the caller's next ones.
+  __aicore__ void Update(const AscendC::LocalTensor<float>& maximum, const AscendC::LocalTensor<float>& chunk_decay,
                          const AscendC::LocalTensor<float>& s, int32_t rows, int32_t columns,
                          const AscendC::LocalTensor<float>& tree) {
     using namespace AscendC;
-    Reduce<true>(chunk_shift, s, rows, columns, tree);
-    Muls(chunk_shift, chunk_shift, -1.0f, rows);
+    Reduce(Of::maximum, chunk_maximum, s, rows, columns, tree);
+    Max(chunk_maximum, chunk_maximum, maximum, rows);
     Barrier();
-    Min(chunk_shift, chunk_shift, shift, rows);
-    Barrier();
-    Sub(chunk_decay, chunk_shift, shift, rows);
-    Brcb(chunk_wide, chunk_shift, RoundUp(rows, 8) / 8, {1, 8});
+    Sub(chunk_decay, maximum, chunk_maximum, rows);
+    Brcb(chunk_wide, chunk_maximum, RoundUp(rows, 8) / 8, {1, 8});
     Barrier();
     Exp(chunk_decay, chunk_decay, rows);
-    Adds(shift, chunk_shift, 0.0f, rows);
+    Adds(maximum, chunk_maximum, 0.0f, rows);
   }
 
+  enum class Of { maximum, sum };
   // The maximum or sum of each row: of columns of 64, pair by pair, then of the blocks of the last one, and of those.
-  template <bool maximum>
-  __aicore__ void Reduce(const AscendC::LocalTensor<float>& result, const AscendC::LocalTensor<float>& s, int32_t rows,
-                         int32_t columns, const AscendC::LocalTensor<float>& tree) {
+  __aicore__ void Reduce(Of of, const AscendC::LocalTensor<float>& result, const AscendC::LocalTensor<float>& s,
+                         int32_t rows, int32_t columns, const AscendC::LocalTensor<float>& tree) {
     const uint8_t pitch = kPitchBlocks;
     const int32_t parts = columns / kLanes, part = rows * kLanes;
     int32_t pairs = parts / 2;
     for (int32_t i = 0; i < pairs; ++i)
-      Combine<maximum>(tree[i * part], s[2 * i * kLanes], s[(2 * i + 1) * kLanes], rows, {1, 1, 1, 8, pitch, pitch});
+      Combine(of, tree[i * part], s[2 * i * kLanes], s[(2 * i + 1) * kLanes], rows, {1, 1, 1, 8, pitch, pitch});
     Barrier();
     if (pairs > 0 && parts % 2) {
-      Combine<maximum>(tree, tree, s[(parts - 1) * kLanes], rows, {1, 1, 1, 8, 8, pitch});
+      Combine(of, tree, tree, s[(parts - 1) * kLanes], rows, {1, 1, 1, 8, 8, pitch});
       Barrier();
     }
     while (pairs > 1) {
       const int32_t half = pairs / 2;
       pairs -= half;
-      Combine<maximum>(tree, tree, tree[pairs * part], half * rows, {1, 1, 1, 8, 8, 8});
+      Combine(of, tree, tree, tree[pairs * part], half * rows, {1, 1, 1, 8, 8, 8});
       Barrier();
     }
-    const AscendC::LocalTensor<float> last = pairs ? tree : s;
-    const uint8_t last_pitch = pairs ? kLanes / 8 : kPitchBlocks;
+    const AscendC::LocalTensor<float> last = parts > 1 ? tree : s;
+    const uint8_t last_pitch = parts > 1 ? kLanes / 8 : kPitchBlocks;
     const AscendC::LocalTensor<float> blocks = tree[kChunkRows * kLanes];  // a result of each, so 8 a row
     static_assert((kLanes + 8) * 4 <= kPitch * int32_t(sizeof(T)), "they lie in P's buffer");
-    uint64_t all[2] = {~uint64_t(0), 0};
-    if constexpr (maximum) {
-      AscendC::BlockReduceMax(blocks, last, rows, all, 1, 1, last_pitch);
+    constexpr uint64_t kAll = ~uint64_t(0);
+    if (of == Of::maximum || sizeof(T) == 4 || Pairs<T>(a)) {  // no pairs, or the blocks hold them
+      ReduceBlocks(of, blocks, last, rows, kAll, 1, last_pitch);
       Barrier();
-      ReduceRows<maximum>(result, blocks, rows, all[0]);
-    } else if (sizeof(T) == 4 || Pairs<T>(a)) {  // no pairs, or the blocks hold them
-      AscendC::BlockReduceSum(blocks, last, rows, all, 1, 1, last_pitch);
-      Barrier();
-      ReduceRows<maximum>(result, blocks, rows, all[0]);
+      ReduceRows(of, result, blocks, rows, kAll);
     } else {
       // In the same order as with paired columns, for the same bits: first the k-th and the (8 + k)-th of 16.
-      uint64_t half[2] = {all[0] >> 32, 0};
+      uint64_t half[2] = {kAll >> 32, 0};
       AscendC::Add(tree, last, last[8], half, rows, {2, 2, 2, kLanes / 8, last_pitch, last_pitch});
       Barrier();
-      AscendC::BlockReduceSum(blocks, tree, rows, half, 1, 2, kLanes / 8);
+      ReduceBlocks(of, blocks, tree, rows, half[0], 2, kLanes / 8);
       Barrier();
-      ReduceRows<maximum>(result, blocks, rows, 0x0f0f0f0f0f0f0f0fu);
+      ReduceRows(of, result, blocks, rows, 0x0f0f0f0f0f0f0f0fu);
     }
     Barrier();
   }
 
   // A row's results, 8 or fewer lanes a block.
-  template <bool maximum>
-  __aicore__ void ReduceRows(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& blocks,
+  __aicore__ void ReduceRows(Of of, const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& blocks,
                              int32_t rows, uint64_t lanes) {
     const int32_t whole = rows / 8;
-    uint64_t mask[2] = {lanes, 0}, rest[2] = {lanes & ((uint64_t(1) << rows % 8 * 8) - 1), 0};
-    if constexpr (maximum) {
-      if (whole) AscendC::BlockReduceMax(to, blocks, whole, mask, 1, 1, 8);
-      if (rest[0]) AscendC::BlockReduceMax(to[whole * 8], blocks[whole * kLanes], 1, rest, 1, 1, 8);
-    } else {
-      if (whole) AscendC::BlockReduceSum(to, blocks, whole, mask, 1, 1, 8);
-      if (rest[0]) AscendC::BlockReduceSum(to[whole * 8], blocks[whole * kLanes], 1, rest, 1, 1, 8);
-    }
+    const uint64_t rest = lanes & ((uint64_t(1) << rows % 8 * 8) - 1);
+    if (whole) ReduceBlocks(of, to, blocks, whole, lanes, 1, 8);
+    if (rest) ReduceBlocks(of, to[whole * 8], blocks[whole * kLanes], 1, rest, 1, 8);
   }
 
-  template <bool maximum>
-  __aicore__ void Combine(const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& x,
-                          const AscendC::LocalTensor<float>& y, int32_t rows,
-                          const AscendC::BinaryRepeatParams& blocks) {
-    if constexpr (maximum)
+  __aicore__ static void ReduceBlocks(Of of, const AscendC::LocalTensor<float>& to,
+                                      const AscendC::LocalTensor<float>& from, int32_t repeats, uint64_t lanes,
+                                      int32_t block, int32_t pitch) {
+    uint64_t mask[2] = {lanes, 0};
+    if (of == Of::maximum)
+      AscendC::BlockReduceMax(to, from, repeats, mask, 1, block, pitch);
+    else
+      AscendC::BlockReduceSum(to, from, repeats, mask, 1, block, pitch);
+  }
+  __aicore__ static void Combine(Of of, const AscendC::LocalTensor<float>& to, const AscendC::LocalTensor<float>& x,
+                                 const AscendC::LocalTensor<float>& y, int32_t rows,
+                                 const AscendC::BinaryRepeatParams& blocks) {
+    if (of == Of::maximum)
       AscendC::Max(to, x, y, kLanes, rows, blocks);
     else
       AscendC::Add(to, x, y, kLanes, rows, blocks);
   }
 
-  const Arguments& a;
+  const A& a;
   Biases<T>* biases;
   Intervals* intervals;
-  AscendC::LocalTensor<float> row_shift, row_sum;                  // [kStatisticsRing][kHalf]
-  AscendC::LocalTensor<float> decay;                               // [kSlots][kHalf]
-  AscendC::LocalTensor<float> chunk_shift, chunk_sum, chunk_wide;  // [kChunkRows], the last one in whole blocks
+  AscendC::LocalTensor<float> row_maximum, row_sum;                  // [kStatisticsRing][kHalf]
+  AscendC::LocalTensor<float> decay;                                 // [kSlots][kHalf]
+  AscendC::LocalTensor<float> chunk_maximum, chunk_sum, chunk_wide;  // [kChunkRows], the last one in whole blocks
 };
 
 // The backward's weights, with the known lse: exp(logit - lse). `lse`: of the chunk's rows, each in a whole block.
@@ -349,30 +345,49 @@ struct DropoutScratch {
   AscendC::LocalTensor<int32_t> masks;
 };
 
-// dP to dS / softmax_scale = P (dP~ - delta), in place, and P to P~ (~: after dropout). `delta`: of the chunk's rows,
-// each in a whole block. `group`: the first of the generator's groups of rows that were drawn for the chunk.
-__aicore__ inline void Differentiate(const Arguments& a, const ScoreChunk& weights,
+// dP to dP~ (~: after dropout), in place, without what lies behind the columns. `group`: the first of the generator's
+// groups of rows that were drawn for the chunk.
+template <class A>
+__aicore__ inline void DropGradients(const A& a, const ScoreChunk& weights,
+                                     const AscendC::LocalTensor<float>& gradients, Dropout* dropout,
+                                     const DropoutScratch& scratch, int32_t group) {
+  const int32_t groups = (weights.rows + kGroupRows - 1) / kGroupRows;
+  const uint8_t pitch = weights.layout.pitch;
+  dropout->Apply(gradients, pitch, scratch.masks, group, groups, 0, weights.columns() / kLanes);
+  for (int32_t c = 0; c < weights.columns(); c += kLanes)
+    AscendC::Muls(gradients[c], gradients[c], a.inverse_keep, kLanes, weights.rows, {1, 1, pitch, pitch});
+  AscendC::PipeBarrier<PIPE_V>();
+}
+
+// dP to dS / softmax_scale = P (dP~ - delta), in place, and P to P~. `delta`: of the chunk's rows, each in a whole
+// block. `dropped`: the gradients are dP~ already.
+template <class A>
+__aicore__ inline void Differentiate(const A& a, const ScoreChunk& weights,
                                      const AscendC::LocalTensor<float>& gradients,
                                      const AscendC::LocalTensor<float>& delta, Dropout* dropout,
-                                     const DropoutScratch& scratch, int32_t group) {
+                                     const DropoutScratch& scratch, int32_t group, bool dropped) {
   using namespace AscendC;
   const LocalTensor<float> p = weights.s, ds = gradients;
   const uint8_t all = weights.repeats(), pitch = weights.layout.pitch;
   const int32_t rows = weights.rows, columns = weights.columns();
   const BinaryRepeatParams dense(1, 1, 1, 8, 8, 8), by_row(1, 1, 0, pitch, pitch, 1);
-  if (a.has_dropout()) {  // P~ dP / p_keep - P delta
-    const LocalTensor<float> product = scratch.product;
+  const bool drops = a.has_dropout() && !dropped;  // then dS is P~ dP / p_keep - P delta
+  const LocalTensor<float> product = scratch.product;
+  if (drops) {
     for (int32_t c = 0; c < columns; c += kLanes) Mul(product[c], p[c], delta, kLanes, rows, by_row);
+  } else {
+    for (int32_t c = 0; c < columns; c += kLanes) Sub(ds[c], ds[c], delta, kLanes, rows, by_row);
+    PipeBarrier<PIPE_V>();
+    Mul(ds, ds, p, kLanes, all, dense);
+  }
+  if (a.has_dropout())
     dropout->Apply(p, pitch, scratch.masks, group, (rows + kGroupRows - 1) / kGroupRows, 0, columns / kLanes);
+  if (drops) {
     Muls(ds, ds, a.inverse_keep, kLanes, all, {1, 1, 8, 8});
     PipeBarrier<PIPE_V>();
     Mul(ds, ds, p, kLanes, all, dense);
     PipeBarrier<PIPE_V>();
     Sub(ds, ds, product, kLanes, all, dense);
-  } else {
-    for (int32_t c = 0; c < columns; c += kLanes) Sub(ds[c], ds[c], delta, kLanes, rows, by_row);
-    PipeBarrier<PIPE_V>();
-    Mul(ds, ds, p, kLanes, all, dense);
   }
   PipeBarrier<PIPE_V>();
 }

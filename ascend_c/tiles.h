@@ -1,4 +1,4 @@
-// Sizes of tiles and buffers on Atlas A2 and A3, and the numbers of flags. docs/ascend_kernels.md shows who uses what.
+// Sizes of tiles and buffers on Atlas A2 and A3, and the numbers of flags. docs/ascend_kernels.md shows their users.
 #pragma once
 
 #include "../csrc/portable.h"
@@ -8,8 +8,8 @@ namespace ascend {
 
 constexpr int32_t kTile = 128;  // edge of a tile of sums in L0C (64 KB)
 constexpr int32_t kMaxHeadDim = 256;
-// How many steps of scores the cube computes before it needs their weights, and the slots of the workspace that takes.
-// The short steps at the ends of a causal row or of a document need three to hide the latency of flags; those of the
+// The number of steps of scores by which the cube runs ahead of their weights, and the workspace slots for it. The
+// short steps at the ends of a causal row or of a document need three to hide the latency of flags; steps of the
 // backward are longer.
 constexpr int32_t kAhead = 3, kSlots = kAhead + 1;
 constexpr int32_t kGradAhead = 2, kGradSlots = kGradAhead + 1;
@@ -19,16 +19,16 @@ constexpr int32_t kLanes = 64;             // fp32 of one repeat
 constexpr int32_t kGroupRows = 16;         // that the generator works on at a time
 constexpr int32_t kTileBytes = 32 * 1024;  // of an operand: kTile rows or columns, and what a product sums over
 
-// What there is of each memory of a core.
-constexpr int32_t kUbBytes = 188416;  // what lies behind is scratch of the API
+// Bytes of each memory of a core.
+constexpr int32_t kUbBytes = 188416;  // the rest is scratch of the API
 constexpr int32_t kL1Bytes = 512 * 1024 - 256;
 constexpr int32_t kL0Bytes = 64 * 1024;  // of L0A, and of L0B
 constexpr int32_t kL0cBytes = 128 * 1024;
 
-// How large the pieces are that the forward works on, and what that takes of each memory.
+// Tile sizes of the forward, and the bytes that they need in each memory.
 struct Tiling {
   int32_t rows;         // queries of a task; each vector core takes a half
-  int32_t keys;         // that the cube hands over at a time
+  int32_t keys;         // keys that the cube hands over at a time
   int32_t element = 2;  // bytes of an input
 
   // Lanes that one product sums over: half as many in fp32.
@@ -38,8 +38,8 @@ struct Tiling {
     const int32_t most = rows < 64 ? rows / 2 : 32, chunk = 8192 / keys / 8 * 8;
     return chunk > most ? most : chunk < 8 ? 8 : chunk;
   }
-  // fp32 of a row in UB: two blocks more than its keys, so that neighbouring rows lie in other banks. P's row has
-  // room for what a reduction of the row needs.
+  // fp32 values per row in UB: two blocks more than its keys, so that adjacent rows start in different banks. A row of
+  // P has room for the scratch of a row reduction.
   FLASHATTN_HOST_DEVICE constexpr int32_t pitch() const { return (keys < 128 ? 128 : keys) + 16; }
   // Rows of P V in UB at a time, in the place of scores.
   FLASHATTN_HOST_DEVICE constexpr int32_t partial_rows() const {
@@ -60,7 +60,7 @@ struct Tiling {
   FLASHATTN_HOST_DEVICE constexpr int32_t l0a_bytes() const { return 2 * left_bytes(); }
   FLASHATTN_HOST_DEVICE constexpr int32_t l0b_bytes() const { return 2 * kTileBytes; }
   FLASHATTN_HOST_DEVICE constexpr int32_t l0c_bytes() const { return 2 * sum_bytes(); }
-  // Without dropout, which takes what is left. ForwardVector carves it up.
+  // Bytes without dropout, which gets the rest. ForwardVector carves it up.
   FLASHATTN_HOST_DEVICE constexpr int32_t ub_bytes(int32_t head_dim_v) const {
     const int32_t width = (head_dim_v + kLanes - 1) / kLanes * kLanes, half = rows / 2;
     const int32_t scores = 2 * chunk_rows() * pitch();
@@ -69,19 +69,11 @@ struct Tiling {
   }
 };
 
-// Another one is compiled for comparison only (make emulator-tilings): the forward alone, in fp16, without
-// dropout, biases and masks.
-#if defined(FLASHATTN_EXT_ASCEND_ROWS)
-constexpr bool kForwardAlone = true;
-constexpr Tiling kTiling = {FLASHATTN_EXT_ASCEND_ROWS, FLASHATTN_EXT_ASCEND_KEYS};
-#else
-constexpr bool kForwardAlone = false;
-constexpr Tiling kTiling = {128, 512};  // one flag for 64 K scores
-#endif
+constexpr Tiling kTiling = {128, 512};                    // one flag for 64 K scores
 constexpr Tiling kTilingOfFp32 = {kTiling.rows, 128, 4};  // products take four times as long: a flag for 16 K scores
 constexpr int32_t kRows = kTiling.rows;
 
-// What follows from the size of an input in bytes.
+// Sizes that follow from the size of an input in bytes.
 template <int32_t kElement>
 struct SizesOf {
   static constexpr Tiling kTiles = kElement == 4 ? kTilingOfFp32 : kTiling;
@@ -111,23 +103,26 @@ struct SizesOf {
   // Cube core.
   static constexpr int32_t kResidentBytes = kTiles.resident_bytes();  // Q of a task, two tasks; backward: K and V
   static constexpr int32_t kWideBytes = kTiles.wide_bytes();          // P of a step, two steps; backward: P and dS
-  static_assert(kForwardAlone || (kRows == kTile && kBackwardRoundedBytes <= kWideBytes), "the backward's K, P and dS");
+  static_assert(kRows == kTile && kBackwardRoundedBytes <= kWideBytes, "the backward's K, P and dS");
 
   // Vector core.
   static constexpr int32_t kChunkRows = kTiles.chunk_rows();
   static constexpr int32_t kPitch = kTiles.pitch();
   static constexpr int32_t kPartialRows = kTiles.partial_rows();
   static constexpr int32_t kGradRows = kElement == 4 ? 16 : 32;  // backward: rows of scores in UB at a time
-  static_assert(kForwardAlone || kChunkRows % kGroupRows == 0, "the generator works on whole groups");
+  static_assert(kChunkRows % kGroupRows == 0, "the generator works on whole groups");
   static_assert(kPartialRows > 0 && kChunkRows % 8 == 0, "whole blocks of statistics");
 };
 
 constexpr int64_t kWorkspaceAlignment = 512;
 
-// Event ids between MTE2 and MTE1, both directions.
-constexpr int32_t kResidentEvent = 0;  // and 1
-constexpr int32_t kWideEvent = 2;      // and 3
-constexpr int32_t kRingEvent = 4;      // .. 4 + kRing - 1
+// Event ids within a cube core. The vendor's page on SetFlag leaves 0 to 5 to kernels: 6 is reserved, and 7 belongs to
+// its own automatic synchronisation.
+constexpr int32_t kLastEvent = 5;
+constexpr int32_t kResidentEvent = 0;  // and 1: from M to MTE2, when a task's operand may be overwritten
+constexpr int32_t kWideEvent = 0;      // and 1: from MTE1 to MTE2, when a step's left operand may be
+constexpr int32_t kRingEvent = 2;      // .. 2 + kRing - 1: between MTE2 and MTE1, both directions
+static_assert(kRingEvent + kRing - 1 <= kLastEvent, "free event ids");
 // From M to MTE1: on these chips TPipe sets flags 0, 1 and 2 itself, and its destructor waits for them.
 constexpr int32_t kStageEvent = 3;  // and 4
 

@@ -1,7 +1,14 @@
-// What the vector core's stages share: UB carved up by hand, the half of the rows that a vector core takes, the mask.
+// Common parts of the vector core's stages: UB carved up by hand, a vector core's half of the rows, the mask.
 #pragma once
 
 #include "schedule.h"
+
+// Keeps a loop's code short: the instruction cache of a vector core has 16 KB by one of the vendor's documents.
+#if defined(__clang__)
+#define FLASHATTN_ROLLED _Pragma("clang loop unroll(disable)")
+#else
+#define FLASHATTN_ROLLED
+#endif
 
 namespace flashattn_ext {
 namespace ascend {
@@ -9,7 +16,7 @@ namespace ascend {
 constexpr float kLowest = -1e30f;  // instead of -inf for a maximum or lse that must not make NaN of -inf - (-inf)
 constexpr float kHighest = 3.40282347e38f;  // instead of +inf, for the same reason
 
-// fp32 in the type of an input, rounded to nearest even: so many repeats of 64 each.
+// Rounds fp32 to the type of an input, to nearest even, in repeats of 64.
 template <typename T>
 __aicore__ inline void RoundRepeats(const AscendC::LocalTensor<T>& to, const AscendC::LocalTensor<float>& from,
                                     uint8_t repeats) {
@@ -29,7 +36,7 @@ class VectorCore {
     used += RoundUp(elements * int32_t(sizeof(T)), 32);
     return ub.GetWithOffset<T>(elements, at);
   }
-  // Elements that can still be carved.
+  // Elements left to carve.
   template <typename T>
   __aicore__ int32_t Free() const {
     return (kUbBytes - used) / int32_t(sizeof(T));
@@ -52,7 +59,7 @@ class VectorCore {
     else
       AscendC::Muls(to, from, 1.0f, count);
   }
-  // Zeros in the type of an input, which may be one that Duplicate does not take.
+  // Zeros in the type of an input, which Duplicate may not support.
   template <typename T>
   __aicore__ static void Zero(const AscendC::LocalTensor<T>& x, int32_t count) {
     AscendC::Duplicate(x.template ReinterpretCast<uint16_t>(), uint16_t(0), count * int32_t(sizeof(T) / 2));
@@ -105,7 +112,7 @@ __aicore__ inline uint64_t PairLanes(uint64_t lanes) {
   return lanes ^ swapped ^ (swapped << 1);
 }
 
-// The numbers 0, 1, 2 .. in fp32 or int32. The scalar unit writes the first ones and waits for nobody: only at the
+// The numbers 0, 1, 2 .. in fp32 or int32. The scalar unit writes the first ones without waiting: only at the
 // start, where UB has not been used. Afterwards it waits for the vector unit, whose flag the next call sets again.
 template <typename T>
 __aicore__ inline void Count(const AscendC::LocalTensor<T>& to, int32_t count) {
@@ -116,13 +123,13 @@ __aicore__ inline void Count(const AscendC::LocalTensor<T>& to, int32_t count) {
   PipeBarrier<PIPE_V>();
 }
 
-// How a chunk of scores lies in UB.
+// The layout of a chunk of scores in UB.
 struct ScoreLayout {
   uint8_t pitch;  // blocks from row to row
   bool paired;    // columns
 };
 
-// A value into those of columns [first, columns) that are outside [begin, end).
+// Writes a value to the columns of [first, columns) outside [begin, end).
 __aicore__ inline void FillOutside(const AscendC::LocalTensor<float>& s, const ScoreLayout& layout, int32_t rows,
                                    int32_t first, int32_t columns, int32_t begin, int32_t end,
                                    float value = -__builtin_inff()) {
@@ -136,8 +143,8 @@ __aicore__ inline void FillOutside(const AscendC::LocalTensor<float>& s, const S
   }
 }
 
-// A value (-inf) where a query does not see a key, and behind the last key up to whole repeats: first what no row sees,
-// for all rows at once, then, of the columns that some see and some do not, what each row does not.
+// Writes a value (-inf) where a query does not see a key, and behind the last key up to whole repeats: first the
+// columns that are fully masked, for all rows at once, then, in partly masked columns, row by row.
 __aicore__ inline void HideScores(const TileMask& mask, int32_t row, int32_t rows, int32_t key, int32_t keys,
                                   const AscendC::LocalTensor<float>& s, const ScoreLayout& layout,
                                   float value = -__builtin_inff()) {
@@ -157,8 +164,9 @@ __aicore__ inline void HideScores(const TileMask& mask, int32_t row, int32_t row
     const TileMask::Range seen = mask.keys_of(row + r, row + r + 1);
     const int32_t begin = seen.begin - key, end = Lesser(keys, seen.end - key);
     const AscendC::LocalTensor<float> line = s[r * layout.pitch * 8];
-    FillOutside(line, layout, 1, some_begin / kLanes * kLanes, left_end, begin, end, value);
-    FillOutside(line, layout, 1, right_begin, some_end, begin, end, value);
+    FLASHATTN_ROLLED for (int32_t side = 0; side < 2; ++side)
+        FillOutside(line, layout, 1, side ? right_begin : some_begin / kLanes * kLanes, side ? some_end : left_end,
+                    begin, end, value);
   }
   AscendC::PipeBarrier<PIPE_V>();
 }

@@ -1,13 +1,12 @@
 #!/usr/bin/env bash
-# Compiles the torch_npu binding of ascend_c/npu against the headers of the torch-npu wheel that belongs to this torch, and
-# links it with that wheel's library, so that every name of torch_npu that it uses is one that torch_npu has. What only CANN
-# brings, its launchers and a few functions of its runtime, is stood in for by tests/npu/device.cpp, which is built too:
-# tests/ascend/test_npu_binding.py runs the binding with it.
+# Compiles the torch_npu binding of ascend_c/npu against the headers of the torch-npu wheel for this torch, and links it with
+# that wheel's library, which checks that every torch_npu symbol of the binding exists. tests/npu/device.cpp, built as well,
+# stubs CANN's launchers and a few functions of its runtime: tests/ascend/test_npu_binding.py runs the binding with it.
 #
 #   tools/check_npu_binding.sh [PYTHON]      default: .venv/bin/python, else python3
 #
-# The wheel is fetched once, with pip, into build/npu_binding, and nothing is done when no source has changed.
-# Exit status 2: the package index has no such wheel or cannot be reached, and nothing was checked. `.ci/run` goes on then.
+# pip fetches the wheel once, into build/npu_binding. If no source has changed, the script does nothing. Exit status 2: the
+# package index has no such wheel or cannot be reached, and nothing was checked. `.ci/run` then continues.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python="${1:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python3)}"
@@ -39,7 +38,7 @@ UNPACK
 mkdir -p "$folder"
 [[ -d "$wheel" ]] || fetch
 [[ ! -f "$wheel/checked" || -n "$(find ascend_c csrc tests/npu tools/*npu* -type f ! -name '*.pyc' -newer "$wheel/checked" -print -quit)" ]] || {
-  echo "the torch_npu binding is as it was checked against torch-npu $release"
+  echo "the torch_npu binding is unchanged since it was checked against torch-npu $release"
   exit 0
 }
 rm -f "$wheel/checked"
@@ -78,7 +77,7 @@ emulator=(build/emulator/ascend_c/inst/*.o build/emulator/ascend_c/emulator/{mac
 binding=("$wheel"/{binding,backend,launch,dispatch}.o)
 "$compiler" -shared -o "$wheel/_ascend_npu.so" "${binding[@]}"
 "$compiler" -shared -Wl,-z,defs -o "$wheel/linked.so" "${binding[@]}" "${paths[@]/#/-L}" -ltorch_npu "$wheel/device.so" "${torch[@]}"
-# Only CANN's functions may be those of the stand-in.
+# The stub may define only functions of CANN.
 names() { nm -D "$@" | awk '{ sub(/@.*/, "", $NF); print $NF }' | sort -u; }
 absent="$(comm -12 <(names -u "$wheel/_ascend_npu.so") <(names --defined-only "$wheel/device.so") |
   comm -23 - <(names --defined-only "$wheel/torch_npu/lib/libtorch_npu.so") | grep -v '^acl' || true)"
@@ -87,4 +86,4 @@ absent="$(comm -12 <(names -u "$wheel/_ascend_npu.so") <(names --defined-only "$
   exit 1
 } >&2
 touch "$wheel/checked"
-echo "the torch_npu binding compiles and links against torch-npu $release (CANN's launchers and runtime stood in for)"
+echo "the torch_npu binding compiles and links against torch-npu $release (with a stub of CANN's launchers and runtime)"

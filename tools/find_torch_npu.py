@@ -1,9 +1,9 @@
-"""What a build against torch and torch_npu needs, a line each: torch's version, its C++ ABI, folders of headers, of libraries, and
-torch_npu's version.
+"""Prints what a build against torch and torch_npu needs, one item per line: torch's version, its C++ ABI, header folders, library
+folders, and torch_npu's version.
 
-    python tools/find_torch_npu.py [FOLDER]      FOLDER: torch_npu's files, where it is not installed
+    python tools/find_torch_npu.py [FOLDER]      FOLDER: the files of a torch_npu that is not installed
 
-Folders are separated by semicolons, as CMake wants them. Ends with 1 and one line on what is missing and what to do.
+Folders are separated by semicolons, as CMake wants them. On failure it exits with 1 and prints one line with what is missing and how to fix it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def main() -> str | None:
-    """Prints the lines; returns what is wrong."""
+    """Prints the lines; returns the problem, if there is one."""
     if find_spec("torch") is None:
         return f"torch is not installed for {sys.executable}: install it and torch-npu of the same version"
     import torch
@@ -35,7 +35,7 @@ def main() -> str | None:
         except PackageNotFoundError:
             found = "unknown"
         if found.split(".")[:2] != release.split(".")[:2]:
-            return f"torch_npu {found} is not that of torch {release}: {wanted}"
+            return f"torch_npu {found} does not match torch {release}: {wanted}"
     headers = folder / "include"
     includes = [headers, headers / "third_party/acl/inc", headers / "third_party/hccl/inc", *include_paths()]
     libraries = [folder / "lib", *library_paths()]

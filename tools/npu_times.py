@@ -1,8 +1,8 @@
-"""Times of the backend "ascend" on this NPU beside torch_npu's own attention, for docs/ascend_first_run.md.
+"""Times of the backend "ascend" and of torch_npu's own attention on this NPU, for docs/ascend_first_run.md.
 
     python tools/npu_times.py
 
-Forward, and forward with backward, in milliseconds: the median of ten runs after three, each between two events of the stream.
+Forward, and forward with backward, in milliseconds: the median of ten runs after three warm-up runs, each timed with stream events.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Callable
 
 import torch
-import torch_npu  # noqa: F401  where torch does not import it by itself
+import torch_npu  # noqa: F401  for versions of torch that do not autoload it
 
 import flashattn_ext
 
@@ -41,7 +41,7 @@ def milliseconds(call: Callable[[], object]) -> float:
 
 
 def both(attention: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> str:
-    """Forward, forward and backward; or why it does not run."""
+    """Times of forward, and of forward with backward; or the error."""
     try:
         forward = milliseconds(lambda: attention(*(t.detach() for t in inputs)))
         dout = torch.ones_like(attention(*inputs))

@@ -1,7 +1,5 @@
-// The backend "ascend-emulator": CPU tensors through the Ascend C kernels on the emulator. A library of its own, which
-// flashattn_ext loads when it is asked for.
-//
-// A library of another tiling (make emulator-tilings) is a backend with the tiling in its name.
+// The backend "ascend-emulator": CPU tensors through the Ascend C kernels on the emulator. A separate library, which
+// flashattn_ext loads when the backend is selected.
 //
 // FLASHATTN_EXT_ASCEND_EMULATOR, "key=value,...", chooses how: mode (eager, late, random), seed, cores.
 #include "../../csrc/backend.h"
@@ -45,17 +43,19 @@ Choices choices() {
       found.cores = std::atoi(value.c_str());
     else
       throw std::runtime_error("FLASHATTN_EXT_ASCEND_EMULATOR: '" + pair +
-                               "' is none of mode=eager|late|random, seed=NUMBER, cores=NUMBER");
+                               "' is not accepted; accepted are mode=eager|late|random, seed=NUMBER, cores=NUMBER");
   }
   return found;
 }
+
+int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
 // The bytes between the first and the last element of a tensor of the inputs' type.
 void add(GlobalMemory& gm, const char* name, DType dtype, const TensorView& view, int64_t batch, int64_t rows,
          int64_t heads, int64_t columns, Use use) {
   if (!batch || !rows || !heads) return;
   const int64_t last = (batch - 1) * view.batch_stride + (rows - 1) * view.row_stride + (heads - 1) * view.head_stride;
-  gm.add(name, view.data, static_cast<size_t>((last + columns) * ascend::of_type(dtype, 2, 2, 4)), use);
+  gm.add(name, view.data, static_cast<size_t>((last + columns) * size_of(dtype)), use);
 }
 void add(GlobalMemory& gm, const char* name, const RowView& view, int64_t batch, int64_t heads, int64_t rows, Use use) {
   if (!batch || !rows || !heads || !view.data) return;
@@ -67,7 +67,7 @@ void add(GlobalMemory& gm, const char* name, const AttnParams& p, const BiasView
   if (!view.data || !p.batch || !p.heads_q || !p.seqlen_q || !p.seqlen_k) return;
   const int64_t last =
       (p.batch - 1) * view.batch_stride + (p.heads_q - 1) * view.head_stride + (p.seqlen_q - 1) * view.row_stride;
-  gm.add(name, view.data, static_cast<size_t>((last + p.seqlen_k) * ascend::of_type(view.dtype, 2, 2, 4)), use);
+  gm.add(name, view.data, static_cast<size_t>((last + p.seqlen_k) * size_of(view.dtype)), use);
 }
 size_t relative_bytes(const AttnParams& p) { return static_cast<size_t>(p.heads_q * (2 * p.relative_reach + 1)) * 4; }
 
@@ -100,13 +100,13 @@ void add_inputs(GlobalMemory& gm, const AttnParams& p) {
 
 void check(const ascend_emulator::Report& report) {
   if (report.errors.empty() && report.warnings.empty()) return;
-  std::string text = "the Ascend C kernel breaks a rule of the hardware:";
+  std::string text = "the Ascend C kernel violates a rule of the hardware:";
   for (const std::string& error : report.errors) text += "\n  " + error;
   for (const std::string& warning : report.warnings) text += "\n  " + warning;
   throw std::runtime_error(text);
 }
 
-// Where only time is modelled nothing is computed, but scalar code still reads what vector cores found: nothing.
+// In Mode::time nothing is computed, but scalar code still reads the checks of vector cores: all pass.
 std::vector<float> checks_in_time(ascend::Arguments* a, bool moves_data) {
   std::vector<float> all_finite(moves_data ? 0 : size_t(a->check_count));
   if (!moves_data && a->checks) a->checks = all_finite.data();
@@ -120,6 +120,19 @@ void add_isolation(GlobalMemory& gm, const ascend::Arguments& a, int64_t cores, 
   if (!a.isolated) return;
   const int64_t core_bytes = a.isolated_pitch() * (a.dtype == DType::kFloat32 ? rows_fp32 * 4 : rows_of_16_bits * 2);
   gm.add("isolated", a.isolated, size_t(cores * core_bytes), Use::workspace);
+}
+
+// Runs a stage of a call. A kernel with cube cores takes their number as `blocks`, another one that of vector cores.
+ascend_emulator::Report launch(ascend::Stage stage, int64_t blocks, const Choices& how, GlobalMemory& gm,
+                               const ascend::Arguments& arguments) {
+#define FLASHATTN_FUNCTION(cores, stage, type, options, name) name,
+  static constexpr void (*kKernels[])(FlashattnBytes) = {FLASHATTN_KERNELS(FLASHATTN_FUNCTION)};
+#undef FLASHATTN_FUNCTION
+  const auto kernel = kKernels[ascend::kernel_of(stage, arguments)];
+  const bool mixed = stage == ascend::Stage::kForward || stage == ascend::Stage::kBackward;
+  return ascend_emulator::launch(mixed ? AscendC::KERNEL_TYPE_MIX_AIC_1_2 : AscendC::KERNEL_TYPE_AIV_ONLY,
+                                 static_cast<int>(blocks), how.options, gm,
+                                 [&] { kernel(ascend::to_bytes(arguments)); });
 }
 
 ascend_emulator::Report run_forward(const AttnParams& p, const Choices& how) {
@@ -138,14 +151,12 @@ ascend_emulator::Report run_forward(const AttnParams& p, const Choices& how) {
   const size_t bytes = static_cast<size_t>(cores * ascend::forward_slot_bytes(p.dtype));
   if (moves_data) std::memset(arguments.workspace, 0xff, bytes);
   gm.add("workspace", arguments.workspace, bytes, Use::workspace);
-  const auto kernel = ascend::of_type(p.dtype, flash_forward_fp16, flash_forward_bf16, flash_forward_fp32);
-  return ascend_emulator::launch(AscendC::KERNEL_TYPE_MIX_AIC_1_2, static_cast<int>(cores), how.options, gm,
-                                 [&] { kernel(ascend::to_bytes(arguments)); });
+  return launch(ascend::Stage::kForward, cores, how, gm, arguments);
 }
 
 void forward(const AttnParams& p) { check(run_forward(p, choices())); }
 
-// The three stages; what one writes the next one reads.
+// The three stages; each reads the results of the one before.
 ascend_emulator::Report run_backward(const AttnGradParams& p, const Choices& how) {
   ascend::Arguments a = ascend::backward_arguments(p, how.cores);
   const bool moves_data = how.options.mode != ascend_emulator::Mode::time;
@@ -168,17 +179,13 @@ ascend_emulator::Report run_backward(const AttnGradParams& p, const Choices& how
     add(gm, "dlse", p.dlse, batch, p.heads_q, rows_q, Use::input);
   };
   ascend_emulator::Report total;
-  const auto stage = [&](AscendC::KernelMetaType type, int64_t blocks, GlobalMemory& gm, auto kernel) {
-    if (!total.errors.empty() || !blocks) return;
-    total +=
-        ascend_emulator::launch(type, static_cast<int>(blocks), how.options, gm, [&] { kernel(ascend::to_bytes(a)); });
+  const auto run = [&](ascend::Stage stage, int64_t blocks, GlobalMemory& gm) {
+    if (total.errors.empty() && blocks) total += launch(stage, blocks, how, gm, a);
   };
   GlobalMemory prepare(moves_data), main(moves_data), finish(moves_data);
   with_sums(prepare, Use::output, Use::output);
   add_checks(prepare, a, Use::output);
-  stage(
-      AscendC::KERNEL_TYPE_AIV_ONLY, ascend::kVectorCores * how.cores, prepare,
-      ascend::of_type(p.dtype, flash_backward_prepare_fp16, flash_backward_prepare_bf16, flash_backward_prepare_fp32));
+  run(ascend::Stage::kPrepare, ascend::kVectorCores * how.cores, prepare);
 
   with_sums(main, Use::input, Use::accumulator);
   const size_t bytes = static_cast<size_t>(cores * ascend::backward_slot_bytes(p.dtype));
@@ -187,8 +194,7 @@ ascend_emulator::Report run_backward(const AttnGradParams& p, const Choices& how
   add(main, "dbias", p, p.dbias, Use::accumulator);
   add_checks(main, a, Use::input);
   add_isolation(main, a, cores, ascend::SizesOf<4>::kIsolatedBackward, ascend::SizesOf<2>::kIsolatedBackward);
-  stage(AscendC::KERNEL_TYPE_MIX_AIC_1_2, cores, main,
-        ascend::of_type(p.dtype, flash_backward_fp16, flash_backward_bf16, flash_backward_fp32));
+  run(ascend::Stage::kBackward, cores, main);
 
   with_sums(finish, Use::input, Use::input);
   add(finish, "dq", p.dtype, p.dq, batch, rows_q, p.heads_q, p.head_dim, Use::output);
@@ -198,8 +204,7 @@ ascend_emulator::Report run_backward(const AttnGradParams& p, const Choices& how
   const size_t slopes = size_t((p.alibi_batch_stride ? p.batch : 1) * p.heads_q) * 4;
   if (p.dalibi_slopes) finish.add("dalibi_slopes", p.dalibi_slopes, slopes, Use::output);
   if (p.drelative_bias) finish.add("drelative_bias", p.drelative_bias, relative_bytes(p), Use::output);
-  stage(AscendC::KERNEL_TYPE_AIV_ONLY, ascend::kVectorCores * how.cores, finish,
-        ascend::of_type(p.dtype, flash_backward_finish_fp16, flash_backward_finish_bf16, flash_backward_finish_fp32));
+  run(ascend::Stage::kFinish, ascend::kVectorCores * how.cores, finish);
   return total;
 }
 
@@ -217,19 +222,14 @@ void dropout_mask(const AttnParams& p, bool* mask) {
   GlobalMemory gm;
   gm.add("rng_state", p.rng_state, kRngStateBytes, Use::input);
   gm.add("mask", mask, static_cast<size_t>(bytes), Use::output, 1);
-  const FlashattnBytes arguments = ascend::to_bytes(ascend::dropout_mask_arguments(p, mask));
-  check(ascend_emulator::launch(AscendC::KERNEL_TYPE_AIV_ONLY, static_cast<int>(ascend::kVectorCores * how.cores),
-                                how.options, gm, [&] { flash_dropout_mask(arguments); }));
+  check(launch(ascend::Stage::kDropoutMask, ascend::kVectorCores * how.cores, how, gm,
+               ascend::dropout_mask_arguments(p, mask)));
 }
 
-const std::string name = "ascend-emulator" + (ascend::kForwardAlone ? "-" + std::to_string(ascend::kTiling.rows) + "x" +
-                                                                          std::to_string(ascend::kTiling.keys)
-                                                                    : "");
+const Backend backend{"ascend-emulator",        "cpu",   ascend::supports, forward_workspace_bytes,
+                      backward_workspace_bytes, forward, backward,         dropout_mask};
 
-const Backend backend{name.c_str(), "cpu",    ascend::supports, forward_workspace_bytes, backward_workspace_bytes,
-                      forward,      backward, dropout_mask};
-
-// What scalar code reads of a call, which therefore has to exist also where only time is modelled.
+// The data of a call that scalar code reads, which therefore must exist in Mode::time too.
 struct ReadByScalars {
   int64_t rng_state[2] = {1, 0};
   std::vector<float> slopes, relative_bias;
@@ -291,10 +291,10 @@ AttnGradParams imagined(const int64_t* sizes, ReadByScalars* read) {
 }  // namespace flashattn_ext
 
 // The time model of a call. sizes: B, Sq, Sk, Hq, Hk, D, Dv, causal, dropout threshold, sink, backward, cores, scores
-// (a number of ModelledScores). intervals and extremes: those of a Mask [Sk, 2], or null. results: span in cycles,
+// (a number of ModelledScores). intervals and extremes: of a Mask [Sk, 2], or null. results: span in cycles,
 // bytes of GM tensors read and written, of workspace read and written, then the busy cycles of all cores per pipe (S,
-// V, M, MTE1, MTE2, MTE3, FIX), first of AICs and then of AIVs, then the bytes that a core takes of UB, L1, L0A, L0B
-// and L0C. Returns what went wrong, or null.
+// V, M, MTE1, MTE2, MTE3, FIX), first of AICs and then of AIVs, then the bytes that a core uses of UB, L1, L0A, L0B
+// and L0C. Returns the error message, or null.
 extern "C" __attribute__((visibility("default"))) const char* flashattn_ext_model(const int64_t* sizes,
                                                                                   const int32_t* intervals,
                                                                                   const int32_t* extremes,
@@ -325,17 +325,6 @@ extern "C" __attribute__((visibility("default"))) const char* flashattn_ext_mode
   thread_local std::string text;
   text = error.what();
   return text.c_str();
-}
-
-// What a tiling of the forward would take, whether it fits or not. tiling: query rows and keys, by default (0) those
-// compiled here, and the head size of v. results: rows, keys, bytes that a core takes of UB, L1, L0A, L0B and L0C,
-// bytes that it has of them.
-extern "C" __attribute__((visibility("default"))) void flashattn_ext_tiling(const int64_t* tiling, int64_t* results) {
-  using namespace flashattn_ext::ascend;
-  const Tiling t = tiling[0] ? Tiling{int32_t(tiling[0]), int32_t(tiling[1])} : kTiling;
-  for (int32_t number : {t.rows, t.keys, t.ub_bytes(int32_t(tiling[2])), t.l1_bytes(), t.l0a_bytes(), t.l0b_bytes(),
-                         t.l0c_bytes(), kUbBytes, kL1Bytes, kL0Bytes, kL0Bytes, kL0cBytes})
-    *results++ = number;
 }
 
 extern "C" __attribute__((visibility("default"))) const flashattn_ext::Backend* flashattn_ext_backend() {

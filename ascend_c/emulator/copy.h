@@ -60,7 +60,7 @@ struct Rows {
   int64_t extent(int64_t pitch, int64_t row) const { return (count - 1) * pitch + row; }
 };
 
-// Rows that lie side by side in GM are one.
+// Contiguous rows in GM are merged into one.
 inline double copy_cycles(const Rows& rows, double bytes_per_cycle) {
   const bool whole = rows.count == 1 || rows.gm_pitch == rows.length;
   const int64_t length = whole ? rows.count * rows.length : rows.length;
@@ -137,7 +137,7 @@ void store_rows(const char* name, const AscendC::GlobalTensor<T>& dst, const Asc
                        uint64_t(rows.count * rows.length), std::move(run)));
 }
 
-// The count form: the hardware drops what is not a whole block, which no kernel wants.
+// The count form: the hardware drops a partial last block, which no kernel wants.
 inline Rows count_rows(uint32_t count, size_t size, Site site) {
   const int64_t bytes = int64_t(count * size);
   if (bytes % kBlock)
@@ -201,7 +201,7 @@ void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Da
   padParams.leftPadding.check("DataCopyPad: leftPadding (elements, at most 32 bytes)", site, 0, 32 / size);
   padParams.rightPadding.check("DataCopyPad: rightPadding (elements, at most 32 bytes)", site, 0, 32 / size);
   if (size == 8 && padParams.isPad && padParams.paddingValue != T(0))
-    ascend_emulator::fail(site, "DataCopyPad: types of 64 bits are padded with 0 only");
+    ascend_emulator::fail(site, "DataCopyPad: 64-bit types can only be padded with 0");
   ascend_emulator::Padding padding;
   padding.left = padParams.leftPadding * size;
   padding.right = padParams.rightPadding * size;
@@ -215,7 +215,7 @@ void DataCopyPad(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Da
   } else if (padding.left == 0 && padding.right == 0) {
     padding.right = rest;
   } else {
-    ascend_emulator::fail(site, "DataCopyPad: left or right padding without isPad leaves random values");
+    ascend_emulator::fail(site, "DataCopyPad: left or right padding without isPad leaves undefined values");
   }
   load_rows("DataCopyPad", dst, src, rows, padding, site);
 }
@@ -246,7 +246,7 @@ void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Nd2Nz
   const int64_t matrix = count > 1 ? p.srcNdMatrixStride * size : 0,
                 to_matrix = count > 1 ? p.dstNzMatrixStride * size : 0;
   if (to_matrix % kBlock)
-    ascend_emulator::fail(site, "Nd2Nz: matrices begin at multiples of 32 bytes in L1 (dstNzMatrixStride)");
+    ascend_emulator::fail(site, "Nd2Nz: matrices must begin at multiples of 32 bytes in L1 (dstNzMatrixStride)");
   const int64_t bytes = columns * size, extent = (count - 1) * matrix + (rows - 1) * pitch * size + bytes;
   src.check_extent("Nd2Nz", extent, site);
   auto [space, gm] = ascend_emulator::core().gm(src.GetPhyAddr(), size_t(extent), false, "Nd2Nz", site);
@@ -274,10 +274,10 @@ void DataCopy(const LocalTensor<T>& dst, const GlobalTensor<T>& src, const Nd2Nz
       ascend_emulator::load_work("Nd2Nz", site, cycles, *space, gm, uint64_t(count * rows * bytes), std::move(run)));
 }
 
-// What follows on MTE3 and FIX adds to GM instead of overwriting it.
+// Later stores on MTE3 and FIX add to GM instead of overwriting it.
 template <typename T>
 void SetAtomicAdd(Site site = Site::here()) {
-  static_assert(std::is_same_v<T, float>, "the emulator adds float");
+  static_assert(std::is_same_v<T, float>, "the emulator's atomic additions support float only");
   ascend_emulator::core().atomic_add = true;
   ascend_emulator::core().atomic_site = site;
 }

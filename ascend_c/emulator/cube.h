@@ -131,7 +131,7 @@ void LoadData(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LoadDa
   p.repeatTimes.check("LoadData: repeatTimes", site, 1, 255);
   p.srcStride.check("LoadData: srcStride", site);
   p.dstGap.check("LoadData: dstGap", site);
-  if (p.ifTranspose && sizeof(T) != 2) ascend_emulator::fail(site, "LoadData: ifTranspose takes types of 16 bits");
+  if (p.ifTranspose && sizeof(T) != 2) ascend_emulator::fail(site, "LoadData: ifTranspose requires a 16-bit type");
   if (dst.memory() != Memory::l0a && dst.memory() != Memory::l0b)
     ascend_emulator::fail(site, "LoadData: the destination must be in L0A or L0B");
   const int64_t start = p.startIndex, repeats = p.repeatTimes, stride = p.srcStride, step = 1 + p.dstGap;
@@ -146,11 +146,12 @@ void LoadData(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LoadDa
       const size_t source = from + size_t(start + r * stride) * kFractal, target = to + size_t(r * step) * kFractal;
       access.read(l1, source, kFractal, false, true);
       access.write(l0, target, kFractal);
+      l0.row_fractals.erase(target);
       if (transpose)
         ascend_emulator::transpose_fractal(l0.bytes + target, l1.bytes + source);
       else
         std::memcpy(l0.bytes + target, l1.bytes + source, kFractal);
-      // Rows of L1 that nobody wrote stay unwritten here; Mmad reads valid lanes alone.
+      // Rows of L1 that were never written stay unwritten here; Mmad reads valid lanes alone.
       uint8_t* known = l0.valid.data() + target / 2;
       const uint8_t* source_known = l1.valid.data() + source / 2;
       if (transpose)
@@ -172,7 +173,7 @@ template <typename T>
 void LoadData(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LoadData3DParamsV2<T>& p,
               Site site = Site::here()) {
   using namespace ascend_emulator;
-  static_assert(std::is_same_v<T, float>, "the emulator has this instruction for float");
+  static_assert(std::is_same_v<T, float>, "the emulator supports this instruction for float only");
   const Memory to_memory = dst.memory();
   if (to_memory != Memory::l0a && to_memory != Memory::l0b)
     fail(site, "LoadData: the destination must be in L0A or L0B");
@@ -180,7 +181,7 @@ void LoadData(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LoadDa
                      p.dilationFilterH == 1 && !p.filterSizeW && !p.filterSizeH && p.l1H == 1;
   const bool pads = p.padList[0] || p.padList[1] || p.padList[2] || p.padList[3];
   if (!point || pads || !(p.enTranspose || to_memory == Memory::l0b))
-    fail(site, "LoadData 3D: the emulator transposes images of one row under a filter of one point, without padding");
+    fail(site, "LoadData 3D: the emulator supports only images of one row and a 1x1 filter, without padding");
   p.l1W.check("LoadData 3D: l1W", site, 1, 32767);
   p.channelSize.check("LoadData 3D: channelSize", site, 1);
   p.mStartPt.check("LoadData 3D: mStartPt", site, 0, 32767);
@@ -190,11 +191,13 @@ void LoadData(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LoadDa
   constexpr int64_t kColumns = kBlock / sizeof(T);
   const int64_t height = p.l1W, row = p.mStartPt, rows = p.mExtension, column = p.kStartPt, columns = p.kExtension;
   if (p.channelSize % 4 || column % kColumns || columns % kColumns)
-    fail(site, "LoadData 3D: channelSize is a multiple of 4, kStartPt and kExtension are multiples of 8 for fp32");
+    fail(site, "LoadData 3D: channelSize must be a multiple of 4, kStartPt and kExtension multiples of 8 for fp32");
   if (row + rows > ceil_div(height, kEdge) * kEdge || column + columns > p.channelSize)
-    fail(site, format("LoadData 3D: rows %lld..%lld and columns %lld..%lld of an image that has %lld and %lld",
-                      (long long)row, (long long)(row + rows - 1), (long long)column, (long long)(column + columns - 1),
-                      (long long)height, (long long)p.channelSize));
+    fail(
+        site,
+        format("LoadData 3D: rows %lld..%lld and columns %lld..%lld are outside an image of %lld rows and %lld columns",
+               (long long)row, (long long)(row + rows - 1), (long long)column, (long long)(column + columns - 1),
+               (long long)height, (long long)p.channelSize));
   const int64_t blocks = ceil_div(column + columns, kColumns);
   const uint32_t from =
       src.operand("LoadData 3D", "the source", ((blocks - 1) * height + row + rows) * kBlock, site, Memory::l1);
@@ -205,6 +208,9 @@ void LoadData(const LocalTensor<T>& dst, const LocalTensor<T>& src, const LoadDa
     for (int64_t b = column / kColumns; b < blocks; ++b)
       access.read(l1, from + size_t(b * height + row) * kBlock, size_t(rows) * kBlock, false, true);
     access.write(l0, to, size_t(inner * outer) * kFractal);
+    l0.row_fractals.erase(l0.row_fractals.lower_bound(to),
+                          l0.row_fractals.lower_bound(to + size_t(inner * outer) * kFractal));
+    if (to_memory == Memory::l0a) l0.row_fractals[to] = inner;
     for (int64_t i = 0; i < columns; ++i)
       for (int64_t j = 0; j < rows; ++j) {
         const size_t source = from + size_t((column + i) / kColumns * height + row + j) * kBlock +
@@ -271,10 +277,10 @@ template <typename T>
 void Mmad(const LocalTensor<float>& c, const LocalTensor<T>& a, const LocalTensor<T>& b, const MmadParams& p,
           Site site = Site::here()) {
   static_assert(std::is_same_v<T, half> || std::is_same_v<T, bfloat16_t> || std::is_same_v<T, float>,
-                "the emulator multiplies half, bfloat16_t and float");
+                "the emulator's Mmad supports half, bfloat16_t and float");
   using namespace ascend_emulator;
   if (sizeof(T) == 4 && (core().ctrl >> kCtrlHf32 & 1))
-    fail(site, "Mmad: fp32 may be rounded to HF32, of 11 bits, until SetHF32Mode(false)");
+    fail(site, "Mmad: fp32 may be rounded to HF32 (11-bit mantissa) until SetHF32Mode(false) is called");
   p.m.check("Mmad: m", site, 0, 4095);
   p.n.check("Mmad: n", site, 0, 4095);
   p.k.check("Mmad: k", site, 0, 4095);
@@ -293,6 +299,13 @@ void Mmad(const LocalTensor<float>& c, const LocalTensor<T>& a, const LocalTenso
   const uint32_t at_c = c.operand("Mmad", "C", m1 * n1 * 2 * kFractal, site, Memory::l0c);
   auto run = [=, init = p.cmatrixInitVal, report = &core().report()](Access& access) {
     Space& l0c = access.local(Memory::l0c);
+    const std::map<size_t, int64_t>& loaded = access.local(Memory::l0a).row_fractals;
+    const auto rows = loaded.find(left.address);
+    if (rows != loaded.end() && rows->second != k1 && m1 > 1)
+      report->error(site.text() +
+                    format(": Mmad: LoadData 3D wrote rows of %lld fractals into A, but with k = %lld and "
+                           "kDirectionAlign %s a row has %lld",
+                           (long long)rows->second, (long long)k, p.kDirectionAlign ? "true" : "false", (long long)k1));
     if (m1 * n1 >= 10) access.set_in_order();  // smaller tiles need a PipeBarrier<PIPE_M> between accumulations
     for (const CubeOperand<T>& operand : {left, right})
       if (operand.has_nan_outside(access))
@@ -329,23 +342,23 @@ template <typename T, typename U, const FixpipeConfig& config = CFG_ROW_MAJOR>
 void Fixpipe(const GlobalTensor<T>& dst, const LocalTensor<U>& src, const FixpipeParamsV220& p,
              Site site = Site::here()) {
   using namespace ascend_emulator;
-  static_assert(std::is_same_v<U, float>, "the emulator drains float");
+  static_assert(std::is_same_v<U, float>, "the emulator's Fixpipe supports float only");
   if (config.format != CO2Layout::ROW_MAJOR) fail(site, "Fixpipe: only CFG_ROW_MAJOR is emulated");
   const QuantMode_t mode = std::is_same_v<T, half> ? F322F16 : std::is_same_v<T, bfloat16_t> ? F322BF16 : NoQuant;
-  if (p.quantPre != mode) fail(site, "Fixpipe: quantPre does not fit the type of the destination");
+  if (p.quantPre != mode) fail(site, "Fixpipe: quantPre does not match the type of the destination");
   p.nSize.check("Fixpipe: nSize", site, 1, 4095);
   p.mSize.check("Fixpipe: mSize", site, 1, 8192);
   p.srcStride.check("Fixpipe: srcStride", site);
-  p.ndNum.check("Fixpipe: ndNum (this emulator takes one matrix)", site, 1, 1);
+  p.ndNum.check("Fixpipe: ndNum (the emulator supports one matrix)", site, 1, 1);
   p.unitFlag.check("Fixpipe: unitFlag (not emulated)", site, 0, 0);
   const int64_t m = p.mSize, n = p.nSize, rows = p.srcStride, pitch = p.dstStride;
   if (n % kEdge)
-    core().report().warning(site.text() +
-                            format(": Fixpipe: nSize %lld is documented as a multiple of 16", (long long)n));
+    core().report().warning(
+        site.text() + format(": Fixpipe: nSize %lld, but the documentation requires a multiple of 16", (long long)n));
   if (pitch < n)
     fail(site, format("Fixpipe: rows of %lld elements overlap at dstStride %lld", (long long)n, (long long)pitch));
   if (rows % kEdge)
-    fail(site, format("Fixpipe: srcStride %lld, the rows of an L0C tile are a multiple of 16", (long long)rows));
+    fail(site, format("Fixpipe: srcStride %lld must be a multiple of 16, the rows of an L0C fractal", (long long)rows));
   const int64_t extent = ((m - 1) * pitch + n) * int64_t(sizeof(T));
   dst.check_extent("Fixpipe", extent, site);
   auto [space, gm] = core().gm(dst.GetPhyAddr(), size_t(extent), true, "Fixpipe", site);

@@ -57,7 +57,7 @@ inline uint16_t narrow_float(float value, int mantissa, AscendC::RoundMode mode)
   if (exponent_field) fraction |= 1u << 23;
   const int below = 1 - bias - exponent;  // > 0: the result is subnormal
   int shift = 23 - mantissa + (below > 0 ? below : 0);
-  if (shift > 25) shift = 25;  // everything is below half of the last bit
+  if (shift > 25) shift = 25;  // the whole value is below half of the last bit
   uint32_t kept = fraction >> shift;
   if (rounds_up(mode, negative, kept, fraction & ((1u << shift) - 1), 1u << (shift - 1))) ++kept;
   // The hidden bit of `kept` adds one to the exponent field, and so does a carry.

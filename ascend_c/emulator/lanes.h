@@ -1,6 +1,8 @@
 // How a vector instruction walks over its operands: lanes in blocks of 32 bytes, eight blocks a repeat.
 #pragma once
 
+#include <iterator>
+#include <map>
 #include <tuple>
 
 #include "rates.h"
@@ -29,6 +31,7 @@ inline Lanes count_lanes(const char* name, int64_t count, uint32_t width, Site s
 
 inline Lanes mask_lanes(const char* name, const uint64_t* mask, Field<uint8_t> repeat, uint32_t width, Site site) {
   repeat.check((std::string(name) + ": repeat").c_str(), site);
+  if (!mask[0] && !mask[1]) fail(site, std::string(name) + ": the mask is empty, so nothing would be computed");
   if (width == 64 && mask[1]) fail(site, std::string(name) + ": mask[1] must be 0 for types of 4 bytes (64 lanes)");
   return {false, {mask[0], width == 64 ? 0 : mask[1]}, repeat, 0, width};
 }
@@ -87,6 +90,43 @@ struct Operand {
   }
 };
 
+// Within a repeat a source and the destination must either match lane by lane or not overlap: an instruction may write
+// some of its lanes before it reads others.
+template <typename D, typename S>
+void check_overlap(const char* name, Site site, const Lanes& lanes, const Operand<D>& dst, const Operand<S>& source) {
+  const bool same_place = sizeof(D) == sizeof(S) && dst.address == source.address;
+  if (same_place && dst.block == source.block && (dst.repeat == source.repeat || lanes.repeat == 1)) return;
+  for (uint32_t r = 0; r < lanes.repeat; ++r) {
+    std::map<size_t, size_t> writes;  // begin and end of what the repeat writes
+    dst.ranges(lanes, r, [&](size_t offset, size_t bytes) { writes[offset] = offset + bytes; });
+    bool same = sizeof(D) == sizeof(S), meet = false;
+    for (uint32_t l = 0; same && l < lanes.width; ++l)
+      if (lanes.active(r, l)) same = dst.address + dst.at(r, l) == source.address + source.at(r, l);
+    if (same) continue;
+    source.ranges(lanes, r, [&](size_t offset, size_t bytes) {
+      const auto after = writes.lower_bound(offset + bytes);
+      meet |= after != writes.begin() && std::prev(after)->second > offset;
+    });
+    if (meet)
+      fail(site, std::string(name) +
+                     ": source and destination of one repeat overlap partially; they must be the same "
+                     "lanes or disjoint");
+  }
+}
+
+// The check for an instruction whose results are not lanes of its source: the two must not overlap. In repeat r it
+// writes `size` bytes from `to` + r * `pitch` on.
+template <typename S>
+void check_apart(const char* name, Site site, const Lanes& lanes, const Operand<S>& source, size_t to, size_t pitch,
+                 size_t size) {
+  bool meet = false;
+  for (uint32_t r = 0; r < lanes.repeat; ++r)
+    source.ranges(lanes, r, [&](size_t offset, size_t bytes) {
+      meet |= offset < to + r * pitch + size && to + r * pitch < offset + bytes;
+    });
+  if (meet) fail(site, std::string(name) + ": source and destination of one repeat overlap");
+}
+
 inline double vector_cycles(const Lanes& lanes, double per_repeat) {
   return kVectorStartCycles + lanes.repeat * per_repeat;
 }
@@ -100,6 +140,7 @@ void lanewise(const char* name, Site site, Lanes lanes, double per_repeat, bool 
   if (dst.block == 0) fail(site, std::string(name) + ": destination block stride 0 is illegal");
   dst.resolve(name, "the destination", lanes, site);
   (sources.resolve(name, "a source", lanes, site), ...);
+  if (core().checks_data()) (check_overlap(name, site, lanes, dst, sources), ...);
   auto run = [=, sources = std::make_tuple(sources...)](Access& access) mutable {
     for (uint32_t r = 0; r < lanes.repeat; ++r) {
       D results[128];

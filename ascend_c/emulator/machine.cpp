@@ -105,8 +105,8 @@ void Machine::run(const std::function<void()>& kernel) {
   if (!faulted_) check_flags_left();
 }
 
-// Every core waits for another: entries that were delayed so far have to run. In `late` mode only those that set a flag
-// somebody waits for.
+// Every core waits for another: delayed entries have to run. In `late` mode only the entries that set a flag for which
+// a core waits.
 bool Machine::move_stuck_cores() {
   bool moved = false;
   for (auto& each : cores_) {
@@ -135,7 +135,7 @@ bool Machine::move_stuck_cores() {
   return moved;
 }
 
-// Ends what cannot move any more; the first error is the reason, unless another core failed before.
+// Ends the cores that are stuck. The first error is the cause, unless another core failed before.
 void Machine::stop_stuck_cores() {
   std::string who;
   Site site;
@@ -190,8 +190,9 @@ void Machine::arrive(Core& core, int mode, int id, const Clock& clock, double ti
     auto& received = coroutines_[size_t(receiver)]->received[flag];
     received.push_back(joined);
     if (received.size() > size_t(kCrossLimit))
-      fail(site, format("CrossCoreSetFlag: flag %d of %s is set %zu times without a wait, the counter ends at %d", id,
-                        cores_[size_t(receiver)]->name().c_str(), received.size(), kCrossLimit));
+      fail(site,
+           format("CrossCoreSetFlag: flag %d of %s is set %zu times without a wait, but its counter holds at most %d",
+                  id, cores_[size_t(receiver)]->name().c_str(), received.size(), kCrossLimit));
   }
 }
 
@@ -241,7 +242,7 @@ void Machine::check_flags_left() {
       for (const auto& [mode, pending] : coroutines_[n]->pending[size_t(id)])
         if (!pending.empty())
           report_.error(pending.front().site.text() +
-                        format(": CrossCoreSetFlag: %s sets flag %d in mode %d, and a core of its group never does",
+                        format(": CrossCoreSetFlag: %s sets flag %d in mode %d, but another core of its group does not",
                                cores_[n]->name().c_str(), id, mode));
     }
 }

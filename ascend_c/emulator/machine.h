@@ -30,8 +30,8 @@ class Machine {
   void wait(Core& core, int id, Site site);
   // Waits until every core (or every AIV) is here.
   void meet(Core& core, bool vector_only, Site site);
-  // Notes that a core copies from there in this modelled time, and says whether another core does, too: of the two, the
-  // one that runs later here is told so.
+  // Notes that a core copies from this place at this modelled time, and returns whether another core does too. Of the
+  // two, the core that runs later here is told.
   bool copies_there(const Core& core, const GmPlace& place, double begin, double end);
   // A point where another core may run first (random mode).
   void pause();
@@ -52,7 +52,8 @@ class Machine {
     std::string waits_for;
     Site site;
     Signals received;
-    std::array<std::map<int, std::deque<Signal>>, kCrossFlags> pending;  // by mode: set, and the others have not yet
+    std::array<std::map<int, std::deque<Signal>>, kCrossFlags>
+        pending;  // by mode: signals that wait for the other cores of the group
   };
 
   static void entry(unsigned low, unsigned high);
@@ -79,7 +80,7 @@ class Machine {
   struct Meeting {  // a SyncAll
     size_t arrived = 0;
     int number = 0;
-    Clock clock, last_clock;  // what those who have arrived had finished; the same of the last complete meeting
+    Clock clock, last_clock;  // work finished by the arrived cores; and at the last complete meeting
     double time = 0;
   };
   std::map<bool, Meeting> meetings_;
@@ -107,7 +108,13 @@ Report launch(KernelMetaType type, int blocks, const Options& options, GlobalMem
 
 namespace ascend_emulator {
 inline void check_kernel_type(KernelMetaType type, Site site = Site::here()) {
-  if (core().machine().type() != type) fail(site, "KERNEL_TASK_TYPE_DEFAULT names another type than the launch");
+  if (core().machine().type() != type) fail(site, "KERNEL_TASK_TYPE_DEFAULT differs from the type of the launch");
+}
+// The hardware has ids 0 to 7. The vendor reserves 6 and 7: only TPipe hands them out, to its queues.
+inline void check_event_id(HardEvent event, int id, const char* name, Site site) {
+  if (id < 0 || id > 5)
+    fail(site, format("%s<HardEvent::%s>: event id %d, kernels may use 0..5; 6 and 7 are reserved by the vendor", name,
+                      event_name(event), id));
 }
 }  // namespace ascend_emulator
 
@@ -125,24 +132,26 @@ inline int64_t GetBlockIdx() { return ascend_emulator::core().place().block * Ge
 
 template <HardEvent event>
 void SetFlag(int32_t eventID, Site site = Site::here()) {
+  ascend_emulator::check_event_id(event, eventID, "SetFlag", site);
   ascend_emulator::core().set_flag(event, eventID, site);
 }
 
 template <HardEvent event>
 void WaitFlag(int32_t eventID, Site site = Site::here()) {
+  ascend_emulator::check_event_id(event, eventID, "WaitFlag", site);
   ascend_emulator::core().wait_flag(event, eventID, site);
 }
 
 template <pipe_t pipe>
 void PipeBarrier(Site site = Site::here()) {
-  static_assert(pipe != PIPE_S, "PIPE_S needs and allows no barrier");
+  static_assert(pipe != PIPE_S, "PIPE_S needs no barrier and does not accept one");
   ascend_emulator::core().barrier(pipe, site);
 }
 
 template <uint8_t modeId, pipe_t pipe>
 void CrossCoreSetFlag(uint16_t flagId, Site site = Site::here()) {
-  static_assert(modeId <= 2, "modes are 0, 1 and 2");
-  static_assert(pipe != PIPE_S && pipe != PIPE_ALL, "a cross-core flag is set by a pipe other than S");
+  static_assert(modeId <= 2, "the modes are 0, 1 and 2");
+  static_assert(pipe != PIPE_S && pipe != PIPE_ALL, "a cross-core flag must be set by a pipe other than S");
   ascend_emulator::core().cross_set(modeId, pipe, flagId, site);
 }
 

@@ -1,4 +1,4 @@
-// Bytes with a shadow: which were ever written, and per granule who wrote it last and who has read it since.
+// Bytes with a shadow: which were ever written, and per granule its last writer and its readers since.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,9 @@
 #include <functional>
 #include <list>
 #include <map>
+#include <memory>
 #include <random>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -47,8 +49,8 @@ struct Cell {
   bool atomic = false;  // the last write was an atomic addition
 };
 
-// An atomic addition to GM, by an instruction of a pipe. Its sum is formed some time before somebody looks: additions
-// that nothing orders are applied in any order.
+// An atomic addition to GM, by an instruction of a pipe. Its sum is formed some time before the next access:
+// unordered additions are applied in any order.
 struct Addition {
   uint16_t pipe;
   uint32_t index;
@@ -65,8 +67,10 @@ struct Space {
   size_t size = 0;
   uint32_t granule = kBlock;  // bytes that share a cell
   Use use = Use::workspace;
-  std::vector<uint8_t> valid;  // per two bytes; empty: everything is
-  std::vector<Cell> cells;     // empty: nobody writes here
+  std::vector<uint8_t> valid;  // per two bytes; empty: all bytes are valid
+  std::vector<Cell> cells;     // empty: never written
+  // L0A: how many fractals a row of fractals has, by the first byte of what one LoadData 3D wrote.
+  std::map<size_t, int64_t> row_fractals;
   std::vector<Addition> additions;
   uint64_t last_adder = 0;  // the instruction that looked through them last
 
@@ -77,7 +81,7 @@ struct Space {
     if (use != Use::input) cells.resize((size + granule - 1) / granule);
   }
 
-  // Applies those of the additions that are due: in a random order, or the last ones first.
+  // Applies the additions that are due: in a random order, or last in, first out.
   template <typename Due>
   void settle(Due due, std::mt19937_64* random) {
     std::vector<Addition> now;
@@ -96,25 +100,53 @@ struct Space {
   }
 };
 
-// What the scalar unit has read of GM, by lines. Nothing keeps it up to date.
+// clock[p] = the last instruction of pipe p (counted over all cores) that is known to have finished.
+using Clock = std::vector<uint32_t>;
+
+// The scalar unit's cache of GM: lines that it has read, and its writes. It is not coherent.
 class ScalarCache {
  public:
   static constexpr size_t kLine = 64;
+  using Known = std::shared_ptr<const Clock>;
 
-  // Reads bytes of one line of [begin, end), the rest of which is cached, too. Whether they are what is in memory.
+  // Reads bytes of one line of [begin, end); the rest of the line is cached too. Returns whether they match memory.
   bool read(const uint8_t* address, size_t size, const uint8_t* begin, const uint8_t* end) {
     const uint8_t* const line = address - reinterpret_cast<uintptr_t>(address) % kLine;
     for (const uint8_t* at = std::max(begin, line); at < std::min(end, line + kLine); ++at) bytes_.emplace(at, *at);
     return std::all_of(address, address + size, [this](const uint8_t& byte) { return bytes_.at(&byte) == byte; });
   }
-  void invalidate(const void* address) {
+  void write(const uint8_t* address, size_t size) {
+    for (const uint8_t* at = address; at < address + size; ++at) {
+      bytes_[at] = *at;
+      dirty_.insert(at);
+    }
+  }
+  bool dirty(const uint8_t* address) const { return dirty_.count(address); }
+  bool any_dirty() const { return !dirty_.empty(); }
+  // Whether the byte was removed from the cache after the scalar unit knew that an instruction of a pipe had finished.
+  bool invalidated_after(const uint8_t* address, uint16_t pipe, uint32_t instruction) const {
+    const auto line = lines_.find(address);
+    return (line != lines_.end() && (*line->second)[pipe] >= instruction) || (all_ && (*all_)[pipe] >= instruction);
+  }
+  // `known`: the instructions that the scalar unit knows to have finished.
+  void invalidate(const void* address, const Known& known) {
     const auto* first = static_cast<const uint8_t*>(address);
     const uint8_t* const end = first + kLine - reinterpret_cast<uintptr_t>(first) % kLine;
     bytes_.erase(bytes_.lower_bound(first), bytes_.lower_bound(end));
+    dirty_.erase(dirty_.lower_bound(first), dirty_.lower_bound(end));
+    for (const uint8_t* at = first; at < end; ++at) lines_[at] = known;
+  }
+  void invalidate_all(const Known& known) {
+    bytes_.clear();
+    dirty_.clear();
+    all_ = known;
   }
 
  private:
   std::map<const uint8_t*, uint8_t> bytes_;
+  std::set<const uint8_t*> dirty_;  // written, and not yet written back
+  std::map<const uint8_t*, Known> lines_;
+  Known all_;
 };
 
 // The GM tensors of a launch; an access must lie inside one of them.
@@ -123,7 +155,8 @@ class GlobalMemory {
   // Without a shadow only bounds are checked: for Mode::time, where addresses need not even be real.
   explicit GlobalMemory(bool shadow = true) : shadow_(shadow) {}
 
-  // Neighbouring rows of a user's tensor may share a block and belong to different cores: `element` bytes never do.
+  // Adjacent rows of a user's tensor may be in one block and belong to different cores; the same `element` bytes never
+  // do.
   void add(std::string name, const void* bytes, size_t size, Use use, uint32_t element = 2) {
     const uint32_t granule = use == Use::workspace ? kBlock : element;
     auto* begin = static_cast<uint8_t*>(const_cast<void*>(bytes));

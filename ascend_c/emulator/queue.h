@@ -21,7 +21,7 @@ constexpr pipe_t reader(TPosition target) {
 }
 }  // namespace queue_detail
 
-// The pipes are those of the whole way: MTE2 -> V, V -> MTE3, or MTE2 -> MTE3 without compute.
+// The pipes of the whole path: MTE2 -> V, V -> MTE3, or MTE2 -> MTE3 without compute.
 template <TPosition source, TPosition target, int32_t depth>
 class TQueBind {
  public:
@@ -78,8 +78,9 @@ class TBuf {
   LocalTensor<T> GetWithOffset(uint32_t size, uint32_t bufferOffset, Site site = Site::here()) {
     const int64_t bytes = int64_t(size) * int64_t(sizeof(T));
     if (bufferOffset + bytes > buffer_->bytes)
-      ascend_emulator::fail(site, ascend_emulator::format("TBuf: %lld bytes at %u asked for, the buffer has %u",
-                                                          (long long)bytes, bufferOffset, buffer_->bytes));
+      ascend_emulator::fail(site,
+                            ascend_emulator::format("TBuf: %lld bytes requested at offset %u, but the buffer has %u",
+                                                    (long long)bytes, bufferOffset, buffer_->bytes));
     take(uint32_t(bufferOffset + bytes));
     return LocalTensor<T>(buffer_->memory, buffer_->address + bufferOffset, bytes, nullptr);
   }
@@ -222,7 +223,7 @@ bool TQueBind<source, target, depth>::EnQue(const LocalTensor<T>& tensor, Site s
   using ascend_emulator::Buffer;
   Buffer& buffer = own(tensor.buffer(), "EnQue", site);
   if (buffer.state != Buffer::State::allocated)
-    ascend_emulator::fail(site, "EnQue: the tensor is free or queued already");
+    ascend_emulator::fail(site, "EnQue: the tensor is already free or queued");
   if (int32_t(queued_.size()) >= (depth ? depth : 1) && queued_.size() >= buffers_.size())
     ascend_emulator::fail(site, "EnQue: the queue is full");
   ascend_emulator::core().set_flag(full_event(), buffer.full_event, site);
@@ -235,7 +236,7 @@ bool TQueBind<source, target, depth>::EnQue(const LocalTensor<T>& tensor, Site s
 template <TPosition source, TPosition target, int32_t depth>
 template <typename T>
 LocalTensor<T> TQueBind<source, target, depth>::DeQue(Site site) {
-  if (queued_.empty()) ascend_emulator::fail(site, "DeQue of an empty queue: EnQue comes first");
+  if (queued_.empty()) ascend_emulator::fail(site, "DeQue of an empty queue: call EnQue first");
   ascend_emulator::Buffer& buffer = *queued_.front();
   queued_.pop_front();
   ascend_emulator::core().wait_flag(full_event(), buffer.full_event, site);
@@ -248,7 +249,7 @@ template <typename T>
 void TQueBind<source, target, depth>::FreeTensor(LocalTensor<T>& tensor, Site site) {
   using ascend_emulator::Buffer;
   Buffer& buffer = own(tensor.buffer(), "FreeTensor", site);
-  if (buffer.state == Buffer::State::free) ascend_emulator::fail(site, "FreeTensor: the tensor was freed before");
+  if (buffer.state == Buffer::State::free) ascend_emulator::fail(site, "FreeTensor: the tensor was already freed");
   if (buffer.state == Buffer::State::queued)
     ascend_emulator::fail(site, "FreeTensor: the tensor is still in the queue");
   ascend_emulator::core().set_flag(free_event(), buffer.free_event, site);

@@ -19,8 +19,8 @@ constexpr double kFixBytesPerCycle = 46;    // FIX: L0C -> GM
 constexpr double kCopyStartCycles = 28;
 // Limits of 2201: a copy is cut into pieces of 128, 256 and 512 bytes, and rounded up to them.
 constexpr int64_t kPiece = 128;
-// Limits of 2201: what several cores ask of one range of 512 bytes at a time is served one after the other, which costs
-// 10 to 20 %.
+// Limits of 2201: simultaneous accesses of several cores to one range of 512 bytes are serialised, which costs 10 to 20
+// %.
 constexpr double kSameAddress = 1.15;
 constexpr int64_t kSameAddressBytes = 512;
 // Documented.

@@ -1,4 +1,4 @@
-// What a launch found: errors with their kernel lines, and counters per pipe.
+// The results of a launch: errors with their kernel lines, and counters per pipe.
 #pragma once
 
 #include <algorithm>
@@ -59,7 +59,7 @@ struct Counters {
 
 struct Report {
   std::vector<std::string> errors;    // each text once
-  std::vector<std::string> warnings;  // what the documents forbid and the vendor's own code does
+  std::vector<std::string> warnings;  // actions that the documents forbid although the vendor's own code does them
   Counters counters;
 
   void error(const std::string& text) { add_once(&errors, text); }

@@ -9,7 +9,7 @@ namespace ascend_emulator {
 
 namespace {
 constexpr int kEventIds = 8;
-// Consumers first, so that `late` shows what no flag orders.
+// Consumers first, so that `late` exposes missing flags.
 constexpr pipe_t kDrainOrder[] = {PIPE_S, PIPE_MTE3, PIPE_FIX, PIPE_V, PIPE_M, PIPE_MTE1, PIPE_MTE2};
 
 void join(Clock& into, const Clock& other) {
@@ -79,6 +79,8 @@ void Access::read(Space& space, size_t offset, size_t size, bool own, bool unwri
     const bool itself = cell.writer == global_ && cell.written == index_;
     if (cell.written && (itself ? !own : !after(cell.writer, cell.written)))
       race(space, false, cell.writer, cell.written, true);
+    else
+      check_written_back(space, std::max(offset, c * space.granule), cell);
     Cell::Read* place = nullptr;
     for (Cell::Read& read : cell.reads) {
       if (read.index && read.pipe == global_) {
@@ -94,9 +96,34 @@ void Access::read(Space& space, size_t offset, size_t size, bool own, bool unwri
   }
 }
 
+void Access::write_cached(Space& space, size_t offset, size_t size) {
+  write(space, offset, size);
+  core_.cache_.write(space.bytes + offset, size);
+  core_.cache_site_ = core_.pipes_[pipe_].sites[index_];
+}
+
+void Access::check_written_back(const Space& space, size_t offset, const Cell& cell) {
+  const bool by_scalar_unit = cell.written && cell.writer % kPipes == PIPE_S && cell.writer != global_;
+  if (!by_scalar_unit || !core_.machine_.cores_[cell.writer / kPipes]->cache_.dirty(space.bytes + offset)) return;
+  const auto& pipe = core_.pipes_[pipe_];
+  core_.report_.error(pipe.sites[index_].text() + ": " + pipe.names[index_] + " reads bytes of " + space.name +
+                      " that a scalar unit has not written back from its cache: DataCacheCleanAndInvalid is missing");
+}
+
 void Access::read_cached(Space& space, size_t offset, size_t size) {
   read(space, offset, size);
-  if (space.cells.empty()) return;  // nobody writes here
+  if (space.cells.empty()) return;  // an input
+  for (size_t c = offset / space.granule; c <= (offset + size - 1) / space.granule; ++c) {
+    const Cell& cell = space.cells[c];
+    const uint8_t* const byte = space.bytes + std::max(offset, c * space.granule);
+    if (!cell.written || cell.writer == global_ || core_.cache_.invalidated_after(byte, cell.writer, cell.written))
+      continue;
+    const auto& pipe = core_.pipes_[pipe_];
+    core_.report_.error(pipe.sites[index_].text() + ": " + pipe.names[index_] + " reads bytes of " + space.name +
+                        " that this launch wrote and that the scalar unit may have cached earlier: " +
+                        "DataCacheCleanAndInvalid is missing");
+    break;
+  }
   if (core_.cache_.read(space.bytes + offset, size, space.bytes, space.bytes + space.size)) return;
   const auto& pipe = core_.pipes_[pipe_];
   core_.report_.error(pipe.sites[index_].text() + ": " + pipe.names[index_] + " reads bytes of " + space.name +
@@ -142,7 +169,7 @@ void Access::write(Space& space, size_t offset, size_t size, bool atomic) {
     if (cell.written && !itself && !(atomic && cell.atomic) && !after(cell.writer, cell.written))
       race(space, true, cell.writer, cell.written, true);
     for (Cell::Read& read : cell.reads) {
-      // An instruction may write what it has read itself, but not what an earlier one still reads.
+      // An instruction may overwrite its own source, but not bytes that an earlier one still reads.
       const uint32_t other = read.pipe == global_ && read.index == index_ ? read.previous : read.index;
       if (other && !after(read.pipe, other)) race(space, true, read.pipe, other, false);
       read.index = 0;
@@ -207,8 +234,7 @@ std::string Core::name() const {
 }
 
 Space& Core::local(Memory memory, const char* name, Site site) {
-  if (!local_[size_t(memory)])
-    fail(site, format("%s: there is no %s on %s", name, info(memory).name, this->name().c_str()));
+  if (!local_[size_t(memory)]) fail(site, format("%s: %s has no %s", name, this->name().c_str(), info(memory).name));
   return *local_[size_t(memory)];
 }
 
@@ -220,7 +246,7 @@ bool Core::has_pipe(pipe_t pipe) const {
 std::pair<Space*, size_t> Core::gm(const void* address, size_t size, bool writes, const char* name, Site site) {
   const auto* at = static_cast<const uint8_t*>(address);
   Space* space = gm_.find(at, size);
-  if (!space) fail(site, std::string(name) + ": GM address outside every tensor of the launch");
+  if (!space) fail(site, std::string(name) + ": the GM address is outside all tensors of the launch");
   const size_t offset = size_t(at - space->bytes);
   if (offset + size > space->size)
     fail(site, format("%s %s GM out of bounds: bytes %zu..%zu of '%s', which has %zu", name,
@@ -255,7 +281,7 @@ void Core::learn(const Clock& clock, double time) {
   join(scalar.clock, clock);
   scalar.time = std::max(scalar.time, time);
   Clock shared = scalar.clock;
-  shared[global(PIPE_S)] = 0;  // stores of the scalar unit are ordered by flags alone
+  shared[global(PIPE_S)] = 0;  // only flags order stores of the scalar unit
   scalar_clock_ = std::make_shared<const Clock>(std::move(shared));
 }
 
@@ -268,7 +294,7 @@ void Core::check_event(HardEvent event, int id, const char* name, Site site) {
   if (!has_pipe(event_source(event)) || !has_pipe(event_target(event)))
     fail(site, format("%s<HardEvent::%s>: %s does not have both pipes", name, event_name(event), this->name().c_str()));
   if (id < 0 || id >= kEventIds)
-    fail(site, format("%s<HardEvent::%s>: event id %d, the limit is 0..7", name, event_name(event), id));
+    fail(site, format("%s<HardEvent::%s>: event id %d is outside 0..7", name, event_name(event), id));
 }
 
 void Core::set_flag(HardEvent event, int id, Site site) {
@@ -300,8 +326,8 @@ void Core::barrier(pipe_t pipe, Site site) {
 }
 
 void Core::check_cross_id(int id, const char* name, Site site) {
-  if (id >= kCrossFlags) fail(site, format("%s: flag id %d, the limit is 0..15", name, id));
-  if (!place_.mixed) fail(site, std::string(name) + ": cross-core flags work in mixed kernels only");
+  if (id >= kCrossFlags) fail(site, format("%s: flag id %d is outside 0..15", name, id));
+  if (!place_.mixed) fail(site, std::string(name) + ": cross-core flags require a mixed kernel");
 }
 
 void Core::cross_set(int mode, pipe_t pipe, int id, Site site) {
@@ -315,7 +341,7 @@ void Core::cross_wait(int id, Site site) {
 }
 
 void Core::sync_all(bool vector_only, Site site) {
-  if (!place_.mixed) fail(site, "SyncAll works in mixed kernels only");
+  if (!place_.mixed) fail(site, "SyncAll requires a mixed kernel");
   barrier(PIPE_ALL, site);
   machine_.meet(*this, vector_only, site);
 }
@@ -396,10 +422,10 @@ void Core::step_set(Entry& entry) {
   const bool target_known = target == PIPE_S || source.clock[global(target)] >= flag.wait_index;
   if (flag.set)
     report_.error(entry.work.site.text() + ": " + what + " while the flag is still set (" + flag.set_site.text() +
-                  "): event set twice without a wait between");
+                  "): the event is set twice without a wait in between");
   else if (!target_known)
     report_.error(entry.work.site.text() + ": " + what + " may come before the wait (" + flag.wait_site.text() +
-                  ") for the set before it: nothing orders them, so the event can be set twice");
+                  ") for the previous set: nothing orders them, so the event can be set twice");
   flag.set = true;
   flag.set_site = entry.work.site;
   flag.clock = source.clock;
@@ -439,7 +465,7 @@ void Core::demand(pipe_t pipe, uint64_t sequence) {
     if (!step_any(options_.mode != Mode::random)) deadlock();
 }
 
-// As little as possible: another pipe moves only up to the flag that this one waits for.
+// Runs as little as possible: another pipe moves only up to the flag that this one waits for.
 void Core::demand_late(pipe_t which, uint64_t sequence) {
   Pipe& pipe = pipes_[which];
   if (pipe.busy) deadlock();
@@ -475,10 +501,10 @@ std::string Core::waiting_pipes(Site* site) {
     text +=
         std::string(text.empty() ? "" : "; ") + format("%s waits for HardEvent::%s event %d (%s), ", pipe_name(p),
                                                        event_name(head.event), head.id, head.work.site.text().c_str());
-    std::string who = "which nobody sets";
+    std::string who = "which is never set";
     for (const Entry& entry : pipes_[event_source(head.event)].queue)
       if (entry.kind == Kind::set && entry.event == head.event && entry.id == head.id) {
-        who = "set at " + entry.work.site.text() + ", where " + pipe_name(entry.work.pipe) + " never arrives";
+        who = "set at " + entry.work.site.text() + ", which " + pipe_name(entry.work.pipe) + " never reaches";
         break;
       }
     text += who;
@@ -487,7 +513,7 @@ std::string Core::waiting_pipes(Site* site) {
 }
 
 void Core::deadlock() {
-  while (step_any(true)) {  // what is left then is stuck for good
+  while (step_any(true)) {  // entries left after this are deadlocked
   }
   Site site;
   const std::string text = waiting_pipes(&site);
@@ -501,6 +527,10 @@ void Core::finish() {
       report_.error(flag.set_site.text() + ": " +
                     format("SetFlag<HardEvent::%s>(%d) is never waited for: the flag leaks into the next kernel",
                            event_name(key.first), key.second));
+  if (cache_.any_dirty())
+    report_.error(
+        cache_site_.text() +
+        ": data that SetValue writes to GM stays in the scalar unit's cache: DataCacheCleanAndInvalid is missing");
   if (atomic_add) report_.error(atomic_site.text() + ": SetAtomicAdd is still on when the kernel ends (SetAtomicNone)");
   for (const Pipe& pipe : pipes_) report_.counters.span_cycles = std::max(report_.counters.span_cycles, pipe.time);
 }

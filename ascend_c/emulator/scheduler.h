@@ -1,6 +1,6 @@
 // One core: its pipes, flags and clocks. The kernel's scalar program issues entries to the pipes; the mode decides when
-// they run. An entry runs after everything before it in its pipe, and after the flags that its pipe waits for: nothing
-// else. machine.h runs several cores at the same time.
+// they run. An entry runs after all earlier entries of its pipe, and after the flags that its pipe waits for, with
+// no other order. machine.h runs several cores at the same time.
 #pragma once
 
 #include <deque>
@@ -65,16 +65,13 @@ pipe_t event_target(HardEvent event);
 // The event from one pipe to another; MAX where the hardware has none.
 HardEvent event_between(pipe_t source, pipe_t target);
 
-// `time` moves no data and checks none of it: only the time model runs, and what the scalar unit reads.
+// `time` moves no data and checks none of it: only the time model runs, and the scalar unit's reads.
 enum class Mode { eager, late, random, time };
 
 struct Options {
   Mode mode = Mode::eager;
   uint64_t seed = 0;
 };
-
-// clock[p] = the last instruction of pipe p (counted over all cores) that is known to have finished.
-using Clock = std::vector<uint32_t>;
 
 class Core;
 class Machine;
@@ -84,7 +81,7 @@ class Access {
  public:
   Access(Core& core, pipe_t pipe, uint32_t index);
   // `own`: the instruction may read what it wrote itself (accumulation over repeats). `unwritten`: it may move bytes
-  // that nobody has written, as long as nobody computes with them.
+  // that were never written, as long as no instruction computes with them.
   void read(Space& space, size_t offset, size_t size, bool own = false, bool unwritten = false);
   void write(Space& space, size_t offset, size_t size, bool atomic = false);
   // After write(.., atomic): adds to what is there, at once or later (memory.h).
@@ -97,13 +94,16 @@ class Access {
   }
   Space& local(Memory memory);
   Space& ub() { return local(Memory::ub); }
-  // The scalar unit reads GM through its cache, where a line stays as it was when it was first read.
+  // The scalar unit reads and writes GM through its cache, where a line stays as it was when first read.
   void read_cached(Space& space, size_t offset, size_t size);
+  void write_cached(Space& space, size_t offset, size_t size);
   // The hardware orders this instruction behind the earlier ones of its pipe.
   void set_in_order() { in_order_ = true; }
 
  private:
   void report_unwritten(const Space& space, const char* what);
+  // Another pipe reads bytes that are only in a scalar unit's cache.
+  void check_written_back(const Space& space, size_t offset, const Cell& cell);
   void race(const Space& space, bool writes, uint16_t other_pipe, uint32_t other, bool other_writes);
   bool after(uint16_t pipe, uint32_t index) const {
     return clock_[pipe] >= index || (in_order_ && pipe == global_ && index != index_);
@@ -111,7 +111,7 @@ class Access {
 
   Core& core_;
   pipe_t pipe_;
-  uint16_t global_;  // this pipe among those of all cores
+  uint16_t global_;  // number of this pipe over all cores
   uint32_t index_;
   const Clock& clock_;
   bool in_order_ = false;
@@ -134,7 +134,7 @@ struct Work {
 struct Flag {
   bool set = false;
   Site set_site, wait_site;
-  Clock clock;              // what the setter had finished
+  Clock clock;              // work that the setter had finished
   uint32_t wait_index = 0;  // the last wait, in the target pipe's count: the next set has to come after it
   double time = 0;
 };
@@ -163,7 +163,7 @@ class Core {
   void cross_wait(int id, Site site);
   void sync_all(bool vector_only, Site site);
   void run_scalar();  // S completes what it has issued to itself
-  void finish();      // drains every pipe and checks what is left over
+  void finish();      // drains every pipe and checks for leftover flags and buffers
 
   // The tensor in GM that holds these bytes, and their offset; ends the block if there is none.
   std::pair<Space*, size_t> gm(const void* address, size_t size, bool writes, const char* name, Site site);
@@ -175,7 +175,7 @@ class Core {
 
   struct Pools {  // of event ids, for TPipe
     std::map<HardEvent, uint8_t> used;
-    // The lowest id that no queue and no explicit flag has asked TPipe for.
+    // The lowest id that is not yet allocated to a queue or an explicit flag.
     int unused(HardEvent event, Site site) {
       for (int id = 0; id < 8; ++id)
         if (!(used[event] >> id & 1)) return id;
@@ -183,9 +183,11 @@ class Core {
                      " are taken (each buffer of a queue takes one)");
     }
   } event_ids;
-  // Removes what is cached of GM: of the line of this address the bytes from there on, or everything.
-  void invalidate(const void* address) { cache_.invalidate(address); }
-  void invalidate_all() { cache_ = {}; }
+  // Whether bytes are moved and checked; false if only the time model runs.
+  bool checks_data() const { return options_.mode != Mode::time; }
+  // Writes back and invalidates cached GM: the bytes of this address's line from there on, or all lines.
+  void invalidate(const void* address) { cache_.invalidate(address, scalar_clock_); }
+  void invalidate_all() { cache_.invalidate_all(scalar_clock_); }
   bool atomic_add = false;  // captured by the stores that follow
   Site atomic_site;
   uint64_t ctrl = kCtrlAtStart;  // the control register, captured by the instructions that follow
@@ -200,7 +202,7 @@ class Core {
     HardEvent event{};
     int id = 0, mode = 0;
     uint64_t sequence = 0;
-    std::shared_ptr<const Clock> issued = {};  // what the scalar unit had waited for when it issued this
+    std::shared_ptr<const Clock> issued = {};  // work that the scalar unit had waited for when it issued this
     double issue_time = 0;
   };
   struct Pipe {
@@ -216,7 +218,7 @@ class Core {
   };
   using FlagKey = std::pair<HardEvent, int>;
 
-  // Joins what another core had finished into what this one's scalar unit knows.
+  // Joins the finished work of another core into the knowledge of this core's scalar unit.
   void learn(const Clock& clock, double time);
   uint16_t global(int pipe) const { return uint16_t(number_ * kPipes + pipe); }
   bool has_pipe(pipe_t pipe) const;
@@ -246,6 +248,7 @@ class Core {
   std::array<std::unique_ptr<Space>, kMemories> local_;
   std::array<Pipe, kPipes> pipes_;
   ScalarCache cache_;
+  Site cache_site_;                            // of the last store into it
   std::shared_ptr<const Clock> scalar_clock_;  // a copy of S's clock, shared by the entries issued under it
   std::map<FlagKey, Flag> flags_;
   uint64_t sequence_ = 0;

@@ -1,4 +1,4 @@
-// GlobalTensor, LocalTensor, and what every instruction checks about its operands.
+// GlobalTensor, LocalTensor, and the checks of every instruction on its operands.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ class Field {
   void check(const char* what, Site site, int64_t minimum = 0, int64_t maximum = int64_t(T(-1))) const {
     if (value_ < minimum || value_ > maximum)
       fail(site,
-           format("%s %lld, the limit is %lld..%lld", what, (long long)value_, (long long)minimum, (long long)maximum));
+           format("%s %lld is outside %lld..%lld", what, (long long)value_, (long long)minimum, (long long)maximum));
   }
 
  private:
@@ -40,7 +40,7 @@ struct Buffer {
   uint32_t generation = 0;
   Memory memory = Memory::ub;
   int full_event = -1, free_event = -1;  // ids: contents are there; buffer may be written again
-  bool free_pending = false;             // the reader set free_event and nobody has waited for it
+  bool free_pending = false;             // the reader has set free_event, without a wait since
   Site site;                             // where it was allocated last
 };
 
@@ -68,7 +68,7 @@ inline Work gm_work(pipe_t pipe, const char* name, Site site, double cycles, con
   const Traffic traffic = space.use == Use::workspace ? Traffic::workspace : Traffic::tensors;
   return {pipe, name, site, cycles, read, written, traffic, std::move(run)};
 }
-// The same of a copy from GM, which other cores may be reading at the same address.
+// The same for a copy from GM, whose address other cores may be reading.
 inline Work load_work(const char* name, Site site, double cycles, const Space& space, size_t offset, uint64_t bytes,
                       std::function<void(Access&)> run) {
   Work work = gm_work(PIPE_MTE2, name, site, cycles, space, bytes, 0, std::move(run));
@@ -118,8 +118,8 @@ class GlobalTensor {
     check_extent("SetValue", int64_t((offset + 1) * sizeof(T)), site);
     auto [space, at] = ascend_emulator::core().gm(data_ + offset, sizeof(T), true, "SetValue", site);
     auto run = [value, space = space, at = at](ascend_emulator::Access& access) {
-      access.write(*space, at, sizeof(T));
       std::memcpy(space->bytes + at, &value, sizeof(T));
+      access.write_cached(*space, at, sizeof(T));
     };
     ascend_emulator::core().issue(ascend_emulator::gm_work(PIPE_S, "SetValue", site, ascend_emulator::kScalarCycles,
                                                            *space, 0, sizeof(T), std::move(run)));
@@ -130,7 +130,7 @@ class GlobalTensor {
   void check_extent(const char* name, int64_t bytes, Site site) const {
     if (size_ >= 0 && bytes > size_ * int64_t(sizeof(T)))
       ascend_emulator::fail(site,
-                            ascend_emulator::format("%s touches %lld bytes of a GlobalTensor that has %lld left", name,
+                            ascend_emulator::format("%s accesses %lld bytes of a GlobalTensor that has %lld left", name,
                                                     (long long)bytes, (long long)(size_ * int64_t(sizeof(T)))));
   }
 
@@ -142,8 +142,8 @@ class GlobalTensor {
 enum class CacheLine : uint64_t { SINGLE_CACHE_LINE = 0, ENTIRE_DATA_CACHE };
 enum class DcciDst : uint64_t { CACHELINE_ALL = 0, CACHELINE_UB, CACHELINE_OUT, CACHELINE_ATOMIC };
 
-// What the scalar unit reads afterwards comes from GM again: of the line of the tensor's first byte, from that byte on,
-// or all. SetValue of the emulator does not wait to be written back.
+// Invalidates the scalar unit's cache: later reads come from GM again, for the line of the tensor's first byte from
+// that byte on, or for all lines. Writes of SetValue there are written back.
 template <typename T, CacheLine entireType, DcciDst dcciDst>
 void DataCacheCleanAndInvalid(const GlobalTensor<T>& dst, Site = Site::here()) {
   static_assert(dcciDst == DcciDst::CACHELINE_ALL || dcciDst == DcciDst::CACHELINE_OUT,
@@ -227,9 +227,9 @@ class LocalTensor {
     using ascend_emulator::Buffer;
     using ascend_emulator::format;
     if (buffer_ && (buffer_->generation != generation_ || buffer_->state == Buffer::State::free))
-      ascend_emulator::fail(site, format("%s: %s is a tensor that was freed or enqueued before", name, role));
+      ascend_emulator::fail(site, format("%s: %s is a tensor that was already freed or enqueued", name, role));
     if (memory_ != memory)
-      ascend_emulator::fail(site, format("%s: %s lies in %s, it must be in %s", name, role,
+      ascend_emulator::fail(site, format("%s: %s is in %s but must be in %s", name, role,
                                          ascend_emulator::info(memory_).name, ascend_emulator::info(memory).name));
     ascend_emulator::core().local(memory, name, site);
     if (!alignment) alignment = ascend_emulator::info(memory).alignment;
@@ -237,7 +237,7 @@ class LocalTensor {
       ascend_emulator::fail(site, format("%s: %s starts at %s byte %u, which is not aligned to %u bytes", name, role,
                                          ascend_emulator::info(memory).name, address_, alignment));
     if (extent > bytes_)
-      ascend_emulator::fail(site, format("%s: %s touches %lld bytes from its start, the tensor has %lld", name, role,
+      ascend_emulator::fail(site, format("%s: %s spans %lld bytes from its start, but the tensor has %lld", name, role,
                                          (long long)extent, (long long)bytes_));
     if (address_ + extent > ascend_emulator::info(memory).bytes)
       ascend_emulator::fail(

@@ -207,7 +207,7 @@ struct AbsLane {
   }
 };
 
-// Sums and products of integers under the control register: a kernel that counts on wrapping has to ask for it.
+// Sums and products of integers under the control register: a kernel that relies on wrapping has to enable it.
 template <typename T, typename F>
 auto under_ctrl(const char* name, Site site, F f) {
   constexpr bool overflows = std::is_same_v<F, AddLane> || std::is_same_v<F, SubLane> || std::is_same_v<F, MulLane>;
@@ -217,7 +217,7 @@ auto under_ctrl(const char* name, Site site, F f) {
       using Limits = std::numeric_limits<T>;
       const int64_t exact = F::exact(a, b);
       if (!saturates || (exact >= Limits::min() && exact <= Limits::max())) return f(a, b);
-      report->error(site.text() + ": " + name + " saturates an integer: they wrap after clearing CTRL[53], with " +
+      report->error(site.text() + ": " + name + " saturates an integer; to make integers wrap, clear CTRL[53] with " +
                     "set_ctrl(sbitset0(get_ctrl(), 53)) or SetSaturationFlag<SaturationMode::INT>(false)");
       return exact < 0 ? Limits::min() : Limits::max();
     };
@@ -296,7 +296,7 @@ void check_cast(AscendC::RoundMode mode, Site site) {
   constexpr bool bytes = std::is_same_v<S, half> && std::is_same_v<D, uint8_t>;
   static_assert(widens || narrows || integers || bytes,
                 "the emulator casts between float and half, bfloat16_t or int32_t, and half to uint8_t");
-  if (widens && mode != RoundMode::CAST_NONE) fail(site, "Cast: widening takes CAST_NONE only");
+  if (widens && mode != RoundMode::CAST_NONE) fail(site, "Cast: a widening cast requires CAST_NONE");
   const bool none = mode == RoundMode::CAST_NONE || mode == RoundMode::CAST_ODD;
   if (std::is_same_v<D, bfloat16_t> && none)
     fail(site, "Cast: float to bfloat16_t takes CAST_RINT, FLOOR, CEIL, ROUND or TRUNC");
@@ -351,6 +351,7 @@ void whole_reduce(const char* name, Site site, const Lanes& lanes, const AscendC
   src.resolve(name, "the source", lanes, site);
   const uint32_t to = dst.operand(name, "the destination", (lanes.repeat - 1) * dst_stride * entry + entry, site,
                                   Memory::ub, uint32_t(size));  // the result needs the alignment of its type only
+  if (core().checks_data()) check_apart(name, site, lanes, src, to, size_t(dst_stride * entry), size_t(entry));
   auto run = [=](Access& access) {
     using Index = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
     for (uint32_t r = 0; r < lanes.repeat; ++r) {
@@ -381,6 +382,7 @@ void block_reduce(const char* name, Site site, const Lanes& lanes, const AscendC
   const int64_t entry = 8 * sizeof(T);
   const uint32_t to = dst.operand(name, "the destination", (lanes.repeat - 1) * dst_stride * entry + entry, site,
                                   Memory::ub, uint32_t(entry));
+  if (core().checks_data()) check_apart(name, site, lanes, src, to, size_t(dst_stride * entry), size_t(entry));
   auto run = [=](Access& access) {
     constexpr uint32_t kLanes = kBlock / sizeof(T);
     for (uint32_t r = 0; r < lanes.repeat; ++r) {
@@ -418,7 +420,7 @@ namespace AscendC {
       const LocalTensor<T>& dst, const LocalTensor<T>& src0, const LocalTensor<T>& src1, Mask mask,                   \
       ascend_emulator::Field<uint8_t> repeatTime, const BinaryRepeatParams& repeatParams, Site site = Site::here()) { \
     static_assert(TYPES, #NAME " does not exist for this type");                                                      \
-    static_assert(isSetMask, "masks set beforehand are not emulated");                                                \
+    static_assert(isSetMask, "a mask set by an earlier SetVectorMask is not emulated");                               \
     const auto lanes =                                                                                                \
         ascend_emulator::mask_lanes(#NAME, mask, repeatTime, ascend_emulator::lanes_per_repeat<T>(), site);           \
     binary(#NAME, site, lanes, RATE, ascend_emulator::NAME##Lane(), dst, src0, src1, repeatParams);                   \
@@ -444,7 +446,7 @@ std::enable_if_t<std::is_convertible_v<Mask, uint64_t> || std::is_convertible_v<
     ascend_emulator::Field<uint8_t> repeatTime, const BinaryRepeatParams& p, Site site = Site::here()) {
   using namespace ascend_emulator;
   static_assert(ASCEND_EMULATOR_FLOAT, "FusedMulAdd does not exist for this type");
-  static_assert(isSetMask, "masks set beforehand are not emulated");
+  static_assert(isSetMask, "a mask set by an earlier SetVectorMask is not emulated");
   p.check(site);
   const auto lanes = mask_lanes("FusedMulAdd", mask, repeatTime, lanes_per_repeat<T>(), site);
   const Operand<T> to = {dst, p.dstBlkStride, p.dstRepStride};
@@ -459,7 +461,7 @@ std::enable_if_t<std::is_convertible_v<Mask, uint64_t> || std::is_convertible_v<
     ascend_emulator::Field<uint8_t> repeatTime, const UnaryRepeatParams& p, Site site = Site::here()) {
   using namespace ascend_emulator;
   static_assert(std::is_same_v<T, float>, "the emulator's Axpy takes float");
-  static_assert(isSetMask, "masks set beforehand are not emulated");
+  static_assert(isSetMask, "a mask set by an earlier SetVectorMask is not emulated");
   p.check(site);
   const auto lanes = mask_lanes("Axpy", mask, repeatTime, lanes_per_repeat<T>(), site);
   const Operand<T> to = {dst, p.dstBlkStride, p.dstRepStride};
@@ -484,7 +486,7 @@ std::enable_if_t<std::is_convertible_v<Mask, uint64_t> || std::is_convertible_v<
       const LocalTensor<T>& dst, const LocalTensor<T>& src, const T& scalarValue, Mask mask,                         \
       ascend_emulator::Field<uint8_t> repeatTime, const UnaryRepeatParams& repeatParams, Site site = Site::here()) { \
     static_assert(TYPES, #NAME " does not exist for this type");                                                     \
-    static_assert(isSetMask, "masks set beforehand are not emulated");                                               \
+    static_assert(isSetMask, "a mask set by an earlier SetVectorMask is not emulated");                              \
     const auto lanes =                                                                                               \
         ascend_emulator::mask_lanes(#NAME, mask, repeatTime, ascend_emulator::lanes_per_repeat<T>(), site);          \
     const auto f = ascend_emulator::under_ctrl<T>(#NAME, site, ascend_emulator::LANE());                             \
@@ -513,7 +515,7 @@ ASCEND_EMULATOR_SCALAR(ShiftRight, ShiftRightLane, (ascend_emulator::kIsShifted<
       const LocalTensor<T>& dst, const LocalTensor<T>& src, Mask mask, ascend_emulator::Field<uint8_t> repeatTime,  \
       const UnaryRepeatParams& repeatParams, Site site = Site::here()) {                                            \
     static_assert(ASCEND_EMULATOR_FLOAT, #NAME " does not exist for this type");                                    \
-    static_assert(isSetMask, "masks set beforehand are not emulated");                                              \
+    static_assert(isSetMask, "a mask set by an earlier SetVectorMask is not emulated");                             \
     const auto lanes =                                                                                              \
         ascend_emulator::mask_lanes(#NAME, mask, repeatTime, ascend_emulator::lanes_per_repeat<T>(), site);         \
     unary(#NAME, site, lanes, RATE, ascend_emulator::NAME##Lane(), dst, src, repeatParams);                         \
@@ -540,7 +542,7 @@ template <typename D, typename S, bool isSetMask = true, typename Mask>
 std::enable_if_t<std::is_convertible_v<Mask, uint64_t> || std::is_convertible_v<Mask, const uint64_t*>> Cast(
     const LocalTensor<D>& dst, const LocalTensor<S>& src, const RoundMode& roundMode, Mask mask,
     ascend_emulator::Field<uint8_t> repeatTime, const UnaryRepeatParams& repeatParams, Site site = Site::here()) {
-  static_assert(isSetMask, "masks set beforehand are not emulated");
+  static_assert(isSetMask, "a mask set by an earlier SetVectorMask is not emulated");
   ascend_emulator::check_cast<D, S>(roundMode, site);
   const auto lanes =
       ascend_emulator::mask_lanes("Cast", mask, repeatTime, ascend_emulator::lanes_per_repeat<D, S>(), site);
@@ -563,7 +565,7 @@ std::enable_if_t<std::is_convertible_v<Mask, uint64_t> || std::is_convertible_v<
     ascend_emulator::Field<uint16_t> dstBlockStride, ascend_emulator::Field<uint8_t> dstRepeatStride,
     Site site = Site::here()) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4, "Duplicate takes types of 2 and 4 bytes");
-  static_assert(isSetMask, "masks set beforehand are not emulated");
+  static_assert(isSetMask, "a mask set by an earlier SetVectorMask is not emulated");
   dstBlockStride.check("dstBlockStride", site);
   dstRepeatStride.check("dstRepeatStride", site);
   const auto lanes =
@@ -588,8 +590,8 @@ void GatherMask(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const uin
                 const uint32_t mask, const GatherMaskParams& p, uint64_t& rsvdCnt, Site site = Site::here()) {
   using namespace ascend_emulator;
   static_assert(sizeof(T) == 2 || sizeof(T) == 4, "GatherMask takes types of 2 and 4 bytes");
-  if (src1Pattern != 1 && src1Pattern != 2) fail(site, "GatherMask: the emulator knows the patterns 1 and 2");
-  if (reduceMode || mask) fail(site, "GatherMask: the emulator knows reduceMode false with mask 0");
+  if (src1Pattern != 1 && src1Pattern != 2) fail(site, "GatherMask: the emulator supports only patterns 1 and 2");
+  if (reduceMode || mask) fail(site, "GatherMask: the emulator supports only reduceMode false with mask 0");
   p.src0BlockStride.check("GatherMask: src0BlockStride", site, 1);
   p.repeatTimes.check("GatherMask: repeatTimes", site, 0, 255);
   p.src0RepeatStride.check("GatherMask: src0RepeatStride", site);
@@ -625,7 +627,7 @@ void GatherMask(const LocalTensor<T>& dst, const LocalTensor<T>& src0, const uin
 // wait for it, and the rest is Adds. Nothing orders the scalar unit's stores behind what other pipes still do there.
 template <typename T>
 void CreateVecIndex(LocalTensor<T> dst, const T& firstValue, uint32_t count, Site site = Site::here()) {
-  static_assert(std::is_same_v<T, int32_t> || std::is_same_v<T, float>, "the emulator counts in int32_t and float");
+  static_assert(std::is_same_v<T, int32_t> || std::is_same_v<T, float>, "the emulator supports int32_t and float");
   constexpr uint32_t kLanes = ascend_emulator::kBlock / sizeof(T);
   if (count == 0) return;
   dst.operand("CreateVecIndex", "the destination", int64_t(count) * int64_t(sizeof(T)), site);
@@ -684,7 +686,7 @@ ASCEND_EMULATOR_MASKED(WholeReduceMax)(const LocalTensor<T>& dst, const LocalTen
                                        ascend_emulator::Field<uint8_t> repeatTime, int32_t dstRepStride,
                                        int32_t srcBlkStride, int32_t srcRepStride,
                                        ReduceOrder order = ReduceOrder::ORDER_VALUE_INDEX, Site site = Site::here()) {
-  static_assert(isSetMask, "masks set beforehand are not emulated");
+  static_assert(isSetMask, "a mask set by an earlier SetVectorMask is not emulated");
   const auto lanes =
       ascend_emulator::mask_lanes("WholeReduceMax", mask, repeatTime, ascend_emulator::lanes_per_repeat<T>(), site);
   ascend_emulator::whole_reduce<true>("WholeReduceMax", site, lanes, dst,
@@ -694,7 +696,7 @@ ASCEND_EMULATOR_MASKED(WholeReduceMax)(const LocalTensor<T>& dst, const LocalTen
 ASCEND_EMULATOR_MASKED(WholeReduceSum)(const LocalTensor<T>& dst, const LocalTensor<T>& src, Mask mask,
                                        ascend_emulator::Field<uint8_t> repeatTime, int32_t dstRepStride,
                                        int32_t srcBlkStride, int32_t srcRepStride, Site site = Site::here()) {
-  static_assert(isSetMask, "masks set beforehand are not emulated");
+  static_assert(isSetMask, "a mask set by an earlier SetVectorMask is not emulated");
   const auto lanes =
       ascend_emulator::mask_lanes("WholeReduceSum", mask, repeatTime, ascend_emulator::lanes_per_repeat<T>(), site);
   ascend_emulator::whole_reduce<false>("WholeReduceSum", site, lanes, dst,
@@ -705,7 +707,7 @@ ASCEND_EMULATOR_MASKED(WholeReduceSum)(const LocalTensor<T>& dst, const LocalTen
 ASCEND_EMULATOR_MASKED(BlockReduceMax)(const LocalTensor<T>& dst, const LocalTensor<T>& src,
                                        ascend_emulator::Field<uint8_t> repeatTime, Mask mask, int32_t dstRepStride,
                                        int32_t srcBlkStride, int32_t srcRepStride, Site site = Site::here()) {
-  static_assert(isSetMask, "masks set beforehand are not emulated");
+  static_assert(isSetMask, "a mask set by an earlier SetVectorMask is not emulated");
   const auto lanes =
       ascend_emulator::mask_lanes("BlockReduceMax", mask, repeatTime, ascend_emulator::lanes_per_repeat<T>(), site);
   ascend_emulator::block_reduce<true>("BlockReduceMax", site, lanes, dst,
@@ -715,7 +717,7 @@ ASCEND_EMULATOR_MASKED(BlockReduceMax)(const LocalTensor<T>& dst, const LocalTen
 ASCEND_EMULATOR_MASKED(BlockReduceSum)(const LocalTensor<T>& dst, const LocalTensor<T>& src,
                                        ascend_emulator::Field<uint8_t> repeatTime, Mask mask, int32_t dstRepStride,
                                        int32_t srcBlkStride, int32_t srcRepStride, Site site = Site::here()) {
-  static_assert(isSetMask, "masks set beforehand are not emulated");
+  static_assert(isSetMask, "a mask set by an earlier SetVectorMask is not emulated");
   const auto lanes =
       ascend_emulator::mask_lanes("BlockReduceSum", mask, repeatTime, ascend_emulator::lanes_per_repeat<T>(), site);
   ascend_emulator::block_reduce<false>("BlockReduceSum", site, lanes, dst,

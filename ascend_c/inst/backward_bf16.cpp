@@ -3,5 +3,5 @@
 
 FLASHATTN_KERNEL(FLASHATTN_MIXED, flash_backward_bf16) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
-  flashattn_ext::ascend::Backward<bfloat16_t>(FLASHATTN_ARGUMENTS(Arguments));
+  flashattn_ext::ascend::Backward<bfloat16_t>(FLASHATTN_ARGUMENTS(flash_backward_bf16));
 }

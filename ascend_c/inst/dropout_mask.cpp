@@ -4,6 +4,6 @@
 
 FLASHATTN_KERNEL(FLASHATTN_VECTOR, flash_dropout_mask) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_AIV_ONLY);
-  flashattn_ext::ascend::DropoutMask vector(FLASHATTN_ARGUMENTS(Arguments));
+  flashattn_ext::ascend::DropoutMask vector(FLASHATTN_ARGUMENTS(flash_dropout_mask));
   vector.Run();
 }

@@ -3,5 +3,5 @@
 
 FLASHATTN_KERNEL(FLASHATTN_MIXED, flash_forward_fp32) {
   KERNEL_TASK_TYPE_DEFAULT(KERNEL_TYPE_MIX_AIC_1_2);
-  flashattn_ext::ascend::Forward<float>(FLASHATTN_ARGUMENTS(Arguments));
+  flashattn_ext::ascend::Forward<float>(FLASHATTN_ARGUMENTS(flash_forward_fp32));
 }

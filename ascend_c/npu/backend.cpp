@@ -13,39 +13,37 @@ namespace {
 
 using Launch = int (*)(int64_t blocks, void* stream, FlashattnBytes arguments);
 
-template <class T>
-void start(const char* name, Launch launch, int64_t blocks, void* stream, const T& arguments) {
+void start(Stage stage, int64_t blocks, void* stream, const Arguments& arguments) {
   if (!blocks) return;
-  enqueue(name, [=, bytes = to_bytes(arguments)] { return launch(blocks, stream, bytes); });
+#define FLASHATTN_LAUNCH(cores, stage, type, options, name) launch_##name,
+#define FLASHATTN_NAME(cores, stage, type, options, name) #name,
+  static constexpr Launch kLaunches[] = {FLASHATTN_KERNELS(FLASHATTN_LAUNCH)};
+  static constexpr const char* kNames[] = {FLASHATTN_KERNELS(FLASHATTN_NAME)};
+#undef FLASHATTN_LAUNCH
+#undef FLASHATTN_NAME
+  const size_t kernel = kernel_of(stage, arguments);
+  enqueue(kNames[kernel],
+          [=, launch = kLaunches[kernel], bytes = to_bytes(arguments)] { return launch(blocks, stream, bytes); });
 }
 
 size_t forward_bytes(const AttnParams& p) { return forward_workspace_bytes(p, cube_cores()); }
 size_t backward_bytes(const AttnGradParams& p) { return backward_workspace_bytes(p, cube_cores()); }
 
 void forward(const AttnParams& p) {
-  const Launch launch =
-      of_type(p.dtype, launch_flash_forward_fp16, launch_flash_forward_bf16, launch_flash_forward_fp32);
-  start("flash_forward", launch, forward_cores(p, cube_cores()), p.stream, forward_arguments(p, cube_cores()));
+  start(Stage::kForward, forward_cores(p, cube_cores()), p.stream, forward_arguments(p, cube_cores()));
 }
 
 void backward(const AttnGradParams& p) {
   const int64_t cores = cube_cores(), vector_cores = kVectorCores * cores;
   const Arguments arguments = backward_arguments(p, cores);
-  const Launch prepare = of_type(p.dtype, launch_flash_backward_prepare_fp16, launch_flash_backward_prepare_bf16,
-                                 launch_flash_backward_prepare_fp32);
-  const Launch main =
-      of_type(p.dtype, launch_flash_backward_fp16, launch_flash_backward_bf16, launch_flash_backward_fp32);
-  const Launch finish = of_type(p.dtype, launch_flash_backward_finish_fp16, launch_flash_backward_finish_bf16,
-                                launch_flash_backward_finish_fp32);
-  start("flash_backward_prepare", prepare, vector_cores, p.stream, arguments);
-  start("flash_backward", main, backward_cores(p, cores), p.stream, arguments);
-  start("flash_backward_finish", finish, vector_cores, p.stream, arguments);
+  start(Stage::kPrepare, vector_cores, p.stream, arguments);
+  start(Stage::kBackward, backward_cores(p, cores), p.stream, arguments);
+  start(Stage::kFinish, vector_cores, p.stream, arguments);
 }
 
 void dropout_mask(const AttnParams& p, bool* mask) {
   const int64_t scores = p.batch * p.heads_q * p.seqlen_q * p.seqlen_k;
-  start("flash_dropout_mask", launch_flash_dropout_mask, scores ? kVectorCores * cube_cores() : 0, p.stream,
-        dropout_mask_arguments(p, mask));
+  start(Stage::kDropoutMask, scores ? kVectorCores * cube_cores() : 0, p.stream, dropout_mask_arguments(p, mask));
 }
 
 }  // namespace

@@ -25,6 +25,21 @@ int64_t cores_of(int32_t device) {
   return cores;
 }
 
+// The launchers of CANN return 0 for a kernel that the runtime does not find, and a launch in the language of CANN 9
+// returns nothing at all: the error is in the runtime's last one of the thread. What an earlier operator left there has
+// been returned to its own caller.
+void start_now(const std::string& kernel, const std::function<int()>& launch) {
+  aclrtGetLastError(ACL_RT_THREAD_LEVEL);
+  const int returned = launch();
+  const int last = aclrtGetLastError(ACL_RT_THREAD_LEVEL);
+  if (!returned && !last) return;
+  const char* const message = aclGetRecentErrMsg();
+  throw std::runtime_error("flashattn_ext: the kernel " + kernel +
+                           " was not started: the Ascend runtime reports error " +
+                           std::to_string(returned ? returned : last) + (message ? std::string(": ") + message : "") +
+                           "; python -m flashattn_ext doctor tries every kernel");
+}
+
 }  // namespace
 
 // Asked once: the devices of a machine are alike.
@@ -37,7 +52,12 @@ int64_t cube_cores() {
   return cores;
 }
 
-void enqueue(const char* kernel, std::function<int()> launch) { at_npu::native::OpCommand::RunOpApiV2(kernel, launch); }
+void enqueue(const char* kernel, std::function<int()> launch) {
+  at_npu::native::OpCommand::RunOpApiV2(kernel, [name = std::string(kernel), launch = std::move(launch)] {
+    start_now(name, launch);
+    return 0;
+  });
+}
 
 // Not emptying torch_npu's queue: enqueue() stands in line.
 void* current_stream(int device_index) {

@@ -17,7 +17,8 @@ namespace ascend {
 int64_t cube_cores();
 
 // Queues a launch after the operators that torch_npu has queued for its current stream: another thread may run it,
-// when the caller has long returned. It returns 0 or the error of the Ascend runtime.
+// when the caller has long returned. It returns 0 or the error of the Ascend runtime. Where a launch fails, that thread
+// throws std::runtime_error; torch_npu's own thread prints the words and fails the next call that waits for the queue.
 void enqueue(const char* kernel, std::function<int()> launch);
 
 // The stream that torch uses now on its device of that index.

@@ -9,7 +9,8 @@ namespace ascend {
 
 // blocks: cube cores for a mixed kernel (each brings two vector cores), vector cores for the others. stream:
 // aclrtStream. Returns 0, or the error of the Ascend runtime.
-#define FLASHATTN_DECLARE(cores, name) int launch_##name(int64_t blocks, void* stream, FlashattnBytes arguments);
+#define FLASHATTN_DECLARE(cores, stage, type, options, name) \
+  int launch_##name(int64_t blocks, void* stream, FlashattnBytes arguments);
 FLASHATTN_KERNELS(FLASHATTN_DECLARE)
 #undef FLASHATTN_DECLARE
 

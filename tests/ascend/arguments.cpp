@@ -224,6 +224,26 @@ std::map<std::string, std::function<void(Cube&)>> cube_cases = {
        SetHF32Mode(true);
        Mmad(t.l0c, t.l0af, t.l0bf, Sizes(16, 16, 8));  // fault: product_in_hf32
      }},
+    {"product_without_k_direction",  // 8 rows of 16, transposed: LoadData 3D pads k to 16, and Mmad has to know
+     [](Cube& t) {
+       SetHF32Mode(false);
+       Fill(t.l1f, InitConstValueParams<float>(1, 64, 0, 0.0f));
+       SetFlag<HardEvent::MTE2_MTE1>(0);
+       WaitFlag<HardEvent::MTE2_MTE1>(0);
+       LoadData3DParamsV2<float> image = Image(0, 16, 0, 32);
+       image.l1W = 16;
+       image.channelSize = 32;
+       LoadData(t.l0af, t.l1f, image);
+       LoadData(t.l0bf, t.l1f, image);
+       SetFlag<HardEvent::MTE1_M>(0);
+       WaitFlag<HardEvent::MTE1_M>(0);
+       MmadParams p = Sizes(32, 16, 8);
+       p.kDirectionAlign = true;
+       Mmad(t.l0c, t.l0af, t.l0bf, p);
+       PipeBarrier<PIPE_M>();
+       p.kDirectionAlign = false;
+       Mmad(t.l0c, t.l0af, t.l0bf, p);  // fault: product_without_k_direction
+     }},
     {"product_in_any_mode",
      [](Cube& t) { Mmad(t.l0c, t.l0af, t.l0bf, Sizes(16, 16, 8)); }},  // fault: product_in_any_mode
     {"product_target_position",

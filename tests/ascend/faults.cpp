@@ -35,7 +35,7 @@ __aicore__ void Sync(int id = 0) {
   WaitFlag<event>(id);
 }
 
-// Adds 1e8, -1e8 and in + 1 to zeros, in fp32: the sum is in + 1 in this order alone.
+// Adds 1e8, -1e8 and in + 1 to zeros, in fp32: only this order yields in + 1.
 __aicore__ void AddThree(GM_ADDR x, GM_ADDR y, bool ordered) {
   Bench t(x, y);
   Duplicate(t.b, 0.0f, kElements);
@@ -68,6 +68,7 @@ __aicore__ void StoreTwice(Bench& t) {
     PipeBarrier<PIPE_MTE3>();
     Sync<HardEvent::MTE3_S>();
     Sync<HardEvent::MTE3_V>();
+    if (value == 1.0f) DataCacheCleanAndInvalid<float, CacheLine::ENTIRE_DATA_CACHE, DcciDst::CACHELINE_OUT>(t.out);
     if (value == 1.0f && t.out.GetValue(0) != 1.0f) t.b.SetValue(0, 0.0f);
   }
 }
@@ -136,7 +137,7 @@ std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
          DataCopy(t.out[i * 64], part, 64);
          queue.FreeTensor(part);
        }
-       Sync<HardEvent::MTE3_MTE2>(7);
+       Sync<HardEvent::MTE3_MTE2>(5);
        DataCopy(t.a, t.out, kElements);
        PipeBarrier<PIPE_ALL>();
        Adds(t.b, t.a, 1.0f, kElements);
@@ -246,6 +247,96 @@ std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
      [](GM_ADDR, GM_ADDR) {
        SetFlag<HardEvent::V_MTE3>(8);  // fault: event_id_8
      }},
+    {"event_id_6",
+     [](GM_ADDR, GM_ADDR) {
+       SetFlag<HardEvent::V_MTE3>(6);  // fault: event_id_6
+     }},
+    {"waits_for_event_id_7",
+     [](GM_ADDR, GM_ADDR) {
+       WaitFlag<HardEvent::V_MTE3>(7);  // fault: waits_for_event_id_7
+     }},
+    {"empty_mask",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       Duplicate(t.b, 1.0f, 64, 4, 1, 8);
+       PipeBarrier<PIPE_V>();
+       uint64_t none[2] = {0, 0};
+       Abs(t.b, t.b, none, 4, UnaryRepeatParams());  // fault: empty_mask
+     }},
+    {"mask_of_0_lanes",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       Duplicate(t.b, 1.0f, uint64_t(0), 4, 1, 8);  // fault: mask_of_0_lanes
+     }},
+    {"overlap_in_one_repeat",  // each repeat writes one block behind what it reads, of which seven are its own
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       Sync<HardEvent::MTE2_V>();
+       Abs(t.a[8], t.a, 56, 3, UnaryRepeatParams(1, 1, 8, 8));  // fault: overlap_in_one_repeat
+     }},
+    {"overlap_of_widths",  // in place, from 4 bytes a lane to 2
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       Sync<HardEvent::MTE2_V>();
+       Cast(t.a.ReinterpretCast<half>(), t.a, RoundMode::CAST_RINT, 64);  // fault: overlap_of_widths
+     }},
+    {"overlap_of_lanes",  // a row that each lane of itself is divided by
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       Sync<HardEvent::MTE2_V>();
+       Sub(t.a, t.a, t.a, 64, 4, BinaryRepeatParams(1, 1, 0, 8, 8, 8));  // fault: overlap_of_lanes
+     }},
+    {"sum_over_its_source",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       Sync<HardEvent::MTE2_V>();
+       WholeReduceSum(t.a, t.a, 64, 1, 1, 1, 8);  // fault: sum_over_its_source
+     }},
+    {"store_stays_in_the_cache",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.out.SetValue(200, 7.0f);  // fault: store_stays_in_the_cache
+     }},
+    {"load_of_what_is_in_the_cache",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       for (uint32_t i = 0; i < kElements; ++i) t.out.SetValue(i, 7.0f);
+       Sync<HardEvent::S_MTE2>();
+       DataCopy(t.a, t.out, kElements);  // fault: load_of_what_is_in_the_cache
+     }},
+    {"read_without_invalidation",  // the first read of this launch, of what this launch wrote
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       Duplicate(t.b, 1.0f, kElements);
+       Sync<HardEvent::V_MTE3>();
+       t.Store();
+       Sync<HardEvent::MTE3_S>();
+       (void)t.out.GetValue(200);  // fault: read_without_invalidation
+     }},
+    {"invalidated_too_early",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       DataCacheCleanAndInvalid<float, CacheLine::ENTIRE_DATA_CACHE, DcciDst::CACHELINE_OUT>(t.out);
+       Duplicate(t.b, 1.0f, kElements);
+       Sync<HardEvent::V_MTE3>();
+       t.Store();
+       Sync<HardEvent::MTE3_S>();
+       (void)t.out.GetValue(200);  // fault: invalidated_too_early
+     }},
+    {"legal_written_back",  // out[i] = in[i] + 1 by the scalar unit in GM, then moved to itself by the copies
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       for (uint32_t i = 0; i < kElements; ++i) t.out.SetValue(i, t.in.GetValue(i) + 1.0f);
+       DataCacheCleanAndInvalid<float, CacheLine::ENTIRE_DATA_CACHE, DcciDst::CACHELINE_OUT>(t.out);
+       Sync<HardEvent::S_MTE2>();
+       DataCopy(t.b, t.out, kElements);
+       Sync<HardEvent::MTE2_MTE3>();
+       t.Store();
+     }},
     {"no_barrier_in_v",
      [](GM_ADDR x, GM_ADDR y) {
        Bench t(x, y);
@@ -283,7 +374,7 @@ std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
        LocalTensor<int32_t> words = t.a.ReinterpretCast<int32_t>();
        Add(t.b.ReinterpretCast<int32_t>(), words, words, kElements);  // fault: integer_sum_saturates
      }},
-    {"index_over_unread",  // its first block is written by the scalar unit, which waits for nobody
+    {"index_over_unread",  // its first block is written by the scalar unit, which does not wait
      [](GM_ADDR x, GM_ADDR y) {
        Bench t(x, y);
        t.Load();
@@ -331,6 +422,47 @@ std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
        if (t.b.GetValue(0) == 5.0f) PipeBarrier<PIPE_V>();  // fault: scalar_reads_too_early
        Sync<HardEvent::V_MTE3>();
        t.Store();
+     }},
+    {"scalar_read_after_load",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       DataCopy(t.a, t.in, kElements);
+       (void)t.a.GetValue(200);  // fault: scalar_read_after_load
+     }},
+    {"scalar_write_before_vector",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.Load();
+       Sync<HardEvent::MTE2_S>();
+       Sync<HardEvent::MTE2_V>();
+       t.a.SetValue(200, 7.0f);
+       Adds(t.b, t.a, 1.0f, kElements);  // fault: scalar_write_before_vector
+       Sync<HardEvent::V_MTE3>();
+       t.Store();
+     }},
+    {"scalar_write_before_load",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       t.a.SetValue(200, 7.0f);
+       DataCopy(t.a, t.in, kElements);  // fault: scalar_write_before_load
+     }},
+    {"scalar_write_before_store",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       Duplicate(t.b, 1.0f, kElements);
+       Sync<HardEvent::V_S>();
+       Sync<HardEvent::V_MTE3>();
+       t.b.SetValue(200, 7.0f);
+       DataCopy(t.out, t.b, kElements);  // fault: scalar_write_before_store
+     }},
+    {"scalar_write_after_store",
+     [](GM_ADDR x, GM_ADDR y) {
+       Bench t(x, y);
+       Duplicate(t.b, 1.0f, kElements);
+       Sync<HardEvent::V_S>();
+       Sync<HardEvent::V_MTE3>();
+       t.Store();
+       t.b.SetValue(200, 7.0f);  // fault: scalar_write_after_store
      }},
     {"overlap_in_one_instruction",  // each repeat reads the 64 elements that the repeat before it wrote
      [](GM_ADDR x, GM_ADDR y) {
@@ -440,6 +572,7 @@ std::map<std::string, std::function<void(GM_ADDR, GM_ADDR)>> cases = {
      [](GM_ADDR x, GM_ADDR y) {
        Bench t(x, y);
        StoreTwice(t);
+       DataCacheCleanAndInvalid<float, CacheLine::SINGLE_CACHE_LINE, DcciDst::CACHELINE_OUT>(t.out[16]);
        (void)t.out.GetValue(16);
        DataCacheCleanAndInvalid<float, CacheLine::SINGLE_CACHE_LINE, DcciDst::CACHELINE_OUT>(t.out);
        (void)t.out.GetValue(8);

@@ -1,4 +1,5 @@
-// What the emulator's test programs share: the command line (mode, seed), GM tensors, files, and printing the report.
+// Common parts of the emulator's test programs: the command line (mode, seed), GM tensors, files, and printing the
+// report.
 #pragma once
 
 #include <cstdlib>

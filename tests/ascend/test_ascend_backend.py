@@ -1,4 +1,4 @@
-"""The Ascend C kernels on the emulator, as the backend ascend-emulator: what they compute, that no rule of the hardware is
+"""The Ascend C kernels on the emulator, as the backend ascend-emulator: their results, that no rule of the hardware is
 broken in any scheduling mode, and that cores, modes and layouts do not change a bit.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Case, check, make_inputs, run
+from helpers import Case, call_function, check, make_inputs, run
 
 import flashattn_ext
 from flashattn_ext import _build
@@ -155,10 +155,11 @@ def test_a_call_with_an_origin_is_the_cpus(dtype: torch.dtype) -> None:
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
-def test_dropout_with_an_origin_between_tiles_is_refused() -> None:
-    q = torch.zeros(1, 2, 1, 8, dtype=torch.bfloat16)
+def test_dropout_with_an_origin_between_tiles_is_refused_by_the_ops() -> None:
+    """forward() extends such calls to the tile in front (tests/kernels/test_placed.py); the ops, and with them the Function, refuse."""
+    case = Case(dtype=torch.bfloat16, Sq=2, Sk=2, dropout_p=0.1, rng_seed=1, origin=(0, 0, 5, 0))
     with pytest.raises(NotImplementedError, match=r"row is no multiple of 16.*got row 5 and key 0; cut the call"):
-        flashattn_ext.forward(q, q, q, dropout_p=0.1, rng_seed=1, origin=(0, 0, 5, 0))
+        call_function(case, make_inputs(case, "cpu"))
 
 
 def test_mask_that_is_too_long_names_the_limit() -> None:
@@ -176,7 +177,7 @@ def test_fp64_names_what_works() -> None:
 def test_unknown_choice_of_the_environment(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHATTN_EXT_ASCEND_EMULATOR", choice)
     q = torch.zeros(1, 2, 1, 8, dtype=torch.float16)
-    with pytest.raises(RuntimeError, match=f"'{choice}' is none of mode=eager"):
+    with pytest.raises(RuntimeError, match=f"'{choice}' is not accepted; accepted are mode=eager"):
         flashattn_ext.forward(q, q, q)
 
 
@@ -211,7 +212,7 @@ def test_library_of_other_sources_is_refused(tmp_path) -> None:
 
 def test_bench_models_every_row(tmp_path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("rich")
-    from flashattn_ext.cli.main import main
+    from flashattn_ext_lab.main import main
 
     assert main(["bench", "ascend-emulator", "--quick", "--markdown", "--json", str(tmp_path / "bench.json")]) == 0
     results = json.loads((tmp_path / "bench.json").read_text())

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -377,7 +378,7 @@ def test_double_buffering_overlaps_in_the_time_model(programs: Path, tmp_path: P
     assert max(busy) < counters["span"][0] < sum(busy)
 
 
-# What rates.h says.
+# The values of rates.h.
 START, BYTES_PER_CYCLE, SAME_ADDRESS, QUEUE_ENTRIES, BARRIER, LOAD = 28, 64, 1.15, 32, 12, 16 + 32768 / 256
 
 
@@ -399,7 +400,7 @@ def test_small_copies_do_not_reach_the_bandwidth(programs: Path) -> None:
 def test_rows_are_moved_in_whole_pieces(programs: Path, row: int, moved: int) -> None:
     counters = modelled(programs, "rows", row)
     assert counters["MTE2"] == [1, START + 64 * moved / BYTES_PER_CYCLE]
-    assert counters["gm_read"][0] == 64 * row  # what was asked for
+    assert counters["gm_read"][0] == 64 * row  # requested bytes
 
 
 def test_two_cores_at_one_address_wait_for_each_other(programs: Path) -> None:
@@ -427,17 +428,30 @@ FAULTS = {
     r"race: Adds on V writes UB that DataCopy on MTE3 \(faults.cpp:\d+\) reads.*",
     "buffer_reused_too_early": r"race: DataCopy on MTE2 writes UB that Adds on V \(faults.cpp:\d+\) reads|"
     r"race: Adds on V reads UB that DataCopy on MTE2 \(faults.cpp:\d+\) writes",
-    "swapped_event_id": r"deadlock: V waits for HardEvent::MTE2_V event 1 .*, which nobody sets",
-    "missing_set": r"deadlock: MTE3 waits for HardEvent::V_MTE3 event 0 .*, which nobody sets",
+    "swapped_event_id": r"deadlock: V waits for HardEvent::MTE2_V event 1 .*, which is never set",
+    "missing_set": r"deadlock: MTE3 waits for HardEvent::V_MTE3 event 0 .*, which is never set",
     "waits_in_a_circle": r"deadlock: V waits for HardEvent::MTE2_V event 0 .*; MTE2 waits for HardEvent::V_MTE2",
     "leaked_flag": r"SetFlag<HardEvent::MTE3_V>\(2\) is never waited for: the flag leaks",
     "set_twice": r"SetFlag<HardEvent::V_MTE3>\(0\) (while the flag is still set|may come before the wait) .* set twice",
     "set_may_overtake_wait": r"SetFlag<HardEvent::V_MTE3>\(0\) (may come before the wait|while the flag is still set)",
-    "event_id_8": r"event id 8, the limit is 0\.\.7",
+    "event_id_8": r"event id 8, kernels may use 0\.\.5",
+    "event_id_6": r"SetFlag<HardEvent::V_MTE3>: event id 6, kernels may use 0\.\.5; 6 and 7 are reserved by the vendor",
+    "waits_for_event_id_7": r"WaitFlag<HardEvent::V_MTE3>: event id 7, kernels may use 0\.\.5",
+    "empty_mask": r"Abs: the mask is empty",
+    "mask_of_0_lanes": r"Duplicate: the mask is empty",
+    "overlap_in_one_repeat": r"Abs: source and destination of one repeat overlap partially",
+    "overlap_of_widths": r"Cast: source and destination of one repeat overlap partially",
+    "overlap_of_lanes": r"Sub: source and destination of one repeat overlap partially",
+    "sum_over_its_source": r"WholeReduceSum: source and destination of one repeat overlap",
+    "store_stays_in_the_cache": r"data that SetValue writes to GM stays in the scalar unit's cache",
+    "load_of_what_is_in_the_cache": r"stays in the scalar unit's cache|"
+    r"DataCopy reads bytes of y that a scalar unit has not written back from its cache|reads bytes of y that were never written",
+    "read_without_invalidation": r"GetValue reads bytes of y that this launch wrote and .* DataCacheCleanAndInvalid is missing",
+    "invalidated_too_early": r"GetValue reads bytes of y that this launch wrote and .* DataCacheCleanAndInvalid is missing",
     "no_barrier_in_v": r"race: Exp on V reads UB that Adds on V .* writes.*PipeBarrier<PIPE_V> is missing",
     "overwritten_while_read": r"race: Muls on V writes UB that Adds on V .* reads.*PipeBarrier<PIPE_V> is missing",
-    "integers_saturate": r"Muls saturates an integer: they wrap after clearing CTRL\[53\]",
-    "integer_sum_saturates": r"Add saturates an integer: they wrap after clearing CTRL\[53\]",
+    "integers_saturate": r"Muls saturates an integer; to make integers wrap, clear CTRL\[53\]",
+    "integer_sum_saturates": r"Add saturates an integer; to make integers wrap, clear CTRL\[53\]",
     "index_over_unread": r"race: SetValue on S writes UB that Adds on V .* reads.*V_S|"
     r"race: .* on (V|MTE2|MTE3) (reads|writes) UB that SetValue on S .* writes",
     "index_over_unstored": r"race: SetValue on S writes UB that DataCopy on MTE3 .* reads.*MTE3_S|"
@@ -447,6 +461,18 @@ FAULTS = {
     "writes_an_input": r"DataCopy writes the input tensor x",
     "scalar_reads_too_early": r"race: GetValue on S reads UB that Adds on V .* writes.*V_S|"
     r"race: Adds on V writes UB that GetValue on S .* reads",
+    # With scalar_reads_too_early, no_barrier_in_v and index_over_unread: every order that the compiler's automatic
+    # synchronisation would have made.
+    "scalar_read_after_load": r"race: GetValue on S reads UB that DataCopy on MTE2 .* writes.*MTE2_S|"
+    r"race: DataCopy on MTE2 writes UB that GetValue on S .* reads|GetValue reads bytes of UB that were never written",
+    "scalar_write_before_vector": r"race: Adds on V reads UB that SetValue on S .* writes.*S_V|"
+    r"race: SetValue on S writes UB that Adds on V .* reads",
+    "scalar_write_before_load": r"race: DataCopy on MTE2 writes UB that SetValue on S .* writes.*S_MTE2|"
+    r"race: SetValue on S writes UB that DataCopy on MTE2 .* writes",
+    "scalar_write_before_store": r"race: DataCopy on MTE3 reads UB that SetValue on S .* writes.*S_MTE3|"
+    r"race: SetValue on S writes UB that DataCopy on MTE3 .* reads",
+    "scalar_write_after_store": r"race: SetValue on S writes UB that DataCopy on MTE3 .* reads.*MTE3_S|"
+    r"race: DataCopy on MTE3 reads UB that SetValue on S .* writes",
     "overlap_in_one_instruction": r"Exp: a repeat reads what an earlier repeat of the same instruction wrote",
     "ub_too_big": r"a buffer of 98304 bytes at 98304 ends beyond UB, which has 196352 usable bytes",
     "too_many_buffers": r"all 8 event ids of HardEvent::MTE2_V are taken",
@@ -455,20 +481,20 @@ FAULTS = {
     "uninitialised_read": r"Adds reads bytes of UB that were never written",
     "gm_read_out_of_bounds": r"DataCopy reads GM out of bounds: bytes 32..1055 of 'x', which has 1024",
     "gm_write_out_of_bounds": r"DataCopyPad writes GM out of bounds: bytes 1012..1027 of 'y', which has 1024",
-    "global_tensor_too_small": r"DataCopy touches 256 bytes of a GlobalTensor that has 240 left",
-    "tbuf_too_small": r"TBuf: 1028 bytes at 0 asked for, the buffer has 1024",
-    "tensor_out_of_bounds": r"Duplicate: the destination touches 1028 bytes from its start, the tensor has 1024",
-    "repeat_256": r"Abs: repeat 256, the limit is 0\.\.255",
-    "stride_256": r"src0RepStride 256, the limit is 0\.\.255",
+    "global_tensor_too_small": r"DataCopy accesses 256 bytes of a GlobalTensor that has 240 left",
+    "tbuf_too_small": r"TBuf: 1028 bytes requested at offset 0, but the buffer has 1024",
+    "tensor_out_of_bounds": r"Duplicate: the destination spans 1028 bytes from its start, but the tensor has 1024",
+    "repeat_256": r"Abs: repeat 256 is outside 0\.\.255",
+    "stride_256": r"src0RepStride 256 is outside 0\.\.255",
     "mask_65": r"Abs: mask 65, the limit is 64 lanes",
-    "burst_4096": r"DataCopyPad: blockCount 4096, the limit is 1\.\.4095",
+    "burst_4096": r"DataCopyPad: blockCount 4096 is outside 1\.\.4095",
     "cast_mode": r"Cast: float to bfloat16_t takes CAST_RINT, FLOOR",
     "cached_before_it_was_written": r"GetValue reads bytes of y that were written after the scalar unit had cached them",
     "refreshed_behind_it": r"GetValue reads bytes of y that were written after .*DataCacheCleanAndInvalid is missing",
     "overlapping_stores": r"race: DataCopy on MTE3 writes y that DataCopy on MTE3 .* writes.*PipeBarrier<PIPE_MTE3>",
     "foreign_tensor": r"EnQue: the tensor does not come from this queue",
-    "freed_twice": r"FreeTensor: the tensor was freed before",
-    "used_after_free": r"Adds: a source is a tensor that was freed or enqueued before",
+    "freed_twice": r"FreeTensor: the tensor was already freed",
+    "used_after_free": r"Adds: a source is a tensor that was already freed or enqueued",
     "dequeue_empty": r"DeQue of an empty queue",
     "alloc_beyond_num": r"AllocTensor: all 1 buffers of the queue are in use",
     "never_freed": r"a tensor of a queue is still allocated when the kernel ends",
@@ -487,7 +513,7 @@ def test_fault_is_reported(programs: Path, case: str, mode: str) -> None:
 # The same for the mixed kernel.
 MIXED_FAULTS = {
     "l1_too_big": r"a buffer of 524288 bytes at 0 ends beyond L1, which has 524032 usable bytes",
-    "v_on_cube": r"Adds: the destination lies in L1, it must be in UB",
+    "v_on_cube": r"Adds: the destination is in L1 but must be in UB",
     "cube_on_vector": r"SetFlag<HardEvent::M_FIX>: AIV \d does not have both pipes",
     "no_load_flag": r"race: LoadData on MTE1 reads L1 that Nd2Nz on MTE2 .* writes.*MTE2_MTE1|LoadData reads|"
     r"race: Nd2Nz on MTE2 writes L1 that LoadData on MTE1 .* reads",
@@ -495,15 +521,15 @@ MIXED_FAULTS = {
     "no_drain_flag": r"Fixpipe on FIX reads L0C that Mmad on M .* writes.*M_FIX|Fixpipe reads bytes of L0C",
     "l0_misaligned": r"LoadData: the destination starts at L0A byte 32, which is not aligned to 512 bytes",
     "wrong_memory": r"LoadData: the destination must be in L0A or L0B",
-    "repeat_of_zero": r"LoadData: repeatTimes 0, the limit is 1\.\.255",
-    "nd2nz_pitch": r"Nd2Nz: srcDValue 65536, the limit is 1\.\.65535",
+    "repeat_of_zero": r"LoadData: repeatTimes 0 is outside 1\.\.255",
+    "nd2nz_pitch": r"Nd2Nz: srcDValue 65536 is outside 1\.\.65535",
     "gemv": r"Mmad: m = 1 reads A as a vector \(GEMV\); pass 2",
     "reads_beyond_k": r"Mmad reads bytes of L0[AB] that were never written",
     "nan_beyond_the_rows": r"Mmad: a NaN in lanes of [AB] beyond m = 37, n = 64, k = 45 may raise an execution error",
-    "columns_not_whole": r"warning: .*Fixpipe: nSize 53 is documented as a multiple of 16",
+    "columns_not_whole": r"warning: .*Fixpipe: nSize 53, but the documentation requires a multiple of 16",
     "rows_overlap": r"Fixpipe: rows of 64 elements overlap at dstStride 16",
     "accumulates_too_early": r"race: Mmad on M (reads|writes) L0C that Mmad on M .* writes.*PipeBarrier<PIPE_M>",
-    "no_quant_to_half": r"Fixpipe: quantPre does not fit the type of the destination",
+    "no_quant_to_half": r"Fixpipe: quantPre does not match the type of the destination",
     "out_of_bounds": r"Fixpipe writes GM out of bounds: bytes \d+\.\.\d+ of 'out'",
     "no_cross_wait": r"race: Nd2Nz on MTE2 of AIC \d reads probabilities that DataCopyPad on MTE3 of AIV \d .* writes|"
     r"Nd2Nz reads bytes of probabilities that were never written",
@@ -512,8 +538,8 @@ MIXED_FAULTS = {
     r"DataCopyPad reads bytes of scores that were never written",
     "scores_never_announced": r"deadlock between cores: AIC 0 waits for cross-core flag 1 .*; AIV 0 waits for .* flag 0",
     "one_half_is_silent": r"deadlock between cores: AIC \d waits for cross-core flag 1",
-    "counter_overflow": r"CrossCoreSetFlag: flag 5 of AIV \d is set 16 times without a wait, the counter ends at 15",
-    "cross_id_16": r"CrossCoreSetFlag: flag id 16, the limit is 0\.\.15",
+    "counter_overflow": r"CrossCoreSetFlag: flag 5 of AIV \d is set 16 times without a wait, but its counter holds at most 15",
+    "cross_id_16": r"CrossCoreSetFlag: flag id 16 is outside 0\.\.15",
     "cross_flag_leaks": r"flag 3 of AIV \d is never waited for: its counter leaks",
     "sync_all_in_part": r"deadlock between cores: AIV 0 waits for SyncAll",
 }
@@ -529,77 +555,136 @@ def test_fault_of_a_mixed_kernel_is_reported(programs: Path, tmp_path: Path, cas
     assert any(re.search(MIXED_FAULTS[case], error) and f"mixed.cpp:{marked}" in error for error in errors), errors
 
 
+# Faults in whole kernels with more than one tile: the line removed from cube.h, and the expected report. The second tile has two rows.
+WHOLE_FAULTS = {
+    "no_order_of_sums": ("kOrdered) PipeBarrier<PIPE_M>();", r"Mmad on M .* L0C that Mmad on M .*PipeBarrier<PIPE_M>"),
+    "no_wait_for_a_tile": (
+        "AscendC::WaitFlag<AscendC::HardEvent::MTE2_MTE1>(event);",
+        r"race: LoadData on MTE1 reads L1 that (Nd2Nz|Fill) on MTE2|race: (Nd2Nz|Fill) on MTE2 writes L1 that LoadData|"
+        r"Mmad reads bytes of L0[AB] that were never written",
+    ),
+    "no_k_direction": ("p.kDirectionAlign =", r"Mmad: LoadData 3D wrote rows of 2 fractals into A"),
+}
+
+
+@pytest.fixture(scope="session")
+def whole(programs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """By fault: a program with the kernels in which it is planted."""
+    root, builds, found = EMULATOR.parents[1], [], {}
+    for case, (taken, _) in WHOLE_FAULTS.items():
+        folder = tmp_path_factory.mktemp(case)
+        shutil.copytree(
+            root / "ascend_c", folder / "ascend_c", ignore=shutil.ignore_patterns("emulator", "inst", "npu")
+        )
+        (folder / "csrc").symlink_to(root / "csrc")
+        cube = folder / "ascend_c" / "cube.h"
+        lines = cube.read_text().splitlines()
+        (line,) = (number for number, text in enumerate(lines) if taken in text)
+        if case == "no_order_of_sums":  # the statement that the condition belongs to
+            assert "if (!begins" in lines[line]
+        lines[line] = ""
+        cube.write_text("\n".join(lines) + "\n")
+        options = ["-DWHOLE_BACKWARD"] if case == "no_k_direction" else []
+        sources = [
+            SOURCES / "whole.cpp",
+            folder / "ascend_c" / "dispatch.cpp",
+            programs / "scheduler.o",
+            programs / "machine.o",
+        ]
+        command = [
+            os.environ.get("CXX", "c++"),
+            "-std=c++17",
+            "-O1",
+            *options,
+            f"-I{folder}",
+            f"-I{EMULATOR / 'include'}",
+        ]
+        builds.append(subprocess.Popen([*command, *sources, "-o", folder / "whole"]))
+        found[case] = folder / "whole"
+    assert [build.wait() for build in builds] == [0] * len(builds)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["eager", "late"])
+@pytest.mark.parametrize("case", WHOLE_FAULTS)
+def test_fault_of_a_whole_kernel_is_reported(whole: dict[str, Path], case: str, mode: str) -> None:
+    errors, _ = run(whole[case], mode, 0)
+    assert any(re.search(WHOLE_FAULTS[case][1], error) for error in errors), errors[:3]
+
+
 # By case of arguments.cpp: what the report says.
 ARGUMENTS = {
     "copy_source_misaligned": "DataCopy: the source starts at UB byte 12, which is not aligned to 32 bytes",
     "copy_target_misaligned": "DataCopy: the destination starts at UB byte 12, which is not aligned to 32 bytes",
-    "copy_beyond_tensor": "DataCopy: the destination touches 2080 bytes from its start, the tensor has 2048",
-    "copy_burst_of_zero": "DataCopy: blockLen 0, the limit is 1..65535",
-    "left_padding_9": "DataCopyPad: leftPadding (elements, at most 32 bytes) 9, the limit is 0..8",
-    "right_padding_9": "DataCopyPad: rightPadding (elements, at most 32 bytes) 9, the limit is 0..8",
-    "padding_of_64_bits": "DataCopyPad: types of 64 bits are padded with 0 only",
-    "binary_position": "Add: the destination lies in L1, it must be in UB",
-    "binary_source_position": "Add: a source lies in L1, it must be in UB",
+    "copy_beyond_tensor": "DataCopy: the destination spans 2080 bytes from its start, but the tensor has 2048",
+    "copy_burst_of_zero": "DataCopy: blockLen 0 is outside 1..65535",
+    "left_padding_9": "DataCopyPad: leftPadding (elements, at most 32 bytes) 9 is outside 0..8",
+    "right_padding_9": "DataCopyPad: rightPadding (elements, at most 32 bytes) 9 is outside 0..8",
+    "padding_of_64_bits": "DataCopyPad: 64-bit types can only be padded with 0",
+    "binary_position": "Add: the destination is in L1 but must be in UB",
+    "binary_source_position": "Add: a source is in L1 but must be in UB",
     "binary_misaligned": "Add: a source starts at UB byte 4100, which is not aligned to 32 bytes",
-    "binary_count": "Add: a source touches 260 bytes from its start, the tensor has 256",
-    "binary_repeats": "Add: the destination touches 4352 bytes from its start, the tensor has 4096",
-    "binary_repeat_stride": "Add: a source touches 4128 bytes from its start, the tensor has 4096",
-    "scalar_position": "Muls: a source lies in L1, it must be in UB",
+    "binary_count": "Add: a source spans 260 bytes from its start, but the tensor has 256",
+    "binary_repeats": "Add: the destination spans 4352 bytes from its start, but the tensor has 4096",
+    "binary_repeat_stride": "Add: a source spans 4128 bytes from its start, but the tensor has 4096",
+    "scalar_position": "Muls: a source is in L1 but must be in UB",
     "scalar_misaligned": "Muls: the destination starts at UB byte 4, which is not aligned to 32 bytes",
-    "scalar_count": "Muls: the destination touches 100 bytes from its start, the tensor has 96",
-    "unary_position": "Exp: the destination lies in L1, it must be in UB",
-    "unary_block_stride": "Exp: a source touches 4288 bytes from its start, the tensor has 4096",
-    "cast_count": "Cast: a source touches 100 bytes from its start, the tensor has 96",
-    "fill_position": "Duplicate: the destination lies in L1, it must be in UB",
+    "scalar_count": "Muls: the destination spans 100 bytes from its start, but the tensor has 96",
+    "unary_position": "Exp: the destination is in L1 but must be in UB",
+    "unary_block_stride": "Exp: a source spans 4288 bytes from its start, but the tensor has 4096",
+    "cast_count": "Cast: a source spans 100 bytes from its start, but the tensor has 96",
+    "fill_position": "Duplicate: the destination is in L1 but must be in UB",
     "fill_misaligned": "Duplicate: the destination starts at UB byte 16, which is not aligned to 32 bytes",
-    "fill_repeats": "Duplicate: the destination touches 4352 bytes from its start, the tensor has 4096",
-    "broadcast_position": "Brcb: the destination lies in L1, it must be in UB",
+    "fill_repeats": "Duplicate: the destination spans 4352 bytes from its start, but the tensor has 4096",
+    "broadcast_position": "Brcb: the destination is in L1 but must be in UB",
     "broadcast_misaligned": "Brcb: the source starts at UB byte 4100, which is not aligned to 32 bytes",
-    "broadcast_source": "Brcb: the source touches 64 bytes from its start, the tensor has 32",
-    "broadcast_target": "Brcb: the destination touches 512 bytes from its start, the tensor has 256",
-    "whole_reduce_position": "WholeReduceSum: the destination lies in L1, it must be in UB",
-    "whole_reduce_target": "WholeReduceMax: the destination touches 12 bytes from its start, the tensor has 8",
-    "whole_reduce_pairs": "WholeReduceMax: the destination touches 16 bytes from its start, the tensor has 12",
-    "whole_reduce_source": "WholeReduceSum: the source touches 4352 bytes from its start, the tensor has 4096",
-    "block_reduce_target": "BlockReduceMax: the destination touches 64 bytes from its start, the tensor has 32",
+    "broadcast_source": "Brcb: the source spans 64 bytes from its start, but the tensor has 32",
+    "broadcast_target": "Brcb: the destination spans 512 bytes from its start, but the tensor has 256",
+    "whole_reduce_position": "WholeReduceSum: the destination is in L1 but must be in UB",
+    "whole_reduce_target": "WholeReduceMax: the destination spans 12 bytes from its start, but the tensor has 8",
+    "whole_reduce_pairs": "WholeReduceMax: the destination spans 16 bytes from its start, but the tensor has 12",
+    "whole_reduce_source": "WholeReduceSum: the source spans 4352 bytes from its start, but the tensor has 4096",
+    "block_reduce_target": "BlockReduceMax: the destination spans 64 bytes from its start, but the tensor has 32",
     "block_reduce_misaligned": "BlockReduceSum: the destination starts at UB byte 4, which is not aligned to 32 bytes",
-    "index_position": "CreateVecIndex: the destination lies in L1, it must be in UB",
+    "index_position": "CreateVecIndex: the destination is in L1 but must be in UB",
     "index_misaligned": "CreateVecIndex: the destination starts at UB byte 4, which is not aligned to 32 bytes",
-    "index_count": "CreateVecIndex: the destination touches 100 bytes from its start, the tensor has 96",
+    "index_count": "CreateVecIndex: the destination spans 100 bytes from its start, but the tensor has 96",
     "mask_of_64_lanes": "Exp: mask[1] must be 0 for types of 4 bytes (64 lanes)",
-    "rows_position": "Nd2Nz: the destination lies in L0A, it must be in L1",
+    "rows_position": "Nd2Nz: the destination is in L0A but must be in L1",
     "rows_misaligned": "Nd2Nz: the destination starts at L1 byte 16, which is not aligned to 32 bytes",
-    "rows_beyond_tensor": "Nd2Nz: the destination touches 3072 bytes from its start, the tensor has 2048",
-    "matrices_beyond_tensor": "Nd2Nz: the destination touches 2560 bytes from its start, the tensor has 2048",
-    "matrices_misaligned": "Nd2Nz: matrices begin at multiples of 32 bytes in L1 (dstNzMatrixStride)",
-    "zeros_beyond_tensor": "Fill: the destination touches 2112 bytes from its start, the tensor has 2048",
-    "zeros_position": "Fill: the destination lies in L0C, it must be in L1",
+    "rows_beyond_tensor": "Nd2Nz: the destination spans 3072 bytes from its start, but the tensor has 2048",
+    "matrices_beyond_tensor": "Nd2Nz: the destination spans 2560 bytes from its start, but the tensor has 2048",
+    "matrices_misaligned": "Nd2Nz: matrices must begin at multiples of 32 bytes in L1 (dstNzMatrixStride)",
+    "zeros_beyond_tensor": "Fill: the destination spans 2112 bytes from its start, but the tensor has 2048",
+    "zeros_position": "Fill: the destination is in L0C but must be in L1",
     "load_target_position": "LoadData: the destination must be in L0A or L0B",
-    "load_source_position": "LoadData: the source lies in L0B, it must be in L1",
-    "load_target_extent": "LoadData: the destination touches 1024 bytes from its start, the tensor has 512",
-    "load_source_extent": "LoadData: the source touches 2560 bytes from its start, the tensor has 2048",
+    "load_source_position": "LoadData: the source is in L0B but must be in L1",
+    "load_target_extent": "LoadData: the destination spans 1024 bytes from its start, but the tensor has 512",
+    "load_source_extent": "LoadData: the source spans 2560 bytes from its start, but the tensor has 2048",
     "load_misaligned": "LoadData: the destination starts at L0B byte 256, which is not aligned to 512 bytes",
-    "image_rows": "LoadData 3D: rows 16..47 and columns 0..15 of an image that has 32 and 16",
-    "image_columns": "LoadData 3D: rows 0..15 and columns 8..23 of an image that has 32 and 16",
-    "image_part_of_column": "LoadData 3D: channelSize is a multiple of 4, kStartPt and kExtension are multiples of 8 for fp32",
-    "image_target_extent": "LoadData 3D: the destination touches 1024 bytes from its start, the tensor has 512",
-    "image_source_extent": "LoadData 3D: the source touches 2048 bytes from its start, the tensor has 1536",
-    "product_in_hf32": "Mmad: fp32 may be rounded to HF32, of 11 bits, until SetHF32Mode(false)",
-    "product_in_any_mode": "Mmad: fp32 may be rounded to HF32, of 11 bits, until SetHF32Mode(false)",
-    "product_target_position": "Mmad: C lies in L0A, it must be in L0C",
-    "product_left_position": "Mmad: A lies in L0B, it must be in L0A",
-    "product_right_position": "Mmad: B lies in L0A, it must be in L0B",
-    "product_m": "Mmad: m 4096, the limit is 0..4095",
-    "product_n": "Mmad: n 4096, the limit is 0..4095",
-    "product_k": "Mmad: k 4096, the limit is 0..4095",
-    "product_target_extent": "Mmad: C touches 4096 bytes from its start, the tensor has 3072",
-    "product_left_extent": "Mmad: A touches 3072 bytes from its start, the tensor has 2048",
-    "product_right_extent": "Mmad: B touches 3072 bytes from its start, the tensor has 2048",
+    "image_rows": "LoadData 3D: rows 16..47 and columns 0..15 are outside an image of 32 rows and 16 columns",
+    "image_columns": "LoadData 3D: rows 0..15 and columns 8..23 are outside an image of 32 rows and 16 columns",
+    "image_part_of_column": "LoadData 3D: channelSize must be a multiple of 4, kStartPt and kExtension multiples of 8 for fp32",
+    "image_target_extent": "LoadData 3D: the destination spans 1024 bytes from its start, but the tensor has 512",
+    "image_source_extent": "LoadData 3D: the source spans 2048 bytes from its start, but the tensor has 1536",
+    "product_in_hf32": "Mmad: fp32 may be rounded to HF32 (11-bit mantissa) until SetHF32Mode(false) is called",
+    "product_without_k_direction": "Mmad: LoadData 3D wrote rows of 2 fractals into A, but with k = 8 and kDirectionAlign false "
+    "a row has 1",
+    "product_in_any_mode": "Mmad: fp32 may be rounded to HF32 (11-bit mantissa) until SetHF32Mode(false) is called",
+    "product_target_position": "Mmad: C is in L0A but must be in L0C",
+    "product_left_position": "Mmad: A is in L0B but must be in L0A",
+    "product_right_position": "Mmad: B is in L0A but must be in L0B",
+    "product_m": "Mmad: m 4096 is outside 0..4095",
+    "product_n": "Mmad: n 4096 is outside 0..4095",
+    "product_k": "Mmad: k 4096 is outside 0..4095",
+    "product_target_extent": "Mmad: C spans 4096 bytes from its start, but the tensor has 3072",
+    "product_left_extent": "Mmad: A spans 3072 bytes from its start, but the tensor has 2048",
+    "product_right_extent": "Mmad: B spans 3072 bytes from its start, but the tensor has 2048",
     "product_misaligned": "Mmad: C starts at L0C byte 64, which is not aligned to 1024 bytes",
-    "drain_position": "Fixpipe: the source lies in L0A, it must be in L0C",
-    "drain_extent": "Fixpipe: the source touches 5120 bytes from its start, the tensor has 4096",
-    "drain_rows": "Fixpipe: mSize 8193, the limit is 1..8192",
-    "drain_stride": "Fixpipe: srcStride 20, the rows of an L0C tile are a multiple of 16",
+    "drain_position": "Fixpipe: the source is in L0A but must be in L0C",
+    "drain_extent": "Fixpipe: the source spans 5120 bytes from its start, but the tensor has 4096",
+    "drain_rows": "Fixpipe: mSize 8193 is outside 1..8192",
+    "drain_stride": "Fixpipe: srcStride 20 must be a multiple of 16, the rows of an L0C fractal",
 }
 
 
@@ -638,6 +723,20 @@ def test_what_the_device_refuses_does_not_compile(tmp_path: Path, case: str) -> 
 @pytest.mark.parametrize("case", COMPILED)
 def test_what_the_device_takes_compiles(tmp_path: Path, case: str) -> None:
     assert compiler_says(tmp_path, COMPILED[case]) == ""
+
+
+@pytest.mark.parametrize("names", ["Fill", "InitConstValue"])
+def test_kernels_compile_with_the_name_that_the_headers_have(tmp_path: Path, names: str) -> None:
+    """CANN 8.5 has InitConstValue alone, 9.0.0-beta.1 Fill alone."""
+    (tmp_path / "kernel_operator.h").write_text(
+        f'#pragma once\n#define Fill {names}\n#include "{EMULATOR}/include/kernel_operator.h"\n#undef Fill\n'
+    )
+    cube = tmp_path / "cube.cpp"
+    cube.write_text(
+        f'#include <kernel_operator.h>\n#include "{EMULATOR.parent}/cube.h"\ntemplate class flashattn_ext::ascend::CubeCore<float>;\n'
+    )
+    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-fsyntax-only", f"-I{tmp_path}", cube]
+    assert subprocess.run(command, capture_output=True, text=True).stderr == ""
 
 
 def device_functions(folder: Path, kernels: list[Path], root: Path) -> dict[str, str]:
@@ -686,7 +785,17 @@ def test_a_function_that_is_not_marked_is_found(tmp_path: Path) -> None:
     assert list(functions) == ["constexpr int twice(int x)", "__aicore__ int four()"]
 
 
-LEGAL = ("flags", "ping_pong", "scalar_loop", "copy_queue", "accumulation", "index", "ordered_additions", "refreshed")
+LEGAL = (
+    "flags",
+    "ping_pong",
+    "scalar_loop",
+    "copy_queue",
+    "accumulation",
+    "index",
+    "ordered_additions",
+    "refreshed",
+    "written_back",
+)
 
 
 @pytest.mark.parametrize("case", LEGAL)

@@ -1,5 +1,5 @@
-"""What a Mask hides on the emulated Ascend C kernels: single rows of every input that are not finite, in masks of any form. Results
-that do not see them keep their bits; those that do are not finite.
+"""Masks on the emulated Ascend C kernels with non-finite values in single rows of every input, in masks of any form. Results
+that do not see them keep their bits; results that do are not finite.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ CALLS = {
     "window": Call((150,), (400,), causal=True, left=90, D=17, Dv=100),
     "packed": Call((5, 0, 140, 200), (9, 30, 0, 300), packed=True, causal=True),
     "wide": Call((40,), (150,), D=256, Dv=256),
+    "wide, one buffer of scores": Call((140,), (600,), D=40, Dv=256, bias=True, options=DROPOUT),
     "softcap": Call((150,), (260,), options=dict(softcap=2.0)),
     "softcap, dropout": Call((150,), (260,), options=dict(softcap=2.0, **DROPOUT)),
     "dropout": Call((150,), (600,), D=128, Dv=128, options=DROPOUT),

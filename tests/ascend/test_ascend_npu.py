@@ -1,5 +1,5 @@
 """What can be seen of the backend "ascend" without CANN, NPU or torch_npu: the check of the device, the form of the kernels
-that CANN 8 needs, and what a user hears where nothing was built.
+that CANN 8 needs, and the messages without a build.
 
 tests/ascend/test_npu_binding.py runs the binding itself.
 """
@@ -18,7 +18,7 @@ from helpers import run_python
 
 import flashattn_ext
 from flashattn_ext import _build
-from flashattn_ext.cli import doctor
+from flashattn_ext_lab import doctor
 
 ROOT = Path(__file__).parents[2]
 KERNELS = sorted((ROOT / "ascend_c" / "inst").glob("*.cpp"))
@@ -30,7 +30,7 @@ COMPILER = os.environ.get("CXX", "c++")
 
 @pytest.fixture(scope="session")
 def verdict(tmp_path_factory: pytest.TempPathFactory):
-    """What a library for one chip says to others."""
+    """The message of a library for one chip on other chips."""
     program = tmp_path_factory.mktemp("npu") / "architecture"
     subprocess.run([COMPILER, "-std=c++17", ROOT / "tests/ascend/architecture.cpp", "-o", program], check=True)
 
@@ -117,12 +117,60 @@ def test_launcher_of_cann_9_holds_every_kernel(tmp_path: Path) -> None:
         assert f"flash_{path.stem}<<<static_cast<uint32_t>(blocks), 0, stream>>>(arguments)" in text
 
 
+ROW = re.compile(r"KERNEL\(FLASHATTN_(\w+), k(\w+), k(\w+), k(\w+), flash_(\w+)\)")
+TABLE = ROW.findall((ROOT / "ascend_c/kernel_list.h").read_text())
+TYPES = {"fp16": "Float16", "bf16": "BFloat16", "fp32": "Float32"}
+
+
 def test_every_kernel_is_in_the_list_and_started() -> None:
-    listed = re.findall(r"FLASHATTN_\w+, flash_(\w+)\)", (ROOT / "ascend_c/kernel_list.h").read_text())
+    listed = [name for *_, name in TABLE]
     launch = (ROOT / "ascend_c/npu/launch.cpp").read_text()
     assert sorted(listed) == [path.stem for path in KERNELS]
     assert sorted(re.findall(r"inst/(\w+)\.cpp", launch)) == sorted(listed)
     assert sorted(re.findall(r"aclrtlaunch_flash_(\w+)\.h", launch)) == sorted(listed)
+
+
+def test_rows_of_the_table_agree_with_their_names() -> None:
+    stages = {"Forward": "forward", "Backward": "backward", "Prepare": "backward_prepare", "Finish": "backward_finish"}
+    kinds = {
+        "PlainOptions": "",
+        "DropoutOptions": "_dropout",
+        "MaskOptions": "_mask",
+        "BiasOptions": "_bias",
+        "EveryOption": "_general",
+    }
+    for cores, stage, dtype, options, name in TABLE:
+        assert cores == ("MIXED" if stage in ("Forward", "Backward") else "VECTOR")
+        if stage == "DropoutMask":
+            assert name == "dropout_mask"
+            continue
+        stem, letters = name.rsplit("_", 1)
+        assert TYPES[letters] == dtype
+        assert stem == stages[stage] + (kinds[options] if cores == "MIXED" else "")
+        source = (ROOT / "ascend_c/inst" / f"{name}.cpp").read_text()
+        assert f"FLASHATTN_ARGUMENTS(flash_{name})" in source
+        assert cores == "VECTOR" or f"<{ {'fp16': 'half', 'bf16': 'bfloat16_t', 'fp32': 'float'}[letters] }>" in source
+
+
+def test_a_call_runs_the_smallest_kernel_that_has_its_options(tmp_path: Path) -> None:
+    program = tmp_path / "kernels"
+    sources = [ROOT / "tests/ascend/kernels.cpp", ROOT / "ascend_c/dispatch.cpp"]
+    subprocess.run([COMPILER, "-std=c++17", "-O0", f"-I{ROOT}", *sources, "-o", program], check=True)
+    lines = subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
+    SOFTCAP, BIASES, MASK, DROPOUT = 1, 2, 4, 8
+    expected = []
+    for letters in TYPES:
+        for options in range(16):
+            kind = {0: "", MASK: "_mask", DROPOUT: "_dropout"}.get(options & ~SOFTCAP, "_general")
+            backward = "_bias" if options & BIASES and not options & DROPOUT and letters != "fp32" else kind
+            expected += [
+                f"forward {options} flash_forward{kind}_{letters}",
+                f"prepare {options} flash_backward_prepare_{letters}",
+                f"backward {options} flash_backward{backward}_{letters}",
+                f"finish {options} flash_backward_finish_{letters}",
+                f"mask {options} flash_dropout_mask",
+            ]
+    assert lines == expected
 
 
 # --- where it was not built --------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Collected where tools/check_npu_binding.sh has fetched torch_npu's headers.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -65,9 +66,10 @@ def test_forward_and_backward_are_those_of_the_kernels(dtype: str) -> None:
             return [t.detach().cpu() for t in (out, lse, *grads)]
 
         got = run("npu")
-        stages = ["forward", "backward_prepare", "backward", "backward_finish"]
+        letters = {{"half": "fp16", "bfloat16": "bf16", "float": "fp32"}}["{dtype}"]
+        stages = ["forward_dropout", "backward_prepare", "backward_dropout", "backward_finish"]
         ran = device.ran()
-        assert ran == stages, ran
+        assert ran == [f"{{stage}}_{{letters}}" for stage in stages], ran
         with flashattn_ext.use_backend("ascend-emulator"):
             expected = run("cpu")
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
@@ -166,7 +168,7 @@ def test_a_library_for_another_chip_is_refused() -> None:
 # --- the ladder of `doctor` --------------------------------------------------------------------------------------------------
 
 CLIMB = """
-    from flashattn_ext.cli import npu_ladder
+    from flashattn_ext_lab import npu_ladder
     npu_ladder.PATIENCE_SECONDS = {patience}
     for rung in npu_ladder.climb():
         print(*rung, sep="|")
@@ -181,13 +183,24 @@ def climb(broken: str = "", patience: int = 300) -> list[list[str]]:
 
 def test_every_rung_holds_and_doctor_shows_them() -> None:
     text = on_device("""
-        from flashattn_ext.cli import doctor
+        from flashattn_ext_lab import doctor
         assert doctor.report(None) == 0
     """)
     rungs = [line for line in text.splitlines() if "npu: " in line]
-    assert len(rungs) == 5 and all(line.startswith("ok ") for line in rungs), text
+    assert len(rungs) == 6 and all(line.startswith("ok ") for line in rungs), text
     assert "all 16506 bits of the mask are the CPU's" in rungs[0]
-    assert all("largest difference from the CPU" in line for line in rungs[1:])
+    assert all("largest difference from the CPU" in line for line in rungs[1:5])
+    assert "out and gradients of 15 calls" in rungs[5]
+
+
+def test_the_last_rung_runs_every_kernel() -> None:
+    kernels = (ROOT / "ascend_c" / "kernel_list.h").read_text()
+    ran = on_device("""
+        from flashattn_ext_lab import npu_ladder
+        npu_ladder._mask(), npu_ladder._every_kernel()
+        print(*device.ran())
+    """)
+    assert set(ran.split()) == set(re.findall(r"flash_(\w+)\)", kernels))
 
 
 @pytest.mark.parametrize(
@@ -196,16 +209,51 @@ def test_every_rung_holds_and_doctor_shows_them() -> None:
         ("flash_dropout_mask:skip", "mask kernel", "of 16506 bits of the mask differ"),
         ("flash_backward_prepare_fp16:skip", "prepare", "gradients of q and the sink without keys, result 0"),
         ("flash_forward_fp16:error", "forward of one tile", "error 507015"),
-        ("flash_forward_bf16:skip", "forward", "torch.bfloat16, result 0: difference from the CPU nan"),
+        (
+            "flash_forward_fp16:missing",
+            "forward of one tile",
+            "RuntimeError: flashattn_ext: the kernel flash_forward_fp16 was not started: the Ascend runtime reports error 107001: "
+            "[kernel flash_forward_fp16 is not registered]",
+        ),
+        ("flash_forward_dropout_bf16:skip", "forward", "torch.bfloat16, result 0: difference from the CPU nan"),
+        (
+            "flash_forward_mask_fp32:skip",
+            "every kernel",
+            "with a Mask, torch.float32, result 0: difference from the CPU nan",
+        ),
     ],
 )
 def test_the_first_broken_rung_is_named(broken: str, rung: str, words: str) -> None:
     rungs = climb(broken)
     names = [name for name, _, _ in rungs]
     at = names.index(rung)
-    assert [holds for _, holds, _ in rungs] == ["True"] * at + ["False"] * (5 - at), rungs
+    assert [holds for _, holds, _ in rungs] == ["True"] * at + ["False"] * (6 - at), rungs
     assert words in rungs[at][2], rungs[at]
     assert all(text == "not tried" for _, _, text in rungs[at + 1 :])
+
+
+def test_memory_of_the_results_is_filled_first() -> None:
+    """Device memory outlives a process: it could hold the right results of an earlier one."""
+    on_device("""
+        from flashattn_ext_lab import npu_ladder
+        filled = []
+        full = torch.full
+        def recorded(size, value, **options):
+            filled.append((size, value, options["device"], device.ran()))
+            return full(size, value, **options)
+        torch.full = recorded
+        npu_ladder._one_tile()
+        out, lse = (128 * 64 * 2,), (128 * 4,)
+        assert filled == [(out, 255, "npu", []), (lse, 255, "npu", [])], filled
+    """)
+
+
+def test_the_error_of_an_earlier_operator_is_not_ours() -> None:
+    on_device("""
+        q = random(1, 20, 2, 16).to("npu")
+        device._library.npu_fail_before(107002)
+        assert flashattn_ext.forward(q, q, q).cpu().isfinite().all()
+    """)
 
 
 def test_a_kernel_that_hangs_is_named() -> None:

@@ -41,8 +41,7 @@ __aicore__ void CopyBesideEachOther(GM_ADDR from, uint32_t distance) {
   DataCopy(buffer.Get<float>(), gm, 4096);
 }
 
-// `loads` loads into L0A, 32 KB each, and then 16 copies: the scalar unit comes to them when the queue of MTE1 has
-// room.
+// `loads` loads into L0A, 32 KB each, then 16 copies, which the scalar unit issues when the queue of MTE1 has room.
 __aicore__ void LoadAndCopy(GM_ADDR from, uint32_t loads) {
   TPipe pipe;
   TBuf<TPosition::A1> l1_buffer;

@@ -1,7 +1,7 @@
-"""build.sh: which architectures it takes, which it refuses and why, how it looks for CANN and torch_npu, and what it has them do.
+"""build.sh: the architectures that it accepts or refuses, its search for CANN and torch_npu, and the commands that it runs.
 
-There is no CANN here. What stands in for it has the files that build.sh and CMake look for, and a compiler that leaves the
-project's sources uncompiled; that those fit torch_npu is for tools/check_npu_binding.sh to see.
+These tests need no CANN. A stand-in has the files that build.sh and CMake look for, and a compiler that does not compile the
+project's sources. tools/check_npu_binding.sh checks that the sources fit torch_npu.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def build(
 
 
 def make_torch_npu(folder: Path, version: str = RELEASE) -> Path:
-    """A torch_npu that is installed, but must not be imported."""
+    """An installed torch_npu that raises when it is imported."""
     for path, text in {
         "torch_npu/__init__.py": "raise RuntimeError('build.sh imported it')",
         f"torch_npu-{version}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: torch-npu\nVersion: {version}\n",
@@ -71,7 +71,6 @@ def test_help_prints_the_table() -> None:
         (["-arch"], "-arch needs a value"),
         (["-arch", "910", "-fast"], "unknown option '-fast'"),
         (["-arch", "910", "-mode", "gpu"], "-mode: 'gpu' is unknown; accepted are npu, emulator, check"),
-        (["-arch", "910", "-tilings"], "-tilings goes with -mode emulator, got -mode npu"),
         (["-arch", "910", "-j", "0"], "-j: expected a whole number from 1, got '0'"),
         (
             ["-arch", "910_93", "-soc", "Ascend910B1"],
@@ -96,8 +95,8 @@ def test_without_cann(mode: str, tmp_path: Path) -> None:
 
 
 def test_old_cann(tmp_path: Path) -> None:
-    done = build("-arch", "910", "-mode", "check", cann=make_cann(tmp_path, "7.0.RC1"))
-    assert done.returncode == 2 and "CANN 7.0 in" in done.stderr and "8.0 or newer is needed" in done.stderr
+    done = build("-arch", "910", "-mode", "check", cann=make_cann(tmp_path, "8.0.RC1"))
+    assert done.returncode == 2 and "CANN 8.0 in" in done.stderr and "8.5 or newer is needed" in done.stderr
 
 
 def test_cann_without_its_compiler(tmp_path: Path) -> None:
@@ -125,7 +124,7 @@ def test_check_says_what_would_be_built(arguments: list[str], soc: str, tmp_path
     ("version", "message"),
     [
         ("", "torch_npu is not installed for"),
-        ("1.11.0.post1", f"torch_npu 1.11.0.post1 is not that of torch {RELEASE}"),
+        ("1.11.0.post1", f"torch_npu 1.11.0.post1 does not match torch {RELEASE}"),
     ],
 )
 def test_without_the_right_torch_npu(version: str, message: str, tmp_path: Path) -> None:
@@ -134,8 +133,8 @@ def test_without_the_right_torch_npu(version: str, message: str, tmp_path: Path)
     assert done.returncode == 2 and message in done.stderr and f"pip install torch-npu=={RELEASE}" in done.stderr
 
 
-# The real compiler, except for sources of the project: their options are written down, and the object is empty. The one for ASC
-# takes bisheng's options, and its links are written down, too.
+# The real compiler, except for sources of the project: it logs their options and writes an empty object. The ASC compiler
+# takes bisheng's options, and logs its links, too.
 COMPILER = """#!/bin/bash
 case "$*" in *" -c "*"{project}"*)
   echo "$0 $*" >>{log}
@@ -162,9 +161,12 @@ endfunction()
 function(ascendc_compile_definitions name)
   file(APPEND {log} "ascendc_compile_definitions ${{name}} ${{ARGN}}\n")
 endfunction()
+function(ascendc_compile_options name)
+  file(APPEND {log} "ascendc_compile_options ${{name}} ${{ARGN}}\n")
+endfunction()
 """
 
-# CANN 9: a language. Like CANN's it has no linker preference, and does not say how code for shared libraries is asked for.
+# CANN 9: a language. Like CANN's, it sets no linker preference and no compiler flag for position-independent code.
 ASC = {
     "asc-config.cmake": "list(APPEND CMAKE_MODULE_PATH ${{CMAKE_CURRENT_LIST_DIR}}/asc_modules)",
     "asc_modules/CMakeDetermineASCCompiler.cmake": """
@@ -189,7 +191,7 @@ set(CMAKE_ASC_CREATE_SHARED_LIBRARY "<CMAKE_ASC_COMPILER> <LINK_FLAGS> -shared <
 
 
 def make_building_cann(folder: Path, version: str, project: Path, log: Path) -> Path:
-    """One that can be built with. Libraries are empty; `log` gets what the compiler was told."""
+    """A CANN that can be built with. Its libraries are empty; the compiler writes its arguments to `log`."""
     make_cann(folder, version)
     names = {
         "log": log,
@@ -215,7 +217,6 @@ def make_building_cann(folder: Path, version: str, project: Path, log: Path) -> 
     ("arguments", "told"),
     [
         ([], ["-j", "2", "emulator", "CXX=a c++"]),
-        (["-tilings"], ["-j", "2", "emulator-tilings", "CXX=a c++"]),
         (["-debug"], ["-j", "2", "emulator", "CXX=a c++", "-B", "EMULATOR_OPTIMISE=-O0 -g"]),
     ],
 )
@@ -234,7 +235,7 @@ KERNELS = sorted(path.stem for path in (ROOT / "ascend_c" / "inst").glob("*.cpp"
 
 @pytest.fixture
 def make_project(tmp_path: Path):
-    """A copy of the project with a CANN of that version to build with, its log, and what build() wants to hear of it."""
+    """A copy of the project with a CANN of that version, the compiler's log, and the arguments of build()."""
 
     def make(version: str) -> tuple[Path, Path, dict]:
         project, log = tmp_path / "project", tmp_path / "log"
@@ -282,14 +283,16 @@ def test_build_for_an_npu(version: str, make_project) -> None:
         assert library[1:4] == ["flashattn_ext_kernels", "STATIC", "Ascend910_9382"]
         assert sorted(Path(source).stem for source in library[4].split(";")) == KERNELS
         assert "ascendc_compile_definitions flashattn_ext_kernels PRIVATE;ASCENDC_DUMP=0" in told
-        assert "FLASHATTN_ASC" not in launch
-    else:  # bisheng compiles what contains the kernels and links, with the C++ compiler's libraries
+        assert "ascendc_compile_options flashattn_ext_kernels PRIVATE;--cce-auto-sync=off" in told
+        assert "FLASHATTN_ASC" not in launch and "--cce-auto-sync" not in launch
+    else:  # bisheng compiles the sources with kernels and links, with the C++ compiler's libraries
         (link,) = (line for line in told if "-o _ascend_npu.so" in line)
         libgcc = subprocess.run([options["CXX"], "-print-file-name=libgcc.a"], capture_output=True, text=True).stdout
         toolchain = f"--gcc-toolchain={os.path.realpath(libgcc.strip()).split('/lib/gcc/')[0]}"
         for line in (launch, link):
             assert line.startswith(f"{cann / 'compiler' / 'bisheng'} ") and toolchain in line.split()
         assert "-DFLASHATTN_ASC" in launch and "--npu-arch=dav-2201" in launch
+        assert "--cce-auto-sync=off" in launch.split() and "--cce-auto-sync" not in binding
         assert all(part in link for part in ("launch.cpp.o", "binding.cpp.o", "-ltorch_npu"))
 
     assert build("-clean", **options).returncode == 0
@@ -302,7 +305,10 @@ def test_a_failed_build_leaves_a_report(version: str, make_project) -> None:
     report = project / "build" / "npu_report.txt"
     done = build("-arch", "910b", **{**options, "TEST_BROKEN_SOURCE": "npu/launch.cpp"})
     assert done.returncode != 0 and not (project / "flashattn_ext" / "_ascend_npu.so").exists()
-    assert "failed at: compiling and linking. build/npu_report.txt has everything about it" in done.stderr
+    assert (
+        "failed at: compiling and linking. Attach build/npu_report.txt to a bug report; docs/ascend_first_run.md"
+        in done.stderr
+    )
     text = report.read_text()
     for part in (
         "build.sh -arch 910b: failed at: compiling and linking",

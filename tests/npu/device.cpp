@@ -22,6 +22,7 @@
 #include <cstring>
 #include <map>
 #include <thread>
+#include <utility>
 
 #include "../../ascend_c/kernels.h"
 
@@ -46,6 +47,7 @@ struct State {
   bool capturing = false;
   int64_t format = ACL_FORMAT_ND;  // of every tensor
   std::string log, error;
+  aclError last_error = ACL_SUCCESS;
 };
 State state;
 
@@ -123,7 +125,14 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool) {
   on_host(to).copy_(on_host(from));
   return to;
 }
-at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) { return copy_from(from, to, false); }
+// An operator that resizes its result, such as arange, gets new memory.
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+  if (to.sizes() != from.sizes()) {
+    to.unsafeGetTensorImpl()->set_storage_keep_dtype(empty(from.sizes(), from.scalar_type(), {}, {}, {}, {}).storage());
+    to.unsafeGetTensorImpl()->set_sizes_contiguous(from.sizes());
+  }
+  return copy_from(from, to, false);
+}
 
 // A kernel has a name; torch's own operators have none and are not logged.
 void enqueue(const std::string& name, std::function<int()> run) {
@@ -219,7 +228,7 @@ uint64_t NPUGeneratorImpl::get_offset() const { return state_->philox_offset_per
 uint64_t NPUGeneratorImpl::current_seed() const { return state_->seed_; }
 uint64_t NPUGeneratorImpl::seed() { return state_->seed_; }
 c10::DeviceType NPUGeneratorImpl::device_type() { return kNpu; }
-// The rest of the class, which nobody calls here.
+// The rest of the class, which is not called here.
 void NPUGeneratorImpl::set_state(const c10::TensorImpl&) { TORCH_CHECK(false, "not part of this device"); }
 c10::intrusive_ptr<c10::TensorImpl> NPUGeneratorImpl::get_state() const { TORCH_CHECK(false, "nor is this"); }
 void NPUGeneratorImpl::graphsafe_set_state(const c10::intrusive_ptr<GeneratorImpl>&) { TORCH_CHECK(false, "nor this"); }
@@ -245,12 +254,15 @@ aclError aclGetDeviceCapability(uint32_t, aclDeviceInfo what, int64_t* value) {
   *value = kCores;
   return what == ACL_DEVICE_INFO_AI_CORE_NUM ? ACL_SUCCESS : 1;
 }
+aclError aclrtGetLastError(aclrtLastErrLevel) { return std::exchange(state.last_error, ACL_SUCCESS); }
+const char* aclGetRecentErrMsg() { return state.error.empty() ? nullptr : state.error.c_str(); }
 const char* aclrtGetSocName() { return std::getenv("TEST_NPU_SOC"); }
 }
 
 namespace {
 
-// TEST_NPU_BREAK, "KERNEL:HOW", breaks one: it hangs, ends with an error, or is skipped.
+// TEST_NPU_BREAK, "KERNEL:HOW", breaks one: it hangs, ends with an error, is skipped, or is missing, which its launcher
+// does not say.
 bool is_broken(const std::string& kernel, const char* how) {
   const char* const broken = std::getenv("TEST_NPU_BREAK");
   return broken && broken == kernel + ":" + how;
@@ -264,6 +276,11 @@ uint32_t run(const std::string& name, AscendC::KernelMetaType type, uint32_t blo
   if (is_broken(name, "hang")) std::this_thread::sleep_for(std::chrono::hours(1));
   if (is_broken(name, "error")) return 507015;
   if (is_broken(name, "skip")) return 0;
+  if (is_broken(name, "missing")) {
+    state.last_error = 107001;
+    state.error = "[kernel " + name + " is not registered]";
+    return 0;
+  }
   ascend_emulator::GlobalMemory gm;
   for (const auto& [block, bytes] : state.memory)
     gm.add("allocation", block, bytes, ascend_emulator::Use::accumulator, 1);
@@ -277,7 +294,7 @@ uint32_t run(const std::string& name, AscendC::KernelMetaType type, uint32_t blo
 
 #define TYPE_FLASHATTN_MIXED AscendC::KERNEL_TYPE_MIX_AIC_1_2
 #define TYPE_FLASHATTN_VECTOR AscendC::KERNEL_TYPE_AIV_ONLY
-#define LAUNCHER(cores, name)                                                                              \
+#define LAUNCHER(cores, stage, type, options, name)                                                        \
   extern "C" uint32_t aclrtlaunch_##name(uint32_t blocks, aclrtStream stream, FlashattnBytes* arguments) { \
     return run(#name, TYPE_##cores, blocks, stream, name, arguments);                                      \
   }
@@ -296,6 +313,8 @@ void npu_manual_seed(uint64_t seed) {
   generator.set_current_seed(seed);
 }
 void npu_set_format(int64_t format) { state.format = format; }
+// An operator of another library leaves an error behind.
+void npu_fail_before(int error) { state.last_error = error; }
 size_t npu_queued() { return state.queue.size(); }
 // Kernels that ran since the last call.
 const char* npu_ran() {
