@@ -1,76 +1,84 @@
-"""What is compiled, and with which flags. setup.py, tools/check_cuda_sources.sh and the builds of the command line for other tiles
-read it; it needs nothing but Python.
+"""The compiled sources and their flags, for setup.py, tools/check_cuda_sources.sh and the private builds of the command line with
+other tiles. Needs only the Python standard library.
 
-    python3 csrc/sources.py FOLDER      writes the instances of the CUDA kernels to FOLDER and prints every CUDA source
+The kernels come from csrc/cuda/table/kernel_table.h: a source instantiates the rows of one architecture, stage, element type, class
+of head dims and group of kinds, so that sources compile in parallel.
+
+    python3 csrc/sources.py write FOLDER            writes the sources of the kernels to FOLDER and prints every CUDA source
+    python3 csrc/sources.py nvcc NVCC... ARGUMENTS  runs nvcc for the architectures that the source of the call is for
+    python3 csrc/sources.py spills LOG...           fails if a kernel in logs of `nvcc -Xptxas -v` spills more than its row allows
+    python3 csrc/sources.py page                    prints docs/cuda_kernels.md
 """
 
 from __future__ import annotations
 
+import functools
+import os
+import re
 import sys
-from collections.abc import Container
+from collections.abc import Container, Iterable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 CSRC = Path(__file__).resolve().parent
+TABLE = CSRC / "cuda" / "table" / "kernel_table.h"
 
 CXX_FLAGS = [
     "-O3",
     "-ffp-contract=fast",
     "-fno-math-errno",
     "-fno-trapping-math",
-    "-fopenmp",  # at::parallel_for is inline: without it, it runs everything on one thread
+    "-fopenmp",  # at::parallel_for is inline: without OpenMP it runs everything on one thread
     "-fvisibility=hidden",
     "-Wall",
     "-Wno-unknown-pragmas",
 ]
 NVCC_FLAGS = ["-std=c++17", "-O3"]
 
-# One CUDA source for each architecture, stage, element type, class of head dims and row of kinds, so that they compile side by
-# side. A row of kinds (csrc/cuda/common/kind.h) has the suffix of its sources' names.
-CUDA_TYPES = {"sm80": ("fp16", "bf16", "fp32"), "sm90": ("fp16", "bf16")}
 CUDA_NAMES = {"fp16": "__half", "bf16": "__nv_bfloat16", "fp32": "float"}
-HEAD_DIMS = (64, 96, 128, 144, 192, 256, 384, 512)
-CUDA_KINDS = {
-    "sm80": {"": ("kPlain", "kDropout"), "_masks": ("kIntervals",), "_general": ("kGeneral",)},
-    "sm90": {
-        "": ("kPlain", "kDropout"),
-        "_masks": ("kIntervals",),
-        "_general": ("kGeneral",),
-        "_scores": ("kScores",),
-        "_bias": ("kBias",),
-    },
+TYPES = {"k16Bit": ("fp16", "bf16"), "kFp16": ("fp16",), "kBf16": ("bf16",), "kFp32": ("fp32",)}
+# The arrays of the table: architecture and stage, as in the names of sources.
+ARRAYS = {
+    "kSm80Forward": ("sm80", "forward"),
+    "kSm80Backward": ("sm80", "backward"),
+    "kSm90Forward": ("sm90", "forward"),
+    "kSm90Backward": ("sm90", "backward"),
+    "kDecode": ("decode", "split"),
+    "kFewRowsBackward": ("decode", "backward"),
 }
-# Classes whose v has fewer columns than q and k, by the names that they have in those of sources. Hopper's plain kernels have them:
-# value_class() in csrc/cuda/sm90/kernels.h.
-NARROW_VALUES = {"192x128": (192, 128)}
-# Classes of head dims that have no kernels of rare kinds: rare_class() in csrc/cuda/common/kind.h says which run them.
-NOT_RARE = (96, 144, 192)
-RARE_KINDS = {"sm80": ("_masks", "_general"), "sm90": ("_general", "_bias")}
-# Head dims whose backward of these kinds Hopper leaves to the kernels of sm80: has_backward() in csrc/cuda/sm90/kernels.h.
-LEFT_TO_SM80 = {
-    "_general": (64, 96, 128, 144, 192, 256),
-    "_bias": (64, 96, 144, 192, 256),
-    "_scores": (144, 192, 256),
+# Kinds share a source with the kinds of the same suffix.
+SUFFIXES = {
+    "kPlain": "",
+    "kDropout": "",
+    "kIntervals": "_masks",
+    "kGeneral": "_general",
+    "kScores": "_scores",
+    "kBias": "_bias",
 }
-ENTRY_POINTS = {
-    "forward": ["void {}::forward<{}>(const flashattn_ext::AttnParams&)"],
+# The functions that a row instantiates. {}: its template arguments.
+FUNCTIONS = {
+    "forward": ["void flashattn_ext::{0}::forward<{1}>(const flashattn_ext::AttnParams&)"],
     "backward": [
-        "size_t {}::backward_bytes<{}>(const flashattn_ext::AttnGradParams&)",
-        "void {}::backward<{}>(const flashattn_ext::AttnGradParams&)",
+        "size_t flashattn_ext::{0}::backward_bytes<{1}>(const flashattn_ext::AttnGradParams&)",
+        "void flashattn_ext::{0}::backward<{1}>(const flashattn_ext::AttnGradParams&)",
+    ],
+    "decode split": [
+        "flashattn_ext::decode::TileSizes flashattn_ext::decode::tile_sizes<{1}>()",
+        "void flashattn_ext::decode::split<{1}>(const flashattn_ext::DecodeParams&, const flashattn_ext::decode::Plan&, int, int, bool)",
+    ],
+    "decode backward": [
+        "int flashattn_ext::decode::backward_shared_bytes<{1}>()",
+        "void flashattn_ext::decode::backward<{1}>(const flashattn_ext::AttnGradParams&, "
+        "const flashattn_ext::BackwardWorkspace&, const flashattn_ext::decode::BackwardPlan&)",
     ],
 }
-
-# The kernels of calls with a cache are the same for every architecture.
-DECODE_HEAD_DIMS = (64, 96, 128, 192, 256, 512)
-DECODE_ENTRY_POINTS = [
-    "flashattn_ext::decode::TileSizes flashattn_ext::decode::tile_sizes<{}>()",
-    "void flashattn_ext::decode::split<{}>(const flashattn_ext::DecodeParams&, const flashattn_ext::decode::Plan&, int, int, bool)",
-]
 
 LEFT_OUT = """#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <stdexcept>
 
+#include "cuda/decode/backward_plan.h"
 #include "cuda/decode/kernels.h"
 #include "cuda/sm80/kernels.h"
 #include "cuda/{}/kernels.h"
@@ -78,94 +86,161 @@ LEFT_OUT = """#include <cuda_bf16.h>
 """
 
 
+class Row(NamedTuple):
+    """A row of the table of kernels: see csrc/cuda/table/rows.h."""
+
+    architecture: str  # sm80 or sm90; decode for both
+    stage: str  # forward, backward or split
+    dtypes: tuple[str, ...]
+    head_dim: int
+    head_dim_v: int
+    kind: str  # empty in the rows of decode
+    gpus: str
+    spill: int | None  # bytes that ptxas may spill; None: any number
+    tiles: tuple[tuple[str, ...], ...]  # sizes as in the table; the build has the first tile
+    note: str
+
+    @property
+    def packed_rows(self) -> int:
+        """The queries of a tile of decode."""
+        sizes = [int(size) for size in self.tiles[0]]
+        return 16 * sizes[0] * (sizes[1] if self.stage == "split" else 1)
+
+    def source(self, dtype: str) -> str:
+        """The name of the source, such as sm90_forward_bf16_128: stages, types, classes and groups of kinds have their own."""
+        dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
+        return f"{self.architecture}_{self.stage}_{dtype}_{dims}{SUFFIXES.get(self.kind, '')}"
+
+    def functions(self, dtype: str) -> list[str]:
+        arguments = [CUDA_NAMES[dtype], str(self.head_dim)]
+        if self.stage == "split":
+            arguments.append(str(self.packed_rows))
+        elif self.architecture == "decode":
+            arguments.append(self.tiles[0][0])
+        else:
+            arguments.append(f"flashattn_ext::Kind::{self.kind}")
+        if self.architecture == "sm90":
+            arguments.append(str(self.head_dim_v))
+        key = f"decode {self.stage}" if self.architecture == "decode" else self.stage
+        return [function.format(self.architecture, ", ".join(arguments)) for function in FUNCTIONS[key]]
+
+    def mangled(self, dtype: str) -> re.Pattern[str]:
+        """Finds the template arguments of this row in the mangled name of a kernel."""
+        mangled_type = {"fp16": "6__half", "bf16": "13__nv_bfloat16", "fp32": "f"}[dtype]
+        if self.architecture == "decode":
+            last = f"Li{self.packed_rows if self.stage == 'split' else self.tiles[0][0]}E"
+        else:
+            last = f".*KindE{kinds().index(self.kind)}E"
+        values = rf"Li{self.head_dim_v}E" if self.architecture == "sm90" else ""
+        return re.compile(rf"I{mangled_type}Li{self.head_dim}E{last}{values}")
+
+
+def kinds() -> list[str]:
+    """The kinds of kernels, in the order of their numbers."""
+    enum = re.search(r"enum class Kind \{(.*?)\n\};", (CSRC / "cuda" / "common" / "kind.h").read_text(), re.S)
+    return re.findall(r"^  (k\w+),", enum[1], re.M)
+
+
+@functools.cache
+def table() -> tuple[Row, ...]:
+    """The rows of kernel_table.h, which has one row in a line. A line that is neither a row nor a comment is an error."""
+    rows, array, above = [], None, ""
+    for line in TABLE.read_text().splitlines():
+        if begins := re.match(r"inline constexpr \w+(?:<[\w:]+>)? (\w+)\[\] = \{$", line):
+            array = begins[1]
+        elif line == "};":
+            array = None
+        elif array is None:
+            continue
+        elif comment := re.match(r"    // (.*)$", line):
+            above = comment[1]
+        elif row := re.match(r"    \{(.*)\},(?:  // (.*))?$", line):
+            rows.append(_row(array, _cells(row[1]), row[2] or above))
+            above = ""
+        else:
+            raise ValueError(f"{TABLE.name}: not a row of {array}: {line.strip()}")
+    return tuple(rows)
+
+
+def _cells(text: str) -> list[str]:
+    """The parts between the commas that no brace encloses."""
+    cells, depth = [""], 0
+    for character in text:
+        depth += (character == "{") - (character == "}")
+        if character == "," and depth == 0:
+            cells.append("")
+        else:
+            cells[-1] += character
+    return [cell.strip() for cell in cells]
+
+
+def _row(array: str, cells: Sequence[str], note: str) -> Row:
+    architecture, stage = ARRAYS[array]
+    dims = _cells(cells[1].strip("{}"))
+    if architecture == "decode":
+        kind, gpus, (spill, tile) = "", "kEveryGpu", cells[-2:] if stage == "split" else (cells[3], cells[2])
+        tiles = (tuple(_cells(tile.strip("{}"))),)
+    else:
+        kind, gpus, spill, all_tiles = cells[2:]
+        tiles = tuple(tuple(_cells(tile[1:-1])) for tile in _cells(all_tiles[1:-1]))
+    return Row(
+        architecture,
+        stage,
+        TYPES[cells[0]],
+        int(dims[0]),
+        int(dims[-1]),
+        kind,
+        gpus,
+        None if spill == "kMaySpill" else int(spill),
+        tiles,
+        note,
+    )
+
+
+# Sources
+
+
+def rows_of_sources(*, sm90: bool) -> dict[str, list[tuple[Row, str]]]:
+    """The rows, each with its element type, that the source of a name instantiates; without `sm90` no kernels for Hopper alone."""
+    found: dict[str, list[tuple[Row, str]]] = {}
+    for row in table():
+        for dtype in row.dtypes if sm90 or row.architecture != "sm90" else ():
+            found.setdefault(row.source(dtype), []).append((row, dtype))
+    return found
+
+
 def cuda_instances(*, sm90: bool) -> dict[str, str]:
-    """Names and texts of the sources that instantiate the kernels; without `sm90` those of every GPU alone."""
-    return _texts(_functions(sm90))
-
-
-def decode_instances() -> dict[str, str]:
-    """The same for the kernels of calls with a cache."""
-    return _texts(_decode_functions())
-
-
-def _texts(functions_of: dict[str, list[str]]) -> dict[str, str]:
+    """Names and texts of the sources that instantiate the kernels."""
+    # The first line makes a build compile a source again when its GPUs change.
     return {
-        f"{name}.cu": '#include "cuda/{}/{}.cuh"\n\n'.format(*name.split("_"))
-        + "".join(f"template {function};\n" for function in functions)
-        for name, functions in functions_of.items()
+        f"{name}.cu": f"// GPUs: {rows[0][0].gpus}\n"
+        + '#include "cuda/{}/{}.cuh"\n\n'.format(*name.split("_"))
+        + "".join(f"template {function};\n" for row, dtype in rows for function in row.functions(dtype))
+        for name, rows in rows_of_sources(sm90=sm90).items()
     }
 
 
-def _functions(sm90: bool) -> dict[str, list[str]]:
-    """The functions of each instance, whose name is like sm90_forward_bf16_128, and then the suffix of its kinds."""
-    narrow = {
-        f"sm90_{stage}_{dtype}_{name}": [
-            function.format("flashattn_ext::sm90", f"{CUDA_NAMES[dtype]}, {qk}, flashattn_ext::Kind::kPlain, {v}")
-            for function in functions
-        ]
-        for stage, functions in ENTRY_POINTS.items()
-        for dtype in CUDA_TYPES["sm90"]
-        for name, (qk, v) in NARROW_VALUES.items()
-    }
-    return (narrow if sm90 else {}) | {
-        f"{architecture}_{stage}_{dtype}_{head_dim}{suffix}": [
-            function.format(
-                f"flashattn_ext::{architecture}", f"{CUDA_NAMES[dtype]}, {head_dim}, flashattn_ext::Kind::{kind}"
-            )
-            for kind in kinds
-            for function in functions
-        ]
-        for architecture in (("sm80", "sm90") if sm90 else ("sm80",))
-        for stage, functions in ENTRY_POINTS.items()
-        for dtype in CUDA_TYPES[architecture]
-        for head_dim in HEAD_DIMS
-        for suffix, kinds in cuda_kinds(architecture, stage, dtype, head_dim).items()
-    }
-
-
-def _decode_functions() -> dict[str, list[str]]:
-    """The functions of each instance, whose name is like decode_split_bf16_128: those of narrow tiles and, where there are any, of wide ones."""
-    return {
-        f"decode_split_{dtype}_{head_dim}": [
-            function.format(f"{name}, {head_dim}, {is_wide}")
-            for is_wide in (("false", "true") if head_dim <= 256 else ("false",))
-            for function in DECODE_ENTRY_POINTS
-        ]
-        for dtype, name in CUDA_NAMES.items()
-        for head_dim in DECODE_HEAD_DIMS
-    }
-
-
-def cuda_kinds(architecture: str, stage: str, dtype: str, head_dim: int) -> dict[str, tuple[str, ...]]:
-    """The rows of kinds that have instances. Head dims above 256 have few: Instance in csrc/cuda/sm80/kernels.h."""
-    rare = RARE_KINDS[architecture] if head_dim in NOT_RARE else ()
-    rows = {suffix: kinds for suffix, kinds in CUDA_KINDS[architecture].items() if suffix not in rare}
-    if head_dim > 256:
-        has_plain = dtype != "fp32"
-        has_general = architecture == "sm80" and (dtype == "fp32" or head_dim == max(HEAD_DIMS))
-        has_dropout = (architecture, stage) == ("sm90", "forward")
-        plain, general = {"": ("kPlain", "kDropout") if has_dropout else ("kPlain",)}, {"_general": ("kGeneral",)}
-        return {**(plain if has_plain else {}), **(general if has_general else {})}
-    if (architecture, stage) != ("sm90", "backward"):
-        return rows
-    return {suffix: kinds for suffix, kinds in rows.items() if head_dim not in LEFT_TO_SM80.get(suffix, ())}
+def plain_sources(architecture: str, dtype: str, head_dim: int | None = None) -> list[str]:
+    """The names of the sources of plain calls and dropout, of all classes of head dims or of one."""
+    rows = [row for row in table() if row.architecture == architecture and dtype in row.dtypes and row.kind == "kPlain"]
+    return [row.source(dtype) for row in rows if head_dim is None or row.head_dim == row.head_dim_v == head_dim]
 
 
 def cuda_sources(folder: Path, *, sm90: bool, only: Container[str] | None = None) -> list[Path]:
-    """Every CUDA source, to be compiled with this file's folder among those of headers.
+    """Every CUDA source. Compile them with this file's folder on the include path.
 
-    The instances are written to `folder`; one that is there with the same text keeps its time, so that it is not compiled again.
-    `only` names instances (sm90_forward_bf16_128) for a measurement: the others become functions that throw.
+    Writes the instances to `folder`. A file with unchanged text keeps its modification time and is not compiled again.
+    `only` names the instances (sm90_forward_bf16_128) of a private build for measurements: all others become functions that throw.
     """
-    instances = cuda_instances(sm90=sm90) | decode_instances()
+    instances = cuda_instances(sm90=sm90)
     if only is not None:
-        known = _functions(sm90) | _decode_functions()
-        left_out = [functions for name, functions in known.items() if name not in only]
+        left_out = [rows for name, rows in rows_of_sources(sm90=sm90).items() if name not in only]
         instances = {name: text for name, text in instances.items() if name.removesuffix(".cu") in only}
         instances["left_out.cu"] = LEFT_OUT.format("sm90" if sm90 else "sm80") + "".join(
             f'template <> {function} {{ throw std::runtime_error("not in this private build"); }}\n'
-            for functions in left_out
-            for function in functions
+            for rows in left_out
+            for row, dtype in rows
+            for function in row.functions(dtype)
         )
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in instances.items():
@@ -176,5 +251,164 @@ def cuda_sources(folder: Path, *, sm90: bool, only: Container[str] | None = None
     return [*sorted(others), *(folder / name for name in sorted(instances))]
 
 
+# Architectures
+
+
+def runs_on_hopper(target: str) -> bool:
+    """Whether a -gencode target has code for GPUs of compute capability 9.0: machine code, or PTX that the driver compiles."""
+    made = re.search(r"code=\[?(sm|compute)_(\d+)", target)
+    return made is not None and (made[2] == "90" or (made[1] == "compute" and int(made[2]) < 90))
+
+
+def targets_of(source: Path, targets: Sequence[str]) -> list[str]:
+    """Those of the -gencode arguments for which a source has code that some dispatch picks.
+
+    Kernels for Hopper alone are compiled for 9.0a. Kernels for all other GPUs are not, if there is another target from which
+    `use_backend("cuda-sm80")` can run them on Hopper. A call with no target left is compiled for all of them.
+    """
+    gpus = {row.gpus for row, _ in rows_of_sources(sm90=True).get(source.stem, ())}
+    if source.parent.name == "sm90" or gpus == {"kHopper"}:
+        return [target for target in targets if "90a" in target] or [*targets]
+    others = [target for target in targets if "90a" not in target]
+    return others if gpus == {"kOtherGpus"} and any(map(runs_on_hopper, others)) else [*targets]
+
+
+def nvcc_command(arguments: Sequence[str]) -> list[str]:
+    """A command of nvcc without the -gencode arguments (one word each) that its source is not for."""
+    sources = [Path(argument) for argument in arguments if argument.endswith(".cu")]
+    targets = [argument for argument in arguments if argument.startswith("-gencode=")]
+    kept = targets_of(sources[0], targets) if len(sources) == 1 else targets
+    return [argument for argument in arguments if argument not in targets or argument in kept]
+
+
+# Registers
+
+
+def spilling(log: str, rows: Iterable[tuple[Row, str]]) -> list[str]:
+    """The kernels of a source, by its `ptxas -v` log, that spill more than their rows allow.
+
+    Kernels that have no row of their own, such as the one that rounds dq, may spill as much as any row of the source.
+    """
+    limits = [(row.mangled(dtype), row.spill) for row, dtype in rows]
+    most = None if any(limit is None for _, limit in limits) else max((limit for _, limit in limits), default=0)
+    problems = []
+    for kernel, text in re.findall(r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry function|\Z)", log, re.S):
+        spills = max((int(found) for found in re.findall(r"(\d+) bytes spill stores", text)), default=0)
+        limit = next((limit for name, limit in limits if name.search(kernel)), most)
+        if limit is not None and spills > limit:
+            problems.append(f"spills {spills} bytes, {limit} allowed: {kernel}")
+    return problems
+
+
+def check_spills(logs: Iterable[Path]) -> list[str]:
+    rows = rows_of_sources(sm90=True)
+    return [problem for log in logs for problem in spilling(log.read_text(), rows.get(log.name.split(".")[0], ()))]
+
+
+# Documentation
+
+PAGE = """# The compiled CUDA kernels
+
+Made from `csrc/cuda/table/kernel_table.h` by `python3 csrc/sources.py page`; do not edit. Each cell is one kernel in each of the dtypes,
+by the class of head dims (a kernel serves every head dim up to its class) and the [kind](architecture.md#glossary) of calls; it holds
+the tile, whose sizes the heading explains. A call runs the first row of the table that serves it, a general kernel if there is no
+other. Where a cell is empty, general kernels or a larger class serve the call; Hopper then runs the sm_80 kernels. Figures in notes are
+TFLOP/s on an H200 (bf16, full / causal, S = 4096 where none is named) of the tile and of others.
+"""
+UNITS = {
+    (
+        "sm80",
+        "forward",
+    ): "warps x row tiles of 16 queries, keys of a step, resident blocks, stages (above 256: with 227 KB of shared memory)",
+    (
+        "sm80",
+        "backward",
+    ): "warps, keys x queries, thread blocks along the columns, stages, with 227 KB of shared memory",
+    ("sm90", "forward"): "queries x keys of a step, stages",
+    ("sm90", "backward"): "keys x queries of a step, stages of queries and of keys, order",
+}
+
+
+def describe(row: Row) -> str:
+    tile = row.tiles[0]
+    if (row.architecture, row.stage) == ("sm80", "forward"):
+        stages = tile[4] if len(tile) > 4 else "1"
+        return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}, {stages}"
+    if row.architecture == "sm80":
+        return f"{tile[0]}, {tile[1]} x {tile[2]}, {tile[5]}, {tile[6]}"
+    if row.stage == "forward":
+        return f"{64 * int(tile[0])} x {tile[1]}, {tile[2]}"
+    order = {"kLockstep": ", lockstep", "kThreePhases": ", three phases"}.get(tile[4], "") if len(tile) > 4 else ""
+    return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}{order}"
+
+
+def page() -> str:
+    """docs/cuda_kernels.md."""
+    text = PAGE
+    for architecture, stage in UNITS:
+        for dtypes in (("fp16", "bf16"), ("fp32",)):
+            rows = [
+                row for row in table() if (row.architecture, row.stage, row.dtypes) == (architecture, stage, dtypes)
+            ]
+            if rows:
+                text += (
+                    f"\n## {architecture} {stage}, {' and '.join(dtypes)}\n\n{UNITS[architecture, stage]}.\n\n"
+                    + _grid(rows)
+                )
+    text += "\n## Decoding, every GPU\n\nKeys of a step, stages, by the packed rows of a tile.\n\n" + _decode_grid()
+    few = [row for row in table() if (row.architecture, row.stage) == ("decode", "backward")]
+    text += "\n## The backward with few queries, every GPU\n\n"
+    for dims in sorted({row.head_dim for row in few}):
+        sizes = ", ".join(str(row.packed_rows) for row in few if row.head_dim == dims)
+        text += f"- D = {dims}, {' and '.join(few[0].dtypes)}: {sizes} packed rows\n"
+    return text
+
+
+def _decode_grid() -> str:
+    rows = [row for row in table() if row.stage == "split"]
+    columns = list(dict.fromkeys((row.dtypes, row.packed_rows) for row in rows))
+    cells = {(row.head_dim, row.dtypes, row.packed_rows): f"{row.tiles[0][3]}, {row.tiles[0][4]}" for row in rows}
+    lines = [
+        ["D", *(f"{' and '.join(dtypes)}, {count} rows" for dtypes, count in columns)],
+        ["---"] * (len(columns) + 1),
+    ]
+    for head_dim in sorted({row.head_dim for row in rows}):
+        lines.append([str(head_dim), *(cells.get((head_dim, *column), "") for column in columns)])
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _grid(rows: Sequence[Row]) -> str:
+    columns = [kind for kind in SUFFIXES if any(row.kind == kind for row in rows)]
+    dims = list(
+        dict.fromkeys(
+            (row.head_dim, row.head_dim_v) for row in sorted(rows, key=lambda row: (row.head_dim, row.head_dim_v))
+        )
+    )
+    cells = {(row.head_dim, row.head_dim_v, row.kind): describe(row) for row in rows}
+    text = "| D | " + " | ".join(kind[1:].lower() for kind in columns) + " |\n" + "| --- " * (len(columns) + 1) + "|\n"
+    for qk, v in dims:
+        name = f"{qk}" if qk == v else f"{qk}x{v}"
+        text += f"| {name} | " + " | ".join(cells.get((qk, v, kind), "") for kind in columns) + " |\n"
+    notes = [f"- {row.head_dim}, {row.kind[1:].lower()}: {row.note}\n" for row in rows if row.note]
+    return text + ("\n" + "".join(notes) if notes else "")
+
+
+def main(command: str, *arguments: str) -> int:
+    if command == "write":
+        print(*cuda_sources(Path(arguments[0]), sm90=True), sep="\n")
+    elif command == "nvcc":
+        words = nvcc_command(arguments)
+        os.execvp(words[0], words)
+    elif command == "spills":
+        problems = check_spills(map(Path, arguments))
+        print(*problems, sep="\n", end="\n" if problems else "")
+        return len(problems) > 0
+    elif command == "page":
+        print(page(), end="")
+    else:
+        raise SystemExit(__doc__)
+    return 0
+
+
 if __name__ == "__main__":
-    print(*cuda_sources(Path(sys.argv[1]), sm90=True), sep="\n")
+    sys.exit(main(*sys.argv[1:]) if len(sys.argv) > 1 else __doc__)

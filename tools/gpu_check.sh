@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Everything that wants a GPU, in one go: build, tests, sanitizers, benchmark. For a machine with a CUDA torch and nvcc.
+# Runs everything that needs a GPU: build, tests, compute-sanitizer, `bench cuda`, the experiments with their report, and on request
+# `bench tune`. For a machine with a CUDA torch, nvcc and compute-sanitizer. Logs and results go to OUTPUT_FOLDER (build/gpu_check).
 #
 #   tools/gpu_check.sh [OUTPUT_FOLDER] [build] [test] [sanitize] [bench] [experiments] [tune]
 #
-# Without a step: all of them but tune, which compiles the kernels twice more, with other tiles.
-# The tests run in parallel where pytest-xdist is there. BENCH_ARGS go to `bench cuda`, EXPERIMENT_ARGS to `experiments all`.
+# On Hopper, TORCH_CUDA_ARCH_LIST=9.0a also compiles the kernels of cuda-sm80 for it, which the tests otherwise run from PTX.
+# Without a step, all run except tune, which recompiles the kernels with other tiles. The tests run in parallel if
+# pytest-xdist is installed. BENCH_ARGS go to `bench cuda`, EXPERIMENT_ARGS to `experiments all`.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 OUT=${1:-build/gpu_check}
@@ -16,7 +18,7 @@ mkdir -p "$OUT"
 failed=0
 
 step() { [[ " $STEPS " == *" $1 "* ]]; }
-check() { # name, command...: the log's end, and the verdict
+check() { # NAME COMMAND...: logs the command, prints the end of the log and whether it failed
   local name=$1
   shift
   "$@" >"$OUT/$name.log" 2>&1 || { failed=1 && echo "FAILED: $name"; }

@@ -1,4 +1,4 @@
-"""Calls that together run every CUDA kernel once, also with cu_seqlens and Masks that lie: for compute-sanitizer.
+"""Calls that together run every CUDA kernel, for compute-sanitizer; some have invalid cu_seqlens, Mask extremes, lengths or block tables.
 
 python tools/sanitizer_calls.py [DTYPE...]      default: float16 bfloat16 float32
 """
@@ -14,43 +14,43 @@ import flashattn_ext
 
 DTYPES = ("float16", "bfloat16", "float32")
 HEAD_DIMS = (40, 64, 96, 128, 129, 192, 256, 320, 500)
-LYING_STARTS = ([0, 30, 70], [0, 500, -7], [-3, 40, 1000], [70, 30, 2], [2**31 - 1, -(2**31), 5])
+INVALID_STARTS = ([0, 30, 70], [0, 500, -7], [-3, 40, 1000], [70, 30, 2], [2**31 - 1, -(2**31), 5])
 
 
 def leaves(dtype: torch.dtype, head_dim: int, *shape: int) -> list[torch.Tensor]:
-    """q with 4 heads and k, v with 2; `shape` is all before the heads."""
+    """q with 4 heads and k, v with 2 heads; `shape` holds the dimensions before the heads."""
     sizes = [(*shape, heads, head_dim) for heads in (4, 2, 2)]
     return [torch.randn(size, device="cuda", dtype=dtype, requires_grad=True) for size in sizes]
 
 
-def random_mask(keys: int, heads: int, *, packed: bool, lies: bool) -> flashattn_ext.Mask:
-    """Intervals of any rows; with `lies` their extremes say something else."""
+def random_mask(keys: int, heads: int, *, packed: bool, invalid: bool) -> flashattn_ext.Mask:
+    """Random intervals; with `invalid` their extremes are random and do not match them."""
     shape = (heads, keys, 2) if packed else (1, heads, keys, 2)
     mask = flashattn_ext.Mask(torch.randint(-20, keys + 20, shape, dtype=torch.int32, device="cuda"))
-    if lies:
+    if invalid:
         mask.extremes().random_(-(2**31), 2**31 - 1)
     return mask
 
 
 def call_with_masks(dtype: torch.dtype, head_dim: int) -> int:
-    """Dense and packed, and returns how many calls."""
+    """Runs dense and packed calls with a Mask; returns the number of calls."""
     choices = list(itertools.product((0.0, 0.3), (False, True), (False, True), (1, 4)))
-    for dropout_p, deterministic, lies, heads in choices:
+    for dropout_p, deterministic, invalid, heads in choices:
         options = dict(dropout_p=dropout_p, deterministic=deterministic, rng_seed=1)
         q, k, v = leaves(dtype, head_dim, 1, 150)
-        mask = random_mask(150, heads, packed=False, lies=lies)
-        out = flashattn_ext.forward(q[:, :70], k, v, causal=lies, mask=mask, **options)
+        mask = random_mask(150, heads, packed=False, invalid=invalid)
+        out = flashattn_ext.forward(q[:, :70], k, v, causal=invalid, mask=mask, **options)
         torch.autograd.grad(out.float().sum(), (q, k, v))
         q, k, v = leaves(dtype, head_dim, 70)
-        cu = torch.tensor([-3, 40, 1000] if lies else [0, 30, 70], dtype=torch.int32, device="cuda")
-        mask = random_mask(70, heads, packed=True, lies=lies)
+        cu = torch.tensor([-3, 40, 1000] if invalid else [0, 30, 70], dtype=torch.int32, device="cuda")
+        mask = random_mask(70, heads, packed=True, invalid=invalid)
         out = flashattn_ext.varlen_forward(q, k, v, cu, cu, 20, 20, mask=mask, **options)
         torch.autograd.grad(out.float().sum(), (q, k, v))
     return 2 * len(choices)
 
 
 def call_with_biases(dtype: torch.dtype, head_dim: int) -> int:
-    """Dense calls with softcap and biases, some with a Mask, packed ones with all that they may have, and returns how many."""
+    """Runs dense calls with softcap and biases, some with a Mask, and packed calls with every bias they support; returns the number of calls."""
 
     def leaf(*shape: int, of: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(shape, device="cuda", dtype=of, requires_grad=True)
@@ -62,13 +62,13 @@ def call_with_biases(dtype: torch.dtype, head_dim: int) -> int:
         options = dict(
             alibi_slopes=leaf(4), relative_bias=leaf(4, 41), bias=leaf(*shape, of=torch.float32 if wide else dtype)
         )
-        mask = random_mask(shape[-1], 4, packed=False, lies=False) if softcap and dropout_p else None
+        mask = random_mask(shape[-1], 4, packed=False, invalid=False) if softcap and dropout_p else None
         out = flashattn_ext.forward(
             q[:, :70], k, v, causal=wide, softcap=softcap, dropout_p=dropout_p, mask=mask, deterministic=wide, **options
         )
         torch.autograd.grad(out.float().sum(), (q, k, v, *options.values()))
         calls += 1
-    for starts in ([0, 30, 70], *LYING_STARTS):
+    for starts in ([0, 30, 70], *INVALID_STARTS):
         q, k, v = leaves(dtype, head_dim, 70)
         cu = torch.tensor(starts, dtype=torch.int32, device="cuda")
         biases = dict(alibi_slopes=leaf(2, 4), relative_bias=leaf(4, 21))
@@ -79,7 +79,7 @@ def call_with_biases(dtype: torch.dtype, head_dim: int) -> int:
 
 
 def call_with_caches(dtype: torch.dtype, head_dim: int) -> int:
-    """Caches with and without pages, lengths and block tables that lie among them, and returns how many calls."""
+    """Runs decoding calls with and without pages, some with invalid lengths and block tables; returns the number of calls."""
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device="cuda").to(dtype)
@@ -88,18 +88,16 @@ def call_with_caches(dtype: torch.dtype, head_dim: int) -> int:
         return torch.tensor(values, dtype=torch.int32, device="cuda")
 
     choices = list(itertools.product((1, 20, 130), (0, 16), (0, 3), (False, True)))
-    for Sq, page_size, num_splits, lies in choices:
+    for Sq, page_size, num_splits, invalid in choices:
         rows = page_size or 400
         k_cache, v_cache = (normal(25 if page_size else 2, rows, 2, head_dim) for _ in range(2))
-        table = torch.randint(-9 if lies else 0, 99 if lies else 25, (2, 25), dtype=torch.int32, device="cuda")
+        table = torch.randint(-9 if invalid else 0, 99 if invalid else 25, (2, 25), dtype=torch.int32, device="cuda")
         rotary_dim = min(head_dim, 32) // 2
-        with (
-            torch.inference_mode()
-        ):  # where lengths are not read, so that those beyond the block table reach the kernels
+        with torch.inference_mode():  # the host does not read lengths here: invalid ones reach the kernels
             flashattn_ext.flash_attn_with_kvcache(
                 normal(2, Sq, 32, head_dim), k_cache, v_cache, normal(2, Sq, 2, head_dim), normal(2, Sq, 2, head_dim),
-                normal(400, rotary_dim), normal(400, rotary_dim), integers(2**31 - 1, -5) if lies else integers(250, 17),
-                block_table=table if page_size else None, cache_leftpad=integers(900, 3) if lies else None, causal=True,
+                normal(400, rotary_dim), normal(400, rotary_dim), integers(2**31 - 1, -5) if invalid else integers(250, 17),
+                block_table=table if page_size else None, cache_leftpad=integers(900, 3) if invalid else None, causal=True,
                 softcap=5.0 if num_splits else 0.0, alibi_slopes=torch.rand(32, device="cuda"), num_splits=num_splits,
             )  # fmt: skip
     return len(choices)
@@ -117,7 +115,7 @@ def main() -> None:
             )
             torch.autograd.grad(out.float().sum(), (q, k, v, sink))
             calls += 1
-        for starts in LYING_STARTS:
+        for starts in INVALID_STARTS:
             q, k, v = leaves(dtype, head_dim, 70)
             cu = torch.tensor(starts, dtype=torch.int32, device="cuda")
             out, lse = flashattn_ext.varlen_forward(q, k, v, cu, cu, 20, 20, return_lse=True, window_size=(20, 5))

@@ -9,7 +9,7 @@ namespace {
 constexpr int kThreadKeys = 4, kSuperKeys = static_cast<int>(kMaskGranule * kMaskSuper);
 constexpr int kThreads = kSuperKeys / kThreadKeys, kGranuleLanes = static_cast<int>(kMaskGranule) / kThreadKeys;
 
-// Joins what groups of `from` lanes know into what groups of `to` lanes know.
+// Merges the extremes of groups of `from` lanes into extremes of groups of `to` lanes.
 __device__ __forceinline__ void join_lanes(IntervalExtremes& x, int from, int to) {
 #pragma unroll
   for (int distance = from; distance < to; distance *= 2) {
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kThreads)
     if (key >= keys) break;
     const int32_t* const pair = intervals + 2 * (head * keys + key);
     const int first = max(pair[0], 0), last = max(pair[1], 0);
-    // A key that no row sees leaves nothing that sees all.
+    // If a key is masked for every row, no row sees all keys.
     own.add(first < last ? IntervalExtremes{first, last, first, last} : IntervalExtremes{INT32_MAX, 0, INT32_MAX, 0});
   }
   join_lanes(own, 1, kGranuleLanes);

@@ -1,5 +1,4 @@
-#include "sm80/tiles.h"
-#include "sm90/tiles.h"
+#include "table/kernel_table.h"
 #include "tile_list.h"
 
 namespace flashattn_ext {
@@ -18,15 +17,27 @@ void describe(CudaTile* tile, const sm90::BackwardTile& sizes) {
   tile->queries = sizes.queries, tile->keys = sizes.keys, tile->stages = sizes.stages;
   tile->detail =
       "stages: " + std::to_string(sizes.stages) + " of queries, " + std::to_string(sizes.key_stages) + " of keys";
+  if (sizes.order == sm90::BackwardOrder::kLockstep) tile->detail += ", in lockstep";
 }
 
+// Tiles for GPUs with less shared memory are not alternatives.
+bool is_alternative(const sm80::ForwardTile& tile) { return tile.exists() && tile.column_warps == 1; }
+template <class Tile>
+bool is_alternative(const Tile& tile) {
+  return tile.exists();
+}
+
+// The rows that calls without options but dropout run.
 template <class Row, size_t kRows>
 void append(std::vector<CudaTile>* all, const char* backend, bool backward, const Row (&table)[kRows]) {
   for (const Row& row : table) {
-    if (tile_kind(row.kind) != row.kind) continue;
-    for (int choice = 0; choice < kRowTiles && row.tiles[choice].exists(); ++choice) {
-      all->push_back({backend, backward, row.head_dims.qk, row.head_dims.v, can_drop(row.kind), choice});
-      describe(&all->back(), row.tiles[choice]);
+    for (const Kind kind : {Kind::kPlain, Kind::kDropout}) {
+      const KernelCall call{kFp16, row.head_dims.qk, row.head_dims.v, kind};
+      if (first_row(table, call) != &row) continue;
+      for (int choice = 0; choice < kTileChoices && is_alternative(row.tiles[choice]); ++choice) {
+        all->push_back({backend, backward, row.head_dims.qk, row.head_dims.v, kind == Kind::kDropout, choice});
+        describe(&all->back(), row.tiles[choice]);
+      }
     }
   }
 }
@@ -35,9 +46,9 @@ void append(std::vector<CudaTile>* all, const char* backend, bool backward, cons
 
 std::vector<CudaTile> cuda_tiles() {
   std::vector<CudaTile> all;
-  append(&all, "cuda-sm90", false, sm90::kForwardTiles);
-  append(&all, "cuda-sm90", true, sm90::kBackwardTiles);
-  append(&all, "cuda-sm80", false, sm80::kForwardTiles);
+  append(&all, "cuda-sm90", false, kernel_table::kSm90Forward);
+  append(&all, "cuda-sm90", true, kernel_table::kSm90Backward);
+  append(&all, "cuda-sm80", false, kernel_table::kSm80Forward);
   return all;
 }
 

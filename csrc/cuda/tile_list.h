@@ -13,11 +13,11 @@ struct CudaTile {
   bool dropout;
   int choice = 0;  // column in its row of the table: what FLASHATTN_EXT_TILE_CHOICE names, 0 by default
   int queries = 0, keys = 0;
-  int stages = 0;      // of what the loop walks over: keys and values, in the backward queries and gradients
-  std::string detail;  // what else a tile of the backend has, in words
+  int stages = 0;      // of keys and values; in the backward, of queries and output gradients
+  std::string detail;  // further sizes of a tile of the backend, in words
 };
 
-// All tiles of all kernels of 16-bit types, whichever of them this build has and runs.
+// All tiles of all kernels of 16-bit types, whether or not this build has and runs them.
 std::vector<CudaTile> cuda_tiles();
 
 }  // namespace flashattn_ext

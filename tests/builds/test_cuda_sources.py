@@ -1,8 +1,13 @@
-"""The list of CUDA instances that the build expands: what is in it, and that a source which has not changed is not written again."""
+"""The table of CUDA kernels and what is made of it: sources, their architectures, dispatch, limits of registers, a page."""
 
 from __future__ import annotations
 
+import collections
+import functools
+import graphlib
+import itertools
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,127 +19,309 @@ sys.path.insert(0, str(ROOT / "csrc"))
 
 import sources  # noqa: E402
 
+ROWS = sources.table()
+NVCC = shutil.which("nvcc")
+# A build for Ampere, with PTX for newer GPUs, and Hopper.
+DEFAULT = [f"-gencode=arch=compute_{target}" for target in ("80,code=sm_80", "80,code=compute_80", "90a,code=sm_90a")]
 
-def test_every_stage_has_every_type_and_class_of_head_dims() -> None:
-    texts = sources.cuda_instances(sm90=True)
-    narrow = len(sources.NARROW_VALUES) * len(sources.ENTRY_POINTS) * len(sources.CUDA_TYPES["sm90"])
-    rows = [
-        sources.cuda_kinds(architecture, stage, dtype, head_dim)
-        for architecture, dtypes in sources.CUDA_TYPES.items()
-        for stage in sources.ENTRY_POINTS
-        for dtype in dtypes
-        for head_dim in sources.HEAD_DIMS
-    ]
-    assert len(texts) == sum(map(len, rows)) + narrow
-    assert all("" in row or "_general" in row for row in rows)
-    for architecture, dtypes in sources.CUDA_TYPES.items():
-        header = (ROOT / "csrc" / "cuda" / architecture / "kernels.h").read_text()
-        declared = sorted(re.findall(r"^(?:void|size_t) (\w+)\(", header, re.M))
-        for dtype in dtypes:
-            for head_dim in sources.HEAD_DIMS:
-                for suffix in sources.cuda_kinds(architecture, "forward", dtype, head_dim):
-                    left_to_sm80 = head_dim in sources.LEFT_TO_SM80.get(suffix, ())
-                    stages = ["forward"] if architecture == "sm90" and left_to_sm80 else [*sources.ENTRY_POINTS]
-                    names = [f"{architecture}_{stage}_{dtype}_{head_dim}{suffix}.cu" for stage in stages]
-                    defined = re.findall(
-                        rf"^template (?:void|size_t) flashattn_ext::{architecture}::(\w+)(<.*>)\(",
-                        "".join(texts[name] for name in names),
-                        re.M,
-                    )
-                    wanted = [
-                        (name, f"<{sources.CUDA_NAMES[dtype]}, {head_dim}, flashattn_ext::Kind::{kind}>")
-                        for name in declared
-                        if (stage := name.split("_")[0]) in stages
-                        for kind in sources.cuda_kinds(architecture, stage, dtype, head_dim)[suffix]
-                    ]
-                    assert sorted(defined) == sorted(wanted)
+# Prints every row as the C++ compiler reads it, and the rows that calls run.
+PROGRAM = r"""
+#include <cstdio>
+#include <string>
 
+#include "cuda/sm80/kernels.h"
+#include "cuda/sm90/kernels.h"
+#include "cuda/decode/tiles.h"
 
-def test_narrow_values_have_the_plain_kernels_of_hopper() -> None:
-    """Those that dispatch.cuh chooses, in both directions."""
-    dispatch = (ROOT / "csrc" / "cuda" / "common" / "dispatch.cuh").read_text()
-    chosen = re.findall(r"kKernels<T, (\d+), kKind, (\d+)>", dispatch)
-    assert [*sources.NARROW_VALUES.items()] == [(f"{qk}x{v}", (int(qk), int(v))) for qk, v in chosen]
-    texts = sources.cuda_instances(sm90=True)
-    for dtype in sources.CUDA_TYPES["sm90"]:
-        for name, (qk, v) in sources.NARROW_VALUES.items():
-            text = "".join(texts[f"sm90_{stage}_{dtype}_{name}.cu"] for stage in sources.ENTRY_POINTS)
-            defined = re.findall(r"^template (?:void|size_t) flashattn_ext::sm90::(\w+)(<.*>)\(", text, re.M)
-            arguments = f"<{sources.CUDA_NAMES[dtype]}, {qk}, flashattn_ext::Kind::kPlain, {v}>"
-            assert defined == [(function, arguments) for function in ("forward", "backward_bytes", "backward")]
+using namespace flashattn_ext;
 
+template <class Row>
+void print(const char* array, const Row& row) {
+  std::printf("row %s %u %d %d %d %d %d\n", array, row.types, row.head_dims.qk, row.head_dims.v, int(row.kind),
+              int(row.gpus), row.spill);
+}
 
-def test_decoding_has_every_type_and_class_of_head_dims() -> None:
-    """decode.cu names the classes of head dims that it calls, and kernels.h the functions."""
-    folder = ROOT / "csrc" / "cuda" / "decode"
-    called = re.findall(r"kernels<T, (\d+)>\(\)", (folder / "decode.cu").read_text())
-    assert tuple(map(int, called)) == sources.DECODE_HEAD_DIMS
-    header = (folder / "kernels.h").read_text()
-    declared = re.findall(r"^template <class T, int kHeadDim, bool kWide>\n\w+ (\w+)\(", header, re.M)
-    texts = sources.decode_instances()
-    assert len(texts) == len(sources.CUDA_NAMES) * len(called)
-    for name, text in texts.items():
-        functions = re.findall(r"^template [\w:]+ flashattn_ext::decode::(\w+)<", text, re.M)
-        assert sorted(functions) == sorted(declared if "_512" in name else 2 * declared)
+// The first row of the kernel that dispatch.cuh chooses.
+template <class Rows>
+std::string first(const char* array, const KernelCall& call, bool on_hopper) {
+  int i = -1;
+  for (const auto& row : Rows::kTable) {
+    ++i;
+    if (!serves(row, call) || (on_hopper && row.gpus == kOtherGpus)) continue;
+    if constexpr (std::is_same_v<Rows, sm80::ForwardRows>) {
+      if (call.wants_largest && row.head_dims.qk <= 256 && !sm80::tells_largest(row.kind)) continue;
+    }
+    return array + std::string(" ") + std::to_string(i);
+  }
+  return {};
+}
 
-
-def test_every_kind_is_compiled_once() -> None:
-    header = (ROOT / "csrc" / "cuda" / "common" / "kind.h").read_text()
-    known = re.findall(r"^  (k\w+),", header, re.M)
-    for rows in sources.CUDA_KINDS.values():
-        kinds = [kind for row in rows.values() for kind in row]
-        assert len(kinds) == len({*kinds}) and {*kinds} <= {*known}
+int main() {
+  for (const auto& row : kernel_table::kSm80Forward) print("kSm80Forward", row);
+  for (const auto& row : kernel_table::kSm80Backward) print("kSm80Backward", row);
+  for (const auto& row : kernel_table::kSm90Forward) print("kSm90Forward", row);
+  for (const auto& row : kernel_table::kSm90Backward) print("kSm90Backward", row);
+  for (const auto& row : kernel_table::kDecode)
+    std::printf("row kDecode %u %d %d %d\n", row.types, row.head_dim, row.tile.rows(), row.spill);
+  for (const auto& row : kernel_table::kFewRowsBackward)
+    std::printf("row kFewRowsBackward %u %d %d %d\n", row.types, row.head_dim, 16 * row.row_tiles, row.spill);
+  for (unsigned type : {1u, 2u, 4u}) {
+    for (int qk = 1; qk <= 512; ++qk) {
+      for (int v : {qk, 1, 128, 129, 512}) {
+        for (int kind = 0; kind < 6; ++kind) {
+          for (bool largest : {false, true}) {
+            const KernelCall call{type, qk, v, Kind(kind), largest};
+            std::string on_hopper = first<sm90::ForwardRows>("kSm90Forward", call, true);
+            if (on_hopper.empty()) on_hopper = first<sm80::ForwardRows>("kSm80Forward", call, true);
+            std::printf("run %s\nrun %s\n", first<sm80::ForwardRows>("kSm80Forward", call, false).c_str(), on_hopper.c_str());
+            if (largest) continue;
+            on_hopper = first<sm90::BackwardRows>("kSm90Backward", call, true);
+            if (on_hopper.empty()) on_hopper = first<sm80::BackwardRows>("kSm80Backward", call, true);
+            std::printf("run %s\nrun %s\n", first<sm80::BackwardRows>("kSm80Backward", call, false).c_str(), on_hopper.c_str());
+            std::printf("hopper %s\n", on_hopper.c_str());
+          }
+        }
+      }
+    }
+  }
+}
+"""
 
 
-@pytest.mark.parametrize(
-    "dtype,head_dim,kinds",
-    [("bf16", 384, ["kPlain"]), ("bf16", 512, ["kPlain", "kGeneral"])]
-    + [("fp32", d, ["kGeneral"]) for d in (384, 512)],
-)
-def test_head_dims_above_256_have_few_kinds(dtype: str, head_dim: int, kinds: list[str]) -> None:
-    """Those that Instance in csrc/cuda/sm80/kernels.h names; on Hopper plain ones of 16-bit types, and a forward with dropout."""
-    for stage in sources.ENTRY_POINTS:
-        assert [kind for row in sources.cuda_kinds("sm80", stage, dtype, head_dim).values() for kind in row] == kinds
-        if dtype in sources.CUDA_TYPES["sm90"]:
-            own = ("kPlain", "kDropout") if stage == "forward" else ("kPlain",)
-            assert sources.cuda_kinds("sm90", stage, dtype, head_dim) == {"": own}
+@functools.cache
+def compiled() -> list[str]:
+    """What the program above prints: each line once."""
+    folder = Path(subprocess.run(["mktemp", "-d"], capture_output=True, text=True, check=True).stdout.strip())
+    try:
+        (folder / "table.cpp").write_text(PROGRAM)
+        command = ["c++", "-std=c++17", f"-I{ROOT / 'csrc'}", str(folder / "table.cpp"), "-o", str(folder / "table")]
+        subprocess.run(command, check=True, capture_output=True)
+        printed = subprocess.run([folder / "table"], check=True, capture_output=True, text=True).stdout
+    finally:
+        shutil.rmtree(folder)
+    return [*dict.fromkeys(printed.splitlines())]
 
 
-@pytest.mark.parametrize("head_dim", [96, 144, 192])
-def test_rare_kinds_have_few_classes_of_head_dims(head_dim: int) -> None:
-    """Others run those of rare_class() in csrc/cuda/common/kind.h."""
-    assert [*sources.cuda_kinds("sm80", "forward", "fp16", head_dim)] == [""]
-    assert [*sources.cuda_kinds("sm90", "forward", "fp16", head_dim)] == ["", "_masks", "_scores"]
-    assert "_general" in sources.cuda_kinds("sm80", "backward", "fp16", 256)
+def array_of(row: sources.Row) -> str:
+    return next(name for name, its in sources.ARRAYS.items() if its == (row.architecture, row.stage))
+
+
+def test_python_reads_the_rows_that_the_compiler_reads() -> None:
+    bits, gpus = {"fp16": 1, "bf16": 2, "fp32": 4}, ["kHopper", "kOtherGpus", "kEveryGpu"]
+    expected = collections.Counter()
+    for row in ROWS:
+        about: list[object] = [array_of(row), sum(bits[dtype] for dtype in row.dtypes), row.head_dim]
+        if row.architecture == "decode":
+            about.append(row.packed_rows)
+        else:
+            about += [row.head_dim_v, sources.kinds().index(row.kind), gpus.index(row.gpus)]
+        about.append(-1 if row.spill is None else row.spill)
+        expected["row " + " ".join(map(str, about))] += 1
+    assert set(expected.values()) == {1}, "two rows for one kernel"
+    assert sorted(expected) == sorted(line for line in compiled() if line.startswith("row "))
+
+
+def test_every_call_has_a_kernel_and_every_kernel_has_calls() -> None:
+    runs = {line.removeprefix("run ") for line in compiled() if line.startswith("run ")}
+    assert "" not in runs
+    of_array = {
+        name: [row for row in ROWS if array_of(row) == name] for name in sources.ARRAYS if name[1:5] in ("Sm80", "Sm90")
+    }
+    assert runs == {f"{name} {i}" for name, rows in of_array.items() for i in range(len(rows))}
+
+
+def test_hopper_compiles_the_kernels_of_sm80_that_its_dispatch_picks() -> None:
+    """And no others: a row for every GPU is one that a call on Hopper runs."""
+    rows = [row for row in ROWS if array_of(row) == "kSm80Backward"]
+    picked = {int(line.split()[-1]) for line in compiled() if line.startswith("hopper kSm80Backward")}
+    assert picked == {i for i, row in enumerate(rows) if row.gpus == "kEveryGpu"}
+
+
+def test_gradients_of_one_class_have_one_layout() -> None:
+    """sm80::backward_tile() takes the first row of a class."""
+    for _, rows in itertools.groupby(
+        sorted((row for row in ROWS if array_of(row) == "kSm80Backward"), key=lambda row: (row.dtypes, row.head_dim)),
+        key=lambda row: (row.dtypes, row.head_dim),
+    ):
+        assert len({row.tiles for row in rows}) == 1
+
+
+def test_a_line_that_is_not_a_row_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = sources.TABLE.read_text().replace("    {k16Bit, 96,  kPlain,", "    {k16Bit, 96,  kPlain,  # ", 1)
+    (tmp_path / "kernel_table.h").write_text(text.replace("}},\n", "}}\n", 1))
+    monkeypatch.setattr(sources, "TABLE", tmp_path / "kernel_table.h")
+    with pytest.raises(ValueError, match="not a row of kSm80Forward"):
+        sources.table.__wrapped__()
+
+
+# Sources
+
+
+def test_every_row_is_instantiated_once() -> None:
+    texts = "".join(sources.cuda_instances(sm90=True).values())
+    defined = re.findall(r"^template (.*);$", texts, re.M)
+    assert len(defined) == len({*defined})
+    assert {*defined} == {function for row in ROWS for dtype in row.dtypes for function in row.functions(dtype)}
+    declared = {
+        folder: re.findall(r"^(?:void|size_t|int|TileSizes) (\w+)\(", (ROOT / "csrc/cuda" / header).read_text(), re.M)
+        for folder, header in (("sm80", "sm80/kernels.h"), ("sm90", "sm90/kernels.h"))
+    }
+    for folder, names in declared.items():
+        assert {*names} == {*re.findall(rf"^template \w+ flashattn_ext::{folder}::(\w+)<", texts, re.M)}
+
+
+def test_rows_of_a_source_are_for_the_same_gpus() -> None:
+    for rows in sources.rows_of_sources(sm90=True).values():
+        assert len({row.gpus for row, _ in rows}) == 1
+
+
+@pytest.mark.skipif(NVCC is None or shutil.which("nm") is None, reason="needs nvcc and nm")
+def test_dispatch_refers_to_every_kernel(tmp_path: Path) -> None:
+    """The functions that the compiled dispatch files need are those that the sources of the table define."""
+    used = set()
+    for name in ("sm80/dispatch.cu", "sm90/dispatch.cu", "decode/decode.cu", "decode/few_rows_backward.cu"):
+        target = "-gencode=arch=compute_80,code=sm_80"
+        command = [NVCC, "-std=c++17", "-DFLASHATTN_EXT_SM90", f"-I{ROOT / 'csrc'}", target]
+        subprocess.run([*command, "-c", str(ROOT / "csrc/cuda" / name), "-o", tmp_path / "a.o"], check=True)
+        symbols = subprocess.run(["nm", "-Cu", tmp_path / "a.o"], capture_output=True, text=True, check=True).stdout
+        used |= {*re.findall(r"flashattn_ext::\w+::\w+<.*>(?=\()", symbols)}
+    defined = set()
+    for function in re.findall(r"^template \S+ ([^(]*)\(", "".join(sources.cuda_instances(sm90=True).values()), re.M):
+        spelled = re.sub(
+            r"flashattn_ext::Kind::(\w+)",
+            lambda found: f"(flashattn_ext::Kind){sources.kinds().index(found[1])}",
+            function,
+        )
+        defined.add(spelled)
+    assert {function for function in used if "::combine<" not in function} == defined
 
 
 def test_without_hopper() -> None:
-    assert not [name for name in sources.cuda_instances(sm90=False) if "sm90" in name]
+    names = [*sources.cuda_instances(sm90=False)]
+    assert names and not [name for name in names if "sm90" in name]
 
 
 def test_sources_are_written_once(tmp_path: Path) -> None:
-    """A build compiles what is newer than its object."""
+    """A build compiles every source that is newer than its object."""
     found = sources.cuda_sources(tmp_path, sm90=True)
     times = {path: path.stat().st_mtime_ns for path in found}
     changed = tmp_path / "sm80_forward_fp16_64.cu"
     changed.write_text("")
     assert sources.cuda_sources(tmp_path, sm90=True) == found
     assert {path for path in found if path.stat().st_mtime_ns != times[path]} == {changed}
-    assert changed.read_text().startswith('#include "cuda/sm80/forward.cuh"')
+    assert '#include "cuda/sm80/forward.cuh"' in changed.read_text()
 
 
 def test_a_measurement_compiles_what_it_calls(tmp_path: Path) -> None:
-    """The functions of other instances are there, so that the library loads, and throw."""
-    found = sources.cuda_sources(tmp_path, sm90=True, only=["sm90_forward_bf16_128"])
-    assert [path.name for path in found if path.parent == tmp_path] == ["left_out.cu", "sm90_forward_bf16_128.cu"]
+    """Functions of the other instances exist, so that the library loads, but they throw."""
+    only = sources.plain_sources("sm90", "bf16", 128)
+    assert only == ["sm90_forward_bf16_128", "sm90_backward_bf16_128"]
+    found = sources.cuda_sources(tmp_path, sm90=True, only=only)
+    assert [path.stem for path in found if path.parent == tmp_path] == ["left_out", *sorted(only)]
     stubs = (tmp_path / "left_out.cu").read_text().count("template <>")
-    instances = sources.cuda_instances(sm90=True) | sources.decode_instances()
-    functions = sum(text.count("template ") for text in instances.values())
-    assert stubs == functions - len(sources.CUDA_KINDS["sm90"][""])
+    functions = sum(text.count("template ") for text in sources.cuda_instances(sm90=True).values())
+    assert stubs == functions - 6  # forward, backward and its workspace; plain and dropout
+    assert "sm90_forward_fp16_192x128" in sources.plain_sources("sm90", "fp16")
 
 
 def test_the_list_needs_no_package(tmp_path: Path) -> None:
     """tools/check_cuda_sources.sh runs it with any Python."""
-    command = [sys.executable, "-I", "-S", ROOT / "csrc" / "sources.py", tmp_path]
+    command = [sys.executable, "-I", "-S", ROOT / "csrc" / "sources.py", "write", tmp_path]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")
     assert {*map(Path, filter(None, lines))} == {*sources.cuda_sources(tmp_path, sm90=True)}
+
+
+def test_folders_include_each_other_in_one_direction() -> None:
+    """Of csrc/cuda; a cycle raises CycleError."""
+    cuda, graph = ROOT / "csrc" / "cuda", dict[Path, set[Path]]()
+    for path in cuda.rglob("*.*"):
+        for name in re.findall(r'^#include "(.+)"', path.read_text(), re.M):
+            included = (path.parent / name).resolve().parent
+            if included != path.parent and included.is_relative_to(cuda):
+                graph.setdefault(path.parent, set()).add(included)
+    assert cuda / "common" in graph[cuda / "decode"]
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+# Architectures
+
+
+@pytest.mark.parametrize(
+    ("source", "targets", "kept"),
+    [
+        ("sm90_forward_bf16_128", DEFAULT, DEFAULT[2:]),
+        ("sm80_forward_bf16_128", DEFAULT, DEFAULT[:2]),
+        ("sm80_forward_bf16_128", DEFAULT[2:], DEFAULT[2:]),  # a build for Hopper alone
+        ("sm80_forward_bf16_128", [DEFAULT[0], DEFAULT[2]], [DEFAULT[0], DEFAULT[2]]),  # no PTX that Hopper could run
+        ("sm80_forward_fp32_128", DEFAULT, DEFAULT),
+        ("sm80_backward_bf16_128_general", DEFAULT, DEFAULT),
+        ("decode_split_bf16_128", DEFAULT, DEFAULT),
+        ("combine", DEFAULT, DEFAULT),
+    ],
+)
+def test_a_source_is_compiled_for_the_gpus_that_run_it(source: str, targets: list[str], kept: list[str]) -> None:
+    command = ["nvcc", *targets, "-O3", "-c", f"somewhere/{source}.cu", "-o", "a.o"]
+    assert sources.nvcc_command(command) == ["nvcc", *kept, *command[1 + len(targets) :]]
+
+
+def test_the_dispatch_of_hopper_is_compiled_for_hopper() -> None:
+    command = ["nvcc", *DEFAULT, "-c", "csrc/cuda/sm90/dispatch.cu"]
+    assert sources.nvcc_command(command) == ["nvcc", DEFAULT[2], "-c", "csrc/cuda/sm90/dispatch.cu"]
+
+
+# Registers
+
+
+def spill_log(kernel: str, spills: int) -> str:
+    return (
+        f"ptxas info    : Compiling entry function '{kernel}' for 'sm_90a'\nptxas info    : Function properties for {kernel}\n"
+        f"    {spills} bytes stack frame, {spills} bytes spill stores, {spills} bytes spill loads\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kernel", "allowed"),
+    [
+        ("_ZN13flashattn_ext4sm9014forward_kernelI13__nv_bfloat16Li128ELNS_4KindE0ELi128EEEvNS_10AttnParamsE", 0),
+        ("_ZN13flashattn_ext4sm9014forward_kernelI13__nv_bfloat16Li128ELNS_4KindE1ELi128EEEvNS_10AttnParamsE", 8),
+        ("_ZN13flashattn_ext12other_kernelEv", 8),
+    ],
+)
+def test_kernels_spill_what_their_rows_allow(tmp_path: Path, kernel: str, allowed: int) -> None:
+    log = tmp_path / "sm90_forward_bf16_128.instances.log"
+    log.write_text(spill_log("_ZN13flashattn_ext1aEv", 0) + spill_log(kernel, allowed))
+    assert sources.check_spills([log]) == []
+    log.write_text(spill_log(kernel, allowed + 1) + spill_log("_ZN13flashattn_ext1aEv", 0))
+    assert sources.check_spills([log]) == [f"spills {allowed + 1} bytes, {allowed} allowed: {kernel}"]
+
+
+def test_rows_name_their_kernels() -> None:
+    """The limit of another row is not taken for one's own: names of a source's kernels match one row each."""
+    for rows in sources.rows_of_sources(sm90=True).values():
+        for row, dtype in rows:
+            arguments = {"fp16": "6__half", "bf16": "13__nv_bfloat16", "fp32": "f"}[dtype]
+            if row.kind:
+                kind = f"LNS_4KindE{sources.kinds().index(row.kind)}E"
+            else:
+                kind = f"Li{row.packed_rows // (1 if row.stage == 'split' else 16)}E"
+            values = f"Li{row.head_dim_v}E" if row.architecture == "sm90" else ""
+            name = f"kernelI{arguments}Li{row.head_dim}E{kind}{values}EE"
+            assert [its for its, one in rows if its.mangled(one).search(name)] == [row]
+
+
+def test_some_kernels_must_not_spill() -> None:
+    limits = {
+        (row.architecture, row.stage, row.head_dim, row.head_dim_v): row.spill for row in ROWS if row.kind == "kPlain"
+    }
+    for stage in ("forward", "backward"):
+        for head_dim in (64, 128):
+            assert limits["sm80", stage, head_dim, head_dim] == limits["sm90", stage, head_dim, head_dim] == 0
+        assert limits["sm90", stage, 192, 128] == 0
+
+
+# Documentation
+
+
+def test_the_page_shows_the_table() -> None:
+    written = (ROOT / "docs" / "cuda_kernels.md").read_text()
+    assert written == sources.page(), "run: python3 csrc/sources.py page > docs/cuda_kernels.md"

@@ -9,9 +9,9 @@ namespace {
 
 constexpr int kCopyThreads = 256, kThreadRows = 4;
 
-// Copies to dense [B or 1][H][rows][columns], zero beyond the head dim. A thread copies one vector of some rows, all of
-// which it loads before it stores. blockIdx.y, and what is a multiple of the grid's height further, is one head of one
-// batch entry. end: of what `from` may read.
+// Copies `from` to a contiguous [B or 1][H][rows][columns] tensor whose padding columns are zero. A thread copies one
+// vector of kThreadRows rows and loads all of them before the first store. blockIdx.y strides over the heads of all
+// batch entries. end: the end of the memory of `from`, beyond which nothing is read.
 template <class T>
 __global__ void __launch_bounds__(kCopyThreads)
     aligned_rows_kernel(const TensorView from, const TensorView to, int64_t rows, int64_t heads, int64_t all_heads,
@@ -41,7 +41,7 @@ int64_t padded_columns(int64_t columns, int64_t element_bytes) {
   return (columns + elements - 1) / elements * elements;
 }
 
-// Hands out aligned copies, one after the other in the workspace, for views that are not aligned.
+// Replaces views that are not aligned by aligned copies, which follow one another in the workspace.
 class Aligner {
  public:
   // copies: whether to make the copies, or only to count their bytes.

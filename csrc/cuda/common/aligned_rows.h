@@ -1,5 +1,5 @@
-// Inputs whose rows the kernels cannot read in whole 16-byte vectors: head dims that are no multiple of 8, views that
-// start anywhere.
+// Inputs whose rows the kernels cannot read in whole 16-byte vectors: head dims that are not a multiple of 8, and views
+// with an unaligned start or stride.
 #pragma once
 
 #include "../../params.h"
@@ -9,7 +9,7 @@ namespace flashattn_ext {
 // Whether rows of `columns` elements can be read in place.
 bool rows_are_aligned(const TensorView& t, int64_t columns, int64_t element_bytes);
 
-// The end of what a tensor of [batch][heads][rows][columns] occupies.
+// The end of the memory that a [batch][heads][rows][columns] tensor occupies.
 const void* end_of(const TensorView& t, int64_t batch, int64_t heads, int64_t rows, int64_t columns,
                    int64_t element_bytes);
 
@@ -18,8 +18,8 @@ const void* end_of(const TensorView& t, int64_t batch, int64_t heads, int64_t ro
 int64_t aligned_copy_bytes(const AttnParams& p);
 int64_t aligned_copy_bytes(const AttnGradParams& p);
 
-// Makes the copies, at the start of the workspace, and returns the call that reads them; its own workspace comes after
-// them.
+// Copies the inputs that are not aligned to the start of the workspace. Returns the call with views of these copies,
+// whose workspace begins after them.
 AttnParams align_inputs(const AttnParams& p);
 AttnGradParams align_inputs(const AttnGradParams& p);
 

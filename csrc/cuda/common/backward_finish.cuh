@@ -8,8 +8,9 @@
 
 namespace flashattn_ext {
 
-// Layout: the order of the sums in the workspace, which is that of the main stage's accumulators (backward.cuh of
-// either architecture). A thread block takes kQueries rows, which are kQueries / kTileRows tiles of dq.
+// Layout: the order of the sums in the workspace, which is the fragment order of the main stage's accumulators
+// (backward.cuh of either architecture). A thread block converts kQueries rows, which are kQueries / kTileRows tiles of
+// dq.
 template <class Layout>
 __global__ void __launch_bounds__(Layout::kThreads)
     dq_finish_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardWorkspace workspace,

@@ -1,7 +1,7 @@
 // First stage of the backward: delta = <dout, out> - dlse of every row (Dao 2023, "FlashAttention-2", Algorithm 2, line
-// 4), and lse in units of log2. With dropout delta is divided by the scale of weights that are kept. Then the main
-// stage scales no weight, and the scale is multiplied to its sums at their end. The same launch zeroes what the main
-// stage adds to.
+// 4), and lse in units of log2. With dropout, delta is divided by the scale of the kept weights: the main stage then
+// scales no weight, and multiplies its sums by the scale once, at the end. The same launch zeroes the buffers that the
+// main stage adds to.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,8 @@ namespace flashattn_ext {
 
 constexpr int kPrepareThreads = 256;
 
-// How many neighbouring lanes share a row: enough for one vector each, or half of them where more than a quarter of the
-// lanes would have none.
+// How many neighbouring lanes read a row together: enough for one vector each, or half as many where more than a
+// quarter of the lanes would be idle.
 template <class T>
 int prepare_lanes(int64_t columns) {
   const int64_t vectors = (columns * static_cast<int64_t>(sizeof(T)) + kVectorBytes - 1) / kVectorBytes;

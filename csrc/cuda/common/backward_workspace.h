@@ -1,4 +1,5 @@
-// What the stages of one backward call share: its pieces of the workspace, which is global memory, and factors.
+// Data that the stages (prepare, main, finish) of one backward call share: buffers in the workspace, which is global
+// memory, and scalar factors.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,12 +13,12 @@
 
 namespace flashattn_ext {
 
-// Arrays with a value for each row are [Hq][all rows of the call]. A tile of dq never holds rows of two sequences, so
-// that packed sequences may have one partial tile each.
+// Per-row arrays are [Hq][rows of the call]. A tile of dq never holds rows of two sequences, so each packed sequence
+// may end in a partial tile.
 struct BackwardWorkspace {
   using Score = PlainScore<float, false>;
 
-  float *delta, *lse;    // delta / keep_scale; lse in units of log2, +inf for rows that see nothing
+  float *delta, *lse;    // delta / keep_scale; lse in units of log2, +inf for fully masked rows
   float* dq;             // [Hq][tiles][tile_floats], in the order of the main stage's accumulators
   int* dq_added;         // deterministic calls: [Hq][tiles][dq_parts], how many key tiles have added to a part of dq
   int* key_tiles_taken;  // by thread blocks, beyond the first of each
@@ -25,11 +26,11 @@ struct BackwardWorkspace {
   float keep_scale;      // of the weights that dropout keeps
   float gradient_scale;  // of the sums for dq and dk
   int64_t rows, tile_rows, tile_floats, tiles, dq_parts;
-  int64_t zeroed_bytes;  // from dq on, that the main stage adds to
+  int64_t zeroed_bytes;  // from dq on: the buffers that the main stage adds to
   int64_t bytes;
 
-  // The main stage chooses the tiles of dq: tile_rows rows, tile_floats floats, in dq_parts parts that are added each
-  // on its own.
+  // The main stage chooses the tiles of dq: tile_rows rows and tile_floats floats, in dq_parts parts that are summed
+  // independently.
   BackwardWorkspace(const AttnGradParams& p, int64_t tile_rows, int64_t tile_floats, int64_t dq_parts)
       : score(Score::of(p)), tile_rows(tile_rows), tile_floats(tile_floats), dq_parts(dq_parts) {
     keep_scale = 1 / static_cast<float>(keep_probability(p.dropout_threshold));
@@ -54,24 +55,25 @@ struct BackwardWorkspace {
   __host__ __device__ int64_t dense_tiles(const AttnParams& p) const {
     return (p.seqlen_q + tile_rows - 1) / tile_rows;
   }
-  // The first tile of dq of a sequence, within those of a head.
+  // The first dq tile of a sequence, counted within a head.
   __device__ int64_t first_tile(const AttnParams& p, int64_t b, const Sequence& queries) const {
     return p.is_varlen() ? queries.start / tile_rows + b : b * dense_tiles(p);
   }
 };
 
-// What calls with softcap or biases have besides.
+// The additional buffers of calls with softcap or biases.
 struct GeneralWorkspace : BackwardWorkspace {
   static constexpr int kSums = 3;  // BiasSums: of slopes, and of both ends of the relative bias
 
   GeneralScore score;
-  // [Hq][key_tiles][parts][kSums], from every warp that computes scores of a key tile; nullptr where there are none.
+  // [Hq][key_tiles][parts][kSums]: the BiasSums of every warp that computes scores of a key tile; nullptr without
+  // gradients of slopes and of a relative bias.
   float* sums = nullptr;
   ExactSum* relative_sums = nullptr;   // deterministic calls: of every entry of the relative bias, [Hq][2L + 1]
-  int key_tile_rows, dense_key_tiles;  // of a tile; of a sequence of a dense call
+  int key_tile_rows, dense_key_tiles;  // keys of a tile; key tiles of a sequence of a dense call
   int64_t key_tiles;
   int parts;
-  bool dbias_is_sum, dbias_of_keys;  // several scores have an element of the bias in common; all rows have
+  bool dbias_is_sum, dbias_of_keys;  // several scores share an element of the bias; all rows share it
 
   // keys: of a key tile; parts: warps that compute its scores.
   GeneralWorkspace(const AttnGradParams& p, const BackwardWorkspace& base, int keys, int parts)
@@ -89,9 +91,9 @@ struct GeneralWorkspace : BackwardWorkspace {
     relative_sums = static_cast<ExactSum*>(take_zeroed(p, entries * static_cast<int64_t>(sizeof(ExactSum))));
   }
 
-  // The first key tile of a sequence, within those of a head.
+  // The first key tile of a sequence, counted within a head.
   __device__ int64_t first_key_tile(const AttnParams& p, int64_t b, const Sequence& keys) const {
-    // A division of 64 bits would be a function call, and products of Hopper do not run across one.
+    // A 64-bit division would be a function call, across which ptxas serialises wgmma.
     return p.is_varlen() ? static_cast<int>(keys.start) / key_tile_rows + b : b * dense_key_tiles;
   }
 

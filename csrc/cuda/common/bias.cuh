@@ -1,10 +1,11 @@
-// Biases in accumulator tiles: what is added to the scores that a lane holds, in units of log2 (../../bias.h has the
+// Biases in accumulator tiles: the terms added to the scores that a lane holds, in units of log2 (../../bias.h has the
 // definition).
 #pragma once
 
 #include <type_traits>
 
 #include "distance_bias.cuh"
+#include "elements.cuh"
 
 namespace flashattn_ext {
 
@@ -15,8 +16,8 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
   using Distances = DistanceBias<kTransposed, kRowTiles, kColumnTiles>;
   using Distances::head, Distances::place;
   static constexpr bool kHasElements = true;
-  // A lane's part of a tile of a bias of 16 bits, in pairs of neighbouring keys: rows g and g + 8 of each row tile. It
-  // is read before the product of the scores is waited for.
+  // A lane's prefetched elements of a 16-bit bias tile, in pairs of neighbouring keys: rows g and g + 8 of each row
+  // tile. They are loaded before the wait for the product of the scores.
   using Ahead = uint32_t[kRowTiles][2][kColumnTiles];
 
   bool has_bias;             // of any shape
@@ -33,8 +34,8 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
     keys_left = mask.seqlen_k - place.key;
   }
 
-  // Adds to the logits of column tiles n0 to n0 + kCount, which are in units of log2. Branches that all lanes take
-  // alike decide what there is to add. ahead: what load_ahead has read, if it was called.
+  // Adds the biases to the logits, in units of log2, of column tiles [n0, n0 + kCount). All branches are warp-uniform.
+  // ahead: the elements that load_ahead has read.
   template <int kCount>
   __device__ __forceinline__ void add_columns(float (&logits)[kRowTiles][kCount][4], int n0) const {
     Distances::add_columns(logits, n0);
@@ -42,11 +43,12 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
   }
   __device__ __forceinline__ void add(float (&logits)[kRowTiles][kColumnTiles][4], Ahead& ahead) const {
     const float scale = Distances::add(logits, 1.f);
-    if (scale != 1) each<kColumnTiles>([&](int i, int n, int e) { logits[i][n][e] *= scale; });
+    if (scale != 1) each_element<kRowTiles, kColumnTiles>([&](int i, int n, int e) { logits[i][n][e] *= scale; });
     if (has_bias) wide ? add_elements<float>(logits, 0) : add_ahead(logits, ahead);
   }
 
-  // Reads a bias of 16 bits: 16 bytes at a time where it allows that, which lanes exchange when they use them.
+  // Prefetches a 16-bit bias, with 16-byte loads where its alignment allows them; add_ahead then exchanges their words
+  // between lanes.
   __device__ __forceinline__ void load_ahead(Ahead& ahead) const {
     static_assert(!kTransposed && kColumnTiles % 4 == 0);
     if (!has_bias || wide) return;
@@ -78,17 +80,6 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
   }
 
  private:
-  template <int kCount, class Body>
-  static __device__ __forceinline__ void each(const Body& body) {
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int n = 0; n < kCount; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) body(i, n, e);
-      }
-    }
-  }
   static __device__ __forceinline__ void add_log(float& logit, float bias) {
     logit = add_bias(logit, bias * kLog2E<float>);
   }
@@ -96,12 +87,12 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
   __device__ __forceinline__ const Element* element(int rows, int keys) const {
     return static_cast<const Element*>(head.bias) + (place.row + rows) * head.row_stride + place.key + keys;
   }
-  // Whether a quad's rows can be read in vectors, 64 bytes for four column tiles.
+  // Whether a quad of lanes can read its rows in 16-byte vectors: 64 bytes for four column tiles.
   __device__ __forceinline__ bool in_vectors() const {
     return whole && reinterpret_cast<uintptr_t>(head.bias) % 16 == 0 && head.row_stride % 8 == 0;
   }
 
-  // Element: of the bias. What is outside the sequence is not read.
+  // Element: of the bias. Elements outside the sequence are not read.
   template <class Element, int kCount>
   __device__ __forceinline__ void add_elements(float (&logits)[kRowTiles][kCount][4], int n0) const {
     constexpr int kTogether = kCount < 4 ? kCount : 4;  // column tiles that are read before the first is used
@@ -115,8 +106,8 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
         const bool exists = whole || (rows < rows_left && keys < keys_left);
         bias[i][n][e] = exists ? widen(first[rows * head.row_stride + keys]) : 0.f;
       };
-      each<kTogether>(read);
-      each<kTogether>([&](int i, int n, int e) { add_log(logits[i][group + n][e], bias[i][n][e]); });
+      each_element<kRowTiles, kTogether>(read);
+      each_element<kRowTiles, kTogether>([&](int i, int n, int e) { add_log(logits[i][group + n][e], bias[i][n][e]); });
     }
   }
 
@@ -140,7 +131,7 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
       }
     }
   }
-  // A bias that is not wide has 16 bits. With fp32 inputs there is none.
+  // The type of a bias that is not `wide`, which has 16 bits. With fp32 inputs every bias is fp32.
   using Narrow = std::conditional_t<sizeof(T) == 2, T, __nv_bfloat16>;
 };
 

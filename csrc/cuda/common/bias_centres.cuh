@@ -1,5 +1,6 @@
 // The centres of a forward's rows, for the gradients of biases (../../bias.h): sums of weights times distances, and of
-// weights in both ends of the relative bias. They are found as the sum of a row's weights is, and divided by it.
+// weights in both ends of the relative bias. They are accumulated like the sum of a row's weights, and divided by it at
+// the end.
 #pragma once
 
 #include "distance_bias.cuh"
@@ -7,22 +8,21 @@
 
 namespace flashattn_ext {
 
-// The sums for rows g and g + 8 of a 16-row tile, of which lane t of four has that of centre t.
+// The sums for rows g and g + 8 of a 16-row tile, of which lane t of a quad holds the sum of centre t.
 struct CentreSums {
   float sums[2];
 
   __device__ __forceinline__ void start() { sums[0] = sums[1] = 0; }
 
-  // Adds a key tile. bias: of the warp's tile, of whose row tiles this is number i; weights: relative to the running
-  // maximum and before dropout, and their sums in this lane; shrink: what is to be multiplied to what was summed up
-  // before.
+  // Adds a key tile. bias: of the warp's tile, whose row tile i is added; weights: relative to the running maximum,
+  // before dropout; weight_sums: their sums over this lane's elements; shrink: the factors for the earlier sums.
   template <int kRowTiles, int N>
   __device__ __forceinline__ void add(const DistanceBias<false, kRowTiles, N>& bias, int i,
                                       const float (&weights)[N][4], const float (&weight_sums)[2],
                                       const float (&shrink)[2]) {
     const float first = static_cast<float>(bias.place.distance), reach = static_cast<float>(bias.reach);
     auto distance_on = [&](int n, int e) { return static_cast<float>(bias.place.distance_on(i, n, e)); };
-    float own[2][4] = {};  // this lane's part of all sums
+    float own[2][4] = {};  // this lane's partial sums
     static_assert(kCentres <= 4);
     // Adds term(column tile, element, weight) of all weights of each row.
     auto add_to = [&](Centre which, const auto& term) {
@@ -43,7 +43,7 @@ struct CentreSums {
       add_to(kDistance, [&](int n, int e, float weight) { return weight * fabsf(first + distance_on(n, e)); });
     }
     if (bias.range == Reached::kSome && !bias.is_inside()) {
-      // A score counts for one end, also when the reach is 0.
+      // A score counts for one end only, even if the reach is 0.
       add_to(kBelow, [&](int n, int e, float weight) { return first + distance_on(n, e) <= -reach ? weight : 0.f; });
       add_to(kAbove, [&](int n, int e, float weight) {
         const float distance = first + distance_on(n, e);
@@ -58,15 +58,15 @@ struct CentreSums {
     }
   }
 
-  // Writes the centres of row r (g for 0, g + 8 for 1). total: of the row's weights, 0 when it has seen nothing; to:
-  // where they are in memory; exists: whether there is such a row.
+  // Writes the centres of row r (g for 0, g + 8 for 1). total: the sum of the row's weights, 0 if it is fully masked;
+  // to: the row's centres in memory; exists: whether the row is within the sequence.
   __device__ __forceinline__ void write(float* to, int r, float total, bool exists) const {
     const int t = threadIdx.x % 4;
     ptx::store_if(exists && t < kCentres, to + t, total == 0 ? 0.f : sums[r] / total);
   }
 };
 
-// Stands for them in kernels that have no such biases, or fp32, whose delta is exact enough.
+// Stands in for CentreSums in kernels without such biases, and in fp32 kernels, whose delta is exact enough.
 struct NoCentreSums {
   __device__ __forceinline__ void start() {}
 };

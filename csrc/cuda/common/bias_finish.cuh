@@ -1,6 +1,6 @@
 // Last stage of the backward of calls with biases: gradients of slopes and of both ends of the relative bias, from the
-// sums that warps have written (bias_gradient.cuh) and the centres of rows (../../bias.h), in a fixed order; in
-// deterministic calls those of all its entries.
+// sums that warps have written (bias_gradient.cuh) and the centres of rows (../../bias.h), in a fixed order. In
+// deterministic calls it also forms the gradients of all entries of the relative bias.
 #pragma once
 
 #include "backward_workspace.h"
@@ -12,8 +12,8 @@ namespace flashattn_ext {
 
 constexpr int kBiasFinishThreads = 256;
 
-// This thread's part of the sum over rows [begin, end) of a head, in the order of the workspace, of a centre times what
-// the gradients of the row's logits add up to.
+// This thread's partial sum over rows [begin, end) of a head, in the order of the workspace: a centre of the row times
+// the sum of the gradients of the row's logits.
 static __device__ __forceinline__ double sum_of_centres(const AttnGradParams& p, const GeneralWorkspace& workspace,
                                                         int h, int which, int64_t begin, int64_t end) {
   if (!p.centres.data || !(p.has_sink || p.dlse.data)) return 0;
@@ -32,8 +32,8 @@ static __device__ __forceinline__ double sum_of_centres(const AttnGradParams& p,
   return sum;
 }
 
-// Adds up what warps have written. A thread block takes a head, and of slopes that belong to batch entries one entry.
-// Workspace: GeneralWorkspace; a template, so that sources without such calls do not compile it.
+// Adds up the sums that warps have written. A thread block handles one head and, where slopes differ between batch
+// entries, one entry. Workspace: GeneralWorkspace; a template, so that sources without such calls do not compile it.
 template <class Workspace>
 __global__ void __launch_bounds__(kBiasFinishThreads)
     bias_finish_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ Workspace workspace,
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kBiasFinishThreads)
       first_row = p.is_varlen() ? queries.start : entry * p.seqlen_q;
       last_row = first_row + queries.length;
     } else if (which > 0 && entry > 0) {
-      return;  // the relative bias belongs to all entries, which the first thread block of the head adds up
+      return;  // all entries share the relative bias; the first thread block of the head adds them up
     }
     double sum = 0;
     for (int64_t i = begin * workspace.parts + threadIdx.x; i < end * workspace.parts; i += kBiasFinishThreads) {
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kBiasFinishThreads)
       __syncthreads();
       if (threadIdx.x < half) part[threadIdx.x] += part[threadIdx.x + half];
     }
-    if (threadIdx.x == 0) {  // which wrote part[0]: no other thread may read it here
+    if (threadIdx.x == 0) {  // thread 0 has written part[0]; other threads may not read it without a barrier
       const float total = static_cast<float>(part[0]);
       if (which == 0 && p.dalibi_slopes) {
         static_cast<float*>(p.dalibi_slopes)[entry * p.alibi_batch_stride + h] = -total;
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kBiasFinishThreads)
   }
 }
 
-// Deterministic calls: adds the exact sums to the gradient of the relative bias, one entry in a thread.
+// Deterministic calls: adds the exact sums to the gradient of the relative bias, one entry per thread.
 template <class Workspace>
 __global__ void __launch_bounds__(kBiasFinishThreads)
     relative_finish_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ Workspace workspace,

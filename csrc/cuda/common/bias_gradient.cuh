@@ -1,10 +1,9 @@
 // The gradients of biases, from the gradients of the logits that a lane holds in the backward (../../bias.h has the
 // definition). Scores are transposed: rows of accumulators are keys.
 //
-// Sums over the scores of a head that a thread block meets on its walk stay in registers (BiasSums); warps write theirs
-// to the workspace, and bias_finish.cuh adds them up in a fixed order. Sums over diagonals are formed in registers
-// and between lanes, and added to the gradient of the relative bias in memory; deterministic calls add them to exact
-// sums in the workspace.
+// A warp keeps its sums over the scores of one head in registers (BiasSums) and writes them to the workspace;
+// bias_finish.cuh adds them up in a fixed order. Sums over diagonals are formed in registers and with shuffles, and
+// added to the gradient of the relative bias in memory; deterministic calls add them to exact sums in the workspace.
 #pragma once
 
 #include "backward_workspace.h"
@@ -13,22 +12,22 @@
 
 namespace flashattn_ext {
 
-// One lane's sums over the tiles of a head, of gradients that lack the factor of weights that dropout keeps.
-// kHasElements: of a bias of any shape too.
+// One lane's sums of gradients over the tiles of a head, without the scale of the weights that dropout keeps.
+// kHasElements: there may be a bias of any shape too.
 template <int kKeyTiles, bool kHasElements>
 struct BiasSums {
   float slope = 0;  // of gradient * (|distance| - centre)
   float below = 0;  // of gradient * (1 - centre) in tiles that are wholly clamped to the lowest entry of the relative
   float above = 0;  // bias, or to the highest, and of gradient * -centre in the others
-  float keys[kKeyTiles][2] = {};  // of a bias that all rows have in common: of each of the lane's keys
+  float keys[kKeyTiles][2] = {};  // of a bias that all rows share: for each of the lane's keys
 };
 
-// Which gradients of a relative bias a kernel forms. On Hopper the code for them costs registers, and without enough of
-// those ptxas serialises all products.
+// How a kernel sums up the gradient of a relative bias. On Hopper the code for exact sums costs registers, and under
+// that register pressure ptxas serialises all wgmma.
 enum class RelativeGradient { kInAnyOrder, kInAnyOrderOrExact };
 
-// The gradients of the biases of one head and one tile of a warp. Bias: TileBias or DistanceBias. Centres: has the
-// centres of rows (../../bias.h), `pair(centre, n)` those of the lane's two rows of query tile n.
+// The gradients of the biases of one head and one tile of a warp. Bias: TileBias or DistanceBias. Centres: the centres
+// of rows (../../bias.h); pair(centre, n) returns a centre of the lane's two rows of query tile n.
 template <class Bias, class T, int kKeyTiles, int kQueryTiles, RelativeGradient kRelative, class Centres>
 struct TileBiasGradient {
   using Sums = BiasSums<kKeyTiles, Bias::kHasElements>;
@@ -39,13 +38,13 @@ struct TileBiasGradient {
   const GeneralWorkspace& workspace;
   const Centres centres;
   const int b, h;
-  const bool counts;  // whether these scores are to be summed up: no other thread block does
+  const bool counts;  // whether to sum up these scores: one of the thread blocks that compute them does
   Sums& sums;
-  // Sums over diagonals. Scores of a lane whose band, (key - query) / 8 as far as tiles tell, is the same are on one
-  // diagonal. Bands end in descending order, while n ascends: open[k] is that of band k - n.
+  // Sums over diagonals. Scores of a lane with the same band (number of the 8-key tile minus number of the 8-query
+  // tile) are on one diagonal. Bands end in descending order while n ascends: open[k] is the sum of band k - n.
   float open[kBands][2] = {}, last[2] = {};  // for even and odd queries; last: of the band that ended last
 
-  // gradient(i, e): of the logits of query tile n; called for every n, in ascending order.
+  // Adds query tile n; called for every n, in ascending order. gradient(i, e): the gradients of the tile's logits.
   template <class Gradient>
   __device__ __forceinline__ void add(const Gradient& gradient, int n) {
     if (!counts) return;
@@ -81,8 +80,8 @@ struct TileBiasGradient {
     }
   }
 
-  // The same for all query tiles at once, where nothing but slopes and a relative bias can have a gradient: nothing is
-  // kept from one query tile to the next, and four bands at a time are added to memory.
+  // The same for all query tiles at once, where only slopes and a relative bias can have gradients: no state is kept
+  // from one query tile to the next, and four bands at a time are added to memory.
   __device__ __forceinline__ void add_all(const float (&gradients)[kKeyTiles][kQueryTiles][4]) const {
     static_assert(!Bias::kHasElements && kRelative != RelativeGradient::kInAnyOrderOrExact);
     if (p.dalibi_slopes) {
@@ -117,15 +116,15 @@ struct TileBiasGradient {
   }
 
  private:
-  // What belongs to the row of element e, given what even and odd rows have.
+  // The value of element e's row, from the values of the even and the odd row.
   static __device__ __forceinline__ float of_row(float2 pair, int e) { return e % 2 ? pair.y : pair.x; }
-  // What gradients are multiplied by for an end of the relative bias; is_whole: whether the whole tile is in that end.
+  // The factors of gradients for one end of the relative bias. is_whole: whether the whole tile is clamped to that end.
   static __device__ __forceinline__ float2 of_end(bool is_whole, float2 centre) {
     const float own = is_whole ? 1.f : 0.f;
     return {own - centre.x, own - centre.y};
   }
 
-  // Over all scores, in four sums that do not wait for each other.
+  // The sum of term(i, n, e) over all scores, in four independent partial sums.
   template <class Term>
   static __device__ __forceinline__ float sum_of(const Term& term) {
     float part[4] = {};
@@ -159,7 +158,7 @@ struct TileBiasGradient {
     return part[0] + part[1];
   }
 
-  // The sum of a lane's scores of one band, of even or of odd queries.
+  // The sum of a lane's gradients in one band, of even or of odd queries.
   static __device__ __forceinline__ float in_band(const float (&gradients)[kKeyTiles][kQueryTiles][4], int band,
                                                   int odd) {
     float sum = 0;
@@ -169,8 +168,8 @@ struct TileBiasGradient {
     }
     return sum;
   }
-  // Adds the sums over the diagonals of four bands, from `first` down: as end_band, but that each of the four lanes of
-  // a row gets another band's sum, so that a warp adds 32 neighbouring numbers.
+  // Adds the sums over the diagonals of four bands, from `first` down, as end_band does. Each of the four lanes of a
+  // row gets the sum of another band, so that a warp adds 32 contiguous numbers.
   template <int kTogether>
   __device__ __forceinline__ void add_bands(const float (&gradients)[kKeyTiles][kQueryTiles][4], int first) const {
     static_assert(kTogether == 4);
@@ -201,8 +200,9 @@ struct TileBiasGradient {
     }
   }
 
-  // Adds the sums over eight diagonals. Within an 8x8 tile (g, query) is on diagonal g - query. A negative one, plus 8,
-  // is a diagonal of the band before: so that band's sums are taken from lanes with g < query, which ended before.
+  // Adds the sums over eight diagonals. Element (g, query) of an 8x8 tile is on diagonal g - query. A negative diagonal
+  // d of a band is diagonal d + 8 of the band below it, so lanes with g < query contribute their sums of the band that
+  // ended before (`last`).
   __device__ __forceinline__ void end_band(int band, const float (&ended)[2]) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     float sum = 0;
@@ -219,7 +219,7 @@ struct TileBiasGradient {
     const int64_t at = h * (2 * bias.head.reach + 1) + bias.head.reach + entry;
     bool adds = t == 0 && sum != 0;
     if (kRelative == RelativeGradient::kInAnyOrderOrExact && workspace.relative_sums) {
-      // What is not finite has the same sum in every order.
+      // A sum that is not finite is the same in every order.
       const bool exactly = adds && fabsf(sum) < infinity();
       workspace.relative_sums[at].add_if(exactly, sum);
       adds = adds && !exactly;
@@ -244,7 +244,7 @@ struct TileBiasGradient {
       });
     }
   }
-  // body(exists, to, x) is called for every element; exists: it is within the sequence.
+  // body(exists, to, x) is called for every element; exists: whether it is within the sequence.
   template <class Element, class Gradient, class Body>
   __device__ __forceinline__ void each_element(const Gradient& gradient, int n, const Body& body) const {
     Element* const first = static_cast<Element*>(p.dbias.data) + b * p.dbias.batch_stride + h * p.dbias.head_stride +
@@ -257,9 +257,9 @@ struct TileBiasGradient {
   }
 };
 
-// Writes a warp's sums of a head to the workspace, or adds them to the gradient, and begins new ones. tile: number of
-// the key tile among those of a head; part: of the warp among those that compute scores of the tile; key: the lane's
-// first one, of length_k.
+// Writes a warp's sums of a head to the workspace, adds the sums of a bias that all rows share to its gradient, and
+// resets `sums`. tile: the key tile within the head; part: the warp within those that compute scores of the tile; key:
+// the lane's first key, of length_k.
 template <int kKeyTiles, bool kHasElements>
 __device__ __forceinline__ void end_head(BiasSums<kKeyTiles, kHasElements>& sums, const AttnGradParams& p,
                                          const GeneralWorkspace& workspace, int b, int h, int64_t tile, int part,

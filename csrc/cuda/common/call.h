@@ -1,4 +1,4 @@
-// Sizes of a call that dense and packed calls answer differently.
+// Sizes that dense and packed calls define differently.
 #pragma once
 
 #include "../../params.h"

@@ -1,4 +1,4 @@
-// What the current device is and has.
+// Properties of the current device.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,7 +17,7 @@ inline int current_device() {
   return device;
 }
 
-// An attribute of the current device, asked for once: the driver takes half a microsecond for each.
+// An attribute of the current device, cached: a query of the driver takes half a microsecond.
 template <cudaDeviceAttr kAttribute>
 int device_attribute() {
   constexpr int kDevices = 64;
@@ -47,18 +47,6 @@ inline std::string wrong_device(const std::string& needed, const std::string& in
   const int capability = compute_capability();
   return "needs a GPU of compute capability " + needed + ", found " + std::to_string(capability / 10) + "." +
          std::to_string(capability % 10) + "; " + instead;
-}
-
-// Empty when the CUDA kernels take tensors of this type and, on the current device, of these head dims. wide_shared:
-// bytes of shared memory that the kernels of fp32 need for head dims above 384.
-inline std::string wrong_tensors(const AttnParams& p, int wide_shared) {
-  if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
-  const bool wide = p.dtype == DType::kFloat32 && std::max(p.head_dim, p.head_dim_v) > 384;
-  if (!wide || most_shared_memory() >= wide_shared) return "";
-  auto kilobytes = [](int bytes) { return std::to_string(bytes / 1024) + " KB"; };
-  return "head dims above 384 of float32 need a GPU that gives a thread block " + kilobytes(wide_shared) +
-         " of shared memory (A100, H100 and newer data centre GPUs), found " + kilobytes(most_shared_memory()) +
-         "; use float16 or bfloat16, or the CPU backend";
 }
 
 }  // namespace flashattn_ext

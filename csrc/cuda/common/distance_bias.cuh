@@ -1,17 +1,18 @@
-// Biases that depend on the distance of a score alone, ALiBi and a relative bias, in accumulator tiles: what is added
+// Biases that depend on the distance of a score alone, ALiBi and a relative bias, in accumulator tiles: the terms added
 // to the scores that a lane holds, in units of log2 (../../bias.h has the definition).
 #pragma once
 
 #include "../../bias.h"
+#include "elements.cuh"
 #include "rows.cuh"
 #include "tensor_core.cuh"
 #include "warp.cuh"
 
 namespace flashattn_ext {
 
-// Where the scores are that a lane holds of a warp's tile. Rows of accumulators are queries in the forward, and keys in
-// the backward, whose scores are transposed. Element e of row tile i and column tile n is at first + an offset that the
-// compiler knows.
+// The position of a lane's scores in a warp's tile. Rows of accumulators are queries in the forward, and keys in the
+// backward, whose scores are transposed. Element e of row tile i and column tile n is at a compile-time offset from the
+// lane's first score.
 template <bool kTransposed>
 struct Place {
   int row, key;       // query and key of the lane's first score
@@ -38,7 +39,7 @@ struct Place {
   }
 };
 
-// How the distances of a tile meet the reach of a relative bias.
+// How the distances of a tile compare with the reach of a relative bias.
 enum class Reached { kNone, kBelow, kAbove, kSome };  // kNone: there is no relative bias
 
 // rows, keys: extent of the tile. kBelow, kAbove: all distances are clamped, to the same end.
@@ -48,7 +49,7 @@ __device__ __forceinline__ Reached reached(bool exists, int reach, int tile_dist
   return tile_distance - (rows - 1) >= reach ? Reached::kAbove : Reached::kSome;
 }
 
-// A logit plus a bias. One of -inf hides the score, also when that is not a number.
+// A logit plus a bias. A bias of -inf masks the score, even if the score is NaN.
 __device__ __forceinline__ float add_bias(float logit, float bias) {
   return bias == -infinity() ? -infinity() : logit + bias;
 }
@@ -57,14 +58,14 @@ __device__ __forceinline__ float add_bias(float logit, float bias) {
 // tiles of accumulators.
 template <bool kTransposed, int kRowTiles, int kColumnTiles>
 struct DistanceBias {
-  static constexpr bool kHasElements = false;  // there is no bias of any shape besides
+  static constexpr bool kHasElements = false;  // there is no bias of any shape
   static constexpr int kRows = kTransposed ? 8 * kColumnTiles : 16 * kRowTiles;
   static constexpr int kKeys = kTransposed ? 16 * kRowTiles : 8 * kColumnTiles;
 
   Place<kTransposed> place;
   HeadBias<float> head;
   bool has_slopes;
-  int reach;  // of the relative bias; one beyond all sequences is as good as any
+  int reach;  // of the relative bias, limited to 2^30, which no distance reaches
   Reached range;
   float end;  // the relative bias of the whole tile where it is clamped, in units of log2
 
@@ -82,8 +83,8 @@ struct DistanceBias {
     head.slope *= kLog2E<float>;
   }
 
-  // The range, so that the compiler knows that all lanes take the same branches: lanes that may not be there cannot
-  // exchange sums without function calls, across which products of Hopper do not run.
+  // The range as a warp-uniform value. Shuffles in branches that may diverge compile to function calls, across which
+  // ptxas serialises wgmma.
   __device__ __forceinline__ Reached uniform_range() const {
     return static_cast<Reached>(uniform(static_cast<int>(range)));
   }
@@ -102,31 +103,32 @@ struct DistanceBias {
   // The entry of the relative bias for a distance.
   __device__ __forceinline__ int entry(int distance) const { return min(max(distance, -reach), reach); }
 
-  // Adds to logits, of column tiles n0 to n0 + kCount. Branches that all lanes take alike decide what there is to add.
+  // Adds the biases to the logits of column tiles [n0, n0 + kCount). All branches are warp-uniform.
   template <int kCount>
   __device__ __forceinline__ void add_columns(float (&logits)[kRowTiles][kCount][4], int n0) const {
     if (has_slopes) {
       const float first = static_cast<float>(place.distance);
-      each<kCount>([&](int i, int n, int e) {
+      each_element<kRowTiles, kCount>([&](int i, int n, int e) {
         const float on = static_cast<float>(place.distance_on(i, n0 + n, e));
         logits[i][n][e] -= fabsf(first + on) * head.slope;
       });
     }
     if (range == Reached::kSome) {
-      each<kCount>([&](int i, int n, int e) {
+      each_element<kRowTiles, kCount>([&](int i, int n, int e) {
         const float bias = head.relative[entry(place.distance + place.distance_on(i, n0 + n, e))];
         logits[i][n][e] = add_bias(logits[i][n][e], bias * kLog2E<float>);
       });
     } else if (range != Reached::kNone) {
-      each<kCount>([&](int i, int n, int e) { logits[i][n][e] = add_bias(logits[i][n][e], end); });
+      each_element<kRowTiles, kCount>([&](int i, int n, int e) { logits[i][n][e] = add_bias(logits[i][n][e], end); });
     }
   }
 
-  // The same for scores x whose logits are scale * x. Returns the scale with which they are the logits afterwards.
+  // The same for scores x whose logits are scale * x. Returns the scale for which scale * x are the logits afterwards.
   __device__ __forceinline__ float add(float (&x)[kRowTiles][kColumnTiles][4], float scale) const {
     return add_all<false>(x, scale, nullptr);
   }
-  // The same of a tile that is not transposed, but for what rows are to add to all of their logits: rows[i].
+  // The same for a tile that is not transposed. Terms that all logits of a row share are left to the caller, in
+  // rows[i].
   __device__ __forceinline__ float add(float (&x)[kRowTiles][kColumnTiles][4], float scale,
                                        float (&rows)[2 * kRowTiles]) const {
     static_assert(!kTransposed);
@@ -153,58 +155,47 @@ struct DistanceBias {
 #pragma unroll
         for (int i = 0; i < 2 * kRowTiles; ++i) rows[i] += end;
       } else {
-        each<kColumnTiles>([&](int i, int n, int e) { x[i][n][e] = fmaf(x[i][n][e], scale, end); });
+        each_element<kRowTiles, kColumnTiles>([&](int i, int n, int e) { x[i][n][e] = fmaf(x[i][n][e], scale, end); });
         scale = 1;
       }
       if (uniform(static_cast<int>(end == -infinity())) != 0) {
-        each<kColumnTiles>([&](int i, int n, int e) { x[i][n][e] = -infinity(); });
+        each_element<kRowTiles, kColumnTiles>([&](int i, int n, int e) { x[i][n][e] = -infinity(); });
       }
     }
     return scale;
   }
 
-  template <int kCount, class Body>
-  static __device__ __forceinline__ void each(const Body& body) {
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int n = 0; n < kCount; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) body(i, n, e);
-      }
-    }
-  }
-
-  // Where all distances of a tile have the same sign, what is added is linear in them. kLeavesRows: the rows' part of
-  // that is not added, but given to the caller.
+  // Where all distances of a tile have the same sign, the bias is linear in them. kLeavesRows: the term of the row is
+  // not added, but left to the caller.
   template <bool kLeavesRows>
   __device__ __forceinline__ void add_slopes(float (&x)[kRowTiles][kColumnTiles][4], float scale, float* rows) const {
     const float first = static_cast<float>(place.distance);
     if (is_one_sided()) {
       const bool before = place.tile_distance + (kKeys - 1) <= 0;
       const float rise = before ? head.slope : -head.slope;
-      // The caller takes the maximum of a row over lanes, so that what is left to it is the same in all lanes of the
-      // row: the lane's first key is not.
+      // The caller takes the maximum of a row over lanes, so the term left to it must be the same in all lanes of the
+      // row: it excludes the lane's first key.
       const float key_of_lane = kLeavesRows ? static_cast<float>(2 * (threadIdx.x % 4)) : 0.f;
       const float first_of_row = rise * (first - key_of_lane), own_keys = rise * key_of_lane;
-      each<kColumnTiles>([&](int i, int n, int e) {
+      each_element<kRowTiles, kColumnTiles>([&](int i, int n, int e) {
         const float key = static_cast<float>(place.keys_on(i, n, e));
         const float row = static_cast<float>(-place.rows_on(i, n, e));
-        // One of the two is the same for all columns of accumulators, and multiplied once.
+        // One of the two is the same for all columns of accumulators and is computed once.
         const float own = fmaf(kTransposed ? key : row, rise, first_of_row), column = kTransposed ? row : key;
         x[i][n][e] = fmaf(x[i][n][e], scale, fmaf(column, rise, kLeavesRows ? own_keys : own));
         if (kLeavesRows) rows[2 * i + e / 2] = own;
       });
     } else {
-      each<kColumnTiles>([&](int i, int n, int e) {
+      each_element<kRowTiles, kColumnTiles>([&](int i, int n, int e) {
         const float on = static_cast<float>(place.distance_on(i, n, e));
         x[i][n][e] = fmaf(x[i][n][e], scale, fabsf(first + on) * -head.slope);
       });
     }
   }
 
-  // kInside: no distance is clamped. Scores whose tiles are on the same diagonal have the same entries: two are read
-  // for each column tile, for even and odd columns, and those of rows further down were read for the columns before.
+  // kInside: no distance is clamped. 8x8 tiles of scores on the same diagonal have the same entries: a column tile
+  // reads two entries, for even and odd columns, and reuses the entries of the previous column tile for the rows
+  // further down.
   template <bool kInside>
   __device__ __forceinline__ void add_relative(float (&x)[kRowTiles][kColumnTiles][4], float scale) const {
     constexpr int kBands = 2 * kRowTiles;
@@ -228,13 +219,13 @@ struct DistanceBias {
         }
       }
     }
-    // An entry of -inf hides the score, also when that is not a number.
+    // An entry of -inf masks the score, even if the score is NaN.
     if (!__any_sync(~0u, lowest == -infinity())) return;
-    each<kColumnTiles>([&](int i, int n, int e) {
+    each_element<kRowTiles, kColumnTiles>([&](int i, int n, int e) {
       if (relative<kInside>(place.distance_on(i, n, e)) == -infinity()) x[i][n][e] = -infinity();
     });
   }
-  // The entry for a distance: of the lane's first score, and `on` more.
+  // The entry for the distance of the lane's first score plus `on`.
   template <bool kInside>
   __device__ __forceinline__ float relative(int on) const {
     return kInside ? (head.relative + place.distance)[on] : head.relative[entry(place.distance + on)];

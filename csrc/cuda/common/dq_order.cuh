@@ -1,6 +1,6 @@
 // The order of additions to dq in a deterministic call: key tiles add to a tile of queries in ascending order. A
-// counter in the workspace (BackwardWorkspace::dq_added) says how many have added; in kernels that can read a Mask,
-// which one has added last: its number and 1, or 0 when there was none.
+// counter in the workspace (BackwardWorkspace::dq_added) says how many have added; in kernels that can read a Mask, it
+// says which one has added last: its number plus 1, or 0 before the first.
 #pragma once
 
 #include "../ptx/memory.cuh"
@@ -14,9 +14,9 @@ __device__ __forceinline__ int key_tiles_before(const Mask& mask, int n, int key
   return n - mask.keys_of(row0, min(row0 + queries, mask.seqlen_q)).begin / keys;
 }
 
-// One key tile's part in that order, for the threads that add together. before() and after() are what the counter holds
-// when this key tile may add and when it has, sync() a barrier of these threads; one of them, the leader, reads and
-// writes the counter.
+// One key tile's place in that order, for the threads that add together. before(): the value of the counter at which
+// this key tile may add. after(): its value once the tile has added. sync(): a barrier of these threads. One of them,
+// the leader, reads and writes the counter.
 template <class Before, class After, class Sync>
 struct DqOrder {
   int* added;
@@ -32,8 +32,7 @@ struct DqOrder {
     }
     sync();
   }
-  // What these threads have added is visible to those who see the counter: the store releases it, also what others than
-  // the leader have added before the barrier.
+  // The leader's store releases the additions of all these threads, which the barrier orders before it.
   __device__ __forceinline__ void admit_later_keys() const {
     sync();
     if (leader) ptx::store_release(added, after());

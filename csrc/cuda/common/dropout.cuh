@@ -7,8 +7,8 @@
 
 namespace flashattn_ext {
 
-// Heads, rows and columns are those of the call; what is drawn is counted from `origin`, whose row is a multiple of 16
-// and whose key one of 64.
+// Heads, rows and columns are indices of the call. The generator's counter adds `origin`, whose row is a multiple of 16
+// and whose key is a multiple of 64.
 struct Dropout {
   PhiloxKey key;
   uint32_t last;   // in every byte: the largest random byte that keeps a score
@@ -71,8 +71,7 @@ struct Dropout {
     }
   }
 
-  // Zeroes the weights that are dropped. They are of 16 queries from `row` on and keys from `column` on, both multiples
-  // of 16.
+  // Zeroes dropped weights of 16 queries from `row` on and keys from `column` on, both multiples of 16.
   template <class Core, int kSteps>
   __device__ __forceinline__ void drop(typename Core::A (&weights)[kSteps], const Origin& origin, int64_t head, int row,
                                        int column) const {

@@ -14,7 +14,7 @@ struct ExactSum {
   static constexpr int kWords = 9;
   int64_t words[kWords];  // of weight 2^(32 i - 149) each; zeros at first
 
-  // Adds a finite x when that is wanted; without branches.
+  // Adds a finite x if `wanted`, without branches.
   __device__ __forceinline__ void add_if(bool wanted, float x) {
     const uint32_t bits = __float_as_uint(x), exponent = bits >> 23 & 255;
     const uint32_t mantissa = (bits & 0x7FFFFFu) | (exponent != 0 ? 0x800000u : 0u);

@@ -1,13 +1,14 @@
-// The rule of a call with softcap or biases: either one of score.h, found out at run time by branches that all lanes
-// take alike.
+// The score rule of a call with softcap or biases: either rule of score.h, selected at run time by warp-uniform
+// branches.
 #pragma once
 
 #include "../../score.h"
 #include "../ptx/math.cuh"
+#include "elements.cuh"
 
 namespace flashattn_ext {
 
-// tanh as exact as the input type T asks.
+// tanh with the precision that the input type T needs.
 template <class T>
 struct TanhOf {
   static __device__ __forceinline__ float of(float x) {
@@ -37,31 +38,31 @@ struct GeneralScore {
   template <class T, int kRowTiles, int N>
   __device__ __forceinline__ void store(float (&x)[kRowTiles][N][4]) const {
     if (!is_capped) return;
-    each<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] = capped<T>().stored(x[i][n][e]); });
+    each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] = capped<T>().stored(x[i][n][e]); });
   }
-  // The same for one product of a capped rule. Returns what the gradient of its logit is to be multiplied by.
+  // The same for one product of a capped rule. Returns the factor for the gradient of its logit.
   template <class T>
   __device__ __forceinline__ float cap(float* x) const {
     *x = capped<T>().stored(*x);
-    // The maximum of 0 and what is not a number is 0: a gradient of 0 stays 0.
+    // fmaxf(NaN, 0) is 0, so that a gradient of 0 stays 0.
     return fmaxf(capped<T>().times_slope(1.f, *x), 0.f);
   }
   // Products become logits without bias, in units of log2.
   template <class T, int kRowTiles, int N>
   __device__ __forceinline__ void make_logits(float (&x)[kRowTiles][N][4]) const {
     if (is_capped) {
-      each<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] = capped<T>().stored(x[i][n][e]) * factor; });
+      each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] = capped<T>().stored(x[i][n][e]) * factor; });
     } else {
-      each<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] *= factor; });
+      each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] *= factor; });
     }
   }
-  // Gradients of logits become those of scaled products; logits: without bias, as above. Where a gradient is 0 the
-  // logit may be anything.
+  // Gradients of logits become gradients of scaled products. logits: without bias, as above; they are ignored where the
+  // gradient is 0.
   template <class T, int kRowTiles, int N>
   __device__ __forceinline__ void apply_slope(float (&gradient)[kRowTiles][N][4],
                                               const float (&logits)[kRowTiles][N][4]) const {
     if (!is_capped) return;
-    each<kRowTiles, N>([&](int i, int n, int e) {
+    each_element<kRowTiles, N>([&](int i, int n, int e) {
       const float x = fminf(fmaxf(logits[i][n][e] * inverse, -1.f), 1.f);
       const float slope = capped<T>().times_slope(gradient[i][n][e], x);
       gradient[i][n][e] = gradient[i][n][e] == 0 ? 0.f : slope;
@@ -69,17 +70,6 @@ struct GeneralScore {
   }
 
  private:
-  template <int kRowTiles, int N, class Body>
-  static __device__ __forceinline__ void each(const Body& body) {
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int n = 0; n < N; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) body(i, n, e);
-      }
-    }
-  }
   template <class T>
   __device__ __forceinline__ CappedScore<float, TanhOf<T>> capped() const {
     return {factor, softmax_scale, inner};
@@ -90,8 +80,8 @@ struct GeneralScore {
 struct StoredLogit {
   static constexpr float factor = 1;
 };
-// The rule of scores whose logits, in units of log2, are factor * score. A kernel that looks for the maximum of a row
-// has a positive factor.
+// The rule of scores whose logits, in units of log2, are factor * score. The factor is positive in kernels that take
+// the maximum of a row.
 struct ScaledLogit {
   static constexpr bool kConstantSlope = true;
   float factor;
@@ -107,7 +97,7 @@ struct DistanceLogit {
 __device__ __forceinline__ float add_row(const DistanceLogit& score, int r, float x) { return x + score.row[r]; }
 __device__ __forceinline__ float subtract_row(const DistanceLogit& score, int r, float x) { return x - score.row[r]; }
 
-// The rule of what a forward has stored when it looks for the maximum of a row.
+// The rule of the scores that a forward has stored when it takes the maximum of a row.
 template <class Score>
 __device__ __forceinline__ const Score& stored_rule(const Score& score) {
   return score;

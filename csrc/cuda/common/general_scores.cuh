@@ -1,15 +1,16 @@
-// What scores.cuh does, for calls with softcap or biases. The rule is found out at run time, by branches that all lanes
-// take alike, and logits are stored: in units of log2, with their biases.
+// The functions of scores.cuh for calls with softcap or biases. Warp-uniform branches select the score rule at run
+// time. Stored scores are logits in units of log2, with their biases.
 #pragma once
 
 #include "bias.cuh"
 #include "bias_gradient.cuh"
+#include "elements.cuh"
 #include "scores.cuh"
 
 namespace flashattn_ext {
 
-// Backward: as weigh_and_differentiate in scores.cuh, with all scores masked. `drops`: whether the call has dropout.
-// A weight of 0 has no gradient, also when something else is not finite: the score may be hidden by its bias.
+// Backward: as weigh_and_differentiate in scores.cuh, which checks the mask of every score. `drops`: whether the call
+// has dropout. A weight of 0 has no gradient, even if another operand is not finite: the bias may mask the score.
 template <class T, int kKeyTiles, int N, class BiasGradient, class Keep>
 __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTiles][N][4],
                                                         float (&dscores)[kKeyTiles][N][4], const GeneralScore& score,
@@ -21,24 +22,14 @@ __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTil
 #pragma unroll
   for (int first = 0; first < N; first += kTogether) {
     float own[kKeyTiles][kTogether][4], logits[kKeyTiles][kTogether][4], gradient[kKeyTiles][kTogether][4];
-    auto each = [&](const auto& body) {
-#pragma unroll
-      for (int i = 0; i < kKeyTiles; ++i) {
-#pragma unroll
-        for (int n = 0; n < kTogether; ++n) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) body(i, n, e);
-        }
-      }
-    };
-    each([&](int i, int n, int e) { own[i][n][e] = weights[i][first + n][e]; });
+    each_element<kKeyTiles, kTogether>([&](int i, int n, int e) { own[i][n][e] = weights[i][first + n][e]; });
     score.make_logits<T>(own);
-    each([&](int i, int n, int e) { logits[i][n][e] = own[i][n][e]; });
+    each_element<kKeyTiles, kTogether>([&](int i, int n, int e) { logits[i][n][e] = own[i][n][e]; });
     bias.add_columns(logits, first);
     Dropout::Column<kKeyTiles> kept;
     kept.keep_all();
     if (drops) kept = keep(first);
-    each([&](int i, int n, int e) {
+    each_element<kKeyTiles, kTogether>([&](int i, int n, int e) {
       const int query = (first + n) * 8 + e % 2;
       const bool seen = seen_by.includes(i, e / 2, query), keeps = kept.keeps(i, n, e);
       const float weight = seen ? ptx::ex2(logits[i][n][e] - lse[query]) : 0.f;
@@ -51,7 +42,7 @@ __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTil
       bias_gradient.add([&](int i, int e) { return gradient[i][n][e]; }, first + n);
     }
     score.apply_slope<T>(gradient, own);
-    each([&](int i, int n, int e) { dscores[i][first + n][e] = gradient[i][n][e]; });
+    each_element<kKeyTiles, kTogether>([&](int i, int n, int e) { dscores[i][first + n][e] = gradient[i][n][e]; });
   }
   bias_gradient.finish();
 }

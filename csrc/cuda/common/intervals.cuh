@@ -1,8 +1,8 @@
-// A Mask's intervals in the kernels: which key tiles a query tile sees, which rows a key tile is seen by, and what a
-// lane of a partial tile compares. ../../mask.h says what the intervals and their extremes are.
+// A Mask's intervals in the kernels: which key tiles a query tile sees, which rows see a key tile, and what a lane of a
+// partial tile compares. ../../mask.h says what the intervals and their extremes are.
 //
-// The pairs and the extremes are the user's data and may hold anything. They are only ever compared: no row, key or
-// tile that is not of the sequence comes from them.
+// The pairs and the extremes are the user's data and may hold anything. They are only compared, never used as an index:
+// no row, key or tile outside the sequence results from them.
 #pragma once
 
 #include "rows.cuh"
@@ -40,18 +40,19 @@ struct KeyExtremes {
     supers = static_cast<int>(((p.is_varlen() ? p.total_k : p.seqlen_k) + kMaskGranule - 1) / kMaskGranule);
   }
 
-  // The extremes of the granules that have any of the keys [begin, end). kLanes: 32 where all lanes of a warp ask for
-  // the same keys together, and share the reading; keys of 32 granules at most.
+  // The extremes of the granules that have any of the keys [begin, end). kLanes: 32 where all lanes of a warp call it
+  // for the same keys and divide the loads, for keys of at most 32 granules.
   template <int kLanes = 1>
   __device__ __forceinline__ IntervalExtremes of_granules(int begin, int end) const {
     return granules == nullptr ? everything() : merged<kMaskGranule, kLanes>(0, begin, end);
   }
-  // The extremes of the supers that have any of them.
+  // The extremes of the supers that have any of these keys.
   template <int kLanes = 1>
   __device__ __forceinline__ IntervalExtremes of_supers(int begin, int end) const {
     return granules == nullptr ? everything() : merged<kMaskSuperKeys, kLanes>(supers, begin, end);
   }
-  // What both say: rows that a super excludes see no key of its granules, also when these say something else.
+  // The extremes of both levels: rows that a super excludes see no key of its granules, even if the extremes of the
+  // granules disagree.
   template <int kLanes = 1>
   __device__ __forceinline__ IntervalExtremes of_tile(int begin, int end) const {
     IntervalExtremes keys = of_granules<kLanes>(begin, end);
@@ -76,7 +77,7 @@ struct KeyExtremes {
       if constexpr (kLanes == 1) {
         for (int i = first; i <= last; ++i) add(i);
       } else {
-        add(min(first + static_cast<int>(threadIdx.x) % kLanes, last));  // lanes that have none of their own share one
+        add(min(first + static_cast<int>(threadIdx.x) % kLanes, last));  // surplus lanes repeat the last one
       }
     }
     if constexpr (kLanes > 1) {
@@ -87,10 +88,10 @@ struct KeyExtremes {
   }
 };
 
-// Where the intervals of the keys of a sequence are, (first, last) pairs, for the query heads that read one key head. A
-// Mask has one head for all of these, or one for each.
+// The addresses of the intervals of a sequence's keys, (first, last) pairs, for the query heads of one KV head. A Mask
+// has one head for all of them, or one for each.
 struct alignas(16) IntervalPairs {
-  const int2* first;  // for query head 0, if the stride held for all; null: no Mask
+  const int2* first;  // extrapolated to query head 0; null: no Mask
   int64_t stride;     // from one query head to the next
 
   IntervalPairs() = default;
@@ -106,8 +107,8 @@ struct alignas(16) IntervalPairs {
 
 // --- forward: the key tiles of a query tile, the last one first -----------------------------------------------------
 
-// Finds the tiles of kKeys keys of which `rows` see some. All lanes of a warp call it together: each of them looks at
-// one tile of 32.
+// Finds the tiles of kKeys keys that some of `rows` see. All lanes of a warp call it together; each of them checks one
+// of 32 tiles.
 template <int kKeys>
 struct KeyTileFinder {
   KeyExtremes extremes;
@@ -152,8 +153,8 @@ struct KeyTileFinder {
   }
 };
 
-// Scores of keys whose interval a query is not in become -inf. row: of this lane's first score. pairs(n): the intervals
-// of the lane's two keys of score tile n, (first, last, first, last).
+// Scores become -inf where the query is outside the interval of the key. row: of this lane's first score. pairs(n): the
+// intervals of the lane's two keys of score tile n, (first, last, first, last).
 template <int kRowTiles, int N, class Pairs>
 __device__ __forceinline__ void hide_keys_by_interval(float (&x)[kRowTiles][N][4], int row, const Pairs& pairs) {
 #pragma unroll
@@ -192,8 +193,8 @@ __device__ __forceinline__ Limits clipped(const Limits& rows, const IntervalExtr
   const int begin = max(rows.begin, keys.any_first), end = min(rows.end, keys.any_last);
   return {begin, max(begin, end)};
 }
-// Rows that see every key of a tile, within those of causal and window. A last row at or beyond the sequence's end is
-// as good as none.
+// Rows that see every key of a tile, within those of causal and window. An all_last at or beyond the sequence's end is
+// no bound.
 __device__ __forceinline__ Limits clipped_to_all(const Limits& rows, const IntervalExtremes& keys, int seqlen_q) {
   return {max(rows.begin, keys.all_first), keys.all_last >= seqlen_q ? rows.end : min(rows.end, keys.all_last)};
 }
@@ -209,8 +210,8 @@ struct EarlierKeyTile {
 };
 
 // The last key tile before tile n that adds to the dq of some of `rows`. Whatever the extremes hold, a key tile adds to
-// the query tiles that its clipped() rows are in, so that nobody waits for a tile that never comes. All lanes of a warp
-// call it together, and look at 32 tiles at a time.
+// the query tiles that its clipped() rows are in, so that no thread block waits for a tile that never adds. All lanes
+// of a warp call it together, and look at 32 tiles at a time.
 template <int kKeys>
 __device__ __forceinline__ EarlierKeyTile key_tile_before(const KeyExtremes& extremes, const Mask32& mask, int n,
                                                           const Limits& rows) {
@@ -230,8 +231,8 @@ __device__ __forceinline__ EarlierKeyTile key_tile_before(const KeyExtremes& ext
   return {-1, {0, 0}};
 }
 
-// The same for one query tile of the walk of a key tile. nearest: the answer for all rows of the walk together, which
-// is the answer for most of its query tiles.
+// The same for one query tile of the walk of a key tile. nearest: the result for all rows of the walk together, which
+// holds for most of its query tiles.
 template <int kKeys>
 __device__ __forceinline__ int key_tile_before(const KeyExtremes& extremes, const Mask32& mask,
                                                const EarlierKeyTile& nearest, const Limits& rows) {

@@ -1,7 +1,7 @@
-// Keeps what is not finite out of results that do not see it. In a product along keys or rows a hidden pair has the
-// weight 0, and 0 * NaN is NaN. So in tiles of which a Mask hides a part, rows with an inf or a NaN become zeros in
-// shared memory before the product, and whatever sees such a row gets a NaN by other means: each kernel says how.
-// Normally there is no such row, and a tile is read once more than without a Mask.
+// Keeps non-finite inputs out of the results from which a Mask hides them. In a product along keys or rows a masked
+// pair has the weight 0, and 0 * NaN is NaN. So in partially masked tiles, rows with an inf or a NaN become zeros in
+// shared memory before the product, and the results that see such a row are set to NaN separately: each kernel says
+// how. Without such rows the only cost is that a tile is read once more than without a Mask.
 #pragma once
 
 #include "../ptx/math.cuh"
@@ -11,8 +11,8 @@
 
 namespace flashattn_ext {
 
-// Finds out whether any of the numbers that it is shown is an inf or a NaN: their products with 0 are NaNs, those of
-// others 0.
+// Detects an inf or a NaN among the numbers given to add(): its product with 0 is NaN, the product of a finite number
+// 0.
 template <class T>
 struct FiniteCheck {
   uint32_t sum = 0;
@@ -23,9 +23,9 @@ struct FiniteCheck {
   __device__ __forceinline__ bool fails() const { return sum != 0; }
 };
 
-// Zeroes the rows of a tile (operand_tile.cuh) that are not finite. Every thread of the block calls it, when the tile
-// is there for all, and gets whether there is such a row. If there is, one thread calls each(row, whether it is finite)
-// for every row, and the block synchronises afterwards.
+// Zeroes the rows of a tile (operand_tile.cuh) that are not finite. Every thread of the block calls it once the tile is
+// visible to all. Returns whether there is such a row. If so, one thread per row calls each(row, whether it is finite),
+// and the block synchronises afterwards.
 template <class Tile, int kRows, int kThreads, class Each, class T = typename Tile::Element>
 __device__ __forceinline__ bool isolate_rows(T* tile, const Each& each) {
   constexpr int kElements = kVectorBytes / sizeof(T), kVectors = Tile::kColumns / kElements;
@@ -51,9 +51,9 @@ __device__ __forceinline__ bool isolate_rows(T* tile, const Each& each) {
   return true;
 }
 
-// The same for a tile in panels, of which each of kWarps warps takes care of its own rows: four of them at a time.
-// Every lane of a warp calls it, and gets whether there is such a row among them; each(row, whether it is finite) is
-// called in one lane. If there is one, ptx::fence_async_shared has to follow before the tile is used.
+// The same for a tile in panels: each of kWarps warps handles its own rows, four at a time. Every lane of a warp calls
+// it. Returns whether the warp has such a row; then one lane per row calls each(row, whether it is finite), and
+// ptx::fence_async_shared has to follow before the tile is used.
 template <int kWarps, class T, int kPanels, int kRows, class Each>
 __device__ __forceinline__ bool isolate_panel_rows(T (&tile)[kPanels][kRows][kPanelColumns], int warp,
                                                    const Each& each) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ bool isolate_panel_rows(T (&tile)[kPanels][kRows][kPa
   return true;
 }
 
-// Makes rows g and g + 8 of accumulators NaNs.
+// Sets rows g and g + 8 of accumulators to NaN where `poisoned`.
 template <int N>
 __device__ __forceinline__ void poison_rows(float (&x)[N][4], const bool (&poisoned)[2]) {
 #pragma unroll

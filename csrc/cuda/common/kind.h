@@ -2,14 +2,12 @@
 // every other option is found out at run time.
 #pragma once
 
-#include <type_traits>
-
 #include "../../params.h"
 
 namespace flashattn_ext {
 
 enum class Kind {
-  kPlain,      // neither of what follows
+  kPlain,      // none of the options below
   kDropout,    // dropout alone
   kIntervals,  // a Mask alone
   kGeneral,    // softcap or biases, a Mask with dropout, or an origin that places rows; found out at run time
@@ -26,8 +24,8 @@ inline bool has_copyable_bias(const AttnParams& p) {
          aligned(p.bias.batch_stride, p.batch);
 }
 
-// The same for the gradient of that bias, whose tiles TMA adds or stores. One that rows have in common is summed up in
-// registers instead, by kernels that know how.
+// The same for the gradient of that bias, whose tiles TMA adds or stores. A gradient that all rows share is summed up
+// in registers instead, which only the sm_80 kernels do.
 inline bool has_copyable_bias_gradient(const AttnGradParams& p) {
   const int vector = p.dbias.dtype == DType::kFloat32 ? 4 : 8;
   auto aligned = [&](int64_t stride, int64_t count) { return count <= 1 || stride % vector == 0; };
@@ -48,14 +46,19 @@ inline Kind kind_of(const AttnParams& p) {
   return p.has_intervals() ? Kind::kIntervals : p.has_dropout() ? Kind::kDropout : Kind::kPlain;
 }
 
-// Whether kernels of a kind run calls whose rows an origin places. All could but for the registers that it takes.
+// The same for the backward: the kernels of scores and biases lack exact sums of a relative bias's gradient
+// (RelativeGradient), and the gradient of a bias whose tiles TMA cannot add or store.
+inline Kind kind_of(const AttnGradParams& p) {
+  const Kind kind = kind_of(static_cast<const AttnParams&>(p));
+  const bool exact = p.drelative_bias && p.deterministic, apart = p.dbias.data && !has_copyable_bias_gradient(p);
+  return (kind == Kind::kScores || kind == Kind::kBias) && (exact || apart) ? Kind::kGeneral : kind;
+}
+
+// Whether kernels of a kind run calls whose rows an origin places. The other kernels lack the registers for it.
 constexpr bool can_be_placed(Kind kind) { return kind == Kind::kGeneral; }
 
 // Whether kernels of a kind can have softcap and biases.
 constexpr bool can_score(Kind kind) { return kind == Kind::kGeneral || kind == Kind::kScores || kind == Kind::kBias; }
-
-// The kind whose kernels run another kind where it has none of its own.
-constexpr Kind general_kind(Kind kind) { return can_score(kind) ? Kind::kGeneral : kind; }
 
 // Whether kernels of a kind can drop weights.
 constexpr bool can_drop(Kind kind) { return kind == Kind::kDropout || kind == Kind::kGeneral; }
@@ -63,32 +66,24 @@ constexpr bool can_drop(Kind kind) { return kind == Kind::kDropout || kind == Ki
 // Whether kernels of a kind can read a Mask.
 constexpr bool can_mask(Kind kind) { return kind == Kind::kIntervals || kind == Kind::kGeneral; }
 
-// The row of a tile table that serves a kind which has none of its own: one whose keys suit dropout if need be.
-constexpr Kind tile_kind(Kind kind) { return can_drop(kind) ? Kind::kDropout : Kind::kPlain; }
-
-// The class of head dims up to 256 whose kernels run another one, for kinds that few calls have: compiling all classes
-// of them took a quarter of the build.
-constexpr int rare_class(int head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
-
-// Stands for a member that kernels of a kind do not need.
+// Stands in for a member that kernels of a kind do not need.
 struct Nothing {};
 
-// Calls f(std::integral_constant<Kind, kind>()).
-template <class F>
-auto with_kind(Kind kind, const F& f) {
+// For error messages.
+constexpr const char* words(Kind kind) {
   switch (kind) {
+    case Kind::kPlain:
+      return "no option";
     case Kind::kDropout:
-      return f(std::integral_constant<Kind, Kind::kDropout>());
+      return "dropout";
     case Kind::kIntervals:
-      return f(std::integral_constant<Kind, Kind::kIntervals>());
-    case Kind::kGeneral:
-      return f(std::integral_constant<Kind, Kind::kGeneral>());
+      return "a Mask";
     case Kind::kScores:
-      return f(std::integral_constant<Kind, Kind::kScores>());
+      return "softcap, ALiBi or a relative bias";
     case Kind::kBias:
-      return f(std::integral_constant<Kind, Kind::kBias>());
+      return "a bias";
     default:
-      return f(std::integral_constant<Kind, Kind::kPlain>());
+      return "several options, a bias that is not copyable or an origin";
   }
 }
 

@@ -27,8 +27,8 @@ inline void check_launch(cudaError_t error, const char* kernel, const AttnParams
   if (error != cudaSuccess) throw launch_error(kernel, cudaGetErrorString(error), p);
 }
 
-// Allows the blocks of a kernel more than 48 KB of shared memory, on the current device. The runtime takes two
-// microseconds for that, so it is told once.
+// Allows the blocks of a kernel more than 48 KB of shared memory on the current device. The call of the runtime takes
+// two microseconds, so it is not repeated.
 inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
   thread_local std::map<std::pair<int, const void*>, int> allowed;
   int& known = allowed[{current_device(), kernel}];
@@ -38,9 +38,10 @@ inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
   return error;
 }
 
-// Whether a kernel may start before the kernel in front of it has ended: it must have been compiled to the instructions
-// of ptx/grid.cuh, and a Hopper GPU may also run code that was compiled for an older one. Such kernels stand side by
-// side on a multiprocessor, so all of them divide its memory between L1 cache and shared memory alike.
+// Whether a kernel may start before the previous kernel of the stream has ended (programmatic dependent launch): it
+// must have been compiled to the instructions of ptx/grid.cuh, and a Hopper GPU may also run code that was compiled for
+// an older architecture. Such kernels are resident on a multiprocessor together, so all of them set the same shared
+// memory carveout.
 inline bool can_start_early(const void* kernel) {
   constexpr int kHopper = 90;
   if (compute_capability() < kHopper) return false;
@@ -54,9 +55,9 @@ inline bool can_start_early(const void* kernel) {
   return at->second;
 }
 
-// Launches a kernel that begins with ptx::wait_for_previous_kernel: where the GPU can, its thread blocks take their
-// places while the kernel before it in the stream ends, and the time of a launch is hidden. All of its thread blocks
-// have to wait, those without work too: who waits for this kernel relies on what came before it.
+// Launches a kernel that begins with ptx::wait_for_previous_kernel. Where the GPU supports it, its thread blocks become
+// resident while the previous kernel of the stream ends, which hides the launch latency. All of its thread blocks have
+// to wait, also those without work: a kernel that waits for this one relies on all earlier kernels too.
 template <class... Arguments>
 void launch_early(void (*kernel)(Arguments...), const char* name, const AttnParams& p, dim3 grid, int threads,
                   int shared_bytes, std::common_type_t<Arguments>... arguments) {

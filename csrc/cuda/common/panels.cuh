@@ -8,11 +8,11 @@ namespace flashattn_ext {
 
 constexpr int kPanelColumns = 64;
 
-// How many panels a tile of so many columns has.
+// The number of panels of a tile with this many columns.
 constexpr int panels(int columns) { return (columns + kPanelColumns - 1) / kPanelColumns; }
 
 // Starts copying kRows rows of the tile's columns, from `row` of a head and `column` on; one thread calls it. `full` is
-// the barrier that the rows arrive at.
+// the barrier that counts their bytes.
 template <class T, int kPanels, int kRows>
 __device__ __forceinline__ void load_panels(T (&to)[kPanels][kRows][kPanelColumns], ptx::Barrier& full,
                                             const CUtensorMap& map, int row, int head, int batch, int column = 0) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ void store_panels(T (&panels)[kPanels][kKeys][kPanelC
   }
 }
 
-// Zeroes the rows from `first` on. thread: of `threads` that share the work.
+// Zeroes the rows from `first` on. thread: index among the `threads` that divide the work.
 template <class T, int kPanels, int kRows>
 __device__ __forceinline__ void clear_rows(T (&tile)[kPanels][kRows][kPanelColumns], int first, int thread,
                                            int threads) {

@@ -23,7 +23,7 @@ struct RingPosition {
   }
 };
 
-// Says that this warp is done with a stage; barriers of empty stages count warps.
+// Signals that this warp is done with a stage; barriers of empty stages count warps.
 __device__ __forceinline__ void release(ptx::Barrier& empty) {
   if (threadIdx.x % 32 == 0) ptx::barrier_arrive(&empty);
 }

@@ -10,7 +10,7 @@ namespace flashattn_ext {
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7F800000); }
 __device__ __forceinline__ float not_a_number() { return __int_as_float(0x7FFFFFFF); }
 
-// What is subtracted from the logits of a row: 0 as long as it has seen nothing.
+// The offset that is subtracted from the logits of a row: 0 while all of its scores so far are masked.
 __device__ __forceinline__ float finite_max(float max) { return max == -infinity() ? 0.f : max; }
 
 __device__ __forceinline__ float* row_statistic(const RowView& v, int64_t b, int64_t h, int64_t row) {
@@ -25,7 +25,7 @@ __device__ __forceinline__ float head_sink(const AttnParams& p, int64_t h) {
 
 using Mask32 = BasicMask<int>;
 using UnplacedMask32 = BasicMask<int, false>;  // of kinds that run no call whose rows an origin places: kind.h
-using Limits = Mask32::Range;                  // the keys that a query sees, or the queries that a key is seen by
+using Limits = Mask32::Range;                  // the keys that a query sees, or the queries that see a key
 
 template <class Mask>  // Mask32 or UnplacedMask32
 __device__ __forceinline__ Limits rows_that_see(const Mask& mask, int key) {

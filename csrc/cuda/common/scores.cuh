@@ -1,10 +1,10 @@
-// What is computed between the products of attention: `weigh` makes weights of scores, `differentiate` makes dS of dP.
-// The kernels of both architectures hold tiles of scores in the same order of registers, so both call these functions,
-// on what one lane holds. score.h says what a score is, mask.h which scores are visible, dropout.h which weights are
-// kept.
+// The arithmetic between the products of attention: `weigh` turns scores into weights, `differentiate` turns dP into
+// dS. The kernels of both architectures hold tiles of scores in the same register layout, so both call these functions
+// on the fragments of a lane. score.h says what a score is, mask.h which scores are visible, dropout.h which weights
+// are kept.
 //
-// Accumulators are those of tensor_core.cuh: of a 16x8 tile a lane holds rows g and g + 8 and columns 2t and 2t + 1,
-// with g = lane / 4 and t = lane % 4. Rows are queries in the forward and keys in the backward.
+// Accumulators have the layout of tensor_core.cuh: a lane holds rows g and g + 8 and columns 2t and 2t + 1 of a 16x8
+// tile, with g = lane / 4 and t = lane % 4. Rows are queries in the forward and keys in the backward.
 #pragma once
 
 #include "dropout.cuh"
@@ -21,7 +21,8 @@ __device__ __forceinline__ float weight_of(const Score& score, float x, float of
   return ptx::ex2(fmaf(x, score.factor, -offset));
 }
 
-// What is part of the logits of row r beside factor * score, in a forward, is added and subtracted here.
+// Add and subtract the term that the logits of row r have besides factor * score, in a forward. Only DistanceLogit
+// (general_score.cuh) has one.
 template <class Score>
 __device__ __forceinline__ float add_row(const Score&, int, float x) {
   return x;
@@ -65,8 +66,8 @@ __device__ __forceinline__ void store_scores(float (&x)[kRowTiles][N][4], const 
   }
 }
 
-// Scores of keys that a query does not see become -inf. row, key: of this lane's first score. kBefore, kAfter: which
-// side of the keys to look at; each costs a comparison for every score.
+// Masked scores become -inf. row, key: of this lane's first score. kBefore, kAfter: which ends of the visible keys to
+// check; each costs a comparison per score.
 template <bool kBefore, bool kAfter, int kRowTiles, int N, class Mask>
 __device__ __forceinline__ void hide_keys(float (&x)[kRowTiles][N][4], const Mask& mask, int row, int key) {
 #pragma unroll
@@ -88,22 +89,28 @@ __device__ __forceinline__ void hide_keys(float (&x)[kRowTiles][N][4], const Mas
   }
 }
 
-// A maximum stays as it is while no logit is more than this above it, in units of log2: then what was summed up before
-// need not be rescaled, and weights are at most 2^8.
+// The running maximum is kept while no logit exceeds it by more than this, in units of log2: then the accumulators need
+// no rescaling, and weights are at most 2^8.
 constexpr float kTolerance = 8;
 
-// For kernels that do not ask for the sums of a tile's weights.
+// For kernels that do not use the sums of a tile's weights.
 struct IgnoreSum {
   __device__ __forceinline__ void operator()(int, float) const {}
 };
 
-// The online softmax (Milakov and Gimelshein 2018) of rows g and g + 8 of a 16-row tile.
+// The online softmax (Milakov and Gimelshein 2018) of rows g and g + 8 of a 16-row tile. kTellsLargest: it also tracks
+// the largest logit, in a register that some kernels of sm80/ lack.
+template <bool kTellsLargest = true>
 struct OnlineSoftmax {
-  float max[2];  // of the logits so far, in units of log2; -inf when there were none
-  float sum[2];  // of the weights so far, as far as this lane has them
+  // The running maximum that weights are relative to, in units of log2; -inf before the first logit. It may stay below
+  // the largest logit (kTolerance), and starts at the sink.
+  float max[2];
+  float sum[2];         // of this lane's weights so far
+  float largest_logit;  // so far, in units of log2: of row g in lanes with an even t, of row g + 8 in the others
 
   // A sink is a logit before the first key.
   __device__ __forceinline__ void start(float sink) {
+    if constexpr (kTellsLargest) largest_logit = -infinity();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       max[r] = sink;
@@ -120,24 +127,26 @@ struct OnlineSoftmax {
     return quad_max(largest);
   }
 
-  // Stored scores become weights, exp(logit - max). Before that it calls rescale(shrink): what was summed up under an
-  // earlier maximum, outside, is to be multiplied by shrink[r]. take_sum(r, sum of this lane's weights) comes last.
+  // Stored scores become weights, exp(logit - max). Before that it calls rescale(shrink): the caller multiplies its
+  // sums under the earlier maximum by shrink[r]. Last it calls take_sum(r, sum of this lane's weights).
   template <class Score, int N, class Rescale, class TakeSum = IgnoreSum>
   __device__ __forceinline__ void weigh(float (&x)[N][4], const Score& score, float tolerance, const Rescale& rescale,
                                         const TakeSum& take_sum = {}) {
     const float all[2] = {largest(x, 0), largest(x, 1)};
     weigh(x, all, score, tolerance, rescale, take_sum);
   }
-  // The same for scores of which other warps have a part. largest: of all of them.
+  // The same where other warps hold more scores of the rows. largest: over all warps.
   template <class Score, int N, class Rescale, class TakeSum = IgnoreSum>
   __device__ __forceinline__ void weigh(float (&x)[N][4], const float (&largest)[2], const Score& score,
                                         float tolerance, const Rescale& rescale, const TakeSum& take_sum = {}) {
-    float offset[2], shrink[2];
+    float logit[2], offset[2], shrink[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      shrink[r] = raise_max(r, add_row(score, r, largest[r] * score.factor), tolerance);
+      logit[r] = add_row(score, r, largest[r] * score.factor);
+      shrink[r] = raise_max(r, logit[r], tolerance);
       offset[r] = subtract_row(score, r, finite_max(max[r]));
     }
+    if constexpr (kTellsLargest) largest_logit = fmaxf(largest_logit, threadIdx.x % 2 ? logit[1] : logit[0]);
     rescale(shrink);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -156,15 +165,24 @@ struct OnlineSoftmax {
     }
   }
 
-  // The sum of a row's weights; 0 when it has seen nothing.
+  // The sum of a row's weights; 0 if the row is fully masked.
   __device__ __forceinline__ float total(int r) const { return quad_sum(sum[r]); }
-  // Its log-sum-exp, of that total, in natural units.
+  // The log-sum-exp of a row with this total, in natural units.
   __device__ __forceinline__ float lse(int r, float total) const {
     return total == 0 ? -infinity() : row_lse(finite_max(max[r]), log2f(total));
   }
+  // Writes lse and, if the call has row_maxima, the largest logit of row r, to row `at` of the tensors. All lanes of
+  // the row call it.
+  __device__ __forceinline__ void write(const AttnParams& p, int b, int h, int64_t at, int r, float total) const {
+    const int t = threadIdx.x % 4;
+    if (t == 0) *row_statistic(p.lse, b, h, at) = lse(r, total);
+    if constexpr (kTellsLargest) {
+      if (t == r && p.row_maxima.data) *row_statistic(p.row_maxima, b, h, at) = largest_logit * kLn2<float>;
+    }
+  }
 
  private:
-  // Returns what is to be multiplied to all that was summed up before.
+  // Returns the factor for all earlier sums.
   __device__ __forceinline__ float raise_max(int r, float largest, float tolerance) {
     const float before = max[r], now = fmaxf(before, largest);
     const bool stays = now - before <= tolerance;
@@ -173,7 +191,7 @@ struct OnlineSoftmax {
   }
 };
 
-// Multiplies accumulators of rows g and g + 8; nothing happens when no lane of the warp has anything to do.
+// Multiplies accumulators of rows g and g + 8; skipped if all factors of the warp are 1.
 template <int N>
 __device__ __forceinline__ void rescale(float (&x)[N][4], const float (&shrink)[2]) {
   if (!__any_sync(~0u, shrink[0] != 1.f || shrink[1] != 1.f)) return;
@@ -236,23 +254,23 @@ __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTil
           dp = keeps ? dp : 0.f;
         }
         dscores[i][n][e] = gradient_of(score, x, weight, dp, odd ? row_delta.y : row_delta.x);
-        // A masked score has no gradient, also when dP is not finite.
+        // A masked score has no gradient, even if dP is not finite.
         if (kMasked && !seen_by.includes(i, e / 2, n * 8 + odd)) weights[i][n][e] = dscores[i][n][e] = 0;
       }
     }
   }
 }
 
-// The same for one 16-key tile, with weights packed into 16 bits: so they are operands of the product for dv, and take
-// half the registers. `weigh` and `differentiate` are apart, because products run in between; stored scores are not
-// kept from one to the other.
+// The same for one 16-key tile, with weights packed into 16 bits: packed, they are operands of the product for dv and
+// take half the registers. `weigh` and `differentiate` are separate, because products run in between; stored scores are
+// not kept from one to the other.
 template <class T, int kQueries, Kind kKind>
 struct PackedScores {
   static constexpr bool kDropout = can_drop(kKind);
   using Core = TensorCore<T>;
   static constexpr int kTiles = kQueries / 8, kSteps = kQueries / 16;
   using Scores = float[kTiles][4];
-  using Packed = uint32_t[kSteps][4];  // with dropout, weights that are dropped carry a sign
+  using Packed = uint32_t[kSteps][4];  // the sign marks weights that dropout drops
 
   // Queries that see all of `keys` keys. After the last query of a dense call come zeros, which need no mask.
   static __device__ __forceinline__ Limits unmasked_queries(const AttnParams& p, const Mask32& mask, int key0,
@@ -275,7 +293,7 @@ struct PackedScores {
     weigh_part<true>(weights, products, score, lse, SeenBy<1>(mask(), row0 + 2 * t(), key + g()));
   }
 
-  // What the four warps of a warpgroup keep of a step, drawn by all of them together: Dropout::transposed_warps.
+  // The dropout mask of a step for the four warps of a warpgroup, which draw it together: Dropout::transposed_warps.
   using Kept = uint32_t[kSteps][32];
 
   // key: the first of the warpgroup's 64.
@@ -286,7 +304,7 @@ struct PackedScores {
       kept[step][threadIdx.x % 32] = dropout.transposed_warps(origin, h, key, row0 + step * 16);
     }
   }
-  // Gives weights that are dropped a sign. warp: of the warpgroup's four.
+  // Sets the sign of dropped weights. warp: of the warpgroup's four.
   static __device__ __forceinline__ void drop(Packed& weights, const Kept& kept, int warp) {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -353,7 +371,7 @@ struct PackedScores {
           float& x = dscores[n][2 * r + odd];
           if (kDropout) x = weight >= 0 ? x : 0.f;
           x = gradient_of(score, 0.f, fabsf(weight), x, odd ? row_delta.y : row_delta.x);
-          if (kMasked && weight == 0) x = 0;  // also when dP is not finite
+          if (kMasked && weight == 0) x = 0;  // even if dP is not finite
         }
       }
     }

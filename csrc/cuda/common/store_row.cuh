@@ -7,9 +7,9 @@
 
 namespace flashattn_ext {
 
-// Writes row g (r = 0) or g + 8 (r = 1) of accumulators, times a factor; `zero`: zeros instead. exists: whether there
-// is such a row in memory. Four lanes hold a row, two of every eight columns each: they exchange them, and write 16
-// bytes each. All lanes of the warp call it.
+// Writes row g (r = 0) or g + 8 (r = 1) of accumulators, times a factor; `zero`: zeros instead. exists: whether the row
+// is within the sequence. Four lanes hold a row, two of every eight columns each: they transpose them with shuffles and
+// write 16 bytes each. All lanes of the warp call it.
 template <class T, int N>
 __device__ __forceinline__ void store_row(T* to, const float (&x)[N][4], int r, float factor, bool zero, bool exists,
                                           int columns) {

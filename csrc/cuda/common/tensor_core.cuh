@@ -65,7 +65,7 @@ struct TensorCore {  // __half, __nv_bfloat16
     const float (&low)[4] = c[2 * step], (&high)[4] = c[2 * step + 1];
     return {{pack(low[0], low[1]), pack(low[2], low[3]), pack(high[0], high[1]), pack(high[2], high[3])}};
   }
-  // a: accumulators as A. Zeroes elements of columns [16 * block, 16 * block + 16) whose byte has its top bit not set:
+  // a: accumulators as A. Zeroes elements of columns [16 * block, 16 * block + 16) whose byte has its top bit clear:
   // byte 2 * (column / 8 % 2) + row / 8 of `even` or `odd`, as the column is.
   template <int N>
   static __device__ __forceinline__ void mask(A (&a)[N], int block, uint32_t even, uint32_t odd) {
@@ -157,8 +157,8 @@ struct TensorCore<float> {
     for (int i = 0; i < 4; ++i) split(a.x[i], &a_lead[i], &a_trail[i]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) split(b.x[i], &b_lead[i], &b_trail[i]);
-    // Tensor cores cut off bits below those of their sum. So they add only the products of this step, and the sum is
-    // added outside.
+    // Tensor cores truncate the bits of products below those of their sum. So they add only the products of this step,
+    // and an ordinary addition adds the sum.
     float part[4] = {};
     ptx::mma_tf32(part, a_trail, b_lead);
     ptx::mma_tf32(part, a_lead, b_trail);
@@ -172,8 +172,8 @@ struct TensorCore<float> {
 
  private:
   // x as a sum of two TF32 numbers. The product ignores the low 13 bits of an operand. The leading number is rounded to
-  // nearest by hand, which is quicker than cvt.rna. What it leaves has 12 bits at most, of which the product drops at
-  // most the last: rounding that would gain nothing, and would turn the NaN that arithmetic makes, 0x7FFFFFFF, into -0.
+  // nearest by hand, which is quicker than cvt.rna. The remainder has 12 bits at most, of which the product drops at
+  // most the last: rounding it would gain nothing, and would turn the NaN that arithmetic makes, 0x7FFFFFFF, into -0.
   static __device__ __forceinline__ void split(float x, uint32_t* lead, uint32_t* trail) {
     constexpr uint32_t kHalf = 0x1000u, kIgnored = 0x1FFFu;
     *lead = (__float_as_uint(x) + kHalf) & ~kIgnored;

@@ -31,12 +31,12 @@ inline auto tensor_map_encoder() {
 }
 
 // A map of [batch][heads][rows][columns] whose copies are boxes of `box_rows` rows of 128 bytes, 128-byte swizzled: 64
-// columns of 16-bit elements, or 32 of fp32. Pointer and strides are multiples of 16 bytes, which aligned_rows.h sees
-// to for inputs.
+// columns of 16-bit elements, or 32 of fp32. Pointer and strides are multiples of 16 bytes, which aligned_rows.h
+// ensures for inputs.
 inline CUtensorMap tensor_map(const AttnParams& p, const TensorView& t, int64_t columns, int64_t rows, int64_t heads,
                               int box_rows, DType type) {
   const int bytes = type == DType::kFloat32 ? 4 : 2;
-  // The stride along an axis of extent 1 means nothing, and may be one that a map does not take.
+  // The stride along an axis of extent 1 means nothing, and may be one that a map does not accept.
   auto stride = [&](int64_t elements, int64_t count) { return count > 1 ? uint64_t(elements * bytes) : uint64_t{16}; };
 
   auto extent = [](int64_t count) { return uint64_t(std::max<int64_t>(count, 1)); };
@@ -44,7 +44,7 @@ inline CUtensorMap tensor_map(const AttnParams& p, const TensorView& t, int64_t 
   const cuuint64_t strides[] = {stride(t.row_stride, rows), stride(t.head_stride, heads),
                                 stride(t.batch_stride, batch_entries(p))};
   const cuuint32_t box[] = {128u / bytes, static_cast<cuuint32_t>(box_rows), 1, 1}, steps[] = {1, 1, 1, 1};
-  // An empty tensor may have no address, which a map does not take; it is never read.
+  // The address of an empty tensor may be null, which a map does not accept; it is never read.
   void* const data = t.data ? t.data : reinterpret_cast<void*>(uintptr_t{1024});
   const CUtensorMapDataType element_type = type == DType::kFloat32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                                            : type == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16

@@ -1,5 +1,5 @@
-// Tiles in shared memory, filled from rows in global memory that are 16-byte aligned. Where an element is says the type
-// of the tile, SwizzledTile or PaddedTile (operand_tile.cuh).
+// Tiles in shared memory, filled from rows in global memory that are 16-byte aligned. The type of the tile,
+// SwizzledTile or PaddedTile (operand_tile.cuh), defines its layout.
 #pragma once
 
 #include "../../params.h"
@@ -29,7 +29,7 @@ __device__ __forceinline__ void load_tile(T* tile, const T* from, int64_t row_st
   // A thread keeps to its columns and steps down the rows: it needs one pointer, not one for each vector.
   constexpr int kRowThreads = kThreads >= kVectors ? kVectors : kVectors % kThreads == 0 ? kThreads : kThreads / 2;
   constexpr int kStep = kThreads / kRowThreads;
-  constexpr bool kIsPower = (kStep & (kStep - 1)) == 0;  // then the bits of the first row and of its steps are apart
+  constexpr bool kIsPower = (kStep & (kStep - 1)) == 0;  // then the bits of the first row and of the steps are disjoint
   static_assert(kVectors % kRowThreads == 0);
   const int thread = threadIdx.x, row = thread / kRowThreads;
   if (kThreads % kRowThreads != 0 && thread >= kRowThreads * kStep) return;
@@ -64,8 +64,8 @@ __device__ __forceinline__ void store_vector(T* to, const T* from, bool aligned,
   }
 }
 
-// Stores `rows` rows of `columns` elements of a tile of kColumns, whatever their alignment in memory. Tile: says where
-// an element is, perhaps in longer rows.
+// Stores `rows` rows of `columns` elements of a tile of kColumns, whatever their alignment in memory. Tile: the layout,
+// whose rows may be longer.
 template <class Tile, int kRows, int kColumns, int kThreads, class T = typename Tile::Element>
 __device__ __forceinline__ void store_tile(T* to, int64_t row_stride, const T* tile, int rows, int columns) {
   constexpr int kElements = kVectorBytes / sizeof(T), kVectors = kColumns / kElements;

@@ -7,11 +7,11 @@
 
 namespace flashattn_ext {
 
-// Tiles of `tile` rows; at least one, because rows may be more than the caller was told.
+// Tiles of `tile` rows; at least one, because a sequence may have more rows than the host knows.
 inline int64_t tile_count(int64_t rows, int64_t tile) { return std::max<int64_t>(1, (rows + tile - 1) / tile); }
 
-// How tiles are numbered: section by section of heads (of all batch entries) whose data stay in the L2 cache together.
-// In a section the first tiles of all heads come before the second ones.
+// Tiles are numbered section by section. A section is a set of heads (of all batch entries) whose data stay in the L2
+// cache together. In a section the first tiles of all heads come before the second ones.
 struct TileOrder {
   int blocks;   // tiles of a sequence, as far as the host knows
   int section;  // heads of a section
@@ -26,7 +26,8 @@ struct TileOrder {
   }
 };
 
-// Tiles that thread blocks take one after another; a block that is done early takes more.
+// The tile scheduler of persistent kernels: thread blocks take tiles one after another, and a block that is done early
+// takes more.
 struct TileGrid : TileOrder {
   int tiles;   // of the whole call
   int* taken;  // how many tiles thread blocks have taken beyond the first of each; in global memory
@@ -36,8 +37,9 @@ struct TileGrid : TileOrder {
   __device__ int take() const { return take(static_cast<int>(gridDim.x)); }
 };
 
-// Heads of a section. With a right bound or a Mask some tiles are longer than others: when those of all heads of a
-// section start first, short ones are left for the end and fill the gaps. Without one a section is one head.
+// Heads of a section. With a right bound or a Mask some tiles are longer than others: if the long tiles of all heads of
+// a section start first, short ones are left for the end and fill the gaps. Without a bound and a Mask a section is one
+// head.
 inline int section_heads(const AttnParams& p, int64_t heads, int64_t head_bytes, int64_t at_least = 1) {
   constexpr int64_t kCacheBytes = 32 << 20;
   if (p.window_right == kUnbounded && !p.has_intervals()) return 1;
@@ -54,9 +56,9 @@ inline TileOrder forward_order(const AttnParams& p, int64_t blocks, int64_t elem
   return {static_cast<int>(blocks), section_heads(p, p.batch * p.heads_q, head_bytes, at_least)};
 }
 
-// The order of a backward call, whose queries, output gradients and sums of dq are to stay there. at_once: how many key
-// tiles are computed at a time. In a deterministic call key tiles of a head add to dq one after the other: those that
-// begin at the same time are tiles of different heads, or else all but the first would wait.
+// The order of a backward call, whose queries, output gradients and sums of dq are to stay in the cache. at_once: how
+// many key tiles are computed at a time. In a deterministic call key tiles of a head add to dq one after the other:
+// tiles that start at the same time belong to different heads, otherwise all but the first would wait.
 inline TileOrder backward_order(const AttnGradParams& p, int64_t blocks, int64_t element_bytes, int64_t at_once,
                                 int64_t at_least = 1) {
   const int64_t row_bytes = p.head_dim * (element_bytes + 4) + p.head_dim_v * element_bytes;

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int kFillThreads = 256, kMostTensors = 3;
 
-// A packed tensor [heads][rows] of rows of so many bytes. Strides are in bytes, too.
+// A packed tensor [heads][rows] of rows of row_bytes bytes. Strides are in bytes, too.
 struct PackedRows {
   char* data;
   int64_t row_stride, head_stride, row_bytes, rows, heads;
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kFillThreads) unowned_rows_kernel(const Tensor
   const PackedRows& t = tensors.of[blockIdx.y];
   const auto clamped = [&t](int64_t row) { return row < 0 ? 0 : (row > t.rows ? t.rows : row); };
   int64_t first = clamped(t.cu_seqlens[0]), last = clamped(t.cu_seqlens[batch]);
-  if (last < first) first = last = 0;  // no such offsets are right: all rows
+  if (last < first) first = last = 0;  // invalid offsets: all rows
   const int64_t together = reinterpret_cast<int64_t>(t.data) | t.row_stride | t.head_stride | t.row_bytes;
   if (together % 16 == 0) {
     fill(t, first, last, make_uint4(t.bits, t.bits, t.bits, t.bits));

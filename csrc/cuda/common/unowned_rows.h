@@ -6,10 +6,10 @@
 
 namespace flashattn_ext {
 
-// Gives them the results of a row that sees nothing: out and centres 0, lse -inf. In one launch, before those of the
-// call: only the device knows where sequences are, and what it finds there may be anything.
+// Gives them the results of a fully masked row: out and centres 0, lse -inf. One launch, before the kernels of the
+// call: only the device knows the offsets of the sequences, and they may be invalid.
 void set_unowned_rows(const AttnParams& p);
-// The gradients of the inputs there are 0.
+// Sets the gradients of these rows of the inputs to 0.
 void set_unowned_rows(const AttnGradParams& p);
 
 }  // namespace flashattn_ext

@@ -1,4 +1,4 @@
-// Vectors of 16 bytes at addresses that are multiples of one element (16 or 32 bits) only.
+// Vectors of 16 bytes whose addresses are aligned to one element (16 or 32 bits) only.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ __device__ __forceinline__ uint4 shift_vectors(const uint4& low, const uint4& hi
   return make_uint4(x[0], x[1], x[2], x[3]);
 }
 
-// Up to 16 bytes of elements at any address. Loading and getting are apart, so that a thread can load several vectors
-// before it waits for the first.
+// Up to 16 bytes of elements at any address. Loading and getting are separate, so that a thread can load several
+// vectors before it waits for the first.
 template <class T>
 class UnalignedVector {
  public:

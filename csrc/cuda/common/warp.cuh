@@ -7,14 +7,14 @@
 
 namespace flashattn_ext {
 
-// The value of lane 0, in all lanes: the compiler then knows that all have the same.
+// The value of lane 0, in all lanes: the compiler then knows that it is warp-uniform.
 template <class X>
 __device__ __forceinline__ X uniform(X x) {
   return __shfl_sync(~0u, x, 0);
 }
 
-// The same for an address in shared memory. Where control flow is so involved that the compiler does not see it by
-// itself, all that depends on such an address, stages and operands of products, is in uniform registers then.
+// The same for an address in shared memory. Where control flow is too involved for the compiler to infer that, the
+// values that depend on such an address (stages and operands of products) are then in uniform registers.
 template <class X>
 __device__ __forceinline__ X& uniform_shared(X& x) {
   return *static_cast<X*>(ptx::shared_pointer(uniform(ptx::shared_address(&x))));
@@ -30,7 +30,7 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Four sums over these lanes, of which lane t gets that of x[t].
+// Four sums over these lanes; lane t gets the sum of x[t].
 __device__ __forceinline__ float quad_sum_of_own(const float (&x)[4]) {
   const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
   float pair[2];

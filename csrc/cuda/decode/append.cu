@@ -1,5 +1,5 @@
-// Before the attention of a call with a cache: new keys and values go to their rows in the cache, and new keys and the
-// queries are rotated (Rotary in params.h). A warp copies one row of one head.
+// The step before the attention of a decoding call: appends new keys and values to the KV cache, and applies the rotary
+// embedding to new keys and to queries (Rotary in params.h). A warp copies one row of one head.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -18,7 +18,7 @@ namespace {
 
 constexpr int kWarps = 8;
 
-// A row to another place, rotated as its position says; it is not rotated with a negative one.
+// Copies a row, rotated by the angles of `position`. A negative position means no rotation.
 template <class T>
 __device__ void copy_row(T* to, const T* from, int columns, const Rotary& rotary, int64_t position) {
   const int dim = position < 0 ? 0 : static_cast<int>(rotary.dim), half = dim / 2;
@@ -38,7 +38,7 @@ __device__ void copy_row(T* to, const T* from, int columns, const Rotary& rotary
   }
 }
 
-// Rows are numbered by sequence, and in it new rows by key head, keys before values, and then queries by head.
+// The rows of a sequence are numbered: new keys, then new values, then queries. Within each the head varies fastest.
 template <class T>
 __global__ void __launch_bounds__(kWarps * 32)
     append_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ TensorView q, int64_t sequence_rows) {

@@ -1,5 +1,5 @@
-// Adds up the parts of tasks that are split (plan.h), in the order of their keys: each part is a normalised result with
-// the log-sum-exp of its keys.
+// Combines the partial results of split tasks (plan.h), in the order of their keys. A partial result is a normalised
+// output with the log-sum-exp of its keys.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -17,19 +17,19 @@
 namespace flashattn_ext::decode {
 namespace {
 
-constexpr int kColumns = 4, kMostColumns = 512;  // kColumns: of a thread
-constexpr int kAtOnce = 6;                       // parts that a thread loads before it adds them up
+constexpr int kColumns = 4, kMostColumns = 512;  // kColumns: columns per thread
+constexpr int kAtOnce = 6;                       // parts that a thread loads before it accumulates them
 
-// A thread's columns of some parts of a row, and their log-sum-exps; -inf where there is no such part.
+// One thread's columns of kAtOnce parts of a row, and the log-sum-exps of these parts; -inf past the last part.
 struct PartColumns {
   float4 x[kAtOnce];
   float lse[kAtOnce];
 };
 
-// blockIdx.x: the task; blockIdx.y: some of its rows, `rows_at_once`, which divide the thread block's warps among them.
-// Groups of a row's threads have all of its columns, and each takes every n-th part. Little else than latency takes
-// time here: a thread asks for its first parts before it needs them, and every warp finds the maximum and the sum of
-// all parts for itself.
+// blockIdx.x: the task; blockIdx.y: `rows_at_once` of its rows, each with an equal number of the thread block's warps.
+// The threads of a row form n groups: a group covers all columns and accumulates every n-th part. The kernel is bound
+// by latency, so a thread loads its first parts in advance, and every warp computes the maximum and the sum over all
+// parts redundantly instead of exchanging them.
 template <class T>
 __global__ void __launch_bounds__(kMostColumns)
     combine_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ Plan plan, int rows, int columns,
@@ -97,6 +97,10 @@ __global__ void __launch_bounds__(kMostColumns)
   }
   if (thread == 0) {
     *row_statistic(p.lse, task.b, head, query) = sum == 0 ? -infinity() : row_lse(finite_max(max), log2f(sum));
+    if (p.row_maxima.data == nullptr) return;
+    float largest = -infinity();
+    for (int n = 0; n < count; ++n) largest = fmaxf(largest, plan.partial_largest[slot_row(n)]);
+    *row_statistic(p.row_maxima, task.b, head, query) = largest * kLn2<float>;
   }
 }
 
@@ -104,9 +108,9 @@ __global__ void __launch_bounds__(kMostColumns)
 
 template <class T>
 void combine(const DecodeParams& p, const Plan& plan, int64_t tasks, int rows, int columns) {
-  // Where a task has few parts, a warp or some have a row: otherwise a thread block, of more threads.
+  // With few parts per task one or a few warps combine a row, otherwise a whole thread block does.
   constexpr int64_t kFewParts = 8;
-  const bool has_few = plan.splits > 0 ? plan.splits <= kFewParts : plan.blocks <= tasks * (kFewParts / 2);
+  const bool has_few = plan.most_parts > 0 ? plan.most_parts <= kFewParts : plan.blocks <= tasks * (kFewParts / 2);
   const int threads = has_few && columns <= 128 ? 128 : columns <= 256 ? 256 : 512;
   const int rows_at_once = has_few ? 4 : 1;
   const int64_t used = std::max<int64_t>(1, std::min<int64_t>(rows, query_rows(p) * p.group_size()));

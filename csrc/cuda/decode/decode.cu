@@ -2,12 +2,16 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
+#include <utility>
 
 #include "../common/aligned_rows.h"
 #include "../common/call.h"
 #include "../common/device.h"
+#include "../common/launch.cuh"
 #include "../common/tile_order.cuh"
+#include "../ptx/grid.cuh"
 #include "decode.h"
 #include "kernels.h"
 #include "tiles.h"
@@ -15,30 +19,44 @@
 namespace flashattn_ext::decode {
 namespace {
 
-// The entry points of one element type and class of head dims.
+// The entry points of one row of the table of kernels for one element type; empty for rows of other types.
+struct RowKernel {
+  TileSizes (*sizes)() = nullptr;
+  void (*split)(const DecodeParams&, const Plan&, int, int, bool) = nullptr;
+};
+template <class T, size_t kRow>
+constexpr RowKernel of_row() {
+  constexpr DecodeRow row = kernel_table::kDecode[kRow];
+  if constexpr (row.types & kTypeOf<T>) {
+    return {tile_sizes<T, row.head_dim, row.tile.rows()>, split<T, row.head_dim, row.tile.rows()>};
+  } else {
+    return {};
+  }
+}
+template <class T, size_t... kRow>
+constexpr std::array<RowKernel, sizeof...(kRow)> of_rows(std::index_sequence<kRow...>) {
+  return {of_row<T, kRow>()...};
+}
+
+// The kernels of a call: those of its class of head dims with the smallest and the largest tile, which may be one.
 struct Kernels {
-  TileSizes (*sizes[2])();  // narrow, wide
-  void (*split[2])(const DecodeParams&, const Plan&, int, int, bool);
+  RowKernel fewest_rows, most_rows;
   void (*combine)(const DecodeParams&, const Plan&, int64_t, int, int);
-  int columns;
+  int columns;  // kHeadDim
 };
 
-template <class T, int kHeadDim>
-Kernels kernels() {
-  constexpr bool kHasWide = kHeadDim <= 256;
-  return {{tile_sizes<T, kHeadDim, false>, tile_sizes<T, kHeadDim, kHasWide>},
-          {split<T, kHeadDim, false>, split<T, kHeadDim, kHasWide>},
-          combine<T>,
-          kHeadDim};
-}
 template <class T>
 Kernels kernels_of(int64_t head_dim) {
-  if (head_dim <= 64) return kernels<T, 64>();
-  if (head_dim <= 96) return kernels<T, 96>();
-  if (head_dim <= 128) return kernels<T, 128>();
-  if (head_dim <= 192) return kernels<T, 192>();
-  if (head_dim <= 256) return kernels<T, 256>();
-  return kernels<T, 512>();
+  static constexpr auto kKernels = of_rows<T>(std::make_index_sequence<std::size(kernel_table::kDecode)>());
+  const int kernel_dim = class_of(kTypeOf<T>, head_dim);
+  Kernels kernels{{}, {}, combine<T>, kernel_dim};
+  for (size_t i = 0; i < kKernels.size(); ++i) {
+    const DecodeRow& row = kernel_table::kDecode[i];
+    if (!(row.types & kTypeOf<T>) || row.head_dim != kernel_dim) continue;
+    if (!kernels.fewest_rows.sizes) kernels.fewest_rows = kKernels[i];
+    kernels.most_rows = kKernels[i];
+  }
+  return kernels;
 }
 Kernels kernels_of(const DecodeParams& p) {
   const int64_t head_dim = std::max(p.head_dim, p.head_dim_v);
@@ -47,29 +65,35 @@ Kernels kernels_of(const DecodeParams& p) {
   return kernels_of<float>(head_dim);
 }
 
-// Shared memory that a thread block may have for its tiles, beside its variables.
+// The shared memory available to a thread block for tiles. kStaticBytes bounds its static shared variables.
 constexpr int kStaticBytes = 1024;
 int most_shared_bytes() { return device_attribute<cudaDevAttrMaxSharedMemoryPerBlockOptin>() - kStaticBytes; }
 
-// How a call is launched. Nothing here depends on lengths, which only the device knows.
+__global__ void __launch_bounds__(256) forget_tasks_kernel(SplitTask* tasks, int count) {
+  ptx::wait_for_previous_kernel();
+  ptx::let_next_kernel_start();
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  if (i < count) tasks[i].parts = 0;
+}
+
+// The launch configuration of a call. It does not depend on sequence lengths, which are in device memory.
 struct Launch {
   Kernels kernels;
-  bool is_wide;
+  bool has_most_rows;  // runs Kernels::most_rows
   TileSizes tile;
   int warps, shared_bytes;
-  Plan plan;            // its arrays begin at offsets of the workspace
-  int64_t split_tasks;  // entries of that array
-  int64_t slots;
-  int64_t q_bytes;  // of the rotated queries
+  Plan plan;            // its arrays are in the workspace
+  int64_t split_tasks;  // entries of plan.split_tasks
+  int64_t q_bytes;      // bytes of the rotated queries
 
   explicit Launch(const DecodeParams& p) : kernels(kernels_of(p)) {
-    constexpr int kReservedBytes = 1024;  // of the driver, for each thread block
+    constexpr int kReservedBytes = 1024;  // reserved by the driver per thread block
     const int most = most_shared_bytes();
     const int64_t rows = p.seqlen_q * p.group_size();
     plan.group = static_cast<int>(p.group_size());
-    const TileSizes narrow = kernels.sizes[0](), wide = kernels.sizes[1]();
-    is_wide = rows > narrow.rows && wide.rows > narrow.rows && wide.query_bytes + wide.team_bytes <= most;
-    tile = is_wide ? wide : narrow;
+    const TileSizes few = kernels.fewest_rows.sizes(), many = kernels.most_rows.sizes();
+    has_most_rows = rows > few.rows && many.rows > few.rows && many.query_bytes + many.team_bytes <= most;
+    tile = has_most_rows ? many : few;
     const int teams = std::min(kMaxWarps / tile.team_warps, (most - tile.query_bytes) / tile.team_bytes);
     warps = teams * tile.team_warps;
     shared_bytes = tile.query_bytes + teams * tile.team_bytes;
@@ -79,27 +103,31 @@ struct Launch {
     q_bytes = p.rotary.cos ? query_rows(p) * batch_entries(p) * p.heads_q * p.head_dim * element_bytes(p) : 0;
   }
 
-  // at_once: thread blocks that the GPU runs at a time.
+  // Chooses how to divide the work (plan.h). at_once: resident thread blocks of the whole GPU.
   void divide(const DecodeParams& p, int64_t rows, int64_t at_once) {
+    plan.part_keys = plan.head_tasks = 0;
+    plan.slot_rows = tile.rows;
+    if (p.splits_alone && p.num_splits == 0) return divide_alone(p, rows, at_once);
     const int64_t most_units = std::max<int64_t>(1, (p.cache.capacity() + kUnitKeys - 1) / kUnitKeys);
     const int64_t row_tiles = tile_count(rows, tile.rows), tasks = p.batch * p.heads_k * row_tiles;
     plan.row_tiles = static_cast<int>(row_tiles);
     const bool many = row_tiles > 1 && tasks >= 2 * at_once;
-    // Thread blocks count the units of all tasks in 32 bits. A packed sequence may have more tiles than max_seqlen_q.
+    // The kernel numbers the units of all tasks in 32 bits. A packed sequence may be longer than max_seqlen_q.
     const int64_t most_tiles = p.is_varlen() ? p.total_q * p.group_size() / tile.rows + p.batch : p.batch * row_tiles;
     const bool countable = most_tiles * p.heads_k <= std::numeric_limits<int32_t>::max() / most_units;
     const int64_t splits = p.num_splits > 0 ? std::min(p.num_splits, most_units) : many || !countable ? 1 : 0;
+    plan.most_parts = static_cast<int>(splits);
     if (splits == 0) {
       const int64_t units = tasks * most_units;
       const int64_t blocks = std::min(units, at_once);
       plan.splits = 0;
       plan.blocks = static_cast<int>(blocks);
-      // Whether there are as many tasks as the host counts: packed sequences may have fewer, or more tiles.
+      // Packed sequences may have fewer or more row tiles than the host assumes, so they have no entry per task.
       plan.by_task = !p.is_varlen() && p.seqlen_q > 0 && tasks <= blocks;
       split_tasks = plan.by_task ? tasks : blocks;
-      slots = 2 * blocks;
+      plan.slots = static_cast<int>(2 * blocks);
     } else {
-      // A packed sequence may be longer than max_seqlen_q: one that is split needs slots for all of its rows.
+      // A packed sequence may be longer than max_seqlen_q, and a split sequence needs slots for all of its rows.
       if (splits > 1 && p.is_varlen())
         plan.row_tiles = static_cast<int>(tile_count(p.total_q * p.group_size(), tile.rows));
       const int64_t all = p.batch * p.heads_k * plan.row_tiles;
@@ -107,11 +135,49 @@ struct Launch {
       plan.blocks = static_cast<int>(all * splits);
       plan.by_task = true;
       split_tasks = splits > 1 ? all : 0;
-      slots = splits > 1 ? all * splits : 0;
+      plan.slots = static_cast<int>(splits > 1 ? all * splits : 0);
     }
   }
 
-  // Sets the arrays of the workspace and returns its bytes. q: where rotated queries go.
+  // Shares with fixed parts. The length of a part depends only on the shapes of one sequence: enough parts for a single
+  // sequence to keep the GPU busy, but parts long enough that the epilogue takes little of the time in large batches.
+  // On an H200 one thread block with a tile of 16 rows reads 42 GB/s, which is more than the memory bandwidth per
+  // multiprocessor, and one with a tile of 64 rows 23 GB/s.
+  void divide_alone(const DecodeParams& p, int64_t rows, int64_t at_once) {
+    const int64_t row_tiles = tile_count(rows, tile.rows), wanted = has_most_rows ? at_once : multiprocessors(),
+                  parts = std::max<int64_t>(1, wanted / (p.heads_k * row_tiles));
+    // The epilogue of a part takes about 1 us with a tile of 16 rows and 8 us with one of 64. With parts of least_bytes
+    // that is at most a tenth and a quarter of the time of a part.
+    const int64_t least_bytes = has_most_rows ? 512 << 10 : 256 << 10;
+    const int64_t key_bytes = (p.head_dim + p.head_dim_v) * element_bytes(p);
+    const int64_t keys = std::max((p.seqlen_k + parts - 1) / parts, least_bytes / key_bytes);
+    const int64_t part_keys = (keys + kUnitKeys - 1) / kUnitKeys * kUnitKeys;
+    const int64_t most_parts = tile_count(p.seqlen_k, part_keys);
+    // A packed sequence that is split has at most row_tiles row tiles; one that is not split may have any number.
+    const int64_t more_tiles = p.is_varlen() ? p.total_q * p.group_size() / tile.rows : 0;
+    const int64_t all_parts = p.is_varlen() ? p.total_k / part_keys + p.batch : p.batch * most_parts;
+    const int64_t units = p.heads_k * (all_parts * row_tiles + (p.is_varlen() ? more_tiles + p.batch : 0));
+    plan.row_tiles = static_cast<int>(row_tiles);
+    plan.part_keys = static_cast<int>(part_keys);
+    plan.most_parts = static_cast<int>(most_parts);
+    plan.head_tasks = static_cast<int>(p.is_varlen() ? more_tiles + p.batch : p.batch * row_tiles);
+    plan.slots = static_cast<int>(most_parts > 1 ? units : 0);
+    plan.slot_rows = static_cast<int>(std::min<int64_t>(tile.rows, rows));
+    plan.splits = 0;
+    plan.blocks = static_cast<int>(std::min(units, at_once));
+    plan.by_task = true;
+    split_tasks = p.heads_k * plan.head_tasks;
+  }
+
+  // Whether a task may have several parts, so that the combine kernel must run.
+  bool combines() const { return split_tasks > 0 && plan.slots > 0; }
+  // Marks all entries of plan.split_tasks as unused, because packed sequences do not write every entry.
+  void forget_tasks(const DecodeParams& p) const {
+    launch_early(forget_tasks_kernel, "decode_tasks", p, dim3(static_cast<unsigned>((split_tasks + 255) / 256)), 256, 0,
+                 plan.split_tasks, static_cast<int>(split_tasks));
+  }
+
+  // Sets the pointers into the workspace and returns the size of the workspace in bytes. q: the rotated queries.
   size_t set_workspace(const DecodeParams& p, TensorView* q) {
     char* next = static_cast<char*>(p.workspace);
     const auto take = [&next](int64_t bytes) {
@@ -122,32 +188,26 @@ struct Launch {
     const int64_t row = p.heads_q * p.head_dim;
     *q = {take(q_bytes), p.is_varlen() ? 0 : p.seqlen_q * row, row, p.head_dim};
     plan.split_tasks = reinterpret_cast<SplitTask*>(take(split_tasks * static_cast<int64_t>(sizeof(SplitTask))));
-    plan.partial_lse = reinterpret_cast<float*>(take(slots * tile.rows * 4));
-    plan.partial_out = reinterpret_cast<float*>(take(slots * tile.rows * kernels.columns * 4));
+    const int64_t row_bytes = int64_t{plan.slots} * plan.slot_rows * 4;
+    plan.partial_lse = reinterpret_cast<float*>(take(row_bytes));
+    plan.partial_largest = reinterpret_cast<float*>(take(p.row_maxima.data ? row_bytes : 0));
+    plan.partial_out = reinterpret_cast<float*>(take(row_bytes * kernels.columns));
     return static_cast<size_t>(next - static_cast<char*>(p.workspace));
   }
 };
 
-// Whether rows can be read in vectors of 16 bytes, the last of which may be cut short.
+// Whether rows can be read in 16-byte vectors, the last possibly partial.
 bool in_vectors(const TensorView& t, int64_t element_bytes) { return rows_are_aligned(t, 0, element_bytes); }
 
 }  // namespace
 
+// decode_call.cpp rejects head dims above 512, and page sizes that are not a multiple of 16 keys, for every device.
 std::string refuses(const DecodeParams& p) {
-  constexpr int64_t kMostColumns = 512, kPageKeys = 16;
   if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
-  if (std::max(p.head_dim, p.head_dim_v) > kMostColumns) {
-    return "attention to a key-value cache takes head dims up to 512, got " + std::to_string(p.head_dim) + " and " +
-           std::to_string(p.head_dim_v) + "; use the CPU backend";
-  }
-  const TileSizes tile = kernels_of(p).sizes[0]();
+  const TileSizes tile = kernels_of(p).fewest_rows.sizes();
   if (tile.query_bytes + tile.team_bytes > most_shared_bytes()) {
     return "float32 with head dims above 256 needs a GPU whose thread blocks may have 168 KB of shared memory; use "
            "float16 or bfloat16";
-  }
-  if (p.cache.block_table && p.cache.page_size % kPageKeys != 0) {
-    return "pages hold a multiple of 16 keys, got " + std::to_string(p.cache.page_size) +
-           "; choose another page size, or use the CPU backend";
   }
   return {};
 }
@@ -166,9 +226,11 @@ void run(const DecodeParams& params) {
   append(p, rotated);
   if (p.rotary.cos) p.q = rotated;
   const bool aligned = in_vectors(p.k, element_bytes(p)) && in_vectors(p.v, element_bytes(p));
-  launch.kernels.split[launch.is_wide](p, launch.plan, launch.warps, launch.shared_bytes, aligned);
-  if (launch.split_tasks > 0) {
-    launch.kernels.combine(p, launch.plan, launch.split_tasks, launch.tile.rows, launch.kernels.columns);
+  if (launch.plan.part_keys > 0 && launch.combines() && p.is_varlen()) launch.forget_tasks(p);
+  const RowKernel& kernel = launch.has_most_rows ? launch.kernels.most_rows : launch.kernels.fewest_rows;
+  kernel.split(p, launch.plan, launch.warps, launch.shared_bytes, aligned);
+  if (launch.combines()) {
+    launch.kernels.combine(p, launch.plan, launch.split_tasks, launch.plan.slot_rows, launch.kernels.columns);
   }
 }
 

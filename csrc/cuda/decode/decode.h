@@ -1,4 +1,4 @@
-// Calls with a key-value cache on every GPU of compute capability 8.0 and newer, for the tables of both CUDA backends.
+// Decoding on GPUs of compute capability 8.0 and newer, shared by both CUDA backends.
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,8 @@
 
 namespace flashattn_ext::decode {
 
-// Empty when the kernels can run the call; otherwise the reason in words. Which GPU it is the backend has to ask.
+// Empty if the kernels support the call, otherwise the reason for the error message. The backend checks the compute
+// capability.
 std::string refuses(const DecodeParams& p);
 
 size_t workspace_bytes(const DecodeParams& p);

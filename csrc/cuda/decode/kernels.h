@@ -1,31 +1,31 @@
-// The entry points of the decoding kernels, which decode.cu calls. Each source that is compiled instantiates them for
-// one element type and class of head dims.
+// The entry points of the decoding kernels, called by decode.cu. Each compiled source instantiates them for one element
+// type and one kHeadDim.
 #pragma once
 
 #include "plan.h"
 
 namespace flashattn_ext::decode {
 
-// What the host needs to know of a tile.
+// Tile properties that the host needs for a launch.
 struct TileSizes {
   int rows;                     // packed rows
-  int team_warps;               // of each team
-  int query_bytes, team_bytes;  // of shared memory: for the queries, and for each team
+  int team_warps;               // warps per team (tiles.h)
+  int query_bytes, team_bytes;  // shared memory for the queries, and per team
 };
 
-// kHeadDim: 64, 96, 128, 192, 256 or 512, at least head_dim and head_dim_v. kWide: tiles.h; there are no wide tiles
-// above 256.
-template <class T, int kHeadDim, bool kWide>
+// kHeadDim is at least head_dim and head_dim_v. kTileRows: packed rows of the tile, a row of ../table/kernel_table.h.
+template <class T, int kHeadDim, int kTileRows>
 TileSizes tile_sizes();
-// aligned: whether rows of the caches can be read in whole vectors of 16 bytes, the last of which may be cut short.
-template <class T, int kHeadDim, bool kWide>
+// The attention kernel. aligned: whether rows of k and v can be read in 16-byte vectors, the last possibly partial.
+template <class T, int kHeadDim, int kTileRows>
 void split(const DecodeParams& p, const Plan& plan, int warps, int shared_bytes, bool aligned);
 
-// Adds up the parts of tasks that are split; `rows` and `columns` are those of a slot.
+// Combines the partial results of split tasks. rows, columns: dimensions of a slot.
 template <class T>
 void combine(const DecodeParams& p, const Plan& plan, int64_t tasks, int rows, int columns);
 
-// Appends new keys and values to the caches. Rotates them and the queries where the call says so, those into `q`.
+// Appends new keys and values to the KV cache. With rotary embeddings it rotates the new keys, and writes the rotated
+// queries to `q`.
 void append(const DecodeParams& p, const TensorView& q);
 
 }  // namespace flashattn_ext::decode

@@ -1,4 +1,4 @@
-// How the device divides a call into parts (plan.h).
+// Work division on the device. plan.h defines task, part, unit, share and slot.
 #pragma once
 
 #include "../../key_locator.h"
@@ -9,14 +9,16 @@
 
 namespace flashattn_ext::decode {
 
-// What there is to do for one sequence. Keys are counted by the rows of its room in the cache (KeyLocator::run_of_row).
+// The work of one sequence. Keys are addressed by cache row: the row within the cached sequence, counted with the
+// leftpad rows (KeyLocator::run_of_row).
 struct SequenceWork {
   int queries;
-  int tiles;       // of packed rows
-  int first_row;   // the row of key 0
+  int tiles;       // tiles of packed query rows
+  int first_row;   // cache row of key 0
   int length;      // keys
-  int begin, end;  // the rows that some query sees
-  int units;       // of these keys, at least one
+  int begin, end;  // cache rows of the keys that are visible to at least one query
+  int unit_keys;   // keys per unit
+  int units;       // units per task, at least one: a fully masked task still writes its output
 
   template <int kRows>
   static __device__ __forceinline__ SequenceWork of(const DecodeParams& p, const Plan& plan, int b) {
@@ -29,34 +31,43 @@ struct SequenceWork {
     const Limits visible = Mask32(p, work.queries, work.length).keys_of(0, work.queries);
     work.begin = work.first_row + visible.begin;
     work.end = work.first_row + visible.end;
-    work.units = max(1, (work.end + kUnitKeys - 1) / kUnitKeys - work.first_unit());
+    work.unit_keys = kUnitKeys;
+    if (plan.part_keys > 0) {
+      // A sequence that exceeds max_seqlen_q or max_seqlen_k is not split: the workspace may lack slots for its parts.
+      const bool is_known = work.queries <= p.seqlen_q && work.length <= p.seqlen_k;
+      work.unit_keys = is_known ? plan.part_keys : kWholeSequence;
+      work.units = max(1, (work.end + work.unit_keys - 1) / work.unit_keys - work.begin / work.unit_keys);
+    } else {
+      work.units = max(1, (work.end + kUnitKeys - 1) / kUnitKeys - work.begin / kUnitKeys);
+    }
     return work;
   }
-  __device__ __forceinline__ int first_unit() const { return begin / kUnitKeys; }
-  // Units of all tasks of the sequence.
+  __device__ __forceinline__ int first_unit() const { return begin / unit_keys; }
+  static constexpr int kWholeSequence = 1 << 30;  // keys; exceeds every length that Mask32 accepts
+  // Number of units of all tasks of the sequence.
   __device__ __forceinline__ int task_units(const DecodeParams& p) const {
     return units * tiles * static_cast<int>(p.heads_k);
   }
 };
 
-// One part of a task.
+// One part (KV split) of a task.
 struct Part {
   int b, head_k, row_tile;
-  int begin, end;  // rows of the room
-  bool is_first;   // of the task: it has the sink
-  int slot;        // where it is added up from; -1: it is the whole task
+  int begin, end;  // cache rows
+  bool is_first;   // the first part of its task, which includes the sink
+  int slot;        // destination of the partial result; -1: the part is the whole task and writes the final output
 };
 
-// The thread block's share of the line of all units, and where it begins.
+// The thread block's share: a contiguous range of the call's units.
 struct Share {
-  int all, blocks;     // units of the call; thread blocks that share them, each at least one
-  int begin, end;      // of the thread block
+  int all, blocks;     // units of the call; thread blocks with at least one unit each
+  int begin, end;      // units of this thread block; `begin` advances as parts are taken
   int b;               // the sequence of unit `begin`
   int sequence_begin;  // the first unit of that sequence
 
-  // Writes the share of the thread block, and the work of the sequence that it begins in unless it is empty, to shared
-  // memory, and returns when they are there. All threads call it together; each reads the lengths of some neighbouring
-  // sequences, so that a long batch waits for memory but once.
+  // Writes the share of the thread block to `share` and, unless the share is empty, the work of its first sequence to
+  // `begun`. Both are in shared memory and visible to all threads on return. All threads must call it: each thread
+  // reads the lengths of a few adjacent sequences, so that the loads of a large batch overlap.
   template <int kRows>
   static __device__ __forceinline__ void find(Share* share, SequenceWork* begun, const DecodeParams& p,
                                               const Plan& plan) {
@@ -70,7 +81,7 @@ struct Share {
       work = SequenceWork::of<kRows>(p, plan, b);
       own += work.task_units(p);
     }
-    int through = own;  // units up to this thread's last sequence, which counts
+    int through = own;  // inclusive prefix sum of the units of all threads
 #pragma unroll
     for (int distance = 1; distance < 32; distance *= 2) {
       const int other = __shfl_up_sync(~0u, through, distance);
@@ -83,7 +94,7 @@ struct Share {
       if (w == warp) through += all;
       all += of_warps[w];
     }
-    // The first unit of a block is all * block / blocks.
+    // Block i begins at unit all * i / blocks, computed without overflow in 32 bits.
     const int blocks = min(plan.blocks, all), block = blockIdx.x;
     if (block >= blocks) {
       if (threadIdx.x == 0) *share = {all, blocks, 0, 0, batch, 0};
@@ -103,7 +114,7 @@ struct Share {
     __syncthreads();
   }
 
-  // Goes on to a unit: of this sequence, which has so many units, or after its end.
+  // Moves `begin` to `unit`, which is in the current sequence of sequence_units units or the first one after it.
   __device__ __forceinline__ void advance(int unit, int sequence_units) {
     begin = unit;
     if (unit < sequence_begin + sequence_units) return;
@@ -111,7 +122,7 @@ struct Share {
     ++b;
   }
 
-  // The thread block that has a unit.
+  // The thread block whose share contains `unit`.
   __device__ __forceinline__ int block_of(int unit) const {
     return static_cast<int>((static_cast<int64_t>(unit + 1) * blocks - 1) / all);
   }

@@ -1,35 +1,48 @@
-// Who computes what in a call with a cache. A task is one tile of packed rows of one key head of one sequence; its keys
-// are computed in one part or in several, which combine.cu adds up.
+// How the decoding kernels divide a call into work (split-KV). The names of the code:
+//   - A task is one work tile: a tile of packed query rows, one KV head and one sequence.
+//   - A part is one split of a task's keys. A thread block computes one part at a time. combine.cu combines the partial
+//     results of a task that has several parts.
+//   - A slot is the place of one partial result in the workspace.
+//   - A unit is the granule in which keys are divided: a block of kUnitKeys adjacent keys of one task.
 //
-// Lengths of sequences are in the memory of the device, so the division happens there (plan.cuh). It is of one of two
-// kinds. Fixed: every task has `splits` parts, of one thread block each. That is what num_splits asks for, and one part
-// where there are enough tasks without splitting. Shares: all units of keys (kUnitKeys) of all tasks form one line,
-// which thread blocks share equally, so that it does not matter how much lengths differ. Only the task at the end of a
-// share continues in the next one.
+// Sequence lengths are in device memory, so the device divides the work (plan.cuh), in one of three ways:
+//   - Fixed: every task has `splits` parts, each with a thread block of its own. num_splits > 0 selects this way. So do
+//     calls with enough tasks to fill the GPU, with one part each.
+//   - Shares (stream-K): the units of all tasks are numbered consecutively, and every thread block gets a contiguous
+//     range of equal size, its share. Different sequence lengths then cause no load imbalance. Only a task that extends
+//     past the end of a share is split: the following thread blocks continue it.
+//   - Shares with fixed parts, for the forward with few rows, whose results must be bit-identical in every batch. A
+//     unit has part_keys keys, which depend only on the shapes of one sequence, and every unit is a part of its own.
+//     The number of the unit is its slot. The result does not depend on which thread block computes a part.
 #pragma once
 
 #include "../../params.h"
 
 namespace flashattn_ext::decode {
 
-// A task whose parts are to be added up. Part n is in slot `first` when n is 0, else in slot next + n.
+// A task whose partial results combine.cu combines. Part 0 is in slot `first`, part n > 0 in slot next + n.
 struct SplitTask {
   int b, head_k, row_tile;
-  int parts;  // 0: there is no such task
+  int parts;  // number of splits; 0: the entry is unused
   int first, next;
 };
 
 struct Plan {
-  int splits;     // of the fixed kind; 0: shares
-  int blocks;     // thread blocks
-  int group;      // query heads that share a key head
-  int row_tiles;  // fixed: tiles of a sequence, as far as the host knows
-  // One for each task, in their order. Shares of so many tasks that thread blocks are fewer: for each thread block the
-  // task that it begins and does not end.
+  int splits;     // fixed: parts per task; 0: shares
+  int part_keys;  // shares with fixed parts: keys per part; 0: a unit has kUnitKeys keys
+  int blocks;     // thread blocks of the launch
+  int group;      // query heads per KV head (GQA)
+  int row_tiles;  // row tiles per sequence, from the shapes (varlen: max_seqlen_q or total_q)
+  // by_task: one entry per task, in task order. Otherwise one entry per thread block: the task whose first part the
+  // block computes, if another block continues that task.
   SplitTask* split_tasks;
   bool by_task;
-  float* partial_out;  // [slots][rows of a tile][class of head dims]
-  float* partial_lse;  // [slots][rows of a tile], in units of log2
+  int head_tasks;          // shares with fixed parts: entries of split_tasks per KV head
+  int most_parts;          // maximum parts per task, from the shapes; 0: unknown
+  int slots, slot_rows;    // slot_rows: rows of a tile; with fixed parts at most the packed rows of a sequence
+  float* partial_out;      // [slots][slot_rows][kHeadDim], normalised
+  float* partial_lse;      // [slots][slot_rows], base 2
+  float* partial_largest;  // [slots][slot_rows]: largest logits, base 2; unallocated without row_maxima
 };
 
 }  // namespace flashattn_ext::decode

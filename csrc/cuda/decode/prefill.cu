@@ -16,9 +16,9 @@ namespace flashattn_ext::decode {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max();  // of a packed tensor
+constexpr int64_t kMostRows = std::numeric_limits<int32_t>::max();  // rows of a packed tensor
 
-// Rows from one entry of a cache to the next; 0 where there is no such number.
+// Distance between cache entries in rows; 0 if it is not a whole number of rows, or if entries overlap.
 int64_t entry_rows(const DecodeParams& p, const TensorView& t) {
   if (p.cache.entries == 1) return p.cache.page_size;
   if (t.row_stride <= 0 || t.batch_stride % t.row_stride != 0) return 0;
@@ -26,14 +26,15 @@ int64_t entry_rows(const DecodeParams& p, const TensorView& t) {
   return rows >= p.cache.page_size ? rows : 0;
 }
 
-// Whether the rows of all batch entries follow one another.
+// Whether the rows of all batch entries are equally spaced, so that the batch can be read as one packed tensor.
 bool is_packed(const DecodeParams& p, const TensorView& t) {
   return p.is_varlen() || p.batch == 1 || t.batch_stride == p.seqlen_q * t.row_stride;
 }
 
 bool gathers(const DecodeParams& p) { return p.cache.block_table != nullptr; }
 
-// Rows from one sequence to the next in the caches of the packed call, and all of them.
+// Rows between the starts of successive sequences (gathered pages) or cache entries in the keys of the varlen call, and
+// the total number of rows.
 int64_t sequence_rows(const DecodeParams& p) { return gathers(p) ? p.cache.capacity() : entry_rows(p, p.k); }
 int64_t all_rows(const DecodeParams& p) {
   if (gathers(p)) return p.batch * p.cache.capacity();
@@ -45,7 +46,7 @@ int64_t packed_queries(const DecodeParams& p) { return p.is_varlen() ? p.total_q
 // The arrays at the beginning of the workspace.
 struct Arrays {
   int32_t *cu_seqlens_q, *cu_seqlens_k;  // [2 B + 1]
-  float* lse;                            // [Hq, B * Sq]; a packed call has its own
+  float *lse, *row_maxima;               // [Hq, B * Sq]; unused if the decoding call is varlen
   char *q, *k, *v;                       // rotated queries and gathered keys and values, [rows, heads, columns]
   char* end;
 
@@ -61,6 +62,8 @@ struct Arrays {
     cu_seqlens_q = reinterpret_cast<int32_t*>(take((2 * p.batch + 1) * 4));
     cu_seqlens_k = reinterpret_cast<int32_t*>(take((2 * p.batch + 1) * 4));
     lse = reinterpret_cast<float*>(take(p.is_varlen() ? 0 : packed_queries(p) * p.heads_q * 4));
+    row_maxima =
+        reinterpret_cast<float*>(take(p.is_varlen() || !p.row_maxima.data ? 0 : packed_queries(p) * p.heads_q * 4));
     q = take(p.rotary.cos ? packed_queries(p) * query_row : 0);
     k = take(gathered * key_row * p.head_dim);
     v = take(gathered * key_row * p.head_dim_v);
@@ -68,13 +71,13 @@ struct Arrays {
   }
 };
 
-// Where the sequences of the packed call begin and end. rows: from one sequence, or entry of the cache, to the next.
+// Computes the cu_seqlens of the varlen call. rows: sequence_rows(p).
 __global__ void __launch_bounds__(kThreads)
     sequences_kernel(const __grid_constant__ DecodeParams p, int32_t* cu_seqlens_q, int32_t* cu_seqlens_k,
                      int64_t rows) {
   const int64_t b = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (b >= p.batch) {
-    if (b == p.batch) cu_seqlens_q[2 * b] = cu_seqlens_k[2 * b] = 0;  // after the last sequence: nothing is there
+    if (b == p.batch) cu_seqlens_q[2 * b] = cu_seqlens_k[2 * b] = 0;  // the sequence after the last has no rows
     return;
   }
   const KeyLocator keys(p, b);
@@ -88,8 +91,8 @@ __global__ void __launch_bounds__(kThreads)
   cu_seqlens_k[2 * b + 1] = static_cast<int32_t>(start + keys.length);
 }
 
-// Copies the keys and values of a sequence, blockIdx.y, from its pages to where its rows follow one another. A warp
-// copies one row of all heads, in vectors of 16 bytes: `vectors` of them are a row of one head.
+// Copies the keys and values of sequence blockIdx.y from its pages to contiguous rows. A warp copies one row of all
+// heads in 16-byte vectors. vectors, vectors_v: vectors per row of one head.
 __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ DecodeParams p, uint4* k, uint4* v,
                                                           int vectors, int vectors_v, int vector_elements) {
   constexpr int kWarps = kThreads / 32;
@@ -112,11 +115,11 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
   }
 }
 
-// blockIdx.y: the query head.
+// Copies a row statistic from the packed layout [Hq, rows] to `to`. blockIdx.y: the query head.
 __global__ void __launch_bounds__(kThreads)
-    place_lse_kernel(const __grid_constant__ DecodeParams p, const float* packed, int64_t rows) {
+    place_statistic_kernel(RowView to, const float* packed, int64_t rows, int64_t seqlen_q) {
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x, h = blockIdx.y;
-  if (row < rows) *row_statistic(p.lse, row / p.seqlen_q, h, row % p.seqlen_q) = packed[h * rows + row];
+  if (row < rows) *row_statistic(to, row / seqlen_q, h, row % seqlen_q) = packed[h * rows + row];
 }
 
 unsigned blocks_of(int64_t threads) { return static_cast<unsigned>((threads + kThreads - 1) / kThreads); }
@@ -134,18 +137,18 @@ void gather(const DecodeParams& p, const Arrays& arrays) {
 }  // namespace
 
 bool is_prefill(const DecodeParams& p) {
-  // Fewer queries, or fewer tiles of them than half of the multiprocessors, leave the forward kernels idle; splitting
-  // keys does not. Gathering pays when a key is used by many rows.
+  // With fewer queries, or with fewer query tiles than half of the multiprocessors, the forward kernels do not fill the
+  // GPU; split-KV does. Gathering pages pays off if every key is used by many rows.
   constexpr int64_t kManyQueries = 65, kManyRows = 1024, kTileQueries = 128, kMostSequences = 65535;
   const int64_t bytes = element_bytes(p);
-  if (p.num_splits > 0) return false;  // the same bits in every batch: what runs may depend on one sequence alone
+  if (p.num_splits > 0) return false;  // bit-identical in every batch, so the kernel must not depend on the batch size
   if (p.seqlen_q < kManyQueries || p.has_intervals() || p.cache.entries == 0) return false;
   if (p.alibi_batch_stride % 2 != 0) return false;
   if (2 * p.batch * p.heads_q * tile_count(p.seqlen_q, kTileQueries) < multiprocessors()) return false;
   if (!rows_are_aligned(p.k, p.head_dim, bytes) || !rows_are_aligned(p.v, p.head_dim_v, bytes)) return false;
   if (!is_packed(p, p.out) || !(p.rotary.cos || is_packed(p, p.q)) || packed_queries(p) > kMostRows) return false;
   if (gathers(p)) {
-    // The copy is never larger than the caches: block tables may have room for far more than there is.
+    // The copy must not exceed the size of the cache: block tables may have room for far more pages.
     return p.seqlen_q * p.group_size() >= kManyRows && p.batch <= kMostSequences &&
            all_rows(p) <= std::min(kMostRows, p.cache.entries * p.cache.page_size);
   }
@@ -167,7 +170,10 @@ AttnParams packed_call(const DecodeParams& p) {
     packed.v = {arrays.v, 0, p.heads_k * p.head_dim_v, p.head_dim_v};
   }
   packed.q.batch_stride = packed.k.batch_stride = packed.v.batch_stride = packed.out.batch_stride = 0;
-  if (!p.is_varlen()) packed.lse = {arrays.lse, 0, packed.total_q};
+  if (!p.is_varlen()) {
+    packed.lse = {arrays.lse, 0, packed.total_q};
+    if (p.row_maxima.data) packed.row_maxima = {arrays.row_maxima, 0, packed.total_q};
+  }
   packed.alibi_batch_stride = p.alibi_batch_stride / 2;
   packed.workspace = arrays.end;
   return packed;
@@ -191,9 +197,13 @@ AttnParams begin_prefill(const DecodeParams& p) {
 void finish_prefill(const DecodeParams& p, const AttnParams& packed) {
   if (p.is_varlen()) return;
   const dim3 grid(blocks_of(packed.total_q), static_cast<unsigned>(p.heads_q));
-  place_lse_kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(
-      p, static_cast<const float*>(packed.lse.data), packed.total_q);
-  check_launch(cudaGetLastError(), "prefill_lse", p);
+  const auto place = [&](const RowView& to, const RowView& from) {
+    place_statistic_kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(
+        to, static_cast<const float*>(from.data), packed.total_q, p.seqlen_q);
+    check_launch(cudaGetLastError(), "prefill_statistic", p);
+  };
+  place(p.lse, packed.lse);
+  if (p.row_maxima.data) place(p.row_maxima, packed.row_maxima);
 }
 
 }  // namespace flashattn_ext::decode

@@ -1,10 +1,10 @@
-// Calls with a cache and many queries: they are bound by arithmetic, like any forward, and run as packed calls of the
+// Decoding calls with many queries (prefill). They are compute-bound like any forward, and run as varlen calls of the
 // forward kernels.
 //
-// Entries of a cache without pages follow one another at multiples of the row stride, so that the caches are packed
-// tensors as they are. Pages are gathered first: a copy that takes little beside the arithmetic. Sequence b is sequence
-// 2b of the packed call, which begins and ends where the device finds it. Sequence 2b + 1, what is between its end and
-// the next one's beginning, has no queries.
+// A cache without pages is read in place as a packed tensor: is_prefill requires its batch stride to be a multiple of
+// its row stride. Pages are gathered into contiguous rows first, which costs little compared with the attention.
+// Sequence b becomes sequence 2b of the varlen call; the device computes its bounds. Sequence 2b + 1 covers the rows
+// between the end of sequence b and the start of sequence b + 1, and has no queries.
 #pragma once
 
 #include <cstddef>
@@ -15,14 +15,14 @@ namespace flashattn_ext::decode {
 
 bool is_prefill(const DecodeParams& p);
 
-// The workspace that the packed call needs beside that of its forward.
+// Bytes of workspace in addition to the workspace of the forward.
 size_t prefill_bytes(const DecodeParams& p);
 
-// Appends, rotates and gathers, and returns the packed call; its own workspace begins after what this one takes.
+// Appends, rotates and gathers, and returns the varlen call. Its workspace begins after the prefill_bytes(p) used here.
 AttnParams begin_prefill(const DecodeParams& p);
-// The packed call, for the question what workspace it needs: nothing runs.
+// The varlen call without launching anything, for the size of its workspace.
 AttnParams packed_call(const DecodeParams& p);
-// Brings the log-sum-exps of the packed call to their places.
+// Copies the log-sum-exps and row maxima of a dense call from the packed layout to p.lse and p.row_maxima.
 void finish_prefill(const DecodeParams& p, const AttnParams& packed);
 
 }  // namespace flashattn_ext::decode

@@ -1,61 +1,62 @@
-// Attention to a key-value cache: a thread block computes parts of tasks (plan.cuh), which are bound by the reading of
-// keys and values. Teams of warps walk over the keys of a part side by side, each with a ring of its own in shared
-// memory and an online softmax of its own; at the end of the part their sums are added up in their order.
+// The split-KV attention kernel of decoding, bound by the memory bandwidth of reading keys and values. A thread block
+// computes parts (KV splits) of tasks (plan.h) one after another. The teams of warps (tiles.h) interleave the steps of
+// a part's keys. Each team has its own multistage buffer (ring) in shared memory and its own online softmax; the
+// epilogue combines the teams in a fixed order.
 #pragma once
 
 #include "../common/general_score.cuh"
 #include "../common/intervals.cuh"
 #include "../common/launch.cuh"
 #include "../common/operand_tile.cuh"
+#include "../common/products.cuh"
 #include "../common/scores.cuh"
 #include "../common/tile.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/grid.cuh"
-#include "../sm80/products.cuh"
 #include "kernels.h"
 #include "plan.cuh"
 
 namespace flashattn_ext::decode {
 
-template <class T, int kHeadDim, bool kWide>
+template <class T, int kHeadDim, int kTileRows>
 struct Split {
   using Core = TensorCore<T>;
-  static constexpr Tile kTile = tile<sizeof(T), kHeadDim, kWide>();
+  static constexpr Tile kTile = tile_of<T, kHeadDim, kTileRows>();
   static constexpr int kRowTiles = kTile.row_tiles, kRows = kTile.rows();
   static constexpr int kColumnWarps = kTile.column_warps, kTeamWarps = kTile.row_warps * kColumnWarps;
   static constexpr int kKeys = kTile.keys, kStages = kTile.stages;
-  static constexpr bool kHasRegisters = sizeof(T) == 2 && kRowTiles == 1 && kHeadDim <= 128;  // left over
-  using KeyTile = SwizzledTile<T, kHeadDim>;                                                  // also of values
+  static constexpr bool kHasRegisters = sizeof(T) == 2 && kRowTiles == 1 && kHeadDim <= 128;  // registers to spare
+  using KeyTile = SwizzledTile<T, kHeadDim>;                                                  // for keys and values
   static constexpr int kQueryStride = kTileStride<T, kHeadDim>, kVectorElements = kVectorBytes / sizeof(T);
   static constexpr int kStageElements = 2 * kKeys * kHeadDim;
   static constexpr int kScoreTiles = kKeys / 8, kSteps = kKeys / Core::kK;
-  // Columns of the result that a warp has, and those that it computes one after another: of many fp32 columns at once
-  // the compiler would load so many values ahead that registers run out.
+  // Output columns per warp, computed in chunks. With many fp32 columns in one chunk the compiler hoists so many loads
+  // of values that registers spill.
   static constexpr int kWarpColumns = kHeadDim / kColumnWarps;
   static constexpr int kChunkColumns = sizeof(T) == 4 && kWarpColumns > 128 ? 16 : kWarpColumns;
   static constexpr int kChunks = kWarpColumns / kChunkColumns, kChunkTiles = kChunkColumns / 8;
-  // One tile of 16-bit rows stays in registers while a part is computed.
+  // The query fragments stay in registers for the whole part, if a warp has one row tile of 16-bit elements.
   static constexpr bool kKeepsQueries = kHasRegisters;
-  static constexpr int kSumStride = kHeadDim + 8;  // floats; eight rows start in different banks
+  static constexpr int kSumStride = kHeadDim + 8;  // in floats; the padding avoids bank conflicts between rows
   static_assert(kUnitKeys % kKeys == 0);
-  // At the end of a part a team's sums replace its ring. A ring of three stages gives but its last one for them: the
-  // others are filled with the next part's first keys meanwhile.
+  // The epilogue stores a team's accumulators over its ring. With three stages it starts at the last stage, while the
+  // other stages already receive the first keys of the next part.
   static constexpr bool kAhead = kStages > 2;
   static constexpr int kSumsBegin = kAhead ? (kStages - 1) * kStageElements : 0;
   static constexpr int kSumsEnd = kSumsBegin + kRows * kSumStride * static_cast<int>(sizeof(float) / sizeof(T));
   static constexpr int kTeamElements = kStages * kStageElements > kSumsEnd ? kStages * kStageElements : kSumsEnd;
 
-  // A warp copies runs of neighbouring keys: pages are multiples of 16 keys.
+  // A warp copies runs of adjacent keys. A run never crosses pages, whose sizes are multiples of 16 keys.
   static constexpr int kWarpKeys = kKeys / kTeamWarps, kRunKeys = kWarpKeys < 16 ? kWarpKeys : 16;
   static constexpr int kRuns = kWarpKeys / kRunKeys;
   static constexpr int kRowVectors = kHeadDim / kVectorElements, kRunVectors = kRunKeys * kRowVectors;
-  // A warp's lanes have the same places again after kPeriod vectors each, which are kPeriodKeys rows.
+  // The assignment of lanes to columns repeats after kPeriod vectors per lane, which cover kPeriodKeys rows.
   static constexpr int kPeriod = kRowVectors % 32 == 0 ? kRowVectors / 32 : 32 % kRowVectors == 0 ? 1 : 3;
   static constexpr int kPeriodKeys = 32 * kPeriod / kRowVectors;
   static_assert(kRunVectors % (32 * kPeriod) == 0 && 32 * kPeriod % kRowVectors == 0);
   static_assert((kPeriodKeys & (kPeriodKeys - 1)) == 0);
 
-  // Shared memory: the tile of queries, maxima and sums of each team's rows, rings of the teams.
+  // Shared memory: the query tile (double-buffered if kAhead), the row maxima and sums of each team, the rings.
   struct RowSum {
     float max, sum;
   };
@@ -75,16 +76,16 @@ struct Split {
   RowSum* row_sums;
   T* rings;
   int teams;
-  bool aligned;  // whether rows of the caches can be read in vectors
-  bool whole;    // and fill rows of the tiles
-  int now = 0;   // which of parts() and works() is computed
+  bool aligned;  // whether rows of k and v can be read in 16-byte vectors
+  bool whole;    // aligned, and head_dim and head_dim_v are both kHeadDim
+  int now = 0;   // index of the current entry of parts() and works()
   const int thread = kHasRegisters ? ptx::opaque(threadIdx.x) : static_cast<int>(threadIdx.x);
-  // The compiler takes places for cheap and would compute them for every operand again, which registers left over
-  // avoid.
+  // The compiler would recompute the swizzled addresses for every operand. ptx::opaque keeps them in registers where
+  // there are registers to spare.
   const int kept_key_place = kHasRegisters ? ptx::opaque(KeyTile::first_place_b()) : 0;
   const int kept_value_place = kHasRegisters ? ptx::opaque(KeyTile::first_place_transposed()) : 0;
   float out[kChunks][kRowTiles][kChunkTiles][4];
-  OnlineSoftmax softmax[kRowTiles];
+  OnlineSoftmax<> softmax[kRowTiles];
   typename Core::A queries[kKeepsQueries ? kHeadDim / Core::kK : 1];
 
   __device__ Split(const DecodeParams& params, const Plan& plan, const GeneralScore& score, bool aligned,
@@ -100,7 +101,7 @@ struct Split {
     rings = reinterpret_cast<T*>(row_sums + teams * kRows);
   }
 
-  // What is computed, and what comes next, in shared memory: all threads write the same, and registers are scarce.
+  // The current and the next part with their sequences, in shared memory to reduce register pressure.
   static __device__ __forceinline__ Part* parts() {
     __shared__ Part parts[2];
     return parts;
@@ -126,12 +127,12 @@ struct Split {
   }
   __device__ __forceinline__ T* stage(int i) const { return rings + team() * kTeamElements + i * kStageElements; }
 
-  // The first packed row of this warp within the tile, and of this lane, whose others are 8 and 16 rows on.
+  // The first packed row of this warp and of this lane within the tile. The lane's other rows follow at steps of 8.
   __device__ __forceinline__ int warp_row() const { return member() / kColumnWarps * 16 * kRowTiles; }
   __device__ __forceinline__ int lane_row() const { return warp_row() + g(); }
-  // The first column of the result that this warp has.
+  // The first output column of this warp.
   __device__ __forceinline__ int warp_column() const { return member() % kColumnWarps * kWarpColumns; }
-  // The query and the query head of a packed row of the tile. Rows after the last one count as queries after the last.
+  // The query and the query head of a packed row of the tile. Padding rows map to queries past the last one.
   struct Row {
     int query, head;
   };
@@ -141,29 +142,29 @@ struct Split {
   }
   __device__ __forceinline__ Mask32 mask() const { return Mask32(p, work().queries, work().length); }
 
-  // --- which parts
-  // ---------------------------------------------------------------------------------------------------
+  // --- scheduling of parts
+  // ---------------------------------------------------------------------------------------------
 
   __device__ void run_fixed() {
     const int heads = static_cast<int>(p.heads_k), split = blockIdx.x % plan.splits, task = blockIdx.x / plan.splits;
-    Part& part = parts()[now];
-    SequenceWork& work = works()[now];
-    part.b = task / plan.row_tiles / heads;
-    part.head_k = task / plan.row_tiles % heads;
-    part.is_first = split == 0;
-    part.slot = plan.splits > 1 ? static_cast<int>(blockIdx.x) : -1;
-    work = SequenceWork::of<kRows>(p, plan, part.b);
+    const int b = task / plan.row_tiles / heads, head = task / plan.row_tiles % heads;
+    const SequenceWork work = SequenceWork::of<kRows>(p, plan, b);
     const IndexRange keys = split_keys({work.begin, work.end}, kUnitKeys, plan.splits, split);
-    part.begin = static_cast<int>(keys.begin);
-    part.end = static_cast<int>(keys.end);
-    // The longest tiles of a causal call start first. A sequence may be longer than the host knows, if it is not split.
+    // Causal calls start with the longest row tiles. An unsplit sequence may have more row tiles than plan.row_tiles.
     int row_tile = plan.row_tiles - 1 - task % plan.row_tiles;
     if (plan.splits > 1 && split == 0 && threadIdx.x == 0) {
       const int slot = task * plan.splits, parts = row_tile < work.tiles ? plan.splits : 0;
-      plan.split_tasks[task] = {part.b, part.head_k, row_tile, parts, slot, slot};
+      plan.split_tasks[task] = {b, head, row_tile, parts, slot, slot};
     }
-    for (; row_tile < work.tiles; row_tile += plan.row_tiles) {
-      part.row_tile = row_tile;
+    if (threadIdx.x == 0) {
+      const int slot = plan.splits > 1 ? static_cast<int>(blockIdx.x) : -1;
+      parts()[now] = {b, head, 0, static_cast<int>(keys.begin), static_cast<int>(keys.end), split == 0, slot};
+      works()[now] = work;
+    }
+    __syncthreads();
+    for (; row_tile < works()[now].tiles; row_tile += plan.row_tiles) {
+      if (threadIdx.x == 0) parts()[now].row_tile = row_tile;
+      __syncthreads();
       Walk walk = start();
       walk_keys(walk);
       finish();
@@ -171,56 +172,70 @@ struct Split {
   }
 
   __device__ void run_share() {
-    __shared__ Share share;  // what is left of it
+    __shared__ Share share;  // the parts that are not yet taken
     if (!plan.by_task && threadIdx.x == 0) plan.split_tasks[blockIdx.x].parts = 0;
     Share::find<kRows>(&share, &works()[now], p, plan);
     if (!find_part(&share, now, true)) return;
     for (Walk walk = start();;) {
-      bool has_next = kAhead && find_part(&share, now ^ 1);  // while the first keys of this part are on their way
+      const bool has_next = find_part(&share, now ^ 1);  // overlaps the copies of this part's first keys
       walk_keys(walk);
-      if (has_next) walk = start_next();
+      if (kAhead && has_next) walk = start_next();
       finish();
-      if (!kAhead && find_part(&share, now)) {
-        walk = start();
-        has_next = true;
-      }
       if (!has_next) return;
-      if (kAhead) now ^= 1;
+      now ^= 1;
+      if (!kAhead) walk = start();
     }
   }
 
-  // Takes the part that the share begins with. Returns false when nothing is left. is_known: whether works() has the
-  // sequence already.
+  // Takes the next part from the share. Returns false if the share is empty. is_known: whether works()[which] already
+  // describes the sequence.
   __device__ __forceinline__ bool find_part(Share* share, int which, bool is_known = false) {
     for (; share->begin < share->end; is_known = false) {
-      if (!is_known) works()[which] = SequenceWork::of<kRows>(p, plan, share->b);
-      const int end = next_part(*share, &parts()[which], works()[which]);
+      const SequenceWork work = is_known ? works()[which] : SequenceWork::of<kRows>(p, plan, share->b);
+      Part part{};
+      const int end = next_part(*share, &part, work);
       const bool found = end > share->begin;
-      __syncthreads();
-      if (threadIdx.x == 0) share->advance(end, works()[which].task_units(p));
+      __syncthreads();  // all threads have read the share
+      if (threadIdx.x == 0) {
+        parts()[which] = part;
+        works()[which] = work;
+        share->advance(end, work.task_units(p));
+      }
       __syncthreads();
       if (found) return true;
     }
     return false;
   }
 
-  // Finds the part that the share begins with, and returns its end on the line.
+  // Fills in the first part of the share, and returns the unit after it. Returns share.begin if the sequence has no
+  // units left.
   __device__ __forceinline__ int next_part(const Share& share, Part* part, const SequenceWork& work) {
     const int block = static_cast<int>(blockIdx.x);
     const int unit = share.begin - share.sequence_begin;
-    if (unit >= work.task_units(p)) return share.begin;  // of the next sequence
+    if (unit >= work.task_units(p)) return share.begin;  // the share continues in the next sequence
     const int task = unit / work.units, task_begin = share.sequence_begin + task * work.units;
-    const int task_end = task_begin + work.units, end = min(task_end, share.end);
+    const bool is_unit = plan.part_keys > 0;
+    const int task_end = task_begin + work.units, end = is_unit ? share.begin + 1 : min(task_end, share.end);
     const int first_unit = work.first_unit() - task_begin;
     const bool is_first = share.begin == task_begin, is_last = end == task_end;
     part->b = share.b;
     part->head_k = task / work.tiles;
     part->row_tile = task % work.tiles;
-    part->begin = max(work.begin, (first_unit + share.begin) * kUnitKeys);
-    part->end = min(work.end, (first_unit + end) * kUnitKeys);
+    part->begin = max(work.begin, (first_unit + share.begin) * work.unit_keys);
+    part->end = min(work.end, (first_unit + end) * work.unit_keys);
     part->is_first = is_first;
-    // A share that continues a task has the block's own slot for that, and one after those of all blocks for a task
-    // that it begins.
+    if (is_unit) {
+      // Invalid, overlapping cu_seqlens could need more slots than the workspace has.
+      const bool is_split = work.units > 1 && task_end <= plan.slots;
+      part->slot = is_split ? share.begin : -1;
+      if (is_first && threadIdx.x == 0) {
+        plan.split_tasks[task_of(*part)] = {part->b,    part->head_k, part->row_tile, is_split ? work.units : 0,
+                                            task_begin, task_begin};
+      }
+      return end;
+    }
+    // Slot `block` is for the task that this thread block continues, slot plan.blocks + block for the task that it
+    // begins.
     part->slot = is_first && is_last ? -1 : block + (is_first ? plan.blocks : 0);
     if (is_first && (plan.by_task || !is_last) && threadIdx.x == 0) {
       const int at =
@@ -231,15 +246,23 @@ struct Split {
     return end;
   }
 
-  // --- one part
+  // The index of a task in split_tasks, for shares with fixed parts. A packed sequence takes its index from its offset
+  // in the packed queries, so that a thread block need not sum the tile counts of the sequences before it.
+  __device__ __forceinline__ int task_of(const Part& part) const {
+    const int64_t start = query_sequence(p, part.b).start;
+    const int first = p.is_varlen() ? static_cast<int>(start * plan.group / kRows) + part.b : part.b * plan.row_tiles;
+    return part.head_k * plan.head_tasks + first + part.row_tile;
+  }
+
+  // --- mainloop of one part
   // ------------------------------------------------------------------------------------------------------
 
-  // A team's way over the keys of a part.
+  // A team's iteration over the keys of a part.
   struct Walk {
-    Limits keys, whole;  // rows of the room that some row of the tile sees in the part, and that all of them see
-    int first, steps;    // the team's first step, and how many it takes
+    Limits keys, whole;  // cache rows visible to at least one row of the tile, and to every row of the tile
+    int first, steps;    // the team's first step and its number of steps
     KeyLocator locator;
-    Runs runs;  // of the step that is copied next
+    Runs runs;  // runs of the step that is copied next
   };
 
   // Starts copying the queries and the first keys of a part.
@@ -260,7 +283,7 @@ struct Split {
 #pragma unroll 1
     for (int i = 0; i < kStages - 1; ++i) {
       copy_step(walk, i, i);
-      if (i == 0) load_queries();  // after keys, which take longer
+      if (i == 0) load_queries();  // after the first keys, whose loads take longer
       ptx::cp_async_commit();
     }
     return walk;
@@ -301,11 +324,11 @@ struct Split {
     return reinterpret_cast<uintptr_t>(t.data) % kVectorBytes == 0 && strides % kVectorElements == 0;
   }
 
-  // Starts copying a vector of which `elements` exist, or all when there are more; the others become zero.
+  // Starts an asynchronous copy of the first `elements` elements of a vector. The other elements become zero.
   static __device__ __forceinline__ void copy_vector(T* to, const T* from, int elements) {
     ptx::cp_async_part(to, from, min(max(elements, 0), kVectorElements) * static_cast<int>(sizeof(T)));
   }
-  // The same from any address, and at once.
+  // The same copy from an unaligned address, synchronous.
   static __device__ __forceinline__ void copy_elements(T* to, const T* from, int elements) {
 #pragma unroll 1
     for (int e = 0; e < kVectorElements; ++e) {
@@ -318,7 +341,7 @@ struct Split {
   __device__ __forceinline__ void walk_keys(Walk& walk) {
     start_rows();
     ptx::cp_async_wait<kStages - 2>();
-    __syncthreads();  // all queries are there
+    __syncthreads();  // the queries have arrived
     if constexpr (kKeepsQueries) {
 #pragma unroll
       for (int d = 0; d < kHeadDim; d += Core::kK) queries[d / Core::kK] = query_operand(0, d);
@@ -336,15 +359,15 @@ struct Split {
     team_sync();
   }
 
-  // Starts copying the team's i-th step, if there is one, and finds the one after it.
+  // Starts copying the team's i-th step, if it exists, and locates the next step.
   __device__ __forceinline__ void copy_step(Walk& walk, int i, int to) const {
     if (i >= walk.steps) return;
     load(stage(to), walk.runs, walk.first + i * teams, walk.keys);
     locate(walk, i + 1);
   }
 
-  // Where the runs of a step are that this warp copies: found a step before they are copied, because a page is read
-  // from the block table.
+  // Locates the runs that this warp copies in a step, one step before their copy: the load from the block table then
+  // overlaps the computation.
   __device__ __forceinline__ void locate(Walk& walk, int step) const {
     if (step >= walk.steps) return;
 #pragma unroll
@@ -374,7 +397,7 @@ struct Split {
       }
     }
   }
-  // A run of which every element exists: what the loop of a long sequence spends its instructions on.
+  // A run without masked keys and padding columns, the common case in the mainloop.
   __device__ __forceinline__ void load_whole_run(T* to, const T* from, int64_t row_stride) const {
 #pragma unroll
     for (int phase = 0; phase < kPeriod; ++phase) {
@@ -384,14 +407,14 @@ struct Split {
       const int place = column ^ KeyTile::places(key);
 #pragma unroll
       for (int i = 0; i < kRunVectors / (32 * kPeriod); ++i) {
-        // key is less than kPeriodKeys, a power of two: their bits do not meet.
+        // key < kPeriodKeys, a power of two, so key and `further` have no bits in common.
         const int further = i * kPeriodKeys;
         ptx::cp_async(target + further * kHeadDim + (place ^ KeyTile::places(further)), source, true);
         source += kPeriodKeys * row_stride;
       }
     }
   }
-  // row: of the room, the first one of the run. What no row of the tile sees is not read and becomes zero.
+  // row: cache row of the first key of the run. Keys outside `keys` are not read and become zero.
   __device__ __forceinline__ void load_run(T* to, const T* from, int64_t row_stride, int columns, int row,
                                            const Limits& keys) const {
     const auto copy = [&](int v, const auto& copy_one) {
@@ -408,12 +431,13 @@ struct Split {
     }
   }
 
-  // The rows' beginning: the sink, in the part that has it and in one team of that.
+  // Initialises accumulators and softmax. The sink is counted once: by team 0 of the task's first part.
   __device__ __forceinline__ void start_rows() {
     const bool has_sink = p.has_sink && part().is_first && team() == 0;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       for_chunks([&](int c) { set_zero(out[c][i]); });
+      softmax[i].largest_logit = -infinity();
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const Row at = row(lane_row() + 16 * i + 8 * r);
@@ -433,7 +457,7 @@ struct Split {
     return kHasRegisters ? kept_value_place : KeyTile::first_place_transposed();
   }
 
-  // row0: of the room, the first key of the step.
+  // row0: cache row of the first key of the step.
   __device__ __forceinline__ void compute_step(const T* keys, int row0, const Limits& whole) {
     float scores[kRowTiles][kScoreTiles][4];
     auto operand = [&](int i, int d) {
@@ -443,7 +467,7 @@ struct Split {
         return query_operand(i, d);
       }
     };
-    sm80::score_product<T, kHeadDim>(scores, operand, [&](typename Core::B(&pair)[2], int n, int d) {
+    score_product<T, kHeadDim>(scores, operand, [&](typename Core::B(&pair)[2], int n, int d) {
       KeyTile::load_b(pair, keys + n * 8 * kHeadDim, KeyTile::moved(key_place(), d));
     });
     score.make_logits<T>(scores);
@@ -461,7 +485,7 @@ struct Split {
     }
     for_chunks([&](int chunk) {
       const int column = warp_column() + chunk * kChunkColumns;
-      sm80::accumulate<T, kSteps>(
+      accumulate<T, kSteps>(
           out[chunk], [&](int i, int step) { return weights[i][step]; },
           [&](typename Core::B(&pair)[2], int step, int c) {
             KeyTile::load_b_transposed(pair, values + step * Core::kK * kHeadDim,
@@ -503,7 +527,7 @@ struct Split {
 
   __device__ __forceinline__ void add_slopes(float (&x)[kRowTiles][kScoreTiles][4], int row0) const {
     const float* const slopes = static_cast<const float*>(p.alibi_slopes) + part().b * p.alibi_batch_stride;
-    const int position = work().first_row + mask().first_position();  // of query 0, as a row of the room
+    const int position = work().first_row + mask().first_position();  // cache row at the position of query 0
     each_row([&](int i, int r) {
       const Row at = row(lane_row() + 16 * i + 8 * r);
       const float slope = at.query < work().queries ? slopes[at.head] * kLog2E<float> : 0.f;
@@ -518,11 +542,11 @@ struct Split {
     });
   }
 
-  // The intervals of a Mask are about the last mask_keys keys of the sequence.
+  // A Mask has intervals for the last mask_keys keys of the sequence only.
   __device__ __forceinline__ void hide_by_mask(float (&x)[kRowTiles][kScoreTiles][4], int row0) const {
     const int masked = static_cast<int>(p.mask_keys), start = work().first_row + work().length - masked;
     if (row0 + kKeys <= start) return;
-    const int first = row0 + 2 * t() - start;  // the interval of this lane's first key
+    const int first = row0 + 2 * t() - start;  // interval index of this lane's first key
     each_row([&](int i, int r) {
       const Row at = row(lane_row() + 16 * i + 8 * r);
       if (at.query >= work().queries) return;
@@ -540,10 +564,10 @@ struct Split {
     });
   }
 
-  // --- the end of a part
+  // --- epilogue of a part
   // ---------------------------------------------------------------------------------------------
 
-  // What a team has summed up replaces its ring.
+  // A team's accumulators in shared memory, stored over its ring.
   __device__ __forceinline__ float* sums(int team) const {
     return reinterpret_cast<float*>(rings + team * kTeamElements + kSumsBegin);
   }
@@ -555,6 +579,8 @@ struct Split {
       const float sum = softmax[i].total(r);
       if (row >= rows) return;
       if (t() == 0 && warp_column() == 0) row_sums[team() * kRows + row] = {softmax[i].max[r], sum};
+      // The largest logit is stored after the columns of the row, in the padding.
+      if (t() == r && warp_column() == 0) own[row * kSumStride + kHeadDim] = softmax[i].largest_logit;
       for_chunks([&](int c) {
 #pragma unroll
         for (int n = 0; n < kChunkTiles; ++n) {
@@ -565,21 +591,21 @@ struct Split {
     });
   }
 
-  // Rows of the tile that exist.
+  // Number of rows of the tile without padding.
   __device__ __forceinline__ int tile_rows() const {
     return min(kRows, work().queries * plan.group - part().row_tile * kRows);
   }
 
-  // Adds up the teams; a thread does four columns of a row at a time.
+  // Combines the teams and stores the output or the partial result. A thread handles four columns of a row at a time.
   __device__ __forceinline__ void store_rows() {
     constexpr int kGroups = kHeadDim / 4, kMostTeams = kMaxWarps / kTeamWarps;
     const int columns = static_cast<int>(p.head_dim_v);
     const int64_t start = query_sequence(p, part().b).start;
     const int vectors = tile_rows() * kGroups;
-#pragma unroll 1
+    constexpr int kUnrolled = kRows > 16 ? 2 : 1;  // wide tiles: the accumulators no longer occupy registers
+#pragma unroll kUnrolled
     for (int v = thread; v < vectors; v += blockDim.x) {
       const int i = v / kGroups, column = v % kGroups * 4;
-      const Row at = row(i);
       if (column >= columns) continue;
       float max = -infinity(), sum = 0, x[4] = {};
       RowSum own[kMostTeams];
@@ -598,7 +624,16 @@ struct Split {
       const float factor = sum == 0 ? 0.f : 1 / sum;
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[e] = sum == 0 ? 0.f : x[e] * factor;
+      const bool tells_largest = column == 0 && p.row_maxima.data != nullptr;
+      float largest_logit = -infinity();
+      for (int n = 0; tells_largest && n < teams; ++n) {
+        largest_logit = fmaxf(largest_logit, sums(n)[i * kSumStride + kHeadDim]);
+      }
       if (part().slot < 0) {
+        const Row at = row(i);
+        if (tells_largest) {
+          *row_statistic(p.row_maxima, part().b, at.head, start + at.query) = largest_logit * kLn2<float>;
+        }
         const float lse = sum == 0 ? -infinity() : row_lse(finite_max(max), log2f(sum));
         if (column == 0) *row_statistic(p.lse, part().b, at.head, start + at.query) = lse;
         T* const to = row_pointer<T>(p.out, part().b, at.head, start + at.query) + column;
@@ -607,35 +642,36 @@ struct Split {
           if (column + e < columns) narrow(x[e], to + e);
         }
       } else {
-        const int64_t slot_row = static_cast<int64_t>(part().slot) * kRows + i;
+        const int64_t slot_row = static_cast<int64_t>(part().slot) * plan.slot_rows + i;
         *reinterpret_cast<float4*>(plan.partial_out + slot_row * kHeadDim + column) =
             make_float4(x[0], x[1], x[2], x[3]);
+        if (tells_largest) plan.partial_largest[slot_row] = largest_logit;
         if (column == 0) plan.partial_lse[slot_row] = sum == 0 ? -infinity() : finite_max(max) + log2f(sum);
       }
     }
   }
 };
 
-template <class T, int kHeadDim, bool kWide>
+template <class T, int kHeadDim, int kTileRows>
 __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     split_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ Plan plan,
                  const __grid_constant__ GeneralScore score, bool aligned) {
   extern __shared__ __align__(128) unsigned char shared[];
   ptx::wait_for_previous_kernel();
   ptx::let_next_kernel_start();
-  Split<T, kHeadDim, kWide> split(p, plan, score, aligned, shared);
+  Split<T, kHeadDim, kTileRows> split(p, plan, score, aligned, shared);
   plan.splits > 0 ? split.run_fixed() : split.run_share();
 }
 
-template <class T, int kHeadDim, bool kWide>
+template <class T, int kHeadDim, int kTileRows>
 TileSizes tile_sizes() {
-  using Kernel = Split<T, kHeadDim, kWide>;
+  using Kernel = Split<T, kHeadDim, kTileRows>;
   return {Kernel::kRows, Kernel::kTeamWarps, Kernel::kQueryBytes, Kernel::kTeamBytes};
 }
 
-template <class T, int kHeadDim, bool kWide>
+template <class T, int kHeadDim, int kTileRows>
 void split(const DecodeParams& p, const Plan& plan, int warps, int shared_bytes, bool aligned) {
-  launch_early(split_kernel<T, kHeadDim, kWide>, "decode", p, dim3(static_cast<unsigned>(plan.blocks)), warps * 32,
+  launch_early(split_kernel<T, kHeadDim, kTileRows>, "decode", p, dim3(static_cast<unsigned>(plan.blocks)), warps * 32,
                shared_bytes, p, plan, GeneralScore::of(p), aligned);
 }
 

@@ -1,33 +1,39 @@
-// Tile sizes of the decoding kernel, by element size and class of head dims.
-//
-// A thread block computes one tile of packed rows: the rows of all query heads that share a key head, queries one after
-// another. Its warps form teams. A team has a ring of keys and values of its own in shared memory and takes every
-// n-th step of keys; the warps of a team divide the tile among them.
+// Tiles of the decoding kernels.
 #pragma once
+
+#include "../table/kernel_table.h"
 
 namespace flashattn_ext::decode {
 
-struct Tile {
-  int row_tiles;     // of a warp: 16 packed rows each
-  int row_warps;     // of a team: divide the rows
-  int column_warps;  // of a team: each computes the scores of its rows, and then its columns of the result
-  int keys;          // of a step
-  int stages;        // of a ring: all but one are on their way from memory while one is computed
-  constexpr int rows() const { return 16 * row_tiles * row_warps; }
-};
-
-// kBytes: of an element. kWide: up to 64 packed rows, for prefill and speculative decoding of many heads; otherwise,
-// and above 256 columns, 16. Up to 256 columns a narrow warp is a team, which never waits for another one; two thread
-// blocks of four teams with 50 KB to 70 KB on their way each saturate the memory of a multiprocessor.
-template <int kBytes, int kHeadDim, bool kWide>
-constexpr Tile tile() {
-  constexpr int kRowBytes = kBytes * kHeadDim;
-  if (kHeadDim > 256) return {1, 1, 2, 16, 2};
-  if (!kWide) return {1, 1, 1, kRowBytes <= 128 ? 32 : 16, kRowBytes <= 512 ? 3 : 2};
-  return kBytes == 2 && kHeadDim <= 128 ? Tile{2, 2, 1, 32, 2} : Tile{1, 4, 1, 32, 2};
+// The number of a row of the table; -1: it has none. rows: packed rows of its tile.
+constexpr int row_of(unsigned type, int head_dim, int rows) {
+  int i = 0;
+  for (const DecodeRow& row : kernel_table::kDecode) {
+    if ((row.types & type) && row.head_dim == head_dim && row.tile.rows() == rows) return i;
+    ++i;
+  }
+  return -1;
 }
 
-constexpr int kMaxWarps = 4;   // of a thread block; a GPU with little shared memory runs fewer teams
-constexpr int kUnitKeys = 64;  // work is divided in units of so many keys, whole steps of every tile
+// The class of head dims of a call.
+constexpr int class_of(unsigned type, int64_t head_dim) {
+  int last = 0;
+  for (const DecodeRow& row : kernel_table::kDecode) {
+    if (!(row.types & type)) continue;
+    if (head_dim <= row.head_dim) return row.head_dim;
+    last = row.head_dim;
+  }
+  return last;
+}
+
+template <class T, int kHeadDim, int kRows>
+constexpr Tile tile_of() {
+  constexpr int kRow = row_of(kTypeOf<T>, kHeadDim, kRows);
+  static_assert(kRow >= 0, "kernel_table.h has no such row");
+  return kernel_table::kDecode[kRow].tile;
+}
+
+constexpr int kMaxWarps = 4;   // per thread block; GPUs with less shared memory run fewer teams
+constexpr int kUnitKeys = 64;  // granule of the KV splits, a multiple of the keys per step of every tile
 
 }  // namespace flashattn_ext::decode

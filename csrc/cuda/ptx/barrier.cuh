@@ -26,7 +26,7 @@ __device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, int byte
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;\n" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
 }
-// Arrives when everything has come that this thread has copied with cp_async.
+// Arrives when all earlier cp_async copies of this thread have completed.
 __device__ __forceinline__ void barrier_arrive_copied(Barrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(shared_address(barrier)) : "memory");
 }

@@ -1,6 +1,7 @@
-// Asynchronous additions of whole pieces of shared memory to global memory, one instruction in each wrapper (PTX ISA,
-// "cp.reduce.async.bulk"). The asynchronous proxy reads the piece: whoever has written it calls fence_async_shared
-// before the thread that adds is told of it. Groups of additions belong to the thread that has started them.
+// Asynchronous bulk additions of shared memory to global memory, one instruction in each wrapper (PTX ISA,
+// "cp.reduce.async.bulk"). The asynchronous proxy reads the data: the threads that have written them call
+// fence_async_shared before they signal the thread that starts the addition. Groups of additions belong to the thread
+// that has started them.
 #pragma once
 
 #include <cstdint>

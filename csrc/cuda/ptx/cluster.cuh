@@ -16,7 +16,7 @@ __device__ __forceinline__ uint32_t cluster_rank() {
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;\n" ::: "memory");
 }
-// Where what is at `local` in this thread block's shared memory is in that of another one.
+// The address in another thread block's shared memory that corresponds to `local` in this one's.
 __device__ __forceinline__ uint32_t address_in(uint32_t rank, const void* local) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;\n" : "=r"(address) : "r"(shared_address(local)), "r"(rank));
@@ -34,13 +34,13 @@ __device__ __forceinline__ void store_async(uint32_t to, int x, uint32_t arrived
                "r"(arrived)
                : "memory");
 }
-// Arrives at a barrier of another thread block, to say that this one has read what the other one is to overwrite. Data
-// that this thread has written need more: with .release.cluster a fence of the whole device comes before each arrival,
-// which takes longer than a product.
+// Arrives at a barrier of another thread block, to signal that this block has read data which the other one may
+// overwrite. It does not publish data that this thread has written: that takes .release.cluster, which puts a
+// device-wide fence before each arrival and takes longer than a product.
 __device__ __forceinline__ void barrier_arrive_in(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];\n" ::"r"(barrier) : "memory");
 }
-// The same when that is wanted, without a branch.
+// The same if `wanted`, without a branch.
 __device__ __forceinline__ void barrier_arrive_in_if(bool wanted, uint32_t barrier) {
   asm volatile(
       "{\n.reg .pred wanted;\n"

@@ -1,5 +1,5 @@
 // The order of kernels in a stream, one instruction in each wrapper (PTX ISA, "griddepcontrol"). GPUs before Hopper
-// know none of it: there a kernel begins when the one before it has ended.
+// lack these instructions: there a kernel begins when the previous one has ended.
 #pragma once
 
 namespace flashattn_ext::ptx {
@@ -11,7 +11,7 @@ __device__ __forceinline__ void wait_for_previous_kernel() {
   asm volatile("griddepcontrol.wait;\n" ::: "memory");
 #endif
 }
-// Lets thread blocks of the next kernel take the room that is left, once every thread block of this one has said so.
+// Lets thread blocks of the next kernel become resident, once every thread block of this one has called it.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;\n");

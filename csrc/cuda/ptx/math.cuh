@@ -8,7 +8,7 @@
 
 namespace flashattn_ext::ptx {
 
-// x, as a value that the compiler knows nothing about: what depends on it is computed where it is used, and not kept in
+// x, as a value that is opaque to the compiler: expressions of it are computed where they are used and not kept in
 // registers.
 __device__ __forceinline__ int opaque(int x) {
   asm volatile("" : "+r"(x));
@@ -29,7 +29,7 @@ __device__ __forceinline__ float lg2(float x) {
   return y;
 }
 
-// tanh(x), to 2^-11 of its size.
+// tanh(x), with a relative error of at most 2^-11.
 __device__ __forceinline__ float tanh(float x) {
   float y;
   asm("tanh.approx.f32 %0, %1;\n" : "=f"(y) : "f"(x));
@@ -48,7 +48,7 @@ __device__ __forceinline__ uint32_t max_bf16x2(uint32_t a, uint32_t b) {
   return y;
 }
 
-// The smaller of each of two packed numbers; what is not a number counts only when both are.
+// The smaller of each of two packed numbers; NaN only when both are NaN.
 __device__ __forceinline__ uint32_t min_x2(uint32_t a, uint32_t b, __half) {
   uint32_t y;
   asm("min.f16x2 %0, %1, %2;\n" : "=r"(y) : "r"(a), "r"(b));

@@ -36,12 +36,19 @@ __device__ __forceinline__ void stmatrix_transposed(void* row, const uint32_t (&
                : "memory");
 }
 
+// Transposes an 8x8 matrix of 16-bit elements: lane l holds two elements of row l / 4 and gets two of column l / 4.
+__device__ __forceinline__ uint32_t transpose_8x8(uint32_t x) {
+  uint32_t y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;\n" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // Starts copying 16 bytes; zeros when not valid, and then `from` is not read.
 __device__ __forceinline__ void cp_async(void* to, const void* from, bool valid) {
   const int bytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
 }
-// The same for the first `bytes` of 16, 0 to 16: zeros follow them, and what is not copied is not read.
+// The same for the first `bytes` of 16, 0 to 16: zeros follow them, and the other bytes are not read.
 __device__ __forceinline__ void cp_async_part(void* to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
 }
@@ -51,7 +58,7 @@ __device__ __forceinline__ void cp_async_8(void* to, const void* from, bool vali
   asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(shared_address(to)), "l"(from), "r"(bytes));
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;\n"); }
-// Waits until at most `kPending` of the newest groups are still under way.
+// Waits until at most `kPending` of the newest groups are still in flight.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;\n" ::"n"(kPending));
@@ -69,7 +76,7 @@ __device__ __forceinline__ void add_fragment(float* fragment, const float (&x)[4
   for (int e = 0; e < 4; ++e) atomicAdd(fragment + 32 * e + lane, x[e]);
 #endif
 }
-// Adds a fragment when that is wanted, without a branch; Hopper only.
+// Adds a fragment if `wanted`, without a branch; Hopper only.
 __device__ __forceinline__ void add_fragment_if(bool wanted, float* fragment, const float (&x)[4]) {
   asm volatile(
       "{\n.reg .pred wanted;\n"
@@ -78,7 +85,7 @@ __device__ __forceinline__ void add_fragment_if(bool wanted, float* fragment, co
       "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3]), "r"(static_cast<int>(wanted))
       : "memory");
 }
-// Adds a number when that is wanted, without a branch.
+// Adds a number if `wanted`, without a branch.
 __device__ __forceinline__ void add_if(bool wanted, float* to, float x) {
   asm volatile(
       "{\n.reg .pred wanted;\n"
@@ -95,7 +102,7 @@ __device__ __forceinline__ void add_if(bool wanted, int64_t* to, int64_t x) {
       "l"(x), "r"(static_cast<int>(wanted))
       : "memory");
 }
-// Stores an element when that is wanted, without a branch.
+// Stores an element if `wanted`, without a branch.
 __device__ __forceinline__ void store_if(bool wanted, float* to, float x) {
   asm volatile(
       "{\n.reg .pred wanted;\n"

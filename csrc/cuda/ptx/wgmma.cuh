@@ -12,26 +12,25 @@
 
 namespace flashattn_ext::ptx {
 
-// Along which axis of the product neighbouring elements of an operand in shared memory are: the one that is summed
-// over, or the other.
+// The contiguous axis of an operand in shared memory: K, which is summed over, or the other one (M or N).
 enum Major { kMajorK = 0, kMajorMN = 1 };
 
 // Has to come between other accesses to registers of accumulators or A and the first product that uses them.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory"); }
-// Waits until at most `kPending` of the newest groups are still under way.
+// Waits until at most `kPending` of the newest groups are still in flight.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
-// Keeps the compiler from moving accesses to these registers across: it does not know that products under way write
-// them. Stands after a wait and before a product.
+// Keeps the compiler from moving accesses to these registers across it: the compiler does not know that products in
+// flight write them. It has to follow a wait and precede a product.
 template <int N>
 __device__ __forceinline__ void hold(float (&d)[N][4]) {
 #pragma unroll
   for (int n = 0; n < N; ++n) asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
 }
-// The same for A in registers, which products under way read.
+// The same for A in registers, which products in flight read.
 template <int N>
 __device__ __forceinline__ void hold(uint32_t (&a)[N][4]) {
 #pragma unroll
@@ -50,8 +49,8 @@ struct Descriptor {
     return both;
   }
 };
-// The same, brought to a uniform register at once: where the compiler finds the address in another one, each product of
-// a step would move its own. All lanes of a warp make it together, of the same address.
+// The same in uniform registers. Where the compiler holds the address in a vector register, each product of a step
+// would otherwise move its own descriptor. All lanes of a warp make it together, from the same address.
 struct UniformDescriptor : Descriptor {
   __device__ __forceinline__ UniformDescriptor(const Descriptor& descriptor)
       : Descriptor{__reduce_or_sync(~0u, descriptor.low), descriptor.high} {}

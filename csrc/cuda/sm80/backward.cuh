@@ -1,8 +1,8 @@
 // Backward on every GPU since Ampere: a thread block keeps one tile of keys and walks over the tiles of queries that
-// see it (Dao 2023, "FlashAttention-2", Algorithm 2). Scores are transposed, S^T = K Q^T, and each warp computes a part
-// of them. A warp that has all queries of its keys holds P^T and dS^T in registers as the products for dv and dk take
-// them; only dS^T goes through shared memory then, for dq. Otherwise both go through it, which allows parts that are
-// closer to squares and read less. The fp32 sums of dq are in the workspace.
+// see it (Dao 2023, "FlashAttention-2", Algorithm 2). Scores are transposed, S^T = K Q^T, and divided among the warps.
+// If a warp has all queries of its keys, it holds P^T and dS^T in registers as operands of the products for dv and dk,
+// and only dS^T goes through shared memory, for dq. Otherwise both go through shared memory, which allows warp tiles
+// that are closer to squares and read less. The fp32 sums of dq are in the workspace.
 #pragma once
 
 #include "../common/backward_finish.cuh"
@@ -12,9 +12,9 @@
 #include "../common/general_scores.cuh"
 #include "../common/intervals.cuh"
 #include "../common/isolation.cuh"
+#include "../common/products.cuh"
 #include "../common/scores.cuh"
 #include "../common/tile_order.cuh"
-#include "products.cuh"
 #include "tiles.h"
 
 namespace flashattn_ext::sm80 {
@@ -27,7 +27,7 @@ struct Backward {
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
   using Workspace = WorkspaceOf<kKind>;
   static constexpr int kHeadDim = kHeadDimension;
-  static constexpr BackwardTile kTile = backward_tile<sizeof(T), kHeadDim, kLarge>();
+  static constexpr BackwardTile kTile = backward_tile<T, kHeadDim, kLarge>();
   static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32, kQueries = kTile.queries, kKeys = kTile.keys;
   static constexpr int kSplits = kTile.splits, kStages = kTile.stages, kTileRows = kQueries;
   static constexpr int kColumns = kHeadDim / kSplits;  // of dq, dk and dv that one thread block computes
@@ -45,7 +45,7 @@ struct Backward {
   using KeySums = float[kGradKeyTiles][kGradColumnTiles][4];
   static_assert(kGradColumnTiles % 2 == 0 && kKeys % (kTile.grad_key_warps * 16) == 0);
   static_assert(!kInRegisters || kTile.grad_key_warps == kWarps);
-  // One warp's part of dq: 32 rows where that leaves it whole pairs of column tiles.
+  // One warp's part of dq: 32 rows, if that leaves the warp whole pairs of column tiles.
   static constexpr int kColumnTiles = kColumns / 8;
   static constexpr bool kTallRows =
       kQueries >= 32 && kQueries / 32 <= kWarps && kColumnTiles * (kQueries / 32) / kWarps % 2 == 0;
@@ -107,8 +107,7 @@ struct Backward {
     return workspace.dq + tile * (kQueries * kHeadDim) + index * 128;
   }
 
-  // What is the same in all threads and used by little code is kept in shared memory: it would need registers
-  // everywhere.
+  // Block-uniform values that little code uses are kept in shared memory; in registers they would be live everywhere.
   struct Extent {
     int length_q, length_k;            // of the sequence
     int unmasked_begin, unmasked_end;  // queries that see all keys of this tile
@@ -146,14 +145,14 @@ struct Backward {
   __device__ RowCentres* row_centres() const { return reinterpret_cast<RowCentres*>(delta + kQueries); }
   using TileMask = std::conditional_t<can_be_placed(kKind) || can_mask(kKind), Mask32, UnplacedMask32>;
   __device__ TileMask mask() const { return TileMask(p, extent()->length_q, extent()->length_k); }
-  // The extremes for all query heads that read the key head.
+  // The extremes for all query heads that read the KV head.
   __device__ KeyExtremes extremes(int key_start, int length_k) const {
     const int group = static_cast<int>(p.group_size());
     return KeyExtremes(p, b, hk * group, group, key_start, length_k);
   }
 
-  // Key tile `tile` of a head, and every step-th after it: there are more than one where the sequence is longer than
-  // the grid was told.
+  // Computes key tile `tile` of a head and every step-th after it: more than one only if the sequence is longer than
+  // the grid was sized for.
   __device__ void run(int batch, int head_k, int tile, int step) {
     b = batch;
     hk = head_k;
@@ -275,9 +274,9 @@ struct Backward {
     }
   }
 
-  // With a Mask: what is not finite in tiles of which it hides a part becomes zeros (isolation.cuh). Rows get a
-  // log-sum-exp of NaN, which makes their weights NaN where they are not hidden. Keys get values of NaN: then dS is NaN
-  // where it is not hidden.
+  // With a Mask: rows of partially masked tiles that are not finite become zeros (isolation.cuh). Their queries get a
+  // log-sum-exp of NaN, which makes their unmasked weights NaN. Their keys get values of NaN, which makes their
+  // unmasked dS NaN.
   __device__ void isolate_keys() {
     if (kStages == 1) {
       ptx::cp_async_wait<0>();
@@ -291,7 +290,7 @@ struct Backward {
   }
   __device__ void isolate_queries(int row0) {
     if (row0 >= extent()->unmasked_begin && row0 + kQueries <= extent()->unmasked_end) return;
-    // The tile of q is followed by that of dout.
+    // The tile of dout follows the tile of q.
     isolate_rows<RowTile, 2 * kQueries, kThreads>(q_tile, [&](int row, bool finite) {
       if (!finite) lse[row % kQueries] = not_a_number();
     });
@@ -320,7 +319,7 @@ struct Backward {
     store_scores(dscore_tile, dscores);
     if constexpr (kInRegisters) {
       // With two stages a step has one barrier. After it all warps have stored their dS, the next step's queries have
-      // arrived, and those of this step may be overwritten by those of the step after the next.
+      // arrived, and the queries of the step after the next may overwrite this step's.
       accumulate_keys(dv, weights, dout_tile);
       accumulate_keys(dk, dscores, q_tile);
       if (kStages == 2) ptx::cp_async_wait<0>();
@@ -420,7 +419,7 @@ struct Backward {
     if (p.deterministic) order.admit_later_keys();
   }
 
-  // What the counter of a query tile holds when this key tile may add to it.
+  // The value of a query tile's counter at which this key tile may add to it.
   __device__ int added_before(int m) const {
     if constexpr (kMasks) {
       const Limits rows{m * kQueries, (m + 1) * kQueries};
@@ -470,7 +469,7 @@ __global__ void __launch_bounds__(Backward<T, kHeadDim, kKind, kLarge>::kThreads
 
 template <class T, int kHeadDim, Kind kKind, bool kLarge>
 WorkspaceOf<kKind> backward_workspace(const AttnGradParams& p) {
-  constexpr BackwardTile kTile = backward_tile<sizeof(T), kHeadDim, kLarge>();
+  constexpr BackwardTile kTile = backward_tile<T, kHeadDim, kLarge>();
   const BackwardWorkspace base(p, kTile.queries, int64_t{kTile.queries} * kHeadDim, kTile.splits);
   return complete<kKind>(p, base, kTile.keys, kTile.warps);
 }

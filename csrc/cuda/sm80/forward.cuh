@@ -1,6 +1,7 @@
 // Forward on every GPU since Ampere: a thread block computes one tile of queries of one head and walks over the key
 // tiles that it sees, the last one first, with an online softmax (Dao 2023, "FlashAttention-2", Algorithm 1). Copies
-// run under products: the next keys arrive while these values are used, and these values while these keys are.
+// overlap products: the next keys are copied during the product of the values, and the values during the product of the
+// keys.
 #pragma once
 
 #include "../common/bias_centres.cuh"
@@ -10,10 +11,11 @@
 #include "../common/isolation.cuh"
 #include "../common/launch.cuh"
 #include "../common/operand_tile.cuh"
+#include "../common/products.cuh"
 #include "../common/scores.cuh"
 #include "../common/tile_order.cuh"
-#include "forward_wide.cuh"
-#include "products.cuh"
+#include "forward_large.cuh"
+#include "kernels.h"
 #include "tiles.h"
 
 namespace flashattn_ext::sm80 {
@@ -24,7 +26,7 @@ struct Forward {
   static constexpr bool kGeneral = kKind == Kind::kGeneral;
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
   using Score = std::conditional_t<kGeneral, GeneralScore, PlainScore<float, true>>;
-  static constexpr ForwardTile kTile = forward_tile<sizeof(T), kHeadDim, kKind>();
+  static constexpr ForwardTile kTile = tile_of<kernel_table::kSm80Forward, T, kHeadDim, kKind>();
   static constexpr int kThreads = kTile.warps * 32, kRowTiles = kTile.row_tiles, kStages = kTile.stages;
   static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, kKind>(kTile);
   static constexpr int kColumns = out_columns(kHeadDim);  // of v and out
@@ -33,15 +35,15 @@ struct Forward {
   static constexpr int kKeyTileElements = kKeys * RowTile::kStride, kValueTileElements = kKeys * ValueTile::kStride;
   static constexpr int kTileElements = kQueries * RowTile::kStride + kStages * (kKeyTileElements + kValueTileElements);
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kColumns / 8, kSteps = kKeys / Core::kK;
-  static_assert(kStages == 1 || kColumns == kHeadDim);  // a stage is found by one offset, of keys and of values
+  static_assert(kStages == 1 || kColumns == kHeadDim);  // the keys and the values of a stage have the same offset
   using Scores = float[kRowTiles][kScoreTiles][4];
   using Weights = typename Core::A[kRowTiles][kSteps];
   using Bias = TileBias<T, false, kRowTiles, kScoreTiles>;
   using BiasAhead = std::conditional_t<kGeneral, typename Bias::Ahead, Nothing>;
   static constexpr bool kHasCentres = kGeneral && sizeof(T) == 2;
 
-  // Registers run out. What a step needs beside its tiles is kept in slots of shared memory (slot), or in registers
-  // where that was found to spill less.
+  // Register pressure is high. The scalars that a step needs besides its tiles are kept in slots of shared memory
+  // (slot), or in registers where that was found to spill less.
   struct Head {
     int b, h, length_q, length_k;
   };
@@ -52,8 +54,8 @@ struct Forward {
   static constexpr bool kSharesLengths =
       sizeof(T) == 2 && (kHeadDim == 96 || kHeadDim == 144 || (kHeadDim == 128 && kDropout));
 
-  // With a Mask the key tiles to visit are found by the first warp, some at a time, and listed; the
-  // intervals of a tile's keys come with its values.
+  // With a Mask the first warp finds the key tiles to visit and lists them, up to kListed at a time; the intervals of a
+  // tile's keys are copied with its values.
   struct KeyList {
     int count;  // of tiles on the list
     int next;   // the tile to look at for the next list
@@ -85,7 +87,7 @@ struct Forward {
   typename RowTile::Places places;  // of queries and keys, and of values where these have as many columns
   int row0;                         // first query of the tile
   float out[kRowTiles][kOutTiles][4];
-  OnlineSoftmax softmax[kRowTiles];
+  OnlineSoftmax<tells_largest(kKind)> softmax[kRowTiles];
   std::conditional_t<kHasCentres, CentreSums, NoCentreSums> centres[kRowTiles];
 
   __device__ Forward(const AttnParams& params, const Score& score, T* shared)
@@ -100,7 +102,7 @@ struct Forward {
   // The first of the 16 rows of this warp's row tile i, within the query tile.
   static __device__ int tile_row(int i) { return (threadIdx.x / 32 * kRowTiles + i) * 16; }
 
-  // A piece of 16 bytes of shared memory: the padding of a row of the tiles or, where there is none, after the tiles.
+  // Slot i, 16 bytes of shared memory: the padding of row i of the tiles or, where rows have none, behind the tiles.
   template <class X>
   __device__ X* slot(int i) const {
     static_assert(sizeof(X) <= kVectorBytes);
@@ -125,7 +127,7 @@ struct Forward {
     const int heads = static_cast<int>(p.heads_q);
     const auto [head, block] = order.index(blockIdx.x, heads * static_cast<int>(p.batch));
     start_head(head / heads, head % heads);
-    // The longest tiles of a causal head start first. A sequence may be longer than the grid was told.
+    // The longest tiles of a causal head start first. A sequence may be longer than the grid was sized for.
     const int step = order.blocks * kQueries;
     for (row0 = (order.blocks - 1 - block) * kQueries; row0 < length_q(); row0 = ptx::opaque(row0) + step) {
       start_tile();
@@ -145,7 +147,8 @@ struct Forward {
       *pointers() = {row_pointer<const T>(p.k, b, hk, keys.start), row_pointer<const T>(p.v, b, hk, keys.start)};
       if (drops()) *dropout() = Dropout(p, b);
       if (kMasks) *pairs() = IntervalPairs(p, b, static_cast<int>(hk), static_cast<int>(keys.start)).head(h);
-      // A sink is the first maximum. If keys may stay above it, weights near 1 are not exact, and dS loses digits.
+      // The sink is the first maximum. If logits could exceed it by the tolerance, weights near 1 would not be exact,
+      // and dS would lose digits.
       *tolerance() = sink_counts(head_sink(p, h)) ? 0.f : kTolerance;
     }
     __syncthreads();
@@ -252,7 +255,7 @@ struct Forward {
         load_keys(k_tile + (kKeyTileElements - stage), next, columns);
         load_values(v_tile + (kKeyTileElements - stage), next, columns_v);
       }
-      // What spills least was found by trying: OperandTile says what the compiler does with places.
+      // The choice that spills least was found by experiment; OperandTile::Places has the reason.
       if (sizeof(T) == 2 && kHeadDim > 64) kHeadDim == 128 && !kDropout ? places.recompute() : places.renew();
       Scores scores;
       BiasAhead bias_ahead;
@@ -266,7 +269,7 @@ struct Forward {
       const bool isolates = !all_whole && isolate_values(v_tile + stage);
       Weights weights;
       weigh(weights, scores, n, masked, whole, bias_ahead);
-      __syncwarp();  // keeps the compiler from loading so much of V ahead that registers run out
+      __syncwarp();  // keeps the compiler from prefetching so much of V that registers spill
       if (sizeof(T) == 2 && (kHeadDim == 64 || kHeadDim == 128) && !kDropout) places.recompute();
       value_product(weights, v_tile + stage);
       if (isolates) poison_rows_of(n);
@@ -274,13 +277,13 @@ struct Forward {
     }
   }
 
-  // The bias of this warp's scores against key tile n; found again rather than kept in registers.
+  // The bias of this warp's scores against key tile n; recomputed rather than kept in registers.
   __device__ Bias bias(int n) const {
     return Bias(p, head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), n * kKeys);
   }
 
-  // Scores against key tile n become weights, with dropout applied; what `out` has summed up is rescaled. masked: by
-  // causal or window; whole: not by a Mask.
+  // Scores against key tile n become weights, with dropout applied, and `out` is rescaled. masked: by causal or window;
+  // whole: not masked by a Mask.
   __device__ void weigh(Weights& weights, Scores& scores, int n, bool masked, bool whole,
                         [[maybe_unused]] BiasAhead& bias_ahead) {
     constexpr bool kDropEarly = sizeof(T) == 4 || kHeadDim == 144;  // takes fewer registers there
@@ -327,8 +330,8 @@ struct Forward {
     }
   }
 
-  // In a tile of which a Mask hides a part, values that are not finite become zeros (isolation.cuh), and rows that see
-  // them become NaNs after the product. With the intervals of the keys it is noted which these are.
+  // In a partially masked tile, rows of values that are not finite become zeros (isolation.cuh), and rows of `out` that
+  // see them become NaN after the product. ListedKey::is_isolated marks their keys.
   __device__ bool isolate_values(T* values) const {
     return isolate_rows<ValueTile, kKeys, kThreads>(
         values, [&](int row, bool finite) { listed_key(row)->is_isolated = !finite; });
@@ -377,11 +380,11 @@ struct Forward {
         const bool empty = sum == 0;
         const float factor = keep_scale / sum;
         const int row = tile_row(i) + g() + 8 * r;
-        if (t() == 0 && row < rows) *row_statistic(p.lse, b, h, start + row) = softmax[i].lse(r, sum);
+        if (row < rows) softmax[i].write(p, b, h, start + row, r, sum);
         if constexpr (kHasCentres) {
           if (p.centres.data) centres[i].write(row_pointer<float>(p.centres, b, h, start + row), r, sum, row < rows);
         }
-        // Every warp reads and writes its own rows of what was q alone.
+        // Every warp overwrites only its own rows of the q tile.
 #pragma unroll
         for (int n = 0; n < kOutTiles; ++n) {
           const float x = empty ? 0.f : out[i][n][2 * r] * factor, y = empty ? 0.f : out[i][n][2 * r + 1] * factor;
@@ -403,8 +406,8 @@ __global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, Forward
   Forward<T, kHeadDim, kKind>(p, score, reinterpret_cast<T*>(shared)).run(order);
 }
 
-// Calls run(part) for every kColumns columns of v and out: `part` is the call with no other columns. lse is the same in
-// all parts.
+// Calls run(part) for every kColumns columns of v and out: `part` is the call for these columns alone. lse is the same
+// in all parts.
 template <int kColumns, class Run>
 void for_columns(const AttnParams& p, const Run& run) {
   for (int64_t first = 0; first < p.head_dim_v; first += kColumns) {
@@ -430,7 +433,7 @@ template <class T, int kHeadDim, Kind kKind>
 void forward(const AttnParams& p) {
   if (p.batch * p.heads_q == 0) return;
   if constexpr (kHeadDim > 256 && sizeof(T) == 2 && kKind == Kind::kPlain) {
-    forward_wide<T, kHeadDim>(p);
+    forward_large<T, kHeadDim>(p);
   } else {
     forward_columns<T, kHeadDim, kKind>(p);
   }

@@ -1,29 +1,14 @@
-// The entry points of the sm_80 kernels, which dispatch.cu calls. Each source that is compiled instantiates one of them
-// for one element type, class of head dims and some kinds.
+// The entry points of the sm_80 kernels. Each source that is compiled instantiates one of them for one element type,
+// class of head dims and some kinds: the rows of ../table/kernel_table.h.
 #pragma once
 
-#include <cstddef>
-
-#include "../common/kernels.h"
-#include "../common/kind.h"
+#include "../table/kernels.h"
+#include "tiles.h"
 
 namespace flashattn_ext::sm80 {
 
-// Which kernel runs a call of a class of head dims and a kind. Up to 256 calls with scores or a Mask have few classes.
-// Head dims above 256 are rare: fp32 has one kind of kernels for them, which finds out every option at run time, and
-// 16-bit types one more, kPlain. What these leave to the other runs it with the widest class. csrc/sources.py has the
-// same list.
-template <class T, int kHeadDim, Kind kKind>
-struct Instance {
-  static constexpr bool kIsWide = kHeadDim > 256, kIsPlain = sizeof(T) == 2 && kKind == Kind::kPlain;
-  static constexpr Kind kRun = kIsWide && !kIsPlain ? Kind::kGeneral : general_kind(kKind);
-  static constexpr bool kIsRare = kRun == Kind::kGeneral || kRun == Kind::kIntervals;
-  static constexpr int kWideClass = sizeof(T) == 2 && kRun == Kind::kGeneral ? 512 : kHeadDim;
-  static constexpr int kClass = kIsWide ? kWideClass : kIsRare ? rare_class(kHeadDim) : kHeadDim;
-};
-
-// kHeadDim: 64, 96, 128, 144, 192, 256, 384 or 512, at least head_dim and head_dim_v. Every row of q, k, v and dout is
-// 16-byte aligned and a multiple of 16 bytes long; the rows of other tensors may be anywhere.
+// kHeadDim: at least head_dim and head_dim_v. Every row of q, k, v and dout is 16-byte aligned and a multiple of 16
+// bytes long; the rows of other tensors may have any alignment.
 template <class T, int kHeadDim, Kind kKind>
 void forward(const AttnParams& p);
 template <class T, int kHeadDim, Kind kKind>
@@ -31,11 +16,27 @@ size_t backward_bytes(const AttnGradParams& p);
 template <class T, int kHeadDim, Kind kKind>
 void backward(const AttnGradParams& p);
 
-template <class T, int kHeadDim, Kind kKind>
-constexpr Kernels kernels() {
-  using Run = Instance<T, kHeadDim, kKind>;
-  return {0, forward<T, Run::kClass, Run::kRun>, backward_bytes<T, Run::kClass, Run::kRun>,
-          backward<T, Run::kClass, Run::kRun>};
-}
+// Whether the forward of a kind up to 256 head dims (forward.cuh) tracks the largest logit of a row. The kernels of
+// most calls would spill registers with it; a call with row_maxima runs kGeneral instead.
+constexpr bool tells_largest(Kind kind) { return kind != Kind::kPlain && kind != Kind::kDropout; }
+
+// Rows for RowKernels (../dispatch.cuh).
+struct ForwardRows {
+  using Kernel = ForwardKernel;
+  static constexpr const auto& kTable = kernel_table::kSm80Forward;
+  template <class T, int kHeadDim, int, Kind kKind>
+  static constexpr Kernel kernel() {
+    constexpr int kLeast = least_shared<sizeof(T), kHeadDim>();
+    return {forward<T, kHeadDim, kKind>, 0, kLeast > kSmallShared ? kLeast : 0, kHeadDim > 256 || tells_largest(kKind)};
+  }
+};
+struct BackwardRows {
+  using Kernel = BackwardKernel;
+  static constexpr const auto& kTable = kernel_table::kSm80Backward;
+  template <class T, int kHeadDim, int, Kind kKind>
+  static constexpr Kernel kernel() {
+    return {backward<T, kHeadDim, kKind>, backward_bytes<T, kHeadDim, kKind>};
+  }
+};
 
 }  // namespace flashattn_ext::sm80

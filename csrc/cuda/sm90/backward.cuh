@@ -1,14 +1,15 @@
-// Backward on Hopper for head dims up to 128, without a Mask up to 144, and up to 192 where v has at most 128 columns:
-// a thread block keeps a tile of keys, 64 in each of two warpgroups, and walks over the tiles of queries that see it,
-// which one more warp loads by TMA (Shah et al. 2024, "FlashAttention-3"). Scores are transposed, S^T = K Q^T: P^T and
-// dS^T, packed, are operands of the products for dv and (up to 144) dk as they are in registers. Only dS^T goes through
-// shared memory, for dq, and then dq, which another warp adds to the workspace (dq_adder.cuh). Products of one step run
-// under the arithmetic of another: docs/sm90_backward.md.
+// Backward on Hopper for head dims up to 128, without a Mask up to 144, and up to 192 where v has at most 128 columns.
+// A thread block keeps one tile of keys, 64 in each of two consumer warpgroups, and loops over the query tiles that see
+// it; a producer warp loads those by TMA (Shah et al. 2024, "FlashAttention-3"). Scores are transposed, S^T = K Q^T, so
+// that packed P^T and dS^T already have the register layout of the A operands of the products for dv and (up to 144)
+// dk. Only dS^T, for the dq product, and dq itself, which another warp adds to the workspace (dq_adder.cuh), go through
+// shared memory. Products of one step overlap with the arithmetic of another: docs/sm90_backward.md.
 #pragma once
 
 #include <type_traits>
 
 #include "backward_bias.cuh"
+#include "backward_lockstep.cuh"
 #include "backward_scores.cuh"
 #include "backward_step.cuh"
 #include "backward_wide.cuh"
@@ -19,13 +20,14 @@ namespace flashattn_ext::sm90 {
 
 template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
 struct Backward {
+  using Element = T;
   using Work = BackwardWorkOf<kKind>;
   using Walk = QueryWalk<true>;
   using Workspace = WorkspaceOf<kKind>;
   static constexpr bool kBias = kKind == Kind::kBias, kScored = can_score(kKind) && !kBias;
   using Maps = std::conditional_t<kBias, BiasedBackwardMaps, BackwardMaps>;
   static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
-  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kKind, kHeadDimV>();
+  static constexpr BackwardTile kTile = tile_of<kernel_table::kSm90Backward, T, kHeadDim, kKind, kHeadDimV>();
   using Scores = PackedScores<T, kTile.queries, kKind>;
   using DistanceScores = PackedDistanceScores<T, Scores::kTiles * 8>;
   using Layout = DqLayout<T, kHeadDim, kTile.is_wide()>;
@@ -33,53 +35,56 @@ struct Backward {
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages;
   static constexpr bool kPaired = false;
-  static constexpr int kBlocks = 1, kColumns = kHeadDim;
-  // With 144 columns, which take three panels, shared memory has room for one stage of dout, and for the part of dq of
-  // one warpgroup at a time.
-  static constexpr bool kIsTight = kHeadDim == 144, kDoutApart = kIsTight;  // apart: has stages of its own
+  static constexpr int kBlocks = 1, kColumns = kHeadDim, kValueColumns = kHeadDimV;
+  // 144 columns take three panels. Shared memory then has room for one stage of dout only, and for the dq of one
+  // warpgroup at a time.
+  static constexpr bool kIsTight = kHeadDim == 144, kDoutApart = kIsTight;  // apart: dout has stages of its own
   static constexpr int kDoutStages = kIsTight ? 1 : kStages, kDqParts = kIsTight ? 1 : 2;
   static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kInspectors = 2;
   static constexpr int kAdders = kBias ? 2 : 1;  // warps that add dq
   static constexpr int kPanels = panels(kHeadDim), kValuePanels = panels(kHeadDimV),
                        kScorePanels = kQueries / kPanelColumns;
   static constexpr int kColumnTiles = kHeadDim / 8, kDqTiles = Layout::kQueryColumnTiles;
-  // Whether dq of a step is computed in the next one (walk_queries), or in the same one (walk_in_three_turns).
-  static constexpr bool kLateDq = kHeadDim <= 144;
-  static constexpr int kDscoreBuffers = kLateDq ? 2 : 1;  // the walks say why turns order what the warpgroups exchange
-  // At least this many heads in a section (tile_order.cuh). Blocks that walk over the same head at the same time share
-  // what they read where long sequences do not fit the cache; too few heads leave long tiles for the end.
+  static constexpr BackwardOrder kOrder = kTile.order;
+  static constexpr bool kLateDq = kOrder == BackwardOrder::kPingPong;  // dq of a step is computed in the next one
+  // walk_queries and walk_in_three_phases explain why this number of buffers is enough.
+  static constexpr int kDscoreBuffers = kOrder == BackwardOrder::kThreePhases ? 1 : 2;
+  // Least number of heads in a section (tile_order.cuh). Thread blocks that process the same head at the same time
+  // reuse its data in L2 when long sequences do not fit the cache; with too few heads in a section, long tiles come
+  // last.
   static constexpr int kSectionHeads = 16;
   static_assert(Layout::kHeadDim >= kHeadDim && Layout::kQueries == kQueries);
 
-  // Tiles are as in common/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
-  // overwritten.
+  // Tiles have the layout of common/panels.cuh. A `full` barrier signals that a stage has arrived, an `empty` barrier
+  // that it may be overwritten.
   struct Shared {
     T k[kKeyStages][kPanels][kKeys][kPanelColumns];
     T v[kKeyStages][kValuePanels][kKeys][kPanelColumns];
     T q[kStages][kPanels][kQueries][kPanelColumns];
     T dout[kDoutStages][kValuePanels][kQueries][kPanelColumns];
     T dscores[kDscoreBuffers][kScorePanels][kKeys][kPanelColumns];  // dS^T: [keys][queries]
-    DqPart<kDqTiles> dq[kDqParts];                                  // part_of
+    DqPart<kDqTiles> dq[kDqParts];                                  // through part_of
     float lse[kStages][kQueries], delta[kStages][kQueries];
     T bias[kBias ? kStages : 0][kKeys / 64][kQueries][kPanelColumns];
-    float centres[kScored ? kStages : 0][kCentres][kQueries];  // of the rows, for the gradients of biases
+    float centres[kScored ? kStages : 0][kCentres][kQueries];  // row centres, for the gradients of biases
     PhiloxKey philox;
     typename Scores::Kept kept[kDropout ? 2 : 0];  // one for each warpgroup
     Work work[kWorkStages];
     int added_before[kMasks ? kStepsKept : 0];
-    EarlierKeyTile before[kMasks ? 1 : 0];  // for the warp that inspects
+    EarlierKeyTile before[kMasks ? 1 : 0];  // for the inspector warps
     ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
     ptx::Barrier q_full[kStages], dout_full[kDoutStages], queries_empty[kStages];
     ptx::Barrier dout_empty[kDoutApart ? kDoutStages : 0];
     ptx::Barrier work_full[kWorkStages], work_empty[kWorkStages];
     ptx::Barrier keys_inspected[kMasks ? kKeyStages : 0], queries_inspected[kMasks ? kStages : 0];
 
-    // Where a warpgroup writes its part of dq.
+    // The buffer to which a warpgroup writes its part of dq.
     __device__ __forceinline__ DqPart<kDqTiles>& part_of(int group) { return dq[kDqParts == 1 ? 0 : group]; }
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
-  static_assert(!kDoutApart || !kMasks);  // warps that inspect take dout to be in the stages of queries
+  static_assert(!kDoutApart || !kMasks);  // the inspector warps expect dout in the stages of queries
   static_assert(kStages >= 2);            // the next scores are computed before these queries are released
+  static_assert(kOrder != BackwardOrder::kLockstep || (kKind == Kind::kPlain && kQueries == 64 && !kIsTight));
 
   static __device__ void init(Shared& shared, const AttnGradParams& p) {
     if (kDropout) shared.philox = Dropout(p, 0).key;
@@ -101,8 +106,8 @@ struct Backward {
     init_inspections<Backward>(shared);
   }
 
-  // One warp loads, one adds dq to the workspace, or two with a bias, and the last two of their warpgroup inspect what
-  // a Mask may hide. They give their registers to the two warpgroups that compute.
+  // The producer warpgroup: one warp loads, one adds dq to the workspace (two with a bias), and the last two inspect
+  // values that a Mask may hide. It gives registers to the two consumer warpgroups.
   static __device__ void run(Shared& shared, const AttnGradParams& p, const Workspace& workspace, const Maps& maps,
                              const TileGrid& grid) {
     if (threadIdx.x < kGroupThreads) {
@@ -123,24 +128,21 @@ struct Backward {
     }
   }
 
-  // Named barriers: one for each warpgroup to wait at for its turn, and one for each to synchronise itself.
-  // dq_adder.cuh has the others.
-  static constexpr int kTurnBarrier = 1, kGroupBarrier = 3, kDscoresBarrier = 10;
-
   Shared& shared;
   const AttnGradParams& p;
   const Workspace& workspace;
   const int group, warp_key;  // first of this warp's 16 keys, within the tile
   RingPosition<kWorkStages> works;
   RingPosition<kKeyStages> keys;
-  RingPosition<kStages> queries;  // those whose scores have been computed last
+  RingPosition<kStages> queries;  // the stage whose scores were computed last
   std::conditional_t<kDoutApart, RingPosition<kDoutStages>, Nothing> douts;
-  int buffer = 0;  // of shared.dscores: the one written last
+  int buffer = 0;  // index into shared.dscores of the buffer written last
   float dk[kColumnTiles][4], dv[kHeadDimV / 8][4];
   typename Scores::Packed weights;
-  std::conditional_t<kScored, typename Scores::Packed, Nothing> slopes;  // with softcap: of the same scores
+  std::conditional_t<kScored, typename Scores::Packed, Nothing>
+      slopes;  // with softcap: its derivatives at these scores
   std::conditional_t<kScored, BiasSums<1, false>, Nothing> bias_sums;
-  std::conditional_t<kBias, bool, Nothing> bias_hides;  // some of the scores whose weights these are, with -inf
+  std::conditional_t<kBias, bool, Nothing> bias_hides;  // whether the bias hides some of these scores with -inf
 
   __device__ __forceinline__ Backward(Shared& shared, const AttnGradParams& params, const Workspace& workspace,
                                       int group)
@@ -152,7 +154,7 @@ struct Backward {
 
   static __device__ __forceinline__ int thread() { return threadIdx.x - kGroupThreads; }
   __device__ __forceinline__ void compute_tiles() {
-    if (group == 1) give_turn();
+    if (kOrder != BackwardOrder::kLockstep && group == 1) pass_phase();
     for (;; works.advance()) {
       ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
       const Work& work = shared.work[works.stage];
@@ -160,10 +162,12 @@ struct Backward {
       set_zero(dk);
       set_zero(dv);
       if (uniform(work.tiles) > 0) {
-        if constexpr (kLateDq) {
-          walk_queries(work);
+        if constexpr (kOrder == BackwardOrder::kLockstep) {
+          LockstepWalk<Backward>(*this, work).run();
+        } else if constexpr (kOrder == BackwardOrder::kThreePhases) {
+          walk_in_three_phases(work);
         } else {
-          walk_in_three_turns(work);
+          walk_queries(work);
         }
       }
       const int key = work.key0 + warp_key;
@@ -173,28 +177,25 @@ struct Backward {
     }
   }
 
-  // The two warpgroups take turns at issuing products, so that one computes while the tensor cores work for the other.
-  // A step takes two turns. dq of a step is computed in the next one, when dS^T of both warpgroups is in shared memory;
-  // in the first step of a key tile there is none yet, and what is handed over instead is not added.
+  // The two warpgroups ping-pong: one computes while the tensor cores work for the other. A step has two phases of each
+  // warpgroup; docs/sm90_backward.md draws them, and why they order all accesses to the two buffers of dS^T. dq of a
+  // step is computed in the next step. In the first step of a key tile the buffer holds no dq yet, and the adder skips
+  // it.
   //
-  // A turn ends when the product for dq is done. So when a warpgroup writes dS^T of step n, after its first turn of
-  // that step, both have done with the buffer that held dS^T of step n - 2: its reader issued its product in the second
-  // turn of step n - 1 at the latest. And when it issues the product for dq of step n - 1, in its second turn of step
-  // n, the other one has written that step's dS^T before its own second turn of step n - 1.
-  //
-  // With one part of dq a warpgroup writes when the adder has read what the other one wrote, after the turn before.
+  // With a single dq buffer (kDqParts == 1) a warpgroup writes after the adder has read the dq that the other one wrote
+  // in the phase before.
   __device__ __forceinline__ void walk_queries(const Work& work) {
     Limits unmasked;
     if constexpr (kMasks) {
       unmasked = work.unmasked[group];
     } else if constexpr (kScored) {
-      // Also zeros after the last query have biases.
+      // The zero rows after the last query get biases too, so they must be masked.
       unmasked = row_mask(work).rows_of_all(work.key0 + group * 64, work.key0 + group * 64 + 64);
     } else {
       unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64);
     }
     unmasked = {uniform(unmasked.begin), uniform(unmasked.end)};
-    Limits whole{};  // steps at other queries are waited for until they are inspected
+    Limits whole{};  // steps at other queries must wait for their inspection
     if constexpr (kMasks) whole = {uniform(work.whole.begin), p.deterministic ? 0 : uniform(work.whole.end)};
     Walk now(p, work, static_cast<int>(p.group_size()));
     float scores[kQueries / 8][4], dq[kDqTiles][4];
@@ -202,9 +203,9 @@ struct Backward {
     clear_tail_of_keys(work);
     await_queries(now, whole);
     draw(work, now);
-    take_turn();
+    await_phase();
     score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
-    give_turn();
+    pass_phase();
     const auto biases = begin_biases(work, now);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
@@ -218,14 +219,14 @@ struct Backward {
       now.advance();
       await_queries(now, whole);
       draw(work, now);
-      take_turn();
+      await_phase();
       accumulate(dk, packed, shared.q[stage]);
       query_product(dq, 1);
       ptx::wgmma_wait<1>();
       score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
       ptx::wgmma_wait<1>();
       ptx::hold(dq);
-      give_turn();
+      pass_phase();
       write(shared.part_of(group), dq, group);
       if (!hands_over_late()) hand_over(group);
       const auto biases = begin_biases(work, now);
@@ -236,21 +237,21 @@ struct Backward {
       if (hands_over_late()) hand_over(group);
     }
     differentiate(packed, work, now, unmasked);
-    take_turn();
+    await_phase();
     query_product(dq, 1);
     accumulate(dk, packed, shared.q[queries.stage]);
     ptx::wgmma_wait<1>();
     ptx::hold(dq);
-    give_turn();
+    pass_phase();
     write(shared.part_of(group), dq, group);
     ptx::wgmma_wait<0>();
     hand_over(group);
     ptx::barrier_arrive(&shared.queries_empty[queries.stage]);
-    take_turn();
+    await_phase();
     query_product(dq, 0);
     ptx::wgmma_wait<0>();
     ptx::hold(dq);
-    give_turn();
+    pass_phase();
     release(shared.keys_empty[keys.stage]);
     write(shared.part_of(group), dq, group);
     hand_over(group);
@@ -258,34 +259,34 @@ struct Backward {
     keys.advance();
   }
 
-  // The same where dk and dv take so many registers that neither the next scores nor packed dS^T fit beside dq. A step
-  // takes three turns: for scores, for dP^T and dv, and for dk and dq, of which dk runs while the other warpgroup still
-  // computes its dS^T. Both read dS^T from shared memory.
+  // The walk where dk and dv leave no registers for the next scores or for packed dS^T beside dq. A step has three
+  // phases: scores; dP^T and dv; dk and dq. The product for dk runs while the other warpgroup still computes its dS^T.
+  // Both products of the third phase read dS^T from shared memory.
   //
-  // One buffer of dS^T is enough. A warpgroup writes it after its second turn of a step, and the other one has given
-  // that turn, which it does after the end of its last product of the step before.
-  __device__ __forceinline__ void walk_in_three_turns(const Work& work) {
+  // One buffer of dS^T is enough. A warpgroup writes it after its second phase of a step. The other warpgroup starts
+  // that phase by its signal, which it sends after its last product of the step before is complete.
+  __device__ __forceinline__ void walk_in_three_phases(const Work& work) {
     static_assert(!kMasks && !kScored && !kBias && !kDropout && kQueries == 64 && kDqTiles == 12);
     Limits unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64);
     unmasked = {uniform(unmasked.begin), uniform(unmasked.end)};
     ptx::barrier_wait(&shared.k_full[keys.stage], keys.parity);
     clear_tail_of_keys(work);
     ptx::barrier_wait(&shared.v_full[keys.stage], keys.parity);
-    bool has_dq = false;  // a part has been written that the adder is to be told of
+    bool has_dq = false;  // a part of dq is written, and the adder not yet signalled
     for (Walk now(p, work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
       const int stage = queries.stage;
       compute_weights(work, now, unmasked, has_dq);
       typename Scores::Packed packed;
       differentiate(packed, work, now, unmasked);
-      ptx::wgmma_wait<0>();  // the weights, which are operands of dv, free registers for dq
+      ptx::wgmma_wait<0>();  // the weights, operands of the dv product, free registers for dq
       ptx::hold(dv);
-      ptx::named_barrier_arrive(kDscoresBarrier + 1 - group, 2 * kGroupThreads);
-      take_turn();
+      ptx::named_barrier_arrive(kDscores + 1 - group, 2 * kGroupThreads);
+      await_phase();
       accumulate(dk, shared.dscores[0][0], group * 64, shared.q[stage]);
-      ptx::named_barrier_sync(kDscoresBarrier + group, 2 * kGroupThreads);
+      ptx::named_barrier_sync(kDscores + group, 2 * kGroupThreads);
       float dq[kDqTiles][4];
       query_product(dq, shared.dscores[0]);
-      give_turn();
+      pass_phase();
       ptx::wgmma_wait<0>();
       ptx::hold(dk);
       ptx::hold(dq);
@@ -298,23 +299,24 @@ struct Backward {
     release(shared.keys_empty[keys.stage]);
     keys.advance();
   }
-  // The first of the three turns. The fence in hand_over waits until dq of the step before is written, under the
-  // product.
+  // The first of the three phases. The fence in hand_over, which waits until dq of the step before is written, overlaps
+  // with the product.
   __device__ __forceinline__ void compute_weights(const Work& work, const Walk& now, const Limits& unmasked,
                                                   bool has_dq) {
     float scores[kQueries / 8][4];
     ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
-    take_turn();
+    await_phase();
     score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
-    give_turn();
+    pass_phase();
     if (has_dq) hand_over(group);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
     weigh(scores, work, now, unmasked, Nothing{});
   }
 
-  // Whether weights are computed between writing a part of dq and telling the adder, which waits until all is written.
-  // In a deterministic call other thread blocks wait for the addition; at head_dim 128 it did not pay.
+  // Whether the weights are computed between writing a part of dq and signalling the adder. Signalling needs a fence
+  // that waits for all writes. In a deterministic call other thread blocks wait for the addition, so there it is
+  // signalled at once; at head_dim 128 the delay did not pay.
   __device__ __forceinline__ bool hands_over_late() const {
     return kHeadDim < 128 && ptx::opaque(p.deterministic) == 0;
   }
@@ -328,7 +330,7 @@ struct Backward {
     }
   }
 
-  // A turn with the products for dP^T and dv += P^T dO. Then dP^T becomes dS^T, in `packed` and in shared memory.
+  // The phase of the products dP^T and dv += P^T dO. Then dP^T becomes dS^T, in `packed` and in shared memory.
   __device__ __forceinline__ void differentiate(typename Scores::Packed& packed, const Work& work, const Walk& now,
                                                 const Limits& unmasked) {
     const int stage = queries.stage;
@@ -337,7 +339,7 @@ struct Backward {
     auto& dout = shared.dout[at.stage];
     ptx::barrier_wait(&shared.dout_full[at.stage], at.parity);
     clear_tail_of_queries(work, now);
-    take_turn();
+    await_phase();
     score_product<kHeadDimV>(dscores, shared.v[keys.stage], group * 64, dout);
     if constexpr (kDropout) {
       typename Scores::Packed kept;
@@ -346,7 +348,7 @@ struct Backward {
     } else {
       accumulate(dv, weights, dout);
     }
-    give_turn();
+    pass_phase();
     ptx::wgmma_wait<1>();
     ptx::hold(dscores);
     if constexpr (kScored) {
@@ -368,7 +370,7 @@ struct Backward {
     store_panels(shared.dscores[buffer], warp_key, packed);
     ptx::fence_async_shared();
     if constexpr (kDoutApart) {
-      ptx::wgmma_wait<0>();  // the product for dv reads dout, and the weights, whose registers dq takes
+      ptx::wgmma_wait<0>();  // the dv product still reads dout and the weights, and dq reuses their registers
       ptx::hold(dv);
       ptx::barrier_arrive(&shared.dout_empty[at.stage]);
       at.advance();
@@ -380,18 +382,18 @@ struct Backward {
     }
   }
 
-  // dq = dS K of this step (lag 0) or the one before (lag 1): this warpgroup's part.
+  // This warpgroup's part of dq = dS K, for this step (lag 0) or the step before (lag 1).
   __device__ __forceinline__ void query_product(float (&dq)[kDqTiles][4], int lag) {
     query_product(dq, shared.dscores[buffer < lag ? buffer + kDscoreBuffers - lag : buffer - lag]);
   }
   __device__ __forceinline__ void query_product(float (&dq)[kDqTiles][4],
                                                 const T (&dscores)[kScorePanels][kKeys][kPanelColumns]) {
-    constexpr bool kOwnRows = kQueries == 128;  // otherwise own columns: a panel, and half of a third one if there is
+    constexpr bool kOwnRows = kQueries == 128;  // otherwise own columns: one panel, and half of a third panel if any
     constexpr int kPanelBytes = sizeof(shared.k[0][0]), kHalfBytes = (kDqTiles - 8) * 16;
     transposed_product(dq, dscores[kOwnRows ? group : 0], shared.k[keys.stage][kOwnRows ? 0 : group],
                        kDqTiles > 8 && group == 0 ? 2 * kPanelBytes : kPanelBytes + kHalfBytes);
   }
-  // The stage of output gradients that belongs to the queries.
+  // The stage of dout that belongs to the current queries.
   __device__ __forceinline__ auto& dout_position() {
     if constexpr (kDoutApart) {
       return douts;
@@ -400,14 +402,14 @@ struct Backward {
     }
   }
 
-  __device__ __forceinline__ void take_turn() const {
-    ptx::named_barrier_sync(kTurnBarrier + group, 2 * kGroupThreads);
+  __device__ __forceinline__ void await_phase() const {
+    ptx::named_barrier_sync(kBackwardPingPong + group, 2 * kGroupThreads);
   }
-  __device__ __forceinline__ void give_turn() const {
-    ptx::named_barrier_arrive(kTurnBarrier + 1 - group, 2 * kGroupThreads);
+  __device__ __forceinline__ void pass_phase() const {
+    ptx::named_barrier_arrive(kBackwardPingPong + 1 - group, 2 * kGroupThreads);
   }
 
-  // Scores become packed weights.
+  // Turns scores into packed weights.
   template <class Biases>
   __device__ __forceinline__ void weigh(float (&scores)[kQueries / 8][4], const Work& work, const Walk& now,
                                         const Limits& unmasked, [[maybe_unused]] const Biases& biases) {
@@ -429,8 +431,8 @@ struct Backward {
     }
     if constexpr (kDropout) Scores::drop(weights, shared.kept[group], warp_key / 16 % 4);
   }
-  // Draws what dropout keeps of the next weights, for all warps of the warpgroup. Turns come between the last use of
-  // shared.kept and this, and between this and the next use.
+  // Draws the dropout mask of the next weights, for all warps of the warpgroup. A phase lies between the last use of
+  // shared.kept and this call, and another between this call and the next use.
   __device__ __forceinline__ void draw(const Work& work, const Walk& next) {
     if constexpr (kDropout) {
       Scores::draw(shared.kept[group], Dropout(shared.philox, p, work.b), p.origin, next.h, work.key0 + group * 64,
@@ -438,11 +440,11 @@ struct Backward {
     }
   }
 
-  // What is added to this warp's scores of a step; found again rather than kept in registers.
+  // The biases of this warp's scores in a step. Recomputed rather than kept in registers.
   __device__ __forceinline__ typename DistanceScores::Bias bias(const Work& work, const Walk& now) const {
     return {p, uniform(work.b), now.h, row_mask(work), now.m * kQueries, uniform(work.key0) + warp_key};
   }
-  // Reads what is to be added to the scores before their product is waited for.
+  // Prefetches the biases, before waiting for the score product.
   __device__ __forceinline__ auto begin_biases(const Work& work, const Walk& now) const {
     if constexpr (kScored) {
       return bias(work, now);
@@ -450,25 +452,25 @@ struct Backward {
       return Nothing{};
     }
   }
-  // Calls whose rows an origin places have no scores here: kind.h.
+  // Calls with an origin never come here (kind.h), so the mask is the unplaced one.
   __device__ __forceinline__ UnplacedMask32 row_mask(const Work& work) const {
     return {p, uniform(work.length_q), uniform(work.length_k)};
   }
-  // This warp's sums over the scores of a head, for the gradients of biases.
+  // Adds this warp's sums over a head's scores to the gradients of biases.
   __device__ __forceinline__ void end_head(const Work& work, int h) {
     const int64_t tile = workspace.first_key_tile(p, work.b, key_sequence(p, work.b)) + work.n;
     flashattn_ext::end_head(bias_sums, p, workspace, work.b, h, tile, warp_key / 16,
                             work.key0 + warp_key + static_cast<int>(threadIdx.x) % 32 / 4, work.length_k);
   }
 
-  // Rows after the end of a packed sequence are those of another one: weights of 0 would still carry over a NaN. Each
-  // warpgroup zeroes all of them, so that it need not wait for the other.
+  // Rows after the end of a packed sequence belong to another sequence: weights of 0 would still propagate its NaNs.
+  // Each warpgroup zeroes all these rows, so that neither waits for the other.
   __device__ __forceinline__ void clear_tail_of_keys(const Work& work) const {
     const int rows = work.length_k - work.key0;
     if (rows >= kKeys || !p.is_varlen()) return;
     clear_rows(shared.k[keys.stage], rows, thread(), kGroupThreads);
     ptx::fence_async_shared();
-    ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
+    ptx::named_barrier_sync(kGroupCleared + group, kGroupThreads);
   }
   __device__ __forceinline__ void clear_tail_of_queries(const Work& work, const Walk& now) {
     const int rows = work.length_q - now.m * kQueries;
@@ -476,7 +478,7 @@ struct Backward {
     clear_rows(shared.q[queries.stage], rows, thread(), kGroupThreads);
     clear_rows(shared.dout[dout_position().stage], rows, thread(), kGroupThreads);
     ptx::fence_async_shared();
-    ptx::named_barrier_sync(kGroupBarrier + group, kGroupThreads);
+    ptx::named_barrier_sync(kGroupCleared + group, kGroupThreads);
   }
 };
 
@@ -505,7 +507,7 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
                     const __grid_constant__ typename Kernel::Maps maps, const __grid_constant__ TileGrid grid) {
   run_backward<Kernel>(p, workspace, maps, grid);
 }
-// The same in clusters of two thread blocks.
+// The kernel launched in clusters of two thread blocks.
 template <class Kernel>
 __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Kernel::kThreads, 1)
     paired_backward_kernel(const __grid_constant__ AttnGradParams p,
@@ -514,17 +516,17 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Kernel::kThreads, 1)
   run_backward<Kernel>(p, workspace, maps, grid);
 }
 
-// The kernel of a class of head dims.
+// The kernel for a class of head dims.
 template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
 using BackwardOf =
-    std::conditional_t<backward_tile<kHeadDim, kKind, kHeadDimV>().is_wide(),
+    std::conditional_t<tile_of<kernel_table::kSm90Backward, T, kHeadDim, kKind, kHeadDimV>().is_wide(),
                        WideBackward<T, kHeadDim, kKind, kHeadDimV>, Backward<T, kHeadDim, kKind, kHeadDimV>>;
 
 template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
 WorkspaceOf<kKind> backward_workspace(const AttnGradParams& p) {
   using Layout = typename BackwardOf<T, kHeadDim, kKind, kHeadDimV>::Layout;
   const BackwardWorkspace base(p, Layout::kTileRows, Layout::kTileFloats, Layout::kOrderedParts);
-  return complete<kKind>(p, base, backward_tile<kHeadDim, kKind, kHeadDimV>().keys, 8);
+  return complete<kKind>(p, base, tile_of<kernel_table::kSm90Backward, T, kHeadDim, kKind, kHeadDimV>().keys, 8);
 }
 
 template <class T, int kHeadDim, Kind kKind, int kHeadDimV>

@@ -1,6 +1,6 @@
-// A bias of every score in the backward (backward.cuh), and its gradient. Tiles of the bias come by TMA with those of
-// queries, and are read transposed, as scores are. Its gradient is dS: each warpgroup writes its part of a step to the
-// shared memory through which dq leaves it, and the warp that adds its dq to the workspace adds both, in turns.
+// A bias of every score in the backward (backward.cuh), and its gradient. TMA loads the bias tiles together with the
+// query tiles. They are read transposed, since scores are. The gradient of the bias is dS. Each warpgroup writes its
+// part of dS to the shared memory buffer of its dq, and the adder warp of that warpgroup adds dS and dq alternately.
 #pragma once
 
 #include "../common/panels.cuh"
@@ -8,8 +8,8 @@
 
 namespace flashattn_ext::sm90 {
 
-// Where ldmatrix and stmatrix find a row of what a lane of a warp has of 16 queries, from 16 * step on, and 16 keys, in
-// a panel of [queries][64 keys]: transposed, their registers are those of packed scores (PackedScores::Packed).
+// The row address that a lane gives to ldmatrix and stmatrix, for 16 queries from 16 * step on and 16 keys in a panel
+// of [queries][64 keys]. Transposed, the registers have the layout of packed scores (PackedScores::Packed).
 template <class T, int kQueries>
 __device__ __forceinline__ T* transposed_row(T (&panel)[kQueries][kPanelColumns], int key, int step) {
   const int lane = threadIdx.x % 32, chunk = (key / 8 + lane / 8 % 2) ^ (lane % 8);
@@ -39,7 +39,7 @@ __device__ __forceinline__ bool add_bias_panel(float (&x)[N][4], T (&bias)[kQuer
     even = fmaf(even, scale, added.x);
     odd = fmaf(odd, scale, added.y);
   });
-  // A bias of -inf hides the score, also when that is not a number.
+  // A bias of -inf hides the score, even a NaN.
   const float2 least = TensorCore<T>::unpack(lowest);
   if (!__any_sync(~0u, fminf(least.x, least.y) == -infinity())) return false;
   each_pair([&](uint32_t pair, float& even, float& odd) {
@@ -50,14 +50,14 @@ __device__ __forceinline__ bool add_bias_panel(float (&x)[N][4], T (&bias)[kQuer
   return true;
 }
 
-// Writes a warpgroup's part of dS to shared memory, not transposed, as the tensor map of the bias's gradient has it,
-// and tells the warp that adds it. Either fp32, in two panels of 32 keys, or packed, in one of 64. The wait is for what
-// was there before.
+// Writes a warpgroup's part of dS to shared memory, not transposed, in the layout of the tensor map of the bias's
+// gradient, and signals the adder warp. The layout is fp32 in two panels of 32 keys, or packed in one panel of 64.
+// First waits until the buffer is free.
 template <class T>
 __device__ __forceinline__ void hand_over_bias_gradient(DqPart<8>& part, const float (&dscores)[8][4],
                                                         const uint32_t (&packed)[4][4], int group, bool wide) {
   const int lane = threadIdx.x % 32, key = threadIdx.x / 32 % 4 * 16;
-  ptx::named_barrier_sync(kDqEmptyBarrier + group, kDqThreads);
+  ptx::named_barrier_sync(kDqEmpty + group, kDqThreads);
   if (wide) {
     auto& panel = reinterpret_cast<float (&)[2][64][32]>(part)[key / 32];
 #pragma unroll
@@ -76,9 +76,7 @@ __device__ __forceinline__ void hand_over_bias_gradient(DqPart<8>& part, const f
   hand_over(group);
 }
 
-constexpr int kAddersBarrier = 9;  // a named barrier, where the two adders of a deterministic call meet
-
-// A warp for each warpgroup: in every step it takes over dS, if the bias's gradient is wanted, and then dq of the step
+// The adder warp of one warpgroup. In every step it adds dS, if the bias's gradient is wanted, and then dq of the step
 // before.
 template <class Kernel>
 struct BiasGradientAdder : DqAdder<Kernel> {
@@ -125,7 +123,7 @@ struct BiasGradientAdder : DqAdder<Kernel> {
     }
     add_dq(work, before, true);
   }
-  // exists: otherwise warpgroups hand over what is no dq, in the first step of a key tile.
+  // exists: false on the first step of a key tile, before the buffer holds dq.
   __device__ __forceinline__ void add_dq(const BackwardWork& work, const Step& now, bool exists) {
     await_part();
     if (Base::leads() && exists) {
@@ -137,13 +135,13 @@ struct BiasGradientAdder : DqAdder<Kernel> {
     admit_part();
     if (p.deterministic && exists) admit_later_keys(work, now);
   }
-  // When both warps have added their parts.
+  // Runs after both warps have added their parts.
   __device__ __forceinline__ void admit_later_keys(const BackwardWork& work, const Step& now) const {
     if (Base::leads()) {
       ptx::bulk_wait<0>();
       __threadfence();
     }
-    ptx::named_barrier_sync(kAddersBarrier, 2 * 32);
+    ptx::named_barrier_sync(kAddersMeet, 2 * 32);
     if (Base::leads() && group == 0) Base::admit_later_keys(work, now);
   }
   __device__ __forceinline__ void start_bias_gradient(const BackwardWork& work, const Walk& now) const {
@@ -157,11 +155,11 @@ struct BiasGradientAdder : DqAdder<Kernel> {
     }
   }
 
-  // Until the warpgroup has written its part; and telling it that it may write the next.
-  __device__ __forceinline__ void await_part() const { ptx::named_barrier_sync(kDqFullBarrier + group, kDqThreads); }
+  // await_part: waits until the warpgroup has written its part. admit_part: lets it write the next one.
+  __device__ __forceinline__ void await_part() const { ptx::named_barrier_sync(kDqFull + group, kDqThreads); }
   __device__ __forceinline__ void admit_part() const {
     __syncwarp();
-    ptx::named_barrier_arrive(kDqEmptyBarrier + group, kDqThreads);
+    ptx::named_barrier_arrive(kDqEmpty + group, kDqThreads);
   }
 };
 

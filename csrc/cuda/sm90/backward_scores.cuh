@@ -1,6 +1,6 @@
-// Between the products of the backward, for calls with softcap, ALiBi or a relative bias: what PackedScores
-// (common/scores.cuh) does for others. Which of them a call has is found out at run time, and each is a pass of its own
-// over a lane's scores, in place, behind a branch that all lanes take alike.
+// The arithmetic between the products of the backward, for calls with softcap, ALiBi or a relative bias: the
+// counterpart of PackedScores (common/scores.cuh). The options of a call are runtime values. Each is a separate
+// in-place pass over a lane's scores, behind a warp-uniform branch.
 #pragma once
 
 #include "../common/bias_gradient.cuh"
@@ -24,15 +24,15 @@ struct PackedDistanceScores {
   };
   using BiasGradient = TileBiasGradient<Bias, T, 1, kQueries / 8, RelativeGradient::kInAnyOrder, Centres>;
 
-  // Products become weights; `scores` is used up. slopes: with softcap, what gradients of logits are to be multiplied
-  // by. Other arguments as in PackedScores.
+  // Turns products into weights and overwrites `scores`. slopes: with softcap, the factors for the gradients of logits.
+  // Other arguments as in PackedScores.
   template <class MaskOf>
   static __device__ __forceinline__ void weigh(Packed& weights, Packed& slopes, Scores& scores,
                                                const GeneralScore& score, const Bias& bias,
                                                const float (&lse)[kQueries], bool masked, const MaskOf& mask, int row0,
                                                int key) {
     if (score.is_capped) {
-      // Softcap alone, the usual case, has one pass: the arithmetic of one score is issued while another waits for
+      // Softcap alone, the usual case, has one pass: the arithmetic of one score hides the latency of another one's
       // tanh.
       if (!masked && bias.is_absent()) return cap_and_weigh(weights, slopes, scores, score, lse);
       cap(slopes, scores, score);
@@ -41,8 +41,8 @@ struct PackedDistanceScores {
     Packing::weigh(weights, scores, ScaledLogit{scale}, lse, masked, mask, row0, key);
   }
 
-  // dP becomes dS, and the gradients of biases are summed up. hides: whether weights may be 0 because a score is
-  // hidden, by a mask or its bias.
+  // Turns dP into dS and sums the gradients of biases. hides: whether weights may be 0 because a mask or the bias hides
+  // a score.
   static __device__ __forceinline__ void differentiate(Scores& dscores, const Packed& weights, const Packed& slopes,
                                                        const GeneralScore& score, BiasGradient& bias_gradient,
                                                        const float (&delta)[kQueries], bool hides) {
@@ -73,7 +73,7 @@ struct PackedDistanceScores {
       weights[step][i] = Core::pack(weight_of(rule, pair[0], row_lse.x), weight_of(rule, pair[1], row_lse.y));
     });
   }
-  // Two products become stored scores; returns their slopes.
+  // Turns two products into stored scores; returns their slopes.
   static __device__ __forceinline__ uint32_t cap_pair(float* pair, const GeneralScore& score) {
     const float even = score.cap<T>(&pair[0]), odd = score.cap<T>(&pair[1]);
     return Core::pack(even, odd);

@@ -1,5 +1,5 @@
-// What both backward kernels for Hopper (backward.cuh, backward_wide.cuh) use: the description of a key tile, the warp
-// that loads, and the writing of dk and dv.
+// Common parts of the two backward kernels for Hopper (backward.cuh, backward_wide.cuh): the description of a key tile,
+// the producer warp, and the epilogue that writes dk and dv.
 #pragma once
 
 #include "../../bias.h"
@@ -14,6 +14,7 @@
 #include "../common/store_row.cuh"
 #include "../common/tensor_map.h"
 #include "../common/tile_order.cuh"
+#include "named_barriers.h"
 #include "pair.cuh"
 #include "products.cuh"
 #include "tiles.h"
@@ -23,19 +24,20 @@ namespace flashattn_ext::sm90 {
 struct BackwardMaps {
   CUtensorMap q, k, v, dout;
 };
-// What calls with a bias of 16 bits have. dbias is meaningless when no gradient of it is wanted.
+// The maps of calls with a 16-bit bias. dbias is unused unless its gradient is wanted.
 struct BiasedBackwardMaps : BackwardMaps {
   CUtensorMap bias, dbias;
 };
 
-// The order of the sums of dq in the workspace, which backward_finish.cuh reads: tiles of 16 rows, those of one warp,
-// so that short sequences take little memory. With 128 keys a warpgroup computes 64 rows and 64 columns of a step; the
-// two of a thread block compute different rows when a step has 128 queries, otherwise different columns, and half each
-// of a third panel. With 64 keys one warpgroup computes all columns.
+// The layout of dq in the workspace, which backward_finish.cuh reads: tiles of 16 rows, the rows of one warp, so that
+// short sequences take little memory. With 128 keys a warpgroup computes 64 rows and 64 columns of a step. The two
+// warpgroups of a thread block compute different rows when a step has 128 queries; otherwise they compute different
+// columns, and half of the third panel each. With 64 keys one warpgroup computes all columns.
 template <class T, int kHeadDimension, bool kWide>
 struct DqLayout {
   using Element = T;
-  static constexpr int kQueries = backward_tile<kHeadDimension, Kind::kPlain>().queries, kTileRows = 16;
+  static constexpr int kQueries = tile_of<kernel_table::kSm90Backward, T, kHeadDimension, Kind::kPlain>().queries,
+                       kTileRows = 16;
   static constexpr int kParts = kWide ? 1 : 2, kThreads = kParts * kGroupThreads, kSplits = 1;
   // Columns of a warp in dq_finish_kernel.
   static constexpr int kPartColumns = !kWide && kHeadDimension > 128 ? kHeadDimension / 2 : 64;
@@ -43,17 +45,18 @@ struct DqLayout {
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = (kWide ? kHeadDim : kPartColumns) / 8;
   static constexpr int64_t kTileFloats = kTileRows * kHeadDim;
-  static constexpr int kOrderedParts = is_paired(kHeadDimension) ? 2 : 1;  // of a tile, each in an order of its own
+  static constexpr int kOrderedParts =
+      is_paired(kHeadDimension) ? 2 : 1;  // parts of a tile, each with its own counter (DqOrder)
 
-  // First row and column of a warp's part, of the warps that compute dq.
+  // First row and column of the part of a warp that computes dq.
   static __device__ __forceinline__ int row(int warp) { return (kQueries == 64 ? warp % 4 : warp) * 16; }
   static __device__ __forceinline__ int column(int warp) { return kQueries == 64 ? warp / 4 * 64 : 0; }
-  // Where the accumulator tile c of that part is summed up. tile: the first tile of the step.
+  // The address where accumulator tile c of that part is summed. tile: the first tile of the step.
   static __device__ __forceinline__ float* fragment(const BackwardWorkspace& workspace, int64_t tile, int warp, int c) {
     return at(workspace, tile, row(warp), column(warp) / 8 + c);
   }
 
-  // The same for dq_finish_kernel, which runs with these warps alone.
+  // The same for dq_finish_kernel, whose thread blocks have these warps only.
   static __device__ int query_row() { return row(threadIdx.x / 32); }
   static __device__ int query_column(int) {
     const int warp = threadIdx.x / 32;
@@ -70,10 +73,10 @@ struct DqLayout {
   }
 };
 
-// One tile of keys, as the loading warp hands it to the warpgroups. It stays in shared memory until the tile is done,
-// and they read it there: registers are scarce. Numbers count from the start of a sequence.
+// One tile of keys, as the producer warp describes it to the warpgroups. They read the description from shared memory
+// until the tile is done, because registers are scarce. Numbers count from the start of a sequence.
 struct alignas(16) BackwardWork {
-  int b, hk, n, key0;  // n: number of the key tile, whose first key is key0; work without one ends the kernel
+  int b, hk, n, key0;  // n: number of the key tile, key0: its first key; no key tile ends the kernel
   int first, tiles;    // query tiles that see it, the same in every head of the group: the first, and how many
   int key_start, length_q, length_k;  // of the sequence; key_start in the rows of its batch entry
   int dq_tile;                        // first tile of the sequence in the workspace's dq
@@ -83,10 +86,10 @@ struct alignas(16) BackwardWork {
   __device__ __forceinline__ Mask32 mask(const AttnParams& p) const { return Mask32(p, length_q, length_k); }
 };
 
-// The same for kernels that can read a Mask.
+// The description in kernels that can read a Mask.
 struct MaskedBackwardWork : BackwardWork {
   Limits unmasked[2];   // queries that see all of the first 64 keys, and of the second
-  Limits whole;         // queries of which the Mask hides no key of the tile; causal and window may
+  Limits whole;         // queries for which the Mask hides no key of the tile; causal and window may
   IntervalPairs pairs;  // of the sequence
 };
 template <Kind kKind>
@@ -94,20 +97,20 @@ using BackwardWorkOf = std::conditional_t<can_mask(kKind), MaskedBackwardWork, B
 
 __device__ __forceinline__ KeyExtremes key_extremes(const AttnParams& p, const BackwardWork& work) {
   const int group = static_cast<int>(p.group_size());
-  // Found again for each key tile rather than kept in registers.
+  // Recomputed for each key tile rather than kept in registers.
   return KeyExtremes(p, ptx::opaque(work.b), work.hk * group, group, work.key_start, work.length_k);
 }
 
-// What a key is seen by in a query head.
+// The mask of a key tile in a query head.
 __device__ __forceinline__ Mask32 visible(const AttnParams& p, const BackwardWork& work, int) { return work.mask(p); }
 __device__ __forceinline__ IntervalMask visible(const AttnParams& p, const MaskedBackwardWork& work, int h) {
   return IntervalMask(work.mask(p), work.pairs.head(h));
 }
 
-// In a deterministic call: what the counter of query tile m (dq_order.cuh) holds when the key tile may add to it, and
-// when it has. In kernels that can read a Mask a warp that inspects finds out, for the last kStepsKept steps of the
-// thread block; `step` counts these.
-constexpr int kStepsKept = 8;  // more than stages of queries and the two steps that dq may be behind
+// In a deterministic call: the values of the counter of query tile m (dq_order.cuh) before and after the key tile adds
+// to it. In kernels that can read a Mask an inspector warp finds them, for the last kStepsKept steps of the thread
+// block; `step` counts these steps.
+constexpr int kStepsKept = 8;  // more than the stages of queries plus the two steps by which dq may lag
 template <class Kernel>
 __device__ __forceinline__ int added_before(const Kernel& kernel, const BackwardWork& work, int m, int step) {
   constexpr int kQueries = Kernel::kQueries;
@@ -119,17 +122,17 @@ __device__ __forceinline__ int added_after(const Kernel& kernel, const BackwardW
   return Kernel::kMasks ? work.n + 1 : added_before(kernel, work, m, step) + 1;
 }
 
-// The walk over the query tiles of a key tile: all tiles of one head, then all of the group's next head. kMayDescend:
-// in a deterministic call the tiles of a head come in descending order. Key tiles add to a query tile in ascending
-// order, and all causal key tiles of a head see its last query tiles: so walks that begin there at the same time follow
-// each other closely. A walk that began at the diagonal would wait there for the walks of all earlier key tiles, which
-// begin at earlier queries.
+// The loop over the query tiles of a key tile: all tiles of one head, then all tiles of the group's next head.
+// kMayDescend: in a deterministic call the tiles of a head come in descending order. Key tiles add to a query tile in
+// ascending order, and all causal key tiles of a head see its last query tiles. Thread blocks that start at those tiles
+// at the same time follow each other closely. A thread block that started at the diagonal would wait there for all
+// earlier key tiles, which start at earlier queries.
 template <bool kMayDescend>
 struct QueryWalk {
   const AttnGradParams& p;
-  int h, m;         // where it is: query head, number of the tile in its sequence
-  int start, last;  // of a head
-  int left;         // how many steps are left, with this one
+  int h, m;         // current query head, current tile in its sequence
+  int start, last;  // first and last tile of a head
+  int left;         // steps left, including this one
 
   __device__ __forceinline__ QueryWalk(const AttnGradParams& p, const BackwardWork& work, int heads)
       : p(p), h(uniform(work.hk) * heads) {
@@ -151,17 +154,18 @@ struct QueryWalk {
   }
 
  private:
-  // Found again rather than kept in a register.
+  // Recomputed rather than kept in a register.
   __device__ __forceinline__ bool descends() const { return kMayDescend && ptx::opaque(p.deterministic) != 0; }
 };
 
-// Barriers count threads, not warps (`release` in ring.cuh), where threads read or write shared memory by themselves: a
-// warp's first lane would have to wait for the others, which tools that look for races do not see. At q_full arrive the
-// copy of queries, that of a bias where there is one, and the lanes that store lse and delta of the rows.
+// Barriers count threads, not warps (`release` in ring.cuh), where threads themselves read or write shared memory. An
+// arrival of the warp's first lane alone would rely on warp synchronisation, which race checkers do not see. q_full
+// counts the copy of queries, the copy of a bias if there is one, and the 32 lanes that store lse and delta of the
+// rows.
 template <bool kBias>
 constexpr int kQueryArrivals = kBias + 1 + 32;
 
-// The queries that see some of key tile n, which is of the sequence. All lanes of a warp find them together.
+// The queries that see any key of tile n of the sequence. All lanes of a warp call it together.
 template <class Kernel>
 __device__ __forceinline__ Limits queries_of_tile(const AttnParams& p, const BackwardWork& work, int n) {
   const int key = n * Kernel::kKeys, end = min(key + Kernel::kKeys, work.length_k);
@@ -170,7 +174,7 @@ __device__ __forceinline__ Limits queries_of_tile(const AttnParams& p, const Bac
   return rows;
 }
 
-// --- the warp that loads ------------------------------------------------------------------------------------------
+// --- the producer warp --------------------------------------------------------------------------------------------
 
 template <class Kernel>
 struct BackwardLoader {
@@ -184,7 +188,7 @@ struct BackwardLoader {
   const typename Kernel::Maps& maps;
   RingPosition<Kernel::kKeyStages> keys;
   RingPosition<Kernel::kStages> queries;
-  RingPosition<Kernel::kDoutStages> douts;  // with kDoutApart
+  RingPosition<Kernel::kDoutStages> douts;  // only with kDoutApart
   RingPosition<Kernel::kWorkStages> works;
   uint32_t next_parity = 0;  // of SharedTile
   int query_start = 0;
@@ -193,17 +197,17 @@ struct BackwardLoader {
 
   __device__ void load_tiles(const TileGrid& grid) {
     const int heads = static_cast<int>(p.heads_k), all_heads = heads * static_cast<int>(p.batch);
-    // A tile is taken when the one before it has been loaded: in a deterministic call thread blocks then follow each
-    // other through all tiles at the distances that they have found in the first ones.
+    // A thread block takes its next tile after it has loaded the one before. In a deterministic call thread blocks then
+    // keep, through all tiles, the distances between each other at which they settled in the first ones.
     for (int tile = blockIdx.x / Kernel::kBlocks; tile < grid.tiles; tile = next_tile(grid)) {
-      // The first key tiles of causal heads have the longest walk: they come first.
+      // The first key tiles of causal heads have the most query tiles: they come first.
       const auto [head, block] = grid.index(tile, all_heads);
-      // The batch entries of a head come together where they may read the same bias.
+      // With a bias the batch entries of a head are adjacent, because they may read the same bias.
       const int batch = static_cast<int>(p.batch);
       BackwardWork work =
           Kernel::kBias ? start_head(head % batch, head / batch) : start_head(head / heads, head % heads);
-      // A sequence may be longer than the host was told: then the last tile number stands for all later tiles too, in
-      // ascending order, in which they add to dq when the call is deterministic.
+      // A sequence may be longer than the host was told. Then the last tile number stands for all later tiles too, in
+      // ascending order, which is the order in which a deterministic call adds to dq.
       for (start_tile(work, block); work.exists(); start_tile(work, work.n + 1)) {
         find_queries(work);
         const Work& published = publish(work);
@@ -244,7 +248,7 @@ struct BackwardLoader {
     work.first = rows.begin / kQueries;
     work.tiles = rows.end > rows.begin && p.heads_q > 0 ? (rows.end - 1) / kQueries + 1 - work.first : 0;
   }
-  // Returns the description in shared memory, which nobody else changes: registers are scarce here too.
+  // Returns the description in shared memory, which stays unchanged while it is in use: registers are scarce here too.
   __device__ const Work& publish(const BackwardWork& work) {
     ptx::barrier_wait(&shared.work_empty[works.stage], works.parity ^ 1);
     Work& to = shared.work[works.stage];
@@ -264,13 +268,13 @@ struct BackwardLoader {
     ptx::barrier_arrive(&shared.work_full[works.stage]);
   }
 
-  // Writes what is the Mask's in a description.
+  // Writes the Mask's part of a description.
   __device__ void describe_mask(const BackwardWork& work, Work& to) const {
     if (lane() == 0) to.pairs = IntervalPairs(p, work.b, work.hk, work.key_start);
     const KeyExtremes extremes = key_extremes(p, work);
     Limits whole{0, INT32_MAX};
-    // No branch around what the lanes do together, or else the compiler gives up uniform registers in this warp. Keys
-    // after the last of the sequence are seen by nobody, whatever this says.
+    // No branch around warp-collective code: otherwise the compiler gives up uniform registers in this warp. Keys after
+    // the last of the sequence are masked for every row, whatever this computes.
 #pragma unroll
     for (int i = 0; i < kKeys / 64; ++i) {
       const int key = work.key0 + i * 64, first = min(key, work.length_k - 1);
@@ -295,7 +299,7 @@ struct BackwardLoader {
     for (Walk now(p, work, group); now.left > 0; now.advance()) load_queries(work, now, batch);
   }
 
-  // Rows after the last of the sequence get an lse of +inf, which makes their weights 0 whatever their scores are.
+  // Rows after the last of the sequence get an lse of +inf, which makes their weights 0 for any score.
   __device__ void load_queries(const BackwardWork& work, const Walk& now, int batch) {
     const int stage = queries.stage, row = query_start + now.m * kQueries;
     ptx::barrier_wait(&shared.queries_empty[stage], queries.parity ^ 1);
@@ -321,7 +325,7 @@ struct BackwardLoader {
       shared.delta[stage][i * 32 + lane()] = delta[i];
     }
     if constexpr (Kernel::kScored) {
-      // In this form it takes no registers from the warps that compute.
+      // In this form it takes no registers from the consumer warps.
       const float* const from = static_cast<const float*>(p.centres.data) + batch * p.centres.batch_stride +
                                 now.h * p.centres.head_stride + int64_t{row} * kCentres;
       const int known = p.centres.data ? rows : 0;
@@ -333,7 +337,7 @@ struct BackwardLoader {
         }
       }
     }
-    ptx::barrier_arrive(&shared.q_full[stage]);  // every lane, for what it has written
+    ptx::barrier_arrive(&shared.q_full[stage]);  // every lane, for its own writes
     queries.advance();
     if constexpr (Kernel::kDoutApart) {  // dout has stages of its own
       ptx::barrier_wait(&shared.dout_empty[douts.stage], douts.parity ^ 1);
@@ -345,14 +349,14 @@ struct BackwardLoader {
   }
 };
 
-// --- the warps that inspect -----------------------------------------------------------------------------------------
+// --- the inspector warps --------------------------------------------------------------------------------------------
 
-// With a Mask: what is not finite becomes zeros (isolation.cuh) in queries and output gradients of steps of which the
-// Mask hides a part, and in keys that have such a step. Query rows get a log-sum-exp of NaN, which makes their weights
-// NaN where they are not hidden. Keys get values of NaN: then dS is NaN where it is not hidden. The last kInspectors
-// warps of the loading warpgroup do it. They arrive for every step, also where there is nothing to inspect, and the
-// loading warp waits for them too: so nobody is a round of stages ahead of them, and who need not wait for them may
-// leave it.
+// With a Mask, inspector warps replace non-finite values by zeros (isolation.cuh): in queries and output gradients of
+// steps that the Mask partly hides, and in keys that have such a step. Rows with such queries get a log-sum-exp of NaN,
+// which makes their visible weights NaN. Such keys get values of NaN, which make their visible dS NaN. The inspectors
+// are the last kInspectors warps of the producer warpgroup. They arrive for every step, even where there is nothing to
+// inspect, and the producer warp waits for them too. No warp is therefore a full round of stages ahead of them, and a
+// warp that does not need an inspection may skip the wait for it.
 
 // Whether the Mask hides a part of the step at query tile m. whole: MaskedBackwardWork.
 template <class Kernel>
@@ -360,7 +364,7 @@ __device__ __forceinline__ bool is_partial(const Limits& whole, int m) {
   return Kernel::Scores::is_masked(whole, m * Kernel::kQueries);
 }
 
-// Waits for what arrives at `full`, keys or values, or queries or their output gradients, and until it is inspected.
+// Waits until a stage (keys, values, queries or output gradients) has arrived at `full` and has been inspected.
 template <class Kernel, int kStages>
 __device__ __forceinline__ void await(ptx::Barrier* full, ptx::Barrier* inspected, const RingPosition<kStages>& at) {
   ptx::barrier_wait(&full[at.stage], at.parity);
@@ -371,11 +375,11 @@ template <class Kernel>
 struct BackwardInspector {
   typename Kernel::Shared& shared;
   const AttnGradParams& p;
-  const int warp;  // of those that inspect
+  const int warp;  // index among the inspectors
   RingPosition<Kernel::kKeyStages> keys;
   RingPosition<Kernel::kStages> queries;
   RingPosition<Kernel::kWorkStages> works;
-  int step = 0;  // kStepsKept
+  int step = 0;  // modulo kStepsKept: index into added_before
 
   __device__ void inspect_tiles() {
     for (;; works.advance()) {
@@ -421,7 +425,7 @@ struct BackwardInspector {
     end(found, shared.keys_inspected[stage]);
     keys.advance();
   }
-  // In a deterministic call everybody waits for every inspection, also whoever adds to dq.
+  // In a deterministic call every warp waits for every inspection, including the warps that add to dq.
   __device__ void find_key_tile_before(const BackwardWork& work, int m) const {
     const Limits rows{m * Kernel::kQueries, (m + 1) * Kernel::kQueries};
     const int tile = key_tile_before<Kernel::kKeys>(key_extremes(p, work), work.mask(p), *shared.before, rows);
@@ -458,7 +462,7 @@ __device__ __forceinline__ void init_inspections(typename Kernel::Shared& shared
   }
 }
 
-// What the warpgroup that does not compute does.
+// The producer warpgroup: the loads and, with a Mask, the inspection.
 template <class Kernel>
 __device__ __forceinline__ void load_or_inspect(typename Kernel::Shared& shared, const AttnGradParams& p,
                                                 const typename Kernel::Workspace& workspace,
@@ -472,13 +476,14 @@ __device__ __forceinline__ void load_or_inspect(typename Kernel::Shared& shared,
   }
 }
 
-// Writes this warp's 16 rows of dk or dv, times a factor. key: the first of them, in the sequence; column: of the sums.
+// Writes this warp's 16 rows of dk or dv, times a factor. key: the first row, in the sequence; column: the first
+// column.
 template <class T, int N>
 __device__ __forceinline__ void store_keys(const TensorView& to, const BackwardWork& work, int key,
                                            const float (&sum)[N][4], float factor, int64_t columns, int column = 0) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = key + ptx::opaque(threadIdx.x) % 32 / 4 + 8 * r;  // found again rather than kept in a register
+    const int row = key + ptx::opaque(threadIdx.x) % 32 / 4 + 8 * r;  // recomputed rather than kept in a register
     store_row(row_pointer<T>(to, work.b, work.hk, int64_t{work.key_start} + row) + column, sum, r, factor, false,
               row < work.length_k, static_cast<int>(columns) - column);
   }

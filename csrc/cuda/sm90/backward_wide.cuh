@@ -1,7 +1,7 @@
-// Backward on Hopper for other head dims above 128: dk and dv of 64 keys fill the registers of a warpgroup each. So one
-// warpgroup computes P^T and dv, a second one dS^T and dk, and a third one dq. P^T and dS^T go from one to the next
-// through shared memory, in two buffers each, and every warpgroup runs ahead of the next one as far as these allow.
-// docs/sm90_backward.md.
+// Backward on Hopper for other head dims above 128. dk and dv of 64 keys each fill the registers of a warpgroup. So the
+// first warpgroup computes P^T and dv, the second dS^T and dk, and the third dq. P^T and dS^T go from one warpgroup to
+// the next through shared memory, double-buffered, and every warpgroup runs ahead of the next one as far as the buffers
+// allow. docs/sm90_backward.md.
 #pragma once
 
 #include "backward_step.cuh"
@@ -16,7 +16,7 @@ struct WideBackward {
   using Layout = DqLayout<T, kHeadDim, true>;
   using Workspace = BackwardWorkspace;
   using Maps = BackwardMaps;
-  static constexpr BackwardTile kTile = backward_tile<kHeadDim, kKind, kHeadDimV>();
+  static constexpr BackwardTile kTile = tile_of<kernel_table::kSm90Backward, T, kHeadDim, kKind, kHeadDimV>();
   static constexpr WideRegisterBudget kRegisters = wide_register_budget(kHeadDim);
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages;
@@ -27,31 +27,31 @@ struct WideBackward {
   static constexpr bool kPaired = is_paired(kHeadDim);  // pair.cuh
   static constexpr bool kDoutApart = kPaired;           // dout has stages of its own
   static constexpr int kBlocks = kPaired ? 2 : 1;
-  static constexpr int kColumns = kHeadDim / kBlocks, kValueColumns = kHeadDimV / kBlocks;  // of a thread block
-  // Stages of dout. In pairs it has its own, for there is no room for two at head_dim 512.
+  static constexpr int kColumns = kHeadDim / kBlocks, kValueColumns = kHeadDimV / kBlocks;  // columns of a thread block
+  // Stages of dout. In pairs dout has its own stages, because at head_dim 512 shared memory has no room for two.
   static constexpr int kDoutStages = kHeadDim > 384 ? 1 : kStages;
   static constexpr int kPanels = panels(kColumns), kColumnTiles = kColumns / 8;
   static constexpr int kValuePanels = panels(kValueColumns);
-  static constexpr int kSectionHeads = 1;  // as in backward.cuh; more heads read too much at once
-  // A thread block of 512 starts with 128 registers for a thread, and the compiler wants the operands of one
+  static constexpr int kSectionHeads = 1;  // as in backward.cuh; with more heads blocks read too much at once
+  // A thread block of 512 threads starts with 128 registers per thread, and the compiler requires the operands of one
   // instruction to fit in them.
   static constexpr int kMostTiles = 24;
   using Scores = PackedScores<T, kQueries, kKind>;
 
-  // Tiles are as in common/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
-  // overwritten.
+  // Tiles have the layout of common/panels.cuh. A `full` barrier signals that a stage has arrived, an `empty` barrier
+  // that it may be overwritten.
   struct Shared {
     T k[kKeyStages][kPanels][kKeys][kPanelColumns];
     T v[kKeyStages][kValuePanels][kKeys][kPanelColumns];
     T q[kStages][kPanels][kQueries][kPanelColumns];
     T dout[kDoutStages][kValuePanels][kQueries][kPanelColumns];
     T dscores[kBuffers][1][kKeys][kPanelColumns];           // dS^T: [keys][queries]
-    uint4 weights[kBuffers][kQueries / 16][kGroupThreads];  // P^T, a thread's registers each
+    uint4 weights[kBuffers][kQueries / 16][kGroupThreads];  // P^T, as each thread's registers
     float lse[kStages][kQueries], delta[kStages][kQueries];
     typename Scores::Kept kept[kDropout ? kBuffers : 0];
     Work work[kWorkStages];
     int added_before[kMasks ? kStepsKept : 0];
-    EarlierKeyTile before[kMasks ? 1 : 0];  // for the warp that inspects
+    EarlierKeyTile before[kMasks ? 1 : 0];  // for the inspector warps
     ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
     ptx::Barrier q_full[kStages], dout_full[kDoutStages], queries_empty[kStages];
     ptx::Barrier weights_full[kBuffers], weights_empty[kBuffers], dscores_full[kBuffers], dscores_empty[kBuffers];
@@ -113,7 +113,7 @@ struct WideBackward {
     }
   }
 
-  // What the three warpgroups have in common.
+  // The common state of the three warpgroups.
   struct Group {
     Shared& shared;
     const AttnGradParams& p;
@@ -153,7 +153,7 @@ struct WideBackward {
       }
       return {uniform(unmasked.begin), uniform(unmasked.end)};
     }
-    // Where dout is of the queries in use: in their stage, or in pairs in one of its own.
+    // The ring position of dout of the current queries: the stage of the queries, or in pairs its own.
     __device__ __forceinline__ const auto& douts() const {
       if constexpr (kPaired) {
         return own_douts;
@@ -162,27 +162,27 @@ struct WideBackward {
       }
     }
     __device__ __forceinline__ void end_queries(int stage) { ptx::barrier_arrive(&shared.queries_empty[stage]); }
-    // This warpgroup has read dout. Without pairs end_queries says so.
+    // Releases dout, which this warpgroup has read. Without pairs end_queries releases it.
     __device__ __forceinline__ void end_dout() {
       if constexpr (kPaired) {
         ptx::barrier_arrive(&shared.dout_empty[own_douts.stage]);
         own_douts.advance();
       }
     }
-    // The first column of this block, of v as of q and k: in pairs these have equally many.
+    // The first column of this block, the same in v as in q and k: in pairs they have the same number of columns.
     static __device__ __forceinline__ int column() { return half_of_columns<kPaired>() * kColumns; }
     __device__ __forceinline__ void end_keys() {
       release(shared.keys_empty[keys.stage]);
       keys.advance();
     }
-    // Zeroes the rows from `rows` on, which are after the end of a packed sequence: those of another one, of which
-    // weights of 0 would still carry over a NaN. One warpgroup alone uses each tile in such a product.
+    // Zeroes the rows from `rows` on. They follow the end of a packed sequence and belong to another sequence, whose
+    // NaNs weights of 0 would still propagate. Only one warpgroup uses each tile in such a product.
     template <int kTilePanels, int kRows>
     __device__ __forceinline__ void clear_tail(T (&tile)[kTilePanels][kRows][kPanelColumns], int rows) const {
       if (rows >= kRows || !p.is_varlen()) return;
       clear_rows(tile, rows, thread(), kGroupThreads);
       ptx::fence_async_shared();
-      ptx::named_barrier_sync(group, kGroupThreads);
+      ptx::named_barrier_sync(kWideGroup + group - 1, kGroupThreads);
     }
   };
 
@@ -190,7 +190,7 @@ struct WideBackward {
   struct ValueGradient : Group {
     using Group::shared, Group::p, Group::workspace, Group::keys, Group::queries, Group::weights_at, Group::warp_key;
     Dropout dropout;
-    int kept_buffer = 0;  // of shared.kept: the one that is drawn next
+    int kept_buffer = 0;  // index of the next buffer in shared.kept
     float dv[kValueColumns / 8][4];
     typename Scores::Packed weights;
 
@@ -247,7 +247,7 @@ struct WideBackward {
           [&] { return visible(p, work, now.h); }, row0, key);
       if constexpr (kDropout) {
         // The other buffer is free for the next step: all warps have passed this barrier since they read it.
-        ptx::named_barrier_sync(this->group, kGroupThreads);
+        ptx::named_barrier_sync(kWideGroup + this->group - 1, kGroupThreads);
         Scores::drop(weights, shared.kept[kept_buffer], warp_key / 16);
         kept_buffer ^= 1;
       }
@@ -362,7 +362,7 @@ struct WideBackward {
     using Group::shared, Group::p, Group::workspace, Group::keys, Group::dscores_at, Group::warp_key;
     static constexpr int kQueries = WideBackward::kQueries, kKeys = WideBackward::kKeys;
     static constexpr bool kMasks = WideBackward::kMasks;
-    int step = 0;  // of this thread block so far
+    int step = 0;  // steps of this thread block so far
 
     __device__ __forceinline__ void compute_tiles() {
       while (const Work* const work = this->receive()) {
@@ -384,7 +384,7 @@ struct WideBackward {
         const DqOrder order{workspace.dq_added + tile * kBlocks + half, this->thread() == 0,
                             [&] { return added_before(*this, work, now.m, step); },
                             [&] { return added_after(*this, work, now.m, step); },
-                            [&] { ptx::named_barrier_sync(this->group, kGroupThreads); }};
+                            [&] { ptx::named_barrier_sync(kWideGroup + this->group - 1, kGroupThreads); }};
         if (p.deterministic) order.await_earlier_keys();
 #pragma unroll
         for (int panel = 0; panel < kPanels; ++panel) add_panel(panel, exists ? to : nullptr);

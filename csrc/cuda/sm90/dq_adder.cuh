@@ -1,6 +1,6 @@
-// How dq leaves a thread block of backward.cuh. A warpgroup has its part of dq of a step in registers for a moment: it
-// writes it to shared memory and goes on. One warp of the loading warpgroup adds it to the workspace, 4 KB with one
-// instruction, and in a deterministic call waits for the order of key tiles (dq_order.cuh), so that nobody else does.
+// How dq leaves a thread block of backward.cuh. A warpgroup writes its part of dq of a step from registers to shared
+// memory and goes on. One warp of the producer warpgroup adds it to the workspace, 4 KB with one instruction. In a
+// deterministic call only this warp waits for the order of key tiles (dq_order.cuh).
 #pragma once
 
 #include "../ptx/bulk.cuh"
@@ -8,31 +8,31 @@
 
 namespace flashattn_ext::sm90 {
 
-// A warpgroup's part of a step: what each of its warps has, in the order of the workspace (DqLayout).
+// A warpgroup's part of dq in a step, by warp, in the layout of the workspace (DqLayout).
 template <int kTiles>
 using DqPart = float[4][kTiles][128];
 
-// Named barriers, one for each warpgroup: its part has been written, and it may be overwritten. The warpgroup and the
-// adder meet at each, and the one that has nothing to wait for only arrives.
-constexpr int kDqFullBarrier = 5, kDqEmptyBarrier = 7, kDqThreads = kGroupThreads + 32;
+// Threads at kDqFull and kDqEmpty (named_barriers.h), one of each for each warpgroup. The warpgroup and the adder take
+// part in both; the one that does not have to wait only arrives.
+constexpr int kDqThreads = kGroupThreads + 32;
 
-// Writes a warpgroup's part of dq to shared memory. The wait is for what the adder read a step ago.
+// Writes a warpgroup's part of dq to shared memory, after the adder has read the part of the step before.
 template <int kTiles>
 __device__ __forceinline__ void write(DqPart<kTiles>& part, const float (&dq)[kTiles][4], int group) {
   float (&own)[kTiles][128] = part[threadIdx.x / 32 % 4];
-  ptx::named_barrier_sync(kDqEmptyBarrier + group, kDqThreads);
+  ptx::named_barrier_sync(kDqEmpty + group, kDqThreads);
 #pragma unroll
   for (int c = 0; c < kTiles; ++c) ptx::store_fragment(own[c], dq[c]);
 }
-// Tells the adder. The fence waits until everything is written.
+// Signals the adder. The fence waits until all writes are complete.
 __device__ __forceinline__ void hand_over(int group) {
   ptx::fence_async_shared();
-  ptx::named_barrier_arrive(kDqFullBarrier + group, kDqThreads);
+  ptx::named_barrier_arrive(kDqFull + group, kDqThreads);
 }
 
-// The warp that adds, by its first lane. The warpgroups hand over their parts in turns, half a step apart. In a
-// deterministic call it waits for the order ahead of a step, and sees to the end of the additions after it: once for
-// both parts, because each takes a third of a step and more.
+// The adder warp; its first lane issues the additions. The warpgroups hand over their parts half a step apart
+// (ping-pong) or at the same time (lockstep). In a deterministic call the warp waits for the order before a step, and
+// after it for the end of the additions: once for both parts, because each wait takes more than a third of a step.
 template <class Kernel>
 struct DqAdder {
   using Layout = typename Kernel::Layout;
@@ -43,10 +43,10 @@ struct DqAdder {
   const AttnGradParams& p;
   const BackwardWorkspace& workspace;
   RingPosition<Kernel::kWorkStages> works;
-  int step = 0;  // of this thread block so far
+  int step = 0;  // steps of this thread block so far
 
   __device__ void add_tiles() {
-    for (int part = 0; part < Kernel::kDqParts; ++part) ptx::named_barrier_arrive(kDqEmptyBarrier + part, kDqThreads);
+    for (int part = 0; part < Kernel::kDqParts; ++part) ptx::named_barrier_arrive(kDqEmpty + part, kDqThreads);
     for (;; works.advance()) {
       ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
       const BackwardWork& work = shared.work[works.stage];
@@ -54,14 +54,14 @@ struct DqAdder {
       if (uniform(work.tiles) > 0) add_tile(work);
       release(shared.work_empty[works.stage]);
     }
-    ptx::bulk_wait<0>();  // what is being added is in this thread block's memory
+    ptx::bulk_wait<0>();  // pending additions read this thread block's shared memory
   }
 
  protected:
   using Walk = typename Kernel::Walk;
 
   __device__ __forceinline__ void add_tile(const BackwardWork& work) {
-    if constexpr (Kernel::kLateDq) {  // in the first step of a key tile warpgroups hand over what is no dq
+    if constexpr (Kernel::kLateDq) {  // on the first step of a key tile the buffers hold no dq yet
       pass(work, nullptr, 0);
       pass(work, nullptr, 1);
     }
@@ -75,23 +75,23 @@ struct DqAdder {
     }
   }
 
-  // Waits for a warpgroup's part, starts adding it and waits until it has been read and may be overwritten, which takes
-  // much less than half a step. now: the step that the part belongs to, null when to none.
+  // Waits for a warpgroup's part, starts adding it, and waits until it has been read and may be overwritten, which
+  // takes much less than half a step. now: the step of that part; null if the buffer holds no dq yet.
   __device__ __forceinline__ void pass(const BackwardWork& work, const Walk* now, int group) {
-    ptx::named_barrier_sync(kDqFullBarrier + group, kDqThreads);
+    ptx::named_barrier_sync(kDqFull + group, kDqThreads);
     if (leads()) {
       if (now) start(work, *now, group);
       ptx::bulk_commit();
       ptx::bulk_wait_read<0>();
     }
     __syncwarp();
-    // Where the warpgroups write to the same memory, in turns, it is the other one's turn.
+    // With one buffer for both warpgroups (ping-pong), the other one may write next.
     const int next = Kernel::kDqParts == 1 ? 1 - group : group;
-    ptx::named_barrier_arrive(kDqEmptyBarrier + next, kDqThreads);
+    ptx::named_barrier_arrive(kDqEmpty + next, kDqThreads);
   }
   static __device__ __forceinline__ bool leads() { return threadIdx.x % 32 == 0; }
 
-  // The first tile of a step, which has a query head h and the number m of a query tile, in the workspace's dq.
+  // The first tile of a step in the workspace's dq. now: has a query head h and the number m of a query tile.
   template <class Step>
   __device__ __forceinline__ int64_t tile(const BackwardWork& work, const Step& now) const {
     return now.h * workspace.tiles + work.dq_tile + now.m * (kQueries / Layout::kTileRows);
@@ -102,7 +102,8 @@ struct DqAdder {
     float* const to = Layout::fragment(workspace, first, group * 4, 0);
     const int rows = work.length_q - now.m * kQueries - Layout::row(group * 4);
     constexpr int kTileRows = Layout::kTileRows;
-    // With 64 queries a step the second warpgroup has the columns from 64 on, and of three panels a half of the last.
+    // With 64 queries a step the second warpgroup has the columns from 64 on; of three panels, each has half of the
+    // last.
     constexpr int kSharedTiles = Kernel::kDqTiles - 8;
     constexpr bool kSharesPanel = kSharedTiles > 0;
     constexpr int kSecondColumns = kQueries == 128 || kSharesPanel ? 64 : Kernel::kColumns - 64;

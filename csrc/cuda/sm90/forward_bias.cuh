@@ -1,5 +1,5 @@
-// A bias of every score in the forward (forward.cuh): tiles of it come by TMA, a step ahead, as tiles of keys do, and
-// are added to the scores from shared memory. Panels are as in common/panels.cuh, with keys as columns.
+// A dense bias in the forward (forward.cuh): TMA prefetches its tiles by one step, like the tiles of keys, and they are
+// added to the scores from shared memory. Panels are as in common/panels.cuh, with keys as columns.
 #pragma once
 
 #include "../common/panels.cuh"
@@ -10,7 +10,7 @@
 
 namespace flashattn_ext::sm90 {
 
-// Tiles that are in shared memory: one is read while another comes.
+// Double buffering: one tile is read while the next one arrives.
 constexpr int kBiasStages = 2;
 
 // Starts copying a tile, from a row and a key of a head on; one thread calls it.
@@ -45,7 +45,7 @@ __device__ __forceinline__ void add_bias_tile(float (&x)[N][4], const T (&bias)[
       x[n][2 * r + 1] = fmaf(x[n][2 * r + 1], scale, added.y);
     }
   }
-  // A bias of -inf hides the score, also when that is not a number.
+  // A bias of -inf masks the score, even if the score is NaN.
   const float2 least = TensorCore<T>::unpack(lowest);
   if (!__any_sync(~0u, fminf(least.x, least.y) == -infinity())) return;
 #pragma unroll

@@ -1,10 +1,10 @@
-// Forward on Hopper for head dims above 256. The sums of 64 rows take the registers of two warpgroups, which have a
-// half of the columns each. A third warpgroup computes the scores of these rows and hands the weights over in shared
-// memory, so that no score is computed or exchanged twice. A cluster of two thread blocks computes 128 rows: every part
-// of the keys and the values is read from global memory once, half by each block, and copied to both.
+// Forward on Hopper for head dims above 256. The accumulators of 64 rows take the registers of two warpgroups, each of
+// which has one half of the columns. A third warpgroup computes the scores of these rows and passes the weights on
+// through shared memory, so that no score is computed or exchanged twice. A cluster of two thread blocks computes 128
+// rows: keys and values are read from global memory once, half by each block, and multicast to both.
 //
-// Key tiles come in descending order. The weights of tile n are announced when the product for the scores of n - 1 is
-// nearly done: then the product of the values of n runs under the softmax of n - 1. docs/sm90_forward.md has the
+// Key tiles come in descending order. The weights of tile n are published when the product for the scores of n - 1 is
+// nearly done: then the product of the values of n overlaps the softmax of n - 1. docs/logs/sm90_forward.md has the
 // arithmetic and what was measured.
 #pragma once
 
@@ -12,6 +12,7 @@
 #include "../common/dropout.cuh"
 #include "../common/kind.h"
 #include "../common/launch.cuh"
+#include "../common/panels.cuh"
 #include "../common/ring.cuh"
 #include "../common/scores.cuh"
 #include "../common/store_row.cuh"
@@ -19,7 +20,9 @@
 #include "../common/tile_order.cuh"
 #include "../ptx/wgmma.cuh"
 #include "forward_work.cuh"
+#include "named_barriers.h"
 #include "pair.cuh"
+#include "products.cuh"
 #include "tiles.h"
 
 namespace flashattn_ext::sm90 {
@@ -31,7 +34,7 @@ struct LargeForwardMaps {
 template <class T, int kHeadDim, Kind kKind>
 struct LargeForward {
   using Score = PlainScore<float, true>;
-  static constexpr ForwardTile kTile = forward_tile<kHeadDim, kKind>();
+  static constexpr ForwardTile kTile = tile_of<kernel_table::kSm90Forward, T, kHeadDim, kKind>();
   static constexpr bool kDropout = can_drop(kKind);
   static constexpr int kRows = 64, kKeys = kTile.keys;  // of a thread block and a step
   static constexpr int kBlocks = 2, kAllRows = kBlocks * kRows;
@@ -39,7 +42,8 @@ struct LargeForward {
   static constexpr int kPanels = panels(kHeadDim), kHalfPanels = kPanels / 2, kHalfColumns = kHeadDim / 2;
   static_assert(kHeadDim % (2 * kPanelColumns) == 0);
 
-  // Keys come in parts of some columns, values in parts of 16 rows: all are small, so that a part is loaded again soon.
+  // Keys are loaded in parts of some columns, values in parts of 16 rows. Parts are small, so that a stage is refilled
+  // soon.
   static constexpr int kKeyPanels = kKeys > 64 ? 1 : 2, kKeyParts = kPanels / kKeyPanels;
   static constexpr int kValueRows = 16, kValueParts = kKeys / kValueRows;
   static constexpr int kPartsAtOnce = kValueParts % 4 == 0 ? 4 : 3;  // whose weights are in registers
@@ -56,14 +60,14 @@ struct LargeForward {
   static constexpr int kScoreWarps = 4, kSumWarps = 8;
 
   // Tiles are as in common/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
-  // overwritten; those of keys and values count the warps of both thread blocks.
+  // overwritten; the `empty` barriers of keys and values count the warps of both thread blocks.
   struct Shared {
     T q[kPanels][kRows][kPanelColumns];
     T k[kKeyStages][kKeyPanels][kKeys][kPanelColumns];
     T v[kValueStages][kPanels][kValueRows][kPanelColumns];
-    uint4 weights[kWeightStages][kSteps][kGroupThreads];  // what a thread of each warpgroup has of 16 keys
-    // What each row's sums are to be multiplied with before the products with these weights are added; in the stage
-    // after the last weights of a tile, the sum of the row's weights.
+    uint4 weights[kWeightStages][kSteps][kGroupThreads];  // of 16 keys: a fragment per thread of a warpgroup
+    // The factor for each row's accumulators before the products with these weights are added; in the stage after the
+    // last weights of a tile, the sum of the row's weights.
     float factors[kWeightStages][kRows];
     ptx::Barrier q_full, q_empty;
     ptx::Barrier k_full[kKeyStages], k_empty[kKeyStages], v_full[kValueStages], v_empty[kValueStages];
@@ -94,7 +98,7 @@ struct LargeForward {
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
 
-  using Address = ptx::UniformDescriptor;  // stages are in no uniform register otherwise
+  using Address = ptx::UniformDescriptor;  // otherwise stages are not in uniform registers
 
   static __device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
   static __device__ __forceinline__ int t() { return threadIdx.x % 4; }
@@ -104,13 +108,13 @@ struct LargeForward {
   static __device__ __forceinline__ int first_row(const ForwardWork& work) {
     return work.row0 + static_cast<int>(ptx::cluster_rank()) * kRows;
   }
-  // Says in both thread blocks that this warp is done with a stage.
+  // Signals in both thread blocks that this warp is done with a stage.
   static __device__ __forceinline__ void release_in_both(ptx::Barrier& empty) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     ptx::barrier_arrive_in_if(lane < kBlocks, ptx::address_in(lane % kBlocks, &empty));
   }
 
-  // --- the warps that load ------------------------------------------------------------------------------------------
+  // --- the loading warps --------------------------------------------------------------------------------------------
 
   // Where a thread loads from: a head of a batch entry, from a first key on.
   struct Source {
@@ -119,7 +123,7 @@ struct LargeForward {
         : key_start(key_start), head(work.h / static_cast<int>(p.group_size())), batch(p.is_varlen() ? 0 : work.b) {}
   };
 
-  // One thread: it finds out which tile comes next, and loads queries and keys.
+  // One thread: it takes the next tile, and loads queries and keys.
   struct KeyLoader {
     Shared& shared;
     const AttnParams& p;
@@ -137,8 +141,8 @@ struct LargeForward {
           });
       publish_work(shared, ForwardWork{}, &work_parity);
     }
-    // The first keys come before the queries: their stages are free while the last scores of the tile before are
-    // computed.
+    // The first keys are loaded before the queries: their stages are free while the last scores of the previous tile
+    // are computed.
     __device__ void load_tile(const ForwardWork& work, const Source& source) {
       constexpr int kAhead = (kKeyStages < kKeyParts ? kKeyStages : kKeyParts) - 1;
       for (int n = work.last; n >= work.first; --n) {
@@ -219,8 +223,8 @@ struct LargeForward {
     float scores[kScoreTiles][4];
     uint32_t signs[kDropout ? kSteps : 4][2];  // which weights dropout keeps: Dropout::packed_signs
     std::conditional_t<kDropout, Dropout, Nothing> dropout;
-    OnlineSoftmax softmax;
-    float shrink[2];  // what was summed up before is to be multiplied with
+    OnlineSoftmax<> softmax;
+    float shrink[2];  // the factors for the earlier sums
 
     __device__ __forceinline__ void compute_tiles() {
       if constexpr (kDropout) {
@@ -261,7 +265,7 @@ struct LargeForward {
     __device__ __forceinline__ void compute_steps(const ForwardWork& work, const Limits& own) {
       const Mask32 mask = work.mask(p);
       const int row = first_row(work) + warp_row;
-      // Keys that every row of the warp sees: other tiles have a mask.
+      // Keys that every row of the warp sees; tiles with other keys are masked.
       const Limits unmasked{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
       int n = own.end - 1;
       multiply([&] { draw_signs(work, n); });
@@ -277,7 +281,7 @@ struct LargeForward {
       announce();
     }
 
-    // The product of the scores of one key tile. before_last() is called when every part is under way and all but the
+    // The product of the scores of one key tile. before_last() is called when every part is in flight and all but the
     // last one are done.
     template <class Before>
     __device__ __forceinline__ void multiply(const Before& before_last) {
@@ -342,7 +346,7 @@ struct LargeForward {
       shared.factors[at.stage][warp_row + g()] = factors[0];
       shared.factors[at.stage][warp_row + g() + 8] = factors[1];
     }
-    // What was stored last may be read.
+    // Publishes the weights and factors that were stored last.
     __device__ __forceinline__ void announce() {
       __syncwarp();
       release(shared.weights_full[at.stage]);
@@ -357,14 +361,14 @@ struct LargeForward {
       const int row = first_row(work) + warp_row + g();
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (t() != 0 || row + 8 * r >= work.length_q) continue;
+        if (row + 8 * r >= work.length_q) continue;
         const int64_t at = int64_t{work.query_start} + row + 8 * r;
-        *row_statistic(p.lse, work.b, work.h, at) = softmax.lse(r, sums[r]);
+        softmax.write(p, work.b, work.h, at, r, sums[r]);
       }
     }
   };
 
-  // --- the warpgroups that sum up values ----------------------------------------------------------------------------
+  // --- the warpgroups that accumulate `out` -------------------------------------------------------------------------
 
   struct Sums {
     Shared& shared;
@@ -388,7 +392,8 @@ struct LargeForward {
 
     __device__ __forceinline__ void compute_tile(const ForwardWork& work) {
       const Limits own = work.tiles_of<kKeys>(p, first_row(work));
-      // After the last row of a packed sequence come values of another one: weights of 0 would still carry over a NaN.
+      // The rows behind a packed sequence hold values of another one: even with weights of 0 they would propagate a
+      // NaN.
       const bool has_tail = p.is_varlen() && (work.last + 1) * kKeys > work.length_k;
       int n = work.last;
       for (; n >= own.end; --n) skip_values();
@@ -436,7 +441,7 @@ struct LargeForward {
     // Adds the products of some parts of the values.
     template <bool kTail>
     __device__ __forceinline__ void multiply(uint32_t (&weights)[kPartsAtOnce][4], int keys) {
-      // An instruction's sums have to fit the registers that a thread has at the launch.
+      // The accumulators of an instruction have to fit the registers that a thread has at the launch.
       constexpr int kProducts = kOutTiles > 24 ? 2 : 1, kTiles = kOutTiles / kProducts;
       ptx::hold(out);
       int before = 0;
@@ -473,7 +478,7 @@ struct LargeForward {
           reinterpret_cast<T(&)[kHalfPanels][kValueRows][kPanelColumns]>(shared.v[v.stage][half * kHalfPanels]);
       clear_rows(columns, max(first, 0), thread, kGroupThreads);
       ptx::fence_async_shared();
-      ptx::named_barrier_sync(1 + half, kGroupThreads);
+      ptx::named_barrier_sync(kHalfCleared + half, kGroupThreads);
     }
     __device__ __forceinline__ void finish_tile(const ForwardWork& work) {
       ptx::barrier_wait(&shared.weights_full[at.stage], at.parity);
@@ -509,7 +514,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(LargeForward<T, kHea
     shared.init();
     ptx::fence_barrier_init();
   }
-  // The other block copies to this one and arrives at its barriers: at the end as well.
+  // The other block copies to this one and arrives at its barriers, so both synchronise here and before they exit.
   ptx::cluster_sync();
   const int group = uniform(static_cast<int>(threadIdx.x) / kGroupThreads);
   if (group == 0) {

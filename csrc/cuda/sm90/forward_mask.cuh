@@ -1,6 +1,6 @@
-// What the forward (forward.cuh) does for a Mask beside computing. Of the four warps that do not compute, one finds the
-// key tiles that rows of a query tile see, one loads them, and two inspect the values of partial tiles: those of which
-// the Mask hides a part from some row. Each hands over to the next in shared memory.
+// The producer warpgroup of the forward (forward.cuh) with a Mask. Of its four warps, one finds the key tiles that rows
+// of a query tile see, one loads them, and two inspect the values of partial tiles, in which the Mask hides some keys
+// from some row. Each passes its results to the next through shared memory.
 #pragma once
 
 #include "../common/intervals.cuh"
@@ -22,9 +22,9 @@ struct alignas(8) KeyTile {
 
   int n;  // its number
   // Below kSeen: for each warp, whether all of its rows see all keys as far as the Mask is concerned. From kSeen on:
-  // for each warpgroup, whether rows of it see keys. From kRun on, a number: how many tiles come next that are
-  // neighbours, each before the other, and kPlain, so that whoever computes need not look at these. From kSlot on, of a
-  // partial tile: where its PartialTile is, and the parity of that. kLast: whether no tile comes after this one.
+  // for each warpgroup, whether rows of it see keys. From kRun on, a number: how many of the following tiles are
+  // contiguous, in descending order, and kPlain, so that the consumers need not read their KeyTile. From kSlot on, for
+  // a partial tile: the slot of its PartialTile, and the parity of the slot. kLast: whether this is the last tile.
   uint32_t bits;
 
   __device__ __forceinline__ bool has(int bit) const { return bits >> bit & 1; }
@@ -35,7 +35,7 @@ struct alignas(8) KeyTile {
   __device__ __forceinline__ uint32_t slot_parity() const { return bits >> kSlotParity & 1; }
 };
 
-// Key tiles of one query tile, from the warp that finds to the one that loads.
+// Key tiles of one query tile, from the finding warp to the loading warp.
 template <class Work, class KeyTile>
 struct KeyBatch {
   static constexpr int kTiles = 32;
@@ -46,16 +46,16 @@ struct KeyBatch {
   int work_parity;  // of the query tile, in Shared::poisoned
   KeyTile tiles[kTiles];
 };
-// In a ring of three: one is loaded, one is complete but for whether another one comes after it, one is being found.
+// In a ring of three: one is being loaded, one is complete except that it is not known whether another one follows, and
+// one is being found.
 constexpr int kKeyBatches = 3;
 
-// A thread block takes its next query tile when so many key tiles of this one are left to be loaded: early enough to
-// find what it sees meanwhile, late enough that a block which has much to do takes no tile that another one could
-// begin.
+// A thread block takes its next query tile when this many key tiles of the current one are left to load: early enough
+// to hide the search for the tile's keys, late enough that a busy block takes no tile that an idle one could start.
 constexpr int kKeyTilesAhead = 8;
 
-// What is known of a partial tile beside its keys and values, in a ring of as many as there are stages of values: for
-// the warps that inspect, and the intervals for those that compute.
+// The description of a partial tile, in a ring with as many slots as there are stages of values: for the inspecting
+// warps; the consumer warps read the intervals.
 template <int kKeys>
 struct PartialTile {
   alignas(16) int2 pairs[kKeys];       // intervals of the keys
@@ -64,10 +64,10 @@ struct PartialTile {
   int work_parity;                     // as in KeyBatch
 };
 
-// How many warps inspect values. Each arrives at the barrier that says that values are there, v_full.
+// The number of warps that inspect values. Each of them arrives at v_full.
 constexpr int kValueInspectors = 2;
 
-// --- the warp that finds --------------------------------------------------------------------------------------------
+// --- the finding warp -----------------------------------------------------------------------------------------------
 
 // All lanes of the warp take part.
 template <class Kernel>
@@ -92,11 +92,12 @@ struct KeyFinder {
   }
 
  private:
-  // A batch is sent when it is known whether its last tile is the last of the query tile. The query tile itself is
-  // handed over before: no values are loaded for it until the rows of the last but one have been stored.
+  // A batch is published once it is known whether its last tile is the last of the query tile. The query tile itself is
+  // published before its first batch: so no values are loaded for it until the rows of the last but one query tile have
+  // been stored.
   __device__ __forceinline__ void find_tiles(Work& work, int key_start) {
     int next = work.last;       // the tile to look at
-    int before = 0, found = 0;  // the batch that is not sent yet, and how many tiles it has
+    int before = 0, found = 0;  // the batch that is not published yet, and how many tiles it has
     for (bool begins = true;; begins = false) {
       const int more = find_batch(work, key_start, begins, &next);
       if (begins) {
@@ -115,7 +116,7 @@ struct KeyFinder {
       at.advance();
     }
   }
-  // Waits until the tiles of the query tile have been loaded, but for a few.
+  // Waits until all tiles of the query tile but the last kKeyTilesAhead have been loaded.
   __device__ __forceinline__ void await_end() {
     ptx::barrier_wait(&shared.tiles_end[0], end_parity);
     end_parity ^= 1;
@@ -158,7 +159,7 @@ struct KeyFinder {
   static __device__ __forceinline__ Limits rows_of(const Work& work, int row, int count) {
     return {work.row0 + row, min(work.row0 + row + count, work.length_q)};
   }
-  // The bits of a tile that say who sees it.
+  // The bits of a tile that say which warps and warpgroups see it.
   __device__ __forceinline__ uint32_t seen_by(const Work& work, int n, const IntervalExtremes& extremes) const {
     uint32_t bits = 0;
 #pragma unroll
@@ -186,7 +187,7 @@ struct KeyFinder {
   }
 };
 
-// --- the warp that loads --------------------------------------------------------------------------------------------
+// --- the loading warp -----------------------------------------------------------------------------------------------
 
 // One lane starts the copies of whole tiles; all lanes copy intervals.
 template <class Kernel, class Maps>
@@ -230,7 +231,8 @@ struct FoundKeyLoader {
       if (i == ending && lane() == 0) ptx::barrier_arrive(&shared.tiles_end[0]);
       KeyTile tile = batch.tiles[i];
       if (!tile.is_whole()) {
-        // No warp has to look at intervals: those of the tile that had this slot before may still be on their way.
+        // Consumers need not have waited for the intervals of the tile that had this slot before: they may still be in
+        // flight.
         ptx::barrier_wait(&shared.pairs_full[partial.stage], partial.parity ^ 1);
         tile.bits |= partial.stage << KeyTile::kSlot | partial.parity << KeyTile::kSlotParity;
         partial.advance();
@@ -265,7 +267,7 @@ struct FoundKeyLoader {
     ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
     if (!whole) load_intervals(batch, tile);
     if (lane() == 0) {
-      // Nobody inspects the values of a whole tile: this warp arrives for those that would.
+      // The values of a whole tile are not inspected: this warp arrives in place of the inspecting warps.
       load_panels(shared.v[v.stage], whole ? shared.v_full[v.stage] : shared.v_arrived[slot], maps.v, row, hk, b);
       if (whole) ptx::barrier_arrive(&shared.v_full[v.stage], kValueInspectors - 1);
     }
@@ -293,10 +295,10 @@ struct FoundKeyLoader {
   }
 };
 
-// --- the warps that inspect -----------------------------------------------------------------------------------------
+// --- the inspecting warps -------------------------------------------------------------------------------------------
 
-// What is not finite in the values of a partial tile becomes zeros (isolation.cuh), and rows that see it become NaNs
-// when they are stored. warp: of those that inspect.
+// Rows of values of a partial tile that are not finite become zeros (isolation.cuh), and rows of `out` that see them
+// are stored as NaN. warp: index among the inspecting warps.
 template <class Kernel>
 __device__ __forceinline__ void inspect_values(typename Kernel::Shared& shared, const AttnParams& p, int warp) {
   for (RingPosition<Kernel::kStages> at;; at.advance()) {

@@ -1,4 +1,4 @@
-// What the thread that loads tells the warps that compute in a Hopper forward: which tile of queries comes next.
+// The tile scheduler of the Hopper forwards: the producer publishes the next tile of queries to the consumer warps.
 #pragma once
 
 #include "../common/call.h"
@@ -12,8 +12,8 @@ namespace flashattn_ext::sm90 {
 
 // One tile of queries. Numbers count from the start of a sequence.
 struct alignas(16) ForwardWork {
-  int b, h, row0;                       // first query of the tile; work without one ends the kernel
-  int first, last;                      // key tiles that queries of the tile see, with a Mask not all between them
+  int b, h, row0;                       // row0: first query of the tile; an empty work ends the kernel
+  int first, last;                      // key tiles that queries of the tile see; with a Mask, not all between them
   int query_start, length_q, length_k;  // of the sequence; query_start in the rows of its batch entry
 
   __device__ bool exists() const { return row0 < length_q; }
@@ -31,9 +31,9 @@ struct alignas(16) ForwardWork {
 };
 
 // Calls body(work, first row of the keys in their batch entry) for all tiles of kQueries queries that this thread block
-// computes, from tile number `tile` on. take(): the number of the next one, called with kTakesLate when the one before
-// has gone through `body`, otherwise earlier, so that nobody waits for the number. kBatchesTogether: the batch entries
-// of a head come together, because they may read the same bias.
+// computes, from tile number `tile` on. take(): the number of the next tile; called before `body`, which hides its
+// latency, or with kTakesLate after it. kBatchesTogether: the batch entries of a head are consecutive, because they may
+// read the same bias.
 template <int kQueries, int kKeys, bool kBatchesTogether, bool kTakesLate, class Take, class Body>
 __device__ __forceinline__ void each_forward_work(const AttnParams& p, const TileGrid& grid, int tile, const Take& take,
                                                   const Body& body) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void each_forward_work(const AttnParams& p, const Til
   while (tile < grid.tiles) {
     const int following = kTakesLate ? 0 : take();
     const auto [head, block] = grid.index(tile, all_heads);
-    // The longest tiles of causal heads come first. A sequence may be longer than the host was told: then a tile number
+    // The longest tiles of causal heads come first. A sequence may be longer than the host knows: then a tile number
     // stands for later tiles too.
     int m = grid.blocks - 1 - block;
     const int batch = static_cast<int>(p.batch);
@@ -61,7 +61,7 @@ __device__ __forceinline__ void each_forward_work(const AttnParams& p, const Til
   }
 }
 
-// Hands a tile to the warps that compute; one thread calls it. parity: of the barriers, 0 at first.
+// Publishes a tile to the consumer warps; one thread calls it. parity: of the barriers, 0 at first.
 template <class Shared>
 __device__ __forceinline__ void publish_work(Shared& shared, const ForwardWork& work, uint32_t* parity) {
   ptx::barrier_wait(&shared.work_empty, *parity ^ 1);
@@ -70,7 +70,7 @@ __device__ __forceinline__ void publish_work(Shared& shared, const ForwardWork& 
   *parity ^= 1;
 }
 
-// Waits for that; all lanes of a warp call it.
+// Waits for the next tile; all lanes of a warp call it.
 template <class Shared>
 __device__ __forceinline__ ForwardWork receive_work(Shared& shared, uint32_t* parity) {
   ptx::barrier_wait(&shared.work_full, *parity);

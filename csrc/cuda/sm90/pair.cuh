@@ -1,6 +1,6 @@
-// What two thread blocks of a cluster exchange, with head dims above 256: the numbers of tiles, and in the backward,
-// where each of them has a half of the columns of q, k, v and dout, parts of scores. They are sums over these columns:
-// a warpgroup adds the part that the same warpgroup of the other block has.
+// Exchanges between the two thread blocks of a cluster, for head dims above 256: tile numbers and, in the backward,
+// partial scores. There each block has one half of the columns of q, k, v and dout, and scores are sums over these
+// columns: a warpgroup adds the partial sums of the same warpgroup of the other block.
 #pragma once
 
 #include "../ptx/cluster.cuh"
@@ -10,14 +10,14 @@ namespace flashattn_ext::sm90 {
 
 constexpr bool is_paired(int head_dim) { return head_dim > 256; }
 
-// The number of this block's half.
+// Which half of the columns this block has.
 template <bool kPaired>
 __device__ __forceinline__ int half_of_columns() {
   return kPaired ? static_cast<int>(ptx::cluster_rank()) : 0;
 }
 
-// Where the other block's part of a warpgroup's scores arrives: kTiles accumulator tiles, in the registers of the same
-// thread.
+// The receive buffer for the other block's partial scores of a warpgroup: kTiles accumulator tiles, of each thread the
+// registers of the corresponding thread.
 template <int kTiles>
 struct OtherPart {
   alignas(16) float scores[kTiles][kGroupThreads][4];
@@ -28,8 +28,8 @@ struct OtherPart {
     ptx::barrier_init(&empty, kGroupThreads / 32);
   }
 
-  // Gives this warpgroup's part to the other block, and adds the other's: both have the same sums then. Both blocks
-  // call it equally often. parity: of the barriers, 0 at first.
+  // Sends this warpgroup's partial scores to the other block and adds the received ones: then both have the same sums.
+  // Both blocks call it equally often. parity: of the barriers, 0 at first.
   __device__ __forceinline__ void exchange(float (&own)[kTiles][4], uint32_t* parity) {
     const uint32_t other = ptx::cluster_rank() ^ 1;
     const int thread = static_cast<int>(threadIdx.x) % kGroupThreads;
@@ -50,7 +50,7 @@ struct OtherPart {
   }
 };
 
-// How the second block of a pair learns from the first one which tile comes next. One thread of each block uses it.
+// Passes the number of the next tile from the first block of a pair to the second. One thread of each block uses it.
 struct SharedTile {
   int number;
   ptx::Barrier full, empty;  // full is the second block's, empty the first block's

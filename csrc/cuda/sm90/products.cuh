@@ -8,7 +8,7 @@
 namespace flashattn_ext::sm90 {
 
 // Address: how operands are addressed. In the backward 64-bit additions would go through vector registers, and the
-// 32-bit ones of ptx::Descriptor do not; in the forward uint64_t takes five instructions less a step.
+// 32-bit ones of ptx::Descriptor do not; in the forward uint64_t takes five instructions fewer per step.
 
 // 64 rows of a tile times all rows of another: c = rows * columns^T.
 template <int kHeadDim, class Address = ptx::Descriptor, class T, int kPanels, int kRows, int kColumns>

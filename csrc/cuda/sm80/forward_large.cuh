@@ -1,33 +1,33 @@
 // Forward for head dims above 256 in 16 bits, of calls without options (Kind::kPlain), on every GPU since Ampere. The
-// fp32 sums of `out` fill the registers of all warps, each of which has some columns of all queries; scores are divided
-// among the same warps by queries and keys, and weights change hands in shared memory. So every product is computed
-// once, with as few reads of shared memory as tiles of this size need. Keys and values come in chunks, in the order of
-// their use: 128 columns of the keys of a step, one after another, then kValueKeys rows of its values. A ring of chunks
-// in shared memory is filled ahead of the products.
+// fp32 accumulators of `out` fill the registers of all warps: each warp holds some columns of all queries. The same
+// warps divide the scores by queries and keys, and exchange the weights through shared memory. So every product is
+// computed once, with as few reads of shared memory as tiles of this size need. Keys and values are copied in chunks,
+// in the order of their use: first the keys of a step, 128 columns at a time, then its values, kValueKeys rows at a
+// time. A ring of chunks in shared memory prefetches them.
 #pragma once
 
 #include "../common/call.h"
 #include "../common/launch.cuh"
 #include "../common/operand_tile.cuh"
+#include "../common/products.cuh"
 #include "../common/scores.cuh"
 #include "../common/tile_order.cuh"
-#include "products.cuh"
 #include "tiles.h"
 
 namespace flashattn_ext::sm80 {
 
 // kShared: bytes of shared memory that a thread block may have.
 template <class T, int kHeadDim, int kShared>
-struct ForwardWide {
+struct LargeForward {
   using Core = TensorCore<T>;
   using Score = PlainScore<float, true>;
-  static constexpr WideForwardTile kTile = wide_forward_tile(kShared);
+  static constexpr ForwardTile kTile = large_forward_tile<T, kHeadDim, kShared>();
   static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32;
-  static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages;
+  static constexpr int kQueries = kTile.queries(), kKeys = kTile.keys, kStages = kTile.stages;
   // One warp's part of the scores is 32 queries and kWarpKeys keys.
   static constexpr int kRowWarps = kQueries / 32, kKeyWarps = kWarps / kRowWarps, kWarpKeys = kKeys / kKeyWarps;
   using Scores = float[2][kWarpKeys / 8][4];
-  static_assert(kQueries % 32 == 0 && kWarps % kRowWarps == 0 && kWarpKeys % 16 == 0);
+  static_assert(kTile.column_warps == kWarps && kQueries % 32 == 0 && kWarps % kRowWarps == 0 && kWarpKeys % 16 == 0);
   // One warp's part of `out` is all queries and kWarpColumns columns.
   static constexpr int kWarpColumns = kHeadDim / kWarps;
   using Sums = float[kQueries / 16][kWarpColumns / 8][4];
@@ -45,7 +45,7 @@ struct ForwardWide {
     T q[kQueries * kHeadDim];
     T chunks[kStages][kChunkElements];
     T weights[kQueries * kWeightStride];
-    float parts[kKeyWarps][kQueries];  // of a row's maximum or sum, from the warps that have its keys
+    float parts[kKeyWarps][kQueries];  // partial maxima or sums of a row, from the warps that have its keys
     float factors[kQueries];           // what rows of `out` are multiplied by
   };
   static_assert(sizeof(Shared) <= kShared);
@@ -70,9 +70,9 @@ struct ForwardWide {
   Chunk ahead{};                       // what is loaded next, until tile `first` is complete
   int first = 0, stage = 0;            // stage: of the chunk that is used next
   Sums out;
-  OnlineSoftmax softmax[2];  // of this warp's 32 queries: the maxima of all keys, and sums of this lane's
+  OnlineSoftmax<> softmax[2];  // of this warp's 32 queries: maxima over all keys, sums over this lane's keys
 
-  __device__ ForwardWide(const AttnParams& params, const Score& score, Shared& shared)
+  __device__ LargeForward(const AttnParams& params, const Score& score, Shared& shared)
       : p(params), score(score), shared(shared) {}
 
   static __device__ int warp() { return threadIdx.x / 32; }
@@ -97,7 +97,7 @@ struct ForwardWide {
     v = row_pointer<const T>(p.v, b, hk, keys.start);
     const float sink = head_sink(p, h);
     tolerance = sink_counts(sink) ? 0.f : kTolerance;  // as in forward.cuh
-    // The longest tiles of a causal head start first. A sequence may be longer than the grid was told.
+    // The longest tiles of a causal head start first. A sequence may be longer than the grid was sized for.
     const int step = order.blocks * kQueries;
     for (row0 = (order.blocks - 1 - block) * kQueries; row0 < length_q; row0 += step) {
 #pragma unroll
@@ -135,7 +135,7 @@ struct ForwardWide {
       weigh(scores, n, n < first_full || n >= end_full);
 #pragma unroll 1
       for (int part = 0; part < kKeys / kValueKeys; ++part) {
-        const T* const values = next_chunk();  // after its barrier the weights and factors of all warps are there
+        const T* const values = next_chunk();  // its barrier makes the weights and factors of all warps visible
         if (part == 0) rescale_rows();
         value_chunk(values, part);
       }
@@ -143,7 +143,7 @@ struct ForwardWide {
     ptx::cp_async_wait<0>();
   }
 
-  // Starts copying the chunk `ahead`, if there is one; counts as a copy in any case.
+  // Starts copying the chunk `ahead`, if there is one; commits a group of copies in any case.
   __device__ void load_chunk(int to) {
     if (ahead.n >= first) {
       T* const chunk = shared.chunks[to];
@@ -161,7 +161,7 @@ struct ForwardWide {
     ptx::cp_async_commit();
   }
 
-  // Waits for the next chunk. No warp uses the chunk before it any more, whose place the next copy takes.
+  // Waits for the next chunk, and starts the copy that overwrites the chunk before it, which no warp reads any more.
   __device__ const T* next_chunk() {
     ptx::cp_async_wait<kStages - 2>();
     __syncthreads();
@@ -196,7 +196,7 @@ struct ForwardWide {
     for (int i = 0; i < 2; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float largest = OnlineSoftmax::largest(scores[i], r);
+        const float largest = OnlineSoftmax<>::largest(scores[i], r);
         if (t() == 0) shared.parts[key_warp()][row(i, r)] = largest;
       }
     }
@@ -253,15 +253,15 @@ struct ForwardWide {
       }
     }
     __syncthreads();
-    if (key_warp() == 0 && t() == 0) {
+    if (key_warp() == 0) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           float sum = 0;
           for (int w = 0; w < kKeyWarps; ++w) sum += shared.parts[w][row(i, r)];
-          shared.factors[row(i, r)] = sum == 0 ? 0.f : 1 / sum;
-          if (row(i, r) < rows) *row_statistic(p.lse, b, h, row_in_memory + row(i, r)) = softmax[i].lse(r, sum);
+          if (t() == 0) shared.factors[row(i, r)] = sum == 0 ? 0.f : 1 / sum;
+          if (row(i, r) < rows) softmax[i].write(p, b, h, row_in_memory + row(i, r), r, sum);
         }
       }
     }
@@ -288,12 +288,12 @@ struct ForwardWide {
 };
 
 template <class T, int kHeadDim, int kShared>
-__global__ void __launch_bounds__(ForwardWide<T, kHeadDim, kShared>::kThreads, 1)
-    forward_wide_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ TileOrder order,
-                        const __grid_constant__ PlainScore<float, true> score) {
+__global__ void __launch_bounds__(LargeForward<T, kHeadDim, kShared>::kThreads, 1)
+    large_forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ TileOrder order,
+                         const __grid_constant__ PlainScore<float, true> score) {
   if constexpr (kRunsHere<kShared>) {
     extern __shared__ __align__(16) unsigned char shared[];
-    using Kernel = ForwardWide<T, kHeadDim, kShared>;
+    using Kernel = LargeForward<T, kHeadDim, kShared>;
     Kernel(p, score, *reinterpret_cast<typename Kernel::Shared*>(shared)).run(order);
   } else {
     __trap();
@@ -301,20 +301,20 @@ __global__ void __launch_bounds__(ForwardWide<T, kHeadDim, kShared>::kThreads, 1
 }
 
 template <class T, int kHeadDim, int kShared>
-void launch_forward_wide(const AttnParams& p) {
-  using Kernel = ForwardWide<T, kHeadDim, kShared>;
+void launch_forward_large(const AttnParams& p) {
+  using Kernel = LargeForward<T, kHeadDim, kShared>;
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries);
-  launch(forward_wide_kernel<T, kHeadDim, kShared>, "forward", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
+  launch(large_forward_kernel<T, kHeadDim, kShared>, "forward", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
          static_cast<int>(sizeof(typename Kernel::Shared)), forward_order(p, blocks, sizeof(T)),
          PlainScore<float, true>::of(p));
 }
 
 template <class T, int kHeadDim>
-void forward_wide(const AttnParams& p) {
+void forward_large(const AttnParams& p) {
   const int shared = most_shared_memory();
-  shared >= kLargeShared    ? launch_forward_wide<T, kHeadDim, kLargeShared>(p)
-  : shared >= kMediumShared ? launch_forward_wide<T, kHeadDim, kMediumShared>(p)
-                            : launch_forward_wide<T, kHeadDim, kSmallShared>(p);
+  shared >= kLargeShared    ? launch_forward_large<T, kHeadDim, kLargeShared>(p)
+  : shared >= kMediumShared ? launch_forward_large<T, kHeadDim, kMediumShared>(p)
+                            : launch_forward_large<T, kHeadDim, kSmallShared>(p);
 }
 
 }  // namespace flashattn_ext::sm80

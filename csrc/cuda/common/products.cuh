@@ -1,19 +1,21 @@
-// Products of a warp with mma.sync, on tiles in shared memory (common/operand_tile.cuh) of rows of kHeadDim
+// Products of a warp with mma.sync, on tiles in shared memory (operand_tile.cuh) of rows of kHeadDim
 // elements.
 #pragma once
 
-#include "../common/operand_tile.cuh"
-#include "../common/tensor_core.cuh"
+#include "operand_tile.cuh"
+#include "tensor_core.cuh"
 
-namespace flashattn_ext::sm80 {
+namespace flashattn_ext {
 
 // Tiles of q, k, v and dout in a kernel of a class of head dims. Wide rows are swizzled, for the L2 cache; at 64
-// columns of 16 bits, and 128 of fp32, padded ones were measured to be 1 to 3 % faster, and spill nothing.
+// columns of 16 bits, and 128 of fp32, the forward was measured to be up to 2 % faster with padded ones, which spill
+// nothing (docs/sm80.md).
 template <class T, int kHeadDim, int kColumns = kHeadDim>
 using InputTile = OperandTile<T, kColumns, (kHeadDim > (sizeof(T) == 2 ? 64 : 128))>;
 
-// c = a * b^T. a(i, d): the operand of row tile i for the columns from d on. b(pair, n, d): those of the tiles n and
-// n + 1 of eight rows. Columns 128 bytes apart follow one another: in swizzled tiles their places differ by as much.
+// c = a * b^T. a(i, d): the operand of row tile i for the columns from d on. b(pair, n, d): the operands of the 8-row
+// tiles n and n + 1. Consecutive steps are 128 bytes apart in a row: then their places in swizzled tiles differ by 128
+// bytes as well.
 template <class T, int kHeadDim, class A, class B, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void score_product(float (&c)[kRowTiles][kColumnTiles][4], const A& a, const B& b) {
   using Core = TensorCore<T>;
@@ -53,7 +55,7 @@ __device__ __forceinline__ void score_product(float (&c)[kRowTiles][kColumnTiles
 }
 
 // sum += a * b. a(i, step): the operand of row tile i for the rows of `b` from step * Core::kK on. b(pair, step, c):
-// those of the tiles c and c + 1 of eight columns.
+// the operands of the 8-column tiles c and c + 1.
 template <class T, int kSteps, class A, class B, int kRowTiles, int kColumnTiles>
 __device__ __forceinline__ void accumulate(float (&sum)[kRowTiles][kColumnTiles][4], const A& a, const B& b) {
   using Core = TensorCore<T>;
@@ -89,4 +91,4 @@ __device__ __forceinline__ void accumulate(float (&sum)[kRowTiles][kColumnTiles]
   });
 }
 
-}  // namespace flashattn_ext::sm80
+}  // namespace flashattn_ext

@@ -1,0 +1,28 @@
+// Forward calls, dense and packed, with few queries for many keys: such calls are bound by memory bandwidth, so they
+// run on the decoding kernels, as if the keys were in a KV cache. The kernels of sm80/ and sm90/ would launch one
+// thread block per tile of a query head: too few blocks, each of which walks over all keys.
+#pragma once
+
+#include <cstddef>
+
+#include "../../params.h"
+
+namespace flashattn_ext::decode {
+
+// Whether a forward call runs here. The choice does not depend on the batch size, so that the results of a sequence are
+// bit-identical in every batch. The kernels of sm80/ and sm90/ keep the calls with a Mask (they skip its hidden tiles),
+// dropout, a dense or a relative bias, or `centres` (an output for the gradients of biases).
+bool is_few_rows(const AttnParams& p);
+
+// These functions require aligned rows; aligned_rows.h copies unaligned inputs first.
+size_t few_rows_bytes(const AttnParams& p);
+void run_few_rows(const AttnParams& p);
+
+// The same for the backward: dense float16 and bfloat16 calls with head dims up to 128, without softcap and biases,
+// whose packed rows of one KV head fit in a tile. With more rows the kernels of sm80/ and sm90/ keep the tensor cores
+// busy.
+bool is_few_rows(const AttnGradParams& p);
+size_t few_rows_bytes(const AttnGradParams& p);
+void run_few_rows(const AttnGradParams& p);
+
+}  // namespace flashattn_ext::decode

@@ -1,0 +1,188 @@
+// Makes a Backend of the rows of the table of kernels that it may run: a call runs the first row that serves it, with
+// its inputs aligned.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <array>
+#include <stdexcept>
+#include <utility>
+
+#include "../backend.h"
+#include "common/aligned_rows.h"
+#include "common/device.h"
+#include "common/kind.h"
+#include "common/unowned_rows.h"
+#include "decode/decode.h"
+#include "decode/few_rows.h"
+#include "decode/prefill.h"
+#include "dropout_mask.h"
+#include "mask_extremes.h"
+#include "max_logits.h"
+#include "table/kernels.h"
+
+namespace flashattn_ext {
+
+// The kernels of a table's rows. Rows: kTable; Kernel, the type of its entry points; and kernel<T, head dim, head dim
+// of v, kind>(), those of one row.
+template <class Rows>
+class RowKernels {
+ public:
+  using Kernel = typename Rows::Kernel;
+
+  // The kernel of the first row that serves the call; nullptr: no row does. on_hopper: of the rows for that GPU.
+  static const Kernel* first(const KernelCall& call, bool on_hopper) {
+    const Kernels& kernels = call.type == kFp16 ? kHalf : call.type == kBf16 ? kBfloat : kFloat;
+    for (size_t i = 0; i < kRows; ++i) {
+      const auto& row = Rows::kTable[i];
+      if (serves(row, call) && kernels[i].gives(call) && !(on_hopper && row.gpus == kOtherGpus)) return &kernels[i];
+    }
+    return nullptr;
+  }
+
+ private:
+  static constexpr size_t kRows = std::size(Rows::kTable);
+  using Kernels = std::array<Kernel, kRows>;
+
+  template <class T, size_t kRow>
+  static constexpr Kernel of_row() {
+    constexpr const auto& row = Rows::kTable[kRow];
+    if constexpr (row.types & kTypeOf<T>) {
+      return Rows::template kernel<T, row.head_dims.qk, row.head_dims.v, row.kind>();
+    } else {
+      return {};
+    }
+  }
+  template <class T, size_t... kRow>
+  static constexpr Kernels of_rows(std::index_sequence<kRow...>) {
+    return {of_row<T, kRow>()...};
+  }
+  // In the order of the table, with empty entries for rows of other types.
+  static constexpr Kernels kHalf = of_rows<__half>(std::make_index_sequence<kRows>());
+  static constexpr Kernels kBfloat = of_rows<__nv_bfloat16>(std::make_index_sequence<kRows>());
+  static constexpr Kernels kFloat = of_rows<float>(std::make_index_sequence<kRows>());
+};
+
+inline KernelCall forward_call(const AttnParams& p) {
+  return {type_bit(p.dtype), p.head_dim, p.head_dim_v, kind_of(p), p.row_maxima.data != nullptr};
+}
+inline KernelCall backward_call(const AttnParams& p, Kind kind) {
+  return {type_bit(p.dtype), p.head_dim, p.head_dim_v, kind};
+}
+
+// Architecture: kName of the backend; kGpus, its GPUs in words; refuses_device(), empty on a GPU that can run the
+// kernels; forward(call) and backward(call), the kernels of a call or nullptr.
+template <class Architecture>
+class Dispatch {
+ public:
+  static Backend backend() {
+    Backend backend{Architecture::kName,
+                    "cuda",
+                    supports,
+                    forward_workspace_bytes,
+                    backward_workspace_bytes,
+                    forward,
+                    backward,
+                    cuda_dropout_mask,
+                    supports_decode,
+                    decode_workspace_bytes,
+                    decode};
+    backend.mask_extremes = cuda_mask_extremes;
+    backend.max_logits = cuda_max_logits;
+    backend.writes_centres = true;
+    backend.sets_unowned_rows = true;
+    return backend;
+  }
+
+ private:
+  static bool has_kernels(const AttnParams& p, bool backward) {
+    return Architecture::forward(forward_call(p)) &&
+           (!backward || Architecture::backward(backward_call(p, kind_of(p))));
+  }
+  static std::string supports(const AttnParams& p, bool backward) {
+    if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
+    if (!has_kernels(p, backward)) return refuses_options(p, backward);
+    const int shared = Architecture::forward(forward_call(p))->least_shared;
+    std::string reason = most_shared_memory() < shared ? refuses_shared_memory(p, shared) : "";
+    if (reason.empty()) reason = refuses_origin(p, Architecture::kGpus);
+    return reason.empty() ? Architecture::refuses_device() : reason;
+  }
+  static std::string supports_decode(const DecodeParams& p) {
+    const std::string reason = decode::refuses(p);
+    return reason.empty() ? Architecture::refuses_device() : reason;
+  }
+
+  // The largest head dim for which `accepts` holds for the same call; 0: none.
+  template <class Accepts>
+  static int64_t nearest_head_dim(AttnParams p, const Accepts& accepts) {
+    for (int64_t head_dim = std::max(p.head_dim, p.head_dim_v); head_dim > 0; --head_dim) {
+      p.head_dim = p.head_dim_v = head_dim;
+      if (accepts(p)) return head_dim;
+    }
+    return 0;
+  }
+  // No row serves the call: the nearest that exists.
+  static std::string refuses_options(const AttnParams& p, bool backward) {
+    const int64_t nearest = nearest_head_dim(p, [&](const AttnParams& near) { return has_kernels(near, backward); });
+    const std::string sizes = "head dims " + std::to_string(p.head_dim) + " and " + std::to_string(p.head_dim_v) +
+                              " of a call with " + words(kind_of(p)) + " have no kernel in " + Architecture::kName;
+    if (nearest == 0) return sizes + ", and no other head dims have; leave that out, or use the CPU backend";
+    return sizes + "; use head dims up to " + std::to_string(nearest) + ", or the CPU backend";
+  }
+  static std::string refuses_shared_memory(const AttnParams& p, int needed) {
+    const int most = most_shared_memory();
+    const int64_t nearest = nearest_head_dim(p, [&](const AttnParams& near) {
+      const ForwardKernel* const kernel = Architecture::forward(forward_call(near));
+      return kernel && kernel->least_shared < needed;
+    });
+    auto kilobytes = [](int bytes) { return std::to_string(bytes / 1024) + " KB"; };
+    return "head dims above " + std::to_string(nearest) + " of float32 need a GPU that gives a thread block " +
+           kilobytes(needed) + " of shared memory (A100, H100 and newer data centre GPUs), found " + kilobytes(most) +
+           "; use float16 or bfloat16, or the CPU backend";
+  }
+
+  static const ForwardKernel& forward_of(const AttnParams& p) { return found(Architecture::forward(forward_call(p))); }
+  static const BackwardKernel& backward_of(const AttnGradParams& p) {
+    return found(Architecture::backward(backward_call(p, kind_of(p))));
+  }
+  template <class Kernel>
+  static const Kernel& found(const Kernel* kernel) {
+    return kernel ? *kernel : throw std::logic_error("a call without a kernel passed supports()");
+  }
+
+  static size_t forward_workspace_bytes(const AttnParams& p) {
+    const size_t bytes = decode::is_few_rows(p) ? decode::few_rows_bytes(p) : forward_of(p).workspace_bytes;
+    return static_cast<size_t>(aligned_copy_bytes(p)) + bytes;
+  }
+  static size_t backward_workspace_bytes(const AttnGradParams& p) {
+    const size_t bytes = decode::is_few_rows(p) ? decode::few_rows_bytes(p) : backward_of(p).workspace_bytes(p);
+    return static_cast<size_t>(aligned_copy_bytes(p)) + bytes;
+  }
+  static void run_forward(const AttnParams& p) {
+    const AttnParams call = align_inputs(p);
+    decode::is_few_rows(p) ? decode::run_few_rows(call) : forward_of(p).run(call);
+  }
+  static void forward(const AttnParams& p) {
+    set_unowned_rows(p);
+    run_forward(p);
+  }
+  static size_t decode_workspace_bytes(const DecodeParams& p) {
+    if (!decode::is_prefill(p)) return decode::workspace_bytes(p);
+    return decode::prefill_bytes(p) + forward_workspace_bytes(decode::packed_call(p));
+  }
+  static void decode(const DecodeParams& p) {
+    if (!decode::is_prefill(p)) return decode::run(p);
+    const AttnParams packed = decode::begin_prefill(p);
+    run_forward(packed);
+    decode::finish_prefill(p, packed);
+  }
+  static void backward(const AttnGradParams& p) {
+    set_unowned_rows(p);
+    const AttnGradParams call = align_inputs(p);
+    decode::is_few_rows(p) ? decode::run_few_rows(call) : backward_of(p).run(call);
+  }
+};
+
+}  // namespace flashattn_ext

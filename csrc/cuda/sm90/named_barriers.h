@@ -1,0 +1,33 @@
+// The named barriers of the sm_90 kernels. Number 0 is that of __syncthreads. A range has one barrier for each
+// warpgroup that computes, or for each half of the columns.
+#pragma once
+
+namespace flashattn_ext::sm90 {
+
+// forward.cuh
+enum ForwardBarrier : int {
+  kForwardPingPong = 1,  // to 3: a warpgroup waits at its own before it issues products; the one before it arrives
+};
+
+// forward_large.cuh
+enum LargeForwardBarrier : int {
+  kHalfCleared = 1,  // and 2: the warps of a half have zeroed rows of values behind the last key
+};
+
+// backward.cuh, backward_lockstep.cuh, backward_bias.cuh, dq_adder.cuh
+enum BackwardBarrier : int {
+  kBackwardPingPong = 1,  // and 2: a warpgroup waits at its own before it issues products; the other one arrives
+  kGroupCleared = 3,      // and 4: the warps of a warpgroup have zeroed rows behind the last key or query
+  kDqFull = 5,            // and 6: the warpgroup arrives when its part of dq is in shared memory; the adder waits
+  kDqEmpty = 7,           // and 8: the adder arrives when it has read the part; the warpgroup waits
+  kAddersMeet = 9,        // the two adders of a deterministic call with a bias wait for each other
+  kDscores = 10,          // dS^T of both warpgroups is written. In three phases also 11: a warpgroup arrives at the
+                          // barrier of the other one and waits at its own
+};
+
+// backward_wide.cuh
+enum WideBackwardBarrier : int {
+  kWideGroup = 1,  // to 3: the warps of a warpgroup have zeroed rows, or have read the buffer of kept weights
+};
+
+}  // namespace flashattn_ext::sm90

@@ -1,0 +1,252 @@
+// The table of CUDA kernels: a row is one compiled kernel, for each of its element types. Everything that depends on
+// which kernels exist reads this file:
+//   - csrc/sources.py: the sources that a build compiles, the architectures of each, the registers that each may spill,
+//     and the page docs/cuda_kernels.md;
+//   - ../dispatch.cuh and ../decode/: a call runs the first row that serves it (serves() in rows.h), and supports()
+//     refuses a call that no row serves;
+//   - the kernels: their tile;
+//   - `flashattn-ext bench tune`: the tiles of a row, of which the build has the first.
+// To add a kernel, add a row; to remove one, delete its row. rows.h explains the columns, tiles.h the sizes of a tile.
+// sources.py reads one row in each line, and a note behind it or above it.
+//
+// A class of head dims serves every call up to it, so rows are in ascending order; general kernels follow the kernels
+// that they replace. The classes above 256 follow all others: their plain kernels track the largest logit, and would
+// otherwise serve calls for which only the general kernels of smaller classes do.
+//
+// Notes are TFLOP/s on an H200 (bf16, full / causal, S = 4096 where none is named) or what decided otherwise; the logs
+// in docs/logs/ have the experiments.
+#pragma once
+
+#include "rows.h"
+#include "tiles.h"
+
+// clang-format off
+namespace flashattn_ext::kernel_table {
+
+constexpr Kind kPlain = Kind::kPlain, kDropout = Kind::kDropout, kIntervals = Kind::kIntervals,
+               kGeneral = Kind::kGeneral, kScores = Kind::kScores, kBias = Kind::kBias;
+constexpr sm90::BackwardOrder kLockstep = sm90::BackwardOrder::kLockstep, kThreePhases = sm90::BackwardOrder::kThreePhases;
+
+// Tiles: {warps, row tiles of a warp, keys, resident thread blocks[, stages[, warps along the columns of out]]}. Tiles
+// with warps along the columns are those for 227, 163 and 99 KB of shared memory; `bench tune` compares all others.
+inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
+    {k16Bit, 64,  kPlain,     kOtherGpus, 0,         {{4, 2, 64, 3}, {4, 2, 128, 2}, {8, 1, 64, 2}}},
+    {k16Bit, 96,  kPlain,     kOtherGpus, kMaySpill, {{4, 2, 64, 2, 2}, {4, 2, 64, 2}, {8, 1, 64, 1}}},
+    {k16Bit, 128, kPlain,     kOtherGpus, 0,         {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    {k16Bit, 144, kPlain,     kOtherGpus, kMaySpill, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    {k16Bit, 192, kPlain,     kOtherGpus, kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    {k16Bit, 256, kPlain,     kOtherGpus, kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    {k16Bit, 64,  kDropout,   kOtherGpus, 8,         {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 2}}},
+    {k16Bit, 96,  kDropout,   kOtherGpus, kMaySpill, {{4, 2, 64, 2, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    {k16Bit, 128, kDropout,   kOtherGpus, 8,         {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    {k16Bit, 144, kDropout,   kOtherGpus, kMaySpill, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    {k16Bit, 192, kDropout,   kOtherGpus, kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    {k16Bit, 256, kDropout,   kOtherGpus, kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    {k16Bit, 64,  kIntervals, kOtherGpus, kMaySpill, {{4, 2, 64, 3}, {4, 2, 128, 2}, {8, 1, 64, 2}}},
+    {k16Bit, 128, kIntervals, kOtherGpus, kMaySpill, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 1}}},
+    {k16Bit, 256, kIntervals, kOtherGpus, kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    {k16Bit, 64,  kGeneral,   kOtherGpus, kMaySpill, {{4, 2, 64, 2}, {4, 2, 32, 2}, {8, 1, 64, 2}}},
+    {k16Bit, 128, kGeneral,   kOtherGpus, kMaySpill, {{4, 2, 32, 2}}},  // 64 keys spill
+    {k16Bit, 256, kGeneral,   kOtherGpus, kMaySpill, {{4, 1, 64, 2}, {4, 1, 32, 2}, {8, 1, 32, 1}}},
+    // 274 / 259; computing the scores twice: 167 / 151
+    {k16Bit, 384, kPlain,     kOtherGpus, kMaySpill, {{8, 4, 128, 1, 4, 8}, {8, 4, 128, 1, 2, 8}, {4, 2, 64, 1, 3, 4}}},
+    // 290 / 279; computing the scores twice: 139 / 108
+    {k16Bit, 512, kPlain,     kOtherGpus, kMaySpill, {{8, 4, 128, 1, 4, 8}, {8, 4, 128, 1, 2, 8}, {4, 2, 64, 1, 3, 4}}},
+    {k16Bit, 512, kGeneral,   kEveryGpu,  kMaySpill, {{2, 1, 32, 2}}},
+    {kFp32,  64,  kPlain,     kEveryGpu,  0,         {{8, 1, 32, 1}}},
+    {kFp32,  96,  kPlain,     kEveryGpu,  kMaySpill, {{4, 2, 32, 1}}},
+    {kFp32,  128, kPlain,     kEveryGpu,  0,         {{4, 2, 32, 1}}},
+    {kFp32,  144, kPlain,     kEveryGpu,  kMaySpill, {{4, 1, 32, 1}}},
+    {kFp32,  192, kPlain,     kEveryGpu,  kMaySpill, {{4, 1, 32, 1}}},
+    {kFp32,  256, kPlain,     kEveryGpu,  kMaySpill, {{2, 1, 32, 1}}},
+    {kFp32,  64,  kDropout,   kEveryGpu,  8,         {{8, 1, 32, 1}}},
+    {kFp32,  96,  kDropout,   kEveryGpu,  kMaySpill, {{4, 2, 32, 1}}},
+    {kFp32,  128, kDropout,   kEveryGpu,  8,         {{4, 2, 32, 1}}},
+    {kFp32,  144, kDropout,   kEveryGpu,  kMaySpill, {{4, 1, 32, 1}}},
+    {kFp32,  192, kDropout,   kEveryGpu,  kMaySpill, {{4, 1, 32, 1}}},
+    {kFp32,  256, kDropout,   kEveryGpu,  kMaySpill, {{2, 1, 32, 1}}},
+    {kFp32,  64,  kIntervals, kEveryGpu,  kMaySpill, {{8, 1, 32, 1}}},
+    {kFp32,  128, kIntervals, kEveryGpu,  kMaySpill, {{4, 2, 32, 1}}},
+    {kFp32,  256, kIntervals, kEveryGpu,  kMaySpill, {{2, 1, 32, 1}}},
+    {kFp32,  64,  kGeneral,   kEveryGpu,  kMaySpill, {{8, 1, 32, 1}}},
+    {kFp32,  128, kGeneral,   kEveryGpu,  kMaySpill, {{4, 2, 32, 1}}},
+    {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{2, 1, 32, 1}}},
+    {kFp32,  384, kGeneral,   kEveryGpu,  kMaySpill, {{1, 1, 32, 1}}},
+    {kFp32,  512, kGeneral,   kEveryGpu,  kMaySpill, {{2, 1, 32, 1}}},
+};
+
+// Tiles: {warps, keys, queries, warps along the keys of the scores, warps along the keys of dk and dv, thread blocks
+// along the columns, stages of queries}, for 227 and for 99 KB of shared memory. The sums of dq have the layout of the
+// tile, so all rows of one element size and class have the same tiles.
+inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
+    {k16Bit, 64,  kPlain,     kOtherGpus, 0,         {{4, 128, 32, 4, 4, 1, 2}, {4, 128, 32, 4, 4, 1, 2}}},
+    {k16Bit, 96,  kPlain,     kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
+    {k16Bit, 128, kPlain,     kOtherGpus, 0,         {{8, 128, 64, 4, 4, 1, 2}, {8, 64, 64, 4, 2, 1, 1}}},
+    {k16Bit, 144, kPlain,     kOtherGpus, kMaySpill, {{6, 96, 64, 3, 2, 1, 2}, {3, 48, 32, 3, 3, 1, 2}}},
+    {k16Bit, 192, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 64, 32, 2, 2, 1, 1}}},
+    {k16Bit, 256, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 32, 32, 2, 1, 1, 1}}},
+    {k16Bit, 64,  kDropout,   kOtherGpus, 8,         {{4, 128, 32, 4, 4, 1, 2}, {4, 128, 32, 4, 4, 1, 2}}},
+    {k16Bit, 96,  kDropout,   kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
+    {k16Bit, 128, kDropout,   kOtherGpus, 8,         {{8, 128, 64, 4, 4, 1, 2}, {8, 64, 64, 4, 2, 1, 1}}},
+    {k16Bit, 144, kDropout,   kOtherGpus, kMaySpill, {{6, 96, 64, 3, 2, 1, 2}, {3, 48, 32, 3, 3, 1, 2}}},
+    {k16Bit, 192, kDropout,   kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 64, 32, 2, 2, 1, 1}}},
+    {k16Bit, 256, kDropout,   kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 32, 32, 2, 1, 1, 1}}},
+    {k16Bit, 64,  kIntervals, kOtherGpus, kMaySpill, {{4, 128, 32, 4, 4, 1, 2}, {4, 128, 32, 4, 4, 1, 2}}},
+    {k16Bit, 128, kIntervals, kOtherGpus, kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 64, 64, 4, 2, 1, 1}}},
+    {k16Bit, 256, kIntervals, kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 32, 32, 2, 1, 1, 1}}},
+    {k16Bit, 64,  kGeneral,   kEveryGpu,  kMaySpill, {{4, 128, 32, 4, 4, 1, 2}, {4, 128, 32, 4, 4, 1, 2}}},
+    {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{8, 128, 64, 4, 4, 1, 2}, {8, 64, 64, 4, 2, 1, 1}}},
+    {k16Bit, 256, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 2}, {4, 32, 32, 2, 1, 1, 1}}},
+    {k16Bit, 384, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 32, 4, 2, 2, 2}, {2, 32, 16, 2, 2, 3, 1}}},
+    {k16Bit, 512, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 32, 4, 2, 2, 1}, {1, 16, 16, 1, 1, 4, 1}}},
+    {k16Bit, 512, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 32, 4, 2, 2, 1}, {1, 16, 16, 1, 1, 4, 1}}},
+    {kFp32,  64,  kPlain,     kEveryGpu,  0,         {{8, 64, 64, 2, 2, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
+    {kFp32,  96,  kPlain,     kEveryGpu,  kMaySpill, {{3, 48, 16, 3, 3, 1, 2}, {3, 48, 16, 3, 3, 1, 2}}},
+    {kFp32,  128, kPlain,     kEveryGpu,  0,         {{8, 64, 64, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
+    {kFp32,  144, kPlain,     kEveryGpu,  kMaySpill, {{3, 48, 16, 3, 3, 1, 2}, {3, 48, 16, 3, 3, 1, 1}}},
+    {kFp32,  192, kPlain,     kEveryGpu,  kMaySpill, {{8, 64, 32, 4, 2, 1, 1}, {1, 16, 16, 1, 1, 2, 2}}},
+    {kFp32,  256, kPlain,     kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 1, 1}, {1, 16, 16, 1, 1, 2, 1}}},
+    {kFp32,  64,  kDropout,   kEveryGpu,  8,         {{8, 64, 64, 2, 2, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
+    {kFp32,  96,  kDropout,   kEveryGpu,  kMaySpill, {{3, 48, 16, 3, 3, 1, 2}, {3, 48, 16, 3, 3, 1, 2}}},
+    {kFp32,  128, kDropout,   kEveryGpu,  8,         {{8, 64, 64, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
+    {kFp32,  144, kDropout,   kEveryGpu,  kMaySpill, {{3, 48, 16, 3, 3, 1, 2}, {3, 48, 16, 3, 3, 1, 1}}},
+    {kFp32,  192, kDropout,   kEveryGpu,  kMaySpill, {{8, 64, 32, 4, 2, 1, 1}, {1, 16, 16, 1, 1, 2, 2}}},
+    {kFp32,  256, kDropout,   kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 1, 1}, {1, 16, 16, 1, 1, 2, 1}}},
+    {kFp32,  64,  kIntervals, kEveryGpu,  kMaySpill, {{8, 64, 64, 2, 2, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
+    {kFp32,  128, kIntervals, kEveryGpu,  kMaySpill, {{8, 64, 64, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
+    {kFp32,  256, kIntervals, kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 1, 1}, {1, 16, 16, 1, 1, 2, 1}}},
+    {kFp32,  64,  kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 2, 2, 1, 2}, {4, 64, 32, 4, 4, 1, 2}}},
+    {kFp32,  128, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
+    {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 1, 1}, {1, 16, 16, 1, 1, 2, 1}}},
+    {kFp32,  384, kGeneral,   kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 1, 2, 1}, {1, 16, 16, 1, 1, 3, 1}}},
+    {kFp32,  512, kGeneral,   kEveryGpu,  kMaySpill, {{2, 32, 16, 2, 2, 4, 1}, {1, 16, 16, 1, 1, 4, 1}}},
+};
+
+// Tiles: {warpgroups, keys, stages of keys and values}. With dropout, keys are a multiple of 64, for which the generator
+// draws bits together. Above 256 (forward_large.cuh) stages are parts of a tile of keys. How many keys a step takes
+// decides the order of sums; it depends on nothing but the row, so that a sequence has the same bits in every batch.
+inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
+    // 552 / 495; 3 x 112 keys: 516 / 465; 2 x 192: 457 / 430
+    {k16Bit, 64,         kPlain,     kHopper, 0,         {{3, 128, 3}, {3, 112, 3}, {2, 192, 2}}},
+    // 658 / 590; 3 x 96: 645 / 589; 2 x 128: 594 / 542
+    {k16Bit, 96,         kPlain,     kHopper, kMaySpill, {{3, 112, 2}, {3, 96, 2}, {2, 128, 3}}},
+    // 717 / 645; 2 x 128: 696 / 629; 2 x 160: 699 / 626
+    {k16Bit, 128,        kPlain,     kHopper, 0,         {{3, 80, 3}, {2, 128, 3}, {2, 160, 2}}},
+    // 700 / 645; 2 x 112: 676 / 611; 2 x 96: 667 / 609
+    {k16Bit, 144,        kPlain,     kHopper, kMaySpill, {{3, 80, 2}, {2, 112, 2}, {2, 96, 2}}},
+    // 743 / 695 (S = 8192); 2 x 128: 705 / 694; 2 x 112: 685 / 675
+    {k16Bit, {192, 128}, kPlain,     kHopper, 0,         {{3, 80, 3}, {2, 128, 2}, {2, 112, 2}}},
+    // 766 / 682; 2 x 112: 756 / 657; 2 x 80: 744 / 678
+    {k16Bit, 192,        kPlain,     kHopper, kMaySpill, {{2, 96, 2}, {2, 112, 2}, {2, 80, 2}}},
+    {k16Bit, 256,        kPlain,     kHopper, kMaySpill, {{2, 64, 2}, {2, 80, 2}}},  // 799 / 688; 2 x 80: 765 / 664
+    // 320 / 297; 3 x 64: 303 / 290
+    {k16Bit, 64,         kDropout,   kHopper, 8,         {{2, 128, 3}, {3, 64, 4}, {2, 192, 2}}},
+    {k16Bit, 96,         kDropout,   kHopper, kMaySpill, {{3, 64, 4}, {2, 128, 2}, {2, 64, 4}}},
+    // 490 / 458; 3 x 64: 484 / 448
+    {k16Bit, 128,        kDropout,   kHopper, 8,         {{2, 128, 3}, {3, 64, 3}, {2, 64, 4}}},
+    {k16Bit, 144,        kDropout,   kHopper, kMaySpill, {{2, 64, 3}, {3, 64, 2}, {2, 64, 2}}},
+    {k16Bit, 192,        kDropout,   kHopper, kMaySpill, {{2, 64, 3}, {2, 64, 2}}},
+    {k16Bit, 256,        kDropout,   kHopper, kMaySpill, {{2, 64, 2}}},
+    {k16Bit, 64,         kIntervals, kHopper, kMaySpill, {{3, 128, 3}, {2, 192, 2}, {2, 128, 3}}},
+    {k16Bit, 96,         kIntervals, kHopper, kMaySpill, {{3, 112, 2}, {3, 96, 2}, {2, 128, 3}}},
+    {k16Bit, 128,        kIntervals, kHopper, kMaySpill, {{3, 80, 3}, {2, 160, 2}, {2, 128, 2}}},  // spills 8 bytes
+    {k16Bit, 144,        kIntervals, kHopper, kMaySpill, {{3, 80, 2}, {2, 112, 2}, {2, 96, 2}}},
+    {k16Bit, 192,        kIntervals, kHopper, kMaySpill, {{2, 96, 2}, {2, 112, 2}, {2, 80, 2}}},
+    {k16Bit, 256,        kIntervals, kHopper, kMaySpill, {{2, 64, 2}, {2, 80, 2}}},
+    {k16Bit, 64,         kScores,    kHopper, kMaySpill, {{3, 96, 3}, {2, 160, 3}, {2, 128, 3}}},  // spills 8 bytes
+    {k16Bit, 96,         kScores,    kHopper, kMaySpill, {{2, 128, 3}, {3, 96, 2}, {3, 112, 2}}},
+    {k16Bit, 128,        kScores,    kHopper, kMaySpill, {{2, 128, 3}, {3, 80, 3}, {2, 160, 2}}},
+    {k16Bit, 144,        kScores,    kHopper, kMaySpill, {{2, 112, 2}, {2, 96, 2}}},
+    {k16Bit, 192,        kScores,    kHopper, kMaySpill, {{2, 96, 2}, {2, 112, 2}, {2, 80, 2}}},
+    {k16Bit, 256,        kScores,    kHopper, kMaySpill, {{2, 64, 2}, {2, 80, 2}}},
+    {k16Bit, 64,         kBias,      kHopper, kMaySpill, {{3, 128, 3}, {2, 192, 2}, {2, 128, 3}}},  // spills 16 bytes
+    {k16Bit, 128,        kBias,      kHopper, kMaySpill, {{2, 128, 2}, {2, 64, 3}}},
+    {k16Bit, 256,        kBias,      kHopper, kMaySpill, {{2, 64, 2}}},
+    {k16Bit, 64,         kGeneral,   kHopper, kMaySpill, {{2, 128, 3}, {3, 64, 4}, {2, 192, 2}}},
+    {k16Bit, 128,        kGeneral,   kHopper, kMaySpill, {{2, 128, 2}, {2, 64, 4}}},  // 3 x 64 spills in every step
+    {k16Bit, 256,        kGeneral,   kHopper, kMaySpill, {{2, 64, 2}}},
+    // 588 / 559 (S = 8192); 128: 588 / 559; 96: 566 / 535
+    {k16Bit, 384,        kPlain,     kHopper, kMaySpill, {{1, 64, 5}, {1, 128, 4}, {1, 96, 6}}},
+    // 646 / 595 (S = 8192); 128: 642 / 573; 96: 594 / 554
+    {k16Bit, 512,        kPlain,     kHopper, kMaySpill, {{1, 64, 4}, {1, 128, 4}, {1, 96, 6}}},
+    {k16Bit, 384,        kDropout,   kHopper, kMaySpill, {{1, 64, 5}}},
+    {k16Bit, 512,        kDropout,   kHopper, kMaySpill, {{1, 64, 4}}},
+};
+
+// Tiles: {keys, queries, stages of queries, stages of keys[, order]}. Dropout and the centres of rows (csrc/bias.h) take
+// some shared memory, but do not change the queries, which define the order of the sums of dq. General calls, and calls
+// with scores above 128, run the general rows of kSm80Backward: in such a kernel for Hopper ptxas serialises wgmma
+// (C7510), and it took 1.35 times the time.
+inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
+    {k16Bit, 64,         kPlain,     kHopper, 0,         {{128, 128, 2, 2}, {128, 128, 2, 1}}},
+    {k16Bit, 96,         kPlain,     kHopper, kMaySpill, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
+    // lockstep: +3 to 4 % at S = 512, deterministic +7 to 13 %
+    {k16Bit, 128,        kPlain,     kHopper, 0,         {{128, 64, 3, 1, kLockstep}, {128, 64, 3, 1}, {128, 64, 2, 1, kLockstep}}},
+    {k16Bit, 144,        kPlain,     kHopper, kMaySpill, {{128, 64, 2, 1}, {64, 64, 2, 1}, {64, 64, 3, 1}}},
+    {k16Bit, {192, 128}, kPlain,     kHopper, 0,         {{128, 64, 2, 1, kThreePhases}, {64, 64, 2, 1}, {64, 64, 3, 1}}},
+    {k16Bit, 192,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    {k16Bit, 256,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
+    {k16Bit, 64,         kDropout,   kHopper, 8,         {{128, 128, 2, 1}}},
+    {k16Bit, 96,         kDropout,   kHopper, kMaySpill, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
+    {k16Bit, 128,        kDropout,   kHopper, 8,         {{128, 64, 3, 1}, {128, 64, 2, 1}}},
+    {k16Bit, 144,        kDropout,   kHopper, kMaySpill, {{128, 64, 2, 1}, {64, 64, 2, 1}, {64, 64, 3, 1}}},
+    {k16Bit, 192,        kDropout,   kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    {k16Bit, 256,        kDropout,   kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
+    {k16Bit, 64,         kIntervals, kHopper, kMaySpill, {{128, 128, 2, 2}, {128, 128, 2, 1}}},
+    {k16Bit, 96,         kIntervals, kHopper, kMaySpill, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
+    {k16Bit, 128,        kIntervals, kHopper, kMaySpill, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
+    // with 128 keys no room for the inspected stages of dout
+    {k16Bit, 144,        kIntervals, kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    {k16Bit, 192,        kIntervals, kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
+    {k16Bit, 256,        kIntervals, kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
+    {k16Bit, 64,         kScores,    kHopper, kMaySpill, {{128, 128, 2, 1}}},
+    {k16Bit, 96,         kScores,    kHopper, kMaySpill, {{128, 64, 2, 1}}},
+    {k16Bit, 128,        kScores,    kHopper, kMaySpill, {{128, 64, 2, 1}}},
+    // also for the class 64: bias tiles of 128 queries do not fit
+    {k16Bit, 128,        kBias,      kHopper, kMaySpill, {{128, 64, 2, 1}}},
+    {k16Bit, 384,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}}},
+    {k16Bit, 512,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}}},
+};
+
+// Decoding (decode/split.cuh), on every GPU. Tiles: {row tiles of a warp, warps along the rows, warps along the columns,
+// keys, stages}. A class has a kernel for 16 packed rows and, up to 256, one for 64, for prefill and for speculative
+// decoding with many query heads for each KV head. Up to 256 columns each warp of a tile of 16 rows is a team and needs
+// no barrier with other warps in the mainloop. Two resident thread blocks of four teams, each block with 50 KB to 70 KB of loads in
+// flight, saturate the memory bandwidth of a multiprocessor.
+inline constexpr DecodeRow kDecode[] = {
+    {k16Bit, 64,  0,         {1, 1, 1, 32, 3}},
+    {k16Bit, 64,  0,         {2, 2, 1, 32, 4}},
+    {k16Bit, 96,  kMaySpill, {1, 1, 1, 16, 3}},
+    {k16Bit, 96,  kMaySpill, {2, 2, 1, 32, 2}},
+    {k16Bit, 128, 0,         {1, 1, 1, 16, 3}},
+    {k16Bit, 128, 0,         {2, 2, 1, 32, 2}},
+    {k16Bit, 192, kMaySpill, {1, 1, 1, 16, 3}},
+    {k16Bit, 192, kMaySpill, {1, 4, 1, 32, 2}},
+    {k16Bit, 256, kMaySpill, {1, 1, 1, 16, 3}},
+    {k16Bit, 256, kMaySpill, {1, 4, 1, 32, 2}},
+    {k16Bit, 512, kMaySpill, {1, 1, 2, 16, 2}},
+    {kFp32,  64,  kMaySpill, {1, 1, 1, 16, 3}},
+    {kFp32,  64,  kMaySpill, {1, 4, 1, 32, 2}},
+    {kFp32,  96,  kMaySpill, {1, 1, 1, 16, 3}},
+    {kFp32,  96,  kMaySpill, {1, 4, 1, 32, 2}},
+    {kFp32,  128, kMaySpill, {1, 1, 1, 16, 3}},
+    {kFp32,  128, kMaySpill, {1, 4, 1, 32, 2}},
+    {kFp32,  192, kMaySpill, {1, 1, 1, 16, 2}},
+    {kFp32,  192, kMaySpill, {1, 4, 1, 32, 2}},
+    {kFp32,  256, kMaySpill, {1, 1, 1, 16, 2}},
+    {kFp32,  256, kMaySpill, {1, 4, 1, 32, 2}},
+    {kFp32,  512, kMaySpill, {1, 1, 2, 16, 2}},
+};
+
+// The backward with few queries (decode/backward.cuh), on every GPU, by row tiles of 16 packed rows.
+inline constexpr FewRowsRow kFewRowsBackward[] = {
+    {k16Bit, 64,  1, 0},
+    {k16Bit, 64,  2, 0},
+    {k16Bit, 64,  4, 0},
+    {k16Bit, 128, 1, 0},
+    {k16Bit, 128, 2, 0},
+    {k16Bit, 128, 4, 0},
+};
+
+}  // namespace flashattn_ext::kernel_table
+// clang-format on

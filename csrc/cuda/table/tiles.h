@@ -1,0 +1,72 @@
+// The sizes of a tile of each family of kernels, for kernel_table.h.
+#pragma once
+
+namespace flashattn_ext::sm80 {
+
+struct ForwardTile {
+  int warps = 0;
+  int row_tiles = 0;  // of a warp: 16 queries each
+  int keys = 0;
+  int blocks = 0;        // resident on a multiprocessor; bounds the registers
+  int stages = 1;        // of keys and values; with column_warps, of chunks of keys * 128 elements
+  int column_warps = 1;  // warps that have the same queries and divide the columns of `out`: forward_large.cuh
+  constexpr int queries() const { return warps / column_warps * row_tiles * 16; }
+  constexpr bool exists() const { return warps > 0; }
+};
+
+struct BackwardTile {
+  int warps, keys, queries;
+  int score_key_warps;  // warps among which the keys of the scores are divided; sets of them divide the queries
+  int grad_key_warps;   // warps among which the keys of dk and dv are divided; sets of them divide the columns
+  int splits;           // thread blocks among which the columns of dq, dk and dv are divided
+  int stages;           // of queries
+  constexpr bool exists() const { return warps > 0; }
+};
+
+}  // namespace flashattn_ext::sm80
+
+namespace flashattn_ext::sm90 {
+
+struct ForwardTile {
+  int groups;  // warpgroups that compute; each has 64 queries
+  int keys;
+  int stages;  // of keys and values
+  constexpr int queries() const { return groups * 64; }
+  constexpr bool exists() const { return groups > 0; }
+};
+
+// How the two warpgroups of backward.cuh share the tensor cores. The fastest order depends on register pressure and was
+// measured: docs/logs/sm90_backward.md.
+enum class BackwardOrder {
+  kPingPong,     // ping-pong: one issues products while the other computes, twice a step, with dq in the next step
+  kThreePhases,  // ping-pong, three times a step, with dq in the same step: for head dims that leave few registers
+  kLockstep,     // both issue the same products at the same time (backward_lockstep.cuh); dq in the same step
+};
+
+struct BackwardTile {
+  int keys;             // 128: two warpgroups compute, with 64 each (backward.cuh); 64: is_wide()
+  int queries;          // of a step of the walk
+  int stages;           // of queries and their output gradients
+  int key_stages;       // of keys and values: two stages prefetch the next tile
+  BackwardOrder order;  // of backward.cuh; kPingPong where a row names none
+  constexpr bool is_wide() const { return keys == 64; }  // one warpgroup each for dv, dk and dq (backward_wide.cuh)
+  constexpr bool exists() const { return keys > 0; }
+};
+
+}  // namespace flashattn_ext::sm90
+
+namespace flashattn_ext::decode {
+
+// A thread block computes one tile of packed rows: the query heads of one KV head (GQA) for query 0, then for query 1,
+// and so on. Its warps form n teams. Each team has its own multistage buffer of keys and values in shared memory (its
+// ring) and processes every n-th step of keys for the whole tile. Its warps divide the tile by rows or by columns.
+struct Tile {
+  int row_tiles;     // MMA tiles of 16 packed rows per warp
+  int row_warps;     // warps of a team along the rows
+  int column_warps;  // warps of a team along the output columns; each recomputes the scores of its rows
+  int keys;          // keys per step
+  int stages;        // stages of a ring: one is computed while the copies of the others are in flight
+  constexpr int rows() const { return 16 * row_tiles * row_warps; }
+};
+
+}  // namespace flashattn_ext::decode
