@@ -1,7 +1,7 @@
-// AttnCall: the arguments of a call as the ops receive them, and the one place that knows their order.
+// AttnCall: the arguments of a call as the ops receive them, in the order of options.def.
 //
-// Sizes and numbers are symbolic types because torch.compile traces the ops with sizes that it does not know; in a call
-// that runs they are plain values.
+// Sizes and numbers have symbolic types because torch.compile traces the ops with unknown sizes; in a call that runs
+// they hold plain values.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,43 +9,31 @@
 #include <ATen/core/stack.h>
 
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "bias.h"
+#include "options.h"
 
 namespace flashattn_ext {
 
-// The arguments that every op of attention begins with. A float is a `Scalar`, which may be symbolic (see Arguments).
-constexpr char kCallSchema[] =
-    "Tensor q, Tensor k, Tensor v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? sink, Tensor? alibi_slopes, "
-    "Tensor? relative_bias, Tensor? bias, Tensor? mask_intervals, Tensor? mask_extremes, SymInt max_seqlen_q, "
-    "SymInt max_seqlen_k, bool bhsd, Scalar softmax_scale, Scalar softcap, bool causal, SymInt window_left, "
-    "SymInt window_right, Scalar dropout_p, bool smooth_softmax, bool deterministic, SymInt[]? origin";
-constexpr int kCallTensors = 11, kCallOptions = 12;  // how many of them are tensors, and how many are not
-constexpr int kSink = 5, kAlibiSlopes = 6, kRelativeBias = 7,
-              kBias = 8;  // places of those with gradients, after q, k, v
+// The leading arguments of the ops `forward` and `backward`.
+inline std::string call_schema() {
+  return "Tensor q, Tensor k, Tensor v" + schema_of_options(Takers::kForwardBackward);
+}
 
 // Dense tensors are [B, S, H, D], or [B, H, S, D] with bhsd; varlen calls have cu_seqlens and tensors [total, H, D].
-// The fields are in the order of kCallSchema.
+// options.def describes the other fields.
 struct AttnCall {
   at::Tensor q, k, v;
-  std::optional<at::Tensor> cu_seqlens_q, cu_seqlens_k;
-  std::optional<at::Tensor> sink;            // [Hq]
-  std::optional<at::Tensor> alibi_slopes;    // [Hq] or [B, Hq]
-  std::optional<at::Tensor> relative_bias;   // [Hq, 2 L + 1]
-  std::optional<at::Tensor> bias;            // [B or 1, Hq or 1, Sq or 1, Sk]
-  std::optional<at::Tensor> mask_intervals;  // a Mask: [B or 1, Hm, Sk, 2], or [Hm, total_k, 2]
-  std::optional<at::Tensor> mask_extremes;   // what the op mask_extremes makes of them; given together with them
-  c10::SymInt max_seqlen_q, max_seqlen_k;
-  bool bhsd;
-  c10::SymFloat softmax_scale;
-  c10::SymFloat softcap;
-  bool causal;
-  c10::SymInt window_left, window_right;
-  c10::SymFloat dropout_p;
-  bool smooth_softmax;
-  bool deterministic;
-  std::optional<std::vector<c10::SymInt>> origin;  // (batch, head) or (batch, head, row, key)
+#define CALL_TENSOR(name, dims, takers, check) std::optional<at::Tensor> name;
+#define CALL_LEARNED CALL_TENSOR
+#define CALL_BIAS CALL_TENSOR
+#define CALL_INTEGER(name, default_value, takers, accepts, expected) c10::SymInt name = default_value;
+#define CALL_NUMBER(name, default_value, takers, accepts, expected) c10::SymFloat name = default_value;
+#define CALL_FLAG(name, default_value, takers) bool name = default_value;
+#define CALL_INTEGERS(name, takers, check) std::optional<std::vector<c10::SymInt>> name;
+#include "options.def"
 
   bool is_varlen() const { return cu_seqlens_q.has_value(); }
   int64_t row_dim() const { return is_varlen() ? 0 : (bhsd ? 2 : 1); }
@@ -64,6 +52,8 @@ struct AttnCall {
     if (!is_varlen()) shape.insert(shape.begin(), q.sym_size(0));
     return shape;
   }
+  // The largest logit of each head: [B, Hq], or [sequences, Hq].
+  std::vector<c10::SymInt> max_logits_shape() const { return {batch(), q.sym_size(head_axis())}; }
   // The shape of the centres of rows (bias.h): [B, Hq, Sq, kCentres], or [Hq, total_q, kCentres].
   std::vector<c10::SymInt> centres_shape() const {
     std::vector<c10::SymInt> shape = lse_shape();
@@ -72,19 +62,21 @@ struct AttnCall {
   }
 };
 
-// What the backward receives beyond the call itself.
+// The further arguments of the backward.
 struct BackwardCall {
   std::optional<at::Tensor> dout, dlse;
   at::Tensor out, lse;
-  std::optional<at::Tensor> centres;                            // bias.h: what the forward said they are
-  bool needs_dalibi_slopes, needs_drelative_bias, needs_dbias;  // false: no such gradient is computed
+  std::optional<at::Tensor> centres;  // bias.h: as the forward returned them
+  // needs_dNAME: false if that gradient is not computed.
+#define CALL_BIAS(name, dims, takers, check) bool needs_d##name;
+#include "options.def"
 };
 
-// Reads the arguments of a boxed op one after the other.
+// Reads the arguments of a boxed op in order.
 //
-// `scalars` are what torch.compile passes instead of floats that change from call to call: a CPU tensor of one float64
-// for each Scalar of the schema, in its order; the Scalars themselves are meaningless then. Otherwise it is empty.
-// While a graph is traced the tensors have no values, and the numbers read are those meaningless ones.
+// `scalars` is empty unless torch.compile made a float symbolic. Then it holds one float64 CPU tensor for each Scalar
+// of the schema, in schema order, and the Scalars themselves are meaningless. While a graph is traced the tensors have
+// no values, and number() returns the meaningless Scalar.
 class Arguments {
  public:
   Arguments(const c10::OperatorHandle& op, torch::jit::Stack* stack)
@@ -107,32 +99,42 @@ class Arguments {
     const at::Tensor& scalar = scalars_[scalar_++];
     return scalar.is_cpu() ? c10::SymFloat(*scalar.const_data_ptr<double>()) : value.toScalar().toSymFloat();
   }
+  // Reads the options that an op takes; the others keep their defaults.
+  template <Takers op>
+  void options(AttnCall* c) {
+    const auto takes = [](Takers takers) { return op == Takers::kForwardBackward || takers == Takers::kEveryOp; };
+#define CALL_TENSOR(name, dims, takers, check) \
+  if (takes(Takers::takers)) c->name = maybe_tensor();
+#define CALL_LEARNED CALL_TENSOR
+#define CALL_BIAS CALL_TENSOR
+#define CALL_INTEGER(name, default_value, takers, accepts, expected) \
+  if (takes(Takers::takers)) c->name = integer();
+#define CALL_NUMBER(name, default_value, takers, accepts, expected) \
+  if (takes(Takers::takers)) c->name = number();
+#define CALL_FLAG(name, default_value, takers) \
+  if (takes(Takers::takers)) c->name = flag();
+#define CALL_INTEGERS(name, takers, check) \
+  if (takes(Takers::takers)) c->name = maybe_integers();
+#include "options.def"
+  }
   AttnCall call() {
-    return {
-        tensor(),          // q
-        tensor(),          // k
-        tensor(),          // v
-        maybe_tensor(),    // cu_seqlens_q
-        maybe_tensor(),    // cu_seqlens_k
-        maybe_tensor(),    // sink
-        maybe_tensor(),    // alibi_slopes
-        maybe_tensor(),    // relative_bias
-        maybe_tensor(),    // bias
-        maybe_tensor(),    // mask_intervals
-        maybe_tensor(),    // mask_extremes
-        integer(),         // max_seqlen_q
-        integer(),         // max_seqlen_k
-        flag(),            // bhsd
-        number(),          // softmax_scale
-        number(),          // softcap
-        flag(),            // causal
-        integer(),         // window_left
-        integer(),         // window_right
-        number(),          // dropout_p
-        flag(),            // smooth_softmax
-        flag(),            // deterministic
-        maybe_integers(),  // origin
-    };
+    AttnCall c;
+    c.q = tensor();
+    c.k = tensor();
+    c.v = tensor();
+    options<Takers::kForwardBackward>(&c);
+    return c;
+  }
+  BackwardCall backward_call() {
+    BackwardCall b;
+    b.dout = maybe_tensor();
+    b.dlse = maybe_tensor();
+    b.out = tensor();
+    b.lse = tensor();
+    b.centres = maybe_tensor();
+#define CALL_BIAS(name, dims, takers, check) b.needs_d##name = flag();
+#include "options.def"
+    return b;
   }
 
   // Replaces the arguments by results.
@@ -147,11 +149,11 @@ class Arguments {
   size_t count_;
   torch::jit::Stack::iterator next_;
   std::vector<at::Tensor> scalars_;
-  size_t scalar_ = 0;  // the next of them
+  size_t scalar_ = 0;  // index of the next one
 };
 
-// Ends the arguments of an op's overload `call` with what its other overload has last: the floats as tensors, if
-// torch.compile has made any of them symbolic.
+// Appends the last argument of the pure overload, `scalars`, to the arguments of the overload `call`: the floats as
+// tensors if torch.compile has made any of them symbolic, else an empty list.
 void push_scalars(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 }  // namespace flashattn_ext

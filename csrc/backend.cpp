@@ -13,10 +13,10 @@ namespace {
 
 std::atomic<const Backend*> forced{nullptr};
 
-// The architectures that CUDA backends are written for. A build may have fewer of them.
+// Architectures with a CUDA backend. A build may have only some of them.
 constexpr const char* kCudaPaths[] = {"sm80", "sm90"};
 
-// FLASHATTN_EXT_CUDA_PATH; nullptr where it is not set.
+// The value of FLASHATTN_EXT_CUDA_PATH; nullptr if unset.
 const char* cuda_path() {
   const char* const path = std::getenv("FLASHATTN_EXT_CUDA_PATH");
   if (!path || !*path) return nullptr;
@@ -29,7 +29,7 @@ const char* cuda_path() {
                            "' is not the name of a CUDA backend; choose one of " + choices + " or unset it");
 }
 
-// FLASHATTN_EXT_CUDA_PATH=sm80 stands for "cuda-sm80", and so on; nullptr where it is not set or is of no concern.
+// FLASHATTN_EXT_CUDA_PATH=sm80 stands for "cuda-sm80", and so on; nullptr if it is unset or the device is not CUDA.
 const Backend* named_by_environment(const std::string& device) {
   const char* const path = cuda_path();
   if (device != "cuda" || !path) return nullptr;
@@ -44,7 +44,7 @@ const Backend* named_by_environment(const std::string& device) {
                            choices + " or unset it");
 }
 
-// What the caller insists on.
+// The backend that use_backend() or the environment forces; nullptr if neither does.
 const Backend* chosen(const std::string& device) {
   const Backend* const backend = forced.load();
   return backend ? backend : named_by_environment(device);
@@ -152,6 +152,12 @@ std::string refuses_decode(const Backend& backend, const DecodeParams& params) {
   if (backend.supports_decode) return backend.supports_decode(params);
   return "attention to a key-value cache is not implemented here; gather the keys and values of each sequence and call "
          "flashattn_ext.varlen_forward, or use the CPU backend";
+}
+
+std::string refuses_derivatives(const Backend& backend, const AttnParams& params) {
+  if (backend.jvp && backend.second) return backend.supports(params, /*backward=*/true);
+  return "the ops jvp (forward mode) and second (second derivatives) are not implemented here; use "
+         "flashattn_ext.attention_reference (plain PyTorch, differentiable any number of times), or the CPU backend";
 }
 
 void force_backend(const std::string& name) {

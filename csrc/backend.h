@@ -1,4 +1,5 @@
-// Backend: what one kind of device offers to ops.cpp. Each backend defines one constant table of this type.
+// Backend: the entry points that a device backend offers to ops.cpp. Each backend defines one constant table of this
+// type.
 #pragma once
 
 #include <cstddef>
@@ -6,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "params.h"
+#include "derivative_params.h"
 
 namespace at {
 class Tensor;
@@ -18,7 +19,7 @@ struct Backend {
   const char* name;    // as in build_info() and use_backend(): "cpu", "cuda-sm80", ...
   const char* device;  // torch's name of the device whose tensors it takes: "cpu", "cuda", "npu"
 
-  // Empty when the call can run; otherwise the reason in words, with the nearest thing that works.
+  // Empty if the backend can run the call; otherwise the reason in words, with the nearest alternative that works.
   std::string (*supports)(const AttnParams& params, bool backward);
 
   // Bytes of scratch memory that the call needs; ops.cpp allocates them and sets params.workspace.
@@ -32,33 +33,46 @@ struct Backend {
   // and rng_state.
   void (*dropout_mask)(const AttnParams& params, bool* mask);
 
-  // Calls with a cache, likewise. nullptr in a backend that has none of them.
+  // The same for decoding with a KV cache. nullptr in a backend without decoding.
   std::string (*supports_decode)(const DecodeParams& params) = nullptr;
   size_t (*decode_workspace_bytes)(const DecodeParams& params) = nullptr;
   void (*decode)(const DecodeParams& params) = nullptr;
 
-  // Torch's current stream on its device of that index; nullptr where ops.cpp knows the device itself (CPU, CUDA).
+  // Forward mode and second derivatives (derivative_params.h). All nullptr in a backend without them.
+  size_t (*jvp_workspace_bytes)(const JvpParams& params) = nullptr;
+  void (*jvp)(const JvpParams& params) = nullptr;
+  size_t (*second_workspace_bytes)(const SecondParams& params) = nullptr;
+  void (*second)(const SecondParams& params) = nullptr;
+
+  // Torch's current stream on the device with that index; nullptr where op_device.cpp knows the stream itself (CPU,
+  // CUDA).
   void* (*current_stream)(int device_index) = nullptr;
-  // Where a tensor can lie in memory as no strides say: how, and what to do; empty when it lies in rows.
+  // For devices with memory formats that strides do not describe: names the format of the tensor and what to do about
+  // it; empty for a strided tensor.
   std::string (*private_format)(const at::Tensor& tensor) = nullptr;
-  // Whether rows of an input may overlap in memory, as those of an expanded tensor do. Otherwise ops.cpp copies them.
+  // Whether the kernels accept inputs whose rows overlap in memory, such as expanded tensors. Otherwise ops.cpp copies
+  // them.
   bool reads_overlapping_rows = false;
   // Writes the extremes of intervals (mask_extremes.h). Uses seqlen_k and the data and heads of `intervals`, which are
-  // contiguous; the heads are those of all batch entries. nullptr: torch's own operators find them.
+  // contiguous; batch entries are folded into the heads. nullptr: mask_extremes.cpp uses torch operators.
   void (*mask_extremes)(const AttnParams& params, int32_t* extremes) = nullptr;
-  // Whether the forward writes AttnParams::centres. Otherwise ops.cpp fills them with 0.
-  bool writes_centres = false;
+  // Writes the largest of the row maxima of each head, fp32 [B, Hq] contiguous. Uses batch, heads_q, the query lengths,
+  // row_maxima and the stream. nullptr: call_params.cpp uses torch operators.
+  void (*max_logits)(const AttnParams& params, float* results) = nullptr;
+  // Whether the forward writes AttnParams::centres for inputs of 16 bits, and for wider ones. Where it does not,
+  // ops.cpp fills them with 0.
+  bool writes_centres = false, writes_wide_centres = false;
   // Whether forward and backward set the unowned rows of packed tensors, which belong to no sequence. Otherwise ops.cpp
   // does.
   bool sets_unowned_rows = false;
 };
 
-// Why a backend whose dropout is drawn for whole calls of the generator, 16 rows and 64 keys, refuses an origin.
+// Why a backend refuses an origin if it draws dropout in whole blocks of the generator, 16 rows x 64 keys; empty if it
+// accepts the origin.
 inline std::string refuses_origin(const AttnParams& p, const std::string& kernels) {
   if (!p.has_dropout() || (p.origin.row % 16 == 0 && p.origin.key % 64 == 0)) return {};
   return "dropout with an origin whose row is no multiple of 16 or whose key is no multiple of 64 is not implemented "
-         "by "
-         "the " +
+         "by the " +
          kernels + " kernels, got row " + std::to_string(p.origin.row) + " and key " + std::to_string(p.origin.key) +
          "; cut the call at such multiples, or use the CPU backend";
 }
@@ -67,7 +81,7 @@ const Backend& cpu_backend();
 const Backend& cuda_sm80_backend();  // in builds with FLASHATTN_EXT_CUDA
 const Backend& cuda_sm90_backend();  // in builds with FLASHATTN_EXT_SM90, for architecture 9.0a
 
-// Every backend that is loaded; among those of one device the preferred one comes first.
+// All loaded backends; among the backends of one device the preferred one comes first.
 std::vector<const Backend*> backends();
 
 // Adds the backend of a library, as the last one of its device. The library exports, in extern "C", `const Backend*
@@ -78,8 +92,8 @@ constexpr uint64_t kBackendLayout = (uint64_t{sizeof(Backend)} << 48) + (uint64_
                                     (uint64_t{sizeof(DecodeParams)} << 16) + sizeof(CpuExecutor);
 void load_backend(const std::string& path);
 
-// Names a library for a device that has no backend yet. It is loaded once, when the first tensor of that device comes
-// or when load_announced_backend() is called: earlier, the libraries that it needs may not be in the process.
+// Names a library for a device that has no backend yet. It is loaded once, at the first tensor of that device or when
+// load_announced_backend() is called, because the libraries that it needs may not be in the process earlier.
 void announce_backend(const std::string& device, const std::string& path);
 void load_announced_backend(const std::string& device);
 
@@ -87,22 +101,24 @@ void load_announced_backend(const std::string& device);
 // or the forced one takes tensors of another device.
 const Backend& backend_for(const std::string& device);
 
-// The first backend of the device that can run this call, in the order of backends(); the forced one is the only one
-// asked. Where none can, `reason` is what the last one says, and it is returned. `refusal` is what a backend says of
-// the call, empty where it can run it.
+// The first backend of the device that can run this call, in the order of backends(); a forced backend is the only
+// candidate. If no backend can run the call, the last candidate is returned and `reason` is its refusal.
+// `refusal(backend)` is the reason why a backend cannot run the call, or empty.
 const Backend& backend_for(const std::string& device, const std::function<std::string(const Backend&)>& refusal,
                            std::string* reason);
 
-// What a backend says of a call with a cache.
+// Why a backend cannot run a decoding call; empty if it can.
 std::string refuses_decode(const Backend& backend, const DecodeParams& params);
+// Why a backend cannot compute the ops `jvp` and `second` of a call; empty if it can.
+std::string refuses_derivatives(const Backend& backend, const AttnParams& params);
 
 // Process-wide (the autograd engine runs the backward in threads of its own); an empty name chooses by device again.
 // Throws std::invalid_argument naming the choices.
 void force_backend(const std::string& name);
 std::string forced_backend();
 
-// Throws std::runtime_error, naming the choices, when FLASHATTN_EXT_CUDA_PATH is set to what is in no build at all.
-// Every call checks that, whatever its device; whether this build has the backend concerns only CUDA tensors.
+// Throws std::runtime_error, naming the choices, when FLASHATTN_EXT_CUDA_PATH names a backend that no build has. Every
+// call checks that on every device; whether this build has the backend matters only to CUDA tensors.
 void check_cuda_path();
 
 }  // namespace flashattn_ext

@@ -1,4 +1,4 @@
-// What is added to a logit because of where its score is: ALiBi (Press et al. 2021), a relative bias (Raffel et al.
+// Additive terms of a logit that depend on its position: ALiBi (Press et al. 2021), a relative bias (Raffel et al.
 // 2020, with one entry for each distance) and a bias of any shape. One definition for every backend.
 //
 //   logit(i, j) = capped score - slope * |d| + relative[clamp(d, -reach, reach) + reach] + bias[i][j],  d = j - i -
@@ -8,20 +8,22 @@
 //
 //   dslope = -sum g * |d|,  drelative[e] = the sum of g over the scores with that clamped distance,  dbias[i][j] = g
 //
-// each summed over everything that reads the same entry: batch entries, rows, for a bias also heads and rows that it
-// has in common.
+// each summed over all scores that read the same entry: over batch entries and rows, and for a bias over every
+// dimension in which it is broadcast.
 //
-// Centres. Three of these sums may run over all keys of a row: those for a slope, and for both ends of the relative
-// bias (distances of -reach and less, of reach and more). They add up g_j x_j, where x_j is |d|, or 1 in that end and 0
-// elsewhere. As g_j = p_j (dp_j - delta), an error of delta, which is made from an `out` of 16 bits, is multiplied by
-// sum p_j x_j, which may be far from 0, while the sum itself nearly cancels out. So the forward of a 16-bit call keeps
-// that number for each row, its centre c = sum p_j x_j, and the backward forms
+// Centres. Three of these sums may run over all keys of a row: the sum for a slope, and the sums for both ends of the
+// relative bias (distances of -reach and less, of reach and more). Each adds up g_j x_j, where x_j is |d|, or 1 in that
+// end and 0 elsewhere. As g_j = p_j (dp_j - delta), a rounding error of delta, which is computed from the rounded
+// `out`, is multiplied by sum p_j x_j, which may be far from 0, while the sum itself nearly cancels out. So the forward
+// keeps that number for each row, its centre c = sum p_j x_j (on the CPU for every dtype, on GPUs for 16 bits), and the
+// backward forms
 //
 //   sum_j g_j x_j = sum_j g_j (x_j - c) + c * (p_sink * delta + dlse)
 //
-// where p_sink is the weight of the row's sink, 0 without one, and the bracket is what the g_j of the whole row add up
-// to. The error of delta is then multiplied by sum p_j (x_j - c) - c * p_sink = 0. The equation holds for every c; a
-// centre that nobody has kept is 0. Both ends are one entry when reach is 0; each score counts for one of them.
+// where p_sink is the weight of the row's sink, 0 without one, and the bracket equals the sum of g_j over the whole
+// row. The error of delta is then multiplied by sum p_j (x_j - c) - c * p_sink = 0. The equation holds for every c; a
+// forward that keeps no centres leaves them 0. Both ends are one entry when reach is 0; each score counts for one of
+// them.
 #pragma once
 
 #include "params.h"
@@ -42,7 +44,7 @@ struct HeadBias {
   const void* bias = nullptr;  // of row 0 and key 0, in p.bias.dtype
   int64_t row_stride = 0;
 
-  FLASHATTN_HOST_DEVICE HeadBias() {}  // named, because FLASHATTN_HOST_DEVICE makes it a part of its caller
+  FLASHATTN_HOST_DEVICE HeadBias() {}  // user-provided, so that FLASHATTN_HOST_DEVICE forces it inline
   FLASHATTN_HOST_DEVICE static HeadBias of(const AttnParams& p, int64_t b, int64_t h) {
     HeadBias head;
     if (p.alibi_slopes) head.slope = static_cast<const Real*>(p.alibi_slopes)[b * p.alibi_batch_stride + h];

@@ -1,7 +1,10 @@
 #include "call_params.h"
 
 #include <ATen/ExpandUtils.h>
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/zeros.h>
 
 #include <limits>
@@ -11,6 +14,7 @@
 #include "huge_pages.h"
 #include "mask.h"
 #include "mask_extremes.h"
+#include "score.h"
 
 namespace flashattn_ext {
 
@@ -58,13 +62,13 @@ DType dtype_of(const at::Tensor& t) {
   }
 }
 
-// A contiguous tensor whose elements can be loaded so many bytes at once.
+// A contiguous tensor, aligned for loads of `bytes` bytes.
 at::Tensor aligned(const at::Tensor& t, size_t bytes) {
   const at::Tensor whole = t.contiguous();
   return reinterpret_cast<uintptr_t>(whole.const_data_ptr()) % bytes ? whole.clone() : whole;
 }
 
-// 0 where a tensor has one entry for all.
+// The stride of a dimension; 0 where the tensor is broadcast.
 int64_t shared_stride(const at::Tensor& t, int64_t dim) { return t.size(dim) == 1 ? 0 : t.stride(dim); }
 
 BiasView bias_view_of(const at::Tensor& t) {
@@ -72,7 +76,7 @@ BiasView bias_view_of(const at::Tensor& t) {
           shared_stride(t, 2)};
 }
 
-// What decides the logits beside q and k, as far as it is in memory.
+// Sets the pointers of the tensors that change the logits.
 void set_scores(const AttnCall& c, AttnParams* p) {
   if (c.alibi_slopes) {
     p->alibi_slopes = c.alibi_slopes->const_data_ptr();
@@ -116,7 +120,7 @@ AttnCall readable(AttnCall c, const Backend& backend) {
   }
   if (c.mask_intervals) {
     const Origin origin = origin_of(c.origin);
-    if (origin.row > 0) {  // The pairs count rows as the larger call does, kernels those of this one.
+    if (origin.row > 0) {  // Intervals count rows of the larger call, kernels count rows of this call.
       c.mask_intervals = c.mask_intervals->clamp_min(0).sub(origin.row);
       c.mask_extremes = mask_extremes(*c.mask_intervals);
     }
@@ -159,7 +163,8 @@ void set_options(const AttnCall& c, AttnParams* params) {
   p.window_left = c.window_left.expect_int();
   p.window_right = c.causal ? 0 : c.window_right.expect_int();  // causal caps the right side, and no side is below 0
   p.softmax_scale = c.softmax_scale.expect_float();
-  p.softcap = c.softcap.expect_float();
+  const double softcap = c.softcap.expect_float();
+  p.softcap = softcap < kUncapped ? softcap : 0;
   set_scores(c, &p);
   p.has_sink = c.smooth_softmax || c.sink;
   p.dropout_threshold = dropout_threshold(c.dropout_p.expect_float());
@@ -195,6 +200,49 @@ void set_rows_of_no_sequence(const AttnCall& c, const at::Tensor& out, const at:
   set_rows_of_no_sequence(c.cu_seqlens_q, lse, 1, -std::numeric_limits<double>::infinity());
 }
 
+at::Tensor new_row_maxima(const AttnCall& c, bool wanted, AttnParams* params) {
+  if (!wanted) return {};
+  const at::Tensor maxima = at::empty_symint(c.lse_shape(), c.q.options().dtype(c.statistics_dtype()));
+  params->row_maxima = row_view_of(c, maxima);
+  return maxima;
+}
+
+namespace {
+
+at::TensorOptions max_logits_options(const AttnCall& c) { return c.q.options().dtype(at::kFloat); }
+
+// Reduces row maxima to one maximum per sequence: [Hq, total_q] to [sequences, Hq]. The host cannot read cu_seqlens of
+// an accelerator, so rows of no sequence, which no kernel writes, go to one more sequence, which is dropped.
+at::Tensor largest_of_sequences(const AttnCall& c, const at::Tensor& row_maxima) {
+  const int64_t sequences = c.cu_seqlens_q->numel() - 1, heads = row_maxima.size(0);
+  const at::Tensor rows = at::arange(row_maxima.size(1), c.cu_seqlens_q->options());
+  const at::Tensor ends = c.cu_seqlens_q->narrow(0, 1, sequences).contiguous();
+  const at::Tensor sequence_of = at::searchsorted(ends, rows, /*out_int32=*/false, /*right=*/true)
+                                     .masked_fill_(rows.lt(c.cu_seqlens_q->select(0, 0)), sequences);
+  const at::Tensor largest =
+      at::full({heads, sequences + 1}, -std::numeric_limits<double>::infinity(), row_maxima.options());
+  largest.scatter_reduce_(1, sequence_of.expand(row_maxima.sizes()), row_maxima, "amax");
+  return largest.narrow(1, 0, sequences).t();
+}
+
+}  // namespace
+
+at::Tensor largest_of_rows_meta(const AttnCall& c, bool wanted) {
+  return wanted ? at::empty_symint(c.max_logits_shape(), max_logits_options(c)) : at::empty({0}, max_logits_options(c));
+}
+
+at::Tensor largest_of_rows(const AttnCall& c, const at::Tensor& row_maxima, const AttnParams& params,
+                           const Backend& backend) {
+  const at::Tensor results = largest_of_rows_meta(c, row_maxima.defined());
+  if (results.numel() == 0) return results;
+  if (backend.max_logits) {
+    backend.max_logits(params, results.data_ptr<float>());
+    return results;
+  }
+  if (row_maxima.numel() == 0) return results.fill_(-std::numeric_limits<double>::infinity());
+  return results.copy_(c.is_varlen() ? largest_of_sequences(c, row_maxima) : row_maxima.amax(-1));
+}
+
 namespace {
 
 at::Tensor zeros_in_huge_pages(at::IntArrayRef sizes, const at::TensorOptions& options) {
@@ -222,7 +270,7 @@ BiasGradients zeroed_bias_gradients(const AttnCall& c, const BackwardCall& b, co
   if (c.bias->sizes() == scores) {
     zeroed.bias = zeros_in_huge_pages(scores, c.bias->options());
   } else {
-    const bool in_order = &backend == &cpu_backend();  // whatever the number of threads
+    const bool in_order = &backend == &cpu_backend();  // the CPU backend adds in a fixed order
     zeroed.bias = zeros_in_huge_pages(c.deterministic && !in_order ? at::IntArrayRef(scores) : c.bias->sizes(), sums);
   }
   return zeroed;
@@ -239,8 +287,10 @@ BiasGradients finished(const BiasGradients& sums, const AttnCall& given) {
     if (!sum.defined()) return at::empty({0}, given.q.options().dtype(given.statistics_dtype()));
     return as_dtype(at::sum_to(sum, input->sizes()), input->scalar_type());
   };
-  return {of(sums.alibi_slopes, given.alibi_slopes), of(sums.relative_bias, given.relative_bias),
-          of(sums.bias, given.bias)};
+  return {
+#define CALL_BIAS(name, dims, takers, check) of(sums.name, given.name),
+#include "options.def"
+  };
 }
 
 BiasGradients finished_meta(const AttnCall& given, const BackwardCall& b) {
@@ -248,8 +298,10 @@ BiasGradients finished_meta(const AttnCall& given, const BackwardCall& b) {
     if (!needed || !input) return at::empty({0}, given.q.options().dtype(given.statistics_dtype()));
     return at::empty_symint(input->sym_sizes(), input->options());
   };
-  return {of(b.needs_dalibi_slopes, given.alibi_slopes), of(b.needs_drelative_bias, given.relative_bias),
-          of(b.needs_dbias, given.bias)};
+  return {
+#define CALL_BIAS(name, dims, takers, check) of(b.needs_d##name, given.name),
+#include "options.def"
+  };
 }
 
 }  // namespace flashattn_ext

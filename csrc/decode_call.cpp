@@ -3,7 +3,10 @@
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "mask_extremes.h"
 #include "validate.h"
@@ -13,45 +16,31 @@ namespace flashattn_ext {
 std::string decode_schema(bool appends) {
   const std::string k_mark = appends ? "(a!)" : "", v_mark = appends ? "(b!)" : "";
   return "Tensor q, Tensor" + k_mark + " k_cache, Tensor" + v_mark +
-         " v_cache, Tensor? k, Tensor? v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rotary_cos, "
-         "Tensor? rotary_sin, Tensor? cache_seqlens, Tensor? cache_batch_idx, Tensor? cache_leftpad, "
-         "Tensor? block_table, Tensor? sink, Tensor? alibi_slopes, Tensor? mask_intervals, Tensor? mask_extremes, "
-         "SymInt max_seqlen_q, SymInt max_seqlen_k, SymInt cache_seqlen, bool rotary_interleaved, "
-         "Scalar softmax_scale, Scalar softcap, bool causal, SymInt window_left, SymInt window_right, "
-         "bool smooth_softmax, SymInt num_splits";
+         " v_cache, Tensor? k, Tensor? v, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_seqlens, "
+         "Tensor? cache_batch_idx, Tensor? cache_leftpad, Tensor? block_table, SymInt cache_seqlen, "
+         "bool rotary_interleaved, SymInt num_splits, bool returns_max_logits" +
+         schema_of_options(Takers::kEveryOp);
 }
 
 DecodeCall read_decode_call(Arguments* arguments) {
   Arguments& next = *arguments;
-  DecodeCall c{};
+  DecodeCall c;
   c.q = next.tensor();
   c.k = next.tensor();
   c.v = next.tensor();
   c.k_new = next.maybe_tensor();
   c.v_new = next.maybe_tensor();
-  c.cu_seqlens_q = next.maybe_tensor();
-  c.cu_seqlens_k = next.maybe_tensor();
   c.rotary_cos = next.maybe_tensor();
   c.rotary_sin = next.maybe_tensor();
   c.cache_seqlens = next.maybe_tensor();
   c.cache_batch_idx = next.maybe_tensor();
   c.cache_leftpad = next.maybe_tensor();
   c.block_table = next.maybe_tensor();
-  c.sink = next.maybe_tensor();
-  c.alibi_slopes = next.maybe_tensor();
-  c.mask_intervals = next.maybe_tensor();
-  c.mask_extremes = next.maybe_tensor();
-  c.max_seqlen_q = next.integer();
-  c.max_seqlen_k = next.integer();
   c.cache_seqlen = next.integer();
   c.rotary_interleaved = next.flag();
-  c.softmax_scale = next.number();
-  c.softcap = next.number();
-  c.causal = next.flag();
-  c.window_left = next.integer();
-  c.window_right = next.integer();
-  c.smooth_softmax = next.flag();
   c.num_splits = next.integer();
+  c.returns_max_logits = next.flag();
+  next.options<Takers::kEveryOp>(&c);
   return c;
 }
 
@@ -92,7 +81,8 @@ void check_caches(const DecodeCall& c) {
     check_rank(name, *t, 4, c.block_table ? "[pages, page_size, heads, head_dim]" : "[batch, seqlen, heads, head_dim]");
     check_kind(name, *t, c);
     check_head_dim(name, *t);
-    // Elsewhere a copy would do. Here it would cost the time of the call many times over, and not be appended to.
+    // Other ops copy such a tensor. Copying a KV cache would take many times the time of the call, and new keys would
+    // be appended to the copy.
     TORCH_CHECK_VALUE(holds(t->sym_stride(-1).sym_eq(1).sym_or(t->sym_size(-1).sym_eq(1))), name,
                       ": expected a contiguous last dimension, got strides ", t->sym_strides());
   }
@@ -101,7 +91,7 @@ void check_caches(const DecodeCall& c) {
   check_shape("k_cache", c.k, {c.k.sym_size(0), c.k.sym_size(1), heads_k, c.q.sym_size(-1)}, "with the head_dim of q");
   check_shape("v_cache", c.v, {c.k.sym_size(0), c.k.sym_size(1), heads_k, c.v.sym_size(-1)}, "like k_cache");
   TORCH_CHECK_VALUE(heads_k > 0 ? heads_q % heads_k == 0 : heads_q == 0,
-                    "q: the number of query heads must be a multiple of the ", heads_k, " key heads, got ", heads_q,
+                    "q: the number of query heads must be a multiple of the ", heads_k, " KV heads, got ", heads_q,
                     " in shape ", c.q.sym_sizes());
 }
 
@@ -116,7 +106,7 @@ void check_places(const DecodeCall& c) {
     return;
   }
   TORCH_CHECK_VALUE(!c.cache_batch_idx,
-                    "cache_batch_idx: expected None with a block_table, whose rows are those of the batch; give "
+                    "cache_batch_idx: expected None with a block_table, which has one row per sequence; give "
                     "block_table[cache_batch_idx] instead");
   const at::Tensor& table = *c.block_table;
   TORCH_CHECK_TYPE(table.scalar_type() == at::kInt, "block_table: expected dtype int32, got ", table.scalar_type());
@@ -126,6 +116,80 @@ void check_places(const DecodeCall& c) {
   TORCH_CHECK_VALUE(holds(c.page_size().sym_ge(16)) && holds((c.page_size() % 16).sym_eq(0)),
                     "k_cache: expected pages of a multiple of 16 keys, got ", c.page_size(), " in shape ",
                     c.k.sym_sizes());
+}
+
+// Throws if elements of a cache that is written to share memory, as in an expanded tensor.
+void check_places_are_apart(const char* name, const at::Tensor& cache) {
+  if (cache.is_meta() || at::isTensorSubclassLike(cache) || cache.numel() == 0) return;  // checked when the graph runs
+  std::vector<std::pair<int64_t, int64_t>> strides;  // (stride, size) of each dimension
+  for (int64_t dim = 0; dim < cache.dim(); ++dim) {
+    if (cache.size(dim) > 1) strides.emplace_back(cache.stride(dim), cache.size(dim));
+  }
+  std::sort(strides.begin(), strides.end());
+  int64_t extent = 1;  // elements that the dimensions so far span
+  for (const auto& [stride, size] : strides) {
+    TORCH_CHECK_VALUE(stride >= extent, name, ": new keys are written to it, and elements of it share memory: strides ",
+                      cache.strides(), " for shape ", cache.sizes(), "; give a cache that owns its memory (", name,
+                      ".contiguous() makes one)");
+    extent += (size - 1) * stride;
+  }
+}
+
+// A dimension of two tensors with the same stride in both: an element of one and an element of the other, `difference`
+// apart in that dimension, are difference * stride apart in memory.
+struct CommonDimension {
+  int64_t stride, least, most;  // least and most: of the difference
+};
+
+// Whether sum of difference_i * stride_i over the dimensions from `first` on, with strides in descending order, can be
+// `distance`.
+bool reaches(const std::vector<CommonDimension>& dimensions, size_t first, int64_t distance) {
+  if (first == dimensions.size()) return distance == 0;
+  int64_t least = 0, most = 0;  // what the dimensions after `first` reach
+  for (size_t i = first + 1; i < dimensions.size(); ++i) {
+    least += dimensions[i].least * dimensions[i].stride;
+    most += dimensions[i].most * dimensions[i].stride;
+  }
+  const auto& [stride, least_difference, most_difference] = dimensions[first];
+  const int64_t begin = std::max(least_difference, (distance - most) / stride - 1);
+  const int64_t end = std::min(most_difference, (distance - least) / stride + 1);
+  for (int64_t difference = begin; difference <= end; ++difference) {
+    const int64_t rest = distance - difference * stride;
+    if (least <= rest && rest <= most && reaches(dimensions, first + 1, rest)) return true;
+  }
+  return false;
+}
+
+// Whether an element of `a` is an element of `b`. Of tensors that differ in a stride only the first elements are
+// compared. Halves of one tensor that alternate in memory share no element.
+bool share_elements(const at::Tensor& a, const at::Tensor& b) {
+  const auto begin_a = reinterpret_cast<intptr_t>(a.const_data_ptr());
+  const auto begin_b = reinterpret_cast<intptr_t>(b.const_data_ptr());
+  if (a.numel() == 0 || b.numel() == 0) return false;
+  if (begin_a == begin_b) return true;
+  std::vector<CommonDimension> dimensions;
+  for (int64_t dim = 0; dim < a.dim(); ++dim) {
+    const int64_t size_a = a.size(dim), size_b = b.size(dim);
+    if (size_a == 1 && size_b == 1) continue;
+    if (size_a > 1 && size_b > 1 && a.stride(dim) != b.stride(dim)) return false;
+    dimensions.push_back({size_a > 1 ? a.stride(dim) : b.stride(dim), 1 - size_b, size_a - 1});
+  }
+  std::sort(dimensions.begin(), dimensions.end(), [](const auto& x, const auto& y) { return x.stride > y.stride; });
+  const int64_t distance = begin_b - begin_a, element = a.element_size();
+  return distance % element == 0 && reaches(dimensions, 0, distance / element);
+}
+
+void check_caches_are_apart(const DecodeCall& c) {
+  check_places_are_apart("k_cache", c.k);
+  check_places_are_apart("v_cache", c.v);
+  for (const at::Tensor* t : {&c.k, &c.v}) {
+    if (t->is_meta() || at::isTensorSubclassLike(*t)) return;  // checked when the graph runs
+  }
+  TORCH_CHECK_VALUE(!share_elements(c.k, c.v),
+                    "v_cache: new keys are written to k_cache and new values to v_cache, and the two share memory, got "
+                    "shapes ",
+                    c.k.sizes(), " and ", c.v.sizes(), " with strides ", c.k.strides(), " and ", c.v.strides(),
+                    "; give caches that do not overlap, or write the keys yourself and call without k and v");
 }
 
 void check_new_keys(const DecodeCall& c) {
@@ -146,6 +210,7 @@ void check_new_keys(const DecodeCall& c) {
   check_shape("v", *c.v_new, {batch, count, heads, c.v.sym_size(3)}, "[batch, new keys, heads, head_dim]");
   TORCH_CHECK_VALUE(holds(count.sym_le(c.capacity())), "k: expected at most the ", c.capacity(),
                     " keys that the cache has room for, got ", count);
+  check_caches_are_apart(c);
 }
 
 void check_rotary(const DecodeCall& c) {
@@ -184,11 +249,11 @@ void check_mask(const DecodeCall& c) {
       ", keys, 2] (batch, heads, the last keys of each sequence, first and last), got ", intervals.sym_sizes());
 }
 
-// --- values, where they are on the CPU and no stand-ins of a graph that is being traced ---
+// --- values of CPU tensors; the fake tensors of a traced graph have none ---
 
 bool is_readable(const std::optional<at::Tensor>& t) { return t && t->is_cpu() && !at::isTensorSubclassLike(*t); }
 
-// `least` and `most` of sequence b.
+// Checks that the value of each sequence b is in [least, most(b)].
 template <class Least, class Most>
 void check_values(const char* name, const std::optional<at::Tensor>& t, Least least, Most most) {
   if (!is_readable(t)) return;
@@ -197,6 +262,21 @@ void check_values(const char* name, const std::optional<at::Tensor>& t, Least le
   for (int64_t b = 0; b < flat.numel(); ++b) {
     TORCH_CHECK_VALUE(least <= values[b] && values[b] <= most(b), name, ": expected ", least, " to ", most(b),
                       " for sequence ", b, ", got ", values[b]);
+  }
+}
+
+// Checks that no two sequences, which append keys in any order, have the same entry of the cache.
+void check_entries_are_apart(const DecodeCall& c) {
+  if (!c.k_new || holds(c.new_keys().sym_eq(0)) || !is_readable(c.cache_batch_idx)) return;
+  const at::Tensor flat = c.cache_batch_idx->contiguous();
+  std::vector<std::pair<int32_t, int64_t>> entries;  // (entry, sequence)
+  for (int64_t b = 0; b < flat.numel(); ++b) entries.emplace_back(flat.const_data_ptr<int32_t>()[b], b);
+  std::sort(entries.begin(), entries.end());
+  for (size_t i = 1; i < entries.size(); ++i) {
+    TORCH_CHECK_VALUE(entries[i].first != entries[i - 1].first,
+                      "cache_batch_idx: new keys are written to the entries that it names, expected each at most once, "
+                      "got ",
+                      entries[i].first, " for the sequences ", entries[i - 1].second, " and ", entries[i].second);
   }
 }
 
@@ -209,6 +289,7 @@ void check_lengths(const DecodeCall& c) {
   const int64_t capacity = c.capacity().expect_int(), room = capacity - c.new_keys().expect_int();
   check_values("cache_seqlens", c.cache_seqlens, 0, [&](int64_t) { return room; });
   check_values("cache_batch_idx", c.cache_batch_idx, 0, [&](int64_t) { return c.k.size(0) - 1; });
+  check_entries_are_apart(c);
   const bool has_lengths = is_readable(c.cache_seqlens);
   const at::Tensor lengths = has_lengths ? c.cache_seqlens->contiguous() : at::Tensor();
   const int64_t length = c.cache_seqlen < 0 ? capacity : c.cache_seqlen.expect_int();
@@ -229,7 +310,7 @@ void validate(const DecodeCall& c) {
   TORCH_CHECK_VALUE(c.cu_seqlens_q.has_value() == c.cu_seqlens_k.has_value(),
                     "cu_seqlens: cu_seqlens_q and cu_seqlens_k must be given together");
   check_caches(c);
-  check_options(c);
+  check_numbers(c);
   if (c.is_varlen()) {
     check_cu_seqlens("cu_seqlens_q", *c.cu_seqlens_q, c, "q", &c.q, c.max_seqlen_q);
     check_cu_seqlens("cu_seqlens_k", *c.cu_seqlens_k, c, "k", nullptr, c.max_seqlen_k);
@@ -242,7 +323,7 @@ void validate(const DecodeCall& c) {
   check_new_keys(c);
   check_rotary(c);
   check_lengths(c);
-  if (c.alibi_slopes) check_alibi_slopes(c);
+  check_tensors(c);
   TORCH_CHECK_VALUE(c.mask_intervals.has_value() == c.mask_extremes.has_value(),
                     "mask: mask_intervals and mask_extremes must be given together");
   if (c.mask_intervals) check_mask(c);

@@ -1,11 +1,12 @@
-// The op of calls with a key-value cache, torch.ops.flashattn_ext.decode: `default` reads the caches, `append` writes
-// new keys and values to them first. Their overloads `call` and `append_call` are what Python calls, as in ops.cpp.
+// The decoding op, torch.ops.flashattn_ext.decode: `default` reads the KV caches, `append` first writes new keys and
+// values to them. Python calls their overloads `call` and `append_call`, as in ops.cpp.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/library.h>
 
 #include <string>
+#include <utility>
 
 #include "call_params.h"
 #include "decode_call.h"
@@ -17,7 +18,7 @@ namespace {
 
 using Stack = torch::jit::Stack;
 
-// A dense view of a cache or of new keys; `view_of` would take those of a packed call for packed.
+// A dense view of a cache or of new keys. In a packed call `view_of` would treat them as packed tensors.
 TensorView view_of_keys(const at::Tensor& t) {
   return {const_cast<void*>(t.const_data_ptr()), t.stride(0), t.stride(1), t.stride(2)};
 }
@@ -28,7 +29,7 @@ const int32_t* integers_of(std::optional<at::Tensor>* t) {
   return (*t)->const_data_ptr<int32_t>();
 }
 
-// All but where the tensors of the call are in memory, which `set_decode_memory` adds.
+// Sets everything except pointers and strides, which `set_decode_memory` sets.
 void set_decode_options(const DecodeCall& c, DecodeParams* params) {
   DecodeParams& p = *params;
   set_options(c, &p);
@@ -57,12 +58,37 @@ void set_decode_options(const DecodeCall& c, DecodeParams* params) {
   p.mask_keys = c.mask_intervals ? c.mask_intervals->size(2) : 0;
 }
 
-// Replaces small tensors by ones that kernels can read.
+// The address range of a tensor: first byte and one past the last.
+std::pair<const char*, const char*> memory_of(const at::Tensor& t) {
+  int64_t last = 0;
+  for (int64_t dim = 0; dim < t.dim(); ++dim) last += (t.size(dim) - 1) * t.stride(dim);
+  const auto* const begin = static_cast<const char*>(t.const_data_ptr());
+  return {begin, t.numel() ? begin + (last + 1) * static_cast<int64_t>(t.element_size()) : begin};
+}
+bool may_overlap(const at::Tensor& a, const at::Tensor& b) {
+  const auto [a_begin, a_end] = memory_of(a);
+  const auto [b_begin, b_end] = memory_of(b);
+  return a_begin < b_end && b_begin < a_end;
+}
+
+// Copies the inputs of an appending call that overlap a cache in memory: kernels append rows in any order and read q
+// afterwards.
+void copy_what_is_written_to(DecodeCall* c) {
+  const auto copy = [c](at::Tensor* t) {
+    if (may_overlap(*t, c->k) || may_overlap(*t, c->v)) *t = t->clone(at::MemoryFormat::Contiguous);
+  };
+  copy(&c->q);
+  for (std::optional<at::Tensor>* t : {&c->k_new, &c->v_new, &c->rotary_cos, &c->rotary_sin}) {
+    if (*t) copy(&**t);
+  }
+}
+
+// Replaces small tensors by contiguous copies where kernels need them.
 void make_readable(DecodeCall* call, const Backend& backend) {
   DecodeCall& c = *call;
   const at::Tensor k_cache = c.k, v_cache = c.v;
   static_cast<AttnCall&>(c) = readable(c, backend);
-  c.k = k_cache;  // what is appended must be in the caches themselves
+  c.k = k_cache;  // appended keys must go to the caches themselves, not to copies
   c.v = v_cache;
   for (std::optional<at::Tensor>* t : {&c.k_new, &c.v_new}) {
     if (*t) *t = with_readable_rows(**t, 1, backend);
@@ -70,6 +96,7 @@ void make_readable(DecodeCall* call, const Backend& backend) {
   for (std::optional<at::Tensor>* t : {&c.rotary_cos, &c.rotary_sin}) {
     if (*t) *t = (*t)->contiguous();
   }
+  if (c.k_new) copy_what_is_written_to(&c);
 }
 
 void set_decode_memory(DecodeCall* call, const at::Tensor& out, const at::Tensor& lse, DecodeParams* params) {
@@ -102,6 +129,7 @@ void decode(const c10::OperatorHandle& op, Stack* stack) {
   validate(c);
   const Device device(c.q);
   DecodeParams p;
+  const at::Tensor row_maxima = new_row_maxima(c, c.returns_max_logits && !c.q.is_meta(), &p);
   const Backend* backend = nullptr;
   if (!c.q.is_meta()) {
     set_decode_options(c, &p);
@@ -110,14 +138,14 @@ void decode(const c10::OperatorHandle& op, Stack* stack) {
   }
   const at::Tensor out = at::empty_symint(c.out_shape(), c.q.options());
   const at::Tensor lse = at::empty_symint(c.lse_shape(), c.q.options().dtype(c.statistics_dtype()));
-  if (!backend) return arguments.finish(out, lse);
+  if (!backend) return arguments.finish(out, lse, largest_of_rows_meta(c, c.returns_max_logits));
 
   make_readable(&c, *backend);
   set_decode_memory(&c, out, lse, &p);
   const at::Tensor workspace = workspace_for(c.q, backend->decode_workspace_bytes(p), &p);
   set_rows_of_no_sequence(c, out, lse);
   backend->decode(p);
-  arguments.finish(out, lse);
+  arguments.finish(out, lse, largest_of_rows(c, row_maxima, p, *backend));
 }
 
 template <bool kAppends>
@@ -125,17 +153,18 @@ void decode_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack*
   static const c10::OperatorHandle pure = c10::Dispatcher::singleton().findSchemaOrThrow(
       kAppends ? "flashattn_ext::decode_append" : "flashattn_ext::decode", "");
   push_scalars(op, stack);
-  // The keys are those that the overload has kernels for; the op has one more (autograd.cpp).
+  // `keys` are the dispatch keys of the overload `call`; the op also has a kernel for ADInplaceOrView (autograd.cpp).
   const bool counts = kAppends && !c10::impl::tls_is_dispatch_key_excluded(c10::DispatchKey::ADInplaceOrView);
   pure.redispatchBoxed(counts ? keys.add(c10::DispatchKey::ADInplaceOrView) : keys, stack);
 }
 
 }  // namespace
 
-// Two names: torch's registry of operators cannot tell overloads that differ in what they write to alone.
+// Two op names, because torch's operator registry cannot distinguish overloads that differ only in mutability.
 TORCH_LIBRARY_FRAGMENT(flashattn_ext, m) {
   const auto def = [&m](const std::string& name, bool appends, const std::string& scalars) {
-    const std::string schema = name + "(" + decode_schema(appends) + scalars + ") -> (Tensor out, Tensor lse)";
+    const std::string schema =
+        name + "(" + decode_schema(appends) + scalars + ") -> (Tensor out, Tensor lse, Tensor max_logits)";
     m.def(schema.c_str(), {at::Tag::pt2_compliant_tag});
   };
   def("decode", false, ", Tensor[] scalars");

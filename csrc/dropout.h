@@ -2,8 +2,8 @@
 // backend.
 //
 // Generator: Philox4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). One call
-// serves the 16 scores {i, i + 8} x {j, j + 8} of four neighbouring 16-key blocks, which one thread of a tensor-core
-// tile holds. docs/dropout.md states the mapping in words.
+// serves the 16 scores {i, i + 8} x {j, j + 8} of four adjacent 16-key blocks, which one thread of a tensor-core tile
+// holds in its fragment. docs/dropout.md states the mapping in words.
 #pragma once
 
 #include "portable.h"
@@ -50,7 +50,7 @@ FLASHATTN_HOST_DEVICE PhiloxWords philox(PhiloxKey key, uint32_t c0, uint32_t c1
   return {{c0, c1, c2, c3}};
 }
 
-// Words of the call that serves score (i, j): they depend on i / 16, i % 8, j / 64 and j % 8 alone.
+// Words of the generator call that serves score (i, j): they depend only on i / 16, i % 8, j / 64 and j % 8.
 FLASHATTN_HOST_DEVICE PhiloxWords dropout_words(PhiloxKey key, int64_t batch, int64_t head, int64_t i, int64_t j) {
   return philox(key, static_cast<uint32_t>(batch), static_cast<uint32_t>(j / 64),
                 static_cast<uint32_t>(head * 64 + (i % 8) * 8 + j % 8), static_cast<uint32_t>(i / 16));

@@ -12,7 +12,7 @@ namespace {
 
 using torch::jit::Stack;
 
-// Appends a value as a boxed op takes it; false for a value of another type than those of eager_op().
+// Pushes a value as an argument of a boxed op; false if eager_op() does not support its type.
 bool push(PyObject* value, Stack* stack) {
   if (value == Py_None) {
     stack->emplace_back();
@@ -48,7 +48,7 @@ PyObject* call(PyObject* self, PyObject* const* arguments, Py_ssize_t count) {
   if (static_cast<size_t>(count) != op.schema().arguments().size() || at::impl::torch_function_mode_enabled())
     Py_RETURN_NONE;
   Stack stack;
-  stack.reserve(count + 2);  // ops add to their arguments
+  stack.reserve(count + 2);  // ops append arguments
   for (Py_ssize_t i = 0; i < count; ++i) {
     if (!push(arguments[i], &stack)) Py_RETURN_NONE;
   }

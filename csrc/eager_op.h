@@ -8,10 +8,10 @@
 namespace flashattn_ext {
 
 // The overload `call` of an op, as a function of its positional arguments: exact Tensors, None, bool, int, float and
-// lists of int. It returns None, and nothing has run, where torch has to look at the arguments itself: subclasses of
-// Tensor, symbolic numbers, modes that override functions of torch, another number of arguments.
+// lists of int. It returns None without running anything where torch's own parser is needed: Tensor subclasses,
+// symbolic numbers, modes that override torch functions, another number of arguments.
 //
-// torch takes a tenth of a microsecond for an argument, of which an op of attention has two dozen.
+// torch's parser takes a tenth of a microsecond per argument; an attention op has two dozen arguments.
 pybind11::object eager_op(const std::string& name);
 
 }  // namespace flashattn_ext

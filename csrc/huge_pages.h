@@ -1,7 +1,7 @@
 // Memory of large tensors on the CPU.
 //
-// The gradient of a bias has a page of 4 KB for every 1024 scores or 2048, and the first write to each of them is a
-// trap into the system that takes longer than the scores: 10 ms for 32 MB on an EPYC, 2 ms in pages of 2 MB.
+// The gradient of a bias takes a 4 KB page for every 1024 or 2048 scores. The page fault of the first write to each
+// page takes longer than computing the scores: 10 ms for 32 MB on an EPYC, 2 ms with 2 MB pages.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,8 +14,7 @@
 
 namespace flashattn_ext {
 
-// Asks the system to back a tensor that nobody has written yet with huge pages, if it is on the CPU and large. It may
-// decline, which costs nothing but time.
+// Advises the operating system to back a large, still unwritten CPU tensor with huge pages. It may decline.
 inline void ask_for_huge_pages(const at::Tensor& t) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = 4096, kHugePage = uintptr_t{1} << 21;

@@ -1,11 +1,11 @@
 // Which keys a query sees, and which queries a key is seen by: the one definition for every backend. A kernel asks it
-//   which tiles to visit          keys_of, rows_of: everything outside of these ranges is hidden
-//   whether to compare positions  visibility, keys_of_all, rows_of_all: a tile that is seen whole needs no comparison
+//   which tiles to visit          keys_of, rows_of: everything outside of these ranges is masked
+//   whether to compare positions  visibility, keys_of_all, rows_of_all: a fully visible tile needs no comparison
 //   what a single row sees        keys_of(i, i + 1), or rows_of(j, j + 1) for a single key
 //
 // Causal is a window without keys on the right. Windows are aligned to the bottom right corner: query i is at the
-// position of key i + Sk - Sq. Where the call is a part of a larger one that says where its rows and keys are (Origin),
-// query i is at the position of key i + origin.row - origin.key.
+// position of key i + Sk - Sq. In a call with an Origin that places its rows and keys in a larger call, query i is at
+// the position of key i + origin.row - origin.key.
 #pragma once
 
 #include "params.h"
@@ -22,8 +22,9 @@ struct BasicIndexRange {
 // How much of a pair of tiles is visible.
 enum class Visibility { kNone, kSome, kAll };
 
-// The mask of one sequence. Index: int64_t, or int32_t where registers are scarce and sequences shorter than 2^30.
-// kPlaced: whether an origin may place the rows; kernels that have no register for it run calls without one.
+// The mask of one sequence. Index: int64_t, or int32_t to save registers where sequences are shorter than 2^30.
+// kPlaced: whether an origin may place the rows; kernels without a spare register for it run only calls without an
+// origin.
 template <class Index, bool kPlaced = true>
 struct BasicMask {
   using Range = BasicIndexRange<Index>;
@@ -47,7 +48,7 @@ struct BasicMask {
     }
   }
 
-  // A side beyond every sequence is as good as unbounded, and must not overflow an index.
+  // A window side longer than every sequence counts as unbounded, so that it cannot overflow Index.
   FLASHATTN_HOST_DEVICE static Index bounded(int64_t window) {
     constexpr int64_t kLongest = int64_t{1} << (8 * sizeof(Index) - 2);
     return window >= kLongest ? kUnbounded : static_cast<Index>(window);
@@ -110,20 +111,20 @@ struct BasicMask {
 
 // --- a Mask's intervals ------------------------------------------------------------------------------------------
 //
-// With a Mask a key is seen by the rows of its own interval as well as of BasicMask: by their intersection. Whether a
-// pair of tiles is hidden, whole or partial is decided by the extremes of the intervals of its keys.
+// With a Mask a row sees a key if both the key's interval and BasicMask contain the row. The extremes of the intervals
+// of its keys decide whether a tile is fully masked, fully visible or partial.
 
-constexpr int64_t kMaskGranule = 16;  // keys of the extremes of the fine level
-constexpr int64_t kMaskSuper = 64;    // granules of the extremes of the coarse level
+constexpr int64_t kMaskGranule = 16;  // keys per extreme of the fine level
+constexpr int64_t kMaskSuper = 64;    // granules per extreme of the coarse level
 
-// Some keys in four numbers: rows in [any_first, any_last) see at least one of them (and others none), rows in
-// [all_first, all_last) see every key. Either may be empty, with the end at or below the begin. The layout is that of
-// IntervalView::extremes.
+// The intervals of several keys in four numbers: only rows in [any_first, any_last) see any of the keys, and rows in
+// [all_first, all_last) see all of them. Either may be empty, with the end at or below the begin.
+// IntervalView::extremes has this layout.
 struct IntervalExtremes {
   int32_t any_first, any_last;
   int32_t all_first, all_last;
 
-  // The extremes of no key at all.
+  // The neutral element of add().
   FLASHATTN_HOST_DEVICE static IntervalExtremes none() { return {INT32_MAX, 0, 0, INT32_MAX}; }
   FLASHATTN_HOST_DEVICE void add(const IntervalExtremes& other) {
     if (other.any_first < any_first) any_first = other.any_first;
@@ -137,18 +138,19 @@ struct IntervalExtremes {
   }
 };
 
-// The head of the Mask that query head h reads. In 32 bits, which GPUs divide much faster than 64.
+// The head of the Mask that query head h reads. 32-bit division is much faster than 64-bit division on GPUs.
 FLASHATTN_HOST_DEVICE int64_t mask_head(const AttnParams& p, int64_t h) {
   return static_cast<uint32_t>(h) / (static_cast<uint32_t>(p.heads_q) / static_cast<uint32_t>(p.intervals.heads));
 }
-// The pairs of the keys of one sequence for a query head, from its first key on. key_start: of its first key among the
-// packed rows, 0 in a dense call.
+// The (first, last) pairs of one sequence for a query head, from the first key on. key_start: index of the first key
+// among the packed rows, 0 in a dense call.
 FLASHATTN_HOST_DEVICE const int32_t* head_intervals(const AttnParams& p, int64_t b, int64_t h, int64_t key_start) {
   const IntervalView& v = p.intervals;
   return v.data + 2 * (b * v.batch_stride + mask_head(p, h) * v.head_stride + key_start);
 }
 // The extremes of a query head, from granule 0 of its batch entry or of the packed keys on. Granules at the ends of a
-// packed sequence may count keys of its neighbours: then a tile looks more visible or less whole than it is.
+// packed sequence may include keys of adjacent sequences, which is conservative: a tile may then be classified as
+// partial although it is fully masked or fully visible.
 FLASHATTN_HOST_DEVICE const IntervalExtremes* head_extremes(const AttnParams& p, int64_t b, int64_t h) {
   const IntervalView& v = p.intervals;
   return reinterpret_cast<const IntervalExtremes*>(v.extremes) + b * v.extremes_batch_stride +

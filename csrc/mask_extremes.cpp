@@ -1,5 +1,5 @@
-// mask_extremes by the backend of the device where it has a kernel for that, otherwise in torch's own operators, which
-// run on every device that torch knows.
+// mask_extremes: the kernel of the device's backend if it has one, otherwise torch operators, which run on every
+// device.
 #include "mask_extremes.h"
 
 #include <ATen/ops/amax.h>
@@ -26,7 +26,7 @@ void check(const at::Tensor& intervals) {
 
 int64_t divided_up(int64_t count, int64_t divisor) { return (count + divisor - 1) / divisor; }
 
-// The rows [.., n, 2] as [.., groups, size, 2]. Missing rows at the end repeat the last one, which changes no extreme.
+// Reshapes [.., n, 2] to [.., groups, size, 2]. The last row is repeated as padding, which changes no extreme.
 at::Tensor grouped(const at::Tensor& rows, int64_t size) {
   const int64_t count = rows.size(-2), groups = divided_up(count, size), missing = groups * size - count;
   std::vector<int64_t> tail = rows.sizes().vec();
@@ -35,10 +35,10 @@ at::Tensor grouped(const at::Tensor& rows, int64_t size) {
   return whole.unflatten(-2, {groups, size});
 }
 
-// A backend that has a kernel for it and can run on the current device, whose stream goes into the params; null: none.
+// The backend with a mask_extremes kernel that can run on the current device; sets p->stream. nullptr if there is none.
 const Backend* backend_with_kernel(const at::Tensor& intervals, const Device& device, AttnParams* p) {
   const std::string name = device_name(intervals);
-  p->dtype = DType::kFloat16;  // there is no q; every backend has this type
+  p->dtype = DType::kFloat16;  // there is no q; every backend supports this type
   for (const Backend* backend : backends()) {
     if (name != backend->device || !backend->mask_extremes || !backend->supports(*p, false).empty()) continue;
     p->stream = device.stream(*backend);
@@ -75,14 +75,14 @@ at::Tensor mask_extremes(const at::Tensor& intervals) {
     backend->mask_extremes(p, extremes.data_ptr<int32_t>());
     return extremes;
   }
-  // (INT_MAX, 0) for a key that no row sees widens no interval of `any` and leaves nothing of `all`.
+  // A key that is masked for every row becomes (INT_MAX, 0): it does not widen `any` and makes `all` empty.
   constexpr int32_t kMax = std::numeric_limits<int32_t>::max();
-  const at::Tensor nobody = at::arange(kMax, -1, -kMax, intervals.options());
+  const at::Tensor no_row = at::arange(kMax, -1, -kMax, intervals.options());
   const at::Tensor rows = intervals.clamp_min(0);
   const at::Tensor seen = rows.select(-1, 0).lt(rows.select(-1, 1)).unsqueeze(-1);
-  const at::Tensor granules = grouped(at::where(seen, rows, nobody), kMaskGranule);
+  const at::Tensor granules = grouped(at::where(seen, rows, no_row), kMaskGranule);
   at::Tensor smallest = at::amin(granules, -2),
-             largest = at::amax(granules, -2);  // [.., granules, 2]: of first, of last
+             largest = at::amax(granules, -2);  // [.., granules, 2]: extremes of first and of last
   smallest = at::cat({smallest, at::amin(grouped(smallest, kMaskSuper), -2)}, -2);
   largest = at::cat({largest, at::amax(grouped(largest, kMaskSuper), -2)}, -2);
   // any_first, any_last, all_first, all_last

@@ -1,4 +1,4 @@
-// flashattn_ext._C: what is not an op. Importing it also registers the ops of ops.cpp.
+// The Python module flashattn_ext._C: functions that are not ops. Importing it also registers the ops of ops.cpp.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -9,6 +9,7 @@
 #include "cpu/isa.h"
 #include "cpu/tile_size.h"
 #include "eager_op.h"
+#include "options.h"
 #if defined(FLASHATTN_EXT_CUDA)
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
@@ -33,8 +34,8 @@ std::vector<std::string> backend_names() {
   return names;
 }
 
-// The current stream of a CUDA device and the graph capture that it is in, 0 for the default stream and for none. A
-// build without CUDA has no kernels there that could ask.
+// The current stream of a CUDA device, 0 for the default stream, and the id of its graph capture, 0 for none. A build
+// without CUDA has no callers and returns zeros.
 std::pair<int64_t, uint64_t> cuda_stream_and_capture(int device) {
 #if defined(FLASHATTN_EXT_CUDA)
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();
@@ -64,6 +65,34 @@ std::pair<int64_t, int64_t> cpu_tile_that_fits(int64_t l2_bytes, int64_t row_byt
 }
 void set_cpu_tile(int64_t queries, int64_t keys) { set_tile_size({queries, keys}); }
 
+pybind11::object default_of(const Option& option) {
+  switch (option.type) {
+    case OptionType::kInteger:
+      return pybind11::int_(static_cast<int64_t>(option.default_value));
+    case OptionType::kNumber:
+      return pybind11::float_(option.default_value);
+    case OptionType::kFlag:
+      return pybind11::bool_(option.default_value != 0);
+    default:
+      return pybind11::none();
+  }
+}
+
+// The rows of options.def, for flashattn_ext/options.py.
+std::vector<pybind11::dict> described_options() {
+  constexpr const char* kDims[] = {"", "sequences", "heads", "batch_heads", "scores"};
+  constexpr const char* kGradients[] = {"", "always", "if_needed"};
+  std::vector<pybind11::dict> all;
+  for (const Option& option : kOptions) {
+    using pybind11::operator""_a;
+    all.push_back(pybind11::dict("name"_a = option.name, "type"_a = schema_type(option.type),
+                                 "default"_a = default_of(option), "dims"_a = kDims[static_cast<int>(option.dims)],
+                                 "gradient"_a = kGradients[static_cast<int>(option.gradient)],
+                                 "decodes"_a = option.takers == Takers::kEveryOp));
+  }
+  return all;
+}
+
 #if defined(FLASHATTN_EXT_CUDA)
 std::vector<pybind11::dict> described_cuda_tiles() {
   std::vector<pybind11::dict> all;
@@ -87,31 +116,34 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("backends", &backend_names, "Names of the compiled backends, the preferred one of each device first.");
   m.def("load_backend", &load_backend, "Adds the backend of a library.");
   m.def("announce_backend", &announce_backend, pybind11::arg("device"), pybind11::arg("path"),
-        "Names a library to be loaded when the first tensor of a device comes.");
-  m.def("load_announced_backend", &load_announced_backend, pybind11::arg("device"), "Loads it now.");
+        "Registers a library that is loaded at the first tensor of a device.");
+  m.def("load_announced_backend", &load_announced_backend, pybind11::arg("device"),
+        "Loads the announced library of a device now.");
   m.def("force_backend", &force_backend, "Forces a backend for the process; '' chooses by device again.");
   m.def("forced_backend", &forced_backend, "The forced backend, or ''.");
-  m.def("check_cuda_path", &check_cuda_path, "Raises where FLASHATTN_EXT_CUDA_PATH names what is in no build.");
+  m.def("check_cuda_path", &check_cuda_path, "Raises if FLASHATTN_EXT_CUDA_PATH names no CUDA backend.");
   m.def("cuda_stream_and_capture", &cuda_stream_and_capture, pybind11::arg("device"),
-        "The current stream of a CUDA device, and the id of the graph capture that it is in or 0.");
+        "The current stream of a CUDA device, and the id of its graph capture or 0.");
   m.def("eager_op", &eager_op, pybind11::arg("name"),
-        "The overload `call` of an op as a function of plain arguments; it returns None where torch's own is needed.");
+        "The overload `call` of an op as a function of plain arguments; it returns None if torch's parser is needed.");
+  m.def("options", &described_options,
+        "The arguments of the attention ops besides q, k and v, in their order: options.def.");
   m.def("cpu_isas", &cpu_isas, "Instruction sets that the CPU backend can use here, fastest first.");
   m.def("cpu_isa", &cpu_isa, "The instruction set in use.");
   m.def("cpu_peak_gflops", &cpu_peak_gflops, pybind11::arg("threads"),
         pybind11::call_guard<pybind11::gil_scoped_release>(),
-        "Measured peak of fp32 multiply-adds of that many threads together.");
+        "Measured peak of fp32 multiply-adds of that many threads together, in GFLOP/s.");
   m.def("set_cpu_isa", &set_cpu_isa, "Chooses one of cpu_isas().");
-  m.def("cpu_caches", &cpu_caches, "Level and bytes of the data caches of one core, as far as they are known.");
+  m.def("cpu_caches", &cpu_caches, "Level and bytes of the known data caches of one core.");
   m.def("cpu_tile", &named_cpu_tile, pybind11::arg("dtype"), pybind11::arg("head_dim"),
         "Queries and keys of a tile of the CPU kernels for fp16, bf16, fp32 or fp64 inputs.");
   m.def("cpu_tile_that_fits", &cpu_tile_that_fits, pybind11::arg("l2_bytes"), pybind11::arg("row_bytes"),
-        pybind11::arg("score_bytes"), "The same for any cache: tile_size.h.");
+        pybind11::arg("score_bytes"), "Queries and keys of a tile for a given L2 cache: tile_size.h.");
   m.def("set_cpu_tile", &set_cpu_tile, pybind11::arg("queries"), pybind11::arg("keys"),
-        "Gives every call another tile; 0 and 0 end that.");
+        "Overrides the tile of every call; (0, 0) restores the default.");
 #if defined(FLASHATTN_EXT_CUDA)
   m.def("cuda_tiles", &described_cuda_tiles,
         "The tiles of the CUDA kernels of 16-bit types, for each class of head dims the default one first; a private "
-        "build runs another one: -DFLASHATTN_EXT_TILE_CHOICE=choice.");
+        "build with -DFLASHATTN_EXT_TILE_CHOICE=choice runs another one.");
 #endif
 }

@@ -1,4 +1,4 @@
-// What every op does around a kernel: the device and stream of the call, who runs it, and its workspace.
+// The part of an op that surrounds every kernel: device and stream, choice of the backend, workspace.
 #pragma once
 
 #include <ATen/DeviceGuard.h>
@@ -13,8 +13,8 @@
 
 namespace flashattn_ext {
 
-// While it lives, torch's own operators (copies, fills) keep to the calling thread if this is a forked child: the
-// threads of an OpenMP pool do not exist there, and would be waited for forever.
+// In a forked child, limits torch's own operators (copies, fills) to the calling thread during its lifetime: the
+// threads of the OpenMP pool do not exist in the child, and waiting for them would deadlock.
 class SerialInForkedChild {
  public:
   SerialInForkedChild();
@@ -25,15 +25,15 @@ class SerialInForkedChild {
   const int threads_;
 };
 
-// torch's name of the tensor's kind of device: "cpu", "cuda", ...
+// torch's name of the tensor's device type: "cpu", "cuda", ...
 std::string device_name(const at::Tensor& t);
 
-// Makes the device of a tensor the current one, and knows what AttnParams::stream is there.
+// Makes the device of a tensor the current device, and provides AttnParams::stream for it.
 class Device {
  public:
   explicit Device(const at::Tensor& t);
   Device(const Device&) = delete;
-  // A backend for a device that op_device.cpp does not know brings the stream itself.
+  // A backend for a device that op_device.cpp does not know provides the stream (Backend::current_stream).
   void* stream(const Backend& backend) const {
     return backend.current_stream ? backend.current_stream(guard_.current_device().index()) : stream_;
   }
@@ -45,20 +45,20 @@ class Device {
   void* stream_ = nullptr;
 };
 
-// Throws, naming the fix, where this build has nothing for the device of a tensor. An op that begins with torch's own
-// operators asks first: on a device that torch has no kernels for either, its message would be torch's.
+// Throws, naming the fix, if this build has no backend for the device of a tensor. Ops that begin with torch operators
+// call this first: otherwise, on a device without torch kernels, the user would get torch's message.
 void check_device_is_known(const at::Tensor& device_of);
 
-// The backend that runs a call, on its stream, which it puts into the params. `refusal` says why a backend cannot run
-// it (backend_for); throws NotImplementedError where none can.
+// The backend that runs a call; sets params->stream. `refusal` says why a backend cannot run it (backend_for); throws
+// NotImplementedError if no backend can.
 const Backend& backend_supporting(const Device& device, const at::Tensor& device_of, AttnParams* params,
                                   const std::function<std::string(const Backend&)>& refusal);
 
-// Throws where a tensor is in memory as no strides say.
+// Throws for a tensor in a memory format that strides do not describe (Backend::private_format).
 void check_formats(const Backend& backend, std::initializer_list<std::pair<const char*, const at::Tensor*>> tensors);
 
-// Uninitialised memory of the device of a tensor, for AttnParams::workspace; lives as long as the result. An
-// undefined tensor where a backend needs none: every allocation costs a call of a short row microseconds.
+// Uninitialised memory of the device of a tensor, for AttnParams::workspace; valid as long as the returned tensor.
+// Undefined if the backend needs none, because an allocation costs small calls microseconds.
 at::Tensor workspace_for(const at::Tensor& device_of, size_t bytes, AttnParams* params);
 
 }  // namespace flashattn_ext

@@ -1,9 +1,9 @@
-// The ops of torch.ops.flashattn_ext: validate, allocate, fill AttnParams, hand over to a Backend. Those of calls with
-// a cache are in decode_op.cpp.
+// The ops of torch.ops.flashattn_ext: validate, allocate, fill AttnParams, call the Backend. The decoding ops are in
+// decode_op.cpp.
 //
-// `forward`, `backward` and `dropout_mask` are pure: a mask is a function of the rng_state that they are given. Python
-// calls their overloads `call`, which draw that state with an operator of torch's own, so that compilers, checkpointing
-// and CUDA graphs know what is random, and which turn floats that torch.compile keeps symbolic into tensors.
+// `forward`, `backward` and `dropout_mask` are pure: the dropout mask is a function of their argument rng_state. Python
+// calls their overloads `call`, which draw rng_state with a torch operator, so that compilers, checkpointing and CUDA
+// graphs see the randomness, and which turn floats that torch.compile keeps symbolic into tensors.
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/randint.h>
@@ -23,8 +23,8 @@
 namespace flashattn_ext {
 namespace {
 
-// Chooses who runs a call and fills the params that decide it; nullptr for meta tensors, which also stand for those of
-// a graph that is being traced. An op on them ends when its results exist.
+// Chooses the backend of a call and fills the params that decide it; nullptr for meta tensors, which includes the fake
+// tensors of a traced graph: their ops only allocate results.
 const Backend* backend_of(const AttnCall& c, const Device& device, bool backward, AttnParams* p) {
   if (c.q.is_meta()) return nullptr;
   set_options(c, p);
@@ -34,8 +34,7 @@ const Backend* backend_of(const AttnCall& c, const Device& device, bool backward
   return &backend;
 }
 
-// --- the pure ops
-// -------------------------------------------------------------------------------------------------------
+// --- the pure ops ---
 
 using Stack = torch::jit::Stack;
 
@@ -48,22 +47,23 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   AttnCall c = arguments.call();
   const std::optional<at::Tensor> given_state = arguments.maybe_tensor();
-  const bool keeps_centres = arguments.flag();
+  const bool keeps_centres = arguments.flag(), returns_max_logits = arguments.flag();
   validate(c);
   validate_rng_state(given_state, c.dropout_p, c.q);
   const Device device(c.q);
   AttnParams p;
+  const at::Tensor row_maxima = new_row_maxima(c, returns_max_logits && !c.q.is_meta(), &p);
   const Backend* const backend = backend_of(c, device, false, &p);
   const at::Tensor out = new_tensor(c, c.out_shape(), c.q.scalar_type());
   const at::Tensor lse = new_tensor(c, c.lse_shape(), c.statistics_dtype());
   const at::Tensor centres =
       keeps_centres ? new_tensor(c, c.centres_shape(), c.statistics_dtype()) : new_tensor(c, {0}, c.statistics_dtype());
-  if (!backend) return arguments.finish(out, lse, centres);
+  if (!backend) return arguments.finish(out, lse, centres, largest_of_rows_meta(c, returns_max_logits));
 
   c = readable(c, *backend);
   const at::Tensor rng_state = given_state ? given_state->contiguous() : at::Tensor();
   set_memory(c, out, lse, rng_state, &p);
-  if (keeps_centres && backend->writes_centres && out.element_size() == 2) {
+  if (keeps_centres && (out.element_size() == 2 ? backend->writes_centres : backend->writes_wide_centres)) {
     p.centres = centres_view_of(c, centres);
   } else if (keeps_centres) {
     centres.zero_();
@@ -74,14 +74,13 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
     if (p.centres.data) set_rows_of_no_sequence(c.cu_seqlens_q, centres, 1, 0);
   }
   backend->forward(p);
-  arguments.finish(out, lse, centres);
+  arguments.finish(out, lse, centres, largest_of_rows(c, row_maxima, p, *backend));
 }
 
 void backward(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   const AttnCall given = arguments.call();
-  const BackwardCall b{arguments.maybe_tensor(), arguments.maybe_tensor(), arguments.tensor(), arguments.tensor(),
-                       arguments.maybe_tensor(), arguments.flag(),         arguments.flag(),   arguments.flag()};
+  const BackwardCall b = arguments.backward_call();
   const std::optional<at::Tensor> given_state = arguments.maybe_tensor();
   validate(given, b);
   validate_rng_state(given_state, given.dropout_p, given.q);
@@ -92,9 +91,13 @@ void backward(const c10::OperatorHandle& op, Stack* stack) {
   const at::Tensor dq = new_like(given, given.q), dk = new_like(given, given.k), dv = new_like(given, given.v);
   const c10::SymInt sinks = given.sink ? given.sink->sym_size(0) : 0;
   const at::Tensor dsink = new_tensor(given, {sinks}, given.statistics_dtype());
-  const at::ScalarType sink_dtype = given.sink ? given.sink->scalar_type() : given.statistics_dtype();
   const auto finish = [&](const BiasGradients& biases) {
-    arguments.finish(dq, dk, dv, dsink.to(sink_dtype), biases.alibi_slopes, biases.relative_bias, biases.bias);
+    arguments.finish(dq, dk, dv
+#define CALL_LEARNED(name, dims, takers, check) \
+  , d##name.to(given.name ? given.name->scalar_type() : d##name.scalar_type())
+#define CALL_BIAS(name, dims, takers, check) , biases.name
+#include "options.def"
+    );
   };
   if (!backend) return finish(finished_meta(given, b));
 
@@ -140,15 +143,15 @@ void dropout_mask(const c10::OperatorHandle& op, Stack* stack) {
   for (size_t i = 0; i < shape.size(); ++i)
     TORCH_CHECK_VALUE(shape[i].sym_ge(0).expect_true(__FILE__, __LINE__), names[i], ": expected at least 0, got ",
                       shape[i]);
-  validate_dropout_p(dropout_p);
-  validate_origin(origin);
+  check_dropout_p(dropout_p);
+  check_origin(origin);
   validate_rng_state(given_state, 1.0, given_state);
   const Device device(given_state);
   const auto new_mask = [&] { return at::empty_symint(shape, given_state.options().dtype(at::kBool)); };
   if (given_state.is_meta()) return arguments.finish(new_mask());
 
   AttnParams p;
-  p.dtype = DType::kFloat16;  // there is no q; every backend has this type
+  p.dtype = DType::kFloat16;  // there is no q; every backend supports this type
   p.batch = shape[0].expect_int();
   p.heads_q = shape[1].expect_int();
   p.seqlen_q = shape[2].expect_int();
@@ -164,14 +167,13 @@ void dropout_mask(const c10::OperatorHandle& op, Stack* stack) {
   arguments.finish(mask);
 }
 
-// --- what Python calls
-// --------------------------------------------------------------------------------------------------
+// --- the overloads that Python calls ---
 
 c10::OperatorHandle operator_named(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
 }
 
-// {seed, offset} of a mask. An explicit seed has the offset 0, and a drawn state never has.
+// {seed, offset} of a dropout mask. The offset is 0 for an explicit seed and never 0 for a drawn state.
 at::Tensor new_rng_state(const at::Tensor& device_of, const std::optional<c10::SymInt>& rng_seed) {
   if (rng_seed) {
     static const auto seeded =
@@ -181,37 +183,40 @@ at::Tensor new_rng_state(const at::Tensor& device_of, const std::optional<c10::S
   return at::randint(1, std::numeric_limits<int64_t>::max(), {2}, device_of.options().dtype(at::kLong));
 }
 
-// Runs the pure op in place of its `call`, with the keys of that: in a profile both together are one range.
+// Redispatches to the pure op with the dispatch keys of its `call`, so that both share one range in a profile.
 void run_in_place(const c10::OperatorHandle& pure, c10::DispatchKeySet keys, Stack* stack) {
   pure.redispatchBoxed(keys, stack);
 }
 
-// Whether dropout_p, one of the arguments, is above 0.
-bool drops_weights(const c10::OperatorHandle& op, const Stack& stack) {
+// Whether the argument dropout_p may be above 0 at run time. Always true for a symbolic dropout_p: a comparison would
+// specialise the traced graph on its current value, and torch's caches of compiled graphs do not record guards on
+// floats. If dropout_p turns out to be 0, the kernels do not read the state.
+bool may_drop_weights(const c10::OperatorHandle& op, const Stack& stack) {
   static const int index = *op.schema().argumentIndexWithName("dropout_p");
   const auto first = stack.end() - static_cast<std::ptrdiff_t>(op.schema().arguments().size());
-  return first[index].toScalar().toSymFloat() > 0.0;
+  const c10::SymFloat dropout_p = first[index].toScalar().toSymFloat();
+  return dropout_p.is_symbolic() || dropout_p.expect_float() > 0;
 }
 
-// The arguments are those of every op of attention and the seed. Centres of rows are for autograd alone (autograd.cpp).
+// The arguments are call_schema(), the seed and returns_max_logits. Only autograd keeps centres of rows (autograd.cpp).
 void forward_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   static const c10::OperatorHandle pure = operator_named("flashattn_ext::forward");
   const at::Tensor q = Arguments(op, stack).tensor();
   check_device_is_known(q);
-  const bool drops = drops_weights(op, *stack);
-  c10::IValue& seed = stack->back();
-  if (drops && seed.isNone()) validate(Arguments(op, stack).call());  // a call that is refused draws nothing
+  const bool drops = may_drop_weights(op, *stack);
+  c10::IValue& seed = *(stack->end() - 2);
+  if (drops && seed.isNone()) validate(Arguments(op, stack).call());  // an invalid call must not advance the generator
   const at::Tensor rng_state = drops ? new_rng_state(q, seed.toOptional<c10::SymInt>()) : at::Tensor();
   seed = drops ? c10::IValue(rng_state) : c10::IValue();
   push_scalars(op, stack);
-  stack->insert(stack->end() - 1, c10::IValue(false));  // keeps_centres
-  // Under torch.vmap with different randomness the state alone may have a key that the tensors of the call have not.
+  stack->insert(stack->end() - 2, c10::IValue(false));  // keeps_centres
+  // Under torch.vmap with randomness="different" the state may be batched although no tensor of the call is.
   if (rng_state.key_set().has(c10::DispatchKey::FuncTorchBatched)) {
     pure.callBoxed(stack);
   } else {
-    run_in_place(pure, keys.remove(c10::DispatchKey::FuncTorchVmapMode), stack);  // the pure op has no kernel for it
+    run_in_place(pure, keys.remove(c10::DispatchKey::FuncTorchVmapMode), stack);  // not a key of the pure op
   }
-  stack->pop_back();
+  stack->erase(stack->end() - 2);
 }
 
 void backward_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
@@ -226,8 +231,8 @@ void dropout_mask_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, 
   run_in_place(pure, keys, stack);
 }
 
-// The state of an explicit seed, in the memory of the device and without waiting for it. Opaque to compilers, whose
-// code for integers that change may have 32 bits.
+// The state of an explicit seed in device memory, made without synchronisation. An op of its own, because compilers may
+// generate 32-bit code for dynamic integers.
 at::Tensor rng_state(const at::Tensor& device_of, c10::SymInt rng_seed) {
   const at::Tensor state = at::zeros({2}, device_of.options().dtype(at::kLong));
   if (!state.is_meta()) state.select(0, 0).fill_(rng_seed.expect_int());
@@ -253,13 +258,10 @@ void push_scalars(const c10::OperatorHandle& op, Stack* stack) {
 }
 
 TORCH_LIBRARY(flashattn_ext, m) {
-  const std::string call = kCallSchema, gradients =
-                                            ", Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor? centres, "
-                                            "bool needs_dalibi_slopes, bool needs_drelative_bias, "
-                                            "bool needs_dbias, Tensor? rng_state";
-  // Gradients of the biases that are not needed are empty tensors, and so is that of a sink that is not given.
-  const std::string results =
-      " -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor dalibi_slopes, Tensor drelative_bias, Tensor dbias)";
+  const std::string call = call_schema();
+  const std::string gradients = ", Tensor? dout, Tensor? dlse, Tensor out, Tensor lse, Tensor? centres" +
+                                schema_of_needs() + ", Tensor? rng_state";
+  const std::string results = " -> " + schema_of_gradients();
   const std::string mask =
       "Tensor rng_state, SymInt batch, SymInt heads, SymInt seqlen_q, SymInt seqlen_k, Scalar dropout_p, SymInt[]? "
       "origin";
@@ -267,14 +269,16 @@ TORCH_LIBRARY(flashattn_ext, m) {
   const auto def = [&m](const std::string& schema, const std::vector<at::Tag>& tags = {at::Tag::pt2_compliant_tag}) {
     m.def(schema.c_str(), tags);
   };
-  // rng_state: {seed, offset} of the dropout mask, None without dropout. keeps_centres: centres are those of bias.h,
-  // [B, Hq, Sq, 3] or [Hq, total_q, 3]; otherwise they are empty.
-  def("forward(" + call + ", Tensor? rng_state, bool keeps_centres" + scalars +
-      ") -> (Tensor out, Tensor lse, Tensor centres)");
+  // rng_state: {seed, offset} of the dropout mask, None without dropout. keeps_centres: centres (bias.h) are [B, Hq,
+  // Sq, 3] or [Hq, total_q, 3]; otherwise they are empty. returns_max_logits: max_logits are fp32 [B, Hq] or
+  // [sequences, Hq]; otherwise they are empty.
+  def("forward(" + call + ", Tensor? rng_state, bool keeps_centres, bool returns_max_logits" + scalars +
+      ") -> (Tensor out, Tensor lse, Tensor centres, Tensor max_logits)");
   def("backward(" + call + gradients + scalars + ")" + results);
   def("dropout_mask(" + mask + scalars + ") -> Tensor");
-  // rng_seed=None draws from torch's generator, so that equal calls are not equal results.
-  def("forward.call(" + call + ", SymInt? rng_seed) -> (Tensor out, Tensor lse)",
+  // rng_seed=None draws from torch's generator, so that equal calls give different results.
+  def("forward.call(" + call +
+          ", SymInt? rng_seed, bool returns_max_logits) -> (Tensor out, Tensor lse, Tensor max_logits)",
       {at::Tag::pt2_compliant_tag, at::Tag::nondeterministic_seeded});
   def("backward.call(" + call + gradients + ")" + results);
   def("dropout_mask.call(" + mask + ") -> Tensor");
@@ -291,7 +295,7 @@ void implement(torch::Library& m) {
 
 TORCH_LIBRARY_IMPL(flashattn_ext, CPU, m) { implement(m); }
 TORCH_LIBRARY_IMPL(flashattn_ext, Meta, m) { implement(m); }
-// Also without a backend for them: then the call says that this build has none. PrivateUse1 is torch_npu's.
+// Also registered in builds without such a backend, for an error that says so. torch_npu uses PrivateUse1.
 TORCH_LIBRARY_IMPL(flashattn_ext, CUDA, m) { implement(m); }
 TORCH_LIBRARY_IMPL(flashattn_ext, PrivateUse1, m) { implement(m); }
 
@@ -301,9 +305,9 @@ void implement_calls(torch::Library& m) {
   m.impl("dropout_mask.call", torch::CppFunction::makeFromBoxedFunction<&dropout_mask_call>());
 }
 TORCH_LIBRARY_IMPL(flashattn_ext, CompositeImplicitAutograd, m) { implement_calls(m); }
-// Under torch.vmap the pure ops have rules (vmap.py).
+// The batching rules of the pure ops under torch.vmap are in vmap.py.
 TORCH_LIBRARY_IMPL(flashattn_ext, FuncTorchBatched, m) { implement_calls(m); }
-// Also where no tensor of the call is mapped over: the state is drawn as `randomness` says.
+// Also for calls without batched tensors: `randomness` decides how the state is drawn.
 TORCH_LIBRARY_IMPL(flashattn_ext, FuncTorchVmapMode, m) {
   m.impl("forward.call", torch::CppFunction::makeFromBoxedFunction<&forward_call>());
 }

@@ -1,7 +1,8 @@
-// AttnParams and AttnGradParams: everything that a kernel is told about one call, in plain trivially copyable structs.
+// AttnParams and AttnGradParams: all arguments of a kernel, in plain trivially copyable structs.
 //
-// call_params.cpp fills them after validation, a Backend (backend.h) reads them, no kernel sees a torch type. Dense and
-// varlen calls share one struct: varlen has cu_seqlens != nullptr, a batch stride of 0 and rows packed along one axis.
+// call_params.cpp fills them after validation and a Backend (backend.h) reads them, so that kernels need no torch
+// types. Dense and varlen calls share one struct: varlen has cu_seqlens != nullptr, a batch stride of 0 and rows packed
+// along one axis.
 #pragma once
 
 #include <cstddef>
@@ -30,7 +31,7 @@ struct RowView {
 };
 
 // An additive bias [B, Hq, Sq, Sk] of a dense call, or its gradient. The last dimension is contiguous; strides are in
-// elements, and 0 where the tensor has one entry for all.
+// elements, and 0 in dimensions in which the bias is broadcast.
 struct BiasView {
   void* data = nullptr;
   DType dtype = DType::kFloat32;
@@ -40,15 +41,15 @@ struct BiasView {
 };
 
 // A Mask (mask.h): for every key the one interval of rows that see it. [B or 1, Hm, Sk] pairs, or [Hm, total_k] pairs
-// in varlen calls, each (first, last) with last exclusive, in rows of its own sequence. Strides are in pairs. The pairs
-// may hold anything.
+// in varlen calls, each (first, last) with last exclusive, in rows of its own sequence. Strides are in pairs. The
+// values are not validated.
 struct IntervalView {
   const int32_t* data = nullptr;
   int64_t heads = 1;  // Hm; divides heads_q
   int64_t batch_stride = 0;
   int64_t head_stride = 0;
   // Extremes of the pairs of every kMaskGranule keys, counted from the first key of a batch entry or of the packed
-  // keys, after which come those of every kMaskGranule * kMaskSuper keys: see mask.h. Strides are in extremes.
+  // keys, followed by the extremes of every kMaskGranule * kMaskSuper keys: see mask.h. Strides are in extremes.
   const int32_t* extremes = nullptr;
   int64_t extremes_batch_stride = 0;
   int64_t extremes_head_stride = 0;
@@ -59,9 +60,9 @@ constexpr int64_t kUnbounded = -1;  // a window side without a limit
 // The place of a call in a larger one. Dropout counts batch entries, heads, rows and keys from here.
 struct Origin {
   int64_t batch = 0, head = 0, row = 0, key = 0;
-  // Row i is at the position of key i + shift + (length_mask & (Sk - Sq)): aligned at the bottom right, or where the
-  // origin says where rows and keys are, at that of key i + row - key, whatever the lengths. No choice between two
-  // sums, which costs the Hopper backward with dropout registers.
+  // Row i is at the position of key i + shift + (length_mask & (Sk - Sq)): aligned at the bottom right, or, if the
+  // origin gives row and key, at the position of key i + row - key for all lengths. The bit mask replaces a branch,
+  // which costs registers in the Hopper backward with dropout.
   int32_t shift = 0;
   int32_t length_mask = -1;
 };
@@ -75,7 +76,7 @@ struct AttnParams {
   int64_t seqlen_q = 0;
   int64_t seqlen_k = 0;
   int64_t heads_q = 0;
-  int64_t heads_k = 0;     // divides heads_q; query head h reads key head h / (heads_q / heads_k)
+  int64_t heads_k = 0;     // divides heads_q; query head h reads KV head h / (heads_q / heads_k)
   int64_t head_dim = 0;    // D, of q and k
   int64_t head_dim_v = 0;  // Dv, of v and out
 
@@ -90,9 +91,12 @@ struct AttnParams {
   TensorView v;    // [B, Sk, Hk, Dv]
   TensorView out;  // [B, Sq, Hq, Dv]
   // bias.h: [B, Hq, Sq, kCentres] in the dtype of lse, which the forward writes and the backward reads. data ==
-  // nullptr: not wanted, and all of them are 0 in a backward.
+  // nullptr: not wanted; a backward then takes all of them as 0.
   TensorView centres;
   RowView lse;  // [B, Hq, Sq], natural logarithm
+  // Written by the forward: the largest visible logit of each row, -inf for a fully masked row. It ignores the sink and
+  // dropout. [B, Hq, Sq] in the dtype of lse; data == nullptr: not wanted.
+  RowView row_maxima;
 
   // Key j is visible to query i when i + Sk - Sq - window_left <= j <= i + Sk - Sq + window_right (with origin.row -
   // origin.key in place of Sk - Sq where the origin places rows). causal is window_right = 0.
@@ -103,9 +107,9 @@ struct AttnParams {
 
   Origin origin;
 
-  // score.h: s -> softcap * tanh(s / softcap); 0: none.
+  // score.h: s -> softcap * tanh(s / softcap); 0: none. Below kUncapped.
   double softcap = 0;
-  // bias.h: what is added to a score after that. Each is absent when its data is nullptr. Slopes and the relative bias
+  // bias.h: additive terms, after the softcap. Each is absent when its data is nullptr. Slopes and the relative bias
   // are fp32 (fp64 for fp64 inputs).
   const void* alibi_slopes = nullptr;  // [Hq], or [B, Hq] with alibi_batch_stride = Hq
   int64_t alibi_batch_stride = 0;
@@ -119,11 +123,11 @@ struct AttnParams {
 
   // dropout.h: keep a score when its random byte is below the threshold; 256 keeps everything (no dropout).
   int32_t dropout_threshold = 256;
-  const int64_t* rng_state = nullptr;  // with dropout {seed, offset}, in the memory of the device
+  const int64_t* rng_state = nullptr;  // with dropout {seed, offset}, in device memory
 
   bool deterministic = false;
 
-  // As many bytes of the device's memory as the Backend asked for, 64-byte aligned, uninitialised.
+  // Device memory of the size that the Backend returned, 64-byte aligned, uninitialised.
   void* workspace = nullptr;
   void* stream = nullptr;  // CPU: const CpuExecutor*; CUDA: cudaStream_t; Ascend: aclrtStream
 
@@ -142,17 +146,17 @@ struct AttnGradParams : AttnParams {
   TensorView dv;          // [B, Sk, Hk, Dv]
   void* dsink = nullptr;  // [Hq] fp32 (fp64 for fp64 inputs); nullptr when the sink needs no gradient
 
-  // Gradients of the biases, in the shapes above; nullptr where none is wanted. ops.cpp has zeroed them.
+  // Gradients of the biases, in the shapes above; nullptr where not needed. ops.cpp zeroes them.
   void* dalibi_slopes = nullptr;   // fp32 (fp64 for fp64 inputs)
   void* drelative_bias = nullptr;  // fp32 (fp64 for fp64 inputs)
-  // In the dtype of the bias where every element has one score, which a kernel then writes if it is visible. Otherwise
-  // (a stride of 0 in a dimension above 1) fp32 or fp64: the sum over the scores of an element.
+  // Not broadcast: in the dtype of the bias, and a kernel writes each visible element once. Broadcast (a stride of 0 in
+  // a dimension above 1): fp32 or fp64 sums over the scores of an element.
   BiasView dbias;
 };
 
-// Where the keys of a call with a cache are; key_locator.h finds them. The caches themselves are AttnParams::k and v,
-// [entries, page_size, Hk, D]: an entry is a page where there is a block table, else the whole room of one sequence.
-// The tensors may hold anything: the locator clamps what it reads from them.
+// Layout of the KV cache of a decoding call; key_locator.h reads it. The caches themselves are AttnParams::k and v,
+// [entries, page_size, Hk, D]: an entry is a page with a block table, else the whole cache of one sequence. The values
+// of the tensors are not validated: the locator clamps them.
 struct KeyCache {
   int64_t entries = 0;
   int64_t page_size = 0;                 // keys of one entry
@@ -160,46 +164,52 @@ struct KeyCache {
   int64_t block_table_stride = 0;        // elements from one sequence to the next
   int64_t pages_per_sequence = 1;        // 1 without a block table
   const int32_t* batch_idx = nullptr;    // [B]: the entry of each sequence; nullptr: sequence b has entry b (or pages)
-  // Keys that a sequence has before the call appends any, those of leftpad included: [B], or `seqlen` for all. A packed
-  // call has AttnParams::cu_seqlens_k instead, whose differences are the lengths.
+  // Keys of a sequence before the call appends new ones, including leftpad: [B], or `seqlen` for all. A packed call has
+  // AttnParams::cu_seqlens_k instead, whose differences are the lengths.
   const int32_t* seqlens = nullptr;
   int64_t seqlen = 0;
-  const int32_t* leftpad = nullptr;  // [B]: keys at the beginning of a sequence's room that are none of its keys
-  int64_t new_keys = 0;              // that this call appends to every sequence
+  const int32_t* leftpad = nullptr;  // [B]: padding rows in front of the keys of a sequence
+  int64_t new_keys = 0;              // keys that this call appends to every sequence
+  // Whether k and v are the packed tensors of a call without a cache: one entry, with the rows of each sequence given
+  // by cu_seqlens_k.
+  bool is_packed = false;
 
-  // The most keys that a sequence can have.
+  // Maximum number of keys of a sequence.
   FLASHATTN_HOST_DEVICE int64_t capacity() const { return pages_per_sequence * page_size; }
 };
 
-// Rotary position embedding (Su et al. 2021) of q and of new keys: pairs of elements of a row are turned by an angle
+// Rotary position embedding (Su et al. 2021) of q and of new keys: pairs of elements of a row are rotated by an angle
 // that grows with the row's position. Pair n is the elements 2n and 2n + 1 where interleaved, else n and n + dim / 2.
 struct Rotary {
   const void* cos = nullptr;  // [rows, dim / 2] contiguous, dtype of q; nullptr: nothing is rotated
   const void* sin = nullptr;
-  int64_t rows = 0;  // positions from there on count as the last one
-  int64_t dim = 0;   // elements of a row that take part, from the first on
+  int64_t rows = 0;  // larger positions are clamped to rows - 1
+  int64_t dim = 0;   // elements of a row that are rotated, from the first on
   bool interleaved = true;
-  // Whether row i of q is at the position of its new key i (causal calls and windows), or every row at that of the
-  // first.
+  // Whether row i of q has the position of new key i (causal calls and windows); otherwise all rows have the position
+  // of new key 0.
   bool rotates_each_row = false;
 };
 
-// A call with a cache, forward only: new keys and values are appended to the caches, then q [B, Sq, Hq, D] (or packed,
-// with cu_seqlens) attends to what the caches hold of its sequence. seqlen_k is the capacity of the cache, in packed
-// calls max_seqlen_k. Without dropout, relative_bias, bias and origin.
+// Decoding with a KV cache, forward only: new keys and values are appended to the caches, then q [B, Sq, Hq, D] (or
+// packed, with cu_seqlens) attends to the cached keys of its sequence. seqlen_k is the capacity of the cache, in packed
+// calls max_seqlen_k. No dropout, relative_bias, bias or origin.
 struct DecodeParams : AttnParams {
   KeyCache cache;
   TensorView k_new;  // [B, new_keys, Hk, D], dtype of q; data == nullptr: nothing is appended
   TensorView v_new;  // [B, new_keys, Hk, Dv]
   Rotary rotary;
-  // Into how many parts the keys of a sequence are split (split_keys in key_locator.h); 0: the backend chooses.
+  // Number of KV splits of a sequence (split_keys in key_locator.h); 0: the backend chooses.
   int64_t num_splits = 0;
-  // With a Mask: its intervals are about the last so many keys of every sequence, whatever the length; all rows see the
-  // keys before those, as far as causal and the window let them.
+  // With num_splits = 0. true: the splits of a sequence depend only on that sequence, the maximum numbers of queries
+  // and keys of a sequence, and the device. false: the CUDA backend may balance the splits over the whole batch.
+  bool splits_alone = false;
+  // With a Mask: its intervals describe the last mask_keys keys of every sequence. The Mask hides no earlier key;
+  // causal and the window still apply.
   int64_t mask_keys = 0;
 };
 
-// How CPU kernels borrow the caller's thread pool without knowing whose it is.
+// The caller's thread pool, behind a function pointer so that the CPU kernels need no torch header.
 struct CpuExecutor {
   int num_threads = 1;
   // Calls body(context, worker) once for each worker in [0, workers), possibly concurrently, and returns when all are

@@ -1,10 +1,10 @@
-// A backend of its own library, compiled with other tiles than the package's to be measured beside it. No build of the
-// package has this file: flashattn_ext/cli/private_build.py compiles it with the kernels of one backend.
+// A backend in a library of its own, compiled with other tiles than the package's for comparison measurements. Builds
+// of the package exclude this file: flashattn_ext_lab/private_build.py compiles it with the kernels of one backend.
 //   FLASHATTN_EXT_PRIVATE_NAME     the backend's name for use_backend(), a string
 //   FLASHATTN_EXT_PRIVATE_BACKEND  the function that returns its table: cuda_sm90_backend, ...
 #include "backend.h"
 
-// What load_backend() looks for.
+// The symbols that load_backend() looks up.
 extern "C" {
 
 __attribute__((visibility("default"))) uint64_t flashattn_ext_backend_layout() { return flashattn_ext::kBackendLayout; }

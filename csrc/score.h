@@ -1,4 +1,4 @@
-// From the product <q, k> to a logit, and the slope of that: the one definition for every backend.
+// From the product <q, k> to a logit, and its derivative (the slope): the one definition for every backend.
 //
 //   logit = rule(softmax_scale * <q, k>)
 //
@@ -7,19 +7,18 @@
 //   log2(e) * logit = factor * x,  so that  weight = exp2(factor * x - offset)
 //   gradient of softmax_scale * <q, k> = times_slope(gradient of the logit, x)
 //
-// The offset is the running maximum of factor * x, or the known log-sum-exp, in units of log2. What multiplies dS in
-// the sums for dq and dk, softmax_scale, is the same in all rows and keys: it is multiplied to the sums once, at their
-// end.
+// The offset is the running maximum of factor * x, or the known log-sum-exp, in units of log2. dq and dk are sums of dS
+// times softmax_scale. The scale is the same for all rows and keys, so that kernels can apply it to the finished sums.
 //
-// A rule may also have a term that is the same for all keys of a row, log2(e) * logit = factor * x + constant. It
-// never reaches a score: the offset is smaller by the constant, so that only the sink with which a row begins and its
-// log-sum-exp, which are those of logits, have to meet it (docs/dataflow.md lists where).
+// A rule may also have a term that is the same for all keys of a row, log2(e) * logit = factor * x + constant. Stored
+// scores exclude it: the offset is smaller by the constant. Only the sink that initialises a row and its log-sum-exp,
+// which are in logits, have to account for it (docs/dataflow.md lists where).
 //
 // The CPU and CUDA kernels never store logits. The Ascend C kernels do, because the vector unit's exponential has base
-// e: they turn each product into its logit, in natural units. From the rule they take softmax_scale.
+// e: they turn each product into its logit, in natural units. They use only softmax_scale of the rule.
 //
-// Biases (bias.h) are no part of a rule. They are added to the logit, whose derivative by the product they do not
-// change: log2(e) * logit = factor * x + bias.
+// Biases (bias.h) are no part of a rule. They are added to the logit and do not change its derivative with respect to
+// the product: log2(e) * logit = factor * x + bias.
 //
 // A rule is a small struct that the host fills and a kernel takes by value and as a template argument. A new rule is a
 // struct here with the members of PlainScore.
@@ -39,16 +38,26 @@ constexpr Real kLn2 = static_cast<Real>(0.69314718055994530942);
 template <class Real>
 constexpr Real kSmallest = std::numeric_limits<Real>::min();  // above 0
 
+#if !defined(FLASHATTN_NO_DOUBLE)
+// A softcap from this value on is ignored: for every scaled product s below 2^33 in size, cap * tanh(s / cap) differs
+// from s by s / 3 * (s / cap)^2, less than half of the last digit of a double (of an fp32 number up to 2^47). UNCAPPED
+// in flashattn_ext/arguments.py is the same number.
+constexpr double kUncapped = static_cast<double>(int64_t{1} << 60);
+#endif
+// Up to this softcap, which multiplies the error, a tanh with a small absolute error (about 6e-8) is accurate enough
+// for 16-bit inputs. Larger softcaps need a tanh with a small relative error.
+constexpr float kLargeCap = 1000;
+
 // The rule of a call without options: a logit is the scaled product.
 //
-// Real: what the kernel computes in, float or double. kOrdered: the stored scores have the order of the logits, as a
-// kernel needs that looks for their maximum. Such a kernel negates the products when softmax_scale is negative, here
-// or in an operand; one that knows the log-sum-exp leaves the sign in the factor, where it costs nothing.
+// Real: the compute type, float or double. kOrdered: stored scores have the order of the logits, which kernels with an
+// online softmax need for the maximum. Such kernels negate the products when softmax_scale is negative, here or in an
+// operand. Kernels that know the log-sum-exp leave the sign in the factor at no cost.
 template <class Real, bool kOrdered>
 struct PlainScore {
-  static constexpr bool kConstantSlope = true;  // times_slope does not use x, which then need not be kept
+  static constexpr bool kConstantSlope = true;  // times_slope ignores x, so that kernels need not keep it
 
-  // By default the rule for softmax_scale = 1.
+  // The default is the rule for softmax_scale = 1.
   Real factor = kLog2E<Real>;  // positive when kOrdered
   Real softmax_scale = 1;
   bool negates = false;  // x is the negated product; false when not kOrdered
@@ -57,13 +66,13 @@ struct PlainScore {
   FLASHATTN_HOST_DEVICE static PlainScore of(const AttnParams& p) {
     const bool negative = p.softmax_scale < 0;
     const Real size = static_cast<Real>((negative ? -p.softmax_scale : p.softmax_scale) * kLog2E<double>);
-    // A factor of 0 would make NaN of a masked score, which is -inf.
+    // A factor of 0 would turn a masked score, -inf, into NaN.
     const Real factor = size < kSmallest<Real> ? kSmallest<Real> : size;
     return {negative && !kOrdered ? -factor : factor, static_cast<Real>(p.softmax_scale), negative && kOrdered};
   }
 #endif
 
-  // Whether a product is a stored score as it stands, so that a kernel can save the pass over them.
+  // Whether stored(product) == product, so that a kernel can skip that pass.
   FLASHATTN_HOST_DEVICE bool stores_products() const { return !negates; }
 
   // V: Real, or a vector of Real.
@@ -78,10 +87,10 @@ struct PlainScore {
   }
 };
 
-// The rule of softcap: a logit is cap * tanh(softmax_scale * <q, k> / cap). The stored score is the tanh, which has the
-// order of the logits and from which the slope comes: 1 - x^2.
+// The rule of softcap: a logit is cap * tanh(softmax_scale * <q, k> / cap). The stored score x is the tanh: it has the
+// order of the logits, and the slope is 1 - x^2.
 //
-// Tanh: the backend's tanh of a V, static V of(V), as exact as the inputs' type asks.
+// Tanh: the backend's tanh, static V of(V), with the accuracy that the input type needs.
 template <class Real, class Tanh>
 struct CappedScore {
   static constexpr bool kConstantSlope = false;
@@ -105,6 +114,11 @@ struct CappedScore {
   template <class V>
   FLASHATTN_HOST_DEVICE V times_slope(V gradient, V x) const {
     return gradient - gradient * (x * x);
+  }
+  // gradient times the derivative of the slope by softmax_scale * <q, k>, which is -2 x (1 - x^2) / cap.
+  template <class V>
+  FLASHATTN_HOST_DEVICE V times_curvature(V gradient, V x) const {
+    return times_slope(gradient, x) * x * (-2 * kLog2E<Real> / factor);
   }
 };
 

@@ -1,5 +1,5 @@
-// Where the rows of one batch entry are: the same answer for dense and varlen calls, clamped so that no content of
-// cu_seqlens can lead outside the tensors.
+// Row range of one batch entry, for dense and varlen calls. It is clamped, so that invalid cu_seqlens cannot lead
+// outside the tensors.
 #pragma once
 
 #include "params.h"
@@ -8,7 +8,7 @@
 namespace flashattn_ext {
 
 struct Sequence {
-  int64_t start;   // of its first row among the packed rows; 0 in a dense call, whose batch entries have a stride
+  int64_t start;   // index of the first row among the packed rows; 0 in a dense call, which has a batch stride
   int64_t length;  // number of rows
 };
 

@@ -33,7 +33,7 @@ void check_dtype_of_q(const AttnCall& c) {
   const at::ScalarType dtype = c.q.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble,
                    "q: expected dtype float16, bfloat16, float32 or (CPU only) float64, got ", dtype);
-  // On an NPU the backend says so, of float32 too.
+  // On an NPU the backend itself refuses float64.
   TORCH_CHECK_TYPE(dtype != at::kDouble || c.q.is_cpu() || c.q.is_meta() || c.q.is_privateuseone(),
                    "q: float64 is supported on the CPU only, got a tensor on ", c.q.device(), "; use float32 there");
 }
@@ -74,7 +74,7 @@ void check_sizes(const AttnCall& c) {
   check_size("v", c.v, heads, c.k.sym_size(heads), "number of heads of k");
   const c10::SymInt heads_q = c.q.sym_size(heads), heads_k = c.k.sym_size(heads);
   TORCH_CHECK_VALUE(heads_k > 0 ? heads_q % heads_k == 0 : heads_q == 0,
-                    "q: the number of query heads must be a multiple of the ", heads_k, " key heads, got ", heads_q,
+                    "q: the number of query heads must be a multiple of the ", heads_k, " KV heads, got ", heads_q,
                     " in shape ", c.q.sym_sizes());
   check_size("k", c.k, -1, c.q.sym_size(-1), "head_dim of q");
   check_head_dim("q", c.q);
@@ -83,20 +83,28 @@ void check_sizes(const AttnCall& c) {
 
 }  // namespace
 
-void check_options(const AttnCall& c) {
-  TORCH_CHECK_VALUE(c.softmax_scale.is_symbolic() || std::isfinite(c.softmax_scale.expect_float()),
-                    "softmax_scale: expected a finite number, got ", c.softmax_scale);
-  TORCH_CHECK_VALUE(
-      c.softcap.is_symbolic() || (std::isfinite(c.softcap.expect_float()) && c.softcap.expect_float() >= 0),
-      "softcap: expected a finite number above 0, or 0 for none, got ", c.softcap);
-  validate_dropout_p(c.dropout_p);
-  validate_origin(c.origin);
-  TORCH_CHECK_VALUE(holds(c.window_left.sym_ge(-1)) && holds(c.window_right.sym_ge(-1)),
-                    "window_size: both sides must be -1 (unbounded) or at least 0, got (", c.window_left, ", ",
-                    c.window_right, ")");
-  TORCH_CHECK_VALUE(holds(c.max_seqlen_q.sym_ge(0)), "max_seqlen_q: expected at least 0, got ", c.max_seqlen_q);
-  TORCH_CHECK_VALUE(holds(c.max_seqlen_k.sym_ge(0)), "max_seqlen_k: expected at least 0, got ", c.max_seqlen_k);
-  if (!c.sink) return;
+#define CALL_NUMBER(name, default_value, takers, accepts, expected) \
+  void check_##name(const c10::SymFloat& given) {                   \
+    if (given.is_symbolic()) return;                                \
+    [[maybe_unused]] const double value = given.expect_float();     \
+    TORCH_CHECK_VALUE(accepts, expected ", got ", given);           \
+  }
+#include "options.def"
+
+void check_numbers(const AttnCall& c) {
+#define CALL_NUMBER(name, default_value, takers, accepts, expected) check_##name(c.name);
+#define CALL_INTEGER(name, default_value, takers, accepts, expected) \
+  {                                                                  \
+    const c10::SymInt& value = c.name;                               \
+    TORCH_CHECK_VALUE(holds(accepts), expected ", got ", value);     \
+  }
+#define CALL_INTEGERS(name, takers, check) check(c.name);
+#include "options.def"
+}
+
+namespace {
+
+void check_sink(const AttnCall& c) {
   TORCH_CHECK_VALUE(!c.smooth_softmax,
                     "sink: cannot be combined with smooth_softmax=True, which is a sink of 0; give one of them");
   const at::Tensor& sink = *c.sink;
@@ -108,13 +116,9 @@ void check_options(const AttnCall& c) {
   check_device("sink", sink, c.q);
 }
 
-namespace {
-
 bool is_either(const c10::SymInt& size, const c10::SymInt& one, const c10::SymInt& other) {
   return holds(size.sym_eq(one).sym_or(size.sym_eq(other)));
 }
-
-}  // namespace
 
 void check_alibi_slopes(const AttnCall& c) {
   const at::Tensor& slopes = *c.alibi_slopes;
@@ -128,8 +132,6 @@ void check_alibi_slopes(const AttnCall& c) {
                     "], one slope per query head, got ", slopes.sym_sizes());
   check_device("alibi_slopes", slopes, c.q);
 }
-
-namespace {
 
 void check_relative_bias(const AttnCall& c) {
   const at::Tensor& relative = *c.relative_bias;
@@ -151,7 +153,7 @@ void check_bias(const AttnCall& c) {
   TORCH_CHECK_VALUE(!c.is_varlen(), "bias: expected None in a packed call, got shape ", bias.sym_sizes(),
                     "; use alibi_slopes, relative_bias or mask there, or padded sequences in forward()");
   TORCH_CHECK_TYPE(bias.scalar_type() == at::kFloat || bias.scalar_type() == c.q.scalar_type(),
-                   "bias: expected dtype Float or that of q (", c.q.scalar_type(), "), got ", bias.scalar_type());
+                   "bias: expected dtype Float or the dtype of q (", c.q.scalar_type(), "), got ", bias.scalar_type());
   const c10::SymInt batch = c.batch(), heads_q = c.q.sym_size(c.head_axis()), rows = c.q.sym_size(c.row_dim()),
                     keys = c.k.sym_size(c.row_dim());
   TORCH_CHECK_VALUE(bias.dim() == 4 && is_either(bias.sym_size(0), batch, 1) &&
@@ -186,12 +188,22 @@ void check_mask(const AttnCall& c) {
   bool same = extremes.scalar_type() == at::kInt && extremes.device() == intervals.device() &&
               extremes.dim() == intervals.dim();
   for (int64_t dim = 0; same && dim < extremes.dim(); ++dim) same = holds(extremes.sym_size(dim).sym_eq(shape[dim]));
-  TORCH_CHECK_VALUE(same, "mask_extremes: expected what flashattn_ext::mask_extremes makes of mask_intervals, int32 ",
+  TORCH_CHECK_VALUE(same,
+                    "mask_extremes: expected the result of flashattn_ext::mask_extremes for mask_intervals, int32 ",
                     c10::SymIntArrayRef(shape), " on ", intervals.device(), ", got ", extremes.scalar_type(), " ",
                     extremes.sym_sizes(), " on ", extremes.device());
 }
 
 }  // namespace
+
+void check_tensors(const AttnCall& c) {
+  const auto checked_together = [](const AttnCall&) {};  // by validate()
+#define CALL_TENSOR(name, dims, takers, check) \
+  if (c.name) check(c);
+#define CALL_LEARNED CALL_TENSOR
+#define CALL_BIAS CALL_TENSOR
+#include "options.def"
+}
 
 void check_cu_seqlens(const char* name, const at::Tensor& cu, const AttnCall& c, const char* tensor,
                       const at::Tensor* packed, const c10::SymInt& longest) {
@@ -218,15 +230,9 @@ void check_cu_seqlens(const char* name, const at::Tensor& cu, const AttnCall& c,
   }
 }
 
-void validate_dropout_p(const c10::SymFloat& dropout_p) {
-  if (dropout_p.is_symbolic()) return;
-  const double p = dropout_p.expect_float();
-  TORCH_CHECK_VALUE(p >= 0 && p < 1, "dropout_p: expected a probability in [0, 1), got ", p);
-}
-
-void validate_origin(const std::optional<std::vector<c10::SymInt>>& origin) {
+void check_origin(const std::optional<std::vector<c10::SymInt>>& origin) {
   if (!origin) return;
-  // Sums of two positions fit into 32 bits, in which some kernels count.
+  // Sums of two positions must fit into 32 bits, which some kernels use.
   constexpr int64_t kLargest = int64_t{1} << 29;
   const std::vector<c10::SymInt>& place = *origin;
   TORCH_CHECK_VALUE(place.size() == 2 || place.size() == 4,
@@ -259,7 +265,7 @@ void validate(const AttnCall& c) {
                     "cu_seqlens: cu_seqlens_q and cu_seqlens_k must be given together");
   check_tensor_kinds(c);
   check_sizes(c);
-  check_options(c);
+  check_numbers(c);
   if (c.is_varlen()) {
     check_cu_seqlens("cu_seqlens_q", *c.cu_seqlens_q, c, "q", &c.q, c.max_seqlen_q);
     check_cu_seqlens("cu_seqlens_k", *c.cu_seqlens_k, c, "k", &c.k, c.max_seqlen_k);
@@ -267,22 +273,25 @@ void validate(const AttnCall& c) {
                       "cu_seqlens_k: expected the length of cu_seqlens_q (", c.cu_seqlens_q->sym_size(0), "), got ",
                       c.cu_seqlens_k->sym_size(0));
   }
-  if (c.alibi_slopes) check_alibi_slopes(c);
-  if (c.relative_bias) check_relative_bias(c);
-  if (c.bias) check_bias(c);
+  check_tensors(c);
   TORCH_CHECK_VALUE(c.mask_intervals.has_value() == c.mask_extremes.has_value(),
                     "mask: mask_intervals and mask_extremes must be given together");
   if (c.mask_intervals) check_mask(c);
 }
 
+void check_shape_and_dtype(const char* name, const at::Tensor& t, c10::SymIntArrayRef shape, at::ScalarType dtype,
+                           const AttnCall& c) {
+  bool same = t.dim() == static_cast<int64_t>(shape.size());
+  for (int64_t dim = 0; same && dim < t.dim(); ++dim) same = holds(t.sym_size(dim).sym_eq(shape[dim]));
+  TORCH_CHECK_VALUE(same, name, ": expected shape ", shape, ", got ", t.sym_sizes());
+  TORCH_CHECK_TYPE(t.scalar_type() == dtype, name, ": expected dtype ", dtype, ", got ", t.scalar_type());
+  check_device(name, t, c.q);
+}
+
 void validate(const AttnCall& c, const BackwardCall& b) {
   validate(c);
-  auto check = [&c](const char* name, const at::Tensor& t, c10::SymIntArrayRef shape, at::ScalarType dtype) {
-    bool same = t.dim() == static_cast<int64_t>(shape.size());
-    for (int64_t dim = 0; same && dim < t.dim(); ++dim) same = holds(t.sym_size(dim).sym_eq(shape[dim]));
-    TORCH_CHECK_VALUE(same, name, ": expected shape ", shape, ", got ", t.sym_sizes());
-    TORCH_CHECK_TYPE(t.scalar_type() == dtype, name, ": expected dtype ", dtype, ", got ", t.scalar_type());
-    check_device(name, t, c.q);
+  const auto check = [&c](const char* name, const at::Tensor& t, c10::SymIntArrayRef shape, at::ScalarType dtype) {
+    check_shape_and_dtype(name, t, shape, dtype, c);
   };
   const std::vector<c10::SymInt> out_shape = c.out_shape(), lse_shape = c.lse_shape();
   if (b.dout) check("dout", *b.dout, out_shape, c.q.scalar_type());

@@ -1,6 +1,7 @@
 """Exact, memory-linear attention with smooth softmax, learnable sinks and exact dropout."""
 
 from importlib import metadata as _metadata
+from typing import Any as _Any
 
 try:
     __version__ = _metadata.version("flashattn_ext")
@@ -15,17 +16,18 @@ try:
     __path__ = [_running_folder(__path__[0])]
     from . import _build
 
-    _C = _build.load()
+    _C: _Any = _build.load()
 except (ImportError, RuntimeError) as _error:
     from ._build import is_command_line as _is_command_line
 
     if not _is_command_line():
         raise
-    _import_error: Exception | None = _error  # the command line reports it: `doctor` must run just then
+    _import_error: Exception | None = _error  # the command line reports it: `doctor` must run without a working build
 else:
     _import_error = None
-    from . import flops as _flops  # noqa: F401 - torch's FLOP counter then knows the ops
-    from . import vmap as _vmap  # noqa: F401 - and so does torch.vmap
+    from . import calls as _calls
+    from . import flops as _flops  # noqa: F401 - registers the ops with torch's FLOP counter
+    from . import vmap as _vmap  # noqa: F401 - registers the ops with torch.vmap
     from ._build import build_info
     from .api import backward, dropout_mask, forward, use_backend, varlen_forward
     from .autograd import FlashAttentionFunction
@@ -41,12 +43,20 @@ else:
     from .decode import flash_attn_with_kvcache
     from .mask import Mask
     from .module import FlashAttention
-    from .reference import attention_reference, kvcache_reference
+    from .reference import attention_reference, attention_weights, kvcache_reference
     from .relative_bias import t5_relative_bias
+
+    def _dtensors_together(*tensors: _Any) -> list[_Any]:
+        """Imports the integration at the first DTensor: it imports torch.distributed.tensor, which takes a second."""
+        from .integrations.dtensor import together
+
+        return together(*tensors)
+
+    _calls.dtensors_together = _dtensors_together
 
 
 def __getattr__(name: str) -> object:
-    """flashattn_ext.distributed, which is imported when it is first asked for."""
+    """Imports flashattn_ext.distributed at the first access."""
     if name == "distributed":
         from importlib import import_module
 
@@ -59,6 +69,7 @@ __all__ = [
     "FlashAttentionFunction",
     "Mask",
     "attention_reference",
+    "attention_weights",
     "backward",
     "build_info",
     "dropout_mask",

@@ -1,9 +1,10 @@
-"""Loads the compiled module, or says in one message why it cannot be loaded and which command repairs that."""
+"""Loads the compiled module, or raises one error that says why it cannot be loaded and which command fixes that."""
 
 from __future__ import annotations
 
 import platform
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,16 @@ def load() -> Any:
 
     folder = Path(__file__).parent
     try:
-        from . import _build_config
+        built_for = _config("_build_config").BUILT_FOR_TORCH
     except ImportError:
         raise RuntimeError(
             f"flashattn_ext was imported from {folder}, which has no compiled module (sources that were never built?); "
             f"build it, in the checkout, with: {REBUILD}"
         ) from None
-    if not same_series(_build_config.BUILT_FOR_TORCH, torch.__version__):
+    if not same_series(built_for, torch.__version__):
         raise RuntimeError(
-            f"flashattn_ext in {folder} was built for torch {_build_config.BUILT_FOR_TORCH}, but torch {torch.__version__} is "
-            f"installed; rebuild it, in the checkout, with: {REBUILD}"
+            f"flashattn_ext in {folder} was built for torch {built_for}, but torch {torch.__version__} is "
+            f"installed; install the wheel for that torch, or rebuild it, in the checkout, with: {REBUILD}"
         )
     try:
         from . import _C
@@ -51,30 +52,35 @@ def load() -> Any:
     return _C
 
 
+def _config(name: str) -> Any:
+    """A module that a build generated: `_build_config` (setup.py) or `_ascend_config` (build.sh)."""
+    return import_module(f".{name}", __package__)
+
+
 def _npu_library() -> Path:
     return Path(__file__).with_name("_ascend_npu.so")
 
 
 def why_not_ascend() -> str:
-    """Why this package has no backend "ascend" that torch could load; empty where it has one.
+    """Why this package has no loadable backend "ascend"; empty if it has one.
 
-    It is looked at from outside: loading it needs torch_npu in the process, which comes with the first NPU tensor.
+    Checks the files only: loading the library needs torch_npu in the process, which is imported before the first NPU tensor.
     """
     import torch
 
     try:
-        from . import _ascend_config
+        built_for = _config("_ascend_config").BUILT_FOR_TORCH
     except ImportError:
         return "not built"
     if not _npu_library().exists():
         return f"not built ({_npu_library()} is missing)"
-    if not same_series(_ascend_config.BUILT_FOR_TORCH, torch.__version__):
-        return f"built for torch {_ascend_config.BUILT_FOR_TORCH}, but torch {torch.__version__} is installed"
+    if not same_series(built_for, torch.__version__):
+        return f"built for torch {built_for}, but torch {torch.__version__} is installed"
     return ""
 
 
 def load_ascend() -> None:
-    """Makes the backend "ascend" known, if it is not yet.
+    """Loads the backend "ascend", unless it is already loaded.
 
     Raises:
         RuntimeError: it was not built, or cannot run here; names the fix.
@@ -96,7 +102,7 @@ def load_ascend() -> None:
 
 
 def load_ascend_emulator() -> None:
-    """Makes the backend "ascend-emulator" known, if it is not yet.
+    """Loads the backend "ascend-emulator", unless it is already loaded.
 
     Raises:
         RuntimeError: it was not built; names the command that builds it.
@@ -122,7 +128,7 @@ def is_command_line() -> bool:
 
 
 def describe_cpu() -> str:
-    """The name of this machine's CPU and, where Linux says them, the sizes of the caches of one core, as measurements name them."""
+    """The name of this machine's CPU, as reports of measurements give it; on Linux with the cache sizes of one core."""
     from . import _C
 
     try:
@@ -136,33 +142,32 @@ def describe_cpu() -> str:
 
 
 def build_info() -> dict[str, Any]:
-    """What was compiled, with what, and what is in use.
+    """How this package was compiled, and what it uses on this machine.
 
     Returns:
-        A dict with `version`, `backends` (names for use_backend), `torch` (the version built for),
+        A dict with `version` (of this package), `backends` (names for use_backend), `torch` (the version built for),
         `compiler`, `cpu` (this machine's, with its caches), `cpu_isas` (usable here, fastest first), `cpu_isa` (in use),
         `cpu_tile` (queries and keys of a tile for each head dim, fp32, chosen by the caches),
         `cuda_architectures` (compute capabilities, empty without CUDA) and `ascend_soc` (the chip
         that "ascend" was built for, or "").
     """
-    from . import _C, __version__, _build_config
+    from . import _C, __version__
 
+    config = _config("_build_config")
     backends, ascend_soc = _C.backends(), ""
     if not why_not_ascend():
-        from . import _ascend_config
-
-        ascend_soc = _ascend_config.SOC
-        if "ascend" not in backends:  # it is loaded on demand
+        ascend_soc = _config("_ascend_config").SOC
+        if "ascend" not in backends:  # loaded on demand
             backends.append("ascend")
     return {
         "version": __version__,
         "backends": backends,
-        "torch": _build_config.BUILT_FOR_TORCH,
+        "torch": config.BUILT_FOR_TORCH,
         "compiler": _C.compiler(),
         "cpu": describe_cpu(),
         "cpu_isas": _C.cpu_isas(),
         "cpu_isa": _C.cpu_isa(),
         "cpu_tile": {head_dim: _C.cpu_tile("fp32", head_dim) for head_dim in (64, 128, 256, 512)},
-        "cuda_architectures": list(_build_config.CUDA_ARCHITECTURES),
+        "cuda_architectures": list(config.CUDA_ARCHITECTURES),
         "ascend_soc": ascend_soc,
     }

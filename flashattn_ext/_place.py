@@ -1,7 +1,7 @@
-"""Which folder this package runs from, in a checkout where pip has installed it.
+"""Which folder this package runs from, inside a checkout from which pip has installed it.
 
 Python looks in the current folder first, so that a checkout's `flashattn_ext/` hides the package that `pip install .` has
-built and put elsewhere. Where the sources were not built in place, the installed package runs.
+built and installed elsewhere. If the sources were not built in place, the installed package runs.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-# What a build writes into the package.
+# Files that a build writes into the package.
 GENERATED = ("_build_config.py", "_ascend_config.py")
 
 
 def running_folder(found: str) -> str:
-    """The folder that the modules of this package come from: `found`, where Python found it, unless only another one is built.
+    """The folder to load the modules of this package from: `found`, where Python found it, or an installed one if only that is built.
 
     Raises:
-        RuntimeError: only another one is built, but from other sources; names both and what to do.
+        RuntimeError: only an installed package is built, but from other sources; names both and what to do.
     """
     here = Path(found)
     if _is_built(here):
@@ -27,7 +27,7 @@ def running_folder(found: str) -> str:
     others = (Path(entry or ".", here.name) for entry in sys.path)
     installed = next((folder for folder in others if folder.resolve() != here.resolve() and _is_built(folder)), None)
     if installed is None:
-        return found  # loading the compiled module explains that
+        return found  # _build.load() raises the error
     if different := _different_source(here, installed):
         raise RuntimeError(
             f"flashattn_ext was imported from {here}, which is not built, and the package installed in {installed} was made "
@@ -38,7 +38,7 @@ def running_folder(found: str) -> str:
 
 
 def _is_built(folder: Path) -> bool:
-    """Whether it has a compiled module for this Python and this torch."""
+    """Whether the folder has a compiled module for this Python and this torch."""
     if not any((folder / f"_C{suffix}").exists() for suffix in EXTENSION_SUFFIXES):
         return False
     try:
@@ -57,7 +57,7 @@ def same_series(a: str, b: str) -> bool:
 
 
 def _different_source(a: Path, b: Path) -> str:
-    """The first Python file that one has and the other has not, or has otherwise; empty if there is none."""
+    """The first Python file that is missing in one folder or differs between them; empty if there is none."""
     names = {str(path.relative_to(folder)) for folder in (a, b) for path in folder.rglob("*.py")}
     for name in sorted(names - set(GENERATED)):
         if not ((a / name).exists() and (b / name).exists() and (a / name).read_bytes() == (b / name).read_bytes()):

@@ -1,112 +1,72 @@
-"""The public functions: they put arguments into one form and hand them on. No numerics here."""
+"""The public functions: they convert their arguments and call the ops. No numerics here."""
 
 from __future__ import annotations
 
-import sys
+import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from . import _C, _build, arguments, jagged, ops
-from .autograd import CallOptions, CallTensors
-from .mask import Mask, checked_mask
+from . import _C, _build, arguments, jagged, ops, placed
+from .calls import DENSE, autocast, converter, lengths_of, results
+from .mask import Mask
+from .options import CallOptions, CallTensors, biases, differentiable
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-
-def _options(
-    q: Tensor,
-    *,
-    causal: bool,
-    window_size: tuple[int, int],
-    softmax_scale: float | None,
-    softcap: float,
-    dropout_p: float,
-    smooth_softmax: bool,
-    layout: str,
-    deterministic: bool,
-    origin: tuple[int, ...] | None,
-    max_seqlen_q: int = 0,
-    max_seqlen_k: int = 0,
-) -> CallOptions:
-    left, right = arguments.window(window_size)
-    return CallOptions(  # in the order of its fields: names would cost every call a quarter of a microsecond
-        arguments.integer("max_seqlen_q", max_seqlen_q),
-        arguments.integer("max_seqlen_k", max_seqlen_k),
-        arguments.is_bhsd(layout),
-        arguments.scale(softmax_scale, q),
-        arguments.number("softcap", softcap),
-        arguments.flag("causal", causal),
-        left,
-        right,
-        arguments.number("dropout_p", dropout_p),
-        arguments.flag("smooth_softmax", smooth_softmax),
-        arguments.flag("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled(),
-        arguments.origin(origin),
-    )
+    from .options import AttentionOptions, BackwardOptions
 
 
-def _tensors(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, *,
-    sink: Tensor | None, alibi_slopes: Tensor | None, relative_bias: Tensor | None, bias: Tensor | None,
-    mask: Mask | None,
-) -> CallTensors:  # fmt: skip
-    is_plain = type(q) is Tensor and type(k) is Tensor and type(v) is Tensor
-    if not is_plain:
-        arguments.tensors(q=q, k=k, v=v)
-    if not (sink is None and alibi_slopes is None and relative_bias is None and bias is None):
-        arguments.optional_tensors(sink=sink, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias)
-    tensors = CallTensors(q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, None, None)
-    if mask is not None:
-        checked = checked_mask(mask)
-        tensors = tensors._replace(mask_intervals=checked.intervals, mask_extremes=checked.extremes())
-    return tensors if is_plain else _with_dtensors(tensors)
+def _forward(
+    tensors: CallTensors, options: CallOptions, rng_seed: Any, return_max_logits: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, lse, max_logits); max_logits is empty unless requested."""
+    if rng_seed is not None:
+        rng_seed = arguments.seed(rng_seed)
+    return_max_logits = arguments.flag("return_max_logits", return_max_logits)
+    tensors = autocast(tensors)
+    if options.origin is not None and placed.is_off(tensors, options):
+        return placed.forward(tensors, options, rng_seed, return_max_logits)
+    out, lse, max_logits = ops.forward(*tensors, *options, rng_seed, return_max_logits)
+    return out, lse, max_logits
 
 
-def _with_dtensors(tensors: CallTensors) -> CallTensors:
-    """The tensors of a call; where one of them is a DTensor, all are."""
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is None or not any(isinstance(t, distributed.DTensor) for t in tensors):
-        return tensors
-    from .integrations import dtensor
-
-    return CallTensors(*dtensor.together(*tensors))  # type: ignore[arg-type]
-
-
-def _autocast(tensors: CallTensors) -> CallTensors:
-    """Casts as scaled_dot_product_attention does inside torch.autocast, all but float64.
-
-    A bias in float32 stays what it is, and so does what is read in the dtype of the statistics.
-    """
-    if not torch._C._is_any_autocast_enabled():
-        return tensors
-    device = tensors.q.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(t: Tensor) -> Tensor:
-        return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
-
-    bias = tensors.bias
-    return tensors._replace(
-        q=cast(tensors.q), k=cast(tensors.k), v=cast(tensors.v),
-        bias=bias if bias is None or bias.dtype == torch.float32 else cast(bias),
-    )  # fmt: skip
+_call_of_forward, _call_of_varlen_forward, _call_of_backward = map(converter, ("forward", "varlen_forward", "backward"))
 
 
 @overload
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, layout: str = ..., return_lse: Literal[False] = ...,
-    **options: Unpack[arguments.AttentionOptions],
+    q: Tensor, k: Tensor, v: Tensor, *, layout: str = ...,
+    return_lse: Literal[False] = ..., return_max_logits: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, layout: str = ..., return_lse: Literal[True],
-    **options: Unpack[arguments.AttentionOptions],
+    q: Tensor, k: Tensor, v: Tensor, *, layout: str = ...,
+    return_lse: Literal[True], return_max_logits: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, layout: str = ...,
+    return_lse: Literal[False] = ..., return_max_logits: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, layout: str = ...,
+    return_lse: Literal[True], return_max_logits: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, layout: str = ...,
+    return_lse: bool = ..., return_max_logits: bool = ...,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def forward(
     q: Tensor,
     k: Tensor,
@@ -128,87 +88,132 @@ def forward(
     rng_seed: int | None = None,
     origin: tuple[int, ...] | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention with memory linear in the sequence length; differentiable.
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """Exact attention with memory linear in the sequence length; differentiable once, on the CPU twice and in forward mode.
 
     Args:
         q: queries [B, Sq, Hq, D] (layout "bhsd": [B, Hq, Sq, D]); D from 1 to 512 (256 on Ascend). float16,
-            bfloat16, float32, and float64 on the CPU. Any strides; only the last dimension is
-            wanted contiguous (and copied if it is not).
-        k: keys [B, Sk, Hk, D]; Hq is a multiple of Hk, query head h reads key head h // (Hq // Hk).
-        v: values [B, Sk, Hk, Dv]; Dv from 1 to 512.
+            bfloat16, float32, and float64 on the CPU. Read in place, except that a tensor is copied once
+            if its last dimension is not contiguous; on GPUs and NPUs also if its rows overlap, and on CUDA
+            if its rows are not aligned to 16 bytes.
+        k: keys [B, Sk, Hk, D], in the dtype of q; Hq is a multiple of Hk, and query head h reads KV head
+            h // (Hq // Hk).
+        v: values [B, Sk, Hk, Dv], in the dtype of q; Dv from 1 to 512 (256 on Ascend).
         causal: query i sees the keys j <= i + Sk - Sq (aligned at the bottom right).
-        window_size: (left, right), keys seen to either side of i + Sk - Sq; -1 is unbounded.
+        window_size: (left, right), numbers of keys seen to either side of i + Sk - Sq; -1 is unbounded.
         softmax_scale: factor of the scores, 1 / sqrt(D) by default.
-        softcap: c > 0 turns a scaled score s into c * tanh(s / c); 0 is off.
+        softcap: c > 0 turns a scaled score s into c * tanh(s / c); 0 is off, and so is 2**60 (1.2e18) and above, where the
+            result equals s in every dtype.
         alibi_slopes: float32 [Hq] or [B, Hq] (float64 too where the inputs are), adds
             -slope * |i + Sk - Sq - j|; differentiable.
         relative_bias: [Hq, 2 L + 1] of any float dtype, adds
             relative_bias[h, clamp(j - (i + Sk - Sq), -L, L) + L]; differentiable. t5_relative_bias
-            makes one of T5's table.
-        bias: [B or 1, Hq or 1, Sq or 1, Sk], float32 or the dtype of q, is added last; -inf hides.
-            Read by its strides; only the last dimension is wanted contiguous. Differentiable, with
+            computes it from T5's table.
+        bias: [B or 1, Hq or 1, Sq or 1, Sk], float32 or the dtype of q, added last; -inf hides a key.
+            Read by its strides; copied if its last dimension is not contiguous. Differentiable, with
             a gradient in its own shape.
-        mask: a Mask: which rows see which key, beside what causal and window_size say.
+        mask: a Mask: which rows see which key. A key is visible if mask, causal and window_size all allow it.
         dropout_p: probability in [0, 1) of dropping an attention weight. The mask is a function of
             the seed and the position alone, the same on every device; weights are rescaled by the
-            probability of keeping that the generator really has (a multiple of 1/256).
-        smooth_softmax: adds a logit 0 that owns no value to every softmax ("softmax off by one").
-        sink: [Hq], a learnable logit per head instead; any float dtype, differentiable.
-        layout: "bshd" or "bhsd", of all tensors. Nested tensors of layout torch.jagged, ragged in the sequence, are calls of
+            exact keep probability of the generator (a multiple of 1/256).
+        smooth_softmax: adds a logit 0 without a value to every softmax ("softmax off by one").
+        sink: [Hq], a learnable logit per head instead of the 0 of smooth_softmax; any float dtype, differentiable.
+        layout: "bshd" or "bhsd", of all tensors. Nested tensors of layout torch.jagged, ragged in the sequence, are passed to
             varlen_forward: out is nested like q, lse is [Hq, total_q].
-        deterministic: gradients have the same bits run after run (on the CPU they always have).
-        rng_seed: 64-bit seed of the dropout mask; None draws from the device's default generator.
-        origin: the place of this call in a larger one that was cut up, over devices for example; numbers from 0. (batch, head):
-            dropout draws what the larger call draws for these batch entries and heads. (batch, head, row, key): also its rows and
-            keys are counted from there, for dropout, causal, windows, alibi_slopes, relative_bias and mask, and row i of this
-            call is at the position of key row + i, whatever the lengths: causal means key + j <= row + i.
+        deterministic: gradients have the same bits in every run (on the CPU they always do). Also on after
+            torch.use_deterministic_algorithms(True).
+        rng_seed: 64-bit signed seed of the dropout mask; None draws one from the device's default generator.
+        origin: the position of this call in a larger one that was split, over devices for example; numbers from 0. (batch, head):
+            dropout draws what the larger call draws for these batch entries and heads. (batch, head, row, key): its rows and keys
+            are also counted from there, for dropout, causal, windows, alibi_slopes, relative_bias and mask, and row i of this
+            call is aligned with key row + i, whatever the lengths: causal means key + j <= row + i.
         return_lse: also return lse [B, Hq, Sq] (float32; float64 for float64 inputs), the natural
             logarithm of the softmax denominator, sink included; differentiable.
+        return_max_logits: also return, as the last result, the largest visible logit of each head, after softcap and biases, before
+            sink and dropout: float32 [B, Hq], without a gradient; -inf for a head that is fully masked.
 
     Returns:
-        out [B, Sq, Hq, Dv] in the layout and dtype of q, or (out, lse). A query that sees no key
-        gives 0, and an lse of -inf (or of its sink).
+        out [B, Sq, Hq, Dv] in the layout and dtype of q, (out, lse), (out, max_logits) or (out, lse, max_logits). A query that
+        sees no key gives 0, and an lse of -inf (or of its sink).
 
     Raises:
-        ValueError, TypeError, NotImplementedError, RuntimeError: naming the argument, what came
-        and what is accepted; nothing has run then.
+        ValueError: a shape or a value is not as described. Every message names the argument, what was passed and what is
+            accepted; no kernel has run.
+        TypeError: a type or a dtype is not as described.
+        NotImplementedError: the backend does not support the call, or the device has no backend; names the nearest thing that works.
+            Also for second derivatives and forward mode (jvp) on other devices than the CPU, and for third derivatives.
 
-    Source: FlashAttention-2 (Dao 2023, algorithms 1 and 2).
+    Source: FlashAttention-2 (Dao 2023, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning",
+    algorithms 1 and 2).
     """
-    if getattr(q, "is_nested", False):
-        (values_q, values_k, values_v), lengths = jagged.packed(layout, q=q, k=k, v=v)
-        packed_out, packed_lse = varlen_forward(
-            values_q, values_k, values_v, **lengths, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
-            softcap=softcap, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias, mask=mask,
-            dropout_p=dropout_p, smooth_softmax=smooth_softmax, sink=sink, deterministic=deterministic, rng_seed=rng_seed,
-            origin=origin, return_lse=True,
-        )  # fmt: skip
-        out = jagged.nested(packed_out, q, layout)
-        return (out, packed_lse) if arguments.flag("return_lse", return_lse) else out
-    tensors = _tensors(
-        q, k, v, None, None, sink=sink, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias, mask=mask
-    )
-    rng_seed = arguments.seed(rng_seed)
-    options = _options(
-        q, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
-        dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout=layout,
-        deterministic=deterministic, origin=origin,
+    is_nested, like = getattr(q, "is_nested", False), q
+    lengths: tuple[Any, ...] = DENSE
+    if is_nested:
+        (q, k, v), lengths = jagged.packed(layout, q=q, k=k, v=v)
+    tensors, numbers = _call_of_forward(
+        q, k, v, lengths, "bshd" if is_nested else layout, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
+        softcap=softcap, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias, mask=mask, dropout_p=dropout_p,
+        smooth_softmax=smooth_softmax, sink=sink, deterministic=deterministic, origin=origin,
     )  # fmt: skip
-    out, lse = ops.forward(*_autocast(tensors), *options, rng_seed)
-    return (out, lse) if arguments.flag("return_lse", return_lse) else out
+    out, lse, max_logits = _forward(tensors, numbers, rng_seed, return_max_logits)
+    if is_nested:
+        out = jagged.nested(out, like, layout)
+    return results(out, lse, max_logits, return_lse, return_max_logits)
+
+
+# The keyword arguments of forward with their defaults, and those among them that varlen_forward and backward take too.
+_KEYWORDS = {
+    name: parameter
+    for name, parameter in inspect.signature(forward).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
+_SHARED = {
+    name: parameter
+    for name, parameter in _KEYWORDS.items()
+    if name not in ("layout", "rng_seed", "return_lse", "return_max_logits")
+}
+
+
+def _show_shared_options(function: Callable[..., Any]) -> None:
+    """Makes help() and inspect.signature() show the options of forward in place of **options."""
+    signature = inspect.signature(function)
+    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    positional = [parameter for parameter in own if parameter.kind is not parameter.KEYWORD_ONLY]
+    shared = [*positional, *_SHARED.values(), *(parameter for parameter in own if parameter not in positional)]
+    function.__signature__ = signature.replace(parameters=shared)  # type: ignore[attr-defined]
 
 
 @overload
 def varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
-    return_lse: Literal[False] = ..., **options: Unpack[arguments.AttentionOptions],
+    return_lse: Literal[False] = ..., return_max_logits: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
-    return_lse: Literal[True], **options: Unpack[arguments.AttentionOptions],
+    return_lse: Literal[True], return_max_logits: Literal[False] = ...,
+    **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    return_lse: Literal[False] = ..., return_max_logits: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    return_lse: Literal[True], return_max_logits: Literal[True],
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def varlen_forward(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    return_lse: bool = ..., return_max_logits: bool = ...,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def varlen_forward(
     q: Tensor,
     k: Tensor,
@@ -218,62 +223,57 @@ def varlen_forward(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    relative_bias: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Mask | None = None,
-    dropout_p: float = 0.0,
-    smooth_softmax: bool = False,
-    sink: Tensor | None = None,
-    deterministic: bool = False,
     rng_seed: int | None = None,
-    origin: tuple[int, ...] | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """forward() for sequences of different lengths, packed one after the other.
+    return_max_logits: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, ...]:
+    """forward() for B sequences of different lengths, packed one after the other; differentiable like forward().
+
+    The other arguments are those of forward. Sequence b has the dropout mask of batch entry b.
 
     Args:
-        q: [total_q, Hq, D]; k: [total_k, Hk, D]; v: [total_k, Hk, Dv].
-        cu_seqlens_q, cu_seqlens_k: int32 [B + 1] on the device of q: sequence b is the rows
-            cu_seqlens[b] to cu_seqlens[b + 1]. Empty sequences are fine.
-        max_seqlen_q, max_seqlen_k: an upper bound of the lengths.
-        alibi_slopes: [Hq] or [B, Hq]; mask: a Mask of packed keys, with intervals [Hm, total_k, 2].
-        bias: None; packed sequences have none.
-        Everything else as in forward(). Sequence b has the dropout mask of batch entry b.
+        q: queries [total_q, Hq, D].
+        k: keys [total_k, Hk, D].
+        v: values [total_k, Hk, Dv].
+        cu_seqlens_q: int32 [B + 1] on the device of q: the queries of sequence b are the rows cu_seqlens_q[b] to
+            cu_seqlens_q[b + 1], the last one excluded. Sequences may be empty.
+        cu_seqlens_k: int32 [B + 1], the same for keys and values.
+        max_seqlen_q: an upper bound of the lengths of queries, in rows. On CUDA a bound that is too small costs speed, not results.
+        max_seqlen_k: the same for keys.
+        **options: without `bias`; `mask` is a Mask of packed keys, with intervals [Hm, total_k, 2] and rows counted within
+            their sequence.
 
     Returns:
-        out [total_q, Hq, Dv], or (out, lse) with lse [Hq, total_q].
+        out [total_q, Hq, Dv], then lse [Hq, total_q] and max_logits [B, Hq] if requested, in this order.
+
+    Raises:
+        ValueError: a shape or a value is not as described, or a bias was passed.
+        TypeError: a type or a dtype is not as described.
+        NotImplementedError: as in forward().
+
+    Source: as for forward().
     """
     arguments.tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    tensors = _tensors(
-        q, k, v, cu_seqlens_q, cu_seqlens_k,
-        sink=sink, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias, mask=mask,
-    )  # fmt: skip
-    rng_seed = arguments.seed(rng_seed)
-    options = _options(
-        q, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
-        dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout="bshd",
-        deterministic=deterministic, origin=origin, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-    )  # fmt: skip
-    out, lse = ops.forward(*_autocast(tensors), *options, rng_seed)
-    return (out, lse) if arguments.flag("return_lse", return_lse) else out
+    lengths = lengths_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    tensors, numbers = _call_of_varlen_forward(q, k, v, lengths, "bshd", **options)
+    return results(*_forward(tensors, numbers, rng_seed, return_max_logits), return_lse, return_max_logits)
+
+
+_show_shared_options(varlen_forward)
 
 
 @overload
 def backward(
     dout: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
     alibi_slopes: None = ..., relative_bias: None = ..., bias: None = ...,
-    **options: Unpack[arguments.BackwardOptions],
+    **options: Unpack[BackwardOptions],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]: ...  # fmt: skip
 @overload
 def backward(
     dout: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
     alibi_slopes: Tensor | None = ..., relative_bias: Tensor | None = ..., bias: Tensor | None = ...,
-    **options: Unpack[arguments.BackwardOptions],
+    **options: Unpack[BackwardOptions],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]: ...  # fmt: skip
 def backward(
     dout: Tensor | None,
@@ -288,59 +288,60 @@ def backward(
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    softmax_scale: float | None = None,
-    softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None,
-    relative_bias: Tensor | None = None,
-    bias: Tensor | None = None,
-    mask: Mask | None = None,
-    dropout_p: float = 0.0,
-    smooth_softmax: bool = False,
-    sink: Tensor | None = None,
     layout: str = "bshd",
-    deterministic: bool = False,
     rng_seed: int | None = None,
-    origin: tuple[int, ...] | None = None,
+    **options: Any,
 ) -> tuple[Tensor | None, ...]:
-    """The raw backward of forward() and, with cu_seqlens, of varlen_forward().
+    """The raw backward of forward() and, with cu_seqlens, of varlen_forward(), for code that has its own autograd.
+
+    The other arguments are those of varlen_forward.
 
     Args:
         dout: gradient of out, in its shape and dtype; None counts as zeros.
-        q, k, v, out, lse: as the forward took and returned them.
-        dlse: gradient of lse, in its shape and dtype.
-        rng_seed: the seed that the forward was given; needed when dropout_p drops anything.
-        Everything else as in the forward.
+        q: queries, as the forward took them.
+        k: keys, as the forward took them.
+        v: values, as the forward took them.
+        out: the out that the forward returned.
+        lse: the lse that the forward returned with return_lse=True.
+        dlse: gradient of lse, in its shape and dtype; None counts as zeros.
+        layout: "bshd" or "bhsd", as in the forward.
+        rng_seed: the rng_seed of the forward; required with dropout_p > 0.
 
     Returns:
-        (dq, dk, dv, dsink), dsink being None without a sink tensor. If alibi_slopes, relative_bias
+        (dq, dk, dv, dsink), where dsink is None without a sink tensor. If alibi_slopes, relative_bias
         or bias is given, (dq, dk, dv, dsink, dalibi_slopes, drelative_bias, dbias), with None for
-        what is not given.
+        tensors that are not given. Each has the shape and dtype of its tensor.
+
+    Raises:
+        ValueError: a shape or a value is not as described, or dropout without rng_seed.
+        TypeError: a type or a dtype is not as described.
+        NotImplementedError: as in forward(); derivatives of this function, which exist on the CPU, are those of a function that computes
+            out and lse from q, k and v.
+
+    Source: FlashAttention-2 (Dao 2023), algorithm 2.
     """
     arguments.tensors(out=out, lse=lse)
     arguments.optional_tensors(dout=dout, dlse=dlse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    tensors = _tensors(
-        q, k, v, cu_seqlens_q, cu_seqlens_k,
-        sink=sink, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias, mask=mask,
-    )  # fmt: skip
+    lengths = lengths_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    tensors, numbers = _call_of_backward(q, k, v, lengths, layout, **options)
     rng_seed = arguments.seed(rng_seed)
-    options = _options(
-        q, causal=causal, window_size=window_size, softmax_scale=softmax_scale, softcap=softcap,
-        dropout_p=dropout_p, smooth_softmax=smooth_softmax, layout=layout,
-        deterministic=deterministic, origin=origin, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-    )  # fmt: skip
-    if rng_seed is None and 0 < options.dropout_p < 1:
+    if rng_seed is None and 0 < numbers.dropout_p < 1:
         raise ValueError(
-            "rng_seed: the backward of a call with dropout needs the rng_seed that its forward was given, got None"
+            "rng_seed: the backward of a call with dropout needs the rng_seed of its forward, got None; pass the same rng_seed to both"
         )
-    rng_state = None if rng_seed is None else ops.dropout_state(q, options.dropout_p, rng_seed)
-    biases = [given is not None for given in tensors.biases()]
-    dq, dk, dv, dsink, *dbiases = ops.backward(*tensors, *options, dout, dlse, out, lse, None, *biases, rng_state)
-    gradients = (dq, dk, dv, None if sink is None else dsink)
-    if not any(biases):
-        return gradients
-    return *gradients, *(gradient if given else None for gradient, given in zip(dbiases, biases, strict=True))
+    rng_state = None if rng_seed is None else ops.dropout_state(q, numbers.dropout_p, rng_seed)
+    needs = [given is not None for given in biases(tensors)]
+    if placed.is_off(tensors, numbers):
+        gradients = placed.backward(tensors, numbers, dout, dlse, out, lse, needs, rng_state)
+    else:
+        gradients = ops.backward(*tensors, *numbers, dout, dlse, out, lse, None, *needs, rng_state)
+    computed = [
+        None if given is None else gradient for gradient, given in zip(gradients, differentiable(tensors), strict=True)
+    ]
+    return tuple(computed if any(needs) else computed[: len(computed) - len(needs)])
+
+
+_show_shared_options(backward)
 
 
 def dropout_mask(
@@ -353,26 +354,36 @@ def dropout_mask(
     device: torch.device | str = "cpu",
     origin: tuple[int, ...] | None = None,
 ) -> Tensor:
-    """The mask that forward() applies: bool [B, H, Sq, Sk], True where a weight is kept.
+    """The dropout mask that forward() applies, as a matrix: for tests and for comparisons with other implementations.
 
     Args:
-        B, H, Sq, Sk: batch size, query heads, query and key length; packed sequence b is entry b.
+        B: batch size; packed sequence b of varlen_forward() has the mask of entry b.
+        H: number of query heads.
+        Sq: number of queries.
+        Sk: number of keys.
         dropout_p: probability of dropping, in [0, 1).
-        rng_seed: the seed given to forward().
-        device: where the mask is made; the bits are the same everywhere.
-        origin: the place of this mask in a larger one, as in forward().
+        rng_seed: the seed given to forward(), a 64-bit signed integer.
+        device: where the mask is made; the bits are the same on every device.
+        origin: the position of this mask in a larger one, as in forward().
+
+    Returns:
+        bool [B, H, Sq, Sk], True where a weight is kept.
+
+    Raises:
+        ValueError: a size, dropout_p, rng_seed or origin is out of range.
+        TypeError: an argument is of another type.
+        NotImplementedError: no backend of this build makes masks on that device, or it does not support the origin.
+
+    Source: Philox4x32-7 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"); docs/dropout.md has the mapping.
     """
     seed = arguments.integer("rng_seed", rng_seed)
     sizes = [arguments.integer(name, size) for name, size in (("B", B), ("H", H), ("Sq", Sq), ("Sk", Sk))]
-    p = arguments.number("dropout_p", dropout_p)
-    mask: Tensor = ops.dropout_mask(
-        ops.rng_state(torch.empty(0, device=device), seed), *sizes, p, arguments.origin(origin)
-    )
-    return mask
+    p, state = arguments.number("dropout_p", dropout_p), ops.rng_state(torch.empty(0, device=device), seed)
+    return placed.dropout_mask(state, sizes, p, arguments.origin(origin))
 
 
 class _BackendChoice:
-    """Result of use_backend(): already in force, and undone at the end of a with block."""
+    """Result of use_backend(): already in force, and restores the previous choice at the end of a with block."""
 
     def __init__(self, previous: str) -> None:
         self._previous = previous
@@ -391,7 +402,11 @@ def use_backend(name: str | None) -> _BackendChoice:
         name: one of build_info()["backends"], or "ascend-emulator", which runs CPU tensors through the Ascend C kernels;
             both Ascend backends are loaded on demand. None chooses by the device of the tensors again.
 
+    Returns:
+        A context manager that restores the previous choice at the end of a with block. The backend is in force at once.
+
     Raises:
+        TypeError: name is neither a string nor None.
         ValueError: no such backend in this build; names the choices.
         RuntimeError: an Ascend backend was not built, or cannot run here; names the command that builds it.
     """

@@ -1,7 +1,6 @@
-"""What the public functions accept: their options for type checkers, and as an integer, a number or a flag whatever Python
-itself would take for one.
+"""Checks of the arguments of public functions: they take whatever Python accepts as an integer, a number or a flag.
 
-Each function names its argument in the error. Values that torch.compile keeps symbolic pass through.
+Every error names the argument. Values that torch.compile keeps symbolic pass through.
 """
 
 from __future__ import annotations
@@ -9,59 +8,15 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from .mask import Mask
-
 LAYOUTS = ("bshd", "bhsd")
-_LEAST, _MOST = -(1 << 63), (1 << 63) - 1  # of 64-bit integers
-
-
-class SharedOptions(TypedDict, total=False):
-    """What forward, varlen_forward, backward and attention_reference take beside their tensors."""
-
-    causal: bool
-    window_size: tuple[int, int]
-    softmax_scale: float | None
-    softcap: float
-    mask: Mask | None
-    dropout_p: float
-    smooth_softmax: bool
-    sink: Tensor | None
-    rng_seed: int | None
-    origin: tuple[int, ...] | None
-
-
-class BiasOptions(TypedDict, total=False):
-    alibi_slopes: Tensor | None
-    relative_bias: Tensor | None
-    bias: Tensor | None
-
-
-class AttentionOptions(SharedOptions, BiasOptions, total=False):
-    """What forward and varlen_forward take."""
-
-    deterministic: bool
-
-
-class ReferenceOptions(SharedOptions, BiasOptions, total=False):
-    """What attention_reference takes."""
-
-
-class BackwardOptions(SharedOptions, total=False):
-    """What backward takes, the biases aside: they decide what it returns."""
-
-    dlse: Tensor | None
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    max_seqlen_q: int
-    max_seqlen_k: int
-    layout: str
-    deterministic: bool
+# A softcap of at least this size is off, because c * tanh(s / c) equals s in every dtype. See kUncapped in csrc/score.h.
+UNCAPPED = 2.0**60
+_LEAST, _MOST = -(1 << 63), (1 << 63) - 1  # range of a 64-bit integer
 
 
 def tensors(**given: Any) -> None:
@@ -75,7 +30,7 @@ def optional_tensors(**given: Any) -> None:
 
 
 def integer(name: str, value: Any) -> int:
-    """Whatever has __index__, but no bool: Python's and numpy's integers, integer tensors of one element."""
+    """Any value with __index__ except a bool: Python's and numpy's integers, integer tensors of one element."""
     if type(value) is not int and not isinstance(value, torch.SymInt):
         if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
             raise TypeError(f"{name}: expected an int, got a bool")
@@ -90,23 +45,38 @@ def integer(name: str, value: Any) -> int:
 
 
 def number(name: str, value: Any) -> float:
-    """Whatever has __float__, but no bool: Python's and numpy's numbers, tensors of one element."""
+    """Any value with __float__ except a bool: Python's and numpy's numbers, tensors of one element that need no gradient."""
     if type(value) is float:
         return value
     if isinstance(value, torch.SymFloat):
         return value  # type: ignore[return-value]
     if isinstance(value, bool) or not hasattr(type(value), "__float__"):
         raise TypeError(f"{name}: expected a number, got {described(value)}")
+    if isinstance(value, Tensor) and (has_tangent(value) or (value.requires_grad and torch.is_grad_enabled())):
+        raise TypeError(
+            f"{name}: expected a number, got {described(value)} that requires a gradient, which it would not get; "
+            f"{_DIFFERENTIABLE.get(name, '')}pass {name}.detach() for a constant"
+        )
     try:
         return float(value)
     except OverflowError:
         raise ValueError(f"{name}: expected a number within the range of a float, got {value}") from None
-    except (TypeError, ValueError, RuntimeError):  # a tensor of more elements, say
+    except (TypeError, ValueError, RuntimeError):  # a tensor of several elements, for example
         raise TypeError(f"{name}: expected a number, got {described(value)}") from None
 
 
+# What to make learnable instead of an argument that gets no gradient.
+_DIFFERENTIABLE = {"softmax_scale": "scale q instead (q * temperature, and softmax_scale as a number), or "}
+
+
+def has_tangent(value: Tensor) -> bool:
+    """Whether this tensor has a tangent of forward-mode differentiation."""
+    forward_ad = torch.autograd.forward_ad
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(value).tangent is not None
+
+
 def flag(name: str, value: Any) -> bool:
-    """A bool, or a value whose dtype is bool: numpy's, a tensor of one element."""
+    """A bool, or a value with dtype bool: a numpy bool or a tensor of one element."""
     if type(value) is bool:
         return value
     if str(getattr(value, "dtype", None)).endswith("bool") and getattr(value, "ndim", None) == 0:
@@ -145,6 +115,19 @@ def scale(value: Any, q: Tensor) -> float:
         return number("softmax_scale", value)
     head_dim = q.size(-1) if q.dim() else 0
     return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype that torch.autocast casts to on a device; None if it is off there."""
+    if not torch._C._is_any_autocast_enabled() or device.type == "meta" or not torch.is_autocast_enabled(device.type):
+        return None
+    dtype: torch.dtype = torch.get_autocast_dtype(device.type)
+    return dtype
+
+
+def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """`t` as autocast casts it: floating-point tensors except float64 are cast."""
+    return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
 
 
 def described(value: Any) -> str:

@@ -1,68 +1,123 @@
-"""What a call is made of, in the order of the ops, which know their derivatives themselves (csrc/autograd.cpp)."""
+"""FlashAttentionFunction: attention as a torch.autograd.Function. The derivatives of the ops themselves are in
+csrc/autograd.cpp and csrc/derivative_autograd.cpp."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import ops
+from .options import BIASES, DIFFERENTIABLE, CallOptions, CallTensors, differentiable, has_centres
 
 
-class CallTensors(NamedTuple):
-    """The tensors of a call, in the order of the ops' schemas (csrc/attn_call.h)."""
+class _HiddenFromDynamo:
+    """A static method of an autograd.Function that torch.compile does not see.
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cu_seqlens_q: Tensor | None
-    cu_seqlens_k: Tensor | None
-    sink: Tensor | None
-    alibi_slopes: Tensor | None
-    relative_bias: Tensor | None
-    bias: Tensor | None
-    mask_intervals: Tensor | None
-    mask_extremes: Tensor | None
+    Dynamo breaks the graph at a Function that defines jvp (torch 2.13), although it never needs the method: it traces forward and
+    backward alone if gradients are wanted, and otherwise the ops in forward, which have a forward mode of their own.
+    """
 
-    def biases(self) -> tuple[Tensor | None, ...]:
-        """Those whose gradients the backward computes on demand."""
-        return self.alibi_slopes, self.relative_bias, self.bias
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
 
-
-class CallOptions(NamedTuple):
-    """What a call says beside its tensors, in the order of the ops' schemas, after the tensors."""
-
-    max_seqlen_q: int
-    max_seqlen_k: int
-    bhsd: bool
-    softmax_scale: float
-    softcap: float
-    causal: bool
-    window_left: int
-    window_right: int
-    dropout_p: float
-    smooth_softmax: bool
-    deterministic: bool
-    origin: list[int] | None
-
-
-def keeps_centres(tensors: CallTensors) -> bool:
-    """Whether the backward wants the centres of rows (csrc/bias.h), without which 16-bit gradients of slopes and relative biases are coarse."""
-    biases = (tensors.alibi_slopes, tensors.relative_bias)
-    return tensors.q.dtype.itemsize == 2 and any(t is not None and t.requires_grad for t in biases)
+    def __get__(self, _instance: Any, _owner: Any = None) -> Callable[..., Any]:
+        is_dynamo = torch._guards.CompileContext.try_get() is not None
+        inherited: Callable[..., Any] = torch.autograd.Function.jvp
+        return inherited if is_dynamo else self._function
 
 
 class FlashAttentionFunction(torch.autograd.Function):
-    """apply(*tensors, rng_seed, options) -> (out, lse), for code that asks for a torch.autograd.Function.
+    """Attention as a torch.autograd.Function, for code that needs one: apply(*tensors, rng_seed, options, return_max_logits).
 
-    Shapes and errors are those of flashattn_ext.forward and varlen_forward, which are the way to call this; `tensors` are those of
-    CallTensors, `options` is a CallOptions. The op knows its own derivative (csrc/autograd.cpp), so there is no forward and no backward
-    here, and torch.compile, which looks for them, breaks the graph at apply.
+    flashattn_ext.forward and varlen_forward compute the same bits and are faster, because their autograd node is written in C++
+    (csrc/autograd.cpp). This class calls the same ops, torch.ops.flashattn_ext.forward, backward and jvp; torch.compile and the
+    transforms of torch.func trace it, and it has the derivatives of docs/derivatives.md.
+
+    apply returns (out, lse, max_logits, centres, rng_state). out, lse and max_logits are as in forward; max_logits is empty
+    without return_max_logits. out and lse are differentiable, the others have no gradient. centres and rng_state are for the
+    backward: the centres of rows are [B, Hq, Sq, 3] or [Hq, total_q, 3] in the dtype of lse (csrc/bias.h), empty except in
+    calls with slopes or a relative bias, on GPUs in 16 bits; rng_state is int64 [2], empty without dropout.
+
+    Args of apply, all of them by position:
+        q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, mask_intervals, mask_extremes: the fields of
+            CallTensors, with the shapes and dtypes of forward, or with cu_seqlens_q and cu_seqlens_k of varlen_forward. Unused tensors
+            are None. A Mask is passed as its `intervals` and the result of its method `extremes`. Unlike forward, apply does not take
+            nested tensors or a mix of DTensors and plain tensors, and torch.autocast does not cast its arguments. On GPUs and NPUs, an
+            origin with dropout must have a row that is a multiple of 16 and a key that is a multiple of 64.
+        rng_seed: 64-bit seed of the dropout mask; None draws from the device's default generator.
+        options: a CallOptions. Its softmax_scale is a number: None does not stand for 1 / sqrt(D) here. max_seqlen_q and
+            max_seqlen_k are 0 in a dense call, window_left and window_right are -1 where unbounded, and `bhsd` is the layout.
+        return_max_logits: as in forward.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError, RuntimeError: as in forward, naming the argument.
     """
 
-    @classmethod
-    def apply(cls, *arguments: Any) -> tuple[Tensor, Tensor]:
-        *tensors, rng_seed, options = arguments
-        out, lse = ops.forward(*tensors, *options, rng_seed)
-        return out, lse
+    # No *args: torch.compile counts the named arguments to tell that forward takes no ctx.
+    @staticmethod
+    def forward(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, sink: Tensor | None,
+        alibi_slopes: Tensor | None, relative_bias: Tensor | None, bias: Tensor | None, mask_intervals: Tensor | None,
+        mask_extremes: Tensor | None, rng_seed: int | None, options: CallOptions, return_max_logits: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        tensors = CallTensors(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, mask_intervals, mask_extremes
+        )
+        rng_state = ops.dropout_state(q, options.dropout_p, rng_seed)
+        # Under torch.func, forward cannot know whether the gradients of slopes and relative biases are needed.
+        keeps_centres = has_centres(q) and (alibi_slopes is not None or relative_bias is not None)
+        out, lse, centres, max_logits = ops.pure_forward(
+            *tensors, *options, rng_state, keeps_centres, return_max_logits, ops.symbolic_numbers(options)
+        )
+        return out, lse, max_logits, centres, q.new_empty(0, dtype=torch.int64) if rng_state is None else rng_state
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, _rng_seed, ctx.options, _return_max_logits = inputs
+        out, lse, max_logits, centres, rng_state = output
+        ctx.save_for_backward(*tensors, out, lse, centres, rng_state)
+        if not torch.compiler.is_compiling():  # which knows no save_for_forward, and no jvp
+            ctx.save_for_forward(*tensors, out, lse, centres, rng_state)
+        ctx.mark_non_differentiable(max_logits, centres, rng_state)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_unused: None) -> tuple[Tensor | None, ...]:
+        *saved, out, lse, centres, rng_state = ctx.saved_tensors
+        results = dict.fromkeys(CallTensors._fields)
+        if dout is not None or dlse is not None:
+            needed = dict(zip(CallTensors._fields, ctx.needs_input_grad, strict=False))
+            gradients = ops.backward(
+                *saved, *ctx.options, dout, dlse, out, lse, centres if centres.numel() else None, *[needed[name] for name in BIASES],
+                rng_state if rng_state.numel() else None,
+            )  # fmt: skip
+            results |= {
+                name: gradient if needed[name] else None
+                for name, gradient in zip(DIFFERENTIABLE, gradients, strict=True)
+            }
+        return *results.values(), None, None, None
+
+    @_HiddenFromDynamo
+    def jvp(ctx: Any, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        *saved, out, lse, _centres, rng_state = ctx.saved_tensors
+        given = differentiable(CallTensors(*tangents[: len(saved)]))
+        if all(tangent is None for tangent in given):
+            return (None,) * 5
+        # torch disables forward mode here, at every level of torch.func: tangents of outer levels would be lost in silence.
+        with forward_ad._set_fwd_grad_enabled(True):
+            tensors = [
+                t if tangent is None else forward_ad.unpack_dual(t).primal
+                for t, tangent in zip(saved, tangents, strict=False)
+            ]
+            tout, tlse = ops.jvp(*tensors, *ctx.options, out, lse, rng_state if rng_state.numel() else None, *given)
+        return tout, tlse, None, None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        # The ops have rules and derivatives of their own. A generated rule has no jvp for arguments that hold numbers, as options do.
+        results = torch.vmap(FlashAttentionFunction.forward, in_dims, randomness=info.randomness)(*arguments)
+        return results, (0,) * len(results)

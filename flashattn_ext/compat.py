@@ -1,6 +1,7 @@
-"""The signatures of other packages, so that changing the import line is all that a user does.
+"""The signatures of other packages, so that users only change the import line.
 
-The flash_attn_* functions are those of flash-attn 2, flash_attn_with_kvcache aside (decode.py). flash_attention_npu is the spelling of Ascend users.
+The flash_attn_* functions have the signatures of flash-attn 2; flash_attn_with_kvcache is in decode.py. flash_attention_npu has the
+signature that Ascend users know.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def _result(results: tuple[Tensor, Tensor], return_attn_probs: bool) -> Any:
 
 
 def _expect(name: str, tensor: Tensor, shape: tuple[int | str, ...]) -> None:
-    """Numbers in `shape` are sizes, words only name a dimension."""
+    """Checks a shape; integers in `shape` are required sizes, strings only name a dimension."""
     fits = tensor.dim() == len(shape) and all(
         isinstance(wanted, str) or size == wanted for size, wanted in zip(tensor.shape, shape, strict=True)
     )
@@ -36,9 +37,29 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """q [B, Sq, Hq, D], k and v [B, Sk, Hk, D] -> out [B, Sq, Hq, D], or (out, softmax_lse, None).
+    """flash-attn 2's flash_attn_func: forward() in its signature; differentiable once.
 
-    alibi_slopes: float32 [Hq] or [B, Hq], with a gradient where they require one (flash-attn has none).
+    Args:
+        q: queries [B, Sq, Hq, D]; float16, bfloat16, float32, and float64 on the CPU; D from 1 to 512 (256 on Ascend).
+        k: keys [B, Sk, Hk, D]; Hq is a multiple of Hk.
+        v: values [B, Sk, Hk, Dv].
+        dropout_p: probability in [0, 1) of dropping an attention weight; pass 0 in evaluation.
+        softmax_scale: factor of the scores, 1 / sqrt(D) by default.
+        causal: query i sees the keys j <= i + Sk - Sq (aligned at the bottom right).
+        window_size: (left, right), numbers of keys seen to either side of i + Sk - Sq; negative is unbounded.
+        softcap: c > 0 turns a scaled score s into c * tanh(s / c); 0 is off.
+        alibi_slopes: float32 [Hq] or [B, Hq], adds -slope * |i + Sk - Sq - j|; differentiable (in flash-attn it is not).
+        deterministic: gradients have the same bits in every run.
+        return_attn_probs: also return softmax_lse [B, Hq, Sq] (float32, natural logarithm), and None in place of flash-attn's
+            S_dmask, the weights after dropout, which are never materialised.
+
+    Returns:
+        out [B, Sq, Hq, Dv], or (out, softmax_lse, None) with return_attn_probs.
+
+    Raises:
+        ValueError: a shape or a value is not as described.
+        TypeError: a type or a dtype is not as described.
+        NotImplementedError: as in flashattn_ext.forward.
     """
     results = forward(
         q, k, v, dropout_p=dropout_p, softmax_scale=softmax_scale, causal=causal,
@@ -54,7 +75,19 @@ def flash_attn_qkvpacked_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """qkv [B, S, 3, H, D] -> out [B, S, H, D]; the slices are read in place."""
+    """flash-attn 2's flash_attn_qkvpacked_func. The other arguments are those of flash_attn_func.
+
+    Args:
+        qkv: queries, keys and values [B, S, 3, H, D]; the slices are read in place.
+
+    Returns:
+        out [B, S, H, D], or (out, softmax_lse, None) with return_attn_probs.
+
+    Raises:
+        ValueError: a shape or a value is not as described.
+        TypeError: a type or a dtype is not as described.
+        NotImplementedError: as in flashattn_ext.forward.
+    """
     _expect("qkv", qkv, ("batch", "seqlen", 3, "heads", "head_dim"))
     q, k, v = qkv.unbind(2)
     return flash_attn_func(
@@ -69,7 +102,20 @@ def flash_attn_kvpacked_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """q [B, Sq, Hq, D], kv [B, Sk, 2, Hk, D] -> out [B, Sq, Hq, D]."""
+    """flash-attn 2's flash_attn_kvpacked_func. The other arguments are those of flash_attn_func.
+
+    Args:
+        q: queries [B, Sq, Hq, D].
+        kv: keys and values [B, Sk, 2, Hk, D]; the slices are read in place.
+
+    Returns:
+        out [B, Sq, Hq, D], or (out, softmax_lse, None) with return_attn_probs.
+
+    Raises:
+        ValueError: a shape or a value is not as described.
+        TypeError: a type or a dtype is not as described.
+        NotImplementedError: as in flashattn_ext.forward.
+    """
     _expect("kv", kv, ("batch", "seqlen", 2, "heads", "head_dim"))
     k, v = kv.unbind(2)
     return flash_attn_func(
@@ -86,14 +132,32 @@ def flash_attn_varlen_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, block_table: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """q [total_q, Hq, D], k and v [total_k, Hk, D] -> out [total_q, Hq, D].
+    """flash-attn 2's flash_attn_varlen_func. The other arguments are those of flash_attn_func.
 
-    block_table: int32 [B, pages of a sequence]; k and v are then [pages, page_size, Hk, D], page_size a multiple of 16, and
-        cu_seqlens_k only says how long each sequence is. Forward only, without dropout.
+    Args:
+        q: queries [total_q, Hq, D] of packed sequences.
+        k: keys [total_k, Hk, D]; with a block_table [pages, page_size, Hk, D], page_size a multiple of 16.
+        v: values [total_k, Hk, Dv]; with a block_table [pages, page_size, Hk, Dv].
+        cu_seqlens_q: int32 [B + 1] on the device of q: sequence b is the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
+        cu_seqlens_k: int32 [B + 1], the same for keys and values; with a block_table it only gives the lengths.
+        max_seqlen_q: an upper bound of the lengths of queries, in rows.
+        max_seqlen_k: the same for keys.
+        block_table: int32 [B, pages of a sequence], the page of each run of page_size keys. Forward only, without dropout.
+
+    Returns:
+        out [total_q, Hq, Dv], or (out, softmax_lse [Hq, total_q], None) with return_attn_probs.
+
+    Raises:
+        ValueError: a shape or a value is not as described.
+        TypeError: a type or a dtype is not as described.
+        NotImplementedError: as in flashattn_ext.forward; dropout with a block_table.
+        RuntimeError: in the backward of a call with a block_table.
     """
     if block_table is not None:
         if arguments.number("dropout_p", dropout_p) != 0:
-            raise NotImplementedError(f"dropout_p: expected 0 with a block_table, got {dropout_p}")
+            raise NotImplementedError(
+                f"dropout_p: expected 0 with a block_table, got {dropout_p}; pass dropout_p=0, or packed k and v without a block_table"
+            )
         paged = paged_varlen_forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table, softmax_scale=softmax_scale,
             causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
@@ -114,7 +178,21 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """qkv [total, 3, H, D] -> out [total, H, D]."""
+    """flash-attn 2's flash_attn_varlen_qkvpacked_func. The other arguments are those of flash_attn_func.
+
+    Args:
+        qkv: queries, keys and values [total, 3, H, D] of packed sequences; the slices are read in place.
+        cu_seqlens: int32 [B + 1] on the device of qkv: sequence b is the rows cu_seqlens[b] to cu_seqlens[b + 1].
+        max_seqlen: an upper bound of the lengths, in rows.
+
+    Returns:
+        out [total, H, D], or (out, softmax_lse, None) with return_attn_probs.
+
+    Raises:
+        ValueError: a shape or a value is not as described.
+        TypeError: a type or a dtype is not as described.
+        NotImplementedError: as in flashattn_ext.forward.
+    """
     _expect("qkv", qkv, ("total", 3, "heads", "head_dim"))
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(
@@ -130,7 +208,20 @@ def flash_attn_varlen_kvpacked_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """q [total_q, Hq, D], kv [total_k, 2, Hk, D] -> out [total_q, Hq, D]."""
+    """flash-attn 2's flash_attn_varlen_kvpacked_func. The other arguments are those of flash_attn_varlen_func.
+
+    Args:
+        q: queries [total_q, Hq, D] of packed sequences.
+        kv: keys and values [total_k, 2, Hk, D]; the slices are read in place.
+
+    Returns:
+        out [total_q, Hq, D], or (out, softmax_lse, None) with return_attn_probs.
+
+    Raises:
+        ValueError: a shape or a value is not as described.
+        TypeError: a type or a dtype is not as described.
+        NotImplementedError: as in flashattn_ext.forward.
+    """
     _expect("kv", kv, ("total", 2, "heads", "head_dim"))
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(
@@ -142,5 +233,21 @@ def flash_attn_varlen_kvpacked_func(
 def flash_attention_npu(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, softmax_scale: float | None = None
 ) -> Tensor:
-    """q [B, Hq, S, D], k and v [B, Hk, S, D] -> out [B, Hq, S, D], on the device of the tensors."""
+    """forward() in the signature that Ascend users know. It runs on the device of the tensors, whichever that is.
+
+    Args:
+        q: queries [B, Hq, Sq, D].
+        k: keys [B, Hk, Sk, D]; Hq is a multiple of Hk.
+        v: values [B, Hk, Sk, Dv].
+        causal: query i sees the keys j <= i + Sk - Sq.
+        softmax_scale: factor of the scores, 1 / sqrt(D) by default.
+
+    Returns:
+        out [B, Hq, Sq, Dv] in the dtype of q; differentiable once.
+
+    Raises:
+        ValueError: a shape or a value is not as described.
+        TypeError: a type or a dtype is not as described.
+        NotImplementedError: as in flashattn_ext.forward.
+    """
     return forward(q, k, v, causal=causal, softmax_scale=softmax_scale, layout="bhsd")

@@ -1,4 +1,4 @@
-"""Attention to a key-value cache: flash_attn_with_kvcache in flash-attn 2's signature, and what packed calls with pages share with it."""
+"""Attention with a KV cache: flash_attn_with_kvcache in flash-attn 2's signature, and packed calls with a paged cache."""
 
 from __future__ import annotations
 
@@ -6,41 +6,44 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import _C, arguments, ops
-from .mask import Mask, checked_mask
+from .calls import DENSE, converter, lengths_of
+from .kept import KeptForTensors
+from .mask import Mask
+from .options import OPTIONS
 
 
 class BlockTableError(ValueError, RuntimeError):
-    """A sequence has more keys than its row of the block table has room for; flash-attn raises RuntimeError for it."""
+    """A sequence has more keys than its row of the block table can hold. A RuntimeError too, because flash-attn raises one."""
 
 
-# The largest number of each tensor of lengths that a call with pages has looked at, and the version of its contents then.
-_largest: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_largest = KeptForTensors()  # the maximum of each tensor of lengths that came with a block table
 
-# Tensors that a call may have beside q and the caches, in the order of the op's schema.
-_TENSORS = (
-    "k", "v", "cu_seqlens_q", "cu_seqlens_k", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad",
-    "block_table", "sink", "alibi_slopes",
+# The tensors of a decoding call that forward() does not have, in the order of the op's schema (csrc/decode_call.cpp).
+_CACHE_TENSORS = (
+    "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table",
+)  # fmt: skip
+_options_of_call = converter(
+    "flash_attn_with_kvcache", [option for option in OPTIONS if option.decodes], leading="q", result="({tensors},), ({numbers},)"
 )  # fmt: skip
 
 
 def has_decoding(device: torch.device) -> bool:
-    """Whether calls with a cache run on tensors of this device: Ascend's backends have none."""
+    """Whether decoding runs on tensors of this device; the Ascend backends do not have it."""
     if device.type not in ("cpu", "cuda"):
         return False
     return torch.compiler.is_compiling() or not _C.forced_backend().startswith("ascend")
 
 
 def flash_attn_window(window_size: Any) -> tuple[int, int]:
-    """flash-attn takes every negative side as unbounded."""
+    """window_size with every negative side as -1, because flash-attn takes any negative number as unbounded."""
     left, right = arguments.window(window_size)
     return max(left, -1), max(right, -1)
 
 
 def _length(cache_seqlens: Any) -> tuple[Tensor | None, int]:
-    """cache_seqlens as a tensor [B], or as the length of every sequence; (None, -1) for whole caches."""
+    """cache_seqlens as (tensor [B], -1), or as (None, length of every sequence); (None, -1) for whole caches."""
     if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
         return cache_seqlens, -1
     length = arguments.integer("cache_seqlens", cache_seqlens)
@@ -52,8 +55,9 @@ def _length(cache_seqlens: Any) -> tuple[Tensor | None, int]:
 def _check_room(lengths: Any, new_keys: Tensor | None, k_cache: Tensor, block_table: Tensor) -> None:
     """Raises BlockTableError where lengths and new keys need more pages than block_table has columns.
 
-    Lengths on an accelerator are waited for once after each change that torch knows of: once for all layers of a step. They
-    are not looked at in a CUDA graph, under torch.compile or in inference mode, which counts no changes: there the op clamps them.
+    Lengths on an accelerator are read, which waits for the device, once after each in-place change: once for all layers of a step.
+    They are not read in a CUDA graph capture, under torch.compile or in inference mode (tensors have no version counter there); the
+    op then clamps them.
     """
     if (
         torch.compiler.is_compiling()
@@ -63,53 +67,67 @@ def _check_room(lengths: Any, new_keys: Tensor | None, k_cache: Tensor, block_ta
     ):
         return
     if not lengths.numel() or block_table.dim() != 2 or k_cache.dim() != 4:
-        return  # the op says what is wrong, if anything is
-    version, largest = _largest.get(lengths, (-1, 0))
-    if version != lengths._version:
-        if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
-            return
-        largest = int(lengths.max())
-        _largest[lengths] = lengths._version, largest
+        return  # the op's own checks raise where these are wrong
+    if lengths.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    largest = _largest.get([lengths], lambda: int(lengths.max()))
     new = 0 if new_keys is None else new_keys.shape[1]
     columns, page_size = block_table.shape[1], k_cache.shape[1]
     if largest + new > columns * page_size:
         raise BlockTableError(
-            f"cache_seqlens: the longest sequence has {largest} keys before the call and {new} new ones, and block_table has room for "
+            f"cache_seqlens: the longest sequence has {largest} keys before the call and {new} new keys, but block_table has room for "
             f"{columns * page_size} ({columns} pages of {page_size}); give block_table more columns"
         )
 
 
 def _call_op(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None, *,
-    cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None,
+    options: tuple[tuple[Tensor | None, ...], tuple[Any, ...]], *,
     rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, rotary_interleaved: bool = True,
     cache_seqlens: Any = None, cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    sink: Tensor | None = None, smooth_softmax: bool = False, mask: Mask | None = None, num_splits: int = 0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(out, lse) of the op; its arguments in one form and in the order of its schema (csrc/decode_call.cpp)."""
-    arguments.tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    block_table: Tensor | None = None, num_splits: int = 0, return_max_logits: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Checks and converts the arguments, and calls the op in the order of its schema (csrc/decode_call.cpp): (out, lse, max_logits).
+
+    options: what _options_of_call returns.
+    """
+    result_dtype = arguments.autocast_dtype(q.device)
+    if result_dtype is not None:
+        arguments.optional_tensors(k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin = _autocast(
+            result_dtype, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin
+        )
     lengths, length = _length(cache_seqlens)
-    given = (
-        k, v, cu_seqlens_q, cu_seqlens_k, rotary_cos, rotary_sin, lengths, cache_batch_idx, cache_leftpad, block_table, sink,
-        alibi_slopes,
-    )  # fmt: skip
-    for value in given:
+    of_cache = (k, v, rotary_cos, rotary_sin, lengths, cache_batch_idx, cache_leftpad, block_table)
+    for value in of_cache:
         if value is not None and type(value) is not Tensor:
-            arguments.optional_tensors(**dict(zip(_TENSORS, given, strict=True)))
-    checked = None if mask is None else checked_mask(mask)
-    intervals, extremes = (None, None) if checked is None else (checked.intervals, checked.extremes())
-    left, right = flash_attn_window(window_size)
+            arguments.optional_tensors(**dict(zip(_CACHE_TENSORS, of_cache, strict=True)))
+    tensors, numbers = options
     op = ops.decode if k is None and v is None else ops.decode_append
-    out, lse = op(
-        q, k_cache, v_cache, *given, intervals, extremes,
-        arguments.integer("max_seqlen_q", max_seqlen_q), arguments.integer("max_seqlen_k", max_seqlen_k), length,
-        arguments.flag("rotary_interleaved", rotary_interleaved), arguments.scale(softmax_scale, q),
-        arguments.number("softcap", softcap), arguments.flag("causal", causal), left, right,
-        arguments.flag("smooth_softmax", smooth_softmax), arguments.integer("num_splits", num_splits),
+    out, lse, max_logits = op(
+        q, k_cache, v_cache, *of_cache, length, arguments.flag("rotary_interleaved", rotary_interleaved),
+        arguments.integer("num_splits", num_splits), arguments.flag("return_max_logits", return_max_logits), *tensors,
+        *numbers,
     )  # fmt: skip
-    return out, lse
+    return out if result_dtype is None else arguments.cast(out, result_dtype), lse, max_logits
+
+
+def _autocast(
+    dtype: torch.dtype,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    *rotary: Tensor | None,
+) -> list[Any]:
+    """The tensors cast as in forward(). With new keys the caches keep their dtype, and the other tensors are cast to it."""
+    if k is None and v is None:
+        k_cache, v_cache = arguments.cast(k_cache, dtype), arguments.cast(v_cache, dtype)
+    elif k_cache.is_floating_point():
+        dtype = k_cache.dtype
+    others = [None if t is None else arguments.cast(t, dtype) for t in (k, v, *rotary)]
+    return [arguments.cast(q, dtype), k_cache, v_cache, *others]
 
 
 def flash_attn_with_kvcache(
@@ -119,64 +137,95 @@ def flash_attn_with_kvcache(
     softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False, *, sink: Tensor | None = None, smooth_softmax: bool = False,
-    mask: Mask | None = None,
+    mask: Mask | None = None, return_max_logits: bool = False,
 ) -> Any:  # fmt: skip
-    """Appends new keys and values to a cache, in place, and attends to what it then holds. Forward only: a backward through it raises.
+    """Appends new keys and values to a KV cache in place, and attends to the whole cache: decoding and prefill.
+
+    The signature is flash-attn 2's with the additions sink, smooth_softmax, mask and return_max_logits. Forward only: a backward
+    through it raises.
+
+    Inside torch.autocast q and the caches are cast as in forward(), which copies caches of another dtype at every call; where new keys
+    are written, the caches stay what they are and all other tensors are cast to their dtype. The result has autocast's dtype.
 
     Args:
-        q: [B, Sq, Hq, D]. float16, bfloat16, float32, and float64 on the CPU.
-        k_cache, v_cache: [cache entries, room, Hk, D] and [.., Dv], or with a block_table [pages, page_size, Hk, D], page_size
-            a multiple of 16. Any strides, but the last dimension is contiguous. Keys after a sequence's length are never read.
-            Where new keys are written, a cache that requires grad raises, except under torch.no_grad().
-        k, v: [B, new keys, Hk, D] and [.., Dv], written after the cache_seqlens keys that are there, and attended to.
-        rotary_cos, rotary_sin: [positions, R / 2] in the dtype of q, with k and v only: the first R elements of k's rows are
+        q: queries [B, Sq, Hq, D]; float16, bfloat16, float32, and float64 on the CPU; D from 1 to 512. On CUDA, float32 above 256
+            needs a GPU with 168 KB of shared memory for a thread block. Not on Ascend.
+        k_cache: keys [cache entries, capacity, Hk, D], or with a block_table [pages, page_size, Hk, D], page_size a multiple
+            of 16. Any strides, but the last dimension is contiguous. Keys after a sequence's length are never read.
+            Where new keys are written, a cache that requires grad raises, except under torch.no_grad(), and so does one with
+            elements that share memory, with each other (an expanded cache) or with v_cache. Two parts of one tensor may alternate in
+            memory. q, k and v may lie in a cache: they are read before it changes.
+        v_cache: values [cache entries, capacity, Hk, Dv], or [pages, page_size, Hk, Dv].
+        k: new keys [B, new keys, Hk, D], written after the cache_seqlens keys in the cache, and attended to.
+        v: new values [B, new keys, Hk, Dv].
+        rotary_cos: [positions, R / 2] in the dtype of q, with k and v only: the first R elements of k's rows are
             rotated for the positions cache_seqlens, cache_seqlens + 1, ..., and so are q's with causal or a window; otherwise all
-            rows of q for the position cache_seqlens.
-        cache_seqlens: keys of every sequence before the call appends any: an int or int32 [B]; None is the whole cache.
-        cache_batch_idx: int32 [B], the cache entry of each sequence; None is 0, 1, 2, ...
-        cache_leftpad: int32 [B], where in its room each sequence begins; what is before is no key of it.
+            rows of q are rotated for the position cache_seqlens.
+        rotary_sin: [positions, R / 2], required with rotary_cos.
+        cache_seqlens: number of keys of every sequence before the call appends any: an int or int32 [B]; None is the whole cache.
+        cache_batch_idx: int32 [B], the cache entry of each sequence; None is 0, 1, 2, ... Where new keys are written, an entry that
+            occurs twice raises on the CPU; accelerators do not read the values on the host, and such entries then hold a mixture.
+        cache_leftpad: int32 [B], the first key of each sequence in its cache entry; keys before it are not part of the sequence.
         block_table: int32 [B, pages of a sequence], the page that holds the keys page_size * n to page_size * (n + 1) of each
             sequence. Entries outside the cache count as the nearest page.
         softmax_scale: factor of the scores, 1 / sqrt(D) by default.
-        causal, window_size: as in forward(), aligned at the end of each sequence with its new keys.
+        causal: as in forward(), aligned at the end of each sequence with its new keys.
+        window_size: (left, right) as in forward(), aligned likewise; negative is unbounded.
         softcap: c > 0 turns a scaled score s into c * tanh(s / c); 0 is off.
         rotary_interleaved: rotates the elements 2n and 2n + 1 together, otherwise n and n + R / 2.
         alibi_slopes: float32 [Hq] or [B, Hq]; adds -slope * |i + length - Sq - j|.
-        num_splits: into how many parts the keys of a sequence are split, for all heads; up to 256. 0 chooses. With any other number
+        num_splits: number of splits of each sequence's keys (split-KV), for all heads; up to 256. 0 chooses. With any other number
             the bits of a sequence's result do not depend on the batch around it; on the CPU they never do.
         return_softmax_lse: also return lse.
-        sink, smooth_softmax: as in forward().
-        mask: a Mask of the last n keys of every sequence, intervals [B or 1, 1 or Hk or Hq, n, 2]: Mask.tree of the Sq keys that a
-            step of speculative decoding appends, say. The keys before those are hidden by causal and window_size alone.
+        sink: [Hq], a logit per head without a value, as in forward().
+        smooth_softmax: adds a logit 0 without a value, as in forward().
+        mask: a Mask of the last n keys of every sequence, intervals [B or 1, 1 or Hk or Hq, n, 2]; for example Mask.tree of the Sq
+            keys that a step of speculative decoding appends. The keys before those are hidden by causal and window_size alone.
+        return_max_logits: also return the largest logit of each head of each sequence, as in forward().
 
     Returns:
-        out [B, Sq, Hq, Dv], or (out, lse) with lse [B, Hq, Sq], float32 (float64 for float64 inputs).
+        out [B, Sq, Hq, Dv], then if requested lse [B, Hq, Sq], float32 (float64 for float64 inputs), the natural logarithm of the
+        softmax denominator, and max_logits [B, Hq], float32.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: naming the argument; nothing has been written then. On the CPU lengths beyond the
-            cache are among them. Accelerators are not waited for: there lengths are clamped to the room that there is, and new
-            keys without room are left out. Only lengths beyond a block_table raise there too, a ValueError that is a
-            RuntimeError as well, as in flash-attn: cache_seqlens is read once after each change of it, though not while a CUDA
-            graph is captured, under torch.compile or in inference mode.
+        ValueError: a shape or a value is not as described; nothing has been written by then. Lengths beyond the cache raise on the
+            CPU. On accelerators they are clamped to the capacity, and new keys without room are dropped, because reading the lengths
+            would wait for the device. Lengths beyond a block_table raise there too, an error that is a RuntimeError as well, as
+            in flash-attn: cache_seqlens is read once after each change of it, but not while a CUDA graph is captured,
+            under torch.compile or in inference mode.
+        TypeError: a type or a dtype is not as described.
+        NotImplementedError: the backend has no decoding, or not for this call; names the nearest thing that works.
+        RuntimeError: in a backward through the call.
+
+    Source: split-KV decoding after Flash-Decoding (Dao et al. 2023, "Flash-Decoding for long-context inference"); pages after
+    PagedAttention (Kwon et al. 2023, "Efficient Memory Management for Large Language Model Serving with PagedAttention").
     """
     if block_table is not None and isinstance(k_cache, Tensor) and isinstance(block_table, Tensor):
         _check_room(cache_seqlens, k, k_cache, block_table)
-    out, lse = _call_op(
-        q, k_cache, v_cache, k, v, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
-        cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
-        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
-        sink=sink, smooth_softmax=smooth_softmax, mask=mask, num_splits=num_splits,
+    arguments.tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    options = _options_of_call(
+        q, DENSE, "bshd", softmax_scale=softmax_scale, causal=causal, window_size=flash_attn_window(window_size),
+        softcap=softcap, alibi_slopes=alibi_slopes, sink=sink, smooth_softmax=smooth_softmax, mask=mask,
     )  # fmt: skip
-    return (out, lse) if arguments.flag("return_softmax_lse", return_softmax_lse) else out
+    out, lse, max_logits = _call_op(
+        q, k_cache, v_cache, k, v, options, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
+        cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
+        num_splits=num_splits, return_max_logits=return_max_logits,
+    )  # fmt: skip
+    others = [lse] if arguments.flag("return_softmax_lse", return_softmax_lse) else []
+    others += [max_logits] if return_max_logits else []
+    return (out, *others) if others else out
 
 
 def paged_varlen_forward(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    block_table: Tensor, **options: Any,
+    block_table: Tensor, *, window_size: tuple[int, int] = (-1, -1), **options: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """flash_attn_varlen_func with pages: q [total_q, Hq, D], k and v [pages, page_size, Hk, D] -> (out, lse)."""
-    arguments.tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table)
-    return _call_op(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
-        block_table=block_table, **options,
-    )  # fmt: skip
+    """flash_attn_varlen_func with a paged KV cache: q [total_q, Hq, D], k and v [pages, page_size, Hk, D] -> (out, lse)."""
+    arguments.tensors(
+        q=q, k_cache=k, v_cache=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table
+    )
+    lengths = lengths_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    converted = _options_of_call(q, lengths, "bshd", window_size=flash_attn_window(window_size), **options)
+    out, lse, _ = _call_op(q, k, v, None, None, converted, block_table=block_table)
+    return out, lse

@@ -1,7 +1,7 @@
 """FLOP formulas of the ops, for torch.utils.flop_counter.FlopCounterMode.
 
-They count the products of matrices over the visible pairs of a query and a key, as far as these are known without waiting for a device:
-causal and windows always, packed sequences and Masks where their tensors are on the CPU. What is not known counts as visible.
+They count the matrix products over the visible (query, key) pairs, as far as these are known without waiting for a device: causal and
+windows always, packed sequences and Masks if their tensors are on the CPU. Pairs whose visibility is unknown count as visible.
 """
 
 from __future__ import annotations
@@ -12,14 +12,19 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from .mask import ALL_ROWS
+from .options import DIFFERENTIABLE
+
 _FORWARD = torch.ops.flashattn_ext.forward
 _BACKWARD = torch.ops.flashattn_ext.backward
+_JVP = torch.ops.flashattn_ext.jvp
+_SECOND = torch.ops.flashattn_ext.second
 _DECODE = torch.ops.flashattn_ext.decode
 _DECODE_APPEND = torch.ops.flashattn_ext.decode_append
 
 
 def _rows_up_to(first: int, Sq: int, Sk: int) -> int:
-    """Pairs of rows 0 <= i < Sq and keys 0 <= j < Sk with j < i + first."""
+    """The number of (i, j) pairs with 0 <= i < Sq, 0 <= j < Sk and j < i + first."""
 
     def keys_before(end: int) -> int:  # the sum of min(max(x, 0), Sk) over x < end
         ramp = min(max(end, 0), Sk + 1)
@@ -28,7 +33,7 @@ def _rows_up_to(first: int, Sq: int, Sk: int) -> int:
     return keys_before(first + Sq) - keys_before(first)
 
 
-class _Call:
+class Call:
     """The arguments of an op by the names of its schema."""
 
     def __init__(self, op: Any, arguments: tuple[Any, ...]) -> None:
@@ -41,8 +46,16 @@ class _Call:
         self.left: int = self.given["window_left"]
         self.right: int = 0 if self.given["causal"] else self.given["window_right"]
 
+    def widths(self, *names: str) -> list[int]:
+        """The head dims of these tensors, 0 for None."""
+        return [0 if self.given[name] is None else int(self.given[name].shape[-1]) for name in names]
+
+    def has_tangents_of_logits(self) -> bool:
+        """Whether a tensor other than v has a tangent."""
+        return any(self.given[f"t{name}"] is not None for name in DIFFERENTIABLE if name != "v")
+
     def pairs(self) -> int:
-        """Visible pairs of a query and a key, of all heads and batch entries."""
+        """The number of visible (query, key) pairs, over all heads and batch entries."""
         if not self.packed:
             Sq, Sk = self.q.shape[self.row_dim], self.k.shape[self.row_dim]
             return self._dense(Sq, Sk)
@@ -55,25 +68,25 @@ class _Call:
         return sum(self._of_sequence(Sq, Sk, start) for Sq, Sk, start in lengths)
 
     def _shift(self, Sq: int, Sk: int) -> int:
-        """Row i is at the position of key i + shift."""
+        """The shift with which row i is aligned with key i + shift."""
         origin = self.given["origin"]
         return origin[2] - origin[3] if origin is not None and len(origin) == 4 else Sk - Sq
 
     def _without_mask(self, Sq: int, Sk: int) -> int:
-        """Of one head of one sequence."""
+        """Pairs that causal and window_size leave visible, in one head of one sequence."""
         shift = self._shift(Sq, Sk)
         up_to_right = Sq * Sk if self.right < 0 else _rows_up_to(shift + self.right + 1, Sq, Sk)
         return up_to_right - (0 if self.left < 0 else _rows_up_to(shift - self.left, Sq, Sk))
 
     def _seen(self, intervals: Tensor, Sq: int, Sk: int) -> int:
-        """Of all heads and batch entries of the intervals [..., Sk, 2] of one sequence."""
-        keys = torch.arange(Sk) - self._shift(Sq, Sk)  # the row at the position of each key
+        """Visible pairs of one sequence, over all heads and batch entries of its intervals [..., Sk, 2]."""
+        keys = torch.arange(Sk) - self._shift(Sq, Sk)  # the row aligned with each key
         row = origin[2] if (origin := self.given["origin"]) is not None and len(origin) == 4 else 0
         first, last = (intervals.long() - row).clamp(0, Sq).unbind(-1)
         if self.right >= 0:
-            first = torch.maximum(first, keys - self.right)
+            first = torch.maximum(first, keys - min(self.right, ALL_ROWS))
         if self.left >= 0:
-            last = torch.minimum(last, keys + self.left + 1)
+            last = torch.minimum(last, keys + min(self.left, ALL_ROWS) + 1)
         return int((last - first).clamp(min=0).sum())
 
     def _dense(self, Sq: int, Sk: int) -> int:
@@ -91,24 +104,41 @@ class _Call:
 
 
 def _is_readable(t: Tensor | None) -> bool:
-    """Whether the values are at hand: on the CPU, and no stand-in of a graph that is being traced."""
+    """Whether the values can be read without waiting: a tensor on the CPU, and not a fake tensor of a traced graph."""
     return t is not None and type(t) is Tensor and t.device.type == "cpu"
 
 
 def _forward_flops(*arguments: Any, out_val: Any = None) -> int:
     """Two products: scores, and weights with values."""
-    call = _Call(_FORWARD.default, arguments)
+    call = Call(_FORWARD.default, arguments)
     return 2 * call.pairs() * int(call.q.shape[-1] + call.v.shape[-1])
 
 
 def _backward_flops(*arguments: Any, out_val: Any = None) -> int:
     """Five products: the scores again, the gradients of the weights, of q, of k and of v."""
-    call = _Call(_BACKWARD.default, arguments)
+    call = Call(_BACKWARD.default, arguments)
     return 2 * call.pairs() * int(3 * call.q.shape[-1] + 2 * call.v.shape[-1])
 
 
+def _jvp_flops(*arguments: Any, out_val: Any = None) -> int:
+    """At most five products: the scores; <tq, k>, <q, tk> and weights with tv where there is such a tangent; weights times tangents of
+    logits with v unless only v has a tangent."""
+    call = Call(_JVP.default, arguments)
+    widths, of_logits = call.widths("tq", "tk", "tv"), call.has_tangents_of_logits()
+    return 2 * call.pairs() * (int(call.q.shape[-1]) + sum(widths) + int(call.v.shape[-1]) * of_logits)
+
+
+def _second_flops(*arguments: Any, out_val: Any = None) -> int:
+    """At most ten products: the scores and the gradients of q and k; dout with v, and the gradient of v, unless only v has a tangent;
+    dout with tv; and two for each of tq and tk: the tangents of the scores and the gradients through them."""
+    call = Call(_SECOND.default, arguments)
+    tq, tk, tv = call.widths("tq", "tk", "tv")
+    D, Dv = int(call.q.shape[-1]), int(call.v.shape[-1])
+    return 2 * call.pairs() * (3 * D + 2 * Dv * call.has_tangents_of_logits() + 2 * (tq + tk) + tv)
+
+
 def _decode_flops(op: Any) -> Any:
-    """Of calls with a cache, whose lengths count where they are at hand; else the whole cache, and without causal and windows."""
+    """FLOPs of decoding: over the cache lengths if these can be read, else over the whole cache; causal and windows do not count."""
 
     def flops(*arguments: Any, out_val: Any = None) -> int:
         given = {a.name: value for a, value in zip(op.default._schema.arguments, arguments, strict=True)}
@@ -135,6 +165,8 @@ def _decode_flops(op: Any) -> Any:
 for _op, _formula in (
     (_FORWARD, _forward_flops),
     (_BACKWARD, _backward_flops),
+    (_JVP, _jvp_flops),
+    (_SECOND, _second_flops),
     (_DECODE, _decode_flops(_DECODE)),
     (_DECODE_APPEND, _decode_flops(_DECODE_APPEND)),
 ):

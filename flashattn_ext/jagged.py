@@ -8,29 +8,24 @@ import torch
 from torch import Tensor
 
 
-def packed(layout: str, **given: Any) -> tuple[list[Tensor], dict[str, Any]]:
-    """q, k and v [total, H, D] of nested tensors [B, S, H, D] (layout "bhsd": [B, H, S, D]), and what varlen_forward wants to know.
+def packed(layout: str, **given: Any) -> tuple[list[Tensor], tuple[Tensor, Tensor, int, int]]:
+    """q, k and v [total, H, D] of nested tensors [B, S, H, D] (layout "bhsd": [B, H, S, D]), and the lengths for varlen_forward: cu_seqlens_q, ...
 
     Raises:
         TypeError: a tensor is not nested, or not of layout torch.jagged.
-        ValueError: its ragged dimension is not that of the sequence, it has holes, or v has other lengths than k.
+        ValueError: the ragged dimension is not the sequence, a tensor has holes, or the offsets of v differ from the offsets of k.
     """
     ragged_dim = 1 if layout == "bshd" else 2
     values = [_values(name, t, ragged_dim) for name, t in given.items()]
     q, k, v = given.values()
     if k.shape[ragged_dim] != v.shape[ragged_dim]:
         raise ValueError(
-            "v: expected a nested tensor with the offsets of k, got others; make both from the same offsets"
+            "v: expected a nested tensor with the offsets of k, got different offsets; make both from the same offsets"
         )
     cu_seqlens_q = q.offsets().int()
     same = q.shape[ragged_dim] == k.shape[ragged_dim]
-    lengths = {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_q if same else k.offsets().int(),
-        "max_seqlen_q": _longest(q, values[0]),
-        "max_seqlen_k": _longest(k, values[1]),
-    }
-    return values, lengths
+    cu_seqlens_k = cu_seqlens_q if same else k.offsets().int()
+    return values, (cu_seqlens_q, cu_seqlens_k, _longest(q, values[0]), _longest(k, values[1]))
 
 
 def nested(out: Tensor, q: Any, layout: str) -> Tensor:
@@ -51,13 +46,13 @@ def _values(name: str, t: Any, ragged_dim: int) -> Tensor:
         )
     if t.lengths() is not None:
         raise ValueError(
-            f"{name}: expected sequences that follow each other without holes; make it so with .contiguous()"
+            f"{name}: expected a nested tensor without holes between sequences, got one with holes; call .contiguous() on it"
         )
     values: Tensor = t.values()
     return values if ragged_dim == 1 else values.transpose(0, 1)
 
 
 def _longest(t: Any, values: Tensor) -> int:
-    """An upper bound of the lengths. The longest one itself is known where it was asked for before; asking waits for the device."""
+    """An upper bound of the lengths: the longest one if it is cached, because computing it would wait for the device."""
     longest: int | None = t._maybe_max_seqlen
     return values.shape[0] if longest is None else longest

@@ -1,8 +1,8 @@
 """Mask: for every key the one interval of query rows that see it. O(Sk) memory where a dense mask takes Sq x Sk.
 
-One interval for each key says nearly every mask in use: documents packed into a row, padding, prefix-LM, chunks, blocks over causal
+One interval for each key covers nearly every mask in use: documents packed into a row, padding, prefix-LM, chunks, blocks over causal
 text, windows with global keys, trees. It is FlashMask's column representation (Wang et al. 2024, "FlashMask: Efficient and Rich Mask
-Extension of FlashAttention") turned round: it holds visible rows where that one holds hidden rows.
+Extension of FlashAttention") with visible instead of hidden rows.
 """
 
 from __future__ import annotations
@@ -13,26 +13,30 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from . import arguments, ops
+from . import arguments, kept, ops
 
-ALL_ROWS = 2**31 - 1  # an end after every row: intervals are clamped to the rows that exist
+# An interval end past every row; intervals are clamped to the rows that exist. Sizes are clamped to it, so that no sum overflows.
+ALL_ROWS = 2**31 - 1
 
 
 class Mask:
-    """Which rows see which key.
+    """Which query rows see which key, in O(Sk) memory.
 
     Args:
         intervals: int32 [B or 1, Hm, Sk, 2] with Hm of 1, Hk or Hq, for packed calls [Hm, total_k, 2]: (first, last) for each
-            key, last exclusive, rows counted within their own sequence. Key j is visible to row i when first <= i < last and the
-            causal and window options of the call allow it. last <= first: nobody sees the key. Values outside [0, Sq] mean the
-            nearest end.
+            key, last exclusive, rows counted within their own sequence. Key j is visible to row i if first <= i < last and the
+            causal and window options of the call allow it. If last <= first, the key is fully masked. Values outside [0, Sq]
+            are clamped.
 
     Raises:
-        TypeError: `intervals` is no int32 tensor.
-        ValueError: its shape is another one.
+        TypeError: `intervals` is not an int32 tensor.
+        ValueError: `intervals` has another shape.
+
+    Source: FlashMask (Wang et al. 2024, "FlashMask: Efficient and Rich Mask Extension of FlashAttention"), with visible rows in
+    place of hidden ones.
     """
 
-    # The extremes, and what they were made of and for; never those of a graph that torch.compile traces.
+    # Cache of extremes(): the intervals it was computed from, their state then (kept.py), and the extremes. Not copied with the Mask.
     _extremes: tuple[Tensor, tuple[int, ...], Tensor] | None = None
 
     def __init__(self, intervals: Tensor) -> None:
@@ -55,56 +59,88 @@ class Mask:
 
         Args:
             ids: integers [B, S]; equal neighbours are one document, whatever the number is. As many queries as keys.
+
+        Returns:
+            A Mask with intervals [B, 1, S, 2] on the device of `ids`.
+
+        Raises:
+            TypeError: `ids` is not an integer tensor.
+            ValueError: `ids` has another shape.
         """
         first, last = _runs(_integers("ids", ids))
         return cls._of(first, last)
 
     @classmethod
-    def padding(cls, mask: Tensor, side: str = "right", Sk: int | None = None) -> Mask:
-        """Keys that nobody may see.
+    def padding(cls, mask: Tensor, side: str | None = None, Sk: int | None = None) -> Mask:
+        """Masks the padding keys for every query.
 
         Args:
-            mask: either lengths, integers [B], of `Sk` keys each, with the padding at `side`; or a bool or 0/1 mask [B, Sk], as
-                Hugging Face's tokenizers make it, 1 where there is a token (wherever the zeros are).
-            side: "right" or "left", where the padding is; of lengths only.
-            Sk: number of keys in a row, with lengths; on the CPU the longest length by default. Elsewhere it is wanted, because
-                finding the longest one would wait for the device.
+            mask: either lengths, integers [B], of rows of `Sk` keys with the padding at `side`; or a bool or 0/1 mask [B, Sk], as
+                Hugging Face's tokenizers make it, 1 where there is a token (zeros may be anywhere); or a bool mask [Sk] for all rows.
+            side: "right" (the default) or "left", where the padding is; accepted with lengths only.
+            Sk: number of keys in a row, needed with lengths; on the CPU the longest length by default. Required on other devices,
+                because finding the longest length would wait for the device.
+
+        Returns:
+            A Mask with intervals [B, 1, Sk, 2] on the device of `mask`.
+
+        Raises:
+            TypeError: `mask` is not an integer or bool tensor.
+            ValueError: its shape or `side` is not as described, or `Sk` is missing or contradicts the mask.
         """
-        if side not in ("right", "left"):
+        if side not in (None, "right", "left"):
             raise ValueError(f"side: expected 'right' or 'left', got {side!r}")
-        mask = _integers("mask", mask, ranks=(1, 2))
-        if mask.dim() == 1:
-            if Sk is None and mask.device.type == "cpu":
-                Sk = int(mask.max()) if mask.numel() else 0
-            if Sk is None:
-                raise ValueError(f"Sk: expected the number of keys in a row beside lengths on {mask.device}, got None")
-            keys = torch.arange(_size("Sk", Sk), device=mask.device)
-            seen = keys < mask[:, None] if side == "right" else keys >= Sk - mask[:, None]
-        else:
-            seen = mask != 0
-        return cls._of(torch.zeros_like(seen, dtype=torch.int64), seen * ALL_ROWS)
+        values = _integers("mask", mask, ranks=(1, 2))
+        if values.dim() == 1 and mask.dtype != torch.bool:
+            return cls._of_seen(_first_or_last(values, side, Sk))
+        seen = (values if values.dim() == 2 else values[None]) != 0
+        if side is not None:
+            raise ValueError(
+                f"side: expected None with a mask of shape {list(mask.shape)}, which already marks the padding, got {side!r}; side is "
+                "for lengths [batch]"
+            )
+        if Sk is not None and _size("Sk", Sk) != seen.shape[1]:
+            raise ValueError(
+                f"Sk: expected None or the {seen.shape[1]} keys of the mask of shape {list(mask.shape)}, got {Sk}"
+            )
+        return cls._of_seen(seen)
 
     @classmethod
     def prefix_lm(cls, prefix_lengths: Tensor, Sq: int, Sk: int) -> Mask:
-        """The first keys of a row are seen by every query, the others causally.
+        """Every query sees the prefix of its row; the other keys are causal. Pass it to a call with causal=False.
 
         Args:
-            prefix_lengths: integers [B].
-            Sq, Sk: number of queries and keys of a row.
+            prefix_lengths: integers [B], the number of keys in each prefix.
+            Sq: number of queries in a row.
+            Sk: number of keys in a row.
+
+        Returns:
+            A Mask with intervals [B, 1, Sk, 2] on the device of `prefix_lengths`.
+
+        Raises:
+            TypeError: `prefix_lengths` is not an integer tensor.
+            ValueError: its shape is not as described, or a size is negative.
         """
         Sq, Sk = _size("Sq", Sq), _size("Sk", Sk)
-        lengths = _integers("prefix_lengths", prefix_lengths, ranks=(1,))
+        lengths = _integers("prefix_lengths", prefix_lengths, ranks=(1,), or_bool=False)
         keys = torch.arange(Sk, device=lengths.device)
         return cls._of(torch.where(keys < lengths[:, None], 0, keys - (Sk - Sq)), None)
 
     @classmethod
     def chunked(cls, size: int, Sq: int, Sk: int, device: torch.device | str | None = None) -> Mask:
-        """Chunked attention: a query sees the keys of its own chunk of `size` positions (with causal=True those up to itself).
+        """Chunked attention: a query sees the keys of its own chunk of `size` positions (with causal=True only up to its position).
 
         Args:
             size: positions of a chunk; the first chunk begins at key 0.
-            Sq, Sk: number of queries and keys of a row.
-            device: where the mask is made; torch's default device where it is None.
+            Sq: number of queries in a row.
+            Sk: number of keys in a row.
+            device: where the mask is made; None is torch's default device.
+
+        Returns:
+            A Mask with intervals [1, 1, Sk, 2].
+
+        Raises:
+            ValueError: `size` is less than 1, or another size is negative.
         """
         size, Sq, Sk = _size("size", size, at_least=1), _size("Sq", Sq), _size("Sk", Sk)
         start = torch.arange(Sk, device=device)[None] // size * size - (Sk - Sq)
@@ -116,8 +152,15 @@ class Mask:
 
         Args:
             ids: integers [B, S]; equal neighbours of 0 and above are one block, below 0 is text. As many queries as keys.
+
+        Returns:
+            A Mask with intervals [B, 1, S, 2] on the device of `ids`; pass it to a call with causal=False.
+
+        Raises:
+            TypeError: `ids` is not an integer tensor.
+            ValueError: `ids` has another shape.
         """
-        ids = _integers("ids", ids)
+        ids = _integers("ids", ids, or_bool=False)
         keys = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         return cls._of(torch.where(ids < 0, keys, _runs(ids)[0]), None)
 
@@ -125,13 +168,21 @@ class Mask:
     def window(
         cls, left: int, right: int, Sq: int, Sk: int, global_keys: int = 0, device: torch.device | str | None = None
     ) -> Mask:
-        """A window around every query's own position, and keys that everybody sees.
+        """A sliding window around every query's position, and global keys at the start that every query sees.
 
         Args:
-            left, right: keys seen to either side of i + Sk - Sq; -1 is unbounded.
-            Sq, Sk: number of queries and keys of a row.
-            global_keys: so many of the first keys are seen by every query.
-            device: where the mask is made; torch's default device where it is None.
+            left: number of keys that query i sees before position i + Sk - Sq; -1 is unbounded.
+            right: number of keys that it sees after that position; -1 is unbounded.
+            Sq: number of queries in a row.
+            Sk: number of keys in a row.
+            global_keys: number of keys at the start that every query sees.
+            device: where the mask is made; None is torch's default device.
+
+        Returns:
+            A Mask with intervals [1, 1, Sk, 2].
+
+        Raises:
+            ValueError: `left` or `right` is less than -1, or a size is negative.
         """
         left, right = _size("left", left, at_least=-1), _size("right", right, at_least=-1)
         Sq, Sk, global_keys = _size("Sq", Sq), _size("Sk", Sk), _size("global_keys", global_keys)
@@ -147,15 +198,22 @@ class Mask:
         """Nodes in depth-first order see themselves and their ancestors: speculative decoding.
 
         Args:
-            parents: integers [B, S] or [S]: the index of each node's parent, -1 for a root. On the CPU it is checked that the order
-                is depth-first; elsewhere that would wait for the device.
+            parents: integers [B, S] or [S]: the index of each node's parent, -1 for a root. On the CPU the order is checked to
+                be depth-first; elsewhere that would wait for the device.
+
+        Returns:
+            A Mask with intervals [B or 1, 1, S, 2] on the device of `parents`.
+
+        Raises:
+            TypeError: `parents` is not an integer tensor.
+            ValueError: its shape is not as described, or the order is not depth-first.
         """
-        parents = _integers("parents", parents, ranks=(1, 2))
+        parents = _integers("parents", parents, ranks=(1, 2), or_bool=False)
         parents = parents[None] if parents.dim() == 1 else parents
         if parents.device.type == "cpu":
             _check_depth_first(parents)
         nodes = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
-        # A subtree ends at its root's last child's last child's ... end. Each round doubles the generations that were walked.
+        # A subtree ends where its root's last child's subtree ends. Pointer jumping: each round doubles the generations covered.
         at = torch.where((parents >= 0) & (parents < nodes), parents, nodes)
         last = nodes.scatter_reduce(1, at, nodes, "amax")
         for _ in range(max(parents.shape[1], 1).bit_length()):
@@ -164,17 +222,25 @@ class Mask:
 
     @classmethod
     def from_flashmask(cls, startend_row_indices: Tensor, causal: bool) -> Mask:
-        """FlashMask's hidden rows of each key, as PaddlePaddle's flashmask_attention takes them.
+        """From FlashMask's hidden rows of each key, as PaddlePaddle's flashmask_attention takes them.
 
         Args:
-            startend_row_indices: int32 [B, 1 or Hk, Sk, n]. With causal: n = 1, rows from it on are hidden; n = 2, rows from the
-                first up to the second. Otherwise n = 2: rows from the first on and rows below the second; n = 4: two ranges, of
-                the lower left and of the upper right triangle. As many queries as keys.
-            causal: as in flashmask_attention; give it to the call as well.
+            startend_row_indices: int32 [B, 1 or Hk, Sk, n], the hidden rows of each key. With causal: n = 1 hides the rows from the
+                value on; n = 2 the rows from the first value up to the second. Otherwise n = 2 hides the rows from the first value on
+                and the rows below the second; n = 4 hides two ranges, in the lower left and in the upper right triangle. As many
+                queries as keys.
+            causal: as in flashmask_attention; pass it to the call as well.
+
+        Returns:
+            A Mask with intervals [B, 1 or Hk, Sk, 2].
 
         Raises:
-            ValueError: a key is seen by rows that are no single interval; names the first one. Looking for it waits for the device.
+            TypeError: the dtype is not int32.
+            ValueError: the shape is not as described, or the rows that see a key are not one interval; names the first such key.
+                Looking for it waits for the device.
         """
+        arguments.tensors(startend_row_indices=startend_row_indices)
+        causal = arguments.flag("causal", causal)
         hidden = startend_row_indices
         if hidden.dtype != torch.int32:
             raise TypeError(f"startend_row_indices: expected dtype int32, got {hidden.dtype}")
@@ -189,7 +255,7 @@ class Mask:
         if hidden.shape[-1] == 1 or (hidden.shape[-1] == 2 and not causal):
             first = torch.zeros_like(start) if causal else hidden[..., 1].long()
             return cls(torch.stack([first, start], -1).int())
-        # Two ranges of hidden rows at most, [start, end) and [upper_start, upper_end); with causal also all rows above the key.
+        # At most two ranges of hidden rows, [start, end) and [upper_start, upper_end); with causal the second is all rows above the key.
         end = torch.maximum(hidden[..., 1].long().clamp(0, Sk), start)
         if causal:
             upper_start, upper_end = torch.zeros_like(start), key.expand_as(start)
@@ -201,11 +267,20 @@ class Mask:
 
     @classmethod
     def from_dense(cls, visible: Tensor) -> Mask:
-        """The intervals of a bool mask [B or 1, H or 1, Sq, Sk], True where a query sees a key: for tests and small cases.
+        """The Mask of a dense matrix, for tests and small cases.
+
+        Args:
+            visible: bool [B or 1, H or 1, Sq, Sk], True where a query sees a key.
+
+        Returns:
+            A Mask with intervals [B or 1, H or 1, Sk, 2] on the device of `visible`.
 
         Raises:
-            ValueError: a key is seen by rows that are no single interval; names the first one. Looking for it waits for the device.
+            TypeError: the dtype is not bool.
+            ValueError: the shape is not as described, or the rows that see a key are not one interval; names the first such key.
+                Looking for it waits for the device.
         """
+        arguments.tensors(visible=visible)
         if visible.dtype != torch.bool:
             raise TypeError(f"visible: expected dtype bool, got {visible.dtype}")
         if visible.dim() != 4:
@@ -218,82 +293,135 @@ class Mask:
         return cls(torch.stack([first, torch.maximum(last, first)], -1).int())
 
     @classmethod
+    def _of_seen(cls, seen: Tensor) -> Mask:
+        """From bool [B, Sk], True where every row sees the key and False where none does."""
+        return cls._of(torch.zeros_like(seen, dtype=torch.int64), seen * ALL_ROWS)
+
+    @classmethod
     def _of(cls, first: Tensor, last: Tensor | None) -> Mask:
-        """From [B, Sk]; last None is after every row."""
+        """From first and last rows [B, Sk]; a last of None is past every row."""
         last = torch.full_like(first, ALL_ROWS) if last is None else last
         return cls(torch.stack([first, last], -1).clamp(-ALL_ROWS, ALL_ROWS).int()[:, None])
 
     # --- use --------------------------------------------------------------------------------------------------------
 
     def extremes(self) -> Tensor:
-        """What the kernels know about tiles: int32 [.., n, 4] of `intervals`, computed at the first use and kept.
+        """Summaries of `intervals` by which the kernels skip tiles, computed at the first use and cached.
 
-        It is computed again when `intervals` were written to in place. A CUDA graph that is being captured gets its own, so that a
-        replay sees what `intervals` hold by then. Tensors of inference mode do not tell when they change: theirs are never kept.
+        They are computed again after torch operations wrote to `intervals` in place. A write through `.numpy()` or `.data` is not
+        noticed, and needs a new Mask. Each captured CUDA graph computes them itself, so that a replay uses the values that `intervals`
+        has then. They are never cached for tensors created in inference mode, which do not record changes.
+
+        Returns:
+            int32 [..., n, 4] in place of the [..., Sk, 2] of `intervals`.
         """
         intervals = self.intervals
-        if torch.compiler.is_compiling() or intervals.is_inference():
+        state = kept.state_of((intervals,))
+        if state is None:
             return ops.mask_extremes(intervals)
-        made_for = (intervals._version, *ops.place_of_work(intervals.device))
-        kept = self._extremes
-        if kept is None or kept[0] is not intervals or kept[1] != made_for:
-            kept = self._extremes = (intervals, made_for, ops.mask_extremes(intervals))
-        return kept[2]
+        known = self._extremes
+        if known is None or known[0] is not intervals or known[1] != state:
+            known = self._extremes = (intervals, state, ops.mask_extremes(intervals))
+        return known[2]
+
+    def __getstate__(self) -> dict[str, Tensor]:
+        """Only the intervals are copied and pickled: the version counter of a copy starts at 0 again, so the cache would be wrong."""
+        return {"intervals": self.intervals}
 
     @property
     def device(self) -> torch.device:
+        """The device of `intervals`."""
         return self.intervals.device
 
     @property
     def is_packed(self) -> bool:
-        """Whether it is of a packed call: [Hm, total_k, 2]."""
+        """Whether the mask is for packed calls, with intervals [Hm, total_k, 2]."""
         return self.intervals.dim() == 3
 
     def to(self, device: torch.device | str) -> Mask:
-        """The same mask there; nothing is kept of what was computed here."""
+        """A copy of the mask on another device.
+
+        Args:
+            device: the target device.
+
+        Returns:
+            A new Mask.
+        """
         return Mask(self.intervals.to(device))
 
     def __and__(self, other: Mask) -> Mask:
-        """Rows that both let see; batches of 1 and heads of 1 or of the key heads are expanded."""
+        """The intersection: a row sees a key if both masks allow it. A batch of 1, one head and KV heads are expanded."""
         if not isinstance(other, Mask):
             return NotImplemented
         a, b = self.intervals, other.intervals
         batches_fit = a.dim() == b.dim() and (a.dim() == 3 or 1 in (a.shape[0], b.shape[0]) or a.shape[0] == b.shape[0])
         if not batches_fit or a.shape[-2] != b.shape[-2]:
-            raise ValueError(f"mask: cannot combine intervals of shapes {list(a.shape)} and {list(b.shape)}")
+            raise ValueError(
+                f"mask: cannot combine intervals of shapes {list(a.shape)} and {list(b.shape)}; expected the same number of keys, and "
+                "the same batch size or 1"
+            )
         heads = max(a.shape[-3], b.shape[-3])
         if any(x.shape[-3] == 0 or heads % x.shape[-3] for x in (a, b)):
-            raise ValueError(f"mask: cannot combine intervals of {a.shape[-3]} and {b.shape[-3]} heads")
+            raise ValueError(
+                f"mask: cannot combine intervals of {a.shape[-3]} and {b.shape[-3]} heads; expected one to be a multiple of the other"
+            )
         a, b = (x.repeat_interleave(heads // x.shape[-3], -3) for x in (a, b))
         return Mask(torch.stack([torch.maximum(a[..., 0], b[..., 0]), torch.minimum(a[..., 1], b[..., 1])], -1))
 
     def dense(self, Sq: int) -> Tensor:
-        """bool [B or 1, Hm, Sq, Sk], of packed calls [Hm, Sq, total_k]: True where a row sees a key, causal and window aside."""
-        rows = torch.arange(Sq, device=self.device)[:, None]
+        """The mask as a dense matrix, without causal and window_size.
+
+        Args:
+            Sq: number of queries.
+
+        Returns:
+            bool [B or 1, Hm, Sq, Sk], of packed calls [Hm, Sq, total_k]: True where a row sees a key.
+        """
+        rows = torch.arange(_size("Sq", Sq), device=self.device)[:, None]
         first, last = self.intervals[..., None, :, 0], self.intervals[..., None, :, 1]
         return (rows >= first) & (rows < last)
 
     def density(self, Sq: int) -> Tensor:
-        """The visible share of all pairs of a row and a key, causal and window aside; a scalar on the mask's device."""
+        """The fraction of all (row, key) pairs that this mask leaves visible, without causal and window_size.
+
+        Args:
+            Sq: number of queries.
+
+        Returns:
+            float64 scalar in [0, 1], on the mask's device; 0 if there are no pairs.
+        """
+        Sq = _size("Sq", Sq)
         first, last = self.intervals.long().clamp(0, Sq).unbind(-1)
-        return (last - first).clamp(min=0).double().mean() / max(Sq, 1)
+        return (last - first).clamp(min=0).double().sum() / max(Sq * first.numel(), 1)
 
     def show(
         self, Sq: int | None = None, batch: int = 0, head: int = 0, columns: int = 64, figure: bool = False
     ) -> Any:
-        """A picture of one head, causal and window aside. Waits for the device.
+        """A picture of one head, without causal and window_size. Waits for the device.
 
         Args:
-            Sq: number of queries; as many as keys where it is None.
-            batch, head: which entry of `intervals`.
-            columns: width of the text.
-            figure: return a figure of matplotlib.
+            Sq: number of queries; None is the number of keys.
+            batch: index of the batch entry of `intervals`.
+            head: index of the head of `intervals`.
+            columns: largest width of the text, in characters.
+            figure: return a matplotlib figure instead of text.
 
         Returns:
-            A text whose cells of several rows and keys are full, partial or empty: '#', '+', '.'; or the figure.
+            A text in which each character is a cell of several rows and keys: '#' fully visible, '+' partly visible, '.' fully masked;
+            or the figure.
+
+        Raises:
+            ValueError: there is no such batch entry or head.
+            ImportError: figure is True and matplotlib is not installed.
         """
-        Sq = self.intervals.shape[-2] if Sq is None else Sq
-        intervals = self.intervals[head] if self.is_packed else self.intervals[batch, head]
+        Sq, columns = self.intervals.shape[-2] if Sq is None else Sq, _size("columns", columns, at_least=1)
+        place = {"head": head} if self.is_packed else {"batch": batch, "head": head}
+        for (name, index), entries in zip(place.items(), self.intervals.shape, strict=False):
+            if not -entries <= arguments.integer(name, index) < entries:
+                raise ValueError(
+                    f"{name}: expected an index from {-entries} to {entries - 1} for intervals of shape {list(self.intervals.shape)}, got {index}"
+                )
+        intervals = self.intervals[tuple(place.values())]
         visible = Mask(intervals[None, None].cpu()).dense(Sq)[0, 0]
         if figure:
             from matplotlib import pyplot
@@ -317,13 +445,13 @@ class Mask:
 
 
 def checked_mask(mask: Any) -> Mask:
-    """The argument `mask` of a call, where there is one."""
+    """The argument `mask` of a call, if it is a Mask."""
     if isinstance(mask, Mask):
         return mask
     if isinstance(mask, Tensor):
         raise TypeError(
             f"mask: expected a flashattn_ext.Mask, got {arguments.described(mask)}; Mask(intervals) or Mask.from_dense(visible) "
-            "makes one, and what is no Mask can be given as `bias`, 0 and -inf"
+            "makes one; pass a mask that cannot be a Mask as `bias`, with 0 for visible and -inf for hidden keys"
         )
     raise TypeError(f"mask: expected a flashattn_ext.Mask, got {type(mask).__name__}")
 
@@ -332,18 +460,31 @@ def _size(name: str, value: Any, at_least: int = 0) -> int:
     size = arguments.integer(name, value)
     if size < at_least:
         raise ValueError(f"{name}: expected at least {at_least}{' (unbounded)' * (at_least < 0)}, got {size}")
-    return size
+    return min(size, ALL_ROWS)
 
 
-def _integers(name: str, values: Any, ranks: tuple[int, ...] = (2,)) -> Tensor:
+def _integers(name: str, values: Any, ranks: tuple[int, ...] = (2,), or_bool: bool = True) -> Tensor:
     if not isinstance(values, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(values).__name__}")
-    if values.is_floating_point() or values.is_complex():
-        raise TypeError(f"{name}: expected an integer or bool dtype, got {values.dtype}")
+    if values.is_floating_point() or values.is_complex() or (values.dtype == torch.bool and not or_bool):
+        raise TypeError(f"{name}: expected an integer {'or bool ' * or_bool}dtype, got {values.dtype}")
     if values.dim() not in ranks:
         shapes = " or ".join("[batch]" if rank == 1 else "[batch, seqlen]" for rank in ranks)
         raise ValueError(f"{name}: expected shape {shapes}, got {list(values.shape)}")
     return values.long()
+
+
+def _first_or_last(lengths: Tensor, side: str | None, Sk: int | None) -> Tensor:
+    """bool [B, Sk], True for the tokens: the first keys of each row, or the last keys with padding on the left."""
+    if Sk is None and lengths.device.type == "cpu":
+        Sk = int(lengths.max()) if lengths.numel() else 0
+    if Sk is None:
+        raise ValueError(
+            f"Sk: expected the number of keys in a row, because the lengths are on {lengths.device}, got None; pass Sk"
+        )
+    keys = torch.arange(_size("Sk", Sk), device=lengths.device)
+    within = lengths.clamp(0, Sk)[:, None]
+    return keys >= Sk - within if side == "left" else keys < within
 
 
 def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -360,7 +501,7 @@ def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _check_depth_first(parents: Tensor) -> None:
-    """Each node's parent is the node before it or one of that one's ancestors: the path from the root to the node before it."""
+    """Checks that the parent of each node is on the path from the root to the previous node."""
     for b, row in enumerate(parents.tolist()):
         path: list[int] = []
         for node, parent in enumerate(row):
@@ -375,20 +516,20 @@ def _check_depth_first(parents: Tensor) -> None:
 
 
 def _reject(name: str, bad: Tensor) -> None:
-    """bad: bool [B, H, Sk], where a key's rows are no single interval."""
+    """Raises for the first key in `bad`, bool [B, H, Sk], True where the rows that see a key are not a single interval."""
     if bad.any():
         b, h, key = bad.nonzero()[0].tolist()
         raise ValueError(
-            f"{name}: the rows that see key {key} of batch entry {b}, head {h} are no single interval; such a mask cannot be a Mask; "
-            "give it as `bias`, 0 and -inf"
+            f"{name}: the rows that see key {key} of batch entry {b}, head {h} are not a single interval, as a Mask requires; "
+            "pass this mask as `bias`, with 0 for visible and -inf for hidden keys"
         )
 
 
 def _visible_between(cls: type[Mask], one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], rows: int) -> Mask:
-    """What two hidden ranges of rows, each [first, end) with first <= end, leave of `rows` rows."""
+    """The Mask of `rows` rows without two hidden ranges, each [first, end) with first <= end."""
     zero, all_rows = torch.zeros_like(one[0]), torch.full_like(one[0], rows)
-    # An empty range hides nothing wherever it is: it is put at row 0, which keeps the ranges in order.
-    one, other = (tuple(torch.where(x[0] == x[1], 0, side) for side in x) for x in (one, other))
+    # Empty ranges hide nothing; they are moved to row 0, which keeps the ranges in order.
+    one, other = ((torch.where(x[0] == x[1], 0, x[0]), torch.where(x[0] == x[1], 0, x[1])) for x in (one, other))
     upper = torch.minimum(one[0], other[0]), torch.where(one[0] <= other[0], one[1], other[1])
     lower = torch.maximum(one[0], other[0]), torch.maximum(one[1], other[1])
     parts = ((zero, upper[0]), (upper[1], lower[0]), (lower[1], all_rows))  # above both, between them, below both
@@ -412,7 +553,11 @@ _pytree.register_pytree_node(
 
 
 def _unflatten(leaves: Any) -> Mask:
-    """Without checks: torch puts placeholders in the place of tensors."""
+    """A Mask without the checks of __init__: pytree transforms replace tensors by placeholders."""
     mask = object.__new__(Mask)
     (mask.intervals,) = leaves
     return mask
+
+
+# torch.load (weights_only) and torch.export.load refuse unknown classes. A Mask is safe to load: it holds one tensor.
+torch.serialization.add_safe_globals([Mask])

@@ -14,24 +14,25 @@ from .mask import Mask
 
 
 class FlashAttention(nn.Module):
-    """Attention over q, k, v of shape [B, S, H, head_dim]; dropout in training mode only.
+    """Attention over q, k, v of shape [B, S, H, head_dim] as an nn.Module; dropout in training mode only.
 
     Args:
-        head_dim: head size of q and k, from 1 to 512; also sets the scale 1 / sqrt(head_dim).
+        head_dim: head dim of q and k, from 1 to 512; also sets the scale 1 / sqrt(head_dim).
         dropout: probability of dropping an attention weight, in [0, 1).
-        causal: queries see only the keys up to their own position.
+        causal: query i sees the keys j <= i + Sk - Sq.
         use_smooth_softmax: adds a logit 0 without a value to every softmax.
-        learnable_sink: makes that logit a parameter `sink` [num_heads], starting at 0; takes the
-            place of use_smooth_softmax.
-        num_heads: number of query heads; needed for learnable_sink only.
-        window_size: (left, right) keys seen to either side, -1 for unbounded.
-        softcap: c > 0 turns a scaled score s into c * tanh(s / c); 0 is off.
-        alibi_slopes: [num_heads], adds -slope * |i + Sk - Sq - j|.
+        learnable_sink: makes that logit a parameter `sink` [num_heads], starting at 0; replaces
+            use_smooth_softmax.
+        num_heads: number of query heads; required for learnable_sink only.
+        window_size: (left, right), numbers of keys seen to either side of i + Sk - Sq; -1 is unbounded.
+        softcap: c > 0 turns a scaled score s into c * tanh(s / c); 0 is off, and so is 2**60 and above, as in forward.
+        alibi_slopes: [num_heads], adds -slope * |i + Sk - Sq - j|. Learned if it is an nn.Parameter, otherwise a buffer.
         relative_bias: [num_heads, 2 L + 1], adds the entry of the distance j - (i + Sk - Sq), clamped
-            to -L..L. Both are learned if they are an nn.Parameter, otherwise buffers.
+            to -L..L. Learned if it is an nn.Parameter, otherwise a buffer.
 
     Raises:
-        ValueError, TypeError: naming the argument, when the module is made.
+        ValueError: a value is not as described.
+        TypeError: a type is not as described.
     """
 
     def __init__(
@@ -85,17 +86,41 @@ class FlashAttention(nn.Module):
             self.register_buffer(name, tensor)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, mask: Mask | None = None
-    ) -> Tensor:
-        """q [B, Sq, Hq, head_dim], k and v [B, Sk, Hk, head_dim] -> out [B, Sq, Hq, head_dim].
+        self, q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None, mask: Mask | None = None,
+        return_max_logits: bool = False,
+    ) -> Any:  # fmt: skip
+        """Calls flashattn_ext.forward with the options of this module.
 
-        `bias` and `mask` are those of flashattn_ext.forward.
+        Args:
+            q: queries [B, Sq, Hq, head_dim].
+            k: keys [B, Sk, Hk, head_dim]; Hq is a multiple of Hk.
+            v: values [B, Sk, Hk, Dv].
+            bias: as in flashattn_ext.forward.
+            mask: as in flashattn_ext.forward.
+            return_max_logits: as in flashattn_ext.forward.
+
+        Returns:
+            out [B, Sq, Hq, Dv] in the dtype of q, or (out, max_logits [B, Hq]).
+
+        Raises:
+            ValueError: the last dimension of q is not head_dim; or as in flashattn_ext.forward.
+            TypeError: as in flashattn_ext.forward.
+            NotImplementedError: as in flashattn_ext.forward.
         """
-        out: Tensor = forward(q, k, v, bias=bias, mask=mask, **self.call_options(q))
-        return out
+        return forward(q, k, v, bias=bias, mask=mask, return_max_logits=return_max_logits, **self.call_options(q))
 
     def call_options(self, q: Tensor) -> dict[str, Any]:
-        """What this module says to a call with these queries [..., head_dim], by the names of flashattn_ext.forward."""
+        """The options of a call, as keyword arguments of flashattn_ext.forward.
+
+        Args:
+            q: queries [..., head_dim].
+
+        Returns:
+            A dict of keyword arguments; dropout_p is 0 outside of training.
+
+        Raises:
+            ValueError: the last dimension of q is not head_dim.
+        """
         if q.shape[-1] != self.head_dim:
             raise ValueError(f"q: this module was made for head_dim={self.head_dim}, got shape {tuple(q.shape)}")
         slopes = self.alibi_slopes

@@ -1,4 +1,4 @@
-"""The ops of csrc/ops.cpp and csrc/decode_op.cpp as Python calls them, and the one of them that is written in Python."""
+"""Python handles of the ops of csrc/ops.cpp and csrc/decode_op.cpp, and the one op that is written in Python."""
 
 from __future__ import annotations
 
@@ -25,28 +25,37 @@ def _op(name: str) -> Callable[..., Any]:
 
 
 forward, backward, dropout_mask = _op("forward"), _op("backward"), _op("dropout_mask")
+jvp, second = _op("jvp"), _op("second")  # docs/derivatives.md
 decode, decode_append = _op("decode"), _op("decode_append")
-# With the state of the dropout mask in place of a seed, which several calls can share.
+# These take the state of the dropout mask instead of a seed, so that several calls can share it.
 pure_forward = torch.ops.flashattn_ext.forward.default
 pure_backward = torch.ops.flashattn_ext.backward.default
 rng_state = torch.ops.flashattn_ext.rng_state.default
-mask_extremes = torch.ops.flashattn_ext.mask_extremes.default
+mask_extremes: Callable[[Tensor], Tensor] = torch.ops.flashattn_ext.mask_extremes.default
 
 CENTRES = 3  # numbers in the centres of a row, kCentres in csrc/bias.h
 
 _library = torch.library.Library("flashattn_ext", "FRAGMENT")
 
 
-def _as_tensor(value: float) -> Tensor:
-    """A number that torch.compile keeps symbolic, as a float64 on the CPU; a product is what its compilers understand."""
-    return torch.ones((), dtype=torch.float64) * value
+def _as_tensor(value: Any) -> Tensor:
+    """A number that torch.compile keeps symbolic, as a float64 tensor on the CPU, by a multiplication that its backends can compile."""
+    tensor: Tensor = torch.ones((), dtype=torch.float64) * value
+    return tensor
 
 
 _library.impl("as_tensor", _as_tensor, "CompositeImplicitAutograd")
 
 
+def symbolic_numbers(options: tuple[Any, ...]) -> list[Tensor]:
+    """The argument `scalars` of a pure op: all float options as tensors if torch.compile keeps any of them symbolic, else empty."""
+    if not any(isinstance(option, torch.SymFloat) for option in options):
+        return []
+    return [_as_tensor(option) for option in options if isinstance(option, (float, torch.SymFloat))]
+
+
 def dropout_state(q: Tensor, dropout_p: float, rng_seed: int | None) -> Tensor | None:
-    """{seed, offset} of the dropout mask of a call, drawn from torch's generator where there is no seed; None without dropout."""
+    """{seed, offset} of the dropout mask of a call, drawn from torch's generator without a seed; None without dropout."""
     if not dropout_p > 0:
         return None
     state: Tensor
@@ -58,7 +67,7 @@ def dropout_state(q: Tensor, dropout_p: float, rng_seed: int | None) -> Tensor |
 
 
 def place_of_work(device: torch.device) -> tuple[int, int]:
-    """The current stream of a CUDA device, and the graph capture that it is in; (0, 0) for other devices and where there is none."""
+    """The current stream of a CUDA device and its graph capture, 0 if there is none; (0, 0) for other devices."""
     if device.type != "cuda":
         return 0, 0
     place: tuple[int, int] = _C.cuda_stream_and_capture(device.index)

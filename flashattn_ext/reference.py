@@ -1,12 +1,14 @@
-"""attention_reference and kvcache_reference: the formulas in plain PyTorch, what tests and users compare with.
+"""attention_reference and kvcache_reference: the formulas in plain PyTorch, for tests and users to compare with.
 
-It builds the S x S matrix, runs on every device and dtype, and autograd differentiates it any number of times.
+They build the S x S matrix, run on every device and dtype, and are differentiable any number of times. attention_weights returns
+selected rows of that matrix.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
@@ -19,8 +21,11 @@ from .mask import Mask, checked_mask
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# (b, q, k, v, start of the keys among packed ones) -> (out, lse) of one batch entry, [heads, rows, head_dim] and [heads, rows].
-Entry = Callable[[int, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor]]
+    from .options import ReferenceOptions
+
+# (b, q, k, v, start of the keys among packed ones) -> (out, lse, max_logits) of one batch entry, [heads, rows, head_dim], [heads, rows]
+# and [heads].
+Entry = Callable[[int, Tensor, Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 _MASK32 = 0xFFFFFFFF
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -36,7 +41,7 @@ def _philox_key(seed: int, offset: int) -> tuple[int, int]:
 
 
 def _multiply(constant: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low word of constant * x for 32-bit words in int64, without overflowing 63 bits."""
+    """High and low 32-bit word of constant * x, for 32-bit words in int64, without overflowing 63 bits."""
     low_part = (constant & 0xFFFF) * x
     high_part = (constant >> 16) * x + (low_part >> 16)
     return high_part >> 16, (high_part & 0xFFFF) << 16 | low_part & 0xFFFF
@@ -55,12 +60,12 @@ def _philox(key: tuple[int, int], counter: list[Tensor]) -> list[Tensor]:
 
 
 def dropout_threshold(dropout_p: float) -> int:
-    """Bytes below this are kept: the probability of keeping is threshold / 256."""
+    """Weights whose random byte is below this are kept: the keep probability is threshold / 256."""
     return min(max(math.floor(256 * (1 - dropout_p) + 0.5), 1), 256)
 
 
 class _Place(NamedTuple):
-    """Where the scores of a call are: its first batch entry and head, and the positions of its rows and keys."""
+    """The position of a call's scores: the first batch entry and head, and the positions of its rows and keys."""
 
     batch: int
     head: int
@@ -76,7 +81,7 @@ class _Place(NamedTuple):
         return cls(batch, head, rows, keys, Sk - Sq if aligned_at_the_end else 0)
 
     def distance(self) -> Tensor:
-        """Key minus aligned row, [Sq, Sk]."""
+        """Position of the key minus position of the aligned row, [Sq, Sk]."""
         return self.keys - (self.rows + self.shift)[:, None]
 
 
@@ -99,7 +104,7 @@ def _keep_mask(place: _Place, b: int, heads: int, threshold: int, seed: int) -> 
 
 
 def _in_window(place: _Place, causal: bool, window_size: tuple[int, int]) -> Tensor:
-    """bool [Sq, Sk]."""
+    """bool [Sq, Sk], True where causal and window_size let a row see a key."""
     left, right = window_size
     if causal:
         right = 0
@@ -121,7 +126,7 @@ def _in_intervals(place: _Place, intervals: Tensor, heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Scores:
-    """What becomes of the products of one batch entry before the softmax, in the order of the fields."""
+    """The operations on the scores of one batch entry before the softmax, in the order of the fields."""
 
     scale: float
     softcap: float
@@ -130,10 +135,10 @@ class _Scores:
     bias: Tensor | None  # [Hq or 1, Sq or 1, Sk]
 
     def logits(self, products: Tensor, place: _Place) -> Tensor:
-        """products [Hq, Sq, Sk], in the dtype of the inputs -> logits in that of the statistics."""
+        """Products [Hq, Sq, Sk] in the dtype of the inputs -> logits in the dtype of the statistics."""
         statistics = torch.promote_types(products.dtype, torch.float32)
         scores = (products * self.scale).to(statistics)
-        if self.softcap:
+        if 0 < self.softcap < arguments.UNCAPPED:
             scores = self.softcap * torch.tanh(scores / self.softcap)
         distance = place.distance()
         if self.alibi_slopes is not None:
@@ -144,45 +149,78 @@ class _Scores:
         return scores if self.bias is None else scores + self.bias.to(statistics)
 
 
-def _attend(
-    q: Tensor, k: Tensor, v: Tensor, scores_of: _Scores, place: _Place, visible: Tensor, sink: Tensor | None,
-    keep: Tensor | None, p_keep: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """One batch entry: q [Hq, Sq, D], k [Hk, Sk, D], v [Hk, Sk, Dv] -> out [Hq, Sq, Dv], lse [Hq, Sq]."""
-    group = q.shape[0] // k.shape[0] if k.shape[0] else 1
-    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+def _visible_logits(q: Tensor, k: Tensor, scores_of: _Scores, place: _Place, visible: Tensor) -> Tensor:
+    """Logits [Hq, Sq, Sk] of q [Hq, Sq, D] and k [Hq, Sk, D]; -inf for keys that are masked, also by a bias."""
     if scores_of.bias is not None:
         visible = visible & ~torch.isneginf(scores_of.bias.detach())
-    # Hidden products are replaced before anything is computed from them, so that no gradient of theirs is NaN.
+    # Masked products are replaced before anything is computed from them, so that their gradients are not NaN.
     products = (q @ k.transpose(-1, -2)).masked_fill(~visible, 0)
-    scores = scores_of.logits(products, place).masked_fill(~visible, -math.inf)
+    return scores_of.logits(products, place).masked_fill(~visible, -math.inf)
+
+
+def _softmax(scores: Tensor, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Logits [Hq, Sq, Sk] and sink [Hq] -> weights, and lse [Hq, Sq]; rows whose logits are all -inf have weights of 0 and an lse of -inf."""
     logits = scores
     if sink is not None:
         column = sink.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)
         logits = torch.cat([scores, column], dim=-1)
     if logits.shape[-1] == 0:
-        lse = scores.new_full(scores.shape[:-1], -math.inf)
-        return q.new_zeros(*scores.shape[:-1], v.shape[-1]) + 0 * (q.sum() + v.sum()), lse
-    # Rows without a single logit take part with zeros, so that neither they nor their gradients are NaN.
+        return scores, scores.new_full(scores.shape[:-1], -math.inf)
+    # Rows whose logits are all -inf are computed with zeros, so that neither they nor their gradients are NaN.
     empty = torch.isneginf(logits.detach()).all(-1)
     lse = torch.logsumexp(logits.masked_fill(empty[..., None], 0), dim=-1)
-    weights = torch.exp(scores - lse[..., None]).masked_fill(~visible, 0)
+    weights = torch.exp(scores - lse[..., None]).masked_fill(torch.isneginf(scores.detach()), 0)
+    return weights, lse.masked_fill(empty, -math.inf)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, scores_of: _Scores, place: _Place, visible: Tensor, sink: Tensor | None,
+    keep: Tensor | None, p_keep: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """One batch entry: q [Hq, Sq, D], k [Hk, Sk, D], v [Hk, Sk, Dv] -> out [Hq, Sq, Dv], lse [Hq, Sq], max_logits [Hq]."""
+    group = q.shape[0] // k.shape[0] if k.shape[0] else 1
+    k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+    scores = _visible_logits(q, k, scores_of, place, visible)
+    weights, lse = _softmax(scores, sink)
     if keep is not None:
         weights = torch.where(keep, weights / p_keep, 0)
     out = weights.to(v.dtype) @ v
-    return out, lse.masked_fill(empty, -math.inf)
+    if not scores.shape[-1] and sink is None:
+        out = out + 0 * (q.sum() + v.sum())  # keeps out connected to q and v, so that both get a gradient
+    logits = scores.detach().flatten(1).float()
+    return out, lse, logits.amax(1) if logits.shape[1] else logits.new_full(logits.shape[:1], -math.inf)
 
 
 @overload
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ...,
-    layout: str = ..., return_lse: Literal[False] = ..., **options: Unpack[arguments.ReferenceOptions],
+    layout: str = ..., return_lse: Literal[False] = ..., return_max_logits: Literal[False] = ...,
+    **options: Unpack[ReferenceOptions],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_reference(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ...,
-    layout: str = ..., return_lse: Literal[True], **options: Unpack[arguments.ReferenceOptions],
+    layout: str = ..., return_lse: Literal[True], return_max_logits: Literal[False] = ...,
+    **options: Unpack[ReferenceOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ...,
+    layout: str = ..., return_lse: Literal[False] = ..., return_max_logits: Literal[True],
+    **options: Unpack[ReferenceOptions],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ...,
+    layout: str = ..., return_lse: Literal[True], return_max_logits: Literal[True],
+    **options: Unpack[ReferenceOptions],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
+def attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = ..., cu_seqlens_k: Tensor | None = ...,
+    layout: str = ..., return_lse: bool = ..., return_max_logits: bool = ...,
+    **options: Unpack[ReferenceOptions],
+) -> Tensor | tuple[Tensor, ...]: ...  # fmt: skip
 def attention_reference(
     q: Tensor,
     k: Tensor,
@@ -205,19 +243,30 @@ def attention_reference(
     rng_seed: int | None = None,
     origin: tuple[int, ...] | None = None,
     return_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """What forward() computes, and with cu_seqlens what varlen_forward() computes, in plain PyTorch.
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
+    """forward(), and with cu_seqlens varlen_forward(), in plain PyTorch; differentiable any number of times.
 
-    Arguments, shapes and results are theirs. Memory grows with Sq * Sk. Computed in the dtype of the
-    inputs (softmax statistics at least in float32): pass float64 tensors for exact results.
+    Runs on every device and in every dtype. Memory grows with Sq * Sk. Computes in the dtype of the inputs (softmax statistics at
+    least in float32): pass float64 tensors for exact results. The other arguments are those of forward.
 
     Args:
-        origin: (batch, head) or (batch, head, row, key): where this call is in a larger one. Dropout draws as that call would for
-            these batch entries and heads. With row and key, its rows and keys are counted from there, for dropout, windows, biases
-            and masks, and row `row + i` is aligned with the key of the same number.
+        q: queries [B, Sq, Hq, D], with cu_seqlens [total_q, Hq, D].
+        k: keys [B, Sk, Hk, D], with cu_seqlens [total_k, Hk, D].
+        v: values [B, Sk, Hk, Dv], with cu_seqlens [total_k, Hk, Dv].
+        cu_seqlens_q: int32 [B + 1], the starts of packed queries and the end of the last, as in varlen_forward().
+        cu_seqlens_k: int32 [B + 1], the same for keys and values.
+        origin: (batch, head) or (batch, head, row, key), the position of this call in a larger one, as in forward(). Dropout draws
+            what the larger call draws for these batch entries and heads. With row and key, rows and keys are counted from there, for
+            dropout, windows, biases and masks, and row `row + i` is aligned with the key of the same number.
+
+    Returns:
+        out [B, Sq, Hq, Dv] in the layout and dtype of q ([total_q, Hq, Dv] with cu_seqlens), or (out, lse) with lse [B, Hq, Sq]
+        ([Hq, total_q]).
 
     Raises:
-        ValueError: dropout without rng_seed (the reference draws no random numbers of its own), a bias with packed sequences.
+        ValueError: dropout without rng_seed (the reference does not draw a seed), or a bias with packed sequences.
+        TypeError: the type of an option is not as described.
     """
     threshold = dropout_threshold(arguments.number("dropout_p", dropout_p))
     seed = arguments.seed(rng_seed)
@@ -234,7 +283,7 @@ def attention_reference(
     if arguments.flag("smooth_softmax", smooth_softmax) and sink is None:
         sink = torch.zeros(heads, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
 
-    def entry(b: int, q_b: Tensor, k_b: Tensor, v_b: Tensor, first_key: int) -> tuple[Tensor, Tensor]:
+    def entry(b: int, q_b: Tensor, k_b: Tensor, v_b: Tensor, first_key: int) -> tuple[Tensor, Tensor, Tensor]:
         Sq, Sk = q_b.shape[1], k_b.shape[1]
         place = _Place.of(origin, Sq, Sk, q.device)
         keep = None if seed is None else _keep_mask(place, b, heads, threshold, seed)
@@ -249,10 +298,113 @@ def attention_reference(
         return _attend(q_b, k_b, v_b, scores_of, place, visible, sink, keep, threshold / 256)
 
     if cu_seqlens_q is None or cu_seqlens_k is None:
-        out, lse = _dense(entry, q, k, v, bhsd)
+        out, lse, max_logits = _dense(entry, q, k, v, bhsd)
     else:
-        out, lse = _packed(entry, q, k, v, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
-    return (out, lse) if arguments.flag("return_lse", return_lse) else out
+        out, lse, max_logits = _packed(entry, q, k, v, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
+    others = [lse] if arguments.flag("return_lse", return_lse) else []
+    others += [max_logits] if arguments.flag("return_max_logits", return_max_logits) else []
+    return (out, *others) if others else out
+
+
+_WEIGHTS_AT_ONCE = 1 << 20  # elements of the temporaries of attention_weights
+
+
+@torch.no_grad()
+def attention_weights(
+    q: Tensor,
+    k: Tensor,
+    rows: Sequence[int] | Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    relative_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    mask: Mask | None = None,
+    smooth_softmax: bool = False,
+    sink: Tensor | None = None,
+    layout: str = "bshd",
+    origin: tuple[int, ...] | None = None,
+) -> Tensor:
+    """The attention weights of selected rows, for inspection: the weights of forward() without dropout.
+
+    Plain PyTorch without gradients, in O(len(rows) * Sk) time and memory: a few rows are cheap even for long sequences, and all rows
+    cost as much as attention_reference.
+
+    Args:
+        q: queries [B, Sq, Hq, D] (layout "bhsd": [B, Hq, Sq, D]).
+        k: keys [B, Sk, Hk, D]; Hq is a multiple of Hk.
+        rows: which queries, from 0 to Sq - 1: a sequence of integers or an integer tensor of one dimension, in any order.
+        origin: (batch, head, row, key) as in forward(); batch and head have no effect here, because they only place dropout.
+
+    The other arguments are those of forward.
+
+    Returns:
+        float32 [B, Hq, len(rows), Sk]. Masked keys have a weight of 0. With a sink the weights of a row add up to less than 1: the
+        rest is the weight of the sink.
+
+    Raises:
+        ValueError: a shape or a value is not as described.
+        TypeError: a type or a dtype is not as described.
+    """
+    arguments.tensors(q=q, k=k)
+    bhsd, causal, window = arguments.is_bhsd(layout), arguments.flag("causal", causal), arguments.window(window_size)
+    if q.dim() != 4 or k.dim() != 4 or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"k: expected 4 dimensions with the batch and head_dim of q, got shape {tuple(k.shape)} for q of shape {tuple(q.shape)}"
+        )
+    q, k = (t if bhsd else t.transpose(1, 2) for t in (q, k))
+    (B, heads, Sq, _), (Hk, Sk) = q.shape, k.shape[1:3]
+    if not Hk or heads % Hk:
+        raise ValueError(f"q: the number of query heads must be a multiple of the {Hk} KV heads, got {heads}")
+    chosen = _row_numbers(rows, Sq, q.device)
+    scale, cap = arguments.scale(softmax_scale, q), arguments.number("softcap", softcap)
+    intervals = None if mask is None else checked_mask(mask).intervals
+    if arguments.flag("smooth_softmax", smooth_softmax) and sink is None:
+        sink = torch.zeros(heads, device=q.device)
+    whole = _Place.of(origin, Sq, Sk, q.device)
+    place = whole._replace(rows=whole.rows[chosen])
+    statistics = torch.promote_types(q.dtype, torch.float32)
+
+    def logits(b: int, h: int, rows: slice, keys: slice) -> Tensor:
+        """[1, rows, keys]"""
+        part = place._replace(rows=place.rows[rows], keys=place.keys[keys])
+        visible = _in_window(part, causal, window)
+        if intervals is not None:
+            of_head = intervals[min(b, intervals.shape[0] - 1), h * intervals.shape[1] // heads, keys]
+            visible = visible & _in_intervals(part, of_head[None], 1)
+        slopes = (
+            None if alibi_slopes is None else (alibi_slopes[b] if alibi_slopes.dim() == 2 else alibi_slopes)[h, None]
+        )
+        relative = None if relative_bias is None else relative_bias[h, None]
+        added = None if bias is None else bias[min(b, bias.shape[0] - 1), min(h, bias.shape[1] - 1), None, :, keys]
+        if added is not None and added.shape[1] > 1:
+            added = added[:, chosen[rows]]
+        q_part, k_part = q[b, h, chosen[rows]].to(statistics), k[b, h * Hk // heads, keys].to(statistics)
+        return _visible_logits(q_part[None], k_part[None], _Scores(scale, cap, slopes, relative, added), part, visible)
+
+    weights = torch.empty(B, heads, len(chosen), Sk, dtype=torch.float32, device=q.device)
+    rows_at_once = max(1, _WEIGHTS_AT_ONCE // max(Sk, 1))
+    keys_at_once = max(1, _WEIGHTS_AT_ONCE // (min(rows_at_once, max(len(chosen), 1)) + q.shape[-1]))
+    for b, h, row in itertools.product(range(B), range(heads), range(0, len(chosen), rows_at_once)):
+        some_rows = slice(row, row + rows_at_once)
+        keys = [slice(key, key + keys_at_once) for key in range(0, Sk, keys_at_once)]
+        if keys:
+            scores = torch.cat([logits(b, h, some_rows, some_keys) for some_keys in keys], -1)
+            weights[b, h, some_rows] = _softmax(scores, None if sink is None else sink[h, None])[0][0]
+    return weights
+
+
+def _row_numbers(rows: Sequence[int] | Tensor, Sq: int, device: torch.device) -> Tensor:
+    if isinstance(rows, Tensor) and (rows.dim() != 1 or rows.is_floating_point() or rows.dtype == torch.bool):
+        raise TypeError(f"rows: expected integers in one dimension, got {arguments.described(rows)}")
+    numbers = rows.tolist() if isinstance(rows, Tensor) else [arguments.integer("rows", row) for row in rows]
+    for number in numbers:
+        if not 0 <= number < Sq:
+            raise ValueError(f"rows: expected indices from 0 to {Sq - 1}, the rows of q, got {number}")
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
@@ -286,18 +438,32 @@ def kvcache_reference(
     rotary_interleaved: bool = True,
     alibi_slopes: Tensor | None = None,
     mask: Mask | None = None,
+    return_max_logits: bool = False,
     **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of flash_attn_with_kvcache in plain PyTorch, sequence by sequence; it appends k and v to the caches as well.
+) -> tuple[Tensor, ...]:
+    """flash_attn_with_kvcache in plain PyTorch, sequence by sequence; it also appends k and v to the caches.
 
-    Arguments and shapes are those of flash_attn_with_kvcache, `options` softmax_scale, softcap, sink and smooth_softmax. Lengths
-    and block tables that lead outside the cache are clamped, whatever the device. Waits for the device.
+    Lengths and block table entries beyond the cache are clamped, on every device. Waits for the device. The other arguments are those of
+    flash_attn_with_kvcache.
+
+    Args:
+        q: queries [B, Sq, Hq, D].
+        k_cache: keys [cache entries, capacity, Hk, D], or [pages, page_size, Hk, D] with a block_table.
+        v_cache: values [cache entries, capacity, Hk, Dv], or [pages, page_size, Hk, Dv].
+        return_max_logits: also return the largest logits, as flash_attn_with_kvcache does.
+        options: softmax_scale, softcap, sink and smooth_softmax.
+
+    Returns:
+        (out [B, Sq, Hq, Dv], lse [B, Hq, Sq]), and with return_max_logits (out, lse, max_logits [B, Hq]).
+
+    Raises:
+        TypeError: an option is unknown, or its type is not as described.
     """
     B, Sq = q.shape[:2]
     entries, page_size = k_cache.shape[:2]
     capacity = page_size * (1 if block_table is None else block_table.shape[1]) if entries else 0
     new = 0 if k is None else k.shape[1]
-    outs, lses = [], []
+    results = []
 
     def number_of(given: int | Tensor | None, b: int, otherwise: int) -> int:
         return otherwise if given is None else given if isinstance(given, int) else int(given[b])
@@ -322,53 +488,59 @@ def kvcache_reference(
             appended = tuple(t[cached:end] for t in place)
             k_cache[appended], v_cache[appended] = k_b, v_b
         used = tuple(t[start:end] for t in place)
-        out, lse = attention_reference(
+        of_sequence = attention_reference(
             q_b[None], k_cache[used][None], v_cache[used][None], causal=causal, window_size=window_size,
             alibi_slopes=alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes,
-            mask=None if mask is None else _of_last_keys(mask, b, Sq, end - start), return_lse=True, **options,
+            mask=None if mask is None else _of_last_keys(mask, b, Sq, end - start), return_lse=True,
+            return_max_logits=True, **options,
         )  # fmt: skip
-        outs.append(out)
-        lses.append(lse)
-    if not outs:
-        return q.new_zeros(*q.shape[:-1], v_cache.shape[-1]), q.new_zeros(0, q.shape[2], Sq, dtype=_lse_dtype(q))
-    return torch.cat(outs), torch.cat(lses)
+        results.append(of_sequence)
+    if not results:
+        lse = q.new_zeros(0, q.shape[2], Sq, dtype=_lse_dtype(q))
+        results = [
+            (q.new_zeros(*q.shape[:-1], v_cache.shape[-1]), lse, q.new_zeros(0, q.shape[2], dtype=torch.float32))
+        ]
+    out, lse, max_logits = (torch.cat(tensors) for tensors in zip(*results, strict=True))
+    return (out, lse, max_logits) if arguments.flag("return_max_logits", return_max_logits) else (out, lse)
 
 
 def _of_last_keys(mask: Mask, b: int, Sq: int, keys: int) -> Mask:
-    """A Mask of the last keys of sequence b as one of all its keys, the first of which all rows see."""
+    """A Mask of the last keys of sequence b, extended to all of its keys: every row sees the keys before them."""
     given = checked_mask(mask).intervals
     given = given[b if given.shape[0] > 1 else 0][None, :, max(given.shape[2] - keys, 0) :]
     seen = given.new_tensor([0, Sq]).expand(1, given.shape[1], keys - given.shape[2], 2)
     return Mask(torch.cat([seen, given], 2))
 
 
-def _dense(entry: Entry, q: Tensor, k: Tensor, v: Tensor, bhsd: bool) -> tuple[Tensor, Tensor]:
+def _dense(entry: Entry, q: Tensor, k: Tensor, v: Tensor, bhsd: bool) -> tuple[Tensor, Tensor, Tensor]:
     if not bhsd:
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if q.shape[0] == 0:
         shape = (*q.shape[:-1], v.shape[-1])
         out, lse = q.new_zeros(shape), q.new_zeros(shape[:-1], dtype=_lse_dtype(q))
+        max_logits = q.new_zeros(shape[:2], dtype=torch.float32)
     else:
         results = [entry(b, q[b], k[b], v[b], 0) for b in range(q.shape[0])]
-        out, lse = (torch.stack(tensors) for tensors in zip(*results, strict=True))
-    return out if bhsd else out.transpose(1, 2), lse
+        out, lse, max_logits = (torch.stack(tensors) for tensors in zip(*results, strict=True))
+    return out if bhsd else out.transpose(1, 2), lse, max_logits
 
 
 def _packed(
     entry: Entry, q: Tensor, k: Tensor, v: Tensor, starts_q: list[int], starts_k: list[int]
-) -> tuple[Tensor, Tensor]:
-    """Rows after the last sequence belong to none: out 0, lse -inf."""
-    outs, lses = [], []
+) -> tuple[Tensor, Tensor, Tensor]:
+    """attention_reference for packed sequences. Rows after the last sequence get out 0 and lse -inf."""
+    outs, lses, largest = [], [], [q.new_zeros(0, q.shape[1], dtype=torch.float32)]
     for b in range(len(starts_q) - 1):
         rows_q, rows_k = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
         q_b, k_b, v_b = (t.transpose(0, 1) for t in (q[rows_q], k[rows_k], v[rows_k]))
-        out, lse = entry(b, q_b, k_b, v_b, starts_k[b])
+        out, lse, max_logits = entry(b, q_b, k_b, v_b, starts_k[b])
         outs.append(out.transpose(0, 1))
         lses.append(lse)
+        largest.append(max_logits[None])
     after = q.shape[0] - starts_q[-1]
     outs.append(q.new_zeros(after, q.shape[1], v.shape[-1]))
     lses.append(q.new_full((q.shape[1], after), -math.inf, dtype=_lse_dtype(q)))
-    return torch.cat(outs), torch.cat(lses, dim=1)
+    return torch.cat(outs), torch.cat(lses, dim=1), torch.cat(largest)
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Relative biases made of smaller tables."""
+"""Relative biases computed from smaller tables."""
 
 from __future__ import annotations
 
@@ -11,21 +11,24 @@ from . import arguments
 
 
 def t5_relative_bias(table: Tensor, L: int, bidirectional: bool = True, max_distance: int = 128) -> Tensor:
-    """T5's bias of each distance from -L to L (Raffel et al. 2020), for the option `relative_bias`.
+    """T5's bias of each distance from -L to L, for the option `relative_bias`; differentiable.
 
     Args:
         table: [buckets, Hq], the weight of T5's `relative_attention_bias`; any float dtype.
-        L: the largest distance. Farther keys get the bias of the keys at L, which is T5's for every L of at
-            least max_distance, since T5 puts all keys from there on into one bucket.
+        L: the largest distance. Farther keys get the bias of the keys at L. For every L of at least max_distance this is exactly
+            T5's bias, because T5 puts all keys from max_distance on into one bucket.
         bidirectional: half of the buckets are for keys after the query (encoders); otherwise such keys share
             the bucket of distance 0 (decoders).
         max_distance: the distance from which on all keys share a bucket.
 
     Returns:
-        [Hq, 2 L + 1], in the dtype of `table`, to which its gradient flows.
+        [Hq, 2 L + 1], in the dtype of `table`; differentiable with respect to `table`.
 
     Raises:
         ValueError: the shape of `table`, or a number, is not as described.
+        TypeError: a type is not as described.
+
+    Source: Raffel et al. 2020, "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer".
     """
     arguments.tensors(table=table)
     L, max_distance = arguments.integer("L", L), arguments.integer("max_distance", max_distance)

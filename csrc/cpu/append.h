@@ -1,5 +1,5 @@
-// The first stage of a call with a cache: new keys and values are written to the caches, and q, where it is rotated, to
-// the workspace. Rotary position embedding is that of params.h, in the type that the kernels compute in.
+// First stage of decoding: appends new keys and values to the KV caches and writes rotated queries to the workspace.
+// Rotary position embedding as defined in params.h, computed in the compute type.
 #pragma once
 
 #include "convert.h"
@@ -9,7 +9,7 @@
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-// to = `from` as a row at that position; the elements after the first p.rotary.dim are copied.
+// to = `from` rotated to a position; elements from p.rotary.dim on are copied.
 template <class Real, class In>
 inline void rotate_row(const DecodeParams& p, int64_t position, const In* from, In* to) {
   const Rotary& rotary = p.rotary;
@@ -25,12 +25,12 @@ inline void rotate_row(const DecodeParams& p, int64_t position, const In* from, 
   std::memcpy(to + rotary.dim, from + rotary.dim, (p.head_dim - rotary.dim) * sizeof(In));
 }
 
-// Elements of q, rotated, [B, Sq, Hq, D] contiguous.
+// Number of elements of the rotated q, [B, Sq, Hq, D] contiguous; 0 without rotation of q.
 inline int64_t rotated_elements(const DecodeParams& p) {
   return p.rotary.cos ? p.batch * p.seqlen_q * p.heads_q * p.head_dim : 0;
 }
 
-// rotated: for the rotated q, which p.q becomes.
+// rotated: memory for the rotated q, to which p->q then points.
 template <class Real, class In>
 void append(DecodeParams* params, In* rotated) {
   DecodeParams& p = *params;
@@ -60,7 +60,7 @@ void append(DecodeParams* params, In* rotated) {
       rotate_row<Real>(p, position, row_of<const In>(q, b, h, i), row_of<In>(p.q, b, h, i));
     }
   };
-  // One item for each new key and each row of q that is rotated.
+  // One work item for each new key and each rotated row of q.
   const int64_t rows = p.cache.new_keys + (p.rotary.cos ? p.seqlen_q : 0);
   std::atomic<int64_t> next{0};
   run_workers(executor, p.batch * rows, [&](int) {

@@ -1,16 +1,13 @@
 // Backward: dq, dk, dv by recomputing the probabilities from lse (FlashAttention-2, Dao 2023, Algorithm 2).
 //
-// One work item is a key tile of one key head: dk and dv stay in scratch memory while it walks the query tiles of all
-// query heads of its group. Scores are transposed as in forward.h. dq is a sum over key tiles: each query tile counts
-// the parts that it has, and key tiles add theirs in ascending order, so that the result has the same bits for every
-// number of threads. Next: scores.h (from P and dP to dS), backward_workspace.h.
+// One work item is a key tile of one KV head: dk and dv stay in scratch memory while it iterates over the query tiles
+// of all query heads of its group. Scores are transposed as in forward.h. dq is a sum over key tiles, which add to it
+// in ascending order (turns.h), so that the result has the same bits for every number of threads. Next: scores.h (from
+// P and dP to dS), backward_workspace.h.
 #pragma once
 
 #include "backward_finish.h"
-#include "backward_prepare.h"
-#include "isolated_rows.h"
-#include "schedule.h"
-#include "scores.h"
+#include "key_tile_walk.h"
 
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
@@ -22,16 +19,17 @@ struct BackwardScratch {
 
   BackwardScratch(const AttnGradParams& p, void* base) : BackwardScratch(p, tile_size<Op>(p), ScratchCarver(base)) {}
 
-  int64_t units, units_v;      // of a padded row of q and k, and of v and dout
+  int64_t units, units_v;      // units of a padded row of q and k, and of v and dout
   int64_t columns, columns_v;  // the same in elements
-  Unit *k, *v, *q, *dout;      // rows that can be read in units
-  // B operands: of rows, and transposed.
-  Unit *k_panels, *q_panels, *dout_panels, *q_transposed, *dout_transposed;
+  KeyRowsOperand<In, Op> k;
+  Unit *v, *q, *dout;  // staged rows (pack.h)
+  // B operands: row panels and transposed panels (pack.h).
+  Unit *q_panels, *dout_panels, *q_transposed, *dout_transposed;
   ScoreTile<Op> tile;
   GradientTile<Op> gradients;
   Real *dk, *dv;  // [keys][columns], [keys][columns_v]
   KnownRows<Real> rows;
-  IsolatedRows<In, Op> isolated_q, isolated_dout, isolated_k;
+  IsolatedRows<In, Op> isolated_q, isolated_dout;
   int64_t bytes;
 
  private:
@@ -40,11 +38,10 @@ struct BackwardScratch {
         units_v(padded_units<Op>(p.head_dim_v)),
         columns(units * Op::kPack),
         columns_v(units_v * Op::kPack),
-        k(carve.take<Unit>(size.keys * units)),
+        k(p, size, units, true, &carve),
         v(carve.take<Unit>(size.keys * units_v)),
         q(carve.take<Unit>(size.queries * units)),
         dout(carve.take<Unit>(size.queries * units_v)),
-        k_panels(carve.take<Unit>(row_panel_units<Op>(size.keys, units))),
         q_panels(carve.take<Unit>(row_panel_units<Op>(size.queries, units))),
         dout_panels(carve.take<Unit>(row_panel_units<Op>(size.queries, units_v))),
         q_transposed(carve.take<Unit>(units * size.queries)),
@@ -56,77 +53,48 @@ struct BackwardScratch {
         rows(size, &carve),
         isolated_q(p, size.queries, units, &carve),
         isolated_dout(p, size.queries, units_v, &carve),
-        isolated_k(p, size.keys, units, &carve),
         bytes(carve.used()) {}
 };
 
 template <class In, class Op, class Accuracy, class Rule>
-class Backward {
+class Backward : KeyTileWalk<Backward<In, Op, Accuracy, Rule>, AttnGradParams, In, Op, Rule> {
+  using Walk = KeyTileWalk<Backward, AttnGradParams, In, Op, Rule>;
   using Real = typename Op::Real;
   using Unit = typename Op::Unit;
+  friend Walk;
+  using Walk::batch;
+  using Walk::bias;
+  using Walk::key0;
+  using Walk::key_count;
+  using Walk::keys;
+  using Walk::p;
+  using Walk::queries;
+  using Walk::rule;
+  using Walk::size;
+  using Walk::workspace;
 
  public:
   Backward(const AttnGradParams& params, const BackwardWorkspace<In, Op>& call_workspace, void* base)
-      : p(params),
-        workspace(call_workspace),
-        size(workspace.size),
-        rule(make_rule<Rule>(params)),
-        scales(params),
-        scratch(params, base) {
-    if (p.has_dropout()) {
-      philox = philox_key(static_cast<uint64_t>(p.rng_state[0]), static_cast<uint64_t>(p.rng_state[1]));
-    }
-  }
+      : Walk(params, call_workspace), scales(params), scratch(params, base) {}
 
-  // One key tile of a key head.
+  // Processes one key tile of one KV head.
   void run(const WorkItem& item) {
     const int64_t b = item.batch, hk = item.head;
-    batch = b;
-    queries = query_sequence(p, b);
-    keys = key_sequence(p, b);
-    key_tile = item.tile;
-    key0 = key_tile * size.keys;
-    key_count = lesser(size.keys, keys.length - key0);
+    this->begin(item);
     const int64_t row = keys.start + key0;
-    k = stage_rows<Op>(row_of<const In>(p.k, b, hk, row), p.k.row_stride, key_count, p.head_dim, scratch.k);
+    scratch.k.load(row_of<const In>(p.k, b, hk, row), p.k.row_stride, key_count, p.head_dim);
     v = stage_rows<Op>(row_of<const In>(p.v, b, hk, row), p.v.row_stride, key_count, p.head_dim_v, scratch.v);
-    k_panels = row_panels<Op>(k, key_count, scratch.units, scratch.k_panels);
-    panels_are_finite = false;
-    if (p.has_intervals()) {
-      finite_k = scratch.isolated_k.find(row_of<const In>(p.k, b, hk, row), p.k.row_stride, key_count, p.head_dim, k);
-    }
     std::memset(scratch.dk, 0, key_count * scratch.columns * sizeof(Real));
     std::memset(scratch.dv, 0, key_count * scratch.columns_v * sizeof(Real));
-    for (int64_t h = hk * p.group_size(); h < (hk + 1) * p.group_size(); ++h) walk(h, item.tile_of_call);
-    const Real inverse_keep = static_cast<Real>(1.0 / keep_probability(p.dropout_threshold));
-    for (int64_t j = 0; j < key_count; ++j) {
-      narrow_row(row_of<In>(p.dk, b, hk, row + j), scratch.dk + j * scratch.columns, p.head_dim, Real(1));
-      narrow_row(row_of<In>(p.dv, b, hk, row + j), scratch.dv + j * scratch.columns_v, p.head_dim_v, inverse_keep);
+    for (int64_t h = hk * p.group_size(); h < (hk + 1) * p.group_size(); ++h) {
+      this->walk(scratch.gradients.biases, h, item.tile_of_call);
     }
+    const Real inverse_keep = static_cast<Real>(1.0 / keep_probability(p.dropout_threshold));
+    this->write_key_rows(p.dk, hk, scratch.dk, scratch.columns, p.head_dim, Real(1));
+    this->write_key_rows(p.dv, hk, scratch.dv, scratch.columns_v, p.head_dim_v, inverse_keep);
   }
 
  private:
-  // All query tiles of query head h that see the key tile. tile_of_call: the key tile, counted through all batch
-  // entries.
-  void walk(int64_t h, int64_t tile_of_call) {
-    const HeadMask mask(p, batch, h, queries, KeyLocator(p, batch));
-    BiasGradient<Op>& bias_gradient = scratch.gradients.biases;
-    if constexpr (kIsGeneral<Rule>) {
-      bias = HeadBias<Real>::of(p, batch, h);
-      bias_gradient.begin_head(batch, h, queries.length, key0, mask.basic.first_position());
-    }
-    const IndexRange seen_by = mask.basic.rows_of(key0, key0 + key_count);
-    for (int64_t m = seen_by.begin / size.queries; m * size.queries < seen_by.end; ++m) {
-      const IndexRange rows{m * size.queries, lesser((m + 1) * size.queries, queries.length)};
-      if (mask.sees_tile(size.keys, rows, key_tile)) {
-        query_tile(mask, h, m);
-      } else if constexpr (kIsGeneral<Rule>) {
-        bias_gradient.skip_tile(rows.begin, key0, workspace.bias_turns);
-      }
-    }
-    if constexpr (kIsGeneral<Rule>) bias_gradient.end_head(tile_of_call, key0, key_count, workspace.bias_turns);
-  }
-
   // Query tile `number` of query head h.
   void query_tile(const HeadMask& head_mask, int64_t h, int64_t number) {
     const int64_t row0 = number * size.queries, rows = lesser(size.queries, queries.length - row0);
@@ -136,7 +104,7 @@ class Backward {
     isolates = p.has_intervals() && !mask.is_whole();
     load_rows(h, row0, rows, lane_count);
     if (p.has_dropout()) {
-      fill_keep_bits(scratch.tile.keep_bits, size.queries / kDropoutLanes, philox, p, batch, h, row0, rows, key0,
+      fill_keep_bits(scratch.tile.keep_bits, size.queries / kDropoutLanes, this->philox, p, batch, h, row0, rows, key0,
                      key_count);
     }
     const TilePlace place{row0, rows, key0, key_count, head_mask.basic.first_position()};
@@ -148,9 +116,9 @@ class Backward {
       scratch.gradients.biases.end_tile(place, queries.start + row0, workspace.bias_turns);
     }
     key_gradients(mask);
-    const IndexRange tile_rows{row0, row0 + rows};
-    query_gradient(mask, h, number, rows, head_mask.previous_tile(size.keys, tile_rows, key_tile),
-                   head_mask.next_tile(size.keys, tile_rows, key_tile) < 0);
+    this->add_to_dq(head_mask, h, number, rows, [&](Real* sum, int64_t stride, bool is_first) {
+      query_gradient(mask, rows, sum, stride, is_first);
+    });
   }
 
   void load_rows(int64_t h, int64_t row0, int64_t rows, int64_t lane_count) {
@@ -167,19 +135,8 @@ class Backward {
     }
     q_panels = row_panels<Op>(q, rows, scratch.units, scratch.q_panels);
     dout_panels = row_panels<Op>(dout, rows, scratch.units_v, scratch.dout_panels);
-    const Real infinity = std::numeric_limits<Real>::infinity();
-    const Real* lse = row_of<const Real>(p.lse, batch, h, row);
-    const Real sink = p.sink ? static_cast<const Real*>(p.sink)[h] : Real(0);
-    const bool has_sink = p.has_sink && sink_counts(sink);
     row_delta = workspace.delta + h * workspace.rows + workspace.first_row(p, batch, queries) + row0;
-    for (int64_t i = 0; i < lane_count; ++i) {
-      // A row that sees nothing has lse = -inf: its scores are all masked, and +inf keeps the difference a number.
-      const bool used = i < rows && lse[i] != -infinity;
-      scratch.rows.lse[i] = used ? lse[i] * kLog2E<Real> : infinity;
-      scratch.rows.delta[i] = i < rows ? row_delta[i] * scales.delta : Real(0);
-      scratch.rows.dlse[i] = i < rows ? lse_gradient<Real>(p, batch, h, row + i) * scales.delta : Real(0);
-      scratch.rows.key_weight[i] = used && has_sink ? 1 - std::exp(sink_log_weight(sink, lse[i])) : Real(1);
-    }
+    this->load_statistics(scratch.rows, h, row, rows, lane_count, row_delta, scales.delta);
   }
 
   // S^T and dP^T, then P^T and dS^T, for the queries `lanes` of a tile.
@@ -188,7 +145,7 @@ class Backward {
     const ScoreTile<Op>& tile = scratch.tile;
     const GradientTile<Op>& gradients = scratch.gradients;
     const IndexRange panel_keys = mask.panel_keys(lanes.begin);
-    const Gemm<Op> qk{k.data, k.stride, q_transposed, tile.scores, size.queries};
+    const Gemm<Op> qk{scratch.k.rows.data, scratch.k.rows.stride, q_transposed, tile.scores, size.queries};
     const Gemm<Op> dov{v.data, v.stride, dout_transposed, gradients.scores, size.queries};
     const int64_t units = ceil_div(p.head_dim, Op::kPack), units_v = ceil_div(p.head_dim_v, Op::kPack);
     if constexpr (kIsGeneral<Rule>) {
@@ -203,12 +160,11 @@ class Backward {
       score_product(dov, panel_keys, lanes, units_v);
     }
     const IndexRange panel_rows{row0 + lanes.begin, row0 + lesser(lanes.end, rows)};
-    const bool whole_rows = sizeof(In) == 2 && head_mask.previous_tile(size.keys, panel_rows, key_tile) < 0 &&
-                            head_mask.next_tile(size.keys, panel_rows, key_tile) < 0;
+    const bool whole_rows = sizeof(In) == 2 && this->see_no_other_tile(head_mask, panel_rows);
     differentiate<Accuracy>(tile, gradients, rule, scales, scratch.rows, mask, whole_rows, lanes, panel_keys);
     if constexpr (kIsGeneral<Rule>) gradients.biases.end_panel(place, lanes, panel_keys, workspace.bias_turns);
-    // The gradient of the sink takes the better delta too, as do the gradients of biases for the weight of the sink; no
-    // other key tile reads or writes these rows.
+    // The gradient of the sink also uses the recomputed delta, as do the gradients of biases for the weight of the
+    // sink. No other key tile reads or writes these rows.
     if (!whole_rows || !(p.dsink || (p.has_sink && p.centres.data)) || scales.delta == 0) return;
     for (int64_t i = lanes.begin; i < lesser(lanes.end, rows); ++i) {
       row_delta[i] = scratch.rows.delta[i] / scales.delta;
@@ -233,58 +189,27 @@ class Backward {
     });
   }
 
-  // dq += dS k for query tile `number` of query head h, when key tile `previous`, the one before this that these
-  // queries see, has added its part; -1 where this is the first.
-  void query_gradient(const PanelMask<Op>& mask, int64_t h, int64_t number, int64_t rows, int64_t previous,
-                      bool is_last) {
-    const int64_t first_row = workspace.first_row(p, batch, queries), row = queries.start + number * size.queries;
-    Real* sum = workspace.dq_in_place
-                    ? row_of<Real>(p.dq, batch, h, row)
-                    : workspace.dq + (h * workspace.rows + first_row + number * size.queries) * workspace.dq_columns;
-    const int64_t stride = workspace.dq_in_place ? p.dq.row_stride : workspace.dq_columns;
+  // dq += dS k for the rows of a query tile, whose sums are `stride` apart.
+  void query_gradient(const PanelMask<Op>& mask, int64_t rows, Real* sum, int64_t stride, bool is_first) {
     const Unit* dscores =
         Op::kPack == 2 ? scratch.gradients.pairs : reinterpret_cast<const Unit*>(scratch.gradients.scores);
-    const bool isolates_k = isolates && scratch.isolated_k.any();
-    if (panels_are_finite != isolates_k) {
-      k_panels = row_panels<Op>(isolates_k ? finite_k : k, key_count, scratch.units, scratch.k_panels);
-      panels_are_finite = isolates_k;
-    }
-    const Gemm<Op> dq{dscores, size.queries, k_panels, sum, stride};
-    Turn& turn = workspace.dq_turn(h, first_row, batch, number);
-    wait_for_turn(turn, previous + 1);
-    if (previous < 0) {
+    const Gemm<Op> dq{dscores, size.queries, scratch.k.panels(isolates), sum, stride};
+    if (is_first) {
       gemm<Order::kKMajor, Init::kZero>(dq, {0, rows}, {0, scratch.columns}, KeysOfRows<Op>{mask});
     } else {
       gemm<Order::kKMajor, Init::kAccumulate>(dq, {0, rows}, {0, scratch.columns}, KeysOfRows<Op>{mask});
     }
-    if (isolates_k) {
-      scratch.isolated_k.add(sum, stride, RowsThatSee<Op>{mask.limits()}, [&](int64_t r, int64_t key) {
-        return PanelForms<Op>::of_key(dscores, size.queries, key, r);
-      });
-    }
-    for (int64_t i = 0; is_last && !workspace.dq_in_place && i < rows; ++i) {
-      narrow_row(row_of<In>(p.dq, batch, h, row + i), sum + i * stride, p.head_dim, Real(1));
-    }
-    end_turn(turn, key_tile + 1);
+    scratch.k.add_isolated(sum, stride, mask, [&](int64_t r, int64_t key) {
+      return PanelForms<Op>::of_key(dscores, size.queries, key, r);
+    });
   }
 
-  const AttnGradParams& p;
-  const BackwardWorkspace<In, Op>& workspace;
-  const TileSize size;
-  const Rule rule;
   const GradientScales<Real, Rule> scales;
   BackwardScratch<In, Op> scratch;
-  PhiloxKey philox{0, 0};
-  HeadBias<Real> bias;  // of the current query head
-  int64_t batch = 0, key_tile = 0, key0 = 0, key_count = 0;
-  Real* row_delta = nullptr;  // of the current query tile, in the workspace
-  Sequence queries{0, 0}, keys{0, 0};
-  StagedRows<Op> k{}, v{};
-  Panels<Op> k_panels{}, q_panels{}, dout_panels{}, q_transposed{}, dout_transposed{};
-  // isolated_rows.h: whether the current tile needs it, the keys without rows that are not finite, and whether k_panels
-  // are made of those.
-  bool isolates = false, panels_are_finite = false;
-  StagedRows<Op> finite_k{};
+  Real* row_delta = nullptr;  // row of the current query tile in the workspace
+  StagedRows<Op> v{};
+  Panels<Op> q_panels{}, dout_panels{}, q_transposed{}, dout_transposed{};
+  bool isolates = false;  // isolated_rows.h: whether the current tile needs it
 };
 
 template <class In, class Op, class Accuracy, class Rule>
@@ -295,28 +220,9 @@ void backward(const AttnGradParams& p) {
   const int64_t scratch_bytes = BackwardScratch<In, Op>(p, nullptr).bytes;
 
   const BackwardPrepare<In, Op> prepare(p, workspace);
-  std::atomic<int64_t> next_prepare{0};
-  run_workers(executor, p.batch * p.heads_q, [&](int) {
-    int64_t item;
-    while ((item = next_prepare.fetch_add(1, std::memory_order_relaxed)) < p.batch * p.heads_q) {
-      prepare.run(item / p.heads_q, item % p.heads_q);
-    }
-  });
-
-  // Key tiles ascend within a batch entry: a worker that waits for earlier parts of dq waits for items drawn earlier.
-  auto tiles_of = [&](int64_t b) { return ceil_div(key_sequence(p, b).length, workspace.size.keys); };
-  int64_t items = 0;
-  for (int64_t b = 0; b < p.batch; ++b) items += tiles_of(b) * p.heads_k;
-  // Where heads add to one bias in turns, a group of them walks before the next group: neighbouring items must then not
-  // be those of one key tile.
-  const bool heads_first = SharedBias(p).heads && p.group_size() > 1;
-  workspace.bias_turns.reset();
-  std::atomic<int64_t> next{0};
-  run_workers(executor, items, [&](int worker) {
-    Backward<In, Op, Accuracy, Rule> kernel(p, workspace, scratch + worker * scratch_bytes);
-    WorkCursor cursor(p.batch, p.heads_k, heads_first);
-    WorkItem item;
-    while (cursor.find(next.fetch_add(1, std::memory_order_relaxed), tiles_of, &item)) kernel.run(item);
+  for_heads(p, [&](int64_t b, int64_t h) { prepare.run(b, h); });
+  run_key_tiles(p, workspace, [&](int worker) {
+    return Backward<In, Op, Accuracy, Rule>(p, workspace, scratch + worker * scratch_bytes);
   });
 
   std::atomic<int64_t> next_head{0};

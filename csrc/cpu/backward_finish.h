@@ -1,6 +1,6 @@
 // Last stage of the backward: the gradient of the sink, dsink_h = -sum over all rows of exp(sink_h - lse_i) * delta_i.
-// And what the centres of rows bring to the gradients of biases. Both come last because the main stage replaces delta
-// by a more exact value where it can.
+// It also adds the terms of the centres of rows to the gradients of slopes and relative bias. Both come last because
+// the main stage replaces delta by a more exact value where it can.
 #pragma once
 
 #include "../sink.h"
@@ -28,8 +28,8 @@ inline void finish_sink(const AttnGradParams& p, const BackwardWorkspace<In, Op>
   static_cast<Real*>(p.dsink)[h] = static_cast<Real>(sum);
 }
 
-// Adds to the gradients of one head's slope and relative bias, in a fixed order, each row's centres times what the
-// gradients of its logits add up to (bias.h).
+// Adds, in a fixed order over the rows, the centres of each row times the sum of its logit gradients to the gradients
+// of one head's slope and relative bias (bias.h).
 template <class In, class Op>
 inline void finish_biases(const AttnGradParams& p, const BackwardWorkspace<In, Op>& workspace, int64_t h) {
   using Real = typename Op::Real;

@@ -17,10 +17,34 @@ inline Real lse_gradient(const AttnGradParams& p, int64_t b, int64_t h, int64_t 
   return *row_of<const Real>(p.dlse, b, h, row);
 }
 
+// The dot product of two rows.
+template <class Op, class In>
+inline typename Op::Real dot_rows(const In* x, const In* y, int64_t n) {
+  using Real = typename Op::Real;
+  using S = typename Op::S;
+  constexpr int kLanes = 16, W = S::kWidth;  // independent sums, the same number in every instruction set
+  typename S::V sums[kLanes / W];
+  for (int i = 0; i < kLanes / W; ++i) sums[i] = S::zero();
+  int64_t d = 0;
+  for (; d + kLanes <= n; d += kLanes) {
+    FLASHATTN_UNROLL(8)
+    for (int i = 0; i < kLanes / W; ++i) {
+      const int64_t at = d + i * W;
+      sums[i] = S::fma(WideVector<Real, In>::load(x + at), WideVector<Real, In>::load(y + at), sums[i]);
+    }
+  }
+  alignas(64) Real lanes[kLanes];
+  for (int i = 0; i < kLanes / W; ++i) S::store(lanes + i * W, sums[i]);
+  for (; d < n; ++d) lanes[0] += widen(x[d]) * widen(y[d]);
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int l = 0; l < half; ++l) lanes[l] += lanes[l + half];
+  }
+  return lanes[0];
+}
+
 template <class In, class Op>
 class BackwardPrepare {
   using Real = typename Op::Real;
-  using S = typename Op::S;
 
  public:
   BackwardPrepare(const AttnGradParams& params, const BackwardWorkspace<In, Op>& call_workspace)
@@ -32,7 +56,8 @@ class BackwardPrepare {
     Real* delta = workspace.delta + h * workspace.rows + first;
     for (int64_t i = 0; i < queries.length; ++i) {
       const int64_t row = queries.start + i;
-      delta[i] = dot_rows(b, h, row) - lse_gradient<Real>(p, b, h, row);
+      const In *const dout = row_of<const In>(p.dout, b, h, row), *const out = row_of<const In>(p.out, b, h, row);
+      delta[i] = dot_rows<Op>(dout, out, p.head_dim_v) - lse_gradient<Real>(p, b, h, row);
     }
     const HeadMask mask(p, b, h, queries, KeyLocator(p, b));
     const TileSize& size = workspace.size;
@@ -45,29 +70,6 @@ class BackwardPrepare {
   }
 
  private:
-  Real dot_rows(int64_t b, int64_t h, int64_t row) const {
-    const In* dout = row_of<const In>(p.dout, b, h, row);
-    const In* out = row_of<const In>(p.out, b, h, row);
-    constexpr int kLanes = 16, W = S::kWidth;  // independent sums, as many in every instruction set
-    typename S::V sums[kLanes / W];
-    for (int n = 0; n < kLanes / W; ++n) sums[n] = S::zero();
-    int64_t d = 0;
-    for (; d + kLanes <= p.head_dim_v; d += kLanes) {
-      FLASHATTN_UNROLL(8)
-      for (int n = 0; n < kLanes / W; ++n) {
-        const int64_t at = d + n * W;
-        sums[n] = S::fma(WideVector<Real, In>::load(dout + at), WideVector<Real, In>::load(out + at), sums[n]);
-      }
-    }
-    alignas(64) Real lanes[kLanes];
-    for (int n = 0; n < kLanes / W; ++n) S::store(lanes + n * W, sums[n]);
-    for (; d < p.head_dim_v; ++d) lanes[0] += widen(dout[d]) * widen(out[d]);
-    for (int half = kLanes / 2; half > 0; half /= 2) {
-      for (int l = 0; l < half; ++l) lanes[l] += lanes[l + half];
-    }
-    return lanes[0];
-  }
-
   void clear_dq(int64_t b, int64_t h, int64_t row, int64_t count) const {
     for (int64_t i = 0; i < count; ++i) {
       std::memset(static_cast<void*>(row_of<In>(p.dq, b, h, row + i)), 0, p.head_dim * sizeof(In));

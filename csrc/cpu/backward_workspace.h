@@ -1,5 +1,5 @@
-// The workspace of one backward call, which its workers share and which leads from stage to stage: the sums of dq, and
-// one number for each query row. Arrays of rows are [Hq][all rows of the call].
+// The workspace of one backward call, shared by its workers and stages: the dq accumulators and per-row statistics.
+// Per-row arrays are [Hq][all rows of the call].
 #pragma once
 
 #include "bias_gradient.h"
@@ -16,18 +16,18 @@ struct BackwardWorkspace {
   BackwardWorkspace(const AttnGradParams& p, void* base)
       : BackwardWorkspace(p, tile_size<Op>(p), ScratchCarver(base)) {}
 
-  // First row of batch entry b in the arrays of rows.
+  // First row of batch entry b in the per-row arrays.
   static int64_t first_row(const AttnParams& p, int64_t b, const Sequence& queries) {
     return p.is_varlen() ? queries.start : b * p.seqlen_q;
   }
-  // Whose turn it is to add to the dq of a query tile: tile `number` of query head h of batch entry b, whose first row
-  // is `first_row`. It is 1 + the number of the key tile that has added its part last, and 0 at first.
+  // The counter that orders additions to the dq of a query tile (turns.h): tile `number` of query head h of batch entry
+  // b, whose first row is `first_row`. It is 1 + the number of the last key tile that was added, and 0 initially.
   Turn& dq_turn(int64_t h, int64_t first_row, int64_t b, int64_t number) const {
     return dq_turns_[h * tiles + first_row / size.queries + b + number];
   }
 
   TileSize size;
-  int64_t rows, tiles;  // of one head
+  int64_t rows, tiles;  // per head
   int64_t dq_columns;   // head_dim, padded to whole vectors
   int64_t bytes;
   bool dq_in_place;  // the fp32 (fp64) output is its own accumulator
@@ -42,7 +42,7 @@ struct BackwardWorkspace {
     dq_columns = padded_units<Op>(p.head_dim) * Op::kPack;
     dq_in_place = std::is_same<In, Real>::value && p.head_dim == dq_columns;
     delta = carve.take<Real>(p.heads_q * rows);
-    // Tiles end at sequence ends: at most one partial tile for each batch entry.
+    // Tiles do not cross sequences: at most one shorter tile per batch entry.
     tiles = rows / size.queries + p.batch;
     dq_turns_ = carve.take<Turn>(p.heads_q * tiles);
     dq = carve.take<Real>(dq_in_place ? 0 : p.heads_q * rows * dq_columns);

@@ -1,9 +1,9 @@
-// The gradients of the biases: sums of the gradient of the logits over all scores that read one element (bias.h).
+// The gradients of the biases: sums of the logit gradients over all scores that read one element (bias.h).
 //
-// A worker sums up what it can by itself: the diagonals of a tile, then for the slopes, the relative bias and a bias
-// that all rows share the whole walk of its key tile along the rows of one head. What is left are sums over key tiles,
-// heads and batch entries, to which workers add in turns (turns.h). They take O(S) memory; the gradient of a bias takes
-// one panel besides itself.
+// A worker first sums locally: over the diagonals of a tile, and for the slopes, the relative bias and a bias that is
+// broadcast along rows over all query tiles of its key tile and head. The remaining sums over key tiles, heads and
+// batch entries are accumulated in a fixed order (turns.h). The local sums take O(S) memory; the gradient of a bias
+// takes one panel besides itself.
 #pragma once
 
 #include "bias_tile.h"
@@ -13,7 +13,7 @@
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-// What a bias has in common: its gradient is a sum over that.
+// The dimensions in which a bias is broadcast: its gradient is a sum over them.
 struct SharedBias {
   bool batch = false, heads = false, rows = false;
 
@@ -23,17 +23,17 @@ struct SharedBias {
         rows(p.dbias.data && p.seqlen_q > 1 && p.dbias.row_stride == 0) {}
 
   bool in_turns() const { return batch || heads; }
-  // Which part of the sums the scores of head h of batch entry b are.
+  // The order number of the contribution of head h of batch entry b.
   int64_t part(const AttnParams& p, int64_t b, int64_t h) const {
     return (batch ? b : 0) * (heads ? p.heads_q : 1) + (heads ? h : 0);
   }
-  // Which of the bias's own heads they read.
+  // The head of the bias, counted through its batch entries, that head h of batch entry b reads.
   int64_t entry(const AttnParams& p, int64_t b, int64_t h) const {
     return (batch ? 0 : b) * (heads ? 1 : p.heads_q) + (heads ? 0 : h);
   }
 };
 
-// Whose turn it is to add to a sum, in the workspace of the call.
+// The order counters of the sums (turns.h), in the workspace of the call.
 struct BiasTurns {
   BiasTurns(const AttnGradParams& p, const TileSize& size, ScratchCarver* carve)
       : query_tiles(ceil_div(p.seqlen_q, size.queries)), key_tiles(ceil_div(p.seqlen_k, size.keys)) {
@@ -53,8 +53,8 @@ struct BiasTurns {
   }
 
   int64_t query_tiles, key_tiles, head_count, tile_count;
-  Turn* heads;  // [Hq], of the slopes and the relative bias: parts are key tiles, counted through all batch entries
-  Turn* tiles;  // [heads of the bias][key_tiles][query_tiles]: parts are heads, counted through all batch entries
+  Turn* heads;  // [Hq], of the slopes and the relative bias: ordered by key tile, counted through all batch entries
+  Turn* tiles;  // [heads of the bias][key_tiles][query_tiles]: ordered by head, counted through all batch entries
 };
 
 template <class Op>
@@ -62,8 +62,8 @@ class BiasGradient {
   using Real = typename Op::Real;
   using S = typename Op::S;
   using V = typename S::V;
-  // Sums of neighbouring keys overlap in all but one element. A copy for each of four keys keeps a load from waiting
-  // for the store just before it.
+  // The diagonals of adjacent keys overlap in all but one element. Separate copies for four successive keys avoid a
+  // load that depends on the preceding store.
   static constexpr int64_t kCopies = 4;
 
  public:
@@ -85,7 +85,7 @@ class BiasGradient {
   }
 
   bool any() const { return has_diagonals_ || has_elements_; }
-  // Whether every row of a tile has sums of its own: panels are added to memory as soon as they are computed.
+  // Whether the bias is not broadcast along rows: panels are then added to memory as soon as they are computed.
   bool adds_panels() const { return has_elements_ && !shared_.rows; }
 
   // Head h of batch entry b, against the keys [key0, key0 + keys) and all rows of its sequence.
@@ -105,8 +105,8 @@ class BiasGradient {
     }
   }
 
-  // Where one vector of queries adds its gradients. Kernels hold it by value: what they store might otherwise change
-  // it.
+  // The accumulators of one vector of queries. Kernels hold it by value, so that the compiler need not assume that
+  // their stores alias it.
   class Lanes {
    public:
     Lanes() = default;
@@ -119,7 +119,7 @@ class BiasGradient {
           elements_(sums.elements_ + lane % kPanel<Op>),
           columns_(sums.columns_) {}
 
-    // The gradients of the logits of one key.
+    // Adds the logit gradients of one key.
     void add(int64_t key, V gradients) const {
       if (has_diagonals_) add_to_sum(diagonals_ + key % kCopies * diagonal_count_ - key, gradients);
       if (has_elements_) S::store(elements_ + key * kPanel<Op>, gradients);
@@ -134,11 +134,11 @@ class BiasGradient {
     Real *diagonals_, *elements_, *columns_;
   };
 
-  // The sums over all keys of those, for the queries from `lane` on.
+  // Sets the sums of the logit gradients over all keys, for the queries from `lane` on.
   void set_row_sums(int64_t lane, V sums) const {
     if (has_diagonals_ && p.centres.data) S::store(row_sums_ + lane, sums);
   }
-  // Asks memory for a part of the sums to which a panel will be added (BiasTile::ask_for), where there are such.
+  // Prefetches a part of the gradient to which a panel will be added (BiasTile::ask_for), if panels are added.
   void ask_for(const TilePlace& place, IndexRange lanes, IndexRange part) const {
     const int64_t bytes = dtype_bytes(p.dbias.dtype);
     const char* const panel =
@@ -147,13 +147,13 @@ class BiasGradient {
       prefetch<true>(panel + row * p.dbias.row_stride * bytes + byte);
     });
   }
-  // After the gradients of a panel, of which `keys` are computed.
+  // Called after the gradients of a panel; `keys` are the computed ones.
   void end_panel(const TilePlace& place, IndexRange lanes, IndexRange keys, const BiasTurns& turns) const {
     if (!adds_panels()) return;
     if (shared_.in_turns()) wait_for_turn(tile_turn(place, turns), shared_.part(p, batch_, head_));
     for_element_type(p.dbias.dtype, [&](auto element) { add_panel<decltype(element)>(place, lanes, keys); });
   }
-  // row: the first of the tile, in the tensors.
+  // row: the first row of the tile, as an index into the tensors.
   void end_tile(const TilePlace& place, int64_t row, const BiasTurns& turns) {
     if (has_diagonals_) sum_diagonals(place);
     if (has_diagonals_ && p.centres.data) subtract_centres(row, place.rows);
@@ -162,7 +162,7 @@ class BiasGradient {
       in_turn(tile_turn(place, turns), shared_.part(p, batch_, head_), [] {});
     }
   }
-  // A tile of which these rows see nothing; those of another head may.
+  // Called for a tile that is fully masked for this head; it may be visible to other heads, which wait for this one.
   void skip_tile(int64_t row0, int64_t key0, const BiasTurns& turns) const {
     if (!adds_panels() || !shared_.in_turns()) return;
     in_turn(turns.tile(shared_.entry(p, batch_, head_), key0 / size_.keys, row0 / size_.queries),
@@ -205,8 +205,8 @@ class BiasGradient {
       if (p.drelative_bias) relative_[head.entry(distance) - first_entry_] += sum;
     }
   }
-  // Takes from the sums over diagonals what they have too much (bias.h): for each row, from `row` on, its centres times
-  // the sum of the gradients of its logits.
+  // Subtracts from the sums over diagonals, for each row from `row` on, its centres times the sum of its logit
+  // gradients (bias.h).
   void subtract_centres(int64_t row, int64_t rows) {
     for (int64_t i = 0; i < rows; ++i) {
       const Real* const centres = row_of<const Real>(p.centres, batch_, head_, row + i);
@@ -242,7 +242,7 @@ class BiasGradient {
   Element* element(int64_t row, int64_t key) const {
     return static_cast<Element*>(p.dbias.data) + offset(row, key);
   }
-  // Elements of a type that is not summed up have one score each, and are 0 so far.
+  // A 16-bit gradient has one score per element and is still 0, so that it is assigned.
   template <class Element>
   static void add_to(Element* sum, Real x) {
     narrow(static_cast<float>(x), sum);
@@ -309,12 +309,13 @@ class BiasGradient {
   bool has_diagonals_, has_elements_;
   Real* diagonals_;   // [kCopies][places_.count]: sums of this tile
   Real* elements_;    // [keys][kPanel]: the gradients of a panel's logits
-  double* relative_;  // entries first_entry_ to last_entry_ of the relative bias: sums of this walk
-  // [keys][kWidth]: sums over rows, of this tile and of this walk; queries that are kWidth apart share one.
+  double* relative_;  // entries first_entry_ to last_entry_ of the relative bias: sums over this head's query tiles
+  // [keys][kWidth]: sums over rows of this tile and over this head's query tiles, separately for each vector lane.
   Real* columns_;
   double* column_sums_;
-  Real* row_sums_;  // [queries]: of this tile's gradients over its keys
-  // Sums of this walk: of the slope, and what the centres of rows take from both ends of the relative bias.
+  Real* row_sums_;  // [queries]: sums of this tile's logit gradients over its keys
+  // Sums over this head's query tiles: gradient of the slope, and terms of the centres for both ends of the relative
+  // bias.
   double slope_ = 0, below_ = 0, above_ = 0;
   int64_t first_entry_ = 0, last_entry_ = 0;
   int64_t batch_ = 0, head_ = 0;

@@ -12,12 +12,12 @@
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-// Where a tile is. shift: the position of query 0 among the keys (BasicMask::first_position).
+// Position and size of a tile. shift: the position of query 0 among the keys (BasicMask::first_position).
 struct TilePlace {
   int64_t row0, rows, key0, keys, shift;
 };
 
-// Where a panel begins, if there is one.
+// First row and key of a panel, if it exists.
 struct PanelOrigin {
   bool exists;
   int64_t row, key;
@@ -36,7 +36,7 @@ struct Diagonals {
   int64_t count, keys;
 };
 
-// What a forward sums up for the centres of rows (bias.h).
+// The sums that a forward accumulates for the centres of rows (bias.h).
 template <class Op>
 class CentreSums {
   using Real = typename Op::Real;
@@ -51,7 +51,7 @@ class CentreSums {
         diagonals_(size),
         terms_(carve->take<Real>(any ? kCentres * diagonals_.count : 0)) {}
 
-  // For a tile of which add() is called.
+  // Prepares a tile, before add().
   void load(const HeadBias<Real>& head, const TilePlace& place) const {
     for (int64_t n = 0; any && n < diagonals_.count; ++n) {
       const int64_t distance = diagonals_.distance(place, n);
@@ -68,7 +68,7 @@ class CentreSums {
       tile_sums[c] = S::fma(weights, term, tile_sums[c]);
     }
   }
-  // After all keys of a tile. rescale: what is to be multiplied to the sums of earlier tiles.
+  // After all keys of a tile. rescale: the factor of the sums of earlier tiles.
   void end_tile(const V (&tile_sums)[kCentres], int64_t lane, V rescale) const {
     for (int c = 0; any && c < kCentres; ++c) {
       Real* const sum = sums + c * queries_ + lane;
@@ -77,15 +77,15 @@ class CentreSums {
   }
 
   const bool any;
-  Real* const sums;  // [kCentres][queries], relative to the maximum of the row as its weights are
+  Real* const sums;  // [kCentres][queries], relative to the running maximum of the row, like its weights
 
  private:
   const int64_t queries_;
   const Diagonals diagonals_;
-  Real* const terms_;  // [kCentres][diagonals]: what weights are multiplied by
+  Real* const terms_;  // [kCentres][diagonals]: factors of the weights
 };
 
-// Calls body(element) with a value of the type that elements of a dtype have in memory.
+// Calls body(element) with a value of the C++ type of a dtype.
 template <class Body>
 inline void for_element_type(DType dtype, Body body) {
   switch (dtype) {
@@ -102,17 +102,17 @@ inline void for_element_type(DType dtype, Body body) {
 
 inline int64_t dtype_bytes(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
 
-// Brings a cache line to the L2 cache. GCC takes a function that does no more than this for one without an effect and
-// drops its calls, but for the empty assembly.
+// Prefetches a cache line to the L2 cache. The empty assembly keeps GCC from treating the function as free of side
+// effects and removing its calls.
 template <bool kToWrite>
 inline void prefetch(const void* address) {
   __builtin_prefetch(address, kToWrite, 2);
   asm volatile("");
 }
 
-// Calls ask(row, byte of the row) for the cache lines in a part of a panel of elements in memory. Its rows are short
-// and far apart, which the hardware does not foresee, and more lines than can be on their way at a time: products,
-// which read nothing from memory, ask for some of them with each group of keys.
+// Calls ask(row, byte offset in the row) for every cache line to prefetch in a part of a panel of elements. Its rows
+// are short and far apart, which defeats the hardware prefetcher, and have more lines than can be in flight at once.
+// The score products, which hit the caches, therefore prefetch a few of them with each group of keys.
 template <class Op, class Ask>
 inline void ask_for_panel(IndexRange part, int64_t keys, int64_t element_bytes, Ask ask) {
   constexpr int64_t kLine = 64;
@@ -122,7 +122,7 @@ inline void ask_for_panel(IndexRange part, int64_t keys, int64_t element_bytes, 
   }
 }
 
-// A block of a bias whose rows are read whole: a vector of queries, and as many keys as a vector of memory holds.
+// A block of a bias: one vector of queries, and as many keys as one vector load holds.
 template <class Real, class Element>
 struct BiasBlock {
   using S = Simd<Real>;
@@ -182,20 +182,20 @@ class BiasTile {
     elements_ = carve->take<Real>(has_elements_ ? size.keys * kPanel<Op> : 0);
   }
 
-  // Before the panels of a tile.
+  // Called before the panels of a tile.
   void load(const HeadBias<Real>& head, const TilePlace& place) const {
     if (has_diagonals_) load_diagonals(head, place);
   }
-  // Before the logits of a panel, of which `keys` are computed.
+  // Called before the logits of a panel; `keys` are the computed ones.
   void load_panel(const HeadBias<Real>& head, const TilePlace& place, IndexRange lanes, IndexRange keys) const {
-    if (!has_elements_ || keys.begin >= keys.end) return;  // an empty range may begin after the tile
+    if (!has_elements_ || keys.begin >= keys.end) return;  // an empty range may begin beyond the tile
     for_element_type(dtype_, [&](auto element) { load_elements<decltype(element)>(head, place, lanes, keys); });
   }
-  // Whether a panel has rows of its own in memory.
+  // Whether the panel reads bias rows of its own, not a row that all queries share.
   bool reads_panel(const HeadBias<Real>& head, const PanelOrigin& panel) const {
     return has_elements_ && panel.exists && head.row_stride != 0;
   }
-  // Asks memory for a part of such a panel, as much of it as `part` is of the keys of a tile.
+  // Prefetches the fraction of such a panel that `part` is of the keys of a tile.
   void ask_for(const HeadBias<Real>& head, const PanelOrigin& panel, IndexRange part) const {
     const int64_t bytes = dtype_bytes(dtype_);
     const char* const from = static_cast<const char*>(head.bias) + (panel.row * head.row_stride + panel.key) * bytes;
@@ -204,7 +204,8 @@ class BiasTile {
     });
   }
 
-  // The biases of one vector of queries. Kernels hold it by value: what they store might otherwise change it.
+  // The biases of one vector of queries. Kernels hold it by value, so that the compiler need not assume that their
+  // stores alias it.
   class Lanes {
    public:
     Lanes() = default;
@@ -214,8 +215,8 @@ class BiasTile {
           diagonals_(tile.diagonals_ + tile.places_.of(0, lane)),
           elements_(tile.elements_ + lane % kPanel<Op>) {}
 
-    // log2(e) times the logits of one key, given `scaled`, what they are without biases. A bias of -inf hides a score
-    // whatever that is.
+    // log2(e) times the logits of one key, given `scaled`, their values without biases. A bias of -inf masks a score,
+    // even a NaN or +inf.
     V logits(int64_t key, V scaled) const {
       if (!has_diagonals_ && !has_elements_) return scaled;
       V bias = has_diagonals_ ? S::load(diagonals_ - key) : S::zero();
@@ -263,7 +264,7 @@ class BiasTile {
       }
     }
   }
-  // A bias that all rows share.
+  // A bias that is broadcast along the rows.
   template <class Element>
   void repeat_row(const Element* row, IndexRange keys) const {
     for (int64_t key = keys.begin; key < keys.end; ++key) {
@@ -280,7 +281,7 @@ class BiasTile {
   Real* elements_;   // [keys][kPanel]: the bias of the panel
 };
 
-// A product for scores that, if `asks`, calls ask_for(part) before each part of the keys, to ask memory for something.
+// score_product that, if `asks`, calls ask_for(part) before each part of the keys, to interleave prefetches.
 template <class Op, class AskFor>
 inline void score_product(const Gemm<Op>& g, IndexRange keys, IndexRange lanes, int64_t units, bool asks,
                           AskFor ask_for) {

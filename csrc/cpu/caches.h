@@ -11,11 +11,10 @@ struct Cache {
   int64_t bytes;
 };
 
-// The caches that hold data, from the first level on, as Linux describes them for the first core; empty where it does
-// not tell.
+// The data and unified caches of the first core, from level 1 on, as Linux reports them; empty if it reports none.
 const std::vector<Cache>& data_caches();
 
-// The bytes of one level; 0 where they are not known.
+// The size of one level in bytes; 0 if unknown.
 int64_t cache_bytes(int level);
 
 }  // namespace flashattn_ext

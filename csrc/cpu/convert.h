@@ -1,4 +1,4 @@
-// Element types of the tensors and their conversion to and from the type that the kernels compute in.
+// Element types of the tensors and their conversion to and from the compute type.
 #pragma once
 
 #include "simd.h"
@@ -31,8 +31,8 @@ inline float widen(Float16 x) {
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t magnitude = x.bits & 0x7FFFu;
   if (magnitude >= 0x7C00u) return bits_float(sign | 0x7F800000u | (magnitude & 0x3FFu) << 13);  // inf, NaN
-  // Moving the fields into place leaves an exponent that is 112 too small; one exact product puts it right, denormals
-  // included.
+  // Shifting the fields into place leaves the exponent 112 too small; an exact multiplication corrects it, also for
+  // denormals.
   return bits_float(sign | float_bits(bits_float(magnitude << 13) * 0x1p112f));
 }
 
@@ -63,7 +63,7 @@ inline void narrow(float x, Float16* to) {
   to->bits = static_cast<uint16_t>(sign | half);
 }
 
-// One vector at once, with the bits of narrow().
+// Narrows one vector, bit-identical to narrow().
 inline void narrow_vector(const float* from, BFloat16* to) {
   typedef uint32_t Wide __attribute__((vector_size(kVectorBytes)));
   typedef uint16_t Half __attribute__((vector_size(kVectorBytes / 2)));
@@ -75,7 +75,7 @@ inline void narrow_vector(const float* from, BFloat16* to) {
   std::memcpy(static_cast<void*>(to), &half, sizeof half);
 }
 
-// One vector of elements, in the type that the kernels compute in.
+// Loads one vector of elements, widened to the compute type.
 template <class Real, class In>
 struct WideVector {
   using S = Simd<Real>;
@@ -125,7 +125,7 @@ struct WideVector<float, Float16> {
 };
 #endif
 
-// Whole vectors where the instruction set converts them; returns how many elements were done.
+// Widens whole vectors if the instruction set can convert them; returns the number of converted elements.
 template <class Real, class In>
 inline int64_t widen_vectors(Real* to, const In* from, int64_t n) {
   constexpr int W = Simd<Real>::kWidth;

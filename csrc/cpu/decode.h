@@ -1,10 +1,10 @@
-// Attention of few queries to a cache, which takes as long as reading the cache does. The rows of all query heads that
-// share a key head are one block, so that keys and values are read once for all of them; the keys of a sequence are
-// split into parts, which any thread computes and `finish` puts together in their order. Sequences with more queries
-// go through forward.h, whose tiles multiply faster than memory delivers.
+// Decoding: attention of few queries to a KV cache, bound by memory bandwidth. The query heads of a KV head (GQA) form
+// one block of rows, so that keys and values are read once for all of them. The keys of a sequence are divided into
+// splits (split-KV), which any thread computes and `finish` combines in order. Sequences with more queries are
+// compute-bound and go through forward.h.
 //
-// An item of work walks through the keys of a part for several key heads at once: the rows of a key's heads are
-// neighbours in memory, which is read at its full rate only in the order of its addresses. Next: decode_products.h.
+// A work item processes the keys of a split for several KV heads at once: the heads of a key are adjacent in memory,
+// and only sequential reads reach the full bandwidth. Next: decode_products.h.
 #pragma once
 
 #include "append.h"
@@ -14,22 +14,23 @@
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-constexpr int64_t kDecodeRows = 128;  // rows of a block at most
+constexpr int64_t kDecodeRows = 128;  // maximum rows per block
 
-// How a call is divided among items of work: block and part of a sequence, and key head.
+// How a call is divided into work. A tile is one split of the keys for one block of rows; a work item is a tile for
+// some adjacent KV heads.
 class DecodePlan {
  public:
   explicit DecodePlan(const DecodeParams& params) : p(params) {}
 
-  // Rows of all the query heads of a key head.
+  // Rows per KV head: queries times query heads per KV head; 0 for sequences that forward.h computes.
   int64_t rows(int64_t b) const {
     const int64_t queries = query_sequence(p, b).length;
     return p.heads_k > 0 && has_few_queries(queries) ? queries * p.group_size() : 0;
   }
   int64_t blocks(int64_t b) const { return ceil_div(rows(b), kDecodeRows); }
-  // Parts that the keys are split into. What is chosen depends on the sequence alone, so that neither the batch nor the
-  // number of threads changes a bit: few enough that combining them, and waiting for the first keys of each, cost
-  // little, and enough for a few sequences to keep many threads busy.
+  // Number of KV splits. The choice depends only on the sequence, so that the result is bit-identical for every batch
+  // and number of threads: few enough that combining the splits and the latency of their first keys cost little, and
+  // enough for a few sequences to keep many threads busy.
   int64_t splits(int64_t b) const {
     constexpr int64_t kFewestKeys = 512, kMostKeys = 2048, kKeysOfRow = 16, kMostParts = 32;
     if (p.num_splits > 0) return p.num_splits;
@@ -43,8 +44,8 @@ class DecodePlan {
   const DecodeParams& p;
 };
 
-// What one item leaves of the rows of a block: the maximum and the sum of the weights of each row, and the sums of the
-// values, relative to the maximum.
+// The partial result of one split for the rows of a block: running maximum, sum of weights and unnormalised output of
+// each row, relative to the maximum.
 template <class Real>
 struct PartialRows {
   // For blocks of at most `rows` rows.
@@ -54,7 +55,7 @@ struct PartialRows {
   Real *max, *sum, *out;
 };
 
-// The memory of a call: rotated queries, partial results of sequences that are split, scratch of each worker.
+// The workspace of a call: rotated queries, partial results of the splits, scratch of each worker.
 template <class In, class Op>
 struct DecodeWorkspace {
   using Real = typename Op::Real;
@@ -63,14 +64,14 @@ struct DecodeWorkspace {
   DecodeWorkspace(const DecodeParams& params, int64_t workers, void* base)
       : DecodeWorkspace(params, workers, ScratchCarver(base)) {}
 
-  int64_t block_rows;        // of the largest block, in whole bands
-  int64_t units, columns_v;  // of a padded row of q and k, and of v in elements
-  int64_t heads;             // key heads of an item of work
+  int64_t block_rows;        // rows of the largest block, in whole bands
+  int64_t units, columns_v;  // units per padded row of q and k, elements per padded row of v
+  int64_t heads;             // maximum KV heads per work item
   In* rotated_q;
   char* partials;  // [tiles of the call][heads_k] PartialRows
   int64_t partial_bytes;
-  char* scratch;  // what is left, for the workers
-  int64_t bytes;  // without scratch
+  char* scratch;  // the rest of the workspace, for the workers
+  int64_t bytes;  // size of the workspace without scratch
 
  private:
   DecodeWorkspace(const DecodeParams& p, int64_t workers, ScratchCarver carve)
@@ -92,10 +93,10 @@ struct DecodeWorkspace {
     bytes = carve.used();
   }
 
-  // Key heads that an item walks through together: all that are neighbours in memory, as far as their rows stay in the
-  // L1 cache and there is work for every worker. No bit depends on it.
+  // KV heads per work item: as many adjacent heads as keep their rows in the L1 cache, while every worker still gets
+  // several items. The result does not depend on this number.
   int64_t heads_of_item(const DecodeParams& p, int64_t tiles, int64_t workers) const {
-    constexpr int64_t kRows = 64, kItemsOfWorker = 4;  // at most 64 heads: Decode::compute has a bit for each
+    constexpr int64_t kRows = 64, kItemsOfWorker = 4;  // at most 64 heads: Decode::compute has a 64-bit mask of heads
     if (p.k.head_stride > p.k.row_stride || p.v.head_stride > p.v.row_stride || block_rows == 0) return 1;
     int64_t most = lesser(p.heads_k, greater<int64_t>(1, kRows / block_rows));
     while (most > 1 && tiles * ceil_div(p.heads_k, most) < kItemsOfWorker * workers) most = ceil_div(most, 2);
@@ -112,12 +113,12 @@ struct DecodeScratch {
 
   DecodeScratch(const DecodeWorkspace<In, Op>& w, void* base) : DecodeScratch(w, ScratchCarver(base)) {}
 
-  Unit* q;           // [heads][rows][units], the units of a band's rows as its products read them
+  Unit* q;           // [heads][rows][units], rows of a band in the layout of place_row()
   Unit* q_row;       // [units]
-  Real *max, *sums;  // [heads][rows][W], of which a band uses the first W: of each lane, so far
+  Real *max, *sums;  // [heads][rows][W], running values per lane; a band uses the first W of its rows
   Real* scores;      // [heads][rows][kDecodeKeys], then weights
-  Unit* weights;     // [heads][rows][kDecodeKeys / 2]: pairs of weights, for bfloat16
-  In* staged_k;      // [kScoredKeys][columns]: rows that end inside a vector, in whole ones
+  Unit* weights;     // [heads][rows][kDecodeKeys / 2]: pairs of weights, bfloat16 only
+  In* staged_k;      // [kScoredKeys][columns]: rows padded to whole vectors
   In* staged_v;      // [kDecodeKeys][columns_v]
   int64_t bytes;
 
@@ -148,8 +149,8 @@ class Decode {
   Decode(const DecodeParams& params, const DecodeWorkspace<In, Op>& workspace, void* base)
       : p(params), w(workspace), rule(params), scratch(workspace, base) {}
 
-  // Part `part` of `parts` of the keys, for the rows of one block of the key heads [first_head, first_head + heads).
-  // partials: those of the first head, which those of the others follow.
+  // Computes one work item: split number `part` of `parts`, for one block of rows and the KV heads [first_head,
+  // first_head + heads). partials: receives the partial results, head by head.
   void run(int64_t b, int64_t first_head, int64_t heads, int64_t block, int64_t part, int64_t parts, char* partials) {
     const Sequence queries = query_sequence(p, b);
     const KeyLocator keys(p, b);
@@ -160,8 +161,9 @@ class Decode {
     for (int64_t n = 0; n < heads; ++n) load_queries(queries, first_head, n, partial(partials, n));
     const IndexRange visible = mask.keys_of(query_of(0), query_of(row_count - 1) + 1);
     const IndexRange range = split_keys(visible, kDecodeKeys, parts, part);
-    // The rows of two neighbouring groups of keys are known. Scores ask for the values of their group, and values for
-    // the keys of the next one: measured, this is faster than asking for both a whole group ahead.
+    // Double-buffered row pointers of two successive groups of keys. The score product prefetches the values of its
+    // group, and the value product prefetches the keys of the next group: measured faster than prefetching both a whole
+    // group ahead.
     CacheRows rows[2];
     rows[0].find(*this, keys, first_head, range.begin, range.end);
     for (int64_t n = 0; rows[n % 2].count > 0; ++n) {
@@ -174,8 +176,7 @@ class Decode {
     for (int64_t n = 0; n < heads; ++n) store_sums(n, partial(partials, n));
   }
 
-  // The results of a block, from its `parts` parts, the first of which is `partials`, one after the other `stride`
-  // bytes apart.
+  // Combines the `parts` splits of a block into its results. Partial results begin at `partials`, `stride` bytes apart.
   void finish(int64_t b, int64_t key_head, int64_t block, int64_t parts, char* partials, int64_t stride) {
     const Sequence queries = query_sequence(p, b);
     begin_block(b, queries, block);
@@ -184,9 +185,9 @@ class Decode {
   }
 
  private:
-  // Where the rows of some keys are.
+  // Row pointers of a group of keys.
   struct CacheRows {
-    // Finds the rows of the keys from `begin` on, kDecodeKeys of them at most.
+    // Finds the rows of at most kDecodeKeys keys from `begin` on.
     void find(const Decode& decode, const KeyLocator& keys, int64_t head, int64_t begin, int64_t end) {
       key0 = begin;
       count = greater<int64_t>(lesser(kDecodeKeys, end - begin), 0);
@@ -201,7 +202,7 @@ class Decode {
           v[j + n] = v_row + n * p.v.row_stride;
         }
       }
-      // Products take whole tiles of keys.
+      // Products read whole groups of keys: pad with the last row.
       for (int64_t j = count; 0 < count && j < kDecodeKeys; ++j) {
         k[j] = k[count - 1];
         v[j] = v[count - 1];
@@ -209,7 +210,7 @@ class Decode {
     }
 
     int64_t key0 = 0, count = 0;
-    const In* k[kDecodeKeys];  // of the first head of the item
+    const In* k[kDecodeKeys];  // rows of the first head of the work item
     const In* v[kDecodeKeys];
   };
 
@@ -223,7 +224,7 @@ class Decode {
     row_count = lesser(kDecodeRows, queries.length * p.group_size() - row0);
   }
 
-  // Rows of a block: neighbouring ones are the heads of one query.
+  // Query and head of row r of the block; adjacent rows are the heads of one query.
   int64_t query_of(int64_t r) const { return (row0 + r) / p.group_size(); }
   int64_t head_of(int64_t r) const { return hk * p.group_size() + (row0 + r) % p.group_size(); }
 
@@ -262,8 +263,8 @@ class Decode {
     });
   }
 
-  // kRows rows of one head, where they are or, if they end inside a vector, copied, with zeros after head_dim. The
-  // first `count` are keys, the others anything. `pointers` is room for the result.
+  // Pointers to kRows rows of one head, in place or, if head_dim is no multiple of the vector width, to copies with
+  // zeros after head_dim. Only the first `count` rows are keys. `pointers` is the storage of the result.
   template <int64_t kRows>
   const In* const* rows_of_head(const In* const* rows, int64_t offset, int64_t count, int64_t head_dim, int64_t columns,
                                 In* staging, const In** pointers) const {
@@ -279,15 +280,15 @@ class Decode {
     return pointers;
   }
 
-  // The heads of the item against some keys, in three passes: maxima and exponentials, which wait for one another, are
-  // those of all heads together.
+  // Attention of all heads of the work item to one group of keys, in three passes: scores, softmax, values. The softmax
+  // pass handles all heads together, to hide the latency of its dependency chains.
   void compute(const Mask& mask, const KeyLocator& keys, const CacheRows& rows, int64_t first_head, char* partials) {
     const In* pointers[kDecodeKeys];
     const IndexRange of_all = mask.keys_of_all(query_of(0), query_of(row_count - 1) + 1);
     const bool has_intervals = p.has_intervals() && rows.key0 + rows.count + keys.first_interval > 0;
     const bool may_hide =
         rows.count < kDecodeKeys || rows.key0 < of_all.begin || of_all.end < rows.key0 + rows.count || has_intervals;
-    uint64_t hides = 0;  // a bit for each head
+    uint64_t hides = 0;  // bit n: head n has masked scores
     const V factor = S::set1(rule.factor);
     for (int64_t n = 0; n < head_count; ++n) {
       hk = first_head + n;
@@ -311,7 +312,7 @@ class Decode {
         if (may_hide && hide<R>(mask, keys, has_intervals, first, rows, scores)) hides |= uint64_t{1} << n;
       });
     }
-    next_v.ask_for_rest();  // none, where keys and values are equally long
+    next_v.ask_for_rest();  // no rows are left if D == Dv
     for (int64_t n = 0; n < head_count; ++n) {
       const PartialRows<Real> to = partial(partials, n);
       for_bands<W>(row_count, [&](auto band, int64_t first) {
@@ -345,7 +346,7 @@ class Decode {
     }
   }
 
-  // -inf for the keys that a row does not see, and for those that are not there. Returns whether there are any.
+  // Sets the scores of masked keys and padding keys to -inf. Returns whether there are any.
   template <int R>
   bool hide(const Mask& mask, const KeyLocator& keys, bool has_intervals, int64_t first, const CacheRows& rows,
             Real* scores) const {
@@ -373,7 +374,8 @@ class Decode {
     return any;
   }
 
-  // Logits in units of log2 to weights relative to the maximum of each row, which what is summed up so far becomes too.
+  // Online softmax: turns base-2 logits into weights relative to the running maximum of each row, and
+  // rescales the accumulators.
   template <int R>
   void weigh(int64_t row, Real* out) {
     constexpr int C = W / R;
@@ -407,7 +409,7 @@ class Decode {
     S::store(lanes_sum, sum);
   }
 
-  // out += weights * v, for head number n of the item.
+  // out += weights * v, for head n of the work item.
   void add_values(const In* const* v, int64_t count, bool hides, int64_t n, Real* out) {
     for_bands<W>(row_count, [&](auto band, int64_t first) {
       constexpr int R = decltype(band)::value;
@@ -422,7 +424,7 @@ class Decode {
       }
     });
   }
-  // The same where rows differ in what they see: a value that is not finite must not reach a row by a weight of 0.
+  // The same with masked scores: skips weights of 0, because 0 times a non-finite value is NaN.
   template <int R>
   void add_seen_values(const In* const* v, int64_t count, Real* scores, int64_t rows, Real* out) const {
     for (int64_t r = 0; r < rows; ++r) {
@@ -447,11 +449,12 @@ class Decode {
     const Real sink = p.sink ? static_cast<const Real*>(p.sink)[h] : Real(0);
     const bool has_sink = p.has_sink && sink_counts(sink);
     const Real sink_max = has_sink ? sink_maximum(sink) : -kInfinity;
-    Real max = sink_max;
+    Real largest = -kInfinity;  // largest logit, without the sink
     for (int64_t n = 0; n < parts; ++n) {
       const Real of_part = part_of(n).max[r];
-      max = of_part > max || of_part != of_part ? of_part : max;
+      largest = of_part > largest || of_part != of_part ? of_part : largest;
     }
+    const Real max = sink_max > largest ? sink_max : largest;
     const Real offset = max == -kInfinity ? Real(0) : max;
     Real sum = has_sink ? std::exp2(sink_max - offset) : Real(0);
     Real* const out = part_of(0).out + r * w.columns_v;
@@ -465,6 +468,7 @@ class Decode {
     const bool empty = sum == 0;  // no visible key and no sink
     narrow_row(row_of<In>(p.out, batch, h, row), out, p.head_dim_v, empty ? Real(0) : Real(1) / sum);
     *row_of<Real>(p.lse, batch, h, row) = empty ? -kInfinity : row_lse(max, std::log2(sum));
+    if (p.row_maxima.data) *row_of<Real>(p.row_maxima, batch, h, row) = largest * kLn2<Real>;
   }
 
   const DecodeParams& p;
@@ -473,7 +477,7 @@ class Decode {
   DecodeScratch<In, Op> scratch;
   // The current block.
   int64_t batch = 0, hk = 0, row0 = 0, row_count = 0, first_position = 0, head_count = 0;
-  Ahead<In> next_v, next_k;  // of this group of keys, and of the next one
+  Ahead<In> next_v, next_k;  // prefetch of this group's values and the next group's keys
 };
 
 template <class In, class Op>
@@ -500,7 +504,7 @@ void decode(const DecodeParams& params) {
     blocks += plan.blocks(b) * p.heads_k;
   }
   const int64_t scratch_bytes = DecodeScratch<In, Op>(w, nullptr).bytes;
-  // The partial results of a block's parts are heads_k apart.
+  // The partial results of successive splits of a block are heads_k partial results apart.
   const auto partial_of = [&](int64_t tile_of_call, int64_t head) {
     return w.partials + (tile_of_call * p.heads_k + head) * w.partial_bytes;
   };
@@ -520,7 +524,7 @@ void decode(const DecodeParams& params) {
   std::atomic<int64_t> next_block{0};
   run_workers(executor, blocks, [&](int worker) {
     Decode<In, Op, Accuracy> kernel(p, w, w.scratch + worker * scratch_bytes);
-    // The first part of each block, by its number among all parts.
+    // Finds the first split of each block by its tile number in the call.
     WorkCursor cursor(p.batch, p.heads_k), tiles(p.batch, p.heads_k);
     int64_t first_tile = 0, batch = 0;
     WorkItem item;

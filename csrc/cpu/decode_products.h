@@ -1,11 +1,11 @@
-// The products of decode.h: a few queries against keys, and their weights against values, both read where they are.
+// The products of decode.h: q k^T and P v for a few rows, with keys and values read in place.
 //
-// The rows of a block are taken in bands of R = 1, 2, 4, ... rows, at most as many as a vector has lanes. A vector of
-// scores has R rows times C = W / R neighbouring keys: lane r * C + n is row r and key n of a chunk of C keys. So
-//   - a product of C units of a key with those of R rows takes one vector of q and one load that repeats the key's
-//     units R times,
+// The rows of a block are processed in bands of R = 1, 2, 4, ... rows, at most one row per vector lane. A vector of
+// scores has R rows times C = W / R adjacent keys: lane r * C + n is row r and key n of a chunk of C keys. So
+//   - a product of C units of a key with R rows takes one vector of q and one load that broadcasts the key's units
+//     R times,
 //   - sums over the head dim need a reduction across C lanes only,
-//   - maxima and sums of weights are found lane by lane, and reduced once for many keys.
+//   - maxima and sums of weights are computed per lane, and reduced once for many keys.
 // A unit is one number, or a pair of bfloat16 (gemm.h).
 #pragma once
 
@@ -14,17 +14,18 @@
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-constexpr int64_t kDecodeKeys = 32;  // keys that are computed together; parts are multiples of it
-constexpr int64_t kScoredKeys = 16;  // of which one product takes so many
+constexpr int64_t kDecodeKeys = 32;  // keys per group, the granule of the splits
+constexpr int64_t kScoredKeys = 16;  // keys per score product
 
-// The largest band for the first of `rows` rows. Where three quarters of the next larger one are used, it takes that.
+// Rows of the next band if `rows` rows remain: the largest power of two that fits, or the next larger one if at least
+// three quarters of it are filled; at most W.
 template <int W>
 inline int64_t band_rows(int64_t rows) {
   int64_t band = 1;
   while (band < W && 3 * band <= 2 * rows) band *= 2;
   return band;
 }
-// The rows of all bands, those without a query included: only the last band has such.
+// Total rows of all bands, including the padding rows of the last band.
 template <int W>
 inline int64_t padded_rows(int64_t rows) {
   int64_t padded = 0;
@@ -48,7 +49,7 @@ inline void for_bands(int64_t rows, Body body) {
   }
 }
 
-// The kBytes bytes of `from`, as often as they fit into a vector.
+// Broadcasts the kBytes bytes at `from` to a whole vector.
 typedef int32_t BitVector __attribute__((vector_size(kVectorBytes), may_alias));
 template <int kBytes>
 inline BitVector repeat_bytes(const void* from) {
@@ -75,14 +76,15 @@ inline BitVector repeat_bytes(const void* from) {
   }
 }
 
-// How rows of q and of keys meet. Unit: what q is read as.
+// The inner step of the product of q rows and keys. Unit: the element type of q in scratch (one number, or a bfloat16
+// pair).
 template <class In, class Op>
 struct RowProduct {
   using Real = typename Op::Real;
   using S = Simd<Real>;
   using V = typename S::V;
   using Unit = Real;
-  // Keys of another type are widened, a vector at a time: repeating their units would widen each R times.
+  // Keys of a narrower type are widened one vector at a time: with broadcast units each key would be widened R times.
   static constexpr bool kRepeatsKeys = std::is_same<In, Real>::value;
 
   template <int C>
@@ -106,13 +108,13 @@ struct RowProduct<BFloat16, Bf16DotOp> {
 };
 #endif
 
-// Walks through the rows of keys, or of values, that are needed next, and asks for their cache lines in the order in
-// which they are in memory, as evenly as the work goes on. After the last row it asks for that one again.
+// Software prefetch of the rows of keys or values that are needed next: cache lines in memory order, spread evenly over
+// the current work. After the last row it prefetches that row again.
 template <class In>
 class Ahead {
  public:
   Ahead() = default;
-  // rows: of the first of `heads` heads, which are head_stride elements apart.
+  // rows: row pointers of the first of `heads` heads, which are head_stride elements apart.
   Ahead(const In* const* rows, int64_t count, int64_t heads, int64_t head_stride, int64_t head_dim)
       : rows_(rows), end_(rows + count), heads_(heads), head_stride_(head_stride), row_bytes_(head_dim * sizeof(In)) {
     if (!any()) return;
@@ -120,9 +122,9 @@ class Ahead {
     end_of_row_ = at_ + row_bytes_;
   }
 
-  // Whether there are rows that were not asked for.
+  // Whether rows are left to prefetch.
   bool any() const { return rows_ != end_; }
-  // Asks for the next kBytes bytes.
+  // Prefetches the next kBytes bytes.
   template <int kBytes>
   void ask() {
     FLASHATTN_UNROLL(8)
@@ -137,7 +139,7 @@ class Ahead {
   }
 
  private:
-  // Rows are a stream: what an address is after the end of a row, it is after the beginning of the next one.
+  // Rows form one stream: the offset beyond the end of a row becomes the offset in the next row.
   void next_row() {
     const int64_t beyond = at_ - end_of_row_;
     if (++head_ >= heads_) {
@@ -158,7 +160,7 @@ class Ahead {
   int64_t heads_ = 0, head_stride_ = 0, row_bytes_ = 0, head_ = 0;
 };
 
-// Rows of a band against keys.
+// Score products of the rows of a band with keys.
 template <class In, class Op, int R>
 class BandProduct {
   using Product = RowProduct<In, Op>;
@@ -167,11 +169,11 @@ class BandProduct {
   using V = typename S::V;
   using Unit = typename Product::Unit;
   static constexpr int W = S::kWidth, C = W / R;
-  static constexpr int kKeys = 8;                             // keys of a register tile whose units are repeated
-  static constexpr int kChains = kVectorBytes == 64 ? 2 : 1;  // sums of each, to cover the latency
+  static constexpr int kKeys = 8;                             // keys per register tile with broadcast units
+  static constexpr int kChains = kVectorBytes == 64 ? 2 : 1;  // accumulators per key, to hide the FMA latency
 
  public:
-  // Puts a row where the products read it: [units / C][R][C] where units of keys are repeated, else [R][units].
+  // Stores a row in the layout of the products: [units / C][R][C] with broadcast key units, else [R][units].
   static void place_row(Unit* to, int64_t r, const Unit* row, int64_t units) {
     if constexpr (Product::kRepeatsKeys) {
       for (int64_t u = 0; u < units; u += C) std::memcpy(to + u * R + r * C, row + u, C * sizeof(Unit));
@@ -180,7 +182,7 @@ class BandProduct {
     }
   }
 
-  // Scores of kScoredKeys keys: finish(a vector of products).
+  // Computes the scores of kScoredKeys keys. `finish` maps a vector of products to scores. ahead: prefetch, or null.
   template <class Finish>
   static void scores(Real* to, const Unit* q, int64_t units, const In* const* keys, Ahead<In>* ahead, Finish finish) {
     constexpr int kTogether = !Product::kRepeatsKeys || C > kKeys ? C : kKeys;
@@ -200,7 +202,7 @@ class BandProduct {
     }
   }
 
-  // The maximum of each C neighbouring lanes, in all of them.
+  // The maximum of each group of C adjacent lanes, broadcast to the group.
   static V max_of_rows(V x) {
     using Lanes = std::make_integer_sequence<int, W>;
     const auto fold = [&x](auto half) {
@@ -220,7 +222,7 @@ class BandProduct {
  private:
   using T = Transpose<std::conditional_t<sizeof(Real) == 8, uint64_t, uint32_t>>;
 
-  // to[n] = what is left to be added up, across C lanes, of the products with key n of kKeys keys.
+  // to[n] = partial products with key n of kKeys keys, still to be summed across C lanes.
   static void repeated_keys(V* to, const Unit* q, int64_t units, const In* const* keys, Ahead<In>* ahead) {
     constexpr int kPack = Op::kPack;
     const In* k[kKeys];
@@ -256,7 +258,7 @@ class BandProduct {
     }
   }
 
-  // to[r * C + n] = the same, across all lanes, of row r and key n of C keys.
+  // to[r * C + n] = partial products of row r and key n of C keys, still to be summed across all lanes.
   static void widened_keys(V* to, const Unit* q, int64_t units, const In* const* keys, Ahead<In>* ahead) {
     const In* k[C];
     V sums[W];
@@ -280,7 +282,7 @@ class BandProduct {
     for (int n = 0; n < W; ++n) to[n] = sums[n];
   }
 
-  // Lane l of the result is the sum of the kLanes neighbouring lanes around l, in whole kLanes, of x[l % kLanes].
+  // Lane l of the result is the sum over the aligned group of kLanes lanes that contains l of x[l % kLanes].
   template <int kLanes>
   static V sums_of_lanes(V* x) {
     using Lanes = std::make_integer_sequence<int, W>;
@@ -302,7 +304,7 @@ class BandProduct {
   }
 };
 
-// out += weights * v for a band and kDecodeKeys values. weights: as vectors of scores are.
+// out += weights * v for a band and kDecodeKeys keys. weights: in the layout of the score vectors.
 template <class In, class Op, int R>
 struct BandValues {
   using Real = typename Op::Real;
@@ -313,7 +315,7 @@ struct BandValues {
   static constexpr int kRows = R < 8 ? R : kVectorBytes == 64 ? 8 : 4;
   static constexpr int kVectors = kVectorBytes == 64 ? (kRows == 8 ? 2 : kRows == 4 ? 4 : 8) : 8 / kRows;
 
-  // The weights of two chunks as `add` reads them, where that is not as they are.
+  // Stores the weights of two chunks in the layout of `add`. Does nothing here: `add` reads the score vectors.
   static void store_weights(Unit*, int64_t, V, V) {}
 
   static void add(Real* out, int64_t columns, const Real* weights, const Unit*, const In* const* v, Ahead<In>* ahead) {
@@ -362,8 +364,8 @@ struct BandValues {
 };
 
 #if defined(FLASHATTN_ISA_AVX512_BF16)
-// The same with two neighbouring keys at a time, whose weights are rounded to bfloat16, as in forward.h. weights: in
-// units, [keys / (2 * kPairs)][R][kPairs].
+// The same for pairs of adjacent keys (VDPBF16PS), with weights rounded to bfloat16 as in forward.h. weights: units
+// [keys / (2 * kPairs)][R][kPairs].
 template <int R>
 struct BandValues<BFloat16, Bf16DotOp, R> {
   using In = BFloat16;
@@ -371,10 +373,10 @@ struct BandValues<BFloat16, Bf16DotOp, R> {
   using Unit = uint32_t;
   static constexpr int W = 16, C = W / R;
   static constexpr int kRows = R < 8 ? R : 8;
-  static constexpr int kPairs = C > 1 ? C / 2 : 1;                    // of keys, in a chunk of pairs
-  static constexpr int kLoads = kRows == 8 ? 1 : kRows == 4 ? 2 : 4;  // of 32 columns each
+  static constexpr int kPairs = C > 1 ? C / 2 : 1;                    // pairs of keys in a chunk
+  static constexpr int kLoads = kRows == 8 ? 1 : kRows == 4 ? 2 : 4;  // loads of 32 columns each
 
-  // Weights of chunks 2 * n and 2 * n + 1.
+  // Stores the weights of chunks 2 * n and 2 * n + 1.
   static void store_weights(Unit* to, int64_t n, __m512 even, __m512 odd) {
     if constexpr (C > 1) {
       const __m512i both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even));

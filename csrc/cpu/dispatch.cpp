@@ -26,6 +26,16 @@ size_t decode_workspace_bytes(const DecodeParams& p) {
 }
 void decode(const DecodeParams& p) { cpu_kernels().decode(p); }
 
+size_t jvp_workspace_bytes(const JvpParams& p) {
+  return static_cast<size_t>(workers_of(p) * cpu_kernels().derivatives->jvp_scratch_bytes(p));
+}
+void jvp(const JvpParams& p) { cpu_kernels().derivatives->jvp(p); }
+size_t second_workspace_bytes(const SecondParams& p) {
+  const CpuDerivatives& kernels = *cpu_kernels().derivatives;
+  return static_cast<size_t>(kernels.second_workspace_bytes(p) + workers_of(p) * kernels.second_scratch_bytes(p));
+}
+void second(const SecondParams& p) { cpu_kernels().derivatives->second(p); }
+
 }  // namespace
 
 const Backend& cpu_backend() {
@@ -35,8 +45,12 @@ const Backend& cpu_backend() {
     cpu.supports_decode = supports_decode;
     cpu.decode_workspace_bytes = decode_workspace_bytes;
     cpu.decode = decode;
+    cpu.jvp_workspace_bytes = jvp_workspace_bytes;
+    cpu.jvp = jvp;
+    cpu.second_workspace_bytes = second_workspace_bytes;
+    cpu.second = second;
     cpu.reads_overlapping_rows = true;
-    cpu.writes_centres = true;
+    cpu.writes_centres = cpu.writes_wide_centres = true;
     return cpu;
   }();
   return backend;

@@ -1,8 +1,8 @@
 // Forward: out = dropout(softmax(scale * Q K^T)) V with an online softmax (Milakov and Gimelshein 2018;
-// FlashAttention-2, Dao 2023, Algorithm 1), one query tile of one head at a time against all key tiles that it sees.
+// FlashAttention-2, Dao 2023, Algorithm 1), one query tile of one head at a time against all its visible key tiles.
 //
-// Scores are transposed, S^T[key][query]: K is read element by element where it is, and P^T is the A operand of P V as
-// it stands. Next: scores.h (what happens between the two products), gemm.h, pack.h.
+// Scores are transposed, S^T[key][query]: K is read in place element by element, and P^T is directly the A operand of P
+// V. Next: scores.h (what happens between the two products), gemm.h, pack.h.
 #pragma once
 
 #include "../sink.h"
@@ -22,10 +22,10 @@ struct ForwardScratch {
   ForwardScratch(const AttnParams& p, void* base) : ForwardScratch(p, tile_size<Op>(p), ScratchCarver(base)) {}
 
   TileSize size;
-  int64_t units, units_v, columns_v;  // of a padded row of q and k, and of v
-  Unit* staged;                       // Q, later V, in rows that can be read in units
+  int64_t units, units_v, columns_v;  // of a padded row: units of q and k, units and columns of v
+  Unit* staged;                       // Q, later V, as staged rows (pack.h)
   Unit *q_transposed, *values;        // B operands
-  Unit* keys;                         // K in rows that can be read in units
+  Unit* keys;                         // K as staged rows
   ScoreTile<Op> tile;
   Real* out;  // [queries][columns_v], not yet divided by the row sum
   RunningRows<Op> rows;
@@ -49,8 +49,8 @@ struct ForwardScratch {
         bytes(carve.used()) {}
 };
 
-// Whether a sequence of a call with a cache goes to the kernel of decode.h, which reads the cache once for all heads
-// that share a key head, and splits it.
+// Whether decode.h computes a sequence of a decoding call: it reads the KV cache once for all query heads of a KV head
+// and splits the keys.
 inline bool has_few_queries(int64_t queries) { return queries <= 16; }
 
 template <class In, class Op, class Accuracy, class Rule>
@@ -59,7 +59,7 @@ class Forward {
   using Unit = typename Op::Unit;
 
  public:
-  // cache: the same params where the call has one, else nullptr.
+  // cache: the same params in a decoding call, else nullptr.
   Forward(const AttnParams& params, const DecodeParams* cache, void* base)
       : p(params), cache(cache), rule(make_rule<Rule>(params)), scratch(params, base), size(scratch.size) {
     if (p.has_dropout()) {
@@ -81,7 +81,7 @@ class Forward {
     const IndexRange visible = mask.basic.keys_of(row0, row0 + row_count);
     KeyRun run;
     for (int64_t key0 = visible.begin / size.keys * size.keys; key0 < visible.end; key0 += run.count) {
-      run = keys.run(key0, lesser(size.keys, visible.end - key0));  // a whole tile, but for the pages of a cache
+      run = keys.run(key0, lesser(size.keys, visible.end - key0));  // a whole tile, or the rest of a page
       const IndexRange tile{key0, key0 + run.count};
       if (mask.interval_visibility({row0, row0 + row_count}, tile) == Visibility::kNone) continue;
       key_tile(mask, run, key0);
@@ -95,18 +95,19 @@ class Forward {
                                             row_count, p.head_dim, scratch.staged);
     lane_count = round_up(row_count, Op::S::kWidth);
     q_transposed = transposed_panels<Op>(scratch.q_transposed, q, row_count, lane_count, scratch.units);
-    // The sink is a logit that is there before the first key (spec: smooth softmax is the logit 0).
+    // The sink initialises the running maximum and sum like a first key (smooth softmax: logit 0).
     const Real sink = p.sink ? static_cast<const Real*>(p.sink)[head] : Real(0);
     const bool has_sink = p.has_sink && sink_counts(sink);
     for (int64_t i = 0; i < lane_count; ++i) {
       scratch.rows.max[i] = has_sink ? sink_maximum(sink) : -std::numeric_limits<Real>::infinity();
       scratch.rows.sum[i] = has_sink ? Real(1) : Real(0);
+      if (p.row_maxima.data) scratch.rows.largest[i] = -std::numeric_limits<Real>::infinity();
       for (int c = 0; p.centres.data && c < kCentres; ++c) scratch.rows.centres.sums[c * size.queries + i] = 0;
     }
     std::memset(scratch.out, 0, row_count * scratch.columns_v * sizeof(Real));
   }
 
-  // run: where the keys of the tile are, of which key0 is the first.
+  // run: location of the keys of the tile; key0 is its first key.
   void key_tile(const HeadMask& head_mask, const KeyRun& run, int64_t key0) {
     const int64_t hk = head / p.group_size(), count = run.count;
     const PanelMask<Op> mask(head_mask, row0, row_count, key0, count, false, scratch.tile.limits);
@@ -154,7 +155,7 @@ class Forward {
         [&](int64_t row, int64_t key) { return PanelForms<Op>::of_key(pv.a, size.queries, key, row); });
   }
 
-  // The panel after `lanes`: in the last of a tile the first one of the next keys.
+  // The panel after `lanes`; after the last panel of a tile the first panel of the next key tile.
   PanelOrigin panel_after(const TilePlace& place, IndexRange lanes) const {
     const int64_t next_row = place.row0 + lanes.end, next_key = place.key0 + place.keys;
     if (lanes.end < place.rows) return {true, next_row, place.key0};
@@ -175,6 +176,7 @@ class Forward {
         row_of<Real>(p.centres, batch, head, row)[c] = empty ? Real(0) : centre / sum;
       }
       *row_of<Real>(p.lse, batch, head, row) = empty ? -infinity : row_lse(scratch.rows.max[i], std::log2(sum));
+      if (p.row_maxima.data) *row_of<Real>(p.row_maxima, batch, head, row) = scratch.rows.largest[i] * kLn2<Real>;
     }
   }
 
@@ -190,27 +192,17 @@ class Forward {
   int64_t batch = 0, head = 0, row0 = 0, row_count = 0, lane_count = 0;
 };
 
-// cache: the same params where the call has one, whose sequences of few queries are left to decode.h.
+// cache: the same params in a decoding call, whose sequences with few queries are skipped: decode.h computes them.
 template <class In, class Op, class Accuracy, class Rule>
 void forward(const AttnParams& p, const DecodeParams* cache = nullptr) {
   const TileSize size = tile_size<Op>(p);
-  const CpuExecutor& executor = *static_cast<const CpuExecutor*>(p.stream);
   auto tiles_of = [&](int64_t b) {
     const int64_t queries = query_sequence(p, b).length;
     return cache && has_few_queries(queries) ? 0 : ceil_div(queries, size.queries);
   };
-  int64_t items = 0;
-  for (int64_t b = 0; b < p.batch; ++b) items += tiles_of(b) * p.heads_q;
   const int64_t scratch_bytes = ForwardScratch<In, Op>(p, nullptr).bytes;
-  std::atomic<int64_t> next{0};
-  run_workers(executor, items, [&](int worker) {
-    Forward<In, Op, Accuracy, Rule> kernel(p, cache, static_cast<char*>(p.workspace) + worker * scratch_bytes);
-    WorkCursor cursor(p.batch, p.heads_q);
-    WorkItem item;
-    while (cursor.find(next.fetch_add(1, std::memory_order_relaxed), tiles_of, &item)) {
-      // Causal tiles grow towards the end of the sequence: the longest come first.
-      kernel.run(item.batch, item.head, tiles_of(item.batch) - 1 - item.tile);
-    }
+  run_query_tiles(p, tiles_of, [&](int worker) {
+    return Forward<In, Op, Accuracy, Rule>(p, cache, static_cast<char*>(p.workspace) + worker * scratch_bytes);
   });
 }
 

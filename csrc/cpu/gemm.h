@@ -1,8 +1,8 @@
 // The matrix product under every stage: C[rows, lanes] = init + sum_k A(row, k) * B[k, lanes].
 //
-// A is read one element at a time and broadcast, so it may be the caller's tensor with any row stride; B is read in
-// whole vectors, panel by panel (Panels). Everything is counted in units of 4 or 8 bytes: a unit is one float or
-// double, or a pair of bfloat16 that is multiplied and added as two neighbouring k (Bf16DotOp).
+// A is read and broadcast one element at a time, so it may be the caller's tensor with any row stride; B is read in
+// whole vectors, panel by panel (Panels). Sizes are in units of 4 or 8 bytes: a unit is one float or double, or a pair
+// of bfloat16 at adjacent k (Bf16DotOp).
 #pragma once
 
 #include "simd.h"
@@ -43,7 +43,7 @@ struct Bf16DotOp {
 };
 #endif
 
-// Rows and vectors of the register tile: as many accumulators as leave registers for one row of B and a broadcast.
+// Rows and vectors of the register tile: as many accumulators as fit beside one row of B and a broadcast.
 #if defined(FLASHATTN_ISA_AVX512)
 constexpr int kTileRows = 8;
 #elif defined(FLASHATTN_ISA_AVX2)
@@ -58,7 +58,7 @@ template <class Op>
 constexpr int64_t kPanel = kTileVectors * Op::S::kWidth;
 
 // A B operand: element (k, lane) is at lane / kPanel * panel + k * stride + lane % kPanel. Rows of a tensor are read in
-// place or from a copy in panels, whose stride is kPanel: pack.h says when.
+// place or from a copy in panels of stride kPanel (pack.h).
 template <class Op>
 struct Panels {
   const typename Op::Unit* data;
@@ -67,8 +67,9 @@ struct Panels {
   const typename Op::Unit* at(int64_t lane, int64_t k) const { return data + lane / kPanel<Op> * panel + k * stride; }
 };
 
-enum class Init { kZero, kAccumulate, kScale };  // C starts as 0, C, or row_scale[row] * C
-enum class Order { kRowMajor, kKMajor };         // A(row, k) at a[row * stride + k] or at a[k * stride + row]
+// C starts as 0, C, or row_scale[row] * C. kAdd adds a sum that starts as 0 to C.
+enum class Init { kZero, kAccumulate, kScale, kAdd };
+enum class Order { kRowMajor, kKMajor };  // A(row, k) at a[row * stride + k] or at a[k * stride + row]
 
 template <class Op>
 struct Gemm {
@@ -91,7 +92,7 @@ inline void gemm_tile(const Gemm<Op>& g, int64_t row, int64_t lane, int64_t k_be
   for (int r = 0; r < kRows; ++r) {
     FLASHATTN_UNROLL(4)
     for (int n = 0; n < kVectors; ++n) {
-      if constexpr (kInit == Init::kZero) acc[r][n] = S::zero();
+      if constexpr (kInit == Init::kZero || kInit == Init::kAdd) acc[r][n] = S::zero();
       if constexpr (kInit == Init::kAccumulate) acc[r][n] = S::load(c + r * g.c_stride + n * W);
       if constexpr (kInit == Init::kScale) {
         acc[r][n] = S::load(c + r * g.c_stride + n * W) * S::set1(g.row_scale[row + r]);
@@ -116,7 +117,10 @@ inline void gemm_tile(const Gemm<Op>& g, int64_t row, int64_t lane, int64_t k_be
   FLASHATTN_UNROLL(16)
   for (int r = 0; r < kRows; ++r) {
     FLASHATTN_UNROLL(4)
-    for (int n = 0; n < kVectors; ++n) S::store(c + r * g.c_stride + n * W, acc[r][n]);
+    for (int n = 0; n < kVectors; ++n) {
+      if constexpr (kInit == Init::kAdd) acc[r][n] = S::load(c + r * g.c_stride + n * W) + acc[r][n];
+      S::store(c + r * g.c_stride + n * W, acc[r][n]);
+    }
   }
 }
 
@@ -153,17 +157,19 @@ inline void gemm(const Gemm<Op>& g, IndexRange rows, IndexRange lanes, KRange k_
   if (row < rows.end) gemm_rows<Op, kOrder, kInit, 1>(g, row, lanes, k);
 }
 
-// C = A * B over all units of a row, for the lanes of one panel. Every group of rows reads the whole panel of B, which
-// is twice the L1 cache at head_dim 512: so units are taken in ranges of which B has 32 KB.
-template <class Op>
+// C = init + A * B over all units of a row, for the lanes of one panel; kInit is kZero or kAdd. Every group of rows
+// reads the whole panel of B, which is twice the L1 cache at head_dim 512: so the units are blocked into ranges of 32
+// KB of B, at most 256 units. Each range has a sum of its own, because the rounding error of one sum grows in
+// proportion to its length.
+template <Init kInit = Init::kZero, class Op>
 inline void score_product(const Gemm<Op>& g, IndexRange rows, IndexRange lanes, int64_t units) {
-  constexpr int64_t kRange = 32 * 1024 / (kTileVectors * kVectorBytes);
+  constexpr int64_t kFitting = 32 * 1024 / (kTileVectors * kVectorBytes), kRange = kFitting < 256 ? kFitting : 256;
   for (int64_t begin = 0; begin < units; begin += kRange) {
     const auto k_of = [k = IndexRange{begin, lesser(begin + kRange, units)}](int64_t, int64_t) { return k; };
-    if (begin == 0) {
+    if (kInit == Init::kZero && begin == 0) {
       gemm<Order::kRowMajor, Init::kZero>(g, rows, lanes, k_of);
     } else {
-      gemm<Order::kRowMajor, Init::kAccumulate>(g, rows, lanes, k_of);
+      gemm<Order::kRowMajor, Init::kAdd>(g, rows, lanes, k_of);
     }
   }
 }

@@ -1,5 +1,5 @@
-// What the rows of one head see of the keys of one sequence: the BasicMask of the call and the intervals of its Mask
-// (both in mask.h), tile by tile.
+// Visibility of the keys of one sequence for the rows of one head: the BasicMask of the call and the intervals of its
+// Mask (both in mask.h), tile by tile.
 #pragma once
 
 #include "tiles.h"
@@ -18,12 +18,12 @@ class HeadMask {
 
   bool has_intervals() const { return intervals_ != nullptr; }
   bool has_interval(int64_t key) const { return has_intervals() && first_interval_ + key >= 0; }
-  // How much of the pairs of some rows and keys the intervals let through.
+  // The visibility of a block of rows and keys under the intervals alone.
   Visibility interval_visibility(IndexRange rows, IndexRange keys) const {
     if (!has_intervals()) return Visibility::kAll;
     IntervalExtremes extremes = IntervalExtremes::none();
     const int64_t first = first_interval_ + keys.begin, end = first_interval_ + keys.end;
-    if (first < 0) extremes = {0, INT32_MAX, 0, INT32_MAX};  // keys that every row sees
+    if (first < 0) extremes = {0, INT32_MAX, 0, INT32_MAX};  // keys without an interval are visible to every row
     for (int64_t n = greater<int64_t>(first, 0) / kMaskGranule; n * kMaskGranule < end; ++n) extremes.add(extremes_[n]);
     return extremes.visibility(rows.begin, rows.end);
   }
@@ -47,8 +47,8 @@ class HeadMask {
     return visible.begin < visible.end && keys.begin < visible.end && visible.begin < keys.end &&
            interval_visibility(rows, keys) != Visibility::kNone;
   }
-  // The nearest tile before, or after, a tile that any of the rows may see; -1 where there is none. Before the first
-  // tile is -1, so that next_tile(length, rows, -1) is the first that they see.
+  // The nearest earlier (previous_tile) or later (next_tile) tile that any of the rows may see; -1 if there is none.
+  // next_tile(length, rows, -1) is the first such tile.
   int64_t previous_tile(int64_t length, IndexRange rows, int64_t tile) const {
     const int64_t first = basic.keys_of(rows.begin, rows.end).begin / length;
     for (int64_t n = tile - 1; n >= first; --n) {
@@ -68,7 +68,7 @@ class HeadMask {
 
  private:
   int64_t first_interval_;                      // KeyLocator
-  const int32_t* intervals_ = nullptr;          // [keys][2], of this sequence
+  const int32_t* intervals_ = nullptr;          // [keys][2], intervals of this sequence
   const IntervalExtremes* extremes_ = nullptr;  // from granule 0 of the batch entry or of the packed keys on
 };
 

@@ -1,50 +1,15 @@
-// Instantiates every kernel for the instruction set that the including file (inst/*.cpp) has chosen, and fills the
-// table of that set.
+// Instantiates every kernel but those of derivatives for the instruction set of the including file (inst/*.cpp), and
+// fills its CpuKernels table.
 #pragma once
 
 #include "backward.h"
 #include "decode.h"
+#include "for_types.h"
 #include "forward.h"
 #include "peak.h"
 
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
-
-#if defined(FLASHATTN_ISA_AVX512_BF16)
-using BFloat16Op = Bf16DotOp;
-#else
-using BFloat16Op = FmaOp<float>;
-#endif
-
-// Calls body(In{}, Op{}, Accuracy{}) with the types that belong to a dtype.
-template <class Body>
-inline auto for_dtype(DType dtype, Body body) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return body(Float16{}, FmaOp<float>{}, Exp2Half{});
-    case DType::kBFloat16:
-      return body(BFloat16{}, BFloat16Op{}, Exp2Half{});
-    case DType::kFloat64:
-      return body(double{}, FmaOp<double>{}, Exp2Full{});
-    case DType::kFloat32:
-      break;
-  }
-  return body(float{}, FmaOp<float>{}, Exp2Full{});
-}
-
-// Calls body(In{}, Op{}, Accuracy{}, rule) with the rule of the call as a null pointer to its type. kOrdered: see
-// PlainScore.
-template <bool kOrdered, class Body>
-inline void for_rule(const AttnParams& p, Body body) {
-  for_dtype(p.dtype, [&](auto in, auto op, auto accuracy) {
-    using Real = typename decltype(op)::Real;
-    if (p.softcap > 0 || p.has_bias()) {
-      body(in, op, accuracy, static_cast<GeneralScore<Real, decltype(accuracy)>*>(nullptr));
-    } else {
-      body(in, op, accuracy, static_cast<PlainScore<Real, kOrdered>*>(nullptr));
-    }
-  });
-}
 
 inline TileSize tile_size(const AttnParams& p) {
   return for_dtype(p.dtype, [&](auto, auto op, auto) { return tile_size<decltype(op)>(p); });
@@ -82,6 +47,8 @@ inline void decode(const DecodeParams& p) {
             [&](auto in, auto op, auto accuracy) { decode<decltype(in), decltype(op), decltype(accuracy)>(p); });
 }
 
+extern const CpuDerivatives kDerivatives;  // instantiate_derivatives.h
+
 }  // namespace FLASHATTN_ISA
 
 const CpuKernels FLASHATTN_KERNELS = {
@@ -95,6 +62,7 @@ const CpuKernels FLASHATTN_KERNELS = {
     FLASHATTN_ISA::decode_workspace_bytes,
     FLASHATTN_ISA::decode,
     FLASHATTN_ISA::multiply_add_flop,
+    &FLASHATTN_ISA::kDerivatives,
 };
 
 }  // namespace flashattn_ext

@@ -1,4 +1,4 @@
-// Instruction sets of the CPU backend: which ones this build and this machine have, and which one runs.
+// Instruction sets of the CPU backend: the available ones, and the one in use.
 #pragma once
 
 #include <cstdint>
@@ -10,21 +10,20 @@
 
 namespace flashattn_ext {
 
-// Fastest first, out of "avx512_bf16", "avx512", "avx2", "generic"; only what was compiled and what the CPU supports.
+// Fastest first, out of "avx512_bf16", "avx512", "avx2", "generic"; only sets that are compiled in and that the CPU
+// supports.
 std::vector<std::string> cpu_isas();
 
-// The one in use: FLASHATTN_EXT_ISA if set when first asked, else the fastest.
+// The instruction set in use: FLASHATTN_EXT_ISA if set at the first call, else the fastest.
 std::string cpu_isa();
 
 // Throws std::invalid_argument naming the choices when `name` is not one of cpu_isas().
 void set_cpu_isa(const std::string& name);
 
-// Queries and keys of a tile of calls with inputs of this type and head dim, with the instruction set in use
-// (tile_size.h).
+// Queries and keys of a tile for this dtype and head dim, with the instruction set in use (tile_size.h).
 std::pair<int64_t, int64_t> cpu_tile(DType dtype, int64_t head_dim);
 
-// Measured peak of fp32 multiply-adds in GFLOP/s, that many threads together, with the instruction set in use
-// (peak.cpp).
+// Measured peak of fp32 multiply-adds of all threads together, in GFLOP/s, with the instruction set in use (peak.cpp).
 double cpu_peak_gflops(int threads);
 
 }  // namespace flashattn_ext

@@ -1,6 +1,6 @@
-// Keeps what is not finite out of results that do not see it. In a product along keys or rows a hidden pair has the
-// weight 0, and 0 * NaN is NaN: in tiles of which a Mask hides a part, rows with an inf or a NaN are left out of the
-// product, and added one by one to those results that see them.
+// Keeps non-finite inputs out of results that do not see them. In a product along keys or rows a masked pair has the
+// weight 0, but 0 * NaN is NaN. In partial tiles of a Mask, rows with an inf or a NaN are therefore left out of the
+// product and added one by one to the results that see them.
 #pragma once
 
 #include "pack.h"
@@ -21,7 +21,7 @@ inline bool is_finite_row(const In* row, int64_t n) {
   return !infinite;
 }
 
-// The rows of a tile of one input that are not finite.
+// The non-finite rows of a tile of one input.
 template <class In, class Op>
 class IsolatedRows {
   using Real = typename Op::Real;
@@ -34,8 +34,8 @@ class IsolatedRows {
         finite_(carve->take<Unit>(p.has_intervals() ? rows * units : 0)),
         numbers_(carve->take<int32_t>(p.has_intervals() ? rows : 0)) {}
 
-  // Finds them among `rows` rows of `columns` elements. Returns the rows as the product is to read them: staged, or a
-  // copy in which the rows that are not finite are 0.
+  // Finds the non-finite rows among `rows` rows of `columns` elements. Returns the rows that the product reads:
+  // `staged`, or a copy in which the non-finite rows are 0.
   StagedRows<Op> find(const In* from, int64_t stride, int64_t rows, int64_t columns, StagedRows<Op> staged) {
     from_ = from;
     stride_ = stride;
@@ -53,7 +53,7 @@ class IsolatedRows {
   }
   bool any() const { return count_ > 0; }
 
-  // to[r] += weight(r, n) * (row n) for the r of seen(n), for every row n that is not finite.
+  // to[r] += weight(r, n) * (row n) for every non-finite row n and every r that seen(n, body) passes to body.
   template <class Seen, class Weight>
   void add(Real* to, int64_t to_stride, Seen seen, Weight weight) const {
     for (int64_t i = 0; i < count_; ++i) {

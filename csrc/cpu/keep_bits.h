@@ -1,4 +1,4 @@
-// Which scores of a tile dropout keeps, as bits.
+// The dropout mask of a tile, as bits.
 #pragma once
 
 #include "tiles.h"
@@ -15,7 +15,7 @@ inline void fill_keep_bits(uint16_t* bits, int64_t groups, PhiloxKey philox_key,
   const int32_t threshold = p.dropout_threshold;
   const int64_t batch = b + p.origin.batch, head = h + p.origin.head, row0 = first_row + p.origin.row,
                 key0 = first_key + p.origin.key;
-  if (row0 % kDropoutLanes || key0 % 64) {  // only where the origin is anywhere
+  if (row0 % kDropoutLanes || key0 % 64) {  // only for an unaligned origin
     for (int64_t j = 0; j < keys; ++j) {
       for (int64_t i = 0; i < groups * kDropoutLanes; ++i) {
         uint16_t& word = bits[j * groups + i / kDropoutLanes];
@@ -47,7 +47,7 @@ inline void fill_keep_bits(uint16_t* bits, int64_t groups, PhiloxKey philox_key,
   }
 }
 
-// The bits of one vector's queries, which begin at `lane`, out of those of one key.
+// The bits of one vector of queries, from `lane` on, out of the bits of one key.
 inline uint32_t keep_lanes(const uint16_t* key_bits, int64_t lane) {
   return static_cast<uint32_t>(key_bits[lane / kDropoutLanes]) >> (lane % kDropoutLanes);
 }

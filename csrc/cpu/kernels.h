@@ -1,7 +1,7 @@
 // The entry points of one instruction set, as dispatch.cpp and isa.cpp see them.
 #pragma once
 
-#include "../params.h"
+#include "../derivative_params.h"
 #include "tile_size.h"
 
 #if defined(__x86_64__) && ((defined(__clang__) && __clang_major__ >= 10) || (!defined(__clang__) && __GNUC__ >= 11))
@@ -10,19 +10,29 @@
 
 namespace flashattn_ext {
 
-// All entries take the dtype from the params. Scratch sizes are bytes per worker.
+// The entry points of forward mode and of second derivatives, as in CpuKernels.
+struct CpuDerivatives {
+  int64_t (*jvp_scratch_bytes)(const JvpParams& params);
+  void (*jvp)(const JvpParams& params);
+  int64_t (*second_scratch_bytes)(const SecondParams& params);
+  int64_t (*second_workspace_bytes)(const SecondParams& params);  // shared by all workers: second.h
+  void (*second)(const SecondParams& params);
+};
+
+// All entries dispatch on the dtype in the params. Scratch sizes are bytes per worker.
 struct CpuKernels {
   const char* name;
-  TileSize (*tile_size)(const AttnParams& params);  // of calls with its dtype and head dims
+  TileSize (*tile_size)(const AttnParams& params);  // for the dtype and head dims of the params
   int64_t (*forward_scratch_bytes)(const AttnParams& params);
   void (*forward)(const AttnParams& params);
   int64_t (*backward_scratch_bytes)(const AttnGradParams& params);
-  int64_t (*backward_workspace_bytes)(const AttnGradParams& params);  // what all workers share: backward_workspace.h
+  int64_t (*backward_workspace_bytes)(const AttnGradParams& params);  // shared by all workers: backward_workspace.h
   void (*backward)(const AttnGradParams& params);
-  int64_t (*decode_workspace_bytes)(const DecodeParams& params, int64_t workers);  // of all workers
+  int64_t (*decode_workspace_bytes)(const DecodeParams& params, int64_t workers);  // for all workers together
   void (*decode)(const DecodeParams& params);
-  // Computes that many rounds of multiply-adds and returns the number of their floating point operations (peak.h).
+  // Runs `iterations` rounds of multiply-adds and returns their number of floating point operations (peak.h).
   double (*multiply_add_flop)(int64_t iterations);
+  const CpuDerivatives* derivatives;
 };
 
 // The table of the instruction set in use (isa.h).

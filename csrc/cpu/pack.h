@@ -1,11 +1,12 @@
-// Brings tiles of the input tensors into the forms that gemm.h reads.
+// Packs tiles of the input tensors into the layouts that gemm.h reads.
 //
-// stage_rows: rows that can be read in whole vectors of units. In place when the tensor already is that; otherwise a
-//   widened or padded copy in scratch memory (16-bit inputs of a float product, head dims that end inside a vector).
+// stage_rows: rows that can be read in whole vectors of units. In place if the tensor already has that layout;
+//   otherwise a widened or padded copy in scratch memory (16-bit inputs of a float product, head dims that end inside a
+//   vector).
 // transposed_panels: [units][rows] from staged rows, the B operand of Q K^T and dO V^T.
-// row_panels: the B operand of products along rows: the staged rows, where they are unless they are far apart, or for
-//   bfloat16 pairs of them interleaved.
-// PanelForms: the A operands that a panel's weights, or the gradients of its scores, become.
+// row_panels: the B operand of products along rows: the staged rows, in place unless they are far apart; for bfloat16,
+//   interleaved pairs of rows.
+// PanelForms: the layouts of a panel's weights or dS as A operands.
 #pragma once
 
 #include "convert.h"
@@ -67,7 +68,7 @@ inline StagedRows<Op> stage_rows(const In* from, int64_t row_stride, int64_t row
   return {scratch, units};
 }
 
-// In-register transposition of a kWidth x kWidth block of units: log2(kWidth) rounds of exchanging halves.
+// In-register transposition of a kWidth x kWidth block of units in log2(kWidth) exchange rounds.
 template <class Unit>
 struct Transpose {
   static constexpr int W = kVectorBytes / sizeof(Unit);
@@ -78,8 +79,8 @@ struct Transpose {
   static V load(const Unit* p) { return *reinterpret_cast<const UnalignedV*>(p); }
   static void store(Unit* p, V x) { *reinterpret_cast<UnalignedV*>(p) = x; }
 
-  // Lanes of b whose number has bit H go to those without it in `low`, lanes of a without it to those with it in
-  // `high`.
+  // low: a, with lane l - H of b in every lane l that has bit H. high: b, with lane l + H of a in every lane l that
+  // lacks bit H.
 #if defined(__clang__)
   template <int H, int... L>
   static V low(V a, V b, std::integer_sequence<int, L...>) {
@@ -101,7 +102,7 @@ struct Transpose {
 #endif
 
 #if defined(FLASHATTN_ISA_AVX512)
-  // The same in one instruction each that stays in 16 bytes, or needs no table of lanes.
+  // The same as single instructions that stay within 16-byte lanes or need no index vector.
   template <int H>
   static V low16(V a, V b) {
     const __m512i x = reinterpret_cast<__m512i>(a), y = reinterpret_cast<__m512i>(b);
@@ -140,7 +141,7 @@ struct Transpose {
   }
 };
 
-// The B operand [units][lanes] of `count` rows, and zeros in the other lanes. to: units * lanes, rounded up to whole
+// The B operand [units][lanes] of `count` rows, with zeros in the other lanes. to: units * lanes, rounded up to whole
 // panels.
 template <class Op>
 inline Panels<Op> transposed_panels(typename Op::Unit* to, StagedRows<Op> rows, int64_t count, int64_t lanes,
@@ -164,9 +165,9 @@ inline Panels<Op> transposed_panels(typename Op::Unit* to, StagedRows<Op> rows, 
   return {to, P, size};
 }
 
-// A panel of rows that are this far apart, and not contiguous, exhausts the few sets of the L1 cache that it has, and
-// is copied. With 32-byte vectors half of the loads are of B (D=128, rows 4 KB apart, fp32 on an EPYC 9004: 64 GFLOP/s
-// in place, 89 copied). With 64-byte vectors on an EPYC 9005 copies gave 0 to 9 % at 4 KB and more, and nothing below.
+// A panel whose rows are at least this far apart and not contiguous maps to few sets of the L1 cache, and is copied.
+// With 32-byte vectors half of the loads are of B (D=128, rows 4 KB apart, fp32 on an EPYC 9004: 64 GFLOP/s in place,
+// 89 copied). With 64-byte vectors on an EPYC 9005 copies gave 0 to 9 % at 4 KB and more, and nothing below.
 constexpr int64_t kDistantRowBytes = kVectorBytes < 64 ? 0 : 4096;
 
 // Units of scratch memory for the panels of `count` rows.
@@ -174,7 +175,7 @@ template <class Op>
 inline int64_t row_panel_units(int64_t count, int64_t units) {
   return ceil_div(count, Op::kPack) * round_up(units * Op::kPack, kPanel<Op>);
 }
-// The staged rows as the B operand of a product along them. scratch: row_panel_units(count, units).
+// The staged rows as the B operand of a product along rows. scratch: row_panel_units(count, units).
 template <class Op>
 inline Panels<Op> row_panels(StagedRows<Op> rows, int64_t count, int64_t units, typename Op::Unit* scratch) {
   using T = Transpose<typename Op::Unit>;
@@ -195,7 +196,7 @@ inline Panels<Op> row_panels(StagedRows<Op> rows, int64_t count, int64_t units, 
   return {scratch, P, size};
 }
 #if defined(FLASHATTN_ISA_AVX512_BF16)
-// A missing last row counts as zeros.
+// An odd last row is paired with zeros.
 template <>
 inline Panels<Bf16DotOp> row_panels<Bf16DotOp>(StagedRows<Bf16DotOp> rows, int64_t count, int64_t units,
                                                uint32_t* scratch) {
@@ -221,25 +222,25 @@ inline Panels<Bf16DotOp> row_panels<Bf16DotOp>(StagedRows<Bf16DotOp> rows, int64
 }
 #endif
 
-// The A operands that a transposed panel [key][query] becomes. They are written over the fp32 rows that they come from.
+// The A operands made from a transposed panel [key][query]. They overwrite the fp32 rows in place.
 template <class Op>
 struct PanelForms {
   using Real = typename Op::Real;
   using V = typename Op::V;
   static constexpr int W = Op::S::kWidth;
 
-  // For products along queries: one key, whose row is `to`, and the queries of one or two vectors from `lane` on.
+  // For products along queries: one key with the row `to`, and the queries of one or two vectors from `lane` on.
   static void queries(Real* to, int64_t lane, const V* x, int vectors) {
     for (int n = 0; n < vectors; ++n) Op::S::store(to + lane + n * W, x[n]);
   }
-  // For products along keys: the keys `key` and, where there is one, key + 1, in rows of `stride`.
+  // For products along keys: the keys `key` and, if `odd` is given, key + 1, with rows `stride` apart.
   static void keys(Real* to, int64_t stride, int64_t key, int64_t lane, V even, const V* odd) {
     Op::S::store(to + key * stride + lane, even);
     if (odd) Op::S::store(to + (key + 1) * stride + lane, *odd);
   }
-  // The same for `vectors` vectors in a row of pairs of keys. Where units are no pairs, queries() is that form already.
+  // The same for `vectors` vectors in a row of pairs of keys. Without pairs, queries() already writes this layout.
   static void pairs(typename Op::Unit*, int64_t, const V*, const V*, int) {}
-  // One element of either form.
+  // One element in the layout of queries() or keys().
   static Real of_query(const Real* panel, int64_t stride, int64_t key, int64_t lane) {
     return panel[key * stride + lane];
   }

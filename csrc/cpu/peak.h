@@ -1,4 +1,4 @@
-// The rate of multiply-adds that one core can reach at all: what the benchmark compares the kernels with.
+// The peak rate of multiply-adds of one core, with which the benchmark compares the kernels.
 #pragma once
 
 #include "gemm.h"
@@ -6,7 +6,7 @@
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-// Floating point operations of `iterations` rounds of independent fp32 multiply-adds in registers.
+// Runs `iterations` rounds of independent fp32 multiply-adds in registers; returns their floating point operations.
 inline double multiply_add_flop(int64_t iterations) {
   using S = Simd<float>;
   constexpr int kChains = 12;  // covers latency times throughput of every current core
@@ -20,7 +20,7 @@ inline double multiply_add_flop(int64_t iterations) {
   float sink[S::kWidth];
   for (int c = 0; c < kChains; ++c) {
     S::store(sink, acc[c]);
-    volatile float keep = sink[0];  // the loop has an effect
+    volatile float keep = sink[0];  // keeps the compiler from removing the loop
     (void)keep;
   }
   return 2.0 * static_cast<double>(iterations) * kChains * S::kWidth;

@@ -1,5 +1,5 @@
-// Work distribution: workers draw tile numbers from one counter, so that uneven (causal, varlen) tiles balance
-// themselves. No result depends on which worker computes what.
+// Work distribution: workers draw tile numbers from one atomic counter, which balances uneven (causal, varlen) tiles.
+// Results do not depend on the assignment of tiles to workers.
 #pragma once
 
 #include "simd.h"
@@ -9,19 +9,19 @@ namespace FLASHATTN_ISA {
 
 struct WorkItem {
   int64_t batch;
-  int64_t tile;  // along the tiled sequence of the batch entry
+  int64_t tile;  // index within the batch entry
   int64_t head;
   int64_t tile_of_call;  // the tile, counted through all batch entries
 };
 
-// Finds a work item by its number: items are ordered by batch entry, then tile, then head, or with heads_first by batch
-// entry, then head, then tile. Every worker has a cursor of its own and asks for ascending numbers.
+// Maps an item number to a work item: items are ordered by batch entry, then tile, then head, or with heads_first by
+// batch entry, then head, then tile. Every worker has its own cursor and calls find() with ascending numbers.
 class WorkCursor {
  public:
   WorkCursor(int64_t batches, int64_t heads, bool heads_first = false)
       : batches_(batches), heads_(heads), heads_first_(heads_first) {}
 
-  // False when there is no such item. tiles_of(b) is the number of tiles of batch entry b.
+  // False if there is no such item. tiles_of(b) is the number of tiles of batch entry b.
   template <class TilesOf>
   bool find(int64_t number, TilesOf tiles_of, WorkItem* item) {
     while (batch_ < batches_) {
@@ -49,6 +49,24 @@ inline void run_workers(const CpuExecutor& executor, int64_t items, Body body) {
   const int workers = static_cast<int>(lesser<int64_t>(executor.num_threads, items));
   if (workers <= 0) return;
   executor.run(workers, [](void* context, int worker) { (*static_cast<Body*>(context))(worker); }, &body);
+}
+
+// Runs all query tiles; batch entry b has tiles_of(b) of them. kernel_of(worker) makes the kernel of a worker, whose
+// run(b, h, number) processes a tile of query head h.
+template <class TilesOf, class KernelOf>
+inline void run_query_tiles(const AttnParams& p, TilesOf tiles_of, KernelOf kernel_of) {
+  int64_t items = 0;
+  for (int64_t b = 0; b < p.batch; ++b) items += tiles_of(b) * p.heads_q;
+  std::atomic<int64_t> next{0};
+  run_workers(*static_cast<const CpuExecutor*>(p.stream), items, [&](int worker) {
+    auto kernel = kernel_of(worker);
+    WorkCursor cursor(p.batch, p.heads_q);
+    WorkItem item;
+    while (cursor.find(next.fetch_add(1, std::memory_order_relaxed), tiles_of, &item)) {
+      // Causal query tiles see more keys towards the end of the sequence: start with the longest.
+      kernel.run(item.batch, item.head, tiles_of(item.batch) - 1 - item.tile);
+    }
+  });
 }
 
 }  // namespace FLASHATTN_ISA

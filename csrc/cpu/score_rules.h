@@ -1,14 +1,14 @@
-// The rule (score.h) of calls with a softcap or with biases, and the tanh that it takes.
+// The rule (score.h) of calls with a softcap or biases, and its tanh.
 #pragma once
 
-// score.h is compiled for one instruction set, because its arithmetic is also that of vectors.
+// score.h is included here, after the instruction set is chosen, because its templates also compute with vectors.
 #include "../score.h"
 #include "simd.h"
 
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-// tanh of a vector, from a power of two of the given accuracy.
+// tanh of a vector, computed with an exp2 of the given accuracy.
 template <class Real, class Accuracy>
 struct Tanh {
   using S = Simd<Real>;
@@ -25,7 +25,8 @@ struct Tanh {
       for (int l = 0; l < S::kWidth; ++l) x[l] = std::tanh(x[l]);
       return x;
     } else {
-      // 1 - 2 / (1 + exp(2x)) has a small absolute error everywhere: enough for 16-bit inputs. From 10 on it is 1.
+      // 1 - 2 / (1 + exp(2x)) has a small absolute error everywhere, which is enough for 16-bit inputs up to kLargeCap.
+      // It rounds to 1 from x = 10 on.
       const V power = S::template exp2<Accuracy>(S::min(S::set1(10.0f), x) * S::set1(2 * kLog2E<float>));
       const V sum = S::set1(1.0f) + power;
       if constexpr (std::is_same<Accuracy, Exp2Half>::value) {
@@ -41,30 +42,43 @@ struct Tanh {
   }
 };
 
-// The rule of a call with any of softcap, alibi_slopes, relative_bias and bias. Which of them there are is known at run
-// time: a branch that always goes the same way costs less than kernels of their own.
+// The rule of a call with any of softcap, alibi_slopes, relative_bias and bias. Which of them are present is checked at
+// run time: well-predicted branches cost less than further kernel instances.
 template <class Real, class Accuracy>
 struct GeneralScore {
   explicit GeneralScore(const AttnParams& p)
-      : capped(p.softcap > 0), plain(Plain::of(p)), cap(Capped::of(p)), factor(capped ? cap.factor : plain.factor) {}
+      : capped(p.softcap > 0),
+        large(p.softcap > kLargeCap),
+        plain(Plain::of(p)),
+        cap(Capped::of(p)),
+        large_cap(LargeCap::of(p)),
+        factor(capped ? cap.factor : plain.factor) {}
 
   template <class V>
   V stored(V product) const {
+    if (large) return large_cap.stored(product);
     return capped ? cap.stored(product) : product;
   }
   template <class V>
   V times_slope(V gradient, V x) const {
     return capped ? cap.times_slope(gradient, x) : gradient;
   }
+  // As in CappedScore; for capped calls only.
+  template <class V>
+  V times_curvature(V gradient, V x) const {
+    return cap.times_curvature(gradient, x);
+  }
 
  private:
   using Plain = PlainScore<Real, false>;
   using Capped = CappedScore<Real, Tanh<Real, Accuracy>>;
+  using LargeCap = CappedScore<Real, Tanh<Real, Exp2Full>>;
 
  public:
-  bool capped;
+  bool capped, large;
   Plain plain;
   Capped cap;
+  LargeCap large_cap;
   Real factor;
 };
 

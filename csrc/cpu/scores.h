@@ -1,10 +1,10 @@
-// What happens to a tile's scores between two products: `weigh` turns them into weights, `differentiate` turns the
-// gradient of the weights into that of the scores. The rule says what a score is: PlainScore (score.h), or GeneralScore
-// (score_rules.h) in calls with a softcap or with biases, which are in the tile.
+// The softmax between the two matrix products of a tile: `weigh` turns scores into weights (forward), `differentiate`
+// turns dP into dS (backward). The rule defines a score: PlainScore (score.h), or GeneralScore (score_rules.h) in calls
+// with a softcap or biases, which the tile holds.
 //
-// Scores are transposed, S^T[key][query]: a vector holds one key's scores of neighbouring queries, so that the maximum
-// and the sum of a row need no reduction across lanes. Both functions take one panel of queries (tiles.h), work in
-// place, and leave the forms that the next products read (PanelForms in pack.h).
+// Scores are transposed, S^T[key][query]: a vector holds the scores of one key and adjacent queries, so that row maxima
+// and sums need no reduction across lanes. Both functions process one panel of queries (kPanel in gemm.h) in place and
+// write the layouts that the next products read (PanelForms in pack.h).
 #pragma once
 
 #include "bias_gradient.h"
@@ -16,7 +16,7 @@
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-// The scores of one tile, what is added to them, and what hides or drops them.
+// The scores of one tile with their biases, mask and dropout bits.
 template <class Op>
 struct ScoreTile {
   using Real = typename Op::Real;
@@ -27,9 +27,9 @@ struct ScoreTile {
     keep_bits = carve->take<uint16_t>(has_dropout ? size.keys * queries / kDropoutLanes : 0);
   }
 
-  int64_t queries;  // of a whole tile: how far apart the rows of two keys are
+  int64_t queries;  // of a whole tile: the stride between the score rows of two keys
   BiasTile<Op> biases;
-  KeyRows<Op> limits;  // where a panel is masked
+  KeyRows<Op> limits;  // used by partially masked panels
   bool has_dropout;
   Real* scores;         // [keys][queries]: products of keys and queries, later weights
   uint16_t* keep_bits;  // [keys][queries / 16], see keep_bits.h
@@ -51,7 +51,7 @@ struct GradientTile {
   Unit* pairs;   // [keys / 2][queries]: dS^T with two keys in each unit, for bfloat16
 };
 
-// What the forward has found of the rows of a query tile so far, [queries] each.
+// Online softmax state of the rows of a query tile, [queries] each.
 template <class Op>
 struct RunningRows {
   using Real = typename Op::Real;
@@ -60,16 +60,20 @@ struct RunningRows {
       : max(carve->take<Real>(size.queries)),
         sum(carve->take<Real>(size.queries)),
         rescale(carve->take<Real>(size.queries)),
+        largest(carve->take<Real>(p.row_maxima.data ? size.queries : 0)),
+        finds_largest(p.row_maxima.data != nullptr),
         centres(p, size, carve) {}
 
-  Real* max;      // of factor * score, which is the logit in units of log2
-  Real* sum;      // of the weights, which are relative to the maximum
-  Real* rescale;  // what the last key tile's new maximum makes of everything summed before it
+  Real* max;      // running maximum of factor * score, the logit in units of log2
+  Real* sum;      // sum of the weights, relative to the maximum
+  Real* rescale;  // factor of all earlier sums after the last update of the maximum
+  Real* largest;  // largest logit in units of log2; unlike `max` it excludes the sink
+  bool finds_largest;
   CentreSums<Op> centres;
 };
 
-// Where the backward multiplies softmax_scale, the scale of dq and dk, to dS = P * (dP / p_keep - delta) * slope: to dP
-// and delta, or where biases need dS without it, to dS.
+// Where the backward applies softmax_scale, the scale of dq and dk, in dS = P * (dP / p_keep - delta) * slope: to dP
+// and delta, or to dS in general calls, whose bias gradients need the unscaled product.
 template <class Real, class Rule>
 struct GradientScales {
   explicit GradientScales(const AttnParams& p) {
@@ -82,7 +86,7 @@ struct GradientScales {
   Real dp, delta, dscore;  // dp is also 1 / p_keep
 };
 
-// What the backward knows of the rows of a query tile, [queries] each.
+// Row statistics of a query tile in the backward, [queries] each.
 template <class Real>
 struct KnownRows {
   KnownRows(const TileSize& size, ScratchCarver* carve)
@@ -91,16 +95,16 @@ struct KnownRows {
         dlse(carve->take<Real>(size.queries)),
         key_weight(carve->take<Real>(size.queries)) {}
 
-  Real* lse;           // in units of log2; +inf where the row sees nothing, so that every weight is 0
+  Real* lse;           // in units of log2; +inf for a fully masked row, so that every weight is 0
   Real *delta, *dlse;  // times GradientScales::delta
-  Real* key_weight;    // the sum of the weights of all keys of a row: 1 less the weight of its sink
+  Real* key_weight;    // the sum of the weights of all keys of a row: 1 minus the weight of its sink
 };
 
-// Weights are added up with less of an error than this.
+// Bound on the rounding error of a sum of weights.
 template <class Real>
 constexpr Real kWeightError = Real(1) / 4096;
 
-// One vector of neighbouring queries of a tile, from `lane` on: the parts that `weigh` and `differentiate` share.
+// One vector of adjacent queries of a tile, from `lane` on: the code that `weigh` and `differentiate` share.
 template <class Op, bool kMasked, bool kDropout>
 class ScoreVector {
   using Real = typename Op::Real;
@@ -121,11 +125,11 @@ class ScoreVector {
   V load(int64_t key) const { return S::load(scores + key * queries); }
   void store(int64_t key, V x) const { S::store(scores + key * queries, x); }
 
-  // x for the queries that see the key, `hidden` for the others.
+  // x where the key is visible to the query, `hidden` elsewhere.
   V visible(int64_t key, V x, V hidden) const {
     return kMasked ? S::where_in_range(rows, S::set1(first_row[key]), S::set1(last_row[key]), x, hidden) : x;
   }
-  // x for the queries whose weight for the key is kept, 0 where dropout drops it.
+  // x where dropout keeps the weight, 0 where it drops it.
   V kept(int64_t key, V x) const {
     if (!kDropout) return x;
     return S::keep(x, keep_lanes(keep_bits + key * (queries / kDropoutLanes), first_lane));
@@ -134,7 +138,7 @@ class ScoreVector {
   V weight(int64_t key, V score, V factor, V minus_offset) const {
     return visible(key, S::template exp2<Accuracy>(S::fma(score, factor, minus_offset)), S::zero());
   }
-  // log2(e) * logit, with the biases of the tile; -inf for the queries that do not see the key.
+  // log2(e) * logit, with the biases of the tile; -inf where masked.
   V logit(const typename BiasTile<Op>::Lanes& biases, int64_t key, V score, V factor) const {
     return visible(key, biases.logits(key, score * factor), hidden_logit());
   }
@@ -152,10 +156,11 @@ class ScoreVector {
   const uint16_t* keep_bits;
   const Real *first_row, *last_row;  // KeyRows
   int64_t first_lane;
-  V rows;  // the numbers of the queries
+  V rows;  // indices of the queries within the tile
 };
 
-// Calls body(masked, dropout), two std::bool_constant, for a panel of queries `lanes` of which `keys` are computed.
+// Calls body(masked, dropout) with two std::bool_constant for the panel of queries `lanes` and its computed keys
+// `keys`.
 template <class Op, class Body>
 inline void with_limits(const ScoreTile<Op>& tile, const PanelMask<Op>& mask, IndexRange lanes, IndexRange keys,
                         Body body) {
@@ -180,7 +185,7 @@ inline void weigh_vector(const ScoreTile<Op>& tile, const Rule rule, const Runni
   constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
   const int64_t queries = tile.queries;
   const ScoreVector<Op, kMasked, kDropout> vector(tile, lane);
-  // A plain score is stored without its factor. In a general call it becomes a logit, whose factor is 1.
+  // A plain score is stored without its factor. In a general call the stored value is the logit, with factor 1.
   const V factor = S::set1(kIsGeneral<Rule> ? Real(1) : rule.factor);
   V tile_max = vector.hidden_logit();
   if constexpr (kIsGeneral<Rule>) {
@@ -204,8 +209,9 @@ inline void weigh_vector(const ScoreTile<Op>& tile, const Rule rule, const Runni
   }
   const V old_max = S::load(rows.max + lane);
   const V new_max = S::max(old_max, tile_max * factor);
+  if (rows.finds_largest) S::store(rows.largest + lane, S::max(S::load(rows.largest + lane), tile_max * factor));
   S::store(rows.max + lane, new_max);
-  // -inf - -inf would be NaN in rows that have seen no key yet.
+  // Rows without a visible key so far have the maximum -inf, and -inf - -inf would be NaN.
   alignas(64) Real offset_lanes[S::kWidth];
   S::store(offset_lanes, new_max);
   for (int l = 0; l < S::kWidth; ++l) offset_lanes[l] = offset_lanes[l] == -kInfinity ? Real(0) : offset_lanes[l];
@@ -231,8 +237,8 @@ inline void weigh_vector(const ScoreTile<Op>& tile, const Rule rule, const Runni
   if constexpr (kIsGeneral<Rule>) rows.centres.end_tile(centres, lane, rescale);
 }
 
-// Products of a panel to weights, relative to the running maximum of each row, and kept or dropped: the A operand of a
-// product along keys.
+// Turns the products of a panel into weights, relative to the running maximum of each row and with dropout applied: the
+// A operand of P V.
 template <class Accuracy, class Op, class Rule>
 inline void weigh(const ScoreTile<Op>& tile, const Rule& rule, const RunningRows<Op>& rows, const PanelMask<Op>& mask,
                   IndexRange lanes, IndexRange keys) {
@@ -243,9 +249,56 @@ inline void weigh(const ScoreTile<Op>& tile, const Rule& rule, const RunningRows
   });
 }
 
-// The same vector in the backward, with what it knows of its rows.
+// The log-sum-exp of a row in units of log2, as the subtrahend of its exponents. A fully masked row has an lse of -inf:
+// with +inf instead, its exponents are -inf and not NaN, and its weights are 0.
+template <class Real>
+inline Real log2_of_sum(Real lse) {
+  return lse == -std::numeric_limits<Real>::infinity() ? -lse : lse * kLog2E<Real>;
+}
+
+// One vector of queries whose log-sum-exp is known.
 template <class Accuracy, bool kMasked, bool kDropout, class Op, class Rule>
-class GradientVector {
+class KnownVector {
+  using S = typename Op::S;
+  using V = typename S::V;
+  using Real = typename Op::Real;
+
+ public:
+  KnownVector() = default;
+  // lse: of the rows of the tile, as log2_of_sum() returns it.
+  KnownVector(const ScoreTile<Op>& tile, const Rule& rule, const Real* lse, int64_t lane)
+      : scores(tile, lane),
+        biases_(tile.biases, lane),
+        factor_(S::set1(rule.factor)),
+        minus_lse_(S::zero() - S::load(lse + lane)) {}
+
+  // The input of weight(): a plain score, or in a general call log2(e) * logit.
+  V exponent(int64_t key, V score) const {
+    if constexpr (kIsGeneral<Rule>) return scores.logit(biases_, key, score, factor_);
+    return score;
+  }
+  V weight(int64_t key, V exponent) const {
+    // If the log-sum-exp of a row is NaN, masked scores of the row must still give 0.
+    if constexpr (kIsGeneral<Rule>) return of_visible(key, exponent, S::template exp2<Accuracy>(exponent + minus_lse_));
+    return scores.template weight<Accuracy>(key, exponent, factor_, minus_lse_);
+  }
+  // x for visible scores, 0 for masked ones.
+  V of_visible(int64_t key, V exponent, V x) const {
+    if constexpr (kIsGeneral<Rule>) return BiasTile<Op>::where_hidden(exponent, S::zero(), x);
+    return scores.visible(key, x, S::zero());
+  }
+
+  ScoreVector<Op, kMasked, kDropout> scores;
+
+ private:
+  typename BiasTile<Op>::Lanes biases_;
+  V factor_, minus_lse_;
+};
+
+// One vector of queries in the backward, with its row statistics.
+template <class Accuracy, bool kMasked, bool kDropout, class Op, class Rule>
+class GradientVector : public KnownVector<Accuracy, kMasked, kDropout, Op, Rule> {
+  using Known = KnownVector<Accuracy, kMasked, kDropout, Op, Rule>;
   using S = typename Op::S;
   using V = typename S::V;
   using Real = typename Op::Real;
@@ -254,48 +307,27 @@ class GradientVector {
   GradientVector() = default;
   GradientVector(const ScoreTile<Op>& tile, const GradientTile<Op>& gradients, const Rule& rule,
                  const GradientScales<Real, Rule>& scales, const KnownRows<Real>& rows, int64_t lane)
-      : scores(tile, lane),
-        biases_(tile.biases, lane),
+      : Known(tile, rule, rows.lse, lane),
         queries_(tile.queries),
         gradients_(gradients.scores + lane),
-        factor(S::set1(rule.factor)),
-        dp_scale(S::set1(scales.dp)),
-        minus_lse(S::zero() - S::load(rows.lse + lane)),
-        minus_delta(S::zero() - S::load(rows.delta + lane)) {}
+        dp_scale_(S::set1(scales.dp)),
+        minus_delta_(S::zero() - S::load(rows.delta + lane)) {}
 
-  // What becomes a weight: a plain score, or in a general call log2(e) * logit.
-  V exponent(int64_t key, V score) const {
-    if constexpr (kIsGeneral<Rule>) return scores.logit(biases_, key, score, factor);
-    return score;
-  }
-  V weight(int64_t key, V exponent) const {
-    // The log-sum-exp of a row with a NaN is one as well, also for scores that the row does not see.
-    if constexpr (kIsGeneral<Rule>) return of_visible(key, exponent, S::template exp2<Accuracy>(exponent + minus_lse));
-    return scores.template weight<Accuracy>(key, exponent, factor, minus_lse);
-  }
-  // x for the scores that are visible, 0 for the others.
-  V of_visible(int64_t key, V exponent, V x) const {
-    if constexpr (kIsGeneral<Rule>) return BiasTile<Op>::where_hidden(exponent, S::zero(), x);
-    return scores.visible(key, x, S::zero());
-  }
-  // P * (dP - delta), 0 for a hidden score also when dP is not finite.
+  // P * (dP - delta); 0 for a masked score even if dP is not finite.
   V logit_gradient(int64_t key, V exponent, V weight) const {
-    const V dp = scores.kept(key, S::load(gradients_ + key * queries_));
-    return of_visible(key, exponent, weight * S::fma(dp, dp_scale, minus_delta));
+    const V dp = this->scores.kept(key, S::load(gradients_ + key * queries_));
+    return this->of_visible(key, exponent, weight * S::fma(dp, dp_scale_, minus_delta_));
   }
-
-  ScoreVector<Op, kMasked, kDropout> scores;
 
  private:
-  typename BiasTile<Op>::Lanes biases_;
   int64_t queries_;
   const Real* gradients_;
-  V factor, dp_scale, minus_lse, minus_delta;
+  V dp_scale_, minus_delta_;
 };
 
-// delta of the rows of one vector, which see no key outside of the tile: the row sum of P * dP, less the gradient of
-// lse. A row whose weights do not add up to that of all its keys has others that are not in this call, which was given
-// the lse of a call with more keys: it keeps the delta that it has.
+// Recomputes delta for one vector of rows that see no key outside of the tile: the row sum of P * dP, minus the
+// gradient of lse. If the weights of a row do not add up to its key_weight, the caller passed the lse of a call with
+// more keys (ring attention, for example), and the row keeps its delta.
 template <class Accuracy, bool kMasked, bool kDropout, class Op, class Rule>
 inline void find_delta(const ScoreTile<Op>& tile, const GradientTile<Op>& gradients, const Rule& rule,
                        const GradientScales<typename Op::Real, Rule>& scales, const KnownRows<typename Op::Real>& rows,
@@ -342,7 +374,7 @@ inline void differentiate_vectors(const ScoreTile<Op>& tile, const GradientTile<
       const V dlogit = vectors[n].logit_gradient(j, exponent, weight);
       dscore[n] = rule.times_slope(dlogit, score);
       if constexpr (kIsGeneral<Rule>) {
-        // The score of a hidden pair, and with it the slope, may be no number.
+        // The score and slope of a masked pair may be NaN.
         dscore[n] = vectors[n].of_visible(j, exponent, dscore[n] * S::set1(scales.dscore));
         bias_gradients[n].add(j, dlogit);
         row_sums[n] = row_sums[n] + dlogit;
@@ -366,8 +398,8 @@ inline void differentiate_vectors(const ScoreTile<Op>& tile, const GradientTile<
   }
 }
 
-// Products of a panel to scores, where they are not the same. A pass of its own: with what follows in one loop, a core
-// would find too little to do while it waits for the long chain of a tanh.
+// Turns the products of a panel into stored scores. This is a separate pass: fused with the next loop, the long
+// dependency chain of the tanh would leave too little instruction-level parallelism.
 template <class Op, class Rule>
 inline void store_scores(const ScoreTile<Op>& tile, const Rule rule, IndexRange lanes, IndexRange keys) {
   using S = typename Op::S;
@@ -380,12 +412,12 @@ inline void store_scores(const ScoreTile<Op>& tile, const Rule rule, IndexRange 
   }
 }
 
-// Products of a panel to weights, with the known log-sum-exp of each row, and dP to dS: A operands of products along
-// queries, and dS also of one along keys.
+// Turns the products of a panel into weights, using the log-sum-exp of each row, and dP into dS: the A operands of the
+// products for dv and dk (along queries), and dS also of the product for dq (along keys).
 //
-// whole_rows: the queries of the panel see no key of another tile. delta, the row sum of P * dP, is then made here and
-// left in `rows`: that of 16-bit `out` has its rounding error, which is all that remains where few keys are visible and
-// the gradient cancels. Rows of which the call has not all keys are found out (find_delta).
+// whole_rows: the queries of the panel see no key of another tile. delta, the row sum of P * dP, is then recomputed
+// here and stored in `rows`: delta from a 16-bit `out` has the rounding error of `out`, which dominates where few keys
+// are visible and the gradient cancels. find_delta detects rows whose keys are not all in this call.
 template <class Accuracy, class Op, class Rule>
 inline void differentiate(const ScoreTile<Op>& tile, const GradientTile<Op>& gradients, const Rule& rule,
                           const GradientScales<typename Op::Real, Rule>& scales,

@@ -60,7 +60,7 @@ struct GenericSimd {
   static V set1(T x) { return V{} + x; }
   static V zero() { return V{}; }
   static V fma(V a, V b, V c) { return a * b + c; }
-  // NaN in b is returned, NaN in a is not.
+  // Return b if either operand is NaN, like the x86 instructions.
   static V max(V a, V b) { return a > b ? a : b; }
   static V min(V a, V b) { return a < b ? a : b; }
   static V where_in_range(V index, V begin, V end, V x, V otherwise) {
@@ -102,7 +102,7 @@ struct Simd<float> {
   static V where_less(V a, V b, V x, V otherwise) {
     return _mm512_mask_mov_ps(otherwise, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x);
   }
-  // Relative error 2^-27: an estimate and a step of Newton's.
+  // Relative error 2^-27: an estimate and one Newton step.
   static V reciprocal(V x) {
     const V estimate = _mm512_rcp14_ps(x);
     return fma(estimate, fma(zero() - x, estimate, set1(1.0f)), estimate);

@@ -1,4 +1,4 @@
-// The tile of a call, and how scratch memory is handed out.
+// The tile size of a call, and the allocator of scratch memory.
 #pragma once
 
 #include "gemm.h"
@@ -13,7 +13,7 @@ inline TileSize tile_size(const AttnParams& p) {
   return flashattn_ext::tile_size((p.head_dim + p.head_dim_v) * kElementBytes, sizeof(typename Op::Real));
 }
 
-// Hands out 64-byte aligned pieces of one block; with base == nullptr it only measures.
+// Carves 64-byte aligned arrays out of one block; with base == nullptr it only counts bytes.
 class ScratchCarver {
  public:
   explicit ScratchCarver(void* base) : base_(static_cast<char*>(base)) {}

@@ -1,6 +1,6 @@
-// Sums to which several workers add, with the same bits for every number of threads: parts are added in the order of
-// their numbers, and a worker waits until it is its part's turn. Numbers ascend in the order in which workers draw
-// their work, so that the earlier part is always someone's work already.
+// Ordered accumulation by several workers, with the same bits for every number of threads: a counter admits
+// contributions in ascending order of their numbers, and a worker waits until the counter reaches its own. Workers draw
+// work in the same order, so that every earlier contribution is already in progress and the wait cannot deadlock.
 #pragma once
 
 #include "simd.h"

@@ -1,4 +1,4 @@
-// Where the rows of a call's tensors are.
+// Row addresses in the tensors of a call.
 #pragma once
 
 #include "simd.h"

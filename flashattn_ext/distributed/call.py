@@ -1,57 +1,72 @@
-"""One call of attention over several ranks, in the form in which the ops receive it; and what must hold before anything is sent."""
+"""One call of attention over several ranks, in the form that the ops take, and its checks before any communication."""
 
 from __future__ import annotations
 
 import itertools
-from typing import Any, NamedTuple
+from collections import namedtuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
-from ..autograd import CallOptions, CallTensors
+from ..options import CallOptions, CallTensors
 from . import groups
 from .agreement import agree
 from .head_exchange import HeadShares
-from .local import Extras
+from .local import EXTRAS, RULES, Extras
 from .sharding import Sharding, check_length
 
-
-class Tensors(NamedTuple):
-    """The tensors of a call in the order of the ops' schemas; dense ones [B, rows of this rank, heads, head_dim]."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cu_seqlens: Tensor | None  # [n + 1], of the whole; on the CPU nothing waits for it
-    sink: Tensor | None
-    alibi_slopes: Tensor | None
-    relative_bias: Tensor | None
-    bias: Tensor | None
-    mask_intervals: Tensor | None
-    rng_state: Tensor
+if TYPE_CHECKING:
+    from ..options import Record
 
 
-class Settings(NamedTuple):
-    """What a call says beside its tensors, in the order of the ops' schemas."""
+# The arguments of the ops over ranks and their types: dense tensors are [B, rows of this rank, heads, head_dim].
+TENSOR_TYPES = {
+    "q": "Tensor",
+    "k": "Tensor",
+    "v": "Tensor",
+    "cu_seqlens": "Tensor?",  # [n + 1], for the whole sequence; on the CPU, reading it does not synchronise
+    **{option.name: option.type for option in EXTRAS},
+    "rng_state": "Tensor",
+}
+SETTING_TYPES = {
+    **{option.name: "float" if option.type == "Scalar" else option.type for option in RULES},
+    "batch": "SymInt",  # place of the call in a larger one
+    "head": "SymInt",
+    "seqlen": "SymInt",  # positions of the whole sequence
+    "sharding": "str",
+    "mode": "str",  # "ulysses", "allgather" or "ring"
+    "group": "str",
+    "needs_lse": "bool",
+    "keeps_centres": "bool",  # whether forward returns the centres of rows, for the gradients of biases (options.py)
+    "returns_max_logits": "bool",
+}
 
-    softmax_scale: float
-    softcap: float
-    causal: bool
-    window_left: int
-    window_right: int
-    dropout_p: float
-    smooth_softmax: bool
-    deterministic: bool
-    batch: int  # place of the call in a larger one
-    head: int
-    seqlen: int  # positions of the whole sequence
-    sharding: str
-    mode: str  # "ulysses", "allgather" or "ring"
-    group: str
-    needs_lse: bool
-    keeps_centres: bool  # of rows, for the gradients of biases (autograd.py)
+if TYPE_CHECKING:
+
+    class Tensors(Record):
+        q: Tensor
+        k: Tensor
+        v: Tensor
+        rng_state: Tensor
+
+    class Settings(Record): ...
+
+else:
+    Tensors = namedtuple("Tensors", TENSOR_TYPES)
+    Tensors.__doc__ = "The tensors of a call in the order of the ops' schemas."
+    Settings = namedtuple("Settings", SETTING_TYPES)
+    Settings.__doc__ = "The arguments of a call that are not tensors, in the order of the ops' schemas."
+
+
+def call_of(arguments: Sequence[Any]) -> tuple[Tensors, Settings]:
+    """The last arguments of an op over ranks."""
+    tensors, settings = len(TENSOR_TYPES), len(SETTING_TYPES)
+    first = len(arguments) - tensors - settings
+    return Tensors(*arguments[first : first + tensors]), Settings(*arguments[first + tensors :])
 
 
 def group_of(settings: Settings) -> Any:
@@ -67,19 +82,17 @@ def shares_of(tensors: Tensors, s: Settings) -> HeadShares:
 
 
 def options_of(s: Settings) -> CallOptions:
-    return CallOptions(
-        max_seqlen_q=0, max_seqlen_k=0, bhsd=False, softmax_scale=s.softmax_scale, softcap=s.softcap, causal=s.causal,
-        window_left=s.window_left, window_right=s.window_right, dropout_p=s.dropout_p, smooth_softmax=s.smooth_softmax,
-        deterministic=s.deterministic, origin=[s.batch, s.head],
-    )  # fmt: skip
+    return CallOptions()._replace(
+        **{option.name: getattr(s, option.name) for option in RULES}, origin=[s.batch, s.head]
+    )
 
 
 def extras_of(tensors: Tensors) -> Extras:
-    return Extras(tensors.sink, tensors.alibi_slopes, tensors.relative_bias, tensors.bias, tensors.mask_intervals)
+    return Extras(*(getattr(tensors, option.name) for option in EXTRAS))
 
 
 def documents_of(tensors: Tensors, s: Settings) -> tuple[int, ...] | None:
-    """Where packed sequences begin, and the end of the last; None for a dense call."""
+    """The start of each packed sequence, then the end of the last; None for a dense call."""
     if tensors.cu_seqlens is None:
         return None
     starts = tuple(tensors.cu_seqlens.tolist())
@@ -95,13 +108,13 @@ def documents_of(tensors: Tensors, s: Settings) -> tuple[int, ...] | None:
 
 
 def check(tensors: Tensors, s: Settings) -> None:
-    """Raises on all ranks what is wrong on one, and where ranks differ; compares them once for each kind of call."""
-    agree(group_of(s), _description(tensors, s), lambda: _check_own(tensors, s))
+    """Raises on every rank if one rank's call is wrong or the calls differ; checked once for each signature (agreement.py)."""
+    agree(group_of(s), _description(tensors, s), _contents(tensors, s), lambda: _check_own(tensors, s))
     _check_lengths(tensors, s)
 
 
 def _description(tensors: Tensors, s: Settings) -> dict[str, Any]:
-    """What all ranks must have in common."""
+    """The names and values that must be the same on all ranks."""
     described: dict[str, Any] = s._asdict()
     del described["group"]
     for name, t in tensors._asdict().items():
@@ -109,13 +122,27 @@ def _description(tensors: Tensors, s: Settings) -> dict[str, Any]:
             continue
         shape = list(t.shape)
         if name == "cu_seqlens":
-            shape = ["n"]  # another number with every batch
+            shape = ["n"]  # the number of sequences changes with every batch
         elif name in ("q", "k", "v") and len(shape) > 2:
             shape[-3] = "rows"
+        elif name == "bias" and len(shape) == 4 and 1 in sharding_of(s).lengths():
+            shape[2] = (
+                "rows or 1"  # a rank with one query cannot tell the two apart; HeadExchange compares with the other ranks
+            )
         elif name == "bias" and len(shape) == 4 and shape[2] != 1:
             shape[2] = "rows"
         described[name] = f"a {t.device.type} tensor of {t.dtype} [{', '.join(map(str, shape))}]"
     return described
+
+
+def _contents(tensors: Tensors, s: Settings) -> dict[str, Tensor]:
+    """The tensors whose values must be the same on all ranks. A bias with one row for each query is not among them."""
+    names = ("cu_seqlens", *(option.name for option in EXTRAS if option.name != "bias"))
+    shared = {name: getattr(tensors, name) for name in names}
+    bias = tensors.bias
+    if bias is not None and bias.dim() == 4 and bias.shape[2] == 1 and 1 not in sharding_of(s).lengths():
+        shared["bias"] = bias
+    return {name: t for name, t in shared.items() if t is not None}
 
 
 def _check_lengths(tensors: Tensors, s: Settings) -> None:
@@ -138,12 +165,12 @@ def _check_own(tensors: Tensors, s: Settings) -> None:
     _check_whole_call(tensors, s)
     if s.mode == "ulysses" and heads_q % ranks:
         raise ValueError(
-            f"mode: 'ulysses' shares out the query heads, and {heads_q} do not divide by {ranks} ranks; use 'allgather' or 'ring'"
+            f"mode: 'ulysses' needs a number of query heads divisible by the {ranks} ranks, got {heads_q}; use 'allgather' or 'ring'"
         )
 
 
 def _check_whole_call(tensors: Tensors, s: Settings) -> None:
-    """What the op of one device says to such a call of the whole sequence; nothing is computed."""
+    """Runs the checks of the single-device op on a call with the whole sequence, on the meta device."""
 
     def whole(name: str, rows_dim: int | None = None) -> Tensor | None:
         t = getattr(tensors, name)
@@ -163,12 +190,12 @@ def _check_whole_call(tensors: Tensors, s: Settings) -> None:
             raise ValueError(f"{name}: expected the device of q ({tensors.q.device}), got {t.device}")
     if s.dropout_p >= 1:
         raise ValueError(f"dropout_p: expected a probability in [0, 1), got {s.dropout_p}")
-    starts, intervals = whole("cu_seqlens"), whole("mask_intervals")
-    q, k, v = whole("q", -3), whole("k", -3), whole("v", -3)
+    starts = whole("cu_seqlens")
+    extras = {option.name: whole(option.name, 2 if option.name == "bias" else None) for option in EXTRAS}
+    intervals = extras["mask_intervals"]
     extremes = None if intervals is None else ops.mask_extremes(intervals)
     state = torch.empty(tensors.rng_state.shape, dtype=torch.int64, device="meta")
-    call = CallTensors(
-        q, k, v, starts, starts, whole("sink"), whole("alibi_slopes"), whole("relative_bias"), whole("bias", 2), intervals, extremes  # type: ignore[arg-type]
-    )  # fmt: skip
+    q, k, v = whole("q", -3), whole("k", -3), whole("v", -3)
+    call = CallTensors(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, **extras, mask_extremes=extremes)
     options = options_of(s)._replace(max_seqlen_q=s.seqlen, max_seqlen_k=s.seqlen)
-    ops.pure_forward(*call, *options, state, False, [])
+    ops.pure_forward(*call, *options, state, False, False, [])

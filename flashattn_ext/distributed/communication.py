@@ -1,4 +1,4 @@
-"""What ranks send each other: rows of tensors between pairs of ranks, and heads for rows between all of them."""
+"""Communication between ranks: point-to-point transfers of rows, and the all-to-all of heads and rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def guarded(group: Any, what: str) -> Iterator[None]:
-    """Says what to look for when a rank is late or gone: the errors of torch's backends name sockets."""
+    """Explains the errors of torch's backends, which only name sockets, where a rank is late or has ended."""
     try:
         yield
     except (RuntimeError, TimeoutError) as error:
@@ -27,7 +27,7 @@ def guarded(group: Any, what: str) -> Iterator[None]:
 
 
 class Segment(NamedTuple):
-    """Rows that one rank sends to another: [source_row, source_row + rows) of its part, to target_row of a buffer there."""
+    """Rows that one rank sends to another: [source_row, source_row + rows) of its part, to target_row of the receiver's buffer."""
 
     source: int
     source_row: int
@@ -36,9 +36,9 @@ class Segment(NamedTuple):
 
 
 class Transfer:
-    """Messages under way; wait() for them before their tensors are touched.
+    """Asynchronous sends and receives; call wait() before their tensors are read or written.
 
-    With NCCL they run on the streams of the group, and wait() makes the current stream wait, not the process.
+    With NCCL they run on the streams of the group, and wait() blocks the current stream, not the process.
     """
 
     def __init__(self, group: Any, what: str) -> None:
@@ -55,7 +55,7 @@ class Transfer:
         self._add(dist.isend, t, to)
 
     def receive(self, t: Tensor, source: int) -> None:
-        """Into t; where t is not contiguous, by way of a tensor that is."""
+        """Receives into t, through a contiguous staging tensor where t is not contiguous."""
         if t.is_contiguous():
             self._add(dist.irecv, t, source)
             return
@@ -83,7 +83,7 @@ class Transfer:
 
 
 def all_to_all(sent: Tensor, sent_sizes: Sequence[int], received_sizes: Sequence[int], group: Any, what: str) -> Tensor:
-    """Flat tensors: piece r of `sent` goes to rank r, piece r of the result comes from there."""
+    """All-to-all of flat tensors: piece r of `sent` goes to rank r, and piece r of the result comes from rank r."""
     received = sent.new_empty(sum(received_sizes))
     with guarded(group, what):
         dist.all_to_all_single(received, sent, list(received_sizes), list(sent_sizes), group=group)

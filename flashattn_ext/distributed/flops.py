@@ -1,4 +1,4 @@
-"""FLOP formulas of the ops over ranks, for torch.utils.flop_counter: a rank counts its share of those of the whole call."""
+"""FLOP formulas of the ops over ranks, for torch.utils.flop_counter: a rank counts its share of the FLOPs of the whole call."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 from .. import flops
-from ..autograd import CallTensors
-from .call import Settings, Tensors, group_of, options_of
+from ..options import CallTensors
+from .call import Settings, Tensors, call_of, group_of, options_of
 from .exchange_ops import distributed_backward, distributed_forward
 
 _FORWARD, _BACKWARD = distributed_forward.overloadpacket, distributed_backward.overloadpacket
 
 
 def _whole_call(tensors: Tensors, settings: Settings) -> tuple[Any, ...]:
-    """The arguments that the ops of one device have in common, of the whole sequence and without values."""
+    """The arguments that the single-device ops have in common, for the whole sequence, as tensors without values."""
 
     def whole(t: Tensor) -> Tensor:
         shape = list(t.shape)
@@ -27,16 +27,16 @@ def _whole_call(tensors: Tensors, settings: Settings) -> tuple[Any, ...]:
 
     q, k, v = (whole(t) for t in tensors[:3])
     starts, intervals = tensors.cu_seqlens, tensors.mask_intervals
-    call = CallTensors(q, k, v, starts, starts, None, None, None, None, intervals, None)
+    call = CallTensors(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, mask_intervals=intervals)
     return *call, *options_of(settings)._replace(max_seqlen_q=settings.seqlen, max_seqlen_k=settings.seqlen)
 
 
 def _flops(arguments: tuple[Any, ...], counted: int) -> int:
-    tensors, settings = Tensors(*arguments[:10]), Settings(*arguments[10:])
+    tensors, settings = call_of(arguments)
     names = [a.name for a in torch.ops.flashattn_ext.forward.default._schema.arguments]
     call = _whole_call(tensors, settings)
     rest = [None] * (len(names) - len(call))
-    pairs = flops._Call(torch.ops.flashattn_ext.forward.default, (*call, *rest)).pairs()
+    pairs = flops.Call(torch.ops.flashattn_ext.forward.default, (*call, *rest)).pairs()
     of_q, of_v = (1, 1) if counted == 2 else (3, 2)
     width = of_q * tensors.q.shape[-1] + of_v * tensors.v.shape[-1]
     return int(2 * pairs * width) // dist.get_world_size(group_of(settings))
@@ -47,7 +47,7 @@ def _forward_flops(*arguments: Any, out_val: Any = None) -> int:
 
 
 def _backward_flops(*arguments: Any, out_val: Any = None) -> int:
-    return _flops(arguments[13:], 5)
+    return _flops(arguments, 5)
 
 
 for _op, _formula in ((_FORWARD, _forward_flops), (_BACKWARD, _backward_flops)):

@@ -1,4 +1,4 @@
-"""Which ranks a call is made by."""
+"""The group of ranks that make a call."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Group = Any
 
 
 def resolved(group: Group) -> Any:
-    """The process group that is meant.
+    """The process group that `group` stands for.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        TypeError, ValueError: `group` is none, or one that this process is not in.
+        TypeError, ValueError: `group` is not a group, or this process is not in it.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
@@ -34,14 +34,14 @@ def resolved(group: Group) -> Any:
     elif group is None:
         group = dist.group.WORLD
     elif group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError("group: this process is not one of its ranks; only they call")
+        raise ValueError("group: this process is not one of its ranks; only its ranks may make the call")
     elif not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group: expected a process group, a DeviceMesh or None, got {type(group).__name__}")
     return group
 
 
 def name_of(group: Any) -> str:
-    """What the ops are given in place of the group: torch finds a group again by its name."""
+    """The name that the ops take in place of the group, because op schemas have no type for groups."""
     return str(group.group_name)
 
 

@@ -1,7 +1,7 @@
-"""The exchange `ulysses`: every rank hands over rows of all heads for all rows of some heads, and attends as if it were alone.
+"""The exchange `ulysses`: an all-to-all trades a rank's rows of all heads for all rows of some heads; attention is then local.
 
-Query heads are shared out evenly. A rank gets the key heads that its query heads read; where these do not group evenly there, a key head
-is repeated after it has arrived, never on the way.
+Query heads are split evenly over the ranks. A rank gets the KV heads that its query heads read. Where its query heads do not form even
+groups (GQA), KV heads are repeated after the transfer, so that no repeated head is sent.
 
 Source: DeepSpeed-Ulysses (Jacobs et al. 2023, "System Optimizations for Enabling Training of Extreme Long Sequence Transformer Models").
 """
@@ -11,22 +11,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..autograd import CallOptions, CallTensors
+from ..options import CallOptions, CallTensors
 from . import local
-from .communication import all_to_all
-from .local import Extras, Gradients
+from .communication import all_to_all, guarded
+from .local import EXTRAS, Extras, Gradients
 from .sharding import Sharding
 
 
 @dataclass(frozen=True)
 class HeadShares:
-    """Which heads each rank attends with."""
+    """Which query heads and KV heads each rank computes."""
 
     heads_q: int
     heads_k: int
@@ -41,22 +42,22 @@ class HeadShares:
         return range(rank * self.each, (rank + 1) * self.each)
 
     def keys(self, rank: int) -> range:
-        """The key heads that its query heads read."""
+        """The KV heads that the query heads of this rank read."""
         group = self.heads_q // self.heads_k
         first, last = rank * self.each, (rank + 1) * self.each - 1
         return range(first // group, last // group + 1)
 
     def repeated(self, rank: int) -> list[int]:
-        """For each key head of the rank's own call, which of keys(rank) it is."""
+        """For each KV head of the rank's own call, its index in keys(rank)."""
         group = self.heads_q // self.heads_k
-        alike = math.gcd(group, self.each)  # neighbouring query heads that read one key head, wherever a rank begins
+        alike = math.gcd(group, self.each)  # consecutive query heads that read one KV head, on every rank
         begin = self.keys(rank).start
         return [head // group - begin for head in self.queries(rank)[::alike]]
 
 
 @dataclass
 class HeadExchange:
-    """One call on this rank; fields as in KeyExchange (key_exchange.py), packed sequences by the starts of all of them."""
+    """One call on this rank; fields as in KeyExchange (key_exchange.py)."""
 
     extras: Extras
     rng_state: Tensor
@@ -72,7 +73,7 @@ class HeadExchange:
         self.row_dim = 1 if self.documents is None else 0
 
     # --- exchanges ------------------------------------------------------------------------------------------------------
-    # A tensor is [B, rows, heads, width], packed without the B. Pieces of one message are flat and follow each other.
+    # Tensors are [B, rows, heads, width], packed ones without the B. A message is the concatenation of flattened pieces.
 
     def _shape(self, like: Tensor, rows: int, heads: int) -> list[int]:
         return [*like.shape[: self.row_dim], rows, heads, like.shape[-1]]
@@ -106,7 +107,7 @@ class HeadExchange:
         return whole
 
     def _to_rows(self, tensors: Sequence[Tensor], are_keys: Sequence[bool], heads: Sequence[int]) -> list[Tensor]:
-        """All rows of this rank's heads -> this rank's rows of all `heads`; heads that several ranks had are summed up."""
+        """All rows of this rank's heads -> this rank's rows of all `heads`; heads that several ranks computed are summed."""
         pieces, sent_sizes = [], []
         for rank in range(self.ranks):
             size = 0
@@ -147,7 +148,7 @@ class HeadExchange:
     def _exchange(
         self, pieces: list[Tensor], sent_sizes: list[int], shapes: list[list[list[int]]]
     ) -> list[list[Tensor]]:
-        """`pieces` in the order of the ranks that they go to, `shapes` of what comes from each rank -> those tensors."""
+        """Sends `pieces`, in the order of the destination ranks; returns the received tensors, with `shapes` for each source rank."""
         sent, at = pieces[0].new_empty(sum(sent_sizes)), 0
         for piece in pieces:
             sent[at : at + piece.numel()].view(piece.shape).copy_(piece)
@@ -166,7 +167,7 @@ class HeadExchange:
     # --- the call of this rank ------------------------------------------------------------------------------------------
 
     def _expanded(self, t: Tensor) -> Tensor:
-        """Keys or values of the key heads of this rank, repeated where its query heads do not group evenly."""
+        """Keys or values of this rank's KV heads, repeated where its query heads do not form even groups."""
         repeated = self.shares.repeated(self.rank)
         if repeated == list(range(t.shape[self.row_dim + 1])):
             return t
@@ -179,25 +180,20 @@ class HeadExchange:
         total = gradient.new_zeros(
             self._shape(gradient, self.sharding.seqlen, count), dtype=torch.promote_types(gradient.dtype, torch.float32)
         )
-        for index, head in enumerate(repeated):  # not index_add_, whose order on a GPU varies
+        for index, head in enumerate(repeated):  # index_add_ is not deterministic on GPUs
             total.select(self.row_dim + 1, head).add_(gradient.select(self.row_dim + 1, index))
         return total.to(gradient.dtype)
 
     def _call(self, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> tuple[CallTensors, CallOptions]:
         heads, extras = self.shares.queries(self.rank), self.extras
-        mine = slice(heads.start, heads.stop)
         intervals = extras.mask_intervals
         if intervals is not None and intervals.shape[-3] == self.shares.heads_q:
             intervals = intervals.narrow(-3, heads.start, len(heads))
         elif intervals is not None and intervals.shape[-3] == self.shares.heads_k:
             of_calls = [head + self.shares.keys(self.rank).start for head in self.shares.repeated(self.rank)]
             intervals = intervals.index_select(-3, torch.tensor(of_calls, device=intervals.device))
-        extras = Extras(
-            None if extras.sink is None else extras.sink[mine],
-            None if extras.alibi_slopes is None else extras.alibi_slopes[..., mine],
-            None if extras.relative_bias is None else extras.relative_bias[mine],
-            bias, intervals,
-        )  # fmt: skip
+        of_heads = {name: t.narrow(dim, heads.start, len(heads)) for name, dim, t in self._per_head()}
+        extras = extras._replace(**of_heads, bias=bias, mask_intervals=intervals)
         sequences = None
         if self.documents is not None:
             lengths = [end - begin for begin, end in zip(self.documents, self.documents[1:], strict=False)]
@@ -207,18 +203,47 @@ class HeadExchange:
         options = local.with_lengths(self.options._replace(origin=origin), sequences)
         return local.call_tensors(q, k, v, extras, sequences), options
 
+    def _per_head(self) -> list[tuple[str, int, Tensor]]:
+        """The given tensors with an entry for each query head: their names and the dimension of the heads."""
+        dims = {"heads": 0, "batch_heads": -1}
+        named = [(option.name, dims[option.dims]) for option in EXTRAS if option.dims in dims]
+        return [(name, dim, t) for name, dim in named if (t := getattr(self.extras, name)) is not None]
+
     def _bias_of_heads(self) -> Tensor | None:
         """The bias of all rows and this rank's heads."""
         bias = self.extras.bias
-        if bias is None or bias.shape[2] == 1:
+        if bias is None or not self._bias_has_rows:
             return self._own_heads(bias)
-        # As a tensor [B, rows, heads, keys]. Where all heads share it, every rank gets all of it.
+        # Exchanged as a tensor [B, rows, heads, keys]. A bias with one head for all is sent to every rank.
         rows = bias.transpose(1, 2)
         rows = rows.expand(-1, -1, self.ranks, -1) if bias.shape[1] == 1 else rows
         each = 1 if bias.shape[1] == 1 else self.shares.each
         exchange = self._with_shares(HeadShares(each * self.ranks, each * self.ranks, self.ranks))
         (whole,) = exchange._to_heads([rows], [False])
         return whole.transpose(1, 2)
+
+    @cached_property
+    def _bias_has_rows(self) -> bool:
+        """Whether the bias has a row for each query, rather than one row for all queries.
+
+        A rank with exactly one query cannot tell from its own bias. Where there may be such a rank, all ranks exchange their shapes.
+        """
+        bias = self.extras.bias
+        assert bias is not None
+        has_rows = bool(bias.shape[2] != 1)
+        lengths = self.sharding.lengths()
+        if 1 not in lengths:
+            return has_rows
+        tells = lengths[self.rank] != 1
+        answers = torch.tensor([tells and has_rows, tells and not has_rows], dtype=torch.int32, device=bias.device)
+        with guarded(self.group, "asking whether bias has rows"):
+            dist.all_reduce(answers, dist.ReduceOp.MAX, group=self.group)
+        has_rows, has_one_for_all = bool(answers[0]), bool(answers[1])
+        if has_rows and has_one_for_all:
+            raise ValueError(
+                "bias: expected the rows of each rank on every rank of the group, or one row for all queries on every rank; got both"
+            )
+        return has_rows
 
     def _own_heads(self, bias: Tensor | None) -> Tensor | None:
         if bias is None or bias.shape[1] == 1:
@@ -227,10 +252,10 @@ class HeadExchange:
         return bias.narrow(1, heads.start, len(heads))
 
     def _gradient_of_bias(self, gradient: Tensor) -> Tensor:
-        """From all rows and this rank's heads to the shape of the bias; of what ranks share, this rank's share."""
+        """The gradient for all rows and this rank's heads -> the shape of the bias; a partial sum where ranks share an entry."""
         bias = self.extras.bias
         assert bias is not None
-        if bias.shape[2] == 1:
+        if not self._bias_has_rows:
             total = torch.zeros_like(bias)
             own = self._own_heads(total)
             assert own is not None
@@ -250,14 +275,24 @@ class HeadExchange:
 
     # --- forward and backward -------------------------------------------------------------------------------------------
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, needs_lse: bool, keeps_centres: bool) -> tuple[Tensor, ...]:
-        """out and lse of this rank's rows (lse empty unless it is needed), and what the backward wants."""
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, needs_lse: bool, keeps_centres: bool, returns_max_logits: bool
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """out and lse of this rank's rows (lse is empty unless needed), the tensors that the backward needs, and the largest logits.
+
+        The largest logits of other ranks' heads are -inf.
+        """
         q, k, v = self._to_heads([q, k, v], [False, True, True])
         k, v = self._expanded(k), self._expanded(v)
         tensors, options = self._call(q, k, v, self._bias_of_heads())
-        out, lse, centres = local.forward(tensors, options, self.rng_state, keeps_centres)
+        out, lse, centres, of_heads = local.forward(tensors, options, self.rng_state, keeps_centres, returns_max_logits)
+        max_logits = of_heads
+        if returns_max_logits:
+            heads = self.shares.queries(self.rank)
+            max_logits = of_heads.new_full((of_heads.shape[0], self.shares.heads_q), -math.inf)
+            max_logits[:, heads.start : heads.stop] = of_heads
         (rows,) = self._to_rows([out], [False], [self.shares.heads_q])
-        return rows, self._lse_of_rows(lse) if needs_lse else lse.new_empty(0), centres, q, k, v, out, lse
+        return rows, self._lse_of_rows(lse) if needs_lse else lse.new_empty(0), centres, q, k, v, out, lse, max_logits
 
     def _lse_of_rows(self, lse: Tensor) -> Tensor:
         (rows,) = self._to_rows([lse.transpose(-1, -2).unsqueeze(-1)], [False], [self.shares.heads_q])
@@ -269,9 +304,9 @@ class HeadExchange:
         dlse: Tensor | None,
         saved: Sequence[Tensor],
         centres: Tensor | None,
-        needs: tuple[bool, bool, bool],
+        needs: Sequence[bool],
     ) -> Gradients:
-        """saved: what forward returned after the centres."""
+        """saved: the results of forward after the centres."""
         q, k, v, out, lse = saved
         if dout is not None:
             (dout,) = self._to_heads([dout], [False])
@@ -283,18 +318,17 @@ class HeadExchange:
         dk, dv = self._unexpanded(of_heads.k), self._unexpanded(of_heads.v)
         heads = self.shares.heads_q, self.shares.heads_k, self.shares.heads_k
         dq, dk, dv = self._to_rows([of_heads.q, dk, dv], [False, True, True], heads)
-        return Gradients(dq, dk, dv, *self._of_extras(of_heads))
+        dbias = None if of_heads.bias is None else self._gradient_of_bias(of_heads.bias)
+        return of_heads._replace(q=dq, k=dk, v=dv, bias=dbias, **self._of_all_heads(of_heads))
 
-    def _of_extras(self, of_heads: Gradients) -> list[Tensor | None]:
-        """Gradients of per-head tensors: those of other heads are for other ranks to add."""
+    def _of_all_heads(self, of_heads: Gradients) -> dict[str, Tensor]:
+        """Gradients of per-head tensors; they are 0 for the heads of other ranks, which add their own."""
         heads = self.shares.queries(self.rank)
-        results: list[Tensor | None] = []
-        for name, dim in (("sink", 0), ("alibi_slopes", -1), ("relative_bias", 0)):
-            given, gradient = getattr(self.extras, name), getattr(of_heads, name)
-            if given is None or gradient is None:
-                results.append(None)
+        results = {}
+        for name, dim, given in self._per_head():
+            gradient = getattr(of_heads, name, None)
+            if gradient is None:
                 continue
-            total = torch.zeros_like(given)
-            total.narrow(dim, heads.start, len(heads)).copy_(gradient)
-            results.append(total)
-        return [*results, None if of_heads.bias is None else self._gradient_of_bias(of_heads.bias)]
+            results[name] = torch.zeros_like(given)
+            results[name].narrow(dim, heads.start, len(heads)).copy_(gradient)
+        return results

@@ -1,15 +1,17 @@
-"""The exchanges `allgather` and `ring`: queries stay, keys and values travel to those who see them, and their gradients travel back.
+"""The exchanges `allgather` and `ring`: queries stay, keys and values are sent to the ranks that attend to them, their gradients back.
 
-Forward, for every step of the plan (plan.py):   keys of the next step on their way | calls of this step, merged by their lse
-Backward, the same steps again:                  keys of the next step on their way | calls of this step | gradients on their way back
+Forward, for every step of the plan (plan.py):   prefetch the keys of the next step | calls of this step, merged by their lse
+Backward, the same steps again:                  prefetch the keys of the next step | calls of this step | send gradients back
 
-A row whose keys came in several calls has out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i), in float32, and so have its
-centres (csrc/bias.h). The backward of each call is given the merged ones, so that its weights are those of the whole row.
+A row whose keys are spread over several calls has out = sum_i exp(lse_i - lse) out_i with lse = log sum_i exp(lse_i), in float32. Its
+centres (csrc/bias.h) are merged the same way. The backward of each call gets the merged out, lse and centres, so that its weights are
+normalised over the whole row.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,7 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
-from ..autograd import CallOptions, CallTensors
+from ..options import LEARNED, CallOptions, CallTensors, wanted
+from ..placed import with_zeros
 from . import local
 from .communication import Transfer
 from .local import Extras, Gradients
@@ -35,11 +38,12 @@ class KeyExchange:
     v: Tensor
     extras: Extras
     rng_state: Tensor
-    options: CallOptions  # of the whole; origin: (batch, head)
+    options: CallOptions  # of the whole call; origin is (batch, head)
     sharding: Sharding
-    documents: tuple[int, ...] | None  # packed sequences: where they begin, and the end of the last
+    documents: tuple[int, ...] | None  # packed sequences: the start of each, then the end of the last
     group: Any
     ring: bool
+    returns_max_logits: bool = False
 
     def __post_init__(self) -> None:
         self.row_dim = self.q.dim() - 3
@@ -65,7 +69,7 @@ class KeyExchange:
         return like.new_empty(shape, dtype=dtype)
 
     def _fetch(self, step: Step) -> tuple[tuple[Tensor, Tensor], Transfer]:
-        """Starts the transfers of a step: the buffers of keys and values, filled once the transfer has been waited for."""
+        """Starts the transfers of a step. The returned buffers of keys and values are filled after transfer.wait()."""
         if step.is_own_part:
             buffers = self.k, self.v
         else:
@@ -102,12 +106,18 @@ class KeyExchange:
         extras = extras._replace(
             mask_intervals=_hiding(intervals, part.added_keys, count, self.documents is not None, self.q.device)
         )
+        if self.returns_max_logits and part.added_rows and part.origin is not None:
+            real, keys_in_all = part.origin[2] + part.added_rows, count + part.added_keys
+            intervals = _hidden_before(
+                real, extras.mask_intervals, keys_in_all, self.documents is not None, self.q.device
+            )
+            extras = extras._replace(mask_intervals=intervals)
         if extras.bias is not None:
             extras = extras._replace(bias=self._of_bias(extras.bias, part))
         if not part.is_first:
             extras = extras._replace(sink=None)
-        q = _with_rows(self._rows(self.q, *part.rows), self.row_dim, part.added_rows)
-        k, v = (_with_rows(self._rows(t, *part.keys), self.row_dim, part.added_keys) for t in (keys, values))
+        q = with_zeros(self._rows(self.q, *part.rows), self.row_dim, part.added_rows)
+        k, v = (with_zeros(self._rows(t, *part.keys), self.row_dim, part.added_keys) for t in (keys, values))
         return local.call_tensors(q, k, v, extras, sequences)
 
     def _of_bias(self, bias: Tensor, part: Part) -> Tensor:
@@ -131,13 +141,21 @@ class KeyExchange:
 
     # --- forward --------------------------------------------------------------------------------------------------------
 
-    def forward(self, keeps_centres: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """out of this rank's queries, like q with the head_dim of v, lse [B, Hq, s] ([Hq, s]), and centres, with 3 more of a dimension."""
+    def forward(self, keeps_centres: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(out, lse, centres, max_logits) of this rank's queries; shapes of packed calls in parentheses.
+
+        out is shaped like q with the head_dim of v, lse is [B, Hq, s] ([Hq, s]), centres [B, Hq, s, 3] ([Hq, s, 3]), max_logits [B, Hq]
+        ([sequences, Hq]).
+        """
         merges = self.plan.merges
         out = self.q.new_zeros((*self.q.shape[:-1], self.v.shape[-1]), dtype=self.statistics if merges else None)
         heads, length = self.q.shape[self.row_dim + 1], self.q.shape[self.row_dim]
         lse = self.q.new_full((*self.q.shape[: self.row_dim], heads, length), -math.inf, dtype=self.statistics)
         centres = lse.new_zeros((*lse.shape, ops.CENTRES) if keeps_centres else 0)
+        sequences = self.q.shape[0] if self.documents is None else len(self.documents) - 1
+        max_logits = lse.new_full(
+            (sequences, heads) if self.returns_max_logits else (0,), -math.inf, dtype=torch.float32
+        )
         steps = self.plan.steps
         buffers, transfer = self._fetch(steps[0])
         for index, step in enumerate(steps):
@@ -147,26 +165,31 @@ class KeyExchange:
                 buffers, transfer = self._fetch(steps[index + 1])
             for part in step.parts:
                 tensors = self._tensors(part, keys, values)
-                part_out, part_lse, part_centres = local.forward(
-                    tensors, self._options(part, tensors), self.rng_state, keeps_centres
+                part_out, part_lse, part_centres, part_max_logits = local.forward(
+                    tensors, self._options(part, tensors), self.rng_state, keeps_centres, self.returns_max_logits
                 )  # fmt: skip
+                if self.returns_max_logits:
+                    largest = max_logits
+                    if self.documents is not None:
+                        largest = largest[part.places[0].document : part.places[-1].document + 1]
+                    torch.maximum(largest, part_max_logits, out=largest)
                 if part.added_rows:
                     part_out, part_lse = part_out[part.added_rows :], part_lse[..., part.added_rows :]
                     part_centres = part_centres[..., part.added_rows :, :] if keeps_centres else part_centres
                 begin, end = part.rows
                 means = [(self._rows(out, begin, end), part_out)]
-                if keeps_centres:  # in the order of the dimensions of out
+                if keeps_centres:  # transposed to the dimension order of out
                     means.append((centres[..., begin:end, :].transpose(-2, -3), part_centres.transpose(-2, -3)))
                 _merge(means, lse[..., begin:end], part_lse, part.is_first)
-        return out.to(self.q.dtype), lse, centres
+        return out.to(self.q.dtype), lse, centres, max_logits
 
     # --- backward -------------------------------------------------------------------------------------------------------
 
     def backward(
         self, dout: Tensor | None, dlse: Tensor | None, out: Tensor, lse: Tensor, centres: Tensor | None,
-        needs: tuple[bool, bool, bool],
+        needs: Sequence[bool],
     ) -> Gradients:  # fmt: skip
-        """needs: whether alibi_slopes, relative_bias and bias have gradients."""
+        """needs: for each of BIASES whether its gradient is needed."""
         dq = self.q.new_zeros(self.q.shape, dtype=self.statistics if self.plan.merges else None)
         dk, dv = (t.new_zeros(t.shape, dtype=self.statistics) for t in (self.k, self.v))
         extras, results = _ExtraGradients(self, needs), _Results(dout, dlse, out, lse, centres)
@@ -179,13 +202,13 @@ class KeyExchange:
             if index + 1 < len(steps):
                 buffers, transfer = self._fetch(steps[index + 1])
             step_gradients = self._backward_of(step, keys, values, results, dq, extras)
-            # The gradients of the step before have had the time of this step to arrive.
+            # The transfer of the previous step's gradients has overlapped with this step's calls.
             for returned in arriving:
                 returned.add_to(dk, dv)
             arriving = [self._return(step, step_gradients, dk, dv)]
         for returned in arriving:
             returned.add_to(dk, dv)
-        return Gradients(dq.to(self.q.dtype), dk.to(self.k.dtype), dv.to(self.v.dtype), *extras.finished())
+        return Gradients(dq.to(self.q.dtype), dk.to(self.k.dtype), dv.to(self.v.dtype), **extras.finished())
 
     def _backward_of(
         self, step: Step, keys: Tensor, values: Tensor, results: _Results, dq: Tensor, extras: _ExtraGradients
@@ -218,7 +241,7 @@ class KeyExchange:
         return dk, dv
 
     def _return(self, step: Step, gradients: tuple[Tensor, Tensor], dk: Tensor, dv: Tensor) -> _Returned:
-        """Starts sending a step's gradients to the ranks that the keys are of; adds those of this rank's own."""
+        """Starts sending the gradients of a step's keys and values to the ranks that own them; adds this rank's own to dk and dv."""
         transfer = Transfer(self.group, "the return of the gradients of keys and values")
         arriving: list[tuple[int, Tensor, slice]] = []
         for index, (mine, buffer, total) in enumerate(zip((self.k, self.v), gradients, (dk, dv), strict=True)):
@@ -236,7 +259,7 @@ class KeyExchange:
 
 
 class _Results(NamedTuple):
-    """What a forward has returned and been told about, of all rows of this rank."""
+    """The results of a forward and their gradients, for all rows of this rank."""
 
     dout: Tensor | None
     dlse: Tensor | None
@@ -245,11 +268,11 @@ class _Results(NamedTuple):
     centres: Tensor | None
 
     def of(self, row_dim: int, part: Part) -> tuple[Tensor | None, Tensor | None, Tensor, Tensor, Tensor | None]:
-        """Of the rows of a call, in the order of local.backward."""
+        """The entries for the rows of one call, in the argument order of local.backward."""
         begin, end = part.rows
 
         def rows(t: Tensor | None) -> Tensor | None:
-            return None if t is None else _with_rows(t.narrow(row_dim, begin, end - begin), row_dim, part.added_rows)
+            return None if t is None else with_zeros(t.narrow(row_dim, begin, end - begin), row_dim, part.added_rows)
 
         def statistics(t: Tensor, of_nothing: float) -> Tensor:
             t = t[..., begin:end]
@@ -259,23 +282,23 @@ class _Results(NamedTuple):
         if centres is not None and part.added_rows:
             centres = torch.nn.functional.pad(centres, (0, 0, part.added_rows, 0))
 
-        out, lse = rows(self.out), statistics(self.lse, math.inf)  # of a row in which no key has a weight
+        out, lse = rows(self.out), statistics(self.lse, math.inf)  # an lse of +inf gives the padding rows weights of 0
         assert out is not None
         dlse = None if self.dlse is None else statistics(self.dlse, 0)
         return rows(self.dout), dlse, out, lse, centres
 
 
-def _with_rows(t: Tensor, row_dim: int, count: int) -> Tensor:
-    """With rows of zeros in front."""
-    if count == 0:
-        return t
-    shape = list(t.shape)
-    shape[row_dim] = count
-    return torch.cat([t.new_zeros(shape), t], row_dim)
+def _hidden_before(row: int, intervals: Tensor | None, keys: int, is_packed: bool, device: torch.device) -> Tensor:
+    """The intervals of `keys` keys, None being keys that every row sees, with the rows before `row` masked."""
+    if intervals is None:
+        of_all = torch.tensor([0, torch.iinfo(torch.int32).max], dtype=torch.int32, device=device)
+        intervals = of_all.expand(*(1,) * (1 if is_packed else 2), keys, 2)
+    first, last = intervals.unbind(-1)
+    return torch.stack([first.clamp(min=row), last], -1)
 
 
 def _hiding(intervals: Tensor | None, added: int, keys: int, is_packed: bool, device: torch.device) -> Tensor | None:
-    """The intervals of keys in front of which there are others that nobody sees."""
+    """The intervals with `added` fully masked keys in front."""
     if added == 0:
         return intervals
     if intervals is None:
@@ -286,7 +309,7 @@ def _hiding(intervals: Tensor | None, added: int, keys: int, is_packed: bool, de
 
 @dataclass
 class _Returned:
-    """Gradients of this rank's keys and values on their way from another rank."""
+    """Gradients of this rank's keys and values that other ranks are sending."""
 
     transfer: Transfer
     arriving: list[tuple[int, Tensor, slice]]  # (0 for keys and 1 for values, gradient, rows)
@@ -299,34 +322,36 @@ class _Returned:
 
 
 class _ExtraGradients:
-    """Sums over the calls of this rank of the gradients of sink and biases."""
+    """The gradients of sink and biases, summed over the calls of this rank."""
 
-    def __init__(self, call: KeyExchange, needs: tuple[bool, bool, bool]) -> None:
+    def __init__(self, call: KeyExchange, needs: Sequence[bool]) -> None:
         self.call = call
         self.needs = needs
-        self.given = call.extras[:4]
-        wanted = (self.given[0] is not None, *needs)
-        self.sums = [
-            None if t is None or not needed else torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
-            for t, needed in zip(self.given, wanted, strict=True)
-        ]
+        self.given = {name: getattr(call.extras, name) for name in LEARNED}
+        self.sums = {
+            name: torch.zeros_like(t, dtype=torch.promote_types(t.dtype, torch.float32))
+            for (name, t), is_wanted in zip(self.given.items(), wanted(call.extras, needs), strict=True)
+            if is_wanted
+        }
 
     def add(self, part: Part, gradients: Gradients) -> None:
-        for index, (total, gradient) in enumerate(zip(self.sums, gradients[3:], strict=True)):
-            if total is None or gradient is None:
+        for name, total in self.sums.items():
+            gradient = getattr(gradients, name)
+            if gradient is None:
                 continue
-            if index == 1 and total.dim() == 2 and self.call.documents is not None:
+            if name == "alibi_slopes" and total.dim() == 2 and self.call.documents is not None:
                 total = total[part.places[0].document : part.places[-1].document + 1]
-            if index == 3:
+            if name == "bias":
                 total = self.call._of_bias(total, part)
             total.add_(gradient)
 
     def take_back(self, part: Part, added: Tensor) -> None:
-        """Every call adds the centres of its rows times their gradient of lse to the gradients of biases (csrc/bias.h): one is enough.
+        """Takes the term that comes from the centres of a part's rows out of the gradients of the biases again.
 
-        added [B, Hq, rows, 3], packed without the B.
+        Every call adds this term (csrc/bias.h), and it must count once for each row. added: the centres times the gradient of lse,
+        [B, Hq, rows, 3], packed without the B.
         """
-        _, slopes, relative, _ = self.sums
+        slopes, relative = self.sums.get("alibi_slopes"), self.sums.get("relative_bias")
         if slopes is not None and self.call.documents is None:
             of_entries = added[..., 0].sum(-1)
             slopes.add_(of_entries.sum(0) if slopes.dim() == 1 else of_entries)
@@ -342,17 +367,15 @@ class _ExtraGradients:
             relative[:, 0].sub_(ends[:, 1])
             relative[:, -1].sub_(ends[:, 2])
 
-    def finished(self) -> list[Tensor | None]:
-        return [
-            None if total is None or t is None else total.to(t.dtype)
-            for total, t in zip(self.sums, self.given, strict=True)
-        ]
+    def finished(self) -> dict[str, Tensor | None]:
+        return {name: self.sums[name].to(t.dtype) if name in self.sums else None for name, t in self.given.items()}
 
 
 def _merge(means: list[tuple[Tensor, Tensor]], lse: Tensor, part_lse: Tensor, is_first: bool) -> None:
-    """Adds a call's results to those of the calls before it, in place; is_first: there are none.
+    """Merges the results of one call into the results of the calls before it, in place; with is_first there are none before it.
 
-    means: pairs of what is a mean under the weights of the row, so far and in the call, [..., rows, heads, n]. lse [..., heads, rows].
+    means: pairs (merged so far, of this call) of averages over the attention weights of a row, [..., rows, heads, n].
+    lse, part_lse: [..., heads, rows].
     """
     if is_first:
         for mean, of_part in means:
@@ -360,7 +383,7 @@ def _merge(means: list[tuple[Tensor, Tensor]], lse: Tensor, part_lse: Tensor, is
         lse.copy_(part_lse)
         return
     share = torch.sigmoid(part_lse - lse)
-    share = torch.where(part_lse == -math.inf, 0.0, share)  # two rows that have seen nothing have no difference
+    share = torch.where(part_lse == -math.inf, 0.0, share)  # -inf - -inf is NaN where a row has seen no key so far
     for mean, of_part in means:
         mean.lerp_(of_part.to(mean.dtype), share.transpose(-1, -2).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, part_lse))

@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import namedtuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import ops
-from ..autograd import CallOptions, CallTensors
+from ..options import DIFFERENTIABLE, NUMBERS, TENSORS, CallOptions, CallTensors, wanted
+
+if TYPE_CHECKING:
+    from ..options import Record
 
 
-class Extras(NamedTuple):
-    """The tensors of a call beside q, k and v."""
+# The arguments of a rank's own call that say which part of the whole it is; the exchange sets them.
+_OF_A_PART = (
+    "cu_seqlens_q", "cu_seqlens_k", "mask_extremes", "max_seqlen_q", "max_seqlen_k", "bhsd", "origin",
+)  # fmt: skip
+# The options of the whole call, as csrc/options.def describes them.
+EXTRAS = tuple(option for option in TENSORS if option.name not in _OF_A_PART)
+RULES = tuple(option for option in NUMBERS if option.name not in _OF_A_PART)
 
-    sink: Tensor | None  # [Hq]
-    alibi_slopes: Tensor | None  # [Hq] or [B, Hq]
-    relative_bias: Tensor | None  # [Hq, 2 L + 1]
-    bias: Tensor | None  # [B or 1, Hq or 1, rows of this rank or 1, S]
-    mask_intervals: Tensor | None  # [B or 1, Hm, S, 2], packed [Hm, total, 2]
+if TYPE_CHECKING:
 
+    class Extras(Record): ...
 
-class Gradients(NamedTuple):
-    """None: not computed."""
+    class Gradients(Record):
+        q: Tensor
+        k: Tensor
+        v: Tensor
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sink: Tensor | None
-    alibi_slopes: Tensor | None
-    relative_bias: Tensor | None
-    bias: Tensor | None
+else:
+    Extras = namedtuple("Extras", [option.name for option in EXTRAS])
+    Extras.__doc__ = "The tensors of a call beside q, k and v; a bias has the rows of this rank, or 1, and all keys."
+    Gradients = namedtuple("Gradients", DIFFERENTIABLE)
+    Gradients.__doc__ = "The gradients of a call; None where one was not computed."
 
 
 class Packed(NamedTuple):
@@ -51,13 +58,9 @@ def packed(lengths_q: list[int], lengths_k: list[int], device: torch.device) -> 
 
 def call_tensors(q: Tensor, k: Tensor, v: Tensor, extras: Extras, sequences: Packed | None) -> CallTensors:
     intervals = extras.mask_intervals
-    return CallTensors(
-        q, k, v,
-        None if sequences is None else sequences.cu_seqlens_q,
-        None if sequences is None else sequences.cu_seqlens_k,
-        extras.sink, extras.alibi_slopes, extras.relative_bias, extras.bias,
-        intervals, None if intervals is None else ops.mask_extremes(intervals),
-    )  # fmt: skip
+    cu_seqlens = () if sequences is None else (sequences.cu_seqlens_q, sequences.cu_seqlens_k)
+    extremes = None if intervals is None else ops.mask_extremes(intervals)
+    return CallTensors(q, k, v, *cu_seqlens)._replace(**extras._asdict(), mask_extremes=extremes)
 
 
 def with_lengths(options: CallOptions, sequences: Packed | None) -> CallOptions:
@@ -67,22 +70,25 @@ def with_lengths(options: CallOptions, sequences: Packed | None) -> CallOptions:
 
 
 def forward(
-    tensors: CallTensors, options: CallOptions, rng_state: Tensor, keeps_centres: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """out, lse, and the centres of rows [B, Hq, s, 3] ([Hq, s, 3]); empty unless keeps_centres."""
-    out, lse, centres = ops.pure_forward(*tensors, *options, rng_state, keeps_centres, [])
-    return out, lse, centres
+    tensors: CallTensors, options: CallOptions, rng_state: Tensor, keeps_centres: bool, returns_max_logits: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, centres, max_logits): centres of rows [B, Hq, s, 3] ([Hq, s, 3]), largest logits [B, Hq] ([sequences, Hq]).
+
+    centres and max_logits are empty unless requested.
+    """
+    out, lse, centres, max_logits = ops.pure_forward(
+        *tensors, *options, rng_state, keeps_centres, returns_max_logits, []
+    )
+    return out, lse, centres, max_logits
 
 
 def backward(
     tensors: CallTensors, options: CallOptions, rng_state: Tensor, dout: Tensor | None, dlse: Tensor | None,
-    out: Tensor, lse: Tensor, centres: Tensor | None, needs: tuple[bool, bool, bool],
+    out: Tensor, lse: Tensor, centres: Tensor | None, needs: Sequence[bool],
 ) -> Gradients:  # fmt: skip
-    """centres: of rows, as forward has them; needs: whether alibi_slopes, relative_bias and bias have gradients."""
-    dq, dk, dv, dsink, *biases = ops.pure_backward(
+    """centres: as forward returns them; needs: for each of BIASES whether its gradient is needed."""
+    dq, dk, dv, *others = ops.pure_backward(
         *tensors, *options, dout, dlse, out, lse, centres, *needs, rng_state, []
     )  # fmt: skip
-    return Gradients(
-        dq, dk, dv, None if tensors.sink is None else dsink,
-        *(gradient if needed else None for gradient, needed in zip(biases, needs, strict=True)),
-    )  # fmt: skip
+    computed = [dx if is_wanted else None for dx, is_wanted in zip(others, wanted(tensors, needs), strict=True)]
+    return Gradients(dq, dk, dv, *computed)

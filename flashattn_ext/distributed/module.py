@@ -17,11 +17,20 @@ from .sharding import checked_kind
 class DistributedAttention(FlashAttention):
     """FlashAttention over q, k, v [B, s, H, head_dim] that are this rank's part of a sequence, as shard() gives it.
 
+    The gradients of a learnable sink, of slopes and of a relative bias are partial: their sum over the group is the gradient. DDP and
+    FSDP reduce them like the gradients of other parameters.
+
     Args:
+        args: head_dim, dropout, causal and use_smooth_softmax, as in FlashAttention.
         group: the ranks that share the sequence, as in distributed.attention; torch.distributed must be initialised.
-        mode, sharding: as in distributed.attention.
-        Everything else as in FlashAttention. The gradients of a learnable sink, of slopes and of a relative bias are this rank's share,
-        which DDP and FSDP add up as they do those of other parameters.
+        mode: what the ranks exchange, as in distributed.attention.
+        sharding: "zigzag" or "contiguous", as passed to shard().
+        options: the keyword arguments of FlashAttention.
+
+    Raises:
+        ValueError: a value is not as described.
+        TypeError: a type is not as described.
+        RuntimeError: torch.distributed is not initialised.
     """
 
     def __init__(
@@ -44,16 +53,33 @@ class DistributedAttention(FlashAttention):
         mask: Mask | None = None,
         cu_seqlens: Tensor | None = None,
         seqlen: int | None = None,
-    ) -> Tensor:
-        """q [B, s, Hq, head_dim], k and v [B, s, Hk, head_dim] -> out [B, s, Hq, head_dim], packed ones without the B.
+        return_max_logits: bool = False,
+    ) -> Any:
+        """Calls distributed.attention with the options of this module.
 
-        `bias`, `mask`, `cu_seqlens` and `seqlen` are those of distributed.attention.
+        Args:
+            q: this rank's queries [B, s, Hq, head_dim], packed ones [s, Hq, head_dim].
+            k: this rank's keys [B, s, Hk, head_dim].
+            v: this rank's values [B, s, Hk, Dv].
+            bias: as in distributed.attention.
+            mask: as in distributed.attention.
+            cu_seqlens: as in distributed.attention.
+            seqlen: as in distributed.attention.
+            return_max_logits: as in distributed.attention.
+
+        Returns:
+            out [B, s, Hq, Dv] of this rank's queries, in the dtype of q, or (out, max_logits).
+
+        Raises:
+            ValueError: the last dimension of q is not head_dim; or as in distributed.attention.
+            TypeError: as in distributed.attention.
+            NotImplementedError: as in distributed.attention.
+            RuntimeError: as in distributed.attention.
         """
-        out: Tensor = attention(
+        return attention(
             q, k, v, group=self.group, mode=self.mode, sharding=self.sharding, cu_seqlens=cu_seqlens, seqlen=seqlen,
-            bias=bias, mask=mask, **self.call_options(q),
+            bias=bias, mask=mask, return_max_logits=return_max_logits, **self.call_options(q),
         )  # fmt: skip
-        return out
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, ranks={self.group.size()}, mode={self.mode!r}, sharding={self.sharding!r}"

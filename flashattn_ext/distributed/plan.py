@@ -1,11 +1,11 @@
-"""Which keys each rank asks for, and the attention calls that it then makes: arithmetic alone, the same on every rank.
+"""Which keys each rank needs, and which attention calls it makes with them: pure arithmetic, the same on every rank.
 
 The exchanges `allgather` and `ring` leave the queries where they are. A step brings the keys of some ranks into a buffer, and a list of
 calls covers every pair of a query and a key there that causal and window allow. `allgather` has one step with the keys of
-all ranks, `ring` one step for each rank. What nobody on this rank sees is not asked for.
+all ranks, `ring` one step for each rank. Keys that are masked for every query of this rank are not transferred.
 
-Positions are counted in three ways: in the whole sequence, within a document (packed sequences have several, dense ones are one), and as
-rows of a buffer, where they are called rows and keys.
+Positions are counted in three ways: in the whole sequence, within a document (a packed call has several, a dense call has one), and as
+indices into a buffer, which are called rows and keys.
 """
 
 from __future__ import annotations
@@ -15,31 +15,28 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from ..placed import DRAWN_KEYS, DRAWN_ROWS
 from .communication import Segment
 from .sharding import GRANULE, Sharding, Span
 
-# For which a GPU draws dropout at once.
-DRAWN_ROWS = 16
-DRAWN_KEYS = 64
-
 
 class Rules(NamedTuple):
-    """What of a call's options decides who sees whom, and what depends on where a score is."""
+    """The options of a call that decide which keys a query sees, and whether a score depends on its position."""
 
     window_left: int
     window_right: int  # 0 with causal
     causal: bool
-    has_distances: bool  # alibi_slopes or relative_bias: the distance of a row and a key counts
-    has_places: bool  # bias or mask: the place of a row and a key counts
+    has_distances: bool  # alibi_slopes or relative_bias: a score depends on the distance of its row and key
+    has_places: bool  # bias or mask: a score depends on the positions of its row and key
     has_dropout: bool
 
     @property
     def is_free(self) -> bool:
-        """Whether a score is the same wherever it is, once it is visible."""
+        """Whether a visible score does not depend on its position."""
         return not (self.has_distances or self.has_places or self.has_dropout)
 
     def keys_of(self, first: int, last: int, length: int) -> tuple[int, int]:
-        """Keys of a document that its rows [first, last) may see. With dropout they begin with a granule."""
+        """Keys of a document that its rows [first, last) may see. With dropout the range begins at a multiple of GRANULE."""
         begin = 0 if self.window_left < 0 else max(0, first - self.window_left)
         end = length if self.window_right < 0 else min(length, last + self.window_right)
         return (begin // GRANULE * GRANULE if self.has_dropout else begin), end
@@ -50,7 +47,7 @@ class Place(NamedTuple):
 
     document: int
     row: int
-    last_row: int  # exclusive, as every end here
+    last_row: int  # exclusive, like every end in this file
     key: int
     last_key: int
 
@@ -59,19 +56,19 @@ class Place(NamedTuple):
 class Part:
     """One attention call: rows of the local queries against keys of a step's buffer.
 
-    `places` are one document, or, in a call of packed sequences, several that follow each other in both buffers.
+    `places` has one entry, or in a call of packed sequences one for each document; the documents are contiguous in both buffers.
     """
 
     rows: tuple[int, int]
     keys: tuple[int, int]
-    first_key: int  # position in the whole sequence of the first of the keys
+    first_key: int  # position of the first key in the whole sequence
     causal: bool
     window: tuple[int, int]
     origin: tuple[int, ...] | None
-    is_first: bool  # whether these rows meet their first keys: the sink belongs to this call
+    is_first: bool  # whether this is the first call for these rows; that call includes the sink
     places: tuple[Place, ...]
-    # Rows of nothing in front of `rows`, and keys that nobody sees in front of `keys`, so that dropout is drawn from where
-    # the generator of a GPU can begin.
+    # Padding rows in front of `rows` and fully masked keys in front of `keys`, so that the origin of the call is one that the
+    # dropout generator of the GPU kernels accepts.
     added_rows: int = 0
     added_keys: int = 0
 
@@ -81,24 +78,24 @@ class Step:
     """Keys that arrive together."""
 
     keys: int  # rows of the buffer
-    own: tuple[Segment, ...]  # what this rank copies from its own part
+    own: tuple[Segment, ...]  # rows that this rank copies from its own part
     received: tuple[Segment, ...]
-    sent: tuple[tuple[int, Segment], ...]  # (rank that it goes to, rows)
+    sent: tuple[tuple[int, Segment], ...]  # (destination rank, rows)
     parts: tuple[Part, ...]
-    is_own_part: bool  # the buffer is this rank's own part, as it is
+    is_own_part: bool  # the buffer is this rank's own part, used without a copy
 
 
 @dataclass(frozen=True)
 class Plan:
     steps: tuple[Step, ...]
-    merges: bool  # whether a row meets keys in more than one call
+    merges: bool  # whether the keys of some row are spread over more than one call
 
 
 @lru_cache(maxsize=256)
 def plan_of(
     sharding: Sharding, rank: int, documents: tuple[int, ...], rules: Rules, is_packed: bool, ring: bool
 ) -> Plan:
-    """The steps of a rank. `documents` are where they begin in the whole sequence, and the end of the last."""
+    """The steps of a rank. `documents` holds the start of each document in the whole sequence, then the end of the last."""
     return _Planner(sharding, rank, documents, rules, is_packed).plan(ring)
 
 
@@ -114,7 +111,7 @@ class _Planner:
 
     def plan(self, ring: bool) -> Plan:
         ranks = self.sharding.ranks
-        # Step t brings the keys of rank - t, so that at every step each rank sends to one rank and hears from one.
+        # Step t brings the keys of rank - t, so that at every step each rank sends to one rank and receives from one.
         groups = [[(self.rank - t) % ranks] for t in range(ranks)] if ring else [list(range(ranks))]
         met: set[int] = set()
         merges = False
@@ -148,7 +145,7 @@ class _Planner:
                 yield index, first, last
 
     def _wanted(self, rank: int) -> list[tuple[int, int]]:
-        """Positions of the keys that the queries of a rank may see, as ranges that do not touch."""
+        """Positions of the keys that the queries of a rank may see, as disjoint ranges with gaps between them."""
         ranges = []
         for span in self.sharding.spans(rank):
             for _, first, last in self._documents_in(span.begin, span.end):
@@ -164,7 +161,7 @@ class _Planner:
         return joined
 
     def _buffer(self, rank: int, sources: Sequence[int]) -> tuple[list[Span], list[Segment]]:
-        """What a rank gets from these ranks: the spans of its buffer, and which rows of whom fill it."""
+        """What `rank` receives from the ranks `sources`: the spans of its buffer, and the segments that fill it."""
         found = [
             (max(begin, span.begin), min(end, span.end), source, span)
             for begin, end in self._wanted(rank)
@@ -186,7 +183,7 @@ class _Planner:
     # --- calls ----------------------------------------------------------------------------------------------------------
 
     def _pieces(self, rows: Span, buffer: list[Span], met: set[int]) -> list[Part]:
-        """A call for every document of a span of queries and every span of keys; `met`: rows that have met keys before."""
+        """One call for each document in a span of queries and each span of keys; `met` holds the first rows of earlier calls."""
         pieces: list[Part] = []
         for document, first, last in self._documents_in(rows.begin, rows.end):
             row, last_row = max(first, rows.begin) - first, min(last, rows.end) - first
@@ -214,14 +211,15 @@ class _Planner:
         is_aligned = last_row == last_key
         sees_left = rules.window_left < 0 or key >= last_row - 1 - rules.window_left
         sees_right = rules.window_right < 0 or last_key - 1 <= row + rules.window_right
-        # Packed documents that are whole have one rule, so that one call can take many; others have the simplest.
+        # Whole packed documents keep the window of the options, so that one call can take several of them. All other pieces get
+        # the simplest equivalent window.
         causal = rules.causal and (is_aligned or not sees_right)
         window = (-1 if sees_left else rules.window_left, -1 if rules.causal or sees_right else rules.window_right)
         if self.is_packed and is_aligned:
             window = rules.window_left, -1 if rules.causal else rules.window_right
         is_anywhere = not causal and window == (-1, -1) and not rules.has_distances
         origin: tuple[int, ...] | None = (document, 0, row, key)
-        if is_aligned or is_anywhere:  # then the call's own alignment, at the last row and key, is right
+        if is_aligned or is_anywhere:  # the default alignment, last row with last key, is right
             if row == 0 and key == 0:
                 origin = (document, 0) if rules.has_dropout else None
             elif not (rules.has_dropout or rules.has_places):
@@ -237,14 +235,14 @@ class _Planner:
         )  # fmt: skip
 
     def _joined_keys(self, a: Part, b: Part) -> Part | None:
-        """One call for the same rows and the keys of both, where it means the same."""
+        """One call for the same rows and the keys of both, or None where that would change the result."""
         simple = self.rules.is_free and a.origin is None and b.origin is None and a.window == b.window == (-1, -1)
         if not simple or a.causal or a.keys[1] != b.keys[0]:
             return None
         return _larger(b, b.rows, (a.keys[0], b.keys[1]), a.first_key, a.is_first)
 
     def _joined(self, pieces: list[Part]) -> Iterator[Part]:
-        """Fewer calls that mean the same, of pieces in the order of their rows."""
+        """Merges pieces, in the order of their rows, into fewer equivalent calls."""
         join = self._joined_documents if self.is_packed else self._joined_rows
         before: Part | None = None
         counts: dict[int, int] = {}
@@ -266,13 +264,14 @@ class _Planner:
         simple = self.rules.is_free and a.origin is None and b.origin is None and a.window == b.window == (-1, -1)
         if not simple or a.rows[1] != b.rows[0] or a.is_first != b.is_first or a.causal != b.causal:
             return None
-        added_keys = b.rows[1] - b.rows[0] if a.causal else 0  # a staircase goes on, a rectangle has the same keys
+        # A causal triangle continues in b's keys; a rectangle has the same keys.
+        added_keys = b.rows[1] - b.rows[0] if a.causal else 0
         if a.keys[0] != b.keys[0] or b.keys[1] - a.keys[1] != added_keys:
             return None
         return _larger(b, (a.rows[0], b.rows[1]), b.keys, a.first_key, a.is_first)
 
     def _joined_documents(self, a: Part, b: Part) -> Part | None:
-        """Documents that follow each other, as one call of packed sequences."""
+        """One call of packed sequences for consecutive documents, or None where that would change the result."""
         follows = a.rows[1] == b.rows[0] and a.keys[1] == b.keys[0]
         alike = (a.causal, a.window, a.is_first) == (b.causal, b.window, b.is_first)
         if not follows or not alike or b.places[0].document != a.places[-1].document + 1:
@@ -285,6 +284,6 @@ class _Planner:
 
 
 def _larger(part: Part, rows: tuple[int, int], keys: tuple[int, int], first_key: int, is_first: bool) -> Part:
-    """A call of one document with more rows or keys, where positions do not count: they are numbered from 0."""
+    """`part`, a call of one document, with more rows or keys; its scores do not depend on positions, which are numbered from 0."""
     place = Place(part.places[0].document, 0, rows[1] - rows[0], 0, keys[1] - keys[0])
     return replace(part, rows=rows, keys=keys, first_key=first_key, is_first=is_first, places=(place,))

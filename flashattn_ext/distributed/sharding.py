@@ -1,4 +1,4 @@
-"""How a sequence is split over the ranks of a group: which rows a rank has, and moving between the whole and a part."""
+"""How a sequence is split over the ranks of a group: which rows a rank has, and the conversion between the whole and the parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = ("zigzag", "contiguous")
 
 
 class Span(NamedTuple):
-    """Positions [begin, end) of the whole sequence, and the row of a buffer that has the first of them."""
+    """Positions [begin, end) of the whole sequence, and the row of a buffer where they start."""
 
     begin: int
     end: int
@@ -32,10 +32,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharding:
-    """A sequence of `seqlen` positions in equal chunks of whole granules, of which the last ones may be shorter or empty.
+    """A sequence of `seqlen` positions in equal chunks of whole granules; the last chunks may be shorter or empty.
 
     "contiguous": rank r has chunk r of `ranks`. "zigzag": rank r has the chunks r and 2 ranks - 1 - r of 2 ranks, an early and a
-    late one, so that causal attention is as much work on every rank.
+    late one, so that causal attention is balanced over the ranks.
     """
 
     seqlen: int
@@ -48,7 +48,7 @@ class Sharding:
         return -(-self.seqlen // (count * GRANULE)) * GRANULE
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """What a rank has, in ascending order; chunks that are empty are left out."""
+        """The spans of a rank, in ascending order, without empty chunks."""
         chunks = (rank, 2 * self.ranks - 1 - rank) if self.kind == "zigzag" else (rank,)
         spans, at = [], 0
         for chunk in chunks:
@@ -69,7 +69,7 @@ class Sharding:
         return torch.cat(parts, dim) if parts else whole.narrow(dim, 0, 0).clone()
 
     def put(self, whole: Tensor, part: Tensor, dim: int, rank: int) -> None:
-        """Copies the part of a rank into its places of the whole."""
+        """Copies the part of a rank to its positions in the whole."""
         for span in self.spans(rank):
             whole.narrow(dim, span.begin, span.length).copy_(part.narrow(dim, span.at, span.length))
 
@@ -81,30 +81,48 @@ def checked_kind(sharding: Any) -> str:
 
 
 def shard(x: Tensor, *, group: Group = None, dim: int = 1, sharding: str = "zigzag") -> Tensor:
-    """This rank's part of a tensor that every rank has whole: tokens, labels, positions, or q, k and v themselves.
+    """This rank's part of a tensor that every rank has as a whole: tokens, labels, positions, or q, k and v themselves.
 
     Args:
         x: the whole; dimension `dim` is the sequence.
         group: ranks that share the sequence: a process group, a DeviceMesh of one dimension, or None for all ranks.
         dim: the dimension of the sequence, 1 for [B, S, ...], 0 for packed sequences [total, ...].
-        sharding: "zigzag" gives a rank an early and a late part of the sequence, so that causal attention is as much work on
-            every rank; "contiguous" gives it one part. Parts begin at multiples of 64, so that ranks may have different
-            lengths, and of a short sequence the last ones none.
+        sharding: "zigzag" gives a rank an early and a late part of the sequence, so that causal attention is the same work on
+            every rank; "contiguous" gives it one part. Parts begin at multiples of 64 positions, so that ranks may have different
+            lengths, and the last ranks may get nothing of a short sequence.
 
     Returns:
-        A new tensor; dimension `dim` has shard_lengths(S, ...)[rank] entries. Its gradient reaches the rows of x that it has.
+        A new tensor; dimension `dim` has shard_lengths(S, ...)[rank] entries. Its gradient flows to the rows of x that it contains.
+
+    Raises:
+        ValueError: `sharding` or `group` is not as described.
+        TypeError: x is not a tensor.
+        RuntimeError: torch.distributed is not initialised.
     """
     arguments.tensors(x=x)
     group = resolved(group)
+    dim = _dimension(x, dim)
     of = Sharding(x.shape[dim], dist.get_world_size(group), checked_kind(sharding))
-    return of.part(x, dim % x.dim(), dist.get_rank(group))
+    return of.part(x, dim, dist.get_rank(group))
 
 
 def shard_lengths(seqlen: int, *, group: Group = None, sharding: str = "zigzag") -> list[int]:
-    """How many of `seqlen` positions each rank has, in the order of the ranks."""
-    return Sharding(
-        arguments.integer("seqlen", seqlen), dist.get_world_size(resolved(group)), checked_kind(sharding)
-    ).lengths()
+    """How many positions of a sequence each rank has.
+
+    Args:
+        seqlen: number of positions of the whole sequence.
+        group: as in shard().
+        sharding: as in shard().
+
+    Returns:
+        A number for each rank, in the order of the ranks.
+
+    Raises:
+        ValueError: `seqlen`, `sharding` or `group` is not as described.
+        TypeError: seqlen is not an integer.
+        RuntimeError: torch.distributed is not initialised.
+    """
+    return Sharding(checked_seqlen(seqlen), dist.get_world_size(resolved(group)), checked_kind(sharding)).lengths()
 
 
 def unshard(
@@ -114,29 +132,52 @@ def unshard(
 
     Args:
         x: this rank's part.
-        group, dim, sharding: as in shard().
-        seqlen: positions of the whole; None where every rank has as many as this one.
+        group: as in shard().
+        dim: as in shard().
+        seqlen: number of positions of the whole; None if all ranks have the same number.
+        sharding: as in shard().
 
     Returns:
-        The whole. Every rank is taken to compute the same from it, so that the gradient of x is the part of this rank of the
-        gradient here, not a sum over ranks.
+        The whole. Every rank is assumed to compute the same from it, so that the gradient of x is this rank's part of the
+        gradient of the whole, not a sum over ranks.
+
+    Raises:
+        ValueError: the length of x is not the one that shard() gives this rank, or `sharding` or `group` is not as described.
+        TypeError: x is not a tensor.
+        RuntimeError: torch.distributed is not initialised.
     """
     arguments.tensors(x=x)
     group = resolved(group)
     ranks = dist.get_world_size(group)
-    dim %= x.dim()
-    of = Sharding(x.shape[dim] * ranks if seqlen is None else seqlen, ranks, checked_kind(sharding))
+    dim = _dimension(x, dim)
+    seqlen = x.shape[dim] * ranks if seqlen is None else checked_seqlen(seqlen)
+    of = Sharding(seqlen, ranks, checked_kind(sharding))
     check_length("x", x.shape[dim], of, dist.get_rank(group))
     whole: Tensor = _Unshard.apply(x, of, dim, group)  # type: ignore[no-untyped-call]
     return whole
+
+
+def checked_seqlen(seqlen: Any) -> int:
+    length = arguments.integer("seqlen", seqlen)
+    if length < 0:
+        raise ValueError(f"seqlen: expected at least 0, got {length}")
+    return length
+
+
+def _dimension(x: Tensor, dim: Any) -> int:
+    """dim counted from the front."""
+    index = arguments.integer("dim", dim)
+    if not -x.dim() <= index < x.dim():
+        raise ValueError(f"dim: expected a dimension of x of shape {list(x.shape)}, got {index}")
+    return index % x.dim()
 
 
 def check_length(name: str, length: int, of: Sharding, rank: int) -> None:
     if length != of.length(rank):
         raise ValueError(
             f"{name}: expected {of.length(rank)} of the {of.seqlen} positions of the sequence on rank {rank} of {of.ranks} "
-            f"({of.kind} sharding gives the ranks {of.lengths()}), got {length}; shard() splits so, and seqlen= says the length of the "
-            "whole where ranks have different lengths"
+            f"({of.kind} sharding gives the ranks {of.lengths()}), got {length}; split with shard(), and pass seqlen= with the length of "
+            "the whole where ranks have different lengths"
         )
 
 
@@ -160,7 +201,7 @@ class _Unshard(torch.autograd.Function):
 
 
 def _padded_parts(x: Tensor, of: Sharding, dim: int, rank: int) -> Sequence[Any]:
-    """Buffers of one length for the part of each rank, this rank's filled: what a gather wants."""
+    """One buffer for each rank, padded to the longest part as all_gather requires, with this rank's part filled in."""
     longest = max(of.lengths())
     parts = [x.new_zeros([*x.shape[:dim], longest, *x.shape[dim + 1 :]]) for _ in range(of.ranks)]
     parts[rank].narrow(dim, 0, x.shape[dim]).copy_(x)

@@ -1,1 +1,1 @@
-"""Where other libraries meet this package. Each module imports its library when it is imported itself; the package imports none."""
+"""Integrations with other libraries. Each module imports its library; importing this package imports none of them."""

@@ -1,10 +1,10 @@
-"""transformers' mask functions as windows and intervals.
+"""Converts transformers' mask functions to windows and intervals.
 
-transformers describes a mask by a function of (batch, head, query, key), put together from a few known ones: causal, sliding window,
-chunks, blocks, packed documents, padding. They are closures; the known ones are recognised by their code, and what they close over
-says which queries see each key without a matrix of queries and keys. What is known of each was compared with the function itself when
-this module was imported, so that a version of transformers in which one means something else is noticed. Any other function is
-evaluated, some rows at a time, and checked.
+transformers describes a mask by a function of (batch, head, query, key), composed of a few known ones: causal, sliding window, chunks,
+blocks, packed documents, padding. They are closures. The known ones are recognised by their code objects, and their closure variables
+give the queries that see each key without a dense mask. When this module is imported, each known function is compared with its
+implementation here, so that a version of transformers that changed its meaning is noticed. Any other function is evaluated, some rows at
+a time, and checked to have intervals.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from torch import Tensor
 from transformers import masking_utils
 
 from flashattn_ext import Mask
+from flashattn_ext.mask import ALL_ROWS
 
 from ._mask_tensors import intervals_tensor, window_tensor
 
 MaskFunction = Callable[..., Any]
-_ALL = 2**31 - 1  # after every query
-_ELEMENTS_AT_ONCE = 2**24  # so many elements of a dense mask are evaluated at a time
+_ALL = ALL_ROWS  # past every query
+_ELEMENTS_AT_ONCE = 2**24  # elements of a dense mask that are evaluated at a time
 
 
 class _Unknown(Exception):
-    """A mask function that is not put together from known ones, or whose tensors are no runs."""
+    """A mask function that is not composed of known ones, or whose ids are not contiguous runs."""
 
 
 class _Rows(NamedTuple):
-    """The queries that see each key, from first to before last; int64 [B or 1, Sk], counted as the mask function counts them.
+    """The queries [first, last) that see each key; int64 [B or 1, Sk], in the positions of the mask function.
 
-    For every known function, and for `and` and `or` of such, the interval of a key holds the query at the key's own position, or it
-    is empty. So the union of two of them has no gap.
+    For every known function, and for `and` and `or` of them, the interval of a key is empty or contains the query at the key's
+    position. Therefore the union of two intervals has no gap.
     """
 
     first: Tensor
@@ -62,17 +63,19 @@ def _bidirectional(keys: Tensor) -> _Rows:
 
 
 def _window(keys: Tensor, sliding_window: int) -> _Rows:
-    if sliding_window < 1:  # it leaves out the query's own key
+    if sliding_window < 1:  # a query would not see its own key
         raise _Unknown
-    return _Rows(torch.full_like(keys, -_ALL), keys + sliding_window)
+    return _Rows(torch.full_like(keys, -_ALL), keys + min(sliding_window, _ALL))
 
 
 def _bidirectional_window(keys: Tensor, sliding_window: int) -> _Rows:
-    return _Rows(keys - sliding_window, keys + sliding_window + 1)
+    side = min(sliding_window, _ALL)
+    return _Rows(keys - side, keys + side + 1)
 
 
 def _chunks(keys: Tensor, chunk_size: int, left_padding: Tensor | int = 0) -> _Rows:
     padding = left_padding[:, None] if isinstance(left_padding, Tensor) else left_padding
+    chunk_size = min(chunk_size, _ALL)
     start = (keys - padding) // chunk_size * chunk_size + padding
     return _Rows(start, start + chunk_size)
 
@@ -83,10 +86,10 @@ def _padding(keys: Tensor, padding_mask: Tensor) -> _Rows:
 
 
 def _blocks(keys: Tensor, block_sequence_ids: Tensor) -> _Rows:
-    """Blocks of ids from 0 on that see each other; below 0 is no block."""
+    """Blocks of equal ids >= 0, whose members see each other; a negative id is outside of all blocks."""
     ids = block_sequence_ids
     before, after = ids[:, :-1], ids[:, 1:]
-    # Where a block begins, its id is larger than all before it: no block comes back.
+    # A new block must have a larger id than all blocks before it, so that every id is one contiguous run.
     largest = ids.clamp(min=-1).cummax(1).values[:, :-1]
     _require((after < 0) | (after == before) | (after > largest))
     first, last = _runs(ids)
@@ -101,20 +104,20 @@ def _packed(keys: Tensor, packed_sequence_mask: Tensor) -> _Rows:
 
 
 def _require(condition: Tensor) -> None:
-    """The only look at values. transformers, too, waits for the device to see whether a batch is packed."""
+    """Raises _Unknown unless all are True: the only place that waits for the device, as transformers does to detect packed batches."""
     if not bool(condition.all()):
         raise _Unknown
 
 
 def _runs(ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the run of equal neighbours that an element is in begins, and where the next one does; int64 [B, S] each."""
+    """Start and end (exclusive) of the run of equal neighbours that each element is in; int64 [B, S] each."""
     intervals = Mask.documents(ids).intervals[:, 0].long()
     return intervals[..., 0], intervals[..., 1]
 
 
 class _Known(NamedTuple):
-    rows: Callable[..., _Rows]  # takes the keys, and what the function closes over by name
-    examples: tuple[dict[str, Any], ...]  # arguments for the factory, for queries and keys 0 to 7 of two batch entries
+    rows: Callable[..., _Rows]  # takes the keys, and the closure variables by name
+    examples: tuple[dict[str, Any], ...]  # arguments of the factory, for queries and keys 0 to 7 of two batch entries
 
 
 _EXAMPLE_IDS = torch.tensor([[-1, 0, 0, -1, 1, 1, 1, 2], [0, 0, 0, 1, 2, 2, -1, -1]])
@@ -136,19 +139,19 @@ def _enclosed(function: MaskFunction) -> dict[str, Any]:
 
 
 def _agrees(function: MaskFunction, rows: Callable[..., _Rows], enclosed: dict[str, Any]) -> bool:
-    """Whether what is known of a function is what it computes, on 8 queries and keys of two batch entries."""
+    """Whether `rows` agrees with the mask function on 8 queries and keys of two batch entries."""
     index = torch.arange(8)
     try:
         expected = function(torch.arange(2)[:, None, None], 0, index[:, None], index).expand(2, 8, 8)
         got = rows(index[None], **enclosed)
-    except Exception:  # whatever has become of a function, it is evaluated then
+    except Exception:  # the function has changed in some way; it will be evaluated
         return False
     visible = (index[:, None] >= got.first[:, None]) & (index[:, None] < got.last[:, None])
     return torch.equal(visible.expand(2, 8, 8), expected)
 
 
 def _recognised() -> dict[Any, Callable[..., _Rows]]:
-    """What is known of a function, by the function's code."""
+    """The known functions: from code object to interval rule."""
     known = {}
     for name, rows in _PLAIN.items():
         function = getattr(masking_utils, name, None)
@@ -171,10 +174,10 @@ _BIDIRECTIONAL = getattr(masking_utils, "bidirectional_mask_function", None)
 
 
 def _rows(function: MaskFunction, keys: Tensor) -> _Rows:
-    """The queries that see the keys, [B or 1, Sk].
+    """The queries that see each key, [B or 1, Sk].
 
     Raises:
-        _Unknown: the function has to be evaluated.
+        _Unknown: the function must be evaluated.
     """
     code = getattr(function, "__code__", None)
     if code in _KNOWN:
@@ -197,13 +200,13 @@ def _rows(function: MaskFunction, keys: Tensor) -> _Rows:
 
 
 def _in_documents(enclosed: dict[str, Any], siblings: tuple[MaskFunction, ...], keys: Tensor) -> _Rows:
-    """A mask function of positions within packed documents, where it stands beside the mask that keeps the documents apart."""
+    """The rows of a mask function of positions within packed documents, combined by `and` with the mask that separates the documents."""
     position_ids: Tensor = enclosed["position_ids"]
     names = [_enclosed(part) for part in siblings]
     documents: list[Tensor] = [name["packed_sequence_mask"] for name in names if "packed_sequence_mask" in name]
     if len(documents) != 1:
         raise _Unknown
-    # Within a document positions rise by one: queries and keys are as far apart as their positions.
+    # Within a document positions rise by one, so that distances of positions equal distances in the row.
     rises = position_ids.diff(dim=1) == 1
     same = documents[0].diff(dim=1) == 0
     _require(rises | ~same)
@@ -213,7 +216,7 @@ def _in_documents(enclosed: dict[str, Any], siblings: tuple[MaskFunction, ...], 
 
 
 def _position_rows(function: MaskFunction, positions: Tensor) -> _Rows:
-    """The mask functions that read nothing by index: only those may be asked about positions."""
+    """_rows for positions in place of keys; only for mask functions that do not index tensors by position."""
     code = getattr(function, "__code__", None)
     enclosed = _enclosed(function)
     if code is _AND:
@@ -230,14 +233,14 @@ def _position_rows(function: MaskFunction, positions: Tensor) -> _Rows:
 
 
 def _traced_window(function: MaskFunction) -> tuple[int, int] | None:
-    """_plain_window of what torch.compile traces, as far as a comparison tells: it looks into no closure."""
+    """_plain_window under torch.compile, which cannot read closures: recognises plain causal and bidirectional masks only."""
     if function is _CAUSAL:
         return -1, 0
     return (-1, -1) if function is _BIDIRECTIONAL else None
 
 
 def _plain_window(function: MaskFunction) -> tuple[int, int] | None:
-    """(left, right) of a function that is a window and nothing else, -1 for unbounded; None for any other."""
+    """(left, right) of a function that is only a window, -1 for unbounded; None for any other function."""
     code = getattr(function, "__code__", None)
     kind = _KNOWN.get(code)
     if kind is _causal:
@@ -246,7 +249,7 @@ def _plain_window(function: MaskFunction) -> tuple[int, int] | None:
         return -1, -1
     if kind is _window or kind is _bidirectional_window:
         width = _enclosed(function)["sliding_window"]
-        if width < 1:  # which sees less than a window can say
+        if width < 1:  # narrower than a window tensor can encode
             return None
         return (width - 1, -1) if kind is _window else (width, width)
     if code is not _AND:
@@ -263,7 +266,7 @@ def _plain_window(function: MaskFunction) -> tuple[int, int] | None:
 
 
 class _Sizes(NamedTuple):
-    """Queries are q_offset to q_offset + q_length of the sequence, keys likewise. Offsets may be tensors of one element."""
+    """Queries are positions [q_offset, q_offset + q_length) of the sequence, keys likewise. Offsets may be tensors of one element."""
 
     batch: int
     q_length: int
@@ -272,7 +275,7 @@ class _Sizes(NamedTuple):
     kv_offset: Any
 
     def ends_together(self) -> bool:
-        """Whether the last query stands at the last key; False where only the device knows."""
+        """Whether the last query is at the position of the last key; False if finding out would wait for the device."""
         offsets = (self.q_offset, self.kv_offset)
         if any(isinstance(x, Tensor) and (x.device.type != "cpu" or torch.compiler.is_compiling()) for x in offsets):
             return False
@@ -294,27 +297,27 @@ def attention_mask(
     config: Any = None,
     **_hints: Any,
 ) -> Tensor | None:
-    """What transformers registers as a mask function: the mask of a model's layers, as a window or as intervals.
+    """The mask function that register() installs in transformers: the mask of a model's layers as a window or as intervals.
 
     Args:
         batch_size, q_length, kv_length, q_offset, kv_offset, mask_function: as transformers 5 passes them.
-        cache_position: int64 [Sq], the positions of the queries, in the place of q_length and q_offset in transformers 4.
+        cache_position: int64 [Sq], the positions of the queries, instead of q_length and q_offset in transformers 4.
         attention_mask: bool [B, keys seen so far], False where a key is padding.
-        allow_is_bidirectional_skip: None will do where nothing is hidden; some vision models add to the mask otherwise.
-        config: of the model. A decoder that is_causal=False turned into an encoder is told that nothing is hidden: its layers do not
-            know.
+        allow_is_bidirectional_skip: None may be returned if no key is masked; without it some vision models add to the mask.
+        config: of the model. A decoder made an encoder by is_causal=False gets an explicit window instead of None, because its layers
+            would apply causal attention without a mask.
 
     Returns:
-        A window or intervals (_mask_tensors.py), or None as above. A mask that is neither comes back dense, bool [B, 1, Sq, Sk]; the
-        layer that uses it says so.
+        A window or intervals (_mask_tensors.py), or None as above. A mask that is neither is returned dense, bool [B, 1, Sq, Sk]; the
+        layer that uses it raises the error.
     """
     if attention_mask is not None and attention_mask.dim() == 4:
         return attention_mask
-    if isinstance(q_length, Tensor):  # transformers 4 may pass the cache position by place
+    if isinstance(q_length, Tensor):  # transformers 4 may pass cache_position as a positional argument
         cache_position = q_length
     if cache_position is not None:
         q_length, device = cache_position.shape[0], cache_position.device
-        # Without earlier keys the queries begin at 0, which then need not be read from the device.
+        # Without earlier keys the queries begin at 0; reading that from cache_position would wait for the device.
         q_offset = 0 if q_length == kv_length and isinstance(kv_offset, int) and kv_offset == 0 else cache_position[0]
     sizes = _Sizes(batch_size, q_length, kv_length, q_offset, kv_offset)
     device = torch.device("cpu" if device is None else device)
@@ -326,10 +329,10 @@ def attention_mask(
     if window is not None and padding is None and (window == (-1, -1) or sizes.ends_together()):
         if window == (-1, -1) and allow_is_bidirectional_skip and getattr(config, "is_causal", True):
             return None
-        longest = max(q_length, kv_length) - 1  # a window that is wider is none
+        longest = max(q_length, kv_length) - 1  # a wider window masks nothing
         left, right = (-1 if side >= longest > 0 else side for side in window)
         return window_tensor(left, right, device)
-    if tracing:  # which cannot look into closures
+    if tracing:  # closures cannot be read
         return _evaluated(mask_function, attention_mask, sizes, use_vmap, device)
     try:
         rows = _rows(mask_function, torch.arange(kv_length, device=device)[None] + kv_offset)
@@ -339,11 +342,11 @@ def attention_mask(
     if padding is not None:
         last = torch.where(padding, last, 0)
     intervals = torch.stack(torch.broadcast_tensors(first, last), -1).clamp(0, q_length)
-    return intervals_tensor(Mask(intervals.int()[:, None]))
+    return intervals_tensor(Mask(intervals.int()[:, None]), q_length)
 
 
 def _padding_or_none(attention_mask: Tensor | None, sizes: _Sizes) -> Tensor | None:
-    """bool [B, Sk], True where there is a token; None where every key is one, as far as that is known without waiting for a device."""
+    """bool [B, Sk], True where there is a token; None if there is no padding and finding that out does not wait for a device."""
     if attention_mask is None:
         return None
     short = sizes.kv_length + sizes.kv_offset - attention_mask.shape[-1]
@@ -356,7 +359,7 @@ def _padding_or_none(attention_mask: Tensor | None, sizes: _Sizes) -> Tensor | N
 
 
 def _without_single_document(function: MaskFunction) -> MaskFunction:
-    """transformers 4 calls every batch packed: the other half of `and`, where there is but one document to a row."""
+    """The other operand of `and` if each row is one document: transformers 4 adds the packed mask to every batch."""
     if getattr(function, "__code__", None) is not _AND:
         return function
     parts = _enclosed(function)["mask_functions"]
@@ -375,7 +378,7 @@ def _is_single_document(function: MaskFunction) -> bool:
 def _evaluated(
     function: MaskFunction, padding: Tensor | None, sizes: _Sizes, use_vmap: bool, device: torch.device
 ) -> Tensor:
-    """The intervals of any mask function, from its values: some rows at a time, so that memory stays linear in the length."""
+    """The intervals of any mask function, evaluated some rows at a time, so that memory stays linear in the length."""
 
     def dense(start: int, stop: int) -> Tensor:
         """bool [B, 1, stop - start, Sk]"""
@@ -398,7 +401,7 @@ def _evaluated(
     last, count = torch.zeros_like(first), torch.zeros_like(first)
     tracing = torch.compiler.is_compiling()
     step = max(_ELEMENTS_AT_ONCE // max(sizes.batch * sizes.kv_length, 1), 1)
-    # A compiler fuses the reductions below with what they reduce: it needs no steps.
+    # torch.compile fuses the mask into the reductions below, so that it needs no steps.
     for start, stop in [(0, Sq)] if tracing else [(row, min(row + step, Sq)) for row in range(0, Sq, step)]:
         visible = dense(start, stop)
         rows = torch.arange(start, stop, dtype=torch.int32, device=device)[:, None]
@@ -408,8 +411,8 @@ def _evaluated(
     whole = ((count == 0) | (last - first == count)).all()
     if tracing:
         torch._assert_async(
-            whole, "fax: the queries that see a key are no single interval; the model runs without torch.compile"
+            whole, "fax: the queries that see a key are not a single interval; run this model without torch.compile"
         )
     elif not bool(whole):
         return dense(0, Sq)
-    return intervals_tensor(Mask(torch.stack([first, torch.maximum(first, last)], -1).int()))
+    return intervals_tensor(Mask(torch.stack([first, torch.maximum(first, last)], -1).int()), Sq)

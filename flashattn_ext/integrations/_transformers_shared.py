@@ -1,7 +1,7 @@
 """transformers models whose rows are shared by several ranks: register(cp_group=...).
 
-Each rank runs the model on its part of every row, as flashattn_ext.distributed.shard gives it, with the position_ids of that part. What tells a
-layer about other positions than its own rank's must therefore be a rule, a window, or be found in the position_ids of the whole.
+Each rank runs the model on its part of every row, as flashattn_ext.distributed.shard splits it, with the position_ids of that part. A mask
+must therefore be causal, a window, or follow from the position_ids of the whole row, because a rank has no mask tensor of other positions.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from torch import Tensor
 
 from flashattn_ext import Mask, distributed
 from flashattn_ext.distributed.groups import Group, resolved
+from flashattn_ext.kept import KeptForTensors
 
 from . import _mask_tensors
 from ._transformers_masks import _AND, _CAUSAL, _KNOWN, _REMAP, MaskFunction, _packed, _plain_window
 
-_WHOLE = (
-    "_flashattn_ext_whole"  # the attribute of position_ids that keeps what the ranks have told each other about them
-)
+# By position_ids: the Mask of packed documents of the whole rows, gathered from all ranks; None without documents.
+_wholes = KeptForTensors()
 
 
 class SharedRows:
-    """The attention and mask functions that transformers is given for one group."""
+    """The attention and mask functions that register() installs in transformers for one group."""
 
     def __init__(self, group: Group, mode: str, sharding: str) -> None:
         self.group = resolved(group)
@@ -35,21 +35,21 @@ class SharedRows:
         self, batch_size: int, *_sizes: Any, mask_function: MaskFunction = _CAUSAL, attention_mask: Tensor | None = None,
         device: torch.device | str | None = None, **_hints: Any,
     ) -> Tensor:  # fmt: skip
-        """A window, as _mask_tensors.py has it; documents are the layers' to find.
+        """A window tensor (_mask_tensors.py). Packed documents are found later by the layers, from position_ids.
 
         Raises:
-            NotImplementedError: a padded batch, or a mask that is neither causal, a window, nor of packed documents.
+            NotImplementedError: the batch is padded, or the mask is not made of causal, windows and packed documents.
         """
         if attention_mask is not None and (attention_mask.dim() != 2 or not bool(attention_mask.all())):
             raise NotImplementedError(
                 "attention_mask: expected None or ones where ranks share rows (cp_group), got padding or a mask of scores; pack documents "
-                "into rows instead, with position_ids that begin anew with each"
+                "into rows instead, with position_ids that restart at 0 in each document"
             )
         window = _plain_window(_without_documents(mask_function))
         if window is None:
             raise NotImplementedError(
-                "mask_function: where ranks share rows (cp_group), a model may be causal or not, with sliding windows and packed documents; "
-                f"got {getattr(mask_function, '__qualname__', mask_function)}"
+                "mask_function: expected causal or bidirectional attention, with sliding windows and packed documents, where ranks share "
+                f"rows (cp_group), got {getattr(mask_function, '__qualname__', mask_function)}; register the model without cp_group"
             )
         return _mask_tensors.window_tensor(*window, "cpu" if device is None else device)
 
@@ -69,37 +69,38 @@ class SharedRows:
         return out
 
     def _documents(self, position_ids: Tensor | None) -> Mask | None:
-        """Documents that are packed into rows begin at position 0. The ranks tell each other once for all layers of a forward pass."""
+        """The Mask of packed documents, which begin at position 0. The ranks communicate once for all layers of a forward pass."""
         if position_ids is None or position_ids.dim() != 2:
             raise ValueError(
-                "position_ids: expected those of this rank's part of each row, [batch, positions], where ranks share rows (cp_group): "
+                "position_ids: expected the positions of this rank's part of each row, [batch, positions], where ranks share rows (cp_group), "
+                f"got {'None' if position_ids is None else f'shape {list(position_ids.shape)}'}; pass "
                 "distributed.shard(torch.arange(S)[None], group=cp_group)"
             )
-        known = getattr(position_ids, _WHOLE, None)
-        if known is None:
-            whole = distributed.unshard(position_ids, group=self.group, sharding=self.sharding)
-            begins = whole == 0
-            if not bool((begins[:, 1:] | (whole.diff(dim=1) == 1)).all()):
-                raise ValueError(
-                    f"position_ids: expected positions that rise by 1 or begin anew with 0 in the whole rows, got {whole[0].tolist()[:8]}... "
-                    f"of all ranks together; shard them as the tokens are ({self.sharding})"
-                )
-            known = [Mask.documents(begins.cumsum(1))] if bool(begins[:, 1:].any()) else []
-            setattr(position_ids, _WHOLE, known)
-        return known[0] if known else None
+        return _wholes.get([position_ids], lambda: self._told(position_ids), (self.group, self.sharding))
+
+    def _told(self, position_ids: Tensor) -> Mask | None:
+        """The Mask of the documents in the whole rows, from the position_ids of all ranks; None without packed documents."""
+        whole = distributed.unshard(position_ids, group=self.group, sharding=self.sharding)
+        begins = whole == 0
+        if not bool((begins[:, 1:] | (whole.diff(dim=1) == 1)).all()):
+            raise ValueError(
+                f"position_ids: expected positions that rise by 1 or restart at 0 in the whole rows, got {whole[0].tolist()[:8]}... "
+                f"from all ranks together; shard them like the tokens ({self.sharding})"
+            )
+        return Mask.documents(begins.cumsum(1)) if bool(begins[:, 1:].any()) else None
 
 
 def _without_documents(function: MaskFunction) -> MaskFunction:
-    """The rest of a mask that keeps packed documents apart.
+    """The mask function without the part that separates packed documents.
 
-    transformers takes the gaps between the parts of a row that a rank has for the ends of documents.
+    transformers mistakes the gaps between the chunks of a row on one rank for document boundaries.
     """
     if getattr(function, "__code__", None) is not _AND:
         return function
     rest: list[MaskFunction] = []
     for part in inspect.getclosurevars(function).nonlocals["mask_functions"]:
         code = getattr(part, "__code__", None)
-        if code is _REMAP:  # a function of positions within documents, which are as far apart as those of the row
+        if code is _REMAP:  # its positions within documents have the same distances as positions in the row
             rest.append(inspect.getclosurevars(part).nonlocals["mask_function"])
         elif _KNOWN.get(code) is not _packed:
             rest.append(_without_documents(part))

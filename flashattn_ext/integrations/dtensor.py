@@ -1,11 +1,10 @@
-"""DTensor: forward, backward and dropout_mask on tensors that torch.distributed.tensor spreads over a mesh of ranks.
+"""DTensor: forward, its derivatives and dropout_mask on tensors that torch.distributed.tensor spreads over a mesh of ranks.
 
-A mesh dimension may share out the batch, the heads, or nothing; no data moves then. A layout that has the sequence shared out is
-gathered, with a warning. Dropout of the parts is that of the whole tensor, bit for bit, where all ranks have the same seed: every rank
-tells its call the place of its part (`origin`).
+A mesh dimension may shard the batch, the heads, or nothing (replicate); these layouts need no communication. A sharded sequence is
+gathered, with a warning. Every rank passes the position of its shard as `origin`, so that with the same seed on all ranks the dropout
+mask equals the mask of the whole tensor, bit for bit.
 
-flashattn_ext.forward imports this module when it is first given a DTensor. It knows the ops by the names in their schemas, and the rank
-of a tensor says how it is laid out.
+flashattn_ext.forward imports this module when it first gets a DTensor. Arguments are identified by their names in the op schemas.
 """
 
 from __future__ import annotations
@@ -20,15 +19,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from .. import ops
+from ..options import DIFFERENTIABLE, TENSORS
 
-# How one mesh dimension shares a call out.
+# What one mesh dimension shards.
 BATCH, HEADS, NOTHING = "batch", "heads", "nothing"
+
+_DIMS = {option.name: option.dims for option in TENSORS}
 
 _Arguments = dict[str, Any]
 
+# Tangents have the layout of their tensors.
+_PRIMALS = {f"t{name}": name for name in (*DIFFERENTIABLE, "out", "lse")}
+
 
 def together(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors of a call that has a DTensor among them, all as DTensors: a plain one is the same on every rank."""
+    """The tensors of a call with at least one DTensor, all as DTensors; a plain tensor is taken as replicated."""
     mesh = next(t.device_mesh for t in tensors if isinstance(t, DTensor))
     return [t if t is None or isinstance(t, DTensor) else _replicated(t, mesh) for t in tensors]
 
@@ -38,7 +43,7 @@ def _replicated(t: Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 class _Layout:
-    """Which dimension of each tensor of a call is the batch, and which the heads."""
+    """Which dimensions of the tensors of a call are the batch and the heads."""
 
     def __init__(self, arguments: _Arguments) -> None:
         q, k = arguments["q"], arguments["k"]
@@ -48,16 +53,20 @@ class _Layout:
         self.heads_q, self.heads_k = q.shape[self.head_dim], k.shape[self.head_dim]
 
     def batch_and_head_dims(self, name: str, t: Tensor) -> tuple[int | None, int | None]:
-        """Dimensions of a named tensor; None where it has one entry for all."""
+        """The batch and head dimensions of a named tensor; None where it has no such dimension or one entry for all."""
+        name = _PRIMALS.get(name, name)
         if name in ("q", "k", "v", "dout", "out"):
             return None if self.packed else 0, self.head_dim
         if name in ("lse", "dlse", "centres"):
             return (None, 0) if self.packed else (0, 1)
-        if name in ("sink", "relative_bias") or (name == "alibi_slopes" and t.dim() == 1):
+        if name == "max_logits":
+            return None if self.packed else 0, 1
+        dims = _DIMS.get(name)
+        if dims == "heads" or (dims == "batch_heads" and t.dim() == 1):
             return None, 0
-        if name == "alibi_slopes":
+        if dims == "batch_heads":
             return 0, 1
-        if name in ("bias", "mask_intervals", "mask_extremes"):
+        if dims == "scores":
             heads = 0 if t.dim() == 3 else 1  # packed intervals begin with the heads
             return 0 if t.dim() == 4 and t.shape[0] > 1 else None, heads if t.shape[heads] > 1 else None
         return None, None
@@ -68,7 +77,7 @@ class _Layout:
         return Replicate() if dim is None else Shard(dim)
 
     def share(self, placements: Sequence[Placement], ranks: int) -> str:
-        """What a mesh dimension of so many ranks shares out, after the placements of q, k and v on it."""
+        """What a mesh dimension of `ranks` ranks shards, given the placements of q, k and v on it."""
         for placement in placements:
             if type(placement) is not Shard:
                 continue
@@ -83,14 +92,14 @@ class _Layout:
             return
         if placement.dim == self.row_dim:
             warnings.warn(
-                f"flashattn_ext: {name} is a DTensor with its sequence (dimension {placement.dim}) shared out over {ranks} ranks; "
-                "every rank gathers the whole sequence. Share out the batch or the heads instead",
+                f"flashattn_ext: {name} is a DTensor with its sequence (dimension {placement.dim}) sharded over {ranks} ranks; "
+                "every rank gathers the whole sequence. Shard the batch or the heads instead",
                 stacklevel=2,
             )
         elif placement.dim == self.head_dim and share == NOTHING:
             warnings.warn(
-                f"flashattn_ext: {name} is a DTensor with its heads shared out over {ranks} ranks, which {self.heads_q} query heads "
-                f"and {self.heads_k} key heads do not divide by; every rank gathers all heads",
+                f"flashattn_ext: {name} is a DTensor with its heads sharded over {ranks} ranks, but {self.heads_q} query heads "
+                f"and {self.heads_k} KV heads are not both divisible by {ranks}; every rank gathers all heads",
                 stacklevel=2,
             )
 
@@ -100,7 +109,7 @@ def _named(func: Any, args: Sequence[Any]) -> _Arguments:
 
 
 class _SharedCall:
-    """One call of an op with DTensors: how each mesh dimension shares it out, and the arguments of this rank."""
+    """One call of an op with DTensors: what each mesh dimension shards, and the arguments of this rank."""
 
     def __init__(self, func: Any, args: Sequence[Any]) -> None:
         self.func = func
@@ -124,31 +133,32 @@ class _SharedCall:
         return [self.layout.placement(name, t, share) for share in self.shares]
 
     def local(self, name: str, value: Any) -> Any:
-        """This rank's part of an argument."""
+        """This rank's shard of an argument."""
         if not isinstance(value, Tensor):
             return value
         if not isinstance(value, DTensor):
             if all(isinstance(placement, Replicate) for placement in self.placements(name, value)):
                 return value
             value = _replicated(value, self.mesh)
-        # Detached: torch 2.11 has no strategy for the detach_ with which autograd would end a Function below it.
+        # detach(): autograd would call detach_ on the result, for which torch 2.11 has no sharding strategy.
         return value.detach().redistribute(self.mesh, self.placements(name, value)).to_local()
 
     def run(self) -> Any:
         local = {name: self.local(name, value) for name, value in self.arguments.items()}
-        if self.arguments["dropout_p"] > 0:
+        # Inside torch.compile a symbolic dropout_p is passed in `scalars`, and the argument dropout_p is 0.
+        if self.arguments["dropout_p"] > 0 or self.arguments["scalars"]:
             local["origin"] = self._origin()
         return self.func(*local.values())
 
     def _origin(self) -> list[int]:
-        """The place of this rank's part in the call of a whole."""
+        """The origin of this rank's call: the position of its shard in the whole."""
         batch, head, *rows_and_keys = self.arguments["origin"] or (0, 0)
         q = self.arguments["q"]
         batch += self._offset(BATCH, q.shape[0])
         return [batch, head + self._offset(HEADS, self.layout.heads_q), *rows_and_keys]
 
     def _offset(self, share: str, size: int) -> int:
-        """Where this rank's part of a dimension of that size begins: mesh dimensions that share it out do so one after the other."""
+        """The start of this rank's shard of a dimension of `size`; mesh dimensions that shard the same dimension apply in order."""
         begin = 0
         for dim in (dim for dim, it_shares in enumerate(self.shares) if it_shares == share):
             chunk = -(-size // self.mesh.size(dim))
@@ -157,9 +167,9 @@ class _SharedCall:
         return begin
 
     def whole(self, name: str, local: Tensor, like: Tensor) -> DTensor:
-        """A result that has the shape of a named tensor, or of its gradient, as a DTensor.
+        """The local result `local`, shaped like the named tensor `like`, as a DTensor.
 
-        What has one entry for all of a dimension that is shared out is a sum over it: each rank has the part of its own.
+        A gradient with one entry for a whole sharded dimension is a sum over that dimension: each rank holds a partial sum.
         """
         batch, head = self.layout.batch_and_head_dims(name, like)
         dims = {BATCH: batch, HEADS: head}
@@ -173,7 +183,7 @@ class _SharedCall:
 
 def _forward(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> tuple[DTensor, ...]:
     call = _SharedCall(func, args)
-    out, lse, centres = call.run()
+    out, lse, centres, max_logits = call.run()
     a, layout = call.arguments, call.layout
     q, v = a["q"], a["v"]
     like_out = torch.empty((*q.shape[:-1], v.shape[-1]), device="meta")
@@ -185,7 +195,15 @@ def _forward(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kwargs: An
     whole_centres = (
         call.whole("centres", centres, like_centres) if a["keeps_centres"] else _replicated(centres, call.mesh)
     )
-    return call.whole("out", out, like_out), call.whole("lse", lse, like_lse), whole_centres
+    like_max_logits = torch.empty(
+        (a["cu_seqlens_q"].shape[0] - 1 if layout.packed else q.shape[0], layout.heads_q), device="meta"
+    )
+    whole_max_logits = (
+        call.whole("max_logits", max_logits, like_max_logits)
+        if a["returns_max_logits"]
+        else _replicated(max_logits, call.mesh)
+    )
+    return call.whole("out", out, like_out), call.whole("lse", lse, like_lse), whole_centres, whole_max_logits
 
 
 def _backward(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> tuple[Tensor, ...]:
@@ -200,14 +218,20 @@ def _backward(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kwargs: A
     return tuple(gradients)
 
 
+def _jvp(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> tuple[DTensor, DTensor]:
+    call = _SharedCall(func, args)
+    tout, tlse = call.run()
+    return call.whole("out", tout, call.arguments["out"]), call.whole("lse", tlse, call.arguments["lse"])
+
+
 def _on_every_rank(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Any:
-    """dropout_mask: the same everywhere, from a state that is the same everywhere."""
+    """dropout_mask: replicated, because the state it is made from is."""
     mesh = next(t.device_mesh for t in args if isinstance(t, DTensor))
     return _replicated(func(*(t.full_tensor() if isinstance(t, DTensor) else t for t in args)), mesh)
 
 
 def _state_of_a_seed(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kwargs: Any) -> Tensor:
-    """rng_state: a plain tensor, from the seed that all ranks are given."""
+    """rng_state: a plain tensor, made from the seed that all ranks pass."""
     device_of, seed = args
     state: Tensor = func(device_of.to_local(), seed)
     return state
@@ -216,6 +240,8 @@ def _state_of_a_seed(_cls: Any, func: Any, _types: Any, args: Sequence[Any], _kw
 _RULES: dict[str, Callable[..., Any]] = {
     "forward": _forward,
     "backward": _backward,
+    "jvp": _jvp,
+    "second": _backward,
     "dropout_mask": _on_every_rank,
     "rng_state": _state_of_a_seed,
 }

@@ -3,12 +3,12 @@
     flashattn_ext.integrations.sdpa.activate()      # from here on, on the CPU and on CUDA, forward and backward
     with flashattn_ext.integrations.sdpa.activate(report=True) as report: ...
 
-What a call means stays what torch's documentation says. A call that these kernels cannot do runs as it would without this module,
-and a Report counts and names it.
+The semantics of a call stay as documented by torch. A call that these kernels do not support runs on torch's own kernels, and a
+Report counts these calls by reason.
 
 While activated, the operator aten::scaled_dot_product_attention has a kernel of this module for the autograd and backend keys of a
-device, registered through torch's registry of attention implementations. It is the operator that every call goes through, before
-torch pads heads, makes bool masks additive or chooses a kernel.
+device, registered through torch's registry of attention implementations. Every call goes through this operator, before torch pads
+heads, makes bool masks additive or chooses a kernel.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 
 @dataclass
 class Report:
-    """What became of the calls of scaled_dot_product_attention.
+    """Counts which kernels the calls of scaled_dot_product_attention ran on; str() gives a readable summary.
 
-    ours: calls that ran on this package's kernels.
-    torchs: calls that went back to torch's own kernels, counted by reason.
+    Args:
+        ours: number of calls that ran on this package's kernels.
+        torchs: number of calls that ran on torch's own kernels, by reason.
     """
 
     ours: int = 0
@@ -46,7 +47,10 @@ class Report:
 
 
 class Activation:
-    """What activate() returns: in force already, and undone at the end of a with block, which it gives its report."""
+    """Result of activate(): already in force; as a context manager it restores the previous state at the end of a with block.
+
+    `report` is the Report, or None without report=True; `with activate(...) as report` binds it. Not made by users.
+    """
 
     def __init__(self, before: Activation | str | None, report: Report | None) -> None:
         self._before = (
@@ -69,16 +73,17 @@ _current: Activation | None = None
 
 
 def activate(report: bool = False) -> Activation:
-    """Lets torch.nn.functional.scaled_dot_product_attention run on this package's kernels, in the whole process.
+    """Runs torch.nn.functional.scaled_dot_product_attention on this package's kernels, in the whole process.
 
-    Functions that torch.compile has compiled before keep what they were compiled with. torch.nn.attention.sdpa_kernel still
-    chooses: where it switches flash attention off, torch's own kernels run. Activating again is harmless.
+    Functions that torch.compile has compiled before keep the kernels they were compiled with. torch.nn.attention.sdpa_kernel still
+    applies: where it switches flash attention off, torch's own kernels run, as they do for calls that these kernels do not support.
+    Activating again is harmless.
 
     Args:
-        report: count what becomes of the calls, see Report.
+        report: count the calls by the kernels they ran on, see Report.
 
     Returns:
-        an Activation: a context manager that undoes this, with the attribute `report` (a Report or None).
+        An Activation: a context manager that undoes this, with the attribute `report` (a Report or None).
 
     Raises:
         RuntimeError: torch is older than 2.10, which has no registry of attention implementations.
@@ -94,7 +99,11 @@ def activate(report: bool = False) -> Activation:
 
 
 def restore() -> None:
-    """Leaves torch as it was before activate(); harmless where nothing is activated."""
+    """Restores torch to its state before activate(); harmless if nothing is activated.
+
+    Raises:
+        RuntimeError: torch is older than 2.10, which has no registry of attention implementations.
+    """
     global _current
     registry = _registry()
     first = _current
@@ -109,7 +118,7 @@ def restore() -> None:
 
 
 def _registry() -> Any:
-    """torch.nn.attention, where it has a registry."""
+    """torch.nn.attention, if it has the registry of attention implementations."""
     import torch.nn.attention as registry
 
     if not hasattr(registry, "register_flash_attention_impl"):
@@ -121,19 +130,19 @@ def _registry() -> Any:
 
 
 def _forget(name: str) -> None:
-    """Takes a name out of torch's list of implementations, for which torch has no function."""
+    """Removes a name from torch's list of implementations; torch has no function for that."""
     from torch.nn.attention import _registry as registry
 
     getattr(registry, "_FLASH_ATTENTION_IMPLS", {}).pop(name, None)
 
 
 def _is_active() -> bool:
-    """Whether this module's kernel is in force: torch's own restore_flash_attention_impl() also ends it."""
+    """Whether this module's kernel is in force; torch's own restore_flash_attention_impl() also deactivates it."""
     return _current is not None and _registry().current_flash_attention_impl() == NAME
 
 
 class _Registration:
-    """The kernels in torch's dispatcher, until remove()."""
+    """The kernels registered in torch's dispatcher, until remove()."""
 
     def __init__(self) -> None:
         devices = ["CPU"] + (["CUDA"] if any("cuda" in name for name in build_info()["backends"]) else [])
@@ -149,7 +158,7 @@ class _Registration:
 
 
 class _ForTorch(Exception):
-    """Says why a call is left to torch's own kernels."""
+    """The reason why a call is left to torch's own kernels."""
 
 
 def _attention(
@@ -167,7 +176,7 @@ def _attention(
     try:
         out = _run(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     except (_ForTorch, NotImplementedError, ValueError, TypeError) as error:
-        # A call that is an error here is torch's to judge, in torch's words.
+        # Errors of this package are reported as reasons: torch's kernels run the call, or raise torch's own error.
         if report is not None:
             report.torchs[str(error)] += 1
     else:
@@ -192,9 +201,9 @@ def _run(
     if torch.autograd.forward_ad._current_level >= 0:
         raise _ForTorch("forward-mode differentiation")
     if is_causal and attn_mask is not None:
-        raise _ForTorch("attn_mask beside is_causal")
+        raise _ForTorch("attn_mask together with is_causal")
     if any(getattr(placement, "dim", None) == q.dim() - 2 for placement in getattr(q, "placements", ())):
-        raise _ForTorch("a DTensor whose sequence is shared out")  # torch's context parallelism
+        raise _ForTorch("a DTensor with a sharded sequence")  # torch's context parallelism
     rank = max(q.dim(), k.dim(), v.dim())
     if not _fit_already(q, k, v, enable_gqa):
         q, k, v = _broadcast(q, k, v, enable_gqa)
@@ -211,15 +220,15 @@ def _run(
                 k, v = k.narrow(1, 0, Sq), v.narrow(1, 0, Sq)
     elif attn_mask is not None:
         if attn_mask.dim() > rank:
-            raise _ForTorch("an attn_mask of more dimensions than the other tensors")
+            raise _ForTorch("an attn_mask with more dimensions than the other tensors")
         options["mask"], options["bias"] = _mask_and_bias(attn_mask, q.dtype, Sq, Sk)
-    # The memory of the result is [B, Sq, Hq, Dv], as that of torch's fused kernels: models merge the heads without a copy.
+    # The memory layout of the result is [B, Sq, Hq, Dv], as in torch's fused kernels, so that models merge heads without a copy.
     out: Tensor = api.forward(q, k, v, **options).transpose(1, 2)
     return out if rank == 4 else out.reshape(out.shape[4 - rank :])
 
 
 def _fit_already(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
-    """Whether these are [B, H, S, D] with head counts of forward(): then nothing is broadcast, which takes Python long to find out."""
+    """Whether the tensors are [B, H, S, D] with head counts that forward() takes: a fast path around the broadcasting logic."""
     if not q.dim() == k.dim() == v.dim() == 4:
         return False
     (Bq, Hq), (Bk, Hk), of_v = q.shape[:2], k.shape[:2], v.shape[:2]
@@ -227,7 +236,7 @@ def _fit_already(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> bool:
 
 
 def _broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Views [B, H, S, D] of all three, with a head count of q that is a multiple of that of k and v."""
+    """Views [B, H, S, D] of all three, where the head count of q is a multiple of the head count of k and v."""
     if max(q.dim(), k.dim(), v.dim()) > 4:
         raise _ForTorch("tensors of more than 4 dimensions")
     q, k, v = (t[(None,) * (4 - t.dim())] for t in (q, k, v))
@@ -235,7 +244,7 @@ def _broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tenso
     Hk = torch.broadcast_shapes(k.shape[1:2], v.shape[1:2])[0]
     Hq = Hk if q.shape[1] == 1 else q.shape[1]
     if Hk not in (1, Hq) and not (enable_gqa and Hk and Hq % Hk == 0):
-        raise _ForTorch("head counts of query and key that do not fit")
+        raise _ForTorch("head counts of query and key that do not match")
     q = q.expand(B, Hq, -1, -1)
     k, v = (t.expand(B, Hk, -1, -1) for t in (k, v))
     return q, k, v
@@ -245,14 +254,16 @@ def _broadcast(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tenso
 
 
 def _mask_and_bias(attn_mask: Tensor, dtype: torch.dtype, Sq: int, Sk: int) -> tuple[Mask | None, Tensor | None]:
-    """What an attn_mask that broadcasts to [B, Hq, Sq, Sk] is in a call of forward(): a Mask where it is intervals, else a bias.
+    """An attn_mask that broadcasts to [B, Hq, Sq, Sk] as an argument of forward(): a Mask if it consists of intervals, else a bias.
 
-    Values are looked at on the CPU alone: elsewhere that would wait for the device.
+    Values are read on the CPU only: reading them elsewhere would wait for the device.
     """
     attn_mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     if attn_mask.shape[2] not in (1, Sq) or attn_mask.shape[3] not in (1, Sk):
         raise _ForTorch(f"an attn_mask of shape {list(attn_mask.shape)} for {Sq} queries and {Sk} keys")
     attn_mask = attn_mask.expand(-1, -1, attn_mask.shape[2] if attn_mask.shape[2] == 1 else Sq, Sk)
+    if Sq == 0:  # nothing to mask, and no first row to read
+        return None, attn_mask if attn_mask.requires_grad else None
     readable = attn_mask.device.type == "cpu" and type(attn_mask) is Tensor and not torch._C._len_torch_dispatch_stack()
     visible = attn_mask if attn_mask.dtype == torch.bool else None
     if visible is None:
@@ -262,7 +273,7 @@ def _mask_and_bias(attn_mask: Tensor, dtype: torch.dtype, Sq: int, Sk: int) -> t
         if not hides_or_not:
             return None, attn_mask
         visible = attn_mask == 0
-    if visible.shape[2] == 1 or visible.stride(2) == 0:  # keys that nobody sees
+    if visible.shape[2] == 1 or visible.stride(2) == 0:  # every row sees the same keys
         keys = visible[:, :, 0]
         return Mask(torch.stack([torch.zeros_like(keys, dtype=torch.int32), keys * Sq], -1).int()), None
     if readable:
@@ -275,7 +286,7 @@ def _mask_and_bias(attn_mask: Tensor, dtype: torch.dtype, Sq: int, Sk: int) -> t
 
 
 def _interval_of_rows(visible: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """bool [B, H, Sq, Sk] -> the first row that sees a key and how many do, [B, H, Sk] each, and whether these are neighbours."""
+    """bool [B, H, Sq, Sk] -> the first row that sees each key and their number, [B, H, Sk] each, and whether the rows are contiguous."""
     first = visible.view(torch.uint8).argmax(2)
     count = visible.sum(2, dtype=torch.int32)
     begins = (visible[:, :, 1:] > visible[:, :, :-1]).sum(2, dtype=torch.int32) + visible[:, :, 0]

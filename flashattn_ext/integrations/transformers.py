@@ -4,8 +4,8 @@
     fax.register()
     model = AutoModelForCausalLM.from_pretrained("...", attn_implementation="fax")
 
-Masks become windows and intervals (_transformers_masks.py), position biases of T5 become biases of a distance. What a model asks for
-and this package cannot do raises and names the layer; nothing is dropped. docs/integrations.md has the whole list.
+Masks become windows and intervals (_transformers_masks.py), position biases of T5 become relative biases. Options of a model that this
+package does not support raise an error that names the layer; nothing is ignored. docs/integrations.md has the whole list.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 import flashattn_ext
 from flashattn_ext import Mask
 from flashattn_ext.decode import has_decoding
+from flashattn_ext.kept import KeptForTensors
+from flashattn_ext.mask import ALL_ROWS
 
 from . import _mask_tensors
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 OLDEST = (4, 57)  # the first version whose masks go through AttentionMaskInterface in nearly every model
 
-# What models and training loops hand down to every layer and what says nothing about attention, or says it a second time.
+# Keyword arguments that models and training loops pass to every layer and that do not affect attention, or repeat another argument.
 _SAYS_NOTHING = {
     "cache_position", "logits_to_keep", "max_length_k", "max_length_q", "num_items_in_batch", "output_hidden_states",
     "output_router_logits", "return_dict", "seq_idx", "use_cache",
@@ -36,18 +38,23 @@ _SAYS_NOTHING = {
 
 
 def register(name: str = "fax", *, cp_group: Any = None, mode: str = "auto", sharding: str = "zigzag") -> None:
-    """Makes attn_implementation=name run through flashattn_ext in every model of transformers. Doing it again changes nothing.
+    """Registers attn_implementation=name in transformers, for models whose layers go through its AttentionInterface.
+
+    Registering the same name again changes nothing. A model that computes attention with its own code raises NotImplementedError when
+    it is made or loaded with that name, with a pointer to the supported models; PreTrainedModel.get_correct_attn_implementation is
+    wrapped for that.
 
     Args:
-        name: how models will ask for it. transformers takes names with "flash" in them for other packages.
-        cp_group: ranks that share every row of a batch: a process group or a DeviceMesh of one dimension. Models of that name are
-            given this rank's part of tokens and position_ids (distributed.shard).
-        mode, sharding: as in flashattn_ext.distributed.attention, with cp_group.
+        name: what models pass as attn_implementation. transformers reserves names with "flash" in them for other packages.
+        cp_group: context parallelism over the ranks that share every row of a batch: a process group or a DeviceMesh of one dimension.
+            Pass models of that name this rank's part of tokens and position_ids (distributed.shard).
+        mode: as in flashattn_ext.distributed.attention; used with cp_group.
+        sharding: as in flashattn_ext.distributed.attention; used with cp_group.
 
     Raises:
         ImportError: transformers is not installed.
-        RuntimeError: it is older than 4.57; names its version.
-        ValueError: the name is taken, or has "flash" in it.
+        RuntimeError: transformers is older than 4.57; names the installed version.
+        ValueError: the name is taken, or contains "flash".
     """
     if not isinstance(name, str) or not name or "flash" in name:
         raise ValueError(
@@ -61,11 +68,12 @@ def register(name: str = "fax", *, cp_group: Any = None, mode: str = "auto", sha
     from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
-    from . import _transformers_masks
+    from . import _transformers_masks, _transformers_models
 
     taken = AttentionInterface._global_mapping.get(name, None if name != "eager" else "eager")
     if taken not in (None, attention) and not _is_of_group(taken):
-        raise ValueError(f"name: {name!r} is another attention implementation of transformers; choose one that is free")
+        raise ValueError(f"name: {name!r} is already an attention implementation of transformers; choose another name")
+    _transformers_models.refuse_others(name)
     if cp_group is None:
         AttentionInterface.register(name, attention)
         AttentionMaskInterface.register(name, _transformers_masks.attention_mask)
@@ -78,7 +86,7 @@ def register(name: str = "fax", *, cp_group: Any = None, mode: str = "auto", sha
 
 
 def _is_of_group(taken: Any) -> bool:
-    """Whether it is what an earlier register(cp_group=...) has put there."""
+    """Whether an earlier register(cp_group=...) has registered this function."""
     return isinstance(taken, functools.partial) and taken.func is attention
 
 
@@ -91,9 +99,11 @@ def _check_version(version: str) -> None:
         )
 
 
-_DOCUMENTS = (
-    "_flashattn_ext_documents"  # the attribute of a tensor that says where documents are, with what was made of it
-)
+# Values that are computed from a tensor once for all layers.
+_documents = KeptForTensors()  # by position_ids: the Mask of packed documents; None without documents
+_packed_masks = KeptForTensors(most=2)  # by cu_seq_lens_k: the Mask of its documents; two, for two kinds of layers
+_dense_masks = KeptForTensors()  # by a user's dense mask: its Mask
+_distances = KeptForTensors()  # by a position bias: whether it depends on the distance alone
 
 
 class _Visible(NamedTuple):
@@ -123,50 +133,70 @@ def attention(
     cu_seq_lens_k: Tensor | None = None,
     deterministic: bool | None = None,
     shared_rows: SharedRows | None = None,
+    output_attentions: bool | None = None,
     **others: Any,
-) -> tuple[Tensor, None]:
-    """What transformers registers as an attention function.
+) -> tuple[Tensor, Tensor | None]:
+    """The attention function that register() gives to transformers. Models call it; call flashattn_ext.forward yourself.
 
     Args:
-        module: the layer; its name stands in errors, its `is_causal` counts where there is neither a mask nor `is_causal`.
-        query: [B, Hq, Sq, D], key: [B, Hk, Sk, D], value: [B, Hk, Sk, Dv]; any strides.
-        attention_mask: what the mask function returned; or a user's dense mask [B or 1, H or 1, Sq or 1, Sk], bool (True is
-            seen) or floating-point (added to the scores); or None.
-        position_ids: int [B or 1, S]; where there is no mask but a causal one, position 0 begins a packed document.
-        sliding_window: keys that a query sees, its own among them; counts where there is no mask, which has it otherwise.
+        module: the layer; errors name it, and its `is_causal` applies if neither a mask nor `is_causal` is given.
+        query: [B, Hq, Sq, D], any strides.
+        key: [B, Hk, Sk, D], any strides.
+        value: [B, Hk, Sk, Dv], any strides.
+        attention_mask: the result of the mask function; or a user's dense mask [B or 1, H or 1, Sq or 1, Sk], bool (True is
+            visible) or floating-point (added to the scores); or None.
+        dropout: probability in [0, 1) of dropping an attention weight.
+        scaling: factor of the scores, 1 / sqrt(D) by default.
+        sliding_window: number of keys that a query sees, its own included; used only without a mask, which contains it otherwise.
+        softcap: as in flashattn_ext.forward.
+        is_causal: whether queries see only keys up to their own position, if no mask is given.
         s_aux: [Hq], the sink.
         position_bias: [1 or B, Hq, Sq, Sk], added to the scores.
-        cu_seq_lens_q, cu_seq_lens_k: int [documents + 1], where documents begin that are packed into the only batch entry.
+        position_ids: int [B or 1, S]; with a causal mask or none, position 0 begins a packed document.
+        cu_seq_lens_q: int [documents + 1], where the queries of each document begin; the documents are packed into a batch of 1.
+        cu_seq_lens_k: int [documents + 1], the same for keys.
+        deterministic: as in flashattn_ext.forward.
         shared_rows: the ranks that share rows, after register(cp_group=...).
-        others: as models hand them down; one that could change the result and is not known here raises.
+        output_attentions: also return the weights of this layer, in O(Sq * Sk) memory; not with dropout.
+        others: other keyword arguments of models; an unknown one that could change the result raises.
 
     Returns:
-        (out [B, Sq, Hq, Dv], None)
+        (out [B, Sq, Hq, Dv], None), or with output_attentions (out, weights [B, Hq, Sq, Sk] in the dtype of query, without a gradient).
+        A fully masked query has weights of 0.
 
     Raises:
-        ValueError, TypeError, NotImplementedError: naming the layer.
+        ValueError: a shape or a value is not as described. All errors name the layer.
+        TypeError: a type or a dtype is not as described.
+        NotImplementedError: the kernels do not support an option of the model.
     """
     for name, given in others.items():
         if given is not None and given is not False and name not in _SAYS_NOTHING:
             raise _unsupported(module, name, given)
+    if output_attentions and (dropout > 0 or shared_rows is not None):
+        raise NotImplementedError(
+            f"{_layer(module)}: output_attentions: expected False with dropout or where ranks share rows (cp_group), got True; call "
+            'model.eval(), or load the model with attn_implementation="eager"'
+        )
     if shared_rows is not None:
         if position_bias is not None or cu_seq_lens_q is not None:
             name = "cu_seq_lens_q" if position_bias is None else "position_bias"
             raise NotImplementedError(
-                f"{_layer(module)}: {name}: expected None where ranks share rows (cp_group); documents are told by position_ids"
+                f"{_layer(module)}: {name}: expected None where ranks share rows (cp_group), got a tensor; documents are given by position_ids, "
+                "and position biases need a model that is registered without cp_group"
             )
         window = None if attention_mask is None else _mask_tensors.as_window(attention_mask)
         if attention_mask is not None and window is None:
             raise NotImplementedError(
-                f"{_layer(module)}: attention_mask: expected what the mask function of cp_group made, got a tensor of shape {list(attention_mask.shape)}"
+                f"{_layer(module)}: attention_mask: expected the window that the mask function of cp_group makes, got a tensor of shape "
+                f"{list(attention_mask.shape)}; leave the mask to transformers"
             )
         visible = _without_mask(module, sliding_window, is_causal) if window is None else _Visible(*window)
         out = shared_rows.attention(
             query, key, value, (visible.left, visible.right), position_ids, softmax_scale=scaling, dropout_p=dropout, sink=s_aux,
-            softcap=softcap or 0.0, deterministic=bool(deterministic),
+            softcap=0.0 if softcap is None else softcap, deterministic=bool(deterministic),
         )  # fmt: skip
         return out, None
-    if query.shape[0] != key.shape[0]:  # learned queries of one batch entry, say
+    if query.shape[0] != key.shape[0]:  # learned queries with a batch of 1, for example
         query, key, value = _same_batch(query, key, value)
     if attention_mask is None:
         visible = _without_mask(module, sliding_window, is_causal)
@@ -184,25 +214,30 @@ def attention(
             bias = position_bias if bias is None else position_bias + bias
     if bias is not None and bias.dtype not in (torch.float32, query.dtype):
         bias = bias.float()
+    shown: dict[str, Any] = {
+        "causal": visible.right == 0, "window_size": (visible.left, visible.right), "softmax_scale": scaling, "sink": s_aux,
+        "softcap": 0.0 if softcap is None else softcap, "mask": visible.mask,
+    }  # fmt: skip
+    weights = None
+    if output_attentions:
+        weights = flashattn_ext.attention_weights(
+            query, key, range(query.shape[2]), layout="bhsd", relative_bias=relative_bias, bias=bias, **shown
+        ).to(query.dtype)
     scores_are_plain = bias is None and relative_bias is None and dropout == 0
     if scores_are_plain and _is_step_of_generation(query, key, value, s_aux):
         out = flashattn_ext.flash_attn_with_kvcache(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), causal=visible.right == 0,
-            window_size=(visible.left, visible.right), softmax_scale=scaling, softcap=softcap or 0.0, sink=s_aux,
-            mask=visible.mask,
-        )  # fmt: skip
-        return out, None
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **shown
+        )
+        return out, weights
     out = flashattn_ext.forward(
-        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2),
-        causal=visible.right == 0, window_size=(visible.left, visible.right), softmax_scale=scaling,
-        dropout_p=dropout, sink=s_aux, softcap=softcap or 0.0, relative_bias=relative_bias, bias=bias, mask=visible.mask,
-        deterministic=bool(deterministic),
+        query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), dropout_p=dropout, relative_bias=relative_bias, bias=bias,
+        deterministic=bool(deterministic), **shown,
     )  # fmt: skip
-    return out, None
+    return out, weights
 
 
 def _is_step_of_generation(query: Tensor, key: Tensor, value: Tensor, sink: Tensor | None) -> bool:
-    """Few queries beside a cache, and no gradients: the kernels that split the cache serve such calls best."""
+    """Whether this is a decoding step: few queries, a KV cache and no gradients. The split-KV kernels are the fastest for it."""
     plain = type(query) is Tensor and type(key) is Tensor and type(value) is Tensor
     if not plain or query.shape[2] > 16 or query.shape[2] >= key.shape[2] or not has_decoding(query.device):
         return False
@@ -218,13 +253,9 @@ def _layer(module: nn.Module) -> str:
 
 
 def _unsupported(module: nn.Module, name: str, given: Any) -> Exception:
-    if name == "output_attentions":
-        return NotImplementedError(
-            f'{_layer(module)}: output_attentions: attention weights are never formed here; load the model with attn_implementation="eager"'
-        )
     return NotImplementedError(
-        f"{_layer(module)}: {name}: expected nothing by this name, got {type(given).__name__}; it may change what attention computes "
-        'and "fax" does not know it. Use another attn_implementation for this model'
+        f"{_layer(module)}: {name}: expected nothing by this name, got {type(given).__name__}; it may change the result of attention, "
+        'and "fax" does not support it. Use another attn_implementation for this model, "eager" for example'
     )
 
 
@@ -237,17 +268,19 @@ def _same_batch(*tensors: Tensor) -> list[Tensor]:
 
 
 def _without_mask(module: nn.Module, sliding_window: int | None, is_causal: bool | None) -> _Visible:
-    """A model that makes no masks, or an encoder that has nothing to hide; or a mask that was lost on the way here, as sequence
-    parallelism loses it: for causal attention the mask function returns no None."""
+    """The visible keys if attention_mask is None: the model makes no masks, an encoder has no padding, or the mask was lost.
+
+    Sequence parallelism loses masks: for causal attention the mask function never returns None.
+    """
     causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
     side = -1 if sliding_window is None else sliding_window - 1
     return _Visible(side, 0 if causal else side)
 
 
 def _apart(visible: _Visible, position_ids: Tensor | None, query: Tensor, key: Tensor) -> _Visible:
-    """Packed documents, which begin at position 0, where the mask says nothing about them.
+    """Adds packed documents, which begin at position 0, if the mask does not separate them.
 
-    transformers builds documents into the mask for most models, but for some (gpt-oss) it does not, and a lost mask has none.
+    transformers builds documents into the mask of most models, but not of all (gpt-oss), and a lost mask does not have them.
     """
     length = query.shape[2]
     if position_ids is None or position_ids.dim() != 2 or not 1 < length == key.shape[2] == position_ids.shape[1]:
@@ -255,14 +288,14 @@ def _apart(visible: _Visible, position_ids: Tensor | None, query: Tensor, key: T
     if not _mask_tensors.may_look(position_ids):
         mask = Mask.documents((position_ids == 0).cumsum(1))
         return visible._replace(mask=mask if visible.mask is None else mask & visible.mask)
-    if visible.mask is not None:  # the mask function has looked at more
+    if visible.mask is not None:  # the mask function has already handled documents
         return visible
-    known = getattr(position_ids, _DOCUMENTS, None)
-    if known is None:  # once for all layers
-        begins = position_ids == 0
-        known = [Mask.documents(begins.cumsum(1))] if bool(begins[:, 1:].any()) else []
-        setattr(position_ids, _DOCUMENTS, known)
-    return visible._replace(mask=known[0]) if known else visible
+    return visible._replace(mask=_documents.get([position_ids], lambda: _documents_of(position_ids)))
+
+
+def _documents_of(position_ids: Tensor) -> Mask | None:
+    begins = position_ids == 0
+    return Mask.documents(begins.cumsum(1)) if bool(begins[:, 1:].any()) else None
 
 
 def _with_mask(module: nn.Module, attention_mask: Tensor, query: Tensor, key: Tensor) -> _Visible:
@@ -275,58 +308,53 @@ def _with_mask(module: nn.Module, attention_mask: Tensor, query: Tensor, key: Te
     if attention_mask.dim() != 4 or not (attention_mask.is_floating_point() or attention_mask.dtype == torch.bool):
         raise TypeError(
             f"{_layer(module)}: attention_mask: expected a bool or floating-point tensor [batch, heads or 1, queries, keys], "
-            f"got {attention_mask.dtype} of shape {list(attention_mask.shape)}; give the model a mask [batch, keys] of ones and zeros"
+            f"got {attention_mask.dtype} of shape {list(attention_mask.shape)}; pass the model a mask [batch, keys] of ones and zeros"
         )
-    attention_mask = attention_mask[..., : key.shape[2]]
     if attention_mask.is_floating_point():
-        return _Visible(bias=attention_mask)
-    mask = _mask_tensors.remembered(attention_mask)
-    if mask is None:
-        try:
-            mask = Mask.from_dense(attention_mask.expand(-1, -1, query.shape[2], -1))
-        except ValueError as error:
-            raise ValueError(
-                f"{_layer(module)}: attention_mask: {error}. In transformers that is a floating-point mask of 0 and -inf"
-            ) from error
-        _mask_tensors.remember(attention_mask, mask)
-    return _Visible(mask=mask)
+        return _Visible(bias=attention_mask[..., : key.shape[2]])
+    sizes = query.shape[2], key.shape[2]
+    return _Visible(mask=_dense_masks.get([attention_mask], lambda: _from_dense(module, attention_mask, *sizes), sizes))
+
+
+def _from_dense(module: nn.Module, attention_mask: Tensor, Sq: int, Sk: int) -> Mask:
+    try:
+        return Mask.from_dense(attention_mask[..., :Sk].expand(-1, -1, Sq, -1))
+    except ValueError as error:
+        raise ValueError(
+            f"{_layer(module)}: attention_mask: {error}. In transformers, pass a floating-point mask of 0 and -inf"
+        ) from error
 
 
 def _packed(
     module: nn.Module, visible: _Visible, query: Tensor, key: Tensor, begins_q: Tensor, begins_k: Tensor
 ) -> _Visible:
-    """Documents by their beginnings, and whatever else hides keys. The last two Masks are kept for other layers."""
+    """Combines packed documents, given by their starts, with the other masks."""
     if key.shape[0] != 1:
         raise ValueError(
-            f"{_layer(module)}: cu_seq_lens_k: expected one batch entry with all documents, got a batch of {key.shape[0]}"
+            f"{_layer(module)}: cu_seq_lens_k: expected one batch entry with all documents, got a batch of {key.shape[0]}; "
+            "pack the documents into one row"
         )
-    made: list[
-        tuple[Any, Mask]
-    ] = []  # what each Mask was made from, and the Mask; two, for models with two kinds of layers
-    if not torch.compiler.is_compiling():
-        made = getattr(begins_k, _DOCUMENTS, made)
-    given = (visible.left, visible.right, query.shape[2], visible.mask)
-    for known, mask in made:
-        if known[:3] == given[:3] and known[3] is given[3]:
-            return _Visible(mask=mask, bias=visible.bias)
-    mask = _between(begins_q, begins_k, key.shape[2], visible.left, visible.right)
-    mask = mask if visible.mask is None else mask & visible.mask
-    if not torch.compiler.is_compiling():
-        setattr(begins_k, _DOCUMENTS, [*made[-1:], (given, mask)])
-    return _Visible(mask=mask, bias=visible.bias)
+    sides, Sq = (visible.left, visible.right), query.shape[2]
+
+    def made() -> Mask:
+        mask = _between(begins_q, begins_k, key.shape[2], *sides)
+        return mask if visible.mask is None else mask & visible.mask
+
+    tensors = [begins_k, begins_q, *([] if visible.mask is None else [visible.mask.intervals])]
+    return _Visible(mask=_packed_masks.get(tensors, made, (*sides, Sq, key.shape[2])), bias=visible.bias)
 
 
 def _between(begins_q: Tensor, begins_k: Tensor, Sk: int, left: int, right: int) -> Mask:
-    """Documents of one batch entry by their beginnings, int [documents + 1]; each has the window aligned at its own end."""
+    """The Mask of the documents of one batch entry, given by their starts, int [documents + 1]; each aligns the window at its own end."""
     keys = torch.arange(Sk, device=begins_k.device)
     document = torch.searchsorted(begins_k, keys, right=True) - 1
     document = document.clamp(0, begins_k.shape[0] - 2)
     first, last = begins_q[document].long(), begins_q[document + 1].long()
-    aligned = keys + last - begins_k[document + 1]  # the query at the key's own place
+    aligned = keys + last - begins_k[document + 1]  # the query aligned with each key
     if right >= 0:
-        first = torch.maximum(first, aligned - right)
+        first = torch.maximum(first, aligned - min(right, ALL_ROWS))
     if left >= 0:
-        last = torch.minimum(last, aligned + left + 1)
+        last = torch.minimum(last, aligned + min(left, ALL_ROWS) + 1)
     last = torch.where(keys < begins_k[-1], last, 0)
     return Mask(torch.stack([first, last], -1).int()[None, None])
 
@@ -335,27 +363,27 @@ def _between(begins_q: Tensor, begins_k: Tensor, Sk: int, left: int, right: int)
 
 
 def _is_of_distance(position_bias: Tensor) -> bool:
-    """Whether a bias [1, H, Sq, Sk] depends on the distance of key and query alone, as one that comes from buckets does.
+    """Whether a bias [1, H, Sq, Sk] depends only on the distance of key and query, like a bias that is made from buckets.
 
-    It is looked at once and remembers the answer; every layer of T5 is given the same tensor.
+    The result is cached, because every layer of T5 gets the same tensor.
     """
     if position_bias.shape[0] != 1 or not _mask_tensors.may_look(position_bias):
         return False
-    known: bool | None = getattr(position_bias, "_flashattn_ext_is_of_distance", None)
-    if known is None:
+
+    def compared() -> bool:
         values = position_bias.detach()
-        known = bool(torch.equal(values[:, :, 1:, 1:], values[:, :, :-1, :-1]))
-        position_bias._flashattn_ext_is_of_distance = known  # type: ignore[attr-defined]
-    return known
+        return bool(torch.equal(values[:, :, 1:, 1:], values[:, :, :-1, :-1]))
+
+    return _distances.get([position_bias], compared)
 
 
 def _relative_bias(position_bias: Tensor) -> Tensor:
     """The bias of every distance, [H, 2 L + 1] with L one less than the longer of Sq and Sk, from the first column and row.
 
-    A diagonal's gradient goes to the one element that was taken; they all come from the same entry of the table.
+    The gradient of a diagonal flows to the one element that was read. That is correct: the whole diagonal is one entry of the table.
     """
     Sq, Sk = position_bias.shape[2:]
     distance = torch.arange(1 - Sq, Sk, device=position_bias.device)
     distances = position_bias[0, :, (-distance).clamp(min=0), distance.clamp(min=0)]
-    # flashattn_ext counts from the key that the query is aligned with, Sk - Sq further on.
+    # relative_bias counts distances from the key that the query is aligned with, which is Sk - Sq further on.
     return torch.nn.functional.pad(distances, (max(Sq - Sk, 0), max(Sk - Sq, 0)))

@@ -12,7 +12,7 @@
 #pragma GCC target("avx2,fma,f16c")
 #endif
 
-#include "../instantiate.h"
+#include FLASHATTN_INSTANTIATED
 
 #if defined(__clang__)
 #pragma clang attribute pop

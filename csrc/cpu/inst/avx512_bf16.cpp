@@ -15,7 +15,7 @@
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
 #endif
 
-#include "../instantiate.h"
+#include FLASHATTN_INSTANTIATED
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -4,4 +4,4 @@
 #define FLASHATTN_ISA generic
 #define FLASHATTN_KERNELS kGenericKernels
 
-#include "../instantiate.h"
+#include FLASHATTN_INSTANTIATED

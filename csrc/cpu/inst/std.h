@@ -1,6 +1,12 @@
-// What the kernels need from outside, included before an instruction set is chosen so that none of it is compiled for
-// one.
+// External headers of the kernels. They are included before the instruction set is chosen, so that their inline
+// functions are not compiled for it.
 #pragma once
+
+// What a source of this folder instantiates. Each *_derivatives.cpp defines it before it includes the source of its
+// instruction set; the two compile in parallel.
+#if !defined(FLASHATTN_INSTANTIATED)
+#define FLASHATTN_INSTANTIATED "../instantiate.h"
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -13,7 +19,7 @@
 #include <type_traits>
 #include <utility>
 
-// GCC takes the deliberately undefined operands inside its own AVX-512 intrinsics for mistakes.
+// GCC warns about deliberately undefined operands inside its own AVX-512 intrinsics.
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -23,6 +29,7 @@
 #include <immintrin.h>
 #endif
 
+#include "../../derivative_params.h"
 #include "../../dropout.h"
 #include "../../key_locator.h"
 #include "../../mask.h"

@@ -1,0 +1,144 @@
+"""From the keyword arguments of the public functions to the arguments of the ops, and from the ops' results to theirs.
+
+An argument that users pass under its own name is converted by its type in csrc/options.def. Those that come from another keyword
+(window_size, layout, mask) or have a rule of their own (softmax_scale, deterministic, origin) are named in _EXPRESSIONS.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import arguments
+from .mask import checked_mask
+from .options import OPTIONS, CallOptions, CallTensors, Option  # noqa: F401 - _OF_A_CALL makes CallOptions
+
+# Converts the tensors of a call with at least one DTensor: all to DTensors. The package sets it (__init__.py), because this module
+# imports no integration.
+dtensors_together: Callable[..., Iterable[Tensor | None]] | None = None
+
+# The arguments of the ops that users do not pass under the same name and type, as expressions of the parameters of _TEMPLATE.
+_EXPRESSIONS = {
+    "cu_seqlens_q": "cu_seqlens_q",
+    "cu_seqlens_k": "cu_seqlens_k",
+    "mask_intervals": "intervals",
+    "mask_extremes": "extremes",
+    "max_seqlen_q": "max_seqlen_q",
+    "max_seqlen_k": "max_seqlen_k",
+    "bhsd": "arguments.is_bhsd(layout)",
+    "softmax_scale": "arguments.scale(softmax_scale, q)",
+    "window_left": "left",
+    "window_right": "right",
+    "deterministic": "arguments.flag('deterministic', deterministic) or torch.are_deterministic_algorithms_enabled()",
+    "origin": "None if origin is None else arguments.origin(origin)",
+}
+DENSE = (None, None, 0, 0)  # the cu_seqlens and max_seqlens of a call that is not packed
+_CONVERSIONS = {"SymInt": "integer", "Scalar": "number", "bool": "flag"}
+_TEMPLATE = """
+def {function}(
+    {leading}, lengths, layout, /, *, mask=None, window_size=(-1, -1), softmax_scale=None, {parameters}
+):
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = lengths
+    if not ({no_tensors}):
+        arguments.optional_tensors({named_tensors})
+    intervals, extremes = (None, None) if mask is None else _intervals_of(mask)
+    left, right = arguments.window(window_size)
+    return {result}
+"""
+_OF_A_CALL = (
+    "CallTensors(q, k, v, {tensors}) if type(q) is type(k) is type(v) is Tensor else _tensors_of(q, k, v, {tensors}), "
+    "CallOptions({numbers})"
+)
+
+
+def converter(
+    function: str, options: Sequence[Option] = OPTIONS, leading: str = "q, k, v", result: str = _OF_A_CALL
+) -> Callable[..., Any]:
+    """Makes what checks and converts the arguments of a public function: (CallTensors, CallOptions) of its keyword arguments.
+
+    It takes q, k, v, lengths and layout by position; lengths are those of lengths_of(), or DENSE. Its errors for unknown
+    keywords name `function`. It is compiled from text, as namedtuple does it: a loop over the options would take a fifth of the host time of a
+    small call. Other ops give their `options`, the names of the tensors that they take first, and the `result`.
+    """
+    own = [option for option in options if option.name not in _EXPRESSIONS]
+    parameters = ["deterministic=False", "origin=None"] if options is OPTIONS else []
+    tensors = [option.name for option in own if option.type == "Tensor?"]
+    values = {
+        option.name: _EXPRESSIONS.get(option.name)
+        or (
+            option.name
+            if option.name in tensors
+            else f"arguments.{_CONVERSIONS[option.type]}({option.name!r}, {option.name})"
+        )
+        for option in options
+    }
+    text = _TEMPLATE.format(
+        function=function,
+        leading=leading,
+        parameters=", ".join([*parameters, *(f"{option.name}={option.default!r}" for option in own)]),
+        no_tensors=" and ".join(f"{name} is None" for name in tensors),
+        named_tensors=", ".join(f"{name}={name}" for name in tensors),
+        result=result.format(
+            tensors=", ".join(values[option.name] for option in options if option.type == "Tensor?"),
+            numbers=", ".join(values[option.name] for option in options if option.type != "Tensor?"),
+        ),
+    )
+    names: dict[str, Any] = {}
+    exec(compile(text, __file__, "exec"), globals(), names)  # torch.compile reads the globals of this module
+    converted: Callable[..., Any] = names[function]
+    return converted
+
+
+def lengths_of(
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: Any, max_seqlen_k: Any
+) -> tuple[Any, ...]:
+    return (
+        cu_seqlens_q, cu_seqlens_k, arguments.integer("max_seqlen_q", max_seqlen_q), arguments.integer("max_seqlen_k", max_seqlen_k),
+    )  # fmt: skip
+
+
+def _intervals_of(mask: Any) -> tuple[Tensor, Tensor]:
+    checked = checked_mask(mask)
+    return checked.intervals, checked.extremes()
+
+
+def _tensors_of(q: Tensor, k: Tensor, v: Tensor, *others: Tensor | None) -> CallTensors:
+    arguments.tensors(q=q, k=k, v=v)
+    return _with_dtensors(CallTensors(q, k, v, *others))
+
+
+def _with_dtensors(tensors: CallTensors) -> CallTensors:
+    """The tensors of a call; if one of them is a DTensor, all are converted to DTensors."""
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is None or not any(isinstance(t, distributed.DTensor) for t in tensors):
+        return tensors
+    assert dtensors_together is not None
+    return CallTensors(*dtensors_together(*tensors))
+
+
+def autocast(tensors: CallTensors) -> CallTensors:
+    """The tensors cast as scaled_dot_product_attention casts them inside torch.autocast; float64 is not cast.
+
+    A float32 bias keeps its dtype, and so do the tensors that the kernels read in the dtype of the softmax statistics.
+    """
+    dtype = arguments.autocast_dtype(tensors.q.device)
+    if dtype is None:
+        return tensors
+    q, k, v = (arguments.cast(t, dtype) for t in tensors[:3])
+    bias = tensors.bias
+    if bias is not None and bias.dtype != torch.float32:
+        bias = arguments.cast(bias, dtype)
+    return tensors._replace(q=q, k=k, v=v, bias=bias)
+
+
+def results(
+    out: Tensor, lse: Tensor, max_logits: Tensor, return_lse: Any, return_max_logits: Any
+) -> Tensor | tuple[Tensor, ...]:
+    """The results that a call requested."""
+    if arguments.flag("return_lse", return_lse):
+        return (out, lse, max_logits) if return_max_logits else (out, lse)
+    return (out, max_logits) if return_max_logits else out

@@ -1,0 +1,153 @@
+"""The arguments of a call, as csrc/options.def describes them: the named tuples in which they travel, and their types for type checkers.
+
+A row of options.def appears here by itself: as a field of CallTensors or CallOptions, with its default, among the gradients, and in
+what vmap.py, integrations/dtensor.py and distributed/ do with tensors of its dimensions.
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+
+from torch import Tensor
+
+from . import _C
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from .mask import Mask
+
+
+class Option(NamedTuple):
+    """One row of csrc/options.def."""
+
+    name: str
+    type: str  # as in the schemas of the ops: "Tensor?", "SymInt", "Scalar", "bool" or "SymInt[]?"
+    default: Any
+    dims: str  # what the first dimensions of a tensor are: "sequences", "heads", "batch_heads" or "scores" (Dims in csrc/options.h)
+    gradient: str  # computed by a backward: "" never, "always", or "if_needed"
+    decodes: bool  # whether the decoding ops take it as well
+
+
+OPTIONS = tuple(Option(**row) for row in _C.options())
+TENSORS = tuple(option for option in OPTIONS if option.type == "Tensor?")
+NUMBERS = tuple(option for option in OPTIONS if option.type != "Tensor?")  # and flags, and lists
+
+# Names, in the order of the results of the op `backward`.
+BIASES = tuple(option.name for option in TENSORS if option.gradient == "if_needed")
+LEARNED = tuple(option.name for option in TENSORS if option.gradient)  # with the biases
+DIFFERENTIABLE = ("q", "k", "v", *LEARNED)
+assert LEARNED[len(LEARNED) - len(BIASES) :] == BIASES
+
+
+if TYPE_CHECKING:
+
+    class Record(tuple[Any, ...]):
+        """A named tuple whose fields are only known when the package is imported."""
+
+        _fields: tuple[str, ...]
+
+        def __new__(cls, *values: Any, **named: Any) -> Self: ...
+        def __getattr__(self, name: str) -> Any: ...
+        def _replace(self, **changed: Any) -> Self: ...
+        def _asdict(self) -> dict[str, Any]: ...
+
+    class CallTensors(Record):
+        q: Tensor
+        k: Tensor
+        v: Tensor
+
+    class CallOptions(Record): ...
+
+else:
+    CallTensors = namedtuple(
+        "CallTensors", ["q", "k", "v", *(option.name for option in TENSORS)], defaults=[option.default for option in TENSORS]
+    )  # fmt: skip
+    CallTensors.__doc__ = (
+        "The tensors of a call, in the order of the ops' schemas; q, k and v, then the tensors of csrc/options.def."
+    )
+    CallOptions = namedtuple(
+        "CallOptions", [option.name for option in NUMBERS], defaults=[option.default for option in NUMBERS]
+    )
+    CallOptions.__doc__ = "The arguments of a call that follow its tensors, in the order of the ops' schemas."
+
+
+def _places(names: tuple[str, ...]) -> list[int]:
+    return [CallTensors._fields.index(name) for name in names]
+
+
+_BIASES, _DIFFERENTIABLE = _places(BIASES), _places(DIFFERENTIABLE)
+
+
+def biases(tensors: CallTensors) -> list[Any]:
+    """The tensors whose gradients the backward computes only if requested; they are the last ones of DIFFERENTIABLE."""
+    return [tensors[place] for place in _BIASES]
+
+
+def differentiable(tensors: CallTensors) -> list[Any]:
+    """The tensors that can have a gradient, in the order of the results of the op `backward`."""
+    return [tensors[place] for place in _DIFFERENTIABLE]
+
+
+def wanted(tensors: Any, needs: Any) -> list[bool]:
+    """For each of LEARNED whether the backward computes its gradient. needs: for each of BIASES whether its gradient is needed."""
+    needed = dict(zip(BIASES, needs, strict=True))
+    return [getattr(tensors, name) is not None and needed.get(name, True) for name in LEARNED]
+
+
+def has_centres(q: Tensor) -> bool:
+    """Whether forwards of such inputs compute the centres of rows (csrc/bias.h): all on the CPU, those of 16 bits elsewhere."""
+    return q.dtype.itemsize == 2 or q.device.type == "cpu"
+
+
+def keeps_centres(tensors: CallTensors) -> bool:
+    """Whether the backward needs the centres of rows (csrc/bias.h), for accurate gradients of slopes and relative biases."""
+    of_distances = (tensors.alibi_slopes, tensors.relative_bias)
+    return has_centres(tensors.q) and any(t is not None and t.requires_grad for t in of_distances)
+
+
+# --- the keyword arguments of the public functions, for type checkers ------------------------------------------------------
+
+
+class SharedOptions(TypedDict, total=False):
+    """Options that forward, varlen_forward, backward and attention_reference have in common."""
+
+    causal: bool
+    window_size: tuple[int, int]
+    softmax_scale: float | None
+    softcap: float
+    mask: Mask | None
+    dropout_p: float
+    smooth_softmax: bool
+    sink: Tensor | None
+    rng_seed: int | None
+    origin: tuple[int, ...] | None
+
+
+class BiasOptions(TypedDict, total=False):
+    alibi_slopes: Tensor | None
+    relative_bias: Tensor | None
+    bias: Tensor | None
+
+
+class AttentionOptions(SharedOptions, BiasOptions, total=False):
+    """Options of forward and varlen_forward."""
+
+    deterministic: bool
+
+
+class ReferenceOptions(SharedOptions, BiasOptions, total=False):
+    """Options of attention_reference."""
+
+
+class BackwardOptions(SharedOptions, total=False):
+    """Options of backward without the biases, on which its return type depends."""
+
+    dlse: Tensor | None
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+    layout: str
+    deterministic: bool
