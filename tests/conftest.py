@@ -3,16 +3,19 @@
 A test that takes `device` runs once per device of `--device` (default: every device present); one marked `every_isa` runs
 on the CPU once per instruction set that this machine has. A test that also takes `dtype` runs for every dtype that the
 device supports, or for those that its `dtypes` marker names, and on one device more: `ascend-emulator`, where it is built,
-is tensors of the CPU through the Ascend C kernels.
+is tensors of the CPU through the Ascend C kernels. On all of them results and workspaces are poisoned before a kernel
+sees them (poison.py).
 """
 
 from __future__ import annotations
 
 import importlib.util
-import subprocess
+import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import poison
 import pytest
 import torch
 
@@ -39,8 +42,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "every_isa: on the CPU, run once per instruction set of the machine")
     config.addinivalue_line("markers", "dtypes(*names): the dtypes of the `dtype` argument, as torch attribute names")
     config.addinivalue_line("markers", "computes_in_fp32: beside its dtype; not for devices that have no fp32")
+    config.addinivalue_line(
+        "markers",
+        "no_emulator: long calls that run the usual kernels there, which other tests cover, or calls that it refuses",
+    )
+    poison.poison_empty_tensors()
     if config.getoption("--backend"):
         flashattn_ext.use_backend(config.getoption("--backend"))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Names a failed test at once, beside the list at the end, which a run that is killed never prints."""
+    if report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        print(f"\n{report.when} failed: {report.nodeid}", file=sys.stderr, flush=True)
 
 
 def present_devices() -> list[str]:
@@ -55,13 +69,9 @@ def present_devices() -> list[str]:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The files of what only a GPU, the built emulator, its tilings or torch_npu's headers can show, where there is none."""
-    if collection_path.name in ("test_ascend_backend.py", "test_modelled_tilings.py"):
+    """Test files that need a GPU, the built emulator or torch_npu's headers, where these are missing."""
+    if collection_path.name == "test_ascend_backend.py":
         return None if EMULATOR_LIBRARY.exists() else True
-    if collection_path.name == "test_ascend_tilings.py":
-        current = ["make", "-q", "emulator-tilings"]
-        done = subprocess.run(current, cwd=Path(__file__).parent.parent, capture_output=True, check=False)
-        return None if done.returncode == 0 else True
     if collection_path.name == "test_npu_binding.py":
         return None if TORCH_NPU.exists() else True
     devices = config.getoption("--device") or present_devices()
@@ -83,7 +93,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             computes_in_fp32 = metafunc.definition.get_closest_marker("computes_in_fp32") is not None
             if device in (EMULATOR, "npu") and "decode" in metafunc.definition.path.parts:
                 continue
-            if device == EMULATOR and (not takes_dtype or computes_in_fp32):
+            left_out = metafunc.definition.get_closest_marker("no_emulator") is not None
+            if device == EMULATOR and (not takes_dtype or computes_in_fp32 or left_out):
                 continue
             if not takes_dtype:
                 rows.append((device, isa))
@@ -102,7 +113,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """The device's name; while the test runs, the CPU kernels are those of the instruction set or of the emulator asked for."""
+    """The device's name; while the test runs, CPU tensors use the kernels of the parametrised instruction set or of the emulator."""
     name, isa = request.param
     if name == EMULATOR:
         with flashattn_ext.use_backend(EMULATOR):
@@ -119,7 +130,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """For comparisons bit by bit: accelerators add gradients in a fixed order on demand only."""
+    """For comparisons bit by bit: accelerators add gradients in a fixed order only under deterministic algorithms."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

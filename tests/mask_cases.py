@@ -17,7 +17,7 @@ def _draw(generator: torch.Generator, low: int, high: int, *shape: int) -> Tenso
 
 
 def _parents(S: int, generator: torch.Generator) -> Tensor:
-    """Of a tree in depth-first order: each node's parent is on the path to the node before it, or it is a root."""
+    """Parents of a random tree in depth-first order: a node's parent is on the path to the previous node; roots have -1."""
     path: list[int] = []
     parents = []
     for node in range(S):

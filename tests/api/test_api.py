@@ -13,28 +13,6 @@ import torch
 
 import flashattn_ext
 
-PUBLIC = {
-    "FlashAttention",
-    "FlashAttentionFunction",
-    "Mask",
-    "attention_reference",
-    "backward",
-    "build_info",
-    "dropout_mask",
-    "flash_attention_npu",
-    "flash_attn_func",
-    "flash_attn_kvpacked_func",
-    "flash_attn_qkvpacked_func",
-    "flash_attn_varlen_func",
-    "flash_attn_varlen_kvpacked_func",
-    "flash_attn_varlen_qkvpacked_func",
-    "flash_attn_with_kvcache",
-    "forward",
-    "kvcache_reference",
-    "t5_relative_bias",
-    "use_backend",
-    "varlen_forward",
-}
 OPTIONS = {
     "causal": False,
     "window_size": (-1, -1),
@@ -50,12 +28,16 @@ OPTIONS = {
     "deterministic": False,
     "rng_seed": None,
     "return_lse": False,
+    "return_max_logits": False,
 }
 
 
 def test_public_names() -> None:
-    assert set(flashattn_ext.__all__) == PUBLIC
-    assert all(inspect.getdoc(getattr(flashattn_ext, name)) for name in PUBLIC)
+    """Users can import exactly the names that the package declares, and each one has a docstring."""
+    members = {name: getattr(flashattn_ext, name) for name in dir(flashattn_ext) if not name.startswith("_")}
+    modules = {name for name, member in members.items() if inspect.ismodule(member)}
+    assert flashattn_ext.__all__ == sorted(members.keys() - modules)
+    assert all(inspect.getdoc(members[name]) for name in flashattn_ext.__all__)
 
 
 @pytest.mark.parametrize("name", ["forward", "varlen_forward", "attention_reference"])
@@ -67,6 +49,16 @@ def test_options_have_the_same_names_and_defaults_everywhere(name: str) -> None:
     if name == "attention_reference":
         del expected["deterministic"]
     assert expected.items() <= {key: p.default for key, p in parameters.items()}.items()
+
+
+def test_attention_weights_has_every_option_but_dropout() -> None:
+    parameters = inspect.signature(flashattn_ext.attention_weights).parameters
+    not_of_weights = {"dropout_p", "rng_seed", "deterministic", "return_lse", "return_max_logits"}
+    expected = {name: default for name, default in OPTIONS.items() if name not in not_of_weights} | {
+        "layout": "bshd",
+        "origin": None,
+    }
+    assert expected == {name: p.default for name, p in parameters.items() if name not in ("q", "k", "rows")}
 
 
 def test_version() -> None:
@@ -90,21 +82,42 @@ def free_choice_afterwards():
     flashattn_ext.use_backend(None)
 
 
-def test_use_backend_as_a_function(free_choice_afterwards: None) -> None:
-    q = torch.randn(1, 5, 1, 8)
-    expected = flashattn_ext.forward(q, q, q)
-    flashattn_ext.use_backend("cpu")
-    assert torch.equal(flashattn_ext.forward(q, q, q), expected)
-    flashattn_ext.use_backend(None)
-    assert torch.equal(flashattn_ext.forward(q, q, q), expected)
+needs_emulator = pytest.mark.skipif(
+    not Path(flashattn_ext.__file__).with_name("_ascend_emulator.so").exists(),
+    reason="the emulator is not built (make emulator)",
+)
 
 
-def test_use_backend_as_a_context_manager(free_choice_afterwards: None) -> None:
-    q = torch.randn(1, 5, 1, 8)
-    with flashattn_ext.use_backend("cpu"), flashattn_ext.use_backend(None):
+def backend_of_cpu_tensors() -> str:
+    """The backend that a call on CPU tensors runs on: the emulator says its name when it refuses fp64."""
+    q = torch.randn(1, 5, 1, 8, dtype=torch.float64)
+    try:
         flashattn_ext.forward(q, q, q)
-    with pytest.raises(ZeroDivisionError), flashattn_ext.use_backend("cpu"):
+    except (NotImplementedError, TypeError) as error:
+        assert "ascend-emulator" in str(error)
+        return "ascend-emulator"
+    return "cpu"
+
+
+@needs_emulator
+def test_use_backend_as_a_function(free_choice_afterwards: None) -> None:
+    assert backend_of_cpu_tensors() == "cpu"
+    flashattn_ext.use_backend("ascend-emulator")
+    assert backend_of_cpu_tensors() == "ascend-emulator"
+    flashattn_ext.use_backend(None)
+    assert backend_of_cpu_tensors() == "cpu"
+
+
+@needs_emulator
+def test_use_backend_as_a_context_manager(free_choice_afterwards: None) -> None:
+    with flashattn_ext.use_backend("ascend-emulator"):
+        assert backend_of_cpu_tensors() == "ascend-emulator"
+        with flashattn_ext.use_backend(None):
+            assert backend_of_cpu_tensors() == "cpu"
+        assert backend_of_cpu_tensors() == "ascend-emulator"
+    with pytest.raises(ZeroDivisionError), flashattn_ext.use_backend("ascend-emulator"):
         raise ZeroDivisionError  # the block's own error passes through
+    assert backend_of_cpu_tensors() == "cpu"
 
 
 @pytest.mark.parametrize("name", ["cuda-sm999", "CPU", "gpu"])

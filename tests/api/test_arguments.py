@@ -1,4 +1,4 @@
-"""What counts as an integer, a number and a flag: whatever Python itself would take for one, and nothing else."""
+"""Integers, numbers and flags: arguments accept what Python itself accepts as one, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashattn_ext import FlashAttention
 
 
 class Index:
-    """An integer as numpy's are: no int, but with __index__."""
+    """An integer like numpy's: not an int, but with __index__."""
 
     def __init__(self, value: int) -> None:
         self.value = value
@@ -23,7 +23,7 @@ class Index:
 
 
 class Float:
-    """A number as numpy's are: no float, but with __float__."""
+    """A number like numpy's: not a float, but with __float__."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -110,6 +110,92 @@ def test_nothing_else(device: str, error: type[Exception], name: str, value: Any
     if name != "deterministic":
         with pytest.raises(error, match=name):
             flashattn_ext.attention_reference(q, k, v, **{name: value})
+
+
+PACKED = dict(max_seqlen_q=20, max_seqlen_k=20)
+
+
+def packed_starts() -> torch.Tensor:
+    return torch.tensor([0, 20, 40], dtype=torch.int32)
+
+
+def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    lse = torch.zeros(2, 2, 20)
+    return flashattn_ext.backward(q, q, k, v, q, lse, rng_seed=7, **options)
+
+
+def varlen(function: Any) -> Any:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+        packed = [t.flatten(0, 1) for t in (q, k, v)]
+        return function(*packed, packed_starts(), packed_starts(), **PACKED, **options)
+
+    return call
+
+
+def transformers_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Any:
+    from flashattn_ext.integrations.transformers import attention
+
+    renamed = {"softmax_scale": "scaling", "dropout_p": "dropout"}
+    heads_first = [t.transpose(1, 2) for t in (q, k, v)]
+    named = {renamed.get(name, name): value for name, value in options.items()}
+    return attention(torch.nn.Module(), *heads_first, None, is_causal=False, **named)
+
+
+SCALARS = ("softmax_scale", "softcap", "dropout_p")
+DIFFERENTIABLE_CALLS = {
+    "forward": (flashattn_ext.forward, SCALARS),
+    "varlen_forward": (varlen(flashattn_ext.varlen_forward), SCALARS),
+    "backward": (backward, SCALARS),
+    "attention_reference": (flashattn_ext.attention_reference, SCALARS),
+    "flash_attn_func": (flashattn_ext.flash_attn_func, SCALARS),
+    "flash_attn_varlen_func": (varlen(flashattn_ext.flash_attn_varlen_func), SCALARS),
+    "flash_attention_npu": (flashattn_ext.flash_attention_npu, ("softmax_scale",)),
+    "flash_attn_with_kvcache": (flashattn_ext.flash_attn_with_kvcache, ("softmax_scale", "softcap")),
+    "transformers": (transformers_attention, SCALARS),
+    "dropout_mask": (lambda q, k, v, dropout_p: flashattn_ext.dropout_mask(1, 1, 2, 2, dropout_p, 7), ("dropout_p",)),
+    "FlashAttention": (lambda q, k, v, **options: FlashAttention(16, **options), ("softcap", "dropout")),
+}
+
+
+@pytest.mark.parametrize("value", [torch.nn.Parameter(torch.tensor(0.5)), torch.tensor([0.5], requires_grad=True) * 1])
+@pytest.mark.parametrize(
+    ("call", "name"), [(call, name) for call, (_, names) in DIFFERENTIABLE_CALLS.items() for name in names]
+)
+def test_a_scalar_that_would_lose_its_gradient(call: str, name: str, value: torch.Tensor) -> None:
+    """A learnable temperature was read as a number, so that it never got a gradient."""
+    function, _ = DIFFERENTIABLE_CALLS[call]
+    given = {name: value}
+    with pytest.raises(TypeError, match=r"requires a gradient, which it would not get.*\.detach\(\)") as raised:
+        function(*qkv("cpu"), **given)
+    assert ("scale q instead" in str(raised.value)) == (name == "softmax_scale")
+
+
+def test_a_tensor_without_a_gradient_to_lose_is_a_number() -> None:
+    q, k, v = qkv("cpu")
+    scale = torch.nn.Parameter(torch.tensor(0.5))
+    expected = flashattn_ext.forward(q, k, v, softmax_scale=0.5)
+    assert torch.equal(flashattn_ext.forward(q, k, v, softmax_scale=scale.detach()), expected)
+    with torch.no_grad():
+        assert torch.equal(flashattn_ext.forward(q, k, v, softmax_scale=scale), expected)
+
+
+def test_a_scalar_that_would_lose_its_tangent() -> None:
+    q, k, v = qkv("cpu")
+    with torch.autograd.forward_ad.dual_level():
+        scale = torch.autograd.forward_ad.make_dual(torch.tensor(0.5), torch.tensor(1.0))
+        for function in (flashattn_ext.forward, flashattn_ext.attention_reference):
+            with pytest.raises(TypeError, match=r"softmax_scale: .*requires a gradient"):
+                function(q, k, v, softmax_scale=scale)
+
+
+@pytest.mark.parametrize("name", ["window_size", "origin", "max_seqlen_q", "rng_seed"])
+def test_integers_that_require_a_gradient(name: str) -> None:
+    number = torch.nn.Parameter(torch.tensor(1.0))
+    given = (number, number) if name in ("window_size", "origin") else number
+    with pytest.raises(TypeError, match=f"{name}: expected an int"):
+        varlen(lambda *tensors, **options: flashattn_ext.varlen_forward(*tensors, **{**options, name: given}))(
+            *qkv("cpu")
+        )
 
 
 @pytest.mark.parametrize("name", ["max_seqlen_q", "max_seqlen_k"])

@@ -16,7 +16,7 @@ Arguments = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """`change` turns a good call into a bad one; the message must hold every one of `words`."""
+    """`change` makes a good call bad; the message must contain all of `words`."""
 
     name: str
     change: Callable[[Arguments], Arguments]
@@ -63,7 +63,7 @@ def mask(*shape: int) -> Callable[[Arguments], Mask]:
 
 
 SHARED = [
-    # what is a tensor
+    # not tensors
     row(TypeError, "q list", q=[1.0]),
     row(TypeError, "k NoneType", k=None),
     row(TypeError, "v int", v=3),
@@ -166,7 +166,7 @@ DENSE = [
     row(ValueError, "layout sbhd bshd bhsd", layout="sbhd"),
     row(ValueError, "layout None bshd bhsd", layout=None),
     row(ValueError, "layout BSHD", layout="BSHD"),
-    # The shapes of the other layout, given without saying so.
+    # Shapes of the other layout, without layout=.
     row(ValueError, "v", q=new(2, 4, 5, 16), k=new(2, 2, 7, 16), layout="bhsd"),
 ]
 
@@ -191,7 +191,7 @@ VARLEN = [
     row(TypeError, "max_seqlen_k NoneType", max_seqlen_k=None),
 ]
 
-# Only the CPU may look at the values of cu_seqlens: elsewhere that would wait for the device.
+# Only the CPU backend reads the values of cu_seqlens: elsewhere that would synchronise with the device.
 CU_SEQLENS_VALUES = [
     row(ValueError, "cu_seqlens_q 0 1", cu_seqlens_q=starts(1, 4, 9)),
     row(ValueError, "cu_seqlens_k 0 -1", cu_seqlens_k=starts(-1, 4, 11)),
@@ -359,12 +359,12 @@ def test_cu_seqlens_on_another_device(device: str, name: str) -> None:
 def test_the_op_checks_what_a_mask_has_made(
     device: str, intervals: torch.Tensor, extremes: torch.Tensor | None, error: type[Exception], words: str
 ) -> None:
-    """Kernels trust the shape of the extremes, whoever calls the op."""
+    """Kernels trust the shape of the extremes, so the op itself checks it."""
     good = dense_call(device)
     tensors = (*good.values(), *[None] * 6, intervals.to(device), None if extremes is None else extremes.to(device))
     with pytest.raises(error, match=words):
         torch.ops.flashattn_ext.forward.call(
-            *tensors, 0, 0, False, 1.0, 0.0, False, -1, -1, 0.0, False, False, None, None
+            *tensors, 0, 0, False, 1.0, 0.0, False, -1, -1, 0.0, False, False, None, None, False
         )
 
 

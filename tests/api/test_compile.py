@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from types import NoneType
-from typing import Any, get_args, get_type_hints
-
 import pytest
 import torch
-from helpers import TENSORS, Case, cu_seqlens, make_inputs
+from helpers import TENSORS, Case, cu_seqlens, make_inputs, refusal
 
 import flashattn_ext
-from flashattn_ext.autograd import CallOptions, CallTensors
+from flashattn_ext.options import CallOptions, CallTensors, differentiable
 
 OPTIONS = {
     "plain": dict(),
@@ -110,18 +107,12 @@ def test_export(device: str) -> None:
     torch.testing.assert_close(program.module()(q), Attention()(q))
 
 
-# What the calls of opcheck say beside their tensors and sizes; every other option is off.
+# Options of the opcheck calls besides tensors and sizes; every other option has its default, which is off.
 ASKED = {"softmax_scale": 0.25, "causal": True, "window_left": 8, "window_right": -1}
 
 
-def call_options(**asked: Any) -> CallOptions:
-    """The options named, and for every other one the value of its type that counts as none: None, 0, 0.0 or False."""
-    none = {name: None if NoneType in get_args(kind) else kind() for name, kind in get_type_hints(CallOptions).items()}
-    return CallOptions(**none | asked)
-
-
 def op_tensors(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, extras: tuple[str, ...]) -> CallTensors:
-    """The tensors that every op of attention begins with; those that are not named are None."""
+    """The tensors that every attention op begins with; tensors that are not named are None."""
     shape = (30, 4, 16) if varlen else (2, 4, 15, 16) if bhsd else (2, 15, 4, 16)
     q, k, v = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(3))
     starts = cu_seqlens([20, 10], device) if varlen else None
@@ -155,20 +146,21 @@ def test_opcheck(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, name
     dropout = "dropout" in extras
     ops = torch.ops.flashattn_ext
     seqlen = 20 if varlen else 15
-    options = call_options(
+    options = CallOptions(
         **ASKED, max_seqlen_q=seqlen, max_seqlen_k=seqlen, bhsd=bhsd, dropout_p=0.2 if dropout else 0.0,
         softcap=2.0 if "softcap" in extras else 0.0, origin=[1, 2] if dropout else None,
     )  # fmt: skip
     call = (*op_tensors(device, dtype, varlen, bhsd, extras), *options)
     keeps_centres = "alibi_slopes" in extras
-    torch.library.opcheck(ops.forward.call, (*call, 5 if dropout else None))
-    out, lse = ops.forward.call(*call, 5 if dropout else None)
+    returns = keeps_centres and not refusal(Case(max_logits=True), device)
+    torch.library.opcheck(ops.forward.call, (*call, 5 if dropout else None, returns))
+    out, lse, _ = ops.forward.call(*call, 5 if dropout else None, returns)
     rng_state = ops.rng_state(out, 5) if dropout else None
     scalars = [torch.tensor(value, dtype=torch.float64) for value in options if type(value) is float]
     assert len(scalars) == sum(str(a.type) == "number" for a in ops.forward.default._schema.arguments)
     for given in ([], scalars):
-        torch.library.opcheck(ops.forward.default, (*call, rng_state, keeps_centres, given))
-        torch.testing.assert_close(ops.forward(*call, rng_state, keeps_centres, given)[0], out)
+        torch.library.opcheck(ops.forward.default, (*call, rng_state, keeps_centres, returns, given))
+        torch.testing.assert_close(ops.forward(*call, rng_state, keeps_centres, returns, given)[0], out)
     for dlse in (None, torch.randn_like(lse)):
         centres = torch.rand(*lse.shape, 3, device=device) if keeps_centres else None
         gradients = (torch.randn_like(out), dlse, out, lse, centres, True, dlse is None, True, rng_state)
@@ -177,6 +169,35 @@ def test_opcheck(device: str, dtype: torch.dtype, varlen: bool, bhsd: bool, name
         ]  # it has no derivative
         torch.library.opcheck(ops.backward.call, tuple(without))
         torch.library.opcheck(ops.backward.default, (*without, []))
+
+
+@pytest.mark.parametrize("varlen,bhsd", [(False, True), (True, False)], ids=["bhsd", "varlen"])
+@pytest.mark.parametrize("name", EXTRAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_opcheck_of_second_derivatives(dtype: torch.dtype, varlen: bool, bhsd: bool, name: str) -> None:
+    """On the CPU, whose backend alone has kernels for them."""
+    extras = tuple(extra for extra in EXTRAS[name] if not (varlen and extra == "bias"))
+    dropout = "dropout" in extras
+    ops, seqlen = torch.ops.flashattn_ext, 20 if varlen else 15
+    options = CallOptions(
+        **ASKED, max_seqlen_q=seqlen, max_seqlen_k=seqlen, bhsd=bhsd, dropout_p=0.2 if dropout else 0.0,
+        softcap=2.0 if "softcap" in extras else 0.0, origin=[1, 2] if dropout else None,
+    )  # fmt: skip
+    tensors = op_tensors("cpu", dtype, varlen, bhsd, extras)
+    with torch.no_grad():
+        out, lse, _ = ops.forward.call(*tensors, *options, 5 if dropout else None, False)
+    rng_state = ops.rng_state(out, 5) if dropout else None
+    tangents = [None if t is None else torch.randn_like(t.detach()) for t in differentiable(tensors)]
+    arguments = (*tensors, *options, out, lse, rng_state, *tangents)
+    torch.library.opcheck(ops.jvp.call, arguments)
+    torch.library.opcheck(ops.jvp.default, (*arguments, []))
+    tout, tlse = (t.detach() for t in ops.jvp.call(*arguments))
+    detached = [t.detach() if isinstance(t, torch.Tensor) else t for t in (*tensors, *options)]
+    for dlse, given in ((None, tangents), (torch.randn_like(lse), [None] * 2 + tangents[2:])):
+        dout, needs = torch.randn_like(out), (True, dlse is None, True)
+        second = (*detached, out, lse, rng_state, dout, dlse, tout, tlse, *given, *needs)
+        torch.library.opcheck(ops.second.call, second)
+        torch.library.opcheck(ops.second.default, (*second, []))
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 40, 2), (3, 1100, 2), (2, 1, 0, 2)])

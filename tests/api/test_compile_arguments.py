@@ -96,7 +96,7 @@ def is_floating(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-# The ninth value is one more than torch.compile recompiles for by default.
+# Nine values: torch.compile's recompile limit is 8 by default.
 NUMBERS = {
     "softcap": [0.5 * n for n in range(1, 10)],
     "softmax_scale": [0.1 * n for n in range(1, 10)],
@@ -135,7 +135,7 @@ def compile_counting(function: Callable[..., Any], backend: str) -> tuple[Callab
 def check_values(
     function: Callable[..., Any], arguments: dict[str, Any], changing: dict[str, list[Any]], backend: str
 ) -> None:
-    """Nine calls, each with other values, are those of the function itself, and compile twice at most."""
+    """Nine calls, each with other values, have the results of the eager function, and compile at most twice."""
     compiled, counter = compile_counting(function, backend)
     for n in range(9):
         values = {name: of_call[n] for name, of_call in changing.items()}

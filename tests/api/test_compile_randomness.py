@@ -1,12 +1,14 @@
-"""torch.compile and checkpointing know which part of a call with dropout is random: the drawing of its state, nothing else."""
+"""torch.compile and checkpointing know that only drawing the RNG state is random in a call with dropout."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from helpers import run_python
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import flashattn_ext
@@ -94,14 +96,14 @@ def test_selective_checkpointing_redraws_nothing(device: str, backend: str, save
     torch.manual_seed(8)  # what happens between forward and backward must not matter
     (gradient,) = torch.autograd.grad(out, q, dout)
     torch.manual_seed(7)
-    if backend == "inductor":  # it draws numbers of its own: the same masks show by another call of the same function
+    if backend == "inductor":  # inductor draws other numbers: compare with another call of the same function
         again = function(q)
         torch.testing.assert_close(again, out)
         torch.testing.assert_close(torch.autograd.grad(again, q, dout)[0], gradient)
         return
     if backend == "aot_eager" and device == "cuda":
-        # A graph that draws again in its backward has generators of its own on CUDA (graphsafe_rng_functionalization),
-        # so that its masks are not those of eager calls. The next test holds for every device: a backward has the masks
+        # A graph that redraws in its backward has its own generators on CUDA (graphsafe_rng_functionalization), so that
+        # its masks differ from the masks of eager calls. The next test holds for every device: a backward has the masks
         # of its forward.
         assert gradient.abs().sum() > 1
         return
@@ -144,3 +146,34 @@ def test_checkpointing_inside_a_graph(device: str) -> None:
     dout = torch.randn_like(out)
     (dv,) = torch.autograd.grad(out, v, dout)
     torch.testing.assert_close((dv * v).sum(), (dout * out).sum(), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("order", [(0.0, 0.5, 0.25), (0.5, 0.0, 0.25)], ids=["none first", "some first"])
+def test_a_probability_that_changes(tmp_path: Path, order: tuple[float, ...]) -> None:
+    """A graph compiled with probability 0 drew no RNG state, and torch reused it for other probabilities.
+
+    The second process finds the graphs of the first one on disk.
+    """
+    code = f"""
+        import torch, flashattn_ext
+
+        def call(q, p):
+            return flashattn_ext.forward(q, q, q, dropout_p=p, rng_seed=3)
+
+        compiled = torch.compile(call, fullgraph=True, dynamic=True)
+        q = torch.randn(1, 24, 2, 16, requires_grad=True)
+        for p in {order}:
+            for tensor in (q.detach(), q):
+                expected, out = call(tensor, p), compiled(tensor, p)
+                torch.testing.assert_close(out, expected)
+                if tensor.requires_grad:
+                    gradients = [torch.autograd.grad(result.square().sum(), q)[0] for result in (expected, out)]
+                    torch.testing.assert_close(*gradients)
+        drawn = torch.compile(lambda q, p: flashattn_ext.forward(q, q, q, dropout_p=p), fullgraph=True, dynamic=True)
+        for p in {order}:
+            same = torch.equal(drawn(q, p), drawn(q, p))
+            assert same == (p == 0), p
+    """
+    for _process in range(2):
+        done = run_python(code, timeout=300, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        assert done.returncode == 0, done.stderr[-3000:]

@@ -1,4 +1,4 @@
-"""Ops without torch's parser of arguments: the same results, and torch's own way where it is needed."""
+"""Ops called without torch's argument parser: the same results, and torch's own path where it is needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 import flashattn_ext
 from flashattn_ext import _C, ops
-from flashattn_ext.autograd import CallOptions, CallTensors
+from flashattn_ext.options import CallOptions, CallTensors
 
 OPTIONS = CallOptions(0, 0, False, 0.25, 0.0, True, -1, -1, 0.0, False, False, [1, 2])
 
@@ -22,7 +22,7 @@ def tensors(device: str) -> CallTensors:
 
 
 def test_results_are_those_of_the_op(device: str) -> None:
-    call = (*tensors(device), *OPTIONS, None)
+    call = (*tensors(device), *OPTIONS, None, False)
     got, expected = _C.eager_op("flashattn_ext::forward")(*call), torch.ops.flashattn_ext.forward.call(*call)
     assert type(got) is tuple and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     state = ops.rng_state(call[0], 3)
@@ -31,7 +31,7 @@ def test_results_are_those_of_the_op(device: str) -> None:
 
 
 class Marked(Tensor):
-    """A subclass that torch has to ask."""
+    """A subclass with __torch_function__, which torch must call."""
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,12 @@ class Marked(Tensor):
     ids=["subclass", "number in a tensor", "large", "large in a list", "tuple"],
 )  # fmt: skip
 def test_other_values_are_left_to_torch(place: int, value: Any) -> None:
-    """An integer beyond 64 bits among them, which torch refuses."""
-    call: list[Any] = [*tensors("cpu"), *OPTIONS, None]
+    """Among them an integer beyond 64 bits, which torch refuses."""
+    call: list[Any] = [*tensors("cpu"), *OPTIONS, None, False]
     eager = _C.eager_op("flashattn_ext::forward")
     assert eager(*call) is not None
     call[place] = value
-    if place != 14:  # a Tensor is a plain value, and the op refuses it
+    if place != 14:  # a tensor given as a scalar reaches the op, which refuses it
         assert eager(*call) is None
     if place not in (0, 22):
         with pytest.raises((RuntimeError, TypeError, OverflowError)):
@@ -53,9 +53,9 @@ def test_other_values_are_left_to_torch(place: int, value: Any) -> None:
 
 
 def test_another_number_of_arguments_is_refused_by_torch() -> None:
-    call = (*tensors("cpu"), *OPTIONS, None)
+    call = (*tensors("cpu"), *OPTIONS, None, False)
     assert _C.eager_op("flashattn_ext::forward")(*call, None) is None
-    with pytest.raises(RuntimeError, match="expected at most 24 argument"):
+    with pytest.raises(RuntimeError, match="expected at most 25 argument"):
         ops.forward(*call, None)
 
 

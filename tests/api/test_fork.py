@@ -69,7 +69,7 @@ SCENARIOS = {
         assert torch.equal(batch, expected[0][:1].expand_as(batch))
     check()
     """,
-    # Tensors so large that torch's own copies and fills would wait for threads that the child does not have.
+    # Tensors so large that torch's own copies and fills would wait for threads that the child lacks.
     "expanded gradients": """
     q = torch.randn(1, 600, 4, 64)
     one = torch.ones(())

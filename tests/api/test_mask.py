@@ -1,9 +1,12 @@
-"""flashattn_ext.Mask: every constructor against the dense matrix that it stands for, written out from its description."""
+"""flashattn_ext.Mask: every constructor against the dense matrix that follows from its description."""
 
 from __future__ import annotations
 
 import copy
+import io
 import pickle
+import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -26,7 +29,7 @@ def test_documents_are_runs_of_equal_ids() -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_by_lengths_hides_keys_from_everybody(side: str) -> None:
+def test_padding_by_lengths_hides_keys_from_all_rows(side: str) -> None:
     lengths = torch.tensor([0, 2, 5])
     seen = torch.arange(5) < lengths[:, None]
     seen = seen if side == "right" else seen.flip(1)
@@ -40,6 +43,16 @@ def test_padding_by_lengths_hides_keys_from_everybody(side: str) -> None:
 def test_padding_by_an_attention_mask_hides_its_zeros(dtype: torch.dtype) -> None:
     seen = torch.tensor([[0, 1, 1, 0, 1], [1, 1, 1, 1, 1]])
     assert torch.equal(Mask.padding(seen.to(dtype)).dense(3)[:, 0], seen.bool()[:, None].expand(2, 3, 5))
+
+
+def test_a_padding_mask_of_one_dimension_is_a_mask_of_all_rows() -> None:
+    """Bools are not lengths."""
+    seen = torch.tensor([True, False, True, True, False])
+    mask = Mask.padding(seen)
+    assert mask.intervals.shape == (1, 1, 5, 2)
+    assert torch.equal(mask.dense(3)[0, 0], seen.expand(3, 5))
+    assert torch.equal(Mask.padding(seen[None], Sk=5).intervals, mask.intervals)
+    assert Mask.padding(torch.ones(2, 0).bool()).intervals.shape == (2, 1, 0, 2)
 
 
 @pytest.mark.parametrize("Sq,Sk", [(5, 5), (3, 6), (6, 3)])
@@ -67,7 +80,7 @@ def test_blocks_see_each_other_over_causal_text() -> None:
 
 @pytest.mark.parametrize("left,right", [(-1, 0), (2, 1), (0, -1), (-1, -1), (0, 0)])
 @pytest.mark.parametrize("global_keys", [0, 2])
-def test_a_window_with_keys_that_everybody_sees(left: int, right: int, global_keys: int) -> None:
+def test_a_window_with_keys_that_all_rows_see(left: int, right: int, global_keys: int) -> None:
     for Sq, Sk in ((7, 7), (3, 8), (8, 3)):
         row, key = positions(Sq, Sk)
         expected = torch.ones(Sq, Sk, dtype=torch.bool)
@@ -77,6 +90,30 @@ def test_a_window_with_keys_that_everybody_sees(left: int, right: int, global_ke
             expected &= key <= row + right
         expected |= key < global_keys
         assert torch.equal(Mask.window(left, right, Sq, Sk, global_keys).dense(Sq)[0, 0], expected)
+
+
+LARGE = [2**31 - 1, 2**31, 2**62, sys.maxsize - 1, sys.maxsize]
+
+
+@pytest.mark.parametrize("large", LARGE)
+@pytest.mark.parametrize("Sq,Sk", [(4, 4), (4, 9), (9, 4)])
+def test_sizes_beyond_every_row_are_unbounded(large: int, Sq: int, Sk: int) -> None:
+    for sides, unbounded in (
+        ((large, 0), (-1, 0)),
+        ((0, large), (0, -1)),
+        ((large, large), (-1, -1)),
+        ((2, large), (2, -1)),
+    ):
+        got, expected = (Mask.window(*pair, Sq, Sk).dense(Sq) for pair in (sides, unbounded))
+        assert torch.equal(got, expected), sides
+    assert Mask.window(0, 0, Sq, Sk, global_keys=large).dense(Sq).all()
+    assert Mask.chunked(large, Sq, Sk).dense(Sq).equal(Mask.chunked(99, Sq, Sk).dense(Sq))
+    lengths = torch.tensor([large, -large, 2])
+    for side in ("right", "left"):
+        few = torch.tensor([Sk, 0, 2])
+        assert Mask.padding(lengths, side, Sk=Sk).dense(Sq).equal(Mask.padding(few, side, Sk=Sk).dense(Sq))
+    prefix = Mask.prefix_lm(torch.tensor([large, -large]), Sq, Sk)
+    assert prefix.dense(Sq).equal(Mask.prefix_lm(torch.tensor([99, 0]), Sq, Sk).dense(Sq))
 
 
 def test_nodes_of_a_tree_see_themselves_and_their_ancestors() -> None:
@@ -103,7 +140,7 @@ def test_a_tree_that_is_not_in_depth_first_order_is_rejected(parents: list[int])
 
 @pytest.mark.parametrize("causal,n", [(True, 1), (True, 2), (False, 2), (False, 4)])
 def test_flashmask_hides_what_its_columns_say(causal: bool, n: int) -> None:
-    """Random columns: those that are one interval agree with the dense mask, and the first that is not is named."""
+    """Random columns: columns that are one interval agree with the dense mask; the error names the first other column."""
     generator = torch.Generator().manual_seed(n)
     S, accepted = 6, 0
     row, key = positions(S, S)
@@ -128,7 +165,7 @@ def test_flashmask_hides_what_its_columns_say(causal: bool, n: int) -> None:
         split = (count > 0) & (last - first != count)
         if split.any():
             head, at = split.nonzero()[0].tolist()
-            with pytest.raises(ValueError, match=f"key {at} of batch entry 0, head {head} are no single interval"):
+            with pytest.raises(ValueError, match=f"key {at} of batch entry 0, head {head} are not a single interval"):
                 Mask.from_flashmask(hidden, causal)
             continue
         accepted += 1
@@ -147,7 +184,7 @@ def test_dense_masks_of_intervals_come_back() -> None:
 def test_a_dense_mask_with_a_gap_is_rejected_with_its_key() -> None:
     visible = torch.ones(2, 3, 5, 4, dtype=torch.bool)
     visible[1, 2, 1, 3] = False
-    with pytest.raises(ValueError, match="key 3 of batch entry 1, head 2 are no single interval"):
+    with pytest.raises(ValueError, match="key 3 of batch entry 1, head 2 are not a single interval"):
         Mask.from_dense(visible)
 
 
@@ -162,6 +199,12 @@ def test_and_shows_what_both_show() -> None:
 def test_density_is_the_visible_share() -> None:
     mask = Mask(torch.randint(-3, 9, (2, 3, 7, 2), dtype=torch.int32))
     torch.testing.assert_close(mask.density(6), mask.dense(6).double().mean())
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 0, 2), (0, 1, 4, 2), (2, 0, 2)])
+def test_density_without_pairs_is_zero(shape: tuple[int, ...]) -> None:
+    assert Mask(torch.zeros(shape, dtype=torch.int32)).density(4) == 0
+    assert Mask.chunked(3, 4, 4).density(0) == 0
 
 
 def test_a_mask_travels_as_a_tree_of_its_tensor() -> None:
@@ -198,6 +241,20 @@ def test_a_picture_as_a_figure() -> None:
         (lambda: Mask.documents(torch.zeros(1, 4)), TypeError, "ids: expected an integer or bool dtype"),
         (lambda: Mask.padding(torch.tensor([2], device="meta")), ValueError, "Sk: expected the number of keys"),
         (lambda: Mask.padding(torch.tensor([2]), "middle", 4), ValueError, "side: expected 'right' or 'left'"),
+        (
+            lambda: Mask.padding(torch.ones(2, 4).bool(), "left"),
+            ValueError,
+            r"side: expected None .*\[2, 4\].*got 'left'",
+        ),
+        (lambda: Mask.padding(torch.ones(2, 4).long(), Sk=6), ValueError, "Sk: expected None or the 4 keys .*got 6"),
+        (lambda: Mask.padding(torch.ones(4).bool(), Sk=6), ValueError, "Sk: expected None or the 4 keys .*got 6"),
+        (
+            lambda: Mask.prefix_lm(torch.ones(4).bool(), 4, 4),
+            TypeError,
+            "prefix_lengths: expected an integer dtype, got torch.bool",
+        ),
+        (lambda: Mask.tree(torch.ones(4).bool()), TypeError, "parents: expected an integer dtype, got torch.bool"),
+        (lambda: Mask.blocks(torch.ones(1, 4).bool()), TypeError, "ids: expected an integer dtype, got torch.bool"),
         (lambda: Mask.chunked(0, 4, 4), ValueError, "size: expected at least 1, got 0"),
         (lambda: Mask.window(-2, 0, 4, 4), ValueError, r"left: expected at least -1 \(unbounded\), got -2"),
         (lambda: Mask.window(1, 0, 4, 4, global_keys=-1), ValueError, "global_keys: expected at least 0, got -1"),
@@ -211,6 +268,22 @@ def test_a_picture_as_a_figure() -> None:
         ),
         (lambda: Mask.chunked(2, 4, 4) & Mask.chunked(2, 4, 5), ValueError, "cannot combine intervals"),
         (lambda: Mask.from_dense(torch.ones(1, 1, 2, 2)), TypeError, "visible: expected dtype bool"),
+        (lambda: Mask.from_dense([[True]]), TypeError, "visible: expected a torch.Tensor, got list"),
+        (
+            lambda: Mask.from_flashmask([[1]], True),
+            TypeError,
+            "startend_row_indices: expected a torch.Tensor, got list",
+        ),
+        (
+            lambda: Mask.from_flashmask(torch.zeros(1, 1, 4, 1).int(), "no"),
+            TypeError,
+            "causal: expected True or False, got str 'no'",
+        ),
+        (lambda: Mask.chunked(2, 4, 4).show(columns=0), ValueError, "columns: expected at least 1, got 0"),
+        (lambda: Mask.chunked(2, 4, 4).show(head=2), ValueError, "head: expected an index from -1 to 0 .*got 2"),
+        (lambda: Mask.chunked(2, 4, 4).show(batch=2), ValueError, "batch: expected an index from -1 to 0 .*got 2"),
+        (lambda: Mask.chunked(2, 4, 4).dense(-1), ValueError, "Sq: expected at least 0, got -1"),
+        (lambda: Mask.chunked(2, 4, 4).density(-1), ValueError, "Sq: expected at least 0, got -1"),
         (
             lambda: Mask.from_flashmask(torch.zeros(1, 1, 4, 1, dtype=torch.int32), False),
             ValueError,
@@ -263,7 +336,7 @@ def test_extremes_of_tensors_that_do_not_tell_when_they_change() -> None:
 
 
 def test_a_graph_that_is_captured_computes_its_own_extremes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay computes them from what the intervals hold by then; what is computed outside must not end up in the graph."""
+    """A replay computes extremes from the intervals at that time; extremes computed outside must not be captured."""
     place = [(1, 0)]
     monkeypatch.setattr(ops, "place_of_work", lambda device: place[0])
     mask = Mask.chunked(4, 40, 40)
@@ -277,6 +350,29 @@ def test_a_graph_that_is_captured_computes_its_own_extremes(monkeypatch: pytest.
     after = mask.extremes()
     place[0] = (2, 0)  # another stream does not wait for the first one
     assert mask.extremes() is not after
+
+
+def saved_and_loaded(mask: Mask) -> Mask:
+    file = io.BytesIO()
+    torch.save(mask, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), saved_and_loaded]
+)
+def test_a_copy_has_no_extremes_of_the_original(copied: Callable[[Mask], Mask]) -> None:
+    """A copy's intervals count versions from 0 again, so that copied extremes would look up to date."""
+    mask = Mask.chunked(4, 40, 40)
+    mask.intervals.add_(0)  # version 1, which the copy reaches as well
+    mask.extremes()
+    other = copied(mask)
+    new = Mask.chunked(7, 40, 40)
+    other.intervals.copy_(new.intervals)
+    assert torch.equal(other.extremes(), new.extremes())
+    if copied is not copy.copy:  # a shallow copy shares the intervals
+        assert torch.equal(mask.extremes(), Mask.chunked(4, 40, 40).extremes())
 
 
 def test_a_mask_can_be_copied_and_saved() -> None:

@@ -1,10 +1,11 @@
-"""Masks as arguments of calls: compiled, checkpointed, exported, and beside the same mask in another form.
+"""Masks as arguments of calls: compiled, checkpointed, exported, and against the same mask in another form.
 
-Numbers are compared by the tests in tests/kernels; the constructors are those of tests/api/test_mask.py.
+Tests in tests/kernels compare numbers, and tests/api/test_mask.py tests the constructors.
 """
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable
 
@@ -93,7 +94,7 @@ def test_masks_that_change_need_no_new_compilation(device: str, backend: str) ->
     for step in range(4):
         x, mask = rows(device), some_documents(device, step)
         if step == 2:
-            mask.extremes()  # what is kept for calls outside of the graph makes no difference
+            mask.extremes()  # extremes cached by calls outside the graph make no difference
         torch.testing.assert_close(gradient(function, x, mask), gradient(two_layers, x, mask), rtol=1e-4, atol=1e-5)
     assert counter.frame_count == 1
 
@@ -128,6 +129,21 @@ def test_export(device: str) -> None:
     program = torch.export.export(Attention(), (x, mask))
     other = some_documents(device, 1)
     torch.testing.assert_close(program.module()(x, other), two_layers(x, other))
+
+
+def test_a_saved_program_with_a_mask_is_loaded(device: str) -> None:
+    """Its example inputs, the Mask included, go through torch.load, which accepts only data and safe globals."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, x: Tensor, mask: Mask) -> Tensor:
+            return flashattn_ext.forward(x, x, x, mask=mask)
+
+    x, mask, file = rows(device), some_documents(device, 0), io.BytesIO()
+    torch.export.save(torch.export.export(Layer(), (x, mask)), file)
+    file.seek(0)
+    loaded = torch.export.load(file)
+    assert torch.equal(loaded.module()(x, mask), Layer()(x, mask))
+    assert torch.equal(loaded.example_inputs[0][1].intervals, mask.intervals)
 
 
 def test_meta_tensors(device: str) -> None:

@@ -52,7 +52,7 @@ def assert_same(ours: Callable[[Weights], Tensor], theirs: Callable[[Weights], T
 
 
 def t5_bucket(distance: int, bidirectional: bool, buckets: int, max_distance: int) -> int:
-    """Of key minus query, one distance at a time: a bucket for each near distance, then ever wider ones."""
+    """The bucket of key minus query, one distance at a time: one bucket for each near distance, then ever wider buckets."""
     bucket = 0
     if bidirectional:
         buckets //= 2
@@ -93,7 +93,7 @@ def test_t5(device: str, bidirectional: bool, buckets: int, max_distance: int) -
 
 @pytest.mark.parametrize("sliding_window", [None, 40])
 def test_gemma_2(device: str, sliding_window: int | None) -> None:
-    """Grouped queries, a scale of its own, logits capped; every other layer looks back over a window."""
+    """Grouped-query attention with its own scale and a softcap; every other layer has a sliding window."""
     given = weights(device, q=(WIDTH, WIDTH), k=(WIDTH, WIDTH // 2), v=(WIDTH, WIDTH // 2), o=(WIDTH, WIDTH))
     scale, cap = 2 * DIM**-0.5, 2.5
 
@@ -116,7 +116,7 @@ def test_gemma_2(device: str, sliding_window: int | None) -> None:
 
 
 def test_mpt(device: str) -> None:
-    """ALiBi as a bias of the key's position alone, which with causal attention differs by a constant of each row."""
+    """ALiBi as a bias of the key's position alone, which in causal attention differs from ALiBi by a constant for each row."""
     given = weights(device, qkv=(WIDTH, 3 * WIDTH), o=(WIDTH, WIDTH))
     given["slopes"] = (2.0 ** -torch.arange(2, 10, 2, device=device, dtype=torch.float32)).requires_grad_()
 
@@ -134,7 +134,7 @@ def test_mpt(device: str) -> None:
 
 
 def test_wide_global_layers_train_like_plain_pytorch(device: str) -> None:
-    """As in Gemma 4: layers with heads of 256 look back over a window, one with heads of 512 sees all keys; grouped queries."""
+    """As in Gemma 4, with grouped-query attention: sliding-window layers with D = 256, and a global layer with D = 512."""
     layers, heads_q, steps = [(256, 40), (512, None), (256, 40)], 4, 12
 
     def attend(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:

@@ -52,7 +52,7 @@ def test_biases_reach_the_call(device: str) -> None:
     assert [name for name, _ in attn.named_buffers()] == ["alibi_slopes"]
     options = dict(softcap=2.0, alibi_slopes=slopes, relative_bias=relative, bias=bias, mask=mask)
     assert torch.equal(attn(q, k, v, bias=bias, mask=mask), flashattn_ext.forward(q, k, v, **options))
-    attn.to(torch.bfloat16)  # casts the slopes, which forward wants in float32
+    attn.to(torch.bfloat16)  # casts the slopes, too; forward requires float32
     out = attn(*(t.to(torch.bfloat16) for t in (q, k, v)))
     assert out.dtype == torch.bfloat16
 

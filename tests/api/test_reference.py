@@ -163,7 +163,7 @@ def test_slopes_of_each_batch_entry() -> None:
 
 
 def test_a_part_with_its_origin_computes_what_the_whole_computes_there() -> None:
-    """Queries 5 to 12 of heads 2 and 3 of the second batch entry, against the keys up to 12: nobody sees later ones."""
+    """Queries 5 to 12 of heads 2 and 3 of the second batch entry, with the keys up to 12: later keys are fully masked."""
     options = dict(causal=True, window_size=(7, -1), dropout_p=0.4, rng_seed=5)
     q, k, v = (torch.randn(2, 12, 4, 5, dtype=torch.float64) for _ in range(3))
     slopes, bias = torch.rand(4, dtype=torch.float64), torch.randn(4, 9, dtype=torch.float64)

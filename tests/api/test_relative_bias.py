@@ -1,4 +1,4 @@
-"""t5_relative_bias. tests/api/test_models.py has it beside a whole block of T5."""
+"""t5_relative_bias. tests/api/test_models.py tests it in a whole T5 block."""
 
 from __future__ import annotations
 

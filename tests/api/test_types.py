@@ -1,4 +1,4 @@
-"""What type checkers see: results whose type follows return_lse, and options that are known by name."""
+"""Static types: result types depend on return_lse, and options have typed names."""
 
 from __future__ import annotations
 

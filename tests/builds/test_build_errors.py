@@ -1,4 +1,4 @@
-"""What a user sees when the build or the import cannot work: one line that names the fix. And running out of memory."""
+"""Errors of builds and imports that cannot work: one line that names the fix. Also running out of memory."""
 
 from __future__ import annotations
 
@@ -86,17 +86,25 @@ SETUP_WITH_CUDA_TORCH = """
 import os, runpy, sys, torch
 from torch.utils import cpp_extension
 torch.version.cuda = "13.0"
-cpp_extension.CUDA_HOME = os.environ["CUDA_HOME"]
+on_path = os.environ.pop("NVCC_ON_PATH", None)
+if on_path:
+    os.environ.pop("CUDA_HOME", None)
+    os.environ.pop("CUDA_PATH", None)
+cpp_extension.CUDA_HOME = on_path or os.environ["CUDA_HOME"]
 sys.argv = ["setup.py", "build_ext", "--inplace"]
-runpy.run_path("setup.py", run_name="__main__")
+try:
+    runpy.run_path("setup.py", run_name="__main__")
+finally:
+    print("include folders:", *cpp_extension.include_paths("cuda"))
 """
 
 
-def make_toolkit(folder: Path, *parts: str) -> Path:
+def make_toolkit(folder: Path, *parts: str, version: str = "13.0") -> Path:
     """A CUDA toolkit with no more than these of compiler, headers and library."""
     (folder / "bin").mkdir(parents=True)
     if "compiler" in parts:
-        (folder / "bin" / "nvcc").write_text("#!/bin/sh\nexit 1\n")
+        says = f"Cuda compilation tools, release {version}, V{version}.1"
+        (folder / "bin" / "nvcc").write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "{says}" || exit 1\n')
         (folder / "bin" / "nvcc").chmod(0o755)
     if "headers" in parts:
         (folder / "include").mkdir()
@@ -126,12 +134,33 @@ def test_compiler_without_the_rest_of_its_toolkit(
 
 
 def test_compiler_that_is_a_link_into_a_whole_toolkit(tmp_path: Path) -> None:
-    """The folder of the link is not the toolkit's; the message names the one that is."""
+    """The folder of the link is not the toolkit; the message names the toolkit's folder."""
     whole = make_toolkit(tmp_path / "whole", "compiler", "headers", "library")
     links = make_toolkit(tmp_path / "links")
     (links / "bin" / "nvcc").symlink_to(whole / "bin" / "nvcc")
     done = build(tmp_path, [sys.executable, "-c", SETUP_WITH_CUDA_TORCH], CUDA_HOME=str(links))
     assert_stops_with_one_line(done, f"set CUDA_HOME={whole}")
+
+
+def test_link_on_the_path_into_a_whole_toolkit_builds_with_that(tmp_path: Path) -> None:
+    """CUDA_HOME is not set, so the build takes the toolkit that the link leads to, and says so."""
+    whole = make_toolkit(tmp_path / "whole", "compiler", "headers", "library")
+    links = make_toolkit(tmp_path / "links")
+    (links / "bin" / "nvcc").symlink_to(whole / "bin" / "nvcc")
+    done = build(tmp_path, [sys.executable, "-c", SETUP_WITH_CUDA_TORCH], NVCC_ON_PATH=str(links))
+    assert "FLASHATTN_EXT_CUDA=0" not in done.stderr
+    said = [line for line in done.stdout.splitlines() if line.startswith("flashattn_ext:")]
+    assert len(said) == 1 and f"builds with CUDA_HOME={whole}" in said[0] and str(links / "bin" / "nvcc") in said[0]
+    assert str(whole / "include") in done.stdout.splitlines()[-1].split()
+
+
+def test_whole_toolkit_of_another_major_version_is_not_taken(tmp_path: Path) -> None:
+    """torch itself refuses another major version only after a minute of the build."""
+    whole = make_toolkit(tmp_path / "whole", "compiler", "headers", "library", version="11.8")
+    links = make_toolkit(tmp_path / "links")
+    (links / "bin" / "nvcc").symlink_to(whole / "bin" / "nvcc")
+    done = build(tmp_path, [sys.executable, "-c", SETUP_WITH_CUDA_TORCH], NVCC_ON_PATH=str(links))
+    assert f"CUDA_HOME={whole}" not in done.stdout + done.stderr
 
 
 def test_whole_toolkit_is_accepted(tmp_path: Path) -> None:
@@ -141,6 +170,34 @@ def test_whole_toolkit_is_accepted(tmp_path: Path) -> None:
     assert "FLASHATTN_EXT_CUDA=0" not in done.stderr
 
 
+SETUP_THAT_PRINTS_FLAGS = """
+import runpy, setuptools, sys
+setuptools.setup = lambda **given: [print(*e.extra_compile_args["cxx"]) for e in given["ext_modules"]]
+sys.argv = ["setup.py", "build_ext", "--inplace"]
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("given", "flag"), [("", "-g0"), ("0", "-g0"), ("1", "-g")])
+def test_debug_information_is_kept_on_demand(tmp_path: Path, given: str, flag: str) -> None:
+    """Python's own flags include -g, which made nine tenths of the library. A compiler takes the last of several -g flags."""
+    (tmp_path / "csrc").mkdir()
+    shutil.copy(ROOT / "csrc" / "sources.py", tmp_path / "csrc")
+    command = [sys.executable, "-c", SETUP_THAT_PRINTS_FLAGS]
+    done = build(tmp_path, command, FLASHATTN_EXT_DEBUG=given, FLASHATTN_EXT_CUDA="0")
+    assert done.returncode == 0, done.stderr
+    flags = [word for word in done.stdout.split() if word.startswith("-g")]
+    assert flags[-1] == flag
+
+
+def test_debug_information_that_is_neither_asked_for_nor_refused(tmp_path: Path) -> None:
+    (tmp_path / "csrc").mkdir()
+    shutil.copy(ROOT / "csrc" / "sources.py", tmp_path / "csrc")
+    assert_stops_with_one_line(
+        build(tmp_path, FLASHATTN_EXT_DEBUG="yes", FLASHATTN_EXT_CUDA="0"), "FLASHATTN_EXT_DEBUG", "'yes'"
+    )
+
+
 def test_wheel_gets_the_file_that_the_build_writes(tmp_path: Path) -> None:
     """pip builds in a checkout that was never built: the build configuration must exist when the modules are collected."""
     for name in ("setup.py", "pyproject.toml", "VERSION", "README.md"):
@@ -148,11 +205,13 @@ def test_wheel_gets_the_file_that_the_build_writes(tmp_path: Path) -> None:
     (tmp_path / "csrc").mkdir()
     shutil.copy(ROOT / "csrc" / "sources.py", tmp_path / "csrc")
     ignored = shutil.ignore_patterns("__pycache__", "*.so", "_build_config.py")
-    shutil.copytree(ROOT / "flashattn_ext", tmp_path / "flashattn_ext", ignore=ignored)
+    for package in ("flashattn_ext", "flashattn_ext_lab"):
+        shutil.copytree(ROOT / package, tmp_path / package, ignore=ignored)
     command = [sys.executable, "setup.py", "-q", "build_py", "--build-lib", "out"]
     subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=120)
     written = (tmp_path / "out" / "flashattn_ext" / "_build_config.py").read_text()
     assert f'BUILT_FOR_TORCH = "{torch.__version__}"' in written
+    assert (tmp_path / "out" / "flashattn_ext_lab" / "report.html.j2").exists()
 
 
 def broken_package(tmp_path: Path) -> Path:
@@ -218,7 +277,7 @@ LIMITED = """
 
 @pytest.mark.parametrize("stage", ["forward", "backward"])
 def test_out_of_memory(stage: str) -> None:
-    """An expanded query has a huge result and no memory of its own. Afterwards everything is as before and works."""
+    """An expanded query takes no memory, but its result is huge. After the error, calls work as before."""
     code = {
         # out alone is 8 GiB
         "forward": "fails(lambda: flashattn_ext.forward(row.expand(1, 1 << 23, 1, 256), key, key))",

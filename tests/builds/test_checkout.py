@@ -1,7 +1,8 @@
-"""Python that is started in a checkout finds its sources before the installed package: which of them runs, and what is said."""
+"""Python that is started in a checkout finds its sources before the installed package: which one runs, and the messages."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -11,9 +12,11 @@ from pathlib import Path
 import pytest
 
 import flashattn_ext
+import flashattn_ext_lab
 
 PACKAGE = Path(flashattn_ext.__path__[0]).resolve()
-# The finder of an editable installation comes before every path: a user who calls `pip install .` has none.
+LABORATORY = Path(flashattn_ext_lab.__path__[0]).resolve()
+# The finder of an editable installation comes before every path; `pip install .` installs no such finder.
 WITHOUT_EDITABLE = """
 import sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in repr(finder)]
@@ -22,10 +25,10 @@ sys.meta_path[:] = [finder for finder in sys.meta_path if "__editable__" not in 
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A folder with the sources, never built, beside a folder `installed` with what pip has installed."""
+    """A folder with the unbuilt sources, and a folder `installed` with the package as pip installs it."""
     ignored = shutil.ignore_patterns("__pycache__", "*.so")
-    shutil.copytree(PACKAGE, tmp_path / "checkout" / "flashattn_ext", ignore=ignored)
-    shutil.copytree(PACKAGE, tmp_path / "installed" / "flashattn_ext", ignore=ignored)
+    for package, place in itertools.product((PACKAGE, LABORATORY), ("checkout", "installed")):
+        shutil.copytree(package, tmp_path / place / package.name, ignore=ignored)
     for library in PACKAGE.glob("_C*.so"):
         (tmp_path / "installed" / "flashattn_ext" / library.name).symlink_to(library)
     (tmp_path / "installed" / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
@@ -85,7 +88,7 @@ def test_sources_that_were_built_in_place_run(checkout: Path) -> None:
     assert_runs(checkout, checkout)
 
 
-@pytest.mark.parametrize("name", ["api.py", "cli/main.py"])
+@pytest.mark.parametrize("name", ["api.py", "distributed/api.py"])
 def test_installed_package_of_other_sources(checkout: Path, name: str) -> None:
     with open(checkout / "flashattn_ext" / name, "a") as source:
         source.write("# changed\n")

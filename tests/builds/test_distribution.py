@@ -12,21 +12,34 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = [".ci", "ascend_c", "csrc", "docs", "examples", "flashattn_ext", "tests", "tools"]
+FOLDERS = [
+    ".ci",
+    ".github",
+    "ascend_c",
+    "csrc",
+    "docs",
+    "examples",
+    "flashattn_ext",
+    "flashattn_ext_lab",
+    "tests",
+    "tools",
+]
 FILES = [
     *(
         ".clang-format",
         ".gitignore",
         ".pre-commit-config.yaml",
         "CHANGELOG.md",
+        "CITATION.cff",
         "CONTRIBUTING.md",
         "LICENSE",
         "MANIFEST.in",
         "Makefile",
+        "SECURITY.md",
     ),
-    *("README.md", "VERSION", "build.sh", "pyproject.toml", "setup.py"),
+    *("README.md", "VERSION", "build.sh", "mkdocs.yml", "pyproject.toml", "setup.py"),
 ]
-# What a build leaves in the source folders.
+# Files that a build leaves in the source folders.
 BUILT = shutil.ignore_patterns("__pycache__", "*.so", "_build_config.py", "_ascend_config.py")
 
 
@@ -43,7 +56,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def names(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The files of the distribution, which is made of a checkout that was built, without torch."""
+    """The files of the source distribution of a built checkout, made without torch."""
     folder = tmp_path_factory.mktemp("distribution")
     (folder / "torch").mkdir()
     (folder / "torch" / "__init__.py").write_text("raise ImportError('torch is not installed')")

@@ -25,9 +25,9 @@ class CacheCase:
     Hk: int = 2
     D: int = 32
     Dv: int = 32
-    room: int = 128  # of a sequence; a multiple of page_size where there are pages
+    room: int = 128  # rows of a sequence in the cache; a multiple of page_size where there are pages
     page_size: int = 0  # 0: no pages
-    extra_entries: int = 0  # of the cache, which belong to nobody
+    extra_entries: int = 0  # cache entries that belong to no sequence
     batch_idx: bool = False
     leftpad: tuple[int, ...] | None = None
     int_length: bool = False  # lengths given as one int
@@ -52,14 +52,14 @@ class CacheCase:
 
 @dataclass
 class CacheInputs:
-    """Positional tensors and options of a call, in one dtype. What no sequence owns of the caches is NaN."""
+    """Positional tensors and options of a call, in one dtype. Cache rows that belong to no sequence are NaN."""
 
     tensors: list[Tensor | None]  # q, k_cache, v_cache, k, v
     options: dict[str, Any] = field(default_factory=dict)
     num_splits: int = 0
 
     def to(self, dtype: torch.dtype, device: str = "cpu") -> CacheInputs:
-        """A copy, the caches included; floating point tensors but slopes and sinks in that dtype."""
+        """A copy, the caches included; floating-point tensors, except slopes and sinks, have that dtype."""
 
         def converted(name: str, value: Any) -> Any:
             if isinstance(value, Mask):
@@ -89,12 +89,19 @@ class CacheInputs:
         )
         return out, lse
 
-    def reference(self) -> tuple[Tensor, Tensor]:
-        return flashattn_ext.kvcache_reference(*self.tensors, **self.options)
+    def call_with_max_logits(self) -> tuple[Tensor, Tensor, Tensor]:
+        results: tuple[Tensor, Tensor, Tensor] = flashattn_ext.flash_attn_with_kvcache(
+            *self.tensors, num_splits=self.num_splits, return_softmax_lse=True, return_max_logits=True, **self.options
+        )
+        return results
+
+    def reference(self) -> tuple[Tensor, ...]:
+        """(out, lse, max_logits)"""
+        return flashattn_ext.kvcache_reference(*self.tensors, **self.options, return_max_logits=True)
 
 
 def depth_first_parents(nodes: int, rng: random.Random) -> list[int]:
-    """Of a random tree with its nodes in depth-first order."""
+    """Parents of a random tree whose nodes are in depth-first order."""
     path, parents = [-1], []
     for node in range(nodes):
         path = path[: rng.randint(1, len(path))]
@@ -159,10 +166,12 @@ def make_inputs(case: CacheCase, dtype: torch.dtype) -> CacheInputs:
 
 
 def check(case: CacheCase, device: str, dtype: torch.dtype) -> None:
-    """Compares result, lse and caches with the reference in float64, by what plain PyTorch in the same dtype differs from it."""
+    """Compares out, lse and caches with the fp64 reference; the bound is the error of plain PyTorch in the same dtype."""
     inputs = make_inputs(case, dtype)
     exact, plain, ours = inputs.to(torch.float64), inputs.to(dtype), inputs.to(dtype, device)
-    (ref, ref_lse), (pt, pt_lse), (out, lse) = exact.reference(), plain.reference(), ours.call()
+    (ref, ref_lse, ref_max), (pt, pt_lse, pt_max), (out, lse, max_logits) = (
+        exact.reference(), plain.reference(), ours.call_with_max_logits()
+    )  # fmt: skip
     assert out.dtype == dtype and out.shape == ref.shape and lse.shape == ref_lse.shape
     error, allowed = (
         (out.cpu().double() - ref).abs(),
@@ -170,6 +179,8 @@ def check(case: CacheCase, device: str, dtype: torch.dtype) -> None:
     )
     assert not ref.numel() or error.max() <= allowed, f"out is off by {error.max():.3g}, allowed {allowed:.3g}"
     _check_lse(lse.cpu().double(), ref_lse, pt_lse.double(), dtype)
+    assert max_logits.dtype == torch.float32 and max_logits.shape == ref_max.shape
+    _check_lse(max_logits.cpu().double(), ref_max.double(), pt_max.double(), dtype)
     for name, before, after, expected in zip(
         ("k_cache", "v_cache"), inputs.tensors[1:3], ours.tensors[1:3], plain.tensors[1:3], strict=True
     ):

@@ -1,4 +1,4 @@
-"""What flash_attn_with_kvcache refuses, before anything is written, and what no content of its tensors can make it do."""
+"""flash_attn_with_kvcache refuses bad calls before it writes, and no contents of its tensors make it leave its memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ INT32 = torch.int32
 
 
 def arguments(device: str, **changed: Any) -> dict[str, Any]:
-    """A call that works, but for what is changed."""
+    """A valid call with the given arguments replaced."""
     good = {
         "q": torch.randn(2, 1, 4, 16), "k_cache": torch.randn(2, 32, 2, 16), "v_cache": torch.randn(2, 32, 2, 16),
         "k": torch.randn(2, 1, 2, 16), "v": torch.randn(2, 1, 2, 16), "cache_seqlens": torch.tensor([3, 7], dtype=INT32),
     }  # fmt: skip
-    # A function makes a tensor whose strides a copy to the device would not keep.
+    # A function makes its tensor on the device, because a copy would not keep the strides.
     made = {n: t(device) if callable(t) else t for n, t in {**good, **changed}.items()}
     return {n: t.to(device) if isinstance(t, torch.Tensor) else t for n, t in made.items()}
 
@@ -30,6 +30,11 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "cache_dtype": (TypeError, "v_cache", {"v_cache": torch.randn(2, 32, 2, 16).half()}),
     "cache_heads": (ValueError, "v_cache", {"v_cache": torch.randn(2, 32, 1, 16)}),
     "cache_head_dim": (ValueError, "k_cache", {"k_cache": torch.randn(2, 32, 2, 8)}),
+    "head_dim_too_large": (
+        ValueError, "head_dim",
+        {n: torch.randn(2, rows, heads, 513) for n, rows, heads in
+         (("q", 1, 4), ("k_cache", 32, 2), ("v_cache", 32, 2), ("k", 1, 2), ("v", 1, 2))},
+    ),
     "cache_last_dimension": (ValueError, "k_cache", {"k_cache": lambda device: torch.randn(2, 32, 2, 32, device=device)[..., ::2]}),
     "cache_entries": (ValueError, "k_cache", {"k_cache": torch.randn(1, 32, 2, 16), "v_cache": torch.randn(1, 32, 2, 16)}),
     "heads": (ValueError, "q", {"q": torch.randn(2, 1, 3, 16)}),
@@ -65,6 +70,9 @@ REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     "sink_and_smooth": (ValueError, "sink", {"sink": torch.zeros(4), "smooth_softmax": True}),
     "mask_heads": (ValueError, "mask", {"mask": flashattn_ext.Mask(torch.zeros(1, 3, 1, 2, dtype=INT32))}),
     "softcap": (ValueError, "softcap", {"softcap": -1.0}),
+    "expanded_k": (ValueError, "k_cache: new keys are written", {"k_cache": lambda device: torch.randn(1, 32, 2, 16, device=device).expand(2, -1, -1, -1)}),
+    "expanded_v": (ValueError, "v_cache: new keys are written", {"v_cache": lambda device: torch.randn(2, 32, 1, 16, device=device).expand(-1, -1, 2, -1)}),
+    "overlapping_rows": (ValueError, "k_cache: new keys are written", {"k_cache": lambda device: torch.randn(2000, device=device).as_strided((2, 32, 2, 16), (900, 24, 16, 1))}),
 }  # fmt: skip
 
 
@@ -73,8 +81,9 @@ def test_refuses_and_writes_nothing(name: str, device: str) -> None:
     error, named, changed = REFUSED[name]
     given = arguments(device, **changed)
     before = given["k_cache"].clone()
-    with pytest.raises(error, match=named):
+    with pytest.raises(error, match=named) as raised:
         flashattn_ext.flash_attn_with_kvcache(**given)
+    assert "CPU backend" not in str(raised.value)  # which refuses it, too
     assert torch.equal(given["k_cache"], before)
 
 
@@ -91,6 +100,51 @@ def test_refuses_values_where_they_are_at_hand(name: str, values: tuple[int, ...
     assert torch.equal(given["k_cache"], before)
 
 
+# k_cache and v_cache that lie in one tensor: whether they share an element.
+IN_ONE_TENSOR = {
+    "same": (lambda t: (t[:, :, :2, :16], t[:, :, :2, :16]), True),
+    "columns": (lambda t: (t[:, :, :2, :16], t[:, :, :2, 15:31]), True),
+    "heads": (lambda t: (t[:, :, :2, :16], t[:, :, 1:3, :16]), True),
+    "rows": (lambda t: (t[:, :32, :2, :16], t[:, 31:63, :2, :16]), True),
+    "later rows and columns": (lambda t: (t[:, :32, :2, :16], t[:, 5:37, 1:3, 8:24]), True),
+    "other head_dim": (lambda t: (t[:, :, :2, :16], t[:, :, :2, :8]), True),
+    "one column": (lambda t: (t[:, :, :2, :16], t[:, :, :2, 15:16]), True),
+    "packed columns": (lambda t: (t[:, :, :2, :16], t[:, :, :2, 16:32]), False),
+    "packed heads": (lambda t: (t[:, :, :2, :16], t[:, :, 2:4, :16]), False),
+    "halves of rows": (lambda t: (t[:, :32, :2, :16], t[:, 32:, :2, :16]), False),
+    "alternating rows": (lambda t: (t[:, ::2, :2, :16], t[:, 1::2, :2, :16]), False),
+    "packed column": (lambda t: (t[:, :, :2, :16], t[:, :, :2, 16:17]), False),
+    "no elements": (lambda t: (t[:, :, :0, :16], t[:, :, :0, :16]), False),
+}
+
+
+@pytest.mark.parametrize("name", IN_ONE_TENSOR)
+def test_refuses_to_append_to_caches_that_share_memory(name: str, device: str) -> None:
+    """Keys and values would overwrite each other, in an order that nothing defines."""
+    parts, shared = IN_ONE_TENSOR[name]
+    whole = torch.randn(2, 64, 4, 32, device=device)
+    k_cache, v_cache = parts(whole)
+    heads, before = k_cache.shape[2], whole.clone()
+    new = {"k": torch.randn(2, 1, heads, k_cache.shape[3]), "v": torch.randn(2, 1, heads, v_cache.shape[3])}
+    given = arguments(device, q=torch.randn(2, 1, heads, 16), **new) | {"k_cache": k_cache, "v_cache": v_cache}
+    if shared:
+        with pytest.raises(ValueError, match=r"v_cache: .*share memory"):
+            flashattn_ext.flash_attn_with_kvcache(**given)
+        assert torch.equal(whole, before)
+        given |= {"k": None, "v": None}  # reading them is fine
+    expected = flashattn_ext.flash_attn_with_kvcache(**given | {"k_cache": k_cache.clone(), "v_cache": v_cache.clone()})
+    assert torch.equal(flashattn_ext.flash_attn_with_kvcache(**given), expected)
+
+
+def test_refuses_to_append_to_one_entry_twice() -> None:
+    given = arguments("cpu", cache_batch_idx=torch.tensor([1, 1], dtype=INT32))
+    before = given["k_cache"].clone()
+    with pytest.raises(ValueError, match=r"cache_batch_idx: .*at most once, got 1 for the sequences 0 and 1"):
+        flashattn_ext.flash_attn_with_kvcache(**given)
+    assert torch.equal(given["k_cache"], before)
+    flashattn_ext.flash_attn_with_kvcache(**given | {"k": None, "v": None})
+
+
 @pytest.mark.parametrize("Sq", [1, 40])
 def test_block_tables_never_lead_outside_the_cache(Sq: int, device: str) -> None:
     inputs = make_inputs(CacheCase(lengths=(100, 37), page_size=16, Sq=Sq, causal=True), torch.float32)
@@ -98,7 +152,7 @@ def test_block_tables_never_lead_outside_the_cache(Sq: int, device: str) -> None
     inputs.options["block_table"] = numbers[torch.randint(len(numbers), (2, 8))]
     for cache in inputs.tensors[1:3]:
         cache.copy_(torch.randn_like(cache))
-    expected, _ = inputs.to(torch.float32).reference()
+    expected = inputs.to(torch.float32).reference()[0]
     # Neighbours of the caches in memory are NaN: reading them would show.
     for index in (1, 2):
         cache = inputs.tensors[index]
@@ -112,7 +166,7 @@ def test_block_tables_never_lead_outside_the_cache(Sq: int, device: str) -> None
 
 @pytest.mark.parametrize("new_keys", [0, 1])
 def test_lengths_beyond_the_block_table(new_keys: int, device: str) -> None:
-    """flash-attn raises RuntimeError, everything else that is wrong with an argument is a ValueError here: it is both."""
+    """flash-attn raises RuntimeError, and this package raises ValueError for bad values: the error is both."""
     q, cache = torch.randn(1, 1, 2, 16, device=device), torch.randn(4, 16, 2, 16, device=device)
     new = torch.randn(1, 1, 2, 16, device=device) if new_keys else None
     lengths = torch.tensor([31 - new_keys], dtype=INT32, device=device)
@@ -131,7 +185,7 @@ def test_lengths_beyond_the_block_table(new_keys: int, device: str) -> None:
     with pytest.raises(RuntimeError, match="block_table") as raised:
         call()
     assert isinstance(raised.value, ValueError) and torch.equal(cache, before)
-    with pytest.raises(ValueError, match="block_table"):  # the contents that were looked at before
+    with pytest.raises(ValueError, match="block_table"):  # the host has checked these contents before
         call()
 
 

@@ -1,4 +1,4 @@
-"""Calls with a cache have no derivatives: nothing is lost in silence, and autograd knows what they write to."""
+"""Decoding calls have no derivatives: a backward raises, and autograd knows which tensors they write."""
 
 from __future__ import annotations
 
@@ -75,9 +75,31 @@ def test_what_has_saved_a_cache_notices_that_it_changed(place: int, inference: b
 
 
 def test_caches_of_inference_mode(device: str) -> None:
-    """They count no changes, and can be used outside of it."""
+    """Inference tensors have no version counter, and decoding accepts them outside inference mode."""
     q, k_cache, v_cache, new = qkv(device)
     expected = append(q, k_cache, v_cache, new)
     with torch.inference_mode():
         caches = k_cache.clone(), v_cache.clone()
     assert torch.equal(append(q, *caches, new), expected) and torch.equal(caches[0], k_cache)
+
+
+@pytest.mark.filterwarnings("error")
+def test_calls_under_vmap_are_those_of_each_slice(device: str) -> None:
+    """torch's fallback for ops without a vmap rule warns, and does not support ops that write."""
+    q, k_cache, v_cache, new = (torch.stack([t, t.flip(0), t * 2]) for t in qkv(device))
+    out = torch.vmap(read)(q, k_cache, v_cache, new)
+    assert torch.equal(out, torch.stack([read(*each) for each in zip(q, k_cache, v_cache, new, strict=True)]))
+    copies = k_cache.clone(), v_cache.clone()
+    out = torch.vmap(append)(q, *copies, new)
+    expected = torch.stack([append(*each) for each in zip(q, k_cache, v_cache, new, strict=True)])
+    assert torch.equal(out, expected) and torch.equal(copies[0], k_cache) and torch.equal(copies[1], v_cache)
+    shared = torch.vmap(read, (0, None, None, None))(q, k_cache[0], v_cache[0], new[0])
+    assert torch.equal(shared, torch.stack([read(each, k_cache[0], v_cache[0], new[0]) for each in q]))
+
+
+def test_a_cache_that_calls_share_is_not_appended_to_under_vmap(device: str) -> None:
+    q, k_cache, v_cache, new = qkv(device)
+    before = k_cache.clone()
+    with pytest.raises(ValueError, match=r"k_cache: expected a cache for each call .*torch\.vmap"):
+        torch.vmap(append, (None, None, None, 0))(q, k_cache, v_cache, torch.stack([new, new + 1]))
+    assert torch.equal(k_cache, before)

@@ -1,9 +1,10 @@
-"""The bits of a sequence's result with a cache depend on nothing but the sequence."""
+"""The bits of a sequence's decoding result depend on that sequence alone."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import poison
 import pytest
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ def one_of(given: dict[str, Any], b: int) -> dict[str, Any]:
 @pytest.mark.parametrize("Sq", [1, 20])
 def test_do_not_depend_on_the_batch(num_splits: int, Sq: int, device: str) -> None:
     if device != "cpu":
-        num_splits = max(num_splits, 1)  # an accelerator chooses by the whole batch
+        num_splits = max(num_splits, 1)  # accelerators choose the splits by the whole batch
     given = {**batch(device, Sq), "causal": True, "num_splits": num_splits}
     together = flashattn_ext.flash_attn_with_kvcache(**given)
     for b in range(3):
@@ -58,7 +59,7 @@ def test_do_not_depend_on_threads(Sq: int) -> None:
 def test_do_not_depend_on_the_heads_around(device: str) -> None:
     given = {name: t.to(torch.bfloat16) if t.is_floating_point() else t for name, t in batch(device, 1).items()}
     intervals = torch.tensor([0, 1], dtype=torch.int32, device=device).repeat(1, 2, 40, 1)
-    intervals[:, 0, 7:20] = 0  # keys that only the second key head sees
+    intervals[:, 0, 7:20] = 0  # keys that only the second KV head sees
     together = flashattn_ext.flash_attn_with_kvcache(**given, mask=flashattn_ext.Mask(intervals), num_splits=2)
     for hk in range(2):
         alone = {**given, "q": given["q"][:, :, 4 * hk : 4 * hk + 4]}
@@ -78,5 +79,12 @@ def test_a_key_that_is_no_number_stays_in_its_sequence_and_head(device: str) -> 
     assert torch.equal(out[1], clean[1]) and torch.equal(out[0, :, 4:], clean[0, :, 4:])
     assert torch.equal(out[2, :, :4], clean[2, :, :4]) and out[2, :, 4:].isnan().all()
     assert torch.equal(out[0, :, :4, :5], clean[0, :, :4, :5]) and not out[0, :, :4, 5].isfinite().any()
-    if device == "cpu":  # CUDA multiplies fp32 in parts, one of which may be 0
+    if device == "cpu":  # CUDA splits fp32 operands; a part may be 0, and 0 times infinity is NaN
         assert out[0, :, :4, 5].isinf().all()
+
+
+def test_results_are_poisoned_before_a_kernel_gets_them(device: str) -> None:
+    q, cache = torch.randn(2, 1, 4, 16, device=device), torch.randn(2, 33, 2, 16, device=device)
+    poison.allocated.clear()
+    out = flashattn_ext.flash_attn_with_kvcache(q, cache, cache)
+    assert (out.dtype, tuple(out.shape)) in poison.allocated and out.isfinite().all()

@@ -1,4 +1,4 @@
-"""The ops of calls with a cache under torch.library.opcheck and torch.compile."""
+"""The decoding ops under torch.library.opcheck and torch.compile."""
 
 from __future__ import annotations
 

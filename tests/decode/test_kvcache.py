@@ -1,10 +1,14 @@
-"""flash_attn_with_kvcache computes what the reference computes, appends what it should and reads nothing else."""
+"""flash_attn_with_kvcache agrees with the reference, appends new keys, and reads only the keys of its sequences."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from cache_cases import CacheCase, check, random_case
+
+import flashattn_ext
 
 CASES = {
     "one_query": CacheCase(),
@@ -57,7 +61,7 @@ def test_matches_the_reference(name: str, device: str, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("page_size", [16, 32, 48, 64, 256])
 @pytest.mark.parametrize("Sq", [1, 6, 33])
 def test_pages(page_size: int, Sq: int, device: str, dtype: torch.dtype) -> None:
-    # Before, at and after the border of a page; a page that is full.
+    # Before, at and after a page boundary; a full page.
     lengths = (page_size - 1, page_size, max(2 * page_size - Sq, 0), 3 * page_size - 1)
     room = 3 * page_size + (Sq // page_size + 1) * page_size
     check(
@@ -83,3 +87,36 @@ def test_splits_of_long_sequences(device: str) -> None:
 def test_options_in_all_combinations(seed: int, device: str) -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.float16] + ([torch.float64] if device == "cpu" else [])
     check(random_case(seed), device, dtypes[seed % len(dtypes)])
+
+
+APPENDED = {  # views of caches [2, 32, 2, 16] whose memory new keys are written to
+    "k where it goes": dict(k=lambda k, v: k[:, 2:5]),
+    "k a row further": dict(k=lambda k, v: k[:, 3:6]),
+    "k a row before": dict(k=lambda k, v: k[:, 1:4]),
+    "k of the first entry": dict(k=lambda k, v: k[:1, 2:5].expand(2, -1, -1, -1)),
+    "k where v goes": dict(k=lambda k, v: v[:, 2:5]),
+    "v where k goes": dict(v=lambda k, v: k[:, 4:7]),
+    "q": dict(q=lambda k, v: k[:, 4:7]),
+}
+
+
+@pytest.mark.parametrize("rotary", [False, True], ids=["", "rotary"])
+@pytest.mark.parametrize("name", APPENDED)
+def test_what_is_appended_may_lie_in_the_cache(device: str, name: str, rotary: bool) -> None:
+    """q, k and v were read after appended rows had overwritten them."""
+    caches = [torch.randn(2, 32, 2, 16, device=device) for _ in "kv"]
+    given = {name: torch.randn(2, 3, 2, 16, device=device) for name in "qkv"}
+    options: dict[str, Any] = {"cache_seqlens": torch.tensor([2, 3], dtype=torch.int32, device=device), "causal": True}
+    if rotary:
+        options |= {f"rotary_{t}": torch.randn(32, 8, device=device) for t in ("cos", "sin")}
+
+    def result(*, copies: bool) -> list[torch.Tensor]:
+        k_cache, v_cache = (t.clone() for t in caches)
+        views = {which: view(k_cache, v_cache) for which, view in APPENDED[name].items()}
+        inputs = given | {which: view.clone() if copies else view for which, view in views.items()}
+        q, k, v = (inputs[which] for which in "qkv")
+        out = flashattn_ext.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, **options)
+        return [out, k_cache, v_cache]
+
+    for got, expected in zip(result(copies=False), result(copies=True), strict=True):
+        assert torch.equal(got, expected)

@@ -1,4 +1,4 @@
-"""Caches where only a GPU can show it: shares of the line of all units, prefill by the forward kernels, graphs, no waiting."""
+"""Decoding on GPUs: split-KV over thread blocks, prefill by the forward kernels, CUDA graphs, no synchronisation."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cache(B: int, room: int, Hk: int, D: int, dtype: torch.dtype = torch.bfloat1
 @pytest.mark.parametrize("D", [64, 96, 128, 192, 256, 512, 33])
 @pytest.mark.parametrize("Sq", [1, 30])
 def test_every_compiled_tile(Sq: int, D: int, dtype: torch.dtype) -> None:
-    """Narrow and wide tiles; 33 columns are no whole vectors."""
+    """Narrow and wide tiles; 33 columns are not a multiple of a vector load."""
     case = CacheCase((700, 64, 0, 333), Sq=Sq, new=Sq, Hq=4, Hk=2, D=D, Dv=D, room=768, causal=True, sink=True)
     check(case, "cuda", dtype)
     check(dataclasses.replace(case, page_size=48, num_splits=3), "cuda", dtype)
@@ -46,7 +46,7 @@ def test_every_compiled_tile(Sq: int, D: int, dtype: torch.dtype) -> None:
     ids=str,
 )
 def test_prefill(options: dict[str, object], page_size: int, backend: str) -> None:
-    """Queries enough for the forward kernels, over sequences shorter and longer than themselves."""
+    """Enough queries for the forward kernels, over sequences shorter and longer than the queries."""
     lengths = (600, 350, 400, 0, 299)
     sizes = {"Sq": 300, "Hq": 16, "Hk": 4, "D": 64, "Dv": 64, "room": 1008, "page_size": page_size}
     case = CacheCase(lengths, batch_idx=page_size == 0, **sizes, **options)
@@ -56,7 +56,7 @@ def test_prefill(options: dict[str, object], page_size: int, backend: str) -> No
 
 @pytest.mark.parametrize("lengths", [(1, 9000, 3, 0, 64, 4097), (0, 0, 0), (65,), tuple(range(200))], ids=len)
 @pytest.mark.parametrize("Hk", [1, 6])
-def test_shares_of_uneven_lengths(Hk: int, lengths: tuple[int, ...]) -> None:
+def test_splits_of_uneven_lengths(Hk: int, lengths: tuple[int, ...]) -> None:
     k, v = cache(len(lengths), max(*lengths, 1, 1), Hk, 128)
     q = torch.randn(len(lengths), 2, 2 * Hk, 128, device="cuda", dtype=torch.bfloat16)
     seqlens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
@@ -82,7 +82,7 @@ def test_a_batch_does_not_change_the_bits_of_fixed_splits() -> None:
 
 @pytest.mark.parametrize("Sq", [1, 200])
 def test_a_graph_replays_with_other_lengths(Sq: int) -> None:
-    """The replay appends, rotates and attends by the lengths of its time, and nothing waits."""
+    """A replay appends, rotates and attends with the lengths at the time of the replay, and nothing synchronises."""
     k, v = cache(4, 2048, 4, 128)
     q, k_new, v_new = (torch.randn(4, Sq, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (16, 4, 4))
     angles = torch.rand(2048, 32, device="cuda") * 2 * math.pi
@@ -114,7 +114,7 @@ def test_a_graph_replays_with_other_lengths(Sq: int) -> None:
 
 @pytest.mark.parametrize("num_splits", [0, 3])
 def test_calls_in_a_row_wait_for_what_they_read(num_splits: int) -> None:
-    """Kernels start while the ones before them end: a call reads its lengths, its new keys and its queries from those."""
+    """Programmatic dependent launch: a call reads lengths, new keys and queries that earlier kernels write while it starts."""
 
     def steps(synchronize: Callable[[], None]) -> torch.Tensor:
         torch.manual_seed(0)
@@ -139,7 +139,7 @@ def test_block_tables_that_lead_outside() -> None:
     k, v = cache(20, 16, 2, 64)
     q = torch.randn(3, 1, 4, 64, device="cuda", dtype=torch.bfloat16)
     table = torch.randint(-(2**31), 2**31 - 1, (3, 50), device="cuda", dtype=torch.int32)
-    with torch.inference_mode():  # lengths of this mode are not read on the host, and nothing is refused
+    with torch.inference_mode():  # this call does not read lengths on the host, so it refuses nothing
         lengths = torch.tensor([2**31 - 1, -5, 700], dtype=torch.int32, device="cuda")
         out = flashattn_ext.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, block_table=table)
     expected, _ = flashattn_ext.kvcache_reference(

@@ -15,7 +15,7 @@ LENGTHS_Q, LENGTHS_K = (1, 40, 7, 0), (70, 40, 0, 33)
 
 
 def paged(lengths: tuple[int, ...], page_size: int, heads: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pages in random order, their table, and the packed rows that they hold; rows of no sequence are NaN."""
+    """Pages in random order, their block table, and the packed rows that they hold; rows of no sequence are NaN."""
     pages = -(-max(lengths) // page_size)
     table = torch.randperm(len(lengths) * pages).view(-1, pages).to(torch.int32)
     cache = torch.full((table.numel(), page_size, heads, head_dim), float("nan"))

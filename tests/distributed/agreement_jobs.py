@@ -1,8 +1,9 @@
-"""What the ranks do for test_agreement.py: calls that are wrong on some of them, of which all must hear."""
+"""Jobs of test_agreement.py: calls that are wrong on some ranks must raise on every rank."""
 
 from __future__ import annotations
 
 import datetime
+import os
 import time
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from rank_pool import group_of
 from torch.distributed.device_mesh import init_device_mesh
 
-from flashattn_ext import distributed
+from flashattn_ext import Mask, distributed
 
 S = 128  # on each rank
 
@@ -48,6 +49,61 @@ def ranks_that_differ_are_told(device: str) -> None:
         distributed.attention(*_qkv(device), group=group_of(2), sink=sink)
 
 
+def contents_that_differ_are_told_on_demand(device: str) -> None:
+    """With FLASHATTN_EXT_DISTRIBUTED_CHECK=1 every call checks; without it, later calls with the same signature skip the check."""
+    rank = dist.get_rank()
+    if rank >= 2:
+        return
+    q, k, v = _qkv(device)
+    whole = 2 * S
+
+    def starts(at: int) -> torch.Tensor:
+        return torch.tensor([0, at, whole], dtype=torch.int32)
+
+    heads = torch.linspace(0.1, 0.4, 4, device=device)
+    calls: dict[str, tuple[list[torch.Tensor], dict[str, Any], dict[str, Any]]] = {
+        "cu_seqlens": ([t[0] for t in (q, k, v)], {"cu_seqlens": starts(70)}, {"cu_seqlens": starts(71)}),
+        "mask_intervals": ([q, k, v], *({"mask": Mask.chunked(n, whole, whole, device=device)} for n in (9, 8))),
+        "sink": ([q, k, v], {"sink": heads}, {"sink": heads + 1}),
+        "alibi_slopes": ([q, k, v], {"alibi_slopes": heads}, {"alibi_slopes": heads.flip(0)}),
+        "relative_bias": ([q, k, v], *({"relative_bias": torch.full((4, 3), n, device=device)} for n in (0.0, 0.5))),
+        "bias": ([q, k, v], *({"bias": torch.full((1, 1, 1, whole), n, device=device)} for n in (0.0, 0.5))),
+    }
+    for name, (tensors, same, other) in calls.items():
+        options: dict[str, Any] = {"group": group_of(2), "seqlen": whole, "mode": "ring"}
+        distributed.attention(*tensors, **options, **same)
+        os.environ["FLASHATTN_EXT_DISTRIBUTED_CHECK"] = "1"
+        try:
+            distributed.attention(*tensors, **options, **same)
+            with pytest.raises(ValueError, match=rf"what {name} holds is \[.* on rank 0 and \[.* on rank 1"):
+                distributed.attention(*tensors, **options, **(same if rank == 0 else other))
+        finally:
+            del os.environ["FLASHATTN_EXT_DISTRIBUTED_CHECK"]
+    rows = torch.randn(1, 1, S, whole, device=device) + rank  # of this rank
+    os.environ["FLASHATTN_EXT_DISTRIBUTED_CHECK"] = "1"
+    try:
+        distributed.attention(q, k, v, group=group_of(2), bias=rows)
+        with pytest.raises(ValueError, match="causal is True on rank 0 and False on rank 1"):
+            distributed.attention(q, k, v, group=group_of(2), causal=rank == 0)
+        os.environ["FLASHATTN_EXT_DISTRIBUTED_CHECK"] = "yes"
+        with pytest.raises(ValueError, match="FLASHATTN_EXT_DISTRIBUTED_CHECK: expected 0 or 1, got 'yes'"):
+            distributed.attention(q, k, v, group=group_of(2))
+    finally:
+        del os.environ["FLASHATTN_EXT_DISTRIBUTED_CHECK"]
+
+
+def a_bias_that_has_rows_on_some_ranks_only_is_told(device: str) -> None:
+    """Of 129 positions rank 2 of contiguous sharding has one: the other ranks' biases decide what its bias of one row means."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    if ranks != 4:
+        return
+    options: dict[str, Any] = {"group": group_of(4), "seqlen": 129, "sharding": "contiguous", "mode": "ulysses"}
+    rows = distributed.shard_lengths(129, group=group_of(4), sharding="contiguous")[rank]
+    bias = torch.zeros(1, 1, rows if rank == 0 else 1, 129, device=device)
+    with pytest.raises(ValueError, match="bias: expected the rows of each rank on every rank"):
+        distributed.attention(*_qkv(device, S=rows), bias=bias, **options)
+
+
 def what_is_wrong_on_one_rank_is_told_on_all(device: str) -> None:
     rank = dist.get_rank()
     if rank >= 2:
@@ -56,9 +112,14 @@ def what_is_wrong_on_one_rank_is_told_on_all(device: str) -> None:
     match = "expected 128 of the 256 positions" if rank == 1 else "another rank.*rank 1: q: expected 128 of the 256"
     _expect(ValueError, match, device, whole, S=S - rank)
     _expect(
-        ValueError, "'ulysses' shares out the query heads, and 3 do not divide", device, {"mode": "ulysses"}, Hq=3, Hk=3
+        ValueError,
+        "'ulysses' needs a number of query heads divisible by the 2 ranks, got 3",
+        device,
+        {"mode": "ulysses"},
+        Hq=3,
+        Hk=3,
     )
-    _expect(ValueError, "multiple of the 3 key heads", device, {}, Hq=4, Hk=3)
+    _expect(ValueError, "multiple of the 3 KV heads", device, {}, Hq=4, Hk=3)
     _expect(
         ValueError, r"dropout_p: expected a probability in \[0, 1\), got 1", device, {"dropout_p": 1.0, "rng_seed": 1}
     )
@@ -66,6 +127,8 @@ def what_is_wrong_on_one_rank_is_told_on_all(device: str) -> None:
     _expect(ValueError, "origin: expected None or", device, {"origin": (0, 0, 0, 0)})
     _expect(ValueError, "cu_seqlens|dimensions", device, {"cu_seqlens": torch.tensor([0, 2 * S], dtype=torch.int32)})
     _expect(TypeError, "unexpected keyword argument 'causl'", device, {"causl": True})
+    scale = torch.tensor(0.5, device=device, requires_grad=True)
+    _expect(TypeError, "softmax_scale: .*scale q instead", device, {"softmax_scale": scale})
     _expect(ValueError, "sharding: expected one of", device, {"sharding": "striped"})
     _expect(ValueError, "mode: expected one of", device, {"mode": "usp"})
     with pytest.raises(ValueError, match="starts from 0 that do not decrease"):
@@ -73,7 +136,7 @@ def what_is_wrong_on_one_rank_is_told_on_all(device: str) -> None:
         distributed.attention(
             q, k, v, group=group_of(2), cu_seqlens=torch.tensor([0, 9, 3], dtype=torch.int32), seqlen=256
         )
-    distributed.attention(*_qkv(device), group=group_of(2), causal=True)  # and then all is well
+    distributed.attention(*_qkv(device), group=group_of(2), causal=True)  # a valid call works afterwards
 
 
 def groups_are_checked(device: str) -> None:
@@ -107,7 +170,7 @@ def a_rank_that_does_not_come_is_waited_for_until_the_timeout(device: str) -> No
 
 
 def a_rank_that_leaves_between_calls_is_waited_for_until_the_timeout(device: str) -> None:
-    """Once calls are agreed on, it is the exchange itself that finds out."""
+    """After ranks have agreed on a signature, the exchange itself detects the missing rank."""
     group = dist.new_group([0, 1], timeout=datetime.timedelta(seconds=2))
     rank = dist.get_rank()
     if rank >= 2:
@@ -138,6 +201,11 @@ def shards_are_put_together_again(device: str) -> None:
                 assert torch.equal(again, whole)
                 again.backward(2 * whole)
                 assert part_leaf.grad is not None and torch.equal(part_leaf.grad, 2 * part)
+    for call, x in ((distributed.shard, torch.zeros(2, 4)), (distributed.unshard, torch.tensor(1.0))):
+        with pytest.raises(ValueError, match=r"dim: expected a dimension of x of shape \[.*\], got 9"):
+            call(x, dim=9)
+    with pytest.raises(ValueError, match="seqlen: expected at least 0, got -1"):
+        distributed.shard_lengths(-1)
     if dist.get_rank() < 2:
         with pytest.raises(ValueError, match="expected 64 of the 128 positions"):
             distributed.unshard(torch.zeros(1, 60, device=device), group=group_of(2), seqlen=128)

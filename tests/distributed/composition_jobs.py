@@ -1,4 +1,4 @@
-"""What the ranks do for test_composition.py: attention over ranks inside of what else a training script uses."""
+"""Jobs of test_composition.py: distributed attention together with other tools of a training script."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def checkpointing_computes_the_same_again(device: str) -> None:
 
 
 def a_drawn_seed_drops_what_one_device_drops(device: str) -> None:
-    """Where the ranks' generators are alike, as torch.manual_seed makes them."""
+    """With equal generators on all ranks, as after torch.manual_seed."""
     if dist.get_rank() >= 2:
         return
     torch.manual_seed(3)
@@ -230,7 +230,7 @@ def autocast_is_followed(device: str) -> None:
 
 
 def a_module_without_its_group_is_no_copy(device: str) -> None:
-    """What is trained over ranks is loaded on one device."""
+    """A model trained over ranks is loaded on one device."""
     module = (
         distributed.DistributedAttention(16, learnable_sink=True, num_heads=4, group=group_of(2))
         if dist.get_rank() < 2

@@ -1,4 +1,4 @@
-"""Processes that are the ranks of torch.distributed for the tests of this folder: started once, they run one job after the other.
+"""Processes that are the ranks of torch.distributed for the tests of this folder. They start once and run one job after the other.
 
 A job is a function of a module that the ranks can import too. It is called with its arguments on every rank, and fails the test with the
 traceback of each rank on which it raises.
@@ -35,6 +35,7 @@ def group_of(ranks: int) -> Any:
 def _serve(rank: int, rendezvous: str, device: str, ranks: int, jobs: Connection) -> None:
     """The main function of a rank."""
     sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    importlib.import_module("poison").poison_empty_tensors()
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -44,7 +45,7 @@ def _serve(rank: int, rendezvous: str, device: str, ranks: int, jobs: Connection
     )  # fmt: skip
     for count in {2, ranks}:
         _groups[count] = dist.new_group(list(range(count)))
-    here = importlib.import_module("rank_pool")  # the module that jobs import; this one may be __main__ of the process
+    here = importlib.import_module("rank_pool")  # jobs import this module; here it may be __main__
     here._groups.update(_groups)
     while True:
         job = jobs.recv()
@@ -84,7 +85,7 @@ class RankPool:
                 os.environ[name] = value
 
     def run(self, function: Callable[..., None], *arguments: Any) -> None:
-        """On every rank; raises AssertionError with what the ranks say."""
+        """Runs the job on every rank; raises AssertionError with the ranks' tracebacks."""
         for pipe in self._pipes:
             pipe.send((function.__module__, function.__name__, arguments))
         answers = []

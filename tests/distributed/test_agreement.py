@@ -11,11 +11,13 @@ from flashattn_ext import distributed
 
 JOBS = [
     agreement_jobs.ranks_that_differ_are_told,
+    agreement_jobs.contents_that_differ_are_told_on_demand,
+    agreement_jobs.a_bias_that_has_rows_on_some_ranks_only_is_told,
     agreement_jobs.what_is_wrong_on_one_rank_is_told_on_all,
     agreement_jobs.groups_are_checked,
     agreement_jobs.shards_are_put_together_again,
 ]
-# NCCL ends the process of a rank that has waited for too long, with a message of its own.
+# NCCL ends the process of a rank that has waited too long, with its own message.
 LATE = [
     agreement_jobs.a_rank_that_does_not_come_is_waited_for_until_the_timeout,
     agreement_jobs.a_rank_that_leaves_between_calls_is_waited_for_until_the_timeout,

@@ -1,4 +1,4 @@
-"""distributed.attention: what ranks compute together is what one device computes alone."""
+"""distributed.attention: several ranks compute the results of one device."""
 
 from __future__ import annotations
 
@@ -53,10 +53,20 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_mean_the_same(pool: RankPool, name: str, mode: str) -> None:
-    """Lengths that do not divide: of 300 positions two ranks have 172 and 128, four have none for some chunks."""
+    """Lengths that do not divide evenly: of 300 positions two ranks have 172 and 128; with four ranks some chunks are empty."""
     case = DistributedCase(ranks=2, mode=mode, S=300, **OPTIONS[name])
     _agrees(pool, case)
     _agrees(pool, replace(case, ranks=4, sharding="contiguous"))
+
+
+@pytest.mark.parametrize("bias", ["bhq", "q", "bh"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bias_where_a_rank_has_one_row(pool: RankPool, mode: str, bias: str) -> None:
+    """A bias of one row on that rank is either the row of its query or a row for all queries."""
+    case = DistributedCase(ranks=2, mode=mode, sharding="contiguous", S=65, bias=bias, options={"causal": True})
+    _agrees(pool, case)
+    _agrees(pool, replace(case, S=1))
+    _agrees(pool, replace(case, ranks=4, S=129))
 
 
 PACKED: dict[str, dict[str, Any]] = {
@@ -77,7 +87,7 @@ def test_packed_sequences_go_over_ranks(pool: RankPool, name: str, mode: str) ->
     _agrees(pool, case)
     _agrees(pool, replace(case, ranks=4, sharding="contiguous"))
     _agrees(pool, replace(case, S=620, lengths=(*lengths, 320)))
-    _agrees(pool, replace(case, S=620, lengths=(30, 590)))  # a document that both chunks of a rank have a part of
+    _agrees(pool, replace(case, S=620, lengths=(30, 590)))  # both chunks of a rank hold a part of one document
 
 
 @pytest.mark.parametrize(("heads_q", "heads_k"), [(4, 1), (6, 3), (12, 6), (8, 8)])
@@ -97,7 +107,7 @@ def test_sixteen_bits(pool: RankPool, mode: str) -> None:
 def test_sixteen_bit_gradients_of_distances(
     pool: RankPool, mode: str, alibi: str, lengths: tuple[int, ...] | None
 ) -> None:
-    """Calls with a part of a row's keys are given the centres of the whole row (csrc/bias.h), which count once."""
+    """Calls on a part of a row's keys receive the centres of the whole row (csrc/bias.h), which are added once."""
     case = DistributedCase(
         ranks=2, mode=mode, dtype=torch.bfloat16, alibi=alibi, relative=5, lengths=lengths, sink=True
     )

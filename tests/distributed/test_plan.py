@@ -1,4 +1,4 @@
-"""plan.py: every visible pair of a query and a key is in one call of one rank, and nothing is sent that nobody sees."""
+"""plan.py: every visible pair of a query and a key is in one call of one rank, and fully masked keys are not sent."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _visible(S: int, documents: tuple[int, ...], rules: Rules) -> torch.Tensor:
 
 
 def _buffer_positions(sharding: Sharding, rank: int, plan: Plan, step: int) -> torch.Tensor:
-    """The position in the whole of each row of a step's buffer."""
+    """The position in the whole sequence of each row of a step's buffer."""
     positions = torch.full((plan.steps[step].keys,), -1)
     for s in (*plan.steps[step].own, *plan.steps[step].received):
         positions[s.target_row : s.target_row + s.rows] = _positions(sharding.spans(s.source))[
@@ -98,7 +98,7 @@ def _cover(covered: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor, part: 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_gpus_can_draw_dropout_where_calls_begin(seed: int) -> None:
-    """Packed sequences are cut anywhere: origins are multiples of what a GPU draws at once."""
+    """Packed sequences are cut anywhere: origins are multiples of the GPU generator's block of rows and keys."""
     sharding, documents, rules, packed = _drawn(seed)
     rules = rules._replace(has_dropout=True)
     for rank in range(sharding.ranks):
@@ -111,7 +111,7 @@ def test_gpus_can_draw_dropout_where_calls_begin(seed: int) -> None:
 
 
 @pytest.mark.parametrize("ring", [False, True])
-def test_what_nobody_sees_is_not_sent(ring: bool) -> None:
+def test_fully_masked_keys_are_not_sent(ring: bool) -> None:
     sharding = Sharding(1024, 4, "contiguous")
     rules = Rules(100, 0, True, False, False, False)
     for rank in range(4):

@@ -1,4 +1,4 @@
-"""What the ranks do for test_shared_transformers.py: models of transformers on parts of rows."""
+"""Jobs of test_shared_transformers.py: models of transformers on parts of rows."""
 
 from __future__ import annotations
 

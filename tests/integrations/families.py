@@ -14,7 +14,7 @@ VOCABULARY = 64
 BATCH, LENGTH = 2, 24
 LENGTHS = (15, LENGTH)  # tokens of each row; the others are padding
 
-# What nearly every language model calls its sizes.
+# The configuration keys of sizes in nearly every language model.
 _DECODER = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
@@ -45,7 +45,7 @@ def text(generator: torch.Generator, mask: Tensor) -> dict[str, Tensor]:
 
 
 def translation(generator: torch.Generator, mask: Tensor) -> dict[str, Tensor]:
-    """Encoder and decoder, of different lengths."""
+    """Inputs of an encoder and a decoder of different lengths."""
     return {
         "input_ids": token_ids(generator),
         "attention_mask": mask,
@@ -80,7 +80,7 @@ class Family:
     model: str
     sizes: dict[str, Any] = field(default_factory=dict)
     inputs: Callable[[torch.Generator, Tensor], dict[str, Tensor]] = text
-    padded: tuple[str, ...] = ("right", "left")  # sides
+    padded: tuple[str, ...] = ("right", "left")  # padding sides
     packed: bool = True  # a causal language model that takes position_ids
     since: tuple[int, int] = (4, 57)  # the first transformers whose model goes through the attention interface
 
@@ -90,7 +90,7 @@ class Family:
             return f"transformers {transformers.__version__} has no {self.model}"
         version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
         if version < self.since:
-            return f"{self.model} of transformers {transformers.__version__} has an attention of its own"
+            return f"{self.model} of transformers {transformers.__version__} has its own attention code"
         return ""
 
     def make(self) -> nn.Module:
@@ -99,7 +99,7 @@ class Family:
         model = getattr(transformers, self.model)(getattr(transformers, self.config)(**sizes))
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                # Small models of small weights would hide what attention does.
+                # With the small default weights, attention would hardly change the results of a small model.
                 if parameter.dim() >= 2:
                     parameter.normal_(0, 0.15)
                 elif "sink" in name:

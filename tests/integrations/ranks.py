@@ -1,4 +1,4 @@
-"""What test_dtensor.py runs on two ranks: every check is a function of a mesh, called on all of them."""
+"""Checks that test_dtensor.py runs on two ranks: each is a function of a mesh, called on every rank."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _inputs(mesh: DeviceMesh, Hk: int = 2) -> dict[str, Tensor]:
 def _assert_equal_to_the_whole(
     mesh: DeviceMesh, placements: dict[str, Any], tensors: dict[str, Tensor], expected_placement: Any, **options: Any
 ) -> None:
-    """out, lse and all gradients of a call with DTensors are those of the call with whole tensors."""
+    """out, lse and all gradients of a call with DTensors equal the results of the call with whole tensors."""
     whole = {name: t.clone().requires_grad_(t.is_floating_point()) for name, t in tensors.items()}
     parts = {
         name: distribute_tensor(t, mesh, [placements[name]]).requires_grad_(t.is_floating_point()) if name in placements else
@@ -145,7 +145,7 @@ def biases_and_masks_follow(mesh: DeviceMesh) -> None:
 
 @check
 def biases_of_sixteen_bit_calls_follow(mesh: DeviceMesh) -> None:
-    """Whose forward keeps the centres of rows for the gradients (csrc/bias.h)."""
+    """ALiBi slopes and a relative bias in 16 bits: the forward keeps the centres of rows for the gradients (csrc/bias.h)."""
     halves = {name: t.bfloat16() for name, t in _inputs(mesh).items()}
     tensors = {**halves, "alibi_slopes": _random(mesh, 4).abs(), "relative_bias": _random(mesh, 4, 11)}
     for placement in (Shard(0), Shard(2), Replicate()):
@@ -194,7 +194,7 @@ def heads_that_do_not_divide_are_gathered_with_a_warning(mesh: DeviceMesh) -> No
         warnings.simplefilter("always")
         placements = {"q": Shard(2), "k": Replicate(), "v": Replicate()}
         _assert_equal_to_the_whole(mesh, placements, _inputs(mesh, Hk=1), Replicate())
-    assert any("1 key heads do not divide by" in str(w.message) for w in caught), [str(w.message) for w in caught]
+    assert any("1 KV heads are not both divisible" in str(w.message) for w in caught), [str(w.message) for w in caught]
 
 
 @check
@@ -207,6 +207,35 @@ def the_raw_backward_takes_dtensors(mesh: DeviceMesh) -> None:
     for got, gradient in zip(flashattn_ext.backward(*parts)[:3], expected[:3], strict=True):
         assert got.placements == (Shard(0),)
         torch.testing.assert_close(got.full_tensor(), gradient, rtol=0, atol=0)
+
+
+@check
+def second_derivatives_follow(mesh: DeviceMesh) -> None:
+    """Of all inputs that have them, on the CPU, the only device that has second derivatives. In fp64: gradients that are
+    summed over ranks are rounded in another order, which the penalty amplifies.
+    """
+    if mesh.device_type != "cpu":
+        return
+    extra = {
+        "sink": _random(mesh, 4), "alibi_slopes": _random(mesh, 4).abs(), "relative_bias": _random(mesh, 4, 11),
+        "bias": _random(mesh, 1, 4, 1, 24),
+    }  # fmt: skip
+    tensors = {name: t.double() for name, t in {**_inputs(mesh), **extra}.items()}
+
+    def of_a_penalty(given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        options = {"causal": True, "dropout_p": 0.2, "rng_seed": 5, "softcap": 3.0}
+        out, lse = flashattn_ext.forward(**given, **options, return_lse=True)
+        gradients = torch.autograd.grad(out.square().sum() + lse.sum(), list(given.values()), create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in gradients), list(given.values()))
+
+    expected = of_a_penalty({name: t.clone().requires_grad_() for name, t in tensors.items()})
+    for placement in (Shard(0), Shard(2), Replicate()):
+        placements = {**dict.fromkeys(QKV, placement), **dict.fromkeys(extra, Replicate())}
+        parts = {n: distribute_tensor(t, mesh, [placements[n]]).requires_grad_() for n, t in tensors.items()}
+        for name, got, ref in zip(tensors, of_a_penalty(parts), expected, strict=True):
+            torch.testing.assert_close(
+                got.full_tensor(), ref, rtol=1e-9, atol=1e-9, msg=lambda m, n=name, p=placement: f"{p}, {n}: {m}"
+            )
 
 
 @check
@@ -315,7 +344,7 @@ def fsdp2_training_has_the_losses_of_one_process(mesh: DeviceMesh) -> None:
     rank, losses = mesh.get_local_rank(), []
     for step in range(5):
         part = _batch(mesh, step).chunk(RANKS)[rank]
-        loss = model(part, step, origin=(rank * part.shape[0], 0))  # dropout of the part is that of the whole batch
+        loss = model(part, step, origin=(rank * part.shape[0], 0))  # the part has the dropout mask of the whole batch
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()

@@ -18,7 +18,7 @@ import ranks
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """{check: what each rank says}, empty strings for success. One start of the ranks serves all checks of a device."""
+    """{check: the message of each rank}, empty strings for success. All checks of a device run on one start of the ranks."""
     folder: Path = tmp_path_factory.mktemp("ranks")
     context = torch.multiprocessing.get_context("spawn")
     with context.Manager() as manager:

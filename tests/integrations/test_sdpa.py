@@ -1,4 +1,4 @@
-"""scaled_dot_product_attention on this package's kernels: torch's meaning, counted fallbacks, and torch as it was afterwards."""
+"""scaled_dot_product_attention on this package's kernels: torch's semantics, counted fallbacks, and torch restored afterwards."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _random(device: str, *shape: int, dtype: torch.dtype = torch.float32) -> Ten
 
 
 def _results(tensors: dict[str, Any], dtype: torch.dtype | None = None, **options: Any) -> dict[str, Tensor]:
-    """out and the gradients of everything of a floating dtype, computed in `dtype`."""
+    """out and the gradients of all floating-point inputs, computed in `dtype`."""
     leaves = {
         name: (t if dtype is None else t.to(dtype)).detach().requires_grad_() if t.is_floating_point() else t
         for name, t in tensors.items()
@@ -43,7 +43,7 @@ def _results(tensors: dict[str, Any], dtype: torch.dtype | None = None, **option
 
 
 def _check(tensors: dict[str, Any], **options: Any) -> None:
-    """The call runs here, and is no worse than twice (gradients: three times) torch's own formula in the dtype of the inputs."""
+    """The call runs here; its error is at most twice (gradients: three times) the error of torch's formula in the inputs' dtype."""
     with sdpa.activate(report=True) as report:
         got = _results(tensors, **options)
     assert report is not None and report.ours == 1 and not report.torchs, str(report)
@@ -124,6 +124,22 @@ def test_additive_masks_that_hide(device: str) -> None:
     torch.testing.assert_close(got, F.scaled_dot_product_attention(**tensors, is_causal=True), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(("Sq", "Sk"), [(0, 5), (0, 0), (5, 0)])
+@pytest.mark.parametrize("kind", ["bool", "expanded", "additive", "learned"])
+def test_masks_without_queries_or_keys(device: str, Sq: int, Sk: int, kind: str) -> None:
+    mask = torch.ones(Sq, Sk, device=device).tril()
+    if kind in ("bool", "expanded"):
+        mask = mask.bool() if kind == "bool" else mask.bool().expand(2, 4, -1, -1)
+    elif kind == "learned":
+        mask.requires_grad_()
+    tensors = _qkv(device, Sq, Sk)
+    with sdpa.activate(report=True) as report:
+        out = F.scaled_dot_product_attention(**tensors, attn_mask=mask)
+    assert report is not None and report.ours == 1
+    expected = F.scaled_dot_product_attention(**tensors, attn_mask=mask)
+    torch.testing.assert_close(out, expected)
+
+
 INTERVALS = ("causal", "padding", "padding_of_all_rows", "documents", "everything")
 
 
@@ -143,7 +159,7 @@ def test_masks_that_are_intervals_become_intervals(name: str) -> None:
 
 
 def test_masks_that_no_value_says_become_intervals_without_reading_them() -> None:
-    """On the meta device as on an accelerator: the shape alone tells that a mask hides keys, whatever the row."""
+    """On the meta device as on an accelerator: by its shape alone, a mask with one row hides the same keys from all rows."""
     padding = torch.ones(2, 1, 1, 33, dtype=torch.bool, device="meta")
     for mask in (padding, padding.expand(2, 1, 33, 33)):
         intervals, bias = sdpa._mask_and_bias(mask, torch.float32, 33, 33)
@@ -211,7 +227,7 @@ def test_inference_mode_autocast_and_checkpointing(device: str) -> None:
         (expected,) = torch.autograd.grad(attend(q).sum(), q)
         torch.manual_seed(1)
         (got,) = torch.autograd.grad(torch.utils.checkpoint.checkpoint(attend, q, use_reentrant=False).sum(), q)
-    # Recomputing stops inside of the call, as soon as all that it saved is there again.
+    # Recomputation stops inside the call, as soon as all saved tensors exist again.
     assert report.ours == 4 and not report.torchs, str(report)
     assert torch.equal(got, expected)
 
@@ -255,7 +271,7 @@ def test_torchs_own_samples() -> None:
         assert report.ours == 1 and torch.isfinite(out).all()
 
 
-# --- what torch does itself -------------------------------------------------------------------------------------------
+# --- fallbacks to torch ----------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_done_is_counted_and_named() -> None:
@@ -305,7 +321,7 @@ def test_forward_mode_and_double_backward_say_what_torch_says() -> None:
     torch.testing.assert_close(got, expected)
 
 
-# --- torch as it was --------------------------------------------------------------------------------------------------
+# --- restoring torch --------------------------------------------------------------------------------------------------
 
 
 def _state() -> Any:
@@ -361,7 +377,7 @@ def test_another_implementation_is_active_again_afterwards() -> None:
             assert registry.current_flash_attention_impl() == sdpa.NAME
         assert registry.current_flash_attention_impl() == "another"
         sdpa.activate()
-        registry.restore_flash_attention_impl()  # torch's own way back ends it, too
+        registry.restore_flash_attention_impl()  # torch's own function ends it, too
         assert not sdpa._is_active()
     finally:
         sdpa.restore()

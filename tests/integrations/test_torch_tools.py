@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,29 @@ def test_flops_are_those_of_visible_pairs(Sq: int, Sk: int, options: dict[str, A
     assert both == 2 * pairs * (8 + 16) + 2 * pairs * (3 * 8 + 2 * 16)
 
 
+@pytest.mark.parametrize(
+    ("names", "forward_mode", "second"), [("qkv", 3 * 8 + 2 * 16, 7 * 8 + 3 * 16), ("q", 2 * 8 + 16, 5 * 8 + 2 * 16), ("v", 8 + 16, 3 * 8 + 16)]
+)  # fmt: skip
+def test_flops_of_second_derivatives(names: str, forward_mode: int, second: int) -> None:
+    """Tangents that are not given are not counted: docs/derivatives.md. The last two arguments are for one visible pair."""
+    pairs = 3 * 4 * sum(i + 1 + 17 - 12 for i in range(12))
+    tensors = dict(zip("qkv", _qkv("cpu", 3), strict=True))
+    given = {name: torch.randn_like(tensors[name]) for name in names}
+    rest = {name: t for name, t in tensors.items() if name not in given}
+    both = 2 * pairs * (8 + 16 + forward_mode)
+
+    def attend(given: dict[str, Tensor]) -> Tensor:
+        return flashattn_ext.forward(**given, **rest, causal=True)
+
+    primals = {name: tensors[name] for name in names}
+    assert _counted(lambda: torch.func.jvp(attend, (primals,), (given,))) == both
+    leaves = {name: t.requires_grad_() for name, t in primals.items()}
+    gradients = torch.autograd.grad(attend(leaves).square().sum(), leaves.values(), create_graph=True)
+    twice = _counted(lambda: torch.autograd.grad(gradients, leaves.values(), tuple(given.values())))
+    # The gradient of dout, which depends on out, adds a backward.
+    assert twice == 2 * pairs * (forward_mode + second + 3 * 8 + 2 * 16)
+
+
 def test_flops_of_packed_sequences() -> None:
     q, k, v = _qkv("cpu", Sq=20, Sk=25)
     lengths_q, lengths_k = (5, 0, 15), (5, 7, 13)
@@ -65,12 +89,12 @@ def test_flops_of_packed_sequences() -> None:
         sum(min(max(i + Sk - Sq + 1, 0), Sk) for i in range(Sq)) for Sq, Sk in zip(lengths_q, lengths_k, strict=True)
     )
     assert counted == 2 * 4 * pairs * (8 + 16)
-    on_device = [t.to("meta") for t in (q, k, v, cu_q, cu_k)]  # lengths that cannot be read: whole rectangles
+    on_device = [t.to("meta") for t in (q, k, v, cu_q, cu_k)]  # unreadable lengths: FLOPs of whole rectangles
     assert _counted(lambda: flashattn_ext.varlen_forward(*on_device, 15, 13, causal=True)) == 2 * 4 * 20 * 13 * (8 + 16)
 
 
-def test_flops_of_calls_with_a_cache() -> None:
-    """Two products of a query with every key that its sequence has then; rows of the cache that are empty count nothing."""
+def test_flops_of_decoding() -> None:
+    """Two products of each query with every key of its sequence after appending; empty rows of the cache do not count."""
     q, cache, new = torch.randn(2, 3, 4, 16), torch.randn(2, 64, 2, 16), torch.randn(2, 3, 2, 16)
     lengths = torch.tensor([10, 20], dtype=torch.int32)
     pair = 2 * 2 * 16 * 4 * 3
@@ -92,9 +116,11 @@ def test_flops_of_a_mask(heads: int) -> None:
     visible = mask.dense(17).expand(2, heads, 17, 17).repeat_interleave(4 // heads, 1).tril()
     meta = [t.to("meta") for t in (q, k, v)]
     counted = _counted(lambda: flashattn_ext.forward(*meta, mask=mask.to("meta"), causal=True))
-    assert counted == 2 * 2 * 4 * (17 * 18 // 2) * (8 + 16)  # of a mask that cannot be read: what causal leaves
+    assert counted == 2 * 2 * 4 * (17 * 18 // 2) * (8 + 16)  # unreadable intervals: FLOPs of the causal mask
     counted = _counted(lambda: flashattn_ext.forward(q, k, v, mask=mask, causal=True))
     assert counted == 2 * int(visible.sum()) * (8 + 16)
+    beyond = {"window_size": (sys.maxsize, sys.maxsize), "mask": mask}
+    assert _counted(lambda: flashattn_ext.forward(q, k, v, causal=True, **beyond)) == counted
 
 
 # --- torch.func -------------------------------------------------------------------------------------------------------
@@ -125,7 +151,7 @@ def test_func_grad_of_a_sink_and_dropout(device: str) -> None:
 
 
 def test_func_grad_inside_a_compiled_function(device: str) -> None:
-    """Also without a graph break: what torch.compile traces knows its derivative."""
+    """Also without a graph break: torch.compile traces the derivative."""
     tensors = _qkv(device, 3, 2, Sk=12)
     functions = [torch.func.grad(_loss, argnums=(0, 1, 2)), torch.vmap(torch.func.grad(_loss, argnums=(0, 1, 2)))]
     for function, given in zip(functions, ([t[0] for t in tensors], tensors), strict=True):
@@ -136,20 +162,18 @@ def test_func_grad_inside_a_compiled_function(device: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_tangents_are_refused(compiled: bool) -> None:
-    """Forward-mode derivatives, which would otherwise be lost in silence."""
+def test_tangents(compiled: bool) -> None:
     q, k, v = _qkv("cpu", 2, Sk=12)
 
-    def tangent(q: Tensor) -> Tensor | None:
+    def tangent(attention: Any, q: Tensor) -> Tensor | None:
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
-            return torch.autograd.forward_ad.unpack_dual(flashattn_ext.forward(dual, k, v)).tangent
+            return torch.autograd.forward_ad.unpack_dual(attention(dual, k, v)).tangent
 
     torch._dynamo.reset()
-    with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
-        (torch.compile(tangent, backend="aot_eager") if compiled else tangent)(q)
-    with pytest.raises(NotImplementedError, match="no forward-mode derivatives"):
-        torch.func.jvp(lambda q: flashattn_ext.forward(q, k, v), (q,), (q,))
+    function = torch.compile(tangent, backend="aot_eager") if compiled else tangent
+    expected = tangent(flashattn_ext.attention_reference, q)
+    torch.testing.assert_close(function(flashattn_ext.forward, q), expected)
 
 
 def test_gradients_in_batches(device: str) -> None:
@@ -172,15 +196,9 @@ def test_compiled_autograd(device: str) -> None:
         torch.testing.assert_close(t.grad, gradient)
 
 
-def test_func_has_no_double_backward() -> None:
-    tensors = _qkv("cpu", 1, Sk=12)
-    with pytest.raises(RuntimeError, match="no double backward"):
-        torch.func.grad(lambda q: torch.func.grad(_loss)(q, *tensors[1:]).sum())(tensors[0])
-
-
 @pytest.mark.parametrize("in_dims", [(0, 0, 0), (1, 0, 2), (0, None, None), (None, 1, 1)], ids=str)
 def test_vmap_over_a_batch_dimension(device: str, in_dims: tuple[int | None, ...]) -> None:
-    """The same as one call after the other, forward and gradients, also of what is not mapped over."""
+    """The same as one call after the other, forward and gradients, also gradients of inputs that are not mapped over."""
     tensors = [
         t.movedim(0, dim) if dim is not None else t[0]
         for t, dim in zip(_qkv(device, 3, 2, Sk=12), in_dims, strict=True)
@@ -204,7 +222,7 @@ def test_vmap_over_a_batch_dimension(device: str, in_dims: tuple[int | None, ...
 
 
 def test_gradients_of_every_sample(device: str) -> None:
-    """vmap of grad, with a sink that all samples share: each has a gradient of its own."""
+    """vmap of grad, with a sink that all samples share: each sample has its own gradient."""
     tensors, sink = _qkv(device, 3, 2, Sk=12), torch.randn(4, device=device)
     function = torch.func.grad(lambda q, k, v, s: _loss(q, k, v, sink=s), argnums=(0, 3))
     dq, dsink = torch.vmap(function, (0, 0, 0, None))(*tensors, sink)
@@ -224,6 +242,22 @@ def test_vmap_with_masks_and_biases(device: str) -> None:
         torch.testing.assert_close(got[i], expected, rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("in_dim", [0, 1])
+def test_vmap_over_masks(device: str, in_dim: int) -> None:
+    """torch's own fallback warns of an unimplemented rule."""
+    of_each = [Mask.chunked(n, 33, 33, device=device).intervals for n in (5, 9, 20)]
+    intervals = torch.stack(of_each, in_dim)
+    extremes = torch.vmap(flashattn_ext.ops.mask_extremes, in_dim)(intervals)
+    assert torch.equal(extremes, torch.stack([flashattn_ext.ops.mask_extremes(each) for each in of_each]))
+    packed = torch.vmap(flashattn_ext.ops.mask_extremes)(intervals.movedim(in_dim, 0)[:, 0])
+    assert torch.equal(packed, extremes[:, 0])
+    q = torch.randn(1, 33, 2, 16, device=device)
+    out = torch.vmap(lambda i: flashattn_ext.forward(q, q, q, mask=Mask(i)), in_dim)(intervals)
+    expected = torch.stack([flashattn_ext.forward(q, q, q, mask=Mask(each)) for each in of_each])
+    torch.testing.assert_close(out, expected)
+
+
 def test_vmap_says_how_dropout_is_random(device: str) -> None:
     tensors = _qkv(device, 2, 1, Sk=12)
     same = [t[:1].expand_as(t) for t in tensors]
@@ -239,7 +273,7 @@ def test_vmap_says_how_dropout_is_random(device: str) -> None:
     one, mapped = [t[0] for t in same], torch.zeros(2, device=device)
     with pytest.raises(RuntimeError, match="randomness"):
         torch.vmap(lambda _: attend(*one))(mapped)
-    for randomness in ("same", "different"):  # nothing that the call is given is mapped over
+    for randomness in ("same", "different"):  # no argument is mapped over
         first, second = torch.vmap(lambda _: attend(*one), randomness=randomness)(mapped)
         assert torch.equal(first, second) == (randomness == "same")
     seeded = torch.vmap(lambda q, k, v: flashattn_ext.forward(q, k, v, dropout_p=0.5, rng_seed=3))(*same)
@@ -314,7 +348,7 @@ def test_jagged_tensors_are_packed_sequences(device: str, layout: str) -> None:
     out, lse = flashattn_ext.forward(*given, layout=layout, return_lse=True, **options)
     assert out.is_nested and out.layout == torch.jagged
     out = out if layout == "bshd" else out.transpose(1, 2)
-    assert out.shape == (4, q.shape[1], 4, 16)  # the ragged length is that of q, so that out can be combined with it
+    assert out.shape == (4, q.shape[1], 4, 16)  # out has the ragged length of q, so that the two can be combined
     cu_seqlens = torch.tensor([0, 7, 7, 19, 22], dtype=torch.int32, device=device)
     packed = [torch.cat(part).requires_grad_() for part in parts]
     expected, expected_lse = flashattn_ext.varlen_forward(

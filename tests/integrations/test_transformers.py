@@ -58,8 +58,8 @@ def results(model: nn.Module, inputs: dict[str, Any], keep: Tensor | None, run: 
 
 
 def check(model: nn.Module, inputs: dict[str, Any], keep: Tensor | None, device: str, run_eager: Any = at_once) -> None:
-    """On the CPU, fp32: equal to eager attention but for rounding. Elsewhere, bf16: as near to eager attention in fp32 as eager
-    attention in bf16 is, within a factor of 3."""
+    """On the CPU, fp32: equal to eager attention within rounding. Elsewhere, bf16: the error against eager attention in fp32 is
+    at most three times the error of eager attention in bf16."""
     expected = results(with_attention(model, "eager", device), inputs, keep, run_eager)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     eager = (
@@ -71,7 +71,7 @@ def check(model: nn.Module, inputs: dict[str, Any], keep: Tensor | None, device:
         error, allowed = (float((x - expected[name]).norm()) for x in (value, eager[name]))
         floor = 2e-5 * max(float(expected[name].norm()), 1.0)
         if name.endswith("key.bias") and dtype != torch.float32:
-            # Adding one vector to all keys changes no weight: the gradient is 0, both errors are what is left of its terms.
+            # Adding one vector to all keys changes no weight: the exact gradient is 0, and both errors are rounding residues.
             floor = 2**-7 * float(expected[name.replace("key.", "value.")].norm())
         assert error <= 3 * allowed + floor, f"{name}: error {error:.3e}, eager {allowed:.3e}"
 
@@ -88,7 +88,7 @@ def test_a_padded_batch(name: str, side: str, device: str) -> None:
 
 
 def test_t5_adds_a_bias_of_distances(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No layer of it reads a bias of every query and key."""
+    """No layer reads a dense bias of every query and key."""
     family, model = made("t5")
     given: list[dict[str, Any]] = []
     forward = flashattn_ext.forward
@@ -101,7 +101,7 @@ def test_t5_adds_a_bias_of_distances(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_decoder_that_became_an_encoder(device: str) -> None:
-    """With is_causal=False in its configuration; its layers still say that they are causal."""
+    """The configuration says is_causal=False, but the layers still have is_causal=True."""
     _, model = made("llama")
     model.config.is_causal = False
     ids = token_ids(torch.Generator().manual_seed(3))
@@ -118,7 +118,7 @@ def packed_positions() -> Tensor:
 
 @pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.packed])
 def test_packed_documents(name: str, device: str) -> None:
-    """Results and gradients are those of eager attention over each document alone."""
+    """Results and gradients equal eager attention over each document alone."""
     _, model = made(name)
     ids = token_ids(torch.Generator().manual_seed(3))
     inputs = {"input_ids": ids, "position_ids": packed_positions(), "use_cache": False}
@@ -197,7 +197,7 @@ def test_two_steps_of_the_trainer(name: str, gradient_checkpointing: bool, devic
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing_repeats_dropout(reentrant: bool, device: str) -> None:
-    """Gradients with checkpoints equal those without, so the second forward drops the same weights."""
+    """Gradients are the same with and without checkpoints, so the recomputed forward drops the same weights."""
     if lacking := FAMILIES["gpt2"].lacking():
         pytest.skip(lacking)
     sizes = {**FAMILIES["gpt2"].sizes, "attn_pdrop": 0.3}
@@ -231,7 +231,7 @@ def test_dropout_follows_the_generator(device: str) -> None:
 
 @pytest.mark.parametrize("inputs", ["padded", "packed", "plain"])
 def test_torch_compile(inputs: str) -> None:
-    """In one graph; the mask is made in it, too."""
+    """In one graph, which also makes the mask."""
     family = replace(FAMILIES["mistral"], sizes={**FAMILIES["mistral"].sizes, "num_hidden_layers": 1})
     model = with_attention(family.make(), "fax")
     ids = token_ids(torch.Generator().manual_seed(3))
@@ -248,7 +248,7 @@ def test_torch_compile(inputs: str) -> None:
 
 
 def test_torch_compile_of_a_step_of_generation() -> None:
-    """One query beside a static cache, whose filled part only the device knows."""
+    """One query with a static cache, whose length is known on the device only."""
     model = with_attention(FAMILIES["gemma3"].make(), "fax")
     ids = token_ids(torch.Generator().manual_seed(3))
     results = []
@@ -263,7 +263,7 @@ def test_torch_compile_of_a_step_of_generation() -> None:
 
 
 def test_layers_that_are_moved_to_their_device(tmp_path: Any) -> None:
-    """A device map: hooks move what each layer is given, masks among it."""
+    """A device map: hooks move each layer's inputs, masks included."""
     from accelerate import dispatch_model
 
     _, model = made("gemma3")
@@ -305,7 +305,7 @@ def test_generate(name: str, cache: str, device: str) -> None:
 
 
 def test_a_prompt_in_parts(device: str) -> None:
-    """More queries than one beside keys from before."""
+    """Several queries with keys that are already in the cache."""
     _, model = made("mistral")
     ids = token_ids(torch.Generator().manual_seed(3)).to(device)
     model = with_attention(model, "fax", device)
@@ -318,7 +318,7 @@ def test_a_prompt_in_parts(device: str) -> None:
 def test_generation_reads_the_cache_through_the_kernels_of_decoding(
     cache: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every step after the prompt, in every layer; a training step never."""
+    """Every step after the prompt, in every layer; a training step never does."""
     calls: list[int] = []
 
     def counted(q: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -334,3 +334,31 @@ def test_generation_reads_the_cache_through_the_kernels_of_decoding(
     assert calls == [1] * (4 * model.config.num_hidden_layers)
     model(ids).logits.sum().backward()
     assert len(calls) == 4 * model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "bert", "gemma2"])
+def test_attention_weights_are_those_of_eager(name: str, device: str) -> None:
+    """In every layer, for rows that are not padding: fully masked rows have weights of 0 here."""
+    family, model = made(name)
+    model.eval()
+    mask = padding_mask(family.padded[0])
+    inputs = to(family.inputs(torch.Generator().manual_seed(3), mask), device, torch.float32)
+    kept = mask.bool().to(device)[:, None, :, None]
+    expected, got = (with_attention(model, kind, device)(**inputs, output_attentions=True) for kind in ("eager", "fax"))
+    assert len(got.attentions) == len(expected.attentions) > 0
+    for a, b in zip(got.attentions, expected.attentions, strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        torch.testing.assert_close(a * kept, b * kept, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(got[0], with_attention(model, "fax", device)(**inputs)[0], rtol=0, atol=0)
+
+
+def test_attention_weights_of_encoder_and_decoder() -> None:
+    """Without padding; both kinds of self-attention, one with a position bias, and cross attention."""
+    family, model = made("t5")
+    model.eval()
+    inputs = family.inputs(torch.Generator().manual_seed(3), None)
+    expected, got = (with_attention(model, kind)(**inputs, output_attentions=True) for kind in ("eager", "fax"))
+    for field in ("encoder_attentions", "decoder_attentions", "cross_attentions"):
+        assert len(getattr(got, field)) == len(getattr(expected, field)) > 0
+        for a, b in zip(getattr(got, field), getattr(expected, field), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)

@@ -1,8 +1,9 @@
-"""transformers' mask functions, and what attention makes of the masks, keyword arguments and biases that it is given."""
+"""transformers' mask functions, and how attention translates masks, keyword arguments and biases."""
 
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ LEFT_PADDING = torch.tensor([0, 3])
 
 
 def custom(batch: Any, head: Any, q: Any, k: Any) -> Any:
-    """A prefix of three keys for everybody; nothing that is known by its code."""
+    """All rows see a prefix of three keys; the integration does not recognise this function by its code."""
     return (k <= q) | (k < 3)
 
 
@@ -54,6 +55,11 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {
     "window of zero": lambda: window(0),
     "window of zero, or causal": lambda: masks.or_masks(masks.causal_mask_function, masks.sliding_window_overlay(0)),
     "window beyond all keys": lambda: window(100),
+    "window beyond all numbers": lambda: window(sys.maxsize),
+    "chunks beyond all numbers": lambda: chunked(sys.maxsize, LEFT_PADDING),
+    "bidirectional window beyond all numbers": lambda: masks.sliding_window_bidirectional_mask_function(
+        sys.maxsize - 1
+    ),
     "bidirectional window": lambda: masks.sliding_window_bidirectional_mask_function(3),
     "chunks": lambda: chunked(5, LEFT_PADDING),
     "blocks": lambda: image_blocks(masks.causal_mask_function),
@@ -66,7 +72,7 @@ FUNCTIONS: dict[str, Callable[[], Any]] = {
     "custom": lambda: custom,
     "a window of a custom function": lambda: masks.and_masks(window(6), custom),
 }
-# Functions that transformers 4 does not have are not among those that it asks for.
+# Functions that transformers 4 lacks are left out.
 KNOWN = {
     name: make
     for name, make in FUNCTIONS.items()
@@ -81,7 +87,7 @@ def values(function: Any, Sq: int, Sk: int, q_offset: int, kv_offset: int) -> Te
 
 
 def dense(mask: Tensor, Sq: int, Sk: int) -> Tensor:
-    """bool [BATCH, Sq, Sk] of what the mask function returned."""
+    """bool [BATCH, Sq, Sk] of the value that the mask function returned."""
     limits = _mask_tensors.as_window(mask)
     if limits is not None:
         left, right = limits
@@ -103,7 +109,7 @@ def made(
 @pytest.mark.parametrize("padding", ["none", "all ones", "left", "right", "holes"])
 @pytest.mark.parametrize("name", KNOWN)
 def test_mask_functions(name: str, padding: str) -> None:
-    """A whole sequence: what the intervals say is what the function says."""
+    """A whole sequence: the intervals equal the function, pair by pair."""
     function = KNOWN[name]()
     seen = torch.ones(BATCH, 12, dtype=torch.bool)
     if padding != "none":
@@ -117,7 +123,7 @@ def test_mask_functions(name: str, padding: str) -> None:
 @pytest.mark.parametrize("as_tensor", [False, True])
 @pytest.mark.parametrize("name", [name for name in KNOWN if "packed" not in name])
 def test_mask_functions_beside_earlier_keys(name: str, as_tensor: bool) -> None:
-    """Three queries after keys from a cache that has dropped two; caches of fixed length, longer than what was seen."""
+    """Three queries after keys of a cache that has dropped two; static caches, longer than the keys in them."""
     function = KNOWN[name]()
     for Sq, Sk, q_offset, kv_offset in [(3, 10, 9, 2), (1, 8, 7, 0), (3, 12, 5, 0), (12, 12, 0, 0)]:
         offset = torch.tensor(q_offset) if as_tensor else q_offset
@@ -138,16 +144,31 @@ def test_mask_functions_that_are_traced(name: str) -> None:
 
 
 def test_what_is_plain_needs_no_intervals() -> None:
-    """Windows stay windows, so that a call without padding costs what `forward` with the same window costs."""
+    """Windows stay windows, so that a call without padding is as fast as `forward` with the same window."""
     expected = {"causal": (-1, 0), "window": (3, 0), "window beyond all keys": (-1, 0)}
     for name, limits in expected.items():
         for padding in (None, torch.ones(BATCH, 12, dtype=torch.bool)):
             assert _mask_tensors.as_window(made(KNOWN[name](), 12, 12, padding=padding)) == limits
 
 
+@pytest.mark.parametrize("Sq", [1, 2, 3, 12])
+def test_a_mask_of_intervals_cannot_be_added_to_scores(Sq: int) -> None:
+    """A model that computes attention itself would add it; where that does not raise, the result has another shape."""
+    seen = torch.ones(BATCH, 12, dtype=torch.bool)
+    seen[0, :3] = False
+    mask = made(masks.causal_mask_function, Sq, 12, 12 - Sq, padding=seen)
+    scores = torch.randn(BATCH, 4, Sq, 12)
+    try:
+        assert (scores + mask).shape != scores.shape
+    except RuntimeError as error:
+        assert "must match" in str(error)
+    for copied in (mask, mask.clone()):
+        assert torch.equal(dense(copied, Sq, 12), dense(mask, Sq, 12))
+
+
 @pytest.mark.parametrize("ids", [[0, 0, 1, 1, 0, 0], [-1, -1, 0, 0, -1, -1], [2, 1, 1, 1, 1, 2]])
 def test_ids_that_come_back_are_no_runs(ids: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two documents of one id see each other: that is evaluated, in parts, and is no interval."""
+    """Two documents with one id see each other: the function is evaluated, in parts, and is not an interval."""
     monkeypatch.setattr(_transformers_masks, "_ELEMENTS_AT_ONCE", 60)
     function = masks.packed_sequence_mask_function(torch.tensor([ids] * BATCH))
     got = made(function, 6, 6)
@@ -159,7 +180,7 @@ def test_ids_that_come_back_are_no_runs(ids: list[int], monkeypatch: pytest.Monk
     "ids", [[3, 3, -1, 1, 1, -1], [0, -1, 0, -1, 1, 1], [-2, -2, 0, 0, -2, -1], [1, 1, 1, 0, 0, 0]]
 )
 def test_blocks_of_any_ids(ids: list[int]) -> None:
-    """Below 0 is no block; falling ids are as good as rising ones, and a block that comes back is no interval."""
+    """Ids below 0 are outside blocks; ids may fall or rise, and an id that occurs in two runs is not an interval."""
     if not hasattr(masks, "blockwise_overlay"):
         pytest.skip(f"transformers {transformers.__version__} has no blocks")
     function = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(torch.tensor([ids] * BATCH)))
@@ -169,7 +190,7 @@ def test_blocks_of_any_ids(ids: list[int]) -> None:
 
 
 def test_a_function_that_changed_its_meaning_is_evaluated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later transformers in which a window of w is w + 1 keys wide: what was known of it is not believed."""
+    """A later transformers in which a window of w is w + 1 keys wide: the integration must not rely on the known meaning."""
 
     def overlay(sliding_window: int) -> Any:
         def inner_mask(batch: Any, head: Any, q: Any, k: Any) -> Any:
@@ -248,7 +269,7 @@ def test_without_a_mask_the_module_says_what_is_causal() -> None:
 
 @pytest.mark.parametrize("lost", [True, False])
 def test_positions_that_begin_again(lost: bool) -> None:
-    """Sequence parallelism loses masks, and some models make theirs without looking at positions: documents stay apart."""
+    """Sequence parallelism drops masks, and some models make masks without reading positions: documents stay apart."""
     q, k, v = tensors()
     mask = None if lost else made(masks.causal_mask_function, 12, 12)
     visible = values(packed(masks.causal_mask_function), 12, 12, 0, 0)[:, None]
@@ -256,8 +277,16 @@ def test_positions_that_begin_again(lost: bool) -> None:
     torch.testing.assert_close(got, expected(q, k, v, visible))
 
 
+@pytest.mark.parametrize("width", [2**31, sys.maxsize])
+def test_documents_with_a_window_beyond_all_keys(width: int) -> None:
+    begins = beginnings(0, 5, 12)
+    packed = {"cu_seq_lens_q": begins, "cu_seq_lens_k": begins, "is_causal": True}
+    assert torch.equal(outputs(sliding_window=width, **packed), outputs(**packed))
+    assert _mask_tensors.as_window(_mask_tensors.window_tensor(width, 0, "cpu")) == (-1, 0)
+
+
 def test_documents_of_other_lengths_in_queries_and_keys() -> None:
-    """Each is aligned at its own end; keys after the last document are seen by nobody."""
+    """Each document is aligned at its own end; keys after the last document are masked for every row."""
     q, k, v = (t[:1] for t in tensors(7, 12))
     begins_q, begins_k = torch.tensor([0, 3, 7], dtype=torch.int32), torch.tensor([0, 6, 11], dtype=torch.int32)
     options = {"cu_seq_lens_q": begins_q, "cu_seq_lens_k": begins_k, "max_length_q": 4, "max_length_k": 6}
@@ -272,9 +301,105 @@ def test_documents_of_other_lengths_in_queries_and_keys() -> None:
         fax.attention(Layer(), *tensors(), None, **options)
 
 
+def outputs(**options: Any) -> Tensor:
+    torch.manual_seed(3)
+    return fax.attention(nn.Module(), *(t[:1] for t in tensors()), None, **options)[0]
+
+
+def beginnings(*starts: int) -> Tensor:
+    return torch.tensor(starts, dtype=torch.int32)
+
+
+def kept_documents(Sq: int, Sk: int, mask: Tensor | None, changed: str) -> None:
+    """Two layers with the same tensors, a change of one of them, and a third layer."""
+    torch.manual_seed(3)
+    q, k, v = (t[:1] for t in tensors(Sq, Sk))
+    begins = {"cu_seq_lens_q": beginnings(0, 4, Sq), "cu_seq_lens_k": beginnings(0, 4, Sk)}
+
+    def layer(mask: Tensor | None, **given: Tensor) -> Tensor:
+        return fax.attention(nn.Module(), q, k, v, mask, is_causal=False, **given)[0]
+
+    assert torch.equal(layer(mask, **begins), layer(mask, **begins))
+    if changed == "mask":
+        assert mask is not None
+        mask.copy_(_mask_tensors.intervals_tensor(flashattn_ext.Mask.chunked(5, Sq, Sk), Sq))
+    else:
+        begins[changed][1] = 7
+    fresh = {name: tensor.clone() for name, tensor in begins.items()}
+    expected = layer(None if mask is None else mask.clone(), **fresh)
+    torch.testing.assert_close(layer(mask, **begins), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("changed", ["cu_seq_lens_q", "cu_seq_lens_k", "mask"])
+@pytest.mark.parametrize("inference", [False, True])
+def test_tensors_that_are_written_to_between_calls(changed: str, inference: bool) -> None:
+    """As in a training loop with static buffers. What was computed from a tensor for other layers is computed again."""
+    with torch.inference_mode(inference):
+        mask = _mask_tensors.intervals_tensor(flashattn_ext.Mask.chunked(3, 12, 12), 12) if changed == "mask" else None
+        kept_documents(12, 12, mask, changed)
+
+
+def test_beginnings_of_queries_that_are_another_tensor() -> None:
+    """The Mask cached for cu_seq_lens_k depends on cu_seq_lens_q, too."""
+    begins_k = beginnings(0, 4, 12)
+    outputs(cu_seq_lens_q=beginnings(0, 4, 12), cu_seq_lens_k=begins_k, is_causal=True)
+    got = outputs(cu_seq_lens_q=beginnings(0, 6, 12), cu_seq_lens_k=begins_k, is_causal=True)
+    expected = outputs(cu_seq_lens_q=beginnings(0, 6, 12), cu_seq_lens_k=begins_k.clone(), is_causal=True)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_positions_that_are_written_to_between_calls(inference: bool) -> None:
+    with torch.inference_mode(inference):
+        positions = torch.arange(12)[None].clone()
+        plain = outputs(position_ids=positions, is_causal=True)
+        positions[0, 5:] -= 5
+        packed = outputs(position_ids=positions, is_causal=True)
+        assert torch.equal(packed, outputs(position_ids=positions.clone(), is_causal=True))
+        assert not torch.equal(packed, plain)
+
+
+def test_dense_masks_and_position_biases_that_are_written_to() -> None:
+    visible = torch.ones(1, 1, 12, 12, dtype=torch.bool).tril()
+    bias = torch.arange(12.0)[None, None, None].expand(1, 4, 12, 12) - torch.arange(12.0)[:, None]
+    bias = bias.contiguous() / 9
+    for tensor, name in ((visible, "attention_mask"), (bias, "position_bias")):
+
+        def layer(given: Tensor, name: str = name) -> Tensor:
+            torch.manual_seed(3)
+            q, k, v = (t[:1] for t in tensors())
+            mask = given if name == "attention_mask" else None
+            return fax.attention(nn.Module(), q, k, v, mask, **({} if mask is not None else {name: given}))[0]
+
+        before = layer(tensor)
+        tensor[:, :, 3:, 1] = 0
+        assert torch.equal(layer(tensor), layer(tensor.clone())) and not torch.equal(layer(tensor), before)
+
+
+def test_nothing_is_put_on_the_tensors_of_users() -> None:
+    """A copy of the tensor would carry the attribute, and so would a saved file."""
+    positions, begins = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]]), beginnings(0, 5, 12)
+    outputs(position_ids=positions, is_causal=True)
+    outputs(cu_seq_lens_q=begins, cu_seq_lens_k=begins, is_causal=True)
+    assert not positions.__dict__ and not begins.__dict__
+
+
+@pytest.mark.parametrize("kind", ["beginnings", "dense", "intervals"])
+def test_what_is_kept_for_a_tensor_goes_with_it(kind: str) -> None:
+    if kind == "beginnings":
+        tensor = beginnings(0, 5, 12)
+        outputs(cu_seq_lens_q=tensor, cu_seq_lens_k=tensor, is_causal=True)
+    else:
+        tensor = torch.ones(1, 1, 12, 12).tril().bool() if kind == "dense" else torch.full((1, 1, 2, 12), 12).int()
+        fax.attention(nn.Module(), *(t[:1] for t in tensors()), tensor)
+    gone = weakref.ref(tensor)
+    del tensor
+    assert gone() is None
+
+
 @pytest.mark.parametrize("lengths", [(12, 12), (1, 12), (5, 12), (12, 5)])
 def test_position_bias_of_distances(lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What depends on the distance alone becomes a relative bias, in the result and in the gradient of the table."""
+    """A bias that depends on the distance alone becomes a relative bias, in the result and in the gradient of the table."""
     Sq, Sk = lengths
     q, k, v = tensors(Sq, Sk)
     table = torch.randn(40, 4, requires_grad=True)
@@ -294,7 +419,7 @@ def test_position_bias_of_distances(lengths: tuple[int, int], monkeypatch: pytes
 
 
 def test_position_bias_of_another_kind() -> None:
-    """It is added as it is, and together with a mask that is added."""
+    """It is added unchanged, alone or together with an additive mask."""
     q, k, v = tensors()
     bias, added = torch.randn(1, 4, 12, 12, requires_grad=True), torch.randn(BATCH, 1, 12, 12)
     for mask in (None, added):
@@ -314,7 +439,7 @@ def test_sink_softcap_and_scaling() -> None:
 
 
 def test_gradient_of_a_sink_alone() -> None:
-    """Of few queries beside many keys, as in a step of generation, whose kernels have no gradients."""
+    """Few queries and many keys, as in a generation step; the decoding kernels have no gradients."""
     q, k, v = tensors(5)
     sink = torch.randn(4, requires_grad=True)
     got = fax.attention(Layer(), q, k, v, None, s_aux=sink)[0]
@@ -341,7 +466,7 @@ def test_keywords_that_are_not_known_raise() -> None:
     with pytest.raises(
         NotImplementedError, match=r'Layer of layer 3: output_attentions: .*attn_implementation="eager"'
     ):
-        fax.attention(Layer(), q, k, v, None, output_attentions=True)
+        fax.attention(Layer(), q, k, v, None, dropout=0.1, output_attentions=True)
     harmless = {
         "block_indices": None,
         "output_attentions": False,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import WIDE, Case, assert_same_bits, check, cotangents, make_inputs, measure
+from helpers import HEAD_DIMS, NARROW_V, Case, assert_same_bits, check, cotangents, make_inputs, measure
 
 import flashattn_ext
 
@@ -19,28 +19,12 @@ def test_gradients_of_every_length_are_exact(device: str, dtype: torch.dtype, Sq
 
 
 @pytest.mark.every_isa
-@pytest.mark.parametrize(
-    "D,Dv",
-    [
-        (1, 1),
-        (7, 9),
-        (64, 64),
-        (100, 36),
-        (128, 128),
-        (192, 128),
-        (160, 96),
-        (192, 100),
-        (3, 256),
-        (256, 5),
-        (256, 256),
-        *WIDE,
-    ],
-)
+@pytest.mark.parametrize("D,Dv", [*HEAD_DIMS, (7, 9), (100, 36)])
 def test_gradients_of_every_head_dim_are_exact(device: str, dtype: torch.dtype, D: int, Dv: int) -> None:
     check(Case(dtype=dtype, Sq=66, Sk=70, D=D, Dv=Dv), device)
 
 
-@pytest.mark.parametrize("D,Dv", [(192, 128), (160, 96), (192, 100)])
+@pytest.mark.parametrize("D,Dv", NARROW_V)
 @pytest.mark.parametrize(
     "options",
     [
@@ -54,7 +38,7 @@ def test_gradients_of_every_head_dim_are_exact(device: str, dtype: torch.dtype, 
     ids=["groups", "window", "packed", "sink", "dropout", "mask"],
 )
 def test_v_with_fewer_columns_than_q_and_k(device: str, dtype: torch.dtype, D: int, Dv: int, options: dict) -> None:
-    """Latent attention has head dims like these. On Hopper plain calls of them have kernels of their own."""
+    """Latent attention has head dims like these. Hopper has dedicated kernels for plain calls with some of them."""
     check(Case(dtype=dtype, D=D, Dv=Dv, **options), device)
 
 
@@ -134,27 +118,39 @@ def test_raw_backward_without_sink_returns_none(device: str) -> None:
     assert dsink is None
 
 
-def test_function_is_an_autograd_function() -> None:
-    assert issubclass(flashattn_ext.FlashAttentionFunction, torch.autograd.Function)
-
-
 FAR = {
     "far keys": Case(Sq=140, Sk=900, Hq=4, Hk=2, use_lse=True),
     "documents": Case(B=1, Sq=300, Sk=900, Hq=4, Hk=1, D=64, Dv=64, causal=True, mask="documents", use_lse=True),
     "sink": Case(Sq=200, Sk=260, Hq=2, causal=True, sink_dtype=torch.float32, use_lse=True),
     "smooth, dropout": Case(Sq=100, Sk=300, smooth_softmax=True, dropout_p=0.2, rng_seed=3),
     "packed": Case(lengths_q=(70, 5, 130), lengths_k=(300, 40, 131), use_lse=True),
+    "few keys": Case(Sq=129, Sk=2, Hk=1, D=99, Dv=99, softcap=0.3),
 }
 
 
-@pytest.mark.dtypes("float16", "bfloat16")
+@pytest.mark.every_isa
+@pytest.mark.dtypes("float32", "float16", "bfloat16")
 @pytest.mark.parametrize("name", FAR)
 @pytest.mark.parametrize("bias", ["alibi_slopes", "relative_bias"])
 def test_sums_over_rows_of_far_keys(device: str, dtype: torch.dtype, name: str, bias: str) -> None:
     """Every dS of a row has the error of <dout, out>, which sums over rows multiply by the mean distance of the row's keys (csrc/bias.h)."""
-    if (flashattn_ext._C.forced_backend() or device).startswith(("ascend", "npu")):
+    backend = flashattn_ext._C.forced_backend() or device
+    if backend.startswith(("ascend", "npu")) or (dtype == torch.float32 and backend != "cpu"):
         return  # these keep no centres of rows: tests/helpers.py has the bounds
     biases = {"alibi": "batch"} if bias == "alibi_slopes" else {"relative": 5}
     case = replace(FAR[name], dtype=dtype, **biases)
     errors = [measure(replace(case, seed=seed), device)[f"d{bias}"] for seed in range(5)]
-    assert sum(e.got for e in errors) <= sum(1.2 * e.plain + e.floor for e in errors), errors
+    # The floor of fp32 allows every dS an error of 1e-5, which is as large as the error without centres.
+    floors = 0.1 if dtype == torch.float32 else 1.0
+    assert sum(e.got for e in errors) <= sum(1.2 * e.plain + floors * e.floor for e in errors), errors
+
+
+@pytest.mark.every_isa
+@pytest.mark.dtypes("float32")
+def test_products_over_wide_heads_are_sums_of_short_sums(device: str, dtype: torch.dtype) -> None:
+    """The rounding error of dP, a sum over the columns of V, grows in proportion to the length of one sum."""
+    case = Case(
+        dtype=dtype, Sq=7, Sk=31, Hq=9, Hk=3, D=17, Dv=355, softmax_scale=1.0, causal=True, window_size=(24, 36), mask="flashmask",
+        dropout_p=0.5, rng_seed=5136777, origin=(1, 1), views=("expanded", "plain", "plain"), needs_grad=("q",), use_lse=True,
+    )  # fmt: skip
+    check(case, device)

@@ -1,4 +1,4 @@
-"""A bias of 16 bits and nothing else, whose rows of keys are a multiple of 16 bytes: Hopper copies tiles of it."""
+"""Calls whose only option is a 16-bit bias with rows of a multiple of 16 bytes: Hopper loads its tiles with TMA."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def test_head_dims(device: str, bias: str, D: int, causal: bool) -> None:
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize(("Sq", "Sk"), [(1, 8), (7, 64), (193, 136), (400, 1000), (64, 335)])
 def test_lengths(device: str, half: torch.dtype, D: int, Sq: int, Sk: int) -> None:
-    """Rows of 335 keys are no multiple of 16 bytes: no copies there."""
+    """Rows of 335 keys are not a multiple of 16 bytes, so these calls do not use TMA."""
     check(Case(dtype=half, Sq=Sq, Sk=Sk, D=D, Dv=D, bias="hq", use_lse=True, softmax_scale=-0.2), device)
 
 
 @HALVES
 @pytest.mark.parametrize("D", [64, 128])
 def test_one_in_many_tiles(device: str, half: torch.dtype, D: int) -> None:
-    """So many tiles that a thread block computes several, with windows that let parts of it see nothing of some."""
+    """So many tiles that a thread block computes several; with a window some of them are fully masked for a warpgroup."""
     case = Case(dtype=half, B=4, Sq=300, Sk=304, Hq=24, D=D, Dv=D, bias="hq", window_size=(70, 40), needs_grad=())
     check(case, device)
 
 
 @pytest.mark.parametrize("bias", ["q", "hq", "bhq"])
 def test_gradients_of_many_tiles(device: str, bias: str) -> None:
-    """So many tiles that a thread block computes several, of a bias that heads or batch entries share, or that they do not."""
+    """So many tiles that a thread block computes several; the bias is broadcast over heads or batch entries, or is not."""
     check(
         Case(
             dtype=torch.bfloat16,

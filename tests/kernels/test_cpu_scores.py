@@ -1,4 +1,4 @@
-"""What only the CPU kernels promise of scores and masks: bits for every number of threads, tanh as exact as the inputs.
+"""Guarantees of the CPU kernels alone: the same bits for every number of threads, and a tanh as exact as the inputs.
 
 Sizes have several tiles of keys and of queries (128 x 192, or 64 x 64 in fp64).
 """
@@ -23,7 +23,7 @@ CASES = {
     "bias of heads": Case(**SIZES, bias="hq", bias_dtype=torch.float32, bias_hides=0.1),
     "bias of keys": Case(**SIZES, bias="", bias_dtype=torch.float32, causal=True),
     "bias of scores": Case(**SIZES, bias="bhq", softcap=2.0, softmax_scale=-0.3),
-    # Heads see other tiles, and take turns also in those that they do not see.
+    # Each head sees other tiles, and heads alternate in the tiles that are fully masked for them, too.
     "masked shared bias": Case(**SIZES, bias="q", bias_dtype=torch.float32, mask="and", mask_heads="q", use_lse=True),
     "masked": Case(**SIZES, mask="documents", causal=True, dropout_p=0.3, rng_seed=1, sink_dtype=torch.float32),
     "packed": Case(

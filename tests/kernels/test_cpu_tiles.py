@@ -1,4 +1,4 @@
-"""Tiles of the CPU kernels: chosen by the caches, the same for every call of its kind, and no tile changes what is computed."""
+"""Tiles of the CPU kernels: chosen by cache sizes, the same for all calls of one kind, and every tile is exact."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def restore_isa() -> Iterator[None]:
 
 
 def tile_of(l2_bytes: int, D: int, element_bytes: int = 4, score_bytes: int = 4) -> tuple[int, int]:
-    """The tile of heads of D columns, q, k and v."""
+    """The tile for heads of D columns in q, k and v."""
     return _C.cpu_tile_that_fits(l2_bytes, 2 * D * element_bytes, score_bytes)
 
 
@@ -92,7 +92,7 @@ def test_every_level_of_cache_has_a_size() -> None:
     assert levels == sorted(set(levels)) and all(size > 0 for _, size in _C.cpu_caches())
 
 
-# What it computes
+# Its results
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,4 +1,4 @@
-"""What only a GPU can show: streams, graphs, no waiting, sizes beyond 32-bit offsets and grid limits."""
+"""Tests that need a GPU: streams, graphs, no synchronisation, sizes beyond 32-bit offsets and grid limits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers import Case, assert_same_bits, check, run_python
+from helpers import Case, assert_same_bits, check, cu_seqlens, run_python
 
 import flashattn_ext
 from flashattn_ext import _C
@@ -28,7 +28,7 @@ TILES = sorted(
 
 @pytest.fixture
 def no_waiting() -> Iterator[None]:
-    """Any call that waits for the device raises."""
+    """Any call that synchronises with the device raises."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     yield
@@ -74,12 +74,12 @@ def test_never_waits_for_the_device(dtype: torch.dtype, no_waiting: None) -> Non
 @pytest.mark.parametrize("D,slopes", [(17, False), (64, False), (9, True)])
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_packed_rows_of_no_sequence(dtype: torch.dtype, D: int, slopes: bool, offsets: list[int]) -> None:
-    """Whatever offsets the device holds: rows outside of every sequence are those that see nothing, in memory that was NaN before."""
+    """For any offsets on the device, rows outside every sequence have the results of fully masked rows, over memory filled with NaN."""
     total, starts = 40, torch.tensor(offsets, dtype=torch.int32, device="cuda")
     q, k, v = leaves(total, 2, D, dtype=dtype)
     given = {"alibi_slopes": torch.rand(2, device="cuda", requires_grad=True)} if slopes else {}
     used = [torch.full((total, 2, D), torch.nan, device="cuda", dtype=dtype) for _ in range(6)]
-    del used  # for the allocator to give away again
+    del used  # freed, so that the allocator hands it out again
     out, lse = flashattn_ext.varlen_forward(q, k, v, starts, starts, total, total, return_lse=True, **given)
     gradients = torch.autograd.grad(out, [q, k, v, *given.values()], torch.ones_like(out))
     owned = torch.zeros(total, dtype=torch.bool)
@@ -89,6 +89,43 @@ def test_packed_rows_of_no_sequence(dtype: torch.dtype, D: int, slopes: bool, of
     assert torch.isfinite(lse[:, owned]).all() and out[owned].flatten(1).any(1).all()
     assert all(torch.isfinite(t).all() for t in gradients)
     assert not any(t[~owned].any() for t in gradients[:3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("hints", [(1, 600), (2, 2000), (32, 512)], ids=str)
+def test_few_queries_with_sequences_longer_than_the_hint(dtype: torch.dtype, hints: tuple[int, int]) -> None:
+    """max_seqlen_q and max_seqlen_k only size the grid."""
+    lengths_q, lengths_k = (70, 1, 3, 9), (900, 2000, 5000, 0)
+    q = torch.randn(sum(lengths_q), 4, 64, device="cuda").to(dtype)
+    k, v = (torch.randn(sum(lengths_k), 2, 64, device="cuda").to(dtype) for _ in range(2))
+    starts = cu_seqlens(lengths_q, "cuda"), cu_seqlens(lengths_k, "cuda")
+    out = flashattn_ext.varlen_forward(q, k, v, *starts, *hints, causal=True)
+    expected = flashattn_ext.attention_reference(
+        q.double(), k.double(), v.double(), cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], causal=True
+    )
+    limit = {torch.float16: 4e-3, torch.bfloat16: 3e-2}.get(dtype, 2e-5)
+    torch.testing.assert_close(out.double(), expected, rtol=limit, atol=limit)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_more_queries_of_a_sequence_so_long_that_it_is_split(dtype: torch.dtype) -> None:
+    q = torch.randn(2, 40, 2, 64, device="cuda").to(dtype)
+    k, v = (torch.randn(2, 1 << 19, 1, 64, device="cuda").to(dtype) for _ in range(2))
+    out = flashattn_ext.forward(q, k, v, causal=True)
+    assert_same_bits(out[:1], flashattn_ext.forward(q[:1], k[:1], v[:1], causal=True))
+    expected = flashattn_ext.attention_reference(q[1:].double(), k[1:].double(), v[1:].double(), causal=True)
+    torch.testing.assert_close(out[1:].double(), expected, rtol=2e-2, atol=2e-4)
+
+
+def test_offsets_that_overlap_stay_in_the_workspace() -> None:
+    """Few queries, whose keys are split: sequences that share keys need more workspace than all keys do."""
+    q = torch.randn(2, 4, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(5000, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    starts_q, starts_k = (torch.tensor([0, len(t)] * 40, dtype=torch.int32, device="cuda") for t in (q, k))
+    around = [torch.full((1 << 20,), 7, device="cuda", dtype=torch.uint8) for _ in range(8)]
+    del around[::2]  # the workspace lies between them
+    out = flashattn_ext.varlen_forward(q, k, v, starts_q, starts_k, 2, 5000)
+    assert out.shape == q.shape and all(bool((t == 7).all()) for t in around)
 
 
 def test_calls_run_on_the_current_stream() -> None:
@@ -103,7 +140,7 @@ def test_calls_run_on_the_current_stream() -> None:
         out = flashattn_ext.forward(scaled, k, v)
         done = torch.cuda.Event()
         done.record()
-    assert not done.query()  # nobody waited for the sleeping stream
+    assert not done.query()  # no call waited for the sleeping stream
     stream.synchronize()
     assert_same_bits(out, expected)
 
@@ -134,7 +171,7 @@ def test_graph_replays_draw_fresh_masks() -> None:
 
 
 def test_graph_replays_see_new_intervals() -> None:
-    """What is computed of a Mask belongs to the graph: kept from before the capture, it would be that of the old intervals."""
+    """The graph computes the extremes of a Mask: extremes cached before the capture would belong to the old intervals."""
     q, k, v = leaves(1, 300, 2, 64)
     masks = [flashattn_ext.Mask.chunked(size, 300, 300, device="cuda") for size in (7, 40, 300, 1)]
     mask = flashattn_ext.Mask(masks[0].intervals.clone())
@@ -157,8 +194,32 @@ def test_graph_replays_see_new_intervals() -> None:
         graph.replay()
         for got, expected in zip(captured, step(other), strict=True):
             torch.testing.assert_close(got, expected)
-    mask.intervals.copy_(masks[1].intervals)  # outside of the graph nothing of it is used
+    mask.intervals.copy_(masks[1].intervals)  # calls outside the graph do not use the graph's extremes
     assert_same_bits(step(mask)[0], step(masks[1])[0])
+
+
+def test_graph_replays_find_the_largest_logits_of_new_keys() -> None:
+    starts = torch.tensor([0, 90, 300], dtype=torch.int32, device="cuda")
+    q, k, v = (t.detach() for t in leaves(1, 300, 2, 64))
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        dense = flashattn_ext.forward(q, k, v, causal=True, return_max_logits=True)[1]
+        packed = flashattn_ext.varlen_forward(q[0], k[0], v[0], starts, starts, 300, 300, return_max_logits=True)[1]
+        return dense, packed
+
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        step()
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        k.normal_()
+        graph.replay()
+        for got, expected in zip(captured, step(), strict=True):
+            assert_same_bits(got, expected)
 
 
 def test_strides_beyond_32_bits() -> None:
@@ -184,7 +245,7 @@ def test_more_than_two_to_the_31_elements(H: int, D: int) -> None:
 
 
 def keys_of_a_step(backend: str, head_dim: int, dropout: bool) -> int | None:
-    """Of the forward of 16-bit types: what decides the order of sums. None where the tile depends on the GPU's shared memory."""
+    """The tile of the 16-bit forward, which decides the order of sums. None where it depends on the GPU's shared memory."""
     tiles = [t for t in _C.cuda_tiles() if t["backend"] == backend and not t["backward"] and t["dropout"] == dropout]
     fitting = [(t["head_dim"], t["choice"], t["keys"]) for t in tiles if t["head_dim_v"] >= head_dim]
     return min(fitting)[2] if fitting else None
@@ -214,7 +275,7 @@ def test_kernels_for_hopper_are_chosen_and_agree(head_dim: int, options: dict, m
     "D,Dv,narrow", [(192, 128, True), (160, 96, True), (145, 128, True), (144, 128, False), (192, 129, False)]
 )
 def test_narrow_values_have_kernels_of_their_own(D: int, Dv: int, narrow: bool) -> None:
-    """A tile of other keys has another order of sums: where v is no wider than 128 columns, zeros that widen it change bits."""
+    """Key tiles of another size sum in another order: padding v with zeros beyond 128 columns changes bits."""
     q, k, v = leaves(2, 500, 4, D, dtype=torch.bfloat16)
     with torch.no_grad():
         v[..., Dv:] = 0
@@ -244,7 +305,7 @@ def test_gradients_of_the_kernels_for_hopper_agree(head_dim: int, options: dict)
 @pytest.mark.parametrize("head_dim", [64, 128, 144, 256, 512])
 @pytest.mark.parametrize("hint", [1, 130, 300])
 def test_deterministic_gradients_of_sequences_longer_than_the_hint(head_dim: int, hint: int) -> None:
-    """Key tiles wait for each other's turns, and some of them belong to no thread block that the host counted."""
+    """Key tiles add to dq in a fixed order, and the host's grid has no thread block for some of them."""
     q, k, v = leaves(1, 1000, 2, head_dim)
     starts = torch.tensor([0, 1000], dtype=torch.int32, device="cuda")
     packed = [t[0] for t in (q, k, v)]
@@ -274,7 +335,7 @@ def test_environment_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("path", PATHS)
 def test_deterministic_gradient_of_a_relative_bias(path: str, head_dim: int, dtype: torch.dtype) -> None:
-    """It is summed up exactly, so that thread blocks may add in any order: large and small gradients alike."""
+    """Large and small gradients are summed exactly, so that thread blocks may add in any order."""
     inputs = leaves(3, 700, 4, head_dim, dtype=dtype)
     inputs.append(torch.randn(4, 161, device="cuda", requires_grad=True))
     dout = torch.randn_like(inputs[0])
@@ -306,7 +367,7 @@ def test_deterministic_gradient_of_a_relative_bias(path: str, head_dim: int, dty
 
 
 def test_the_device_of_the_tensors_counts() -> None:
-    """The tensors' device counts, not the current one."""
+    """A call runs on the device of its tensors, not on the current device."""
     host = [torch.randn(2, 300, 4, 64) for _ in range(4)]
     results = []
     for index in range(torch.cuda.device_count()):
@@ -340,3 +401,30 @@ def test_failed_launch_names_kernel_and_shape(path: str) -> None:
     assert re.search(
         r"CUDA kernel '[\w ]+' failed: .*assert.*\(B=2, Sq=40, Sk=40, Hq=4, Hk=4, D=64, Dv=64\)", done.stderr
     ), done.stderr
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_largest_logits_in_a_graph(packed: bool) -> None:
+    q, k = (torch.randn(2 * 100, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    starts = torch.tensor([0, 60, 200], dtype=torch.int32, device="cuda")
+
+    def call() -> torch.Tensor:
+        if packed:
+            return flashattn_ext.varlen_forward(q, k, k, starts, starts, 140, 140, causal=True, return_max_logits=True)[
+                1
+            ]
+        dense = [t.view(2, 100, 4, 64) for t in (q, k, k)]
+        return flashattn_ext.forward(*dense, causal=True, return_max_logits=True)[1]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = call()
+    for _ in range(2):
+        q.normal_()
+        k.normal_()
+        graph.replay()
+        torch.testing.assert_close(got, call(), rtol=0, atol=0)

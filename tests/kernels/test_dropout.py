@@ -28,7 +28,7 @@ def test_mask_of_no_dropout_keeps_all(device: str) -> None:
 def realised_mask(
     B: int, H: int, Sq: int, Sk: int, p: float, seed: int, dtype: torch.dtype, device: str
 ) -> torch.Tensor:
-    """Which scores forward really dropped: equal scores and an identity for values lay the kept weights open."""
+    """The scores that forward dropped: with equal scores and an identity for v, out shows the weights that were kept."""
     q = torch.zeros(B, Sq, H, 1, device=device, dtype=dtype)
     k = torch.zeros(B, Sk, H, 1, device=device, dtype=dtype)
     columns = []
@@ -98,7 +98,7 @@ def test_rows_columns_heads_and_batches_are_independent(device: str) -> None:
         assert abs(correlation) < 5 / math.sqrt(a.numel()) * (2 if name == "transpose" else 1), name
     for axis, name in ((-1, "row"), (-2, "column")):
         counts = (mask + 0.5).sum(axis)
-        assert abs(counts.var().item() / 64 - 1) < 0.25, f"{name} sums do not vary as those of fair coins"
+        assert abs(counts.var().item() / 64 - 1) < 0.25, f"{name} sums do not vary like sums of fair coins"
 
 
 def test_the_mask_depends_on_the_seed(device: str) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import TENSORS, VIEWS, Case, check
-from hypothesis import HealthCheck, given, settings
+from helpers import TENSORS, VIEWS, Case, assert_same_bits, call_function, check, gradients, make_inputs, refusal, run
+from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 from mask_cases import KINDS
+
+import flashattn_ext
 
 COMMON = dict(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 settings.register_profile("ci", max_examples=150, derandomize=True, **COMMON)
@@ -27,11 +29,18 @@ HEAD_DIMS = st.one_of(
 )
 SIDES = st.one_of(st.just(-1), st.integers(0, 140))
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
+# Places of a call in a larger one: multiples of the generator's 16 rows and 64 keys, and others.
+ORIGINS = st.one_of(
+    st.tuples(st.integers(0, 3), st.integers(0, 5)),
+    st.tuples(
+        st.integers(0, 3), st.integers(0, 5), st.sampled_from([0, 1, 16, 64, 100]), st.sampled_from([0, 1, 64, 70, 128])
+    ),
+)
 SCALES = st.one_of(st.none(), st.sampled_from([0.0, -0.2, 0.125, 1.0]))
 
 
 def scores_and_masks(draw: st.DrawFn, varlen: bool) -> dict[str, Any]:
-    """Each of them in one call of four, so that calls with few of them are drawn too."""
+    """Each option in one call of four, so that calls with few options are drawn too."""
 
     def some(options: dict[str, st.SearchStrategy[Any]]) -> dict[str, Any]:
         present = draw(st.integers(0, 3)) == 0
@@ -42,13 +51,15 @@ def scores_and_masks(draw: st.DrawFn, varlen: bool) -> dict[str, Any]:
         "bias_dtype": st.none() | st.just(torch.float32),
     }
     return {
-        **some({"softcap": st.sampled_from([0.3, 2.0, 30.0])}),
+        **some({"softcap": st.sampled_from([0.3, 2.0, 30.0, 3e4, 1e8, 1e30])}),
         **some({"alibi": st.sampled_from(["heads", "batch"])}),
         **some({"relative": st.sampled_from([0, 1, 7, 40, 130]), "relative_dtype": DTYPES}),
         **({} if varlen else some({**bias, "bias_hides": st.sampled_from([0.0, 0.0, 0.2, 1.0])})),
         **some({
             "mask": st.sampled_from(KINDS), "mask_heads": st.sampled_from(["1", "k", "q"]), "mask_batch": st.booleans(),
         }),
+        **some({"origin": ORIGINS}),
+        **some({"max_logits": st.just(True)}),
     }  # fmt: skip
 
 
@@ -97,6 +108,28 @@ def test_any_call_agrees_with_the_reference(device: str, dtype: torch.dtype, cas
     check(replace(case, dtype=dtype), device)
 
 
+@given(case=cases())
+def test_any_call_of_the_function_has_the_bits_of_forward(device: str, dtype: torch.dtype, case: Case) -> None:
+    case = replace(case, dtype=dtype, max_logits=False)
+    if case.origin is not None and (device != "cpu" or flashattn_ext._C.forced_backend()):
+        case = replace(case, dropout_p=0.0)  # the ops refuse dropout at some origins there; forward moves such calls
+    if refusal(case, device):
+        reject()
+    inputs = make_inputs(case, device)
+    expected = run(case, inputs)
+    out, lse = call_function(case, inputs)
+    assert_same_bits(out.detach(), expected.out, "out")
+    assert_same_bits(lse.detach(), expected.lse, "lse")
+    for name, gradient in gradients(case, inputs, out, lse).items():
+        on_cpu = not (flashattn_ext._C.forced_backend() or device).startswith("cuda")  # there atomic sums have no order
+        torch.testing.assert_close(
+            gradient,
+            expected.grads[name],
+            **(dict(rtol=0, atol=0) if on_cpu else {}),
+            msg=lambda m, n=name: f"d{n}: {m}",
+        )
+
+
 FEATURES = {
     "varlen": dict(lengths_q=(40, 0, 65), lengths_k=(64, 3, 33)),
     "bhsd": dict(layout="bhsd"),
@@ -119,7 +152,9 @@ FEATURES = {
     "strided": dict(views=("packed", "transposed", "padded")),
     "longer_k": dict(Sk=130),
     "longer_q": dict(Sq=97),
+    "origin": dict(origin=(1, 2, 16, 64)),
     "lse": dict(use_lse=True),
+    "max_logits": dict(max_logits=True),
     "frozen_k": dict(needs_grad=("q", "v", "sink", "relative_bias")),
 }
 EXCLUSIVE = [{"smooth", "sink"}, {"varlen", "bhsd"}, {"varlen", "longer_k"}, {"varlen", "longer_q"}, {"mla", "odd"}]
@@ -134,11 +169,12 @@ def test_every_pair_of_features(device: str, dtype: torch.dtype, pair: tuple[str
 
 
 @pytest.mark.every_isa
-def test_every_feature_at_once(device: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("form", ["varlen", "bias"])
+def test_every_feature_at_once(device: str, dtype: torch.dtype, form: str) -> None:
     together = {}
-    for name in ("causal", "window", "scale", "dropout", "sink", "gqa", "mla", "strided", "lse"):
+    for name in ("causal", "window", "scale", "dropout", "origin", "sink", "gqa", "mla", "strided", "lse"):
         together |= FEATURES[name]
     for name in ("softcap", "alibi", "relative", "intervals"):
         together |= FEATURES[name]
-    check(Case(dtype=dtype, **together, **FEATURES["varlen"]), device)
-    check(Case(dtype=dtype, Sq=65, Sk=65, **together, **FEATURES["bias"]), device)
+    lengths = {"Sq": 65, "Sk": 65} if form == "bias" else {}  # packed calls have no bias
+    check(Case(**{"dtype": dtype, **lengths, **together, **FEATURES[form]}), device)

@@ -1,4 +1,4 @@
-"""Masks through the kernels: against the reference, over tiles that are hidden, whole and partial, and what they may not do."""
+"""Masks through the kernels: against the reference, over fully masked, fully visible and partial tiles, and hostile extremes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def extremes_of(pairs: list[tuple[int, int]]) -> list[int]:
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 17), (5, 1023), (2, 1, 2100), (1, 1, 3072)], ids=str)
 def test_extremes(device: str, shape: tuple[int, ...]) -> None:
-    """Of every 16 keys, then of every 1024: with keys that nobody sees, negative rows, and a view that is not contiguous."""
+    """Of every 16 keys, then of every 1024: with fully masked keys, negative rows, and a view that is not contiguous."""
     generator = torch.Generator().manual_seed(sum(shape))
     intervals = torch.randint(-20, 100, (*shape, 2), generator=generator, dtype=torch.int32)
     intervals[..., 0] -= torch.randint(0, 2, shape, generator=generator, dtype=torch.int32) * 60
@@ -86,7 +86,7 @@ def test_with_other_options(device: str, dtype: torch.dtype, options: dict[str, 
 @pytest.mark.parametrize("kind", ["prefix_lm", "documents"])
 @pytest.mark.parametrize("causal", [False, True], ids=["alone", "causal"])
 def test_runs_of_whole_tiles(device: str, dtype: torch.dtype, D: int, kind: str, causal: bool) -> None:
-    """So many keys that tiles which are seen whole have neighbours that are, too, and a query tile has a list of tiles."""
+    """So many keys that fully visible tiles are adjacent, and a query tile has a list of key tiles."""
     check(Case(dtype=dtype, B=1, Sq=800, Sk=800, Hq=2, Hk=1, D=D, Dv=D, mask=kind, causal=causal, use_lse=True), device)
 
 
@@ -112,7 +112,7 @@ def long_mask(name: str, S: int) -> Mask:
     if name == "chunks":
         return Mask.chunked(700, S, S)
     keys = torch.arange(S)
-    if name == "islands":  # the keys of every fifth hundred are seen by all rows, others by nobody
+    if name == "islands":  # all rows see the keys of every fifth hundred; the other keys are masked for every row
         seen = keys // 100 % 5 == 0
         return Mask(torch.stack([0 * keys, seen * S], -1).int()[None, None])
     assert name == "far", name  # rows see keys at the other end of the sequence alone
@@ -125,7 +125,7 @@ def long_mask(name: str, S: int) -> Mask:
 def test_long_sequences(
     device: str, name: str, deterministic: bool, S: int, of_type: torch.dtype, tolerance: float
 ) -> None:
-    """Key tiles that a query tile sees are further apart than a warp looks at once: 32 tiles, of 128 keys in 16 bits."""
+    """Visible key tiles of a query tile are further apart than a warp tests at once: 32 tiles, of 128 keys in 16 bits."""
     mask = long_mask(name, S)
     q, k, v, dout = (torch.randn(1, S, 1, 16, device=device).to(of_type) for _ in range(4))
     leaves = [t.requires_grad_() for t in (q, k, v)]
@@ -150,7 +150,7 @@ def test_long_sequences(
 @pytest.mark.every_isa
 @pytest.mark.parametrize("extra_logit", ["none", "smooth", "sink"])
 def test_rows_that_see_nothing(device: str, dtype: torch.dtype, extra_logit: str) -> None:
-    """Every other block of 40 rows sees no key, and keys 20 to 70 are seen by nobody: their results are exact."""
+    """Every other block of 40 rows is fully masked, and keys 20 to 70 are masked for every row: their results are exact."""
     S = 130
     keys = torch.arange(S)
     first = keys // 40 // 2 * 80
@@ -186,7 +186,7 @@ def results(mask: Mask, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **opt
 @pytest.mark.every_isa
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_a_document_keeps_its_bits(device: str, dtype: torch.dtype, causal: bool) -> None:
-    """Whatever the other documents hold, also beside it in a tile and far larger."""
+    """Other documents, in the same tile or with far larger values, do not change the bits."""
     lengths = (37, 150, 60, 200)
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None].to(device)
     mask = Mask.documents(ids)
@@ -221,7 +221,7 @@ def isolated_results(mask: Mask, tensors: dict[str, torch.Tensor], **options: ob
 def test_what_is_not_finite_stays_in_its_document(
     device: str, dtype: torch.dtype, D: int, options: dict[str, object], where: str, poison: float
 ) -> None:
-    """Others of the row keep their bits, also beside it in a tile; what sees it is not finite."""
+    """Other documents of the row keep their bits, in the same tile too; rows that see the value are not finite."""
     lengths = (70, 131, 5, 294)
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))[None].to(device)
     mask, inside = Mask.documents(ids), ids[0] == 1
@@ -244,7 +244,7 @@ def test_what_is_not_finite_stays_in_its_document(
 @pytest.mark.parametrize("D", [64, 128])
 @pytest.mark.parametrize("S", [200, 700])
 def test_isolated_values_in_many_tiles(device: str, D: int, S: int) -> None:
-    """So many that a thread block of a GPU computes several: in each, other rows see what is not finite."""
+    """So many tiles that a thread block of a GPU computes several: in each, other rows see the value that is not finite."""
     B, H, dtype = 8, 16, torch.bfloat16
     starts = torch.arange(B)[:, None] * 23 + 40  # of a document of 60 tokens that is not finite, between two others
     tokens = torch.arange(S)
@@ -261,7 +261,7 @@ def test_isolated_values_in_many_tiles(device: str, D: int, S: int) -> None:
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True], ids=["alone", "causal"])
 def test_walks_over_many_tiles(device: str, D: int, causal: bool) -> None:
-    """More tiles than are found at once, whole ones, partial ones, and some that nobody sees and that are not finite."""
+    """More tiles than a warp tests at once: fully visible, partial, and fully masked tiles that are not finite."""
     Sq, Sk, dtype = 300, 11000, torch.bfloat16
     keys = torch.arange(Sk)
     kind = keys // 190 % 5
@@ -288,7 +288,7 @@ def test_walks_over_many_tiles(device: str, D: int, causal: bool) -> None:
 def test_padding_may_hold_anything(
     device: str, dtype: torch.dtype, options: dict[str, object], D: int, poison: float
 ) -> None:
-    """Rows and keys that nobody sees, before and after the tokens of a row."""
+    """Padding before and after the tokens of a row: rows that are fully masked, and keys that are masked for every row."""
     S, first, last = 300, 41, 210
     if (flashattn_ext._C.forced_backend() or device).startswith(("ascend", "npu")) and options.get("dropout_p"):
         D = min(D, 128)  # with a Mask and 16 bits they have no dropout beyond that
@@ -338,7 +338,7 @@ def test_bits_alone_in_a_batch_and_packed(device: str, dtype: torch.dtype, causa
         alone = results(Mask(mask.intervals[part]), q[part], k[part], v[part], causal=causal)
         for what, got, expected in zip(("out", "lse", "dq", "dk", "dv"), alone, batch, strict=True):
             assert_same_bits(got, expected[part], f"{what} of entry {b}")
-    # Packed behind a stranger of 13 rows, so that granules of the extremes are shared.
+    # Packed behind another sequence of 13 rows, so that both have keys in one granule of the extremes.
     stranger = [torch.randn(13, *t.shape[2:], device=device).to(dtype) for t in (q, k, v)]
     leaves = [torch.cat([s, t[1]]).requires_grad_() for s, t in zip(stranger, (q, k, v), strict=True)]
     packed = Mask(torch.cat([intervals[0, :, :13], intervals[1]], 1)).to(device)
@@ -352,8 +352,8 @@ def test_bits_alone_in_a_batch_and_packed(device: str, dtype: torch.dtype, causa
 
 
 EXTREMES = {
-    "nobody sees anything": (2**31 - 1, 0, 0, 2**31 - 1),
-    "everybody sees everything": (-(2**31), 2**31 - 1, -(2**31), 2**31 - 1),
+    "fully masked": (2**31 - 1, 0, 0, 2**31 - 1),
+    "fully visible": (-(2**31), 2**31 - 1, -(2**31), 2**31 - 1),
     "reversed": (2**31 - 1, -(2**31), 2**31 - 1, -(2**31)),
     "rows that do not exist": (10**9, 10**9 + 7, 10**9, 10**9 + 7),
 }
@@ -363,7 +363,7 @@ EXTREMES = {
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("name", [*EXTREMES, "random"])
 def test_extremes_that_lie(device: str, name: str, deterministic: bool, packed: bool) -> None:
-    """They are data: whatever they hold, a call ends and leaves memory around its tensors alone."""
+    """Extremes are data: with any contents, a call ends and leaves memory around its tensors alone."""
     generator = torch.Generator().manual_seed(1)
     S = 300
     intervals = torch.randint(-5, S + 5, (1, 1, S, 2), generator=generator).int().to(device)
@@ -384,12 +384,12 @@ def test_extremes_that_lie(device: str, name: str, deterministic: bool, packed: 
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     for t in (out, *grads):
         assert t.shape[-3:] in (q.shape[-3:], out.shape[-3:]) and t.isfinite().all()
-    if name == "nobody sees anything":
+    if name == "fully masked":
         assert not out.any() and not any(t.any() for t in grads)
 
 
 def test_views_of_the_intervals(device: str) -> None:
-    """Intervals that begin at any element, and that are expanded over the batch."""
+    """Intervals that begin at any element, and intervals that are expanded over the batch."""
     case = Case(Sq=90, Sk=110, mask="intervals", mask_batch=False)
     inputs = make_inputs(case, device)
     expected = run(case, inputs)

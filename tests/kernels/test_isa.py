@@ -77,7 +77,7 @@ def test_set_cpu_isa(restore_isa: None) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_instruction_sets_agree(dtype: torch.dtype, restore_isa: None) -> None:
-    """Each within what the tolerance rule allows it."""
+    """Each one is within its bound of the tolerance rule."""
     case = Case(dtype=dtype, Sq=130, Sk=150, Hq=4, D=72, Dv=40, causal=True, smooth_softmax=True)
     inputs = make_inputs(case, "cpu")
     ref, plain = (run_reference(case, inputs, d) for d in (torch.float64, dtype))
@@ -102,9 +102,9 @@ def test_isa_and_bits_of_dropout(restore_isa: None) -> None:
 
 @pytest.mark.parametrize("name", sorted({"generic", "avx2"} & set(_C.cpu_isas())))
 def test_what_is_compiled_for_one_is_in_its_namespace(name: str, tmp_path: Path) -> None:
-    """Where two objects define a function of one name the linker keeps either copy, also that of a newer CPU."""
+    """Of two definitions of an inline function the linker keeps either, even the copy compiled for a newer CPU."""
     compiler, compiled = os.environ.get("CXX", "c++").split(), tmp_path / "kernels.o"
-    # Without optimisation, whatever may be a function of its own is one.
+    # Without optimisation nothing is inlined, so that every function has a symbol.
     command = [*compiler, "-std=c++17", "-O0", "-w", "-c", str(KERNELS / f"{name}.cpp"), "-o", str(compiled)]
     subprocess.run(command, check=True)
     table = subprocess.run(["nm", "-C", "--defined-only", str(compiled)], capture_output=True, text=True, check=True)

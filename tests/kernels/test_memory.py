@@ -22,7 +22,7 @@ def nbytes(*ts: torch.Tensor) -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
 def test_beyond_the_outputs(dtype: torch.dtype, varlen: bool, restore_threads: None) -> None:
-    """Forward: under 2 MiB per thread. Backward: that, and fp32 accumulators of the gradients."""
+    """Forward: under 2 MiB per thread. Backward: the same, plus fp32 accumulators of the gradients."""
     torch.set_num_threads(2)
     q, k, v = tensors(2048, dtype)
     function, extra = flashattn_ext.forward, {}

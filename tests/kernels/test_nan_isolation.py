@@ -1,4 +1,4 @@
-"""What is not finite stays where it is: in its query row, or in its sequence and its heads."""
+"""A value that is not finite affects only its query row, or its sequence and its heads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_in_a_query_row(device: str, dtype: torch.dtype, poison: float, causal: 
 @pytest.mark.parametrize("poison", POISON)
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_in_a_key_or_value(device: str, dtype: torch.dtype, poison: float, which: str) -> None:
-    """Key head 1 serves query heads 2 and 3: batch entry 1 of those may change, nothing else."""
+    """KV head 1 serves query heads 2 and 3: only their results in batch entry 1 may change."""
     case = Case(dtype=dtype, Sq=70, Sk=90, Hq=4, Hk=2)
     inputs = make_inputs(case, device)
     clean = run(case, inputs)
@@ -52,13 +52,16 @@ def test_in_a_key_or_value(device: str, dtype: torch.dtype, poison: float, which
 
 @pytest.mark.every_isa
 @pytest.mark.parametrize("poison", POISON)
-def test_in_a_packed_neighbour(device: str, dtype: torch.dtype, poison: float) -> None:
-    """Sequence 1 is all poison: q, k, v and the incoming gradient. Tiles of its neighbours read past their ends."""
+@pytest.mark.parametrize("D", [32, 128])
+def test_in_a_packed_neighbour(device: str, dtype: torch.dtype, D: int, poison: float) -> None:
+    """q, k, v and the incoming gradient of sequence 1 are not finite. Tiles of its neighbours read past their ends."""
     lengths = (33, 40, 27, 64)
-    case = Case(dtype=dtype, lengths_q=lengths, lengths_k=lengths, causal=True, use_lse=True, sink_dtype=None)
+    case = Case(
+        dtype=dtype, lengths_q=lengths, lengths_k=lengths, D=D, Dv=D, causal=True, use_lse=True, sink_dtype=None
+    )
     inputs = make_inputs(case, device)
     leaves = [inputs.q, inputs.k, inputs.v]
-    dout = torch.randn(sum(lengths), 2, 32, device=device).to(dtype)
+    dout = torch.randn(sum(lengths), 2, D, device=device).to(dtype)
 
     def results() -> list[torch.Tensor]:
         out, lse = flashattn_ext.varlen_forward(
@@ -79,7 +82,7 @@ def test_in_a_packed_neighbour(device: str, dtype: torch.dtype, poison: float) -
 @pytest.mark.parametrize("Sq,Sk", [(1, 1), (33, 31), (65, 127), (130, 257)])
 @pytest.mark.parametrize("D,Dv", [(7, 9), (40, 33), (64, 64), (161, 100)])
 def test_in_memory_around_the_tensors(device: str, dtype: torch.dtype, Sq: int, Sk: int, D: int, Dv: int) -> None:
-    """The tensors are windows of NaN-filled memory on every side: rows, heads and columns that a tile may overrun."""
+    """The tensors are views into NaN-filled memory: rows, heads and columns that a tile may overrun are NaN on every side."""
 
     def framed(B: int, S: int, H: int, D: int) -> torch.Tensor:
         frame = torch.full((B + 2, S + 70, H + 2, D + 70), torch.nan, device=device, dtype=dtype)
@@ -103,7 +106,7 @@ def test_in_memory_around_the_tensors(device: str, dtype: torch.dtype, Sq: int, 
 @pytest.mark.every_isa
 @pytest.mark.parametrize("poison", POISON)
 def test_masked_keys_in_tiles_of_their_own(device: str, dtype: torch.dtype, poison: float) -> None:
-    """Rows before a poisoned key and not seeing it, causal, in another sequence: untouched."""
+    """A poisoned key changes no row that does not see it: earlier causal rows, rows of other sequences."""
     q, k, v = (torch.randn(2, 90, 1, 16, device=device).to(dtype) for _ in range(3))
     clean = flashattn_ext.forward(q, k, v, causal=True)
     k[0, 80] = poison

@@ -1,4 +1,4 @@
-"""origin: a call that is cut up computes what the whole call computes."""
+"""origin: calls on parts of a sequence compute what the whole call computes."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_part_of_a_dropout_mask(device: str, row: int, key: int) -> None:
     assert torch.equal(part, whole[1:, 2:, row : row + 100, key : key + 150])
 
 
-# What is seen from a part of the rows and a part of the keys. Rows from `row` on see the keys from `key` on.
+# Visibility in a call on a part of the rows and of the keys: rows from `row` on, keys from `key` on.
 PARTS = [(0, 70, 0, 130), (64, 60, 0, 124), (64, 66, 64, 66), (0, 64, 64, 66), (96, 34, 0, 64), (80, 50, 0, 30)]
 RULES: list[dict[str, Any]] = [
     {},
@@ -102,7 +102,7 @@ def test_rows_and_keys_are_where_the_origin_places_them(
 
 
 def test_the_parts_of_a_causal_call_are_its_rows(device: str) -> None:
-    """As an exchange of keys between devices has it: rows of a rank, and all keys up to them."""
+    """As in context parallelism: the rows of a rank, and all keys up to them."""
     q, k, v = _qkv(device)
     options: dict[str, Any] = {"causal": True, "dropout_p": 0.2, "rng_seed": 1}
     whole = flashattn_ext.forward(q, k, v, **options)
@@ -135,6 +135,28 @@ def test_an_origin_anywhere_on_the_cpu(origin: tuple[int, ...]) -> None:
     assert torch.equal(part, whole[b : b + 2, h : h + 2, row : row + 20, key : key + 66])
 
 
+@pytest.mark.every_isa
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("window_size", [(-1, -1), (3, 2)], ids=["causal", "window"])
+@pytest.mark.parametrize("rows", [1, 5, 17])
+def test_keys_that_no_row_sees_have_no_gradient(
+    device: str, dtype: torch.dtype, rows: int, window_size: tuple[int, int], packed: bool
+) -> None:
+    """Rows end before the keys do, at an odd number: the second bfloat16 of the last row's pair was never set."""
+    q, k, v = (torch.randn(length, 2, 64).to(device, dtype).requires_grad_() for length in (rows, 65, 65))
+    options: dict[str, Any] = {"causal": window_size[0] < 0, "window_size": window_size, "origin": (0, 0, 0, 0)}
+    if packed:
+        starts = [torch.tensor([0, length], dtype=torch.int32, device=device) for length in (rows, 65)]
+        out = flashattn_ext.varlen_forward(q, k, v, *starts, rows, 65, **options)
+    else:
+        out = flashattn_ext.forward(q[None], k[None], v[None], **options)
+    dq, dk, dv = _sum_of_gradients(out, [q, k, v])
+    seen = rows + max(window_size[1], 0)
+    assert torch.isfinite(dq).all()
+    assert not dk[seen:].any() and not dv[seen:].any()
+    assert torch.isfinite(dk).all() and dv[:seen].any()
+
+
 def test_bad_origins(device: str) -> None:
     tensors = _qkv(device)
     for origin, kind, message in (
@@ -151,7 +173,7 @@ def test_bad_origins(device: str) -> None:
 
 
 def test_compiled_calls_take_origins_that_change(device: str) -> None:
-    """As whoever walks over the parts of a sequence does it: row and key of the origin become symbolic."""
+    """As in a loop over the parts of a sequence: row and key of the origin become symbolic."""
     tensors = _qkv(device)
     options: dict[str, Any] = {"causal": True, "dropout_p": 0.3, "rng_seed": 9}
     torch.compiler.reset()
@@ -170,7 +192,7 @@ def test_compiled_calls_take_origins_that_change(device: str) -> None:
 def test_the_backward_of_a_part_is_given_what_the_whole_call_has(
     device: str, dtype: torch.dtype, has_sink: bool
 ) -> None:
-    """Keys that come in two calls, as between devices: with out and lse of both together the gradients add up."""
+    """Keys are split over two calls, as between devices: given out and lse of the whole, the gradients add up."""
     q, k, v = (t[:1].requires_grad_() for t in _qkv(device, dtype))
     sink = torch.linspace(-1, 2, HQ, device=device).requires_grad_() if has_sink else None
     leaves = [q, k, v] if sink is None else [q, k, v, sink]

@@ -1,4 +1,4 @@
-"""csrc/score.h, which every backend includes: logits, their order, and the slope that belongs to them."""
+"""csrc/score.h, which every backend includes: logits, their order, and the derivative of the softcap."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_views_are_not_copied(kind: str) -> None:
     assert in_place - allocated_bytes(lambda: flashattn_ext.forward(*contiguous)) < input_bytes // 2
 
 
-# What autograd makes of sum(), of a mean over heads or rows, and of a loss on a transposed result.
+# Incoming gradients of sum(), of a mean over heads or rows, and of a loss on a transposed result.
 GRADIENTS = {
     "one number": lambda t: torch.full((), 0.5, dtype=t.dtype, device=t.device).expand_as(t),
     "the same in every batch": lambda t: t[:1].expand_as(t),

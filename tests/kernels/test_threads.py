@@ -67,7 +67,7 @@ def test_deterministic_argument_changes_nothing_but_the_order(device: str, dtype
 
 
 def test_concurrent_calls_do_not_disturb_each_other(device: str, dtype: torch.dtype) -> None:
-    """Eight Python threads, each with its own call, get the results of a quiet machine."""
+    """Eight Python threads, each with its own call, get the results of calls one at a time."""
     cases = [with_dtype(name, dtype) for name in CASES] * 2
     all_inputs = [make_inputs(case, device) for case in cases]
     expected = [run(case, inputs) for case, inputs in zip(cases, all_inputs, strict=True)]
@@ -89,7 +89,7 @@ def test_other_threads_run_meanwhile() -> None:
 
 
 def test_work_is_shared_by_the_threads_of_torch(restore_threads: None) -> None:
-    """Other threads do a good part of the work: CPU time of the process beyond that of the caller."""
+    """Other threads do much of the work: the process spends more CPU time than the calling thread."""
     torch.set_num_threads(2)
     q, k, v = (torch.randn(1, 2048, 8, 64, requires_grad=True) for _ in range(3))
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Packed sequences: each gives the bits of its own dense call, whatever lies beside it."""
+"""Packed sequences: each has the bits of a dense call of that sequence alone, for any contents of its neighbours."""
 
 from __future__ import annotations
 

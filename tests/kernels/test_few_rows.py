@@ -1,0 +1,112 @@
+"""Few queries for many keys: kernels may split the keys; every option works, and bits do not depend on the batch."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from helpers import Case, assert_same_bits, check, cu_seqlens
+
+import flashattn_ext
+
+pytestmark = [
+    pytest.mark.usefixtures("deterministic"),
+    pytest.mark.no_emulator,
+    pytest.mark.dtypes("float16", "bfloat16", "float32"),
+]
+
+HEADS = [(2, 2), (8, 2), (16, 1)]
+OPTIONS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (700, 5)},
+    "narrow window": {"window_size": (20, 0)},
+    "softcap": {"softcap": 3.0},
+    "alibi": {"alibi": "batch", "needs_grad": ("q", "k", "v")},
+    "sink": {"sink_dtype": torch.float32, "use_lse": True},
+    "smooth": {"smooth_softmax": True, "softmax_scale": -0.2},
+    "dropout": {"dropout_p": 0.3, "rng_seed": 3},
+    "mask": {"mask": "documents"},
+    "max logits": {"max_logits": True, "causal": True, "sink_dtype": torch.float32},
+}
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("Sq", [1, 5, 12, 32])
+def test_heads_in_a_tile(device: str, dtype: torch.dtype, Sq: int, heads: tuple[int, int]) -> None:
+    """Rows of a GQA group that fill part of a tile, one tile and several tiles."""
+    Hq, Hk = heads
+    check(Case(dtype=dtype, B=2, Sq=Sq, Sk=1100, Hq=Hq, Hk=Hk, D=64, Dv=64, causal=True, use_lse=True), device)
+
+
+@pytest.mark.parametrize("Sq", [1, 16])
+def test_many_splits(device: str, dtype: torch.dtype, Sq: int) -> None:
+    """Splits of narrow and of wide tiles."""
+    check(Case(dtype=dtype, B=1, Sq=Sq, Sk=9000, Hq=4, Hk=1, D=128, Dv=128, causal=True), device)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(device: str, dtype: torch.dtype, name: str, packed: bool) -> None:
+    """Packed: no keys, fewer keys than queries, one split and many; no query, one and several."""
+    lengths = dict(lengths_q=(3, 0, 7, 1, 4, 2), lengths_k=(1500, 40, 0, 1, 3, 600)) if packed else {}
+    case = Case(dtype=dtype, B=2, Sq=7, Sk=1500, Hq=8, Hk=2, D=40, Dv=64, **lengths, **OPTIONS[name])  # type: ignore[arg-type]
+    check(case, device)
+
+
+@pytest.mark.parametrize("D,Dv", [(32, 32), (96, 80), (128, 128), (160, 96), (256, 256), (300, 512), (33, 70)])
+def test_head_dims(device: str, dtype: torch.dtype, D: int, Dv: int) -> None:
+    """Rows of the last head dims are not a multiple of a vector load."""
+    for Sq in (1, 12):
+        check(Case(dtype=dtype, Sq=Sq, Sk=700, Hq=4, Hk=2, D=D, Dv=Dv, causal=True), device)
+
+
+@pytest.mark.parametrize("kind", ["transposed", "packed", "offset", "expanded"])
+def test_memory(device: str, dtype: torch.dtype, kind: str) -> None:
+    check(Case(dtype=dtype, B=2, Sq=4, Sk=1100, Hq=4, Hk=2, D=64, Dv=64, views=("plain", kind, kind)), device)
+    check(Case(dtype=dtype, B=2, Sq=4, Sk=1100, Hq=4, Hk=2, D=64, Dv=64, layout="bhsd"), device)
+
+
+@pytest.mark.parametrize("Sq,Hq,Hk", [(1, 8, 2), (1, 2, 2), (16, 8, 2), (32, 4, 4)])
+def test_a_batch_does_not_change_the_bits(device: str, dtype: torch.dtype, Sq: int, Hq: int, Hk: int) -> None:
+    """Alone, in a batch, and as a packed sequence between others, with equal max_seqlen_q and max_seqlen_k."""
+    B, Sk = 5, 3000
+    q = torch.randn(B, Sq, Hq, 64, device=device).to(dtype)
+    k, v = (torch.randn(B, Sk, Hk, 64, device=device).to(dtype) for _ in range(2))
+    for options in ({}, {"causal": True}, {"window_size": (1000, 0), "softcap": 5.0}):
+        batch, batch_lse = flashattn_ext.forward(q, k, v, **options, return_lse=True)
+        for b in (0, B - 1):
+            one = slice(b, b + 1)
+            alone, lse = flashattn_ext.forward(q[one], k[one], v[one], **options, return_lse=True)
+            assert_same_bits(batch[one], alone)
+            assert_same_bits(batch_lse[one], lse)
+        rows, keys = [Sq, 1, Sq], [Sk, 77, Sk]
+        packed = [
+            torch.cat([t[0], torch.randn(count, *t.shape[2:], device=device).to(dtype), t[1]])
+            for t, count in ((q, 1), (k, 77), (v, 77))
+        ]
+        out, lse = flashattn_ext.varlen_forward(
+            *packed, cu_seqlens(rows, device), cu_seqlens(keys, device), Sq, Sk, **options, return_lse=True
+        )
+        assert_same_bits(torch.stack([out[:Sq], out[Sq + 1 :]]), batch[:2], "packed")
+        assert_same_bits(torch.stack([lse[:, :Sq], lse[:, Sq + 1 :]]), batch_lse[:2], "lse of packed sequences")
+
+
+def test_random_calls(device: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(11)
+
+    def below(n: int) -> int:
+        return int(torch.randint(n, (1,), generator=generator))
+
+    for seed in range(8):
+        Hk, D = 1 + below(3), 8 * (1 + below(24))
+        case = Case(dtype=dtype, B=1 + below(4), Sq=1 + below(32), Sk=512 + below(2000), Hq=Hk * (1 + below(6)), Hk=Hk, D=D,
+                    Dv=D if below(2) else 8 * (1 + below(24)), causal=bool(below(2)), seed=seed, use_lse=bool(below(2)),
+                    window_size=(below(2000) if below(2) else -1, -1), softcap=3.0 * below(2), smooth_softmax=bool(below(2)))  # fmt: skip
+        if below(2):
+            lengths = [(below(33), below(2000)) for _ in range(1 + below(6))]
+            case = dataclasses.replace(
+                case, lengths_q=(1, *(a for a, _ in lengths)), lengths_k=(700, *(b for _, b in lengths))
+            )
+        check(case, device)
