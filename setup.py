@@ -1,16 +1,19 @@
 """Builds flashattn_ext._C against the torch of the environment that it is installed into.
 
 Environment variables:
-  FLASHATTN_EXT_CUDA   1 demands the CUDA backend, 0 leaves it out; unset builds it when a CUDA torch and nvcc are there
-  TORCH_CUDA_ARCH_LIST GPU architectures, as in torch; unset: 8.0 with PTX for newer ones, and 9.0a. Hopper's own kernels
-                       need 9.0a; with plain 9.0 an H100 runs those for 8.0
-  CUDA_HOME            the CUDA toolkit, as in torch; unset: that of the nvcc on the PATH, else /usr/local/cuda
-  MAX_JOBS             compiler processes at once (torch.utils.cpp_extension)
+  FLASHATTN_EXT_CUDA   1 demands the CUDA backend, 0 leaves it out; unset builds it if a CUDA torch and nvcc are found
+  TORCH_CUDA_ARCH_LIST GPU architectures, as in torch; unset: 8.0 with PTX for newer ones, and 9.0a. The Hopper kernels
+                       need 9.0a; with plain 9.0 an H100 runs the kernels for 8.0
+  CUDA_HOME            the CUDA toolkit, as in torch; unset: the toolkit of the nvcc on the PATH, or, if that has no headers or
+                       libraries, a complete toolkit in /usr/local or /opt/cuda
+  FLASHATTN_EXT_DEBUG  1 keeps the debug information of the C++ code, which multiplies the library's size; unset omits it
+  MAX_JOBS             number of parallel compiler processes (torch.utils.cpp_extension)
 
 A source distribution, `python -m build --sdist`, is made without torch.
 """
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -30,11 +33,15 @@ COMPILER = os.environ.get("CXX", "c++")
 SOURCES = [
     "csrc/ops.cpp",
     "csrc/autograd.cpp",
+    "csrc/recorded_call.cpp",
+    "csrc/derivative_autograd.cpp",
     "csrc/eager_op.cpp",
     "csrc/op_device.cpp",
     "csrc/validate.cpp",
     "csrc/decode_op.cpp",
     "csrc/decode_call.cpp",
+    "csrc/derivative_ops.cpp",
+    "csrc/derivative_call.cpp",
     "csrc/call_params.cpp",
     "csrc/mask_extremes.cpp",
     "csrc/backend.cpp",
@@ -45,11 +52,15 @@ SOURCES = [
     "csrc/cpu/isa.cpp",
     "csrc/cpu/peak.cpp",
     "csrc/cpu/tile_size.cpp",
-    # One source per instruction set; those of another architecture compile to nothing.
+    # Two sources per instruction set; on other architectures they compile to empty objects.
     "csrc/cpu/inst/generic.cpp",
+    "csrc/cpu/inst/generic_derivatives.cpp",
     "csrc/cpu/inst/avx2.cpp",
+    "csrc/cpu/inst/avx2_derivatives.cpp",
     "csrc/cpu/inst/avx512.cpp",
+    "csrc/cpu/inst/avx512_derivatives.cpp",
     "csrc/cpu/inst/avx512_bf16.cpp",
+    "csrc/cpu/inst/avx512_bf16_derivatives.cpp",
 ]
 
 
@@ -60,8 +71,8 @@ def stop(message: str) -> None:
 def import_torch():
     """The torch of the target environment, also from inside pip's isolated build environment.
 
-    pip isolates a build through PYTHONPATH, but runs the environment's own interpreter: started without PYTHONPATH, that
-    one tells where its packages are. They go to the end of the path: build requirements win.
+    pip isolates a build through PYTHONPATH, but runs the environment's own interpreter. That interpreter, started without
+    PYTHONPATH, prints its package paths. They are appended to sys.path, so that build requirements take precedence.
     """
     try:
         import torch
@@ -85,9 +96,9 @@ def import_torch():
 
 
 def openmp_library(torch) -> list[str]:
-    """Link arguments for the OpenMP runtime that torch itself uses: its wheels may carry one, under a name of their own.
+    """Link arguments for torch's own OpenMP runtime, which its wheels may bundle under a mangled file name.
 
-    A second runtime in the process has threads of its own beside torch's. Clang's code needs one all the same: libomp.
+    A second runtime in the process would have a second thread pool. Code compiled by Clang needs libomp nevertheless.
     """
     is_clang = "clang" in subprocess.getoutput(f"{COMPILER} --version")
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
@@ -95,7 +106,7 @@ def openmp_library(torch) -> list[str]:
 
 
 def check_compiler() -> None:
-    """One clear line instead of a page of compiler output."""
+    """Stops with one line if the compiler, OpenMP or Python.h is unusable, instead of pages of compiler output."""
     if shutil.which(COMPILER.split()[0]) is None:
         stop(f"the C++ compiler '{COMPILER}' was not found; install one (Debian: apt install g++) or set CXX")
     with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +123,7 @@ def check_compiler() -> None:
         source.write_text("#include <omp.h>\nint main() { return omp_get_max_threads() == 0; }\n")
         if subprocess.run([*command, "-fopenmp"], capture_output=True, check=False).returncode:
             stop(
-                f"the C++ compiler '{COMPILER}' has no OpenMP, which torch's threads are made of; "
+                f"the C++ compiler '{COMPILER}' has no OpenMP, which torch's thread pool needs; "
                 "install it (Debian, for Clang: apt install libomp-dev) or set CXX=g++"
             )
     if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
@@ -120,7 +131,7 @@ def check_compiler() -> None:
 
 
 def builds_cuda(torch) -> bool:
-    """Whether to build the CUDA backend; stops when it is demanded, or wanted and begun by an nvcc, and cannot be."""
+    """Whether to build the CUDA backend; stops if it is requested, or if an nvcc is found, and it cannot be built."""
     request = os.environ.get("FLASHATTN_EXT_CUDA", "")
     if request == "0":
         return False
@@ -136,37 +147,60 @@ def builds_cuda(torch) -> bool:
     if missing:
         print(f"flashattn_ext: builds for the CPU only: {missing}")
         return False
-    check_cuda_toolkit(torch.version.cuda, Path(CUDA_HOME))
+    choose_cuda_toolkit(torch.version.cuda, Path(CUDA_HOME))
     return True
 
 
-def check_cuda_toolkit(version: str, home: Path) -> None:
-    """Stops in one line where an nvcc is all that there is of a CUDA toolkit, before minutes of compiling end there."""
-    from torch.utils.cpp_extension import include_paths, library_paths
+def choose_cuda_toolkit(version: str, home: Path) -> None:
+    """Makes torch build with a complete CUDA toolkit. `home` is the one that torch has found, often by the nvcc on the PATH.
 
-    lacks = lacks_of_toolkit(include_paths("cuda", False), library_paths("cuda", False))
+    If it lacks headers or libraries, a complete toolkit for torch's CUDA version replaces it, unless the environment names
+    `home`. Without a replacement the build stops with one line, before minutes of compiling.
+    """
+    from torch.utils import cpp_extension
+
+    lacks = lacks_of_toolkit(cpp_extension.include_paths("cuda", False), cpp_extension.library_paths("cuda", False))
     if not lacks:
         return
-    places = [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True), Path("/opt/cuda")]
-    places.insert(0, (home / "bin" / "nvcc").resolve().parent.parent)
-    whole = [place for place in places if (place / "bin" / "nvcc").exists() and not lacks_of_toolkit(*paths_of(place))]
+    found = f"found {home / 'bin' / 'nvcc'}, but no {lacks} for it (CUDA_HOME {home})"
+    whole = whole_toolkits(version, home)
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if whole and not named:
+        print(f"flashattn_ext: {found}; builds with CUDA_HOME={whole[0]} instead")
+        os.environ["CUDA_HOME"] = cpp_extension.CUDA_HOME = str(whole[0])
+        return
     if whole:
         advice = f"set CUDA_HOME={whole[0]}"
     else:
         advice = f"install the whole CUDA toolkit {version} and set CUDA_HOME to its folder"
-    stop(
-        f"found {home / 'bin' / 'nvcc'}, but no {lacks} for it (CUDA_HOME {home}); {advice}, or set FLASHATTN_EXT_CUDA=0 "
-        "to build for the CPU"
-    )
+    stop(f"{found}; {advice}, or set FLASHATTN_EXT_CUDA=0 to build for the CPU")
+
+
+def whole_toolkits(version: str, home: Path) -> list[Path]:
+    """Folders of complete CUDA toolkits of torch's major CUDA version, its exact version first."""
+    places = [Path("/usr/local/cuda"), *sorted(Path("/usr/local").glob("cuda-*"), reverse=True), Path("/opt/cuda")]
+    places.insert(0, (home / "bin" / "nvcc").resolve().parent.parent)
+    versions = {place: version_of_toolkit(place) for place in places if (place / "bin" / "nvcc").exists()}
+    major = version.split(".")[0]
+    fits = [place for place, its in versions.items() if its in ("", version) or its.split(".")[0] == major]
+    fits.sort(key=lambda place: versions[place] != version)
+    return [place for place in fits if not lacks_of_toolkit(*paths_of(place))]
+
+
+def version_of_toolkit(home: Path) -> str:
+    """The version of a toolkit by its nvcc, such as 13.0; empty if nvcc prints none."""
+    says = subprocess.run([home / "bin" / "nvcc", "--version"], capture_output=True, text=True, check=False).stdout
+    release = re.search(r"release (\d+\.\d+)", says)
+    return release[1] if release else ""
 
 
 def paths_of(home: Path) -> tuple[list[str], list[str]]:
-    """Folders of headers and of libraries of a CUDA toolkit, where the compiler does not look by itself."""
+    """Header and library folders of a CUDA toolkit outside the compiler's default paths."""
     return [str(home / "include")], [str(home / "lib64"), str(home / "lib")]
 
 
 def lacks_of_toolkit(includes: list[str], libraries: list[str]) -> str:
-    """What a small program of the CUDA runtime does not find, in words; empty when it compiles and links."""
+    """What a small CUDA runtime program fails to find, in words; empty if it compiles and links."""
     flags = [part for name in ("CPPFLAGS", "CXXFLAGS", "LDFLAGS") for part in shlex.split(os.environ.get(name, ""))]
     with tempfile.TemporaryDirectory() as folder:
         source, result = Path(folder) / "probe.cpp", str(Path(folder) / "probe")
@@ -184,13 +218,23 @@ def cuda_architectures() -> list[str]:
 
 
 def write_build_config(torch, with_cuda: bool) -> None:
-    """Readable without loading the library, which may be unloadable under another torch."""
+    """Writes the build configuration to a module that is readable without the library, which another torch may fail to load."""
     architectures = tuple(cuda_architectures()) if with_cuda else ()
     (ROOT / "flashattn_ext" / "_build_config.py").write_text(
         '"""Written by setup.py."""\n\n'
         f'BUILT_FOR_TORCH = "{torch.__version__}"\n'
         f"CUDA_ARCHITECTURES: tuple[str, ...] = {architectures}\n"
     )
+
+
+def debug_information() -> str:
+    """The compiler flag for debug information. It overrides the -g of Python's own flags, which makes the library 11 times as large."""
+    request = os.environ.get("FLASHATTN_EXT_DEBUG", "")
+    if request not in ("", "0", "1"):
+        stop(
+            f"FLASHATTN_EXT_DEBUG: expected 1 to keep debug information, or 0 or nothing to leave it out, got '{request}'"
+        )
+    return "-g" if request == "1" else "-g0"
 
 
 def extension(torch, with_cuda: bool):
@@ -203,15 +247,22 @@ def extension(torch, with_cuda: bool):
     present = {"CUDA": with_cuda, "SM90": has_sm90}
     defines = [f"-DFLASHATTN_EXT_{name}" for name, is_there in present.items() if is_there]
     flags = {
-        "cxx": sources.CXX_FLAGS + defines,
+        "cxx": [*sources.CXX_FLAGS, *defines, debug_information()],
         "nvcc": [*sources.NVCC_FLAGS, *defines, f"-I{ROOT / 'csrc'}"],
     }
-    cuda = sources.cuda_sources(ROOT / "build" / "cuda_instances", sm90=has_sm90) if with_cuda else []
+    cuda = []
+    if with_cuda:
+        from torch.utils.cpp_extension import CUDA_HOME
+
+        cuda = sources.cuda_sources(ROOT / "build" / "cuda_instances", sm90=has_sm90)
+        nvcc = os.environ.get("PYTORCH_NVCC") or shlex.quote(str(Path(CUDA_HOME, "bin", "nvcc")))
+        # Each source is compiled for the architectures that it has kernels for.
+        os.environ["PYTORCH_NVCC"] = f"{shlex.join([sys.executable, str(ROOT / 'csrc' / 'sources.py'), 'nvcc'])} {nvcc}"
     build = CUDAExtension if with_cuda else CppExtension
     return build(
         "flashattn_ext._C",
-        # setuptools sorts sources by name, and they are compiled in that order. "./" puts the kernels of the CPU, which take
-        # longest, before build/cuda_instances.
+        # setuptools sorts sources by name and compiles them in that order. "./" puts the CPU kernels, which take longest,
+        # before build/cuda_instances.
         [f"./{source}" for source in SOURCES] + [str(path.relative_to(ROOT)) for path in cuda],
         extra_compile_args=flags,
         extra_link_args=openmp_library(torch),
@@ -219,11 +270,11 @@ def extension(torch, with_cuda: bool):
 
 
 def compiled_parts() -> dict:
-    """The arguments of setup() that need torch; none for commands that compile nothing."""
+    """The arguments of setup() that need torch; empty for commands that compile nothing."""
     if {"egg_info", "sdist", "clean"} & set(sys.argv):
         return {}
     torch = import_torch()
-    # pip asks for dist_info before it fetches a torch of its own choice: the user hears of a missing one now.
+    # pip runs dist_info before it would download a torch of its own choice: report a missing torch now.
     if "dist_info" in sys.argv:
         return {}
     check_compiler()
