@@ -1,11 +1,11 @@
-"""Runs the commands of README.md and docs/*.md as a newcomer does, on a machine without GPU and NPU.
+"""Runs the commands and the Python blocks of README.md and docs/ as a new user would, on a machine without GPU and NPU.
 
     python tools/documented_commands.py          with an interpreter that has torch and `build`, after `make develop`
 
 First it makes the source distribution (without torch), unpacks it and builds its wheel. Commands of pip and of the package
 run in the unpacked tree, in an environment of their own, which has torch but not this package; `make` and scripts run in
-the checkout. RULES says what becomes of every command; one that has no rule is an error, also in
-tests/builds/test_documentation.py.
+the checkout. RULES maps every command to the command that runs; a command without a rule is an error, also in
+tests/builds/test_documentation.py. The Python blocks of a page in CODE run in that environment as one program.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ COMMAND = re.compile(
     r"(make|pip|python|torchrun|flashattn-ext|bash|FLASHATTN_EXT_\w+=\S+|tools/\w+\.sh) \S|make$|tools/\w+\.sh$"
 )
 
-# What a rule makes of the command that it matches.
+# What runs in place of a matching command.
 AS_WRITTEN = "{}"
-DRY = "make -n {arguments}"  # CI runs the target itself, or it changes files, or takes long
+DRY = "make -n {arguments}"  # CI runs the target itself, or the target changes files or takes long
 SYNTAX = "bash -n {program}"
 
 
@@ -63,7 +63,6 @@ RULES = [
         "python -m torch.distributed.run {arguments} --steps 2 --width 32 --context 64",
     ),
     Rule(r"torchrun .* -m flashattn_ext bench distributed.*", "python -m torch.distributed.run {arguments} --quick"),
-    Rule(r"python tools/context_parallel_costs\.py", AS_WRITTEN),
     Rule(r"bash build\.sh -arch 910b( -mode check)?", AS_WRITTEN, refused="CANN was not found"),
     Rule(r"python -c \"import torch, torch_npu;.*", AS_WRITTEN, refused="No module named 'torch_npu'"),
     Rule(r"python tools/npu_times\.py .*", "python -m py_compile tools/npu_times.py"),
@@ -73,6 +72,39 @@ RULES = [
     Rule(r"tools/\w+\.sh( .*)?", SYNTAX),
 ]
 
+# What README's blocks expect the reader to provide: a model, tokens, a filled cache with a new token for it, ranks (here
+# one).
+README_NAMES = """
+import torch
+import transformers
+from torch import distributed as ranks
+
+
+class AutoModelForCausalLM:
+    @staticmethod
+    def from_pretrained(name, **options):
+        config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=64, vocab_size=100)
+        return transformers.AutoModelForCausalLM.from_config(config, **options)
+
+
+name, input_ids = "a model", torch.arange(32).view(2, 16)
+k_cache, v_cache = torch.randn(2, 2, 1024, 2, 64)
+q1, k1, v1 = torch.randn(2, 1, 8, 64), torch.randn(2, 1, 2, 64), torch.randn(2, 1, 2, 64)
+ranks.init_process_group("gloo", rank=0, world_size=1, store=ranks.HashStore())
+"""
+
+# The pages whose Python blocks form one program, and the code before the first block.
+CODE = {
+    "README.md": README_NAMES,
+    "docs/index.md": "",
+    "docs/training_loop.md": "",
+    "docs/masks.md": "",
+    "docs/deterministic.md": "",
+    "docs/migrating.md": "",
+    "docs/decoding.md": "",
+    "docs/derivatives.md": "",
+}
+
 
 def documented(text: str) -> list[str]:
     """The commands of a page: lines of blocks that name no other language, and code within a line."""
@@ -81,13 +113,19 @@ def documented(text: str) -> list[str]:
         if language in ("", "sh", "bash", "console"):
             found += [line.split("  #")[0].strip() for line in block.splitlines()]
     found += re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
-    # A capital word or <...> stands for something that the reader fills in: OUT, NAME.
+    # An upper-case word or <...> is a placeholder: OUT, NAME.
     return [command for command in found if COMMAND.match(command) and not re.search(r"<\w+>|\.\.\.", command)]
 
 
 def all_commands() -> dict[str, str]:
-    """Every command, and the page that has it first."""
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+    """Every command, with the first page that contains it."""
+    docs = ROOT / "docs"
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted(docs.glob("*.md")),
+        *sorted(docs.glob("reference/*.md")),
+    ]
     found: dict[str, str] = {}
     for page in pages:
         for command in documented(page.read_text(encoding="utf-8")):
@@ -95,12 +133,18 @@ def all_commands() -> dict[str, str]:
     return found
 
 
+def program(page: str) -> str:
+    """The concatenated Python blocks of a page in CODE."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    return "\n".join([CODE[page], *re.findall(r"^```python\n(.*?)^```", text, re.M | re.S)])
+
+
 def rule_of(command: str) -> Rule | None:
     return next((rule for rule in RULES if re.fullmatch(rule.command, command)), None)
 
 
 def run(command: str, folder: Path, env: dict[str, str], refused: str = "") -> str:
-    """What went wrong, with the end of its output; empty if all is well."""
+    """The failure with the end of its output; empty on success."""
     begin = time.monotonic()
     done = subprocess.run(["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, check=False)
     lines = (done.stdout + done.stderr).strip().splitlines() or [""]
@@ -123,7 +167,8 @@ def environment() -> dict[str, str]:
     pip = home / "bin" / "pip"
     pip.write_text(f'#!/bin/sh\nexec {shlex.quote(str(home / "bin" / "python"))} -m pip "$@"\n')
     pip.chmod(0o755)
-    # Isolated builds bring the ninja of the package index: the others use that, too, so that objects are compiled once.
+    # Isolated builds use ninja from the package index. The other builds use the same ninja, so that objects are
+    # compiled once.
     ninja = Path(sys.executable).parent / "ninja"
     if ninja.exists():
         (home / "bin" / "ninja").symlink_to(ninja)
@@ -144,7 +189,7 @@ def unpacked_distribution(env: dict[str, str]) -> Path:
 
 
 def main() -> None:
-    shutil.rmtree(FOLDER, ignore_errors=True)  # a newcomer has no runs of an earlier version
+    shutil.rmtree(FOLDER, ignore_errors=True)  # a new user has no runs of an earlier version
     FOLDER.mkdir(parents=True)
     env = environment()
     tree = unpacked_distribution(env)
@@ -160,7 +205,12 @@ def main() -> None:
         if line not in done and (problem := run(line, ROOT if in_checkout else tree, env, rule.refused)):
             problems.append(f"{page}: {problem}")
         done.add(line)
-    sys.exit("\n".join(problems) or 0)  # an empty text is a failure, too
+    for page in CODE:
+        source = FOLDER / f"{Path(page).stem}.py"
+        source.write_text(program(page), encoding="utf-8")
+        if problem := run(f"python {shlex.quote(str(source))}", FOLDER, env):
+            problems.append(f"{page}: {problem}")
+    sys.exit("\n".join(problems) or 0)  # sys.exit('') would count as a failure
 
 
 if __name__ == "__main__":
