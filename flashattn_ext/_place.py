@@ -1,6 +1,6 @@
-"""Which folder this package runs from, inside a checkout from which pip has installed it.
+"""Chooses the folder that this package runs from, in a checkout from which pip has also installed it.
 
-Python looks in the current folder first, so that a checkout's `flashattn_ext/` hides the package that `pip install .` has
+Python looks in the current folder first, so a checkout's `flashattn_ext/` hides the package that `pip install .` has
 built and installed elsewhere. If the sources were not built in place, the installed package runs.
 """
 

@@ -80,7 +80,7 @@ class FlashAttentionFunction(torch.autograd.Function):
         *tensors, _rng_seed, ctx.options, _return_max_logits = inputs
         out, lse, max_logits, centres, rng_state = output
         ctx.save_for_backward(*tensors, out, lse, centres, rng_state)
-        if not torch.compiler.is_compiling():  # which knows no save_for_forward, and no jvp
+        if not torch.compiler.is_compiling():  # torch.compile does not support save_for_forward and jvp
             ctx.save_for_forward(*tensors, out, lse, centres, rng_state)
         ctx.mark_non_differentiable(max_logits, centres, rng_state)
         ctx.set_materialize_grads(False)
@@ -107,7 +107,7 @@ class FlashAttentionFunction(torch.autograd.Function):
         given = differentiable(CallTensors(*tangents[: len(saved)]))
         if all(tangent is None for tangent in given):
             return (None,) * 5
-        # torch disables forward mode here, at every level of torch.func: tangents of outer levels would be lost in silence.
+        # torch disables forward mode here, at every level of torch.func: tangents of outer levels would be lost silently.
         with forward_ad._set_fwd_grad_enabled(True):
             tensors = [
                 t if tangent is None else forward_ad.unpack_dual(t).primal

@@ -58,11 +58,11 @@ _OF_A_CALL = (
 def converter(
     function: str, options: Sequence[Option] = OPTIONS, leading: str = "q, k, v", result: str = _OF_A_CALL
 ) -> Callable[..., Any]:
-    """Makes what checks and converts the arguments of a public function: (CallTensors, CallOptions) of its keyword arguments.
+    """Makes the converter of a public function: it checks the keyword arguments and returns (CallTensors, CallOptions).
 
-    It takes q, k, v, lengths and layout by position; lengths are those of lengths_of(), or DENSE. Its errors for unknown
-    keywords name `function`. It is compiled from text, as namedtuple does it: a loop over the options would take a fifth of the host time of a
-    small call. Other ops give their `options`, the names of the tensors that they take first, and the `result`.
+    The converter takes q, k, v, lengths and layout by position; lengths are those of lengths_of(), or DENSE. Its errors for unknown
+    keywords name `function`. It is compiled from text, as in namedtuple: a loop over the options would take a fifth of the host time
+    of a small call. Other ops give their `options`, the names of the tensors that they take first, and the `result`.
     """
     own = [option for option in options if option.name not in _EXPRESSIONS]
     parameters = ["deterministic=False", "origin=None"] if options is OPTIONS else []

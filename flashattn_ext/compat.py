@@ -37,7 +37,7 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """flash-attn 2's flash_attn_func: forward() in its signature; differentiable once.
+    """flash-attn 2's flash_attn_func: forward() in its signature; differentiable like forward().
 
     Args:
         q: queries [B, Sq, Hq, D]; float16, bfloat16, float32, and float64 on the CPU; D from 1 to 512 (256 on Ascend).
@@ -50,8 +50,8 @@ def flash_attn_func(
         softcap: c > 0 turns a scaled score s into c * tanh(s / c); 0 is off.
         alibi_slopes: float32 [Hq] or [B, Hq], adds -slope * |i + Sk - Sq - j|; differentiable (in flash-attn it is not).
         deterministic: gradients have the same bits in every run.
-        return_attn_probs: also return softmax_lse [B, Hq, Sq] (float32, natural logarithm), and None in place of flash-attn's
-            S_dmask, the weights after dropout, which are never materialised.
+        return_attn_probs: also return softmax_lse [B, Hq, Sq] (natural logarithm; float32, float64 for float64 inputs), and None
+            in place of flash-attn's S_dmask, the weights after dropout, which are never materialised.
 
     Returns:
         out [B, Sq, Hq, Dv], or (out, softmax_lse, None) with return_attn_probs.
@@ -233,7 +233,7 @@ def flash_attn_varlen_kvpacked_func(
 def flash_attention_npu(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, softmax_scale: float | None = None
 ) -> Tensor:
-    """forward() in the signature that Ascend users know. It runs on the device of the tensors, whichever that is.
+    """forward() in the signature that Ascend users know. It runs on the device of the tensors, not only on NPUs.
 
     Args:
         q: queries [B, Hq, Sq, D].
@@ -243,7 +243,7 @@ def flash_attention_npu(
         softmax_scale: factor of the scores, 1 / sqrt(D) by default.
 
     Returns:
-        out [B, Hq, Sq, Dv] in the dtype of q; differentiable once.
+        out [B, Hq, Sq, Dv] in the dtype of q; differentiable like forward().
 
     Raises:
         ValueError: a shape or a value is not as described.

@@ -145,7 +145,7 @@ def flash_attn_with_kvcache(
     through it raises.
 
     Inside torch.autocast q and the caches are cast as in forward(), which copies caches of another dtype at every call; where new keys
-    are written, the caches stay what they are and all other tensors are cast to their dtype. The result has autocast's dtype.
+    are written, the caches keep their dtype and all other tensors are cast to it. The result has autocast's dtype.
 
     Args:
         q: queries [B, Sq, Hq, D]; float16, bfloat16, float32, and float64 on the CPU; D from 1 to 512. On CUDA, float32 above 256
@@ -174,8 +174,8 @@ def flash_attn_with_kvcache(
         softcap: c > 0 turns a scaled score s into c * tanh(s / c); 0 is off.
         rotary_interleaved: rotates the elements 2n and 2n + 1 together, otherwise n and n + R / 2.
         alibi_slopes: float32 [Hq] or [B, Hq]; adds -slope * |i + length - Sq - j|.
-        num_splits: number of splits of each sequence's keys (split-KV), for all heads; up to 256. 0 chooses. With any other number
-            the bits of a sequence's result do not depend on the batch around it; on the CPU they never do.
+        num_splits: number of splits of each sequence's keys (split-KV), for all heads; up to 256. 0 lets the backend choose. With any other
+            number the bits of a sequence's result do not depend on the rest of the batch; on the CPU they never do.
         return_softmax_lse: also return lse.
         sink: [Hq], a logit per head without a value, as in forward().
         smooth_softmax: adds a logit 0 without a value, as in forward().
@@ -194,7 +194,7 @@ def flash_attn_with_kvcache(
             in flash-attn: cache_seqlens is read once after each change of it, but not while a CUDA graph is captured,
             under torch.compile or in inference mode.
         TypeError: a type or a dtype is not as described.
-        NotImplementedError: the backend has no decoding, or not for this call; names the nearest thing that works.
+        NotImplementedError: the backend does not support decoding, or not this call; names the nearest thing that works.
         RuntimeError: in a backward through the call.
 
     Source: split-KV decoding after Flash-Decoding (Dao et al. 2023, "Flash-Decoding for long-context inference"); pages after

@@ -32,11 +32,11 @@ class Option(NamedTuple):
 
 OPTIONS = tuple(Option(**row) for row in _C.options())
 TENSORS = tuple(option for option in OPTIONS if option.type == "Tensor?")
-NUMBERS = tuple(option for option in OPTIONS if option.type != "Tensor?")  # and flags, and lists
+NUMBERS = tuple(option for option in OPTIONS if option.type != "Tensor?")  # numbers, flags and lists
 
 # Names, in the order of the results of the op `backward`.
 BIASES = tuple(option.name for option in TENSORS if option.gradient == "if_needed")
-LEARNED = tuple(option.name for option in TENSORS if option.gradient)  # with the biases
+LEARNED = tuple(option.name for option in TENSORS if option.gradient)  # the biases included
 DIFFERENTIABLE = ("q", "k", "v", *LEARNED)
 assert LEARNED[len(LEARNED) - len(BIASES) :] == BIASES
 

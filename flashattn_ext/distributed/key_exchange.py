@@ -346,9 +346,9 @@ class _ExtraGradients:
             total.add_(gradient)
 
     def take_back(self, part: Part, added: Tensor) -> None:
-        """Takes the term that comes from the centres of a part's rows out of the gradients of the biases again.
+        """Removes from the gradients of the biases the term that comes from the centres of a part's rows.
 
-        Every call adds this term (csrc/bias.h), and it must count once for each row. added: the centres times the gradient of lse,
+        Every call adds this term (csrc/bias.h), but it must count only once for each row. added: the centres times the gradient of lse,
         [B, Hq, rows, 3], packed without the B.
         """
         slopes, relative = self.sums.get("alibi_slopes"), self.sums.get("relative_bias")

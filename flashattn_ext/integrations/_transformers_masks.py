@@ -3,8 +3,8 @@
 transformers describes a mask by a function of (batch, head, query, key), composed of a few known ones: causal, sliding window, chunks,
 blocks, packed documents, padding. They are closures. The known ones are recognised by their code objects, and their closure variables
 give the queries that see each key without a dense mask. When this module is imported, each known function is compared with its
-implementation here, so that a version of transformers that changed its meaning is noticed. Any other function is evaluated, some rows at
-a time, and checked to have intervals.
+implementation here, so that a version of transformers that changed its meaning is noticed. Any other function is evaluated, a block
+of rows at a time, and checked to have intervals.
 """
 
 from __future__ import annotations
@@ -378,7 +378,7 @@ def _is_single_document(function: MaskFunction) -> bool:
 def _evaluated(
     function: MaskFunction, padding: Tensor | None, sizes: _Sizes, use_vmap: bool, device: torch.device
 ) -> Tensor:
-    """The intervals of any mask function, evaluated some rows at a time, so that memory stays linear in the length."""
+    """The intervals of any mask function, evaluated a block of rows at a time, so that memory stays linear in the length."""
 
     def dense(start: int, stop: int) -> Tensor:
         """bool [B, 1, stop - start, Sk]"""

@@ -54,7 +54,7 @@ class Activation:
 
     def __init__(self, before: Activation | str | None, report: Report | None) -> None:
         self._before = (
-            before  # what was active: an Activation of this module, another implementation's name, or nothing
+            before  # what was active: an Activation of this module, the name of another implementation, or None
         )
         self.report = report
 

@@ -136,7 +136,7 @@ def attention(
     output_attentions: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention function that register() gives to transformers. Models call it; call flashattn_ext.forward yourself.
+    """The attention function that register() gives to transformers. Models call it; your own code calls flashattn_ext.forward.
 
     Args:
         module: the layer; errors name it, and its `is_causal` applies if neither a mask nor `is_causal` is given.
