@@ -90,8 +90,8 @@ auto new_node(const variable_list& inputs) {
   return node;
 }
 
-// Runs an op without a reverse derivative: its node `Refusal` raises when it is asked for one. `no_tangents` is the
-// error for tangents of forward mode, which would be lost in silence otherwise.
+// Runs an op without a reverse derivative: its node `Refusal` raises in a backward. `no_tangents` is the error for
+// tangents of forward mode, which would otherwise be lost silently.
 template <class Refusal>
 void run_without_derivative(const BoxedCall& call, const char* no_tangents) {
   const BoxedCall::Derivatives wanted = call.derivatives();

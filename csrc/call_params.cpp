@@ -120,7 +120,7 @@ AttnCall readable(AttnCall c, const Backend& backend) {
   }
   if (c.mask_intervals) {
     const Origin origin = origin_of(c.origin);
-    if (origin.row > 0) {  // Intervals count rows of the larger call, kernels count rows of this call.
+    if (origin.row > 0) {  // intervals count rows of the larger call; kernels count rows of this call
       c.mask_intervals = c.mask_intervals->clamp_min(0).sub(origin.row);
       c.mask_extremes = mask_extremes(*c.mask_intervals);
     }

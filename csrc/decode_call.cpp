@@ -138,7 +138,7 @@ void check_places_are_apart(const char* name, const at::Tensor& cache) {
 // A dimension of two tensors with the same stride in both: an element of one and an element of the other, `difference`
 // apart in that dimension, are difference * stride apart in memory.
 struct CommonDimension {
-  int64_t stride, least, most;  // least and most: of the difference
+  int64_t stride, least, most;  // least and most: the range of the difference
 };
 
 // Whether sum of difference_i * stride_i over the dimensions from `first` on, with strides in descending order, can be

@@ -7,8 +7,8 @@
 // - forward mode of B: B of the tangents of dout and dlse, plus H.
 // - reverse mode of J: B is the gradient of the tangents, H that of the inputs.
 //
-// out and lse are functions of the other inputs wherever they are an argument, and these derivatives are the total
-// ones: out and lse have none of their own. No op computes a derivative of H, which would be of order three, or the
+// Where out and lse are arguments, they count as functions of the other inputs: these are total derivatives, and out
+// and lse have no derivatives of their own. No op computes a derivative of H, which would be of order three, or the
 // tangent of J for tangents of the inputs.
 #include <torch/library.h>
 

@@ -20,7 +20,7 @@ TangentCall read_tangents(Arguments* arguments) {
   return t;
 }
 
-// `names`: of the tangent and of its input.
+// `names`: the names of the tangent and of its input.
 void check_tangent(std::pair<const char*, const char*> names, const std::optional<at::Tensor>& tangent,
                    const std::optional<at::Tensor>& input, const AttnCall& c) {
   if (!tangent) return;

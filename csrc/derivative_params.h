@@ -1,14 +1,14 @@
-// JvpParams and SecondParams: the arguments of the kernels of forward mode and of second derivatives (docs:
-// derivatives), as plain structs like those of params.h.
+// JvpParams and SecondParams: the arguments of the kernels of forward mode and of second derivatives
+// (docs/derivatives.md), as plain structs like those of params.h.
 #pragma once
 
 #include "params.h"
 
 namespace flashattn_ext {
 
-// The tangents of a call are a call of their own: `tangents` has the tangent of q in the place of q, and so on for k,
-// v, sink, alibi_slopes, relative_bias and bias. A tangent without data (nullptr) is zero. out and lse of `tangents`
-// are the tangents of out and lse. Sizes and strides of the biases are set, other fields are not.
+// A second AttnParams, `tangents`, holds the tangents of a call: it has the tangent of q in the place of q, and so on
+// for k, v, sink, alibi_slopes, relative_bias and bias. A tangent without data (nullptr) is zero. out and lse of
+// `tangents` are the tangents of out and lse. Sizes and strides of the biases are set; other fields are not.
 
 // Reads out and lse, and writes tangents.out and tangents.lse.
 struct JvpParams : AttnParams {

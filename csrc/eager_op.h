@@ -1,4 +1,4 @@
-// Ops as Python functions that skip torch's parser of arguments.
+// Ops as Python functions that skip torch's argument parser.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -34,8 +34,8 @@ std::vector<std::string> backend_names() {
   return names;
 }
 
-// The current stream of a CUDA device, 0 for the default stream, and the id of its graph capture, 0 for none. A build
-// without CUDA has no callers and returns zeros.
+// The current stream of a CUDA device, 0 for the default stream, and the id of its graph capture, 0 for none. In a
+// build without CUDA nothing calls it, and it returns zeros.
 std::pair<int64_t, uint64_t> cuda_stream_and_capture(int device) {
 #if defined(FLASHATTN_EXT_CUDA)
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream(static_cast<c10::DeviceIndex>(device)).stream();

@@ -10,8 +10,9 @@ namespace flashattn_ext {
 enum class OptionType { kTensor, kInteger, kNumber, kFlag, kIntegers };
 // Which ops take an argument: `forward` and `backward`, or the decoding ops too.
 enum class Takers { kForwardBackward, kEveryOp };
-// What the first dimensions of a tensor are: the starts of sequences; heads; heads, or batch and heads; batch and heads
-// of one entry each or of all, and in a packed call the heads alone. kNone: no tensor.
+// The first dimensions of a tensor. kSequences: the starts of the sequences. kHeads: the heads. kBatchHeads: the heads,
+// or batch and heads. kScores: batch and heads, each of which may be 1; in a packed call the heads alone. kNone: no
+// tensor.
 enum class Dims { kNone, kSequences, kHeads, kBatchHeads, kScores };
 enum class Gradient { kNone, kAlways, kIfNeeded };
 

@@ -1,5 +1,4 @@
-// The checks that every call passes before anything runs or is allocated, on tensors of every device, meta included
-// (spec: bad input).
+// The checks that every call passes before anything runs or is allocated, on tensors of every device, meta included.
 #pragma once
 
 #include "attn_call.h"

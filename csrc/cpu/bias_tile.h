@@ -195,7 +195,7 @@ class BiasTile {
   bool reads_panel(const HeadBias<Real>& head, const PanelOrigin& panel) const {
     return has_elements_ && panel.exists && head.row_stride != 0;
   }
-  // Prefetches the fraction of such a panel that `part` is of the keys of a tile.
+  // Prefetches a fraction of such a panel: the fraction of a tile's keys that are in `part`.
   void ask_for(const HeadBias<Real>& head, const PanelOrigin& panel, IndexRange part) const {
     const int64_t bytes = dtype_bytes(dtype_);
     const char* const from = static_cast<const char*>(head.bias) + (panel.row * head.row_stride + panel.key) * bytes;

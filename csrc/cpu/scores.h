@@ -83,7 +83,7 @@ struct GradientScales {
     dscore = static_cast<Real>(kIsGeneral<Rule> ? p.softmax_scale : 1);
   }
 
-  Real dp, delta, dscore;  // dp is also 1 / p_keep
+  Real dp, delta, dscore;  // dp includes the factor 1 / p_keep
 };
 
 // Row statistics of a query tile in the backward, [queries] each.

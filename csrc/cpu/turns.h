@@ -8,7 +8,7 @@
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-using Turn = std::atomic<int32_t>;  // 0 at first
+using Turn = std::atomic<int32_t>;  // initially 0
 
 inline void wait_for_turn(const Turn& turn, int64_t number) {
   while (turn.load(std::memory_order_acquire) != number) std::this_thread::yield();
