@@ -31,21 +31,9 @@ VERSION = (ROOT / "VERSION").read_text().strip()
 COMPILER = os.environ.get("CXX", "c++")
 
 SOURCES = [
-    "csrc/ops.cpp",
-    "csrc/autograd.cpp",
-    "csrc/recorded_call.cpp",
-    "csrc/derivative_autograd.cpp",
-    "csrc/eager_op.cpp",
-    "csrc/op_device.cpp",
-    "csrc/validate.cpp",
-    "csrc/decode_op.cpp",
-    "csrc/decode_call.cpp",
-    "csrc/derivative_ops.cpp",
-    "csrc/derivative_call.cpp",
-    "csrc/call_params.cpp",
-    "csrc/mask_extremes.cpp",
+    "csrc/torch_autograd.cpp",
+    "csrc/torch_ops.cpp",
     "csrc/backend.cpp",
-    "csrc/module.cpp",
     "csrc/cpu/caches.cpp",
     "csrc/cpu/dispatch.cpp",
     "csrc/cpu/dropout_mask.cpp",

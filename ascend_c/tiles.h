@@ -116,8 +116,8 @@ struct SizesOf {
 
 constexpr int64_t kWorkspaceAlignment = 512;
 
-// Event ids within a cube core. The vendor's page on SetFlag leaves 0 to 5 to kernels: 6 is reserved, and 7 belongs to
-// its own automatic synchronisation.
+// Event ids within a cube core. The vendor's page on SetFlag leaves 0 to 5 to kernels without queues: 6 is reserved,
+// and 7 belongs to its own automatic synchronisation.
 constexpr int32_t kLastEvent = 5;
 constexpr int32_t kResidentEvent = 0;  // and 1: from M to MTE2, when a task's operand may be overwritten
 constexpr int32_t kWideEvent = 0;      // and 1: from MTE1 to MTE2, when a step's left operand may be

@@ -32,7 +32,7 @@ struct DecodeBackward {
 namespace {
 
 // Indices of the arguments of `forward` after the leading arguments of every attention op.
-enum ForwardArgument { kRngState = kCallTensors + kCallOptions, kKeepsCentres, kReturnsMaxLogits, kScalars };
+enum ForwardArgument { kForwardRngState = kCallTensors + kCallOptions, kKeepsCentres, kReturnsMaxLogits, kScalars };
 
 // Whether the backward needs the centres of rows (bias.h). Without them, gradients of slopes and of a relative bias are
 // inaccurate where keys are far from their rows. The GPU kernels have centres for 16-bit inputs only. keeps_centres of
@@ -59,7 +59,7 @@ void forward(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* sta
 
   if (wanted.gradients && wants_centres(call)) call.argument(kKeepsCentres) = true;
   const bool keeps_centres = call.argument(kKeepsCentres).toBool();
-  RecordedCall recorded(call, kRngState);
+  RecordedCall recorded(call, kForwardRngState);
   decltype(new_node<AttentionBackward>({})) node;
   if (wanted.gradients) node = new_node<AttentionBackward>(recorded.inputs());
   call.run_untracked();

@@ -48,7 +48,15 @@ namespace {
 
 constexpr size_t kOptionsEnd = kCallTensors + kCallOptions;
 // Indices of the arguments of the ops after the leading arguments of every attention op.
-enum BackwardArgument { kDout = kOptionsEnd, kDlse, kOut, kLse, kCentres, kNeeds, kRngState = kNeeds + kBiases };
+enum BackwardArgument {
+  kDout = kOptionsEnd,
+  kDlse,
+  kOut,
+  kLse,
+  kCentres,
+  kNeeds,
+  kBackwardRngState = kNeeds + kBiases
+};
 enum JvpArgument { kJvpOut = kOptionsEnd, kJvpLse, kJvpRngState, kTangents };
 
 at::Tensor sum_of(const at::Tensor& a, const at::Tensor& b) { return !a.defined() ? b : !b.defined() ? a : a.add(b); }
@@ -88,7 +96,7 @@ void backward(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* st
   const BoxedCall::Derivatives wanted = call.derivatives();
   if (wanted.none()) return call.run();
 
-  RecordedCall recorded(call, kRngState);
+  RecordedCall recorded(call, kBackwardRngState);
   recorded.set_results(call.tensor(kOut), call.tensor(kLse));
   const at::Tensor dout = call.tensor(kDout), dlse = call.tensor(kDlse), centres = call.tensor(kCentres);
   const InputFlags needs = flags_of(call);

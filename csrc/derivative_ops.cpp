@@ -17,7 +17,9 @@ namespace {
 
 using Stack = torch::jit::Stack;
 
-at::Tensor new_like(const AttnCall& c, const at::Tensor& t) { return at::empty_symint(t.sym_sizes(), c.q.options()); }
+at::Tensor empty_like_input(const AttnCall& c, const at::Tensor& t) {
+  return at::empty_symint(t.sym_sizes(), c.q.options());
+}
 
 // Chooses the backend and sets the options of the call; nullptr for meta tensors, as in ops.cpp.
 const Backend* backend_of(const AttnCall& c, const Device& device, AttnParams* p) {
@@ -71,7 +73,8 @@ void second(const c10::OperatorHandle& op, Stack* stack) {
   const Device device(given.q);
   SecondParams p;
   const Backend* const backend = backend_of(given, device, &p);
-  const at::Tensor dq = new_like(given, given.q), dk = new_like(given, given.k), dv = new_like(given, given.v);
+  const at::Tensor dq = empty_like_input(given, given.q), dk = empty_like_input(given, given.k),
+                   dv = empty_like_input(given, given.v);
   const c10::SymInt sinks = given.sink ? given.sink->sym_size(0) : 0;
   const at::Tensor dsink = at::empty_symint({sinks}, given.q.options().dtype(given.statistics_dtype()));
   const auto finish = [&](const BiasGradients& biases) {
@@ -129,7 +132,8 @@ void second_call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack*
 
 TORCH_LIBRARY_FRAGMENT(flashattn_ext, m) {
   const auto def = [&m](const std::string& name, const std::string& arguments, const std::string& results) {
-    const std::string schema = "(" + call_schema() + arguments;
+    std::string schema = "(";
+    schema += call_schema() + arguments;
     m.def((name + schema + ", Tensor[] scalars) -> " + results).c_str(), {at::Tag::pt2_compliant_tag});
     m.def((name + ".call" + schema + ") -> " + results).c_str(), {at::Tag::pt2_compliant_tag});
   };

@@ -11,30 +11,30 @@ int64_t workers_of(const AttnParams& p) { return static_cast<const CpuExecutor*>
 std::string supports(const AttnParams&, bool) { return {}; }
 
 size_t forward_workspace_bytes(const AttnParams& p) {
-  return static_cast<size_t>(workers_of(p) * cpu_kernels().forward_scratch_bytes(p));
+  return static_cast<size_t>(workers_of(p) * cpu_kernels(p.dtype).forward_scratch_bytes(p));
 }
 size_t backward_workspace_bytes(const AttnGradParams& p) {
-  const CpuKernels& kernels = cpu_kernels();
+  const CpuKernels& kernels = cpu_kernels(p.dtype);
   return static_cast<size_t>(kernels.backward_workspace_bytes(p) + workers_of(p) * kernels.backward_scratch_bytes(p));
 }
-void forward(const AttnParams& p) { cpu_kernels().forward(p); }
-void backward(const AttnGradParams& p) { cpu_kernels().backward(p); }
+void forward(const AttnParams& p) { cpu_kernels(p.dtype).forward(p); }
+void backward(const AttnGradParams& p) { cpu_kernels(p.dtype).backward(p); }
 
 std::string supports_decode(const DecodeParams&) { return {}; }
 size_t decode_workspace_bytes(const DecodeParams& p) {
-  return static_cast<size_t>(cpu_kernels().decode_workspace_bytes(p, workers_of(p)));
+  return static_cast<size_t>(cpu_kernels(p.dtype).decode_workspace_bytes(p, workers_of(p)));
 }
-void decode(const DecodeParams& p) { cpu_kernels().decode(p); }
+void decode(const DecodeParams& p) { cpu_kernels(p.dtype).decode(p); }
 
 size_t jvp_workspace_bytes(const JvpParams& p) {
-  return static_cast<size_t>(workers_of(p) * cpu_kernels().derivatives->jvp_scratch_bytes(p));
+  return static_cast<size_t>(workers_of(p) * cpu_kernels(p.dtype).derivatives->jvp_scratch_bytes(p));
 }
-void jvp(const JvpParams& p) { cpu_kernels().derivatives->jvp(p); }
+void jvp(const JvpParams& p) { cpu_kernels(p.dtype).derivatives->jvp(p); }
 size_t second_workspace_bytes(const SecondParams& p) {
-  const CpuDerivatives& kernels = *cpu_kernels().derivatives;
+  const CpuDerivatives& kernels = *cpu_kernels(p.dtype).derivatives;
   return static_cast<size_t>(kernels.second_workspace_bytes(p) + workers_of(p) * kernels.second_scratch_bytes(p));
 }
-void second(const SecondParams& p) { cpu_kernels().derivatives->second(p); }
+void second(const SecondParams& p) { cpu_kernels(p.dtype).derivatives->second(p); }
 
 }  // namespace
 

@@ -8,26 +8,25 @@
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-#if defined(FLASHATTN_ISA_AVX512_BF16)
-using BFloat16Op = Bf16DotOp;
-#else
-using BFloat16Op = FmaOp<float>;
-#endif
-
 // Calls body(In{}, Op{}, Accuracy{}) with the types that belong to a dtype.
 template <class Body>
 inline auto for_dtype(DType dtype, Body body) {
+#if defined(FLASHATTN_ISA_AVX512_BF16)
+  (void)dtype;  // bf16: cpu_kernels() chooses the table of avx512 for every other dtype
+  return body(BFloat16{}, Bf16DotOp{}, Exp2Half{});
+#else
   switch (dtype) {
     case DType::kFloat16:
       return body(Float16{}, FmaOp<float>{}, Exp2Half{});
     case DType::kBFloat16:
-      return body(BFloat16{}, BFloat16Op{}, Exp2Half{});
+      return body(BFloat16{}, FmaOp<float>{}, Exp2Half{});
     case DType::kFloat64:
       return body(double{}, FmaOp<double>{}, Exp2Full{});
     case DType::kFloat32:
       break;
   }
   return body(float{}, FmaOp<float>{}, Exp2Full{});
+#endif
 }
 
 // Calls body(In{}, Op{}, Accuracy{}, rule) with the rule of the call as a null pointer to its type. kOrdered: see

@@ -63,20 +63,26 @@ std::atomic<const CpuKernels*>& selected() {
 
 }  // namespace
 
-const CpuKernels& cpu_kernels() { return *selected().load(std::memory_order_relaxed); }
+const CpuKernels& cpu_kernels(DType dtype) {
+  const CpuKernels* const kernels = selected().load(std::memory_order_relaxed);
+#if defined(FLASHATTN_HAVE_AVX512_BF16)
+  if (kernels == &kAvx512Bf16Kernels && dtype != DType::kBFloat16) return kAvx512Kernels;
+#endif
+  return *kernels;
+}
 
 std::vector<std::string> cpu_isas() {
   std::vector<std::string> names;
   for (const CpuKernels* kernels : available_kernels()) names.push_back(kernels->name);
   return names;
 }
-std::string cpu_isa() { return cpu_kernels().name; }
+std::string cpu_isa() { return selected().load(std::memory_order_relaxed)->name; }
 void set_cpu_isa(const std::string& name) { selected().store(find_kernels(name)); }
 std::pair<int64_t, int64_t> cpu_tile(DType dtype, int64_t head_dim) {
   AttnParams params;
   params.dtype = dtype;
   params.head_dim = params.head_dim_v = head_dim;
-  const TileSize size = cpu_kernels().tile_size(params);
+  const TileSize size = cpu_kernels(dtype).tile_size(params);
   return {size.queries, size.keys};
 }
 

@@ -19,7 +19,8 @@ struct CpuDerivatives {
   void (*second)(const SecondParams& params);
 };
 
-// All entries dispatch on the dtype in the params. Scratch sizes are bytes per worker.
+// All entries dispatch on the dtype in the params. Scratch sizes are bytes per worker. The table of avx512_bf16 serves
+// bf16 alone.
 struct CpuKernels {
   const char* name;
   TileSize (*tile_size)(const AttnParams& params);  // for the dtype and head dims of the params
@@ -35,8 +36,9 @@ struct CpuKernels {
   const CpuDerivatives* derivatives;
 };
 
-// The table of the instruction set in use (isa.h).
-const CpuKernels& cpu_kernels();
+// The table that runs calls of this dtype with the instruction set in use (isa.h). For avx512_bf16 and a dtype other
+// than bf16 it is that of avx512: the kernels would be the same, and they are not compiled twice.
+const CpuKernels& cpu_kernels(DType dtype);
 
 extern const CpuKernels kGenericKernels;
 #if defined(__x86_64__)

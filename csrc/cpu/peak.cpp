@@ -15,7 +15,7 @@ double cpu_peak_gflops(int threads) {
   auto rate = [](double* gflops) {
     for (int attempt = 0; attempt < 5; ++attempt) {
       const auto begin = Clock::now();
-      const double flop = cpu_kernels().multiply_add_flop(kIterations);
+      const double flop = cpu_kernels(DType::kFloat32).multiply_add_flop(kIterations);
       *gflops = std::max(*gflops, flop * 1e-9 / std::chrono::duration<double>(Clock::now() - begin).count());
     }
   };

@@ -27,7 +27,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 KERNELS = ("caches", "dispatch", "dropout_mask", "tile_size", "inst/generic", "inst/generic_derivatives")
 TABLE = """#include "cpu/kernels.h"
 namespace flashattn_ext {
-const CpuKernels& cpu_kernels() { return kGenericKernels; }
+const CpuKernels& cpu_kernels(DType) { return kGenericKernels; }
 }  // namespace flashattn_ext
 """
 

@@ -1,0 +1,10 @@
+// One compilation of the ops: their sources together read torch's headers once, which take most of the time of each.
+#include "call_params.cpp"
+#include "decode_call.cpp"
+#include "decode_op.cpp"
+#include "derivative_call.cpp"
+#include "derivative_ops.cpp"
+#include "mask_extremes.cpp"
+#include "op_device.cpp"
+#include "ops.cpp"
+#include "validate.cpp"
