@@ -9,7 +9,6 @@
 #include "../../seqlen.h"
 #include "exact_sum.cuh"
 #include "general_score.cuh"
-#include "kind.h"
 
 namespace flashattn_ext {
 
@@ -51,6 +50,8 @@ struct BackwardWorkspace {
     zeroed_bytes = next - reinterpret_cast<char*>(dq);
     bytes = next - static_cast<char*>(p.workspace);
   }
+  // The workspace of a call without softcap and biases, from `base`; as GeneralWorkspace has for the others.
+  static BackwardWorkspace complete(const AttnGradParams&, const BackwardWorkspace& base, int, int) { return base; }
 
   __host__ __device__ int64_t dense_tiles(const AttnParams& p) const {
     return (p.seqlen_q + tile_rows - 1) / tile_rows;
@@ -91,6 +92,10 @@ struct GeneralWorkspace : BackwardWorkspace {
     relative_sums = static_cast<ExactSum*>(take_zeroed(p, entries * static_cast<int64_t>(sizeof(ExactSum))));
   }
 
+  static GeneralWorkspace complete(const AttnGradParams& p, const BackwardWorkspace& base, int keys, int parts) {
+    return {p, base, keys, parts};
+  }
+
   // The first key tile of a sequence, counted within a head.
   __device__ int64_t first_key_tile(const AttnParams& p, int64_t b, const Sequence& keys) const {
     // A 64-bit division would be a function call, across which ptxas serialises wgmma.
@@ -106,18 +111,5 @@ struct GeneralWorkspace : BackwardWorkspace {
     return piece;
   }
 };
-
-template <Kind kKind>
-using WorkspaceOf = std::conditional_t<can_score(kKind), GeneralWorkspace, BackwardWorkspace>;
-
-// keys: of a key tile; parts: warps that compute its scores.
-template <Kind kKind>
-WorkspaceOf<kKind> complete(const AttnGradParams& p, const BackwardWorkspace& base, int keys, int parts) {
-  if constexpr (can_score(kKind)) {
-    return GeneralWorkspace(p, base, keys, parts);
-  } else {
-    return base;
-  }
-}
 
 }  // namespace flashattn_ext

@@ -87,6 +87,7 @@ __global__ void __launch_bounds__(kBiasFinishThreads)
       static_cast<float>(workspace.relative_sums[i].total() * workspace.keep_scale);
 }
 
+inline void finish_biases(const AttnGradParams&, const BackwardWorkspace&) {}  // the call has no biases
 template <class Workspace>
 void finish_biases(const AttnGradParams& p, const Workspace& workspace) {
   if (!workspace.sums) return;

@@ -9,15 +9,15 @@
 
 namespace flashattn_ext {
 
-// Backward: as weigh_and_differentiate in scores.cuh, which checks the mask of every score. `drops`: whether the call
-// has dropout. A weight of 0 has no gradient, even if another operand is not finite: the bias may mask the score.
-template <class T, int kKeyTiles, int N, class BiasGradient, class Keep>
+// Backward: as weigh_and_differentiate in scores.cuh, which checks the mask of every score. A weight of 0 has no
+// gradient, even if another operand is not finite: the bias may mask the score.
+template <class T, int kKeyTiles, int N, class BiasGradient, class Dropping>
 __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTiles][N][4],
                                                         float (&dscores)[kKeyTiles][N][4], const GeneralScore& score,
                                                         const TileBias<T, true, kKeyTiles, N>& bias,
                                                         BiasGradient& bias_gradient, const float* lse,
                                                         const float* delta, const SeenBy<kKeyTiles>& seen_by,
-                                                        bool drops, const Keep& keep) {
+                                                        Dropping& dropping) {
   constexpr int kTogether = 2;  // query tiles
 #pragma unroll
   for (int first = 0; first < N; first += kTogether) {
@@ -26,12 +26,10 @@ __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTil
     score.make_logits<T>(own);
     each_element<kKeyTiles, kTogether>([&](int i, int n, int e) { logits[i][n][e] = own[i][n][e]; });
     bias.add_columns(logits, first);
-    Dropout::Column<kKeyTiles> kept;
-    kept.keep_all();
-    if (drops) kept = keep(first);
+    dropping.draw(first);
     each_element<kKeyTiles, kTogether>([&](int i, int n, int e) {
       const int query = (first + n) * 8 + e % 2;
-      const bool seen = seen_by.includes(i, e / 2, query), keeps = kept.keeps(i, n, e);
+      const bool seen = seen_by.includes(i, e / 2, query), keeps = dropping.keeps(i, n, e);
       const float weight = seen ? ptx::ex2(logits[i][n][e] - lse[query]) : 0.f;
       const float dp = keeps ? dscores[i][first + n][e] : 0.f;
       weights[i][first + n][e] = keeps ? weight : 0.f;

@@ -228,16 +228,15 @@ struct SeenBy {
 };
 
 // Products become weights with dropout applied, and dP becomes dS. lse, in units of log2, and delta: from the lane's
-// first query on; an lse of +inf makes weights of 0. keep(n): what dropout keeps of query tiles n and n + 1.
-template <bool kMasked, bool kDropout, class Score, int kKeyTiles, int N, class Keep>
+// first query on; an lse of +inf makes weights of 0. Dropping: a policy of dropout (../sm80/dropout_policy.cuh).
+template <bool kMasked, class Score, int kKeyTiles, int N, class Dropping>
 __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTiles][N][4],
                                                         float (&dscores)[kKeyTiles][N][4], const Score& score,
                                                         const float* lse, const float* delta,
-                                                        const SeenBy<kKeyTiles>& seen_by, const Keep& keep) {
-  Dropout::Column<kKeyTiles> kept;
+                                                        const SeenBy<kKeyTiles>& seen_by, Dropping& dropping) {
 #pragma unroll
   for (int n = 0; n < N; ++n) {
-    if (kDropout && n % 2 == 0) kept = keep(n);
+    if (n % 2 == 0) dropping.draw(n);
     const float2 row_lse = *reinterpret_cast<const float2*>(lse + n * 8);
     const float2 row_delta = *reinterpret_cast<const float2*>(delta + n * 8);
 #pragma unroll
@@ -246,13 +245,9 @@ __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTil
       for (int e = 0; e < 4; ++e) {
         const int odd = e % 2;
         const float x = score.stored(weights[i][n][e]), weight = weight_of(score, x, odd ? row_lse.y : row_lse.x);
-        float dp = dscores[i][n][e];
-        weights[i][n][e] = weight;
-        if (kDropout) {
-          const bool keeps = kept.keeps(i, n, e);
-          weights[i][n][e] = keeps ? weight : 0.f;
-          dp = keeps ? dp : 0.f;
-        }
+        const bool keeps = dropping.keeps(i, n, e);
+        weights[i][n][e] = keeps ? weight : 0.f;
+        const float dp = keeps ? dscores[i][n][e] : 0.f;
         dscores[i][n][e] = gradient_of(score, x, weight, dp, odd ? row_delta.y : row_delta.x);
         // A masked score has no gradient, even if dP is not finite.
         if (kMasked && !seen_by.includes(i, e / 2, n * 8 + odd)) weights[i][n][e] = dscores[i][n][e] = 0;

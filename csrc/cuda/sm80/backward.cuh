@@ -8,13 +8,9 @@
 #include "../common/backward_finish.cuh"
 #include "../common/bias_finish.cuh"
 #include "../common/device.h"
-#include "../common/dq_order.cuh"
-#include "../common/general_scores.cuh"
-#include "../common/intervals.cuh"
-#include "../common/isolation.cuh"
 #include "../common/products.cuh"
-#include "../common/scores.cuh"
 #include "../common/tile_order.cuh"
+#include "backward_policies.cuh"
 #include "tiles.h"
 
 namespace flashattn_ext::sm80 {
@@ -23,9 +19,9 @@ template <class T, int kHeadDimension, Kind kKind, bool kLarge>
 struct Backward {
   using Element = T;
   using Core = TensorCore<T>;
-  static constexpr bool kGeneral = kKind == Kind::kGeneral;
-  static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
-  using Workspace = WorkspaceOf<kKind>;
+  using Policies = BackwardPolicies<kKind>;
+  using Visibility = typename Policies::Visibility;
+  using Dropping = typename Policies::Dropping;
   static constexpr int kHeadDim = kHeadDimension;
   static constexpr BackwardTile kTile = backward_tile<T, kHeadDim, kLarge>();
   static constexpr int kWarps = kTile.warps, kThreads = kWarps * 32, kQueries = kTile.queries, kKeys = kTile.keys;
@@ -38,6 +34,8 @@ struct Backward {
   static constexpr int kKeyTiles = kKeys / kTile.score_key_warps / 16;
   static constexpr int kScoreTiles = kQueries / (kWarps / kTile.score_key_warps) / 8;
   using Scores = float[kKeyTiles][kScoreTiles][4];
+  using Gradients = typename Policies::template Gradients<T, kKeyTiles, kScoreTiles>;
+  using Workspace = typename Gradients::Workspace;
   static_assert(kScoreTiles % 2 == 0 && kKeys % (kTile.score_key_warps * 16) == 0);
   // One warp's part of dk and dv.
   static constexpr int kGradKeyTiles = kKeys / kTile.grad_key_warps / 16;
@@ -53,12 +51,11 @@ struct Backward {
   static constexpr int kColumnWarps = kWarps / kRowWarps;
   static constexpr int kQueryRowTiles = kQueries / 16 / kRowWarps, kQueryColumnTiles = kColumnTiles / kColumnWarps;
   static_assert(kQueryColumnTiles % 2 == 0 && kColumnTiles % kColumnWarps == 0 && kQueries / 16 % kRowWarps == 0);
-  // Shared memory has k and v [kKeys][kHeadDim]; stages of q and dout [kQueries][kHeadDim], lse and delta [kQueries]
-  // and, where there may be biases, centres [kQueries]; buffers of scores [kKeys][kScoreStride]; and Notes. Scores are
+  // Shared memory has k and v [kKeys][kHeadDim]; stages of q and dout [kQueries][kHeadDim], lse, delta and what
+  // Gradients::load_row adds [kQueries]; buffers of scores [kKeys][kScoreStride]; and Notes. Scores are
   // dS^T of kStages steps when P^T stays in registers, otherwise dS^T and P^T of one step.
   static constexpr int kBytes = sizeof(T), kScoreBytes = kKeys * kScoreStride * kBytes;
-  static constexpr int kStageBytes =
-      2 * kQueries * RowTile::kRowBytes + 2 * kQueries * 4 + (kGeneral ? kQueries * kVectorBytes : 0);
+  static constexpr int kStageBytes = 2 * kQueries * RowTile::kRowBytes + kQueries * (2 * 4 + Gradients::kRowBytes);
   static constexpr int kScoreBuffers = kInRegisters ? kStages : 2;
   static constexpr int kTileBytes =
       2 * kKeys * RowTile::kRowBytes + kStages * kStageBytes + kScoreBuffers * kScoreBytes;
@@ -73,7 +70,7 @@ struct Backward {
   typename RowTile::Places places;
   int b, hk, n;  // n: number of the key tile in its sequence
   KeySums dk, dv;
-  std::conditional_t<kGeneral, BiasSums<kKeyTiles, true>, Nothing> bias_sums;
+  Gradients gradients;
 
   __device__ Backward(const AttnGradParams& params, const Workspace& workspace, T* shared)
       : p(params),
@@ -90,6 +87,7 @@ struct Backward {
   // This warp's part of the scores, within the block's tiles.
   static __device__ int warp() { return threadIdx.x / 32; }
   static __device__ int score_key(int i) { return (warp() % kTile.score_key_warps * kKeyTiles + i) * 16; }
+  __device__ int first_score_key() const { return n * kKeys + score_key(0); }  // within the sequence
   static __device__ int score_query() { return warp() / kTile.score_key_warps * kScoreTiles * 8; }
   // This warp's part of dk and dv.
   static __device__ int grad_key(int i) { return (warp() % kTile.grad_key_warps * kGradKeyTiles + i) * 16; }
@@ -112,17 +110,6 @@ struct Backward {
     int length_q, length_k;            // of the sequence
     int unmasked_begin, unmasked_end;  // queries that see all keys of this tile
   };
-  // The centres of a row (../../bias.h). Only calls of kGeneral have any.
-  struct RowCentres {
-    float values[kCentres];
-  };
-  struct TileCentres {
-    const RowCentres* first;  // of the lane's first row
-    __device__ __forceinline__ float2 pair(Centre which, int n) const {
-      return {first[8 * n].values[which], first[8 * n + 1].values[which]};
-    }
-  };
-  static_assert(sizeof(RowCentres) <= kVectorBytes);
   struct Starts {
     int query, key;  // first rows of the sequence
     int dq_tile;     // first tile of the sequence in the workspace's dq
@@ -131,25 +118,15 @@ struct Backward {
   struct Notes {
     Extent extent;
     Starts starts;
-    IntervalPairs pairs;
-    EarlierKeyTile
-        before;  // in a deterministic call with a Mask: the last key tile that adds to any of its query tiles
+    typename Visibility::Notes visibility;
   };
   static constexpr int kSharedBytes = kTileBytes + static_cast<int>(sizeof(Notes));
   static_assert(kSharedBytes <= (kLarge ? kLargeShared : least_shared<kBytes, kHeadDim>()));
   __device__ Notes* notes() const { return reinterpret_cast<Notes*>(reinterpret_cast<char*>(k_tile) + kTileBytes); }
   __device__ Extent* extent() const { return &notes()->extent; }
   __device__ Starts* starts() const { return &notes()->starts; }
-  __device__ IntervalPairs* pairs() const { return &notes()->pairs; }
-  __device__ EarlierKeyTile* before() const { return &notes()->before; }
-  __device__ RowCentres* row_centres() const { return reinterpret_cast<RowCentres*>(delta + kQueries); }
-  using TileMask = std::conditional_t<can_be_placed(kKind) || can_mask(kKind), Mask32, UnplacedMask32>;
-  __device__ TileMask mask() const { return TileMask(p, extent()->length_q, extent()->length_k); }
-  // The extremes for all query heads that read the KV head.
-  __device__ KeyExtremes extremes(int key_start, int length_k) const {
-    const int group = static_cast<int>(p.group_size());
-    return KeyExtremes(p, b, hk * group, group, key_start, length_k);
-  }
+  using Mask = typename Visibility::Mask;
+  __device__ Mask mask() const { return Mask(p, extent()->length_q, extent()->length_k); }
 
   // Computes key tile `tile` of a head and every step-th after it: more than one only if the sequence is longer than
   // the grid was sized for.
@@ -164,32 +141,20 @@ struct Backward {
 
   __device__ void key_tile() {
     const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
-    const TileMask mask(p, queries.length, keys.length);
+    const Mask mask(p, queries.length, keys.length);
+    const int key_start = static_cast<int>(keys.start);
     const int key0 = n * kKeys, key_count = min(kKeys, mask.seqlen_k - key0);
-    Limits seen_by = mask.rows_of(key0, key0 + key_count);
-    IntervalExtremes of_keys = everything();
-    if constexpr (kMasks) {
-      of_keys = extremes(static_cast<int>(keys.start), mask.seqlen_k).of_tile(key0, key0 + key_count);
-      seen_by = clipped(seen_by, of_keys);
-    }
+    const Visibility visibility(*this, mask, key_start, key0, key0 + key_count);
+    const Limits seen_by = visibility.some(mask.rows_of(key0, key0 + key_count));
     const int first = seen_by.begin / kQueries, last = (seen_by.end - 1) / kQueries;
     if (threadIdx.x == 0) {
-      Limits all = mask.rows_of_all(key0, key0 + kKeys);
-      if constexpr (kMasks) all = clipped_to_all(all, of_keys, mask.seqlen_q);
+      const Limits all = visibility.all(mask.rows_of_all(key0, key0 + kKeys), mask.seqlen_q);
       // Rows after the last query are zeros, and need no mask.
       *extent() = {mask.seqlen_q, mask.seqlen_k, all.begin, all.end == mask.seqlen_q ? all.end + kQueries : all.end};
-      *starts() = {static_cast<int>(queries.start), static_cast<int>(keys.start),
-                   static_cast<int>(workspace.first_tile(p, b, queries)), first};
+      *starts() = {static_cast<int>(queries.start), key_start, static_cast<int>(workspace.first_tile(p, b, queries)),
+                   first};
     }
-    if constexpr (kMasks) {
-      if (threadIdx.x == 0) *pairs() = IntervalPairs(p, b, hk, static_cast<int>(keys.start));
-      if (p.deterministic && threadIdx.x < 32) {
-        const Limits walk{first * kQueries, (last + 1) * kQueries};
-        const EarlierKeyTile found =
-            key_tile_before<kKeys>(extremes(static_cast<int>(keys.start), mask.seqlen_k), mask, n, walk);
-        if (threadIdx.x == 0) *before() = found;
-      }
-    }
+    visibility.note(*this, mask, key_start, first, last);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kGradKeyTiles; ++i) {
@@ -227,14 +192,10 @@ struct Backward {
       ptx::cp_async_wait<1>();
       __syncthreads();
     }
-    if constexpr (kMasks) {
-      if (p.has_intervals()) isolate_keys();
-    }
+    Visibility::isolate_keys(*this);
     for (int step = 0; step < steps; ++step) {
       compute_step(step % kStages, now, steps - step > kStages, ahead);
-      if constexpr (kGeneral) {
-        if (now.m == last && split() == 0) end_head(now.h);
-      }
+      if (now.m == last) gradients.end_head(*this, now.h);
       advance(&now, last);
       advance(&ahead, last);
     }
@@ -265,35 +226,8 @@ struct Backward {
     for (int i = threadIdx.x; i < kQueries; i += kThreads) {
       lse[i] = i < rows ? workspace.lse[index + i] : infinity();
       delta[i] = i < rows ? workspace.delta[index + i] : 0.f;
-      if constexpr (kGeneral) {
-        RowCentres centres{};
-        if (p.centres.data && i < rows)
-          centres = *reinterpret_cast<const RowCentres*>(row_pointer<const float>(p.centres, b, h, row + i));
-        row_centres()[i] = centres;
-      }
+      gradients.load_row(*this, i, h, row + i, i < rows);
     }
-  }
-
-  // With a Mask: rows of partially masked tiles that are not finite become zeros (isolation.cuh). Their queries get a
-  // log-sum-exp of NaN, which makes their unmasked weights NaN. Their keys get values of NaN, which makes their
-  // unmasked dS NaN.
-  __device__ void isolate_keys() {
-    if (kStages == 1) {
-      ptx::cp_async_wait<0>();
-      __syncthreads();
-    }
-    isolate_rows<RowTile, kKeys, kThreads>(k_tile, [&](int row, bool finite) {
-      uint4* const values = reinterpret_cast<uint4*>(v_tile + row * RowTile::kStride);
-#pragma unroll 1
-      for (int i = 0; !finite && i < kHeadDim * kBytes / kVectorBytes; ++i) values[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
-    });
-  }
-  __device__ void isolate_queries(int row0) {
-    if (row0 >= extent()->unmasked_begin && row0 + kQueries <= extent()->unmasked_end) return;
-    // The tile of dout follows the tile of q.
-    isolate_rows<RowTile, 2 * kQueries, kThreads>(q_tile, [&](int row, bool finite) {
-      if (!finite) lse[row % kQueries] = not_a_number();
-    });
   }
 
   // One step, with the query tile `now`, which is in `stage`. When there is `more`, the tile `ahead` is loaded there
@@ -306,16 +240,14 @@ struct Backward {
     }
     use_stage(stage);
     if (kHeadDim > 64) places.recompute();
-    if constexpr (kMasks) {
-      if (p.has_intervals()) isolate_queries(m * kQueries);
-    }
+    Visibility::isolate_queries(*this, m * kQueries);
     Scores weights, dscores;
     score_product<RowTile>(weights, places, k_tile, score_key(0), q_tile, score_query());
     score_product<RowTile>(dscores, places, v_tile, score_key(0), dout_tile, score_query());
     const int row0 = m * kQueries;
     const bool unmasked = row0 >= extent()->unmasked_begin && row0 + kQueries <= extent()->unmasked_end;
-    unmasked && !kGeneral ? weigh_and_differentiate<false>(h, row0, weights, dscores)
-                          : weigh_and_differentiate<true>(h, row0, weights, dscores);
+    unmasked && !Gradients::kMasksAlways ? weigh_and_differentiate<false>(h, row0, weights, dscores)
+                                         : weigh_and_differentiate<true>(h, row0, weights, dscores);
     store_scores(dscore_tile, dscores);
     if constexpr (kInRegisters) {
       // With two stages a step has one barrier. After it all warps have stored their dS, the next step's queries have
@@ -353,35 +285,11 @@ struct Backward {
   // weights: S^T becomes P^T with dropout applied; dscores: dP^T becomes dS^T.
   template <bool kMasked>
   __device__ void weigh_and_differentiate(int h, int row0, Scores& weights, Scores& dscores) {
-    [[maybe_unused]] const Dropout dropout = !kGeneral || p.has_dropout() ? Dropout(p, b) : Dropout();
-    const int key = n * kKeys + score_key(0), query = score_query(), row = row0 + query;
+    const int key = first_score_key(), row = row0 + score_query();
+    typename Dropping::template Columns<kKeyTiles> dropping(p, b, h, key, row);
     SeenBy<kKeyTiles> seen_by;
-    if constexpr (kMasked && kMasks) {
-      seen_by = SeenBy<kKeyTiles>(IntervalMask(mask(), pairs()->head(h)), row + 2 * t(), key + g());
-    } else if constexpr (kMasked) {
-      seen_by = SeenBy<kKeyTiles>(mask(), row + 2 * t(), key + g());
-    }
-    const float *const row_lse = lse + query + 2 * t(), *const row_delta = delta + query + 2 * t();
-    auto keep = [&](int n) { return dropout.template transposed<kKeyTiles>(p.origin, h, key, row + n * 8); };
-    if constexpr (kGeneral) {
-      using Bias = TileBias<T, true, kKeyTiles, kScoreTiles>;
-      const Bias bias(p, b, h, mask(), row, key);
-      const TileCentres centres{row_centres() + query + 2 * t()};
-      TileBiasGradient<Bias, T, kKeyTiles, kScoreTiles, RelativeGradient::kInAnyOrderOrExact, TileCentres>
-          bias_gradient{p, bias, workspace, centres, b, h, split() == 0, bias_sums};
-      flashattn_ext::weigh_and_differentiate(weights, dscores, workspace.score, bias, bias_gradient, row_lse, row_delta,
-                                             seen_by, p.has_dropout(), keep);
-    } else {
-      flashattn_ext::weigh_and_differentiate<kMasked, kDropout>(weights, dscores, workspace.score, row_lse, row_delta,
-                                                                seen_by, keep);
-    }
-  }
-
-  // This warp's sums over the scores of a head, for the gradients of biases.
-  __device__ void end_head(int h) {
-    const int64_t tile = workspace.first_key_tile(p, b, key_sequence(p, b)) + n;
-    flashattn_ext::end_head(bias_sums, p, workspace, b, h, tile, warp(), n * kKeys + score_key(0) + g(),
-                            extent()->length_k);
+    if constexpr (kMasked) seen_by = SeenBy<kKeyTiles>(Visibility::mask_of(*this, h), row + 2 * t(), key + g());
+    gradients.template weigh_and_differentiate<kMasked>(*this, h, row0, weights, dscores, seen_by, dropping);
   }
 
   // This warp's part of dk or dv += scores * rows of the tile. The scores are [keys][queries], of this warp in
@@ -400,9 +308,9 @@ struct Backward {
   // dq += dS K, in the workspace.
   __device__ void add_query_gradient(int h, int m) const {
     const int64_t tile = h * workspace.tiles + starts()->dq_tile + m;
-    const int before = p.deterministic ? added_before(m) : 0;
+    const int before = p.deterministic ? Visibility::added_before(*this, m) : 0;
     const DqOrder order{workspace.dq_added + tile * kSplits + split(), threadIdx.x == 0, [&] { return before; },
-                        [&] { return kMasks ? n + 1 : before + 1; }, [] { __syncthreads(); }};
+                        [&] { return Visibility::added_after(*this, before); }, [] { __syncthreads(); }};
     if (p.deterministic) order.await_earlier_keys();
     float sum[kQueryRowTiles][kQueryColumnTiles][4] = {};
     auto operand = [&](int i, int step) {
@@ -417,16 +325,6 @@ struct Backward {
       }
     }
     if (p.deterministic) order.admit_later_keys();
-  }
-
-  // The value of a query tile's counter at which this key tile may add to it.
-  __device__ int added_before(int m) const {
-    if constexpr (kMasks) {
-      const Limits rows{m * kQueries, (m + 1) * kQueries};
-      return key_tile_before<kKeys>(extremes(starts()->key, extent()->length_k), mask(), *before(), rows) + 1;
-    } else {
-      return key_tiles_before(mask(), n, kKeys, m * kQueries, kQueries);
-    }
   }
 
   // This warp's part of dk or dv, times a factor, into the tensor.
@@ -452,8 +350,12 @@ struct Backward {
 };
 
 template <class T, int kHeadDim, Kind kKind, bool kLarge>
+using WorkspaceOf = typename Backward<T, kHeadDim, kKind, kLarge>::Workspace;
+
+template <class T, int kHeadDim, Kind kKind, bool kLarge>
 __global__ void __launch_bounds__(Backward<T, kHeadDim, kKind, kLarge>::kThreads)
-    backward_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ WorkspaceOf<kKind> workspace,
+    backward_kernel(const __grid_constant__ AttnGradParams p,
+                    const __grid_constant__ WorkspaceOf<T, kHeadDim, kKind, kLarge> workspace,
                     const __grid_constant__ TileOrder order) {
   if constexpr (kRunsHere<(kLarge ? kLargeShared : kSmallShared)>) {
     extern __shared__ __align__(16) unsigned char shared[];
@@ -468,14 +370,14 @@ __global__ void __launch_bounds__(Backward<T, kHeadDim, kKind, kLarge>::kThreads
 }
 
 template <class T, int kHeadDim, Kind kKind, bool kLarge>
-WorkspaceOf<kKind> backward_workspace(const AttnGradParams& p) {
+WorkspaceOf<T, kHeadDim, kKind, kLarge> backward_workspace(const AttnGradParams& p) {
   constexpr BackwardTile kTile = backward_tile<T, kHeadDim, kLarge>();
   const BackwardWorkspace base(p, kTile.queries, int64_t{kTile.queries} * kHeadDim, kTile.splits);
-  return complete<kKind>(p, base, kTile.keys, kTile.warps);
+  return WorkspaceOf<T, kHeadDim, kKind, kLarge>::complete(p, base, kTile.keys, kTile.warps);
 }
 
 template <class T, int kHeadDim, Kind kKind, bool kLarge>
-void launch_main(const AttnGradParams& p, const WorkspaceOf<kKind>& workspace) {
+void launch_main(const AttnGradParams& p, const WorkspaceOf<T, kHeadDim, kKind, kLarge>& workspace) {
   using Kernel = Backward<T, kHeadDim, kKind, kLarge>;
   if (p.batch * p.heads_k == 0) return;
   const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys);
@@ -486,11 +388,11 @@ void launch_main(const AttnGradParams& p, const WorkspaceOf<kKind>& workspace) {
 
 template <class T, int kHeadDim, Kind kKind, bool kLarge>
 void launch_backward(const AttnGradParams& p) {
-  const WorkspaceOf<kKind> workspace = backward_workspace<T, kHeadDim, kKind, kLarge>(p);
+  const auto workspace = backward_workspace<T, kHeadDim, kKind, kLarge>(p);
   launch_prepare<T>(p, workspace);
   launch_main<T, kHeadDim, kKind, kLarge>(p, workspace);
   launch_finish<Backward<T, kHeadDim, Kind::kPlain, kLarge>>(p, workspace);
-  if constexpr (kKind == Kind::kGeneral) finish_biases(p, workspace);
+  finish_biases(p, workspace);
 }
 
 template <class T, int kHeadDim, Kind kKind>

@@ -4,17 +4,14 @@
 // keys.
 #pragma once
 
-#include "../common/bias_centres.cuh"
 #include "../common/call.h"
-#include "../common/general_scores.cuh"
-#include "../common/intervals.cuh"
-#include "../common/isolation.cuh"
 #include "../common/launch.cuh"
 #include "../common/operand_tile.cuh"
 #include "../common/products.cuh"
 #include "../common/scores.cuh"
 #include "../common/tile_order.cuh"
 #include "forward_large.cuh"
+#include "forward_policies.cuh"
 #include "kernels.h"
 #include "tiles.h"
 
@@ -23,12 +20,13 @@ namespace flashattn_ext::sm80 {
 template <class T, int kHeadDim, Kind kKind>
 struct Forward {
   using Core = TensorCore<T>;
-  static constexpr bool kGeneral = kKind == Kind::kGeneral;
-  static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
-  using Score = std::conditional_t<kGeneral, GeneralScore, PlainScore<float, true>>;
+  using Policies = ForwardPolicies<kKind>;
+  using Visibility = typename Policies::Visibility;
+  using Dropping = typename Policies::Dropping;
+  using Step = typename Visibility::Step;
   static constexpr ForwardTile kTile = tile_of<kernel_table::kSm80Forward, T, kHeadDim, kKind>();
   static constexpr int kThreads = kTile.warps * 32, kRowTiles = kTile.row_tiles, kStages = kTile.stages;
-  static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, kKind>(kTile);
+  static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, Dropping::kDrops>(kTile);
   static constexpr int kColumns = out_columns(kHeadDim);  // of v and out
   using RowTile = InputTile<T, kHeadDim>;                 // of queries and keys
   using ValueTile = InputTile<T, kHeadDim, kColumns>;     // of values
@@ -36,11 +34,10 @@ struct Forward {
   static constexpr int kTileElements = kQueries * RowTile::kStride + kStages * (kKeyTileElements + kValueTileElements);
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kColumns / 8, kSteps = kKeys / Core::kK;
   static_assert(kStages == 1 || kColumns == kHeadDim);  // the keys and the values of a stage have the same offset
+  using Scoring = typename Policies::template Scores<T, kRowTiles, kKeys>;
+  using Score = typename Scoring::Rule;
   using Scores = float[kRowTiles][kScoreTiles][4];
   using Weights = typename Core::A[kRowTiles][kSteps];
-  using Bias = TileBias<T, false, kRowTiles, kScoreTiles>;
-  using BiasAhead = std::conditional_t<kGeneral, typename Bias::Ahead, Nothing>;
-  static constexpr bool kHasCentres = kGeneral && sizeof(T) == 2;
 
   // Register pressure is high. The scalars that a step needs besides its tiles are kept in slots of shared memory
   // (slot), or in registers where that was found to spill less.
@@ -50,30 +47,13 @@ struct Forward {
   struct KeyPointers {
     const T *k, *v;  // of the head's first key; in registers, of the keys that are loaded next
   };
-  static constexpr bool kSharesPointers = kHeadDim > 64 || sizeof(T) == 4 || kMasks;
+  static constexpr bool kSharesPointers = kHeadDim > 64 || sizeof(T) == 4 || Visibility::kHasIntervals;
   static constexpr bool kSharesLengths =
-      sizeof(T) == 2 && (kHeadDim == 96 || kHeadDim == 144 || (kHeadDim == 128 && kDropout));
+      sizeof(T) == 2 && (kHeadDim == 96 || kHeadDim == 144 || (kHeadDim == 128 && Dropping::kDrops));
 
-  // With a Mask the first warp finds the key tiles to visit and lists them, up to kListed at a time; the intervals of a
-  // tile's keys are copied with its values.
-  struct KeyList {
-    int count;  // of tiles on the list
-    int next;   // the tile to look at for the next list
-    int first;  // the tile to end with
-  };
-  struct ListedTile {
-    int n;
-    Limits seen_by_all;  // rows that see all of its keys, as far as the Mask is concerned
-    bool masked;         // by causal or window
-  };
-  struct ListedKey {
-    int2 seen_by;
-    int is_isolated;
-  };
-  static constexpr int kListed = 32;  // tiles: as many as KeyTileFinder finds at most
-  static_assert(!kMasks || (kThreads >= kKeys && kStages == 1));
+  static_assert(!Visibility::kHasIntervals || (kThreads >= kKeys && kStages == 1));
 
-  static constexpr int kSlots = 6 + (kMasks ? kListed + kKeys : 0);
+  static constexpr int kSlots = 4 + Visibility::template kSlots<kKeys>;
   static_assert(RowTile::kSwizzled || (kColumns == kHeadDim && kSlots <= kQueries + 2 * kKeys));
   static constexpr int kSharedBytes =
       kTileElements * static_cast<int>(sizeof(T)) + (RowTile::kSwizzled ? kSlots * kVectorBytes : 0);
@@ -88,7 +68,7 @@ struct Forward {
   int row0;                         // first query of the tile
   float out[kRowTiles][kOutTiles][4];
   OnlineSoftmax<tells_largest(kKind)> softmax[kRowTiles];
-  std::conditional_t<kHasCentres, CentreSums, NoCentreSums> centres[kRowTiles];
+  Scoring scoring;
 
   __device__ Forward(const AttnParams& params, const Score& score, T* shared)
       : p(params),
@@ -110,18 +90,11 @@ struct Forward {
     return reinterpret_cast<X*>(q_tile + at);
   }
   __device__ Head* head() const { return slot<Head>(0); }
-  __device__ Dropout* dropout() const { return slot<Dropout>(1); }
   __device__ KeyPointers* pointers() const { return slot<KeyPointers>(2); }
   __device__ float* tolerance() const { return slot<float>(3); }
-  __device__ const int2** pairs() const { return slot<const int2*>(4); }  // of the head's first key
-  __device__ KeyList* list() const { return slot<KeyList>(5); }
-  __device__ ListedTile* listed(int i) const { return slot<ListedTile>(6 + i); }
-  __device__ ListedKey* listed_key(int i) const { return slot<ListedKey>(6 + kListed + i); }  // of the values
   __device__ int length_q() const { return kSharesLengths ? head()->length_q : own_length_q; }
   __device__ int length_k() const { return kSharesLengths ? head()->length_k : own_length_k; }
-  using TileMask = std::conditional_t<can_be_placed(kKind) || can_mask(kKind), Mask32, UnplacedMask32>;
-  __device__ TileMask mask() const { return TileMask(p, length_q(), length_k()); }
-  __device__ bool drops() const { return kDropout && (!kGeneral || p.has_dropout()); }
+  __device__ auto mask() const { return typename Visibility::Mask(p, length_q(), length_k()); }
 
   __device__ void run(const TileOrder& order) {
     const int heads = static_cast<int>(p.heads_q);
@@ -145,8 +118,8 @@ struct Forward {
     if (threadIdx.x == 0) {
       *head() = {b, h, own_length_q, own_length_k};
       *pointers() = {row_pointer<const T>(p.k, b, hk, keys.start), row_pointer<const T>(p.v, b, hk, keys.start)};
-      if (drops()) *dropout() = Dropout(p, b);
-      if (kMasks) *pairs() = IntervalPairs(p, b, static_cast<int>(hk), static_cast<int>(keys.start)).head(h);
+      Dropping::start_head(*this, b);
+      Visibility::start_head(*this, b, h, static_cast<int>(hk), static_cast<int>(keys.start));
       // The sink is the first maximum. If logits could exceed it by the tolerance, weights near 1 would not be exact,
       // and dS would lose digits.
       *tolerance() = sink_counts(head_sink(p, h)) ? 0.f : kTolerance;
@@ -160,8 +133,8 @@ struct Forward {
     for (int i = 0; i < kRowTiles; ++i) {
       set_zero(out[i]);
       softmax[i].start(sink);
-      centres[i].start();
     }
+    scoring.start_tile();
   }
 
   // Starts copying the keys or values of tile n; tiles come in descending order.
@@ -181,45 +154,13 @@ struct Forward {
     load_rows<RowTile>(tile, &KeyPointers::k, p.k.row_stride, n, columns);
   }
 
-  // The same for values, with the intervals of their keys.
   __device__ void load_values(T* tile, int n, int columns) {
-    if constexpr (kMasks) {
-      const int key = n * kKeys + threadIdx.x;
-      if (threadIdx.x < kKeys && *pairs() != nullptr) {
-        ptx::cp_async_8(&listed_key(threadIdx.x)->seen_by, *pairs() + min(key, length_k() - 1), key < length_k());
-      }
-    }
+    Visibility::load_pairs(*this, n);
     load_rows<ValueTile>(tile, &KeyPointers::v, p.v.row_stride, n, columns);
   }
 
-  // Lists key tiles from `next` down to `first`.
-  __device__ void list_tiles(int next, int first) {
-    if (threadIdx.x < 32) {
-      const int b = head()->b, h = head()->h, key_start = static_cast<int>(key_sequence(p, b).start);
-      const Limits rows{row0, min(row0 + kQueries, length_q())}, full = mask().keys_of_all(rows.begin, rows.end);
-      const KeyTileFinder<kKeys> finder{KeyExtremes(p, b, h, 1, key_start, length_k()), rows, first};
-      const int count = finder.find(&next, [&](int i, int n, const IntervalExtremes& keys) {
-        *listed(i) = {n, {keys.all_first, keys.all_last}, n * kKeys < full.begin || (n + 1) * kKeys > full.end};
-      });
-      if (threadIdx.x == 0) *list() = {count, next, first};
-    }
-    __syncthreads();
-  }
-  // The i-th key tile on the list; -1 after the last one.
-  __device__ int listed_tile(int i) const { return i < list()->count ? listed(i)->n : -1; }
-  // Moves i to the next tile of the list, which becomes another list after its end. Every thread of the block calls it.
-  __device__ void advance(int* i) {
-    const auto [count, next, first] = *list();
-    if (++*i < count || next < first) return;
-    __syncthreads();
-    *i = 0;
-    list_tiles(next, first);
-  }
-  // Whether `count` rows from `row` on see all keys of the i-th tile on the list.
-  __device__ bool is_whole(int i, int row, int count) const {
-    const Limits rows = listed(i)->seen_by_all;
-    return rows.begin <= row && rows.end >= min(row + count, length_q());
-  }
+  // The rows of the query tile that exist.
+  __device__ Limits tile_rows() const { return {row0, min(row0 + kQueries, length_q())}; }
 
   __device__ void walk_keys() {
     const int b = head()->b, h = head()->h, row_end = min(row0 + kQueries, length_q());
@@ -227,9 +168,9 @@ struct Forward {
     const int first = visible.begin / kKeys, last = (visible.end - 1) / kKeys;
     const int first_full = (full.begin + kKeys - 1) / kKeys, end_full = full.end / kKeys;  // tiles that need no mask
     if (visible.end == visible.begin) return;
-    if (kMasks) list_tiles(last, first);
-    int i = 0, n = kMasks ? listed_tile(i) : last;  // i: of the tile on the list
-    if (kMasks && n < 0) return;
+    typename Visibility::Walk walk(*this, last, first, first_full, end_full);
+    int n = walk.tile(*this);
+    if (walk.is_empty(n)) return;
     const int columns = static_cast<int>(p.head_dim), columns_v = static_cast<int>(p.head_dim_v);
     const T* q = row_pointer<const T>(p.q, b, h, query_sequence(p, b).start + row0);
     load_tile<RowTile, kQueries, kThreads>(q_tile, q, p.q.row_stride, row_end - row0, columns);
@@ -240,15 +181,12 @@ struct Forward {
     load_keys(k_tile, n, columns);
     if (kStages == 2) load_values(v_tile, n, columns_v);
     int stage = 0;  // as an offset of elements
-    for (; kMasks ? n >= 0 : n >= first; n = kMasks ? listed_tile(i) : n - 1) {
+    for (; n >= walk.end(); n = walk.tile(*this)) {
       ptx::cp_async_wait<0>();
       __syncthreads();
-      const bool whole = !kMasks || is_whole(i, row0 + tile_row(0), 16 * kRowTiles);
-      const bool all_whole = !kMasks || is_whole(i, row0, kQueries);
-      const bool masked = kMasks ? listed(i)->masked : n < first_full || n >= end_full;
-      if (kMasks) advance(&i);
-      const int next = kMasks ? listed_tile(i) : n - 1;
-      const bool more = kMasks ? next >= 0 : n > first;
+      const Step step = walk.step(*this, n, tile_row(0));
+      const int next = walk.advance(*this);
+      const bool more = next >= walk.end();
       if (kStages == 1) {
         load_values(v_tile, n, columns_v);
       } else if (more) {
@@ -256,102 +194,59 @@ struct Forward {
         load_values(v_tile + (kKeyTileElements - stage), next, columns_v);
       }
       // The choice that spills least was found by experiment; OperandTile::Places has the reason.
-      if (sizeof(T) == 2 && kHeadDim > 64) kHeadDim == 128 && !kDropout ? places.recompute() : places.renew();
+      if (sizeof(T) == 2 && kHeadDim > 64) kHeadDim == 128 && !Dropping::kDrops ? places.recompute() : places.renew();
       Scores scores;
-      BiasAhead bias_ahead;
-      if constexpr (kGeneral) bias(n).load_ahead(bias_ahead);
+      const auto begun = scoring.begin(*this, step);
       score_product<RowTile>(scores, places, q_tile, tile_row(0), k_tile + stage, 0);
       if (kStages == 1) {
         ptx::cp_async_wait<0>();
         __syncthreads();
         if (more) load_keys(k_tile, next, columns);
       }
-      const bool isolates = !all_whole && isolate_values(v_tile + stage);
+      const bool isolates = Visibility::isolate(*this, step, v_tile + stage);
       Weights weights;
-      weigh(weights, scores, n, masked, whole, bias_ahead);
+      weigh(weights, scores, step, begun);
       __syncwarp();  // keeps the compiler from prefetching so much of V that registers spill
-      if (sizeof(T) == 2 && (kHeadDim == 64 || kHeadDim == 128) && !kDropout) places.recompute();
+      if (sizeof(T) == 2 && (kHeadDim == 64 || kHeadDim == 128) && !Dropping::kDrops) places.recompute();
       value_product(weights, v_tile + stage);
-      if (isolates) poison_rows_of(n);
+      if (isolates) Visibility::poison(*this, n);
       if (kStages == 2) stage = kKeyTileElements - stage;
     }
   }
 
-  // The bias of this warp's scores against key tile n; recomputed rather than kept in registers.
-  __device__ Bias bias(int n) const {
-    return Bias(p, head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), n * kKeys);
+  // The bias of this warp's scores in a step; recomputed rather than kept in registers.
+  template <class Bias>
+  __device__ Bias bias(const Step& step) const {
+    return Bias(p, head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), step.n * kKeys);
   }
+  // The row of this lane's first score; recomputed as well.
+  __device__ int score_row() const { return ptx::opaque(row0) + tile_row(0) + g(); }
 
-  // Scores against key tile n become weights, with dropout applied, and `out` is rescaled. masked: by causal or window;
-  // whole: not masked by a Mask.
-  __device__ void weigh(Weights& weights, Scores& scores, int n, bool masked, bool whole,
-                        [[maybe_unused]] BiasAhead& bias_ahead) {
+  // Scores of a step become weights, with dropout applied, and `out` is rescaled.
+  template <class Begun>
+  __device__ void weigh(Weights& weights, Scores& scores, const Step& step, const Begun& begun) {
     constexpr bool kDropEarly = sizeof(T) == 4 || kHeadDim == 144;  // takes fewer registers there
-    auto drop = [&](int i) {
-      if (drops()) dropout()->template drop<Core>(weights[i], p.origin, head()->h, row0 + tile_row(i), n * kKeys);
-    };
-    if constexpr (kGeneral) {
-      score.template make_logits<T>(scores);
-      bias(n).add(scores, bias_ahead);
-    } else {
-      store_scores(scores, score);
-    }
-    if (masked) hide_keys<true, true>(scores, mask(), ptx::opaque(row0) + tile_row(0) + g(), n * kKeys + 2 * t());
-    if (kMasks && !whole) {
-      hide_keys_by_interval(scores, ptx::opaque(row0) + tile_row(0) + g(), [&](int tile) {
-        const int key = tile * 8 + 2 * t();
-        const int2 even = listed_key(key)->seen_by, odd = listed_key(key + 1)->seen_by;
-        return make_int4(even.x, even.y, odd.x, odd.y);
-      });
-    }
-    const auto& row_score = stored_rule(score);
+    const auto& rule = scoring.make_logits(*this, scores, step, begun);
+    if (step.masked) hide_keys<true, true>(scores, mask(), score_row(), step.n * kKeys + 2 * t());
+    Visibility::hide(*this, step, scores);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
-      [[maybe_unused]] float shrink[2], sums[2];
+      float shrink[2], sums[2];
       softmax[i].weigh(
-          scores[i], row_score, *tolerance(),
+          scores[i], rule, *tolerance(),
           [&](const float (&factors)[2]) {
             rescale(out[i], factors);
-            if constexpr (kHasCentres) shrink[0] = factors[0], shrink[1] = factors[1];
+            shrink[0] = factors[0], shrink[1] = factors[1];
           },
-          [&](int r, float sum) {
-            if constexpr (kHasCentres) sums[r] = sum;
-          });
-      if constexpr (kHasCentres) {
-        if (p.centres.data) centres[i].add(bias(n), i, scores[i], sums, shrink);
-      }
+          [&](int r, float sum) { sums[r] = sum; });
+      scoring.add_centres(*this, step, i, scores[i], sums, shrink);
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) weights[i][step] = Core::from_accumulators(scores[i], step);
-      if (kDropEarly) drop(i);
+      for (int k = 0; k < kSteps; ++k) weights[i][k] = Core::from_accumulators(scores[i], k);
+      if (kDropEarly) Dropping::drop(*this, weights[i], i, step.n);
     }
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
-      if (!kDropEarly) drop(i);
-    }
-  }
-
-  // In a partially masked tile, rows of values that are not finite become zeros (isolation.cuh), and rows of `out` that
-  // see them become NaN after the product. ListedKey::is_isolated marks their keys.
-  __device__ bool isolate_values(T* values) const {
-    return isolate_rows<ValueTile, kKeys, kThreads>(
-        values, [&](int row, bool finite) { listed_key(row)->is_isolated = !finite; });
-  }
-  __device__ void poison_rows_of(int n) {
-#pragma unroll 1
-    for (int i = 0; i < kKeys; ++i) {
-      const ListedKey key = *listed_key(i);
-      if (!key.is_isolated) continue;
-      const Limits rows = mask().rows_of(n * kKeys + i, n * kKeys + i + 1);
-#pragma unroll
-      for (int tile = 0; tile < kRowTiles; ++tile) {
-        bool sees[2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int row = row0 + tile_row(tile) + g() + 8 * r;
-          sees[r] = row >= max(rows.begin, key.seen_by.x) && row < min(rows.end, key.seen_by.y);
-        }
-        poison_rows(out[tile], sees);
-      }
+      if (!kDropEarly) Dropping::drop(*this, weights[i], i, step.n);
     }
   }
 
@@ -371,7 +266,7 @@ struct Forward {
   __device__ void finish_tile() {
     const int b = head()->b, h = head()->h, rows = length_q() - row0;
     const int64_t start = query_sequence(p, b).start + row0;
-    const float keep_scale = kDropout ? 1 / static_cast<float>(keep_probability(p.dropout_threshold)) : 1.f;
+    const float keep_scale = Dropping::keep_scale(p);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -381,9 +276,7 @@ struct Forward {
         const float factor = keep_scale / sum;
         const int row = tile_row(i) + g() + 8 * r;
         if (row < rows) softmax[i].write(p, b, h, start + row, r, sum);
-        if constexpr (kHasCentres) {
-          if (p.centres.data) centres[i].write(row_pointer<float>(p.centres, b, h, start + row), r, sum, row < rows);
-        }
+        scoring.write_centres(p, b, h, start + row, i, r, sum, row < rows);
         // Every warp overwrites only its own rows of the q tile.
 #pragma unroll
         for (int n = 0; n < kOutTiles; ++n) {

@@ -44,10 +44,10 @@ constexpr ForwardTile large_forward_tile() {
 
 // Keys of a step. Where register pressure is highest, code for sm_80 spills with more than 32 keys. Only device code
 // knows its architecture, so the host allocates shared memory for the keys of the table.
-template <int kHeadDim, Kind kKind>
+template <int kHeadDim, bool kDrops>
 constexpr int step_keys(const ForwardTile& tile) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-  if (kHeadDim == 144 || (kHeadDim == 128 && can_drop(kKind))) return tile.keys < 32 ? tile.keys : 32;
+  if (kHeadDim == 144 || (kHeadDim == 128 && kDrops)) return tile.keys < 32 ? tile.keys : 32;
 #endif
   return tile.keys;
 }

@@ -526,7 +526,8 @@ template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
 WorkspaceOf<kKind> backward_workspace(const AttnGradParams& p) {
   using Layout = typename BackwardOf<T, kHeadDim, kKind, kHeadDimV>::Layout;
   const BackwardWorkspace base(p, Layout::kTileRows, Layout::kTileFloats, Layout::kOrderedParts);
-  return complete<kKind>(p, base, tile_of<kernel_table::kSm90Backward, T, kHeadDim, kKind, kHeadDimV>().keys, 8);
+  return WorkspaceOf<kKind>::complete(p, base,
+                                      tile_of<kernel_table::kSm90Backward, T, kHeadDim, kKind, kHeadDimV>().keys, 8);
 }
 
 template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
@@ -545,7 +546,7 @@ void backward(const AttnGradParams& p) {
     launch_backward_main<Kernel>(backward_kernel<Kernel>, p, workspace);
   }
   launch_finish<typename Kernel::Layout>(p, workspace);
-  if constexpr (can_score(kKind)) finish_biases(p, workspace);
+  finish_biases(p, workspace);
 }
 
 }  // namespace flashattn_ext::sm90

@@ -86,6 +86,9 @@ struct alignas(16) BackwardWork {
   __device__ __forceinline__ Mask32 mask(const AttnParams& p) const { return Mask32(p, length_q, length_k); }
 };
 
+template <Kind kKind>
+using WorkspaceOf = std::conditional_t<can_score(kKind), GeneralWorkspace, BackwardWorkspace>;
+
 // The description in kernels that can read a Mask.
 struct MaskedBackwardWork : BackwardWork {
   Limits unmasked[2];   // queries that see all of the first 64 keys, and of the second

@@ -149,6 +149,16 @@ struct Forward {
 
   static __device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
   static __device__ __forceinline__ int t() { return threadIdx.x % 4; }
+  // A step, as score policies take it, and the biases of this warp's scores in it.
+  struct Step {
+    const Work& work;
+    int n;
+  };
+  template <class Bias>
+  __device__ __forceinline__ Bias bias(const Step& step) const {
+    const Work& work = step.work;
+    return Bias(p, work.b, work.h, work.mask(p), work.row0 + warp_row, step.n * kKeys);
+  }
   // The scores as tiles of one row tile, as functions of all architectures take them.
   __device__ __forceinline__ auto& score_tile() { return reinterpret_cast<float (&)[1][kScoreTiles][4]>(scores); }
 
@@ -174,7 +184,7 @@ struct Forward {
     score_product<kHeadDim, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
     pass_phase(group);
     dropping.draw_under_products(p, generator, work.h, row, n * kKeys);
-    const auto begun = scoring.begin(*this, work, n);
+    const auto begun = scoring.begin(*this, Step{work, n});
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
     end_keys(Visibility::is_last(walk));
@@ -192,7 +202,7 @@ struct Forward {
         accumulate<32, uint64_t>(out, weights, shared.v[v.stage]);
         pass_phase(group);
         dropping.draw_under_products(p, generator, work.h, row, n * kKeys);
-        const auto begun = scoring.begin(*this, work, n);
+        const auto begun = scoring.begin(*this, Step{work, n});
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
         end_keys(Visibility::is_last(walk));
@@ -275,7 +285,8 @@ struct Forward {
   __device__ __forceinline__ void weigh(const Work& work, const KeyWalk& walk, const Limits& unmasked,
                                         const Begun& begun) {
     const int row = work.row0 + warp_row + g(), key0 = walk.n * kKeys, key = key0 + 2 * t();
-    const auto& rule = scoring.make_logits(*this, work, walk.n, begun);
+    const Step step{work, walk.n};
+    const auto& rule = scoring.make_logits(*this, score_tile(), step, begun);
     const bool before = key0<unmasked.begin, after = key0 + kKeys> unmasked.end;
     // One branch around both: with two, dropout's bits are not drawn while products are in flight.
     if (before || after) {
@@ -290,7 +301,7 @@ struct Forward {
     float sums[2];
     const auto keep_sum = [&](int r, float sum) { sums[r] = sum; };
     softmax.weigh(scores, rule, kTolerance, keep_shrink, keep_sum);
-    scoring.add_centres(*this, work, walk.n, sums);
+    scoring.add_centres(*this, step, 0, scores, sums, shrink);
   }
 
   __device__ __forceinline__ void end_step() {
@@ -320,7 +331,7 @@ struct Forward {
       const int columns = static_cast<int>(p.head_dim_v);
       if (exists) softmax.write(p, work.b, work.h, at, r, sum);
       store_row(row_pointer<T>(p.out, work.b, work.h, at), out, r, factor, sum == 0, exists, columns);
-      scoring.write_centres(p, work.b, work.h, at, r, sum, exists);
+      scoring.write_centres(p, work.b, work.h, at, 0, r, sum, exists);
     }
   }
 };

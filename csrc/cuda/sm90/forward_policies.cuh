@@ -12,7 +12,7 @@ struct PlainPolicies {
   template <int kGroups>
   using Visibility = ArithmeticVisibility;
   template <class T, int kKeys>
-  using Scores = PlainScores<T, kKeys>;
+  using Scores = WithoutBiasTiles<PlainScores>;
   template <int kSteps>
   using Dropping = NoDropout<kSteps>;
 };
@@ -32,7 +32,7 @@ struct ForwardPolicies<Kind::kIntervals> : PlainPolicies {
 template <>
 struct ForwardPolicies<Kind::kScores> : PlainPolicies {
   template <class T, int kKeys>
-  using Scores = DistanceScores<T, kKeys>;
+  using Scores = WithoutBiasTiles<DistanceScores<T, kKeys>>;
 };
 template <>
 struct ForwardPolicies<Kind::kBias> : PlainPolicies {
@@ -44,7 +44,7 @@ struct ForwardPolicies<Kind::kGeneral> {
   template <int kGroups>
   using Visibility = IntervalVisibility<kGroups>;
   template <class T, int kKeys>
-  using Scores = GeneralScores<T, kKeys>;
+  using Scores = WithoutBiasTiles<GeneralScores<T, 1, kKeys>>;
   template <int kSteps>
   using Dropping = OptionalDropout<kSteps>;
 };

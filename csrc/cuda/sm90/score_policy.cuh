@@ -1,24 +1,13 @@
-// Policies of the Hopper forward (forward.cuh) for scores: how products become the logits of the softmax, and what is
-// summed up for the gradients of biases. A policy is a member of the consumer's object, and may hold registers there;
-// all lanes of a warp call its functions, and its branches are warp-uniform. T: the element type; kKeys: of a step.
-//   Rule                      the kernel's argument
+// The score policies of the Hopper forward (forward.cuh): those of ../common/score_policy.cuh and two more. T: the
+// element type; kKeys: of a step. Besides the functions that the other file lists, a policy here has:
 //   Maps                      tensor maps of the call
 //   kTileStages               of bias tiles in shared memory; 0: the producer loads none
 //   kBatchesTogether          as in each_forward_work
-//   start_tile()              before the tiles of keys of a tile of queries
-//   begin(kernel, work, n)    while the product of key tile n runs; its result goes to make_logits
-//   make_logits(...)          products become stored scores; returns the rule for OnlineSoftmax::weigh
 //   skip(kernel)              the warpgroup skips a key tile
-//   add_centres(...)          after the scores have become weights. sums: of this lane's weights of each row
-//   write_centres(...)        with the output of row r
 #pragma once
 
-#include <type_traits>
-
-#include "../common/bias_centres.cuh"
-#include "../common/general_scores.cuh"
 #include "../common/ring.cuh"
-#include "../common/scores.cuh"
+#include "../common/score_policy.cuh"
 #include "forward_bias.cuh"
 
 namespace flashattn_ext::sm90 {
@@ -30,80 +19,41 @@ struct BiasedForwardMaps : ForwardMaps {
   CUtensorMap bias;
 };
 
-// What most policies do not need.
-template <class T, int kKeys>
-struct ScoresAlone {
+// A policy without bias tiles.
+template <class Policy>
+struct WithoutBiasTiles : Policy {
   using Maps = ForwardMaps;
   static constexpr int kTileStages = 0;
   static constexpr bool kBatchesTogether = false;
 
   static void set_bias_map(const AttnParams&, Maps*, int) {}
-  __device__ __forceinline__ void start_tile() {}
-  template <class Kernel, class Work>
-  __device__ __forceinline__ Nothing begin(const Kernel&, const Work&, int) {
-    return {};
-  }
   template <class Kernel>
   __device__ __forceinline__ void skip(Kernel&) {}
-  template <class Kernel, class Work>
-  __device__ __forceinline__ void add_centres(const Kernel&, const Work&, int, const float (&)[2]) {}
-  __device__ __forceinline__ void write_centres(const AttnParams&, int, int, int64_t, int, float, bool) const {}
-};
-
-// No option of a score.
-template <class T, int kKeys>
-struct PlainScores : ScoresAlone<T, kKeys> {
-  using Rule = PlainScore<float, true>;
-
-  template <class Kernel, class Work>
-  __device__ __forceinline__ const Rule& make_logits(Kernel& kernel, const Work&, int, Nothing) {
-    store_scores(kernel.score_tile(), kernel.score);
-    return stored_rule(kernel.score);
-  }
-};
-
-// The centres of rows (bias_centres.cuh). Bias: DistanceBias or TileBias.
-template <class T, int kKeys, class Bias>
-struct CentredScores : ScoresAlone<T, kKeys> {
-  CentreSums centres;
-
-  template <class Kernel, class Work>
-  static __device__ __forceinline__ Bias bias(const Kernel& kernel, const Work& work, int n) {
-    return Bias(kernel.p, work.b, work.h, work.mask(kernel.p), work.row0 + kernel.warp_row, n * kKeys);
-  }
-  __device__ __forceinline__ void start_tile() { centres.start(); }
-  template <class Kernel, class Work>
-  __device__ __forceinline__ void add_centres(const Kernel& kernel, const Work& work, int n, const float (&sums)[2]) {
-    if (kernel.p.centres.data) centres.add(bias(kernel, work, n), 0, kernel.scores, sums, kernel.shrink);
-  }
-  __device__ __forceinline__ void write_centres(const AttnParams& p, int b, int h, int64_t at, int r, float sum,
-                                                bool exists) const {
-    if (p.centres.data) centres.write(row_pointer<float>(p.centres, b, h, at), r, sum, exists);
-  }
 };
 
 // Softcap, ALiBi or a relative bias: there are no loads for single scores.
 template <class T, int kKeys>
-struct DistanceScores : CentredScores<T, kKeys, DistanceBias<false, 1, kKeys / 8>> {
+struct DistanceScores : CentredScores<T, 1, DistanceBias<false, 1, kKeys / 8>> {
   using Rule = GeneralScore;
   using Bias = DistanceBias<false, 1, kKeys / 8>;
 
-  template <class Kernel, class Work>
-  __device__ __forceinline__ Bias begin(const Kernel& kernel, const Work& work, int n) {
-    return this->bias(kernel, work, n);
+  template <class Kernel, class Step>
+  __device__ __forceinline__ Bias begin(const Kernel& kernel, const Step& step) {
+    return kernel.template bias<Bias>(step);
   }
-  template <class Kernel, class Work>
-  __device__ __forceinline__ DistanceLogit make_logits(Kernel& kernel, const Work&, int, const Bias& bias) {
+  template <class Kernel, class Step>
+  __device__ __forceinline__ DistanceLogit make_logits(const Kernel& kernel, float (&x)[1][kKeys / 8][4], const Step&,
+                                                       const Bias& bias) {
     DistanceLogit logit;
-    kernel.score.template store<T>(kernel.score_tile());
-    logit.factor = bias.add(kernel.score_tile(), kernel.score.factor, logit.row);
+    kernel.score.template store<T>(x);
+    logit.factor = bias.add(x, kernel.score.factor, logit.row);
     return logit;
   }
 };
 
 // A 16-bit bias alone, whose tiles TMA brings (forward_bias.cuh).
 template <class T, int kKeys>
-struct BiasTileScores : ScoresAlone<T, kKeys> {
+struct BiasTileScores : UncentredScores {
   using Rule = GeneralScore;
   using Maps = BiasedForwardMaps;
   static constexpr int kTileStages = kBiasStages;
@@ -112,11 +62,11 @@ struct BiasTileScores : ScoresAlone<T, kKeys> {
   RingPosition<kBiasStages> at;
 
   static void set_bias_map(const AttnParams& p, Maps* maps, int queries) { maps->bias = bias_map(p, p.bias, queries); }
-  template <class Kernel, class Work>
-  __device__ __forceinline__ ScaledLogit make_logits(Kernel& kernel, const Work&, int, Nothing) {
+  template <class Kernel, class Step>
+  __device__ __forceinline__ ScaledLogit make_logits(Kernel& kernel, float (&x)[1][kKeys / 8][4], const Step&,
+                                                     Nothing) {
     ptx::barrier_wait(&kernel.shared.bias_full[at.stage], at.parity);
-    add_bias_tile(kernel.scores, kernel.shared.bias[at.stage], kernel.warp_row + kernel.g(),
-                  kernel.score.softmax_scale);
+    add_bias_tile(x[0], kernel.shared.bias[at.stage], kernel.warp_row + kernel.g(), kernel.score.softmax_scale);
     release_tile(kernel);
     return {kLog2E<float>};
   }
@@ -132,27 +82,6 @@ struct BiasTileScores : ScoresAlone<T, kKeys> {
     __syncwarp();
     release(kernel.shared.bias_empty[at.stage]);
     at.advance();
-  }
-};
-
-// Every option, found out at run time. Biases of single scores are loaded ahead of the wait for the product; the rest
-// is recomputed rather than kept in registers.
-template <class T, int kKeys>
-struct GeneralScores : CentredScores<T, kKeys, TileBias<T, false, 1, kKeys / 8>> {
-  using Rule = GeneralScore;
-
-  typename TileBias<T, false, 1, kKeys / 8>::Ahead ahead;
-
-  template <class Kernel, class Work>
-  __device__ __forceinline__ Nothing begin(const Kernel& kernel, const Work& work, int n) {
-    this->bias(kernel, work, n).load_ahead(ahead);
-    return {};
-  }
-  template <class Kernel, class Work>
-  __device__ __forceinline__ StoredLogit make_logits(Kernel& kernel, const Work& work, int n, Nothing) {
-    kernel.score.template make_logits<T>(kernel.score_tile());
-    this->bias(kernel, work, n).add(kernel.score_tile(), ahead);
-    return {};
   }
 };
 
