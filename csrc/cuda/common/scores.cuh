@@ -259,9 +259,8 @@ __device__ __forceinline__ void weigh_and_differentiate(float (&weights)[kKeyTil
 // The same for one 16-key tile, with weights packed into 16 bits: packed, they are operands of the product for dv and
 // take half the registers. `weigh` and `differentiate` are separate, because products run in between; stored scores are
 // not kept from one to the other.
-template <class T, int kQueries, Kind kKind>
+template <class T, int kQueries, bool kDropout>
 struct PackedScores {
-  static constexpr bool kDropout = can_drop(kKind);
   using Core = TensorCore<T>;
   static constexpr int kTiles = kQueries / 8, kSteps = kQueries / 16;
   using Scores = float[kTiles][4];
@@ -316,7 +315,7 @@ struct PackedScores {
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) kept[step][i] = kDropout ? Core::not_negative(weights[step][i]) : weights[step][i];
+      for (int i = 0; i < 4; ++i) kept[step][i] = Core::not_negative(weights[step][i]);
     }
   }
 

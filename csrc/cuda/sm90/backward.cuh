@@ -8,9 +8,8 @@
 
 #include <type_traits>
 
-#include "backward_bias.cuh"
 #include "backward_lockstep.cuh"
-#include "backward_scores.cuh"
+#include "backward_policies.cuh"
 #include "backward_step.cuh"
 #include "backward_wide.cuh"
 #include "dq_adder.cuh"
@@ -21,15 +20,17 @@ namespace flashattn_ext::sm90 {
 template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
 struct Backward {
   using Element = T;
-  using Work = BackwardWorkOf<kKind>;
+  using Policies = BackwardPolicies<kKind>;
+  using Visibility = typename Policies::Visibility;
+  using Dropping = typename Policies::Dropping;
+  using Work = typename Visibility::Work;
   using Walk = QueryWalk<true>;
-  using Workspace = WorkspaceOf<kKind>;
-  static constexpr bool kBias = kKind == Kind::kBias, kScored = can_score(kKind) && !kBias;
-  using Maps = std::conditional_t<kBias, BiasedBackwardMaps, BackwardMaps>;
-  static constexpr bool kDropout = can_drop(kKind), kMasks = can_mask(kKind);
   static constexpr BackwardTile kTile = tile_of<kernel_table::kSm90Backward, T, kHeadDim, kKind, kHeadDimV>();
-  using Scores = PackedScores<T, kTile.queries, kKind>;
-  using DistanceScores = PackedDistanceScores<T, Scores::kTiles * 8>;
+  using Scores = PackedScores<T, kTile.queries, Dropping::kDrops>;
+  using Gradients = typename Policies::template Gradients<T, Scores>;
+  using Workspace = typename Gradients::Workspace;
+  using Maps = typename Gradients::Maps;
+  static constexpr bool kMasks = Visibility::kHasIntervals;
   using Layout = DqLayout<T, kHeadDim, kTile.is_wide()>;
   static constexpr RegisterBudget kRegisters = kBackwardRegisters;
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
@@ -40,8 +41,7 @@ struct Backward {
   // warpgroup at a time.
   static constexpr bool kIsTight = kHeadDim == 144, kDoutApart = kIsTight;  // apart: dout has stages of its own
   static constexpr int kDoutStages = kIsTight ? 1 : kStages, kDqParts = kIsTight ? 1 : 2;
-  static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kInspectors = 2;
-  static constexpr int kAdders = kBias ? 2 : 1;  // warps that add dq
+  static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kInspectors = kMasks ? 2 : 0;
   static constexpr int kPanels = panels(kHeadDim), kValuePanels = panels(kHeadDimV),
                        kScorePanels = kQueries / kPanelColumns;
   static constexpr int kColumnTiles = kHeadDim / 8, kDqTiles = Layout::kQueryColumnTiles;
@@ -65,10 +65,11 @@ struct Backward {
     T dscores[kDscoreBuffers][kScorePanels][kKeys][kPanelColumns];  // dS^T: [keys][queries]
     DqPart<kDqTiles> dq[kDqParts];                                  // through part_of
     float lse[kStages][kQueries], delta[kStages][kQueries];
-    T bias[kBias ? kStages : 0][kKeys / 64][kQueries][kPanelColumns];
-    float centres[kScored ? kStages : 0][kCentres][kQueries];  // row centres, for the gradients of biases
+    T bias[Gradients::kHasBias ? kStages : 0][kKeys / 64][kQueries][kPanelColumns];
+    float centres[Gradients::kHasCentres ? kStages : 0][kCentres]
+                 [kQueries];  // row centres, for the gradients of biases
     PhiloxKey philox;
-    typename Scores::Kept kept[kDropout ? 2 : 0];  // one for each warpgroup
+    typename Scores::Kept kept[Dropping::kDrops ? 2 : 0];  // one for each warpgroup
     Work work[kWorkStages];
     int added_before[kMasks ? kStepsKept : 0];
     EarlierKeyTile before[kMasks ? 1 : 0];  // for the inspector warps
@@ -87,23 +88,23 @@ struct Backward {
   static_assert(kOrder != BackwardOrder::kLockstep || (kKind == Kind::kPlain && kQueries == 64 && !kIsTight));
 
   static __device__ void init(Shared& shared, const AttnGradParams& p) {
-    if (kDropout) shared.philox = Dropout(p, 0).key;
+    if (Dropping::kDrops) shared.philox = Dropping::key(p);
     for (int i = 0; i < kKeyStages; ++i) {
       ptx::barrier_init(&shared.k_full[i], 1);
       ptx::barrier_init(&shared.v_full[i], 1);
       ptx::barrier_init(&shared.keys_empty[i], kWarps);
     }
     for (int i = 0; i < kStages; ++i) {
-      ptx::barrier_init(&shared.q_full[i], kQueryArrivals<kBias>);
+      ptx::barrier_init(&shared.q_full[i], kQueryArrivals<Gradients>);
       if (i < kDoutStages) ptx::barrier_init(&shared.dout_full[i], 1);
-      ptx::barrier_init(&shared.queries_empty[i], kWarps * 32 + (kMasks ? kInspectors : 0));
+      ptx::barrier_init(&shared.queries_empty[i], kWarps * 32 + kInspectors);
     }
     for (ptx::Barrier& barrier : shared.dout_empty) ptx::barrier_init(&barrier, kWarps * 32);
     for (int i = 0; i < kWorkStages; ++i) {
       ptx::barrier_init(&shared.work_full[i], 1);
-      ptx::barrier_init(&shared.work_empty[i], kWarps * 32 + kAdders + (kMasks ? kInspectors : 0));
+      ptx::barrier_init(&shared.work_empty[i], kWarps * 32 + Gradients::kAdders + kInspectors);
     }
-    init_inspections<Backward>(shared);
+    Visibility::template init<Backward>(shared);
   }
 
   // The producer warpgroup: one warp loads, one adds dq to the workspace (two with a bias), and the last two inspect
@@ -113,12 +114,8 @@ struct Backward {
     if (threadIdx.x < kGroupThreads) {
       ptx::give_registers<kRegisters.producer>();
       const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
-      if (kBias ? warp == 1 || warp == 2 : warp == 1) {
-        if constexpr (kBias) {
-          BiasGradientAdder<Backward>{{shared, p, workspace}, maps, warp - 1}.add_tiles();
-        } else {
-          DqAdder<Backward>{shared, p, workspace}.add_tiles();
-        }
+      if (warp >= 1 && warp <= Gradients::kAdders) {
+        typename Gradients::template Adder<Backward>(shared, p, workspace, maps, warp - 1).add_tiles();
       } else {
         load_or_inspect<Backward>(shared, p, workspace, maps, grid);
       }
@@ -139,10 +136,7 @@ struct Backward {
   int buffer = 0;  // index into shared.dscores of the buffer written last
   float dk[kColumnTiles][4], dv[kHeadDimV / 8][4];
   typename Scores::Packed weights;
-  std::conditional_t<kScored, typename Scores::Packed, Nothing>
-      slopes;  // with softcap: its derivatives at these scores
-  std::conditional_t<kScored, BiasSums<1, false>, Nothing> bias_sums;
-  std::conditional_t<kBias, bool, Nothing> bias_hides;  // whether the bias hides some of these scores with -inf
+  Gradients gradients;
 
   __device__ __forceinline__ Backward(Shared& shared, const AttnGradParams& params, const Workspace& workspace,
                                       int group)
@@ -185,31 +179,23 @@ struct Backward {
   // With a single dq buffer (kDqParts == 1) a warpgroup writes after the adder has read the dq that the other one wrote
   // in the phase before.
   __device__ __forceinline__ void walk_queries(const Work& work) {
-    Limits unmasked;
-    if constexpr (kMasks) {
-      unmasked = work.unmasked[group];
-    } else if constexpr (kScored) {
-      // The zero rows after the last query get biases too, so they must be masked.
-      unmasked = row_mask(work).rows_of_all(work.key0 + group * 64, work.key0 + group * 64 + 64);
-    } else {
-      unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64);
-    }
+    Limits unmasked =
+        Visibility::unmasked(work, group, [&] { return Gradients::unmasked(p, work, work.key0 + group * 64); });
     unmasked = {uniform(unmasked.begin), uniform(unmasked.end)};
-    Limits whole{};  // steps at other queries must wait for their inspection
-    if constexpr (kMasks) whole = {uniform(work.whole.begin), p.deterministic ? 0 : uniform(work.whole.end)};
+    const Limits whole = Visibility::whole(p, work);
     Walk now(p, work, static_cast<int>(p.group_size()));
     float scores[kQueries / 8][4], dq[kDqTiles][4];
-    await<Backward>(shared.k_full, shared.keys_inspected, keys);
+    Visibility::await(shared.k_full, shared.keys_inspected, keys);
     clear_tail_of_keys(work);
     await_queries(now, whole);
     draw(work, now);
     await_phase();
     score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
     pass_phase();
-    const auto biases = begin_biases(work, now);
+    const auto begun = gradients.begin(*this, work, now);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
-    weigh(scores, work, now, unmasked, biases);
+    weigh(scores, work, now, unmasked, begun);
     ptx::barrier_wait(&shared.v_full[keys.stage], keys.parity);
     typename Scores::Packed packed;
     while (now.left > 1) {
@@ -229,11 +215,11 @@ struct Backward {
       pass_phase();
       write(shared.part_of(group), dq, group);
       if (!hands_over_late()) hand_over(group);
-      const auto biases = begin_biases(work, now);
+      const auto begun = gradients.begin(*this, work, now);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       ptx::barrier_arrive(&shared.queries_empty[stage]);
-      weigh(scores, work, now, unmasked, biases);
+      weigh(scores, work, now, unmasked, begun);
       if (hands_over_late()) hand_over(group);
     }
     differentiate(packed, work, now, unmasked);
@@ -266,7 +252,7 @@ struct Backward {
   // One buffer of dS^T is enough. A warpgroup writes it after its second phase of a step. The other warpgroup starts
   // that phase by its signal, which it sends after its last product of the step before is complete.
   __device__ __forceinline__ void walk_in_three_phases(const Work& work) {
-    static_assert(!kMasks && !kScored && !kBias && !kDropout && kQueries == 64 && kDqTiles == 12);
+    static_assert(kKind == Kind::kPlain && kQueries == 64 && kDqTiles == 12);
     Limits unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64);
     unmasked = {uniform(unmasked.begin), uniform(unmasked.end)};
     ptx::barrier_wait(&shared.k_full[keys.stage], keys.parity);
@@ -323,17 +309,12 @@ struct Backward {
 
   __device__ __forceinline__ void await_queries(const Walk& now, const Limits& whole) {
     ptx::barrier_wait(&shared.q_full[queries.stage], queries.parity);
-    if constexpr (kMasks) {
-      if (is_partial<Backward>(whole, now.m)) {
-        ptx::barrier_wait(&shared.queries_inspected[queries.stage], queries.parity);
-      }
-    }
+    Visibility::await_inspection(*this, whole, now.m);
   }
 
   // The phase of the products dP^T and dv += P^T dO. Then dP^T becomes dS^T, in `packed` and in shared memory.
   __device__ __forceinline__ void differentiate(typename Scores::Packed& packed, const Work& work, const Walk& now,
                                                 const Limits& unmasked) {
-    const int stage = queries.stage;
     float dscores[kQueries / 8][4];
     auto& at = dout_position();
     auto& dout = shared.dout[at.stage];
@@ -341,30 +322,12 @@ struct Backward {
     clear_tail_of_queries(work, now);
     await_phase();
     score_product<kHeadDimV>(dscores, shared.v[keys.stage], group * 64, dout);
-    if constexpr (kDropout) {
-      typename Scores::Packed kept;
-      Scores::keep(kept, weights);
-      accumulate(dv, kept, dout);
-    } else {
-      accumulate(dv, weights, dout);
-    }
+    typename Scores::Packed space;
+    accumulate(dv, Dropping::template kept<Scores>(weights, &space), dout);
     pass_phase();
     ptx::wgmma_wait<1>();
     ptx::hold(dscores);
-    if constexpr (kScored) {
-      const auto biases = bias(work, now);
-      const bool hides = Scores::is_masked(unmasked, now.m * kQueries) || biases.range != Reached::kNone;
-      typename DistanceScores::BiasGradient gradient{p,      biases, workspace, {shared.centres[stage]},
-                                                     work.b, now.h,  true,      bias_sums};
-      DistanceScores::differentiate(dscores, weights, slopes, workspace.score, gradient, shared.delta[stage], hides);
-      if (uniform(static_cast<int>(now.ends_head()))) end_head(work, now.h);
-    } else if constexpr (kBias) {
-      Scores::differentiate(dscores, weights, ScaledLogit{}, shared.delta[stage],
-                            Scores::is_masked(unmasked, now.m * kQueries) || bias_hides);
-    } else {
-      Scores::differentiate(dscores, weights, workspace.score, shared.delta[stage],
-                            Scores::is_masked(unmasked, now.m * kQueries));
-    }
+    gradients.differentiate(*this, dscores, work, now, Scores::is_masked(unmasked, now.m * kQueries));
     pack_scores<T>(packed, dscores);
     buffer = buffer == kDscoreBuffers - 1 ? 0 : buffer + 1;
     store_panels(shared.dscores[buffer], warp_key, packed);
@@ -375,11 +338,7 @@ struct Backward {
       ptx::barrier_arrive(&shared.dout_empty[at.stage]);
       at.advance();
     }
-    if constexpr (kBias) {
-      if (p.dbias.data) {
-        hand_over_bias_gradient<T>(shared.dq[group], dscores, packed, group, p.dbias.dtype == DType::kFloat32);
-      }
-    }
+    gradients.hand_over(*this, dscores, packed);
   }
 
   // This warpgroup's part of dq = dS K, for this step (lag 0) or the step before (lag 1).
@@ -410,57 +369,17 @@ struct Backward {
   }
 
   // Turns scores into packed weights.
-  template <class Biases>
+  template <class Begun>
   __device__ __forceinline__ void weigh(float (&scores)[kQueries / 8][4], const Work& work, const Walk& now,
-                                        const Limits& unmasked, [[maybe_unused]] const Biases& biases) {
-    const int row0 = now.m * kQueries, key = work.key0 + warp_key;
-    if constexpr (kScored) {
-      DistanceScores::weigh(
-          weights, slopes, scores, workspace.score, biases, shared.lse[queries.stage],
-          Scores::is_masked(unmasked, row0), [&] { return row_mask(work); }, row0, key);
-    } else if constexpr (kBias) {
-      bias_hides =
-          add_bias_panel(scores, shared.bias[queries.stage][group], warp_key % 64, workspace.score.softmax_scale);
-      Scores::weigh(
-          weights, scores, ScaledLogit{kLog2E<float>}, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
-          [&] { return visible(p, work, now.h); }, row0, key);
-    } else {
-      Scores::weigh(
-          weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
-          [&] { return visible(p, work, now.h); }, row0, key);
-    }
-    if constexpr (kDropout) Scores::drop(weights, shared.kept[group], warp_key / 16 % 4);
+                                        const Limits& unmasked, const Begun& begun) {
+    gradients.weigh(*this, scores, work, now, Scores::is_masked(unmasked, now.m * kQueries), begun);
+    Dropping::template drop<Scores>(weights, &shared.kept[group], warp_key / 16 % 4);
   }
   // Draws the dropout mask of the next weights, for all warps of the warpgroup. A phase lies between the last use of
   // shared.kept and this call, and another between this call and the next use.
   __device__ __forceinline__ void draw(const Work& work, const Walk& next) {
-    if constexpr (kDropout) {
-      Scores::draw(shared.kept[group], Dropout(shared.philox, p, work.b), p.origin, next.h, work.key0 + group * 64,
-                   next.m * kQueries);
-    }
-  }
-
-  // The biases of this warp's scores in a step. Recomputed rather than kept in registers.
-  __device__ __forceinline__ typename DistanceScores::Bias bias(const Work& work, const Walk& now) const {
-    return {p, uniform(work.b), now.h, row_mask(work), now.m * kQueries, uniform(work.key0) + warp_key};
-  }
-  // Prefetches the biases, before waiting for the score product.
-  __device__ __forceinline__ auto begin_biases(const Work& work, const Walk& now) const {
-    if constexpr (kScored) {
-      return bias(work, now);
-    } else {
-      return Nothing{};
-    }
-  }
-  // Calls with an origin never come here (kind.h), so the mask is the unplaced one.
-  __device__ __forceinline__ UnplacedMask32 row_mask(const Work& work) const {
-    return {p, uniform(work.length_q), uniform(work.length_k)};
-  }
-  // Adds this warp's sums over a head's scores to the gradients of biases.
-  __device__ __forceinline__ void end_head(const Work& work, int h) {
-    const int64_t tile = workspace.first_key_tile(p, work.b, key_sequence(p, work.b)) + work.n;
-    flashattn_ext::end_head(bias_sums, p, workspace, work.b, h, tile, warp_key / 16,
-                            work.key0 + warp_key + static_cast<int>(threadIdx.x) % 32 / 4, work.length_k);
+    Dropping::template draw<Scores>(&shared.kept[group], shared.philox, p, work.b, next.h, work.key0 + group * 64,
+                                    next.m * kQueries);
   }
 
   // Rows after the end of a packed sequence belong to another sequence: weights of 0 would still propagate its NaNs.
@@ -490,7 +409,7 @@ __device__ __forceinline__ void run_backward(const AttnGradParams& p, const type
   typename Kernel::Shared& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&maps.q, &maps.k, &maps.v, &maps.dout}) ptx::prefetch_tensor_map(map);
-    if constexpr (Kernel::kBias) ptx::prefetch_tensor_map(&maps.bias);
+    Kernel::Gradients::prefetch_map(maps);
     Kernel::init(shared, p);
     ptx::fence_barrier_init();
   }
@@ -523,11 +442,11 @@ using BackwardOf =
                        WideBackward<T, kHeadDim, kKind, kHeadDimV>, Backward<T, kHeadDim, kKind, kHeadDimV>>;
 
 template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
-WorkspaceOf<kKind> backward_workspace(const AttnGradParams& p) {
-  using Layout = typename BackwardOf<T, kHeadDim, kKind, kHeadDimV>::Layout;
+auto backward_workspace(const AttnGradParams& p) {
+  using Kernel = BackwardOf<T, kHeadDim, kKind, kHeadDimV>;
+  using Layout = typename Kernel::Layout;
   const BackwardWorkspace base(p, Layout::kTileRows, Layout::kTileFloats, Layout::kOrderedParts);
-  return WorkspaceOf<kKind>::complete(p, base,
-                                      tile_of<kernel_table::kSm90Backward, T, kHeadDim, kKind, kHeadDimV>().keys, 8);
+  return Kernel::Workspace::complete(p, base, Kernel::kKeys, 8);
 }
 
 template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
@@ -537,7 +456,7 @@ size_t backward_bytes(const AttnGradParams& p) {
 
 template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
 void backward(const AttnGradParams& p) {
-  const WorkspaceOf<kKind> workspace = backward_workspace<T, kHeadDim, kKind, kHeadDimV>(p);
+  const auto workspace = backward_workspace<T, kHeadDim, kKind, kHeadDimV>(p);
   launch_prepare<T>(p, workspace);
   using Kernel = BackwardOf<T, kHeadDim, kKind, kHeadDimV>;
   if constexpr (Kernel::kPaired) {

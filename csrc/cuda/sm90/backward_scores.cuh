@@ -11,7 +11,7 @@ namespace flashattn_ext::sm90 {
 
 template <class T, int kQueries>
 struct PackedDistanceScores {
-  using Packing = PackedScores<T, kQueries, Kind::kScores>;
+  using Packing = PackedScores<T, kQueries, false>;
   using Core = TensorCore<T>;
   using Scores = typename Packing::Scores;
   using Packed = typename Packing::Packed;

@@ -4,26 +4,26 @@
 // allow. docs/sm90_backward.md.
 #pragma once
 
+#include "backward_policies.cuh"
 #include "backward_step.cuh"
 
 namespace flashattn_ext::sm90 {
 
 template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
 struct WideBackward {
-  using Work = BackwardWorkOf<kKind>;
+  using Visibility = typename BackwardPolicies<kKind>::Visibility;
+  using Dropping = typename BackwardPolicies<kKind>::Dropping;
+  using Work = typename Visibility::Work;
   using Walk = QueryWalk<false>;
-  static constexpr bool kScored = false, kDropout = can_drop(kKind), kMasks = can_mask(kKind);
+  static constexpr bool kMasks = Visibility::kHasIntervals;
   using Layout = DqLayout<T, kHeadDim, true>;
-  using Workspace = BackwardWorkspace;
-  using Maps = BackwardMaps;
   static constexpr BackwardTile kTile = tile_of<kernel_table::kSm90Backward, T, kHeadDim, kKind, kHeadDimV>();
   static constexpr WideRegisterBudget kRegisters = wide_register_budget(kHeadDim);
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages;
   static constexpr int kWorkStages = 2, kBuffers = 2;  // kBuffers: of P^T and of dS^T
   static constexpr int kThreads = 4 * kGroupThreads, kGroupWarps = 4;
-  static constexpr int kInspectors = 3;
-  static constexpr bool kBias = false;
+  static constexpr int kInspectors = kMasks ? 3 : 0;
   static constexpr bool kPaired = is_paired(kHeadDim);  // pair.cuh
   static constexpr bool kDoutApart = kPaired;           // dout has stages of its own
   static constexpr int kBlocks = kPaired ? 2 : 1;
@@ -36,7 +36,10 @@ struct WideBackward {
   // A thread block of 512 threads starts with 128 registers per thread, and the compiler requires the operands of one
   // instruction to fit in them.
   static constexpr int kMostTiles = 24;
-  using Scores = PackedScores<T, kQueries, kKind>;
+  using Scores = PackedScores<T, kQueries, Dropping::kDrops>;
+  using Gradients = PlainGradients<Scores>;
+  using Workspace = typename Gradients::Workspace;
+  using Maps = typename Gradients::Maps;
 
   // Tiles have the layout of common/panels.cuh. A `full` barrier signals that a stage has arrived, an `empty` barrier
   // that it may be overwritten.
@@ -48,7 +51,7 @@ struct WideBackward {
     T dscores[kBuffers][1][kKeys][kPanelColumns];           // dS^T: [keys][queries]
     uint4 weights[kBuffers][kQueries / 16][kGroupThreads];  // P^T, as each thread's registers
     float lse[kStages][kQueries], delta[kStages][kQueries];
-    typename Scores::Kept kept[kDropout ? kBuffers : 0];
+    typename Scores::Kept kept[Dropping::kDrops ? kBuffers : 0];
     Work work[kWorkStages];
     int added_before[kMasks ? kStepsKept : 0];
     EarlierKeyTile before[kMasks ? 1 : 0];  // for the inspector warps
@@ -72,9 +75,9 @@ struct WideBackward {
       ptx::barrier_init(&shared.keys_empty[i], 3 * kGroupWarps);
     }
     for (int i = 0; i < kStages; ++i) {
-      ptx::barrier_init(&shared.q_full[i], kQueryArrivals<kBias>);
+      ptx::barrier_init(&shared.q_full[i], kQueryArrivals<Gradients>);
       if (i < kDoutStages) ptx::barrier_init(&shared.dout_full[i], 1);
-      ptx::barrier_init(&shared.queries_empty[i], 2 * kGroupThreads + (kMasks ? kInspectors : 0));
+      ptx::barrier_init(&shared.queries_empty[i], 2 * kGroupThreads + kInspectors);
     }
     if constexpr (kPaired) {
       for (ptx::Barrier& barrier : shared.dout_empty) ptx::barrier_init(&barrier, 2 * kGroupThreads);
@@ -90,9 +93,9 @@ struct WideBackward {
     }
     for (int i = 0; i < kWorkStages; ++i) {
       ptx::barrier_init(&shared.work_full[i], 1);
-      ptx::barrier_init(&shared.work_empty[i], 3 * kGroupThreads + (kMasks ? kInspectors : 0));
+      ptx::barrier_init(&shared.work_empty[i], 3 * kGroupThreads + kInspectors);
     }
-    init_inspections<WideBackward>(shared);
+    Visibility::template init<WideBackward>(shared);
   }
 
   static __device__ void run(Shared& shared, const AttnGradParams& p, const BackwardWorkspace& workspace,
@@ -145,12 +148,7 @@ struct WideBackward {
       works.advance();
     }
     __device__ __forceinline__ Limits unmasked_queries(const Work& work) const {
-      Limits unmasked;
-      if constexpr (kMasks) {
-        unmasked = work.unmasked[0];
-      } else {
-        unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0, kKeys);
-      }
+      const Limits unmasked = Visibility::unmasked(work, 0, [&] { return Gradients::unmasked(p, work, work.key0); });
       return {uniform(unmasked.begin), uniform(unmasked.end)};
     }
     // The ring position of dout of the current queries: the stage of the queries, or in pairs its own.
@@ -189,18 +187,17 @@ struct WideBackward {
   // The first warpgroup: P^T, and dv = P^T dO.
   struct ValueGradient : Group {
     using Group::shared, Group::p, Group::workspace, Group::keys, Group::queries, Group::weights_at, Group::warp_key;
-    Dropout dropout;
+    PhiloxKey philox;
     int kept_buffer = 0;  // index of the next buffer in shared.kept
     float dv[kValueColumns / 8][4];
     typename Scores::Packed weights;
 
     __device__ __forceinline__ ValueGradient(Shared& shared, const AttnGradParams& params,
                                              const BackwardWorkspace& workspace, int group)
-        : Group(shared, params, workspace, group), dropout(kDropout ? Dropout(params, 0) : Dropout()) {}
+        : Group(shared, params, workspace, group), philox(Dropping::key(params)) {}
 
     __device__ __forceinline__ void compute_tiles() {
       while (const Work* const work = this->receive()) {
-        dropout.batch = Dropout::batch_of(p, work->b);
         set_zero(dv);
         if (uniform(work->tiles) > 0) walk_queries(*work);
         store_keys<T>(p.dv, *work, work->key0 + warp_key, dv, workspace.keep_scale, p.head_dim_v, this->column());
@@ -211,7 +208,7 @@ struct WideBackward {
     __device__ __forceinline__ void walk_queries(const Work& work) {
       const Limits unmasked = this->unmasked_queries(work);
       Walk now(p, work, static_cast<int>(p.group_size()));
-      await<WideBackward>(shared.k_full, shared.keys_inspected, keys);
+      Visibility::await(shared.k_full, shared.keys_inspected, keys);
       weigh_next(work, now, unmasked);
       while (now.left > 1) {
         const int stage = queries.stage;
@@ -235,20 +232,20 @@ struct WideBackward {
 
     __device__ __forceinline__ void weigh_next(const Work& work, const Walk& now, const Limits& unmasked) {
       float scores[kQueries / 8][4];
-      await<WideBackward>(shared.q_full, shared.queries_inspected, queries);
+      Visibility::await(shared.q_full, shared.queries_inspected, queries);
       score_product<kColumns>(scores, shared.k[keys.stage], 0, shared.q[queries.stage]);
       const int row0 = now.m * kQueries, key = work.key0 + warp_key;
-      if constexpr (kDropout) Scores::draw(shared.kept[kept_buffer], dropout, p.origin, now.h, work.key0, row0);
+      Dropping::template draw<Scores>(&shared.kept[kept_buffer], philox, p, work.b, now.h, work.key0, row0);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       if constexpr (kPaired) shared.score_parts[0].exchange(scores, &this->parts_parity);
       Scores::weigh(
           weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
           [&] { return visible(p, work, now.h); }, row0, key);
-      if constexpr (kDropout) {
+      if (Dropping::kDrops) {
         // The other buffer is free for the next step: all warps have passed this barrier since they read it.
         ptx::named_barrier_sync(kWideGroup + this->group - 1, kGroupThreads);
-        Scores::drop(weights, shared.kept[kept_buffer], warp_key / 16);
+        Dropping::template drop<Scores>(weights, &shared.kept[kept_buffer], warp_key / 16);
         kept_buffer ^= 1;
       }
     }
@@ -263,15 +260,11 @@ struct WideBackward {
       }
       ptx::barrier_arrive(&shared.weights_full[weights_at.stage]);
       weights_at.advance();
-      await<WideBackward>(shared.dout_full, shared.queries_inspected, this->douts());
+      Visibility::await(shared.dout_full, shared.queries_inspected, this->douts());
       this->clear_tail(shared.dout[this->douts().stage], work.length_q - now.m * kQueries);
-      if constexpr (kDropout) {
-        typename Scores::Packed kept;
-        Scores::keep(kept, weights);
-        accumulate<kMostTiles>(dv, kept, shared.dout[this->douts().stage]);
-      } else {
-        accumulate<kMostTiles>(dv, weights, shared.dout[this->douts().stage]);
-      }
+      typename Scores::Packed space;
+      auto& kept = Dropping::template kept<Scores>(weights, &space);
+      accumulate<kMostTiles>(dv, kept, shared.dout[this->douts().stage]);
     }
   };
 
@@ -296,7 +289,7 @@ struct WideBackward {
       const Limits unmasked = this->unmasked_queries(work);
       Walk now(p, work, static_cast<int>(p.group_size()));
       float dscores[kQueries / 8][4];
-      await<WideBackward>(shared.v_full, shared.keys_inspected, keys);
+      Visibility::await(shared.v_full, shared.keys_inspected, keys);
       start_scores(dscores);
       finish_scores(dscores);
       while (now.left > 1) {
@@ -319,7 +312,7 @@ struct WideBackward {
     }
 
     __device__ __forceinline__ void start_scores(float (&dscores)[kQueries / 8][4]) {
-      await<WideBackward>(shared.dout_full, shared.queries_inspected, this->douts());
+      Visibility::await(shared.dout_full, shared.queries_inspected, this->douts());
       score_product<kValueColumns>(dscores, shared.v[keys.stage], 0, shared.dout[this->douts().stage]);
     }
 
@@ -342,7 +335,7 @@ struct WideBackward {
       }
       ptx::barrier_arrive(&shared.weights_empty[weights_at.stage]);
       weights_at.advance();
-      await<WideBackward>(shared.q_full, shared.queries_inspected, queries);
+      Visibility::await(shared.q_full, shared.queries_inspected, queries);
       Scores::differentiate(dscores, weights, workspace.score, shared.delta[queries.stage],
                             Scores::is_masked(unmasked, now.m * kQueries));
       pack_scores<T>(weights, dscores);
@@ -361,7 +354,6 @@ struct WideBackward {
     using Group::Group;
     using Group::shared, Group::p, Group::workspace, Group::keys, Group::dscores_at, Group::warp_key;
     static constexpr int kQueries = WideBackward::kQueries, kKeys = WideBackward::kKeys;
-    static constexpr bool kMasks = WideBackward::kMasks;
     int step = 0;  // steps of this thread block so far
 
     __device__ __forceinline__ void compute_tiles() {
@@ -372,7 +364,7 @@ struct WideBackward {
     }
 
     __device__ __forceinline__ void walk_queries(const Work& work) {
-      await<WideBackward>(shared.k_full, shared.keys_inspected, keys);
+      Visibility::await(shared.k_full, shared.keys_inspected, keys);
       this->clear_tail(shared.k[keys.stage], work.length_k - work.key0);
       for (Walk now(p, work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
         const int64_t tile = now.h * workspace.tiles + work.dq_tile + now.m * (kQueries / Layout::kTileRows);
@@ -382,8 +374,8 @@ struct WideBackward {
         float* const to = Layout::fragment(workspace, tile, warp_key / 16, half * kColumnTiles);
         ptx::barrier_wait(&shared.dscores_full[dscores_at.stage], dscores_at.parity);
         const DqOrder order{workspace.dq_added + tile * kBlocks + half, this->thread() == 0,
-                            [&] { return added_before(*this, work, now.m, step); },
-                            [&] { return added_after(*this, work, now.m, step); },
+                            [&] { return Visibility::added_before(*this, work, now.m, step); },
+                            [&] { return Visibility::added_after(*this, work, now.m, step); },
                             [&] { ptx::named_barrier_sync(kWideGroup + this->group - 1, kGroupThreads); }};
         if (p.deterministic) order.await_earlier_keys();
 #pragma unroll

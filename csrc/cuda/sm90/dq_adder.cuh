@@ -37,13 +37,18 @@ template <class Kernel>
 struct DqAdder {
   using Layout = typename Kernel::Layout;
   static constexpr int kQueries = Kernel::kQueries, kKeys = Kernel::kKeys;
-  static constexpr bool kMasks = Kernel::kMasks;
+  using Visibility = typename Kernel::Visibility;
 
   typename Kernel::Shared& shared;
   const AttnGradParams& p;
   const BackwardWorkspace& workspace;
   RingPosition<Kernel::kWorkStages> works;
   int step = 0;  // steps of this thread block so far
+
+  // The warp is one of several in kernels with a bias (backward_bias.cuh), which use the last two arguments.
+  __device__ DqAdder(typename Kernel::Shared& shared, const AttnGradParams& p, const BackwardWorkspace& workspace,
+                     const typename Kernel::Maps&, int)
+      : shared(shared), p(p), workspace(workspace) {}
 
   __device__ void add_tiles() {
     for (int part = 0; part < Kernel::kDqParts; ++part) ptx::named_barrier_arrive(kDqEmpty + part, kDqThreads);
@@ -122,8 +127,9 @@ struct DqAdder {
 
   template <class Step>
   __device__ __forceinline__ auto order(const BackwardWork& work, const Step& now) const {
-    return DqOrder{workspace.dq_added + tile(work, now), true, [&] { return added_before(*this, work, now.m, step); },
-                   [&] { return added_after(*this, work, now.m, step); }, [] {}};
+    return DqOrder{workspace.dq_added + tile(work, now), true,
+                   [&] { return Visibility::added_before(*this, work, now.m, step); },
+                   [&] { return Visibility::added_after(*this, work, now.m, step); }, [] {}};
   }
   template <class Step>
   __device__ __forceinline__ void await_earlier_keys(const BackwardWork& work, const Step& now) const {

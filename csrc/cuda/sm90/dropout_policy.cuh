@@ -1,5 +1,5 @@
-// Policies of the Hopper forward (forward.cuh) for dropout. A policy is a member of the consumer's object, and may hold
-// registers there; all lanes of a warp call its functions, and its branches are warp-uniform:
+// Policies of the Hopper forward (forward.cuh, forward_large.cuh) for dropout. A policy is a member of the consumer's
+// object, and may hold registers there; all lanes of a warp call its functions, and its branches are warp-uniform:
 //   Generator                 the generator of a thread; start_tile(p, b) before the key tiles of a query tile
 //   draw_under_products(...)  while products are in flight: the compiler interleaves the generator with their issue,
 //                             which costs less than drawing afterwards

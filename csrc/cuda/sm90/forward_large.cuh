@@ -9,8 +9,6 @@
 #pragma once
 
 #include "../common/device.h"
-#include "../common/dropout.cuh"
-#include "../common/kind.h"
 #include "../common/launch.cuh"
 #include "../common/panels.cuh"
 #include "../common/ring.cuh"
@@ -19,6 +17,7 @@
 #include "../common/tensor_map.h"
 #include "../common/tile_order.cuh"
 #include "../ptx/wgmma.cuh"
+#include "forward_policies.cuh"
 #include "forward_work.cuh"
 #include "named_barriers.h"
 #include "pair.cuh"
@@ -35,7 +34,6 @@ template <class T, int kHeadDim, Kind kKind>
 struct LargeForward {
   using Score = PlainScore<float, true>;
   static constexpr ForwardTile kTile = tile_of<kernel_table::kSm90Forward, T, kHeadDim, kKind>();
-  static constexpr bool kDropout = can_drop(kKind);
   static constexpr int kRows = 64, kKeys = kTile.keys;  // of a thread block and a step
   static constexpr int kBlocks = 2, kAllRows = kBlocks * kRows;
   static constexpr int kThreads = 4 * kGroupThreads;
@@ -58,6 +56,7 @@ struct LargeForward {
 
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHalfColumns / 8, kSteps = kKeys / 16;
   static constexpr int kScoreWarps = 4, kSumWarps = 8;
+  using Dropping = typename ForwardPolicies<kKind>::template Dropping<kSteps>;
 
   // Tiles are as in common/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
   // overwritten; the `empty` barriers of keys and values count the warps of both thread blocks.
@@ -221,20 +220,16 @@ struct LargeForward {
     RingPosition<kKeyStages> k;
     RingPosition<kWeightStages> at;
     float scores[kScoreTiles][4];
-    uint32_t signs[kDropout ? kSteps : 4][2];  // which weights dropout keeps: Dropout::packed_signs
-    std::conditional_t<kDropout, Dropout, Nothing> dropout;
+    Dropping dropping;
+    typename Dropping::Generator generator{p};
     OnlineSoftmax<> softmax;
     float shrink[2];  // the factors for the earlier sums
 
     __device__ __forceinline__ void compute_tiles() {
-      if constexpr (kDropout) {
-        dropout = Dropout(p, 0);
-        dropout.key = {uniform(dropout.key.low), uniform(dropout.key.high)};
-      }
       for (;;) {
         const ForwardWork work = receive_work(shared, &work_parity);
         if (!work.exists()) return;
-        if constexpr (kDropout) dropout.batch = Dropout::batch_of(p, work.b);
+        generator.start_tile(p, work.b);
         const float sink = head_sink(p, work.h);
         softmax.start(sink);
         if (work.sees_keys()) compute_tile(work);
@@ -326,13 +321,13 @@ struct LargeForward {
     }
 
     __device__ __forceinline__ void draw_signs(const ForwardWork& work, int n) {
-      if constexpr (kDropout) dropout.packed_signs(signs, p.origin, work.h, first_row(work) + warp_row, n * kKeys);
+      dropping.draw_under_products(p, generator, work.h, first_row(work) + warp_row, n * kKeys);
     }
 
     __device__ __forceinline__ void store_weights() {
       uint32_t packed[kSteps][4];
       pack_scores<T>(packed, scores);
-      if constexpr (kDropout) Dropout::drop_packed(packed, signs);
+      dropping.apply(p, packed);
       ptx::barrier_wait(&shared.weights_empty[at.stage], at.parity ^ 1);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {

@@ -1,0 +1,51 @@
+// Policies of the Hopper backward (backward.cuh, backward_wide.cuh) for dropout. All members are static. kept: the
+// dropout mask of a step in shared memory (PackedScores::Kept), which a warpgroup draws together.
+//   kDrops                   whether calls have dropout
+//   key(p)                   of the generator
+//   draw<Scores>(...)        for the warpgroup's keys from `key` on and the queries from row0 on
+//   drop<Scores>(...)        marks the weights that dropout does not keep. warp: of the warpgroup's four
+//   kept<Scores>(weights, &space)
+//                            the weights that dropout leaves, in `space` if they are others
+#pragma once
+
+#include "../common/scores.cuh"
+
+namespace flashattn_ext::sm90 {
+
+struct NoBackwardDropout {
+  static constexpr bool kDrops = false;
+
+  static __device__ __forceinline__ PhiloxKey key(const AttnParams&) { return {}; }
+  template <class Scores>
+  static __device__ __forceinline__ void draw(typename Scores::Kept*, const PhiloxKey&, const AttnParams&, int, int,
+                                              int, int) {}
+  template <class Scores>
+  static __device__ __forceinline__ void drop(typename Scores::Packed&, const typename Scores::Kept*, int) {}
+  template <class Scores>
+  static __device__ __forceinline__ auto& kept(typename Scores::Packed& weights, typename Scores::Packed*) {
+    return weights;
+  }
+};
+
+struct CounterBackwardDropout {
+  static constexpr bool kDrops = true;
+
+  static __device__ __forceinline__ PhiloxKey key(const AttnParams& p) { return Dropout(p, 0).key; }
+  template <class Scores>
+  static __device__ __forceinline__ void draw(typename Scores::Kept* kept, const PhiloxKey& philox, const AttnParams& p,
+                                              int b, int h, int key, int row0) {
+    Scores::draw(*kept, Dropout(philox, p, b), p.origin, h, key, row0);
+  }
+  template <class Scores>
+  static __device__ __forceinline__ void drop(typename Scores::Packed& weights, const typename Scores::Kept* kept,
+                                              int warp) {
+    Scores::drop(weights, *kept, warp);
+  }
+  template <class Scores>
+  static __device__ __forceinline__ auto& kept(typename Scores::Packed& weights, typename Scores::Packed* space) {
+    Scores::keep(*space, weights);
+    return *space;
+  }
+};
+
+}  // namespace flashattn_ext::sm90
