@@ -2,7 +2,7 @@
 other tiles. Needs only the Python standard library.
 
 The kernels come from csrc/cuda/table/kernel_table.h: a source instantiates the rows of one architecture, stage, element type, class
-of head dims and group of kinds, so that sources compile in parallel.
+of head dims and group of options, so that sources compile in parallel.
 
     python3 csrc/sources.py write FOLDER            writes the sources of the kernels to FOLDER and prints every CUDA source
     python3 csrc/sources.py nvcc NVCC... ARGUMENTS  runs nvcc for the architectures that the source of the call is for
@@ -46,7 +46,7 @@ ARRAYS = {
     "kDecode": ("decode", "split"),
     "kFewRowsBackward": ("decode", "backward"),
 }
-# Kinds share a source with the kinds of the same suffix.
+# Rows share a source with the rows whose options have the same suffix.
 SUFFIXES = {
     "kPlain": "",
     "kDropout": "",
@@ -94,7 +94,7 @@ class Row(NamedTuple):
     dtypes: tuple[str, ...]
     head_dim: int
     head_dim_v: int
-    kind: str  # empty in the rows of decode
+    options: str  # kPlain, say; empty in the rows of decode
     gpus: str
     spill: int | None  # bytes that ptxas may spill; None: any number
     tiles: tuple[tuple[str, ...], ...]  # sizes as in the table; the build has the first tile
@@ -107,9 +107,9 @@ class Row(NamedTuple):
         return 16 * sizes[0] * (sizes[1] if self.stage == "split" else 1)
 
     def source(self, dtype: str) -> str:
-        """The name of the source, such as sm90_forward_bf16_128: stages, types, classes and groups of kinds have their own."""
+        """The name of the source, such as sm90_forward_bf16_128: stages, types, classes and groups of options have their own."""
         dims = f"{self.head_dim}" if self.head_dim == self.head_dim_v else f"{self.head_dim}x{self.head_dim_v}"
-        return f"{self.architecture}_{self.stage}_{dtype}_{dims}{SUFFIXES.get(self.kind, '')}"
+        return f"{self.architecture}_{self.stage}_{dtype}_{dims}{SUFFIXES.get(self.options, '')}"
 
     def functions(self, dtype: str) -> list[str]:
         arguments = [CUDA_NAMES[dtype], str(self.head_dim)]
@@ -118,7 +118,7 @@ class Row(NamedTuple):
         elif self.architecture == "decode":
             arguments.append(self.tiles[0][0])
         else:
-            arguments.append(f"flashattn_ext::Kind::{self.kind}")
+            arguments.append(f"flashattn_ext::{self.options}")
         if self.architecture == "sm90":
             arguments.append(str(self.head_dim_v))
         key = f"decode {self.stage}" if self.architecture == "decode" else self.stage
@@ -130,15 +130,15 @@ class Row(NamedTuple):
         if self.architecture == "decode":
             last = f"Li{self.packed_rows if self.stage == 'split' else self.tiles[0][0]}E"
         else:
-            last = f".*KindE{kinds().index(self.kind)}E"
+            last = f".*OptionsE{option_bits()[self.options]}E"
         values = rf"Li{self.head_dim_v}E" if self.architecture == "sm90" else ""
         return re.compile(rf"I{mangled_type}Li{self.head_dim}E{last}{values}")
 
 
-def kinds() -> list[str]:
-    """The kinds of kernels, in the order of their numbers."""
-    enum = re.search(r"enum class Kind \{(.*?)\n\};", (CSRC / "cuda" / "common" / "kind.h").read_text(), re.S)
-    return re.findall(r"^  (k\w+),", enum[1], re.M)
+def option_bits() -> dict[str, int]:
+    """The sets of options that rows name, as numbers."""
+    text = (CSRC / "cuda" / "common" / "options.h").read_text()
+    return {name: int(bits) for name, bits in re.findall(r"^  (k\w+) = (\d+),", text, re.M)}
 
 
 @functools.cache
@@ -178,10 +178,10 @@ def _row(array: str, cells: Sequence[str], note: str) -> Row:
     architecture, stage = ARRAYS[array]
     dims = _cells(cells[1].strip("{}"))
     if architecture == "decode":
-        kind, gpus, (spill, tile) = "", "kEveryGpu", cells[-2:] if stage == "split" else (cells[3], cells[2])
+        options, gpus, (spill, tile) = "", "kEveryGpu", cells[-2:] if stage == "split" else (cells[3], cells[2])
         tiles = (tuple(_cells(tile.strip("{}"))),)
     else:
-        kind, gpus, spill, all_tiles = cells[2:]
+        options, gpus, spill, all_tiles = cells[2:]
         tiles = tuple(tuple(_cells(tile[1:-1])) for tile in _cells(all_tiles[1:-1]))
     return Row(
         architecture,
@@ -189,7 +189,7 @@ def _row(array: str, cells: Sequence[str], note: str) -> Row:
         TYPES[cells[0]],
         int(dims[0]),
         int(dims[-1]),
-        kind,
+        options,
         gpus,
         None if spill == "kMaySpill" else int(spill),
         tiles,
@@ -222,7 +222,9 @@ def cuda_instances(*, sm90: bool) -> dict[str, str]:
 
 def plain_sources(architecture: str, dtype: str, head_dim: int | None = None) -> list[str]:
     """The names of the sources of plain calls and dropout, of all classes of head dims or of one."""
-    rows = [row for row in table() if row.architecture == architecture and dtype in row.dtypes and row.kind == "kPlain"]
+    rows = [
+        row for row in table() if row.architecture == architecture and dtype in row.dtypes and row.options == "kPlain"
+    ]
     return [row.source(dtype) for row in rows if head_dim is None or row.head_dim == row.head_dim_v == head_dim]
 
 
@@ -310,7 +312,7 @@ def check_spills(logs: Iterable[Path]) -> list[str]:
 PAGE = """# The compiled CUDA kernels
 
 Made from `csrc/cuda/table/kernel_table.h` by `python3 csrc/sources.py page`; do not edit. Each cell is one kernel in each of the dtypes,
-by the class of head dims (a kernel serves every head dim up to its class) and the [kind](architecture.md#glossary) of calls; it holds
+by the class of head dims (a kernel serves every head dim up to its class) and the [options](architecture.md#glossary) that it can do; it holds
 the tile, whose sizes the heading explains. A call runs the first row of the table that serves it, a general kernel if there is no
 other. Where a cell is empty, general kernels or a larger class serve the call; Hopper then runs the sm_80 kernels. Figures in notes are
 TFLOP/s on an H200 (bf16, full / causal, S = 4096 where none is named) of the tile and of others.
@@ -378,18 +380,24 @@ def _decode_grid() -> str:
 
 
 def _grid(rows: Sequence[Row]) -> str:
-    columns = [kind for kind in SUFFIXES if any(row.kind == kind for row in rows)]
+    columns = [options for options in SUFFIXES if any(row.options == options for row in rows)]
     dims = list(
         dict.fromkeys(
             (row.head_dim, row.head_dim_v) for row in sorted(rows, key=lambda row: (row.head_dim, row.head_dim_v))
         )
     )
-    cells = {(row.head_dim, row.head_dim_v, row.kind): describe(row) for row in rows}
-    text = "| D | " + " | ".join(kind[1:].lower() for kind in columns) + " |\n" + "| --- " * (len(columns) + 1) + "|\n"
+    cells = {(row.head_dim, row.head_dim_v, row.options): describe(row) for row in rows}
+    text = (
+        "| D | "
+        + " | ".join(options[1:].lower() for options in columns)
+        + " |\n"
+        + "| --- " * (len(columns) + 1)
+        + "|\n"
+    )
     for qk, v in dims:
         name = f"{qk}" if qk == v else f"{qk}x{v}"
-        text += f"| {name} | " + " | ".join(cells.get((qk, v, kind), "") for kind in columns) + " |\n"
-    notes = [f"- {row.head_dim}, {row.kind[1:].lower()}: {row.note}\n" for row in rows if row.note]
+        text += f"| {name} | " + " | ".join(cells.get((qk, v, options), "") for options in columns) + " |\n"
+    notes = [f"- {row.head_dim}, {row.options[1:].lower()}: {row.note}\n" for row in rows if row.note]
     return text + ("\n" + "".join(notes) if notes else "")
 
 

@@ -13,7 +13,7 @@
 #include "../backend.h"
 #include "common/aligned_rows.h"
 #include "common/device.h"
-#include "common/kind.h"
+#include "common/options.h"
 #include "common/unowned_rows.h"
 #include "decode/decode.h"
 #include "decode/few_rows.h"
@@ -26,7 +26,7 @@
 namespace flashattn_ext {
 
 // The kernels of a table's rows. Rows: kTable; Kernel, the type of its entry points; and kernel<T, head dim, head dim
-// of v, kind>(), those of one row.
+// of v, options>(), those of one row; and needed(call), what a call wants of these rows.
 template <class Rows>
 class RowKernels {
  public:
@@ -37,7 +37,7 @@ class RowKernels {
     const Kernels& kernels = call.type == kFp16 ? kHalf : call.type == kBf16 ? kBfloat : kFloat;
     for (size_t i = 0; i < kRows; ++i) {
       const auto& row = Rows::kTable[i];
-      if (serves(row, call) && kernels[i].gives(call) && !(on_hopper && row.gpus == kOtherGpus)) return &kernels[i];
+      if (serves(row, Rows::needed(call)) && !(on_hopper && row.gpus == kOtherGpus)) return &kernels[i];
     }
     return nullptr;
   }
@@ -50,7 +50,7 @@ class RowKernels {
   static constexpr Kernel of_row() {
     constexpr const auto& row = Rows::kTable[kRow];
     if constexpr (row.types & kTypeOf<T>) {
-      return Rows::template kernel<T, row.head_dims.qk, row.head_dims.v, row.kind>();
+      return Rows::template kernel<T, row.head_dims.qk, row.head_dims.v, row.options>();
     } else {
       return {};
     }
@@ -66,10 +66,10 @@ class RowKernels {
 };
 
 inline KernelCall forward_call(const AttnParams& p) {
-  return {type_bit(p.dtype), p.head_dim, p.head_dim_v, kind_of(p), p.row_maxima.data != nullptr};
+  return {type_bit(p.dtype), p.head_dim, p.head_dim_v, options_of(p), p.row_maxima.data != nullptr};
 }
-inline KernelCall backward_call(const AttnParams& p, Kind kind) {
-  return {type_bit(p.dtype), p.head_dim, p.head_dim_v, kind};
+inline KernelCall backward_call(const AttnParams& p, Options options) {
+  return {type_bit(p.dtype), p.head_dim, p.head_dim_v, options};
 }
 
 // Architecture: kName of the backend; kGpus, its GPUs in words; refuses_device(), empty on a GPU that can run the
@@ -99,7 +99,7 @@ class Dispatch {
  private:
   static bool has_kernels(const AttnParams& p, bool backward) {
     return Architecture::forward(forward_call(p)) &&
-           (!backward || Architecture::backward(backward_call(p, kind_of(p))));
+           (!backward || Architecture::backward(backward_call(p, options_of(p))));
   }
   static std::string supports(const AttnParams& p, bool backward) {
     if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
@@ -127,7 +127,7 @@ class Dispatch {
   static std::string refuses_options(const AttnParams& p, bool backward) {
     const int64_t nearest = nearest_head_dim(p, [&](const AttnParams& near) { return has_kernels(near, backward); });
     const std::string sizes = "head dims " + std::to_string(p.head_dim) + " and " + std::to_string(p.head_dim_v) +
-                              " of a call with " + words(kind_of(p)) + " have no kernel in " + Architecture::kName;
+                              " of a call with " + words(options_of(p)) + " have no kernel in " + Architecture::kName;
     if (nearest == 0) return sizes + ", and no other head dims have; leave that out, or use the CPU backend";
     return sizes + "; use head dims up to " + std::to_string(nearest) + ", or the CPU backend";
   }
@@ -145,7 +145,7 @@ class Dispatch {
 
   static const ForwardKernel& forward_of(const AttnParams& p) { return found(Architecture::forward(forward_call(p))); }
   static const BackwardKernel& backward_of(const AttnGradParams& p) {
-    return found(Architecture::backward(backward_call(p, kind_of(p))));
+    return found(Architecture::backward(backward_call(p, options_of(p))));
   }
   template <class Kernel>
   static const Kernel& found(const Kernel* kernel) {

@@ -31,11 +31,11 @@ bool is_alternative(const Tile& tile) {
 template <class Row, size_t kRows>
 void append(std::vector<CudaTile>* all, const char* backend, bool backward, const Row (&table)[kRows]) {
   for (const Row& row : table) {
-    for (const Kind kind : {Kind::kPlain, Kind::kDropout}) {
-      const KernelCall call{kFp16, row.head_dims.qk, row.head_dims.v, kind};
+    for (const Options options : {kPlain, kDropout}) {
+      const KernelCall call{kFp16, row.head_dims.qk, row.head_dims.v, options};
       if (first_row(table, call) != &row) continue;
       for (int choice = 0; choice < kTileChoices && is_alternative(row.tiles[choice]); ++choice) {
-        all->push_back({backend, backward, row.head_dims.qk, row.head_dims.v, kind == Kind::kDropout, choice});
+        all->push_back({backend, backward, row.head_dims.qk, row.head_dims.v, options == kDropout, choice});
         describe(&all->back(), row.tiles[choice]);
       }
     }

@@ -37,7 +37,7 @@ using namespace flashattn_ext;
 
 template <class Row>
 void print(const char* array, const Row& row) {
-  std::printf("row %s %u %d %d %d %d %d\n", array, row.types, row.head_dims.qk, row.head_dims.v, int(row.kind),
+  std::printf("row %s %u %d %d %d %d %d\n", array, row.types, row.head_dims.qk, row.head_dims.v, int(row.options),
               int(row.gpus), row.spill);
 }
 
@@ -47,10 +47,7 @@ std::string first(const char* array, const KernelCall& call, bool on_hopper) {
   int i = -1;
   for (const auto& row : Rows::kTable) {
     ++i;
-    if (!serves(row, call) || (on_hopper && row.gpus == kOtherGpus)) continue;
-    if constexpr (std::is_same_v<Rows, sm80::ForwardRows>) {
-      if (call.wants_largest && row.head_dims.qk <= 256 && !sm80::tells_largest(row.kind)) continue;
-    }
+    if (!serves(row, Rows::needed(call)) || (on_hopper && row.gpus == kOtherGpus)) continue;
     return array + std::string(" ") + std::to_string(i);
   }
   return {};
@@ -68,9 +65,9 @@ int main() {
   for (unsigned type : {1u, 2u, 4u}) {
     for (int qk = 1; qk <= 512; ++qk) {
       for (int v : {qk, 1, 128, 129, 512}) {
-        for (int kind = 0; kind < 6; ++kind) {
+        for (Options options : {kPlain, kDropout, kIntervals, kScores, kBias, kRare, kScores | kDropout}) {
           for (bool largest : {false, true}) {
-            const KernelCall call{type, qk, v, Kind(kind), largest};
+            const KernelCall call{type, qk, v, options, largest};
             std::string on_hopper = first<sm90::ForwardRows>("kSm90Forward", call, true);
             if (on_hopper.empty()) on_hopper = first<sm80::ForwardRows>("kSm80Forward", call, true);
             std::printf("run %s\nrun %s\n", first<sm80::ForwardRows>("kSm80Forward", call, false).c_str(), on_hopper.c_str());
@@ -114,7 +111,7 @@ def test_python_reads_the_rows_that_the_compiler_reads() -> None:
         if row.architecture == "decode":
             about.append(row.packed_rows)
         else:
-            about += [row.head_dim_v, sources.kinds().index(row.kind), gpus.index(row.gpus)]
+            about += [row.head_dim_v, sources.option_bits()[row.options], gpus.index(row.gpus)]
         about.append(-1 if row.spill is None else row.spill)
         expected["row " + " ".join(map(str, about))] += 1
     assert set(expected.values()) == {1}, "two rows for one kernel"
@@ -188,8 +185,8 @@ def test_dispatch_refers_to_every_kernel(tmp_path: Path) -> None:
     defined = set()
     for function in re.findall(r"^template \S+ ([^(]*)\(", "".join(sources.cuda_instances(sm90=True).values()), re.M):
         spelled = re.sub(
-            r"flashattn_ext::Kind::(\w+)",
-            lambda found: f"(flashattn_ext::Kind){sources.kinds().index(found[1])}",
+            r"flashattn_ext::(k\w+)",
+            lambda found: f"(flashattn_ext::Options){sources.option_bits()[found[1]]}",
             function,
         )
         defined.add(spelled)
@@ -282,8 +279,8 @@ def spill_log(kernel: str, spills: int) -> str:
 @pytest.mark.parametrize(
     ("kernel", "allowed"),
     [
-        ("_ZN13flashattn_ext4sm9014forward_kernelI13__nv_bfloat16Li128ELNS_4KindE0ELi128EEEvNS_10AttnParamsE", 0),
-        ("_ZN13flashattn_ext4sm9014forward_kernelI13__nv_bfloat16Li128ELNS_4KindE1ELi128EEEvNS_10AttnParamsE", 8),
+        ("_ZN13flashattn_ext4sm9014forward_kernelI13__nv_bfloat16Li128ELNS_7OptionsE0ELi128EEEvNS_10AttnParamsE", 0),
+        ("_ZN13flashattn_ext4sm9014forward_kernelI13__nv_bfloat16Li128ELNS_7OptionsE1ELi128EEEvNS_10AttnParamsE", 8),
         ("_ZN13flashattn_ext12other_kernelEv", 8),
     ],
 )
@@ -300,18 +297,20 @@ def test_rows_name_their_kernels() -> None:
     for rows in sources.rows_of_sources(sm90=True).values():
         for row, dtype in rows:
             arguments = {"fp16": "6__half", "bf16": "13__nv_bfloat16", "fp32": "f"}[dtype]
-            if row.kind:
-                kind = f"LNS_4KindE{sources.kinds().index(row.kind)}E"
+            if row.options:
+                last = f"LNS_7OptionsE{sources.option_bits()[row.options]}E"
             else:
-                kind = f"Li{row.packed_rows // (1 if row.stage == 'split' else 16)}E"
+                last = f"Li{row.packed_rows // (1 if row.stage == 'split' else 16)}E"
             values = f"Li{row.head_dim_v}E" if row.architecture == "sm90" else ""
-            name = f"kernelI{arguments}Li{row.head_dim}E{kind}{values}EE"
+            name = f"kernelI{arguments}Li{row.head_dim}E{last}{values}EE"
             assert [its for its, one in rows if its.mangled(one).search(name)] == [row]
 
 
 def test_some_kernels_must_not_spill() -> None:
     limits = {
-        (row.architecture, row.stage, row.head_dim, row.head_dim_v): row.spill for row in ROWS if row.kind == "kPlain"
+        (row.architecture, row.stage, row.head_dim, row.head_dim_v): row.spill
+        for row in ROWS
+        if row.options == "kPlain"
     }
     for stage in ("forward", "backward"):
         for head_dim in (64, 128):

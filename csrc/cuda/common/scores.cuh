@@ -8,7 +8,7 @@
 #pragma once
 
 #include "dropout.cuh"
-#include "kind.h"
+#include "options.h"
 #include "rows.cuh"
 #include "tensor_core.cuh"
 #include "warp.cuh"

@@ -15,11 +15,11 @@
 
 namespace flashattn_ext::sm80 {
 
-template <class T, int kHeadDimension, Kind kKind, bool kLarge>
+template <class T, int kHeadDimension, Options kOptions, bool kLarge>
 struct Backward {
   using Element = T;
   using Core = TensorCore<T>;
-  using Policies = BackwardPolicies<kKind>;
+  using Policies = BackwardPolicies<kOptions>;
   using Visibility = typename Policies::Visibility;
   using Dropping = typename Policies::Dropping;
   static constexpr int kHeadDim = kHeadDimension;
@@ -349,17 +349,17 @@ struct Backward {
   }
 };
 
-template <class T, int kHeadDim, Kind kKind, bool kLarge>
-using WorkspaceOf = typename Backward<T, kHeadDim, kKind, kLarge>::Workspace;
+template <class T, int kHeadDim, Options kOptions, bool kLarge>
+using WorkspaceOf = typename Backward<T, kHeadDim, kOptions, kLarge>::Workspace;
 
-template <class T, int kHeadDim, Kind kKind, bool kLarge>
-__global__ void __launch_bounds__(Backward<T, kHeadDim, kKind, kLarge>::kThreads)
+template <class T, int kHeadDim, Options kOptions, bool kLarge>
+__global__ void __launch_bounds__(Backward<T, kHeadDim, kOptions, kLarge>::kThreads)
     backward_kernel(const __grid_constant__ AttnGradParams p,
-                    const __grid_constant__ WorkspaceOf<T, kHeadDim, kKind, kLarge> workspace,
+                    const __grid_constant__ WorkspaceOf<T, kHeadDim, kOptions, kLarge> workspace,
                     const __grid_constant__ TileOrder order) {
   if constexpr (kRunsHere<(kLarge ? kLargeShared : kSmallShared)>) {
     extern __shared__ __align__(16) unsigned char shared[];
-    using Kernel = Backward<T, kHeadDim, kKind, kLarge>;
+    using Kernel = Backward<T, kHeadDim, kOptions, kLarge>;
     Kernel kernel(p, workspace, reinterpret_cast<T*>(shared));
     const int heads = static_cast<int>(p.heads_k);
     const auto [head, block] = order.index(blockIdx.x / Kernel::kSplits, heads * static_cast<int>(p.batch));
@@ -369,42 +369,42 @@ __global__ void __launch_bounds__(Backward<T, kHeadDim, kKind, kLarge>::kThreads
   }
 }
 
-template <class T, int kHeadDim, Kind kKind, bool kLarge>
-WorkspaceOf<T, kHeadDim, kKind, kLarge> backward_workspace(const AttnGradParams& p) {
+template <class T, int kHeadDim, Options kOptions, bool kLarge>
+WorkspaceOf<T, kHeadDim, kOptions, kLarge> backward_workspace(const AttnGradParams& p) {
   constexpr BackwardTile kTile = backward_tile<T, kHeadDim, kLarge>();
   const BackwardWorkspace base(p, kTile.queries, int64_t{kTile.queries} * kHeadDim, kTile.splits);
-  return WorkspaceOf<T, kHeadDim, kKind, kLarge>::complete(p, base, kTile.keys, kTile.warps);
+  return WorkspaceOf<T, kHeadDim, kOptions, kLarge>::complete(p, base, kTile.keys, kTile.warps);
 }
 
-template <class T, int kHeadDim, Kind kKind, bool kLarge>
-void launch_main(const AttnGradParams& p, const WorkspaceOf<T, kHeadDim, kKind, kLarge>& workspace) {
-  using Kernel = Backward<T, kHeadDim, kKind, kLarge>;
+template <class T, int kHeadDim, Options kOptions, bool kLarge>
+void launch_main(const AttnGradParams& p, const WorkspaceOf<T, kHeadDim, kOptions, kLarge>& workspace) {
+  using Kernel = Backward<T, kHeadDim, kOptions, kLarge>;
   if (p.batch * p.heads_k == 0) return;
   const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys);
-  launch(backward_kernel<T, kHeadDim, kKind, kLarge>, "backward", p, blocks * p.batch * p.heads_k * Kernel::kSplits,
+  launch(backward_kernel<T, kHeadDim, kOptions, kLarge>, "backward", p, blocks * p.batch * p.heads_k * Kernel::kSplits,
          Kernel::kThreads, Kernel::kSharedBytes, workspace,
          backward_order(p, blocks, sizeof(T), multiprocessors() / Kernel::kSplits));
 }
 
-template <class T, int kHeadDim, Kind kKind, bool kLarge>
+template <class T, int kHeadDim, Options kOptions, bool kLarge>
 void launch_backward(const AttnGradParams& p) {
-  const auto workspace = backward_workspace<T, kHeadDim, kKind, kLarge>(p);
+  const auto workspace = backward_workspace<T, kHeadDim, kOptions, kLarge>(p);
   launch_prepare<T>(p, workspace);
-  launch_main<T, kHeadDim, kKind, kLarge>(p, workspace);
-  launch_finish<Backward<T, kHeadDim, Kind::kPlain, kLarge>>(p, workspace);
+  launch_main<T, kHeadDim, kOptions, kLarge>(p, workspace);
+  launch_finish<Backward<T, kHeadDim, kPlain, kLarge>>(p, workspace);
   finish_biases(p, workspace);
 }
 
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Options kOptions>
 size_t backward_bytes(const AttnGradParams& p) {
-  return static_cast<size_t>(has_large_shared_memory() ? backward_workspace<T, kHeadDim, kKind, true>(p).bytes
-                                                       : backward_workspace<T, kHeadDim, kKind, false>(p).bytes);
+  return static_cast<size_t>(has_large_shared_memory() ? backward_workspace<T, kHeadDim, kOptions, true>(p).bytes
+                                                       : backward_workspace<T, kHeadDim, kOptions, false>(p).bytes);
 }
 
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Options kOptions>
 void backward(const AttnGradParams& p) {
-  has_large_shared_memory() ? launch_backward<T, kHeadDim, kKind, true>(p)
-                            : launch_backward<T, kHeadDim, kKind, false>(p);
+  has_large_shared_memory() ? launch_backward<T, kHeadDim, kOptions, true>(p)
+                            : launch_backward<T, kHeadDim, kOptions, false>(p);
 }
 
 }  // namespace flashattn_ext::sm80

@@ -1,5 +1,5 @@
-// The policies of each kind of sm_80 backward kernel in the table of kernels. The first policy of each sort is empty
-// and compiles to nothing.
+// The policies of the sm_80 backward kernels, by the options of their rows in the table of kernels. The first policy of
+// each sort is empty and compiles to nothing.
 #pragma once
 
 #include "../table/rows.h"
@@ -16,20 +16,20 @@ struct PlainBackwardPolicies {
   using Dropping = NoDropout;
 };
 
-template <Kind kKind>
+template <Options kOptions>
 struct BackwardPolicies;
 template <>
-struct BackwardPolicies<Kind::kPlain> : PlainBackwardPolicies {};
+struct BackwardPolicies<kPlain> : PlainBackwardPolicies {};
 template <>
-struct BackwardPolicies<Kind::kDropout> : PlainBackwardPolicies {
+struct BackwardPolicies<kDropout> : PlainBackwardPolicies {
   using Dropping = CounterDropout;
 };
 template <>
-struct BackwardPolicies<Kind::kIntervals> : PlainBackwardPolicies {
+struct BackwardPolicies<kIntervals> : PlainBackwardPolicies {
   using Visibility = IntervalQueries;
 };
 template <>
-struct BackwardPolicies<Kind::kGeneral> {
+struct BackwardPolicies<kGeneral> {
   using Visibility = IntervalQueries;
   template <class T, int kKeyTiles, int kQueryTiles>
   using Gradients = GeneralGradients<T, kKeyTiles, kQueryTiles>;

@@ -17,14 +17,14 @@
 
 namespace flashattn_ext::sm80 {
 
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Options kOptions>
 struct Forward {
   using Core = TensorCore<T>;
-  using Policies = ForwardPolicies<kKind>;
+  using Policies = ForwardPolicies<kOptions>;
   using Visibility = typename Policies::Visibility;
   using Dropping = typename Policies::Dropping;
   using Step = typename Visibility::Step;
-  static constexpr ForwardTile kTile = tile_of<kernel_table::kSm80Forward, T, kHeadDim, kKind>();
+  static constexpr ForwardTile kTile = tile_of<kernel_table::kSm80Forward, T, kHeadDim, kOptions>();
   static constexpr int kThreads = kTile.warps * 32, kRowTiles = kTile.row_tiles, kStages = kTile.stages;
   static constexpr int kQueries = kTile.queries(), kKeys = step_keys<kHeadDim, Dropping::kDrops>(kTile);
   static constexpr int kColumns = out_columns(kHeadDim);  // of v and out
@@ -67,7 +67,7 @@ struct Forward {
   typename RowTile::Places places;  // of queries and keys, and of values where these have as many columns
   int row0;                         // first query of the tile
   float out[kRowTiles][kOutTiles][4];
-  OnlineSoftmax<tells_largest(kKind)> softmax[kRowTiles];
+  OnlineSoftmax<tells_largest(kOptions)> softmax[kRowTiles];
   Scoring scoring;
 
   __device__ Forward(const AttnParams& params, const Score& score, T* shared)
@@ -291,12 +291,13 @@ struct Forward {
   }
 };
 
-template <class T, int kHeadDim, Kind kKind>
-__global__ void __launch_bounds__(Forward<T, kHeadDim, kKind>::kThreads, Forward<T, kHeadDim, kKind>::kTile.blocks)
+template <class T, int kHeadDim, Options kOptions>
+__global__ void __launch_bounds__(Forward<T, kHeadDim, kOptions>::kThreads,
+                                  Forward<T, kHeadDim, kOptions>::kTile.blocks)
     forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ TileOrder order,
-                   const __grid_constant__ typename Forward<T, kHeadDim, kKind>::Score score) {
+                   const __grid_constant__ typename Forward<T, kHeadDim, kOptions>::Score score) {
   extern __shared__ __align__(16) unsigned char shared[];
-  Forward<T, kHeadDim, kKind>(p, score, reinterpret_cast<T*>(shared)).run(order);
+  Forward<T, kHeadDim, kOptions>(p, score, reinterpret_cast<T*>(shared)).run(order);
 }
 
 // Calls run(part) for every kColumns columns of v and out: `part` is the call for these columns alone. lse is the same
@@ -312,23 +313,23 @@ void for_columns(const AttnParams& p, const Run& run) {
   }
 }
 
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Options kOptions>
 void forward_columns(const AttnParams& p) {
-  using Kernel = Forward<T, kHeadDim, kKind>;
+  using Kernel = Forward<T, kHeadDim, kOptions>;
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries);
   for_columns<Kernel::kColumns>(p, [&](const AttnParams& part) {
-    launch(forward_kernel<T, kHeadDim, kKind>, "forward", part, blocks * p.batch * p.heads_q, Kernel::kThreads,
+    launch(forward_kernel<T, kHeadDim, kOptions>, "forward", part, blocks * p.batch * p.heads_q, Kernel::kThreads,
            Kernel::kSharedBytes, forward_order(part, blocks, sizeof(T)), Kernel::Score::of(part));
   });
 }
 
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Options kOptions>
 void forward(const AttnParams& p) {
   if (p.batch * p.heads_q == 0) return;
-  if constexpr (kHeadDim > 256 && sizeof(T) == 2 && kKind == Kind::kPlain) {
+  if constexpr (kHeadDim > 256 && sizeof(T) == 2 && kOptions == kPlain) {
     forward_large<T, kHeadDim>(p);
   } else {
-    forward_columns<T, kHeadDim, kKind>(p);
+    forward_columns<T, kHeadDim, kOptions>(p);
   }
 }
 

@@ -1,4 +1,4 @@
-// Forward for head dims above 256 in 16 bits, of calls without options (Kind::kPlain), on every GPU since Ampere. The
+// Forward for head dims above 256 in 16 bits, of calls without options (kPlain), on every GPU since Ampere. The
 // fp32 accumulators of `out` fill the registers of all warps: each warp holds some columns of all queries. The same
 // warps divide the scores by queries and keys, and exchange the weights through shared memory. So every product is
 // computed once, with as few reads of shared memory as tiles of this size need. Keys and values are copied in chunks,

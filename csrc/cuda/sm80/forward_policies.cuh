@@ -1,5 +1,5 @@
-// The policies of each kind of sm_80 forward kernel in the table of kernels. The first policy of each sort is empty and
-// compiles to nothing.
+// The policies of the sm_80 forward kernels, by the options of their rows in the table of kernels. The first policy of
+// each sort is empty and compiles to nothing.
 #pragma once
 
 #include "../common/score_policy.cuh"
@@ -16,20 +16,20 @@ struct PlainPolicies {
   using Dropping = NoDropout;
 };
 
-template <Kind kKind>
+template <Options kOptions>
 struct ForwardPolicies;
 template <>
-struct ForwardPolicies<Kind::kPlain> : PlainPolicies {};
+struct ForwardPolicies<kPlain> : PlainPolicies {};
 template <>
-struct ForwardPolicies<Kind::kDropout> : PlainPolicies {
+struct ForwardPolicies<kDropout> : PlainPolicies {
   using Dropping = CounterDropout;
 };
 template <>
-struct ForwardPolicies<Kind::kIntervals> : PlainPolicies {
+struct ForwardPolicies<kIntervals> : PlainPolicies {
   using Visibility = IntervalVisibility;
 };
 template <>
-struct ForwardPolicies<Kind::kGeneral> {
+struct ForwardPolicies<kGeneral> {
   using Visibility = IntervalVisibility;
   template <class T, int kRowTiles, int kKeys>
   using Scores = GeneralScores<T, kRowTiles, kKeys>;

@@ -1,5 +1,5 @@
 // The entry points of the sm_80 kernels. Each source that is compiled instantiates one of them for one element type,
-// class of head dims and some kinds: the rows of ../table/kernel_table.h.
+// class of head dims and some options: the rows of ../table/kernel_table.h.
 #pragma once
 
 #include "../table/kernels.h"
@@ -9,33 +9,40 @@ namespace flashattn_ext::sm80 {
 
 // kHeadDim: at least head_dim and head_dim_v. Every row of q, k, v and dout is 16-byte aligned and a multiple of 16
 // bytes long; the rows of other tensors may have any alignment.
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Options kOptions>
 void forward(const AttnParams& p);
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Options kOptions>
 size_t backward_bytes(const AttnGradParams& p);
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Options kOptions>
 void backward(const AttnGradParams& p);
 
-// Whether the forward of a kind up to 256 head dims (forward.cuh) tracks the largest logit of a row. The kernels of
-// most calls would spill registers with it; a call with row_maxima runs kGeneral instead.
-constexpr bool tells_largest(Kind kind) { return kind != Kind::kPlain && kind != Kind::kDropout; }
+// Whether the forward of a row up to 256 head dims (forward.cuh) tracks the largest logit of a row. The kernels of most
+// calls would spill registers with it.
+constexpr bool tells_largest(Options options) { return includes(options, kIntervals); }
 
 // Rows for RowKernels (../dispatch.cuh).
 struct ForwardRows {
   using Kernel = ForwardKernel;
   static constexpr const auto& kTable = kernel_table::kSm80Forward;
-  template <class T, int kHeadDim, int, Kind kKind>
+  // A call with row_maxima runs a general kernel where those of its own options do not track them.
+  static constexpr KernelCall needed(KernelCall call) {
+    const bool large = call.head_dim > 256 || call.head_dim_v > 256;
+    if (call.wants_largest && !large && !tells_largest(call.options)) call.options = kGeneral;
+    return call;
+  }
+  template <class T, int kHeadDim, int, Options kOptions>
   static constexpr Kernel kernel() {
     constexpr int kLeast = least_shared<sizeof(T), kHeadDim>();
-    return {forward<T, kHeadDim, kKind>, 0, kLeast > kSmallShared ? kLeast : 0, kHeadDim > 256 || tells_largest(kKind)};
+    return {forward<T, kHeadDim, kOptions>, 0, kLeast > kSmallShared ? kLeast : 0};
   }
 };
 struct BackwardRows {
   using Kernel = BackwardKernel;
   static constexpr const auto& kTable = kernel_table::kSm80Backward;
-  template <class T, int kHeadDim, int, Kind kKind>
+  static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
+  template <class T, int kHeadDim, int, Options kOptions>
   static constexpr Kernel kernel() {
-    return {backward<T, kHeadDim, kKind>, backward_bytes<T, kHeadDim, kKind>};
+    return {backward<T, kHeadDim, kOptions>, backward_bytes<T, kHeadDim, kOptions>};
   }
 };
 

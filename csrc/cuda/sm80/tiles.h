@@ -38,7 +38,7 @@ constexpr int out_columns(int head_dim) { return head_dim > 256 ? head_dim / 2 :
 // that a thread block may have.
 template <class T, int kHeadDim, int kShared>
 constexpr ForwardTile large_forward_tile() {
-  constexpr int kRow = row_of_kernel(kernel_table::kSm80Forward, kTypeOf<T>, kHeadDim, Kind::kPlain);
+  constexpr int kRow = row_of_kernel(kernel_table::kSm80Forward, kTypeOf<T>, kHeadDim, kPlain);
   return kernel_table::kSm80Forward[kRow].tiles[kShared >= kLargeShared ? 0 : kShared >= kMediumShared ? 1 : 2];
 }
 

@@ -17,15 +17,15 @@
 
 namespace flashattn_ext::sm90 {
 
-template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 struct Backward {
   using Element = T;
-  using Policies = BackwardPolicies<kKind>;
+  using Policies = BackwardPolicies<kOptions>;
   using Visibility = typename Policies::Visibility;
   using Dropping = typename Policies::Dropping;
   using Work = typename Visibility::Work;
   using Walk = QueryWalk<true>;
-  static constexpr BackwardTile kTile = tile_of<kernel_table::kSm90Backward, T, kHeadDim, kKind, kHeadDimV>();
+  static constexpr BackwardTile kTile = tile_of<kernel_table::kSm90Backward, T, kHeadDim, kOptions, kHeadDimV>();
   using Scores = PackedScores<T, kTile.queries, Dropping::kDrops>;
   using Gradients = typename Policies::template Gradients<T, Scores>;
   using Workspace = typename Gradients::Workspace;
@@ -85,7 +85,7 @@ struct Backward {
   static_assert(sizeof(Shared) <= kSharedLimit);
   static_assert(!kDoutApart || !kMasks);  // the inspector warps expect dout in the stages of queries
   static_assert(kStages >= 2);            // the next scores are computed before these queries are released
-  static_assert(kOrder != BackwardOrder::kLockstep || (kKind == Kind::kPlain && kQueries == 64 && !kIsTight));
+  static_assert(kOrder != BackwardOrder::kLockstep || (kOptions == kPlain && kQueries == 64 && !kIsTight));
 
   static __device__ void init(Shared& shared, const AttnGradParams& p) {
     if (Dropping::kDrops) shared.philox = Dropping::key(p);
@@ -252,7 +252,7 @@ struct Backward {
   // One buffer of dS^T is enough. A warpgroup writes it after its second phase of a step. The other warpgroup starts
   // that phase by its signal, which it sends after its last product of the step before is complete.
   __device__ __forceinline__ void walk_in_three_phases(const Work& work) {
-    static_assert(kKind == Kind::kPlain && kQueries == 64 && kDqTiles == 12);
+    static_assert(kOptions == kPlain && kQueries == 64 && kDqTiles == 12);
     Limits unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64);
     unmasked = {uniform(unmasked.begin), uniform(unmasked.end)};
     ptx::barrier_wait(&shared.k_full[keys.stage], keys.parity);
@@ -436,29 +436,29 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Kernel::kThreads, 1)
 }
 
 // The kernel for a class of head dims.
-template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 using BackwardOf =
-    std::conditional_t<tile_of<kernel_table::kSm90Backward, T, kHeadDim, kKind, kHeadDimV>().is_wide(),
-                       WideBackward<T, kHeadDim, kKind, kHeadDimV>, Backward<T, kHeadDim, kKind, kHeadDimV>>;
+    std::conditional_t<tile_of<kernel_table::kSm90Backward, T, kHeadDim, kOptions, kHeadDimV>().is_wide(),
+                       WideBackward<T, kHeadDim, kOptions, kHeadDimV>, Backward<T, kHeadDim, kOptions, kHeadDimV>>;
 
-template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 auto backward_workspace(const AttnGradParams& p) {
-  using Kernel = BackwardOf<T, kHeadDim, kKind, kHeadDimV>;
+  using Kernel = BackwardOf<T, kHeadDim, kOptions, kHeadDimV>;
   using Layout = typename Kernel::Layout;
   const BackwardWorkspace base(p, Layout::kTileRows, Layout::kTileFloats, Layout::kOrderedParts);
   return Kernel::Workspace::complete(p, base, Kernel::kKeys, 8);
 }
 
-template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 size_t backward_bytes(const AttnGradParams& p) {
-  return static_cast<size_t>(backward_workspace<T, kHeadDim, kKind, kHeadDimV>(p).bytes);
+  return static_cast<size_t>(backward_workspace<T, kHeadDim, kOptions, kHeadDimV>(p).bytes);
 }
 
-template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void backward(const AttnGradParams& p) {
-  const auto workspace = backward_workspace<T, kHeadDim, kKind, kHeadDimV>(p);
+  const auto workspace = backward_workspace<T, kHeadDim, kOptions, kHeadDimV>(p);
   launch_prepare<T>(p, workspace);
-  using Kernel = BackwardOf<T, kHeadDim, kKind, kHeadDimV>;
+  using Kernel = BackwardOf<T, kHeadDim, kOptions, kHeadDimV>;
   if constexpr (Kernel::kPaired) {
     launch_backward_main<Kernel>(paired_backward_kernel<Kernel>, p, workspace);
   } else {

@@ -72,7 +72,7 @@ struct PlainGradients : UnbiasedGradients<Scores> {
 };
 
 // Softcap, ALiBi or a relative bias: there are no loads for single scores. Calls with an origin never have this policy
-// (kind.h), so the mask is the unplaced one.
+// (options.h), so the mask is the unplaced one.
 template <class T, class Scores>
 struct DistanceGradients : UnbiasedGradients<Scores> {
   using Workspace = GeneralWorkspace;

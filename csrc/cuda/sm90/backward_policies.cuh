@@ -1,5 +1,5 @@
-// The policies of each kind of Hopper backward kernel in the table of kernels. The first policy of each sort is empty
-// and compiles to nothing.
+// The policies of the Hopper backward kernels, by the options of their rows in the table of kernels. The first policy
+// of each sort is empty and compiles to nothing.
 #pragma once
 
 #include "backward_dropout.cuh"
@@ -15,25 +15,25 @@ struct PlainBackwardPolicies {
   using Dropping = NoBackwardDropout;
 };
 
-template <Kind kKind>
+template <Options kOptions>
 struct BackwardPolicies;
 template <>
-struct BackwardPolicies<Kind::kPlain> : PlainBackwardPolicies {};
+struct BackwardPolicies<kPlain> : PlainBackwardPolicies {};
 template <>
-struct BackwardPolicies<Kind::kDropout> : PlainBackwardPolicies {
+struct BackwardPolicies<kDropout> : PlainBackwardPolicies {
   using Dropping = CounterBackwardDropout;
 };
 template <>
-struct BackwardPolicies<Kind::kIntervals> : PlainBackwardPolicies {
+struct BackwardPolicies<kIntervals> : PlainBackwardPolicies {
   using Visibility = IntervalQueries;
 };
 template <>
-struct BackwardPolicies<Kind::kScores> : PlainBackwardPolicies {
+struct BackwardPolicies<kScores> : PlainBackwardPolicies {
   template <class T, class Scores>
   using Gradients = DistanceGradients<T, Scores>;
 };
 template <>
-struct BackwardPolicies<Kind::kBias> : PlainBackwardPolicies {
+struct BackwardPolicies<kBias> : PlainBackwardPolicies {
   template <class T, class Scores>
   using Gradients = BiasTileGradients<T, Scores>;
 };

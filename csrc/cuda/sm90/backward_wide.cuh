@@ -9,15 +9,15 @@
 
 namespace flashattn_ext::sm90 {
 
-template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 struct WideBackward {
-  using Visibility = typename BackwardPolicies<kKind>::Visibility;
-  using Dropping = typename BackwardPolicies<kKind>::Dropping;
+  using Visibility = typename BackwardPolicies<kOptions>::Visibility;
+  using Dropping = typename BackwardPolicies<kOptions>::Dropping;
   using Work = typename Visibility::Work;
   using Walk = QueryWalk<false>;
   static constexpr bool kMasks = Visibility::kHasIntervals;
   using Layout = DqLayout<T, kHeadDim, true>;
-  static constexpr BackwardTile kTile = tile_of<kernel_table::kSm90Backward, T, kHeadDim, kKind, kHeadDimV>();
+  static constexpr BackwardTile kTile = tile_of<kernel_table::kSm90Backward, T, kHeadDim, kOptions, kHeadDimV>();
   static constexpr WideRegisterBudget kRegisters = wide_register_budget(kHeadDim);
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages;

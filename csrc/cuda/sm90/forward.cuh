@@ -406,13 +406,13 @@ void forward_to_256(const AttnParams& p) {
          static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));
 }
 
-template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void forward(const AttnParams& p) {
   if constexpr (kHeadDim > 256) {
-    forward_large<T, kHeadDim, kKind>(p);
+    forward_large<T, kHeadDim, kOptions>(p);
   } else {
-    using TileOfRow = TileOf<kernel_table::kSm90Forward, T, kHeadDim, kKind, kHeadDimV>;
-    forward_to_256<Forward<T, kHeadDim, kHeadDimV, TileOfRow, ForwardPolicies<kKind>>>(p);
+    using TileOfRow = TileOf<kernel_table::kSm90Forward, T, kHeadDim, kOptions, kHeadDimV>;
+    forward_to_256<Forward<T, kHeadDim, kHeadDimV, TileOfRow, ForwardPolicies<kOptions>>>(p);
   }
 }
 

@@ -30,10 +30,10 @@ struct LargeForwardMaps {
   CUtensorMap q, k, v;
 };
 
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Options kOptions>
 struct LargeForward {
   using Score = PlainScore<float, true>;
-  static constexpr ForwardTile kTile = tile_of<kernel_table::kSm90Forward, T, kHeadDim, kKind>();
+  static constexpr ForwardTile kTile = tile_of<kernel_table::kSm90Forward, T, kHeadDim, kOptions>();
   static constexpr int kRows = 64, kKeys = kTile.keys;  // of a thread block and a step
   static constexpr int kBlocks = 2, kAllRows = kBlocks * kRows;
   static constexpr int kThreads = 4 * kGroupThreads;
@@ -56,7 +56,7 @@ struct LargeForward {
 
   static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHalfColumns / 8, kSteps = kKeys / 16;
   static constexpr int kScoreWarps = 4, kSumWarps = 8;
-  using Dropping = typename ForwardPolicies<kKind>::template Dropping<kSteps>;
+  using Dropping = typename ForwardPolicies<kOptions>::template Dropping<kSteps>;
 
   // Tiles are as in common/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
   // overwritten; the `empty` barriers of keys and values count the warps of both thread blocks.
@@ -493,13 +493,13 @@ struct LargeForward {
   };
 };
 
-template <class T, int kHeadDim, Kind kKind>
-__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(LargeForward<T, kHeadDim, kKind>::kThreads, 1)
+template <class T, int kHeadDim, Options kOptions>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(LargeForward<T, kHeadDim, kOptions>::kThreads, 1)
     large_forward_kernel(const __grid_constant__ AttnParams p, const __grid_constant__ LargeForwardMaps maps,
                          const __grid_constant__ TileGrid grid,
-                         const __grid_constant__ typename LargeForward<T, kHeadDim, kKind>::Score score) {
+                         const __grid_constant__ typename LargeForward<T, kHeadDim, kOptions>::Score score) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  using Kernel = LargeForward<T, kHeadDim, kKind>;
+  using Kernel = LargeForward<T, kHeadDim, kOptions>;
   extern __shared__ __align__(1024) unsigned char memory[];
   typename Kernel::Shared& shared = *reinterpret_cast<typename Kernel::Shared*>(memory);
   if (threadIdx.x == 0) {
@@ -528,9 +528,9 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(LargeForward<T, kHea
 #endif
 }
 
-template <class T, int kHeadDim, Kind kKind>
+template <class T, int kHeadDim, Options kOptions>
 void forward_large(const AttnParams& p) {
-  using Kernel = LargeForward<T, kHeadDim, kKind>;
+  using Kernel = LargeForward<T, kHeadDim, kOptions>;
   if (p.batch * p.heads_q == 0) return;
   const LargeForwardMaps maps{query_map(p, p.q, p.head_dim, Kernel::kRows),
                               key_map(p, p.k, p.head_dim, Kernel::kKeys / Kernel::kBlocks),
@@ -542,7 +542,7 @@ void forward_large(const AttnParams& p) {
   if (all > clusters) {
     check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
   }
-  launch(large_forward_kernel<T, kHeadDim, kKind>, "sm90 forward", p, std::min(all, clusters) * Kernel::kBlocks,
+  launch(large_forward_kernel<T, kHeadDim, kOptions>, "sm90 forward", p, std::min(all, clusters) * Kernel::kBlocks,
          Kernel::kThreads, static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));
 }
 

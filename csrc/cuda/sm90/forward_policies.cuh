@@ -1,5 +1,5 @@
-// The policies of each kind of forward kernel in the table of kernels, and so the only place where a kind of forward is
-// taken apart. The first policy of each sort is empty and compiles to nothing.
+// The policies of the Hopper forward kernels, by the options of their rows in the table of kernels. The first policy of
+// each sort is empty and compiles to nothing.
 #pragma once
 
 #include "dropout_policy.cuh"
@@ -17,30 +17,30 @@ struct PlainPolicies {
   using Dropping = NoDropout<kSteps>;
 };
 
-template <Kind kKind>
+template <Options kOptions>
 struct ForwardPolicies : PlainPolicies {};
 template <>
-struct ForwardPolicies<Kind::kDropout> : PlainPolicies {
+struct ForwardPolicies<kDropout> : PlainPolicies {
   template <int kSteps>
   using Dropping = CounterDropout<kSteps>;
 };
 template <>
-struct ForwardPolicies<Kind::kIntervals> : PlainPolicies {
+struct ForwardPolicies<kIntervals> : PlainPolicies {
   template <int kGroups>
   using Visibility = IntervalVisibility<kGroups>;
 };
 template <>
-struct ForwardPolicies<Kind::kScores> : PlainPolicies {
+struct ForwardPolicies<kScores> : PlainPolicies {
   template <class T, int kKeys>
   using Scores = WithoutBiasTiles<DistanceScores<T, kKeys>>;
 };
 template <>
-struct ForwardPolicies<Kind::kBias> : PlainPolicies {
+struct ForwardPolicies<kBias> : PlainPolicies {
   template <class T, int kKeys>
   using Scores = BiasTileScores<T, kKeys>;
 };
 template <>
-struct ForwardPolicies<Kind::kGeneral> {
+struct ForwardPolicies<kGeneral> {
   template <int kGroups>
   using Visibility = IntervalVisibility<kGroups>;
   template <class T, int kKeys>

@@ -1,5 +1,5 @@
 // The entry points of the sm_90 kernels. Each source that is compiled instantiates one of them for one element type,
-// class of head dims and some kinds: the rows of ../table/kernel_table.h.
+// class of head dims and some options: the rows of ../table/kernel_table.h.
 #pragma once
 
 #include "../table/kernels.h"
@@ -11,30 +11,32 @@ constexpr size_t kForwardBytes = 64;  // workspace of the forward: TileGrid::tak
 
 // T: __half or __nv_bfloat16; kHeadDim as in sm80/kernels.h; kHeadDimV: at least head_dim_v. Every row of q, k and v is
 // 16-byte aligned and a multiple of 16 bytes long; rows of `out` may have any alignment.
-template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void forward(const AttnParams& p);
 
 // Rows of dout are aligned as well; rows of out, dq, dk and dv may have any alignment.
-template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 size_t backward_bytes(const AttnGradParams& p);
-template <class T, int kHeadDim, Kind kKind, int kHeadDimV>
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void backward(const AttnGradParams& p);
 
 // Rows for RowKernels (../dispatch.cuh).
 struct ForwardRows {
   using Kernel = ForwardKernel;
   static constexpr const auto& kTable = kernel_table::kSm90Forward;
-  template <class T, int kHeadDim, int kHeadDimV, Kind kKind>
+  static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
+  template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
-    return {forward<T, kHeadDim, kKind, kHeadDimV>, kForwardBytes, 0, true};
+    return {forward<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes};
   }
 };
 struct BackwardRows {
   using Kernel = BackwardKernel;
   static constexpr const auto& kTable = kernel_table::kSm90Backward;
-  template <class T, int kHeadDim, int kHeadDimV, Kind kKind>
+  static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
+  template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
-    return {backward<T, kHeadDim, kKind, kHeadDimV>, backward_bytes<T, kHeadDim, kKind, kHeadDimV>};
+    return {backward<T, kHeadDim, kOptions, kHeadDimV>, backward_bytes<T, kHeadDim, kOptions, kHeadDimV>};
   }
 };
 

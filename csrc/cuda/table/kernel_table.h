@@ -23,8 +23,6 @@
 // clang-format off
 namespace flashattn_ext::kernel_table {
 
-constexpr Kind kPlain = Kind::kPlain, kDropout = Kind::kDropout, kIntervals = Kind::kIntervals,
-               kGeneral = Kind::kGeneral, kScores = Kind::kScores, kBias = Kind::kBias;
 constexpr sm90::BackwardOrder kLockstep = sm90::BackwardOrder::kLockstep, kThreePhases = sm90::BackwardOrder::kThreePhases;
 
 // Tiles: {warps, row tiles of a warp, keys, resident thread blocks[, stages[, warps along the columns of out]]}. Tiles

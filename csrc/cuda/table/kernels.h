@@ -8,17 +8,12 @@ namespace flashattn_ext {
 struct ForwardKernel {
   void (*run)(const AttnParams&) = nullptr;
   size_t workspace_bytes = 0;
-  int least_shared = 0;        // of a thread block in bytes, if not all GPUs have it
-  bool tells_largest = false;  // writes AttnParams::row_maxima
-
-  constexpr bool gives(const KernelCall& call) const { return tells_largest || !call.wants_largest; }
+  int least_shared = 0;  // of a thread block in bytes, if not all GPUs have it
 };
 
 struct BackwardKernel {
   void (*run)(const AttnGradParams&) = nullptr;
   size_t (*workspace_bytes)(const AttnGradParams&) = nullptr;
-
-  constexpr bool gives(const KernelCall&) const { return true; }
 };
 
 }  // namespace flashattn_ext

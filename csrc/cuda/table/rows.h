@@ -3,7 +3,7 @@
 
 #include <cstddef>
 
-#include "../common/kind.h"
+#include "../common/options.h"
 #include "tiles.h"
 
 struct __half;
@@ -54,7 +54,7 @@ template <class Tile>
 struct KernelRow {
   unsigned types;
   HeadDims head_dims;
-  Kind kind;
+  Options options;  // that its policies can do
   Gpus gpus;
   int spill;
   Tile tiles[kTileChoices];  // a row with fewer ends in zeros
@@ -76,15 +76,15 @@ struct FewRowsRow {
 struct KernelCall {
   unsigned type;  // one of Types
   int64_t head_dim, head_dim_v;
-  Kind kind;
+  Options options;
   bool wants_largest = false;  // AttnParams::row_maxima
 };
 
-// Kernels of a kind run the calls of that kind, general kernels those of every kind.
+// A kernel runs the calls that want nothing else than its policies can do.
 template <class Row>
 constexpr bool serves(const Row& row, const KernelCall& call) {
   return (row.types & call.type) && call.head_dim <= row.head_dims.qk && call.head_dim_v <= row.head_dims.v &&
-         (row.kind == call.kind || row.kind == Kind::kGeneral);
+         includes(row.options, call.options);
 }
 
 // The first row that serves the call; nullptr: no row does.
@@ -98,9 +98,10 @@ constexpr const Row* first_row(const Row (&table)[kRows], const KernelCall& call
 
 // The number of the row that a kernel is compiled from; -1: the table does not have it.
 template <class Row, size_t kRows>
-constexpr int row_of_kernel(const Row (&table)[kRows], unsigned type, HeadDims head_dims, Kind kind) {
+constexpr int row_of_kernel(const Row (&table)[kRows], unsigned type, HeadDims head_dims, Options options) {
   for (size_t i = 0; i < kRows; ++i) {
-    if ((table[i].types & type) && table[i].head_dims == head_dims && table[i].kind == kind) return static_cast<int>(i);
+    if ((table[i].types & type) && table[i].head_dims == head_dims && table[i].options == options)
+      return static_cast<int>(i);
   }
   return -1;
 }
@@ -111,17 +112,17 @@ constexpr Tile choose(const Tile (&tiles)[kTileChoices]) {
 }
 
 // The tile of a kernel.
-template <const auto& kTable, class T, int kHeadDim, Kind kKind, int kHeadDimV = kHeadDim>
+template <const auto& kTable, class T, int kHeadDim, Options kOptions, int kHeadDimV = kHeadDim>
 constexpr auto tile_of() {
-  constexpr int kRow = row_of_kernel(kTable, kTypeOf<T>, {kHeadDim, kHeadDimV}, kKind);
+  constexpr int kRow = row_of_kernel(kTable, kTypeOf<T>, {kHeadDim, kHeadDimV}, kOptions);
   static_assert(kRow >= 0, "kernel_table.h has no such row");
   return choose(kTable[kRow].tiles);
 }
 
 // The same as a type.
-template <const auto& kTable, class T, int kHeadDim, Kind kKind, int kHeadDimV>
+template <const auto& kTable, class T, int kHeadDim, Options kOptions, int kHeadDimV>
 struct TileOf {
-  static constexpr auto kTile = tile_of<kTable, T, kHeadDim, kKind, kHeadDimV>();
+  static constexpr auto kTile = tile_of<kTable, T, kHeadDim, kOptions, kHeadDimV>();
 };
 
 }  // namespace flashattn_ext
