@@ -3,6 +3,7 @@
 #pragma once
 
 #include "backward_prepare.cuh"
+#include "lane.cuh"
 #include "operand_tile.cuh"
 #include "tile_order.cuh"
 
@@ -21,7 +22,6 @@ __global__ void __launch_bounds__(Layout::kThreads)
   T* const tile = reinterpret_cast<T*>(memory);
   const int head = blockIdx.x / blocks, heads = static_cast<int>(p.heads_q), b = head / heads, h = head % heads;
   const Sequence queries = query_sequence(p, b);
-  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   for (int64_t m = blockIdx.x % blocks; m * Layout::kQueries < queries.length; m += blocks) {
     const int64_t index =
         h * workspace.tiles + workspace.first_tile(p, b, queries) + m * (Layout::kQueries / Layout::kTileRows);
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
           if (m * Layout::kQueries + Layout::query_row() + i * 16 < queries.length) {
             ptx::load_fragment(x, Layout::dq_fragment(workspace, index, split, i, c));
           }
-          T* to = tile + (Layout::query_row() + i * 16 + g) * kStride + Layout::query_column(split) + c * 8 + 2 * t;
+          T* to = tile + (Layout::query_row() + i * 16 + g()) * kStride + Layout::query_column(split) + c * 8 + 2 * t();
           TensorCore<T>::store_pair(to, x[0] * workspace.gradient_scale, x[1] * workspace.gradient_scale);
           TensorCore<T>::store_pair(to + 8 * kStride, x[2] * workspace.gradient_scale, x[3] * workspace.gradient_scale);
         }

@@ -6,6 +6,7 @@
 
 #include "distance_bias.cuh"
 #include "elements.cuh"
+#include "lane.cuh"
 
 namespace flashattn_ext {
 
@@ -63,7 +64,7 @@ struct TileBias : DistanceBias<kTransposed, kRowTiles, kColumnTiles> {
         if (vectors) {
 #pragma unroll
           for (int n = 0; n < kColumnTiles; n += 4) {
-            const uint4 x = *reinterpret_cast<const uint4*>(row + 6 * (threadIdx.x % 4) + 8 * n);
+            const uint4 x = *reinterpret_cast<const uint4*>(row + 6 * t() + 8 * n);
             ahead[i][r][n] = x.x, ahead[i][r][n + 1] = x.y, ahead[i][r][n + 2] = x.z, ahead[i][r][n + 3] = x.w;
           }
         } else {

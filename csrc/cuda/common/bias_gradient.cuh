@@ -8,6 +8,7 @@
 
 #include "backward_workspace.h"
 #include "bias.cuh"
+#include "lane.cuh"
 #include "warp.cuh"
 
 namespace flashattn_ext {
@@ -128,14 +129,7 @@ struct TileBiasGradient {
   template <class Term>
   static __device__ __forceinline__ float sum_of(const Term& term) {
     float part[4] = {};
-#pragma unroll
-    for (int i = 0; i < kKeyTiles; ++i) {
-#pragma unroll
-      for (int n = 0; n < kQueryTiles; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) part[e] += term(i, n, e);
-      }
-    }
+    flashattn_ext::each_element<kKeyTiles, kQueryTiles>([&](int i, int n, int e) { part[e] += term(i, n, e); });
     return (part[0] + part[1]) + (part[2] + part[3]);
   }
 
@@ -173,21 +167,20 @@ struct TileBiasGradient {
   template <int kTogether>
   __device__ __forceinline__ void add_bands(const float (&gradients)[kKeyTiles][kQueryTiles][4], int first) const {
     static_assert(kTogether == 4);
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     float part[kTogether];
 #pragma unroll
     for (int m = 0; m < kTogether; ++m) {
       part[m] = 0;
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
-        const int query = 2 * t + odd;
-        const float own = g >= query ? in_band(gradients, first - m, odd) : in_band(gradients, first - m + 1, odd);
-        part[m] += __shfl_sync(~0u, own, (g + query) % 8 * 4 + t);
+        const int query = 2 * t() + odd;
+        const float own = g() >= query ? in_band(gradients, first - m, odd) : in_band(gradients, first - m + 1, odd);
+        part[m] += __shfl_sync(~0u, own, (g() + query) % 8 * 4 + t());
       }
     }
     const float sum = quad_sum_of_own(part);
-    const int64_t at =
-        h * (2 * bias.head.reach + 1) + bias.head.reach + bias.entry(bias.place.tile_distance + 8 * (first - t) + g);
+    const int64_t at = h * (2 * bias.head.reach + 1) + bias.head.reach +
+                       bias.entry(bias.place.tile_distance + 8 * (first - t()) + g());
     ptx::add_if(sum != 0, static_cast<float*>(p.drelative_bias) + at, sum * workspace.keep_scale);
   }
 
@@ -204,20 +197,19 @@ struct TileBiasGradient {
   // d of a band is diagonal d + 8 of the band below it, so lanes with g < query contribute their sums of the band that
   // ended before (`last`).
   __device__ __forceinline__ void end_band(int band, const float (&ended)[2]) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     float sum = 0;
 #pragma unroll
     for (int odd = 0; odd < 2; ++odd) {
-      const int query = 2 * t + odd;
-      const float own = g >= query ? ended[odd] : last[odd];
+      const int query = 2 * t() + odd;
+      const float own = g() >= query ? ended[odd] : last[odd];
       // This lane sums up diagonal g: of the lanes with the same t, the one in row g + query has a part of it.
-      sum += __shfl_sync(~0u, own, (g + query) % 8 * 4 + t);
+      sum += __shfl_sync(~0u, own, (g() + query) % 8 * 4 + t());
       last[odd] = ended[odd];
     }
     sum = quad_sum(sum);
-    const int entry = bias.entry(bias.place.tile_distance + 8 * band + g);
+    const int entry = bias.entry(bias.place.tile_distance + 8 * band + g());
     const int64_t at = h * (2 * bias.head.reach + 1) + bias.head.reach + entry;
-    bool adds = t == 0 && sum != 0;
+    bool adds = t() == 0 && sum != 0;
     if (kRelative == RelativeGradient::kInAnyOrderOrExact && workspace.relative_sums) {
       // A sum that is not finite is the same in every order.
       const bool exactly = adds && fabsf(sum) < infinity();

@@ -4,6 +4,7 @@
 
 #include "../../bias.h"
 #include "elements.cuh"
+#include "lane.cuh"
 #include "rows.cuh"
 #include "tensor_core.cuh"
 #include "warp.cuh"
@@ -22,9 +23,8 @@ struct Place {
   // row0, key0: of the first score of the warp's tile. Mask: Mask32 or UnplacedMask32.
   template <class Mask>
   __device__ __forceinline__ Place(const Mask& mask, int row0, int key0) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    row = row0 + (kTransposed ? 2 * t : g);
-    key = key0 + (kTransposed ? g : 2 * t);
+    row = row0 + (kTransposed ? 2 * t() : g());
+    key = key0 + (kTransposed ? g() : 2 * t());
     tile_distance = key0 - row0 - mask.first_position();
     distance = tile_distance + (key - key0) - (row - row0);
   }
@@ -175,7 +175,7 @@ struct DistanceBias {
       const float rise = before ? head.slope : -head.slope;
       // The caller takes the maximum of a row over lanes, so the term left to it must be the same in all lanes of the
       // row: it excludes the lane's first key.
-      const float key_of_lane = kLeavesRows ? static_cast<float>(2 * (threadIdx.x % 4)) : 0.f;
+      const float key_of_lane = kLeavesRows ? static_cast<float>(2 * t()) : 0.f;
       const float first_of_row = rise * (first - key_of_lane), own_keys = rise * key_of_lane;
       each_element<kRowTiles, kColumnTiles>([&](int i, int n, int e) {
         const float key = static_cast<float>(place.keys_on(i, n, e));

@@ -4,6 +4,7 @@
 #include "../../dropout.h"
 #include "../../params.h"
 #include "../ptx/math.cuh"
+#include "lane.cuh"
 
 namespace flashattn_ext {
 
@@ -46,14 +47,13 @@ struct Dropout {
   __device__ __forceinline__ void packed_signs(uint32_t (&signs)[kSteps][2], const Origin& origin, int64_t head,
                                                int row, int column) const {
     static_assert(kSteps % 4 == 0, "whole calls of the generator");
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
     for (int step = 0; step < kSteps; step += 4) {
 #pragma unroll
       for (int odd = 0; odd < 2; ++odd) {
         const PhiloxWords words =
             philox(key, batch, column_call(origin, column) + step / 4,
-                   head_lanes(origin, head) + static_cast<uint32_t>(g * 8 + 2 * t + odd), row_call(origin, row));
+                   head_lanes(origin, head) + static_cast<uint32_t>(g() * 8 + 2 * t() + odd), row_call(origin, row));
 #pragma unroll
         for (int i = 0; i < 4; ++i) signs[step + i][odd] = kept(words.word[i]);
       }
@@ -75,12 +75,11 @@ struct Dropout {
   template <class Core, int kSteps>
   __device__ __forceinline__ void drop(typename Core::A (&weights)[kSteps], const Origin& origin, int64_t head, int row,
                                        int column) const {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     constexpr int kBlocks = kSteps * Core::kK / 16;  // of 16 keys
 #pragma unroll
     for (int first = 0; first < kBlocks; first += 4) {
-      const PhiloxWords even = words(origin, head, row, column + first * 16, g, 2 * t);
-      const PhiloxWords odd = words(origin, head, row, column + first * 16, g, 2 * t + 1);
+      const PhiloxWords even = words(origin, head, row, column + first * 16, g(), 2 * t());
+      const PhiloxWords odd = words(origin, head, row, column + first * 16, g(), 2 * t() + 1);
 #pragma unroll
       for (int block = first; block < (first + 4 < kBlocks ? first + 4 : kBlocks); ++block) {
         // Fewer than 64 columns are the first or the second half of the four words.
@@ -96,9 +95,8 @@ struct Dropout {
   // element e of query tile n when bit 7 + 8 * (n + 2 * (e / 2)) of the result is set after shifting it to the left by
   // w, and for odd queries (e % 2) by another 4.
   __device__ __forceinline__ uint32_t transposed_warps(const Origin& origin, int64_t head, int key, int query) const {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const PhiloxWords even = words(origin, head, query, key, 2 * t, g),
-                      odd = words(origin, head, query, key, 2 * t + 1, g);
+    const PhiloxWords even = words(origin, head, query, key, 2 * t(), g()),
+                      odd = words(origin, head, query, key, 2 * t() + 1, g());
     uint32_t bits = 0;
 #pragma unroll
     for (int warp = 0; warp < 4; ++warp) {
@@ -126,14 +124,13 @@ struct Dropout {
   template <int kTiles>
   __device__ __forceinline__ Column<kTiles> transposed(const Origin& origin, int64_t head, int key, int query) const {
     static_assert(kTiles <= 4);
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     Column<kTiles> column;
     PhiloxWords even, odd;
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
       if (i == 0 || kTiles == 3) {
-        even = words(origin, head, query, key + 16 * i, 2 * t, g);
-        odd = words(origin, head, query, key + 16 * i, 2 * t + 1, g);
+        even = words(origin, head, query, key + 16 * i, 2 * t(), g());
+        odd = words(origin, head, query, key + 16 * i, 2 * t() + 1, g());
       }
       const int block = (key / 16 + i) % 4;
       column.even[i] = kept(select(even, block));

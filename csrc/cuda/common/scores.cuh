@@ -8,6 +8,8 @@
 #pragma once
 
 #include "dropout.cuh"
+#include "elements.cuh"
+#include "lane.cuh"
 #include "options.h"
 #include "rows.cuh"
 #include "tensor_core.cuh"
@@ -56,25 +58,19 @@ __device__ __forceinline__ void pack_scores(uint32_t (&packed)[kSteps][4], const
 template <class Score, int kRowTiles, int N>
 __device__ __forceinline__ void store_scores(float (&x)[kRowTiles][N][4], const Score& score) {
   if (score.stores_products()) return;
-#pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[i][n][e] = score.stored(x[i][n][e]);
-    }
-  }
+  each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] = score.stored(x[i][n][e]); });
 }
 
-// Masked scores become -inf. row, key: of this lane's first score. kBefore, kAfter: which ends of the visible keys to
-// check; each costs a comparison per score.
-template <bool kBefore, bool kAfter, int kRowTiles, int N, class Mask>
-__device__ __forceinline__ void hide_keys(float (&x)[kRowTiles][N][4], const Mask& mask, int row, int key) {
+// Masked scores become -inf. query_of(i, r): the query of row g (r = 0) or g + 8 of row tile i; key: of this lane's
+// first score. kBefore, kAfter: which ends of the visible keys to check; each costs a comparison per score.
+template <bool kBefore, bool kAfter, int kRowTiles, int N, class Mask, class QueryOf>
+__device__ __forceinline__ void hide_keys_of(float (&x)[kRowTiles][N][4], const Mask& mask, const QueryOf& query_of,
+                                             int key) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int query = row + 16 * i + 8 * r;
+      const int query = query_of(i, r);
       const Limits seen = mask.keys_of(query, query + 1);
       const int begin = seen.begin - key, end = seen.end - key;
 #pragma unroll
@@ -87,6 +83,11 @@ __device__ __forceinline__ void hide_keys(float (&x)[kRowTiles][N][4], const Mas
       }
     }
   }
+}
+// The same for adjacent queries. row: of this lane's first score.
+template <bool kBefore, bool kAfter, int kRowTiles, int N, class Mask>
+__device__ __forceinline__ void hide_keys(float (&x)[kRowTiles][N][4], const Mask& mask, int row, int key) {
+  hide_keys_of<kBefore, kAfter>(x, mask, [row](int i, int r) { return row + 16 * i + 8 * r; }, key);
 }
 
 // The running maximum is kept while no logit exceeds it by more than this, in units of log2: then the accumulators need
@@ -110,11 +111,16 @@ struct OnlineSoftmax {
 
   // A sink is a logit before the first key.
   __device__ __forceinline__ void start(float sink) {
+    const float sinks[2] = {sink, sink};
+    start(sinks);
+  }
+  // The same where the rows are of different heads.
+  __device__ __forceinline__ void start(const float (&sinks)[2]) {
     if constexpr (kTellsLargest) largest_logit = -infinity();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      max[r] = sink;
-      sum[r] = threadIdx.x % 4 == 0 && sink_counts(sink) ? 1.f : 0.f;
+      max[r] = sinks[r];
+      sum[r] = t() == 0 && sink_counts(sinks[r]) ? 1.f : 0.f;
     }
   }
 
@@ -174,10 +180,9 @@ struct OnlineSoftmax {
   // Writes lse and, if the call has row_maxima, the largest logit of row r, to row `at` of the tensors. All lanes of
   // the row call it.
   __device__ __forceinline__ void write(const AttnParams& p, int b, int h, int64_t at, int r, float total) const {
-    const int t = threadIdx.x % 4;
-    if (t == 0) *row_statistic(p.lse, b, h, at) = lse(r, total);
+    if (t() == 0) *row_statistic(p.lse, b, h, at) = lse(r, total);
     if constexpr (kTellsLargest) {
-      if (t == r && p.row_maxima.data) *row_statistic(p.row_maxima, b, h, at) = largest_logit * kLn2<float>;
+      if (t() == r && p.row_maxima.data) *row_statistic(p.row_maxima, b, h, at) = largest_logit * kLn2<float>;
     }
   }
 
@@ -329,9 +334,6 @@ struct PackedScores {
   }
 
  private:
-  static __device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
-  static __device__ __forceinline__ int t() { return threadIdx.x % 4; }
-
   template <bool kMasked, class Score>
   static __device__ __forceinline__ void weigh_part(Packed& weights, const Scores& products, const Score& score,
                                                     const float (&lse)[kQueries], const SeenBy<1>& seen_by) {

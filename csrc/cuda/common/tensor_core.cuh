@@ -12,6 +12,7 @@
 
 #include "../ptx/math.cuh"
 #include "../ptx/memory.cuh"
+#include "lane.cuh"
 
 namespace flashattn_ext {
 
@@ -127,14 +128,12 @@ struct TensorCore<float> {
     return {{__uint_as_float(r[0]), __uint_as_float(r[1]), __uint_as_float(r[2]), __uint_as_float(r[3])}};
   }
   static __device__ __forceinline__ A load_a_paired(const float* tile, int stride, int row, int k0) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const float* at = tile + (row + g) * stride + k0 + 2 * t;
+    const float* at = tile + (row + g()) * stride + k0 + 2 * t();
     const float2 low = *reinterpret_cast<const float2*>(at), high = *reinterpret_cast<const float2*>(at + 8 * stride);
     return {{low.x, high.x, low.y, high.y}};
   }
   static __device__ __forceinline__ A load_a_transposed(const float* tile, int stride, int k0, int row) {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-    const float* even = tile + (k0 + 2 * t) * stride + row + g;
+    const float* even = tile + (k0 + 2 * t()) * stride + row + g();
     return {{even[0], even[8], even[stride], even[stride + 8]}};
   }
   template <int N>

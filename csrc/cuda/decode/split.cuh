@@ -437,14 +437,13 @@ struct Split {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       for_chunks([&](int c) { set_zero(out[c][i]); });
-      softmax[i].largest_logit = -infinity();
+      float sinks[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const Row at = row(lane_row() + 16 * i + 8 * r);
-        const float sink = has_sink && at.query < work().queries ? head_sink(p, at.head) : -infinity();
-        softmax[i].max[r] = sink;
-        softmax[i].sum[r] = t() == 0 && sink_counts(sink) ? 1.f : 0.f;
+        sinks[r] = has_sink && at.query < work().queries ? head_sink(p, at.head) : -infinity();
       }
+      softmax[i].start(sinks);
     }
   }
 
@@ -510,19 +509,8 @@ struct Split {
   }
 
   __device__ __forceinline__ void hide_unseen(float (&x)[kRowTiles][kScoreTiles][4], int row0) const {
-    const int first = row0 + 2 * t() - work().first_row;
-    each_row([&](int i, int r) {
-      const int query = row(lane_row() + 16 * i + 8 * r).query;
-      const Limits seen = mask().keys_of(query, query + 1);
-      const int begin = seen.begin - first, end = seen.end - first;
-#pragma unroll
-      for (int n = 0; n < kScoreTiles; ++n) {
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          if (n * 8 + odd < begin || n * 8 + odd >= end) x[i][n][2 * r + odd] = -infinity();
-        }
-      }
-    });
+    const auto query_of = [&](int i, int r) { return row(lane_row() + 16 * i + 8 * r).query; };
+    hide_keys_of<true, true>(x, mask(), query_of, row0 + 2 * t() - work().first_row);
   }
 
   __device__ __forceinline__ void add_slopes(float (&x)[kRowTiles][kScoreTiles][4], int row0) const {

@@ -79,8 +79,6 @@ struct Backward {
         v_tile(k_tile + kKeys * RowTile::kStride),
         stages(reinterpret_cast<unsigned char*>(v_tile + kKeys * RowTile::kStride)) {}
 
-  static __device__ int g() { return threadIdx.x % 32 / 4; }
-  static __device__ int t() { return threadIdx.x % 4; }
   // Which part of the columns of dq, dk and dv this thread block computes.
   static __device__ int split() { return blockIdx.x % kSplits; }
 

@@ -77,8 +77,6 @@ struct Forward {
         v_tile(k_tile + kStages * kKeyTileElements),
         score(score) {}
 
-  static __device__ int g() { return threadIdx.x % 32 / 4; }
-  static __device__ int t() { return threadIdx.x % 4; }
   // The first of the 16 rows of this warp's row tile i, within the query tile.
   static __device__ int tile_row(int i) { return (threadIdx.x / 32 * kRowTiles + i) * 16; }
 

@@ -76,8 +76,6 @@ struct LargeForward {
       : p(params), score(score), shared(shared) {}
 
   static __device__ int warp() { return threadIdx.x / 32; }
-  static __device__ int g() { return threadIdx.x % 32 / 4; }
-  static __device__ int t() { return threadIdx.x % 4; }
   // The first of this warp's queries and keys of the scores, and of its columns of `out`.
   static __device__ int warp_row() { return warp() % kRowWarps * 32; }
   static __device__ int key_warp() { return warp() / kRowWarps; }

@@ -26,7 +26,7 @@ struct PlainGradients {
   template <bool kMasked, class Kernel, class Scores, class SeenBy, class Dropping>
   __device__ void weigh_and_differentiate(const Kernel& kernel, int, int, Scores& weights, Scores& dscores,
                                           const SeenBy& seen_by, Dropping& dropping) {
-    const int first = kernel.score_query() + 2 * kernel.t();
+    const int first = kernel.score_query() + 2 * t();
     flashattn_ext::weigh_and_differentiate<kMasked>(weights, dscores, kernel.workspace.score, kernel.lse + first,
                                                     kernel.delta + first, seen_by, dropping);
   }
@@ -67,7 +67,7 @@ struct GeneralGradients {
   template <bool kMasked, class Kernel, class Scores, class SeenBy, class Dropping>
   __device__ void weigh_and_differentiate(const Kernel& kernel, int h, int row0, Scores& weights, Scores& dscores,
                                           const SeenBy& seen_by, Dropping& dropping) {
-    const int query = kernel.score_query(), first = query + 2 * kernel.t();
+    const int query = kernel.score_query(), first = query + 2 * t();
     const Bias bias(kernel.p, kernel.b, h, kernel.mask(), row0 + query, kernel.first_score_key());
     const TileCentres centres{row_centres(kernel) + first};
     Gradient gradient{kernel.p, bias, kernel.workspace, centres, kernel.b, h, kernel.split() == 0, sums};
@@ -80,8 +80,8 @@ struct GeneralGradients {
     if (kernel.split() != 0) return;
     const AttnGradParams& p = kernel.p;
     const int64_t tile = kernel.workspace.first_key_tile(p, kernel.b, key_sequence(p, kernel.b)) + kernel.n;
-    flashattn_ext::end_head(sums, p, kernel.workspace, kernel.b, h, tile, kernel.warp(),
-                            kernel.first_score_key() + kernel.g(), kernel.extent()->length_k);
+    flashattn_ext::end_head(sums, p, kernel.workspace, kernel.b, h, tile, kernel.warp(), kernel.first_score_key() + g(),
+                            kernel.extent()->length_k);
   }
 
  private:

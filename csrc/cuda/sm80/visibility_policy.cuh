@@ -144,7 +144,7 @@ struct IntervalVisibility {
   static __device__ void hide(const Kernel& kernel, const Step& step, Scores& scores) {
     if (step.whole) return;
     hide_keys_by_interval(scores, kernel.score_row(), [&](int tile) {
-      const int key = tile * 8 + 2 * kernel.t();
+      const int key = tile * 8 + 2 * t();
       const int2 even = listed_key(kernel, key)->seen_by, odd = listed_key(kernel, key + 1)->seen_by;
       return make_int4(even.x, even.y, odd.x, odd.y);
     });
@@ -170,7 +170,7 @@ struct IntervalVisibility {
         bool sees[2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int row = kernel.row0 + kernel.tile_row(tile) + kernel.g() + 8 * r;
+          const int row = kernel.row0 + kernel.tile_row(tile) + g() + 8 * r;
           sees[r] = row >= max(rows.begin, key.seen_by.x) && row < min(rows.end, key.seen_by.y);
         }
         poison_rows(kernel.out[tile], sees);

@@ -140,7 +140,7 @@ struct DistanceGradients : UnbiasedGradients<Scores> {
     const AttnGradParams& p = kernel.p;
     const int64_t tile = kernel.workspace.first_key_tile(p, work.b, key_sequence(p, work.b)) + work.n;
     flashattn_ext::end_head(sums, p, kernel.workspace, work.b, h, tile, kernel.warp_key / 16,
-                            work.key0 + kernel.warp_key + static_cast<int>(threadIdx.x) % 32 / 4, work.length_k);
+                            work.key0 + kernel.warp_key + g(), work.length_k);
   }
 };
 

@@ -112,7 +112,7 @@ class LockstepWalk {
     ptx::hold(scores);
     const float* const lse = shared.lse[stage] + column();
     if (is_masked()) {
-      const SeenBy<1> seen_by(work.mask(kernel.p), row0 + column(), work.key0 + kernel.warp_key + threadIdx.x % 32 / 4);
+      const SeenBy<1> seen_by(work.mask(kernel.p), row0 + column(), work.key0 + kernel.warp_key + g());
       weigh_in_place<true>(scores, kernel.workspace.score, lse, seen_by);
     } else {
       weigh_in_place<false>(scores, kernel.workspace.score, lse, {});
@@ -150,7 +150,7 @@ class LockstepWalk {
     kernel.queries.advance();
   }
   __device__ __forceinline__ bool is_masked() const { return Kernel::Scores::is_masked(unmasked, now.m * kQueries); }
-  static __device__ __forceinline__ int column() { return threadIdx.x % 4 * 2; }  // the lane's first query
+  static __device__ __forceinline__ int column() { return 2 * t(); }  // the lane's first query
 
   Kernel& kernel;
   typename Kernel::Shared& shared;

@@ -19,7 +19,7 @@ struct PackedDistanceScores {
   struct Centres {
     const float (*rows)[kQueries];  // in shared memory, kCentres times
     __device__ __forceinline__ float2 pair(Centre which, int n) const {
-      return *reinterpret_cast<const float2*>(&rows[which][8 * n + 2 * (threadIdx.x % 4)]);
+      return *reinterpret_cast<const float2*>(&rows[which][8 * n + 2 * t()]);
     }
   };
   using BiasGradient = TileBiasGradient<Bias, T, 1, kQueries / 8, RelativeGradient::kInAnyOrder, Centres>;
@@ -67,7 +67,7 @@ struct PackedDistanceScores {
                                                        const GeneralScore& score, const float (&lse)[kQueries]) {
     const ScaledLogit rule{score.factor};
     each_pair([&](int n, int r, int step, int i) {
-      const float2 row_lse = *reinterpret_cast<const float2*>(&lse[n * 8 + 2 * (threadIdx.x % 4)]);
+      const float2 row_lse = *reinterpret_cast<const float2*>(&lse[n * 8 + 2 * t()]);
       float* const pair = &scores[n][2 * r];
       slopes[step][i] = cap_pair(pair, score);
       weights[step][i] = Core::pack(weight_of(rule, pair[0], row_lse.x), weight_of(rule, pair[1], row_lse.y));

@@ -147,8 +147,6 @@ struct Forward {
         warp_row(uniform(static_cast<int>(threadIdx.x) / 32 - 4) * 16),
         score(score) {}
 
-  static __device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
-  static __device__ __forceinline__ int t() { return threadIdx.x % 4; }
   // A step, as score policies take it, and the biases of this warp's scores in it.
   struct Step {
     const Work& work;

@@ -99,8 +99,6 @@ struct LargeForward {
 
   using Address = ptx::UniformDescriptor;  // otherwise stages are not in uniform registers
 
-  static __device__ __forceinline__ int g() { return threadIdx.x % 32 / 4; }
-  static __device__ __forceinline__ int t() { return threadIdx.x % 4; }
   // The first of a warp's 16 rows, within those of its thread block; all lanes call it.
   static __device__ __forceinline__ int first_of_warp() { return uniform(static_cast<int>(threadIdx.x) / 32 % 4) * 16; }
   // The first row of this thread block, within the sequence.

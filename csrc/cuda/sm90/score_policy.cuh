@@ -66,7 +66,7 @@ struct BiasTileScores : UncentredScores {
   __device__ __forceinline__ ScaledLogit make_logits(Kernel& kernel, float (&x)[1][kKeys / 8][4], const Step&,
                                                      Nothing) {
     ptx::barrier_wait(&kernel.shared.bias_full[at.stage], at.parity);
-    add_bias_tile(x[0], kernel.shared.bias[at.stage], kernel.warp_row + kernel.g(), kernel.score.softmax_scale);
+    add_bias_tile(x[0], kernel.shared.bias[at.stage], kernel.warp_row + g(), kernel.score.softmax_scale);
     release_tile(kernel);
     return {kLog2E<float>};
   }

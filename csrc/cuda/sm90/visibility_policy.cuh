@@ -158,13 +158,13 @@ struct IntervalVisibility {
     const int slot = walk.tile.slot();
     ptx::barrier_wait(&kernel.shared.pairs_full[slot], walk.tile.slot_parity());
     hide_keys_by_interval(kernel.score_tile(), row, [&](int tile) {
-      return *reinterpret_cast<const int4*>(&kernel.shared.partial_tiles[slot].pairs[tile * 8 + 2 * kernel.t()]);
+      return *reinterpret_cast<const int4*>(&kernel.shared.partial_tiles[slot].pairs[tile * 8 + 2 * t()]);
     });
   }
   // It also resets that for the query tile after the next.
   template <class Kernel>
   static __device__ __forceinline__ void take_poisoned(Kernel& kernel, bool (&poisoned)[2]) {
-    bool* const rows = &kernel.shared.poisoned[kernel.work_parity ^ 1][kernel.warp_row + kernel.g()];
+    bool* const rows = &kernel.shared.poisoned[kernel.work_parity ^ 1][kernel.warp_row + g()];
 #pragma unroll
     for (int r = 0; r < 2; ++r) poisoned[r] = rows[8 * r];
     __syncwarp();
