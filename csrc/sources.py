@@ -312,7 +312,7 @@ def check_spills(logs: Iterable[Path]) -> list[str]:
 PAGE = """# The compiled CUDA kernels
 
 Made from `csrc/cuda/table/kernel_table.h` by `python3 csrc/sources.py page`; do not edit. Each cell is one kernel in each of the dtypes,
-by the class of head dims (a kernel serves every head dim up to its class) and the [options](architecture.md#glossary) that it can do; it holds
+by the class of head dims (a kernel serves every head dim up to its class) and the [options](architecture.md#glossary) that it supports; it holds
 the tile, whose sizes the heading explains. A call runs the first row of the table that serves it, a general kernel if there is no
 other. Where a cell is empty, general kernels or a larger class serve the call; Hopper then runs the sm_80 kernels. Figures in notes are
 TFLOP/s on an H200 (bf16, full / causal, S = 4096 where none is named) of the tile and of others.

@@ -26,7 +26,7 @@
 namespace flashattn_ext {
 
 // The kernels of a table's rows. Rows: kTable; Kernel, the type of its entry points; and kernel<T, head dim, head dim
-// of v, options>(), those of one row; and needed(call), what a call wants of these rows.
+// of v, options>(), those of one row; and needed(call), what a row must have for it.
 template <class Rows>
 class RowKernels {
  public:

@@ -1,5 +1,5 @@
-// Options: what a call wants of a kernel, and what the policies of a kernel can do. Everything else is found out at run
-// time.
+// Options: those that a call uses, and those that the policies of a kernel support. Kernels check every other property
+// of a call at run time.
 #pragma once
 
 #include "../../params.h"

@@ -54,7 +54,7 @@ template <class Tile>
 struct KernelRow {
   unsigned types;
   HeadDims head_dims;
-  Options options;  // that its policies can do
+  Options options;  // that its policies support
   Gpus gpus;
   int spill;
   Tile tiles[kTileChoices];  // a row with fewer ends in zeros
@@ -80,7 +80,7 @@ struct KernelCall {
   bool wants_largest = false;  // AttnParams::row_maxima
 };
 
-// A kernel runs the calls that want nothing else than its policies can do.
+// A kernel runs the calls that use no other options than its policies support.
 template <class Row>
 constexpr bool serves(const Row& row, const KernelCall& call) {
   return (row.types & call.type) && call.head_dim <= row.head_dims.qk && call.head_dim_v <= row.head_dims.v &&
