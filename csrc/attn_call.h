@@ -33,12 +33,19 @@ struct AttnCall {
 #define CALL_NUMBER(name, default_value, takers, accepts, expected) c10::SymFloat name = default_value;
 #define CALL_FLAG(name, default_value, takers) bool name = default_value;
 #define CALL_INTEGERS(name, takers, check) std::optional<std::vector<c10::SymInt>> name;
+#define CALL_DTYPE(name, takers, check) std::optional<at::ScalarType> name;
 #include "options.def"
 
   bool is_varlen() const { return cu_seqlens_q.has_value(); }
   int64_t row_dim() const { return is_varlen() ? 0 : (bhsd ? 2 : 1); }
   int64_t head_axis() const { return is_varlen() || bhsd ? 1 : 2; }
   c10::SymInt batch() const { return is_varlen() ? cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0); }
+  // Whether keys and values are fp8; q then is fp8 as well or, in a decoding call, bfloat16.
+  bool is_fp8() const { return k.scalar_type() == at::kFloat8_e4m3fn; }
+  at::ScalarType dtype_of_out() const {
+    if (out_dtype) return *out_dtype;
+    return q.scalar_type() == at::kFloat8_e4m3fn ? at::kBFloat16 : q.scalar_type();
+  }
   at::ScalarType statistics_dtype() const { return q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat; }
 
   // Shape of out, and of lse: [B, Hq, Sq], or [Hq, total_q].
@@ -93,6 +100,7 @@ class Arguments {
     return value.toSymIntVector();
   }
   bool flag() { return (next_++)->toBool(); }
+  std::optional<at::ScalarType> maybe_dtype() { return (next_++)->toOptional<at::ScalarType>(); }
   c10::SymFloat number() {
     const c10::IValue& value = *next_++;
     if (scalar_ == scalars_.size()) return value.toScalar().toSymFloat();
@@ -115,6 +123,8 @@ class Arguments {
   if (takes(Takers::takers)) c->name = flag();
 #define CALL_INTEGERS(name, takers, check) \
   if (takes(Takers::takers)) c->name = maybe_integers();
+#define CALL_DTYPE(name, takers, check) \
+  if (takes(Takers::takers)) c->name = maybe_dtype();
 #include "options.def"
   }
   AttnCall call() {

@@ -77,6 +77,13 @@ inline std::string refuses_origin(const AttnParams& p, const std::string& kernel
          "; cut the call at such multiples, or use the CPU backend";
 }
 
+// Why a backend without kernels for fp8 inputs refuses a call; empty if the call has none.
+inline std::string refuses_fp8(const AttnParams& p, const std::string& kernels) {
+  if (!p.is_fp8) return {};
+  return "float8_e4m3fn inputs are not implemented by the " + kernels +
+         " kernels; convert the values to bfloat16, or use the CPU backend";
+}
+
 const Backend& cpu_backend();
 const Backend& cuda_sm80_backend();  // in builds with FLASHATTN_EXT_CUDA
 const Backend& cuda_sm90_backend();  // in builds with FLASHATTN_EXT_SM90, for architecture 9.0a

@@ -47,20 +47,22 @@ TensorView centres_view_of(const AttnCall& c, const at::Tensor& t) {
   return {const_cast<void*>(t.const_data_ptr()), c.is_varlen() ? 0 : t.stride(0), t.stride(heads + 1), t.stride(heads)};
 }
 
-namespace {
-
-DType dtype_of(const at::Tensor& t) {
-  switch (t.scalar_type()) {
+DType dtype_of(at::ScalarType dtype) {
+  switch (dtype) {
     case at::kHalf:
       return DType::kFloat16;
     case at::kBFloat16:
       return DType::kBFloat16;
     case at::kDouble:
       return DType::kFloat64;
+    case at::kFloat8_e4m3fn:
+      return DType::kFloat8;
     default:
       return DType::kFloat32;
   }
 }
+
+namespace {
 
 // A contiguous tensor, aligned for loads of `bytes` bytes.
 at::Tensor aligned(const at::Tensor& t, size_t bytes) {
@@ -72,8 +74,13 @@ at::Tensor aligned(const at::Tensor& t, size_t bytes) {
 int64_t shared_stride(const at::Tensor& t, int64_t dim) { return t.size(dim) == 1 ? 0 : t.stride(dim); }
 
 BiasView bias_view_of(const at::Tensor& t) {
-  return {const_cast<void*>(t.const_data_ptr()), dtype_of(t), shared_stride(t, 0), shared_stride(t, 1),
+  return {const_cast<void*>(t.const_data_ptr()), dtype_of(t.scalar_type()), shared_stride(t, 0), shared_stride(t, 1),
           shared_stride(t, 2)};
+}
+
+DescaleView descale_view_of(const std::optional<at::Tensor>& t) {
+  if (!t) return {};
+  return {t->const_data_ptr<float>(), shared_stride(*t, 0), shared_stride(*t, 1)};
 }
 
 // Sets the pointers of the tensors that change the logits.
@@ -146,7 +153,9 @@ Origin origin_of(const std::optional<std::vector<c10::SymInt>>& given) {
 
 void set_options(const AttnCall& c, AttnParams* params) {
   AttnParams& p = *params;
-  p.dtype = dtype_of(c.q);
+  p.dtype = dtype_of(c.q.scalar_type());
+  p.is_fp8 = c.is_fp8();
+  p.out_dtype = dtype_of(c.dtype_of_out());
   p.batch = c.is_varlen() ? c.cu_seqlens_q->numel() - 1 : c.q.size(0);
   p.seqlen_q = c.is_varlen() ? c.max_seqlen_q.expect_int() : c.q.size(c.row_dim());
   p.seqlen_k = c.is_varlen() ? c.max_seqlen_k.expect_int() : c.k.size(c.row_dim());
@@ -184,6 +193,9 @@ void set_memory(const AttnCall& c, const at::Tensor& out, const at::Tensor& lse,
   p->out = view_of(c, out);
   p->lse = row_view_of(c, lse);
   p->sink = c.sink ? c.sink->const_data_ptr() : nullptr;
+  p->descale_q = descale_view_of(c.descale_q);
+  p->descale_k = descale_view_of(c.descale_k);
+  p->descale_v = descale_view_of(c.descale_v);
   set_scores(c, p);
   p->rng_state = rng_state.defined() ? rng_state.const_data_ptr<int64_t>() : nullptr;
 }

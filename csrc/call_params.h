@@ -15,6 +15,8 @@ at::Tensor with_readable_rows(const at::Tensor& t, int64_t row_dim, const Backen
 // and relative bias in the dtype of the statistics. A bias has the dtype of q, or fp32 where q has 16 bits.
 AttnCall readable(AttnCall call, const Backend& backend);
 
+DType dtype_of(at::ScalarType dtype);
+
 TensorView view_of(const AttnCall& call, const at::Tensor& t);
 RowView row_view_of(const AttnCall& call, const at::Tensor& t);
 TensorView centres_view_of(const AttnCall& call, const at::Tensor& t);

@@ -57,6 +57,29 @@ void check_kind(const char* name, const at::Tensor& t, const DecodeCall& c) {
   check_device(name, t, c.q);
 }
 
+// k_cache and v_cache have the dtype of q; fp8 caches also take q in bfloat16.
+void check_kind_of_cache(const char* name, const at::Tensor& t, const DecodeCall& c) {
+  const at::ScalarType dtype = c.q.scalar_type(), of_cache = t.scalar_type();
+  if (dtype == at::kBFloat16) {
+    TORCH_CHECK_TYPE(of_cache == at::kBFloat16 || of_cache == at::kFloat8_e4m3fn, name,
+                     ": expected the dtype of q (BFloat16) or float8_e4m3fn, got ", of_cache);
+  } else {
+    TORCH_CHECK_TYPE(of_cache != at::kFloat8_e4m3fn || dtype == at::kFloat8_e4m3fn, "q: expected dtype bfloat16 or ",
+                     "float8_e4m3fn with a cache of float8_e4m3fn, got ", dtype);
+    TORCH_CHECK_TYPE(of_cache == dtype, name, ": expected the dtype of q (", dtype, "), got ", of_cache);
+  }
+  check_device(name, t, c.q);
+}
+
+// New keys and values have the dtype of q; an fp8 cache takes them in bfloat16 and fp8, whatever the dtype of q.
+void check_kind_of_new_keys(const char* name, const at::Tensor& t, const DecodeCall& c) {
+  if (!c.is_fp8()) return check_kind(name, t, c);
+  TORCH_CHECK_TYPE(t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kFloat8_e4m3fn, name,
+                   ": expected dtype bfloat16, which is quantised, or float8_e4m3fn for a cache of float8_e4m3fn, got ",
+                   t.scalar_type());
+  check_device(name, t, c.q);
+}
+
 void check_shape(const char* name, const at::Tensor& t, const std::vector<c10::SymInt>& shape, const char* what) {
   bool same = t.dim() == static_cast<int64_t>(shape.size());
   for (int64_t dim = 0; same && dim < t.dim(); ++dim) same = holds(t.sym_size(dim).sym_eq(shape[dim]));
@@ -79,13 +102,15 @@ void check_caches(const DecodeCall& c) {
   check_dtype_of_q(c);
   for (const auto& [name, t] : {std::pair<const char*, const at::Tensor*>{"k_cache", &c.k}, {"v_cache", &c.v}}) {
     check_rank(name, *t, 4, c.block_table ? "[pages, page_size, heads, head_dim]" : "[batch, seqlen, heads, head_dim]");
-    check_kind(name, *t, c);
+    check_kind_of_cache(name, *t, c);
     check_head_dim(name, *t);
     // Other ops copy such a tensor. Copying a KV cache would take many times the time of the call, and new keys would
     // be appended to the copy.
     TORCH_CHECK_VALUE(holds(t->sym_stride(-1).sym_eq(1).sym_or(t->sym_size(-1).sym_eq(1))), name,
                       ": expected a contiguous last dimension, got strides ", t->sym_strides());
   }
+  TORCH_CHECK_TYPE(c.v.scalar_type() == c.k.scalar_type(), "v_cache: expected the dtype of k_cache (",
+                   c.k.scalar_type(), "), got ", c.v.scalar_type());
   check_head_dim("q", c.q);
   const c10::SymInt heads_q = c.q.sym_size(c.head_axis()), heads_k = c.k.sym_size(2);
   check_shape("k_cache", c.k, {c.k.sym_size(0), c.k.sym_size(1), heads_k, c.q.sym_size(-1)}, "with the head_dim of q");
@@ -203,8 +228,10 @@ void check_new_keys(const DecodeCall& c) {
   TORCH_CHECK_VALUE(c.cache_seqlens || c.cache_seqlen >= 0,
                     "cache_seqlens: expected where the keys of k go, an int or int32 [batch], got None");
   check_rank("k", *c.k_new, 4, "[batch, new keys, heads, head_dim]");
-  check_kind("k", *c.k_new, c);
-  check_kind("v", *c.v_new, c);
+  check_kind_of_new_keys("k", *c.k_new, c);
+  check_kind_of_new_keys("v", *c.v_new, c);
+  TORCH_CHECK_TYPE(c.v_new->scalar_type() == c.k_new->scalar_type(), "v: expected the dtype of k (",
+                   c.k_new->scalar_type(), "), got ", c.v_new->scalar_type());
   const c10::SymInt batch = c.batch(), heads = c.k.sym_size(2), count = c.new_keys();
   check_shape("k", *c.k_new, {batch, count, heads, c.k.sym_size(3)}, "[batch, new keys, heads, head_dim]");
   check_shape("v", *c.v_new, {batch, count, heads, c.v.sym_size(3)}, "[batch, new keys, heads, head_dim]");
@@ -217,6 +244,11 @@ void check_rotary(const DecodeCall& c) {
   TORCH_CHECK_VALUE(c.rotary_cos.has_value() == c.rotary_sin.has_value(),
                     "rotary_cos: rotary_cos and rotary_sin must be given together");
   if (!c.rotary_cos) return;
+  for (const at::ScalarType dtype : {c.q.scalar_type(), c.k_new->scalar_type()}) {
+    TORCH_CHECK_NOT_IMPLEMENTED(dtype != at::kFloat8_e4m3fn,
+                                "rotary_cos: a rotation of q or k of float8_e4m3fn is not implemented; give both in "
+                                "bfloat16, or rotate them before they are quantised");
+  }
   const at::Tensor& cos = *c.rotary_cos;
   check_rank("rotary_cos", cos, 2, "[positions, rotary dim / 2]");
   check_kind("rotary_cos", cos, c);
@@ -324,6 +356,7 @@ void validate(const DecodeCall& c) {
   check_rotary(c);
   check_lengths(c);
   check_tensors(c);
+  check_fp8(c, c.k.sym_size(2));
   TORCH_CHECK_VALUE(c.mask_intervals.has_value() == c.mask_extremes.has_value(),
                     "mask: mask_intervals and mask_extremes must be given together");
   if (c.mask_intervals) check_mask(c);

@@ -53,6 +53,7 @@ void set_decode_options(const DecodeCall& c, DecodeParams* params) {
   if (c.k_new) {
     p.k_new = view_of_keys(*c.k_new);
     p.v_new = view_of_keys(*c.v_new);
+    p.new_dtype = dtype_of(c.k_new->scalar_type());
   }
   p.num_splits = c.num_splits.expect_int();
   p.mask_keys = c.mask_intervals ? c.mask_intervals->size(2) : 0;
@@ -136,7 +137,7 @@ void decode(const c10::OperatorHandle& op, Stack* stack) {
     const auto refusal = [&p](const Backend& candidate) { return refuses_decode(candidate, p); };
     backend = &backend_supporting(device, c.q, &p, refusal);
   }
-  const at::Tensor out = at::empty_symint(c.out_shape(), c.q.options());
+  const at::Tensor out = at::empty_symint(c.out_shape(), c.q.options().dtype(c.dtype_of_out()));
   const at::Tensor lse = at::empty_symint(c.lse_shape(), c.q.options().dtype(c.statistics_dtype()));
   if (!backend) return arguments.finish(out, lse, largest_of_rows_meta(c, c.returns_max_logits));
 

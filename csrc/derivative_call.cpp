@@ -64,6 +64,7 @@ SecondCall read_second_call(Arguments* arguments) {
 void validate(const JvpCall& jvp) {
   const AttnCall& c = jvp.call;
   validate(c);
+  check_has_derivatives(c);
   check_shape_and_dtype("out", jvp.out, c.out_shape(), c.q.scalar_type(), c);
   check_shape_and_dtype("lse", jvp.lse, c.lse_shape(), c.statistics_dtype(), c);
   check_tangents(jvp.tangents, c);

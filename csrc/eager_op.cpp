@@ -2,6 +2,7 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -36,6 +37,8 @@ bool push(PyObject* value, Stack* stack) {
       if (overflow != 0) return false;
     }
     stack->emplace_back(std::move(numbers));
+  } else if (THPDtype_Check(value)) {
+    stack->emplace_back(reinterpret_cast<THPDtype*>(value)->scalar_type);
   } else {
     return false;
   }

@@ -54,7 +54,7 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
   AttnParams p;
   const at::Tensor row_maxima = new_row_maxima(c, returns_max_logits && !c.q.is_meta(), &p);
   const Backend* const backend = backend_of(c, device, false, &p);
-  const at::Tensor out = new_tensor(c, c.out_shape(), c.q.scalar_type());
+  const at::Tensor out = new_tensor(c, c.out_shape(), c.dtype_of_out());
   const at::Tensor lse = new_tensor(c, c.lse_shape(), c.statistics_dtype());
   const at::Tensor centres =
       keeps_centres ? new_tensor(c, c.centres_shape(), c.statistics_dtype()) : new_tensor(c, {0}, c.statistics_dtype());

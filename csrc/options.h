@@ -7,13 +7,13 @@
 
 namespace flashattn_ext {
 
-enum class OptionType { kTensor, kInteger, kNumber, kFlag, kIntegers };
+enum class OptionType { kTensor, kInteger, kNumber, kFlag, kIntegers, kDtype };
 // Which ops take an argument: `forward` and `backward`, or the decoding ops too.
 enum class Takers { kForwardBackward, kEveryOp };
-// The first dimensions of a tensor. kSequences: the starts of the sequences. kHeads: the heads. kBatchHeads: the heads,
-// or batch and heads. kScores: batch and heads, each of which may be 1; in a packed call the heads alone. kNone: no
-// tensor.
-enum class Dims { kNone, kSequences, kHeads, kBatchHeads, kScores };
+// What the first dimensions of a tensor are: the starts of sequences; heads; heads, or batch and heads; batch and heads
+// of one entry each or of all, and in a packed call the heads alone; batch and KV heads of one entry each or of all.
+// kNone: no tensor.
+enum class Dims { kNone, kSequences, kHeads, kBatchHeads, kScores, kBatchKvHeads };
 enum class Gradient { kNone, kAlways, kIfNeeded };
 
 struct Option {
@@ -40,6 +40,7 @@ inline constexpr Option kOptions[] = {
   {#name, OptionType::kFlag, Takers::takers, default_value, Dims::kNone, Gradient::kNone},
 #define CALL_INTEGERS(name, takers, check) \
   {#name, OptionType::kIntegers, Takers::takers, 0, Dims::kNone, Gradient::kNone},
+#define CALL_DTYPE(name, takers, check) {#name, OptionType::kDtype, Takers::takers, 0, Dims::kNone, Gradient::kNone},
 #include "options.def"
 };
 
@@ -54,6 +55,8 @@ constexpr const char* schema_type(OptionType type) {
       return "Scalar";
     case OptionType::kFlag:
       return "bool";
+    case OptionType::kDtype:
+      return "ScalarType?";
     default:
       return "SymInt[]?";
   }

@@ -12,7 +12,10 @@
 
 namespace flashattn_ext {
 
-enum class DType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64 };
+// kFloat8: e4m3fn (4 bits of exponent, 3 of mantissa, largest value 448, no infinities).
+enum class DType : int32_t { kFloat16, kBFloat16, kFloat32, kFloat64, kFloat8 };
+
+constexpr int64_t kLargestHeadDim = 512;  // validate.cpp refuses larger ones
 
 // A [B, S, H, D] view with a contiguous last dimension; strides are in elements and may be 0 (expanded) or anything
 // else.
@@ -38,6 +41,17 @@ struct BiasView {
   int64_t batch_stride = 0;
   int64_t head_stride = 0;
   int64_t row_stride = 0;
+};
+
+// fp32 factors [B, Hk] of fp8 elements. Strides are in elements, and 0 where one entry serves all.
+struct DescaleView {
+  const float* data = nullptr;  // nullptr: 1
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+
+  FLASHATTN_HOST_DEVICE float of(int64_t batch, int64_t key_head) const {
+    return data ? data[batch * batch_stride + key_head * head_stride] : 1.0f;
+  }
 };
 
 // A Mask (mask.h): for every key the one interval of rows that see it. [B or 1, Hm, Sk] pairs, or [Hm, total_k] pairs
@@ -68,7 +82,12 @@ struct Origin {
 };
 
 struct AttnParams {
-  DType dtype = DType::kFloat32;
+  DType dtype = DType::kFloat32;  // of q, and but for fp8 calls of every input and of out
+  // Keys and values are fp8, and q is, or in a decoding call may be bfloat16. The value of an element is
+  // element * descale. No dropout and no biases; out has the dtype out_dtype.
+  bool is_fp8 = false;
+  DType out_dtype = DType::kBFloat16;  // of fp8 calls: kBFloat16, kFloat16 or kFloat32
+  DescaleView descale_q, descale_k, descale_v;
 
   // Sizes. For varlen seqlen_q and seqlen_k are the max_seqlen arguments: hints for the grid, never used for
   // addressing.
@@ -197,6 +216,9 @@ struct Rotary {
 struct DecodeParams : AttnParams {
   KeyCache cache;
   TensorView k_new;  // [B, new_keys, Hk, D], dtype of q; data == nullptr: nothing is appended
+  // The dtype of k_new and v_new where the cache is fp8: kFloat8, or kBFloat16, whose values divided by descale_k and
+  // descale_v are appended.
+  DType new_dtype = DType::kFloat8;
   TensorView v_new;  // [B, new_keys, Hk, Dv]
   Rotary rotary;
   // Number of KV splits of a sequence (split_keys in key_locator.h); 0: the backend chooses.

@@ -12,8 +12,6 @@
 namespace flashattn_ext {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 512;
-
 using NamedTensors = std::vector<std::pair<const char*, const at::Tensor*>>;
 
 std::string layout_of(const AttnCall& c) {
@@ -31,17 +29,69 @@ void check_device(const char* name, const at::Tensor& t, const at::Tensor& q) {
 
 void check_dtype_of_q(const AttnCall& c) {
   const at::ScalarType dtype = c.q.scalar_type();
-  TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble,
-                   "q: expected dtype float16, bfloat16, float32 or (CPU only) float64, got ", dtype);
+  TORCH_CHECK_TYPE(dtype != at::kFloat8_e5m2 && dtype != at::kFloat8_e5m2fnuz && dtype != at::kFloat8_e4m3fnuz,
+                   "q: expected dtype float8_e4m3fn where inputs are fp8, got ", dtype,
+                   "; flashattn_ext.quantize_fp8 makes float8_e4m3fn from the values");
+  TORCH_CHECK_TYPE(dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kFloat || dtype == at::kDouble ||
+                       dtype == at::kFloat8_e4m3fn,
+                   "q: expected dtype float16, bfloat16, float32, float8_e4m3fn or (CPU only) float64, got ", dtype);
   // On an NPU the backend itself refuses float64.
   TORCH_CHECK_TYPE(dtype != at::kDouble || c.q.is_cpu() || c.q.is_meta() || c.q.is_privateuseone(),
                    "q: float64 is supported on the CPU only, got a tensor on ", c.q.device(), "; use float32 there");
 }
 
+namespace {
+
+// `name`: descale_q, descale_k or descale_v.
+void check_descale(const char* name, const std::optional<at::Tensor>& given, const AttnCall& c,
+                   const c10::SymInt& heads_k) {
+  if (!given) return;
+  const at::Tensor& t = *given;
+  TORCH_CHECK_VALUE(c.is_fp8(), name, ": expected None for keys and values of dtype ", c.k.scalar_type(),
+                    ", because only float8_e4m3fn has descales; give it together with float8_e4m3fn inputs");
+  TORCH_CHECK_TYPE(t.scalar_type() == at::kFloat, name, ": expected dtype Float, got ", t.scalar_type());
+  const auto fits = [&t](int64_t dim, const c10::SymInt& size) {
+    return holds(t.sym_size(dim).sym_eq(1).sym_or(t.sym_size(dim).sym_eq(size)));
+  };
+  TORCH_CHECK_VALUE(t.dim() == 2 && fits(0, c.batch()) && fits(1, heads_k), name, ": expected shape [", c.batch(),
+                    " or 1, ", heads_k, " or 1] (batch, KV heads), got ", t.sym_sizes());
+  check_device(name, t, c.q);
+}
+
+}  // namespace
+
+void check_fp8(const AttnCall& c, const c10::SymInt& heads_k) {
+  check_descale("descale_q", c.descale_q, c, heads_k);
+  check_descale("descale_k", c.descale_k, c, heads_k);
+  check_descale("descale_v", c.descale_v, c, heads_k);
+  TORCH_CHECK_VALUE(!c.descale_q || c.q.scalar_type() == at::kFloat8_e4m3fn, "descale_q: expected None for q of dtype ",
+                    c.q.scalar_type(), ", because only float8_e4m3fn has descales");
+  if (c.out_dtype) {
+    TORCH_CHECK_VALUE(c.is_fp8(), "out_dtype: expected None for keys and values of dtype ", c.k.scalar_type(),
+                      ", because out has the dtype of q there; convert out instead");
+    TORCH_CHECK_TYPE(*c.out_dtype == at::kBFloat16 || *c.out_dtype == at::kHalf || *c.out_dtype == at::kFloat,
+                     "out_dtype: expected bfloat16, float16 or float32, got ", *c.out_dtype);
+  }
+  if (!c.is_fp8()) return;
+  constexpr char kInstead[] = " is not implemented for float8_e4m3fn inputs; convert q, k and v to bfloat16";
+  TORCH_CHECK_NOT_IMPLEMENTED(c.dropout_p.is_symbolic() || c.dropout_p.expect_float() == 0, "dropout_p: dropout",
+                              kInstead);
+  TORCH_CHECK_NOT_IMPLEMENTED(!c.alibi_slopes, "alibi_slopes: a bias", kInstead);
+  TORCH_CHECK_NOT_IMPLEMENTED(!c.relative_bias, "relative_bias: a bias", kInstead);
+  TORCH_CHECK_NOT_IMPLEMENTED(!c.bias, "bias: a bias", kInstead);
+}
+
+void check_has_derivatives(const AttnCall& c) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !c.is_fp8(),
+      "q: inputs of float8_e4m3fn have no backward and no other derivatives; convert q, k and v "
+      "to bfloat16 for them");
+}
+
 void check_head_dim(const char* name, const at::Tensor& t) {
   const c10::SymInt head_dim = t.sym_size(-1);
-  TORCH_CHECK_VALUE(holds(head_dim.sym_ge(1)) && holds(head_dim.sym_le(kMaxHeadDim)), name, ": head_dim must be in 1..",
-                    kMaxHeadDim, ", got ", head_dim, " in shape ", t.sym_sizes());
+  TORCH_CHECK_VALUE(holds(head_dim.sym_ge(1)) && holds(head_dim.sym_le(kLargestHeadDim)), name,
+                    ": head_dim must be in 1..", kLargestHeadDim, ", got ", head_dim, " in shape ", t.sym_sizes());
 }
 
 namespace {
@@ -274,6 +324,7 @@ void validate(const AttnCall& c) {
                       c.cu_seqlens_k->sym_size(0));
   }
   check_tensors(c);
+  check_fp8(c, c.k.sym_size(c.head_axis()));
   TORCH_CHECK_VALUE(c.mask_intervals.has_value() == c.mask_extremes.has_value(),
                     "mask: mask_intervals and mask_extremes must be given together");
   if (c.mask_intervals) check_mask(c);
@@ -290,6 +341,7 @@ void check_shape_and_dtype(const char* name, const at::Tensor& t, c10::SymIntArr
 
 void validate(const AttnCall& c, const BackwardCall& b) {
   validate(c);
+  check_has_derivatives(c);
   const auto check = [&c](const char* name, const at::Tensor& t, c10::SymIntArrayRef shape, at::ScalarType dtype) {
     check_shape_and_dtype(name, t, shape, dtype, c);
   };

@@ -20,6 +20,10 @@ void check_device(const char* name, const at::Tensor& t, const at::Tensor& q);
 void check_shape_and_dtype(const char* name, const at::Tensor& t, c10::SymIntArrayRef shape, at::ScalarType dtype,
                            const AttnCall& call);
 void check_dtype_of_q(const AttnCall& call);
+// The arguments that only fp8 calls have, and those that they do not take. heads_k: the number of KV heads.
+void check_fp8(const AttnCall& call, const c10::SymInt& heads_k);
+// Refuses a backward, or another derivative, of an fp8 call.
+void check_has_derivatives(const AttnCall& call);
 void check_head_dim(const char* name, const at::Tensor& t);
 // The conditions of options.def: a function check_NAME for each number; all numbers and integers of a call; and all of
 // its tensors that are checked one by one.

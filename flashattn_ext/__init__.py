@@ -41,6 +41,7 @@ else:
         flash_attn_varlen_qkvpacked_func,
     )
     from .decode import flash_attn_with_kvcache
+    from .fp8 import quantize_fp8
     from .mask import Mask
     from .module import FlashAttention
     from .reference import attention_reference, attention_weights, kvcache_reference
@@ -83,6 +84,7 @@ __all__ = [
     "flash_attn_with_kvcache",
     "forward",
     "kvcache_reference",
+    "quantize_fp8",
     "t5_relative_bias",
     "use_backend",
     "varlen_forward",

@@ -12,7 +12,7 @@ from torch import Tensor
 from . import _C, _build, arguments, jagged, ops, placed
 from .calls import DENSE, autocast, converter, lengths_of, results
 from .mask import Mask
-from .options import CallOptions, CallTensors, biases, differentiable
+from .options import CallOptions, CallTensors, Fp8Options, biases, differentiable
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -87,6 +87,10 @@ def forward(
     deterministic: bool = False,
     rng_seed: int | None = None,
     origin: tuple[int, ...] | None = None,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
+    descale_v: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -94,7 +98,7 @@ def forward(
 
     Args:
         q: queries [B, Sq, Hq, D] (layout "bhsd": [B, Hq, Sq, D]); D from 1 to 512 (256 on Ascend). float16,
-            bfloat16, float32, and float64 on the CPU. Read in place, except that a tensor is copied once
+            bfloat16, float32, on the CPU float64 and float8_e4m3fn. Read in place, except that a tensor is copied once
             if its last dimension is not contiguous; on GPUs and NPUs also if its rows overlap, and on CUDA
             if its rows are not aligned to 16 bytes.
         k: keys [B, Sk, Hk, D], in the dtype of q; Hq is a multiple of Hk, and query head h reads KV head
@@ -128,13 +132,19 @@ def forward(
             dropout draws what the larger call draws for these batch entries and heads. (batch, head, row, key): its rows and keys
             are also counted from there, for dropout, causal, windows, alibi_slopes, relative_bias and mask, and row i of this
             call is aligned with key row + i, whatever the lengths: causal means key + j <= row + i.
+        descale_q: float32 [B or 1, Hk or 1], for q of float8_e4m3fn: the value of an element is element * descale, with the descale of
+            its batch entry (packed: sequence) and KV head, and None is 1. quantize_fp8 makes elements and descales. Calls in
+            float8_e4m3fn have no gradient, no dropout and no biases.
+        descale_k: float32 [B or 1, Hk or 1], the same for k.
+        descale_v: float32 [B or 1, Hk or 1], the same for v.
+        out_dtype: of calls in float8_e4m3fn, the dtype of out: bfloat16 (None), float16 or float32.
         return_lse: also return lse [B, Hq, Sq] (float32; float64 for float64 inputs), the natural
             logarithm of the softmax denominator, sink included; differentiable.
         return_max_logits: also return, as the last result, the largest visible logit of each head, after softcap and biases, before
             sink and dropout: float32 [B, Hq], without a gradient; -inf for a head that is fully masked.
 
     Returns:
-        out [B, Sq, Hq, Dv] in the layout and dtype of q, (out, lse), (out, max_logits) or (out, lse, max_logits). A query that
+        out [B, Sq, Hq, Dv] in the layout and dtype of q (of float8_e4m3fn: in out_dtype), (out, lse), (out, max_logits) or (out, lse, max_logits). A query that
         sees no key gives 0, and an lse of -inf (or of its sink).
 
     Raises:
@@ -142,7 +152,8 @@ def forward(
             accepted; no kernel has run.
         TypeError: a type or a dtype is not as described.
         NotImplementedError: the backend does not support the call, or the device has no backend; names the nearest thing that works.
-            Also for second derivatives and forward mode (jvp) on other devices than the CPU, and for third derivatives.
+            Also for second derivatives and forward mode (jvp) on other devices than the CPU, for third derivatives, and for gradients,
+            dropout and biases of calls in float8_e4m3fn.
 
     Source: FlashAttention-2 (Dao 2023, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning",
     algorithms 1 and 2).
@@ -154,7 +165,8 @@ def forward(
     tensors, numbers = _call_of_forward(
         q, k, v, lengths, "bshd" if is_nested else layout, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
         softcap=softcap, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias, mask=mask, dropout_p=dropout_p,
-        smooth_softmax=smooth_softmax, sink=sink, deterministic=deterministic, origin=origin,
+        smooth_softmax=smooth_softmax, sink=sink, deterministic=deterministic, origin=origin, descale_q=descale_q, descale_k=descale_k,
+        descale_v=descale_v, out_dtype=out_dtype,
     )  # fmt: skip
     out, lse, max_logits = _forward(tensors, numbers, rng_seed, return_max_logits)
     if is_nested:
@@ -162,7 +174,7 @@ def forward(
     return results(out, lse, max_logits, return_lse, return_max_logits)
 
 
-# The keyword arguments of forward with their defaults, and those among them that varlen_forward and backward take too.
+# The keyword arguments of forward with their defaults, those among them that varlen_forward takes too, and those of backward.
 _KEYWORDS = {
     name: parameter
     for name, parameter in inspect.signature(forward).parameters.items()
@@ -173,14 +185,15 @@ _SHARED = {
     for name, parameter in _KEYWORDS.items()
     if name not in ("layout", "rng_seed", "return_lse", "return_max_logits")
 }
+_DIFFERENTIABLE = {name: parameter for name, parameter in _SHARED.items() if name not in Fp8Options.__annotations__}
 
 
-def _show_shared_options(function: Callable[..., Any]) -> None:
-    """Makes help() and inspect.signature() show the options of forward in place of **options."""
+def _show_shared_options(function: Callable[..., Any], options: dict[str, inspect.Parameter]) -> None:
+    """Makes help() and inspect.signature() show these options of forward in place of **options."""
     signature = inspect.signature(function)
     own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
     positional = [parameter for parameter in own if parameter.kind is not parameter.KEYWORD_ONLY]
-    shared = [*positional, *_SHARED.values(), *(parameter for parameter in own if parameter not in positional)]
+    shared = [*positional, *options.values(), *(parameter for parameter in own if parameter not in positional)]
     function.__signature__ = signature.replace(parameters=shared)  # type: ignore[attr-defined]
 
 
@@ -260,7 +273,7 @@ def varlen_forward(
     return results(*_forward(tensors, numbers, rng_seed, return_max_logits), return_lse, return_max_logits)
 
 
-_show_shared_options(varlen_forward)
+_show_shared_options(varlen_forward, _SHARED)
 
 
 @overload
@@ -294,7 +307,7 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """The raw backward of forward() and, with cu_seqlens, of varlen_forward(), for code that has its own autograd.
 
-    The other arguments are those of varlen_forward.
+    The other arguments are those of varlen_forward. float8_e4m3fn has no backward.
 
     Args:
         dout: gradient of out, in its shape and dtype; None counts as zeros.
@@ -341,7 +354,7 @@ def backward(
     return tuple(computed if any(needs) else computed[: len(computed) - len(needs)])
 
 
-_show_shared_options(backward)
+_show_shared_options(backward, _DIFFERENTIABLE)
 
 
 def dropout_mask(

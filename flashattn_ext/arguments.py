@@ -84,6 +84,12 @@ def flag(name: str, value: Any) -> bool:
     raise TypeError(f"{name}: expected True or False, got {described(value)}")
 
 
+def dtype(name: str, value: Any) -> torch.dtype | None:
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    raise TypeError(f"{name}: expected a torch.dtype or None, got {described(value)}")
+
+
 def window(value: Any) -> tuple[int, int]:
     sides = value if type(value) is tuple else list(value) if isinstance(value, Iterable) else ()
     if len(sides) != 2:
@@ -126,8 +132,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def cast(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """`t` as autocast casts it: floating-point tensors except float64 are cast."""
-    return t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
+    """`t` as autocast casts it: floating-point tensors are cast, except float64, and fp8, whose values are not its elements alone."""
+    return t.to(dtype) if t.is_floating_point() and t.dtype not in (torch.float64, torch.float8_e4m3fn) else t
 
 
 def described(value: Any) -> str:

@@ -37,7 +37,7 @@ _EXPRESSIONS = {
     "origin": "None if origin is None else arguments.origin(origin)",
 }
 DENSE = (None, None, 0, 0)  # the cu_seqlens and max_seqlens of a call that is not packed
-_CONVERSIONS = {"SymInt": "integer", "Scalar": "number", "bool": "flag"}
+_CONVERSIONS = {"SymInt": "integer", "Scalar": "number", "bool": "flag", "ScalarType?": "dtype"}
 _TEMPLATE = """
 def {function}(
     {leading}, lengths, layout, /, *, mask=None, window_size=(-1, -1), softmax_scale=None, {parameters}
@@ -121,7 +121,7 @@ def _with_dtensors(tensors: CallTensors) -> CallTensors:
 
 
 def autocast(tensors: CallTensors) -> CallTensors:
-    """The tensors cast as scaled_dot_product_attention casts them inside torch.autocast; float64 is not cast.
+    """The tensors cast as scaled_dot_product_attention casts them inside torch.autocast; float64 and fp8 are not cast.
 
     A float32 bias keeps its dtype, and so do the tensors that the kernels read in the dtype of the softmax statistics.
     """

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import _C, arguments, ops
 from .calls import DENSE, converter, lengths_of
+from .fp8 import FP8
 from .kept import KeptForTensors
 from .mask import Mask
 from .options import OPTIONS
@@ -85,11 +86,11 @@ def _call_op(
     options: tuple[tuple[Tensor | None, ...], tuple[Any, ...]], *,
     rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, rotary_interleaved: bool = True,
     cache_seqlens: Any = None, cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None, num_splits: int = 0, return_max_logits: bool = False,
+    block_table: Tensor | None = None, num_splits: int = 0, return_max_logits: bool = False, keeps_dtype: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Checks and converts the arguments, and calls the op in the order of its schema (csrc/decode_call.cpp): (out, lse, max_logits).
 
-    options: what _options_of_call returns.
+    options: what _options_of_call returns. keeps_dtype: autocast does not cast out.
     """
     result_dtype = arguments.autocast_dtype(q.device)
     if result_dtype is not None:
@@ -109,7 +110,7 @@ def _call_op(
         arguments.integer("num_splits", num_splits), arguments.flag("return_max_logits", return_max_logits), *tensors,
         *numbers,
     )  # fmt: skip
-    return out if result_dtype is None else arguments.cast(out, result_dtype), lse, max_logits
+    return out if result_dtype is None or keeps_dtype else arguments.cast(out, result_dtype), lse, max_logits
 
 
 def _autocast(
@@ -121,10 +122,13 @@ def _autocast(
     v: Tensor | None,
     *rotary: Tensor | None,
 ) -> list[Any]:
-    """The tensors cast as in forward(). With new keys the caches keep their dtype, and the other tensors are cast to it."""
+    """The tensors cast as in forward(). With new keys the caches keep their dtype, and the other tensors are cast to it.
+
+    Caches of fp8 always keep their dtype, and the other tensors are cast as without caches.
+    """
     if k is None and v is None:
         k_cache, v_cache = arguments.cast(k_cache, dtype), arguments.cast(v_cache, dtype)
-    elif k_cache.is_floating_point():
+    elif k_cache.is_floating_point() and k_cache.dtype != FP8:
         dtype = k_cache.dtype
     others = [None if t is None else arguments.cast(t, dtype) for t in (k, v, *rotary)]
     return [arguments.cast(q, dtype), k_cache, v_cache, *others]
@@ -137,27 +141,31 @@ def flash_attn_with_kvcache(
     softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False, *, sink: Tensor | None = None, smooth_softmax: bool = False,
-    mask: Mask | None = None, return_max_logits: bool = False,
+    mask: Mask | None = None, return_max_logits: bool = False, descale_q: Tensor | None = None, descale_k: Tensor | None = None,
+    descale_v: Tensor | None = None, out_dtype: torch.dtype | None = None,
 ) -> Any:  # fmt: skip
     """Appends new keys and values to a KV cache in place, and attends to the whole cache: decoding and prefill.
 
-    The signature is flash-attn 2's with the additions sink, smooth_softmax, mask and return_max_logits. Forward only: a backward
-    through it raises.
+    The signature is flash-attn 2's with the additions sink, smooth_softmax, mask, return_max_logits and those of a cache in fp8: descale_q,
+    descale_k, descale_v and out_dtype. Forward only: a backward through it raises.
 
     Inside torch.autocast q and the caches are cast as in forward(), which copies caches of another dtype at every call; where new keys
     are written, the caches keep their dtype and all other tensors are cast to it. The result has autocast's dtype.
 
     Args:
         q: queries [B, Sq, Hq, D]; float16, bfloat16, float32, and float64 on the CPU; D from 1 to 512. On CUDA, float32 above 256
-            needs a GPU with 168 KB of shared memory for a thread block. Not on Ascend.
+            needs a GPU with 168 KB of shared memory for a thread block. Not on Ascend. With caches of float8_e4m3fn, which so far only
+            the CPU takes: bfloat16 or float8_e4m3fn.
         k_cache: keys [cache entries, capacity, Hk, D], or with a block_table [pages, page_size, Hk, D], page_size a multiple
-            of 16. Any strides, but the last dimension is contiguous. Keys after a sequence's length are never read.
+            of 16; in the dtype of q, or float8_e4m3fn. Any strides, but the last dimension is contiguous. Keys after a sequence's length are never read.
             Where new keys are written, a cache that requires grad raises, except under torch.no_grad(), and so does one with
             elements that share memory, with each other (an expanded cache) or with v_cache. Two parts of one tensor may alternate in
             memory. q, k and v may lie in a cache: they are read before it changes.
         v_cache: values [cache entries, capacity, Hk, Dv], or [pages, page_size, Hk, Dv].
-        k: new keys [B, new keys, Hk, D], written after the cache_seqlens keys in the cache, and attended to.
-        v: new values [B, new keys, Hk, Dv].
+        k: new keys [B, new keys, Hk, D], written after the cache_seqlens keys in the cache, and attended to. For a cache of
+            float8_e4m3fn they are bfloat16, and k / descale_k is rounded to the nearest element (at most 448 in size), or they are
+            float8_e4m3fn, and copied.
+        v: new values [B, new keys, Hk, Dv], in the dtype of k; with descale_v.
         rotary_cos: [positions, R / 2] in the dtype of q, with k and v only: the first R elements of k's rows are
             rotated for the positions cache_seqlens, cache_seqlens + 1, ..., and so are q's with causal or a window; otherwise all
             rows of q are rotated for the position cache_seqlens.
@@ -182,6 +190,11 @@ def flash_attn_with_kvcache(
         mask: a Mask of the last n keys of every sequence, intervals [B or 1, 1 or Hk or Hq, n, 2]; for example Mask.tree of the Sq
             keys that a step of speculative decoding appends. The keys before those are hidden by causal and window_size alone.
         return_max_logits: also return the largest logit of each head of each sequence, as in forward().
+        descale_q: float32 [B or 1, Hk or 1] as in forward(), for q of float8_e4m3fn.
+        descale_k: float32 [B or 1, Hk or 1], for a cache of float8_e4m3fn: the value of an element is element * descale, with the descale of
+            its sequence and head, and None is 1. Sequences that share pages need the same descales.
+        descale_v: float32 [B or 1, Hk or 1], the same for v_cache.
+        out_dtype: with a cache of float8_e4m3fn, the dtype of out: bfloat16 (None), float16 or float32.
 
     Returns:
         out [B, Sq, Hq, Dv], then if requested lse [B, Hq, Sq], float32 (float64 for float64 inputs), the natural logarithm of the
@@ -194,7 +207,8 @@ def flash_attn_with_kvcache(
             in flash-attn: cache_seqlens is read once after each change of it, but not while a CUDA graph is captured,
             under torch.compile or in inference mode.
         TypeError: a type or a dtype is not as described.
-        NotImplementedError: the backend does not support decoding, or not this call; names the nearest thing that works.
+        NotImplementedError: the backend has no decoding, or not for this call; names the nearest thing that works. Also for
+            alibi_slopes with a cache of float8_e4m3fn, and for a rotation of q or k of that dtype.
         RuntimeError: in a backward through the call.
 
     Source: split-KV decoding after Flash-Decoding (Dao et al. 2023, "Flash-Decoding for long-context inference"); pages after
@@ -206,11 +220,12 @@ def flash_attn_with_kvcache(
     options = _options_of_call(
         q, DENSE, "bshd", softmax_scale=softmax_scale, causal=causal, window_size=flash_attn_window(window_size),
         softcap=softcap, alibi_slopes=alibi_slopes, sink=sink, smooth_softmax=smooth_softmax, mask=mask,
+        descale_q=descale_q, descale_k=descale_k, descale_v=descale_v, out_dtype=out_dtype,
     )  # fmt: skip
     out, lse, max_logits = _call_op(
         q, k_cache, v_cache, k, v, options, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
         cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
-        num_splits=num_splits, return_max_logits=return_max_logits,
+        num_splits=num_splits, return_max_logits=return_max_logits, keeps_dtype=out_dtype is not None,
     )  # fmt: skip
     others = [lse] if arguments.flag("return_softmax_lse", return_softmax_lse) else []
     others += [max_logits] if return_max_logits else []

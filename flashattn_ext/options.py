@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import namedtuple
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
+import torch
 from torch import Tensor
 
 from . import _C
@@ -23,9 +24,9 @@ class Option(NamedTuple):
     """One row of csrc/options.def."""
 
     name: str
-    type: str  # as in the schemas of the ops: "Tensor?", "SymInt", "Scalar", "bool" or "SymInt[]?"
+    type: str  # as in the schemas of the ops: "Tensor?", "SymInt", "Scalar", "bool", "SymInt[]?" or "ScalarType?"
     default: Any
-    dims: str  # what the first dimensions of a tensor are: "sequences", "heads", "batch_heads" or "scores" (Dims in csrc/options.h)
+    dims: str  # what the first dimensions of a tensor are: "sequences", "heads", "batch_heads", "scores" or "batch_kv_heads" (Dims in csrc/options.h)
     gradient: str  # computed by a backward: "" never, "always", or "if_needed"
     decodes: bool  # whether the decoding ops take it as well
 
@@ -131,13 +132,20 @@ class BiasOptions(TypedDict, total=False):
     bias: Tensor | None
 
 
-class AttentionOptions(SharedOptions, BiasOptions, total=False):
+class Fp8Options(TypedDict, total=False):
+    descale_q: Tensor | None
+    descale_k: Tensor | None
+    descale_v: Tensor | None
+    out_dtype: torch.dtype | None
+
+
+class AttentionOptions(SharedOptions, BiasOptions, Fp8Options, total=False):
     """Options of forward and varlen_forward."""
 
     deterministic: bool
 
 
-class ReferenceOptions(SharedOptions, BiasOptions, total=False):
+class ReferenceOptions(SharedOptions, BiasOptions, Fp8Options, total=False):
     """Options of attention_reference."""
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
-from . import arguments
+from . import arguments, fp8
 from .mask import Mask, checked_mask
 
 if TYPE_CHECKING:
@@ -242,13 +242,18 @@ def attention_reference(
     layout: str = "bshd",
     rng_seed: int | None = None,
     origin: tuple[int, ...] | None = None,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
+    descale_v: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
     return_lse: bool = False,
     return_max_logits: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
     """forward(), and with cu_seqlens varlen_forward(), in plain PyTorch; differentiable any number of times.
 
     Runs on every device and in every dtype. Memory grows with Sq * Sk. Computes in the dtype of the inputs (softmax statistics at
-    least in float32): pass float64 tensors for exact results. The other arguments are those of forward.
+    least in float32): pass float64 tensors for exact results. float8_e4m3fn is computed in float32, also where k and v alone have it,
+    and without a gradient. The other arguments are those of forward.
 
     Args:
         q: queries [B, Sq, Hq, D], with cu_seqlens [total_q, Hq, D].
@@ -265,7 +270,8 @@ def attention_reference(
         ([Hq, total_q]).
 
     Raises:
-        ValueError: dropout without rng_seed (the reference does not draw a seed), or a bias with packed sequences.
+        ValueError: dropout without rng_seed (the reference does not draw a seed), a bias with packed sequences, or descales or an
+            out_dtype without float8_e4m3fn.
         TypeError: the type of an option is not as described.
     """
     threshold = dropout_threshold(arguments.number("dropout_p", dropout_p))
@@ -274,6 +280,16 @@ def attention_reference(
         raise ValueError("rng_seed: attention_reference needs a seed when dropout_p > 0, got None")
     bhsd, causal, window = arguments.is_bhsd(layout), arguments.flag("causal", causal), arguments.window(window_size)
     packed = cu_seqlens_q is not None and cu_seqlens_k is not None
+    result_dtype = None
+    if k.dtype == fp8.FP8:
+        result_dtype, axis = fp8.dtype_of_out(q, out_dtype), 1 if packed or bhsd else 2
+        starts_q, starts_k = (None if cu is None else cu.tolist() for cu in (cu_seqlens_q, cu_seqlens_k))
+        q = fp8.values(q, descale_q, axis, starts_q)
+        k, v = fp8.values(k, descale_k, axis, starts_k), fp8.values(v, descale_v, axis, starts_k)
+    elif any(given is not None for given in (descale_q, descale_k, descale_v, out_dtype)):
+        raise ValueError(
+            f"descale_q, descale_k, descale_v, out_dtype: expected None for keys of {k.dtype}, only float8_e4m3fn has them"
+        )
     if packed and bias is not None:
         raise ValueError(f"bias: expected None with packed sequences, got shape {tuple(bias.shape)}")
     scale, cap, given_mask = (
@@ -301,6 +317,7 @@ def attention_reference(
         out, lse, max_logits = _dense(entry, q, k, v, bhsd)
     else:
         out, lse, max_logits = _packed(entry, q, k, v, cu_seqlens_q.tolist(), cu_seqlens_k.tolist())
+    out = out if result_dtype is None else out.to(result_dtype)
     others = [lse] if arguments.flag("return_lse", return_lse) else []
     others += [max_logits] if arguments.flag("return_max_logits", return_max_logits) else []
     return (out, *others) if others else out
@@ -350,6 +367,10 @@ def attention_weights(
         TypeError: a type or a dtype is not as described.
     """
     arguments.tensors(q=q, k=k)
+    if fp8.FP8 in (q.dtype, k.dtype):
+        raise TypeError(
+            f"q: expected no float8_e4m3fn, got {q.dtype} and {k.dtype} of k; pass element * descale in float32"
+        )
     bhsd, causal, window = arguments.is_bhsd(layout), arguments.flag("causal", causal), arguments.window(window_size)
     if q.dim() != 4 or k.dim() != 4 or q.shape[0] != k.shape[0] or q.shape[-1] != k.shape[-1]:
         raise ValueError(
@@ -439,6 +460,9 @@ def kvcache_reference(
     alibi_slopes: Tensor | None = None,
     mask: Mask | None = None,
     return_max_logits: bool = False,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
+    descale_v: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, ...]:
     """flash_attn_with_kvcache in plain PyTorch, sequence by sequence; it also appends k and v to the caches.
@@ -451,7 +475,7 @@ def kvcache_reference(
         k_cache: keys [cache entries, capacity, Hk, D], or [pages, page_size, Hk, D] with a block_table.
         v_cache: values [cache entries, capacity, Hk, Dv], or [pages, page_size, Hk, Dv].
         return_max_logits: also return the largest logits, as flash_attn_with_kvcache does.
-        options: softmax_scale, softcap, sink and smooth_softmax.
+        options: softmax_scale, softcap, sink, smooth_softmax and out_dtype.
 
     Returns:
         (out [B, Sq, Hq, Dv], lse [B, Hq, Sq]), and with return_max_logits (out, lse, max_logits [B, Hq]).
@@ -464,6 +488,10 @@ def kvcache_reference(
     capacity = page_size * (1 if block_table is None else block_table.shape[1]) if entries else 0
     new = 0 if k is None else k.shape[1]
     results = []
+
+    def descale_of(given: Tensor | None, b: int) -> Tensor | None:
+        """[1, Hk or 1]"""
+        return None if given is None else given[b if given.shape[0] > 1 else 0][None]
 
     def number_of(given: int | Tensor | None, b: int, otherwise: int) -> int:
         return otherwise if given is None else given if isinstance(given, int) else int(given[b])
@@ -483,13 +511,21 @@ def kvcache_reference(
             q_b = _rotated(q_b, rotary_cos, rotary_sin, cached + positions * each, rotary_interleaved)
         if k is not None and v is not None:
             k_b, v_b = k[b, : end - cached], v[b, : end - cached]
+            quantises = k_cache.dtype == fp8.FP8 != k.dtype
+            if quantises:  # once, from the rotated keys in float32
+                k_b, v_b = k_b.float(), v_b.float()
             if rotary_cos is not None and rotary_sin is not None:
                 k_b = _rotated(k_b, rotary_cos, rotary_sin, rows[cached:end], rotary_interleaved)
+            if quantises:
+                k_b = fp8.quantised(k_b, _of_rows(descale_of(descale_k, b)))
+                v_b = fp8.quantised(v_b, _of_rows(descale_of(descale_v, b)))
             appended = tuple(t[cached:end] for t in place)
-            k_cache[appended], v_cache[appended] = k_b, v_b
+            _bytes(k_cache)[appended], _bytes(v_cache)[appended] = _bytes(k_b), _bytes(v_b)
         used = tuple(t[start:end] for t in place)
+        k_b, v_b = (_bytes(cache)[used].view(cache.dtype) for cache in (k_cache, v_cache))
         of_sequence = attention_reference(
-            q_b[None], k_cache[used][None], v_cache[used][None], causal=causal, window_size=window_size,
+            q_b[None], k_b[None], v_b[None], causal=causal, window_size=window_size,
+            descale_q=descale_of(descale_q, b), descale_k=descale_of(descale_k, b), descale_v=descale_of(descale_v, b),
             alibi_slopes=alibi_slopes[b] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes,
             mask=None if mask is None else _of_last_keys(mask, b, Sq, end - start), return_lse=True,
             return_max_logits=True, **options,
@@ -497,11 +533,26 @@ def kvcache_reference(
         results.append(of_sequence)
     if not results:
         lse = q.new_zeros(0, q.shape[2], Sq, dtype=_lse_dtype(q))
+        dtype = fp8.dtype_of_out(q, options.get("out_dtype"))
         results = [
-            (q.new_zeros(*q.shape[:-1], v_cache.shape[-1]), lse, q.new_zeros(0, q.shape[2], dtype=torch.float32))
+            (
+                q.new_zeros(*q.shape[:-1], v_cache.shape[-1], dtype=dtype),
+                lse,
+                q.new_zeros(0, q.shape[2], dtype=torch.float32),
+            )
         ]
     out, lse, max_logits = (torch.cat(tensors) for tensors in zip(*results, strict=True))
     return (out, lse, max_logits) if arguments.flag("return_max_logits", return_max_logits) else (out, lse)
+
+
+def _of_rows(descale: Tensor | None) -> Tensor | float:
+    """A descale [1, Hk or 1] as a factor of rows [rows, Hk, D]."""
+    return 1.0 if descale is None else descale[:, :, None]
+
+
+def _bytes(t: Tensor) -> Tensor:
+    """The bytes of an fp8 tensor, for indexing, which torch has for few devices in that dtype; other tensors as they are."""
+    return t.view(torch.uint8) if t.dtype == fp8.FP8 else t
 
 
 def _of_last_keys(mask: Mask, b: int, Sq: int, keys: int) -> Mask:
@@ -544,4 +595,4 @@ def _packed(
 
 
 def _lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.promote_types(q.dtype, torch.float32)
+    return torch.float32 if q.dtype == fp8.FP8 else torch.promote_types(q.dtype, torch.float32)

@@ -2,16 +2,16 @@
 // Rotary position embedding as defined in params.h, computed in the compute type.
 #pragma once
 
-#include "convert.h"
+#include "fp8.h"
 #include "schedule.h"
 #include "views.h"
 
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-// to = `from` rotated to a position; elements from p.rotary.dim on are copied.
-template <class Real, class In>
-inline void rotate_row(const DecodeParams& p, int64_t position, const In* from, In* to) {
+// to = `from` rotated to a position; elements from p.rotary.dim on are copied. To: In, or the compute type.
+template <class Real, class In, class To>
+inline void rotate_row(const DecodeParams& p, int64_t position, const In* from, To* to) {
   const Rotary& rotary = p.rotary;
   const int64_t pairs = rotary.dim / 2, row = lesser(position, rotary.rows - 1) * pairs;
   const In* const cos = static_cast<const In*>(rotary.cos) + row;
@@ -22,7 +22,16 @@ inline void rotate_row(const DecodeParams& p, int64_t position, const In* from, 
     narrow(x * c - y * s, to + one);
     narrow(x * s + y * c, to + other);
   }
-  std::memcpy(to + rotary.dim, from + rotary.dim, (p.head_dim - rotary.dim) * sizeof(In));
+  if constexpr (std::is_same<In, To>::value) {
+    std::memcpy(to + rotary.dim, from + rotary.dim, (p.head_dim - rotary.dim) * sizeof(In));
+  } else {
+    widen_row(to + rotary.dim, from + rotary.dim, p.head_dim - rotary.dim);
+  }
+}
+
+// Quantises a row for the cache; `from` is overwritten.
+inline void quantise_row(Float8* to, float* from, int64_t n, float descale) {
+  for (int64_t d = 0; d < n; ++d) narrow(from[d] / descale, to + d);
 }
 
 // Number of elements of the rotated q, [B, Sq, Hq, D] contiguous; 0 without rotation of q.
@@ -32,7 +41,7 @@ inline int64_t rotated_elements(const DecodeParams& p) {
 
 // rotated: memory for the rotated q, to which p->q then points.
 template <class Real, class In>
-void append(DecodeParams* params, In* rotated) {
+void append(DecodeParams* params, Widened<In>* rotated) {
   DecodeParams& p = *params;
   const CpuExecutor& executor = *static_cast<const CpuExecutor*>(p.stream);
   const TensorView q = p.q;
@@ -43,6 +52,17 @@ void append(DecodeParams* params, In* rotated) {
     const int64_t row = keys.first_new_row + i;
     const KeyRun place = keys.run_of_row(row, 1);
     for (int64_t h = 0; h < p.heads_k; ++h) {
+      if constexpr (kIsFloat8<In>) {
+        if (p.new_dtype == DType::kBFloat16) {
+          float wide[kLargestHeadDim];
+          const BFloat16* const k = row_of<const BFloat16>(p.k_new, b, h, i);
+          p.rotary.cos ? rotate_row<Real>(p, row, k, wide) : widen_row(wide, k, p.head_dim);
+          quantise_row(row_of<In>(p.k, place.entry, h, place.row), wide, p.head_dim, p.descale_k.of(b, h));
+          widen_row(wide, row_of<const BFloat16>(p.v_new, b, h, i), p.head_dim_v);
+          quantise_row(row_of<In>(p.v, place.entry, h, place.row), wide, p.head_dim_v, p.descale_v.of(b, h));
+          continue;
+        }
+      }
       const In* const k = row_of<const In>(p.k_new, b, h, i);
       In* const to = row_of<In>(p.k, place.entry, h, place.row);
       if (p.rotary.cos) {
@@ -57,7 +77,7 @@ void append(DecodeParams* params, In* rotated) {
   const auto rotate_query = [&p, &q](const KeyLocator& keys, int64_t b, int64_t i) {
     const int64_t position = keys.first_new_row + (p.rotary.rotates_each_row ? i : 0);
     for (int64_t h = 0; h < p.heads_q; ++h) {
-      rotate_row<Real>(p, position, row_of<const In>(q, b, h, i), row_of<In>(p.q, b, h, i));
+      rotate_row<Real>(p, position, row_of<const Widened<In>>(q, b, h, i), row_of<Widened<In>>(p.q, b, h, i));
     }
   };
   // One work item for each new key and each rotated row of q.

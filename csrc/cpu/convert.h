@@ -12,6 +12,11 @@ struct Float16 {
 struct BFloat16 {
   uint16_t bits;
 };
+// e4m3fn. Every value is exact in BFloat16.
+struct Float8 {
+  uint8_t bits;
+};
+constexpr float kLargestFloat8 = 448;
 
 inline uint32_t float_bits(float x) {
   uint32_t bits;
@@ -34,6 +39,15 @@ inline float widen(Float16 x) {
   // Shifting the fields into place leaves the exponent 112 too small; an exact multiplication corrects it, also for
   // denormals.
   return bits_float(sign | float_bits(bits_float(magnitude << 13) * 0x1p112f));
+}
+
+inline float widen(Float8 x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x80u) << 24, magnitude = x.bits & 0x7Fu;
+  if (magnitude == 0x7Fu) return bits_float(sign | 0x7FC00000u);  // NaN
+  // The smallest normal number is 8 units of 2^-9. Of larger ones the exponent's bias grows from 7 to 127.
+  const float size =
+      magnitude < 8 ? static_cast<float>(magnitude) * 0x1p-9f : bits_float((magnitude << 20) + (120u << 23));
+  return bits_float(sign | float_bits(size));
 }
 
 inline void narrow(float x, float* to) { *to = x; }
@@ -62,6 +76,22 @@ inline void narrow(float x, Float16* to) {
   }
   to->bits = static_cast<uint16_t>(sign | half);
 }
+// Rounds to nearest even and clamps to the largest values; NaN stays NaN.
+inline void narrow(float x, Float8* to) {
+  const uint32_t bits = float_bits(x), sign = (bits >> 24) & 0x80u, magnitude = bits & 0x7FFFFFFFu;
+  uint32_t byte;
+  if (magnitude > 0x7F800000u) {
+    byte = 0x7Fu;
+  } else if (magnitude >= float_bits(kLargestFloat8)) {
+    byte = 0x7Eu;
+  } else if (magnitude < 0x3C800000u) {
+    // Below 2^-6, the smallest normal number: the last bit of 2^14 + |x| is 2^-9.
+    byte = float_bits(bits_float(magnitude) + 0x1p14f) - float_bits(0x1p14f);
+  } else {
+    byte = (magnitude - (120u << 23) + 0x7FFFFu + ((magnitude >> 20) & 1u)) >> 20;
+  }
+  to->bits = static_cast<uint8_t>(sign | byte);
+}
 
 // Narrows one vector, bit-identical to narrow().
 inline void narrow_vector(const float* from, BFloat16* to) {
@@ -73,6 +103,46 @@ inline void narrow_vector(const float* from, BFloat16* to) {
   const Wide result = (bits & 0x7FFFFFFFu) > 0x7F800000u ? quiet : rounded;
   const Half half = __builtin_convertvector(result, Half);
   std::memcpy(static_cast<void*>(to), &half, sizeof half);
+}
+
+// Elements in a vector of BFloat16.
+constexpr int64_t kHalves = kVectorBytes / 2;
+// Widens kHalves elements, exactly.
+#if defined(FLASHATTN_ISA_AVX512)
+inline void widen_vector(BFloat16* to, const Float8* from) {
+  // NaN, 0, and the numbers of 1 to 7 units of 2^-9, whose exponents are -9, -8 and -7.
+  alignas(64) static constexpr uint16_t kSpecial[32] = {0x7FC0, 0,      0x3B00, 0x3B80, 0x3BC0,
+                                                        0x3C00, 0x3C20, 0x3C40, 0x3C60};
+  const __m512i x = _mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  const __m512i magnitude = _mm512_and_si512(_mm512_slli_epi16(x, 4), _mm512_set1_epi16(0x7F0));
+  const __m512i normal = _mm512_add_epi16(magnitude, _mm512_set1_epi16(0x3C00));
+  const __m512i place = _mm512_and_si512(_mm512_add_epi16(x, _mm512_set1_epi16(1)), _mm512_set1_epi16(0x7F));
+  const __mmask32 is_special = _mm512_cmplt_epu16_mask(place, _mm512_set1_epi16(9));
+  const __m512i size = _mm512_mask_permutexvar_epi16(normal, is_special, place, _mm512_load_si512(kSpecial));
+  // (x & sign) | size
+  _mm512_storeu_si512(to, _mm512_ternarylogic_epi32(x, _mm512_set1_epi16(static_cast<int16_t>(0x8000)), size, 0xEA));
+}
+#else
+inline void widen_vector(BFloat16* to, const Float8* from) {
+  typedef uint8_t Bytes __attribute__((vector_size(kVectorBytes / 2)));
+  typedef uint16_t Halves __attribute__((vector_size(kVectorBytes)));
+  Bytes bytes;
+  std::memcpy(&bytes, from, sizeof bytes);
+  const Halves x = __builtin_convertvector(bytes, Halves), magnitude = x & 0x7Fu;
+  // As in widen(); a number of 1 to 7 units of 2^-9 has an exponent of -9, -8 or -7.
+  const Halves units = magnitude >= 4   ? 0x3B80u + (magnitude << 5)
+                       : magnitude >= 2 ? 0x3B00u + (magnitude << 6)
+                                        : magnitude * 0x3B00u;
+  const Halves size = magnitude < 8 ? units : (magnitude << 4) + 0x3C00u;
+  const Halves nan = Halves{} + 0x7FC0u;
+  const Halves half = ((x & 0x80u) << 8) | (magnitude == 0x7F ? nan : size);
+  std::memcpy(static_cast<void*>(to), &half, sizeof half);
+}
+#endif
+inline void widen_row(BFloat16* to, const Float8* from, int64_t n) {
+  int64_t i = 0;
+  for (; i + kHalves <= n; i += kHalves) widen_vector(to + i, from + i);
+  for (; i < n; ++i) narrow(widen(from[i]), to + i);
 }
 
 // Loads one vector of elements, widened to the compute type.
@@ -90,6 +160,23 @@ template <class Real>
 struct WideVector<Real, Real> {
   static constexpr bool kIsFast = true;
   static typename Simd<Real>::V load(const Real* from) { return Simd<Real>::load(from); }
+};
+template <>
+struct WideVector<float, Float8> {
+  static constexpr bool kIsFast = true;
+  static typename Simd<float>::V load(const Float8* from) {
+    typedef uint8_t Bytes __attribute__((vector_size(kVectorBytes / 4)));
+    typedef uint32_t Wide __attribute__((vector_size(kVectorBytes)));
+    typedef int32_t Signed __attribute__((vector_size(kVectorBytes)));
+    typedef float Reals __attribute__((vector_size(kVectorBytes)));
+    Bytes bytes;
+    std::memcpy(&bytes, from, sizeof bytes);
+    const Wide x = __builtin_convertvector(bytes, Wide), magnitude = x & 0x7Fu;
+    const Wide units = (Wide)(__builtin_convertvector((Signed)magnitude, Reals) * 0x1p-9f);
+    const Wide size = magnitude < 8 ? units : (magnitude << 20) + (120u << 23);
+    const Wide nan = Wide{} + 0x7FC00000u;
+    return (Simd<float>::V)(((x & 0x80u) << 24) | (magnitude == 0x7F ? nan : size));
+  }
 };
 #if defined(FLASHATTN_ISA_AVX512)
 template <>

@@ -67,7 +67,7 @@ struct DecodeWorkspace {
   int64_t block_rows;        // rows of the largest block, in whole bands
   int64_t units, columns_v;  // units per padded row of q and k, elements per padded row of v
   int64_t heads;             // maximum KV heads per work item
-  In* rotated_q;
+  Widened<In>* rotated_q;
   char* partials;  // [tiles of the call][heads_k] PartialRows
   int64_t partial_bytes;
   char* scratch;  // the rest of the workspace, for the workers
@@ -87,7 +87,7 @@ struct DecodeWorkspace {
     ScratchCarver measure(nullptr);
     PartialRows<Real>(block_rows, columns_v, &measure);
     partial_bytes = measure.used();
-    rotated_q = carve.take<In>(rotated_elements(p));
+    rotated_q = carve.take<Widened<In>>(rotated_elements(p));
     partials = carve.take<char>(tiles * p.heads_k * partial_bytes);
     scratch = carve.take<char>(0);
     bytes = carve.used();
@@ -107,7 +107,8 @@ struct DecodeWorkspace {
 template <class In, class Op>
 struct DecodeScratch {
   using Real = typename Op::Real;
-  using Product = RowProduct<In, Op>;
+  using Staged = Widened<In>;
+  using Product = RowProduct<Staged, Op>;
   using Unit = typename Product::Unit;
   static constexpr int W = Op::S::kWidth;
 
@@ -118,8 +119,8 @@ struct DecodeScratch {
   Real *max, *sums;  // [heads][rows][W], running values per lane; a band uses the first W of its rows
   Real* scores;      // [heads][rows][kDecodeKeys], then weights
   Unit* weights;     // [heads][rows][kDecodeKeys / 2]: pairs of weights, bfloat16 only
-  In* staged_k;      // [kScoredKeys][columns]: rows padded to whole vectors
-  In* staged_v;      // [kDecodeKeys][columns_v]
+  Staged* staged_k;  // [kScoredKeys][columns]: rows padded to whole vectors, and all rows of fp8
+  Staged* staged_v;  // [kDecodeKeys][columns_v]
   int64_t bytes;
 
  private:
@@ -130,8 +131,8 @@ struct DecodeScratch {
         sums(carve.template take<Real>(w.heads * w.block_rows * W)),
         scores(carve.template take<Real>(w.heads * w.block_rows * kDecodeKeys)),
         weights(carve.template take<Unit>(Op::kPack == 2 ? w.heads * w.block_rows * kDecodeKeys / 2 : 0)),
-        staged_k(carve.template take<In>(kScoredKeys * w.units * Op::kPack)),
-        staged_v(carve.template take<In>(kDecodeKeys * w.columns_v)),
+        staged_k(carve.template take<Staged>(kScoredKeys * w.units * Op::kPack)),
+        staged_v(carve.template take<Staged>(kDecodeKeys * w.columns_v)),
         bytes(carve.used()) {}
 };
 
@@ -140,7 +141,8 @@ class Decode {
   using Real = typename Op::Real;
   using S = typename Op::S;
   using V = typename S::V;
-  using Product = RowProduct<In, Op>;
+  using Staged = Widened<In>;
+  using Product = RowProduct<Staged, Op>;
   using Unit = typename Product::Unit;
   static constexpr int W = S::kWidth;
   static constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
@@ -239,11 +241,13 @@ class Decode {
         const bool there = first + r < row_count;
         if (there) {
           const int64_t query = queries.start + query_of(first + r);
-          copy_row(row, row_of<const In>(p.q, batch, head_of(first + r), query), p.head_dim);
+          with_type_of_q<In>(p, [&](auto element) {
+            copy_row(row, row_of<const decltype(element)>(p.q, batch, head_of(first + r), query), p.head_dim);
+          });
         }
         const int64_t filled = there ? p.head_dim : 0;
         std::fill(row + filled, row + w.units * Op::kPack, Element{});
-        BandProduct<In, Op, R>::place_row(q + first * w.units, r, scratch.q_row, w.units);
+        BandProduct<Staged, Op, R>::place_row(q + first * w.units, r, scratch.q_row, w.units);
       }
     });
     const int64_t lanes = w.block_rows * W;
@@ -263,17 +267,25 @@ class Decode {
     });
   }
 
-  // Pointers to kRows rows of one head, in place or, if head_dim is no multiple of the vector width, to copies with
-  // zeros after head_dim. Only the first `count` rows are keys. `pointers` is the storage of the result.
+  // Pointers to kRows rows of one head, in place or, if head_dim is no multiple of the vector width or rows are fp8, to
+  // copies with zeros after head_dim. Only the first `count` rows are keys. `pointers` is the storage of the result.
   template <int64_t kRows>
-  const In* const* rows_of_head(const In* const* rows, int64_t offset, int64_t count, int64_t head_dim, int64_t columns,
-                                In* staging, const In** pointers) const {
-    for (int64_t j = 0; j < kRows; ++j) pointers[j] = rows[j] + offset;
-    for (int64_t j = 0; j < kRows && head_dim != columns; ++j) {
-      In* const row = staging + j * columns;
+  const Staged* const* rows_of_head(const In* const* rows, int64_t offset, int64_t count, int64_t head_dim,
+                                    int64_t columns, Staged* staging, const Staged** pointers) const {
+    if constexpr (!kIsFloat8<In>) {
+      for (int64_t j = 0; j < kRows; ++j) pointers[j] = rows[j] + offset;
+      if (head_dim == columns) return pointers;
+    }
+    for (int64_t j = 0; j < kRows; ++j) {
+      Staged* const row = staging + j * columns;
       if (j < count) {
-        std::memcpy(row, pointers[j], head_dim * sizeof(In));
-        std::memset(static_cast<void*>(row + head_dim), 0, (columns - head_dim) * sizeof(In));
+        if constexpr (kIsFloat8<In>) {
+          widen_row(row, rows[j] + offset, head_dim);
+        } else {
+          std::memcpy(row, pointers[j], head_dim * sizeof(In));
+        }
+        if (head_dim < columns)
+          std::memset(static_cast<void*>(row + head_dim), 0, (columns - head_dim) * sizeof(Staged));
       }
       pointers[j] = row;
     }
@@ -283,7 +295,7 @@ class Decode {
   // Attention of all heads of the work item to one group of keys, in three passes: scores, softmax, values. The softmax
   // pass handles all heads together, to hide the latency of its dependency chains.
   void compute(const Mask& mask, const KeyLocator& keys, const CacheRows& rows, int64_t first_head, char* partials) {
-    const In* pointers[kDecodeKeys];
+    const Staged* pointers[kDecodeKeys];
     const IndexRange of_all = mask.keys_of_all(query_of(0), query_of(row_count - 1) + 1);
     const bool has_intervals = p.has_intervals() && rows.key0 + rows.count + keys.first_interval > 0;
     const bool may_hide =
@@ -293,15 +305,18 @@ class Decode {
     for (int64_t n = 0; n < head_count; ++n) {
       hk = first_head + n;
       const int64_t offset = n * p.k.head_stride;
+      [[maybe_unused]] const V descale = S::set1(static_cast<Real>(descale_of_products<In>(p, batch, hk)));
       for (int64_t j = 0; j < rows.count; j += kScoredKeys) {
-        const In* const* const k = rows_of_head<kScoredKeys>(rows.k + j, offset, rows.count - j, p.head_dim,
-                                                             w.units * Op::kPack, scratch.staged_k, pointers);
+        const Staged* const* const k = rows_of_head<kScoredKeys>(rows.k + j, offset, rows.count - j, p.head_dim,
+                                                                 w.units * Op::kPack, scratch.staged_k, pointers);
         for_bands<W>(row_count, [&](auto band, int64_t first) {
           constexpr int R = decltype(band)::value;
           const int64_t row = n * w.block_rows + first;
-          BandProduct<In, Op, R>::scores(scratch.scores + row * kDecodeKeys + j * R, scratch.q + row * w.units, w.units,
-                                         k, first == 0 && next_v.any() ? &next_v : nullptr,
-                                         [&](V product) { return rule.stored(product) * factor; });
+          BandProduct<Staged, Op, R>::scores(scratch.scores + row * kDecodeKeys + j * R, scratch.q + row * w.units,
+                                             w.units, k, ahead_of(&next_v, first), [&](V product) {
+                                               if constexpr (kIsFloat8<In>) product = product * descale;
+                                               return rule.stored(product) * factor;
+                                             });
         });
       }
       if (!p.alibi_slopes && !may_hide) continue;
@@ -321,11 +336,21 @@ class Decode {
     }
     for (int64_t n = 0; n < head_count; ++n) {
       const PartialRows<Real> to = partial(partials, n);
-      const In* const* const v = rows_of_head<kDecodeKeys>(rows.v, n * p.v.head_stride, rows.count, p.head_dim_v,
-                                                           w.columns_v, scratch.staged_v, pointers);
+      const Staged* const* const v = rows_of_head<kDecodeKeys>(rows.v, n * p.v.head_stride, rows.count, p.head_dim_v,
+                                                               w.columns_v, scratch.staged_v, pointers);
       add_values(v, rows.count, hides >> n & 1, n, to.out);
     }
     next_k.ask_for_rest();
+  }
+
+  // What the product of the band that begins with row `first` prefetches. Rows of fp8 are prefetched all at once, by
+  // ask_for_rest() in compute(), because products read copies of them.
+  static Ahead<Staged>* ahead_of([[maybe_unused]] Ahead<In>* ahead, [[maybe_unused]] int64_t first) {
+    if constexpr (kIsFloat8<In>) {
+      return nullptr;
+    } else {
+      return first == 0 && ahead->any() ? ahead : nullptr;
+    }
   }
 
   // The score of row r of a band and key j of a group.
@@ -385,7 +410,7 @@ class Decode {
     const V old_max = S::load(lanes_max);
     V max = S::load(scores);
     for (int64_t i = 1; i < kVectors; ++i) max = S::max(max, S::load(scores + i * W));
-    max = S::max(old_max, BandProduct<In, Op, R>::max_of_rows(max));
+    max = S::max(old_max, BandProduct<Staged, Op, R>::max_of_rows(max));
     S::store(lanes_max, max);
     const V offset = S::max(S::set1(std::numeric_limits<Real>::lowest()), max);  // -inf - -inf would be NaN
     const V rescale = S::template exp2<Accuracy>(old_max - offset);
@@ -404,13 +429,13 @@ class Decode {
       sum = sum + even + odd;
       S::store(scores + i * W, even);
       S::store(scores + (i + 1) * W, odd);
-      BandValues<In, Op, R>::store_weights(scratch.weights + row * kDecodeKeys / 2, i / 2, even, odd);
+      BandValues<Staged, Op, R>::store_weights(scratch.weights + row * kDecodeKeys / 2, i / 2, even, odd);
     }
     S::store(lanes_sum, sum);
   }
 
   // out += weights * v, for head n of the work item.
-  void add_values(const In* const* v, int64_t count, bool hides, int64_t n, Real* out) {
+  void add_values(const Staged* const* v, int64_t count, bool hides, int64_t n, Real* out) {
     for_bands<W>(row_count, [&](auto band, int64_t first) {
       constexpr int R = decltype(band)::value;
       Real* const to = out + first * w.columns_v;
@@ -419,14 +444,14 @@ class Decode {
       if (hides) {
         add_seen_values<R>(v, count, scores, lesser<int64_t>(R, row_count - first), to);
       } else {
-        BandValues<In, Op, R>::add(to, w.columns_v, scores, scratch.weights + row * kDecodeKeys / 2, v,
-                                   first == 0 && next_k.any() ? &next_k : nullptr);
+        BandValues<Staged, Op, R>::add(to, w.columns_v, scores, scratch.weights + row * kDecodeKeys / 2, v,
+                                       ahead_of(&next_k, first));
       }
     });
   }
   // The same with masked scores: skips weights of 0, because 0 times a non-finite value is NaN.
   template <int R>
-  void add_seen_values(const In* const* v, int64_t count, Real* scores, int64_t rows, Real* out) const {
+  void add_seen_values(const Staged* const* v, int64_t count, Real* scores, int64_t rows, Real* out) const {
     for (int64_t r = 0; r < rows; ++r) {
       Real* const row = out + r * w.columns_v;
       for (int64_t j = 0; j < count; ++j) {
@@ -434,7 +459,7 @@ class Decode {
         if (of_key == 0) continue;
         const V weight = S::set1(of_key);
         for (int64_t d = 0; d < w.columns_v; d += W) {
-          S::store(row + d, S::fma(weight, WideVector<Real, In>::load(v[j] + d), S::load(row + d)));
+          S::store(row + d, S::fma(weight, WideVector<Real, Staged>::load(v[j] + d), S::load(row + d)));
         }
       }
     }
@@ -466,7 +491,7 @@ class Decode {
       for (int64_t d = 0; d < w.columns_v; ++d) out[d] = n == 0 ? from[d] * scale : out[d] + from[d] * scale;
     }
     const bool empty = sum == 0;  // no visible key and no sink
-    narrow_row(row_of<In>(p.out, batch, h, row), out, p.head_dim_v, empty ? Real(0) : Real(1) / sum);
+    write_out<In>(p, batch, h, row, out, empty ? Real(0) : Real(descale_of_values<In>(p, batch, hk)) / sum);
     *row_of<Real>(p.lse, batch, h, row) = empty ? -kInfinity : row_lse(max, std::log2(sum));
     if (p.row_maxima.data) *row_of<Real>(p.row_maxima, batch, h, row) = largest * kLn2<Real>;
   }
@@ -493,7 +518,7 @@ void decode(const DecodeParams& params) {
   DecodeParams p = params;
   const CpuExecutor& executor = *static_cast<const CpuExecutor*>(p.stream);
   const DecodeWorkspace<In, Op> w(p, executor.num_threads, p.workspace);
-  append<Real>(&p, w.rotated_q);
+  append<Real, In>(&p, w.rotated_q);
 
   const DecodePlan plan(p);
   const auto tiles_of = [&plan](int64_t b) { return plan.tiles(b); };

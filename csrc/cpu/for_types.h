@@ -8,7 +8,13 @@
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
-// Calls body(In{}, Op{}, Accuracy{}) with the types that belong to a dtype.
+#if defined(FLASHATTN_ISA_AVX512_BF16)
+using BFloat16Op = Bf16DotOp;
+#else
+using BFloat16Op = FmaOp<float>;
+#endif
+
+// Calls body(In{}, Op{}, Accuracy{}) with the types that belong to a dtype: all but fp8, which has no derivatives.
 template <class Body>
 inline auto for_dtype(DType dtype, Body body) {
 #if defined(FLASHATTN_ISA_AVX512_BF16)
@@ -22,25 +28,35 @@ inline auto for_dtype(DType dtype, Body body) {
       return body(BFloat16{}, FmaOp<float>{}, Exp2Half{});
     case DType::kFloat64:
       return body(double{}, FmaOp<double>{}, Exp2Full{});
-    case DType::kFloat32:
-      break;
+    default:
+      return body(float{}, FmaOp<float>{}, Exp2Full{});
   }
-  return body(float{}, FmaOp<float>{}, Exp2Full{});
-#endif
 }
 
-// Calls body(In{}, Op{}, Accuracy{}, rule) with the rule of the call as a null pointer to its type. kOrdered: see
-// PlainScore.
+// The same for the forward and decoding, with In as the type of keys and values (fp8.h).
+template <class Body>
+inline auto for_inputs(const AttnParams& p, Body body) {
+  if (p.is_fp8) return body(Float8{}, BFloat16Op{}, Exp2Half{});
+  return for_dtype(p.dtype, body);
+}
+
+// Calls body(In{}, Op{}, Accuracy{}, rule) with the rule of the call as a null pointer to its type. kOrdered: of the
+// forward; see PlainScore.
 template <bool kOrdered, class Body>
 inline void for_rule(const AttnParams& p, Body body) {
-  for_dtype(p.dtype, [&](auto in, auto op, auto accuracy) {
+  const auto with_rule = [&](auto in, auto op, auto accuracy) {
     using Real = typename decltype(op)::Real;
     if (p.softcap > 0 || p.has_bias()) {
       body(in, op, accuracy, static_cast<GeneralScore<Real, decltype(accuracy)>*>(nullptr));
     } else {
       body(in, op, accuracy, static_cast<PlainScore<Real, kOrdered>*>(nullptr));
     }
-  });
+  };
+  if constexpr (kOrdered) {
+    for_inputs(p, with_rule);
+  } else {
+    for_dtype(p.dtype, with_rule);
+  }
 }
 
 }  // namespace FLASHATTN_ISA

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../sink.h"
+#include "fp8.h"
 #include "isolated_rows.h"
 #include "schedule.h"
 #include "scores.h"
@@ -77,6 +78,7 @@ class Forward {
     row_count = lesser(size.queries, queries.length - row0);
     batch = b;
     head = h;
+    if constexpr (kIsFloat8<In>) rule = make_rule<Rule>(p, descale_of_products<In>(p, b, h / p.group_size()));
     load_queries(queries);
     const IndexRange visible = mask.basic.keys_of(row0, row0 + row_count);
     KeyRun run;
@@ -91,8 +93,10 @@ class Forward {
 
  private:
   void load_queries(const Sequence& queries) {
-    const StagedRows<Op> q = stage_rows<Op>(row_of<const In>(p.q, batch, head, queries.start + row0), p.q.row_stride,
-                                            row_count, p.head_dim, scratch.staged);
+    const StagedRows<Op> q = with_type_of_q<In>(p, [&](auto element) {
+      return stage_rows<Op>(row_of<const decltype(element)>(p.q, batch, head, queries.start + row0), p.q.row_stride,
+                            row_count, p.head_dim, scratch.staged);
+    });
     lane_count = round_up(row_count, Op::S::kWidth);
     q_transposed = transposed_panels<Op>(scratch.q_transposed, q, row_count, lane_count, scratch.units);
     // The sink initialises the running maximum and sum like a first key (smooth softmax: logit 0).
@@ -165,12 +169,13 @@ class Forward {
   void write(const Sequence& queries) {
     const Real infinity = std::numeric_limits<Real>::infinity();
     const Real inverse_keep = static_cast<Real>(1.0 / keep_probability(p.dropout_threshold));
+    const Real factor = inverse_keep * descale_of_values<In>(p, batch, head / p.group_size());
     for (int64_t i = 0; i < row_count; ++i) {
       const int64_t row = queries.start + row0 + i;
       const Real sum = scratch.rows.sum[i];
       const bool empty = sum == 0;  // no visible key and no sink
       Real* const sums = scratch.out + i * scratch.columns_v;
-      narrow_row(row_of<In>(p.out, batch, head, row), sums, p.head_dim_v, empty ? Real(0) : inverse_keep / sum);
+      write_out<In>(p, batch, head, row, sums, empty ? Real(0) : factor / sum);
       for (int c = 0; p.centres.data && c < kCentres; ++c) {
         const Real centre = scratch.rows.centres.sums[c * size.queries + i];
         row_of<Real>(p.centres, batch, head, row)[c] = empty ? Real(0) : centre / sum;
@@ -182,7 +187,7 @@ class Forward {
 
   const AttnParams& p;
   const DecodeParams* const cache;
-  const Rule rule;
+  std::conditional_t<kIsFloat8<In>, Rule, const Rule> rule;  // of an fp8 call: with the descales of the current head
   ForwardScratch<In, Op> scratch;
   const TileSize size;
   PhiloxKey philox{0, 0};

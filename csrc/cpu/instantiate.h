@@ -12,12 +12,12 @@ namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
 inline TileSize tile_size(const AttnParams& p) {
-  return for_dtype(p.dtype, [&](auto, auto op, auto) { return tile_size<decltype(op)>(p); });
+  return for_inputs(p, [&](auto, auto op, auto) { return tile_size<decltype(op)>(p); });
 }
 
 inline int64_t forward_scratch_bytes(const AttnParams& p) {
-  return for_dtype(
-      p.dtype, [&](auto in, auto op, auto) { return ForwardScratch<decltype(in), decltype(op)>(p, nullptr).bytes; });
+  return for_inputs(
+      p, [&](auto in, auto op, auto) { return ForwardScratch<decltype(in), decltype(op)>(p, nullptr).bytes; });
 }
 inline void forward(const AttnParams& p) {
   for_rule<true>(p, [&](auto in, auto op, auto accuracy, auto* rule) {
@@ -39,12 +39,11 @@ inline void backward(const AttnGradParams& p) {
 }
 
 inline int64_t decode_workspace_bytes(const DecodeParams& p, int64_t workers) {
-  return for_dtype(
-      p.dtype, [&](auto in, auto op, auto) { return decode_workspace_bytes<decltype(in), decltype(op)>(p, workers); });
+  return for_inputs(
+      p, [&](auto in, auto op, auto) { return decode_workspace_bytes<decltype(in), decltype(op)>(p, workers); });
 }
 inline void decode(const DecodeParams& p) {
-  for_dtype(p.dtype,
-            [&](auto in, auto op, auto accuracy) { decode<decltype(in), decltype(op), decltype(accuracy)>(p); });
+  for_inputs(p, [&](auto in, auto op, auto accuracy) { decode<decltype(in), decltype(op), decltype(accuracy)>(p); });
 }
 
 extern const CpuDerivatives kDerivatives;  // instantiate_derivatives.h

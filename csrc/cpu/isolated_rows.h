@@ -12,6 +12,7 @@ namespace FLASHATTN_ISA {
 inline bool is_finite(float x) { return (float_bits(x) & 0x7F800000u) != 0x7F800000u; }
 inline bool is_finite(BFloat16 x) { return (x.bits & 0x7F80u) != 0x7F80u; }
 inline bool is_finite(Float16 x) { return (x.bits & 0x7C00u) != 0x7C00u; }
+inline bool is_finite(Float8 x) { return (x.bits & 0x7Fu) != 0x7Fu; }
 inline bool is_finite(double x) { return x - x == 0; }
 
 template <class In>

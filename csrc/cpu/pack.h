@@ -1,8 +1,8 @@
 // Packs tiles of the input tensors into the layouts that gemm.h reads.
 //
 // stage_rows: rows that can be read in whole vectors of units. In place if the tensor already has that layout;
-//   otherwise a widened or padded copy in scratch memory (16-bit inputs of a float product, head dims that end inside a
-//   vector).
+//   otherwise a widened or padded copy in scratch memory (fp8 inputs, 16-bit inputs of a float product, head dims that
+//   end inside a vector).
 // transposed_panels: [units][rows] from staged rows, the B operand of Q K^T and dO V^T.
 // row_panels: the B operand of products along rows: the staged rows, in place unless they are far apart; for bfloat16,
 //   interleaved pairs of rows.
@@ -43,6 +43,8 @@ inline void copy_row(double* to, const double* from, int64_t n) { std::memcpy(to
 inline void copy_row(BFloat16* to, const BFloat16* from, int64_t n) { std::memcpy(to, from, n * sizeof(BFloat16)); }
 inline void copy_row(float* to, const BFloat16* from, int64_t n) { widen_row(to, from, n); }
 inline void copy_row(float* to, const Float16* from, int64_t n) { widen_row(to, from, n); }
+inline void copy_row(float* to, const Float8* from, int64_t n) { widen_row(to, from, n); }
+inline void copy_row(BFloat16* to, const Float8* from, int64_t n) { widen_row(to, from, n); }
 
 template <class Op, class In>
 inline bool reads_in_place(int64_t head_dim, int64_t row_stride) {

@@ -94,6 +94,12 @@ inline Rule make_rule(const AttnParams& p) {
   else
     return Rule::of(p);
 }
+// The rule of the same call with softmax_scale times `factor`.
+template <class Rule>
+inline Rule make_rule(AttnParams p, double factor) {
+  p.softmax_scale *= factor;
+  return make_rule<Rule>(p);
+}
 
 }  // namespace FLASHATTN_ISA
 }  // namespace flashattn_ext

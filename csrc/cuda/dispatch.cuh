@@ -103,6 +103,7 @@ class Dispatch {
   }
   static std::string supports(const AttnParams& p, bool backward) {
     if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
+    if (p.is_fp8) return refuses_fp8(p, Architecture::kName);
     if (!has_kernels(p, backward)) return refuses_options(p, backward);
     const int shared = Architecture::forward(forward_call(p))->least_shared;
     std::string reason = most_shared_memory() < shared ? refuses_shared_memory(p, shared) : "";
@@ -110,6 +111,7 @@ class Dispatch {
     return reason.empty() ? Architecture::refuses_device() : reason;
   }
   static std::string supports_decode(const DecodeParams& p) {
+    if (p.is_fp8) return refuses_fp8(p, Architecture::kName);
     const std::string reason = decode::refuses(p);
     return reason.empty() ? Architecture::refuses_device() : reason;
   }

@@ -16,7 +16,7 @@ from .call import Settings, Tensors
 from .exchange_ops import distributed_forward
 from .groups import Group
 from .head_exchange import HeadShares
-from .local import EXTRAS, RULES
+from .local import EXTRAS, OF_FP8, RULES
 from .sharding import Sharding, checked_kind
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def attention(
             shapes and options compares the calls of all ranks, which synchronises them. The values of tensors are compared only with
             FLASHATTN_EXT_DISTRIBUTED_CHECK=1 in the environment, and then at every call.
         TypeError: a type or a dtype is not as described, on any rank.
-        NotImplementedError: as in flashattn_ext.forward, on any rank; forward-mode derivatives.
+        NotImplementedError: as in flashattn_ext.forward, on any rank; forward-mode derivatives; float8_e4m3fn.
         RuntimeError: torch.distributed is not initialised, or another rank has ended or did not join in time.
 
     Source: the exchange of heads is DeepSpeed Ulysses (Jacobs et al. 2023), the ring is Ring Attention (Liu et al. 2023).
@@ -127,6 +127,7 @@ def attention(
     tensors, call_options = _call_of(q, k, v, calls.DENSE, "bshd", **named)
     tensors = calls.autocast(tensors)
     _check_tangents(tensors)
+    _check_dtypes(tensors, call_options)
     if bhsd and cu_seqlens is None:
         tensors = tensors._replace(
             q=tensors.q.transpose(1, 2), k=tensors.k.transpose(1, 2), v=tensors.v.transpose(1, 2)
@@ -155,6 +156,14 @@ def _check_tangents(tensors: CallTensors) -> None:
     if any(t is not None and arguments.has_tangent(t) for t in tensors):
         raise NotImplementedError(
             "flashattn_ext.distributed has no forward-mode derivatives (jvp); use flashattn_ext.attention_reference (plain PyTorch) on one device"
+        )
+
+
+def _check_dtypes(tensors: CallTensors, options: CallOptions) -> None:
+    given = [name for name in OF_FP8 if getattr(options if name == "out_dtype" else tensors, name) is not None]
+    if given or any(t.dtype == torch.float8_e4m3fn for t in tensors[:3]):
+        raise NotImplementedError(
+            f"{(*given, 'q')[0]}: float8_e4m3fn is not implemented in flashattn_ext.distributed; convert q, k and v to bfloat16"
         )
 
 

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 _OF_A_PART = (
     "cu_seqlens_q", "cu_seqlens_k", "mask_extremes", "max_seqlen_q", "max_seqlen_k", "bhsd", "origin",
 )  # fmt: skip
+OF_FP8 = ("descale_q", "descale_k", "descale_v", "out_dtype")  # refused
 # The options of the whole call, as csrc/options.def describes them.
-EXTRAS = tuple(option for option in TENSORS if option.name not in _OF_A_PART)
-RULES = tuple(option for option in NUMBERS if option.name not in _OF_A_PART)
+EXTRAS = tuple(option for option in TENSORS if option.name not in (*_OF_A_PART, *OF_FP8))
+RULES = tuple(option for option in NUMBERS if option.name not in (*_OF_A_PART, *OF_FP8))
 
 if TYPE_CHECKING:
 

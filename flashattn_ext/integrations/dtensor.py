@@ -69,6 +69,8 @@ class _Layout:
         if dims == "scores":
             heads = 0 if t.dim() == 3 else 1  # packed intervals begin with the heads
             return 0 if t.dim() == 4 and t.shape[0] > 1 else None, heads if t.shape[heads] > 1 else None
+        if dims == "batch_kv_heads":
+            return 0 if t.shape[0] > 1 else None, 1 if t.shape[1] > 1 else None
         return None, None
 
     def placement(self, name: str, t: Tensor, share: str) -> Placement:

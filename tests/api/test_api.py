@@ -27,6 +27,10 @@ OPTIONS = {
     "sink": None,
     "deterministic": False,
     "rng_seed": None,
+    "descale_q": None,
+    "descale_k": None,
+    "descale_v": None,
+    "out_dtype": None,
     "return_lse": False,
     "return_max_logits": False,
 }
@@ -51,9 +55,10 @@ def test_options_have_the_same_names_and_defaults_everywhere(name: str) -> None:
     assert expected.items() <= {key: p.default for key, p in parameters.items()}.items()
 
 
-def test_attention_weights_has_every_option_but_dropout() -> None:
+def test_attention_weights_has_every_option_but_dropout_and_fp8() -> None:
     parameters = inspect.signature(flashattn_ext.attention_weights).parameters
-    not_of_weights = {"dropout_p", "rng_seed", "deterministic", "return_lse", "return_max_logits"}
+    not_of_weights = {"dropout_p", "rng_seed", "deterministic", "return_lse", "return_max_logits", "out_dtype"}
+    not_of_weights |= {"descale_q", "descale_k", "descale_v"}
     expected = {name: default for name, default in OPTIONS.items() if name not in not_of_weights} | {
         "layout": "bshd",
         "origin": None,

@@ -1,0 +1,532 @@
+"""Inputs in float8_e4m3fn: the error rule, options, exact values, refusals, and what torch's tools make of such calls."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same_bits, cu_seqlens
+from mask_cases import KINDS, make_mask
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import flashattn_ext
+from flashattn_ext import Mask, fp8, quantize_fp8
+from flashattn_ext.options import CallOptions, CallTensors
+
+FP8 = torch.float8_e4m3fn
+DESCALES = ("descale_q", "descale_k", "descale_v")
+VIEWS = ("plain", "transposed", "padded", "offset", "expanded", "strided_last")
+
+
+@dataclass
+class Call:
+    """The tensors and options of a call in fp8, dense or packed."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    options: dict[str, Any]
+    lengths: dict[str, Any]  # of a packed call: the arguments of varlen_forward
+
+    def run(self, **more: Any) -> tuple[Tensor, ...]:
+        function = flashattn_ext.varlen_forward if self.lengths else flashattn_ext.forward
+        results = function(self.q, self.k, self.v, **self.lengths, **{"return_lse": True, **self.options, **more})
+        return results if isinstance(results, tuple) else (results,)
+
+    def values(self) -> list[Tensor]:
+        """q, k and v in fp64: element * descale."""
+        axis = 1 if self.lengths or self.options.get("layout") == "bhsd" else 2
+        return [self._values(name, axis) for name in "qkv"]
+
+    def _values(self, name: str, axis: int) -> Tensor:
+        t, descale = getattr(self, name).double(), self.options.get(f"descale_{name}")
+        if descale is None:
+            return t
+        heads, batch = t.shape[axis], descale.shape[0]
+        of_heads = descale.double().expand(batch, self.k.shape[axis]).repeat_interleave(heads // self.k.shape[axis], 1)
+        if not self.lengths:
+            return t * (of_heads[:, None, :, None] if axis == 2 else of_heads[:, :, None, None])
+        starts = self.lengths[f"cu_seqlens_{'q' if name == 'q' else 'k'}"].tolist()
+        for b, (start, end) in enumerate(itertools.pairwise(starts)):
+            t[start:end] *= of_heads[min(b, batch - 1)][:, None]
+        return t
+
+    def exact(self, v: Tensor | None = None, **more: Any) -> tuple[Tensor, ...]:
+        """attention_reference of the values in fp64: (out, lse), or with other values instead of v."""
+        q, k, own = self.values()
+        options = {name: value for name, value in self.options.items() if name not in (*DESCALES, "out_dtype")}
+        lengths = {name: self.lengths[name] for name in ("cu_seqlens_q", "cu_seqlens_k") if self.lengths}
+        return flashattn_ext.attention_reference(
+            q, k, own if v is None else v, **lengths, **{"return_lse": True, **options, **more}
+        )
+
+    def simulated(self) -> Tensor:
+        """The exact attention whose weights, relative to the largest of a row, are rounded to e4m3 once, and out to bfloat16."""
+        packed, bhsd = bool(self.lengths), self.options.get("layout") == "bhsd"
+        v = self.values()[2]
+        key_axis = 0 if packed else 2 if bhsd else 1
+        keys, heads = v.shape[key_axis], v.shape[1 if packed or bhsd else 2]
+        eye = torch.eye(keys, dtype=torch.float64)
+        eye = eye[:, None].expand(keys, heads, keys)  # [Sk, Hk, Sk]
+        if not packed:
+            eye = (eye.transpose(0, 1) if bhsd else eye).expand(
+                v.shape[0], *(eye.transpose(0, 1) if bhsd else eye).shape
+            )
+        weights = self.exact(v=eye)[0]
+        largest = weights.amax(-1, keepdim=True) if keys else weights.new_zeros(*weights.shape[:-1], 1)
+        rounded = (weights / largest.clamp(min=1e-300) * 256).to(torch.float32).to(FP8).double() / 256 * largest
+        group = weights.shape[1 if packed or bhsd else 2] // max(heads, 1)
+        v = v.repeat_interleave(group, 1 if packed or bhsd else 2)
+        if packed:
+            out = torch.einsum("qhk,khd->qhd", rounded, v)
+        else:
+            out = rounded @ v if bhsd else torch.einsum("bqhk,bkhd->bqhd", rounded, v)
+        return out.bfloat16()
+
+
+def relative_error(got: Tensor, ref: Tensor) -> float:
+    """Root mean square, relative to that of ref."""
+    return (
+        float((got.double() - ref).square().mean().sqrt() / ref.square().mean().sqrt().clamp(min=1e-300))
+        if ref.numel()
+        else 0.0
+    )
+
+
+def in_memory(t: Tensor, kind: str) -> Tensor:
+    """t (for `expanded` its first entry or head) in memory of that kind; what lies between its rows is NaN."""
+    if kind == "transposed":
+        return t.transpose(0, 1).contiguous().transpose(0, 1)
+    if kind == "expanded":
+        return (t[:1] if t.dim() == 4 else t[:, :1]).expand_as(t)
+    shapes = {"padded": (*t.shape[:-1], t.shape[-1] + 3), "offset": (t.numel() + 1,), "strided_last": (*t.shape, 2)}
+    if kind not in shapes:
+        return t
+    memory = torch.full(shapes[kind], 0x7F, dtype=torch.uint8).view(FP8)
+    view = {
+        "padded": lambda: memory[..., : t.shape[-1]],
+        "offset": lambda: memory[1:].view(t.shape),
+        "strided_last": lambda: memory[..., 0],
+    }[kind]()
+    view.copy_(t)
+    return view
+
+
+def random_call(seed: int) -> Call:
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    packed, Hk = rng.random() < 0.4, rng.choice([1, 2, 3])
+    Hq, B = Hk * rng.choice([1, 2, 4]), rng.randint(1, 3)
+    D = rng.choice([16, 64, 64, 128, 80, 33, 7])
+    Dv = rng.choice([D, D, 24, 65])
+    layout = "bshd" if packed else rng.choice(["bshd", "bhsd"])
+    lengths_q = [rng.choice([0, 1, 5, 64, 100]) for _ in range(B)]
+    lengths_k = [rng.choice([0, 3, 64, 150]) for _ in range(B)]
+    Sq, Sk = rng.choice([1, 17, 100, 200]), rng.choice([5, 64, 150, 400])
+
+    def tensor(S: int, H: int, width: int, lengths: list[int]) -> tuple[Tensor, Tensor]:
+        shape = (sum(lengths) + 2, H, width) if packed else (B, S, H, width) if layout == "bshd" else (B, H, S, width)
+        values = torch.randn(shape, generator=generator) * 10 ** rng.uniform(-2, 1)
+        elements, descale = quantize_fp8(values, 1 if packed or layout == "bhsd" else 2, kv_heads=Hk)
+        return in_memory(elements, rng.choice(VIEWS)), descale
+
+    q, descale_q = tensor(Sq, Hq, D, lengths_q)
+    k, descale_k = tensor(Sk, Hk, D, lengths_k)
+    v, descale_v = tensor(Sk, Hk, Dv, lengths_k)
+    options: dict[str, Any] = {}
+    for name, descale in zip(DESCALES, (descale_q, descale_k, descale_v), strict=True):
+        different = descale * torch.rand(B, 1, generator=generator).add(0.5)
+        options[name] = rng.choice(
+            [different, different, different[:1, :1].expand(B, Hk), different[:, :1], different[:1]]
+        )
+    options["softmax_scale"] = rng.choice([None, None, 0.3, -0.2])
+    options["causal"] = rng.random() < 0.4
+    options["window_size"] = rng.choice([(-1, -1), (-1, -1), (rng.randint(0, 60), rng.randint(0, 20))])
+    options["softcap"] = rng.choice([0.0, 0.0, 3.0])
+    smooth = rng.random() < 0.3
+    options["smooth_softmax"] = smooth
+    options["sink"] = None if smooth or rng.random() < 0.6 else torch.randn(Hq, generator=generator)
+    options["out_dtype"] = rng.choice([None, None, torch.bfloat16, torch.float16, torch.float32])
+    lengths: dict[str, Any] = {}
+    if packed:
+        lengths = {
+            "cu_seqlens_q": cu_seqlens(lengths_q, "cpu"), "cu_seqlens_k": cu_seqlens(lengths_k, "cpu"),
+            "max_seqlen_q": max(lengths_q), "max_seqlen_k": max(lengths_k),
+        }  # fmt: skip
+    elif rng.random() < 0.4:
+        options["mask"] = make_mask(rng.choice(KINDS), rng.choice([1, Hk]), [(Sq, Sk)] * B, generator)
+    if not packed:
+        options["layout"] = layout
+    return Call(q, k, v, options, lengths)
+
+
+def check(call: Call) -> None:
+    """The error rule, lse, and agreement with the reference of the same arguments."""
+    out, lse = call.run()
+    ref, ref_lse = call.exact()
+    wanted = call.options.get("out_dtype") or torch.bfloat16
+    assert out.dtype == wanted and out.shape == ref.shape and lse.dtype == torch.float32
+    assert out.isfinite().all()
+    error, simulated = relative_error(out, ref), relative_error(call.simulated(), ref)
+    assert error <= 1.1 * simulated + 1e-9, f"error {error:.3g}, simulated {simulated:.3g}"
+    # Products are of exact operands, weights are rounded to bfloat16 at most.
+    assert error <= 2**-8 or not ref.numel(), f"error {error:.3g}"
+    infinite = ref_lse.isinf()
+    assert torch.equal(lse.isinf(), infinite)
+    torch.testing.assert_close(lse.double()[~infinite], ref_lse[~infinite], rtol=2e-5, atol=1e-4)
+    lengths = {name: call.lengths[name] for name in ("cu_seqlens_q", "cu_seqlens_k") if call.lengths}
+    same, same_lse = flashattn_ext.attention_reference(
+        call.q, call.k, call.v, **lengths, **call.options, return_lse=True
+    )
+    assert same.dtype == wanted and same_lse.dtype == torch.float32
+    assert relative_error(same, ref) <= 2**-8 or not ref.numel()
+    torch.testing.assert_close(same_lse.double()[~infinite], ref_lse[~infinite], rtol=1e-4, atol=1e-4)
+
+
+def small(dtype: torch.dtype = FP8, **options: Any) -> Call:
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, 33, heads, 32, generator=generator).to(dtype) for heads in (4, 2, 2))
+    return Call(q, k, v, options, {})
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("seed", range(60))
+def test_random_calls(device: str, seed: int) -> None:
+    if device != "cpu":
+        pytest.skip("fp8 is implemented on the CPU only")
+    check(random_call(seed))
+
+
+@pytest.mark.parametrize("wide", [40, 5000])
+def test_outliers_among_many_keys(wide: int) -> None:
+    """32768 keys of which a few have logits far above the others; most weights are far below the largest."""
+    generator = torch.Generator().manual_seed(wide)
+    q, k, v = (torch.randn(1, rows, 2, 64, generator=generator) for rows in (3, 32768, 32768))
+    k[:, ::wide] *= 4
+    named = zip("qkv", (quantize_fp8(t, 2) for t in (q, k, v)), strict=True)
+    tensors, options = {}, {}
+    for name, (elements, descale) in named:
+        tensors[name], options[f"descale_{name}"] = elements, descale
+    call = Call(**tensors, options=options, lengths={})
+    exact_q, exact_k, exact_v = call.values()
+    logits = torch.einsum("bqhd,bkhd->bhqk", exact_q, exact_k) / 8
+    weights = (logits - logits.amax(-1, keepdim=True)).exp()
+    rounded = (weights * 256).float().to(FP8).double() / 256
+    ref = torch.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdim=True), exact_v)
+    simulated = torch.einsum("bhqk,bkhd->bqhd", rounded / weights.sum(-1, keepdim=True), exact_v).bfloat16()
+    out, lse = call.run()
+    assert relative_error(out, ref) <= 1.1 * relative_error(simulated, ref)
+    torch.testing.assert_close(lse.double(), torch.logsumexp(logits, -1), rtol=2e-5, atol=1e-4)
+
+
+@pytest.mark.every_isa
+def test_every_element_has_its_value(device: str) -> None:
+    """out of a row that sees one key is the row of v, element * descale, with subnormal numbers and NaN."""
+    if device != "cpu":
+        pytest.skip("fp8 is implemented on the CPU only")
+    elements = torch.arange(256, dtype=torch.uint8).view(FP8)
+    for width in (256, 255, 130, 100, 9, 1):
+        for start in (0, 256 - width):
+            v = elements[start : start + width].view(1, 1, 1, width)
+            q = torch.ones(1, 3, 1, 16).to(FP8)
+            descale = torch.tensor([[1.7]])
+            out = flashattn_ext.forward(q, q[:, :1], v, descale_v=descale, out_dtype=torch.float32)
+            assert_same_bits(out, (v.float() * descale).expand(1, 3, 1, width))
+            # The same elements as keys: a row of q that is 1 at one place has its element as the logit.
+            rows = torch.eye(width)[None, :, None].to(FP8)
+            _, lse = flashattn_ext.forward(rows, v, v, softmax_scale=1.0, descale_k=descale, return_lse=True)
+            expected = (v.double() * 1.7).view(width)
+            seen = ~v.view(width).isnan().any()
+            if seen:
+                torch.testing.assert_close(lse.view(width).double(), expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.every_isa
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 2.0}, {"smooth_softmax": True}])
+def test_without_descales_it_has_the_bits_of_a_call_in_bfloat16(device: str, options: dict[str, Any]) -> None:
+    """Every element is exact in bfloat16, and the kernels compute with the same operands."""
+    if device != "cpu":
+        pytest.skip("fp8 is implemented on the CPU only")
+    call = small(**options)
+    wide = Call(call.q.bfloat16(), call.k.bfloat16(), call.v.bfloat16(), options, {})
+    for got, expected in zip(call.run(), wide.run(), strict=True):
+        assert_same_bits(got, expected)
+
+
+def test_max_logits() -> None:
+    call = random_call(3)
+    *_, largest = call.run(return_max_logits=True)
+    *_, expected = call.exact(return_max_logits=True)
+    torch.testing.assert_close(largest.double(), expected.double(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.every_isa
+def test_a_hidden_nan_reaches_no_row(device: str) -> None:
+    if device != "cpu":
+        pytest.skip("fp8 is implemented on the CPU only")
+    call = small(mask=Mask.documents(torch.tensor([[0] * 20 + [1] * 13])))
+    expected = call.run()[0]
+    call.v = call.v.clone()
+    call.v.view(torch.uint8)[:, 25] = 0x7F
+    out = call.run()[0]
+    assert_same_bits(out[:, :20], expected[:, :20])
+    assert out[:, 20:].isnan().all()
+
+
+def test_threads_do_not_change_bits(restore_threads: None) -> None:
+    call = random_call(5)
+    torch.set_num_threads(1)
+    expected = call.run()
+    torch.set_num_threads(2)
+    for got, one in zip(call.run(), expected, strict=True):
+        assert_same_bits(got, one)
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+BATCH_HEADS = "batch, KV heads"
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "dropout": ({"dropout_p": 0.1}, NotImplementedError, "dropout_p: .*bfloat16"),
+    "seeded dropout": ({"dropout_p": 0.1, "rng_seed": 3}, NotImplementedError, "dropout_p: .*bfloat16"),
+    "slopes": ({"alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi_slopes: .*bfloat16"),
+    "relative bias": ({"relative_bias": torch.ones(4, 3)}, NotImplementedError, "relative_bias: .*bfloat16"),
+    "bias": ({"bias": torch.ones(1, 1, 1, 33)}, NotImplementedError, "bias: .*bfloat16"),
+    "shape": ({"descale_k": torch.ones(2, 3)}, ValueError, r"descale_k: .*\[2 or 1, 2 or 1\].*got \[2, 3\]"),
+    "query heads": ({"descale_q": torch.ones(2, 4)}, ValueError, "descale_q: .*KV heads"),
+    "a number": ({"descale_v": torch.tensor(1.0)}, ValueError, r"descale_v: .*got \[\]"),
+    "dtype": ({"descale_v": torch.ones(2, 2).double()}, TypeError, "descale_v: expected dtype Float, got Double"),
+    "no tensor": ({"descale_q": 1.0}, TypeError, "descale_q: expected a torch.Tensor"),
+    "device": ({"descale_q": torch.ones(2, 2, device="meta")}, ValueError, "descale_q: expected the device of q"),
+    "float64 out": ({"out_dtype": torch.float64}, TypeError, "out_dtype: expected bfloat16, float16 or float32"),
+    "fp8 out": ({"out_dtype": FP8}, TypeError, "out_dtype: expected bfloat16, float16 or float32"),
+    "no dtype": ({"out_dtype": "bfloat16"}, TypeError, "out_dtype: expected a torch.dtype"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str) -> None:
+    options, error, message = REFUSED[name]
+    with pytest.raises(error, match=message):
+        small(**options).run()
+
+
+@pytest.mark.parametrize("name", [*DESCALES, "out_dtype"])
+def test_other_dtypes_have_no_descales(name: str) -> None:
+    value = torch.float32 if name == "out_dtype" else torch.ones(2, 2)
+    call = small(torch.bfloat16, **{name: value})
+    with pytest.raises(ValueError, match=f"{name}: expected None"):
+        call.run()
+    with pytest.raises(ValueError, match=f"{name}.*: expected None"):
+        flashattn_ext.attention_reference(call.q, call.k, call.v, **call.options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+def test_other_fp8_formats_are_refused(dtype: torch.dtype) -> None:
+    with pytest.raises(TypeError, match=r"q: expected dtype float8_e4m3fn.*quantize_fp8"):
+        small(dtype).run()
+
+
+@pytest.mark.parametrize("other", [torch.bfloat16, torch.float8_e5m2])
+def test_mixed_dtypes_are_refused(other: torch.dtype) -> None:
+    call = small()
+    with pytest.raises(TypeError, match="v: expected the dtype of q"):
+        flashattn_ext.forward(call.q, call.k, call.v.float().to(other))
+    with pytest.raises(TypeError, match="k: expected the dtype of q"):
+        flashattn_ext.forward(call.q.bfloat16(), call.k, call.v)
+
+
+@pytest.mark.parametrize("name", ["q", "sink", "descale_k"])
+def test_a_call_that_needs_a_gradient_is_refused(name: str) -> None:
+    call = small(sink=torch.zeros(4), descale_k=torch.ones(2, 2))
+    tensor = call.q if name == "q" else call.options[name]
+    tensor.requires_grad_()
+    with pytest.raises(NotImplementedError, match=r"no derivatives.*torch.no_grad\(\).*bfloat16"):
+        call.run()
+    with torch.no_grad():
+        out, _ = call.run()
+    assert not out.requires_grad
+
+
+def test_the_backward_is_refused() -> None:
+    call = small()
+    out, lse = call.run()
+    with pytest.raises(NotImplementedError, match="float8_e4m3fn have no backward"):
+        flashattn_ext.backward(torch.ones_like(out), call.q, call.k, call.v, out, lse)
+    assert not {*DESCALES, "out_dtype"} & inspect.signature(flashattn_ext.backward).parameters.keys()
+
+
+def test_forward_mode_is_refused() -> None:
+    call = small()
+    with torch.autograd.forward_ad.dual_level():
+        sink = torch.autograd.forward_ad.make_dual(torch.zeros(4), torch.ones(4))
+        with pytest.raises(NotImplementedError, match="no derivatives"):
+            call.run(sink=sink)
+
+
+def test_attention_weights_are_refused() -> None:
+    call = small()
+    with pytest.raises(TypeError, match=r"q: expected no float8_e4m3fn.*element \* descale"):
+        flashattn_ext.attention_weights(call.q, call.k, [0])
+
+
+@pytest.mark.skipif(
+    not Path(flashattn_ext.__file__).with_name("_ascend_emulator.so").exists(),
+    reason="the emulator is not built (make emulator)",
+)
+def test_ascend_refuses() -> None:
+    with flashattn_ext.use_backend("ascend-emulator"), pytest.raises(NotImplementedError, match=r"Ascend C.*bfloat16"):
+        small().run()
+
+
+# --- torch's tools ----------------------------------------------------------------------------------------------------
+
+
+def op_arguments(call: Call) -> tuple[Any, ...]:
+    tensors = CallTensors(call.q, call.k, call.v, **{name: call.options.get(name) for name in DESCALES})
+    return *tensors, *CallOptions(softmax_scale=0.2, out_dtype=call.options.get("out_dtype"))
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+def test_opcheck(out_dtype: torch.dtype | None) -> None:
+    call = small(descale_q=torch.ones(2, 2), descale_v=torch.ones(1, 2), out_dtype=out_dtype)
+    ops = torch.ops.flashattn_ext
+    tests = (
+        "test_faketensor",
+        "test_aot_dispatch_dynamic",
+    )  # test_schema compares inputs by arithmetic that torch lacks for fp8
+    torch.library.opcheck(ops.forward.call, (*op_arguments(call), None, True), test_utils=tests)
+    torch.library.opcheck(ops.forward.default, (*op_arguments(call), None, False, True, []), test_utils=tests)
+
+
+def test_compiled() -> None:
+    torch._dynamo.reset()
+    call = small(descale_q=torch.full((2, 2), 0.5), descale_k=torch.full((1, 2), 1.5))
+
+    def function(q: Tensor, k: Tensor, v: Tensor, descale_q: Tensor, descale_k: Tensor) -> tuple[Tensor, ...]:
+        return flashattn_ext.forward(
+            q, k, v, descale_q=descale_q * 2, descale_k=descale_k, out_dtype=torch.float32, causal=True, return_lse=True
+        )
+
+    arguments = call.q, call.k, call.v, call.options["descale_q"], call.options["descale_k"]
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for got, expected in zip(compiled(*arguments), function(*arguments), strict=True):
+        assert_same_bits(got, expected)
+
+
+def test_meta_tensors() -> None:
+    call = small(descale_q=torch.ones(2, 2), out_dtype=torch.float16)
+    q, k, v = (t.to("meta") for t in (call.q, call.k, call.v))
+    out, lse = flashattn_ext.forward(
+        q, k, v, descale_q=torch.ones(2, 2, device="meta"), out_dtype=torch.float16, return_lse=True
+    )
+    assert out.dtype == torch.float16 and out.shape == call.run()[0].shape
+    assert lse.dtype == torch.float32 and lse.shape == (2, 4, 33)
+
+
+def test_flop_counter() -> None:
+    def flop(dtype: torch.dtype) -> int:
+        with FlopCounterMode(display=False) as counter:
+            small(dtype, causal=True).run()
+        return counter.get_total_flops()
+
+    assert flop(FP8) == flop(torch.bfloat16) > 0
+
+
+def test_vmap() -> None:
+    generator = torch.Generator().manual_seed(2)
+    q, k, v = (torch.randn(3, 2, 20, 2, 16, generator=generator).to(FP8) for _ in range(3))
+    descale = torch.rand(3, 2, 2, generator=generator) + 0.5
+
+    def one(q: Tensor, k: Tensor, v: Tensor, descale: Tensor) -> Tensor:
+        out = flashattn_ext.forward(q, k, v, descale_k=descale)
+        assert isinstance(out, Tensor)
+        return out
+
+    out = torch.vmap(one)(q, k, v, descale)
+    for i in range(3):
+        assert_same_bits(out[i], one(q[i], k[i], v[i], descale[i]))
+
+
+def test_autocast_leaves_the_elements_alone() -> None:
+    call = small(descale_k=torch.full((1, 1), 3.0))
+    expected = call.run()
+    with torch.autocast("cpu", torch.bfloat16):
+        got = call.run()
+    for one, other in zip(got, expected, strict=True):
+        assert_same_bits(one, other)
+
+
+# --- quantize_fp8 -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_quantised_values(dtype: torch.dtype) -> None:
+    x = torch.randn(2, 50, 6, 32).mul(torch.tensor([1e-4, 1, 3, 100, 0.1, 7])[:, None]).to(dtype)
+    elements, descale = quantize_fp8(x, 2)
+    assert elements.dtype == FP8 and elements.shape == x.shape
+    assert descale.dtype == torch.float32 and descale.shape == (2, 6)
+    torch.testing.assert_close(descale * 448, x.float().abs().amax((1, 3)))
+    values = elements.float() * descale[:, None, :, None]
+    # Half a unit in the last of 4 bits; below 2^-6 of the scaled numbers, half of 2^-9.
+    bound = (x.float().abs() * 2**-4).clamp(min=2**-10 * float(descale.max()))
+    assert ((values - x.float()).abs() <= bound * 1.001).all()
+    transposed, same = quantize_fp8(x.transpose(1, 2), -3)
+    assert_same_bits(transposed.float(), elements.transpose(1, 2).float())
+    assert_same_bits(same, descale)
+
+
+def test_query_heads_share_the_descale_of_their_kv_head() -> None:
+    q = torch.randn(2, 5, 6, 8)
+    elements, descale = quantize_fp8(q, 2, kv_heads=2)
+    assert descale.shape == (2, 2)
+    torch.testing.assert_close(descale * 448, q.unflatten(2, (2, 3)).abs().amax((1, 3, 4)))
+    assert elements.float().unflatten(2, (2, 3)).abs().amax((1, 3, 4)).eq(448).all()
+
+
+def test_packed_sequences_have_one_descale_for_each_head() -> None:
+    x = torch.randn(70, 3, 8)
+    elements, descale = quantize_fp8(x, 1)
+    assert elements.shape == x.shape and descale.shape == (1, 3)
+
+
+def test_unusual_values() -> None:
+    x = torch.zeros(1, 4, 3, 2)
+    x[0, 0, 1] = torch.tensor([math.inf, -2.0])
+    x[0, 0, 2] = torch.tensor([math.nan, 4.0])
+    elements, descale = quantize_fp8(x, 2)
+    assert descale[0].tolist() == pytest.approx([1, 2 / 448, 4 / 448])
+    assert elements[0, 0, 1].float().tolist() == [448, -448]
+    assert elements[0, 0, 2].float().isnan().tolist() == [True, False]
+    empty, ones = quantize_fp8(torch.zeros(2, 0, 3, 8), 2)
+    assert empty.shape == (2, 0, 3, 8) and ones.eq(1).all() and ones.shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("x", "arguments", "error", "message"),
+    [
+        (torch.zeros(2, 3), (1,), ValueError, "x: expected"),
+        (torch.zeros(2, 3, 4, 5), (0,), ValueError, "heads_dim: expected a dimension from 1 to 2"),
+        (torch.zeros(2, 3, 4, 5), (-1,), ValueError, "heads_dim"),
+        (torch.zeros(2, 3, 4, 5).int(), (2,), TypeError, "x: expected dtype"),
+        (torch.zeros(2, 3, 4, 5).to(FP8), (2,), TypeError, "x: expected dtype"),
+        (None, (2,), TypeError, "x: expected a torch.Tensor"),
+        (torch.zeros(2, 3, 4, 5), (1.5,), TypeError, "heads_dim: expected an int"),
+    ],
+)
+def test_bad_arguments_of_quantize(x: Any, arguments: tuple[Any, ...], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        quantize_fp8(x, *arguments)
+    with pytest.raises(ValueError, match="kv_heads: expected a divisor"):
+        quantize_fp8(torch.zeros(2, 3, 4, 5), 2, kv_heads=3)
+
+
+def test_the_reference_takes_elements_as_they_are_without_descales() -> None:
+    t = torch.randn(1, 4, 2, 8).to(FP8)
+    assert_same_bits(fp8.values(t, None, 2), t.float())
