@@ -103,6 +103,7 @@ CODE = {
     "docs/migrating.md": "",
     "docs/decoding.md": "",
     "docs/derivatives.md": "",
+    "docs/fp8.md": "",
 }
 
 
