@@ -29,6 +29,7 @@ from .harness import (
 from .result import Cell, Plot, Result, cell
 
 NAMES = (OURS, UNFUSED)
+FP8 = "fp8"
 SIZES = size_table(
     gpu=dict(B=4, H=32, S=2048, D=64, dtypes=("fp32", "fp16", "bf16")),
     gpu_quick=dict(),
@@ -53,13 +54,42 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
             *(cell(f"error of {name}", errors.get(name), "", ".1e") for name in NAMES),
             times.remark(),
         )
+    _measure_fp8(context, sizes, result)
     result.notes += [
         MATMUL_NOTE,
         "error: the largest difference from fp64, forward of out, with the backward of dq, dk and dv, over the first two heads of the "
         "first batch entry; inputs are standard normal numbers rounded to the dtype",
-        "fp8: not measured, this package has no fp8 kernels",
+        f"{FP8}: forward of float8_e4m3fn; the error is that of the kernel, against fp64 of the values that the elements stand for, and "
+        "leaves out the rounding of the inputs to fp8; in bfloat16 `out`; unfused attention has no fp8",
     ]
     result.plot = Plot("bar", "dtype", "ms", {p: result.points("dtype", OURS, pass_=p) for p in PASSES})
+
+
+def _measure_fp8(context: Context, sizes: Sizes, result: Result) -> None:
+    """The row of fp8, which has a forward only: elements of standard normal numbers, without descales."""
+    (B, H, S, D), failures = (sizes.B, sizes.H, sizes.S, sizes.D), {}
+    wide = [torch.randn(B, H, S, D, device=context.device) for _ in range(3)]
+    q, k, v = (t.to(torch.float8_e4m3fn) for t in wide)
+
+    def call() -> Tensor:
+        return flashattn_ext.forward(q, k, v, causal=True, layout="bhsd")
+
+    times = context.measure({OURS: call}, [], failures)
+    rate = times.rate(attention_flop(B, H, S, D, causal=True, direction=FORWARD), OURS)
+    error = None
+    with reported(OURS, failures):
+        exact = [t[:1, :2].double() for t in (q, k, v)]
+        expected = flashattn_ext.attention_reference(*exact, causal=True, layout="bhsd")
+        error = largest_error([call()[:1, :2].double()], [expected])
+    result.add(
+        cell("pass", FORWARD),
+        cell("dtype", FP8),
+        *times.times(*NAMES),
+        cell("rate", rate, "TFLOP/s", ".3f", 1e-12),
+        cell("of matmul", None, "%", ".0f", 100),
+        *(cell(f"error of {name}", error if name == OURS else None, "", ".1e") for name in NAMES),
+        times.remark(),
+    )
 
 
 def found(result: Result) -> str:
