@@ -18,19 +18,20 @@ using BFloat16Op = FmaOp<float>;
 template <class Body>
 inline auto for_dtype(DType dtype, Body body) {
 #if defined(FLASHATTN_ISA_AVX512_BF16)
-  (void)dtype;  // bf16: cpu_kernels() chooses the table of avx512 for every other dtype
-  return body(BFloat16{}, Bf16DotOp{}, Exp2Half{});
+  (void)dtype;  // bf16: cpu_kernels() chooses the table of avx512 for the other dtypes
+  return body(BFloat16{}, BFloat16Op{}, Exp2Half{});
 #else
   switch (dtype) {
     case DType::kFloat16:
       return body(Float16{}, FmaOp<float>{}, Exp2Half{});
     case DType::kBFloat16:
-      return body(BFloat16{}, FmaOp<float>{}, Exp2Half{});
+      return body(BFloat16{}, BFloat16Op{}, Exp2Half{});
     case DType::kFloat64:
       return body(double{}, FmaOp<double>{}, Exp2Full{});
     default:
       return body(float{}, FmaOp<float>{}, Exp2Full{});
   }
+#endif
 }
 
 // The same for the forward and decoding, with In as the type of keys and values (fp8.h).

@@ -66,7 +66,8 @@ std::atomic<const CpuKernels*>& selected() {
 const CpuKernels& cpu_kernels(DType dtype) {
   const CpuKernels* const kernels = selected().load(std::memory_order_relaxed);
 #if defined(FLASHATTN_HAVE_AVX512_BF16)
-  if (kernels == &kAvx512Bf16Kernels && dtype != DType::kBFloat16) return kAvx512Kernels;
+  const bool has_own = dtype == DType::kBFloat16 || dtype == DType::kFloat8;
+  if (kernels == &kAvx512Bf16Kernels && !has_own) return kAvx512Kernels;
 #endif
   return *kernels;
 }

@@ -20,7 +20,7 @@ struct CpuDerivatives {
 };
 
 // All entries dispatch on the dtype in the params. Scratch sizes are bytes per worker. The table of avx512_bf16 serves
-// bf16 alone.
+// bf16 and fp8 alone.
 struct CpuKernels {
   const char* name;
   TileSize (*tile_size)(const AttnParams& params);  // for the dtype and head dims of the params
@@ -37,7 +37,7 @@ struct CpuKernels {
 };
 
 // The table that runs calls of this dtype with the instruction set in use (isa.h). For avx512_bf16 and a dtype other
-// than bf16 it is that of avx512: the kernels would be the same, and they are not compiled twice.
+// than bf16 and fp8 it is that of avx512: the kernels would be the same, and they are not compiled twice.
 const CpuKernels& cpu_kernels(DType dtype);
 
 extern const CpuKernels kGenericKernels;
