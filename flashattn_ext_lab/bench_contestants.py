@@ -19,9 +19,9 @@ import flashattn_ext
 
 from .bench_cases import CUDNN, DTYPES, FA2, FA3, FA4, FLASH_ATTN, MATH, OURS, Case
 from .flex import FLEX, block_mask_maker, causal_rule, flex
+from .model import unfused_attention
 from .patterns import PATTERNS
 from .score_options import SCORE_OPTIONS, dense_bias
-from .unfused import unfused_attention
 
 DEVICE = "cuda"
 TORCH_BACKENDS = {

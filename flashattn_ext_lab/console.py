@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 Case = TypeVar("Case")
 PIPE_WIDTH = 140
-LARGEST = 2**31 - 1  # largest size or count: C++ keeps them as int
 INSTALL_EXTRAS = 'pip install "flashattn_ext[cli]" (in a checkout: pip install ".[cli]")'
 
 
@@ -55,26 +56,19 @@ def markdown_table(title: str, header: Sequence[str], lines: Sequence[Sequence[s
     return "\n".join([title, "", *("| " + " | ".join(line) + " |" for line in table), ""])
 
 
-def print_table(
-    title: str,
-    header: Sequence[str],
-    lines: Sequence[Sequence[str]],
-    *,
-    markdown: bool,
-    marked: Sequence[bool] | None = None,
-    width: int = PIPE_WIDTH,
-) -> None:
-    """Columns of numbers are flush right; `marked` lines stand out; `width` is that of output that is piped."""
-    if markdown:
-        print(markdown_table(title, header, lines))
-        return
-    table = require("rich.table").Table(title=title)
+def are_numbers(column: Iterable[str]) -> bool:
+    return all(cell[:1] in "+-0123456789" for cell in column)
+
+
+def rich_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]], marked: Sequence[bool] = ()) -> Table:
+    """Columns of numbers are flush right; `marked` lines stand out."""
+    text = require("rich.text").Text
+    table = require("rich.table").Table(title=text(title))
     for index, name in enumerate(header):
-        numbers = all(line[index][:1] in "+-0123456789" for line in lines)
-        table.add_column(name, justify="right" if numbers else "left")
-    for line, is_marked in zip(lines, marked or [False] * len(lines), strict=True):
-        table.add_row(*line, style="yellow" if is_marked else None)
-    make_console(width).print(table)
+        table.add_column(text(name), justify="right" if are_numbers(line[index] for line in lines) else "left")
+    for line, is_marked in itertools.zip_longest(lines, marked, fillvalue=False):
+        table.add_row(*map(text, line), style="yellow" if is_marked else None)
+    return table
 
 
 def print_rows(
@@ -83,12 +77,15 @@ def print_rows(
     rows: Sequence[Any],
     *,
     markdown: bool,
-    marked: Sequence[bool] | None = None,
+    marked: Sequence[bool] = (),
     width: int = PIPE_WIDTH,
 ) -> None:
-    """A table of results: each column has a heading and a function of a row."""
-    lines = [[str(cell(row)) for cell in columns.values()] for row in rows]
-    print_table(title, list(columns), lines, markdown=markdown, marked=marked, width=width)
+    """A table of results: each column has a heading and a function of a row. `width` is that of output that is piped."""
+    header, lines = list(columns), [[str(cell(row)) for cell in columns.values()] for row in rows]
+    if markdown:
+        print(markdown_table(title, header, lines))
+    else:
+        make_console(width).print(rich_table(title, header, lines, marked))
 
 
 def text_of(value: float | None, form: str, unit: str = "") -> str:
@@ -111,20 +108,20 @@ def chosen(option: str, names: Iterable[str], accepted: Collection[str]) -> list
 
 
 def positive(text: str) -> int:
-    """The type of an option that takes a whole number from 1."""
-    return _whole_number(text, 1, LARGEST, "whole numbers from 1 to 2**31 - 1")
+    """The type of an option that takes a whole number from 1; at most 2**31 - 1, because C++ keeps sizes as int."""
+    return _whole_number(text, range(1, 2**31), "whole numbers from 1 to 2**31 - 1")
 
 
 def seed(text: str) -> int:
     """The type of an option that seeds PyTorch's generators."""
-    return _whole_number(text, 0, 2**64 - 1, "whole numbers from 0 to 2**64 - 1")
+    return _whole_number(text, range(2**64), "whole numbers from 0 to 2**64 - 1")
 
 
-def _whole_number(text: str, least: int, most: int, accepted: str) -> int:
+def _whole_number(text: str, values: range, accepted: str) -> int:
     try:
         value = int(text)
     except ValueError:
-        value = least - 1
-    if not least <= value <= most:
+        value = -1
+    if value not in values:
         raise argparse.ArgumentTypeError(f"got {text!r}; accepted are {accepted}")
     return value

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib
 import os
+import platform
 import sys
 from typing import Any
 
@@ -30,9 +32,8 @@ def choose_device(name: str, *, needs_backend: bool = True) -> torch.device:
     if kind not in DEVICES[1:] or not (index or "0").isdecimal():
         raise CommandError(f"--device got {name!r}; accepted are {', '.join(DEVICES)}")
     if not _is_present(kind):
-        raise CommandError(
-            f"--device got {name!r}, but this torch ({torch.__version__}) sees no such device; try --device auto"
-        )
+        why = f"this torch ({torch.__version__}) sees no such device"
+        raise CommandError(f"--device got {name!r}, but {why}; try --device auto")
     count = getattr(torch, kind).device_count()
     if index and int(index) >= count:
         raise CommandError(f"--device got {name!r}; this machine has {count} of {kind}: {kind}:0 to {kind}:{count - 1}")
@@ -57,12 +58,26 @@ def use_threads(count: int | None) -> None:
 
 def describe_machine() -> dict[str, Any]:
     """The CPU and torch, for the results of a benchmark."""
-    return {
-        "machine": describe_cpu(),
-        "threads": torch.get_num_threads(),
+    threads, isa = torch.get_num_threads(), flashattn_ext._C.cpu_isa()
+    return {"machine": describe_cpu(), "threads": threads, "torch": torch.__version__, "isa": isa}
+
+
+def describe_run(device: torch.device) -> dict[str, str]:
+    """The machine and the versions, for the results of an experiment, in the order in which they are shown."""
+    on_cpu = device.type == "cpu"
+    about = {
+        "device": describe_cpu() if on_cpu else getattr(torch, device.type).get_device_name(device),
+        "system": f"{platform.system()} {platform.machine()}",
+        "threads": str(torch.get_num_threads()),
+        "flashattn_ext": flashattn_ext.__version__,
+        "backends": ", ".join(flashattn_ext.build_info()["backends"]),
         "torch": torch.__version__,
-        "isa": flashattn_ext._C.cpu_isa(),
+        "python": platform.python_version(),
+        "measured on": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     }
+    if on_cpu:
+        return {**about, "instruction set": flashattn_ext._C.cpu_isa()}
+    return {**about, "CUDA": str(torch.version.cuda), "fp32 products": torch.get_float32_matmul_precision()}
 
 
 def synchronize(device: torch.device) -> None:
@@ -75,12 +90,11 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The peak of the memory allocated on the device; on the CPU, of the memory of this process."""
     if device.type != "cpu":
         return getattr(torch, device.type).max_memory_allocated(device)
-    try:
-        import resource
-    except ImportError:  # not on Windows
+    if sys.platform == "win32":
         return 0
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def _is_present(kind: str) -> bool:

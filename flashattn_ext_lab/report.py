@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .console import CommandError, markdown_table, require
+from .console import CommandError, are_numbers, markdown_table, require
 from .experiments import EXPERIMENTS
-from .experiments.render import is_numeric, shown_columns
+from .experiments.render import shown_table
 from .experiments.result import Result
 from .files import write_text
 
@@ -74,15 +74,11 @@ def machines(results: Iterable[Result]) -> list[tuple[list[str], dict[str, str]]
 
 def _section(result: Result, directory: Path) -> dict[str, Any]:
     """One experiment for the pages: its result, the shown part of its table, and its picture as a data URI, or ""."""
-    shown, picture = shown_columns(result), directory / f"{result.name}.png"
+    (header, lines), picture = shown_table(result), directory / f"{result.name}.png"
     encoded = base64.b64encode(picture.read_bytes()).decode() if picture.exists() else ""
-    return {
-        "result": result,
-        "header": [result.columns[index].heading for index in shown],
-        "kinds": ["number" if is_numeric(result, index) else "word" for index in shown],
-        "lines": [[line[index] for index in shown] for line in result.texts()],
-        "picture": encoded and f"data:image/png;base64,{encoded}",
-    }
+    kinds = ["number" if are_numbers(column) else "word" for column in zip(*lines, strict=True)]
+    uri = encoded and f"data:image/png;base64,{encoded}"
+    return {"result": result, "header": header, "kinds": kinds, "lines": lines, "picture": uri}
 
 
 def markdown(sections: Sequence[dict[str, Any]]) -> str:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .harness import Context
     from .result import Result
 
+WIDTH = 200  # of piped tables, which are wider than those of the benchmarks
 # Every experiment, in the order of `all` and of the report -> what it measures. Each has a module of its name with SIZES,
 # measure(context, sizes, result), which fills in the result, and found(result), one sentence about its table.
 EXPERIMENTS = {
@@ -43,18 +44,13 @@ EXPERIMENTS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "name",
-        choices=[*EXPERIMENTS, "all"],
-        metavar="NAME",
-        help="; ".join(f"{name}: {text}" for name, text in EXPERIMENTS.items()) + "; or all",
-    )
-    parser.add_argument(
-        "--device", default="auto", help="auto, cpu or cuda; auto: an accelerator with kernels, else the CPU"
-    )
-    parser.add_argument("--out", default="runs/experiments", metavar="DIR", help="directory of the results")
-    parser.add_argument("--quick", action="store_true", help="small sizes and few calls: all within two minutes")
-    parser.add_argument("--threads", type=positive, help="CPU threads; by default PyTorch's choice")
+    add = parser.add_argument
+    described = "; ".join(f"{name}: {text}" for name, text in EXPERIMENTS.items())
+    add("name", choices=[*EXPERIMENTS, "all"], metavar="NAME", help=f"{described}; or all")
+    add("--device", default="auto", help="auto, cpu or cuda; auto: an accelerator with kernels, else the CPU")
+    add("--out", default="runs/experiments", metavar="DIR", help="directory of the results")
+    add("--quick", action="store_true", help="small sizes and few calls: all within two minutes")
+    add("--threads", type=positive, help="CPU threads; by default PyTorch's choice")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,9 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)
     out = make_directory(arguments.out)
-    console = make_console()
-    if not console.is_terminal:
-        console.width = 200  # these tables are wider than the others
+    console = make_console(WIDTH)
     names = list(EXPERIMENTS) if arguments.name == "all" else [arguments.name]
     failed = []
     with progress(console=console, transient=True) as bar:
@@ -83,9 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
             result = run_experiment(name, context)
             _write(result, out, console)
             failed += [name] if result.error else []
-    console.print(
-        f"results are in {out}; flashattn-ext report {out} makes a page of them", highlight=False, markup=False
-    )
+    done = f"results are in {out}; flashattn-ext report {out} makes a page of them"
+    console.print(done, highlight=False, markup=False)
     return 1 if failed else 0
 
 
@@ -93,8 +86,8 @@ def run_experiment(name: str, context: Context, sizes: Any = None) -> Result:
     """Measures one experiment, by default with the sizes for the device. If it raises, the result says so."""
     import torch
 
+    from ..devices import describe_run
     from .harness import size_notes
-    from .machine import command_of, machine
     from .result import Result
 
     module = importlib.import_module(f".{name}", __package__)
@@ -108,8 +101,7 @@ def run_experiment(name: str, context: Context, sizes: Any = None) -> Result:
         result.found = module.found(result)
     except Exception as error:  # the other experiments continue after any error
         result = Result(name, EXPERIMENTS[name], error=one_line(error), found=f"It failed: {one_line(error)}.")
-    result.machine = machine(context.device)
-    result.command = command_of(name, context)
+    result.machine, result.command = describe_run(context.device), context.command(name)
     return result
 
 

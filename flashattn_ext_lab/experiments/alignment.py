@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .figures import measured, number, quotient
-from .harness import FORWARD, OURS, PASSES, SDPA, Context, Inputs, Sizes, attention_flop, divided, size_table
+from .harness import FORWARD, OURS, PASSES, SDPA, Context, Sizes, divided, size_table
 from .result import Plot, Result, cell
 
 RATES = {OURS: "our rate", SDPA: "SDPA rate"}
@@ -11,7 +11,6 @@ LOSSES = {OURS: "our loss", SDPA: "SDPA loss"}
 BASE_OF = {65: 64, 97: 96, 120: 128, 129: 128, 136: 128}  # head dim -> the head dim that it is compared with
 SIZES = size_table(
     gpu=dict(B=16, H=16, S=2048, D=(64, 65, 96, 97, 120, 128, 129, 136), dtype="fp16"),
-    gpu_quick=dict(),
     cpu=dict(B=1, H=4, S=1024, dtype="fp32"),
     cpu_quick=dict(S=256),
 )
@@ -32,40 +31,33 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
 
 
 def found(result: Result) -> str:
-    def kept(rate: str, name: str) -> str:
-        pairs = ([measured(result, rate, name, D=D, pass_=direction) for D in (129, 128)] for direction in PASSES)
-        return ", ".join(f"{quotient(*pair)} {direction}" for direction, pair in zip(PASSES, pairs, strict=True))
+    def kept(name: str) -> str:
+        pairs = {each: [measured(result, RATES[name], name, D=D, pass_=each) for D in (129, 128)] for each in PASSES}
+        return ", ".join(f"{quotient(*pair)} {direction}" for direction, pair in pairs.items())
 
-    return f"Rate of D = 129 relative to 128: ours {kept(RATES[OURS], OURS)}; PyTorch's own {kept(RATES[SDPA], SDPA)}."
+    return f"Rate of D = 129 relative to 128: ours {kept(OURS)}; PyTorch's own {kept(SDPA)}."
 
 
 def _measure_pass(context: Context, sizes: Sizes, direction: str, result: Result) -> None:
     """Calls of all head dims are interleaved, so that noise affects all of them alike."""
-    inputs = {D: Inputs.random(context.device, (sizes.B, sizes.H, sizes.S, D), sizes.dtype) for D in sizes.D}
+    inputs = {D: context.inputs(sizes, D=D) for D in sizes.D}
     calls = {f"{name} D={D}": of.call(name, direction, causal=False) for D, of in inputs.items() for name in RATES}
-    whole = context.measure(calls, [t for of in inputs.values() for t in of.all])
-
-    def rate(name: str, D: int) -> float | None:
-        return whole.rate(
-            attention_flop(sizes.B, sizes.H, sizes.S, D, causal=False, direction=direction), f"{name} D={D}"
-        )
-
+    whole = context.measure(calls, [t for of in inputs.values() for t in of])
+    rates = {
+        (name, D): whole.rate(of.flop(direction, causal=False), f"{name} D={D}")
+        for D, of in inputs.items()
+        for name in RATES
+    }
     for D in sizes.D:
-        times = whole.only(RATES, f" D={D}")
+        times = whole.renamed({f"{name} D={D}": name for name in RATES})
         base = BASE_OF.get(D)
-        lost = {name: loss(rate(name, D), rate(name, base)) if base else None for name in RATES}
+        kept = {name: divided(rates[name, D], rates.get((name, base))) for name in RATES}
         result.add(
             cell("pass", direction),
             cell("D", D),
             *times.times(*RATES),
-            *(cell(heading, rate(name, D), "TFLOP/s", ".3f", 1e-12) for name, heading in RATES.items()),
+            *(cell(heading, rates[name, D], "TFLOP/s", ".3f", 1e-12) for name, heading in RATES.items()),
             cell("relative to D", base),
-            *(cell(heading, lost[name], "%", ".1f") for name, heading in LOSSES.items()),
+            *(cell(heading, kept[name] and 1 - kept[name], "%", ".1f", 100) for name, heading in LOSSES.items()),
             times.remark(),
         )
-
-
-def loss(rate: float | None, base: float | None) -> float | None:
-    """In percent; negative for a gain."""
-    kept = divided(rate, base)
-    return None if kept is None else 100 * (1 - kept)

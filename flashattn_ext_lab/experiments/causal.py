@@ -3,33 +3,30 @@
 from __future__ import annotations
 
 from .figures import number, of_both_passes
-from .harness import FORWARD, OURS, PASSES, UNFUSED, Context, Inputs, Sizes, size_table
+from .harness import FORWARD, OURS, PASSES, UNFUSED, Context, Sizes, size_table
 from .result import Plot, Result, cell
 
 FULL, CAUSAL = "full", "causal"
 COST, PER_SCORE = "cost of the mask", "cost per visible score"
 SIZES = size_table(
-    gpu=dict(B=4, H=32, S=2048, D=64, dtype="fp16"),
-    gpu_quick=dict(),
-    cpu=dict(B=1, H=4, dtype="fp32"),
-    cpu_quick=dict(S=1024),
+    gpu=dict(B=4, H=32, S=2048, D=64, dtype="fp16"), cpu=dict(B=1, H=4, dtype="fp32"), cpu_quick=dict(S=1024)
 )
 
 
 def measure(context: Context, sizes: Sizes, result: Result) -> None:
     visible = (sizes.S + 1) / (2 * sizes.S)
     for direction, name in context.steps(PASSES, (OURS, UNFUSED)):
-        inputs = Inputs.random(context.device, (sizes.B, sizes.H, sizes.S, sizes.D), sizes.dtype)
+        inputs = context.inputs(sizes)
         calls = {mask: inputs.call(name, direction, causal=mask == CAUSAL) for mask in (FULL, CAUSAL)}
-        times = context.measure(calls, inputs.all)
+        times = context.measure(calls, inputs)
         relative = times.ratio(CAUSAL, FULL)
         result.add(
             cell("pass", direction),
             cell("attention", name),
             *times.times(FULL, CAUSAL),
             cell("causal/full", relative, "x", ".3f"),
-            cell(COST, None if relative is None else 100 * (relative - 1), "%", "+.1f"),
-            cell(PER_SCORE, None if relative is None else 100 * (relative / visible - 1), "%", "+.1f"),
+            cell(COST, relative and relative - 1, "%", "+.1f", 100),
+            cell(PER_SCORE, relative and relative / visible - 1, "%", "+.1f", 100),
             times.remark(),
         )
     result.notes.append(

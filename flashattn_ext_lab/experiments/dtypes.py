@@ -13,44 +13,26 @@ import flashattn_ext
 from ..bench_accuracy import largest_error
 from ..timing import reported
 from .figures import NOT_MEASURED, measured, quotient
-from .harness import (
-    FORWARD,
-    MATMUL_NOTE,
-    OURS,
-    PASSES,
-    UNFUSED,
-    Context,
-    Inputs,
-    Sizes,
-    attention_flop,
-    divided,
-    size_table,
-)
+from .harness import FORWARD, MATMUL_NOTE, OURS, PASSES, UNFUSED, Context, Inputs, Sizes, size_table
 from .result import Cell, Plot, Result, cell
 
 NAMES = (OURS, UNFUSED)
 FP8 = "fp8"
 SIZES = size_table(
-    gpu=dict(B=4, H=32, S=2048, D=64, dtypes=("fp32", "fp16", "bf16")),
-    gpu_quick=dict(),
-    cpu=dict(B=1, H=4),
-    cpu_quick=dict(S=512),
+    gpu=dict(B=4, H=32, S=2048, D=64, dtypes=("fp32", "fp16", "bf16")), cpu=dict(B=1, H=4), cpu_quick=dict(S=512)
 )
 
 
 def measure(context: Context, sizes: Sizes, result: Result) -> None:
-    shape = (sizes.B, sizes.H, sizes.S, sizes.D)
     for direction, dtype in context.steps(PASSES, sizes.dtypes):
-        inputs = Inputs.random(context.device, shape, dtype)
-        times = context.measure({name: inputs.call(name, direction, causal=True) for name in NAMES}, inputs.all)
-        rate = times.rate(attention_flop(*shape, causal=True, direction=direction), OURS)
+        inputs = context.inputs(sizes, dtype=dtype)
+        times = context.measure(inputs.calls(NAMES, direction), inputs)
         errors = _errors(inputs, direction, times.failures)
         result.add(
             cell("pass", direction),
             cell("dtype", dtype),
             *times.times(*NAMES),
-            cell("rate", rate, "TFLOP/s", ".3f", 1e-12),
-            cell("of matmul", divided(rate, context.matmul_rate(dtype)), "%", ".0f", 100),
+            *context.rate_cells(times.rate(inputs.flop(direction), OURS), dtype),
             *(cell(f"error of {name}", errors.get(name), "", ".1e") for name in NAMES),
             times.remark(),
         )
@@ -96,9 +78,8 @@ def found(result: Result) -> str:
     def relative(dtype: Cell) -> str:
         return quotient(*(measured(result, OURS, dtype=each, pass_=FORWARD) for each in ("fp32", dtype)))
 
-    times = ", ".join(
-        f"{dtype} {relative(dtype)}" for dtype in dict.fromkeys(result.column("dtype")) if dtype != "fp32"
-    )
+    others = [dtype for dtype in dict.fromkeys(result.column("dtype")) if dtype != "fp32"]
+    times = ", ".join(f"{dtype} {relative(dtype)}" for dtype in others)
     pairs = zip(*(result.column(f"error of {name}") for name in NAMES), strict=True)
     ratios = [ours / unfused for ours, unfused in pairs if ours is not None and unfused]
     errors = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else NOT_MEASURED
@@ -106,15 +87,15 @@ def found(result: Result) -> str:
 
 
 def _errors(inputs: Inputs, direction: str, failures: dict[str, str]) -> dict[str, float]:
-    few = Inputs(*(t.detach()[:1, :2].clone().requires_grad_() for t in inputs.all))
+    few = Inputs(*(t.detach()[:1, :2].clone().requires_grad_() for t in inputs))
     errors: dict[str, float] = {}
     with reported("fp64 reference", failures):
-        q, k, v, dout = (t.detach().double().requires_grad_() for t in few.all)
+        q, k, v, dout = (t.detach().double().requires_grad_() for t in few)
         out = flashattn_ext.attention_reference(q, k, v, causal=True, layout="bhsd")
         expected = [out] if direction == FORWARD else torch.autograd.grad(out, (q, k, v), dout)
         for name in NAMES:
             with reported(name, failures):
-                error = largest_error(_in_fp64(few.call(name, direction, causal=True)()), _in_fp64(expected))
+                error = largest_error(_in_fp64(few.call(name, direction)()), _in_fp64(expected))
                 if not math.isfinite(error):
                     raise FloatingPointError("the results are not all finite")
                 errors[name] = error

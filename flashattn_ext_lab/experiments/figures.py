@@ -62,10 +62,8 @@ def alone(figure: Figure | None, unit: str) -> str:
 
 def of_both_passes(result: Result, one: str, other: str, **where: Cell) -> str:
     """The quotient of two columns of times, forward and with the backward."""
-    return ", ".join(
-        f"{quotient(measured(result, one, pass_=each, **where), measured(result, other, pass_=each, **where))} {each}"
-        for each in PASSES
-    )
+    pairs = {each: [measured(result, column, pass_=each, **where) for column in (one, other)] for each in PASSES}
+    return ", ".join(f"{quotient(*pair)} {direction}" for direction, pair in pairs.items())
 
 
 def number(value: Cell, form: str, unit: str = "") -> str:

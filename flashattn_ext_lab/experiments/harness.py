@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import timing
-from ..bench_cases import BACKWARD_WORK, DTYPES, Case
+from ..bench_cases import CAUSAL, DTYPES, PLAIN, VARLEN, Case
 from ..bench_cases import OURS as OURS
 from ..bench_contestants import SDPA as SDPA
 from ..bench_contestants import UNFUSED, attention, extras
 from ..devices import synchronize
+from ..model import hidden_scores
 from ..timing import Timing
-from ..unfused import hidden_scores
 from .result import Cell, Column, cell
 
 FORWARD, BOTH = "forward", "forward+backward"
 PASSES = (FORWARD, BOTH)
+OURS_PLAIN, OURS_CAUSAL, OURS_PACKED = "ours, plain", "ours, causal", "ours, packed"
+BESIDE = {OURS_PLAIN: PLAIN, OURS_CAUSAL: CAUSAL, OURS_PACKED: VARLEN}  # our reference call -> key of Case.beside()
+Changes = Mapping[str, Any]
 MIB = 1 << 20
 CUDA_ROUNDS, CUDA_QUICK_ROUNDS = 15, 3
 CPU_SECONDS, CPU_QUICK_SECONDS = 2.0, 0.1  # per group of interleaved calls, and at least this many rounds:
@@ -56,13 +59,11 @@ class SizeTable:
         return self.gpu_quick if context.quick else self.gpu
 
 
-def size_table(
-    gpu: dict[str, Any], gpu_quick: dict[str, Any], cpu: dict[str, Any], cpu_quick: dict[str, Any]
-) -> SizeTable:
-    """Each of the others says only what differs: the quick ones from their device's sizes, `cpu` from `gpu`."""
+def size_table(gpu: Changes, cpu: Changes, cpu_quick: Changes, gpu_quick: Changes | None = None) -> SizeTable:
+    """`cpu` says only what differs from `gpu`, and the quick ones what differs from their device's sizes."""
     whole = Sizes(**gpu)
     on_cpu = whole.replace(**cpu)
-    return SizeTable(whole, whole.replace(**gpu_quick), on_cpu, on_cpu.replace(**cpu_quick))
+    return SizeTable(whole, whole.replace(**(gpu_quick or {})), on_cpu, on_cpu.replace(**cpu_quick))
 
 
 def size_notes(sizes: Sizes, gpu_sizes: Sizes) -> list[str]:
@@ -93,22 +94,18 @@ class Measured:
         cells = []
         for name in names:
             timing, scale = self.timings.get(name), {"ms": 1e3, "us": 1e6}[unit]
-            cells += [
-                cell(name, timing and timing.median_s, unit, ".3f", scale),
-                cell(f"{name} spread", timing and timing.spread, "%", ".0f", 100),
-            ]
+            cells.append(cell(name, timing and timing.median_s, unit, ".3f", scale))
+            cells.append(cell(f"{name} spread", timing and timing.spread, "%", ".0f", 100))
         return cells
 
     def alone(self, name: str, unit: str = "ms") -> list[tuple[Column, Cell]]:
         """The two cells of one call, in columns that are called "time"."""
-        return Measured({"time": self.timings[name]} if name in self.timings else {}).times("time", unit=unit)
+        return self.renamed({name: "time"}).times("time", unit=unit)
 
-    def only(self, names: Iterable[str], ending: str) -> Measured:
-        """The calls of these names, which have this ending here."""
-        both = (
-            {name: of[name + ending] for name in names if name + ending in of} for of in (self.timings, self.failures)
-        )
-        return Measured(*both)
+    def renamed(self, names: Mapping[str, str]) -> Measured:
+        """The calls that are keys of `names`, under the names that are its values."""
+        kept = ({new: of[old] for old, new in names.items() if old in of} for of in (self.timings, self.failures))
+        return Measured(*kept)
 
     def ratio(self, slower: str, faster: str) -> float | None:
         if slower not in self.timings or faster not in self.timings:
@@ -148,12 +145,22 @@ class Context:
     def on_cuda(self) -> bool:
         return self.device.type == "cuda"
 
+    def command(self, name: str) -> str:
+        """The command that repeats an experiment; --out is the reader's choice."""
+        quick = " --quick" if self.quick else ""
+        threads = f" --threads {torch.get_num_threads()}" if self.on_cpu else ""
+        return f"flashattn-ext experiments {name} --device {self.device}{quick}{threads}"
+
     def steps(self, *factors: Iterable[Any]) -> Iterable[Any]:
         """All combinations, under a progress bar."""
         return self.track(list(itertools.product(*factors)))
 
-    def randn(self, *shape: int, dtype: str, requires_grad: bool = False) -> Tensor:
-        return torch.randn(shape, device=self.device, dtype=DTYPES[dtype], requires_grad=requires_grad)
+    def randn(self, *shape: int, dtype: str) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=DTYPES[dtype])
+
+    def inputs(self, sizes: Sizes, **changes: Any) -> Inputs:
+        """Random inputs of the sizes B, H, S, D and dtype, some of which may be changed."""
+        return Inputs.random(self.device, sizes.replace(**changes))
 
     def measure(
         self,
@@ -210,9 +217,13 @@ class Context:
         timed = ((n, of.timings["time"]) for (name, n), of in self._products.items() if of.timings and name in dtypes)
         return max((2 * n**3 / timing.fastest_s for n, timing in timed), default=None)
 
+    def rate_cells(self, rate: float | None, dtype: str) -> list[tuple[Column, Cell]]:
+        """A rate in FLOP/s, and relative to matrix products."""
+        relative = divided(rate, self.matmul_rate(dtype))
+        return [cell("rate", rate, "TFLOP/s", ".3f", 1e-12), cell("of matmul", relative, "%", ".0f", 100)]
 
-@dataclass(frozen=True)
-class Inputs:
+
+class Inputs(NamedTuple):
     """q, k, v and the gradient of the output, all [B, H, S, D]."""
 
     q: Tensor
@@ -221,28 +232,34 @@ class Inputs:
     dout: Tensor
 
     @classmethod
-    def random(cls, device: torch.device, shape: Sequence[int], dtype: str) -> Inputs:
-        q, k, v, dout = (torch.randn(tuple(shape), device=device, dtype=DTYPES[dtype]) for _ in range(4))
+    def random(cls, device: torch.device, sizes: Sizes) -> Inputs:
+        shape = (sizes.B, sizes.H, sizes.S, sizes.D)
+        q, k, v, dout = (torch.randn(shape, device=device, dtype=DTYPES[sizes.dtype]) for _ in range(4))
         return cls(*(t.requires_grad_() for t in (q, k, v)), dout)
 
-    @property
-    def all(self) -> tuple[Tensor, ...]:
-        return (self.q, self.k, self.v, self.dout)
-
-    def case(self, causal: bool, direction: str, **options: str) -> Case:
+    def case(self, direction: str, causal: bool = True, **options: str) -> Case:
         """A row of the benchmarks with these sizes."""
         (B, H, S, D), dtype = self.q.shape, next(name for name, of in DTYPES.items() if of == self.q.dtype)
         return Case(B, H, H, S, D, causal, dtype, backward=direction == BOTH, **options)
 
-    def call(self, name: str, direction: str, causal: bool) -> Callable[[], Tensor | Sequence[Tensor]]:
-        """One plain attention: out, or with the backward (dq, dk, dv)."""
-        return self.call_of(self.case(causal, direction), name)
+    def flop(self, direction: str, causal: bool = True, **options: str) -> float:
+        """Products of visible scores, of the forward and, with BOTH, of the backward."""
+        case = self.case(direction, causal, **options)
+        return replace(case, backward=False).flop + (case.flop if case.backward else 0)
 
-    def call_of(self, case: Case, name: str) -> Callable[[], Tensor | Sequence[Tensor]]:
-        """An attention of a row: out, or with the backward (dq, dk, dv) and the gradients of other trained inputs."""
+    def calls(self, names: Iterable[str], direction: str, causal: bool = True) -> dict[str, Callable[[], object]]:
+        return {name: self.call(name, direction, causal) for name in names}
+
+    def call(
+        self, name: str, direction: str, causal: bool = True, **options: str
+    ) -> Callable[[], Tensor | Sequence[Tensor]]:
+        """An attention, or a key of BESIDE: out, or with the backward (dq, dk, dv) and the gradients of other trained inputs."""
+        case = self.case(direction, causal, **options)
+        if name in BESIDE:
+            case, name = case.beside()[BESIDE[name]], OURS
         if name == UNFUSED and case.causal:
             hidden_scores(case.S, self.q.device)  # made beforehand
-        qkv, attend = (self.q, self.k, self.v), attention(name)
+        qkv, attend = self[:3], attention(name)
         trained = extras(case, self.q.device).trained(name) if case.score else ()
 
         def forward() -> Tensor:
@@ -251,17 +268,7 @@ class Inputs:
                 return attend(case, *(t[0] for t in rows))[None].transpose(1, 2)
             return attend(case, *rows).transpose(1, 2)
 
-        def without_gradients() -> Tensor:
-            with torch.no_grad():
-                return forward()
-
         def both() -> Sequence[Tensor]:
             return torch.autograd.grad(forward(), (*qkv, *trained), self.dout)
 
-        return both if case.backward else without_gradients
-
-
-def attention_flop(B: int, H: int, S: int, D: int, *, causal: bool, direction: str) -> float:
-    """Products of visible scores, counted as `bench` does."""
-    flop = 4.0 * B * H * S * S * D * (0.5 if causal else 1.0)
-    return flop if direction == FORWARD else flop * (1 + BACKWARD_WORK)
+        return both if case.backward else torch.no_grad()(forward)

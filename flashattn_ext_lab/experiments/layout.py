@@ -17,7 +17,6 @@ BSHD, BHSD, COPIES = "[B,S,H,D] in place", "[B,H,S,D] in place", "transpose + co
 RELATIVE = "relative to [B,H,S,D]"
 SIZES = size_table(
     gpu=dict(shapes=((12, 64, 256, 64), (16, 128, 784, 128)), dtype="fp16"),  # B, H, S, D
-    gpu_quick=dict(),
     cpu=dict(shapes=((12, 16, 256, 64), (2, 16, 784, 128)), dtype="fp32"),
     cpu_quick=dict(shapes=((2, 8, 256, 64), (1, 8, 784, 128))),
 )
@@ -47,12 +46,9 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
     series = {way: result.points("B,H,S,D", RELATIVE, way=way) for way in (BSHD, BHSD, COPIES)}
     result.plot = Plot("bar", "B,H,S,D", f"time {RELATIVE} in place", series)
     articles = ("364 us with copies, 121 us without", "7392 us with copies, 3845 us without")
-    for article, theirs, here in zip(articles, SIZES.gpu.shapes, sizes.shapes, strict=False):
-        copied, in_place = (
-            number(result.value("time", **_at(way, _text(here))), ".0f", " us") for way in (COPIES, BHSD)
-        )
-        what = f"{_text(theirs)} there, {_text(here)} here"
-        result.compare(what, article, f"{copied} with copies, {in_place} without")
+    for article, theirs, here in zip(articles, map(_text, SIZES.gpu.shapes), map(_text, sizes.shapes), strict=False):
+        copied, in_place = (number(result.value("time", **_at(way, here)), ".0f", " us") for way in (COPIES, BHSD))
+        result.compare(f"{theirs} there, {here} here", article, f"{copied} with copies, {in_place} without")
 
 
 def found(result: Result) -> str:

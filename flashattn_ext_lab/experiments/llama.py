@@ -32,16 +32,16 @@ SIZES = size_table(  # layers: of the training step
 def measure(context: Context, sizes: Sizes, result: Result) -> None:
     for what, layers in context.track([(LAYER, 1), (STEP, sizes.layers)]):
         failures: dict[str, str] = {}
-        times, peaks = Measured({}, failures), dict[str, int]()
+        times, peaks, trains = Measured({}, failures), dict[str, int](), what == STEP
         with reported("all", failures):
-            stack = Stack(context.device, sizes, layers, trains=what == STEP)
+            stack = Stack(context.device, sizes, layers, trains)
             calls: dict[str, Callable[[], object]] = {name: functools.partial(stack.step, name) for name in NAMES}
             times = context.measure(calls, (stack.x, stack.dout), failures, rounds=sizes.rounds)
             del stack, calls
         gc.collect()
         for name in times.timings:
             with reported(f"{name}, memory", failures):
-                peaks[name] = step_bytes(context.device, sizes, name, layers, what == STEP)
+                peaks[name] = step_bytes(context.device, sizes, name, layers, trains)
         for name in NAMES:
             result.add(
                 cell("what", what),
@@ -83,7 +83,7 @@ def found(result: Result) -> str:
 class Stack:
     """Layers, their input and the gradient of their output."""
 
-    def __init__(self, device: torch.device, sizes: Sizes, layers: int, *, trains: bool) -> None:
+    def __init__(self, device: torch.device, sizes: Sizes, layers: int, trains: bool) -> None:
         width, dtype = sizes.heads * sizes.D, DTYPES[sizes.dtype]
         config = ModelConfig(layers, width, sizes.heads, sizes.heads, 0.0, "plain", "flashattn")
         with device:
@@ -114,7 +114,7 @@ def step_bytes(device: torch.device, sizes: Sizes, name: str, layers: int, train
         return growth_in_own_process(_whole_step, sizes, name, layers, trains)
     if device.type != "cuda":
         raise NotImplementedError(f"allocator statistics of {device.type} are not read yet")
-    stack = Stack(device, sizes, layers, trains=trains)
+    stack = Stack(device, sizes, layers, trains)
     stack.step(name)  # libraries allocate their persistent workspaces, the optimizer its states
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -123,4 +123,4 @@ def step_bytes(device: torch.device, sizes: Sizes, name: str, layers: int, train
 
 
 def _whole_step(sizes: Sizes, name: str, layers: int, trains: bool) -> Callable[[], None]:
-    return lambda: Stack(torch.device("cpu"), sizes, layers, trains=trains).step(name)
+    return lambda: Stack(torch.device("cpu"), sizes, layers, trains).step(name)

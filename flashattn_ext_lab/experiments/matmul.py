@@ -55,6 +55,5 @@ def found(result: Result) -> str:
 
     dtypes = dict.fromkeys(result.column("dtype"))
     products = ", ".join(f"{largest('matmul', 'rate', 'TFLOP/s', str(dtype))} in {dtype}" for dtype in dtypes)
-    return (
-        f"Rates of the largest sizes: torch.matmul {products}; a copy {largest('copy', 'bandwidth', 'GB/s', 'fp32')}."
-    )
+    copies = largest("copy", "bandwidth", "GB/s", "fp32")
+    return f"Rates of the largest sizes: torch.matmul {products}; a copy {copies}."

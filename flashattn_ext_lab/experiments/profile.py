@@ -19,7 +19,7 @@ from torch.profiler import profile as torch_profile
 from ..devices import synchronize
 from ..timing import reported
 from .figures import number
-from .harness import FORWARD, OURS, UNFUSED, Context, Inputs, Sizes, size_table
+from .harness import FORWARD, OURS, UNFUSED, Context, Sizes, size_table
 from .result import Plot, Result, cell
 
 NAMES = (OURS, UNFUSED)
@@ -58,10 +58,8 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         file_name = f"profile_{name}.trace.json" if context.out else ""
         works: list[Work] = []
         with reported(name, failures), tempfile.TemporaryDirectory() as folder:
-            shape = (sizes.B, sizes.H, sizes.S, sizes.D)
-            call = Inputs.random(context.device, shape, sizes.dtype).call(name, FORWARD, causal=False)
             path = (context.out or Path(folder)) / (file_name or "trace.json")
-            record(context.device, call, path)
+            record(context.device, context.inputs(sizes).call(name, FORWARD, causal=False), path)
             calls = sorted(calls_in(json.loads(path.read_text()), on_cpu=context.on_cpu), key=span)
             works = calls[(len(calls) - 1) // 2]
             timelines[name] = [(work.start - works[0].start, work.end - work.start) for work in works]

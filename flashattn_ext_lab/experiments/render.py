@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..console import require
+from ..console import require, rich_table
 from ..files import atomic_path, write_text
 from .result import Plot, Result
 
@@ -22,14 +22,7 @@ def print_result(result: Result, console: Console) -> None:
     """The table, the article's figures, the finding, the notes; empty columns are omitted."""
     text = require("rich.text").Text
     if result.rows:
-        columns = shown_columns(result)
-        table = require("rich.table").Table(title=text(f"{result.name}: {result.title}"))
-        for index in columns:
-            justify = "right" if is_numeric(result, index) else "left"
-            table.add_column(text(result.columns[index].heading), justify=justify)
-        for line in result.texts():
-            table.add_row(*(text(line[index]) for index in columns))
-        console.print(table)
+        console.print(rich_table(f"{result.name}: {result.title}", *shown_table(result)))
     for comparison in result.comparisons:
         console.print(text(f"{comparison.what}: article {comparison.article}; here {comparison.ours}"))
     console.print(text(f"found: {result.found}", style="bold"))
@@ -40,8 +33,11 @@ def print_result(result: Result, console: Console) -> None:
     console.print()
 
 
-def is_numeric(result: Result, index: int) -> bool:
-    return any(isinstance(row[index], (int, float)) for row in result.rows)
+def shown_table(result: Result) -> tuple[list[str], list[list[str]]]:
+    """The headings and lines of the table without its empty columns."""
+    shown = shown_columns(result)
+    header = [result.columns[index].heading for index in shown]
+    return header, [[line[index] for index in shown] for line in result.texts()]
 
 
 def shown_columns(result: Result) -> list[int]:
@@ -80,9 +76,8 @@ def _draw_lines(axes: Any, plot: Plot) -> None:
             marker = "o" if len(points) <= MARKED_POINTS else None
             [curve] = axes.plot(*zip(*points, strict=True), marker=marker, label=label, **styles.get(label, {}))
             if plot.bands.get(label):
-                axes.fill_between(
-                    *zip(*plot.bands[label], strict=True), color=curve.get_color(), alpha=0.2, linewidth=0
-                )
+                area = zip(*plot.bands[label], strict=True)
+                axes.fill_between(*area, color=curve.get_color(), alpha=0.2, linewidth=0)
     if "y" in plot.log:
         axes.set_yscale("log")
     elif not plot.bands:  # the axis of losses need not start at zero

@@ -122,11 +122,9 @@ class Result:
         fields["columns"] = [Column(**column) for column in fields["columns"]]
         fields["comparisons"] = [Comparison(**comparison) for comparison in fields["comparisons"]]
         if plot := fields["plot"]:
-            points = {
-                name: {label: [tuple(point) for point in curve] for label, curve in plot[name].items()}
-                for name in ("series", "bands")
-            }
-            fields["plot"] = Plot(**{**plot, **points})
+            for name in ("series", "bands"):
+                plot = {**plot, name: {of: [tuple(point) for point in curve] for of, curve in plot[name].items()}}
+            fields["plot"] = Plot(**plot)
         result = cls(**fields)
         result._check()
         return result
@@ -137,7 +135,6 @@ class Result:
         texts = [self.name, self.title, self.command, self.error, self.found, *self.notes]
         texts += [text for pair in self.machine.items() for text in pair]
         texts += [text for part in (*self.columns, *self.comparisons) for text in asdict(part).values()]
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError("expected texts")
-        if not all(isinstance(cell, Cell) for row in self.rows for cell in row):
-            raise TypeError("expected cells that are texts or numbers")
+        cells = [cell for row in self.rows for cell in row]
+        if not all(isinstance(text, str) for text in texts) or not all(isinstance(cell, Cell) for cell in cells):
+            raise TypeError("expected texts, and cells that are texts or numbers")

@@ -3,19 +3,7 @@
 from __future__ import annotations
 
 from .figures import of_both_passes, of_passes
-from .harness import (
-    MATMUL_NOTE,
-    OURS,
-    PASSES,
-    SDPA,
-    UNFUSED,
-    Context,
-    Inputs,
-    Sizes,
-    attention_flop,
-    divided,
-    size_table,
-)
+from .harness import MATMUL_NOTE, OURS, PASSES, SDPA, UNFUSED, Context, Sizes, size_table
 from .result import Plot, Result, cell
 
 NAMES = (OURS, UNFUSED, SDPA)
@@ -30,19 +18,15 @@ SIZES = size_table(
 def measure(context: Context, sizes: Sizes, result: Result) -> None:
     rates: dict[str, list[tuple[int, float]]] = {f"{name}, {direction}": [] for name in NAMES for direction in PASSES}
     for direction, S in context.steps(PASSES, sizes.S):
-        shape = (sizes.B, sizes.H, S, sizes.D)
-        inputs = Inputs.random(context.device, shape, sizes.dtype)
-        times = context.measure({name: inputs.call(name, direction, causal=True) for name in NAMES}, inputs.all)
-        flop = attention_flop(*shape, causal=True, direction=direction)
-        rate = times.rate(flop, OURS)
+        inputs = context.inputs(sizes, S=S)
+        times, flop = context.measure(inputs.calls(NAMES, direction), inputs), inputs.flop(direction)
         result.add(
             cell("pass", direction),
             cell("S", S),
             *times.times(*NAMES),
             cell("to unfused", times.ratio(UNFUSED, OURS), "x", ".2f"),
             cell("to SDPA", times.ratio(SDPA, OURS), "x", ".2f"),
-            cell("rate", rate, "TFLOP/s", ".3f", 1e-12),
-            cell("of matmul", divided(rate, context.matmul_rate(sizes.dtype)), "%", ".0f", 100),
+            *context.rate_cells(times.rate(flop, OURS), sizes.dtype),
             times.remark(),
         )
         for name in times.timings:
@@ -57,7 +41,5 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
 
 def found(result: Result) -> str:
     S = max(result.column("S"))
-    return (
-        f"Time relative to ours at S = {S}: unfused {of_both_passes(result, UNFUSED, OURS, S=S)}; "
-        f"PyTorch's own {of_both_passes(result, SDPA, OURS, S=S)}."
-    )
+    unfused, sdpa = (of_both_passes(result, name, OURS, S=S) for name in (UNFUSED, SDPA))
+    return f"Time relative to ours at S = {S}: unfused {unfused}; PyTorch's own {sdpa}."

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import torch
-from torch import Tensor
+from collections.abc import Callable
 
 from ..flex import FLEX
 from ..score_options import RELATIVE_REACH, SOFTCAP
 from ..timing import reported
 from .figures import of_both_passes
-from .harness import BOTH, FORWARD, MIB, OURS, PASSES, UNFUSED, Context, Inputs, Sizes, size_table
-from .peak_memory import how_measured, peak_bytes
+from .harness import BOTH, FORWARD, MIB, OURS, OURS_PLAIN, PASSES, UNFUSED, Context, Sizes, size_table
+from .peak_memory import how_measured, peaks
 from .result import Plot, Result, cell
 
 OPTIONS = ("softcap", "relative bias")
-PLAIN = "ours, plain"
 COST = "cost of the option"
 SIZES = size_table(
     gpu=dict(B=1, H=8, S=(2048, 4096, 8192, 16384), D=128, dtype="bf16"),
@@ -31,32 +27,29 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
     for option, direction, S in context.steps(OPTIONS, PASSES, sizes.S):
         failures: dict[str, str] = {}
         calls: dict[str, Callable[[], object]] = {}
-        inputs = Inputs.random(context.device, (sizes.B, sizes.H, S, sizes.D), sizes.dtype)
-        for name in (OURS, PLAIN, *peers):
+        inputs = context.inputs(sizes, S=S)
+        for name in (OURS, OURS_PLAIN, *peers):
             if name != FLEX or option == "softcap" or direction == FORWARD:
                 with reported(name, failures):
-                    calls[name] = call_of(inputs, name, option, direction)
-        times = context.measure(calls, inputs.all, failures)
-        peaks: dict[str, int] = {}
-        for name in (OURS, *peers):
-            if name in times.timings:
-                with reported(f"memory of {name}", failures):
-                    peaks[name] = peak_bytes(context, make_call, S, sizes, name, option, direction)
-        slower = times.ratio(OURS, PLAIN)
+                    calls[name] = inputs.call(name, direction, score=option)
+        times = context.measure(calls, inputs, failures)
+        timed = [name for name in (OURS, *peers) if name in times.timings]
+        memory = peaks(context, timed, failures, sizes.replace(S=S), direction, score=option)
+        slower = times.ratio(OURS, OURS_PLAIN)
         result.add(
             cell("option", option),
             cell("pass", direction),
             cell("S", S),
-            *times.times(OURS, PLAIN, *peers),
-            cell(COST, None if slower is None else 100 * (slower - 1), "%", ".0f"),
+            *times.times(OURS, OURS_PLAIN, *peers),
+            cell(COST, slower and slower - 1, "%", ".0f", 100),
             *(cell(f"to {name}", times.ratio(name, OURS), "x", ".2f") for name in peers),
-            *(cell(f"memory of {name}", peaks.get(name), "MiB", ".2f", 1 / MIB) for name in (OURS, *peers)),
+            *(cell(f"memory of {name}", memory.get(name), "MiB", ".2f", 1 / MIB) for name in (OURS, *peers)),
             times.remark(),
         )
     result.notes += [
         f"softcap: scores become {SOFTCAP:g} * tanh(score / {SOFTCAP:g}), as in Gemma 2. relative bias: a number for each head and distance "
         f"up to {RELATIVE_REACH}, as in T5, in fp32; forward+backward computes its gradient too, and unfused attention gathers it into a matrix",
-        f"{PLAIN}: the same call without the option; {COST}: how much longer ours takes with it. memory: {how_measured(context)}",
+        f"{OURS_PLAIN}: the same call without the option; {COST}: how much longer ours takes with it. memory: {how_measured(context)}",
         f"{FLEX}: PyTorch's FlexAttention, compiled, on CUDA only; without the gradient of a relative bias, which it sums score by score",
     ]
     series = {
@@ -73,16 +66,4 @@ def found(result: Result) -> str:
     def relative(one: str, other: str) -> str:
         return "; ".join(f"{option} {of_both_passes(result, one, other, S=S, option=option)}" for option in OPTIONS)
 
-    return f"At S = {S}, time with an option relative to that without: {relative(OURS, PLAIN)}. Unfused relative to ours: {relative(UNFUSED, OURS)}."
-
-
-def call_of(inputs: Inputs, name: str, option: str, direction: str) -> Callable[[], Tensor | Sequence[Tensor]]:
-    """One attention with an option: out, or with the backward the gradients, of the relative bias too."""
-    case = inputs.case(True, direction, score=option)
-    return inputs.call_of(case.beside()["plain"], OURS) if name == PLAIN else inputs.call_of(case, name)
-
-
-def make_call(
-    device: torch.device, S: int, sizes: Sizes, name: str, option: str, direction: str
-) -> Callable[[], object]:
-    return call_of(Inputs.random(device, (sizes.B, sizes.H, S, sizes.D), sizes.dtype), name, option, direction)
+    return f"At S = {S}, time with an option relative to that without: {relative(OURS, OURS_PLAIN)}. Unfused relative to ours: {relative(UNFUSED, OURS)}."

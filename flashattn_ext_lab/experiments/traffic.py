@@ -8,8 +8,8 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import flashattn_ext
 
@@ -20,6 +20,7 @@ from .harness import MIB, OURS, UNFUSED, Context, Sizes, size_table
 from .result import Plot, Result, cell
 
 NAMES = (OURS, UNFUSED)
+WAYS = ("read", "written")
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 NSIGHT = (
     f"--clock-control none --metrics {','.join(METRICS)} --csv --page raw --print-units base --profile-from-start off"
@@ -28,8 +29,7 @@ PROFILER_LIMIT_S = 300
 SIZES = size_table(gpu=dict(B=4, H=32, S=2048, D=64, dtype="fp16"), gpu_quick={}, cpu={}, cpu_quick={})
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """Bytes of one call, and its kernels."""
 
     read: int
@@ -46,7 +46,7 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         "counted as written",
     ]
     series = {
-        f"{name}, {source}": [(what, value) for what in ("read", "written") if isinstance(value := result.value(what, source=source, attention=name), float)]
+        f"{name}, {source}": [(what, point) for what in WAYS for _, point in result.points("kernels", what, source=source, attention=name)]
         for source in SOURCES
         for name in NAMES
     }  # fmt: skip
@@ -56,10 +56,8 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
 
 
 def found(result: Result) -> str:
-    return (
-        f"Off-chip bytes of a forward relative to unfused, counted once: read {_by_source(result, 'read saved')}; "
-        f"written {_by_source(result, 'written saved')}."
-    )
+    read, written = (_by_source(result, f"{what} saved") for what in WAYS)
+    return f"Off-chip bytes of a forward relative to unfused, counted once: read {read}; written {written}."
 
 
 def _add_rows(context: Context, sizes: Sizes, source: str, result: Result) -> None:
@@ -74,19 +72,20 @@ def _add_rows(context: Context, sizes: Sizes, source: str, result: Result) -> No
             cell("source", source),
             cell("attention", name or None),
             cell("kernels", of and of.kernels),
-            cell("read", of and of.read, "MiB", ".1f", 1 / MIB),
-            cell("written", of and of.written, "MiB", ".1f", 1 / MIB),
-            cell("read saved", 100 * (1 - of.read / unfused.read) if saves else None, "%", ".1f"),
-            cell("written saved", 100 * (1 - of.written / unfused.written) if saves else None, "%", ".1f"),
+            *(cell(what, of and getattr(of, what), "MiB", ".1f", 1 / MIB) for what in WAYS),
+            *(
+                cell(
+                    f"{what} saved", 1 - getattr(of, what) / getattr(unfused, what) if saves else None, "%", ".1f", 100
+                )
+                for what in WAYS
+            ),
             cell("remark", failures.get(source, "")),
         )
 
 
 def _by_source(result: Result, column: str) -> str:
     saved = {source: result.value(column, source=source) for source in SOURCES}
-    texts = [
-        f"{number(-value, '+.1f', ' %')} ({source})" for source, value in saved.items() if isinstance(value, float)
-    ]
+    texts = [f"{number(-value, '+.1f', ' %')} ({source})" for source, value in saved.items() if value is not None]
     return ", ".join(texts) or NOT_MEASURED
 
 
@@ -132,14 +131,8 @@ def count_with_nsight(call: list[str]) -> Traffic:
         raise FileNotFoundError("ncu was not found; install Nsight Compute, which comes with the CUDA toolkit")
     roots = [str(Path(package).parents[count]) for package, count in ((flashattn_ext.__file__, 1), (__file__, 2))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, *sys.path[1:]])}  # the same packages
-    done = subprocess.run(
-        [ncu, *NSIGHT.split(), *call],
-        capture_output=True,
-        text=True,
-        timeout=PROFILER_LIMIT_S,
-        env=environment,
-        check=False,
-    )
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": PROFILER_LIMIT_S, "env": environment}
+    done = subprocess.run([ncu, *NSIGHT.split(), *call], check=False, **options)
     lines = [*done.stdout.splitlines(), *done.stderr.splitlines()]
     problem = next((line.removeprefix("==ERROR==").strip() for line in lines if line.startswith("==ERROR==")), "")
     if problem or done.returncode:

@@ -21,8 +21,8 @@ pytest.importorskip("jinja2")
 from flashattn_ext_lab import bench_contestants, bench_tune, flex, private_build
 from flashattn_ext_lab.experiments import EXPERIMENTS, figures, run_experiment
 from flashattn_ext_lab.experiments import harness as shared
-from flashattn_ext_lab.experiments.harness import Context, Inputs
-from flashattn_ext_lab.experiments.peak_memory import growth_in_own_process
+from flashattn_ext_lab.experiments.harness import Context, Inputs, Sizes
+from flashattn_ext_lab.experiments.peak_memory import growth_in_own_process, make_call
 from flashattn_ext_lab.experiments.result import Column, Result
 from flashattn_ext_lab.patterns import PATTERNS
 from flashattn_ext_lab.private_build import PrivateBuild
@@ -146,9 +146,13 @@ def test_scores_and_masks_are_compared_with_equivalent_calls(results: dict[str, 
     assert masks.plot.series["ours, forward"] == sorted(masks.plot.series["ours, forward"])
 
 
+def cpu_inputs(B: int, H: int, S: int, D: int) -> Inputs:
+    return Inputs.random(torch.device("cpu"), Sizes(B=B, H=H, S=S, D=D, dtype="fp32"))
+
+
 def _for(name: str, inputs: Inputs) -> Inputs:
     """On the CPU FlexAttention does not accept inputs that require gradients."""
-    return Inputs(*(t.detach() for t in inputs.all)) if name == flex.FLEX else inputs
+    return Inputs(*(t.detach() for t in inputs)) if name == flex.FLEX else inputs
 
 
 @pytest.mark.parametrize("direction", shared.PASSES)
@@ -156,31 +160,31 @@ def test_scores_of_all_attentions_agree(direction: str, monkeypatch: pytest.Monk
     """The gradient of the relative bias too."""
     scores = module_of("scores")
     monkeypatch.setattr(flex, "compiled", lambda function: function)
-    inputs = Inputs.random(torch.device("cpu"), (1, 2, 160, 16), "fp32")
+    inputs = cpu_inputs(1, 2, 160, 16)
     for option in scores.OPTIONS:
         names = [shared.OURS, shared.UNFUSED, *([flex.FLEX] if direction == shared.FORWARD else [])]
         found = []
         for name in names:
             torch.manual_seed(0)
-            found.append(scores.call_of(_for(name, inputs), name, option, direction)())
+            found.append(_for(name, inputs).call(name, direction, score=option)())
         for other in found[1:]:
             torch.testing.assert_close(other, found[0], rtol=1e-3, atol=1e-4)
         assert direction == shared.FORWARD or len(found[0]) == 3 + (option == "relative bias")
-        plain = scores.call_of(inputs, scores.PLAIN, option, direction)()
+        plain = inputs.call(shared.OURS_PLAIN, direction, score=option)()
         torch.testing.assert_close(plain, inputs.call(shared.OURS, direction, True)())
 
 
 @pytest.mark.parametrize("direction", shared.PASSES)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_masks_of_all_attentions_agree(pattern: str, direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    masks = module_of("masks")
+    options = {"causal": PATTERNS[pattern].causal, "pattern": pattern}
     monkeypatch.setattr(flex, "compiled", lambda function: function)
-    inputs = Inputs.random(torch.device("cpu"), (1, 2, 256, 16), "fp32")
-    expected = masks.call_of(inputs, shared.SDPA, pattern, direction)()
-    names = [shared.OURS, *([masks.VARLEN] if PATTERNS[pattern].lengths else [])]
+    inputs = cpu_inputs(1, 2, 256, 16)
+    expected = inputs.call(shared.SDPA, direction, **options)()
+    names = [shared.OURS, *([shared.OURS_PACKED] if PATTERNS[pattern].lengths else [])]
     names += [flex.FLEX] if direction == shared.FORWARD else []
     for name in names:
-        found = masks.call_of(_for(name, inputs), name, pattern, direction)()
+        found = _for(name, inputs).call(name, direction, **options)()
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -396,8 +400,7 @@ def test_a_training_that_diverges_says_so(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_attentions_agree(causal: bool) -> None:
-    context = Context(torch.device("cpu"), quick=True)
-    inputs = Inputs.random(context.device, (2, 3, 33, 16), "fp32")
+    inputs = cpu_inputs(2, 3, 33, 16)
     for direction in shared.PASSES:
         expected = inputs.call(shared.SDPA, direction, causal)()
         for name in (shared.OURS, shared.UNFUSED):
@@ -446,6 +449,6 @@ def test_products_that_take_too_long_are_skipped(monkeypatch: pytest.MonkeyPatch
 
 
 def test_memory_of_a_process_that_fails() -> None:
-    memory = module_of("memory")
     with pytest.raises(RuntimeError, match="KeyError: 'none'"):
-        growth_in_own_process(memory.make_call, torch.device("cpu"), 64, tiny_sizes("memory"), "none", "forward")
+        sizes = tiny_sizes("memory").replace(S=64)
+        growth_in_own_process(make_call, torch.device("cpu"), sizes, "none", "forward", {})
