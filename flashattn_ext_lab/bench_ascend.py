@@ -7,7 +7,7 @@ of it causal, 2.5 times that backward) divided by the peak of the cubes in the m
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 import flashattn_ext
 
-from .console import CommandError, print_rows
+from .console import Columns, CommandError, fields, print_rows
 from .patterns import document_lengths
 
 LIBRARY = Path(flashattn_ext._build.__file__).with_name("_ascend_emulator.so")
@@ -67,14 +67,13 @@ class Case:
 
 
 def cases(quick: bool) -> list[Case]:
-    S = 1024 if quick else 8192
-    forward = [Case(S, D, causal) for D in (64, 128, 256) for causal in (False, True)]
-    backward = [Case(S, D, causal, backward=True) for D in (64, 128, 256) for causal in (False, True)]
-    dropout = [replace(case, dropout=True) for case in forward + backward if not (case.causal and case.backward)]
-    scores = [Case(S, 128, backward=way, scores=name) for name in SCORES[1:] for way in (False, True)]
-    long = S if quick else 32768
-    masks = [Case(long, D, True, backward=way, documents=True) for D in (64, 128) for way in (False, True)]
-    return forward + backward + dropout + [Case(S, 128, smooth=True)] + scores + masks
+    S, long = (1024, 1024) if quick else (8192, 32768)
+    ways = (False, True)
+    plain = [Case(S, D, causal, backward) for backward in ways for D in (64, 128, 256) for causal in ways]
+    dropout = [replace(case, dropout=True) for case in plain if not (case.causal and case.backward)]
+    scores = [Case(S, 128, backward=backward, scores=name) for name in SCORES[1:] for backward in ways]
+    masks = [Case(long, D, True, backward, documents=True) for D in (64, 128) for backward in ways]
+    return plain + dropout + [Case(S, 128, smooth=True)] + scores + masks
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
@@ -84,10 +83,8 @@ def measure(*, quick: bool) -> dict[str, Any]:
     except RuntimeError as error:
         raise CommandError(str(error)) from None
     library = load_library()
-    return {
-        "peak_tflops": PEAK_TFLOPS,
-        "rows": [{**asdict(case), **model(library, case)} for case in cases(quick)],
-    }
+    rows = [{**asdict(case), "name": case.name, **model(library, case)} for case in cases(quick)]
+    return {"peak_tflops": PEAK_TFLOPS, "rows": rows}
 
 
 def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
@@ -110,28 +107,27 @@ def model(library: ctypes.CDLL, case: Case) -> dict[str, Any]:
     if error:
         raise RuntimeError(error.decode())
     span, tensors_read, tensors_written, workspace_read, workspace_written = results[:5]
-    busy = results[5:-MEMORIES]
-    aic, aiv = busy[: len(PIPES)], busy[len(PIPES) :]
+    aic, aiv = results[5 : 5 + len(PIPES)], results[5 + len(PIPES) : -MEMORIES]
     cube_use = case.flop / (span * MODELLED_CORES * FLOP_PER_CYCLE)
+
+    def busy(pipes: list[float], units: int) -> dict[str, float]:
+        return {pipe: cycles / span / units for pipe, cycles in zip(PIPES, pipes, strict=True) if cycles}
+
     return {
         "cube_use": cube_use,
         "tflops": cube_use * PEAK_TFLOPS,
         "cycles": span,
-        "busy_aic": {pipe: cycles / span / MODELLED_CORES for pipe, cycles in zip(PIPES, aic, strict=True) if cycles},
-        "busy_aiv": {
-            pipe: cycles / span / MODELLED_CORES / 2 for pipe, cycles in zip(PIPES, aiv, strict=True) if cycles
-        },
+        "busy_aic": busy(aic, MODELLED_CORES),
+        "busy_aiv": busy(aiv, 2 * MODELLED_CORES),
         "tensor_bytes": {"read": tensors_read, "written": tensors_written},
         "workspace_bytes": {"read": workspace_read, "written": workspace_written},
     }
 
 
-COLUMNS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "pass": lambda row: Case(**{name: row[name] for name in Case.__dataclass_fields__}).name,
-    "S": lambda row: row["S"],
-    "D": lambda row: row["D"],
-    "cube use": lambda row: f"{row['cube_use']:.1%}",
-    "TFLOP/s": lambda row: f"{row['tflops']:.0f}",
+COLUMNS: Columns = {
+    **fields({"pass": "name", "S": "S", "D": "D"}),
+    **fields({"cube use": "cube_use"}, ".1%"),
+    **fields({"TFLOP/s": "tflops"}, ".0f"),
     "AIC busy": lambda row: _busy(row["busy_aic"], ("M", "MTE1", "MTE2", "FIX")),
     "AIV busy": lambda row: _busy(row["busy_aiv"], ("V", "MTE2", "MTE3")),
     "tensors r / w": lambda row: _megabytes(row["tensor_bytes"]),
@@ -140,9 +136,8 @@ COLUMNS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 
 def show(results: dict[str, Any], *, markdown: bool) -> None:
-    about = (
-        f"Modelled, not measured: one die of Atlas A2, fp16, peak {results['peak_tflops']:.1f} TFLOP/s; GM bytes in MB"
-    )
+    peak = f"peak {results['peak_tflops']:.1f} TFLOP/s"
+    about = f"Modelled, not measured: one die of Atlas A2, fp16, {peak}; GM bytes in MB"
     print_rows(about, COLUMNS, results["rows"], markdown=markdown, width=160)
 
 

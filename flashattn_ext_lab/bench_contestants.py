@@ -162,20 +162,18 @@ def attention(name: str, rng_seed: int | None = None) -> Attention:
     return {OURS: functools.partial(ours, rng_seed), FLEX: _flex, UNFUSED: _unfused}[name]
 
 
+def keywords(case: Case, rng_seed: int | None) -> dict[str, Any]:
+    """The options of a row that `forward` and `attention_reference` take."""
+    window_size = (case.window - 1, -1) if case.window else (-1, -1)
+    return {"causal": case.causal, "window_size": window_size, "dropout_p": case.dropout, "rng_seed": rng_seed}
+
+
 def ours(rng_seed: int | None, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    options: dict[str, Any] = {
-        "causal": case.causal, "window_size": window_size(case), "dropout_p": case.dropout, "rng_seed": rng_seed,
-        "deterministic": case.deterministic,
-    }  # fmt: skip
+    options = {**keywords(case, rng_seed), "deterministic": case.deterministic}
     if not case.lengths:
         return flashattn_ext.forward(q, k, v, **options, **_extras_of(case, q).keywords)
     starts = _starts(case.lengths, q.device)
     return flashattn_ext.varlen_forward(q, k, v, starts, starts, case.S, case.S, **options)
-
-
-def window_size(case: Case) -> tuple[int, int]:
-    """How many keys a query sees before and after its own, -1 for all; causal masks the latter."""
-    return (case.window - 1, -1) if case.window else (-1, -1)
 
 
 def _extras_of(case: Case, q: Tensor) -> Extras:
@@ -257,6 +255,11 @@ def timed_call(
     out = call(case, q, k, v)
     leaves = (q, k, v, *_extras_of(case, q).trained(name))
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def tensors_of(results: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """What timed_call() returned, without graphs."""
+    return [t.detach() for t in ((results,) if isinstance(results, Tensor) else results)]
 
 
 def preparations(case: Case, names: Sequence[str], device: torch.device) -> dict[str, Callable[[], object]]:

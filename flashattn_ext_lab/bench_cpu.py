@@ -12,17 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import flashattn_ext
 
 from .bench_cases import CAUSAL, DTYPES, FA2, MATH, OURS, PLAIN, Case
 from .bench_contestants import inputs, kernel_of, timed_call
-from .console import print_rows, text_of, track
+from .console import fields, parts, print_rows, text_of, track
 from .devices import describe_machine
 from .patterns import PATTERNS
 from .score_options import SCORE_OPTIONS
-from .timing import reported, time_interleaved
+from .timing import divided, reported, time_interleaved
 
 NAMES = {OURS: OURS, FA2: "torch flash", MATH: "torch math"}  # of bench_contestants -> of these tables
 H = 8
@@ -58,47 +57,33 @@ def _measure_case(case: Case, quick: bool) -> dict[str, Any]:
     """One row: GFLOP/s on visible scores. The reason why a contestant cannot run is in `failures`."""
     failures: dict[str, str] = {}
     calls: dict[str, Callable[[], object]] = {}
-    tensors = _inputs(case)
     without = {name: other for name, other in case.beside().items() if name in (PLAIN, CAUSAL)}
     cases = {**dict.fromkeys(NAMES, case), **without}
+    # [B, S, H, D] as views of memory in the order [B, H, S, D], which is PyTorch's.
+    tensors = [
+        t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(t.requires_grad)
+        for t in inputs(case, "cpu")
+    ]
     for name, timed in cases.items():
-        with reported(name, failures):
-            calls[name] = _prepared(timed, name if name in NAMES else OURS, tensors)
+        with reported(name, failures), kernel_of(name):  # a backward runs the kernel that its forward has chosen
+            calls[name] = timed_call(timed, name if name in NAMES else OURS, *tensors)
     budget_s, min_rounds = (0.05, 2) if quick else (3.0, 3)
-    timings = time_interleaved(calls, budget_s=budget_s, min_rounds=min_rounds, failures=failures)
+    options: dict[str, Any] = {"budget_s": budget_s, "min_rounds": min_rounds, "failures": failures}
+    timings = time_interleaved(calls, around=kernel_of, **options)
     gflops = {name: cases[name].flop / timing.median_s * 1e-9 for name, timing in timings.items()}
     best = max((gflops[name] for name in (FA2, MATH) if name in gflops), default=None)
     other = next((gflops[name] for name in without if name in gflops), None)
-    ours = gflops.get(OURS)
+    about = ("dtype", "B", "S", "D", "causal", "backward", "score", "pattern", "direction")
     return {
-        **{name: getattr(case, name) for name in ("dtype", "B", "S", "D", "causal", "backward", "score", "pattern")},
+        **{name: getattr(case, name) for name in about},
         "H": H,
         "option": case.mask,
         "gflops": {shown: gflops.get(name) for name, shown in NAMES.items()},
         "spread": {shown: timings[name].spread if name in timings else None for name, shown in NAMES.items()},
-        "to_plain": ours / other if ours and other else None,
-        "ratio": ours / best if ours and best else None,
+        "to_plain": divided(gflops.get(OURS), other),
+        "ratio": divided(gflops.get(OURS), best),
         "failures": failures,
     }
-
-
-def _inputs(case: Case) -> tuple[Tensor, ...]:
-    """[B, S, H, D] as views of memory in the order [B, H, S, D], which is PyTorch's."""
-    return tuple(
-        t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(t.requires_grad)
-        for t in inputs(case, "cpu")
-    )
-
-
-def _prepared(case: Case, name: str, tensors: tuple[Tensor, ...]) -> Callable[[], object]:
-    with kernel_of(name):  # a backward runs the kernel that its forward has chosen
-        call = timed_call(case, name, *tensors)
-
-    def run() -> object:
-        with kernel_of(name):
-            return call()
-
-    return run
 
 
 def show(results: dict[str, Any], *, markdown: bool) -> None:
@@ -112,13 +97,11 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
         (about, results["rows"], {"dtype": "dtype", "B": "B", "S": "S", "D": "D", "mask": "option"}, {}),
         (options, results["options"], {"option": "option", "S": "S", "D": "D"}, {"to plain or causal": "to_plain"}),
     ]
-    for title, rows, about_row, ratios in tables:
-        columns: dict[str, Callable[[dict[str, Any]], object]] = {
-            **{heading: lambda row, key=key: row[key] for heading, key in about_row.items()},
-            "pass": lambda row: "backward" if row["backward"] else "forward",
-            **{name: lambda row, name=name: text_of(row["gflops"][name], ".0f") for name in NAMES.values()},
-            **{heading: lambda row, key=key: text_of(row[key], ".2f", "x") for heading, key in ratios.items()},
-            "ratio to best": lambda row: text_of(row["ratio"], ".2f", "x"),
+    for title, rows, of_case, ratios in tables:
+        columns = {
+            **fields({**of_case, "pass": "direction"}),
+            **parts("gflops", NAMES.values(), ".0f"),
+            **fields({**ratios, "ratio to best": "ratio"}, ".2f", "x"),
             "spread": lambda row: text_of(row["spread"][OURS], ".0%"),
         }
         print_rows(title, columns, rows, markdown=markdown, marked=[(row["ratio"] or 1) < 1 for row in rows])

@@ -1,7 +1,7 @@
 """`bench cuda`: forward and backward of this package compared with PyTorch's backends and flash-attn.
 
 Times are GPU times, between two events around several launches. bench_cases.py defines the measured cases,
-bench_contestants.py the compared attentions, bench_accuracy.py the errors, and bench_cuda_tables.py prints the results.
+bench_contestants.py the compared attentions, and bench_cuda_tables.py prints the results.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from torch import Tensor
 import flashattn_ext
 from flashattn_ext._build import REBUILD
 
-from .bench_accuracy import RNG_SEED, compared_results, largest_error, reference_results
 from .bench_cases import OURS, Case, cases
 from .bench_contestants import (
     FLASH_MODULES,
     PEERS,
+    Extras,
     extras,
     flash_module,
     inputs,
     kernel_of,
+    keywords,
     preparations,
     skip_reason,
     timed_call,
@@ -38,6 +39,8 @@ from .flex import keeps_graphs
 from .timing import Calls, Timing, peak_extra_bytes, reported, time_bursts
 
 ROUNDS, QUICK_ROUNDS = 15, 3
+REFERENCE_LIMIT_BYTES = 2 << 30  # size of the fp64 scores of the compared heads
+RNG_SEED = 1234
 SUSTAINED_MS, SUSTAINED_ROUNDS = 200.0, 3  # of each call without a pause, and how often
 
 
@@ -184,17 +187,63 @@ def time_sustained(calls: Calls, failures: dict[str, str]) -> dict[str, Timing]:
 def _max_errors(
     case: Case, names: Sequence[str], tensors: tuple[Tensor, ...], failures: dict[str, str]
 ) -> dict[str, float]:
-    """The largest error of out, or of the gradients, in the first heads of the first batch entry."""
+    """The largest error of out, or of the gradients, in the first heads of the first batch entry, against attention in fp64."""
     max_error: dict[str, float] = {}
     with reported("reference", failures):
         expected = reference_results(case, *tensors, extras(case, tensors[0].device))
-    if "reference" in failures:
-        return max_error
-    for name in names:
+    for name in names if "reference" not in failures else ():
         # A peer draws its own dropout mask, which the reference does not have.
         if name not in failures and (name == OURS or not case.dropout):
             with reported(name, failures), kernel_of(name):
                 got = timed_call(case, name, *tensors, RNG_SEED if case.dropout else None)()
-                max_error[name] = largest_error(compared_results(case, got), expected)
+                max_error[name] = largest_error(_compared_results(case, got), expected)
             got = None
     return max_error
+
+
+def compared_heads(case: Case) -> tuple[int, int]:
+    """How many of the first query and KV heads are compared with fp64: at most two KV heads.
+
+    KV heads come with all of their query heads, as their gradients are sums over the query heads.
+    """
+    group = case.Hq // case.Hk
+    fitting = REFERENCE_LIMIT_BYTES // (case.S * case.S * 8 * group)
+    kv_heads = max(1, min(2, case.Hk, fitting))
+    return kv_heads * group, kv_heads
+
+
+def _compared_results(case: Case, results: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """The compared heads, in fp64, of out or of (dq, dk, dv), of the first sequence."""
+    query_heads, kv_heads = compared_heads(case)
+    tensors = results if case.backward else (results,)
+    heads = (query_heads, kv_heads, kv_heads)
+    return [_first(case, t, count).double() for t, count in zip(tensors, heads, strict=False)]
+
+
+def _first(case: Case, t: Tensor, heads: int) -> Tensor:
+    """The first heads of the first sequence, [1, S, heads, D]."""
+    return (t[None, : case.lengths[0]] if case.lengths else t[:1])[:, :, :heads]
+
+
+def reference_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, extras: Extras) -> list[Tensor]:
+    query_heads, kv_heads = compared_heads(case)
+    if (scores := case.S * case.S * 8 * query_heads) > REFERENCE_LIMIT_BYTES and not case.lengths:
+        raise ValueError(f"skipped: in fp64 the scores of {query_heads} heads take {scores / 2**30:.0f} GiB")
+    slices = [
+        _first(case, t.detach(), heads).double().requires_grad_(case.backward)
+        for t, heads in ((q, query_heads), (k, kv_heads), (v, kv_heads))
+    ]
+    head_dimension = {"alibi_slopes": 0, "relative_bias": 0, "bias": 1}
+    of_heads = {
+        name: value.detach().narrow(head_dimension[name], 0, query_heads).double() if name in head_dimension else value
+        for name, value in extras.keywords.items()
+    }
+    out = flashattn_ext.attention_reference(*slices, **keywords(case, RNG_SEED if case.dropout else None), **of_heads)
+    if not case.backward:
+        return [out]
+    return list(torch.autograd.grad(out, slices, _first(case, dout, query_heads).double()))
+
+
+def largest_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """The largest error of all tensors; NaN if any of them has a NaN."""
+    return torch.stack([(a - b).abs().max() for a, b in zip(got, expected, strict=True)]).max().item()

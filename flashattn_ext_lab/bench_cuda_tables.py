@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from .bench_cases import BESIDE, CAUSAL, DENSE, FA2, OURS, PLAIN, VARLEN, Case
 from .bench_contestants import BLOCK_MASK, TABLES
-from .console import print_rows, text_of
+from .console import Columns, fields, print_rows, text_of
 from .flex import FLEX
-from .timing import Timing
+from .timing import Timing, divided
 
 WIDTH = 320  # these tables are wider than the others
-Columns = dict[str, Callable[[dict[str, Any]], str]]  # heading -> text of a row
 
 
 def row(
@@ -30,12 +29,12 @@ def row(
     ms = rates["ms"]
     return {
         **asdict(case),
-        "lengths": list(case.lengths),
+        **{"lengths": list(case.lengths), "shape": case.shape, "option": case.mask, "direction": case.direction},
         "flop": case.flop,
         **rates,
         "sustained": None if sustained is None else _rates(case, names, sustained),
-        "ratio_fa2": _ratio(ms.get(FA2), ms[OURS]),
-        "ratio_flex": _ratio(ms.get(FLEX), ms[OURS]),
+        "ratio_fa2": divided(ms.get(FA2), ms[OURS]),
+        "ratio_flex": divided(ms.get(FLEX), ms[OURS]),
         "beside": {name: _beside(case, other, name, timings) for name, other in case.beside().items()},
         "preparation": _preparation(ms, timings),
         "spread": {name: timings[name].spread if name in timings else None for name in names},
@@ -50,7 +49,7 @@ def _rates(case: Case, names: Sequence[str], timings: Mapping[str, Timing]) -> d
     ms = {name: timings[name].median_s * 1e3 if name in timings else None for name in names}
     best = min((ms[name] for name in names if name != OURS and ms[name] is not None), default=None)
     tflops = {name: None if time is None else case.flop / time * 1e-9 for name, time in ms.items()}
-    return {"ms": ms, "tflops": tflops, "ratio_best": _ratio(best, ms[OURS])}
+    return {"ms": ms, "tflops": tflops, "ratio_best": divided(best, ms[OURS])}
 
 
 def _beside(case: Case, other: Case, name: str, timings: Mapping[str, Timing]) -> dict[str, Any] | None:
@@ -69,17 +68,13 @@ def _preparation(ms: Mapping[str, float | None], timings: Mapping[str, Timing]) 
     return {
         "tables_ms": tables,
         "block_mask_ms": block_mask,
-        "tables_share": _ratio(tables, ms[OURS]),
-        "ratio_flex": _ratio(_sum(ms.get(FLEX), block_mask), _sum(ms[OURS], tables)),
+        "tables_share": divided(tables, ms[OURS]),
+        "ratio_flex": divided(_sum(ms.get(FLEX), block_mask), _sum(ms[OURS], tables)),
     }
 
 
 def _sum(call_ms: float | None, once_ms: float | None) -> float | None:
     return None if call_ms is None or once_ms is None else call_ms + once_ms
-
-
-def _ratio(peer_ms: float | None, our_ms: float | None) -> float | None:
-    return None if peer_ms is None or our_ms is None else peer_ms / our_ms
 
 
 def _pair(first: float | None, first_form: str, second: float | None, second_form: str) -> str:
@@ -88,21 +83,9 @@ def _pair(first: float | None, first_form: str, second: float | None, second_for
     return f"{text_of(first, first_form)} / {text_of(second, second_form)}"
 
 
-def _case_of(row: dict[str, Any]) -> Case:
-    return Case(**{**{name: row[name] for name in Case.__dataclass_fields__}, "lengths": tuple(row["lengths"])})
-
-
-ABOUT: Columns = {
-    "set": lambda row: row["set"],
-    "BxHxSxD": lambda row: _case_of(row).shape,
-    "dtype": lambda row: row["dtype"],
-    "mask": lambda row: _case_of(row).mask,
-    "pass": lambda row: _case_of(row).direction,
-}
+ABOUT = fields({"set": "set", "BxHxSxD": "shape", "dtype": "dtype", "mask": "option", "pass": "direction"})
 RATIOS: Columns = {
-    "to best": lambda row: text_of(row["ratio_best"], ".2f", "x"),
-    "to fa2": lambda row: text_of(row["ratio_fa2"], ".2f", "x"),
-    "to flex": lambda row: text_of(row["ratio_flex"], ".2f", "x"),
+    **fields({"to best": "ratio_best", "to fa2": "ratio_fa2", "to flex": "ratio_flex"}, ".2f", "x"),
     "to flex, with tables": lambda row: text_of(row["preparation"]["ratio_flex"], ".2f", "x"),
     **{
         f"to {name}": lambda row, name=name: text_of((row["beside"].get(name) or {}).get("ratio"), ".2f", "x")
@@ -132,8 +115,7 @@ def speed_columns(names: Sequence[str], ratios: Iterable[str] = RATIOS) -> Colum
 
 def memory_columns(names: Sequence[str]) -> Columns:
     def text(row: dict[str, Any], name: str) -> str:
-        size = row["peak_extra_bytes"][name]
-        return _pair(None if size is None else size / 2**20, ".1f", row["max_error"][name], ".1e")
+        return _pair(divided(row["peak_extra_bytes"][name], 2**20), ".1f", row["max_error"][name], ".1e")
 
     return {**ABOUT, **{name: lambda row, name=name: text(row, name) for name in names}}
 
@@ -145,9 +127,16 @@ def sustained_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def show(results: dict[str, Any], *, markdown: bool) -> None:
     """Prints the speed, then memory and accuracy, then why ours could not run somewhere."""
-    rows, names = results["rows"], tried(results["rows"], results["contestants"])
+    rows = results["rows"]
+    skipped = [{name for name, reason in row["failures"].items() if reason.startswith("skipped")} for row in rows]
+    names = [name for name in results["contestants"] if not all(name in of for of in skipped)]
     ratios = [name for name, text in RATIOS.items() if name == "to best" or any(text(row) != "-" for row in rows)]
-    tables = [(speed_title(results, ratios), speed_columns(names, ratios), rows)]
+    about = (
+        f"Milliseconds / TFLOP/s on {results['machine']}, {results['backend']}, torch {results['torch']}, "
+        f"CUDA {results['cuda']}, cuDNN {results['cudnn']}"
+    )
+    title = "; ".join([about, *(f"{name}: {MEANINGS[name]}" for name in ratios if name in MEANINGS)])
+    tables = [(title, speed_columns(names, ratios), rows)]
     if steady := sustained_rows(rows):
         tables.append((SUSTAINED_TITLE, speed_columns(names, ["to best"]), steady))
     tables.append((MEMORY_TITLE, memory_columns(names), rows))
@@ -158,21 +147,8 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
         print(note)
 
 
-def tried(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[str]:
-    """The contestants that were not skipped in every row."""
-    return [name for name in names if not all(row["failures"].get(name, "").startswith("skipped") for row in rows)]
-
-
-def speed_title(results: dict[str, Any], ratios: Sequence[str]) -> str:
-    about = (
-        f"Milliseconds / TFLOP/s on {results['machine']}, {results['backend']}, torch {results['torch']}, "
-        f"CUDA {results['cuda']}, cuDNN {results['cudnn']}"
-    )
-    return "; ".join([about, *(f"{name}: {MEANINGS[name]}" for name in ratios if name in MEANINGS)])
-
-
 def _about(row: dict[str, Any]) -> str:
-    return " ".join(text(row) for text in ABOUT.values())
+    return " ".join(str(text(row)) for text in ABOUT.values())
 
 
 def in_one_line(row: dict[str, Any]) -> str:
@@ -184,6 +160,5 @@ def in_one_line(row: dict[str, Any]) -> str:
 def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Where ours or the reference failed, and why. A peer's reasons are in the JSON."""
     names = (OURS, *BESIDE, TABLES, "reference")
-    return [
-        f"{_about(row)}: {name}: {row['failures'][name]}" for row in rows for name in names if name in row["failures"]
-    ]
+    failed = [(row, name) for row in rows for name in names if name in row["failures"]]
+    return [f"{_about(row)}: {name}: {row['failures'][name]}" for row, name in failed]

@@ -8,7 +8,7 @@ cycle through several KV caches, so that none is still in a hardware cache.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ import flashattn_ext
 
 from .bench_cases import DTYPES, FA3, OURS
 from .bench_contestants import flash_module
-from .console import print_rows
+from .console import Columns, fields, parts, print_rows
 from .devices import choose_device, describe_machine
 from .timing import Timing, time_on
 
@@ -82,38 +82,65 @@ def few_rows_cases(device: torch.device, quick: bool) -> list[Case]:
     return [replace(shape, Sq=rows) for shape in shapes for rows in (1, 4, 16, 64)]
 
 
+@dataclass(frozen=True)
+class Bench:
+    """Where and how long the calls are timed."""
+
+    device: torch.device
+    quick: bool
+
+    def timings(self, calls: dict[str, Callable[[], object]]) -> dict[str, Timing]:
+        gpu_rounds, budget_s, least = (2, 0.02, 2) if self.quick else (30, 1.0, 5)
+        return time_on(self.device.type, calls, gpu_rounds=gpu_rounds, budget_s=budget_s, min_rounds=least)
+
+    def memory_rate(self) -> float:
+        """Bytes per second: read and written by a copy on a GPU, read by a sum on the CPU."""
+        on_gpu = self.device.type == "cuda"
+        x = torch.ones((8 << 20 if self.quick else ROTATION_BYTES) // 4, device=self.device)
+        y = torch.empty_like(x) if on_gpu else x
+        timing = self.timings({"memory": (lambda: y.copy_(x)) if on_gpu else x.sum})["memory"]
+        return x.nbytes * (2 if on_gpu else 1) / timing.median_s
+
+    def tensors(self, case: Case) -> tuple[Tensor, list[list[Tensor]]]:
+        """A query, and the pairs of caches in rotation."""
+        torch.manual_seed(0)
+        options: dict[str, Any] = {"dtype": DTYPES[case.dtype], "device": self.device}
+        shape = (case.B, case.capacity(), case.Hk, case.D)
+        pairs = 1 if self.quick else max(-(-ROTATION_BYTES // max(case.bytes, 1)), 1)
+        caches = [[torch.empty(shape, **options).normal_() for _ in range(2)] for _ in range(pairs)]
+        return torch.randn(case.B, case.Sq, case.Hq, case.D, **options), caches
+
+    def rotating(self, case: Case, call: Callable[..., object]) -> Callable[[], object]:
+        """`call` with a query and the next pair of caches each time."""
+        q, caches = self.tensors(case)
+        rotation = itertools.cycle(caches)
+        return lambda: call(q, *next(rotation))
+
+    def rotating_backward(self, case: Case, call: Callable[..., Tensor]) -> Callable[[], object]:
+        """The backward of `call`, with the next inputs each time."""
+        q, caches = self.tensors(case)
+        inputs = [[t.requires_grad_() for t in (q, *pair)] for pair in caches]
+        rotation = itertools.cycle([(call(*tensors), tensors) for tensors in inputs])
+        gradient = torch.randn_like(q)
+        return lambda: torch.autograd.grad(*next(rotation), gradient, retain_graph=True)
+
+
 def measure(*, quick: bool) -> dict[str, Any]:
     """Times every case on the GPU where there is one, else on the CPU. The result contains plain numbers only, ready for JSON."""
     device = choose_device("cuda" if torch.cuda.is_available() and "cuda" in str(flashattn_ext.build_info()) else "cpu")
-    rate = memory_rate(device, quick)
-    rows = [_measure_case(case, device, rate, quick) for case in cases(device, quick)]
-    few_rows = [_measure_few_rows(case, device, quick) for case in few_rows_cases(device, quick)]
+    bench = Bench(device, quick)
+    rate = bench.memory_rate()
     return {
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         **describe_machine(),
         "memory_bytes_per_s": rate,
-        "rows": rows,
-        "few_rows": few_rows,
+        "rows": [_measure_case(case, bench, rate) for case in cases(device, quick)],
+        "few_rows": [_measure_few_rows(case, bench) for case in few_rows_cases(device, quick)],
     }
 
 
-def memory_rate(device: torch.device, quick: bool) -> float:
-    """Bytes per second: read and written by a copy on a GPU, read by a sum on the CPU."""
-    x = torch.ones((8 << 20 if quick else ROTATION_BYTES) // 4, device=device)
-    y = torch.empty_like(x) if device.type == "cuda" else x
-    call: Callable[[], object] = (lambda: y.copy_(x)) if device.type == "cuda" else (lambda: x.sum())
-    timing = _timings({"memory": call}, device, quick)["memory"]
-    return x.numel() * 4 * (2 if device.type == "cuda" else 1) / timing.median_s
-
-
-def _timings(calls: dict[str, Callable[[], object]], device: torch.device, quick: bool) -> dict[str, Timing]:
-    gpu_rounds, budget_s, least = (2, 0.02, 2) if quick else (30, 1.0, 5)
-    return time_on(device.type, calls, gpu_rounds=gpu_rounds, budget_s=budget_s, min_rounds=least)
-
-
-def _measure_case(case: Case, device: torch.device, rate: float, quick: bool) -> dict[str, Any]:
-    calls = {name: call for name, make in CONTESTANTS.items() if (call := make(case, device, quick)) is not None}
-    timings = _timings(calls, device, quick)
+def _measure_case(case: Case, bench: Bench, rate: float) -> dict[str, Any]:
+    timings = bench.timings({name: bench.rotating(case, call) for name, call in _contestants(case, bench).items()})
     return {
         **asdict(case),
         "bytes": case.bytes,
@@ -123,20 +150,16 @@ def _measure_case(case: Case, device: torch.device, rate: float, quick: bool) ->
     }
 
 
-def _measure_few_rows(case: Case, device: torch.device, quick: bool) -> dict[str, Any]:
+def _measure_few_rows(case: Case, bench: Bench) -> dict[str, Any]:
     """Gradients read keys and values and write dk and dv."""
-    cached = partial(flashattn_ext.flash_attn_with_kvcache, cache_seqlens=_lengths(case, device))
+    cached = partial(flashattn_ext.flash_attn_with_kvcache, cache_seqlens=_lengths(case, bench.device))
     forwards = {"forward": flashattn_ext.forward, "with a cache": cached, SDPA: _torch_attention}
     backwards = {"backward": flashattn_ext.forward, f"{SDPA} backward": _torch_attention}
-    calls = {name: _rotating(case, device, quick, call) for name, call in forwards.items()}
-    calls |= {name: _rotating_backward(case, device, quick, call) for name, call in backwards.items()}
-    timings = _timings(calls, device, quick)
-    passes = {name: 2 if "backward" in name else 1 for name in calls}
-    return {
-        **asdict(case),
-        "bytes": case.bytes,
-        "bytes_per_s": {name: passes[name] * case.bytes / timing.median_s for name, timing in timings.items()},
-    }
+    calls = {name: bench.rotating(case, call) for name, call in forwards.items()}
+    calls |= {name: bench.rotating_backward(case, call) for name, call in backwards.items()}
+    rates = {name: case.bytes / timing.median_s for name, timing in bench.timings(calls).items()}
+    rates |= {name: 2 * rates[name] for name in backwards}
+    return {**asdict(case), "bytes": case.bytes, "bytes_per_s": rates}
 
 
 def _torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -144,49 +167,27 @@ def _torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out.transpose(1, 2)
 
 
-def _rotating(case: Case, device: torch.device, quick: bool, call: Callable[..., object]) -> Callable[[], object]:
-    """`call` with a query and the next pair of caches each time."""
-    q, caches = _tensors(case, device, quick)
-    rotation = itertools.cycle(caches)
-    return lambda: call(q, *next(rotation))
-
-
-def _rotating_backward(
-    case: Case, device: torch.device, quick: bool, call: Callable[..., Tensor]
-) -> Callable[[], object]:
-    """The backward of `call`, with the next inputs each time."""
-    q, caches = _tensors(case, device, quick)
-    inputs = [[t.requires_grad_() for t in (q, *pair)] for pair in caches]
-    rotation = itertools.cycle([(call(*tensors), tensors) for tensors in inputs])
-    gradient = torch.randn_like(q)
-
-    def backward() -> object:
-        out, tensors = next(rotation)
-        return torch.autograd.grad(out, tensors, gradient, retain_graph=True)
-
-    return backward
-
-
-def _tensors(case: Case, device: torch.device, quick: bool) -> tuple[Tensor, list[list[Tensor]]]:
-    """A query, and the pairs of caches in rotation."""
-    torch.manual_seed(0)
-    options: dict[str, Any] = {"dtype": DTYPES[case.dtype], "device": device}
-    shape = (case.B, case.capacity(), case.Hk, case.D)
-    pairs = 1 if quick else max(-(-ROTATION_BYTES // max(case.bytes, 1)), 1)
-    caches = [[torch.empty(shape, **options).normal_() for _ in range(2)] for _ in range(pairs)]
-    return torch.randn(case.B, case.Sq, case.Hq, case.D, **options), caches
-
-
 def _lengths(case: Case, device: torch.device) -> Tensor:
     return torch.tensor(case.lengths(), dtype=torch.int32, device=device)
 
 
+def _contestants(case: Case, bench: Bench) -> dict[str, Callable[..., Tensor]]:
+    """The attentions that support the case, of a query and a pair of caches."""
+    calls = {OURS: _decoding(case, bench.device, flashattn_ext.flash_attn_with_kvcache, "block_table")}
+    if not (
+        case.page or case.ragged or case.Sq > 1
+    ):  # no pages, no lengths, and a causal mask that is aligned top-left
+        calls[SDPA] = _torch_attention
+    if bench.device.type == "cuda" and case.dtype != "fp32" and (module := flash_module(FA3)):
+        calls[FA3] = _decoding(case, bench.device, module.flash_attn_with_kvcache, "page_table")
+    return calls
+
+
 def _decoding(
-    case: Case, device: torch.device, quick: bool, attend: Callable[..., Tensor], table_name: str
-) -> Callable[[], object]:
+    case: Case, device: torch.device, attend: Callable[..., Tensor], table_name: str
+) -> Callable[..., Tensor]:
     """A flash_attn_with_kvcache; `table_name` is its keyword for the block table."""
-    lengths, paged = _lengths(case, device), (-1, case.page, case.Hk, case.D)
-    table = None
+    lengths, paged, table = _lengths(case, device), (-1, case.page, case.Hk, case.D), None
     if case.page:
         entries = torch.randperm(case.B * case.capacity() // case.page, device=device)
         table = entries.view(case.B, -1).to(torch.int32)
@@ -195,47 +196,19 @@ def _decoding(
         k, v = (cache.view(paged) for cache in caches) if case.page else caches
         return attend(q, k, v, cache_seqlens=lengths, causal=True, **{table_name: table})
 
-    return _rotating(case, device, quick, call)
+    return call
 
 
-def _ours(case: Case, device: torch.device, quick: bool) -> Callable[[], object]:
-    return _decoding(case, device, quick, flashattn_ext.flash_attn_with_kvcache, "block_table")
-
-
-def _sdpa(case: Case, device: torch.device, quick: bool) -> Callable[[], object] | None:
-    """PyTorch's attention has neither pages nor lengths, and its causal mask is aligned top-left."""
-    if case.page or case.ragged or case.Sq > 1:
-        return None
-    return _rotating(case, device, quick, _torch_attention)
-
-
-def _fa3(case: Case, device: torch.device, quick: bool) -> Callable[[], object] | None:
-    module = flash_module(FA3)
-    if device.type != "cuda" or case.dtype == "fp32" or module is None:
-        return None
-    return _decoding(case, device, quick, module.flash_attn_with_kvcache, "page_table")
-
-
-CONTESTANTS = {OURS: _ours, SDPA: _sdpa, FA3: _fa3}
-SHAPE: dict[str, Callable[[dict[str, Any]], object]] = {
-    "dtype": lambda row: row["dtype"],
-    "B": lambda row: row["B"],
+SHAPE: Columns = {
+    **fields({"dtype": "dtype", "B": "B"}),
     "keys": lambda row: f"{row['S']}{' uneven' if row['ragged'] else ''}",
     "heads": lambda row: f"{row['Hq']}:{row['Hk']}",
-    "D": lambda row: row["D"],
-    "queries": lambda row: row["Sq"],
+    **fields({"D": "D", "queries": "Sq"}),
 }
 
 
 def show(results: dict[str, Any], *, markdown: bool) -> None:
     """Prints the tables: GB/s of keys and values."""
-
-    def rates(names: Iterable[str]) -> dict[str, Callable[[dict[str, Any]], object]]:
-        return {
-            name: lambda row, name=name: f"{row['bytes_per_s'][name] / 1e9:.1f}" if name in row["bytes_per_s"] else ""
-            for name in names
-        }
-
     on_cpu = results["device"] == "cpu"
     cpu = f"{results['machine']}, {results['threads']} threads, {results['isa']}"
     about = (
@@ -246,11 +219,11 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
         **SHAPE,
         "pages": lambda row: row["page"] or "none",
         "MB": lambda row: f"{row['bytes'] / 1e6:.0f}",
-        **rates(CONTESTANTS),
-        "of memory rate": lambda row: f"{row['of_memory_rate']:.0%}",
-        "spread": lambda row: f"{row['spread']:.0%}",
+        **parts("bytes_per_s", (OURS, SDPA, FA3), ".1f", scale=1e-9),
+        **fields({"of memory rate": "of_memory_rate", "spread": "spread"}, ".0%"),
     }
     print_rows(about, columns, results["rows"], markdown=markdown)
-    few_rows = results["few_rows"]
-    few = "few queries without a cache"
-    print_rows(few, {**SHAPE, **rates(few_rows[0]["bytes_per_s"])}, few_rows, markdown=markdown)
+    few_rows, few = results["few_rows"], "few queries without a cache"
+    print_rows(
+        few, SHAPE | parts("bytes_per_s", few_rows[0]["bytes_per_s"], ".1f", scale=1e-9), few_rows, markdown=markdown
+    )

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,9 +30,9 @@ from flashattn_ext.distributed.plan import Rules, plan_of
 from flashattn_ext.distributed.sharding import Sharding
 
 from . import ranks
-from .console import CommandError, chosen, print_rows, text_of
+from .console import Columns, CommandError, chosen, fields, print_rows, text_of
 from .patterns import drawn_lengths
-from .timing import reported
+from .timing import burst_ms, reported, wall_clock
 
 MODES = ("ulysses", "allgather", "ring")
 ONE = "one device"
@@ -80,9 +79,8 @@ def measure(
 ) -> dict[str, Any]:
     """Runs on every rank. Rank 0 returns the result; the others return an empty one."""
     if not ranks.started_by_torchrun():
-        raise CommandError(
-            "bench distributed runs on several ranks; start them with torchrun --nproc-per-node 2 -m flashattn_ext bench distributed"
-        )
+        start = "torchrun --nproc-per-node 2 -m flashattn_ext bench distributed"
+        raise CommandError(f"bench distributed runs on several ranks; start them with {start}")
     names = chosen("--peers", peers.split(","), TORCH) if peers is not None else list(TORCH)
     if trace:
         Path(trace).parent.mkdir(parents=True, exist_ok=True)
@@ -101,126 +99,77 @@ def measure(
         ranks.end()
 
 
-def _measure_case(case: Case, device: torch.device, rounds: int, trace: str | None, names: list[str]) -> dict[str, Any]:
-    contestants: dict[str, Prepare] = {ONE: _one_device, **{mode: _ours(mode) for mode in MODES}}
-    if device.type == "cuda" and case.document is None:
-        contestants |= {name: _torchs(TORCH[name]) for name in names}
+def _measure_case(case: Case, device: torch.device, rounds: int, trace: str | None, peers: list[str]) -> dict[str, Any]:
+    layout, on_gpu = ranks.Layout(dist.get_rank(), dist.get_world_size()), device.type == "cuda"
     results: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
-    for name, prepare in contestants.items():
-        with reported(name, failures), prepare(case, device) as (forward, leaves):
-            results[name] = _times(forward, leaves, device, rounds)
-            if device.type == "cuda" and name != ONE:
+    for name in (ONE, *MODES, *(peers if on_gpu and case.document is None else ())):
+        with reported(name, failures), _prepared(name, case, device) as (forward, leaves):
+            times = _times(forward, leaves, rounds)
+            result = {passes: layout.largest(seconds, device) for passes, seconds in times.items()}
+            if on_gpu and name != ONE:
                 file = f"{trace}.{name}.json" if trace and case.document is None else None
-                results[name]["exposed_s"] = _exposed(forward, leaves, file)
-        if device.type == "cuda":
+                result["exposed_s"] = layout.largest(_exposed(forward, leaves, file), device)
+            if name in MODES:
+                sent = sent_bytes(case, name, layout.rank, layout.ranks)
+                result["sent_bytes"] = layout.largest(float(sent), device)
+            flops = 3.5 * case.flops() / (1 if name == ONE else layout.ranks)
+            result["both_tflops"] = flops / (result["forward_s"] + result["backward_s"]) * 1e-12
+            results[name] = result
+            if ONE in results:
+                result["share"] = result["both_tflops"] / results[ONE]["both_tflops"]
+        if on_gpu:
             torch.cuda.empty_cache()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for name, result in results.items():
-        if name in MODES:
-            result["sent_bytes"] = _largest(float(sent_bytes(case, name, rank, world)), device)
-        for passes, factor in (("forward", 1.0), ("backward", 2.5), ("both", 3.5)):
-            seconds = result["forward_s"] + result["backward_s"] if passes == "both" else result[f"{passes}_s"]
-            result[f"{passes}_tflops"] = factor * case.flops() / seconds / (1 if name == ONE else world) * 1e-12
-        if ONE in results:
-            result["share"] = result["both_tflops"] / results[ONE]["both_tflops"]
     return {**asdict(case), "name": case.name, "results": results, "failures": failures}
 
 
 # --- contestants --------------------------------------------------------------------------------------------------------
 
 
-# Each prepares a call: a function of a case and a device that returns a context of a Step and the tensors of its gradients.
-Prepare = Callable[[Case, torch.device], contextlib.AbstractContextManager[tuple[Step, list[Tensor]]]]
-
-
-def _whole(case: Case, device: torch.device) -> list[Tensor]:
-    """q, k and v of all tokens, the same on every rank; packed ones without a batch."""
+@contextlib.contextmanager
+def _prepared(name: str, case: Case, device: torch.device) -> Iterator[tuple[Step, list[Tensor]]]:
+    """A contestant's forward, and the tensors whose gradients are computed: those of this rank, or on one device all."""
+    # q, k and v of all tokens, the same on every rank; packed ones without a batch.
     generator = torch.Generator(device).manual_seed(0)
     rows = [case.tokens] if case.document else [1, case.tokens]
     options: dict[str, Any] = {"device": device, "dtype": getattr(torch, case.dtype), "generator": generator}
     heads = (case.heads_q, case.heads_k, case.heads_k)
-    return [torch.randn(*rows, count, case.head_dim, **options) for count in heads]
-
-
-def _starts(case: Case) -> Tensor | None:
-    return torch.tensor([0, *case.lengths()]).cumsum(0).int() if case.document else None
-
-
-@contextlib.contextmanager
-def _one_device(case: Case, device: torch.device) -> Iterator[tuple[Step, list[Tensor]]]:
-    q, k, v = leaves = [t.requires_grad_() for t in _whole(case, device)]
-    if case.document is None:
-        yield lambda: flashattn_ext.forward(q, k, v, causal=True), leaves
-        return
-    starts, longest = _starts(case).to(device), max(case.lengths())
-    yield lambda: flashattn_ext.varlen_forward(q, k, v, starts, starts, longest, longest, causal=True), leaves
-
-
-def _ours(mode: str) -> Prepare:
-    @contextlib.contextmanager
-    def prepared(case: Case, device: torch.device) -> Iterator[tuple[Step, list[Tensor]]]:
-        dim = 0 if case.document else 1
-        parts = [distributed.shard(t, dim=dim).requires_grad_() for t in _whole(case, device)]
-        options: dict[str, Any] = {"mode": mode, "cu_seqlens": _starts(case), "seqlen": case.tokens, "causal": True}
-        yield lambda: distributed.attention(*parts, **options), parts
-
-    return prepared
-
-
-def _torchs(backend: SDPBackend) -> Prepare:
-    @contextlib.contextmanager
-    def prepared(case: Case, device: torch.device) -> Iterator[tuple[Step, list[Tensor]]]:
+    whole = [torch.randn(*rows, count, case.head_dim, **options) for count in heads]
+    starts = torch.tensor([0, *case.lengths()]).cumsum(0).int() if case.document else None
+    if name in TORCH:
         from torch.distributed.tensor.experimental import context_parallel
 
-        q, k, v = (t.transpose(1, 2).contiguous() for t in _whole(case, device))
+        buffers = [t.transpose(1, 2).contiguous() for t in whole]
         mesh = dist.init_device_mesh(device.type, (dist.get_world_size(),))
-        with context_parallel(mesh, buffers=[q, k, v], buffer_seq_dims=[2, 2, 2]), sdpa_kernel(backend):
-            leaves = [t.detach().clone().requires_grad_() for t in (q, k, v)]
+        with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2, 2, 2]), sdpa_kernel(TORCH[name]):
+            leaves = [t.detach().clone().requires_grad_() for t in buffers]
             yield lambda: F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True), leaves
-
-    return prepared
+    elif name in MODES:
+        leaves = [distributed.shard(t, dim=0 if case.document else 1).requires_grad_() for t in whole]
+        options = {"mode": name, "cu_seqlens": starts, "seqlen": case.tokens, "causal": True}
+        yield lambda: distributed.attention(*leaves, **options), leaves
+    elif starts is None:
+        leaves = [t.requires_grad_() for t in whole]
+        yield lambda: flashattn_ext.forward(*leaves, causal=True), leaves
+    else:
+        leaves, sequences = [t.requires_grad_() for t in whole], (starts.to(device),) * 2 + (max(case.lengths()),) * 2
+        yield lambda: flashattn_ext.varlen_forward(*leaves, *sequences, causal=True), leaves
 
 
 # --- times --------------------------------------------------------------------------------------------------------------
 
 
-def _times(forward: Step, leaves: list[Tensor], device: torch.device, rounds: int) -> dict[str, Any]:
-    """Median seconds of the forward and of the backward, each of the slowest rank."""
+def _times(forward: Step, leaves: list[Tensor], rounds: int) -> dict[str, float]:
+    """Median seconds of the forward and of the backward on this rank."""
+    clock = (lambda call: burst_ms(call, 1) * 1e-3) if leaves[0].is_cuda else wall_clock
     times: dict[str, list[float]] = {"forward_s": [], "backward_s": []}
     gradient = torch.randn_like(forward())
+    outs: list[Tensor] = []
     for _ in range(rounds + 1):
         dist.barrier()
-        marks = [_mark(device)]
-        out = forward()
-        marks.append(_mark(device))
-        torch.autograd.grad(out, leaves, gradient)
-        marks.append(_mark(device))
-        for name, begin, end in zip(times, marks, marks[1:], strict=False):
-            times[name].append(_seconds_between(begin, end))
-        del out
-    return {name: _largest(statistics.median(seconds[1:]), device) for name, seconds in times.items()}
-
-
-def _mark(device: torch.device) -> Any:
-    if device.type == "cpu":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _seconds_between(begin: Any, end: Any) -> float:
-    if isinstance(begin, float):
-        return float(end - begin)
-    end.synchronize()
-    return float(begin.elapsed_time(end)) * 1e-3
-
-
-def _largest(value: float, device: torch.device) -> float:
-    t = torch.tensor(value, dtype=torch.float64, device=device)
-    dist.all_reduce(t, dist.ReduceOp.MAX)
-    return t.item()
+        times["forward_s"].append(clock(lambda: outs.append(forward())))
+        times["backward_s"].append(clock(lambda: torch.autograd.grad(outs.pop(), leaves, gradient)))
+    return {name: statistics.median(seconds[1:]) for name, seconds in times.items()}
 
 
 def _exposed(forward: Step, leaves: list[Tensor], trace: str | None) -> float:
@@ -240,7 +189,7 @@ def _exposed(forward: Step, leaves: list[Tensor], trace: str | None) -> float:
                 continue  # ranges around kernels
             spans["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
     busy = _length(spans[True] + spans[False])
-    return _largest((busy - _length(spans[False])) * 1e-6, leaves[0].device)
+    return (busy - _length(spans[False])) * 1e-6
 
 
 def _length(spans: list[tuple[float, float]]) -> float:
@@ -280,11 +229,11 @@ def sent_bytes(case: Case, mode: str, rank: int, ranks: int) -> int:
 # --- tables -------------------------------------------------------------------------------------------------------------
 
 
-COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "": lambda r: r["name"],
+COLUMNS: Columns = {
+    **fields({"": "name"}),
     "forward ms": lambda r: f"{1e3 * r['forward_s']:.2f}",
     "backward ms": lambda r: f"{1e3 * r['backward_s']:.2f}",
-    "TFLOP/s per device": lambda r: f"{r['both_tflops']:.1f}",
+    **fields({"TFLOP/s per device": "both_tflops"}, ".1f"),
     "efficiency": lambda r: text_of(r.get("share"), ".3f"),
     "MiB sent": lambda r: f"{r['sent_bytes'] / 2**20:.0f}" if "sent_bytes" in r else "",
     "exposed ms": lambda r: f"{1e3 * r['exposed_s']:.2f}" if "exposed_s" in r else "",

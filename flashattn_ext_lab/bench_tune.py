@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -19,11 +20,10 @@ import flashattn_ext
 from flashattn_ext import _C
 
 from . import bench_cuda, private_build
-from .bench_accuracy import RNG_SEED
 from .bench_cases import OURS, Case
-from .bench_contestants import inputs, timed_call
+from .bench_contestants import inputs, tensors_of, timed_call
 from .bench_cuda_tables import WIDTH
-from .console import CommandError, print_rows, track
+from .console import Columns, CommandError, fields, print_rows, text_of, track
 from .devices import choose_device, describe_machine
 from .private_build import PrivateBuild
 from .timing import Timing, reported, time_on
@@ -110,11 +110,8 @@ def cuda_tiles_of(backend: str, D: int, dtype: str) -> tuple[Tile, ...]:
 
 def cuda_jobs(backend: str, quick: bool) -> list[Job]:
     """Every kind of call for which the tables have more than one tile."""
-    jobs = []
-    kinds = itertools.groupby(
-        cuda_tiles(backend), key=lambda tile: (tile["backward"], tile["head_dim"], tile["head_dim_v"], tile["dropout"])
-    )
-    for (backward, D, Dv, dropout), row in kinds:
+    jobs, kind = [], operator.itemgetter("backward", "head_dim", "head_dim_v", "dropout")
+    for (backward, D, Dv, dropout), row in itertools.groupby(cuda_tiles(backend), key=kind):
         tiles = _made(row, DTYPE)
         B, S, H = (4, 1024, 4) if quick else (4, 4096, 2048 // D)
         for causal in (False, True) if len(tiles) > 1 else ():
@@ -147,14 +144,14 @@ def cpu_jobs(quick: bool) -> list[Job]:
 def measure_job(job: Job, device: str, quick: bool) -> dict[str, Any]:
     """One row. A tile that cannot run, or whose results differ, has its reason in `failures` and no time."""
     case, failures = job.case, dict[str, str]()
-    rng_seed = RNG_SEED if case.dropout else None
+    rng_seed = bench_cuda.RNG_SEED if case.dropout else None
     call = timed_call(case, OURS, *inputs(case, device), rng_seed)
     calls = {tile.name: functools.partial(tile.run, call) for tile in job.tiles}
     differences: dict[str, float] = {}
     expected: list[Tensor] = []  # of the default tile, which comes first
     for name, run in calls.items():
         with reported(name, failures):
-            results = _results(run)
+            results = tensors_of(run())
             expected = expected or results
             differences[name] = difference(results, expected)
             if not differences[name] <= LARGEST_DIFFERENCE:
@@ -163,11 +160,6 @@ def measure_job(job: Job, device: str, quick: bool) -> dict[str, Any]:
     gpu_rounds, budget_s, least = (3, 0.02, 2) if quick else (15, 3.0, 5)
     timings = time_on(device, calls, gpu_rounds=gpu_rounds, budget_s=budget_s, min_rounds=least, failures=failures)
     return row(job, timings, differences, failures)
-
-
-def _results(run: Callable[[], Tensor | Sequence[Tensor]]) -> list[Tensor]:
-    results = run()
-    return [t.detach() for t in ((results,) if isinstance(results, Tensor) else results)]
 
 
 def difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
@@ -179,58 +171,46 @@ def difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 # Results
 
 
+def _numbers(timing: Timing, flop: float, difference: float) -> dict[str, float]:
+    ms = {"ms": timing.median_s * 1e3, "fastest_ms": timing.fastest_s * 1e3, "slowest_ms": timing.slowest_s * 1e3}
+    return {**ms, "spread": timing.spread, "tflops": flop / timing.median_s * 1e-12, "difference": difference}
+
+
 def row(
     job: Job, timings: Mapping[str, Timing], differences: Mapping[str, float], failures: Mapping[str, str]
 ) -> dict[str, Any]:
     """A kind of call as plain numbers; `gain` above 1: the best tile is faster than the default one."""
     case, default = job.case, job.tiles[0].name
     best = min(timings, key=lambda name: timings[name].median_s, default=None)
-    tiles = {
-        name: {
-            "ms": timing.median_s * 1e3,
-            "fastest_ms": timing.fastest_s * 1e3,
-            "slowest_ms": timing.slowest_s * 1e3,
-            "spread": timing.spread,
-            "tflops": case.flop / timing.median_s * 1e-12,
-            "difference": differences[name],
-        }
-        for name, timing in timings.items()
-    }
+    tiles = {name: _numbers(timing, case.flop, differences[name]) for name, timing in timings.items()}
     gain = tiles[default]["ms"] / tiles[best]["ms"] if default in tiles and best is not None else None
     about = {name: getattr(case, name) for name in ("B", "Hq", "S", "D", "causal", "dropout", "dtype")}
     about |= {"Dv": case.head_dim_v, "backend": job.backend, "pass": case.direction}
     return {**about, "default": default, "best": best, "gain": gain, "tiles": tiles, "failures": dict(failures)}
 
 
-COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "backend": lambda row: row["backend"],
+COLUMNS: Columns = {
+    **fields({"backend": "backend"}),
     "D": lambda row: f"{row['D']}" if row["Dv"] == row["D"] else f"{row['D']}:{row['Dv']}",
-    "pass": lambda row: row["pass"],
+    **fields({"pass": "pass"}),
     "mask": lambda row: ("causal" if row["causal"] else "full") + (f" p={row['dropout']:g}" if row["dropout"] else ""),
-    "default tile": lambda row: row["default"],
+    **fields({"default tile": "default"}),
     "ms / spread": lambda row: _time_text(row, row["default"]),
-    "best tile": lambda row: "-" if row["best"] is None else row["best"] if _differs(row) else "the same",
-    "its ms / spread": lambda row: _time_text(row, row["best"]) if _differs(row) else "-",
-    "gain": lambda row: "-" if row["gain"] is None or not _differs(row) else _gain_text(row),
+    "best tile": lambda row: "the same" if row["best"] == row["default"] else text_of(row["best"], ""),
+    "its ms / spread": lambda row: "-" if row["best"] == row["default"] else _time_text(row, row["best"]),
+    "gain": lambda row: "-" if row["gain"] is None or row["best"] == row["default"] else _gain_text(row),
 }
 
 
 def show(results: dict[str, Any], *, markdown: bool) -> None:
     """Prints the best tile and the default one, and what could not be compared."""
-    rows = results["rows"]
-    title = (
-        f"Tiles (queries x keys) on {results['machine']}, torch {results['torch']}: medians; spread: between the "
-        "fastest and the slowest call"
-    )
+    rows, about = results["rows"], f"{results['machine']}, torch {results['torch']}"
+    title = f"Tiles (queries x keys) on {about}: medians; spread: between the fastest and the slowest call"
     print_rows(title, COLUMNS, rows, markdown=markdown, marked=[is_faster(row) for row in rows], width=WIDTH)
     for row in rows:
-        about = " ".join(COLUMNS[name](row) for name in ("backend", "D", "pass", "mask"))
+        about = " ".join(str(COLUMNS[name](row)) for name in ("backend", "D", "pass", "mask"))
         for name, reason in row["failures"].items():
             print(f"{about}: {name}: {reason}")
-
-
-def _differs(row: Mapping[str, Any]) -> bool:
-    return row["best"] not in (None, row["default"])
 
 
 def _time_text(row: Mapping[str, Any], name: str) -> str:

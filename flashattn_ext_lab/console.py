@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Case = TypeVar("Case")
+Columns = dict[str, Callable[[Any], object]]  # heading -> the cell of a row
 PIPE_WIDTH = 140
 INSTALL_EXTRAS = 'pip install "flashattn_ext[cli]" (in a checkout: pip install ".[cli]")'
 
@@ -73,7 +74,7 @@ def rich_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]]
 
 def print_rows(
     title: str,
-    columns: Mapping[str, Callable[[Any], object]],
+    columns: Columns,
     rows: Sequence[Any],
     *,
     markdown: bool,
@@ -91,6 +92,21 @@ def print_rows(
 def text_of(value: float | None, form: str, unit: str = "") -> str:
     """A cell; "-" for what was not measured."""
     return "-" if value is None else format(value, form) + unit
+
+
+def fields(names: dict[str, str], form: str = "", unit: str = "") -> Columns:
+    """Columns of fields of the rows: heading -> name of the field."""
+    return {heading: lambda row, name=name: text_of(row[name], form, unit) for heading, name in names.items()}
+
+
+def parts(field: str, names: Iterable[str], form: str, unit: str = "", scale: float = 1) -> Columns:
+    """A column for each of several values of a field, which is a dictionary."""
+
+    def text(row: Any, name: str) -> str:
+        value = row[field].get(name)
+        return text_of(value if value is None else value * scale, form, unit)
+
+    return {name: lambda row, name=name: text(row, name) for name in names}
 
 
 def track(cases: Sequence[Case]) -> Iterable[Case]:

@@ -20,6 +20,7 @@ import torch
 from .console import one_line
 
 Calls = Mapping[str, Callable[[], object]]
+Around = Callable[[str], contextlib.AbstractContextManager[Any]]
 BURST_MS, MAX_LAUNCHES = 5.0, 20  # launches between two events: about this long, at most so many
 HEAD_START_CYCLES = 5_000_000  # about 3 ms, in which the host queues a burst of short launches
 
@@ -39,6 +40,15 @@ class Timing:
         return (self.slowest_s - self.fastest_s) / self.median_s
 
 
+def no_context(_name: str) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def divided(part: float | None, whole: float | None) -> float | None:
+    """None if either value was not measured."""
+    return None if part is None or not whole else part / whole
+
+
 def wall_clock(call: Callable[[], object]) -> float:
     """Seconds of one call on the CPU."""
     begin = time.perf_counter()
@@ -54,6 +64,7 @@ def time_interleaved(
     max_rounds: int = 1000,
     clock: Callable[[Callable[[], object]], float] = wall_clock,
     refresh: Callable[[], None] = lambda: None,
+    around: Around = no_context,
     failures: dict[str, str] | None = None,
     warm_up: bool = True,
 ) -> dict[str, Timing]:
@@ -65,6 +76,7 @@ def time_interleaved(
     Args:
         clock: returns the seconds of one call; on an accelerator it waits for the queue.
         refresh: runs before every round, untimed: draws new inputs.
+        around: a context for the calls of that name, entered outside the timed region.
         failures: receives the reasons of candidates that raise, which then drop out; None lets them raise.
     """
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
@@ -72,7 +84,7 @@ def time_interleaved(
 
     def one_round(order: list[str]) -> None:
         for name in order:
-            with contextlib.nullcontext() if failures is None else reported(name, failures):
+            with contextlib.nullcontext() if failures is None else reported(name, failures), around(name):
                 seconds[name].append(clock(candidates[name]))
         names[:] = [name for name in names if name not in (failures or ())]
 
@@ -97,16 +109,14 @@ def time_bursts(
     *,
     target_ms: float = BURST_MS,
     most: int | None = None,
-    refresh: Callable[[], None] = lambda: None,
-    around: Callable[[str], contextlib.AbstractContextManager[Any]] = lambda name: contextlib.nullcontext(),
+    around: Around = no_context,
+    **options: Any,
 ) -> dict[str, Timing]:
     """GPU seconds of every call, one burst of each per round.
 
-    A call that raises drops out, with its reason in `failures` (None lets it raise).
-
     Args:
         target_ms: how long a burst takes, with at most `most` launches (MAX_LAUNCHES).
-        around: a context for the calls of that name, entered outside the timed region.
+        failures, around, options: of time_interleaved().
     """
     launches: dict[str, int] = {}
     for name, call in calls.items():
@@ -114,13 +124,11 @@ def time_bursts(
             launches[name] = launches_for(burst_ms(call, 2) / 2, target_ms, most)
 
     def seconds(name: str) -> float:
-        with around(name):
-            return burst_ms(calls[name], launches[name]) / launches[name] * 1e-3
+        return burst_ms(calls[name], launches[name]) / launches[name] * 1e-3
 
     bursts = {name: functools.partial(seconds, name) for name in launches}
-    return time_interleaved(
-        bursts, budget_s=0, min_rounds=rounds, clock=lambda burst: burst(), refresh=refresh, failures=failures, warm_up=False
-    )  # fmt: skip
+    options |= {"around": around, "failures": failures, "clock": lambda burst: burst(), "warm_up": False}
+    return time_interleaved(bursts, budget_s=0, min_rounds=rounds, **options)
 
 
 def time_on(

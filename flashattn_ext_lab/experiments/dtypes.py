@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor
 
 import flashattn_ext
 
-from ..bench_accuracy import largest_error
+from ..bench_contestants import tensors_of
+from ..bench_cuda import largest_error
 from ..timing import reported
 from .figures import NOT_MEASURED, measured, quotient
 from .harness import FORWARD, MATMUL_NOTE, OURS, PASSES, UNFUSED, Context, Inputs, Sizes, size_table
@@ -92,15 +91,12 @@ def _errors(inputs: Inputs, direction: str, failures: dict[str, str]) -> dict[st
     with reported("fp64 reference", failures):
         q, k, v, dout = (t.detach().double().requires_grad_() for t in few)
         out = flashattn_ext.attention_reference(q, k, v, causal=True, layout="bhsd")
-        expected = [out] if direction == FORWARD else torch.autograd.grad(out, (q, k, v), dout)
+        expected = tensors_of(out if direction == FORWARD else torch.autograd.grad(out, (q, k, v), dout))
         for name in NAMES:
             with reported(name, failures):
-                error = largest_error(_in_fp64(few.call(name, direction)()), _in_fp64(expected))
+                results = tensors_of(few.call(name, direction)())
+                error = largest_error([t.double() for t in results], expected)
                 if not math.isfinite(error):
                     raise FloatingPointError("the results are not all finite")
                 errors[name] = error
     return errors
-
-
-def _in_fp64(results: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    return [t.detach().double() for t in ([results] if isinstance(results, Tensor) else results)]

@@ -20,6 +20,7 @@ from ..bench_contestants import UNFUSED, attention, extras
 from ..devices import synchronize
 from ..model import hidden_scores
 from ..timing import Timing
+from ..timing import divided as divided
 from .result import Cell, Column, cell
 
 FORWARD, BOTH = "forward", "forward+backward"
@@ -120,11 +121,6 @@ class Measured:
         """Why calls (of these names, or all) have no time."""
         chosen = {name: self.failures[name] for name in names or self.failures if name in self.failures}
         return cell("remark", "; ".join(f"{name}: {reason}" for name, reason in chosen.items()))
-
-
-def divided(part: float | None, whole: float | None) -> float | None:
-    """None if either value was not measured."""
-    return None if part is None or not whole else part / whole
 
 
 @dataclass

@@ -20,7 +20,6 @@ pytest.importorskip("rich")
 import flashattn_ext
 from flashattn_ext_lab import (
     bench,
-    bench_accuracy,
     bench_cases,
     bench_contestants,
     bench_cuda,
@@ -316,16 +315,16 @@ def test_ours_failing_leaves_the_peers(on_cpu: None, monkeypatch: pytest.MonkeyP
 
 
 def test_compared_heads_fit_and_keep_groups_whole() -> None:
-    assert bench_accuracy.compared_heads(TINY) == (2, 2)
-    assert bench_accuracy.compared_heads(Case(1, 1, 1, 64, 16, True, "fp32")) == (1, 1)
-    assert bench_accuracy.compared_heads(Case(1, 8, 8, 16384, 64, True, "bf16")) == (1, 1)
-    assert bench_accuracy.compared_heads(SETS["gqa"][0]) == (4, 1)
+    assert bench_cuda.compared_heads(TINY) == (2, 2)
+    assert bench_cuda.compared_heads(Case(1, 1, 1, 64, 16, True, "fp32")) == (1, 1)
+    assert bench_cuda.compared_heads(Case(1, 8, 8, 16384, 64, True, "bf16")) == (1, 1)
+    assert bench_cuda.compared_heads(SETS["gqa"][0]) == (4, 1)
 
 
 def test_the_largest_error_keeps_nan() -> None:
     a, b = [torch.tensor([1.0, 2.0]), torch.tensor([0.0])], [torch.tensor([1.5, 2.0]), torch.tensor([-3.0])]
-    assert bench_accuracy.largest_error(a, b) == 3.0
-    assert math.isnan(bench_accuracy.largest_error([torch.tensor([math.nan, 1.0])], [torch.zeros(2)]))
+    assert bench_cuda.largest_error(a, b) == 3.0
+    assert math.isnan(bench_cuda.largest_error([torch.tensor([math.nan, 1.0])], [torch.zeros(2)]))
 
 
 def test_fp32_products_are_exact_meanwhile() -> None:

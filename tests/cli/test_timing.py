@@ -17,7 +17,7 @@ from flashattn_ext_lab.timing import Timing, time_interleaved
 
 def test_inputs_are_fresh_every_round() -> None:
     context = Context(torch.device("cpu"), quick=True)
-    x = context.randn(8, dtype="bf16", requires_grad=True)
+    x = context.randn(8, dtype="bf16").requires_grad_()
     seen = []
     timings = context.measure({"a": lambda: seen.append(x.detach().float().sum().item())}, (x,)).timings
     assert len(seen) == timings["a"].rounds + 1  # the warm-up
