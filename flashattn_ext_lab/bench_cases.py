@@ -23,7 +23,7 @@ from .score_options import SCORE_OPTIONS
 BACKWARD_WORK = 2.5  # relative to the forward: five products instead of two
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-OURS, FA2, CUDNN, MATH, FLASH_ATTN, FA3, FA4 = "ours", "fa2", "cudnn", "math", "flash-attn", "fa3", "fa4"
+OURS, FA2, CUDNN, MATH, FLASH_ATTN, FA3, FA4, FLEX = "ours", "fa2", "cudnn", "math", "flash-attn", "fa3", "fa4", "flex"
 # Names of the reference calls of a row: Case.beside().
 BESIDE = DENSE, PLAIN, CAUSAL, VARLEN = "dense", "plain", "causal", "varlen"
 PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}

@@ -8,20 +8,20 @@ import importlib
 import itertools
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import flashattn_ext
 
-from .bench_cases import CUDNN, DTYPES, FA2, FA3, FA4, FLASH_ATTN, MATH, OURS, Case
-from .flex import FLEX, block_mask_maker, causal_rule, flex
+from .bench_cases import CUDNN, DTYPES, FA2, FA3, FA4, FLASH_ATTN, FLEX, MATH, OURS, Case
 from .model import unfused_attention
-from .patterns import PATTERNS
-from .score_options import SCORE_OPTIONS, dense_bias
+from .patterns import PATTERNS, Rule
+from .score_options import SCORE_OPTIONS, ScoreMod, dense_bias
 
 DEVICE = "cuda"
 TORCH_BACKENDS = {
@@ -38,6 +38,7 @@ MATH_LIMIT_BYTES = 8 << 30  # size of one 16-bit B x H x S x S matrix; math keep
 BIAS_LIMIT_BYTES = 8 << 30  # size of one 16-bit H x S x S matrix; building it takes several times as much
 BLOCK_MASK, TABLES = "block mask of flex", "tables of ours"  # built once for each mask
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 Attention = Callable[[Case, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -273,3 +274,42 @@ def preparations(case: Case, names: Sequence[str], device: torch.device) -> dict
     if FLEX in names:
         calls[BLOCK_MASK] = of.make_block_mask
     return calls
+
+
+# PyTorch's FlexAttention, compiled
+
+
+def compiled(function: Function) -> Function:
+    """Compiled from scratch, with the sizes of the first call as constants.
+
+    Earlier compilations are discarded: PyTorch stops compiling a function after a few recompilations.
+    """
+    torch._dynamo.reset()
+    return torch.compile(function, dynamic=False, fullgraph=True)
+
+
+def keeps_graphs() -> contextlib.AbstractContextManager[Any]:
+    """A context for forwards and backwards of compiled functions whose graph is retained for another backward."""
+    import torch._functorch.config as config
+
+    return config.patch(donated_buffer=False)
+
+
+def block_mask_maker(rule: Rule, S: int, device: torch.device) -> Callable[[], BlockMask]:
+    """The function that builds the block mask of S queries and S keys; uncompiled it would store all S x S values."""
+    make = compiled(create_block_mask)
+    return lambda: make(rule, None, None, S, S, device=device)
+
+
+def causal_rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q >= k
+
+
+def flex(score_mod: ScoreMod | None, block_mask: BlockMask | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """FlexAttention over [B, H, S, D] with one score_mod and one mask; there may be fewer KV heads."""
+    attention = compiled(flex_attention)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1])
+
+    return call

@@ -1,7 +1,7 @@
 """`bench cuda`: forward and backward of this package compared with PyTorch's backends and flash-attn.
 
-Times are GPU times, between two events around several launches. bench_cases.py defines the measured cases,
-bench_contestants.py the compared attentions, and bench_cuda_tables.py prints the results.
+Times are GPU times, between two events around several launches. bench_cases.py defines the measured cases, and
+bench_contestants.py the compared attentions.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -18,30 +19,32 @@ from torch import Tensor
 import flashattn_ext
 from flashattn_ext._build import REBUILD
 
-from .bench_cases import OURS, Case, cases
+from .bench_cases import BESIDE, CAUSAL, DENSE, FA2, FLEX, OURS, PLAIN, VARLEN, Case, cases
 from .bench_contestants import (
+    BLOCK_MASK,
     FLASH_MODULES,
     PEERS,
+    TABLES,
     Extras,
     extras,
     flash_module,
     inputs,
+    keeps_graphs,
     kernel_of,
     keywords,
     preparations,
     skip_reason,
+    tensors_of,
     timed_call,
 )
-from .bench_cuda_tables import in_one_line, row
-from .bench_cuda_tables import show as show
-from .console import CommandError, chosen, make_console, track
-from .flex import keeps_graphs
-from .timing import Calls, Timing, peak_extra_bytes, reported, time_bursts
+from .console import Columns, CommandError, chosen, fields, make_console, print_rows, text_of, track
+from .timing import Calls, Timing, divided, peak_extra_bytes, reported, time_bursts
 
 ROUNDS, QUICK_ROUNDS = 15, 3
 REFERENCE_LIMIT_BYTES = 2 << 30  # size of the fp64 scores of the compared heads
 RNG_SEED = 1234
 SUSTAINED_MS, SUSTAINED_ROUNDS = 200.0, 3  # of each call without a pause, and how often
+WIDTH = 320  # of piped tables, which are wider than the others
 
 
 # Selection
@@ -65,10 +68,8 @@ def check_cuda(backend: str | None) -> str:
     backends = flashattn_ext.build_info()["backends"]
     usable = [name for name in backends if name.startswith("cuda")]
     if not usable:
-        raise CommandError(
-            f"this build has only the backends {', '.join(backends)}; "
-            f"rebuild where the CUDA toolkit is installed: {REBUILD}"
-        )
+        only = f"this build has only the backends {', '.join(backends)}"
+        raise CommandError(f"{only}; rebuild where the CUDA toolkit is installed: {REBUILD}")
     if backend is not None and backend not in usable:
         raise CommandError(f"--backend got {backend!r}; accepted are {', '.join(usable)}")
     from_environment = f"cuda-{os.environ.get('FLASHATTN_EXT_CUDA_PATH')}"
@@ -158,10 +159,9 @@ def measure_case(case: Case, names: Sequence[str], *, quick: bool, sustained: bo
                 calls[name] = call
             call = None  # a graph of a contestant that failed would keep its memory
     timings = time_bursts(calls, rounds, failures, around=kernel_of)
-    steady = None
-    if sustained:
-        contenders = {name: call for name, call in calls.items() if name in names and name in timings}
-        steady = time_sustained(contenders, failures)
+    contenders = {name: call for name, call in calls.items() if name in names and name in timings}
+    steady = time_sustained(contenders, failures) if sustained else None
+    contenders.clear()
     calls.clear()  # their graphs: the reference needs the memory
     once = preparations(case, [name for name in names if name in timings], tensors[0].device)
     for name, call in once.items():
@@ -196,7 +196,7 @@ def _max_errors(
         if name not in failures and (name == OURS or not case.dropout):
             with reported(name, failures), kernel_of(name):
                 got = timed_call(case, name, *tensors, RNG_SEED if case.dropout else None)()
-                max_error[name] = largest_error(_compared_results(case, got), expected)
+                max_error[name] = largest_error(_compared(case, tensors_of(got)[:3]), expected)
             got = None
     return max_error
 
@@ -212,38 +212,175 @@ def compared_heads(case: Case) -> tuple[int, int]:
     return kv_heads * group, kv_heads
 
 
-def _compared_results(case: Case, results: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """The compared heads, in fp64, of out or of (dq, dk, dv), of the first sequence."""
+def _compared(case: Case, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The compared heads of the first sequence, [1, S, heads, D] in fp64, of one tensor or of those of (q, k, v)."""
     query_heads, kv_heads = compared_heads(case)
-    tensors = results if case.backward else (results,)
-    heads = (query_heads, kv_heads, kv_heads)
-    return [_first(case, t, count).double() for t, count in zip(tensors, heads, strict=False)]
-
-
-def _first(case: Case, t: Tensor, heads: int) -> Tensor:
-    """The first heads of the first sequence, [1, S, heads, D]."""
-    return (t[None, : case.lengths[0]] if case.lengths else t[:1])[:, :, :heads]
+    first = [t[None, : case.lengths[0]] if case.lengths else t[:1] for t in tensors]
+    return [t[:, :, :heads].double() for t, heads in zip(first, (query_heads, kv_heads, kv_heads), strict=False)]
 
 
 def reference_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, extras: Extras) -> list[Tensor]:
-    query_heads, kv_heads = compared_heads(case)
-    if (scores := case.S * case.S * 8 * query_heads) > REFERENCE_LIMIT_BYTES and not case.lengths:
-        raise ValueError(f"skipped: in fp64 the scores of {query_heads} heads take {scores / 2**30:.0f} GiB")
-    slices = [
-        _first(case, t.detach(), heads).double().requires_grad_(case.backward)
-        for t, heads in ((q, query_heads), (k, kv_heads), (v, kv_heads))
-    ]
+    heads, _ = compared_heads(case)
+    if (scores := case.S * case.S * 8 * heads) > REFERENCE_LIMIT_BYTES and not case.lengths:
+        raise ValueError(f"skipped: in fp64 the scores of {heads} heads take {scores / 2**30:.0f} GiB")
+    slices = [t.requires_grad_(case.backward) for t in _compared(case, [t.detach() for t in (q, k, v)])]
     head_dimension = {"alibi_slopes": 0, "relative_bias": 0, "bias": 1}
     of_heads = {
-        name: value.detach().narrow(head_dimension[name], 0, query_heads).double() if name in head_dimension else value
+        name: value.detach().narrow(head_dimension[name], 0, heads).double() if name in head_dimension else value
         for name, value in extras.keywords.items()
     }
     out = flashattn_ext.attention_reference(*slices, **keywords(case, RNG_SEED if case.dropout else None), **of_heads)
-    if not case.backward:
-        return [out]
-    return list(torch.autograd.grad(out, slices, _first(case, dout, query_heads).double()))
+    return list(torch.autograd.grad(out, slices, *_compared(case, [dout]))) if case.backward else [out]
 
 
 def largest_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest error of all tensors; NaN if any of them has a NaN."""
     return torch.stack([(a - b).abs().max() for a, b in zip(got, expected, strict=True)]).max().item()
+
+
+# Results
+
+
+def row(
+    case: Case,
+    names: Sequence[str],
+    timings: Mapping[str, Timing],
+    memory: Mapping[str, int],
+    max_error: Mapping[str, float],
+    failures: Mapping[str, str],
+    sustained: Mapping[str, Timing] | None = None,
+) -> dict[str, Any]:
+    """A row as plain numbers; None for what was not measured. Ratios above 1: ours is faster."""
+    rates = _rates(case, names, timings)
+    ms = rates["ms"]
+    tables, block_mask = (timings[name].median_s * 1e3 if name in timings else None for name in (TABLES, BLOCK_MASK))
+    preparation = {
+        "tables_ms": tables,
+        "block_mask_ms": block_mask,
+        "tables_share": divided(tables, ms[OURS]),
+        "ratio_flex": divided(_sum(ms.get(FLEX), block_mask), _sum(ms[OURS], tables)),
+    }
+    return {
+        **asdict(case),
+        **{"lengths": list(case.lengths), "shape": case.shape, "option": case.mask, "direction": case.direction},
+        "flop": case.flop,
+        **rates,
+        "sustained": None if sustained is None else _rates(case, names, sustained),
+        "ratio_fa2": divided(ms.get(FA2), ms[OURS]),
+        "ratio_flex": divided(ms.get(FLEX), ms[OURS]),
+        "beside": {name: _beside(case, other, name, timings) for name, other in case.beside().items()},
+        "preparation": preparation,
+        "spread": {name: timings[name].spread if name in timings else None for name in names},
+        "peak_extra_bytes": {name: memory.get(name) if name in timings else None for name in names},
+        "max_error": {name: max_error.get(name) for name in names},
+        "failures": dict(failures),
+    }
+
+
+def _rates(case: Case, names: Sequence[str], timings: Mapping[str, Timing]) -> dict[str, Any]:
+    """Times and rates of the contestants, and the ratio of the best peer's time to ours."""
+    ms = {name: timings[name].median_s * 1e3 if name in timings else None for name in names}
+    best = min((ms[name] for name in names if name != OURS and ms[name] is not None), default=None)
+    tflops = {name: None if time is None else case.flop / time * 1e-9 for name, time in ms.items()}
+    return {"ms": ms, "tflops": tflops, "ratio_best": divided(best, ms[OURS])}
+
+
+def _beside(case: Case, other: Case, name: str, timings: Mapping[str, Timing]) -> dict[str, Any] | None:
+    """Our time in a reference call, and the ratio of the row's rate to that one's; None where it did not run."""
+    if name not in timings:
+        return None
+    seconds = timings[name].median_s
+    ratio = case.flop / timings[OURS].median_s / (other.flop / seconds) if OURS in timings else None
+    return {"shape": other.shape, "ms": seconds * 1e3, "tflops": other.flop / seconds * 1e-12, "ratio": ratio}
+
+
+def _sum(call_ms: float | None, once_ms: float | None) -> float | None:
+    return None if call_ms is None or once_ms is None else call_ms + once_ms
+
+
+def _pair(first: float | None, first_form: str, second: float | None, second_form: str) -> str:
+    if first is None and second is None:
+        return "-"
+    return f"{text_of(first, first_form)} / {text_of(second, second_form)}"
+
+
+def _beside_text(beside: dict[str, Any] | None) -> str:
+    return text_of(beside and beside["ratio"], ".2f", "x")
+
+
+ABOUT = fields({"set": "set", "BxHxSxD": "shape", "dtype": "dtype", "mask": "option", "pass": "direction"})
+RATIOS: Columns = {
+    **fields({"to best": "ratio_best", "to fa2": "ratio_fa2", "to flex": "ratio_flex"}, ".2f", "x"),
+    "to flex, with tables": lambda row: text_of(row["preparation"]["ratio_flex"], ".2f", "x"),
+    **{f"to {name}": lambda row, name=name: _beside_text(row["beside"].get(name)) for name in BESIDE},
+    "tables": lambda row: _pair(row["preparation"]["tables_ms"], ".3f", row["preparation"]["tables_share"], ".1%"),
+    "block mask": lambda row: text_of(row["preparation"]["block_mask_ms"], ".3f"),
+    "spread": lambda row: text_of(row["spread"][OURS], ".0%"),
+}
+MEANINGS = {
+    f"to {DENSE}": "our rate relative to a dense batch with the same work",
+    f"to {PLAIN}": "our rate relative to the same call without the option",
+    f"to {CAUSAL}": "our rate on visible scores relative to a causal call of the same length",
+    f"to {VARLEN}": "our rate relative to the equivalent packed call",
+    "tables": "milliseconds to build a mask's tables once, and their fraction of the call",
+    "block mask": "milliseconds to build FlexAttention's",
+    "spread": "of our calls",
+}
+MEMORY_TITLE = "MiB that a call allocates / largest error against fp64, of out or of the gradients"
+SUSTAINED_TITLE = "The same without a pause, as in training: milliseconds / TFLOP/s"
+
+
+def speed_columns(names: Sequence[str], ratios: Iterable[str] = RATIOS) -> Columns:
+    rates = {name: lambda row, name=name: _pair(row["ms"][name], ".3f", row["tflops"][name], ".1f") for name in names}
+    return {**ABOUT, **rates, **{name: RATIOS[name] for name in ratios}}
+
+
+def memory_columns(names: Sequence[str]) -> Columns:
+    def column(name: str) -> Callable[[Any], str]:
+        return lambda row: _pair(divided(row["peak_extra_bytes"][name], 2**20), ".1f", row["max_error"][name], ".1e")
+
+    return {**ABOUT, **{name: column(name) for name in names}}
+
+
+def sustained_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that were timed without pauses, with those times in place of the others."""
+    return [{**row, **row["sustained"]} for row in rows if row["sustained"]]
+
+
+def show(results: dict[str, Any], *, markdown: bool) -> None:
+    """Prints the speed, then memory and accuracy, then why ours could not run somewhere."""
+    rows = results["rows"]
+    skipped = [{name for name, reason in row["failures"].items() if reason.startswith("skipped")} for row in rows]
+    names = [name for name in results["contestants"] if not all(name in of for of in skipped)]
+    ratios = [name for name, text in RATIOS.items() if name == "to best" or any(text(row) != "-" for row in rows)]
+    about = (
+        f"Milliseconds / TFLOP/s on {results['machine']}, {results['backend']}, torch {results['torch']}, "
+        f"CUDA {results['cuda']}, cuDNN {results['cudnn']}"
+    )
+    title = "; ".join([about, *(f"{name}: {MEANINGS[name]}" for name in ratios if name in MEANINGS)])
+    tables = [(title, speed_columns(names, ratios), rows)]
+    if steady := sustained_rows(rows):
+        tables.append((SUSTAINED_TITLE, speed_columns(names, ["to best"]), steady))
+    tables.append((MEMORY_TITLE, memory_columns(names), rows))
+    for title, columns, shown in tables:
+        slower = [row["ratio_best"] is not None and row["ratio_best"] < 1 for row in shown]
+        print_rows(title, columns, shown, markdown=markdown, marked=slower, width=WIDTH)
+    for note in notes(rows):
+        print(note)
+
+
+def _about(row: dict[str, Any]) -> str:
+    return " ".join(str(text(row)) for text in ABOUT.values())
+
+
+def in_one_line(row: dict[str, Any]) -> str:
+    """A row and the rates of its contestants."""
+    rates = [f"{name} {rate:.1f}" for name, rate in row["tflops"].items() if rate is not None]
+    return f"{_about(row)}: " + (", ".join(rates) + " TFLOP/s" if rates else "nothing could run")
+
+
+def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Where ours or the reference failed, and why. A peer's reasons are in the JSON."""
+    names = (OURS, *BESIDE, TABLES, "reference")
+    failed = [(row, name) for row in rows for name in names if name in row["failures"]]
+    return [f"{_about(row)}: {name}: {row['failures'][name]}" for row, name in failed]

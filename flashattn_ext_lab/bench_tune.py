@@ -22,7 +22,6 @@ from flashattn_ext import _C
 from . import bench_cuda, private_build
 from .bench_cases import OURS, Case
 from .bench_contestants import inputs, tensors_of, timed_call
-from .bench_cuda_tables import WIDTH
 from .console import Columns, CommandError, fields, print_rows, text_of, track
 from .devices import choose_device, describe_machine
 from .private_build import PrivateBuild
@@ -206,7 +205,7 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
     """Prints the best tile and the default one, and what could not be compared."""
     rows, about = results["rows"], f"{results['machine']}, torch {results['torch']}"
     title = f"Tiles (queries x keys) on {about}: medians; spread: between the fastest and the slowest call"
-    print_rows(title, COLUMNS, rows, markdown=markdown, marked=[is_faster(row) for row in rows], width=WIDTH)
+    print_rows(title, COLUMNS, rows, markdown=markdown, marked=[is_faster(row) for row in rows], width=bench_cuda.WIDTH)
     for row in rows:
         about = " ".join(str(COLUMNS[name](row)) for name in ("backend", "D", "pass", "mask"))
         for name, reason in row["failures"].items():

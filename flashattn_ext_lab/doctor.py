@@ -6,6 +6,7 @@ Runs without the optional packages. The exit status is 1 if attention cannot run
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.metadata
 import os
 import platform
@@ -23,7 +24,6 @@ from .console import INSTALL_EXTRAS
 
 MIN_PYTHON = (3, 10)
 MIN_TORCH = (2, 6)
-EXTRAS = ("rich", "matplotlib", "jinja2")
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def report(import_error: Exception | None) -> int:
-    """Prints the findings and returns the exit status.
-
-    `import_error` is the reason why the package could not be imported; None if it could.
-    """
+    """Prints the findings and returns the exit status; `import_error`: why the package could not be imported."""
     findings = [*_environment(), *_extension(import_error)]
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
@@ -65,12 +62,17 @@ def report(import_error: Exception | None) -> int:
     return int(broken)
 
 
+def _missing(subject: str, text: str, fix: str) -> Finding:
+    return Finding(subject, text, False, fix, needed=False)
+
+
 def _environment() -> list[Finding]:
-    python = Finding("python", f"{platform.python_version()} ({sys.executable})")
-    if sys.version_info < MIN_PYTHON:
-        python = Finding("python", python.text, False, f"install Python {'.'.join(map(str, MIN_PYTHON))} or later")
+    new_enough = sys.version_info >= MIN_PYTHON
+    fix = "" if new_enough else f"install Python {'.'.join(map(str, MIN_PYTHON))} or later"
+    python = Finding("python", f"{platform.python_version()} ({sys.executable})", new_enough, fix)
     machine = Finding("machine", f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs")
-    return [machine, python, _torch(), _compiler(), *map(_extra, EXTRAS)]
+    extras = [_extra(package) for package in ("rich", "matplotlib", "jinja2")]
+    return [machine, python, _torch(), _compiler(), *extras]
 
 
 def _torch() -> Finding:
@@ -79,8 +81,7 @@ def _torch() -> Finding:
         import torch
     except (ImportError, OSError) as error:
         return Finding("torch", f"cannot be imported ({error})", False, fix)
-    cuda = torch.version.cuda or "not included"
-    text = f"{torch.__version__}, {torch.get_num_threads()} threads, CUDA {cuda}"
+    text = f"{torch.__version__}, {torch.get_num_threads()} threads, CUDA {torch.version.cuda or 'not included'}"
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < MIN_TORCH:
         return Finding("torch", f"{text}; too old", False, fix)
     return Finding("torch", text)
@@ -94,7 +95,7 @@ def _compiler() -> Finding:
         output = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, timeout=20).stdout
     except (IndexError, OSError, ValueError, subprocess.SubprocessError):
         name = " ".join(command) or "c++, g++ or clang++"
-        return Finding("compiler", f"{name} not found", False, "apt-get install g++ (to rebuild)", needed=False)
+        return _missing("compiler", f"{name} not found", "apt-get install g++ (to rebuild)")
     return Finding("compiler", output.splitlines()[0])
 
 
@@ -102,8 +103,7 @@ def _extra(package: str) -> Finding:
     try:
         return Finding(package, importlib.metadata.version(package))
     except importlib.metadata.PackageNotFoundError:
-        text = "not installed: no train, bench, experiments and report"
-        return Finding(package, text, False, INSTALL_EXTRAS, needed=False)
+        return _missing(package, "not installed: no train, bench, experiments and report", INSTALL_EXTRAS)
 
 
 def _extension(import_error: Exception | None) -> list[Finding]:
@@ -111,9 +111,14 @@ def _extension(import_error: Exception | None) -> list[Finding]:
         # The messages of _build.py and _place.py end with what to do.
         problem, _, fix = str(import_error).rpartition("; ")
         return [Finding("extension", problem or fix, False, fix if problem else REBUILD)]
+    found, running = (
+        Path(flashattn_ext.__file__).parent,
+        flashattn_ext.__path__[0],
+    )  # they differ by flashattn_ext/_place.py
+    elsewhere = "" if found == Path(running) else f", the installed one: the sources in {found} are not built in place"
     info, ascend = flashattn_ext.build_info(), _ascend()
     return [
-        _package(flashattn_ext.__file__, flashattn_ext.__path__[0]),
+        Finding("package", f"{running}{elsewhere}"),
         *(Finding(f"build: {name}", _as_text(value)) for name, value in info.items()),
         _cuda(info["backends"]),
         ascend,
@@ -123,22 +128,12 @@ def _extension(import_error: Exception | None) -> list[Finding]:
     ]
 
 
-def _package(found: str, running: str) -> Finding:
-    """Where Python found the package, and where its modules come from (flashattn_ext/_place.py)."""
-    folder = Path(found).parent
-    if folder == Path(running):
-        return Finding("package", running)
-    return Finding("package", f"{running}, the installed one: the sources in {folder} are not built in place")
-
-
 def _cuda(backends: list[str]) -> Finding:
     """Whether the CUDA kernels can run; if not, what is missing in the build or on the machine."""
     import torch
     from torch.utils.cpp_extension import CUDA_HOME
 
-    def missing(text: str, fix: str) -> Finding:
-        return Finding("backend: cuda", text, False, fix, needed=False)
-
+    missing = functools.partial(_missing, "backend: cuda")
     cuda, built = torch.version.cuda, ", ".join(name for name in backends if name.startswith("cuda"))
     if not built and cuda is None:
         fix = f"for an NVIDIA GPU, install a CUDA build of torch and the CUDA toolkit, then {REBUILD}"
@@ -159,11 +154,11 @@ def _ascend() -> Finding:
     """Whether the kernels for NPUs can run; if not, what is missing in the build or on the machine."""
     import torch
 
-    def missing(text: str, fix: str) -> Finding:
-        return Finding("backend: ascend", text, False, fix, needed=False)
-
+    missing = functools.partial(_missing, "backend: ascend")
     if reason := why_not_ascend():
-        needs = [name for name, there in (("CANN", _finds_cann()), ("torch_npu", find_spec("torch_npu"))) if not there]
+        places = (os.environ.get("ASCEND_HOME_PATH"), os.environ.get("ASCEND_TOOLKIT_HOME"), "/usr/local/Ascend")
+        has_cann = any(place and Path(place).exists() for place in places)
+        needs = [name for name, there in (("CANN", has_cann), ("torch_npu", find_spec("torch_npu"))) if not there]
         lacks = f", and {' and '.join(needs)} not found" if needs else ""
         return missing(f"{reason}{lacks}", f"for an NPU, in a checkout, with CANN and torch_npu: {BUILD_NPU}")
     soc = build_info()["ascend_soc"]
@@ -191,12 +186,7 @@ def _npu_ladder() -> list[Finding]:
 def _emulator() -> Finding:
     if Path(flashattn_ext._build.__file__).with_name("_ascend_emulator.so").exists():
         return Finding("emulator: ascend", 'use_backend("ascend-emulator") loads it')
-    return Finding("emulator: ascend", "not built", False, "in a checkout: make emulator", needed=False)
-
-
-def _finds_cann() -> bool:
-    places = (os.environ.get("ASCEND_HOME_PATH"), os.environ.get("ASCEND_TOOLKIT_HOME"), "/usr/local/Ascend")
-    return any(place and Path(place).exists() for place in places)
+    return _missing("emulator: ascend", "not built", "in a checkout: make emulator")
 
 
 def _self_check() -> Finding:

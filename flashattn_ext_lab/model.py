@@ -144,7 +144,6 @@ def hidden_scores(S: int, device: torch.device) -> Tensor:
 
 
 MAX_HEAD_DIM = {"flashattn": 512}  # attention -> its limit
-LARGEST_LOGITS = ("flashattn",)  # the attentions that return them
 ATTENTION: dict[str, Attend] = {
     "flashattn": through(flashattn_ext.forward),
     "sdpa": _sdpa,

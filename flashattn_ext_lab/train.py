@@ -7,20 +7,27 @@ stops; the same command resumes the run, and ends with the same result as an uni
 from __future__ import annotations
 
 import argparse
+import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
+import flashattn_ext
+
 from . import ranks
 from .console import CommandError, make_console, positive, require, seed
 from .data import Corpus, load_corpus
-from .devices import DEVICES, choose_device, use_threads
-from .files import make_directory
-from .model import ATTENTION, LARGEST_LOGITS, MAX_HEAD_DIM, SOFTMAX, ModelConfig
+from .devices import DEVICES, choose_device, peak_memory_bytes, use_threads
+from .files import atomic_path, make_directory, write_text
+from .model import ATTENTION, MAX_HEAD_DIM, SOFTMAX, ModelConfig
 from .trainer import PACKING, TrainConfig, Trainer
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = ("float32", "bfloat16")
+SAMPLE_PROMPT = b"\nThe "
+SAMPLE_TEMPERATURE = 0.7
+CURVE_POINTS = 100  # of the training loss, each a mean
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,19 +92,16 @@ def _train(
     console.quiet = not layout.is_first
     trainer = Trainer(config, corpus, device, directory, console, layout, arguments.log_max_logits)
     if layout.ranks > 1:
-        console.print(
-            f"{layout.ranks} ranks: {layout.data_ranks} share a batch, {arguments.context_parallel} share each of its rows"
-        )
-    console.print(
-        f"{trainer.parameter_count():,} parameters, {len(corpus.train):,} bytes of {corpus.name}, "
-        f"{config.model.attention} attention on {device} ({config.dtype})"
-    )
+        sharing = f"{layout.data_ranks} share a batch, {arguments.context_parallel} share each of its rows"
+        console.print(f"{layout.ranks} ranks: {sharing}")
+    text = f"{len(corpus.train):,} bytes of {corpus.name}"
+    attention = f"{config.model.attention} attention on {device} ({config.dtype})"
+    console.print(f"{trainer.parameter_count():,} parameters, {text}, {attention}")
     if trainer.resume(restart=arguments.restart):
         console.print(f"resuming {trainer.checkpoint_path} at step {trainer.step} of {config.steps}")
     if stopped_by := trainer.train(arguments.checkpoint_every):
-        console.print(
-            f"stopped at step {trainer.step}, saved {trainer.checkpoint_path}; the same command resumes the run"
-        )
+        saved = f"stopped at step {trainer.step}, saved {trainer.checkpoint_path}"
+        console.print(f"{saved}; the same command resumes the run")
         return 128 + stopped_by
     if layout.is_first:
         _finish(trainer, arguments.sample_bytes)
@@ -105,18 +109,69 @@ def _train(
 
 
 def _finish(trainer: Trainer, sample_bytes: int) -> None:
-    """Writes the outputs and prints the result."""
-    from .train_outputs import write_loss_curve, write_metrics, write_sample
-
+    """Writes loss.png, metrics.json and sample.txt, and prints the result."""
     _, loss = trainer.validation_losses[-1]
-    write_loss_curve(trainer)
-    write_metrics(trainer, loss)
-    sample = write_sample(trainer, sample_bytes)
+    _write_loss_curve(trainer)
+    _write_metrics(trainer, loss)
+    # The same weights and seed write the same text.
+    generator = torch.Generator().manual_seed(trainer.config.seed)
+    trainer.model.eval()
+    trainer.model.shared = None  # one rank writes
+    generated = trainer.model.generate(SAMPLE_PROMPT, sample_bytes, SAMPLE_TEMPERATURE, generator)
+    sample = generated.decode(errors="replace").strip() + "\n"
+    write_text(trainer.directory / "sample.txt", sample)
     trainer.console.rule("sample")
     trainer.console.print(sample, markup=False, highlight=False)
     trainer.console.rule()
     trainer.console.print(f"loss.png, sample.txt and metrics.json are in {trainer.directory}")
     trainer.console.print(f"final validation loss: {loss:.4f} nats/byte")
+
+
+def _write_loss_curve(trainer: Trainer) -> None:
+    """The training loss, averaged over intervals of steps, the validation loss, and on a second axis the largest logit."""
+    require("matplotlib").use("Agg")
+    plot = require("matplotlib.pyplot")
+    interval, losses = max(1, trainer.step // CURVE_POINTS), trainer.train_losses
+    parts = [losses[first : first + interval] for first in range(0, trainer.step, interval)]
+    ends = [min((n + 1) * interval, trainer.step) for n in range(len(parts))]
+    figure, axes = plot.subplots(figsize=(8, 5))
+    axes.plot(ends, [sum(part) / len(part) for part in parts], label="training")
+    axes.plot(*zip(*trainer.validation_losses, strict=True), marker="o", markersize=3, label="validation")
+    model = trainer.config.model
+    title = f"{trainer.parameter_count():,} parameters, {model.attention} attention, {model.softmax} softmax"
+    axes.set(xlabel="step", ylabel="nats per byte", title=title)
+    axes.grid(alpha=0.3)
+    lines = axes.get_lines()
+    if trainer.max_logits:
+        right = axes.twinx()
+        lines += right.plot(*zip(*trainer.max_logits, strict=True), color="gray", linewidth=0.8, label="largest logit")
+        right.set(ylabel="largest logit")
+    axes.legend(handles=lines)
+    with atomic_path(trainer.directory / "loss.png") as path:
+        figure.savefig(path, dpi=120, bbox_inches="tight")
+    plot.close(figure)
+
+
+def _write_metrics(trainer: Trainer, loss: float) -> None:
+    """Options, losses (nats per byte), time and memory of the run as JSON."""
+    tokens = trainer.step * trainer.config.batch_size * trainer.config.context
+    metrics = {
+        "final_validation_loss": loss,
+        "parameters": trainer.parameter_count(),
+        "tokens": tokens,
+        "seconds": trainer.seconds,
+        "tokens_per_second": tokens / trainer.seconds,
+        "peak_memory_bytes": peak_memory_bytes(trainer.device),
+        "device": str(trainer.device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "flashattn_ext": flashattn_ext.__version__,
+        "config": asdict(trainer.config),
+        "validation_losses": trainer.validation_losses,
+        "train_losses": trainer.train_losses,
+        **({"max_logits": trainer.max_logits} if trainer.max_logits else {}),
+    }
+    write_text(trainer.directory / "metrics.json", json.dumps(metrics, indent=1) + "\n")
 
 
 def _config(arguments: argparse.Namespace, device: torch.device) -> TrainConfig:
@@ -139,23 +194,17 @@ def _check(given: argparse.Namespace) -> None:
         if wrong:
             raise CommandError(message)
 
-    refuse(
-        given.width % given.heads or head_dim % 2,
-        f"--width {given.width} must be an even multiple of --heads {given.heads} (rotary embeddings rotate pairs)",
-    )
+    pairs = f"--width {given.width} must be an even multiple of --heads {given.heads} (rotary embeddings rotate pairs)"
+    refuse(given.width % given.heads or head_dim % 2, pairs)
     refuse(
         head_dim > limit,
         f"--width {given.width} over --heads {given.heads} makes heads of {head_dim}; accepted by --attention "
         f"{given.attention} are up to {limit}: more --heads, or a smaller --width",
     )
-    refuse(
-        given.context_parallel > 1 and given.attention != "flashattn",
-        f"--context-parallel got {given.context_parallel}, which requires --attention flashattn",
-    )
-    refuse(
-        given.log_max_logits and given.attention not in LARGEST_LOGITS,
-        f"--log-max-logits got --attention {given.attention}, which does not return them; accepted is {', '.join(LARGEST_LOGITS)}",
-    )
+    shared = f"--context-parallel got {given.context_parallel}, which requires --attention flashattn"
+    refuse(given.context_parallel > 1 and given.attention != "flashattn", shared)
+    logits = f"--log-max-logits got --attention {given.attention}, which does not return them; accepted is flashattn"
+    refuse(given.log_max_logits and given.attention != "flashattn", logits)
     refuse(given.heads % given.kv_heads, f"--heads {given.heads} must be a multiple of --kv-heads {given.kv_heads}")
     for name in ("dropout", "warmup"):
         value = getattr(given, name)
@@ -165,8 +214,6 @@ def _check(given: argparse.Namespace) -> None:
         refuse(not 0 < value < math.inf, f"--{name.replace('_', '-')} got {value}; accepted is any positive number")
     decay = given.weight_decay
     refuse(not 0 <= decay < math.inf, f"--weight-decay got {decay}; accepted is 0 or more")
-    refuse(
-        given.packing == "documents" and given.text,
-        f"--packing documents got --text {given.text}, a file without document boundaries; accepted is the text that comes "
-        "with Python: omit --text",
-    )
+    boundaries = f"--packing documents got --text {given.text}, a file without document boundaries"
+    comes = "accepted is the text that comes with Python: omit --text"
+    refuse(given.packing == "documents" and given.text, f"{boundaries}; {comes}")

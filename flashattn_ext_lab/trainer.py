@@ -7,8 +7,11 @@ the losses and every generator that the next step draws from.
 from __future__ import annotations
 
 import contextlib
+import io
 import math
+import os
 import signal
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import MISSING, asdict, dataclass, fields
@@ -18,12 +21,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .checkpoint import load_checkpoint, random_state, restore_random_state, save_checkpoint
-from .console import CommandError, one_line
+from .console import CommandError, one_line, require
 from .data import NOT_PREDICTED, Batch, BatchSampler, Corpus, validation_batches
 from .devices import peak_memory_bytes, synchronize
+from .files import atomic_path
 from .model import GPT, ModelConfig, SharedRows, cross_entropy
-from .progress import TrainingProgress
 from .ranks import Layout
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ if TYPE_CHECKING:
 ALONE = Layout()  # one process
 FINAL_RATE = 0.05  # where the cosine ends, as a fraction of the peak
 ADAM_BETAS = (0.9, 0.95)
+LINES = 20  # of a whole run without a terminal
+SHOWN_LOSSES = 20  # of the last steps, whose mean is shown
+LOGS = ("train_losses", "validation_losses", "max_logits")
 
 
 @dataclass(frozen=True)
@@ -64,23 +69,23 @@ class Training:
     """A model and the steps that train it. Losses are in nats per byte."""
 
     def __init__(
-        self,
-        config: TrainConfig,
-        corpus: Corpus,
-        device: torch.device,
-        layout: Layout = ALONE,
-        log_max_logits: bool = False,
-    ) -> None:
+        self, config: TrainConfig, corpus: Corpus, device: torch.device, layout: Layout = ALONE, log_max_logits: bool = False
+    ) -> None:  # fmt: skip
         self.config, self.device, self.layout = config, device, layout
         torch.manual_seed(config.seed)
         self.model = GPT(config.model, config.context).to(device)
         self._replica = self._distributed_model() if layout.ranks > 1 else self.model
-        self.optimizer = _make_optimizer(self.model, config, device)
-        train, validation = None, None
-        if config.packing == "documents":
-            train, validation = corpus.train_documents, corpus.validation_documents
-        self.sampler = BatchSampler(corpus.train, config.batch_size, config.context, config.seed, train)
-        self.validation = validation_batches(corpus.validation, config.batch_size, config.context, validation)
+        parameters = list(self.model.parameters())  # AdamW decays the matrices, and not norms and sinks
+        groups = [
+            {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        fused = device.type in ("cpu", "cuda")
+        self.optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=ADAM_BETAS, fused=fused)
+        packed = config.packing == "documents"
+        documents = (corpus.train_documents, corpus.validation_documents) if packed else (None, None)
+        self.sampler = BatchSampler(corpus.train, config.batch_size, config.context, config.seed, documents[0])
+        self.validation = validation_batches(corpus.validation, config.batch_size, config.context, documents[1])
         self.step = 0
         self.train_losses: list[float] = []  # [steps]
         self.validation_losses: list[tuple[int, float]] = []  # (step, loss)
@@ -101,9 +106,8 @@ class Training:
         torch.manual_seed((self.config.seed * 1_000_003 + step) * self.layout.ranks + self.layout.rank)
 
     def one_step(self) -> None:
-        rate = learning_rate(self.step, self.config)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = learning_rate(self.step, self.config)
         loss = self._loss(self.sampler.next_batch(torch.device("cpu")), self._replica)
         (value,) = self.layout.sums([loss.item()], self.device)
         if not math.isfinite(value):
@@ -124,18 +128,17 @@ class Training:
         if self.step % self.config.validate_every == 0 or self.step == self.config.steps:
             self.validation_losses.append((self.step, self.validate()))
 
+    @torch.no_grad()
     def validate(self) -> float:
         """Mean loss over the held-out windows, without dropout. Draws no random numbers."""
         self.model.eval()
-        total, count = 0.0, 0
-        with torch.no_grad():
-            for batch in self.validation:
-                predicted = int((batch.targets != NOT_PREDICTED).sum())
-                total += self._loss(batch, self.model).item() * predicted
-                count += predicted
+        counts = [int((batch.targets != NOT_PREDICTED).sum()) for batch in self.validation]
+        losses = [self._loss(batch, self.model).item() for batch in self.validation]
         self.model.train()
-        (total,) = self.layout.sums([total], self.device)
-        return total / count
+        (total,) = self.layout.sums(
+            [sum(loss * count for loss, count in zip(losses, counts, strict=True))], self.device
+        )
+        return total / sum(counts)
 
     def _loss(self, batch: Batch, model: torch.nn.Module) -> Tensor:
         """The mean loss over the targets of a batch; for a rank's part, its sum divided by the number of targets of the whole batch."""
@@ -163,28 +166,37 @@ class Trainer(Training):
 
     def train(self, checkpoint_every: int) -> int:
         """Runs up to the last step. Returns 0, or the number of the signal that stopped it after a saved step."""
-        begin = time.perf_counter() - self.seconds
-        progress = TrainingProgress(self.console, self.config.steps, self.step)
-        with _catch_signals() as stop, progress.bar:
-            while self.step < self.config.steps and not stop:
+        before, first, steps = self.seconds, self.step, self.config.steps
+        begin = time.perf_counter() - before
+        rich = require("rich.progress")
+        columns = [rich.BarColumn(bar_width=24), rich.MofNCompleteColumn(), rich.TextColumn("{task.fields[status]}")]
+        columns += [rich.TimeElapsedColumn(), rich.TextColumn("left"), rich.TimeRemainingColumn()]
+        bar = rich.Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        task = bar.add_task("train", total=steps, completed=first, status="")
+        with _catch_signals() as stop, bar:
+            while self.step < steps and not stop:
                 self.one_step()
                 # A signal may reach one rank a step before another: all stop after the same one.
                 if self.layout.sums([float(bool(stop))], self.device)[0] and not stop:
                     stop.append(signal.SIGTERM)
                 self.validate_when_due()
                 self.seconds = time.perf_counter() - begin
-                if self.step % checkpoint_every == 0 or self.step == self.config.steps or stop:
+                if self.step % checkpoint_every == 0 or self.step == steps or stop:
                     self.save()
-                progress.update(
-                    self.step,
-                    loss=self.train_losses[-1],
-                    validation=self.validation_losses[-1][1] if self.validation_losses else None,
-                    tokens=self.config.batch_size * self.config.context,
-                    peak_bytes=peak_memory_bytes(self.device),
-                )
-        return stop[0] if stop and self.step < self.config.steps else 0
+                status = self._status((self.step - first) / max(self.seconds - before, 1e-9))
+                bar.update(task, completed=self.step, status=status)
+                if not self.console.is_terminal and self.step * LINES // steps != (self.step - 1) * LINES // steps:
+                    self.console.print(f"step {self.step}/{steps}  {status}", highlight=False)
+        return stop[0] if stop and self.step < steps else 0
+
+    def _status(self, steps_per_second: float) -> str:
+        loss = f"loss {statistics.fmean(self.train_losses[-SHOWN_LOSSES:]):.3f}"
+        validated = f"  val {self.validation_losses[-1][1]:.3f}" if self.validation_losses else ""
+        rate = steps_per_second * self.config.batch_size * self.config.context
+        return f"{loss}{validated}  {rate:,.0f} tokens/s  peak {peak_memory_bytes(self.device) / 2**20:,.0f} MiB"
 
     def save(self) -> None:
+        """Writes everything that the next step depends on, and waits until the disk has it."""
         if not self.layout.is_first:
             return
         state = {
@@ -192,60 +204,70 @@ class Trainer(Training):
             "text_sha256": self.corpus.sha256,
             "model": self.model.state_dict(),
             "optimiser": self.optimizer.state_dict(),
-            "random": random_state(self.device),
+            "random": {"cpu": torch.get_rng_state()},
             "ranks": self.layout.ranks,
             "sampler": self.sampler.generator.get_state(),
-            **{
-                name: getattr(self, name)
-                for name in ("step", "seconds", "train_losses", "validation_losses", "max_logits")
-            },
+            "step": self.step,
+            "seconds": self.seconds,
+            **{name: getattr(self, name) for name in LOGS},
         }
-        save_checkpoint(self.checkpoint_path, state)
+        if self.device.type != "cpu":
+            state["random"][self.device.type] = getattr(torch, self.device.type).get_rng_state(self.device)
+        # It serialises in memory first: on a full disk PyTorch's own writer reports only an unexpected file position.
+        serialised = io.BytesIO()
+        torch.save(state, serialised)
+        with atomic_path(self.checkpoint_path) as temporary, open(temporary, "wb") as file:
+            file.write(serialised.getbuffer())
+            file.flush()
+            os.fsync(file.fileno())
 
     def resume(self, *, restart: bool) -> bool:
         """Continues the saved run, if there is one and it is the same run. Returns whether it did."""
-        if restart or not self.checkpoint_path.exists():
+        path = self.checkpoint_path
+        if restart or not path.exists():
             return False
-        state = load_checkpoint(self.checkpoint_path)
         try:
-            state = dict(state)
-            self._check_same_run(state)
+            state = torch.load(path, map_location="cpu", weights_only=True)
+        except Exception as error:  # a damaged file raises any of many unrelated types
+            raise CommandError(
+                f"{path} is not a readable checkpoint ({one_line(error)}); --restart starts over"
+            ) from None
+        try:
+            self._check_same_run(dict(state))
             self._restore(state)
         except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise CommandError(
-                f"{self.checkpoint_path} contains no run of this version of train ({one_line(error)}); --restart starts over"
-            ) from None
+            what = f"no run of this version of train ({one_line(error)})"
+            raise CommandError(f"{path} contains {what}; --restart starts over") from None
         return True
 
     def _check_same_run(self, state: dict[str, Any]) -> None:
-        defaults = {
-            of.name: of.default for of in fields(TrainConfig) if of.default is not MISSING
-        }  # older runs lack them
+        choices = "to resume, --restart to start over, or another --out"
+        # Older runs lack fields that have a default.
+        defaults = {of.name: of.default for of in fields(TrainConfig) if of.default is not MISSING}
         saved, wanted = ({**defaults, **of, **of["model"]} for of in (state["config"], asdict(self.config)))
         different = [name for name in wanted if name != "model" and saved.get(name) != wanted[name]]
         if different:
             changes = ", ".join(f"{name.replace('_', '-')} {saved.get(name)} -> {wanted[name]}" for name in different)
-            raise CommandError(
-                f"{self.checkpoint_path} is of a run with other options ({changes}); give the same options to resume, "
-                "--restart to start over, or another --out"
-            )
+            what = f"{self.checkpoint_path} is of a run with other options ({changes})"
+            raise CommandError(f"{what}; give the same options {choices}")
         if state["text_sha256"] != self.corpus.sha256:
-            raise CommandError(
-                f"{self.checkpoint_path} is of a run on other contents of {self.corpus.name} (SHA-256 {state['text_sha256'][:12]}..., "
-                f"now {self.corpus.sha256[:12]}...); give the same text to resume, --restart to start over, or another --out"
-            )
+            before, now = (f"{of[:12]}..." for of in (state["text_sha256"], self.corpus.sha256))
+            what = f"{self.checkpoint_path} is of a run on other contents of {self.corpus.name} (SHA-256 {before}, now {now})"
+            raise CommandError(f"{what}; give the same text {choices}")
 
     def _restore(self, state: dict[str, Any]) -> None:
         """Restores the state that save() wrote. Anything else raises one of many unrelated types."""
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimiser"])
         self.sampler.generator.set_state(state["sampler"])
-        self.step = int(state["step"])
-        self.seconds = float(state["seconds"])
+        self.step, self.seconds = int(state["step"]), float(state["seconds"])
         self.train_losses = [float(loss) for loss in state["train_losses"]]
         self.validation_losses = [(int(step), float(loss)) for step, loss in state["validation_losses"]]
         self.max_logits = [(int(step), float(logit)) for step, logit in state.get("max_logits", [])]
-        restore_random_state(state["random"], self.device)
+        torch.set_rng_state(state["random"]["cpu"])
+        kind = self.device.type
+        if kind != "cpu" and kind in state["random"]:
+            getattr(torch, kind).set_rng_state(state["random"][kind], self.device)
         if self.layout.ranks > 1 or state.get("ranks", 1) > 1:  # the saved generators belong to one rank of several
             self.seed_for_step(self.step)
 
@@ -257,17 +279,6 @@ def learning_rate(step: int, config: TrainConfig) -> float:
         return config.learning_rate * (step + 1) / warmup
     progress = (step - warmup) / max(1, config.steps - warmup)
     return config.learning_rate * (FINAL_RATE + (1 - FINAL_RATE) * 0.5 * (1 + math.cos(math.pi * progress)))
-
-
-def _make_optimizer(model: GPT, config: TrainConfig, device: torch.device) -> torch.optim.AdamW:
-    """AdamW that decays the matrices, and not norms and sinks."""
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    fused = device.type in ("cpu", "cuda")
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=ADAM_BETAS, fused=fused)
 
 
 @contextlib.contextmanager

@@ -9,17 +9,16 @@ from __future__ import annotations
 import argparse
 import importlib
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from ..console import CommandError, make_console, one_line, positive, require
+from ..devices import choose_device, describe_run, use_threads
 from ..files import make_directory
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from .harness import Context
-    from .result import Result
+from .harness import Context, size_notes
+from .render import print_result, write_json, write_plot
+from .result import Result
 
 WIDTH = 200  # of piped tables, which are wider than those of the benchmarks
 # Every experiment, in the order of `all` and of the report -> what it measures. Each has a module of its name with SIZES,
@@ -57,11 +56,6 @@ def run(arguments: argparse.Namespace) -> int:
     """The exit status is 1 if an experiment failed."""
     require("matplotlib")  # before the measurements, not after them
     progress = require("rich.progress").Progress
-    import torch
-
-    from ..devices import choose_device, use_threads
-    from .harness import Context
-
     use_threads(arguments.threads)
     device = choose_device(arguments.device)
     if device.type == "cuda" and device.index is not None:
@@ -75,7 +69,12 @@ def run(arguments: argparse.Namespace) -> int:
         for name in bar.track(names, description="experiments"):
             context.track = _tracker(bar, name)
             result = run_experiment(name, context)
-            _write(result, out, console)
+            print_result(result, console)
+            try:
+                write_json(result, out / f"{name}.json")
+                write_plot(result, out / f"{name}.png")
+            except OSError as error:
+                raise CommandError(f"--out {out}: cannot write there ({error.strerror})") from None
             failed += [name] if result.error else []
     done = f"results are in {out}; flashattn-ext report {out} makes a page of them"
     console.print(done, highlight=False, markup=False)
@@ -84,12 +83,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def run_experiment(name: str, context: Context, sizes: Any = None) -> Result:
     """Measures one experiment, by default with the sizes for the device. If it raises, the result says so."""
-    import torch
-
-    from ..devices import describe_run
-    from .harness import size_notes
-    from .result import Result
-
     module = importlib.import_module(f".{name}", __package__)
     torch.manual_seed(0)
     if context.on_cuda:
@@ -116,14 +109,3 @@ def _tracker(bar: Any, name: str) -> Callable[[Iterable[Any]], Iterable[Any]]:
             bar.remove_task(task)
 
     return track
-
-
-def _write(result: Result, out: Path, console: Console) -> None:
-    from .render import print_result, write_json, write_plot
-
-    print_result(result, console)
-    try:
-        write_json(result, out / f"{result.name}.json")
-        write_plot(result, out / f"{result.name}.png")
-    except OSError as error:
-        raise CommandError(f"--out {out}: cannot write there ({error.strerror})") from None

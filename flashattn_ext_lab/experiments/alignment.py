@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from .figures import measured, number, quotient
 from .harness import FORWARD, OURS, PASSES, SDPA, Context, Sizes, divided, size_table
-from .result import Plot, Result, cell
+from .result import Plot, Result, cell, measured, number, quotient
 
 RATES = {OURS: "our rate", SDPA: "SDPA rate"}
 LOSSES = {OURS: "our loss", SDPA: "SDPA loss"}

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from .figures import number, of_both_passes
 from .harness import FORWARD, OURS, PASSES, UNFUSED, Context, Sizes, size_table
-from .result import Plot, Result, cell
+from .result import Plot, Result, cell, number, of_both_passes
 
 FULL, CAUSAL = "full", "causal"
 COST, PER_SCORE = "cost of the mask", "cost per visible score"

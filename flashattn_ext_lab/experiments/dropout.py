@@ -11,10 +11,9 @@ from torch import Tensor
 
 from ..model import ATTENTION
 from ..timing import reported
-from .figures import NOT_MEASURED, difference, final_loss, number
 from .harness import OURS, UNFUSED, Context, Measured, Sizes, size_table
-from .result import Cell, Result, cell
-from .small_gpt import Run, curves, final, mean_curve, train, training_note
+from .result import NOT_MEASURED, Cell, Result, cell, difference, final_loss, number
+from .small_gpt import Run, curves, loss_cells, mean_curve, train_all, training_note
 
 MODELS = {OURS: "flashattn", UNFUSED: "unfused"}  # name in this table -> key of ATTENTION
 KEPT_S = 256  # scores per row of the calls that count kept weights
@@ -32,31 +31,29 @@ SIZES = size_table(
 
 def measure(context: Context, sizes: Sizes, result: Result) -> None:
     failures: dict[str, str] = {}
-    runs: dict[tuple[float, str], list[Run]] = {(p, name): [] for p in sizes.p for name in MODELS}
-    for (p, name), seed in context.steps(runs, range(sizes.seeds)):
-        with reported(f"{name} p={p}", failures):
-            runs[p, name].append(train(context, sizes, seed=seed, attention=MODELS[name], softmax="plain", dropout=p))
-    for (p, name), of in runs.items():
+    attentions = {(p, name): MODELS[name] for p in sizes.p for name in MODELS}
+    options = {_label(*of): dict(attention=key, softmax="plain", dropout=of[0]) for of, key in attentions.items()}
+    runs = train_all(context, sizes, failures, options)
+    for (p, name), key in attentions.items():
         kept = mean = None
-        with reported(f"{name} p={p}", failures):
-            kept, mean = weights_kept(context, ATTENTION[MODELS[name]], p)
-        loss, spread = final(of)
+        label = _label(p, name)
+        with reported(label, failures):
+            kept, mean = weights_kept(context, ATTENTION[key], p)
+        of, others = runs[label], runs[_label(p, UNFUSED)] if name == OURS else []
         rises = [after - before for (_, before), (_, after) in itertools.pairwise(mean_curve(of))] if of else []
-        others = runs[p, UNFUSED] if name == OURS else []
         result.add(
             cell("dropout p", p),
             cell("attention", name),
-            cell("final loss", loss, "nats/byte", ".4f"),
-            cell("seed spread", spread, "nats/byte", ".4f"),
+            *loss_cells(of),
             cell(RISE, max(rises, default=None), "nats/byte", ".4f"),
             cell(GAP, gap(of, others) if of and others else None, "nats/byte", ".4f"),
             cell("kept", kept, "%", ".2f"),
             cell("expected", 100 * (1 - p), "%", ".2f"),
             cell("mean weight", mean, "%", ".2f"),
-            Measured({}, failures).remark(f"{name} p={p}"),
+            Measured({}, failures).remark(label),
         )
     result.notes += [training_note(context, sizes), *NOTES]
-    result.plot = curves({f"{name}, p={p}": of for (p, name), of in runs.items()})
+    result.plot = curves(runs)
     for p in filter(None, sizes.p):
         ours, unfused = (number(result.value(RISE, **_at(p, name)), ".4f") for name in MODELS)
         rises = f"largest rise of the loss {ours} with ours, {unfused} unfused, at p={p}"
@@ -83,6 +80,10 @@ def found(result: Result) -> str:
 
     texts = (f"p = {p:g}: {text(p)}" for p in dict.fromkeys(result.column("dropout p")))
     return f"Weights that ours keeps, and its final loss minus that of unfused, nats/byte over the seeds: {'; '.join(texts)}."
+
+
+def _label(p: float, name: str) -> str:
+    return f"{name}, p={p}"
 
 
 def _at(p: Cell, name: str) -> dict[str, Cell]:

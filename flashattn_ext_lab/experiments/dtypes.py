@@ -11,9 +11,8 @@ import flashattn_ext
 from ..bench_contestants import tensors_of
 from ..bench_cuda import largest_error
 from ..timing import reported
-from .figures import NOT_MEASURED, measured, quotient
 from .harness import FORWARD, MATMUL_NOTE, OURS, PASSES, UNFUSED, Context, Inputs, Sizes, size_table
-from .result import Cell, Plot, Result, cell
+from .result import NOT_MEASURED, Cell, Plot, Result, cell, measured, quotient
 
 NAMES = (OURS, UNFUSED)
 FP8 = "fp8"

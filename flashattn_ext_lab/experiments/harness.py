@@ -21,10 +21,10 @@ from ..devices import synchronize
 from ..model import hidden_scores
 from ..timing import Timing
 from ..timing import divided as divided
-from .result import Cell, Column, cell
+from .result import BOTH, Cell, Column, cell
+from .result import FORWARD as FORWARD
+from .result import PASSES as PASSES
 
-FORWARD, BOTH = "forward", "forward+backward"
-PASSES = (FORWARD, BOTH)
 OURS_PLAIN, OURS_CAUSAL, OURS_PACKED = "ours, plain", "ours, causal", "ours, packed"
 BESIDE = {OURS_PLAIN: PLAIN, OURS_CAUSAL: CAUSAL, OURS_PACKED: VARLEN}  # our reference call -> key of Case.beside()
 Changes = Mapping[str, Any]

@@ -9,9 +9,8 @@ from torch import Tensor
 
 import flashattn_ext
 
-from .figures import measured, number, quotient
 from .harness import Context, Sizes, size_table
-from .result import Cell, Plot, Result, cell
+from .result import Cell, Plot, Result, cell, measured, number, quotient
 
 BSHD, BHSD, COPIES = "[B,S,H,D] in place", "[B,H,S,D] in place", "transpose + contiguous"
 RELATIVE = "relative to [B,H,S,D]"

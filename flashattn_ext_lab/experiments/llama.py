@@ -12,10 +12,9 @@ from torch import nn
 from ..bench_cases import DTYPES
 from ..model import ATTENTION, Block, ModelConfig, rotary_table
 from ..timing import reported
-from .figures import measured, number, quotient
 from .harness import OURS, SDPA, UNFUSED, Context, Measured, Sizes, size_table
 from .peak_memory import growth_in_own_process
-from .result import Plot, Result, cell
+from .result import Plot, Result, cell, measured, number, quotient
 
 NAMES = {OURS: "flashattn", UNFUSED: "unfused", SDPA: "sdpa"}  # name in this table -> key of ATTENTION
 LAYER, STEP = "one layer, forward+backward", "training step"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..flex import FLEX
+from ..bench_cases import FLEX
 from ..patterns import PATTERNS
 from ..timing import reported
-from .figures import measured, quotient
 from .harness import FORWARD, MIB, OURS, OURS_CAUSAL, OURS_PACKED, PASSES, SDPA, Context, Sizes, divided, size_table
 from .peak_memory import how_measured, peaks
-from .result import Plot, Result, cell
+from .result import Plot, Result, cell, measured, quotient
 
 SIZES = size_table(
     gpu=dict(B=1, H=16, S=16384, D=128, dtype="bf16"),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from .figures import alone, measured
 from .harness import Context, Measured, Sizes, size_table
-from .result import Plot, Result, cell
+from .result import Plot, Result, alone, cell, measured
 
 LIMIT_S = 5.0  # a product that would take longer is skipped: half precision without hardware support, for example
 SIZES = size_table(

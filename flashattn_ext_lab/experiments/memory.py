@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from .figures import number, of_passes
 from .harness import BOTH, MIB, OURS, PASSES, UNFUSED, Context, Measured, Sizes, divided, size_table
 from .peak_memory import how_measured, peaks
-from .result import Plot, Result, cell
+from .result import Plot, Result, cell, number, of_passes
 
 NAMES = (OURS, UNFUSED)
 SIZES = size_table(

@@ -18,9 +18,8 @@ from torch.profiler import profile as torch_profile
 
 from ..devices import synchronize
 from ..timing import reported
-from .figures import number
 from .harness import FORWARD, OURS, UNFUSED, Context, Sizes, size_table
-from .result import Plot, Result, cell
+from .result import Plot, Result, cell, number
 
 NAMES = (OURS, UNFUSED)
 WARM_UP, CALLS = 2, 5

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MARKED_POINTS = 12  # curves with more points are drawn without markers
-DASHES = ("-", "--", ":", "-.")
 UPRIGHT_GROUPS = 6  # with more groups of bars their names are slanted
 
 
@@ -70,11 +69,10 @@ def write_plot(result: Result, path: Path) -> None:
 
 
 def _draw_lines(axes: Any, plot: Plot) -> None:
-    styles = _line_styles(plot)
     for label, points in plot.series.items():
         if points:
             marker = "o" if len(points) <= MARKED_POINTS else None
-            [curve] = axes.plot(*zip(*points, strict=True), marker=marker, label=label, **styles.get(label, {}))
+            [curve] = axes.plot(*zip(*points, strict=True), marker=marker, label=label)
             if plot.bands.get(label):
                 area = zip(*plot.bands[label], strict=True)
                 axes.fill_between(*area, color=curve.get_color(), alpha=0.2, linewidth=0)
@@ -86,18 +84,6 @@ def _draw_lines(axes: Any, plot: Plot) -> None:
         axes.set_xscale("log", base=2)
         ticks = sorted({x for points in plot.series.values() for x, _ in points})
         axes.set_xticks(ticks, [str(x) for x in ticks])
-
-
-def _line_styles(plot: Plot) -> dict[str, dict[str, str]]:
-    """Curves labelled "who, what": each "who" has a color, each "what" a dash style. Other curves have a color each."""
-    parts = {label: label.split(", ") for label in plot.series}
-    if plot.bands or any(len(part) != 2 for part in parts.values()):
-        return {}
-    who, what = (list(dict.fromkeys(part[index] for part in parts.values())) for index in (0, 1))
-    return {
-        label: {"color": f"C{who.index(a)}", "linestyle": DASHES[what.index(b) % len(DASHES)]}
-        for label, (a, b) in parts.items()
-    }
 
 
 def _draw_bars(axes: Any, plot: Plot) -> None:

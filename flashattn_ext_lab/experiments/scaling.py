@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from .figures import of_both_passes, of_passes
 from .harness import MATMUL_NOTE, OURS, PASSES, SDPA, UNFUSED, Context, Sizes, size_table
-from .result import Plot, Result, cell
+from .result import Plot, Result, cell, of_both_passes, of_passes
 
 NAMES = (OURS, UNFUSED, SDPA)
 SIZES = size_table(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..flex import FLEX
+from ..bench_cases import FLEX
 from ..score_options import RELATIVE_REACH, SOFTCAP
 from ..timing import reported
-from .figures import of_both_passes
 from .harness import BOTH, FORWARD, MIB, OURS, OURS_PLAIN, PASSES, UNFUSED, Context, Sizes, size_table
 from .peak_memory import how_measured, peaks
-from .result import Plot, Result, cell
+from .result import Plot, Result, cell, of_both_passes
 
 OPTIONS = ("softcap", "relative bias")
 COST = "cost of the option"

@@ -4,10 +4,9 @@ along the way.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +14,10 @@ import torch
 
 from ..data import Corpus, load_corpus
 from ..model import GPT, ModelConfig
+from ..timing import reported
 from ..trainer import TrainConfig, Training
 from .harness import Context, Sizes
-from .result import Plot
+from .result import Cell, Column, Plot, cell
 
 VALIDATION_WINDOWS = 64
 Curve = list[tuple[int, float]]  # (step, loss in nats per byte)
@@ -37,7 +37,18 @@ def corpus_of(context: int) -> Corpus:
     return replace(corpus, validation=corpus.validation[: VALIDATION_WINDOWS * context + 1])
 
 
-def train(context: Context, sizes: Sizes, *, seed: int, attention: str, softmax: str, dropout: float) -> Run:
+def train_all(
+    context: Context, sizes: Sizes, failures: dict[str, str], options: Mapping[str, dict[str, Any]]
+) -> dict[str, list[Run]]:
+    """Trains with each of the options, once for each seed; `failures` receives the reasons of the others."""
+    runs: dict[str, list[Run]] = {label: [] for label in options}
+    for label, seed in context.steps(options, range(sizes.seeds)):
+        with reported(label, failures):
+            runs[label].append(_train(context, sizes, seed, **options[label]))
+    return runs
+
+
+def _train(context: Context, sizes: Sizes, seed: int, attention: str, softmax: str, dropout: float) -> Run:
     """The same seed means the same initial weights and batches, whatever the attention."""
     model = ModelConfig(sizes.layers, sizes.width, sizes.heads, sizes.heads, dropout, softmax, attention)
     dtype, every = "float32" if context.on_cpu else "bfloat16", max(1, sizes.steps // sizes.validations)
@@ -45,23 +56,16 @@ def train(context: Context, sizes: Sizes, *, seed: int, attention: str, softmax:
         model=model, text=None, context=sizes.context, dtype=dtype, seed=seed, steps=sizes.steps, batch_size=sizes.batch,
         learning_rate=4e-3, warmup=0.05, weight_decay=0.1, clip=1.0, validate_every=every,
     )  # fmt: skip
-    with _one_cpu_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # with a model this small, several threads take longer: they wait for each other
+    try:
         training = Training(config, corpus_of(sizes.context), context.device)
         for _ in context.track(range(sizes.steps)):
             training.one_step()
             training.validate_when_due()
-    return Run(training.validation_losses, training.model)
-
-
-@contextlib.contextmanager
-def _one_cpu_thread() -> Iterator[None]:
-    """With a model this small, several threads take longer than one, because they wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
     finally:
         torch.set_num_threads(threads)
+    return Run(training.validation_losses, training.model)
 
 
 def training_note(context: Context, sizes: Sizes) -> str:
@@ -76,29 +80,24 @@ def training_note(context: Context, sizes: Sizes) -> str:
 
 
 def mean_curve(runs: Sequence[Run]) -> Curve:
-    return [(points[0][0], statistics.fmean(loss for _, loss in points)) for points in _by_step(runs)]
+    return [(step, statistics.fmean(losses)) for step, losses in _by_step(runs)]
 
 
-def band(runs: Sequence[Run]) -> list[tuple[int, float, float]]:
-    """The smallest and the largest loss of the seeds at every step."""
-    return [
-        (points[0][0], min(loss for _, loss in points), max(loss for _, loss in points)) for points in _by_step(runs)
-    ]
+def _by_step(runs: Sequence[Run]) -> list[tuple[int, list[float]]]:
+    """The losses of the seeds at every step."""
+    points = zip(*(run.losses for run in runs), strict=True)
+    return [(of[0][0], [loss for _, loss in of]) for of in points]
 
 
-def _by_step(runs: Sequence[Run]) -> Iterable[tuple[tuple[int, float], ...]]:
-    return zip(*(run.losses for run in runs), strict=True)
-
-
-def final(runs: Sequence[Run]) -> tuple[float | None, float | None]:
+def loss_cells(runs: Sequence[Run]) -> list[tuple[Column, Cell]]:
     """The mean of the final losses, and the distance between the best and the worst seed."""
-    if not runs:
-        return None, None
-    _, low, high = band(runs)[-1]
-    return mean_curve(runs)[-1][1], high - low
+    losses = _by_step(runs)[-1][1] if runs else []
+    mean, spread = (statistics.fmean(losses), max(losses) - min(losses)) if losses else (None, None)
+    return [cell("final loss", mean, "nats/byte", ".4f"), cell("seed spread", spread, "nats/byte", ".4f")]
 
 
 def curves(runs: Mapping[str, Sequence[Run]]) -> Plot:
-    trained: dict[str, Any] = {label: of for label, of in runs.items() if of}
-    series, bands = ({label: make(of) for label, of in trained.items()} for make in (mean_curve, band))
+    trained = {label: of for label, of in runs.items() if of}
+    bands = {label: [(at, min(losses), max(losses)) for at, losses in _by_step(of)] for label, of in trained.items()}
+    series: dict[str, Any] = {label: mean_curve(of) for label, of in trained.items()}
     return Plot("line", "step", "nats/byte, mean and range of the seeds", series, bands=bands)

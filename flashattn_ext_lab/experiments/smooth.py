@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 from collections.abc import Callable
@@ -11,11 +12,9 @@ from torch import Tensor
 
 from ..data import validation_batches
 from ..model import GPT, Attention
-from ..timing import reported
-from .figures import difference, final_loss, number
 from .harness import Context, Measured, Sizes, size_table
-from .result import Result, cell
-from .small_gpt import Curve, Run, corpus_of, curves, final, mean_curve, train, training_note
+from .result import Result, cell, difference, final_loss, number
+from .small_gpt import Curve, corpus_of, curves, loss_cells, mean_curve, train_all, training_note
 
 PLAIN, SMOOTH, SINK = "plain", "smooth", "sink"  # keys of SOFTMAX
 STEPS, RELATIVE = "steps to plain's loss", "of plain's steps"
@@ -30,21 +29,17 @@ SIZES = size_table(  # three times the bytes of the text, as in the article thre
 
 def measure(context: Context, sizes: Sizes, result: Result) -> None:
     failures: dict[str, str] = {}
-    runs: dict[str, list[Run]] = {name: [] for name in (PLAIN, SMOOTH, SINK)}
-    for name, seed in context.steps(runs, range(sizes.seeds)):
-        with reported(name, failures):
-            runs[name].append(train(context, sizes, seed=seed, attention="flashattn", softmax=name, dropout=0.0))
-    target = final(runs[PLAIN])[0]
+    options = {name: dict(attention="flashattn", softmax=name, dropout=0.0) for name in (PLAIN, SMOOTH, SINK)}
+    runs = train_all(context, sizes, failures, options)
+    target = mean_curve(runs[PLAIN])[-1][1] if runs[PLAIN] else None
     [batch, *_] = validation_batches(corpus_of(sizes.context).validation, sizes.batch, sizes.context)
     for name, of in runs.items():
-        loss, spread = final(of)
         steps = steps_to(mean_curve(of), target) if of and target is not None else None
         masses = [attention_mass(run.model, batch.tokens.to(context.device)) for run in of]
         first, none = (statistics.fmean(values) for values in zip(*masses, strict=True)) if of else (None, None)
         result.add(
             cell("softmax", name),
-            cell("final loss", loss, "nats/byte", ".4f"),
-            cell("seed spread", spread, "nats/byte", ".4f"),
+            *loss_cells(of),
             cell(STEPS, steps, "steps", ".0f"),
             cell(RELATIVE, steps and steps / sizes.steps, "%", ".0f", 100),
             cell("on first token", first, "%", ".2f", 100),
@@ -64,9 +59,8 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         taken = result.value(RELATIVE, softmax=name)
         unreached = taken is None and result.value("final loss", softmax=name) is not None
         text = f"not reached in {sizes.steps} steps" if unreached else number(taken, ".0f", " %")
-        result.compare(
-            f"steps of {name} to the loss that plain softmax ends with", "67 % (2 epochs instead of 3)", text
-        )
+        what = f"steps of {name} to the loss that plain softmax ends with"
+        result.compare(what, "67 % (2 epochs instead of 3)", text)
 
 
 def found(result: Result) -> str:
@@ -91,21 +85,18 @@ def attention_mass(model: GPT, tokens: Tensor) -> tuple[float, float]:
     Measured by attention itself, with values that are 1 for the first token only, and 1 for every token.
     """
     seen: list[Tensor] = []
-
-    def observed(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def observe_and_attend(q: Tensor, k: Tensor, v: Tensor, *options: object) -> Tensor:
-            marks = torch.ones_like(v[..., :2])
-            marks[:, 1:, :, 0] = 0
-            seen.append(attend(q, k, marks, *options)[:, FIRST_QUERY:].float().mean((0, 1, 2)))
-            return attend(q, k, v, *options)
-
-        return observe_and_attend
-
     layers = [module for module in model.modules() if isinstance(module, Attention)]
     originals = [layer.attend for layer in layers]
+
+    def observe_and_attend(attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, *options: object) -> Tensor:
+        marks = torch.ones_like(v[..., :2])
+        marks[:, 1:, :, 0] = 0
+        seen.append(attend(q, k, marks, *options)[:, FIRST_QUERY:].float().mean((0, 1, 2)))
+        return attend(q, k, v, *options)
+
     try:
         for layer in layers:
-            layer.attend = observed(layer.attend)
+            layer.attend = functools.partial(observe_and_attend, layer.attend)
         model.eval()
         with torch.no_grad():
             model(tokens)

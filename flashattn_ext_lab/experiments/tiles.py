@@ -7,9 +7,8 @@ import flashattn_ext
 from ..bench_cases import Case
 from ..bench_cuda import running_backend
 from ..bench_tune import Job, cpu_tiles, cuda_tiles_of, load_builds, measure_job
-from .figures import NOT_MEASURED, Figure, measured, quotient
 from .harness import OURS, Context, Sizes, divided, size_table
-from .result import Plot, Result, cell
+from .result import NOT_MEASURED, Figure, Plot, Result, cell, measured, quotient
 
 TILE, TO_DEFAULT = "queries x keys", "time to default"
 SIZES = size_table(

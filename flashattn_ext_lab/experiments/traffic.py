@@ -15,9 +15,8 @@ import flashattn_ext
 
 from ..bench_cases import DTYPES
 from ..timing import reported
-from .figures import NOT_MEASURED, number
 from .harness import MIB, OURS, UNFUSED, Context, Sizes, size_table
-from .result import Plot, Result, cell
+from .result import NOT_MEASURED, Plot, Result, cell, number
 
 NAMES = (OURS, UNFUSED)
 WAYS = ("read", "written")

@@ -23,7 +23,6 @@ from flashattn_ext_lab import (
     bench_cases,
     bench_contestants,
     bench_cuda,
-    bench_cuda_tables,
     patterns,
     timing,
 )
@@ -40,10 +39,10 @@ PACKED = Case(3, 4, 4, 90, 16, True, "fp32", set="packed", lengths=(40, 90, 25))
 def a_row(**ms: float) -> dict:
     timings = {name: Timing(value / 1e3, value / 2e3, value / 1e3, 3) for name, value in ms.items()}
     memory = {name: 1 << 20 for name in ms}
-    return bench_cuda_tables.row(TINY, [OURS, FA2, MATH], timings, memory, {OURS: 0.5}, {MATH: "RuntimeError: no"})
+    return bench_cuda.row(TINY, [OURS, FA2, MATH], timings, memory, {OURS: 0.5}, {MATH: "RuntimeError: no"})
 
 
-def cells_of(columns: bench_cuda_tables.Columns, row: dict[str, Any]) -> list[str]:
+def cells_of(columns: bench_cuda.Columns, row: dict[str, Any]) -> list[str]:
     return [text(row) for text in columns.values()]
 
 
@@ -258,8 +257,8 @@ def test_rows_without_a_pause_have_a_table(on_cpu: None, monkeypatch: pytest.Mon
     row = bench_cuda.measure_case(TINY, [OURS, MATH], quick=True, sustained=True)
     steady = row["sustained"]
     assert steady["ratio_best"] == pytest.approx(steady["ms"][MATH] / steady["ms"][OURS])
-    [shown] = bench_cuda_tables.sustained_rows([row, a_row(ours=1.0)])
-    cells = cells_of(bench_cuda_tables.speed_columns([OURS, MATH], ["to best"]), shown)
+    [shown] = bench_cuda.sustained_rows([row, a_row(ours=1.0)])
+    cells = cells_of(bench_cuda.speed_columns([OURS, MATH], ["to best"]), shown)
     assert cells[-1] == f"{steady['ratio_best']:.2f}x" and cells[-2].startswith(f"{steady['ms'][MATH]:.3f} / ")
 
 
@@ -278,7 +277,7 @@ def test_packed_sequences_measured_on_the_cpu(on_cpu: None, causal: bool, backwa
     assert dense["shape"] == case.dense().shape == "2x4x72x16"
     assert dense["ratio"] == pytest.approx(row["tflops"][OURS] / dense["tflops"])
     assert json.loads(json.dumps(row)) == row
-    assert cells_of(bench_cuda_tables.speed_columns([OURS]), row)[1] == "3x4x25-90x16"
+    assert cells_of(bench_cuda.speed_columns([OURS]), row)[1] == "3x4x25-90x16"
 
 
 def test_dense_failing_is_reported_and_leaves_the_rest(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +289,7 @@ def test_dense_failing_is_reported_and_leaves_the_rest(on_cpu: None, monkeypatch
     monkeypatch.setattr(bench_contestants, "ours", ours)
     row = bench_cuda.measure_case(PACKED, [OURS], quick=True)
     assert row["ms"][OURS] > 0 and row["beside"] == {DENSE: None}
-    assert bench_cuda_tables.notes([row]) == [
+    assert bench_cuda.notes([row]) == [
         f"packed 3x4x25-90x16 fp32 causal forward: {DENSE}: RuntimeError: no dense today"
     ]
 
@@ -309,7 +308,7 @@ def test_ours_failing_leaves_the_peers(on_cpu: None, monkeypatch: pytest.MonkeyP
     row = bench_cuda.measure_case(TINY, [OURS, FA2], quick=False)
     assert row["ms"][OURS] is None and row["ms"][FA2] > 0 and row["ratio_best"] is None
     assert row["max_error"][FA2] > 0
-    assert bench_cuda_tables.notes([row]) == [
+    assert bench_cuda.notes([row]) == [
         "tiny 2x4x64x16 fp32 causal forward: ours: NotImplementedError: backend 'cuda-none': not yet"
     ]
 
@@ -353,7 +352,7 @@ def test_cells_show_what_was_measured() -> None:
     row, names = a_row(ours=2.0, fa2=3.0), [OURS, FA2, MATH]
     about = ["tiny", "2x4x64x16", "fp32", "causal", "forward"]
     ratios = ["to best", "to fa2", "to dense", "spread"]
-    speed, memory = bench_cuda_tables.speed_columns(names, ratios), bench_cuda_tables.memory_columns(names)
+    speed, memory = bench_cuda.speed_columns(names, ratios), bench_cuda.memory_columns(names)
     assert cells_of(speed, row) == [*about, "2.000 / 0.0", "3.000 / 0.0", "-", "1.50x", "1.50x", "-", "50%"]
     assert cells_of(memory, row) == [*about, "1.0 / 5.0e-01", "1.0 / -", "-"]
     assert cells_of(speed, a_row())[5:] == ["-"] * 7

@@ -13,10 +13,9 @@ pytest.importorskip("rich")
 
 from torch.nn.attention.flex_attention import create_mask
 
-from flashattn_ext_lab import bench_contestants, bench_cuda, bench_cuda_tables, flex
-from flashattn_ext_lab.bench_cases import CAUSAL, FA3, FA4, FLASH_ATTN, MATH, OURS, PLAIN, SETS, VARLEN, Case
+from flashattn_ext_lab import bench_contestants, bench_cuda
+from flashattn_ext_lab.bench_cases import CAUSAL, FA3, FA4, FLASH_ATTN, FLEX, MATH, OURS, PLAIN, SETS, VARLEN, Case
 from flashattn_ext_lab.bench_contestants import BLOCK_MASK, TABLES
-from flashattn_ext_lab.flex import FLEX
 from flashattn_ext_lab.patterns import PATTERNS, document_lengths
 from flashattn_ext_lab.score_options import SCORE_OPTIONS
 
@@ -30,7 +29,7 @@ ROWS = {
 @pytest.fixture(autouse=True)
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention in plain PyTorch, which needs no compiler."""
-    monkeypatch.setattr(flex, "compiled", lambda function: function)
+    monkeypatch.setattr(bench_contestants, "compiled", lambda function: function)
     bench_contestants.extras.cache_clear()
 
 
@@ -142,9 +141,7 @@ def test_a_failing_table_is_reported(on_cpu: None, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(bench_cuda, "preparations", bench_contestants.preparations)
     row = bench_cuda.measure_case(ROWS["prefix"], [OURS], quick=True)
     assert row["ms"][OURS] > 0 and row["preparation"]["tables_ms"] is None
-    assert bench_cuda_tables.notes([row]) == [
-        f"tiny 1x4x256x16 fp32 prefix forward: {TABLES}: RuntimeError: no tables today"
-    ]
+    assert bench_cuda.notes([row]) == [f"tiny 1x4x256x16 fp32 prefix forward: {TABLES}: RuntimeError: no tables today"]
 
 
 def test_the_reference_is_skipped_where_it_exceeds_the_memory() -> None:
@@ -160,7 +157,7 @@ def test_tables_show_what_their_rows_have(on_cpu: None, capsys: pytest.CaptureFi
     def shown(case: Case, names: list[str]) -> str:
         rows = [bench_cuda.measure_case(case, names, quick=True)]
         about = {"machine": "a GPU", "backend": "none", "torch": "2", "cuda": "12", "cudnn": 9}
-        bench_cuda_tables.show({**about, "contestants": names, "rows": rows}, markdown=True)
+        bench_cuda.show({**about, "contestants": names, "rows": rows}, markdown=True)
         return capsys.readouterr().out
 
     text = shown(ROWS["documents"], [OURS, MATH, FLEX])

@@ -18,12 +18,12 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from flashattn_ext_lab import bench_contestants, bench_tune, flex, private_build
-from flashattn_ext_lab.experiments import EXPERIMENTS, figures, run_experiment
+from flashattn_ext_lab import bench_contestants, bench_tune, private_build
+from flashattn_ext_lab.experiments import EXPERIMENTS, run_experiment
 from flashattn_ext_lab.experiments import harness as shared
 from flashattn_ext_lab.experiments.harness import Context, Inputs, Sizes
 from flashattn_ext_lab.experiments.peak_memory import growth_in_own_process, make_call
-from flashattn_ext_lab.experiments.result import Column, Result
+from flashattn_ext_lab.experiments.result import NOT_MEASURED, Column, Result
 from flashattn_ext_lab.patterns import PATTERNS
 from flashattn_ext_lab.private_build import PrivateBuild
 
@@ -80,7 +80,7 @@ def test_every_size_has_a_row(results: dict[str, Result], name: str, rows: int) 
 def test_figures_of_the_article(results: dict[str, Result], name: str) -> None:
     comparisons = results[name].comparisons
     assert comparisons and all(comparison.article and comparison.ours for comparison in comparisons)
-    unmeasured = [comparison.what for comparison in comparisons if comparison.ours == figures.NOT_MEASURED]
+    unmeasured = [comparison.what for comparison in comparisons if comparison.ours == NOT_MEASURED]
     assert unmeasured == (["memory saved at S=8192"] if name == "memory" else [])
 
 
@@ -152,17 +152,17 @@ def cpu_inputs(B: int, H: int, S: int, D: int) -> Inputs:
 
 def _for(name: str, inputs: Inputs) -> Inputs:
     """On the CPU FlexAttention does not accept inputs that require gradients."""
-    return Inputs(*(t.detach() for t in inputs)) if name == flex.FLEX else inputs
+    return Inputs(*(t.detach() for t in inputs)) if name == bench_contestants.FLEX else inputs
 
 
 @pytest.mark.parametrize("direction", shared.PASSES)
 def test_scores_of_all_attentions_agree(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of the relative bias too."""
     scores = module_of("scores")
-    monkeypatch.setattr(flex, "compiled", lambda function: function)
+    monkeypatch.setattr(bench_contestants, "compiled", lambda function: function)
     inputs = cpu_inputs(1, 2, 160, 16)
     for option in scores.OPTIONS:
-        names = [shared.OURS, shared.UNFUSED, *([flex.FLEX] if direction == shared.FORWARD else [])]
+        names = [shared.OURS, shared.UNFUSED, *([bench_contestants.FLEX] if direction == shared.FORWARD else [])]
         found = []
         for name in names:
             torch.manual_seed(0)
@@ -178,11 +178,11 @@ def test_scores_of_all_attentions_agree(direction: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_masks_of_all_attentions_agree(pattern: str, direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"causal": PATTERNS[pattern].causal, "pattern": pattern}
-    monkeypatch.setattr(flex, "compiled", lambda function: function)
+    monkeypatch.setattr(bench_contestants, "compiled", lambda function: function)
     inputs = cpu_inputs(1, 2, 256, 16)
     expected = inputs.call(shared.SDPA, direction, **options)()
     names = [shared.OURS, *([shared.OURS_PACKED] if PATTERNS[pattern].lengths else [])]
-    names += [flex.FLEX] if direction == shared.FORWARD else []
+    names += [bench_contestants.FLEX] if direction == shared.FORWARD else []
     for name in names:
         found = _for(name, inputs).call(name, direction, **options)()
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -194,7 +194,7 @@ def test_masks_of_all_attentions_agree(pattern: str, direction: str, monkeypatch
         ((3.0, 2.0), "b, measured"),
         ((2.1, 2.0), "b, measured, but a is no slower than the spread of the calls"),
         ((2.0, 2.1), "a, measured"),
-        ((None, None), figures.NOT_MEASURED),
+        ((None, None), NOT_MEASURED),
     ],
 )
 def test_fastest_tile(times: tuple[float | None, float | None], text: str) -> None:
@@ -436,7 +436,7 @@ def test_one_attention_that_fails_leaves_the_others(small: None, monkeypatch: py
     assert set(result.column("remark")) == {"unfused: OutOfMemoryError: 16 GiB"}
     assert set(result.column("unfused")) == set(result.column("to unfused")) == {None}
     assert all(ms > 0 for name in ("ours", "torch SDPA") for ms in result.column(name))
-    assert [comparison.ours for comparison in result.comparisons] == [figures.NOT_MEASURED] * 2
+    assert [comparison.ours for comparison in result.comparisons] == [NOT_MEASURED] * 2
     json.dumps(result.to_json(), allow_nan=False)
 
 

@@ -14,9 +14,17 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from flashattn_ext_lab.experiments import EXPERIMENTS, run_experiment
-from flashattn_ext_lab.experiments.figures import NOT_MEASURED, Figure, alone, difference, measured, quotient
 from flashattn_ext_lab.experiments.harness import Context
-from flashattn_ext_lab.experiments.result import Column, Result
+from flashattn_ext_lab.experiments.result import (
+    NOT_MEASURED,
+    Column,
+    Figure,
+    Result,
+    alone,
+    difference,
+    measured,
+    quotient,
+)
 
 TIMED = set(EXPERIMENTS) - {"memory", "traffic", "profile"}  # the others count instead
 
