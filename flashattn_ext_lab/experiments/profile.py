@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,12 +27,10 @@ GPU_WORK = {"kernel", "gpu_memcpy", "gpu_memset"}
 # CPU operators that only create tensors or views, or only call other operators. Every other outermost operator counts as
 # one kernel, with all operators that it calls.
 NO_KERNELS = {
-    *("aten::alias", "aten::as_strided", "aten::detach", "aten::empty", "aten::empty_like", "aten::empty_strided"),
-    *("aten::expand", "aten::permute", "aten::reshape", "aten::_reshape_alias", "aten::resize_", "aten::resolve_conj"),
-    *("aten::resolve_neg", "aten::select", "aten::slice", "aten::squeeze", "aten::t", "aten::transpose"),
-    *("aten::unsqueeze", "aten::_unsafe_view", "aten::view"),
-    *("aten::contiguous", "aten::matmul", "aten::softmax", "aten::to"),
-}
+    "alias", "as_strided", "detach", "empty", "empty_like", "empty_strided", "expand", "permute", "reshape", "_reshape_alias", "resize_",
+    "resolve_conj", "resolve_neg", "select", "slice", "squeeze", "t", "transpose", "unsqueeze", "_unsafe_view", "view", "contiguous",
+    "matmul", "softmax", "to",
+}  # fmt: skip
 SIZES = size_table(
     gpu=dict(B=32, H=16, S=4096, D=128, dtype="fp16"),
     gpu_quick=dict(B=4, S=2048),
@@ -68,7 +65,6 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
             cell("attention", name),
             cell("kernels", len(works) or None),
             cell("whole call", whole, "us", ".1f"),
-            cell("busy", whole and whole - idle, "us", ".1f"),
             cell("gaps", whole and idle / whole, "%", ".2f", 100),
             cell("which", ", ".join(f"{count} x {kernel}" if count > 1 else kernel for kernel, count in which.items())),
             cell("trace", file_name if works else ""),
@@ -97,28 +93,20 @@ def record(device: torch.device, call: Callable[[], object], path: Path) -> None
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     call()
     synchronize(device)
-    steps = schedule(wait=0, warmup=WARM_UP, active=CALLS, repeat=1)
-    write = lambda profiler: profiler.export_chrome_trace(str(path))  # noqa: E731
-    with (
-        _quiet_standard_error(),
-        torch_profile(activities=activities, schedule=steps, on_trace_ready=write) as profiler,
-    ):
-        for _ in range(WARM_UP + CALLS):
-            with record_function(CALL):
-                call()
-                synchronize(device)
-            profiler.step()
-
-
-@contextlib.contextmanager
-def _quiet_standard_error() -> Iterator[None]:
-    """The profiler library of some builds of torch announces every start and stop there, bypassing Python."""
+    # The profiler library of some builds of torch announces every start and stop on standard error, bypassing Python.
     sys.stderr.flush()
     saved = os.dup(2)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
     try:
-        yield
+        steps = schedule(wait=0, warmup=WARM_UP, active=CALLS, repeat=1)
+        with torch_profile(activities=activities, schedule=steps) as profiler:
+            profiler.on_trace_ready = lambda profiler: profiler.export_chrome_trace(str(path))
+            for _ in range(WARM_UP + CALLS):
+                with record_function(CALL):
+                    call()
+                    synchronize(device)
+                profiler.step()
     finally:
         os.dup2(saved, 2)
         os.close(saved)
@@ -130,7 +118,7 @@ def calls_in(trace: dict[str, Any], *, on_cpu: bool) -> list[list[Work]]:
     marks = [event for event in events if event.get("cat") == "user_annotation" and event["name"] == CALL]
     if on_cpu:
         operators = [event for event in events if event.get("cat") == "cpu_op" and "::" in event["name"]]
-        chosen = [event for event in operators if event["name"] not in NO_KERNELS]
+        chosen = [event for event in operators if event["name"].removeprefix("aten::") not in NO_KERNELS]
     else:
         chosen = [event for event in events if event.get("cat") in GPU_WORK]
     works = sorted(Work(event["ts"], event["ts"] + event["dur"], event["name"]) for event in chosen)

@@ -11,11 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 import flashattn_ext
 
 from ..bench_cases import DTYPES
 from ..timing import reported
-from .harness import MIB, OURS, UNFUSED, Context, Sizes, size_table
+from .harness import FORWARD, MIB, OURS, UNFUSED, Context, Inputs, Sizes, size_table
 from .result import NOT_MEASURED, Plot, Result, cell, number
 
 NAMES = (OURS, UNFUSED)
@@ -65,19 +67,14 @@ def _add_rows(context: Context, sizes: Sizes, source: str, result: Result) -> No
     with reported(source, failures):
         counted = {name: SOURCES[source](context, sizes, name) for name in NAMES}
     for name in NAMES if counted else ("",):
-        of, unfused = counted.get(name), counted.get(UNFUSED)
-        saves = name == OURS and unfused is not None
+        of, unfused = counted.get(name), counted.get(UNFUSED) if name == OURS else None
+        saved = {what: 1 - getattr(of, what) / getattr(unfused, what) if unfused else None for what in WAYS}
         result.add(
             cell("source", source),
             cell("attention", name or None),
             cell("kernels", of and of.kernels),
             *(cell(what, of and getattr(of, what), "MiB", ".1f", 1 / MIB) for what in WAYS),
-            *(
-                cell(
-                    f"{what} saved", 1 - getattr(of, what) / getattr(unfused, what) if saves else None, "%", ".1f", 100
-                )
-                for what in WAYS
-            ),
+            *(cell(f"{what} saved", saved[what], "%", ".1f", 100) for what in WAYS),
             cell("remark", failures.get(source, "")),
         )
 
@@ -105,48 +102,57 @@ def model(context: Context, sizes: Sizes, name: str) -> Traffic:
             (scores + tensor, tensor),  # times v
         ],
     }[name]
-    return Traffic(sum(read for read, _ in kernels), sum(written for _, written in kernels), len(kernels))
+    read, written = map(sum, zip(*kernels, strict=True))
+    return Traffic(read, written, len(kernels))
 
 
 def gpu_counters(context: Context, sizes: Sizes, name: str) -> Traffic:
-    if not context.on_cuda:
-        raise NotImplementedError(f"only CUDA has GPU counters, this ran on {context.device.type}")
-    shape = (sizes.B, sizes.H, sizes.S, sizes.D, sizes.dtype)
-    return count_with_nsight([sys.executable, "-m", f"{__package__}.one_call", name, *map(str, shape)])
-
-
-SOURCES: dict[str, Callable[[Context, Sizes, str], Traffic]] = {"model": model, "GPU counters": gpu_counters}
-
-
-def count_with_nsight(call: list[str]) -> Traffic:
-    """Runs a command under Nsight Compute and adds up the kernels between its cudaProfilerStart and cudaProfilerStop.
+    """Runs main() under Nsight Compute and adds up the kernels between its cudaProfilerStart and cudaProfilerStop.
 
     Clocks are not locked: they do not change the bytes, and the machine may have other users.
     """
+    if not context.on_cuda:
+        raise NotImplementedError(f"only CUDA has GPU counters, this ran on {context.device.type}")
     from torch.utils.cpp_extension import CUDA_HOME
 
     ncu = shutil.which("ncu") or (CUDA_HOME and shutil.which("ncu", path=str(Path(CUDA_HOME, "bin"))))
     if not ncu:
         raise FileNotFoundError("ncu was not found; install Nsight Compute, which comes with the CUDA toolkit")
+    given = map(str, (sizes.B, sizes.H, sizes.S, sizes.D, sizes.dtype))
+    command = [ncu, *NSIGHT.split(), sys.executable, "-m", __name__, name, *given]
     roots = [str(Path(package).parents[count]) for package, count in ((flashattn_ext.__file__, 1), (__file__, 2))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, *sys.path[1:]])}  # the same packages
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": PROFILER_LIMIT_S, "env": environment}
-    done = subprocess.run([ncu, *NSIGHT.split(), *call], check=False, **options)
+    done = subprocess.run(command, check=False, **options)
     lines = [*done.stdout.splitlines(), *done.stderr.splitlines()]
     problem = next((line.removeprefix("==ERROR==").strip() for line in lines if line.startswith("==ERROR==")), "")
     if problem or done.returncode:
         raise RuntimeError(f"ncu: {problem or (lines or ['it failed without a message'])[-1]}")
-    return parse_nsight(done.stdout)
-
-
-def parse_nsight(output: str) -> Traffic:
-    """The table that ncu prints: names, units, and a row for each kernel."""
-    table = list(csv.reader(line for line in output.splitlines() if line.startswith('"')))
-    if len(table) < 3:
+    # It prints names, units, and a row for each kernel.
+    table = list(csv.DictReader(line for line in done.stdout.splitlines() if line.startswith('"')))
+    if len(table) < 2:
         raise RuntimeError("ncu saw no kernel")
-    header, units, *kernels = table
-    at = [header.index(metric) for metric in METRICS]
-    if {units[index] for index in at} != {"byte"}:
-        raise RuntimeError(f"ncu counts in {units[at[0]]}, expected byte")
-    read, written = (sum(int(float(row[index].replace(",", ""))) for row in kernels) for index in at)
+    units, *kernels = table
+    if wrong := {units[metric] for metric in METRICS} - {"byte"}:
+        raise RuntimeError(f"ncu counts in {', '.join(wrong)}, expected byte")
+    read, written = (sum(int(float(row[metric].replace(",", ""))) for row in kernels) for metric in METRICS)
     return Traffic(read, written, len(kernels))
+
+
+SOURCES: dict[str, Callable[[Context, Sizes, str], Traffic]] = {"model": model, "GPU counters": gpu_counters}
+
+
+def main(attention: str, *shape: str, dtype: str) -> None:
+    """One causal forward on a GPU for a profiler, which is switched on for the second call: the first one loads libraries."""
+    sizes = Sizes(**dict(zip("BHSD", map(int, shape), strict=True)), dtype=dtype)
+    call = Inputs.random(torch.device("cuda"), sizes).call(attention, FORWARD)
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:-1], dtype=sys.argv[-1])

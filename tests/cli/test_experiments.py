@@ -255,7 +255,7 @@ def test_counts_of_nsight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ]
     arguments = (tmp_path / "arguments").read_text(encoding="utf-8")
     assert "--metrics dram__bytes_read.sum,dram__bytes_write.sum" in arguments and "--print-units base" in arguments
-    assert arguments.endswith("-m flashattn_ext_lab.experiments.one_call unfused 2 3 128 16 fp32\n")
+    assert arguments.endswith("-m flashattn_ext_lab.experiments.traffic unfused 2 3 128 16 fp32\n")
 
 
 @pytest.mark.parametrize(
