@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -123,58 +124,48 @@ def _visible_pairs(pattern: str, S: int) -> int:
     return PATTERNS[pattern].visible_pairs(S)
 
 
-def _paper_cases() -> list[Case]:
-    """The benchmark of the FlashAttention papers: 16384 tokens, hidden size 2048."""
-    lengths = (512, 1024, 2048, 4096, 8192, 16384)
-    return [
-        Case(16384 // S, 2048 // D, 2048 // D, S, D, causal, "bf16")
-        for D, causal, S in itertools.product((64, 128, 256), (False, True), lengths)
-    ]
+def _square(tokens: int, S: int, D: int, causal: bool, dtype: str = "bf16", **options: Any) -> Case:
+    """As in the benchmark of the FlashAttention papers: a number of tokens in sequences of S, hidden size 2048."""
+    return Case(tokens // S, 2048 // D, 2048 // D, S, D, causal, dtype, **options)
 
 
-def _varlen_cases() -> list[Case]:
-    """16384 tokens, hidden size 2048, as in _paper_cases()."""
-    lengths = drawn_lengths(16384, functools.partial(random.Random(0).randint, 128, 4096))
-    return [
-        Case(len(lengths), 2048 // D, 2048 // D, max(lengths), D, causal, "bf16", lengths=lengths)
-        for D, causal in itertools.product((64, 128), (False, True))
-    ]
-
-
-def _score_cases() -> list[Case]:
-    """Hidden size 2048; a bias of every score at half the length, and a relative bias at a length at which the former takes 32 GiB."""
-    rows = [
-        Case(2, 2048 // D, 2048 // D, 4096 if score == "bias" else 8192, D, score != "bias", "bf16", score=score)
-        for D, score in itertools.product((128, 64), SCORE_OPTIONS)
-    ]
-    return [*rows, Case(1, 16, 16, 32768, 128, True, "bf16", score="relative bias")]
-
-
-def _mask_cases() -> list[Case]:
-    """Hidden size 2048, packed documents with GQA."""
-    rows = []
-    for D, (pattern, of) in itertools.product((128, 64), PATTERNS.items()):
-        S = 32768 if pattern in ("documents", "one document", "window") else 16384
-        heads = (64, 8) if pattern == "documents" else (2048 // D, 2048 // D)
-        rows.append(Case(1, *heads, S, D, of.causal, "bf16", pattern=pattern))
-    return rows
-
-
+WAYS = (False, True)
+LENGTHS = drawn_lengths(16384, functools.partial(random.Random(0).randint, 128, 4096))  # of packed sequences
+LONG_PATTERNS = ("documents", "one document", "window")
 SETS: dict[str, list[Case]] = {
-    "fa_paper": _paper_cases(),
+    "fa_paper": [
+        _square(16384, S, D, causal)
+        for D, causal, S in itertools.product((64, 128, 256), WAYS, (512, 1024, 2048, 4096, 8192, 16384))
+    ],
     "align": [Case(16, 16, 16, 2048, D, False, "fp16") for D in (128, 129, 136, 144)],
-    "head_dims": [Case(4, 16, 16, 4096, D, True, "bf16") for D in (80, 96, 160)]
-    + [Case(2, 32, 32, 4096, 192, True, "bf16", Dv=128)],
-    "dropout": [Case(4, 16, 16, 4096, 128, True, "bf16", 0.1), Case(4, 32, 32, 4096, 64, True, "bf16", 0.1)],
+    "head_dims": [
+        *(Case(4, 16, 16, 4096, D, True, "bf16") for D in (80, 96, 160)),
+        Case(2, 32, 32, 4096, 192, True, "bf16", Dv=128),
+    ],
+    "dropout": [_square(16384, 4096, D, True, dropout=0.1) for D in (128, 64)],
     "gqa": [Case(2, 32, 8, 8192, 128, True, "bf16"), Case(1, 64, 8, 4096, 64, True, "bf16")],
-    "window": [Case(1, 16, 16, 16384, 128, True, "bf16", window=1024)],
-    "deterministic": [Case(4, 16, 16, 4096, 128, causal, "bf16", deterministic=True) for causal in (False, True)],
-    "fp32": [Case(4, 16, 16, 2048, D, causal, "fp32") for D, causal in itertools.product((64, 128), (False, True))],
+    "window": [_square(16384, 16384, 128, True, window=1024)],
+    "deterministic": [_square(16384, 4096, 128, causal, deterministic=True) for causal in WAYS],
+    "fp32": [Case(4, 16, 16, 2048, D, causal, "fp32") for D, causal in itertools.product((64, 128), WAYS)],
     "short": [Case(B, H, H, S, 64, False, "fp16") for B, H, S in ((12, 64, 256), (4, 8, 512), (4, 8, 1024))],
-    "wide": [Case(2, 8, 8, 8192, D, causal, "bf16") for D, causal in itertools.product((320, 384, 512), (False, True))],
-    "varlen": _varlen_cases(),
-    "scores": _score_cases(),
-    "masks": _mask_cases(),
+    "wide": [Case(2, 8, 8, 8192, D, causal, "bf16") for D, causal in itertools.product((320, 384, 512), WAYS)],
+    "varlen": [
+        replace(_square(max(LENGTHS), max(LENGTHS), D, causal, lengths=LENGTHS), B=len(LENGTHS))
+        for D, causal in itertools.product((64, 128), WAYS)
+    ],
+    # A bias of every score at half the length, and a relative bias at a length at which the former takes 32 GiB.
+    "scores": [
+        *(
+            replace(_square(16384, 8192, D, score != "bias", score=score), S=4096 if score == "bias" else 8192)
+            for D, score in itertools.product((128, 64), SCORE_OPTIONS)
+        ),
+        _square(32768, 32768, 128, True, score="relative bias"),
+    ],
+    "masks": [
+        replace(_square(S, S, D, of.causal, pattern=name), **({"Hq": 64, "Hk": 8} if name == "documents" else {}))
+        for D, (name, of) in itertools.product((128, 64), PATTERNS.items())
+        for S in ((32768,) if name in LONG_PATTERNS else (16384,))
+    ],
 }
 
 

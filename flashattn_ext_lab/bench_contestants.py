@@ -8,20 +8,20 @@ import importlib
 import itertools
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import flashattn_ext
 
 from .bench_cases import CUDNN, DTYPES, FA2, FA3, FA4, FLASH_ATTN, FLEX, MATH, OURS, Case
 from .model import unfused_attention
-from .patterns import PATTERNS, Rule
-from .score_options import SCORE_OPTIONS, ScoreMod, dense_bias
+from .patterns import PATTERNS
+from .score_options import SCORE_OPTIONS, dense_bias
 
 DEVICE = "cuda"
 TORCH_BACKENDS = {
@@ -38,24 +38,22 @@ MATH_LIMIT_BYTES = 8 << 30  # size of one 16-bit B x H x S x S matrix; math keep
 BIAS_LIMIT_BYTES = 8 << 30  # size of one 16-bit H x S x S matrix; building it takes several times as much
 BLOCK_MASK, TABLES = "block mask of flex", "tables of ours"  # built once for each mask
 
-Function = TypeVar("Function", bound=Callable[..., Any])
 Attention = Callable[[Case, Tensor, Tensor, Tensor], Tensor]
 
 
 @functools.cache
 def flash_module(name: str) -> ModuleType | None:
     """The module of a key of FLASH_MODULES; None where it cannot be imported."""
-    try:
+    with contextlib.suppress(Exception):  # a module built for another torch fails in many ways: it counts as absent
         module = importlib.import_module(FLASH_MODULES[name])
         return module if hasattr(module, "flash_attn_func") else None
-    except Exception:  # a module built for another torch fails in many ways: it counts as absent
-        return None
+    return None
 
 
 def skip_reason(case: Case, name: str) -> str:
     """Why the contestant is skipped; empty if it runs."""
     scores, bias = case.pairs * case.Hq * 2, case.Hq * case.S**2 * 2
-    of_torch = name in TORCH_BACKENDS
+    of_torch, sums = name in TORCH_BACKENDS, case.backward and case.score in ("learned alibi", "relative bias")
     reasons = [
         (name == MATH and case.lengths, "it does not support packed sequences"),
         (name == MATH and scores > MATH_LIMIT_BYTES, f"a matrix of scores takes {scores / 2**30:.0f} GiB"),
@@ -64,10 +62,7 @@ def skip_reason(case: Case, name: str) -> str:
         (of_torch and case.deterministic, "it has no deterministic mode"),
         (name in (FA3, FA4) and case.dropout, "it has no dropout"),
         (name == FLEX and not (case.score or case.pattern), "it is compiled for rows with scores or masks only"),
-        (
-            name == FLEX and case.backward and case.score in ("learned alibi", "relative bias"),
-            "it would sum the gradients of all scores into a few numbers, one by one",
-        ),
+        (name == FLEX and sums, "it would sum the gradients of all scores into a few numbers, one by one"),
     ]
     return next((f"skipped: {reason}" for applies, reason in reasons if applies), "")
 
@@ -91,6 +86,15 @@ def inputs(case: Case, device: str | None = None) -> tuple[Tensor, Tensor, Tenso
 def _starts(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 [B + 1]: where each packed sequence starts, and the end of the last."""
     return torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32, device=device)
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Compiled from scratch, with the sizes of the first call as constants.
+
+    Earlier compilations are discarded: PyTorch stops compiling a function after a few recompilations.
+    """
+    torch._dynamo.reset()
+    return torch.compile(function, dynamic=False, fullgraph=True)
 
 
 class Extras:
@@ -127,17 +131,21 @@ class Extras:
 
     @functools.cached_property
     def make_block_mask(self) -> Callable[[], Any] | None:
-        """Makes FlexAttention's block mask; None where nothing is hidden."""
-        if self.pattern:
-            rule = self.pattern.rule(self.case.S, self.device)
-        else:
-            rule = causal_rule if self.case.causal else None
-        return block_mask_maker(rule, self.case.S, self.device) if rule else None
+        """Makes FlexAttention's block mask; None where nothing is hidden. Uncompiled it would store all S x S values."""
+        S, device = self.case.S, self.device
+        if not self.pattern and not self.case.causal:
+            return None
+        rule = self.pattern.rule(S, device) if self.pattern else lambda b, h, q, k: q >= k
+        make = compiled(create_block_mask)
+        return lambda: make(rule, None, None, S, S, device=device)
 
     @functools.cached_property
     def flex(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+        """FlexAttention over [B, H, S, D]."""
+        score_mod = self.option.score_mod(self.value) if self.option else None
         block_mask = self.make_block_mask() if self.make_block_mask else None
-        return flex(self.option.score_mod(self.value) if self.option else None, block_mask)
+        gqa = self.case.Hq != self.case.Hk
+        return functools.partial(compiled(flex_attention), score_mod=score_mod, block_mask=block_mask, enable_gqa=gqa)
 
     def trained(self, name: str) -> tuple[Tensor, ...]:
         """The tensors besides q, k and v whose gradients a contestant computes."""
@@ -199,9 +207,8 @@ def _torch(name: str, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def _torch_packed(name: str, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """The ops under PyTorch's nested tensors, whose Python takes longer than the kernels."""
-    starts = _starts(case.lengths, q.device)
+    starts, aten = _starts(case.lengths, q.device), torch.ops.aten
     sequences = (starts, starts, case.S, case.S)
-    aten = torch.ops.aten
     if name == FA2:
         return aten._flash_attention_forward(q, k, v, *sequences, case.dropout, case.causal, False)[0]
     if name == CUDNN:
@@ -241,6 +248,11 @@ def _unfused(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return unfused_attention(*(t.transpose(1, 2) for t in (q, k, v)), causal=case.causal, **options).transpose(1, 2)
 
 
+def tensors_of(results: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    """What timed_call() returned, without graphs."""
+    return [t.detach() for t in ((results,) if isinstance(results, Tensor) else results)]
+
+
 def kernel_of(name: str) -> contextlib.AbstractContextManager[Any]:
     """Entered outside the timed region: entering it takes longer than a short kernel."""
     return sdpa_kernel(TORCH_BACKENDS[name]) if name in TORCH_BACKENDS else contextlib.nullcontext()
@@ -258,58 +270,11 @@ def timed_call(
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
-def tensors_of(results: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """What timed_call() returned, without graphs."""
-    return [t.detach() for t in ((results,) if isinstance(results, Tensor) else results)]
-
-
 def preparations(case: Case, names: Sequence[str], device: torch.device) -> dict[str, Callable[[], object]]:
     """The functions that build the tables and the block mask of a row with a pattern."""
     if not case.pattern:
         return {}
     of = extras(case, device)
-    calls: dict[str, Callable[[], object]] = {}
-    if OURS in names:
-        calls[TABLES] = lambda: torch.ops.flashattn_ext.mask_extremes(of.mask.intervals)
-    if FLEX in names:
-        calls[BLOCK_MASK] = of.make_block_mask
-    return calls
-
-
-# PyTorch's FlexAttention, compiled
-
-
-def compiled(function: Function) -> Function:
-    """Compiled from scratch, with the sizes of the first call as constants.
-
-    Earlier compilations are discarded: PyTorch stops compiling a function after a few recompilations.
-    """
-    torch._dynamo.reset()
-    return torch.compile(function, dynamic=False, fullgraph=True)
-
-
-def keeps_graphs() -> contextlib.AbstractContextManager[Any]:
-    """A context for forwards and backwards of compiled functions whose graph is retained for another backward."""
-    import torch._functorch.config as config
-
-    return config.patch(donated_buffer=False)
-
-
-def block_mask_maker(rule: Rule, S: int, device: torch.device) -> Callable[[], BlockMask]:
-    """The function that builds the block mask of S queries and S keys; uncompiled it would store all S x S values."""
-    make = compiled(create_block_mask)
-    return lambda: make(rule, None, None, S, S, device=device)
-
-
-def causal_rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return q >= k
-
-
-def flex(score_mod: ScoreMod | None, block_mask: BlockMask | None) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """FlexAttention over [B, H, S, D] with one score_mod and one mask; there may be fewer KV heads."""
-    attention = compiled(flex_attention)
-
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attention(q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=q.shape[1] != k.shape[1])
-
-    return call
+    tables = functools.partial(torch.ops.flashattn_ext.mask_extremes, of.mask.intervals)
+    calls = {TABLES: (OURS, tables), BLOCK_MASK: (FLEX, of.make_block_mask)}
+    return {name: call for name, (contestant, call) in calls.items() if contestant in names}

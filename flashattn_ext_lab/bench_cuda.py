@@ -14,6 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import Tensor
 
 import flashattn_ext
@@ -29,7 +30,6 @@ from .bench_contestants import (
     extras,
     flash_module,
     inputs,
-    keeps_graphs,
     kernel_of,
     keywords,
     preparations,
@@ -111,7 +111,9 @@ def measure(
     rows, names = cases(sets, passes), contestants(peers)
     backend_in_use = running_backend(backend)
     results = []
-    with flashattn_ext.use_backend(backend), _exact_fp32_products(), keeps_graphs():
+    # Graphs of compiled functions are retained for another backward.
+    retained = torch._functorch.config.patch(donated_buffer=False)
+    with flashattn_ext.use_backend(backend), _exact_fp32_products(), retained:
         for case in track(rows):
             results.append(measure_case(case, names, quick=quick, sustained=sustained))
             if not make_console().is_terminal:

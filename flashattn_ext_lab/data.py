@@ -49,16 +49,17 @@ class Batch(NamedTuple):
 
 def load_corpus(path: str | None, context: int) -> Corpus:
     """Reads the file, or by default CPython's own documentation topics, and holds out the last tenth."""
-    topics = [_read_file(path)] if path else _python_topics()
+    try:
+        topics = [Path(path).read_bytes()] if path else _python_topics()
+    except OSError as error:
+        raise CommandError(f"--text {path}: {error.strerror}") from None
     text = b"".join(topics)
     name = path or "pydoc_data.topics"
     held_out = int(len(text) * HELD_OUT)
     if held_out < context + 1:
-        need = int((context + 1) / HELD_OUT) + 1
-        raise CommandError(
-            f"--text {name} has {len(text)} bytes; --context {context} needs at least {need} "
-            f"(a tenth is held out): give a longer text or a smaller --context"
-        )
+        need = f"needs at least {int((context + 1) / HELD_OUT) + 1} (a tenth is held out)"
+        sizes = f"--text {name} has {len(text)} bytes; --context {context} {need}"
+        raise CommandError(f"{sizes}: give a longer text or a smaller --context")
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     corpus = Corpus(name, hashlib.sha256(text).hexdigest(), data[:-held_out], data[-held_out:])
     if path:
@@ -66,13 +67,6 @@ def load_corpus(path: str | None, context: int) -> Corpus:
     sizes = torch.tensor([len(topic) for topic in topics])
     documents = torch.arange(len(topics), dtype=torch.int32).repeat_interleave(sizes)
     return replace(corpus, train_documents=documents[:-held_out], validation_documents=documents[-held_out:])
-
-
-def _read_file(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise CommandError(f"--text {path}: {error.strerror}") from None
 
 
 def _python_topics() -> list[bytes]:

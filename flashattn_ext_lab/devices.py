@@ -38,11 +38,9 @@ def choose_device(name: str, *, needs_backend: bool = True) -> torch.device:
     if index and int(index) >= count:
         raise CommandError(f"--device got {name!r}; this machine has {count} of {kind}: {kind}:0 to {kind}:{count - 1}")
     if needs_backend and not _has_backend(kind):
-        backends = ", ".join(flashattn_ext.build_info()["backends"])
-        raise CommandError(
-            f"--device got {name!r}, but this build has only the backends {backends}; "
-            "use --device cpu, or rebuild where the toolkit is installed"
-        )
+        only = f"this build has only the backends {', '.join(flashattn_ext.build_info()['backends'])}"
+        fix = "use --device cpu, or rebuild where the toolkit is installed"
+        raise CommandError(f"--device got {name!r}, but {only}; {fix}")
     return torch.device(name)
 
 

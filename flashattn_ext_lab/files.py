@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,5 @@ def writable_file(option: str, name: str) -> Path:
 
 def _probe(directory: Path) -> None:
     """Raises OSError where no file can be created."""
-    probe = directory / f".writable.{os.getpid()}"
-    probe.touch()
-    probe.unlink()
+    with tempfile.TemporaryFile(dir=directory):
+        pass

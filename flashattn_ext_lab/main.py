@@ -32,7 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns its exit status: 0 done, 1 failed, 2 bad usage, 128 + n stopped by signal n.
     """
     name, arguments = _parse(argv)
-    _escape_unencodable_output()
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(
+            stream, io.TextIOWrapper
+        ):  # prints characters that the terminal or the locale cannot encode as escapes
+            stream.reconfigure(errors="backslashreplace")
     try:
         status = _run(name, arguments)
         sys.stdout.flush()  # at the end of the process a closed pipe would print a traceback
@@ -48,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = f"{error.filename}: " if error.filename else ""
         return _fail(name, f"{place}{error.strerror or error}", 1)
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        # PyTorch has an exception type for accelerators; on the CPU only the message identifies it.
+        if type(error).__name__ not in ("MemoryError", "OutOfMemoryError") and "allocate memory" not in str(error):
             raise
         return _fail(name, f"not enough memory ({one_line(error)}); smaller sizes need less", 1)
 
@@ -62,21 +67,9 @@ def _run(name: str, arguments: list[str]) -> int:
     return module.run(command.parse_args(arguments))
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """PyTorch has an exception type for accelerators; on the CPU only the message identifies it."""
-    return type(error).__name__ in ("MemoryError", "OutOfMemoryError") or "allocate memory" in str(error)
-
-
 def _fail(name: str, message: object, status: int) -> int:
     print(f"flashattn-ext {name}: {' '.join(str(message).split())}", file=sys.stderr)
     return status
-
-
-def _escape_unencodable_output() -> None:
-    """Characters that the terminal or the locale cannot encode are printed as escapes, so that no output raises."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
 
 
 def _parse(argv: Sequence[str] | None) -> tuple[str, list[str]]:

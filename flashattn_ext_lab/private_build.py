@@ -46,9 +46,8 @@ def checkout() -> Path:
     for folder in (Path(__file__).parents[1], Path.cwd()):
         if (folder / "csrc" / "sources.py").exists():
             return folder
-    raise CommandError(
-        "other tiles are compiled from the sources, which an installed package does not have; start this in a checkout"
-    )
+    missing = "other tiles are compiled from the sources, which an installed package does not have"
+    raise CommandError(f"{missing}; start this in a checkout")
 
 
 def cuda(backend: str, choice: int, dtype: str, head_dim: int | None = None) -> PrivateBuild:
@@ -59,31 +58,23 @@ def cuda(backend: str, choice: int, dtype: str, head_dim: int | None = None) -> 
     from torch.utils.cpp_extension import CUDA_HOME
 
     if CUDA_HOME is None:
-        raise CommandError(
-            "other tiles are compiled by nvcc, which was not found; install the CUDA toolkit or set CUDA_HOME"
-        )
+        missing = "other tiles are compiled by nvcc, which was not found"
+        raise CommandError(f"{missing}; install the CUDA toolkit or set CUDA_HOME")
     csrc, (major, minor) = checkout() / "csrc", torch.cuda.get_device_capability()
     family, architecture = backend.removeprefix("cuda-"), "90a" if (major, minor) == (9, 0) else f"{major}{minor}"
     name = f"{backend}-tile{choice}-{dtype}" + (f"-{head_dim}" if head_dim else "")
     nvcc = [str(Path(CUDA_HOME, "bin", "nvcc")), f"-gencode=arch=compute_{architecture},code=sm_{architecture}"]
     hidden = ["-Xcompiler", "-fPIC", "-Xcompiler", "-fvisibility=hidden"]
-    files = sources().cuda_sources(
-        checkout() / "build" / "tiles" / "instances" / name,
-        sm90=family == "sm90",
-        only=sources().plain_sources(family, dtype, head_dim),
-    )
-    defines = {
-        "CUDA": "1",
-        "TILE_CHOICE": str(choice),
-        "PRIVATE_NAME": f'"{name}"',
-        "PRIVATE_BACKEND": f"cuda_{family}_backend",
-    }
+    folder, only = checkout() / "build" / "tiles" / "instances" / name, sources().plain_sources(family, dtype, head_dim)
+    files = sources().cuda_sources(folder, sm90=family == "sm90", only=only)
+    defines = {"CUDA": "1", "TILE_CHOICE": str(choice), "PRIVATE_NAME": f'"{name}"'}
+    defines |= {"PRIVATE_BACKEND": f"cuda_{family}_backend"} | ({"SM90": "1"} if family == "sm90" else {})
     return PrivateBuild(
         name,
         compiler=[*nvcc, *sources().NVCC_FLAGS, *hidden, f"-I{csrc}"],
         linker=[*nvcc, "-shared", "-cudart", "shared"],
         sources=[csrc / "private_build.cpp", *files],
-        defines=defines | ({"SM90": "1"} if family == "sm90" else {}),
+        defines=defines,
     )
 
 

@@ -18,6 +18,15 @@ from flashattn_ext import distributed
 from .console import CommandError, one_line
 from .data import Batch
 
+# In the message of an error, that another rank has ended or is late.
+SIGNS_OF_OTHERS = (
+    "flashattn_ext.distributed",
+    "connection closed",
+    "connection reset",
+    "timed out",
+    "broken pipe",
+    "nccl",
+)
 TIMEOUT = datetime.timedelta(minutes=5)  # how long a rank waits for another
 
 
@@ -30,7 +39,7 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
-def start(device: torch.device, timeout: datetime.timedelta = TIMEOUT) -> None:
+def start(device: torch.device) -> None:
     """Joins the other ranks: through NCCL on GPUs, HCCL on NPUs, gloo on the CPU."""
     if dist.is_initialized():
         return
@@ -38,12 +47,10 @@ def start(device: torch.device, timeout: datetime.timedelta = TIMEOUT) -> None:
     if device.type != "cpu":
         getattr(torch, device.type).set_device(device)
     try:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=TIMEOUT)
     except (RuntimeError, ValueError) as error:
-        raise CommandError(
-            f"this rank could not join the others ({str(error).splitlines()[0]}); start them with torchrun --nproc-per-node N "
-            "-m flashattn_ext ..."
-        ) from None
+        why, start = one_line(error), "torchrun --nproc-per-node N -m flashattn_ext ..."
+        raise CommandError(f"this rank could not join the others ({why}); start them with {start}") from None
 
 
 @contextlib.contextmanager
@@ -64,7 +71,9 @@ def joined(device: torch.device) -> Iterator[None]:
     except BaseException as error:
         # SIGTERM must not end the process before it has reported the reason.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if isinstance(error, RuntimeError) and is_of_others(error):
+        if isinstance(error, dist.DistError) or (
+            isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS_OF_OTHERS)
+        ):
             raise _others_ended(one_line(error)) from None
         raise
     else:
@@ -75,21 +84,13 @@ def joined(device: torch.device) -> Iterator[None]:
 
 def _others_ended(reason: str) -> CommandError:
     rank = f"rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "this rank"
-    return CommandError(
-        f"{rank} stops: another rank has ended or is late; the same command resumes from the last checkpoint ({reason})"
-    )
+    stops = f"{rank} stops: another rank has ended or is late"
+    return CommandError(f"{stops}; the same command resumes from the last checkpoint ({reason})")
 
 
 def own_device(device: torch.device) -> torch.device:
     """This rank's device among several of one kind."""
     return device if device.type == "cpu" or device.index is not None else torch.device(device.type, local_rank())
-
-
-def is_of_others(error: RuntimeError) -> bool:
-    """Whether the error means that another rank has ended or is late."""
-    text = str(error).lower()
-    signs = ("flashattn_ext.distributed", "connection closed", "connection reset", "timed out", "broken pipe", "nccl")
-    return isinstance(error, dist.DistError) or any(sign in text for sign in signs)
 
 
 def end() -> None:
@@ -128,30 +129,27 @@ class Layout:
         return self._reduced([value], device, dist.ReduceOp.MAX)[0]
 
     def _reduced(self, values: list[float], device: torch.device, operator: Any) -> list[float]:
-        if self.ranks == 1:
-            return values
         of_all = torch.tensor(values, dtype=torch.float64).to(device)
-        dist.all_reduce(of_all, operator)
-        return [float(value) for value in of_all.tolist()]
+        if self.ranks > 1:
+            dist.all_reduce(of_all, operator)
+        return of_all.tolist()
 
 
 def layout_of(context_parallel: int, batch_size: int, device: torch.device) -> Layout:
     """The layout of a process that torchrun has started, after `start`; the default for any other process."""
+    got = f"--context-parallel got {context_parallel}"
     if not dist.is_initialized():
         if context_parallel > 1:
-            raise CommandError(
-                f"--context-parallel got {context_parallel}, and this is one process; start as many ranks with "
-                f"torchrun --nproc-per-node {context_parallel} -m flashattn_ext train ..."
-            )
+            start = f"torchrun --nproc-per-node {context_parallel} -m flashattn_ext train ..."
+            raise CommandError(f"{got}, and this is one process; start as many ranks with {start}")
         return Layout()
     ranks = dist.get_world_size()
     if ranks % context_parallel:
-        raise CommandError(f"--context-parallel got {context_parallel}; accepted are divisors of the {ranks} ranks")
+        raise CommandError(f"{got}; accepted are divisors of the {ranks} ranks")
     data_ranks = ranks // context_parallel
     if batch_size % data_ranks:
-        raise CommandError(
-            f"--batch-size got {batch_size}; accepted are multiples of {data_ranks}: {ranks} ranks, of which {context_parallel} share a row"
-        )
+        sharing = f"{ranks} ranks, of which {context_parallel} share a row"
+        raise CommandError(f"--batch-size got {batch_size}; accepted are multiples of {data_ranks}: {sharing}")
     mesh = dist.init_device_mesh(device.type, (data_ranks, context_parallel), mesh_dim_names=("data", "context"))
     group = mesh["context"].get_group() if context_parallel > 1 else None
     return Layout(dist.get_rank(), ranks, mesh.get_local_rank("data"), data_ranks, group)
