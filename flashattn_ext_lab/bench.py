@@ -11,9 +11,8 @@ import argparse
 import importlib
 import json
 
-from .console import CommandError, positive
+from .console import CommandError, positive, writable_file, write_text
 from .devices import use_threads
-from .files import writable_file, write_text
 
 # Each target -> its module, which defines measure(quick, options) and show(results, markdown).
 BENCHES = {

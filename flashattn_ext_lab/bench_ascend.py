@@ -17,7 +17,7 @@ import torch
 import flashattn_ext
 
 from .console import Columns, CommandError, fields, print_rows
-from .patterns import document_lengths
+from .options import document_lengths
 
 LIBRARY = Path(flashattn_ext._build.__file__).with_name("_ascend_emulator.so")
 MEMORIES = 5  # UB, L1, L0A, L0B and L0C, at the end of the library's results
@@ -82,15 +82,10 @@ def measure(*, quick: bool) -> dict[str, Any]:
         flashattn_ext.use_backend("ascend-emulator").__exit__(None)  # raises if it was not built
     except RuntimeError as error:
         raise CommandError(str(error)) from None
-    library = load_library()
+    library = ctypes.CDLL(str(LIBRARY))
+    library.flashattn_ext_model.restype = ctypes.c_char_p
     rows = [{**asdict(case), "name": case.name, **model(library, case)} for case in cases(quick)]
     return {"peak_tflops": PEAK_TFLOPS, "rows": rows}
-
-
-def load_library(path: Path = LIBRARY) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
-    library.flashattn_ext_model.restype = ctypes.c_char_p
-    return library
 
 
 def model(library: ctypes.CDLL, case: Case) -> dict[str, Any]:

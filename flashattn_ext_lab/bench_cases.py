@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from .console import chosen
-from .patterns import PATTERNS, drawn_lengths
-from .score_options import SCORE_OPTIONS
+from .options import PATTERNS, SCORE_OPTIONS, drawn_lengths
 
 BACKWARD_WORK = 2.5  # relative to the forward: five products instead of two
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -20,8 +20,7 @@ import flashattn_ext
 
 from .bench_cases import CUDNN, DTYPES, FA2, FA3, FA4, FLASH_ATTN, FLEX, MATH, OURS, Case
 from .model import unfused_attention
-from .patterns import PATTERNS
-from .score_options import SCORE_OPTIONS, dense_bias
+from .options import PATTERNS, SCORE_OPTIONS, dense_bias
 
 DEVICE = "cuda"
 TORCH_BACKENDS = {

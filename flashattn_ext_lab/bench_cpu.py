@@ -15,41 +15,34 @@ import torch
 
 import flashattn_ext
 
+from . import bench_cuda
 from .bench_cases import CAUSAL, DTYPES, FA2, MATH, OURS, PLAIN, Case
 from .bench_contestants import inputs, kernel_of, timed_call
 from .console import fields, parts, print_rows, text_of, track
 from .devices import describe_machine
-from .patterns import PATTERNS
-from .score_options import SCORE_OPTIONS
+from .options import PATTERNS, SCORE_OPTIONS
 from .timing import divided, reported, time_interleaved
 
 NAMES = {OURS: OURS, FA2: "torch flash", MATH: "torch math"}  # of bench_contestants -> of these tables
 H = 8
 
 
-def plain_cases(quick: bool) -> list[Case]:
-    shapes = [(1, 256, 64), (2, 128, 64)] if quick else [(1, 2048, 64), (1, 2048, 128), (8, 128, 64)]
-    return [
-        Case(B, H, H, S, D, causal, dtype, backward=backward)
-        for dtype, (B, S, D), backward, causal in itertools.product(DTYPES, shapes, (False, True), (False, True))
-    ]
-
-
-def option_cases(quick: bool) -> list[Case]:
-    S, D = 256 if quick else 2048, 64
-    options = [Case(1, H, H, S, D, score != "bias", "fp32", score=score) for score in SCORE_OPTIONS]
-    options += [Case(1, H, H, S, D, of.causal, "fp32", pattern=name) for name, of in PATTERNS.items()]
-    return [replace(case, backward=backward) for case in options for backward in (False, True)]
-
-
 def measure(*, quick: bool) -> dict[str, Any]:
     """Times every case. The result contains plain numbers only, ready for JSON."""
-    rows, options = ([_measure_case(case, quick) for case in track(of(quick))] for of in (plain_cases, option_cases))
+    ways, S = (False, True), 256 if quick else 2048
+    shapes = [(1, 256, 64), (2, 128, 64)] if quick else [(1, 2048, 64), (1, 2048, 128), (8, 128, 64)]
+    plain = [
+        Case(B, H, H, length, D, causal, dtype, backward=backward)
+        for dtype, (B, length, D), backward, causal in itertools.product(DTYPES, shapes, ways, ways)
+    ]
+    options = [Case(1, H, H, S, 64, score != "bias", "fp32", score=score) for score in SCORE_OPTIONS]
+    options += [Case(1, H, H, S, 64, of.causal, "fp32", pattern=name) for name, of in PATTERNS.items()]
+    options = [replace(case, backward=backward) for case in options for backward in ways]
     return {
         **describe_machine(),
         "fma_peak_gflops": flashattn_ext._C.cpu_peak_gflops(torch.get_num_threads()),
-        "rows": rows,
-        "options": options,
+        "rows": [_measure_case(case, quick) for case in track(plain)],
+        "options": [_measure_case(case, quick) for case in track(options)],
     }
 
 
@@ -70,20 +63,12 @@ def _measure_case(case: Case, quick: bool) -> dict[str, Any]:
     budget_s, min_rounds = (0.05, 2) if quick else (3.0, 3)
     options: dict[str, Any] = {"budget_s": budget_s, "min_rounds": min_rounds, "failures": failures}
     timings = time_interleaved(calls, around=kernel_of, **options)
-    gflops = {name: cases[name].flop / timing.median_s * 1e-9 for name, timing in timings.items()}
-    best = max((gflops[name] for name in (FA2, MATH) if name in gflops), default=None)
-    other = next((gflops[name] for name in without if name in gflops), None)
-    about = ("dtype", "B", "S", "D", "causal", "backward", "score", "pattern", "direction")
-    return {
-        **{name: getattr(case, name) for name in about},
-        "H": H,
-        "option": case.mask,
-        "gflops": {shown: gflops.get(name) for name, shown in NAMES.items()},
-        "spread": {shown: timings[name].spread if name in timings else None for name, shown in NAMES.items()},
-        "to_plain": divided(gflops.get(OURS), other),
-        "ratio": divided(gflops.get(OURS), best),
-        "failures": failures,
-    }
+    row = bench_cuda.row(case, list(NAMES), timings, {}, {}, failures)
+    other = next((cases[name].flop / timings[name].median_s for name in without if name in timings), None)
+    ours = case.flop / timings[OURS].median_s if OURS in timings else None
+    gflops = {NAMES[name]: rate and rate * 1e3 for name, rate in row["tflops"].items()}
+    spread = {NAMES[name]: spread for name, spread in row["spread"].items()}
+    return {**row, "gflops": gflops, "spread": spread, "to_plain": divided(ours, other)}
 
 
 def show(results: dict[str, Any], *, markdown: bool) -> None:
@@ -101,7 +86,7 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
         columns = {
             **fields({**of_case, "pass": "direction"}),
             **parts("gflops", NAMES.values(), ".0f"),
-            **fields({**ratios, "ratio to best": "ratio"}, ".2f", "x"),
+            **fields({**ratios, "ratio to best": "ratio_best"}, ".2f", "x"),
             "spread": lambda row: text_of(row["spread"][OURS], ".0%"),
         }
-        print_rows(title, columns, rows, markdown=markdown, marked=[(row["ratio"] or 1) < 1 for row in rows])
+        print_rows(title, columns, rows, markdown=markdown, marked=[(row["ratio_best"] or 1) < 1 for row in rows])

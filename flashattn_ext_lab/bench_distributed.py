@@ -31,7 +31,7 @@ from flashattn_ext.distributed.sharding import Sharding
 
 from . import ranks
 from .console import Columns, CommandError, chosen, fields, print_rows, text_of
-from .patterns import drawn_lengths
+from .options import drawn_lengths
 from .timing import burst_ms, reported, wall_clock
 
 MODES = ("ulysses", "allgather", "ring")

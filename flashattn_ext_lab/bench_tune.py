@@ -197,7 +197,11 @@ COLUMNS: Columns = {
     "ms / spread": lambda row: _time_text(row, row["default"]),
     "best tile": lambda row: "the same" if row["best"] == row["default"] else text_of(row["best"], ""),
     "its ms / spread": lambda row: "-" if row["best"] == row["default"] else _time_text(row, row["best"]),
-    "gain": lambda row: "-" if row["gain"] is None or row["best"] == row["default"] else _gain_text(row),
+    "gain": lambda row: (
+        "-"
+        if row["gain"] is None or row["best"] == row["default"]
+        else f"{row['gain']:.2f}x" + ("" if is_faster(row) else ", within the spread")
+    ),
 }
 
 
@@ -215,10 +219,6 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
 def _time_text(row: Mapping[str, Any], name: str) -> str:
     tile = row["tiles"].get(name)
     return f"{tile['ms']:.3f} / {tile['spread']:.0%}" if tile else "-"
-
-
-def _gain_text(row: Mapping[str, Any]) -> str:
-    return f"{row['gain']:.2f}x" + ("" if is_faster(row) else ", within the spread")
 
 
 def is_faster(row: Mapping[str, Any]) -> bool:

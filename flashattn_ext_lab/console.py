@@ -1,11 +1,16 @@
-"""Common parts of all commands: the error that ends a command in one line, tables and progress bars, types of options."""
+"""Common parts of all commands: the error that ends a command in one line, tables and progress bars, types of options, files."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import importlib
 import itertools
-from collections.abc import Callable, Collection, Iterable, Sequence
+import os
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,10 +25,7 @@ INSTALL_EXTRAS = 'pip install "flashattn_ext[cli]" (in a checkout: pip install "
 
 
 class CommandError(Exception):
-    """A problem that the user can fix.
-
-    The command line prints only the text, without a traceback, and exits with 2.
-    """
+    """A problem that the user can fix. The command line prints only the text, without a traceback, and exits with 2."""
 
 
 def one_line(error: Exception) -> str:
@@ -42,10 +44,7 @@ def require(module: str) -> ModuleType:
 
 
 def make_console(width: int = PIPE_WIDTH) -> Console:
-    """A rich console.
-
-    Piped output has no terminal to fit, so its tables get the `width` that they need.
-    """
+    """A rich console. Piped output has no terminal to fit, so its tables get the `width` that they need."""
     console = require("rich.console").Console()
     if not console.is_terminal:
         console.width = width
@@ -141,3 +140,59 @@ def _whole_number(text: str, values: range, accepted: str) -> int:
     if value not in values:
         raise argparse.ArgumentTypeError(f"got {text!r}; accepted are {accepted}")
     return value
+
+
+# Files are replaced atomically, and text is UTF-8 in every locale
+
+
+@contextlib.contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yields a temporary path beside `path` and moves it there when the block succeeds.
+
+    A reader of `path` sees the old file or the new one, even if the process is killed in between. An OSError from the block names
+    `path` where it names no file.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp{path.suffix}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces the file at once. A character that UTF-8 cannot encode (for example a lone surrogate of a file name) is written as an escape."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(text.encode(errors="backslashreplace"))
+
+
+def make_directory(name: str) -> Path:
+    """The directory of `--out name`, created if necessary, in which files can be written."""
+    directory = Path(name)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        _probe(directory)
+    except OSError as error:
+        raise CommandError(f"--out {name}: cannot write there ({error.strerror}); choose another directory") from None
+    return directory
+
+
+def writable_file(option: str, name: str) -> Path:
+    """The path of `option name`, where a file can be written: checked before the work whose result goes there."""
+    path = Path(name)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        _probe(path.parent)
+    except OSError as error:
+        raise CommandError(f"{option} {name}: cannot write there ({error.strerror})") from None
+    return path
+
+
+def _probe(directory: Path) -> None:
+    """Raises OSError where no file can be created."""
+    with tempfile.TemporaryFile(dir=directory):
+        pass

@@ -28,10 +28,7 @@ MIN_TORCH = (2, 6)
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
-
-    Without `ok` something is missing; `needed` says whether attention requires it.
-    """
+    """One line of the report. Without `ok` something is missing; `needed` says whether attention requires it."""
 
     subject: str
     text: str
@@ -71,8 +68,14 @@ def _environment() -> list[Finding]:
     fix = "" if new_enough else f"install Python {'.'.join(map(str, MIN_PYTHON))} or later"
     python = Finding("python", f"{platform.python_version()} ({sys.executable})", new_enough, fix)
     machine = Finding("machine", f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs")
-    extras = [_extra(package) for package in ("rich", "matplotlib", "jinja2")]
-    return [machine, python, _torch(), _compiler(), *extras]
+    findings = [machine, python, _torch(), _compiler()]
+    for package in ("rich", "matplotlib", "jinja2"):
+        try:
+            findings.append(Finding(package, importlib.metadata.version(package)))
+        except importlib.metadata.PackageNotFoundError:
+            without = "not installed: no train, bench, experiments and report"
+            findings.append(_missing(package, without, INSTALL_EXTRAS))
+    return findings
 
 
 def _torch() -> Finding:
@@ -99,13 +102,6 @@ def _compiler() -> Finding:
     return Finding("compiler", output.splitlines()[0])
 
 
-def _extra(package: str) -> Finding:
-    try:
-        return Finding(package, importlib.metadata.version(package))
-    except importlib.metadata.PackageNotFoundError:
-        return _missing(package, "not installed: no train, bench, experiments and report", INSTALL_EXTRAS)
-
-
 def _extension(import_error: Exception | None) -> list[Finding]:
     if import_error:
         # The messages of _build.py and _place.py end with what to do.
@@ -117,15 +113,24 @@ def _extension(import_error: Exception | None) -> list[Finding]:
     )  # they differ by flashattn_ext/_place.py
     elsewhere = "" if found == Path(running) else f", the installed one: the sources in {found} are not built in place"
     info, ascend = flashattn_ext.build_info(), _ascend()
-    return [
-        Finding("package", f"{running}{elsewhere}"),
-        *(Finding(f"build: {name}", _as_text(value)) for name, value in info.items()),
-        _cuda(info["backends"]),
-        ascend,
-        *(_npu_ladder() if ascend.ok else []),
-        _emulator(),
-        _self_check(),
-    ]
+    findings = [Finding("package", f"{running}{elsewhere}")]
+    for name, value in info.items():
+        text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        findings.append(Finding(f"build: {name}", text or "none"))
+    findings += [_cuda(info["backends"]), ascend]
+    if ascend.ok:
+        # The kernels on the NPU, from the smallest: the first failure is where to look; those after it are not tried.
+        from . import npu_ladder
+
+        fix = "docs/ascend_first_run.md says what to send"
+        for name, holds, text in npu_ladder.climb():
+            findings.append(Finding(f"npu: {name}", text, holds, "" if holds else fix))
+            fix = fix if holds else ""
+    if Path(flashattn_ext._build.__file__).with_name("_ascend_emulator.so").exists():
+        findings.append(Finding("emulator: ascend", 'use_backend("ascend-emulator") loads it'))
+    else:
+        findings.append(_missing("emulator: ascend", "not built", "in a checkout: make emulator"))
+    return [*findings, _self_check()]
 
 
 def _cuda(backends: list[str]) -> Finding:
@@ -172,23 +177,6 @@ def _ascend() -> Finding:
     return Finding("backend: ascend", f"built for {soc}, on {torch.npu.get_device_name()}; {slow}")
 
 
-def _npu_ladder() -> list[Finding]:
-    """The kernels on the NPU, from the smallest: the first failure is where to look; those after it are not tried."""
-    from . import npu_ladder
-
-    findings, fix = [], "docs/ascend_first_run.md says what to send"
-    for name, holds, text in npu_ladder.climb():
-        findings.append(Finding(f"npu: {name}", text, holds, "" if holds else fix))
-        fix = fix if holds else ""
-    return findings
-
-
-def _emulator() -> Finding:
-    if Path(flashattn_ext._build.__file__).with_name("_ascend_emulator.so").exists():
-        return Finding("emulator: ascend", 'use_backend("ascend-emulator") loads it')
-    return _missing("emulator: ascend", "not built", "in a checkout: make emulator")
-
-
 def _self_check() -> Finding:
     """A small causal attention, forward and backward, compared with the reference."""
     import torch
@@ -205,7 +193,3 @@ def _self_check() -> Finding:
         return Finding("self-check", f"{type(problem).__name__}: {problem}", False, REBUILD)
     text = f"largest difference from attention_reference {error:.1e}"
     return Finding("self-check", text, error < 1e-5, "" if error < 1e-5 else REBUILD)
-
-
-def _as_text(value: object) -> str:
-    return (", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)) or "none"

@@ -27,18 +27,25 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Returns its exit status: 0 done, 1 failed, 2 bad usage, 128 + n stopped by signal n.
-    """
-    name, arguments = _parse(argv)
+    """Runs one command. Returns its exit status: 0 done, 1 failed, 2 bad usage, 128 + n stopped by signal n."""
+    parser = _Parser(
+        prog="flashattn-ext",
+        description="Attention kernels for PyTorch: training example, benchmarks, experiments, diagnosis.",
+        epilog="\n".join(f"  {name:11} {text}" for name, text in COMMANDS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"flashattn_ext {flashattn_ext.__version__}")
+    parser.add_argument("command", choices=COMMANDS, help="followed by its own options; COMMAND --help lists them")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    given = parser.parse_args(argv)
+    name = given.command
     for stream in (sys.stdout, sys.stderr):
         if isinstance(
             stream, io.TextIOWrapper
         ):  # prints characters that the terminal or the locale cannot encode as escapes
             stream.reconfigure(errors="backslashreplace")
     try:
-        status = _run(name, arguments)
+        status = _run(name, given.arguments)
         sys.stdout.flush()  # at the end of the process a closed pipe would print a traceback
         return status
     except (CommandError, NotImplementedError) as error:  # NotImplementedError: a feature that a backend lacks
@@ -70,21 +77,6 @@ def _run(name: str, arguments: list[str]) -> int:
 def _fail(name: str, message: object, status: int) -> int:
     print(f"flashattn-ext {name}: {' '.join(str(message).split())}", file=sys.stderr)
     return status
-
-
-def _parse(argv: Sequence[str] | None) -> tuple[str, list[str]]:
-    """Splits the command from its own arguments."""
-    parser = _Parser(
-        prog="flashattn-ext",
-        description="Attention kernels for PyTorch: training example, benchmarks, experiments, diagnosis.",
-        epilog="\n".join(f"  {name:11} {text}" for name, text in COMMANDS.items()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"flashattn_ext {flashattn_ext.__version__}")
-    parser.add_argument("command", choices=COMMANDS, help="followed by its own options; COMMAND --help lists them")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    chosen = parser.parse_args(argv)
-    return chosen.command, chosen.arguments
 
 
 class _Parser(argparse.ArgumentParser):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import flashattn_ext
-from flashattn_ext import Mask
+from flashattn_ext import Mask, distributed
 
 from .data import NOT_PREDICTED
 
@@ -62,47 +62,42 @@ Attend = Callable[..., Any]
 def through(forward: Callable[..., Any]) -> Attend:
     """An attention with this package's keywords; `options` are more of them."""
 
+    def attend(q: Tensor, k: Tensor, v: Tensor, *given: Any, **options: Any) -> Any:
+        keywords = dict(zip(("dropout_p", "smooth_softmax", "sink", "mask"), given, strict=False))
+        return forward(q, k, v, causal=True, **keywords, **options)
+
+    return attend
+
+
+def _of_torch(attention: Callable[..., Tensor]) -> Attend:
+    """An attention over [B, H, S, D] with the extra logit of each head, and the hidden scores of a mask [B, 1, S, S] (None: none)."""
+
     def attend(
-        q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None, mask: Mask | None = None,
-        **options: Any,
-    ) -> Any:  # fmt: skip
-        return forward(
-            q, k, v, causal=True, dropout_p=dropout_p, smooth_softmax=smooth, sink=sink, mask=mask, **options
-        )
+        q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None, mask: Mask | None = None
+    ) -> Tensor:
+        logit = q.new_zeros(q.shape[2]) if smooth else sink
+        hidden = None if mask is None else ~mask.dense(q.shape[1])
+        heads = (x.transpose(1, 2) for x in (q, k, v))
+        return attention(*heads, causal=True, dropout_p=dropout_p, logit=logit, hidden=hidden).transpose(1, 2)
 
     return attend
 
 
 def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None, mask: Mask | None = None
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout_p: float, logit: Tensor | None, hidden: Tensor | None
 ) -> Tensor:
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     options: dict[str, Any] = {"dropout_p": dropout_p, "enable_gqa": True}
-    sink = q.new_zeros(q.shape[1]) if smooth else sink
-    if sink is None and mask is None:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options).transpose(1, 2)
-    length = q.shape[2]
-    visible = torch.ones(1, 1, length, length, dtype=torch.bool, device=q.device).tril()
-    visible = visible if mask is None else visible & mask.dense(length)
-    bias = torch.where(visible, 0.0, -math.inf).to(q.dtype)
-    if sink is not None:
-        # The extra logit as a key in front: <q, 0> = 0, the mask adds the sink, and its value 0 adds nothing to the output.
+    if logit is None and hidden is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, **options)
+    after = hidden_scores(q.shape[2], q.device)
+    bias = torch.zeros(1, 1, *after.shape, dtype=q.dtype, device=q.device).masked_fill(after, -math.inf)
+    bias = bias if hidden is None else bias.masked_fill(hidden, -math.inf)
+    if logit is not None:
+        # The extra logit as a key in front: <q, 0> = 0, the mask adds the logit, and its value 0 adds nothing to the output.
         k, v = (F.pad(x, (0, 0, 1, 0)) for x in (k, v))
-        logits = sink.to(q.dtype)[:, None, None].expand(len(bias), -1, length, 1)
+        logits = logit.to(q.dtype)[:, None, None].expand(len(bias), -1, q.shape[2], 1)
         bias = torch.cat([logits, bias.expand(-1, q.shape[1], -1, -1)], dim=-1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, **options).transpose(1, 2)
-
-
-def _unfused(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, smooth: bool, sink: Tensor | None, mask: Mask | None = None
-) -> Tensor:
-    groups = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
-    logit = q.new_zeros(q.shape[2]) if smooth else sink
-    hidden = None if mask is None else ~mask.dense(q.shape[1])
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = unfused_attention(q, k, v, causal=True, dropout_p=dropout_p, logit=logit, hidden=hidden)
-    return out.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, **options)
 
 
 def unfused_attention(
@@ -111,7 +106,7 @@ def unfused_attention(
 ) -> Tensor:  # fmt: skip
     """Attention over [B, H, S, D] as steps of plain PyTorch, each with the S x S matrix in memory.
 
-    The scale is applied to the smaller tensor, and the mask is made beforehand: both make it faster.
+    The scale is applied to the smaller tensor, and the mask is made beforehand: both make it faster. There may be fewer KV heads.
 
     Args:
         logit: [H], an additional entry of every softmax, without a value.
@@ -119,6 +114,8 @@ def unfused_attention(
         bias: broadcast to [B, H, S, S], added to the scores after that.
         hidden: bool, broadcast to [B, H, S, S]; scores that are masked in addition to those that causal masks.
     """
+    if (group := q.shape[1] // k.shape[1]) > 1:
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
@@ -146,9 +143,9 @@ def hidden_scores(S: int, device: torch.device) -> Tensor:
 MAX_HEAD_DIM = {"flashattn": 512}  # attention -> its limit
 ATTENTION: dict[str, Attend] = {
     "flashattn": through(flashattn_ext.forward),
-    "sdpa": _sdpa,
+    "sdpa": _of_torch(_sdpa),
     "reference": through(flashattn_ext.attention_reference),
-    "unfused": _unfused,
+    "unfused": _of_torch(unfused_attention),
 }
 
 
@@ -194,8 +191,6 @@ class Attention(nn.Module):
         q, k, v = (part.unflatten(-1, (-1, self.config.head_dim)) for part in (q, k, v))
         attend = self.attend
         if shared is not None:
-            from flashattn_ext import distributed
-
             attend = through(partial(distributed.attention, group=shared.group, seqlen=shared.length))
         dropout_p, smooth = self.config.dropout if self.training else 0.0, self.config.softmax == "smooth"
         arguments = rotate(q, rotary), rotate(k, rotary), v, dropout_p, smooth, self.sink, mask
@@ -255,13 +250,10 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width)
         self.register_buffer("rotary", rotary_table(context, config.head_dim), persistent=False)
-        self._initialise(config.layers)
-
-    def _initialise(self, layers: int) -> None:
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
                 # Residual branches start small, so that the sum over the layers keeps unit scale.
-                scale = 1 / math.sqrt(2 * layers) if name.endswith("out.weight") else 1.0
+                scale = 1 / math.sqrt(2 * config.layers) if name.endswith("out.weight") else 1.0
                 nn.init.normal_(parameter, std=0.02 * scale)
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -273,17 +265,11 @@ class GPT(nn.Module):
         if documents is not None:
             mask, rotary, dim = Mask.documents(documents), self.rotary[:, positions(documents)], 2
         if self.shared is not None:
-            from flashattn_ext import distributed
-
             rotary = distributed.shard(rotary, group=self.shared.group, dim=dim)
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, rotary, mask, self.shared)
         return F.linear(self.norm(x), self.embedding.weight)
-
-    def loss(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Mean cross entropy in nats per byte, of the targets that are not NOT_PREDICTED."""
-        return cross_entropy(self(tokens, documents), targets)
 
     @torch.no_grad()
     def generate(self, prompt: bytes, length: int, temperature: float, generator: torch.Generator) -> bytes:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -101,42 +100,30 @@ def load(builds: Iterable[PrivateBuild]) -> dict[str, str]:
     if outdated:
         print(f"compiling {len(outdated)} backends with other tiles into {outdated[0].library.parent}", file=sys.stderr)
     failures: dict[str, str] = {}
-    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", "0")) or os.cpu_count() or 1) as pool:
-        for build, folder, objects in [(build, *_start(build, pool)) for build in outdated]:
-            try:
-                _link(build, [compiled.result() for compiled in objects])
-            except CommandError as error:
-                failures[build.name] = str(error)
-            finally:
-                wait(objects)
-                shutil.rmtree(folder)
+    jobs = int(os.environ.get("MAX_JOBS", "0")) or os.cpu_count() or 1
+    with ThreadPoolExecutor(jobs) as pool, ThreadPoolExecutor(len(wanted)) as builders:
+        started = {build.name: builders.submit(_compile, build, pool) for build in outdated}
     for build in wanted.values():
-        if build.name not in failures:
-            try:
-                _C.load_backend(str(build.library))
-            except RuntimeError as error:  # the package was not built from the sources of this checkout
-                failures[build.name] = str(error)
+        try:
+            if build.name in started:
+                started[build.name].result()
+            _C.load_backend(str(build.library))
+        except (CommandError, RuntimeError) as error:  # RuntimeError: the package was built from other sources
+            failures[build.name] = str(error)
     return failures
 
 
-def _start(build: PrivateBuild, pool: ThreadPoolExecutor) -> tuple[str, list[Future[str]]]:
-    """Compiles its sources in parallel; the caller removes the folder."""
+def _compile(build: PrivateBuild, pool: ThreadPoolExecutor) -> None:
+    """Replaces the library atomically: another process may be using it."""
     build.library.parent.mkdir(parents=True, exist_ok=True)
-    folder = tempfile.mkdtemp(prefix=f"{build.library.stem}-", dir=build.library.parent)
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
     defines = [f"-DFLASHATTN_EXT_{name}={value}" for name, value in build.defines.items()]
-
-    def compile_one(index: int, source: Path) -> str:
-        result = str(Path(folder, f"{index}.o"))
-        _run(build, [*build.compiler, *defines, abi, "-c", str(source), "-o", result])
-        return result
-
-    return folder, [pool.submit(compile_one, index, source) for index, source in enumerate(build.sources)]
-
-
-def _link(build: PrivateBuild, objects: list[str]) -> None:
-    """An existing library is replaced atomically: another process may be using it."""
+    compiler = [*build.compiler, *defines, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-c"]
     with tempfile.TemporaryDirectory(prefix=f"{build.library.stem}-", dir=build.library.parent) as folder:
+        objects = {str(Path(folder, f"{index}.o")): str(source) for index, source in enumerate(build.sources)}
+        compiled = [pool.submit(_run, build, [*compiler, file, "-o", made]) for made, file in objects.items()]
+        wait(compiled)
+        for one in compiled:
+            one.result()
         made = str(Path(folder, "library.so"))
         _run(build, [*build.linker, *objects, "-o", made])
         os.replace(made, build.library)

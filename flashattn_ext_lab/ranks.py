@@ -35,7 +35,7 @@ def started_by_torchrun() -> bool:
 
 
 def local_rank() -> int:
-    """The local rank: the number of this process on its machine, and of its device."""
+    """The number of this process on its machine, and of its device."""
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
@@ -86,11 +86,6 @@ def _others_ended(reason: str) -> CommandError:
     rank = f"rank {dist.get_rank()} of {dist.get_world_size()}" if dist.is_initialized() else "this rank"
     stops = f"{rank} stops: another rank has ended or is late"
     return CommandError(f"{stops}; the same command resumes from the last checkpoint ({reason})")
-
-
-def own_device(device: torch.device) -> torch.device:
-    """This rank's device among several of one kind."""
-    return device if device.type == "cpu" or device.index is not None else torch.device(device.type, local_rank())
 
 
 def end() -> None:

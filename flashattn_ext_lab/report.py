@@ -12,11 +12,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .console import CommandError, are_numbers, markdown_table, require
+from .console import CommandError, are_numbers, markdown_table, require, write_text
 from .experiments import EXPERIMENTS
 from .experiments.render import shown_table
 from .experiments.result import Result
-from .files import write_text
 
 TITLE = "Experiments with fused attention"
 TEMPLATE = Path(__file__).with_name("report.html.j2")

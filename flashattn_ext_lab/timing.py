@@ -22,6 +22,7 @@ from .console import one_line
 Calls = Mapping[str, Callable[[], object]]
 Around = Callable[[str], contextlib.AbstractContextManager[Any]]
 BURST_MS, MAX_LAUNCHES = 5.0, 20  # launches between two events: about this long, at most so many
+MAX_ROUNDS = 1000  # within a budget of seconds
 HEAD_START_CYCLES = 5_000_000  # about 3 ms, in which the host queues a burst of short launches
 
 
@@ -61,7 +62,6 @@ def time_interleaved(
     *,
     budget_s: float,
     min_rounds: int,
-    max_rounds: int = 1000,
     clock: Callable[[Callable[[], object]], float] = wall_clock,
     refresh: Callable[[], None] = lambda: None,
     around: Around = no_context,
@@ -82,22 +82,19 @@ def time_interleaved(
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     names = list(candidates)
 
-    def one_round(order: list[str]) -> None:
-        for name in order:
-            with contextlib.nullcontext() if failures is None else reported(name, failures), around(name):
+    def one_round(first: int) -> None:
+        for name in names[first:] + names[:first]:
+            with reported(name, failures), around(name):
                 seconds[name].append(clock(candidates[name]))
         names[:] = [name for name in names if name not in (failures or ())]
 
     if warm_up:
-        one_round(list(names))
-        for name in names:
-            seconds[name].clear()
-    deadline = time.perf_counter() + budget_s
-    rounds = 0
-    while names and (rounds < min_rounds or (rounds < max_rounds and time.perf_counter() < deadline)):
+        one_round(0)
+        seconds |= {name: [] for name in names}
+    deadline, rounds = time.perf_counter() + budget_s, 0
+    while names and (rounds < min_rounds or (rounds < MAX_ROUNDS and time.perf_counter() < deadline)):
         refresh()
-        start = rounds % len(names)
-        one_round(names[start:] + names[:start])
+        one_round(rounds % len(names))
         rounds += 1
     return {name: Timing(statistics.median(t := seconds[name]), min(t), max(t), rounds) for name in names}
 
@@ -120,7 +117,7 @@ def time_bursts(
     """
     launches: dict[str, int] = {}
     for name, call in calls.items():
-        with contextlib.nullcontext() if failures is None else reported(name, failures), around(name):
+        with reported(name, failures), around(name):
             launches[name] = launches_for(burst_ms(call, 2) / 2, target_ms, most)
 
     def seconds(name: str) -> float:
@@ -132,19 +129,12 @@ def time_bursts(
 
 
 def time_on(
-    device: str,
-    calls: Calls,
-    *,
-    gpu_rounds: int,
-    budget_s: float,
-    min_rounds: int,
-    failures: dict[str, str] | None = None,
-    **options: Any,
+    device: str, calls: Calls, *, gpu_rounds: int, budget_s: float, min_rounds: int, **options: Any
 ) -> dict[str, Timing]:
     """time_bursts() on CUDA, time_interleaved() elsewhere; `options` are of both."""
     if device == "cuda":
-        return time_bursts(calls, gpu_rounds, failures, **options)
-    return time_interleaved(calls, budget_s=budget_s, min_rounds=min_rounds, failures=failures, **options)
+        return time_bursts(calls, gpu_rounds, **options)
+    return time_interleaved(calls, budget_s=budget_s, min_rounds=min_rounds, **options)
 
 
 def launches_for(ms: float, target_ms: float = BURST_MS, most: int | None = None) -> int:
@@ -176,11 +166,13 @@ def peak_extra_bytes(call: Callable[[], object]) -> int:
 
 
 @contextlib.contextmanager
-def reported(name: str, failures: dict[str, str]) -> Iterator[None]:
-    """Records any exception of the block and continues, so that one candidate cannot stop the benchmark."""
+def reported(name: str, failures: dict[str, str] | None) -> Iterator[None]:
+    """Records any exception of the block and continues, so that one candidate cannot stop the benchmark; None: raises it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PyTorch warns about every reason why a backend cannot run
             yield
     except Exception as error:
+        if failures is None:
+            raise
         failures[name] = one_line(error)

@@ -17,10 +17,9 @@ import torch
 import flashattn_ext
 
 from . import ranks
-from .console import CommandError, make_console, positive, require, seed
+from .console import CommandError, atomic_path, make_console, make_directory, positive, require, seed, write_text
 from .data import Corpus, load_corpus
 from .devices import DEVICES, choose_device, peak_memory_bytes, use_threads
-from .files import atomic_path, make_directory, write_text
 from .model import ATTENTION, MAX_HEAD_DIM, SOFTMAX, ModelConfig
 from .trainer import PACKING, TrainConfig, Trainer
 
@@ -79,7 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
     directory = make_directory(arguments.out)
     if not ranks.started_by_torchrun():
         return _train(arguments, config, corpus, device, directory)
-    device = ranks.own_device(device)
+    if device.type != "cpu" and device.index is None:  # this rank's device among several
+        device = torch.device(device.type, ranks.local_rank())
     with ranks.joined(device):
         return _train(arguments, config, corpus, device, directory)
 

@@ -21,10 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .console import CommandError, one_line, require
+from .console import CommandError, atomic_path, one_line, require
 from .data import NOT_PREDICTED, Batch, BatchSampler, Corpus, validation_batches
 from .devices import peak_memory_bytes, synchronize
-from .files import atomic_path
 from .model import GPT, ModelConfig, SharedRows, cross_entropy
 from .ranks import Layout
 
@@ -74,7 +73,13 @@ class Training:
         self.config, self.device, self.layout = config, device, layout
         torch.manual_seed(config.seed)
         self.model = GPT(config.model, config.context).to(device)
-        self._replica = self._distributed_model() if layout.ranks > 1 else self.model
+        self._replica: torch.nn.Module = self.model
+        if layout.ranks > 1:  # gradients are means over the ranks, each of which draws its own dropout mask
+            if layout.context_group is not None:
+                self.model.shared = SharedRows(layout.context_group, config.context)
+            self.seed_for_step(0)
+            devices = [device] if device.type != "cpu" else None
+            self._replica = torch.nn.parallel.DistributedDataParallel(self.model, device_ids=devices)
         parameters = list(self.model.parameters())  # AdamW decays the matrices, and not norms and sinks
         groups = [
             {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
@@ -92,14 +97,6 @@ class Training:
         self.max_logits: list[tuple[int, float]] = []  # (step, the largest logit of all layers and heads), if logged
         for block in self.model.blocks:
             block.attention.logs_max_logits = log_max_logits
-
-    def _distributed_model(self) -> torch.nn.Module:
-        """The model with gradients that are means over the ranks, each of which draws its own dropout mask."""
-        if self.layout.context_group is not None:
-            self.model.shared = SharedRows(self.layout.context_group, self.config.context)
-        self.seed_for_step(0)
-        devices = [self.device] if self.device.type != "cpu" else None
-        return torch.nn.parallel.DistributedDataParallel(self.model, device_ids=devices)
 
     def seed_for_step(self, step: int) -> None:
         """Seeds the generators of one of several ranks from this step on, each rank differently."""

@@ -1,6 +1,6 @@
 """Repeat the experiments of articles about fused attention on this machine, and measure what they estimate.
 
-Each experiment prints a table and leaves NAME.json and NAME.png in --out; `flashattn-ext report DIR`
+Each experiment prints a table and leaves NAME.json in --out, and NAME.png where there are curves; `flashattn-ext report DIR`
 makes one page of them. An experiment that this device cannot run says so in its table, and the others continue.
 """
 
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from ..console import CommandError, make_console, one_line, positive, require
+from ..console import CommandError, make_console, make_directory, one_line, positive, require
 from ..devices import choose_device, describe_run, use_threads
-from ..files import make_directory
 from .harness import Context, size_notes
 from .render import print_result, write_json, write_plot
 from .result import Result
@@ -65,9 +64,17 @@ def run(arguments: argparse.Namespace) -> int:
     names = list(EXPERIMENTS) if arguments.name == "all" else [arguments.name]
     failed = []
     with progress(console=console, transient=True) as bar:
-        context = Context(device, quick=arguments.quick, out=out)
+
+        def track(steps: Iterable[Any]) -> Iterable[Any]:
+            """A progress bar around the steps of one experiment, removed when it ends."""
+            task = bar.add_task(f"  {name}")
+            try:
+                yield from bar.track(steps, task_id=task)
+            finally:
+                bar.remove_task(task)
+
+        context = Context(device, arguments.quick, out, track)
         for name in bar.track(names, description="experiments"):
-            context.track = _tracker(bar, name)
             result = run_experiment(name, context)
             print_result(result, console)
             try:
@@ -96,16 +103,3 @@ def run_experiment(name: str, context: Context, sizes: Any = None) -> Result:
         result = Result(name, EXPERIMENTS[name], error=one_line(error), found=f"It failed: {one_line(error)}.")
     result.machine, result.command = describe_run(context.device), context.command(name)
     return result
-
-
-def _tracker(bar: Any, name: str) -> Callable[[Iterable[Any]], Iterable[Any]]:
-    """A progress bar around the steps of one experiment, removed when it ends."""
-
-    def track(steps: Iterable[Any]) -> Iterable[Any]:
-        task = bar.add_task(f"  {name}")
-        try:
-            yield from bar.track(steps, task_id=task)
-        finally:
-            bar.remove_task(task)
-
-    return track

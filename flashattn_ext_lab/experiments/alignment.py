@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .harness import FORWARD, OURS, PASSES, SDPA, Context, Sizes, divided, size_table
-from .result import Plot, Result, cell, measured, number, quotient
+from .harness import OURS, SDPA, Context, Sizes, divided, size_table
+from .result import FORWARD, PASSES, Result, cell, measured, number, quotient
 
 RATES = {OURS: "our rate", SDPA: "SDPA rate"}
 LOSSES = {OURS: "our loss", SDPA: "SDPA loss"}
@@ -19,12 +19,6 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
     for direction in context.track(PASSES):
         _measure_pass(context, sizes, direction, result)
     result.notes.append("loss: of TFLOP/s, relative to the head dim named")
-    series = {
-        f"{name}, {direction}": [(str(D), y) for D, y in result.points("D", rate, pass_=direction)]
-        for direction in PASSES
-        for name, rate in RATES.items()
-    }
-    result.plot = Plot("bar", "D", "TFLOP/s", series)
     lost = number(result.value(LOSSES[OURS], D=129, pass_=FORWARD), ".1f", " %")
     result.compare("loss of D=129 relative to 128, forward", "over 20 %: defect", lost)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .harness import FORWARD, OURS, PASSES, UNFUSED, Context, Sizes, size_table
-from .result import Plot, Result, cell, number, of_both_passes
+from .harness import OURS, UNFUSED, Context, Sizes, size_table
+from .result import FORWARD, PASSES, Result, cell, number, of_both_passes
 
 FULL, CAUSAL = "full", "causal"
 COST, PER_SCORE = "cost of the mask", "cost per visible score"
@@ -32,8 +32,6 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         f"{COST}: time of the causal call relative to the full one. {PER_SCORE}: the same for equal work, as the mask leaves "
         f"{visible:.1%} of the scores; causal/full would be {visible:.3f} if it cost nothing"
     )
-    series = {name: result.points("pass", "causal/full", attention=name) for name in (OURS, UNFUSED)}
-    result.plot = Plot("bar", "pass", "causal / full time", series)
     for name, article in ((OURS, "+7.5 %"), (UNFUSED, "+16.2 %")):
         cost = result.value(COST, attention=name, pass_=FORWARD)
         result.compare(f"cost of the mask, {name}, forward", article, number(cost, "+.1f", " %"))

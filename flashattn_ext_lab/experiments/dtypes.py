@@ -11,8 +11,8 @@ import flashattn_ext
 from ..bench_contestants import tensors_of
 from ..bench_cuda import largest_error
 from ..timing import reported
-from .harness import FORWARD, MATMUL_NOTE, OURS, PASSES, UNFUSED, Context, Inputs, Sizes, size_table
-from .result import NOT_MEASURED, Cell, Plot, Result, cell, measured, quotient
+from .harness import MATMUL_NOTE, OURS, UNFUSED, Context, Inputs, Sizes, size_table
+from .result import FORWARD, NOT_MEASURED, PASSES, Cell, Result, cell, measured, quotient
 
 NAMES = (OURS, UNFUSED)
 FP8 = "fp8"
@@ -24,7 +24,7 @@ SIZES = size_table(
 def measure(context: Context, sizes: Sizes, result: Result) -> None:
     for direction, dtype in context.steps(PASSES, sizes.dtypes):
         inputs = context.inputs(sizes, dtype=dtype)
-        times = context.measure(inputs.calls(NAMES, direction), inputs)
+        times = context.measure_attentions(inputs, NAMES, direction)
         errors = _errors(inputs, direction, times.failures)
         result.add(
             cell("pass", direction),
@@ -42,7 +42,6 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         f"{FP8}: forward of float8_e4m3fn; the error is that of the kernel, against fp64 of the values that the elements stand for, and "
         "leaves out the rounding of the inputs to fp8; in bfloat16 `out`; unfused attention has no fp8",
     ]
-    result.plot = Plot("bar", "dtype", "ms", {p: result.points("dtype", OURS, pass_=p) for p in PASSES})
 
 
 def _measure_fp8(context: Context, sizes: Sizes, result: Result) -> None:

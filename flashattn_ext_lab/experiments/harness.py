@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,18 +21,21 @@ from ..bench_cases import CAUSAL, DTYPES, PLAIN, VARLEN, Case
 from ..bench_cases import OURS as OURS
 from ..bench_contestants import SDPA as SDPA
 from ..bench_contestants import UNFUSED, attention, extras
-from ..devices import synchronize
+from ..console import one_line
+from ..devices import peak_memory_bytes, synchronize
 from ..model import hidden_scores
-from ..timing import Timing
+from ..timing import Timing, peak_extra_bytes, reported
 from ..timing import divided as divided
 from .result import BOTH, Cell, Column, cell
-from .result import FORWARD as FORWARD
-from .result import PASSES as PASSES
 
 OURS_PLAIN, OURS_CAUSAL, OURS_PACKED = "ours, plain", "ours, causal", "ours, packed"
 BESIDE = {OURS_PLAIN: PLAIN, OURS_CAUSAL: CAUSAL, OURS_PACKED: VARLEN}  # our reference call -> key of Case.beside()
 Changes = Mapping[str, Any]
 MIB = 1 << 20
+CPU = torch.device("cpu")
+LIMIT_S = 600  # of the process in which memory is measured
+WARM_UP_S = 64  # the sequence length of a first call there, which loads libraries and starts threads
+Call = Callable[[], object]
 CUDA_ROUNDS, CUDA_QUICK_ROUNDS = 15, 3
 CPU_SECONDS, CPU_QUICK_SECONDS = 2.0, 0.1  # per group of interleaved calls, and at least this many rounds:
 CPU_ROUNDS, CPU_QUICK_ROUNDS = 5, 3
@@ -190,6 +197,15 @@ class Context:
         )
         return Measured(timings, failures)
 
+    def measure_attentions(self, inputs: Inputs, names: Iterable[str], direction: str, **options: Any) -> Measured:
+        """Times calls as Inputs.call() makes them."""
+        failures: dict[str, str] = {}
+        calls: dict[str, Callable[[], object]] = {}
+        for name in names:
+            with reported(name, failures):
+                calls[name] = inputs.call(name, direction, **options)
+        return self.measure(calls, inputs, failures)
+
     def _waiting(self, call: Callable[[], object]) -> Callable[[], object]:
         """The call, on an NPU with the work that it leaves in the queue."""
         return (lambda: (call(), synchronize(self.device))) if self.device.type == "npu" else call
@@ -218,6 +234,39 @@ class Context:
         relative = divided(rate, self.matmul_rate(dtype))
         return [cell("rate", rate, "TFLOP/s", ".3f", 1e-12), cell("of matmul", relative, "%", ".0f", 100)]
 
+    def peaks(
+        self, names: Iterable[str], failures: dict[str, str], sizes: Sizes, direction: str, **options: Any
+    ) -> dict[str, int]:
+        """Peak memory of calls as Inputs.call() makes them, in bytes; `failures` receives the reasons of the others."""
+        measured: dict[str, int] = {}
+        for name in names:
+            with reported(f"memory of {name}", failures):
+                measured[name] = self._peak_bytes(sizes, name, direction, options)
+        return measured
+
+    def _peak_bytes(self, sizes: Sizes, *call: Any) -> int:
+        if self.on_cpu:
+            return growth_in_own_process(_warmed_up, sizes, *call)
+        if not self.on_cuda:
+            raise NotImplementedError(f"allocator statistics of {self.device.type} are not read yet")
+        run = make_call(self.device, sizes, *call)
+        run()  # libraries allocate their persistent workspaces
+        torch.cuda.empty_cache()
+        return peak_extra_bytes(run)
+
+    @property
+    def memory_note(self) -> str:
+        if self.on_cpu:
+            return (
+                "measured as the growth of the resident memory of a separate process for each call, high-water mark; includes the "
+                "results, and what the C library keeps; a few tenths of a MiB are noise"
+            )
+        return "measured by PyTorch's allocator; includes the results"
+
+
+def memory_cell(heading: str, size: int | None) -> tuple[Column, Cell]:
+    return cell(heading, size, "MiB", ".2f", 1 / (1 << 20))
+
 
 class Inputs(NamedTuple):
     """q, k, v and the gradient of the output, all [B, H, S, D]."""
@@ -243,9 +292,6 @@ class Inputs(NamedTuple):
         case = self.case(direction, causal, **options)
         return replace(case, backward=False).flop + (case.flop if case.backward else 0)
 
-    def calls(self, names: Iterable[str], direction: str, causal: bool = True) -> dict[str, Callable[[], object]]:
-        return {name: self.call(name, direction, causal) for name in names}
-
     def call(
         self, name: str, direction: str, causal: bool = True, **options: str
     ) -> Callable[[], Tensor | Sequence[Tensor]]:
@@ -268,3 +314,64 @@ class Inputs(NamedTuple):
             return torch.autograd.grad(forward(), (*qkv, *trained), self.dout)
 
         return both if case.backward else torch.no_grad()(forward)
+
+
+# Peak memory of one call beyond its inputs: on CUDA by PyTorch's allocator; on the CPU by the growth of a fresh process, the
+# high-water mark of its resident memory.
+
+
+def make_call(device: torch.device, sizes: Sizes, name: str, direction: str, options: dict[str, Any]) -> Call:
+    """A call of Inputs.call(); one with a mask makes it each time."""
+    call = Inputs.random(device, sizes).call(name, direction, **options)
+    return (lambda: (extras.cache_clear(), call())) if "pattern" in options else call
+
+
+def _warmed_up(sizes: Sizes, *call: Any) -> Call:
+    make_call(CPU, sizes.replace(S=min(sizes.S, WARM_UP_S)), *call)()
+    return make_call(CPU, sizes, *call)
+
+
+def growth_in_own_process(prepare: Callable[..., Call], *arguments: Any) -> int:
+    """The growth in bytes of a fresh process during the call that `prepare(*arguments)` returns there.
+
+    The process is forked off a server that has imported PyTorch and computed nothing; `prepare` is a module-level function.
+    """
+    if sys.platform == "win32":
+        raise NotImplementedError("the peak of resident memory is not read on Windows")
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([__name__, prepare.__module__])
+    receiver, sender = processes.Pipe(duplex=False)
+    process = processes.Process(target=_child, args=(sender, torch.get_num_threads(), prepare, arguments), daemon=True)
+    process.start()
+    sender.close()
+    try:
+        answer = receiver.recv() if receiver.poll(LIMIT_S) else f"no answer within {LIMIT_S} s"
+    except EOFError:
+        process.join()
+        answer = f"its process ended with {process.exitcode}; out of memory?"
+    finally:
+        process.kill()
+        process.join()
+    if isinstance(answer, str):
+        raise RuntimeError(answer)
+    return answer
+
+
+def _child(sender: Connection, threads: int, prepare: Callable[..., Call], arguments: tuple[object, ...]) -> None:
+    """Sends the growth in bytes, or the error."""
+    try:
+        torch.set_num_threads(threads)
+        call = prepare(*arguments)
+        before = _resident_bytes()
+        call()
+        sender.send(max(0, peak_memory_bytes(CPU) - before))
+    except Exception as error:
+        sender.send(one_line(error))
+
+
+def _resident_bytes() -> int:
+    """Current resident memory of the process; its high-water mark where the system does not report the former."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return peak_memory_bytes(CPU)

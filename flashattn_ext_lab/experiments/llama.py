@@ -12,9 +12,8 @@ from torch import nn
 from ..bench_cases import DTYPES
 from ..model import ATTENTION, Block, ModelConfig, rotary_table
 from ..timing import reported
-from .harness import OURS, SDPA, UNFUSED, Context, Measured, Sizes, size_table
-from .peak_memory import growth_in_own_process
-from .result import Plot, Result, cell, measured, number, quotient
+from .harness import OURS, SDPA, UNFUSED, Context, Measured, Sizes, growth_in_own_process, size_table
+from .result import Result, cell, measured, number, quotient
 
 NAMES = {OURS: "flashattn", UNFUSED: "unfused", SDPA: "sdpa"}  # name in this table -> key of ATTENTION
 LAYER, STEP = "one layer, forward+backward", "training step"
@@ -59,8 +58,6 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         f"{sizes.dtype} weights, batch {sizes.B}; the training step updates them with AdamW; no embedding and no output head",
         f"{PEAK}: {how}: weights, gradients, activations, optimizer",
     ]
-    series = {what: result.points("attention", RATE, what=what) for what in (LAYER, STEP)}
-    result.plot = Plot("bar", "attention", "tokens/s", series)
     for what, article, column, form, unit in (
         ("time of a step", "520 to 180 ms", "time", ".0f", " ms"),
         ("tokens per second", "1200 to 3500", RATE, ".0f", ""),

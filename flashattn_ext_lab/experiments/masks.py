@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ..bench_cases import FLEX
-from ..patterns import PATTERNS
-from ..timing import reported
-from .harness import FORWARD, MIB, OURS, OURS_CAUSAL, OURS_PACKED, PASSES, SDPA, Context, Sizes, divided, size_table
-from .peak_memory import how_measured, peaks
-from .result import Plot, Result, cell, measured, quotient
+from ..options import PATTERNS
+from .harness import OURS, OURS_CAUSAL, OURS_PACKED, SDPA, Context, Sizes, divided, memory_cell, size_table
+from .result import FORWARD, PASSES, Plot, Result, cell, measured, quotient
 
 SIZES = size_table(
     gpu=dict(B=1, H=16, S=16384, D=128, dtype="bf16"),
@@ -23,16 +19,10 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
     flex_here = (FLEX,) if context.on_cuda else ()
     names = (OURS, OURS_CAUSAL, SDPA, OURS_PACKED, *flex_here)
     for (name, pattern), direction in context.steps(PATTERNS.items(), PASSES):
-        failures: dict[str, str] = {}
-        calls: dict[str, Callable[[], object]] = {}
-        options = {"causal": pattern.causal, "pattern": name}
-        inputs = context.inputs(sizes)
-        for attention in names:
-            if attention != OURS_PACKED or pattern.lengths:
-                with reported(attention, failures):
-                    calls[attention] = inputs.call(attention, direction, **options)
-        times = context.measure(calls, inputs, failures)
-        memory = peaks(context, (OURS, SDPA), failures, sizes, direction, **options)
+        inputs, options = context.inputs(sizes), {"causal": pattern.causal, "pattern": name}
+        there = [each for each in names if each != OURS_PACKED or pattern.lengths]
+        times = context.measure_attentions(inputs, there, direction, **options)
+        memory = context.peaks((OURS, SDPA), times.failures, sizes, direction, **options)
         rate = times.rate(inputs.flop(direction, **options), OURS)
         causal = times.rate(inputs.flop(direction), OURS_CAUSAL)
         result.add(
@@ -44,7 +34,7 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
             cell("of causal", divided(rate, causal), "%", ".0f", 100),
             cell("to SDPA", times.ratio(SDPA, OURS), "x", ".2f"),
             *(cell("to flex", times.ratio(FLEX, OURS), "x", ".2f") for _ in flex_here),
-            *(cell(f"memory of {each}", memory.get(each), "MiB", ".2f", 1 / MIB) for each in (OURS, SDPA)),
+            *(memory_cell(f"memory of {each}", memory.get(each)) for each in (OURS, SDPA)),
             times.remark(),
         )
     result.notes += [
@@ -52,7 +42,7 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         f"S = {sizes.S}, one sequence of {sizes.H} heads. visible: of all scores; rate: of ours, on visible scores; of causal: relative to "
         f"that of a causal call of the same length; to SDPA: {SDPA} with the mask as a dense matrix; {OURS_PACKED}: the packed call that "
         "computes the same, where there is one",
-        f"memory: with the mask, which the call makes; {how_measured(context)}",
+        f"memory: with the mask, which the call makes; {context.memory_note}",
         f"{FLEX}: PyTorch's FlexAttention, compiled, on CUDA only; its block mask is built before timing",
     ]
     series = {

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from .harness import BOTH, MIB, OURS, PASSES, UNFUSED, Context, Measured, Sizes, divided, size_table
-from .peak_memory import how_measured, peaks
-from .result import Plot, Result, cell, number, of_passes
+from .harness import OURS, UNFUSED, Context, Measured, Sizes, divided, memory_cell, size_table
+from .result import BOTH, PASSES, Plot, Result, cell, number, of_passes
 
 NAMES = (OURS, UNFUSED)
 SIZES = size_table(
@@ -18,16 +17,16 @@ SIZES = size_table(
 def measure(context: Context, sizes: Sizes, result: Result) -> None:
     for direction, S in context.steps(PASSES, sizes.S):
         failures: dict[str, str] = {}
-        memory = peaks(context, NAMES, failures, sizes.replace(S=S), direction)
+        memory = context.peaks(NAMES, failures, sizes.replace(S=S), direction)
         kept = divided(memory.get(OURS), memory.get(UNFUSED))
         result.add(
             cell("pass", direction),
             cell("S", S),
-            *(cell(name, memory.get(name), "MiB", ".2f", 1 / MIB) for name in NAMES),
+            *(memory_cell(name, memory.get(name)) for name in NAMES),
             cell("saved", kept and 1 - kept, "%", ".2f", 100),
             Measured({}, failures).remark(),
         )
-    result.notes.append(how_measured(context))
+    result.notes.append(context.memory_note)
     series = {f"{name}, {each}": result.points("S", name, pass_=each) for name in NAMES for each in PASSES}
     result.plot = Plot("line", "S", "MiB", series, log="xy")
     for S, article in ((1024, "94 %"), (8192, "99 %")):

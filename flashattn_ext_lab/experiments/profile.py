@@ -17,8 +17,8 @@ from torch.profiler import profile as torch_profile
 
 from ..devices import synchronize
 from ..timing import reported
-from .harness import FORWARD, OURS, UNFUSED, Context, Sizes, size_table
-from .result import Plot, Result, cell, number
+from .harness import OURS, UNFUSED, Context, Sizes, size_table
+from .result import FORWARD, Plot, Result, cell, number
 
 NAMES = (OURS, UNFUSED)
 WARM_UP, CALLS = 2, 5

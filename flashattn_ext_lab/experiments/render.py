@@ -6,15 +6,13 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..console import require, rich_table
-from ..files import atomic_path, write_text
+from ..console import atomic_path, require, rich_table, write_text
 from .result import Plot, Result
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 MARKED_POINTS = 12  # curves with more points are drawn without markers
-UPRIGHT_GROUPS = 6  # with more groups of bars their names are slanted
 
 
 def print_result(result: Result, console: Console) -> None:
@@ -57,7 +55,8 @@ def write_plot(result: Result, path: Path) -> None:
     require("matplotlib").use("Agg")
     pyplot = require("matplotlib.pyplot")
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    {"line": _draw_lines, "bar": _draw_bars, "timeline": _draw_timeline}[result.plot.kind](axes, result.plot)
+    draw = _draw_timeline if result.plot.kind == "timeline" else _draw_lines
+    draw(axes, result.plot)
     title = f"{result.title}\n{result.machine.get('device', '')}"
     axes.set(xlabel=result.plot.x, ylabel=result.plot.y, title=title)
     axes.grid(alpha=0.3)
@@ -84,17 +83,6 @@ def _draw_lines(axes: Any, plot: Plot) -> None:
         axes.set_xscale("log", base=2)
         ticks = sorted({x for points in plot.series.values() for x, _ in points})
         axes.set_xticks(ticks, [str(x) for x in ticks])
-
-
-def _draw_bars(axes: Any, plot: Plot) -> None:
-    """Groups in the order in which they first appear."""
-    groups = list(dict.fromkeys(x for points in plot.series.values() for x, _ in points))
-    width = 0.8 / len(plot.series)
-    for number, (label, points) in enumerate(plot.series.items()):
-        offset = (number - (len(plot.series) - 1) / 2) * width
-        axes.bar([groups.index(x) + offset for x, _ in points], [y for _, y in points], width, label=label)
-    slanted = {"rotation": 30, "ha": "right"} if len(groups) > UPRIGHT_GROUPS else {}
-    axes.set_xticks(range(len(groups)), groups, **slanted)
 
 
 def _draw_timeline(axes: Any, plot: Plot) -> None:

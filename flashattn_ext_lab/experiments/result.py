@@ -45,8 +45,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Plot:
-    """Curves over numbers ("line"), groups of bars over words ("bar"): label -> [(x, y), ...]; or a timeline ("timeline"):
-    label -> [(start, duration), ...].
+    """Curves ("line"): label -> [(x, y), ...]; or a timeline ("timeline"): label -> [(start, duration), ...].
 
     `bands` are areas around curves of the same label: [(x, low, high), ...].
     """

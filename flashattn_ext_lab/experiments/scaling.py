@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .harness import MATMUL_NOTE, OURS, PASSES, SDPA, UNFUSED, Context, Sizes, size_table
-from .result import Plot, Result, cell, of_both_passes, of_passes
+from .harness import MATMUL_NOTE, OURS, SDPA, UNFUSED, Context, Sizes, size_table
+from .result import PASSES, Plot, Result, cell, of_both_passes, of_passes
 
 NAMES = (OURS, UNFUSED, SDPA)
 SIZES = size_table(
@@ -18,7 +18,7 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
     rates: dict[str, list[tuple[int, float]]] = {f"{name}, {direction}": [] for name in NAMES for direction in PASSES}
     for direction, S in context.steps(PASSES, sizes.S):
         inputs = context.inputs(sizes, S=S)
-        times, flop = context.measure(inputs.calls(NAMES, direction), inputs), inputs.flop(direction)
+        times, flop = context.measure_attentions(inputs, NAMES, direction), inputs.flop(direction)
         result.add(
             cell("pass", direction),
             cell("S", S),

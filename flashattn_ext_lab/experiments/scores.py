@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from ..bench_cases import FLEX
-from ..score_options import RELATIVE_REACH, SOFTCAP
-from ..timing import reported
-from .harness import BOTH, FORWARD, MIB, OURS, OURS_PLAIN, PASSES, UNFUSED, Context, Sizes, size_table
-from .peak_memory import how_measured, peaks
-from .result import Plot, Result, cell, of_both_passes
+from ..options import RELATIVE_REACH, SOFTCAP
+from .harness import OURS, OURS_PLAIN, UNFUSED, Context, Sizes, memory_cell, size_table
+from .result import BOTH, FORWARD, PASSES, Plot, Result, cell, of_both_passes
 
 OPTIONS = ("softcap", "relative bias")
 COST = "cost of the option"
@@ -24,16 +20,12 @@ SIZES = size_table(
 def measure(context: Context, sizes: Sizes, result: Result) -> None:
     peers = (UNFUSED, FLEX) if context.on_cuda else (UNFUSED,)
     for option, direction, S in context.steps(OPTIONS, PASSES, sizes.S):
-        failures: dict[str, str] = {}
-        calls: dict[str, Callable[[], object]] = {}
         inputs = context.inputs(sizes, S=S)
-        for name in (OURS, OURS_PLAIN, *peers):
-            if name != FLEX or option == "softcap" or direction == FORWARD:
-                with reported(name, failures):
-                    calls[name] = inputs.call(name, direction, score=option)
-        times = context.measure(calls, inputs, failures)
+        gathers = direction != FORWARD and option != "softcap"  # FlexAttention would sum its gradient score by score
+        names = [name for name in (OURS, OURS_PLAIN, *peers) if name != FLEX or not gathers]
+        times = context.measure_attentions(inputs, names, direction, score=option)
         timed = [name for name in (OURS, *peers) if name in times.timings]
-        memory = peaks(context, timed, failures, sizes.replace(S=S), direction, score=option)
+        memory = context.peaks(timed, times.failures, sizes.replace(S=S), direction, score=option)
         slower = times.ratio(OURS, OURS_PLAIN)
         result.add(
             cell("option", option),
@@ -42,13 +34,13 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
             *times.times(OURS, OURS_PLAIN, *peers),
             cell(COST, slower and slower - 1, "%", ".0f", 100),
             *(cell(f"to {name}", times.ratio(name, OURS), "x", ".2f") for name in peers),
-            *(cell(f"memory of {name}", memory.get(name), "MiB", ".2f", 1 / MIB) for name in (OURS, *peers)),
+            *(memory_cell(f"memory of {name}", memory.get(name)) for name in (OURS, *peers)),
             times.remark(),
         )
     result.notes += [
         f"softcap: scores become {SOFTCAP:g} * tanh(score / {SOFTCAP:g}), as in Gemma 2. relative bias: a number for each head and distance "
         f"up to {RELATIVE_REACH}, as in T5, in fp32; forward+backward computes its gradient too, and unfused attention gathers it into a matrix",
-        f"{OURS_PLAIN}: the same call without the option; {COST}: how much longer ours takes with it. memory: {how_measured(context)}",
+        f"{OURS_PLAIN}: the same call without the option; {COST}: how much longer ours takes with it. memory: {context.memory_note}",
         f"{FLEX}: PyTorch's FlexAttention, compiled, on CUDA only; without the gradient of a relative bias, which it sums score by score",
     ]
     series = {

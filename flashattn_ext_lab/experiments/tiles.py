@@ -7,8 +7,8 @@ import flashattn_ext
 from ..bench_cases import Case
 from ..bench_cuda import running_backend
 from ..bench_tune import Job, cpu_tiles, cuda_tiles_of, load_builds, measure_job
-from .harness import OURS, Context, Sizes, divided, size_table
-from .result import NOT_MEASURED, Figure, Plot, Result, cell, measured, quotient
+from .harness import Context, Sizes, divided, size_table
+from .result import NOT_MEASURED, Figure, Result, cell, measured, quotient
 
 TILE, TO_DEFAULT = "queries x keys", "time to default"
 SIZES = size_table(
@@ -41,7 +41,6 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
             cell("remark", row["failures"].get(tile.name, "")),
         )
     result.notes.append(f"backend {job.backend}; `flashattn-ext bench tune` measures every kind of call")
-    result.plot = Plot("bar", TILE, TO_DEFAULT, {OURS: result.points(TILE, TO_DEFAULT)})
     result.compare("best tile", "512, by an estimate", fastest(result))
 
 

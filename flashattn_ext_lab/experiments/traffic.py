@@ -17,8 +17,8 @@ import flashattn_ext
 
 from ..bench_cases import DTYPES
 from ..timing import reported
-from .harness import FORWARD, MIB, OURS, UNFUSED, Context, Inputs, Sizes, size_table
-from .result import NOT_MEASURED, Plot, Result, cell, number
+from .harness import MIB, OURS, UNFUSED, Context, Inputs, Sizes, size_table
+from .result import FORWARD, NOT_MEASURED, Result, cell, number
 
 NAMES = (OURS, UNFUSED)
 WAYS = ("read", "written")
@@ -46,12 +46,6 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         "GPU counters: by Nsight Compute, each kernel alone with cold caches; data that is still in the L2 cache when a kernel ends is not "
         "counted as written",
     ]
-    series = {
-        f"{name}, {source}": [(what, point) for what in WAYS for _, point in result.points("kernels", what, source=source, attention=name)]
-        for source in SOURCES
-        for name in NAMES
-    }  # fmt: skip
-    result.plot = Plot("bar", "read or written", "MiB", {label: points for label, points in series.items() if points})
     for what, article in (("read", "-94.7 %"), ("written", "-95.1 %")):
         result.compare(f"bytes {what}, ours relative to unfused", article, _by_source(result, f"{what} saved"))
 

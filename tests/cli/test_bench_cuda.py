@@ -23,13 +23,13 @@ from flashattn_ext_lab import (
     bench_cases,
     bench_contestants,
     bench_cuda,
-    patterns,
     timing,
 )
 from flashattn_ext_lab.bench_cases import DENSE, FA2, FA3, FA4, FLASH_ATTN, MATH, OURS, SETS, Case
 from flashattn_ext_lab.bench_contestants import FLASH_MODULES, PEERS, TORCH_BACKENDS
 from flashattn_ext_lab.console import CommandError, markdown_table
 from flashattn_ext_lab.main import main
+from flashattn_ext_lab.options import document_lengths, drawn_lengths
 from flashattn_ext_lab.timing import Timing
 
 TINY = Case(2, 4, 4, 64, 16, True, "fp32", set="tiny")
@@ -76,8 +76,8 @@ def test_packed_sequences_and_a_dense_batch_of_as_much_work() -> None:
 
 
 def test_drawn_lengths_have_the_total() -> None:
-    assert patterns.drawn_lengths(10, iter([3.6, 0.2, 9]).__next__) == (4, 1, 5)
-    assert patterns.document_lengths(1000) == patterns.document_lengths(1000)
+    assert drawn_lengths(10, iter([3.6, 0.2, 9]).__next__) == (4, 1, 5)
+    assert document_lengths(1000) == document_lengths(1000)
 
 
 def test_cases_of_sets_and_passes() -> None:

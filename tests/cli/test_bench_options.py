@@ -16,8 +16,7 @@ from torch.nn.attention.flex_attention import create_mask
 from flashattn_ext_lab import bench_contestants, bench_cuda
 from flashattn_ext_lab.bench_cases import CAUSAL, FA3, FA4, FLASH_ATTN, FLEX, MATH, OURS, PLAIN, SETS, VARLEN, Case
 from flashattn_ext_lab.bench_contestants import BLOCK_MASK, TABLES
-from flashattn_ext_lab.patterns import PATTERNS, document_lengths
-from flashattn_ext_lab.score_options import SCORE_OPTIONS
+from flashattn_ext_lab.options import PATTERNS, SCORE_OPTIONS, document_lengths
 
 SMALL = Case(2, 4, 4, 96, 16, True, "fp32", set="tiny")
 ROWS = {

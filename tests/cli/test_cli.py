@@ -21,11 +21,10 @@ pytest.importorskip("matplotlib")
 import flashattn_ext
 import flashattn_ext_lab
 from flashattn_ext_lab import data, model, trainer
-from flashattn_ext_lab.files import atomic_path
+from flashattn_ext_lab.console import atomic_path
 from flashattn_ext_lab.main import main
 from flashattn_ext_lab.model import GPT, ModelConfig
-from flashattn_ext_lab.patterns import PATTERNS
-from flashattn_ext_lab.score_options import SCORE_OPTIONS
+from flashattn_ext_lab.options import PATTERNS, SCORE_OPTIONS
 from flashattn_ext_lab.timing import time_interleaved
 
 TINY = {
@@ -223,12 +222,12 @@ def test_bench_cpu_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     results = json.loads((tmp_path / "bench.json").read_text())
     rows = capsys.readouterr().out.count("\n| ") - 4  # less the headers of two tables and their rules
     assert len(results["rows"]) == 24 and rows == 24 + len(results["options"])
-    assert all(row["ratio"] > 0 for row in results["rows"])
+    assert all(row["ratio_best"] > 0 for row in results["rows"])
     named = {row["score"] or row["pattern"] for row in results["options"]}
     assert named == {*SCORE_OPTIONS, *PATTERNS} and len(results["options"]) == 2 * len(named)
     for row in results["options"]:
         assert row["gflops"]["ours"] > 0 and row["to_plain"] > 0
-        assert (row["ratio"] is None) == (row["score"] == "softcap")  # PyTorch's own has none
+        assert (row["ratio_best"] is None) == (row["score"] == "softcap")  # PyTorch's own has none
 
 
 def test_bench_decode_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,10 +21,9 @@ pytest.importorskip("jinja2")
 from flashattn_ext_lab import bench_contestants, bench_tune, private_build
 from flashattn_ext_lab.experiments import EXPERIMENTS, run_experiment
 from flashattn_ext_lab.experiments import harness as shared
-from flashattn_ext_lab.experiments.harness import Context, Inputs, Sizes
-from flashattn_ext_lab.experiments.peak_memory import growth_in_own_process, make_call
-from flashattn_ext_lab.experiments.result import NOT_MEASURED, Column, Result
-from flashattn_ext_lab.patterns import PATTERNS
+from flashattn_ext_lab.experiments.harness import Context, Inputs, Sizes, growth_in_own_process, make_call
+from flashattn_ext_lab.experiments.result import FORWARD, NOT_MEASURED, PASSES, Column, Result
+from flashattn_ext_lab.options import PATTERNS
 from flashattn_ext_lab.private_build import PrivateBuild
 
 # Tables
@@ -155,26 +154,26 @@ def _for(name: str, inputs: Inputs) -> Inputs:
     return Inputs(*(t.detach() for t in inputs)) if name == bench_contestants.FLEX else inputs
 
 
-@pytest.mark.parametrize("direction", shared.PASSES)
+@pytest.mark.parametrize("direction", PASSES)
 def test_scores_of_all_attentions_agree(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of the relative bias too."""
     scores = module_of("scores")
     monkeypatch.setattr(bench_contestants, "compiled", lambda function: function)
     inputs = cpu_inputs(1, 2, 160, 16)
     for option in scores.OPTIONS:
-        names = [shared.OURS, shared.UNFUSED, *([bench_contestants.FLEX] if direction == shared.FORWARD else [])]
+        names = [shared.OURS, shared.UNFUSED, *([bench_contestants.FLEX] if direction == FORWARD else [])]
         found = []
         for name in names:
             torch.manual_seed(0)
             found.append(_for(name, inputs).call(name, direction, score=option)())
         for other in found[1:]:
             torch.testing.assert_close(other, found[0], rtol=1e-3, atol=1e-4)
-        assert direction == shared.FORWARD or len(found[0]) == 3 + (option == "relative bias")
+        assert direction == FORWARD or len(found[0]) == 3 + (option == "relative bias")
         plain = inputs.call(shared.OURS_PLAIN, direction, score=option)()
         torch.testing.assert_close(plain, inputs.call(shared.OURS, direction, True)())
 
 
-@pytest.mark.parametrize("direction", shared.PASSES)
+@pytest.mark.parametrize("direction", PASSES)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_masks_of_all_attentions_agree(pattern: str, direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"causal": PATTERNS[pattern].causal, "pattern": pattern}
@@ -182,7 +181,7 @@ def test_masks_of_all_attentions_agree(pattern: str, direction: str, monkeypatch
     inputs = cpu_inputs(1, 2, 256, 16)
     expected = inputs.call(shared.SDPA, direction, **options)()
     names = [shared.OURS, *([shared.OURS_PACKED] if PATTERNS[pattern].lengths else [])]
-    names += [bench_contestants.FLEX] if direction == shared.FORWARD else []
+    names += [bench_contestants.FLEX] if direction == FORWARD else []
     for name in names:
         found = _for(name, inputs).call(name, direction, **options)()
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
@@ -401,7 +400,7 @@ def test_a_training_that_diverges_says_so(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("causal", [False, True])
 def test_attentions_agree(causal: bool) -> None:
     inputs = cpu_inputs(2, 3, 33, 16)
-    for direction in shared.PASSES:
+    for direction in PASSES:
         expected = inputs.call(shared.SDPA, direction, causal)()
         for name in (shared.OURS, shared.UNFUSED):
             torch.testing.assert_close(inputs.call(name, direction, causal)(), expected)

@@ -17,6 +17,7 @@ from flashattn_ext_lab.experiments import EXPERIMENTS, run_experiment
 from flashattn_ext_lab.experiments.harness import Context
 from flashattn_ext_lab.experiments.result import (
     NOT_MEASURED,
+    PASSES,
     Column,
     Figure,
     Result,
@@ -99,8 +100,8 @@ def test_rates_of_every_attention_are_drawn(results: dict[str, Result]) -> None:
     scaling = module_of("scaling")
     result = results["scaling"]
     assert result.plot.y == "TFLOP/s"
-    assert set(result.plot.series) == {f"{name}, {direction}" for name in scaling.NAMES for direction in scaling.PASSES}
-    for direction in scaling.PASSES:
+    assert set(result.plot.series) == {f"{name}, {direction}" for name in scaling.NAMES for direction in PASSES}
+    for direction in PASSES:
         expected = dict(result.points("S", "rate", pass_=direction))
         assert dict(result.plot.series[f"ours, {direction}"]) == pytest.approx(expected)
         ours, sdpa = (dict(result.plot.series[f"{name}, {direction}"]) for name in ("ours", "torch SDPA"))

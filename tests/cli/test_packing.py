@@ -64,9 +64,10 @@ def test_packed_documents_have_the_loss_of_separate_rows(attention: str, softmax
     torch.manual_seed(0)
     gpt = model.GPT(model.ModelConfig(2, 32, 4, 2, 0.0, softmax, attention), CONTEXT)
     tokens, targets, documents = packed_rows()
-    packed = gpt.loss(tokens, targets, documents)
-    alone = gpt.loss(*separate_rows(tokens, targets))
-    mixed = gpt.loss(tokens, targets)
+    packed = model.cross_entropy(gpt(tokens, documents), targets)
+    separate, of_separate = separate_rows(tokens, targets)
+    alone = model.cross_entropy(gpt(separate), of_separate)
+    mixed = model.cross_entropy(gpt(tokens), targets)
     torch.testing.assert_close(packed, alone, rtol=2e-6, atol=0)
     assert abs(mixed.item() - alone.item()) > 1e-4  # without the mask the loss differs
     gradients = [torch.autograd.grad(loss, tuple(gpt.parameters())) for loss in (packed, alone)]

@@ -78,9 +78,7 @@ def test_a_library_is_compiled_again_when_a_source_is_newer(
 ) -> None:
     linked: list[str] = []
     monkeypatch.setattr(private_build, "_C", _NothingLoaded())
-    monkeypatch.setattr(private_build, "_start", lambda build, pool: (linked.append(build.name), str(Path()), [])[1:])
-    monkeypatch.setattr(private_build.shutil, "rmtree", lambda folder: None)
-    monkeypatch.setattr(private_build, "_link", lambda build, objects: None)
+    monkeypatch.setattr(private_build, "_compile", lambda build, pool: linked.append(build.name))
     private_build.load([other_build])
     assert linked == []
     times = other_build.library.stat()

@@ -26,6 +26,7 @@ TINY: dict[str, dict[str, Any]] = {
     "dropout": dict(layers=1, width=16, heads=2, context=32, batch=2, steps=6, validations=2, seeds=2, p=(0.0, 0.25)),
     "smooth": dict(layers=1, width=16, heads=2, context=32, batch=2, steps=12, validations=6, seeds=2),
 }
+PICTURES = ("matmul", "scaling", "memory", "scores", "masks", "profile", "dropout", "smooth")  # curves and a timeline
 NASTY = "<script>alert('1')</script> & \"quoted\" | *pipe*\nnew line"
 PNG = b"\x89PNG\r\n\x1a\n"
 
