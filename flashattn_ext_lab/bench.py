@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+from typing import Any
 
 from .console import CommandError, positive, writable_file, write_text
 from .devices import use_threads
@@ -23,17 +24,17 @@ BENCHES = {
     "tune": "bench_tune",
     "distributed": "bench_distributed",
 }
-# Options that only some targets have.
-OPTIONS = {
-    "sets": ("--set", ("cuda",)),
-    "passes": ("--pass", ("cuda",)),
-    "peers": ("--peers", ("cuda", "distributed")),
-    "sustained": ("--sustained", ("cuda",)),
-    "backend": ("--backend", ("cuda", "tune")),
-    "device": ("--device", ("tune",)),
-    "tokens": ("--tokens", ("distributed",)),
-    "trace": ("--trace", ("distributed",)),
-}
+# Options that only some targets have: name -> flag, targets, and the rest of its definition.
+OPTIONS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
+    "sets": ("--set", ("cuda",), {"metavar": "NAME", "action": "append", "help": "a set of rows, may be repeated; by default all"}),
+    "passes": ("--pass", ("cuda",), {"choices": ("forward", "backward", "both"), "help": "by default both"}),
+    "sustained": ("--sustained", ("cuda",), {"action": "store_true", "default": None, "help": "also time 200 ms without a pause, three times"}),
+    "peers": ("--peers", ("cuda", "distributed"), {"metavar": "NAME,...", "help": "by default all that can be imported"}),
+    "backend": ("--backend", ("cuda", "tune"), {"metavar": "NAME", "help": "ours; by default the preferred one"}),
+    "device": ("--device", ("tune",), {"choices": ("auto", "cpu", "cuda"), "help": "by default auto: CUDA if available"}),
+    "tokens": ("--tokens", ("distributed",), {"type": positive, "help": "length of the whole sequence; by default 65536 on GPUs"}),
+    "trace": ("--trace", ("distributed",), {"metavar": "PREFIX", "help": "timelines of GPUs for chrome://tracing, PREFIX.<exchange>.json"}),
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,25 +45,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=positive, help="CPU threads; by default PyTorch's choice")
     add("--markdown", action="store_true", help="print a Markdown table")
     add("--json", metavar="FILE", help="also write every number to FILE")
-    cuda = parser.add_argument_group("bench cuda").add_argument
-    cuda("--set", metavar="NAME", action="append", dest="sets", help="a set of rows, may be repeated; by default all")
-    cuda("--pass", choices=("forward", "backward", "both"), dest="passes", help="by default both")
-    sustained = "besides bursts, time 200 ms of each call without a pause, three times"
-    cuda("--sustained", action="store_true", default=None, help=sustained)
-    cuda("--backend", metavar="NAME", help="ours, also of bench tune; by default the preferred one")
-    peers = parser.add_argument_group("bench cuda and bench distributed").add_argument
-    peers("--peers", metavar="NAME,...", help="compare with these only; by default with all that can be imported")
-    ranks = parser.add_argument_group("bench distributed").add_argument
-    ranks("--tokens", type=positive, help="length of the whole sequence; by default 65536 on GPUs")
-    trace = "write timelines for chrome://tracing to PREFIX.<exchange>.json, on GPUs"
-    ranks("--trace", metavar="PREFIX", help=trace)
-    tune = parser.add_argument_group("bench tune").add_argument
-    tune("--device", choices=("auto", "cpu", "cuda"), help="by default auto: CUDA if available")
+    groups: dict[tuple[str, ...], Any] = {}
+    for name, (flag, targets, definition) in OPTIONS.items():
+        title = " and ".join(f"bench {target}" for target in targets)
+        group = groups.setdefault(targets, parser.add_argument_group(title))
+        group.add_argument(flag, dest=name, **definition)
 
 
 def run(arguments: argparse.Namespace) -> int:
     options = {name: value for name in OPTIONS if (value := getattr(arguments, name)) is not None}
-    for flag, targets in (OPTIONS[name] for name in options):
+    for flag, targets, _ in (OPTIONS[name] for name in options):
         if arguments.target not in targets:
             raise CommandError(f"{flag} is an option of bench {' and '.join(targets)}, not of {arguments.target}")
     path = writable_file("--json", arguments.json) if arguments.json else None

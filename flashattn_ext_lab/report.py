@@ -8,6 +8,7 @@ import argparse
 import base64
 import html
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ from .experiments.result import Result
 
 TITLE = "Experiments with fused attention"
 TEMPLATE = Path(__file__).with_name("report.html.j2")
-COMPARISON_HEADER = ("figure", "article", "here")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,22 +45,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 def read_results(directory: Path) -> list[Result]:
     """The results in a directory, in the order of EXPERIMENTS."""
-    results = [_read(path) for name in EXPERIMENTS if (path := directory / f"{name}.json").exists()]
+    results = []
+    for path in (directory / f"{name}.json" for name in EXPERIMENTS):
+        if path.exists():
+            try:
+                results.append(Result.from_json(json.loads(path.read_bytes())))
+                if results[-1].name != path.stem:
+                    raise ValueError("a result of another experiment")
+            except OSError as error:
+                raise CommandError(f"{path}: {error.strerror}") from None
+            except (ValueError, TypeError, KeyError, AttributeError):
+                raise CommandError(f"{path} is not a result of this version; run that experiment again") from None
     if not results:
         raise CommandError(f"{directory} has no results; first: flashattn-ext experiments all --out {directory}")
     return results
-
-
-def _read(path: Path) -> Result:
-    try:
-        result = Result.from_json(json.loads(path.read_bytes()))
-        if result.name != path.stem:
-            raise ValueError("a result of another experiment")
-        return result
-    except OSError as error:
-        raise CommandError(f"{path}: {error.strerror}") from None
-    except (ValueError, TypeError, KeyError, AttributeError):
-        raise CommandError(f"{path} is not a result of this version; run that experiment again") from None
 
 
 def machines(results: Iterable[Result]) -> list[tuple[list[str], dict[str, str]]]:
@@ -83,9 +81,8 @@ def _section(result: Result, directory: Path) -> dict[str, Any]:
 def markdown(sections: Sequence[dict[str, Any]]) -> str:
     results = [section["result"] for section in sections]
     parts = [f"# {TITLE}", "", *(f"- [{of.name}](#{of.name}): {escape(of.found)}" for of in results), ""]
-    parts += [
-        _table(f"Measured: {', '.join(of)}", ("machine", ""), machine.items()) for of, machine in machines(results)
-    ]
+    for names, machine in machines(results):
+        parts.append(_table(f"Measured: {', '.join(names)}", ("machine", ""), machine.items()))
     for section in sections:
         of: Result = section["result"]
         parts += [f'<a id="{of.name}"></a>', "", f"## {of.name}: {escape(of.title)}", "", f"`{of.command}`", ""]
@@ -93,8 +90,8 @@ def markdown(sections: Sequence[dict[str, Any]]) -> str:
         parts += [f"![{of.name}]({of.name}.png)", ""] if section["picture"] else []
         parts += [_table("", section["header"], section["lines"])] if of.rows else []
         if of.comparisons:
-            lines = [(comparison.what, comparison.article, comparison.ours) for comparison in of.comparisons]
-            parts.append(_table("Compared with the article:", COMPARISON_HEADER, lines))
+            lines = [(each.what, each.article, each.ours) for each in of.comparisons]
+            parts.append(_table("Compared with the article:", ("figure", "article", "here"), lines))
         parts += [*(f"- {escape(note)}" for note in of.notes), ""]
     return "\n".join(parts)
 
@@ -106,7 +103,4 @@ def _table(title: str, header: Iterable[str], lines: Iterable[Iterable[str]]) ->
 
 def escape(text: str) -> str:
     """Text that Markdown shows unchanged, also inside a table."""
-    text = html.escape(" ".join(text.split()), quote=False)
-    for character in "\\`*_[]|":
-        text = text.replace(character, "\\" + character)
-    return text
+    return re.sub(r"([\\`*_\[\]|])", r"\\\1", html.escape(" ".join(text.split()), quote=False))

@@ -164,6 +164,7 @@ class Trainer(Training):
     def train(self, checkpoint_every: int) -> int:
         """Runs up to the last step. Returns 0, or the number of the signal that stopped it after a saved step."""
         before, first, steps = self.seconds, self.step, self.config.steps
+        batch_bytes = self.config.batch_size * self.config.context
         begin = time.perf_counter() - before
         rich = require("rich.progress")
         columns = [rich.BarColumn(bar_width=24), rich.MofNCompleteColumn(), rich.TextColumn("{task.fields[status]}")]
@@ -180,17 +181,16 @@ class Trainer(Training):
                 self.seconds = time.perf_counter() - begin
                 if self.step % checkpoint_every == 0 or self.step == steps or stop:
                     self.save()
-                status = self._status((self.step - first) / max(self.seconds - before, 1e-9))
+                rate = (self.step - first) * batch_bytes / max(self.seconds - before, 1e-9)
+                validated = f"  val {self.validation_losses[-1][1]:.3f}" if self.validation_losses else ""
+                status = (
+                    f"loss {statistics.fmean(self.train_losses[-SHOWN_LOSSES:]):.3f}{validated}  {rate:,.0f} tokens/s  "
+                )
+                status += f"peak {peak_memory_bytes(self.device) / 2**20:,.0f} MiB"
                 bar.update(task, completed=self.step, status=status)
                 if not self.console.is_terminal and self.step * LINES // steps != (self.step - 1) * LINES // steps:
                     self.console.print(f"step {self.step}/{steps}  {status}", highlight=False)
         return stop[0] if stop and self.step < steps else 0
-
-    def _status(self, steps_per_second: float) -> str:
-        loss = f"loss {statistics.fmean(self.train_losses[-SHOWN_LOSSES:]):.3f}"
-        validated = f"  val {self.validation_losses[-1][1]:.3f}" if self.validation_losses else ""
-        rate = steps_per_second * self.config.batch_size * self.config.context
-        return f"{loss}{validated}  {rate:,.0f} tokens/s  peak {peak_memory_bytes(self.device) / 2**20:,.0f} MiB"
 
     def save(self) -> None:
         """Writes everything that the next step depends on, and waits until the disk has it."""

@@ -7,8 +7,8 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ from ..bench_cases import CAUSAL, DTYPES, PLAIN, VARLEN, Case
 from ..bench_cases import OURS as OURS
 from ..bench_contestants import SDPA as SDPA
 from ..bench_contestants import UNFUSED, attention, extras
-from ..console import one_line
 from ..devices import peak_memory_bytes, synchronize
 from ..model import hidden_scores
 from ..timing import Timing, peak_extra_bytes, reported
@@ -33,8 +32,7 @@ BESIDE = {OURS_PLAIN: PLAIN, OURS_CAUSAL: CAUSAL, OURS_PACKED: VARLEN}  # our re
 Changes = Mapping[str, Any]
 MIB = 1 << 20
 CPU = torch.device("cpu")
-LIMIT_S = 600  # of the process in which memory is measured
-WARM_UP_S = 64  # the sequence length of a first call there, which loads libraries and starts threads
+WARM_UP_S = 64  # the sequence length of a first call where memory is measured, which loads libraries and starts threads
 Call = Callable[[], object]
 CUDA_ROUNDS, CUDA_QUICK_ROUNDS = 15, 3
 CPU_SECONDS, CPU_QUICK_SECONDS = 2.0, 0.1  # per group of interleaved calls, and at least this many rounds:
@@ -166,16 +164,11 @@ class Context:
         return Inputs.random(self.device, sizes.replace(**changes))
 
     def measure(
-        self,
-        calls: Mapping[str, Callable[[], object]],
-        inputs: Sequence[Tensor],
-        failures: dict[str, str] | None = None,
-        rounds: int | None = None,
-    ) -> Measured:
+        self, calls: Mapping[str, Call], inputs: Sequence[Tensor], failures: dict[str, str] | None = None, rounds: int = 0
+    ) -> Measured:  # fmt: skip
         """Times interleaved calls, with new random numbers in `inputs` every round.
 
-        A call that raises has its reason in `failures`, which may already name others. `rounds` fixes the number of rounds,
-        for long calls.
+        A call that raises has its reason in `failures`, which may already name others. `rounds` fixes their number for long calls.
         """
         failures = {} if failures is None else failures
 
@@ -185,10 +178,15 @@ class Context:
                     t.normal_()
             synchronize(self.device)
 
+        def waiting(call: Call) -> Call:
+            return lambda: (call(), synchronize(self.device))  # with the work that the call leaves in the queue
+
+        if self.device.type == "npu":
+            calls = {name: waiting(call) for name, call in calls.items()}
         budget_s, least = (CPU_QUICK_SECONDS, CPU_QUICK_ROUNDS) if self.quick else (CPU_SECONDS, CPU_ROUNDS)
         timings = timing.time_on(
             self.device.type,
-            {name: self._waiting(call) for name, call in calls.items()},
+            calls,
             gpu_rounds=rounds or (CUDA_QUICK_ROUNDS if self.quick else CUDA_ROUNDS),
             budget_s=0.0 if rounds else budget_s,
             min_rounds=rounds or least,
@@ -200,15 +198,11 @@ class Context:
     def measure_attentions(self, inputs: Inputs, names: Iterable[str], direction: str, **options: Any) -> Measured:
         """Times calls as Inputs.call() makes them."""
         failures: dict[str, str] = {}
-        calls: dict[str, Callable[[], object]] = {}
+        calls: dict[str, Call] = {}
         for name in names:
             with reported(name, failures):
                 calls[name] = inputs.call(name, direction, **options)
         return self.measure(calls, inputs, failures)
-
-    def _waiting(self, call: Callable[[], object]) -> Callable[[], object]:
-        """The call, on an NPU with the work that it leaves in the queue."""
-        return (lambda: (call(), synchronize(self.device))) if self.device.type == "npu" else call
 
     def matmul(self, dtype: str, n: int) -> Measured:
         """torch.matmul of two n x n matrices, as "time", measured once per run."""
@@ -340,38 +334,16 @@ def growth_in_own_process(prepare: Callable[..., Call], *arguments: Any) -> int:
         raise NotImplementedError("the peak of resident memory is not read on Windows")
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload([__name__, prepare.__module__])
-    receiver, sender = processes.Pipe(duplex=False)
-    process = processes.Process(target=_child, args=(sender, torch.get_num_threads(), prepare, arguments), daemon=True)
-    process.start()
-    sender.close()
+    with ProcessPoolExecutor(1, processes) as pool:
+        return pool.submit(_growth, torch.get_num_threads(), prepare, arguments).result()
+
+
+def _growth(threads: int, prepare: Callable[..., Call], arguments: tuple[object, ...]) -> int:
+    torch.set_num_threads(threads)
+    call = prepare(*arguments)
     try:
-        answer = receiver.recv() if receiver.poll(LIMIT_S) else f"no answer within {LIMIT_S} s"
-    except EOFError:
-        process.join()
-        answer = f"its process ended with {process.exitcode}; out of memory?"
-    finally:
-        process.kill()
-        process.join()
-    if isinstance(answer, str):
-        raise RuntimeError(answer)
-    return answer
-
-
-def _child(sender: Connection, threads: int, prepare: Callable[..., Call], arguments: tuple[object, ...]) -> None:
-    """Sends the growth in bytes, or the error."""
-    try:
-        torch.set_num_threads(threads)
-        call = prepare(*arguments)
-        before = _resident_bytes()
-        call()
-        sender.send(max(0, peak_memory_bytes(CPU) - before))
-    except Exception as error:
-        sender.send(one_line(error))
-
-
-def _resident_bytes() -> int:
-    """Current resident memory of the process; its high-water mark where the system does not report the former."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return peak_memory_bytes(CPU)
+        before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # where the system does not report the current size, the growth of its peak
+        before = peak_memory_bytes(CPU)
+    call()
+    return max(0, peak_memory_bytes(CPU) - before)

@@ -111,10 +111,10 @@ def step_bytes(device: torch.device, sizes: Sizes, name: str, layers: int, train
     if device.type != "cuda":
         raise NotImplementedError(f"allocator statistics of {device.type} are not read yet")
     stack = Stack(device, sizes, layers, trains)
-    stack.step(name)  # libraries allocate their persistent workspaces, the optimizer its states
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    stack.step(name)
+    for _ in range(2):  # in the first step libraries allocate their persistent workspaces, the optimizer its states
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        stack.step(name)
     return torch.cuda.max_memory_allocated(device)
 
 

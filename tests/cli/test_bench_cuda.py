@@ -390,7 +390,7 @@ def test_bench_cuda_prints_and_writes_every_row(
 def test_help_names_every_target_of_an_option() -> None:
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
-    for flag, targets in bench.OPTIONS.values():
+    for flag, targets, _ in bench.OPTIONS.values():
         [(title, described)] = [
             (group.title, action.help)
             for group in parser._action_groups
