@@ -24,16 +24,19 @@ BENCHES = {
     "tune": "bench_tune",
     "distributed": "bench_distributed",
 }
+PEERS = "compare with these only; by default with all that can be imported"
+TRACE = "write timelines of GPUs for chrome://tracing to PREFIX.<exchange>.json"
+SUSTAINED = "besides bursts, time 200 ms of each call without a pause, three times"
 # Options that only some targets have: name -> flag, targets, and the rest of its definition.
 OPTIONS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
     "sets": ("--set", ("cuda",), {"metavar": "NAME", "action": "append", "help": "a set of rows, may be repeated; by default all"}),
     "passes": ("--pass", ("cuda",), {"choices": ("forward", "backward", "both"), "help": "by default both"}),
-    "sustained": ("--sustained", ("cuda",), {"action": "store_true", "default": None, "help": "also time 200 ms without a pause, three times"}),
-    "peers": ("--peers", ("cuda", "distributed"), {"metavar": "NAME,...", "help": "by default all that can be imported"}),
+    "sustained": ("--sustained", ("cuda",), {"action": "store_true", "default": None, "help": SUSTAINED}),
+    "peers": ("--peers", ("cuda", "distributed"), {"metavar": "NAME,...", "help": PEERS}),
     "backend": ("--backend", ("cuda", "tune"), {"metavar": "NAME", "help": "ours; by default the preferred one"}),
     "device": ("--device", ("tune",), {"choices": ("auto", "cpu", "cuda"), "help": "by default auto: CUDA if available"}),
     "tokens": ("--tokens", ("distributed",), {"type": positive, "help": "length of the whole sequence; by default 65536 on GPUs"}),
-    "trace": ("--trace", ("distributed",), {"metavar": "PREFIX", "help": "timelines of GPUs for chrome://tracing, PREFIX.<exchange>.json"}),
+    "trace": ("--trace", ("distributed",), {"metavar": "PREFIX", "help": TRACE}),
 }  # fmt: skip
 
 

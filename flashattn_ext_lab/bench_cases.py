@@ -20,7 +20,6 @@ import torch
 from .console import chosen
 from .options import PATTERNS, SCORE_OPTIONS, drawn_lengths
 
-BACKWARD_WORK = 2.5  # relative to the forward: five products instead of two
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 OURS, FA2, CUDNN, MATH, FLASH_ATTN, FA3, FA4, FLEX = "ours", "fa2", "cudnn", "math", "flash-attn", "fa3", "fa4", "flex"
@@ -97,21 +96,18 @@ class Case:
             return {CAUSAL: replace(self, window=0)}
         if not self.pattern:
             return {}
-        causal = replace(self, pattern="", causal=True)
-        lengths = PATTERNS[self.pattern].lengths
-        if lengths is None:
-            return {CAUSAL: causal}
-        packed = lengths(self.S) * self.B
-        return {CAUSAL: causal, VARLEN: replace(causal, B=len(packed), S=max(packed), lengths=packed)}
+        calls = {CAUSAL: replace(self, pattern="", causal=True)}
+        if lengths := PATTERNS[self.pattern].lengths:
+            packed = lengths(self.S) * self.B
+            calls[VARLEN] = replace(calls[CAUSAL], B=len(packed), S=max(packed), lengths=packed)
+        return calls
 
     @property
     def mask(self) -> str:
         """In words, with the other options of the row."""
         words = [self.pattern or ("causal" if self.causal else "full"), self.score]
-        words += [f"window {self.window}"] if self.window else []
-        words += [f"p={self.dropout:g}"] if self.dropout else []
-        words += ["deterministic"] if self.deterministic else []
-        return " ".join(filter(None, words))
+        words += [self.window and f"window {self.window}", self.dropout and f"p={self.dropout:g}"]
+        return " ".join(filter(None, [*words, self.deterministic and "deterministic"]))
 
     @property
     def direction(self) -> str:

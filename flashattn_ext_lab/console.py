@@ -163,6 +163,19 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def picture(path: Path, height: float) -> Iterator[Any]:
+    """Axes of matplotlib, 8 inches wide, that become the picture `path`."""
+    require("matplotlib").use("Agg")
+    pyplot = require("matplotlib.pyplot")
+    figure, axes = pyplot.subplots(figsize=(8, height))
+    axes.grid(alpha=0.3)
+    yield axes
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, dpi=120, bbox_inches="tight")
+    pyplot.close(figure)
+
+
 def write_text(path: Path, text: str) -> None:
     """Replaces the file at once. A character that UTF-8 cannot encode (for example a lone surrogate of a file name) is written as an escape."""
     with atomic_path(path) as temporary:
@@ -171,28 +184,25 @@ def write_text(path: Path, text: str) -> None:
 
 def make_directory(name: str) -> Path:
     """The directory of `--out name`, created if necessary, in which files can be written."""
-    directory = Path(name)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        _probe(directory)
-    except OSError as error:
-        raise CommandError(f"--out {name}: cannot write there ({error.strerror}); choose another directory") from None
-    return directory
+    with writing(f"--out {name}", "; choose another directory"):
+        Path(name).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=name).close()
+    return Path(name)
 
 
 def writable_file(option: str, name: str) -> Path:
     """The path of `option name`, where a file can be written: checked before the work whose result goes there."""
-    path = Path(name)
-    try:
-        if path.is_dir():
+    with writing(f"{option} {name}"):
+        if Path(name).is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        _probe(path.parent)
+        tempfile.TemporaryFile(dir=Path(name).parent).close()
+    return Path(name)
+
+
+@contextlib.contextmanager
+def writing(place: str, fix: str = "") -> Iterator[None]:
+    """Says where a file could not be written."""
+    try:
+        yield
     except OSError as error:
-        raise CommandError(f"{option} {name}: cannot write there ({error.strerror})") from None
-    return path
-
-
-def _probe(directory: Path) -> None:
-    """Raises OSError where no file can be created."""
-    with tempfile.TemporaryFile(dir=directory):
-        pass
+        raise CommandError(f"{place}: cannot write there ({error.strerror}){fix}") from None

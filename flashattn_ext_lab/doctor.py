@@ -22,7 +22,6 @@ from flashattn_ext._build import BUILD_NPU, REBUILD, build_info, load_ascend, wh
 
 from .console import INSTALL_EXTRAS
 
-MIN_PYTHON = (3, 10)
 MIN_TORCH = (2, 6)
 
 
@@ -64,9 +63,7 @@ def _missing(subject: str, text: str, fix: str) -> Finding:
 
 
 def _environment() -> list[Finding]:
-    new_enough = sys.version_info >= MIN_PYTHON
-    fix = "" if new_enough else f"install Python {'.'.join(map(str, MIN_PYTHON))} or later"
-    python = Finding("python", f"{platform.python_version()} ({sys.executable})", new_enough, fix)
+    python = Finding("python", f"{platform.python_version()} ({sys.executable})")
     machine = Finding("machine", f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs")
     findings = [machine, python, _torch(), _compiler()]
     for package in ("rich", "matplotlib", "jinja2"):

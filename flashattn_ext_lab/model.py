@@ -140,7 +140,6 @@ def hidden_scores(S: int, device: torch.device) -> Tensor:
     return torch.ones(S, S, dtype=torch.bool, device=device).triu(1)
 
 
-MAX_HEAD_DIM = {"flashattn": 512}  # attention -> its limit
 ATTENTION: dict[str, Attend] = {
     "flashattn": through(flashattn_ext.forward),
     "sdpa": _of_torch(_sdpa),

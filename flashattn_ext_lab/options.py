@@ -158,11 +158,6 @@ class ScoreOption:
     trains: bool = False  # whether the backward computes its gradient, too
 
 
-def slopes(heads: int, device: Device = "cpu") -> Tensor:
-    """fp32 [H]: the slopes of ALiBi (Press et al. 2022)."""
-    return torch.exp2(-8 * torch.arange(1, heads + 1, device=device) / heads)
-
-
 def _distance(value: Tensor, S: int) -> Tensor:
     """Key minus query, [S, S]."""
     position = torch.arange(S, device=value.device)
@@ -174,9 +169,10 @@ def _relative_index(distance: Tensor) -> Tensor:
 
 
 def _alibi(trains: bool) -> ScoreOption:
+    """With the slopes of ALiBi (Press et al. 2022), fp32 [H]."""
     return ScoreOption(
         "alibi_slopes",
-        draw=lambda heads, S, dtype, device: slopes(heads, device),
+        draw=lambda heads, S, dtype, device: torch.exp2(-8 * torch.arange(1, heads + 1, device=device) / heads),
         score_mod=lambda value: lambda score, b, h, q, k: score - value[h] * (q - k).abs(),
         added=lambda value, S: -value[:, None, None] * _distance(value, S).abs(),
         trains=trains,

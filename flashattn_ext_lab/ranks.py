@@ -124,9 +124,10 @@ class Layout:
         return self._reduced([value], device, dist.ReduceOp.MAX)[0]
 
     def _reduced(self, values: list[float], device: torch.device, operator: Any) -> list[float]:
+        if self.ranks == 1:
+            return values
         of_all = torch.tensor(values, dtype=torch.float64).to(device)
-        if self.ranks > 1:
-            dist.all_reduce(of_all, operator)
+        dist.all_reduce(of_all, operator)
         return of_all.tolist()
 
 

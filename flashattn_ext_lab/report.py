@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .console import CommandError, are_numbers, markdown_table, require, write_text
+from .console import CommandError, are_numbers, markdown_table, require, write_text, writing
 from .experiments import EXPERIMENTS
 from .experiments.render import shown_table
 from .experiments.result import Result
@@ -35,10 +35,8 @@ def run(arguments: argparse.Namespace) -> int:
     sections = [_section(result, directory) for result in results]
     page = template.render(title=TITLE, machines=machines(results), sections=sections)
     for name, text in {"report.html": page, "report.md": markdown(sections)}.items():
-        try:
+        with writing(str(directory / name)):
             write_text(directory / name, text)
-        except OSError as error:
-            raise CommandError(f"{directory / name}: cannot write there ({error.strerror})") from None
         print(directory / name)
     return 0
 

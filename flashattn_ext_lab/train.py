@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,10 +18,10 @@ import torch
 import flashattn_ext
 
 from . import ranks
-from .console import CommandError, atomic_path, make_console, make_directory, positive, require, seed, write_text
+from .console import CommandError, make_console, make_directory, picture, positive, require, seed, write_text
 from .data import Corpus, load_corpus
 from .devices import DEVICES, choose_device, peak_memory_bytes, use_threads
-from .model import ATTENTION, MAX_HEAD_DIM, SOFTMAX, ModelConfig
+from .model import ATTENTION, SOFTMAX, ModelConfig
 from .trainer import PACKING, TrainConfig, Trainer
 
 DTYPES = ("float32", "bfloat16")
@@ -73,7 +74,14 @@ def run(arguments: argparse.Namespace) -> int:
     require("matplotlib")  # before the training, not after it
     use_threads(arguments.threads)
     device = choose_device(arguments.device, needs_backend=arguments.attention == "flashattn")
-    config = _config(arguments, device)
+    _check(arguments)
+    options, dtype = vars(arguments), arguments.dtype
+    if dtype == "auto":
+        dtype = "float32" if device.type == "cpu" else "bfloat16"
+    model = ModelConfig(**{name: options[name] for name in ModelConfig.__dataclass_fields__})
+    shared = TrainConfig.__dataclass_fields__.keys() & options.keys() - {"dtype", "text"}
+    text = str(Path(arguments.text).resolve()) if arguments.text else None
+    config = TrainConfig(model=model, dtype=dtype, text=text, **{name: options[name] for name in shared})
     corpus = load_corpus(arguments.text, config.context)
     directory = make_directory(arguments.out)
     if not ranks.started_by_torchrun():
@@ -84,13 +92,11 @@ def run(arguments: argparse.Namespace) -> int:
         return _train(arguments, config, corpus, device, directory)
 
 
-def _train(
-    arguments: argparse.Namespace, config: TrainConfig, corpus: Corpus, device: torch.device, directory: Path
-) -> int:
+def _train(arguments: argparse.Namespace, config: TrainConfig, corpus: Corpus, device: torch.device, out: Path) -> int:
     layout = ranks.layout_of(arguments.context_parallel, config.batch_size, device)
     console = make_console()
     console.quiet = not layout.is_first
-    trainer = Trainer(config, corpus, device, directory, console, layout, arguments.log_max_logits)
+    trainer = Trainer(config, corpus, device, out, console, layout, arguments.log_max_logits)
     if layout.ranks > 1:
         sharing = f"{layout.data_ranks} share a batch, {arguments.context_parallel} share each of its rows"
         console.print(f"{layout.ranks} ranks: {sharing}")
@@ -129,27 +135,22 @@ def _finish(trainer: Trainer, sample_bytes: int) -> None:
 
 def _write_loss_curve(trainer: Trainer) -> None:
     """The training loss, averaged over intervals of steps, the validation loss, and on a second axis the largest logit."""
-    require("matplotlib").use("Agg")
-    plot = require("matplotlib.pyplot")
-    interval, losses = max(1, trainer.step // CURVE_POINTS), trainer.train_losses
-    parts = [losses[first : first + interval] for first in range(0, trainer.step, interval)]
-    ends = [min((n + 1) * interval, trainer.step) for n in range(len(parts))]
-    figure, axes = plot.subplots(figsize=(8, 5))
-    axes.plot(ends, [sum(part) / len(part) for part in parts], label="training")
-    axes.plot(*zip(*trainer.validation_losses, strict=True), marker="o", markersize=3, label="validation")
-    model = trainer.config.model
-    title = f"{trainer.parameter_count():,} parameters, {model.attention} attention, {model.softmax} softmax"
-    axes.set(xlabel="step", ylabel="nats per byte", title=title)
-    axes.grid(alpha=0.3)
-    lines = axes.get_lines()
-    if trainer.max_logits:
-        right = axes.twinx()
-        lines += right.plot(*zip(*trainer.max_logits, strict=True), color="gray", linewidth=0.8, label="largest logit")
-        right.set(ylabel="largest logit")
-    axes.legend(handles=lines)
-    with atomic_path(trainer.directory / "loss.png") as path:
-        figure.savefig(path, dpi=120, bbox_inches="tight")
-    plot.close(figure)
+    interval, model = max(1, trainer.step // CURVE_POINTS), trainer.config.model
+    ends = [*range(interval, trainer.step, interval), trainer.step]
+    means = [
+        statistics.fmean(trainer.train_losses[first : first + interval]) for first in range(0, trainer.step, interval)
+    ]
+    with picture(trainer.directory / "loss.png", height=5) as axes:
+        axes.plot(ends, means, label="training")
+        axes.plot(*zip(*trainer.validation_losses, strict=True), marker="o", markersize=3, label="validation")
+        title = f"{trainer.parameter_count():,} parameters, {model.attention} attention, {model.softmax} softmax"
+        axes.set(xlabel="step", ylabel="nats per byte", title=title)
+        lines = axes.get_lines()
+        if trainer.max_logits:
+            right, logits = axes.twinx(), zip(*trainer.max_logits, strict=True)
+            lines += right.plot(*logits, color="gray", linewidth=0.8, label="largest logit")
+            right.set(ylabel="largest logit")
+        axes.legend(handles=lines)
 
 
 def _write_metrics(trainer: Trainer, loss: float) -> None:
@@ -174,21 +175,9 @@ def _write_metrics(trainer: Trainer, loss: float) -> None:
     write_text(trainer.directory / "metrics.json", json.dumps(metrics, indent=1) + "\n")
 
 
-def _config(arguments: argparse.Namespace, device: torch.device) -> TrainConfig:
-    _check(arguments)
-    options = vars(arguments)
-    dtype = arguments.dtype
-    if dtype == "auto":
-        dtype = "float32" if device.type == "cpu" else "bfloat16"
-    model = ModelConfig(**{name: options[name] for name in ModelConfig.__dataclass_fields__})
-    shared = TrainConfig.__dataclass_fields__.keys() & options.keys() - {"dtype", "text"}
-    text = str(Path(arguments.text).resolve()) if arguments.text else None
-    return TrainConfig(model=model, dtype=dtype, text=text, **{name: options[name] for name in shared})
-
-
 def _check(given: argparse.Namespace) -> None:
     """Checks the values that argparse cannot check, and names the option that is wrong."""
-    head_dim, limit = given.width // given.heads, MAX_HEAD_DIM.get(given.attention, math.inf)
+    head_dim, limit = given.width // given.heads, 512 if given.attention == "flashattn" else math.inf
 
     def refuse(wrong: object, message: str) -> None:
         if wrong:
@@ -212,8 +201,7 @@ def _check(given: argparse.Namespace) -> None:
     for name in ("learning_rate", "clip"):
         value = getattr(given, name)
         refuse(not 0 < value < math.inf, f"--{name.replace('_', '-')} got {value}; accepted is any positive number")
-    decay = given.weight_decay
-    refuse(not 0 <= decay < math.inf, f"--weight-decay got {decay}; accepted is 0 or more")
+    refuse(not 0 <= given.weight_decay < math.inf, f"--weight-decay got {given.weight_decay}; accepted is 0 or more")
     boundaries = f"--packing documents got --text {given.text}, a file without document boundaries"
     comes = "accepted is the text that comes with Python: omit --text"
     refuse(given.packing == "documents" and given.text, f"{boundaries}; {comes}")

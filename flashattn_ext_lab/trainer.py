@@ -35,7 +35,7 @@ FINAL_RATE = 0.05  # where the cosine ends, as a fraction of the peak
 ADAM_BETAS = (0.9, 0.95)
 LINES = 20  # of a whole run without a terminal
 SHOWN_LOSSES = 20  # of the last steps, whose mean is shown
-LOGS = ("train_losses", "validation_losses", "max_logits")
+LOGS = ("train_losses", "validation_losses", "max_logits")  # attributes that grow with the steps
 
 
 @dataclass(frozen=True)

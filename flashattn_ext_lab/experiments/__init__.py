@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..console import CommandError, make_console, make_directory, one_line, positive, require
+from ..console import make_console, make_directory, one_line, positive, require, writing
 from ..devices import choose_device, describe_run, use_threads
 from .harness import Context, size_notes
 from .render import print_result, write_json, write_plot
@@ -77,11 +77,9 @@ def run(arguments: argparse.Namespace) -> int:
         for name in bar.track(names, description="experiments"):
             result = run_experiment(name, context)
             print_result(result, console)
-            try:
+            with writing(f"--out {out}"):
                 write_json(result, out / f"{name}.json")
                 write_plot(result, out / f"{name}.png")
-            except OSError as error:
-                raise CommandError(f"--out {out}: cannot write there ({error.strerror})") from None
             failed += [name] if result.error else []
     done = f"results are in {out}; flashattn-ext report {out} makes a page of them"
     console.print(done, highlight=False, markup=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,12 +13,12 @@ from ..model import ATTENTION
 from ..timing import reported
 from .harness import OURS, UNFUSED, Context, Measured, Sizes, size_table
 from .result import NOT_MEASURED, Cell, Result, cell, difference, final_loss, number
-from .small_gpt import Run, curves, loss_cells, mean_curve, train_all, training_note
+from .small_gpt import curves, loss_cells, mean_curve, train_all, training_note
 
 MODELS = {OURS: "flashattn", UNFUSED: "unfused"}  # name in this table -> key of ATTENTION
 KEPT_S = 256  # scores per row of the calls that count kept weights
 KEPT_WEIGHTS = 16 * 4 * KEPT_S * (KEPT_S + 1) // 2  # of those calls: batch entries, heads, visible scores
-GAP, RISE = "gap to unfused", "largest rise"
+RISE = "largest rise"
 SIZES = size_table(
     gpu=dict(
         layers=4, width=256, heads=4, context=256, batch=32, steps=150, validations=10, seeds=4, p=(0.0, 0.1, 0.3)
@@ -39,14 +39,13 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         label = _label(p, name)
         with reported(label, failures):
             kept, mean = weights_kept(context, ATTENTION[key], p)
-        of, others = runs[label], runs[_label(p, UNFUSED)] if name == OURS else []
+        of = runs[label]
         rises = [after - before for (_, before), (_, after) in itertools.pairwise(mean_curve(of))] if of else []
         result.add(
             cell("dropout p", p),
             cell("attention", name),
             *loss_cells(of),
             cell(RISE, max(rises, default=None), "nats/byte", ".4f"),
-            cell(GAP, gap(of, others) if of and others else None, "nats/byte", ".4f"),
             cell("kept", kept, "%", ".2f"),
             cell("expected", 100 * (1 - p), "%", ".2f"),
             cell("mean weight", mean, "%", ".2f"),
@@ -61,8 +60,7 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
 
 
 NOTES = (
-    f"{GAP}: the largest distance between the mean curves of the seeds. {RISE}: of the mean curve from one validation to the next, "
-    "negative where it only falls",
+    f"{RISE}: of the mean curve of the seeds from one validation to the next, negative where it only falls",
     "kept: percentage of the weights that the attention itself keeps, counted in its output for values that show each weight; expected: "
     "1 - p. mean weight: of all weights after dropping and rescaling, relative to those without dropout",
     "both attentions start from the same weights and see the same batches; dropout also acts on the residual branches",
@@ -88,11 +86,6 @@ def _label(p: float, name: str) -> str:
 
 def _at(p: Cell, name: str) -> dict[str, Cell]:
     return {"dropout p": p, "attention": name}
-
-
-def gap(ours: Sequence[Run], others: Sequence[Run]) -> float:
-    """The largest distance of the mean curves."""
-    return max(abs(a - b) for (_, a), (_, b) in zip(mean_curve(ours), mean_curve(others), strict=True))
 
 
 def weights_kept(context: Context, attention: Callable[..., Tensor], p: float) -> tuple[float, float]:

@@ -60,9 +60,8 @@ class SizeTable:
     cpu_quick: Sizes
 
     def of(self, context: Context) -> Sizes:
-        if context.on_cpu:
-            return self.cpu_quick if context.quick else self.cpu
-        return self.gpu_quick if context.quick else self.gpu
+        whole, quick = (self.cpu, self.cpu_quick) if context.on_cpu else (self.gpu, self.gpu_quick)
+        return quick if context.quick else whole
 
 
 def size_table(gpu: Changes, cpu: Changes, cpu_quick: Changes, gpu_quick: Changes | None = None) -> SizeTable:
@@ -114,13 +113,14 @@ class Measured:
         return Measured(*kept)
 
     def ratio(self, slower: str, faster: str) -> float | None:
-        if slower not in self.timings or faster not in self.timings:
-            return None
-        return self.timings[slower].median_s / self.timings[faster].median_s
+        return divided(self._seconds(slower), self._seconds(faster))
 
     def rate(self, work: float, name: str) -> float | None:
         """`work` per second."""
-        return work / self.timings[name].median_s if name in self.timings else None
+        return divided(work, self._seconds(name))
+
+    def _seconds(self, name: str) -> float | None:
+        return self.timings[name].median_s if name in self.timings else None
 
     def remark(self, *names: str) -> tuple[Column, Cell]:
         """Why calls (of these names, or all) have no time."""

@@ -29,13 +29,12 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         )
 
     for dtype, n in context.steps(sizes.dtypes, sizes.n):
-        smaller = result.points("size", "time", dtype=dtype)
-        expected_s = smaller[-1][1] * 1e-3 * (n / smaller[-1][0]) ** 3 if smaller else 0.0
-        if expected_s > LIMIT_S:
-            why = f"skipped: at the rate of {smaller[-1][0]} a call would take {expected_s:.0f} s"
-            add("matmul", dtype, n, Measured({}, {"time": why}))
-        else:
-            add("matmul", dtype, n, context.matmul(dtype, n), flop=2 * n**3)
+        times = None
+        for smaller, ms in result.points("size", "time", dtype=dtype)[-1:]:
+            if (expected_s := ms * 1e-3 * (n / smaller) ** 3) > LIMIT_S:
+                why = f"skipped: at the rate of {smaller} a call would take {expected_s:.0f} s"
+                times = Measured({}, {"time": why})
+        add("matmul", dtype, n, times or context.matmul(dtype, n), flop=2 * n**3)
     for mib in context.track(sizes.copy_mib):
         side = math.isqrt((mib << 20) // 4)
         source = context.randn(side, side, dtype="fp32")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -93,23 +91,14 @@ def record(device: torch.device, call: Callable[[], object], path: Path) -> None
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
     call()
     synchronize(device)
-    # The profiler library of some builds of torch announces every start and stop on standard error, bypassing Python.
-    sys.stderr.flush()
-    saved = os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        steps = schedule(wait=0, warmup=WARM_UP, active=CALLS, repeat=1)
-        with torch_profile(activities=activities, schedule=steps) as profiler:
-            profiler.on_trace_ready = lambda profiler: profiler.export_chrome_trace(str(path))
-            for _ in range(WARM_UP + CALLS):
-                with record_function(CALL):
-                    call()
-                    synchronize(device)
-                profiler.step()
-    finally:
-        os.dup2(saved, 2)
-        os.close(saved)
+    steps = schedule(wait=0, warmup=WARM_UP, active=CALLS, repeat=1)
+    with torch_profile(activities=activities, schedule=steps) as profiler:
+        profiler.on_trace_ready = lambda profiler: profiler.export_chrome_trace(str(path))
+        for _ in range(WARM_UP + CALLS):
+            with record_function(CALL):
+                call()
+                synchronize(device)
+            profiler.step()
 
 
 def calls_in(trace: dict[str, Any], *, on_cpu: bool) -> list[list[Work]]:

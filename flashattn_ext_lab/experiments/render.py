@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..console import atomic_path, require, rich_table, write_text
+from ..console import picture, require, rich_table, write_text
 from .result import Plot, Result
 
 if TYPE_CHECKING:
@@ -20,11 +20,10 @@ def print_result(result: Result, console: Console) -> None:
     text = require("rich.text").Text
     if result.rows:
         console.print(rich_table(f"{result.name}: {result.title}", *shown_table(result)))
-    for comparison in result.comparisons:
-        console.print(text(f"{comparison.what}: article {comparison.article}; here {comparison.ours}"))
+    for each in result.comparisons:
+        console.print(text(f"{each.what}: article {each.article}; here {each.ours}"))
     console.print(text(f"found: {result.found}", style="bold"))
-    for note in result.notes:
-        console.print(text(f"note: {note}"))
+    console.print(text("\n".join(f"note: {note}" for note in result.notes)))
     if result.error:
         console.print(text(f"{result.name} failed: {result.error}", style="red"))
     console.print()
@@ -52,19 +51,11 @@ def write_plot(result: Result, path: Path) -> None:
     if result.plot is None or not any(result.plot.series.values()):
         path.unlink(missing_ok=True)
         return
-    require("matplotlib").use("Agg")
-    pyplot = require("matplotlib.pyplot")
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    draw = _draw_timeline if result.plot.kind == "timeline" else _draw_lines
-    draw(axes, result.plot)
-    title = f"{result.title}\n{result.machine.get('device', '')}"
-    axes.set(xlabel=result.plot.x, ylabel=result.plot.y, title=title)
-    axes.grid(alpha=0.3)
-    if result.plot.kind != "timeline":
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+    with picture(path, height=4.5) as axes:
+        draw = _draw_timeline if result.plot.kind == "timeline" else _draw_lines
+        draw(axes, result.plot)
+        title = f"{result.title}\n{result.machine.get('device', '')}"
+        axes.set(xlabel=result.plot.x, ylabel=result.plot.y, title=title)
 
 
 def _draw_lines(axes: Any, plot: Plot) -> None:
@@ -83,6 +74,7 @@ def _draw_lines(axes: Any, plot: Plot) -> None:
         axes.set_xscale("log", base=2)
         ticks = sorted({x for points in plot.series.values() for x, _ in points})
         axes.set_xticks(ticks, [str(x) for x in ticks])
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
 
 
 def _draw_timeline(axes: Any, plot: Plot) -> None:
