@@ -122,24 +122,20 @@ def chosen(option: str, names: Iterable[str], accepted: Collection[str]) -> list
     return [name for name in accepted if name in given]
 
 
-def positive(text: str) -> int:
-    """The type of an option that takes a whole number from 1; at most 2**31 - 1, because C++ keeps sizes as int."""
-    return _whole_number(text, range(1, 2**31), "whole numbers from 1 to 2**31 - 1")
+def _whole_number(values: range, accepted: str) -> Callable[[str], int]:
+    """The type of an option that takes one of these numbers."""
 
-
-def seed(text: str) -> int:
-    """The type of an option that seeds PyTorch's generators."""
-    return _whole_number(text, range(2**64), "whole numbers from 0 to 2**64 - 1")
-
-
-def _whole_number(text: str, values: range, accepted: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = -1
-    if value not in values:
+    def convert(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if int(text) in values:
+                return int(text)
         raise argparse.ArgumentTypeError(f"got {text!r}; accepted are {accepted}")
-    return value
+
+    return convert
+
+
+positive = _whole_number(range(1, 2**31), "whole numbers from 1 to 2**31 - 1")  # C++ keeps sizes as int
+seed = _whole_number(range(2**64), "whole numbers from 0 to 2**64 - 1")  # of PyTorch's generators
 
 
 # Files are replaced atomically, and text is UTF-8 in every locale

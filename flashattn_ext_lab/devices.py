@@ -80,8 +80,7 @@ def describe_run(device: torch.device) -> dict[str, str]:
 
 def synchronize(device: torch.device) -> None:
     """Waits for the work queued on the device; does nothing on the CPU."""
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize(device)
+    getattr(torch, device.type).synchronize(device)
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -96,8 +95,6 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _is_present(kind: str) -> bool:
-    if kind == "cpu":
-        return True
     if kind == "npu":
         try:
             importlib.import_module("torch_npu")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -30,14 +30,6 @@ PROFILER_LIMIT_S = 300
 SIZES = size_table(gpu=dict(B=4, H=32, S=2048, D=64, dtype="fp16"), gpu_quick={}, cpu={}, cpu_quick={})
 
 
-class Traffic(NamedTuple):
-    """Bytes of one call, and its kernels."""
-
-    read: int
-    written: int
-    kernels: int
-
-
 def measure(context: Context, sizes: Sizes, result: Result) -> None:
     for source in context.track(list(SOURCES)):
         _add_rows(context, sizes, source, result)
@@ -56,18 +48,18 @@ def found(result: Result) -> str:
 
 
 def _add_rows(context: Context, sizes: Sizes, source: str, result: Result) -> None:
-    counted: dict[str, Traffic] = {}
+    counted: dict[str, dict[str, int]] = {}
     failures: dict[str, str] = {}
     with reported(source, failures):
         counted = {name: SOURCES[source](context, sizes, name) for name in NAMES}
     for name in NAMES if counted else ("",):
         of, unfused = counted.get(name), counted.get(UNFUSED) if name == OURS else None
-        saved = {what: 1 - getattr(of, what) / getattr(unfused, what) if unfused else None for what in WAYS}
+        saved = {what: 1 - of[what] / unfused[what] if unfused else None for what in WAYS}
         result.add(
             cell("source", source),
             cell("attention", name or None),
-            cell("kernels", of and of.kernels),
-            *(cell(what, of and getattr(of, what), "MiB", ".1f", 1 / MIB) for what in WAYS),
+            cell("kernels", of and of["kernels"]),
+            *(cell(what, of and of[what], "MiB", ".1f", 1 / MIB) for what in WAYS),
             *(cell(f"{what} saved", saved[what], "%", ".1f", 100) for what in WAYS),
             cell("remark", failures.get(source, "")),
         )
@@ -79,10 +71,10 @@ def _by_source(result: Result, column: str) -> str:
     return ", ".join(texts) or NOT_MEASURED
 
 
-# Sources: each returns the traffic of one attention, or raises with the reason
+# Sources: each returns the kernels of one attention, and the bytes read and written, or raises with the reason
 
 
-def model(context: Context, sizes: Sizes, name: str) -> Traffic:
+def model(context: Context, sizes: Sizes, name: str) -> dict[str, int]:
     element = DTYPES[sizes.dtype].itemsize
     rows = sizes.B * sizes.H * sizes.S
     tensor, scores, mask, lse = rows * sizes.D * element, rows * sizes.S * element, sizes.S**2, rows * 4
@@ -97,10 +89,10 @@ def model(context: Context, sizes: Sizes, name: str) -> Traffic:
         ],
     }[name]
     read, written = map(sum, zip(*kernels, strict=True))
-    return Traffic(read, written, len(kernels))
+    return {"kernels": len(kernels), "read": read, "written": written}
 
 
-def gpu_counters(context: Context, sizes: Sizes, name: str) -> Traffic:
+def gpu_counters(context: Context, sizes: Sizes, name: str) -> dict[str, int]:
     """Runs main() under Nsight Compute and adds up the kernels between its cudaProfilerStart and cudaProfilerStop.
 
     Clocks are not locked: they do not change the bytes, and the machine may have other users.
@@ -130,10 +122,10 @@ def gpu_counters(context: Context, sizes: Sizes, name: str) -> Traffic:
     if wrong := {units[metric] for metric in METRICS} - {"byte"}:
         raise RuntimeError(f"ncu counts in {', '.join(wrong)}, expected byte")
     read, written = (sum(int(float(row[metric].replace(",", ""))) for row in kernels) for metric in METRICS)
-    return Traffic(read, written, len(kernels))
+    return {"kernels": len(kernels), "read": read, "written": written}
 
 
-SOURCES: dict[str, Callable[[Context, Sizes, str], Traffic]] = {"model": model, "GPU counters": gpu_counters}
+SOURCES: dict[str, Callable[[Context, Sizes, str], dict[str, int]]] = {"model": model, "GPU counters": gpu_counters}
 
 
 def main(attention: str, *shape: str, dtype: str) -> None:
