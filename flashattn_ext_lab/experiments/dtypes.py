@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 import flashattn_ext
 
@@ -46,15 +47,13 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
 
 def _measure_fp8(context: Context, sizes: Sizes, result: Result) -> None:
     """The row of fp8, which has a forward only: elements of standard normal numbers, without descales."""
-    (B, H, S, D), failures = (sizes.B, sizes.H, sizes.S, sizes.D), {}
-    wide = [torch.randn(B, H, S, D, device=context.device) for _ in range(3)]
-    q, k, v = (t.to(torch.float8_e4m3fn) for t in wide)
+    wide, failures = context.inputs(sizes, dtype="fp32"), {}
+    q, k, v = (t.detach().to(torch.float8_e4m3fn) for t in wide[:3])
 
     def call() -> Tensor:
         return flashattn_ext.forward(q, k, v, causal=True, layout="bhsd")
 
     times = context.measure({OURS: call}, [], failures)
-    rate = times.rate(attention_flop(B, H, S, D, causal=True, direction=FORWARD), OURS)
     error = None
     with reported(OURS, failures):
         exact = [t[:1, :2].double() for t in (q, k, v)]
@@ -64,7 +63,7 @@ def _measure_fp8(context: Context, sizes: Sizes, result: Result) -> None:
         cell("pass", FORWARD),
         cell("dtype", FP8),
         *times.times(*NAMES),
-        cell("rate", rate, "TFLOP/s", ".3f", 1e-12),
+        cell("rate", times.rate(wide.flop(FORWARD), OURS), "TFLOP/s", ".3f", 1e-12),
         cell("of matmul", None, "%", ".0f", 100),
         *(cell(f"error of {name}", error if name == OURS else None, "", ".1e") for name in NAMES),
         times.remark(),
