@@ -122,6 +122,24 @@ inline void widen_vector(BFloat16* to, const Float8* from) {
   // (x & sign) | size
   _mm512_storeu_si512(to, _mm512_ternarylogic_epi32(x, _mm512_set1_epi16(static_cast<int16_t>(0x8000)), size, 0xEA));
 }
+#elif defined(FLASHATTN_ISA_AVX2)
+inline void widen_vector(BFloat16* to, const Float8* from) {
+  // 0 and the numbers of 1 to 7 units of 2^-9, whose exponents are -9, -8 and -7: their low bytes, then the high ones.
+  const __m256i small =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 0, static_cast<char>(0x80), static_cast<char>(0xC0), 0, 0x20, 0x40,
+                                                0x60, 0, 0x3B, 0x3B, 0x3B, 0x3C, 0x3C, 0x3C, 0x3C));
+  const __m256i x = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  const __m256i magnitude = _mm256_and_si256(x, _mm256_set1_epi16(0x7F));
+  const __m256i normal = _mm256_add_epi16(_mm256_slli_epi16(magnitude, 4), _mm256_set1_epi16(0x3C00));
+  const __m256i place =
+      _mm256_add_epi16(_mm256_mullo_epi16(magnitude, _mm256_set1_epi16(0x101)), _mm256_set1_epi16(0x800));
+  const __m256i is_small = _mm256_cmpgt_epi16(_mm256_set1_epi16(8), magnitude);
+  const __m256i size = _mm256_blendv_epi8(normal, _mm256_shuffle_epi8(small, place), is_small);
+  const __m256i is_nan = _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7F));
+  const __m256i sign = _mm256_and_si256(x, _mm256_set1_epi16(static_cast<int16_t>(0x8000)));
+  const __m256i nan = _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7FC0));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_or_si256(_mm256_or_si256(size, sign), nan));
+}
 #else
 inline void widen_vector(BFloat16* to, const Float8* from) {
   typedef uint8_t Bytes __attribute__((vector_size(kVectorBytes / 2)));
