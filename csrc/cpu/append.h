@@ -29,8 +29,8 @@ inline void rotate_row(const DecodeParams& p, int64_t position, const In* from, 
   }
 }
 
-// Quantises a row for the cache; `from` is overwritten.
-inline void quantise_row(Float8* to, float* from, int64_t n, float descale) {
+// to = from / descale, for an fp8 cache.
+inline void quantise_row(Float8* to, const float* from, int64_t n, float descale) {
   for (int64_t d = 0; d < n; ++d) narrow(from[d] / descale, to + d);
 }
 
