@@ -43,9 +43,9 @@ class FlashAttentionFunction(torch.autograd.Function):
     calls with slopes or a relative bias, on GPUs in 16 bits; rng_state is int64 [2], empty without dropout.
 
     Args of apply, all of them by position:
-        q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, mask_intervals, mask_extremes, descale_q, descale_k,
-            descale_v: the fields of CallTensors, with the shapes and dtypes of forward, or with cu_seqlens_q and cu_seqlens_k of varlen_forward. Unused tensors
-            are None. A Mask is passed as its `intervals` and the result of its method `extremes`. Unlike forward, apply does not take
+        q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, mask_intervals, mask_extremes: the fields of
+            CallTensors but for the descales of fp8, which has no derivative, with the shapes and dtypes of forward, or with cu_seqlens_q
+            and cu_seqlens_k of varlen_forward. Unused tensors are None. A Mask is passed as its `intervals` and the result of its method `extremes`. Unlike forward, apply does not take
             nested tensors or a mix of DTensors and plain tensors, and torch.autocast does not cast its arguments. On GPUs and NPUs, an
             origin with dropout must have a row that is a multiple of 16 and a key that is a multiple of 64.
         rng_seed: 64-bit seed of the dropout mask; None draws from the device's default generator.
@@ -62,12 +62,11 @@ class FlashAttentionFunction(torch.autograd.Function):
     def forward(
         q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, sink: Tensor | None,
         alibi_slopes: Tensor | None, relative_bias: Tensor | None, bias: Tensor | None, mask_intervals: Tensor | None,
-        mask_extremes: Tensor | None, descale_q: Tensor | None, descale_k: Tensor | None, descale_v: Tensor | None, rng_seed: int | None, options: CallOptions, return_max_logits: bool,
+        mask_extremes: Tensor | None, rng_seed: int | None, options: CallOptions, return_max_logits: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         tensors = CallTensors(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, mask_intervals, mask_extremes, descale_q,
-            descale_k, descale_v,
-        )  # fmt: skip
+            q, k, v, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes, relative_bias, bias, mask_intervals, mask_extremes
+        )
         rng_state = ops.dropout_state(q, options.dropout_p, rng_seed)
         # Under torch.func, forward cannot know whether the gradients of slopes and relative biases are needed.
         keeps_centres = has_centres(q) and (alibi_slopes is not None or relative_bias is not None)
@@ -89,11 +88,11 @@ class FlashAttentionFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *_unused: None) -> tuple[Tensor | None, ...]:
         *saved, out, lse, centres, rng_state = ctx.saved_tensors
-        results = dict.fromkeys(CallTensors._fields)
+        results = dict.fromkeys(CallTensors._fields[: len(saved)])
         if dout is not None or dlse is not None:
             needed = dict(zip(CallTensors._fields, ctx.needs_input_grad, strict=False))
             gradients = ops.backward(
-                *saved, *ctx.options, dout, dlse, out, lse, centres if centres.numel() else None, *[needed[name] for name in BIASES],
+                *CallTensors(*saved), *ctx.options, dout, dlse, out, lse, centres if centres.numel() else None, *[needed[name] for name in BIASES],
                 rng_state if rng_state.numel() else None,
             )  # fmt: skip
             results |= {
@@ -114,7 +113,9 @@ class FlashAttentionFunction(torch.autograd.Function):
                 t if tangent is None else forward_ad.unpack_dual(t).primal
                 for t, tangent in zip(saved, tangents, strict=False)
             ]
-            tout, tlse = ops.jvp(*tensors, *ctx.options, out, lse, rng_state if rng_state.numel() else None, *given)
+            tout, tlse = ops.jvp(
+                *CallTensors(*tensors), *ctx.options, out, lse, rng_state if rng_state.numel() else None, *given
+            )
         return tout, tlse, None, None, None
 
     @staticmethod
