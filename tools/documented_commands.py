@@ -200,9 +200,9 @@ def main() -> None:
         if rule is None:
             problems.append(f"{page}: '{command}' has no rule in {Path(__file__).name}")
             continue
-        program, _, arguments = command.partition(" ")
-        line = rule.run.format(command, program=program, arguments=arguments)
-        in_checkout = program in ("make", "bash") or program.startswith("tools/")
+        tool, _, arguments = command.partition(" ")
+        line = rule.run.format(command, program=tool, arguments=arguments)
+        in_checkout = tool in ("make", "bash") or tool.startswith("tools/")
         if line not in done and (problem := run(line, ROOT if in_checkout else tree, env, rule.refused)):
             problems.append(f"{page}: {problem}")
         done.add(line)
