@@ -43,7 +43,8 @@ def random(*shape):
 
 def on_device(code: str, soc: str = "Ascend910B3", **env: str) -> str:
     path = f"{ROOT / 'tests' / 'npu'}:{ROOT}"
-    done = run_python(PRELUDE + textwrap.dedent(code), PYTHONPATH=path, TEST_NPU_SOC=soc, **env)
+    # The six rungs of `doctor` are a process each, which on a busy machine take longer than the 120 seconds of run_python.
+    done = run_python(PRELUDE + textwrap.dedent(code), 400, PYTHONPATH=path, TEST_NPU_SOC=soc, **env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
