@@ -143,9 +143,11 @@ void decode(const c10::OperatorHandle& op, Stack* stack) {
 
   make_readable(&c, *backend);
   set_decode_memory(&c, out, lse, &p);
-  const at::Tensor workspace = workspace_for(c.q, backend->decode_workspace_bytes(p), &p);
   set_rows_of_no_sequence(c, out, lse);
-  backend->decode(p);
+  if (p.heads_k > 0) {  // otherwise the call has neither rows nor keys, and backends divide by the number of KV heads
+    const at::Tensor workspace = workspace_for(c.q, backend->decode_workspace_bytes(p), &p);
+    backend->decode(p);
+  }
   arguments.finish(out, lse, largest_of_rows(c, row_maxima, p, *backend));
 }
 
