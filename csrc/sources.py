@@ -35,8 +35,8 @@ CXX_FLAGS = [
 ]
 NVCC_FLAGS = ["-std=c++17", "-O3"]
 
-CUDA_NAMES = {"fp16": "__half", "bf16": "__nv_bfloat16", "fp32": "float"}
-TYPES = {"k16Bit": ("fp16", "bf16"), "kFp16": ("fp16",), "kBf16": ("bf16",), "kFp32": ("fp32",)}
+CUDA_NAMES = {"fp16": "__half", "bf16": "__nv_bfloat16", "fp32": "float", "fp8": "flashattn_ext::Float8"}
+TYPES = {"k16Bit": ("fp16", "bf16"), "kFp16": ("fp16",), "kBf16": ("bf16",), "kFp32": ("fp32",), "kE4m3": ("fp8",)}
 # The arrays of the table: architecture and stage, as in the names of sources.
 ARRAYS = {
     "kSm80Forward": ("sm80", "forward"),
@@ -54,6 +54,8 @@ SUFFIXES = {
     "kGeneral": "_general",
     "kScores": "_scores",
     "kBias": "_bias",
+    "kFp8Scores": "_fp8",
+    "kFp8General": "_fp8",
 }
 # The functions that a row instantiates. {}: its template arguments.
 FUNCTIONS = {
@@ -126,7 +128,7 @@ class Row(NamedTuple):
 
     def mangled(self, dtype: str) -> re.Pattern[str]:
         """Finds the template arguments of this row in the mangled name of a kernel."""
-        mangled_type = {"fp16": "6__half", "bf16": "13__nv_bfloat16", "fp32": "f"}[dtype]
+        mangled_type = {"fp16": "6__half", "bf16": "13__nv_bfloat16", "fp32": "f", "fp8": "NS_6Float8E"}[dtype]
         if self.architecture == "decode":
             last = f"Li{self.packed_rows if self.stage == 'split' else self.tiles[0][0]}E"
         else:
@@ -330,6 +332,8 @@ UNITS = {
     ("sm90", "backward"): "keys x queries of a step, stages of queries and of keys, order",
 }
 
+TITLES = {("bf16",): "inputs in fp8, widened to bf16"}
+
 
 def describe(row: Row) -> str:
     tile = row.tiles[0]
@@ -348,13 +352,13 @@ def page() -> str:
     """docs/cuda_kernels.md."""
     text = PAGE
     for architecture, stage in UNITS:
-        for dtypes in (("fp16", "bf16"), ("fp32",)):
+        for dtypes in (("fp16", "bf16"), ("fp32",), ("bf16",)):
             rows = [
                 row for row in table() if (row.architecture, row.stage, row.dtypes) == (architecture, stage, dtypes)
             ]
             if rows:
                 text += (
-                    f"\n## {architecture} {stage}, {' and '.join(dtypes)}\n\n{UNITS[architecture, stage]}.\n\n"
+                    f"\n## {architecture} {stage}, {TITLES.get(dtypes, ' and '.join(dtypes))}\n\n{UNITS[architecture, stage]}.\n\n"
                     + _grid(rows)
                 )
     text += "\n## Decoding, every GPU\n\nKeys of a step, stages, by the packed rows of a tile.\n\n" + _decode_grid()

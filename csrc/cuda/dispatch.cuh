@@ -15,6 +15,7 @@
 #include "common/device.h"
 #include "common/options.h"
 #include "common/unowned_rows.h"
+#include "common/widened_inputs.h"
 #include "decode/decode.h"
 #include "decode/few_rows.h"
 #include "decode/prefill.h"
@@ -66,7 +67,8 @@ class RowKernels {
 };
 
 inline KernelCall forward_call(const AttnParams& p) {
-  return {type_bit(p.dtype), p.head_dim, p.head_dim_v, options_of(p), p.row_maxima.data != nullptr};
+  const unsigned type = p.is_fp8 ? kBf16 : type_bit(p.dtype);  // fp8 inputs are widened
+  return {type, p.head_dim, p.head_dim_v, options_of(p), p.row_maxima.data != nullptr};
 }
 inline KernelCall backward_call(const AttnParams& p, Options options) {
   return {type_bit(p.dtype), p.head_dim, p.head_dim_v, options};
@@ -103,7 +105,6 @@ class Dispatch {
   }
   static std::string supports(const AttnParams& p, bool backward) {
     if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
-    if (p.is_fp8) return refuses_fp8(p, Architecture::kName);
     if (!has_kernels(p, backward)) return refuses_options(p, backward);
     const int shared = Architecture::forward(forward_call(p))->least_shared;
     std::string reason = most_shared_memory() < shared ? refuses_shared_memory(p, shared) : "";
@@ -111,7 +112,6 @@ class Dispatch {
     return reason.empty() ? Architecture::refuses_device() : reason;
   }
   static std::string supports_decode(const DecodeParams& p) {
-    if (p.is_fp8) return refuses_fp8(p, Architecture::kName);
     const std::string reason = decode::refuses(p);
     return reason.empty() ? Architecture::refuses_device() : reason;
   }
@@ -155,16 +155,19 @@ class Dispatch {
   }
 
   static size_t forward_workspace_bytes(const AttnParams& p) {
-    const size_t bytes = decode::is_few_rows(p) ? decode::few_rows_bytes(p) : forward_of(p).workspace_bytes;
-    return static_cast<size_t>(aligned_copy_bytes(p)) + bytes;
+    if (decode::is_few_rows(p)) {
+      return decode::few_rows_bytes(p) + (p.is_fp8 ? 0 : static_cast<size_t>(aligned_copy_bytes(p)));
+    }
+    return forward_of(p).workspace_bytes + static_cast<size_t>(p.is_fp8 ? widened_bytes(p) : aligned_copy_bytes(p));
   }
   static size_t backward_workspace_bytes(const AttnGradParams& p) {
     const size_t bytes = decode::is_few_rows(p) ? decode::few_rows_bytes(p) : backward_of(p).workspace_bytes(p);
     return static_cast<size_t>(aligned_copy_bytes(p)) + bytes;
   }
   static void run_forward(const AttnParams& p) {
-    const AttnParams call = align_inputs(p);
-    decode::is_few_rows(p) ? decode::run_few_rows(call) : forward_of(p).run(call);
+    const bool is_few = decode::is_few_rows(p);  // these kernels read fp8 as it is, with any alignment
+    const AttnParams call = !p.is_fp8 ? align_inputs(p) : is_few ? p : widen_inputs(p);
+    is_few ? decode::run_few_rows(call) : forward_of(p).run(call);
   }
   static void forward(const AttnParams& p) {
     set_unowned_rows(p);

@@ -78,6 +78,15 @@ int main() {
             std::printf("hopper %s\n", on_hopper.c_str());
           }
         }
+        for (Options options : {kFp8, kFp8Scores, kFp8 | kIntervals, kFp8 | kRare}) {
+          for (bool largest : {false, true}) {
+            if (type != kBf16) continue;  // fp8 is widened
+            const KernelCall call{type, qk, v, options, largest};
+            std::string on_hopper = first<sm90::ForwardRows>("kSm90Forward", call, true);
+            if (on_hopper.empty()) on_hopper = first<sm80::ForwardRows>("kSm80Forward", call, true);
+            std::printf("run %s\nrun %s\n", first<sm80::ForwardRows>("kSm80Forward", call, false).c_str(), on_hopper.c_str());
+          }
+        }
       }
     }
   }
@@ -104,7 +113,7 @@ def array_of(row: sources.Row) -> str:
 
 
 def test_python_reads_the_rows_that_the_compiler_reads() -> None:
-    bits, gpus = {"fp16": 1, "bf16": 2, "fp32": 4}, ["kHopper", "kOtherGpus", "kEveryGpu"]
+    bits, gpus = {"fp16": 1, "bf16": 2, "fp32": 4, "fp8": 16}, ["kHopper", "kOtherGpus", "kEveryGpu"]
     expected = collections.Counter()
     for row in ROWS:
         about: list[object] = [array_of(row), sum(bits[dtype] for dtype in row.dtypes), row.head_dim]
@@ -296,7 +305,7 @@ def test_rows_name_their_kernels() -> None:
     """The limit of another row is not taken for one's own: names of a source's kernels match one row each."""
     for rows in sources.rows_of_sources(sm90=True).values():
         for row, dtype in rows:
-            arguments = {"fp16": "6__half", "bf16": "13__nv_bfloat16", "fp32": "f"}[dtype]
+            arguments = {"fp16": "6__half", "bf16": "13__nv_bfloat16", "fp32": "f", "fp8": "NS_6Float8E"}[dtype]
             if row.options:
                 last = f"LNS_7OptionsE{sources.option_bits()[row.options]}E"
             else:

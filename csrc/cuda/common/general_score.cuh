@@ -34,6 +34,10 @@ struct GeneralScore {
     return {false, rule.factor, rule.softmax_scale, 0, 0};
   }
 
+  // The rule of products that are `scale` times as large, of any sign. make_logits alone may be called.
+  __device__ __forceinline__ GeneralScore times(float scale) const {
+    return {is_capped, is_capped ? factor : factor * scale, softmax_scale, inner * scale, inverse};
+  }
   // Products become scores whose logits are factor * score, without bias. T: the input type.
   template <class T, int kRowTiles, int N>
   __device__ __forceinline__ void store(float (&x)[kRowTiles][N][4]) const {

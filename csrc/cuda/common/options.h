@@ -15,6 +15,9 @@ enum Options : unsigned {
   kBias = 8,       // a bias of any shape in the inputs' 16 bits, whose tiles TMA can copy
   kRare = 16,      // any other bias, gradients of biases that few kernels can form, an origin that places rows
   kGeneral = 31,   // all of them
+  kFp8 = 32,  // inputs that were fp8: descales, and an out of another dtype. Kernels run either these calls or others
+  kFp8Scores = 36,   // softcap as well
+  kFp8General = 54,  // every option that calls in fp8 may have: softcap, a Mask, an origin that places rows
 };
 constexpr Options operator|(Options a, Options b) { return static_cast<Options>(static_cast<unsigned>(a) | b); }
 constexpr bool includes(Options all, Options some) { return (some & ~all) == 0; }
@@ -40,6 +43,7 @@ inline bool has_copyable_bias_gradient(const AttnGradParams& p) {
 
 inline Options options_of(const AttnParams& p) {
   Options all = kPlain;
+  if (p.is_fp8) all = all | kFp8;
   if (p.has_dropout()) all = all | kDropout;
   if (p.has_intervals()) all = all | kIntervals;
   if (p.softcap > 0 || p.alibi_slopes || p.relative_bias) all = all | kScores;

@@ -4,7 +4,9 @@
 // kKeys: of a step. A kernel gives the policy `p`, its rule `score` and bias<Bias>(step), and chooses the type of the
 // step. x, weights: [row tile][column tile][4].
 //   Rule                      the kernel's argument
-//   start_tile()              before the tiles of keys of a tile of queries
+//   kIsFp8                    whether inputs were fp8, so that out has the dtype AttnParams::out_dtype
+//   start_tile(p, b, h)       before the tiles of keys of a tile of queries
+//   value_scale(p, b, h)      factor of the rows of out
 //   begin(kernel, step)       while the product of a step runs, or before it; its result goes to make_logits
 //   make_logits(...)          products become stored scores; returns the rule for OnlineSoftmax::weigh
 //   add_centres(...)          after the scores of row tile i have become weights. sums: of this lane's weights of rows
@@ -22,7 +24,10 @@ namespace flashattn_ext {
 
 // What most policies do not need.
 struct UncentredScores {
-  __device__ __forceinline__ void start_tile() {}
+  static constexpr bool kIsFp8 = false;
+
+  __device__ __forceinline__ void start_tile(const AttnParams&, int, int) {}
+  static __device__ __forceinline__ float value_scale(const AttnParams&, int, int) { return 1; }
   template <class Kernel, class Step>
   __device__ __forceinline__ Nothing begin(const Kernel&, const Step&) {
     return {};
@@ -50,7 +55,7 @@ template <class T, int kRowTiles, class Bias>
 struct CentredScores : UncentredScores {
   std::conditional_t<sizeof(T) == 2, CentreSums, NoCentreSums> centres[kRowTiles];
 
-  __device__ __forceinline__ void start_tile() {
+  __device__ __forceinline__ void start_tile(const AttnParams&, int, int) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) centres[i].start();
   }
@@ -63,6 +68,30 @@ struct CentredScores : UncentredScores {
   __device__ __forceinline__ void write_centres(const AttnParams& p, int b, int h, int64_t at, int i, int r, float sum,
                                                 bool exists) const {
     if (p.centres.data) centres[i].write(row_pointer<float>(p.centres, b, h, at), r, sum, exists);
+  }
+};
+
+// Inputs that were fp8: products have the factors descale_q and descale_k of their batch entry and KV head, out has
+// descale_v. T: the widened type.
+template <class T>
+struct DescaledScores : UncentredScores {
+  using Rule = GeneralScore;
+  static constexpr bool kIsFp8 = true;
+
+  float of_products;
+
+  __device__ __forceinline__ void start_tile(const AttnParams& p, int b, int h) {
+    const int64_t key_head = h / p.group_size();
+    of_products = p.descale_q.of(b, key_head) * p.descale_k.of(b, key_head);
+  }
+  static __device__ __forceinline__ float value_scale(const AttnParams& p, int b, int h) {
+    return p.descale_v.of(b, h / p.group_size());
+  }
+  template <class Kernel, class Step, int kRowTiles, int N>
+  __device__ __forceinline__ StoredLogit make_logits(const Kernel& kernel, float (&x)[kRowTiles][N][4], const Step&,
+                                                     Nothing) {
+    kernel.score.times(of_products).template make_logits<T>(x);
+    return {};
   }
 };
 

@@ -39,4 +39,34 @@ __device__ __forceinline__ void store_row(T* to, const float (&x)[N][4], int r, 
   }
 }
 
+// The same in fp32. Each lane writes its own columns, two at a time.
+template <int N>
+__device__ __forceinline__ void store_row_fp32(float* to, const float (&x)[N][4], int r, float factor, bool zero,
+                                               bool exists, int columns) {
+  const bool aligned = reinterpret_cast<uintptr_t>(to) % sizeof(float2) == 0;
+#pragma unroll
+  for (int n = 0; n < N; ++n) {
+    const int column = n * 8 + 2 * t();
+    const float2 pair = zero ? float2{} : make_float2(x[n][2 * r] * factor, x[n][2 * r + 1] * factor);
+    if (exists && aligned && column + 1 < columns) {
+      *reinterpret_cast<float2*>(to + column) = pair;
+    } else if (exists && column < columns) {
+      to[column] = pair.x;
+      if (column + 1 < columns) to[column + 1] = pair.y;
+    }
+  }
+}
+// The same for row `at` of head h of out, whose dtype is AttnParams::out_dtype.
+template <int N>
+__device__ __forceinline__ void store_row_of_fp8(const AttnParams& p, int b, int h, int64_t at, const float (&x)[N][4],
+                                                 int r, float factor, bool zero, bool exists, int columns) {
+  if (p.out_dtype == DType::kBFloat16) {
+    store_row(row_pointer<__nv_bfloat16>(p.out, b, h, at), x, r, factor, zero, exists, columns);
+  } else if (p.out_dtype == DType::kFloat16) {
+    store_row(row_pointer<__half>(p.out, b, h, at), x, r, factor, zero, exists, columns);
+  } else {
+    store_row_fp32(row_pointer<float>(p.out, b, h, at), x, r, factor, zero, exists, columns);
+  }
+}
+
 }  // namespace flashattn_ext

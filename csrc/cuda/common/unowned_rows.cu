@@ -83,7 +83,7 @@ void set_unowned_rows(const AttnParams& p) {
                  p.heads_q,
                  p.cu_seqlens_q,
                  0xFF800000};  // -inf
-  Tensors tensors{{rows_of(p, p.out, p.heads_q, p.head_dim_v, element_bytes(p)), lse, {}}};
+  Tensors tensors{{rows_of(p, p.out, p.heads_q, p.head_dim_v, out_bytes(p)), lse, {}}};
   if (p.centres.data) tensors.of[2] = rows_of(p, p.centres, p.heads_q, kCentres, 4);
   run(p, tensors, p.centres.data ? 3 : 2);
 }

@@ -9,6 +9,7 @@
 #include "../common/aligned_rows.h"
 #include "../common/call.h"
 #include "../common/device.h"
+#include "../common/fp8.cuh"
 #include "../common/launch.cuh"
 #include "../common/tile_order.cuh"
 #include "../ptx/grid.cuh"
@@ -45,11 +46,22 @@ struct Kernels {
   int columns;  // kHeadDim
 };
 
+// Stores the type of out.
 template <class T>
-Kernels kernels_of(int64_t head_dim) {
+auto combine_of(const DecodeParams& p) {
+  if constexpr (kIsFloat8<T>) {
+    if (p.out_dtype == DType::kFloat16) return combine<__half>;
+    return p.out_dtype == DType::kFloat32 ? combine<float> : combine<__nv_bfloat16>;
+  } else {
+    return combine<T>;
+  }
+}
+
+template <class T>
+Kernels kernels_of(const DecodeParams& p) {
   static constexpr auto kKernels = of_rows<T>(std::make_index_sequence<std::size(kernel_table::kDecode)>());
-  const int kernel_dim = class_of(kTypeOf<T>, head_dim);
-  Kernels kernels{{}, {}, combine<T>, kernel_dim};
+  const int kernel_dim = class_of(kTypeOf<T>, std::max(p.head_dim, p.head_dim_v));
+  Kernels kernels{{}, {}, combine_of<T>(p), kernel_dim};
   for (size_t i = 0; i < kKernels.size(); ++i) {
     const DecodeRow& row = kernel_table::kDecode[i];
     if (!(row.types & kTypeOf<T>) || row.head_dim != kernel_dim) continue;
@@ -59,10 +71,10 @@ Kernels kernels_of(int64_t head_dim) {
   return kernels;
 }
 Kernels kernels_of(const DecodeParams& p) {
-  const int64_t head_dim = std::max(p.head_dim, p.head_dim_v);
-  if (p.dtype == DType::kFloat16) return kernels_of<__half>(head_dim);
-  if (p.dtype == DType::kBFloat16) return kernels_of<__nv_bfloat16>(head_dim);
-  return kernels_of<float>(head_dim);
+  if (p.is_fp8) return kernels_of<Float8>(p);
+  if (p.dtype == DType::kFloat16) return kernels_of<__half>(p);
+  if (p.dtype == DType::kBFloat16) return kernels_of<__nv_bfloat16>(p);
+  return kernels_of<float>(p);
 }
 
 // The shared memory available to a thread block for tiles. kStaticBytes bounds its static shared variables.
@@ -149,8 +161,8 @@ struct Launch {
     // The epilogue of a part takes about 1 us with a tile of 16 rows and 8 us with one of 64. With parts of least_bytes
     // that is at most a tenth and a quarter of the time of a part.
     const int64_t least_bytes = has_most_rows ? 512 << 10 : 256 << 10;
-    const int64_t key_bytes = (p.head_dim + p.head_dim_v) * element_bytes(p);
-    const int64_t keys = std::max((p.seqlen_k + parts - 1) / parts, least_bytes / key_bytes);
+    const int64_t bytes_of_key = (p.head_dim + p.head_dim_v) * key_bytes(p);
+    const int64_t keys = std::max((p.seqlen_k + parts - 1) / parts, least_bytes / bytes_of_key);
     const int64_t part_keys = (keys + kUnitKeys - 1) / kUnitKeys * kUnitKeys;
     const int64_t most_parts = tile_count(p.seqlen_k, part_keys);
     // A packed sequence that is split has at most row_tiles row tiles; one that is not split may have any number.
@@ -225,7 +237,7 @@ void run(const DecodeParams& params) {
   launch.set_workspace(p, &rotated);
   append(p, rotated);
   if (p.rotary.cos) p.q = rotated;
-  const bool aligned = in_vectors(p.k, element_bytes(p)) && in_vectors(p.v, element_bytes(p));
+  const bool aligned = in_vectors(p.k, key_bytes(p)) && in_vectors(p.v, key_bytes(p));
   if (launch.plan.part_keys > 0 && launch.combines() && p.is_varlen()) launch.forget_tasks(p);
   const RowKernel& kernel = launch.has_most_rows ? launch.kernels.most_rows : launch.kernels.fewest_rows;
   kernel.split(p, launch.plan, launch.warps, launch.shared_bytes, aligned);

@@ -30,7 +30,7 @@ bool is_few_rows(const AttnParams& p) {
   // 512 keys split-KV gains little.
   constexpr int64_t kMostQueries = 32, kMostQueriesOfLong = 64, kLeastKeys = 512, kLongBytes = 128 << 20;
   constexpr int64_t kWideColumns = 256, kMostNarrowRows = 64;  // above kWideColumns a tile has 16 rows
-  const bool is_long = p.seqlen_k * p.heads_k * (p.head_dim + p.head_dim_v) * element_bytes(p) >= kLongBytes;
+  const bool is_long = p.seqlen_k * p.heads_k * (p.head_dim + p.head_dim_v) * key_bytes(p) >= kLongBytes;
   if (p.seqlen_q > (is_long ? kMostQueriesOfLong : kMostQueries) || p.seqlen_k < kLeastKeys) return false;
   if (p.has_intervals() || p.has_dropout() || p.relative_bias || p.bias.data || p.centres.data) return false;
   if (std::max(p.head_dim, p.head_dim_v) > kWideColumns && p.seqlen_q * p.group_size() > kMostNarrowRows) return false;

@@ -14,7 +14,7 @@ namespace flashattn_ext::decode {
 // dropout, a dense or a relative bias, or `centres` (an output for the gradients of biases).
 bool is_few_rows(const AttnParams& p);
 
-// These functions require aligned rows; aligned_rows.h copies unaligned inputs first.
+// These functions require aligned rows, except in fp8; aligned_rows.h copies unaligned inputs first.
 size_t few_rows_bytes(const AttnParams& p);
 void run_few_rows(const AttnParams& p);
 

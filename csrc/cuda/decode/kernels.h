@@ -13,14 +13,15 @@ struct TileSizes {
   int query_bytes, team_bytes;  // shared memory for the queries, and per team
 };
 
-// kHeadDim is at least head_dim and head_dim_v. kTileRows: packed rows of the tile, a row of ../table/kernel_table.h.
-template <class T, int kHeadDim, int kTileRows>
+// Key: the type of keys and values. kHeadDim is at least head_dim and head_dim_v. kTileRows: packed rows of the tile, a
+// row of ../table/kernel_table.h.
+template <class Key, int kHeadDim, int kTileRows>
 TileSizes tile_sizes();
 // The attention kernel. aligned: whether rows of k and v can be read in 16-byte vectors, the last possibly partial.
-template <class T, int kHeadDim, int kTileRows>
+template <class Key, int kHeadDim, int kTileRows>
 void split(const DecodeParams& p, const Plan& plan, int warps, int shared_bytes, bool aligned);
 
-// Combines the partial results of split tasks. rows, columns: dimensions of a slot.
+// Combines the partial results of split tasks. T: the type of out. rows, columns: dimensions of a slot.
 template <class T>
 void combine(const DecodeParams& p, const Plan& plan, int64_t tasks, int rows, int columns);
 

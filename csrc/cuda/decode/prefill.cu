@@ -141,6 +141,7 @@ bool is_prefill(const DecodeParams& p) {
   // GPU; split-KV does. Gathering pages pays off if every key is used by many rows.
   constexpr int64_t kManyQueries = 65, kManyRows = 1024, kTileQueries = 128, kMostSequences = 65535;
   const int64_t bytes = element_bytes(p);
+  if (p.is_fp8) return false;          // the forward kernels would need a widened copy of the cache
   if (p.num_splits > 0) return false;  // bit-identical in every batch, so the kernel must not depend on the batch size
   if (p.seqlen_q < kManyQueries || p.has_intervals() || p.cache.entries == 0) return false;
   if (p.alibi_batch_stride % 2 != 0) return false;

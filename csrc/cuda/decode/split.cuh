@@ -4,6 +4,8 @@
 // epilogue combines the teams in a fixed order.
 #pragma once
 
+#include "../common/fp8.cuh"
+#include "../common/fp8_products.cuh"
 #include "../common/general_score.cuh"
 #include "../common/intervals.cuh"
 #include "../common/launch.cuh"
@@ -18,17 +20,24 @@
 
 namespace flashattn_ext::decode {
 
-template <class T, int kHeadDim, int kTileRows>
+// Key: the type of keys and values. T: that of q and of products, and the elements of shared memory, of which each
+// holds two keys or values of fp8.
+template <class Key, int kHeadDim, int kTileRows>
 struct Split {
+  static constexpr bool kIsFp8 = kIsFloat8<Key>;
+  using T = Widened<Key>;
   using Core = TensorCore<T>;
-  static constexpr Tile kTile = tile_of<T, kHeadDim, kTileRows>();
+  using ValueCore = std::conditional_t<kIsFp8, TensorCore<__half>, Core>;  // for the product with the values
+  static constexpr Tile kTile = tile_of<Key, kHeadDim, kTileRows>();
   static constexpr int kRowTiles = kTile.row_tiles, kRows = kTile.rows();
   static constexpr int kColumnWarps = kTile.column_warps, kTeamWarps = kTile.row_warps * kColumnWarps;
   static constexpr int kKeys = kTile.keys, kStages = kTile.stages;
   static constexpr bool kHasRegisters = sizeof(T) == 2 && kRowTiles == 1 && kHeadDim <= 128;  // registers to spare
-  using KeyTile = SwizzledTile<T, kHeadDim>;                                                  // for keys and values
+  static constexpr int kPack = sizeof(T) / sizeof(Key), kRowElements = kHeadDim / kPack;      // of a row of keys
+  using KeyTile = SwizzledTile<T, kRowElements>;                                              // for keys and values
   static constexpr int kQueryStride = kTileStride<T, kHeadDim>, kVectorElements = kVectorBytes / sizeof(T);
-  static constexpr int kStageElements = 2 * kKeys * kHeadDim;
+  static constexpr int kQueryVectors = kHeadDim / kVectorElements;
+  static constexpr int kStageElements = 2 * kKeys * kRowElements;
   static constexpr int kScoreTiles = kKeys / 8, kSteps = kKeys / Core::kK;
   // Output columns per warp, computed in chunks. With many fp32 columns in one chunk the compiler hoists so many loads
   // of values that registers spill.
@@ -49,7 +58,7 @@ struct Split {
   // A warp copies runs of adjacent keys. A run never crosses pages, whose sizes are multiples of 16 keys.
   static constexpr int kWarpKeys = kKeys / kTeamWarps, kRunKeys = kWarpKeys < 16 ? kWarpKeys : 16;
   static constexpr int kRuns = kWarpKeys / kRunKeys;
-  static constexpr int kRowVectors = kHeadDim / kVectorElements, kRunVectors = kRunKeys * kRowVectors;
+  static constexpr int kRowVectors = kRowElements / kVectorElements, kRunVectors = kRunKeys * kRowVectors;
   // The assignment of lanes to columns repeats after kPeriod vectors per lane, which cover kPeriodKeys rows.
   static constexpr int kPeriod = kRowVectors % 32 == 0 ? kRowVectors / 32 : 32 % kRowVectors == 0 ? 1 : 3;
   static constexpr int kPeriodKeys = 32 * kPeriod / kRowVectors;
@@ -66,7 +75,7 @@ struct Split {
       kRows * static_cast<int>(sizeof(RowSum)) + kTeamElements * static_cast<int>(sizeof(T));
 
   struct Runs {
-    const T *k[kRuns], *v[kRuns];
+    const Key *k[kRuns], *v[kRuns];
   };
 
   const DecodeParams& p;
@@ -84,6 +93,7 @@ struct Split {
   // there are registers to spare.
   const int kept_key_place = kHasRegisters ? ptx::opaque(KeyTile::first_place_b()) : 0;
   const int kept_value_place = kHasRegisters ? ptx::opaque(KeyTile::first_place_transposed()) : 0;
+  float of_products;  // in fp8: the descales of q and keys
   float out[kChunks][kRowTiles][kChunkTiles][4];
   OnlineSoftmax<> softmax[kRowTiles];
   typename Core::A queries[kKeepsQueries ? kHeadDim / Core::kK : 1];
@@ -307,13 +317,21 @@ struct Split {
     const int columns = static_cast<int>(p.head_dim), rows = work().queries * plan.group;
     const bool in_vectors = rows_are_aligned(p.q);
 #pragma unroll 1
-    for (int v = threadIdx.x; v < kRows * kRowVectors; v += blockDim.x) {
-      const int i = v / kRowVectors, column = v % kRowVectors * kVectorElements;
+    for (int v = threadIdx.x; v < kRows * kQueryVectors; v += blockDim.x) {
+      const int i = v / kQueryVectors, column = v % kQueryVectors * kVectorElements;
       const Row at = row(i);
       const bool exists = part().row_tile * kRows + i < rows;
-      const T* const from = exists ? row_pointer<const T>(p.q, part().b, at.head, start + at.query) + column : nullptr;
       T* const to = q_tile() + i * kQueryStride + column;
       const int elements = exists ? columns - column : 0;
+      if constexpr (kIsFp8) {
+        if (p.dtype == DType::kFloat8) {
+          const Key* const from =
+              row_pointer<const Key>(p.q, part().b, exists ? at.head : 0, exists ? start + at.query : 0);
+          *reinterpret_cast<uint4*>(to) = widen_vector(from + column, elements);
+          continue;
+        }
+      }
+      const T* const from = exists ? row_pointer<const T>(p.q, part().b, at.head, start + at.query) + column : nullptr;
       in_vectors ? copy_vector(to, from, elements) : copy_elements(to, from, elements);
     }
   }
@@ -325,16 +343,20 @@ struct Split {
   }
 
   // Starts an asynchronous copy of the first `elements` elements of a vector. The other elements become zero.
-  static __device__ __forceinline__ void copy_vector(T* to, const T* from, int elements) {
-    ptx::cp_async_part(to, from, min(max(elements, 0), kVectorElements) * static_cast<int>(sizeof(T)));
+  template <class X>  // T or Key
+  static __device__ __forceinline__ void copy_vector(T* to, const X* from, int elements) {
+    constexpr int kElements = kVectorBytes / sizeof(X);
+    ptx::cp_async_part(to, from, min(max(elements, 0), kElements) * static_cast<int>(sizeof(X)));
   }
   // The same copy from an unaligned address, synchronous.
-  static __device__ __forceinline__ void copy_elements(T* to, const T* from, int elements) {
+  template <class X>
+  static __device__ __forceinline__ void copy_elements(T* to, const X* from, int elements) {
+    constexpr int kElements = kVectorBytes / sizeof(X);
 #pragma unroll 1
-    for (int e = 0; e < kVectorElements; ++e) {
-      T zero;
+    for (int e = 0; e < kElements; ++e) {
+      X zero;
       narrow(0.f, &zero);
-      to[e] = e < elements ? from[e] : zero;
+      reinterpret_cast<X*>(to)[e] = e < elements ? from[e] : zero;
     }
   }
 
@@ -374,8 +396,8 @@ struct Split {
     for (int i = 0; i < kRuns; ++i) {
       const int row = (walk.first + step * teams) * kKeys + member() * kWarpKeys + i * kRunKeys;
       const KeyRun run = walk.locator.run_of_row(min(row, walk.keys.end - 1) / kRunKeys * kRunKeys, kRunKeys);
-      walk.runs.k[i] = row_pointer<const T>(p.k, run.entry, part().head_k, run.row);
-      walk.runs.v[i] = row_pointer<const T>(p.v, run.entry, part().head_k, run.row);
+      walk.runs.k[i] = row_pointer<const Key>(p.k, run.entry, part().head_k, run.row);
+      walk.runs.v[i] = row_pointer<const Key>(p.v, run.entry, part().head_k, run.row);
     }
   }
 
@@ -386,8 +408,8 @@ struct Split {
 #pragma unroll
     for (int i = 0; i < kRuns; ++i) {
       const int key = member() * kWarpKeys + i * kRunKeys, row = step * kKeys + key;
-      T* const k_to = to + key * kHeadDim;
-      T* const v_to = k_to + kKeys * kHeadDim;
+      T* const k_to = to + key * kRowElements;
+      T* const v_to = k_to + kKeys * kRowElements;
       if (all) {
         load_whole_run(k_to, runs.k[i], p.k.row_stride);
         load_whole_run(v_to, runs.v[i], p.v.row_stride);
@@ -398,42 +420,46 @@ struct Split {
     }
   }
   // A run without masked keys and padding columns, the common case in the mainloop.
-  __device__ __forceinline__ void load_whole_run(T* to, const T* from, int64_t row_stride) const {
+  __device__ __forceinline__ void load_whole_run(T* to, const Key* from, int64_t row_stride) const {
 #pragma unroll
     for (int phase = 0; phase < kPeriod; ++phase) {
       const int v = lane() + 32 * phase, key = v / kRowVectors, column = v % kRowVectors * kVectorElements;
-      const T* source = from + key * row_stride + column;
-      T* const target = to + key * kHeadDim;
+      const Key* source = from + key * row_stride + column * kPack;
+      T* const target = to + key * kRowElements;
       const int place = column ^ KeyTile::places(key);
 #pragma unroll
       for (int i = 0; i < kRunVectors / (32 * kPeriod); ++i) {
         // key < kPeriodKeys, a power of two, so key and `further` have no bits in common.
         const int further = i * kPeriodKeys;
-        ptx::cp_async(target + further * kHeadDim + (place ^ KeyTile::places(further)), source, true);
+        ptx::cp_async(target + further * kRowElements + (place ^ KeyTile::places(further)), source, true);
         source += kPeriodKeys * row_stride;
       }
     }
   }
   // row: cache row of the first key of the run. Keys outside `keys` are not read and become zero.
-  __device__ __forceinline__ void load_run(T* to, const T* from, int64_t row_stride, int columns, int row,
+  __device__ __forceinline__ void load_run(T* to, const Key* from, int64_t row_stride, int columns, int row,
                                            const Limits& keys) const {
     const auto copy = [&](int v, const auto& copy_one) {
       const int key = v / kRowVectors, column = v % kRowVectors * kVectorElements;
       const bool exists = row + key >= keys.begin && row + key < keys.end;
-      copy_one(to + KeyTile::offset(key, column), from + key * row_stride + column, exists ? columns - column : 0);
+      copy_one(to + KeyTile::offset(key, column), from + key * row_stride + column * kPack,
+               exists ? columns - column * kPack : 0);
     };
     if (aligned) {
 #pragma unroll 4
-      for (int i = 0; i < kRunVectors / 32; ++i) copy(lane() + 32 * i, copy_vector);
+      for (int i = 0; i < kRunVectors / 32; ++i) copy(lane() + 32 * i, copy_vector<Key>);
     } else {
 #pragma unroll 1
-      for (int v = lane(); v < kRunVectors; v += 32) copy(v, copy_elements);
+      for (int v = lane(); v < kRunVectors; v += 32) copy(v, copy_elements<Key>);
     }
   }
 
   // Initialises accumulators and softmax. The sink is counted once: by team 0 of the task's first part.
   __device__ __forceinline__ void start_rows() {
     const bool has_sink = p.has_sink && part().is_first && team() == 0;
+    if constexpr (kIsFp8) {
+      of_products = p.descale_q.of(part().b, part().head_k) * p.descale_k.of(part().b, part().head_k);
+    }
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       for_chunks([&](int c) { set_zero(out[c][i]); });
@@ -448,7 +474,11 @@ struct Split {
   }
 
   __device__ __forceinline__ typename Core::A query_operand(int row_tile, int column) const {
-    return Core::load_a(q_tile(), kQueryStride, warp_row() + row_tile * 16, column);
+    if constexpr (kIsFp8) {
+      return load_query(q_tile() + (warp_row() + row_tile * 16) * kQueryStride, kQueryStride, column);
+    } else {
+      return Core::load_a(q_tile(), kQueryStride, warp_row() + row_tile * 16, column);
+    }
   }
 
   __device__ __forceinline__ int key_place() const { return kHasRegisters ? kept_key_place : KeyTile::first_place_b(); }
@@ -466,32 +496,56 @@ struct Split {
         return query_operand(i, d);
       }
     };
-    score_product<T, kHeadDim>(scores, operand, [&](typename Core::B(&pair)[2], int n, int d) {
-      KeyTile::load_b(pair, keys + n * 8 * kHeadDim, KeyTile::moved(key_place(), d));
-    });
-    score.make_logits<T>(scores);
+    if constexpr (kIsFp8) {
+      score_product_fp8<kHeadDim>(scores, operand, [&](uint32_t (&words)[2][2], int n, int d) {
+        typename Core::B pair[2];
+        KeyTile::load_b(pair, keys + n * 8 * kRowElements, KeyTile::moved(key_place(), d / kPack));
+        take_words(words, pair);
+      });
+      score.times(of_products).template make_logits<T>(scores);
+    } else {
+      score_product<T, kHeadDim>(scores, operand, [&](typename Core::B(&pair)[2], int n, int d) {
+        KeyTile::load_b(pair, keys + n * 8 * kRowElements, KeyTile::moved(key_place(), d));
+      });
+      score.make_logits<T>(scores);
+    }
     if (p.alibi_slopes) add_slopes(scores, row0);
     if (row0 < whole.begin || row0 + kKeys > whole.end) hide_unseen(scores, row0);
     if (p.has_intervals()) hide_by_mask(scores, row0);
-    const T* const values = keys + kKeys * kHeadDim;
-    typename Core::A weights[kRowTiles][kSteps];
+    const T* const values = keys + kKeys * kRowElements;
+    typename ValueCore::A weights[kRowTiles][kSteps];
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       softmax[i].weigh(scores[i], StoredLogit(), kTolerance,
                        [&](const float (&shrink)[2]) { for_chunks([&](int c) { rescale(out[c][i], shrink); }); });
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) weights[i][step] = Core::from_accumulators(scores[i], step);
+      for (int step = 0; step < kSteps; ++step) weights[i][step] = ValueCore::from_accumulators(scores[i], step);
     }
     for_chunks([&](int chunk) {
       const int column = warp_column() + chunk * kChunkColumns;
-      accumulate<T, kSteps>(
-          out[chunk], [&](int i, int step) { return weights[i][step]; },
-          [&](typename Core::B(&pair)[2], int step, int c) {
-            KeyTile::load_b_transposed(pair, values + step * Core::kK * kHeadDim,
-                                       KeyTile::moved(value_place(), column + c * 8));
-          });
+      const auto weight = [&](int i, int step) { return weights[i][step]; };
+      const auto load_values = [&](typename Core::B(&pair)[2], int step, int c) {
+        KeyTile::load_b_transposed(pair, values + step * Core::kK * kRowElements,
+                                   KeyTile::moved(value_place(), (column + c * 8) / kPack));
+      };
+      if constexpr (kIsFp8) {
+        accumulate_fp8<kSteps>(out[chunk], weight, [&](uint32_t (&words)[2][2], int step, int c) {
+          typename Core::B pair[2];
+          load_values(pair, step, c);
+          take_words(words, pair);
+        });
+      } else {
+        accumulate<T, kSteps>(out[chunk], weight, load_values);
+      }
       if (kChunks > 1) __syncwarp();
     });
+  }
+
+  static __device__ __forceinline__ void take_words(uint32_t (&words)[2][2], const typename Core::B (&pair)[2]) {
+    if constexpr (kIsFp8) {
+#pragma unroll
+      for (int m = 0; m < 2; ++m) words[m][0] = pair[m].x[0], words[m][1] = pair[m].x[1];
+    }
   }
 
   template <class Body>
@@ -570,10 +624,21 @@ struct Split {
       // The largest logit is stored after the columns of the row, in the padding.
       if (t() == r && warp_column() == 0) own[row * kSumStride + kHeadDim] = softmax[i].largest_logit;
       for_chunks([&](int c) {
+        float* const to = own + row * kSumStride + warp_column() + c * kChunkColumns;
+        if constexpr (kIsFp8) {
+          // Two tiles hold the even and the odd ones of 16 columns (fp8_products.cuh).
 #pragma unroll
-        for (int n = 0; n < kChunkTiles; ++n) {
-          *reinterpret_cast<float2*>(own + row * kSumStride + warp_column() + c * kChunkColumns + n * 8 + 2 * t()) =
-              make_float2(out[c][i][n][2 * r], out[c][i][n][2 * r + 1]);
+          for (int n = 0; n < kChunkTiles; n += 2) {
+            const float (&even)[4] = out[c][i][n], (&odd)[4] = out[c][i][n + 1];
+            *reinterpret_cast<float4*>(to + n * 8 + 4 * t()) =
+                make_float4(even[2 * r], odd[2 * r], even[2 * r + 1], odd[2 * r + 1]);
+          }
+        } else {
+#pragma unroll
+          for (int n = 0; n < kChunkTiles; ++n) {
+            *reinterpret_cast<float2*>(to + n * 8 + 2 * t()) =
+                make_float2(out[c][i][n][2 * r], out[c][i][n][2 * r + 1]);
+          }
         }
       });
     });
@@ -609,7 +674,8 @@ struct Split {
         sum += own[n].sum * weight;
         x[0] += values.x * weight, x[1] += values.y * weight, x[2] += values.z * weight, x[3] += values.w * weight;
       }
-      const float factor = sum == 0 ? 0.f : 1 / sum;
+      float factor = sum == 0 ? 0.f : 1 / sum;
+      if constexpr (kIsFp8) factor *= p.descale_v.of(part().b, part().head_k);
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[e] = sum == 0 ? 0.f : x[e] * factor;
       const bool tells_largest = column == 0 && p.row_maxima.data != nullptr;
@@ -624,10 +690,21 @@ struct Split {
         }
         const float lse = sum == 0 ? -infinity() : row_lse(finite_max(max), log2f(sum));
         if (column == 0) *row_statistic(p.lse, part().b, at.head, start + at.query) = lse;
-        T* const to = row_pointer<T>(p.out, part().b, at.head, start + at.query) + column;
+        const auto store = [&](auto* to) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if (column + e < columns) narrow(x[e], to + e);
+          for (int e = 0; e < 4; ++e) {
+            if (column + e < columns) narrow(x[e], to + e);
+          }
+        };
+        const auto place = [&](auto element) {
+          return row_pointer<decltype(element)>(p.out, part().b, at.head, start + at.query) + column;
+        };
+        if (!kIsFp8 || p.out_dtype == DType::kBFloat16) {
+          store(place(T()));
+        } else if (p.out_dtype == DType::kFloat16) {
+          store(place(__half()));
+        } else {
+          store(place(float()));
         }
       } else {
         const int64_t slot_row = static_cast<int64_t>(part().slot) * plan.slot_rows + i;
@@ -640,27 +717,27 @@ struct Split {
   }
 };
 
-template <class T, int kHeadDim, int kTileRows>
+template <class Key, int kHeadDim, int kTileRows>
 __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     split_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ Plan plan,
                  const __grid_constant__ GeneralScore score, bool aligned) {
   extern __shared__ __align__(128) unsigned char shared[];
   ptx::wait_for_previous_kernel();
   ptx::let_next_kernel_start();
-  Split<T, kHeadDim, kTileRows> split(p, plan, score, aligned, shared);
+  Split<Key, kHeadDim, kTileRows> split(p, plan, score, aligned, shared);
   plan.splits > 0 ? split.run_fixed() : split.run_share();
 }
 
-template <class T, int kHeadDim, int kTileRows>
+template <class Key, int kHeadDim, int kTileRows>
 TileSizes tile_sizes() {
-  using Kernel = Split<T, kHeadDim, kTileRows>;
+  using Kernel = Split<Key, kHeadDim, kTileRows>;
   return {Kernel::kRows, Kernel::kTeamWarps, Kernel::kQueryBytes, Kernel::kTeamBytes};
 }
 
-template <class T, int kHeadDim, int kTileRows>
+template <class Key, int kHeadDim, int kTileRows>
 void split(const DecodeParams& p, const Plan& plan, int warps, int shared_bytes, bool aligned) {
-  launch_early(split_kernel<T, kHeadDim, kTileRows>, "decode", p, dim3(static_cast<unsigned>(plan.blocks)), warps * 32,
-               shared_bytes, p, plan, GeneralScore::of(p), aligned);
+  launch_early(split_kernel<Key, kHeadDim, kTileRows>, "decode", p, dim3(static_cast<unsigned>(plan.blocks)),
+               warps * 32, shared_bytes, p, plan, GeneralScore::of(p), aligned);
 }
 
 }  // namespace flashattn_ext::decode

@@ -36,6 +36,15 @@ __device__ __forceinline__ float tanh(float x) {
   return y;
 }
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+// Two e4m3 numbers as two of float16, the low byte as the low half.
+__device__ __forceinline__ uint32_t half_of_e4m3x2(uint16_t x) {
+  uint32_t y;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;\n" : "=r"(y) : "h"(x));
+  return y;
+}
+#endif
+
 // The larger of each of two packed numbers; NaN when either is NaN.
 __device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {
   uint32_t y;

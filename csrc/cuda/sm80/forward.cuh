@@ -9,6 +9,7 @@
 #include "../common/operand_tile.cuh"
 #include "../common/products.cuh"
 #include "../common/scores.cuh"
+#include "../common/store_row.cuh"
 #include "../common/tile_order.cuh"
 #include "forward_large.cuh"
 #include "forward_policies.cuh"
@@ -132,7 +133,7 @@ struct Forward {
       set_zero(out[i]);
       softmax[i].start(sink);
     }
-    scoring.start_tile();
+    scoring.start_tile(p, head()->b, head()->h);
   }
 
   // Starts copying the keys or values of tile n; tiles come in descending order.
@@ -264,28 +265,34 @@ struct Forward {
   __device__ void finish_tile() {
     const int b = head()->b, h = head()->h, rows = length_q() - row0;
     const int64_t start = query_sequence(p, b).start + row0;
-    const float keep_scale = Dropping::keep_scale(p);
+    const float scale = Dropping::keep_scale(p) * scoring.value_scale(p, b, h);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float sum = softmax[i].total(r);
         const bool empty = sum == 0;
-        const float factor = keep_scale / sum;
+        const float factor = scale / sum;
         const int row = tile_row(i) + g() + 8 * r;
         if (row < rows) softmax[i].write(p, b, h, start + row, r, sum);
         scoring.write_centres(p, b, h, start + row, i, r, sum, row < rows);
-        // Every warp overwrites only its own rows of the q tile.
+        if constexpr (Scoring::kIsFp8) {
+          store_row_of_fp8(p, b, h, start + row, out[i], r, factor, empty, row < rows, static_cast<int>(p.head_dim_v));
+        } else {
+          // Every warp overwrites only its own rows of the q tile.
 #pragma unroll
-        for (int n = 0; n < kOutTiles; ++n) {
-          const float x = empty ? 0.f : out[i][n][2 * r] * factor, y = empty ? 0.f : out[i][n][2 * r + 1] * factor;
-          Core::store_pair(q_tile + RowTile::offset(row, n * 8 + 2 * t()), x, y);
+          for (int n = 0; n < kOutTiles; ++n) {
+            const float x = empty ? 0.f : out[i][n][2 * r] * factor, y = empty ? 0.f : out[i][n][2 * r + 1] * factor;
+            Core::store_pair(q_tile + RowTile::offset(row, n * 8 + 2 * t()), x, y);
+          }
         }
       }
     }
-    __syncthreads();
-    store_tile<RowTile, kQueries, kColumns, kThreads>(row_pointer<T>(p.out, b, h, start), p.out.row_stride, q_tile,
-                                                      min(rows, kQueries), static_cast<int>(p.head_dim_v));
+    if constexpr (!Scoring::kIsFp8) {
+      __syncthreads();
+      store_tile<RowTile, kQueries, kColumns, kThreads>(row_pointer<T>(p.out, b, h, start), p.out.row_stride, q_tile,
+                                                        min(rows, kQueries), static_cast<int>(p.head_dim_v));
+    }
   }
 };
 
@@ -305,7 +312,7 @@ void for_columns(const AttnParams& p, const Run& run) {
   for (int64_t first = 0; first < p.head_dim_v; first += kColumns) {
     AttnParams part = p;
     part.v.data = static_cast<char*>(p.v.data) + first * element_bytes(p);
-    part.out.data = static_cast<char*>(p.out.data) + first * element_bytes(p);
+    part.out.data = static_cast<char*>(p.out.data) + first * out_bytes(p);
     part.head_dim_v = std::min<int64_t>(kColumns, p.head_dim_v - first);
     run(part);
   }

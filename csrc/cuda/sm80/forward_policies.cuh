@@ -29,6 +29,15 @@ struct ForwardPolicies<kIntervals> : PlainPolicies {
   using Visibility = IntervalVisibility;
 };
 template <>
+struct ForwardPolicies<kFp8Scores> : PlainPolicies {
+  template <class T, int kRowTiles, int kKeys>
+  using Scores = DescaledScores<T>;
+};
+template <>
+struct ForwardPolicies<kFp8General> : ForwardPolicies<kFp8Scores> {
+  using Visibility = IntervalVisibility;
+};
+template <>
 struct ForwardPolicies<kGeneral> {
   using Visibility = IntervalVisibility;
   template <class T, int kRowTiles, int kKeys>

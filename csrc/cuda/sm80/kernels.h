@@ -27,7 +27,9 @@ struct ForwardRows {
   // A call with row_maxima runs a general kernel where those of its own options do not track them.
   static constexpr KernelCall needed(KernelCall call) {
     const bool large = call.head_dim > 256 || call.head_dim_v > 256;
-    if (call.wants_largest && !large && !tells_largest(call.options)) call.options = kGeneral;
+    if (call.wants_largest && !large && !tells_largest(call.options)) {
+      call.options = call.options & kFp8 ? kFp8General : kGeneral;
+    }
     return call;
   }
   template <class T, int kHeadDim, int, Options kOptions>

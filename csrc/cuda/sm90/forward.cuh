@@ -165,7 +165,7 @@ struct Forward {
     if (group == 0) pass_phase(kGroups - 1);
     for (Work work = receive_work(shared, &work_parity); work.exists(); work = receive_work(shared, &work_parity)) {
       generator.start_tile(p, work.b);
-      start_tile(work.h);
+      start_tile(work);
       if (work.sees_keys()) Visibility::compute_tile(*this, work, generator);
       finish_tile(work);
     }
@@ -251,11 +251,11 @@ struct Forward {
     ptx::named_barrier_arrive(kForwardPingPong + (from + 1) % kGroups, 2 * kGroupThreads);
   }
 
-  __device__ __forceinline__ void start_tile(int h) {
-    const float sink = head_sink(p, h);
+  __device__ __forceinline__ void start_tile(const Work& work) {
+    const float sink = head_sink(p, work.h);
     set_zero(out);
     softmax.start(sink);
-    scoring.start_tile();
+    scoring.start_tile(p, work.b, work.h);
   }
 
   __device__ __forceinline__ void pack_weights() {
@@ -318,17 +318,21 @@ struct Forward {
     bool poisoned[2] = {false, false};
     Visibility::take_poisoned(*this, poisoned);
 
-    const float keep_scale = 256.f / p.dropout_threshold;
+    const float scale = 256.f / p.dropout_threshold * scoring.value_scale(p, work.b, work.h);
     const int row = work.row0 + warp_row + g();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float sum = softmax.total(r);
       const bool exists = row + 8 * r < work.length_q;
       const int64_t at = int64_t{work.query_start} + row + 8 * r;
-      const float factor = poisoned[r] ? not_a_number() : keep_scale / sum;
+      const float factor = poisoned[r] ? not_a_number() : scale / sum;
       const int columns = static_cast<int>(p.head_dim_v);
       if (exists) softmax.write(p, work.b, work.h, at, r, sum);
-      store_row(row_pointer<T>(p.out, work.b, work.h, at), out, r, factor, sum == 0, exists, columns);
+      if constexpr (Scores::kIsFp8) {
+        store_row_of_fp8(p, work.b, work.h, at, out, r, factor, sum == 0, exists, columns);
+      } else {
+        store_row(row_pointer<T>(p.out, work.b, work.h, at), out, r, factor, sum == 0, exists, columns);
+      }
       scoring.write_centres(p, work.b, work.h, at, 0, r, sum, exists);
     }
   }

@@ -40,6 +40,16 @@ struct ForwardPolicies<kBias> : PlainPolicies {
   using Scores = BiasTileScores<T, kKeys>;
 };
 template <>
+struct ForwardPolicies<kFp8Scores> : PlainPolicies {
+  template <class T, int kKeys>
+  using Scores = WithoutBiasTiles<DescaledScores<T>>;
+};
+template <>
+struct ForwardPolicies<kFp8General> : ForwardPolicies<kFp8Scores> {
+  template <int kGroups>
+  using Visibility = IntervalVisibility<kGroups>;
+};
+template <>
 struct ForwardPolicies<kGeneral> {
   template <int kGroups>
   using Visibility = IntervalVisibility<kGroups>;

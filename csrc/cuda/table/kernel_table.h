@@ -71,6 +71,13 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Forward[] = {
     {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{2, 1, 32, 1}}},
     {kFp32,  384, kGeneral,   kEveryGpu,  kMaySpill, {{1, 1, 32, 1}}},
     {kFp32,  512, kGeneral,   kEveryGpu,  kMaySpill, {{2, 1, 32, 1}}},
+    {kBf16,  64,  kFp8Scores,  kOtherGpus, kMaySpill, {{4, 2, 64, 2}}},
+    {kBf16,  128, kFp8Scores,  kOtherGpus, kMaySpill, {{4, 2, 64, 2}}},
+    {kBf16,  256, kFp8Scores,  kOtherGpus, kMaySpill, {{4, 1, 64, 2}}},
+    {kBf16,  64,  kFp8General, kOtherGpus, kMaySpill, {{4, 2, 64, 2}}},
+    {kBf16,  128, kFp8General, kOtherGpus, kMaySpill, {{4, 2, 32, 2}}},
+    {kBf16,  256, kFp8General, kOtherGpus, kMaySpill, {{4, 1, 64, 2}}},
+    {kBf16,  512, kFp8General, kEveryGpu,  kMaySpill, {{2, 1, 32, 2}}},
 };
 
 // Tiles: {warps, keys, queries, warps along the keys of the scores, warps along the keys of dk and dv, thread blocks
@@ -169,6 +176,12 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     {k16Bit, 512,        kPlain,     kHopper, kMaySpill, {{1, 64, 4}, {1, 128, 4}, {1, 96, 6}}},
     {k16Bit, 384,        kDropout,   kHopper, kMaySpill, {{1, 64, 5}}},
     {k16Bit, 512,        kDropout,   kHopper, kMaySpill, {{1, 64, 4}}},
+    {kBf16,  64,         kFp8Scores,  kHopper, kMaySpill, {{3, 128, 3}}},
+    {kBf16,  128,        kFp8Scores,  kHopper, kMaySpill, {{2, 128, 3}}},
+    {kBf16,  256,        kFp8Scores,  kHopper, kMaySpill, {{2, 64, 2}}},
+    {kBf16,  64,         kFp8General, kHopper, kMaySpill, {{2, 128, 3}}},
+    {kBf16,  128,        kFp8General, kHopper, kMaySpill, {{2, 128, 2}}},
+    {kBf16,  256,        kFp8General, kHopper, kMaySpill, {{2, 64, 2}}},
 };
 
 // Tiles: {keys, queries, stages of queries, stages of keys[, order]}. Dropout and the centres of rows (csrc/bias.h) take
@@ -234,6 +247,13 @@ inline constexpr DecodeRow kDecode[] = {
     {kFp32,  256, kMaySpill, {1, 1, 1, 16, 2}},
     {kFp32,  256, kMaySpill, {1, 4, 1, 32, 2}},
     {kFp32,  512, kMaySpill, {1, 1, 2, 16, 2}},
+    {kE4m3,  64,  kMaySpill, {1, 1, 1, 64, 3}},
+    {kE4m3,  64,  kMaySpill, {2, 2, 1, 32, 4}},
+    {kE4m3,  128, kMaySpill, {1, 1, 1, 32, 3}},
+    {kE4m3,  128, kMaySpill, {2, 2, 1, 32, 2}},
+    {kE4m3,  256, kMaySpill, {1, 1, 1, 32, 3}},
+    {kE4m3,  256, kMaySpill, {1, 4, 1, 32, 2}},
+    {kE4m3,  512, kMaySpill, {1, 1, 2, 32, 2}},
 };
 
 // The backward with few queries (decode/backward.cuh), on every GPU, by row tiles of 16 packed rows.

@@ -16,14 +16,19 @@ struct __nv_bfloat16;
 
 namespace flashattn_ext {
 
+struct Float8;
+
 // Element types of a row, as bits in the order of DType.
-enum Types : unsigned { kFp16 = 1, kBf16 = 2, kFp32 = 4, k16Bit = kFp16 | kBf16 };
+// kE4m3: keys and values of fp8 in decoding.
+enum Types : unsigned { kFp16 = 1, kBf16 = 2, kFp32 = 4, kE4m3 = 16, k16Bit = kFp16 | kBf16 };
 template <class T>
 constexpr Types kTypeOf = kFp32;
 template <>
 constexpr Types kTypeOf<__half> = kFp16;
 template <>
 constexpr Types kTypeOf<__nv_bfloat16> = kBf16;
+template <>
+constexpr Types kTypeOf<Float8> = kE4m3;
 constexpr unsigned type_bit(DType type) {
   return type == DType::kFloat16 ? kFp16 : type == DType::kBFloat16 ? kBf16 : type == DType::kFloat32 ? kFp32 : 0;
 }
@@ -80,11 +85,11 @@ struct KernelCall {
   bool wants_largest = false;  // AttnParams::row_maxima
 };
 
-// A kernel runs the calls that use no other options than its policies support.
+// A kernel runs the calls that use no other options than its policies support; those of fp8 run no other calls.
 template <class Row>
 constexpr bool serves(const Row& row, const KernelCall& call) {
   return (row.types & call.type) && call.head_dim <= row.head_dims.qk && call.head_dim_v <= row.head_dims.v &&
-         includes(row.options, call.options);
+         includes(row.options, call.options) && includes(call.options, static_cast<Options>(row.options & kFp8));
 }
 
 // The first row that serves the call; nullptr: no row does.
