@@ -321,17 +321,16 @@ struct Split {
       const int i = v / kQueryVectors, column = v % kQueryVectors * kVectorElements;
       const Row at = row(i);
       const bool exists = part().row_tile * kRows + i < rows;
+      const T* const from = exists ? row_pointer<const T>(p.q, part().b, at.head, start + at.query) + column : nullptr;
       T* const to = q_tile() + i * kQueryStride + column;
       const int elements = exists ? columns - column : 0;
       if constexpr (kIsFp8) {
         if (p.dtype == DType::kFloat8) {
-          const Key* const from =
-              row_pointer<const Key>(p.q, part().b, exists ? at.head : 0, exists ? start + at.query : 0);
-          *reinterpret_cast<uint4*>(to) = widen_vector(from + column, elements);
+          const Key* const source = row_pointer<const Key>(p.q, part().b, at.head, start + at.query);
+          *reinterpret_cast<uint4*>(to) = widen_vector(source + column, elements);
           continue;
         }
       }
-      const T* const from = exists ? row_pointer<const T>(p.q, part().b, at.head, start + at.query) + column : nullptr;
       in_vectors ? copy_vector(to, from, elements) : copy_elements(to, from, elements);
     }
   }
