@@ -250,7 +250,7 @@ inline constexpr DecodeRow kDecode[] = {
     {kE4m3,  64,  kMaySpill, {1, 1, 1, 64, 3}},
     {kE4m3,  64,  kMaySpill, {2, 2, 1, 32, 4}},
     {kE4m3,  128, kMaySpill, {1, 1, 1, 32, 3}},
-    {kE4m3,  128, kMaySpill, {2, 2, 1, 32, 2}},
+    {kE4m3,  128, kMaySpill, {1, 4, 1, 32, 2}},
     {kE4m3,  256, kMaySpill, {1, 1, 1, 32, 3}},
     {kE4m3,  256, kMaySpill, {1, 4, 1, 32, 2}},
     {kE4m3,  512, kMaySpill, {1, 1, 2, 32, 2}},
