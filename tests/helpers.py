@@ -484,6 +484,17 @@ def check(case: Case, device: str) -> None:
             assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e}"
 
 
+def own_seeds(device: str, seed: int) -> list[int]:
+    """The seeds of random calls that a test with one seed checks: one for each instruction set of a CPU, which has the kernels of no
+    other, and four for another device."""
+    isas = flashattn_ext._C.cpu_isas()
+    return (
+        [seed * len(isas) + isas.index(flashattn_ext._C.cpu_isa())]
+        if device == "cpu"
+        else [*range(4 * seed, 4 * seed + 4)]
+    )
+
+
 def assert_same_bits(got: Tensor, expected: Tensor, what: str = "result") -> None:
     """Equal values everywhere, with NaN equal to NaN."""
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True, msg=lambda m: f"{what}: {m}")

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from cache_cases import CacheCase, CacheInputs, make_inputs, random_case
-from helpers import assert_same_bits
+from helpers import assert_same_bits, own_seeds
 from torch import Tensor
 
 import flashattn_ext
-from flashattn_ext import fp8, quantize_fp8
+from flashattn_ext import Mask, fp8, quantize_fp8
 from flashattn_ext.decode import paged_varlen_forward
 
 FP8 = torch.float8_e4m3fn
@@ -51,18 +51,28 @@ def make(case: CacheCase, q_is_fp8: bool, new_is_fp8: bool, out_dtype: torch.dty
     )
 
 
-def clone(inputs: CacheInputs) -> CacheInputs:
+def on(device: str, value: Any) -> Any:
+    return value.to(device) if isinstance(value, (Tensor, Mask)) else value
+
+
+def clone(inputs: CacheInputs, device: str = "cpu") -> CacheInputs:
     return CacheInputs(
-        [None if t is None else t.clone() for t in inputs.tensors], dict(inputs.options), inputs.num_splits
+        [None if t is None else t.clone().to(device) for t in inputs.tensors],
+        {name: on(device, value) for name, value in inputs.options.items()},
+        inputs.num_splits,
     )
 
 
-def check(case: CacheCase, q_is_fp8: bool, new_is_fp8: bool, out_dtype: torch.dtype | None = None) -> None:
+def check(
+    case: CacheCase, q_is_fp8: bool, new_is_fp8: bool, out_dtype: torch.dtype | None = None, device: str = "cpu"
+) -> None:
     """out, lse and the caches against the reference, whose caches after the call are the ones of the exact result."""
     call = make(case, q_is_fp8, new_is_fp8, out_dtype)
     reference, before = clone(call), clone(call)
     ref_out, ref_lse, ref_max = reference.reference()
-    out, lse, max_logits = call.call_with_max_logits()
+    there = clone(call, device)
+    out, lse, max_logits = (t.cpu() for t in there.call_with_max_logits())
+    call.tensors[1:3] = [t.cpu() for t in there.tensors[1:3]]  # type: ignore[union-attr]
     wanted = out_dtype or torch.bfloat16
     assert out.dtype == ref_out.dtype == wanted and lse.dtype == torch.float32
     for name, place in (("k_cache", 1), ("v_cache", 2)):
@@ -84,7 +94,8 @@ def check(case: CacheCase, q_is_fp8: bool, new_is_fp8: bool, out_dtype: torch.dt
         torch.testing.assert_close(out.float(), ref_out.float(), rtol=0.05, atol=0.02 * float(ref.abs().max()))
     infinite = ref_lse.isinf()
     assert torch.equal(lse.isinf(), infinite)
-    atol = 0.05 if case.rotary_dim else 1e-3
+    # The tanh of GPUs has an error of 2^-11.
+    atol = 0.05 if case.rotary_dim else max(1e-3, case.softcap * 2**-10)
     torch.testing.assert_close(lse[~infinite], ref_lse[~infinite], rtol=1e-4, atol=atol)
     torch.testing.assert_close(max_logits, ref_max, rtol=1e-3, atol=atol)
 
@@ -121,43 +132,48 @@ def exact_result(case: CacheCase, call: CacheInputs) -> Tensor:
 
 
 @pytest.mark.every_isa
-@pytest.mark.parametrize("seed", range(80))
+@pytest.mark.parametrize("seed", range(20))
 def test_random_calls(device: str, seed: int) -> None:
-    if device != "cpu":
-        pytest.skip("a cache in fp8 is implemented on the CPU only")
+    for own in own_seeds(device, seed):
+        check_random_call(own, device)
+
+
+def check_random_call(seed: int, device: str) -> None:
     rng, case = random.Random(seed), replace(random_case(seed), alibi=None)
     q_is_fp8 = not case.rotary_dim and rng.random() < 0.5
     new_is_fp8 = not case.rotary_dim and rng.random() < 0.3
-    check(case, q_is_fp8, new_is_fp8, rng.choice([None, None, torch.float32, torch.float16]))
+    check(case, q_is_fp8, new_is_fp8, rng.choice([None, None, torch.float32, torch.float16]), device)
 
 
 @pytest.mark.every_isa
-@pytest.mark.parametrize("q_is_fp8", [False, True])
-@pytest.mark.parametrize("Sq", [1, 40])
-def test_without_descales_it_has_the_bits_of_a_cache_in_bfloat16(device: str, q_is_fp8: bool, Sq: int) -> None:
-    """Decoding and prefill compute with the same operands as for a cache in bfloat16."""
-    if device != "cpu":
-        pytest.skip("a cache in fp8 is implemented on the CPU only")
-    q, k_cache, v_cache = (torch.randn(2, S, H, 64).to(FP8) for S, H in ((Sq, 4), (300, 2), (300, 2)))
+@pytest.mark.parametrize(("q_is_fp8", "Sq"), [(False, 1), (True, 40), (True, 1)])
+def test_without_descales_it_is_a_cache_in_bfloat16(device: str, q_is_fp8: bool, Sq: int) -> None:
+    """On the CPU decoding and prefill compute with the same operands as for a cache in bfloat16."""
+    q, k_cache, v_cache = (torch.randn(2, S, H, 64).to(FP8).to(device) for S, H in ((Sq, 4), (300, 2), (300, 2)))
     options: dict[str, Any] = dict(
-        cache_seqlens=torch.tensor([300, 77], dtype=torch.int32), causal=True, return_softmax_lse=True
+        cache_seqlens=torch.tensor([300, 77], dtype=torch.int32, device=device), causal=True, return_softmax_lse=True
     )
     wide = flashattn_ext.flash_attn_with_kvcache(q.bfloat16(), k_cache.bfloat16(), v_cache.bfloat16(), **options)
     got = flashattn_ext.flash_attn_with_kvcache(q if q_is_fp8 else q.bfloat16(), k_cache, v_cache, **options)
     for one, other in zip(got, wide, strict=True):
-        assert_same_bits(one, other)
+        if device == "cpu":
+            assert_same_bits(one, other)
+        else:
+            torch.testing.assert_close(one, other, rtol=2**-7, atol=2**-8)
 
 
-def test_descales_of_each_sequence() -> None:
+def test_descales_of_each_sequence(device: str) -> None:
     """Sequences with descales of their own, appended to in one call."""
     B, Hk, D = 3, 2, 64
-    caches = [torch.zeros(B, 40, Hk, D).to(FP8) for _ in range(2)]
+    caches = [torch.zeros(B, 40, Hk, D).to(FP8).to(device) for _ in range(2)]
     k, v = (torch.randn(B, 5, Hk, D).bfloat16() for _ in range(2))
     descale_k, descale_v = (torch.rand(B, Hk) * 0.02 + 0.005 for _ in range(2))
     q = torch.randn(B, 1, 4, D).bfloat16()
     out = flashattn_ext.flash_attn_with_kvcache(
-        q, *caches, k, v, cache_seqlens=0, descale_k=descale_k, descale_v=descale_v
-    )
+        q.to(device), *caches, k.to(device), v.to(device), cache_seqlens=0,
+        descale_k=descale_k.to(device), descale_v=descale_v.to(device),
+    ).cpu()  # fmt: skip
+    caches = [cache.cpu() for cache in caches]
     for cache, given, descale in zip(caches, (k, v), (descale_k, descale_v), strict=True):
         expected = fp8.quantised(given, descale[:, None, :, None])
         assert torch.equal(cache[:, :5].view(torch.uint8), expected.view(torch.uint8))
@@ -169,25 +185,29 @@ def test_descales_of_each_sequence() -> None:
     assert (out.double() - ref).norm() <= 2**-8 * ref.norm()
 
 
-def test_appended_values_saturate_and_keep_nan() -> None:
-    cache = torch.zeros(1, 4, 1, 16).to(FP8)
+def test_appended_values_saturate_and_keep_nan(device: str) -> None:
+    cache = torch.zeros(1, 4, 1, 16).to(FP8).to(device)
     k = torch.tensor(
         [1e30, -1e30, float("inf"), float("-inf"), float("nan"), 464.0, 447.0, 0.0, 2**-9, 2**-10, 3 * 2**-11, -(2**-8)]
     )
-    k = torch.cat([k, torch.zeros(4)]).view(1, 1, 1, 16).bfloat16()
+    k = torch.cat([k, torch.zeros(4)]).view(1, 1, 1, 16).bfloat16().to(device)
     flashattn_ext.flash_attn_with_kvcache(k, cache, cache.clone(), k, k, cache_seqlens=0)
     expected = [448, -448, 448, -448, float("nan"), 448, 448, 0, 2**-9, 0, 2**-9, -(2**-8), 0, 0, 0, 0]
-    torch.testing.assert_close(cache[0, 0, 0].float(), torch.tensor(expected), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(cache[0, 0, 0].float().cpu(), torch.tensor(expected), rtol=0, atol=0, equal_nan=True)
 
 
-def test_packed_calls_with_pages() -> None:
+def test_packed_calls_with_pages(device: str) -> None:
     """flash_attn_varlen_func's way into decoding takes the descales as the cache function does."""
     lengths_q, lengths_k = torch.tensor([0, 3, 24], dtype=torch.int32), torch.tensor([0, 40, 100], dtype=torch.int32)
     k_cache, v_cache = (torch.randn(8, 16, 2, 32).to(FP8) for _ in range(2))
     table = torch.randperm(8, dtype=torch.int32).view(2, 4)
     q = torch.randn(24, 4, 32).bfloat16()
     descales = {"descale_k": torch.rand(2, 2) + 0.5, "descale_v": torch.rand(2, 1) + 0.5}
-    out, lse = paged_varlen_forward(q, k_cache, v_cache, lengths_q, lengths_k, 21, 60, table, causal=True, **descales)
+    given = [t.to(device) for t in (q, k_cache, v_cache, lengths_q, lengths_k)]
+    out, lse = paged_varlen_forward(
+        *given, 21, 60, table.to(device), causal=True, **{name: t.to(device) for name, t in descales.items()}
+    )
+    out, lse = out.cpu(), lse.cpu()
     for b, (rows, length) in enumerate(((slice(0, 3), 40), (slice(3, 24), 60))):
         k, v = (c.view(torch.uint8)[table[b].long()].view(FP8).flatten(0, 1)[None, :length] for c in (k_cache, v_cache))
         ref, ref_lse = flashattn_ext.attention_reference(

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same_bits, cu_seqlens
+from helpers import assert_same_bits, cu_seqlens, own_seeds
 from mask_cases import KINDS, make_mask
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
@@ -26,6 +26,16 @@ DESCALES = ("descale_q", "descale_k", "descale_v")
 VIEWS = ("plain", "transposed", "padded", "offset", "expanded", "strided_last")
 
 
+def on(device: str, value: Any) -> Any:
+    """Tensors and masks on a device, with the strides and the surroundings that they have in memory."""
+    if device == "cpu" or not isinstance(value, (Tensor, Mask)):
+        return value
+    if isinstance(value, Mask):
+        return value.to(device)
+    memory = value.as_strided((value.untyped_storage().nbytes() // value.element_size(),), (1,), 0).to(device)
+    return memory.as_strided(value.size(), value.stride(), value.storage_offset())
+
+
 @dataclass
 class Call:
     """The tensors and options of a call in fp8, dense or packed."""
@@ -36,10 +46,15 @@ class Call:
     options: dict[str, Any]
     lengths: dict[str, Any]  # of a packed call: the arguments of varlen_forward
 
-    def run(self, **more: Any) -> tuple[Tensor, ...]:
+    def run(self, device: str = "cpu", **more: Any) -> tuple[Tensor, ...]:
+        """Runs on the device; the results are on the CPU."""
         function = flashattn_ext.varlen_forward if self.lengths else flashattn_ext.forward
-        results = function(self.q, self.k, self.v, **self.lengths, **{"return_lse": True, **self.options, **more})
-        return results if isinstance(results, tuple) else (results,)
+        options = {"return_lse": True, **self.lengths, **self.options, **more}
+        results = function(
+            *(on(device, t) for t in (self.q, self.k, self.v)),
+            **{name: on(device, value) for name, value in options.items()},
+        )
+        return tuple(t.cpu() for t in (results if isinstance(results, tuple) else (results,)))
 
     def values(self) -> list[Tensor]:
         """q, k and v in fp64: element * descale."""
@@ -167,9 +182,9 @@ def random_call(seed: int) -> Call:
     return Call(q, k, v, options, lengths)
 
 
-def check(call: Call) -> None:
+def check(call: Call, device: str) -> None:
     """The error rule, lse, and agreement with the reference of the same arguments."""
-    out, lse = call.run()
+    out, lse = call.run(device)
     ref, ref_lse = call.exact()
     wanted = call.options.get("out_dtype") or torch.bfloat16
     assert out.dtype == wanted and out.shape == ref.shape and lse.dtype == torch.float32
@@ -180,7 +195,9 @@ def check(call: Call) -> None:
     assert error <= 2**-8 or not ref.numel(), f"error {error:.3g}"
     infinite = ref_lse.isinf()
     assert torch.equal(lse.isinf(), infinite)
-    torch.testing.assert_close(lse.double()[~infinite], ref_lse[~infinite], rtol=2e-5, atol=1e-4)
+    # The tanh of GPUs has an error of 2^-11.
+    atol = 1e-4 if device == "cpu" else max(1e-4, call.options["softcap"] * 2**-10)
+    torch.testing.assert_close(lse.double()[~infinite], ref_lse[~infinite], rtol=2e-5, atol=atol)
     lengths = {name: call.lengths[name] for name in ("cu_seqlens_q", "cu_seqlens_k") if call.lengths}
     same, same_lse = flashattn_ext.attention_reference(
         call.q, call.k, call.v, **lengths, **call.options, return_lse=True
@@ -197,15 +214,14 @@ def small(dtype: torch.dtype = FP8, **options: Any) -> Call:
 
 
 @pytest.mark.every_isa
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_random_calls(device: str, seed: int) -> None:
-    if device != "cpu":
-        pytest.skip("fp8 is implemented on the CPU only")
-    check(random_call(seed))
+    for own in own_seeds(device, seed):
+        check(random_call(own), device)
 
 
 @pytest.mark.parametrize("wide", [40, 5000])
-def test_outliers_among_many_keys(wide: int) -> None:
+def test_outliers_among_many_keys(device: str, wide: int) -> None:
     """32768 keys of which a few have logits far above the others; most weights are far below the largest."""
     generator = torch.Generator().manual_seed(wide)
     q, k, v = (torch.randn(1, rows, 2, 64, generator=generator) for rows in (3, 32768, 32768))
@@ -221,7 +237,7 @@ def test_outliers_among_many_keys(wide: int) -> None:
     rounded = (weights * 256).float().to(FP8).double() / 256
     ref = torch.einsum("bhqk,bkhd->bqhd", weights / weights.sum(-1, keepdim=True), exact_v)
     simulated = torch.einsum("bhqk,bkhd->bqhd", rounded / weights.sum(-1, keepdim=True), exact_v).bfloat16()
-    out, lse = call.run()
+    out, lse = call.run(device)
     assert relative_error(out, ref) <= 1.1 * relative_error(simulated, ref)
     torch.testing.assert_close(lse.double(), torch.logsumexp(logits, -1), rtol=2e-5, atol=1e-4)
 
@@ -229,19 +245,17 @@ def test_outliers_among_many_keys(wide: int) -> None:
 @pytest.mark.every_isa
 def test_every_element_has_its_value(device: str) -> None:
     """out of a row that sees one key is the row of v, element * descale, with subnormal numbers and NaN."""
-    if device != "cpu":
-        pytest.skip("fp8 is implemented on the CPU only")
     elements = torch.arange(256, dtype=torch.uint8).view(FP8)
     for width in (256, 255, 130, 100, 9, 1):
         for start in (0, 256 - width):
             v = elements[start : start + width].view(1, 1, 1, width)
             q = torch.ones(1, 3, 1, 16).to(FP8)
             descale = torch.tensor([[1.7]])
-            out = flashattn_ext.forward(q, q[:, :1], v, descale_v=descale, out_dtype=torch.float32)
+            out, _ = Call(q, q[:, :1], v, {"descale_v": descale, "out_dtype": torch.float32}, {}).run(device)
             assert_same_bits(out, (v.float() * descale).expand(1, 3, 1, width))
             # The same elements as keys: a row of q that is 1 at one place has its element as the logit.
             rows = torch.eye(width)[None, :, None].to(FP8)
-            _, lse = flashattn_ext.forward(rows, v, v, softmax_scale=1.0, descale_k=descale, return_lse=True)
+            _, lse = Call(rows, v, v, {"softmax_scale": 1.0, "descale_k": descale}, {}).run(device)
             expected = (v.double() * 1.7).view(width)
             seen = ~v.view(width).isnan().any()
             if seen:
@@ -250,32 +264,31 @@ def test_every_element_has_its_value(device: str) -> None:
 
 @pytest.mark.every_isa
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 2.0}, {"smooth_softmax": True}])
-def test_without_descales_it_has_the_bits_of_a_call_in_bfloat16(device: str, options: dict[str, Any]) -> None:
-    """Every element is exact in bfloat16, and the kernels compute with the same operands."""
-    if device != "cpu":
-        pytest.skip("fp8 is implemented on the CPU only")
+def test_without_descales_it_is_a_call_in_bfloat16(device: str, options: dict[str, Any]) -> None:
+    """Every element is exact in bfloat16, and the kernels of the CPU compute with the same operands in the same order."""
     call = small(**options)
     wide = Call(call.q.bfloat16(), call.k.bfloat16(), call.v.bfloat16(), options, {})
-    for got, expected in zip(call.run(), wide.run(), strict=True):
-        assert_same_bits(got, expected)
+    for got, expected in zip(call.run(device), wide.run(device), strict=True):
+        if device == "cpu":
+            assert_same_bits(got, expected)
+        else:
+            torch.testing.assert_close(got, expected, rtol=2**-7, atol=2**-8)
 
 
-def test_max_logits() -> None:
+def test_max_logits(device: str) -> None:
     call = random_call(3)
-    *_, largest = call.run(return_max_logits=True)
+    *_, largest = call.run(device, return_max_logits=True)
     *_, expected = call.exact(return_max_logits=True)
     torch.testing.assert_close(largest.double(), expected.double(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.every_isa
 def test_a_hidden_nan_reaches_no_row(device: str) -> None:
-    if device != "cpu":
-        pytest.skip("fp8 is implemented on the CPU only")
     call = small(mask=Mask.documents(torch.tensor([[0] * 20 + [1] * 13])))
-    expected = call.run()[0]
+    expected = call.run(device)[0]
     call.v = call.v.clone()
     call.v.view(torch.uint8)[:, 25] = 0x7F
-    out = call.run()[0]
+    out = call.run(device)[0]
     assert_same_bits(out[:, :20], expected[:, :20])
     assert out[:, 20:].isnan().all()
 
