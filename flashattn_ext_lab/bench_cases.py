@@ -20,11 +20,11 @@ import torch
 from .console import chosen
 from .options import PATTERNS, SCORE_OPTIONS, drawn_lengths
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 OURS, FA2, CUDNN, MATH, FLASH_ATTN, FA3, FA4, FLEX = "ours", "fa2", "cudnn", "math", "flash-attn", "fa3", "fa4", "flex"
 # Names of the reference calls of a row: Case.beside().
-BESIDE = DENSE, PLAIN, CAUSAL, VARLEN = "dense", "plain", "causal", "varlen"
+BESIDE = DENSE, PLAIN, CAUSAL, VARLEN, BF16 = "dense", "plain", "causal", "varlen", "bf16"
 PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
 
 
@@ -94,6 +94,8 @@ class Case:
             return {PLAIN: replace(self, score="", dropout=0.0, deterministic=False)}
         if self.window:
             return {CAUSAL: replace(self, window=0)}
+        if self.dtype == "fp8":
+            return {BF16: replace(self, dtype="bf16")}
         if not self.pattern:
             return {}
         calls = {CAUSAL: replace(self, pattern="", causal=True)}
@@ -142,6 +144,10 @@ SETS: dict[str, list[Case]] = {
     "window": [_square(16384, 16384, 128, True, window=1024)],
     "deterministic": [_square(16384, 4096, 128, causal, deterministic=True) for causal in WAYS],
     "fp32": [Case(4, 16, 16, 2048, D, causal, "fp32") for D, causal in itertools.product((64, 128), WAYS)],
+    "fp8": [
+        _square(32768, S, D, causal, "fp8")
+        for D, causal, S in itertools.product((64, 128, 256), WAYS, (1024, 8192, 32768))
+    ],
     "short": [Case(B, H, H, S, 64, False, "fp16") for B, H, S in ((12, 64, 256), (4, 8, 512), (4, 8, 1024))],
     "wide": [Case(2, 8, 8, 8192, D, causal, "bf16") for D, causal in itertools.product((320, 384, 512), WAYS)],
     "varlen": [
@@ -165,11 +171,12 @@ SETS: dict[str, list[Case]] = {
 
 
 def cases(sets: Sequence[str] | None, passes: str) -> list[Case]:
-    """The rows of the named sets (all without names), in the order of SETS."""
+    """The rows of the named sets (all without names), in the order of SETS. Those of fp8 have no backward."""
     names = SETS if sets is None else chosen("--set", sets, SETS)
     return [
         replace(case, set=name, backward=backward)
         for name in names
         for case in SETS[name]
         for backward in PASSES[passes]
+        if not (backward and case.dtype == "fp8")
     ]

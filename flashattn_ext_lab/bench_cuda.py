@@ -20,7 +20,7 @@ from torch import Tensor
 import flashattn_ext
 from flashattn_ext._build import REBUILD
 
-from .bench_cases import BESIDE, CAUSAL, DENSE, FA2, FLEX, OURS, PLAIN, VARLEN, Case, cases
+from .bench_cases import BESIDE, BF16, CAUSAL, DENSE, FA2, FLEX, OURS, PLAIN, VARLEN, Case, cases
 from .bench_contestants import (
     BLOCK_MASK,
     FLASH_MODULES,
@@ -324,6 +324,7 @@ MEANINGS = {
     f"to {PLAIN}": "our rate relative to the same call without the option",
     f"to {CAUSAL}": "our rate on visible scores relative to a causal call of the same length",
     f"to {VARLEN}": "our rate relative to the equivalent packed call",
+    f"to {BF16}": "our rate relative to the same call in bf16",
     "tables": "milliseconds to build a mask's tables once, and their fraction of the call",
     "block mask": "milliseconds to build FlexAttention's",
     "spread": "of our calls",

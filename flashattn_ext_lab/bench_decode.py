@@ -67,6 +67,7 @@ def cases(device: torch.device, quick: bool) -> list[Case]:
     rows = [base, replace(base, D=64), replace(base, D=256), replace(base, Hq=64)]
     rows += [replace(base, Hq=8, Hk=1, B=base.B * 8), *(replace(base, page=page) for page in (16, 64, 256))]
     rows += [replace(base, ragged=True), replace(base, Sq=8), replace(base, dtype="fp32")]
+    rows += [replace(row, dtype="fp8") for row in (*rows[:4], replace(base, page=64), replace(base, Sq=8))]
     if device.type == "cuda":
         rows += [Case(B, S, 32, 8, 128) for B, S in ((1, 131072), (256, 2048), (1, 8192), (8, 4096))]
     return rows
@@ -104,10 +105,11 @@ class Bench:
     def tensors(self, case: Case) -> tuple[Tensor, list[list[Tensor]]]:
         """A query, and the pairs of caches in rotation."""
         torch.manual_seed(0)
-        options: dict[str, Any] = {"dtype": DTYPES[case.dtype], "device": self.device}
+        dtype = DTYPES[case.dtype]  # of the cache; a query for fp8 is bfloat16
+        options: dict[str, Any] = {"dtype": torch.bfloat16 if case.dtype == "fp8" else dtype, "device": self.device}
         shape = (case.B, case.capacity(), case.Hk, case.D)
         pairs = 1 if self.quick else max(-(-ROTATION_BYTES // max(case.bytes, 1)), 1)
-        caches = [[torch.empty(shape, **options).normal_() for _ in range(2)] for _ in range(pairs)]
+        caches = [[torch.empty(shape, **options).normal_().to(dtype) for _ in range(2)] for _ in range(pairs)]
         return torch.randn(case.B, case.Sq, case.Hq, case.D, **options), caches
 
     def rotating(self, case: Case, call: Callable[..., object]) -> Callable[[], object]:
@@ -174,6 +176,8 @@ def _lengths(case: Case, device: torch.device) -> Tensor:
 def _contestants(case: Case, bench: Bench) -> dict[str, Callable[..., Tensor]]:
     """The attentions that support the case, of a query and a pair of caches."""
     calls = {OURS: _decoding(case, bench.device, flashattn_ext.flash_attn_with_kvcache, "block_table")}
+    if case.dtype == "fp8":
+        return calls
     if not (
         case.page or case.ragged or case.Sq > 1
     ):  # no pages, no lengths, and a causal mask that is aligned top-left
