@@ -9,8 +9,8 @@ import contextlib
 import json
 import math
 import sys
-from pathlib import Path
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
