@@ -98,7 +98,7 @@ def forward(
 
     Args:
         q: queries [B, Sq, Hq, D] (layout "bhsd": [B, Hq, Sq, D]); D from 1 to 512 (256 on Ascend). float16,
-            bfloat16, float32, on the CPU float64 and float8_e4m3fn. Read in place, except that a tensor is copied once
+            bfloat16, float32, float8_e4m3fn (not on Ascend), on the CPU float64. Read in place, except that a tensor is copied once
             if its last dimension is not contiguous; on GPUs and NPUs also if its rows overlap, and on CUDA
             if its rows are not aligned to 16 bytes.
         k: keys [B, Sk, Hk, D], in the dtype of q; Hq is a multiple of Hk, and query head h reads KV head

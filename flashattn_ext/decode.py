@@ -154,8 +154,8 @@ def flash_attn_with_kvcache(
 
     Args:
         q: queries [B, Sq, Hq, D]; float16, bfloat16, float32, and float64 on the CPU; D from 1 to 512. On CUDA, float32 above 256
-            needs a GPU with 168 KB of shared memory for a thread block. Not on Ascend. With caches of float8_e4m3fn, which so far only
-            the CPU takes: bfloat16 or float8_e4m3fn.
+            needs a GPU with 168 KB of shared memory for a thread block. Not on Ascend. With caches of float8_e4m3fn:
+            bfloat16 or float8_e4m3fn.
         k_cache: keys [cache entries, capacity, Hk, D], or with a block_table [pages, page_size, Hk, D], page_size a multiple
             of 16; in the dtype of q, or float8_e4m3fn. Any strides, but the last dimension is contiguous. Keys after a sequence's length are never read.
             Where new keys are written, a cache that requires grad raises, except under torch.no_grad(), and so does one with
