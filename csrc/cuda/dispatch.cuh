@@ -154,11 +154,13 @@ class Dispatch {
     return kernel ? *kernel : throw std::logic_error("a call without a kernel passed supports()");
   }
 
+  // Whether inputs are fp8; those of a prefill have been widened.
+  static bool is_narrow(const AttnParams& p) { return p.dtype == DType::kFloat8; }
   static size_t forward_workspace_bytes(const AttnParams& p) {
     if (decode::is_few_rows(p)) {
-      return decode::few_rows_bytes(p) + (p.is_fp8 ? 0 : static_cast<size_t>(aligned_copy_bytes(p)));
+      return decode::few_rows_bytes(p) + (is_narrow(p) ? 0 : static_cast<size_t>(aligned_copy_bytes(p)));
     }
-    return forward_of(p).workspace_bytes + static_cast<size_t>(p.is_fp8 ? widened_bytes(p) : aligned_copy_bytes(p));
+    return forward_of(p).workspace_bytes + static_cast<size_t>(is_narrow(p) ? widened_bytes(p) : aligned_copy_bytes(p));
   }
   static size_t backward_workspace_bytes(const AttnGradParams& p) {
     const size_t bytes = decode::is_few_rows(p) ? decode::few_rows_bytes(p) : backward_of(p).workspace_bytes(p);
@@ -166,7 +168,7 @@ class Dispatch {
   }
   static void run_forward(const AttnParams& p) {
     const bool is_few = decode::is_few_rows(p);  // these kernels read fp8 as it is, with any alignment
-    const AttnParams call = !p.is_fp8 ? align_inputs(p) : is_few ? p : widen_inputs(p);
+    const AttnParams call = !is_narrow(p) ? align_inputs(p) : is_few ? p : widen_inputs(p);
     is_few ? decode::run_few_rows(call) : forward_of(p).run(call);
   }
   static void forward(const AttnParams& p) {

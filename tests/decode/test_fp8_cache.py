@@ -185,6 +185,16 @@ def test_descales_of_each_sequence(device: str) -> None:
     assert (out.double() - ref).norm() <= 2**-8 * ref.norm()
 
 
+@pytest.mark.parametrize("page_size", [0, 16])
+def test_prefill_with_many_rows(device: str, page_size: int) -> None:
+    """Enough query tiles to fill a GPU, which then runs its forward kernels."""
+    case = CacheCase(
+        lengths=(37, 100, 0, 150, 64, 111, 20, 99), Sq=130, new=130, Hq=16, Hk=2, D=64, Dv=64, room=288,
+        page_size=page_size, causal=True, rotary_dim=32,
+    )  # fmt: skip
+    check(case, False, False, device=device)
+
+
 def test_appended_values_saturate_and_keep_nan(device: str) -> None:
     cache = torch.zeros(1, 4, 1, 16).to(FP8).to(device)
     k = torch.tensor(

@@ -5,6 +5,7 @@
 #include "../common/aligned_rows.h"
 #include "../common/call.h"
 #include "../common/device.h"
+#include "../common/fp8.cuh"
 #include "../common/launch.cuh"
 #include "../common/rows.cuh"
 #include "../common/tile.cuh"
@@ -31,9 +32,10 @@ bool is_packed(const DecodeParams& p, const TensorView& t) {
   return p.is_varlen() || p.batch == 1 || t.batch_stride == p.seqlen_q * t.row_stride;
 }
 
-bool gathers(const DecodeParams& p) { return p.cache.block_table != nullptr; }
+// Keys and values in fp8 are gathered from any cache, and widened on the way.
+bool gathers(const DecodeParams& p) { return p.cache.block_table != nullptr || p.is_fp8; }
 
-// Rows between the starts of successive sequences (gathered pages) or cache entries in the keys of the varlen call, and
+// Rows between the starts of successive sequences (gathered keys) or cache entries in the keys of the varlen call, and
 // the total number of rows.
 int64_t sequence_rows(const DecodeParams& p) { return gathers(p) ? p.cache.capacity() : entry_rows(p, p.k); }
 int64_t all_rows(const DecodeParams& p) {
@@ -83,7 +85,7 @@ __global__ void __launch_bounds__(kThreads)
   const KeyLocator keys(p, b);
   const Sequence queries = query_sequence(p, b);
   const int64_t first_row = keys.first_new_row + keys.new_keys - keys.length;
-  const int64_t start = (p.cache.block_table ? b : keys.run_of_row(0, 1).entry) * rows + first_row;
+  const int64_t start = (p.cache.block_table || p.is_fp8 ? b : keys.run_of_row(0, 1).entry) * rows + first_row;
   const int64_t first_query = p.is_varlen() ? queries.start : b * p.seqlen_q;
   cu_seqlens_q[2 * b] = static_cast<int32_t>(first_query);
   cu_seqlens_q[2 * b + 1] = static_cast<int32_t>(first_query + queries.length);
@@ -91,8 +93,9 @@ __global__ void __launch_bounds__(kThreads)
   cu_seqlens_k[2 * b + 1] = static_cast<int32_t>(start + keys.length);
 }
 
-// Copies the keys and values of sequence blockIdx.y from its pages to contiguous rows. A warp copies one row of all
-// heads in 16-byte vectors. vectors, vectors_v: vectors per row of one head.
+// Copies the keys and values of sequence blockIdx.y to contiguous rows. A warp copies one row of all heads in 16-byte
+// vectors. vectors, vectors_v: vectors per row of one head. kIsFp8: bfloat16 copies of fp8.
+template <bool kIsFp8>
 __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant__ DecodeParams p, uint4* k, uint4* v,
                                                           int vectors, int vectors_v, int vector_elements) {
   constexpr int kWarps = kThreads / 32;
@@ -103,7 +106,11 @@ __global__ void __launch_bounds__(kThreads) gather_kernel(const __grid_constant_
   const auto copy = [&](uint4* to, const TensorView& from, const KeyRun& at, int count) {
     for (int i = static_cast<int>(threadIdx.x) % 32; i < heads * count; i += 32) {
       const int64_t element = at.entry * from.batch_stride + at.row * from.row_stride + i / count * from.head_stride;
-      to[i] = static_cast<const uint4*>(from.data)[element / vector_elements + i % count];
+      if constexpr (kIsFp8) {
+        to[i] = widen_vector(static_cast<const Float8*>(from.data) + element + i % count * vector_elements, 8);
+      } else {
+        to[i] = static_cast<const uint4*>(from.data)[element / vector_elements + i % count];
+      }
     }
   };
   const int64_t step = static_cast<int64_t>(gridDim.x) * kWarps;
@@ -128,7 +135,8 @@ void gather(const DecodeParams& p, const Arrays& arrays) {
   constexpr int64_t kRowsOfBlock = 32;
   const int elements = kVectorBytes / static_cast<int>(element_bytes(p));
   const dim3 grid(static_cast<unsigned>(tile_count(p.cache.capacity(), kRowsOfBlock)), static_cast<unsigned>(p.batch));
-  gather_kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(
+  const auto kernel = p.is_fp8 ? gather_kernel<true> : gather_kernel<false>;
+  kernel<<<grid, kThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(
       p, reinterpret_cast<uint4*>(arrays.k), reinterpret_cast<uint4*>(arrays.v),
       static_cast<int>(p.head_dim) / elements, static_cast<int>(p.head_dim_v) / elements, elements);
   check_launch(cudaGetLastError(), "prefill_gather", p);
@@ -141,12 +149,15 @@ bool is_prefill(const DecodeParams& p) {
   // GPU; split-KV does. Gathering pages pays off if every key is used by many rows.
   constexpr int64_t kManyQueries = 65, kManyRows = 1024, kTileQueries = 128, kMostSequences = 65535;
   const int64_t bytes = element_bytes(p);
-  if (p.is_fp8) return false;          // the forward kernels would need a widened copy of the cache
   if (p.num_splits > 0) return false;  // bit-identical in every batch, so the kernel must not depend on the batch size
   if (p.seqlen_q < kManyQueries || p.has_intervals() || p.cache.entries == 0) return false;
   if (p.alibi_batch_stride % 2 != 0) return false;
+  // q is not widened here, and only whole vectors are. A packed call has two sequences for each of this one.
+  const bool odd_descales = (p.descale_k.batch_stride | p.descale_v.batch_stride) % 2 != 0;
+  if (p.is_fp8 && (p.dtype == DType::kFloat8 || odd_descales || (p.head_dim | p.head_dim_v) % 8 != 0)) return false;
   if (2 * p.batch * p.heads_q * tile_count(p.seqlen_q, kTileQueries) < multiprocessors()) return false;
-  if (!rows_are_aligned(p.k, p.head_dim, bytes) || !rows_are_aligned(p.v, p.head_dim_v, bytes)) return false;
+  const bool aligned = rows_are_aligned(p.k, p.head_dim, bytes) && rows_are_aligned(p.v, p.head_dim_v, bytes);
+  if (!p.is_fp8 && !aligned) return false;
   if (!is_packed(p, p.out) || !(p.rotary.cos || is_packed(p, p.q)) || packed_queries(p) > kMostRows) return false;
   if (gathers(p)) {
     // The copy must not exceed the size of the cache: block tables may have room for far more pages.
@@ -176,6 +187,8 @@ AttnParams packed_call(const DecodeParams& p) {
     if (p.row_maxima.data) packed.row_maxima = {arrays.row_maxima, 0, packed.total_q};
   }
   packed.alibi_batch_stride = p.alibi_batch_stride / 2;
+  packed.descale_k.batch_stride = p.descale_k.batch_stride / 2;
+  packed.descale_v.batch_stride = p.descale_v.batch_stride / 2;
   packed.workspace = arrays.end;
   return packed;
 }

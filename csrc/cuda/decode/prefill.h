@@ -2,7 +2,8 @@
 // forward kernels.
 //
 // A cache without pages is read in place as a packed tensor: is_prefill requires its batch stride to be a multiple of
-// its row stride. Pages are gathered into contiguous rows first, which costs little compared with the attention.
+// its row stride. Pages are gathered into contiguous rows first, which costs little compared with the attention; so are
+// keys and values in fp8, which become bfloat16.
 // Sequence b becomes sequence 2b of the varlen call; the device computes its bounds. Sequence 2b + 1 covers the rows
 // between the end of sequence b and the start of sequence b + 1, and has no queries.
 #pragma once
