@@ -155,6 +155,7 @@ std::string refuses_decode(const Backend& backend, const DecodeParams& params) {
 }
 
 std::string refuses_derivatives(const Backend& backend, const AttnParams& params) {
+  if (backend.supports_derivatives) return backend.supports_derivatives(params);
   if (backend.jvp && backend.second) return backend.supports(params, /*backward=*/true);
   return "the ops jvp (forward mode) and second (second derivatives) are not implemented here; use "
          "flashattn_ext.attention_reference (plain PyTorch, differentiable any number of times), or the CPU backend";

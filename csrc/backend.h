@@ -39,6 +39,8 @@ struct Backend {
   void (*decode)(const DecodeParams& params) = nullptr;
 
   // Forward mode and second derivatives (derivative_params.h). All nullptr in a backend without them.
+  // supports_derivatives: as `supports`, for both; nullptr where they support what the backward supports.
+  std::string (*supports_derivatives)(const AttnParams& params) = nullptr;
   size_t (*jvp_workspace_bytes)(const JvpParams& params) = nullptr;
   void (*jvp)(const JvpParams& params) = nullptr;
   size_t (*second_workspace_bytes)(const SecondParams& params) = nullptr;

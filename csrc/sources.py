@@ -41,6 +41,8 @@ TYPES = {"k16Bit": ("fp16", "bf16"), "kFp16": ("fp16",), "kBf16": ("bf16",), "kF
 ARRAYS = {
     "kSm80Forward": ("sm80", "forward"),
     "kSm80Backward": ("sm80", "backward"),
+    "kSm80Jvp": ("sm80", "jvp"),
+    "kSm80Second": ("sm80", "second"),
     "kSm90Forward": ("sm90", "forward"),
     "kSm90Backward": ("sm90", "backward"),
     "kDecode": ("decode", "split"),
@@ -63,6 +65,11 @@ FUNCTIONS = {
     "backward": [
         "size_t flashattn_ext::{0}::backward_bytes<{1}>(const flashattn_ext::AttnGradParams&)",
         "void flashattn_ext::{0}::backward<{1}>(const flashattn_ext::AttnGradParams&)",
+    ],
+    "jvp": ["void flashattn_ext::{0}::jvp<{1}>(const flashattn_ext::JvpParams&)"],
+    "second": [
+        "size_t flashattn_ext::{0}::second_bytes<{1}>(const flashattn_ext::SecondParams&)",
+        "void flashattn_ext::{0}::second<{1}>(const flashattn_ext::SecondParams&)",
     ],
     "decode split": [
         "flashattn_ext::decode::TileSizes flashattn_ext::decode::tile_sizes<{1}>()",
@@ -92,7 +99,7 @@ class Row(NamedTuple):
     """A row of the table of kernels: see csrc/cuda/table/rows.h."""
 
     architecture: str  # sm80 or sm90; decode for both
-    stage: str  # forward, backward or split
+    stage: str  # forward, backward, jvp, second or split
     dtypes: tuple[str, ...]
     head_dim: int
     head_dim_v: int
@@ -328,6 +335,8 @@ UNITS = {
         "sm80",
         "backward",
     ): "warps, keys x queries, thread blocks along the columns, stages, with 227 KB of shared memory",
+    ("sm80", "jvp"): "warps x row tiles of 16 queries, keys of a step, resident blocks",
+    ("sm80", "second"): "warps, keys x queries, with 227 KB of shared memory",
     ("sm90", "forward"): "queries x keys of a step, stages",
     ("sm90", "backward"): "keys x queries of a step, stages of queries and of keys, order",
 }
@@ -340,6 +349,10 @@ def describe(row: Row) -> str:
     if (row.architecture, row.stage) == ("sm80", "forward"):
         stages = tile[4] if len(tile) > 4 else "1"
         return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}, {stages}"
+    if row.stage == "jvp":
+        return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}"
+    if row.stage == "second":
+        return f"{tile[0]}, {tile[1]} x {tile[2]}"
     if row.architecture == "sm80":
         return f"{tile[0]}, {tile[1]} x {tile[2]}, {tile[5]}, {tile[6]}"
     if row.stage == "forward":

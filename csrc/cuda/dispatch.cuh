@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -75,7 +76,7 @@ inline KernelCall backward_call(const AttnParams& p, Options options) {
 }
 
 // Architecture: kName of the backend; kGpus, its GPUs in words; refuses_device(), empty on a GPU that can run the
-// kernels; forward(call) and backward(call), the kernels of a call or nullptr.
+// kernels; forward(call), backward(call), jvp(call) and second(call), the kernels of a call or nullptr.
 template <class Architecture>
 class Dispatch {
  public:
@@ -95,6 +96,11 @@ class Dispatch {
     backend.max_logits = cuda_max_logits;
     backend.writes_centres = true;
     backend.sets_unowned_rows = true;
+    backend.supports_derivatives = supports_derivatives;
+    backend.jvp_workspace_bytes = jvp_workspace_bytes;
+    backend.jvp = jvp;
+    backend.second_workspace_bytes = second_workspace_bytes;
+    backend.second = second;
     return backend;
   }
 
@@ -107,8 +113,36 @@ class Dispatch {
     if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
     if (!has_kernels(p, backward)) return refuses_options(p, backward);
     const int shared = Architecture::forward(forward_call(p))->least_shared;
-    std::string reason = most_shared_memory() < shared ? refuses_shared_memory(p, shared) : "";
+    const auto of_call = [](const AttnParams& near) {
+      const ForwardKernel* const kernel = Architecture::forward(forward_call(near));
+      return kernel ? kernel->least_shared : std::numeric_limits<int>::max();
+    };
+    std::string reason = most_shared_memory() < shared ? refuses_shared_memory(p, shared, "", of_call) : "";
     if (reason.empty()) reason = refuses_origin(p, Architecture::kGpus);
+    return reason.empty() ? Architecture::refuses_device() : reason;
+  }
+  static const JvpKernel* jvp_kernel(const AttnParams& p) { return Architecture::jvp(forward_call(p)); }
+  static const SecondKernel* second_kernel(const AttnParams& p) {
+    return Architecture::second(backward_call(p, options_of(p)));
+  }
+  static std::string supports_derivatives(const AttnParams& p) {
+    if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
+    if (p.is_fp8) return refuses_fp8(p, Architecture::kName);
+    const JvpKernel* const kernel = jvp_kernel(p);
+    if (!kernel || !second_kernel(p)) {
+      return "forward mode and second derivatives of head dims above " +
+             std::to_string(
+                 nearest_head_dim(p, [](const AttnParams& near) { return jvp_kernel(near) && second_kernel(near); })) +
+             " are not implemented by the CUDA kernels, got " + std::to_string(p.head_dim) + " and " +
+             std::to_string(p.head_dim_v) +
+             "; use flashattn_ext.attention_reference (plain PyTorch, differentiable any number of times), or the CPU "
+             "backend";
+    }
+    if (most_shared_memory() < kernel->least_shared) {
+      return refuses_shared_memory(p, kernel->least_shared, "forward mode and second derivatives with ",
+                                   [](const AttnParams& near) { return jvp_kernel(near)->least_shared; });
+    }
+    const std::string reason = refuses_origin(p, "CUDA");
     return reason.empty() ? Architecture::refuses_device() : reason;
   }
   static std::string supports_decode(const DecodeParams& p) {
@@ -133,14 +167,14 @@ class Dispatch {
     if (nearest == 0) return sizes + ", and no other head dims have; leave that out, or use the CPU backend";
     return sizes + "; use head dims up to " + std::to_string(nearest) + ", or the CPU backend";
   }
-  static std::string refuses_shared_memory(const AttnParams& p, int needed) {
+  // what: the head dims are of, before them. least(call): the shared memory that a call needs.
+  template <class Least>
+  static std::string refuses_shared_memory(const AttnParams& p, int needed, const std::string& what,
+                                           const Least& least) {
     const int most = most_shared_memory();
-    const int64_t nearest = nearest_head_dim(p, [&](const AttnParams& near) {
-      const ForwardKernel* const kernel = Architecture::forward(forward_call(near));
-      return kernel && kernel->least_shared < needed;
-    });
+    const int64_t nearest = nearest_head_dim(p, [&](const AttnParams& near) { return least(near) < needed; });
     auto kilobytes = [](int bytes) { return std::to_string(bytes / 1024) + " KB"; };
-    return "head dims above " + std::to_string(nearest) + " of float32 need a GPU that gives a thread block " +
+    return what + "head dims above " + std::to_string(nearest) + " of float32 need a GPU that gives a thread block " +
            kilobytes(needed) + " of shared memory (A100, H100 and newer data centre GPUs), found " + kilobytes(most) +
            "; use float16 or bfloat16, or the CPU backend";
   }
@@ -190,6 +224,12 @@ class Dispatch {
     const AttnGradParams call = align_inputs(p);
     decode::is_few_rows(p) ? decode::run_few_rows(call) : backward_of(p).run(call);
   }
+  static size_t jvp_workspace_bytes(const JvpParams& p) { return static_cast<size_t>(aligned_copy_bytes(p)); }
+  static void jvp(const JvpParams& p) { found(jvp_kernel(p)).run(align_inputs(p)); }
+  static size_t second_workspace_bytes(const SecondParams& p) {
+    return static_cast<size_t>(aligned_copy_bytes(p)) + found(second_kernel(p)).workspace_bytes(p);
+  }
+  static void second(const SecondParams& p) { found(second_kernel(p)).run(align_inputs(p)); }
 };
 
 }  // namespace flashattn_ext

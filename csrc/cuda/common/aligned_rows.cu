@@ -67,11 +67,25 @@ class Aligner {
     align_inputs(static_cast<AttnParams*>(p));
     align(&p->dout, query_rows(*p), p->heads_q, p->head_dim_v);
   }
+  void align_inputs(JvpParams* p) {
+    align_inputs(static_cast<AttnParams*>(p));
+    align_tangents(&p->tangents);
+  }
+  void align_inputs(SecondParams* p) {
+    align_inputs(static_cast<AttnGradParams*>(p));
+    align_tangents(&p->tangents);
+  }
 
   int64_t bytes() const { return next_ - static_cast<char*>(p_.workspace); }
   void* end() const { return next_; }
 
  private:
+  // The tangents of the inputs have their sizes.
+  void align_tangents(AttnParams* tangents) {
+    if (tangents->q.data) align(&tangents->q, query_rows(p_), p_.heads_q, p_.head_dim);
+    if (tangents->k.data) align(&tangents->k, key_rows(p_), p_.heads_k, p_.head_dim);
+    if (tangents->v.data) align(&tangents->v, key_rows(p_), p_.heads_k, p_.head_dim_v);
+  }
   void copy_rows(const TensorView& from, const TensorView& to, int64_t rows, int64_t heads, int64_t columns,
                  int64_t row_vectors) const {
     constexpr int64_t kGridHeight = 65535;
@@ -124,7 +138,11 @@ const void* end_of(const TensorView& t, int64_t batch, int64_t heads, int64_t ro
 
 int64_t aligned_copy_bytes(const AttnParams& p) { return copy_bytes(p); }
 int64_t aligned_copy_bytes(const AttnGradParams& p) { return copy_bytes(p); }
+int64_t aligned_copy_bytes(const JvpParams& p) { return copy_bytes(p); }
+int64_t aligned_copy_bytes(const SecondParams& p) { return copy_bytes(p); }
 AttnParams align_inputs(const AttnParams& p) { return aligned(p); }
 AttnGradParams align_inputs(const AttnGradParams& p) { return aligned(p); }
+JvpParams align_inputs(const JvpParams& p) { return aligned(p); }
+SecondParams align_inputs(const SecondParams& p) { return aligned(p); }
 
 }  // namespace flashattn_ext

@@ -7,6 +7,8 @@
 //   note(...)                fills the Notes. first, last: tiles of queries of the walk
 //   isolate_keys(kernel), isolate_queries(kernel, row0)
 //                            keep inputs that are not finite out of results that do not see them (isolation.cuh)
+//   isolate_key_rows(kernel, tile), isolate_query_rows<kRows>(kernel, row0, tile)
+//                            the same for one more tile; keys: once it is visible to all threads, in calls with a Mask
 //   mask_of(kernel, h)       for SeenBy
 //   added_before(kernel, m), added_after(kernel, before)
 //                            in a deterministic call: the counter of query tile m (dq_order.cuh) before and after this
@@ -36,6 +38,10 @@ struct ArithmeticQueries {
   static __device__ void isolate_keys(const Kernel&) {}
   template <class Kernel>
   static __device__ void isolate_queries(const Kernel&, int) {}
+  template <class Kernel, class T>
+  static __device__ void isolate_key_rows(const Kernel&, T*) {}
+  template <int kRows, class Kernel, class T>
+  static __device__ void isolate_query_rows(const Kernel&, int, T*) {}
   template <class Kernel>
   static __device__ Mask mask_of(const Kernel& kernel, int) {
     return kernel.mask();
@@ -80,13 +86,24 @@ struct IntervalQueries {
   // makes their unmasked weights NaN. Their keys get values of NaN, which make their unmasked dS NaN.
   template <class Kernel>
   static __device__ void isolate_keys(const Kernel& kernel) {
-    using RowTile = typename Kernel::RowTile;
     if (!kernel.p.has_intervals()) return;
     if (Kernel::kStages == 1) {
       ptx::cp_async_wait<0>();
       __syncthreads();
     }
-    isolate_rows<RowTile, Kernel::kKeys, Kernel::kThreads>(kernel.k_tile, [&](int row, bool finite) {
+    isolate_key_rows(kernel, kernel.k_tile);
+  }
+  template <class Kernel>
+  static __device__ void isolate_queries(const Kernel& kernel, int row0) {
+    // The tile of dout follows the tile of q.
+    isolate_query_rows<2 * Kernel::kQueries>(kernel, row0, kernel.q_tile);
+  }
+
+  // The same for one tile of keys, and for kRows rows of queries from `tile` on.
+  template <class Kernel, class T>
+  static __device__ void isolate_key_rows(const Kernel& kernel, T* tile) {
+    using RowTile = typename Kernel::RowTile;
+    isolate_rows<RowTile, Kernel::kKeys, Kernel::kThreads>(tile, [&](int row, bool finite) {
       uint4* const values = reinterpret_cast<uint4*>(kernel.v_tile + row * RowTile::kStride);
 #pragma unroll 1
       for (int i = 0; !finite && i < Kernel::kHeadDim * Kernel::kBytes / kVectorBytes; ++i) {
@@ -94,16 +111,14 @@ struct IntervalQueries {
       }
     });
   }
-  template <class Kernel>
-  static __device__ void isolate_queries(const Kernel& kernel, int row0) {
+  template <int kRows, class Kernel, class T>
+  static __device__ void isolate_query_rows(const Kernel& kernel, int row0, T* tile) {
     if (!kernel.p.has_intervals()) return;
     const auto* const extent = kernel.extent();
     if (row0 >= extent->unmasked_begin && row0 + Kernel::kQueries <= extent->unmasked_end) return;
-    // The tile of dout follows the tile of q.
-    isolate_rows<typename Kernel::RowTile, 2 * Kernel::kQueries, Kernel::kThreads>(
-        kernel.q_tile, [&](int row, bool finite) {
-          if (!finite) kernel.lse[row % Kernel::kQueries] = not_a_number();
-        });
+    isolate_rows<typename Kernel::RowTile, kRows, Kernel::kThreads>(tile, [&](int row, bool finite) {
+      if (!finite) kernel.lse[row % Kernel::kQueries] = not_a_number();
+    });
   }
   template <class Kernel>
   static __device__ IntervalMask mask_of(const Kernel& kernel, int h) {

@@ -18,6 +18,8 @@ struct Sm80 {
   static const BackwardKernel* backward(const KernelCall& call) {
     return RowKernels<sm80::BackwardRows>::first(call, false);
   }
+  static const JvpKernel* jvp(const KernelCall& call) { return RowKernels<sm80::JvpRows>::first(call, false); }
+  static const SecondKernel* second(const KernelCall& call) { return RowKernels<sm80::SecondRows>::first(call, false); }
 };
 
 }  // namespace

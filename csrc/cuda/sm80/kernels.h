@@ -15,6 +15,13 @@ template <class T, int kHeadDim, Options kOptions>
 size_t backward_bytes(const AttnGradParams& p);
 template <class T, int kHeadDim, Options kOptions>
 void backward(const AttnGradParams& p);
+// Rows of the tangents of q, k and v are aligned as those of q, k and v are.
+template <class T, int kHeadDim, Options kOptions>
+void jvp(const JvpParams& p);
+template <class T, int kHeadDim, Options kOptions>
+size_t second_bytes(const SecondParams& p);
+template <class T, int kHeadDim, Options kOptions>
+void second(const SecondParams& p);
 
 // Whether the forward of a row up to 256 head dims (forward.cuh) tracks the largest logit of a row. The kernels of most
 // calls would spill registers with it.
@@ -45,6 +52,25 @@ struct BackwardRows {
   template <class T, int kHeadDim, int, Options kOptions>
   static constexpr Kernel kernel() {
     return {backward<T, kHeadDim, kOptions>, backward_bytes<T, kHeadDim, kOptions>};
+  }
+};
+struct JvpRows {
+  using Kernel = JvpKernel;
+  static constexpr const auto& kTable = kernel_table::kSm80Jvp;
+  static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
+  template <class T, int kHeadDim, int, Options kOptions>
+  static constexpr Kernel kernel() {
+    constexpr int kLeast = derivative_shared<sizeof(T), kHeadDim>();
+    return {jvp<T, kHeadDim, kOptions>, kLeast > kSmallShared ? kLeast : 0};
+  }
+};
+struct SecondRows {
+  using Kernel = SecondKernel;
+  static constexpr const auto& kTable = kernel_table::kSm80Second;
+  static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
+  template <class T, int kHeadDim, int, Options kOptions>
+  static constexpr Kernel kernel() {
+    return {second<T, kHeadDim, kOptions>, second_bytes<T, kHeadDim, kOptions>};
   }
 };
 

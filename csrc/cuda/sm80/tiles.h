@@ -19,6 +19,12 @@ constexpr int least_shared() {
   return kBytes == 4 && kHeadDim > 384 ? kMediumShared : kSmallShared;
 }
 
+// The same for forward mode and second derivatives, whose kernels hold more tiles.
+template <int kBytes, int kHeadDim>
+constexpr int derivative_shared() {
+  return kBytes == 4 && kHeadDim > 128 ? kMediumShared : kSmallShared;
+}
+
 // Whether code for the architecture that is being compiled may run the tiles for this much shared memory. Code for 9.0a
 // runs on Hopper alone, where a thread block may have kLargeShared: kernels for less shared memory would double the
 // compile time.
@@ -52,13 +58,21 @@ constexpr int step_keys(const ForwardTile& tile) {
   return tile.keys;
 }
 
-// The tile of the backward. All rows of an element size and a class have the same one.
-template <class T, int kHeadDim, bool kLarge>
-constexpr BackwardTile backward_tile() {
-  for (const auto& row : kernel_table::kSm80Backward) {
+// The tiles of the backward and of second derivatives. All rows of an element size and a class have the same one.
+template <const auto& kTable, class T, int kHeadDim, bool kLarge>
+constexpr BackwardTile tile_of_class() {
+  for (const auto& row : kTable) {
     if ((row.types & kTypeOf<T>) && row.head_dims == kHeadDim) return row.tiles[kLarge ? 0 : 1];
   }
   return {};
+}
+template <class T, int kHeadDim, bool kLarge>
+constexpr BackwardTile backward_tile() {
+  return tile_of_class<kernel_table::kSm80Backward, T, kHeadDim, kLarge>();
+}
+template <class T, int kHeadDim, bool kLarge>
+constexpr BackwardTile second_tile() {
+  return tile_of_class<kernel_table::kSm80Second, T, kHeadDim, kLarge>();
 }
 
 }  // namespace flashattn_ext::sm80

@@ -219,6 +219,32 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 512,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}}},
 };
 
+// Forward mode (sm80/jvp.cuh), on every GPU: general kernels where a call has options, and in fp32. Tiles: {warps, row tiles of a warp, keys, resident thread blocks}.
+inline constexpr KernelRow<sm80::ForwardTile> kSm80Jvp[] = {
+    {k16Bit, 64,  kPlain,     kEveryGpu,  kMaySpill, {{4, 2, 32, 2}}},
+    {k16Bit, 128, kPlain,     kEveryGpu,  kMaySpill, {{4, 1, 64, 2}}},
+    {k16Bit, 256, kPlain,     kEveryGpu,  kMaySpill, {{2, 1, 32, 2}}},
+    {k16Bit, 64,  kGeneral,   kEveryGpu,  kMaySpill, {{4, 2, 32, 2}}},
+    {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{4, 1, 64, 2}}},
+    {k16Bit, 256, kGeneral,   kEveryGpu,  kMaySpill, {{2, 1, 32, 2}}},
+    {kFp32,  64,  kGeneral,   kEveryGpu,  kMaySpill, {{4, 1, 32, 2}}},
+    {kFp32,  128, kGeneral,   kEveryGpu,  kMaySpill, {{2, 1, 32, 2}}},
+    {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{1, 1, 32, 1}}},
+};
+
+// Second derivatives (sm80/second.cuh), on every GPU. Tiles as in kSm80Backward.
+inline constexpr KernelRow<sm80::BackwardTile> kSm80Second[] = {
+    {k16Bit, 64,  kPlain,     kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 4, 1, 1}, {8, 64, 64, 4, 4, 1, 1}}},
+    {k16Bit, 128, kPlain,     kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
+    {k16Bit, 256, kPlain,     kEveryGpu,  kMaySpill, {{8, 32, 64, 2, 2, 1, 1}, {2, 16, 32, 1, 1, 1, 1}}},
+    {k16Bit, 64,  kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 4, 1, 1}, {8, 64, 64, 4, 4, 1, 1}}},
+    {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
+    {k16Bit, 256, kGeneral,   kEveryGpu,  kMaySpill, {{8, 32, 64, 2, 2, 1, 1}, {2, 16, 32, 1, 1, 1, 1}}},
+    {kFp32,  64,  kGeneral,   kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
+    {kFp32,  128, kGeneral,   kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 2, 1, 1}, {2, 32, 16, 2, 2, 1, 1}}},
+    {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{2, 16, 32, 1, 1, 1, 1}, {1, 16, 16, 1, 1, 1, 1}}},
+};
+
 // Decoding (decode/split.cuh), on every GPU. Tiles: {row tiles of a warp, warps along the rows, warps along the columns,
 // keys, stages}. A class has a kernel for 16 packed rows and, up to 256, one for 64, for prefill and for speculative
 // decoding with many query heads for each KV head. Up to 256 columns each warp of a tile of 16 rows is a team and needs

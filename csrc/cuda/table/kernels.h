@@ -1,6 +1,7 @@
 // The entry points of one row of kernel_table.h for one element type.
 #pragma once
 
+#include "../../derivative_params.h"
 #include "rows.h"
 
 namespace flashattn_ext {
@@ -14,6 +15,16 @@ struct ForwardKernel {
 struct BackwardKernel {
   void (*run)(const AttnGradParams&) = nullptr;
   size_t (*workspace_bytes)(const AttnGradParams&) = nullptr;
+};
+
+struct JvpKernel {
+  void (*run)(const JvpParams&) = nullptr;
+  int least_shared = 0;  // as in ForwardKernel
+};
+
+struct SecondKernel {
+  void (*run)(const SecondParams&) = nullptr;
+  size_t (*workspace_bytes)(const SecondParams&) = nullptr;
 };
 
 }  // namespace flashattn_ext

@@ -1,0 +1,48 @@
+// The policies of the sm_80 kernels of forward mode and of second derivatives, by the options of their rows in the
+// table of kernels. The first policy of each sort is empty and compiles to nothing.
+#pragma once
+
+#include "backward_visibility.cuh"
+#include "dropout_policy.cuh"
+#include "kernels.h"
+#include "second_policy.cuh"
+#include "tangent_policy.cuh"
+#include "visibility_policy.cuh"
+
+namespace flashattn_ext::sm80 {
+
+template <Options kOptions>
+struct JvpPolicies;
+template <>
+struct JvpPolicies<kPlain> {
+  using Visibility = ArithmeticVisibility;
+  template <class T, int kRowTiles, int kKeys>
+  using Tangents = PlainTangents;
+  using Dropping = NoDropout;
+};
+template <>
+struct JvpPolicies<kGeneral> {
+  using Visibility = IntervalVisibility;
+  template <class T, int kRowTiles, int kKeys>
+  using Tangents = GeneralTangents<T, kRowTiles, kKeys>;
+  using Dropping = OptionalDropout;
+};
+
+template <Options kOptions>
+struct SecondPolicies;
+template <>
+struct SecondPolicies<kPlain> {
+  using Visibility = ArithmeticQueries;
+  template <class T, int kKeyTiles, int kQueryTiles>
+  using Gradients = PlainSecond;
+  using Dropping = NoDropout;
+};
+template <>
+struct SecondPolicies<kGeneral> {
+  using Visibility = IntervalQueries;
+  template <class T, int kKeyTiles, int kQueryTiles>
+  using Gradients = GeneralSecond<T, kKeyTiles, kQueryTiles>;
+  using Dropping = OptionalDropout;
+};
+
+}  // namespace flashattn_ext::sm80

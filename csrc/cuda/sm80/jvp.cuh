@@ -1,0 +1,391 @@
+// Forward mode on every GPU since Ampere: the tangents of out and lse (docs/derivatives.md). A thread block computes
+// one tile of queries of one head and walks over the key tiles that it sees, as in forward.cuh. With the weights P
+// known from lse, A the tangent of a logit, m = keep / p_keep, and any pivot c of a row:
+//
+//   tlse = sum_j P A + p_sink * tsink
+//   tout = sum_j P m (A - c) v_j + (c - tlse) out + sum_j P m tv_j
+//
+// The rounding errors of a 16-bit out and of lse are multiplied by the distance of the pivot from tlse, so the pivot is
+// the mean of A over the first tile in which the row has a weight (../../cpu/tangent.h has more). The part that the
+// tangents of biases have in it is a mean over all keys, which a walk of its own sums up in calls with such tangents.
+//
+// Absent tangents cost nothing: their rows are not copied and their products are not computed.
+#pragma once
+
+#include "../common/call.h"
+#include "../common/launch.cuh"
+#include "../common/products.cuh"
+#include "../common/tile_order.cuh"
+#include "derivative_policies.cuh"
+#include "tiles.h"
+
+namespace flashattn_ext::sm80 {
+
+template <class T, int kHeadDim, Options kOptions>
+struct Jvp {
+  using Core = TensorCore<T>;
+  using Policies = JvpPolicies<kOptions>;
+  using Visibility = typename Policies::Visibility;
+  using Dropping = typename Policies::Dropping;
+  using Step = typename Visibility::Step;
+  static constexpr ForwardTile kTile = tile_of<kernel_table::kSm80Jvp, T, kHeadDim, kOptions>();
+  static constexpr int kThreads = kTile.warps * 32, kRowTiles = kTile.row_tiles;
+  static constexpr int kQueries = kTile.queries(), kKeys = kTile.keys;
+  using RowTile = InputTile<T, kHeadDim>;  // of q, k, v and their tangents
+  using ValueTile = RowTile;
+  static constexpr int kQueryElements = kQueries * RowTile::kStride, kKeyElements = kKeys * RowTile::kStride;
+  static constexpr int kTileElements = 2 * kQueryElements + 4 * kKeyElements;
+  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDim / 8, kSteps = kKeys / Core::kK;
+  using Tangents = typename Policies::template Tangents<T, kRowTiles, kKeys>;
+  using Rule = typename Tangents::Rule;
+  using Scores = float[kRowTiles][kScoreTiles][4];
+  using Weights = typename Core::A[kRowTiles][kSteps];
+  static_assert(!Visibility::kHasIntervals || kThreads >= kKeys);
+
+  struct Head {
+    int b, h, length_q, length_k;
+  };
+  // Of the head's first key.
+  struct KeyPointers {
+    const T *k, *v;
+  };
+  static constexpr int kSlots = 4 + Visibility::template kSlots<kKeys>;
+  static_assert(RowTile::kSwizzled || kSlots <= 2 * kQueries + 4 * kKeys);
+  static constexpr int kSharedBytes =
+      kTileElements * static_cast<int>(sizeof(T)) + (RowTile::kSwizzled ? kSlots * kVectorBytes : 0);
+  static_assert(kSharedBytes <= derivative_shared<sizeof(T), kHeadDim>());
+
+  const JvpParams& p;
+  const Rule& score;
+  T *q_tile, *tq_tile, *k_tile, *tk_tile, *v_tile, *tv_tile;
+  typename RowTile::Places places;
+  int row0;  // first query of the tile
+  float out[kRowTiles][kOutTiles][4];
+  // Of rows g and g + 8 of each row tile. lse is in units of log2, +inf for rows without a weight. total and deviation
+  // are this lane's sums of P and of P * (A - pivot).
+  float lse[kRowTiles][2], pivot[kRowTiles][2], total[kRowTiles][2], deviation[kRowTiles][2];
+  bool has_pivot[kRowTiles][2];
+
+  __device__ Jvp(const JvpParams& params, const Rule& score, T* shared)
+      : p(params),
+        score(score),
+        q_tile(shared),
+        tq_tile(q_tile + kQueryElements),
+        k_tile(tq_tile + kQueryElements),
+        tk_tile(k_tile + kKeyElements),
+        v_tile(tk_tile + kKeyElements),
+        tv_tile(v_tile + kKeyElements) {}
+
+  // The first of the 16 rows of this warp's row tile i, within the query tile.
+  static __device__ int tile_row(int i) { return (threadIdx.x / 32 * kRowTiles + i) * 16; }
+
+  // Slot i, 16 bytes of shared memory: the padding of row i of the tiles or, where rows have none, behind the tiles.
+  template <class X>
+  __device__ X* slot(int i) const {
+    static_assert(sizeof(X) <= kVectorBytes);
+    const int at = RowTile::kSwizzled ? kTileElements + i * RowTile::kVector : i * RowTile::kStride + kHeadDim;
+    return reinterpret_cast<X*>(q_tile + at);
+  }
+  __device__ Head* head() const { return slot<Head>(0); }
+  __device__ KeyPointers* keys() const { return slot<KeyPointers>(2); }
+  __device__ KeyPointers* key_tangents() const { return slot<KeyPointers>(3); }
+  __device__ int length_q() const { return head()->length_q; }
+  __device__ int length_k() const { return head()->length_k; }
+  __device__ auto mask() const { return typename Visibility::Mask(p, length_q(), length_k()); }
+  // The rows of the query tile that exist.
+  __device__ Limits tile_rows() const { return {row0, min(row0 + kQueries, length_q())}; }
+  // The row of this lane's first score.
+  __device__ int score_row() const { return ptx::opaque(row0) + tile_row(0) + g(); }
+  template <class Bias>
+  __device__ Bias bias(const AttnParams& of, const Step& step) const {
+    return Bias(of, head()->b, head()->h, mask(), ptx::opaque(row0) + tile_row(0), step.n * kKeys);
+  }
+
+  __device__ bool moves_products() const { return p.tangents.q.data || p.tangents.k.data; }
+  // Whether the tangent of any logit can be other than 0.
+  __device__ bool moves_logits() const { return moves_products() || Tangents::has_biases(*this); }
+
+  __device__ void run(const TileOrder& order) {
+    const int heads = static_cast<int>(p.heads_q);
+    const auto [head, block] = order.index(blockIdx.x, heads * static_cast<int>(p.batch));
+    start_head(head / heads, head % heads);
+    // The longest tiles of a causal head start first. A sequence may be longer than the grid was sized for.
+    const int step = order.blocks * kQueries;
+    for (row0 = (order.blocks - 1 - block) * kQueries; row0 < length_q(); row0 = ptx::opaque(row0) + step) {
+      start_tile();
+      if (Tangents::has_biases(*this)) {
+        walk_keys<true>();
+        end_biases();
+        __syncthreads();
+      }
+      if (moves_logits() || p.tangents.v.data) walk_keys<false>();
+      finish_tile();
+      __syncthreads();
+    }
+  }
+
+  __device__ void start_head(int b, int h) {
+    const Sequence queries = query_sequence(p, b), sequence = key_sequence(p, b);
+    const int64_t hk = h / p.group_size();
+    const auto first = [&](const TensorView& t) {
+      return t.data ? row_pointer<const T>(t, b, hk, sequence.start) : nullptr;
+    };
+    if (threadIdx.x == 0) {
+      *head() = {b, h, static_cast<int>(queries.length), static_cast<int>(sequence.length)};
+      *keys() = {first(p.k), first(p.v)};
+      *key_tangents() = {first(p.tangents.k), first(p.tangents.v)};
+      Dropping::start_head(*this, b);
+      Visibility::start_head(*this, b, h, static_cast<int>(hk), static_cast<int>(sequence.start));
+    }
+    __syncthreads();
+  }
+
+  __device__ void start_tile() {
+    const int b = head()->b, h = head()->h;
+    const int64_t start = query_sequence(p, b).start + row0;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      set_zero(out[i]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = tile_row(i) + g() + 8 * r;
+        const float natural = row0 + row < length_q() ? *row_statistic(p.lse, b, h, start + row) : -infinity();
+        lse[i][r] = natural == -infinity() ? infinity() : natural * kLog2E<float>;
+        pivot[i][r] = total[i][r] = deviation[i][r] = 0;
+        has_pivot[i][r] = false;
+      }
+    }
+  }
+
+  // Starts copying the rows of key tile n of two tensors, of which the second may be absent.
+  __device__ void load_rows(T* tile, const T* first, int64_t row_stride, int n, int columns) const {
+    load_tile<RowTile, kKeys, kThreads>(tile, first + n * kKeys * row_stride, row_stride,
+                                        min(kKeys, length_k() - n * kKeys), columns);
+  }
+  template <bool kBiasesAlone>
+  __device__ void load_keys(int n) const {
+    const int columns = static_cast<int>(p.head_dim);
+    load_rows(k_tile, keys()->k, p.k.row_stride, n, columns);
+    if (!kBiasesAlone && p.tangents.k.data) {
+      load_rows(tk_tile, key_tangents()->k, p.tangents.k.row_stride, n, columns);
+    }
+    ptx::cp_async_commit();
+  }
+  template <bool kBiasesAlone>
+  __device__ void load_values(int n) const {
+    const int columns = static_cast<int>(p.head_dim_v);
+    Visibility::load_pairs(*this, n);
+    if (!kBiasesAlone) {
+      if (moves_logits()) load_rows(v_tile, keys()->v, p.v.row_stride, n, columns);
+      if (p.tangents.v.data) load_rows(tv_tile, key_tangents()->v, p.tangents.v.row_stride, n, columns);
+    }
+    ptx::cp_async_commit();
+  }
+  __device__ void load_queries(const TensorView& t, T* tile, int b, int rows) const {
+    const T* const from = row_pointer<const T>(t, b, head()->h, query_sequence(p, b).start + row0);
+    load_tile<RowTile, kQueries, kThreads>(tile, from, t.row_stride, rows, static_cast<int>(p.head_dim));
+  }
+
+  // kBiasesAlone: sums up the tangents of the biases, without the products of the tangents.
+  template <bool kBiasesAlone>
+  __device__ void walk_keys() {
+    const int row_end = min(row0 + kQueries, length_q());
+    const Limits visible = mask().keys_of(row0, row_end), full = mask().keys_of_all(row0, row_end);
+    const int first = visible.begin / kKeys, last = (visible.end - 1) / kKeys;
+    const int first_full = (full.begin + kKeys - 1) / kKeys, end_full = full.end / kKeys;  // tiles that need no mask
+    if (visible.end == visible.begin) return;
+    typename Visibility::Walk walk(*this, last, first, first_full, end_full);
+    int n = walk.tile(*this);
+    if (walk.is_empty(n)) return;
+    const int b = head()->b;
+    load_queries(p.q, q_tile, b, row_end - row0);
+    if (!kBiasesAlone && p.tangents.q.data) load_queries(p.tangents.q, tq_tile, b, row_end - row0);
+    load_keys<kBiasesAlone>(n);
+    for (; n >= walk.end(); n = walk.tile(*this)) {
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      const Step step = walk.step(*this, n, tile_row(0));
+      const int next = walk.advance(*this);
+      load_values<kBiasesAlone>(n);
+      if (kHeadDim > 64) places.recompute();
+      Scores scores, tangents;
+      score_product<RowTile>(scores, places, q_tile, tile_row(0), k_tile, 0);
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) set_zero(tangents[i]);
+      if (!kBiasesAlone) multiply_tangents(tangents);
+      ptx::cp_async_wait<0>();
+      __syncthreads();
+      if (next >= walk.end()) load_keys<kBiasesAlone>(next);
+      compute_step<kBiasesAlone>(step, scores, tangents);
+    }
+  }
+
+  // <tq, k> + <q, tk>
+  __device__ void multiply_tangents(Scores& tangents) const {
+    if (p.tangents.q.data) add_score_product<RowTile>(tangents, places, tq_tile, tile_row(0), k_tile, 0);
+    if (p.tangents.k.data) add_score_product<RowTile>(tangents, places, q_tile, tile_row(0), tk_tile, 0);
+  }
+
+  template <bool kBiasesAlone>
+  __device__ void compute_step(const Step& step, Scores& scores, Scores& tangents) {
+    const auto& rule = Tangents::make_logits(*this, scores, tangents, step);
+    if (step.masked) hide_keys<true, true>(scores, mask(), score_row(), step.n * kKeys + 2 * t());
+    Visibility::hide(*this, step, scores);
+    if constexpr (kBiasesAlone) {
+      Tangents::add_biases(*this, tangents, step);
+      sum_biases(scores, tangents, rule);
+    } else {
+      find_pivots(scores, tangents, rule);
+      Tangents::add_biases(*this, tangents, step);
+      Weights moved, weights;
+      weigh(moved, weights, scores, tangents, rule, step.n);
+      if (moves_logits()) add_values(step, moved, v_tile);
+      if (p.tangents.v.data) add_values(step, weights, tv_tile);
+    }
+  }
+
+  // Calls each(i, r, weight, tangent) for the row r (g or g + 8) of row tile i of every score: its weight and the
+  // tangent of its logit, which is 0 for masked scores.
+  template <class Rule, class Each>
+  __device__ void each_score(const Scores& scores, const Scores& tangents, const Rule& rule, const Each& each) const {
+    each_element<kRowTiles, kScoreTiles>([&](int i, int n, int e) {
+      const float x = scores[i][n][e];
+      each(i, e / 2, weight_of(rule, x, lse[i][e / 2]), x == -infinity() ? 0.f : tangents[i][n][e]);
+    });
+  }
+  template <class Rule>
+  __device__ void sum_biases(const Scores& scores, const Scores& tangents, const Rule& rule) {
+    each_score(scores, tangents, rule, [&](int i, int r, float weight, float tangent) {
+      total[i][r] += weight;
+      pivot[i][r] += weight * tangent;
+    });
+  }
+  // Turns the sums of sum_biases() into the mean over all keys.
+  __device__ void end_biases() {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float weight = quad_sum(total[i][r]), sum = quad_sum(pivot[i][r]);
+        pivot[i][r] = weight > 0 ? sum / weight : 0.f;
+        total[i][r] = 0;
+      }
+    }
+  }
+
+  // Adds the mean of the part of the products to the pivots of the rows that have none yet.
+  template <class Rule>
+  __device__ void find_pivots(const Scores& scores, const Scores& tangents, const Rule& rule) {
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) all = all && has_pivot[i][0] && has_pivot[i][1];
+    if (__all_sync(~0u, all)) return;
+    float weights[kRowTiles][2] = {}, sums[kRowTiles][2] = {};
+    each_score(scores, tangents, rule, [&](int i, int r, float weight, float tangent) {
+      weights[i][r] += weight;
+      sums[i][r] += weight * tangent;
+    });
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float weight = quad_sum(weights[i][r]), sum = quad_sum(sums[i][r]);
+        if (has_pivot[i][r] || !(weight > 0)) continue;
+        pivot[i][r] += sum / weight;
+        has_pivot[i][r] = true;
+      }
+    }
+  }
+
+  // moved: P m (A - pivot); weights: P m, if values have a tangent. Without the factor 1 / p_keep.
+  template <class Rule>
+  __device__ void weigh(Weights& moved, Weights& weights, Scores& scores, Scores& tangents, const Rule& rule, int n) {
+    each_element<kRowTiles, kScoreTiles>([&](int i, int tile, int e) {
+      const int r = e / 2;
+      const float x = scores[i][tile][e], weight = weight_of(rule, x, lse[i][r]);
+      const float product = weight * ((x == -infinity() ? 0.f : tangents[i][tile][e]) - pivot[i][r]);
+      total[i][r] += weight;
+      deviation[i][r] += product;
+      scores[i][tile][e] = weight;
+      tangents[i][tile][e] = product;
+    });
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+        moved[i][k] = Core::from_accumulators(tangents[i], k);
+        weights[i][k] = Core::from_accumulators(scores[i], k);
+      }
+      Dropping::drop(*this, moved[i], i, n);
+      if (p.tangents.v.data) Dropping::drop(*this, weights[i], i, n);
+    }
+  }
+
+  // out += weights * values
+  __device__ void add_values(const Step& step, const Weights& weights, T* values) {
+    const bool isolates = Visibility::isolate(*this, step, values);
+    accumulate<ValueTile, kSteps>(out, places, [&](int i, int k) { return weights[i][k]; }, values, 0);
+    if (isolates) Visibility::poison(*this, step.n);
+  }
+
+  // The sum of the weights of all keys of a row: its exact value if the computed sum is equal within its rounding
+  // error. Otherwise the caller passed the lse of a call with more keys.
+  static __device__ float weight_of_keys(float total, float all) {
+    constexpr float kError = 1.f / 4096;
+    return fabsf(total - all) < kError ? all : total;
+  }
+
+  __device__ void finish_tile() {
+    const int b = head()->b, h = head()->h, rows = length_q() - row0, columns = static_cast<int>(p.head_dim_v);
+    const int64_t start = query_sequence(p, b).start + row0;
+    const float keep_scale = Dropping::keep_scale(p), sink = p.sink ? static_cast<const float*>(p.sink)[h] : 0.f;
+    const float tangent_of_sink = p.tangents.sink ? static_cast<const float*>(p.tangents.sink)[h] : 0.f;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = tile_row(i) + g() + 8 * r;
+        const float natural = row < rows ? *row_statistic(p.lse, b, h, start + row) : -infinity();
+        const bool used = natural != -infinity();
+        const float sink_weight = used && p.has_sink && sink_counts(sink) ? expf(sink_log_weight(sink, natural)) : 0.f;
+        const float all = weight_of_keys(quad_sum(total[i][r]), 1 - sink_weight);
+        const float mean = quad_sum(deviation[i][r]) + pivot[i][r] * all + sink_weight * tangent_of_sink;
+        if (row < rows && t() == 0) *row_statistic(p.tangents.lse, b, h, start + row) = used ? mean : 0.f;
+        const float factor = used ? pivot[i][r] - mean : 0.f;
+        const T* const primal = row_pointer<const T>(p.out, b, h, start + row);
+        const auto tangent = [&](float sum, int column) {
+          const float x = row < rows && column < columns ? widen(primal[column]) : 0.f;
+          return sum * keep_scale + factor * x;
+        };
+        // Every warp overwrites only its own rows of the q tile.
+#pragma unroll
+        for (int n = 0; n < kOutTiles; ++n) {
+          const int column = n * 8 + 2 * t();
+          Core::store_pair(q_tile + RowTile::offset(row, column), tangent(out[i][n][2 * r], column),
+                           tangent(out[i][n][2 * r + 1], column + 1));
+        }
+      }
+    }
+    __syncthreads();
+    store_tile<RowTile, kQueries, kHeadDim, kThreads>(row_pointer<T>(p.tangents.out, b, h, start),
+                                                      p.tangents.out.row_stride, q_tile, min(rows, kQueries), columns);
+  }
+};
+
+template <class T, int kHeadDim, Options kOptions>
+__global__ void __launch_bounds__(Jvp<T, kHeadDim, kOptions>::kThreads, Jvp<T, kHeadDim, kOptions>::kTile.blocks)
+    jvp_kernel(const __grid_constant__ JvpParams p, const __grid_constant__ TileOrder order,
+               const __grid_constant__ typename Jvp<T, kHeadDim, kOptions>::Rule score) {
+  extern __shared__ __align__(16) unsigned char shared[];
+  Jvp<T, kHeadDim, kOptions>(p, score, reinterpret_cast<T*>(shared)).run(order);
+}
+
+template <class T, int kHeadDim, Options kOptions>
+void jvp(const JvpParams& p) {
+  using Kernel = Jvp<T, kHeadDim, kOptions>;
+  const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries);
+  launch(jvp_kernel<T, kHeadDim, kOptions>, "jvp", p, blocks * p.batch * p.heads_q, Kernel::kThreads,
+         Kernel::kSharedBytes, forward_order(p, blocks, 2 * sizeof(T)), Kernel::Rule::of(p));
+}
+
+}  // namespace flashattn_ext::sm80

@@ -1,0 +1,69 @@
+// Policies of forward mode (jvp.cuh) for scores: how products become stored scores, and how the products of tangents
+// become tangents of logits. All lanes of a warp call them, and their branches are warp-uniform. T: the element type;
+// kRowTiles: of a warp; kKeys: of a step. x, tangents: [row tile][column tile][4].
+//   Rule                      the kernel's argument
+//   has_biases(kernel)        whether a tangent of a bias is given
+//   make_logits(...)          products of q and k become stored scores, and <tq, k> + <q, tk> the part of the logits'
+//                             tangents that the products have; returns the rule for weight_of
+//   add_biases(...)           adds the part of the biases to the tangents of the logits
+#pragma once
+
+#include "../common/bias.cuh"
+#include "../common/general_score.cuh"
+#include "../common/scores.cuh"
+
+namespace flashattn_ext::sm80 {
+
+// No option of a score.
+struct PlainTangents {
+  using Rule = PlainScore<float, true>;
+
+  template <class Kernel>
+  static __device__ bool has_biases(const Kernel&) {
+    return false;
+  }
+  template <class Kernel, class Step, int kRowTiles, int N>
+  static __device__ const Rule& make_logits(const Kernel& kernel, float (&x)[kRowTiles][N][4],
+                                            float (&tangents)[kRowTiles][N][4], const Step&) {
+    store_scores(x, kernel.score);
+    each_element<kRowTiles, N>([&](int i, int n, int e) { tangents[i][n][e] *= kernel.score.softmax_scale; });
+    return kernel.score;
+  }
+  template <class Kernel, class Step, int kRowTiles, int N>
+  static __device__ void add_biases(const Kernel&, float (&)[kRowTiles][N][4], const Step&) {}
+};
+
+// Every option, found out at run time.
+template <class T, int kRowTiles, int kKeys>
+struct GeneralTangents {
+  using Rule = GeneralScore;
+  using Bias = TileBias<T, false, kRowTiles, kKeys / 8>;
+  using Scores = float[kRowTiles][kKeys / 8][4];
+
+  template <class Kernel>
+  static __device__ bool has_biases(const Kernel& kernel) {
+    return kernel.p.tangents.has_bias();
+  }
+  template <class Kernel, class Step>
+  static __device__ StoredLogit make_logits(const Kernel& kernel, Scores& x, Scores& tangents, const Step& step) {
+    const GeneralScore& score = kernel.score;
+    const float scale = score.softmax_scale;
+    each_element<kRowTiles, kKeys / 8>([&](int i, int n, int e) {
+      const float slope = score.is_capped ? score.template cap<T>(&x[i][n][e]) : 1.f;
+      x[i][n][e] *= score.factor;
+      tangents[i][n][e] *= slope * scale;
+    });
+    if (kernel.p.has_bias()) kernel.template bias<Bias>(kernel.p, step).add_columns(x, 0);
+    return {};
+  }
+  template <class Kernel, class Step>
+  static __device__ void add_biases(const Kernel& kernel, Scores& tangents, const Step& step) {
+    if (!has_biases(kernel)) return;
+    // The biases are in units of log2.
+    each_element<kRowTiles, kKeys / 8>([&](int i, int n, int e) { tangents[i][n][e] *= kLog2E<float>; });
+    kernel.template bias<Bias>(kernel.p.tangents, step).add_columns(tangents, 0);
+    each_element<kRowTiles, kKeys / 8>([&](int i, int n, int e) { tangents[i][n][e] *= kLn2<float>; });
+  }
+};
+
+}  // namespace flashattn_ext::sm80
