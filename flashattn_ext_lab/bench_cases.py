@@ -17,12 +17,14 @@ from typing import Any
 
 import torch
 
+from .bench_derivatives import DERIVATIVES
 from .console import chosen
 from .options import PATTERNS, SCORE_OPTIONS, drawn_lengths
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 OURS, FA2, CUDNN, MATH, FLASH_ATTN, FA3, FA4, FLEX = "ours", "fa2", "cudnn", "math", "flash-attn", "fa3", "fa4", "flex"
+JVP_FLASH = "jvp-flash"  # the package jvp_flash_attention, of the derivatives alone
 # Names of the reference calls of a row: Case.beside().
 BESIDE = DENSE, PLAIN, CAUSAL, VARLEN, BF16 = "dense", "plain", "causal", "varlen", "bf16"
 PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}
@@ -48,6 +50,7 @@ class Case:
     Dv: int = 0  # head dim of v; 0: D
     window: int = 0  # of a causal row: the most keys that a query sees, its own included; 0: all
     deterministic: bool = False
+    derivative: str = ""  # a key of DERIVATIVES, in place of a forward or backward
 
     @property
     def pairs(self) -> int:
@@ -66,6 +69,9 @@ class Case:
 
     @property
     def flop(self) -> float:
+        if self.derivative:
+            of_qk, of_v = DERIVATIVES[self.derivative]
+            return 2 * self.visible_pairs * self.Hq * (of_qk * self.D + of_v * self.head_dim_v)
         # The forward has one product of D and one of Dv columns, the backward three of D and two of Dv.
         columns = 3 * self.D + 2 * self.head_dim_v if self.backward else self.D + self.head_dim_v
         return 2 * self.visible_pairs * self.Hq * columns
@@ -113,7 +119,7 @@ class Case:
 
     @property
     def direction(self) -> str:
-        return "backward" if self.backward else "forward"
+        return self.derivative or ("backward" if self.backward else "forward")
 
 
 @functools.cache
@@ -167,6 +173,10 @@ SETS: dict[str, list[Case]] = {
         for D, (name, of) in itertools.product((128, 64), PATTERNS.items())
         for S in ((32768,) if name in LONG_PATTERNS else (16384,))
     ],
+    "derivatives": [
+        Case(2, 2048 // D, 2048 // D, 4096, D, causal, "bf16", derivative=what)
+        for D, causal, what in itertools.product((64, 128), WAYS, DERIVATIVES)
+    ],
 }
 
 
@@ -177,6 +187,6 @@ def cases(sets: Sequence[str] | None, passes: str) -> list[Case]:
         replace(case, set=name, backward=backward)
         for name in names
         for case in SETS[name]
-        for backward in PASSES[passes]
-        if not (backward and case.dtype == "fp8")
+        for backward in ((False,) if case.derivative or case.dtype == "fp8" else PASSES[passes])
+        if backward in PASSES[passes] or case.derivative
     ]

@@ -18,7 +18,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import flashattn_ext
 
-from .bench_cases import CUDNN, DTYPES, FA2, FA3, FA4, FLASH_ATTN, FLEX, MATH, OURS, Case
+from . import bench_derivatives
+from .bench_cases import CUDNN, DTYPES, FA2, FA3, FA4, FLASH_ATTN, FLEX, JVP_FLASH, MATH, OURS, Case
 from .model import unfused_attention
 from .options import PATTERNS, SCORE_OPTIONS, dense_bias
 
@@ -31,7 +32,7 @@ TORCH_BACKENDS = {
 }
 # FlashAttention 2, 3 and 4: modules with flash_attn_func and flash_attn_varlen_func, which PyTorch does not ship.
 FLASH_MODULES = {FLASH_ATTN: "flash_attn", FA3: "flash_attn_interface", FA4: "flash_attn.cute"}
-PEERS = (*TORCH_BACKENDS, *FLASH_MODULES, FLEX)
+PEERS = (*TORCH_BACKENDS, *FLASH_MODULES, FLEX, JVP_FLASH)
 SDPA, UNFUSED = "torch SDPA", "unfused"  # of the experiments: PyTorch chooses its kernel; separate steps of PyTorch
 MATH_LIMIT_BYTES = 8 << 30  # size of one 16-bit B x H x S x S matrix; math keeps several, in 32 bits
 BIAS_LIMIT_BYTES = 8 << 30  # size of one 16-bit H x S x S matrix; building it takes several times as much
@@ -55,6 +56,10 @@ def skip_reason(case: Case, name: str) -> str:
     of_torch, sums = name in TORCH_BACKENDS, case.backward and case.score in ("learned alibi", "relative bias")
     reasons = [
         (name != OURS and case.dtype == "fp8", "it is called without descales"),
+        (case.derivative and name not in (OURS, MATH, JVP_FLASH), "it has no such derivatives"),
+        (name != OURS and case.derivative in bench_derivatives.ALONE, "it does not compute this apart from the rest"),
+        (name == JVP_FLASH and not case.derivative, "it is compared in rows of derivatives only"),
+        (name == JVP_FLASH and case.derivative != "forward & J", "it has no double backward"),
         (name == MATH and case.lengths, "it does not support packed sequences"),
         (name == MATH and scores > MATH_LIMIT_BYTES, f"a matrix of scores takes {scores / 2**30:.0f} GiB"),
         (of_torch and case.score and bias > BIAS_LIMIT_BYTES, f"a bias of every score takes {bias / 2**30:.0f} GiB"),
@@ -170,7 +175,7 @@ def attention(name: str, rng_seed: int | None = None) -> Attention:
         return functools.partial(_flash_attn, name)
     if name in (*TORCH_BACKENDS, SDPA):
         return functools.partial(_torch, name)
-    return {OURS: functools.partial(ours, rng_seed), FLEX: _flex, UNFUSED: _unfused}[name]
+    return {OURS: functools.partial(ours, rng_seed), FLEX: _flex, UNFUSED: _unfused, JVP_FLASH: _jvp_flash}[name]
 
 
 def keywords(case: Case, rng_seed: int | None) -> dict[str, Any]:
@@ -239,6 +244,11 @@ def _flex(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return _extras_of(case, q).flex(*(t.transpose(1, 2) for t in (q, k, v))).transpose(1, 2)
 
 
+def _jvp_flash(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    function = bench_derivatives.jvp_flash_attention()
+    return function(*(t.transpose(1, 2) for t in (q, k, v)), causal=case.causal).transpose(1, 2)
+
+
 def _unfused(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Without masks other than the causal one."""
     of = _extras_of(case, q)
@@ -265,6 +275,8 @@ def timed_call(
 ) -> Callable[[], Tensor | Sequence[Tensor]]:
     """The timed function: the forward, or the backward alone through a retained graph."""
     call = attention(name, rng_seed)
+    if case.derivative:
+        return bench_derivatives.timed(case.derivative, functools.partial(call, case), case.causal, q, k, v, dout)
     if not case.backward:
         return lambda: call(case, q, k, v)
     out = call(case, q, k, v)

@@ -20,7 +20,7 @@ from torch import Tensor
 import flashattn_ext
 from flashattn_ext._build import REBUILD
 
-from .bench_cases import BESIDE, BF16, CAUSAL, DENSE, FA2, FLEX, OURS, PLAIN, VARLEN, Case, cases
+from .bench_cases import BESIDE, BF16, CAUSAL, DENSE, FA2, FLEX, JVP_FLASH, OURS, PLAIN, VARLEN, Case, cases
 from .bench_contestants import (
     BLOCK_MASK,
     FLASH_MODULES,
@@ -37,6 +37,7 @@ from .bench_contestants import (
     tensors_of,
     timed_call,
 )
+from .bench_derivatives import jvp_flash_attention
 from .console import Columns, CommandError, chosen, fields, make_console, print_rows, text_of, track
 from .timing import Calls, Timing, divided, peak_extra_bytes, reported, time_bursts
 
@@ -53,8 +54,11 @@ WIDTH = 320  # of piped tables, which are wider than the others
 def contestants(peers: str | None) -> list[str]:
     """Ours and the peers: the names in a comma-separated list, or all that can be imported."""
     if peers is None:
-        return [OURS, *(name for name in PEERS if name not in FLASH_MODULES or flash_module(name))]
+        found = {name: flash_module(name) for name in FLASH_MODULES} | {JVP_FLASH: jvp_flash_attention()}
+        return [OURS, *(name for name in PEERS if found.get(name, True))]
     names = chosen("--peers", peers.split(","), PEERS)
+    if JVP_FLASH in names and not jvp_flash_attention():
+        raise CommandError(f"--peers got {JVP_FLASH!r}, but jvp_flash_attention cannot be imported here")
     for name, module in FLASH_MODULES.items():
         if name in names and not flash_module(name):
             raise CommandError(f"--peers got {name!r}, but flash_attn_func of {module} cannot be imported here")
@@ -171,7 +175,7 @@ def measure_case(case: Case, names: Sequence[str], *, quick: bool, sustained: bo
             call()  # compiles
     once = {name: call for name, call in once.items() if name not in failures}
     timings |= time_bursts(once, rounds, failures)
-    max_error = {} if quick else _max_errors(case, names, tensors, failures)
+    max_error = {} if quick or case.derivative else _max_errors(case, names, tensors, failures)
     return row(case, names, timings, memory, max_error, failures, steady)
 
 

@@ -24,6 +24,7 @@ from flashattn_ext_lab import (
     bench_cases,
     bench_contestants,
     bench_cuda,
+    bench_derivatives,
     timing,
 )
 from flashattn_ext_lab.bench_cases import DENSE, FA2, FA3, FA4, FLASH_ATTN, MATH, OURS, SETS, Case
@@ -54,7 +55,7 @@ def test_sets_have_the_sizes_of_the_papers() -> None:
     sizes = {name: len(rows) for name, rows in SETS.items()}
     assert sizes == {
         "fa_paper": 36, "align": 4, "head_dims": 4, "dropout": 2, "gqa": 2, "window": 1, "deterministic": 2,
-        "fp32": 4, "fp8": 18, "short": 3, "wide": 6, "varlen": 4, "scores": 11, "masks": 12,
+        "fp32": 4, "fp8": 18, "short": 3, "wide": 6, "varlen": 4, "scores": 11, "masks": 12, "derivatives": 16,
     }  # fmt: skip
     assert all(case.B * case.S == 16384 and case.Hq * case.D == 2048 for case in SETS["fa_paper"])
     assert len(set(SETS["fa_paper"])) == 36
@@ -82,7 +83,9 @@ def test_drawn_lengths_have_the_total() -> None:
 
 
 def test_cases_of_sets_and_passes() -> None:
-    assert len(bench_cases.cases(None, "both")) == 2 * sum(map(len, SETS.values())) - len(SETS["fp8"])
+    derivatives = bench_cases.cases(["derivatives"], "both")
+    assert derivatives == [replace(case, set="derivatives") for case in SETS["derivatives"]]
+    assert len(bench_cases.cases(None, "both")) == 2 * sum(map(len, SETS.values())) - len(derivatives) - len(SETS["fp8"])
     assert not bench_cases.cases(["fp8"], "backward")
     assert SETS["fp8"][0].beside() == {"bf16": replace(SETS["fp8"][0], dtype="bf16")}
     chosen = bench_cases.cases(["gqa", "align"], "backward")
@@ -108,15 +111,36 @@ def test_flop_of_windows_and_of_another_size_of_v() -> None:
     assert Case(**{**vars(mixed), "backward": True}).flop == 100 * 2 * 2 * (3 * 8 + 2 * 4)
 
 
+@pytest.mark.parametrize("what", bench_derivatives.DERIVATIVES)
+def test_rows_of_derivatives_compute_what_plain_pytorch_does(on_cpu: None, what: str) -> None:
+    case = Case(1, 2, 2, 40, 16, True, "fp32", derivative=what)
+    row = bench_cuda.measure_case(case, [OURS, MATH, FA2], quick=True)
+    assert row["direction"] == what and "no such derivatives" in row["failures"]["fa2"]
+    assert (MATH in row["failures"]) == (what in bench_derivatives.ALONE)
+    if what in bench_derivatives.ALONE:
+        return
+    given = bench_contestants.inputs(case)
+    results = []
+    for name in (OURS, MATH):
+        with bench_contestants.kernel_of(name):
+            results.append(bench_contestants.timed_call(case, name, *given)())
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_peers_are_those_that_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_cuda, "flash_module", lambda name: None)
+    monkeypatch.setattr(bench_cuda, "jvp_flash_attention", lambda: None)
     assert bench_cuda.contestants(None) == [OURS, "fa2", "cudnn", "efficient", "math", "flex"]
     assert bench_cuda.contestants("math, fa2") == [OURS, "fa2", "math"]
     with pytest.raises(CommandError, match="'fa9'; accepted are fa2, cudnn"):
         bench_cuda.contestants("fa9")
     with pytest.raises(CommandError, match=r"flash_attn_func of flash_attn\.cute cannot be imported"):
         bench_cuda.contestants("fa4")
+    with pytest.raises(CommandError, match="jvp_flash_attention cannot be imported"):
+        bench_cuda.contestants("jvp-flash")
     monkeypatch.setattr(bench_cuda, "flash_module", lambda name: math)
+    monkeypatch.setattr(bench_cuda, "jvp_flash_attention", lambda: math)
     assert bench_cuda.contestants(None) == [OURS, *PEERS]
     assert {"flash-attn", "fa3", "fa4"} < set(PEERS)
 
