@@ -94,7 +94,7 @@ def forward(
     return_lse: bool = False,
     return_max_logits: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Exact attention with memory linear in the sequence length; differentiable once, on the CPU twice and in forward mode.
+    """Exact attention with memory linear in the sequence length; differentiable twice and in forward mode, on Ascend once.
 
     Args:
         q: queries [B, Sq, Hq, D] (layout "bhsd": [B, Hq, Sq, D]); D from 1 to 512 (256 on Ascend). float16,
@@ -152,8 +152,8 @@ def forward(
             accepted; no kernel has run.
         TypeError: a type or a dtype is not as described.
         NotImplementedError: the backend does not support the call, or the device has no backend; names the nearest thing that works.
-            Also for second derivatives and forward mode (jvp) on other devices than the CPU, for third derivatives, and for gradients,
-            dropout and biases of calls in float8_e4m3fn.
+            Also for second derivatives and forward mode (jvp) on Ascend and, above 256 head dims, on CUDA, for third
+            derivatives, and for gradients, dropout and biases of calls in float8_e4m3fn.
 
     Source: FlashAttention-2 (Dao 2023, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning",
     algorithms 1 and 2).
@@ -328,7 +328,7 @@ def backward(
     Raises:
         ValueError: a shape or a value is not as described, or dropout without rng_seed.
         TypeError: a type or a dtype is not as described.
-        NotImplementedError: as in forward(); derivatives of this function, which exist on the CPU, are those of a function that computes
+        NotImplementedError: as in forward(); derivatives of this function, which Ascend lacks, are those of a function that computes
             out and lse from q, k and v.
 
     Source: FlashAttention-2 (Dao 2023), algorithm 2.
