@@ -10,11 +10,12 @@
 namespace flashattn_ext {
 namespace ascend {
 
-std::string supports(const AttnParams& p, bool /*backward*/) {
+std::string supports(const AttnParams& p, bool backward) {
   if (p.dtype == DType::kFloat64)
     return "fp64 inputs are not implemented by the Ascend C kernels, whose cores have no fp64; use fp32, fp16 or bf16, "
            "or the CPU backend";
   if (p.is_fp8) return refuses_fp8(p, "Ascend C");
+  if (!backward && p.invariant) return refuses_invariant(p, "Ascend C");
   if (std::max(p.head_dim, p.head_dim_v) > kMaxHeadDim)
     return "head dims above 256 are not implemented by the Ascend C kernels, got " + std::to_string(p.head_dim) +
            " of q and k and " + std::to_string(p.head_dim_v) + " of v; use the CPU or CUDA backend";

@@ -86,6 +86,13 @@ inline std::string refuses_fp8(const AttnParams& p, const std::string& kernels) 
          " kernels; convert the values to bfloat16, or use the CPU backend";
 }
 
+// Why a backend without invariant kernels refuses a call; empty if the call is not invariant.
+inline std::string refuses_invariant(const AttnParams& p, const std::string& kernels) {
+  if (!p.invariant) return {};
+  return "invariant=True is not implemented by the " + kernels +
+         " kernels; leave it out (bits may then depend on the rest of the call), or use the CPU backend";
+}
+
 const Backend& cpu_backend();
 const Backend& cuda_sm80_backend();  // in builds with FLASHATTN_EXT_CUDA
 const Backend& cuda_sm90_backend();  // in builds with FLASHATTN_EXT_SM90, for architecture 9.0a

@@ -178,6 +178,7 @@ void set_options(const AttnCall& c, AttnParams* params) {
   p.has_sink = c.smooth_softmax || c.sink;
   p.dropout_threshold = dropout_threshold(c.dropout_p.expect_float());
   p.deterministic = c.deterministic;
+  p.invariant = c.invariant;
   p.origin = origin_of(c.origin);
 }
 

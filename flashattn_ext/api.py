@@ -85,6 +85,7 @@ def forward(
     sink: Tensor | None = None,
     layout: str = "bshd",
     deterministic: bool = False,
+    invariant: bool = False,
     rng_seed: int | None = None,
     origin: tuple[int, ...] | None = None,
     descale_q: Tensor | None = None,
@@ -127,6 +128,9 @@ def forward(
             varlen_forward: out is nested like q, lse is [Hq, total_q].
         deterministic: gradients have the same bits in every run (on the CPU they always do). Also on after
             torch.use_deterministic_algorithms(True).
+        invariant: a row of out and lse has the same bits in every call in which it has the same query and sees the same keys and values
+            under the same options: in every batch, for every Sq, in a prefill in chunks and in flash_attn_with_kvcache. On the
+            CPU; other backends refuse it. Gradients are those of a call without it.
         rng_seed: 64-bit signed seed of the dropout mask; None draws one from the device's default generator.
         origin: the position of this call in a larger one that was split, over devices for example; numbers from 0. (batch, head):
             dropout draws what the larger call draws for these batch entries and heads. (batch, head, row, key): its rows and keys
@@ -165,8 +169,8 @@ def forward(
     tensors, numbers = _call_of_forward(
         q, k, v, lengths, "bshd" if is_nested else layout, causal=causal, window_size=window_size, softmax_scale=softmax_scale,
         softcap=softcap, alibi_slopes=alibi_slopes, relative_bias=relative_bias, bias=bias, mask=mask, dropout_p=dropout_p,
-        smooth_softmax=smooth_softmax, sink=sink, deterministic=deterministic, origin=origin, descale_q=descale_q, descale_k=descale_k,
-        descale_v=descale_v, out_dtype=out_dtype,
+        smooth_softmax=smooth_softmax, sink=sink, deterministic=deterministic, invariant=invariant, origin=origin, descale_q=descale_q,
+        descale_k=descale_k, descale_v=descale_v, out_dtype=out_dtype,
     )  # fmt: skip
     out, lse, max_logits = _forward(tensors, numbers, rng_seed, return_max_logits)
     if is_nested:

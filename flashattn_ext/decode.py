@@ -142,12 +142,12 @@ def flash_attn_with_kvcache(
     softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False, *, sink: Tensor | None = None, smooth_softmax: bool = False,
     mask: Mask | None = None, return_max_logits: bool = False, descale_q: Tensor | None = None, descale_k: Tensor | None = None,
-    descale_v: Tensor | None = None, out_dtype: torch.dtype | None = None,
+    descale_v: Tensor | None = None, out_dtype: torch.dtype | None = None, invariant: bool = False,
 ) -> Any:  # fmt: skip
     """Appends new keys and values to a KV cache in place, and attends to the whole cache: decoding and prefill.
 
-    The signature is flash-attn 2's with the additions sink, smooth_softmax, mask, return_max_logits and those of a cache in fp8: descale_q,
-    descale_k, descale_v and out_dtype. Forward only: a backward through it raises.
+    The signature is flash-attn 2's with the additions sink, smooth_softmax, mask, return_max_logits, invariant and those of a cache in fp8:
+    descale_q, descale_k, descale_v and out_dtype. Forward only: a backward through it raises.
 
     Inside torch.autocast q and the caches are cast as in forward(), which copies caches of another dtype at every call; where new keys
     are written, the caches keep their dtype and all other tensors are cast to it. The result has autocast's dtype.
@@ -195,6 +195,8 @@ def flash_attn_with_kvcache(
             its sequence and head, and None is 1. Sequences that share pages need the same descales.
         descale_v: float32 [B or 1, Hk or 1], the same for v_cache.
         out_dtype: with a cache of float8_e4m3fn, the dtype of out: bfloat16 (None), float16 or float32.
+        invariant: a row has the bits that it has in forward(invariant=True), as described there; pages and num_splits do not change
+            them. On the CPU.
 
     Returns:
         out [B, Sq, Hq, Dv], then if requested lse [B, Hq, Sq], float32 (float64 for float64 inputs), the natural logarithm of the
@@ -220,7 +222,7 @@ def flash_attn_with_kvcache(
     options = _options_of_call(
         q, DENSE, "bshd", softmax_scale=softmax_scale, causal=causal, window_size=flash_attn_window(window_size),
         softcap=softcap, alibi_slopes=alibi_slopes, sink=sink, smooth_softmax=smooth_softmax, mask=mask,
-        descale_q=descale_q, descale_k=descale_k, descale_v=descale_v, out_dtype=out_dtype,
+        descale_q=descale_q, descale_k=descale_k, descale_v=descale_v, out_dtype=out_dtype, invariant=invariant,
     )  # fmt: skip
     out, lse, max_logits = _call_op(
         q, k_cache, v_cache, k, v, options, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,

@@ -29,6 +29,7 @@ class FlashAttention(nn.Module):
         alibi_slopes: [num_heads], adds -slope * |i + Sk - Sq - j|. Learned if it is an nn.Parameter, otherwise a buffer.
         relative_bias: [num_heads, 2 L + 1], adds the entry of the distance j - (i + Sk - Sq), clamped
             to -L..L. Learned if it is an nn.Parameter, otherwise a buffer.
+        invariant: as in flashattn_ext.forward.
 
     Raises:
         ValueError: a value is not as described.
@@ -48,6 +49,7 @@ class FlashAttention(nn.Module):
         softcap: float = 0.0,
         alibi_slopes: Tensor | None = None,
         relative_bias: Tensor | None = None,
+        invariant: bool = False,
     ) -> None:
         super().__init__()
         self.head_dim = arguments.integer("head_dim", head_dim)
@@ -67,6 +69,7 @@ class FlashAttention(nn.Module):
         arguments.optional_tensors(alibi_slopes=alibi_slopes, relative_bias=relative_bias)
         self._keep("alibi_slopes", alibi_slopes)
         self._keep("relative_bias", relative_bias)
+        self.invariant = arguments.flag("invariant", invariant)
         if num_heads is not None and arguments.integer("num_heads", num_heads) < 1:
             raise ValueError(f"num_heads: expected at least 1, got {num_heads}")
         if arguments.flag("learnable_sink", learnable_sink):
@@ -135,6 +138,7 @@ class FlashAttention(nn.Module):
             "dropout_p": self.dropout if self.training else 0.0,
             "smooth_softmax": self.use_smooth_softmax and self.sink is None,
             "sink": self.sink,
+            "invariant": self.invariant,
         }
 
     def extra_repr(self) -> str:
@@ -142,5 +146,5 @@ class FlashAttention(nn.Module):
             f"head_dim={self.head_dim}, dropout={self.dropout}, causal={self.causal}, "
             f"use_smooth_softmax={self.use_smooth_softmax}, learnable_sink={self.sink is not None}, "
             f"softcap={self.softcap}, alibi_slopes={self.alibi_slopes is not None}, "
-            f"relative_bias={self.relative_bias is not None}"
+            f"relative_bias={self.relative_bias is not None}, invariant={self.invariant}"
         )

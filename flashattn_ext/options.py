@@ -143,6 +143,7 @@ class AttentionOptions(SharedOptions, BiasOptions, Fp8Options, total=False):
     """Options of forward and varlen_forward."""
 
     deterministic: bool
+    invariant: bool
 
 
 class ReferenceOptions(SharedOptions, BiasOptions, Fp8Options, total=False):
@@ -159,3 +160,4 @@ class BackwardOptions(SharedOptions, total=False):
     max_seqlen_k: int
     layout: str
     deterministic: bool
+    invariant: bool

@@ -51,8 +51,8 @@ struct BackwardScratch {
         dk(carve.take<Real>(size.keys * columns)),
         dv(carve.take<Real>(size.keys * columns_v)),
         rows(size, &carve),
-        isolated_q(p, size.queries, units, &carve),
-        isolated_dout(p, size.queries, units_v, &carve),
+        isolated_q(p.has_intervals(), size.queries, units, &carve),
+        isolated_dout(p.has_intervals(), size.queries, units_v, &carve),
         bytes(carve.used()) {}
 };
 

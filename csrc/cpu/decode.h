@@ -25,7 +25,7 @@ class DecodePlan {
   // Rows per KV head: queries times query heads per KV head; 0 for sequences that forward.h computes.
   int64_t rows(int64_t b) const {
     const int64_t queries = query_sequence(p, b).length;
-    return p.heads_k > 0 && has_few_queries(queries) ? queries * p.group_size() : 0;
+    return p.heads_k > 0 && has_few_queries(p, queries) ? queries * p.group_size() : 0;
   }
   int64_t blocks(int64_t b) const { return ceil_div(rows(b), kDecodeRows); }
   // Number of KV splits. The choice depends only on the sequence, so that the result is bit-identical for every batch

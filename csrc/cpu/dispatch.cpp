@@ -8,7 +8,13 @@ namespace {
 
 int64_t workers_of(const AttnParams& p) { return static_cast<const CpuExecutor*>(p.stream)->num_threads; }
 
-std::string supports(const AttnParams&, bool) { return {}; }
+std::string supports(const AttnParams& p, bool backward) {
+  if (backward || !p.invariant || p.origin.key == 0) return {};
+  return "invariant=True with an origin whose key is not 0 is not implemented: sums begin at key 0 of the sequence, "
+         "got "
+         "key " +
+         std::to_string(p.origin.key) + "; pass all earlier keys, or leave invariant out";
+}
 
 size_t forward_workspace_bytes(const AttnParams& p) {
   return static_cast<size_t>(workers_of(p) * cpu_kernels(p.dtype).forward_scratch_bytes(p));

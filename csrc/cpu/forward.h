@@ -7,6 +7,7 @@
 
 #include "../sink.h"
 #include "fp8.h"
+#include "gathered_rows.h"
 #include "isolated_rows.h"
 #include "schedule.h"
 #include "scores.h"
@@ -31,6 +32,7 @@ struct ForwardScratch {
   Real* out;  // [queries][columns_v], not yet divided by the row sum
   RunningRows<Op> rows;
   IsolatedRows<In, Op> isolated_v;
+  GatheredRows<In> gathered;
   int64_t bytes;
 
  private:
@@ -46,13 +48,14 @@ struct ForwardScratch {
         tile(p, size, &carve),
         out(carve.take<Real>(size.queries * columns_v)),
         rows(p, size, &carve),
-        isolated_v(p, size.keys, units_v, &carve),
+        isolated_v(p.has_intervals() || p.invariant, size.keys, units_v, &carve),
+        gathered(p, size.keys, &carve),
         bytes(carve.used()) {}
 };
 
 // Whether decode.h computes a sequence of a decoding call: it reads the KV cache once for all query heads of a KV head
-// and splits the keys.
-inline bool has_few_queries(int64_t queries) { return queries <= 16; }
+// and splits the keys. Its sums have another order, so that it computes no invariant call.
+inline bool has_few_queries(const AttnParams& p, int64_t queries) { return queries <= 16 && !p.invariant; }
 
 template <class In, class Op, class Accuracy, class Rule>
 class Forward {
@@ -81,12 +84,17 @@ class Forward {
     if constexpr (kIsFloat8<In>) rule = make_rule<Rule>(p, descale_of_products<In>(p, b, h / p.group_size()));
     load_queries(queries);
     const IndexRange visible = mask.basic.keys_of(row0, row0 + row_count);
-    KeyRun run;
-    for (int64_t key0 = visible.begin / size.keys * size.keys; key0 < visible.end; key0 += run.count) {
-      run = keys.run(key0, lesser(size.keys, visible.end - key0));  // a whole tile, or the rest of a page
-      const IndexRange tile{key0, key0 + run.count};
+    int64_t end;
+    for (int64_t key0 = visible.begin / size.keys * size.keys; key0 < visible.end; key0 = end) {
+      const int64_t whole = lesser(size.keys, visible.end - key0);
+      const KeyRun run = keys.run(key0, whole);  // a whole tile, or the rest of a page
+      // In an invariant call every tile is whole, because its length determines the order of the sums.
+      end = key0 + (p.invariant ? whole : run.count);
+      const IndexRange tile{key0, end};
       if (mask.interval_visibility({row0, row0 + row_count}, tile) == Visibility::kNone) continue;
-      key_tile(mask, run, key0);
+      const int64_t hk = head / p.group_size();
+      key_tile(mask, end - key0 == run.count ? rows_of_run<In>(p, run, hk) : scratch.gathered.gather(p, keys, tile, hk),
+               tile);
     }
     write(queries);
   }
@@ -111,13 +119,11 @@ class Forward {
     std::memset(scratch.out, 0, row_count * scratch.columns_v * sizeof(Real));
   }
 
-  // run: location of the keys of the tile; key0 is its first key.
-  void key_tile(const HeadMask& head_mask, const KeyRun& run, int64_t key0) {
-    const int64_t hk = head / p.group_size(), count = run.count;
+  // rows: the keys and values of the tile.
+  void key_tile(const HeadMask& head_mask, const TileRows<In>& rows, IndexRange keys_of_tile) {
+    const int64_t key0 = keys_of_tile.begin, count = keys_of_tile.end - key0;
     const PanelMask<Op> mask(head_mask, row0, row_count, key0, count, false, scratch.tile.limits);
-    const StagedRows<Op> k =
-        stage_rows<Op>(row_of<const In>(p.k, run.entry, hk, run.row), p.k.row_stride, count, p.head_dim, scratch.keys);
-    const In* const v_data = row_of<const In>(p.v, run.entry, hk, run.row);
+    const StagedRows<Op> k = stage_rows<Op>(rows.k, rows.k_stride, count, p.head_dim, scratch.keys);
     const ScoreTile<Op>& tile = scratch.tile;
     if (p.has_dropout()) {
       fill_keep_bits(tile.keep_bits, size.queries / kDropoutLanes, philox, p, batch, head, row0, row_count, key0,
@@ -142,9 +148,11 @@ class Forward {
       }
       weigh<Accuracy>(tile, rule, scratch.rows, mask, lanes, panel_keys);
     }
-    const bool isolates = p.has_intervals() && !mask.is_whole();
-    StagedRows<Op> v_rows = stage_rows<Op>(v_data, p.v.row_stride, count, p.head_dim_v, scratch.staged);
-    if (isolates) v_rows = scratch.isolated_v.find(v_data, p.v.row_stride, count, p.head_dim_v, v_rows);
+    // In an invariant call a value that is not finite reaches no row that does not see it, and is added in the same
+    // order in whole tiles and in partial ones.
+    const bool isolates = (p.has_intervals() && !mask.is_whole()) || p.invariant;
+    StagedRows<Op> v_rows = stage_rows<Op>(rows.v, rows.v_stride, count, p.head_dim_v, scratch.staged);
+    if (isolates) v_rows = scratch.isolated_v.find(rows.v, rows.v_stride, count, p.head_dim_v, v_rows);
     const Panels<Op> v = row_panels<Op>(v_rows, count, scratch.units_v, scratch.values);
     const Gemm<Op> pv{reinterpret_cast<const Unit*>(tile.scores),
                       size.queries,
@@ -153,10 +161,13 @@ class Forward {
                       scratch.columns_v,
                       scratch.rows.rescale};
     gemm<Order::kKMajor, Init::kScale>(pv, {0, row_count}, {0, scratch.columns_v}, KeysOfRows<Op>{mask});
-    if (!isolates) return;
-    scratch.isolated_v.add(
-        scratch.out, scratch.columns_v, RowsThatSee<Op>{mask.limits()},
-        [&](int64_t row, int64_t key) { return PanelForms<Op>::of_key(pv.a, size.queries, key, row); });
+    if (!isolates || !scratch.isolated_v.any()) return;
+    const auto weight = [&](int64_t row, int64_t key) { return PanelForms<Op>::of_key(pv.a, size.queries, key, row); };
+    if (mask.is_whole()) {
+      scratch.isolated_v.add(scratch.out, scratch.columns_v, EveryRow{row_count}, weight);
+    } else {
+      scratch.isolated_v.add(scratch.out, scratch.columns_v, RowsThatSee<Op>{mask.limits()}, weight);
+    }
   }
 
   // The panel after `lanes`; after the last panel of a tile the first panel of the next key tile.
@@ -203,7 +214,7 @@ void forward(const AttnParams& p, const DecodeParams* cache = nullptr) {
   const TileSize size = tile_size<Op>(p);
   auto tiles_of = [&](int64_t b) {
     const int64_t queries = query_sequence(p, b).length;
-    return cache && has_few_queries(queries) ? 0 : ceil_div(queries, size.queries);
+    return cache && has_few_queries(p, queries) ? 0 : ceil_div(queries, size.queries);
   };
   const int64_t scratch_bytes = ForwardScratch<In, Op>(p, nullptr).bytes;
   run_query_tiles(p, tiles_of, [&](int worker) {

@@ -29,11 +29,11 @@ class IsolatedRows {
   using Unit = typename Op::Unit;
 
  public:
-  // For tiles of at most `rows` rows. Takes no memory in calls without a Mask.
-  IsolatedRows(const AttnParams& p, int64_t rows, int64_t units, ScratchCarver* carve)
+  // For tiles of at most `rows` rows. Takes no memory unless `wanted`.
+  IsolatedRows(bool wanted, int64_t rows, int64_t units, ScratchCarver* carve)
       : units_(units),
-        finite_(carve->take<Unit>(p.has_intervals() ? rows * units : 0)),
-        numbers_(carve->take<int32_t>(p.has_intervals() ? rows : 0)) {}
+        finite_(carve->take<Unit>(wanted ? rows * units : 0)),
+        numbers_(carve->take<int32_t>(wanted ? rows : 0)) {}
 
   // Finds the non-finite rows among `rows` rows of `columns` elements. Returns the rows that the product reads:
   // `staged`, or a copy in which the non-finite rows are 0.
@@ -84,6 +84,14 @@ struct RowsThatSee {
     for (auto row = static_cast<int64_t>(limits.first[key]); row < static_cast<int64_t>(limits.last[key]); ++row) {
       body(row);
     }
+  }
+};
+// The same where all `rows` rows of a tile see the key.
+struct EveryRow {
+  int64_t rows;
+  template <class Body>
+  void operator()(int64_t, Body body) const {
+    for (int64_t row = 0; row < rows; ++row) body(row);
   }
 };
 template <class Op>

@@ -53,7 +53,7 @@ struct JvpScratch {
         out(carve.take<Real>(size.queries * columns_v)),
         row(carve.take<Real>(columns_v)),
         rows(size, &carve),
-        isolated_v(p, size.keys, units_v, &carve),
+        isolated_v(p.has_intervals(), size.keys, units_v, &carve),
         bytes(carve.used()) {}
 };
 

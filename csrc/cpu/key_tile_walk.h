@@ -20,7 +20,7 @@ class KeyRowsOperand {
   KeyRowsOperand(const AttnParams& p, const TileSize& size, int64_t units, bool wanted, ScratchCarver* carve)
       : staged_(carve->take<Unit>(wanted ? size.keys * units : 0)),
         panels_memory_(carve->take<Unit>(wanted ? row_panel_units<Op>(size.keys, units) : 0)),
-        isolated_(p, wanted ? size.keys : 0, units, carve),
+        isolated_(wanted && p.has_intervals(), size.keys, units, carve),
         units_(units),
         has_intervals_(p.has_intervals()) {}
 

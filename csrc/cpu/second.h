@@ -49,7 +49,7 @@ class QueryRowsOperand {
         staged_(carve->take<Unit>(wanted ? size.queries * units_ : 0)),
         panels_memory_(carve->take<Unit>(wanted ? row_panel_units<Op>(size.queries, units_) : 0)),
         transposed_memory_(carve->take<Unit>(wanted ? size.queries * units_ : 0)),
-        isolated_(p, wanted ? size.queries : 0, units_, carve) {}
+        isolated_(wanted && p.has_intervals(), size.queries, units_, carve) {}
 
   // isolates: leave non-finite rows out of `panels` (isolated_rows.h).
   void load(const In* from, int64_t stride, int64_t rows, int64_t lane_count, bool isolates) {

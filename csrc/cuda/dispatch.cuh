@@ -111,6 +111,7 @@ class Dispatch {
   }
   static std::string supports(const AttnParams& p, bool backward) {
     if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
+    if (!backward && p.invariant) return refuses_invariant(p, Architecture::kName);
     if (!has_kernels(p, backward)) return refuses_options(p, backward);
     const int shared = Architecture::forward(forward_call(p))->least_shared;
     const auto of_call = [](const AttnParams& near) {
@@ -146,6 +147,7 @@ class Dispatch {
     return reason.empty() ? Architecture::refuses_device() : reason;
   }
   static std::string supports_decode(const DecodeParams& p) {
+    if (p.invariant) return refuses_invariant(p, Architecture::kName);
     const std::string reason = decode::refuses(p);
     return reason.empty() ? Architecture::refuses_device() : reason;
   }

@@ -113,7 +113,7 @@ def attention(
             shapes and options compares the calls of all ranks, which synchronises them. The values of tensors are compared only with
             FLASHATTN_EXT_DISTRIBUTED_CHECK=1 in the environment, and then at every call.
         TypeError: a type or a dtype is not as described, on any rank.
-        NotImplementedError: as in flashattn_ext.forward, on any rank; forward-mode derivatives; float8_e4m3fn.
+        NotImplementedError: as in flashattn_ext.forward, on any rank; forward-mode derivatives; float8_e4m3fn; invariant=True.
         RuntimeError: torch.distributed is not initialised, or another rank has ended or did not join in time.
 
     Source: the exchange of heads is DeepSpeed Ulysses (Jacobs et al. 2023), the ring is Ring Attention (Liu et al. 2023).
@@ -127,7 +127,7 @@ def attention(
     tensors, call_options = _call_of(q, k, v, calls.DENSE, "bshd", **named)
     tensors = calls.autocast(tensors)
     _check_tangents(tensors)
-    _check_dtypes(tensors, call_options)
+    _check_options(tensors, call_options)
     if bhsd and cu_seqlens is None:
         tensors = tensors._replace(
             q=tensors.q.transpose(1, 2), k=tensors.k.transpose(1, 2), v=tensors.v.transpose(1, 2)
@@ -159,11 +159,16 @@ def _check_tangents(tensors: CallTensors) -> None:
         )
 
 
-def _check_dtypes(tensors: CallTensors, options: CallOptions) -> None:
+def _check_options(tensors: CallTensors, options: CallOptions) -> None:
     given = [name for name in OF_FP8 if getattr(options if name == "out_dtype" else tensors, name) is not None]
     if given or any(t.dtype == torch.float8_e4m3fn for t in tensors[:3]):
         raise NotImplementedError(
             f"{(*given, 'q')[0]}: float8_e4m3fn is not implemented in flashattn_ext.distributed; convert q, k and v to bfloat16"
+        )
+    if options.invariant:
+        raise NotImplementedError(
+            "invariant: expected False in flashattn_ext.distributed, got True: the partial results of ranks are added in an order that depends "
+            "on the number of ranks; leave it out"
         )
 
 

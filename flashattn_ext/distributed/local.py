@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 _OF_A_PART = (
     "cu_seqlens_q", "cu_seqlens_k", "mask_extremes", "max_seqlen_q", "max_seqlen_k", "bhsd", "origin",
 )  # fmt: skip
-OF_FP8 = ("descale_q", "descale_k", "descale_v", "out_dtype")  # refused
+OF_FP8 = ("descale_q", "descale_k", "descale_v", "out_dtype")
+_REFUSED = (*OF_FP8, "invariant")
 # The options of the whole call, as csrc/options.def describes them.
-EXTRAS = tuple(option for option in TENSORS if option.name not in (*_OF_A_PART, *OF_FP8))
-RULES = tuple(option for option in NUMBERS if option.name not in (*_OF_A_PART, *OF_FP8))
+EXTRAS = tuple(option for option in TENSORS if option.name not in (*_OF_A_PART, *_REFUSED))
+RULES = tuple(option for option in NUMBERS if option.name not in (*_OF_A_PART, *_REFUSED))
 
 if TYPE_CHECKING:
 

@@ -37,7 +37,9 @@ _SAYS_NOTHING = {
 }  # fmt: skip
 
 
-def register(name: str = "fax", *, cp_group: Any = None, mode: str = "auto", sharding: str = "zigzag") -> None:
+def register(
+    name: str = "fax", *, cp_group: Any = None, mode: str = "auto", sharding: str = "zigzag", invariant: bool = False
+) -> None:
     """Registers attn_implementation=name in transformers, for models whose layers go through its AttentionInterface.
 
     Registering the same name again changes nothing. A model that computes attention with its own code raises NotImplementedError when
@@ -50,15 +52,22 @@ def register(name: str = "fax", *, cp_group: Any = None, mode: str = "auto", sha
             Pass models of that name this rank's part of tokens and position_ids (distributed.shard).
         mode: as in flashattn_ext.distributed.attention; used with cp_group.
         sharding: as in flashattn_ext.distributed.attention; used with cp_group.
+        invariant: as in flashattn_ext.forward: the rows of attention have the same bits in a forward of whole sequences and in generate().
+            Not with cp_group.
 
     Raises:
         ImportError: transformers is not installed.
         RuntimeError: transformers is older than 4.57; names the installed version.
         ValueError: the name is taken, or contains "flash".
+        NotImplementedError: invariant together with cp_group.
     """
     if not isinstance(name, str) or not name or "flash" in name:
         raise ValueError(
             f'name: expected a name without "flash", which transformers keeps for other packages, got {name!r}'
+        )
+    if flashattn_ext.arguments.flag("invariant", invariant) and cp_group is not None:
+        raise NotImplementedError(
+            "invariant: expected False where ranks share rows (cp_group), got True; register without one of the two"
         )
     try:
         import transformers
@@ -71,11 +80,11 @@ def register(name: str = "fax", *, cp_group: Any = None, mode: str = "auto", sha
     from . import _transformers_masks, _transformers_models
 
     taken = AttentionInterface._global_mapping.get(name, None if name != "eager" else "eager")
-    if taken not in (None, attention) and not _is_of_group(taken):
+    if taken not in (None, attention) and not _is_made_here(taken):
         raise ValueError(f"name: {name!r} is already an attention implementation of transformers; choose another name")
     _transformers_models.refuse_others(name)
     if cp_group is None:
-        AttentionInterface.register(name, attention)
+        AttentionInterface.register(name, functools.partial(attention, invariant=True) if invariant else attention)
         AttentionMaskInterface.register(name, _transformers_masks.attention_mask)
         return
     from ._transformers_shared import SharedRows
@@ -85,8 +94,8 @@ def register(name: str = "fax", *, cp_group: Any = None, mode: str = "auto", sha
     AttentionMaskInterface.register(name, shared.attention_mask)
 
 
-def _is_of_group(taken: Any) -> bool:
-    """Whether an earlier register(cp_group=...) has registered this function."""
+def _is_made_here(taken: Any) -> bool:
+    """Whether an earlier register() with options has registered this function."""
     return isinstance(taken, functools.partial) and taken.func is attention
 
 
@@ -134,6 +143,7 @@ def attention(
     deterministic: bool | None = None,
     shared_rows: SharedRows | None = None,
     output_attentions: bool | None = None,
+    invariant: bool = False,
     **others: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The attention function that register() gives to transformers. Models call it; your own code calls flashattn_ext.forward.
@@ -158,6 +168,7 @@ def attention(
         deterministic: as in flashattn_ext.forward.
         shared_rows: the ranks that share rows, after register(cp_group=...).
         output_attentions: also return the weights of this layer, in O(Sq * Sk) memory; not with dropout.
+        invariant: as in flashattn_ext.forward, after register(invariant=True).
         others: other keyword arguments of models; an unknown one that could change the result raises.
 
     Returns:
@@ -226,12 +237,12 @@ def attention(
     scores_are_plain = bias is None and relative_bias is None and dropout == 0
     if scores_are_plain and _is_step_of_generation(query, key, value, s_aux):
         out = flashattn_ext.flash_attn_with_kvcache(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), **shown
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), invariant=invariant, **shown
         )
         return out, weights
     out = flashattn_ext.forward(
         query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), dropout_p=dropout, relative_bias=relative_bias, bias=bias,
-        deterministic=bool(deterministic), **shown,
+        deterministic=bool(deterministic), invariant=invariant, **shown,
     )  # fmt: skip
     return out, weights
 

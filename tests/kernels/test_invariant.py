@@ -1,0 +1,312 @@
+"""invariant=True: a row has the same bits in training, in a prefill in chunks, in a batch, packed, and with a KV cache."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from helpers import VIEWS, cu_seqlens, strided_view
+from torch import Tensor
+
+import flashattn_ext
+from flashattn_ext import _C, Mask
+from flashattn_ext.integrations import transformers as fax
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# The last two have views that exist for tensors of one entry only, or that would not show a difference.
+STRIDES = [view for view in VIEWS if view not in ("expanded", "strided_last")]
+
+
+@pytest.fixture(params=_C.cpu_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _C.cpu_isa()
+    _C.set_cpu_isa(request.param)
+    yield request.param
+    _C.set_cpu_isa(before)
+
+
+@dataclass
+class Sequence:
+    """A sequence with the result of one training forward, and the calls that must repeat rows of it bit for bit."""
+
+    q: Tensor  # [S, Hq, D]
+    k: Tensor
+    v: Tensor
+    options: dict[str, Any]
+    draw: random.Random = field(default_factory=lambda: random.Random(1))
+    out: Tensor = field(init=False)
+    lse: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        out, lse = flashattn_ext.forward(*(t[None] for t in (self.q, self.k, self.v)), **self.call())
+        self.out, self.lse = out[0], lse[0]
+
+    @classmethod
+    def random(cls, S: int, Hq: int, Hk: int, D: int, Dv: int, dtype: torch.dtype, **options: Any) -> Sequence:
+        q, k, v = torch.randn(S, Hq, D) * 2, torch.randn(S, Hk, D), torch.randn(S, Hk, Dv)
+        return cls(*(t.to(dtype) for t in (q, k, v)), options)
+
+    def call(self) -> dict[str, Any]:
+        return {"return_lse": True, "invariant": True, **self.options}
+
+    def keys(self, end: int) -> int:
+        """The number of keys of a call with the rows up to `end`."""
+        return end if self.options.get("causal") else self.k.shape[0]
+
+    def view(self, t: Tensor) -> Tensor:
+        return strided_view(t, self.draw.choice(STRIDES))
+
+    def check(self, what: str, out: Tensor, lse: Tensor, rows: slice) -> None:
+        assert torch.equal(out, self.out[rows]), f"out of {what}, rows {rows}"
+        assert torch.equal(lse, self.lse[:, rows]), f"lse of {what}, rows {rows}"
+
+    # --- one way to compute rows [begin, end) each ---
+
+    def in_a_chunk(self, begin: int, end: int) -> None:
+        given = (self.q[begin:end], self.k[: self.keys(end)], self.v[: self.keys(end)])
+        out, lse = flashattn_ext.forward(*(self.view(t[None]) for t in given), **self.call())
+        self.check("a chunk", out[0], lse[0], slice(begin, end))
+
+    def in_a_batch(self, begin: int, end: int) -> None:
+        B, at = 3, self.draw.randrange(3)
+        given = []
+        for t in (self.q[begin:end], self.k[: self.keys(end)], self.v[: self.keys(end)]):
+            entries = torch.randn(B, *t.shape).to(t.dtype)
+            entries[at] = t
+            given.append(self.view(entries))
+        out, lse = flashattn_ext.forward(*given, **self.call())
+        self.check(f"batch entry {at}", out[at], lse[at], slice(begin, end))
+
+    def with_padding(self, begin: int, end: int) -> None:
+        """More keys and, if causal, more rows follow; a Mask hides the keys, which hold NaN."""
+        keys, more = self.keys(end), self.draw.randint(1, 300)
+        q, k, v = self.q[begin:end], self.k[:keys], self.v[:keys]
+        if self.options.get("causal"):
+            q = torch.cat([q, torch.randn(more, *q.shape[1:]).to(q.dtype)])
+        elif "window_size" in self.options or "alibi_slopes" in self.options:
+            return  # aligned at the last key
+        k, v = (torch.cat([t, torch.full((more, *t.shape[1:]), math.nan).to(t.dtype)]) for t in (k, v))
+        mask = hidden_after(keys, keys + more)
+        out, lse = flashattn_ext.forward(q[None], k[None], v[None], mask=mask, **self.call())
+        self.check("padding", out[0, : end - begin], lse[0, :, : end - begin], slice(begin, end))
+
+    def packed(self, begin: int, end: int) -> None:
+        before, after = self.draw.randint(0, 300), self.draw.randint(1, 9)
+        keys = self.keys(end)
+        q, k, v = (
+            torch.cat([torch.randn(before, *t.shape[1:]).to(t.dtype), t, torch.full((after, *t.shape[1:]), math.nan).to(t.dtype)])
+            for t in (self.q[begin:end], self.k[:keys], self.v[:keys])
+        )  # fmt: skip
+        starts = (cu_seqlens([before, length, after], "cpu") for length in (end - begin, keys))
+        out, lse = flashattn_ext.varlen_forward(self.view(q), self.view(k), self.view(v), *starts, 4000, 4000, **self.call())
+        own = slice(before, before + end - begin)
+        self.check("a packed call", out[own], lse[:, own], slice(begin, end))
+
+    def from_cache(self, begin: int, end: int) -> None:
+        self.from_entries(begin, end, leftpad=0, new=0)
+
+    def after_padding_in_a_cache(self, begin: int, end: int) -> None:
+        self.from_entries(begin, end, leftpad=self.draw.randint(1, 90), new=0)
+
+    def with_new_keys(self, begin: int, end: int) -> None:
+        self.from_entries(begin, end, leftpad=0, new=self.draw.randint(1, self.keys(end)))
+
+    def from_entries(self, begin: int, end: int, leftpad: int, new: int) -> None:
+        B, at, entry = 2, self.draw.randrange(2), self.draw.randrange(3)
+        keys = self.keys(end)
+        cached, capacity = keys - new, keys + leftpad + self.draw.randint(0, 70)
+        caches = []
+        for t in (self.k, self.v):
+            cache = torch.randn(3, capacity, *t.shape[1:]).to(t.dtype)
+            cache[entry] = math.nan
+            cache[entry, leftpad : leftpad + cached] = t[:cached]
+            caches.append(self.view(cache))
+        entries = torch.full((B,), (entry + 1) % 3, dtype=torch.int32)
+        entries[at] = entry
+        lengths = torch.tensor([min(capacity - new, 40)] * B, dtype=torch.int32)
+        lengths[at] = leftpad + cached
+        padding = torch.zeros(B, dtype=torch.int32)
+        padding[at] = leftpad
+        added = {}
+        for name, t in (("k", self.k), ("v", self.v)):
+            if new:
+                added[name] = torch.randn(B, new, *t.shape[1:]).to(t.dtype)
+                added[name][at] = t[cached:keys]
+        self.decode("a cache", begin, end, at, *caches, cache_seqlens=lengths, cache_batch_idx=entries, cache_leftpad=padding, **added)
+
+    def from_pages(self, begin: int, end: int) -> None:
+        B, at, page = 2, self.draw.randrange(2), self.draw.choice([16, 32, 48, 112, 256])
+        keys = self.keys(end)
+        per_sequence = -(-keys // page)
+        pages = B * per_sequence + 2
+        table = torch.tensor(self.draw.sample(range(pages), B * per_sequence), dtype=torch.int32).view(B, per_sequence)
+        caches = []
+        for t in (self.k, self.v):
+            cache = torch.randn(pages, page, *t.shape[1:]).to(t.dtype)
+            padded = torch.full((per_sequence * page, *t.shape[1:]), math.nan).to(t.dtype)
+            padded[:keys] = t[:keys]
+            cache[table[at].long()] = padded.view(per_sequence, page, *t.shape[1:])
+            caches.append(self.view(cache))
+        lengths = torch.tensor([self.draw.randint(0, keys)] * B, dtype=torch.int32)
+        lengths[at] = keys
+        self.decode(f"pages of {page}", begin, end, at, *caches, cache_seqlens=lengths, block_table=table)
+
+    def decode(self, what: str, begin: int, end: int, at: int, k_cache: Tensor, v_cache: Tensor, **others: Any) -> None:
+        q = torch.randn(2, *self.q[begin:end].shape).to(self.q.dtype)
+        q[at] = self.q[begin:end]
+        options = {name: value for name, value in self.call().items() if name != "return_lse"}
+        out, lse = flashattn_ext.flash_attn_with_kvcache(
+            self.view(q), k_cache, v_cache, num_splits=self.draw.choice([0, 1, 3, 7]), return_softmax_lse=True, **others, **options
+        )  # fmt: skip
+        self.check(what, out[at], lse[at], slice(begin, end))
+
+    def rows(self) -> tuple[int, int]:
+        """Some rows; in calls that are aligned at the last key without being causal, the last ones."""
+        S = self.q.shape[0]
+        begin = self.draw.randint(0, S - 1)
+        end = min(S, begin + self.draw.choice([1, 1, 2, 17, S]))
+        aligned = "window_size" in self.options or "alibi_slopes" in self.options
+        return (begin, S) if aligned and not self.options.get("causal") else (begin, end)
+
+
+def hidden_after(keys: int, length: int) -> Mask:
+    return Mask(torch.tensor([[0, 2**30]] * keys + [[0, 0]] * (length - keys), dtype=torch.int32).view(1, 1, length, 2))
+
+
+WAYS: list[Callable[[Sequence, int, int], None]] = [
+    Sequence.in_a_chunk, Sequence.in_a_batch, Sequence.with_padding, Sequence.packed, Sequence.from_cache,
+    Sequence.after_padding_in_a_cache, Sequence.with_new_keys, Sequence.from_pages,
+]  # fmt: skip
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": dict(causal=True),
+    "full": dict(),
+    "window": dict(causal=True, window_size=(70, 0)),
+    "window to both sides": dict(window_size=(200, 3)),
+    "sink": dict(causal=True, sink=torch.tensor([-1.0, 0.0, 2.0, 5.0])),
+    "smooth softmax": dict(causal=True, smooth_softmax=True),
+    "softcap": dict(causal=True, softcap=5.0),
+    "slopes": dict(causal=True, alibi_slopes=torch.tensor([0.5, 0.25, 0.1, 0.0])),
+    "negative scale": dict(causal=True, softmax_scale=-0.3),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_every_way_has_the_bits_of_training(isa: str, way: Callable[..., None], D: int, dtype: torch.dtype) -> None:
+    sequence = Sequence.random(450, 4, 2, D, D, dtype, causal=True)
+    for begin, end in ((449, 450), (192, 193), (3, 4), (0, 450), (100, 290), (300, 316)):
+        way(sequence, begin, end)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options(isa: str, name: str, dtype: torch.dtype) -> None:
+    sequence = Sequence.random(430, 4, 2, 64, 64, dtype, **OPTIONS[name])
+    for way in WAYS:
+        for _ in range(2):
+            way(sequence, *sequence.rows())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_fuzz(seed: int, restore_threads: None) -> None:
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    before = _C.cpu_isa()
+    _C.set_cpu_isa(draw.choice(_C.cpu_isas()))
+    torch.set_num_threads(draw.choice([1, 2, 3]))
+    D, Hk = draw.choice([64, 128, 256, 33, 40, 96]), draw.choice([1, 2])
+    options = dict(draw.choice(list(OPTIONS.values())))
+    for name in ("sink", "alibi_slopes"):
+        if name in options:
+            options[name] = torch.rand(2 * Hk)
+    options |= draw.choice([{}, {"softcap": draw.choice([1.0, 30.0, 2000.0])}])
+    S = draw.choice([draw.randint(1, 80), draw.randint(180, 450), draw.randint(400, 900)])
+    sequence = Sequence.random(S, 2 * Hk, Hk, D, draw.choice([D, D, 24]), draw.choice(DTYPES), **options)
+    sequence.draw = draw
+    for way in draw.sample(WAYS, 5):
+        way(sequence, *sequence.rows())
+    _C.set_cpu_isa(before)
+
+
+def test_one_query_head_for_each_kv_head_and_many(isa: str) -> None:
+    for Hq, Hk in ((1, 1), (3, 3), (8, 1), (20, 2)):
+        sequence = Sequence.random(210, Hq, Hk, 64, 64, torch.bfloat16, causal=True)
+        for way in WAYS:
+            way(sequence, *sequence.rows())
+
+
+def test_values_that_are_not_finite_reach_only_rows_that_see_them(isa: str) -> None:
+    """Values of later keys in the same tile must not change a row: in training they exist, in generation they do not yet."""
+    for dtype in DTYPES:
+        q, k, v = (torch.randn(1, 220, 2, 64).to(dtype) for _ in range(3))
+        v[0, 100, 0, 7], v[0, 101, 1, 3], k[0, 150, 0, 0] = math.nan, math.inf, math.nan
+        out, lse = flashattn_ext.forward(q, k, v, causal=True, return_lse=True, invariant=True)
+        for row in (95, 99, 100, 101, 108, 149):
+            keys = row + 1
+            one, its = flashattn_ext.flash_attn_with_kvcache(
+                q[:, row:keys], k[:, :keys], v[:, :keys], causal=True, return_softmax_lse=True, invariant=True
+            )
+            assert torch.equal(one.isnan(), out[:, row:keys].isnan()) and torch.equal(its[..., 0], lse[..., row])
+            assert torch.equal(one.nan_to_num(), out[:, row:keys].nan_to_num())
+        assert out[0, :100].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+def test_it_is_the_same_attention(isa: str, dtype: torch.dtype) -> None:
+    q, k, v = (torch.randn(2, 300, 4, 64).to(dtype) for _ in range(3))
+    expected = flashattn_ext.attention_reference(q.double(), k.double(), v.double(), causal=True)
+    out = flashattn_ext.forward(q, k, v, causal=True, invariant=True)
+    tolerance = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    assert (out.double() - expected).abs().max() < tolerance
+
+
+def test_dropout_of_a_placed_call_drops_the_same_weights(isa: str) -> None:
+    q, k, v = (torch.randn(1, 300, 2, 64).bfloat16() for _ in range(3))
+    options: dict[str, Any] = dict(causal=True, dropout_p=0.3, rng_seed=5, return_lse=True, invariant=True)
+    out, lse = flashattn_ext.forward(q, k, v, **options)
+    chunk, its = flashattn_ext.forward(q[:, 77:130], k[:, :130], v[:, :130], origin=(0, 0, 77, 0), **options)
+    assert torch.equal(chunk, out[:, 77:130]) and torch.equal(its, lse[..., 77:130])
+
+
+def test_the_gradient_is_that_of_the_ordinary_call() -> None:
+    leaves = [torch.randn(1, 200, 2, 32, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    gradients = [
+        torch.autograd.grad(flashattn_ext.forward(*leaves, causal=True, invariant=invariant).square().sum(), leaves)
+        for invariant in (False, True)
+    ]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_the_module() -> None:
+    q, k, v = (torch.randn(1, 200, 2, 64) for _ in range(3))
+    module = flashattn_ext.FlashAttention(causal=True, invariant=True)
+    assert module.invariant and "invariant=True" in repr(module)
+    step = flashattn_ext.flash_attn_with_kvcache(q[:, 150:151], k[:, :151], v[:, :151], causal=True, invariant=True)
+    assert torch.equal(module(q, k, v)[:, 150:151], step)
+    with pytest.raises(TypeError, match="invariant"):
+        flashattn_ext.FlashAttention(invariant=1)  # type: ignore[arg-type]
+
+
+def test_refused() -> None:
+    q = torch.randn(1, 20, 2, 64)
+    with pytest.raises(NotImplementedError, match="origin whose key is not 0"):
+        flashattn_ext.forward(q, q, q, origin=(0, 0, 8, 8), invariant=True)
+    with pytest.raises(NotImplementedError, match="invariant"):
+        fax.register("fax-invariant-and-shared", cp_group=object(), invariant=True)
+
+
+@pytest.mark.dtypes("bfloat16")
+def test_backends_without_it_refuse_it_in_words(device: str, dtype: torch.dtype) -> None:
+    q = torch.randn(1, 20, 2, 64, device=device).to(dtype)
+    if device == "cpu" and not _C.forced_backend():
+        assert flashattn_ext.forward(q, q, q, invariant=True).isfinite().all()
+        return
+    with pytest.raises(NotImplementedError, match="invariant=True is not implemented by the .* kernels"):
+        flashattn_ext.forward(q, q, q, invariant=True)
