@@ -51,6 +51,7 @@ class Case:
     window: int = 0  # of a causal row: the most keys that a query sees, its own included; 0: all
     deterministic: bool = False
     derivative: str = ""  # a key of DERIVATIVES, in place of a forward or backward
+    invariant: bool = False
 
     @property
     def pairs(self) -> int:
@@ -96,8 +97,8 @@ class Case:
         """Reference calls of ours whose rates show what the options of this row cost: name -> case."""
         if self.lengths:
             return {DENSE: self.dense()}
-        if self.score or self.dropout or self.deterministic:
-            return {PLAIN: replace(self, score="", dropout=0.0, deterministic=False)}
+        if self.score or self.dropout or self.deterministic or self.invariant:
+            return {PLAIN: replace(self, score="", dropout=0.0, deterministic=False, invariant=False)}
         if self.window:
             return {CAUSAL: replace(self, window=0)}
         if self.dtype == "fp8":
@@ -115,7 +116,8 @@ class Case:
         """In words, with the other options of the row."""
         words = [self.pattern or ("causal" if self.causal else "full"), self.score]
         words += [self.window and f"window {self.window}", self.dropout and f"p={self.dropout:g}"]
-        return " ".join(filter(None, [*words, self.deterministic and "deterministic"]))
+        words += [self.deterministic and "deterministic", self.invariant and "invariant"]
+        return " ".join(filter(None, words))
 
     @property
     def direction(self) -> str:

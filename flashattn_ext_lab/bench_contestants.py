@@ -185,7 +185,7 @@ def keywords(case: Case, rng_seed: int | None) -> dict[str, Any]:
 
 
 def ours(rng_seed: int | None, case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    options = {**keywords(case, rng_seed), "deterministic": case.deterministic}
+    options = {**keywords(case, rng_seed), "deterministic": case.deterministic, "invariant": case.invariant}
     if not case.lengths:
         return flashattn_ext.forward(q, k, v, **options, **_extras_of(case, q).keywords)
     starts = _starts(case.lengths, q.device)

@@ -26,6 +26,7 @@ from .devices import choose_device, describe_machine
 from .timing import Timing, time_on
 
 SDPA = "torch sdpa"
+INVARIANT = "ours, invariant"
 ROTATION_BYTES = 512 << 20  # total size of the KV caches in rotation, larger than any hardware cache
 
 
@@ -176,6 +177,9 @@ def _lengths(case: Case, device: torch.device) -> Tensor:
 def _contestants(case: Case, bench: Bench) -> dict[str, Callable[..., Tensor]]:
     """The attentions that support the case, of a query and a pair of caches."""
     calls = {OURS: _decoding(case, bench.device, flashattn_ext.flash_attn_with_kvcache, "block_table")}
+    if bench.device.type == "cpu":
+        invariant = partial(flashattn_ext.flash_attn_with_kvcache, invariant=True)
+        calls[INVARIANT] = _decoding(case, bench.device, invariant, "block_table")
     if case.dtype == "fp8":
         return calls
     if not (
@@ -223,7 +227,7 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
         **SHAPE,
         "pages": lambda row: row["page"] or "none",
         "MB": lambda row: f"{row['bytes'] / 1e6:.0f}",
-        **parts("bytes_per_s", (OURS, SDPA, FA3), ".1f", scale=1e-9),
+        **parts("bytes_per_s", (OURS, INVARIANT, SDPA, FA3), ".1f", scale=1e-9),
         **fields({"of memory rate": "of_memory_rate", "spread": "spread"}, ".0%"),
     }
     print_rows(about, columns, results["rows"], markdown=markdown)

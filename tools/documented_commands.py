@@ -100,6 +100,7 @@ CODE = {
     "docs/training_loop.md": "",
     "docs/masks.md": "",
     "docs/deterministic.md": "",
+    "docs/invariant.md": "",
     "docs/migrating.md": "",
     "docs/decoding.md": "",
     "docs/derivatives.md": "",

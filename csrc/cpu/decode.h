@@ -10,6 +10,7 @@
 #include "append.h"
 #include "decode_products.h"
 #include "forward.h"
+#include "invariant_decode.h"
 
 namespace flashattn_ext {
 namespace FLASHATTN_ISA {
@@ -22,10 +23,11 @@ class DecodePlan {
  public:
   explicit DecodePlan(const DecodeParams& params) : p(params) {}
 
-  // Rows per KV head: queries times query heads per KV head; 0 for sequences that forward.h computes.
+  // Rows per KV head: queries times query heads per KV head; 0 for sequences that forward.h or invariant_decode.h
+  // computes.
   int64_t rows(int64_t b) const {
     const int64_t queries = query_sequence(p, b).length;
-    return p.heads_k > 0 && has_few_queries(p, queries) ? queries * p.group_size() : 0;
+    return has_few_queries(p, queries) && !p.invariant ? queries * p.group_size() : 0;
   }
   int64_t blocks(int64_t b) const { return ceil_div(rows(b), kDecodeRows); }
   // Number of KV splits. The choice depends only on the sequence, so that the result is bit-identical for every batch
@@ -508,7 +510,8 @@ class Decode {
 template <class In, class Op>
 inline int64_t decode_workspace_bytes(const DecodeParams& p, int64_t workers) {
   const DecodeWorkspace<In, Op> w(p, workers, nullptr);
-  const int64_t scratch = greater(DecodeScratch<In, Op>(w, nullptr).bytes, ForwardScratch<In, Op>(p, nullptr).bytes);
+  int64_t scratch = greater(DecodeScratch<In, Op>(w, nullptr).bytes, ForwardScratch<In, Op>(p, nullptr).bytes);
+  if (p.invariant) scratch = greater(scratch, InvariantDecodeScratch<In, Op>(p, nullptr).bytes);
   return w.bytes + workers * scratch;
 }
 
@@ -563,10 +566,15 @@ void decode(const DecodeParams& params) {
   });
 
   p.workspace = w.scratch;
+  const auto rest = [&p](auto* rule) {
+    using Rule = std::decay_t<decltype(*rule)>;
+    if (p.invariant) decode_invariantly<In, Op, Accuracy, Rule>(p);
+    forward<In, Op, Accuracy, Rule>(p, &p);
+  };
   if (p.softcap > 0 || p.has_bias()) {
-    forward<In, Op, Accuracy, GeneralScore<Real, Accuracy>>(p, &p);
+    rest(static_cast<GeneralScore<Real, Accuracy>*>(nullptr));
   } else {
-    forward<In, Op, Accuracy, PlainScore<Real, true>>(p, &p);
+    rest(static_cast<PlainScore<Real, true>*>(nullptr));
   }
 }
 

@@ -53,9 +53,44 @@ struct ForwardScratch {
         bytes(carve.used()) {}
 };
 
-// Whether decode.h computes a sequence of a decoding call: it reads the KV cache once for all query heads of a KV head
-// and splits the keys. Its sums have another order, so that it computes no invariant call.
-inline bool has_few_queries(const AttnParams& p, int64_t queries) { return queries <= 16 && !p.invariant; }
+// Whether decode.h, or in invariant calls invariant_decode.h, computes a sequence of a decoding call: it reads the KV
+// cache once for all query heads of a KV head. invariant_decode.h has no biases.
+inline bool has_few_queries(const AttnParams& p, int64_t queries) {
+  return queries <= 16 && p.heads_k > 0 && !(p.invariant && p.has_bias());
+}
+
+// The running maximum and sum of a row before its first key. The sink initialises them like a key (smooth softmax:
+// logit 0).
+template <class Real>
+struct RowStart {
+  RowStart(const AttnParams& p, int64_t head) {
+    const Real sink = p.sink ? static_cast<const Real*>(p.sink)[head] : Real(0);
+    const bool has_sink = p.has_sink && sink_counts(sink);
+    max = has_sink ? sink_maximum(sink) : -std::numeric_limits<Real>::infinity();
+    sum = has_sink ? Real(1) : Real(0);
+  }
+  Real max, sum;
+};
+
+// The statistics of a row after its last key. largest: used in calls that return the largest logits.
+template <class Real>
+struct FinalRow {
+  Real max, sum, largest;
+
+  bool is_empty() const { return sum == 0; }  // no visible key and no sink
+};
+
+// Writes out, lse and the largest logit of a row. sums: its unnormalised out, which is scaled in place.
+template <class In, class Real>
+inline void write_row(const AttnParams& p, int64_t batch, int64_t head, int64_t row, Real* sums,
+                      const FinalRow<Real>& of) {
+  const Real inverse_keep = static_cast<Real>(1.0 / keep_probability(p.dropout_threshold));
+  const Real factor = inverse_keep * descale_of_values<In>(p, batch, head / p.group_size());
+  write_out<In>(p, batch, head, row, sums, of.is_empty() ? Real(0) : factor / of.sum);
+  *row_of<Real>(p.lse, batch, head, row) =
+      of.is_empty() ? -std::numeric_limits<Real>::infinity() : row_lse(of.max, std::log2(of.sum));
+  if (p.row_maxima.data) *row_of<Real>(p.row_maxima, batch, head, row) = of.largest * kLn2<Real>;
+}
 
 template <class In, class Op, class Accuracy, class Rule>
 class Forward {
@@ -107,12 +142,10 @@ class Forward {
     });
     lane_count = round_up(row_count, Op::S::kWidth);
     q_transposed = transposed_panels<Op>(scratch.q_transposed, q, row_count, lane_count, scratch.units);
-    // The sink initialises the running maximum and sum like a first key (smooth softmax: logit 0).
-    const Real sink = p.sink ? static_cast<const Real*>(p.sink)[head] : Real(0);
-    const bool has_sink = p.has_sink && sink_counts(sink);
+    const RowStart<Real> start(p, head);
     for (int64_t i = 0; i < lane_count; ++i) {
-      scratch.rows.max[i] = has_sink ? sink_maximum(sink) : -std::numeric_limits<Real>::infinity();
-      scratch.rows.sum[i] = has_sink ? Real(1) : Real(0);
+      scratch.rows.max[i] = start.max;
+      scratch.rows.sum[i] = start.sum;
       if (p.row_maxima.data) scratch.rows.largest[i] = -std::numeric_limits<Real>::infinity();
       for (int c = 0; p.centres.data && c < kCentres; ++c) scratch.rows.centres.sums[c * size.queries + i] = 0;
     }
@@ -178,21 +211,15 @@ class Forward {
   }
 
   void write(const Sequence& queries) {
-    const Real infinity = std::numeric_limits<Real>::infinity();
-    const Real inverse_keep = static_cast<Real>(1.0 / keep_probability(p.dropout_threshold));
-    const Real factor = inverse_keep * descale_of_values<In>(p, batch, head / p.group_size());
     for (int64_t i = 0; i < row_count; ++i) {
       const int64_t row = queries.start + row0 + i;
-      const Real sum = scratch.rows.sum[i];
-      const bool empty = sum == 0;  // no visible key and no sink
-      Real* const sums = scratch.out + i * scratch.columns_v;
-      write_out<In>(p, batch, head, row, sums, empty ? Real(0) : factor / sum);
+      const FinalRow<Real> of{scratch.rows.max[i], scratch.rows.sum[i],
+                              p.row_maxima.data ? scratch.rows.largest[i] : Real(0)};
+      write_row<In>(p, batch, head, row, scratch.out + i * scratch.columns_v, of);
       for (int c = 0; p.centres.data && c < kCentres; ++c) {
         const Real centre = scratch.rows.centres.sums[c * size.queries + i];
-        row_of<Real>(p.centres, batch, head, row)[c] = empty ? Real(0) : centre / sum;
+        row_of<Real>(p.centres, batch, head, row)[c] = of.is_empty() ? Real(0) : centre / of.sum;
       }
-      *row_of<Real>(p.lse, batch, head, row) = empty ? -infinity : row_lse(scratch.rows.max[i], std::log2(sum));
-      if (p.row_maxima.data) *row_of<Real>(p.row_maxima, batch, head, row) = scratch.rows.largest[i] * kLn2<Real>;
     }
   }
 
@@ -208,7 +235,7 @@ class Forward {
   int64_t batch = 0, head = 0, row0 = 0, row_count = 0, lane_count = 0;
 };
 
-// cache: the same params in a decoding call, whose sequences with few queries are skipped: decode.h computes them.
+// cache: the same params in a decoding call, whose sequences with few queries are skipped.
 template <class In, class Op, class Accuracy, class Rule>
 void forward(const AttnParams& p, const DecodeParams* cache = nullptr) {
   const TileSize size = tile_size<Op>(p);

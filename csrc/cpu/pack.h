@@ -274,6 +274,14 @@ struct PanelForms<Bf16DotOp> {
   static float of_query(const float* panel, int64_t stride, int64_t key, int64_t lane) {
     return widen(reinterpret_cast<const BFloat16*>(panel + key * stride)[lane]);
   }
+  // For products along keys of one row: `count` weights of adjacent keys, rounded up to whole vectors of two.
+  static void of_row(uint32_t* to, const float* weights, int64_t count) {
+    for (int64_t j = 0; j < count; j += 32) {
+      const __m512 first = _mm512_loadu_ps(weights + j);
+      const __m512 second = j + 16 < count ? _mm512_loadu_ps(weights + j + 16) : _mm512_setzero_ps();
+      _mm512_storeu_si512(to + j / 2, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
+    }
+  }
   static float of_key(const uint32_t* panel, int64_t stride, int64_t key, int64_t lane) {
     return widen(reinterpret_cast<const BFloat16*>(panel + key / 2 * stride + lane)[key % 2]);
   }
