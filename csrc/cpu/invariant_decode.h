@@ -14,6 +14,7 @@ namespace flashattn_ext {
 namespace FLASHATTN_ISA {
 
 constexpr int64_t kInvariantRows = 64;  // maximum rows of a block: queries times query heads of a KV head
+constexpr int64_t kValueKeys = 32;      // values that the second product reads at a time, from the L1 cache
 
 template <class In, class Op>
 struct InvariantDecodeScratch {
@@ -26,8 +27,8 @@ struct InvariantDecodeScratch {
   TileSize size;
   int64_t units, units_v, columns_v;  // as in ForwardScratch
   Unit* q;                            // [rows][units]
-  Unit *keys, *staged_v;              // staged rows of a tile
-  Unit *keys_transposed, *values;     // B operands
+  Unit *keys, *staged_v;              // staged rows: kPanel keys, kValueKeys values
+  Unit *keys_transposed, *values;     // the same as B operands
   Real* scores;                       // [rows][size.keys], later weights
   Unit* weights;                      // [rows][size.keys / 2]: pairs of weights, bfloat16 only
   Real* hides;                        // [size.keys]: 1 where a key is masked for the current row, else 0
@@ -44,10 +45,10 @@ struct InvariantDecodeScratch {
         units_v(padded_units<Op>(p.head_dim_v)),
         columns_v(units_v * Op::kPack),
         q(carve.take<Unit>(kInvariantRows * units)),
-        keys(carve.take<Unit>(size.keys * units)),
-        staged_v(carve.take<Unit>(size.keys * units_v)),
-        keys_transposed(carve.take<Unit>(units * round_up(size.keys, kPanel<Op>))),
-        values(carve.take<Unit>(row_panel_units<Op>(size.keys, units_v))),
+        keys(carve.take<Unit>(kPanel<Op> * units)),
+        staged_v(carve.take<Unit>(kValueKeys * units_v)),
+        keys_transposed(carve.take<Unit>(kPanel<Op> * units)),
+        values(carve.take<Unit>(row_panel_units<Op>(kValueKeys, units_v))),
         scores(carve.take<Real>(kInvariantRows * size.keys)),
         weights(carve.take<Unit>(Op::kPack == 2 ? kInvariantRows * size.keys / 2 : 0)),
         hides(carve.take<Real>(size.keys)),
@@ -56,7 +57,7 @@ struct InvariantDecodeScratch {
         sum(carve.take<Real>(kInvariantRows)),
         rescale(carve.take<Real>(kInvariantRows)),
         largest(carve.take<Real>(kInvariantRows)),
-        isolated_v(true, size.keys, units_v, &carve),
+        isolated_v(true, kValueKeys, units_v, &carve),
         gathered(p, size.keys, &carve),
         bytes(carve.used()) {}
 };
@@ -90,7 +91,8 @@ class InvariantDecode {
       const IndexRange tile{key0, lesser(key0 + size.keys, visible.end)};
       const KeyRun run = keys.run(key0, tile.end - key0);
       const bool is_run = run.count == tile.end - key0;
-      key_tile(mask, keys, is_run ? rows_of_run<In>(p, run, hk) : scratch.gathered.gather(p, keys, tile, hk), tile);
+      key_tile(mask, keys, is_run ? rows_of_run<In>(p, run, hk) : scratch.gathered.gather(p, keys, tile, hk), tile,
+               {tile.end, lesser(tile.end + size.keys, visible.end)});
     }
     for (int64_t r = 0; r < row_count; ++r) write(queries, r);
   }
@@ -116,31 +118,70 @@ class InvariantDecode {
     std::fill(scratch.out, scratch.out + row_count * scratch.columns_v, Real(0));
   }
 
-  void key_tile(const Mask& mask, const KeyLocator& keys, const TileRows<In>& rows, IndexRange tile) {
+  // next: the tile after this one, which is prefetched; empty after the last.
+  void key_tile(const Mask& mask, const KeyLocator& keys, const TileRows<In>& rows, IndexRange tile, IndexRange next) {
+    constexpr int64_t P = kPanel<Op>;
     const int64_t count = tile.end - tile.begin, lanes = round_up(count, W);
-    const StagedRows<Op> k = stage_rows<Op>(rows.k, rows.k_stride, count, p.head_dim, scratch.keys);
-    const Panels<Op> k_transposed = transposed_panels<Op>(scratch.keys_transposed, k, count, lanes, scratch.units);
-    const Gemm<Op> qk{scratch.q, scratch.units, k_transposed, scratch.scores, size.keys};
-    for (int64_t lane = 0; lane < lanes; lane += kPanel<Op>) {
-      score_product(qk, {0, row_count}, {lane, lesser(lane + kPanel<Op>, lanes)}, ceil_div(p.head_dim, Op::kPack));
+    for (int64_t first = 0; first < count; first += P) {
+      ask_for(p.k, p.head_dim, keys, {next.begin + first, lesser(next.begin + first + P, next.end)});
+      const int64_t n = lesser(P, count - first), panel_lanes = round_up(n, W);
+      const StagedRows<Op> k =
+          stage_rows<Op>(rows.k + first * rows.k_stride, rows.k_stride, n, p.head_dim, scratch.keys);
+      const Panels<Op> panel = transposed_panels<Op>(scratch.keys_transposed, k, n, panel_lanes, scratch.units);
+      const Gemm<Op> qk{scratch.q, scratch.units, panel, scratch.scores + first, size.keys};
+      score_product(qk, {0, row_count}, {0, panel_lanes}, ceil_div(p.head_dim, Op::kPack));
     }
     for (int64_t r = 0; r < row_count; ++r) weigh(r, find_hidden(mask, keys, r, tile, lanes), lanes);
     add_weights(count);
 
-    StagedRows<Op> v_rows = stage_rows<Op>(rows.v, rows.v_stride, count, p.head_dim_v, scratch.staged_v);
-    v_rows = scratch.isolated_v.find(rows.v, rows.v_stride, count, p.head_dim_v, v_rows);
-    const Panels<Op> v = row_panels<Op>(v_rows, count, scratch.units_v, scratch.values);
-    const Gemm<Op> pv{a_of_values(), size.keys / Op::kPack, v, scratch.out, scratch.columns_v, scratch.rescale};
-    gemm<Order::kRowMajor, Init::kScale>(pv, {0, row_count}, {0, scratch.columns_v}, [count](int64_t, int64_t) {
-      return IndexRange{0, ceil_div(count, Op::kPack)};
-    });
-    const auto rows_that_see = [&](int64_t key, auto body) {
-      for (int64_t r = 0; r < row_count; ++r) {
-        if (sees(mask, keys, r, tile.begin + key)) body(r);
+    bool isolates = false;
+    for (int64_t first = 0; first < count; first += kValueKeys) {
+      ask_for(p.v, p.head_dim_v, keys, {next.begin + first, lesser(next.begin + first + kValueKeys, next.end)});
+      const int64_t n = lesser(kValueKeys, count - first);
+      const Panels<Op> v = row_panels<Op>(finite_values(rows, first, n), n, scratch.units_v, scratch.values);
+      isolates = isolates || scratch.isolated_v.any();
+      const Gemm<Op> pv{
+          weights() + first / Op::kPack, size.keys / Op::kPack, v, scratch.out, scratch.columns_v, scratch.rescale};
+      const auto all_keys = [n](int64_t, int64_t) { return IndexRange{0, ceil_div(n, Op::kPack)}; };
+      if (first == 0) {
+        gemm<Order::kRowMajor, Init::kScale>(pv, {0, row_count}, {0, scratch.columns_v}, all_keys);
+      } else {
+        gemm<Order::kRowMajor, Init::kAccumulate>(pv, {0, row_count}, {0, scratch.columns_v}, all_keys);
       }
-    };
-    scratch.isolated_v.add(scratch.out, scratch.columns_v, rows_that_see,
-                           [&](int64_t r, int64_t key) { return weight_of(r, key); });
+    }
+    for (int64_t first = 0; isolates && first < count; first += kValueKeys) {
+      finite_values(rows, first, lesser(kValueKeys, count - first));
+      const auto rows_that_see = [&](int64_t key, auto body) {
+        for (int64_t r = 0; r < row_count; ++r) {
+          if (sees(mask, keys, r, tile.begin + first + key)) body(r);
+        }
+      };
+      scratch.isolated_v.add(scratch.out, scratch.columns_v, rows_that_see,
+                             [&](int64_t r, int64_t key) { return weight_of(r, first + key); });
+    }
+  }
+
+  // The staged values of keys [first, first + count) of the tile, without the non-finite ones, which isolated_v has.
+  StagedRows<Op> finite_values(const TileRows<In>& rows, int64_t first, int64_t count) {
+    const In* const from = rows.v + first * rows.v_stride;
+    const StagedRows<Op> staged = stage_rows<Op>(from, rows.v_stride, count, p.head_dim_v, scratch.staged_v);
+    return scratch.isolated_v.find(from, rows.v_stride, count, p.head_dim_v, staged);
+  }
+
+  // Prefetches the rows of some keys: heads are adjacent in memory, so that the rows of one head are far apart, which
+  // defeats the hardware prefetcher.
+  void ask_for(const TensorView& t, int64_t columns, const KeyLocator& keys, IndexRange range) const {
+    constexpr int64_t kLine = 64;
+    KeyRun run;
+    for (int64_t key = range.begin; key < range.end; key += run.count) {
+      run = keys.run(key, range.end - key);
+      for (int64_t n = 0; n < run.count; ++n) {
+        const auto* const row = reinterpret_cast<const char*>(row_of<const In>(t, run.entry, hk, run.row + n));
+        for (int64_t byte = 0; byte < columns * static_cast<int64_t>(sizeof(In)); byte += kLine) {
+          prefetch<false>(row + byte);
+        }
+      }
+    }
   }
 
   bool sees(const Mask& mask, const KeyLocator& keys, int64_t r, int64_t key) const {
@@ -215,7 +256,8 @@ class InvariantDecode {
       }
     }
   }
-  const Unit* a_of_values() const {
+  // The weights as the A operand of the second product: [rows][size.keys / kPack].
+  const Unit* weights() const {
     if constexpr (Op::kPack == 2) {
       return scratch.weights;
     } else {

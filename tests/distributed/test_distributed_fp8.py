@@ -1,4 +1,4 @@
-"""fp8 over ranks, on a group of one: DTensors carry it, and a sequence that is split over ranks refuses it."""
+"""fp8 over ranks, on a group of one: DTensors carry it; a sequence that is split over ranks refuses it, and invariant=True."""
 
 from __future__ import annotations
 
@@ -44,3 +44,9 @@ def test_a_split_sequence_is_refused(one_rank: None, name: str) -> None:
     q = q.to(FP8) if name == "q" else q
     with pytest.raises(NotImplementedError, match=rf"{name}: float8_e4m3fn.*distributed.*bfloat16"):
         flashattn_ext.distributed.attention(q, q, q, **given)
+
+
+def test_invariant_calls_are_refused(one_rank: None) -> None:
+    q = torch.randn(1, 8, 2, 16)
+    with pytest.raises(NotImplementedError, match="invariant: expected False in flashattn_ext.distributed"):
+        flashattn_ext.distributed.attention(q, q, q, invariant=True)
