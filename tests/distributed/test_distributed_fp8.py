@@ -48,5 +48,5 @@ def test_a_split_sequence_is_refused(one_rank: None, name: str) -> None:
 
 def test_invariant_calls_are_refused(one_rank: None) -> None:
     q = torch.randn(1, 8, 2, 16)
-    with pytest.raises(NotImplementedError, match="invariant: expected False in flashattn_ext.distributed"):
+    with pytest.raises(NotImplementedError, match=r"invariant: expected False in flashattn_ext\.distributed"):
         flashattn_ext.distributed.attention(q, q, q, invariant=True)
