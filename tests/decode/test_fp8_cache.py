@@ -195,6 +195,18 @@ def test_prefill_with_many_rows(device: str, page_size: int) -> None:
     check(case, False, False, device=device)
 
 
+def test_a_sink_far_above_the_logits(device: str) -> None:
+    """The weights of the keys are tiny, and as precise as others."""
+    q, k_cache, v_cache = (torch.randn(2, S, H, 64).to(FP8) for S, H in ((1, 4), (90, 2), (90, 2)))
+    sink = torch.tensor([25.0, 0.0, 40.0, -3.0])
+    out = flashattn_ext.flash_attn_with_kvcache(
+        *(t.to(device) for t in (q, k_cache, v_cache)), sink=sink.to(device), out_dtype=torch.float32
+    ).cpu()
+    ref = flashattn_ext.attention_reference(*(t.double() for t in (q, k_cache, v_cache)), sink=sink.double())
+    for head in range(4):
+        assert (out[:, :, head].double() - ref[:, :, head]).norm() <= 2**-8 * ref[:, :, head].norm()
+
+
 def test_appended_values_saturate_and_keep_nan(device: str) -> None:
     cache = torch.zeros(1, 4, 1, 16).to(FP8).to(device)
     k = torch.tensor(

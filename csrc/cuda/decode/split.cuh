@@ -453,9 +453,10 @@ struct Split {
     }
   }
 
-  // Initialises accumulators and softmax. The sink is counted once: by team 0 of the task's first part.
+  // Initialises accumulators and softmax. The sink is counted once: by team 0 of the task's first part. In fp8 the
+  // epilogue counts it: weights relative to a sink far above the logits would vanish in float16.
   __device__ __forceinline__ void start_rows() {
-    const bool has_sink = p.has_sink && part().is_first && team() == 0;
+    const bool has_sink = !kIsFp8 && p.has_sink && part().is_first && team() == 0;
     if constexpr (kIsFp8) {
       of_products = p.descale_q.of(part().b, part().head_k) * p.descale_k.of(part().b, part().head_k);
     }
@@ -665,6 +666,11 @@ struct Split {
       for (int n = 0; n < kMostTeams; ++n) own[n] = n < teams ? row_sums[n * kRows + i] : RowSum{-infinity(), 0.f};
 #pragma unroll
       for (int n = 0; n < kMostTeams; ++n) max = fmaxf(max, own[n].max);
+      if constexpr (kIsFp8) {
+        const float sink = p.has_sink && part().is_first ? head_sink(p, row(i).head) : -infinity();
+        max = fmaxf(max, sink);
+        if (sink_counts(sink)) sum = ptx::ex2(sink - finite_max(max));
+      }
 #pragma unroll
       for (int n = 0; n < kMostTeams; ++n) {
         if (own[n].sum == 0) continue;
