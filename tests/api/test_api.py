@@ -58,7 +58,15 @@ def test_options_have_the_same_names_and_defaults_everywhere(name: str) -> None:
 
 def test_attention_weights_has_every_option_but_dropout_and_fp8() -> None:
     parameters = inspect.signature(flashattn_ext.attention_weights).parameters
-    not_of_weights = {"dropout_p", "rng_seed", "deterministic", "invariant", "return_lse", "return_max_logits", "out_dtype"}
+    not_of_weights = {
+        "dropout_p",
+        "rng_seed",
+        "deterministic",
+        "invariant",
+        "return_lse",
+        "return_max_logits",
+        "out_dtype",
+    }
     not_of_weights |= {"descale_q", "descale_k", "descale_v"}
     expected = {name: default for name, default in OPTIONS.items() if name not in not_of_weights} | {
         "layout": "bshd",
