@@ -20,7 +20,7 @@ from flashattn_ext import FlashAttentionFunction, attention_reference
 from flashattn_ext.options import CallOptions
 
 OPTIONS = {"causal": True, "softmax_scale": 0.35, "softcap": 1.5}
-CALL_OPTIONS = CallOptions(0, 0, False, 0.35, 1.5, True, -1, -1, 0.0, False, False, None)
+CALL_OPTIONS = CallOptions(**OPTIONS)
 
 Attention = Callable[..., tuple[Tensor, Tensor]]
 
