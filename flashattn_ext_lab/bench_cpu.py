@@ -38,7 +38,9 @@ def measure(*, quick: bool) -> dict[str, Any]:
     options = [Case(1, H, H, S, 64, score != "bias", "fp32", score=score) for score in SCORE_OPTIONS]
     options += [Case(1, H, H, S, 64, of.causal, "fp32", pattern=name) for name, of in PATTERNS.items()]
     options = [replace(case, backward=backward) for case in options for backward in ways]
-    options += [Case(1, H, H, S, D, True, dtype, invariant=True) for D in (64, 128) for dtype in DTYPES]
+    options += [
+        Case(1, H, H, S, D, True, dtype, invariant=True) for D in (64, 128) for dtype in ("fp32", "bf16", "fp16")
+    ]
     return {
         **describe_machine(),
         "fma_peak_gflops": flashattn_ext._C.cpu_peak_gflops(torch.get_num_threads()),

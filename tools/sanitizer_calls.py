@@ -103,6 +103,47 @@ def call_with_caches(dtype: torch.dtype, head_dim: int) -> int:
     return len(choices)
 
 
+def call_with_derivatives(dtype: torch.dtype, head_dim: int) -> int:
+    """Runs the double backward of dense and packed calls, which has the kernels of both derivatives; returns the number of calls."""
+    choices = list(itertools.product((0.0, 0.3), (False, True)))
+    for dropout_p, deterministic in choices:
+        options = dict(causal=True, dropout_p=dropout_p, deterministic=deterministic, rng_seed=1)
+        alibi_slopes = torch.rand(4, device="cuda", requires_grad=True) if deterministic else None
+        for packed in (False, True):
+            q, k, v = leaves(dtype, head_dim, *((70,) if packed else (1, 70)))
+            cu = torch.tensor([0, 30, 70] if deterministic else [0, 500, -7], dtype=torch.int32, device="cuda")
+            if packed:
+                out = flashattn_ext.varlen_forward(q, k, v, cu, cu, 20, 20, alibi_slopes=alibi_slopes, **options)
+            else:
+                out = flashattn_ext.forward(q, k, v, alibi_slopes=alibi_slopes, softcap=3.0, **options)
+            first = torch.autograd.grad(out.float().square().sum(), (q, k, v), create_graph=True)
+            torch.autograd.grad(sum(t.float().square().sum() for t in first), (q, k, v))
+    return 2 * len(choices)
+
+
+def call_with_fp8(head_dim: int) -> int:
+    """Runs forward and decoding calls in fp8; returns the number of calls."""
+
+    def elements(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda").to(torch.float8_e4m3fn)
+
+    descales = {f"descale_{name}": torch.rand(2, 2, device="cuda") for name in "qkv"}
+    choices = list(itertools.product((1, 20, 130), (0, 16), (False, True)))
+    for Sq, page_size, is_causal in choices:
+        q, k, v = (elements(2, rows, heads, head_dim) for rows, heads in ((Sq, 32), (400, 2), (400, 2)))
+        flashattn_ext.forward(q, k, v, causal=is_causal, softcap=0.0 if page_size else 3.0, **descales)
+        pages = 50 if page_size else 2
+        caches = [elements(pages, page_size or 400, 2, head_dim) for _ in range(2)]
+        new = [torch.randn(2, Sq, 2, head_dim, device="cuda").bfloat16() for _ in range(2)]
+        table = torch.randperm(50, device="cuda").view(2, 25).int() if page_size else None
+        lengths = torch.tensor([250, 17], dtype=torch.int32, device="cuda")
+        flashattn_ext.flash_attn_with_kvcache(
+            q.bfloat16() if is_causal else q, *caches, *new, cache_seqlens=lengths, block_table=table, causal=is_causal,
+            **{name: descale for name, descale in descales.items() if name != "descale_q" or not is_causal},
+        )  # fmt: skip
+    return 2 * len(choices)
+
+
 def main() -> None:
     calls = 0
     dtypes = [getattr(torch, name) for name in sys.argv[1:] or DTYPES]
@@ -124,6 +165,10 @@ def main() -> None:
         calls += call_with_masks(dtype, head_dim)
         calls += call_with_biases(dtype, head_dim)
         calls += call_with_caches(dtype, head_dim)
+        if head_dim <= 256:
+            calls += call_with_derivatives(dtype, head_dim)
+        if dtype == torch.bfloat16:
+            calls += call_with_fp8(head_dim)
     flashattn_ext.dropout_mask(2, 3, 17, 19, 0.3, 1, "cuda")
     torch.cuda.synchronize()
     print(f"{calls} calls")

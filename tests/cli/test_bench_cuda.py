@@ -85,7 +85,9 @@ def test_drawn_lengths_have_the_total() -> None:
 def test_cases_of_sets_and_passes() -> None:
     derivatives = bench_cases.cases(["derivatives"], "both")
     assert derivatives == [replace(case, set="derivatives") for case in SETS["derivatives"]]
-    assert len(bench_cases.cases(None, "both")) == 2 * sum(map(len, SETS.values())) - len(derivatives) - len(SETS["fp8"])
+    assert len(bench_cases.cases(None, "both")) == 2 * sum(map(len, SETS.values())) - len(derivatives) - len(
+        SETS["fp8"]
+    )
     assert not bench_cases.cases(["fp8"], "backward")
     assert SETS["fp8"][0].beside() == {"bf16": replace(SETS["fp8"][0], dtype="bf16")}
     chosen = bench_cases.cases(["gqa", "align"], "backward")
