@@ -1,5 +1,5 @@
-"""The compiled sources and their flags, for setup.py, tools/check_cuda_sources.sh and the private builds of the command line with
-other tiles. Needs only the Python standard library.
+"""The compiled sources and their flags, for setup.py, tools/check_cuda_sources.sh and private_build.py, which compiles other tiles.
+Needs only the Python standard library.
 
 The kernels come from csrc/cuda/table/kernel_table.h: a source instantiates the rows of one architecture, stage, element type, class
 of head dims and group of options, so that sources compile in parallel.

@@ -1,16 +1,20 @@
 """`bench tune`: the fastest tile for each kind of call, compared with the default one.
 
 On CUDA the tiles come from csrc/cuda/table/kernel_table.h, for 16-bit types; all but the default are compiled from the checkout when they are first
-measured (private_build.py). On the CPU they are pairs of sizes, which the kernels take as arguments.
+measured (csrc/private_build.py). On the CPU they are pairs of sizes, which the kernels take as arguments.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import operator
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -19,12 +23,11 @@ from torch import Tensor
 import flashattn_ext
 from flashattn_ext import _C
 
-from . import bench_cuda, private_build
+from . import bench_cuda
 from .bench_cases import OURS, Case
 from .bench_contestants import inputs, tensors_of, timed_call
 from .console import Columns, CommandError, fields, print_rows, text_of, track
 from .devices import choose_device, describe_machine
-from .private_build import PrivateBuild
 from .timing import Timing, reported, time_on
 
 DTYPE, DROPOUT = "bf16", 0.1
@@ -35,14 +38,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Tile:
-    """A tile to be measured, of a backend of the package or of a private build."""
+    """A tile to be measured, of a backend of the package or of a private build, which has to be loaded."""
 
     name: str
-    backend: str | PrivateBuild
+    backend: str
+    build: Any = None  # a PrivateBuild
     cpu_size: tuple[int, int] | None = None  # queries and keys for the CPU kernels; None: their default
 
     def run(self, call: Callable[[], T]) -> T:
-        with flashattn_ext.use_backend(self.backend if isinstance(self.backend, str) else self.backend.name):
+        with flashattn_ext.use_backend(self.backend):
             if self.cpu_size is None:
                 return call()
             _C.set_cpu_tile(*self.cpu_size)
@@ -86,32 +90,49 @@ def cuda_tiles(backend: str) -> list[dict[str, Any]]:
     return [{**tile, "name": f"{tile['queries']} x {tile['keys']}, {tile['detail']}"} for tile in tiles]
 
 
+@functools.cache
+def private_build() -> ModuleType:
+    """csrc/private_build.py of the checkout with this package, or of the current folder."""
+    for folder in (Path(__file__).parents[1] / "csrc", Path.cwd() / "csrc"):
+        if (folder / "private_build.py").exists():
+            sys.path.insert(0, str(folder))
+            return importlib.import_module("private_build")
+    missing = "other tiles are compiled from the sources, which an installed package does not have"
+    raise CommandError(f"{missing}; start this in a checkout")
+
+
 def load_builds(jobs: Iterable[Job]) -> None:
     """Compiles the tiles that the package does not have."""
-    builds = (tile.backend for job in jobs for tile in job.tiles if isinstance(tile.backend, PrivateBuild))
-    for problem in private_build.load(builds).values():
-        raise CommandError(problem)
+    builds = [tile.build for job in jobs for tile in job.tiles if tile.build]
+    try:
+        if builds:
+            private_build().load(builds)
+    except RuntimeError as error:
+        raise CommandError(str(error)) from None
 
 
-def _made(tiles: Iterable[Mapping[str, Any]], dtype: str, head_dim: int | None = None) -> tuple[Tile, ...]:
-    return tuple(
-        Tile(tile["name"], private_build.cuda(tile["backend"], tile["choice"], dtype, head_dim) if tile["choice"] else tile["backend"])
-        for tile in tiles
-    )  # fmt: skip
+def _cuda_tile(tile: Mapping[str, Any], dtype: str, head_dim: int | None = None) -> Tile:
+    if not tile["choice"]:
+        return Tile(tile["name"], tile["backend"])
+    try:
+        build = private_build().cuda(tile["backend"], tile["choice"], dtype, head_dim)
+    except RuntimeError as error:
+        raise CommandError(str(error)) from None
+    return Tile(tile["name"], build.name, build)
 
 
 def cuda_tiles_of(backend: str, D: int, dtype: str) -> tuple[Tile, ...]:
     """The tiles of a backend's plain forward of this head dim, the default one first."""
     tiles = [of for of in cuda_tiles(backend) if not of["backward"] and not of["dropout"] and of["head_dim_v"] >= D]
     head_dim = min(tile["head_dim"] for tile in tiles)
-    return _made((tile for tile in tiles if tile["head_dim"] == head_dim), dtype, head_dim)
+    return tuple(_cuda_tile(tile, dtype, head_dim) for tile in tiles if tile["head_dim"] == head_dim)
 
 
 def cuda_jobs(backend: str, quick: bool) -> list[Job]:
     """Every kind of call for which the tables have more than one tile."""
     jobs, kind = [], operator.itemgetter("backward", "head_dim", "head_dim_v", "dropout")
     for (backward, D, Dv, dropout), row in itertools.groupby(cuda_tiles(backend), key=kind):
-        tiles = _made(row, DTYPE)
+        tiles = tuple(_cuda_tile(tile, DTYPE) for tile in row)
         B, S, H = (4, 1024, 4) if quick else (4, 4096, 2048 // D)
         for causal in (False, True) if len(tiles) > 1 else ():
             case = Case(B, H, H, S, D, causal, DTYPE, DROPOUT if dropout else 0.0, backward=backward, Dv=Dv)
@@ -123,7 +144,7 @@ def cpu_tiles(dtype: str, D: int, sizes: Iterable[tuple[int, int]]) -> tuple[Til
     """The tile that the package has for heads of this size, and the entries of `sizes` that differ from it."""
     own = _C.cpu_tile(dtype, D)
     return tuple(
-        Tile(f"{queries} x {keys}", "cpu", None if (queries, keys) == own else (queries, keys))
+        Tile(f"{queries} x {keys}", "cpu", cpu_size=None if (queries, keys) == own else (queries, keys))
         for queries, keys in dict.fromkeys([own, *sizes])
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,11 @@ pytest.importorskip("rich")
 
 import flashattn_ext
 from flashattn_ext import _C
-from flashattn_ext_lab import bench_contestants, bench_cuda, bench_tune, private_build, timing
+from flashattn_ext_lab import bench_contestants, bench_cuda, bench_tune, timing
 from flashattn_ext_lab.bench_cases import Case
 from flashattn_ext_lab.bench_tune import Job, Tile
 from flashattn_ext_lab.console import CommandError
 from flashattn_ext_lab.main import main
-from flashattn_ext_lab.private_build import PrivateBuild
 from flashattn_ext_lab.timing import Timing
 
 CASE = Case(2, 2, 2, 32, 16, True, "fp32")
@@ -52,9 +52,9 @@ class Gpu:
         return contextlib.nullcontext()
 
 
-def private(backend: str, choice: int, dtype: str = "bf16", head_dim: int | None = None) -> PrivateBuild:
+def private(backend: str, choice: int, dtype: str = "bf16", head_dim: int | None = None) -> SimpleNamespace:
     assert dtype == "bf16" and head_dim is None
-    return PrivateBuild(f"{backend}-tile{choice}", compiler=[], linker=[], sources=[], defines={})
+    return SimpleNamespace(name=f"{backend}-tile{choice}")
 
 
 @pytest.fixture
@@ -63,8 +63,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu(choices=3)
     monkeypatch.setattr(bench_tune, "_C", gpu)
     monkeypatch.setattr(bench_tune, "choose_device", lambda name: torch.device("cuda"))
-    monkeypatch.setattr(private_build, "cuda", private)
-    monkeypatch.setattr(private_build, "load", lambda builds: {})
+    monkeypatch.setattr(bench_tune, "private_build", lambda: SimpleNamespace(cuda=private, load=lambda builds: None))
     monkeypatch.setattr(flashattn_ext, "use_backend", gpu.use_backend)
     monkeypatch.setattr(flashattn_ext, "build_info", lambda: {"backends": gpu.backends()})
     monkeypatch.setattr(bench_cuda, "check_cuda", lambda backend: backend or "cuda-a")
@@ -108,7 +107,7 @@ def test_cuda_jobs_are_the_kinds_with_alternatives(gpu: Gpu) -> None:
         (backward, causal, 0.0) for backward in (False, True) for causal in (False, True)
     ]
     assert [tile.name for tile in jobs[0].tiles] == [f"128 x {keys}, 2 stages" for keys in (64, 80, 96)]
-    assert [tile.backend for tile in jobs[0].tiles] == ["cuda-a", private("cuda-a", 1), private("cuda-a", 2)]
+    assert [tile.backend for tile in jobs[0].tiles] == ["cuda-a", "cuda-a-tile1", "cuda-a-tile2"]
     assert jobs[0].case.Hq * jobs[0].case.D == 2048
 
 
@@ -121,7 +120,10 @@ def test_a_class_whose_v_is_narrower_is_measured_with_such_a_v(gpu: Gpu) -> None
 def test_a_tile_that_does_not_compile_ends_the_command(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(private_build, "load", lambda builds: {build.name: f"{build.name}: why" for build in builds})
+    def load(builds: list[SimpleNamespace]) -> None:
+        raise RuntimeError(f"{builds[0].name}: why")
+
+    monkeypatch.setattr(bench_tune, "private_build", lambda: SimpleNamespace(cuda=private, load=load))
     assert main(["bench", "tune"]) == 2
     assert capsys.readouterr().err == "flashattn-ext bench: cuda-a-tile1: why\n"
 
@@ -154,7 +156,7 @@ def test_a_tile_is_used_for_one_call() -> None:
     tile = Tile("a", "cpu")
     assert tile.run(_C.forced_backend) == "cpu" and _C.forced_backend() == ""
     own = _C.cpu_tile("fp32", 64)
-    assert Tile("b", "cpu", (64, 128)).run(lambda: _C.cpu_tile("fp32", 64)) == (64, 128)
+    assert Tile("b", "cpu", cpu_size=(64, 128)).run(lambda: _C.cpu_tile("fp32", 64)) == (64, 128)
     assert _C.cpu_tile("fp32", 64) == own
     with pytest.raises(ValueError, match="'absent' is not in this build"):
         Tile("b", "absent").run(print)
@@ -203,7 +205,7 @@ def test_a_default_tile_that_fails_leaves_the_others(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("backward", [False, True])
 def test_cpu_tiles_agree(backward: bool) -> None:
     case = Case(**{**vars(CASE), "S": 200, "dropout": 0.2, "backward": backward})
-    job = Job("cpu", case, (Tile("0", "cpu"), Tile("64 x 128", "cpu", (64, 128))))
+    job = Job("cpu", case, (Tile("0", "cpu"), Tile("64 x 128", "cpu", cpu_size=(64, 128))))
     row = bench_tune.measure_job(job, "cpu", quick=True)
     assert not row["failures"] and list(row["tiles"]) == ["0", "64 x 128"]
     assert all(tile["difference"] < 1e-5 and tile["ms"] > 0 for tile in row["tiles"].values())
@@ -285,3 +287,11 @@ def test_bad_options_get_one_line(capsys: pytest.CaptureFixture[str], options: l
     assert main(["bench", *options]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"flashattn-ext bench: {message}") and error.count("\n") == 1
+
+
+def test_other_tiles_need_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench_tune.private_build.cache_clear()
+    monkeypatch.setattr(bench_tune, "__file__", str(tmp_path / "a" / "b" / "bench_tune.py"))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CommandError, match="in a checkout"):
+        bench_tune.private_build()

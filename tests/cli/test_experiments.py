@@ -8,6 +8,7 @@ import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,13 +18,12 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from flashattn_ext_lab import bench_contestants, bench_tune, private_build
+from flashattn_ext_lab import bench_contestants, bench_tune
 from flashattn_ext_lab.experiments import EXPERIMENTS, run_experiment
 from flashattn_ext_lab.experiments import harness as shared
 from flashattn_ext_lab.experiments.harness import Context, Inputs, Sizes, growth_in_own_process, make_call
 from flashattn_ext_lab.experiments.result import FORWARD, NOT_MEASURED, PASSES, Result
 from flashattn_ext_lab.options import PATTERNS
-from flashattn_ext_lab.private_build import PrivateBuild
 
 # Tables
 
@@ -197,15 +197,15 @@ def test_tiles_of_a_gpu_are_those_of_its_head_dim(monkeypatch: pytest.MonkeyPatc
         for choice in (0, 1)
     ]
 
-    def private(backend: str, choice: int, dtype: str, head_dim: int) -> PrivateBuild:
+    def private(backend: str, choice: int, dtype: str, head_dim: int) -> SimpleNamespace:
         assert (dtype, head_dim) == ("fp16", 16)
-        return PrivateBuild(f"{backend}-tile{choice}", compiler=[], linker=[], sources=[], defines={})
+        return SimpleNamespace(name=f"{backend}-tile{choice}")
 
     monkeypatch.setattr(bench_tune, "cuda_tiles", lambda backend: tables)
-    monkeypatch.setattr(private_build, "cuda", private)
+    monkeypatch.setattr(bench_tune, "private_build", lambda: SimpleNamespace(cuda=private))
     default, other = bench_tune.cuda_tiles_of("cuda-a", 12, "fp16")
     assert (default.name, default.backend) == ("128 x 64", "cuda-a")
-    assert (other.name, other.backend.name) == ("128 x 80", "cuda-a-tile1")
+    assert (other.name, other.backend) == ("128 x 80", "cuda-a-tile1")
 
 
 NSIGHT = """==PROF== Connected to process 1
