@@ -16,6 +16,7 @@ import torch
 
 import flashattn_ext
 
+from . import bench_cases
 from .console import Columns, CommandError, fields, print_rows
 from .options import document_lengths
 
@@ -25,55 +26,34 @@ PIPES = ("S", "V", "M", "MTE1", "MTE2", "MTE3", "FIX")
 CORES, FLOP_PER_CYCLE, GIGAHERTZ = 24, 8192, 1.8
 PEAK_TFLOPS = CORES * FLOP_PER_CYCLE * GIGAHERTZ * 1e-3
 MODELLED_CORES = 2  # every core gets the same bandwidth: two cores behave like 24
-SCORES = ("plain", "softcap", "alibi", "relative bias", "bias")  # as the library counts them
-KEEP_90_PERCENT = 230  # threshold of dropout_p = 0.1
+SCORES = ("", "softcap", "alibi", "relative bias", "bias")  # as the library counts them
+DROPOUT, THRESHOLD = 0.1, 230  # how many of 256 random numbers keep a weight
 
 
 @dataclass(frozen=True)
-class Case:
-    """One row: fp16 self-attention over [B, H, S, D]."""
+class Case(bench_cases.Case):
+    """One row: fp16, one batch entry; several `lengths` are documents in it."""
 
-    S: int
-    D: int
-    causal: bool = False
-    backward: bool = False
-    dropout: bool = False
     smooth: bool = False
-    scores: str = "plain"
-    documents: bool = False
-    B: int = 1
-    H: int = MODELLED_CORES
 
     @property
     def name(self) -> str:
-        words = (("dropout 0.1", self.dropout), ("smooth", self.smooth), (self.scores, self.scores != "plain"))
-        mask = ("documents " if self.documents else "") + ("causal" if self.causal else "full")
-        return " ".join(["backward" if self.backward else "forward", mask, *(word for word, on in words if on)])
+        words = [self.direction, self.lengths and "documents", self.mask, self.smooth and "smooth"]
+        return " ".join(filter(None, words))
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        return document_lengths(self.S, seed=5) if self.documents else (self.S,)
 
-    @property
-    def flop(self) -> float:
-        pairs = sum(length**2 for length in self.lengths) * (0.5 if self.causal else 1)
-        return 4.0 * self.B * self.H * pairs * self.D * (2.5 if self.backward else 1)
-
-    def mask(self) -> flashattn_ext.Mask | None:
-        if not self.documents:
-            return None
-        lengths = torch.tensor(self.lengths)
-        return flashattn_ext.Mask.documents(torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None])
+def _case(S: int, D: int, causal: bool = False, **options: Any) -> Case:
+    return Case(1, MODELLED_CORES, MODELLED_CORES, S, D, causal, "fp16", **options)
 
 
 def cases(quick: bool) -> list[Case]:
     S, long = (1024, 1024) if quick else (8192, 32768)
-    ways = (False, True)
-    plain = [Case(S, D, causal, backward) for backward in ways for D in (64, 128, 256) for causal in ways]
-    dropout = [replace(case, dropout=True) for case in plain if not (case.causal and case.backward)]
-    scores = [Case(S, 128, backward=backward, scores=name) for name in SCORES[1:] for backward in ways]
-    masks = [Case(long, D, True, backward, documents=True) for D in (64, 128) for backward in ways]
-    return plain + dropout + [Case(S, 128, smooth=True)] + scores + masks
+    ways, lengths = (False, True), document_lengths(long, seed=5)
+    plain = [_case(S, D, causal, backward=backward) for backward in ways for D in (64, 128, 256) for causal in ways]
+    dropout = [replace(case, dropout=DROPOUT) for case in plain if not (case.causal and case.backward)]
+    scores = [_case(S, 128, backward=backward, score=name) for name in SCORES[1:] for backward in ways]
+    masks = [_case(long, D, True, backward=backward, lengths=lengths) for D in (64, 128) for backward in ways]
+    return plain + dropout + [_case(S, 128, smooth=True)] + scores + masks
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
@@ -90,14 +70,17 @@ def measure(*, quick: bool) -> dict[str, Any]:
 
 def model(library: ctypes.CDLL, case: Case) -> dict[str, Any]:
     """Cube use, busy fraction of every pipe, and bytes that all cores move from and to GM."""
-    threshold = KEEP_90_PERCENT if case.dropout else 256
-    sizes = [case.B, case.S, case.S, case.H, case.H, case.D, case.D, case.causal, threshold, case.smooth, case.backward]
-    mask = case.mask()
-    tensors = (None, None) if mask is None else (mask.intervals, mask.extremes())
-    pointers = [tensor if tensor is None else ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+    threshold, heads = THRESHOLD if case.dropout else 256, (case.Hq, case.Hk)
+    sizes = [case.B, case.S, case.S, *heads, case.D, case.D, case.causal, threshold, case.smooth, case.backward]
+    tensors: list[torch.Tensor] = []
+    if case.lengths:
+        ids = torch.arange(len(case.lengths)).repeat_interleave(torch.tensor(case.lengths))
+        mask = flashattn_ext.Mask.documents(ids[None])
+        tensors = [mask.intervals, mask.extremes()]
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors] or [None, None]
     results = (ctypes.c_double * (5 + 2 * len(PIPES) + MEMORIES))()
     error = library.flashattn_ext_model(
-        (ctypes.c_int64 * 13)(*map(int, sizes), MODELLED_CORES, SCORES.index(case.scores)), *pointers, results
+        (ctypes.c_int64 * 13)(*map(int, sizes), MODELLED_CORES, SCORES.index(case.score)), *pointers, results
     )
     if error:
         raise RuntimeError(error.decode())
