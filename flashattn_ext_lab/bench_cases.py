@@ -54,6 +54,10 @@ class Case:
     invariant: bool = False
 
     @property
+    def tokens(self) -> int:
+        return sum(self.lengths) or self.B * self.S
+
+    @property
     def pairs(self) -> int:
         """Number of query-key pairs of one head, over all sequences."""
         return sum(length**2 for length in self.lengths) or self.B * self.S**2

@@ -9,10 +9,11 @@ rate of one device with the whole sequence. Exposed communication is the time in
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
-import flashattn_ext
 from flashattn_ext import distributed
 from flashattn_ext.distributed.head_exchange import HeadShares
 from flashattn_ext.distributed.plan import Rules, plan_of
 from flashattn_ext.distributed.sharding import Sharding
 
 from . import ranks
+from .bench_cases import DTYPES, OURS, Case
+from .bench_contestants import attention, inputs
 from .console import Columns, CommandError, chosen, fields, print_rows, text_of
 from .options import drawn_lengths
 from .timing import burst_ms, reported, wall_clock
@@ -40,36 +42,13 @@ TORCH = {"torch-flash": SDPBackend.FLASH_ATTENTION, "torch-cudnn": SDPBackend.CU
 ROUNDS, QUICK_ROUNDS = 7, 2
 
 
-@dataclass(frozen=True)
-class Case:
-    """One batch entry of `tokens` tokens in total, or packed documents of about `document` tokens."""
+def cases_of(tokens: int, heads: tuple[int, int], D: int, document: int, dtype: str) -> list[Case]:
+    """One sequence of this many tokens, and packed documents of 0.5 to 1.5 times `document` tokens, the same in every process."""
+    generator = random.Random(0)
+    lengths = drawn_lengths(tokens, lambda: document * generator.uniform(0.5, 1.5))
+    whole = Case(1, *heads, tokens, D, True, dtype)
+    return [whole, replace(whole, B=len(lengths), S=max(lengths), lengths=lengths)]
 
-    tokens: int
-    heads_q: int
-    heads_k: int
-    head_dim: int
-    document: int | None = None
-    dtype: str = "bfloat16"
-
-    @property
-    def name(self) -> str:
-        what = "causal" if self.document is None else f"causal, documents of about {self.document}"
-        return f"{self.tokens} tokens, {self.heads_q}:{self.heads_k} heads of {self.head_dim}, {what}, {self.dtype}"
-
-    def lengths(self) -> tuple[int, ...]:
-        """Lengths of the documents: 0.5 to 1.5 times the mean, the same in every process."""
-        if self.document is None:
-            return (self.tokens,)
-        generator = random.Random(0)
-        return drawn_lengths(self.tokens, lambda: self.document * generator.uniform(0.5, 1.5))
-
-    def flops(self) -> int:
-        """FLOP of the forward; the backward has 2.5 times as many."""
-        return sum(4 * self.heads_q * self.head_dim * (n * (n + 1) // 2) for n in self.lengths())
-
-
-FULL = [Case(65536, 32, 8, 128), Case(65536, 32, 8, 128, document=8192)]
-QUICK = [Case(512, 4, 2, 32, dtype="float32"), Case(512, 4, 2, 32, document=100, dtype="float32")]
 
 Step = Callable[[], Tensor]  # runs a forward and returns out, with a graph
 
@@ -87,8 +66,10 @@ def measure(
     device = torch.device("cuda", ranks.local_rank()) if torch.cuda.is_available() else torch.device("cpu")
     ranks.start(device)
     try:
-        cases = QUICK if quick or device.type == "cpu" else FULL
-        cases = [replace(case, tokens=tokens) for case in FULL] if tokens else cases
+        small = not tokens and (quick or device.type == "cpu")
+        cases = (
+            cases_of(512, (4, 2), 32, 100, "fp32") if small else cases_of(tokens or 65536, (32, 8), 128, 8192, "bf16")
+        )
         rows = [_measure_case(case, device, QUICK_ROUNDS if quick else ROUNDS, trace, names) for case in cases]
         if dist.get_rank() > 0:
             return {}
@@ -103,24 +84,25 @@ def _measure_case(case: Case, device: torch.device, rounds: int, trace: str | No
     layout, on_gpu = ranks.Layout(dist.get_rank(), dist.get_world_size()), device.type == "cuda"
     results: dict[str, dict[str, Any]] = {}
     failures: dict[str, str] = {}
-    for name in (ONE, *MODES, *(peers if on_gpu and case.document is None else ())):
+    for name in (ONE, *MODES, *(peers if on_gpu and not case.lengths else ())):
         with reported(name, failures), _prepared(name, case, device) as (forward, leaves):
             times = _times(forward, leaves, rounds)
             result = {passes: layout.largest(seconds, device) for passes, seconds in times.items()}
             if on_gpu and name != ONE:
-                file = f"{trace}.{name}.json" if trace and case.document is None else None
+                file = f"{trace}.{name}.json" if trace and not case.lengths else None
                 result["exposed_s"] = layout.largest(_exposed(forward, leaves, file), device)
             if name in MODES:
                 sent = sent_bytes(case, name, layout.rank, layout.ranks)
                 result["sent_bytes"] = layout.largest(float(sent), device)
-            flops = 3.5 * case.flops() / (1 if name == ONE else layout.ranks)
+            flops = 3.5 * case.flop / (1 if name == ONE else layout.ranks)  # the backward has 2.5 times as many
             result["both_tflops"] = flops / (result["forward_s"] + result["backward_s"]) * 1e-12
             results[name] = result
             if ONE in results:
                 result["share"] = result["both_tflops"] / results[ONE]["both_tflops"]
         if on_gpu:
             torch.cuda.empty_cache()
-    return {**asdict(case), "name": case.name, "results": results, "failures": failures}
+    about = f"{case.shape} {case.dtype} {case.mask}"
+    return {**asdict(case), "name": about, "results": results, "failures": failures}
 
 
 # --- contestants --------------------------------------------------------------------------------------------------------
@@ -129,13 +111,7 @@ def _measure_case(case: Case, device: torch.device, rounds: int, trace: str | No
 @contextlib.contextmanager
 def _prepared(name: str, case: Case, device: torch.device) -> Iterator[tuple[Step, list[Tensor]]]:
     """A contestant's forward, and the tensors whose gradients are computed: those of this rank, or on one device all."""
-    # q, k and v of all tokens, the same on every rank; packed ones without a batch.
-    generator = torch.Generator(device).manual_seed(0)
-    rows = [case.tokens] if case.document else [1, case.tokens]
-    options: dict[str, Any] = {"device": device, "dtype": getattr(torch, case.dtype), "generator": generator}
-    heads = (case.heads_q, case.heads_k, case.heads_k)
-    whole = [torch.randn(*rows, count, case.head_dim, **options) for count in heads]
-    starts = torch.tensor([0, *case.lengths()]).cumsum(0).int() if case.document else None
+    whole = [t.detach() for t in inputs(case, device)[:3]]  # the same on every rank
     if name in TORCH:
         from torch.distributed.tensor.experimental import context_parallel
 
@@ -145,15 +121,13 @@ def _prepared(name: str, case: Case, device: torch.device) -> Iterator[tuple[Ste
             leaves = [t.detach().clone().requires_grad_() for t in buffers]
             yield lambda: F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True), leaves
     elif name in MODES:
-        leaves = [distributed.shard(t, dim=0 if case.document else 1).requires_grad_() for t in whole]
+        leaves = [distributed.shard(t, dim=0 if case.lengths else 1).requires_grad_() for t in whole]
+        starts = torch.tensor([0, *case.lengths]).cumsum(0).int() if case.lengths else None
         options = {"mode": name, "cu_seqlens": starts, "seqlen": case.tokens, "causal": True}
         yield lambda: distributed.attention(*leaves, **options), leaves
-    elif starts is None:
-        leaves = [t.requires_grad_() for t in whole]
-        yield lambda: flashattn_ext.forward(*leaves, causal=True), leaves
     else:
-        leaves, sequences = [t.requires_grad_() for t in whole], (starts.to(device),) * 2 + (max(case.lengths()),) * 2
-        yield lambda: flashattn_ext.varlen_forward(*leaves, *sequences, causal=True), leaves
+        leaves = [t.requires_grad_() for t in whole]
+        yield lambda: attention(OURS)(case, *leaves), leaves
 
 
 # --- times --------------------------------------------------------------------------------------------------------------
@@ -207,9 +181,9 @@ def _length(spans: list[tuple[float, float]]) -> float:
 def sent_bytes(case: Case, mode: str, rank: int, ranks: int) -> int:
     """Bytes that a rank sends in a forward and a backward."""
     sharding = Sharding(case.tokens, ranks)
-    size = case.head_dim * getattr(torch, case.dtype).itemsize
+    size = case.D * DTYPES[case.dtype].itemsize
     if mode == "ulysses":
-        heads = HeadShares(case.heads_q, case.heads_k, ranks)
+        heads = HeadShares(case.Hq, case.Hk, ranks)
         others = [other for other in range(ranks) if other != rank]
         rows = sharding.length(rank)
         to_heads = sum(rows * (len(heads.queries(other)) + 2 * len(heads.keys(other))) for other in others)
@@ -217,13 +191,12 @@ def sent_bytes(case: Case, mode: str, rank: int, ranks: int) -> int:
         gradients = sum(sharding.length(other) * (heads.each + 2 * len(heads.keys(rank))) for other in others)
         dout = sum(rows * len(heads.queries(other)) for other in others)
         return (to_heads + to_rows + gradients + dout) * size
-    lengths = case.lengths()
-    starts = tuple(sum(lengths[:n]) for n in range(len(lengths) + 1))
+    starts = tuple(itertools.accumulate(case.lengths or (case.S,), initial=0))
     rules = Rules(-1, 0, True, False, False, False)
-    plan = plan_of(sharding, rank, starts, rules, case.document is not None, mode == "ring")
+    plan = plan_of(sharding, rank, starts, rules, bool(case.lengths), mode == "ring")
     sent = sum(segment.rows for step in plan.steps for _, segment in step.sent)
     received = sum(segment.rows for step in plan.steps for segment in step.received)
-    return (2 * sent + received) * 2 * case.heads_k * size  # keys and values twice, and their gradients back
+    return (2 * sent + received) * 2 * case.Hk * size  # keys and values twice, and their gradients back
 
 
 # --- tables -------------------------------------------------------------------------------------------------------------

@@ -1,16 +1,16 @@
-"""bench distributed: its counts of bytes and FLOPs, without timing."""
+"""bench distributed: its counts of bytes, without timing."""
 
 from __future__ import annotations
 
 import pytest
 
-from flashattn_ext_lab.bench_distributed import Case, measure, sent_bytes
+from flashattn_ext_lab.bench_distributed import cases_of, measure, sent_bytes
 from flashattn_ext_lab.console import CommandError
 
 
 def test_bytes_of_two_ranks() -> None:
     """By hand: 256 positions, 4 query heads, 2 KV heads, D = 8, float32; a rank has 128 positions."""
-    case, position = Case(256, 4, 2, 8, dtype="float32"), 8 * 4
+    (case, _), position = cases_of(256, (4, 2), 8, 60, "fp32"), 8 * 4
     # q of 2 heads, k and v of 1 each, out of 2; backward: dout of 2, dq of 2, dk and dv of 1 each
     assert sent_bytes(case, "ulysses", 0, 2) == 128 * (2 + 2 + 2 + 2 + 2 + 2) * position
     # Zigzag: rank 0 has chunks 0 and 3 of 64 positions, rank 1 has 1 and 2; chunk 3 is masked for all rows of rank 1.
@@ -21,15 +21,10 @@ def test_bytes_of_two_ranks() -> None:
 
 
 def test_fully_masked_keys_are_not_sent() -> None:
-    documents = Case(1024, 4, 2, 8, document=60, dtype="float32")
-    whole = Case(1024, 4, 2, 8, dtype="float32")
-    assert sum(documents.lengths()) == 1024 and max(documents.lengths()) <= 90
+    whole, documents = cases_of(1024, (4, 2), 8, 60, "fp32")
+    assert whole.tokens == documents.tokens == sum(documents.lengths) == 1024 and max(documents.lengths) <= 90
     for rank in range(4):
         assert sent_bytes(documents, "ring", rank, 4) < sent_bytes(whole, "ring", rank, 4) / 4
-
-
-def test_flops_are_those_of_visible_pairs() -> None:
-    assert Case(4, 1, 1, 8).flops() == 4 * 8 * 10  # pairs of causal attention over four positions: 1 + 2 + 3 + 4
 
 
 def test_it_is_started_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
