@@ -36,7 +36,6 @@ PEERS = (*TORCH_BACKENDS, *FLASH_MODULES, FLEX, JVP_FLASH)
 SDPA, UNFUSED = "torch SDPA", "unfused"  # of the experiments: PyTorch chooses its kernel; separate steps of PyTorch
 MATH_LIMIT_BYTES = 8 << 30  # size of one 16-bit B x H x S x S matrix; math keeps several, in 32 bits
 BIAS_LIMIT_BYTES = 8 << 30  # size of one 16-bit H x S x S matrix; building it takes several times as much
-BLOCK_MASK, TABLES = "block mask of flex", "tables of ours"  # built once for each mask
 
 Attention = Callable[[Case, Tensor, Tensor, Tensor], Tensor]
 
@@ -137,22 +136,16 @@ class Extras:
         return bias.requires_grad_(self.trains)
 
     @functools.cached_property
-    def make_block_mask(self) -> Callable[[], Any] | None:
-        """Makes FlexAttention's block mask; None where nothing is hidden. Uncompiled it would store all S x S values."""
-        S, device = self.case.S, self.device
-        if not self.pattern and not self.case.causal:
-            return None
-        rule = self.pattern.rule(S, device) if self.pattern else lambda b, h, q, k: q >= k
-        make = compiled(create_block_mask)
-        return lambda: make(rule, None, None, S, S, device=device)
-
-    @functools.cached_property
     def flex(self) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-        """FlexAttention over [B, H, S, D]."""
+        """FlexAttention over [B, H, S, D], compiled."""
+        case, block_mask = self.case, None
         score_mod = self.option.score_mod(self.value) if self.option else None
-        block_mask = self.make_block_mask() if self.make_block_mask else None
-        gqa = self.case.Hq != self.case.Hk
-        return functools.partial(compiled(flex_attention), score_mod=score_mod, block_mask=block_mask, enable_gqa=gqa)
+        if self.pattern or case.causal:
+            rule = self.pattern.rule(case.S, self.device) if self.pattern else lambda b, h, q, k: q >= k
+            # Uncompiled it would store all S x S values.
+            block_mask = compiled(create_block_mask)(rule, None, None, case.S, case.S, device=self.device)
+        options = {"score_mod": score_mod, "block_mask": block_mask, "enable_gqa": case.Hq != case.Hk}
+        return functools.partial(compiled(flex_attention), **options)
 
     def trained(self, name: str) -> tuple[Tensor, ...]:
         """The tensors besides q, k and v whose gradients a contestant computes."""
@@ -282,13 +275,3 @@ def timed_call(
     out = call(case, q, k, v)
     leaves = (q, k, v, *_extras_of(case, q).trained(name))
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
-
-
-def preparations(case: Case, names: Sequence[str], device: torch.device) -> dict[str, Callable[[], object]]:
-    """The functions that build the tables and the block mask of a row with a pattern."""
-    if not case.pattern:
-        return {}
-    of = extras(case, device)
-    tables = functools.partial(torch.ops.flashattn_ext.mask_extremes, of.mask.intervals)
-    calls = {TABLES: (OURS, tables), BLOCK_MASK: (FLEX, of.make_block_mask)}
-    return {name: call for name, (contestant, call) in calls.items() if contestant in names}

@@ -16,14 +16,14 @@ import torch
 import flashattn_ext
 
 from . import bench_cuda
-from .bench_cases import CAUSAL, FA2, MATH, OURS, PLAIN, Case
+from .bench_cases import CAUSAL, FA2, MATH, OURS, PLAIN, VARLEN, Case
 from .bench_contestants import inputs, kernel_of, timed_call
-from .console import fields, parts, print_rows, text_of, track
+from .console import fields, parts, print_rows, track
 from .devices import describe_machine
 from .options import PATTERNS, SCORE_OPTIONS
-from .timing import divided, reported, time_interleaved
+from .timing import reported, time_interleaved
 
-NAMES = {OURS: OURS, FA2: "torch flash", MATH: "torch math"}  # of bench_contestants -> of these tables
+NAMES = (OURS, FA2, MATH)
 H = 8
 
 
@@ -50,11 +50,11 @@ def measure(*, quick: bool) -> dict[str, Any]:
 
 
 def _measure_case(case: Case, quick: bool) -> dict[str, Any]:
-    """One row: GFLOP/s on visible scores. The reason why a contestant cannot run is in `failures`."""
+    """One row: rates on visible scores. The reason why a contestant cannot run is in `failures`."""
     failures: dict[str, str] = {}
     calls: dict[str, Callable[[], object]] = {}
-    without = {name: other for name, other in case.beside().items() if name in (PLAIN, CAUSAL)}
-    cases = {**dict.fromkeys(NAMES, case), **without}
+    cases = {**dict.fromkeys(NAMES, case), **case.beside()}
+    cases.pop(VARLEN, None)
     # [B, S, H, D] as views of memory in the order [B, H, S, D], which is PyTorch's.
     tensors = [
         t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(t.requires_grad)
@@ -64,32 +64,25 @@ def _measure_case(case: Case, quick: bool) -> dict[str, Any]:
         with reported(name, failures), kernel_of(name):  # a backward runs the kernel that its forward has chosen
             calls[name] = timed_call(timed, name if name in NAMES else OURS, *tensors)
     budget_s, min_rounds = (0.05, 2) if quick else (3.0, 3)
-    options: dict[str, Any] = {"budget_s": budget_s, "min_rounds": min_rounds, "failures": failures}
-    timings = time_interleaved(calls, around=kernel_of, **options)
-    row = bench_cuda.row(case, list(NAMES), timings, {}, {}, failures)
-    other = next((cases[name].flop / timings[name].median_s for name in without if name in timings), None)
-    ours = case.flop / timings[OURS].median_s if OURS in timings else None
-    gflops = {NAMES[name]: rate and rate * 1e3 for name, rate in row["tflops"].items()}
-    spread = {NAMES[name]: spread for name, spread in row["spread"].items()}
-    return {**row, "gflops": gflops, "spread": spread, "to_plain": divided(ours, other)}
+    timings = time_interleaved(calls, budget_s=budget_s, min_rounds=min_rounds, around=kernel_of, failures=failures)
+    return bench_cuda.row(case, NAMES, timings, {}, {}, failures)
 
 
 def show(results: dict[str, Any], *, markdown: bool) -> None:
     """Prints the tables, with the ratio to the better of PyTorch's two backends and the spread of our calls."""
     about = (
-        f"GFLOP/s, H={H}, {results['machine']}, {results['threads']} threads, {results['isa']}, torch {results['torch']}; "
-        f"peak of fp32 multiply-adds {results['fma_peak_gflops']:.0f}"
+        f"GFLOP/s, H={H}, {results['machine']}, {results['threads']} threads, {results['isa']}, torch {results['torch']}, "
+        f"whose flash backend is {FA2}; peak of fp32 multiply-adds {results['fma_peak_gflops']:.0f}"
     )
     options = "GFLOP/s on visible scores, fp32; PyTorch's own get a dense bias or mask"
     tables = [
-        (about, results["rows"], {"dtype": "dtype", "B": "B", "S": "S", "D": "D", "mask": "option"}, {}),
-        (options, results["options"], {"option": "option", "S": "S", "D": "D"}, {"to plain or causal": "to_plain"}),
+        (about, results["rows"], {"dtype": "dtype", "B": "B", "S": "S", "D": "D", "mask": "option"}, ()),
+        (options, results["options"], {"option": "option", "S": "S", "D": "D"}, (f"to {PLAIN}", f"to {CAUSAL}")),
     ]
-    for title, rows, of_case, ratios in tables:
+    for title, rows, of_case, costs in tables:
         columns = {
             **fields({**of_case, "pass": "direction"}),
-            **parts("gflops", NAMES.values(), ".0f"),
-            **fields({**ratios, "ratio to best": "ratio_best"}, ".2f", "x"),
-            "spread": lambda row: text_of(row["spread"][OURS], ".0%"),
+            **parts("tflops", NAMES, ".0f", scale=1e3),
+            **{name: bench_cuda.RATIOS[name] for name in (*costs, "to best", "spread")},
         }
-        print_rows(title, columns, rows, markdown=markdown, marked=[(row["ratio_best"] or 1) < 1 for row in rows])
+        print_rows(title, columns, rows, markdown=markdown, marked=map(bench_cuda.is_slower, rows))

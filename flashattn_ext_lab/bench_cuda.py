@@ -22,17 +22,14 @@ from flashattn_ext._build import REBUILD
 
 from .bench_cases import BESIDE, BF16, CAUSAL, DENSE, FA2, FLEX, JVP_FLASH, OURS, PLAIN, VARLEN, Case, cases
 from .bench_contestants import (
-    BLOCK_MASK,
     FLASH_MODULES,
     PEERS,
-    TABLES,
     Extras,
     extras,
     flash_module,
     inputs,
     kernel_of,
     keywords,
-    preparations,
     skip_reason,
     tensors_of,
     timed_call,
@@ -169,12 +166,6 @@ def measure_case(case: Case, names: Sequence[str], *, quick: bool, sustained: bo
     steady = time_sustained(contenders, failures) if sustained else None
     contenders.clear()
     calls.clear()  # their graphs: the reference needs the memory
-    once = preparations(case, [name for name in names if name in timings], tensors[0].device)
-    for name, call in once.items():
-        with reported(name, failures):
-            call()  # compiles
-    once = {name: call for name, call in once.items() if name not in failures}
-    timings |= time_bursts(once, rounds, failures)
     max_error = {} if quick or case.derivative else _max_errors(case, names, tensors, failures)
     return row(case, names, timings, memory, max_error, failures, steady)
 
@@ -259,13 +250,6 @@ def row(
     """A row as plain numbers; None for what was not measured. Ratios above 1: ours is faster."""
     rates = _rates(case, names, timings)
     ms = rates["ms"]
-    tables, block_mask = (timings[name].median_s * 1e3 if name in timings else None for name in (TABLES, BLOCK_MASK))
-    preparation = {
-        "tables_ms": tables,
-        "block_mask_ms": block_mask,
-        "tables_share": divided(tables, ms[OURS]),
-        "ratio_flex": divided(_sum(ms.get(FLEX), block_mask), _sum(ms[OURS], tables)),
-    }
     return {
         **asdict(case),
         **{"lengths": list(case.lengths), "shape": case.shape, "option": case.mask, "direction": case.direction},
@@ -275,7 +259,6 @@ def row(
         "ratio_fa2": divided(ms.get(FA2), ms[OURS]),
         "ratio_flex": divided(ms.get(FLEX), ms[OURS]),
         "beside": {name: _beside(case, other, name, timings) for name, other in case.beside().items()},
-        "preparation": preparation,
         "spread": {name: timings[name].spread if name in timings else None for name in names},
         "peak_extra_bytes": {name: memory.get(name) if name in timings else None for name in names},
         "max_error": {name: max_error.get(name) for name in names},
@@ -300,10 +283,6 @@ def _beside(case: Case, other: Case, name: str, timings: Mapping[str, Timing]) -
     return {"shape": other.shape, "ms": seconds * 1e3, "tflops": other.flop / seconds * 1e-12, "ratio": ratio}
 
 
-def _sum(call_ms: float | None, once_ms: float | None) -> float | None:
-    return None if call_ms is None or once_ms is None else call_ms + once_ms
-
-
 def _pair(first: float | None, first_form: str, second: float | None, second_form: str) -> str:
     if first is None and second is None:
         return "-"
@@ -317,20 +296,16 @@ def _beside_text(beside: dict[str, Any] | None) -> str:
 ABOUT = fields({"set": "set", "BxHxSxD": "shape", "dtype": "dtype", "mask": "option", "pass": "direction"})
 RATIOS: Columns = {
     **fields({"to best": "ratio_best", "to fa2": "ratio_fa2", "to flex": "ratio_flex"}, ".2f", "x"),
-    "to flex, with tables": lambda row: text_of(row["preparation"]["ratio_flex"], ".2f", "x"),
     **{f"to {name}": lambda row, name=name: _beside_text(row["beside"].get(name)) for name in BESIDE},
-    "tables": lambda row: _pair(row["preparation"]["tables_ms"], ".3f", row["preparation"]["tables_share"], ".1%"),
-    "block mask": lambda row: text_of(row["preparation"]["block_mask_ms"], ".3f"),
     "spread": lambda row: text_of(row["spread"][OURS], ".0%"),
 }
 MEANINGS = {
+    "to flex": "its block mask is built before timing",
     f"to {DENSE}": "our rate relative to a dense batch with the same work",
     f"to {PLAIN}": "our rate relative to the same call without the option",
     f"to {CAUSAL}": "our rate on visible scores relative to a causal call of the same length",
     f"to {VARLEN}": "our rate relative to the equivalent packed call",
     f"to {BF16}": "our rate relative to the same call in bf16",
-    "tables": "milliseconds to build a mask's tables once, and their fraction of the call",
-    "block mask": "milliseconds to build FlexAttention's",
     "spread": "of our calls",
 }
 MEMORY_TITLE = "MiB that a call allocates / largest error against fp64, of out or of the gradients"
@@ -354,6 +329,11 @@ def sustained_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{**row, **row["sustained"]} for row in rows if row["sustained"]]
 
 
+def is_slower(row: dict[str, Any]) -> bool:
+    """Whether a peer is faster than ours."""
+    return row["ratio_best"] is not None and row["ratio_best"] < 1
+
+
 def show(results: dict[str, Any], *, markdown: bool) -> None:
     """Prints the speed, then memory and accuracy, then why ours could not run somewhere."""
     rows = results["rows"]
@@ -370,8 +350,7 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
         tables.append((SUSTAINED_TITLE, speed_columns(names, ["to best"]), steady))
     tables.append((MEMORY_TITLE, memory_columns(names), rows))
     for title, columns, shown in tables:
-        slower = [row["ratio_best"] is not None and row["ratio_best"] < 1 for row in shown]
-        print_rows(title, columns, shown, markdown=markdown, marked=slower, width=WIDTH)
+        print_rows(title, columns, shown, markdown=markdown, marked=map(is_slower, shown), width=WIDTH)
     for note in notes(rows):
         print(note)
 
@@ -388,6 +367,6 @@ def in_one_line(row: dict[str, Any]) -> str:
 
 def notes(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Where ours or the reference failed, and why. A peer's reasons are in the JSON."""
-    names = (OURS, *BESIDE, TABLES, "reference")
+    names = (OURS, *BESIDE, "reference")
     failed = [(row, name) for row in rows for name in names if name in row["failures"]]
     return [f"{_about(row)}: {name}: {row['failures'][name]}" for row, name in failed]

@@ -60,7 +60,7 @@ def are_numbers(column: Iterable[str]) -> bool:
     return all(cell[:1] in "+-0123456789" for cell in column)
 
 
-def rich_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]], marked: Sequence[bool] = ()) -> Table:
+def rich_table(title: str, header: Sequence[str], lines: Sequence[Sequence[str]], marked: Iterable[bool] = ()) -> Table:
     """Columns of numbers are flush right; `marked` lines stand out."""
     text = require("rich.text").Text
     table = require("rich.table").Table(title=text(title))
@@ -77,7 +77,7 @@ def print_rows(
     rows: Sequence[Any],
     *,
     markdown: bool,
-    marked: Sequence[bool] = (),
+    marked: Iterable[bool] = (),
     width: int = PIPE_WIDTH,
 ) -> None:
     """A table of results: each column has a heading and a function of a row. `width` is that of output that is piped."""

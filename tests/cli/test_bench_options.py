@@ -15,7 +15,6 @@ from torch.nn.attention.flex_attention import create_mask
 
 from flashattn_ext_lab import bench_contestants, bench_cuda
 from flashattn_ext_lab.bench_cases import CAUSAL, FA3, FA4, FLASH_ATTN, FLEX, MATH, OURS, PLAIN, SETS, VARLEN, Case
-from flashattn_ext_lab.bench_contestants import BLOCK_MASK, TABLES
 from flashattn_ext_lab.options import PATTERNS, SCORE_OPTIONS, document_lengths
 
 SMALL = Case(2, 4, 4, 96, 16, True, "fp32", set="tiny")
@@ -94,13 +93,6 @@ def test_every_contestant_computes_the_same(on_cpu: None, name: str, backward: b
     beside = row["beside"]
     for other in case.beside():
         assert beside[other]["ratio"] == pytest.approx(row["tflops"][OURS] / beside[other]["tflops"])
-    prepared = row["preparation"]
-    if case.pattern and not backward:
-        assert prepared["tables_share"] == pytest.approx(prepared["tables_ms"] / row["ms"][OURS])
-        whole = (row["ms"][FLEX] + prepared["block_mask_ms"]) / (row["ms"][OURS] + prepared["tables_ms"])
-        assert prepared["ratio_flex"] == pytest.approx(whole)
-    elif not case.pattern:
-        assert set(prepared.values()) == {None}
 
 
 @pytest.mark.parametrize("name", SCORE_OPTIONS)
@@ -130,19 +122,6 @@ def test_flash_attn_gets_its_own_options(monkeypatch: pytest.MonkeyPatch, name: 
     assert given == {"dropout_p": 0.1, "causal": True, "softcap": 30.0}
 
 
-def test_a_failing_table_is_reported(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(intervals: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("no tables today")
-
-    monkeypatch.setattr(
-        bench_contestants, "preparations", lambda case, names, device: {TABLES: lambda: fails(torch.ones(1))}
-    )
-    monkeypatch.setattr(bench_cuda, "preparations", bench_contestants.preparations)
-    row = bench_cuda.measure_case(ROWS["prefix"], [OURS], quick=True)
-    assert row["ms"][OURS] > 0 and row["preparation"]["tables_ms"] is None
-    assert bench_cuda.notes([row]) == [f"tiny 1x4x256x16 fp32 prefix forward: {TABLES}: RuntimeError: no tables today"]
-
-
 def test_the_reference_is_skipped_where_it_exceeds_the_memory() -> None:
     case = Case(1, 64, 8, 32768, 128, True, "bf16")
     with pytest.raises(ValueError, match="in fp64 the scores of 8 heads take 64 GiB"):
@@ -160,11 +139,8 @@ def test_tables_show_what_their_rows_have(on_cpu: None, capsys: pytest.CaptureFi
         return capsys.readouterr().out
 
     text = shown(ROWS["documents"], [OURS, MATH, FLEX])
-    assert (
-        "| ours | math | flex | to best | to flex | to flex, with tables | to causal | to varlen | tables | block mask |"
-        in text
-    )
-    assert BLOCK_MASK not in text and "| tiny | 1x4x256x16 | fp32 | documents | forward |" in text
+    assert "| ours | math | flex | to best | to flex | to causal | to varlen | spread |" in text
+    assert "| tiny | 1x4x256x16 | fp32 | documents | forward |" in text
     text = shown(ROWS["alibi"], [OURS, MATH, FLEX])
     assert "| ours | math | flex | to best | to flex | to plain | spread |" in text and "causal alibi" in text
     text = shown(SMALL, [OURS, MATH, FLEX])

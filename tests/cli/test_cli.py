@@ -226,7 +226,8 @@ def test_bench_cpu_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     named = {row["score"] or row["pattern"] for row in results["options"]}
     assert named == {*SCORE_OPTIONS, *PATTERNS} and len(results["options"]) == 2 * len(named)
     for row in results["options"]:
-        assert row["gflops"]["ours"] > 0 and row["to_plain"] > 0
+        cost = row["beside"]["causal" if row["pattern"] else "plain"]
+        assert row["tflops"]["ours"] > 0 and cost["ratio"] > 0
         assert (row["ratio_best"] is None) == (row["score"] == "softcap")  # PyTorch's own has none
 
 
