@@ -21,6 +21,7 @@ import flashattn_ext
 PATIENCE_SECONDS = 180  # importing torch_npu and loading the kernels takes half a minute on a busy machine
 DEVICE = "npu"
 PATTERN = 255  # in every byte: NaN in a floating-point type
+LIMITS = ((torch.float16, 1e-2), (torch.bfloat16, 3e-2), (torch.float32, 1e-4))  # of relative differences
 Results = TypeVar("Results", bound=tuple[Tensor, ...])
 
 
@@ -73,6 +74,12 @@ def _random(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> T
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+def _qkv(batch: int, rows: int, heads: tuple[int, int], dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
+    """Inputs with these numbers of query and KV heads, of 64 dims."""
+    counts = {"q": heads[0], "k": heads[1], "v": heads[1]}
+    return {name: _random(batch, rows, count, 64, dtype=dtype, seed=ord(name)) for name, count in counts.items()}
+
+
 def _run_on_both(run: Callable[[str], Results]) -> tuple[Results, Results]:
     """The results of a call on the NPU and on the CPU. Memory of an NPU may contain the right results of an earlier process, and a
     kernel that never ran would leave them there. So blocks of the sizes of the results are first filled with a pattern and
@@ -116,34 +123,32 @@ def _prepare() -> str:
     return _compare("gradients of q and the sink without keys", *_run_on_both(run), 1e-3)
 
 
+def _attention(call: str, limit: float, inputs: dict[str, Tensor], backward: bool = False, **options: Any) -> str:
+    """Compares out and lse, with the backward also the gradients of the inputs."""
+
+    def run(device: str) -> tuple[Tensor, ...]:
+        leaves = {name: t.detach().to(device).requires_grad_(backward) for name, t in inputs.items()}
+        placed = {name: value.to(device) if hasattr(value, "to") else value for name, value in options.items()}
+        results = flashattn_ext.forward(**leaves, **placed, return_lse=True)
+        if not backward:
+            return results
+        return *results, *torch.autograd.grad(results, [*leaves.values()], [torch.ones_like(t) for t in results])
+
+    return _compare(f"out, lse{' and gradients' if backward else ''} of {call}", *_run_on_both(run), limit)
+
+
 def _one_tile() -> str:
     """Kernel forward: one cube core and its two vector cores, one exchange in each direction."""
-    inputs = [_random(1, 128, 1, 64, seed=seed) for seed in range(3)]
-
-    def run(device: str) -> tuple[Tensor, Tensor]:
-        return flashattn_ext.forward(*(t.to(device) for t in inputs), return_lse=True)
-
-    return _compare("out and lse of 128 x 128 scores", *_run_on_both(run), 5e-3)
+    return _attention("128 x 128 scores", 5e-3, _qkv(1, 128, (1, 1)))
 
 
 def _whole(backward: bool) -> str:
     """Every core runs several tasks, with most options of a call."""
     texts = []
-    for dtype, limit in ((torch.float16, 1e-2), (torch.bfloat16, 3e-2)):
-        q, k, v = (_random(2, 300, heads, 64, dtype=dtype, seed=heads) for heads in (8, 4, 4))
-        sink = _random(8, dtype=torch.float32)
-
-        def run(device: str, inputs: tuple[Tensor, ...] = (q, k, v, sink)) -> tuple[Tensor, ...]:
-            leaves = [t.detach().to(device).requires_grad_(backward) for t in inputs]
-            options: dict[str, Any] = {"causal": True, "dropout_p": 0.2, "rng_seed": 7, "return_lse": True}
-            out, lse = flashattn_ext.forward(*leaves[:3], sink=leaves[3], **options)
-            if not backward:
-                return out, lse
-            return torch.autograd.grad((out, lse), leaves, (torch.ones_like(out), torch.ones_like(lse)))
-
-        results = "gradients" if backward else "out and lse"
-        subject = f"{results} of 2 x 300 rows, causal, 8 heads, dropout and sink, {dtype}"
-        texts.append(_compare(subject, *_run_on_both(run), limit))
+    for dtype, limit in LIMITS[:2]:
+        inputs = {**_qkv(2, 300, (8, 4), dtype), "sink": _random(8, dtype=torch.float32)}
+        call = f"2 x 300 rows, causal, 8 heads, dropout and sink, {dtype}"
+        texts.append(_attention(call, limit, inputs, backward, causal=True, dropout_p=0.2, rng_seed=7))
     return "; ".join(texts)
 
 
@@ -151,8 +156,7 @@ def _every_kernel() -> str:
     """The other kernels: there is one for each type of inputs and each set of options that a row of
     ascend_c/kernel_list.h names (none, dropout, a Mask, biases, all of them).
     """
-    rows, heads, dim = 70, 2, 64
-    slopes, mask = torch.tensor([0.5, 0.25]), flashattn_ext.Mask.chunked(50, rows, rows)
+    slopes, mask = torch.tensor([0.5, 0.25]), flashattn_ext.Mask.chunked(50, 70, 70)
     options: dict[str, dict[str, Any]] = {
         "no option": {},
         "dropout": {"dropout_p": 0.2, "rng_seed": 7},
@@ -160,20 +164,11 @@ def _every_kernel() -> str:
         "slopes": {"alibi_slopes": slopes},
         "every option": {"dropout_p": 0.2, "rng_seed": 7, "mask": mask, "alibi_slopes": slopes},
     }
-    count = 0
-    for dtype, limit in ((torch.float16, 1e-2), (torch.bfloat16, 3e-2), (torch.float32, 1e-4)):
-        inputs = [_random(1, rows, heads, dim, dtype=dtype, seed=seed) for seed in range(3)]
+    for dtype, limit in LIMITS:
         for name, given in options.items():
-
-            def run(device: str, given: dict[str, Any] = given, inputs: list[Tensor] = inputs) -> tuple[Tensor, ...]:
-                leaves = [t.detach().to(device).requires_grad_() for t in inputs]
-                placed = {key: value.to(device) if hasattr(value, "to") else value for key, value in given.items()}
-                out = flashattn_ext.forward(*leaves, causal=True, **placed)
-                return (out, *torch.autograd.grad(out, leaves, torch.ones_like(out)))
-
-            _compare(f"out and gradients with {name}, {dtype}", *_run_on_both(run), limit)
-            count += 1
-    return f"out and gradients of {count} calls: {len(options)} sets of options in fp16, bf16 and fp32"
+            inputs = _qkv(1, 70, (2, 2), dtype)
+            _attention(f"a call with {name}, {dtype}", limit, inputs, backward=True, causal=True, **given)
+    return f"out, lse and gradients of {len(LIMITS) * len(options)} calls: {len(options)} sets of options in fp16, bf16 and fp32"
 
 
 RUNGS = {

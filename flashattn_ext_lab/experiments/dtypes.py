@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -23,19 +25,23 @@ SIZES = size_table(
 
 
 def measure(context: Context, sizes: Sizes, result: Result) -> None:
-    for direction, dtype in context.steps(PASSES, sizes.dtypes):
-        inputs = context.inputs(sizes, dtype=dtype)
-        times = context.measure_attentions(inputs, NAMES, direction)
-        errors = _errors(inputs, direction, times.failures)
+    rows = [*itertools.product(PASSES, sizes.dtypes), (FORWARD, FP8)]  # fp8 has a forward only
+    for direction, dtype in context.track(rows):
+        inputs = context.inputs(sizes, dtype="fp32" if dtype == FP8 else dtype)
+        calls, flop = {name: inputs.call(name, direction) for name in NAMES}, inputs.flop(direction)
+        if dtype == FP8:
+            inputs = Inputs(*(t.detach().to(torch.float8_e4m3fn) for t in inputs))
+            calls = {OURS: lambda: flashattn_ext.forward(*inputs[:3], causal=True, layout="bhsd")}  # noqa: B023
+        times = context.measure(calls, () if dtype == FP8 else inputs)
+        errors = _errors(inputs, calls, direction, times.failures)
         result.add(
             cell("pass", direction),
             cell("dtype", dtype),
             *times.times(*NAMES),
-            *context.rate_cells(times.rate(inputs.flop(direction), OURS), dtype),
+            *context.rate_cells(times.rate(flop, OURS), None if dtype == FP8 else dtype),
             *(cell(f"error of {name}", errors.get(name), "", ".1e") for name in NAMES),
             times.remark(),
         )
-    _measure_fp8(context, sizes, result)
     result.notes += [
         MATMUL_NOTE,
         "error: the largest difference from fp64, forward of out, with the backward of dq, dk and dv, over the first two heads of the "
@@ -43,31 +49,6 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         f"{FP8}: forward of float8_e4m3fn; the error is that of the kernel, against fp64 of the values that the elements stand for, and "
         "leaves out the rounding of the inputs to fp8; in bfloat16 `out`; unfused attention has no fp8",
     ]
-
-
-def _measure_fp8(context: Context, sizes: Sizes, result: Result) -> None:
-    """The row of fp8, which has a forward only: elements of standard normal numbers, without descales."""
-    wide, failures = context.inputs(sizes, dtype="fp32"), {}
-    q, k, v = (t.detach().to(torch.float8_e4m3fn) for t in wide[:3])
-
-    def call() -> Tensor:
-        return flashattn_ext.forward(q, k, v, causal=True, layout="bhsd")
-
-    times = context.measure({OURS: call}, [], failures)
-    error = None
-    with reported(OURS, failures):
-        exact = [t[:1, :2].double() for t in (q, k, v)]
-        expected = flashattn_ext.attention_reference(*exact, causal=True, layout="bhsd")
-        error = largest_error([call()[:1, :2].double()], [expected])
-    result.add(
-        cell("pass", FORWARD),
-        cell("dtype", FP8),
-        *times.times(*NAMES),
-        cell("rate", times.rate(wide.flop(FORWARD), OURS), "TFLOP/s", ".3f", 1e-12),
-        cell("of matmul", None, "%", ".0f", 100),
-        *(cell(f"error of {name}", error if name == OURS else None, "", ".1e") for name in NAMES),
-        times.remark(),
-    )
 
 
 def found(result: Result) -> str:
@@ -82,17 +63,20 @@ def found(result: Result) -> str:
     return f"Time of fp32 relative to another dtype, forward: {times}; largest error relative to unfused, of one sample: {errors}."
 
 
-def _errors(inputs: Inputs, direction: str, failures: dict[str, str]) -> dict[str, float]:
-    few = Inputs(*(t.detach()[:1, :2].clone().requires_grad_() for t in inputs))
+def _errors(
+    inputs: Inputs,
+    calls: Mapping[str, Callable[[], Tensor | Sequence[Tensor]]],
+    direction: str,
+    failures: dict[str, str],
+) -> dict[str, float]:
     errors: dict[str, float] = {}
     with reported("fp64 reference", failures):
-        q, k, v, dout = (t.detach().double().requires_grad_() for t in few)
+        q, k, v, dout = (t.detach()[:1, :2].double().requires_grad_() for t in inputs)
         out = flashattn_ext.attention_reference(q, k, v, causal=True, layout="bhsd")
         expected = tensors_of(out if direction == FORWARD else torch.autograd.grad(out, (q, k, v), dout))
-        for name in NAMES:
+        for name, call in calls.items():
             with reported(name, failures):
-                results = tensors_of(few.call(name, direction)())
-                error = largest_error([t.double() for t in results], expected)
+                error = largest_error([t[:1, :2].double() for t in tensors_of(call())], expected)
                 if not math.isfinite(error):
                     raise FloatingPointError("the results are not all finite")
                 errors[name] = error

@@ -32,7 +32,7 @@ BESIDE = {OURS_PLAIN: PLAIN, OURS_CAUSAL: CAUSAL, OURS_PACKED: VARLEN}  # our re
 Changes = Mapping[str, Any]
 MIB = 1 << 20
 CPU = torch.device("cpu")
-WARM_UP_S = 64  # the sequence length of a first call where memory is measured, which loads libraries and starts threads
+WARM_UP_S = 64  # the sequence length of a first call where memory is measured
 Call = Callable[[], object]
 CUDA_ROUNDS, CUDA_QUICK_ROUNDS = 15, 3
 CPU_SECONDS, CPU_QUICK_SECONDS = 2.0, 0.1  # per group of interleaved calls, and at least this many rounds:
@@ -223,9 +223,9 @@ class Context:
         timed = ((n, of.timings["time"]) for (name, n), of in self._products.items() if of.timings and name in dtypes)
         return max((2 * n**3 / timing.fastest_s for n, timing in timed), default=None)
 
-    def rate_cells(self, rate: float | None, dtype: str) -> list[tuple[Column, Cell]]:
-        """A rate in FLOP/s, and relative to matrix products."""
-        relative = divided(rate, self.matmul_rate(dtype))
+    def rate_cells(self, rate: float | None, dtype: str | None) -> list[tuple[Column, Cell]]:
+        """A rate in FLOP/s, and relative to matrix products of a dtype."""
+        relative = divided(rate, self.matmul_rate(dtype) if dtype else None)
         return [cell("rate", rate, "TFLOP/s", ".3f", 1e-12), cell("of matmul", relative, "%", ".0f", 100)]
 
     def peaks(
@@ -235,15 +235,16 @@ class Context:
         measured: dict[str, int] = {}
         for name in names:
             with reported(f"memory of {name}", failures):
-                measured[name] = self._peak_bytes(sizes, name, direction, options)
+                measured[name] = self.peak_bytes(make_call, sizes, name, direction, options)
         return measured
 
-    def _peak_bytes(self, sizes: Sizes, *call: Any) -> int:
+    def peak_bytes(self, prepare: Callable[..., Call], *arguments: Any) -> int:
+        """Peak memory of the call that `prepare(device, *arguments)` returns."""
         if self.on_cpu:
-            return growth_in_own_process(_warmed_up, sizes, *call)
+            return growth_in_own_process(prepare, self.device, *arguments)
         if not self.on_cuda:
             raise NotImplementedError(f"allocator statistics of {self.device.type} are not read yet")
-        run = make_call(self.device, sizes, *call)
+        run = prepare(self.device, *arguments)
         run()  # libraries allocate their persistent workspaces
         torch.cuda.empty_cache()
         return peak_extra_bytes(run)
@@ -315,14 +316,14 @@ class Inputs(NamedTuple):
 
 
 def make_call(device: torch.device, sizes: Sizes, name: str, direction: str, options: dict[str, Any]) -> Call:
-    """A call of Inputs.call(); one with a mask makes it each time."""
-    call = Inputs.random(device, sizes).call(name, direction, **options)
-    return (lambda: (extras.cache_clear(), call())) if "pattern" in options else call
+    """A call of Inputs.call(), after a shorter one that loads libraries and starts threads; one with a mask makes it each time."""
 
+    def of(sizes: Sizes) -> Call:
+        call = Inputs.random(device, sizes).call(name, direction, **options)
+        return (lambda: (extras.cache_clear(), call())) if "pattern" in options else call
 
-def _warmed_up(sizes: Sizes, *call: Any) -> Call:
-    make_call(CPU, sizes.replace(S=min(sizes.S, WARM_UP_S)), *call)()
-    return make_call(CPU, sizes, *call)
+    of(sizes.replace(S=min(sizes.S, WARM_UP_S)))()
+    return of(sizes)
 
 
 def growth_in_own_process(prepare: Callable[..., Call], *arguments: Any) -> int:

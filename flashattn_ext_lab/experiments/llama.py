@@ -12,7 +12,7 @@ from torch import nn
 from ..bench_cases import DTYPES
 from ..model import ATTENTION, Block, ModelConfig, rotary_table
 from ..timing import reported
-from .harness import OURS, SDPA, UNFUSED, Context, Measured, Sizes, growth_in_own_process, size_table
+from .harness import OURS, SDPA, UNFUSED, Context, Measured, Sizes, size_table
 from .result import Result, cell, measured, number, quotient
 
 NAMES = {OURS: "flashattn", UNFUSED: "unfused", SDPA: "sdpa"}  # name in this table -> key of ATTENTION
@@ -39,7 +39,7 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         gc.collect()
         for name in times.timings:
             with reported(f"{name}, memory", failures):
-                peaks[name] = step_bytes(context.device, sizes, name, layers, trains)
+                peaks[name] = context.peak_bytes(two_steps, sizes, name, layers, trains)
         for name in NAMES:
             result.add(
                 cell("what", what),
@@ -104,19 +104,12 @@ class Stack:
             self.x.grad = None
 
 
-def step_bytes(device: torch.device, sizes: Sizes, name: str, layers: int, trains: bool) -> int:
-    """Peak memory of one step, with everything that it needs."""
-    if device.type == "cpu":
-        return growth_in_own_process(_whole_step, sizes, name, layers, trains)
-    if device.type != "cuda":
-        raise NotImplementedError(f"allocator statistics of {device.type} are not read yet")
-    stack = Stack(device, sizes, layers, trains)
-    for _ in range(2):  # in the first step libraries allocate their persistent workspaces, the optimizer its states
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+def two_steps(device: torch.device, sizes: Sizes, name: str, layers: int, trains: bool) -> Callable[[], None]:
+    """Two steps of layers that the call makes: in the first one the optimizer allocates its states."""
+
+    def run() -> None:
+        stack = Stack(device, sizes, layers, trains)
         stack.step(name)
-    return torch.cuda.max_memory_allocated(device)
+        stack.step(name)
 
-
-def _whole_step(sizes: Sizes, name: str, layers: int, trains: bool) -> Callable[[], None]:
-    return lambda: Stack(torch.device("cpu"), sizes, layers, trains).step(name)
+    return run
