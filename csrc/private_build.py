@@ -46,13 +46,10 @@ def cuda(backend: str, choice: int, dtype: str, head_dim: int | None = None) -> 
     """
     from torch.utils.cpp_extension import CUDA_HOME
 
-    if CUDA_HOME is None:
-        missing = "other tiles are compiled by nvcc, which was not found"
-        raise RuntimeError(f"{missing}; install the CUDA toolkit or set CUDA_HOME")
     family, (major, minor) = backend.removeprefix("cuda-"), torch.cuda.get_device_capability()
     architecture = "90a" if (major, minor) == (9, 0) else f"{major}{minor}"
     name = f"{backend}-tile{choice}-{dtype}" + (f"-{head_dim}" if head_dim else "")
-    nvcc = [str(Path(CUDA_HOME, "bin", "nvcc")), f"-gencode=arch=compute_{architecture},code=sm_{architecture}"]
+    nvcc = [str(Path(CUDA_HOME or "", "bin", "nvcc")), f"-gencode=arch=compute_{architecture},code=sm_{architecture}"]
     hidden = ["-Xcompiler", "-fPIC", "-Xcompiler", "-fvisibility=hidden"]
     only = sources.plain_sources(family, dtype, head_dim)
     defines = {"CUDA": "1", "TILE_CHOICE": str(choice), "PRIVATE_BACKEND": f"cuda_{family}_backend"}
@@ -115,7 +112,8 @@ def _run(build: PrivateBuild, command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise RuntimeError(f"{build.name} cannot be compiled: {error}") from None
+        fix = "install the compiler; nvcc comes with the CUDA toolkit, which CUDA_HOME names"
+        raise RuntimeError(f"{build.name} cannot be compiled: {error}; {fix}") from None
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or [f"status {done.returncode}"]
         raise RuntimeError(f"{build.name} does not compile: {errors[0]}")

@@ -1,7 +1,5 @@
 """`bench cpu`: forward and backward of this package compared with PyTorch's flash and math backends; a second table has softcap,
-biases and masks, compared with our own call without them and PyTorch's with a dense bias or mask.
-
-GFLOP/s counts the products of visible scores: 4 * B * H * Sq * Sk * D forward, half of it causal, and 2.5 times that backward.
+biases and masks, compared with our own call without them and PyTorch's with a dense bias or mask. bench_cases.py counts the FLOP.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from .bench_contestants import inputs, kernel_of, timed_call
 from .console import fields, parts, print_rows, track
 from .devices import describe_machine
 from .options import PATTERNS, SCORE_OPTIONS
-from .timing import reported, time_interleaved
+from .timing import reported, time_on
 
 NAMES = (OURS, FA2, MATH)
 H = 8
@@ -63,8 +61,7 @@ def _measure_case(case: Case, quick: bool) -> dict[str, Any]:
     for name, timed in cases.items():
         with reported(name, failures), kernel_of(name):  # a backward runs the kernel that its forward has chosen
             calls[name] = timed_call(timed, name if name in NAMES else OURS, *tensors)
-    budget_s, min_rounds = (0.05, 2) if quick else (3.0, 3)
-    timings = time_interleaved(calls, budget_s=budget_s, min_rounds=min_rounds, around=kernel_of, failures=failures)
+    timings = time_on("cpu", calls, quick, around=kernel_of, failures=failures)
     return bench_cuda.row(case, NAMES, timings, {}, {}, failures)
 
 

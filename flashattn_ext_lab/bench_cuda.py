@@ -36,9 +36,8 @@ from .bench_contestants import (
 )
 from .bench_derivatives import jvp_flash_attention
 from .console import Columns, CommandError, chosen, fields, make_console, print_rows, text_of, track
-from .timing import Calls, Timing, divided, peak_extra_bytes, reported, time_bursts
+from .timing import Calls, Timing, divided, peak_extra_bytes, reported, time_bursts, time_on
 
-ROUNDS, QUICK_ROUNDS = 15, 3
 REFERENCE_LIMIT_BYTES = 2 << 30  # size of the fp64 scores of the compared heads
 RNG_SEED = 1234
 SUSTAINED_MS, SUSTAINED_ROUNDS = 200.0, 3  # of each call without a pause, and how often
@@ -146,7 +145,6 @@ def _exact_fp32_products() -> Iterator[None]:
 
 def measure_case(case: Case, names: Sequence[str], *, quick: bool, sustained: bool = False) -> dict[str, Any]:
     """One row. A contestant that cannot run has its reason in `failures`, and no numbers."""
-    rounds = QUICK_ROUNDS if quick else ROUNDS
     tensors = inputs(case)
     failures = {name: reason for name in names if (reason := skip_reason(case, name))}
     calls: dict[str, Callable[[], object]] = {}
@@ -161,7 +159,7 @@ def measure_case(case: Case, names: Sequence[str], *, quick: bool, sustained: bo
                 memory[name] = peak_extra_bytes(call)
                 calls[name] = call
             call = None  # a graph of a contestant that failed would keep its memory
-    timings = time_bursts(calls, rounds, failures, around=kernel_of)
+    timings = time_on("cuda", calls, quick, failures=failures, around=kernel_of)
     contenders = {name: call for name, call in calls.items() if name in names and name in timings}
     steady = time_sustained(contenders, failures) if sustained else None
     contenders.clear()

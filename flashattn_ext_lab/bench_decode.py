@@ -92,8 +92,7 @@ class Bench:
     quick: bool
 
     def timings(self, calls: dict[str, Callable[[], object]]) -> dict[str, Timing]:
-        gpu_rounds, budget_s, least = (2, 0.02, 2) if self.quick else (30, 1.0, 5)
-        return time_on(self.device.type, calls, gpu_rounds=gpu_rounds, budget_s=budget_s, min_rounds=least)
+        return time_on(self.device.type, calls, self.quick)
 
     def memory_rate(self) -> float:
         """Bytes per second: read and written by a copy on a GPU, read by a sum on the CPU."""
@@ -103,29 +102,21 @@ class Bench:
         timing = self.timings({"memory": (lambda: y.copy_(x)) if on_gpu else x.sum})["memory"]
         return x.nbytes * (2 if on_gpu else 1) / timing.median_s
 
-    def tensors(self, case: Case) -> tuple[Tensor, list[list[Tensor]]]:
-        """A query, and the pairs of caches in rotation."""
+    def rotating(self, case: Case, call: Callable[..., Any], backward: bool = False) -> Callable[[], object]:
+        """`call` with a query and the next pair of caches each time, or its backward."""
         torch.manual_seed(0)
         dtype = DTYPES[case.dtype]  # of the cache; a query for fp8 is bfloat16
         options: dict[str, Any] = {"dtype": torch.bfloat16 if case.dtype == "fp8" else dtype, "device": self.device}
         shape = (case.B, case.capacity(), case.Hk, case.D)
         pairs = 1 if self.quick else max(-(-ROTATION_BYTES // max(case.bytes, 1)), 1)
-        caches = [[torch.empty(shape, **options).normal_().to(dtype) for _ in range(2)] for _ in range(pairs)]
-        return torch.randn(case.B, case.Sq, case.Hq, case.D, **options), caches
-
-    def rotating(self, case: Case, call: Callable[..., object]) -> Callable[[], object]:
-        """`call` with a query and the next pair of caches each time."""
-        q, caches = self.tensors(case)
-        rotation = itertools.cycle(caches)
-        return lambda: call(q, *next(rotation))
-
-    def rotating_backward(self, case: Case, call: Callable[..., Tensor]) -> Callable[[], object]:
-        """The backward of `call`, with the next inputs each time."""
-        q, caches = self.tensors(case)
-        inputs = [[t.requires_grad_() for t in (q, *pair)] for pair in caches]
-        rotation = itertools.cycle([(call(*tensors), tensors) for tensors in inputs])
-        gradient = torch.randn_like(q)
-        return lambda: torch.autograd.grad(*next(rotation), gradient, retain_graph=True)
+        q = torch.randn(case.B, case.Sq, case.Hq, case.D, **options)
+        inputs = [[q, *(torch.empty(shape, **options).normal_().to(dtype) for _ in range(2))] for _ in range(pairs)]
+        if not backward:
+            rotation = itertools.cycle(inputs)
+            return lambda: call(*next(rotation))
+        dout, leaves = torch.randn_like(q), [[t.requires_grad_() for t in tensors] for tensors in inputs]
+        graphs = itertools.cycle([(call(*tensors), tensors) for tensors in leaves])
+        return lambda: torch.autograd.grad(*next(graphs), dout, retain_graph=True)
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
@@ -159,7 +150,7 @@ def _measure_few_rows(case: Case, bench: Bench) -> dict[str, Any]:
     forwards = {"forward": flashattn_ext.forward, "with a cache": cached, SDPA: _torch_attention}
     backwards = {"backward": flashattn_ext.forward, f"{SDPA} backward": _torch_attention}
     calls = {name: bench.rotating(case, call) for name, call in forwards.items()}
-    calls |= {name: bench.rotating_backward(case, call) for name, call in backwards.items()}
+    calls |= {name: bench.rotating(case, call, backward=True) for name, call in backwards.items()}
     rates = {name: case.bytes / timing.median_s for name, timing in bench.timings(calls).items()}
     rates |= {name: 2 * rates[name] for name in backwards}
     return {**asdict(case), "bytes": case.bytes, "bytes_per_s": rates}
@@ -182,9 +173,7 @@ def _contestants(case: Case, bench: Bench) -> dict[str, Callable[..., Tensor]]:
         calls[INVARIANT] = _decoding(case, bench.device, invariant, "block_table")
     if case.dtype == "fp8":
         return calls
-    if not (
-        case.page or case.ragged or case.Sq > 1
-    ):  # no pages, no lengths, and a causal mask that is aligned top-left
+    if not (case.page or case.ragged or case.Sq > 1):  # it has none of these with a causal mask aligned bottom-right
         calls[SDPA] = _torch_attention
     if bench.device.type == "cuda" and case.dtype != "fp32" and (module := flash_module(FA3)):
         calls[FA3] = _decoding(case, bench.device, module.flash_attn_with_kvcache, "page_table")
@@ -231,7 +220,6 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
         **fields({"of memory rate": "of_memory_rate", "spread": "spread"}, ".0%"),
     }
     print_rows(about, columns, results["rows"], markdown=markdown)
-    few_rows, few = results["few_rows"], "few queries without a cache"
-    print_rows(
-        few, SHAPE | parts("bytes_per_s", few_rows[0]["bytes_per_s"], ".1f", scale=1e-9), few_rows, markdown=markdown
-    )
+    few_rows = results["few_rows"]
+    columns = SHAPE | parts("bytes_per_s", few_rows[0]["bytes_per_s"], ".1f", scale=1e-9)
+    print_rows("few queries without a cache", columns, few_rows, markdown=markdown)

@@ -114,10 +114,7 @@ def load_builds(jobs: Iterable[Job]) -> None:
 def _cuda_tile(tile: Mapping[str, Any], dtype: str, head_dim: int | None = None) -> Tile:
     if not tile["choice"]:
         return Tile(tile["name"], tile["backend"])
-    try:
-        build = private_build().cuda(tile["backend"], tile["choice"], dtype, head_dim)
-    except RuntimeError as error:
-        raise CommandError(str(error)) from None
+    build = private_build().cuda(tile["backend"], tile["choice"], dtype, head_dim)
     return Tile(tile["name"], build.name, build)
 
 
@@ -177,9 +174,7 @@ def measure_job(job: Job, device: str, quick: bool) -> dict[str, Any]:
             if not differences[name] <= LARGEST_DIFFERENCE:
                 failures[name] = f"its results differ from the default ones by {differences[name]:.1%}"
     calls = {name: run for name, run in calls.items() if name not in failures}
-    gpu_rounds, budget_s, least = (3, 0.02, 2) if quick else (15, 3.0, 5)
-    timings = time_on(device, calls, gpu_rounds=gpu_rounds, budget_s=budget_s, min_rounds=least, failures=failures)
-    return row(job, timings, differences, failures)
+    return row(job, time_on(device, calls, quick, failures=failures), differences, failures)
 
 
 def difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

@@ -22,7 +22,9 @@ from .console import one_line
 Calls = Mapping[str, Callable[[], object]]
 Around = Callable[[str], contextlib.AbstractContextManager[Any]]
 BURST_MS, MAX_LAUNCHES = 5.0, 20  # launches between two events: about this long, at most so many
-MAX_ROUNDS = 1000  # within a budget of seconds
+ROUNDS, QUICK_ROUNDS = 15, 3  # of bursts on a GPU
+SECONDS, QUICK_SECONDS = 2.0, 0.05  # elsewhere, for each group of interleaved calls, within these numbers of rounds
+MIN_ROUNDS, QUICK_MIN_ROUNDS, MAX_ROUNDS = 5, 3, 1000
 HEAD_START_CYCLES = 5_000_000  # about 3 ms, in which the host queues a burst of short launches
 
 
@@ -128,13 +130,12 @@ def time_bursts(
     return time_interleaved(bursts, budget_s=0, min_rounds=rounds, **options)
 
 
-def time_on(
-    device: str, calls: Calls, *, gpu_rounds: int, budget_s: float, min_rounds: int, **options: Any
-) -> dict[str, Timing]:
-    """time_bursts() on CUDA, time_interleaved() elsewhere; `options` are of both."""
+def time_on(device: str, calls: Calls, quick: bool, *, rounds: int = 0, **options: Any) -> dict[str, Timing]:
+    """time_bursts() on CUDA, time_interleaved() elsewhere; `options` are of both. `rounds` fixes their number for long calls."""
     if device == "cuda":
-        return time_bursts(calls, gpu_rounds, **options)
-    return time_interleaved(calls, budget_s=budget_s, min_rounds=min_rounds, **options)
+        return time_bursts(calls, rounds or (QUICK_ROUNDS if quick else ROUNDS), **options)
+    budget_s, least = (QUICK_SECONDS, QUICK_MIN_ROUNDS) if quick else (SECONDS, MIN_ROUNDS)
+    return time_interleaved(calls, budget_s=0.0 if rounds else budget_s, min_rounds=rounds or least, **options)
 
 
 def launches_for(ms: float, target_ms: float = BURST_MS, most: int | None = None) -> int:

@@ -34,9 +34,6 @@ MIB = 1 << 20
 CPU = torch.device("cpu")
 WARM_UP_S = 64  # the sequence length of a first call where memory is measured
 Call = Callable[[], object]
-CUDA_ROUNDS, CUDA_QUICK_ROUNDS = 15, 3
-CPU_SECONDS, CPU_QUICK_SECONDS = 2.0, 0.1  # per group of interleaved calls, and at least this many rounds:
-CPU_ROUNDS, CPU_QUICK_ROUNDS = 5, 3
 MATMUL_NOTE = (
     "of matmul: relative to the rate of the fastest torch.matmul of this run in this dtype, or in fp32 where that is faster; a reference "
     "that was measured at another time, not a limit: more than 100 % is possible"
@@ -168,7 +165,7 @@ class Context:
     ) -> Measured:  # fmt: skip
         """Times interleaved calls, with new random numbers in `inputs` every round.
 
-        A call that raises has its reason in `failures`, which may already name others. `rounds` fixes their number for long calls.
+        A call that raises has its reason in `failures`, which may already name others. `rounds`: of time_on().
         """
         failures = {} if failures is None else failures
 
@@ -183,17 +180,8 @@ class Context:
 
         if self.device.type == "npu":
             calls = {name: waiting(call) for name, call in calls.items()}
-        budget_s, least = (CPU_QUICK_SECONDS, CPU_QUICK_ROUNDS) if self.quick else (CPU_SECONDS, CPU_ROUNDS)
-        timings = timing.time_on(
-            self.device.type,
-            calls,
-            gpu_rounds=rounds or (CUDA_QUICK_ROUNDS if self.quick else CUDA_ROUNDS),
-            budget_s=0.0 if rounds else budget_s,
-            min_rounds=rounds or least,
-            failures=failures,
-            refresh=refresh,
-        )
-        return Measured(timings, failures)
+        options: dict[str, Any] = {"rounds": rounds, "failures": failures, "refresh": refresh}
+        return Measured(timing.time_on(self.device.type, calls, self.quick, **options), failures)
 
     def measure_attentions(self, inputs: Inputs, names: Iterable[str], direction: str, **options: Any) -> Measured:
         """Times calls as Inputs.call() makes them."""

@@ -15,7 +15,6 @@ from tiny_experiments import module_of, tiny_sizes
 
 from flashattn_ext_lab import bench_contestants, bench_cuda, timing
 from flashattn_ext_lab.experiments import EXPERIMENTS
-from flashattn_ext_lab.experiments import harness as shared
 from flashattn_ext_lab.experiments.harness import Context
 from flashattn_ext_lab.experiments.result import Result
 from flashattn_ext_lab.main import main
@@ -38,7 +37,7 @@ def tiny_everywhere() -> Iterator[None]:
             table = module_of(name).SIZES
             patch.setattr(module_of(name), "SIZES", replace(table, cpu=tiny_sizes(name), cpu_quick=tiny_sizes(name)))
         patch.setattr(Context, "matmul_rate", lambda self, dtype: 1e12)
-        patch.setattr(shared, "CPU_QUICK_SECONDS", 0.02)
+        patch.setattr(timing, "QUICK_SECONDS", 0.02)
         yield
 
 

@@ -55,4 +55,4 @@ def test_calls_on_a_gpu_are_timed_in_bursts(ms: float, launches: int, monkeypatc
     monkeypatch.setattr(shared, "synchronize", lambda device: None)
     times = Context(torch.device("cuda"), quick=True).measure({"a": lambda: None}, ())
     assert times.timings["a"].median_s == pytest.approx(ms * 1e-3)
-    assert bursts == [2, *[launches] * shared.CUDA_QUICK_ROUNDS]
+    assert bursts == [2, *[launches] * timing.QUICK_ROUNDS]
