@@ -287,14 +287,13 @@ def _pair(first: float | None, first_form: str, second: float | None, second_for
     return f"{text_of(first, first_form)} / {text_of(second, second_form)}"
 
 
-def _beside_text(beside: dict[str, Any] | None) -> str:
-    return text_of(beside and beside["ratio"], ".2f", "x")
-
-
 ABOUT = fields({"set": "set", "BxHxSxD": "shape", "dtype": "dtype", "mask": "option", "pass": "direction"})
 RATIOS: Columns = {
     **fields({"to best": "ratio_best", "to fa2": "ratio_fa2", "to flex": "ratio_flex"}, ".2f", "x"),
-    **{f"to {name}": lambda row, name=name: _beside_text(row["beside"].get(name)) for name in BESIDE},
+    **{
+        f"to {name}": lambda row, name=name: text_of((row["beside"].get(name) or {}).get("ratio"), ".2f", "x")
+        for name in BESIDE
+    },
     "spread": lambda row: text_of(row["spread"][OURS], ".0%"),
 }
 MEANINGS = {

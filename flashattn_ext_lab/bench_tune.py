@@ -186,18 +186,19 @@ def difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 # Results
 
 
-def _numbers(timing: Timing, flop: float, difference: float) -> dict[str, float]:
-    ms = {"ms": timing.median_s * 1e3, "fastest_ms": timing.fastest_s * 1e3, "slowest_ms": timing.slowest_s * 1e3}
-    return {**ms, "spread": timing.spread, "tflops": flop / timing.median_s * 1e-12, "difference": difference}
-
-
 def row(
     job: Job, timings: Mapping[str, Timing], differences: Mapping[str, float], failures: Mapping[str, str]
 ) -> dict[str, Any]:
     """A kind of call as plain numbers; `gain` above 1: the best tile is faster than the default one."""
     case, default = job.case, job.tiles[0].name
     best = min(timings, key=lambda name: timings[name].median_s, default=None)
-    tiles = {name: _numbers(timing, case.flop, differences[name]) for name, timing in timings.items()}
+    tiles = {
+        name: {
+            **{"ms": of.median_s * 1e3, "fastest_ms": of.fastest_s * 1e3, "slowest_ms": of.slowest_s * 1e3},
+            **{"spread": of.spread, "tflops": case.flop / of.median_s * 1e-12, "difference": differences[name]},
+        }
+        for name, of in timings.items()
+    }
     gain = tiles[default]["ms"] / tiles[best]["ms"] if default in tiles and best is not None else None
     about = {name: getattr(case, name) for name in ("B", "Hq", "S", "D", "causal", "dropout", "dtype")}
     about |= {"Dv": case.head_dim_v, "backend": job.backend, "pass": case.direction}

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import importlib
 import itertools
+import math
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -122,20 +123,23 @@ def chosen(option: str, names: Iterable[str], accepted: Collection[str]) -> list
     return [name for name in accepted if name in given]
 
 
-def _whole_number(values: range, accepted: str) -> Callable[[str], int]:
-    """The type of an option that takes one of these numbers."""
+def _number(kind: Callable[[str], Any], holds: Callable[[Any], bool], accepted: str) -> Callable[[str], Any]:
+    """The type of an option that takes these numbers."""
 
-    def convert(text: str) -> int:
+    def convert(text: str) -> Any:
         with contextlib.suppress(ValueError):
-            if int(text) in values:
-                return int(text)
+            if holds(value := kind(text)):
+                return value
         raise argparse.ArgumentTypeError(f"got {text!r}; accepted are {accepted}")
 
     return convert
 
 
-positive = _whole_number(range(1, 2**31), "whole numbers from 1 to 2**31 - 1")  # C++ keeps sizes as int
-seed = _whole_number(range(2**64), "whole numbers from 0 to 2**64 - 1")  # of PyTorch's generators
+positive = _number(int, lambda n: 0 < n < 2**31, "whole numbers from 1 to 2**31 - 1")  # C++ keeps sizes as int
+seed = _number(int, lambda n: 0 <= n < 2**64, "whole numbers from 0 to 2**64 - 1")  # of PyTorch's generators
+fraction = _number(float, lambda x: 0 <= x < 1, "numbers from 0 up to, not including, 1")
+above_zero = _number(float, lambda x: 0 < x < math.inf, "positive numbers")
+zero_or_more = _number(float, lambda x: 0 <= x < math.inf, "numbers from 0 on")
 
 
 # Files are replaced atomically, and text is UTF-8 in every locale

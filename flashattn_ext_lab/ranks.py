@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import re
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,14 +20,7 @@ from .console import CommandError, one_line
 from .data import Batch
 
 # In the message of an error, that another rank has ended or is late.
-SIGNS_OF_OTHERS = (
-    "flashattn_ext.distributed",
-    "connection closed",
-    "connection reset",
-    "timed out",
-    "broken pipe",
-    "nccl",
-)
+OTHERS = re.compile(r"flashattn_ext\.distributed|connection (closed|reset)|timed out|broken pipe|nccl", re.IGNORECASE)
 TIMEOUT = datetime.timedelta(minutes=5)  # how long a rank waits for another
 
 
@@ -71,9 +65,7 @@ def joined(device: torch.device) -> Iterator[None]:
     except BaseException as error:
         # SIGTERM must not end the process before it has reported the reason.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        if isinstance(error, dist.DistError) or (
-            isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in SIGNS_OF_OTHERS)
-        ):
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and OTHERS.search(str(error))):
             raise _others_ended(one_line(error)) from None
         raise
     else:

@@ -43,10 +43,6 @@ class Timing:
         return (self.slowest_s - self.fastest_s) / self.median_s
 
 
-def no_context(_name: str) -> contextlib.AbstractContextManager[None]:
-    return contextlib.nullcontext()
-
-
 def divided(part: float | None, whole: float | None) -> float | None:
     """None if either value was not measured."""
     return None if part is None or not whole else part / whole
@@ -66,7 +62,7 @@ def time_interleaved(
     min_rounds: int,
     clock: Callable[[Callable[[], object]], float] = wall_clock,
     refresh: Callable[[], None] = lambda: None,
-    around: Around = no_context,
+    around: Around = contextlib.nullcontext,
     failures: dict[str, str] | None = None,
     warm_up: bool = True,
 ) -> dict[str, Timing]:
@@ -108,7 +104,7 @@ def time_bursts(
     *,
     target_ms: float = BURST_MS,
     most: int | None = None,
-    around: Around = no_context,
+    around: Around = contextlib.nullcontext,
     **options: Any,
 ) -> dict[str, Timing]:
     """GPU seconds of every call, one burst of each per round.

@@ -18,7 +18,19 @@ import torch
 import flashattn_ext
 
 from . import ranks
-from .console import CommandError, make_console, make_directory, picture, positive, require, seed, write_text
+from .console import (
+    CommandError,
+    above_zero,
+    fraction,
+    make_console,
+    make_directory,
+    picture,
+    positive,
+    require,
+    seed,
+    write_text,
+    zero_or_more,
+)
 from .data import Corpus, load_corpus
 from .devices import DEVICES, choose_device, peak_memory_bytes, use_threads
 from .model import ATTENTION, SOFTMAX, ModelConfig
@@ -57,15 +69,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model("--heads", type=positive, default=4, help="query heads")
     model("--kv-heads", type=positive, default=2, help="KV heads")
     model("--context", type=positive, default=256, help="bytes that the model sees")
-    model("--dropout", type=float, default=0.05, help="probability, of attention weights and of residual branches")
+    model("--dropout", type=fraction, default=0.05, help="probability, of attention weights and of residual branches")
 
     optimization = parser.add_argument_group("optimization").add_argument
     optimization("--steps", type=positive, default=1000, help="optimizer steps")
     optimization("--batch-size", type=positive, default=8, help="windows per step")
-    optimization("--learning-rate", type=float, default=4e-3, help="peak, after the warm-up")
-    optimization("--warmup", type=float, default=0.05, help="fraction of the steps in which the rate rises")
-    optimization("--weight-decay", type=float, default=0.1, help="of matrices; vectors are not decayed")
-    optimization("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    optimization("--learning-rate", type=above_zero, default=4e-3, help="peak, after the warm-up")
+    optimization("--warmup", type=fraction, default=0.05, help="fraction of the steps in which the rate rises")
+    optimization("--weight-decay", type=zero_or_more, default=0.1, help="of matrices; vectors are not decayed")
+    optimization("--clip", type=above_zero, default=1.0, help="largest norm of the gradient")
     for name, what in (("--validate-every", "validations"), ("--checkpoint-every", "checkpoints")):
         optimization(name, type=positive, default=100, metavar="STEPS", help=f"between {what}")
 
@@ -195,13 +207,6 @@ def _check(given: argparse.Namespace) -> None:
     logits = f"--log-max-logits got --attention {given.attention}, which does not return them; accepted is flashattn"
     refuse(given.log_max_logits and given.attention != "flashattn", logits)
     refuse(given.heads % given.kv_heads, f"--heads {given.heads} must be a multiple of --kv-heads {given.kv_heads}")
-    for name in ("dropout", "warmup"):
-        value = getattr(given, name)
-        refuse(not 0 <= value < 1, f"--{name} got {value}; accepted is 0 up to, not including, 1")
-    for name in ("learning_rate", "clip"):
-        value = getattr(given, name)
-        refuse(not 0 < value < math.inf, f"--{name.replace('_', '-')} got {value}; accepted is any positive number")
-    refuse(not 0 <= given.weight_decay < math.inf, f"--weight-decay got {given.weight_decay}; accepted is 0 or more")
     boundaries = f"--packing documents got --text {given.text}, a file without document boundaries"
     comes = "accepted is the text that comes with Python: omit --text"
     refuse(given.packing == "documents" and given.text, f"{boundaries}; {comes}")
