@@ -162,8 +162,6 @@ def test_curves_of_the_attentions_agree(tmp_path: Path, text: str, softmax: str)
         (["--width", "2048", "--heads", "2"], "makes heads of 1024; accepted by --attention flashattn are up to 512"),
         (["--kv-heads", "3"], "--heads 4 must be a multiple of --kv-heads 3"),
         (["--device", "tpu"], "accepted are auto, cpu, cuda, npu"),
-        (["--dropout", "1"], "--dropout: got '1'"),
-        (["--learning-rate", "nan"], "--learning-rate: got 'nan'"),
         (["--text", "missing.txt"], "--text missing.txt: No such file"),
     ],
 )

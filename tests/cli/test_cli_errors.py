@@ -86,6 +86,12 @@ def test_seed_that_generators_do_not_accept(
         ([], "the following arguments are required: command"),
         (["fly"], "invalid choice: 'fly'"),
         (["train", "--steps", "0"], "argument --steps: got '0'; accepted are whole numbers from 1 to 2**31 - 1"),
+        (
+            ["train", "--dropout", "1"],
+            "argument --dropout: got '1'; accepted are numbers from 0 up to, not including, 1",
+        ),
+        (["train", "--learning-rate", "nan"], "argument --learning-rate: got 'nan'; accepted are positive numbers"),
+        (["train", "--weight-decay", "-1"], "argument --weight-decay: got '-1'; accepted are numbers from 0 on"),
         (["train", "--speed", "9"], "unrecognized arguments: --speed 9"),
         (["experiments"], "the following arguments are required: NAME"),
         (["bench", "gpu"], "invalid choice: 'gpu'"),
