@@ -56,7 +56,7 @@ train: $(VENV)/built
 	$(BIN) -m flashattn_ext train $(ARGS)
 
 test: $(VENV)/built $(EMULATOR)
-	$(BIN) -m pytest -q -n $(WORKERS) --dist loadfile --max-worker-restart 0 tests $(ARGS)
+	$(BIN) -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 tests $(ARGS)
 
 test-quick: $(VENV)/built
 	$(BIN) -m pytest -q -n $(WORKERS) --dist loadfile --device cpu @tests/quick.txt $(ARGS)

@@ -9,6 +9,7 @@ sees them (poison.py).
 
 from __future__ import annotations
 
+import collections
 import importlib.util
 import os
 import sys
@@ -25,6 +26,7 @@ from flashattn_ext import _C
 ALL_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 EMULATOR = "ascend-emulator"
 EMULATOR_LIBRARY = Path(flashattn_ext.__file__).parent / "_ascend_emulator.so"
+STARTING_PROCESSES = ("ascend/test_npu_binding.py", "builds/", "distributed/", "cli/")
 TORCH_NPU = Path(__file__).parents[1] / "build/npu_binding" / f"torch_npu-{torch.__version__.split('+')[0]}"
 
 
@@ -49,6 +51,21 @@ def pytest_configure(config: pytest.Config) -> None:
     poison.poison_empty_tensors()
     if config.getoption("--backend"):
         flashattn_ext.use_backend(config.getoption("--backend"))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The order in which parallel processes take files (`--no-loadscope-reorder`): first those that start processes, whose few tests
+    take long, then those with many tests. Otherwise one process would end long after the others.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        tests_of = collections.Counter(item.path for item in items)
+
+        def place(item: pytest.Item) -> tuple[int, int, str]:
+            name = item.nodeid.split("::")[0].removeprefix("tests/")
+            first = [name.startswith(prefix) for prefix in STARTING_PROCESSES]
+            return (first.index(True) if any(first) else len(first), -tests_of[item.path], name)
+
+        items.sort(key=place)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
