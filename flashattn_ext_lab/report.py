@@ -89,7 +89,7 @@ def markdown(sections: Sequence[dict[str, Any]]) -> str:
         parts += [_table("", section["header"], section["lines"])] if of.rows else []
         if of.comparisons:
             lines = [(each.what, each.article, each.ours) for each in of.comparisons]
-            parts.append(_table("Compared with the article:", ("figure", "article", "here"), lines))
+            parts.append(_table("Figures:", ("figure", "article", "here"), lines))
         parts += [*(f"- {escape(note)}" for note in of.notes), ""]
     return "\n".join(parts)
 

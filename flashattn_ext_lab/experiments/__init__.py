@@ -21,7 +21,7 @@ from .result import Result
 
 WIDTH = 200  # of piped tables, which are wider than those of the benchmarks
 # Every experiment, in the order of `all` and of the report -> what it measures. Each has a module of its name with SIZES,
-# measure(context, sizes, result), which fills in the result, and found(result), one sentence about its table.
+# measure(context, sizes, result), which fills in the result, and compare(result), which adds the figures of its table.
 EXPERIMENTS = {
     "matmul": "references: the rates of matrix products and copies",
     "scaling": "time over sequence length, compared with unfused attention and PyTorch's own",
@@ -96,8 +96,8 @@ def run_experiment(name: str, context: Context, sizes: Any = None) -> Result:
         sizes = sizes or module.SIZES.of(context)
         result = Result(name, EXPERIMENTS[name], notes=size_notes(sizes, module.SIZES.gpu))
         module.measure(context, sizes, result)
-        result.found = module.found(result)
+        module.compare(result)
     except Exception as error:  # the other experiments continue after any error
-        result = Result(name, EXPERIMENTS[name], error=one_line(error), found=f"It failed: {one_line(error)}.")
+        result = Result(name, EXPERIMENTS[name], error=one_line(error))
     result.machine, result.command = describe_run(context.device), context.command(name)
     return result

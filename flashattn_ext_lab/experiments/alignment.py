@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .harness import OURS, SDPA, Context, Sizes, divided, size_table
-from .result import FORWARD, PASSES, Result, cell, measured, number, quotient
+from .result import PASSES, Result, cell, measured, of_passes, quotient
 
 RATES = {OURS: "our rate", SDPA: "SDPA rate"}
 LOSSES = {OURS: "our loss", SDPA: "SDPA loss"}
@@ -19,16 +19,15 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
     for direction in context.track(PASSES):
         _measure_pass(context, sizes, direction, result)
     result.notes.append("loss: of TFLOP/s, relative to the head dim named")
-    lost = number(result.value(LOSSES[OURS], D=129, pass_=FORWARD), ".1f", " %")
-    result.compare("loss of D=129 relative to 128, forward", "over 20 %: defect", lost)
 
 
-def found(result: Result) -> str:
-    def kept(name: str) -> str:
-        pairs = {each: [measured(result, RATES[name], name, D=D, pass_=each) for D in (129, 128)] for each in PASSES}
-        return ", ".join(f"{quotient(*pair)} {direction}" for direction, pair in pairs.items())
+def compare(result: Result) -> None:
+    for name, article in ((OURS, "below 0.8x forward: a defect"), (SDPA, "")):
 
-    return f"Rate of D = 129 relative to 128: ours {kept(OURS)}; PyTorch's own {kept(SDPA)}."
+        def kept(direction: str, name: str = name) -> str:
+            return quotient(*(measured(result, RATES[name], name, D=D, pass_=direction) for D in (129, 128)))
+
+        result.compare(f"rate of D = 129 relative to 128, {name}", of_passes(kept), article)
 
 
 def _measure_pass(context: Context, sizes: Sizes, direction: str, result: Result) -> None:

@@ -53,10 +53,6 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         )
     result.notes += [training_note(context, sizes), *NOTES]
     result.plot = curves(runs)
-    for p in filter(None, sizes.p):
-        ours, unfused = (number(result.value(RISE, **_at(p, name)), ".4f") for name in MODELS)
-        rises = f"largest rise of the loss {ours} with ours, {unfused} unfused, at p={p}"
-        result.compare("training with dropout", "unstable loss with ours", rises)
 
 
 NOTES = (
@@ -67,17 +63,16 @@ NOTES = (
 )
 
 
-def found(result: Result) -> str:
-    def text(p: Cell) -> str:
-        kept = result.value("kept", **_at(p, OURS))
-        if not isinstance(kept, float):
-            return NOT_MEASURED
-        chance = 2 * math.sqrt(kept * (100 - kept) / KEPT_WEIGHTS)
-        ours, unfused = (final_loss(result, **_at(p, name)) for name in MODELS)
-        return f"{kept:.2f} % ± {chance:.2f} kept, final loss {difference(ours, unfused, '.4f')}"
-
-    texts = (f"p = {p:g}: {text(p)}" for p in dict.fromkeys(result.column("dropout p")))
-    return f"Weights that ours keeps, and its final loss minus that of unfused, nats/byte over the seeds: {'; '.join(texts)}."
+def compare(result: Result) -> None:
+    for p in dict.fromkeys(result.column("dropout p")):
+        kept, text = result.value("kept", **_at(p, OURS)), NOT_MEASURED
+        if isinstance(kept, float):
+            text = f"{kept:.2f} % ± {2 * math.sqrt(kept * (100 - kept) / KEPT_WEIGHTS):.2f}"  # that of chance
+        result.compare(f"weights that ours keeps, p = {p:g}", text)
+        loss = difference(*(final_loss(result, **_at(p, name)) for name in MODELS), ".4f")
+        rises = " and ".join(number(result.value(RISE, **_at(p, name)), ".4f") for name in MODELS)
+        what = f"final loss of ours minus that of unfused, nats/byte over the seeds, p = {p:g}"
+        result.compare(what, f"{loss}, {RISE} {rises}", "unstable with ours" if p else "")
 
 
 def _label(p: float, name: str) -> str:

@@ -15,7 +15,7 @@ from ..bench_contestants import tensors_of
 from ..bench_cuda import largest_error
 from ..timing import reported
 from .harness import MATMUL_NOTE, OURS, UNFUSED, Context, Inputs, Sizes, size_table
-from .result import FORWARD, NOT_MEASURED, PASSES, Cell, Result, cell, measured, quotient
+from .result import FORWARD, NOT_MEASURED, PASSES, Result, cell, measured, quotient
 
 NAMES = (OURS, UNFUSED)
 FP8 = "fp8"
@@ -51,16 +51,15 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
     ]
 
 
-def found(result: Result) -> str:
-    def relative(dtype: Cell) -> str:
-        return quotient(*(measured(result, OURS, dtype=each, pass_=FORWARD) for each in ("fp32", dtype)))
-
-    others = [dtype for dtype in dict.fromkeys(result.column("dtype")) if dtype != "fp32"]
-    times = ", ".join(f"{dtype} {relative(dtype)}" for dtype in others)
+def compare(result: Result) -> None:
+    for dtype in dict.fromkeys(result.column("dtype")):
+        if dtype != "fp32":
+            times = (measured(result, OURS, dtype=each, pass_=FORWARD) for each in ("fp32", dtype))
+            result.compare(f"time of fp32 relative to {dtype}, {FORWARD}", quotient(*times))
     pairs = zip(*(result.column(f"error of {name}") for name in NAMES), strict=True)
     ratios = [ours / unfused for ours, unfused in pairs if ours is not None and unfused]
     errors = f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else NOT_MEASURED
-    return f"Time of fp32 relative to another dtype, forward: {times}; largest error relative to unfused, of one sample: {errors}."
+    result.compare("largest error relative to that of unfused, of one sample", errors)
 
 
 def _errors(

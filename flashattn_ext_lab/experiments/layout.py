@@ -10,7 +10,7 @@ from torch import Tensor
 import flashattn_ext
 
 from .harness import Context, Sizes, size_table
-from .result import Cell, Result, cell, measured, number, quotient
+from .result import Cell, Result, cell, measured, quotient
 
 BSHD, BHSD, COPIES = "[B,S,H,D] in place", "[B,H,S,D] in place", "transpose + contiguous"
 RELATIVE = "relative to [B,H,S,D]"
@@ -44,19 +44,14 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
                 times.remark(way),
             )
     result.notes.append(f"{COPIES}: tensors in [B,H,S,D] are copied to [B,S,H,D] before the call, and the result back")
-    articles = ("364 us with copies, 121 us without", "7392 us with copies, 3845 us without")
-    for article, theirs, here in zip(articles, map(_text, SIZES.gpu.shapes), map(_text, sizes.shapes), strict=False):
-        copied, in_place = (number(result.value("time", **_at(way, here)), ".0f", " us") for way in (COPIES, BHSD))
-        result.compare(f"{theirs} there, {here} here", article, f"{copied} with copies, {in_place} without")
 
 
-def found(result: Result) -> str:
-    def relative(way: str, shape: Cell) -> str:
-        return quotient(*(measured(result, "time", **_at(each, shape)) for each in (way, BHSD)))
-
-    shapes = dict.fromkeys(result.column("B,H,S,D"))
-    figures = (f"{BSHD} {relative(BSHD, shape)}, {COPIES} {relative(COPIES, shape)} ({shape})" for shape in shapes)
-    return f"Time {RELATIVE} in place: {'; '.join(figures)}."
+def compare(result: Result) -> None:
+    articles = ("3.01x (364 to 121 us) at 12,64,256,64", "1.92x (7392 to 3845 us) at 16,128,784,128")
+    for shape, article in zip(dict.fromkeys(result.column("B,H,S,D")), articles, strict=False):
+        for way, theirs in ((BSHD, ""), (COPIES, article)):
+            times = (measured(result, "time", **_at(each, shape)) for each in (way, BHSD))
+            result.compare(f"time of {way} {RELATIVE}, {shape}", quotient(*times), theirs)
 
 
 def _at(way: str, shape: Cell) -> dict[str, Cell]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..bench_cases import FLEX
 from ..options import PATTERNS
 from .harness import OURS, OURS_CAUSAL, OURS_PACKED, SDPA, Context, Sizes, divided, memory_cell, size_table
-from .result import FORWARD, PASSES, Plot, Result, cell, measured, quotient
+from .result import FORWARD, PASSES, Plot, Result, cell, relative
 
 SIZES = size_table(
     gpu=dict(B=1, H=16, S=16384, D=128, dtype="bf16"),
@@ -53,8 +53,7 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
     result.plot = Plot("line", "visible scores, %", "ms", series)
 
 
-def found(result: Result) -> str:
-    def relative(name: str) -> str:
-        return quotient(*(measured(result, each, mask=name, pass_=FORWARD) for each in (SDPA, OURS)))
-
-    return f"Time of PyTorch's own with a dense mask relative to ours, forward: {', '.join(f'{name} {relative(name)}' for name in PATTERNS)}."
+def compare(result: Result) -> None:
+    for name in PATTERNS:
+        what = f"time of {SDPA} with a dense mask relative to ours, {name}, {FORWARD}"
+        result.compare(what, relative(result, SDPA, OURS, mask=name, pass_=FORWARD))

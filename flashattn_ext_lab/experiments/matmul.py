@@ -46,12 +46,11 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
     result.plot = Plot("line", "n", "TFLOP/s", series, log="x")
 
 
-def found(result: Result) -> str:
+def compare(result: Result) -> None:
     def largest(what: str, column: str, unit: str, dtype: str) -> str:
         size, _ = [(None, 0), *result.points("size", column, what=what, dtype=dtype)][-1]
         return alone(measured(result, column, "time", what=what, dtype=dtype, size=size), unit)
 
-    dtypes = dict.fromkeys(result.column("dtype"))
-    products = ", ".join(f"{largest('matmul', 'rate', 'TFLOP/s', str(dtype))} in {dtype}" for dtype in dtypes)
-    copies = largest("copy", "bandwidth", "GB/s", "fp32")
-    return f"Rates of the largest sizes: torch.matmul {products}; a copy {copies}."
+    for dtype in map(str, dict.fromkeys(result.column("dtype"))):
+        result.compare(f"largest torch.matmul in {dtype}", largest("matmul", "rate", "TFLOP/s", dtype))
+    result.compare("largest copy", largest("copy", "bandwidth", "GB/s", "fp32"))

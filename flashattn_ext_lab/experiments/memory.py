@@ -29,11 +29,12 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
     result.notes.append(context.memory_note)
     series = {f"{name}, {each}": result.points("S", name, pass_=each) for name in NAMES for each in PASSES}
     result.plot = Plot("line", "S", "MiB", series, log="xy")
+
+
+def compare(result: Result) -> None:
     for S, article in ((1024, "94 %"), (8192, "99 %")):
-        result.compare(f"memory saved at S={S}", article, of_passes(result, "saved", ".1f", " %", S=S))
-
-
-def found(result: Result) -> str:
+        saved = of_passes(lambda direction, S=S: number(result.value("saved", S=S, pass_=direction), ".1f", " %"))
+        result.compare(f"memory saved at S={S}", saved, article)
     S = max(result.column("S"))
-    ours, unfused = (number(result.value(name, S=S, pass_=BOTH), ".1f", " MiB") for name in NAMES)
-    return f"Beyond the inputs at S = {S}, {BOTH}, measured once: ours {ours}, unfused {unfused}."
+    sizes = (number(result.value(name, S=S, pass_=BOTH), ".1f", " MiB") for name in NAMES)
+    result.compare(f"memory of ours and unfused at S={S}, {BOTH}, measured once", " and ".join(sizes))

@@ -74,16 +74,11 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         "fraction of the time from the first start to the last end in which none of them runs. The traces open in chrome://tracing or Perfetto"
     )
     result.plot = Plot("timeline", "us", "", timelines)
-    result.compare("kernels of a call, ours and unfused", "1 and at least 3", " and ".join(_kernels(result)))
 
 
-def found(result: Result) -> str:
-    ours, unfused = _kernels(result)
-    return f"Kernels, copies and fills of one call: ours {ours}, unfused {unfused}."
-
-
-def _kernels(result: Result) -> list[str]:
-    return [number(result.value("kernels", attention=name), "d") for name in NAMES]
+def compare(result: Result) -> None:
+    counts = (number(result.value("kernels", attention=name), "d") for name in NAMES)
+    result.compare("kernels, copies and fills of one call, ours and unfused", " and ".join(counts), "1 and at least 3")
 
 
 def record(device: torch.device, call: Callable[[], object], path: Path) -> None:

@@ -16,13 +16,12 @@ MARKED_POINTS = 12  # curves with more points are drawn without markers
 
 
 def print_result(result: Result, console: Console) -> None:
-    """The table, the article's figures, the finding, the notes; empty columns are omitted."""
+    """The table, the figures, the notes; empty columns are omitted."""
     text = require("rich.text").Text
     if result.rows:
         console.print(rich_table(f"{result.name}: {result.title}", *shown_table(result)))
     for each in result.comparisons:
-        console.print(text(f"{each.what}: article {each.article}; here {each.ours}"))
-    console.print(text(f"found: {result.found}", style="bold"))
+        console.print(text(f"found: {each}", style="bold"))
     console.print(text("\n".join(f"note: {note}" for note in result.notes)))
     if result.error:
         console.print(text(f"{result.name} failed: {result.error}", style="red"))

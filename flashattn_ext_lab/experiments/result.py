@@ -1,8 +1,9 @@
-"""The result of an experiment: a table, notes, the article's figures and ours, and a plot, as plain data that survives JSON."""
+"""The result of an experiment: a table, notes, our figures and the article's, and a plot, as plain data that survives JSON."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -36,11 +37,14 @@ def cell(name: str, value: Cell = None, unit: str = "", form: str = "", scale: f
 
 @dataclass(frozen=True)
 class Comparison:
-    """An article's figure, and the one measured here."""
+    """A figure measured here, with its spread where it has one, and an article's, or ""."""
 
     what: str
     article: str
     ours: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.ours}" + (f" (article: {self.article})" if self.article else "")
 
 
 @dataclass(frozen=True)
@@ -62,8 +66,7 @@ class Plot:
 class Result:
     """One experiment; `error` says why it has no table, or not all of it.
 
-    `found` is one sentence about the table. In the methods, `where`
-    selects rows by the values of columns; an underscore at the end of a name is not part of it (`pass_`).
+    In the methods, `where` selects rows by the values of columns; an underscore at the end of a name is not part of it (`pass_`).
     """
 
     name: str
@@ -73,7 +76,6 @@ class Result:
     notes: list[str] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     plot: Plot | None = None
-    found: str = ""
     machine: dict[str, str] = field(default_factory=dict)
     command: str = ""
     error: str = ""
@@ -107,8 +109,13 @@ class Result:
         pairs = zip(self.column(x, **where), self.column(y, **where), strict=True)
         return [(at, value) for at, value in pairs if isinstance(value, (int, float))]
 
-    def compare(self, what: str, article: str, ours: str) -> None:
+    def compare(self, what: str, ours: str, article: str = "") -> None:
         self.comparisons.append(Comparison(what, article, ours))
+
+    @property
+    def found(self) -> str:
+        """One sentence: the figures of the table."""
+        return f"It failed: {self.error}." if self.error else "; ".join(map(str, self.comparisons)) + "."
 
     def to_json(self) -> dict[str, Any]:
         return {"format": FORMAT, **asdict(self)}
@@ -119,7 +126,8 @@ class Result:
         fields = dict(data)
         if fields.pop("format") != FORMAT:
             raise ValueError(f"expected the format {FORMAT!r}")
-        fields.pop("pictures", None)  # of earlier versions
+        for name in ("pictures", "found"):  # of earlier versions
+            fields.pop(name, None)
         fields["columns"] = [Column(**column) for column in fields["columns"]]
         fields["comparisons"] = [Comparison(**comparison) for comparison in fields["comparisons"]]
         if plot := fields["plot"]:
@@ -133,7 +141,7 @@ class Result:
     def _check(self) -> None:
         """Raises where the fields do not have the types that the class declares: anything may have written the file."""
         self.texts()
-        texts = [self.name, self.title, self.command, self.error, self.found, *self.notes]
+        texts = [self.name, self.title, self.command, self.error, *self.notes]
         texts += [text for pair in self.machine.items() for text in pair]
         texts += [text for part in (*self.columns, *self.comparisons) for text in asdict(part).values()]
         cells = [cell for row in self.rows for cell in row]
@@ -141,7 +149,7 @@ class Result:
             raise TypeError("expected texts, and cells that are texts or numbers")
 
 
-# Figures in the sentences and comparisons of an experiment: each with its spread; differences within the spread are called so.
+# The figures that are compared: each with its spread; differences within the spread are called so.
 
 NOT_MEASURED = "not measured here"
 
@@ -195,20 +203,21 @@ def alone(figure: Figure | None, unit: str) -> str:
     return f"{float(f'{figure.value:.3g}'):g} {unit} {spread}" if figure.half < figure.value else f"unknown ({spread})"
 
 
-def of_both_passes(result: Result, one: str, other: str, **where: Cell) -> str:
-    """The quotient of two columns of times, forward and with the backward."""
-    pairs = {each: [measured(result, column, pass_=each, **where) for column in (one, other)] for each in PASSES}
-    return ", ".join(f"{quotient(*pair)} {direction}" for direction, pair in pairs.items())
+def of_passes(text: Callable[[str], str]) -> str:
+    """What `text` says of each pass."""
+    texts = {direction: text(direction) for direction in PASSES}
+    if set(texts.values()) == {NOT_MEASURED}:
+        return NOT_MEASURED
+    return ", ".join(f"{of} {direction}" for direction, of in texts.items())
+
+
+def relative(result: Result, one: str, other: str, **where: Cell) -> str:
+    """The quotient of two columns of times; without a pass in `where`, of each pass."""
+    if "pass_" not in where:
+        return of_passes(lambda direction: relative(result, one, other, pass_=direction, **where))
+    return quotient(*(measured(result, column, **where) for column in (one, other)))
 
 
 def number(value: Cell, form: str, unit: str = "") -> str:
-    """A cell in a comparison."""
+    """A figure that has no spread."""
     return format(value, form) + unit if isinstance(value, (int, float)) else NOT_MEASURED
-
-
-def of_passes(result: Result, column: str, form: str, unit: str, **where: Cell) -> str:
-    """A cell of each pass in a comparison."""
-    values = {direction: result.value(column, pass_=direction, **where) for direction in PASSES}
-    if all(value is None for value in values.values()):
-        return NOT_MEASURED
-    return ", ".join(f"{number(value, form, unit)} {direction}" for direction, value in values.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .harness import MATMUL_NOTE, OURS, SDPA, UNFUSED, Context, Sizes, size_table
-from .result import PASSES, Plot, Result, cell, of_both_passes, of_passes
+from .result import PASSES, Plot, Result, cell, relative
 
 NAMES = (OURS, UNFUSED, SDPA)
 SIZES = size_table(
@@ -32,13 +32,11 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
             rates[f"{name}, {direction}"].append((S, times.rate(flop, name) * 1e-12))
     result.notes.append(f"to unfused, to SDPA: how many times faster ours is; {MATMUL_NOTE}")
     result.plot = Plot("line", "S", "TFLOP/s", rates, log="x")
-    for theirs, nearest, article in ((512, sizes.S[0], "2.73x"), (8192, sizes.S[-1], "8.58x")):
-        S = theirs if theirs in sizes.S else nearest
-        what = f"speed-up over unfused, S={theirs} there" + (f" and {S} here" if theirs != S else "")
-        result.compare(what, article, of_passes(result, "to unfused", ".2f", "x", S=S))
 
 
-def found(result: Result) -> str:
-    S = max(result.column("S"))
-    unfused, sdpa = (of_both_passes(result, name, OURS, S=S) for name in (UNFUSED, SDPA))
-    return f"Time relative to ours at S = {S}: unfused {unfused}; PyTorch's own {sdpa}."
+def compare(result: Result) -> None:
+    lengths = sorted(set(result.column("S")))
+    for S, article in ((lengths[0], "2.73x at S = 512"), (lengths[-1], "8.58x at S = 8192")):
+        result.compare(f"time of unfused relative to ours, S = {S}", relative(result, UNFUSED, OURS, S=S), article)
+    what = f"time of {SDPA} relative to ours, S = {lengths[-1]}"
+    result.compare(what, relative(result, SDPA, OURS, S=lengths[-1]))

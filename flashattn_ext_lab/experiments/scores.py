@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..bench_cases import FLEX
 from ..options import RELATIVE_REACH, SOFTCAP
 from .harness import OURS, OURS_PLAIN, UNFUSED, Context, Sizes, memory_cell, size_table
-from .result import BOTH, FORWARD, PASSES, Plot, Result, cell, of_both_passes
+from .result import BOTH, FORWARD, PASSES, Plot, Result, cell, relative
 
 OPTIONS = ("softcap", "relative bias")
 COST = "cost of the option"
@@ -51,10 +51,9 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
     result.plot = Plot("line", "S", "MiB, forward+backward", series, log="xy")
 
 
-def found(result: Result) -> str:
+def compare(result: Result) -> None:
     S = max(result.column("S"))
-
-    def relative(one: str, other: str) -> str:
-        return "; ".join(f"{option} {of_both_passes(result, one, other, S=S, option=option)}" for option in OPTIONS)
-
-    return f"At S = {S}, time with an option relative to that without: {relative(OURS, OURS_PLAIN)}. Unfused relative to ours: {relative(UNFUSED, OURS)}."
+    for option in OPTIONS:
+        cost, speedup = (relative(result, *pair, S=S, option=option) for pair in ((OURS, OURS_PLAIN), (UNFUSED, OURS)))
+        result.compare(f"time with {option} relative to that without, S = {S}", cost)
+        result.compare(f"time of unfused with {option} relative to ours, S = {S}", speedup)

@@ -55,18 +55,16 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         f"attention that is the same everywhere would have {uniform:.2%} on the first token",
     ]
     result.plot = curves(runs)
+
+
+def compare(result: Result) -> None:
     for name in (SMOOTH, SINK):
+        loss = difference(*(final_loss(result, softmax=each) for each in (name, PLAIN)), ".4f")
+        result.compare(f"final loss of {name} minus that of {PLAIN}, nats/byte over the seeds", loss)
         taken = result.value(RELATIVE, softmax=name)
         unreached = taken is None and result.value("final loss", softmax=name) is not None
-        text = f"not reached in {sizes.steps} steps" if unreached else number(taken, ".0f", " %")
-        what = f"steps of {name} to the loss that plain softmax ends with"
-        result.compare(what, "67 % (2 epochs instead of 3)", text)
-
-
-def found(result: Result) -> str:
-    plain = final_loss(result, softmax=PLAIN)
-    smooth, sink = (difference(final_loss(result, softmax=name), plain, ".4f") for name in (SMOOTH, SINK))
-    return f"Final loss minus that of plain softmax, nats/byte over the seeds: smooth softmax {smooth}, a learned sink {sink}."
+        steps = "not reached" if unreached else number(taken, ".0f", " %")
+        result.compare(f"steps of {name} to the loss that {PLAIN} ends with", steps, "67 % (2 epochs instead of 3)")
 
 
 def steps_to(curve: Curve, target: float) -> float | None:

@@ -8,7 +8,7 @@ from ..bench_cases import Case
 from ..bench_cuda import running_backend
 from ..bench_tune import Job, cpu_tiles, cuda_tiles_of, load_builds, measure_job
 from .harness import Context, Sizes, divided, size_table
-from .result import NOT_MEASURED, Result, cell, measured, quotient
+from .result import Result, cell, measured, quotient
 
 TILE, TO_DEFAULT = "queries x keys", "time to default"
 SIZES = size_table(
@@ -40,14 +40,12 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
             cell("remark", row["failures"].get(name, "")),
         )
     result.notes.append(f"backend {job.backend}; `flashattn-ext bench tune` measures every kind of call")
-    best = min(times, key=times.get, default=NOT_MEASURED)
-    result.compare("best tile", "512, by an estimate", best)
 
 
-def found(result: Result) -> str:
+def compare(result: Result) -> None:
     figures = {str(tile): measured(result, "time", **{TILE: tile}) for tile in result.column(TILE)}
-    default, *others = [(tile, figure) for tile, figure in figures.items() if figure] or [("", None)]
-    if not others:
-        return f"Time of another tile relative to the default one: {NOT_MEASURED}."
-    tile, best = min(others, key=lambda item: item[1].value)
-    return f"Time of the fastest other tile, {tile}, relative to that of {default[0]}: {quotient(best, default[1])}."
+    timed = [(tile, figure) for tile, figure in figures.items() if figure]
+    (default, its), *others = timed or [("the default one", None)]
+    tile, best = min(others, key=lambda item: item[1].value, default=("none", None))
+    what = f"time of the fastest other tile, {tile}, relative to that of {default}"
+    result.compare(what, quotient(best, its), "512 is best, by an estimate")

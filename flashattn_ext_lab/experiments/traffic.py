@@ -38,13 +38,12 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         "GPU counters: by Nsight Compute, each kernel alone with cold caches; data that is still in the L2 cache when a kernel ends is not "
         "counted as written",
     ]
+
+
+def compare(result: Result) -> None:
     for what, article in (("read", "-94.7 %"), ("written", "-95.1 %")):
-        result.compare(f"bytes {what}, ours relative to unfused", article, _by_source(result, f"{what} saved"))
-
-
-def found(result: Result) -> str:
-    read, written = (_by_source(result, f"{what} saved") for what in WAYS)
-    return f"Off-chip bytes of a forward relative to unfused, counted once: read {read}; written {written}."
+        saved = _by_source(result, f"{what} saved")
+        result.compare(f"bytes {what} by a forward, relative to unfused, counted once", saved, article)
 
 
 def _add_rows(context: Context, sizes: Sizes, source: str, result: Result) -> None:
