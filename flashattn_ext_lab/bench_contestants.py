@@ -74,17 +74,27 @@ def skip_reason(case: Case, name: str) -> str:
 # Tensors
 
 
-def inputs(case: Case, device: str | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """q, k, v and the gradient of the output, all [B, S, H, D], or [tokens, H, D] of packed sequences."""
+def inputs(
+    case: Case, device: str | torch.device | None = None, heads_first: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and the gradient of the output, all [B, S, H, D], or [tokens, H, D] of packed sequences.
+
+    With `heads_first` they are views of memory in the order [B, H, S, D], which is PyTorch's.
+    """
     torch.manual_seed(0)
     rows = (sum(case.lengths),) if case.lengths else (case.B, case.S)
     dtype = DTYPES[case.dtype]
     drawn = torch.bfloat16 if case.dtype == "fp8" else dtype
     options: dict[str, Any] = {"device": device or DEVICE, "dtype": drawn}
-    q = torch.randn(*rows, case.Hq, case.D, **options).to(dtype)
-    k = torch.randn(*rows, case.Hk, case.D, **options).to(dtype)
-    v = torch.randn(*rows, case.Hk, case.head_dim_v, **options).to(dtype)
-    dout = torch.randn(*rows, case.Hq, case.head_dim_v, **options)
+
+    def draw(heads: int, columns: int) -> Tensor:
+        if heads_first:
+            return torch.randn(*rows[:-1], heads, rows[-1], columns, **options).transpose(-3, -2)
+        return torch.randn(*rows, heads, columns, **options)
+
+    shapes = ((case.Hq, case.D), (case.Hk, case.D), (case.Hk, case.head_dim_v))
+    q, k, v = (draw(*shape).to(dtype) for shape in shapes)
+    dout = draw(case.Hq, case.head_dim_v)
     return *(t.requires_grad_(case.backward) for t in (q, k, v)), dout
 
 

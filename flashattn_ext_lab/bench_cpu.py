@@ -4,8 +4,8 @@ biases and masks, compared with our own call without them and PyTorch's with a d
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +15,9 @@ import flashattn_ext
 
 from . import bench_cuda
 from .bench_cases import CAUSAL, FA2, MATH, OURS, PLAIN, VARLEN, Case
-from .bench_contestants import inputs, kernel_of, timed_call
 from .console import fields, parts, print_rows, track
 from .devices import describe_machine
 from .options import PATTERNS, SCORE_OPTIONS
-from .timing import reported, time_on
 
 NAMES = (OURS, FA2, MATH)
 H = 8
@@ -39,30 +37,13 @@ def measure(*, quick: bool) -> dict[str, Any]:
     options += [
         Case(1, H, H, S, D, True, dtype, invariant=True) for D in (64, 128) for dtype in ("fp32", "bf16", "fp16")
     ]
+    measured = functools.partial(bench_cuda.measure_case, names=NAMES, quick=quick, device="cpu")
     return {
         **describe_machine(),
         "fma_peak_gflops": flashattn_ext._C.cpu_peak_gflops(torch.get_num_threads()),
-        "rows": [_measure_case(case, quick) for case in track(plain)],
-        "options": [_measure_case(case, quick) for case in track(options)],
+        "rows": list(map(measured, track(plain))),
+        "options": list(map(measured, track(options))),
     }
-
-
-def _measure_case(case: Case, quick: bool) -> dict[str, Any]:
-    """One row: rates on visible scores. The reason why a contestant cannot run is in `failures`."""
-    failures: dict[str, str] = {}
-    calls: dict[str, Callable[[], object]] = {}
-    cases = {**dict.fromkeys(NAMES, case), **case.beside()}
-    cases.pop(VARLEN, None)
-    # [B, S, H, D] as views of memory in the order [B, H, S, D], which is PyTorch's.
-    tensors = [
-        t.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_(t.requires_grad)
-        for t in inputs(case, "cpu")
-    ]
-    for name, timed in cases.items():
-        with reported(name, failures), kernel_of(name):  # a backward runs the kernel that its forward has chosen
-            calls[name] = timed_call(timed, name if name in NAMES else OURS, *tensors)
-    timings = time_on("cpu", calls, quick, around=kernel_of, failures=failures)
-    return bench_cuda.row(case, NAMES, timings, {}, {}, failures)
 
 
 def show(results: dict[str, Any], *, markdown: bool) -> None:
@@ -74,12 +55,12 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
     options = "GFLOP/s on visible scores, fp32; PyTorch's own get a dense bias or mask"
     tables = [
         (about, results["rows"], {"dtype": "dtype", "B": "B", "S": "S", "D": "D", "mask": "option"}, ()),
-        (options, results["options"], {"option": "option", "S": "S", "D": "D"}, (f"to {PLAIN}", f"to {CAUSAL}")),
+        (options, results["options"], {"option": "option", "S": "S", "D": "D"}, (PLAIN, CAUSAL, VARLEN)),
     ]
     for title, rows, of_case, costs in tables:
         columns = {
             **fields({**of_case, "pass": "direction"}),
             **parts("tflops", NAMES, ".0f", scale=1e3),
-            **{name: bench_cuda.RATIOS[name] for name in (*costs, "to best", "spread")},
+            **{name: bench_cuda.RATIOS[name] for name in (*(f"to {cost}" for cost in costs), "to best", "spread")},
         }
         print_rows(title, columns, rows, markdown=markdown, marked=map(bench_cuda.is_slower, rows))

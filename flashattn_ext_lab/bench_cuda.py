@@ -7,6 +7,7 @@ bench_contestants.py the compared attentions.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -143,28 +144,33 @@ def _exact_fp32_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def measure_case(case: Case, names: Sequence[str], *, quick: bool, sustained: bool = False) -> dict[str, Any]:
-    """One row. A contestant that cannot run has its reason in `failures`, and no numbers."""
-    tensors = inputs(case)
+def measure_case(
+    case: Case, names: Sequence[str], *, quick: bool, sustained: bool = False, device: str = "cuda"
+) -> dict[str, Any]:
+    """One row. A contestant that cannot run has its reason in `failures`, and no numbers. On the CPU only times are measured."""
+    draw = inputs if device == "cuda" else functools.partial(inputs, device=device, heads_first=True)
+    tensors = draw(case)
     failures = {name: reason for name in names if (reason := skip_reason(case, name))}
     calls: dict[str, Callable[[], object]] = {}
     memory: dict[str, int] = {}
     timed_calls = {name: (case, name, tensors) for name in names}
-    timed_calls |= {name: (other, OURS, inputs(other)) for name, other in case.beside().items()}
+    timed_calls |= {name: (other, OURS, draw(other)) for name, other in case.beside().items()}
     for name, (timed, contestant, given) in timed_calls.items():
         if name not in failures:
             with reported(name, failures), kernel_of(name):
                 call = timed_call(timed, contestant, *given)
-                call()  # warm-up; libraries allocate their persistent workspaces
-                memory[name] = peak_extra_bytes(call)
+                if device == "cuda":
+                    call()  # warm-up; libraries allocate their persistent workspaces
+                    memory[name] = peak_extra_bytes(call)
                 calls[name] = call
             call = None  # a graph of a contestant that failed would keep its memory
-    timings = time_on("cuda", calls, quick, failures=failures, around=kernel_of)
+    timings = time_on(device, calls, quick, failures=failures, around=kernel_of)
     contenders = {name: call for name, call in calls.items() if name in names and name in timings}
     steady = time_sustained(contenders, failures) if sustained else None
     contenders.clear()
     calls.clear()  # their graphs: the reference needs the memory
-    max_error = {} if quick or case.derivative else _max_errors(case, names, tensors, failures)
+    measures_errors = device == "cuda" and not quick and not case.derivative
+    max_error = _max_errors(case, names, tensors, failures) if measures_errors else {}
     return row(case, names, timings, memory, max_error, failures, steady)
 
 
