@@ -274,14 +274,17 @@ def kernel_of(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def timed_call(
-    case: Case, name: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rng_seed: int | None = None
-) -> Callable[[], Tensor | Sequence[Tensor]]:
-    """The timed function: the forward, or the backward alone through a retained graph."""
+    case: Case, name: str, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, rng_seed: int | None = None,
+    with_forward: bool = False,
+) -> Callable[[], Tensor | Sequence[Tensor]]:  # fmt: skip
+    """The timed function: the forward, or the backward, either alone through a retained graph or with its forward."""
     call = attention(name, rng_seed)
     if case.derivative:
         return bench_derivatives.timed(case.derivative, functools.partial(call, case), case.causal, q, k, v, dout)
     if not case.backward:
         return lambda: call(case, q, k, v)
-    out = call(case, q, k, v)
     leaves = (q, k, v, *_extras_of(case, q).trained(name))
+    if with_forward:
+        return lambda: torch.autograd.grad(call(case, q, k, v), leaves, dout)
+    out = call(case, q, k, v)
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)

@@ -31,7 +31,7 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         calls, flop = {name: inputs.call(name, direction) for name in NAMES}, inputs.flop(direction)
         if dtype == FP8:
             inputs = Inputs(*(t.detach().to(torch.float8_e4m3fn) for t in inputs))
-            calls = {OURS: lambda: flashattn_ext.forward(*inputs[:3], causal=True, layout="bhsd")}  # noqa: B023
+            calls = {OURS: lambda: flashattn_ext.forward(*inputs[:3], causal=True)}  # noqa: B023
         times = context.measure(calls, () if dtype == FP8 else inputs)
         errors = _errors(inputs, calls, direction, times.failures)
         result.add(
@@ -70,12 +70,12 @@ def _errors(
 ) -> dict[str, float]:
     errors: dict[str, float] = {}
     with reported("fp64 reference", failures):
-        q, k, v, dout = (t.detach()[:1, :2].double().requires_grad_() for t in inputs)
-        out = flashattn_ext.attention_reference(q, k, v, causal=True, layout="bhsd")
+        q, k, v, dout = (t.detach()[:1, :, :2].double().requires_grad_() for t in inputs)
+        out = flashattn_ext.attention_reference(q, k, v, causal=True)
         expected = tensors_of(out if direction == FORWARD else torch.autograd.grad(out, (q, k, v), dout))
         for name, call in calls.items():
             with reported(name, failures):
-                error = largest_error([t[:1, :2].double() for t in tensors_of(call())], expected)
+                error = largest_error([t[:1, :, :2].double() for t in tensors_of(call())], expected)
                 if not math.isfinite(error):
                     raise FloatingPointError("the results are not all finite")
                 errors[name] = error

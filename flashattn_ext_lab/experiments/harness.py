@@ -20,7 +20,8 @@ from .. import timing
 from ..bench_cases import CAUSAL, DTYPES, PLAIN, VARLEN, Case
 from ..bench_cases import OURS as OURS
 from ..bench_contestants import SDPA as SDPA
-from ..bench_contestants import UNFUSED, attention, extras
+from ..bench_contestants import UNFUSED, extras, timed_call
+from ..bench_contestants import inputs as draw_inputs
 from ..devices import peak_memory_bytes, synchronize
 from ..model import hidden_scores
 from ..timing import Timing, peak_extra_bytes, reported
@@ -252,7 +253,7 @@ def memory_cell(heading: str, size: int | None) -> tuple[Column, Cell]:
 
 
 class Inputs(NamedTuple):
-    """q, k, v and the gradient of the output, all [B, H, S, D]."""
+    """q, k, v and the gradient of the output, all [B, S, H, D], as views of memory in PyTorch's order."""
 
     q: Tensor
     k: Tensor
@@ -261,13 +262,12 @@ class Inputs(NamedTuple):
 
     @classmethod
     def random(cls, device: torch.device, sizes: Sizes) -> Inputs:
-        shape = (sizes.B, sizes.H, sizes.S, sizes.D)
-        q, k, v, dout = (torch.randn(shape, device=device, dtype=DTYPES[sizes.dtype]) for _ in range(4))
-        return cls(*(t.requires_grad_() for t in (q, k, v)), dout)
+        case = Case(sizes.B, sizes.H, sizes.H, sizes.S, sizes.D, True, sizes.dtype, backward=True)
+        return cls(*draw_inputs(case, device, heads_first=True))
 
     def case(self, direction: str, causal: bool = True, **options: str) -> Case:
         """A row of the benchmarks with these sizes."""
-        (B, H, S, D), dtype = self.q.shape, next(name for name, of in DTYPES.items() if of == self.q.dtype)
+        (B, S, H, D), dtype = self.q.shape, next(name for name, of in DTYPES.items() if of == self.q.dtype)
         return Case(B, H, H, S, D, causal, dtype, backward=direction == BOTH, **options)
 
     def flop(self, direction: str, causal: bool = True, **options: str) -> float:
@@ -284,19 +284,10 @@ class Inputs(NamedTuple):
             case, name = case.beside()[BESIDE[name]], OURS
         if name == UNFUSED and case.causal:
             hidden_scores(case.S, self.q.device)  # made beforehand
-        qkv, attend = self[:3], attention(name)
-        trained = extras(case, self.q.device).trained(name) if case.score else ()
-
-        def forward() -> Tensor:
-            rows = (t.transpose(1, 2) for t in qkv)
-            if case.lengths:  # of the sequences that make up the only batch entry
-                return attend(case, *(t[0] for t in rows))[None].transpose(1, 2)
-            return attend(case, *rows).transpose(1, 2)
-
-        def both() -> Sequence[Tensor]:
-            return torch.autograd.grad(forward(), (*qkv, *trained), self.dout)
-
-        return both if case.backward else torch.no_grad()(forward)
+        # Packed sequences make up the only batch entry.
+        tensors = [t[0].detach().requires_grad_(t.requires_grad) for t in self] if case.lengths else self
+        call = timed_call(case, name, *tensors, with_forward=True)
+        return call if case.backward else torch.no_grad()(call)
 
 
 # Peak memory of one call beyond its inputs: on CUDA by PyTorch's allocator; on the CPU by the growth of a fresh process, the
