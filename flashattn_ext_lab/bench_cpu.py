@@ -39,7 +39,7 @@ def measure(*, quick: bool) -> dict[str, Any]:
     ]
     measured = functools.partial(bench_cuda.measure_case, names=NAMES, quick=quick, device="cpu")
     return {
-        **describe_machine(),
+        **describe_machine(torch.device("cpu")),
         "fma_peak_gflops": flashattn_ext._C.cpu_peak_gflops(torch.get_num_threads()),
         "rows": list(map(measured, track(plain))),
         "options": list(map(measured, track(options))),

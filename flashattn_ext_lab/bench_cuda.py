@@ -21,7 +21,7 @@ from torch import Tensor
 import flashattn_ext
 from flashattn_ext._build import REBUILD
 
-from .bench_cases import BESIDE, BF16, CAUSAL, DENSE, FA2, FLEX, JVP_FLASH, OURS, PLAIN, VARLEN, Case, cases
+from .bench_cases import BESIDE, BF16, CAUSAL, DENSE, FA2, FLASH_ATTN, FLEX, JVP_FLASH, OURS, PLAIN, VARLEN, Case, cases
 from .bench_contestants import (
     FLASH_MODULES,
     PEERS,
@@ -37,6 +37,7 @@ from .bench_contestants import (
 )
 from .bench_derivatives import jvp_flash_attention
 from .console import Columns, CommandError, chosen, fields, make_console, print_rows, text_of, track
+from .devices import describe_machine
 from .timing import Calls, Timing, divided, peak_extra_bytes, reported, time_bursts, time_on
 
 REFERENCE_LIMIT_BYTES = 2 << 30  # size of the fp64 scores of the compared heads
@@ -115,22 +116,17 @@ def measure(
     # Graphs of compiled functions are retained for another backward.
     retained = torch._functorch.config.patch(donated_buffer=False)
     with flashattn_ext.use_backend(backend), _exact_fp32_products(), retained:
+        about = {
+            **describe_machine(torch.device("cuda")),
+            "backend": backend_in_use,
+            "contestants": names,
+            "quick": quick,
+        }
         for case in track(rows):
             results.append(measure_case(case, names, quick=quick, sustained=sustained))
             if not make_console().is_terminal:
                 print(f"{len(results)} of {len(rows)}: {in_one_line(results[-1])}", file=sys.stderr, flush=True)
-    return {**machine(), "backend": backend_in_use, "contestants": names, "quick": quick, "rows": results}
-
-
-def machine() -> dict[str, Any]:
-    return {
-        "machine": torch.cuda.get_device_name(),
-        "compute_capability": "{}.{}".format(*torch.cuda.get_device_capability()),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-        "flash_attn": getattr(sys.modules.get("flash_attn"), "__version__", None),
-    }
+    return {**about, "flash_attn": getattr(flash_module(FLASH_ATTN), "__version__", None), "rows": results}
 
 
 @contextlib.contextmanager
@@ -170,7 +166,7 @@ def measure_case(
     contenders.clear()
     calls.clear()  # their graphs: the reference needs the memory
     measures_errors = device == "cuda" and not quick and not case.derivative
-    max_error = _max_errors(case, names, tensors, failures) if measures_errors else {}
+    max_error = max_errors(case, names, tensors, failures) if measures_errors else {}
     return row(case, names, timings, memory, max_error, failures, steady)
 
 
@@ -185,7 +181,7 @@ def time_sustained(calls: Calls, failures: dict[str, str]) -> dict[str, Timing]:
 # Accuracy
 
 
-def _max_errors(
+def max_errors(
     case: Case, names: Sequence[str], tensors: tuple[Tensor, ...], failures: dict[str, str]
 ) -> dict[str, float]:
     """The largest error of out, or of the gradients, in the first heads of the first batch entry, against attention in fp64."""

@@ -125,8 +125,8 @@ def measure(*, quick: bool) -> dict[str, Any]:
     bench = Bench(device, quick)
     rate = bench.memory_rate()
     return {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        **describe_machine(),
+        **describe_machine(device),
+        "device": device.type,
         "memory_bytes_per_s": rate,
         "rows": [_measure_case(case, bench, rate) for case in cases(device, quick)],
         "few_rows": [_measure_few_rows(case, bench) for case in few_rows_cases(device, quick)],
@@ -209,7 +209,7 @@ def show(results: dict[str, Any], *, markdown: bool) -> None:
     on_cpu = results["device"] == "cpu"
     cpu = f"{results['machine']}, {results['threads']} threads, {results['isa']}"
     about = (
-        f"GB/s of keys and values, {cpu if on_cpu else results['device']}, torch {results['torch']}; "
+        f"GB/s of keys and values, {cpu if on_cpu else results['machine']}, torch {results['torch']}; "
         f"memory is {'read' if on_cpu else 'copied'} at {results['memory_bytes_per_s'] / 1e9:.0f}"
     )
     columns = {

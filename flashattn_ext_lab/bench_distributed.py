@@ -33,8 +33,9 @@ from . import ranks
 from .bench_cases import DTYPES, OURS, Case
 from .bench_contestants import attention, inputs
 from .console import Columns, CommandError, chosen, fields, print_rows, text_of
+from .devices import describe_machine
 from .options import drawn_lengths
-from .timing import burst_ms, reported, wall_clock
+from .timing import burst_ms, covered, reported, wall_clock
 
 MODES = ("ulysses", "allgather", "ring")
 ONE = "one device"
@@ -67,15 +68,13 @@ def measure(
     ranks.start(device)
     try:
         small = not tokens and (quick or device.type == "cpu")
-        cases = (
-            cases_of(512, (4, 2), 32, 100, "fp32") if small else cases_of(tokens or 65536, (32, 8), 128, 8192, "bf16")
-        )
-        rows = [_measure_case(case, device, QUICK_ROUNDS if quick else ROUNDS, trace, names) for case in cases]
+        shape = (512, (4, 2), 32, 100, "fp32") if small else (tokens or 65536, (32, 8), 128, 8192, "bf16")
+        rows = [
+            _measure_case(case, device, QUICK_ROUNDS if quick else ROUNDS, trace, names) for case in cases_of(*shape)
+        ]
         if dist.get_rank() > 0:
             return {}
-        machine = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        about = {"machine": machine, "ranks": dist.get_world_size(), "torch": torch.__version__, "quick": quick}
-        return {**about, "rows": rows}
+        return {**describe_machine(device), "ranks": dist.get_world_size(), "quick": quick, "rows": rows}
     finally:
         ranks.end()
 
@@ -162,17 +161,8 @@ def _exposed(forward: Step, leaves: list[Tensor], trace: str | None) -> float:
             if event.name.startswith(("nccl:", "flashattn_ext", "aten::")):
                 continue  # ranges around kernels
             spans["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
-    busy = _length(spans[True] + spans[False])
-    return (busy - _length(spans[False])) * 1e-6
-
-
-def _length(spans: list[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
-    total, until = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    return total
+    busy = covered(spans[True] + spans[False])
+    return (busy - covered(spans[False])) * 1e-6
 
 
 # --- bytes --------------------------------------------------------------------------------------------------------------

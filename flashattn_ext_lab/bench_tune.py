@@ -70,15 +70,15 @@ def measure(*, quick: bool, device: str = "auto", backend: str | None = None) ->
     kind = choose_device(device).type
     if kind == "cuda":
         backend = bench_cuda.running_backend(backend)
-        jobs, machine = cuda_jobs(backend, quick), bench_cuda.machine()
+        jobs = cuda_jobs(backend, quick)
     elif backend is not None:
         raise CommandError(f"--backend got {backend!r}, which is for --device cuda")
     else:
-        kind, jobs, machine = "cpu", cpu_jobs(quick), describe_machine()
+        kind, jobs = "cpu", cpu_jobs(quick)
     load_builds(jobs)
     with flashattn_ext.use_backend(backend):
         rows = [measure_job(job, kind, quick) for job in track(jobs)]
-    return {**machine, "device": kind, "quick": quick, "rows": rows}
+    return {**describe_machine(torch.device(kind)), "device": kind, "quick": quick, "rows": rows}
 
 
 # Candidates

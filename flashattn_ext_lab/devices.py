@@ -54,28 +54,26 @@ def use_threads(count: int | None) -> None:
     torch.set_num_threads(count)
 
 
-def describe_machine() -> dict[str, Any]:
-    """The CPU and torch, for the results of a benchmark."""
-    threads, isa = torch.get_num_threads(), flashattn_ext._C.cpu_isa()
-    return {"machine": describe_cpu(), "threads": threads, "torch": torch.__version__, "isa": isa}
-
-
-def describe_run(device: torch.device) -> dict[str, str]:
-    """The machine and the versions, for the results of an experiment, in the order in which they are shown."""
-    on_cpu = device.type == "cpu"
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """The machine and the versions, for the results of benchmarks and experiments, in the order in which they are shown."""
+    kind = device.type
     about = {
-        "device": describe_cpu() if on_cpu else getattr(torch, device.type).get_device_name(device),
+        "machine": describe_cpu() if kind == "cpu" else getattr(torch, kind).get_device_name(device),
         "system": f"{platform.system()} {platform.machine()}",
-        "threads": str(torch.get_num_threads()),
+        "threads": torch.get_num_threads(),
         "flashattn_ext": flashattn_ext.__version__,
         "backends": ", ".join(flashattn_ext.build_info()["backends"]),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "measured on": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "fp32 products": torch.get_float32_matmul_precision(),
     }
-    if on_cpu:
-        return {**about, "instruction set": flashattn_ext._C.cpu_isa()}
-    return {**about, "CUDA": str(torch.version.cuda), "fp32 products": torch.get_float32_matmul_precision()}
+    if kind == "cpu":
+        about["isa"] = flashattn_ext._C.cpu_isa()
+    if kind == "cuda":
+        about["compute_capability"] = "{}.{}".format(*torch.cuda.get_device_capability(device))
+        about |= {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
+    return about
 
 
 def synchronize(device: torch.device) -> None:

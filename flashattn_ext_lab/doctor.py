@@ -104,10 +104,7 @@ def _extension(import_error: Exception | None) -> list[Finding]:
         # The messages of _build.py and _place.py end with what to do.
         problem, _, fix = str(import_error).rpartition("; ")
         return [Finding("extension", problem or fix, False, fix if problem else REBUILD)]
-    found, running = (
-        Path(flashattn_ext.__file__).parent,
-        flashattn_ext.__path__[0],
-    )  # they differ by flashattn_ext/_place.py
+    found, running = Path(flashattn_ext.__file__).parent, flashattn_ext.__path__[0]  # _place.py lets them differ
     elsewhere = "" if found == Path(running) else f", the installed one: the sources in {found} are not built in place"
     info, ascend = flashattn_ext.build_info(), _ascend()
     findings = [Finding("package", f"{running}{elsewhere}")]

@@ -40,9 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     name = given.command
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, io.TextIOWrapper
-        ):  # prints characters that the terminal or the locale cannot encode as escapes
+        if isinstance(stream, io.TextIOWrapper):  # characters that the terminal or the locale cannot encode: escapes
             stream.reconfigure(errors="backslashreplace")
     try:
         status = _run(name, given.arguments)

@@ -107,20 +107,20 @@ class Layout:
         tokens, targets = (distributed.shard(t, group=self.context_group) for t in rows[:2])
         return rows._replace(tokens=tokens, targets=targets)
 
-    def sums(self, values: list[float], device: torch.device) -> list[float]:
-        """Each value, summed over the ranks."""
-        return self._reduced(values, device, dist.ReduceOp.SUM)
+    def sum(self, value: float, device: torch.device) -> float:
+        """The value, summed over the ranks."""
+        return self._reduced(value, device, dist.ReduceOp.SUM)
 
     def largest(self, value: float, device: torch.device) -> float:
         """The largest value of all ranks."""
-        return self._reduced([value], device, dist.ReduceOp.MAX)[0]
+        return self._reduced(value, device, dist.ReduceOp.MAX)
 
-    def _reduced(self, values: list[float], device: torch.device, operator: Any) -> list[float]:
+    def _reduced(self, value: float, device: torch.device, operator: Any) -> float:
         if self.ranks == 1:
-            return values
-        of_all = torch.tensor(values, dtype=torch.float64).to(device)
+            return value
+        of_all = torch.tensor(value, dtype=torch.float64).to(device)
         dist.all_reduce(of_all, operator)
-        return of_all.tolist()
+        return of_all.item()
 
 
 def layout_of(context_parallel: int, batch_size: int, device: torch.device) -> Layout:

@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,15 @@ class Timing:
 def divided(part: float | None, whole: float | None) -> float | None:
     """None if either value was not measured."""
     return None if part is None or not whole else part / whole
+
+
+def covered(intervals: Iterable[tuple[float, float]]) -> float:
+    """Length of the union of intervals (begin, end)."""
+    total, until = 0.0, float("-inf")
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
 
 
 def wall_clock(call: Callable[[], object]) -> float:

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import torch
 
-import flashattn_ext
-
 from . import ranks
 from .console import (
     CommandError,
@@ -32,7 +30,7 @@ from .console import (
     zero_or_more,
 )
 from .data import Corpus, load_corpus
-from .devices import DEVICES, choose_device, peak_memory_bytes, use_threads
+from .devices import DEVICES, choose_device, describe_machine, peak_memory_bytes, use_threads
 from .model import ATTENTION, SOFTMAX, ModelConfig
 from .trainer import PACKING, TrainConfig, Trainer
 
@@ -149,9 +147,8 @@ def _write_loss_curve(trainer: Trainer) -> None:
     """The training loss, averaged over intervals of steps, the validation loss, and on a second axis the largest logit."""
     interval, model = max(1, trainer.step // CURVE_POINTS), trainer.config.model
     ends = [*range(interval, trainer.step, interval), trainer.step]
-    means = [
-        statistics.fmean(trainer.train_losses[first : first + interval]) for first in range(0, trainer.step, interval)
-    ]
+    starts = range(0, trainer.step, interval)
+    means = [statistics.fmean(trainer.train_losses[first : first + interval]) for first in starts]
     with picture(trainer.directory / "loss.png", height=5) as axes:
         axes.plot(ends, means, label="training")
         axes.plot(*zip(*trainer.validation_losses, strict=True), marker="o", markersize=3, label="validation")
@@ -175,10 +172,8 @@ def _write_metrics(trainer: Trainer, loss: float) -> None:
         "seconds": trainer.seconds,
         "tokens_per_second": tokens / trainer.seconds,
         "peak_memory_bytes": peak_memory_bytes(trainer.device),
+        **describe_machine(trainer.device),
         "device": str(trainer.device),
-        "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
-        "flashattn_ext": flashattn_ext.__version__,
         "config": asdict(trainer.config),
         "validation_losses": trainer.validation_losses,
         "train_losses": trainer.train_losses,

@@ -106,7 +106,7 @@ class Training:
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(self.step, self.config)
         loss = self._loss(self.sampler.next_batch(torch.device("cpu")), self._replica)
-        (value,) = self.layout.sums([loss.item()], self.device)
+        value = self.layout.sum(loss.item(), self.device)
         if not math.isfinite(value):
             raise CommandError(f"the loss became {value} at step {self.step + 1}; try a lower --learning-rate")
         (loss * self.layout.ranks).backward()  # gradients are means over the ranks, the loss is a sum over them
@@ -132,10 +132,8 @@ class Training:
         counts = [int((batch.targets != NOT_PREDICTED).sum()) for batch in self.validation]
         losses = [self._loss(batch, self.model).item() for batch in self.validation]
         self.model.train()
-        (total,) = self.layout.sums(
-            [sum(loss * count for loss, count in zip(losses, counts, strict=True))], self.device
-        )
-        return total / sum(counts)
+        total = sum(loss * count for loss, count in zip(losses, counts, strict=True))
+        return self.layout.sum(total, self.device) / sum(counts)
 
     def _loss(self, batch: Batch, model: torch.nn.Module) -> Tensor:
         """The mean loss over the targets of a batch; for a rank's part, its sum divided by the number of targets of the whole batch."""
@@ -175,18 +173,16 @@ class Trainer(Training):
             while self.step < steps and not stop:
                 self.one_step()
                 # A signal may reach one rank a step before another: all stop after the same one.
-                if self.layout.sums([float(bool(stop))], self.device)[0] and not stop:
+                if self.layout.sum(float(bool(stop)), self.device) and not stop:
                     stop.append(signal.SIGTERM)
                 self.validate_when_due()
                 self.seconds = time.perf_counter() - begin
                 if self.step % checkpoint_every == 0 or self.step == steps or stop:
                     self.save()
                 rate = (self.step - first) * batch_bytes / max(self.seconds - before, 1e-9)
-                validated = f"  val {self.validation_losses[-1][1]:.3f}" if self.validation_losses else ""
-                status = (
-                    f"loss {statistics.fmean(self.train_losses[-SHOWN_LOSSES:]):.3f}{validated}  {rate:,.0f} tokens/s  "
-                )
-                status += f"peak {peak_memory_bytes(self.device) / 2**20:,.0f} MiB"
+                status = f"loss {statistics.fmean(self.train_losses[-SHOWN_LOSSES:]):.3f}"
+                status += f"  val {self.validation_losses[-1][1]:.3f}" if self.validation_losses else ""
+                status += f"  {rate:,.0f} tokens/s  peak {peak_memory_bytes(self.device) / 2**20:,.0f} MiB"
                 bar.update(task, completed=self.step, status=status)
                 if not self.console.is_terminal and self.step * LINES // steps != (self.step - 1) * LINES // steps:
                     self.console.print(f"step {self.step}/{steps}  {status}", highlight=False)
@@ -226,9 +222,8 @@ class Trainer(Training):
         try:
             state = torch.load(path, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged file raises any of many unrelated types
-            raise CommandError(
-                f"{path} is not a readable checkpoint ({one_line(error)}); --restart starts over"
-            ) from None
+            what = f"no readable checkpoint ({one_line(error)})"
+            raise CommandError(f"{path} is {what}; --restart starts over") from None
         try:
             self._check_same_run(dict(state))
             self._restore(state)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..console import make_console, make_directory, one_line, positive, require, writing
-from ..devices import choose_device, describe_run, use_threads
+from ..devices import choose_device, describe_machine, use_threads
 from .harness import Context, size_notes
 from .render import print_result, write_json, write_plot
 from .result import Result
@@ -99,5 +99,6 @@ def run_experiment(name: str, context: Context, sizes: Any = None) -> Result:
         module.compare(result)
     except Exception as error:  # the other experiments continue after any error
         result = Result(name, EXPERIMENTS[name], error=one_line(error))
-    result.machine, result.command = describe_run(context.device), context.command(name)
+    result.machine = {of: str(value) for of, value in describe_machine(context.device).items()}
+    result.command = context.command(name)
     return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .harness import OURS, SDPA, Context, Sizes, divided, size_table
-from .result import PASSES, Result, cell, measured, of_passes, quotient
+from .result import PASSES, Result, cell, labels, measured, of_passes, quotient
 
 RATES = {OURS: "our rate", SDPA: "SDPA rate"}
 LOSSES = {OURS: "our loss", SDPA: "SDPA loss"}
@@ -17,7 +17,27 @@ SIZES = size_table(
 
 def measure(context: Context, sizes: Sizes, result: Result) -> None:
     for direction in context.track(PASSES):
-        _measure_pass(context, sizes, direction, result)
+        # Calls of all head dims are interleaved, so that noise affects all of them alike.
+        inputs = {D: context.inputs(sizes, D=D) for D in sizes.D}
+        calls = {f"{name} D={D}": of.call(name, direction, causal=False) for D, of in inputs.items() for name in RATES}
+        whole = context.measure(calls, [t for of in inputs.values() for t in of])
+        rates = {
+            (name, D): whole.rate(of.flop(direction, causal=False), f"{name} D={D}")
+            for D, of in inputs.items()
+            for name in RATES
+        }
+        for D in sizes.D:
+            times = whole.renamed({f"{name} D={D}": name for name in RATES})
+            base = BASE_OF.get(D)
+            kept = {name: divided(rates[name, D], rates.get((name, base))) for name in RATES}
+            result.add(
+                *labels(pass_=direction, D=D),
+                *times.times(*RATES),
+                *(cell(heading, rates[name, D], "TFLOP/s", ".3f", 1e-12) for name, heading in RATES.items()),
+                cell("relative to D", base),
+                *(cell(heading, kept[name] and 1 - kept[name], "%", ".1f", 100) for name, heading in LOSSES.items()),
+                times.remark(),
+            )
     result.notes.append("loss: of TFLOP/s, relative to the head dim named")
 
 
@@ -28,28 +48,3 @@ def compare(result: Result) -> None:
             return quotient(*(measured(result, RATES[name], name, D=D, pass_=direction) for D in (129, 128)))
 
         result.compare(f"rate of D = 129 relative to 128, {name}", of_passes(kept), article)
-
-
-def _measure_pass(context: Context, sizes: Sizes, direction: str, result: Result) -> None:
-    """Calls of all head dims are interleaved, so that noise affects all of them alike."""
-    inputs = {D: context.inputs(sizes, D=D) for D in sizes.D}
-    calls = {f"{name} D={D}": of.call(name, direction, causal=False) for D, of in inputs.items() for name in RATES}
-    whole = context.measure(calls, [t for of in inputs.values() for t in of])
-    rates = {
-        (name, D): whole.rate(of.flop(direction, causal=False), f"{name} D={D}")
-        for D, of in inputs.items()
-        for name in RATES
-    }
-    for D in sizes.D:
-        times = whole.renamed({f"{name} D={D}": name for name in RATES})
-        base = BASE_OF.get(D)
-        kept = {name: divided(rates[name, D], rates.get((name, base))) for name in RATES}
-        result.add(
-            cell("pass", direction),
-            cell("D", D),
-            *times.times(*RATES),
-            *(cell(heading, rates[name, D], "TFLOP/s", ".3f", 1e-12) for name, heading in RATES.items()),
-            cell("relative to D", base),
-            *(cell(heading, kept[name] and 1 - kept[name], "%", ".1f", 100) for name, heading in LOSSES.items()),
-            times.remark(),
-        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .harness import OURS, UNFUSED, Context, Sizes, size_table
-from .result import PASSES, Result, cell, relative
+from .result import PASSES, Result, cell, labels, relative
 
 FULL, CAUSAL = "full", "causal"
 COST = "cost of the mask"
@@ -19,8 +19,7 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         times = context.measure(calls, inputs)
         slower = times.ratio(CAUSAL, FULL)
         result.add(
-            cell("pass", direction),
-            cell("attention", name),
+            *labels(pass_=direction, attention=name),
             *times.times(FULL, CAUSAL),
             cell(COST, slower and slower - 1, "%", "+.1f", 100),
             times.remark(),

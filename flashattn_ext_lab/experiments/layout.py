@@ -10,7 +10,7 @@ from torch import Tensor
 import flashattn_ext
 
 from .harness import Context, Sizes, size_table
-from .result import Cell, Result, cell, measured, quotient
+from .result import Cell, Result, cell, labels, measured, quotient
 
 BSHD, BHSD, COPIES = "[B,S,H,D] in place", "[B,H,S,D] in place", "transpose + contiguous"
 RELATIVE = "relative to [B,H,S,D]"
@@ -37,8 +37,7 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
             times = context.measure(calls, [*bhsd, *bshd])
         for way in calls:
             result.add(
-                cell("B,H,S,D", _text(shape)),
-                cell("way", way),
+                *labels(**_at(way, ",".join(map(str, shape)))),
                 *times.alone(way, "us"),
                 cell(RELATIVE, times.ratio(way, BHSD), "x", ".2f"),
                 times.remark(way),
@@ -55,8 +54,4 @@ def compare(result: Result) -> None:
 
 
 def _at(way: str, shape: Cell) -> dict[str, Cell]:
-    return {"way": way, "B,H,S,D": shape}
-
-
-def _text(shape: tuple[int, ...]) -> str:
-    return ",".join(map(str, shape))
+    return {"B,H,S,D": shape, "way": way}

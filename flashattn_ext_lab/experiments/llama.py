@@ -13,7 +13,7 @@ from ..bench_cases import DTYPES
 from ..model import ATTENTION, Block, ModelConfig, rotary_table
 from ..timing import reported
 from .harness import OURS, SDPA, UNFUSED, Context, Measured, Sizes, size_table
-from .result import Result, cell, measured, number, quotient
+from .result import Result, cell, labels, measured, number, quotient
 
 NAMES = {OURS: "flashattn", UNFUSED: "unfused", SDPA: "sdpa"}  # name in this table -> key of ATTENTION
 LAYER, STEP = "one layer, forward+backward", "training step"
@@ -42,9 +42,7 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
                 peaks[name] = context.peak_bytes(two_steps, sizes, name, layers, trains)
         for name in NAMES:
             result.add(
-                cell("what", what),
-                cell("attention", name),
-                cell("layers", layers),
+                *labels(what=what, attention=name, layers=layers),
                 *times.alone(name),
                 cell("to unfused", times.ratio(UNFUSED, name), "x", ".2f"),
                 cell(RATE, times.rate(sizes.B * sizes.S, name), "1/s", ".0f"),

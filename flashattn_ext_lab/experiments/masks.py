@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..bench_cases import FLEX
 from ..options import PATTERNS
 from .harness import OURS, OURS_CAUSAL, OURS_PACKED, SDPA, Context, Sizes, divided, memory_cell, size_table
-from .result import FORWARD, PASSES, Plot, Result, cell, relative
+from .result import FORWARD, PASSES, Plot, Result, cell, labels, relative
 
 SIZES = size_table(
     gpu=dict(B=1, H=16, S=16384, D=128, dtype="bf16"),
@@ -26,8 +26,7 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         rate = times.rate(inputs.flop(direction, **options), OURS)
         causal = times.rate(inputs.flop(direction), OURS_CAUSAL)
         result.add(
-            cell("mask", name),
-            cell("pass", direction),
+            *labels(mask=name, pass_=direction),
             cell("visible", pattern.visible_pairs(sizes.S) / sizes.S**2, "%", ".1f", 100),
             *times.times(*names),
             cell("rate", rate, "TFLOP/s", ".3f", 1e-12),

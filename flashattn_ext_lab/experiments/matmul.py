@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from .harness import Context, Measured, Sizes, size_table
-from .result import Plot, Result, alone, cell, measured
+from .result import Plot, Result, alone, cell, labels, measured
 
 LIMIT_S = 5.0  # a product that would take longer is skipped: half precision without hardware support, for example
 SIZES = size_table(
@@ -19,9 +19,7 @@ SIZES = size_table(
 def measure(context: Context, sizes: Sizes, result: Result) -> None:
     def add(what: str, dtype: str, size: int | str, times: Measured, flop: float = 0, moved: float = 0) -> None:
         result.add(
-            cell("what", what),
-            cell("dtype", dtype),
-            cell("size", size),
+            *labels(what=what, dtype=dtype, size=size),
             *times.times("time"),
             cell("rate", times.rate(flop, "time") if flop else None, "TFLOP/s", ".3f", 1e-12),
             cell("bandwidth", times.rate(moved, "time") if moved else None, "GB/s", ".1f", 1e-9),

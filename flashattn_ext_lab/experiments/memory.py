@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .harness import OURS, UNFUSED, Context, Measured, Sizes, divided, memory_cell, size_table
-from .result import BOTH, PASSES, Plot, Result, cell, number, of_passes
+from .result import BOTH, PASSES, Plot, Result, cell, labels, number, of_passes
 
 NAMES = (OURS, UNFUSED)
 SIZES = size_table(
@@ -20,8 +20,7 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         memory = context.peaks(NAMES, failures, sizes.replace(S=S), direction)
         kept = divided(memory.get(OURS), memory.get(UNFUSED))
         result.add(
-            cell("pass", direction),
-            cell("S", S),
+            *labels(pass_=direction, S=S),
             *(memory_cell(name, memory.get(name)) for name in NAMES),
             cell("saved", kept and 1 - kept, "%", ".2f", 100),
             Measured({}, failures).remark(),

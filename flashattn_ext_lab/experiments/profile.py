@@ -14,9 +14,9 @@ from torch.profiler import ProfilerActivity, record_function, schedule
 from torch.profiler import profile as torch_profile
 
 from ..devices import synchronize
-from ..timing import reported
+from ..timing import covered, reported
 from .harness import OURS, UNFUSED, Context, Sizes, size_table
-from .result import FORWARD, Plot, Result, cell, number
+from .result import FORWARD, Plot, Result, cell, labels, number
 
 NAMES = (OURS, UNFUSED)
 WARM_UP, CALLS = 2, 5
@@ -57,11 +57,10 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
             calls = sorted(calls_in(json.loads(path.read_text()), on_cpu=context.on_cpu), key=span)
             works = calls[(len(calls) - 1) // 2]
             timelines[name] = [(work.start - works[0].start, work.end - work.start) for work in works]
-        whole, idle = (span(works), sum(gaps(works))) if works else (None, None)
+        whole, idle = (span(works), gaps(works)) if works else (None, None)
         which = Counter(_short(work.name) for work in works)
         result.add(
-            cell("attention", name),
-            cell("kernels", len(works) or None),
+            *labels(attention=name, kernels=len(works) or None),
             cell("whole call", whole, "us", ".1f"),
             cell("gaps", whole and idle / whole, "%", ".2f", 100),
             cell("which", ", ".join(f"{count} x {kernel}" if count > 1 else kernel for kernel, count in which.items())),
@@ -118,14 +117,9 @@ def span(works: Sequence[Work]) -> float:
     return max(work.end for work in works) - works[0].start
 
 
-def gaps(works: Sequence[Work]) -> list[float]:
-    """The gaps between kernels, which are sorted and may overlap."""
-    between, end = [], works[0].end
-    for work in works[1:]:
-        if work.start > end:
-            between.append(work.start - end)
-        end = max(end, work.end)
-    return between
+def gaps(works: Sequence[Work]) -> float:
+    """How long none of the kernels runs between the first start and the last end."""
+    return span(works) - covered((work.start, work.end) for work in works)
 
 
 def _short(name: str) -> str:

@@ -53,7 +53,7 @@ def write_plot(result: Result, path: Path) -> None:
     with picture(path, height=4.5) as axes:
         draw = _draw_timeline if result.plot.kind == "timeline" else _draw_lines
         draw(axes, result.plot)
-        title = f"{result.title}\n{result.machine.get('device', '')}"
+        title = f"{result.title}\n{result.machine.get('machine', '')}"
         axes.set(xlabel=result.plot.x, ylabel=result.plot.y, title=title)
 
 

@@ -35,6 +35,11 @@ def cell(name: str, value: Cell = None, unit: str = "", form: str = "", scale: f
     return Column(name, unit, form), value if value is None or isinstance(value, str) or scale == 1 else value * scale
 
 
+def labels(**values: Cell) -> list[tuple[Column, Cell]]:
+    """Cells that say what a row is about; an underscore at the end of a name is not part of it (`pass_`)."""
+    return [cell(name.removesuffix("_"), value) for name, value in values.items()]
+
+
 @dataclass(frozen=True)
 class Comparison:
     """A figure measured here, with its spread where it has one, and an article's, or ""."""
@@ -163,17 +168,11 @@ class Figure:
 
 
 def measured(result: Result, column: str, time: str = "", **where: Cell) -> Figure | None:
-    """A cell of a column of times, or of rates that come from the column `time`; None where it is empty."""
+    """A cell of a column that has a spread, or of rates that come from the column `time`; None where it is empty."""
     value, percent = result.value(column, **where), result.value(f"{time or column} spread", **where)
     if not isinstance(value, (int, float)) or not isinstance(percent, (int, float)):
         return None
     return Figure(value, value * percent / 200)
-
-
-def final_loss(result: Result, **where: Cell) -> Figure | None:
-    """The mean of the seeds of a training."""
-    value, spread = (result.value(column, **where) for column in ("final loss", "seed spread"))
-    return Figure(value, spread / 2) if isinstance(value, float) and isinstance(spread, float) else None
 
 
 def quotient(one: Figure | None, other: Figure | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .harness import MATMUL_NOTE, OURS, SDPA, UNFUSED, Context, Sizes, size_table
-from .result import PASSES, Plot, Result, cell, relative
+from .result import PASSES, Plot, Result, cell, labels, relative
 
 NAMES = (OURS, UNFUSED, SDPA)
 SIZES = size_table(
@@ -20,8 +20,7 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         inputs = context.inputs(sizes, S=S)
         times, flop = context.measure_attentions(inputs, NAMES, direction), inputs.flop(direction)
         result.add(
-            cell("pass", direction),
-            cell("S", S),
+            *labels(pass_=direction, S=S),
             *times.times(*NAMES),
             cell("to unfused", times.ratio(UNFUSED, OURS), "x", ".2f"),
             cell("to SDPA", times.ratio(SDPA, OURS), "x", ".2f"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..bench_cases import FLEX
 from ..options import RELATIVE_REACH, SOFTCAP
 from .harness import OURS, OURS_PLAIN, UNFUSED, Context, Sizes, memory_cell, size_table
-from .result import BOTH, FORWARD, PASSES, Plot, Result, cell, relative
+from .result import BOTH, FORWARD, PASSES, Plot, Result, cell, labels, relative
 
 OPTIONS = ("softcap", "relative bias")
 COST = "cost of the option"
@@ -28,9 +28,7 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         memory = context.peaks(timed, times.failures, sizes.replace(S=S), direction, score=option)
         slower = times.ratio(OURS, OURS_PLAIN)
         result.add(
-            cell("option", option),
-            cell("pass", direction),
-            cell("S", S),
+            *labels(option=option, pass_=direction, S=S),
             *times.times(OURS, OURS_PLAIN, *peers),
             cell(COST, slower and slower - 1, "%", ".0f", 100),
             *(cell(f"to {name}", times.ratio(name, OURS), "x", ".2f") for name in peers),

@@ -75,7 +75,7 @@ def training_note(context: Context, sizes: Sizes) -> str:
     return (
         f"text: the documentation topics that come with this CPython ({corpus.name}, {len(corpus.train)} bytes of training text); "
         f"losses are of {VALIDATION_WINDOWS} held-out windows, without dropout; {sizes.steps} steps read {epochs:.2f} times "
-        f"as many bytes as there are; {how}. Seed spread: between the best and the worst seed, at the end"
+        f"as many bytes as there are; {how}. Spread: between the best and the worst seed, at the end"
     )
 
 
@@ -90,10 +90,11 @@ def _by_step(runs: Sequence[Run]) -> list[tuple[int, list[float]]]:
 
 
 def loss_cells(runs: Sequence[Run]) -> list[tuple[Column, Cell]]:
-    """The mean of the final losses, and the distance between the best and the worst seed."""
+    """The mean of the final losses, and the distance between the best and the worst seed relative to it."""
     losses = _by_step(runs)[-1][1] if runs else []
-    mean, spread = (statistics.fmean(losses), max(losses) - min(losses)) if losses else (None, None)
-    return [cell("final loss", mean, "nats/byte", ".4f"), cell("seed spread", spread, "nats/byte", ".4f")]
+    mean = statistics.fmean(losses) if losses else None
+    spread = (max(losses) - min(losses)) / mean if losses else None
+    return [cell("final loss", mean, "nats/byte", ".4f"), cell("final loss spread", spread, "%", ".2f", 100)]
 
 
 def curves(runs: Mapping[str, Sequence[Run]]) -> Plot:

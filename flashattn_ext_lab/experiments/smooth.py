@@ -13,7 +13,7 @@ from torch import Tensor
 from ..data import validation_batches
 from ..model import GPT, Attention
 from .harness import Context, Measured, Sizes, size_table
-from .result import Result, cell, difference, final_loss, number
+from .result import Result, cell, difference, measured, number
 from .small_gpt import Curve, corpus_of, curves, loss_cells, mean_curve, train_all, training_note
 
 PLAIN, SMOOTH, SINK = "plain", "smooth", "sink"  # keys of SOFTMAX
@@ -59,7 +59,7 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
 
 def compare(result: Result) -> None:
     for name in (SMOOTH, SINK):
-        loss = difference(*(final_loss(result, softmax=each) for each in (name, PLAIN)), ".4f")
+        loss = difference(*(measured(result, "final loss", softmax=each) for each in (name, PLAIN)), ".4f")
         result.compare(f"final loss of {name} minus that of {PLAIN}, nats/byte over the seeds", loss)
         taken = result.value(RELATIVE, softmax=name)
         unreached = taken is None and result.value("final loss", softmax=name) is not None

@@ -18,7 +18,7 @@ import flashattn_ext
 from ..bench_cases import DTYPES
 from ..timing import reported
 from .harness import MIB, OURS, UNFUSED, Context, Inputs, Sizes, size_table
-from .result import FORWARD, NOT_MEASURED, Result, cell, number
+from .result import FORWARD, NOT_MEASURED, Result, cell, labels, number
 
 NAMES = (OURS, UNFUSED)
 WAYS = ("read", "written")
@@ -55,9 +55,7 @@ def _add_rows(context: Context, sizes: Sizes, source: str, result: Result) -> No
         of, unfused = counted.get(name), counted.get(UNFUSED) if name == OURS else None
         saved = {what: 1 - of[what] / unfused[what] if unfused else None for what in WAYS}
         result.add(
-            cell("source", source),
-            cell("attention", name or None),
-            cell("kernels", of and of["kernels"]),
+            *labels(source=source, attention=name or None, kernels=of and of["kernels"]),
             *(cell(what, of and of[what], "MiB", ".1f", 1 / MIB) for what in WAYS),
             *(cell(f"{what} saved", saved[what], "%", ".1f", 100) for what in WAYS),
             cell("remark", failures.get(source, "")),

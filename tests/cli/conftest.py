@@ -84,4 +84,6 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "burst_ms", burst_ms)
     monkeypatch.setattr(bench_cuda, "peak_extra_bytes", peak_extra_bytes)
     monkeypatch.setattr(bench_cuda, "running_backend", lambda backend: "cuda-none")
-    monkeypatch.setattr(bench_cuda, "machine", lambda: {"machine": "a GPU", "torch": "2", "cuda": "12", "cudnn": 9})
+    monkeypatch.setattr(
+        bench_cuda, "describe_machine", lambda _device: {"machine": "a GPU", "torch": "2", "cuda": "12", "cudnn": 9}
+    )

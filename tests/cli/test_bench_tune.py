@@ -67,7 +67,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(flashattn_ext, "use_backend", gpu.use_backend)
     monkeypatch.setattr(flashattn_ext, "build_info", lambda: {"backends": gpu.backends()})
     monkeypatch.setattr(bench_cuda, "check_cuda", lambda backend: backend or "cuda-a")
-    monkeypatch.setattr(bench_cuda, "machine", lambda: {"machine": "a GPU", "torch": "2"})
+    monkeypatch.setattr(bench_tune, "describe_machine", lambda _device: {"machine": "a GPU", "torch": "2"})
     real_inputs = bench_contestants.inputs
     for module in (bench_cuda, bench_tune):
         monkeypatch.setattr(module, "inputs", lambda case, device=None: real_inputs(small(case), "cpu"))

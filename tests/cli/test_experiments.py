@@ -300,7 +300,7 @@ def test_kernels_of_a_gpu_in_a_trace() -> None:
     }
     first, second = profile.calls_in(trace, on_cpu=False)
     assert [profile._short(work.name) for work in second] == ["gemm", "softmax", "Memset"]
-    assert profile.gaps(first) == [] and profile.gaps(second) == [10] and profile.span(second) == 31
+    assert profile.gaps(first) == 0 and profile.gaps(second) == 10 and profile.span(second) == 31
     del trace["traceEvents"][4]
     with pytest.raises(RuntimeError, match="shows no kernel"):
         profile.calls_in(trace, on_cpu=False)
