@@ -93,9 +93,8 @@ def inputs(
         return torch.randn(*rows, heads, columns, **options)
 
     shapes = ((case.Hq, case.D), (case.Hk, case.D), (case.Hk, case.head_dim_v))
-    q, k, v = (draw(*shape).to(dtype) for shape in shapes)
-    dout = draw(case.Hq, case.head_dim_v)
-    return *(t.requires_grad_(case.backward) for t in (q, k, v)), dout
+    qkv = (draw(*shape).to(dtype).requires_grad_(case.backward) for shape in shapes)
+    return *qkv, draw(case.Hq, case.head_dim_v)
 
 
 @functools.cache

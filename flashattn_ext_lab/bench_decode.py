@@ -23,7 +23,7 @@ from .bench_cases import DTYPES, FA3, OURS
 from .bench_contestants import flash_module
 from .console import Columns, fields, parts, print_rows
 from .devices import choose_device, describe_machine
-from .timing import Timing, time_on
+from .timing import time_on
 
 SDPA = "torch sdpa"
 INVARIANT = "ours, invariant"
@@ -91,16 +91,13 @@ class Bench:
     device: torch.device
     quick: bool
 
-    def timings(self, calls: dict[str, Callable[[], object]]) -> dict[str, Timing]:
-        return time_on(self.device.type, calls, self.quick)
-
     def memory_rate(self) -> float:
         """Bytes per second: read and written by a copy on a GPU, read by a sum on the CPU."""
         on_gpu = self.device.type == "cuda"
         x = torch.ones((8 << 20 if self.quick else ROTATION_BYTES) // 4, device=self.device)
         y = torch.empty_like(x) if on_gpu else x
-        timing = self.timings({"memory": (lambda: y.copy_(x)) if on_gpu else x.sum})["memory"]
-        return x.nbytes * (2 if on_gpu else 1) / timing.median_s
+        calls = {"memory": (lambda: y.copy_(x)) if on_gpu else x.sum}
+        return x.nbytes * (2 if on_gpu else 1) / time_on(self.device.type, calls, self.quick)["memory"].median_s
 
     def rotating(self, case: Case, call: Callable[..., Any], backward: bool = False) -> Callable[[], object]:
         """`call` with a query and the next pair of caches each time, or its backward."""
@@ -134,7 +131,8 @@ def measure(*, quick: bool) -> dict[str, Any]:
 
 
 def _measure_case(case: Case, bench: Bench, rate: float) -> dict[str, Any]:
-    timings = bench.timings({name: bench.rotating(case, call) for name, call in _contestants(case, bench).items()})
+    calls = {name: bench.rotating(case, call) for name, call in _contestants(case, bench).items()}
+    timings = time_on(bench.device.type, calls, bench.quick)
     return {
         **asdict(case),
         "bytes": case.bytes,
@@ -151,7 +149,9 @@ def _measure_few_rows(case: Case, bench: Bench) -> dict[str, Any]:
     backwards = {"backward": flashattn_ext.forward, f"{SDPA} backward": _torch_attention}
     calls = {name: bench.rotating(case, call) for name, call in forwards.items()}
     calls |= {name: bench.rotating(case, call, backward=True) for name, call in backwards.items()}
-    rates = {name: case.bytes / timing.median_s for name, timing in bench.timings(calls).items()}
+    rates = {
+        name: case.bytes / timing.median_s for name, timing in time_on(bench.device.type, calls, bench.quick).items()
+    }
     rates |= {name: 2 * rates[name] for name in backwards}
     return {**asdict(case), "bytes": case.bytes, "bytes_per_s": rates}
 

@@ -100,8 +100,8 @@ def _measure_case(case: Case, device: torch.device, rounds: int, trace: str | No
                 result["share"] = result["both_tflops"] / results[ONE]["both_tflops"]
         if on_gpu:
             torch.cuda.empty_cache()
-    about = f"{case.shape} {case.dtype} {case.mask}"
-    return {**asdict(case), "name": about, "results": results, "failures": failures}
+    name = f"{case.shape} {case.dtype} {case.mask}"
+    return {**asdict(case), "name": name, "results": results, "failures": failures}
 
 
 # --- contestants --------------------------------------------------------------------------------------------------------

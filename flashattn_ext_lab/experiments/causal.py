@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .harness import OURS, UNFUSED, Context, Sizes, size_table
-from .result import PASSES, Result, cell, labels, relative
+from .result import PASSES, Result, cell, column_quotient, labels
 
 FULL, CAUSAL = "full", "causal"
 COST = "cost of the mask"
@@ -31,4 +31,4 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
 def compare(result: Result) -> None:
     for name, article in ((OURS, "1.075x forward"), (UNFUSED, "1.162x forward")):
         what = f"time with the causal mask relative to that without, {name}"
-        result.compare(what, relative(result, CAUSAL, FULL, attention=name), article)
+        result.compare(what, column_quotient(result, CAUSAL, FULL, attention=name), article)

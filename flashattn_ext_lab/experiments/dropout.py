@@ -12,7 +12,7 @@ from torch import Tensor
 from ..model import ATTENTION
 from ..timing import reported
 from .harness import OURS, UNFUSED, Context, Measured, Sizes, size_table
-from .result import NOT_MEASURED, Cell, Result, cell, difference, labels, measured, number
+from .result import NOT_MEASURED, Result, cell, difference, labels, measured, number
 from .small_gpt import curves, loss_cells, mean_curve, train_all, training_note
 
 MODELS = {OURS: "flashattn", UNFUSED: "unfused"}  # name in this table -> key of ATTENTION
@@ -42,7 +42,7 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
         of = runs[label]
         rises = [after - before for (_, before), (_, after) in itertools.pairwise(mean_curve(of))] if of else []
         result.add(
-            *labels(**_at(p, name)),
+            *labels(dropout=p, attention=name),
             *loss_cells(of),
             cell(RISE, max(rises, default=None), "nats/byte", ".4f"),
             cell("kept", kept, "%", ".2f"),
@@ -63,23 +63,19 @@ NOTES = (
 
 
 def compare(result: Result) -> None:
-    for p in dict.fromkeys(result.column("dropout p")):
-        kept, text = result.value("kept", **_at(p, OURS)), NOT_MEASURED
+    for p in dict.fromkeys(result.column("dropout")):
+        kept, text = result.value("kept", dropout=p, attention=OURS), NOT_MEASURED
         if isinstance(kept, float):
             text = f"{kept:.2f} % ± {2 * math.sqrt(kept * (100 - kept) / KEPT_WEIGHTS):.2f}"  # that of chance
         result.compare(f"weights that ours keeps, p = {p:g}", text)
-        loss = difference(*(measured(result, "final loss", **_at(p, name)) for name in MODELS), ".4f")
-        rises = " and ".join(number(result.value(RISE, **_at(p, name)), ".4f") for name in MODELS)
+        loss = difference(*(measured(result, "final loss", dropout=p, attention=name) for name in MODELS), ".4f")
+        rises = " and ".join(number(result.value(RISE, dropout=p, attention=name), ".4f") for name in MODELS)
         what = f"final loss of ours minus that of unfused, nats/byte over the seeds, p = {p:g}"
         result.compare(what, f"{loss}, {RISE} {rises}", "unstable with ours" if p else "")
 
 
 def _label(p: float, name: str) -> str:
     return f"{name}, p={p}"
-
-
-def _at(p: Cell, name: str) -> dict[str, Cell]:
-    return {"dropout p": p, "attention": name}
 
 
 def weights_kept(context: Context, attention: Callable[..., Tensor], p: float) -> tuple[float, float]:

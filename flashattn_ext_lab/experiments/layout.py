@@ -10,7 +10,7 @@ from torch import Tensor
 import flashattn_ext
 
 from .harness import Context, Sizes, size_table
-from .result import Cell, Result, cell, labels, measured, quotient
+from .result import Result, cell, labels, measured, quotient
 
 BSHD, BHSD, COPIES = "[B,S,H,D] in place", "[B,H,S,D] in place", "transpose + contiguous"
 RELATIVE = "relative to [B,H,S,D]"
@@ -37,7 +37,8 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
             times = context.measure(calls, [*bhsd, *bshd])
         for way in calls:
             result.add(
-                *labels(**_at(way, ",".join(map(str, shape)))),
+                cell("shape", ",".join(map(str, shape)), "B,H,S,D"),
+                *labels(way=way),
                 *times.alone(way, "us"),
                 cell(RELATIVE, times.ratio(way, BHSD), "x", ".2f"),
                 times.remark(way),
@@ -47,11 +48,7 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
 
 def compare(result: Result) -> None:
     articles = ("3.01x (364 to 121 us) at 12,64,256,64", "1.92x (7392 to 3845 us) at 16,128,784,128")
-    for shape, article in zip(dict.fromkeys(result.column("B,H,S,D")), articles, strict=False):
+    for shape, article in zip(dict.fromkeys(result.column("shape")), articles, strict=False):
         for way, theirs in ((BSHD, ""), (COPIES, article)):
-            times = (measured(result, "time", **_at(each, shape)) for each in (way, BHSD))
+            times = (measured(result, "time", shape=shape, way=each) for each in (way, BHSD))
             result.compare(f"time of {way} {RELATIVE}, {shape}", quotient(*times), theirs)
-
-
-def _at(way: str, shape: Cell) -> dict[str, Cell]:
-    return {"B,H,S,D": shape, "way": way}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..bench_cases import FLEX
 from ..options import PATTERNS
 from .harness import OURS, OURS_CAUSAL, OURS_PACKED, SDPA, Context, Sizes, divided, memory_cell, size_table
-from .result import FORWARD, PASSES, Plot, Result, cell, labels, relative
+from .result import FORWARD, PASSES, Plot, Result, cell, column_quotient, labels
 
 SIZES = size_table(
     gpu=dict(B=1, H=16, S=16384, D=128, dtype="bf16"),
@@ -55,4 +55,4 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
 def compare(result: Result) -> None:
     for name in PATTERNS:
         what = f"time of {SDPA} with a dense mask relative to ours, {name}, {FORWARD}"
-        result.compare(what, relative(result, SDPA, OURS, mask=name, pass_=FORWARD))
+        result.compare(what, column_quotient(result, SDPA, OURS, mask=name, pass_=FORWARD))

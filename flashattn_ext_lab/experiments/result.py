@@ -210,10 +210,10 @@ def of_passes(text: Callable[[str], str]) -> str:
     return ", ".join(f"{of} {direction}" for direction, of in texts.items())
 
 
-def relative(result: Result, one: str, other: str, **where: Cell) -> str:
+def column_quotient(result: Result, one: str, other: str, **where: Cell) -> str:
     """The quotient of two columns of times; without a pass in `where`, of each pass."""
     if "pass_" not in where:
-        return of_passes(lambda direction: relative(result, one, other, pass_=direction, **where))
+        return of_passes(lambda direction: column_quotient(result, one, other, pass_=direction, **where))
     return quotient(*(measured(result, column, **where) for column in (one, other)))
 
 

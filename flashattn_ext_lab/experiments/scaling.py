@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .harness import MATMUL_NOTE, OURS, SDPA, UNFUSED, Context, Sizes, size_table
-from .result import PASSES, Plot, Result, cell, labels, relative
+from .result import PASSES, Plot, Result, cell, column_quotient, labels
 
 NAMES = (OURS, UNFUSED, SDPA)
 SIZES = size_table(
@@ -36,6 +36,8 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
 def compare(result: Result) -> None:
     lengths = sorted(set(result.column("S")))
     for S, article in ((lengths[0], "2.73x at S = 512"), (lengths[-1], "8.58x at S = 8192")):
-        result.compare(f"time of unfused relative to ours, S = {S}", relative(result, UNFUSED, OURS, S=S), article)
+        result.compare(
+            f"time of unfused relative to ours, S = {S}", column_quotient(result, UNFUSED, OURS, S=S), article
+        )
     what = f"time of {SDPA} relative to ours, S = {lengths[-1]}"
-    result.compare(what, relative(result, SDPA, OURS, S=lengths[-1]))
+    result.compare(what, column_quotient(result, SDPA, OURS, S=lengths[-1]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..bench_cases import FLEX
 from ..options import RELATIVE_REACH, SOFTCAP
 from .harness import OURS, OURS_PLAIN, UNFUSED, Context, Sizes, memory_cell, size_table
-from .result import BOTH, FORWARD, PASSES, Plot, Result, cell, labels, relative
+from .result import BOTH, FORWARD, PASSES, Plot, Result, cell, column_quotient, labels
 
 OPTIONS = ("softcap", "relative bias")
 COST = "cost of the option"
@@ -52,6 +52,8 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
 def compare(result: Result) -> None:
     S = max(result.column("S"))
     for option in OPTIONS:
-        cost, speedup = (relative(result, *pair, S=S, option=option) for pair in ((OURS, OURS_PLAIN), (UNFUSED, OURS)))
+        cost, speedup = (
+            column_quotient(result, *pair, S=S, option=option) for pair in ((OURS, OURS_PLAIN), (UNFUSED, OURS))
+        )
         result.compare(f"time with {option} relative to that without, S = {S}", cost)
         result.compare(f"time of unfused with {option} relative to ours, S = {S}", speedup)

@@ -7,13 +7,13 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ..data import Corpus, load_corpus
-from ..model import GPT, ModelConfig
+from ..model import ModelConfig
 from ..timing import reported
 from ..trainer import TrainConfig, Training
 from .harness import Context, Sizes
@@ -21,14 +21,6 @@ from .result import Cell, Column, Plot, cell
 
 VALIDATION_WINDOWS = 64
 Curve = list[tuple[int, float]]  # (step, loss in nats per byte)
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training; all runs of an experiment are validated at the same steps."""
-
-    losses: Curve
-    model: GPT
 
 
 @functools.cache
@@ -39,16 +31,16 @@ def corpus_of(context: int) -> Corpus:
 
 def train_all(
     context: Context, sizes: Sizes, failures: dict[str, str], options: Mapping[str, dict[str, Any]]
-) -> dict[str, list[Run]]:
+) -> dict[str, list[Training]]:
     """Trains with each of the options, once for each seed; `failures` receives the reasons of the others."""
-    runs: dict[str, list[Run]] = {label: [] for label in options}
+    runs: dict[str, list[Training]] = {label: [] for label in options}
     for label, seed in context.steps(options, range(sizes.seeds)):
         with reported(label, failures):
             runs[label].append(_train(context, sizes, seed, **options[label]))
     return runs
 
 
-def _train(context: Context, sizes: Sizes, seed: int, attention: str, softmax: str, dropout: float) -> Run:
+def _train(context: Context, sizes: Sizes, seed: int, attention: str, softmax: str, dropout: float) -> Training:
     """The same seed means the same initial weights and batches, whatever the attention."""
     model = ModelConfig(sizes.layers, sizes.width, sizes.heads, sizes.heads, dropout, softmax, attention)
     dtype, every = "float32" if context.on_cpu else "bfloat16", max(1, sizes.steps // sizes.validations)
@@ -65,7 +57,7 @@ def _train(context: Context, sizes: Sizes, seed: int, attention: str, softmax: s
             training.validate_when_due()
     finally:
         torch.set_num_threads(threads)
-    return Run(training.validation_losses, training.model)
+    return training
 
 
 def training_note(context: Context, sizes: Sizes) -> str:
@@ -79,17 +71,17 @@ def training_note(context: Context, sizes: Sizes) -> str:
     )
 
 
-def mean_curve(runs: Sequence[Run]) -> Curve:
+def mean_curve(runs: Sequence[Training]) -> Curve:
     return [(step, statistics.fmean(losses)) for step, losses in _by_step(runs)]
 
 
-def _by_step(runs: Sequence[Run]) -> list[tuple[int, list[float]]]:
-    """The losses of the seeds at every step."""
-    points = zip(*(run.losses for run in runs), strict=True)
+def _by_step(runs: Sequence[Training]) -> list[tuple[int, list[float]]]:
+    """The losses of the seeds at every step; all runs of an experiment are validated at the same steps."""
+    points = zip(*(run.validation_losses for run in runs), strict=True)
     return [(of[0][0], [loss for _, loss in of]) for of in points]
 
 
-def loss_cells(runs: Sequence[Run]) -> list[tuple[Column, Cell]]:
+def loss_cells(runs: Sequence[Training]) -> list[tuple[Column, Cell]]:
     """The mean of the final losses, and the distance between the best and the worst seed relative to it."""
     losses = _by_step(runs)[-1][1] if runs else []
     mean = statistics.fmean(losses) if losses else None
@@ -97,7 +89,7 @@ def loss_cells(runs: Sequence[Run]) -> list[tuple[Column, Cell]]:
     return [cell("final loss", mean, "nats/byte", ".4f"), cell("final loss spread", spread, "%", ".2f", 100)]
 
 
-def curves(runs: Mapping[str, Sequence[Run]]) -> Plot:
+def curves(runs: Mapping[str, Sequence[Training]]) -> Plot:
     trained = {label: of for label, of in runs.items() if of}
     bands = {label: [(at, min(losses), max(losses)) for at, losses in _by_step(of)] for label, of in trained.items()}
     series: dict[str, Any] = {label: mean_curve(of) for label, of in trained.items()}

@@ -23,9 +23,7 @@ from .result import FORWARD, NOT_MEASURED, Result, cell, labels, number
 NAMES = (OURS, UNFUSED)
 WAYS = ("read", "written")
 METRICS = ("dram__bytes_read.sum", "dram__bytes_write.sum")
-NSIGHT = (
-    f"--clock-control none --metrics {','.join(METRICS)} --csv --page raw --print-units base --profile-from-start off"
-)
+NSIGHT = "--clock-control none --csv --page raw --print-units base --profile-from-start off --metrics"
 PROFILER_LIMIT_S = 300
 SIZES = size_table(gpu=dict(B=4, H=32, S=2048, D=64, dtype="fp16"), gpu_quick={}, cpu={}, cpu_quick={})
 
@@ -42,8 +40,10 @@ def measure(context: Context, sizes: Sizes, result: Result) -> None:
 
 def compare(result: Result) -> None:
     for what, article in (("read", "-94.7 %"), ("written", "-95.1 %")):
-        saved = _by_source(result, f"{what} saved")
-        result.compare(f"bytes {what} by a forward, relative to unfused, counted once", saved, article)
+        saved = {source: result.value(f"{what} saved", source=source) for source in SOURCES}
+        texts = [f"{number(-of, '+.1f', ' %')} ({source})" for source, of in saved.items() if of is not None]
+        what = f"bytes {what} by a forward, relative to unfused, counted once"
+        result.compare(what, ", ".join(texts) or NOT_MEASURED, article)
 
 
 def _add_rows(context: Context, sizes: Sizes, source: str, result: Result) -> None:
@@ -60,12 +60,6 @@ def _add_rows(context: Context, sizes: Sizes, source: str, result: Result) -> No
             *(cell(f"{what} saved", saved[what], "%", ".1f", 100) for what in WAYS),
             cell("remark", failures.get(source, "")),
         )
-
-
-def _by_source(result: Result, column: str) -> str:
-    saved = {source: result.value(column, source=source) for source in SOURCES}
-    texts = [f"{number(-value, '+.1f', ' %')} ({source})" for source, value in saved.items() if value is not None]
-    return ", ".join(texts) or NOT_MEASURED
 
 
 # Sources: each returns the kernels of one attention, and the bytes read and written, or raises with the reason
@@ -102,7 +96,7 @@ def gpu_counters(context: Context, sizes: Sizes, name: str) -> dict[str, int]:
     if not ncu:
         raise FileNotFoundError("ncu was not found; install Nsight Compute, which comes with the CUDA toolkit")
     given = map(str, (sizes.B, sizes.H, sizes.S, sizes.D, sizes.dtype))
-    command = [ncu, *NSIGHT.split(), sys.executable, "-m", __name__, name, *given]
+    command = [ncu, *NSIGHT.split(), ",".join(METRICS), sys.executable, "-m", __name__, name, *given]
     roots = [str(Path(package).parents[count]) for package, count in ((flashattn_ext.__file__, 1), (__file__, 2))]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*roots, *sys.path[1:]])}  # the same packages
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": PROFILER_LIMIT_S, "env": environment}

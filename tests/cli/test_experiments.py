@@ -329,10 +329,10 @@ def test_dropout_keeps_the_expected_fraction(results: dict[str, Result]) -> None
     """Without dropout both train the same model; with it each keeps its fraction of the weights, and the weights keep their mean."""
     dropout = results["dropout"]
     for name in ("ours", "unfused"):
-        assert dropout.value("kept", attention=name, **{"dropout p": 0.0}) == 100
-        assert dropout.value("kept", attention=name, **{"dropout p": 0.25}) == pytest.approx(75, abs=0.2)
-        assert dropout.value("mean weight", attention=name, **{"dropout p": 0.25}) == pytest.approx(100, abs=1)
-    ours, unfused = (dropout.value("final loss", attention=name, **{"dropout p": 0.0}) for name in ("ours", "unfused"))
+        assert dropout.value("kept", attention=name, dropout=0.0) == 100
+        assert dropout.value("kept", attention=name, dropout=0.25) == pytest.approx(75, abs=0.2)
+        assert dropout.value("mean weight", attention=name, dropout=0.25) == pytest.approx(100, abs=1)
+    ours, unfused = (dropout.value("final loss", attention=name, dropout=0.0) for name in ("ours", "unfused"))
     assert abs(ours - unfused) < 1e-4
     assert set(dropout.plot.bands) == set(dropout.plot.series)
 

@@ -51,7 +51,7 @@ def test_findings_contain_their_spread(results: dict[str, Result], name: str) ->
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_findings_name_missing_measurements(results: dict[str, Result], name: str) -> None:
     result = results[name]
-    names = ("S", "D", "dropout p")  # requested sizes, not measurements
+    names = ("S", "D", "dropout")  # requested sizes, not measurements
     rows = [
         [
             cell if column.name in names or isinstance(cell, str) else None
