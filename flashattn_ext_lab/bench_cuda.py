@@ -239,14 +239,9 @@ def largest_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
 
 
 def row(
-    case: Case,
-    names: Sequence[str],
-    timings: Mapping[str, Timing],
-    memory: Mapping[str, int],
-    max_error: Mapping[str, float],
-    failures: Mapping[str, str],
-    sustained: Mapping[str, Timing] | None = None,
-) -> dict[str, Any]:
+    case: Case, names: Sequence[str], timings: Mapping[str, Timing], memory: Mapping[str, int],
+    max_error: Mapping[str, float], failures: Mapping[str, str], sustained: Mapping[str, Timing] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """A row as plain numbers; None for what was not measured. Ratios above 1: ours is faster."""
     rates = _rates(case, names, timings)
     ms = rates["ms"]

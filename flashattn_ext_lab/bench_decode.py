@@ -207,9 +207,9 @@ SHAPE: Columns = {
 def show(results: dict[str, Any], *, markdown: bool) -> None:
     """Prints the tables: GB/s of keys and values."""
     on_cpu = results["device"] == "cpu"
-    cpu = f"{results['machine']}, {results['threads']} threads, {results['isa']}"
+    where = results["machine"] + (f", {results['threads']} threads, {results['isa']}" if on_cpu else "")
     about = (
-        f"GB/s of keys and values, {cpu if on_cpu else results['machine']}, torch {results['torch']}; "
+        f"GB/s of keys and values, {where}, torch {results['torch']}; "
         f"memory is {'read' if on_cpu else 'copied'} at {results['memory_bytes_per_s'] / 1e9:.0f}"
     )
     columns = {

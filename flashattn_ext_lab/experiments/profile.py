@@ -119,7 +119,7 @@ def span(works: Sequence[Work]) -> float:
 
 def gaps(works: Sequence[Work]) -> float:
     """How long none of the kernels runs between the first start and the last end."""
-    return span(works) - covered((work.start, work.end) for work in works)
+    return max(0.0, span(works) - covered((work.start, work.end) for work in works))
 
 
 def _short(name: str) -> str:
