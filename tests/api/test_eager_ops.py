@@ -13,7 +13,8 @@ import flashattn_ext
 from flashattn_ext import _C, ops
 from flashattn_ext.options import CallOptions, CallTensors
 
-OPTIONS = CallOptions(0, 0, False, 0.25, 0.0, True, -1, -1, 0.0, False, False, [1, 2])
+OPTIONS = CallOptions(softmax_scale=0.25, causal=True, origin=[1, 2])
+ARGUMENTS = (*CallTensors._fields, *CallOptions._fields, "rng_seed", "return_max_logits")
 
 
 def tensors(device: str) -> CallTensors:
@@ -35,19 +36,25 @@ class Marked(Tensor):
 
 
 @pytest.mark.parametrize(
-    "place,value",
-    [(0, torch.zeros(2, 5, 3, 8).as_subclass(Marked)), (17, torch.tensor(0.25)), (27, 1 << 63), (25, [1 << 63, 0]), (25, (1, 2))],
+    "argument,value",
+    [
+        ("q", torch.zeros(2, 5, 3, 8).as_subclass(Marked)),
+        ("softmax_scale", torch.tensor(0.25)),
+        ("rng_seed", 1 << 63),
+        ("origin", [1 << 63, 0]),
+        ("origin", (1, 2)),
+    ],
     ids=["subclass", "number in a tensor", "large", "large in a list", "tuple"],
-)  # fmt: skip
-def test_other_values_are_left_to_torch(place: int, value: Any) -> None:
+)
+def test_other_values_are_left_to_torch(argument: str, value: Any) -> None:
     """Among them an integer beyond 64 bits, which torch refuses."""
     call: list[Any] = [*tensors("cpu"), *OPTIONS, None, False]
     eager = _C.eager_op("flashattn_ext::forward")
     assert eager(*call) is not None
-    call[place] = value
-    if place != 17:  # a tensor given as a scalar reaches the op, which refuses it
+    call[ARGUMENTS.index(argument)] = value
+    if argument != "softmax_scale":  # a tensor given as a scalar reaches the op, which refuses it
         assert eager(*call) is None
-    if place not in (0, 25):
+    if argument not in ("q", "origin"):
         with pytest.raises((RuntimeError, TypeError, OverflowError)):
             ops.forward(*call)
 
@@ -55,7 +62,7 @@ def test_other_values_are_left_to_torch(place: int, value: Any) -> None:
 def test_another_number_of_arguments_is_refused_by_torch() -> None:
     call = (*tensors("cpu"), *OPTIONS, None, False)
     assert _C.eager_op("flashattn_ext::forward")(*call, None) is None
-    with pytest.raises(RuntimeError, match="expected at most 29 argument"):
+    with pytest.raises(RuntimeError, match=f"expected at most {len(ARGUMENTS)} argument"):
         ops.forward(*call, None)
 
 

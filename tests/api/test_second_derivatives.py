@@ -268,9 +268,9 @@ def refusals(device: str) -> None:
 
 @pytest.mark.dtypes("float16")
 def test_a_backend_without_them_says_so(device: str, dtype: torch.dtype) -> None:
-    """The CPU's kernels alone have them; the others name what has."""
-    if device == "cpu" and not flashattn_ext._C.forced_backend():
-        q = torch.randn(1, 5, 1, 8, dtype=dtype)
+    """The kernels of the CPU and of CUDA have them; the others name what has."""
+    if device in ("cpu", "cuda") and flashattn_ext._C.forced_backend() in ("", "cuda-sm80", "cuda-sm90"):
+        q = torch.randn(1, 5, 1, 8, device=device, dtype=dtype)
         assert jvp(lambda q: flashattn_ext.forward(q, q, q), (q,), (q,))[1].isfinite().all()
     else:
         refusals(device)

@@ -176,7 +176,7 @@ def test_nested_tensors(device: str) -> None:
 def test_the_function(device: str) -> None:
     skip_where_refused(Case(max_logits=True), device)
     q, k, v = (torch.randn(2, 9, 2, 16, device=device, requires_grad=True) for _ in range(3))
-    options = flashattn_ext.autograd.CallOptions(0, 0, False, 0.25, 0.0, True, -1, -1, 0.0, False, False, None)
+    options = flashattn_ext.autograd.CallOptions(softmax_scale=0.25, causal=True)
     out, _, max_logits, *_ = flashattn_ext.FlashAttentionFunction.apply(q, k, v, *[None] * 8, None, options, True)
     torch.testing.assert_close((out, max_logits), both(q, k, v))
     assert not max_logits.requires_grad
