@@ -221,8 +221,10 @@ def test_bench_cpu_quick(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     rows = capsys.readouterr().out.count("\n| ") - 4  # less the headers of two tables and their rules
     assert len(results["rows"]) == 24 and rows == 24 + len(results["options"])
     assert all(row["ratio_best"] > 0 for row in results["rows"])
-    named = {row["score"] or row["pattern"] for row in results["options"]}
-    assert named == {*SCORE_OPTIONS, *PATTERNS} and len(results["options"]) == 2 * len(named)
+    named = {row["score"] or row["pattern"] or "invariant" for row in results["options"]}
+    assert named == {*SCORE_OPTIONS, *PATTERNS, "invariant"}
+    invariant = [row for row in results["options"] if row["invariant"]]
+    assert len(invariant) == 6 and len(results["options"]) == 2 * (len(named) - 1) + len(invariant)
     for row in results["options"]:
         cost = row["beside"]["causal" if row["pattern"] else "plain"]
         assert row["tflops"]["ours"] > 0 and cost["ratio"] > 0
