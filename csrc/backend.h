@@ -39,7 +39,7 @@ struct Backend {
   void (*decode)(const DecodeParams& params) = nullptr;
 
   // Forward mode and second derivatives (derivative_params.h). All nullptr in a backend without them.
-  // supports_derivatives: as `supports`, for both; nullptr where they support what the backward supports.
+  // supports_derivatives: as `supports`, for both of them; nullptr if they support whatever `backward` supports.
   std::string (*supports_derivatives)(const AttnParams& params) = nullptr;
   size_t (*jvp_workspace_bytes)(const JvpParams& params) = nullptr;
   void (*jvp)(const JvpParams& params) = nullptr;

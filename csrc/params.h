@@ -145,8 +145,8 @@ struct AttnParams {
   const int64_t* rng_state = nullptr;  // with dropout {seed, offset}, in device memory
 
   bool deterministic = false;
-  // Forward: the bits of out and lse of a row depend only on the row, on the keys and values that it sees with their
-  // numbers in the sequence, and on the options. A backward ignores it.
+  // In the forward, the bits of out and lse of a row depend only on its query, on the keys and values that it sees and
+  // their positions in the sequence, and on the options. A backward ignores it.
   bool invariant = false;
 
   // Device memory of the size that the Backend returned, 64-byte aligned, uninitialised.

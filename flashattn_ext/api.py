@@ -95,7 +95,7 @@ def forward(
     return_lse: bool = False,
     return_max_logits: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """Exact attention with memory linear in the sequence length; differentiable twice and in forward mode, on Ascend once.
+    """Exact attention with memory linear in the sequence length; differentiable, on the CPU and CUDA also twice and in forward mode.
 
     Args:
         q: queries [B, Sq, Hq, D] (layout "bhsd": [B, Hq, Sq, D]); D from 1 to 512 (256 on Ascend). float16,
@@ -156,7 +156,7 @@ def forward(
             accepted; no kernel has run.
         TypeError: a type or a dtype is not as described.
         NotImplementedError: the backend does not support the call, or the device has no backend; names the nearest thing that works.
-            Also for second derivatives and forward mode (jvp) on Ascend and, above 256 head dims, on CUDA, for third
+            Also for second derivatives and forward mode (jvp) on Ascend and, for head dims above 256, on CUDA, for third
             derivatives, and for gradients, dropout and biases of calls in float8_e4m3fn.
 
     Source: FlashAttention-2 (Dao 2023, "FlashAttention-2: Faster Attention with Better Parallelism and Work Partitioning",
@@ -332,8 +332,8 @@ def backward(
     Raises:
         ValueError: a shape or a value is not as described, or dropout without rng_seed.
         TypeError: a type or a dtype is not as described.
-        NotImplementedError: as in forward(); derivatives of this function, which Ascend lacks, are those of a function that computes
-            out and lse from q, k and v.
+        NotImplementedError: as in forward(); derivatives of this function, which Ascend does not support, are those of a function that
+            computes out and lse from q, k and v.
 
     Source: FlashAttention-2 (Dao 2023), algorithm 2.
     """

@@ -54,7 +54,7 @@ struct ForwardScratch {
 };
 
 // Whether decode.h, or in invariant calls invariant_decode.h, computes a sequence of a decoding call: it reads the KV
-// cache once for all query heads of a KV head. invariant_decode.h has no biases.
+// cache once for all query heads of a KV head. invariant_decode.h does not implement biases.
 inline bool has_few_queries(const AttnParams& p, int64_t queries) {
   return queries <= 16 && p.heads_k > 0 && !(p.invariant && p.has_bias());
 }

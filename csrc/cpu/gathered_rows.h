@@ -42,7 +42,8 @@ class GatheredRows {
   }
 
  private:
-  // Rows begin at multiples of 4 bytes, as pairs of 16-bit elements that a product reads in place (pack.h).
+  // Rows begin at multiples of 4 elements: products read pairs of 16-bit elements in place (pack.h), aligned to 4
+  // bytes.
   static int64_t stride(int64_t columns) { return round_up(columns, 4); }
   static void copy(In* to, int64_t to_stride, const In* from, int64_t stride, int64_t rows, int64_t columns) {
     for (int64_t r = 0; r < rows; ++r) std::memcpy(to + r * to_stride, from + r * stride, columns * sizeof(In));

@@ -1,11 +1,11 @@
 // Decoding with the bits of the forward (AttnParams::invariant), for sequences with few queries: the sums of forward.h
-// in the same order, on the same tiles of keys, but for the query heads of a KV head at once, and with keys in the
-// lanes of the first product, which would be nearly empty if they held queries.
+// in the same order, on the same tiles of keys, but for all query heads of a KV head at once, and with keys in the
+// vector lanes of the first product, most of which would be idle if they held queries.
 //
 // Each number comes from the same operations as in forward.h: a product adds its units in ascending order, a row adds
 // the weights of a tile in ascending order and then the earlier tiles, and the second product adds keys in ascending
-// order to the rescaled sums. A masked key adds 0 there and here. Workers share sequences and KV heads, not the keys of
-// a sequence.
+// order to the rescaled sums. A masked key adds 0 there and here. Workers divide sequences and KV heads among
+// themselves, but not the keys of a sequence.
 #pragma once
 
 #include "forward.h"
@@ -168,8 +168,8 @@ class InvariantDecode {
     return scratch.isolated_v.find(from, rows.v_stride, count, p.head_dim_v, staged);
   }
 
-  // Prefetches the rows of some keys: heads are adjacent in memory, so that the rows of one head are far apart, which
-  // defeats the hardware prefetcher.
+  // Prefetches the rows of the keys in `range`. The heads of a key are adjacent in memory, so that rows of one head are
+  // too far apart for the hardware prefetcher.
   void ask_for(const TensorView& t, int64_t columns, const KeyLocator& keys, IndexRange range) const {
     constexpr int64_t kLine = 64;
     KeyRun run;

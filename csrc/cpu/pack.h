@@ -274,7 +274,8 @@ struct PanelForms<Bf16DotOp> {
   static float of_query(const float* panel, int64_t stride, int64_t key, int64_t lane) {
     return widen(reinterpret_cast<const BFloat16*>(panel + key * stride)[lane]);
   }
-  // For products along keys of one row: `count` weights of adjacent keys, rounded up to whole vectors of two.
+  // For products that read one row of weights after another: `count` weights of adjacent keys as pairs of bfloat16, in
+  // whole vectors of 32. `weights` is readable up to a multiple of 16.
   static void of_row(uint32_t* to, const float* weights, int64_t count) {
     for (int64_t j = 0; j < count; j += 32) {
       const __m512 first = _mm512_loadu_ps(weights + j);

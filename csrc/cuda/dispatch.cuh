@@ -169,7 +169,7 @@ class Dispatch {
     if (nearest == 0) return sizes + ", and no other head dims have; leave that out, or use the CPU backend";
     return sizes + "; use head dims up to " + std::to_string(nearest) + ", or the CPU backend";
   }
-  // what: the head dims are of, before them. least(call): the shared memory that a call needs.
+  // what: the start of the message, before "head dims". least(call): the shared memory that a call needs.
   template <class Least>
   static std::string refuses_shared_memory(const AttnParams& p, int needed, const std::string& what,
                                            const Least& least) {
@@ -190,7 +190,7 @@ class Dispatch {
     return kernel ? *kernel : throw std::logic_error("a call without a kernel passed supports()");
   }
 
-  // Whether inputs are fp8; those of a prefill have been widened.
+  // Whether q, k and v are still fp8: a prefill has already widened its keys and values.
   static bool is_narrow(const AttnParams& p) { return p.dtype == DType::kFloat8; }
   static size_t forward_workspace_bytes(const AttnParams& p) {
     if (decode::is_few_rows(p)) {

@@ -42,9 +42,9 @@ def register(
 ) -> None:
     """Registers attn_implementation=name in transformers, for models whose layers go through its AttentionInterface.
 
-    Registering the same name again changes nothing. A model that computes attention with its own code raises NotImplementedError when
-    it is made or loaded with that name, with a pointer to the supported models; PreTrainedModel.get_correct_attn_implementation is
-    wrapped for that.
+    Registering the same name again replaces its options. A model that computes attention with its own code raises NotImplementedError
+    when it is made or loaded with that name, with a pointer to the supported models;
+    PreTrainedModel.get_correct_attn_implementation is wrapped for that.
 
     Args:
         name: what models pass as attn_implementation. transformers reserves names with "flash" in them for other packages.

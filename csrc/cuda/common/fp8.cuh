@@ -1,4 +1,4 @@
-// Elements of 8 bits in the format e4m3: widened to 16 bits, in which every one is exact, and narrowed. NaN stays NaN.
+// Conversions of e4m3, a floating-point format of 8 bits: to 16 bits, which is exact, and from fp32. NaN stays NaN.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,8 @@ struct TwoPairs {
 __device__ __forceinline__ uint32_t half_of_high_bytes(uint32_t x) {
   constexpr uint32_t kScale = 0x5C005C00;  // 2^8, twice
   const uint32_t magnitude = x >> 1 & 0x3F803F80u;
-  // NaN has the largest magnitude: with one more it reaches the bit that completes a float16's exponent of NaN.
+  // NaN has the largest magnitude. Adding 1 to its last bit carries into the top exponent bit, which makes a float16
+  // NaN.
   const uint32_t nan = magnitude + 0x00800080u & 0x40004000u;
   const uint32_t scaled = magnitude | nan | (x & 0x80008000u);
   const __half2 product =

@@ -1,10 +1,11 @@
 // Products of a warp with mma.sync whose B operands are fp8 in shared memory. ldmatrix reads two elements of 8 bits as
-// one of 16, and they are widened in registers: keys to bfloat16, as q is; values to float16, in which weights have
-// three bits more.
+// one of 16, and they are widened in registers: keys to bfloat16, as q is; values to float16, so that weights are
+// rounded to float16, which has three more bits of mantissa than bfloat16.
 //
-// A lane then holds four adjacent columns of a key, 4t to 4t + 3 of 16. They are slots 2t, 2t + 1, 2t + 8 and 2t + 9 of
-// the contracted axis, and load_query gives A the same order. Of values, whose matrices are transposed, the lane holds
-// columns 2g and 2g + 1 of two keys: the even columns of 16 are one tile of the result and the odd ones are another.
+// A lane then holds four adjacent columns of a key, 4t to 4t + 3 of 16. mma takes them as indices 2t, 2t + 1, 2t + 8
+// and 2t + 9 of the contracted axis, and load_query permutes A alike. Of values, whose matrices are transposed, the
+// lane holds columns 2g and 2g + 1 of two keys: the even columns of 16 are one tile of the result and the odd ones are
+// another.
 #pragma once
 
 #include "fp8.cuh"
@@ -12,7 +13,7 @@
 
 namespace flashattn_ext {
 
-// A of 16 rows of q for columns [d, d + 16), in the order that score_product_fp8 has. tile: of row 0.
+// A of 16 rows of q for columns [d, d + 16), in the order that score_product_fp8 needs. tile: points to the first row.
 __device__ __forceinline__ TensorCore<__nv_bfloat16>::A load_query(const __nv_bfloat16* tile, int stride, int d) {
   const __nv_bfloat16* const at = tile + g() * stride + d + 4 * t();
   const uint2 low = *reinterpret_cast<const uint2*>(at), high = *reinterpret_cast<const uint2*>(at + 8 * stride);

@@ -34,7 +34,8 @@ struct GeneralScore {
     return {false, rule.factor, rule.softmax_scale, 0, 0};
   }
 
-  // The rule of products that are `scale` times as large, of any sign. make_logits alone may be called.
+  // The rule for products that still lack the factor `scale`, which may be negative. Of its functions only make_logits
+  // may be called.
   __device__ __forceinline__ GeneralScore times(float scale) const {
     return {is_capped, is_capped ? factor : factor * scale, softmax_scale, inner * scale, inverse};
   }

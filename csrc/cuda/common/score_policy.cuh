@@ -4,9 +4,9 @@
 // kKeys: of a step. A kernel gives the policy `p`, its rule `score` and bias<Bias>(step), and chooses the type of the
 // step. x, weights: [row tile][column tile][4].
 //   Rule                      the kernel's argument
-//   kIsFp8                    whether inputs were fp8, so that out has the dtype AttnParams::out_dtype
+//   kIsFp8                    whether inputs were widened from fp8: out then has the dtype AttnParams::out_dtype
 //   start_tile(p, b, h)       before the tiles of keys of a tile of queries
-//   value_scale(p, b, h)      factor of the rows of out
+//   value_scale(p, b, h)      the factor of values that out gets: descale_v in fp8, otherwise 1
 //   begin(kernel, step)       while the product of a step runs, or before it; its result goes to make_logits
 //   make_logits(...)          products become stored scores; returns the rule for OnlineSoftmax::weigh
 //   add_centres(...)          after the scores of row tile i have become weights. sums: of this lane's weights of rows
@@ -71,8 +71,8 @@ struct CentredScores : UncentredScores {
   }
 };
 
-// Inputs that were fp8: products have the factors descale_q and descale_k of their batch entry and KV head, out has
-// descale_v. T: the widened type.
+// Inputs that were widened from fp8: products are multiplied by descale_q and descale_k of their batch entry and KV
+// head, and out by descale_v. T: the widened type.
 template <class T>
 struct DescaledScores : UncentredScores {
   using Rule = GeneralScore;

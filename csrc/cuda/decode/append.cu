@@ -19,8 +19,8 @@ namespace {
 
 constexpr int kWarps = 8;
 
-// Copies a row, rotated by the angles of `position`. A negative position means no rotation. A row of another type is
-// divided by descale and rounded once.
+// Copies a row, rotated by the angles of `position`. A negative position means no rotation. If the types differ,
+// elements are divided by descale and rounded once.
 template <class To, class T>
 __device__ void copy_row(To* to, const T* from, int columns, const Rotary& rotary, int64_t position,
                          float descale = 1) {
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kWarps * 32)
       const int columns = static_cast<int>(is_value ? p.head_dim_v : p.head_dim);
       const int64_t angle = is_value || position < 0 ? -1 : position + i;
       if constexpr (kIsFloat8<Key>) {
-        if (p.new_dtype == DType::kFloat8) {  // which nothing rotates
+        if (p.new_dtype == DType::kFloat8) {  // rotary embedding needs new keys in bfloat16
           copy_row(to, row_pointer<const Key>(from, b, head, i), columns, p.rotary, -1);
           continue;
         }

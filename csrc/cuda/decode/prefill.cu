@@ -152,7 +152,8 @@ bool is_prefill(const DecodeParams& p) {
   if (p.num_splits > 0) return false;  // bit-identical in every batch, so the kernel must not depend on the batch size
   if (p.seqlen_q < kManyQueries || p.has_intervals() || p.cache.entries == 0) return false;
   if (p.alibi_batch_stride % 2 != 0) return false;
-  // q is not widened here, and only whole vectors are. A packed call has two sequences for each of this one.
+  // Fp8 queries are not widened here, and keys and values are widened in whole vectors only. The packed call has two
+  // sequences for each of this call, so that the batch strides of descales are halved.
   const bool odd_descales = (p.descale_k.batch_stride | p.descale_v.batch_stride) % 2 != 0;
   if (p.is_fp8 && (p.dtype == DType::kFloat8 || odd_descales || (p.head_dim | p.head_dim_v) % 8 != 0)) return false;
   if (2 * p.batch * p.heads_q * tile_count(p.seqlen_q, kTileQueries) < multiprocessors()) return false;

@@ -20,8 +20,8 @@
 
 namespace flashattn_ext::decode {
 
-// Key: the type of keys and values. T: that of q and of products, and the elements of shared memory, of which each
-// holds two keys or values of fp8.
+// Key: the type of keys and values. T: the type of q, and the element of tiles in shared memory; in tiles of keys and
+// values it holds two adjacent fp8 elements.
 template <class Key, int kHeadDim, int kTileRows>
 struct Split {
   static constexpr bool kIsFp8 = kIsFloat8<Key>;
@@ -93,7 +93,7 @@ struct Split {
   // there are registers to spare.
   const int kept_key_place = kHasRegisters ? ptx::opaque(KeyTile::first_place_b()) : 0;
   const int kept_value_place = kHasRegisters ? ptx::opaque(KeyTile::first_place_transposed()) : 0;
-  float of_products;  // in fp8: the descales of q and keys
+  float of_products;  // in fp8: descale_q * descale_k
   float out[kChunks][kRowTiles][kChunkTiles][4];
   OnlineSoftmax<> softmax[kRowTiles];
   typename Core::A queries[kKeepsQueries ? kHeadDim / Core::kK : 1];
@@ -626,7 +626,7 @@ struct Split {
       for_chunks([&](int c) {
         float* const to = own + row * kSumStride + warp_column() + c * kChunkColumns;
         if constexpr (kIsFp8) {
-          // Two tiles hold the even and the odd ones of 16 columns (fp8_products.cuh).
+          // Of 16 columns, tile n holds the even ones and tile n + 1 the odd ones (fp8_products.cuh).
 #pragma unroll
           for (int n = 0; n < kChunkTiles; n += 2) {
             const float (&even)[4] = out[c][i][n], (&odd)[4] = out[c][i][n + 1];

@@ -8,7 +8,8 @@
 //   isolate_keys(kernel), isolate_queries(kernel, row0)
 //                            keep inputs that are not finite out of results that do not see them (isolation.cuh)
 //   isolate_key_rows(kernel, tile), isolate_query_rows<kRows>(kernel, row0, tile)
-//                            the same for one more tile; keys: once it is visible to all threads, in calls with a Mask
+//                            the same for one more tile. isolate_key_rows is called only with a Mask, once the tile is
+//                            visible to all threads
 //   mask_of(kernel, h)       for SeenBy
 //   added_before(kernel, m), added_after(kernel, before)
 //                            in a deterministic call: the counter of query tile m (dq_order.cuh) before and after this

@@ -1,5 +1,5 @@
 // The policies of the sm_80 kernels of forward mode and of second derivatives, by the options of their rows in the
-// table of kernels. The first policy of each sort is empty and compiles to nothing.
+// table of kernels: one set for plain 16-bit calls, and one for all other calls.
 #pragma once
 
 #include "backward_visibility.cuh"

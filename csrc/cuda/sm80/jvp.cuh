@@ -6,10 +6,10 @@
 //   tout = sum_j P m (A - c) v_j + (c - tlse) out + sum_j P m tv_j
 //
 // The rounding errors of a 16-bit out and of lse are multiplied by the distance of the pivot from tlse, so the pivot is
-// the mean of A over the first tile in which the row has a weight (../../cpu/tangent.h has more). The part that the
-// tangents of biases have in it is a mean over all keys, which a walk of its own sums up in calls with such tangents.
+// the mean of A over the first tile in which the row has a weight (../../cpu/tangent.h explains it). In calls with
+// tangents of biases, a separate first pass over all keys computes the part of the pivot that comes from the biases.
 //
-// Absent tangents cost nothing: their rows are not copied and their products are not computed.
+// The rows of absent tangents are not copied, and their products are not computed.
 #pragma once
 
 #include "../common/call.h"
@@ -45,7 +45,7 @@ struct Jvp {
   struct Head {
     int b, h, length_q, length_k;
   };
-  // Of the head's first key.
+  // Pointers to the first key and value of the head, or to their tangents.
   struct KeyPointers {
     const T *k, *v;
   };
@@ -186,7 +186,7 @@ struct Jvp {
     load_tile<RowTile, kQueries, kThreads>(tile, from, t.row_stride, rows, static_cast<int>(p.head_dim));
   }
 
-  // kBiasesAlone: sums up the tangents of the biases, without the products of the tangents.
+  // kBiasesAlone: the first pass, which sums the tangents of the biases and skips the products of tangents.
   template <bool kBiasesAlone>
   __device__ void walk_keys() {
     const int row_end = min(row0 + kQueries, length_q());
@@ -260,7 +260,7 @@ struct Jvp {
       pivot[i][r] += weight * tangent;
     });
   }
-  // Turns the sums of sum_biases() into the mean over all keys.
+  // Turns the sums of sum_biases() into the pivot: the weighted mean over all keys.
   __device__ void end_biases() {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -273,7 +273,8 @@ struct Jvp {
     }
   }
 
-  // Adds the mean of the part of the products to the pivots of the rows that have none yet.
+  // Completes the pivot of each row in the first tile in which the row has a weight: adds the mean of the tangents that
+  // come from q and k.
   template <class Rule>
   __device__ void find_pivots(const Scores& scores, const Scores& tangents, const Rule& rule) {
     bool all = true;

@@ -1,13 +1,13 @@
-// What the kernels share that keep one tile of keys in a thread block and walk over the tiles of queries that see it:
+// Base of the kernels in which a thread block keeps one tile of keys and walks over the tiles of queries that see it:
 // the backward (backward.cuh) and second derivatives (second.cuh). Scores are transposed, [keys][queries], and divided
 // among the warps; the fp32 sums of dq are in the workspace.
 //
-// Kernel: the derived type. It has kTileBytes, the bytes of its tiles in shared memory, which Notes follow, and
+// Kernel: the derived type. Its kTileBytes is the size of its tiles in shared memory, and Notes follow. It defines
 //   load_keys(row, count)        starts copying `count` rows of keys, from `row` of the tensors on
 //   load_queries(stage, tile)    starts copying a tile of queries into a stage
-//   isolate_keys()               before the first step, as the policy's function (backward_visibility.cuh)
+//   isolate_keys()               called before the first step: see the visibility policy (backward_visibility.cuh)
 //   compute_step(...)            one step of the walk
-//   end_head(h)                  after the last query tile of a head
+//   end_head(h)                  called after the last query tile of a head
 #pragma once
 
 #include "../common/backward_finish.cuh"

@@ -5,8 +5,8 @@
 //
 //   dq = F k + T tk      dk = F^T q + T^T tq      dv = (P m (A - tlse))^T dout
 //
-// F, T and the weights of dv go through shared memory. Absent tangents cost nothing: their rows are not copied and
-// their products are not computed.
+// up to the factors softmax_scale (of dq and dk) and 1 / p_keep, which multiply the finished sums. F, T and the weights
+// of dv go through shared memory. The rows of absent tangents are not copied, and their products are not computed.
 #pragma once
 
 #include "../common/bias_finish.cuh"
@@ -160,7 +160,7 @@ struct Second : SecondBase<T, kHeadDimension, kOptions, kLarge> {
     if (p.tangents.q.data) Visibility::template isolate_query_rows<kQueries>(*this, row0, tq_tile);
   }
 
-  // The products of a step, and what second_policy.cuh makes of them, in shared memory.
+  // Computes the products of a step, and from them F, T and the weights of dv, which it stores in shared memory.
   template <bool kMasked>
   __device__ void compute_scores(int h, int row0) {
     Scores x, tangents, dp, of_values;

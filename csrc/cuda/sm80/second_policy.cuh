@@ -1,12 +1,13 @@
 // Policies of second derivatives (second.cuh) for scores: from the products of a step to the operands of the gradients
-// (docs/derivatives.md). They have the members of those of the backward (gradient_policy.cuh), with one function
-// for the scores:
+// (docs/derivatives.md, where F is called G). They have the members of the backward's policies (gradient_policy.cuh),
+// with one function for the scores:
 //   differentiate_twice(kernel, ...)
 //                            products, transposed: of q and k, of their tangents (<tq, k> + <q, tk>), dP = <dout, v>
-//                            and B = <dout, tv>. They become P m (A - tlse), T and F; `b` is consumed.
+//                            and B = <dout, tv>. The first three become P m (A - tlse), T and F.
 //
-// Without the factor 1 / p_keep, which delta and r have been divided by, m is whether dropout keeps the score. With the
-// slope and the curvature of the rule, 1 and 0 in plain calls, and the tangent A of the logit:
+// Here m is 1 where dropout keeps the score and 0 elsewhere: the factor 1 / p_keep multiplies the finished gradients,
+// and delta and r have been divided by it. With the first and second derivatives of the rule, slope and curvature (1
+// and 0 in plain calls), and the tangent A of the logit:
 //
 //   dS = P (m dP - delta)      E = P ((m dP - delta) (A - tlse) + m B - r)
 //   T  = slope dS              F = slope E + curvature dS * softmax_scale * (<tq, k> + <q, tk>)
@@ -16,7 +17,7 @@
 
 namespace flashattn_ext::sm80 {
 
-// The statistics of two neighbouring rows, from arrays of the lane's rows.
+// The statistics of rows `query` and `query + 1` of the query tile, from the kernel's arrays in shared memory.
 struct RowPair {
   float2 lse, delta, r, tlse;
 
@@ -71,7 +72,7 @@ struct PlainSecond {
   __device__ void end_head(const Kernel&, int) {}
 };
 
-// Softcap and biases, found out at run time.
+// Softcap and biases, which run-time branches select.
 template <class T, int kKeyTiles, int kQueryTiles>
 struct GeneralSecond {
   using Workspace = GeneralWorkspace;

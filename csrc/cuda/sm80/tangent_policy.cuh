@@ -3,9 +3,9 @@
 // kRowTiles: of a warp; kKeys: of a step. x, tangents: [row tile][column tile][4].
 //   Rule                      the kernel's argument
 //   has_biases(kernel)        whether a tangent of a bias is given
-//   make_logits(...)          products of q and k become stored scores, and <tq, k> + <q, tk> the part of the logits'
-//                             tangents that the products have; returns the rule for weight_of
-//   add_biases(...)           adds the part of the biases to the tangents of the logits
+//   make_logits(...)          products of q and k become stored scores, and <tq, k> + <q, tk> becomes the part of the
+//                             logits' tangents that comes from q and k; returns the rule for weight_of
+//   add_biases(...)           adds the tangents of the biases to the tangents of the logits
 #pragma once
 
 #include "../common/bias.cuh"
@@ -33,7 +33,7 @@ struct PlainTangents {
   static __device__ void add_biases(const Kernel&, float (&)[kRowTiles][N][4], const Step&) {}
 };
 
-// Every option, found out at run time.
+// Every option, selected by run-time branches.
 template <class T, int kRowTiles, int kKeys>
 struct GeneralTangents {
   using Rule = GeneralScore;
@@ -59,7 +59,7 @@ struct GeneralTangents {
   template <class Kernel, class Step>
   static __device__ void add_biases(const Kernel& kernel, Scores& tangents, const Step& step) {
     if (!has_biases(kernel)) return;
-    // The biases are in units of log2.
+    // add_columns adds biases in units of log2; the tangents of logits are in natural units before and after.
     each_element<kRowTiles, kKeys / 8>([&](int i, int n, int e) { tangents[i][n][e] *= kLog2E<float>; });
     kernel.template bias<Bias>(kernel.p.tangents, step).add_columns(tangents, 0);
     each_element<kRowTiles, kKeys / 8>([&](int i, int n, int e) { tangents[i][n][e] *= kLn2<float>; });

@@ -19,7 +19,7 @@ namespace flashattn_ext {
 struct Float8;
 
 // Element types of a row, as bits in the order of DType.
-// kE4m3: keys and values of fp8 in decoding.
+// kE4m3: keys and values in fp8, in rows of decoding only; other kernels get fp8 inputs widened to bfloat16.
 enum Types : unsigned { kFp16 = 1, kBf16 = 2, kFp32 = 4, kE4m3 = 16, k16Bit = kFp16 | kBf16 };
 template <class T>
 constexpr Types kTypeOf = kFp32;
@@ -85,7 +85,7 @@ struct KernelCall {
   bool wants_largest = false;  // AttnParams::row_maxima
 };
 
-// A kernel runs the calls that use no other options than its policies support; those of fp8 run no other calls.
+// A kernel runs the calls that use no other options than its policies support; a kernel for fp8 runs only fp8 calls.
 template <class Row>
 constexpr bool serves(const Row& row, const KernelCall& call) {
   return (row.types & call.type) && call.head_dim <= row.head_dims.qk && call.head_dim_v <= row.head_dims.v &&
