@@ -11,8 +11,7 @@ int64_t workers_of(const AttnParams& p) { return static_cast<const CpuExecutor*>
 std::string supports(const AttnParams& p, bool backward) {
   if (backward || !p.invariant || p.origin.key == 0) return {};
   return "invariant=True with an origin whose key is not 0 is not implemented: sums begin at key 0 of the sequence, "
-         "got "
-         "key " +
+         "got key " +
          std::to_string(p.origin.key) + "; pass all earlier keys, or leave invariant out";
 }
 

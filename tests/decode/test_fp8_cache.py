@@ -147,7 +147,7 @@ def check_random_call(seed: int, device: str) -> None:
 
 
 @pytest.mark.every_isa
-@pytest.mark.parametrize(("q_is_fp8", "Sq"), [(False, 1), (True, 40), (True, 1)])
+@pytest.mark.parametrize(("q_is_fp8", "Sq"), [(False, 1), (False, 40), (True, 40), (True, 1)])
 def test_without_descales_it_is_a_cache_in_bfloat16(device: str, q_is_fp8: bool, Sq: int) -> None:
     """On the CPU decoding and prefill compute with the same operands as for a cache in bfloat16."""
     q, k_cache, v_cache = (torch.randn(2, S, H, 64).to(FP8).to(device) for S, H in ((Sq, 4), (300, 2), (300, 2)))

@@ -33,7 +33,7 @@ bool is_packed(const DecodeParams& p, const TensorView& t) {
 }
 
 // Keys and values in fp8 are gathered from any cache, and widened on the way.
-bool gathers(const DecodeParams& p) { return p.cache.block_table != nullptr || p.is_fp8; }
+FLASHATTN_HOST_DEVICE bool gathers(const DecodeParams& p) { return p.cache.block_table != nullptr || p.is_fp8; }
 
 // Rows between the starts of successive sequences (gathered keys) or cache entries in the keys of the varlen call, and
 // the total number of rows.
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads)
   const KeyLocator keys(p, b);
   const Sequence queries = query_sequence(p, b);
   const int64_t first_row = keys.first_new_row + keys.new_keys - keys.length;
-  const int64_t start = (p.cache.block_table || p.is_fp8 ? b : keys.run_of_row(0, 1).entry) * rows + first_row;
+  const int64_t start = (gathers(p) ? b : keys.run_of_row(0, 1).entry) * rows + first_row;
   const int64_t first_query = p.is_varlen() ? queries.start : b * p.seqlen_q;
   cu_seqlens_q[2 * b] = static_cast<int32_t>(first_query);
   cu_seqlens_q[2 * b + 1] = static_cast<int32_t>(first_query + queries.length);

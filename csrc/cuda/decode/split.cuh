@@ -626,7 +626,7 @@ struct Split {
       for_chunks([&](int c) {
         float* const to = own + row * kSumStride + warp_column() + c * kChunkColumns;
         if constexpr (kIsFp8) {
-          // Of 16 columns, tile n holds the even ones and tile n + 1 the odd ones (fp8_products.cuh).
+          // Tile n holds the even ones of 16 columns, and tile n + 1 the odd ones (fp8_products.cuh).
 #pragma unroll
           for (int n = 0; n < kChunkTiles; n += 2) {
             const float (&even)[4] = out[c][i][n], (&odd)[4] = out[c][i][n + 1];

@@ -61,8 +61,8 @@ struct Jvp {
   typename RowTile::Places places;
   int row0;  // first query of the tile
   float out[kRowTiles][kOutTiles][4];
-  // Of rows g and g + 8 of each row tile. lse is in units of log2, +inf for rows without a weight. total and deviation
-  // are this lane's sums of P and of P * (A - pivot).
+  // Statistics of rows g and g + 8 of each row tile. lse is in units of log2, +inf for rows without a weight. total and
+  // deviation are this lane's sums of P and of P * (A - pivot).
   float lse[kRowTiles][2], pivot[kRowTiles][2], total[kRowTiles][2], deviation[kRowTiles][2];
   bool has_pivot[kRowTiles][2];
 
