@@ -207,30 +207,16 @@ __global__ void __launch_bounds__(Second<T, kHeadDim, kOptions, kLarge>::kThread
   }
 }
 
-// The gradient of the sink of a head, the sum of -p_sink * (delta (tsink - tlse) + r) over its rows in a fixed order.
-static __global__ void __launch_bounds__(kSinkThreads)
-    second_sink_kernel(const __grid_constant__ SecondParams p, const __grid_constant__ BackwardWorkspace workspace,
-                       const float* r) {
-  __shared__ double part[kSinkThreads];
-  const int64_t h = blockIdx.x;
-  const float sink = static_cast<const float*>(p.sink)[h];
-  const float tangent = p.tangents.sink ? static_cast<const float*>(p.tangents.sink)[h] : 0.f;
-  double sum = 0;
-  for (int64_t i = threadIdx.x; sink_counts(sink) && i < workspace.rows; i += kSinkThreads) {
-    const int64_t b = p.is_varlen() ? 0 : i / p.seqlen_q, row = p.is_varlen() ? i : i % p.seqlen_q;
-    const float lse = *row_statistic(p.lse, b, h, row);
-    if (lse == -infinity()) continue;  // a packed row that belongs to no sequence
-    const double moved = static_cast<double>(tangent) - *row_statistic(p.tangents.lse, b, h, row);
-    const int64_t at = h * workspace.rows + i;
-    sum -= static_cast<double>(expf(sink_log_weight(sink, lse))) * (workspace.delta[at] * moved + r[at]);
+// What the gradient of a sink sums up beside the weight of the sink: delta (tsink - tlse) + r.
+struct SecondOfRow {
+  const float* r;
+
+  __device__ __forceinline__ double operator()(const SecondParams& p, const BackwardWorkspace& workspace, int64_t b,
+                                               int64_t h, int64_t row, int64_t at) const {
+    const float tangent = p.tangents.sink ? static_cast<const float*>(p.tangents.sink)[h] : 0.f;
+    return workspace.delta[at] * (static_cast<double>(tangent) - *row_statistic(p.tangents.lse, b, h, row)) + r[at];
   }
-  part[threadIdx.x] = sum;
-  for (int half = kSinkThreads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (threadIdx.x < half) part[threadIdx.x] += part[threadIdx.x + half];
-  }
-  if (threadIdx.x == 0) static_cast<float*>(p.dsink)[h] = static_cast<float>(part[0] * workspace.keep_scale);
-}
+};
 
 template <class T, int kHeadDim, Options kOptions, bool kLarge>
 SecondWorkspaceOf<T, kHeadDim, kOptions, kLarge> second_workspace(const SecondParams& p) {
@@ -261,13 +247,8 @@ void launch_second(const SecondParams& p) {
   const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys);
   launch(second_kernel<T, kHeadDim, kOptions, kLarge>, "second", p, blocks * p.batch * p.heads_k, Kernel::kThreads,
          Kernel::kSharedBytes, workspace, backward_order(p, blocks, 2 * sizeof(T), multiprocessors()));
-  AttnGradParams without_sink = p;
-  without_sink.dsink = nullptr;
-  launch_finish<Second<T, kHeadDim, kOptions, kLarge>>(without_sink, workspace);
-  if (p.dsink) {
-    launch(second_sink_kernel, "second (sink)", p, p.heads_q, kSinkThreads, 0, workspace,
-           static_cast<const float*>(workspace.r));
-  }
+  launch_dq_finish<Kernel>(p, workspace);
+  launch_dsink(p, workspace, "second (sink)", SecondOfRow{workspace.r});
   finish_biases(p, static_cast<const typename Kernel::Types::BaseWorkspace&>(workspace));
 }
 

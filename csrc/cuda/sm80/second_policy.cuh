@@ -14,6 +14,7 @@
 #pragma once
 
 #include "../common/general_scores.cuh"
+#include "bias_sums.cuh"
 
 namespace flashattn_ext::sm80 {
 
@@ -134,14 +135,9 @@ struct GeneralSecond {
     }
     gradient.finish();
   }
-  // Hands over this warp's sums over the scores of a head.
   template <class Kernel>
   __device__ void end_head(const Kernel& kernel, int h) {
-    if (kernel.split() != 0) return;
-    const SecondParams& p = kernel.p;
-    const int64_t tile = kernel.workspace.first_key_tile(p, kernel.b, key_sequence(p, kernel.b)) + kernel.n;
-    flashattn_ext::end_head(sums, p, kernel.workspace, kernel.b, h, tile, kernel.warp(), kernel.first_score_key() + g(),
-                            kernel.extent()->length_k);
+    hand_over(kernel, sums, h);
   }
 };
 
