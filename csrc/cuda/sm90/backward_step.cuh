@@ -12,6 +12,7 @@
 #include "../common/store_row.cuh"
 #include "../common/tensor_map.h"
 #include "../common/tile_order.cuh"
+#include "../ptx/grid.cuh"
 #include "backward_visibility.cuh"
 #include "backward_work.cuh"
 #include "named_barriers.h"
@@ -214,8 +215,8 @@ void launch_backward_main(Entry kernel, const AttnGradParams& p, const typename 
   const int64_t at_once = multiprocessors() / Kernel::kBlocks, teams = std::min(all, at_once);
   const TileGrid grid{backward_order(p, blocks, 2, at_once, Kernel::kSectionHeads), static_cast<int>(all),
                       workspace.key_tiles_taken};
-  launch(kernel, "sm90 backward", p, teams * Kernel::kBlocks, Kernel::kThreads,
-         static_cast<int>(sizeof(typename Kernel::Shared)), workspace, maps, grid);
+  launch_early(kernel, "sm90 backward", p, row_of_blocks(teams * Kernel::kBlocks, "sm90 backward", p), Kernel::kThreads,
+               static_cast<int>(sizeof(typename Kernel::Shared)), p, workspace, maps, grid);
 }
 
 }  // namespace flashattn_ext::sm90

@@ -13,6 +13,7 @@
 #include "../common/store_row.cuh"
 #include "../common/tensor_map.h"
 #include "../common/tile_order.cuh"
+#include "../ptx/grid.cuh"
 #include "forward_large.cuh"
 #include "forward_policies.cuh"
 #include "forward_work.cuh"
@@ -369,6 +370,7 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
     ptx::fence_barrier_init();
   }
   Kernel::Visibility::template clear<Kernel>(shared);
+  ptx::wait_for_previous_kernel();
   __syncthreads();
   // The producer warpgroup gives registers to the consumer warpgroups.
   if (threadIdx.x < kGroupThreads) {
@@ -409,8 +411,9 @@ void forward_to_256(const AttnParams& p) {
   if (schedules) {
     check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
   }
-  launch(forward_kernel<Kernel>, "sm90 forward", p, std::min(all, processors), Kernel::kThreads,
-         static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));
+  launch_early(forward_kernel<Kernel>, "sm90 forward", p, row_of_blocks(std::min(all, processors), "sm90 forward", p),
+               Kernel::kThreads, static_cast<int>(sizeof(typename Kernel::Shared)), p, maps, grid,
+               Kernel::Score::of(p));
 }
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
