@@ -196,16 +196,19 @@ class Dispatch {
     if (decode::is_few_rows(p)) {
       return decode::few_rows_bytes(p) + (is_narrow(p) ? 0 : static_cast<size_t>(aligned_copy_bytes(p)));
     }
-    return forward_of(p).workspace_bytes + static_cast<size_t>(is_narrow(p) ? widened_bytes(p) : aligned_copy_bytes(p));
+    const int64_t copies = is_narrow(p) ? widened_bytes(p) : reads_in_place(p) ? 0 : aligned_copy_bytes(p);
+    return forward_of(p).workspace_bytes + static_cast<size_t>(copies);
   }
+  // Whether the forward's kernel takes inputs that are not aligned.
+  static bool reads_in_place(const AttnParams& p) { return forward_of(p).any_heads && heads_are_mappable(p); }
   static size_t backward_workspace_bytes(const AttnGradParams& p) {
     const size_t bytes = decode::is_few_rows(p) ? decode::few_rows_bytes(p) : backward_of(p).workspace_bytes(p);
     return static_cast<size_t>(aligned_copy_bytes(p)) + bytes;
   }
   static void run_forward(const AttnParams& p) {
     const bool is_few = decode::is_few_rows(p);  // these kernels read fp8 as it is, with any alignment
-    const AttnParams call = !is_narrow(p) ? align_inputs(p) : is_few ? p : widen_inputs(p);
-    is_few ? decode::run_few_rows(call) : forward_of(p).run(call);
+    if (is_few) return decode::run_few_rows(is_narrow(p) ? p : align_inputs(p));
+    forward_of(p).run(is_narrow(p) ? widen_inputs(p) : reads_in_place(p) ? p : align_inputs(p));
   }
   static void forward(const AttnParams& p) {
     set_unowned_rows(p);

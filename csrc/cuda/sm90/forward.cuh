@@ -347,9 +347,9 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
   typename Kernel::Shared& in_memory = *reinterpret_cast<typename Kernel::Shared*>(memory);
   typename Kernel::Shared& shared = Kernel::Visibility::kUniformShared ? uniform_shared(in_memory) : in_memory;
   if (threadIdx.x == 0) {
-    ptx::prefetch_tensor_map(&maps.q);
-    ptx::prefetch_tensor_map(&maps.k);
-    ptx::prefetch_tensor_map(&maps.v);
+    prefetch_map(maps.q);
+    prefetch_map(maps.k);
+    prefetch_map(maps.v);
     ptx::barrier_init(&shared.q_full, 1);
     ptx::barrier_init(&shared.q_empty, Kernel::kWarps);
     for (int i = 0; i < Kernel::kStages; ++i) {
@@ -394,9 +394,9 @@ template <class Kernel>
 void forward_to_256(const AttnParams& p) {
   if (p.batch * p.heads_q == 0) return;
   typename Kernel::Maps maps{};
-  static_cast<ForwardMaps&>(maps) = {query_map(p, p.q, p.head_dim, Kernel::kQueries),
-                                     key_map(p, p.k, p.head_dim, Kernel::kKeys),
-                                     key_map(p, p.v, p.head_dim_v, Kernel::kKeys)};
+  set_map(&maps.q, p, p.q, p.head_dim, query_rows(p), p.heads_q, Kernel::kQueries);
+  set_map(&maps.k, p, p.k, p.head_dim, key_rows(p), p.heads_k, Kernel::kKeys);
+  set_map(&maps.v, p, p.v, p.head_dim_v, key_rows(p), p.heads_k, Kernel::kKeys);
   Kernel::Scores::set_bias_map(p, &maps, Kernel::kQueries);
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
   const int64_t processors = multiprocessors();
@@ -422,6 +422,11 @@ void forward(const AttnParams& p) {
     forward_large<T, kHeadDim, kOptions>(p);
   } else {
     using TileOfRow = TileOf<kernel_table::kSm90Forward, T, kHeadDim, kOptions, kHeadDimV>;
+    if constexpr (reads_any_heads(kHeadDim, kOptions)) {
+      if (!inputs_are_aligned(p)) {
+        return forward_to_256<Forward<T, kHeadDim, kHeadDimV, TileOfRow, AnyHeadsPolicies>>(p);
+      }
+    }
     forward_to_256<Forward<T, kHeadDim, kHeadDimV, TileOfRow, ForwardPolicies<kOptions>>>(p);
   }
 }

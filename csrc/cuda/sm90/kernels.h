@@ -9,8 +9,12 @@ namespace flashattn_ext::sm90 {
 
 constexpr size_t kForwardBytes = 64;  // workspace of the forward: TileGrid::taken
 
+// Whether a forward also takes inputs whose heads begin at any address (head_maps.cuh): that of head dims 129 to 144,
+// where copies of q, k and v for an odd head dim would take a quarter of the time of 2048 rows.
+constexpr bool reads_any_heads(int head_dim, Options options) { return head_dim == 144 && options == kPlain; }
+
 // T: __half or __nv_bfloat16; kHeadDim as in sm80/kernels.h; kHeadDimV: at least head_dim_v. Every row of q, k and v is
-// 16-byte aligned and a multiple of 16 bytes long; rows of `out` may have any alignment.
+// 16-byte aligned and a multiple of 16 bytes long, except where reads_any_heads; rows of `out` may have any alignment.
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void forward(const AttnParams& p);
 
@@ -27,7 +31,7 @@ struct ForwardRows {
   static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
   template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
-    return {forward<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes};
+    return {forward<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes, 0, reads_any_heads(kHeadDim, kOptions)};
   }
 };
 struct BackwardRows {

@@ -9,11 +9,15 @@
 #include "../common/ring.cuh"
 #include "../common/score_policy.cuh"
 #include "forward_bias.cuh"
+#include "head_maps.cuh"
 
 namespace flashattn_ext::sm90 {
 
 struct ForwardMaps {
   CUtensorMap q, k, v;
+};
+struct HeadForwardMaps {
+  HeadMaps q, k, v;
 };
 struct BiasedForwardMaps : ForwardMaps {
   CUtensorMap bias;
@@ -29,6 +33,12 @@ struct WithoutBiasTiles : Policy {
   static void set_bias_map(const AttnParams&, Maps*, int) {}
   template <class Kernel>
   __device__ __forceinline__ void skip(Kernel&) {}
+};
+
+// No option, and heads that begin at any address.
+struct PlainScoresOfAnyHeads : WithoutBiasTiles<PlainScores> {
+  using Maps = HeadForwardMaps;
+  static void set_bias_map(const AttnParams&, Maps*, int) {}
 };
 
 // Softcap, ALiBi or a relative bias: there are no loads for single scores.

@@ -10,6 +10,7 @@ struct ForwardKernel {
   void (*run)(const AttnParams&) = nullptr;
   size_t workspace_bytes = 0;
   int least_shared = 0;  // of a thread block in bytes, if not all GPUs have it
+  bool any_heads = false;  // takes inputs whose heads begin at any address: heads_are_mappable in aligned_rows.h
 };
 
 struct BackwardKernel {
