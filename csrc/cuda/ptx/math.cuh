@@ -36,6 +36,25 @@ __device__ __forceinline__ float tanh(float x) {
   return y;
 }
 
+// 1 / x, with a relative error of at most 2^-23.
+__device__ __forceinline__ float rcp(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The smaller and the larger number; NaN when either is NaN.
+__device__ __forceinline__ float min_nan(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;\n" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 // Two e4m3 numbers as two of float16, the low byte as the low half.
 __device__ __forceinline__ uint32_t half_of_e4m3x2(uint16_t x) {
