@@ -102,6 +102,14 @@ __device__ __forceinline__ uint32_t fma_zero(uint32_t a, uint32_t b, float) {
   return b;
 }
 
+// Any function of three bits, for each bit of three words. kTable: its value for a = 0xF0, b = 0xCC and c = 0xAA.
+template <int kTable>
+__device__ __forceinline__ uint32_t of_bits(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, %4;\n" : "=r"(y) : "r"(a), "r"(b), "r"(c), "n"(kTable));
+  return y;
+}
+
 // Four of the eight bytes of `low` and `high`: each hexadecimal digit of the selector names one, and with 8 added
 // stands for the sign of that byte in all bits.
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
