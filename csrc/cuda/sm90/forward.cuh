@@ -92,7 +92,7 @@ struct Forward {
 
     __device__ void load_tiles(const TileGrid& grid) {
       each_work(
-          p, grid, [&] { return grid.take(); },
+          p, grid, [&](int tile) { return grid.next(tile); },
           [&](const Work& work, int key_start) {
             publish(work);
             if (work.sees_keys()) load_tile(work, key_start);
@@ -397,11 +397,16 @@ void forward_to_256(const AttnParams& p) {
                                      key_map(p, p.v, p.head_dim_v, Kernel::kKeys)};
   Kernel::Scores::set_bias_map(p, &maps, Kernel::kQueries);
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
-  int* const taken = static_cast<int*>(p.workspace);
+  const int64_t processors = multiprocessors();
+  // Where all tiles are equally long and there are few for each thread block, a scheduler gains less than it costs to
+  // zero its counter, two microseconds.
+  constexpr int64_t kFewTiles = 16;
+  const bool equal = !Kernel::kMasks && p.window_left == kUnbounded && p.window_right == kUnbounded && !p.is_varlen();
+  const bool schedules = all > processors && !(equal && all <= kFewTiles * processors);
+  int* const taken = schedules ? static_cast<int*>(p.workspace) : nullptr;
   const TileGrid grid{forward_order(p, blocks, Kernel::kElementBytes, Kernel::Scores::kBatchesTogether ? p.batch : 1),
                       static_cast<int>(all), taken};
-  const int64_t processors = multiprocessors();
-  if (all > processors) {
+  if (schedules) {
     check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
   }
   launch(forward_kernel<Kernel>, "sm90 forward", p, std::min(all, processors), Kernel::kThreads,

@@ -85,7 +85,7 @@ struct KeyFinder {
 
   __device__ void find_all(const TileGrid& grid) {
     Kernel::each_work(
-        p, grid, [&] { return uniform(lane() == 0 ? grid.take() : 0); },
+        p, grid, [&](int) { return uniform(lane() == 0 ? grid.take() : 0); },
         [&](Work& work, int key_start) { find_tiles(work, key_start); });
     publish(Work{});
     send_end();
