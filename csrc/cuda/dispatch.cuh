@@ -226,7 +226,9 @@ class Dispatch {
     const AttnGradParams call = align_inputs(p);
     decode::is_few_rows(p) ? decode::run_few_rows(call) : backward_of(p).run(call);
   }
-  static size_t jvp_workspace_bytes(const JvpParams& p) { return static_cast<size_t>(aligned_copy_bytes(p)); }
+  static size_t jvp_workspace_bytes(const JvpParams& p) {
+    return static_cast<size_t>(aligned_copy_bytes(p)) + found(jvp_kernel(p)).workspace_bytes;
+  }
   static void jvp(const JvpParams& p) { found(jvp_kernel(p)).run(align_inputs(p)); }
   static size_t second_workspace_bytes(const SecondParams& p) {
     return static_cast<size_t>(aligned_copy_bytes(p)) + found(second_kernel(p)).workspace_bytes(p);

@@ -22,7 +22,10 @@ struct Sm90 {
     const BackwardKernel* const own = RowKernels<sm90::BackwardRows>::first(call, true);
     return own ? own : RowKernels<sm80::BackwardRows>::first(call, true);
   }
-  static const JvpKernel* jvp(const KernelCall& call) { return RowKernels<sm80::JvpRows>::first(call, true); }
+  static const JvpKernel* jvp(const KernelCall& call) {
+    const JvpKernel* const own = RowKernels<sm90::JvpRows>::first(call, true);
+    return own ? own : RowKernels<sm80::JvpRows>::first(call, true);
+  }
   static const SecondKernel* second(const KernelCall& call) { return RowKernels<sm80::SecondRows>::first(call, true); }
 };
 

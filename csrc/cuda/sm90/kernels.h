@@ -7,7 +7,7 @@
 
 namespace flashattn_ext::sm90 {
 
-constexpr size_t kForwardBytes = 64;  // workspace of the forward: TileGrid::taken
+constexpr size_t kForwardBytes = 64;  // workspace of the forward and of forward mode: TileGrid::taken
 
 // T: __half or __nv_bfloat16; kHeadDim as in sm80/kernels.h; kHeadDimV: at least head_dim_v. Every row of q, k and v is
 // 16-byte aligned and a multiple of 16 bytes long; rows of `out` may have any alignment.
@@ -19,6 +19,11 @@ template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 size_t backward_bytes(const AttnGradParams& p);
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void backward(const AttnGradParams& p);
+
+// Rows of the tangents of q, k and v are aligned as those of q, k and v are; rows of out and of its tangent may have
+// any alignment.
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+void jvp(const JvpParams& p);
 
 // Rows for RowKernels (../dispatch.cuh).
 struct ForwardRows {
@@ -37,6 +42,16 @@ struct BackwardRows {
   template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
     return {backward<T, kHeadDim, kOptions, kHeadDimV>, backward_bytes<T, kHeadDim, kOptions, kHeadDimV>};
+  }
+};
+
+struct JvpRows {
+  using Kernel = JvpKernel;
+  static constexpr const auto& kTable = kernel_table::kSm90Jvp;
+  static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
+  template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
+  static constexpr Kernel kernel() {
+    return {jvp<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes};
   }
 };
 

@@ -219,10 +219,10 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 512,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}}},
 };
 
-// Forward mode (sm80/jvp.cuh), on every GPU: general kernels where a call has options, and in fp32. Tiles: {warps, row tiles of a warp, keys, resident thread blocks}.
+// Forward mode (sm80/jvp.cuh): general kernels where a call has options, and in fp32. Tiles: {warps, row tiles of a warp, keys, resident thread blocks}.
 inline constexpr KernelRow<sm80::ForwardTile> kSm80Jvp[] = {
-    {k16Bit, 64,  kPlain,     kEveryGpu,  kMaySpill, {{4, 2, 32, 2}}},
-    {k16Bit, 128, kPlain,     kEveryGpu,  kMaySpill, {{4, 1, 64, 2}}},
+    {k16Bit, 64,  kPlain,     kOtherGpus, kMaySpill, {{4, 2, 32, 2}}},
+    {k16Bit, 128, kPlain,     kOtherGpus, kMaySpill, {{4, 1, 64, 2}}},
     {k16Bit, 256, kPlain,     kEveryGpu,  kMaySpill, {{2, 1, 32, 2}}},
     {k16Bit, 64,  kGeneral,   kEveryGpu,  kMaySpill, {{4, 2, 32, 2}}},
     {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{4, 1, 64, 2}}},
@@ -230,6 +230,13 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Jvp[] = {
     {kFp32,  64,  kGeneral,   kEveryGpu,  kMaySpill, {{4, 1, 32, 2}}},
     {kFp32,  128, kGeneral,   kEveryGpu,  kMaySpill, {{2, 1, 32, 2}}},
     {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{1, 1, 32, 1}}},
+};
+
+// The same on Hopper (sm90/jvp.cuh). Tiles as in kSm90Forward, with the tangents of keys and values in each stage.
+inline constexpr KernelRow<sm90::ForwardTile> kSm90Jvp[] = {
+    {k16Bit, 64,  kPlain, kHopper, 0, {{2, 96, 3}}},
+    {k16Bit, 96,  kPlain, kHopper, 0, {{2, 80, 2}}},
+    {k16Bit, 128, kPlain, kHopper, 0, {{2, 64, 2}}},
 };
 
 // Second derivatives (sm80/second.cuh), on every GPU. Tiles as in kSm80Backward.

@@ -19,6 +19,7 @@ struct BackwardKernel {
 
 struct JvpKernel {
   void (*run)(const JvpParams&) = nullptr;
+  size_t workspace_bytes = 0;
   int least_shared = 0;  // as in ForwardKernel
 };
 
