@@ -196,7 +196,7 @@ def flash_attn_with_kvcache(
         descale_v: float32 [B or 1, Hk or 1], the same for v_cache.
         out_dtype: with a cache of float8_e4m3fn, the dtype of out: bfloat16 (None), float16 or float32.
         invariant: a row has the bits that it has in forward(invariant=True), as described there; pages and num_splits do not change
-            them. On the CPU.
+            them. On the CPU and on CUDA.
 
     Returns:
         out [B, Sq, Hq, Dv], then if requested lse [B, Hq, Sq], float32 (float64 for float64 inputs), the natural logarithm of the

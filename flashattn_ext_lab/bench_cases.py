@@ -155,6 +155,9 @@ SETS: dict[str, list[Case]] = {
     "gqa": [Case(2, 32, 8, 8192, 128, True, "bf16"), Case(1, 64, 8, 4096, 64, True, "bf16")],
     "window": [_square(16384, 16384, 128, True, window=1024)],
     "deterministic": [_square(16384, 4096, 128, causal, deterministic=True) for causal in WAYS],
+    "invariant": [
+        _square(16384, S, D, causal, invariant=True) for D, causal, S in itertools.product((64, 128, 256), WAYS, (4096, 16384))
+    ],
     "fp32": [Case(4, 16, 16, 2048, D, causal, "fp32") for D, causal in itertools.product((64, 128), WAYS)],
     "fp8": [
         _square(32768, S, D, causal, "fp8")
@@ -187,12 +190,12 @@ SETS: dict[str, list[Case]] = {
 
 
 def cases(sets: Sequence[str] | None, passes: str) -> list[Case]:
-    """The rows of the named sets (all without names), in the order of SETS. Those of fp8 have no backward."""
+    """The rows of the named sets (all without names), in the order of SETS. Those of fp8 and invariant ones have no backward."""
     names = SETS if sets is None else chosen("--set", sets, SETS)
     return [
         replace(case, set=name, backward=backward)
         for name in names
         for case in SETS[name]
-        for backward in ((False,) if case.derivative or case.dtype == "fp8" else PASSES[passes])
+        for backward in ((False,) if case.derivative or case.dtype == "fp8" or case.invariant else PASSES[passes])
         if backward in PASSES[passes] or case.derivative
     ]

@@ -69,7 +69,8 @@ class RowKernels {
 
 inline KernelCall forward_call(const AttnParams& p) {
   const unsigned type = p.is_fp8 ? kBf16 : type_bit(p.dtype);  // fp8 inputs are widened
-  return {type, p.head_dim, p.head_dim_v, options_of(p), p.row_maxima.data != nullptr};
+  const Options options = p.invariant ? invariant_options(options_of(p)) : options_of(p);
+  return {type, p.head_dim, p.head_dim_v, options, p.row_maxima.data != nullptr, p.invariant};
 }
 inline KernelCall backward_call(const AttnParams& p, Options options) {
   return {type_bit(p.dtype), p.head_dim, p.head_dim_v, options};
@@ -111,7 +112,7 @@ class Dispatch {
   }
   static std::string supports(const AttnParams& p, bool backward) {
     if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
-    if (!backward && p.invariant) return refuses_invariant(p, Architecture::kName);
+    if (!backward && p.invariant && !lacks_for_invariant(p).empty()) return refuses_invariant_call(p);
     if (!has_kernels(p, backward)) return refuses_options(p, backward);
     const int shared = Architecture::forward(forward_call(p))->least_shared;
     const auto of_call = [](const AttnParams& near) {
@@ -147,9 +148,30 @@ class Dispatch {
     return reason.empty() ? Architecture::refuses_device() : reason;
   }
   static std::string supports_decode(const DecodeParams& p) {
-    if (p.invariant) return refuses_invariant(p, Architecture::kName);
+    if (p.invariant) return supports_invariant_decode(p);
     const std::string reason = decode::refuses(p);
     return reason.empty() ? Architecture::refuses_device() : reason;
+  }
+  static std::string supports_invariant_decode(const DecodeParams& p) {
+    if (!lacks_for_invariant(p).empty()) return refuses_invariant_call(p);
+    const std::string reason = decode::refuses_prefill(p);
+    return reason.empty() ? supports(p, false) : reason;
+  }
+
+  // What an invariant call has that another kernel than that of the same rows without it would compute; empty: nothing.
+  static std::string lacks_for_invariant(const AttnParams& p) {
+    if (p.relative_bias) return "relative_bias";
+    if (p.origin.key != 0) return "an origin whose key is not 0";
+    AttnParams unplaced = p;
+    unplaced.origin.length_mask = -1;
+    const bool is_general = !includes(kIntervals, options_of(unplaced));
+    if (p.origin.length_mask == 0 && !is_general) return "an origin that places rows, without dropout";
+    const bool is_large = std::max(p.head_dim, p.head_dim_v) > 256 && p.dtype != DType::kFloat32;
+    return is_large && p.has_intervals() && !is_general ? "a Mask and head dims above 256" : "";
+  }
+  static std::string refuses_invariant_call(const AttnParams& p) {
+    return "invariant=True with " + lacks_for_invariant(p) + " is not implemented by the " + Architecture::kName +
+           " kernels; leave one of the two out, or use the CPU backend";
   }
 
   // The largest head dim for which `accepts` holds for the same call; 0: none.

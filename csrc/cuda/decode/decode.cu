@@ -230,12 +230,13 @@ size_t workspace_bytes(const DecodeParams& p) {
 }
 
 void run(const DecodeParams& params) {
-  if (params.batch * params.heads_q == 0) return;
+  if (params.batch == 0) return;
+  if (params.heads_q == 0) return append(params, {});
   DecodeParams p = params;
   Launch launch(p);
   TensorView rotated;
   launch.set_workspace(p, &rotated);
-  append(p, rotated);
+  append(p, p.rotary.cos ? rotated : TensorView{});
   if (p.rotary.cos) p.q = rotated;
   const bool aligned = in_vectors(p.k, key_bytes(p)) && in_vectors(p.v, key_bytes(p));
   if (launch.plan.part_keys > 0 && launch.combines() && p.is_varlen()) launch.forget_tasks(p);

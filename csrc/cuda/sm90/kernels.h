@@ -2,6 +2,8 @@
 // class of head dims and some options: the rows of ../table/kernel_table.h.
 #pragma once
 
+#include <algorithm>
+
 #include "../table/kernels.h"
 #include "tiles.h"
 
@@ -29,7 +31,11 @@ void jvp(const JvpParams& p);
 struct ForwardRows {
   using Kernel = ForwardKernel;
   static constexpr const auto& kTable = kernel_table::kSm90Forward;
-  static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
+  // A Mask has no class with fewer columns of v than of q, and an invariant call runs the same class with and without.
+  static constexpr KernelCall needed(KernelCall call) {
+    if (call.is_invariant) call.head_dim = call.head_dim_v = std::max(call.head_dim, call.head_dim_v);
+    return call;
+  }
   template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
     return {forward<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes};

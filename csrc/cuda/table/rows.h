@@ -83,6 +83,7 @@ struct KernelCall {
   int64_t head_dim, head_dim_v;
   Options options;
   bool wants_largest = false;  // AttnParams::row_maxima
+  bool is_invariant = false;
 };
 
 // A kernel runs the calls that use no other options than its policies support; a kernel for fp8 runs only fp8 calls.
