@@ -259,10 +259,12 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Second[] = {
 // flight, saturate the memory bandwidth of a multiprocessor.
 inline constexpr DecodeRow kDecode[] = {
     {k16Bit, 64,  0,         {1, 1, 1, 32, 3}},
+    {k16Bit, 64,  0,         {1, 2, 1, 32, 4}},
     {k16Bit, 64,  0,         {2, 2, 1, 32, 4}},
     {k16Bit, 96,  kMaySpill, {1, 1, 1, 16, 3}},
     {k16Bit, 96,  kMaySpill, {2, 2, 1, 32, 2}},
     {k16Bit, 128, 0,         {1, 1, 1, 16, 3}},
+    {k16Bit, 128, 0,         {1, 2, 1, 16, 4}},
     {k16Bit, 128, 0,         {2, 2, 1, 32, 2}},
     {k16Bit, 192, kMaySpill, {1, 1, 1, 16, 3}},
     {k16Bit, 192, kMaySpill, {1, 4, 1, 32, 2}},
