@@ -36,7 +36,10 @@ class RowKernels {
 
   // The kernel of the first row that serves the call; nullptr: no row does. on_hopper: of the rows for that GPU.
   static const Kernel* first(const KernelCall& call, bool on_hopper) {
-    const Kernels& kernels = call.type == kFp16 ? kHalf : call.type == kBf16 ? kBfloat : kFloat;
+    const Kernels& kernels = call.type == kFp16   ? kHalf
+                             : call.type == kBf16 ? kBfloat
+                             : call.type == kFp32 ? kFloat
+                                                  : kFloat8;
     for (size_t i = 0; i < kRows; ++i) {
       const auto& row = Rows::kTable[i];
       if (serves(row, Rows::needed(call)) && !(on_hopper && row.gpus == kOtherGpus)) return &kernels[i];
@@ -65,12 +68,17 @@ class RowKernels {
   static constexpr Kernels kHalf = of_rows<__half>(std::make_index_sequence<kRows>());
   static constexpr Kernels kBfloat = of_rows<__nv_bfloat16>(std::make_index_sequence<kRows>());
   static constexpr Kernels kFloat = of_rows<float>(std::make_index_sequence<kRows>());
+  static constexpr Kernels kFloat8 = of_rows<Float8>(std::make_index_sequence<kRows>());
 };
 
 inline KernelCall forward_call(const AttnParams& p) {
-  const unsigned type = p.is_fp8 ? kBf16 : type_bit(p.dtype);  // fp8 inputs are widened
   const Options options = p.invariant ? invariant_options(options_of(p)) : options_of(p);
-  return {type, p.head_dim, p.head_dim_v, options, p.row_maxima.data != nullptr, p.invariant};
+  return {type_bit(p.dtype), p.head_dim, p.head_dim_v, options, p.row_maxima.data != nullptr, p.invariant};
+}
+// The same call with its inputs widened.
+inline KernelCall widened_call(KernelCall call) {
+  if (call.type == kE4m3) call.type = kBf16;
+  return call;
 }
 inline KernelCall backward_call(const AttnParams& p, Options options) {
   return {type_bit(p.dtype), p.head_dim, p.head_dim_v, options};
@@ -218,7 +226,10 @@ class Dispatch {
     if (decode::is_few_rows(p)) {
       return decode::few_rows_bytes(p) + (is_narrow(p) ? 0 : static_cast<size_t>(aligned_copy_bytes(p)));
     }
-    return forward_of(p).workspace_bytes + static_cast<size_t>(is_narrow(p) ? widened_bytes(p) : aligned_copy_bytes(p));
+    const ForwardKernel& kernel = forward_of(p);
+    const bool widens = is_narrow(p) && !kernel.fp8_bytes;
+    return kernel.workspace_bytes + static_cast<size_t>(widens ? widened_bytes(p) : aligned_copy_bytes(p)) +
+           (is_narrow(p) && !widens ? kernel.fp8_bytes(p) : 0);
   }
   static size_t backward_workspace_bytes(const AttnGradParams& p) {
     const size_t bytes = decode::is_few_rows(p) ? decode::few_rows_bytes(p) : backward_of(p).workspace_bytes(p);
@@ -226,8 +237,9 @@ class Dispatch {
   }
   static void run_forward(const AttnParams& p) {
     const bool is_few = decode::is_few_rows(p);  // these kernels read fp8 as it is, with any alignment
-    const AttnParams call = !is_narrow(p) ? align_inputs(p) : is_few ? p : widen_inputs(p);
-    is_few ? decode::run_few_rows(call) : forward_of(p).run(call);
+    if (is_few) return decode::run_few_rows(is_narrow(p) ? p : align_inputs(p));
+    const ForwardKernel& kernel = forward_of(p);
+    kernel.run(is_narrow(p) && !kernel.fp8_bytes ? widen_inputs(p) : align_inputs(p));
   }
   static void forward(const AttnParams& p) {
     set_unowned_rows(p);

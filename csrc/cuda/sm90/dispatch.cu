@@ -15,8 +15,9 @@ struct Sm90 {
     return wrong_device("9.0", "use 'cuda-sm80' there");
   }
   static const ForwardKernel* forward(const KernelCall& call) {
-    const ForwardKernel* const own = RowKernels<sm90::ForwardRows>::first(call, true);
-    return own ? own : RowKernels<sm80::ForwardRows>::first(call, true);
+    if (const ForwardKernel* const own = RowKernels<sm90::ForwardRows>::first(call, true)) return own;
+    if (call.type == kE4m3) return forward(widened_call(call));
+    return RowKernels<sm80::ForwardRows>::first(call, true);
   }
   static const BackwardKernel* backward(const KernelCall& call) {
     const BackwardKernel* const own = RowKernels<sm90::BackwardRows>::first(call, true);

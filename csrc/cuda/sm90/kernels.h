@@ -6,13 +6,14 @@
 
 #include "../table/kernels.h"
 #include "tiles.h"
+#include "transposed_values.h"
 
 namespace flashattn_ext::sm90 {
 
 constexpr size_t kForwardBytes = 64;  // workspace of the forward and of forward mode: TileGrid::taken
 
-// T: __half or __nv_bfloat16; kHeadDim as in sm80/kernels.h; kHeadDimV: at least head_dim_v. Every row of q, k and v is
-// 16-byte aligned and a multiple of 16 bytes long; rows of `out` may have any alignment.
+// T: __half, __nv_bfloat16 or Float8; kHeadDim as in sm80/kernels.h; kHeadDimV: at least head_dim_v. Every row of q, k
+// and v is 16-byte aligned and a multiple of 16 bytes long; rows of `out` may have any alignment.
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void forward(const AttnParams& p);
 
@@ -38,7 +39,8 @@ struct ForwardRows {
   }
   template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
-    return {forward<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes};
+    return {forward<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes, 0,
+            kTypeOf<T> == kE4m3 ? transposed_bytes : nullptr};
   }
 };
 struct BackwardRows {
