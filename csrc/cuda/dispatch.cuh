@@ -36,7 +36,10 @@ class RowKernels {
 
   // The kernel of the first row that serves the call; nullptr: no row does. on_hopper: of the rows for that GPU.
   static const Kernel* first(const KernelCall& call, bool on_hopper) {
-    const Kernels& kernels = call.type == kFp16 ? kHalf : call.type == kBf16 ? kBfloat : kFloat;
+    const Kernels& kernels = call.type == kFp16   ? kHalf
+                             : call.type == kBf16 ? kBfloat
+                             : call.type == kFp32 ? kFloat
+                                                  : kFloat8;
     for (size_t i = 0; i < kRows; ++i) {
       const auto& row = Rows::kTable[i];
       if (serves(row, Rows::needed(call)) && !(on_hopper && row.gpus == kOtherGpus)) return &kernels[i];
@@ -65,11 +68,17 @@ class RowKernels {
   static constexpr Kernels kHalf = of_rows<__half>(std::make_index_sequence<kRows>());
   static constexpr Kernels kBfloat = of_rows<__nv_bfloat16>(std::make_index_sequence<kRows>());
   static constexpr Kernels kFloat = of_rows<float>(std::make_index_sequence<kRows>());
+  static constexpr Kernels kFloat8 = of_rows<Float8>(std::make_index_sequence<kRows>());
 };
 
 inline KernelCall forward_call(const AttnParams& p) {
-  const unsigned type = p.is_fp8 ? kBf16 : type_bit(p.dtype);  // fp8 inputs are widened
-  return {type, p.head_dim, p.head_dim_v, options_of(p), p.row_maxima.data != nullptr};
+  const Options options = p.invariant ? invariant_options(options_of(p)) : options_of(p);
+  return {type_bit(p.dtype), p.head_dim, p.head_dim_v, options, p.row_maxima.data != nullptr, p.invariant};
+}
+// The same call with its inputs widened.
+inline KernelCall widened_call(KernelCall call) {
+  if (call.type == kE4m3) call.type = kBf16;
+  return call;
 }
 inline KernelCall backward_call(const AttnParams& p, Options options) {
   return {type_bit(p.dtype), p.head_dim, p.head_dim_v, options};
@@ -111,7 +120,7 @@ class Dispatch {
   }
   static std::string supports(const AttnParams& p, bool backward) {
     if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
-    if (!backward && p.invariant) return refuses_invariant(p, Architecture::kName);
+    if (!backward && p.invariant && !lacks_for_invariant(p).empty()) return refuses_invariant_call(p);
     if (!has_kernels(p, backward)) return refuses_options(p, backward);
     const int shared = Architecture::forward(forward_call(p))->least_shared;
     const auto of_call = [](const AttnParams& near) {
@@ -147,9 +156,30 @@ class Dispatch {
     return reason.empty() ? Architecture::refuses_device() : reason;
   }
   static std::string supports_decode(const DecodeParams& p) {
-    if (p.invariant) return refuses_invariant(p, Architecture::kName);
+    if (p.invariant) return supports_invariant_decode(p);
     const std::string reason = decode::refuses(p);
     return reason.empty() ? Architecture::refuses_device() : reason;
+  }
+  static std::string supports_invariant_decode(const DecodeParams& p) {
+    if (!lacks_for_invariant(p).empty()) return refuses_invariant_call(p);
+    const std::string reason = decode::refuses_prefill(p);
+    return reason.empty() ? supports(p, false) : reason;
+  }
+
+  // What an invariant call has that another kernel than that of the same rows without it would compute; empty: nothing.
+  static std::string lacks_for_invariant(const AttnParams& p) {
+    if (p.relative_bias) return "relative_bias";
+    if (p.origin.key != 0) return "an origin whose key is not 0";
+    AttnParams unplaced = p;
+    unplaced.origin.length_mask = -1;
+    const bool is_general = !includes(kIntervals, options_of(unplaced));
+    if (p.origin.length_mask == 0 && !is_general) return "an origin that places rows, without dropout";
+    const bool is_large = std::max(p.head_dim, p.head_dim_v) > 256 && p.dtype != DType::kFloat32;
+    return is_large && p.has_intervals() && !is_general ? "a Mask and head dims above 256" : "";
+  }
+  static std::string refuses_invariant_call(const AttnParams& p) {
+    return "invariant=True with " + lacks_for_invariant(p) + " is not implemented by the " + Architecture::kName +
+           " kernels; leave one of the two out, or use the CPU backend";
   }
 
   // The largest head dim for which `accepts` holds for the same call; 0: none.
@@ -196,8 +226,10 @@ class Dispatch {
     if (decode::is_few_rows(p)) {
       return decode::few_rows_bytes(p) + (is_narrow(p) ? 0 : static_cast<size_t>(aligned_copy_bytes(p)));
     }
-    const int64_t copies = is_narrow(p) ? widened_bytes(p) : reads_in_place(p) ? 0 : aligned_copy_bytes(p);
-    return forward_of(p).workspace_bytes + static_cast<size_t>(copies);
+    const ForwardKernel& kernel = forward_of(p);
+    const bool widens = is_narrow(p) && !kernel.fp8_bytes;
+    const int64_t copies = widens ? widened_bytes(p) : reads_in_place(p) ? 0 : aligned_copy_bytes(p);
+    return kernel.workspace_bytes + static_cast<size_t>(copies) + (is_narrow(p) && !widens ? kernel.fp8_bytes(p) : 0);
   }
   // Whether the forward's kernel takes inputs that are not aligned.
   static bool reads_in_place(const AttnParams& p) { return forward_of(p).any_heads && heads_are_mappable(p); }
@@ -208,7 +240,9 @@ class Dispatch {
   static void run_forward(const AttnParams& p) {
     const bool is_few = decode::is_few_rows(p);  // these kernels read fp8 as it is, with any alignment
     if (is_few) return decode::run_few_rows(is_narrow(p) ? p : align_inputs(p));
-    forward_of(p).run(is_narrow(p) ? widen_inputs(p) : reads_in_place(p) ? p : align_inputs(p));
+    const ForwardKernel& kernel = forward_of(p);
+    const bool widens = is_narrow(p) && !kernel.fp8_bytes;
+    kernel.run(widens ? widen_inputs(p) : reads_in_place(p) ? p : align_inputs(p));
   }
   static void forward(const AttnParams& p) {
     set_unowned_rows(p);
@@ -229,7 +263,9 @@ class Dispatch {
     const AttnGradParams call = align_inputs(p);
     decode::is_few_rows(p) ? decode::run_few_rows(call) : backward_of(p).run(call);
   }
-  static size_t jvp_workspace_bytes(const JvpParams& p) { return static_cast<size_t>(aligned_copy_bytes(p)); }
+  static size_t jvp_workspace_bytes(const JvpParams& p) {
+    return static_cast<size_t>(aligned_copy_bytes(p)) + found(jvp_kernel(p)).workspace_bytes;
+  }
   static void jvp(const JvpParams& p) { found(jvp_kernel(p)).run(align_inputs(p)); }
   static size_t second_workspace_bytes(const SecondParams& p) {
     return static_cast<size_t>(aligned_copy_bytes(p)) + found(second_kernel(p)).workspace_bytes(p);

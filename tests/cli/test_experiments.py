@@ -385,10 +385,8 @@ def test_attentions_agree(causal: bool) -> None:
 
 
 def test_sizes_of_a_gpu_are_those_of_the_article() -> None:
-    context = Context(torch.device("cuda"), quick=False)
     for name in EXPERIMENTS:
-        sizes = module_of(name).SIZES.of(context)
-        assert sizes == module_of(name).SIZES.gpu
+        sizes = module_of(name).SIZES["gpu", False]
         assert shared.size_notes(sizes, sizes)[0].startswith("sizes: B = 4" if name == "scaling" else "sizes: ")
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+from flashattn_ext_lab.experiments.harness import WHOLE
 from flashattn_ext_lab.experiments.result import Column, Comparison, Plot, Result
 
 TINY: dict[str, dict[str, Any]] = {
@@ -36,7 +37,7 @@ def module_of(name: str) -> ModuleType:
 
 
 def tiny_sizes(name: str) -> Any:
-    return module_of(name).SIZES.gpu.replace(**TINY[name])
+    return module_of(name).SIZES[WHOLE].replace(**TINY[name])
 
 
 def a_result(**changes: Any) -> Result:

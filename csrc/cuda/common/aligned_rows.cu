@@ -90,7 +90,9 @@ class Aligner {
                  int64_t row_vectors) const {
     constexpr int64_t kGridHeight = 65535;
     const int64_t bytes = element_bytes(p_), batch = batch_entries(p_), all_heads = batch * heads;
-    const auto kernel = bytes == 4 ? aligned_rows_kernel<uint32_t> : aligned_rows_kernel<uint16_t>;
+    const auto kernel = bytes == 4   ? aligned_rows_kernel<uint32_t>
+                        : bytes == 2 ? aligned_rows_kernel<uint16_t>
+                                     : aligned_rows_kernel<uint8_t>;
     const int64_t block_rows = kCopyThreads / row_vectors * kThreadRows;
     const dim3 grid(static_cast<unsigned>((rows + block_rows - 1) / block_rows),
                     static_cast<unsigned>(std::min(all_heads, kGridHeight)));

@@ -116,6 +116,13 @@ struct DistanceLogit {
 __device__ __forceinline__ float add_row(const DistanceLogit& score, int r, float x) { return x + score.row[r]; }
 __device__ __forceinline__ float subtract_row(const DistanceLogit& score, int r, float x) { return x - score.row[r]; }
 
+// ScaledLogit in a forward whose weights are larger by the factor kScale, which is in the exponent's offset.
+struct LargerWeights {
+  static constexpr float kScale = 256, kBits = 8;
+  float factor;
+};
+__device__ __forceinline__ float subtract_row(const LargerWeights&, int, float x) { return x - LargerWeights::kBits; }
+
 // The rule of the scores that a forward has stored when it takes the maximum of a row.
 template <class Score>
 __device__ __forceinline__ const Score& stored_rule(const Score& score) {

@@ -1,20 +1,23 @@
-// Decoding calls with many queries (prefill). They are compute-bound like any forward, and run as varlen calls of the
-// forward kernels.
+// Decoding calls with many queries (prefill), and all invariant ones. The first are compute-bound like any forward;
+// both run as varlen calls of the forward kernels.
 //
 // A cache without pages is read in place as a packed tensor: is_prefill requires its batch stride to be a multiple of
-// its row stride. Pages are gathered into contiguous rows first, which costs little compared with the attention; so are
-// keys and values in fp8, which become bfloat16.
+// its row stride. Pages are gathered into contiguous rows first, which costs little compared with the attention of many
+// queries; so are keys and values in fp8, which become bfloat16.
 // Sequence b becomes sequence 2b of the varlen call; the device computes its bounds. Sequence 2b + 1 covers the rows
 // between the end of sequence b and the start of sequence b + 1, and has no queries.
 #pragma once
 
 #include <cstddef>
+#include <string>
 
 #include "../../params.h"
 
 namespace flashattn_ext::decode {
 
 bool is_prefill(const DecodeParams& p);
+// Why an invariant call cannot run here; empty if it can.
+std::string refuses_prefill(const DecodeParams& p);
 
 // Bytes of workspace in addition to the workspace of the forward.
 size_t prefill_bytes(const DecodeParams& p);

@@ -15,14 +15,18 @@ struct Sm90 {
     return wrong_device("9.0", "use 'cuda-sm80' there");
   }
   static const ForwardKernel* forward(const KernelCall& call) {
-    const ForwardKernel* const own = RowKernels<sm90::ForwardRows>::first(call, true);
-    return own ? own : RowKernels<sm80::ForwardRows>::first(call, true);
+    if (const ForwardKernel* const own = RowKernels<sm90::ForwardRows>::first(call, true)) return own;
+    if (call.type == kE4m3) return forward(widened_call(call));
+    return RowKernels<sm80::ForwardRows>::first(call, true);
   }
   static const BackwardKernel* backward(const KernelCall& call) {
     const BackwardKernel* const own = RowKernels<sm90::BackwardRows>::first(call, true);
     return own ? own : RowKernels<sm80::BackwardRows>::first(call, true);
   }
-  static const JvpKernel* jvp(const KernelCall& call) { return RowKernels<sm80::JvpRows>::first(call, true); }
+  static const JvpKernel* jvp(const KernelCall& call) {
+    const JvpKernel* const own = RowKernels<sm90::JvpRows>::first(call, true);
+    return own ? own : RowKernels<sm80::JvpRows>::first(call, true);
+  }
   static const SecondKernel* second(const KernelCall& call) { return RowKernels<sm80::SecondRows>::first(call, true); }
 };
 

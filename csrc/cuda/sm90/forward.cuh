@@ -6,6 +6,8 @@
 // What options change is in policies: visibility_policy.cuh, score_policy.cuh and dropout_policy.cuh.
 #pragma once
 
+#include <type_traits>
+
 #include "../common/device.h"
 #include "../common/launch.cuh"
 #include "../common/ring.cuh"
@@ -15,11 +17,11 @@
 #include "../common/tile_order.cuh"
 #include "../ptx/grid.cuh"
 #include "forward_large.cuh"
+#include "forward_operands.cuh"
 #include "forward_policies.cuh"
 #include "forward_work.cuh"
 #include "kernels.h"
 #include "named_barriers.h"
-#include "products.cuh"
 #include "tiles.h"
 
 namespace flashattn_ext::sm90 {
@@ -28,12 +30,14 @@ namespace flashattn_ext::sm90 {
 template <class T, int kHeadDim, int kHeadDimV, class TileOfRow, class Policies>
 struct Forward {
   static constexpr ForwardTile kTile = TileOfRow::kTile;
-  static constexpr RegisterBudget kRegisters = register_budget(kTile.groups);
+  using Operands = ForwardOperands<T, kHeadDim, kHeadDimV, TileOfRow>;
+  using Element = typename Operands::Element;
+  static constexpr RegisterBudget kRegisters = Operands::kRegisters;
   static constexpr int kGroups = kTile.groups, kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kStages = kTile.stages, kElementBytes = sizeof(T);
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads, kWarps = kGroups * 4;
-  static constexpr int kPanels = panels(kHeadDim), kValuePanels = panels(kHeadDimV);
-  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDimV / 8, kSteps = kKeys / 16;
+  static constexpr int kPanels = panels(Operands::kColumns);
+  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDimV / 8, kSteps = Operands::kSteps;
   using Visibility = typename Policies::template Visibility<kGroups>;
   using Scores = typename Policies::template Scores<T, kKeys>;
   using Dropping = typename Policies::template Dropping<kSteps>;
@@ -43,6 +47,8 @@ struct Forward {
   using KeyWalk = typename Visibility::Walk;
   static constexpr bool kMasks = Visibility::kHasIntervals;
   static constexpr int kBiasTiles = Scores::kTileStages;
+  // Relative to a sink far above the logits, weights would vanish in e4m3.
+  static constexpr bool kSinkLast = Scores::kWeightScale > 1;
 
   using Work = ForwardWork;
   using KeyTile = sm90::KeyTile<kGroups>;
@@ -52,9 +58,9 @@ struct Forward {
   // Tiles are as in common/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
   // overwritten.
   struct Shared {
-    T q[kPanels][kQueries][kPanelColumns];
-    T k[kStages][kPanels][kKeys][kPanelColumns];
-    T v[kStages][kValuePanels][kKeys][kPanelColumns];
+    Element q[kPanels][kQueries][kPanelColumns];
+    Element k[kStages][kPanels][kKeys][kPanelColumns];
+    typename Operands::Values v[kStages];
     T bias[kBiasTiles][(kKeys + kPanelColumns - 1) / kPanelColumns][kQueries][kPanelColumns];
     ptx::Barrier q_full, q_empty;
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
@@ -121,7 +127,8 @@ struct Forward {
       for (int n = work.last; n >= work.first; --n) {
         if (n > work.first) load_keys(n - 1);
         ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + n * kKeys, hk, batch);
+        const TilePlace at = Operands::values_at(p, batch, work.b, hk, key_start, n);
+        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, at.row, at.head, at.batch);
         v.advance();
       }
     }
@@ -136,6 +143,7 @@ struct Forward {
   RingPosition<kStages> k, v;
   float scores[kScoreTiles][4], out[kOutTiles][4];
   uint32_t weights[kSteps][4];
+  Operands operands;
   Dropping dropping;
   OnlineSoftmax<> softmax;
   Scores scoring;
@@ -178,9 +186,10 @@ struct Forward {
     const int row = work.row0 + warp_row;
     // Keys that every row of the warp sees; tiles with other keys are masked.
     const Limits unmasked{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
+    if constexpr (Operands::kInTurn) return compute_steps_in_turn(work, walk, unmasked);
     Visibility::await_keys(*this);
     await_phase();
-    score_product<kHeadDim, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
+    score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
     pass_phase(group);
     dropping.draw_under_products(p, generator, work.h, row, n * kKeys);
     const auto begun = scoring.begin(*this, Step{work, n});
@@ -189,16 +198,17 @@ struct Forward {
     end_keys(Visibility::is_last(walk));
     weigh(work, walk, unmasked, begun);
     dropping.draw_after_weights(p, generator, work.h, row, n * kKeys);
-    if (Visibility::kResumes) rescale(out, shrink);  // otherwise `out` is still zero
+    // Otherwise `out` is still zero.
+    if (Visibility::kResumes || Operands::kDefersRescaling) operands.rescale(out, shrink);
     pack_weights();
     if (n == work.last) clear_tail_of_values(work);
     if (Visibility::has_next(*this, walk)) {
       for (Visibility::advance(walk);; Visibility::advance(walk)) {
         Visibility::await_keys(*this);
         await_phase();
-        score_product<kHeadDim, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
+        score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
         ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
-        accumulate<32, uint64_t>(out, weights, shared.v[v.stage]);
+        operands.accumulate(out, weights, shared.v[v.stage]);
         pass_phase(group);
         dropping.draw_under_products(p, generator, work.h, row, n * kKeys);
         const auto begun = scoring.begin(*this, Step{work, n});
@@ -216,8 +226,30 @@ struct Forward {
       end_step();
     }
     ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
-    accumulate<32, uint64_t>(out, weights, shared.v[v.stage]);
+    operands.accumulate(out, weights, shared.v[v.stage]);
     end_values();
+  }
+
+  // The same without overlap within the warpgroup, for ForwardOrder::kInTurn.
+  __device__ __forceinline__ void compute_steps_in_turn(const Work& work, KeyWalk& walk, const Limits& unmasked) {
+    for (;; Visibility::advance(walk)) {
+      Visibility::await_keys(*this);
+      await_phase();
+      score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
+      pass_phase(group);
+      const auto begun = scoring.begin(*this, Step{work, walk.n});
+      ptx::wgmma_wait<0>();
+      ptx::hold(scores);
+      end_keys(Visibility::is_last(walk));
+      weigh(work, walk, unmasked, begun);
+      operands.rescale(out, shrink);
+      pack_weights();
+      ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
+      operands.add_product(out, weights, shared.v[v.stage]);
+      release(shared.v_empty[v.stage]);
+      v.advance();
+      if (!Visibility::has_next(*this, walk)) return;
+    }
   }
 
   __device__ __forceinline__ void end_keys(bool last_of_tile) {
@@ -253,14 +285,14 @@ struct Forward {
   }
 
   __device__ __forceinline__ void start_tile(const Work& work) {
-    const float sink = head_sink(p, work.h);
+    const float sink = kSinkLast ? -infinity() : head_sink(p, work.h);
     set_zero(out);
     softmax.start(sink);
     scoring.start_tile(p, work.b, work.h);
   }
 
   __device__ __forceinline__ void pack_weights() {
-    pack_scores<T>(weights, scores);
+    operands.pack(weights, scores);
     dropping.apply(p, weights);
   }
 
@@ -268,7 +300,7 @@ struct Forward {
   // The warpgroups zero these rows together.
   __device__ __forceinline__ void clear_tail_of_values(const Work& work) {
     const int rows = work.length_k - work.last * kKeys;
-    if (rows >= kKeys || !p.is_varlen()) return;
+    if (rows >= kKeys || !p.is_varlen() || Operands::kZeroRows) return;
     ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
     clear_rows(shared.v[v.stage], rows, threadIdx.x - kGroupThreads, kGroups * kGroupThreads);
     ptx::fence_async_shared();
@@ -299,26 +331,29 @@ struct Forward {
     };
     float sums[2];
     const auto keep_sum = [&](int r, float sum) { sums[r] = sum; };
-    softmax.weigh(scores, rule, kTolerance, keep_shrink, keep_sum);
+    softmax.weigh(scores, rule, Operands::kTolerance, keep_shrink, keep_sum);
     scoring.add_centres(*this, step, 0, scores, sums, shrink);
   }
 
   __device__ __forceinline__ void end_step() {
     end_values();
-    rescale(out, shrink);
+    operands.rescale(out, shrink);
     pack_weights();
   }
   __device__ __forceinline__ void end_values() {
     ptx::wgmma_wait<0>();
-    ptx::hold(out);
+    operands.hold(out);
     release(shared.v_empty[v.stage]);
     v.advance();
+    operands.add(out);
   }
 
   __device__ __forceinline__ void finish_tile(const Work& work) {
     bool poisoned[2] = {false, false};
     Visibility::take_poisoned(*this, poisoned);
 
+    float sink_shrink[2] = {1, 1};
+    if (kSinkLast && p.has_sink) softmax.end(head_sink(p, work.h), Scores::kWeightScale, sink_shrink);
     const float scale = 256.f / p.dropout_threshold * scoring.value_scale(p, work.b, work.h);
     const int row = work.row0 + warp_row + g();
 #pragma unroll
@@ -326,9 +361,9 @@ struct Forward {
       const float sum = softmax.total(r);
       const bool exists = row + 8 * r < work.length_q;
       const int64_t at = int64_t{work.query_start} + row + 8 * r;
-      const float factor = poisoned[r] ? not_a_number() : scale / sum;
+      const float factor = poisoned[r] ? not_a_number() : scale * sink_shrink[r] / sum;
       const int columns = static_cast<int>(p.head_dim_v);
-      if (exists) softmax.write(p, work.b, work.h, at, r, sum);
+      if (exists) softmax.write(p, work.b, work.h, at, r, sum * (1 / Scores::kWeightScale));
       if constexpr (Scores::kIsFp8) {
         store_row_of_fp8(p, work.b, work.h, at, out, r, factor, sum == 0, exists, columns);
       } else {
@@ -394,9 +429,15 @@ template <class Kernel>
 void forward_to_256(const AttnParams& p) {
   if (p.batch * p.heads_q == 0) return;
   typename Kernel::Maps maps{};
-  set_map(&maps.q, p, p.q, p.head_dim, query_rows(p), p.heads_q, Kernel::kQueries);
-  set_map(&maps.k, p, p.k, p.head_dim, key_rows(p), p.heads_k, Kernel::kKeys);
-  set_map(&maps.v, p, p.v, p.head_dim_v, key_rows(p), p.heads_k, Kernel::kKeys);
+  using Operands = typename Kernel::Operands;
+  if constexpr (std::is_same_v<typename Kernel::Maps, HeadForwardMaps>) {
+    maps.q.set(p, p.q, p.head_dim, query_rows(p), p.heads_q, Kernel::kQueries);
+    maps.k.set(p, p.k, p.head_dim, key_rows(p), p.heads_k, Kernel::kKeys);
+    maps.v.set(p, p.v, p.head_dim_v, key_rows(p), p.heads_k, Kernel::kKeys);
+  } else {
+    Operands::prepare(p);
+    static_cast<ForwardMaps&>(maps) = {Operands::query_map(p), Operands::key_map(p), Operands::value_map(p)};
+  }
   Kernel::Scores::set_bias_map(p, &maps, Kernel::kQueries);
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
   const int64_t processors = multiprocessors();

@@ -13,6 +13,19 @@ struct HeadMaps {
   static constexpr int kSets = 8;  // 8 elements of 16 bits are 16 bytes
   CUtensorMap of[kSets];
   int column[kSets];  // the first one of the heads of a set
+
+  // The maps of [batch][heads][rows][columns] in 16 bits.
+  void set(const AttnParams& p, const TensorView& t, int64_t columns, int64_t rows, int64_t heads, int box_rows) {
+    constexpr int kBytes = 2;
+    for (int set = 0; set < std::min<int64_t>(heads, kSets); ++set) {
+      const uintptr_t first = reinterpret_cast<uintptr_t>(t.data) + set * t.head_stride * kBytes;
+      const TensorView view{reinterpret_cast<void*>(first / kVectorBytes * kVectorBytes), t.batch_stride, t.row_stride,
+                            t.head_stride * kSets};
+      column[set] = static_cast<int>(first % kVectorBytes) / kBytes;
+      of[set] = tensor_map(p, view, column[set] + columns, rows, (heads - set + kSets - 1) / kSets, batch_entries(p),
+                           box_rows, p.dtype);
+    }
+  }
 };
 
 using flashattn_ext::load_panels;
@@ -27,23 +40,5 @@ __device__ __forceinline__ void load_panels(T (&to)[kPanels][kRows][kPanelColumn
 
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) { ptx::prefetch_tensor_map(&map); }
 __device__ __forceinline__ void prefetch_map(const HeadMaps&) {}  // one of them may be unused
-
-// The map or the maps of [batch][heads][rows][columns].
-inline void set_map(CUtensorMap* map, const AttnParams& p, const TensorView& t, int64_t columns, int64_t rows,
-                    int64_t heads, int box_rows) {
-  *map = tensor_map(p, t, columns, rows, heads, box_rows, p.dtype);
-}
-inline void set_map(HeadMaps* maps, const AttnParams& p, const TensorView& t, int64_t columns, int64_t rows,
-                    int64_t heads, int box_rows) {
-  constexpr int kSets = HeadMaps::kSets, kBytes = 2;
-  for (int set = 0; set < std::min<int64_t>(heads, kSets); ++set) {
-    const uintptr_t first = reinterpret_cast<uintptr_t>(t.data) + set * t.head_stride * kBytes;
-    const TensorView view{reinterpret_cast<void*>(first / kVectorBytes * kVectorBytes), t.batch_stride, t.row_stride,
-                          t.head_stride * kSets};
-    maps->column[set] = static_cast<int>(first % kVectorBytes) / kBytes;
-    maps->of[set] =
-        tensor_map(p, view, maps->column[set] + columns, rows, (heads - set + kSets - 1) / kSets, box_rows, p.dtype);
-  }
-}
 
 }  // namespace flashattn_ext::sm90

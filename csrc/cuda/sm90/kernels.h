@@ -2,19 +2,23 @@
 // class of head dims and some options: the rows of ../table/kernel_table.h.
 #pragma once
 
+#include <algorithm>
+
 #include "../table/kernels.h"
 #include "tiles.h"
+#include "transposed_values.h"
 
 namespace flashattn_ext::sm90 {
 
-constexpr size_t kForwardBytes = 64;  // workspace of the forward: TileGrid::taken
+constexpr size_t kForwardBytes = 64;  // workspace of the forward and of forward mode: TileGrid::taken
 
 // Whether a forward also takes inputs whose heads begin at any address (head_maps.cuh): that of head dims 129 to 144,
 // where copies of q, k and v for an odd head dim would take a quarter of the time of 2048 rows.
 constexpr bool reads_any_heads(int head_dim, Options options) { return head_dim == 144 && options == kPlain; }
 
-// T: __half or __nv_bfloat16; kHeadDim as in sm80/kernels.h; kHeadDimV: at least head_dim_v. Every row of q, k and v is
-// 16-byte aligned and a multiple of 16 bytes long, except where reads_any_heads; rows of `out` may have any alignment.
+// T: __half, __nv_bfloat16 or Float8; kHeadDim as in sm80/kernels.h; kHeadDimV: at least head_dim_v. Every row of q, k
+// and v is 16-byte aligned and a multiple of 16 bytes long, except where reads_any_heads; rows of `out` may have any
+// alignment.
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void forward(const AttnParams& p);
 
@@ -24,14 +28,24 @@ size_t backward_bytes(const AttnGradParams& p);
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void backward(const AttnGradParams& p);
 
+// Rows of the tangents of q, k and v are aligned as those of q, k and v are; rows of out and of its tangent may have
+// any alignment.
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+void jvp(const JvpParams& p);
+
 // Rows for RowKernels (../dispatch.cuh).
 struct ForwardRows {
   using Kernel = ForwardKernel;
   static constexpr const auto& kTable = kernel_table::kSm90Forward;
-  static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
+  // A Mask has no class with fewer columns of v than of q, and an invariant call runs the same class with and without.
+  static constexpr KernelCall needed(KernelCall call) {
+    if (call.is_invariant) call.head_dim = call.head_dim_v = std::max(call.head_dim, call.head_dim_v);
+    return call;
+  }
   template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
-    return {forward<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes, 0, reads_any_heads(kHeadDim, kOptions)};
+    return {forward<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes, 0,
+            kTypeOf<T> == kE4m3 ? transposed_bytes : nullptr, reads_any_heads(kHeadDim, kOptions)};
   }
 };
 struct BackwardRows {
@@ -41,6 +55,16 @@ struct BackwardRows {
   template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
     return {backward<T, kHeadDim, kOptions, kHeadDimV>, backward_bytes<T, kHeadDim, kOptions, kHeadDimV>};
+  }
+};
+
+struct JvpRows {
+  using Kernel = JvpKernel;
+  static constexpr const auto& kTable = kernel_table::kSm90Jvp;
+  static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
+  template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
+  static constexpr Kernel kernel() {
+    return {jvp<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes};
   }
 };
 

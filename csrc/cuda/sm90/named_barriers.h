@@ -9,6 +9,11 @@ enum ForwardBarrier : int {
   kForwardPingPong = 1,  // to 3: a warpgroup waits at its own before it issues products; the one before it arrives
 };
 
+// jvp.cuh
+enum JvpBarrier : int {
+  kJvpPingPong = 1,  // to 3: as kForwardPingPong
+};
+
 // forward_large.cuh
 enum LargeForwardBarrier : int {
   kHalfCleared = 1,  // and 2: the warps of a half have zeroed rows of values behind the last key

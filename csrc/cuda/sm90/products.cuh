@@ -1,5 +1,6 @@
 // Products of a warpgroup with wgmma: operands are tiles in panels (common/panels.cuh) and packed accumulators. Each
-// starts a group of products and returns; ptx::wgmma_wait and ptx::hold end it.
+// starts a group of products and returns; ptx::wgmma_wait and ptx::hold end it. Those named issue_... are parts of a
+// group: ptx::hold of their accumulators and ptx::wgmma_fence come before them, ptx::wgmma_commit after them.
 #pragma once
 
 #include "../common/panels.cuh"
@@ -10,32 +11,37 @@ namespace flashattn_ext::sm90 {
 // Address: how operands are addressed. In the backward 64-bit additions would go through vector registers, and the
 // 32-bit ones of ptx::Descriptor do not; in the forward uint64_t takes five instructions fewer per step.
 
-// 64 rows of a tile times all rows of another: c = rows * columns^T.
+// 64 rows of a tile times all rows of another: c = rows * columns^T + (adds ? c : 0).
 template <int kHeadDim, class Address = ptx::Descriptor, class T, int kPanels, int kRows, int kColumns>
-__device__ __forceinline__ void score_product(float (&c)[kColumns / 8][4],
-                                              const T (&rows)[kPanels][kRows][kPanelColumns], int first_row,
-                                              const T (&columns)[kPanels][kColumns][kPanelColumns]) {
+__device__ __forceinline__ void issue_score_product(float (&c)[kColumns / 8][4],
+                                                    const T (&rows)[kPanels][kRows][kPanelColumns], int first_row,
+                                                    const T (&columns)[kPanels][kColumns][kPanelColumns],
+                                                    bool adds = false) {
   const Address a = ptx::swizzled_descriptor(&rows[0][first_row], 0), b = ptx::swizzled_descriptor(columns, 0);
-  ptx::hold(c);
-  ptx::wgmma_fence();
 #pragma unroll
   for (int d = 0; d < kHeadDim; d += 16) {
     const int panel = d / kPanelColumns, step = d % kPanelColumns / 16;
     ptx::wgmma<ptx::kMajorK, ptx::kMajorK>(c, a + panel * kRows * 8 + step * 2, b + panel * kColumns * 8 + step * 2,
-                                           d > 0, T());
+                                           adds || d > 0, T());
   }
+}
+template <int kHeadDim, class Address = ptx::Descriptor, class T, int kPanels, int kRows, int kColumns>
+__device__ __forceinline__ void score_product(float (&c)[kColumns / 8][4],
+                                              const T (&rows)[kPanels][kRows][kPanelColumns], int first_row,
+                                              const T (&columns)[kPanels][kColumns][kPanelColumns]) {
+  ptx::hold(c);
+  ptx::wgmma_fence();
+  issue_score_product<kHeadDim, Address>(c, rows, first_row, columns);
   ptx::wgmma_commit();
 }
 
 // sum += a * rows, in instructions of at most kMostTiles tiles of columns.
 template <int kMostTiles = 32, class Address = ptx::Descriptor, int N, class T, int kSteps, int kPanels, int kRows>
-__device__ __forceinline__ void accumulate(float (&sum)[N][4], const uint32_t (&a)[kSteps][4],
-                                           const T (&rows)[kPanels][kRows][kPanelColumns]) {
+__device__ __forceinline__ void issue_accumulate(float (&sum)[N][4], const uint32_t (&a)[kSteps][4],
+                                                 const T (&rows)[kPanels][kRows][kPanelColumns]) {
   static_assert(kSteps * 16 == kRows);
   constexpr int kParts = N > kMostTiles ? 2 : 1, kPart = N / kParts;
   static_assert(kParts == 1 || kPart % 8 == 0, "whole panels");
-  ptx::hold(sum);
-  ptx::wgmma_fence();
 #pragma unroll
   for (int part = 0; part < kParts; ++part) {
     const Address b = ptx::swizzled_descriptor(rows[part * kPart / 8], kRows * 128);
@@ -43,6 +49,13 @@ __device__ __forceinline__ void accumulate(float (&sum)[N][4], const uint32_t (&
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) ptx::wgmma<ptx::kMajorMN>(columns, a[step], b + step * 128, T());
   }
+}
+template <int kMostTiles = 32, class Address = ptx::Descriptor, int N, class T, int kSteps, int kPanels, int kRows>
+__device__ __forceinline__ void accumulate(float (&sum)[N][4], const uint32_t (&a)[kSteps][4],
+                                           const T (&rows)[kPanels][kRows][kPanelColumns]) {
+  ptx::hold(sum);
+  ptx::wgmma_fence();
+  issue_accumulate<kMostTiles, Address>(sum, a, rows);
   ptx::wgmma_commit();
 }
 

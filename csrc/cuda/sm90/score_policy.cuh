@@ -6,6 +6,7 @@
 //   skip(kernel)              the warpgroup skips a key tile
 #pragma once
 
+#include "../common/fp8.cuh"
 #include "../common/ring.cuh"
 #include "../common/score_policy.cuh"
 #include "forward_bias.cuh"
@@ -39,6 +40,22 @@ struct WithoutBiasTiles : Policy {
 struct PlainScoresOfAnyHeads : WithoutBiasTiles<PlainScores> {
   using Maps = HeadForwardMaps;
   static void set_bias_map(const AttnParams&, Maps*, int) {}
+};
+
+// Products in fp8 (forward_operands.cuh), with the descales of DescaledScores. Weights are rounded to e4m3 later, whose
+// largest number is 448: with 256 for the largest weight of a row, weights down to 2^-14 of it keep all bits.
+struct Fp8ProductScores : DescaledScores<Float8> {
+  static constexpr float kWeightScale = LargerWeights::kScale;
+
+  // A factor of products that is not positive, and softcap, are applied to each score.
+  template <class Kernel, class Step, int kRowTiles, int N>
+  __device__ __forceinline__ LargerWeights make_logits(const Kernel& kernel, float (&x)[kRowTiles][N][4], const Step&,
+                                                       Nothing) {
+    const GeneralScore score = kernel.score.times(of_products);
+    if (!score.is_capped && score.factor >= kSmallest<float>) return {score.factor};
+    score.template make_logits<Float8>(x);
+    return {1};
+  }
 };
 
 // Softcap, ALiBi or a relative bias: there are no loads for single scores.

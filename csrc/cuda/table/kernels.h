@@ -10,6 +10,8 @@ struct ForwardKernel {
   void (*run)(const AttnParams&) = nullptr;
   size_t workspace_bytes = 0;
   int least_shared = 0;  // of a thread block in bytes, if not all GPUs have it
+  // Further workspace of a kernel that reads fp8 inputs as they are; nullptr: they are widened for it.
+  size_t (*fp8_bytes)(const AttnParams&) = nullptr;
   bool any_heads = false;  // takes inputs whose heads begin at any address: heads_are_mappable in aligned_rows.h
 };
 
@@ -20,6 +22,7 @@ struct BackwardKernel {
 
 struct JvpKernel {
   void (*run)(const JvpParams&) = nullptr;
+  size_t workspace_bytes = 0;
   int least_shared = 0;  // as in ForwardKernel
 };
 
