@@ -237,7 +237,7 @@ def test_a_measurement_compiles_what_it_calls(tmp_path: Path) -> None:
     assert [path.stem for path in found if path.parent == tmp_path] == ["left_out", *sorted(only)]
     stubs = (tmp_path / "left_out.cu").read_text().count("template <>")
     functions = sum(text.count("template ") for text in sources.cuda_instances(sm90=True).values())
-    assert stubs == functions - 9  # plain and dropout: forward, backward and its workspace; plain: J, H and its workspace
+    assert stubs == functions - 9  # the three of forward and backward with and without dropout, and J and two of H
     assert "sm90_forward_fp16_192x128" in sources.plain_sources("sm90", "fp16")
 
 
