@@ -234,9 +234,9 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Jvp[] = {
 
 // The same on Hopper (sm90/jvp.cuh). Tiles as in kSm90Forward, with the tangents of keys and values in each stage.
 inline constexpr KernelRow<sm90::ForwardTile> kSm90Jvp[] = {
-    {k16Bit, 64,  kPlain, kHopper, 0, {{2, 96, 3}}},
-    {k16Bit, 96,  kPlain, kHopper, 0, {{2, 80, 2}}},
-    {k16Bit, 128, kPlain, kHopper, 0, {{2, 64, 2}}},
+    {k16Bit, 64,  kPlain, kHopper, 0, {{2, 96, 3}, {2, 64, 4}}},
+    {k16Bit, 96,  kPlain, kHopper, 0, {{2, 80, 2}, {2, 64, 2}}},
+    {k16Bit, 128, kPlain, kHopper, 0, {{2, 80, 2}, {2, 64, 2}}},
 };
 
 // Second derivatives (sm80/second.cuh). Tiles as in kSm80Backward.
