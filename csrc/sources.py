@@ -46,6 +46,7 @@ ARRAYS = {
     "kSm90Forward": ("sm90", "forward"),
     "kSm90Backward": ("sm90", "backward"),
     "kSm90Jvp": ("sm90", "jvp"),
+    "kSm90Second": ("sm90", "second"),
     "kDecode": ("decode", "split"),
     "kFewRowsBackward": ("decode", "backward"),
 }
@@ -341,6 +342,7 @@ UNITS = {
     ("sm90", "forward"): "queries x keys of a step, stages, order",
     ("sm90", "backward"): "keys x queries of a step, stages of queries and of keys, order",
     ("sm90", "jvp"): "queries x keys of a step, stages",
+    ("sm90", "second"): "keys x queries of a step, stages of queries",
 }
 
 TITLES = {("bf16",): "inputs in fp8, widened to bf16", ("fp8",): "fp8"}
@@ -353,13 +355,15 @@ def describe(row: Row) -> str:
         return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}, {stages}"
     if (row.architecture, row.stage) == ("sm80", "jvp"):
         return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}"
-    if row.stage == "second":
+    if (row.architecture, row.stage) == ("sm80", "second"):
         return f"{tile[0]}, {tile[1]} x {tile[2]}"
     if row.architecture == "sm80":
         return f"{tile[0]}, {tile[1]} x {tile[2]}, {tile[5]}, {tile[6]}"
     if row.stage in ("forward", "jvp"):
         order = ", in turn" if tile[3:] == ("kInTurn",) else ""
         return f"{64 * int(tile[0])} x {tile[1]}, {tile[2]}{order}"
+    if row.stage == "second":
+        return f"{tile[0]} x {tile[1]}, {tile[2]}"
     order = {"kLockstep": ", lockstep", "kThreePhases": ", three phases"}.get(tile[4], "") if len(tile) > 4 else ""
     return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}{order}"
 

@@ -27,7 +27,10 @@ struct Sm90 {
     const JvpKernel* const own = RowKernels<sm90::JvpRows>::first(call, true);
     return own ? own : RowKernels<sm80::JvpRows>::first(call, true);
   }
-  static const SecondKernel* second(const KernelCall& call) { return RowKernels<sm80::SecondRows>::first(call, true); }
+  static const SecondKernel* second(const KernelCall& call) {
+    const SecondKernel* const own = RowKernels<sm90::SecondRows>::first(call, true);
+    return own ? own : RowKernels<sm80::SecondRows>::first(call, true);
+  }
 };
 
 }  // namespace

@@ -33,6 +33,11 @@ void backward(const AttnGradParams& p);
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void jvp(const JvpParams& p);
 
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+size_t second_bytes(const SecondParams& p);
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+void second(const SecondParams& p);
+
 // Rows for RowKernels (../dispatch.cuh).
 struct ForwardRows {
   using Kernel = ForwardKernel;
@@ -65,6 +70,16 @@ struct JvpRows {
   template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
     return {jvp<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes};
+  }
+};
+
+struct SecondRows {
+  using Kernel = SecondKernel;
+  static constexpr const auto& kTable = kernel_table::kSm90Second;
+  static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
+  template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
+  static constexpr Kernel kernel() {
+    return {second<T, kHeadDim, kOptions, kHeadDimV>, second_bytes<T, kHeadDim, kOptions, kHeadDimV>};
   }
 };
 

@@ -243,15 +243,15 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Jvp[] = {
 
 // The same on Hopper (sm90/jvp.cuh). Tiles as in kSm90Forward, with the tangents of keys and values in each stage.
 inline constexpr KernelRow<sm90::ForwardTile> kSm90Jvp[] = {
-    {k16Bit, 64,  kPlain, kHopper, 0, {{2, 96, 3}}},
-    {k16Bit, 96,  kPlain, kHopper, 0, {{2, 80, 2}}},
-    {k16Bit, 128, kPlain, kHopper, 0, {{2, 64, 2}}},
+    {k16Bit, 64,  kPlain, kHopper, 0, {{2, 96, 3}, {2, 64, 4}}},
+    {k16Bit, 96,  kPlain, kHopper, 0, {{2, 80, 2}, {2, 64, 2}}},
+    {k16Bit, 128, kPlain, kHopper, 0, {{2, 80, 2}, {2, 64, 2}}},
 };
 
-// Second derivatives (sm80/second.cuh), on every GPU. Tiles as in kSm80Backward.
+// Second derivatives (sm80/second.cuh). Tiles as in kSm80Backward.
 inline constexpr KernelRow<sm80::BackwardTile> kSm80Second[] = {
-    {k16Bit, 64,  kPlain,     kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 4, 1, 1}, {8, 64, 64, 4, 4, 1, 1}}},
-    {k16Bit, 128, kPlain,     kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
+    {k16Bit, 64,  kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 4, 1, 1}, {8, 64, 64, 4, 4, 1, 1}}},
+    {k16Bit, 128, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
     {k16Bit, 256, kPlain,     kEveryGpu,  kMaySpill, {{8, 32, 64, 2, 2, 1, 1}, {2, 16, 32, 1, 1, 1, 1}}},
     {k16Bit, 64,  kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 4, 1, 1}, {8, 64, 64, 4, 4, 1, 1}}},
     {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
@@ -259,6 +259,13 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Second[] = {
     {kFp32,  64,  kGeneral,   kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
     {kFp32,  128, kGeneral,   kEveryGpu,  kMaySpill, {{4, 32, 32, 2, 2, 1, 1}, {2, 32, 16, 2, 2, 1, 1}}},
     {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{2, 16, 32, 1, 1, 1, 1}, {1, 16, 16, 1, 1, 1, 1}}},
+};
+
+// The same on Hopper (sm90/second.cuh). Tiles: {keys, queries, stages of queries}; queries as in kSm90Backward, whose
+// layout of dq it has.
+inline constexpr KernelRow<sm90::SecondTile> kSm90Second[] = {
+    {k16Bit, 64,  kPlain, kHopper, 0, {{64, 128, 2}}},
+    {k16Bit, 128, kPlain, kHopper, 0, {{64, 64, 2}}},
 };
 
 // Decoding (decode/split.cuh), on every GPU. Tiles: {row tiles of a warp, warps along the rows, warps along the columns,
