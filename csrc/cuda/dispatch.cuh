@@ -14,14 +14,15 @@
 #include "../backend.h"
 #include "common/aligned_rows.h"
 #include "common/device.h"
+#include "common/mask_extremes.h"
 #include "common/options.h"
 #include "common/unowned_rows.h"
 #include "common/widened_inputs.h"
+#include "decode/chunks.h"
 #include "decode/decode.h"
 #include "decode/few_rows.h"
 #include "decode/prefill.h"
 #include "dropout_mask.h"
-#include "mask_extremes.h"
 #include "max_logits.h"
 #include "table/kernels.h"
 
@@ -218,7 +219,9 @@ class Dispatch {
     if (decode::is_few_rows(p)) {
       return decode::few_rows_bytes(p) + (is_narrow(p) ? 0 : static_cast<size_t>(aligned_copy_bytes(p)));
     }
-    return forward_of(p).workspace_bytes + static_cast<size_t>(is_narrow(p) ? widened_bytes(p) : aligned_copy_bytes(p));
+    const ForwardKernel& kernel = forward_of(p);
+    return kernel.workspace_bytes + (kernel.more_bytes ? kernel.more_bytes(p) : 0) +
+           static_cast<size_t>(is_narrow(p) ? widened_bytes(p) : aligned_copy_bytes(p));
   }
   static size_t backward_workspace_bytes(const AttnGradParams& p) {
     const size_t bytes = decode::is_few_rows(p) ? decode::few_rows_bytes(p) : backward_of(p).workspace_bytes(p);
@@ -233,12 +236,19 @@ class Dispatch {
     set_unowned_rows(p);
     run_forward(p);
   }
+  static ChunkKernel chunk_kernel(const DecodeParams& p) {
+    const ForwardKernel& kernel = forward_of(p);
+    return kernel.chunks ? kernel.chunks() : ChunkKernel{};
+  }
+  static bool has_chunks(const DecodeParams& p) { return p.invariant && decode::has_chunks(p, chunk_kernel(p)); }
   static size_t decode_workspace_bytes(const DecodeParams& p) {
     if (!decode::is_prefill(p)) return decode::workspace_bytes(p);
+    if (has_chunks(p)) return decode::chunk_bytes(p, chunk_kernel(p));
     return decode::prefill_bytes(p) + forward_workspace_bytes(decode::packed_call(p));
   }
   static void decode(const DecodeParams& p) {
     if (!decode::is_prefill(p)) return decode::run(p);
+    if (has_chunks(p)) return decode::run_chunks(p, chunk_kernel(p));
     const AttnParams packed = decode::begin_prefill(p);
     run_forward(packed);
     decode::finish_prefill(p, packed);

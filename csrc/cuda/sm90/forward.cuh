@@ -338,9 +338,11 @@ struct Forward {
   }
 };
 
-template <class Kernel>
+// others: further arguments of the consumers.
+template <class Kernel, class... Others>
 __device__ __forceinline__ void run_forward(const AttnParams& p, const typename Kernel::Maps& maps,
-                                            const TileGrid& grid, const typename Kernel::Score& score) {
+                                            const TileGrid& grid, const typename Kernel::Score& score,
+                                            const Others&... others) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
   typename Kernel::Shared& in_memory = *reinterpret_cast<typename Kernel::Shared*>(memory);
@@ -376,7 +378,7 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
     Kernel::Visibility::template load<Kernel>(shared, p, maps, grid);
   } else {
     ptx::take_registers<Kernel::kRegisters.consumer>();
-    Kernel(shared, p, score, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
+    Kernel(shared, p, score, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1, others...).compute_tiles();
   }
 #endif
 }

@@ -2,19 +2,26 @@
 // class of head dims and some options: the rows of ../table/kernel_table.h.
 #pragma once
 
-#include <algorithm>
-
 #include "../table/kernels.h"
 #include "tiles.h"
 
 namespace flashattn_ext::sm90 {
 
 constexpr size_t kForwardBytes = 64;  // workspace of the forward: TileGrid::taken
+static_assert(kForwardBytes == kChunkKernelBytes);
 
 // T: __half or __nv_bfloat16; kHeadDim as in sm80/kernels.h; kHeadDimV: at least head_dim_v. Every row of q, k and v is
 // 16-byte aligned and a multiple of 16 bytes long; rows of `out` may have any alignment.
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void forward(const AttnParams& p);
+
+// The same for invariant calls without options or with a Mask (invariant.cuh); and what decoding needs of the kernel.
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+void invariant(const AttnParams& p);
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+size_t invariant_bytes(const AttnParams& p);
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+ChunkKernel invariant_chunks();
 
 // Rows of dout are aligned as well; rows of out, dq, dk and dv may have any alignment.
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
@@ -26,14 +33,21 @@ void backward(const AttnGradParams& p);
 struct ForwardRows {
   using Kernel = ForwardKernel;
   static constexpr const auto& kTable = kernel_table::kSm90Forward;
-  // A Mask has no class with fewer columns of v than of q, and an invariant call runs the same class with and without.
-  static constexpr KernelCall needed(KernelCall call) {
-    if (call.is_invariant) call.head_dim = call.head_dim_v = std::max(call.head_dim, call.head_dim_v);
-    return call;
-  }
+  static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
   template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
     return {forward<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes};
+  }
+};
+// Other invariant calls run rows of kSm90Forward.
+struct InvariantRows {
+  using Kernel = ForwardKernel;
+  static constexpr const auto& kTable = kernel_table::kSm90Invariant;
+  static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
+  template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
+  static constexpr Kernel kernel() {
+    return {invariant<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes, 0,
+            invariant_bytes<T, kHeadDim, kOptions, kHeadDimV>, invariant_chunks<T, kHeadDim, kOptions, kHeadDimV>};
   }
 };
 struct BackwardRows {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../derivative_params.h"
+#include "../common/chunks.h"
 #include "rows.h"
 
 namespace flashattn_ext {
@@ -10,6 +11,9 @@ struct ForwardKernel {
   void (*run)(const AttnParams&) = nullptr;
   size_t workspace_bytes = 0;
   int least_shared = 0;  // of a thread block in bytes, if not all GPUs have it
+  // Of invariant kernels that add up chunks of keys: bytes beyond workspace_bytes, and how decoding runs them.
+  size_t (*more_bytes)(const AttnParams&) = nullptr;
+  ChunkKernel (*chunks)() = nullptr;
 };
 
 struct BackwardKernel {
