@@ -17,6 +17,16 @@ struct ChunkSum {
   float max, sum;
 };
 
+// The pages of a KV cache, whose keys are read in place. Every sequence begins with a page.
+struct KeyPages {
+  TensorView k, v;                 // [entries, page_size, Hk, D]
+  const int32_t* table = nullptr;  // [B, pages of a sequence]; nullptr: keys are rows of the packed call
+  int64_t table_stride = 0;
+  int page_size = 0;  // a multiple of kPageGranule
+  int entries = 0;
+};
+constexpr int kPageGranule = 16;
+
 // A call in which thread blocks compute one chunk of a sequence and head each. Sequence b of a call with this many
 // chunks is sequence 2 b of the packed call (decode/prefill.h).
 struct ChunkPartials {
@@ -28,6 +38,7 @@ struct ChunkPartials {
   int rows = 0;              // of a sequence and head, which are one tile of queries
   int columns = 0;           // of a row, whole vectors
   int row_step = 0;          // rows of the packed queries from one sequence to the next
+  KeyPages pages;
 };
 
 constexpr int64_t kChunkKernelBytes = 64;  // that a kernel takes of the workspace of such a call

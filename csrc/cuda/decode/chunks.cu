@@ -137,12 +137,14 @@ bool has_chunks(const DecodeParams& p, const ChunkKernel& kernel) {
 size_t chunk_bytes(const DecodeParams& p, const ChunkKernel& kernel) {
   ChunkPartials partials;
   char* const begin = nullptr;
-  return prefill_bytes(p) + static_cast<size_t>(aligned_copy_bytes(packed_call(p))) +
+  const bool in_pages = reads_pages(p);
+  return prefill_bytes(p, in_pages) + static_cast<size_t>(aligned_copy_bytes(packed_call(p, in_pages))) +
          static_cast<size_t>(place_arrays(p, kernel, begin, &partials) - begin);
 }
 
 void run_chunks(const DecodeParams& p, const ChunkKernel& kernel) {
-  AttnParams packed = align_inputs(begin_prefill(p));
+  const bool in_pages = reads_pages(p);
+  AttnParams packed = align_inputs(begin_prefill(p, in_pages));
   ChunkPartials partials;
   place_arrays(p, kernel, static_cast<char*>(packed.workspace), &partials);
   partials.chunks = static_cast<int>(chunks_of(p, kernel));
@@ -159,6 +161,15 @@ void run_chunks(const DecodeParams& p, const ChunkKernel& kernel) {
     packed.window_right = kUnbounded;
   }
   packed.seqlen_q = partials.rows;
+  if (in_pages) {
+    const KeyCache& cache = p.cache;
+    partials.pages = {p.k,
+                      p.v,
+                      cache.block_table,
+                      cache.block_table_stride,
+                      static_cast<int>(cache.page_size),
+                      static_cast<int>(cache.entries)};
+  }
   kernel.run(packed, partials);
   p.dtype == DType::kFloat16 ? launch_sum<__half>(p, packed, partials) : launch_sum<__nv_bfloat16>(p, packed, partials);
 }

@@ -107,9 +107,16 @@ struct Forward {
     }
     __device__ void load_tile(const Work& work, int key_start) {
       const int batch = p.is_varlen() ? 0 : work.b, hk = work.h / static_cast<int>(p.group_size());
+      load_steps(work, batch, [&](auto& to, ptx::Barrier& full, const CUtensorMap& map, int n) {
+        load_panels(to, full, map, key_start + n * kKeys, hk, batch);
+      });
+    }
+    // load(tile, barrier, map, n): starts copying the keys or values of key tile n.
+    template <class Load>
+    __device__ __forceinline__ void load_steps(const Work& work, int batch, const Load& load) {
       auto load_keys = [&](int n) {
         ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
-        load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, key_start + n * kKeys, hk, batch);
+        load(shared.k[k.stage], shared.k_full[k.stage], maps.k, n);
         k.advance();
         bias.load(shared, maps, work, n * kKeys);
       };
@@ -120,7 +127,7 @@ struct Forward {
       for (int n = work.last; n >= work.first; --n) {
         if (n > work.first) load_keys(n - 1);
         ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, key_start + n * kKeys, hk, batch);
+        load(shared.v[v.stage], shared.v_full[v.stage], maps.v, n);
         v.advance();
       }
     }

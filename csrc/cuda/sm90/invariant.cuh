@@ -41,9 +41,32 @@ struct InvariantForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, Policies> {
           this->p, grid, [&] { return grid.take(); },
           [&](const Work& work, int key_start) {
             this->publish(work);
-            if (work.sees_keys()) this->load_tile(work, key_start);
+            if (!work.sees_keys()) return;
+            const KeyPages& pages = static_cast<const ChunkGrid&>(grid).partials.pages;
+            pages.table ? load_from_pages(work, pages) : this->load_tile(work, key_start);
           });
       this->publish(Work{});
+    }
+    // The rows behind the last granule of the sequence keep what was there; their scores are masked, and the consumers
+    // zero their values.
+    __device__ void load_from_pages(const Work& work, const KeyPages& pages) {
+      const int* const table = pages.table + work.b / 2 * pages.table_stride;
+      const int hk = work.h / static_cast<int>(this->p.group_size());
+      this->load_steps(work, 0, [&](auto& to, ptx::Barrier& full, const CUtensorMap& map, int n) {
+        constexpr int kTilePanels = sizeof(to) / sizeof(to[0]), kBytes = kPageGranule * sizeof(to[0][0]);
+        const int granules = min(kKeys, work.length_k - n * kKeys + kPageGranule - 1) / kPageGranule;
+        ptx::barrier_arrive_expect(&full, granules * kTilePanels * kBytes);
+#pragma unroll 1
+        for (int i = 0; i < granules; ++i) {
+          const int key = n * kKeys + i * kPageGranule, page = key / pages.page_size;
+          const int entry = min(max(table[page], 0), pages.entries - 1);
+#pragma unroll
+          for (int panel = 0; panel < kTilePanels; ++panel) {
+            ptx::tma_load(to[panel][i * kPageGranule], &map, &full, panel * kPanelColumns, key - page * pages.page_size,
+                          hk, entry);
+          }
+        }
+      });
     }
   };
 
@@ -215,9 +238,17 @@ struct InvariantLaunch {
 
   // tiles: of queries, or tasks of decoding.
   static void run(const AttnParams& p, const TileOrder& order, int64_t tiles, const ChunkPartials& partials) {
-    const typename Kernel::Maps maps{query_map(p, p.q, p.head_dim, Kernel::kQueries),
-                                     key_map(p, p.k, p.head_dim, Kernel::kKeys),
-                                     key_map(p, p.v, p.head_dim_v, Kernel::kKeys)};
+    typename Kernel::Maps maps{query_map(p, p.q, p.head_dim, Kernel::kQueries),
+                               key_map(p, p.k, p.head_dim, Kernel::kKeys),
+                               key_map(p, p.v, p.head_dim_v, Kernel::kKeys)};
+    if (const KeyPages& pages = partials.pages; pages.table) {
+      AttnParams entries = p;  // of the cache, as a dense batch
+      entries.cu_seqlens_q = nullptr;
+      entries.batch = pages.entries;
+      entries.seqlen_k = pages.page_size;
+      maps.k = key_map(entries, pages.k, p.head_dim, kPageGranule);
+      maps.v = key_map(entries, pages.v, p.head_dim_v, kPageGranule);
+    }
     int* const taken = static_cast<int*>(p.workspace);
     ChunkGrid grid{};
     static_cast<TileGrid&>(grid) = {order, static_cast<int>(tiles), taken};
