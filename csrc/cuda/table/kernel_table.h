@@ -193,6 +193,17 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     {kBf16,  256,        kFp8General, kHopper, kMaySpill, {{2, 64, 2}}},
 };
 
+// Invariant calls without options, and with a Mask (sm90/invariant.cuh); other invariant calls run general kernels. Tiles
+// as above. Both rows of a class have the same keys: a Mask that hides nothing of a row changes none of its bits.
+inline constexpr KernelRow<sm90::ForwardTile> kSm90Invariant[] = {
+    {k16Bit, 64,  kPlain,     kHopper, kMaySpill, {{3, 128, 3}}},
+    {k16Bit, 128, kPlain,     kHopper, kMaySpill, {{3, 80, 3}}},
+    {k16Bit, 256, kPlain,     kHopper, kMaySpill, {{2, 64, 2}}},
+    {k16Bit, 64,  kIntervals, kHopper, kMaySpill, {{3, 128, 3}}},
+    {k16Bit, 128, kIntervals, kHopper, kMaySpill, {{3, 80, 3}}},
+    {k16Bit, 256, kIntervals, kHopper, kMaySpill, {{2, 64, 2}}},
+};
+
 // Tiles: {keys, queries, stages of queries, stages of keys[, order]}. Dropout and the centres of rows (csrc/bias.h) take
 // some shared memory, but do not change the queries, which define the order of the sums of dq. General calls, and calls
 // with scores above 128, run the general rows of kSm80Backward: in such a kernel for Hopper ptxas serialises wgmma
