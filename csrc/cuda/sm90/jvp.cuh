@@ -74,7 +74,7 @@ struct Jvp {
 
     __device__ void load_tiles(const TileGrid& grid) {
       each_forward_work<kQueries, kKeys, false, Visibility::kTakesLate>(
-          p, grid, static_cast<int>(blockIdx.x), [&] { return grid.take(); },
+          p, grid, static_cast<int>(blockIdx.x), [&](int tile) { return grid.next(tile); },
           [&](const Work& work, int key_start) {
             publish_work(shared, work, &work_parity);
             if (Moves::kAny && work.sees_keys()) load_tile(work, key_start);
