@@ -139,6 +139,7 @@ class Dispatch {
   static const SecondKernel* second_kernel(const AttnParams& p) {
     return Architecture::second(backward_call(p, options_of(p)));
   }
+  // `invariant` is about out and lse: derivatives, like gradients, are those of the call without it.
   static std::string supports_derivatives(const AttnParams& p) {
     if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
     if (p.is_fp8) return refuses_fp8(p, Architecture::kName);
@@ -156,7 +157,7 @@ class Dispatch {
       return refuses_shared_memory(p, kernel->least_shared, "forward mode and second derivatives with ",
                                    [](const AttnParams& near) { return jvp_kernel(near)->least_shared; });
     }
-    const std::string reason = refuses_origin(p, "CUDA");
+    const std::string reason = refuses_origin(p, Architecture::kGpus);
     return reason.empty() ? Architecture::refuses_device() : reason;
   }
   static std::string supports_decode(const DecodeParams& p) {
