@@ -80,8 +80,8 @@ inline KernelCall widened_call(KernelCall call) {
 // Invariant calls in fp8 have the bits of decoding, which widens its caches.
 inline KernelCall forward_call(const AttnParams& p) {
   const Options options = p.invariant ? invariant_options(options_of(p)) : options_of(p);
-  const KernelCall call{type_bit(p.dtype),           p.head_dim, p.head_dim_v, options,
-                        p.row_maxima.data != nullptr, p.invariant};
+  const KernelCall call{type_bit(p.dtype), p.head_dim, p.head_dim_v, options, p.row_maxima.data != nullptr,
+                        p.invariant};
   return p.invariant ? widened_call(call) : call;
 }
 inline KernelCall backward_call(const AttnParams& p, Options options) {

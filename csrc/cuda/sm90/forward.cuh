@@ -116,10 +116,10 @@ struct Forward {
       const int batch = p.is_varlen() ? 0 : work.b, hk = work.h / static_cast<int>(p.group_size());
       load_steps(
           work, batch,
-          [&](auto& to, ptx::Barrier& full, const CUtensorMap& map, int n) {
+          [&](auto& to, ptx::Barrier& full, const auto& map, int n) {
             load_panels(to, full, map, key_start + n * kKeys, hk, batch);
           },
-          [&](auto& to, ptx::Barrier& full, const CUtensorMap& map, int n) {
+          [&](auto& to, ptx::Barrier& full, const auto& map, int n) {
             const TilePlace at = Operands::values_at(p, batch, work.b, hk, key_start, n);
             load_panels(to, full, map, at.row, at.head, at.batch);
           });

@@ -103,7 +103,7 @@ struct InvariantForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, Policies> {
                                                    const Body& body) {
     const ChunkPartials& partials = grid.partials;
     for (int tile = static_cast<int>(blockIdx.x); tile < grid.tiles;) {
-      const int following = Visibility::kTakesLate ? 0 : take();
+      const int following = Visibility::kTakesLate ? 0 : take(tile);
       const int chunk = tile % partials.chunks, head = tile / partials.chunks, heads = static_cast<int>(p.heads_q);
       Work work{2 * (head / heads), head % heads};
       const Sequence keys = key_sequence(p, work.b);
@@ -116,7 +116,7 @@ struct InvariantForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, Policies> {
         work.last = min((visible.end - 1) / kKeys, (chunk + 1) * kChunkTiles - 1);
         body(work, static_cast<int>(keys.start));
       }
-      tile = Visibility::kTakesLate ? take() : following;
+      tile = Visibility::kTakesLate ? take(tile) : following;
     }
   }
 

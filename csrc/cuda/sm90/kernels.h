@@ -52,7 +52,7 @@ struct ForwardRows {
   static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
   template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
-    return {forward<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes, 0,
+    return {forward<T, kHeadDim, kOptions, kHeadDimV>,        kForwardBytes,       0,
             kTypeOf<T> == kE4m3 ? transposed_bytes : nullptr, kTypeOf<T> == kE4m3, reads_any_heads(kHeadDim, kOptions)};
   }
 };
@@ -63,8 +63,8 @@ struct InvariantRows {
   static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
   template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
-    return {invariant<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes, 0,
-            invariant_bytes<T, kHeadDim, kOptions, kHeadDimV>, false, false,
+    return {invariant<T, kHeadDim, kOptions, kHeadDimV>,       kForwardBytes, 0,
+            invariant_bytes<T, kHeadDim, kOptions, kHeadDimV>, false,         false,
             invariant_chunks<T, kHeadDim, kOptions, kHeadDimV>};
   }
 };
