@@ -450,7 +450,6 @@ void forward_to_256(const AttnParams& p) {
     maps.k.set(p, p.k, p.head_dim, key_rows(p), p.heads_k, Kernel::kKeys);
     maps.v.set(p, p.v, p.head_dim_v, key_rows(p), p.heads_k, Kernel::kKeys);
   } else {
-    Operands::prepare(p);
     static_cast<ForwardMaps&>(maps) = {Operands::query_map(p), Operands::key_map(p), Operands::value_map(p)};
   }
   Kernel::Scores::set_bias_map(p, &maps, Kernel::kQueries);
@@ -464,7 +463,9 @@ void forward_to_256(const AttnParams& p) {
   int* const taken = schedules ? static_cast<int*>(p.workspace) : nullptr;
   const TileGrid grid{forward_order(p, blocks, Kernel::kElementBytes, Kernel::Scores::kBatchesTogether ? p.batch : 1),
                       static_cast<int>(all), taken};
-  if (schedules) {
+  if constexpr (Operands::kPrepares) {
+    Operands::prepare(p, taken);
+  } else if (schedules) {
     check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
   }
   launch_early(forward_kernel<Kernel>, "sm90 forward", p, row_of_blocks(std::min(all, processors), "sm90 forward", p),

@@ -4,6 +4,7 @@
 #include "../common/rows.cuh"
 #include "../common/tile.cuh"
 #include "../common/tile_order.cuh"
+#include "../ptx/grid.cuh"
 #include "kernels.h"
 #include "transposed_values.h"
 
@@ -31,11 +32,14 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&columns)[4], const ui
 // blockIdx: {tile of a sequence, batch entry and KV head, 64 columns}. A block makes every gridDim.x-th tile of its
 // sequence, which may be longer than the host knows.
 __global__ void __launch_bounds__(kTransposeThreads)
-    transpose_kernel(const __grid_constant__ AttnParams p, unsigned char* tiles) {
+    transpose_kernel(const __grid_constant__ AttnParams p, unsigned char* tiles, int* taken) {
   __shared__ uint4 chunks[kBlockColumns][kTransposedKeys / 16];  // of 16 keys of a column
   const int group = static_cast<int>(threadIdx.x) / kRowThreads, four = static_cast<int>(threadIdx.x) % kRowThreads;
   const int heads = static_cast<int>(p.heads_k), columns = static_cast<int>(p.head_dim_v);
   const int first_column = static_cast<int>(blockIdx.z) * kBlockColumns, column = first_column + 4 * four;
+  ptx::wait_for_previous_kernel();
+  ptx::let_next_kernel_start();
+  if (taken && threadIdx.x == 0 && blockIdx.x + blockIdx.y + blockIdx.z == 0) *taken = 0;
   for (int head = static_cast<int>(blockIdx.y); head < heads * static_cast<int>(p.batch);
        head += static_cast<int>(gridDim.y)) {
     const int b = head / heads, hk = head % heads;
@@ -87,14 +91,12 @@ size_t transposed_bytes(const AttnParams& p) {
   return static_cast<size_t>(transposed_heads(p) * transposed_tiles(p) * tile_bytes(p));
 }
 
-void transpose_values(const AttnParams& p) {
+void transpose_values(const AttnParams& p, int* taken) {
   constexpr int64_t kGridHeight = 65535;
   const int64_t heads = p.batch * p.heads_k, parts = (p.head_dim_v + kBlockColumns - 1) / kBlockColumns;
-  if (heads == 0 || parts == 0) return;
   const dim3 grid(static_cast<unsigned>(tile_count(p.seqlen_k, kTransposedKeys)),
                   static_cast<unsigned>(std::min(heads, kGridHeight)), static_cast<unsigned>(parts));
-  transpose_kernel<<<grid, kTransposeThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(p, tiles_of(p));
-  check_launch(cudaGetLastError(), "transpose values", p);
+  launch_early(transpose_kernel, "transpose values", p, grid, kTransposeThreads, 0, p, tiles_of(p), taken);
 }
 
 TensorView transposed_view(const AttnParams& p) {
