@@ -156,7 +156,8 @@ SETS: dict[str, list[Case]] = {
     "window": [_square(16384, 16384, 128, True, window=1024)],
     "deterministic": [_square(16384, 4096, 128, causal, deterministic=True) for causal in WAYS],
     "invariant": [
-        _square(16384, S, D, causal, invariant=True) for D, causal, S in itertools.product((64, 128, 256), WAYS, (4096, 16384))
+        _square(16384, S, D, causal, invariant=True)
+        for D, causal, S in itertools.product((64, 128, 256), WAYS, (4096, 16384))
     ],
     "fp32": [Case(4, 16, 16, 2048, D, causal, "fp32") for D, causal in itertools.product((64, 128), WAYS)],
     "fp8": [

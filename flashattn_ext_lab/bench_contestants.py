@@ -192,8 +192,9 @@ def attention(name: str, rng_seed: int | None = None) -> Attention:
     """A contestant as a function of a case, q, k and v; only ours uses `rng_seed`."""
     if name in (*TORCH_BACKENDS, SDPA):
         return functools.partial(_torch, name)
-    others = {OURS: functools.partial(ours, rng_seed), FLEX: _flex, UNFUSED: _unfused, JVP_FLASH: _jvp_flash}
-    return others.get(name) or functools.partial(_flash_attn, name)
+    if name in FLASH_MODULES and name != JVP_FLASH:
+        return functools.partial(_flash_attn, name)
+    return {OURS: functools.partial(ours, rng_seed), FLEX: _flex, UNFUSED: _unfused, JVP_FLASH: _jvp_flash}[name]
 
 
 def keywords(case: Case, rng_seed: int | None) -> dict[str, Any]:

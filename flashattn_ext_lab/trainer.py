@@ -14,7 +14,7 @@ import signal
 import statistics
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -234,7 +234,9 @@ class Trainer(Training):
 
     def _check_same_run(self, state: dict[str, Any]) -> None:
         choices = "to resume, --restart to start over, or another --out"
-        saved, wanted = ({**of, **of["model"]} for of in (state["config"], asdict(self.config)))
+        # Older runs lack fields that have a default.
+        defaults = {of.name: of.default for of in fields(TrainConfig) if of.default is not MISSING}
+        saved, wanted = ({**defaults, **of, **of["model"]} for of in (state["config"], asdict(self.config)))
         different = [name for name in wanted if name != "model" and saved.get(name) != wanted[name]]
         if different:
             changes = ", ".join(f"{name.replace('_', '-')} {saved.get(name)} -> {wanted[name]}" for name in different)
@@ -253,12 +255,12 @@ class Trainer(Training):
         self.step, self.seconds = int(state["step"]), float(state["seconds"])
         self.train_losses = [float(loss) for loss in state["train_losses"]]
         self.validation_losses = [(int(step), float(loss)) for step, loss in state["validation_losses"]]
-        self.max_logits = [(int(step), float(logit)) for step, logit in state["max_logits"]]
+        self.max_logits = [(int(step), float(logit)) for step, logit in state.get("max_logits", [])]
         torch.set_rng_state(state["random"]["cpu"])
         kind = self.device.type
         if kind != "cpu" and kind in state["random"]:
             getattr(torch, kind).set_rng_state(state["random"][kind], self.device)
-        if self.layout.ranks > 1 or state["ranks"] > 1:  # the saved generators belong to one rank of several
+        if self.layout.ranks > 1 or state.get("ranks", 1) > 1:  # the saved generators belong to one rank of several
             self.seed_for_step(self.step)
 
 

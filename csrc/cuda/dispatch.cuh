@@ -14,14 +14,15 @@
 #include "../backend.h"
 #include "common/aligned_rows.h"
 #include "common/device.h"
+#include "common/mask_extremes.h"
 #include "common/options.h"
 #include "common/unowned_rows.h"
 #include "common/widened_inputs.h"
+#include "decode/chunks.h"
 #include "decode/decode.h"
 #include "decode/few_rows.h"
 #include "decode/prefill.h"
 #include "dropout_mask.h"
-#include "mask_extremes.h"
 #include "max_logits.h"
 #include "table/kernels.h"
 
@@ -71,14 +72,17 @@ class RowKernels {
   static constexpr Kernels kFloat8 = of_rows<Float8>(std::make_index_sequence<kRows>());
 };
 
-inline KernelCall forward_call(const AttnParams& p) {
-  const Options options = p.invariant ? invariant_options(options_of(p)) : options_of(p);
-  return {type_bit(p.dtype), p.head_dim, p.head_dim_v, options, p.row_maxima.data != nullptr, p.invariant};
-}
 // The same call with its inputs widened.
 inline KernelCall widened_call(KernelCall call) {
   if (call.type == kE4m3) call.type = kBf16;
   return call;
+}
+// Invariant calls in fp8 have the bits of decoding, which widens its caches.
+inline KernelCall forward_call(const AttnParams& p) {
+  const Options options = p.invariant ? invariant_options(options_of(p)) : options_of(p);
+  const KernelCall call{type_bit(p.dtype), p.head_dim, p.head_dim_v, options, p.row_maxima.data != nullptr,
+                        p.invariant};
+  return p.invariant ? widened_call(call) : call;
 }
 inline KernelCall backward_call(const AttnParams& p, Options options) {
   return {type_bit(p.dtype), p.head_dim, p.head_dim_v, options};
@@ -135,6 +139,7 @@ class Dispatch {
   static const SecondKernel* second_kernel(const AttnParams& p) {
     return Architecture::second(backward_call(p, options_of(p)));
   }
+  // `invariant` is about out and lse: derivatives, like gradients, are those of the call without it.
   static std::string supports_derivatives(const AttnParams& p) {
     if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
     if (p.is_fp8) return refuses_fp8(p, Architecture::kName);
@@ -152,7 +157,7 @@ class Dispatch {
       return refuses_shared_memory(p, kernel->least_shared, "forward mode and second derivatives with ",
                                    [](const AttnParams& near) { return jvp_kernel(near)->least_shared; });
     }
-    const std::string reason = refuses_origin(p, "CUDA");
+    const std::string reason = refuses_origin(p, Architecture::kGpus);
     return reason.empty() ? Architecture::refuses_device() : reason;
   }
   static std::string supports_decode(const DecodeParams& p) {
@@ -227,9 +232,9 @@ class Dispatch {
       return decode::few_rows_bytes(p) + (is_narrow(p) ? 0 : static_cast<size_t>(aligned_copy_bytes(p)));
     }
     const ForwardKernel& kernel = forward_of(p);
-    const bool widens = is_narrow(p) && !kernel.fp8_bytes;
+    const bool widens = is_narrow(p) && !kernel.reads_fp8;
     const int64_t copies = widens ? widened_bytes(p) : reads_in_place(p) ? 0 : aligned_copy_bytes(p);
-    return kernel.workspace_bytes + static_cast<size_t>(copies) + (is_narrow(p) && !widens ? kernel.fp8_bytes(p) : 0);
+    return kernel.workspace_bytes + (kernel.more_bytes ? kernel.more_bytes(p) : 0) + static_cast<size_t>(copies);
   }
   // Whether the forward's kernel takes inputs that are not aligned.
   static bool reads_in_place(const AttnParams& p) { return forward_of(p).any_heads && heads_are_mappable(p); }
@@ -241,19 +246,26 @@ class Dispatch {
     const bool is_few = decode::is_few_rows(p);  // these kernels read fp8 as it is, with any alignment
     if (is_few) return decode::run_few_rows(is_narrow(p) ? p : align_inputs(p));
     const ForwardKernel& kernel = forward_of(p);
-    const bool widens = is_narrow(p) && !kernel.fp8_bytes;
+    const bool widens = is_narrow(p) && !kernel.reads_fp8;
     kernel.run(widens ? widen_inputs(p) : reads_in_place(p) ? p : align_inputs(p));
   }
   static void forward(const AttnParams& p) {
     set_unowned_rows(p);
     run_forward(p);
   }
+  static ChunkKernel chunk_kernel(const DecodeParams& p) {
+    const ForwardKernel& kernel = forward_of(p);
+    return kernel.chunks ? kernel.chunks() : ChunkKernel{};
+  }
+  static bool has_chunks(const DecodeParams& p) { return p.invariant && decode::has_chunks(p, chunk_kernel(p)); }
   static size_t decode_workspace_bytes(const DecodeParams& p) {
     if (!decode::is_prefill(p)) return decode::workspace_bytes(p);
+    if (has_chunks(p)) return decode::chunk_bytes(p, chunk_kernel(p));
     return decode::prefill_bytes(p) + forward_workspace_bytes(decode::packed_call(p));
   }
   static void decode(const DecodeParams& p) {
     if (!decode::is_prefill(p)) return decode::run(p);
+    if (has_chunks(p)) return decode::run_chunks(p, chunk_kernel(p));
     const AttnParams packed = decode::begin_prefill(p);
     run_forward(packed);
     decode::finish_prefill(p, packed);

@@ -264,6 +264,28 @@ def test_fuzz(on: str, seed: int, restore_threads: None) -> None:
     _C.set_cpu_isa(before)
 
 
+@refused_by_the_emulator
+@pytest.mark.dtypes("bfloat16", "float16")
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_more_keys_than_a_chunk_has(on: str, D: int, dtype: torch.dtype) -> None:
+    """Accelerators add up chunks of about 4096 keys."""
+    S, rows, group = 9000, 130, 3
+    q, k, v = (torch.randn(n, heads, D).to(dtype) for n, heads in ((rows, group), (S, 1), (S, 1)))
+    options: dict[str, Any] = dict(causal=True, invariant=True, sink=torch.tensor([-1.0, 0.0, 3.0]))
+    out, lse = flashattn_ext.forward(q[None], k[None], v[None], return_lse=True, **options)
+    table = torch.randperm(-(-S // 64), dtype=torch.int32)[None]
+    pages = torch.zeros(2, table.numel(), 64, 1, D, dtype=dtype)
+    for at, t in zip(pages, (k, v), strict=True):
+        at[table[0].long()] = torch.nn.functional.pad(t, (0, 0, 0, 0, 0, -S % 64)).view(-1, 64, 1, D)
+    for begin, end in ((rows - 1, rows), (0, 1), (7, 11), (0, rows)):
+        keys = S - rows + end
+        for caches, of_pages in (((k[None], v[None]), {}), (pages, {"block_table": table})):
+            step, its = flashattn_ext.flash_attn_with_kvcache(
+                q[None, begin:end], *caches, cache_seqlens=keys, return_softmax_lse=True, **of_pages, **options
+            )
+            assert torch.equal(step[0], out[0, begin:end]) and torch.equal(its[0], lse[0, :, begin:end])
+
+
 @every_device
 def test_one_query_head_for_each_kv_head_and_many(on: str) -> None:
     for Hq, Hk in ((1, 1), (3, 3), (8, 1), (20, 2)):

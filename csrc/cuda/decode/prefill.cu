@@ -9,11 +9,11 @@
 #include "../common/device.h"
 #include "../common/fp8.cuh"
 #include "../common/launch.cuh"
+#include "../common/mask_extremes.h"
 #include "../common/rows.cuh"
 #include "../common/tile.cuh"
 #include "../common/tile_order.cuh"
 #include "../common/vector.cuh"
-#include "../mask_extremes.h"
 #include "few_rows.h"
 #include "kernels.h"
 #include "prefill.h"
@@ -90,7 +90,7 @@ struct Arrays {
   int32_t *intervals, *extremes;          // [Hm, rows] pairs and [Hm, extremes_of_rows(rows)] extremes
   char* end;
 
-  explicit Arrays(const DecodeParams& p) {
+  Arrays(const DecodeParams& p, bool in_pages) {
     char* next = static_cast<char*>(p.workspace);
     const auto take = [&next](int64_t bytes) {
       char* const begin = next;
@@ -100,7 +100,7 @@ struct Arrays {
     const auto take_floats = [&](bool wanted, int64_t heads) {
       return reinterpret_cast<float*>(take(wanted ? p.batch * even(heads) * 4 : 0));
     };
-    const int64_t key_row = p.heads_k * element_bytes(p), gathered = gathers(p) ? all_rows(p) : 0;
+    const int64_t key_row = p.heads_k * element_bytes(p), gathered = gathers(p) && !in_pages ? all_rows(p) : 0;
     const int64_t query_row = p.heads_q * p.head_dim * element_bytes(p);
     cu_seqlens_q = reinterpret_cast<int32_t*>(take((2 * p.batch + 1) * 4));
     cu_seqlens_k = reinterpret_cast<int32_t*>(take((2 * p.batch + 1) * 4));
@@ -311,8 +311,13 @@ bool is_prefill(const DecodeParams& p) {
   return entry_rows(p, p.k) > 0 && entry_rows(p, p.k) == entry_rows(p, p.v) && all_rows(p) <= kMostRows;
 }
 
-AttnParams packed_call(const DecodeParams& p) {
-  const Arrays arrays(p);
+bool reads_pages(const DecodeParams& p) {
+  return p.cache.block_table && !p.cache.leftpad && !p.is_fp8 && !p.has_intervals() && p.cache.entries > 0 &&
+         p.cache.entries <= kMostRows && is_aligned(p);
+}
+
+AttnParams packed_call(const DecodeParams& p, bool in_pages) {
+  const Arrays arrays(p, in_pages);
   AttnParams packed = p;
   packed.batch = 2 * p.batch;
   packed.cu_seqlens_q = arrays.cu_seqlens_q;
@@ -321,7 +326,7 @@ AttnParams packed_call(const DecodeParams& p) {
   packed.total_k = all_rows(p);
   packed.seqlen_k = p.cache.capacity();
   if (copies_queries(p)) packed.q = {arrays.q, 0, p.heads_q * p.head_dim, p.head_dim};
-  if (gathers(p)) {
+  if (gathers(p) && !in_pages) {
     const int64_t columns = whole_vectors(p, p.head_dim), columns_v = whole_vectors(p, p.head_dim_v);
     packed.k = {arrays.k, 0, p.heads_k * columns, columns};
     packed.v = {arrays.v, 0, p.heads_k * columns_v, columns_v};
@@ -350,16 +355,16 @@ AttnParams packed_call(const DecodeParams& p) {
   return packed;
 }
 
-size_t prefill_bytes(const DecodeParams& p) {
-  return static_cast<size_t>(Arrays(p).end - static_cast<char*>(p.workspace));
+size_t prefill_bytes(const DecodeParams& p, bool in_pages) {
+  return static_cast<size_t>(Arrays(p, in_pages).end - static_cast<char*>(p.workspace));
 }
 
-AttnParams begin_prefill(const DecodeParams& p) {
-  const Arrays arrays(p);
+AttnParams begin_prefill(const DecodeParams& p, bool in_pages) {
+  const Arrays arrays(p, in_pages);
   const int64_t row = p.heads_q * p.head_dim;
   append(p, copies_queries(p) ? TensorView{arrays.q, p.is_varlen() ? 0 : p.seqlen_q * row, row, p.head_dim}
                               : TensorView{});
-  if (gathers(p) && all_rows(p) > 0) gather(p, arrays);
+  if (gathers(p) && !in_pages && all_rows(p) > 0) gather(p, arrays);
   const auto* const slopes = static_cast<const float*>(p.alibi_slopes);
   spread(p, arrays.slopes, slopes, p.alibi_batch_stride, 1, p.heads_q);
   spread(p, arrays.descale_k, p.descale_k.data, p.descale_k.batch_stride, p.descale_k.head_stride, p.heads_k);
@@ -367,7 +372,7 @@ AttnParams begin_prefill(const DecodeParams& p) {
   sequences_kernel<<<blocks_of(p.batch + 1), kThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(
       p, arrays.cu_seqlens_q, arrays.cu_seqlens_k, sequence_rows(p), gathers(p));
   check_launch(cudaGetLastError(), "prefill_sequences", p);
-  return packed_call(p);
+  return packed_call(p, in_pages);
 }
 
 void finish_prefill(const DecodeParams& p, const AttnParams& packed) {

@@ -64,8 +64,7 @@ __device__ __forceinline__ uint32_t half_of_e4m3x2(uint16_t x) {
 }
 #endif
 
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-// Four numbers as e4m3, the first in the low byte, rounded to nearest even; NaN stays NaN.
+// Four numbers as e4m3, the first in the low byte, rounded to nearest even; NaN stays NaN. From 8.9 on.
 __device__ __forceinline__ uint32_t e4m3x4(float x0, float x1, float x2, float x3) {
   uint32_t y;
   asm("{\n.reg .b16 low, high;\n"
@@ -76,7 +75,6 @@ __device__ __forceinline__ uint32_t e4m3x4(float x0, float x1, float x2, float x
       : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
   return y;
 }
-#endif
 
 // The larger of each of two packed numbers; NaN when either is NaN.
 __device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {

@@ -1,7 +1,7 @@
 // Second derivatives on every GPU since Ampere: the gradients of <dout, tout> + <dlse, tlse>, where tout and tlse are
 // the tangents that jvp.cuh computes, and dout, dlse and the tangents of the inputs are constants
 // (docs/derivatives.md). It walks as backward.cuh does, with `r` = <dout, tout> and tlse as further statistics of each
-// row. With F, T, A and P of second_policy.cuh:
+// row. With F, T, A and P of ../common/second_scores.cuh:
 //
 //   dq = F k + T tk      dk = F^T q + T^T tq      dv = (P m (A - tlse))^T dout
 //
@@ -10,6 +10,7 @@
 #pragma once
 
 #include "../common/bias_finish.cuh"
+#include "../common/second_workspace.cuh"
 #include "derivative_policies.cuh"
 #include "key_tile.cuh"
 
@@ -18,17 +19,6 @@ namespace flashattn_ext::sm80 {
 template <class T, int kHeadDim, bool kLarge>
 struct SecondSizes {
   static constexpr BackwardTile kTile = second_tile<T, kHeadDim, kLarge>();
-};
-
-// The workspace of a backward, and r / keep_scale of every row, like its delta.
-template <class Base>
-struct SecondWorkspace : Base {
-  float* r;
-
-  SecondWorkspace(const AttnGradParams& p, const Base& base)
-      : Base(base), r(reinterpret_cast<float*>(static_cast<char*>(p.workspace) + base.bytes)) {
-    this->bytes += (p.heads_q * this->rows * 4 + 63) / 64 * 64;
-  }
 };
 
 // The types that a kernel consists of.
@@ -207,36 +197,12 @@ __global__ void __launch_bounds__(Second<T, kHeadDim, kOptions, kLarge>::kThread
   }
 }
 
-// What the gradient of a sink sums up beside the weight of the sink: delta (tsink - tlse) + r.
-struct SecondOfRow {
-  const float* r;
-
-  __device__ __forceinline__ double operator()(const SecondParams& p, const BackwardWorkspace& workspace, int64_t b,
-                                               int64_t h, int64_t row, int64_t at) const {
-    const float tangent = p.tangents.sink ? static_cast<const float*>(p.tangents.sink)[h] : 0.f;
-    return workspace.delta[at] * (static_cast<double>(tangent) - *row_statistic(p.tangents.lse, b, h, row)) + r[at];
-  }
-};
-
 template <class T, int kHeadDim, Options kOptions, bool kLarge>
 SecondWorkspaceOf<T, kHeadDim, kOptions, kLarge> second_workspace(const SecondParams& p) {
   using Base = typename SecondTypes<T, kHeadDim, kOptions, kLarge>::BaseWorkspace;
   constexpr BackwardTile kTile = second_tile<T, kHeadDim, kLarge>();
   const BackwardWorkspace base(p, kTile.queries, int64_t{kTile.queries} * kHeadDim, kTile.splits);
   return {p, Base::complete(p, base, kTile.keys, kTile.warps)};
-}
-
-// delta and lse of every row, and r: the delta of a call that has tout in the place of out, and no dlse.
-template <class T, class Workspace>
-void prepare_second(const SecondParams& p, const Workspace& workspace) {
-  launch_prepare<T>(p, workspace);
-  AttnGradParams of_tangents = p;
-  of_tangents.out = p.tangents.out;
-  of_tangents.dlse = {};
-  BackwardWorkspace of_r = workspace;
-  of_r.delta = workspace.r;
-  of_r.zeroed_bytes = 0;
-  launch_prepare<T>(of_tangents, of_r);
 }
 
 template <class T, int kHeadDim, Options kOptions, bool kLarge>

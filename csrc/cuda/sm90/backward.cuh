@@ -463,9 +463,9 @@ void backward(const AttnGradParams& p) {
   find_delta_of_few_keys(p, workspace);
   using Kernel = BackwardOf<T, kHeadDim, kOptions, kHeadDimV>;
   if constexpr (Kernel::kPaired) {
-    launch_backward_main<Kernel>(paired_backward_kernel<Kernel>, p, workspace);
+    launch_backward_main<Kernel>(paired_backward_kernel<Kernel>, "sm90 backward", p, workspace);
   } else {
-    launch_backward_main<Kernel>(backward_kernel<Kernel>, p, workspace);
+    launch_backward_main<Kernel>(backward_kernel<Kernel>, "sm90 backward", p, workspace);
   }
   launch_finish<typename Kernel::Layout>(p, workspace);
   finish_biases(p, workspace);

@@ -15,6 +15,9 @@ struct Sm90 {
     return wrong_device("9.0", "use 'cuda-sm80' there");
   }
   static const ForwardKernel* forward(const KernelCall& call) {
+    if (call.is_invariant) {
+      if (const ForwardKernel* const kernel = RowKernels<sm90::InvariantRows>::first(call, true)) return kernel;
+    }
     if (const ForwardKernel* const own = RowKernels<sm90::ForwardRows>::first(call, true)) return own;
     if (call.type == kE4m3) return forward(widened_call(call));
     return RowKernels<sm80::ForwardRows>::first(call, true);
@@ -27,7 +30,10 @@ struct Sm90 {
     const JvpKernel* const own = RowKernels<sm90::JvpRows>::first(call, true);
     return own ? own : RowKernels<sm80::JvpRows>::first(call, true);
   }
-  static const SecondKernel* second(const KernelCall& call) { return RowKernels<sm80::SecondRows>::first(call, true); }
+  static const SecondKernel* second(const KernelCall& call) {
+    const SecondKernel* const own = RowKernels<sm90::SecondRows>::first(call, true);
+    return own ? own : RowKernels<sm80::SecondRows>::first(call, true);
+  }
 };
 
 }  // namespace

@@ -123,9 +123,23 @@ struct Forward {
     }
     __device__ void load_tile(const Work& work, int key_start) {
       const int batch = p.is_varlen() ? 0 : work.b, hk = work.h / static_cast<int>(p.group_size());
+      load_steps(
+          work, batch,
+          [&](auto& to, ptx::Barrier& full, const auto& map, int n) {
+            load_panels(to, full, map, key_start + n * kKeys, hk, batch);
+          },
+          [&](auto& to, ptx::Barrier& full, const auto& map, int n) {
+            const TilePlace at = Operands::values_at(p, batch, work.b, hk, key_start, n);
+            load_panels(to, full, map, at.row, at.head, at.batch);
+          });
+    }
+    // load_k and load_v(tile, barrier, map, n): start copying the keys and the values of key tile n.
+    template <class LoadKeys, class LoadValues>
+    __device__ __forceinline__ void load_steps(const Work& work, int batch, const LoadKeys& load_k,
+                                               const LoadValues& load_v) {
       auto load_keys = [&](int n) {
         ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
-        load_panels(shared.k[k.stage], shared.k_full[k.stage], maps.k, key_start + n * kKeys, hk, batch);
+        load_k(shared.k[k.stage], shared.k_full[k.stage], maps.k, n);
         k.advance();
         bias.load(shared, maps, work, n * kKeys);
       };
@@ -137,8 +151,7 @@ struct Forward {
       for (int n = work.last; n >= work.first; --n) {
         if (n > work.first) load_keys(n - 1);
         ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-        const TilePlace at = Operands::values_at(p, batch, work.b, hk, key_start, n);
-        load_panels(shared.v[v.stage], shared.v_full[v.stage], maps.v, at.row, at.head, at.batch);
+        load_v(shared.v[v.stage], shared.v_full[v.stage], maps.v, n);
         v.advance();
       }
     }
@@ -385,9 +398,11 @@ struct Forward {
   }
 };
 
-template <class Kernel>
+// others: further arguments of the consumers.
+template <class Kernel, class... Others>
 __device__ __forceinline__ void run_forward(const AttnParams& p, const typename Kernel::Maps& maps,
-                                            const TileGrid& grid, const typename Kernel::Score& score) {
+                                            const TileGrid& grid, const typename Kernel::Score& score,
+                                            const Others&... others) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) unsigned char memory[];
   typename Kernel::Shared& in_memory = *reinterpret_cast<typename Kernel::Shared*>(memory);
@@ -426,7 +441,7 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
     Kernel::Visibility::template load<Kernel>(shared, p, maps, grid);
   } else {
     ptx::take_registers<Kernel::kRegisters.consumer>();
-    Kernel(shared, p, score, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
+    Kernel(shared, p, score, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1, others...).compute_tiles();
   }
 #endif
 }
@@ -448,7 +463,6 @@ void forward_to_256(const AttnParams& p) {
     maps.k.set(p, p.k, p.head_dim, key_rows(p), p.heads_k, Kernel::kKeys);
     maps.v.set(p, p.v, p.head_dim_v, key_rows(p), p.heads_k, Kernel::kKeys);
   } else {
-    Operands::prepare(p);
     static_cast<ForwardMaps&>(maps) = {Operands::query_map(p), Operands::key_map(p), Operands::value_map(p)};
   }
   Kernel::Scores::set_bias_map(p, &maps, Kernel::kQueries);
@@ -462,7 +476,9 @@ void forward_to_256(const AttnParams& p) {
   int* const taken = schedules ? static_cast<int*>(p.workspace) : nullptr;
   const TileGrid grid{forward_order(p, blocks, Kernel::kElementBytes, Kernel::Scores::kBatchesTogether ? p.batch : 1),
                       static_cast<int>(all), taken};
-  if (schedules) {
+  if constexpr (Operands::kPrepares) {
+    Operands::prepare(p, taken);
+  } else if (schedules) {
     check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
   }
   launch_early(forward_kernel<Kernel>, "sm90 forward", p, row_of_blocks(std::min(all, processors), "sm90 forward", p),

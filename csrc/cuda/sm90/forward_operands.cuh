@@ -7,7 +7,7 @@
 //   kRegisters                     of a thread
 //   kTolerance                     of OnlineSoftmax::weigh
 //   kZeroRows                      whether a tile of values ends in zeros behind a packed sequence
-//   prepare(p)                     kernels that run before this one
+//   kPrepares, prepare(p, taken)   whether a kernel runs before this one, which also zeroes TileGrid::taken, if any
 //   query_map(p), key_map(p)
 //   value_map(p), values_at(...)   where a tile of values is in its map: for KV head hk, key tile n of sequence b,
 //   which
@@ -42,10 +42,8 @@ struct ForwardOperands {
   using Values = T[panels(kHeadDimV)][kKeys][kPanelColumns];
   static constexpr int kColumns = kHeadDim, kSteps = kKeys / 16;
   static constexpr RegisterBudget kRegisters = register_budget(TileOfRow::kTile.groups);
-  static constexpr bool kZeroRows = false, kDefersRescaling = false, kInTurn = false;
+  static constexpr bool kZeroRows = false, kDefersRescaling = false, kInTurn = false, kPrepares = false;
   static constexpr float kTolerance = flashattn_ext::kTolerance;
-
-  static void prepare(const AttnParams&) {}
 
   static CUtensorMap query_map(const AttnParams& p) {
     return flashattn_ext::query_map(p, p.q, p.head_dim, TileOfRow::kTile.queries());
@@ -87,10 +85,10 @@ struct ForwardOperands<Float8, kHeadDim, kHeadDimV, TileOfRow> {
   using Values = Element[1][kHeadDimV][kPanelColumns];
   static constexpr int kColumns = kHeadDim / 2, kSteps = kKeys / 32;
   static constexpr RegisterBudget kRegisters = register_budget(TileOfRow::kTile.groups);
-  static constexpr bool kZeroRows = true, kDefersRescaling = true;
+  static constexpr bool kZeroRows = true, kDefersRescaling = true, kPrepares = true;
   static constexpr float kTolerance = 0;
 
-  static void prepare(const AttnParams& p) { transpose_values(p); }
+  static void prepare(const AttnParams& p, int* taken) { transpose_values(p, taken); }
 
   // kInTurn multiplies parts of the columns one after another, two at a time.
   static constexpr bool kInTurn = TileOfRow::kTile.order == ForwardOrder::kInTurn;

@@ -8,9 +8,6 @@
 // copied, and their products are not computed.
 #pragma once
 
-#include <array>
-#include <utility>
-
 #include "../common/device.h"
 #include "../common/launch.cuh"
 #include "../common/ring.cuh"
@@ -21,6 +18,7 @@
 #include "../common/tile_order.cuh"
 #include "forward_work.cuh"
 #include "kernels.h"
+#include "moving.cuh"
 #include "named_barriers.h"
 #include "products.cuh"
 #include "tiles.h"
@@ -30,12 +28,6 @@ namespace flashattn_ext::sm90 {
 
 struct JvpMaps {
   CUtensorMap q, k, v, tq, tk, tv;  // those of absent tangents are never used
-};
-
-// Which of q, k and v have tangents. A type, because ptxas serialises products behind run-time branches.
-template <bool kOfQ, bool kOfK, bool kOfV>
-struct Moving {
-  static constexpr bool kQ = kOfQ, kK = kOfK, kV = kOfV, kLogits = kQ || kK, kAny = kLogits || kV;
 };
 
 template <class T, int kHeadDim, class TileOfRow, class Moves>
@@ -82,7 +74,7 @@ struct Jvp {
 
     __device__ void load_tiles(const TileGrid& grid) {
       each_forward_work<kQueries, kKeys, false, Visibility::kTakesLate>(
-          p, grid, static_cast<int>(blockIdx.x), [&] { return grid.take(); },
+          p, grid, static_cast<int>(blockIdx.x), [&](int tile) { return grid.next(tile); },
           [&](const Work& work, int key_start) {
             publish_work(shared, work, &work_parity);
             if (Moves::kAny && work.sees_keys()) load_tile(work, key_start);
@@ -393,21 +385,21 @@ void run_jvp(const JvpParams& p) {
          static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Rule::of(p));
 }
 
-// The runs of a row, for each set of tangents: bit 0 is that of q, bit 1 of k, bit 2 of v.
-template <class T, int kHeadDim, class TileOfRow, size_t... kBits>
-constexpr auto jvp_runs(std::index_sequence<kBits...>) {
-  return std::array{
-      run_jvp<Jvp<T, kHeadDim, TileOfRow, Moving<(kBits & 1) != 0, (kBits & 2) != 0, (kBits & 4) != 0>>>...};
-}
+// Runs a call that has the tangents of Moves.
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+struct JvpRun {
+  using TileOfRow = TileOf<kernel_table::kSm90Jvp, T, kHeadDim, kOptions, kHeadDimV>;
+  template <class Moves>
+  static void run(const JvpParams& p) {
+    run_jvp<Jvp<T, kHeadDim, TileOfRow, Moves>>(p);
+  }
+};
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void jvp(const JvpParams& p) {
   static_assert(kOptions == kPlain && kHeadDimV == kHeadDim);
   if (p.batch * p.heads_q == 0) return;
-  using TileOfRow = TileOf<kernel_table::kSm90Jvp, T, kHeadDim, kOptions, kHeadDimV>;
-  static constexpr auto kRuns = jvp_runs<T, kHeadDim, TileOfRow>(std::make_index_sequence<8>());
-  const AttnParams& tangents = p.tangents;
-  kRuns[(tangents.q.data ? 1 : 0) + (tangents.k.data ? 2 : 0) + (tangents.v.data ? 4 : 0)](p);
+  run_with_tangents<JvpRun<T, kHeadDim, kOptions, kHeadDimV>>(p);
 }
 
 }  // namespace flashattn_ext::sm90

@@ -2,8 +2,6 @@
 // class of head dims and some options: the rows of ../table/kernel_table.h.
 #pragma once
 
-#include <algorithm>
-
 #include "../table/kernels.h"
 #include "tiles.h"
 #include "transposed_values.h"
@@ -11,6 +9,7 @@
 namespace flashattn_ext::sm90 {
 
 constexpr size_t kForwardBytes = 64;  // workspace of the forward and of forward mode: TileGrid::taken
+static_assert(kForwardBytes == kChunkKernelBytes);
 
 // Whether a forward also takes inputs whose heads begin at any address (head_maps.cuh): that of head dims 129 to 144,
 // where copies of q, k and v for an odd head dim would take a quarter of the time of 2048 rows.
@@ -21,6 +20,14 @@ constexpr bool reads_any_heads(int head_dim, Options options) { return head_dim 
 // alignment.
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void forward(const AttnParams& p);
+
+// The same for invariant calls without options or with a Mask (invariant.cuh); and what decoding needs of the kernel.
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+void invariant(const AttnParams& p);
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+size_t invariant_bytes(const AttnParams& p);
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+ChunkKernel invariant_chunks();
 
 // Rows of dout are aligned as well; rows of out, dq, dk and dv may have any alignment.
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
@@ -33,19 +40,32 @@ void backward(const AttnGradParams& p);
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void jvp(const JvpParams& p);
 
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+size_t second_bytes(const SecondParams& p);
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+void second(const SecondParams& p);
+
 // Rows for RowKernels (../dispatch.cuh).
 struct ForwardRows {
   using Kernel = ForwardKernel;
   static constexpr const auto& kTable = kernel_table::kSm90Forward;
-  // A Mask has no class with fewer columns of v than of q, and an invariant call runs the same class with and without.
-  static constexpr KernelCall needed(KernelCall call) {
-    if (call.is_invariant) call.head_dim = call.head_dim_v = std::max(call.head_dim, call.head_dim_v);
-    return call;
-  }
+  static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
   template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
-    return {forward<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes, 0,
-            kTypeOf<T> == kE4m3 ? transposed_bytes : nullptr, reads_any_heads(kHeadDim, kOptions)};
+    return {forward<T, kHeadDim, kOptions, kHeadDimV>,        kForwardBytes,       0,
+            kTypeOf<T> == kE4m3 ? transposed_bytes : nullptr, kTypeOf<T> == kE4m3, reads_any_heads(kHeadDim, kOptions)};
+  }
+};
+// Other invariant calls run rows of kSm90Forward.
+struct InvariantRows {
+  using Kernel = ForwardKernel;
+  static constexpr const auto& kTable = kernel_table::kSm90Invariant;
+  static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
+  template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
+  static constexpr Kernel kernel() {
+    return {invariant<T, kHeadDim, kOptions, kHeadDimV>,       kForwardBytes, 0,
+            invariant_bytes<T, kHeadDim, kOptions, kHeadDimV>, false,         false,
+            invariant_chunks<T, kHeadDim, kOptions, kHeadDimV>};
   }
 };
 struct BackwardRows {
@@ -65,6 +85,16 @@ struct JvpRows {
   template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
     return {jvp<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes};
+  }
+};
+
+struct SecondRows {
+  using Kernel = SecondKernel;
+  static constexpr const auto& kTable = kernel_table::kSm90Second;
+  static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
+  template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
+  static constexpr Kernel kernel() {
+    return {second<T, kHeadDim, kOptions, kHeadDimV>, second_bytes<T, kHeadDim, kOptions, kHeadDimV>};
   }
 };
 

@@ -35,8 +35,9 @@ FLASHATTN_HOST_DEVICE int transposed_key(int position) {
 
 // Bytes of workspace for the tiles, which come after the first kForwardBytes.
 size_t transposed_bytes(const AttnParams& p);
-// Writes them. Rows of v are 16-byte aligned, and padding columns are zero.
-void transpose_values(const AttnParams& p);
+// Writes them, and zeroes TileGrid::taken for the kernel that follows. Rows of v are 16-byte aligned, and padding
+// columns are zero.
+void transpose_values(const AttnParams& p, int* taken);
 // The tiles, with a head as a batch entry and a tile as a head of it.
 TensorView transposed_view(const AttnParams& p);
 

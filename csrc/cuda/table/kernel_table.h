@@ -193,6 +193,17 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     {kBf16,  256,        kFp8General, kHopper, kMaySpill, {{2, 64, 2}}},
 };
 
+// Invariant calls without options, and with a Mask (sm90/invariant.cuh); other invariant calls run general kernels. Tiles
+// as above. Both rows of a class have the same keys: a Mask that hides nothing of a row changes none of its bits.
+inline constexpr KernelRow<sm90::ForwardTile> kSm90Invariant[] = {
+    {k16Bit, 64,  kPlain,     kHopper, kMaySpill, {{3, 128, 3}}},
+    {k16Bit, 128, kPlain,     kHopper, kMaySpill, {{3, 80, 3}}},
+    {k16Bit, 256, kPlain,     kHopper, kMaySpill, {{2, 64, 2}}},
+    {k16Bit, 64,  kIntervals, kHopper, kMaySpill, {{3, 128, 3}}},
+    {k16Bit, 128, kIntervals, kHopper, kMaySpill, {{3, 80, 3}}},
+    {k16Bit, 256, kIntervals, kHopper, kMaySpill, {{2, 64, 2}}},
+};
+
 // Tiles: {keys, queries, stages of queries, stages of keys[, order]}. Dropout and the centres of rows (csrc/bias.h) take
 // some shared memory, but do not change the queries, which define the order of the sums of dq. General calls, and calls
 // with scores above 128, run the general rows of kSm80Backward: in such a kernel for Hopper ptxas serialises wgmma
@@ -243,15 +254,15 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Jvp[] = {
 
 // The same on Hopper (sm90/jvp.cuh). Tiles as in kSm90Forward, with the tangents of keys and values in each stage.
 inline constexpr KernelRow<sm90::ForwardTile> kSm90Jvp[] = {
-    {k16Bit, 64,  kPlain, kHopper, 0, {{2, 96, 3}}},
-    {k16Bit, 96,  kPlain, kHopper, 0, {{2, 80, 2}}},
-    {k16Bit, 128, kPlain, kHopper, 0, {{2, 64, 2}}},
+    {k16Bit, 64,  kPlain, kHopper, 0, {{2, 96, 3}, {2, 64, 4}}},
+    {k16Bit, 96,  kPlain, kHopper, 0, {{2, 80, 2}, {2, 64, 2}}},
+    {k16Bit, 128, kPlain, kHopper, 0, {{2, 80, 2}, {2, 64, 2}}},
 };
 
-// Second derivatives (sm80/second.cuh), on every GPU. Tiles as in kSm80Backward.
+// Second derivatives (sm80/second.cuh). Tiles as in kSm80Backward.
 inline constexpr KernelRow<sm80::BackwardTile> kSm80Second[] = {
-    {k16Bit, 64,  kPlain,     kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 4, 1, 1}, {8, 64, 64, 4, 4, 1, 1}}},
-    {k16Bit, 128, kPlain,     kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
+    {k16Bit, 64,  kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 4, 1, 1}, {8, 64, 64, 4, 4, 1, 1}}},
+    {k16Bit, 128, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
     {k16Bit, 256, kPlain,     kEveryGpu,  kMaySpill, {{8, 32, 64, 2, 2, 1, 1}, {2, 16, 32, 1, 1, 1, 1}}},
     {k16Bit, 64,  kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 4, 1, 1}, {8, 64, 64, 4, 4, 1, 1}}},
     {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
@@ -261,11 +272,19 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Second[] = {
     {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{2, 16, 32, 1, 1, 1, 1}, {1, 16, 16, 1, 1, 1, 1}}},
 };
 
+// The same on Hopper (sm90/second.cuh). Tiles: {keys, queries, stages of queries}; queries as in kSm90Backward, whose
+// layout of dq it has.
+inline constexpr KernelRow<sm90::SecondTile> kSm90Second[] = {
+    {k16Bit, 64,  kPlain, kHopper, 0, {{64, 128, 2}}},
+    {k16Bit, 128, kPlain, kHopper, 0, {{64, 64, 2}}},
+};
+
 // Decoding (decode/split.cuh), on every GPU. Tiles: {row tiles of a warp, warps along the rows, warps along the columns,
 // keys, stages}. A class has a kernel for 16 packed rows and, up to 256, one for 64, for prefill and for speculative
-// decoding with many query heads for each KV head. Up to 256 columns each warp of a tile of 16 rows is a team and needs
-// no barrier with other warps in the mainloop. Two resident thread blocks of four teams, each block with 50 KB to 70 KB of loads in
-// flight, saturate the memory bandwidth of a multiprocessor.
+// decoding with many query heads for each KV head; the most frequent classes also have one for 32, where the two warps
+// of a team read the same keys. A call runs the smallest tile that holds its rows. Up to 256 columns each warp of a tile
+// of 16 rows is a team and needs no barrier with other warps in the mainloop. Two resident thread blocks of four warps,
+// each block with 50 KB to 70 KB of loads in flight, saturate the memory bandwidth of a multiprocessor.
 inline constexpr DecodeRow kDecode[] = {
     {k16Bit, 64,  0,         {1, 1, 1, 32, 3}},
     {k16Bit, 64,  0,         {1, 2, 1, 32, 4}},

@@ -60,6 +60,13 @@ struct BackwardTile {
   constexpr bool exists() const { return keys > 0; }
 };
 
+struct SecondTile {
+  int keys;     // of a thread block
+  int queries;  // of a step of the walk
+  int stages;   // of queries, their output gradients and their tangents
+  constexpr bool exists() const { return keys > 0; }
+};
+
 }  // namespace flashattn_ext::sm90
 
 namespace flashattn_ext::decode {
