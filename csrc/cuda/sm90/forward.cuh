@@ -281,7 +281,6 @@ struct Forward {
     k.advance();
     if (last_of_tile) end_queries();
   }
-  __device__ __forceinline__ void await_queries() const { ptx::barrier_wait(&shared.q_full[q.stage], q.parity); }
   __device__ __forceinline__ void end_queries() {
     release(shared.q_empty[q.stage]);
     q.advance();

@@ -247,7 +247,6 @@ struct Jvp {
     k.advance();
     if (last_of_tile) end_queries();
   }
-  __device__ __forceinline__ void await_queries() const { ptx::barrier_wait(&shared.q_full, q_parity); }
   __device__ __forceinline__ void end_queries() {
     release(shared.q_empty[0]);
     q.advance();
