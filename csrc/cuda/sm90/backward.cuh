@@ -146,7 +146,7 @@ struct Backward {
         group(group),
         warp_key(uniform(static_cast<int>(threadIdx.x) / 32 - 4) * 16) {}
 
-  static __device__ __forceinline__ int thread() { return threadIdx.x - kGroupThreads; }
+  static __device__ __forceinline__ int thread() { return threadIdx.x % kGroupThreads; }  // of the warpgroup
   __device__ __forceinline__ void compute_tiles() {
     if (kOrder != BackwardOrder::kLockstep && group == 1) pass_phase();
     for (;; works.advance()) {
