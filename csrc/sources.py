@@ -44,6 +44,7 @@ ARRAYS = {
     "kSm80Jvp": ("sm80", "jvp"),
     "kSm80Second": ("sm80", "second"),
     "kSm90Forward": ("sm90", "forward"),
+    "kSm90Invariant": ("sm90", "invariant"),
     "kSm90Backward": ("sm90", "backward"),
     "kSm90Jvp": ("sm90", "jvp"),
     "kSm90Second": ("sm90", "second"),
@@ -64,6 +65,11 @@ SUFFIXES = {
 # The functions that a row instantiates. {}: its template arguments.
 FUNCTIONS = {
     "forward": ["void flashattn_ext::{0}::forward<{1}>(const flashattn_ext::AttnParams&)"],
+    "invariant": [
+        "void flashattn_ext::{0}::invariant<{1}>(const flashattn_ext::AttnParams&)",
+        "size_t flashattn_ext::{0}::invariant_bytes<{1}>(const flashattn_ext::AttnParams&)",
+        "flashattn_ext::ChunkKernel flashattn_ext::{0}::invariant_chunks<{1}>()",
+    ],
     "backward": [
         "size_t flashattn_ext::{0}::backward_bytes<{1}>(const flashattn_ext::AttnGradParams&)",
         "void flashattn_ext::{0}::backward<{1}>(const flashattn_ext::AttnGradParams&)",
@@ -234,7 +240,12 @@ def cuda_instances(*, sm90: bool) -> dict[str, str]:
 def plain_sources(architecture: str, dtype: str, head_dim: int | None = None) -> list[str]:
     """The names of the sources of plain calls and dropout, of all classes of head dims or of one."""
     rows = [
-        row for row in table() if row.architecture == architecture and dtype in row.dtypes and row.options == "kPlain"
+        row
+        for row in table()
+        if row.architecture == architecture
+        and row.stage != "invariant"
+        and dtype in row.dtypes
+        and row.options == "kPlain"
     ]
     return [row.source(dtype) for row in rows if head_dim is None or row.head_dim == row.head_dim_v == head_dim]
 
@@ -339,13 +350,14 @@ UNITS = {
     ): "warps, keys x queries, thread blocks along the columns, stages, with 227 KB of shared memory",
     ("sm80", "jvp"): "warps x row tiles of 16 queries, keys of a step, resident blocks",
     ("sm80", "second"): "warps, keys x queries, with 227 KB of shared memory",
-    ("sm90", "forward"): "queries x keys of a step, stages",
+    ("sm90", "forward"): "queries x keys of a step, stages, order",
+    ("sm90", "invariant"): "queries x keys of a step, stages",
     ("sm90", "backward"): "keys x queries of a step, stages of queries and of keys, order",
     ("sm90", "jvp"): "queries x keys of a step, stages",
     ("sm90", "second"): "keys x queries of a step, stages of queries",
 }
 
-TITLES = {("bf16",): "inputs in fp8, widened to bf16"}
+TITLES = {("bf16",): "inputs in fp8, widened to bf16", ("fp8",): "fp8"}
 
 
 def describe(row: Row) -> str:
@@ -359,8 +371,9 @@ def describe(row: Row) -> str:
         return f"{tile[0]}, {tile[1]} x {tile[2]}"
     if row.architecture == "sm80":
         return f"{tile[0]}, {tile[1]} x {tile[2]}, {tile[5]}, {tile[6]}"
-    if row.stage in ("forward", "jvp"):
-        return f"{64 * int(tile[0])} x {tile[1]}, {tile[2]}"
+    if row.stage in ("forward", "invariant", "jvp"):
+        order = ", in turn" if tile[3:] == ("kInTurn",) else ""
+        return f"{64 * int(tile[0])} x {tile[1]}, {tile[2]}{order}"
     if row.stage == "second":
         return f"{tile[0]} x {tile[1]}, {tile[2]}"
     order = {"kLockstep": ", lockstep", "kThreePhases": ", three phases"}.get(tile[4], "") if len(tile) > 4 else ""
@@ -371,7 +384,7 @@ def page() -> str:
     """docs/cuda_kernels.md."""
     text = PAGE
     for architecture, stage in UNITS:
-        for dtypes in (("fp16", "bf16"), ("fp32",), ("bf16",)):
+        for dtypes in (("fp16", "bf16"), ("fp32",), ("bf16",), ("fp8",)):
             rows = [
                 row for row in table() if (row.architecture, row.stage, row.dtypes) == (architecture, stage, dtypes)
             ]

@@ -130,7 +130,7 @@ def forward(
             torch.use_deterministic_algorithms(True).
         invariant: a row of out and lse has the same bits in every call in which it has the same query and sees the same keys and values
             under the same options: in every batch, for every Sq, in a prefill in chunks and in flash_attn_with_kvcache. On the
-            CPU; other backends refuse it. Gradients are those of a call without it.
+            CPU and on CUDA; other backends refuse it. Gradients are those of a call without it.
         rng_seed: 64-bit signed seed of the dropout mask; None draws one from the device's default generator.
         origin: the position of this call in a larger one that was split, over devices for example; numbers from 0. (batch, head):
             dropout draws what the larger call draws for these batch entries and heads. (batch, head, row, key): its rows and keys

@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class Case:
     def visible_pairs(self) -> float:
         """Number of visible query-key pairs of one head."""
         if self.pattern:
-            return self.B * _visible_pairs(self.pattern, self.S)
+            return self.B * PATTERNS[self.pattern].visible_pairs(self.S)
         if self.window:
             width = min(self.window, self.S)
             return self.B * width * (self.S - (width - 1) / 2)
@@ -127,10 +127,10 @@ class Case:
     def direction(self) -> str:
         return self.derivative or ("backward" if self.backward else "forward")
 
-
-@functools.cache
-def _visible_pairs(pattern: str, S: int) -> int:
-    return PATTERNS[pattern].visible_pairs(S)
+    def described(self) -> dict[str, Any]:
+        """As plain values, ready for JSON, with the words of the tables."""
+        words = {"shape": self.shape, "option": self.mask, "direction": self.direction, "flop": self.flop}
+        return {**asdict(self), "lengths": list(self.lengths), **words}
 
 
 def _square(tokens: int, S: int, D: int, causal: bool, dtype: str = "bf16", **options: Any) -> Case:
@@ -155,6 +155,10 @@ SETS: dict[str, list[Case]] = {
     "gqa": [Case(2, 32, 8, 8192, 128, True, "bf16"), Case(1, 64, 8, 4096, 64, True, "bf16")],
     "window": [_square(16384, 16384, 128, True, window=1024)],
     "deterministic": [_square(16384, 4096, 128, causal, deterministic=True) for causal in WAYS],
+    "invariant": [
+        _square(16384, S, D, causal, invariant=True)
+        for D, causal, S in itertools.product((64, 128, 256), WAYS, (4096, 16384))
+    ],
     "fp32": [Case(4, 16, 16, 2048, D, causal, "fp32") for D, causal in itertools.product((64, 128), WAYS)],
     "fp8": [
         _square(32768, S, D, causal, "fp8")
@@ -187,12 +191,12 @@ SETS: dict[str, list[Case]] = {
 
 
 def cases(sets: Sequence[str] | None, passes: str) -> list[Case]:
-    """The rows of the named sets (all without names), in the order of SETS. Those of fp8 have no backward."""
+    """The rows of the named sets (all without names), in the order of SETS. Those of fp8 and invariant ones have no backward."""
     names = SETS if sets is None else chosen("--set", sets, SETS)
     return [
         replace(case, set=name, backward=backward)
         for name in names
         for case in SETS[name]
-        for backward in ((False,) if case.derivative or case.dtype == "fp8" else PASSES[passes])
+        for backward in ((False,) if case.derivative or case.dtype == "fp8" or case.invariant else PASSES[passes])
         if backward in PASSES[passes] or case.derivative
     ]

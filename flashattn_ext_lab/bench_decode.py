@@ -168,7 +168,7 @@ def _lengths(case: Case, device: torch.device) -> Tensor:
 def _contestants(case: Case, bench: Bench) -> dict[str, Callable[..., Tensor]]:
     """The attentions that support the case, of a query and a pair of caches."""
     calls = {OURS: _decoding(case, bench.device, flashattn_ext.flash_attn_with_kvcache, "block_table")}
-    if bench.device.type == "cpu":
+    if bench.device.type in ("cpu", "cuda"):
         invariant = partial(flashattn_ext.flash_attn_with_kvcache, invariant=True)
         calls[INVARIANT] = _decoding(case, bench.device, invariant, "block_table")
     if case.dtype == "fp8":

@@ -14,14 +14,15 @@
 #include "../backend.h"
 #include "common/aligned_rows.h"
 #include "common/device.h"
+#include "common/mask_extremes.h"
 #include "common/options.h"
 #include "common/unowned_rows.h"
 #include "common/widened_inputs.h"
+#include "decode/chunks.h"
 #include "decode/decode.h"
 #include "decode/few_rows.h"
 #include "decode/prefill.h"
 #include "dropout_mask.h"
-#include "mask_extremes.h"
 #include "max_logits.h"
 #include "table/kernels.h"
 
@@ -36,7 +37,10 @@ class RowKernels {
 
   // The kernel of the first row that serves the call; nullptr: no row does. on_hopper: of the rows for that GPU.
   static const Kernel* first(const KernelCall& call, bool on_hopper) {
-    const Kernels& kernels = call.type == kFp16 ? kHalf : call.type == kBf16 ? kBfloat : kFloat;
+    const Kernels& kernels = call.type == kFp16   ? kHalf
+                             : call.type == kBf16 ? kBfloat
+                             : call.type == kFp32 ? kFloat
+                                                  : kFloat8;
     for (size_t i = 0; i < kRows; ++i) {
       const auto& row = Rows::kTable[i];
       if (serves(row, Rows::needed(call)) && !(on_hopper && row.gpus == kOtherGpus)) return &kernels[i];
@@ -65,11 +69,20 @@ class RowKernels {
   static constexpr Kernels kHalf = of_rows<__half>(std::make_index_sequence<kRows>());
   static constexpr Kernels kBfloat = of_rows<__nv_bfloat16>(std::make_index_sequence<kRows>());
   static constexpr Kernels kFloat = of_rows<float>(std::make_index_sequence<kRows>());
+  static constexpr Kernels kFloat8 = of_rows<Float8>(std::make_index_sequence<kRows>());
 };
 
+// The same call with its inputs widened.
+inline KernelCall widened_call(KernelCall call) {
+  if (call.type == kE4m3) call.type = kBf16;
+  return call;
+}
+// Invariant calls in fp8 have the bits of decoding, which widens its caches.
 inline KernelCall forward_call(const AttnParams& p) {
-  const unsigned type = p.is_fp8 ? kBf16 : type_bit(p.dtype);  // fp8 inputs are widened
-  return {type, p.head_dim, p.head_dim_v, options_of(p), p.row_maxima.data != nullptr};
+  const Options options = p.invariant ? invariant_options(options_of(p)) : options_of(p);
+  const KernelCall call{type_bit(p.dtype), p.head_dim, p.head_dim_v, options, p.row_maxima.data != nullptr,
+                        p.invariant};
+  return p.invariant ? widened_call(call) : call;
 }
 inline KernelCall backward_call(const AttnParams& p, Options options) {
   return {type_bit(p.dtype), p.head_dim, p.head_dim_v, options};
@@ -111,7 +124,7 @@ class Dispatch {
   }
   static std::string supports(const AttnParams& p, bool backward) {
     if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
-    if (!backward && p.invariant) return refuses_invariant(p, Architecture::kName);
+    if (!backward && p.invariant && !lacks_for_invariant(p).empty()) return refuses_invariant_call(p);
     if (!has_kernels(p, backward)) return refuses_options(p, backward);
     const int shared = Architecture::forward(forward_call(p))->least_shared;
     const auto of_call = [](const AttnParams& near) {
@@ -126,6 +139,7 @@ class Dispatch {
   static const SecondKernel* second_kernel(const AttnParams& p) {
     return Architecture::second(backward_call(p, options_of(p)));
   }
+  // `invariant` is about out and lse: derivatives, like gradients, are those of the call without it.
   static std::string supports_derivatives(const AttnParams& p) {
     if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
     if (p.is_fp8) return refuses_fp8(p, Architecture::kName);
@@ -143,13 +157,34 @@ class Dispatch {
       return refuses_shared_memory(p, kernel->least_shared, "forward mode and second derivatives with ",
                                    [](const AttnParams& near) { return jvp_kernel(near)->least_shared; });
     }
-    const std::string reason = refuses_origin(p, "CUDA");
+    const std::string reason = refuses_origin(p, Architecture::kGpus);
     return reason.empty() ? Architecture::refuses_device() : reason;
   }
   static std::string supports_decode(const DecodeParams& p) {
-    if (p.invariant) return refuses_invariant(p, Architecture::kName);
+    if (p.invariant) return supports_invariant_decode(p);
     const std::string reason = decode::refuses(p);
     return reason.empty() ? Architecture::refuses_device() : reason;
+  }
+  static std::string supports_invariant_decode(const DecodeParams& p) {
+    if (!lacks_for_invariant(p).empty()) return refuses_invariant_call(p);
+    const std::string reason = decode::refuses_prefill(p);
+    return reason.empty() ? supports(p, false) : reason;
+  }
+
+  // What an invariant call has that another kernel than that of the same rows without it would compute; empty: nothing.
+  static std::string lacks_for_invariant(const AttnParams& p) {
+    if (p.relative_bias) return "relative_bias";
+    if (p.origin.key != 0) return "an origin whose key is not 0";
+    AttnParams unplaced = p;
+    unplaced.origin.length_mask = -1;
+    const bool is_general = !includes(kIntervals, options_of(unplaced));
+    if (p.origin.length_mask == 0 && !is_general) return "an origin that places rows, without dropout";
+    const bool is_large = std::max(p.head_dim, p.head_dim_v) > 256 && p.dtype != DType::kFloat32;
+    return is_large && p.has_intervals() && !is_general ? "a Mask and head dims above 256" : "";
+  }
+  static std::string refuses_invariant_call(const AttnParams& p) {
+    return "invariant=True with " + lacks_for_invariant(p) + " is not implemented by the " + Architecture::kName +
+           " kernels; leave one of the two out, or use the CPU backend";
   }
 
   // The largest head dim for which `accepts` holds for the same call; 0: none.
@@ -196,27 +231,41 @@ class Dispatch {
     if (decode::is_few_rows(p)) {
       return decode::few_rows_bytes(p) + (is_narrow(p) ? 0 : static_cast<size_t>(aligned_copy_bytes(p)));
     }
-    return forward_of(p).workspace_bytes + static_cast<size_t>(is_narrow(p) ? widened_bytes(p) : aligned_copy_bytes(p));
+    const ForwardKernel& kernel = forward_of(p);
+    const bool widens = is_narrow(p) && !kernel.reads_fp8;
+    const int64_t copies = widens ? widened_bytes(p) : reads_in_place(p) ? 0 : aligned_copy_bytes(p);
+    return kernel.workspace_bytes + (kernel.more_bytes ? kernel.more_bytes(p) : 0) + static_cast<size_t>(copies);
   }
+  // Whether the forward's kernel takes inputs that are not aligned.
+  static bool reads_in_place(const AttnParams& p) { return forward_of(p).any_heads && heads_are_mappable(p); }
   static size_t backward_workspace_bytes(const AttnGradParams& p) {
     const size_t bytes = decode::is_few_rows(p) ? decode::few_rows_bytes(p) : backward_of(p).workspace_bytes(p);
     return static_cast<size_t>(aligned_copy_bytes(p)) + bytes;
   }
   static void run_forward(const AttnParams& p) {
     const bool is_few = decode::is_few_rows(p);  // these kernels read fp8 as it is, with any alignment
-    const AttnParams call = !is_narrow(p) ? align_inputs(p) : is_few ? p : widen_inputs(p);
-    is_few ? decode::run_few_rows(call) : forward_of(p).run(call);
+    if (is_few) return decode::run_few_rows(is_narrow(p) ? p : align_inputs(p));
+    const ForwardKernel& kernel = forward_of(p);
+    const bool widens = is_narrow(p) && !kernel.reads_fp8;
+    kernel.run(widens ? widen_inputs(p) : reads_in_place(p) ? p : align_inputs(p));
   }
   static void forward(const AttnParams& p) {
     set_unowned_rows(p);
     run_forward(p);
   }
+  static ChunkKernel chunk_kernel(const DecodeParams& p) {
+    const ForwardKernel& kernel = forward_of(p);
+    return kernel.chunks ? kernel.chunks() : ChunkKernel{};
+  }
+  static bool has_chunks(const DecodeParams& p) { return p.invariant && decode::has_chunks(p, chunk_kernel(p)); }
   static size_t decode_workspace_bytes(const DecodeParams& p) {
     if (!decode::is_prefill(p)) return decode::workspace_bytes(p);
+    if (has_chunks(p)) return decode::chunk_bytes(p, chunk_kernel(p));
     return decode::prefill_bytes(p) + forward_workspace_bytes(decode::packed_call(p));
   }
   static void decode(const DecodeParams& p) {
     if (!decode::is_prefill(p)) return decode::run(p);
+    if (has_chunks(p)) return decode::run_chunks(p, chunk_kernel(p));
     const AttnParams packed = decode::begin_prefill(p);
     run_forward(packed);
     decode::finish_prefill(p, packed);

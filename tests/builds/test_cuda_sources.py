@@ -58,6 +58,7 @@ int main() {
   for (const auto& row : kernel_table::kSm80Jvp) print("kSm80Jvp", row);
   for (const auto& row : kernel_table::kSm80Second) print("kSm80Second", row);
   for (const auto& row : kernel_table::kSm90Forward) print("kSm90Forward", row);
+  for (const auto& row : kernel_table::kSm90Invariant) print("kSm90Invariant", row);
   for (const auto& row : kernel_table::kSm90Backward) print("kSm90Backward", row);
   for (const auto& row : kernel_table::kSm90Jvp) print("kSm90Jvp", row);
   for (const auto& row : kernel_table::kSm90Second) print("kSm90Second", row);
@@ -88,10 +89,21 @@ int main() {
             std::printf("run %s\nrun %s\n", first<sm80::SecondRows>("kSm80Second", call, false).c_str(), on_hopper.c_str());
           }
         }
+        for (Options options : {kPlain, kIntervals, kGeneral}) {
+          for (bool largest : {false, true}) {
+            const KernelCall call{type, qk, v, options, largest, true};
+            std::string on_hopper = first<sm90::InvariantRows>("kSm90Invariant", call, true);
+            if (on_hopper.empty()) on_hopper = first<sm90::ForwardRows>("kSm90Forward", call, true);
+            if (on_hopper.empty()) on_hopper = first<sm80::ForwardRows>("kSm80Forward", call, true);
+            std::printf("run %s\nrun %s\n", first<sm80::ForwardRows>("kSm80Forward", call, false).c_str(), on_hopper.c_str());
+          }
+        }
         for (Options options : {kFp8, kFp8Scores, kFp8 | kIntervals, kFp8 | kRare}) {
           for (bool largest : {false, true}) {
-            if (type != kBf16) continue;  // fp8 is widened
-            const KernelCall call{type, qk, v, options, largest};
+            if (type != kBf16) continue;  // a prefill has widened fp8; the forward does where no kernel reads it
+            const KernelCall call{type, qk, v, options, largest}, narrow{kE4m3, qk, v, options, largest};
+            if (qk <= 256 && v <= 256)
+              std::printf("run %s\n", first<sm90::ForwardRows>("kSm90Forward", narrow, true).c_str());
             std::string on_hopper = first<sm90::ForwardRows>("kSm90Forward", call, true);
             if (on_hopper.empty()) on_hopper = first<sm80::ForwardRows>("kSm80Forward", call, true);
             std::printf("run %s\nrun %s\n", first<sm80::ForwardRows>("kSm80Forward", call, false).c_str(), on_hopper.c_str());

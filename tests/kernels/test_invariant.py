@@ -18,6 +18,9 @@ from flashattn_ext import _C, Mask
 from flashattn_ext.integrations import transformers as fax
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+every_device = pytest.mark.every_isa
+named_dtypes = pytest.mark.dtypes("bfloat16", "float16", "float32")
+refused_by_the_emulator = pytest.mark.no_emulator
 # The last two have views that exist for tensors of one entry only, or that would not show a difference.
 STRIDES = [view for view in VIEWS if view not in ("expanded", "strided_last")]
 
@@ -28,6 +31,13 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     _C.set_cpu_isa(request.param)
     yield request.param
     _C.set_cpu_isa(before)
+
+
+@pytest.fixture
+def on(device: str) -> Iterator[str]:
+    """The device, on which new tensors are made."""
+    with torch.device(device):
+        yield device
 
 
 @dataclass
@@ -102,7 +112,7 @@ class Sequence:
             torch.cat([torch.randn(before, *t.shape[1:]).to(t.dtype), t, torch.full((after, *t.shape[1:]), math.nan).to(t.dtype)])
             for t in (self.q[begin:end], self.k[:keys], self.v[:keys])
         )  # fmt: skip
-        starts = (cu_seqlens([before, length, after], "cpu") for length in (end - begin, keys))
+        starts = (cu_seqlens([before, length, after], q.device.type) for length in (end - begin, keys))
         out, lse = flashattn_ext.varlen_forward(
             self.view(q), self.view(k), self.view(v), *starts, 4000, 4000, **self.call()
         )
@@ -194,45 +204,54 @@ WAYS: list[Callable[[Sequence, int, int], None]] = [
     Sequence.in_a_chunk, Sequence.in_a_batch, Sequence.with_padding, Sequence.packed, Sequence.from_cache,
     Sequence.after_padding_in_a_cache, Sequence.with_new_keys, Sequence.from_pages,
 ]  # fmt: skip
+# Lists become tensors.
 OPTIONS: dict[str, dict[str, Any]] = {
     "causal": dict(causal=True),
     "full": dict(),
     "window": dict(causal=True, window_size=(70, 0)),
     "window to both sides": dict(window_size=(200, 3)),
-    "sink": dict(causal=True, sink=torch.tensor([-1.0, 0.0, 2.0, 5.0])),
+    "sink": dict(causal=True, sink=[-1.0, 0.0, 2.0, 5.0]),
     "smooth softmax": dict(causal=True, smooth_softmax=True),
     "softcap": dict(causal=True, softcap=5.0),
-    "slopes": dict(causal=True, alibi_slopes=torch.tensor([0.5, 0.25, 0.1, 0.0])),
+    "slopes": dict(causal=True, alibi_slopes=[0.5, 0.25, 0.1, 0.0]),
     "negative scale": dict(causal=True, softmax_scale=-0.3),
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def options_of(name: str) -> dict[str, Any]:
+    return {key: torch.tensor(value) if isinstance(value, list) else value for key, value in OPTIONS[name].items()}
+
+
+@every_device
+@refused_by_the_emulator
+@named_dtypes
 @pytest.mark.parametrize("D", [64, 128, 256])
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_every_way_has_the_bits_of_training(isa: str, way: Callable[..., None], D: int, dtype: torch.dtype) -> None:
+def test_every_way_has_the_bits_of_training(on: str, way: Callable[..., None], D: int, dtype: torch.dtype) -> None:
     sequence = Sequence.random(330, 4, 2, D, D, dtype, causal=True)
     for begin, end in ((329, 330), (192, 193), (3, 4), (190, 206), (120, 330 if D == 64 else 150)):
         way(sequence, begin, end)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every_device
+@refused_by_the_emulator
+@named_dtypes
 @pytest.mark.parametrize("name", OPTIONS)
-def test_options(isa: str, name: str, dtype: torch.dtype) -> None:
-    sequence = Sequence.random(330, 4, 2, 64, 64, dtype, **OPTIONS[name])
+def test_options(on: str, name: str, dtype: torch.dtype) -> None:
+    sequence = Sequence.random(330, 4, 2, 64, 64, dtype, **options_of(name))
     for way in WAYS:
         way(sequence, *sequence.rows())
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_fuzz(seed: int, restore_threads: None) -> None:
+def test_fuzz(on: str, seed: int, restore_threads: None) -> None:
     draw = random.Random(seed)
     torch.manual_seed(seed)
     before = _C.cpu_isa()
     _C.set_cpu_isa(draw.choice(_C.cpu_isas()))
     torch.set_num_threads(draw.choice([1, 2, 3]))
     D, Hk = draw.choice([64, 128, 256, 33, 40, 96]), draw.choice([1, 2])
-    options = dict(draw.choice(list(OPTIONS.values())))
+    options = options_of(draw.choice(list(OPTIONS)))
     for name in ("sink", "alibi_slopes"):
         if name in options:
             options[name] = torch.rand(2 * Hk)
@@ -245,7 +264,30 @@ def test_fuzz(seed: int, restore_threads: None) -> None:
     _C.set_cpu_isa(before)
 
 
-def test_one_query_head_for_each_kv_head_and_many(isa: str) -> None:
+@refused_by_the_emulator
+@pytest.mark.dtypes("bfloat16", "float16")
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_more_keys_than_a_chunk_has(on: str, D: int, dtype: torch.dtype) -> None:
+    """Accelerators add up chunks of about 4096 keys."""
+    S, rows, group = 9000, 130, 3
+    q, k, v = (torch.randn(n, heads, D).to(dtype) for n, heads in ((rows, group), (S, 1), (S, 1)))
+    options: dict[str, Any] = dict(causal=True, invariant=True, sink=torch.tensor([-1.0, 0.0, 3.0]))
+    out, lse = flashattn_ext.forward(q[None], k[None], v[None], return_lse=True, **options)
+    table = torch.randperm(-(-S // 64), dtype=torch.int32)[None]
+    pages = torch.zeros(2, table.numel(), 64, 1, D, dtype=dtype)
+    for at, t in zip(pages, (k, v), strict=True):
+        at[table[0].long()] = torch.nn.functional.pad(t, (0, 0, 0, 0, 0, -S % 64)).view(-1, 64, 1, D)
+    for begin, end in ((rows - 1, rows), (0, 1), (7, 11), (0, rows)):
+        keys = S - rows + end
+        for caches, of_pages in (((k[None], v[None]), {}), (pages, {"block_table": table})):
+            step, its = flashattn_ext.flash_attn_with_kvcache(
+                q[None, begin:end], *caches, cache_seqlens=keys, return_softmax_lse=True, **of_pages, **options
+            )
+            assert torch.equal(step[0], out[0, begin:end]) and torch.equal(its[0], lse[0, :, begin:end])
+
+
+@every_device
+def test_one_query_head_for_each_kv_head_and_many(on: str) -> None:
     for Hq, Hk in ((1, 1), (3, 3), (8, 1), (20, 2)):
         sequence = Sequence.random(210, Hq, Hk, 64, 64, torch.bfloat16, causal=True)
         for way in WAYS:
@@ -268,8 +310,9 @@ def test_values_that_are_not_finite_reach_only_rows_that_see_them(isa: str) -> N
         assert out[0, :100].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
-def test_it_is_the_same_attention(isa: str, dtype: torch.dtype) -> None:
+@every_device
+@refused_by_the_emulator
+def test_it_is_the_same_attention(on: str, dtype: torch.dtype) -> None:
     q, k, v = (torch.randn(2, 300, 4, 64).to(dtype) for _ in range(3))
     expected = flashattn_ext.attention_reference(q.double(), k.double(), v.double(), causal=True)
     out = flashattn_ext.forward(q, k, v, causal=True, invariant=True)
@@ -277,7 +320,8 @@ def test_it_is_the_same_attention(isa: str, dtype: torch.dtype) -> None:
     assert (out.double() - expected).abs().max() < tolerance
 
 
-def test_dropout_of_a_placed_call_drops_the_same_weights(isa: str) -> None:
+@every_device
+def test_dropout_of_a_placed_call_drops_the_same_weights(on: str) -> None:
     q, k, v = (torch.randn(1, 300, 2, 64).bfloat16() for _ in range(3))
     options: dict[str, Any] = dict(causal=True, dropout_p=0.3, rng_seed=5, return_lse=True, invariant=True)
     out, lse = flashattn_ext.forward(q, k, v, **options)
@@ -285,17 +329,19 @@ def test_dropout_of_a_placed_call_drops_the_same_weights(isa: str) -> None:
     assert torch.equal(chunk, out[:, 77:130]) and torch.equal(its, lse[..., 77:130])
 
 
-def test_the_gradient_is_that_of_the_ordinary_call() -> None:
-    leaves = [torch.randn(1, 200, 2, 32, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+def test_the_gradient_is_that_of_the_ordinary_call(on: str) -> None:
+    wide = torch.float64 if on == "cpu" else torch.float32
+    leaves = [torch.randn(1, 200, 2, 32, dtype=wide, requires_grad=True) for _ in range(3)]
     gradients = [
         torch.autograd.grad(flashattn_ext.forward(*leaves, causal=True, invariant=invariant).square().sum(), leaves)
         for invariant in (False, True)
     ]
     for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(one, other, rtol=1e-12 if on == "cpu" else 1e-4, atol=1e-12 if on == "cpu" else 1e-4)
 
 
-def test_masks_of_a_cache(isa: str) -> None:
+@every_device
+def test_masks_of_a_cache(on: str) -> None:
     """The last rows of a sequence with hidden keys, in training and with a Mask of the cache."""
     q, k, v = (torch.randn(1, 400, heads, 64).bfloat16() for heads in (4, 2, 2))
     ids = torch.tensor([[0] * 50 + [1] * 190 + [2] * 160])
@@ -307,7 +353,8 @@ def test_masks_of_a_cache(isa: str) -> None:
         assert torch.equal(step, out[:, begin:end])
 
 
-def test_largest_logits(isa: str) -> None:
+@every_device
+def test_largest_logits(on: str) -> None:
     q, k, v = (torch.randn(1, 210, heads, 64).bfloat16() for heads in (4, 2, 2))
     options: dict[str, Any] = dict(causal=True, invariant=True, return_max_logits=True, smooth_softmax=True)
     steps = [
@@ -317,7 +364,8 @@ def test_largest_logits(isa: str) -> None:
     assert torch.equal(torch.stack(steps).amax(0), flashattn_ext.forward(q, k, v, **options)[1])
 
 
-def test_fp8_caches(isa: str) -> None:
+@every_device
+def test_fp8_caches(on: str) -> None:
     q = torch.randn(2, 300, 4, 64).bfloat16()
     k, v = (torch.randn(2, 300, 2, 64).to(torch.float8_e4m3fn) for _ in range(2))
     options: dict[str, Any] = dict(
@@ -329,7 +377,7 @@ def test_fp8_caches(isa: str) -> None:
         assert torch.equal(step, out[:, row : row + 1])
 
 
-def test_the_function_of_transformers() -> None:
+def test_the_function_of_transformers(on: str) -> None:
     """A step of generation goes to another function of the library than a training forward."""
     q, k, v = (torch.randn(1, heads, 300, 64).bfloat16() for heads in (4, 2, 2))
     layer = torch.nn.Module()
@@ -341,7 +389,7 @@ def test_the_function_of_transformers() -> None:
     assert torch.equal(step, out[:, 210:211])
 
 
-def test_the_module() -> None:
+def test_the_module(on: str) -> None:
     q, k, v = (torch.randn(1, 200, 2, 64) for _ in range(3))
     module = flashattn_ext.FlashAttention(causal=True, invariant=True)
     assert module.invariant and "invariant=True" in repr(module)
@@ -362,8 +410,27 @@ def test_refused() -> None:
 @pytest.mark.dtypes("bfloat16")
 def test_backends_without_it_refuse_it_in_words(device: str, dtype: torch.dtype) -> None:
     q = torch.randn(1, 20, 2, 64, device=device).to(dtype)
-    if device == "cpu" and not _C.forced_backend():
+    if device == "cuda" or (device == "cpu" and not _C.forced_backend()):
         assert flashattn_ext.forward(q, q, q, invariant=True).isfinite().all()
         return
     with pytest.raises(NotImplementedError, match=r"invariant=True is not implemented by the .* kernels"):
         flashattn_ext.forward(q, q, q, invariant=True)
+
+
+def test_what_the_cuda_kernels_lack(on: str) -> None:
+    """The CPU computes these calls."""
+
+    def check(what: str, call: Callable[[], Any]) -> None:
+        if on == "cpu":
+            call()
+            return
+        with pytest.raises(NotImplementedError, match=f"invariant=True with {what} is not implemented by the"):
+            call()
+
+    q = torch.randn(1, 20, 2, 64).bfloat16()
+    check("relative_bias", lambda: flashattn_ext.forward(q, q, q, relative_bias=torch.randn(2, 9), invariant=True))
+    check("an origin that places rows", lambda: flashattn_ext.forward(q, q, q, origin=(0, 0, 3, 0), invariant=True))
+    wide, mask = torch.randn(1, 20, 2, 320).bfloat16(), hidden_after(12, 20)
+    check("a Mask and head dims", lambda: flashattn_ext.forward(wide, wide, wide, mask=mask, invariant=True))
+    narrow = q.to(torch.float8_e4m3fn)
+    check("q of", lambda: flashattn_ext.flash_attn_with_kvcache(narrow, narrow, narrow, invariant=True))

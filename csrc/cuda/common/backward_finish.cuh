@@ -2,6 +2,7 @@
 // all rows of a head in a fixed order.
 #pragma once
 
+#include "../ptx/grid.cuh"
 #include "backward_prepare.cuh"
 #include "lane.cuh"
 #include "operand_tile.cuh"
@@ -20,6 +21,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
   constexpr int kStride = kTileStride<T, Layout::kHeadDim>;
   extern __shared__ __align__(16) unsigned char memory[];
   T* const tile = reinterpret_cast<T*>(memory);
+  ptx::wait_for_previous_kernel();
   const int head = blockIdx.x / blocks, heads = static_cast<int>(p.heads_q), b = head / heads, h = head % heads;
   const Sequence queries = query_sequence(p, b);
   for (int64_t m = blockIdx.x % blocks; m * Layout::kQueries < queries.length; m += blocks) {
@@ -98,10 +100,11 @@ inline void launch_dsink(const AttnGradParams& p, const BackwardWorkspace& works
 template <class Layout>
 void launch_dq_finish(const AttnGradParams& p, const BackwardWorkspace& workspace) {
   const int64_t blocks = tile_count(p.seqlen_q, Layout::kQueries);
-  launch(dq_finish_kernel<Layout>, "backward_finish", p, blocks * p.batch * p.heads_q, Layout::kThreads,
-         Layout::kQueries * kTileStride<typename Layout::Element, Layout::kHeadDim> *
-             static_cast<int>(sizeof(typename Layout::Element)),
-         workspace, static_cast<int>(blocks));
+  launch_early(dq_finish_kernel<Layout>, "backward_finish", p,
+               row_of_blocks(blocks * p.batch * p.heads_q, "backward_finish", p), Layout::kThreads,
+               Layout::kQueries * kTileStride<typename Layout::Element, Layout::kHeadDim> *
+                   static_cast<int>(sizeof(typename Layout::Element)),
+               p, workspace, static_cast<int>(blocks));
 }
 
 template <class Layout>

@@ -65,13 +65,17 @@ struct DistanceBias {
   Place<kTransposed> place;
   HeadBias<float> head;
   bool has_slopes;
-  int reach;  // of the relative bias, limited to 2^30, which no distance reaches
+  bool is_invariant;  // the bits of a bias must not depend on the tile that its score is in
+  int reach;          // of the relative bias, limited to 2^30, which no distance reaches
   Reached range;
   float end;  // the relative bias of the whole tile where it is clamped, in units of log2
 
   template <class Mask>
   __device__ __forceinline__ DistanceBias(const AttnParams& p, int b, int h, const Mask& mask, int row0, int key0)
-      : place(mask, row0, key0), head(HeadBias<float>::of(p, b, h)), has_slopes(p.alibi_slopes) {
+      : place(mask, row0, key0),
+        head(HeadBias<float>::of(p, b, h)),
+        has_slopes(p.alibi_slopes),
+        is_invariant(p.invariant) {
     constexpr int64_t kLongest = 1 << 30;
     reach = static_cast<int>(head.reach < kLongest ? head.reach : kLongest);
     range = reached(head.relative != nullptr, reach, place.tile_distance, kRows, kKeys);
@@ -170,7 +174,8 @@ struct DistanceBias {
   template <bool kLeavesRows>
   __device__ __forceinline__ void add_slopes(float (&x)[kRowTiles][kColumnTiles][4], float scale, float* rows) const {
     const float first = static_cast<float>(place.distance);
-    if (is_one_sided()) {
+    // Only general kernels, to which no terms of a row are left, run invariant calls.
+    if ((kTransposed || kLeavesRows || !is_invariant) && is_one_sided()) {
       const bool before = place.tile_distance + (kKeys - 1) <= 0;
       const float rise = before ? head.slope : -head.slope;
       // The caller takes the maximum of a row over lanes, so the term left to it must be the same in all lanes of the

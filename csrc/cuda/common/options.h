@@ -59,6 +59,13 @@ inline Options options_of(const AttnGradParams& p) {
   return exact || apart ? all | kRare : all;
 }
 
+// The options of the kernel that runs an invariant call. A row that a Mask hides nothing from has the bits of a call
+// without one: kernels for a Mask alone have the steps of the plain kernels, and all other calls run general kernels.
+constexpr Options invariant_options(Options options) {
+  if (options & kFp8) return kFp8General;
+  return includes(kIntervals, options) ? options : kGeneral;
+}
+
 // Stands in for what a policy does not need.
 struct Nothing {};
 

@@ -1,5 +1,6 @@
 // The step before the attention of a decoding call: appends new keys and values to the KV cache, and applies the rotary
-// embedding to new keys and to queries (Rotary in params.h). A warp copies one row of one head.
+// embedding to new keys and to queries (Rotary in params.h), or copies the queries as they are. A warp copies one row
+// of one head.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -58,6 +59,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   const KeyLocator keys(p, b);
   const Sequence queries = query_sequence(p, b);
   const int64_t position = p.rotary.cos ? keys.first_new_row : -1;
+  const bool rotates_each_row = p.rotary.cos && p.rotary.rotates_each_row;
   const int64_t step = static_cast<int64_t>(gridDim.y) * kWarps;
   for (int64_t row = static_cast<int64_t>(blockIdx.y) * kWarps + threadIdx.x / 32; row < sequence_rows; row += step) {
     if (row < 2 * new_rows) {
@@ -83,7 +85,7 @@ __global__ void __launch_bounds__(kWarps * 32)
       const int64_t index = row - 2 * new_rows, i = index / p.heads_q, head = index % p.heads_q;
       if (i >= queries.length) continue;
       copy_row(row_pointer<T>(q, b, head, queries.start + i), row_pointer<const T>(p.q, b, head, queries.start + i),
-               static_cast<int>(p.head_dim), p.rotary, p.rotary.rotates_each_row ? position + i : position);
+               static_cast<int>(p.head_dim), p.rotary, rotates_each_row ? position + i : position);
     }
   }
 }
@@ -92,7 +94,7 @@ template <class Key>
 void launch_append(const DecodeParams& p, const TensorView& q) {
   constexpr int64_t kMostBlocks = 65535;
   const int64_t new_rows = p.k_new.data ? 2 * p.cache.new_keys * p.heads_k : 0;
-  const int64_t rows = new_rows + (p.rotary.cos ? query_rows(p) * p.heads_q : 0);
+  const int64_t rows = new_rows + (q.data ? query_rows(p) * p.heads_q : 0);
   if (rows == 0 || p.batch == 0) return;
   const dim3 grid(static_cast<unsigned>(p.batch),
                   static_cast<unsigned>(std::min((rows + kWarps - 1) / kWarps, kMostBlocks)));

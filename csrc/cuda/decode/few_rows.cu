@@ -28,11 +28,12 @@ bool is_few_rows(const AttnParams& p) {
   // for one sequence (65536 keys, 32:8 heads) and 0.62 to 0.88 of it if the batch fills the GPU; with 64 queries twice
   // and 0.65. So they take more than 32 queries only for sequences so long that large batches of them are rare. Below
   // 512 keys split-KV gains little.
-  constexpr int64_t kMostQueries = 32, kMostQueriesOfLong = 64, kLeastKeys = 512, kLongBytes = 128 << 20;
+  constexpr int64_t kMostQueries = 32, kLeastKeys = 512, kLongBytes = 128 << 20;
   constexpr int64_t kWideColumns = 256, kMostNarrowRows = 64;  // above kWideColumns a tile has 16 rows
   const bool is_long = p.seqlen_k * p.heads_k * (p.head_dim + p.head_dim_v) * key_bytes(p) >= kLongBytes;
-  if (p.seqlen_q > (is_long ? kMostQueriesOfLong : kMostQueries) || p.seqlen_k < kLeastKeys) return false;
-  if (p.has_intervals() || p.has_dropout() || p.relative_bias || p.bias.data || p.centres.data) return false;
+  if (p.seqlen_q > (is_long ? kMostFewQueries : kMostQueries) || p.seqlen_k < kLeastKeys) return false;
+  if (p.invariant || p.has_intervals() || p.has_dropout() || p.relative_bias || p.bias.data || p.centres.data)
+    return false;
   if (std::max(p.head_dim, p.head_dim_v) > kWideColumns && p.seqlen_q * p.group_size() > kMostNarrowRows) return false;
   // The kernel numbers the units (plan.h) in 32 bits.
   const int64_t tiles = p.seqlen_q * p.group_size() / 16 + 1,

@@ -9,9 +9,12 @@
 
 namespace flashattn_ext::decode {
 
+// No call with more queries in a sequence runs here.
+constexpr int64_t kMostFewQueries = 64;
+
 // Whether a forward call runs here. The choice does not depend on the batch size, so that the results of a sequence are
 // bit-identical in every batch. The kernels of sm80/ and sm90/ keep the calls with a Mask (they skip its hidden tiles),
-// dropout, a dense or a relative bias, or `centres` (an output for the gradients of biases).
+// dropout, a dense or a relative bias, or `centres` (an output for the gradients of biases), and invariant calls.
 bool is_few_rows(const AttnParams& p);
 
 // These functions require aligned rows, except in fp8; aligned_rows.h copies unaligned inputs first.

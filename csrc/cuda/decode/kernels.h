@@ -25,8 +25,8 @@ void split(const DecodeParams& p, const Plan& plan, int warps, int shared_bytes,
 template <class T>
 void combine(const DecodeParams& p, const Plan& plan, int64_t tasks, int rows, int columns);
 
-// Appends new keys and values to the KV cache. With rotary embeddings it rotates the new keys, and writes the rotated
-// queries to `q`.
+// Appends new keys and values to the KV cache, and copies the queries to `q` unless it has no data. With rotary
+// embeddings both the new keys and the copies are rotated.
 void append(const DecodeParams& p, const TensorView& q);
 
 }  // namespace flashattn_ext::decode

@@ -2,6 +2,8 @@
 // class of head dims and some options: the rows of ../table/kernel_table.h.
 #pragma once
 
+#include <algorithm>
+
 #include "../table/kernels.h"
 #include "tiles.h"
 
@@ -34,9 +36,18 @@ struct ForwardRows {
   // A call with row_maxima runs a general kernel where those of its own options do not track them.
   static constexpr KernelCall needed(KernelCall call) {
     const bool large = call.head_dim > 256 || call.head_dim_v > 256;
+    if (call.is_invariant && !large) call = invariant(call);
     if (call.wants_largest && !large && !tells_largest(call.options)) {
       call.options = call.options & kFp8 ? kFp8General : kGeneral;
     }
+    return call;
+  }
+  // Kernels for a Mask exist for three classes of head dims, and have the steps of the plain kernels of these classes.
+  // They track the largest logit.
+  static constexpr KernelCall invariant(KernelCall call) {
+    const int64_t columns = std::max(call.head_dim, call.head_dim_v);
+    call.head_dim = columns > 128 ? 256 : columns > 64 ? 128 : 64;
+    if (call.wants_largest) call.options = call.options | kIntervals;
     return call;
   }
   template <class T, int kHeadDim, int, Options kOptions>

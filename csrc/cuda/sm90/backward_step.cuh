@@ -6,11 +6,13 @@
 #include "../common/backward_finish.cuh"
 #include "../common/bias_finish.cuh"
 #include "../common/device.h"
+#include "../common/few_keys_delta.h"
 #include "../common/ring.cuh"
 #include "../common/scores.cuh"
 #include "../common/store_row.cuh"
 #include "../common/tensor_map.h"
 #include "../common/tile_order.cuh"
+#include "../ptx/grid.cuh"
 #include "backward_visibility.cuh"
 #include "backward_work.cuh"
 #include "named_barriers.h"
@@ -217,8 +219,8 @@ void launch_backward_main(Entry kernel, const char* name, const Params& p,
   const int64_t at_once = multiprocessors() / Kernel::kBlocks, teams = std::min(all, at_once);
   const TileGrid grid{backward_order(p, blocks, 2, at_once, Kernel::kSectionHeads), static_cast<int>(all),
                       workspace.key_tiles_taken};
-  launch(kernel, name, p, teams * Kernel::kBlocks, Kernel::kThreads, static_cast<int>(sizeof(typename Kernel::Shared)),
-         workspace, maps, grid);
+  launch_early(kernel, name, p, row_of_blocks(teams * Kernel::kBlocks, name, p), Kernel::kThreads,
+               static_cast<int>(sizeof(typename Kernel::Shared)), p, workspace, maps, grid);
 }
 
 }  // namespace flashattn_ext::sm90

@@ -15,8 +15,12 @@ struct Sm90 {
     return wrong_device("9.0", "use 'cuda-sm80' there");
   }
   static const ForwardKernel* forward(const KernelCall& call) {
-    const ForwardKernel* const own = RowKernels<sm90::ForwardRows>::first(call, true);
-    return own ? own : RowKernels<sm80::ForwardRows>::first(call, true);
+    if (call.is_invariant) {
+      if (const ForwardKernel* const kernel = RowKernels<sm90::InvariantRows>::first(call, true)) return kernel;
+    }
+    if (const ForwardKernel* const own = RowKernels<sm90::ForwardRows>::first(call, true)) return own;
+    if (call.type == kE4m3) return forward(widened_call(call));
+    return RowKernels<sm80::ForwardRows>::first(call, true);
   }
   static const BackwardKernel* backward(const KernelCall& call) {
     const BackwardKernel* const own = RowKernels<sm90::BackwardRows>::first(call, true);

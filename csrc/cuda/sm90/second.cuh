@@ -71,6 +71,7 @@ struct Second {
   using Work = BackwardWork;
   using Walk = QueryWalk<true>;
   using Gradients = SecondGradients<Moves>;
+  using Dropping = NoBackwardDropout;
   using Workspace = typename Gradients::Workspace;
   using Maps = SecondMaps;
   using Layout = DqLayout<T, kHeadDim, false>;

@@ -23,6 +23,7 @@
 // clang-format off
 namespace flashattn_ext::kernel_table {
 
+constexpr sm90::ForwardOrder kInTurn = sm90::ForwardOrder::kInTurn;
 constexpr sm90::BackwardOrder kLockstep = sm90::BackwardOrder::kLockstep, kThreePhases = sm90::BackwardOrder::kThreePhases;
 
 // Tiles: {warps, row tiles of a warp, keys, resident thread blocks[, stages[, warps along the columns of out]]}. Tiles
@@ -127,7 +128,7 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
     {kFp32,  512, kGeneral,   kEveryGpu,  kMaySpill, {{2, 32, 16, 2, 2, 4, 1}, {1, 16, 16, 1, 1, 4, 1}}},
 };
 
-// Tiles: {warpgroups, keys, stages of keys and values}. With dropout, keys are a multiple of 64, for which the generator
+// Tiles: {warpgroups, keys, stages of keys and values[, order]}. With dropout, keys are a multiple of 64, for which the generator
 // draws bits together. Above 256 (forward_large.cuh) stages are parts of a tile of keys. How many keys a step takes
 // decides the order of sums; it depends on nothing but the row, so that a sequence has the same bits in every batch.
 inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
@@ -176,12 +177,31 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     {k16Bit, 512,        kPlain,     kHopper, kMaySpill, {{1, 64, 4}, {1, 128, 4}, {1, 96, 6}}},
     {k16Bit, 384,        kDropout,   kHopper, kMaySpill, {{1, 64, 5}}},
     {k16Bit, 512,        kDropout,   kHopper, kMaySpill, {{1, 64, 4}}},
+    {kE4m3,  64,         kFp8Scores,  kHopper, 0,         {{2, 128, 4}, {3, 128, 4, kInTurn}}},
+    {kE4m3,  96,         kFp8Scores,  kHopper, 0,         {{2, 128, 4}, {2, 128, 4, kInTurn}}},
+    {kE4m3,  128,        kFp8Scores,  kHopper, 0,         {{2, 128, 4}, {2, 128, 4, kInTurn}}},
+    {kE4m3,  192,        kFp8Scores,  kHopper, 0,         {{2, 128, 3, kInTurn}}},
+    {kE4m3,  256,        kFp8Scores,  kHopper, 0,         {{2, 128, 3, kInTurn}}},
+    {kE4m3,  64,         kFp8General, kHopper, kMaySpill, {{2, 128, 4}}},
+    {kE4m3,  128,        kFp8General, kHopper, kMaySpill, {{2, 128, 4}, {2, 128, 4, kInTurn}}},
+    {kE4m3,  256,        kFp8General, kHopper, kMaySpill, {{2, 128, 2, kInTurn}}},
     {kBf16,  64,         kFp8Scores,  kHopper, kMaySpill, {{3, 128, 3}}},
     {kBf16,  128,        kFp8Scores,  kHopper, kMaySpill, {{2, 128, 3}}},
     {kBf16,  256,        kFp8Scores,  kHopper, kMaySpill, {{2, 64, 2}}},
     {kBf16,  64,         kFp8General, kHopper, kMaySpill, {{2, 128, 3}}},
     {kBf16,  128,        kFp8General, kHopper, kMaySpill, {{2, 128, 2}}},
     {kBf16,  256,        kFp8General, kHopper, kMaySpill, {{2, 64, 2}}},
+};
+
+// Invariant calls without options, and with a Mask (sm90/invariant.cuh); other invariant calls run general kernels. Tiles
+// as above. Both rows of a class have the same keys: a Mask that hides nothing of a row changes none of its bits.
+inline constexpr KernelRow<sm90::ForwardTile> kSm90Invariant[] = {
+    {k16Bit, 64,  kPlain,     kHopper, kMaySpill, {{3, 128, 3}}},
+    {k16Bit, 128, kPlain,     kHopper, kMaySpill, {{3, 80, 3}}},
+    {k16Bit, 256, kPlain,     kHopper, kMaySpill, {{2, 64, 2}}},
+    {k16Bit, 64,  kIntervals, kHopper, kMaySpill, {{3, 128, 3}}},
+    {k16Bit, 128, kIntervals, kHopper, kMaySpill, {{3, 80, 3}}},
+    {k16Bit, 256, kIntervals, kHopper, kMaySpill, {{2, 64, 2}}},
 };
 
 // Tiles: {keys, queries, stages of queries, stages of keys[, order]}. Dropout and the centres of rows (csrc/bias.h) take
@@ -261,15 +281,18 @@ inline constexpr KernelRow<sm90::SecondTile> kSm90Second[] = {
 
 // Decoding (decode/split.cuh), on every GPU. Tiles: {row tiles of a warp, warps along the rows, warps along the columns,
 // keys, stages}. A class has a kernel for 16 packed rows and, up to 256, one for 64, for prefill and for speculative
-// decoding with many query heads for each KV head. Up to 256 columns each warp of a tile of 16 rows is a team and needs
-// no barrier with other warps in the mainloop. Two resident thread blocks of four teams, each block with 50 KB to 70 KB of loads in
-// flight, saturate the memory bandwidth of a multiprocessor.
+// decoding with many query heads for each KV head; the most frequent classes also have one for 32, where the two warps
+// of a team read the same keys. A call runs the smallest tile that holds its rows. Up to 256 columns each warp of a tile
+// of 16 rows is a team and needs no barrier with other warps in the mainloop. Two resident thread blocks of four warps,
+// each block with 50 KB to 70 KB of loads in flight, saturate the memory bandwidth of a multiprocessor.
 inline constexpr DecodeRow kDecode[] = {
     {k16Bit, 64,  0,         {1, 1, 1, 32, 3}},
+    {k16Bit, 64,  0,         {1, 2, 1, 32, 4}},
     {k16Bit, 64,  0,         {2, 2, 1, 32, 4}},
     {k16Bit, 96,  kMaySpill, {1, 1, 1, 16, 3}},
     {k16Bit, 96,  kMaySpill, {2, 2, 1, 32, 2}},
     {k16Bit, 128, 0,         {1, 1, 1, 16, 3}},
+    {k16Bit, 128, 0,         {1, 2, 1, 16, 4}},
     {k16Bit, 128, 0,         {2, 2, 1, 32, 2}},
     {k16Bit, 192, kMaySpill, {1, 1, 1, 16, 3}},
     {k16Bit, 192, kMaySpill, {1, 4, 1, 32, 2}},

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../derivative_params.h"
+#include "../common/chunks.h"
 #include "rows.h"
 
 namespace flashattn_ext {
@@ -10,6 +11,12 @@ struct ForwardKernel {
   void (*run)(const AttnParams&) = nullptr;
   size_t workspace_bytes = 0;
   int least_shared = 0;  // of a thread block in bytes, if not all GPUs have it
+  // Further workspace of a call; nullptr: none.
+  size_t (*more_bytes)(const AttnParams&) = nullptr;
+  bool reads_fp8 = false;  // reads fp8 inputs as they are; otherwise they are widened for it
+  bool any_heads = false;  // takes inputs whose heads begin at any address: heads_are_mappable in aligned_rows.h
+  // How decoding runs an invariant kernel that adds up chunks of keys; nullptr: it does not.
+  ChunkKernel (*chunks)() = nullptr;
 };
 
 struct BackwardKernel {

@@ -27,10 +27,17 @@ struct BackwardTile {
 
 namespace flashattn_ext::sm90 {
 
+// How a warpgroup of the forward orders a step. In e4m3 sums of products have registers of their own beside `out`.
+enum class ForwardOrder {
+  kOverlapped,  // the softmax of a step overlaps the product with the values of the step before
+  kInTurn,      // one after the other: scores and sums of the other product share registers
+};
+
 struct ForwardTile {
   int groups;  // warpgroups that compute; each has 64 queries
   int keys;
-  int stages;  // of keys and values
+  int stages;          // of keys and values
+  ForwardOrder order;  // kOverlapped where a row names none
   constexpr int queries() const { return groups * 64; }
   constexpr bool exists() const { return groups > 0; }
 };

@@ -1,7 +1,7 @@
 // The extremes of a Mask's intervals: the entry `mask_extremes` of the Backend table of every architecture.
 #pragma once
 
-#include "../params.h"
+#include "../../params.h"
 
 namespace flashattn_ext {
 

@@ -1,5 +1,5 @@
-#include "../mask.h"
-#include "common/launch.cuh"
+#include "../../mask.h"
+#include "launch.cuh"
 #include "mask_extremes.h"
 
 namespace flashattn_ext {
