@@ -197,6 +197,31 @@ def test_several_tiles_agree_with_the_reference(device: str, dtype: torch.dtype,
     )  # fmt: skip
 
 
+FORMS: dict[str, dict[str, Any]] = {
+    "more queries": dict(Sq=330, Sk=140, causal=True),
+    "window": dict(Sq=250, Sk=300, window_size=(90, 40)),
+    "gqa": dict(Sq=150, Sk=150, Hk=1, causal=True, sink_dtype=torch.float32),
+    "varlen": dict(lengths_q=(33, 170, 0, 64), lengths_k=(40, 190, 17, 64)),
+}
+
+
+@pytest.mark.dtypes("float16", "bfloat16")
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_class_of_head_dims_agrees_with_the_reference(
+    device: str, dtype: torch.dtype, form: str, head_dim: int
+) -> None:
+    check(Case(**{**BASE, "dtype": dtype, "B": 1, "Hq": 2, "D": head_dim, "Dv": head_dim, **FORMS[form]}), device)
+
+
+@pytest.mark.dtypes("bfloat16")
+@pytest.mark.parametrize("names", [names for n in (1, 2) for names in itertools.combinations("qkv", n)], ids="+".join)
+def test_some_tangents_of_wide_heads_agree_with_the_reference(
+    device: str, dtype: torch.dtype, names: tuple[str, ...]
+) -> None:
+    check(Case(**{**BASE, "dtype": dtype, "B": 1, "Hq": 2, "Sq": 150, "Sk": 150, "D": 128, "Dv": 128}), device, names)
+
+
 @pytest.mark.dtypes("float64", "bfloat16")
 @pytest.mark.parametrize(
     "names",

@@ -37,6 +37,17 @@ __device__ __forceinline__ void store_panels(T (&panels)[kPanels][kKeys][kPanelC
   }
 }
 
+// Loads a warp's 16 rows of a tile, from `row` on, as A operands of steps of 16 columns.
+template <class T, int kPanels, int kRows, int kSteps>
+__device__ __forceinline__ void load_fragments(uint32_t (&a)[kSteps][4], const T (&tile)[kPanels][kRows][kPanelColumns],
+                                               int row) {
+  const int lane = threadIdx.x % 32, chunk = (lane / 16) ^ (lane % 8);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    ptx::ldmatrix(a[step], tile[step / 4][row + lane % 16] + (chunk ^ (step % 4 * 2)) * 8);
+  }
+}
+
 // Zeroes the rows from `first` on. thread: index among the `threads` that divide the work.
 template <class T, int kPanels, int kRows>
 __device__ __forceinline__ void clear_rows(T (&tile)[kPanels][kRows][kPanelColumns], int first, int thread,

@@ -26,6 +26,17 @@ __device__ __forceinline__ void issue_score_product(float (&c)[N][4], const T (&
                                            adds || d > 0, T());
   }
 }
+// The same with the rows in registers, as load_fragments loads them; c += rows * columns^T.
+template <int N, class T, int kSteps, int kPanels, int kColumns>
+__device__ __forceinline__ void issue_score_product(float (&c)[N][4], const uint32_t (&rows)[kSteps][4],
+                                                    const T (&columns)[kPanels][kColumns][kPanelColumns],
+                                                    int first_column) {
+  const auto b = ptx::swizzled_descriptor(&columns[0][first_column], 0);
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    ptx::wgmma<ptx::kMajorK>(c, rows[step], b + step / 4 * kColumns * 8 + step % 4 * 2, T());
+  }
+}
 template <int kHeadDim, class Address = ptx::Descriptor, class T, int kPanels, int kRows, int kColumns>
 __device__ __forceinline__ void score_product(float (&c)[kColumns / 8][4],
                                               const T (&rows)[kPanels][kRows][kPanelColumns], int first_row,

@@ -147,6 +147,7 @@ struct Second {
   uint32_t key_parity = 0;
   RingPosition<kStages> queries;  // the stage whose scores were computed last
   float dk[kColumnTiles][4], dv[kColumnTiles][4], dq[kDqTiles][4];
+  uint32_t k_fragments[kHeadDim / 16][4];
   Scores x, tangents, dp, b;                                                // in the order of PlainSecond
   uint32_t of_values[kSteps][4], t_scores[kSteps][4], f_scores[kSteps][4];  // what it makes of them, packed
 
@@ -180,6 +181,8 @@ struct Second {
     ptx::barrier_wait(&shared.v_full[0], key_parity);
     key_parity ^= 1;
     clear_tail_of_keys(work);
+    load_fragments(k_fragments, shared.k[0], warp_key);
+    ptx::hold(k_fragments);
     Walk now(p, work, static_cast<int>(p.group_size()));
     await_queries(work, now);
     multiply_scores();
@@ -213,15 +216,16 @@ struct Second {
   // The products that form the scores of a step: one group.
   __device__ __forceinline__ void multiply_scores() {
     const int stage = queries.stage, query = group * kOwnQueries;
-    // The products overwrite these zeros, and no instruction writes them. Without them ptxas keeps the scores of the
-    // step before alive, and then serialises the products for lack of registers.
+    // Products with K in registers add to these zeros. dp and b are overwritten, and no instruction writes their zeros:
+    // without them ptxas keeps the values of the step before alive, and serialises the products for lack of registers.
     for (Scores* scores : {&x, &tangents, &dp, &b}) set_zero(*scores);
     hold_scores();
     ptx::wgmma_fence();
-    issue_score_product<kHeadDim>(x, shared.k[0], 0, shared.q[stage], false, query);
-    if constexpr (Moves::kQ) issue_score_product<kHeadDim>(tangents, shared.k[0], 0, shared.tq[stage], false, query);
-    if constexpr (Moves::kK)
+    issue_score_product(x, k_fragments, shared.q[stage], query);
+    if constexpr (Moves::kQ) issue_score_product(tangents, k_fragments, shared.tq[stage], query);
+    if constexpr (Moves::kK) {
       issue_score_product<kHeadDim>(tangents, shared.tk[0], 0, shared.q[stage], Moves::kQ, query);
+    }
     issue_score_product<kHeadDim>(dp, shared.v[0], 0, shared.dout[stage], false, query);
     if constexpr (Moves::kV) issue_score_product<kHeadDim>(b, shared.tv[0], 0, shared.dout[stage], false, query);
     ptx::wgmma_commit();
