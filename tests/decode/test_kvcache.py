@@ -120,3 +120,12 @@ def test_what_is_appended_may_lie_in_the_cache(device: str, name: str, rotary: b
 
     for got, expected in zip(result(copies=False), result(copies=True), strict=True):
         assert torch.equal(got, expected)
+
+
+def test_keys_are_appended_without_query_heads(device: str) -> None:
+    """CUDA returned before the append."""
+    k_cache, v_cache = torch.zeros(2, 2, 32, 2, 16, device=device)
+    k, v = torch.randn(2, 2, 3, 2, 16, device=device)
+    q = torch.zeros(2, 3, 0, 16, device=device)
+    out = flashattn_ext.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=5)
+    assert out.shape == q.shape and torch.equal(k_cache[:, 5:8], k) and torch.equal(v_cache[:, 5:8], v)
