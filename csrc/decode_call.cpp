@@ -80,10 +80,10 @@ void check_kind_of_new_keys(const char* name, const at::Tensor& t, const DecodeC
   check_device(name, t, c.q);
 }
 
-void check_shape(const char* name, const at::Tensor& t, const std::vector<c10::SymInt>& shape, const char* what) {
+void check_shape(const char* name, const at::Tensor& t, c10::SymIntArrayRef shape, const char* what) {
   bool same = t.dim() == static_cast<int64_t>(shape.size());
   for (int64_t dim = 0; same && dim < t.dim(); ++dim) same = holds(t.sym_size(dim).sym_eq(shape[dim]));
-  TORCH_CHECK_VALUE(same, name, ": expected shape ", c10::SymIntArrayRef(shape), " ", what, ", got ", t.sym_sizes());
+  TORCH_CHECK_VALUE(same, name, ": expected shape ", shape, " ", what, ", got ", t.sym_sizes());
 }
 
 void check_integers(const char* name, const std::optional<at::Tensor>& t, const DecodeCall& c) {
@@ -253,7 +253,7 @@ void check_rotary(const DecodeCall& c) {
   check_rank("rotary_cos", cos, 2, "[positions, rotary dim / 2]");
   check_kind("rotary_cos", cos, c);
   check_kind("rotary_sin", *c.rotary_sin, c);
-  check_shape("rotary_sin", *c.rotary_sin, cos.sym_sizes().vec(), "like rotary_cos");
+  check_shape("rotary_sin", *c.rotary_sin, cos.sym_sizes(), "like rotary_cos");
   const c10::SymInt dim = cos.sym_size(1) * 2;
   TORCH_CHECK_VALUE(holds(dim.sym_ge(1)) && holds(dim.sym_le(c.q.sym_size(-1))),
                     "rotary_cos: expected 1 to head_dim / 2 columns for a head_dim of ", c.q.sym_size(-1), ", got ",
@@ -346,7 +346,7 @@ void validate(const DecodeCall& c) {
   if (c.is_varlen()) {
     check_cu_seqlens("cu_seqlens_q", *c.cu_seqlens_q, c, "q", &c.q, c.max_seqlen_q);
     check_cu_seqlens("cu_seqlens_k", *c.cu_seqlens_k, c, "k", nullptr, c.max_seqlen_k);
-    check_shape("cu_seqlens_k", *c.cu_seqlens_k, c.cu_seqlens_q->sym_sizes().vec(), "like cu_seqlens_q");
+    check_shape("cu_seqlens_k", *c.cu_seqlens_k, c.cu_seqlens_q->sym_sizes(), "like cu_seqlens_q");
     TORCH_CHECK_VALUE(!c.cache_seqlens && c.cache_seqlen < 0 && !c.cache_leftpad,
                       "cache_seqlens: expected None, and so cache_leftpad, in a packed call, whose cu_seqlens_k has "
                       "the lengths");

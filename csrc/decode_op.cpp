@@ -88,7 +88,7 @@ void copy_what_is_written_to(DecodeCall* c) {
 void make_readable(DecodeCall* call, const Backend& backend) {
   DecodeCall& c = *call;
   const at::Tensor k_cache = c.k, v_cache = c.v;
-  static_cast<AttnCall&>(c) = readable(c, backend);
+  static_cast<AttnCall&>(c) = readable(std::move(static_cast<AttnCall&>(c)), backend);
   c.k = k_cache;  // appended keys must go to the caches themselves, not to copies
   c.v = v_cache;
   for (std::optional<at::Tensor>* t : {&c.k_new, &c.v_new}) {

@@ -13,6 +13,7 @@
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <utility>
 
 #include "call_params.h"
 #include "dropout.h"
@@ -60,7 +61,7 @@ void forward(const c10::OperatorHandle& op, Stack* stack) {
       keeps_centres ? new_tensor(c, c.centres_shape(), c.statistics_dtype()) : new_tensor(c, {0}, c.statistics_dtype());
   if (!backend) return arguments.finish(out, lse, centres, largest_of_rows_meta(c, returns_max_logits));
 
-  c = readable(c, *backend);
+  c = readable(std::move(c), *backend);
   const at::Tensor rng_state = given_state ? given_state->contiguous() : at::Tensor();
   set_memory(c, out, lse, rng_state, &p);
   if (keeps_centres && (out.element_size() == 2 ? backend->writes_centres : backend->writes_wide_centres)) {

@@ -46,6 +46,8 @@ ARRAYS = {
     "kSm90Forward": ("sm90", "forward"),
     "kSm90Invariant": ("sm90", "invariant"),
     "kSm90Backward": ("sm90", "backward"),
+    "kSm90Jvp": ("sm90", "jvp"),
+    "kSm90Second": ("sm90", "second"),
     "kDecode": ("decode", "split"),
     "kFewRowsBackward": ("decode", "backward"),
 }
@@ -348,12 +350,14 @@ UNITS = {
     ): "warps, keys x queries, thread blocks along the columns, stages, with 227 KB of shared memory",
     ("sm80", "jvp"): "warps x row tiles of 16 queries, keys of a step, resident blocks",
     ("sm80", "second"): "warps, keys x queries, with 227 KB of shared memory",
-    ("sm90", "forward"): "queries x keys of a step, stages",
+    ("sm90", "forward"): "queries x keys of a step, stages, order",
     ("sm90", "invariant"): "queries x keys of a step, stages",
     ("sm90", "backward"): "keys x queries of a step, stages of queries and of keys, order",
+    ("sm90", "jvp"): "queries x keys of a step, stages",
+    ("sm90", "second"): "keys x queries of a step, stages of queries",
 }
 
-TITLES = {("bf16",): "inputs in fp8, widened to bf16"}
+TITLES = {("bf16",): "inputs in fp8, widened to bf16", ("fp8",): "fp8"}
 
 
 def describe(row: Row) -> str:
@@ -361,14 +365,17 @@ def describe(row: Row) -> str:
     if (row.architecture, row.stage) == ("sm80", "forward"):
         stages = tile[4] if len(tile) > 4 else "1"
         return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}, {stages}"
-    if row.stage == "jvp":
+    if (row.architecture, row.stage) == ("sm80", "jvp"):
         return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}"
-    if row.stage == "second":
+    if (row.architecture, row.stage) == ("sm80", "second"):
         return f"{tile[0]}, {tile[1]} x {tile[2]}"
     if row.architecture == "sm80":
         return f"{tile[0]}, {tile[1]} x {tile[2]}, {tile[5]}, {tile[6]}"
-    if row.stage in ("forward", "invariant"):
-        return f"{64 * int(tile[0])} x {tile[1]}, {tile[2]}"
+    if row.stage in ("forward", "invariant", "jvp"):
+        order = ", in turn" if tile[3:] == ("kInTurn",) else ""
+        return f"{64 * int(tile[0])} x {tile[1]}, {tile[2]}{order}"
+    if row.stage == "second":
+        return f"{tile[0]} x {tile[1]}, {tile[2]}"
     order = {"kLockstep": ", lockstep", "kThreePhases": ", three phases"}.get(tile[4], "") if len(tile) > 4 else ""
     return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}{order}"
 
@@ -377,7 +384,7 @@ def page() -> str:
     """docs/cuda_kernels.md."""
     text = PAGE
     for architecture, stage in UNITS:
-        for dtypes in (("fp16", "bf16"), ("fp32",), ("bf16",)):
+        for dtypes in (("fp16", "bf16"), ("fp32",), ("bf16",), ("fp8",)):
             rows = [
                 row for row in table() if (row.architecture, row.stage, row.dtypes) == (architecture, stage, dtypes)
             ]

@@ -4,6 +4,7 @@
 #include <c10/util/Exception.h>
 
 #include <cmath>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -12,7 +13,7 @@
 namespace flashattn_ext {
 namespace {
 
-using NamedTensors = std::vector<std::pair<const char*, const at::Tensor*>>;
+using NamedTensors = std::initializer_list<std::pair<const char*, const at::Tensor*>>;
 
 std::string layout_of(const AttnCall& c) {
   if (c.is_varlen()) return "[total, heads, head_dim]";
@@ -21,7 +22,10 @@ std::string layout_of(const AttnCall& c) {
 
 }  // namespace
 
-bool holds(const c10::SymBool& condition) { return condition.expect_true(__FILE__, __LINE__); }
+bool holds(const c10::SymBool& condition) {
+  const std::optional<bool> known = condition.maybe_as_bool();  // inline, unlike expect_true
+  return known ? *known : condition.expect_true(__FILE__, __LINE__);
+}
 
 void check_device(const char* name, const at::Tensor& t, const at::Tensor& q) {
   TORCH_CHECK_VALUE(t.device() == q.device(), name, ": expected the device of q (", q.device(), "), got ", t.device());

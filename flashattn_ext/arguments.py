@@ -94,7 +94,18 @@ def window(value: Any) -> tuple[int, int]:
     sides = value if type(value) is tuple else list(value) if isinstance(value, Iterable) else ()
     if len(sides) != 2:
         raise ValueError(f"window_size: expected a pair (left, right) with -1 for unbounded, got {value!r}")
-    return integer("window_size", sides[0]), integer("window_size", sides[1])
+    left, right = sides
+    if type(left) is int and type(right) is int and _LEAST <= left <= _MOST and _LEAST <= right <= _MOST:
+        return left, right
+    return integer("window_size", left), integer("window_size", right)
+
+
+def flash_attn_window(value: Any) -> tuple[int, int]:
+    """window() with every negative side as -1, because flash-attn takes any negative number as unbounded."""
+    left, right = window(value)
+    if type(left) is int and type(right) is int:  # max() below also takes symbols, and costs a tenth of a microsecond each time
+        return left if left > -1 else -1, right if right > -1 else -1
+    return max(left, -1), max(right, -1)
 
 
 def seed(value: Any) -> int | None:
@@ -119,15 +130,19 @@ def scale(value: Any, q: Tensor) -> float:
     """softmax_scale, by default 1 / sqrt(head_dim)."""
     if value is not None:
         return number("softmax_scale", value)
-    head_dim = q.size(-1) if q.dim() else 0
+    shape = q.shape
+    head_dim = shape[-1] if shape else 0
     return 1.0 / math.sqrt(head_dim) if head_dim else 1.0
 
 
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype that torch.autocast casts to on a device; None if it is off there."""
-    if not torch._C._is_any_autocast_enabled() or device.type == "meta" or not torch.is_autocast_enabled(device.type):
+def autocast_dtype(q: Tensor) -> torch.dtype | None:
+    """The dtype that torch.autocast casts to on the device of q; None if it is off there."""
+    if not torch._C._is_any_autocast_enabled():
         return None
-    dtype: torch.dtype = torch.get_autocast_dtype(device.type)
+    kind = q.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    dtype: torch.dtype = torch.get_autocast_dtype(kind)
     return dtype
 
 

@@ -37,7 +37,13 @@ _EXPRESSIONS = {
     "origin": "None if origin is None else arguments.origin(origin)",
 }
 DENSE = (None, None, 0, 0)  # the cu_seqlens and max_seqlens of a call that is not packed
-_CONVERSIONS = {"SymInt": "integer", "Scalar": "number", "bool": "flag", "ScalarType?": "dtype"}
+# A keyword argument of each type as an argument of an op. A value of the usual type costs no call of a function.
+_CONVERSIONS = {
+    "SymInt": "arguments.integer({name!r}, {name})",
+    "Scalar": "({name} if type({name}) is float else arguments.number({name!r}, {name}))",
+    "bool": "({name} if {name} is True or {name} is False else arguments.flag({name!r}, {name}))",
+    "ScalarType?": "(None if {name} is None else arguments.dtype({name!r}, {name}))",
+}
 _TEMPLATE = """
 def {function}(
     {leading}, lengths, layout, /, *, mask=None, window_size=(-1, -1), softmax_scale=None, {parameters}
@@ -46,7 +52,7 @@ def {function}(
     if not ({no_tensors}):
         arguments.optional_tensors({named_tensors})
     intervals, extremes = (None, None) if mask is None else _intervals_of(mask)
-    left, right = arguments.window(window_size)
+    left, right = arguments.{window}(window_size)
     return {result}
 """
 _OF_A_CALL = (
@@ -56,29 +62,27 @@ _OF_A_CALL = (
 
 
 def converter(
-    function: str, options: Sequence[Option] = OPTIONS, leading: str = "q, k, v", result: str = _OF_A_CALL
+    function: str, options: Sequence[Option] = OPTIONS, leading: str = "q, k, v", result: str = _OF_A_CALL, window: str = "window"
 ) -> Callable[..., Any]:
     """Makes the converter of a public function: it checks the keyword arguments and returns (CallTensors, CallOptions).
 
     The converter takes q, k, v, lengths and layout by position; lengths are those of lengths_of(), or DENSE. Its errors for unknown
     keywords name `function`. It is compiled from text, as in namedtuple: a loop over the options would take a fifth of the host time
-    of a small call. Other ops give their `options`, the names of the tensors that they take first, and the `result`.
+    of a small call. Other ops give their `options`, the names of the tensors that they take first, the `result`, and the function of
+    arguments.py that reads `window_size`.
     """
     own = [option for option in options if option.name not in _EXPRESSIONS]
     parameters = ["deterministic=False", "origin=None"] if options is OPTIONS else []
     tensors = [option.name for option in own if option.type == "Tensor?"]
     values = {
         option.name: _EXPRESSIONS.get(option.name)
-        or (
-            option.name
-            if option.name in tensors
-            else f"arguments.{_CONVERSIONS[option.type]}({option.name!r}, {option.name})"
-        )
+        or (option.name if option.name in tensors else _CONVERSIONS[option.type].format(name=option.name))
         for option in options
     }
     text = _TEMPLATE.format(
         function=function,
         leading=leading,
+        window=window,
         parameters=", ".join([*parameters, *(f"{option.name}={option.default!r}" for option in own)]),
         no_tensors=" and ".join(f"{name} is None" for name in tensors),
         named_tensors=", ".join(f"{name}={name}" for name in tensors),
@@ -125,7 +129,7 @@ def autocast(tensors: CallTensors) -> CallTensors:
 
     A float32 bias keeps its dtype, and so do the tensors that the kernels read in the dtype of the softmax statistics.
     """
-    dtype = arguments.autocast_dtype(tensors.q.device)
+    dtype = arguments.autocast_dtype(tensors.q)
     if dtype is None:
         return tensors
     q, k, v = (arguments.cast(t, dtype) for t in tensors[:3])

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from . import arguments
 from .api import forward, varlen_forward
-from .decode import flash_attn_window, paged_varlen_forward
+from .arguments import flash_attn_window
+from .decode import paged_varlen_forward
 
 
 def _result(results: tuple[Tensor, Tensor], return_attn_probs: bool) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _C, arguments, ops
-from .calls import DENSE, converter, lengths_of
+from .calls import DENSE, converter, lengths_of, results
 from .fp8 import FP8
 from .kept import KeptForTensors
 from .mask import Mask
@@ -26,7 +26,8 @@ _CACHE_TENSORS = (
     "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx", "cache_leftpad", "block_table",
 )  # fmt: skip
 _options_of_call = converter(
-    "flash_attn_with_kvcache", [option for option in OPTIONS if option.decodes], leading="q", result="({tensors},), ({numbers},)"
+    "flash_attn_with_kvcache", [option for option in OPTIONS if option.decodes], leading="q", result="({tensors}, {numbers})",
+    window="flash_attn_window",
 )  # fmt: skip
 
 
@@ -37,15 +38,9 @@ def has_decoding(device: torch.device) -> bool:
     return torch.compiler.is_compiling() or not _C.forced_backend().startswith("ascend")
 
 
-def flash_attn_window(window_size: Any) -> tuple[int, int]:
-    """window_size with every negative side as -1, because flash-attn takes any negative number as unbounded."""
-    left, right = arguments.window(window_size)
-    return max(left, -1), max(right, -1)
-
-
 def _length(cache_seqlens: Any) -> tuple[Tensor | None, int]:
-    """cache_seqlens as (tensor [B], -1), or as (None, length of every sequence); (None, -1) for whole caches."""
-    if cache_seqlens is None or isinstance(cache_seqlens, Tensor):
+    """cache_seqlens as (tensor [B], -1), or as (None, length of every sequence)."""
+    if isinstance(cache_seqlens, Tensor):
         return cache_seqlens, -1
     length = arguments.integer("cache_seqlens", cache_seqlens)
     if length < 0:
@@ -82,56 +77,43 @@ def _check_room(lengths: Any, new_keys: Tensor | None, k_cache: Tensor, block_ta
 
 
 def _call_op(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None, v: Tensor | None,
-    options: tuple[tuple[Tensor | None, ...], tuple[Any, ...]], *,
-    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, rotary_interleaved: bool = True,
-    cache_seqlens: Any = None, cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None, num_splits: int = 0, return_max_logits: bool = False, keeps_dtype: bool = False,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, of_cache: tuple[Tensor | None, ...], length: int, options: tuple[Any, ...],
+    rotary_interleaved: bool = True, num_splits: int = 0, return_max_logits: bool = False, keeps_dtype: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Checks and converts the arguments, and calls the op in the order of its schema (csrc/decode_call.cpp): (out, lse, max_logits).
 
-    options: what _options_of_call returns. keeps_dtype: autocast does not cast out.
+    of_cache: the tensors that _CACHE_TENSORS names. length: of every sequence, -1 for whole caches or a tensor of lengths. options:
+    what _options_of_call returns. keeps_dtype: autocast does not cast out.
     """
-    result_dtype = arguments.autocast_dtype(q.device)
+    result_dtype = arguments.autocast_dtype(q)
     if result_dtype is not None:
-        arguments.optional_tensors(k=k, v=v, rotary_cos=rotary_cos, rotary_sin=rotary_sin)
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin = _autocast(
-            result_dtype, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin
-        )
-    lengths, length = _length(cache_seqlens)
-    of_cache = (k, v, rotary_cos, rotary_sin, lengths, cache_batch_idx, cache_leftpad, block_table)
+        q, k_cache, v_cache, of_cache = _autocast(result_dtype, q, k_cache, v_cache, of_cache)
     for value in of_cache:
         if value is not None and type(value) is not Tensor:
             arguments.optional_tensors(**dict(zip(_CACHE_TENSORS, of_cache, strict=True)))
-    tensors, numbers = options
-    op = ops.decode if k is None and v is None else ops.decode_append
+    op = ops.decode if of_cache[0] is None and of_cache[1] is None else ops.decode_append
     out, lse, max_logits = op(
         q, k_cache, v_cache, *of_cache, length, arguments.flag("rotary_interleaved", rotary_interleaved),
-        arguments.integer("num_splits", num_splits), arguments.flag("return_max_logits", return_max_logits), *tensors,
-        *numbers,
+        arguments.integer("num_splits", num_splits), arguments.flag("return_max_logits", return_max_logits), *options,
     )  # fmt: skip
     return out if result_dtype is None or keeps_dtype else arguments.cast(out, result_dtype), lse, max_logits
 
 
 def _autocast(
-    dtype: torch.dtype,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
-    *rotary: Tensor | None,
-) -> list[Any]:
+    dtype: torch.dtype, q: Tensor, k_cache: Tensor, v_cache: Tensor, of_cache: tuple[Tensor | None, ...]
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
     """The tensors cast as in forward(). With new keys the caches keep their dtype, and the other tensors are cast to it.
 
     Caches of fp8 always keep their dtype, and the other tensors are cast as without caches.
     """
-    if k is None and v is None:
+    *floats, lengths, batch_idx, leftpad, block_table = of_cache
+    arguments.optional_tensors(**dict(zip(_CACHE_TENSORS, floats, strict=False)))
+    if floats[0] is None and floats[1] is None:
         k_cache, v_cache = arguments.cast(k_cache, dtype), arguments.cast(v_cache, dtype)
     elif k_cache.is_floating_point() and k_cache.dtype != FP8:
         dtype = k_cache.dtype
-    others = [None if t is None else arguments.cast(t, dtype) for t in (k, v, *rotary)]
-    return [arguments.cast(q, dtype), k_cache, v_cache, *others]
+    cast = [None if t is None else arguments.cast(t, dtype) for t in floats]
+    return arguments.cast(q, dtype), k_cache, v_cache, (*cast, lengths, batch_idx, leftpad, block_table)
 
 
 def flash_attn_with_kvcache(
@@ -218,20 +200,20 @@ def flash_attn_with_kvcache(
     """
     if block_table is not None and isinstance(k_cache, Tensor) and isinstance(block_table, Tensor):
         _check_room(cache_seqlens, k, k_cache, block_table)
-    arguments.tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    if not type(q) is type(k_cache) is type(v_cache) is Tensor:
+        arguments.tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     options = _options_of_call(
-        q, DENSE, "bshd", softmax_scale=softmax_scale, causal=causal, window_size=flash_attn_window(window_size),
+        q, DENSE, "bshd", softmax_scale=softmax_scale, causal=causal, window_size=window_size,
         softcap=softcap, alibi_slopes=alibi_slopes, sink=sink, smooth_softmax=smooth_softmax, mask=mask,
         descale_q=descale_q, descale_k=descale_k, descale_v=descale_v, out_dtype=out_dtype, invariant=invariant,
     )  # fmt: skip
+    lengths, length = (None, -1) if cache_seqlens is None else _length(cache_seqlens)
+    of_cache = (k, v, rotary_cos, rotary_sin, lengths, cache_batch_idx, cache_leftpad, block_table)
     out, lse, max_logits = _call_op(
-        q, k_cache, v_cache, k, v, options, rotary_cos=rotary_cos, rotary_sin=rotary_sin, rotary_interleaved=rotary_interleaved,
-        cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
-        num_splits=num_splits, return_max_logits=return_max_logits, keeps_dtype=out_dtype is not None,
+        q, k_cache, v_cache, of_cache, length, options, rotary_interleaved, num_splits, return_max_logits,
+        out_dtype is not None,
     )  # fmt: skip
-    others = [lse] if arguments.flag("return_softmax_lse", return_softmax_lse) else []
-    others += [max_logits] if return_max_logits else []
-    return (out, *others) if others else out
+    return results(out, lse, max_logits, arguments.flag("return_softmax_lse", return_softmax_lse), return_max_logits)
 
 
 def paged_varlen_forward(
@@ -243,6 +225,6 @@ def paged_varlen_forward(
         q=q, k_cache=k, v_cache=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, block_table=block_table
     )
     lengths = lengths_of(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    converted = _options_of_call(q, lengths, "bshd", window_size=flash_attn_window(window_size), **options)
-    out, lse, _ = _call_op(q, k, v, None, None, converted, block_table=block_table)
+    converted = _options_of_call(q, lengths, "bshd", window_size=window_size, **options)
+    out, lse, _ = _call_op(q, k, v, (*(None,) * (len(_CACHE_TENSORS) - 1), block_table), -1, converted)
     return out, lse

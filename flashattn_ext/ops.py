@@ -14,9 +14,10 @@ from . import _C
 def _op(name: str) -> Callable[..., Any]:
     """The overload `call` of an op, as a function of its positional arguments."""
     op, eager = getattr(torch.ops.flashattn_ext, name).call, _C.eager_op(f"flashattn_ext::{name}")
+    is_compiling = torch.compiler.is_compiling
 
     def call(*arguments: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return op(*arguments)
         results = eager(*arguments)
         return op(*arguments) if results is None else results

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 import flashattn_ext
 
-from . import bench_cases
+from .bench_cases import Case
 from .console import Columns, CommandError, fields, print_rows
 from .options import document_lengths
 
@@ -30,19 +30,8 @@ SCORES = ("", "softcap", "alibi", "relative bias", "bias")  # as the library cou
 DROPOUT, THRESHOLD = 0.1, 230  # how many of 256 random numbers keep a weight
 
 
-@dataclass(frozen=True)
-class Case(bench_cases.Case):
-    """One row: fp16, one batch entry; several `lengths` are documents in it."""
-
-    smooth: bool = False
-
-    @property
-    def name(self) -> str:
-        words = [self.direction, self.lengths and "documents", self.mask, self.smooth and "smooth"]
-        return " ".join(filter(None, words))
-
-
 def _case(S: int, D: int, causal: bool = False, **options: Any) -> Case:
+    """One row: fp16, one batch entry; several `lengths` are documents in it."""
     return Case(1, MODELLED_CORES, MODELLED_CORES, S, D, causal, "fp16", **options)
 
 
@@ -53,7 +42,7 @@ def cases(quick: bool) -> list[Case]:
     dropout = [replace(case, dropout=DROPOUT) for case in plain if not (case.causal and case.backward)]
     scores = [_case(S, 128, backward=backward, score=name) for name in SCORES[1:] for backward in ways]
     masks = [_case(long, D, True, backward=backward, lengths=lengths) for D in (64, 128) for backward in ways]
-    return plain + dropout + [_case(S, 128, smooth=True)] + scores + masks
+    return plain + dropout + scores + masks
 
 
 def measure(*, quick: bool) -> dict[str, Any]:
@@ -64,14 +53,25 @@ def measure(*, quick: bool) -> dict[str, Any]:
         raise CommandError(str(error)) from None
     library = ctypes.CDLL(str(LIBRARY))
     library.flashattn_ext_model.restype = ctypes.c_char_p
-    rows = [{**asdict(case), "name": case.name, **model(library, case)} for case in cases(quick)]
+    rows = [{**case.described(), **model(library, case)} for case in cases(quick)]
     return {"peak_tflops": PEAK_TFLOPS, "rows": rows}
 
 
 def model(library: ctypes.CDLL, case: Case) -> dict[str, Any]:
     """Cube use, busy fraction of every pipe, and bytes that all cores move from and to GM."""
     threshold, heads = THRESHOLD if case.dropout else 256, (case.Hq, case.Hk)
-    sizes = [case.B, case.S, case.S, *heads, case.D, case.D, case.causal, threshold, case.smooth, case.backward]
+    sizes = [
+        case.B,
+        case.S,
+        case.S,
+        *heads,
+        case.D,
+        case.D,
+        case.causal,
+        threshold,
+        False,
+        case.backward,
+    ]  # no smooth softmax
     tensors: list[torch.Tensor] = []
     if case.lengths:
         ids = torch.arange(len(case.lengths)).repeat_interleave(torch.tensor(case.lengths))
@@ -103,7 +103,8 @@ def model(library: ctypes.CDLL, case: Case) -> dict[str, Any]:
 
 
 COLUMNS: Columns = {
-    **fields({"pass": "name", "S": "S", "D": "D"}),
+    "pass": lambda row: f"{row['direction']} {'documents ' if row['lengths'] else ''}{row['option']}",
+    **fields({"S": "S", "D": "D"}),
     **fields({"cube use": "cube_use"}, ".1%"),
     **fields({"TFLOP/s": "tflops"}, ".0f"),
     "AIC busy": lambda row: _busy(row["busy_aic"], ("M", "MTE1", "MTE2", "FIX")),

@@ -12,7 +12,7 @@ import itertools
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -66,7 +66,7 @@ class Case:
     def visible_pairs(self) -> float:
         """Number of visible query-key pairs of one head."""
         if self.pattern:
-            return self.B * _visible_pairs(self.pattern, self.S)
+            return self.B * PATTERNS[self.pattern].visible_pairs(self.S)
         if self.window:
             width = min(self.window, self.S)
             return self.B * width * (self.S - (width - 1) / 2)
@@ -127,10 +127,10 @@ class Case:
     def direction(self) -> str:
         return self.derivative or ("backward" if self.backward else "forward")
 
-
-@functools.cache
-def _visible_pairs(pattern: str, S: int) -> int:
-    return PATTERNS[pattern].visible_pairs(S)
+    def described(self) -> dict[str, Any]:
+        """As plain values, ready for JSON, with the words of the tables."""
+        words = {"shape": self.shape, "option": self.mask, "direction": self.direction, "flop": self.flop}
+        return {**asdict(self), "lengths": list(self.lengths), **words}
 
 
 def _square(tokens: int, S: int, D: int, causal: bool, dtype: str = "bf16", **options: Any) -> Case:

@@ -20,6 +20,7 @@ import flashattn_ext
 
 from . import bench_derivatives
 from .bench_cases import CUDNN, DTYPES, FA2, FA3, FA4, FLASH_ATTN, FLEX, JVP_FLASH, MATH, OURS, Case
+from .console import CommandError, chosen
 from .model import unfused_attention
 from .options import PATTERNS, SCORE_OPTIONS, dense_bias
 
@@ -30,9 +31,14 @@ TORCH_BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     MATH: SDPBackend.MATH,
 }
-# FlashAttention 2, 3 and 4: modules with flash_attn_func and flash_attn_varlen_func, which PyTorch does not ship.
-FLASH_MODULES = {FLASH_ATTN: "flash_attn", FA3: "flash_attn_interface", FA4: "flash_attn.cute"}
-PEERS = (*TORCH_BACKENDS, *FLASH_MODULES, FLEX, JVP_FLASH)
+# Modules that PyTorch does not ship, and what they must have: FlashAttention 2, 3 and 4, and one that computes with dual numbers.
+FLASH_MODULES = {
+    FLASH_ATTN: ("flash_attn", "flash_attn_func"),
+    FA3: ("flash_attn_interface", "flash_attn_func"),
+    FA4: ("flash_attn.cute", "flash_attn_func"),
+    JVP_FLASH: ("jvp_flash_attention.jvp_attention", "JVPAttn"),
+}
+PEERS = (*TORCH_BACKENDS, *FLASH_MODULES, FLEX)
 SDPA, UNFUSED = "torch SDPA", "unfused"  # of the experiments: PyTorch chooses its kernel; separate steps of PyTorch
 MATH_LIMIT_BYTES = 8 << 30  # size of one 16-bit B x H x S x S matrix; math keeps several, in 32 bits
 BIAS_LIMIT_BYTES = 8 << 30  # size of one 16-bit H x S x S matrix; building it takes several times as much
@@ -44,9 +50,21 @@ Attention = Callable[[Case, Tensor, Tensor, Tensor], Tensor]
 def flash_module(name: str) -> ModuleType | None:
     """The module of a key of FLASH_MODULES; None where it cannot be imported."""
     with contextlib.suppress(Exception):  # a module built for another torch fails in many ways: it counts as absent
-        module = importlib.import_module(FLASH_MODULES[name])
-        return module if hasattr(module, "flash_attn_func") else None
+        module_name, attention = FLASH_MODULES[name]
+        module = importlib.import_module(module_name)
+        return module if hasattr(module, attention) else None
     return None
+
+
+def contestants(peers: str | None) -> list[str]:
+    """Ours and the peers: the names in a comma-separated list, or all that can be imported."""
+    if peers is None:
+        return [OURS, *(name for name in PEERS if name not in FLASH_MODULES or flash_module(name))]
+    names = chosen("--peers", peers.split(","), PEERS)
+    for name, (module, attention) in FLASH_MODULES.items():
+        if name in names and not flash_module(name):
+            raise CommandError(f"--peers got {name!r}, but {attention} of {module} cannot be imported here")
+    return [OURS, *names]
 
 
 def skip_reason(case: Case, name: str) -> str:
@@ -57,8 +75,7 @@ def skip_reason(case: Case, name: str) -> str:
         (name != OURS and case.dtype == "fp8", "it is called without descales"),
         (case.derivative and name not in (OURS, MATH, JVP_FLASH), "it has no such derivatives"),
         (name != OURS and case.derivative in bench_derivatives.ALONE, "it does not compute this apart from the rest"),
-        (name == JVP_FLASH and not case.derivative, "it is compared in rows of derivatives only"),
-        (name == JVP_FLASH and case.derivative != "forward & J", "it has no double backward"),
+        (name == JVP_FLASH and case.derivative != "forward & J", "it is compared in forward mode only"),
         (name == MATH and case.lengths, "it does not support packed sequences"),
         (name == MATH and scores > MATH_LIMIT_BYTES, f"a matrix of scores takes {scores / 2**30:.0f} GiB"),
         (of_torch and case.score and bias > BIAS_LIMIT_BYTES, f"a bias of every score takes {bias / 2**30:.0f} GiB"),
@@ -173,10 +190,10 @@ def extras(case: Case, device: torch.device) -> Extras:
 
 def attention(name: str, rng_seed: int | None = None) -> Attention:
     """A contestant as a function of a case, q, k and v; only ours uses `rng_seed`."""
-    if name in FLASH_MODULES:
-        return functools.partial(_flash_attn, name)
     if name in (*TORCH_BACKENDS, SDPA):
         return functools.partial(_torch, name)
+    if name in FLASH_MODULES and name != JVP_FLASH:
+        return functools.partial(_flash_attn, name)
     return {OURS: functools.partial(ours, rng_seed), FLEX: _flex, UNFUSED: _unfused, JVP_FLASH: _jvp_flash}[name]
 
 
@@ -247,8 +264,8 @@ def _flex(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _jvp_flash(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    function = bench_derivatives.jvp_flash_attention()
-    return function(*(t.transpose(1, 2) for t in (q, k, v)), causal=case.causal).transpose(1, 2)
+    forward = flash_module(JVP_FLASH).JVPAttn.fwd_dual
+    return forward(*(t.transpose(1, 2) for t in (q, k, v)), causal=case.causal).transpose(1, 2)
 
 
 def _unfused(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

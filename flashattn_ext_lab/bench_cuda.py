@@ -6,12 +6,10 @@ bench_contestants.py the compared attentions.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,50 +19,22 @@ from torch import Tensor
 import flashattn_ext
 from flashattn_ext._build import REBUILD
 
-from .bench_cases import BESIDE, BF16, CAUSAL, DENSE, FA2, FLASH_ATTN, FLEX, JVP_FLASH, OURS, PLAIN, VARLEN, Case, cases
-from .bench_contestants import (
-    FLASH_MODULES,
-    PEERS,
-    Extras,
-    extras,
-    flash_module,
-    inputs,
-    kernel_of,
-    keywords,
-    skip_reason,
-    tensors_of,
-    timed_call,
-)
-from .bench_derivatives import jvp_flash_attention
-from .console import Columns, CommandError, chosen, fields, make_console, print_rows, text_of, track
+from .bench_cases import BESIDE, BF16, CAUSAL, DENSE, FA2, FLEX, OURS, PLAIN, VARLEN, Case, cases
+from .bench_contestants import contestants, extras, inputs, kernel_of, keywords, skip_reason, tensors_of, timed_call
+from .console import Columns, CommandError, fields, make_console, print_rows, text_of, track
 from .devices import describe_machine
-from .timing import Calls, Timing, divided, peak_extra_bytes, reported, time_bursts, time_on
+from .timing import Timing, divided, peak_extra_bytes, reported, time_bursts, time_on
 
 REFERENCE_LIMIT_BYTES = 2 << 30  # size of the fp64 scores of the compared heads
 RNG_SEED = 1234
-SUSTAINED_MS, SUSTAINED_ROUNDS = 200.0, 3  # of each call without a pause, and how often
+# Milliseconds of each call without a pause, as in training, and how often: at the power limit clocks fall, most for the kernels
+# that spend the most energy per product.
+SUSTAINED_MS, SUSTAINED_ROUNDS = 200.0, 3
 WIDTH = 320  # of piped tables, which are wider than the others
 
 
-# Selection
-
-
-def contestants(peers: str | None) -> list[str]:
-    """Ours and the peers: the names in a comma-separated list, or all that can be imported."""
-    if peers is None:
-        found = {name: flash_module(name) for name in FLASH_MODULES} | {JVP_FLASH: jvp_flash_attention()}
-        return [OURS, *(name for name in PEERS if found.get(name, True))]
-    names = chosen("--peers", peers.split(","), PEERS)
-    if JVP_FLASH in names and not jvp_flash_attention():
-        raise CommandError(f"--peers got {JVP_FLASH!r}, but jvp_flash_attention cannot be imported here")
-    for name, module in FLASH_MODULES.items():
-        if name in names and not flash_module(name):
-            raise CommandError(f"--peers got {name!r}, but flash_attn_func of {module} cannot be imported here")
-    return [OURS, *names]
-
-
-def check_cuda(backend: str | None) -> str:
-    """The name of our backend that will run; raises if something is missing."""
+def running_backend(requested: str | None) -> str:
+    """The CUDA backend that runs on this GPU: the requested one, or the preferred one."""
     if not torch.cuda.is_available():
         raise CommandError(f"bench cuda needs a CUDA device, and this torch ({torch.__version__}) sees none")
     backends = flashattn_ext.build_info()["backends"]
@@ -72,19 +42,10 @@ def check_cuda(backend: str | None) -> str:
     if not usable:
         only = f"this build has only the backends {', '.join(backends)}"
         raise CommandError(f"{only}; rebuild where the CUDA toolkit is installed: {REBUILD}")
-    if backend is not None and backend not in usable:
-        raise CommandError(f"--backend got {backend!r}; accepted are {', '.join(usable)}")
-    from_environment = f"cuda-{os.environ.get('FLASHATTN_EXT_CUDA_PATH')}"
-    return backend or (from_environment if from_environment in usable else usable[0])
-
-
-def running_backend(requested: str | None) -> str:
-    """The CUDA backend that runs on this GPU: the requested one, or the preferred one."""
-    preferred = check_cuda(requested)
-    names = flashattn_ext.build_info()["backends"]
-    others = [] if requested else [name for name in names if name.startswith("cuda") and name != preferred]
-    reason = ""
-    for name in [preferred, *others]:
+    if requested not in (None, *usable):
+        raise CommandError(f"--backend got {requested!r}; accepted are {', '.join(usable)}")
+    preferred, reason = f"cuda-{os.environ.get('FLASHATTN_EXT_CUDA_PATH')}", ""
+    for name in [requested] if requested else sorted(usable, key=lambda name: name != preferred):
         with flashattn_ext.use_backend(name):
             try:
                 flashattn_ext.forward(*inputs(Case(1, 1, 1, 64, 64, False, "bf16"))[:3])
@@ -115,7 +76,8 @@ def measure(
     results = []
     # Graphs of compiled functions are retained for another backward.
     retained = torch._functorch.config.patch(donated_buffer=False)
-    with flashattn_ext.use_backend(backend), _exact_fp32_products(), retained:
+    torch.set_float32_matmul_precision("highest")  # with TF32 the math backend would be less precise than ours
+    with flashattn_ext.use_backend(backend), retained:
         about = {
             **describe_machine(torch.device("cuda")),
             "backend": backend_in_use,
@@ -126,18 +88,7 @@ def measure(
             results.append(measure_case(case, names, quick=quick, sustained=sustained))
             if not make_console().is_terminal:
                 print(f"{len(results)} of {len(rows)}: {in_one_line(results[-1])}", file=sys.stderr, flush=True)
-    return {**about, "flash_attn": getattr(flash_module(FLASH_ATTN), "__version__", None), "rows": results}
-
-
-@contextlib.contextmanager
-def _exact_fp32_products() -> Iterator[None]:
-    """Disables TF32 for fp32 products: otherwise the math backend would compute at lower precision than ours."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
+    return {**about, "flash_attn": getattr(sys.modules.get("flash_attn"), "__version__", None), "rows": results}
 
 
 def measure_case(
@@ -161,21 +112,16 @@ def measure_case(
                 calls[name] = call
             call = None  # a graph of a contestant that failed would keep its memory
     timings = time_on(device, calls, quick, failures=failures, around=kernel_of)
-    contenders = {name: call for name, call in calls.items() if name in names and name in timings}
-    steady = time_sustained(contenders, failures) if sustained else None
-    contenders.clear()
+    steady = None
+    if sustained:
+        steadily = {"target_ms": SUSTAINED_MS, "most": 10**6, "around": kernel_of}
+        contenders = {name: call for name, call in calls.items() if name in names and name in timings}
+        steady = time_bursts(contenders, SUSTAINED_ROUNDS, failures, **steadily)
+        del contenders
     calls.clear()  # their graphs: the reference needs the memory
     measures_errors = device == "cuda" and not quick and not case.derivative
     max_error = max_errors(case, names, tensors, failures) if measures_errors else {}
     return row(case, names, timings, memory, max_error, failures, steady)
-
-
-def time_sustained(calls: Calls, failures: dict[str, str]) -> dict[str, Timing]:
-    """Times calls without pauses, as in a training run.
-
-    At the power limit clocks fall, most for the kernels that spend the most energy per product.
-    """
-    return time_bursts(calls, SUSTAINED_ROUNDS, failures, target_ms=SUSTAINED_MS, most=10**6, around=kernel_of)
 
 
 # Accuracy
@@ -187,7 +133,7 @@ def max_errors(
     """The largest error of out, or of the gradients, in the first heads of the first batch entry, against attention in fp64."""
     max_error: dict[str, float] = {}
     with reported("reference", failures):
-        expected = reference_results(case, *tensors, extras(case, tensors[0].device))
+        expected = reference_results(case, *tensors)
     for name in names if "reference" not in failures else ():
         # A peer draws its own dropout mask, which the reference does not have.
         if name not in failures and (name == OURS or not case.dropout):
@@ -216,7 +162,7 @@ def _compared(case: Case, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t[:, :, :heads].double() for t, heads in zip(first, (query_heads, kv_heads, kv_heads), strict=False)]
 
 
-def reference_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, extras: Extras) -> list[Tensor]:
+def reference_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor) -> list[Tensor]:
     heads, _ = compared_heads(case)
     if (scores := case.S * case.S * 8 * heads) > REFERENCE_LIMIT_BYTES and not case.lengths:
         raise ValueError(f"skipped: in fp64 the scores of {heads} heads take {scores / 2**30:.0f} GiB")
@@ -224,7 +170,7 @@ def reference_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor,
     head_dimension = {"alibi_slopes": 0, "relative_bias": 0, "bias": 1}
     of_heads = {
         name: value.detach().narrow(head_dimension[name], 0, heads).double() if name in head_dimension else value
-        for name, value in extras.keywords.items()
+        for name, value in extras(case, q.device).keywords.items()
     }
     out = flashattn_ext.attention_reference(*slices, **keywords(case, RNG_SEED if case.dropout else None), **of_heads)
     return list(torch.autograd.grad(out, slices, *_compared(case, [dout]))) if case.backward else [out]
@@ -246,9 +192,7 @@ def row(
     rates = _rates(case, names, timings)
     ms = rates["ms"]
     return {
-        **asdict(case),
-        **{"lengths": list(case.lengths), "shape": case.shape, "option": case.mask, "direction": case.direction},
-        "flop": case.flop,
+        **case.described(),
         **rates,
         "sustained": None if sustained is None else _rates(case, names, sustained),
         "ratio_fa2": divided(ms.get(FA2), ms[OURS]),
@@ -312,10 +256,10 @@ def speed_columns(names: Sequence[str], ratios: Iterable[str] = RATIOS) -> Colum
 
 
 def memory_columns(names: Sequence[str]) -> Columns:
-    def column(name: str) -> Callable[[Any], str]:
-        return lambda row: _pair(divided(row["peak_extra_bytes"][name], 2**20), ".1f", row["max_error"][name], ".1e")
+    def text(row: Any, name: str) -> str:
+        return _pair(divided(row["peak_extra_bytes"][name], 2**20), ".1f", row["max_error"][name], ".1e")
 
-    return {**ABOUT, **{name: column(name) for name in names}}
+    return {**ABOUT, **{name: functools.partial(text, name=name) for name in names}}
 
 
 def sustained_rows(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import itertools
 import random
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,11 +100,7 @@ def _measure_case(case: Case, device: torch.device, rounds: int, trace: str | No
                 result["share"] = result["both_tflops"] / results[ONE]["both_tflops"]
         if on_gpu:
             torch.cuda.empty_cache()
-    name = f"{case.shape} {case.dtype} {case.mask}"
-    return {**asdict(case), "name": name, "results": results, "failures": failures}
-
-
-# --- contestants --------------------------------------------------------------------------------------------------------
+    return {**case.described(), "results": results, "failures": failures}
 
 
 @contextlib.contextmanager
@@ -127,9 +123,6 @@ def _prepared(name: str, case: Case, device: torch.device) -> Iterator[tuple[Ste
     else:
         leaves = [t.requires_grad_() for t in whole]
         yield lambda: attention(OURS)(case, *leaves), leaves
-
-
-# --- times --------------------------------------------------------------------------------------------------------------
 
 
 def _times(forward: Step, leaves: list[Tensor], rounds: int) -> dict[str, float]:
@@ -165,9 +158,6 @@ def _exposed(forward: Step, leaves: list[Tensor], trace: str | None) -> float:
     return (busy - covered(spans[False])) * 1e-6
 
 
-# --- bytes --------------------------------------------------------------------------------------------------------------
-
-
 def sent_bytes(case: Case, mode: str, rank: int, ranks: int) -> int:
     """Bytes that a rank sends in a forward and a backward."""
     sharding = Sharding(case.tokens, ranks)
@@ -189,9 +179,6 @@ def sent_bytes(case: Case, mode: str, rank: int, ranks: int) -> int:
     return (2 * sent + received) * 2 * case.Hk * size  # keys and values twice, and their gradients back
 
 
-# --- tables -------------------------------------------------------------------------------------------------------------
-
-
 COLUMNS: Columns = {
     **fields({"": "name"}),
     "forward ms": lambda r: f"{1e3 * r['forward_s']:.2f}",
@@ -205,7 +192,7 @@ COLUMNS: Columns = {
 
 def show(results: dict[str, Any], *, markdown: bool) -> None:
     for row in results["rows"]:
-        title = f"{results['ranks']} x {results['machine']}, {row['name']}"
+        title = f"{results['ranks']} x {results['machine']}, {row['shape']} {row['dtype']} {row['option']}"
         print_rows(title, COLUMNS, [{"name": name, **r} for name, r in row["results"].items()], markdown=markdown)
         for name, reason in row["failures"].items():
             print(f"{name}: {reason}")

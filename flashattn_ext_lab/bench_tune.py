@@ -132,7 +132,7 @@ def cuda_jobs(backend: str, quick: bool) -> list[Job]:
         tiles = tuple(_cuda_tile(tile, DTYPE) for tile in row)
         B, S, H = (4, 1024, 4) if quick else (4, 4096, 2048 // D)
         for causal in (False, True) if len(tiles) > 1 else ():
-            case = Case(B, H, H, S, D, causal, DTYPE, DROPOUT if dropout else 0.0, backward=backward, Dv=Dv)
+            case = Case(B, H, H, S, D, causal, DTYPE, DROPOUT if dropout else 0.0, backward=backward, Dv=Dv * (Dv != D))
             jobs.append(Job(backend, case, tiles))
     return jobs
 
@@ -194,23 +194,20 @@ def row(
     best = min(timings, key=lambda name: timings[name].median_s, default=None)
     tiles = {
         name: {
-            **{"ms": of.median_s * 1e3, "fastest_ms": of.fastest_s * 1e3, "slowest_ms": of.slowest_s * 1e3},
-            **{"spread": of.spread, "tflops": case.flop / of.median_s * 1e-12, "difference": differences[name]},
+            "ms": of.median_s * 1e3, "fastest_ms": of.fastest_s * 1e3, "slowest_ms": of.slowest_s * 1e3,
+            "spread": of.spread, "tflops": case.flop / of.median_s * 1e-12, "difference": differences[name],
         }
         for name, of in timings.items()
-    }
+    }  # fmt: skip
     gain = tiles[default]["ms"] / tiles[best]["ms"] if default in tiles and best is not None else None
-    about = {name: getattr(case, name) for name in ("B", "Hq", "S", "D", "causal", "dropout", "dtype")}
-    about |= {"Dv": case.head_dim_v, "backend": job.backend, "pass": case.direction}
+    about = {**case.described(), "backend": job.backend}
     return {**about, "default": default, "best": best, "gain": gain, "tiles": tiles, "failures": dict(failures)}
 
 
 COLUMNS: Columns = {
     **fields({"backend": "backend"}),
-    "D": lambda row: f"{row['D']}" if row["Dv"] == row["D"] else f"{row['D']}:{row['Dv']}",
-    **fields({"pass": "pass"}),
-    "mask": lambda row: ("causal" if row["causal"] else "full") + (f" p={row['dropout']:g}" if row["dropout"] else ""),
-    **fields({"default tile": "default"}),
+    "D": lambda row: f"{row['D']}:{row['Dv']}" if row["Dv"] else f"{row['D']}",
+    **fields({"pass": "direction", "mask": "option", "default tile": "default"}),
     "ms / spread": lambda row: _time_text(row, row["default"]),
     "best tile": lambda row: "the same" if row["best"] == row["default"] else text_of(row["best"], ""),
     "its ms / spread": lambda row: "-" if row["best"] == row["default"] else _time_text(row, row["best"]),

@@ -6,7 +6,7 @@ import datetime
 import importlib
 import os
 import platform
-import sys
+import resource
 from typing import Any
 
 import torch
@@ -85,11 +85,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """The peak of the memory allocated on the device; on the CPU, of the memory of this process."""
     if device.type != "cpu":
         return getattr(torch, device.type).max_memory_allocated(device)
-    if sys.platform == "win32":
-        return 0
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _is_present(kind: str) -> bool:

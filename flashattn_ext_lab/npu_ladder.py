@@ -137,11 +137,6 @@ def _attention(call: str, limit: float, inputs: dict[str, Tensor], backward: boo
     return _compare(f"out, lse{' and gradients' if backward else ''} of {call}", *_run_on_both(run), limit)
 
 
-def _one_tile() -> str:
-    """Kernel forward: one cube core and its two vector cores, one exchange in each direction."""
-    return _attention("128 x 128 scores", 5e-3, _qkv(1, 128, (1, 1)))
-
-
 def _whole(backward: bool) -> str:
     """Every core runs several tasks, with most options of a call."""
     texts = []
@@ -174,7 +169,8 @@ def _every_kernel() -> str:
 RUNGS = {
     "mask kernel": _mask,
     "prepare": _prepare,
-    "forward of one tile": _one_tile,
+    # Kernel forward: one cube core and its two vector cores, one exchange in each direction.
+    "forward of one tile": lambda: _attention("128 x 128 scores", 5e-3, _qkv(1, 128, (1, 1))),
     "forward": lambda: _whole(backward=False),
     "backward": lambda: _whole(backward=True),
     "every kernel": _every_kernel,

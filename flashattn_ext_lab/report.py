@@ -9,17 +9,16 @@ import base64
 import html
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .console import CommandError, are_numbers, markdown_table, require, write_text, writing
+from .console import CommandError, are_numbers, require, write_text, writing
 from .experiments import EXPERIMENTS
 from .experiments.render import shown_table
 from .experiments.result import Result
 
 TITLE = "Experiments with fused attention"
-TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,13 +29,13 @@ def run(arguments: argparse.Namespace) -> int:
     jinja2 = require("jinja2")
     directory = Path(arguments.directory)
     results = read_results(directory)
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    template = environment.from_string(TEMPLATE.read_text(encoding="utf-8"))
-    sections = [_section(result, directory) for result in results]
-    page = template.render(title=TITLE, machines=machines(results), sections=sections)
-    for name, text in {"report.html": page, "report.md": markdown(sections)}.items():
+    contents = dict(title=TITLE, machines=machines(results), sections=[_section(of, directory) for of in results])
+    languages = {"report.html": dict(autoescape=True), "report.md": dict(finalize=escape, trim_blocks=True)}
+    for name, options in languages.items():
+        environment = jinja2.Environment(undefined=jinja2.StrictUndefined, **options)
+        template = environment.from_string(Path(__file__).with_name(f"{name}.j2").read_text(encoding="utf-8"))
         with writing(str(directory / name)):
-            write_text(directory / name, text)
+            write_text(directory / name, template.render(contents))
         print(directory / name)
     return 0
 
@@ -76,29 +75,8 @@ def _section(result: Result, directory: Path) -> dict[str, Any]:
     return {"result": result, "header": header, "kinds": kinds, "lines": lines, "picture": uri}
 
 
-def markdown(sections: Sequence[dict[str, Any]]) -> str:
-    results = [section["result"] for section in sections]
-    parts = [f"# {TITLE}", "", *(f"- [{of.name}](#{of.name}): {escape(of.found)}" for of in results), ""]
-    for names, machine in machines(results):
-        parts.append(_table(f"Measured: {', '.join(names)}", ("machine", ""), machine.items()))
-    for section in sections:
-        of: Result = section["result"]
-        parts += [f'<a id="{of.name}"></a>', "", f"## {of.name}: {escape(of.title)}", "", f"`{of.command}`", ""]
-        parts += [f"**Failed**: {escape(of.error)}", ""] if of.error else []
-        parts += [f"![{of.name}]({of.name}.png)", ""] if section["picture"] else []
-        parts += [_table("", section["header"], section["lines"])] if of.rows else []
-        if of.comparisons:
-            lines = [(each.what, each.article, each.ours) for each in of.comparisons]
-            parts.append(_table("Figures:", ("figure", "article", "here"), lines))
-        parts += [*(f"- {escape(note)}" for note in of.notes), ""]
-    return "\n".join(parts)
-
-
-def _table(title: str, header: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
-    escaped = [[escape(text) for text in line] for line in lines]
-    return markdown_table(escape(title), [escape(text) for text in header], escaped).lstrip("\n")
-
-
 def escape(text: str) -> str:
-    """Text that Markdown shows unchanged, also inside a table."""
+    """Text that Markdown shows unchanged, also inside a table. What a template marks as safe stays as it is."""
+    if hasattr(text, "__html__"):
+        return text
     return re.sub(r"([\\`*_\[\]|])", r"\\\1", html.escape(" ".join(text.split()), quote=False))

@@ -37,7 +37,10 @@ class RowKernels {
 
   // The kernel of the first row that serves the call; nullptr: no row does. on_hopper: of the rows for that GPU.
   static const Kernel* first(const KernelCall& call, bool on_hopper) {
-    const Kernels& kernels = call.type == kFp16 ? kHalf : call.type == kBf16 ? kBfloat : kFloat;
+    const Kernels& kernels = call.type == kFp16   ? kHalf
+                             : call.type == kBf16 ? kBfloat
+                             : call.type == kFp32 ? kFloat
+                                                  : kFloat8;
     for (size_t i = 0; i < kRows; ++i) {
       const auto& row = Rows::kTable[i];
       if (serves(row, Rows::needed(call)) && !(on_hopper && row.gpus == kOtherGpus)) return &kernels[i];
@@ -66,12 +69,20 @@ class RowKernels {
   static constexpr Kernels kHalf = of_rows<__half>(std::make_index_sequence<kRows>());
   static constexpr Kernels kBfloat = of_rows<__nv_bfloat16>(std::make_index_sequence<kRows>());
   static constexpr Kernels kFloat = of_rows<float>(std::make_index_sequence<kRows>());
+  static constexpr Kernels kFloat8 = of_rows<Float8>(std::make_index_sequence<kRows>());
 };
 
+// The same call with its inputs widened.
+inline KernelCall widened_call(KernelCall call) {
+  if (call.type == kE4m3) call.type = kBf16;
+  return call;
+}
+// Invariant calls in fp8 have the bits of decoding, which widens its caches.
 inline KernelCall forward_call(const AttnParams& p) {
-  const unsigned type = p.is_fp8 ? kBf16 : type_bit(p.dtype);  // fp8 inputs are widened
   const Options options = p.invariant ? invariant_options(options_of(p)) : options_of(p);
-  return {type, p.head_dim, p.head_dim_v, options, p.row_maxima.data != nullptr, p.invariant};
+  const KernelCall call{type_bit(p.dtype), p.head_dim, p.head_dim_v, options, p.row_maxima.data != nullptr,
+                        p.invariant};
+  return p.invariant ? widened_call(call) : call;
 }
 inline KernelCall backward_call(const AttnParams& p, Options options) {
   return {type_bit(p.dtype), p.head_dim, p.head_dim_v, options};
@@ -128,6 +139,7 @@ class Dispatch {
   static const SecondKernel* second_kernel(const AttnParams& p) {
     return Architecture::second(backward_call(p, options_of(p)));
   }
+  // `invariant` is about out and lse: derivatives, like gradients, are those of the call without it.
   static std::string supports_derivatives(const AttnParams& p) {
     if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
     if (p.is_fp8) return refuses_fp8(p, Architecture::kName);
@@ -145,7 +157,7 @@ class Dispatch {
       return refuses_shared_memory(p, kernel->least_shared, "forward mode and second derivatives with ",
                                    [](const AttnParams& near) { return jvp_kernel(near)->least_shared; });
     }
-    const std::string reason = refuses_origin(p, "CUDA");
+    const std::string reason = refuses_origin(p, Architecture::kGpus);
     return reason.empty() ? Architecture::refuses_device() : reason;
   }
   static std::string supports_decode(const DecodeParams& p) {
@@ -221,9 +233,12 @@ class Dispatch {
       return decode::few_rows_bytes(p) + (is_narrow(p) ? 0 : static_cast<size_t>(aligned_copy_bytes(p)));
     }
     const ForwardKernel& kernel = forward_of(p);
-    return kernel.workspace_bytes + (kernel.more_bytes ? kernel.more_bytes(p) : 0) +
-           static_cast<size_t>(is_narrow(p) ? widened_bytes(p) : aligned_copy_bytes(p));
+    const bool widens = is_narrow(p) && !kernel.reads_fp8;
+    const int64_t copies = widens ? widened_bytes(p) : reads_in_place(p) ? 0 : aligned_copy_bytes(p);
+    return kernel.workspace_bytes + (kernel.more_bytes ? kernel.more_bytes(p) : 0) + static_cast<size_t>(copies);
   }
+  // Whether the forward's kernel takes inputs that are not aligned.
+  static bool reads_in_place(const AttnParams& p) { return forward_of(p).any_heads && heads_are_mappable(p); }
   static size_t backward_workspace_bytes(const AttnGradParams& p) {
     const size_t bytes = decode::is_few_rows(p) ? decode::few_rows_bytes(p) : backward_of(p).workspace_bytes(p);
     return static_cast<size_t>(aligned_copy_bytes(p)) + bytes;
@@ -238,8 +253,10 @@ class Dispatch {
   static void run_forward(const AttnParams& p) {
     if (runs_in_chunks(p)) return decode::run_chunks(decode::cached_call(p), chunk_kernel(p));
     const bool is_few = decode::is_few_rows(p);  // these kernels read fp8 as it is, with any alignment
-    const AttnParams call = !is_narrow(p) ? align_inputs(p) : is_few ? p : widen_inputs(p);
-    is_few ? decode::run_few_rows(call) : forward_of(p).run(call);
+    if (is_few) return decode::run_few_rows(is_narrow(p) ? p : align_inputs(p));
+    const ForwardKernel& kernel = forward_of(p);
+    const bool widens = is_narrow(p) && !kernel.reads_fp8;
+    kernel.run(widens ? widen_inputs(p) : reads_in_place(p) ? p : align_inputs(p));
   }
   static void forward(const AttnParams& p) {
     set_unowned_rows(p);
@@ -263,7 +280,9 @@ class Dispatch {
     const AttnGradParams call = align_inputs(p);
     decode::is_few_rows(p) ? decode::run_few_rows(call) : backward_of(p).run(call);
   }
-  static size_t jvp_workspace_bytes(const JvpParams& p) { return static_cast<size_t>(aligned_copy_bytes(p)); }
+  static size_t jvp_workspace_bytes(const JvpParams& p) {
+    return static_cast<size_t>(aligned_copy_bytes(p)) + found(jvp_kernel(p)).workspace_bytes;
+  }
   static void jvp(const JvpParams& p) { found(jvp_kernel(p)).run(align_inputs(p)); }
   static size_t second_workspace_bytes(const SecondParams& p) {
     return static_cast<size_t>(aligned_copy_bytes(p)) + found(second_kernel(p)).workspace_bytes(p);

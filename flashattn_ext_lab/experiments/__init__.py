@@ -15,7 +15,7 @@ import torch
 
 from ..console import make_console, make_directory, one_line, positive, require, writing
 from ..devices import choose_device, describe_machine, use_threads
-from .harness import Context, size_notes
+from .harness import WHOLE, Context, size_notes
 from .render import print_result, write_json, write_plot
 from .result import Result
 
@@ -93,8 +93,8 @@ def run_experiment(name: str, context: Context, sizes: Any = None) -> Result:
     if context.on_cuda:
         torch.cuda.empty_cache()  # frees the cache of earlier experiments, which another process may need
     try:
-        sizes = sizes or module.SIZES.of(context)
-        result = Result(name, EXPERIMENTS[name], notes=size_notes(sizes, module.SIZES.gpu))
+        sizes = sizes or module.SIZES["cpu" if context.on_cpu else "gpu", context.quick]
+        result = Result(name, EXPERIMENTS[name], notes=size_notes(sizes, module.SIZES[WHOLE]))
         module.measure(context, sizes, result)
         module.compare(result)
     except Exception as error:  # the other experiments continue after any error

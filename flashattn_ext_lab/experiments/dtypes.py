@@ -5,12 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 
-import torch
-
-import flashattn_ext
-
 from ..bench_cuda import max_errors
-from .harness import MATMUL_NOTE, OURS, UNFUSED, Context, Inputs, Sizes, size_table
+from .harness import MATMUL_NOTE, OURS, UNFUSED, Context, Sizes, size_table
 from .result import FORWARD, NOT_MEASURED, PASSES, Result, cell, labels, measured, quotient
 
 NAMES = (OURS, UNFUSED)
@@ -23,20 +19,15 @@ SIZES = size_table(
 def measure(context: Context, sizes: Sizes, result: Result) -> None:
     rows = [*itertools.product(PASSES, sizes.dtypes), (FORWARD, FP8)]  # fp8 has a forward only
     for direction, dtype in context.track(rows):
-        inputs = context.inputs(sizes, dtype="fp32" if dtype == FP8 else dtype)
-        case, flop = inputs.case(direction), inputs.flop(direction)
-        calls = {name: inputs.call(name, direction) for name in NAMES}
-        if dtype == FP8:
-            inputs = Inputs(*(t.detach().to(torch.float8_e4m3fn) for t in inputs))
-            calls = {OURS: lambda: flashattn_ext.forward(*inputs[:3], causal=True)}  # noqa: B023
-        times = context.measure(calls, () if dtype == FP8 else inputs)
-        errors = max_errors(case, tuple(calls), inputs, times.failures)
+        inputs, names = context.inputs(sizes, dtype=dtype), (OURS,) if dtype == FP8 else NAMES
+        times = context.measure_attentions(inputs, names, direction)
+        errors = max_errors(inputs.case(direction), names, inputs, times.failures)
         for name in [name for name, error in errors.items() if not math.isfinite(error)]:
             times.failures[name] = f"the largest error is {errors.pop(name)}"
         result.add(
             *labels(pass_=direction, dtype=dtype),
             *times.times(*NAMES),
-            *context.rate_cells(times.rate(flop, OURS), None if dtype == FP8 else dtype),
+            *context.rate_cells(times.rate(inputs.flop(direction), OURS), None if dtype == FP8 else dtype),
             *(cell(f"error of {name}", errors.get(name), "", ".1e") for name in NAMES),
             times.remark(),
         )

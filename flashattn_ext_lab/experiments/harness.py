@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,6 @@ OURS_PLAIN, OURS_CAUSAL, OURS_PACKED = "ours, plain", "ours, causal", "ours, pac
 BESIDE = {OURS_PLAIN: PLAIN, OURS_CAUSAL: CAUSAL, OURS_PACKED: VARLEN}  # our reference call -> key of Case.beside()
 Changes = Mapping[str, Any]
 MIB = 1 << 20
-CPU = torch.device("cpu")
 WARM_UP_S = 64  # the sequence length of a first call where memory is measured
 Call = Callable[[], object]
 MATMUL_NOTE = (
@@ -48,25 +46,17 @@ class Sizes(SimpleNamespace):
         return Sizes(**{**vars(self), **changes})
 
 
-@dataclass(frozen=True)
-class SizeTable:
-    """Sizes for a GPU (the article's, where it names any) and for the CPU, each also for --quick."""
-
-    gpu: Sizes
-    gpu_quick: Sizes
-    cpu: Sizes
-    cpu_quick: Sizes
-
-    def of(self, context: Context) -> Sizes:
-        whole, quick = (self.cpu, self.cpu_quick) if context.on_cpu else (self.gpu, self.gpu_quick)
-        return quick if context.quick else whole
+WHOLE = ("gpu", False)  # the sizes of the article, where it names any
 
 
-def size_table(gpu: Changes, cpu: Changes, cpu_quick: Changes, gpu_quick: Changes | None = None) -> SizeTable:
-    """`cpu` says only what differs from `gpu`, and the quick ones what differs from their device's sizes."""
+def size_table(
+    gpu: Changes, cpu: Changes, cpu_quick: Changes, gpu_quick: Changes | None = None
+) -> dict[tuple[str, bool], Sizes]:
+    """(device, --quick) -> sizes. `cpu` says only what differs from `gpu`, and the quick ones what differs from their device's."""
     whole = Sizes(**gpu)
     on_cpu = whole.replace(**cpu)
-    return SizeTable(whole, whole.replace(**(gpu_quick or {})), on_cpu, on_cpu.replace(**cpu_quick))
+    quick = {("gpu", True): whole.replace(**(gpu_quick or {})), ("cpu", True): on_cpu.replace(**cpu_quick)}
+    return {WHOLE: whole, ("cpu", False): on_cpu, **quick}
 
 
 def size_notes(sizes: Sizes, gpu_sizes: Sizes) -> list[str]:
@@ -173,7 +163,7 @@ class Context:
         def refresh() -> None:
             with torch.no_grad():
                 for t in inputs:
-                    t.normal_()
+                    t.copy_(torch.randn(t.shape, device=t.device)) if t.dtype == DTYPES["fp8"] else t.normal_()
             synchronize(self.device)
 
         def waiting(call: Call) -> Call:
@@ -249,7 +239,7 @@ class Context:
 
 
 def memory_cell(heading: str, size: int | None) -> tuple[Column, Cell]:
-    return cell(heading, size, "MiB", ".2f", 1 / (1 << 20))
+    return cell(heading, size, "MiB", ".2f", 1 / MIB)
 
 
 class Inputs(NamedTuple):
@@ -262,7 +252,8 @@ class Inputs(NamedTuple):
 
     @classmethod
     def random(cls, device: torch.device, sizes: Sizes) -> Inputs:
-        case = Case(sizes.B, sizes.H, sizes.H, sizes.S, sizes.D, True, sizes.dtype, backward=True)
+        backward = sizes.dtype != "fp8"
+        case = Case(sizes.B, sizes.H, sizes.H, sizes.S, sizes.D, True, sizes.dtype, backward=backward)
         return cls(*draw_inputs(case, device, heads_first=True))
 
     def case(self, direction: str, causal: bool = True, **options: str) -> Case:
@@ -310,8 +301,6 @@ def growth_in_own_process(prepare: Callable[..., Call], *arguments: Any) -> int:
 
     The process is forked off a server that has imported PyTorch and computed nothing; `prepare` is a module-level function.
     """
-    if sys.platform == "win32":
-        raise NotImplementedError("the peak of resident memory is not read on Windows")
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload([__name__, prepare.__module__])
     with ProcessPoolExecutor(1, processes) as pool:
@@ -321,9 +310,6 @@ def growth_in_own_process(prepare: Callable[..., Call], *arguments: Any) -> int:
 def _growth(threads: int, prepare: Callable[..., Call], arguments: tuple[object, ...]) -> int:
     torch.set_num_threads(threads)
     call = prepare(*arguments)
-    try:
-        before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:  # where the system does not report the current size, the growth of its peak
-        before = peak_memory_bytes(CPU)
+    before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     call()
-    return max(0, peak_memory_bytes(CPU) - before)
+    return max(0, peak_memory_bytes(torch.device("cpu")) - before)

@@ -30,15 +30,9 @@ def print_result(result: Result, console: Console) -> None:
 
 def shown_table(result: Result) -> tuple[list[str], list[list[str]]]:
     """The headings and lines of the table without its empty columns."""
-    shown = shown_columns(result)
-    header = [result.columns[index].heading for index in shown]
-    return header, [[line[index] for index in shown] for line in result.texts()]
-
-
-def shown_columns(result: Result) -> list[int]:
-    """The non-empty columns."""
     texts = result.texts()
-    return [index for index in range(len(result.columns)) if any(line[index] not in ("", "-") for line in texts)]
+    shown = [at for at in range(len(result.columns)) if any(line[at] not in ("", "-") for line in texts)]
+    return [result.columns[at].heading for at in shown], [[line[at] for at in shown] for line in texts]
 
 
 def write_json(result: Result, path: Path) -> None:

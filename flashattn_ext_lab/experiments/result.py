@@ -131,8 +131,6 @@ class Result:
         fields = dict(data)
         if fields.pop("format") != FORMAT:
             raise ValueError(f"expected the format {FORMAT!r}")
-        for name in ("pictures", "found"):  # of earlier versions
-            fields.pop(name, None)
         fields["columns"] = [Column(**column) for column in fields["columns"]]
         fields["comparisons"] = [Comparison(**comparison) for comparison in fields["comparisons"]]
         if plot := fields["plot"]:

@@ -243,7 +243,7 @@ def test_memory_of_the_results_is_filled_first() -> None:
             filled.append((size, value, options["device"], device.ran()))
             return full(size, value, **options)
         torch.full = recorded
-        npu_ladder._one_tile()
+        npu_ladder.RUNGS["forward of one tile"]()
         out, lse = (128 * 64 * 2,), (128 * 4,)
         assert filled == [(out, 255, "npu", []), (lse, 255, "npu", [])], filled
     """)

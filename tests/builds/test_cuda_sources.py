@@ -60,6 +60,8 @@ int main() {
   for (const auto& row : kernel_table::kSm90Forward) print("kSm90Forward", row);
   for (const auto& row : kernel_table::kSm90Invariant) print("kSm90Invariant", row);
   for (const auto& row : kernel_table::kSm90Backward) print("kSm90Backward", row);
+  for (const auto& row : kernel_table::kSm90Jvp) print("kSm90Jvp", row);
+  for (const auto& row : kernel_table::kSm90Second) print("kSm90Second", row);
   for (const auto& row : kernel_table::kDecode)
     std::printf("row kDecode %u %d %d %d\n", row.types, row.head_dim, row.tile.rows(), row.spill);
   for (const auto& row : kernel_table::kFewRowsBackward)
@@ -79,8 +81,12 @@ int main() {
             std::printf("run %s\nrun %s\n", first<sm80::BackwardRows>("kSm80Backward", call, false).c_str(), on_hopper.c_str());
             std::printf("hopper %s\n", on_hopper.c_str());
             if (qk > 256 || v > 256) continue;  // supports() refuses derivatives above
-            std::printf("run %s\n", first<sm80::JvpRows>("kSm80Jvp", call, true).c_str());
-            std::printf("run %s\n", first<sm80::SecondRows>("kSm80Second", call, true).c_str());
+            on_hopper = first<sm90::JvpRows>("kSm90Jvp", call, true);
+            if (on_hopper.empty()) on_hopper = first<sm80::JvpRows>("kSm80Jvp", call, true);
+            std::printf("run %s\nrun %s\n", first<sm80::JvpRows>("kSm80Jvp", call, false).c_str(), on_hopper.c_str());
+            on_hopper = first<sm90::SecondRows>("kSm90Second", call, true);
+            if (on_hopper.empty()) on_hopper = first<sm80::SecondRows>("kSm80Second", call, true);
+            std::printf("run %s\nrun %s\n", first<sm80::SecondRows>("kSm80Second", call, false).c_str(), on_hopper.c_str());
           }
         }
         for (Options options : {kPlain, kIntervals, kGeneral}) {
@@ -94,8 +100,10 @@ int main() {
         }
         for (Options options : {kFp8, kFp8Scores, kFp8 | kIntervals, kFp8 | kRare}) {
           for (bool largest : {false, true}) {
-            if (type != kBf16) continue;  // fp8 is widened
-            const KernelCall call{type, qk, v, options, largest};
+            if (type != kBf16) continue;  // a prefill has widened fp8; the forward does where no kernel reads it
+            const KernelCall call{type, qk, v, options, largest}, narrow{kE4m3, qk, v, options, largest};
+            if (qk <= 256 && v <= 256)
+              std::printf("run %s\n", first<sm90::ForwardRows>("kSm90Forward", narrow, true).c_str());
             std::string on_hopper = first<sm90::ForwardRows>("kSm90Forward", call, true);
             if (on_hopper.empty()) on_hopper = first<sm80::ForwardRows>("kSm80Forward", call, true);
             std::printf("run %s\nrun %s\n", first<sm80::ForwardRows>("kSm80Forward", call, false).c_str(), on_hopper.c_str());
@@ -236,12 +244,12 @@ def test_sources_are_written_once(tmp_path: Path) -> None:
 def test_a_measurement_compiles_what_it_calls(tmp_path: Path) -> None:
     """Functions of the other instances exist, so that the library loads, but they throw."""
     only = sources.plain_sources("sm90", "bf16", 128)
-    assert only == ["sm90_forward_bf16_128", "sm90_backward_bf16_128"]
+    assert only == [f"sm90_{stage}_bf16_128" for stage in ("forward", "backward", "jvp", "second")]
     found = sources.cuda_sources(tmp_path, sm90=True, only=only)
     assert [path.stem for path in found if path.parent == tmp_path] == ["left_out", *sorted(only)]
     stubs = (tmp_path / "left_out.cu").read_text().count("template <>")
     functions = sum(text.count("template ") for text in sources.cuda_instances(sm90=True).values())
-    assert stubs == functions - 6  # forward, backward and its workspace; plain and dropout
+    assert stubs == functions - 9  # the three of forward and backward with and without dropout, and J and two of H
     assert "sm90_forward_fp16_192x128" in sources.plain_sources("sm90", "fp16")
 
 

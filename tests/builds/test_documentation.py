@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = {".py", ".sh", ".h", ".cpp", ".cu", ".cuh"}
 DESIGN_PAGES = (
     "architecture", "ascend_emulator", "ascend_kernels", "dataflow", "decoding", "distributed", "sm80", "sm90_backward",
-    "sm90_forward",
+    "sm90_forward", "sm90_fp8",
 )  # fmt: skip
 sys.path.insert(0, str(ROOT / "tools"))
 

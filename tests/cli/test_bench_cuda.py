@@ -131,19 +131,17 @@ def test_rows_of_derivatives_compute_what_plain_pytorch_does(on_cpu: None, what:
 
 
 def test_peers_are_those_that_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_cuda, "flash_module", lambda name: None)
-    monkeypatch.setattr(bench_cuda, "jvp_flash_attention", lambda: None)
-    assert bench_cuda.contestants(None) == [OURS, "fa2", "cudnn", "efficient", "math", "flex"]
-    assert bench_cuda.contestants("math, fa2") == [OURS, "fa2", "math"]
+    monkeypatch.setattr(bench_contestants, "flash_module", lambda name: None)
+    assert bench_contestants.contestants(None) == [OURS, "fa2", "cudnn", "efficient", "math", "flex"]
+    assert bench_contestants.contestants("math, fa2") == [OURS, "fa2", "math"]
     with pytest.raises(CommandError, match="'fa9'; accepted are fa2, cudnn"):
-        bench_cuda.contestants("fa9")
+        bench_contestants.contestants("fa9")
     with pytest.raises(CommandError, match=r"flash_attn_func of flash_attn\.cute cannot be imported"):
-        bench_cuda.contestants("fa4")
-    with pytest.raises(CommandError, match="jvp_flash_attention cannot be imported"):
-        bench_cuda.contestants("jvp-flash")
-    monkeypatch.setattr(bench_cuda, "flash_module", lambda name: math)
-    monkeypatch.setattr(bench_cuda, "jvp_flash_attention", lambda: math)
-    assert bench_cuda.contestants(None) == [OURS, *PEERS]
+        bench_contestants.contestants("fa4")
+    with pytest.raises(CommandError, match=r"JVPAttn of jvp_flash_attention\.jvp_attention cannot be imported"):
+        bench_contestants.contestants("jvp-flash")
+    monkeypatch.setattr(bench_contestants, "flash_module", lambda name: math)
+    assert bench_contestants.contestants(None) == [OURS, *PEERS]
     assert {"flash-attn", "fa3", "fa4"} < set(PEERS)
 
 
@@ -169,7 +167,7 @@ def test_flash_attention_of_every_version_gets_the_options_of_a_row(
     on_cpu: None, monkeypatch: pytest.MonkeyPatch, name: str, returns_lse: bool
 ) -> None:
     module = FlashModule(returns_lse=returns_lse)
-    monkeypatch.setitem(sys.modules, FLASH_MODULES[name], module)
+    monkeypatch.setitem(sys.modules, FLASH_MODULES[name][0], module)
     if name == FA4:
         monkeypatch.setitem(sys.modules, "flash_attn", module)
     bench_contestants.flash_module.cache_clear()
@@ -275,10 +273,9 @@ def test_options_are_compared_with_the_call_without_them() -> None:
 def test_calls_without_a_pause(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[int] = []
     monkeypatch.setattr(timing, "burst_ms", lambda call, launches: launched.append(launches) or 1.5 * launches)
-    calls = {name: lambda: None for name in ("a", "b")}
-    times = bench_cuda.time_sustained(calls, {})
-    assert times == {name: Timing(0.0015, 0.0015, 0.0015, 3) for name in "ab"}
-    assert launched == [2, 2, *[134] * 6]  # bursts of 200 ms
+    row = bench_cuda.measure_case(TINY, [OURS, MATH], quick=True, sustained=True)
+    assert row["sustained"]["ms"] == pytest.approx({OURS: 1.5, MATH: 1.5})
+    assert launched[-8:] == [2, 2, *[134] * 6]  # bursts of 200 ms
 
 
 def test_rows_without_a_pause_have_a_table(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,17 +350,6 @@ def test_the_largest_error_keeps_nan() -> None:
     a, b = [torch.tensor([1.0, 2.0]), torch.tensor([0.0])], [torch.tensor([1.5, 2.0]), torch.tensor([-3.0])]
     assert bench_cuda.largest_error(a, b) == 3.0
     assert math.isnan(bench_cuda.largest_error([torch.tensor([math.nan, 1.0])], [torch.zeros(2)]))
-
-
-def test_fp32_products_are_exact_meanwhile() -> None:
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        with bench_cuda._exact_fp32_products():
-            assert torch.get_float32_matmul_precision() == "highest"
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 # Results
@@ -465,9 +451,12 @@ def test_device_and_build_are_checked(
     monkeypatch.setattr("flashattn_ext.build_info", lambda: {"backends": backends})
     if message is None:
         monkeypatch.delenv("FLASHATTN_EXT_CUDA_PATH", raising=False)
-        assert bench_cuda.check_cuda(backend) == (backend or "cuda-a")
+        monkeypatch.setattr(flashattn_ext, "use_backend", contextlib.nullcontext)
+        monkeypatch.setattr(flashattn_ext, "forward", lambda *_tensors: None)
+        monkeypatch.setattr(bench_cuda, "inputs", lambda _case: ())
+        assert bench_cuda.running_backend(backend) == (backend or "cuda-a")
         monkeypatch.setenv("FLASHATTN_EXT_CUDA_PATH", "b")
-        assert bench_cuda.check_cuda(backend) == "cuda-b"
+        assert bench_cuda.running_backend(backend) == "cuda-b"
         return
     assert main(["bench", "cuda", *(["--backend", backend] if backend else [])]) == 2
     error = capsys.readouterr().err

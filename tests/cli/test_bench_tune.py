@@ -66,7 +66,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(bench_tune, "private_build", lambda: SimpleNamespace(cuda=private, load=lambda builds: None))
     monkeypatch.setattr(flashattn_ext, "use_backend", gpu.use_backend)
     monkeypatch.setattr(flashattn_ext, "build_info", lambda: {"backends": gpu.backends()})
-    monkeypatch.setattr(bench_cuda, "check_cuda", lambda backend: backend or "cuda-a")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("FLASHATTN_EXT_CUDA_PATH", raising=False)
     monkeypatch.setattr(bench_tune, "describe_machine", lambda _device: {"machine": "a GPU", "torch": "2"})
     real_inputs = bench_contestants.inputs
     for module in (bench_cuda, bench_tune):
@@ -145,7 +146,7 @@ def test_the_backend_is_one_that_runs_here(gpu: Gpu, monkeypatch: pytest.MonkeyP
     with pytest.raises(CommandError, match="cuda-a needs another GPU"):
         bench_cuda.running_backend("cuda-a")
     used.clear()
-    monkeypatch.setattr(bench_cuda, "check_cuda", lambda backend: "cuda-b")  # as with FLASHATTN_EXT_CUDA_PATH=b
+    monkeypatch.setenv("FLASHATTN_EXT_CUDA_PATH", "b")
     assert bench_cuda.running_backend(None) == "cuda-b" and used == ["cuda-b"]
 
 

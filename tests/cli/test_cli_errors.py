@@ -221,7 +221,6 @@ def test_other_errors_of_pytorch_keep_their_traceback(
         main(command(tmp_path, text))
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no limits of file sizes")
 def test_full_disk_is_reported_in_one_line(tmp_path: Path, text: Path) -> None:
     done = run_process("-c", FILE_LIMIT, *command(tmp_path, text))
     assert done.returncode == 1
@@ -238,7 +237,6 @@ def test_json_that_cannot_be_written_is_reported_before_the_bench(
         assert_one_line(capsys.readouterr().err, f"--json {path}: cannot write there")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows reports a closed pipe in another way")
 def test_reader_that_closes_the_pipe_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -140,7 +140,7 @@ def test_scores_and_masks_are_compared_with_equivalent_calls(results: dict[str, 
     rate, of_causal, causal = (
         masks.value(column, mask="one document", pass_="forward") for column in ("rate", "of causal", "ours, causal")
     )
-    assert of_causal == pytest.approx(100 * rate * 1e12 / (2 * 1024**2 * 16 / causal * 1e3))
+    assert of_causal == pytest.approx(100 * rate * 1e12 / (2 * 2 * 1024**2 * 64 / causal * 1e3))
     assert masks.plot.series["ours, forward"] == sorted(masks.plot.series["ours, forward"])
 
 
@@ -385,10 +385,8 @@ def test_attentions_agree(causal: bool) -> None:
 
 
 def test_sizes_of_a_gpu_are_those_of_the_article() -> None:
-    context = Context(torch.device("cuda"), quick=False)
     for name in EXPERIMENTS:
-        sizes = module_of(name).SIZES.of(context)
-        assert sizes == module_of(name).SIZES.gpu
+        sizes = module_of(name).SIZES["gpu", False]
         assert shared.size_notes(sizes, sizes)[0].startswith("sizes: B = 4" if name == "scaling" else "sizes: ")
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
+from flashattn_ext_lab.experiments.harness import WHOLE
 from flashattn_ext_lab.experiments.result import Column, Comparison, Plot, Result
 
 TINY: dict[str, dict[str, Any]] = {
@@ -18,8 +19,8 @@ TINY: dict[str, dict[str, Any]] = {
     "dtypes": dict(B=1, H=2, S=64, D=16),
     "memory": dict(B=1, H=1, S=(1024, 2048), D=64, dtype="fp32"),
     "traffic": dict(B=2, H=3, S=128, D=16, dtype="fp32"),
-    "scores": dict(B=1, H=2, S=(512, 1024), D=16, dtype="fp32"),
-    "masks": dict(B=1, H=1, S=1024, D=16, dtype="fp32"),
+    "scores": dict(B=1, H=2, S=(512, 1024), D=64, dtype="fp32"),
+    "masks": dict(B=1, H=2, S=1024, D=64, dtype="fp32"),
     "tiles": dict(B=1, H=1, S=200, D=16, dtype="fp32", tiles=(64, 128)),
     "profile": dict(B=1, H=2, S=64, D=16, dtype="fp32"),
     "llama": dict(B=1, S=64, heads=2, D=16, mlp=64, layers=2, rounds=2, dtype="fp32"),
@@ -36,7 +37,7 @@ def module_of(name: str) -> ModuleType:
 
 
 def tiny_sizes(name: str) -> Any:
-    return module_of(name).SIZES.gpu.replace(**TINY[name])
+    return module_of(name).SIZES[WHOLE].replace(**TINY[name])
 
 
 def a_result(**changes: Any) -> Result:

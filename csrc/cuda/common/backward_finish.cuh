@@ -2,6 +2,7 @@
 // all rows of a head in a fixed order.
 #pragma once
 
+#include "../ptx/grid.cuh"
 #include "backward_prepare.cuh"
 #include "lane.cuh"
 #include "operand_tile.cuh"
@@ -20,6 +21,7 @@ __global__ void __launch_bounds__(Layout::kThreads)
   constexpr int kStride = kTileStride<T, Layout::kHeadDim>;
   extern __shared__ __align__(16) unsigned char memory[];
   T* const tile = reinterpret_cast<T*>(memory);
+  ptx::wait_for_previous_kernel();
   const int head = blockIdx.x / blocks, heads = static_cast<int>(p.heads_q), b = head / heads, h = head % heads;
   const Sequence queries = query_sequence(p, b);
   for (int64_t m = blockIdx.x % blocks; m * Layout::kQueries < queries.length; m += blocks) {
@@ -52,8 +54,19 @@ __global__ void __launch_bounds__(Layout::kThreads)
 
 constexpr int kSinkThreads = 512;
 
-static __global__ void __launch_bounds__(kSinkThreads)
-    dsink_kernel(const __grid_constant__ AttnGradParams p, const __grid_constant__ BackwardWorkspace workspace) {
+// What the gradient of a sink sums up beside the weight of the sink: delta of row `at` of the workspace.
+struct DeltaOfRow {
+  __device__ __forceinline__ double operator()(const AttnGradParams&, const BackwardWorkspace& workspace, int64_t,
+                                               int64_t, int64_t, int64_t at) const {
+    return workspace.delta[at];
+  }
+};
+
+// The gradient of the sink of a head: minus the sum of the weight of the sink times `term`, over its rows in a fixed
+// order.
+template <class Params, class Term>
+__global__ void __launch_bounds__(kSinkThreads)
+    dsink_kernel(const __grid_constant__ Params p, const __grid_constant__ BackwardWorkspace workspace, Term term) {
   __shared__ double part[kSinkThreads];
   const int64_t h = blockIdx.x;
   const float sink = static_cast<const float*>(p.sink)[h];
@@ -62,7 +75,8 @@ static __global__ void __launch_bounds__(kSinkThreads)
     const int64_t b = p.is_varlen() ? 0 : i / p.seqlen_q, row = p.is_varlen() ? i : i % p.seqlen_q;
     const float lse = *row_statistic(p.lse, b, h, row);
     if (lse == -infinity()) continue;  // a packed row that belongs to no sequence
-    sum -= static_cast<double>(expf(sink_log_weight(sink, lse))) * workspace.delta[h * workspace.rows + i];
+    sum -=
+        static_cast<double>(expf(sink_log_weight(sink, lse))) * term(p, workspace, b, h, row, h * workspace.rows + i);
   }
   part[threadIdx.x] = sum;
   for (int half = kSinkThreads / 2; half > 0; half /= 2) {
@@ -72,14 +86,31 @@ static __global__ void __launch_bounds__(kSinkThreads)
   if (threadIdx.x == 0) static_cast<float*>(p.dsink)[h] = static_cast<float>(part[0] * workspace.keep_scale);
 }
 
+template <class Params, class Term>
+void launch_dsink(const Params& p, const BackwardWorkspace& workspace, const char* stage, Term term) {
+  if (!p.dsink) return;
+  launch(dsink_kernel<Params, Term>, stage, p, p.heads_q, kSinkThreads, 0, workspace, term);
+}
+// The gradients of the sinks of the ordinary backward.
+inline void launch_dsink(const AttnGradParams& p, const BackwardWorkspace& workspace) {
+  launch_dsink(p, workspace, "backward_finish (sink)", DeltaOfRow());
+}
+
+// dq alone.
+template <class Layout>
+void launch_dq_finish(const AttnGradParams& p, const BackwardWorkspace& workspace) {
+  const int64_t blocks = tile_count(p.seqlen_q, Layout::kQueries);
+  launch_early(dq_finish_kernel<Layout>, "backward_finish", p,
+               row_of_blocks(blocks * p.batch * p.heads_q, "backward_finish", p), Layout::kThreads,
+               Layout::kQueries * kTileStride<typename Layout::Element, Layout::kHeadDim> *
+                   static_cast<int>(sizeof(typename Layout::Element)),
+               p, workspace, static_cast<int>(blocks));
+}
+
 template <class Layout>
 void launch_finish(const AttnGradParams& p, const BackwardWorkspace& workspace) {
-  const int64_t blocks = tile_count(p.seqlen_q, Layout::kQueries);
-  launch(dq_finish_kernel<Layout>, "backward_finish", p, blocks * p.batch * p.heads_q, Layout::kThreads,
-         Layout::kQueries * kTileStride<typename Layout::Element, Layout::kHeadDim> *
-             static_cast<int>(sizeof(typename Layout::Element)),
-         workspace, static_cast<int>(blocks));
-  if (p.dsink) launch(dsink_kernel, "backward_finish (sink)", p, p.heads_q, kSinkThreads, 0, workspace);
+  launch_dq_finish<Layout>(p, workspace);
+  launch_dsink(p, workspace);
 }
 
 }  // namespace flashattn_ext

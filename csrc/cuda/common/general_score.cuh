@@ -2,20 +2,34 @@
 // branches.
 #pragma once
 
+#include <type_traits>
+
 #include "../../score.h"
 #include "../ptx/math.cuh"
 #include "elements.cuh"
 
 namespace flashattn_ext {
 
-// tanh with the precision that the input type T needs.
+// tanh with a relative error of at most 2^-14, from a quotient of polynomials in x^2. The result is NaN for NaN.
+__device__ __forceinline__ float tanh_of_half(float x) {
+  constexpr float kFlat = 5;  // tanh is constant from here on
+  x = ptx::max_nan(ptx::min_nan(x, kFlat), -kFlat);
+  const float square = x * x;
+  const float above = x * fmaf(fmaf(6.7056776e-4f, square, 0.10241774f), square, 0.99994805f);
+  return above * ptx::rcp(fmaf(fmaf(0.01281991f, square, 0.43543252f), square, 1.f));
+}
+
+// tanh with the precision that the input type T needs. The instruction has the error of fp16 itself, which is small
+// beside that of bf16 only.
 template <class T>
 struct TanhOf {
   static __device__ __forceinline__ float of(float x) {
-    if constexpr (sizeof(T) == 2) {
-      return ptx::tanh(x);
-    } else {
+    if constexpr (sizeof(T) == 4) {
       return ::tanhf(x);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      return tanh_of_half(x);
+    } else {
+      return ptx::tanh(x);
     }
   }
 };
@@ -101,6 +115,13 @@ struct DistanceLogit {
 };
 __device__ __forceinline__ float add_row(const DistanceLogit& score, int r, float x) { return x + score.row[r]; }
 __device__ __forceinline__ float subtract_row(const DistanceLogit& score, int r, float x) { return x - score.row[r]; }
+
+// ScaledLogit in a forward whose weights are larger by the factor kScale, which is in the exponent's offset.
+struct LargerWeights {
+  static constexpr float kScale = 256, kBits = 8;
+  float factor;
+};
+__device__ __forceinline__ float subtract_row(const LargerWeights&, int, float x) { return x - LargerWeights::kBits; }
 
 // The rule of the scores that a forward has stored when it takes the maximum of a row.
 template <class Score>

@@ -27,6 +27,12 @@ inline void check_launch(cudaError_t error, const char* kernel, const AttnParams
   if (error != cudaSuccess) throw launch_error(kernel, cudaGetErrorString(error), p);
 }
 
+// A grid of one dimension; throws if it has too many thread blocks.
+inline dim3 row_of_blocks(int64_t blocks, const char* kernel, const AttnParams& p) {
+  if (blocks > std::numeric_limits<int>::max()) check_launch(cudaErrorInvalidConfiguration, kernel, p);
+  return dim3(static_cast<unsigned>(blocks));
+}
+
 // Allows the blocks of a kernel more than 48 KB of shared memory on the current device. The call of the runtime takes
 // two microseconds, so it is not repeated.
 inline cudaError_t allow_shared_memory(const void* kernel, int bytes) {
@@ -61,6 +67,7 @@ inline bool can_start_early(const void* kernel) {
 template <class... Arguments>
 void launch_early(void (*kernel)(Arguments...), const char* name, const AttnParams& p, dim3 grid, int threads,
                   int shared_bytes, std::common_type_t<Arguments>... arguments) {
+  if (grid.x == 0) return;
   const void* const address = reinterpret_cast<const void*>(kernel);
   if (shared_bytes > 48 * 1024) check_launch(allow_shared_memory(address, shared_bytes), name, p);
   cudaLaunchAttribute early{};
@@ -80,12 +87,11 @@ template <class Params, class... Arguments>
 void launch(void (*kernel)(const Params, Arguments...), const char* name, const Params& p, int64_t blocks, int threads,
             int shared_bytes, std::common_type_t<Arguments>... arguments) {
   if (blocks == 0) return;
-  if (blocks > std::numeric_limits<int>::max()) check_launch(cudaErrorInvalidConfiguration, name, p);
+  const dim3 grid = row_of_blocks(blocks, name, p);
   if (shared_bytes > 48 * 1024) {
     check_launch(allow_shared_memory(reinterpret_cast<const void*>(kernel), shared_bytes), name, p);
   }
-  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, static_cast<cudaStream_t>(p.stream)>>>(p,
-                                                                                                        arguments...);
+  kernel<<<grid, threads, shared_bytes, static_cast<cudaStream_t>(p.stream)>>>(p, arguments...);
   check_launch(cudaGetLastError(), name, p);
 }
 

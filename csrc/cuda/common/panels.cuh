@@ -23,15 +23,17 @@ __device__ __forceinline__ void load_panels(T (&to)[kPanels][kRows][kPanelColumn
   }
 }
 
-// Writes a warp's 16 rows of scores into panels of [keys][64 queries], from its first key on.
+// Writes a warp's 16 rows of scores into panels of [keys][64 queries], from its first key on. first_step: 16 queries
+// each, before those of the scores.
 template <class T, int kPanels, int kKeys, int kSteps>
 __device__ __forceinline__ void store_panels(T (&panels)[kPanels][kKeys][kPanelColumns], int key,
-                                             const uint32_t (&packed)[kSteps][4]) {
+                                             const uint32_t (&packed)[kSteps][4], int first_step = 0) {
   const int lane = threadIdx.x % 32, chunk = (lane / 16) ^ (lane % 8);
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
+  for (int i = 0; i < kSteps; ++i) {
+    const int step = first_step + i;
     T* const row = panels[step / 4][key + lane % 16];
-    ptx::stmatrix(row + (chunk ^ (step % 4 * 2)) * 8, packed[step]);
+    ptx::stmatrix(row + (chunk ^ (step % 4 * 2)) * 8, packed[i]);
   }
 }
 

@@ -171,6 +171,20 @@ struct OnlineSoftmax {
     }
   }
 
+  // For kernels that started without the sink: counts it after the last key. weight: of a logit that is the maximum;
+  // shrink: the factors for all sums of the caller.
+  __device__ __forceinline__ void end(float sink, float weight, float (&shrink)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float before = max[r];
+      max[r] = fmaxf(before, sink);
+      const float offset = finite_max(max[r]);
+      shrink[r] = ptx::ex2(before - offset);
+      sum[r] *= shrink[r];
+      if (t() == 0 && sink_counts(sink)) sum[r] += weight * ptx::ex2(sink - offset);
+    }
+  }
+
   // The sum of a row's weights; 0 if the row is fully masked.
   __device__ __forceinline__ float total(int r) const { return quad_sum(sum[r]); }
   // The log-sum-exp of a row with this total, in natural units.

@@ -7,13 +7,31 @@
 
 namespace flashattn_ext {
 
+// Writes up to 8 elements of a row from `column` on, of the first `columns`.
+template <class T>
+__device__ __forceinline__ void store_part(T* row, int column, int columns, const uint4& vector) {
+  if (column >= columns) return;
+  if (column + 8 > columns) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      if (column + e < columns) row[column + e] = reinterpret_cast<const T*>(&vector)[e];
+    }
+  } else if (reinterpret_cast<uintptr_t>(row) % kVectorBytes == 0) {
+    *reinterpret_cast<uint4*>(row + column) = vector;
+  } else {
+    store_unaligned(row + column, vector);
+  }
+}
+
 // Writes row g (r = 0) or g + 8 (r = 1) of accumulators, times a factor; `zero`: zeros instead. exists: whether the row
 // is within the sequence. Four lanes hold a row, two of every eight columns each: they transpose them with shuffles and
-// write 16 bytes each. All lanes of the warp call it.
+// write 16 bytes each. All lanes of the warp call it. Whole aligned rows have no branch for each vector: together with
+// them the code would be many times as long.
 template <class T, int N>
 __device__ __forceinline__ void store_row(T* to, const float (&x)[N][4], int r, float factor, bool zero, bool exists,
                                           int columns) {
-  const bool aligned = reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0;
+  constexpr int kVectors = (N + 3) / 4, kApart = 32;  // of a lane; columns from one to the next
+  uint4 vectors[kVectors];
 #pragma unroll
   for (int n = 0; n < N; n += 4) {
     uint32_t words[4];
@@ -23,19 +41,16 @@ __device__ __forceinline__ void store_row(T* to, const float (&x)[N][4], int r, 
       words[i] = zero ? 0 : TensorCore<T>::pack(tile[2 * r] * factor, tile[2 * r + 1] * factor);
     }
     transpose_quad(words);
-    const int column = (n + static_cast<int>(threadIdx.x) % 4) * 8;
-    if (!exists || column >= columns) continue;
-    const uint4 vector = make_uint4(words[0], words[1], words[2], words[3]);
-    if (aligned && column + 8 <= columns) {
-      *reinterpret_cast<uint4*>(to + column) = vector;
-    } else if (column + 8 <= columns) {
-      store_unaligned(to + column, vector);
-    } else {
+    vectors[n / 4] = make_uint4(words[0], words[1], words[2], words[3]);
+  }
+  if (!exists) return;
+  const int column = static_cast<int>(threadIdx.x) % 4 * 8;
+  if (N % 4 == 0 && columns >= 8 * N && reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0) {
 #pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if (column + e < columns) to[column + e] = reinterpret_cast<const T*>(words)[e];
-      }
-    }
+    for (int i = 0; i < kVectors; ++i) *reinterpret_cast<uint4*>(to + column + i * kApart) = vectors[i];
+  } else {
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) store_part(to, column + i * kApart, columns, vectors[i]);
   }
 }
 

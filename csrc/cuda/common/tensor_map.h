@@ -34,15 +34,15 @@ inline auto tensor_map_encoder() {
 // columns of 16-bit elements, or 32 of fp32. Pointer and strides are multiples of 16 bytes, which aligned_rows.h
 // ensures for inputs.
 inline CUtensorMap tensor_map(const AttnParams& p, const TensorView& t, int64_t columns, int64_t rows, int64_t heads,
-                              int box_rows, DType type) {
+                              int64_t batch, int box_rows, DType type) {
   const int bytes = type == DType::kFloat32 ? 4 : 2;
   // The stride along an axis of extent 1 means nothing, and may be one that a map does not accept.
   auto stride = [&](int64_t elements, int64_t count) { return count > 1 ? uint64_t(elements * bytes) : uint64_t{16}; };
 
   auto extent = [](int64_t count) { return uint64_t(std::max<int64_t>(count, 1)); };
-  const cuuint64_t extents[] = {extent(columns), extent(rows), extent(heads), extent(batch_entries(p))};
+  const cuuint64_t extents[] = {extent(columns), extent(rows), extent(heads), extent(batch)};
   const cuuint64_t strides[] = {stride(t.row_stride, rows), stride(t.head_stride, heads),
-                                stride(t.batch_stride, batch_entries(p))};
+                                stride(t.batch_stride, batch)};
   const cuuint32_t box[] = {128u / bytes, static_cast<cuuint32_t>(box_rows), 1, 1}, steps[] = {1, 1, 1, 1};
   // The address of an empty tensor may be null, which a map does not accept; it is never read.
   void* const data = t.data ? t.data : reinterpret_cast<void*>(uintptr_t{1024});
@@ -65,15 +65,22 @@ inline CUtensorMap tensor_map(const AttnParams& p, const TensorView& t, int64_t 
 }
 
 inline CUtensorMap query_map(const AttnParams& p, const TensorView& t, int64_t columns, int box_rows) {
-  return tensor_map(p, t, columns, query_rows(p), p.heads_q, box_rows, p.dtype);
+  return tensor_map(p, t, columns, query_rows(p), p.heads_q, batch_entries(p), box_rows, p.dtype);
 }
 inline CUtensorMap key_map(const AttnParams& p, const TensorView& t, int64_t columns, int box_rows) {
-  return tensor_map(p, t, columns, key_rows(p), p.heads_k, box_rows, p.dtype);
+  return tensor_map(p, t, columns, key_rows(p), p.heads_k, batch_entries(p), box_rows, p.dtype);
+}
+// A map of a tensor of bytes whose elements are pairs of them: 128 columns of bytes are as many bytes as 64 of 16 bits.
+// Strides are even; where the columns are not, a byte follows each row.
+inline CUtensorMap pair_map(const AttnParams& p, const TensorView& t, int64_t columns, int64_t rows, int64_t heads,
+                            int64_t batch, int box_rows) {
+  const TensorView pairs{t.data, t.batch_stride / 2, t.row_stride / 2, t.head_stride / 2};
+  return tensor_map(p, pairs, (columns + 1) / 2, rows, heads, batch, box_rows, DType::kFloat16);
 }
 // A bias or its gradient: rows are queries, columns are keys.
 inline CUtensorMap bias_map(const AttnParams& p, const BiasView& bias, int box_rows) {
   const TensorView view{bias.data, bias.batch_stride, bias.row_stride, bias.head_stride};
-  return tensor_map(p, view, p.seqlen_k, p.seqlen_q, p.heads_q, box_rows, bias.dtype);
+  return tensor_map(p, view, p.seqlen_k, p.seqlen_q, p.heads_q, batch_entries(p), box_rows, bias.dtype);
 }
 
 }  // namespace flashattn_ext

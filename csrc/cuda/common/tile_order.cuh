@@ -29,12 +29,16 @@ struct TileOrder {
 // The tile scheduler of persistent kernels: thread blocks take tiles one after another, and a block that is done early
 // takes more.
 struct TileGrid : TileOrder {
-  int tiles;   // of the whole call
-  int* taken;  // how many tiles thread blocks have taken beyond the first of each; in global memory
+  int tiles;  // of the whole call
+  // How many tiles thread blocks have taken beyond the first of each; in global memory. nullptr, for `next` only: every
+  // thread block has the same number of tiles, or one less.
+  int* taken;
 
   // The next tile for one of `takers`, thread blocks or pairs of them; `tiles` or more when there is none left.
   __device__ int take(int takers) const { return tiles > takers ? takers + atomicAdd(taken, 1) : tiles; }
   __device__ int take() const { return take(static_cast<int>(gridDim.x)); }
+  // The same for a thread block whose last tile was `tile`.
+  __device__ int next(int tile) const { return taken ? take() : tile + static_cast<int>(gridDim.x); }
 };
 
 // Heads of a section. With a right bound or a Mask some tiles are longer than others: if the long tiles of all heads of

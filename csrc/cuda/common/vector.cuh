@@ -1,4 +1,4 @@
-// Vectors of 16 bytes whose addresses are aligned to one element (16 or 32 bits) only.
+// Vectors of 16 bytes whose addresses are aligned to one element (8, 16 or 32 bits) only.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace flashattn_ext {
 
-// Bytes `shift` (even, below 16) to `shift` + 15 of two vectors that follow each other.
+// Bytes `shift` (below 16) to `shift` + 15 of two vectors that follow each other.
 __device__ __forceinline__ uint4 shift_vectors(const uint4& low, const uint4& high, int shift) {
   const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
   uint32_t by_two[6], by_one[5], x[4];
@@ -49,10 +49,10 @@ class UnalignedVector {
 
   __device__ __forceinline__ int shift() const { return static_cast<int>(reinterpret_cast<uintptr_t>(from_) % 16); }
   static __device__ __forceinline__ uint32_t keep(uint32_t word, int bytes) {
-    return bytes >= 4 ? word : bytes <= 0 ? 0 : word & 0xFFFFu;
+    return bytes >= 4 ? word : bytes <= 0 ? 0 : word & (kSize == 1 ? (1u << 8 * bytes) - 1 : 0xFFFFu);
   }
   __device__ __forceinline__ uint4 single_elements() const {
-    using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+    using Bits = std::conditional_t<sizeof(T) == 1, uint8_t, std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>>;
     uint32_t words[4] = {};
 #pragma unroll
     for (int e = 0; e < kElements; ++e) {

@@ -122,7 +122,7 @@ void run(const AttnGradParams& p) {
   kernel.run(p, workspace, plan);
   launch(sum_parts_kernel<T>, "few_rows_backward (dq)", p, p.batch * p.heads_k * plan.rows, kSumThreads, 0, plan,
          kernel.columns, workspace.gradient_scale);
-  if (p.dsink) launch(dsink_kernel, "backward_finish (sink)", p, p.heads_q, kSinkThreads, 0, workspace);
+  launch_dsink(p, workspace);
 }
 
 }  // namespace

@@ -4,36 +4,33 @@
 // epilogue combines the teams in a fixed order.
 #pragma once
 
-#include "../common/fp8.cuh"
-#include "../common/fp8_products.cuh"
 #include "../common/general_score.cuh"
 #include "../common/intervals.cuh"
 #include "../common/launch.cuh"
 #include "../common/operand_tile.cuh"
-#include "../common/products.cuh"
 #include "../common/scores.cuh"
 #include "../common/tile.cuh"
 #include "../ptx/barrier.cuh"
 #include "../ptx/grid.cuh"
 #include "kernels.h"
+#include "key_format.cuh"
 #include "plan.cuh"
 
 namespace flashattn_ext::decode {
 
-// Key: the type of keys and values. T: the type of q, and the element of tiles in shared memory; in tiles of keys and
-// values it holds two adjacent fp8 elements.
+// Key: the type of keys and values. T: the type of q, and the element of tiles in shared memory.
 template <class Key, int kHeadDim, int kTileRows>
 struct Split {
-  static constexpr bool kIsFp8 = kIsFloat8<Key>;
-  using T = Widened<Key>;
+  using Format = KeyFormat<Key>;
+  using T = typename Format::T;
   using Core = TensorCore<T>;
-  using ValueCore = std::conditional_t<kIsFp8, TensorCore<__half>, Core>;  // for the product with the values
+  using ValueCore = typename Format::ValueCore;
   static constexpr Tile kTile = tile_of<Key, kHeadDim, kTileRows>();
   static constexpr int kRowTiles = kTile.row_tiles, kRows = kTile.rows();
   static constexpr int kColumnWarps = kTile.column_warps, kTeamWarps = kTile.row_warps * kColumnWarps;
   static constexpr int kKeys = kTile.keys, kStages = kTile.stages;
   static constexpr bool kHasRegisters = sizeof(T) == 2 && kRowTiles == 1 && kHeadDim <= 128;  // registers to spare
-  static constexpr int kPack = sizeof(T) / sizeof(Key), kRowElements = kHeadDim / kPack;      // of a row of keys
+  static constexpr int kPack = Format::kPack, kRowElements = kHeadDim / kPack;                // of a row of keys
   using KeyTile = SwizzledTile<T, kRowElements>;                                              // for keys and values
   static constexpr int kQueryStride = kTileStride<T, kHeadDim>, kVectorElements = kVectorBytes / sizeof(T);
   static constexpr int kQueryVectors = kHeadDim / kVectorElements;
@@ -93,7 +90,7 @@ struct Split {
   // there are registers to spare.
   const int kept_key_place = kHasRegisters ? ptx::opaque(KeyTile::first_place_b()) : 0;
   const int kept_value_place = kHasRegisters ? ptx::opaque(KeyTile::first_place_transposed()) : 0;
-  float of_products;  // in fp8: descale_q * descale_k
+  Format format;
   float out[kChunks][kRowTiles][kChunkTiles][4];
   OnlineSoftmax<> softmax[kRowTiles];
   typename Core::A queries[kKeepsQueries ? kHeadDim / Core::kK : 1];
@@ -324,13 +321,7 @@ struct Split {
       const T* const from = exists ? row_pointer<const T>(p.q, part().b, at.head, start + at.query) + column : nullptr;
       T* const to = q_tile() + i * kQueryStride + column;
       const int elements = exists ? columns - column : 0;
-      if constexpr (kIsFp8) {
-        if (p.dtype == DType::kFloat8) {
-          const Key* const source = row_pointer<const Key>(p.q, part().b, at.head, start + at.query);
-          *reinterpret_cast<uint4*>(to) = widen_vector(source + column, elements);
-          continue;
-        }
-      }
+      if (Format::widen_query(p, to, part().b, at.head, start + at.query, column, elements)) continue;
       in_vectors ? copy_vector(to, from, elements) : copy_elements(to, from, elements);
     }
   }
@@ -453,13 +444,11 @@ struct Split {
     }
   }
 
-  // Initialises accumulators and softmax. The sink is counted once: by team 0 of the task's first part. In fp8 the
-  // epilogue counts it: weights relative to a sink far above the logits would vanish in float16.
+  // Initialises accumulators and softmax. The sink is counted once: by team 0 of the task's first part, or by its
+  // epilogue.
   __device__ __forceinline__ void start_rows() {
-    const bool has_sink = !kIsFp8 && p.has_sink && part().is_first && team() == 0;
-    if constexpr (kIsFp8) {
-      of_products = p.descale_q.of(part().b, part().head_k) * p.descale_k.of(part().b, part().head_k);
-    }
+    const bool has_sink = Format::kSoftmaxHasSink && p.has_sink && part().is_first && team() == 0;
+    format.start_part(p, part());
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       for_chunks([&](int c) { set_zero(out[c][i]); });
@@ -474,11 +463,7 @@ struct Split {
   }
 
   __device__ __forceinline__ typename Core::A query_operand(int row_tile, int column) const {
-    if constexpr (kIsFp8) {
-      return load_query(q_tile() + (warp_row() + row_tile * 16) * kQueryStride, kQueryStride, column);
-    } else {
-      return Core::load_a(q_tile(), kQueryStride, warp_row() + row_tile * 16, column);
-    }
+    return Format::query_operand(q_tile(), kQueryStride, warp_row() + row_tile * 16, column);
   }
 
   __device__ __forceinline__ int key_place() const { return kHasRegisters ? kept_key_place : KeyTile::first_place_b(); }
@@ -496,19 +481,10 @@ struct Split {
         return query_operand(i, d);
       }
     };
-    if constexpr (kIsFp8) {
-      score_product_fp8<kHeadDim>(scores, operand, [&](uint32_t (&words)[2][2], int n, int d) {
-        typename Core::B pair[2];
-        KeyTile::load_b(pair, keys + n * 8 * kRowElements, KeyTile::moved(key_place(), d / kPack));
-        take_words(words, pair);
-      });
-      score.times(of_products).template make_logits<T>(scores);
-    } else {
-      score_product<T, kHeadDim>(scores, operand, [&](typename Core::B(&pair)[2], int n, int d) {
-        KeyTile::load_b(pair, keys + n * 8 * kRowElements, KeyTile::moved(key_place(), d));
-      });
-      score.make_logits<T>(scores);
-    }
+    Format::template score_product<kHeadDim>(scores, operand, [&](typename Core::B(&pair)[2], int n, int d) {
+      KeyTile::load_b(pair, keys + n * 8 * kRowElements, KeyTile::moved(key_place(), d / kPack));
+    });
+    format.score_rule(score).template make_logits<T>(scores);
     if (p.alibi_slopes) add_slopes(scores, row0);
     if (row0 < whole.begin || row0 + kKeys > whole.end) hide_unseen(scores, row0);
     if (p.has_intervals()) hide_by_mask(scores, row0);
@@ -528,24 +504,9 @@ struct Split {
         KeyTile::load_b_transposed(pair, values + step * Core::kK * kRowElements,
                                    KeyTile::moved(value_place(), (column + c * 8) / kPack));
       };
-      if constexpr (kIsFp8) {
-        accumulate_fp8<kSteps>(out[chunk], weight, [&](uint32_t (&words)[2][2], int step, int c) {
-          typename Core::B pair[2];
-          load_values(pair, step, c);
-          take_words(words, pair);
-        });
-      } else {
-        accumulate<T, kSteps>(out[chunk], weight, load_values);
-      }
+      Format::template accumulate<kSteps>(out[chunk], weight, load_values);
       if (kChunks > 1) __syncwarp();
     });
-  }
-
-  static __device__ __forceinline__ void take_words(uint32_t (&words)[2][2], const typename Core::B (&pair)[2]) {
-    if constexpr (kIsFp8) {
-#pragma unroll
-      for (int m = 0; m < 2; ++m) words[m][0] = pair[m].x[0], words[m][1] = pair[m].x[1];
-    }
   }
 
   template <class Body>
@@ -623,24 +584,8 @@ struct Split {
       if (t() == 0 && warp_column() == 0) row_sums[team() * kRows + row] = {softmax[i].max[r], sum};
       // The largest logit is stored after the columns of the row, in the padding.
       if (t() == r && warp_column() == 0) own[row * kSumStride + kHeadDim] = softmax[i].largest_logit;
-      for_chunks([&](int c) {
-        float* const to = own + row * kSumStride + warp_column() + c * kChunkColumns;
-        if constexpr (kIsFp8) {
-          // Tile n holds the even ones of 16 columns, and tile n + 1 the odd ones (fp8_products.cuh).
-#pragma unroll
-          for (int n = 0; n < kChunkTiles; n += 2) {
-            const float (&even)[4] = out[c][i][n], (&odd)[4] = out[c][i][n + 1];
-            *reinterpret_cast<float4*>(to + n * 8 + 4 * t()) =
-                make_float4(even[2 * r], odd[2 * r], even[2 * r + 1], odd[2 * r + 1]);
-          }
-        } else {
-#pragma unroll
-          for (int n = 0; n < kChunkTiles; ++n) {
-            *reinterpret_cast<float2*>(to + n * 8 + 2 * t()) =
-                make_float2(out[c][i][n][2 * r], out[c][i][n][2 * r + 1]);
-          }
-        }
-      });
+      for_chunks(
+          [&](int c) { Format::store_sums(own + row * kSumStride + warp_column() + c * kChunkColumns, out[c][i], r); });
     });
   }
 
@@ -649,76 +594,82 @@ struct Split {
     return min(kRows, work().queries * plan.group - part().row_tile * kRows);
   }
 
-  // Combines the teams and stores the output or the partial result. A thread handles four columns of a row at a time.
+  // Four columns of a row over all teams: the output, and the maximum and the sum of its weights.
+  struct Combined {
+    float x[4] = {};
+    RowSum row;
+
+    __device__ __forceinline__ bool is_empty() const { return row.sum == 0; }
+    // The lse in units of log2.
+    __device__ __forceinline__ float lse() const { return finite_max(row.max) + log2f(row.sum); }
+  };
+  __device__ __forceinline__ Combined combine_teams(int i, int column) const {
+    constexpr int kMostTeams = kMaxWarps / kTeamWarps;
+    Combined all;
+    float max = -infinity(), sum = 0;
+    RowSum own[kMostTeams];
+#pragma unroll
+    for (int n = 0; n < kMostTeams; ++n) own[n] = n < teams ? row_sums[n * kRows + i] : RowSum{-infinity(), 0.f};
+#pragma unroll
+    for (int n = 0; n < kMostTeams; ++n) max = fmaxf(max, own[n].max);
+    if (!Format::kSoftmaxHasSink) {
+      const float sink = p.has_sink && part().is_first ? head_sink(p, row(i).head) : -infinity();
+      max = fmaxf(max, sink);
+      if (sink_counts(sink)) sum = ptx::ex2(sink - finite_max(max));
+    }
+#pragma unroll
+    for (int n = 0; n < kMostTeams; ++n) {
+      if (own[n].sum == 0) continue;
+      const float weight = ptx::ex2(own[n].max - finite_max(max));
+      const float4 values = *reinterpret_cast<const float4*>(sums(n) + i * kSumStride + column);
+      sum += own[n].sum * weight;
+      all.x[0] += values.x * weight, all.x[1] += values.y * weight;
+      all.x[2] += values.z * weight, all.x[3] += values.w * weight;
+    }
+    const float factor = sum == 0 ? 0.f : 1 / sum * Format::value_factor(p, part());
+#pragma unroll
+    for (int e = 0; e < 4; ++e) all.x[e] = sum == 0 ? 0.f : all.x[e] * factor;
+    all.row = {max, sum};
+    return all;
+  }
+  __device__ __forceinline__ float largest_logit(int i) const {
+    float largest = -infinity();
+#pragma unroll 1
+    for (int n = 0; n < teams; ++n) largest = fmaxf(largest, sums(n)[i * kSumStride + kHeadDim]);
+    return largest;
+  }
+
+  // Combines the teams and stores the output or the partial result. A thread handles four columns of a row at a time;
+  // the one that has column 0 also stores the row's statistics.
   __device__ __forceinline__ void store_rows() {
-    constexpr int kGroups = kHeadDim / 4, kMostTeams = kMaxWarps / kTeamWarps;
-    const int columns = static_cast<int>(p.head_dim_v);
-    const int64_t start = query_sequence(p, part().b).start;
-    const int vectors = tile_rows() * kGroups;
+    constexpr int kGroups = kHeadDim / 4;
     constexpr int kUnrolled = kRows > 16 ? 2 : 1;  // wide tiles: the accumulators no longer occupy registers
+    const int vectors = tile_rows() * kGroups;
+    const int64_t first_query = query_sequence(p, part().b).start;
 #pragma unroll kUnrolled
     for (int v = thread; v < vectors; v += blockDim.x) {
       const int i = v / kGroups, column = v % kGroups * 4;
-      if (column >= columns) continue;
-      float max = -infinity(), sum = 0, x[4] = {};
-      RowSum own[kMostTeams];
-#pragma unroll
-      for (int n = 0; n < kMostTeams; ++n) own[n] = n < teams ? row_sums[n * kRows + i] : RowSum{-infinity(), 0.f};
-#pragma unroll
-      for (int n = 0; n < kMostTeams; ++n) max = fmaxf(max, own[n].max);
-      if constexpr (kIsFp8) {
-        const float sink = p.has_sink && part().is_first ? head_sink(p, row(i).head) : -infinity();
-        max = fmaxf(max, sink);
-        if (sink_counts(sink)) sum = ptx::ex2(sink - finite_max(max));
-      }
-#pragma unroll
-      for (int n = 0; n < kMostTeams; ++n) {
-        if (own[n].sum == 0) continue;
-        const float weight = ptx::ex2(own[n].max - finite_max(max));
-        const float4 values = *reinterpret_cast<const float4*>(sums(n) + i * kSumStride + column);
-        sum += own[n].sum * weight;
-        x[0] += values.x * weight, x[1] += values.y * weight, x[2] += values.z * weight, x[3] += values.w * weight;
-      }
-      float factor = sum == 0 ? 0.f : 1 / sum;
-      if constexpr (kIsFp8) factor *= p.descale_v.of(part().b, part().head_k);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) x[e] = sum == 0 ? 0.f : x[e] * factor;
-      const bool tells_largest = column == 0 && p.row_maxima.data != nullptr;
-      float largest_logit = -infinity();
-      for (int n = 0; tells_largest && n < teams; ++n) {
-        largest_logit = fmaxf(largest_logit, sums(n)[i * kSumStride + kHeadDim]);
-      }
-      if (part().slot < 0) {
-        const Row at = row(i);
-        if (tells_largest) {
-          *row_statistic(p.row_maxima, part().b, at.head, start + at.query) = largest_logit * kLn2<float>;
-        }
-        const float lse = sum == 0 ? -infinity() : row_lse(finite_max(max), log2f(sum));
-        if (column == 0) *row_statistic(p.lse, part().b, at.head, start + at.query) = lse;
-        const auto store = [&](auto* to) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            if (column + e < columns) narrow(x[e], to + e);
-          }
-        };
-        const auto place = [&](auto element) {
-          return row_pointer<decltype(element)>(p.out, part().b, at.head, start + at.query) + column;
-        };
-        if (!kIsFp8 || p.out_dtype == DType::kBFloat16) {
-          store(place(T()));
-        } else if (p.out_dtype == DType::kFloat16) {
-          store(place(__half()));
-        } else {
-          store(place(float()));
-        }
-      } else {
-        const int64_t slot_row = static_cast<int64_t>(part().slot) * plan.slot_rows + i;
-        *reinterpret_cast<float4*>(plan.partial_out + slot_row * kHeadDim + column) =
-            make_float4(x[0], x[1], x[2], x[3]);
-        if (tells_largest) plan.partial_largest[slot_row] = largest_logit;
-        if (column == 0) plan.partial_lse[slot_row] = sum == 0 ? -infinity() : finite_max(max) + log2f(sum);
-      }
+      if (column >= static_cast<int>(p.head_dim_v)) continue;
+      const Combined all = combine_teams(i, column);
+      part().slot < 0 ? store_output(all, i, column, first_query) : store_partial(all, i, column);
     }
+  }
+  __device__ __forceinline__ void store_output(const Combined& all, int i, int column, int64_t first_query) {
+    const Row at = row(i);
+    const int64_t query = first_query + at.query;
+    Format::store(p, all.x, part().b, at.head, query, column, static_cast<int>(p.head_dim_v));
+    if (column != 0) return;
+    *row_statistic(p.lse, part().b, at.head, query) =
+        all.is_empty() ? -infinity() : row_lse(finite_max(all.row.max), log2f(all.row.sum));
+    if (p.row_maxima.data) *row_statistic(p.row_maxima, part().b, at.head, query) = largest_logit(i) * kLn2<float>;
+  }
+  __device__ __forceinline__ void store_partial(const Combined& all, int i, int column) {
+    const int64_t slot_row = static_cast<int64_t>(part().slot) * plan.slot_rows + i;
+    *reinterpret_cast<float4*>(plan.partial_out + slot_row * kHeadDim + column) =
+        make_float4(all.x[0], all.x[1], all.x[2], all.x[3]);
+    if (column != 0) return;
+    plan.partial_lse[slot_row] = all.is_empty() ? -infinity() : all.lse();
+    if (p.row_maxima.data) plan.partial_largest[slot_row] = largest_logit(i);
   }
 };
 

@@ -36,6 +36,25 @@ __device__ __forceinline__ float tanh(float x) {
   return y;
 }
 
+// 1 / x, with a relative error of at most 2^-23.
+__device__ __forceinline__ float rcp(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;\n" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// The smaller and the larger number; NaN when either is NaN.
+__device__ __forceinline__ float min_nan(float a, float b) {
+  float y;
+  asm("min.NaN.f32 %0, %1, %2;\n" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;\n" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 // Two e4m3 numbers as two of float16, the low byte as the low half.
 __device__ __forceinline__ uint32_t half_of_e4m3x2(uint16_t x) {
@@ -44,6 +63,18 @@ __device__ __forceinline__ uint32_t half_of_e4m3x2(uint16_t x) {
   return y;
 }
 #endif
+
+// Four numbers as e4m3, the first in the low byte, rounded to nearest even; NaN stays NaN. From 8.9 on.
+__device__ __forceinline__ uint32_t e4m3x4(float x0, float x1, float x2, float x3) {
+  uint32_t y;
+  asm("{\n.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n}\n"
+      : "=r"(y)
+      : "f"(x0), "f"(x1), "f"(x2), "f"(x3));
+  return y;
+}
 
 // The larger of each of two packed numbers; NaN when either is NaN.
 __device__ __forceinline__ uint32_t max_f16x2(uint32_t a, uint32_t b) {
@@ -81,6 +112,14 @@ __device__ __forceinline__ uint32_t fma_zero(uint32_t a, uint32_t b, __nv_bfloat
 __device__ __forceinline__ uint32_t fma_zero(uint32_t a, uint32_t b, float) {
   asm("fma.rn.f32 %0, %1, %2, %0;\n" : "+r"(b) : "r"(a), "r"(0));
   return b;
+}
+
+// Any function of three bits, for each bit of three words. kTable: its value for a = 0xF0, b = 0xCC and c = 0xAA.
+template <int kTable>
+__device__ __forceinline__ uint32_t of_bits(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t y;
+  asm("lop3.b32 %0, %1, %2, %3, %4;\n" : "=r"(y) : "r"(a), "r"(b), "r"(c), "n"(kTable));
+  return y;
 }
 
 // Four of the eight bytes of `low` and `high`: each hexadecimal digit of the selector names one, and with 8 added

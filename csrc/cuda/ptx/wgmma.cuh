@@ -1,5 +1,5 @@
 // wgmma: products of one warpgroup (four warps), asynchronous, with fp32 accumulators (PTX ISA, "Asynchronous Warpgroup
-// Level Matrix Instructions"). A is 64 x 16, B is 16 x N.
+// Level Matrix Instructions"). A is 64 x 16, B is 16 x N; in e4m3 A is 64 x 32 and B is 32 x N.
 //
 // Accumulators d[n][2 * h + c] of lane l of warp w: row 16 * w + l / 4 + 8 * h, column 8 * n + 2 * (l % 4) + c. The
 // accumulators of columns [16 * k, 16 * k + 16), packed into pairs of 16-bit numbers, are the A operand of step k.
@@ -11,6 +11,12 @@
 #include "memory.cuh"
 
 namespace flashattn_ext::ptx {
+
+// Two adjacent elements in e4m3. Tiles of such pairs have the sizes of tiles of 16-bit elements, and a product takes as
+// many bytes of a row.
+struct E4m3Pair {
+  uint16_t bits;
+};
 
 // The contiguous axis of an operand in shared memory: K, which is summed over, or the other one (M or N).
 enum Major { kMajorK = 0, kMajorMN = 1 };
@@ -145,5 +151,31 @@ FLASHATTN_WGMMA_TYPES(208, 104, 105, 106, 107, 108, 109)
 FLASHATTN_WGMMA_TYPES(224, 112, 113, 114, 115, 116, 117)
 FLASHATTN_WGMMA_TYPES(240, 120, 121, 122, 123, 124, 125)
 FLASHATTN_WGMMA_TYPES(256, 128, 129, 130, 131, 132, 133)
+
+// The same for e4m3, whose operands in shared memory are K-major: d = A B + (add ? d : 0) in both. Sums of products
+// keep about 14 bits of mantissa. Lane l of warp w has of A the rows 16 * w + l / 4 + 8 * (i % 2), i = 0 ... 3, and of
+// each the columns 4 * (l % 4) + 16 * (i / 2) + (0 ... 3), from the low byte on.
+#define FLASHATTN_WGMMA_E4M3(N, I0, I1, I2, I3, I4, I5)                                                           \
+  template <Major kA, Major kB>                                                                                   \
+  __device__ __forceinline__ void wgmma(float (&d)[N / 8][4], uint64_t a, uint64_t b, bool add, E4m3Pair) {       \
+    static_assert(kA == kMajorK && kB == kMajorK);                                                                \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #I2                                                     \
+                 ", 0;\n"                                                                                         \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" FLASHATTN_D##N "}, %" #I0 ", %" #I1 \
+                                                                                             ", add, 1, 1;\n}\n"  \
+                 : FLASHATTN_R##N                                                                                 \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                                   \
+  }                                                                                                               \
+  __device__ __forceinline__ void wgmma(float (&d)[N / 8][4], const uint32_t (&a)[4], uint64_t b, bool add) {     \
+    asm volatile("{\n.reg .pred add;\nsetp.ne.b32 add, %" #I5                                                     \
+                 ", 0;\n"                                                                                         \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" FLASHATTN_D##N                      \
+                 "}, {%" #I0 ", %" #I1 ", %" #I2 ", %" #I3 "}, %" #I4 ", add, 1, 1;\n}\n"                         \
+                 : FLASHATTN_R##N                                                                                 \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));               \
+  }
+FLASHATTN_WGMMA_E4M3(64, 32, 33, 34, 35, 36, 37)
+FLASHATTN_WGMMA_E4M3(96, 48, 49, 50, 51, 52, 53)
+FLASHATTN_WGMMA_E4M3(128, 64, 65, 66, 67, 68, 69)
 
 }  // namespace flashattn_ext::ptx

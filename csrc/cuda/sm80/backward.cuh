@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../common/bias_finish.cuh"
+#include "../common/few_keys_delta.h"
 #include "backward_policies.cuh"
 #include "key_tile.cuh"
 
@@ -206,6 +207,7 @@ template <class T, int kHeadDim, Options kOptions, bool kLarge>
 void launch_backward(const AttnGradParams& p) {
   const auto workspace = backward_workspace<T, kHeadDim, kOptions, kLarge>(p);
   launch_prepare<T>(p, workspace);
+  find_delta_of_few_keys(p, workspace);
   launch_main<T, kHeadDim, kOptions, kLarge>(p, workspace);
   launch_finish<Backward<T, kHeadDim, kPlain, kLarge>>(p, workspace);
   finish_biases(p, workspace);

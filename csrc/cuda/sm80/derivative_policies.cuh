@@ -2,11 +2,11 @@
 // table of kernels: one set for plain 16-bit calls, and one for all other calls.
 #pragma once
 
+#include "../common/tangent_policy.cuh"
 #include "backward_visibility.cuh"
 #include "dropout_policy.cuh"
 #include "kernels.h"
 #include "second_policy.cuh"
-#include "tangent_policy.cuh"
 #include "visibility_policy.cuh"
 
 namespace flashattn_ext::sm80 {

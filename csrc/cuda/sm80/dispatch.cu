@@ -13,7 +13,7 @@ struct Sm80 {
     return wrong_device("8.0 or newer", "use torch's scaled_dot_product_attention there");
   }
   static const ForwardKernel* forward(const KernelCall& call) {
-    return RowKernels<sm80::ForwardRows>::first(call, false);
+    return RowKernels<sm80::ForwardRows>::first(widened_call(call), false);
   }
   static const BackwardKernel* backward(const KernelCall& call) {
     return RowKernels<sm80::BackwardRows>::first(call, false);

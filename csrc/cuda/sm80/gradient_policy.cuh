@@ -12,6 +12,7 @@
 #pragma once
 
 #include "../common/general_scores.cuh"
+#include "bias_sums.cuh"
 
 namespace flashattn_ext::sm80 {
 
@@ -74,14 +75,9 @@ struct GeneralGradients {
     flashattn_ext::weigh_and_differentiate(weights, dscores, kernel.workspace.score, bias, gradient, kernel.lse + first,
                                            kernel.delta + first, seen_by, dropping);
   }
-  // Hands over this warp's sums over the scores of a head.
   template <class Kernel>
   __device__ void end_head(const Kernel& kernel, int h) {
-    if (kernel.split() != 0) return;
-    const AttnGradParams& p = kernel.p;
-    const int64_t tile = kernel.workspace.first_key_tile(p, kernel.b, key_sequence(p, kernel.b)) + kernel.n;
-    flashattn_ext::end_head(sums, p, kernel.workspace, kernel.b, h, tile, kernel.warp(), kernel.first_score_key() + g(),
-                            kernel.extent()->length_k);
+    hand_over(kernel, sums, h);
   }
 
  private:

@@ -15,6 +15,7 @@
 #include "../common/call.h"
 #include "../common/launch.cuh"
 #include "../common/products.cuh"
+#include "../common/tangent_rows.cuh"
 #include "../common/tile_order.cuh"
 #include "derivative_policies.cuh"
 #include "tiles.h"
@@ -61,10 +62,7 @@ struct Jvp {
   typename RowTile::Places places;
   int row0;  // first query of the tile
   float out[kRowTiles][kOutTiles][4];
-  // Statistics of rows g and g + 8 of each row tile. lse is in units of log2, +inf for rows without a weight. total and
-  // deviation are this lane's sums of P and of P * (A - pivot).
-  float lse[kRowTiles][2], pivot[kRowTiles][2], total[kRowTiles][2], deviation[kRowTiles][2];
-  bool has_pivot[kRowTiles][2];
+  TangentRows<kRowTiles> rows;
 
   __device__ Jvp(const JvpParams& params, const Rule& score, T* shared)
       : p(params),
@@ -115,7 +113,7 @@ struct Jvp {
       start_tile();
       if (Tangents::has_biases(*this)) {
         walk_keys<true>();
-        end_biases();
+        rows.end_biases();
         __syncthreads();
       }
       if (moves_logits() || p.tangents.v.data) walk_keys<false>();
@@ -149,10 +147,7 @@ struct Jvp {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = tile_row(i) + g() + 8 * r;
-        const float natural = row0 + row < length_q() ? *row_statistic(p.lse, b, h, start + row) : -infinity();
-        lse[i][r] = natural == -infinity() ? infinity() : natural * kLog2E<float>;
-        pivot[i][r] = total[i][r] = deviation[i][r] = 0;
-        has_pivot[i][r] = false;
+        rows.start(i, r, row0 + row < length_q() ? *row_statistic(p.lse, b, h, start + row) : -infinity());
       }
     }
   }
@@ -233,10 +228,15 @@ struct Jvp {
     Visibility::hide(*this, step, scores);
     if constexpr (kBiasesAlone) {
       Tangents::add_biases(*this, tangents, step);
-      sum_biases(scores, tangents, rule);
+      rows.hide(scores, tangents);
+      rows.sum_biases(scores, tangents, rule);
     } else {
-      find_pivots(scores, tangents, rule);
-      Tangents::add_biases(*this, tangents, step);
+      rows.hide(scores, tangents);
+      rows.find_pivots(scores, tangents, rule);
+      if (Tangents::has_biases(*this)) {
+        Tangents::add_biases(*this, tangents, step);
+        rows.hide(scores, tangents);
+      }
       Weights moved, weights;
       weigh(moved, weights, scores, tangents, rule, step.n);
       if (moves_logits()) add_values(step, moved, v_tile);
@@ -244,72 +244,10 @@ struct Jvp {
     }
   }
 
-  // Calls each(i, r, weight, tangent) for the row r (g or g + 8) of row tile i of every score: its weight and the
-  // tangent of its logit, which is 0 for masked scores.
-  template <class Rule, class Each>
-  __device__ void each_score(const Scores& scores, const Scores& tangents, const Rule& rule, const Each& each) const {
-    each_element<kRowTiles, kScoreTiles>([&](int i, int n, int e) {
-      const float x = scores[i][n][e];
-      each(i, e / 2, weight_of(rule, x, lse[i][e / 2]), x == -infinity() ? 0.f : tangents[i][n][e]);
-    });
-  }
-  template <class Rule>
-  __device__ void sum_biases(const Scores& scores, const Scores& tangents, const Rule& rule) {
-    each_score(scores, tangents, rule, [&](int i, int r, float weight, float tangent) {
-      total[i][r] += weight;
-      pivot[i][r] += weight * tangent;
-    });
-  }
-  // Turns the sums of sum_biases() into the pivot: the weighted mean over all keys.
-  __device__ void end_biases() {
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float weight = quad_sum(total[i][r]), sum = quad_sum(pivot[i][r]);
-        pivot[i][r] = weight > 0 ? sum / weight : 0.f;
-        total[i][r] = 0;
-      }
-    }
-  }
-
-  // Completes the pivot of each row in the first tile in which the row has a weight: adds the mean of the tangents that
-  // come from q and k.
-  template <class Rule>
-  __device__ void find_pivots(const Scores& scores, const Scores& tangents, const Rule& rule) {
-    bool all = true;
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) all = all && has_pivot[i][0] && has_pivot[i][1];
-    if (__all_sync(~0u, all)) return;
-    float weights[kRowTiles][2] = {}, sums[kRowTiles][2] = {};
-    each_score(scores, tangents, rule, [&](int i, int r, float weight, float tangent) {
-      weights[i][r] += weight;
-      sums[i][r] += weight * tangent;
-    });
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float weight = quad_sum(weights[i][r]), sum = quad_sum(sums[i][r]);
-        if (has_pivot[i][r] || !(weight > 0)) continue;
-        pivot[i][r] += sum / weight;
-        has_pivot[i][r] = true;
-      }
-    }
-  }
-
   // moved: P m (A - pivot); weights: P m, if values have a tangent. Without the factor 1 / p_keep.
   template <class Rule>
   __device__ void weigh(Weights& moved, Weights& weights, Scores& scores, Scores& tangents, const Rule& rule, int n) {
-    each_element<kRowTiles, kScoreTiles>([&](int i, int tile, int e) {
-      const int r = e / 2;
-      const float x = scores[i][tile][e], weight = weight_of(rule, x, lse[i][r]);
-      const float product = weight * ((x == -infinity() ? 0.f : tangents[i][tile][e]) - pivot[i][r]);
-      total[i][r] += weight;
-      deviation[i][r] += product;
-      scores[i][tile][e] = weight;
-      tangents[i][tile][e] = product;
-    });
+    rows.weigh(scores, tangents, rule);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -329,34 +267,23 @@ struct Jvp {
     if (isolates) Visibility::poison(*this, step.n);
   }
 
-  // The sum of the weights of all keys of a row: its exact value if the computed sum is equal within its rounding
-  // error. Otherwise the caller passed the lse of a call with more keys.
-  static __device__ float weight_of_keys(float total, float all) {
-    constexpr float kError = 1.f / 4096;
-    return fabsf(total - all) < kError ? all : total;
-  }
-
   __device__ void finish_tile() {
-    const int b = head()->b, h = head()->h, rows = length_q() - row0, columns = static_cast<int>(p.head_dim_v);
+    const int b = head()->b, h = head()->h, count = length_q() - row0, columns = static_cast<int>(p.head_dim_v);
     const int64_t start = query_sequence(p, b).start + row0;
-    const float keep_scale = Dropping::keep_scale(p), sink = p.sink ? static_cast<const float*>(p.sink)[h] : 0.f;
-    const float tangent_of_sink = p.tangents.sink ? static_cast<const float*>(p.tangents.sink)[h] : 0.f;
+    const float keep_scale = Dropping::keep_scale(p);
+    const SinkTangent sink(p, h);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int row = tile_row(i) + g() + 8 * r;
-        const float natural = row < rows ? *row_statistic(p.lse, b, h, start + row) : -infinity();
-        const bool used = natural != -infinity();
-        const float sink_weight = used && p.has_sink && sink_counts(sink) ? expf(sink_log_weight(sink, natural)) : 0.f;
-        const float all = weight_of_keys(quad_sum(total[i][r]), 1 - sink_weight);
-        const float mean = quad_sum(deviation[i][r]) + pivot[i][r] * all + sink_weight * tangent_of_sink;
-        if (row < rows && t() == 0) *row_statistic(p.tangents.lse, b, h, start + row) = used ? mean : 0.f;
-        const float factor = used ? pivot[i][r] - mean : 0.f;
+        const float natural = row < count ? *row_statistic(p.lse, b, h, start + row) : -infinity();
+        const RowTangent row_tangent = rows.finish(p, sink, i, r, natural);
+        if (row < count && t() == 0) *row_statistic(p.tangents.lse, b, h, start + row) = row_tangent.lse;
         const T* const primal = row_pointer<const T>(p.out, b, h, start + row);
         const auto tangent = [&](float sum, int column) {
-          const float x = row < rows && column < columns ? widen(primal[column]) : 0.f;
-          return sum * keep_scale + factor * x;
+          const float x = row < count && column < columns ? widen(primal[column]) : 0.f;
+          return sum * keep_scale + row_tangent.factor * x;
         };
         // Every warp overwrites only its own rows of the q tile.
 #pragma unroll
@@ -369,7 +296,7 @@ struct Jvp {
     }
     __syncthreads();
     store_tile<RowTile, kQueries, kHeadDim, kThreads>(row_pointer<T>(p.tangents.out, b, h, start),
-                                                      p.tangents.out.row_stride, q_tile, min(rows, kQueries), columns);
+                                                      p.tangents.out.row_stride, q_tile, min(count, kQueries), columns);
   }
 };
 

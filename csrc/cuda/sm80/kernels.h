@@ -72,7 +72,7 @@ struct JvpRows {
   template <class T, int kHeadDim, int, Options kOptions>
   static constexpr Kernel kernel() {
     constexpr int kLeast = derivative_shared<sizeof(T), kHeadDim>();
-    return {jvp<T, kHeadDim, kOptions>, kLeast > kSmallShared ? kLeast : 0};
+    return {jvp<T, kHeadDim, kOptions>, 0, kLeast > kSmallShared ? kLeast : 0};
   }
 };
 struct SecondRows {

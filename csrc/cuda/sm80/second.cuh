@@ -1,7 +1,7 @@
 // Second derivatives on every GPU since Ampere: the gradients of <dout, tout> + <dlse, tlse>, where tout and tlse are
 // the tangents that jvp.cuh computes, and dout, dlse and the tangents of the inputs are constants
 // (docs/derivatives.md). It walks as backward.cuh does, with `r` = <dout, tout> and tlse as further statistics of each
-// row. With F, T, A and P of second_policy.cuh:
+// row. With F, T, A and P of ../common/second_scores.cuh:
 //
 //   dq = F k + T tk      dk = F^T q + T^T tq      dv = (P m (A - tlse))^T dout
 //
@@ -10,6 +10,7 @@
 #pragma once
 
 #include "../common/bias_finish.cuh"
+#include "../common/second_workspace.cuh"
 #include "derivative_policies.cuh"
 #include "key_tile.cuh"
 
@@ -18,17 +19,6 @@ namespace flashattn_ext::sm80 {
 template <class T, int kHeadDim, bool kLarge>
 struct SecondSizes {
   static constexpr BackwardTile kTile = second_tile<T, kHeadDim, kLarge>();
-};
-
-// The workspace of a backward, and r / keep_scale of every row, like its delta.
-template <class Base>
-struct SecondWorkspace : Base {
-  float* r;
-
-  SecondWorkspace(const AttnGradParams& p, const Base& base)
-      : Base(base), r(reinterpret_cast<float*>(static_cast<char*>(p.workspace) + base.bytes)) {
-    this->bytes += (p.heads_q * this->rows * 4 + 63) / 64 * 64;
-  }
 };
 
 // The types that a kernel consists of.
@@ -207,50 +197,12 @@ __global__ void __launch_bounds__(Second<T, kHeadDim, kOptions, kLarge>::kThread
   }
 }
 
-// The gradient of the sink of a head, the sum of -p_sink * (delta (tsink - tlse) + r) over its rows in a fixed order.
-static __global__ void __launch_bounds__(kSinkThreads)
-    second_sink_kernel(const __grid_constant__ SecondParams p, const __grid_constant__ BackwardWorkspace workspace,
-                       const float* r) {
-  __shared__ double part[kSinkThreads];
-  const int64_t h = blockIdx.x;
-  const float sink = static_cast<const float*>(p.sink)[h];
-  const float tangent = p.tangents.sink ? static_cast<const float*>(p.tangents.sink)[h] : 0.f;
-  double sum = 0;
-  for (int64_t i = threadIdx.x; sink_counts(sink) && i < workspace.rows; i += kSinkThreads) {
-    const int64_t b = p.is_varlen() ? 0 : i / p.seqlen_q, row = p.is_varlen() ? i : i % p.seqlen_q;
-    const float lse = *row_statistic(p.lse, b, h, row);
-    if (lse == -infinity()) continue;  // a packed row that belongs to no sequence
-    const double moved = static_cast<double>(tangent) - *row_statistic(p.tangents.lse, b, h, row);
-    const int64_t at = h * workspace.rows + i;
-    sum -= static_cast<double>(expf(sink_log_weight(sink, lse))) * (workspace.delta[at] * moved + r[at]);
-  }
-  part[threadIdx.x] = sum;
-  for (int half = kSinkThreads / 2; half > 0; half /= 2) {
-    __syncthreads();
-    if (threadIdx.x < half) part[threadIdx.x] += part[threadIdx.x + half];
-  }
-  if (threadIdx.x == 0) static_cast<float*>(p.dsink)[h] = static_cast<float>(part[0] * workspace.keep_scale);
-}
-
 template <class T, int kHeadDim, Options kOptions, bool kLarge>
 SecondWorkspaceOf<T, kHeadDim, kOptions, kLarge> second_workspace(const SecondParams& p) {
   using Base = typename SecondTypes<T, kHeadDim, kOptions, kLarge>::BaseWorkspace;
   constexpr BackwardTile kTile = second_tile<T, kHeadDim, kLarge>();
   const BackwardWorkspace base(p, kTile.queries, int64_t{kTile.queries} * kHeadDim, kTile.splits);
   return {p, Base::complete(p, base, kTile.keys, kTile.warps)};
-}
-
-// delta and lse of every row, and r: the delta of a call that has tout in the place of out, and no dlse.
-template <class T, class Workspace>
-void prepare_second(const SecondParams& p, const Workspace& workspace) {
-  launch_prepare<T>(p, workspace);
-  AttnGradParams of_tangents = p;
-  of_tangents.out = p.tangents.out;
-  of_tangents.dlse = {};
-  BackwardWorkspace of_r = workspace;
-  of_r.delta = workspace.r;
-  of_r.zeroed_bytes = 0;
-  launch_prepare<T>(of_tangents, of_r);
 }
 
 template <class T, int kHeadDim, Options kOptions, bool kLarge>
@@ -261,13 +213,8 @@ void launch_second(const SecondParams& p) {
   const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys);
   launch(second_kernel<T, kHeadDim, kOptions, kLarge>, "second", p, blocks * p.batch * p.heads_k, Kernel::kThreads,
          Kernel::kSharedBytes, workspace, backward_order(p, blocks, 2 * sizeof(T), multiprocessors()));
-  AttnGradParams without_sink = p;
-  without_sink.dsink = nullptr;
-  launch_finish<Second<T, kHeadDim, kOptions, kLarge>>(without_sink, workspace);
-  if (p.dsink) {
-    launch(second_sink_kernel, "second (sink)", p, p.heads_q, kSinkThreads, 0, workspace,
-           static_cast<const float*>(workspace.r));
-  }
+  launch_dq_finish<Kernel>(p, workspace);
+  launch_dsink(p, workspace, "second (sink)", SecondOfRow{workspace.r});
   finish_biases(p, static_cast<const typename Kernel::Types::BaseWorkspace&>(workspace));
 }
 

@@ -410,9 +410,11 @@ __device__ __forceinline__ void run_backward(const AttnGradParams& p, const type
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&maps.q, &maps.k, &maps.v, &maps.dout}) ptx::prefetch_tensor_map(map);
     Kernel::Gradients::prefetch_map(maps);
+    if (Kernel::Dropping::kDrops) ptx::wait_for_previous_kernel();  // init reads the state of the generator
     Kernel::init(shared, p);
     ptx::fence_barrier_init();
   }
+  ptx::wait_for_previous_kernel();
   sync_pair_or_block<Kernel::kPaired>();
   Kernel::run(shared, p, workspace, maps, grid);
   if (Kernel::kPaired) sync_pair_or_block<true>();
@@ -458,11 +460,12 @@ template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void backward(const AttnGradParams& p) {
   const auto workspace = backward_workspace<T, kHeadDim, kOptions, kHeadDimV>(p);
   launch_prepare<T>(p, workspace);
+  find_delta_of_few_keys(p, workspace);
   using Kernel = BackwardOf<T, kHeadDim, kOptions, kHeadDimV>;
   if constexpr (Kernel::kPaired) {
-    launch_backward_main<Kernel>(paired_backward_kernel<Kernel>, p, workspace);
+    launch_backward_main<Kernel>(paired_backward_kernel<Kernel>, "sm90 backward", p, workspace);
   } else {
-    launch_backward_main<Kernel>(backward_kernel<Kernel>, p, workspace);
+    launch_backward_main<Kernel>(backward_kernel<Kernel>, "sm90 backward", p, workspace);
   }
   launch_finish<typename Kernel::Layout>(p, workspace);
   finish_biases(p, workspace);

@@ -6,10 +6,11 @@
 //   kHasBias, kHasCentres    whether Shared has bias tiles, or the centres of rows, for each stage of queries
 //   kBatchesTogether         whether the batch entries of a head are adjacent, because they may read the same bias
 //   Adder, kAdders           the warps that add dq to the workspace
-//   set_bias_maps(...)       the host
+//   set_more_maps(...)       the host, of what load_keys and load_queries copy
 //   prefetch_map(maps)       one thread
-//   load_bias(...), load_centres(...)
-//                            one lane of the producer warp; all of its lanes
+//   load_keys(...), load_queries(...), load_rows(...)
+//                            what a stage of keys or queries has beside them: one lane of the producer warp starts the
+//                            copies; all of its lanes load the numbers of rows
 //   unmasked(p, work, key)   queries that see all of the 64 keys from `key` on, by causal and window
 //   begin(kernel, work, now) while the product of a step runs; its result goes to `weigh`
 //   weigh(...)               products become packed weights, without dropout
@@ -36,12 +37,16 @@ struct UnbiasedGradients {
   template <class Kernel>
   using Adder = DqAdder<Kernel>;
 
-  static void set_bias_maps(const AttnGradParams&, Maps*, int) {}
+  template <class CallMaps>
+  static void set_more_maps(const AttnGradParams&, CallMaps*, int, int) {}
   static __device__ __forceinline__ void prefetch_map(const Maps&) {}
+  template <class Shared, class CallMaps>
+  static __device__ __forceinline__ void load_keys(Shared&, int, const CallMaps&, int, int, int) {}
   template <class Shared>
-  static __device__ __forceinline__ void load_bias(Shared&, int, const Maps&, int, int, int, int) {}
+  static __device__ __forceinline__ void load_queries(Shared&, int, const Maps&, int, int, int, int) {}
   template <class Shared>
-  static __device__ __forceinline__ void load_centres(Shared&, int, const AttnGradParams&, int, int, int, int) {}
+  static __device__ __forceinline__ void load_rows(Shared&, int, const AttnGradParams&, const BackwardWorkspace&, int,
+                                                   int, int, int) {}
   static __device__ __forceinline__ Limits unmasked(const AttnParams& p, const BackwardWork& work, int key) {
     return Scores::unmasked_queries(p, work.mask(p), key, 64);
   }
@@ -85,8 +90,8 @@ struct DistanceGradients : UnbiasedGradients<Scores> {
 
   // In this form it takes no registers from the consumer warps.
   template <class Shared>
-  static __device__ __forceinline__ void load_centres(Shared& shared, int stage, const AttnGradParams& p, int row,
-                                                      int h, int batch, int rows) {
+  static __device__ __forceinline__ void load_rows(Shared& shared, int stage, const AttnGradParams& p,
+                                                   const BackwardWorkspace&, int row, int h, int batch, int rows) {
     constexpr int kQueries = Scores::kTiles * 8;
     const float* const from = static_cast<const float*>(p.centres.data) + batch * p.centres.batch_stride +
                               h * p.centres.head_stride + int64_t{row} * kCentres;
@@ -156,14 +161,14 @@ struct BiasTileGradients : UnbiasedGradients<Scores> {
 
   bool hides;  // whether the bias hides some of these scores with -inf
 
-  static void set_bias_maps(const AttnGradParams& p, Maps* maps, int queries) {
+  static void set_more_maps(const AttnGradParams& p, Maps* maps, int queries, int) {
     maps->bias = bias_map(p, p.bias, queries);
     if (p.dbias.data) maps->dbias = bias_map(p, p.dbias, queries);
   }
   static __device__ __forceinline__ void prefetch_map(const Maps& maps) { ptx::prefetch_tensor_map(&maps.bias); }
   template <class Shared>
-  static __device__ __forceinline__ void load_bias(Shared& shared, int stage, const Maps& maps, int row, int h,
-                                                   int batch, int key) {
+  static __device__ __forceinline__ void load_queries(Shared& shared, int stage, const Maps& maps, int row, int h,
+                                                      int batch, int key) {
     load_panels(shared.bias[stage], shared.q_full[stage], maps.bias, row, h, batch, key);
   }
   template <class Kernel, class Products, class Work, class Walk>

@@ -6,11 +6,13 @@
 #include "../common/backward_finish.cuh"
 #include "../common/bias_finish.cuh"
 #include "../common/device.h"
+#include "../common/few_keys_delta.h"
 #include "../common/ring.cuh"
 #include "../common/scores.cuh"
 #include "../common/store_row.cuh"
 #include "../common/tensor_map.h"
 #include "../common/tile_order.cuh"
+#include "../ptx/grid.cuh"
 #include "backward_visibility.cuh"
 #include "backward_work.cuh"
 #include "named_barriers.h"
@@ -19,7 +21,8 @@ namespace flashattn_ext::sm90 {
 
 // Barriers count threads, not warps (`release` in ring.cuh), where threads themselves read or write shared memory. An
 // arrival of the warp's first lane alone would rely on warp synchronisation, which race checkers do not see. q_full
-// counts the copies, of queries and of a bias if there is one, and the 32 lanes that store lse and delta of the rows.
+// counts the copies, of queries and of what a policy loads with them, and the 32 lanes that store lse and delta of the
+// rows.
 template <class Gradients>
 constexpr int kQueryArrivals = Gradients::kCopies + 32;
 
@@ -41,7 +44,7 @@ struct BackwardLoader {
 
   typename Kernel::Shared& shared;
   const AttnGradParams& p;
-  const BackwardWorkspace& workspace;
+  const typename Kernel::Workspace& workspace;
   const typename Kernel::Maps& maps;
   RingPosition<Kernel::kKeyStages> keys;
   RingPosition<Kernel::kStages> queries;
@@ -132,6 +135,7 @@ struct BackwardLoader {
     if (lane() == 0) {
       load_panels(shared.k[keys.stage], shared.k_full[keys.stage], maps.k, key, work.hk, batch, column());
       load_panels(shared.v[keys.stage], shared.v_full[keys.stage], maps.v, key, work.hk, batch, column());
+      Kernel::Gradients::load_keys(shared, keys.stage, maps, key, work.hk, batch);
     }
     keys.advance();
     for (Walk now(p, work, group); now.left > 0; now.advance()) load_queries(work, now, batch);
@@ -144,7 +148,7 @@ struct BackwardLoader {
     if (lane() == 0) {
       load_panels(shared.q[stage], shared.q_full[stage], maps.q, row, now.h, batch, column());
       if (!Kernel::kDoutApart) load_panels(shared.dout[stage], shared.dout_full[stage], maps.dout, row, now.h, batch);
-      Kernel::Gradients::load_bias(shared, stage, maps, row, now.h, batch, work.key0);
+      Kernel::Gradients::load_queries(shared, stage, maps, row, now.h, batch, work.key0);
     }
     const int rows = work.length_q - now.m * kQueries;
     const int64_t index = now.h * workspace.rows + (p.is_varlen() ? 0 : work.b * p.seqlen_q) + row;
@@ -160,7 +164,7 @@ struct BackwardLoader {
       shared.lse[stage][i * 32 + lane()] = lse[i];
       shared.delta[stage][i * 32 + lane()] = delta[i];
     }
-    Kernel::Gradients::load_centres(shared, stage, p, row, now.h, batch, rows);
+    Kernel::Gradients::load_rows(shared, stage, p, workspace, row, now.h, batch, rows);
     ptx::barrier_arrive(&shared.q_full[stage]);  // every lane, for its own writes
     queries.advance();
     if constexpr (Kernel::kDoutApart) {  // dout has stages of its own
@@ -201,20 +205,22 @@ __device__ __forceinline__ void store_keys(const TensorView& to, const BackwardW
 
 // --- on the host --------------------------------------------------------------------------------------------------
 
-template <class Kernel, class Entry>
-void launch_backward_main(Entry kernel, const AttnGradParams& p, const typename Kernel::Workspace& workspace) {
+// name: of the kernel, in errors.
+template <class Kernel, class Entry, class Params>
+void launch_backward_main(Entry kernel, const char* name, const Params& p,
+                          const typename Kernel::Workspace& workspace) {
   const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys), all = blocks * p.batch * p.heads_k;
   if (all == 0) return;
   typename Kernel::Maps maps;
   static_cast<BackwardMaps&>(maps) = {
       query_map(p, p.q, p.head_dim, Kernel::kQueries), key_map(p, p.k, p.head_dim, Kernel::kKeys),
       key_map(p, p.v, p.head_dim_v, Kernel::kKeys), query_map(p, p.dout, p.head_dim_v, Kernel::kQueries)};
-  Kernel::Gradients::set_bias_maps(p, &maps, Kernel::kQueries);
+  Kernel::Gradients::set_more_maps(p, &maps, Kernel::kQueries, Kernel::kKeys);
   const int64_t at_once = multiprocessors() / Kernel::kBlocks, teams = std::min(all, at_once);
   const TileGrid grid{backward_order(p, blocks, 2, at_once, Kernel::kSectionHeads), static_cast<int>(all),
                       workspace.key_tiles_taken};
-  launch(kernel, "sm90 backward", p, teams * Kernel::kBlocks, Kernel::kThreads,
-         static_cast<int>(sizeof(typename Kernel::Shared)), workspace, maps, grid);
+  launch_early(kernel, name, p, row_of_blocks(teams * Kernel::kBlocks, name, p), Kernel::kThreads,
+               static_cast<int>(sizeof(typename Kernel::Shared)), p, workspace, maps, grid);
 }
 
 }  // namespace flashattn_ext::sm90

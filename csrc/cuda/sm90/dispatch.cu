@@ -18,15 +18,22 @@ struct Sm90 {
     if (call.is_invariant) {
       if (const ForwardKernel* const kernel = RowKernels<sm90::InvariantRows>::first(call, true)) return kernel;
     }
-    const ForwardKernel* const own = RowKernels<sm90::ForwardRows>::first(call, true);
-    return own ? own : RowKernels<sm80::ForwardRows>::first(call, true);
+    if (const ForwardKernel* const own = RowKernels<sm90::ForwardRows>::first(call, true)) return own;
+    if (call.type == kE4m3) return forward(widened_call(call));
+    return RowKernels<sm80::ForwardRows>::first(call, true);
   }
   static const BackwardKernel* backward(const KernelCall& call) {
     const BackwardKernel* const own = RowKernels<sm90::BackwardRows>::first(call, true);
     return own ? own : RowKernels<sm80::BackwardRows>::first(call, true);
   }
-  static const JvpKernel* jvp(const KernelCall& call) { return RowKernels<sm80::JvpRows>::first(call, true); }
-  static const SecondKernel* second(const KernelCall& call) { return RowKernels<sm80::SecondRows>::first(call, true); }
+  static const JvpKernel* jvp(const KernelCall& call) {
+    const JvpKernel* const own = RowKernels<sm90::JvpRows>::first(call, true);
+    return own ? own : RowKernels<sm80::JvpRows>::first(call, true);
+  }
+  static const SecondKernel* second(const KernelCall& call) {
+    const SecondKernel* const own = RowKernels<sm90::SecondRows>::first(call, true);
+    return own ? own : RowKernels<sm80::SecondRows>::first(call, true);
+  }
 };
 
 }  // namespace

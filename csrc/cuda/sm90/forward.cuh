@@ -6,6 +6,8 @@
 // What options change is in policies: visibility_policy.cuh, score_policy.cuh and dropout_policy.cuh.
 #pragma once
 
+#include <type_traits>
+
 #include "../common/device.h"
 #include "../common/launch.cuh"
 #include "../common/ring.cuh"
@@ -13,12 +15,13 @@
 #include "../common/store_row.cuh"
 #include "../common/tensor_map.h"
 #include "../common/tile_order.cuh"
+#include "../ptx/grid.cuh"
 #include "forward_large.cuh"
+#include "forward_operands.cuh"
 #include "forward_policies.cuh"
 #include "forward_work.cuh"
 #include "kernels.h"
 #include "named_barriers.h"
-#include "products.cuh"
 #include "tiles.h"
 
 namespace flashattn_ext::sm90 {
@@ -27,12 +30,14 @@ namespace flashattn_ext::sm90 {
 template <class T, int kHeadDim, int kHeadDimV, class TileOfRow, class Policies>
 struct Forward {
   static constexpr ForwardTile kTile = TileOfRow::kTile;
-  static constexpr RegisterBudget kRegisters = register_budget(kTile.groups);
+  using Operands = ForwardOperands<T, kHeadDim, kHeadDimV, TileOfRow>;
+  using Element = typename Operands::Element;
+  static constexpr RegisterBudget kRegisters = Operands::kRegisters;
   static constexpr int kGroups = kTile.groups, kQueries = kTile.queries(), kKeys = kTile.keys;
   static constexpr int kStages = kTile.stages, kElementBytes = sizeof(T);
   static constexpr int kThreads = (kGroups + 1) * kGroupThreads, kWarps = kGroups * 4;
-  static constexpr int kPanels = panels(kHeadDim), kValuePanels = panels(kHeadDimV);
-  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDimV / 8, kSteps = kKeys / 16;
+  static constexpr int kPanels = panels(Operands::kColumns);
+  static constexpr int kScoreTiles = kKeys / 8, kOutTiles = kHeadDimV / 8, kSteps = Operands::kSteps;
   using Visibility = typename Policies::template Visibility<kGroups>;
   using Scores = typename Policies::template Scores<T, kKeys>;
   using Dropping = typename Policies::template Dropping<kSteps>;
@@ -42,20 +47,30 @@ struct Forward {
   using KeyWalk = typename Visibility::Walk;
   static constexpr bool kMasks = Visibility::kHasIntervals;
   static constexpr int kBiasTiles = Scores::kTileStages;
+  // Relative to a sink far above the logits, weights would vanish in e4m3.
+  static constexpr bool kSinkLast = Scores::kWeightScale > 1;
 
   using Work = ForwardWork;
   using KeyTile = sm90::KeyTile<kGroups>;
   using KeyBatch = sm90::KeyBatch<Work, KeyTile>;
   using PartialTile = sm90::PartialTile<kKeys>;
 
+  // Two stages of queries where shared memory has room: those of the next tile arrive while this one is computed.
+  static constexpr int kQueryBytes = kPanels * kQueries * kPanelColumns * static_cast<int>(sizeof(Element));
+  static constexpr int kStageBytes = kPanels * kKeys * kPanelColumns * static_cast<int>(sizeof(Element)) +
+                                     static_cast<int>(sizeof(typename Operands::Values));
+  static constexpr int kOtherBytes = 1024;  // at most: barriers and the work
+  static constexpr int kQueryStages =
+      !kMasks && kBiasTiles == 0 && 2 * kQueryBytes + kStages * kStageBytes + kOtherBytes <= kSharedLimit ? 2 : 1;
+
   // Tiles are as in common/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
   // overwritten.
   struct Shared {
-    T q[kPanels][kQueries][kPanelColumns];
-    T k[kStages][kPanels][kKeys][kPanelColumns];
-    T v[kStages][kValuePanels][kKeys][kPanelColumns];
+    Element q[kQueryStages][kPanels][kQueries][kPanelColumns];
+    Element k[kStages][kPanels][kKeys][kPanelColumns];
+    typename Operands::Values v[kStages];
     T bias[kBiasTiles][(kKeys + kPanelColumns - 1) / kPanelColumns][kQueries][kPanelColumns];
-    ptx::Barrier q_full, q_empty;
+    ptx::Barrier q_full[kQueryStages], q_empty[kQueryStages];
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     ptx::Barrier work_full, work_empty, tail_cleared;
     Work work;
@@ -88,11 +103,12 @@ struct Forward {
     const Maps& maps;
     RingPosition<kStages> k, v;
     BiasTileLoader<kBiasTiles> bias;
-    uint32_t q_parity = 0, work_parity = 0;
+    RingPosition<kQueryStages> q;
+    uint32_t work_parity = 0;
 
     __device__ void load_tiles(const TileGrid& grid) {
       each_work(
-          p, grid, [&] { return grid.take(); },
+          p, grid, [&](int tile) { return grid.next(tile); },
           [&](const Work& work, int key_start) {
             publish(work);
             if (work.sees_keys()) load_tile(work, key_start);
@@ -107,27 +123,35 @@ struct Forward {
     }
     __device__ void load_tile(const Work& work, int key_start) {
       const int batch = p.is_varlen() ? 0 : work.b, hk = work.h / static_cast<int>(p.group_size());
-      load_steps(work, batch, [&](auto& to, ptx::Barrier& full, const CUtensorMap& map, int n) {
-        load_panels(to, full, map, key_start + n * kKeys, hk, batch);
-      });
+      load_steps(
+          work, batch,
+          [&](auto& to, ptx::Barrier& full, const auto& map, int n) {
+            load_panels(to, full, map, key_start + n * kKeys, hk, batch);
+          },
+          [&](auto& to, ptx::Barrier& full, const auto& map, int n) {
+            const TilePlace at = Operands::values_at(p, batch, work.b, hk, key_start, n);
+            load_panels(to, full, map, at.row, at.head, at.batch);
+          });
     }
-    // load(tile, barrier, map, n): starts copying the keys or values of key tile n.
-    template <class Load>
-    __device__ __forceinline__ void load_steps(const Work& work, int batch, const Load& load) {
+    // load_k and load_v(tile, barrier, map, n): start copying the keys and the values of key tile n.
+    template <class LoadKeys, class LoadValues>
+    __device__ __forceinline__ void load_steps(const Work& work, int batch, const LoadKeys& load_k,
+                                               const LoadValues& load_v) {
       auto load_keys = [&](int n) {
         ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
-        load(shared.k[k.stage], shared.k_full[k.stage], maps.k, n);
+        load_k(shared.k[k.stage], shared.k_full[k.stage], maps.k, n);
         k.advance();
         bias.load(shared, maps, work, n * kKeys);
       };
-      load_keys(work.last);
-      ptx::barrier_wait(&shared.q_empty, q_parity ^ 1);
-      load_panels(shared.q, shared.q_full, maps.q, work.query_start + work.row0, work.h, batch);
-      q_parity ^= 1;
+      if (kQueryStages == 1) load_keys(work.last);  // they have room earlier than the queries
+      ptx::barrier_wait(&shared.q_empty[q.stage], q.parity ^ 1);
+      load_panels(shared.q[q.stage], shared.q_full[q.stage], maps.q, work.query_start + work.row0, work.h, batch);
+      q.advance();
+      if (kQueryStages > 1) load_keys(work.last);
       for (int n = work.last; n >= work.first; --n) {
         if (n > work.first) load_keys(n - 1);
         ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-        load(shared.v[v.stage], shared.v_full[v.stage], maps.v, n);
+        load_v(shared.v[v.stage], shared.v_full[v.stage], maps.v, n);
         v.advance();
       }
     }
@@ -138,10 +162,12 @@ struct Forward {
   const AttnParams& p;
   const int group, warp_row;  // first of this warp's 16 rows, within the tile
   const Score& score;
-  uint32_t q_parity = 0, work_parity = 0, tail_parity = 0;
+  uint32_t work_parity = 0, tail_parity = 0;
+  RingPosition<kQueryStages> q;
   RingPosition<kStages> k, v;
   float scores[kScoreTiles][4], out[kOutTiles][4];
   uint32_t weights[kSteps][4];
+  Operands operands;
   Dropping dropping;
   OnlineSoftmax<> softmax;
   Scores scoring;
@@ -184,9 +210,10 @@ struct Forward {
     const int row = work.row0 + warp_row;
     // Keys that every row of the warp sees; tiles with other keys are masked.
     const Limits unmasked{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
+    if constexpr (Operands::kInTurn) return compute_steps_in_turn(work, walk, unmasked);
     Visibility::await_keys(*this);
     await_phase();
-    score_product<kHeadDim, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
+    score_product<Operands::kColumns, uint64_t>(scores, shared.q[q.stage], group * 64, shared.k[k.stage]);
     pass_phase(group);
     dropping.draw_under_products(p, generator, work.h, row, n * kKeys);
     const auto begun = scoring.begin(*this, Step{work, n});
@@ -195,16 +222,17 @@ struct Forward {
     end_keys(Visibility::is_last(walk));
     weigh(work, walk, unmasked, begun);
     dropping.draw_after_weights(p, generator, work.h, row, n * kKeys);
-    if (Visibility::kResumes) rescale(out, shrink);  // otherwise `out` is still zero
+    // Otherwise `out` is still zero.
+    if (Visibility::kResumes || Operands::kDefersRescaling) operands.rescale(out, shrink);
     pack_weights();
     if (n == work.last) clear_tail_of_values(work);
     if (Visibility::has_next(*this, walk)) {
       for (Visibility::advance(walk);; Visibility::advance(walk)) {
         Visibility::await_keys(*this);
         await_phase();
-        score_product<kHeadDim, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
+        score_product<Operands::kColumns, uint64_t>(scores, shared.q[q.stage], group * 64, shared.k[k.stage]);
         ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
-        accumulate<32, uint64_t>(out, weights, shared.v[v.stage]);
+        operands.accumulate(out, weights, shared.v[v.stage]);
         pass_phase(group);
         dropping.draw_under_products(p, generator, work.h, row, n * kKeys);
         const auto begun = scoring.begin(*this, Step{work, n});
@@ -222,8 +250,30 @@ struct Forward {
       end_step();
     }
     ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
-    accumulate<32, uint64_t>(out, weights, shared.v[v.stage]);
+    operands.accumulate(out, weights, shared.v[v.stage]);
     end_values();
+  }
+
+  // The same without overlap within the warpgroup, for ForwardOrder::kInTurn.
+  __device__ __forceinline__ void compute_steps_in_turn(const Work& work, KeyWalk& walk, const Limits& unmasked) {
+    for (;; Visibility::advance(walk)) {
+      Visibility::await_keys(*this);
+      await_phase();
+      score_product<Operands::kColumns, uint64_t>(scores, shared.q[q.stage], group * 64, shared.k[k.stage]);
+      pass_phase(group);
+      const auto begun = scoring.begin(*this, Step{work, walk.n});
+      ptx::wgmma_wait<0>();
+      ptx::hold(scores);
+      end_keys(Visibility::is_last(walk));
+      weigh(work, walk, unmasked, begun);
+      operands.rescale(out, shrink);
+      pack_weights();
+      ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
+      operands.add_product(out, weights, shared.v[v.stage]);
+      release(shared.v_empty[v.stage]);
+      v.advance();
+      if (!Visibility::has_next(*this, walk)) return;
+    }
   }
 
   __device__ __forceinline__ void end_keys(bool last_of_tile) {
@@ -232,8 +282,8 @@ struct Forward {
     if (last_of_tile) end_queries();
   }
   __device__ __forceinline__ void end_queries() {
-    release(shared.q_empty);
-    q_parity ^= 1;
+    release(shared.q_empty[q.stage]);
+    q.advance();
   }
 
   // Skips a key tile that only other warpgroups see.
@@ -259,14 +309,14 @@ struct Forward {
   }
 
   __device__ __forceinline__ void start_tile(const Work& work) {
-    const float sink = head_sink(p, work.h);
+    const float sink = kSinkLast ? -infinity() : head_sink(p, work.h);
     set_zero(out);
     softmax.start(sink);
     scoring.start_tile(p, work.b, work.h);
   }
 
   __device__ __forceinline__ void pack_weights() {
-    pack_scores<T>(weights, scores);
+    operands.pack(weights, scores);
     dropping.apply(p, weights);
   }
 
@@ -274,7 +324,7 @@ struct Forward {
   // The warpgroups zero these rows together.
   __device__ __forceinline__ void clear_tail_of_values(const Work& work) {
     const int rows = work.length_k - work.last * kKeys;
-    if (rows >= kKeys || !p.is_varlen()) return;
+    if (rows >= kKeys || !p.is_varlen() || Operands::kZeroRows) return;
     ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
     clear_rows(shared.v[v.stage], rows, threadIdx.x - kGroupThreads, kGroups * kGroupThreads);
     ptx::fence_async_shared();
@@ -305,26 +355,29 @@ struct Forward {
     };
     float sums[2];
     const auto keep_sum = [&](int r, float sum) { sums[r] = sum; };
-    softmax.weigh(scores, rule, kTolerance, keep_shrink, keep_sum);
+    softmax.weigh(scores, rule, Operands::kTolerance, keep_shrink, keep_sum);
     scoring.add_centres(*this, step, 0, scores, sums, shrink);
   }
 
   __device__ __forceinline__ void end_step() {
     end_values();
-    rescale(out, shrink);
+    operands.rescale(out, shrink);
     pack_weights();
   }
   __device__ __forceinline__ void end_values() {
     ptx::wgmma_wait<0>();
-    ptx::hold(out);
+    operands.hold(out);
     release(shared.v_empty[v.stage]);
     v.advance();
+    operands.add(out);
   }
 
   __device__ __forceinline__ void finish_tile(const Work& work) {
     bool poisoned[2] = {false, false};
     Visibility::take_poisoned(*this, poisoned);
 
+    float sink_shrink[2] = {1, 1};
+    if (kSinkLast && p.has_sink) softmax.end(head_sink(p, work.h), Scores::kWeightScale, sink_shrink);
     const float scale = 256.f / p.dropout_threshold * scoring.value_scale(p, work.b, work.h);
     const int row = work.row0 + warp_row + g();
 #pragma unroll
@@ -332,9 +385,9 @@ struct Forward {
       const float sum = softmax.total(r);
       const bool exists = row + 8 * r < work.length_q;
       const int64_t at = int64_t{work.query_start} + row + 8 * r;
-      const float factor = poisoned[r] ? not_a_number() : scale / sum;
+      const float factor = poisoned[r] ? not_a_number() : scale * sink_shrink[r] / sum;
       const int columns = static_cast<int>(p.head_dim_v);
-      if (exists) softmax.write(p, work.b, work.h, at, r, sum);
+      if (exists) softmax.write(p, work.b, work.h, at, r, sum * (1 / Scores::kWeightScale));
       if constexpr (Scores::kIsFp8) {
         store_row_of_fp8(p, work.b, work.h, at, out, r, factor, sum == 0, exists, columns);
       } else {
@@ -355,11 +408,13 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
   typename Kernel::Shared& in_memory = *reinterpret_cast<typename Kernel::Shared*>(memory);
   typename Kernel::Shared& shared = Kernel::Visibility::kUniformShared ? uniform_shared(in_memory) : in_memory;
   if (threadIdx.x == 0) {
-    ptx::prefetch_tensor_map(&maps.q);
-    ptx::prefetch_tensor_map(&maps.k);
-    ptx::prefetch_tensor_map(&maps.v);
-    ptx::barrier_init(&shared.q_full, 1);
-    ptx::barrier_init(&shared.q_empty, Kernel::kWarps);
+    prefetch_map(maps.q);
+    prefetch_map(maps.k);
+    prefetch_map(maps.v);
+    for (int i = 0; i < Kernel::kQueryStages; ++i) {
+      ptx::barrier_init(&shared.q_full[i], 1);
+      ptx::barrier_init(&shared.q_empty[i], Kernel::kWarps);
+    }
     for (int i = 0; i < Kernel::kStages; ++i) {
       ptx::barrier_init(&shared.k_full[i], 1);
       ptx::barrier_init(&shared.k_empty[i], Kernel::kWarps);
@@ -378,6 +433,7 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
     ptx::fence_barrier_init();
   }
   Kernel::Visibility::template clear<Kernel>(shared);
+  ptx::wait_for_previous_kernel();
   __syncthreads();
   // The producer warpgroup gives registers to the consumer warpgroups.
   if (threadIdx.x < kGroupThreads) {
@@ -401,20 +457,33 @@ template <class Kernel>
 void forward_to_256(const AttnParams& p) {
   if (p.batch * p.heads_q == 0) return;
   typename Kernel::Maps maps{};
-  static_cast<ForwardMaps&>(maps) = {query_map(p, p.q, p.head_dim, Kernel::kQueries),
-                                     key_map(p, p.k, p.head_dim, Kernel::kKeys),
-                                     key_map(p, p.v, p.head_dim_v, Kernel::kKeys)};
+  using Operands = typename Kernel::Operands;
+  if constexpr (std::is_same_v<typename Kernel::Maps, HeadForwardMaps>) {
+    maps.q.set(p, p.q, p.head_dim, query_rows(p), p.heads_q, Kernel::kQueries);
+    maps.k.set(p, p.k, p.head_dim, key_rows(p), p.heads_k, Kernel::kKeys);
+    maps.v.set(p, p.v, p.head_dim_v, key_rows(p), p.heads_k, Kernel::kKeys);
+  } else {
+    static_cast<ForwardMaps&>(maps) = {Operands::query_map(p), Operands::key_map(p), Operands::value_map(p)};
+  }
   Kernel::Scores::set_bias_map(p, &maps, Kernel::kQueries);
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
-  int* const taken = static_cast<int*>(p.workspace);
+  const int64_t processors = multiprocessors();
+  // Where all tiles are equally long and there are few for each thread block, a scheduler gains less than it costs to
+  // zero its counter, two microseconds.
+  constexpr int64_t kFewTiles = 16;
+  const bool equal = !Kernel::kMasks && p.window_left == kUnbounded && p.window_right == kUnbounded && !p.is_varlen();
+  const bool schedules = all > processors && !(equal && all <= kFewTiles * processors);
+  int* const taken = schedules ? static_cast<int*>(p.workspace) : nullptr;
   const TileGrid grid{forward_order(p, blocks, Kernel::kElementBytes, Kernel::Scores::kBatchesTogether ? p.batch : 1),
                       static_cast<int>(all), taken};
-  const int64_t processors = multiprocessors();
-  if (all > processors) {
+  if constexpr (Operands::kPrepares) {
+    Operands::prepare(p, taken);
+  } else if (schedules) {
     check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
   }
-  launch(forward_kernel<Kernel>, "sm90 forward", p, std::min(all, processors), Kernel::kThreads,
-         static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));
+  launch_early(forward_kernel<Kernel>, "sm90 forward", p, row_of_blocks(std::min(all, processors), "sm90 forward", p),
+               Kernel::kThreads, static_cast<int>(sizeof(typename Kernel::Shared)), p, maps, grid,
+               Kernel::Score::of(p));
 }
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
@@ -423,6 +492,11 @@ void forward(const AttnParams& p) {
     forward_large<T, kHeadDim, kOptions>(p);
   } else {
     using TileOfRow = TileOf<kernel_table::kSm90Forward, T, kHeadDim, kOptions, kHeadDimV>;
+    if constexpr (reads_any_heads(kHeadDim, kOptions)) {
+      if (!inputs_are_aligned(p)) {
+        return forward_to_256<Forward<T, kHeadDim, kHeadDimV, TileOfRow, AnyHeadsPolicies>>(p);
+      }
+    }
     forward_to_256<Forward<T, kHeadDim, kHeadDimV, TileOfRow, ForwardPolicies<kOptions>>>(p);
   }
 }

@@ -131,7 +131,8 @@ struct LargeForward {
     __device__ void load_all(const TileGrid& grid) {
       auto take = [&] { return grid.take(static_cast<int>(gridDim.x) / kBlocks); };
       each_forward_work<kAllRows, kKeys, false, false>(
-          p, grid, static_cast<int>(blockIdx.x) / kBlocks, [&] { return shared.next_tile.next(take, &next_parity); },
+          p, grid, static_cast<int>(blockIdx.x) / kBlocks,
+          [&](int) { return shared.next_tile.next(take, &next_parity); },
           [&](const ForwardWork& work, int key_start) {
             publish_work(shared, work, &work_parity);
             if (work.sees_keys()) load_tile(work, Source(p, work, key_start));

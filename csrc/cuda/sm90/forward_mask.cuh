@@ -85,7 +85,7 @@ struct KeyFinder {
 
   __device__ void find_all(const TileGrid& grid) {
     Kernel::each_work(
-        p, grid, [&] { return uniform(lane() == 0 ? grid.take() : 0); },
+        p, grid, [&](int) { return uniform(lane() == 0 ? grid.take() : 0); },
         [&](Work& work, int key_start) { find_tiles(work, key_start); });
     publish(Work{});
     send_end();
@@ -248,9 +248,9 @@ struct FoundKeyLoader {
     if (without_values.has(KeyTile::kLast)) load_values(batch, without_values, hk, b);
   }
   __device__ __forceinline__ void load_queries(const Batch& batch, int b) {
-    ptx::barrier_wait(&shared.q_empty, q_parity ^ 1);
+    ptx::barrier_wait(&shared.q_empty[0], q_parity ^ 1);
     const auto& work = batch.work;
-    if (lane() == 0) load_panels(shared.q, shared.q_full, maps.q, work.query_start + work.row0, work.h, b);
+    if (lane() == 0) load_panels(shared.q[0], shared.q_full[0], maps.q, work.query_start + work.row0, work.h, b);
     q_parity ^= 1;
   }
   __device__ __forceinline__ void load_keys(const Batch& batch, const KeyTile& tile, int hk, int b) {
@@ -262,13 +262,15 @@ struct FoundKeyLoader {
     k.advance();
   }
   __device__ __forceinline__ void load_values(const Batch& batch, const KeyTile& tile, int hk, int b) {
-    const int slot = tile.slot(), row = batch.key_start + tile.n * kKeys;
+    const int slot = tile.slot();
+    const auto at = Kernel::Operands::values_at(p, b, batch.work.b, hk, batch.key_start, tile.n);
     const bool whole = tile.is_whole();
     ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
     if (!whole) load_intervals(batch, tile);
     if (lane() == 0) {
       // The values of a whole tile are not inspected: this warp arrives in place of the inspecting warps.
-      load_panels(shared.v[v.stage], whole ? shared.v_full[v.stage] : shared.v_arrived[slot], maps.v, row, hk, b);
+      load_panels(shared.v[v.stage], whole ? shared.v_full[v.stage] : shared.v_arrived[slot], maps.v, at.row, at.head,
+                  at.batch);
       if (whole) ptx::barrier_arrive(&shared.v_full[v.stage], kValueInspectors - 1);
     }
     v.advance();
@@ -306,17 +308,18 @@ __device__ __forceinline__ void inspect_values(typename Kernel::Shared& shared, 
     ptx::barrier_wait(&shared.v_arrived[at.stage], at.parity);
     const int stage = tile.stage;
     if (stage < 0) return;
-    const bool found = isolate_panel_rows<kValueInspectors>(shared.v[stage], warp, [&](int i, bool finite) {
-      if (finite) return;
-      ptx::barrier_wait(&shared.pairs_full[at.stage], at.parity);
-      const int2 pair = tile.pairs[i];
-      const Limits rows = Mask32(p, tile.length_q, tile.length_k).rows_of(tile.key0 + i, tile.key0 + i + 1);
-      const int end = min(min(rows.end, pair.y), tile.row0 + Kernel::kQueries);
+    const bool found =
+        Kernel::Operands::template isolate<kValueInspectors>(shared.v[stage], warp, [&](int i, bool finite) {
+          if (finite) return;
+          ptx::barrier_wait(&shared.pairs_full[at.stage], at.parity);
+          const int2 pair = tile.pairs[i];
+          const Limits rows = Mask32(p, tile.length_q, tile.length_k).rows_of(tile.key0 + i, tile.key0 + i + 1);
+          const int end = min(min(rows.end, pair.y), tile.row0 + Kernel::kQueries);
 #pragma unroll 1
-      for (int row = max(max(rows.begin, pair.x), tile.row0); row < end; ++row) {
-        shared.poisoned[tile.work_parity][row - tile.row0] = true;
-      }
-    });
+          for (int row = max(max(rows.begin, pair.x), tile.row0); row < end; ++row) {
+            shared.poisoned[tile.work_parity][row - tile.row0] = true;
+          }
+        });
     if (found) ptx::fence_async_shared();
     __syncwarp();
     release(shared.v_full[stage]);

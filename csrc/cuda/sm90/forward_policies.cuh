@@ -17,6 +17,12 @@ struct PlainPolicies {
   using Dropping = NoDropout<kSteps>;
 };
 
+// Of calls without options whose heads begin at any address.
+struct AnyHeadsPolicies : PlainPolicies {
+  template <class T, int kKeys>
+  using Scores = PlainScoresOfAnyHeads;
+};
+
 template <Options kOptions>
 struct ForwardPolicies : PlainPolicies {};
 template <>
@@ -42,7 +48,7 @@ struct ForwardPolicies<kBias> : PlainPolicies {
 template <>
 struct ForwardPolicies<kFp8Scores> : PlainPolicies {
   template <class T, int kKeys>
-  using Scores = WithoutBiasTiles<DescaledScores<T>>;
+  using Scores = WithoutBiasTiles<std::conditional_t<kIsFloat8<T>, Fp8ProductScores, DescaledScores<T>>>;
 };
 template <>
 struct ForwardPolicies<kFp8General> : ForwardPolicies<kFp8Scores> {

@@ -31,7 +31,7 @@ struct alignas(16) ForwardWork {
 };
 
 // Calls body(work, first row of the keys in their batch entry) for all tiles of kQueries queries that this thread block
-// computes, from tile number `tile` on. take(): the number of the next tile; called before `body`, which hides its
+// computes, from tile number `tile` on. take(tile): the number of the next tile; called before `body`, which hides its
 // latency, or with kTakesLate after it. kBatchesTogether: the batch entries of a head are consecutive, because they may
 // read the same bias.
 template <int kQueries, int kKeys, bool kBatchesTogether, bool kTakesLate, class Take, class Body>
@@ -39,7 +39,7 @@ __device__ __forceinline__ void each_forward_work(const AttnParams& p, const Til
                                                   const Body& body) {
   const int heads = static_cast<int>(p.heads_q), all_heads = heads * static_cast<int>(p.batch);
   while (tile < grid.tiles) {
-    const int following = kTakesLate ? 0 : take();
+    const int following = kTakesLate ? 0 : take(tile);
     const auto [head, block] = grid.index(tile, all_heads);
     // The longest tiles of causal heads come first. A sequence may be longer than the host knows: then a tile number
     // stands for later tiles too.
@@ -57,7 +57,7 @@ __device__ __forceinline__ void each_forward_work(const AttnParams& p, const Til
       work.last = visible.end > visible.begin ? (visible.end - 1) / kKeys : work.first - 1;
       body(work, static_cast<int>(keys.start));
     }
-    tile = kTakesLate ? take() : following;
+    tile = kTakesLate ? take(tile) : following;
   }
 }
 

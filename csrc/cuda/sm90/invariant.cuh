@@ -38,7 +38,7 @@ struct InvariantForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, Policies> {
   struct Loader : Base::Loader {
     __device__ void load_tiles(const TileGrid& grid) {
       each_work(
-          this->p, grid, [&] { return grid.take(); },
+          this->p, grid, [&](int tile) { return grid.next(tile); },
           [&](const Work& work, int key_start) {
             this->publish(work);
             if (!work.sees_keys()) return;
@@ -52,7 +52,7 @@ struct InvariantForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, Policies> {
     __device__ void load_from_pages(const Work& work, const KeyPages& pages) {
       const int* const table = pages.table + work.b / 2 * pages.table_stride;
       const int hk = work.h / static_cast<int>(this->p.group_size());
-      this->load_steps(work, 0, [&](auto& to, ptx::Barrier& full, const CUtensorMap& map, int n) {
+      const auto load = [&](auto& to, ptx::Barrier& full, const CUtensorMap& map, int n) {
         constexpr int kTilePanels = sizeof(to) / sizeof(to[0]), kBytes = kPageGranule * sizeof(to[0][0]);
         const int granules = min(kKeys, work.length_k - n * kKeys + kPageGranule - 1) / kPageGranule;
         ptx::barrier_arrive_expect(&full, granules * kTilePanels * kBytes);
@@ -66,7 +66,8 @@ struct InvariantForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, Policies> {
                           hk, entry);
           }
         }
-      });
+      };
+      this->load_steps(work, 0, load, load);
     }
   };
 
@@ -102,7 +103,7 @@ struct InvariantForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, Policies> {
                                                    const Body& body) {
     const ChunkPartials& partials = grid.partials;
     for (int tile = static_cast<int>(blockIdx.x); tile < grid.tiles;) {
-      const int following = Visibility::kTakesLate ? 0 : take();
+      const int following = Visibility::kTakesLate ? 0 : take(tile);
       const int chunk = tile % partials.chunks, head = tile / partials.chunks, heads = static_cast<int>(p.heads_q);
       Work work{2 * (head / heads), head % heads};
       const Sequence keys = key_sequence(p, work.b);
@@ -115,7 +116,7 @@ struct InvariantForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, Policies> {
         work.last = min((visible.end - 1) / kKeys, (chunk + 1) * kChunkTiles - 1);
         body(work, static_cast<int>(keys.start));
       }
-      tile = Visibility::kTakesLate ? take() : following;
+      tile = Visibility::kTakesLate ? take(tile) : following;
     }
   }
 

@@ -4,14 +4,20 @@
 
 #include "../table/kernels.h"
 #include "tiles.h"
+#include "transposed_values.h"
 
 namespace flashattn_ext::sm90 {
 
-constexpr size_t kForwardBytes = 64;  // workspace of the forward: TileGrid::taken
+constexpr size_t kForwardBytes = 64;  // workspace of the forward and of forward mode: TileGrid::taken
 static_assert(kForwardBytes == kChunkKernelBytes);
 
-// T: __half or __nv_bfloat16; kHeadDim as in sm80/kernels.h; kHeadDimV: at least head_dim_v. Every row of q, k and v is
-// 16-byte aligned and a multiple of 16 bytes long; rows of `out` may have any alignment.
+// Whether a forward also takes inputs whose heads begin at any address (head_maps.cuh): that of head dims 129 to 144,
+// where copies of q, k and v for an odd head dim would take a quarter of the time of 2048 rows.
+constexpr bool reads_any_heads(int head_dim, Options options) { return head_dim == 144 && options == kPlain; }
+
+// T: __half, __nv_bfloat16 or Float8; kHeadDim as in sm80/kernels.h; kHeadDimV: at least head_dim_v. Every row of q, k
+// and v is 16-byte aligned and a multiple of 16 bytes long, except where reads_any_heads; rows of `out` may have any
+// alignment.
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void forward(const AttnParams& p);
 
@@ -29,6 +35,16 @@ size_t backward_bytes(const AttnGradParams& p);
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void backward(const AttnGradParams& p);
 
+// Rows of the tangents of q, k and v are aligned as those of q, k and v are; rows of out and of its tangent may have
+// any alignment.
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+void jvp(const JvpParams& p);
+
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+size_t second_bytes(const SecondParams& p);
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+void second(const SecondParams& p);
+
 // Rows for RowKernels (../dispatch.cuh).
 struct ForwardRows {
   using Kernel = ForwardKernel;
@@ -36,7 +52,8 @@ struct ForwardRows {
   static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
   template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
-    return {forward<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes};
+    return {forward<T, kHeadDim, kOptions, kHeadDimV>,        kForwardBytes,       0,
+            kTypeOf<T> == kE4m3 ? transposed_bytes : nullptr, kTypeOf<T> == kE4m3, reads_any_heads(kHeadDim, kOptions)};
   }
 };
 // Other invariant calls run rows of kSm90Forward.
@@ -46,8 +63,9 @@ struct InvariantRows {
   static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
   template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
-    return {invariant<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes, 0,
-            invariant_bytes<T, kHeadDim, kOptions, kHeadDimV>, invariant_chunks<T, kHeadDim, kOptions, kHeadDimV>};
+    return {invariant<T, kHeadDim, kOptions, kHeadDimV>,       kForwardBytes, 0,
+            invariant_bytes<T, kHeadDim, kOptions, kHeadDimV>, false,         false,
+            invariant_chunks<T, kHeadDim, kOptions, kHeadDimV>};
   }
 };
 struct BackwardRows {
@@ -57,6 +75,26 @@ struct BackwardRows {
   template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
     return {backward<T, kHeadDim, kOptions, kHeadDimV>, backward_bytes<T, kHeadDim, kOptions, kHeadDimV>};
+  }
+};
+
+struct JvpRows {
+  using Kernel = JvpKernel;
+  static constexpr const auto& kTable = kernel_table::kSm90Jvp;
+  static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
+  template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
+  static constexpr Kernel kernel() {
+    return {jvp<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes};
+  }
+};
+
+struct SecondRows {
+  using Kernel = SecondKernel;
+  static constexpr const auto& kTable = kernel_table::kSm90Second;
+  static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
+  template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
+  static constexpr Kernel kernel() {
+    return {second<T, kHeadDim, kOptions, kHeadDimV>, second_bytes<T, kHeadDim, kOptions, kHeadDimV>};
   }
 };
 

@@ -9,12 +9,17 @@ enum ForwardBarrier : int {
   kForwardPingPong = 1,  // to 3: a warpgroup waits at its own before it issues products; the one before it arrives
 };
 
+// jvp.cuh
+enum JvpBarrier : int {
+  kJvpPingPong = 1,  // to 3: as kForwardPingPong
+};
+
 // forward_large.cuh
 enum LargeForwardBarrier : int {
   kHalfCleared = 1,  // and 2: the warps of a half have zeroed rows of values behind the last key
 };
 
-// backward.cuh, backward_lockstep.cuh, backward_bias.cuh, dq_adder.cuh
+// backward.cuh, backward_lockstep.cuh, backward_bias.cuh, dq_adder.cuh, second.cuh
 enum BackwardBarrier : int {
   kBackwardPingPong = 1,  // and 2: a warpgroup waits at its own before it issues products; the other one arrives
   kGroupCleared = 3,      // and 4: the warps of a warpgroup have zeroed rows behind the last key or query
@@ -23,6 +28,8 @@ enum BackwardBarrier : int {
   kAddersMeet = 9,        // the two adders of a deterministic call with a bias wait for each other
   kDscores = 10,          // dS^T of both warpgroups is written. In three phases also 11: a warpgroup arrives at the
                           // barrier of the other one and waits at its own
+  kScoresWritten = 12,    // second.cuh: F, T and the weights of both warpgroups are in shared memory
+  kScoresRead = 13,       // second.cuh: both warpgroups have read them, and they may be overwritten
 };
 
 // backward_wide.cuh

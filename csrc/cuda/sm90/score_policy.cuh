@@ -6,14 +6,19 @@
 //   skip(kernel)              the warpgroup skips a key tile
 #pragma once
 
+#include "../common/fp8.cuh"
 #include "../common/ring.cuh"
 #include "../common/score_policy.cuh"
 #include "forward_bias.cuh"
+#include "head_maps.cuh"
 
 namespace flashattn_ext::sm90 {
 
 struct ForwardMaps {
   CUtensorMap q, k, v;
+};
+struct HeadForwardMaps {
+  HeadMaps q, k, v;
 };
 struct BiasedForwardMaps : ForwardMaps {
   CUtensorMap bias;
@@ -29,6 +34,28 @@ struct WithoutBiasTiles : Policy {
   static void set_bias_map(const AttnParams&, Maps*, int) {}
   template <class Kernel>
   __device__ __forceinline__ void skip(Kernel&) {}
+};
+
+// No option, and heads that begin at any address.
+struct PlainScoresOfAnyHeads : WithoutBiasTiles<PlainScores> {
+  using Maps = HeadForwardMaps;
+  static void set_bias_map(const AttnParams&, Maps*, int) {}
+};
+
+// Products in fp8 (forward_operands.cuh), with the descales of DescaledScores. Weights are rounded to e4m3 later, whose
+// largest number is 448: with 256 for the largest weight of a row, weights down to 2^-14 of it keep all bits.
+struct Fp8ProductScores : DescaledScores<Float8> {
+  static constexpr float kWeightScale = LargerWeights::kScale;
+
+  // A factor of products that is not positive, and softcap, are applied to each score.
+  template <class Kernel, class Step, int kRowTiles, int N>
+  __device__ __forceinline__ LargerWeights make_logits(const Kernel& kernel, float (&x)[kRowTiles][N][4], const Step&,
+                                                       Nothing) {
+    const GeneralScore score = kernel.score.times(of_products);
+    if (!score.is_capped && score.factor >= kSmallest<float>) return {score.factor};
+    score.template make_logits<Float8>(x);
+    return {1};
+  }
 };
 
 // Softcap, ALiBi or a relative bias: there are no loads for single scores.

@@ -23,6 +23,7 @@
 // clang-format off
 namespace flashattn_ext::kernel_table {
 
+constexpr sm90::ForwardOrder kInTurn = sm90::ForwardOrder::kInTurn;
 constexpr sm90::BackwardOrder kLockstep = sm90::BackwardOrder::kLockstep, kThreePhases = sm90::BackwardOrder::kThreePhases;
 
 // Tiles: {warps, row tiles of a warp, keys, resident thread blocks[, stages[, warps along the columns of out]]}. Tiles
@@ -127,7 +128,7 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
     {kFp32,  512, kGeneral,   kEveryGpu,  kMaySpill, {{2, 32, 16, 2, 2, 4, 1}, {1, 16, 16, 1, 1, 4, 1}}},
 };
 
-// Tiles: {warpgroups, keys, stages of keys and values}. With dropout, keys are a multiple of 64, for which the generator
+// Tiles: {warpgroups, keys, stages of keys and values[, order]}. With dropout, keys are a multiple of 64, for which the generator
 // draws bits together. Above 256 (forward_large.cuh) stages are parts of a tile of keys. How many keys a step takes
 // decides the order of sums; it depends on nothing but the row, so that a sequence has the same bits in every batch.
 inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
@@ -176,6 +177,14 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     {k16Bit, 512,        kPlain,     kHopper, kMaySpill, {{1, 64, 4}, {1, 128, 4}, {1, 96, 6}}},
     {k16Bit, 384,        kDropout,   kHopper, kMaySpill, {{1, 64, 5}}},
     {k16Bit, 512,        kDropout,   kHopper, kMaySpill, {{1, 64, 4}}},
+    {kE4m3,  64,         kFp8Scores,  kHopper, 0,         {{2, 128, 4}, {3, 128, 4, kInTurn}}},
+    {kE4m3,  96,         kFp8Scores,  kHopper, 0,         {{2, 128, 4}, {2, 128, 4, kInTurn}}},
+    {kE4m3,  128,        kFp8Scores,  kHopper, 0,         {{2, 128, 4}, {2, 128, 4, kInTurn}}},
+    {kE4m3,  192,        kFp8Scores,  kHopper, 0,         {{2, 128, 3, kInTurn}}},
+    {kE4m3,  256,        kFp8Scores,  kHopper, 0,         {{2, 128, 3, kInTurn}}},
+    {kE4m3,  64,         kFp8General, kHopper, kMaySpill, {{2, 128, 4}}},
+    {kE4m3,  128,        kFp8General, kHopper, kMaySpill, {{2, 128, 4}, {2, 128, 4, kInTurn}}},
+    {kE4m3,  256,        kFp8General, kHopper, kMaySpill, {{2, 128, 2, kInTurn}}},
     {kBf16,  64,         kFp8Scores,  kHopper, kMaySpill, {{3, 128, 3}}},
     {kBf16,  128,        kFp8Scores,  kHopper, kMaySpill, {{2, 128, 3}}},
     {kBf16,  256,        kFp8Scores,  kHopper, kMaySpill, {{2, 64, 2}}},
@@ -230,10 +239,10 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 512,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}}},
 };
 
-// Forward mode (sm80/jvp.cuh), on every GPU: general kernels where a call has options, and in fp32. Tiles: {warps, row tiles of a warp, keys, resident thread blocks}.
+// Forward mode (sm80/jvp.cuh): general kernels where a call has options, and in fp32. Tiles: {warps, row tiles of a warp, keys, resident thread blocks}.
 inline constexpr KernelRow<sm80::ForwardTile> kSm80Jvp[] = {
-    {k16Bit, 64,  kPlain,     kEveryGpu,  kMaySpill, {{4, 2, 32, 2}}},
-    {k16Bit, 128, kPlain,     kEveryGpu,  kMaySpill, {{4, 1, 64, 2}}},
+    {k16Bit, 64,  kPlain,     kOtherGpus, kMaySpill, {{4, 2, 32, 2}}},
+    {k16Bit, 128, kPlain,     kOtherGpus, kMaySpill, {{4, 1, 64, 2}}},
     {k16Bit, 256, kPlain,     kEveryGpu,  kMaySpill, {{2, 1, 32, 2}}},
     {k16Bit, 64,  kGeneral,   kEveryGpu,  kMaySpill, {{4, 2, 32, 2}}},
     {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{4, 1, 64, 2}}},
@@ -243,10 +252,17 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Jvp[] = {
     {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{1, 1, 32, 1}}},
 };
 
-// Second derivatives (sm80/second.cuh), on every GPU. Tiles as in kSm80Backward.
+// The same on Hopper (sm90/jvp.cuh). Tiles as in kSm90Forward, with the tangents of keys and values in each stage.
+inline constexpr KernelRow<sm90::ForwardTile> kSm90Jvp[] = {
+    {k16Bit, 64,  kPlain, kHopper, 0, {{2, 96, 3}, {2, 64, 4}}},
+    {k16Bit, 96,  kPlain, kHopper, 0, {{2, 80, 2}, {2, 64, 2}}},
+    {k16Bit, 128, kPlain, kHopper, 0, {{2, 80, 2}, {2, 64, 2}}},
+};
+
+// Second derivatives (sm80/second.cuh). Tiles as in kSm80Backward.
 inline constexpr KernelRow<sm80::BackwardTile> kSm80Second[] = {
-    {k16Bit, 64,  kPlain,     kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 4, 1, 1}, {8, 64, 64, 4, 4, 1, 1}}},
-    {k16Bit, 128, kPlain,     kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
+    {k16Bit, 64,  kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 4, 1, 1}, {8, 64, 64, 4, 4, 1, 1}}},
+    {k16Bit, 128, kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
     {k16Bit, 256, kPlain,     kEveryGpu,  kMaySpill, {{8, 32, 64, 2, 2, 1, 1}, {2, 16, 32, 1, 1, 1, 1}}},
     {k16Bit, 64,  kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 4, 1, 1}, {8, 64, 64, 4, 4, 1, 1}}},
     {k16Bit, 128, kGeneral,   kEveryGpu,  kMaySpill, {{8, 64, 64, 4, 2, 1, 1}, {4, 32, 32, 2, 2, 1, 1}}},
@@ -256,17 +272,27 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Second[] = {
     {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{2, 16, 32, 1, 1, 1, 1}, {1, 16, 16, 1, 1, 1, 1}}},
 };
 
+// The same on Hopper (sm90/second.cuh). Tiles: {keys, queries, stages of queries}; queries as in kSm90Backward, whose
+// layout of dq it has.
+inline constexpr KernelRow<sm90::SecondTile> kSm90Second[] = {
+    {k16Bit, 64,  kPlain, kHopper, 0, {{64, 128, 2}}},
+    {k16Bit, 128, kPlain, kHopper, 0, {{64, 64, 2}}},
+};
+
 // Decoding (decode/split.cuh), on every GPU. Tiles: {row tiles of a warp, warps along the rows, warps along the columns,
 // keys, stages}. A class has a kernel for 16 packed rows and, up to 256, one for 64, for prefill and for speculative
-// decoding with many query heads for each KV head. Up to 256 columns each warp of a tile of 16 rows is a team and needs
-// no barrier with other warps in the mainloop. Two resident thread blocks of four teams, each block with 50 KB to 70 KB of loads in
-// flight, saturate the memory bandwidth of a multiprocessor.
+// decoding with many query heads for each KV head; the most frequent classes also have one for 32, where the two warps
+// of a team read the same keys. A call runs the smallest tile that holds its rows. Up to 256 columns each warp of a tile
+// of 16 rows is a team and needs no barrier with other warps in the mainloop. Two resident thread blocks of four warps,
+// each block with 50 KB to 70 KB of loads in flight, saturate the memory bandwidth of a multiprocessor.
 inline constexpr DecodeRow kDecode[] = {
     {k16Bit, 64,  0,         {1, 1, 1, 32, 3}},
+    {k16Bit, 64,  0,         {1, 2, 1, 32, 4}},
     {k16Bit, 64,  0,         {2, 2, 1, 32, 4}},
     {k16Bit, 96,  kMaySpill, {1, 1, 1, 16, 3}},
     {k16Bit, 96,  kMaySpill, {2, 2, 1, 32, 2}},
     {k16Bit, 128, 0,         {1, 1, 1, 16, 3}},
+    {k16Bit, 128, 0,         {1, 2, 1, 16, 4}},
     {k16Bit, 128, 0,         {2, 2, 1, 32, 2}},
     {k16Bit, 192, kMaySpill, {1, 1, 1, 16, 3}},
     {k16Bit, 192, kMaySpill, {1, 4, 1, 32, 2}},

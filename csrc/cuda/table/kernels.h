@@ -11,8 +11,11 @@ struct ForwardKernel {
   void (*run)(const AttnParams&) = nullptr;
   size_t workspace_bytes = 0;
   int least_shared = 0;  // of a thread block in bytes, if not all GPUs have it
-  // Of invariant kernels that add up chunks of keys: bytes beyond workspace_bytes, and how decoding runs them.
+  // Further workspace of a call; nullptr: none.
   size_t (*more_bytes)(const AttnParams&) = nullptr;
+  bool reads_fp8 = false;  // reads fp8 inputs as they are; otherwise they are widened for it
+  bool any_heads = false;  // takes inputs whose heads begin at any address: heads_are_mappable in aligned_rows.h
+  // How decoding runs an invariant kernel that adds up chunks of keys; nullptr: it does not.
   ChunkKernel (*chunks)() = nullptr;
 };
 
@@ -23,6 +26,7 @@ struct BackwardKernel {
 
 struct JvpKernel {
   void (*run)(const JvpParams&) = nullptr;
+  size_t workspace_bytes = 0;
   int least_shared = 0;  // as in ForwardKernel
 };
 

@@ -19,7 +19,8 @@ namespace flashattn_ext {
 struct Float8;
 
 // Element types of a row, as bits in the order of DType.
-// kE4m3: keys and values in fp8, in rows of decoding only; other kernels get fp8 inputs widened to bfloat16.
+// kE4m3: keys and values in fp8, and in rows of the forward queries as well; other kernels get fp8 inputs widened to
+// bfloat16.
 enum Types : unsigned { kFp16 = 1, kBf16 = 2, kFp32 = 4, kE4m3 = 16, k16Bit = kFp16 | kBf16 };
 template <class T>
 constexpr Types kTypeOf = kFp32;
@@ -30,7 +31,11 @@ constexpr Types kTypeOf<__nv_bfloat16> = kBf16;
 template <>
 constexpr Types kTypeOf<Float8> = kE4m3;
 constexpr unsigned type_bit(DType type) {
-  return type == DType::kFloat16 ? kFp16 : type == DType::kBFloat16 ? kBf16 : type == DType::kFloat32 ? kFp32 : 0;
+  return type == DType::kFloat16    ? kFp16
+         : type == DType::kBFloat16 ? kBf16
+         : type == DType::kFloat32  ? kFp32
+         : type == DType::kFloat8   ? kE4m3
+                                    : 0;
 }
 
 // A class of head dims: the most columns of q and k, and of v and out, that its kernels take. They are the same in

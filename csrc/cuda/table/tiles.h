@@ -27,10 +27,17 @@ struct BackwardTile {
 
 namespace flashattn_ext::sm90 {
 
+// How a warpgroup of the forward orders a step. In e4m3 sums of products have registers of their own beside `out`.
+enum class ForwardOrder {
+  kOverlapped,  // the softmax of a step overlaps the product with the values of the step before
+  kInTurn,      // one after the other: scores and sums of the other product share registers
+};
+
 struct ForwardTile {
   int groups;  // warpgroups that compute; each has 64 queries
   int keys;
-  int stages;  // of keys and values
+  int stages;          // of keys and values
+  ForwardOrder order;  // kOverlapped where a row names none
   constexpr int queries() const { return groups * 64; }
   constexpr bool exists() const { return groups > 0; }
 };
@@ -50,6 +57,13 @@ struct BackwardTile {
   int key_stages;       // of keys and values: two stages prefetch the next tile
   BackwardOrder order;  // of backward.cuh; kPingPong where a row names none
   constexpr bool is_wide() const { return keys == 64; }  // one warpgroup each for dv, dk and dq (backward_wide.cuh)
+  constexpr bool exists() const { return keys > 0; }
+};
+
+struct SecondTile {
+  int keys;     // of a thread block
+  int queries;  // of a step of the walk
+  int stages;   // of queries, their output gradients and their tangents
   constexpr bool exists() const { return keys > 0; }
 };
 

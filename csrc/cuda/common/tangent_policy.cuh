@@ -1,6 +1,6 @@
-// Policies of forward mode (jvp.cuh) for scores: how products become stored scores, and how the products of tangents
-// become tangents of logits. All lanes of a warp call them, and their branches are warp-uniform. T: the element type;
-// kRowTiles: of a warp; kKeys: of a step. x, tangents: [row tile][column tile][4].
+// Policies of forward mode (jvp.cuh of both architectures) for scores: how products become stored scores, and how the
+// products of tangents become tangents of logits. All lanes of a warp call them, and their branches are warp-uniform.
+// T: the element type; kRowTiles: of a warp; kKeys: of a step. x, tangents: [row tile][column tile][4].
 //   Rule                      the kernel's argument
 //   has_biases(kernel)        whether a tangent of a bias is given
 //   make_logits(...)          products of q and k become stored scores, and <tq, k> + <q, tk> becomes the part of the
@@ -8,11 +8,11 @@
 //   add_biases(...)           adds the tangents of the biases to the tangents of the logits
 #pragma once
 
-#include "../common/bias.cuh"
-#include "../common/general_score.cuh"
-#include "../common/scores.cuh"
+#include "bias.cuh"
+#include "general_score.cuh"
+#include "scores.cuh"
 
-namespace flashattn_ext::sm80 {
+namespace flashattn_ext {
 
 // No option of a score.
 struct PlainTangents {
@@ -66,4 +66,4 @@ struct GeneralTangents {
   }
 };
 
-}  // namespace flashattn_ext::sm80
+}  // namespace flashattn_ext

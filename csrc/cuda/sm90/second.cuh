@@ -1,0 +1,372 @@
+// Second derivatives on Hopper, by the formulas of ../sm80/second.cuh, for head dims up to 128. A thread block keeps 64
+// keys with their tangents and loops over the query tiles that see them. Each of its two warpgroups computes the scores
+// of all keys and half of the queries of a step, transposed as in backward.cuh; F, T and the weights of dv
+// (PlainSecond) go through shared memory. Then each adds to the half of the columns of dk and dv that it keeps, and
+// computes its part of dq, which another warp adds to the workspace (dq_adder.cuh).
+//
+// The products that form scores of the next step are issued before those that use F, T and the weights of this one, so
+// that the arithmetic of the next step overlaps with them. Two barriers a step separate writing and reading F, T and
+// the weights. The rows of absent tangents are not copied, and their products are not computed.
+#pragma once
+
+#include "../common/second_scores.cuh"
+#include "../common/second_workspace.cuh"
+#include "backward.cuh"
+#include "moving.cuh"
+
+namespace flashattn_ext::sm90 {
+
+struct SecondMaps : BackwardMaps {
+  CUtensorMap tq, tk, tv;  // those of absent tangents are never used
+};
+
+// What the producer and the adder of a backward (backward_step.cuh) do besides in second derivatives, as policies of
+// scores in backward_gradients.cuh.
+template <class Moves>
+struct SecondGradients {
+  using Workspace = SecondWorkspace<BackwardWorkspace>;
+  using Maps = SecondMaps;
+  static constexpr int kCopies = Moves::kQ ? 2 : 1, kAdders = 1;
+  static constexpr bool kHasBias = false, kHasCentres = false, kBatchesTogether = false;
+  template <class Kernel>
+  using Adder = DqAdder<Kernel>;
+
+  static void set_more_maps(const SecondParams& p, Maps* maps, int queries, int keys) {
+    const AttnParams& tangents = p.tangents;
+    if (Moves::kQ) maps->tq = query_map(p, tangents.q, p.head_dim, queries);
+    if (Moves::kK) maps->tk = key_map(p, tangents.k, p.head_dim, keys);
+    if (Moves::kV) maps->tv = key_map(p, tangents.v, p.head_dim_v, keys);
+  }
+  static __device__ __forceinline__ void prefetch_map(const Maps&) {}
+  template <class Shared>
+  static __device__ __forceinline__ void load_keys(Shared& shared, int stage, const Maps& maps, int row, int hk,
+                                                   int batch) {
+    if constexpr (Moves::kK) load_panels(shared.tk[stage], shared.k_full[stage], maps.tk, row, hk, batch);
+    if constexpr (Moves::kV) load_panels(shared.tv[stage], shared.v_full[stage], maps.tv, row, hk, batch);
+  }
+  template <class Shared>
+  static __device__ __forceinline__ void load_queries(Shared& shared, int stage, const Maps& maps, int row, int h,
+                                                      int batch, int) {
+    if constexpr (Moves::kQ) load_panels(shared.tq[stage], shared.q_full[stage], maps.tq, row, h, batch);
+  }
+  template <class Shared>
+  static __device__ __forceinline__ void load_rows(Shared& shared, int stage, const AttnGradParams& params,
+                                                   const Workspace& workspace, int row, int h, int batch, int rows) {
+    const auto& p = static_cast<const SecondParams&>(params);
+    const float* const r = workspace.r + h * workspace.rows + batch * p.seqlen_q + row;
+    const float* const tlse = row_statistic(p.tangents.lse, batch, h, row);
+#pragma unroll 1
+    for (int i = threadIdx.x % 32; i < Shared::kQueries; i += 32) {
+      shared.r[stage][i] = i < rows ? r[i] : 0.f;
+      shared.tlse[stage][i] = i < rows ? tlse[i] : 0.f;
+    }
+  }
+};
+
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV, class Moves>
+struct Second {
+  static_assert(kOptions == kPlain && kHeadDimV == kHeadDim);
+  using Element = T;
+  using Visibility = ArithmeticQueries;
+  using Work = BackwardWork;
+  using Walk = QueryWalk<true>;
+  using Gradients = SecondGradients<Moves>;
+  using Dropping = NoBackwardDropout;
+  using Workspace = typename Gradients::Workspace;
+  using Maps = SecondMaps;
+  using Layout = DqLayout<T, kHeadDim, false>;
+  static constexpr SecondTile kTile = tile_of<kernel_table::kSm90Second, T, kHeadDim, kOptions, kHeadDimV>();
+  static_assert(kTile.keys == 64);
+  static constexpr int kKeys = 64, kQueries = kTile.queries, kStages = kTile.stages, kKeyStages = 1;
+  static constexpr bool kPaired = false, kDoutApart = false, kLateDq = false;
+  static constexpr int kBlocks = 1, kColumns = kHeadDim, kDoutStages = kStages, kDqParts = 2;
+  static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kSectionHeads = 16;
+  static constexpr int kPanels = panels(kHeadDim), kScorePanels = kQueries / kPanelColumns;
+  static constexpr int kDqTiles = Layout::kQueryColumnTiles;
+  // Of a warpgroup: queries whose scores it computes, and columns of dk and dv.
+  static constexpr int kOwnQueries = kQueries / 2, kOwnColumns = kHeadDim / 2;
+  static constexpr int kScoreTiles = kOwnQueries / 8, kSteps = kOwnQueries / 16, kColumnTiles = kOwnColumns / 8;
+  using Masking = PackedScores<T, kOwnQueries, false>;
+  using Scores = float[kScoreTiles][4];
+  using KeyTile = T[kPanels][kKeys][kPanelColumns];
+  using QueryTile = T[kPanels][kQueries][kPanelColumns];
+  using ScoreTile = T[kScorePanels][kKeys][kPanelColumns];  // transposed
+  static_assert(Layout::kQueries == kQueries && kDqTiles == 8);
+  static_assert(kStages >= 2);  // the next scores are computed before these queries are released
+
+  struct Shared {
+    static constexpr int kQueries = kTile.queries;
+    KeyTile k[kKeyStages], v[kKeyStages], tk[kKeyStages], tv[kKeyStages];
+    QueryTile q[kStages], dout[kStages], tq[kStages];
+    ScoreTile of_values, t, f;  // the weights of dv, T and F
+    DqPart<kDqTiles> dq[kDqParts];
+    float lse[kStages][kQueries], delta[kStages][kQueries], r[kStages][kQueries], tlse[kStages][kQueries];
+    Work work[kWorkStages];
+    ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
+    ptx::Barrier q_full[kStages], dout_full[kStages], queries_empty[kStages];
+    ptx::Barrier work_full[kWorkStages], work_empty[kWorkStages];
+
+    __device__ __forceinline__ DqPart<kDqTiles>& part_of(int group) { return dq[group]; }
+  };
+  static_assert(sizeof(Shared) <= kSharedLimit);
+
+  static __device__ void init(Shared& shared, const AttnGradParams&) {
+    ptx::barrier_init(&shared.k_full[0], Moves::kK ? 2 : 1);
+    ptx::barrier_init(&shared.v_full[0], Moves::kV ? 2 : 1);
+    ptx::barrier_init(&shared.keys_empty[0], kWarps);
+    for (int i = 0; i < kStages; ++i) {
+      ptx::barrier_init(&shared.q_full[i], kQueryArrivals<Gradients>);
+      ptx::barrier_init(&shared.dout_full[i], 1);
+      ptx::barrier_init(&shared.queries_empty[i], kWarps * 32);
+    }
+    for (int i = 0; i < kWorkStages; ++i) {
+      ptx::barrier_init(&shared.work_full[i], 1);
+      ptx::barrier_init(&shared.work_empty[i], kWarps * 32 + Gradients::kAdders);
+    }
+  }
+
+  // The producer warpgroup: one warp loads, one adds dq to the workspace.
+  static __device__ void run(Shared& shared, const AttnGradParams& p, const Workspace& workspace, const Maps& maps,
+                             const TileGrid& grid) {
+    if (threadIdx.x < kGroupThreads) {
+      ptx::give_registers<kBackwardRegisters.producer>();
+      const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+      if (warp == 0) BackwardLoader<Second>{shared, p, workspace, maps}.load_tiles(grid);
+      if (warp == 1) DqAdder<Second>(shared, p, workspace, maps, 0).add_tiles();
+    } else {
+      ptx::take_registers<kBackwardRegisters.consumer>();
+      Second(shared, p, workspace, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
+    }
+  }
+
+  Shared& shared;
+  const AttnGradParams& p;
+  const Workspace& workspace;
+  const int group, warp_key;  // first of this warp's 16 keys
+  RingPosition<kWorkStages> works;
+  uint32_t key_parity = 0;
+  RingPosition<kStages> queries;  // the stage whose scores were computed last
+  float dk[kColumnTiles][4], dv[kColumnTiles][4], dq[kDqTiles][4];
+  Scores x, tangents, dp, b;                                                // in the order of PlainSecond
+  uint32_t of_values[kSteps][4], t_scores[kSteps][4], f_scores[kSteps][4];  // what it makes of them, packed
+
+  __device__ __forceinline__ Second(Shared& shared, const AttnGradParams& params, const Workspace& workspace, int group)
+      : shared(shared),
+        p(params),
+        workspace(workspace),
+        group(group),
+        warp_key(uniform(static_cast<int>(threadIdx.x) / 32 % 4) * 16) {}
+
+  __device__ __forceinline__ void compute_tiles() {
+    for (;; works.advance()) {
+      ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
+      const Work& work = shared.work[works.stage];
+      if (!uniform(work.exists())) return;
+      set_zero(dk);
+      set_zero(dv);
+      if (uniform(work.tiles) > 0) walk_queries(work);
+      const int column = group * kOwnColumns;
+      store_keys<T>(p.dk, work, work.key0 + warp_key, dk, workspace.gradient_scale, p.head_dim, column);
+      store_keys<T>(p.dv, work, work.key0 + warp_key, dv, workspace.keep_scale, p.head_dim_v, column);
+      ptx::barrier_arrive(&shared.work_empty[works.stage]);
+    }
+  }
+
+  // The first and the last step are peeled, so that no product is in flight when the loop exits.
+  __device__ __forceinline__ void walk_queries(const Work& work) {
+    Limits unmasked = Masking::unmasked_queries(p, work.mask(p), work.key0, kKeys);
+    unmasked = {uniform(unmasked.begin), uniform(unmasked.end)};
+    ptx::barrier_wait(&shared.k_full[0], key_parity);
+    ptx::barrier_wait(&shared.v_full[0], key_parity);
+    key_parity ^= 1;
+    clear_tail_of_keys(work);
+    Walk now(p, work, static_cast<int>(p.group_size()));
+    await_queries(work, now);
+    multiply_scores();
+    ptx::wgmma_wait<0>();
+    differentiate(work, now, unmasked);
+    store();
+    while (now.left > 1) {
+      const int stage = queries.stage;
+      queries.advance();
+      now.advance();
+      await_queries(work, now);
+      multiply_scores();
+      multiply_gradients(stage);
+      ptx::wgmma_wait<2>();
+      differentiate(work, now, unmasked);
+      ptx::wgmma_wait<0>();
+      end_gradients(stage);
+      ptx::named_barrier_sync(kScoresRead, 2 * kGroupThreads);
+      store();
+      hand_over(group);
+    }
+    multiply_gradients(queries.stage);
+    ptx::wgmma_wait<0>();
+    release(shared.keys_empty[0]);
+    end_gradients(queries.stage);
+    ptx::named_barrier_sync(kScoresRead, 2 * kGroupThreads);
+    hand_over(group);
+    queries.advance();
+  }
+
+  // The products that form the scores of a step: one group.
+  __device__ __forceinline__ void multiply_scores() {
+    const int stage = queries.stage, query = group * kOwnQueries;
+    // The products overwrite these zeros, and no instruction writes them. Without them ptxas keeps the scores of the
+    // step before alive, and then serialises the products for lack of registers.
+    for (Scores* scores : {&x, &tangents, &dp, &b}) set_zero(*scores);
+    hold_scores();
+    ptx::wgmma_fence();
+    issue_score_product<kHeadDim>(x, shared.k[0], 0, shared.q[stage], false, query);
+    if constexpr (Moves::kQ) issue_score_product<kHeadDim>(tangents, shared.k[0], 0, shared.tq[stage], false, query);
+    if constexpr (Moves::kK)
+      issue_score_product<kHeadDim>(tangents, shared.tk[0], 0, shared.q[stage], Moves::kQ, query);
+    issue_score_product<kHeadDim>(dp, shared.v[0], 0, shared.dout[stage], false, query);
+    if constexpr (Moves::kV) issue_score_product<kHeadDim>(b, shared.tv[0], 0, shared.dout[stage], false, query);
+    ptx::wgmma_commit();
+  }
+  __device__ __forceinline__ void hold_scores() {
+    ptx::hold(x);
+    ptx::hold(tangents);
+    ptx::hold(dp);
+    ptx::hold(b);
+  }
+  // The products of the gradients, of the step whose F, T and weights are in shared memory: a group for dv and dk, and
+  // one for dq.
+  __device__ __forceinline__ void multiply_gradients(int stage) {
+    constexpr bool kOwnPanels = kHeadDim == 128;  // otherwise half of a panel
+    const int panel = kOwnPanels ? group : 0, column = kOwnPanels ? 0 : group * kOwnColumns;
+    ptx::hold(dv);
+    ptx::hold(dk);
+    ptx::wgmma_fence();
+    issue_accumulate(dv, shared.of_values, shared.dout[stage][panel], column);
+    issue_accumulate(dk, shared.f, shared.q[stage][panel], column);
+    if constexpr (Moves::kQ) issue_accumulate(dk, shared.t, shared.tq[stage][panel], column);
+    ptx::wgmma_commit();
+    // Own rows of dq, or own columns.
+    const int rows = kScorePanels == 2 ? group : 0;
+    ptx::hold(dq);
+    ptx::wgmma_fence();
+    issue_transposed_product(dq, shared.f[rows], shared.k[0][panel], 0);
+    if constexpr (Moves::kK) issue_transposed_product(dq, shared.t[rows], shared.tk[0][panel], 0, true);
+    ptx::wgmma_commit();
+  }
+  // After these products are complete.
+  __device__ __forceinline__ void end_gradients(int stage) {
+    ptx::hold(dv);
+    ptx::hold(dk);
+    ptx::hold(dq);
+    ptx::barrier_arrive(&shared.queries_empty[stage]);
+    write(shared.part_of(group), dq, group);
+  }
+
+  // What PlainSecond takes for a kernel, and for dropout.
+  struct Rows {
+    static constexpr int kScoreTiles = Second::kScoreTiles;
+    const Workspace& workspace;
+    const float *lse, *delta, *r, *tlse;
+    static __device__ __forceinline__ int score_query() { return 0; }
+  };
+  struct KeepsAll {
+    __device__ __forceinline__ void draw(int) {}
+    __device__ __forceinline__ bool keeps(int, int, int) const { return true; }
+  };
+  // Turns the products of scores into packed F, T and weights of dv.
+  __device__ __forceinline__ void differentiate(const Work& work, const Walk& now, const Limits& unmasked) {
+    hold_scores();
+    if constexpr (!Moves::kLogits) set_zero(tangents);
+    if constexpr (!Moves::kV) set_zero(b);
+    const int stage = queries.stage, query = group * kOwnQueries, row0 = now.m * kQueries + query;
+    const Rows rows{workspace, shared.lse[stage] + query, shared.delta[stage] + query, shared.r[stage] + query,
+                    shared.tlse[stage] + query};
+    if (Masking::is_masked(unmasked, row0)) {
+      differentiate_twice<true>(rows, SeenBy<1>(work.mask(p), row0 + 2 * t(), work.key0 + warp_key + g()));
+    } else {
+      differentiate_twice<false>(rows, {});
+    }
+    pack_scores<T>(of_values, x);
+    pack_scores<T>(t_scores, tangents);
+    pack_scores<T>(f_scores, dp);
+  }
+  template <bool kMasked>
+  __device__ __forceinline__ void differentiate_twice(const Rows& rows, const SeenBy<1>& seen_by) {
+    using Tile = float[1][kScoreTiles][4];
+    KeepsAll dropping;
+    PlainSecond().template differentiate_twice<kMasked>(rows, 0, 0, reinterpret_cast<Tile&>(x),
+                                                        reinterpret_cast<Tile&>(tangents), reinterpret_cast<Tile&>(dp),
+                                                        reinterpret_cast<Tile&>(b), seen_by, dropping);
+  }
+  // Writes them to shared memory, and waits for the other warpgroup.
+  __device__ __forceinline__ void store() {
+    store_panels(shared.of_values, warp_key, of_values, group * kSteps);
+    store_panels(shared.t, warp_key, t_scores, group * kSteps);
+    store_panels(shared.f, warp_key, f_scores, group * kSteps);
+    ptx::fence_async_shared();
+    ptx::named_barrier_sync(kScoresWritten, 2 * kGroupThreads);
+  }
+
+  // The rows of a step have arrived. Those behind a packed sequence hold rows of another one: as in backward.cuh each
+  // warpgroup zeroes all of them, so that neither waits for the other.
+  __device__ __forceinline__ void await_queries(const Work& work, const Walk& now) const {
+    const int stage = queries.stage, rows = work.length_q - now.m * kQueries;
+    ptx::barrier_wait(&shared.q_full[stage], queries.parity);
+    ptx::barrier_wait(&shared.dout_full[stage], queries.parity);
+    if (rows >= kQueries || !p.is_varlen()) return;
+    clear_rows(shared.q[stage], rows, thread(), kGroupThreads);
+    clear_rows(shared.dout[stage], rows, thread(), kGroupThreads);
+    if constexpr (Moves::kQ) clear_rows(shared.tq[stage], rows, thread(), kGroupThreads);
+    end_clearing();
+  }
+  __device__ __forceinline__ void clear_tail_of_keys(const Work& work) const {
+    const int rows = work.length_k - work.key0;
+    if (rows >= kKeys || !p.is_varlen()) return;
+    clear_rows(shared.k[0], rows, thread(), kGroupThreads);
+    if constexpr (Moves::kK) clear_rows(shared.tk[0], rows, thread(), kGroupThreads);
+    end_clearing();
+  }
+  __device__ __forceinline__ void end_clearing() const {
+    ptx::fence_async_shared();
+    ptx::named_barrier_sync(kGroupCleared + group, kGroupThreads);
+  }
+  static __device__ __forceinline__ int thread() { return static_cast<int>(threadIdx.x) % kGroupThreads; }
+};
+
+template <class Kernel>
+__global__ void __launch_bounds__(Kernel::kThreads, 1)
+    second_kernel(const __grid_constant__ SecondParams p, const __grid_constant__ typename Kernel::Workspace workspace,
+                  const __grid_constant__ SecondMaps maps, const __grid_constant__ TileGrid grid) {
+  run_backward<Kernel>(p, workspace, maps, grid);
+}
+
+template <class T, int kHeadDim>
+SecondWorkspace<BackwardWorkspace> second_workspace(const SecondParams& p) {
+  using Layout = DqLayout<T, kHeadDim, false>;
+  return {p, BackwardWorkspace(p, Layout::kTileRows, Layout::kTileFloats, Layout::kOrderedParts)};
+}
+
+// Runs a call that has the tangents of Moves.
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+struct SecondRun {
+  template <class Moves>
+  static void run(const SecondParams& p) {
+    using Kernel = Second<T, kHeadDim, kOptions, kHeadDimV, Moves>;
+    const auto workspace = second_workspace<T, kHeadDim>(p);
+    prepare_second<T>(p, workspace);
+    launch_backward_main<Kernel>(second_kernel<Kernel>, "sm90 second", p, workspace);
+    launch_dq_finish<typename Kernel::Layout>(p, workspace);
+    launch_dsink(p, workspace, "second (sink)", SecondOfRow{workspace.r});
+  }
+};
+
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+size_t second_bytes(const SecondParams& p) {
+  return static_cast<size_t>(second_workspace<T, kHeadDim>(p).bytes);
+}
+
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+void second(const SecondParams& p) {
+  run_with_tangents<SecondRun<T, kHeadDim, kOptions, kHeadDimV>>(p);
+}
+
+}  // namespace flashattn_ext::sm90
