@@ -228,6 +228,7 @@ class Dispatch {
   // Whether q, k and v are still fp8: a prefill has already widened its keys and values.
   static bool is_narrow(const AttnParams& p) { return p.dtype == DType::kFloat8; }
   static size_t forward_workspace_bytes(const AttnParams& p) {
+    if (runs_in_chunks(p)) return decode::chunk_bytes(decode::cached_call(p), chunk_kernel(p));
     if (decode::is_few_rows(p)) {
       return decode::few_rows_bytes(p) + (is_narrow(p) ? 0 : static_cast<size_t>(aligned_copy_bytes(p)));
     }
@@ -242,7 +243,15 @@ class Dispatch {
     const size_t bytes = decode::is_few_rows(p) ? decode::few_rows_bytes(p) : backward_of(p).workspace_bytes(p);
     return static_cast<size_t>(aligned_copy_bytes(p)) + bytes;
   }
+  static ChunkKernel chunk_kernel(const AttnParams& p) {
+    const ForwardKernel& kernel = forward_of(p);
+    return kernel.chunks ? kernel.chunks() : ChunkKernel{};
+  }
+  static bool runs_in_chunks(const AttnParams& p) {
+    return p.invariant && decode::has_few_queries(p) && decode::has_chunks(decode::cached_call(p), chunk_kernel(p));
+  }
   static void run_forward(const AttnParams& p) {
+    if (runs_in_chunks(p)) return decode::run_chunks(decode::cached_call(p), chunk_kernel(p));
     const bool is_few = decode::is_few_rows(p);  // these kernels read fp8 as it is, with any alignment
     if (is_few) return decode::run_few_rows(is_narrow(p) ? p : align_inputs(p));
     const ForwardKernel& kernel = forward_of(p);
@@ -252,10 +261,6 @@ class Dispatch {
   static void forward(const AttnParams& p) {
     set_unowned_rows(p);
     run_forward(p);
-  }
-  static ChunkKernel chunk_kernel(const DecodeParams& p) {
-    const ForwardKernel& kernel = forward_of(p);
-    return kernel.chunks ? kernel.chunks() : ChunkKernel{};
   }
   static bool has_chunks(const DecodeParams& p) { return p.invariant && decode::has_chunks(p, chunk_kernel(p)); }
   static size_t decode_workspace_bytes(const DecodeParams& p) {

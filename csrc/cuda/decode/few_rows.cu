@@ -7,9 +7,7 @@
 #include "tiles.h"
 
 namespace flashattn_ext::decode {
-namespace {
 
-// The same call as a decoding call, whose KV cache holds exactly the keys and values of the call.
 DecodeParams cached_call(const AttnParams& p) {
   DecodeParams call;
   static_cast<AttnParams&>(call) = p;
@@ -20,7 +18,12 @@ DecodeParams cached_call(const AttnParams& p) {
   return call;
 }
 
-}  // namespace
+constexpr int64_t kMostQueries = 32, kLeastKeys = 512;
+
+bool has_few_queries(const AttnParams& p) {
+  return !p.is_varlen() && !p.has_intervals() && p.batch * p.heads_q > 0 && p.seqlen_q > 0 &&
+         p.seqlen_q <= kMostQueries && p.seqlen_k >= kLeastKeys;
+}
 
 bool is_few_rows(const AttnParams& p) {
   // The kernels of sm90/ launch one thread block per query head and query tile, and their tiles have enough rows from
@@ -28,7 +31,7 @@ bool is_few_rows(const AttnParams& p) {
   // for one sequence (65536 keys, 32:8 heads) and 0.62 to 0.88 of it if the batch fills the GPU; with 64 queries twice
   // and 0.65. So they take more than 32 queries only for sequences so long that large batches of them are rare. Below
   // 512 keys split-KV gains little.
-  constexpr int64_t kMostQueries = 32, kLeastKeys = 512, kLongBytes = 128 << 20;
+  constexpr int64_t kLongBytes = 128 << 20;
   constexpr int64_t kWideColumns = 256, kMostNarrowRows = 64;  // above kWideColumns a tile has 16 rows
   const bool is_long = p.seqlen_k * p.heads_k * (p.head_dim + p.head_dim_v) * key_bytes(p) >= kLongBytes;
   if (p.seqlen_q > (is_long ? kMostFewQueries : kMostQueries) || p.seqlen_k < kLeastKeys) return false;

@@ -17,6 +17,12 @@ constexpr int64_t kMostFewQueries = 64;
 // dropout, a dense or a relative bias, or `centres` (an output for the gradients of biases), and invariant calls.
 bool is_few_rows(const AttnParams& p);
 
+// The call as a decoding call, whose KV cache holds exactly its keys and values.
+DecodeParams cached_call(const AttnParams& p);
+// Whether an invariant dense call has so few queries for its keys that it runs in chunks (chunks.h), if its kernel has
+// them.
+bool has_few_queries(const AttnParams& p);
+
 // These functions require aligned rows, except in fp8; aligned_rows.h copies unaligned inputs first.
 size_t few_rows_bytes(const AttnParams& p);
 void run_few_rows(const AttnParams& p);
