@@ -39,9 +39,10 @@ constexpr std::array<RowKernel, sizeof...(kRow)> of_rows(std::index_sequence<kRo
   return {of_row<T, kRow>()...};
 }
 
-// The kernels of a call: those of its class of head dims with the smallest and the largest tile, which may be one.
+// The kernels of a class of head dims, in ascending order of the rows of their tiles.
 struct Kernels {
-  RowKernel fewest_rows, most_rows;
+  static constexpr int kMost = 3;
+  RowKernel of_tiles[kMost];
   void (*combine)(const DecodeParams&, const Plan&, int64_t, int, int);
   int columns;  // kHeadDim
 };
@@ -61,12 +62,11 @@ template <class T>
 Kernels kernels_of(const DecodeParams& p) {
   static constexpr auto kKernels = of_rows<T>(std::make_index_sequence<std::size(kernel_table::kDecode)>());
   const int kernel_dim = class_of(kTypeOf<T>, std::max(p.head_dim, p.head_dim_v));
-  Kernels kernels{{}, {}, combine_of<T>(p), kernel_dim};
+  Kernels kernels{{}, combine_of<T>(p), kernel_dim};
+  int count = 0;
   for (size_t i = 0; i < kKernels.size(); ++i) {
     const DecodeRow& row = kernel_table::kDecode[i];
-    if (!(row.types & kTypeOf<T>) || row.head_dim != kernel_dim) continue;
-    if (!kernels.fewest_rows.sizes) kernels.fewest_rows = kKernels[i];
-    kernels.most_rows = kKernels[i];
+    if ((row.types & kTypeOf<T>) && row.head_dim == kernel_dim) kernels.of_tiles[count++] = kKernels[i];
   }
   return kernels;
 }
@@ -91,8 +91,8 @@ __global__ void __launch_bounds__(256) forget_tasks_kernel(SplitTask* tasks, int
 // The launch configuration of a call. It does not depend on sequence lengths, which are in device memory.
 struct Launch {
   Kernels kernels;
-  bool has_most_rows;  // runs Kernels::most_rows
-  TileSizes tile;
+  RowKernel kernel;  // the one of `kernels` that runs
+  TileSizes tile{};
   int warps, shared_bytes;
   Plan plan;            // its arrays are in the workspace
   int64_t split_tasks;  // entries of plan.split_tasks
@@ -103,9 +103,14 @@ struct Launch {
     const int most = most_shared_bytes();
     const int64_t rows = p.seqlen_q * p.group_size();
     plan.group = static_cast<int>(p.group_size());
-    const TileSizes few = kernels.fewest_rows.sizes(), many = kernels.most_rows.sizes();
-    has_most_rows = rows > few.rows && many.rows > few.rows && many.query_bytes + many.team_bytes <= most;
-    tile = has_most_rows ? many : few;
+    // The smallest tile that holds all rows, otherwise the largest one that this GPU has shared memory for.
+    for (const RowKernel& next : kernels.of_tiles) {
+      if (!next.sizes || (kernel.sizes && rows <= tile.rows)) break;
+      const TileSizes sizes = next.sizes();
+      if (kernel.sizes && sizes.query_bytes + sizes.team_bytes > most) break;
+      kernel = next;
+      tile = sizes;
+    }
     const int teams = std::min(kMaxWarps / tile.team_warps, (most - tile.query_bytes) / tile.team_bytes);
     warps = teams * tile.team_warps;
     shared_bytes = tile.query_bytes + teams * tile.team_bytes;
@@ -114,6 +119,8 @@ struct Launch {
     divide(p, rows, int64_t{std::max(1, blocks_at_once)} * multiprocessors());
     q_bytes = p.rotary.cos ? query_rows(p) * batch_entries(p) * p.heads_q * p.head_dim * element_bytes(p) : 0;
   }
+
+  bool has_wide_tile() const { return tile.rows > 32; }
 
   // Chooses how to divide the work (plan.h). at_once: resident thread blocks of the whole GPU.
   void divide(const DecodeParams& p, int64_t rows, int64_t at_once) {
@@ -156,11 +163,11 @@ struct Launch {
   // On an H200 one thread block with a tile of 16 rows reads 42 GB/s, which is more than the memory bandwidth per
   // multiprocessor, and one with a tile of 64 rows 23 GB/s.
   void divide_alone(const DecodeParams& p, int64_t rows, int64_t at_once) {
-    const int64_t row_tiles = tile_count(rows, tile.rows), wanted = has_most_rows ? at_once : multiprocessors(),
+    const int64_t row_tiles = tile_count(rows, tile.rows), wanted = has_wide_tile() ? at_once : multiprocessors(),
                   parts = std::max<int64_t>(1, wanted / (p.heads_k * row_tiles));
     // The epilogue of a part takes about 1 us with a tile of 16 rows and 8 us with one of 64. With parts of least_bytes
     // that is at most a tenth and a quarter of the time of a part.
-    const int64_t least_bytes = has_most_rows ? 512 << 10 : 256 << 10;
+    const int64_t least_bytes = has_wide_tile() ? 512 << 10 : 256 << 10;
     const int64_t bytes_of_key = (p.head_dim + p.head_dim_v) * key_bytes(p);
     const int64_t keys = std::max((p.seqlen_k + parts - 1) / parts, least_bytes / bytes_of_key);
     const int64_t part_keys = (keys + kUnitKeys - 1) / kUnitKeys * kUnitKeys;
@@ -216,7 +223,7 @@ bool in_vectors(const TensorView& t, int64_t element_bytes) { return rows_are_al
 // decode_call.cpp rejects head dims above 512, and page sizes that are not a multiple of 16 keys, for every device.
 std::string refuses(const DecodeParams& p) {
   if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
-  const TileSizes tile = kernels_of(p).fewest_rows.sizes();
+  const TileSizes tile = kernels_of(p).of_tiles[0].sizes();
   if (tile.query_bytes + tile.team_bytes > most_shared_bytes()) {
     return "float32 with head dims above 256 needs a GPU whose thread blocks may have 168 KB of shared memory; use "
            "float16 or bfloat16";
@@ -239,8 +246,7 @@ void run(const DecodeParams& params) {
   if (p.rotary.cos) p.q = rotated;
   const bool aligned = in_vectors(p.k, key_bytes(p)) && in_vectors(p.v, key_bytes(p));
   if (launch.plan.part_keys > 0 && launch.combines() && p.is_varlen()) launch.forget_tasks(p);
-  const RowKernel& kernel = launch.has_most_rows ? launch.kernels.most_rows : launch.kernels.fewest_rows;
-  kernel.split(p, launch.plan, launch.warps, launch.shared_bytes, aligned);
+  launch.kernel.split(p, launch.plan, launch.warps, launch.shared_bytes, aligned);
   if (launch.combines()) {
     launch.kernels.combine(p, launch.plan, launch.split_tasks, launch.plan.slot_rows, launch.kernels.columns);
   }

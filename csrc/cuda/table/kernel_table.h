@@ -247,15 +247,18 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Second[] = {
 
 // Decoding (decode/split.cuh), on every GPU. Tiles: {row tiles of a warp, warps along the rows, warps along the columns,
 // keys, stages}. A class has a kernel for 16 packed rows and, up to 256, one for 64, for prefill and for speculative
-// decoding with many query heads for each KV head. Up to 256 columns each warp of a tile of 16 rows is a team and needs
-// no barrier with other warps in the mainloop. Two resident thread blocks of four teams, each block with 50 KB to 70 KB of loads in
-// flight, saturate the memory bandwidth of a multiprocessor.
+// decoding with many query heads for each KV head; the most frequent classes also have one for 32, where the two warps
+// of a team read the same keys. A call runs the smallest tile that holds its rows. Up to 256 columns each warp of a tile
+// of 16 rows is a team and needs no barrier with other warps in the mainloop. Two resident thread blocks of four warps,
+// each block with 50 KB to 70 KB of loads in flight, saturate the memory bandwidth of a multiprocessor.
 inline constexpr DecodeRow kDecode[] = {
     {k16Bit, 64,  0,         {1, 1, 1, 32, 3}},
+    {k16Bit, 64,  0,         {1, 2, 1, 32, 4}},
     {k16Bit, 64,  0,         {2, 2, 1, 32, 4}},
     {k16Bit, 96,  kMaySpill, {1, 1, 1, 16, 3}},
     {k16Bit, 96,  kMaySpill, {2, 2, 1, 32, 2}},
     {k16Bit, 128, 0,         {1, 1, 1, 16, 3}},
+    {k16Bit, 128, 0,         {1, 2, 1, 16, 4}},
     {k16Bit, 128, 0,         {2, 2, 1, 32, 2}},
     {k16Bit, 192, kMaySpill, {1, 1, 1, 16, 3}},
     {k16Bit, 192, kMaySpill, {1, 4, 1, 32, 2}},
