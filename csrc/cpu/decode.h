@@ -8,6 +8,7 @@
 #pragma once
 
 #include "append.h"
+#include "cache_rows.h"
 #include "decode_products.h"
 #include "forward.h"
 #include "invariant_decode.h"
@@ -146,6 +147,7 @@ class Decode {
   using Staged = Widened<In>;
   using Product = RowProduct<Staged, Op>;
   using Unit = typename Product::Unit;
+  using GroupRows = CacheRows<In, kDecodeKeys>;
   static constexpr int W = S::kWidth;
   static constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
 
@@ -168,11 +170,11 @@ class Decode {
     // Double-buffered row pointers of two successive groups of keys. The score product prefetches the values of its
     // group, and the value product prefetches the keys of the next group: measured faster than prefetching both a whole
     // group ahead.
-    CacheRows rows[2];
-    rows[0].find(*this, keys, first_head, range.begin, range.end);
+    GroupRows rows[2];
+    rows[0].find(p, keys, first_head, range.begin, range.end, kDecodeKeys);
     for (int64_t n = 0; rows[n % 2].count > 0; ++n) {
-      const CacheRows &here = rows[n % 2], &next = rows[(n + 1) % 2];
-      rows[(n + 1) % 2].find(*this, keys, first_head, here.key0 + here.count, range.end);
+      const GroupRows &here = rows[n % 2], &next = rows[(n + 1) % 2];
+      rows[(n + 1) % 2].find(p, keys, first_head, here.key0 + here.count, range.end, kDecodeKeys);
       next_v = Ahead<In>(here.v, here.count, heads, p.v.head_stride, p.head_dim_v);
       next_k = Ahead<In>(next.k, next.count, heads, p.k.head_stride, p.head_dim);
       compute(mask, keys, here, first_head, partials);
@@ -189,35 +191,6 @@ class Decode {
   }
 
  private:
-  // Row pointers of a group of keys.
-  struct CacheRows {
-    // Finds the rows of at most kDecodeKeys keys from `begin` on.
-    void find(const Decode& decode, const KeyLocator& keys, int64_t head, int64_t begin, int64_t end) {
-      key0 = begin;
-      count = greater<int64_t>(lesser(kDecodeKeys, end - begin), 0);
-      const DecodeParams& p = decode.p;
-      KeyRun run;
-      for (int64_t j = 0; j < count; j += run.count) {
-        run = keys.run(key0 + j, count - j);
-        const In* const k_row = row_of<const In>(p.k, run.entry, head, run.row);
-        const In* const v_row = row_of<const In>(p.v, run.entry, head, run.row);
-        for (int64_t n = 0; n < run.count; ++n) {
-          k[j + n] = k_row + n * p.k.row_stride;
-          v[j + n] = v_row + n * p.v.row_stride;
-        }
-      }
-      // Products read whole groups of keys: pad with the last row.
-      for (int64_t j = count; 0 < count && j < kDecodeKeys; ++j) {
-        k[j] = k[count - 1];
-        v[j] = v[count - 1];
-      }
-    }
-
-    int64_t key0 = 0, count = 0;
-    const In* k[kDecodeKeys];  // rows of the first head of the work item
-    const In* v[kDecodeKeys];
-  };
-
   PartialRows<Real> partial(char* partials, int64_t n) const {
     ScratchCarver carve(partials + n * w.partial_bytes);
     return PartialRows<Real>(w.block_rows, w.columns_v, &carve);
@@ -269,34 +242,9 @@ class Decode {
     });
   }
 
-  // Pointers to kRows rows of one head, in place or, if head_dim is no multiple of the vector width or rows are fp8, to
-  // copies with zeros after head_dim. Only the first `count` rows are keys. `pointers` is the storage of the result.
-  template <int64_t kRows>
-  const Staged* const* rows_of_head(const In* const* rows, int64_t offset, int64_t count, int64_t head_dim,
-                                    int64_t columns, Staged* staging, const Staged** pointers) const {
-    if constexpr (!kIsFloat8<In>) {
-      for (int64_t j = 0; j < kRows; ++j) pointers[j] = rows[j] + offset;
-      if (head_dim == columns) return pointers;
-    }
-    for (int64_t j = 0; j < kRows; ++j) {
-      Staged* const row = staging + j * columns;
-      if (j < count) {
-        if constexpr (kIsFloat8<In>) {
-          widen_row(row, rows[j] + offset, head_dim);
-        } else {
-          std::memcpy(row, pointers[j], head_dim * sizeof(In));
-        }
-        if (head_dim < columns)
-          std::memset(static_cast<void*>(row + head_dim), 0, (columns - head_dim) * sizeof(Staged));
-      }
-      pointers[j] = row;
-    }
-    return pointers;
-  }
-
   // Attention of all heads of the work item to one group of keys, in three passes: scores, softmax, values. The softmax
   // pass handles all heads together, to hide the latency of its dependency chains.
-  void compute(const Mask& mask, const KeyLocator& keys, const CacheRows& rows, int64_t first_head, char* partials) {
+  void compute(const Mask& mask, const KeyLocator& keys, const GroupRows& rows, int64_t first_head, char* partials) {
     const Staged* pointers[kDecodeKeys];
     const IndexRange of_all = mask.keys_of_all(query_of(0), query_of(row_count - 1) + 1);
     const bool has_intervals = p.has_intervals() && rows.key0 + rows.count + keys.first_interval > 0;
@@ -375,7 +323,7 @@ class Decode {
 
   // Sets the scores of masked keys and padding keys to -inf. Returns whether there are any.
   template <int R>
-  bool hide(const Mask& mask, const KeyLocator& keys, bool has_intervals, int64_t first, const CacheRows& rows,
+  bool hide(const Mask& mask, const KeyLocator& keys, bool has_intervals, int64_t first, const GroupRows& rows,
             Real* scores) const {
     bool any = false;
     const auto hide_one = [&](int64_t r, int64_t j) {

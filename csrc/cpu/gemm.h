@@ -157,15 +157,17 @@ inline void gemm(const Gemm<Op>& g, IndexRange rows, IndexRange lanes, KRange k_
   if (row < rows.end) gemm_rows<Op, kOrder, kInit, 1>(g, row, lanes, k);
 }
 
+// Units in one sum of score_product(): 32 KB of a panel of B, at most 256.
+constexpr int64_t kFittingUnits = 32 * 1024 / (kTileVectors * kVectorBytes);
+constexpr int64_t kSumUnits = kFittingUnits < 256 ? kFittingUnits : 256;
+
 // C = init + A * B over all units of a row, for the lanes of one panel; kInit is kZero or kAdd. Every group of rows
-// reads the whole panel of B, which is twice the L1 cache at head_dim 512: so the units are blocked into ranges of 32
-// KB of B, at most 256 units. Each range has a sum of its own, because the rounding error of one sum grows in
-// proportion to its length.
+// reads the whole panel of B, which is twice the L1 cache at head_dim 512: so the units are blocked into ranges of
+// kSumUnits. Each range has a sum of its own, because the rounding error of one sum grows in proportion to its length.
 template <Init kInit = Init::kZero, class Op>
 inline void score_product(const Gemm<Op>& g, IndexRange rows, IndexRange lanes, int64_t units) {
-  constexpr int64_t kFitting = 32 * 1024 / (kTileVectors * kVectorBytes), kRange = kFitting < 256 ? kFitting : 256;
-  for (int64_t begin = 0; begin < units; begin += kRange) {
-    const auto k_of = [k = IndexRange{begin, lesser(begin + kRange, units)}](int64_t, int64_t) { return k; };
+  for (int64_t begin = 0; begin < units; begin += kSumUnits) {
+    const auto k_of = [k = IndexRange{begin, lesser(begin + kSumUnits, units)}](int64_t, int64_t) { return k; };
     if (kInit == Init::kZero && begin == 0) {
       gemm<Order::kRowMajor, Init::kZero>(g, rows, lanes, k_of);
     } else {

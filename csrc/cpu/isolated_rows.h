@@ -22,6 +22,44 @@ inline bool is_finite_row(const In* row, int64_t n) {
   return !infinite;
 }
 
+// Bits that are all set in the exponent of numbers that are not finite, and in no others.
+template <class In>
+constexpr auto kExponentBits = static_cast<uint16_t>(0x7F80);
+template <>
+constexpr auto kExponentBits<float> = uint32_t{0x7F800000};
+template <>
+constexpr auto kExponentBits<Float16> = static_cast<uint16_t>(0x7C00);
+template <>
+constexpr auto kExponentBits<Float8> = static_cast<uint8_t>(0x7F);
+template <>
+constexpr auto kExponentBits<double> = uint64_t{0x7FF0000000000000};
+
+// Whether all of the n elements from `offset` on of each of these rows are finite. Adding its lowest bit to an exponent
+// carries into the sign only if all of its bits are set.
+template <class In>
+inline bool are_finite_rows(const In* const* rows, int64_t offset, int64_t count, int64_t n) {
+  constexpr auto kBits = kExponentBits<In>;
+  using Bits = std::remove_const_t<decltype(kBits)>;
+  typedef Bits BitV __attribute__((vector_size(kVectorBytes)));
+  constexpr int64_t kElements = kVectorBytes / sizeof(In);
+  constexpr Bits kLowest = kBits & (~kBits + 1);
+  BitV carries{};
+  bool all = true;
+  for (int64_t r = 0; r < count; ++r) {
+    const In* const row = rows[r] + offset;
+    int64_t d = 0;
+    for (; d + kElements <= n; d += kElements) {
+      BitV x;
+      std::memcpy(&x, row + d, sizeof x);
+      carries |= (x & kBits) + kLowest;
+    }
+    for (; d < n; ++d) all = all && is_finite(row[d]);
+  }
+  Bits any = 0;
+  for (int64_t l = 0; l < kElements; ++l) any |= carries[l];
+  return all && (any & (kBits + kLowest)) == 0;
+}
+
 // The non-finite rows of a tile of one input.
 template <class In, class Op>
 class IsolatedRows {
@@ -38,6 +76,16 @@ class IsolatedRows {
   // Finds the non-finite rows among `rows` rows of `columns` elements. Returns the rows that the product reads:
   // `staged`, or a copy in which the non-finite rows are 0.
   StagedRows<Op> find(const In* from, int64_t stride, int64_t rows, int64_t columns, StagedRows<Op> staged) {
+    locate(from, stride, rows, columns);
+    if (count_ == 0) return staged;
+    for (int64_t r = 0; r < rows; ++r) {
+      std::memcpy(finite_ + r * units_, staged.data + r * staged.stride, units_ * sizeof(Unit));
+    }
+    for (int64_t n = 0; n < count_; ++n) std::memset(finite_ + numbers_[n] * units_, 0, units_ * sizeof(Unit));
+    return {finite_, units_};
+  }
+  // The same where the product does not read non-finite rows anyway.
+  void locate(const In* from, int64_t stride, int64_t rows, int64_t columns) {
     from_ = from;
     stride_ = stride;
     columns_ = columns;
@@ -45,12 +93,6 @@ class IsolatedRows {
     for (int64_t r = 0; r < rows; ++r) {
       if (!is_finite_row(from + r * stride, columns)) numbers_[count_++] = static_cast<int32_t>(r);
     }
-    if (count_ == 0) return staged;
-    for (int64_t r = 0; r < rows; ++r) {
-      std::memcpy(finite_ + r * units_, staged.data + r * staged.stride, units_ * sizeof(Unit));
-    }
-    for (int64_t n = 0; n < count_; ++n) std::memset(finite_ + numbers_[n] * units_, 0, units_ * sizeof(Unit));
-    return {finite_, units_};
   }
   bool any() const { return count_ > 0; }
 
