@@ -29,18 +29,19 @@ struct InvariantDecodeScratch {
 
   // "rows" are those of all KV heads of the work item, each with the padding rows of its last band.
   TileSize size;
-  int64_t units, columns_v;    // units of a padded row of q and k, elements of a padded row of v
-  Unit* q;                     // [rows][units]
-  Staged *staged_k, *staged_v; // [kDecodeKeys][columns]: rows padded to whole vectors, and all rows of fp8
-  Staged* zeros;               // [columns_v]: stands for a value that is not finite
-  In* isolated;                // [kDecodeKeys][head_dim_v]: values of a group of which some are not finite
-  Real* scores;                // [rows][size.keys], later weights
-  Unit* pairs;                 // [rows][size.keys / 2]: pairs of weights, bfloat16 only
-  Real* band_weights;          // [rows of a head][kDecodeKeys]: weights of a group of keys in the layout of BandValues
-  Unit* band_pairs;            // [rows of a head][kDecodeKeys / 2]: pairs, bfloat16 only
-  Real* rest;                  // [rows of a head][kDecodeKeys]: RowScores
-  Real* hides;                 // [size.keys]: 1 where a key is masked for the current row, else 0
-  Real* out;                   // [rows][columns_v], not yet divided by the row sum
+  int64_t units, columns_v;     // units of a padded row of q and k, elements of a padded row of v
+  Unit* q;                      // [rows][units]
+  Staged *staged_k, *staged_v;  // [kDecodeKeys][columns]: rows padded to whole vectors, and all rows of fp8
+  Staged* zeros;                // [columns_v]: stands for a value that is not finite
+  In* isolated;                 // [kDecodeKeys][head_dim_v]: values of a group of which some are not finite
+  Real* scores;                 // [rows][size.keys], later weights
+  Unit* pairs;                  // [rows][size.keys / 2]: pairs of weights, bfloat16 only
+  Real* band_weights;           // [rows of a head][kDecodeKeys]: weights of a group of keys in the layout of BandValues
+  Unit* band_pairs;             // [rows of a head][kDecodeKeys / 2]: pairs, bfloat16 only
+  Real* rest;                   // [rows of a head][kDecodeKeys]: RowScores
+  Real* hides;                  // [size.keys]: 1 where a key is masked for the current row, else 0
+  Real* out;                    // [rows][columns_v], not yet divided by the row sum
+  Real* before;                 // [rows][columns_v]: out before the values of the current tile
   Real *max, *sum, *rescale, *largest;
   IsolatedRows<In, Op> isolated_v;
   int64_t bytes;
@@ -62,6 +63,7 @@ struct InvariantDecodeScratch {
         rest(carve.take<Real>(units > kSumUnits ? kInvariantRows * kDecodeKeys : 0)),
         hides(carve.take<Real>(size.keys)),
         out(carve.take<Real>(kInvariantRows * columns_v)),
+        before(carve.take<Real>(kInvariantRows * columns_v)),
         max(carve.take<Real>(kInvariantRows)),
         sum(carve.take<Real>(kInvariantRows)),
         rescale(carve.take<Real>(kInvariantRows)),
@@ -162,17 +164,15 @@ class InvariantDecode {
     lanes_of_tile = round_up(here.count, W);
     for_rows([&](int64_t r) { weigh(r, find_hidden(mask, keys, r, tile, lanes_of_tile), lanes_of_tile); });
     add_weights(here.count);
-    uint64_t isolates = 0;  // bit n: head n has values that are not finite
+    for_rows([&](int64_t r) { rescale(r); });
     for (int64_t j = 0; j < here.count; j += G) {
       Ahead<In> ahead = j + G < here.count ? ahead_of(here.v + j + G, here.count - j - G, p.v, p.head_dim_v)
                                            : ahead_of(next.k, next.count, p.k, p.head_dim);
-      for (int64_t n = 0; n < head_count; ++n) {
-        if (add_values(here, j, n, &ahead)) isolates |= uint64_t{1} << n;
-      }
+      for (int64_t n = 0; n < head_count; ++n) add_values(here, j, n, false, used(&ahead));
       ahead.ask_for_rest();
     }
-    for (int64_t n = 0; isolates != 0 && n < head_count; ++n) {
-      if (isolates >> n & 1) add_isolated(mask, keys, here, n);
+    for (int64_t n = 0; n < head_count; ++n) {
+      if (!is_finite_row(scratch.out + n * head_rows * scratch.columns_v, p.head_dim_v)) isolate(mask, keys, here, n);
     }
   }
 
@@ -196,39 +196,47 @@ class InvariantDecode {
                                used(ahead));
   }
 
-  // Adds the values of the keys from number j of the tile on to the sums of head n, but not those that are not finite.
-  // Returns whether there are any.
-  bool add_values(const Tile& tile, int64_t j, int64_t n, Ahead<In>* ahead) {
-    const int64_t count = lesser(kDecodeKeys, tile.count - j);
+  // Adds the values of the keys from number j of the tile on to the sums of head n. finite: but not those that are not
+  // finite.
+  void add_values(const Tile& tile, int64_t j, int64_t n, bool finite, Ahead<Staged>* ahead) {
+    const int64_t count = lesser(kDecodeKeys, tile.count - j), offset = n * p.v.head_stride;
     const Staged* pointers[kDecodeKeys];
-    const In* const* const rows = tile.v + j;
-    const int64_t offset = n * p.v.head_stride;
-    const Staged* const* v = rows_of_head<kDecodeKeys>(rows, offset, count, p.head_dim_v, scratch.columns_v,
-                                                       scratch.staged_v, pointers);
-    const bool isolates = !are_finite_rows(rows, offset, kDecodeKeys, p.head_dim_v);
-    for (int64_t key = 0; isolates && key < kDecodeKeys; ++key) {
-      if (!is_finite_row(rows[key] + offset, p.head_dim_v)) pointers[key] = scratch.zeros;
-    }
+    const Staged* const* const v = rows_of_head<kDecodeKeys>(tile.v + j, offset, count, p.head_dim_v, scratch.columns_v,
+                                                             scratch.staged_v, pointers);
     // Of the rows after the last key only the weights are 0, and copies of them are not initialised.
-    for (int64_t key = count; key < kDecodeKeys; ++key) pointers[key] = scratch.zeros;
+    for (int64_t key = 0; key < kDecodeKeys; ++key) {
+      if (key >= count || (finite && !is_finite_row(tile.v[j + key] + offset, p.head_dim_v))) {
+        pointers[key] = scratch.zeros;
+      }
+    }
     for_bands<W>(row_count, [&](auto band, int64_t first) {
       constexpr int R = decltype(band)::value;
       const int64_t row = n * head_rows + first;
-      if (j == 0) rescale_rows(row, lesser<int64_t>(R, row_count - first));
       place_weights<R>(row, lesser<int64_t>(R, row_count - first), j);
       BandValues<Staged, Op, R>::add(scratch.out + row * scratch.columns_v, scratch.columns_v, scratch.band_weights,
-                                     scratch.band_pairs, v, first == 0 ? used(ahead) : nullptr);
+                                     scratch.band_pairs, v, first == 0 ? ahead : nullptr);
     });
-    return isolates;
   }
 
-  void rescale_rows(int64_t row, int64_t rows) {
-    for (int64_t r = row; r < row + rows; ++r) {
-      const Real factor = scratch.rescale[r];
-      if (factor == 1) continue;
-      Real* const out = scratch.out + r * scratch.columns_v;
-      for (int64_t d = 0; d < scratch.columns_v; d += W) S::store(out + d, S::load(out + d) * S::set1(factor));
+  // Multiplies the sums of a row by its factor, and keeps a copy of them for isolate().
+  void rescale(int64_t r) {
+    const V factor = S::set1(scratch.rescale[r]);
+    Real *const out = scratch.out + r * scratch.columns_v, *const before = scratch.before + r * scratch.columns_v;
+    for (int64_t d = 0; d < scratch.columns_v; d += W) {
+      const V sums = S::load(out + d) * factor;
+      S::store(out + d, sums);
+      S::store(before + d, sums);
     }
+  }
+
+  // Adds the values of a tile once more, after a sum of head n has become inf or NaN: a value that is not finite makes
+  // the sums of all rows so, because 0 * inf is NaN. The product leaves such values out; the rows that see them get
+  // them afterwards.
+  void isolate(const Mask& mask, const KeyLocator& keys, const Tile& tile, int64_t n) {
+    const int64_t first = n * head_rows * scratch.columns_v;
+    std::copy(scratch.before + first, scratch.before + first + row_count * scratch.columns_v, scratch.out + first);
+    for (int64_t j = 0; j < tile.count; j += kDecodeKeys) add_values(tile, j, n, true, nullptr);
+    add_isolated(mask, keys, tile, n);
   }
 
   // Copies the weights of one group of keys for a band of R rows, `rows` of them no padding, to the layout of
@@ -381,7 +389,8 @@ inline int64_t invariant_heads(const DecodeParams& p, BlocksOf blocks_of, int64_
   int64_t blocks = 0, rows = 1;
   for (int64_t b = 0; b < p.batch; ++b) {
     blocks += blocks_of(b);
-    rows = greater(rows, padded_rows<Op::S::kWidth>(lesser(kInvariantRows, query_sequence(p, b).length * p.group_size())));
+    rows =
+        greater(rows, padded_rows<Op::S::kWidth>(lesser(kInvariantRows, query_sequence(p, b).length * p.group_size())));
   }
   int64_t most = lesser(p.heads_k, kInvariantRows / rows);
   while (most > 1 && blocks * ceil_div(p.heads_k, most) < kItemsOfWorker * workers) most = ceil_div(most, 2);

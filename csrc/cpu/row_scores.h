@@ -63,7 +63,8 @@ class RowScores {
     for (int i = 0; i < W; ++i) block[i] = (typename T::V)UnitVector<In, Op>::load(keys[i] + u * Op::kPack);
     T::template exchange<W / 2>(block);
     int64_t r = 0;
-    for (; r + kRows <= rows; r += kRows) add_rows<kRows>(sums + r * stride, stride, q + r * units, units, block, starts);
+    for (; r + kRows <= rows; r += kRows)
+      add_rows<kRows>(sums + r * stride, stride, q + r * units, units, block, starts);
     if constexpr (kRows > 4) {
       if (r + 4 <= rows) {
         add_rows<4>(sums + r * stride, stride, q + r * units, units, block, starts);
