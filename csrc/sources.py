@@ -5,7 +5,8 @@ The kernels come from csrc/cuda/table/kernel_table.h: a source instantiates the 
 of head dims and group of options, so that sources compile in parallel.
 
     python3 csrc/sources.py write FOLDER            writes the sources of the kernels to FOLDER and prints every CUDA source
-    python3 csrc/sources.py nvcc NVCC... ARGUMENTS  runs nvcc for the architectures that the source of the call is for
+    python3 csrc/sources.py nvcc NVCC... ARGUMENTS  runs nvcc for the architectures that the source of the call is for; nvcc-once:
+                                                    for the first of them
     python3 csrc/sources.py spills LOG...           fails if a kernel in logs of `nvcc -Xptxas -v` spills more than its row allows
     python3 csrc/sources.py page                    prints docs/cuda_kernels.md
 """
@@ -297,11 +298,11 @@ def targets_of(source: Path, targets: Sequence[str]) -> list[str]:
     return others if gpus == {"kOtherGpus"} and any(map(runs_on_hopper, others)) else [*targets]
 
 
-def nvcc_command(arguments: Sequence[str]) -> list[str]:
-    """A command of nvcc without the -gencode arguments (one word each) that its source is not for."""
+def nvcc_command(arguments: Sequence[str], most: int | None = None) -> list[str]:
+    """A command of nvcc without the -gencode arguments (one word each) that its source is not for, with `most` of them at most."""
     sources = [Path(argument) for argument in arguments if argument.endswith(".cu")]
     targets = [argument for argument in arguments if argument.startswith("-gencode=")]
-    kept = targets_of(sources[0], targets) if len(sources) == 1 else targets
+    kept = (targets_of(sources[0], targets) if len(sources) == 1 else targets)[:most]
     return [argument for argument in arguments if argument not in targets or argument in kept]
 
 
@@ -440,8 +441,8 @@ def _grid(rows: Sequence[Row]) -> str:
 def main(command: str, *arguments: str) -> int:
     if command == "write":
         print(*cuda_sources(Path(arguments[0]), sm90=True), sep="\n")
-    elif command == "nvcc":
-        words = nvcc_command(arguments)
+    elif command in ("nvcc", "nvcc-once"):
+        words = nvcc_command(arguments, None if command == "nvcc" else 1)
         os.execvp(words[0], words)
     elif command == "spills":
         problems = check_spills(map(Path, arguments))

@@ -88,9 +88,6 @@ def skip_reason(case: Case, name: str) -> str:
     return next((f"skipped: {reason}" for applies, reason in reasons if applies), "")
 
 
-# Tensors
-
-
 def inputs(
     case: Case, device: str | torch.device | None = None, heads_first: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -183,9 +180,6 @@ class Extras:
 @functools.lru_cache(maxsize=1)  # a bias of every score is large
 def extras(case: Case, device: torch.device) -> Extras:
     return Extras(case, device)
-
-
-# Contestants
 
 
 def attention(name: str, rng_seed: int | None = None) -> Attention:

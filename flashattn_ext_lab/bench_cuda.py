@@ -55,9 +55,6 @@ def running_backend(requested: str | None) -> str:
     raise CommandError(reason)
 
 
-# Measuring
-
-
 def measure(
     *,
     quick: bool,
@@ -124,9 +121,6 @@ def measure_case(
     return row(case, names, timings, memory, max_error, failures, steady)
 
 
-# Accuracy
-
-
 def max_errors(
     case: Case, names: Sequence[str], tensors: tuple[Tensor, ...], failures: dict[str, str]
 ) -> dict[str, float]:
@@ -179,9 +173,6 @@ def reference_results(case: Case, q: Tensor, k: Tensor, v: Tensor, dout: Tensor)
 def largest_error(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest error of all tensors; NaN if any of them has a NaN."""
     return torch.stack([(a - b).abs().max() for a, b in zip(got, expected, strict=True)]).max().item()
-
-
-# Results
 
 
 def row(

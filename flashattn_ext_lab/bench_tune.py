@@ -81,9 +81,6 @@ def measure(*, quick: bool, device: str = "auto", backend: str | None = None) ->
     return {**describe_machine(torch.device(kind)), "device": kind, "quick": quick, "rows": rows}
 
 
-# Candidates
-
-
 def cuda_tiles(backend: str) -> list[dict[str, Any]]:
     """The tiles of a backend's tables, with their names."""
     tiles = [tile for tile in _C.cuda_tiles() if tile["backend"] == backend]
@@ -155,9 +152,6 @@ def cpu_jobs(quick: bool) -> list[Job]:
     ]
 
 
-# Measuring
-
-
 def measure_job(job: Job, device: str, quick: bool) -> dict[str, Any]:
     """One row. A tile that cannot run, or whose results differ, has its reason in `failures` and no time."""
     case, failures = job.case, dict[str, str]()
@@ -181,9 +175,6 @@ def difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The largest relative difference of a tensor as a whole; NaN if either tensor has a NaN."""
     norms = [((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(got, expected, strict=True)]
     return torch.stack(norms).max().item()
-
-
-# Results
 
 
 def row(

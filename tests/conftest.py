@@ -96,6 +96,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path.name in on_cuda and "cuda" not in devices else None
 
 
+@pytest.hookimpl(trylast=True)  # the targets of a case follow each other: helpers.py computes its references once
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" not in metafunc.fixturenames:
         return

@@ -176,7 +176,7 @@ CLIMB = """
 """
 
 
-def climb(broken: str = "", patience: int = 300) -> list[list[str]]:
+def climb(broken: str, patience: int = 300) -> list[list[str]]:
     """Name, whether it holds, and text of every rung, with one kernel broken."""
     text = on_device(textwrap.dedent(CLIMB).format(patience=patience), TEST_NPU_BREAK=broken)
     return [line.split("|") for line in text.splitlines()]
@@ -224,13 +224,25 @@ def test_the_last_rung_runs_every_kernel() -> None:
         ),
     ],
 )
-def test_the_first_broken_rung_is_named(broken: str, rung: str, words: str) -> None:
-    rungs = climb(broken)
-    names = [name for name, _, _ in rungs]
-    at = names.index(rung)
-    assert [holds for _, holds, _ in rungs] == ["True"] * at + ["False"] * (6 - at), rungs
-    assert words in rungs[at][2], rungs[at]
-    assert all(text == "not tried" for _, _, text in rungs[at + 1 :])
+def test_a_rung_says_what_is_broken(broken: str, rung: str, words: str) -> None:
+    on_device(
+        f"""
+        import contextlib
+        import io
+        from flashattn_ext_lab import npu_ladder
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            assert npu_ladder.main({rung!r}) == 1
+        assert {words!r} in said.getvalue(), said.getvalue()
+    """,
+        TEST_NPU_BREAK=broken,
+    )
+
+
+def test_the_first_broken_rung_ends_the_ladder() -> None:
+    rungs = climb("flash_backward_prepare_fp16:skip")
+    assert [holds for _, holds, _ in rungs] == ["True", *["False"] * 5], rungs
+    assert rungs[1][0] == "prepare" and "gradients of q and the sink without keys, result 0" in rungs[1][2]
+    assert all(text == "not tried" for _, _, text in rungs[2:])
 
 
 def test_memory_of_the_results_is_filled_first() -> None:
@@ -258,8 +270,8 @@ def test_the_error_of_an_earlier_operator_is_not_ours() -> None:
 
 
 def test_a_kernel_that_hangs_is_named() -> None:
-    rungs = climb("flash_dropout_mask:hang", patience=20)
-    assert rungs[0] == ["mask kernel", "False", "no answer within 20 seconds: a kernel hangs"]
+    rungs = climb("flash_dropout_mask:hang", patience=5)
+    assert rungs[0] == ["mask kernel", "False", "no answer within 5 seconds: a kernel hangs"]
 
 
 def test_times_beside_torch_npu() -> None:

@@ -291,6 +291,7 @@ def test_folders_include_each_other_in_one_direction() -> None:
 def test_a_source_is_compiled_for_the_gpus_that_run_it(source: str, targets: list[str], kept: list[str]) -> None:
     command = ["nvcc", *targets, "-O3", "-c", f"somewhere/{source}.cu", "-o", "a.o"]
     assert sources.nvcc_command(command) == ["nvcc", *kept, *command[1 + len(targets) :]]
+    assert sources.nvcc_command(command, 1) == ["nvcc", kept[0], *command[1 + len(targets) :]]
 
 
 def test_the_dispatch_of_hopper_is_compiled_for_hopper() -> None:

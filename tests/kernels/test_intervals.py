@@ -220,7 +220,7 @@ Clean = tuple[Mask, torch.Tensor, dict[str, torch.Tensor], list[torch.Tensor]]
 Options = tuple[tuple[str, object], ...]
 
 
-@functools.lru_cache(maxsize=1)  # the tests that follow each other differ in the values that are not finite
+@functools.lru_cache(maxsize=16)  # every target: the tests differ in the values that are not finite
 def clean_documents(target: tuple[str, ...], dtype: torch.dtype, D: int, options: Options) -> Clean:
     """Four documents: their Mask, which rows are of the second one, tensors, and the results."""
     lengths = (70, 131, 5, 294)
@@ -233,7 +233,7 @@ def clean_documents(target: tuple[str, ...], dtype: torch.dtype, D: int, options
     return mask, ids[0] == 1, tensors, isolated_results(mask, tensors, **dict(options))
 
 
-@functools.lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=16)
 def clean_padding(target: tuple[str, ...], dtype: torch.dtype, D: int, options: Options) -> Clean:
     """Padding before and after the tokens of a row: the Mask, which rows are padding, tensors, and the results."""
     S, first, last = 300, 41, 210
