@@ -62,7 +62,11 @@ _OF_A_CALL = (
 
 
 def converter(
-    function: str, options: Sequence[Option] = OPTIONS, leading: str = "q, k, v", result: str = _OF_A_CALL, window: str = "window"
+    function: str,
+    options: Sequence[Option] = OPTIONS,
+    leading: str = "q, k, v",
+    result: str = _OF_A_CALL,
+    window: str = "window",
 ) -> Callable[..., Any]:
     """Makes the converter of a public function: it checks the keyword arguments and returns (CallTensors, CallOptions).
 

@@ -234,11 +234,9 @@ class Dispatch {
     }
     const ForwardKernel& kernel = forward_of(p);
     const bool widens = is_narrow(p) && !kernel.reads_fp8;
-    const int64_t copies = widens ? widened_bytes(p) : reads_in_place(p) ? 0 : aligned_copy_bytes(p);
+    const int64_t copies = widens ? widened_bytes(p) : aligned_copy_bytes(p);
     return kernel.workspace_bytes + (kernel.more_bytes ? kernel.more_bytes(p) : 0) + static_cast<size_t>(copies);
   }
-  // Whether the forward's kernel takes inputs that are not aligned.
-  static bool reads_in_place(const AttnParams& p) { return forward_of(p).any_heads && heads_are_mappable(p); }
   static size_t backward_workspace_bytes(const AttnGradParams& p) {
     const size_t bytes = decode::is_few_rows(p) ? decode::few_rows_bytes(p) : backward_of(p).workspace_bytes(p);
     return static_cast<size_t>(aligned_copy_bytes(p)) + bytes;
@@ -256,7 +254,7 @@ class Dispatch {
     if (is_few) return decode::run_few_rows(is_narrow(p) ? p : align_inputs(p));
     const ForwardKernel& kernel = forward_of(p);
     const bool widens = is_narrow(p) && !kernel.reads_fp8;
-    kernel.run(widens ? widen_inputs(p) : reads_in_place(p) ? p : align_inputs(p));
+    kernel.run(widens ? widen_inputs(p) : align_inputs(p));
   }
   static void forward(const AttnParams& p) {
     set_unowned_rows(p);

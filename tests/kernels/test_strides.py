@@ -38,36 +38,6 @@ def test_strides_do_not_change_a_bit(device: str, dtype: torch.dtype, layout: st
             assert_same_bits(got.grads[name], expected.grads[name], f"d{name} for a {kind} {which}")
 
 
-@pytest.mark.dtypes("float16", "bfloat16")
-@pytest.mark.parametrize("varlen", [False, True], ids=["dense", "varlen"])
-@pytest.mark.parametrize("heads", [(16, 8), (8, 1), (24, 24)], ids=["16:8", "8:1", "24:24"])
-def test_heads_at_any_address(device: str, dtype: torch.dtype, heads: tuple[int, int], varlen: bool) -> None:
-    """Hopper reads heads of an odd head dim in place where their rows begin at multiples of 16 bytes, and copies others: the bits are
-    the same, and what is not finite in a neighbouring head stays there."""
-    torch.manual_seed(5)
-    shape = (200,) if varlen else (2, 200)
-    kw = (
-        dict(cu_seqlens_q=torch.tensor([0, 70, 200], dtype=torch.int32, device=device), max_seqlen_q=130)
-        if varlen
-        else {}
-    )
-    kw |= dict(cu_seqlens_k=kw["cu_seqlens_q"], max_seqlen_k=130) if varlen else {}
-    function = flashattn_ext.varlen_forward if varlen else flashattn_ext.forward
-    inputs = [torch.randn(*shape, h, 129, dtype=dtype, device=device) for h in (heads[0], heads[1], heads[1])]
-    poisoned = heads[1] // 2  # a KV head; with a single one there is none to compare
-    if heads[1] > 1:
-        for t in inputs[1:]:
-            t[..., poisoned, :] = float("nan")
-    out, lse = function(*inputs, causal=True, return_lse=True, **kw)
-    apart = [torch.cat([t, t[..., :1, :]], -2)[..., :-1, :] for t in inputs]  # with one more head, rows are not
-    expected, expected_lse = function(*apart, causal=True, return_lse=True, **kw)
-    assert_same_bits(out, expected, "out")
-    assert_same_bits(lse, expected_lse, "lse")
-    group = heads[0] // heads[1]
-    finite = [h for h in range(heads[0]) if heads[1] == 1 or h // group != poisoned]
-    assert torch.isfinite(out[..., finite, :]).all()
-
-
 def test_gradients_reach_the_packed_tensor(device: str) -> None:
     """One qkv projection, sliced: its gradient holds dq, dk and dv side by side."""
     qkv = torch.randn(2, 33, 3, 2, 16, device=device, requires_grad=True)

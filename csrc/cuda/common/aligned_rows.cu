@@ -132,25 +132,6 @@ bool rows_are_aligned(const TensorView& t, int64_t columns, int64_t element_byte
          aligned(t.row_stride * element_bytes);
 }
 
-bool inputs_are_aligned(const AttnParams& p) {
-  const int64_t bytes = element_bytes(p);
-  return rows_are_aligned(p.q, p.head_dim, bytes) && rows_are_aligned(p.k, p.head_dim, bytes) &&
-         rows_are_aligned(p.v, p.head_dim_v, bytes);
-}
-
-bool heads_are_mappable(const AttnParams& p) {
-  const auto mappable = [&p](const TensorView& t, int64_t rows, int64_t heads, int64_t columns) {
-    // Strides of dimensions of extent 1 mean nothing.
-    const auto fits = [](int64_t stride, int64_t count, int64_t least, int64_t multiple) {
-      return count <= 1 || (stride >= least && stride * multiple * 2 % kVectorBytes == 0);
-    };
-    return fits(t.row_stride, rows, columns, 1) && fits(t.head_stride, heads, columns, 8) &&
-           fits(t.batch_stride, batch_entries(p), columns, 1);
-  };
-  return element_bytes(p) == 2 && mappable(p.q, query_rows(p), p.heads_q, p.head_dim) &&
-         mappable(p.k, key_rows(p), p.heads_k, p.head_dim) && mappable(p.v, key_rows(p), p.heads_k, p.head_dim_v);
-}
-
 const void* end_of(const TensorView& t, int64_t batch, int64_t heads, int64_t rows, int64_t columns,
                    int64_t element_bytes) {
   const int64_t last = (batch - 1) * t.batch_stride + (heads - 1) * t.head_stride + (rows - 1) * t.row_stride;

@@ -9,12 +9,6 @@ namespace flashattn_ext {
 // Whether rows of `columns` elements can be read in place.
 bool rows_are_aligned(const TensorView& t, int64_t columns, int64_t element_bytes);
 
-// The same for all of q, k and v.
-bool inputs_are_aligned(const AttnParams& p);
-// Whether their rows begin at multiples of 16 bytes, of every eighth head alike, and do not overlap: then the kernels
-// for heads at any address (../sm90/head_maps.cuh) read them in place. 16-bit elements only.
-bool heads_are_mappable(const AttnParams& p);
-
 // The end of the memory that a [batch][heads][rows][columns] tensor occupies.
 const void* end_of(const TensorView& t, int64_t batch, int64_t heads, int64_t rows, int64_t columns,
                    int64_t element_bytes);

@@ -408,9 +408,9 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
   typename Kernel::Shared& in_memory = *reinterpret_cast<typename Kernel::Shared*>(memory);
   typename Kernel::Shared& shared = Kernel::Visibility::kUniformShared ? uniform_shared(in_memory) : in_memory;
   if (threadIdx.x == 0) {
-    prefetch_map(maps.q);
-    prefetch_map(maps.k);
-    prefetch_map(maps.v);
+    ptx::prefetch_tensor_map(&maps.q);
+    ptx::prefetch_tensor_map(&maps.k);
+    ptx::prefetch_tensor_map(&maps.v);
     for (int i = 0; i < Kernel::kQueryStages; ++i) {
       ptx::barrier_init(&shared.q_full[i], 1);
       ptx::barrier_init(&shared.q_empty[i], Kernel::kWarps);
@@ -458,13 +458,7 @@ void forward_to_256(const AttnParams& p) {
   if (p.batch * p.heads_q == 0) return;
   typename Kernel::Maps maps{};
   using Operands = typename Kernel::Operands;
-  if constexpr (std::is_same_v<typename Kernel::Maps, HeadForwardMaps>) {
-    maps.q.set(p, p.q, p.head_dim, query_rows(p), p.heads_q, Kernel::kQueries);
-    maps.k.set(p, p.k, p.head_dim, key_rows(p), p.heads_k, Kernel::kKeys);
-    maps.v.set(p, p.v, p.head_dim_v, key_rows(p), p.heads_k, Kernel::kKeys);
-  } else {
-    static_cast<ForwardMaps&>(maps) = {Operands::query_map(p), Operands::key_map(p), Operands::value_map(p)};
-  }
+  static_cast<ForwardMaps&>(maps) = {Operands::query_map(p), Operands::key_map(p), Operands::value_map(p)};
   Kernel::Scores::set_bias_map(p, &maps, Kernel::kQueries);
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
   const int64_t processors = multiprocessors();
@@ -492,11 +486,6 @@ void forward(const AttnParams& p) {
     forward_large<T, kHeadDim, kOptions>(p);
   } else {
     using TileOfRow = TileOf<kernel_table::kSm90Forward, T, kHeadDim, kOptions, kHeadDimV>;
-    if constexpr (reads_any_heads(kHeadDim, kOptions)) {
-      if (!inputs_are_aligned(p)) {
-        return forward_to_256<Forward<T, kHeadDim, kHeadDimV, TileOfRow, AnyHeadsPolicies>>(p);
-      }
-    }
     forward_to_256<Forward<T, kHeadDim, kHeadDimV, TileOfRow, ForwardPolicies<kOptions>>>(p);
   }
 }

@@ -17,12 +17,6 @@ struct PlainPolicies {
   using Dropping = NoDropout<kSteps>;
 };
 
-// Of calls without options whose heads begin at any address.
-struct AnyHeadsPolicies : PlainPolicies {
-  template <class T, int kKeys>
-  using Scores = PlainScoresOfAnyHeads;
-};
-
 template <Options kOptions>
 struct ForwardPolicies : PlainPolicies {};
 template <>

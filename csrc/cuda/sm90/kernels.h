@@ -11,13 +11,8 @@ namespace flashattn_ext::sm90 {
 constexpr size_t kForwardBytes = 64;  // workspace of the forward and of forward mode: TileGrid::taken
 static_assert(kForwardBytes == kChunkKernelBytes);
 
-// Whether a forward also takes inputs whose heads begin at any address (head_maps.cuh): that of head dims 129 to 144,
-// where copies of q, k and v for an odd head dim would take a quarter of the time of 2048 rows.
-constexpr bool reads_any_heads(int head_dim, Options options) { return head_dim == 144 && options == kPlain; }
-
 // T: __half, __nv_bfloat16 or Float8; kHeadDim as in sm80/kernels.h; kHeadDimV: at least head_dim_v. Every row of q, k
-// and v is 16-byte aligned and a multiple of 16 bytes long, except where reads_any_heads; rows of `out` may have any
-// alignment.
+// and v is 16-byte aligned and a multiple of 16 bytes long; rows of `out` may have any alignment.
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void forward(const AttnParams& p);
 
@@ -52,8 +47,8 @@ struct ForwardRows {
   static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
   template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
-    return {forward<T, kHeadDim, kOptions, kHeadDimV>,        kForwardBytes,       0,
-            kTypeOf<T> == kE4m3 ? transposed_bytes : nullptr, kTypeOf<T> == kE4m3, reads_any_heads(kHeadDim, kOptions)};
+    return {forward<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes, 0,
+            kTypeOf<T> == kE4m3 ? transposed_bytes : nullptr, kTypeOf<T> == kE4m3};
   }
 };
 // Other invariant calls run rows of kSm90Forward.
@@ -63,8 +58,11 @@ struct InvariantRows {
   static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
   template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
-    return {invariant<T, kHeadDim, kOptions, kHeadDimV>,       kForwardBytes, 0,
-            invariant_bytes<T, kHeadDim, kOptions, kHeadDimV>, false,         false,
+    return {invariant<T, kHeadDim, kOptions, kHeadDimV>,
+            kForwardBytes,
+            0,
+            invariant_bytes<T, kHeadDim, kOptions, kHeadDimV>,
+            false,
             invariant_chunks<T, kHeadDim, kOptions, kHeadDimV>};
   }
 };

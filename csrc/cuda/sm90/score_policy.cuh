@@ -10,15 +10,11 @@
 #include "../common/ring.cuh"
 #include "../common/score_policy.cuh"
 #include "forward_bias.cuh"
-#include "head_maps.cuh"
 
 namespace flashattn_ext::sm90 {
 
 struct ForwardMaps {
   CUtensorMap q, k, v;
-};
-struct HeadForwardMaps {
-  HeadMaps q, k, v;
 };
 struct BiasedForwardMaps : ForwardMaps {
   CUtensorMap bias;
@@ -34,12 +30,6 @@ struct WithoutBiasTiles : Policy {
   static void set_bias_map(const AttnParams&, Maps*, int) {}
   template <class Kernel>
   __device__ __forceinline__ void skip(Kernel&) {}
-};
-
-// No option, and heads that begin at any address.
-struct PlainScoresOfAnyHeads : WithoutBiasTiles<PlainScores> {
-  using Maps = HeadForwardMaps;
-  static void set_bias_map(const AttnParams&, Maps*, int) {}
 };
 
 // Products in fp8 (forward_operands.cuh), with the descales of DescaledScores. Weights are rounded to e4m3 later, whose

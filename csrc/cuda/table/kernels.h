@@ -14,7 +14,6 @@ struct ForwardKernel {
   // Further workspace of a call; nullptr: none.
   size_t (*more_bytes)(const AttnParams&) = nullptr;
   bool reads_fp8 = false;  // reads fp8 inputs as they are; otherwise they are widened for it
-  bool any_heads = false;  // takes inputs whose heads begin at any address: heads_are_mappable in aligned_rows.h
   // How decoding runs an invariant kernel that adds up chunks of keys; nullptr: it does not.
   ChunkKernel (*chunks)() = nullptr;
 };
