@@ -98,11 +98,11 @@ __device__ __forceinline__ IntervalMask visible(const AttnParams& p, const Maske
 }
 
 // The loop over the query tiles of a key tile: all tiles of one head, then all tiles of the group's next head.
-// kMayDescend: in a deterministic call the tiles of a head come in descending order, unless the key tiles do. Key tiles
-// add to a query tile in ascending order, and all causal key tiles of a head see its last query tiles. Thread blocks
-// that start at those tiles at the same time follow each other closely. A thread block that started at the diagonal
-// would wait there for all earlier key tiles, which start at earlier queries.
-template <bool kMayDescend, class Visibility>
+// kMayDescend: in a deterministic call the tiles of a head come in descending order. Key tiles add to a query tile in
+// ascending order, and all causal key tiles of a head see its last query tiles. Thread blocks that start at those tiles
+// at the same time follow each other closely. A thread block that started at the diagonal would wait there for all
+// earlier key tiles, which start at earlier queries.
+template <bool kMayDescend>
 struct QueryWalk {
   const AttnGradParams& p;
   int h, m;         // current query head, current tile in its sequence
@@ -112,9 +112,8 @@ struct QueryWalk {
   __device__ __forceinline__ QueryWalk(const AttnGradParams& p, const BackwardWork& work, int heads)
       : p(p), h(uniform(work.hk) * heads) {
     const int first = uniform(work.first), tiles = uniform(work.tiles);
-    const bool descends = kMayDescend && p.deterministic && !Visibility::key_tiles_descend(p);
-    start = descends ? first + tiles - 1 : first;
-    last = descends ? first : first + tiles - 1;
+    start = descends() ? first + tiles - 1 : first;
+    last = descends() ? first : first + tiles - 1;
     m = start;
     left = tiles * heads;
   }
@@ -125,9 +124,13 @@ struct QueryWalk {
       m = start;
       ++h;
     } else {
-      m += kMayDescend && start > last ? -1 : 1;
+      m += descends() ? -1 : 1;
     }
   }
+
+ private:
+  // Recomputed rather than kept in a register.
+  __device__ __forceinline__ bool descends() const { return kMayDescend && ptx::opaque(p.deterministic) != 0; }
 };
 
 }  // namespace flashattn_ext::sm90

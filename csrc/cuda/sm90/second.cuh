@@ -69,7 +69,7 @@ struct Second {
   using Element = T;
   using Visibility = ArithmeticQueries;
   using Work = BackwardWork;
-  using Walk = QueryWalk<true, Visibility>;
+  using Walk = QueryWalk<true>;
   using Gradients = SecondGradients<Moves>;
   using Dropping = NoBackwardDropout;
   using Workspace = typename Gradients::Workspace;
