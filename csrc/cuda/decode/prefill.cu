@@ -212,6 +212,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t row = b * p.cache.capacity() + keys.first_new_row + keys.new_keys - keys.length + key;
     const int64_t n = keys.first_interval + key;
     const int2* const own = reinterpret_cast<const int2*>(p.intervals.data) + b * p.intervals.batch_stride + n;
+#pragma unroll 1  // unrolled it spills on sm_80
     for (int64_t h = 0; h < p.intervals.heads; ++h) {
       pairs[h * rows + row] = n < 0 ? make_int2(0, INT32_MAX) : own[h * p.intervals.head_stride];
     }

@@ -326,7 +326,7 @@ inline constexpr FewRowsRow kFewRowsBackward[] = {
     {k16Bit, 64,  4, 0},
     {k16Bit, 128, 1, 0},
     {k16Bit, 128, 2, 0},
-    {k16Bit, 128, 4, 0},
+    {k16Bit, 128, 4, 12},
 };
 
 }  // namespace flashattn_ext::kernel_table
