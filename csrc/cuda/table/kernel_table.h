@@ -177,7 +177,7 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     {k16Bit, 512,        kPlain,     kHopper, kMaySpill, {{1, 64, 4}, {1, 128, 4}, {1, 96, 6}}},
     {k16Bit, 384,        kDropout,   kHopper, kMaySpill, {{1, 64, 5}}},
     {k16Bit, 512,        kDropout,   kHopper, kMaySpill, {{1, 64, 4}}},
-    {kE4m3,  64,         kFp8Scores,  kHopper, 12,        {{3, 128, 4, kInTurn}, {2, 128, 4}}},
+    {kE4m3,  64,         kFp8Scores,  kHopper, 24,        {{3, 128, 4, kInTurn}, {2, 128, 4}}},
     {kE4m3,  96,         kFp8Scores,  kHopper, 0,         {{2, 128, 4}, {2, 128, 4, kInTurn}}},
     {kE4m3,  128,        kFp8Scores,  kHopper, 0,         {{2, 128, 4}, {2, 128, 4, kInTurn}}},
     {kE4m3,  192,        kFp8Scores,  kHopper, 0,         {{2, 128, 3, kInTurn}}},
