@@ -55,7 +55,7 @@ def test_sets_have_the_sizes_of_the_papers() -> None:
     sizes = {name: len(rows) for name, rows in SETS.items()}
     assert sizes == {
         "fa_paper": 36, "align": 4, "head_dims": 4, "dropout": 2, "gqa": 2, "window": 1, "deterministic": 2,
-        "fp32": 4, "fp8": 18, "short": 3, "wide": 6, "varlen": 4, "scores": 11, "masks": 12, "derivatives": 16,
+        "fp32": 4, "fp8": 18, "short": 3, "wide": 6, "varlen": 4, "scores": 11, "masks": 12, "derivatives": 16, "invariant": 12,
     }  # fmt: skip
     assert all(case.B * case.S == 16384 and case.Hq * case.D == 2048 for case in SETS["fa_paper"])
     assert len(set(SETS["fa_paper"])) == 36
@@ -85,10 +85,9 @@ def test_drawn_lengths_have_the_total() -> None:
 def test_cases_of_sets_and_passes() -> None:
     derivatives = bench_cases.cases(["derivatives"], "both")
     assert derivatives == [replace(case, set="derivatives") for case in SETS["derivatives"]]
-    assert len(bench_cases.cases(None, "both")) == 2 * sum(map(len, SETS.values())) - len(derivatives) - len(
-        SETS["fp8"]
-    )
-    assert not bench_cases.cases(["fp8"], "backward")
+    without_backward = [*derivatives, *SETS["fp8"], *SETS["invariant"]]
+    assert len(bench_cases.cases(None, "both")) == 2 * sum(map(len, SETS.values())) - len(without_backward)
+    assert not bench_cases.cases(["fp8", "invariant"], "backward")
     assert SETS["fp8"][0].beside() == {"bf16": replace(SETS["fp8"][0], dtype="bf16")}
     chosen = bench_cases.cases(["gqa", "align"], "backward")
     assert [case.set for case in chosen] == ["align"] * 4 + ["gqa"] * 2
