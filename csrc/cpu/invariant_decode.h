@@ -203,7 +203,7 @@ class InvariantDecode {
     const Staged* pointers[kDecodeKeys];
     const Staged* const* const v = rows_of_head<kDecodeKeys>(tile.v + j, offset, count, p.head_dim_v, scratch.columns_v,
                                                              scratch.staged_v, pointers);
-    // Of the rows after the last key only the weights are 0, and copies of them are not initialised.
+    // The rows after the last key have weights of 0, and copies of these rows are not initialised.
     for (int64_t key = 0; key < kDecodeKeys; ++key) {
       if (key >= count || (finite && !is_finite_row(tile.v[j + key] + offset, p.head_dim_v))) {
         pointers[key] = scratch.zeros;

@@ -43,7 +43,7 @@ struct ChunkPartials {
 
 constexpr int64_t kChunkKernelBytes = 64;  // that a kernel takes of the workspace of such a call
 
-// Of a row of the table: the kernel that computes such a call, and what it needs.
+// The kernel of a row of the table, and what it needs.
 struct ChunkKernel {
   void (*run)(const AttnParams&, const ChunkPartials&) = nullptr;
   int rows = 0;  // at most, of a sequence and head

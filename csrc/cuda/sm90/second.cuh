@@ -83,7 +83,7 @@ struct Second {
   static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kSectionHeads = 16;
   static constexpr int kPanels = panels(kHeadDim), kScorePanels = kQueries / kPanelColumns;
   static constexpr int kDqTiles = Layout::kQueryColumnTiles;
-  // Of a warpgroup: queries whose scores it computes, and columns of dk and dv.
+  // The queries whose scores a warpgroup computes, and its columns of dk and dv.
   static constexpr int kOwnQueries = kQueries / 2, kOwnColumns = kHeadDim / 2;
   static constexpr int kScoreTiles = kOwnQueries / 8, kSteps = kOwnQueries / 16, kColumnTiles = kOwnColumns / 8;
   using Masking = PackedScores<T, kOwnQueries, false>;

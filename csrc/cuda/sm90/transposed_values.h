@@ -2,7 +2,7 @@
 // they are [heads][tiles of a head][columns][128 keys]; heads are those of all batch entries. The first tile of a
 // packed sequence begins with its first key, so each sequence may have one tile more than its keys alone need.
 //
-// Of every 16 keys, position 4 * t + j holds key 2 * t + j % 2 + 8 * (j / 2): four neighbours are what lane t of four
+// In every 16 keys, position 4 * t + j holds key 2 * t + j % 2 + 8 * (j / 2): four neighbours are what lane t of four
 // has of a row of scores. Keys behind the end of a sequence are zero.
 #pragma once
 
