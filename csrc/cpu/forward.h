@@ -244,7 +244,7 @@ void forward(const AttnParams& p, const DecodeParams* cache = nullptr) {
     return cache && has_few_queries(p, queries) ? 0 : ceil_div(queries, size.queries);
   };
   const int64_t scratch_bytes = ForwardScratch<In, Op>(p, nullptr).bytes;
-  run_query_tiles(p, tiles_of, [&](int worker) {
+  run_query_tiles(p, p.heads_q, tiles_of, [&](int worker) {
     return Forward<In, Op, Accuracy, Rule>(p, cache, static_cast<char*>(p.workspace) + worker * scratch_bytes);
   });
 }

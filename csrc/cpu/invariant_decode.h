@@ -84,26 +84,27 @@ class InvariantDecode {
   static constexpr Real kInfinity = std::numeric_limits<Real>::infinity();
 
  public:
-  InvariantDecode(const DecodeParams& params, void* base)
-      : p(params), rule(make_rule<Rule>(params)), scratch(params, base), size(scratch.size) {
+  // heads: KV heads of an item.
+  InvariantDecode(const DecodeParams& params, int64_t heads, void* base)
+      : p(params), rule(make_rule<Rule>(params)), scratch(params, base), size(scratch.size), item_heads(heads) {
     std::memset(static_cast<void*>(scratch.zeros), 0, scratch.columns_v * sizeof(Staged));
   }
 
-  // Block `number` of the rows of each of the KV heads [first_head, first_head + heads).
-  void run(int64_t b, int64_t first_head, int64_t heads, int64_t number) {
+  // Block `number` of the rows of each KV head of group `group`.
+  void run(int64_t b, int64_t group, int64_t number) {
     const Sequence queries = query_sequence(p, b);
     const KeyLocator keys(p, b);
     const Mask mask(p, queries.length, keys.length);
     batch = b;
-    hk0 = first_head;
-    head_count = heads;
+    hk0 = group * item_heads;
+    head_count = lesser(item_heads, p.heads_k - hk0);
     row0 = number * kInvariantRows;
     row_count = lesser(kInvariantRows, queries.length * p.group_size() - row0);
     head_rows = padded_rows<W>(row_count);
     load_queries(queries);
     const IndexRange visible = mask.keys_of(query_of(0), query_of(row_count - 1) + 1);
     const auto find = [&](int64_t key0, Tile* tile) {
-      tile->find(p, keys, first_head, key0, lesser(key0 + size.keys, visible.end), kDecodeKeys);
+      tile->find(p, keys, hk0, key0, lesser(key0 + size.keys, visible.end), kDecodeKeys);
     };
     // The next tile's rows are known while the current one is processed, for the prefetch.
     Tile tiles[2];
@@ -376,6 +377,7 @@ class InvariantDecode {
   std::conditional_t<kIsFloat8<In>, Rule, const Rule> rule;  // of an fp8 call: with the descales of the current head
   InvariantDecodeScratch<In, Op> scratch;
   const TileSize size;
+  const int64_t item_heads;
   // The current work item and tile.
   int64_t batch = 0, hk0 = 0, head_count = 0, row0 = 0, row_count = 0, head_rows = 0, lanes_of_tile = 0;
 };
@@ -404,21 +406,10 @@ void decode_invariantly(const DecodeParams& p) {
     return has_few_queries(p, queries) ? ceil_div(queries * p.group_size(), kInvariantRows) : 0;
   };
   if (p.heads_k == 0) return;
-  const CpuExecutor& executor = *static_cast<const CpuExecutor*>(p.stream);
-  const int64_t heads = invariant_heads<Op>(p, blocks_of, executor.num_threads);
-  const int64_t groups = ceil_div(p.heads_k, heads);
-  int64_t items = 0;
-  for (int64_t b = 0; b < p.batch; ++b) items += blocks_of(b) * groups;
+  const int64_t heads = invariant_heads<Op>(p, blocks_of, static_cast<const CpuExecutor*>(p.stream)->num_threads);
   const int64_t scratch_bytes = InvariantDecodeScratch<In, Op>(p, nullptr).bytes;
-  std::atomic<int64_t> next{0};
-  run_workers(executor, items, [&](int worker) {
-    InvariantDecode<In, Op, Accuracy, Rule> kernel(p, static_cast<char*>(p.workspace) + worker * scratch_bytes);
-    WorkCursor cursor(p.batch, groups);
-    WorkItem item;
-    while (cursor.find(next.fetch_add(1, std::memory_order_relaxed), blocks_of, &item)) {
-      const int64_t head = item.head * heads;
-      kernel.run(item.batch, head, lesser(heads, p.heads_k - head), item.tile);
-    }
+  run_query_tiles(p, ceil_div(p.heads_k, heads), blocks_of, [&](int worker) {
+    return InvariantDecode<In, Op, Accuracy, Rule>(p, heads, static_cast<char*>(p.workspace) + worker * scratch_bytes);
   });
 }
 

@@ -221,7 +221,7 @@ void jvp(const JvpParams& p) {
   const TileSize size = tile_size<Op>(p);
   const int64_t scratch_bytes = JvpScratch<In, Op>(p, nullptr).bytes;
   const auto tiles_of = [&](int64_t b) { return ceil_div(query_sequence(p, b).length, size.queries); };
-  run_query_tiles(p, tiles_of, [&](int worker) {
+  run_query_tiles(p, p.heads_q, tiles_of, [&](int worker) {
     return Jvp<In, Op, Accuracy, Rule>(p, static_cast<char*>(p.workspace) + worker * scratch_bytes);
   });
 }

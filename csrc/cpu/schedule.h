@@ -51,16 +51,16 @@ inline void run_workers(const CpuExecutor& executor, int64_t items, Body body) {
   executor.run(workers, [](void* context, int worker) { (*static_cast<Body*>(context))(worker); }, &body);
 }
 
-// Runs all query tiles; batch entry b has tiles_of(b) of them. kernel_of(worker) makes the kernel of a worker, whose
-// run(b, h, number) processes a tile of query head h.
+// Runs all query tiles; each of the `heads` of batch entry b has tiles_of(b) of them. kernel_of(worker) makes the
+// kernel of a worker, whose run(b, h, number) processes a tile of head h.
 template <class TilesOf, class KernelOf>
-inline void run_query_tiles(const AttnParams& p, TilesOf tiles_of, KernelOf kernel_of) {
+inline void run_query_tiles(const AttnParams& p, int64_t heads, TilesOf tiles_of, KernelOf kernel_of) {
   int64_t items = 0;
-  for (int64_t b = 0; b < p.batch; ++b) items += tiles_of(b) * p.heads_q;
+  for (int64_t b = 0; b < p.batch; ++b) items += tiles_of(b) * heads;
   std::atomic<int64_t> next{0};
   run_workers(*static_cast<const CpuExecutor*>(p.stream), items, [&](int worker) {
     auto kernel = kernel_of(worker);
-    WorkCursor cursor(p.batch, p.heads_q);
+    WorkCursor cursor(p.batch, heads);
     WorkItem item;
     while (cursor.find(next.fetch_add(1, std::memory_order_relaxed), tiles_of, &item)) {
       // Causal query tiles see more keys towards the end of the sequence: start with the longest.
