@@ -16,6 +16,7 @@
 #include "../common/tensor_map.h"
 #include "../common/tile_order.cuh"
 #include "../ptx/grid.cuh"
+#include "forward_consumer.cuh"
 #include "forward_large.cuh"
 #include "forward_operands.cuh"
 #include "forward_policies.cuh"
@@ -28,7 +29,7 @@ namespace flashattn_ext::sm90 {
 
 // TileOfRow: kTile, of the row of the table of kernels; Policies: forward_policies.cuh.
 template <class T, int kHeadDim, int kHeadDimV, class TileOfRow, class Policies>
-struct Forward {
+struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Policies>> {
   static constexpr ForwardTile kTile = TileOfRow::kTile;
   using Operands = ForwardOperands<T, kHeadDim, kHeadDimV, TileOfRow>;
   using Element = typename Operands::Element;
@@ -46,6 +47,8 @@ struct Forward {
   using Score = typename Scores::Rule;
   using KeyWalk = typename Visibility::Walk;
   static constexpr bool kMasks = Visibility::kHasIntervals;
+  static constexpr int kPingPong = kForwardPingPong;
+  static constexpr bool kClearsTail = !Operands::kZeroRows;
   static constexpr int kBiasTiles = Scores::kTileStages;
   // Relative to a sink far above the logits, weights would vanish in e4m3.
   static constexpr bool kSinkLast = Scores::kWeightScale > 1;
@@ -110,16 +113,10 @@ struct Forward {
       each_work(
           p, grid, [&](int tile) { return grid.next(tile); },
           [&](const Work& work, int key_start) {
-            publish(work);
+            publish_work(shared, work, &work_parity);
             if (work.sees_keys()) load_tile(work, key_start);
           });
-      publish(Work{});
-    }
-    __device__ void publish(const Work& work) {
-      ptx::barrier_wait(&shared.work_empty, work_parity ^ 1);
-      shared.work = work;
-      ptx::barrier_arrive(&shared.work_full);
-      work_parity ^= 1;
+      publish_work(shared, Work{}, &work_parity);
     }
     __device__ void load_tile(const Work& work, int key_start) {
       const int batch = p.is_varlen() ? 0 : work.b, hk = work.h / static_cast<int>(p.group_size());
@@ -195,7 +192,7 @@ struct Forward {
 
   __device__ __forceinline__ void compute_tiles() {
     Generator generator(p);
-    if (group == 0) pass_phase(kGroups - 1);
+    if (group == 0) this->pass_phase(kGroups - 1);
     for (Work work = receive_work(shared, &work_parity); work.exists(); work = receive_work(shared, &work_parity)) {
       generator.start_tile(p, work.b);
       start_tile(work);
@@ -212,33 +209,33 @@ struct Forward {
     const Limits unmasked{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
     if constexpr (Operands::kInTurn) return compute_steps_in_turn(work, walk, unmasked);
     Visibility::await_keys(*this);
-    await_phase();
+    this->await_phase();
     score_product<Operands::kColumns, uint64_t>(scores, shared.q[q.stage], group * 64, shared.k[k.stage]);
-    pass_phase(group);
+    this->pass_phase(group);
     dropping.draw_under_products(p, generator, work.h, row, n * kKeys);
     const auto begun = scoring.begin(*this, Step{work, n});
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
-    end_keys(Visibility::is_last(walk));
+    this->end_keys(Visibility::is_last(walk));
     weigh(work, walk, unmasked, begun);
     dropping.draw_after_weights(p, generator, work.h, row, n * kKeys);
     // Otherwise `out` is still zero.
     if (Visibility::kResumes || Operands::kDefersRescaling) operands.rescale(out, shrink);
     pack_weights();
-    if (n == work.last) clear_tail_of_values(work);
+    if (n == work.last) this->clear_tail_of_values(work);
     if (Visibility::has_next(*this, walk)) {
       for (Visibility::advance(walk);; Visibility::advance(walk)) {
         Visibility::await_keys(*this);
-        await_phase();
+        this->await_phase();
         score_product<Operands::kColumns, uint64_t>(scores, shared.q[q.stage], group * 64, shared.k[k.stage]);
         ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
         operands.accumulate(out, weights, shared.v[v.stage]);
-        pass_phase(group);
+        this->pass_phase(group);
         dropping.draw_under_products(p, generator, work.h, row, n * kKeys);
         const auto begun = scoring.begin(*this, Step{work, n});
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
-        end_keys(Visibility::is_last(walk));
+        this->end_keys(Visibility::is_last(walk));
         weigh(work, walk, unmasked, begun);
         dropping.draw_after_weights(p, generator, work.h, row, n * kKeys);
         ptx::hold(scores);
@@ -258,13 +255,13 @@ struct Forward {
   __device__ __forceinline__ void compute_steps_in_turn(const Work& work, KeyWalk& walk, const Limits& unmasked) {
     for (;; Visibility::advance(walk)) {
       Visibility::await_keys(*this);
-      await_phase();
+      this->await_phase();
       score_product<Operands::kColumns, uint64_t>(scores, shared.q[q.stage], group * 64, shared.k[k.stage]);
-      pass_phase(group);
+      this->pass_phase(group);
       const auto begun = scoring.begin(*this, Step{work, walk.n});
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
-      end_keys(Visibility::is_last(walk));
+      this->end_keys(Visibility::is_last(walk));
       weigh(work, walk, unmasked, begun);
       operands.rescale(out, shrink);
       pack_weights();
@@ -276,36 +273,9 @@ struct Forward {
     }
   }
 
-  __device__ __forceinline__ void end_keys(bool last_of_tile) {
-    release(shared.k_empty[k.stage]);
-    k.advance();
-    if (last_of_tile) end_queries();
-  }
-  __device__ __forceinline__ void end_queries() {
-    release(shared.q_empty[q.stage]);
-    q.advance();
-  }
-
-  // Skips a key tile that only other warpgroups see.
-  __device__ __forceinline__ void skip_step(const Work& work, int n) {
-    await_phase();
-    pass_phase(group);
-    if (n == work.last) clear_tail_of_values(work);
-    ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
-    ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
-    release(shared.k_empty[k.stage]);
-    release(shared.v_empty[v.stage]);
-    k.advance();
-    v.advance();
-    scoring.skip(*this);
-  }
-
-  // Ping-pong: warpgroups issue their products one after another, and each one then signals the next.
-  __device__ __forceinline__ void await_phase() const {
-    ptx::named_barrier_sync(kForwardPingPong + group, 2 * kGroupThreads);
-  }
-  __device__ __forceinline__ void pass_phase(int from) const {
-    ptx::named_barrier_arrive(kForwardPingPong + (from + 1) % kGroups, 2 * kGroupThreads);
+  __device__ __forceinline__ void skip_more() { scoring.skip(*this); }
+  __device__ __forceinline__ void clear_values(int rows, int thread, int threads) {
+    clear_rows(shared.v[v.stage], rows, thread, threads);
   }
 
   __device__ __forceinline__ void start_tile(const Work& work) {
@@ -318,20 +288,6 @@ struct Forward {
   __device__ __forceinline__ void pack_weights() {
     operands.pack(weights, scores);
     dropping.apply(p, weights);
-  }
-
-  // The rows behind a packed sequence hold values of another one: even with weights of 0 they would propagate a NaN.
-  // The warpgroups zero these rows together.
-  __device__ __forceinline__ void clear_tail_of_values(const Work& work) {
-    const int rows = work.length_k - work.last * kKeys;
-    if (rows >= kKeys || !p.is_varlen() || Operands::kZeroRows) return;
-    ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
-    clear_rows(shared.v[v.stage], rows, threadIdx.x - kGroupThreads, kGroups * kGroupThreads);
-    ptx::fence_async_shared();
-    __syncwarp();
-    release(shared.tail_cleared);
-    ptx::barrier_wait(&shared.tail_cleared, tail_parity);
-    tail_parity ^= 1;
   }
 
   // Scores against a key tile become weights. They are packed later, in pack_weights: the registers of packed weights
@@ -473,7 +429,7 @@ void forward_to_256(const AttnParams& p) {
   if constexpr (Operands::kPrepares) {
     Operands::prepare(p, taken);
   } else if (schedules) {
-    check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
+    zero_taken(p, taken);
   }
   launch_early(forward_kernel<Kernel>, "sm90 forward", p, row_of_blocks(std::min(all, processors), "sm90 forward", p),
                Kernel::kThreads, static_cast<int>(sizeof(typename Kernel::Shared)), p, maps, grid,

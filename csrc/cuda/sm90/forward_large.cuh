@@ -539,7 +539,7 @@ void forward_large(const AttnParams& p) {
   const TileGrid grid{forward_order(p, tiles, sizeof(T)), static_cast<int>(all), taken};
   const int64_t clusters = multiprocessors() / Kernel::kBlocks;
   if (all > clusters) {
-    check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
+    zero_taken(p, taken);
   }
   launch(large_forward_kernel<T, kHeadDim, kOptions>, "sm90 forward", p, std::min(all, clusters) * Kernel::kBlocks,
          Kernel::kThreads, static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));

@@ -61,6 +61,11 @@ __device__ __forceinline__ void each_forward_work(const AttnParams& p, const Til
   }
 }
 
+// Zeroes TileGrid::taken, for calls in which thread blocks take more than one tile.
+inline void zero_taken(const AttnParams& p, int* taken) {
+  check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
+}
+
 // Publishes a tile to the consumer warps; one thread calls it. parity: of the barriers, 0 at first.
 template <class Shared>
 __device__ __forceinline__ void publish_work(Shared& shared, const ForwardWork& work, uint32_t* parity) {

@@ -40,12 +40,12 @@ struct InvariantForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, Policies> {
       each_work(
           this->p, grid, [&](int tile) { return grid.next(tile); },
           [&](const Work& work, int key_start) {
-            this->publish(work);
+            publish_work(this->shared, work, &this->work_parity);
             if (!work.sees_keys()) return;
             const KeyPages& pages = static_cast<const ChunkGrid&>(grid).partials.pages;
             pages.table ? load_from_pages(work, pages) : this->load_tile(work, key_start);
           });
-      this->publish(Work{});
+      publish_work(this->shared, Work{}, &this->work_parity);
     }
     // The rows behind the last granule of the sequence keep what was there; their scores are masked, and the consumers
     // zero their values.
@@ -257,7 +257,7 @@ struct InvariantLaunch {
     grid.sums = reinterpret_cast<float4*>(static_cast<char*>(p.workspace) + kForwardBytes);
     const int64_t processors = multiprocessors();
     if (tiles > processors) {
-      check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
+      zero_taken(p, taken);
     }
     launch(invariant_forward_kernel<Kernel>, "sm90 invariant forward", p, std::min(tiles, processors), Kernel::kThreads,
            static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));

@@ -16,6 +16,7 @@
 #include "../common/tangent_rows.cuh"
 #include "../common/tensor_map.h"
 #include "../common/tile_order.cuh"
+#include "forward_consumer.cuh"
 #include "forward_work.cuh"
 #include "kernels.h"
 #include "moving.cuh"
@@ -31,7 +32,7 @@ struct JvpMaps {
 };
 
 template <class T, int kHeadDim, class TileOfRow, class Moves>
-struct Jvp {
+struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
   static constexpr ForwardTile kTile = TileOfRow::kTile;
   static constexpr int kGroups = kTile.groups, kQueries = kTile.queries(), kKeys = kTile.keys, kStages = kTile.stages;
   static constexpr RegisterBudget kRegisters = register_budget(kGroups);
@@ -46,6 +47,8 @@ struct Jvp {
   using Work = ForwardWork;
   using KeyTile = T[kPanels][kKeys][kPanelColumns];
   using QueryTile = T[kPanels][kQueries][kPanelColumns];
+  static constexpr int kPingPong = kJvpPingPong;
+  static constexpr bool kClearsTail = true;
 
   struct Shared {
     QueryTile q, tq;
@@ -142,7 +145,7 @@ struct Jvp {
   __device__ __forceinline__ auto& tangent_tile() { return reinterpret_cast<float (&)[1][kScoreTiles][4]>(tangents); }
 
   __device__ __forceinline__ void compute_tiles() {
-    if (group == 0) pass_phase(kGroups - 1);
+    if (group == 0) this->pass_phase(kGroups - 1);
     for (Work work = receive_work(shared, &work_parity); work.exists(); work = receive_work(shared, &work_parity)) {
       start_tile(work);
       if (Moves::kAny && work.sees_keys()) Visibility::compute_tile(*this, work, Nothing{});
@@ -169,26 +172,26 @@ struct Jvp {
     // Keys that every row of the warp sees; tiles with other keys are masked.
     const Limits unmasked{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
     Visibility::await_keys(*this);
-    await_phase();
+    this->await_phase();
     multiply_queries();
-    pass_phase(group);
+    this->pass_phase(group);
     ptx::wgmma_wait<0>();
     hold_scores();
-    end_keys(Visibility::is_last(walk));
+    this->end_keys(Visibility::is_last(walk));
     weigh(work, n, unmasked);
     pack();
-    if (n == work.last) clear_tail_of_values(work);
+    if (n == work.last) this->clear_tail_of_values(work);
     if (Visibility::has_next(*this, walk)) {
       for (Visibility::advance(walk);; Visibility::advance(walk)) {
         Visibility::await_keys(*this);
-        await_phase();
+        this->await_phase();
         multiply_queries();
         ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
         multiply_values();
-        pass_phase(group);
+        this->pass_phase(group);
         ptx::wgmma_wait<1>();
         hold_scores();
-        end_keys(Visibility::is_last(walk));
+        this->end_keys(Visibility::is_last(walk));
         weigh(work, n, unmasked);
         hold_scores();
         // The loop exits here, before the wait in end_values, for the reason that forward.cuh gives.
@@ -202,19 +205,6 @@ struct Jvp {
     ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
     multiply_values();
     end_values();
-  }
-
-  // Skips a key tile that only other warpgroups see.
-  __device__ __forceinline__ void skip_step(const Work& work, int n) {
-    await_phase();
-    pass_phase(group);
-    if (n == work.last) clear_tail_of_values(work);
-    ptx::barrier_wait(&shared.k_full[k.stage], k.parity);
-    ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
-    release(shared.k_empty[k.stage]);
-    release(shared.v_empty[v.stage]);
-    k.advance();
-    v.advance();
   }
 
   // One group of products each: for scores and the tangents of logits, and for values.
@@ -242,28 +232,11 @@ struct Jvp {
     ptx::hold(tangents);
   }
 
-  __device__ __forceinline__ void end_keys(bool last_of_tile) {
-    release(shared.k_empty[k.stage]);
-    k.advance();
-    if (last_of_tile) end_queries();
-  }
-  __device__ __forceinline__ void end_queries() {
-    release(shared.q_empty[0]);
-    q.advance();
-  }
   __device__ __forceinline__ void end_values() {
     ptx::wgmma_wait<0>();
     ptx::hold(out);
     release(shared.v_empty[v.stage]);
     v.advance();
-  }
-
-  // Ping-pong, as in forward.cuh.
-  __device__ __forceinline__ void await_phase() const {
-    ptx::named_barrier_sync(kJvpPingPong + group, 2 * kGroupThreads);
-  }
-  __device__ __forceinline__ void pass_phase(int from) const {
-    ptx::named_barrier_arrive(kJvpPingPong + (from + 1) % kGroups, 2 * kGroupThreads);
   }
 
   // Products become P and P (A - pivot). They are packed later: the registers of packed ones are operands of products
@@ -284,19 +257,10 @@ struct Jvp {
     if constexpr (Moves::kV) pack_scores<T>(weights, scores);
   }
 
-  // As in forward.cuh: a NaN behind a packed sequence would propagate, even with weights of 0.
-  __device__ __forceinline__ void clear_tail_of_values(const Work& work) {
-    const int count = work.length_k - work.last * kKeys;
-    if (count >= kKeys || !p.is_varlen()) return;
-    ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
-    const int thread = static_cast<int>(threadIdx.x) - kGroupThreads;
-    if constexpr (Moves::kLogits) clear_rows(shared.v[v.stage], count, thread, kGroups * kGroupThreads);
-    if constexpr (Moves::kV) clear_rows(shared.tv[v.stage], count, thread, kGroups * kGroupThreads);
-    ptx::fence_async_shared();
-    __syncwarp();
-    release(shared.tail_cleared);
-    ptx::barrier_wait(&shared.tail_cleared, tail_parity);
-    tail_parity ^= 1;
+  __device__ __forceinline__ void skip_more() {}
+  __device__ __forceinline__ void clear_values(int count, int thread, int threads) {
+    if constexpr (Moves::kLogits) clear_rows(shared.v[v.stage], count, thread, threads);
+    if constexpr (Moves::kV) clear_rows(shared.tv[v.stage], count, thread, threads);
   }
 
   __device__ __forceinline__ void finish_tile(const Work& work) {
@@ -381,7 +345,7 @@ void run_jvp(const JvpParams& p) {
   const TileGrid grid{forward_order(p, blocks, 2 * sizeof(typename Kernel::Element)), static_cast<int>(all), taken};
   const int64_t processors = multiprocessors();
   if (all > processors) {
-    check_launch(cudaMemsetAsync(taken, 0, sizeof(int), static_cast<cudaStream_t>(p.stream)), "memset", p);
+    zero_taken(p, taken);
   }
   launch(jvp_kernel<Kernel>, "sm90 jvp", p, std::min(all, processors), Kernel::kThreads,
          static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Rule::of(p));
