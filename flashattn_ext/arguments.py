@@ -103,9 +103,8 @@ def window(value: Any) -> tuple[int, int]:
 def flash_attn_window(value: Any) -> tuple[int, int]:
     """window() with every negative side as -1, because flash-attn takes any negative number as unbounded."""
     left, right = window(value)
-    if (
-        type(left) is int and type(right) is int
-    ):  # max() below also takes symbols, and costs a tenth of a microsecond each time
+    # max() also takes symbols, and costs a tenth of a microsecond each time.
+    if type(left) is int and type(right) is int:
         return left if left > -1 else -1, right if right > -1 else -1
     return max(left, -1), max(right, -1)
 

@@ -60,18 +60,8 @@ def measure(*, quick: bool) -> dict[str, Any]:
 def model(library: ctypes.CDLL, case: Case) -> dict[str, Any]:
     """Cube use, busy fraction of every pipe, and bytes that all cores move from and to GM."""
     threshold, heads = THRESHOLD if case.dropout else 256, (case.Hq, case.Hk)
-    sizes = [
-        case.B,
-        case.S,
-        case.S,
-        *heads,
-        case.D,
-        case.D,
-        case.causal,
-        threshold,
-        False,
-        case.backward,
-    ]  # no smooth softmax
+    smooth = False
+    sizes = [case.B, case.S, case.S, *heads, case.D, case.D, case.causal, threshold, smooth, case.backward]
     tensors: list[torch.Tensor] = []
     if case.lengths:
         ids = torch.arange(len(case.lengths)).repeat_interleave(torch.tensor(case.lengths))

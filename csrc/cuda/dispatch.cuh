@@ -227,14 +227,14 @@ class Dispatch {
 
   // Whether q, k and v are still fp8: a prefill has already widened its keys and values.
   static bool is_narrow(const AttnParams& p) { return p.dtype == DType::kFloat8; }
+  static bool widens(const AttnParams& p, const ForwardKernel& kernel) { return is_narrow(p) && !kernel.reads_fp8; }
   static size_t forward_workspace_bytes(const AttnParams& p) {
     if (runs_in_chunks(p)) return decode::chunk_bytes(decode::cached_call(p), chunk_kernel(p));
     if (decode::is_few_rows(p)) {
       return decode::few_rows_bytes(p) + (is_narrow(p) ? 0 : static_cast<size_t>(aligned_copy_bytes(p)));
     }
     const ForwardKernel& kernel = forward_of(p);
-    const bool widens = is_narrow(p) && !kernel.reads_fp8;
-    const int64_t copies = widens ? widened_bytes(p) : aligned_copy_bytes(p);
+    const int64_t copies = widens(p, kernel) ? widened_bytes(p) : aligned_copy_bytes(p);
     return kernel.workspace_bytes + (kernel.more_bytes ? kernel.more_bytes(p) : 0) + static_cast<size_t>(copies);
   }
   static size_t backward_workspace_bytes(const AttnGradParams& p) {
@@ -253,8 +253,7 @@ class Dispatch {
     const bool is_few = decode::is_few_rows(p);  // these kernels read fp8 as it is, with any alignment
     if (is_few) return decode::run_few_rows(is_narrow(p) ? p : align_inputs(p));
     const ForwardKernel& kernel = forward_of(p);
-    const bool widens = is_narrow(p) && !kernel.reads_fp8;
-    kernel.run(widens ? widen_inputs(p) : align_inputs(p));
+    kernel.run(widens(p, kernel) ? widen_inputs(p) : align_inputs(p));
   }
   static void forward(const AttnParams& p) {
     set_unowned_rows(p);

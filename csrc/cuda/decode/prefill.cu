@@ -283,9 +283,8 @@ std::string refuses_prefill(const DecodeParams& p) {
            "bfloat16, or leave invariant out";
   }
   if (all_rows(p) <= kMostRows && packed_queries(p) <= kMostRows) return {};
-  return "invariant=True with a KV cache of more than 2^31 - 1 rows (batch entries times the keys that a block table "
-         "has "
-         "room for) is not implemented by the CUDA kernels, got " +
+  return "invariant=True with a KV cache of more than 2^31 - 1 rows (batch entries times the keys for which a block "
+         "table has room) is not implemented by the CUDA kernels, got " +
          std::to_string(all_rows(p)) + "; pass a block table with fewer columns, or leave invariant out";
 }
 
