@@ -10,13 +10,15 @@
 
 namespace flashattn_ext {
 
-// tanh with a relative error of at most 2^-14, from a quotient of polynomials in x^2. The result is NaN for NaN.
+// tanh with a relative error of at most 2^-15, from a quotient of polynomials in x^2. Their first coefficients are 1,
+// so that the relative error vanishes towards 0: a large softcap multiplies it. The result is NaN for NaN.
 __device__ __forceinline__ float tanh_of_half(float x) {
-  constexpr float kFlat = 5;  // tanh is constant from here on
+  constexpr float kFlat = 6;  // tanh is constant from here on
   x = ptx::max_nan(ptx::min_nan(x, kFlat), -kFlat);
   const float square = x * x;
-  const float above = x * fmaf(fmaf(6.7056776e-4f, square, 0.10241774f), square, 0.99994805f);
-  return above * ptx::rcp(fmaf(fmaf(0.01281991f, square, 0.43543252f), square, 1.f));
+  const float above = x * fmaf(fmaf(1.5228421e-3f, square, 0.11498365f), square, 1.f);
+  const float below = fmaf(fmaf(fmaf(5.6746916e-5f, square, 0.017664496f), square, 0.44828268f), square, 1.f);
+  return above * ptx::rcp(below);
 }
 
 // tanh with the precision that the input type T needs. The instruction has the error of fp16 itself, which is small
