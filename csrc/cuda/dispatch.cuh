@@ -135,11 +135,11 @@ class Dispatch {
     if (reason.empty()) reason = refuses_origin(p, Architecture::kGpus);
     return reason.empty() ? Architecture::refuses_device() : reason;
   }
-  static const JvpKernel* jvp_kernel(const AttnParams& p) { return Architecture::jvp(forward_call(p)); }
+  // `invariant` is about out and lse: derivatives, like gradients, are those of the call without it.
+  static const JvpKernel* jvp_kernel(const AttnParams& p) { return Architecture::jvp(backward_call(p, options_of(p))); }
   static const SecondKernel* second_kernel(const AttnParams& p) {
     return Architecture::second(backward_call(p, options_of(p)));
   }
-  // `invariant` is about out and lse: derivatives, like gradients, are those of the call without it.
   static std::string supports_derivatives(const AttnParams& p) {
     if (p.dtype == DType::kFloat64) return "float64 is supported on the CPU only; use float32";
     if (p.is_fp8) return refuses_fp8(p, Architecture::kName);
