@@ -105,6 +105,19 @@ def call_with_caches(dtype: torch.dtype, head_dim: int) -> int:
 
 def call_with_derivatives(dtype: torch.dtype, head_dim: int) -> int:
     """Runs the double backward of dense and packed calls, which has the kernels of both derivatives; returns the number of calls."""
+
+    def differentiate_twice(out: torch.Tensor, *inputs: torch.Tensor) -> None:
+        first = torch.autograd.grad(out.float().square().sum(), inputs, create_graph=True)
+        torch.autograd.grad(sum(t.float().square().sum() for t in first), inputs)
+
+    plain = list(itertools.product((dict(causal=True), dict(window_size=(20, 5))), (False, True)))
+    for mask, deterministic in plain:  # the kernels of wgmma, over several tiles of keys and queries
+        q, k, v = leaves(dtype, head_dim, 1, 150)
+        differentiate_twice(flashattn_ext.forward(q, k, v, deterministic=deterministic, **mask), q, k, v)
+        q, k, v = leaves(dtype, head_dim, 300)
+        cu = torch.tensor([0, 130, 300], dtype=torch.int32, device="cuda")
+        out = flashattn_ext.varlen_forward(q, k, v, cu, cu, 170, 170, deterministic=deterministic, **mask)
+        differentiate_twice(out, q, k, v)
     choices = list(itertools.product((0.0, 0.3), (False, True)))
     for dropout_p, deterministic in choices:
         options = dict(causal=True, dropout_p=dropout_p, deterministic=deterministic, rng_seed=1)
@@ -116,9 +129,8 @@ def call_with_derivatives(dtype: torch.dtype, head_dim: int) -> int:
                 out = flashattn_ext.varlen_forward(q, k, v, cu, cu, 20, 20, alibi_slopes=alibi_slopes, **options)
             else:
                 out = flashattn_ext.forward(q, k, v, alibi_slopes=alibi_slopes, softcap=3.0, **options)
-            first = torch.autograd.grad(out.float().square().sum(), (q, k, v), create_graph=True)
-            torch.autograd.grad(sum(t.float().square().sum() for t in first), (q, k, v))
-    return 2 * len(choices)
+            differentiate_twice(out, q, k, v)
+    return 2 * (len(plain) + len(choices))
 
 
 def call_with_fp8(head_dim: int) -> int:

@@ -256,6 +256,22 @@ def test_results_repeat_bit_for_bit(device: str, dtype: torch.dtype, options: st
             assert_same_bits(t, expected[name], name)
 
 
+@pytest.mark.dtypes("float16", "bfloat16")
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("form", ["causal", "varlen"])
+def test_every_class_of_head_dims_repeats_bit_for_bit(
+    device: str, dtype: torch.dtype, form: str, head_dim: int
+) -> None:
+    forms: dict[str, Any] = {"causal": dict(Sq=700, Sk=700, causal=True), "varlen": FORMS["varlen"]}
+    case = Case(**{**BASE, "dtype": dtype, "B": 1, "Hq": 2, "Hk": 1, "D": head_dim, "Dv": head_dim, **forms[form]})
+    inputs = make_inputs(case, device)
+    tangents = some_tangents(case, inputs, TENSORS)
+    expected = derivatives(case, inputs, tangents, deterministic=True)
+    for _ in range(3):
+        for name, t in derivatives(case, inputs, tangents, deterministic=True).items():
+            assert_same_bits(t, expected[name], name)
+
+
 def test_results_do_not_depend_on_threads(device: str) -> None:
     case = Case(
         **BASE, dtype=torch.float32, B=3, Hk=2, causal=True, sink_dtype=torch.float32, relative=4, bias="q",
