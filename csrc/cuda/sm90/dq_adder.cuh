@@ -74,6 +74,7 @@ struct DqAdder {
       if (p.deterministic && leads()) await_earlier_keys(work, now);
       __syncwarp();
       pass(work, &now, 0);
+      if (Layout::kPartsOverlap && p.deterministic && leads()) ptx::bulk_wait<0>();
       pass(work, &now, 1);
       if (p.deterministic && leads()) admit_later_keys(work, now);
       __syncwarp();
@@ -111,7 +112,8 @@ struct DqAdder {
     // last.
     constexpr int kSharedTiles = Kernel::kDqTiles - 8;
     constexpr bool kSharesPanel = kSharedTiles > 0;
-    constexpr int kSecondColumns = kQueries == 128 || kSharesPanel ? 64 : Kernel::kColumns - 64;
+    constexpr int kSecondColumns =
+        kQueries == 128 || kSharesPanel || Layout::kPartsOverlap ? 64 : Kernel::kColumns - 64;
     auto& part = shared.part_of(group);
     const int bytes = kTileRows * 4 * (group == 0 ? 64 : kSecondColumns);
 #pragma unroll 1

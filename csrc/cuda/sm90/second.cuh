@@ -1,4 +1,4 @@
-// Second derivatives on Hopper, by the formulas of ../sm80/second.cuh, for head dims up to 128. A thread block keeps 64
+// Second derivatives on Hopper, by the formulas of ../sm80/second.cuh, for head dims above 64. A thread block keeps 64
 // keys with their tangents and loops over the query tiles that see them. Each of its two warpgroups computes the scores
 // of all keys and half of the queries of a step, transposed as in backward.cuh; F, T and the weights of dv
 // (PlainSecond) go through shared memory. Then each adds to the half of the columns of dk and dv that it keeps, and
@@ -9,64 +9,15 @@
 // the weights. The rows of absent tangents are not copied, and their products are not computed.
 #pragma once
 
-#include "../common/second_scores.cuh"
-#include "../common/second_workspace.cuh"
-#include "backward.cuh"
-#include "moving.cuh"
+#include "second_apart.cuh"
 
 namespace flashattn_ext::sm90 {
 
-struct SecondMaps : BackwardMaps {
-  CUtensorMap tq, tk, tv;  // those of absent tangents are never used
-};
-
-// What the producer and the adder of a backward (backward_step.cuh) do besides in second derivatives, as policies of
-// scores in backward_gradients.cuh.
-template <class Moves>
-struct SecondGradients {
-  using Workspace = SecondWorkspace<BackwardWorkspace>;
-  using Maps = SecondMaps;
-  static constexpr int kCopies = Moves::kQ ? 2 : 1, kAdders = 1;
-  static constexpr bool kHasBias = false, kHasCentres = false, kBatchesTogether = false;
-  template <class Kernel>
-  using Adder = DqAdder<Kernel>;
-
-  static void set_more_maps(const SecondParams& p, Maps* maps, int queries, int keys) {
-    const AttnParams& tangents = p.tangents;
-    if (Moves::kQ) maps->tq = query_map(p, tangents.q, p.head_dim, queries);
-    if (Moves::kK) maps->tk = key_map(p, tangents.k, p.head_dim, keys);
-    if (Moves::kV) maps->tv = key_map(p, tangents.v, p.head_dim_v, keys);
-  }
-  static __device__ __forceinline__ void prefetch_map(const Maps&) {}
-  template <class Shared>
-  static __device__ __forceinline__ void load_keys(Shared& shared, int stage, const Maps& maps, int row, int hk,
-                                                   int batch) {
-    if constexpr (Moves::kK) load_panels(shared.tk[stage], shared.k_full[stage], maps.tk, row, hk, batch);
-    if constexpr (Moves::kV) load_panels(shared.tv[stage], shared.v_full[stage], maps.tv, row, hk, batch);
-  }
-  template <class Shared>
-  static __device__ __forceinline__ void load_queries(Shared& shared, int stage, const Maps& maps, int row, int h,
-                                                      int batch, int) {
-    if constexpr (Moves::kQ) load_panels(shared.tq[stage], shared.q_full[stage], maps.tq, row, h, batch);
-  }
-  template <class Shared>
-  static __device__ __forceinline__ void load_rows(Shared& shared, int stage, const AttnGradParams& params,
-                                                   const Workspace& workspace, int row, int h, int batch, int rows) {
-    const auto& p = static_cast<const SecondParams&>(params);
-    const float* const r = workspace.r + h * workspace.rows + batch * p.seqlen_q + row;
-    const float* const tlse = row_statistic(p.tangents.lse, batch, h, row);
-#pragma unroll 1
-    for (int i = threadIdx.x % 32; i < Shared::kQueries; i += 32) {
-      shared.r[stage][i] = i < rows ? r[i] : 0.f;
-      shared.tlse[stage][i] = i < rows ? tlse[i] : 0.f;
-    }
-  }
-};
-
-template <class T, int kHeadDim, Options kOptions, int kHeadDimV, class Moves>
-struct Second {
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV, class TangentsGiven>
+struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, TangentsGiven>> {
   static_assert(kOptions == kPlain && kHeadDimV == kHeadDim);
   using Element = T;
+  using Moves = TangentsGiven;
   using Visibility = ArithmeticQueries;
   using Work = BackwardWork;
   using Walk = QueryWalk<true>;
@@ -110,35 +61,6 @@ struct Second {
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
 
-  static __device__ void init(Shared& shared, const AttnGradParams&) {
-    ptx::barrier_init(&shared.k_full[0], Moves::kK ? 2 : 1);
-    ptx::barrier_init(&shared.v_full[0], Moves::kV ? 2 : 1);
-    ptx::barrier_init(&shared.keys_empty[0], kWarps);
-    for (int i = 0; i < kStages; ++i) {
-      ptx::barrier_init(&shared.q_full[i], kQueryArrivals<Gradients>);
-      ptx::barrier_init(&shared.dout_full[i], 1);
-      ptx::barrier_init(&shared.queries_empty[i], kWarps * 32);
-    }
-    for (int i = 0; i < kWorkStages; ++i) {
-      ptx::barrier_init(&shared.work_full[i], 1);
-      ptx::barrier_init(&shared.work_empty[i], kWarps * 32 + Gradients::kAdders);
-    }
-  }
-
-  // The producer warpgroup: one warp loads, one adds dq to the workspace.
-  static __device__ void run(Shared& shared, const AttnGradParams& p, const Workspace& workspace, const Maps& maps,
-                             const TileGrid& grid) {
-    if (threadIdx.x < kGroupThreads) {
-      ptx::give_registers<kBackwardRegisters.producer>();
-      const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
-      if (warp == 0) BackwardLoader<Second>{shared, p, workspace, maps}.load_tiles(grid);
-      if (warp == 1) DqAdder<Second>(shared, p, workspace, maps, 0).add_tiles();
-    } else {
-      ptx::take_registers<kBackwardRegisters.consumer>();
-      Second(shared, p, workspace, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
-    }
-  }
-
   Shared& shared;
   const AttnGradParams& p;
   const Workspace& workspace;
@@ -180,11 +102,11 @@ struct Second {
     ptx::barrier_wait(&shared.k_full[0], key_parity);
     ptx::barrier_wait(&shared.v_full[0], key_parity);
     key_parity ^= 1;
-    clear_tail_of_keys(work);
+    this->clear_tail_of_keys(work);
     load_fragments(k_fragments, shared.k[0], warp_key);
     ptx::hold(k_fragments);
     Walk now(p, work, static_cast<int>(p.group_size()));
-    await_queries(work, now);
+    this->await_queries(work, now);
     multiply_scores();
     ptx::wgmma_wait<0>();
     differentiate(work, now, unmasked);
@@ -193,7 +115,7 @@ struct Second {
       const int stage = queries.stage;
       queries.advance();
       now.advance();
-      await_queries(work, now);
+      this->await_queries(work, now);
       multiply_scores();
       multiply_gradients(stage);
       ptx::wgmma_wait<2>();
@@ -265,41 +187,15 @@ struct Second {
     write(shared.part_of(group), dq, group);
   }
 
-  // What PlainSecond takes for a kernel, and for dropout.
-  struct Rows {
-    static constexpr int kScoreTiles = Second::kScoreTiles;
-    const Workspace& workspace;
-    const float *lse, *delta, *r, *tlse;
-    static __device__ __forceinline__ int score_query() { return 0; }
-  };
-  struct KeepsAll {
-    __device__ __forceinline__ void draw(int) {}
-    __device__ __forceinline__ bool keeps(int, int, int) const { return true; }
-  };
   // Turns the products of scores into packed F, T and weights of dv.
   __device__ __forceinline__ void differentiate(const Work& work, const Walk& now, const Limits& unmasked) {
     hold_scores();
-    if constexpr (!Moves::kLogits) set_zero(tangents);
-    if constexpr (!Moves::kV) set_zero(b);
-    const int stage = queries.stage, query = group * kOwnQueries, row0 = now.m * kQueries + query;
-    const Rows rows{workspace, shared.lse[stage] + query, shared.delta[stage] + query, shared.r[stage] + query,
-                    shared.tlse[stage] + query};
-    if (Masking::is_masked(unmasked, row0)) {
-      differentiate_twice<true>(rows, SeenBy<1>(work.mask(p), row0 + 2 * t(), work.key0 + warp_key + g()));
-    } else {
-      differentiate_twice<false>(rows, {});
-    }
+    const int query = group * kOwnQueries, row0 = now.m * kQueries + query;
+    SecondStep<Second, kScoreTiles>(workspace, shared, queries.stage, query)
+        .run(x, tangents, dp, b, Masking::is_masked(unmasked, row0), work.mask(p), row0, work.key0 + warp_key + g());
     pack_scores<T>(of_values, x);
     pack_scores<T>(t_scores, tangents);
     pack_scores<T>(f_scores, dp);
-  }
-  template <bool kMasked>
-  __device__ __forceinline__ void differentiate_twice(const Rows& rows, const SeenBy<1>& seen_by) {
-    using Tile = float[1][kScoreTiles][4];
-    KeepsAll dropping;
-    PlainSecond().template differentiate_twice<kMasked>(rows, 0, 0, reinterpret_cast<Tile&>(x),
-                                                        reinterpret_cast<Tile&>(tangents), reinterpret_cast<Tile&>(dp),
-                                                        reinterpret_cast<Tile&>(b), seen_by, dropping);
   }
   // Writes them to shared memory, and waits for the other warpgroup.
   __device__ __forceinline__ void store() {
@@ -309,31 +205,6 @@ struct Second {
     ptx::fence_async_shared();
     ptx::named_barrier_sync(kScoresWritten, 2 * kGroupThreads);
   }
-
-  // The rows of a step have arrived. Those behind a packed sequence hold rows of another one: as in backward.cuh each
-  // warpgroup zeroes all of them, so that neither waits for the other.
-  __device__ __forceinline__ void await_queries(const Work& work, const Walk& now) const {
-    const int stage = queries.stage, rows = work.length_q - now.m * kQueries;
-    ptx::barrier_wait(&shared.q_full[stage], queries.parity);
-    ptx::barrier_wait(&shared.dout_full[stage], queries.parity);
-    if (rows >= kQueries || !p.is_varlen()) return;
-    clear_rows(shared.q[stage], rows, thread(), kGroupThreads);
-    clear_rows(shared.dout[stage], rows, thread(), kGroupThreads);
-    if constexpr (Moves::kQ) clear_rows(shared.tq[stage], rows, thread(), kGroupThreads);
-    end_clearing();
-  }
-  __device__ __forceinline__ void clear_tail_of_keys(const Work& work) const {
-    const int rows = work.length_k - work.key0;
-    if (rows >= kKeys || !p.is_varlen()) return;
-    clear_rows(shared.k[0], rows, thread(), kGroupThreads);
-    if constexpr (Moves::kK) clear_rows(shared.tk[0], rows, thread(), kGroupThreads);
-    end_clearing();
-  }
-  __device__ __forceinline__ void end_clearing() const {
-    ptx::fence_async_shared();
-    ptx::named_barrier_sync(kGroupCleared + group, kGroupThreads);
-  }
-  static __device__ __forceinline__ int thread() { return static_cast<int>(threadIdx.x) % kGroupThreads; }
 };
 
 template <class Kernel>
@@ -343,9 +214,14 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   run_backward<Kernel>(p, workspace, maps, grid);
 }
 
-template <class T, int kHeadDim>
+// The kernel for a class of head dims.
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV, class Moves>
+using SecondOf = std::conditional_t<tile_of<kernel_table::kSm90Second, T, kHeadDim, kOptions, kHeadDimV>().keys == 128,
+                                    SecondApart<T, kHeadDim, kOptions, kHeadDimV, Moves>,
+                                    Second<T, kHeadDim, kOptions, kHeadDimV, Moves>>;
+
+template <class Layout>
 SecondWorkspace<BackwardWorkspace> second_workspace(const SecondParams& p) {
-  using Layout = DqLayout<T, kHeadDim, false>;
   return {p, BackwardWorkspace(p, Layout::kTileRows, Layout::kTileFloats, Layout::kOrderedParts)};
 }
 
@@ -354,8 +230,8 @@ template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 struct SecondRun {
   template <class Moves>
   static void run(const SecondParams& p) {
-    using Kernel = Second<T, kHeadDim, kOptions, kHeadDimV, Moves>;
-    const auto workspace = second_workspace<T, kHeadDim>(p);
+    using Kernel = SecondOf<T, kHeadDim, kOptions, kHeadDimV, Moves>;
+    const auto workspace = second_workspace<typename Kernel::Layout>(p);
     prepare_second<T>(p, workspace);
     launch_backward_main<Kernel>(second_kernel<Kernel>, "sm90 second", p, workspace);
     launch_dq_finish<typename Kernel::Layout>(p, workspace);
@@ -365,7 +241,8 @@ struct SecondRun {
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 size_t second_bytes(const SecondParams& p) {
-  return static_cast<size_t>(second_workspace<T, kHeadDim>(p).bytes);
+  using Layout = typename SecondOf<T, kHeadDim, kOptions, kHeadDimV, Moving<true, true, true>>::Layout;
+  return static_cast<size_t>(second_workspace<Layout>(p).bytes);
 }
 
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>

@@ -272,10 +272,10 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Second[] = {
     {kFp32,  256, kGeneral,   kEveryGpu,  kMaySpill, {{2, 16, 32, 1, 1, 1, 1}, {1, 16, 16, 1, 1, 1, 1}}},
 };
 
-// The same on Hopper (sm90/second.cuh). Tiles: {keys, queries, stages of queries}; queries as in kSm90Backward, whose
-// layout of dq it has.
+// The same on Hopper. Tiles: {keys, queries, stages of queries}. With 128 keys each warpgroup has 64 of them
+// (sm90/second_apart.cuh), with 64 both have all (sm90/second.cuh).
 inline constexpr KernelRow<sm90::SecondTile> kSm90Second[] = {
-    {k16Bit, 64,  kPlain, kHopper, 0, {{64, 128, 2}}},
+    {k16Bit, 64,  kPlain, kHopper, 0, {{128, 64, 3}}},
     {k16Bit, 128, kPlain, kHopper, 0, {{64, 64, 2}}},
 };
 
