@@ -130,6 +130,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
   RingPosition<1> q;
   uint32_t work_parity = 0, tail_parity = 0;
   RingPosition<kStages> k, v;
+  uint32_t q_fragments[kHeadDim / 16][4];  // operands from registers leave shared memory to those of the other products
   float scores[kScoreTiles][4], tangents[kScoreTiles][4], out[kOutTiles][4];
   uint32_t weights[kSteps][4], moved[kSteps][4];  // P and P (A - pivot), packed
   TangentRows<1> rows;
@@ -171,6 +172,8 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
     const int row = work.row0 + warp_row;
     // Keys that every row of the warp sees; tiles with other keys are masked.
     const Limits unmasked{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
+    load_fragments(q_fragments, shared.q, warp_row);
+    ptx::hold(q_fragments);
     Visibility::await_keys(*this);
     this->await_phase();
     multiply_queries();
@@ -209,15 +212,15 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
 
   // One group of products each: for scores and the tangents of logits, and for values.
   __device__ __forceinline__ void multiply_queries() {
+    set_zero(scores);  // products of operands in registers add
+    if constexpr (!Moves::kQ) set_zero(tangents);
     hold_scores();
     ptx::wgmma_fence();
-    issue_score_product<kHeadDim, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
+    issue_score_product(scores, q_fragments, shared.k[k.stage], 0);
     if constexpr (Moves::kQ) {
       issue_score_product<kHeadDim, uint64_t>(tangents, shared.tq, group * 64, shared.k[k.stage]);
     }
-    if constexpr (Moves::kK) {
-      issue_score_product<kHeadDim, uint64_t>(tangents, shared.q, group * 64, shared.tk[k.stage], Moves::kQ);
-    }
+    if constexpr (Moves::kK) issue_score_product(tangents, q_fragments, shared.tk[k.stage], 0);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void multiply_values() {

@@ -256,7 +256,7 @@ inline constexpr KernelRow<sm80::ForwardTile> kSm80Jvp[] = {
 inline constexpr KernelRow<sm90::ForwardTile> kSm90Jvp[] = {
     {k16Bit, 64,  kPlain, kHopper, 0, {{2, 96, 3}, {2, 64, 4}}},
     {k16Bit, 96,  kPlain, kHopper, 0, {{2, 80, 2}, {2, 64, 2}}},
-    {k16Bit, 128, kPlain, kHopper, 0, {{2, 80, 2}, {2, 64, 2}}},
+    {k16Bit, 128, kPlain, kHopper, 0, {{2, 64, 2}}},
 };
 
 // Second derivatives (sm80/second.cuh). Tiles as in kSm80Backward.
