@@ -272,6 +272,20 @@ def test_every_class_of_head_dims_repeats_bit_for_bit(
             assert_same_bits(t, expected[name], name)
 
 
+@torch.no_grad()
+def test_an_invariant_call_has_the_tangents_of_an_ordinary_one(device: str, dtype: torch.dtype) -> None:
+    case = Case(**{**BASE, "dtype": dtype, "causal": True})
+    inputs = make_inputs(case, device)
+    tensors, options = op_arguments(case, inputs)
+    tangents = some_tangents(case, inputs, TENSORS)
+    out, lse, _, _ = ops.pure_forward(*tensors, *options, None, False, False, [])
+    moved = [tangents.get(name) for name in TENSORS]
+    expected = OP.jvp(*tensors, *options, out, lse, None, *moved, [])
+    got = OP.jvp(*tensors, *options._replace(invariant=True), out, lse, None, *moved, [])
+    for name, of_ordinary, of_invariant in zip(("tout", "tlse"), expected, got, strict=True):
+        assert_same_bits(of_invariant, of_ordinary, name)
+
+
 def test_results_do_not_depend_on_threads(device: str) -> None:
     case = Case(
         **BASE, dtype=torch.float32, B=3, Hk=2, causal=True, sink_dtype=torch.float32, relative=4, bias="q",
