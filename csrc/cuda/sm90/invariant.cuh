@@ -125,9 +125,8 @@ struct InvariantForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, Policies> {
   __device__ __forceinline__ void compute_tiles() {
     Generator generator(p);
     if (this->group == 0) this->pass_phase(kGroups - 1);
-    for (;;) {
-      const ChunkWork work{receive_work(shared, &this->work_parity)};
-      if (!work.exists()) return;
+    const auto receive = [&] { return ChunkWork{receive_work(shared, &this->work_parity)}; };
+    for (ChunkWork work = receive(); work.exists(); work = receive()) {
       set_zero(out);
       softmax.start(-infinity());
       if (work.sees_keys()) Visibility::compute_tile(*this, work, generator);
