@@ -22,10 +22,10 @@ struct KeyPages {
   TensorView k, v;                 // [entries, page_size, Hk, D]
   const int32_t* table = nullptr;  // [B, pages of a sequence]; nullptr: keys are rows of the packed call
   int64_t table_stride = 0;
-  int page_size = 0;  // a multiple of kPageGranule
+  int page_size = 0;
   int entries = 0;
+  int box_rows = 0;  // copied at once: the most that divide a page and a tile of keys
 };
-constexpr int kPageGranule = 16;
 
 // A call in which thread blocks compute one chunk of a sequence and head each. Sequence b of a call with this many
 // chunks is sequence 2 b of the packed call (decode/prefill.h).
@@ -38,16 +38,16 @@ struct ChunkPartials {
   int rows = 0;              // of a sequence and head, which are one tile of queries
   int columns = 0;           // of a row, whole vectors
   int row_step = 0;          // rows of the packed queries from one sequence to the next
+  int* taken = nullptr;      // TileGrid::taken, zeroed
   KeyPages pages;
 };
-
-constexpr int64_t kChunkKernelBytes = 64;  // that a kernel takes of the workspace of such a call
 
 // The kernel of a row of the table, and what it needs.
 struct ChunkKernel {
   void (*run)(const AttnParams&, const ChunkPartials&) = nullptr;
-  int rows = 0;  // at most, of a sequence and head
-  int keys = 0;  // of a chunk
+  int rows = 0;       // at most, of a sequence and head
+  int keys = 0;       // of a chunk
+  int tile_keys = 0;  // of a tile of keys
 };
 
 }  // namespace flashattn_ext

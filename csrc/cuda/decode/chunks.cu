@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
 
 #include "../common/aligned_rows.h"
 #include "../common/chunks.cuh"
@@ -109,7 +110,6 @@ char* place_arrays(const DecodeParams& p, const ChunkKernel& kernel, char* next,
     return begin;
   };
   const int64_t rows = partial_rows(p, kernel);
-  take(kChunkKernelBytes);
   partials->sums = reinterpret_cast<ChunkSum*>(take(rows * 8));
   partials->largest = p.row_maxima.data ? reinterpret_cast<float*>(take(rows * 4)) : nullptr;
   partials->out = reinterpret_cast<float*>(take(rows * columns_of(p) * 4));
@@ -168,8 +168,10 @@ void run_chunks(const DecodeParams& p, const ChunkKernel& kernel) {
                       cache.block_table,
                       cache.block_table_stride,
                       static_cast<int>(cache.page_size),
-                      static_cast<int>(cache.entries)};
+                      static_cast<int>(cache.entries),
+                      std::gcd(static_cast<int>(cache.page_size), kernel.tile_keys)};
   }
+  partials.taken = zeroed_counter(p, in_pages);
   kernel.run(packed, partials);
   p.dtype == DType::kFloat16 ? launch_sum<__half>(p, packed, partials) : launch_sum<__nv_bfloat16>(p, packed, partials);
 }

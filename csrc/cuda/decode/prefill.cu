@@ -14,6 +14,7 @@
 #include "../common/tile.cuh"
 #include "../common/tile_order.cuh"
 #include "../common/vector.cuh"
+#include "../ptx/grid.cuh"
 #include "few_rows.h"
 #include "kernels.h"
 #include "prefill.h"
@@ -83,6 +84,7 @@ int64_t extremes_of_rows(int64_t rows) {
 
 // The arrays at the beginning of the workspace.
 struct Arrays {
+  int* counter;                           // zeroed
   int32_t *cu_seqlens_q, *cu_seqlens_k;   // [2 B + 1]
   float *lse, *row_maxima;                // [Hq, B * Sq]; unused if the decoding call is varlen
   char *q, *k, *v;                        // copied queries and gathered keys and values, [rows, heads, columns]
@@ -102,6 +104,7 @@ struct Arrays {
     };
     const int64_t key_row = p.heads_k * element_bytes(p), gathered = gathers(p) && !in_pages ? all_rows(p) : 0;
     const int64_t query_row = p.heads_q * p.head_dim * element_bytes(p);
+    counter = reinterpret_cast<int*>(take(4));
     cu_seqlens_q = reinterpret_cast<int32_t*>(take((2 * p.batch + 1) * 4));
     cu_seqlens_k = reinterpret_cast<int32_t*>(take((2 * p.batch + 1) * 4));
     lse = reinterpret_cast<float*>(take(p.is_varlen() ? 0 : packed_queries(p) * p.heads_q * 4));
@@ -121,13 +124,17 @@ struct Arrays {
   }
 };
 
-// Computes the cu_seqlens of the varlen call. rows: sequence_rows(p); gathered: gathers(p).
+// Computes the cu_seqlens of the varlen call, and zeroes the counter. rows: sequence_rows(p); gathered: gathers(p).
 __global__ void __launch_bounds__(kThreads)
-    sequences_kernel(const __grid_constant__ DecodeParams p, int32_t* cu_seqlens_q, int32_t* cu_seqlens_k, int64_t rows,
+    sequences_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ Arrays arrays, int64_t rows,
                      bool gathered) {
+  ptx::wait_for_previous_kernel();
+  ptx::let_next_kernel_start();
+  int32_t *const cu_seqlens_q = arrays.cu_seqlens_q, *const cu_seqlens_k = arrays.cu_seqlens_k;
   const int64_t b = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (b >= p.batch) {
     if (b == p.batch) cu_seqlens_q[2 * b] = cu_seqlens_k[2 * b] = 0;  // the sequence after the last has no rows
+    if (b == p.batch) *arrays.counter = 0;
     return;
   }
   const KeyLocator keys(p, b);
@@ -355,6 +362,8 @@ AttnParams packed_call(const DecodeParams& p, bool in_pages) {
   return packed;
 }
 
+int* zeroed_counter(const DecodeParams& p, bool in_pages) { return Arrays(p, in_pages).counter; }
+
 size_t prefill_bytes(const DecodeParams& p, bool in_pages) {
   return static_cast<size_t>(Arrays(p, in_pages).end - static_cast<char*>(p.workspace));
 }
@@ -369,9 +378,8 @@ AttnParams begin_prefill(const DecodeParams& p, bool in_pages) {
   spread(p, arrays.slopes, slopes, p.alibi_batch_stride, 1, p.heads_q);
   spread(p, arrays.descale_k, p.descale_k.data, p.descale_k.batch_stride, p.descale_k.head_stride, p.heads_k);
   spread(p, arrays.descale_v, p.descale_v.data, p.descale_v.batch_stride, p.descale_v.head_stride, p.heads_k);
-  sequences_kernel<<<blocks_of(p.batch + 1), kThreads, 0, static_cast<cudaStream_t>(p.stream)>>>(
-      p, arrays.cu_seqlens_q, arrays.cu_seqlens_k, sequence_rows(p), gathers(p));
-  check_launch(cudaGetLastError(), "prefill_sequences", p);
+  launch_early(sequences_kernel, "prefill_sequences", p, dim3(blocks_of(p.batch + 1)), kThreads, 0, p, arrays,
+               sequence_rows(p), gathers(p));
   return packed_call(p, in_pages);
 }
 

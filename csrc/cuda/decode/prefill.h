@@ -31,6 +31,8 @@ size_t prefill_bytes(const DecodeParams& p, bool in_pages = false);
 AttnParams begin_prefill(const DecodeParams& p, bool in_pages = false);
 // The varlen call without launching anything, for the size of its workspace.
 AttnParams packed_call(const DecodeParams& p, bool in_pages = false);
+// A counter in the workspace, which begin_prefill zeroes.
+int* zeroed_counter(const DecodeParams& p, bool in_pages);
 // Copies the log-sum-exps and row maxima of a dense call from the packed layout to p.lse and p.row_maxima.
 void finish_prefill(const DecodeParams& p, const AttnParams& packed);
 

@@ -409,6 +409,15 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   run_forward<Kernel>(p, maps, grid, score);
 }
 
+// Whether thread blocks take the tiles of a forward one by one, from a counter. Where all tiles are equally long and
+// there are few for each thread block, that gains less than it costs to zero the counter, two microseconds.
+template <class Kernel>
+bool takes_tiles(const AttnParams& p, int64_t tiles) {
+  constexpr int64_t kFewTiles = 16;
+  const bool equal = !Kernel::kMasks && p.window_left == kUnbounded && p.window_right == kUnbounded && !p.is_varlen();
+  return tiles > multiprocessors() && !(equal && tiles <= kFewTiles * multiprocessors());
+}
+
 template <class Kernel>
 void forward_to_256(const AttnParams& p) {
   if (p.batch * p.heads_q == 0) return;
@@ -418,17 +427,12 @@ void forward_to_256(const AttnParams& p) {
   Kernel::Scores::set_bias_map(p, &maps, Kernel::kQueries);
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
   const int64_t processors = multiprocessors();
-  // Where all tiles are equally long and there are few for each thread block, a scheduler gains less than it costs to
-  // zero its counter, two microseconds.
-  constexpr int64_t kFewTiles = 16;
-  const bool equal = !Kernel::kMasks && p.window_left == kUnbounded && p.window_right == kUnbounded && !p.is_varlen();
-  const bool schedules = all > processors && !(equal && all <= kFewTiles * processors);
-  int* const taken = schedules ? static_cast<int*>(p.workspace) : nullptr;
+  int* const taken = takes_tiles<Kernel>(p, all) ? static_cast<int*>(p.workspace) : nullptr;
   const TileGrid grid{forward_order(p, blocks, Kernel::kElementBytes, Kernel::Scores::kBatchesTogether ? p.batch : 1),
                       static_cast<int>(all), taken};
   if constexpr (Operands::kPrepares) {
     Operands::prepare(p, taken);
-  } else if (schedules) {
+  } else if (taken) {
     zero_taken(p, taken);
   }
   launch_early(forward_kernel<Kernel>, "sm90 forward", p, row_of_blocks(std::min(all, processors), "sm90 forward", p),

@@ -47,24 +47,29 @@ struct InvariantForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, Policies> {
           });
       publish_work(this->shared, Work{}, &this->work_parity);
     }
-    // The rows behind the last granule of the sequence keep what was there; their scores are masked, and the consumers
-    // zero their values.
+    // The rows behind the last box of the sequence keep what was there; their scores are masked, and the consumers zero
+    // their values.
     __device__ void load_from_pages(const Work& work, const KeyPages& pages) {
       const int* const table = pages.table + work.b / 2 * pages.table_stride;
       const int hk = work.h / static_cast<int>(this->p.group_size());
       const auto load = [&](auto& to, ptx::Barrier& full, const CUtensorMap& map, int n) {
-        constexpr int kTilePanels = sizeof(to) / sizeof(to[0]), kBytes = kPageGranule * sizeof(to[0][0]);
-        const int granules = min(kKeys, work.length_k - n * kKeys + kPageGranule - 1) / kPageGranule;
-        ptx::barrier_arrive_expect(&full, granules * kTilePanels * kBytes);
+        constexpr int kTilePanels = sizeof(to) / sizeof(to[0]), kRowBytes = sizeof(to[0][0]);
+        const int key = n * kKeys, left = work.length_k - key;
+        const int rows = (min(left, kKeys) + pages.box_rows - 1) / pages.box_rows * pages.box_rows;
+        ptx::barrier_arrive_expect(&full, rows * kTilePanels * kRowBytes);
+        const int* page = table + key / pages.page_size;
+        int place = key % pages.page_size;
 #pragma unroll 1
-        for (int i = 0; i < granules; ++i) {
-          const int key = n * kKeys + i * kPageGranule, page = key / pages.page_size;
-          const int entry = min(max(table[page], 0), pages.entries - 1);
+        for (int row = 0; row < rows; row += pages.box_rows) {
+          const bool is_next = place == pages.page_size;
+          page += is_next;
+          place = is_next ? 0 : place;
+          const int entry = min(max(*page, 0), pages.entries - 1);
 #pragma unroll
           for (int panel = 0; panel < kTilePanels; ++panel) {
-            ptx::tma_load(to[panel][i * kPageGranule], &map, &full, panel * kPanelColumns, key - page * pages.page_size,
-                          hk, entry);
+            ptx::tma_load(to[panel][row], &map, &full, panel * kPanelColumns, place, hk, entry);
           }
+          place += pages.box_rows;
         }
       };
       this->load_steps(work, 0, load, load);
@@ -246,20 +251,22 @@ struct InvariantLaunch {
       entries.cu_seqlens_q = nullptr;
       entries.batch = pages.entries;
       entries.seqlen_k = pages.page_size;
-      maps.k = key_map(entries, pages.k, p.head_dim, kPageGranule);
-      maps.v = key_map(entries, pages.v, p.head_dim_v, kPageGranule);
+      maps.k = key_map(entries, pages.k, p.head_dim, pages.box_rows);
+      maps.v = key_map(entries, pages.v, p.head_dim_v, pages.box_rows);
     }
-    int* const taken = static_cast<int*>(p.workspace);
+    int* taken = partials.taken;
+    if (!partials.out && takes_tiles<Kernel>(p, tiles)) {
+      taken = static_cast<int*>(p.workspace);
+      zero_taken(p, taken);
+    }
     ChunkGrid grid{};
     static_cast<TileGrid&>(grid) = {order, static_cast<int>(tiles), taken};
     grid.partials = partials;
     grid.sums = reinterpret_cast<float4*>(static_cast<char*>(p.workspace) + kForwardBytes);
-    const int64_t processors = multiprocessors();
-    if (tiles > processors) {
-      zero_taken(p, taken);
-    }
-    launch(invariant_forward_kernel<Kernel>, "sm90 invariant forward", p, std::min(tiles, processors), Kernel::kThreads,
-           static_cast<int>(sizeof(typename Kernel::Shared)), maps, grid, Kernel::Score::of(p));
+    const char* const name = "sm90 invariant forward";
+    launch_early(invariant_forward_kernel<Kernel>, name, p,
+                 row_of_blocks(std::min<int64_t>(tiles, multiprocessors()), name, p), Kernel::kThreads,
+                 static_cast<int>(sizeof(typename Kernel::Shared)), p, maps, grid, Kernel::Score::of(p));
   }
 };
 
@@ -285,7 +292,7 @@ ChunkKernel invariant_chunks() {
   const auto run = [](const AttnParams& p, const ChunkPartials& partials) {
     Launch::run(p, {1, 1}, p.batch / 2 * p.heads_q * partials.chunks, partials);
   };
-  return {run, Launch::Kernel::kQueries, Launch::Kernel::kChunkTiles * Launch::Kernel::kKeys};
+  return {run, Launch::Kernel::kQueries, Launch::Kernel::kChunkTiles * Launch::Kernel::kKeys, Launch::Kernel::kKeys};
 }
 
 }  // namespace flashattn_ext::sm90

@@ -9,7 +9,6 @@
 namespace flashattn_ext::sm90 {
 
 constexpr size_t kForwardBytes = 64;  // workspace of the forward and of forward mode: TileGrid::taken
-static_assert(kForwardBytes == kChunkKernelBytes);
 
 // T: __half, __nv_bfloat16 or Float8; kHeadDim as in sm80/kernels.h; kHeadDimV: at least head_dim_v. Every row of q, k
 // and v is 16-byte aligned and a multiple of 16 bytes long; rows of `out` may have any alignment.
