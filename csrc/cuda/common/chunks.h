@@ -34,11 +34,12 @@ struct ChunkPartials {
   ChunkSum* sums = nullptr;  // [slots, rows]
   float* largest = nullptr;  // [slots, rows]: largest logits, in units of log2; nullptr: not wanted
   int chunks = 0;            // of a sequence, from the shapes. Slot: (b * heads + h) * chunks + chunk
+  int heads = 0;             // of a sequence: query heads / group
   int keys = 0;              // of a chunk
-  int rows = 0;              // of a sequence and head, which are one tile of queries
-  int columns = 0;           // of a row, whole vectors
-  int row_step = 0;          // rows of the packed queries from one sequence to the next
-  int* taken = nullptr;      // TileGrid::taken, zeroed
+  int rows = 0;              // of a sequence and head, which are one tile of queries: queries * group
+  int group = 1;         // query heads that read the same keys and are rows of one tile; row i is of query i / group
+  int columns = 0;       // of a row, whole vectors
+  int* taken = nullptr;  // TileGrid::taken, zeroed
   KeyPages pages;
 };
 

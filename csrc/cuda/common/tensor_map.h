@@ -31,10 +31,10 @@ inline auto tensor_map_encoder() {
 }
 
 // A map of [batch][heads][rows][columns] whose copies are boxes of `box_rows` rows of 128 bytes, 128-byte swizzled: 64
-// columns of 16-bit elements, or 32 of fp32. Pointer and strides are multiples of 16 bytes, which aligned_rows.h
-// ensures for inputs.
+// columns of 16-bit elements, or 32 of fp32. They have the rows of `box_heads` heads. Pointer and strides are multiples
+// of 16 bytes, which aligned_rows.h ensures for inputs.
 inline CUtensorMap tensor_map(const AttnParams& p, const TensorView& t, int64_t columns, int64_t rows, int64_t heads,
-                              int64_t batch, int box_rows, DType type) {
+                              int64_t batch, int box_rows, DType type, int box_heads = 1) {
   const int bytes = type == DType::kFloat32 ? 4 : 2;
   // The stride along an axis of extent 1 means nothing, and may be one that a map does not accept.
   auto stride = [&](int64_t elements, int64_t count) { return count > 1 ? uint64_t(elements * bytes) : uint64_t{16}; };
@@ -43,7 +43,8 @@ inline CUtensorMap tensor_map(const AttnParams& p, const TensorView& t, int64_t 
   const cuuint64_t extents[] = {extent(columns), extent(rows), extent(heads), extent(batch)};
   const cuuint64_t strides[] = {stride(t.row_stride, rows), stride(t.head_stride, heads),
                                 stride(t.batch_stride, batch)};
-  const cuuint32_t box[] = {128u / bytes, static_cast<cuuint32_t>(box_rows), 1, 1}, steps[] = {1, 1, 1, 1};
+  const cuuint32_t box[] = {128u / bytes, static_cast<cuuint32_t>(box_rows), static_cast<cuuint32_t>(box_heads), 1},
+                   steps[] = {1, 1, 1, 1};
   // The address of an empty tensor may be null, which a map does not accept; it is never read.
   void* const data = t.data ? t.data : reinterpret_cast<void*>(uintptr_t{1024});
   const CUtensorMapDataType element_type = type == DType::kFloat32    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32

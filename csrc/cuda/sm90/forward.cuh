@@ -27,9 +27,10 @@
 
 namespace flashattn_ext::sm90 {
 
-// TileOfRow: kTile, of the row of the table of kernels; Policies: forward_policies.cuh.
-template <class T, int kHeadDim, int kHeadDimV, class TileOfRow, class Policies>
-struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Policies>> {
+// TileOfRow: kTile, of the row of the table of kernels; Policies: forward_policies.cuh; SeenWork: what the consumer
+// warpgroups compute of a ForwardWork.
+template <class T, int kHeadDim, int kHeadDimV, class TileOfRow, class Policies, class SeenWork = ForwardWork>
+struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Policies, SeenWork>> {
   static constexpr ForwardTile kTile = TileOfRow::kTile;
   using Operands = ForwardOperands<T, kHeadDim, kHeadDimV, TileOfRow>;
   using Element = typename Operands::Element;
@@ -121,7 +122,10 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     __device__ void load_tile(const Work& work, int key_start) {
       const int batch = p.is_varlen() ? 0 : work.b, hk = work.h / static_cast<int>(p.group_size());
       load_steps(
-          work, batch,
+          work,
+          [&](auto& to, ptx::Barrier& full) {
+            load_panels(to, full, maps.q, work.query_start + work.row0, work.h, batch);
+          },
           [&](auto& to, ptx::Barrier& full, const auto& map, int n) {
             load_panels(to, full, map, key_start + n * kKeys, hk, batch);
           },
@@ -130,9 +134,10 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
             load_panels(to, full, map, at.row, at.head, at.batch);
           });
     }
-    // load_k and load_v(tile, barrier, map, n): start copying the keys and the values of key tile n.
-    template <class LoadKeys, class LoadValues>
-    __device__ __forceinline__ void load_steps(const Work& work, int batch, const LoadKeys& load_k,
+    // load_q(tile, barrier): starts copying the queries. load_k and load_v(tile, barrier, map, n): the keys and the
+    // values of key tile n.
+    template <class LoadQueries, class LoadKeys, class LoadValues>
+    __device__ __forceinline__ void load_steps(const Work& work, const LoadQueries& load_q, const LoadKeys& load_k,
                                                const LoadValues& load_v) {
       auto load_keys = [&](int n) {
         ptx::barrier_wait(&shared.k_empty[k.stage], k.parity ^ 1);
@@ -142,7 +147,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
       };
       if (kQueryStages == 1) load_keys(work.last);  // they have room earlier than the queries
       ptx::barrier_wait(&shared.q_empty[q.stage], q.parity ^ 1);
-      load_panels(shared.q[q.stage], shared.q_full[q.stage], maps.q, work.query_start + work.row0, work.h, batch);
+      load_q(shared.q[q.stage], shared.q_full[q.stage]);
       q.advance();
       if (kQueryStages > 1) load_keys(work.last);
       for (int n = work.last; n >= work.first; --n) {
@@ -179,12 +184,12 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
 
   // A step, as score policies take it, and the biases of this warp's scores in it.
   struct Step {
-    const Work& work;
+    const SeenWork& work;
     int n;
   };
   template <class Bias>
   __device__ __forceinline__ Bias bias(const Step& step) const {
-    const Work& work = step.work;
+    const SeenWork& work = step.work;
     return Bias(p, work.b, work.h, work.mask(p), work.row0 + warp_row, step.n * kKeys);
   }
   // The scores as tiles of one row tile, as functions of all architectures take them.
@@ -201,9 +206,9 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     }
   }
 
-  __device__ __forceinline__ void compute_steps(const Work& work, KeyWalk& walk, const Generator& generator) {
+  __device__ __forceinline__ void compute_steps(const SeenWork& work, KeyWalk& walk, const Generator& generator) {
     const int& n = walk.n;
-    const Mask32 mask = work.mask(p);
+    const auto mask = work.mask(p);
     const int row = work.row0 + warp_row;
     // Keys that every row of the warp sees; tiles with other keys are masked.
     const Limits unmasked{mask.keys_of(row + 15, row + 16).begin, mask.keys_of(row, row + 1).end};
@@ -252,7 +257,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   }
 
   // The same without overlap within the warpgroup, for ForwardOrder::kInTurn.
-  __device__ __forceinline__ void compute_steps_in_turn(const Work& work, KeyWalk& walk, const Limits& unmasked) {
+  __device__ __forceinline__ void compute_steps_in_turn(const SeenWork& work, KeyWalk& walk, const Limits& unmasked) {
     for (;; Visibility::advance(walk)) {
       Visibility::await_keys(*this);
       this->await_phase();
@@ -293,7 +298,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   // Scores against a key tile become weights. They are packed later, in pack_weights: the registers of packed weights
   // are operands of the product in flight, which writes to `out` as well.
   template <class Begun>
-  __device__ __forceinline__ void weigh(const Work& work, const KeyWalk& walk, const Limits& unmasked,
+  __device__ __forceinline__ void weigh(const SeenWork& work, const KeyWalk& walk, const Limits& unmasked,
                                         const Begun& begun) {
     const int row = work.row0 + warp_row + g(), key0 = walk.n * kKeys, key = key0 + 2 * t();
     const Step step{work, walk.n};
