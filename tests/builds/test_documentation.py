@@ -166,7 +166,7 @@ runpy.run_path({path!r}, run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("name", ["finetune_transformers", "nanogpt", "sinks"])
+@pytest.mark.parametrize("name", ["finetune_transformers", "nanogpt", "on_policy", "sinks"])
 @pytest.mark.parametrize(("given", "policy"), [(None, "passive"), ("active", "active")])
 def test_threads_of_examples_do_not_spin(
     name: str, given: str | None, policy: str, monkeypatch: pytest.MonkeyPatch
