@@ -114,18 +114,20 @@ struct InvariantDecode : ChunkedForward<T, kHeadDim, TileOfRow, Policies, Groupe
       const int rows = (min(left, kKeys) + pages.box_rows - 1) / pages.box_rows * pages.box_rows;
       ptx::barrier_arrive_expect(&full, rows * kTilePanels * static_cast<int>(sizeof(to[0][0])));
       const int* page = pages.table + work.b / 2 * pages.table_stride + key / pages.page_size;
-      int place = key % pages.page_size;
+      int place = key % pages.page_size, next = *page;
 #pragma unroll 1
       for (int row = 0; row < rows; row += pages.box_rows) {
-        const bool is_next = place == pages.page_size;
-        page += is_next;
-        place = is_next ? 0 : place;
-        const int entry = min(max(*page, 0), pages.entries - 1);
+        // The next entry of the table arrives while this box is copied.
+        const int entry = min(max(next, 0), pages.entries - 1), of_page = place;
+        place += pages.box_rows;
+        const bool ends = place == pages.page_size;
+        page += ends && row + pages.box_rows < rows;
+        next = *page;
+        place = ends ? 0 : place;
 #pragma unroll
         for (int panel = 0; panel < kTilePanels; ++panel) {
-          ptx::tma_load(to[panel][row], &map, &full, panel * kPanelColumns, place, hk, entry);
+          ptx::tma_load(to[panel][row], &map, &full, panel * kPanelColumns, of_page, hk, entry);
         }
-        place += pages.box_rows;
       }
     }
   };
