@@ -17,8 +17,8 @@ struct InvariantForward : ChunkedForward<T, kHeadDim, TileOfRow, Policies, Chunk
   using Base = ChunkedForward<T, kHeadDim, TileOfRow, Policies, ChunkWork>;
   using Base::kChunkTiles, Base::kGroups, Base::kKeys, Base::kOutTiles, Base::kQueries;
   using Base::out, Base::p, Base::shared, Base::softmax;
-  using typename Base::Generator, typename Base::Maps, typename Base::Score, typename Base::Shared,
-      typename Base::Visibility, typename Base::Work;
+  using typename Base::Maps, typename Base::Score, typename Base::Shared, typename Base::Visibility,
+      typename Base::Work;
   static constexpr int kSumVectors = kOutTiles + 2;  // of a thread: accumulators, sums, largest logits
 
   struct Loader : Base::Loader {
@@ -57,14 +57,8 @@ struct InvariantForward : ChunkedForward<T, kHeadDim, TileOfRow, Policies, Chunk
   }
 
   __device__ __forceinline__ void compute_tiles() {
-    Generator generator(p);
-    if (this->group == 0) this->pass_phase(kGroups - 1);
-    const auto receive = [&] { return ChunkWork{receive_work(shared, &this->work_parity)}; };
-    for (ChunkWork work = receive(); work.exists(); work = receive()) {
-      ChunkSum sums[2];
-      this->compute_chunk(work, generator, sums);
-      end_chunk(work, sums);
-    }
+    this->compute_chunks([&](const Work& work) { return ChunkWork{work}; },
+                         [&](const ChunkWork& work, ChunkSum(&sums)[2]) { end_chunk(work, sums); });
   }
 
   __device__ __forceinline__ void end_chunk(const ChunkWork& work, ChunkSum (&sums)[2]) {
