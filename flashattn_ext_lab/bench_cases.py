@@ -25,6 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 OURS, FA2, CUDNN, MATH, FLASH_ATTN, FA3, FA4, FLEX = "ours", "fa2", "cudnn", "math", "flash-attn", "fa3", "fa4", "flex"
 JVP_FLASH = "jvp-flash"  # the package jvp_flash_attention, of the derivatives alone
+CUDNN_FP8 = "cudnn-fp8"  # the package nvidia-cudnn-frontend, in fp8 alone
 # Names of the reference calls of a row: Case.beside().
 BESIDE = DENSE, PLAIN, CAUSAL, VARLEN, BF16 = "dense", "plain", "causal", "varlen", "bf16"
 PASSES = {"forward": (False,), "backward": (True,), "both": (False, True)}

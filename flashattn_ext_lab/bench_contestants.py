@@ -18,8 +18,8 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import flashattn_ext
 
-from . import bench_derivatives
-from .bench_cases import CUDNN, DTYPES, FA2, FA3, FA4, FLASH_ATTN, FLEX, JVP_FLASH, MATH, OURS, Case
+from . import bench_cudnn, bench_derivatives
+from .bench_cases import CUDNN, CUDNN_FP8, DTYPES, FA2, FA3, FA4, FLASH_ATTN, FLEX, JVP_FLASH, MATH, OURS, Case
 from .console import CommandError, chosen
 from .model import unfused_attention
 from .options import PATTERNS, SCORE_OPTIONS, dense_bias
@@ -31,12 +31,14 @@ TORCH_BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     MATH: SDPBackend.MATH,
 }
-# Modules that PyTorch does not ship, and what they must have: FlashAttention 2, 3 and 4, and one that computes with dual numbers.
+# Modules that PyTorch does not ship, and what they must have: FlashAttention 2, 3 and 4, one that computes with dual numbers, and
+# cuDNN's own one, for fp8.
 FLASH_MODULES = {
     FLASH_ATTN: ("flash_attn", "flash_attn_func"),
     FA3: ("flash_attn_interface", "flash_attn_func"),
     FA4: ("flash_attn.cute", "flash_attn_func"),
     JVP_FLASH: ("jvp_flash_attention.jvp_attention", "JVPAttn"),
+    CUDNN_FP8: ("cudnn", "pygraph"),
 }
 PEERS = (*TORCH_BACKENDS, *FLASH_MODULES, FLEX)
 SDPA, UNFUSED = "torch SDPA", "unfused"  # of the experiments: PyTorch chooses its kernel; separate steps of PyTorch
@@ -72,7 +74,8 @@ def skip_reason(case: Case, name: str) -> str:
     scores, bias = case.pairs * case.Hq * 2, case.Hq * case.S**2 * 2
     of_torch, sums = name in TORCH_BACKENDS, case.backward and case.score in ("learned alibi", "relative bias")
     reasons = [
-        (name != OURS and case.dtype == "fp8", "it is called without descales"),
+        (name not in (OURS, CUDNN_FP8) and case.dtype == "fp8", "it is called without descales"),
+        (name == CUDNN_FP8 and case.dtype != "fp8", "it is compared in fp8 only"),
         (case.derivative and name not in (OURS, MATH, JVP_FLASH), "it has no such derivatives"),
         (name != OURS and case.derivative in bench_derivatives.ALONE, "it does not compute this apart from the rest"),
         (name == JVP_FLASH and case.derivative != "forward & J", "it is compared in forward mode only"),
@@ -186,9 +189,10 @@ def attention(name: str, rng_seed: int | None = None) -> Attention:
     """A contestant as a function of a case, q, k and v; only ours uses `rng_seed`."""
     if name in (*TORCH_BACKENDS, SDPA):
         return functools.partial(_torch, name)
-    if name in FLASH_MODULES and name != JVP_FLASH:
+    if name in FLASH_MODULES and name not in (JVP_FLASH, CUDNN_FP8):
         return functools.partial(_flash_attn, name)
-    return {OURS: functools.partial(ours, rng_seed), FLEX: _flex, UNFUSED: _unfused, JVP_FLASH: _jvp_flash}[name]
+    others = {FLEX: _flex, UNFUSED: _unfused, JVP_FLASH: _jvp_flash, CUDNN_FP8: _cudnn_fp8}
+    return functools.partial(ours, rng_seed) if name == OURS else others[name]
 
 
 def keywords(case: Case, rng_seed: int | None) -> dict[str, Any]:
@@ -260,6 +264,10 @@ def _flex(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _jvp_flash(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     forward = flash_module(JVP_FLASH).JVPAttn.fwd_dual
     return forward(*(t.transpose(1, 2) for t in (q, k, v)), causal=case.causal).transpose(1, 2)
+
+
+def _cudnn_fp8(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return bench_cudnn.attention(flash_module(CUDNN_FP8), case.causal, q, k, v)
 
 
 def _unfused(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,11 @@ from flashattn_ext_lab import (
     bench_cases,
     bench_contestants,
     bench_cuda,
+    bench_cudnn,
     bench_derivatives,
     timing,
 )
-from flashattn_ext_lab.bench_cases import DENSE, FA2, FA3, FA4, FLASH_ATTN, MATH, OURS, SETS, Case
+from flashattn_ext_lab.bench_cases import CUDNN_FP8, DENSE, FA2, FA3, FA4, FLASH_ATTN, MATH, OURS, SETS, Case
 from flashattn_ext_lab.bench_contestants import FLASH_MODULES, PEERS, TORCH_BACKENDS
 from flashattn_ext_lab.console import CommandError, markdown_table
 from flashattn_ext_lab.main import main
@@ -181,6 +183,72 @@ def test_flash_attention_of_every_version_gets_the_options_of_a_row(
     assert {"causal": True, "window_size": (8, 0), "deterministic": True} in module.calls
     dropped = bench_contestants.skip_reason(Case(1, 2, 2, 50, 16, True, "fp32", 0.1), name)
     assert dropped == ("" if name == FLASH_ATTN else "skipped: it has no dropout")
+
+
+def test_fp8_is_compared_with_cudnns_own_module_alone() -> None:
+    wide, narrow = TINY, SETS["fp8"][0]
+    assert bench_contestants.skip_reason(wide, CUDNN_FP8) == "skipped: it is compared in fp8 only"
+    assert bench_contestants.skip_reason(narrow, CUDNN_FP8) == ""
+    assert bench_contestants.skip_reason(narrow, FA3) == "skipped: it is called without descales"
+
+
+class CudnnTensor:
+    """Of a graph; its setters return it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_arguments: self
+
+
+class Cudnn:
+    """The module `cudnn`, whose graph computes what its one operation says."""
+
+    data_type = types.SimpleNamespace(FP8_E4M3=0, FLOAT=1, BFLOAT16=2)
+    heur_mode = types.SimpleNamespace(A=0)
+
+    def __init__(self) -> None:
+        self.builds = 0
+
+    def create_handle(self) -> object:
+        return object()
+
+    def set_stream(self, handle: object, stream: int) -> None:
+        pass
+
+    def pygraph(self, **_keywords: Any) -> Cudnn:
+        return self
+
+    def tensor(self, **_keywords: Any) -> CudnnTensor:
+        return CudnnTensor()
+
+    def sdpa_fp8(self, *inputs: CudnnTensor, **keywords: Any) -> list[CudnnTensor]:
+        self.inputs, self.keywords = inputs, keywords
+        self.outputs = [CudnnTensor() for _ in range(4)]
+        return self.outputs
+
+    def build(self, _heuristics: list[int]) -> None:
+        self.builds += 1
+
+    def get_workspace_size(self) -> int:
+        return 0
+
+    def execute(self, tensors: dict[CudnnTensor, torch.Tensor], _workspace: torch.Tensor, handle: object) -> None:
+        q, k, v = (tensors[each].float() for each in self.inputs)
+        of_weights = tensors[self.keywords["scale_s"]] * tensors[self.keywords["descale_s"]]
+        options = {"scale": self.keywords["attn_scale"], "is_causal": self.keywords["use_causal_mask"]}
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+        tensors[self.outputs[0]].copy_(out * of_weights)
+
+
+def test_cudnn_in_fp8_is_called_with_descales_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudnn = Cudnn()
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: types.SimpleNamespace(cuda_stream=0))
+    q, k, v = (torch.randn(2, 30, 4, 16).to(torch.float8_e4m3fn) for _ in range(3))
+    for causal in (False, True, True):
+        out = bench_cudnn.attention(cudnn, causal, q, k, v)
+        expected = flashattn_ext.attention_reference(q, k, v, causal=causal)
+        torch.testing.assert_close(out.float(), expected.float(), atol=2e-2, rtol=2e-2)
+    assert cudnn.builds == 2  # the plan of the second causal call is that of the first
 
 
 def test_a_module_that_fails_to_import_is_no_contestant(monkeypatch: pytest.MonkeyPatch) -> None:
