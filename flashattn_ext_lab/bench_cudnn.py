@@ -15,7 +15,7 @@ WEIGHT_SCALE = 256.0
 
 
 def attention(cudnn: ModuleType, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Out in bfloat16, of q, k and v [B, S, H, D] in e4m3 with descales of 1."""
+    """Out of q, k and v [B, S, H, D] in e4m3 with descales of 1. It is e4m3 too: on Hopper cuDNN has no wider one."""
     views = [t.transpose(1, 2) for t in (q, k, v)]
     shapes = tuple((tuple(t.shape), t.stride()) for t in views)
     return _plan(cudnn, causal, shapes, q.device)(*views).transpose(1, 2)
@@ -42,7 +42,7 @@ def _plan(
     out, _, largest_weight, largest_out = graph.sdpa_fp8(
         *inputs, **scales, attn_scale=size[-1] ** -0.5, use_causal_mask=causal, generate_stats=False
     )
-    out.set_output(True).set_dim(list(size)).set_stride(_rows_first(size)).set_data_type(kind.BFLOAT16)
+    out.set_output(True).set_dim(list(size)).set_stride(_rows_first(size)).set_data_type(kind.FP8_E4M3)
     for largest in (largest_weight, largest_out):
         largest.set_output(True).set_dim(ones).set_stride(ones).set_data_type(kind.FLOAT)
     graph.build([cudnn.heur_mode.A])
@@ -54,7 +54,7 @@ def _plan(
 
     def run(*views: Tensor) -> Tensor:
         B, H, S, D = size
-        result = torch.empty(B, S, H, D, dtype=torch.bfloat16, device=device).transpose(1, 2)
+        result = torch.empty(B, S, H, D, dtype=views[0].dtype, device=device).transpose(1, 2)
         cudnn.set_stream(handle=handle, stream=torch.cuda.current_stream(device).cuda_stream)
         tensors = {**dict(zip(inputs, views, strict=True)), **constants, out: result}
         graph.execute(tensors, workspace, handle=handle)
