@@ -1,6 +1,7 @@
 #include "../../bias.h"
 #include "few_keys_delta.h"
 #include "launch.cuh"
+#include "options.h"
 #include "rows.cuh"
 #include "tensor_core.cuh"
 #include "tile.cuh"
@@ -9,7 +10,7 @@
 namespace flashattn_ext {
 namespace {
 
-constexpr int kFewKeys = 16, kFewKeysThreads = 256, kWarps = kFewKeysThreads / 32;
+constexpr int kFewKeysThreads = 256, kWarps = kFewKeysThreads / 32;
 constexpr float kWeightError = 1.f / 4096;  // of the sum of a row's weights; a missing key usually weighs more
 
 template <class T>
@@ -74,7 +75,7 @@ __global__ void __launch_bounds__(kFewKeysThreads)
 
 void find_delta_of_few_keys(const AttnGradParams& p, const GeneralWorkspace& workspace) {
   const bool has_others = p.has_dropout() || p.has_intervals() || p.bias.data || p.dtype == DType::kFloat32;
-  if (!(p.dalibi_slopes || p.drelative_bias) || has_others || p.seqlen_k > kFewKeys) return;
+  if (has_others || !sums_rows_of_few_keys(p)) return;
   const int64_t blocks = tile_count(p.seqlen_q, kWarps);
   launch(p.dtype == DType::kFloat16 ? few_keys_kernel<__half> : few_keys_kernel<__nv_bfloat16>,
          "backward_prepare (few keys)", p, blocks * p.batch * p.heads_q, kFewKeysThreads, 0, workspace,

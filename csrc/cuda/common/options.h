@@ -51,12 +51,19 @@ inline Options options_of(const AttnParams& p) {
   return p.origin.length_mask == 0 ? all | kRare : all;  // an origin places the rows
 }
 
-// The same for the backward. Only general kernels have exact sums of a relative bias's gradient (RelativeGradient), and
-// the gradient of a bias whose tiles TMA cannot add or store.
+// Whether the call sums dS of rows that see a handful of keys, for the gradient of slopes or of a relative bias. There
+// dS nearly cancels in a row, so that rounding delta or the weights to 16 bits would be most of the sum.
+constexpr int kFewKeys = 16;
+inline bool sums_rows_of_few_keys(const AttnGradParams& p) {
+  return (p.dalibi_slopes || p.drelative_bias) && p.seqlen_k <= kFewKeys;
+}
+
+// The same for the backward. Only general kernels have exact sums of a relative bias's gradient (RelativeGradient),
+// the gradient of a bias whose tiles TMA cannot add or store, and dS from weights in fp32.
 inline Options options_of(const AttnGradParams& p) {
   const Options all = options_of(static_cast<const AttnParams&>(p));
   const bool exact = p.drelative_bias && p.deterministic, apart = p.dbias.data && !has_copyable_bias_gradient(p);
-  return exact || apart ? all | kRare : all;
+  return exact || apart || sums_rows_of_few_keys(p) ? all | kRare : all;
 }
 
 // The options of the kernel that runs an invariant call. A row that a Mask hides nothing from has the bits of a call

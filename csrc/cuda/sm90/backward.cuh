@@ -460,7 +460,6 @@ template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void backward(const AttnGradParams& p) {
   const auto workspace = backward_workspace<T, kHeadDim, kOptions, kHeadDimV>(p);
   launch_prepare<T>(p, workspace);
-  find_delta_of_few_keys(p, workspace);
   using Kernel = BackwardOf<T, kHeadDim, kOptions, kHeadDimV>;
   if constexpr (Kernel::kPaired) {
     launch_backward_main<Kernel>(paired_backward_kernel<Kernel>, "sm90 backward", p, workspace);

@@ -59,22 +59,14 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   using KeyBatch = sm90::KeyBatch<Work, KeyTile>;
   using PartialTile = sm90::PartialTile<kKeys>;
 
-  // Two stages of queries where shared memory has room: those of the next tile arrive while this one is computed.
-  static constexpr int kQueryBytes = kPanels * kQueries * kPanelColumns * static_cast<int>(sizeof(Element));
-  static constexpr int kStageBytes = kPanels * kKeys * kPanelColumns * static_cast<int>(sizeof(Element)) +
-                                     static_cast<int>(sizeof(typename Operands::Values));
-  static constexpr int kOtherBytes = 1024;  // at most: barriers and the work
-  static constexpr int kQueryStages =
-      !kMasks && kBiasTiles == 0 && 2 * kQueryBytes + kStages * kStageBytes + kOtherBytes <= kSharedLimit ? 2 : 1;
-
   // Tiles are as in common/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
   // overwritten.
   struct Shared {
-    Element q[kQueryStages][kPanels][kQueries][kPanelColumns];
+    Element q[kPanels][kQueries][kPanelColumns];
     Element k[kStages][kPanels][kKeys][kPanelColumns];
     typename Operands::Values v[kStages];
     T bias[kBiasTiles][(kKeys + kPanelColumns - 1) / kPanelColumns][kQueries][kPanelColumns];
-    ptx::Barrier q_full[kQueryStages], q_empty[kQueryStages];
+    ptx::Barrier q_full, q_empty;
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     ptx::Barrier work_full, work_empty, tail_cleared;
     Work work;
@@ -107,8 +99,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     const Maps& maps;
     RingPosition<kStages> k, v;
     BiasTileLoader<kBiasTiles> bias;
-    RingPosition<kQueryStages> q;
-    uint32_t work_parity = 0;
+    uint32_t q_parity = 0, work_parity = 0;
 
     __device__ void load_tiles(const TileGrid& grid) {
       each_work(
@@ -145,11 +136,10 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
         k.advance();
         bias.load(shared, maps, work, n * kKeys);
       };
-      if (kQueryStages == 1) load_keys(work.last);  // they have room earlier than the queries
-      ptx::barrier_wait(&shared.q_empty[q.stage], q.parity ^ 1);
-      load_q(shared.q[q.stage], shared.q_full[q.stage]);
-      q.advance();
-      if (kQueryStages > 1) load_keys(work.last);
+      load_keys(work.last);  // they have room earlier than the queries
+      ptx::barrier_wait(&shared.q_empty, q_parity ^ 1);
+      load_q(shared.q, shared.q_full);
+      q_parity ^= 1;
       for (int n = work.last; n >= work.first; --n) {
         if (n > work.first) load_keys(n - 1);
         ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
@@ -164,8 +154,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   const AttnParams& p;
   const int group, warp_row;  // first of this warp's 16 rows, within the tile
   const Score& score;
-  uint32_t work_parity = 0, tail_parity = 0;
-  RingPosition<kQueryStages> q;
+  uint32_t q_parity = 0, work_parity = 0, tail_parity = 0;
   RingPosition<kStages> k, v;
   float scores[kScoreTiles][4], out[kOutTiles][4];
   uint32_t weights[kSteps][4];
@@ -215,7 +204,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     if constexpr (Operands::kInTurn) return compute_steps_in_turn(work, walk, unmasked);
     Visibility::await_keys(*this);
     this->await_phase();
-    score_product<Operands::kColumns, uint64_t>(scores, shared.q[q.stage], group * 64, shared.k[k.stage]);
+    score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
     this->pass_phase(group);
     dropping.draw_under_products(p, generator, work.h, row, n * kKeys);
     const auto begun = scoring.begin(*this, Step{work, n});
@@ -232,7 +221,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
       for (Visibility::advance(walk);; Visibility::advance(walk)) {
         Visibility::await_keys(*this);
         this->await_phase();
-        score_product<Operands::kColumns, uint64_t>(scores, shared.q[q.stage], group * 64, shared.k[k.stage]);
+        score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
         ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
         operands.accumulate(out, weights, shared.v[v.stage]);
         this->pass_phase(group);
@@ -261,7 +250,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     for (;; Visibility::advance(walk)) {
       Visibility::await_keys(*this);
       this->await_phase();
-      score_product<Operands::kColumns, uint64_t>(scores, shared.q[q.stage], group * 64, shared.k[k.stage]);
+      score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
       this->pass_phase(group);
       const auto begun = scoring.begin(*this, Step{work, walk.n});
       ptx::wgmma_wait<0>();
@@ -372,10 +361,8 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
     ptx::prefetch_tensor_map(&maps.q);
     ptx::prefetch_tensor_map(&maps.k);
     ptx::prefetch_tensor_map(&maps.v);
-    for (int i = 0; i < Kernel::kQueryStages; ++i) {
-      ptx::barrier_init(&shared.q_full[i], 1);
-      ptx::barrier_init(&shared.q_empty[i], Kernel::kWarps);
-    }
+    ptx::barrier_init(&shared.q_full, 1);
+    ptx::barrier_init(&shared.q_empty, Kernel::kWarps);
     for (int i = 0; i < Kernel::kStages; ++i) {
       ptx::barrier_init(&shared.k_full[i], 1);
       ptx::barrier_init(&shared.k_empty[i], Kernel::kWarps);

@@ -1,6 +1,6 @@
 // What the consumer warpgroups of forward.cuh and jvp.cuh share: their turns to issue products, and the steps of the
-// rings of queries, keys and values. ForwardConsumer is a base class of the kernel's object, which has `shared`, `p`,
-// `group`, tail_parity and its places `q`, `k` and `v` in the rings, and
+// queries and of the rings of keys and values. ForwardConsumer is a base class of the kernel's object, which has
+// `shared`, `p`, `group`, q_parity, tail_parity and its places `k` and `v` in the rings, and
 //   kGroups, kKeys            of its tile
 //   kPingPong                 the first of kGroups named barriers
 //   kClearsTail               whether the rows behind a packed sequence have to be zeroed in tiles of values
@@ -36,8 +36,8 @@ struct ForwardConsumer {
   }
   __device__ __forceinline__ void end_queries() {
     Kernel& kernel = self();
-    release(kernel.shared.q_empty[kernel.q.stage]);
-    kernel.q.advance();
+    release(kernel.shared.q_empty);
+    kernel.q_parity ^= 1;
   }
 
   // Skips a key tile that only other warpgroups see.

@@ -248,9 +248,9 @@ struct FoundKeyLoader {
     if (without_values.has(KeyTile::kLast)) load_values(batch, without_values, hk, b);
   }
   __device__ __forceinline__ void load_queries(const Batch& batch, int b) {
-    ptx::barrier_wait(&shared.q_empty[0], q_parity ^ 1);
+    ptx::barrier_wait(&shared.q_empty, q_parity ^ 1);
     const auto& work = batch.work;
-    if (lane() == 0) load_panels(shared.q[0], shared.q_full[0], maps.q, work.query_start + work.row0, work.h, b);
+    if (lane() == 0) load_panels(shared.q, shared.q_full, maps.q, work.query_start + work.row0, work.h, b);
     q_parity ^= 1;
   }
   __device__ __forceinline__ void load_keys(const Batch& batch, const KeyTile& tile, int hk, int b) {

@@ -54,7 +54,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
     QueryTile q, tq;
     KeyTile k[kStages], tk[kStages], v[kStages], tv[kStages];
     // `full` of a stage: the rows and their tangents have arrived; `empty`: both may be overwritten.
-    ptx::Barrier q_full[1], q_empty[1];
+    ptx::Barrier q_full, q_empty;
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     ptx::Barrier work_full, work_empty, tail_cleared;
     Work work;
@@ -69,8 +69,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
     const JvpParams& p;
     const JvpMaps& maps;
     RingPosition<kStages> k, v;
-    RingPosition<1> q;
-    uint32_t work_parity = 0;
+    uint32_t q_parity = 0, work_parity = 0;
 
     // The loads of a barrier `full` in one phase.
     static constexpr int kQueryLoads = Moves::kQ ? 2 : 1, kKeyLoads = Moves::kK ? 2 : 1;
@@ -88,12 +87,12 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
     __device__ void load_tile(const Work& work, int key_start) {
       load_keys(work, key_start, work.last);
       const int batch = p.is_varlen() ? 0 : work.b;
-      ptx::barrier_wait(&shared.q_empty[0], q.parity ^ 1);
-      load_panels(shared.q, shared.q_full[0], maps.q, work.query_start + work.row0, work.h, batch);
+      ptx::barrier_wait(&shared.q_empty, q_parity ^ 1);
+      load_panels(shared.q, shared.q_full, maps.q, work.query_start + work.row0, work.h, batch);
       if constexpr (Moves::kQ) {
-        load_panels(shared.tq, shared.q_full[0], maps.tq, work.query_start + work.row0, work.h, batch);
+        load_panels(shared.tq, shared.q_full, maps.tq, work.query_start + work.row0, work.h, batch);
       }
-      q.advance();
+      q_parity ^= 1;
       for (int n = work.last; n >= work.first; --n) {
         if (n > work.first) load_keys(work, key_start, n - 1);
         load_values(work, key_start, n);
@@ -127,8 +126,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
   const JvpParams& p;
   const int group, warp_row;  // first of this warp's 16 rows, within the tile
   const Rule& score;
-  RingPosition<1> q;
-  uint32_t work_parity = 0, tail_parity = 0;
+  uint32_t q_parity = 0, work_parity = 0, tail_parity = 0;
   RingPosition<kStages> k, v;
   uint32_t q_fragments[kHeadDim / 16][4];  // operands from registers leave shared memory to those of the other products
   float scores[kScoreTiles][4], tangents[kScoreTiles][4], out[kOutTiles][4];
@@ -308,8 +306,8 @@ __global__ void __launch_bounds__(Kernel::kThreads, 1)
   using Loader = typename Kernel::Loader;
   if (threadIdx.x == 0) {
     for (const CUtensorMap* map : {&maps.q, &maps.k, &maps.v}) ptx::prefetch_tensor_map(map);
-    ptx::barrier_init(&shared.q_full[0], Loader::kQueryLoads);
-    ptx::barrier_init(&shared.q_empty[0], Kernel::kWarps);
+    ptx::barrier_init(&shared.q_full, Loader::kQueryLoads);
+    ptx::barrier_init(&shared.q_empty, Kernel::kWarps);
     for (int i = 0; i < Kernel::kStages; ++i) {
       ptx::barrier_init(&shared.k_full[i], Loader::kKeyLoads);
       ptx::barrier_init(&shared.k_empty[i], Kernel::kWarps);

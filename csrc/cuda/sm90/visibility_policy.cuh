@@ -52,7 +52,7 @@ struct ArithmeticVisibility {
     Walk walk{own.end - 1, own.begin};
     int n = work.last;
     for (; n >= own.end; --n) kernel.skip_step(work, n);
-    ptx::barrier_wait(&kernel.shared.q_full[kernel.q.stage], kernel.q.parity);
+    ptx::barrier_wait(&kernel.shared.q_full, kernel.q_parity);
     n >= own.begin ? kernel.compute_steps(work, walk, generator) : kernel.end_queries();
     for (n = min(n, own.begin - 1); n >= work.first; --n) kernel.skip_step(work, n);
   }
@@ -121,7 +121,7 @@ struct IntervalVisibility {
   static __device__ __forceinline__ void compute_tile(Kernel& kernel, const Work& work, const Generator& generator) {
     Walk walk;
     walk.run = 0;
-    ptx::barrier_wait(&kernel.shared.q_full[kernel.q.stage], kernel.q.parity);
+    ptx::barrier_wait(&kernel.shared.q_full, kernel.q_parity);
     for (receive_keys(kernel, walk); !walk.done;) {
       if (walk.tile.has(KeyTile::kSeen + kernel.group)) {
         kernel.compute_steps(work, walk, generator);
