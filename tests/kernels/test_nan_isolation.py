@@ -78,6 +78,28 @@ def test_in_a_packed_neighbour(device: str, dtype: torch.dtype, D: int, poison: 
         assert_same_bits(got[73:], ref[73:], f"{what} after")
 
 
+@pytest.mark.dtypes("float16", "bfloat16")
+@pytest.mark.parametrize("D", [64, 128, 256])
+@pytest.mark.parametrize("length", [1, 33, 63, 65, 129])
+def test_in_queries_behind_a_sequence_of_many_keys(device: str, dtype: torch.dtype, D: int, length: int) -> None:
+    """Both halves of a tile of keys see the last queries of sequence 0, and tiles of those reach into sequence 1."""
+    heads, keys = 24, (200, 130)
+    starts_q, starts_k = cu_seqlens([length, 60], device), cu_seqlens(keys, device)
+    q, dout = (torch.randn(length + 60, heads, D, device=device).to(dtype) for _ in range(2))
+    k, v = (torch.randn(sum(keys), heads, D, device=device).to(dtype) for _ in range(2))
+
+    def gradients() -> list[torch.Tensor]:
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        out = flashattn_ext.varlen_forward(*leaves, starts_q, starts_k, max(length, 60), max(keys))
+        return list(torch.autograd.grad(out, leaves, dout))
+
+    clean = gradients()
+    q[length:] = dout[length:] = torch.nan
+    for name, rows, got, ref in zip("qkv", (length, keys[0], keys[0]), gradients(), clean, strict=True):
+        assert got[rows:].isnan().any()
+        assert_same_bits(got[:rows], ref[:rows], f"d{name} of the sequence before")
+
+
 @pytest.mark.every_isa
 @pytest.mark.parametrize("Sq,Sk", [(1, 1), (33, 31), (65, 127), (130, 257)])
 @pytest.mark.parametrize("D,Dv", [(7, 9), (40, 33), (64, 64), (161, 100)])
