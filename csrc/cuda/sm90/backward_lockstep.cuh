@@ -70,13 +70,7 @@ class LockstepWalk {
     ptx::barrier_wait(&shared.k_full[kernel.keys.stage], kernel.keys.parity);
     kernel.clear_tail_of_keys(work);
     ptx::barrier_wait(&shared.v_full[kernel.keys.stage], kernel.keys.parity);
-    if (hides_step() && now.left > 1) {
-      take_part_in_dq();
-      now.advance();
-      find_weights<true>();
-    } else {
-      find_weights<false>();
-    }
+    find_weights<false>();
     while (now.left > 1) {
       add_products();
       ptx::wgmma_wait<1>();
@@ -95,24 +89,6 @@ class LockstepWalk {
   }
 
  private:
-  // Whether no query of the step sees any of the warpgroup's keys, as at the diagonal of a causal call for the second
-  // warpgroup.
-  __device__ __forceinline__ bool hides_step() const {
-    const int key = work.key0 + kernel.group * 64, row = now.m * kQueries;
-    const Limits rows = work.mask(kernel.p).rows_of(key, min(key + 64, work.length_k));
-    return uniform(static_cast<int>(rows.begin >= row + kQueries || rows.end <= row || key >= work.length_k)) != 0;
-  }
-  // Such a step, if it is the first one: dS^T of the warpgroup is 0, and it computes its columns of dq.
-  __device__ __forceinline__ void take_part_in_dq() {
-    const typename Kernel::Scores::Packed none{};
-    kernel.buffer ^= 1;
-    store_panels(shared.dscores[kernel.buffer], kernel.warp_key, none);
-    ptx::fence_async_shared();
-    ptx::named_barrier_sync(kDscores, 2 * kGroupThreads);
-    kernel.query_product(dq, 0);
-    release_queries();
-  }
-
   // The first half of a step: computes the weights and dP^T. kHasDq: the dq product of the step before is in flight;
   // its dq is written during the score product and handed over during the dP^T product.
   template <bool kHasDq>
