@@ -5,8 +5,8 @@
 // step. x, weights: [row tile][column tile][4].
 //   Rule                      the kernel's argument
 //   kIsFp8                    whether inputs were widened from fp8: out then has the dtype AttnParams::out_dtype
-//   kWeightScale              the weight of the largest score of a row, a power of two. Above 1 the sink is counted
-//                             after the last key
+//   kWeightScale              the weight of the largest score of a row, a power of two; above 1 in kernels that count
+//                             the sink after the last key
 //   start_tile(p, b, h)       before the tiles of keys of a tile of queries
 //   value_scale(p, b, h)      the factor of values that out gets: descale_v in fp8, otherwise 1
 //   begin(kernel, step)       while the product of a step runs, or before it; its result goes to make_logits

@@ -51,8 +51,6 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   static constexpr int kPingPong = kForwardPingPong;
   static constexpr bool kClearsTail = !Operands::kZeroRows;
   static constexpr int kBiasTiles = Scores::kTileStages;
-  // Relative to a sink far above the logits, weights would vanish in e4m3.
-  static constexpr bool kSinkLast = Scores::kWeightScale > 1;
 
   using Work = ForwardWork;
   using KeyTile = sm90::KeyTile<kGroups>;
@@ -273,9 +271,10 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   }
 
   __device__ __forceinline__ void start_tile(const Work& work) {
-    const float sink = kSinkLast ? -infinity() : head_sink(p, work.h);
     set_zero(out);
-    softmax.start(sink);
+    // The sink is counted after the last key. As the first maximum it would leave weights near 1 that 16 bits do not
+    // hold exactly, and dS would lose digits.
+    softmax.start(-infinity());
     scoring.start_tile(p, work.b, work.h);
   }
 
@@ -327,7 +326,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     Visibility::take_poisoned(*this, poisoned);
 
     float sink_shrink[2] = {1, 1};
-    if (kSinkLast && p.has_sink) softmax.end(head_sink(p, work.h), Scores::kWeightScale, sink_shrink);
+    if (p.has_sink) softmax.end(head_sink(p, work.h), Scores::kWeightScale, sink_shrink);
     const float scale = 256.f / p.dropout_threshold * scoring.value_scale(p, work.b, work.h);
     const int row = work.row0 + warp_row + g();
 #pragma unroll
@@ -343,7 +342,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
       } else {
         store_row(row_pointer<T>(p.out, work.b, work.h, at), out, r, factor, sum == 0, exists, columns);
       }
-      scoring.write_centres(p, work.b, work.h, at, 0, r, sum, exists);
+      scoring.write_centres(p, work.b, work.h, at, 0, r, sum / sink_shrink[r], exists);
     }
   }
 };

@@ -223,6 +223,7 @@ struct LargeForward {
     typename Dropping::Generator generator{p};
     OnlineSoftmax<> softmax;
     float shrink[2];  // the factors for the earlier sums
+    float tolerance;  // of OnlineSoftmax::weigh
 
     __device__ __forceinline__ void compute_tiles() {
       for (;;) {
@@ -231,6 +232,8 @@ struct LargeForward {
         generator.start_tile(p, work.b);
         const float sink = head_sink(p, work.h);
         softmax.start(sink);
+        // Above a sink as the first maximum, weights near 1 would not be exact in 16 bits, and dS would lose digits.
+        tolerance = sink_counts(sink) ? 0.f : kTolerance;
         if (work.sees_keys()) compute_tile(work);
         finish_tile(work);
       }
@@ -313,7 +316,7 @@ struct LargeForward {
       store_scores(x, score);
       if (key0 < unmasked.begin) hide_keys<true, false>(x, work.mask(p), row, key);
       if (key0 + kKeys > unmasked.end) hide_keys<false, true>(x, work.mask(p), row, key);
-      softmax.weigh(scores, score, kTolerance, [&](const float (&factors)[2]) {
+      softmax.weigh(scores, score, tolerance, [&](const float (&factors)[2]) {
         shrink[0] = factors[0];
         shrink[1] = factors[1];
       });
