@@ -16,6 +16,7 @@
 #include "../common/tensor_map.h"
 #include "../common/tile_order.cuh"
 #include "../ptx/grid.cuh"
+#include "chunking_policy.cuh"
 #include "forward_consumer.cuh"
 #include "forward_large.cuh"
 #include "forward_operands.cuh"
@@ -27,10 +28,9 @@
 
 namespace flashattn_ext::sm90 {
 
-// TileOfRow: kTile, of the row of the table of kernels; Policies: forward_policies.cuh; SeenWork: what the consumer
-// warpgroups compute of a ForwardWork.
-template <class T, int kHeadDim, int kHeadDimV, class TileOfRow, class Policies, class SeenWork = ForwardWork>
-struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Policies, SeenWork>> {
+// TileOfRow: kTile, of the row of the table of kernels; Policies: forward_policies.cuh; Chunking: chunking_policy.cuh.
+template <class T, int kHeadDim, int kHeadDimV, class TileOfRow, class Policies, class Chunking = NoChunks>
+struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Policies, Chunking>> {
   static constexpr ForwardTile kTile = TileOfRow::kTile;
   using Operands = ForwardOperands<T, kHeadDim, kHeadDimV, TileOfRow>;
   using Element = typename Operands::Element;
@@ -53,6 +53,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   static constexpr int kBiasTiles = Scores::kTileStages;
 
   using Work = ForwardWork;
+  using SeenWork = typename Chunking::Work;
   using KeyTile = sm90::KeyTile<kGroups>;
   using KeyBatch = sm90::KeyBatch<Work, KeyTile>;
   using PartialTile = sm90::PartialTile<kKeys>;
@@ -158,6 +159,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   uint32_t weights[kSteps][4];
   Operands operands;
   Dropping dropping;
+  Chunking chunking;
   OnlineSoftmax<> softmax;
   Scores scoring;
   float shrink[2];  // the factors for `out` before the next values are added
@@ -228,15 +230,16 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
         this->end_keys(Visibility::is_last(walk));
+        chunking.end_scores(n, softmax);
         weigh(work, walk, unmasked, begun);
         dropping.draw_after_weights(p, generator, work.h, row, n * kKeys);
         ptx::hold(scores);
         // The loop exits here, before the wait in end_step: within one basic block the compiler would move the wait to
         // before the exponentials, and nothing would overlap the product of the values.
         if (!Visibility::has_next(*this, walk)) break;
-        end_step();
+        end_step(n);
       }
-      end_step();
+      end_step(n);
     }
     ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
     operands.accumulate(out, weights, shared.v[v.stage]);
@@ -308,8 +311,12 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     scoring.add_centres(*this, step, 0, scores, sums, shrink);
   }
 
-  __device__ __forceinline__ void end_step() {
+  __device__ __forceinline__ void end_step(int n) {
     end_values();
+    if (chunking.begins(n)) {
+      pack_weights();
+      return chunking.end_values(out);
+    }
     operands.rescale(out, shrink);
     pack_weights();
   }

@@ -1,7 +1,7 @@
-// The forward of invariant calls on Hopper: forward.cuh with the keys in chunks (../common/chunks.h). To the mainloop a
-// chunk is a tile of queries of its own, which sees the keys of the chunk alone. In a forward the chunks of a tile of
-// queries follow one another in a thread block, which keeps the sum of those before in global memory; a tile with one
-// chunk does not use it. invariant_decode.cuh has the kernel for decoding.
+// The forward of invariant calls on Hopper: forward.cuh with the keys in chunks (../common/chunks.h). The chunks of a
+// tile of queries follow one another in a thread block, within the steps of its mainloop (chunking_policy.cuh). With a
+// Mask, whose tiles of keys are found as the mainloop goes, a chunk is a tile of queries of its own, which sees the
+// keys of the chunk alone. invariant_decode.cuh has the kernel for decoding.
 #pragma once
 
 #include "invariant_decode.cuh"
@@ -9,37 +9,42 @@
 namespace flashattn_ext::sm90 {
 
 struct ChunkGrid : TileGrid {
-  float4* sums;  // InvariantForward::kSumVectors for each consumer thread
+  float4* sums;  // EarlierChunks::vectors
 };
 
+template <int kOutTiles, int kGroups>
+struct ChunksAsTiles : ChunksApart<ChunkWork> {
+  EarlierChunks<kOutTiles, kGroups> earlier;
+};
+template <int kKeys, int kOutTiles, int kGroups, bool kMasks>
+using ForwardChunking =
+    std::conditional_t<kMasks, ChunksAsTiles<kOutTiles, kGroups>, ChunksInTurn<kKeys, kOutTiles, kGroups>>;
+
 template <class T, int kHeadDim, class TileOfRow, class Policies>
-struct InvariantForward : ChunkedForward<T, kHeadDim, TileOfRow, Policies, ChunkWork> {
-  using Base = ChunkedForward<T, kHeadDim, TileOfRow, Policies, ChunkWork>;
-  using Base::kChunkTiles, Base::kGroups, Base::kKeys, Base::kOutTiles, Base::kQueries;
+using ForwardInChunks =
+    ChunkedForward<T, kHeadDim, TileOfRow, Policies,
+                   ForwardChunking<TileOfRow::kTile.keys, kHeadDim / 8, TileOfRow::kTile.groups,
+                                   Policies::template Visibility<TileOfRow::kTile.groups>::kHasIntervals>>;
+
+template <class T, int kHeadDim, class TileOfRow, class Policies>
+struct InvariantForward : ForwardInChunks<T, kHeadDim, TileOfRow, Policies> {
+  using Base = ForwardInChunks<T, kHeadDim, TileOfRow, Policies>;
+  using Base::kChunkTiles, Base::kGroups, Base::kKeys, Base::kMasks, Base::kOutTiles, Base::kQueries;
   using Base::out, Base::p, Base::shared, Base::softmax;
   using typename Base::Maps, typename Base::Score, typename Base::Shared, typename Base::Visibility,
-      typename Base::Work;
-  static constexpr int kSumVectors = kOutTiles + 2;  // of a thread: accumulators, sums, largest logits
+      typename Base::SeenWork, typename Base::Work;
+  using Earlier = EarlierChunks<kOutTiles, kGroups>;
 
-  struct Loader : Base::Loader {
-    __device__ void load_tiles(const TileGrid& grid) {
-      each_work(
-          this->p, grid, [&](int tile) { return grid.next(tile); },
-          [&](const Work& work, int key_start) {
-            publish_work(this->shared, work, &this->work_parity);
-            if (work.sees_keys()) this->load_tile(work, key_start);
-          });
-      publish_work(this->shared, Work{}, &this->work_parity);
-    }
-  };
-
-  const ChunkGrid& grid;
+  float largest = -infinity();  // with a Mask: the largest logit of the chunks so far
 
   __device__ InvariantForward(Shared& shared, const AttnParams& params, const Score& score, int group,
                               const ChunkGrid& grid)
-      : Base(shared, params, score, group), grid(grid) {}
+      : Base(shared, params, score, group) {
+    this->chunking.earlier.vectors = grid.sums;
+  }
 
-  // Calls body(work, first row of the keys) for every chunk of every tile of this thread block; as each_forward_work.
+  // With a Mask, whose producer calls it: calls body(work, first row of the keys) for every chunk of every tile of this
+  // thread block; as each_forward_work.
   template <class Take, class Body>
   static __device__ __forceinline__ void each_work(const AttnParams& p, const TileGrid& grid, const Take& take,
                                                    const Body& body) {
@@ -57,48 +62,26 @@ struct InvariantForward : ChunkedForward<T, kHeadDim, TileOfRow, Policies, Chunk
   }
 
   __device__ __forceinline__ void compute_tiles() {
-    this->compute_chunks([&](const Work& work) { return ChunkWork{work}; },
-                         [&](const ChunkWork& work, ChunkSum(&sums)[2]) { end_chunk(work, sums); });
+    this->compute_chunks([&](const Work& work) { return SeenWork{work}; },
+                         [&](const SeenWork& work, ChunkSum(&sums)[2]) { end_chunk(work, sums); });
   }
 
-  __device__ __forceinline__ void end_chunk(const ChunkWork& work, ChunkSum (&sums)[2]) {
-    const Limits visible = work.mask(p).keys_of(work.row0, min(work.row0 + kQueries, work.length_q));
-    const Limits chunks = chunks_of<kKeys>(visible);
-    const int chunk = work.first / kChunkTiles;
-    if (chunk < chunks.end - 1) add_earlier(sums);
-    if (chunk > chunks.begin && chunk < chunks.end) {
-      keep(sums);
-    } else {
-      finish(work, sums);
+  __device__ __forceinline__ void end_chunk(const SeenWork& work, ChunkSum (&sums)[2]) {
+    Earlier& earlier = this->chunking.earlier;
+    earlier.add_to(out, sums);
+    if constexpr (kMasks) {
+      if (earlier.exist) softmax.largest_logit = fmaxf(softmax.largest_logit, largest);
+      largest = softmax.largest_logit;
+      const Limits visible = work.mask(p).keys_of(work.row0, min(work.row0 + kQueries, work.length_q));
+      const Limits chunks = chunks_of<kKeys>(visible);
+      const int chunk = work.first / kChunkTiles;
+      if (chunk > chunks.begin && chunk < chunks.end) return earlier.keep(out, sums);
     }
+    earlier.exist = false;
+    finish(work, sums);
   }
 
-  // Vector i of this thread's sums over earlier chunks; those of a warp are adjacent.
-  __device__ __forceinline__ float4* kept(int i) const {
-    const int warp = static_cast<int>(blockIdx.x) * kGroups * 4 + static_cast<int>(threadIdx.x) / 32 - 4;
-    return grid.sums + (int64_t{warp} * kSumVectors + i) * 32 + threadIdx.x % 32;
-  }
-  __device__ __forceinline__ void keep(const ChunkSum (&sums)[2]) const {
-#pragma unroll
-    for (int n = 0; n < kOutTiles; ++n) *kept(n) = make_float4(out[n][0], out[n][1], out[n][2], out[n][3]);
-    *kept(kOutTiles) = make_float4(sums[0].max, sums[0].sum, sums[1].max, sums[1].sum);
-    *kept(kOutTiles + 1) = make_float4(softmax.largest_logit, 0, 0, 0);
-  }
-  __device__ __forceinline__ void add_earlier(ChunkSum (&sums)[2]) {
-    const float4 before = *kept(kOutTiles);
-    ChunkSum all[2] = {{before.x, before.y}, {before.z, before.w}};
-    const ChunkFactors factors[2] = {add_chunk(&all[0], sums[0]), add_chunk(&all[1], sums[1])};
-#pragma unroll
-    for (int n = 0; n < kOutTiles; ++n) {
-      const float4 x = *kept(n);
-      out[n][0] = factors[0].add(x.x, out[n][0]), out[n][1] = factors[0].add(x.y, out[n][1]);
-      out[n][2] = factors[1].add(x.z, out[n][2]), out[n][3] = factors[1].add(x.w, out[n][3]);
-    }
-    sums[0] = all[0], sums[1] = all[1];
-    softmax.largest_logit = fmaxf(softmax.largest_logit, kept(kOutTiles + 1)->x);
-  }
-
-  __device__ __forceinline__ void finish(const ChunkWork& work, ChunkSum (&sums)[2]) {
+  __device__ __forceinline__ void finish(const Work& work, ChunkSum (&sums)[2]) {
     const float sink = head_sink(p, work.h);
     const int row = work.row0 + this->warp_row + g();
 #pragma unroll
@@ -151,7 +134,7 @@ void invariant(const AttnParams& p) {
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 size_t invariant_bytes(const AttnParams& p) {
   using Kernel = InvariantKernel<T, kHeadDim, kOptions, InvariantForward>;
-  constexpr int kThreadBytes = Kernel::kSumVectors * static_cast<int>(sizeof(float4));
+  constexpr int kThreadBytes = Kernel::Earlier::kVectors * static_cast<int>(sizeof(float4));
   const bool has_one_chunk = (p.is_varlen() ? p.total_k : p.seqlen_k) <= Kernel::kChunkTiles * Kernel::kKeys;
   return has_one_chunk ? 0 : static_cast<size_t>(multiprocessors()) * Kernel::kGroups * kGroupThreads * kThreadBytes;
 }

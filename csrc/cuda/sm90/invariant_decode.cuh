@@ -39,11 +39,12 @@ struct GroupedWork : ChunkWork {
   }
 };
 
-// What invariant forwards and decoding share. SeenWork: a ChunkWork.
-template <class T, int kHeadDim, class TileOfRow, class Policies, class SeenWork>
-struct ChunkedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, Policies, SeenWork> {
-  using Base = Forward<T, kHeadDim, kHeadDim, TileOfRow, Policies, SeenWork>;
+// What invariant forwards and decoding share.
+template <class T, int kHeadDim, class TileOfRow, class Policies, class Chunking>
+struct ChunkedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, Policies, Chunking> {
+  using Base = Forward<T, kHeadDim, kHeadDim, TileOfRow, Policies, Chunking>;
   using Base::Base;
+  using typename Base::SeenWork;
   static constexpr int kChunkTiles = kTilesOfChunk<Base::kKeys>;
 
   // seen(work): the SeenWork of a Work; end(work, sums): takes the sums of a chunk, and `out`.
@@ -84,8 +85,8 @@ struct TaskGrid : TileGrid {
 };
 
 template <class T, int kHeadDim, class TileOfRow, class Policies>
-struct InvariantDecode : ChunkedForward<T, kHeadDim, TileOfRow, Policies, GroupedWork> {
-  using Base = ChunkedForward<T, kHeadDim, TileOfRow, Policies, GroupedWork>;
+struct InvariantDecode : ChunkedForward<T, kHeadDim, TileOfRow, Policies, ChunksApart<GroupedWork>> {
+  using Base = ChunkedForward<T, kHeadDim, TileOfRow, Policies, ChunksApart<GroupedWork>>;
   using Base::kChunkTiles, Base::kGroups, Base::kKeys, Base::kOutTiles, Base::kPanels;
   using Base::out, Base::p, Base::shared, Base::softmax;
   using typename Base::Element, typename Base::Maps, typename Base::Score, typename Base::Shared,
