@@ -199,7 +199,7 @@ __device__ __forceinline__ Limits clipped_to_all(const Limits& rows, const Inter
   return {max(rows.begin, keys.all_first), keys.all_last >= seqlen_q ? rows.end : min(rows.end, keys.all_last)};
 }
 
-// For a deterministic call: a key tile, and the rows that see it. tile: -1 when there is none.
+// For a deterministic call: a key tile that adds to dq earlier, and the rows that see it. tile: -1 when there is none.
 struct EarlierKeyTile {
   int tile;
   Limits rows;
@@ -209,23 +209,26 @@ struct EarlierKeyTile {
   }
 };
 
-// The last key tile before tile n that adds to the dq of some of `rows`. Whatever the extremes hold, a key tile adds to
-// the query tiles that its clipped() rows are in, so that no thread block waits for a tile that never adds. All lanes
-// of a warp call it together, and look at 32 tiles at a time.
+// The nearest key tile before tile n that adds to the dq of some of `rows`; if key tiles add in descending order, the
+// nearest one after it. Whatever the extremes hold, a key tile adds to the query tiles that its clipped() rows are in,
+// so that no thread block waits for a tile that never adds. All lanes of a warp call it together, and look at 32 tiles
+// at a time.
 template <int kKeys>
 __device__ __forceinline__ EarlierKeyTile key_tile_before(const KeyExtremes& extremes, const Mask32& mask, int n,
-                                                          const Limits& rows) {
-  const int first = mask.keys_of(rows.begin, min(rows.end, mask.seqlen_q)).begin / kKeys;
-  for (int last = n - 1; last >= first; last -= 32) {
-    EarlierKeyTile earlier{last - static_cast<int>(threadIdx.x) % 32, {0, 0}};
+                                                          const Limits& rows, bool descending = false) {
+  const Limits keys = mask.keys_of(rows.begin, min(rows.end, mask.seqlen_q));
+  const int step = descending ? 1 : -1, lane = static_cast<int>(threadIdx.x) % 32;
+  const int count = descending ? (keys.end - 1) / kKeys - n : n - keys.begin / kKeys;  // tiles to look at
+  for (int seen = 0; seen < count; seen += 32) {
+    EarlierKeyTile earlier{n + step * (1 + seen + lane), {0, 0}};
     const int begin = earlier.tile * kKeys, end = min(begin + kKeys, mask.seqlen_k);
-    if (earlier.tile >= first) {
+    if (seen + lane < count) {
       earlier.rows = clipped(mask.rows_of(begin, end), extremes.of_tile(begin, end));
     }
     const uint32_t found = __ballot_sync(~0u, earlier.adds_to(rows));
     if (found == 0) continue;
     const int nearest = __ffs(found) - 1;
-    return {last - nearest,
+    return {n + step * (1 + seen + nearest),
             {__shfl_sync(~0u, earlier.rows.begin, nearest), __shfl_sync(~0u, earlier.rows.end, nearest)}};
   }
   return {-1, {0, 0}};
@@ -235,8 +238,10 @@ __device__ __forceinline__ EarlierKeyTile key_tile_before(const KeyExtremes& ext
 // holds for most of its query tiles.
 template <int kKeys>
 __device__ __forceinline__ int key_tile_before(const KeyExtremes& extremes, const Mask32& mask,
-                                               const EarlierKeyTile& nearest, const Limits& rows) {
-  return nearest.adds_to(rows) ? nearest.tile : key_tile_before<kKeys>(extremes, mask, nearest.tile, rows).tile;
+                                               const EarlierKeyTile& nearest, const Limits& rows,
+                                               bool descending = false) {
+  if (nearest.tile < 0 || nearest.adds_to(rows)) return nearest.tile;
+  return key_tile_before<kKeys>(extremes, mask, nearest.tile, rows, descending).tile;
 }
 
 }  // namespace flashattn_ext

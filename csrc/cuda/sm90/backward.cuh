@@ -24,7 +24,7 @@ struct Backward {
   using Visibility = typename Policies::Visibility;
   using Dropping = typename Policies::Dropping;
   using Work = typename Visibility::Work;
-  using Walk = QueryWalk<true>;
+  using Walk = QueryWalk<true, Visibility>;
   static constexpr BackwardTile kTile = tile_of<kernel_table::kSm90Backward, T, kHeadDim, kOptions, kHeadDimV>();
   using Scores = PackedScores<T, kTile.queries, Dropping::kDrops>;
   using Gradients = typename Policies::template Gradients<T, Scores>;

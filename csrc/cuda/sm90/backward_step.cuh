@@ -66,12 +66,12 @@ struct BackwardLoader {
       BackwardWork work = Kernel::Gradients::kBatchesTogether ? start_head(head % batch, head / batch)
                                                               : start_head(head / heads, head % heads);
       // A sequence may be longer than the host was told. Then the last tile number stands for all later tiles too, in
-      // ascending order, which is the order in which a deterministic call adds to dq.
-      for (start_tile(work, block); work.exists(); start_tile(work, work.n + 1)) {
+      // the order in which a deterministic call adds to dq.
+      for (start_tile(work, first_tile(grid, block, work)); work.exists(); start_tile(work, next_tile(work))) {
         find_queries(work);
         const Work& published = publish(work);
         if (uniform(published.tiles) > 0) load_tile(published);
-        if (block != grid.blocks - 1) break;
+        if (descends() ? published.n < grid.blocks : block != grid.blocks - 1) break;
         work = published;
       }
     }
@@ -85,6 +85,15 @@ struct BackwardLoader {
     } else {
       return uniform(lane() == 0 ? take() : grid.tiles);
     }
+  }
+  // Whether the key tiles of a head are computed in descending order.
+  __device__ __forceinline__ bool descends() const { return Kernel::Visibility::key_tiles_descend(p); }
+  __device__ __forceinline__ int first_tile(const TileGrid& grid, int block, const BackwardWork& work) const {
+    if (!descends()) return block;
+    return block == 0 ? max(grid.blocks, (work.length_k + kKeys - 1) / kKeys) - 1 : grid.blocks - 1 - block;
+  }
+  __device__ __forceinline__ int next_tile(const BackwardWork& work) const {
+    return descends() ? work.n - 1 : work.n + 1;
   }
   static __device__ __forceinline__ int column() { return half_of_columns<Kernel::kPaired>() * Kernel::kColumns; }
 

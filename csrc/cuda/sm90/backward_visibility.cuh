@@ -15,6 +15,8 @@
 //                            queries that see all of the part's 64 keys
 //   whole(p, work), await_inspection(kernel, whole, m)
 //                            steps at other queries must wait for their inspection; waits for that of query tile m
+//   key_tiles_descend(p)     in a deterministic call: whether key tiles add to dq in descending order, and are computed
+//                            in that order
 //   added_before(kernel, work, m, step), added_after(...)
 //                            in a deterministic call: the values of the counter of query tile m (dq_order.cuh) before
 //                            and after the key tile adds to it. step: counts the steps of the thread block
@@ -55,6 +57,7 @@ struct ArithmeticQueries {
   template <class Kernel>
   static __device__ __forceinline__ void await_inspection(const Kernel&, const Limits&, int) {}
 
+  static __device__ __forceinline__ bool key_tiles_descend(const AttnGradParams&) { return false; }
   template <class Kernel>
   static __device__ __forceinline__ int added_before(const Kernel& kernel, const BackwardWork& work, int m, int) {
     constexpr int kQueries = Kernel::kQueries;
@@ -103,8 +106,8 @@ struct BackwardInspector {
         inspect_keys(uniform(is_partial<Kernel>(work.whole, first) || is_partial<Kernel>(work.whole, last)));
         if (p.deterministic && warp == 0) {
           const Limits walk{first * Kernel::kQueries, (last + 1) * Kernel::kQueries};
-          const EarlierKeyTile before =
-              key_tile_before<Kernel::kKeys>(key_extremes(p, work), work.mask(p), work.n, walk);
+          const EarlierKeyTile before = key_tile_before<Kernel::kKeys>(key_extremes(p, work), work.mask(p), work.n,
+                                                                       walk, Kernel::Visibility::key_tiles_descend(p));
           if (threadIdx.x % 32 == 0) *shared.before = before;
           __syncwarp();
         }
@@ -140,7 +143,8 @@ struct BackwardInspector {
   // In a deterministic call every warp waits for every inspection, including the warps that add to dq.
   __device__ void find_key_tile_before(const BackwardWork& work, int m) const {
     const Limits rows{m * Kernel::kQueries, (m + 1) * Kernel::kQueries};
-    const int tile = key_tile_before<Kernel::kKeys>(key_extremes(p, work), work.mask(p), *shared.before, rows);
+    const int tile = key_tile_before<Kernel::kKeys>(key_extremes(p, work), work.mask(p), *shared.before, rows,
+                                                    Kernel::Visibility::key_tiles_descend(p));
     if (threadIdx.x % 32 == 0) shared.added_before[step % kStepsKept] = tile + 1;
   }
   __device__ void inspect_queries(bool partial) {
@@ -227,6 +231,14 @@ struct IntervalQueries {
       ptx::barrier_wait(&kernel.shared.queries_inspected[queries.stage], queries.parity);
   }
 
+  // With several query heads for each KV head. The key tiles of a document that begin at the same time walk through
+  // its query tiles from their diagonals on, in every head of the group. A later key tile has fewer query tiles, so it
+  // is always ahead. In ascending order each one would wait in every head for the one before, and all of them would
+  // take as long as the first. The rule is the same for all calls of such heads, because a sequence has the same bits
+  // alone and packed.
+  static __device__ __forceinline__ bool key_tiles_descend(const AttnGradParams& p) {
+    return ptx::opaque(p.deterministic) && p.heads_q != p.heads_k && p.has_intervals();
+  }
   template <class Kernel>
   static __device__ __forceinline__ int added_before(const Kernel& kernel, const BackwardWork&, int, int step) {
     return kernel.shared.added_before[step % kStepsKept];

@@ -14,7 +14,7 @@ struct WideBackward {
   using Visibility = typename BackwardPolicies<kOptions>::Visibility;
   using Dropping = typename BackwardPolicies<kOptions>::Dropping;
   using Work = typename Visibility::Work;
-  using Walk = QueryWalk<false>;
+  using Walk = QueryWalk<false, Visibility>;
   static constexpr bool kMasks = Visibility::kHasIntervals;
   using Layout = DqLayout<T, kHeadDim, true>;
   static constexpr BackwardTile kTile = tile_of<kernel_table::kSm90Backward, T, kHeadDim, kOptions, kHeadDimV>();

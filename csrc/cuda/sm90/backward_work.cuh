@@ -98,12 +98,14 @@ __device__ __forceinline__ IntervalMask visible(const AttnParams& p, const Maske
   return IntervalMask(work.mask(p), work.pairs.head(h));
 }
 
+struct ArithmeticQueries;  // backward_visibility.cuh
+
 // The loop over the query tiles of a key tile: all tiles of one head, then all tiles of the group's next head.
-// kMayDescend: in a deterministic call the tiles of a head come in descending order. Key tiles add to a query tile in
-// ascending order, and all causal key tiles of a head see its last query tiles. Thread blocks that start at those tiles
-// at the same time follow each other closely. A thread block that started at the diagonal would wait there for all
-// earlier key tiles, which start at earlier queries.
-template <bool kMayDescend>
+// kMayDescend: in a deterministic call the tiles of a head come in descending order, unless the key tiles do. Key tiles
+// add to a query tile in ascending order, and all causal key tiles of a head see its last query tiles. Thread blocks
+// that start at those tiles at the same time follow each other closely. A thread block that started at the diagonal
+// would wait there for all earlier key tiles, which start at earlier queries.
+template <bool kMayDescend, class Visibility = ArithmeticQueries>
 struct QueryWalk {
   const AttnGradParams& p;
   int h, m;         // current query head, current tile in its sequence
@@ -113,8 +115,9 @@ struct QueryWalk {
   __device__ __forceinline__ QueryWalk(const AttnGradParams& p, const BackwardWork& work, int heads)
       : p(p), h(uniform(work.hk) * heads) {
     const int first = uniform(work.first), tiles = uniform(work.tiles);
-    start = descends() ? first + tiles - 1 : first;
-    last = descends() ? first : first + tiles - 1;
+    const bool descending = kMayDescend && ptx::opaque(p.deterministic) != 0 && !Visibility::key_tiles_descend(p);
+    start = descending ? first + tiles - 1 : first;
+    last = descending ? first : first + tiles - 1;
     m = start;
     left = tiles * heads;
   }
@@ -131,7 +134,9 @@ struct QueryWalk {
 
  private:
   // Recomputed rather than kept in a register.
-  __device__ __forceinline__ bool descends() const { return kMayDescend && ptx::opaque(p.deterministic) != 0; }
+  __device__ __forceinline__ bool descends() const {
+    return kMayDescend && (Visibility::kHasIntervals ? start > last : ptx::opaque(p.deterministic) != 0);
+  }
 };
 
 }  // namespace flashattn_ext::sm90
