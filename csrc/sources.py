@@ -46,6 +46,7 @@ ARRAYS = {
     "kSm80Second": ("sm80", "second"),
     "kSm90Forward": ("sm90", "forward"),
     "kSm90Invariant": ("sm90", "invariant"),
+    "kSm90Packed": ("sm90", "packed"),
     "kSm90Backward": ("sm90", "backward"),
     "kSm90Jvp": ("sm90", "jvp"),
     "kSm90Second": ("sm90", "second"),
@@ -70,6 +71,9 @@ FUNCTIONS = {
         "void flashattn_ext::{0}::invariant<{1}>(const flashattn_ext::AttnParams&)",
         "size_t flashattn_ext::{0}::invariant_bytes<{1}>(const flashattn_ext::AttnParams&)",
         "flashattn_ext::ChunkKernel flashattn_ext::{0}::invariant_chunks<{1}>()",
+    ],
+    "packed": [
+        "void flashattn_ext::{0}::packed<{1}>(const flashattn_ext::DecodeParams&, const flashattn_ext::decode::Plan&)",
     ],
     "backward": [
         "size_t flashattn_ext::{0}::backward_bytes<{1}>(const flashattn_ext::AttnGradParams&)",
@@ -244,7 +248,7 @@ def plain_sources(architecture: str, dtype: str, head_dim: int | None = None) ->
         row
         for row in table()
         if row.architecture == architecture
-        and row.stage != "invariant"
+        and row.stage not in ("invariant", "packed")
         and dtype in row.dtypes
         and row.options == "kPlain"
     ]
@@ -353,6 +357,7 @@ UNITS = {
     ("sm80", "second"): "warps, keys x queries, with 227 KB of shared memory",
     ("sm90", "forward"): "queries x keys of a step, stages, order",
     ("sm90", "invariant"): "queries x keys of a step, stages",
+    ("sm90", "packed"): "rows x keys of a step, stages",
     ("sm90", "backward"): "keys x queries of a step, stages of queries and of keys, order",
     ("sm90", "jvp"): "queries x keys of a step, stages",
     ("sm90", "second"): "keys x queries of a step, stages of queries",
@@ -372,7 +377,7 @@ def describe(row: Row) -> str:
         return f"{tile[0]}, {tile[1]} x {tile[2]}"
     if row.architecture == "sm80":
         return f"{tile[0]}, {tile[1]} x {tile[2]}, {tile[5]}, {tile[6]}"
-    if row.stage in ("forward", "invariant", "jvp"):
+    if row.stage in ("forward", "invariant", "packed", "jvp"):
         order = ", in turn" if tile[3:] == ("kInTurn",) else ""
         return f"{64 * int(tile[0])} x {tile[1]}, {tile[2]}{order}"
     if row.stage == "second":

@@ -59,6 +59,7 @@ int main() {
   for (const auto& row : kernel_table::kSm80Second) print("kSm80Second", row);
   for (const auto& row : kernel_table::kSm90Forward) print("kSm90Forward", row);
   for (const auto& row : kernel_table::kSm90Invariant) print("kSm90Invariant", row);
+  for (const auto& row : kernel_table::kSm90Packed) print("kSm90Packed", row);
   for (const auto& row : kernel_table::kSm90Backward) print("kSm90Backward", row);
   for (const auto& row : kernel_table::kSm90Jvp) print("kSm90Jvp", row);
   for (const auto& row : kernel_table::kSm90Second) print("kSm90Second", row);
@@ -75,6 +76,8 @@ int main() {
             std::string on_hopper = first<sm90::ForwardRows>("kSm90Forward", call, true);
             if (on_hopper.empty()) on_hopper = first<sm80::ForwardRows>("kSm80Forward", call, true);
             std::printf("run %s\nrun %s\n", first<sm80::ForwardRows>("kSm80Forward", call, false).c_str(), on_hopper.c_str());
+            const std::string packed = first<sm90::PackedRows>("kSm90Packed", call, true);
+            if (!packed.empty()) std::printf("run %s\n", packed.c_str());  // others run the kernels of decode/
             if (largest) continue;
             on_hopper = first<sm90::BackwardRows>("kSm90Backward", call, true);
             if (on_hopper.empty()) on_hopper = first<sm80::BackwardRows>("kSm80Backward", call, true);

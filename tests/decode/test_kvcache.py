@@ -46,6 +46,13 @@ CASES = {
     "tree_many_queries_paged": CacheCase(tree=True, Sq=30, new=30, lengths=(60, 98), page_size=16),
     "many_heads": CacheCase(Hq=34, Hk=2, Sq=9, causal=True, D=16),
     "rows_of_two_blocks": CacheCase(Hq=48, Hk=3, Sq=16, causal=True, D=16, num_splits=2),
+    "blocks_of_queries": CacheCase((900, 1, 0, 620), Sq=20, Hq=8, D=64, Dv=128, room=1000, causal=True, sink=True),
+    "blocks_of_queries_append": CacheCase(
+        (900, 37), Sq=33, new=33, Hq=8, D=128, Dv=96, room=1000, rotary_dim=32, batch_idx=True, extra_entries=1
+    ),
+    "blocks_of_queries_leftpad": CacheCase(
+        (2900, 37), Sq=40, Hq=10, D=200, Dv=256, room=3000, leftpad=(300, 5), window_size=(1500, 3)
+    ),
     "negative_scale": CacheCase(softmax_scale=-0.3),
     "odd_head_dims": CacheCase(D=33, Dv=7, new=1),
     "largest_head_dim": CacheCase(D=256, Dv=256, new=1),

@@ -46,6 +46,17 @@ def test_many_splits(device: str, dtype: torch.dtype, Sq: int) -> None:
     check(Case(dtype=dtype, B=1, Sq=Sq, Sk=9000, Hq=4, Hk=1, D=128, Dv=128, causal=True), device)
 
 
+@pytest.mark.parametrize("D,Dv", [(64, 64), (96, 128), (128, 128), (200, 256)])
+@pytest.mark.parametrize("Sq,Hq,Hk", [(9, 8, 2), (33, 8, 2), (64, 3, 1), (17, 40, 2)])
+def test_blocks_of_queries(device: str, dtype: torch.dtype, Sq: int, Hq: int, Hk: int, D: int, Dv: int) -> None:
+    """Tiles with blocks of queries of several heads: part of a tile, whole tiles and more than one; packed sequences of other lengths."""
+    sizes = dict(dtype=dtype, B=2, Sq=Sq, Sk=2500, Hq=Hq, Hk=Hk, D=D, Dv=Dv, use_lse=True)
+    check(Case(**sizes, causal=True, sink_dtype=torch.float32), device)  # type: ignore[arg-type]
+    check(Case(**sizes, window_size=(1200, 7), max_logits=True), device)  # type: ignore[arg-type]
+    lengths = dict(lengths_q=(Sq, 0, 1, Sq - 2, 16), lengths_k=(2500, 40, 0, 700, 3))
+    check(Case(**sizes, **lengths, causal=True, smooth_softmax=True), device)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(device: str, dtype: torch.dtype, name: str, packed: bool) -> None:
@@ -66,9 +77,10 @@ def test_head_dims(device: str, dtype: torch.dtype, D: int, Dv: int) -> None:
 def test_memory(device: str, dtype: torch.dtype, kind: str) -> None:
     check(Case(dtype=dtype, B=2, Sq=4, Sk=1100, Hq=4, Hk=2, D=64, Dv=64, views=("plain", kind, kind)), device)
     check(Case(dtype=dtype, B=2, Sq=4, Sk=1100, Hq=4, Hk=2, D=64, Dv=64, layout="bhsd"), device)
+    check(Case(dtype=dtype, B=2, Sq=20, Sk=1100, Hq=4, Hk=2, D=128, Dv=128, views=(kind, "plain", kind)), device)
 
 
-@pytest.mark.parametrize("Sq,Hq,Hk", [(1, 8, 2), (1, 2, 2), (16, 8, 2), (32, 4, 4)])
+@pytest.mark.parametrize("Sq,Hq,Hk", [(1, 8, 2), (1, 2, 2), (16, 8, 2), (32, 4, 4), (50, 8, 2)])
 def test_a_batch_does_not_change_the_bits(device: str, dtype: torch.dtype, Sq: int, Hq: int, Hk: int) -> None:
     """Alone, in a batch, and as a packed sequence between others, with equal max_seqlen_q and max_seqlen_k."""
     B, Sk = 5, 3000

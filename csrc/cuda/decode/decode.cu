@@ -122,6 +122,13 @@ struct Launch {
 
   bool has_wide_tile() const { return tile.rows > 32; }
 
+  // The number of shares, at most `at_once`. If one a little smaller than that makes shares of tasks of equal length
+  // begin and end with a task, fewer tasks are split and fewer thread blocks have two parts.
+  static int64_t whole_shares(int64_t tasks, int64_t at_once) {
+    const int64_t shares = tasks <= at_once ? at_once / tasks * tasks : tile_count(tasks, tile_count(tasks, at_once));
+    return 10 * shares >= 9 * at_once ? shares : at_once;
+  }
+
   // Chooses how to divide the work (plan.h). at_once: resident thread blocks of the whole GPU.
   void divide(const DecodeParams& p, int64_t rows, int64_t at_once) {
     plan.part_keys = plan.head_tasks = 0;
@@ -138,7 +145,7 @@ struct Launch {
     plan.most_parts = static_cast<int>(splits);
     if (splits == 0) {
       const int64_t units = tasks * most_units;
-      const int64_t blocks = std::min(units, at_once);
+      const int64_t blocks = std::min(units, whole_shares(tasks, at_once));
       plan.splits = 0;
       plan.blocks = static_cast<int>(blocks);
       // Packed sequences may have fewer or more row tiles than the host assumes, so they have no entry per task.

@@ -5,27 +5,26 @@
 
 #include <cstddef>
 
-#include "../../params.h"
+#include "packed.h"
 
 namespace flashattn_ext::decode {
 
-// No call with more queries in a sequence runs here.
-constexpr int64_t kMostFewQueries = 64;
+// The most queries of a sequence with which a call runs on the decoding kernels. With more, calls with a KV cache run
+// on the forward kernels (prefill.h). It depends on the shapes of one sequence. packs: is_packed of the call.
+int64_t most_few_queries(const AttnParams& p, bool packs);
 
 // Whether a forward call runs here. The choice does not depend on the batch size, so that the results of a sequence are
 // bit-identical in every batch. The kernels of sm80/ and sm90/ keep the calls with a Mask (they skip its hidden tiles),
 // dropout, a dense or a relative bias, or `centres` (an output for the gradients of biases), and invariant calls.
-bool is_few_rows(const AttnParams& p);
+// packed: the kernel of packed rows for the call, or nullptr.
+bool is_few_rows(const AttnParams& p, const PackedKernel* packed);
 
-// The call as a decoding call, whose KV cache holds exactly its keys and values.
+// The call as a decoding call, whose KV cache holds exactly its keys and values. Rows are aligned, except in fp8:
+// aligned_rows.h copies unaligned inputs first.
 DecodeParams cached_call(const AttnParams& p);
 // Whether an invariant dense call has so few queries for its keys that it runs in chunks (chunks.h), if its kernel has
 // them.
 bool has_few_queries(const AttnParams& p);
-
-// These functions require aligned rows, except in fp8; aligned_rows.h copies unaligned inputs first.
-size_t few_rows_bytes(const AttnParams& p);
-void run_few_rows(const AttnParams& p);
 
 // The same for the backward: dense float16 and bfloat16 calls with head dims up to 128, without softcap and biases,
 // whose packed rows of one KV head fit in a tile. With more rows the kernels of sm80/ and sm90/ keep the tensor cores

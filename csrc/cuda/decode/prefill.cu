@@ -295,14 +295,13 @@ std::string refuses_prefill(const DecodeParams& p) {
          std::to_string(all_rows(p)) + "; pass a block table with fewer columns, or leave invariant out";
 }
 
-bool is_prefill(const DecodeParams& p) {
+bool is_prefill(const DecodeParams& p, bool packs) {
   if (p.invariant) return p.batch * p.heads_q > 0 && packed_queries(p) > 0;
   // With fewer queries, or with fewer query tiles than half of the multiprocessors, the forward kernels do not fill the
-  // GPU; split-KV does. Gathering pages pays off if every key is used by many rows. Calls that the forward computes on
-  // the decoding kernels (few_rows.h) stay there.
-  constexpr int64_t kManyQueries = kMostFewQueries + 1, kManyRows = 1024, kTileQueries = 128;
+  // GPU; split-KV does. Gathering pages pays off if every key is used by many rows.
+  constexpr int64_t kManyRows = 1024, kTileQueries = 128;
   if (p.num_splits > 0) return false;  // bit-identical in every batch, so the kernel must not depend on the batch size
-  if (p.seqlen_q < kManyQueries || p.has_intervals() || p.cache.entries == 0) return false;
+  if (p.seqlen_q <= most_few_queries(p, packs) || p.has_intervals() || p.cache.entries == 0) return false;
   if (p.alibi_batch_stride % 2 != 0) return false;
   // Fp8 queries are not widened here, and keys and values are widened in whole vectors only.
   const bool odd_descales = (p.descale_k.batch_stride | p.descale_v.batch_stride) % 2 != 0;

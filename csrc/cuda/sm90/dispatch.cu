@@ -22,6 +22,9 @@ struct Sm90 {
     if (call.type == kE4m3) return forward(widened_call(call));
     return RowKernels<sm80::ForwardRows>::first(call, true);
   }
+  static const decode::PackedKernel* packed(const KernelCall& call) {
+    return RowKernels<sm90::PackedRows>::first(call, true);
+  }
   static const BackwardKernel* backward(const KernelCall& call) {
     const BackwardKernel* const own = RowKernels<sm90::BackwardRows>::first(call, true);
     return own ? own : RowKernels<sm80::BackwardRows>::first(call, true);

@@ -49,7 +49,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   using KeyWalk = typename Visibility::Walk;
   static constexpr bool kMasks = Visibility::kHasIntervals;
   static constexpr int kPingPong = kForwardPingPong;
-  static constexpr bool kClearsTail = !Operands::kZeroRows;
+  static constexpr bool kClearsTail = !Operands::kZeroRows, kTailsOfCaches = Policies::kTailsOfCaches;
   static constexpr int kBiasTiles = Scores::kTileStages;
 
   using Work = ForwardWork;

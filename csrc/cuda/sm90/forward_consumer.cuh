@@ -4,6 +4,7 @@
 //   kGroups, kKeys            of its tile
 //   kPingPong                 the first of kGroups named barriers
 //   kClearsTail               whether the rows behind a packed sequence have to be zeroed in tiles of values
+//   kTailsOfCaches            whether other sequences have such rows too
 //   clear_values(rows, thread, threads)
 //                             zeroes the rows from `rows` on of the current stage of values
 //   skip_more()               advances the other rings of a key tile that is skipped
@@ -60,7 +61,8 @@ struct ForwardConsumer {
   __device__ __forceinline__ void clear_tail_of_values(const ForwardWork& work) {
     Kernel& kernel = self();
     const int rows = work.length_k - work.last * Kernel::kKeys;
-    if (!Kernel::kClearsTail || rows >= Kernel::kKeys || !kernel.p.is_varlen()) return;
+    if (!Kernel::kClearsTail || rows >= Kernel::kKeys) return;
+    if (!Kernel::kTailsOfCaches && !kernel.p.is_varlen()) return;
     ptx::barrier_wait(&kernel.shared.v_full[kernel.v.stage], kernel.v.parity);
     kernel.clear_values(rows, static_cast<int>(threadIdx.x) - kGroupThreads, Kernel::kGroups * kGroupThreads);
     ptx::fence_async_shared();

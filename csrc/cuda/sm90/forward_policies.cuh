@@ -15,6 +15,7 @@ struct PlainPolicies {
   using Scores = WithoutBiasTiles<PlainScores>;
   template <int kSteps>
   using Dropping = NoDropout<kSteps>;
+  static constexpr bool kTailsOfCaches = false;
 };
 
 template <Options kOptions>
@@ -51,6 +52,7 @@ struct ForwardPolicies<kFp8General> : ForwardPolicies<kFp8Scores> {
 };
 template <>
 struct ForwardPolicies<kGeneral> {
+  static constexpr bool kTailsOfCaches = false;
   template <int kGroups>
   using Visibility = IntervalVisibility<kGroups>;
   template <class T, int kKeys>

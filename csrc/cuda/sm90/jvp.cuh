@@ -48,6 +48,7 @@ struct Jvp : ForwardConsumer<Jvp<T, kHeadDim, TileOfRow, Moves>> {
   using KeyTile = T[kPanels][kKeys][kPanelColumns];
   using QueryTile = T[kPanels][kQueries][kPanelColumns];
   static constexpr int kPingPong = kJvpPingPong;
+  static constexpr bool kTailsOfCaches = false;
   static constexpr bool kClearsTail = true;
 
   struct Shared {

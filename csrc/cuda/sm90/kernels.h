@@ -2,6 +2,7 @@
 // class of head dims and some options: the rows of ../table/kernel_table.h.
 #pragma once
 
+#include "../decode/packed.h"
 #include "../table/kernels.h"
 #include "tiles.h"
 #include "transposed_values.h"
@@ -22,6 +23,10 @@ template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 size_t invariant_bytes(const AttnParams& p);
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 ChunkKernel invariant_chunks();
+
+// Calls with some dozens of rows of a KV head (packed.cuh).
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+void packed(const DecodeParams& p, const decode::Plan& plan);
 
 // Rows of dout are aligned as well; rows of out, dq, dk and dv may have any alignment.
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
@@ -63,6 +68,16 @@ struct InvariantRows {
             invariant_bytes<T, kHeadDim, kOptions, kHeadDimV>,
             false,
             invariant_chunks<T, kHeadDim, kOptions, kHeadDimV>};
+  }
+};
+struct PackedRows {
+  using Kernel = decode::PackedKernel;
+  static constexpr const auto& kTable = kernel_table::kSm90Packed;
+  static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
+  template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
+  static constexpr Kernel kernel() {
+    constexpr ForwardTile tile = tile_of<kernel_table::kSm90Packed, T, kHeadDim, kOptions, kHeadDimV>();
+    return {packed<T, kHeadDim, kOptions, kHeadDimV>, tile.queries(), tile.keys, kHeadDim};
   }
 };
 struct BackwardRows {

@@ -205,6 +205,13 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Invariant[] = {
     {k16Bit, 256, kIntervals, kHopper, kMaySpill, {{2, 64, 2}}},
 };
 
+// Some dozens of rows of a KV head (sm90/packed.cuh). Tiles as in kSm90Forward.
+inline constexpr KernelRow<sm90::ForwardTile> kSm90Packed[] = {
+    {k16Bit, 64,  kPlain, kHopper, kMaySpill, {{2, 128, 4}}},
+    {k16Bit, 128, kPlain, kHopper, kMaySpill, {{2, 128, 2}}},
+    {k16Bit, 256, kPlain, kHopper, kMaySpill, {{2, 64, 2}}},
+};
+
 // Tiles: {keys, queries, stages of queries, stages of keys[, order]}. Dropout and the centres of rows (csrc/bias.h) take
 // some shared memory, but do not change the queries, which define the order of the sums of dq. General calls, and calls
 // with scores above 128, run the general rows of kSm80Backward: in such a kernel for Hopper ptxas serialises wgmma

@@ -1,0 +1,110 @@
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "../common/aligned_rows.h"
+#include "../common/call.h"
+#include "../common/device.h"
+#include "../common/tile_order.cuh"
+#include "kernels.h"
+#include "packed.h"
+
+namespace flashattn_ext::decode {
+namespace {
+
+struct PackedLaunch {
+  Plan plan{};
+  int64_t rows;     // of a KV head
+  int64_t q_bytes;  // bytes of the rotated queries
+
+  PackedLaunch(const DecodeParams& p, const PackedKernel& kernel) : rows(p.seqlen_q * p.group_size()) {
+    plan.group = static_cast<int>(p.group_size());
+    const int64_t head_rows = tile_count(p.seqlen_q, kBlockRows) * kBlockRows;
+    plan.row_tiles = static_cast<int>(tile_count(p.group_size() * head_rows, kernel.rows));
+    const int64_t tasks = p.batch * p.heads_k;
+    plan.splits = plan.most_parts = static_cast<int>(parts_of(p, kernel));
+    plan.blocks = static_cast<int>(tasks * plan.row_tiles * plan.splits);
+    plan.by_task = true;
+    plan.slots = static_cast<int>(plan.splits > 1 ? tasks * plan.splits : 0);
+    plan.slot_rows = static_cast<int>(rows);
+    q_bytes = p.rotary.cos ? query_rows(p) * batch_entries(p) * p.heads_q * p.head_dim * element_bytes(p) : 0;
+  }
+
+  // The number of parts with which the last thread block ends first. A part takes as long as its keys and some more.
+  // Where the results of a sequence must not depend on its batch, the batch is one sequence, and longer parts are a
+  // compromise with large batches.
+  int64_t parts_of(const DecodeParams& p, const PackedKernel& kernel) const {
+    constexpr int64_t kEpilogueKeys = 512, kMostParts = 64;
+    const int64_t least_bytes = p.splits_alone ? 512 << 10 : 256 << 10;
+    const int64_t least_keys = least_bytes / ((p.head_dim + p.head_dim_v) * element_bytes(p));
+    const int64_t tiles = (p.splits_alone ? 1 : p.batch) * p.heads_k * plan.row_tiles, length = p.seqlen_k;
+    int64_t best = 1, least = std::numeric_limits<int64_t>::max();
+    for (int64_t parts = 1; parts <= std::min(kMostParts, std::max<int64_t>(1, length / least_keys)); ++parts) {
+      const int64_t waves = tile_count(tiles * parts, multiprocessors());
+      const int64_t keys = tile_count(tile_count(length, parts), kernel.keys) * kernel.keys;
+      if (waves * (keys + kEpilogueKeys) < least) best = parts, least = waves * (keys + kEpilogueKeys);
+    }
+    return best;
+  }
+
+  // Sets the pointers into the workspace and returns the size of the workspace in bytes. q: the rotated queries.
+  size_t set_workspace(const DecodeParams& p, const PackedKernel& kernel, TensorView* q) {
+    char* next = static_cast<char*>(p.workspace);
+    const auto take = [&next](int64_t bytes) {
+      char* const begin = next;
+      next += (bytes + 63) / 64 * 64;
+      return begin;
+    };
+    const int64_t row = p.heads_q * p.head_dim, row_bytes = int64_t{plan.slots} * plan.slot_rows * 4;
+    *q = {take(q_bytes), p.is_varlen() ? 0 : p.seqlen_q * row, row, p.head_dim};
+    plan.split_tasks =
+        reinterpret_cast<SplitTask*>(take(p.batch * p.heads_k * static_cast<int64_t>(sizeof(SplitTask))));
+    plan.partial_lse = reinterpret_cast<float*>(take(row_bytes));
+    plan.partial_largest = reinterpret_cast<float*>(take(p.row_maxima.data ? row_bytes : 0));
+    plan.partial_out = reinterpret_cast<float*>(take(row_bytes * kernel.columns));
+    return static_cast<size_t>(next - static_cast<char*>(p.workspace));
+  }
+};
+
+}  // namespace
+
+bool is_packed(const DecodeParams& p, const PackedKernel* kernel) {
+  if (!kernel || p.is_fp8 || p.invariant || p.num_splits > 0 || p.cache.block_table) return false;
+  constexpr int64_t kLeastKeys = 512;
+  if (p.batch * p.heads_q * query_rows(p) == 0 || p.cache.entries == 0 || p.seqlen_k < kLeastKeys) return false;
+  // Narrow tiles of the other kernels are as fast with fewer rows. Few queries leave most rows of a block empty, which
+  // costs nothing as long as there is one tile.
+  const int64_t rows = p.seqlen_q * p.group_size(), least = kernel->columns > 64 ? 17 : 33;
+  const int64_t padded = tile_count(p.seqlen_q, kBlockRows) * kBlockRows * p.group_size();
+  return rows >= least && (padded <= kernel->rows || 2 * rows >= padded);
+}
+
+bool has_aligned_rows(const DecodeParams& p) {
+  const auto aligned = [&](const TensorView& t, int64_t columns) {
+    return rows_are_aligned(t, columns, element_bytes(p));
+  };
+  const bool has_q = p.rotary.cos ? p.head_dim % 8 == 0 : aligned(p.q, p.head_dim);
+  return has_q && aligned(p.k, p.head_dim) && aligned(p.v, p.head_dim_v);
+}
+
+size_t packed_bytes(const DecodeParams& p, const PackedKernel& kernel) {
+  TensorView q;
+  return PackedLaunch(p, kernel).set_workspace(p, kernel, &q);
+}
+
+void run_packed(const DecodeParams& params, const PackedKernel& kernel) {
+  DecodeParams p = params;
+  PackedLaunch launch(p, kernel);
+  TensorView rotated;
+  launch.set_workspace(p, kernel, &rotated);
+  append(p, p.rotary.cos ? rotated : TensorView{});
+  if (p.rotary.cos) p.q = rotated;
+  kernel.run(p, launch.plan);
+  if (launch.plan.splits == 1) return;
+  const auto combine_parts = p.dtype == DType::kFloat16 ? combine<__half> : combine<__nv_bfloat16>;
+  combine_parts(p, launch.plan, p.batch * p.heads_k, launch.plan.slot_rows, kernel.columns);
+}
+
+}  // namespace flashattn_ext::decode
