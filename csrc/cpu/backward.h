@@ -33,7 +33,7 @@ struct BackwardScratch {
   int64_t bytes;
 
  private:
-  BackwardScratch(const AttnGradParams& p, const TileSize& size, ScratchCarver carve)
+  FLASHATTN_SHARED BackwardScratch(const AttnGradParams& p, const TileSize& size, ScratchCarver carve)
       : units(padded_units<Op>(p.head_dim)),
         units_v(padded_units<Op>(p.head_dim_v)),
         columns(units * Op::kPack),

@@ -151,10 +151,10 @@ class BiasGradient {
   void end_panel(const TilePlace& place, IndexRange lanes, IndexRange keys, const BiasTurns& turns) const {
     if (!adds_panels()) return;
     if (shared_.in_turns()) wait_for_turn(tile_turn(place, turns), shared_.part(p, batch_, head_));
-    for_element_type(p.dbias.dtype, [&](auto element) { add_panel<decltype(element)>(place, lanes, keys); });
+    for_element_type<Op>(p.dbias.dtype, [&](auto element) { add_panel<decltype(element)>(place, lanes, keys); });
   }
   // row: the first row of the tile, as an index into the tensors.
-  void end_tile(const TilePlace& place, int64_t row, const BiasTurns& turns) {
+  FLASHATTN_SHARED void end_tile(const TilePlace& place, int64_t row, const BiasTurns& turns) {
     if (has_diagonals_) sum_diagonals(place);
     if (has_diagonals_ && p.centres.data) subtract_centres(row, place.rows);
     if (shared_.rows) return sum_columns(place);
@@ -169,11 +169,11 @@ class BiasGradient {
             shared_.part(p, batch_, head_), [] {});
   }
   // key_tile: counted through all batch entries.
-  void end_head(int64_t key_tile, int64_t key0, int64_t keys, const BiasTurns& turns) {
+  FLASHATTN_SHARED void end_head(int64_t key_tile, int64_t key0, int64_t keys, const BiasTurns& turns) {
     if (has_diagonals_) in_turn(turns.heads[head_], key_tile, [&] { add_distances(); });
     if (!shared_.rows) return;
     const auto add = [&] {
-      for_element_type(p.dbias.dtype, [&](auto element) { add_columns<decltype(element)>(key0, keys); });
+      for_element_type<Op>(p.dbias.dtype, [&](auto element) { add_columns<decltype(element)>(key0, keys); });
     };
     if (!shared_.in_turns()) return add();
     in_turn(turns.tile(shared_.entry(p, batch_, head_), key0 / size_.keys, 0), shared_.part(p, batch_, head_), add);
@@ -267,7 +267,7 @@ class BiasGradient {
   }
 
   template <class Element>
-  void add_panel(const TilePlace& place, IndexRange lanes, IndexRange keys) const {
+  FLASHATTN_SHARED void add_panel(const TilePlace& place, IndexRange lanes, IndexRange keys) const {
     using T = Transpose<Real>;
     constexpr int64_t W = S::kWidth;
     alignas(64) Real block[W * W];

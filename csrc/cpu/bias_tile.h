@@ -85,21 +85,18 @@ class CentreSums {
   Real* const terms_;  // [kCentres][diagonals]: factors of the weights
 };
 
-// Calls body(element) with a value of the C++ type of a dtype.
-template <class Body>
+// Calls body(element) with a value of the C++ type of a bias, which is float or the type of the inputs (validate.cpp).
+template <class Op, class Body>
 inline void for_element_type(DType dtype, Body body) {
-  switch (dtype) {
-    case DType::kFloat16:
-      return body(Float16{});
-    case DType::kBFloat16:
-      return body(BFloat16{});
-    case DType::kFloat32:
-      return body(float{});
-    case DType::kFloat64:
-      return body(double{});
-    case DType::kFloat8:
-      break;  // validate.cpp refuses a bias of fp8
+  if constexpr (sizeof(typename Op::Real) == 8) {
+    if (dtype == DType::kFloat64) return body(double{});
+  } else {
+    if (dtype == DType::kBFloat16) return body(BFloat16{});
+    if constexpr (Op::kPack == 1) {
+      if (dtype == DType::kFloat16) return body(Float16{});
+    }
   }
+  body(float{});
 }
 
 inline int64_t dtype_bytes(DType dtype) { return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2; }
@@ -191,7 +188,7 @@ class BiasTile {
   // Called before the logits of a panel; `keys` are the computed ones.
   void load_panel(const HeadBias<Real>& head, const TilePlace& place, IndexRange lanes, IndexRange keys) const {
     if (!has_elements_ || keys.begin >= keys.end) return;  // an empty range may begin beyond the tile
-    for_element_type(dtype_, [&](auto element) { load_elements<decltype(element)>(head, place, lanes, keys); });
+    for_element_type<Op>(dtype_, [&](auto element) { load_elements<decltype(element)>(head, place, lanes, keys); });
   }
   // Whether the panel reads bias rows of its own, not a row that all queries share.
   bool reads_panel(const HeadBias<Real>& head, const PanelOrigin& panel) const {
@@ -237,7 +234,7 @@ class BiasTile {
   }
 
  private:
-  void load_diagonals(const HeadBias<Real>& head, const TilePlace& place) const {
+  FLASHATTN_SHARED void load_diagonals(const HeadBias<Real>& head, const TilePlace& place) const {
     for (int64_t n = 0; n < places_.count; ++n) {
       const int64_t distance = places_.distance(place, n);
       const double alibi = -static_cast<double>(head.slope) * static_cast<double>(distance < 0 ? -distance : distance);
@@ -247,7 +244,8 @@ class BiasTile {
   }
 
   template <class Element>
-  void load_elements(const HeadBias<Real>& head, const TilePlace& place, IndexRange lanes, IndexRange keys) const {
+  FLASHATTN_SHARED void load_elements(const HeadBias<Real>& head, const TilePlace& place, IndexRange lanes,
+                                      IndexRange keys) const {
     using Block = BiasBlock<Real, Element>;
     const Element* const bias = static_cast<const Element*>(head.bias);
     if (head.row_stride == 0) return repeat_row(bias + place.key0, keys);

@@ -271,7 +271,7 @@ inline void widen_row(Real* to, const In* from, int64_t n) {
 }
 // to = narrow(scale * from); scales `from` in place on the way.
 template <class Real, class In>
-inline void narrow_row(In* to, Real* from, int64_t n, Real scale) {
+FLASHATTN_SHARED void narrow_row(In* to, Real* from, int64_t n, Real scale) {
   for (int64_t i = 0; i < n; ++i) from[i] *= scale;
   for (int64_t i = narrow_vectors(to, from, n); i < n; ++i) narrow(from[i], to + i);
 }

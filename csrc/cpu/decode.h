@@ -514,15 +514,11 @@ void decode(const DecodeParams& params) {
   });
 
   p.workspace = w.scratch;
-  const auto rest = [&p](auto* rule) {
-    using Rule = std::decay_t<decltype(*rule)>;
-    if (p.invariant) decode_invariantly<In, Op, Accuracy, Rule>(p);
-    forward<In, Op, Accuracy, Rule>(p, &p);
-  };
+  if (p.invariant) decode_invariantly<In, Op, Accuracy>(p);
   if (p.softcap > 0 || p.has_bias()) {
-    rest(static_cast<GeneralScore<Real, Accuracy>*>(nullptr));
+    forward<In, Op, Accuracy, GeneralScore<Real, Accuracy>>(p, &p);
   } else {
-    rest(static_cast<PlainScore<Real, true>*>(nullptr));
+    forward<In, Op, Accuracy, PlainScore<Real, true>>(p, &p);
   }
 }
 

@@ -330,7 +330,8 @@ struct BandValues {
   // Stores the weights of two chunks in the layout of `add`. Does nothing here: `add` reads the score vectors.
   static void store_weights(Unit*, int64_t, V, V) {}
 
-  static void add(Real* out, int64_t columns, const Real* weights, const Unit*, const In* const* v, Ahead<In>* ahead) {
+  FLASHATTN_SHARED static void add(Real* out, int64_t columns, const Real* weights, const Unit*, const In* const* v,
+                                   Ahead<In>* ahead) {
     for (int64_t row = 0; row < R; row += kRows) {
       int64_t d = 0;
       for (; d + kVectors * W <= columns; d += kVectors * W) {
@@ -398,8 +399,8 @@ struct BandValues<BFloat16, Bf16DotOp, R> {
     }
   }
 
-  static void add(float* out, int64_t columns, const float*, const Unit* weights, const BFloat16* const* v,
-                  Ahead<In>* ahead) {
+  FLASHATTN_SHARED static void add(float* out, int64_t columns, const float*, const Unit* weights,
+                                   const BFloat16* const* v, Ahead<In>* ahead) {
     for (int64_t row = 0; row < R; row += kRows) {
       int64_t d = 0;
       for (; d + kLoads * 32 <= columns; d += kLoads * 32) {

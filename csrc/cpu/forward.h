@@ -36,7 +36,7 @@ struct ForwardScratch {
   int64_t bytes;
 
  private:
-  ForwardScratch(const AttnParams& p, const TileSize& of_call, ScratchCarver carve)
+  FLASHATTN_SHARED ForwardScratch(const AttnParams& p, const TileSize& of_call, ScratchCarver carve)
       : size(of_call),
         units(padded_units<Op>(p.head_dim)),
         units_v(padded_units<Op>(p.head_dim_v)),

@@ -138,7 +138,7 @@ inline void gemm_rows(const Gemm<Op>& g, int64_t row, IndexRange lanes, IndexRan
 // Rows [rows.begin, rows.end); k_of(first_row, last_row) names the range of k that these rows need, so that a
 // triangular product costs half of a square one. Rows whose range is empty still get their initial value.
 template <Order kOrder, Init kInit, class Op, class KRange>
-inline void gemm(const Gemm<Op>& g, IndexRange rows, IndexRange lanes, KRange k_of) {
+FLASHATTN_SHARED void gemm(const Gemm<Op>& g, IndexRange rows, IndexRange lanes, KRange k_of) {
   static_assert(kTileRows <= 8, "the remainder below is at most 7 rows");
   int64_t row = rows.begin;
   for (; row + kTileRows <= rows.end; row += kTileRows) {
@@ -165,7 +165,7 @@ constexpr int64_t kSumUnits = kFittingUnits < 256 ? kFittingUnits : 256;
 // reads the whole panel of B, which is twice the L1 cache at head_dim 512: so the units are blocked into ranges of
 // kSumUnits. Each range has a sum of its own, because the rounding error of one sum grows in proportion to its length.
 template <Init kInit = Init::kZero, class Op>
-inline void score_product(const Gemm<Op>& g, IndexRange rows, IndexRange lanes, int64_t units) {
+FLASHATTN_SHARED void score_product(const Gemm<Op>& g, IndexRange rows, IndexRange lanes, int64_t units) {
   for (int64_t begin = 0; begin < units; begin += kSumUnits) {
     const auto k_of = [k = IndexRange{begin, lesser(begin + kSumUnits, units)}](int64_t, int64_t) { return k; };
     if (kInit == Init::kZero && begin == 0) {

@@ -9,7 +9,7 @@ namespace FLASHATTN_ISA {
 
 class HeadMask {
  public:
-  HeadMask(const AttnParams& p, int64_t b, int64_t h, const Sequence& queries, const KeyLocator& keys)
+  FLASHATTN_SHARED HeadMask(const AttnParams& p, int64_t b, int64_t h, const Sequence& queries, const KeyLocator& keys)
       : basic(p, queries.length, keys.length), first_interval_(keys.first_interval) {
     if (!p.has_intervals()) return;
     intervals_ = head_intervals(p, b, h, keys.first_interval);

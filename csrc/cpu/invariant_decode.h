@@ -72,7 +72,7 @@ struct InvariantDecodeScratch {
         bytes(carve.used()) {}
 };
 
-template <class In, class Op, class Accuracy, class Rule>
+template <class In, class Op, class Accuracy>
 class InvariantDecode {
   using Real = typename Op::Real;
   using Unit = typename Op::Unit;
@@ -86,7 +86,7 @@ class InvariantDecode {
  public:
   // heads: KV heads of an item.
   InvariantDecode(const DecodeParams& params, int64_t heads, void* base)
-      : p(params), rule(make_rule<Rule>(params)), scratch(params, base), size(scratch.size), item_heads(heads) {
+      : p(params), scratch(params, base), size(scratch.size), item_heads(heads) {
     std::memset(static_cast<void*>(scratch.zeros), 0, scratch.columns_v * sizeof(Staged));
   }
 
@@ -163,7 +163,11 @@ class InvariantDecode {
     }
     const IndexRange tile{here.key0, here.key0 + here.count};
     lanes_of_tile = round_up(here.count, W);
-    for_rows([&](int64_t r) { weigh(r, find_hidden(mask, keys, r, tile, lanes_of_tile), lanes_of_tile); });
+    if (p.softcap > 0) {
+      weigh_rows<GeneralScore<Real, Accuracy>>(mask, keys, tile);
+    } else {
+      weigh_rows<PlainScore<Real, true>>(mask, keys, tile);
+    }
     add_weights(here.count);
     for_rows([&](int64_t r) { rescale(r); });
     for (int64_t j = 0; j < here.count; j += G) {
@@ -301,9 +305,18 @@ class InvariantDecode {
     return true;
   }
 
+  // The rule of the call is a template argument of these two functions alone: the others would be compiled twice.
+  template <class Rule>
+  void weigh_rows(const Mask& mask, const KeyLocator& keys, IndexRange tile) {
+    Rule rule = make_rule<Rule>(p);
+    for_rows([&](int64_t r) {
+      if constexpr (kIsFloat8<In>) rule = make_rule<Rule>(p, descale_of_products<In>(p, batch, key_head_of(r)));
+      weigh(r, rule, find_hidden(mask, keys, r, tile, lanes_of_tile), lanes_of_tile);
+    });
+  }
   // The online softmax of forward.h for one row: turns products into weights.
-  void weigh(int64_t r, bool hides, int64_t lanes) {
-    if constexpr (kIsFloat8<In>) rule = make_rule<Rule>(p, descale_of_products<In>(p, batch, key_head_of(r)));
+  template <class Rule>
+  void weigh(int64_t r, const Rule rule, bool hides, int64_t lanes) {
     Real* const scores = scratch.scores + r * size.keys;
     const V factor = S::set1(kIsGeneral<Rule> ? Real(1) : rule.factor), hidden = S::set1(-kInfinity);
     V maxima = hidden;
@@ -374,7 +387,6 @@ class InvariantDecode {
   }
 
   const DecodeParams& p;
-  std::conditional_t<kIsFloat8<In>, Rule, const Rule> rule;  // of an fp8 call: with the descales of the current head
   InvariantDecodeScratch<In, Op> scratch;
   const TileSize size;
   const int64_t item_heads;
@@ -399,7 +411,7 @@ inline int64_t invariant_heads(const DecodeParams& p, BlocksOf blocks_of, int64_
   return ceil_div(p.heads_k, ceil_div(p.heads_k, most));
 }
 
-template <class In, class Op, class Accuracy, class Rule>
+template <class In, class Op, class Accuracy>
 void decode_invariantly(const DecodeParams& p) {
   const auto blocks_of = [&](int64_t b) {
     const int64_t queries = query_sequence(p, b).length;
@@ -409,7 +421,7 @@ void decode_invariantly(const DecodeParams& p) {
   const int64_t heads = invariant_heads<Op>(p, blocks_of, static_cast<const CpuExecutor*>(p.stream)->num_threads);
   const int64_t scratch_bytes = InvariantDecodeScratch<In, Op>(p, nullptr).bytes;
   run_query_tiles(p, ceil_div(p.heads_k, heads), blocks_of, [&](int worker) {
-    return InvariantDecode<In, Op, Accuracy, Rule>(p, heads, static_cast<char*>(p.workspace) + worker * scratch_bytes);
+    return InvariantDecode<In, Op, Accuracy>(p, heads, static_cast<char*>(p.workspace) + worker * scratch_bytes);
   });
 }
 

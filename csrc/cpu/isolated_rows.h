@@ -75,7 +75,8 @@ class IsolatedRows {
 
   // Finds the non-finite rows among `rows` rows of `columns` elements. Returns the rows that the product reads:
   // `staged`, or a copy in which the non-finite rows are 0.
-  StagedRows<Op> find(const In* from, int64_t stride, int64_t rows, int64_t columns, StagedRows<Op> staged) {
+  FLASHATTN_SHARED StagedRows<Op> find(const In* from, int64_t stride, int64_t rows, int64_t columns,
+                                       StagedRows<Op> staged) {
     locate(from, stride, rows, columns);
     if (count_ == 0) return staged;
     for (int64_t r = 0; r < rows; ++r) {
@@ -85,7 +86,7 @@ class IsolatedRows {
     return {finite_, units_};
   }
   // The same where the product does not read non-finite rows anyway.
-  void locate(const In* from, int64_t stride, int64_t rows, int64_t columns) {
+  FLASHATTN_SHARED void locate(const In* from, int64_t stride, int64_t rows, int64_t columns) {
     from_ = from;
     stride_ = stride;
     columns_ = columns;

@@ -10,8 +10,9 @@ constexpr int64_t kDropoutLanes = 16;  // queries in one word of keep bits
 
 // Keep bits of a tile: bits[key * groups + group], bit l for query 16 * group + l. See dropout.h for the mapping; eight
 // generators (one for each row modulo 8) run side by side so that the compiler can vectorise them.
-inline void fill_keep_bits(uint16_t* bits, int64_t groups, PhiloxKey philox_key, const AttnParams& p, int64_t b,
-                           int64_t h, int64_t first_row, int64_t rows, int64_t first_key, int64_t keys) {
+FLASHATTN_SHARED inline void fill_keep_bits(uint16_t* bits, int64_t groups, PhiloxKey philox_key, const AttnParams& p,
+                                            int64_t b, int64_t h, int64_t first_row, int64_t rows, int64_t first_key,
+                                            int64_t keys) {
   const int32_t threshold = p.dropout_threshold;
   const int64_t batch = b + p.origin.batch, head = h + p.origin.head, row0 = first_row + p.origin.row,
                 key0 = first_key + p.origin.key;

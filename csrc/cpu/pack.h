@@ -54,8 +54,8 @@ inline bool reads_in_place(int64_t head_dim, int64_t row_stride) {
 
 // scratch: [rows][padded_units(head_dim)], used only where the rows cannot be read in place.
 template <class Op, class In>
-inline StagedRows<Op> stage_rows(const In* from, int64_t row_stride, int64_t rows, int64_t head_dim,
-                                 typename Op::Unit* scratch) {
+FLASHATTN_SHARED StagedRows<Op> stage_rows(const In* from, int64_t row_stride, int64_t rows, int64_t head_dim,
+                                           typename Op::Unit* scratch) {
   using Unit = typename Op::Unit;
   using Element = typename StagedElement<Op>::Type;
   if (reads_in_place<Op, In>(head_dim, row_stride)) {
@@ -146,8 +146,8 @@ struct Transpose {
 // The B operand [units][lanes] of `count` rows, with zeros in the other lanes. to: units * lanes, rounded up to whole
 // panels.
 template <class Op>
-inline Panels<Op> transposed_panels(typename Op::Unit* to, StagedRows<Op> rows, int64_t count, int64_t lanes,
-                                    int64_t units) {
+FLASHATTN_SHARED Panels<Op> transposed_panels(typename Op::Unit* to, StagedRows<Op> rows, int64_t count, int64_t lanes,
+                                              int64_t units) {
   using T = Transpose<typename Op::Unit>;
   using V = typename T::V;
   constexpr int64_t P = kPanel<Op>;
@@ -179,7 +179,7 @@ inline int64_t row_panel_units(int64_t count, int64_t units) {
 }
 // The staged rows as the B operand of a product along rows. scratch: row_panel_units(count, units).
 template <class Op>
-inline Panels<Op> row_panels(StagedRows<Op> rows, int64_t count, int64_t units, typename Op::Unit* scratch) {
+FLASHATTN_SHARED Panels<Op> row_panels(StagedRows<Op> rows, int64_t count, int64_t units, typename Op::Unit* scratch) {
   using T = Transpose<typename Op::Unit>;
   constexpr int64_t P = kPanel<Op>, W = T::W;
   const bool is_distant = rows.stride * static_cast<int64_t>(sizeof(typename Op::Unit)) >= kDistantRowBytes;

@@ -43,8 +43,8 @@ class PanelMask {
   using Real = typename Op::Real;
 
   // Fills `limits` if a comparison will need them. pads: whether lanes without a query are fully masked.
-  PanelMask(const HeadMask& mask, int64_t row0, int64_t rows, int64_t key0, int64_t keys, bool pads,
-            const KeyRows<Op>& limits)
+  FLASHATTN_SHARED PanelMask(const HeadMask& mask, int64_t row0, int64_t rows, int64_t key0, int64_t keys, bool pads,
+                             const KeyRows<Op>& limits)
       : mask_(mask.basic), limits_(limits), row0_(row0), rows_(rows), key0_(key0), keys_(keys), pads_(pads) {
     const IndexRange tile_rows{row0, row0 + rows}, tile_keys{key0, key0 + keys};
     has_groups_ = mask.interval_visibility(tile_rows, tile_keys) != Visibility::kAll;

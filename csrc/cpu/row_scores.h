@@ -34,8 +34,8 @@ class RowScores {
  public:
   // to[r * to_stride + j] = <row r of q, keys[j]> for kDecodeKeys keys. q: [rows][units], units a multiple of W. rest:
   // [rows][kDecodeKeys], used where score_product() has several sums. ahead: prefetch, or null.
-  static void run(Real* to, int64_t to_stride, const Unit* q, int64_t rows, int64_t units, const In* const* keys,
-                  Real* rest, Ahead<In>* ahead) {
+  FLASHATTN_SHARED static void run(Real* to, int64_t to_stride, const Unit* q, int64_t rows, int64_t units,
+                                   const In* const* keys, Real* rest, Ahead<In>* ahead) {
     for (int64_t begin = 0; begin < units; begin += kSumUnits) {
       Real* const sums = begin == 0 ? to : rest;
       const int64_t stride = begin == 0 ? to_stride : kDecodeKeys, end = lesser(begin + kSumUnits, units);

@@ -240,8 +240,8 @@ inline void weigh_vector(const ScoreTile<Op>& tile, const Rule rule, const Runni
 // Turns the products of a panel into weights, relative to the running maximum of each row and with dropout applied: the
 // A operand of P V.
 template <class Accuracy, class Op, class Rule>
-inline void weigh(const ScoreTile<Op>& tile, const Rule& rule, const RunningRows<Op>& rows, const PanelMask<Op>& mask,
-                  IndexRange lanes, IndexRange keys) {
+FLASHATTN_SHARED void weigh(const ScoreTile<Op>& tile, const Rule& rule, const RunningRows<Op>& rows,
+                            const PanelMask<Op>& mask, IndexRange lanes, IndexRange keys) {
   with_limits(tile, mask, lanes, keys, [&](auto masked, auto dropout) {
     for (int64_t lane = lanes.begin; lane < lanes.end; lane += Op::S::kWidth) {
       weigh_vector<Accuracy, masked.value, dropout.value>(tile, rule, rows, lane, keys);
@@ -419,10 +419,10 @@ inline void store_scores(const ScoreTile<Op>& tile, const Rule rule, IndexRange 
 // here and stored in `rows`: delta from a 16-bit `out` has the rounding error of `out`, which dominates where few keys
 // are visible and the gradient cancels. find_delta detects rows whose keys are not all in this call.
 template <class Accuracy, class Op, class Rule>
-inline void differentiate(const ScoreTile<Op>& tile, const GradientTile<Op>& gradients, const Rule& rule,
-                          const GradientScales<typename Op::Real, Rule>& scales,
-                          const KnownRows<typename Op::Real>& rows, const PanelMask<Op>& mask, bool whole_rows,
-                          IndexRange lanes, IndexRange keys) {
+FLASHATTN_SHARED void differentiate(const ScoreTile<Op>& tile, const GradientTile<Op>& gradients, const Rule& rule,
+                                    const GradientScales<typename Op::Real, Rule>& scales,
+                                    const KnownRows<typename Op::Real>& rows, const PanelMask<Op>& mask,
+                                    bool whole_rows, IndexRange lanes, IndexRange keys) {
   static_assert(kTileVectors == 2, "a panel has one or two vectors");
   if constexpr (kIsGeneral<Rule>) {
     if (rule.capped) store_scores(tile, rule, lanes, keys);

@@ -172,10 +172,10 @@ inline void differentiate_twice_vectors(const ScoreTile<Op>& tile, const Tangent
 // whole_rows: the queries of the panel see no key of another tile. Their delta and r are then recomputed and stored in
 // `rows`, because those of a 16-bit out and tout have a rounding error that dominates where few keys are visible.
 template <class Accuracy, class Op, class Rule>
-inline void differentiate_twice(const ScoreTile<Op>& tile, const TangentTile<Op>& tangents,
-                                const SecondTile<Op>& second, const Rule& rule,
-                                const SecondRows<typename Op::Real>& rows, const PanelMask<Op>& mask, bool whole_rows,
-                                IndexRange lanes, IndexRange keys) {
+FLASHATTN_SHARED void differentiate_twice(const ScoreTile<Op>& tile, const TangentTile<Op>& tangents,
+                                          const SecondTile<Op>& second, const Rule& rule,
+                                          const SecondRows<typename Op::Real>& rows, const PanelMask<Op>& mask,
+                                          bool whole_rows, IndexRange lanes, IndexRange keys) {
   static_assert(kTileVectors == 2, "a panel has one or two vectors");
   if constexpr (kIsGeneral<Rule>) {
     if (rule.capped) store_scores(tile, rule, lanes, keys);

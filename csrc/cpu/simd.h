@@ -14,6 +14,9 @@ namespace FLASHATTN_ISA {
 #else
 #define FLASHATTN_UNROLL(n) _Pragma(FLASHATTN_STRINGIFY(GCC unroll n))
 #endif
+// For functions of a row or more, whose calls cost nothing beside their work: not inlined, they are compiled once for
+// all kernels and element types that call them with the same arguments.
+#define FLASHATTN_SHARED __attribute__((noinline))
 #define FLASHATTN_STRINGIFY(x) #x
 #define FLASHATTN_STRINGIFY_NAME(x) FLASHATTN_STRINGIFY(x)
 

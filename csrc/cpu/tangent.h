@@ -28,8 +28,8 @@ struct TangentTile {
   bool moves_logits() const { return has_products() || of_biases; }
 
   // Computes the products for one panel of queries. Operands without a tangent are not read.
-  void multiply(StagedRows<Op> k, StagedRows<Op> tk, Panels<Op> q, Panels<Op> tq, IndexRange keys, IndexRange lanes,
-                int64_t units) const {
+  FLASHATTN_SHARED void multiply(StagedRows<Op> k, StagedRows<Op> tk, Panels<Op> q, Panels<Op> tq, IndexRange keys,
+                                 IndexRange lanes, int64_t units) const {
     if (of_q) score_product(Gemm<Op>{k.data, k.stride, tq, scores, queries}, keys, lanes, units);
     const Gemm<Op> other{tk.data, tk.stride, q, scores, queries};
     if (of_k && of_q) score_product<Init::kAdd>(other, keys, lanes, units);
@@ -188,9 +188,9 @@ enum class TangentPass {
 // score tile: the A operands of the products along keys, without the factor 1 / p_keep of m. TangentPass::kBiases
 // leaves no operands.
 template <class Accuracy, class Op, class Rule>
-inline void weigh_tangents(const ScoreTile<Op>& tile, const TangentTile<Op>& tangents, const Rule& rule,
-                           const TangentRows<Op>& rows, TangentPass pass, bool keeps_weights, const PanelMask<Op>& mask,
-                           IndexRange lanes, IndexRange keys) {
+FLASHATTN_SHARED void weigh_tangents(const ScoreTile<Op>& tile, const TangentTile<Op>& tangents, const Rule& rule,
+                                     const TangentRows<Op>& rows, TangentPass pass, bool keeps_weights,
+                                     const PanelMask<Op>& mask, IndexRange lanes, IndexRange keys) {
   if constexpr (kIsGeneral<Rule>) {
     if (rule.capped) store_scores(tile, rule, lanes, keys);
   }
