@@ -35,13 +35,16 @@ namespace {
 enum ForwardArgument { kForwardRngState = kCallTensors + kCallOptions, kKeepsCentres, kReturnsMaxLogits, kScalars };
 
 // Whether the backward needs the centres of rows (bias.h). Without them, gradients of slopes and of a relative bias are
-// inaccurate where keys are far from their rows. The GPU kernels have centres for 16-bit inputs only. keeps_centres of
-// flashattn_ext/options.py is the same condition.
+// inaccurate where keys are far from their rows.
 bool wants_centres(const BoxedCall& call) {
-  constexpr int kSlopes = place_of("alibi_slopes"), kRelativeBias = place_of("relative_bias");
-  const at::Tensor q = call.tensor(0), slopes = call.tensor(kSlopes), relative_bias = call.tensor(kRelativeBias);
-  return (q.element_size() == 2 || q.is_cpu()) &&
-         ((slopes.defined() && slopes.requires_grad()) || (relative_bias.defined() && relative_bias.requires_grad()));
+  const at::Tensor q = call.tensor(0);
+  if (q.element_size() != 2 && c10::DeviceTypeName(q.device().type(), true) != kDeviceOfWideCentres) return false;
+  for (int i = kQkv; i < kCallTensors; ++i) {
+    if (!kOptions[i - kQkv].is_of_distance) continue;
+    const at::Tensor bias = call.tensor(i);
+    if (bias.defined() && bias.requires_grad()) return true;
+  }
+  return false;
 }
 
 void set_tangents(const RecordedCall& recorded) {

@@ -85,10 +85,10 @@ std::vector<pybind11::dict> described_options() {
   std::vector<pybind11::dict> all;
   for (const Option& option : kOptions) {
     using pybind11::operator""_a;
-    all.push_back(pybind11::dict("name"_a = option.name, "type"_a = schema_type(option.type),
-                                 "default"_a = default_of(option), "dims"_a = kDims[static_cast<int>(option.dims)],
-                                 "gradient"_a = kGradients[static_cast<int>(option.gradient)],
-                                 "decodes"_a = option.takers == Takers::kEveryOp));
+    all.push_back(pybind11::dict(
+        "name"_a = option.name, "type"_a = schema_type(option.type), "default"_a = default_of(option),
+        "dims"_a = kDims[static_cast<int>(option.dims)], "gradient"_a = kGradients[static_cast<int>(option.gradient)],
+        "is_of_distance"_a = option.is_of_distance, "decodes"_a = option.takers == Takers::kEveryOp));
   }
   return all;
 }
@@ -126,6 +126,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "The current stream of a CUDA device, and the id of its graph capture or 0.");
   m.def("eager_op", &eager_op, pybind11::arg("name"),
         "The overload `call` of an op as a function of plain arguments; it returns None if torch's parser is needed.");
+  m.attr("DEVICE_OF_WIDE_CENTRES") = std::string(kDeviceOfWideCentres);
   m.def("options", &described_options,
         "The arguments of the attention ops besides q, k and v, in their order: options.def.");
   m.def("cpu_isas", &cpu_isas, "Instruction sets that the CPU backend can use here, fastest first.");

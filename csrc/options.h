@@ -23,6 +23,7 @@ struct Option {
   double default_value;  // of integers, numbers and flags; None for the other types
   Dims dims;
   Gradient gradient;
+  bool is_of_distance = false;  // its gradient needs the centres of rows (bias.h)
 };
 
 inline constexpr Option kOptions[] = {
@@ -32,6 +33,8 @@ inline constexpr Option kOptions[] = {
   {#name, OptionType::kTensor, Takers::takers, 0, Dims::dims, Gradient::kAlways},
 #define CALL_BIAS(name, dims, takers, check) \
   {#name, OptionType::kTensor, Takers::takers, 0, Dims::dims, Gradient::kIfNeeded},
+#define CALL_DISTANCE_BIAS(name, dims, takers, check) \
+  {#name, OptionType::kTensor, Takers::takers, 0, Dims::dims, Gradient::kIfNeeded, true},
 #define CALL_INTEGER(name, default_value, takers, accepts, expected) \
   {#name, OptionType::kInteger, Takers::takers, default_value, Dims::kNone, Gradient::kNone},
 #define CALL_NUMBER(name, default_value, takers, accepts, expected) \
@@ -115,6 +118,9 @@ inline constexpr int kBiases = [] {
   for (const Differentiable& input : kDifferentiable) count += input.if_needed;
   return count;
 }();
+
+// The device whose forwards have centres of rows for inputs of every size; elsewhere those of 16-bit inputs alone do.
+inline constexpr std::string_view kDeviceOfWideCentres = "cpu";
 
 // ", Tensor? cu_seqlens_q, ...": the options that an op takes, as a part of its schema.
 inline std::string schema_of_options(Takers op) {

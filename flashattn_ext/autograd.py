@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import ops
-from .options import BIASES, DIFFERENTIABLE, CallOptions, CallTensors, differentiable, has_centres
+from .options import BIASES, DIFFERENTIABLE, CallOptions, CallTensors, differentiable, keeps_centres
 
 
 class _HiddenFromDynamo:
@@ -69,9 +69,9 @@ class FlashAttentionFunction(torch.autograd.Function):
         )
         rng_state = ops.dropout_state(q, options.dropout_p, rng_seed)
         # Under torch.func, forward cannot know whether the gradients of slopes and relative biases are needed.
-        keeps_centres = has_centres(q) and (alibi_slopes is not None or relative_bias is not None)
+        keeps = keeps_centres(tensors, lambda _: True)
         out, lse, centres, max_logits = ops.pure_forward(
-            *tensors, *options, rng_state, keeps_centres, return_max_logits, ops.symbolic_numbers(options)
+            *tensors, *options, rng_state, keeps, return_max_logits, ops.symbolic_numbers(options)
         )
         return out, lse, max_logits, centres, q.new_empty(0, dtype=torch.int64) if rng_state is None else rng_state
 

@@ -7,6 +7,7 @@ what vmap.py, integrations/dtensor.py and distributed/ do with tensors of its di
 from __future__ import annotations
 
 from collections import namedtuple
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
@@ -28,6 +29,7 @@ class Option(NamedTuple):
     default: Any
     dims: str  # what the first dimensions of a tensor are: "sequences", "heads", "batch_heads", "scores" or "batch_kv_heads" (Dims in csrc/options.h)
     gradient: str  # computed by a backward: "" never, "always", or "if_needed"
+    is_of_distance: bool  # its gradient needs the centres of rows (csrc/bias.h)
     decodes: bool  # whether the decoding ops take it as well
 
 
@@ -79,6 +81,7 @@ def _places(names: tuple[str, ...]) -> list[int]:
 
 
 _BIASES, _DIFFERENTIABLE = _places(BIASES), _places(DIFFERENTIABLE)
+_OF_DISTANCE = _places(tuple(option.name for option in TENSORS if option.is_of_distance))
 
 
 def biases(tensors: CallTensors) -> list[Any]:
@@ -97,15 +100,13 @@ def wanted(tensors: Any, needs: Any) -> list[bool]:
     return [getattr(tensors, name) is not None and needed.get(name, True) for name in LEARNED]
 
 
-def has_centres(q: Tensor) -> bool:
-    """Whether forwards of such inputs compute the centres of rows (csrc/bias.h): all on the CPU, those of 16 bits elsewhere."""
-    return q.dtype.itemsize == 2 or q.device.type == "cpu"
+def keeps_centres(tensors: CallTensors, needs: Callable[[Tensor], bool]) -> bool:
+    """Whether the forward returns the centres of rows (csrc/bias.h), for accurate gradients of slopes and relative biases.
 
-
-def keeps_centres(tensors: CallTensors) -> bool:
-    """Whether the backward needs the centres of rows (csrc/bias.h), for accurate gradients of slopes and relative biases."""
-    of_distances = (tensors.alibi_slopes, tensors.relative_bias)
-    return has_centres(tensors.q) and any(t is not None and t.requires_grad for t in of_distances)
+    needs: whether the backward computes the gradient of such a tensor.
+    """
+    has_centres = tensors.q.dtype.itemsize == 2 or tensors.q.device.type == _C.DEVICE_OF_WIDE_CENTRES
+    return has_centres and any(tensors[place] is not None and needs(tensors[place]) for place in _OF_DISTANCE)
 
 
 # --- the keyword arguments of the public functions, for type checkers ------------------------------------------------------

@@ -139,7 +139,7 @@ def attention(
     settings = Settings(
         **{option.name: getattr(call_options, option.name) for option in RULES}, batch=batch, head=head, seqlen=of.seqlen,
         sharding=of.kind, mode=mode, group=groups.name_of(pg), needs_lse=arguments.flag("return_lse", return_lse),
-        keeps_centres=q.dtype.itemsize == 2 and keeps_centres(tensors), returns_max_logits=arguments.flag("return_max_logits", return_max_logits),
+        keeps_centres=q.dtype.itemsize == 2 and keeps_centres(tensors, lambda bias: bias.requires_grad), returns_max_logits=arguments.flag("return_max_logits", return_max_logits),
     )  # fmt: skip
     given = Tensors(
         tensors.q, tensors.k, tensors.v, cu_seqlens, *(getattr(tensors, option.name) for option in EXTRAS),
