@@ -125,6 +125,7 @@ struct Launch {
   // The number of shares, at most `at_once`. If one a little smaller than that makes shares of tasks of equal length
   // begin and end with a task, fewer tasks are split and fewer thread blocks have two parts.
   static int64_t whole_shares(int64_t tasks, int64_t at_once) {
+    if (tasks == 0) return 0;  // no sequences
     const int64_t shares = tasks <= at_once ? at_once / tasks * tasks : tile_count(tasks, tile_count(tasks, at_once));
     return 10 * shares >= 9 * at_once ? shares : at_once;
   }
