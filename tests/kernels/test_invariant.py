@@ -273,13 +273,16 @@ def test_more_keys_than_a_chunk_has(on: str, D: int, dtype: torch.dtype) -> None
     q, k, v = (torch.randn(n, heads, D).to(dtype) for n, heads in ((rows, group), (S, 1), (S, 1)))
     options: dict[str, Any] = dict(causal=True, invariant=True, sink=torch.tensor([-1.0, 0.0, 3.0]))
     out, lse = flashattn_ext.forward(q[None], k[None], v[None], return_lse=True, **options)
-    table = torch.randperm(-(-S // 64), dtype=torch.int32)[None]
-    pages = torch.zeros(2, table.numel(), 64, 1, D, dtype=dtype)
-    for at, t in zip(pages, (k, v), strict=True):
-        at[table[0].long()] = torch.nn.functional.pad(t, (0, 0, 0, 0, 0, -S % 64)).view(-1, 64, 1, D)
+    ways: list[tuple[Any, dict[str, Tensor]]] = [((k[None], v[None]), {})]
+    for size in (64, 80):
+        table = torch.randperm(-(-S // size), dtype=torch.int32)[None]
+        pages = torch.zeros(2, table.numel(), size, 1, D, dtype=dtype)
+        for at, t in zip(pages, (k, v), strict=True):
+            at[table[0].long()] = torch.nn.functional.pad(t, (0, 0, 0, 0, 0, -S % size)).view(-1, size, 1, D)
+        ways.append((pages, {"block_table": table}))
     for begin, end in ((rows - 1, rows), (0, 1), (7, 11), (0, rows)):
         keys = S - rows + end
-        for caches, of_pages in (((k[None], v[None]), {}), (pages, {"block_table": table})):
+        for caches, of_pages in ways:
             step, its = flashattn_ext.flash_attn_with_kvcache(
                 q[None, begin:end], *caches, cache_seqlens=keys, return_softmax_lse=True, **of_pages, **options
             )
