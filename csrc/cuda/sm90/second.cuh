@@ -32,8 +32,7 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
   static constexpr bool kPaired = false, kDoutApart = false, kLateDq = false;
   static constexpr int kBlocks = 1, kColumns = kHeadDim, kDoutStages = kStages, kDqParts = 2;
   static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kSectionHeads = 16;
-  static constexpr int kPanels = panels(kHeadDim), kScorePanels = kQueries / kPanelColumns;
-  static constexpr int kDqTiles = Layout::kQueryColumnTiles;
+  static constexpr int kPanels = panels(kHeadDim), kDqTiles = Layout::kQueryColumnTiles;
   // The queries whose scores a warpgroup computes, and its columns of dk and dv.
   static constexpr int kOwnQueries = kQueries / 2, kOwnColumns = kHeadDim / 2;
   static constexpr int kScoreTiles = kOwnQueries / 8, kSteps = kOwnQueries / 16, kColumnTiles = kOwnColumns / 8;
@@ -41,8 +40,8 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
   using Scores = float[kScoreTiles][4];
   using KeyTile = T[kPanels][kKeys][kPanelColumns];
   using QueryTile = T[kPanels][kQueries][kPanelColumns];
-  using ScoreTile = T[kScorePanels][kKeys][kPanelColumns];  // transposed
-  static_assert(Layout::kQueries == kQueries && kDqTiles == 8);
+  using ScoreTile = T[1][kKeys][kPanelColumns];  // transposed
+  static_assert(kHeadDim == 128 && kQueries == 64 && Layout::kQueries == kQueries && kDqTiles == 8);
   static_assert(kStages >= 2);  // the next scores are computed before these queries are released
 
   struct Shared {
@@ -158,24 +157,20 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
     ptx::hold(dp);
     ptx::hold(b);
   }
-  // The products of the gradients, of the step whose F, T and weights are in shared memory: a group for dv and dk, and
-  // one for dq.
+  // The products of the gradients, of the step whose F, T and weights are in shared memory: a group for the own columns
+  // of dv and dk, and one for those of dq. Each warpgroup has one panel of columns.
   __device__ __forceinline__ void multiply_gradients(int stage) {
-    constexpr bool kOwnPanels = kHeadDim == 128;  // otherwise half of a panel
-    const int panel = kOwnPanels ? group : 0, column = kOwnPanels ? 0 : group * kOwnColumns;
     ptx::hold(dv);
     ptx::hold(dk);
     ptx::wgmma_fence();
-    issue_accumulate(dv, shared.of_values, shared.dout[stage][panel], column);
-    issue_accumulate(dk, shared.f, shared.q[stage][panel], column);
-    if constexpr (Moves::kQ) issue_accumulate(dk, shared.t, shared.tq[stage][panel], column);
+    issue_accumulate(dv, shared.of_values, shared.dout[stage][group], 0);
+    issue_accumulate(dk, shared.f, shared.q[stage][group], 0);
+    if constexpr (Moves::kQ) issue_accumulate(dk, shared.t, shared.tq[stage][group], 0);
     ptx::wgmma_commit();
-    // Own rows of dq, or own columns.
-    const int rows = kScorePanels == 2 ? group : 0;
     ptx::hold(dq);
     ptx::wgmma_fence();
-    issue_transposed_product(dq, shared.f[rows], shared.k[0][panel], 0);
-    if constexpr (Moves::kK) issue_transposed_product(dq, shared.t[rows], shared.tk[0][panel], 0, true);
+    issue_transposed_product(dq, shared.f[0], shared.k[0][group], 0);
+    if constexpr (Moves::kK) issue_transposed_product(dq, shared.t[0], shared.tk[0][group], 0, true);
     ptx::wgmma_commit();
   }
   // After these products are complete.
