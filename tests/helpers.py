@@ -387,7 +387,7 @@ def assert_max_logits_close(got: Tensor | None, ref: Tensor | None, plain: Tenso
     assert error <= allowed + floor, f"max_logits: error {error:.3e}, allowed {allowed + floor:.3e}"
 
 
-@functools.lru_cache(maxsize=20)  # the instruction sets follow each other, each with a few dtypes and seeds
+@functools.lru_cache(maxsize=32)  # the instruction sets follow each other, each with some cases, dtypes and seeds
 def references(case: Case, device: str, _backend: str | None) -> tuple[Result, Result]:
     """What plain PyTorch computes for the inputs of a case, in fp64 and in the dtype of the case."""
     inputs = make_inputs(case, device)
