@@ -49,8 +49,9 @@ test test-quick: export MALLOC_PERTURB_ ?= 129
 # Parallel test processes, which take one file at a time. Each loads its own torch: more than a few exhaust the memory. A process
 # that crashes ends the run, because pytest-xdist may wait forever for the tests of a crashed one.
 WORKERS ?= 2
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN)
 
-.PHONY: train test test-quick bench-cpu bench-flash bench-matmul bench-all bench-ascend report docs lint format develop emulator clean
+.PHONY: train test test-quick bench-cpu bench-flash bench-matmul bench-all bench-ascend report docs lint format develop emulator emulator-objects clean
 
 train: $(VENV)/built
 	$(BIN) -m flashattn_ext train $(ARGS)
@@ -102,8 +103,12 @@ develop: $(VENV)/built
 
 emulator: $(EMULATOR)
 
-$(EMULATOR): $(EMULATOR_OBJECTS)
-	$(CXX) -shared $^ -o $@
+# On all cores, also where make itself was not called with -j.
+$(EMULATOR): $(EMULATOR_SOURCES) $(EMULATOR_HEADERS)
+	$(MAKE) $(if $(findstring -j,$(MAKEFLAGS)),,-j $(JOBS)) emulator-objects
+	$(CXX) -shared $(EMULATOR_OBJECTS) -o $@
+
+emulator-objects: $(EMULATOR_OBJECTS)
 
 build/emulator/%.o: %.cpp $(EMULATOR_HEADERS)
 	mkdir -p $(@D)
