@@ -170,4 +170,4 @@ def test_options_with_large_head_dims_share_ub(
 ) -> None:
     """In 16 bits UB has no room for two buffers of scores beside them."""
     monkeypatch.setenv("FLASHATTN_EXT_ASCEND_EMULATOR", "mode=random,seed=3,cores=2")
-    check(replace(LONG, dtype=torch.float16, D=72, Dv=Dv, causal=True, **options), "cpu")
+    check(replace(LONG, dtype=torch.float16, D=72, Dv=Dv, causal=True, seed=1, **options), "cpu")
