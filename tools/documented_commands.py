@@ -4,8 +4,10 @@
 
 First it makes the source distribution (without torch), unpacks it and builds its wheel. Commands of pip and of the package
 run in the unpacked tree, in an environment of their own, which has torch but not this package; `make` and scripts run in
-the checkout. That tree is compiled with -O1, in half the time: the commands do not measure anything. RULES maps every command to the command that runs; a command without a rule is an error, also in
-tests/builds/test_documentation.py. The Python blocks of a page in CODE run in that environment as one program.
+the checkout. That tree is compiled with -O1, in half the time: the commands do not measure anything. RULES maps every
+command to the command that runs; a command without a rule is an error, also in tests/builds/test_documentation.py. The
+Python blocks of a page in CODE run in that environment as one program. What installs runs first and alone, all else on
+as many cores as there are.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ import sys
 import sysconfig
 import tarfile
 import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +36,11 @@ COMMAND = re.compile(
 AS_WRITTEN = "{}"
 DRY = "make -n {arguments}"  # CI runs the target itself, or the target changes files or takes long
 SYNTAX = "bash -n {program}"
+# Commands that change the environment or the tree; those that share a folder of runs or a port of torchrun; those that
+# read what others have written. Each of these groups runs in order.
+INSTALLS = re.compile(r"pip |FLASHATTN_EXT_\w+=\S+ pip |python -m build |bash build\.sh")
+SHARES = re.compile(r"(flashattn-ext|python -m flashattn_ext) train|make train|python -m torch\.distributed\.run")
+READS = re.compile(r"(flashattn-ext|python -m flashattn_ext) report ")
 
 
 @dataclass(frozen=True)
@@ -194,28 +203,51 @@ def unpacked_distribution(env: dict[str, str]) -> Path:
     return tree
 
 
-def main() -> None:
-    shutil.rmtree(FOLDER, ignore_errors=True)  # a new user has no runs of an earlier version
-    FOLDER.mkdir(parents=True)
-    env = environment()
-    tree = unpacked_distribution(env)
-    problems, done = [], set()
+def jobs(tree: Path, env: dict[str, str]) -> tuple[dict[str, Callable[[], str]], list[str]]:
+    """What runs, by its line: functions that return the failure; and the commands without a rule."""
+    found: dict[str, Callable[[], str]] = {}
+    unknown = []
     for command, page in all_commands().items():
         rule = rule_of(command)
         if rule is None:
-            problems.append(f"{page}: '{command}' has no rule in {Path(__file__).name}")
+            unknown.append(f"{page}: '{command}' has no rule in {Path(__file__).name}")
             continue
         tool, _, arguments = command.partition(" ")
         line = rule.run.format(command, program=tool, arguments=arguments)
         in_checkout = tool in ("make", "bash") or tool.startswith("tools/")
-        if line not in done and (problem := run(line, ROOT if in_checkout else tree, env, rule.refused)):
-            problems.append(f"{page}: {problem}")
-        done.add(line)
+        found.setdefault(line, job(page, line, ROOT if in_checkout else tree, env, rule.refused))
     for page in CODE:
         source = FOLDER / f"{Path(page).stem}.py"
         source.write_text(program(page), encoding="utf-8")
-        if problem := run(f"python {shlex.quote(str(source))}", FOLDER, env):
-            problems.append(f"{page}: {problem}")
+        line = f"python {shlex.quote(str(source))}"
+        found[line] = job(page, line, FOLDER, env)
+    return found, unknown
+
+
+def job(page: str, line: str, folder: Path, env: dict[str, str], refused: str = "") -> Callable[[], str]:
+    def run_it() -> str:
+        problem = run(line, folder, env, refused)
+        return f"{page}: {problem}" if problem else ""
+
+    return run_it
+
+
+def main() -> None:
+    shutil.rmtree(FOLDER, ignore_errors=True)  # a new user has no runs of an earlier version
+    FOLDER.mkdir(parents=True)
+    env = environment()
+    found, problems = jobs(unpacked_distribution(env), env)
+
+    def in_order(lines: Iterable[str]) -> list[str]:
+        return [problem for line in lines if (problem := found[line]())]
+
+    ordered = {kind: [line for line in found if kind.match(line)] for kind in (INSTALLS, SHARES, READS)}
+    others = [line for line in found if not any(line in lines for lines in ordered.values())]
+    problems += in_order(ordered[INSTALLS])
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for failed in pool.map(in_order, [ordered[SHARES], *([line] for line in others)]):
+            problems += failed
+    problems += in_order(ordered[READS])
     sys.exit("\n".join(problems) or 0)  # sys.exit('') would count as a failure
 
 
