@@ -29,7 +29,7 @@ int64_t most_few_queries(const AttnParams& p, bool packs) {
   constexpr int64_t kLongBytes = 128 << 20;
   const bool is_long = p.seqlen_k * p.heads_k * (p.head_dim + p.head_dim_v) * key_bytes(p) >= kLongBytes;
   if (!packs) return is_long ? 64 : kFewQueries;
-  if (is_long) return 128;
+  if (is_long) return kMostPackedQueries;
   return p.group_size() > 1 ? 64 : kFewQueries;
 }
 

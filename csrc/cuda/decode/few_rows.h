@@ -9,8 +9,8 @@
 
 namespace flashattn_ext::decode {
 
-// The most queries of a sequence with which a call runs on the decoding kernels. With more, calls with a KV cache run
-// on the forward kernels (prefill.h). It depends on the shapes of one sequence. packs: is_packed of the call.
+// The most queries of a sequence with which a forward runs on the decoding kernels. It depends on the shapes of one
+// sequence. packs: is_packed of the call.
 int64_t most_few_queries(const AttnParams& p, bool packs);
 
 // Whether a forward call runs here. The choice does not depend on the batch size, so that the results of a sequence are

@@ -10,6 +10,8 @@
 namespace flashattn_ext::decode {
 
 constexpr int kBlockRows = 16;  // queries of one head that are adjacent rows of a tile
+// Queries of a sequence above which the forward kernels are as fast, even for one long sequence.
+constexpr int64_t kMostPackedQueries = 128;
 
 // The kernel of a row of the table. The plan is a fixed one (plan.h), whose tasks are all rows of a KV head: their row
 // tiles share the slots of a part.
