@@ -20,17 +20,14 @@ DecodeParams cached_call(const AttnParams& p) {
 
 constexpr int64_t kFewQueries = 32, kLeastKeys = 512;
 
-int64_t most_few_queries(const AttnParams& p, bool packs) {
+int64_t most_few_queries(const AttnParams& p) {
   // The kernels of sm90/ launch one thread block per query head and query tile, and their tiles have enough rows from
   // about 32 queries on: with 64 queries they have 0.98 of the speed of a copy if the batch fills the GPU and every
-  // query head has its own keys. Where several query heads share keys, packed rows are 1.2 to 1.5 times as fast with
-  // 64 queries, and as fast with 128. So other calls come here only for sequences so long that large batches of them
-  // are rare: one sequence alone fills the GPU here, and is up to 4 times as fast.
+  // query head has its own keys. So more than 32 queries come here only for sequences so long that large batches of
+  // them are rare: one sequence alone fills the GPU here, and is twice as fast.
   constexpr int64_t kLongBytes = 128 << 20;
   const bool is_long = p.seqlen_k * p.heads_k * (p.head_dim + p.head_dim_v) * key_bytes(p) >= kLongBytes;
-  if (!packs) return is_long ? 64 : kFewQueries;
-  if (is_long) return kMostPackedQueries;
-  return p.group_size() > 1 ? 64 : kFewQueries;
+  return is_long ? 64 : kFewQueries;
 }
 
 bool has_few_queries(const AttnParams& p) {
@@ -38,11 +35,10 @@ bool has_few_queries(const AttnParams& p) {
          p.seqlen_q <= kFewQueries && p.seqlen_k >= kLeastKeys;
 }
 
-bool is_few_rows(const AttnParams& p, const PackedKernel* packed) {
+bool is_few_rows(const AttnParams& p) {
   constexpr int64_t kWideColumns = 256, kMostNarrowRows = 64;  // above kWideColumns a tile has 16 rows
-  const bool packs = is_packed(cached_call(p), packed);
   // Below 512 keys split-KV gains little.
-  if (p.seqlen_q > most_few_queries(p, packs) || p.seqlen_k < kLeastKeys) return false;
+  if (p.seqlen_q > most_few_queries(p) || p.seqlen_k < kLeastKeys) return false;
   if (p.invariant || p.has_intervals() || p.has_dropout() || p.relative_bias || p.bias.data || p.centres.data)
     return false;
   if (std::max(p.head_dim, p.head_dim_v) > kWideColumns && p.seqlen_q * p.group_size() > kMostNarrowRows) return false;

@@ -5,19 +5,18 @@
 
 #include <cstddef>
 
-#include "packed.h"
+#include "../../params.h"
 
 namespace flashattn_ext::decode {
 
 // The most queries of a sequence with which a forward runs on the decoding kernels. It depends on the shapes of one
-// sequence. packs: is_packed of the call.
-int64_t most_few_queries(const AttnParams& p, bool packs);
+// sequence.
+int64_t most_few_queries(const AttnParams& p);
 
 // Whether a forward call runs here. The choice does not depend on the batch size, so that the results of a sequence are
 // bit-identical in every batch. The kernels of sm80/ and sm90/ keep the calls with a Mask (they skip its hidden tiles),
 // dropout, a dense or a relative bias, or `centres` (an output for the gradients of biases), and invariant calls.
-// packed: the kernel of packed rows for the call, or nullptr.
-bool is_few_rows(const AttnParams& p, const PackedKernel* packed);
+bool is_few_rows(const AttnParams& p);
 
 // The call as a decoding call, whose KV cache holds exactly its keys and values. Rows are aligned, except in fp8:
 // aligned_rows.h copies unaligned inputs first.

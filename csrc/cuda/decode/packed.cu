@@ -33,13 +33,11 @@ struct PackedLaunch {
   }
 
   // The number of parts with which the last thread block ends first. A part takes as long as its keys and some more.
-  // Where the results of a sequence must not depend on its batch, the batch is one sequence, and longer parts are a
-  // compromise with large batches.
   int64_t parts_of(const DecodeParams& p, const PackedKernel& kernel) const {
     constexpr int64_t kEpilogueKeys = 512, kMostParts = 64;
-    const int64_t least_bytes = p.splits_alone ? 512 << 10 : 256 << 10;
+    const int64_t least_bytes = 256 << 10;
     const int64_t least_keys = least_bytes / ((p.head_dim + p.head_dim_v) * element_bytes(p));
-    const int64_t tiles = (p.splits_alone ? 1 : p.batch) * p.heads_k * plan.row_tiles, length = p.seqlen_k;
+    const int64_t tiles = p.batch * p.heads_k * plan.row_tiles, length = p.seqlen_k;
     int64_t best = 1, least = std::numeric_limits<int64_t>::max();
     for (int64_t parts = 1; parts <= std::min(kMostParts, std::max<int64_t>(1, length / least_keys)); ++parts) {
       const int64_t waves = tile_count(tiles * parts, multiprocessors());
@@ -72,6 +70,9 @@ struct PackedLaunch {
 
 bool is_packed(const DecodeParams& p, const PackedKernel* kernel) {
   if (!kernel || p.is_fp8 || p.invariant || p.num_splits > 0 || p.cache.block_table) return false;
+  // Forwards divide the keys of a sequence by max_seqlen_k alone (plan.h), so a packed call would need slots for that
+  // many keys of every sequence. Dense calls must have the bits of packed ones.
+  if (p.splits_alone) return false;
   constexpr int64_t kLeastKeys = 512;
   if (p.batch * p.heads_q * query_rows(p) == 0 || p.cache.entries == 0 || p.seqlen_k < kLeastKeys) return false;
   // Tiles of 16 rows of the other kernels are as fast; in a forward with more than 128 columns 0.86 times. Few queries

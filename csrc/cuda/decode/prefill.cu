@@ -17,6 +17,7 @@
 #include "../ptx/grid.cuh"
 #include "few_rows.h"
 #include "kernels.h"
+#include "packed.h"
 #include "prefill.h"
 
 namespace flashattn_ext::decode {
@@ -302,7 +303,7 @@ bool is_prefill(const DecodeParams& p, bool packs) {
   constexpr int64_t kManyRows = 1024, kTileQueries = 128;
   if (p.num_splits > 0) return false;  // bit-identical in every batch, so the kernel must not depend on the batch size
   // A call in fp8 for which is_few_rows() holds must not come here: the decoding kernels would read its widened copy.
-  const int64_t few = packs ? kMostPackedQueries : most_few_queries(p, false);
+  const int64_t few = packs ? kMostPackedQueries : most_few_queries(p);
   if (p.seqlen_q <= few || p.has_intervals() || p.cache.entries == 0) return false;
   if (p.alibi_batch_stride % 2 != 0) return false;
   // Fp8 queries are not widened here, and keys and values are widened in whole vectors only.
