@@ -1,6 +1,7 @@
 // How a vector instruction walks over its operands: lanes in blocks of 32 bytes, eight blocks a repeat.
 #pragma once
 
+#include <algorithm>
 #include <iterator>
 #include <map>
 #include <tuple>
@@ -20,6 +21,14 @@ struct Lanes {
 
   bool active(uint32_t r, uint32_t lane) const {
     return counted ? int64_t(r) * width + lane < count : mask[lane / 64] >> (lane % 64) & 1;
+  }
+  // The number of active lanes of repeat r, if these are its first ones; otherwise 0.
+  uint32_t leading(uint32_t r) const {
+    if (counted) return uint32_t(std::clamp<int64_t>(count - int64_t(r) * width, 0, width));
+    const bool whole = mask[0] == ~uint64_t(0);
+    const uint64_t last = mask[whole];
+    if ((!whole && mask[1]) || (last & (last + 1))) return 0;
+    return (whole ? 64 : 0) + uint32_t(__builtin_popcountll(last));
   }
   bool any() const { return repeat && (counted ? count > 0 : (mask[0] || mask[1])); }
 };
@@ -56,6 +65,11 @@ struct Operand {
     constexpr uint32_t kLanes = kBlock / sizeof(T);
     return (size_t(r) * repeat + size_t(lane / kLanes) * block) * kBlock + lane % kLanes * sizeof(T);
   }
+  // The bytes of the active lanes of repeat r, if these are contiguous; otherwise 0.
+  size_t contiguous(const Lanes& lanes, uint32_t r) const {
+    const size_t bytes = lanes.leading(r) * sizeof(T);
+    return block == 1 || bytes <= kBlock ? bytes : 0;
+  }
   // Checks the operand against its tensor and takes its address.
   void resolve(const char* name, const char* role, const Lanes& lanes, Site site) {
     size_t extent = 0;
@@ -66,6 +80,7 @@ struct Operand {
   }
   template <typename Range>  // calls range(offset, bytes) for each contiguous piece of active lanes
   void ranges(const Lanes& lanes, uint32_t r, Range range) const {
+    if (const size_t bytes = contiguous(lanes, r)) return range(address + at(r, 0), bytes);
     size_t begin = 0, end = 0;
     for (uint32_t l = 0; l < lanes.width; ++l) {
       if (!lanes.active(r, l)) continue;
@@ -80,11 +95,19 @@ struct Operand {
   }
   void gather(Access& access, const Lanes& lanes, uint32_t r, T* values, bool own = false) const {
     ranges(lanes, r, [&](size_t offset, size_t bytes) { access.read(access.ub(), offset, bytes, own); });
+    if (const size_t bytes = contiguous(lanes, r)) {
+      std::memcpy(values, access.ub().bytes + address + at(r, 0), bytes);
+      return;
+    }
     for (uint32_t l = 0; l < lanes.width; ++l)
       if (lanes.active(r, l)) values[l] = access.load<T>(access.ub(), address + at(r, l));
   }
   void scatter(Access& access, const Lanes& lanes, uint32_t r, const T* values) const {
     ranges(lanes, r, [&](size_t offset, size_t bytes) { access.write(access.ub(), offset, bytes); });
+    if (const size_t bytes = contiguous(lanes, r)) {
+      std::memcpy(access.ub().bytes + address + at(r, 0), values, bytes);
+      return;
+    }
     for (uint32_t l = 0; l < lanes.width; ++l)
       if (lanes.active(r, l)) std::memcpy(access.ub().bytes + address + at(r, l), &values[l], sizeof(T));
   }
@@ -151,7 +174,9 @@ void lanewise(const char* name, Site site, Lanes lanes, double per_repeat, bool 
                        values);
             std::apply(
                 [&](const auto&... value) {
-                  for (uint32_t l = 0; l < lanes.width; ++l)
+                  const uint32_t leading = lanes.leading(r);
+                  for (uint32_t l = 0; l < leading; ++l) results[l] = f(value[l]...);
+                  for (uint32_t l = leading; l < lanes.width; ++l)
                     if (lanes.active(r, l)) results[l] = f(value[l]...);
                 },
                 values);
