@@ -103,7 +103,7 @@ develop: $(VENV)/built
 
 emulator: $(EMULATOR)
 
-# On all cores, also where make itself was not called with -j.
+# It compiles on all cores, also if make itself was called without -j.
 $(EMULATOR): $(EMULATOR_SOURCES) $(EMULATOR_HEADERS)
 	$(MAKE) $(if $(findstring -j,$(MAKEFLAGS)),,-j $(JOBS)) emulator-objects
 	$(CXX) -shared $(EMULATOR_OBJECTS) -o $@

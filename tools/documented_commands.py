@@ -36,8 +36,8 @@ COMMAND = re.compile(
 AS_WRITTEN = "{}"
 DRY = "make -n {arguments}"  # CI runs the target itself, or the target changes files or takes long
 SYNTAX = "bash -n {program}"
-# Commands that change the environment or the tree; those that share a folder of runs or a port of torchrun; those that
-# read what others have written. Each of these groups runs in order.
+# INSTALLS change the environment or the tree, SHARES use one folder of runs or one port of torchrun, and READS read what
+# others have written. The commands of each group run in order.
 INSTALLS = re.compile(r"pip |FLASHATTN_EXT_\w+=\S+ pip |python -m build |bash build\.sh")
 SHARES = re.compile(r"(flashattn-ext|python -m flashattn_ext) train|make train|python -m torch\.distributed\.run")
 READS = re.compile(r"(flashattn-ext|python -m flashattn_ext) report ")

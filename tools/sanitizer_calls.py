@@ -100,7 +100,13 @@ def call_with_caches(dtype: torch.dtype, head_dim: int) -> int:
                 block_table=table if page_size else None, cache_leftpad=integers(900, 3) if invalid else None, causal=True,
                 softcap=5.0 if num_splits else 0.0, alibi_slopes=torch.rand(32, device="cuda"), num_splits=num_splits,
             )  # fmt: skip
-    return len(choices)
+    k_cache, v_cache = (normal(2, 1300, 2, head_dim) for _ in range(2))
+    lengths = integers(1290, 700)
+    with torch.inference_mode():
+        flashattn_ext.flash_attn_with_kvcache(
+            normal(2, 20, 32, head_dim), k_cache, v_cache, cache_seqlens=lengths, causal=True
+        )
+    return len(choices) + 1
 
 
 def call_with_derivatives(dtype: torch.dtype, head_dim: int) -> int:

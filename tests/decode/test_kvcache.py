@@ -51,7 +51,7 @@ CASES = {
         (900, 37), Sq=33, new=33, Hq=8, D=128, Dv=96, room=1000, rotary_dim=32, batch_idx=True, extra_entries=1
     ),
     "blocks_of_queries_leftpad": CacheCase(
-        (2900, 37), Sq=40, Hq=10, D=200, Dv=256, room=3000, leftpad=(300, 5), window_size=(1500, 3)
+        (2900, 37), Sq=40, Hq=10, D=200, Dv=256, room=3000, leftpad=(300, 5), window_size=(1500, 3), sink=True
     ),
     "negative_scale": CacheCase(softmax_scale=-0.3),
     "odd_head_dims": CacheCase(D=33, Dv=7, new=1),

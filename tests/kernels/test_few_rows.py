@@ -51,7 +51,7 @@ def test_many_splits(device: str, dtype: torch.dtype, Sq: int, D: int) -> None:
 @pytest.mark.parametrize("D,Dv", [(64, 64), (96, 128), (128, 128), (200, 256)])
 @pytest.mark.parametrize("Sq,Hq,Hk", [(9, 8, 2), (33, 8, 2), (64, 3, 1), (17, 18, 1)])
 def test_blocks_of_queries(device: str, dtype: torch.dtype, Sq: int, Hq: int, Hk: int, D: int, Dv: int) -> None:
-    """Tiles with blocks of queries of several heads: part of a tile, whole tiles and more than one; packed sequences of other lengths."""
+    """Rows of several heads that fill part of a tile, one tile and several; packed sequences of other lengths."""
     sizes = dict(dtype=dtype, B=2, Sq=Sq, Sk=1300, Hq=Hq, Hk=Hk, D=D, Dv=Dv, use_lse=True)
     check(Case(**sizes, causal=True, sink_dtype=torch.float32), device)  # type: ignore[arg-type]
     check(Case(**sizes, window_size=(1200, 7), max_logits=True), device)  # type: ignore[arg-type]

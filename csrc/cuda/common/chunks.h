@@ -30,7 +30,7 @@ struct KeyPages {
 // A call in which thread blocks compute one chunk of a sequence and head each. Sequence b of a call with this many
 // chunks is sequence 2 b of the packed call (decode/prefill.h).
 struct ChunkPartials {
-  float* out = nullptr;      // [slots, rows, columns], not normalised; nullptr: blocks compute all chunks of their tile
+  float* out = nullptr;      // [slots, rows, columns], not normalised
   ChunkSum* sums = nullptr;  // [slots, rows]
   float* largest = nullptr;  // [slots, rows]: largest logits, in units of log2; nullptr: not wanted
   int chunks = 0;            // of a sequence, from the shapes. Slot: (b * heads + h) * chunks + chunk

@@ -89,7 +89,7 @@ int heads_together(const DecodeParams& p, const ChunkKernel& kernel) {
   return packs ? static_cast<int>(p.group_size()) : 1;
 }
 
-// Places the arrays behind those of the kernel, and returns the end of the workspace.
+// Places the arrays from `next` on, and returns the end of the workspace.
 char* place_arrays(const DecodeParams& p, const ChunkKernel& kernel, char* next, ChunkPartials* partials) {
   const auto take = [&next](int64_t bytes) {
     char* const begin = next;

@@ -20,14 +20,15 @@ DecodeParams cached_call(const AttnParams& p) {
 
 constexpr int64_t kFewQueries = 32, kLeastKeys = 512;
 
-int64_t most_few_queries(const AttnParams& p) {
+// The most queries of a sequence with which a forward runs here. It depends on the shapes of one sequence.
+static int64_t most_few_queries(const AttnParams& p) {
   // The kernels of sm90/ launch one thread block per query head and query tile, and their tiles have enough rows from
-  // about 32 queries on: with 64 queries they have 0.98 of the speed of a copy if the batch fills the GPU and every
+  // about 32 queries on: on an H200, 64 queries have 0.98 of the speed of a copy if the batch fills the GPU and every
   // query head has its own keys. So more than 32 queries come here only for sequences so long that large batches of
   // them are rare: one sequence alone fills the GPU here, and is twice as fast.
   constexpr int64_t kLongBytes = 128 << 20;
   const bool is_long = p.seqlen_k * p.heads_k * (p.head_dim + p.head_dim_v) * key_bytes(p) >= kLongBytes;
-  return is_long ? 64 : kFewQueries;
+  return is_long ? kMostFewQueries : kFewQueries;
 }
 
 bool has_few_queries(const AttnParams& p) {

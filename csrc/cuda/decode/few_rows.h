@@ -9,9 +9,8 @@
 
 namespace flashattn_ext::decode {
 
-// The most queries of a sequence with which a forward runs on the decoding kernels. It depends on the shapes of one
-// sequence.
-int64_t most_few_queries(const AttnParams& p);
+// No forward with more queries in a sequence runs here.
+constexpr int64_t kMostFewQueries = 64;
 
 // Whether a forward call runs here. The choice does not depend on the batch size, so that the results of a sequence are
 // bit-identical in every batch. The kernels of sm80/ and sm90/ keep the calls with a Mask (they skip its hidden tiles),

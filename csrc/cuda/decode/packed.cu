@@ -72,7 +72,7 @@ bool is_packed(const DecodeParams& p, const PackedKernel* kernel) {
   if (!kernel || p.is_fp8 || p.invariant || p.num_splits > 0 || p.cache.block_table) return false;
   // Forwards divide the keys of a sequence by max_seqlen_k alone (plan.h), so a packed call would need slots for that
   // many keys of every sequence. Dense calls must have the bits of packed ones.
-  if (p.splits_alone) return false;
+  if (p.splits_alone || p.is_varlen() || p.seqlen_q > kMostPackedQueries) return false;
   constexpr int64_t kLeastKeys = 512;
   if (p.batch * p.heads_q * query_rows(p) == 0 || p.cache.entries == 0 || p.seqlen_k < kLeastKeys) return false;
   // Tiles of 16 rows of the other kernels are as fast; in a forward with more than 128 columns 0.86 times. Few queries

@@ -302,9 +302,9 @@ bool is_prefill(const DecodeParams& p, bool packs) {
   // GPU; split-KV does. Gathering pages pays off if every key is used by many rows.
   constexpr int64_t kManyRows = 1024, kTileQueries = 128;
   if (p.num_splits > 0) return false;  // bit-identical in every batch, so the kernel must not depend on the batch size
-  // A call in fp8 for which is_few_rows() holds must not come here: the decoding kernels would read its widened copy.
-  const int64_t few = packs ? kMostPackedQueries : most_few_queries(p);
-  if (p.seqlen_q <= few || p.has_intervals() || p.cache.entries == 0) return false;
+  // Calls that the forward computes on the decoding kernels stay there: these would read a widened copy as fp8.
+  if (p.seqlen_q <= (packs ? kMostPackedQueries : kMostFewQueries) || p.has_intervals() || p.cache.entries == 0)
+    return false;
   if (p.alibi_batch_stride % 2 != 0) return false;
   // Fp8 queries are not widened here, and keys and values are widened in whole vectors only.
   const bool odd_descales = (p.descale_k.batch_stride | p.descale_v.batch_stride) % 2 != 0;

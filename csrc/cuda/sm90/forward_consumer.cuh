@@ -56,7 +56,8 @@ struct ForwardConsumer {
     kernel.skip_more();
   }
 
-  // The rows behind a packed sequence hold values of another one: even with weights of 0 they would propagate a NaN.
+  // The rows behind a packed sequence hold values of another one, and those behind the keys of a cache any values: even
+  // with weights of 0 they would propagate a NaN.
   // The warpgroups zero these rows together.
   __device__ __forceinline__ void clear_tail_of_values(const ForwardWork& work) {
     Kernel& kernel = self();
