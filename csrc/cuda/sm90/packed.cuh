@@ -72,21 +72,8 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
       const auto load = [&](auto& to, ptx::Barrier& full, const CUtensorMap& map, int n) {
         load_panels(to, full, map, static_cast<int>(keys.row) + n * kKeys, place.hk, static_cast<int>(keys.entry));
       };
-      const auto load_keys = [&](int n) {
-        ptx::barrier_wait(&this->shared.k_empty[this->k.stage], this->k.parity ^ 1);
-        load(this->shared.k[this->k.stage], this->shared.k_full[this->k.stage], this->maps.k, n);
-        this->k.advance();
-      };
-      load_keys(work.last);
-      ptx::barrier_wait(&this->shared.q_empty, this->q_parity ^ 1);
-      load_queries(this->shared.q, this->shared.q_full, plan, work, place);
-      this->q_parity ^= 1;
-      for (int n = work.last; n >= work.first; --n) {
-        if (n > work.first) load_keys(n - 1);
-        ptx::barrier_wait(&this->shared.v_empty[this->v.stage], this->v.parity ^ 1);
-        load(this->shared.v[this->v.stage], this->shared.v_full[this->v.stage], this->maps.v, n);
-        this->v.advance();
-      }
+      const auto load_q = [&](auto& to, ptx::Barrier& full) { load_queries(to, full, plan, work, place); };
+      this->load_steps(work, load_q, load, load);
     }
     __device__ void load_queries(Element (&to)[kPanels][kQueries][kPanelColumns], ptx::Barrier& full,
                                  const decode::Plan& plan, const Work& work, const Place& place) {
