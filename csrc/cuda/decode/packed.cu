@@ -29,7 +29,7 @@ struct PackedLaunch {
     plan.by_task = true;
     plan.slots = static_cast<int>(plan.splits > 1 ? tasks * plan.splits : 0);
     plan.slot_rows = static_cast<int>(rows);
-    q_bytes = p.rotary.cos ? query_rows(p) * batch_entries(p) * p.heads_q * p.head_dim * element_bytes(p) : 0;
+    q_bytes = p.rotary.cos ? p.seqlen_q * p.batch * p.heads_q * p.head_dim * element_bytes(p) : 0;
   }
 
   // The number of parts with which the last thread block ends first. A part takes as long as its keys and some more.
@@ -56,7 +56,7 @@ struct PackedLaunch {
       return begin;
     };
     const int64_t row = p.heads_q * p.head_dim, row_bytes = int64_t{plan.slots} * plan.slot_rows * 4;
-    *q = {take(q_bytes), p.is_varlen() ? 0 : p.seqlen_q * row, row, p.head_dim};
+    *q = {take(q_bytes), p.seqlen_q * row, row, p.head_dim};
     plan.split_tasks =
         reinterpret_cast<SplitTask*>(take(p.batch * p.heads_k * static_cast<int64_t>(sizeof(SplitTask))));
     plan.partial_lse = reinterpret_cast<float*>(take(row_bytes));
@@ -74,7 +74,7 @@ bool is_packed(const DecodeParams& p, const PackedKernel* kernel) {
   // many keys of every sequence. Dense calls must have the bits of packed ones.
   if (p.splits_alone || p.is_varlen() || p.seqlen_q > kMostPackedQueries) return false;
   constexpr int64_t kLeastKeys = 512;
-  if (p.batch * p.heads_q * query_rows(p) == 0 || p.cache.entries == 0 || p.seqlen_k < kLeastKeys) return false;
+  if (p.batch * p.heads_q * p.seqlen_q == 0 || p.cache.entries == 0 || p.seqlen_k < kLeastKeys) return false;
   // Tiles of 16 rows of the other kernels are as fast; in a forward with more than 128 columns 0.86 times. Few queries
   // leave most rows of a block empty, which costs nothing as long as there is one tile.
   const int64_t rows = p.seqlen_q * p.group_size(), least = kernel->columns > 128 ? 9 : 17;
