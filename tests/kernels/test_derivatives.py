@@ -242,18 +242,22 @@ def test_a_missing_tangent_is_zero(device: str, dtype: torch.dtype, names: tuple
         torch.testing.assert_close(result, expected[name], msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("options", ["causal", "dropout", "intervals", "alibi"])
-def test_results_repeat_bit_for_bit(device: str, dtype: torch.dtype, options: str) -> None:
-    """Many key tiles add to a row of dq, in a fixed order."""
-    case = Case(
-        **{**BASE, "dtype": dtype, "Sq": 300, "Sk": 300, "Hk": 2, "sink_dtype": torch.float32, **FEATURES[options]}
-    )
+def check_that_bits_repeat(case: Case, device: str) -> None:
     inputs = make_inputs(case, device)
     tangents = some_tangents(case, inputs, TENSORS)
     expected = derivatives(case, inputs, tangents, deterministic=True)
     for _ in range(3):
         for name, t in derivatives(case, inputs, tangents, deterministic=True).items():
             assert_same_bits(t, expected[name], name)
+
+
+@pytest.mark.parametrize("options", ["causal", "dropout", "intervals", "alibi"])
+def test_results_repeat_bit_for_bit(device: str, dtype: torch.dtype, options: str) -> None:
+    """Many key tiles add to a row of dq, in a fixed order."""
+    case = Case(
+        **{**BASE, "dtype": dtype, "Sq": 300, "Sk": 300, "Hk": 2, "sink_dtype": torch.float32, **FEATURES[options]}
+    )
+    check_that_bits_repeat(case, device)
 
 
 @pytest.mark.dtypes("float16", "bfloat16")
@@ -264,12 +268,7 @@ def test_every_class_of_head_dims_repeats_bit_for_bit(
 ) -> None:
     forms: dict[str, Any] = {"causal": dict(Sq=700, Sk=700, causal=True), "varlen": FORMS["varlen"]}
     case = Case(**{**BASE, "dtype": dtype, "B": 1, "Hq": 2, "Hk": 1, "D": head_dim, "Dv": head_dim, **forms[form]})
-    inputs = make_inputs(case, device)
-    tangents = some_tangents(case, inputs, TENSORS)
-    expected = derivatives(case, inputs, tangents, deterministic=True)
-    for _ in range(3):
-        for name, t in derivatives(case, inputs, tangents, deterministic=True).items():
-            assert_same_bits(t, expected[name], name)
+    check_that_bits_repeat(case, device)
 
 
 @torch.no_grad()
