@@ -6,8 +6,8 @@ First it makes the source distribution (without torch), unpacks it and builds it
 run in the unpacked tree, in an environment of their own, which has torch but not this package; `make` and scripts run in
 the checkout. That tree is compiled with -O1, in half the time: the commands do not measure anything. RULES maps every
 command to the command that runs; a command without a rule is an error, also in tests/builds/test_documentation.py. The
-Python blocks of a page in CODE run in that environment as one program. What installs runs first and alone, all else on
-as many cores as there are.
+Python blocks of a page in CODE run in that environment as one program. Commands that install run first and alone, all
+others in parallel on all cores.
 """
 
 from __future__ import annotations
