@@ -30,6 +30,7 @@ enum BackwardBarrier : int {
                           // barrier of the other one and waits at its own
   kScoresWritten = 12,    // second.cuh: F, T and the weights of both warpgroups are in shared memory
   kScoresRead = 13,       // second.cuh: both warpgroups have read them, and they may be overwritten
+  kKeysCleared = 14,      // second*.cuh: both warpgroups have zeroed their parts of the rows behind the last key
 };
 
 // backward_wide.cuh

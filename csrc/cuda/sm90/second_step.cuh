@@ -154,23 +154,23 @@ struct SecondConsumer {
     clear_rows(shared.q[stage], rows, thread(), kGroupThreads);
     clear_rows(shared.dout[stage], rows, thread(), kGroupThreads);
     if constexpr (Kernel::Moves::kQ) clear_rows(shared.tq[stage], rows, thread(), kGroupThreads);
-    end_clearing();
+    ptx::fence_async_shared();
+    ptx::named_barrier_sync(kGroupCleared + self().group, kGroupThreads);
   }
+  // Rows of K behind a packed sequence, once for a whole key tile. The fragments of K (second.cuh) are ordinary loads,
+  // for which no other thread may be writing: both warpgroups zero a part of the rows and wait for each other.
   __device__ __forceinline__ void clear_tail_of_keys(const BackwardWork& work) const {
     auto& shared = self().shared;
-    const int rows = work.length_k - work.key0;
+    const int rows = work.length_k - work.key0, thread = static_cast<int>(threadIdx.x) - kGroupThreads;
     if (rows >= Kernel::kKeys || !self().p.is_varlen()) return;
-    clear_rows(shared.k[0], rows, thread(), kGroupThreads);
-    if constexpr (Kernel::Moves::kK) clear_rows(shared.tk[0], rows, thread(), kGroupThreads);
-    end_clearing();
+    clear_rows(shared.k[0], rows, thread, 2 * kGroupThreads);
+    if constexpr (Kernel::Moves::kK) clear_rows(shared.tk[0], rows, thread, 2 * kGroupThreads);
+    ptx::fence_async_shared();
+    ptx::named_barrier_sync(kKeysCleared, 2 * kGroupThreads);
   }
 
  private:
   __device__ __forceinline__ const Kernel& self() const { return static_cast<const Kernel&>(*this); }
-  __device__ __forceinline__ void end_clearing() const {
-    ptx::fence_async_shared();
-    ptx::named_barrier_sync(kGroupCleared + self().group, kGroupThreads);
-  }
   static __device__ __forceinline__ int thread() { return static_cast<int>(threadIdx.x) % kGroupThreads; }
 };
 
