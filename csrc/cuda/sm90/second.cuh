@@ -112,23 +112,28 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
     store();
     while (now.left > 1) {
       const int stage = queries.stage;
+      multiply_gradients_of_keys(stage);
       queries.advance();
       now.advance();
       this->await_queries(work, now);
       multiply_scores();
-      multiply_gradients(stage);
+      multiply_dq();
       ptx::wgmma_wait<2>();
+      release_queries(stage);
+      ptx::wgmma_wait<1>();
       differentiate(work, now, unmasked);
       ptx::wgmma_wait<0>();
-      end_gradients(stage);
+      end_dq();
       ptx::named_barrier_sync(kScoresRead, 2 * kGroupThreads);
       store();
       hand_over(group);
     }
-    multiply_gradients(queries.stage);
+    multiply_gradients_of_keys(queries.stage);
+    multiply_dq();
     ptx::wgmma_wait<0>();
     release(shared.keys_empty[0]);
-    end_gradients(queries.stage);
+    release_queries(queries.stage);
+    end_dq();
     ptx::named_barrier_sync(kScoresRead, 2 * kGroupThreads);
     hand_over(group);
     queries.advance();
@@ -158,8 +163,9 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
     ptx::hold(b);
   }
   // The products of the gradients, of the step whose F, T and weights are in shared memory: a group for the own columns
-  // of dv and dk, and one for those of dq. Each warpgroup has one panel of columns.
-  __device__ __forceinline__ void multiply_gradients(int stage) {
+  // of dv and dk, after which the queries of that step may be overwritten, and one for those of dq. Each warpgroup has
+  // one panel of columns.
+  __device__ __forceinline__ void multiply_gradients_of_keys(int stage) {
     ptx::hold(dv);
     ptx::hold(dk);
     ptx::wgmma_fence();
@@ -167,18 +173,21 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
     issue_accumulate(dk, shared.f, shared.q[stage][group], 0);
     if constexpr (Moves::kQ) issue_accumulate(dk, shared.t, shared.tq[stage][group], 0);
     ptx::wgmma_commit();
+  }
+  __device__ __forceinline__ void release_queries(int stage) {
+    ptx::hold(dv);
+    ptx::hold(dk);
+    ptx::barrier_arrive(&shared.queries_empty[stage]);
+  }
+  __device__ __forceinline__ void multiply_dq() {
     ptx::hold(dq);
     ptx::wgmma_fence();
     issue_transposed_product(dq, shared.f[0], shared.k[0][group], 0);
     if constexpr (Moves::kK) issue_transposed_product(dq, shared.t[0], shared.tk[0][group], 0, true);
     ptx::wgmma_commit();
   }
-  // After these products are complete.
-  __device__ __forceinline__ void end_gradients(int stage) {
-    ptx::hold(dv);
-    ptx::hold(dk);
+  __device__ __forceinline__ void end_dq() {
     ptx::hold(dq);
-    ptx::barrier_arrive(&shared.queries_empty[stage]);
     write(shared.part_of(group), dq, group);
   }
 
