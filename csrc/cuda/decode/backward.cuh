@@ -14,6 +14,7 @@
 #include "../../mask.h"
 #include "../common/backward_workspace.h"
 #include "../common/launch.cuh"
+#include "../common/maybe_array.cuh"
 #include "../common/operand_tile.cuh"
 #include "../common/products.cuh"
 #include "../common/rows.cuh"
@@ -43,7 +44,8 @@ struct FewRowsBackward {
   struct Shared {
     T q[kRows * kHeadDim], dout[kRows * kHeadDim];
     Stage rings[kBackwardWarps][kStages];
-    uint4 dscores[kExchanges ? kBackwardWarps : 0][kRowTiles][32];  // dS as A fragments of the product dS K
+    // dS as A fragments of the product dS K.
+    MaybeArray<uint4[kRowTiles][32], kExchanges ? kBackwardWarps : 0> dscores;
     float lse[kRows],
         delta[kRows];  // lse in base 2; +inf for fully masked rows and padding rows
   };

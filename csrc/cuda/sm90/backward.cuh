@@ -54,30 +54,32 @@ struct Backward {
   // last.
   static constexpr int kSectionHeads = 16;
   static_assert(Layout::kHeadDim >= kHeadDim && Layout::kQueries == kQueries);
+  static constexpr int kBiasStages = Gradients::kHasBias ? kStages : 0;
 
   // Tiles have the layout of common/panels.cuh. A `full` barrier signals that a stage has arrived, an `empty` barrier
   // that it may be overwritten.
   struct Shared {
-    T k[kKeyStages][kPanels][kKeys][kPanelColumns];
-    T v[kKeyStages][kValuePanels][kKeys][kPanelColumns];
-    T q[kStages][kPanels][kQueries][kPanelColumns];
-    T dout[kDoutStages][kValuePanels][kQueries][kPanelColumns];
-    T dscores[kDscoreBuffers][kScorePanels][kKeys][kPanelColumns];  // dS^T: [keys][queries]
-    DqPart<kDqTiles> dq[kDqParts];                                  // through part_of
+    alignas(kPanelAlignment) T k[kKeyStages][kPanels][kKeys][kPanelColumns];
+    alignas(kPanelAlignment) T v[kKeyStages][kValuePanels][kKeys][kPanelColumns];
+    alignas(kPanelAlignment) T q[kStages][kPanels][kQueries][kPanelColumns];
+    alignas(kPanelAlignment) T dout[kDoutStages][kValuePanels][kQueries][kPanelColumns];
+    alignas(kPanelAlignment) T dscores[kDscoreBuffers][kScorePanels][kKeys][kPanelColumns];  // dS^T: [keys][queries]
+    DqPart<kDqTiles> dq[kDqParts];                                                           // through part_of
     float lse[kStages][kQueries], delta[kStages][kQueries];
-    T bias[Gradients::kHasBias ? kStages : 0][kKeys / 64][kQueries][kPanelColumns];
-    float centres[Gradients::kHasCentres ? kStages : 0][kCentres]
-                 [kQueries];  // row centres, for the gradients of biases
+    alignas(panel_alignment(kBiasStages)) MaybeArray<T[kKeys / 64][kQueries][kPanelColumns], kBiasStages> bias;
+    // Row centres, for the gradients of biases.
+    MaybeArray<float[kCentres][kQueries], Gradients::kHasCentres ? kStages : 0> centres;
     PhiloxKey philox;
-    typename Scores::Kept kept[Dropping::kDrops ? 2 : 0];  // one for each warpgroup
+    MaybeArray<typename Scores::Kept, Dropping::kDrops ? 2 : 0> kept;  // one for each warpgroup
     Work work[kWorkStages];
-    int added_before[kMasks ? kStepsKept : 0];
-    EarlierKeyTile before[kMasks ? 1 : 0];  // for the inspector warps
+    MaybeArray<int, kMasks ? kStepsKept : 0> added_before;
+    MaybeArray<EarlierKeyTile, kMasks ? 1 : 0> before;  // for the inspector warps
     ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
     ptx::Barrier q_full[kStages], dout_full[kDoutStages], queries_empty[kStages];
-    ptx::Barrier dout_empty[kDoutApart ? kDoutStages : 0];
+    MaybeArray<ptx::Barrier, kDoutApart ? kDoutStages : 0> dout_empty;
     ptx::Barrier work_full[kWorkStages], work_empty[kWorkStages];
-    ptx::Barrier keys_inspected[kMasks ? kKeyStages : 0], queries_inspected[kMasks ? kStages : 0];
+    MaybeArray<ptx::Barrier, kMasks ? kKeyStages : 0> keys_inspected;
+    MaybeArray<ptx::Barrier, kMasks ? kStages : 0> queries_inspected;
 
     // The buffer to which a warpgroup writes its part of dq.
     __device__ __forceinline__ DqPart<kDqTiles>& part_of(int group) { return dq[kDqParts == 1 ? 0 : group]; }
@@ -373,12 +375,12 @@ struct Backward {
   __device__ __forceinline__ void weigh(float (&scores)[kQueries / 8][4], const Work& work, const Walk& now,
                                         const Limits& unmasked, const Begun& begun) {
     gradients.weigh(*this, scores, work, now, Scores::is_masked(unmasked, now.m * kQueries), begun);
-    Dropping::template drop<Scores>(weights, &shared.kept[group], warp_key / 16 % 4);
+    Dropping::template drop<Scores>(weights, shared.kept, group, warp_key / 16 % 4);
   }
   // Draws the dropout mask of the next weights, for all warps of the warpgroup. A phase lies between the last use of
   // shared.kept and this call, and another between this call and the next use.
   __device__ __forceinline__ void draw(const Work& work, const Walk& next) {
-    Dropping::template draw<Scores>(&shared.kept[group], shared.philox, p, work.b, next.h, work.key0 + group * 64,
+    Dropping::template draw<Scores>(shared.kept, group, shared.philox, p, work.b, next.h, work.key0 + group * 64,
                                     next.m * kQueries);
   }
 

@@ -16,11 +16,10 @@ struct NoBackwardDropout {
   static constexpr bool kDrops = false;
 
   static __device__ __forceinline__ PhiloxKey key(const AttnParams&) { return {}; }
-  template <class Scores>
-  static __device__ __forceinline__ void draw(typename Scores::Kept*, const PhiloxKey&, const AttnParams&, int, int,
-                                              int, int) {}
-  template <class Scores>
-  static __device__ __forceinline__ void drop(typename Scores::Packed&, const typename Scores::Kept*, int) {}
+  template <class Scores, class Masks>
+  static __device__ __forceinline__ void draw(Masks&, int, const PhiloxKey&, const AttnParams&, int, int, int, int) {}
+  template <class Scores, class Masks>
+  static __device__ __forceinline__ void drop(typename Scores::Packed&, Masks&, int, int) {}
   template <class Scores>
   static __device__ __forceinline__ auto& kept(typename Scores::Packed& weights, typename Scores::Packed*) {
     return weights;
@@ -31,15 +30,14 @@ struct CounterBackwardDropout {
   static constexpr bool kDrops = true;
 
   static __device__ __forceinline__ PhiloxKey key(const AttnParams& p) { return Dropout(p, 0).key; }
-  template <class Scores>
-  static __device__ __forceinline__ void draw(typename Scores::Kept* kept, const PhiloxKey& philox, const AttnParams& p,
+  template <class Scores, class Masks>
+  static __device__ __forceinline__ void draw(Masks& kept, int which, const PhiloxKey& philox, const AttnParams& p,
                                               int b, int h, int key, int row0) {
-    Scores::draw(*kept, Dropout(philox, p, b), p.origin, h, key, row0);
+    Scores::draw(kept[which], Dropout(philox, p, b), p.origin, h, key, row0);
   }
-  template <class Scores>
-  static __device__ __forceinline__ void drop(typename Scores::Packed& weights, const typename Scores::Kept* kept,
-                                              int warp) {
-    Scores::drop(weights, *kept, warp);
+  template <class Scores, class Masks>
+  static __device__ __forceinline__ void drop(typename Scores::Packed& weights, Masks& kept, int which, int warp) {
+    Scores::drop(weights, kept[which], warp);
   }
   template <class Scores>
   static __device__ __forceinline__ auto& kept(typename Scores::Packed& weights, typename Scores::Packed* space) {

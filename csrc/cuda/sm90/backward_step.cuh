@@ -6,6 +6,7 @@
 #include "../common/backward_finish.cuh"
 #include "../common/bias_finish.cuh"
 #include "../common/device.h"
+#include "../common/maybe_array.cuh"
 #include "../common/ring.cuh"
 #include "../common/scores.cuh"
 #include "../common/store_row.cuh"

@@ -45,8 +45,8 @@ struct ArithmeticQueries {
   template <class Kernel>
   static __device__ __forceinline__ void inspect(typename Kernel::Shared&, const AttnGradParams&, int) {}
 
-  template <int kStages>
-  static __device__ __forceinline__ void await(ptx::Barrier* full, ptx::Barrier*, const RingPosition<kStages>& at) {
+  template <class Inspected, int kStages>
+  static __device__ __forceinline__ void await(ptx::Barrier* full, Inspected&, const RingPosition<kStages>& at) {
     ptx::barrier_wait(&full[at.stage], at.parity);
   }
   template <class Limit>
@@ -210,8 +210,8 @@ struct IntervalQueries {
     if (inspector >= 0) BackwardInspector<Kernel>{shared, p, inspector}.inspect_tiles();
   }
 
-  template <int kStages>
-  static __device__ __forceinline__ void await(ptx::Barrier* full, ptx::Barrier* inspected,
+  template <class Inspected, int kStages>
+  static __device__ __forceinline__ void await(ptx::Barrier* full, Inspected& inspected,
                                                const RingPosition<kStages>& at) {
     ptx::barrier_wait(&full[at.stage], at.parity);
     ptx::barrier_wait(&inspected[at.stage], at.parity);

@@ -44,25 +44,26 @@ struct WideBackward {
   // Tiles have the layout of common/panels.cuh. A `full` barrier signals that a stage has arrived, an `empty` barrier
   // that it may be overwritten.
   struct Shared {
-    T k[kKeyStages][kPanels][kKeys][kPanelColumns];
-    T v[kKeyStages][kValuePanels][kKeys][kPanelColumns];
-    T q[kStages][kPanels][kQueries][kPanelColumns];
-    T dout[kDoutStages][kValuePanels][kQueries][kPanelColumns];
-    T dscores[kBuffers][1][kKeys][kPanelColumns];           // dS^T: [keys][queries]
-    uint4 weights[kBuffers][kQueries / 16][kGroupThreads];  // P^T, as each thread's registers
+    alignas(kPanelAlignment) T k[kKeyStages][kPanels][kKeys][kPanelColumns];
+    alignas(kPanelAlignment) T v[kKeyStages][kValuePanels][kKeys][kPanelColumns];
+    alignas(kPanelAlignment) T q[kStages][kPanels][kQueries][kPanelColumns];
+    alignas(kPanelAlignment) T dout[kDoutStages][kValuePanels][kQueries][kPanelColumns];
+    alignas(kPanelAlignment) T dscores[kBuffers][1][kKeys][kPanelColumns];  // dS^T: [keys][queries]
+    uint4 weights[kBuffers][kQueries / 16][kGroupThreads];                  // P^T, as each thread's registers
     float lse[kStages][kQueries], delta[kStages][kQueries];
-    typename Scores::Kept kept[Dropping::kDrops ? kBuffers : 0];
+    MaybeArray<typename Scores::Kept, Dropping::kDrops ? kBuffers : 0> kept;
     Work work[kWorkStages];
-    int added_before[kMasks ? kStepsKept : 0];
-    EarlierKeyTile before[kMasks ? 1 : 0];  // for the inspector warps
+    MaybeArray<int, kMasks ? kStepsKept : 0> added_before;
+    MaybeArray<EarlierKeyTile, kMasks ? 1 : 0> before;  // for the inspector warps
     ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
     ptx::Barrier q_full[kStages], dout_full[kDoutStages], queries_empty[kStages];
     ptx::Barrier weights_full[kBuffers], weights_empty[kBuffers], dscores_full[kBuffers], dscores_empty[kBuffers];
     ptx::Barrier work_full[kWorkStages], work_empty[kWorkStages];
-    ptx::Barrier keys_inspected[kMasks ? kKeyStages : 0], queries_inspected[kMasks ? kStages : 0];
-    ptx::Barrier dout_empty[kPaired ? kDoutStages : 0];
-    OtherPart<kQueries / 8> score_parts[kPaired ? 1 : 0], dscore_parts[kPaired ? 1 : 0];
-    SharedTile next_tile[kPaired ? 1 : 0];
+    MaybeArray<ptx::Barrier, kMasks ? kKeyStages : 0> keys_inspected;
+    MaybeArray<ptx::Barrier, kMasks ? kStages : 0> queries_inspected;
+    MaybeArray<ptx::Barrier, kPaired ? kDoutStages : 0> dout_empty;
+    MaybeArray<OtherPart<kQueries / 8>, kPaired ? 1 : 0> score_parts, dscore_parts;
+    MaybeArray<SharedTile, kPaired ? 1 : 0> next_tile;
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
   static_assert(!kPaired || kColumns == kValueColumns);
@@ -235,7 +236,7 @@ struct WideBackward {
       Visibility::await(shared.q_full, shared.queries_inspected, queries);
       score_product<kColumns>(scores, shared.k[keys.stage], 0, shared.q[queries.stage]);
       const int row0 = now.m * kQueries, key = work.key0 + warp_key;
-      Dropping::template draw<Scores>(&shared.kept[kept_buffer], philox, p, work.b, now.h, work.key0, row0);
+      Dropping::template draw<Scores>(shared.kept, kept_buffer, philox, p, work.b, now.h, work.key0, row0);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
       if constexpr (kPaired) shared.score_parts[0].exchange(scores, &this->parts_parity);
@@ -245,7 +246,7 @@ struct WideBackward {
       if (Dropping::kDrops) {
         // The other buffer is free for the next step: all warps have passed this barrier since they read it.
         ptx::named_barrier_sync(kWideGroup + this->group - 1, kGroupThreads);
-        Dropping::template drop<Scores>(weights, &shared.kept[kept_buffer], warp_key / 16);
+        Dropping::template drop<Scores>(weights, shared.kept, kept_buffer, warp_key / 16);
         kept_buffer ^= 1;
       }
     }

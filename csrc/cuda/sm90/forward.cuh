@@ -10,6 +10,7 @@
 
 #include "../common/device.h"
 #include "../common/launch.cuh"
+#include "../common/maybe_array.cuh"
 #include "../common/ring.cuh"
 #include "../common/scores.cuh"
 #include "../common/store_row.cuh"
@@ -48,6 +49,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   using Score = typename Scores::Rule;
   using KeyWalk = typename Visibility::Walk;
   static constexpr bool kMasks = Visibility::kHasIntervals;
+  static constexpr int kMaskStages = kMasks ? kStages : 0, kMaskBatches = kMasks ? kKeyBatches : 0;
   static constexpr int kPingPong = kForwardPingPong;
   static constexpr bool kClearsTail = !Operands::kZeroRows, kTailsOfCaches = Policies::kTailsOfCaches;
   static constexpr int kBiasTiles = Scores::kTileStages;
@@ -61,10 +63,10 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   // Tiles are as in common/panels.cuh. A barrier `full` says that a stage has arrived, `empty` that it may be
   // overwritten.
   struct Shared {
-    Element q[kPanels][kQueries][kPanelColumns];
-    Element k[kStages][kPanels][kKeys][kPanelColumns];
-    typename Operands::Values v[kStages];
-    T bias[kBiasTiles][(kKeys + kPanelColumns - 1) / kPanelColumns][kQueries][kPanelColumns];
+    alignas(kPanelAlignment) Element q[kPanels][kQueries][kPanelColumns];
+    alignas(kPanelAlignment) Element k[kStages][kPanels][kKeys][kPanelColumns];
+    alignas(kPanelAlignment) typename Operands::Values v[kStages];
+    alignas(panel_alignment(kBiasTiles)) MaybeArray<T[panels(kKeys)][kQueries][kPanelColumns], kBiasTiles> bias;
     ptx::Barrier q_full, q_empty;
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     ptx::Barrier work_full, work_empty, tail_cleared;
@@ -72,13 +74,14 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     // With a Mask (forward_mask.cuh). v_arrived: values have arrived that are inspected before v_full completes.
     // tiles_end: all key tiles of a query tile but the last kKeyTilesAhead have been loaded. poisoned: whether the
     // result is NaN, for each row of a query tile and of the next one.
-    KeyTile key_tiles[kMasks ? kStages : 0];  // one for each stage of keys
-    ptx::Barrier batch_full[kMasks ? kKeyBatches : 0], batch_empty[kMasks ? kKeyBatches : 0];
-    ptx::Barrier pairs_full[kMasks ? kStages : 0], v_arrived[kMasks ? kStages : 0], tiles_end[kMasks ? 1 : 0];
-    KeyBatch batches[kMasks ? kKeyBatches : 0];
-    PartialTile partial_tiles[kMasks ? kStages : 0];
-    bool poisoned[kMasks ? 2 : 0][kQueries];
-    ptx::Barrier bias_full[kBiasTiles], bias_empty[kBiasTiles];
+    MaybeArray<KeyTile, kMaskStages> key_tiles;  // one for each stage of keys
+    MaybeArray<ptx::Barrier, kMaskBatches> batch_full, batch_empty;
+    MaybeArray<ptx::Barrier, kMaskStages> pairs_full, v_arrived;
+    MaybeArray<ptx::Barrier, kMasks ? 1 : 0> tiles_end;
+    MaybeArray<KeyBatch, kMaskBatches> batches;
+    MaybeArray<PartialTile, kMaskStages> partial_tiles;
+    MaybeArray<bool[kQueries], kMasks ? 2 : 0> poisoned;
+    MaybeArray<ptx::Barrier, kBiasTiles> bias_full, bias_empty;
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
   static_assert(kStages >= 2);  // the next keys are loaded before these values
@@ -376,10 +379,7 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
       ptx::barrier_init(&shared.v_empty[i], Kernel::kWarps);
       Kernel::Visibility::init_stage(shared, i);
     }
-    for (int i = 0; i < Kernel::kBiasTiles; ++i) {
-      ptx::barrier_init(&shared.bias_full[i], 1);
-      ptx::barrier_init(&shared.bias_empty[i], Kernel::kWarps);
-    }
+    BiasTileLoader<Kernel::kBiasTiles>::template init<Kernel>(shared);
     Kernel::Visibility::init(shared);
     ptx::barrier_init(&shared.work_full, 1);
     ptx::barrier_init(&shared.work_empty, Kernel::kWarps);

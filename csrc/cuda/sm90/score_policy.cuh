@@ -102,11 +102,18 @@ struct BiasTileScores : UncentredScores {
   }
 };
 
-// The producer's side: loads the bias tile of a step, if there are tiles.
+// The producer's side: initialises the barriers, and loads the bias tile of a step, if there are tiles.
 template <int kStages>
 struct BiasTileLoader {
   RingPosition<kStages> at;
 
+  template <class Kernel>
+  static __device__ __forceinline__ void init(typename Kernel::Shared& shared) {
+    for (int i = 0; i < kStages; ++i) {
+      ptx::barrier_init(&shared.bias_full[i], 1);
+      ptx::barrier_init(&shared.bias_empty[i], Kernel::kWarps);
+    }
+  }
   template <class Shared, class Maps, class Work>
   __device__ __forceinline__ void load(Shared& shared, const Maps& maps, const Work& work, int key) {
     ptx::barrier_wait(&shared.bias_empty[at.stage], at.parity ^ 1);
@@ -116,6 +123,8 @@ struct BiasTileLoader {
 };
 template <>
 struct BiasTileLoader<0> {
+  template <class Kernel>
+  static __device__ __forceinline__ void init(typename Kernel::Shared&) {}
   template <class Shared, class Maps, class Work>
   __device__ __forceinline__ void load(Shared&, const Maps&, const Work&, int) {}
 };
