@@ -54,6 +54,32 @@ __device__ __forceinline__ float add_bias(float logit, float bias) {
   return bias == -infinity() ? -infinity() : logit + bias;
 }
 
+// The slope of a row, in units of log2, and the distance of the lane's first score in it.
+struct SlopeOfRow {
+  float slope;
+  int distance;
+};
+
+// Subtracts ALiBi from logits whose rows may be of different heads. row_of(i, r): the SlopeOfRow of
+// row g (r = 0) or g + 8 of row tile i.
+template <int kRowTiles, int N, class RowOf>
+__device__ __forceinline__ void add_slopes_of(float (&logits)[kRowTiles][N][4], const RowOf& row_of) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const SlopeOfRow row = row_of(i, r);
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          logits[i][n][2 * r + odd] -= row.slope * fabsf(static_cast<float>(row.distance + n * 8 + odd));
+        }
+      }
+    }
+  }
+}
+
 // The slope and the relative bias of one head, for one tile of a warp: kRowTiles row tiles and kColumnTiles column
 // tiles of accumulators.
 template <bool kTransposed, int kRowTiles, int kColumnTiles>

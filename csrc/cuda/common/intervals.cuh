@@ -172,6 +172,38 @@ __device__ __forceinline__ void hide_keys_by_interval(float (&x)[kRowTiles][N][4
   }
 }
 
+// The query of a row, whether it exists, and the intervals of its head from key 0 on.
+struct IntervalsOfRow {
+  int query;
+  bool exists;
+  const int2* pairs;
+};
+
+// The same for rows of different heads, whose intervals lie in global memory. keys: how many have intervals; first:
+// this lane's first key. row_of(i, r): the IntervalsOfRow of row g (r = 0) or g + 8 of row tile i.
+template <int kRowTiles, int N, class RowOf>
+__device__ __forceinline__ void hide_keys_by_interval_of(float (&x)[kRowTiles][N][4], int keys, int first,
+                                                         const RowOf& row_of) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const IntervalsOfRow row = row_of(i, r);
+      if (!row.exists) continue;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+#pragma unroll
+        for (int odd = 0; odd < 2; ++odd) {
+          const int key = first + n * 8 + odd;
+          if (key < 0 || key >= keys) continue;
+          const int2 seen_by = __ldg(row.pairs + key);
+          if (row.query < seen_by.x || row.query >= seen_by.y) x[i][n][2 * r + odd] = -infinity();
+        }
+      }
+    }
+  }
+}
+
 // --- backward: the rows that see a key tile -------------------------------------------------------------------------
 
 // BasicMask and the intervals of a query head.

@@ -4,6 +4,7 @@
 // epilogue combines the teams in a fixed order.
 #pragma once
 
+#include "../common/distance_bias.cuh"
 #include "../common/general_score.cuh"
 #include "../common/intervals.cuh"
 #include "../common/launch.cuh"
@@ -523,25 +524,21 @@ struct Split {
     }
   }
 
+  // The query and the query head of row g (r = 0) or g + 8 of row tile i.
+  __device__ __forceinline__ Row row(int i, int r) const { return row(lane_row() + 16 * i + 8 * r); }
+
   __device__ __forceinline__ void hide_unseen(float (&x)[kRowTiles][kScoreTiles][4], int row0) const {
-    const auto query_of = [&](int i, int r) { return row(lane_row() + 16 * i + 8 * r).query; };
+    const auto query_of = [&](int i, int r) { return row(i, r).query; };
     hide_keys_of<true, true>(x, mask(), query_of, row0 + 2 * t() - work().first_row);
   }
 
   __device__ __forceinline__ void add_slopes(float (&x)[kRowTiles][kScoreTiles][4], int row0) const {
     const float* const slopes = static_cast<const float*>(p.alibi_slopes) + part().b * p.alibi_batch_stride;
     const int position = work().first_row + mask().first_position();  // cache row at the position of query 0
-    each_row([&](int i, int r) {
-      const Row at = row(lane_row() + 16 * i + 8 * r);
-      const float slope = at.query < work().queries ? slopes[at.head] * kLog2E<float> : 0.f;
-      const int distance = row0 + 2 * t() - position - at.query;
-#pragma unroll
-      for (int n = 0; n < kScoreTiles; ++n) {
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          x[i][n][2 * r + odd] -= slope * fabsf(static_cast<float>(distance + n * 8 + odd));
-        }
-      }
+    add_slopes_of(x, [&](int i, int r) {
+      const Row at = row(i, r);
+      return SlopeOfRow{at.query < work().queries ? slopes[at.head] * kLog2E<float> : 0.f,
+                        row0 + 2 * t() - position - at.query};
     });
   }
 
@@ -549,21 +546,11 @@ struct Split {
   __device__ __forceinline__ void hide_by_mask(float (&x)[kRowTiles][kScoreTiles][4], int row0) const {
     const int masked = static_cast<int>(p.mask_keys), start = work().first_row + work().length - masked;
     if (row0 + kKeys <= start) return;
-    const int first = row0 + 2 * t() - start;  // interval index of this lane's first key
-    each_row([&](int i, int r) {
-      const Row at = row(lane_row() + 16 * i + 8 * r);
-      if (at.query >= work().queries) return;
-      const int2* const pairs = reinterpret_cast<const int2*>(head_intervals(p, part().b, at.head, 0));
-#pragma unroll
-      for (int n = 0; n < kScoreTiles; ++n) {
-#pragma unroll
-        for (int odd = 0; odd < 2; ++odd) {
-          const int j = first + n * 8 + odd;
-          if (j < 0 || j >= masked) continue;
-          const int2 seen_by = __ldg(pairs + j);
-          if (at.query < seen_by.x || at.query >= seen_by.y) x[i][n][2 * r + odd] = -infinity();
-        }
-      }
+    hide_keys_by_interval_of(x, masked, row0 + 2 * t() - start, [&](int i, int r) {
+      const Row at = row(i, r);
+      const bool exists = at.query < work().queries;
+      return IntervalsOfRow{at.query, exists,
+                            exists ? reinterpret_cast<const int2*>(head_intervals(p, part().b, at.head, 0)) : nullptr};
     });
   }
 
