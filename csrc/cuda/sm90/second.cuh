@@ -31,33 +31,21 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
   static constexpr int kKeys = 64, kQueries = kTile.queries, kStages = kTile.stages, kKeyStages = 1;
   static constexpr bool kPaired = false, kDoutApart = false, kLateDq = false;
   static constexpr int kBlocks = 1, kColumns = kHeadDim, kDoutStages = kStages, kDqParts = 2;
-  static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kSectionHeads = 16;
+  static constexpr int kWorkStages = kSecondWorkStages, kThreads = 3 * kGroupThreads, kWarps = 8, kSectionHeads = 16;
   static constexpr int kPanels = panels(kHeadDim), kDqTiles = Layout::kQueryColumnTiles;
   // The queries whose scores a warpgroup computes, and its columns of dk and dv.
   static constexpr int kOwnQueries = kQueries / 2, kOwnColumns = kHeadDim / 2;
   static constexpr int kScoreTiles = kOwnQueries / 8, kSteps = kOwnQueries / 16, kColumnTiles = kOwnColumns / 8;
   using Masking = PackedScores<T, kOwnQueries, false>;
   using Scores = float[kScoreTiles][4];
-  using KeyTile = T[kPanels][kKeys][kPanelColumns];
-  using QueryTile = T[kPanels][kQueries][kPanelColumns];
   using ScoreTile = T[1][kKeys][kPanelColumns];  // transposed
   static_assert(kHeadDim == 128 && kQueries == 64 && Layout::kQueries == kQueries && kDqTiles == 8);
   static_assert(kStages >= 2);  // the next scores are computed before these queries are released
 
-  struct Shared {
-    static constexpr int kQueries = kTile.queries;
-    KeyTile k[kKeyStages], v[kKeyStages], tk[kKeyStages], tv[kKeyStages];
-    QueryTile q[kStages], dout[kStages], tq[kStages];
+  struct ScoreTiles {
     ScoreTile of_values, t, f;  // the weights of dv, T and F
-    DqPart<kDqTiles> dq[kDqParts];
-    float lse[kStages][kQueries], delta[kStages][kQueries], r[kStages][kQueries], tlse[kStages][kQueries];
-    Work work[kWorkStages];
-    ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
-    ptx::Barrier q_full[kStages], dout_full[kStages], queries_empty[kStages];
-    ptx::Barrier work_full[kWorkStages], work_empty[kWorkStages];
-
-    __device__ __forceinline__ DqPart<kDqTiles>& part_of(int group) { return dq[group]; }
   };
+  using Shared = SecondShared<T, kHeadDim, kKeys, kQueries, kStages, kDqTiles, ScoreTiles>;
   static_assert(sizeof(Shared) <= kSharedLimit);
 
   Shared& shared;
@@ -79,19 +67,10 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
         group(group),
         warp_key(uniform(static_cast<int>(threadIdx.x) / 32 % 4) * 16) {}
 
-  __device__ __forceinline__ void compute_tiles() {
-    for (;; works.advance()) {
-      ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
-      const Work& work = shared.work[works.stage];
-      if (!uniform(work.exists())) return;
-      set_zero(dk);
-      set_zero(dv);
-      if (uniform(work.tiles) > 0) walk_queries(work);
-      const int column = group * kOwnColumns;
-      store_keys<T>(p.dk, work, work.key0 + warp_key, dk, workspace.gradient_scale, p.head_dim, column);
-      store_keys<T>(p.dv, work, work.key0 + warp_key, dv, workspace.keep_scale, p.head_dim_v, column);
-      ptx::barrier_arrive(&shared.work_empty[works.stage]);
-    }
+  __device__ __forceinline__ void write_keys(const Work& work) const {
+    const int column = group * kOwnColumns;
+    store_keys<T>(p.dk, work, work.key0 + warp_key, dk, workspace.gradient_scale, p.head_dim, column);
+    store_keys<T>(p.dv, work, work.key0 + warp_key, dv, workspace.keep_scale, p.head_dim_v, column);
   }
 
   // The first and the last step are peeled, so that no product is in flight when the loop exits.
@@ -169,9 +148,9 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
     ptx::hold(dv);
     ptx::hold(dk);
     ptx::wgmma_fence();
-    issue_accumulate(dv, shared.of_values, shared.dout[stage][group], 0);
-    issue_accumulate(dk, shared.f, shared.q[stage][group], 0);
-    if constexpr (Moves::kQ) issue_accumulate(dk, shared.t, shared.tq[stage][group], 0);
+    issue_accumulate(dv, shared.scores.of_values, shared.dout[stage][group], 0);
+    issue_accumulate(dk, shared.scores.f, shared.q[stage][group], 0);
+    if constexpr (Moves::kQ) issue_accumulate(dk, shared.scores.t, shared.tq[stage][group], 0);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void release_queries(int stage) {
@@ -182,8 +161,8 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
   __device__ __forceinline__ void multiply_dq() {
     ptx::hold(dq);
     ptx::wgmma_fence();
-    issue_transposed_product(dq, shared.f[0], shared.k[0][group], 0);
-    if constexpr (Moves::kK) issue_transposed_product(dq, shared.t[0], shared.tk[0][group], 0, true);
+    issue_transposed_product(dq, shared.scores.f[0], shared.k[0][group], 0);
+    if constexpr (Moves::kK) issue_transposed_product(dq, shared.scores.t[0], shared.tk[0][group], 0, true);
     ptx::wgmma_commit();
   }
   __device__ __forceinline__ void end_dq() {
@@ -203,9 +182,9 @@ struct Second : SecondConsumer<Second<T, kHeadDim, kOptions, kHeadDimV, Tangents
   }
   // Writes them to shared memory, and waits for the other warpgroup.
   __device__ __forceinline__ void store() {
-    store_panels(shared.of_values, warp_key, of_values, group * kSteps);
-    store_panels(shared.t, warp_key, t_scores, group * kSteps);
-    store_panels(shared.f, warp_key, f_scores, group * kSteps);
+    store_panels(shared.scores.of_values, warp_key, of_values, group * kSteps);
+    store_panels(shared.scores.t, warp_key, t_scores, group * kSteps);
+    store_panels(shared.scores.f, warp_key, f_scores, group * kSteps);
     ptx::fence_async_shared();
     ptx::named_barrier_sync(kScoresWritten, 2 * kGroupThreads);
   }

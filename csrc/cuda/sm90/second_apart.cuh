@@ -50,7 +50,7 @@ struct SecondApart : SecondConsumer<SecondApart<T, kHeadDim, kOptions, kHeadDimV
   static constexpr int kKeys = 128, kQueries = 64, kStages = kTile.stages, kKeyStages = 1;
   static constexpr bool kPaired = false, kDoutApart = false, kLateDq = false;
   static constexpr int kBlocks = 1, kColumns = kHeadDim, kDoutStages = kStages, kDqParts = 2;
-  static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kSectionHeads = 16;
+  static constexpr int kWorkStages = kSecondWorkStages, kThreads = 3 * kGroupThreads, kWarps = 8, kSectionHeads = 16;
   static constexpr int kPanels = 1, kTiles = 8, kSteps = 4, kDqTiles = 8;
   using Masking = PackedScores<T, kQueries, false>;
   using Scores = float[kTiles][4];
@@ -59,25 +59,13 @@ struct SecondApart : SecondConsumer<SecondApart<T, kHeadDim, kOptions, kHeadDimV
     Scores x, tangents, dp, b;  // in the order of PlainSecond
   };
   using Packed = uint32_t[kSteps][4];
-  using KeyTile = T[kPanels][kKeys][kPanelColumns];
-  using QueryTile = T[kPanels][kQueries][kPanelColumns];
   using ScoreTile = T[1][64][kPanelColumns];  // transposed
   static_assert(kStages >= 2);                // the next scores are computed before these queries are released
 
-  struct Shared {
-    static constexpr int kQueries = kTile.queries;
-    KeyTile k[kKeyStages], v[kKeyStages], tk[kKeyStages], tv[kKeyStages];
-    QueryTile q[kStages], dout[kStages], tq[kStages];
+  struct ScoreTiles {
     ScoreTile t[2], f[2];  // T and F, one of each for a warpgroup
-    DqPart<kDqTiles> dq[kDqParts];
-    float lse[kStages][kQueries], delta[kStages][kQueries], r[kStages][kQueries], tlse[kStages][kQueries];
-    Work work[kWorkStages];
-    ptx::Barrier k_full[kKeyStages], v_full[kKeyStages], keys_empty[kKeyStages];
-    ptx::Barrier q_full[kStages], dout_full[kStages], queries_empty[kStages];
-    ptx::Barrier work_full[kWorkStages], work_empty[kWorkStages];
-
-    __device__ __forceinline__ DqPart<kDqTiles>& part_of(int group) { return dq[group]; }
   };
+  using Shared = SecondShared<T, kHeadDim, kKeys, kQueries, kStages, kDqTiles, ScoreTiles>;
   static_assert(sizeof(Shared) <= kSharedLimit);
 
   Shared& shared;
@@ -100,18 +88,12 @@ struct SecondApart : SecondConsumer<SecondApart<T, kHeadDim, kOptions, kHeadDimV
 
   __device__ __forceinline__ void compute_tiles() {
     if (group == 1) pass_phase();
-    for (;; works.advance()) {
-      ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
-      const Work& work = shared.work[works.stage];
-      if (!uniform(work.exists())) return;
-      set_zero(dk);
-      set_zero(dv);
-      if (uniform(work.tiles) > 0) walk_queries(work);
-      const int key = work.key0 + group * 64 + warp_key;
-      store_keys<T>(p.dk, work, key, dk, workspace.gradient_scale, p.head_dim);
-      store_keys<T>(p.dv, work, key, dv, workspace.keep_scale, p.head_dim_v);
-      ptx::barrier_arrive(&shared.work_empty[works.stage]);
-    }
+    SecondConsumer<SecondApart>::compute_tiles();
+  }
+  __device__ __forceinline__ void write_keys(const Work& work) const {
+    const int key = work.key0 + group * 64 + warp_key;
+    store_keys<T>(p.dk, work, key, dk, workspace.gradient_scale, p.head_dim);
+    store_keys<T>(p.dv, work, key, dv, workspace.keep_scale, p.head_dim_v);
   }
 
   // The first and the last step are peeled, so that no product is in flight when the loop exits.
@@ -200,13 +182,13 @@ struct SecondApart : SecondConsumer<SecondApart<T, kHeadDim, kOptions, kHeadDimV
     ptx::hold(dq);
     ptx::wgmma_fence();
     issue_accumulate(dv, of_values, shared.dout[stage]);
-    issue_accumulate(dk, shared.f[group], shared.q[stage][0], 0);
-    if constexpr (Moves::kQ) issue_accumulate(dk, shared.t[group], shared.tq[stage][0], 0);
-    issue_transposed_product(dq, shared.f[group][0], own_keys(shared.k[0]), 0);
-    if constexpr (Moves::kK) issue_transposed_product(dq, shared.t[group][0], own_keys(shared.tk[0]), 0, true);
+    issue_accumulate(dk, shared.scores.f[group], shared.q[stage][0], 0);
+    if constexpr (Moves::kQ) issue_accumulate(dk, shared.scores.t[group], shared.tq[stage][0], 0);
+    issue_transposed_product(dq, shared.scores.f[group][0], own_keys(shared.k[0]), 0);
+    if constexpr (Moves::kK) issue_transposed_product(dq, shared.scores.t[group][0], own_keys(shared.tk[0]), 0, true);
     ptx::wgmma_commit();
   }
-  __device__ __forceinline__ const T (&own_keys(const KeyTile& tile) const)[64][kPanelColumns] {
+  __device__ __forceinline__ const T (&own_keys(const typename Shared::KeyTile& tile) const)[64][kPanelColumns] {
     return reinterpret_cast<const T(&)[64][kPanelColumns]>(tile[0][group * 64]);
   }
   // After these products are complete.
@@ -232,10 +214,10 @@ struct SecondApart : SecondConsumer<SecondApart<T, kHeadDim, kOptions, kHeadDimV
     Packed packed;
     if constexpr (Moves::kLogits) {
       pack_scores<T>(packed, tangents);
-      store_panels(shared.t[group], warp_key, packed);
+      store_panels(shared.scores.t[group], warp_key, packed);
     }
     pack_scores<T>(packed, dp);
-    store_panels(shared.f[group], warp_key, packed);
+    store_panels(shared.scores.f[group], warp_key, packed);
     ptx::fence_async_shared();
   }
 

@@ -9,6 +9,8 @@
 
 namespace flashattn_ext::sm90 {
 
+constexpr int kSecondWorkStages = 2;
+
 struct SecondMaps : BackwardMaps {
   CUtensorMap tq, tk, tv;  // those of absent tangents are never used
 };
@@ -54,6 +56,27 @@ struct SecondGradients {
       shared.tlse[stage][i] = i < rows ? tlse[i] : 0.f;
     }
   }
+};
+
+// Shared memory of both kernels. ScoreTiles: what they need for F, T and, in second.cuh, the weights of dv. The tiles
+// have the layout of common/panels.cuh, and the barriers mean what they do in backward.cuh.
+template <class T, int kHeadDim, int kKeys, int kQueriesOfStep, int kStages, int kDqTiles, class ScoreTiles>
+struct SecondShared {
+  static constexpr int kQueries = kQueriesOfStep;
+  using KeyTile = T[panels(kHeadDim)][kKeys][kPanelColumns];
+  using QueryTile = T[panels(kHeadDim)][kQueries][kPanelColumns];
+
+  KeyTile k[1], v[1], tk[1], tv[1];
+  QueryTile q[kStages], dout[kStages], tq[kStages];
+  ScoreTiles scores;
+  DqPart<kDqTiles> dq[2];  // one for each warpgroup
+  float lse[kStages][kQueries], delta[kStages][kQueries], r[kStages][kQueries], tlse[kStages][kQueries];
+  BackwardWork work[kSecondWorkStages];
+  ptx::Barrier k_full[1], v_full[1], keys_empty[1];
+  ptx::Barrier q_full[kStages], dout_full[kStages], queries_empty[kStages];
+  ptx::Barrier work_full[kSecondWorkStages], work_empty[kSecondWorkStages];
+
+  __device__ __forceinline__ DqPart<kDqTiles>& part_of(int group) { return dq[group]; }
 };
 
 // The arithmetic of a lane on the scores of a step, transposed: rows are keys, columns the step's queries from `query`
@@ -138,6 +161,22 @@ struct SecondConsumer {
     } else {
       ptx::take_registers<kBackwardRegisters.consumer>();
       Kernel(shared, p, workspace, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
+    }
+  }
+
+  __device__ __forceinline__ void compute_tiles() {
+    Kernel& kernel = static_cast<Kernel&>(*this);
+    auto& shared = kernel.shared;
+    auto& works = kernel.works;
+    for (;; works.advance()) {
+      ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
+      const BackwardWork& work = shared.work[works.stage];
+      if (!uniform(work.exists())) return;
+      set_zero(kernel.dk);
+      set_zero(kernel.dv);
+      if (uniform(work.tiles) > 0) kernel.walk_queries(work);
+      kernel.write_keys(work);
+      ptx::barrier_arrive(&shared.work_empty[works.stage]);
     }
   }
 
