@@ -22,11 +22,19 @@ struct BasicIndexRange {
 // How much of a pair of tiles is visible.
 enum class Visibility { kNone, kSome, kAll };
 
+// The position of query 0 among the keys, where an origin may give another than the sequences' lengths.
+template <class Index, bool kPlaced>
+struct FirstPosition {
+  Index first_row_position;
+};
+template <class Index>
+struct FirstPosition<Index, false> {};
+
 // The mask of one sequence. Index: int64_t, or int32_t to save registers where sequences are shorter than 2^30.
 // kPlaced: whether an origin may place the rows; kernels without a spare register for it run only calls without an
 // origin.
 template <class Index, bool kPlaced = true>
-struct BasicMask {
+struct BasicMask : FirstPosition<Index, kPlaced> {
   using Range = BasicIndexRange<Index>;
   static constexpr Index kUnbounded = -1;
 
@@ -34,7 +42,6 @@ struct BasicMask {
   Index seqlen_k;
   Index window_left;
   Index window_right;
-  Index first_row_position[kPlaced ? 1 : 0];
 
   FLASHATTN_HOST_DEVICE BasicMask(const AttnParams& p, int64_t seqlen_q, int64_t seqlen_k)
       : seqlen_q(static_cast<Index>(seqlen_q)),
@@ -42,7 +49,7 @@ struct BasicMask {
         window_left(bounded(p.window_left)),
         window_right(bounded(p.window_right)) {
     if constexpr (kPlaced) {
-      first_row_position[0] =
+      this->first_row_position =
           static_cast<Index>(p.origin.shift) +
           (static_cast<Index>(p.origin.length_mask) & (static_cast<Index>(seqlen_k) - static_cast<Index>(seqlen_q)));
     }
@@ -57,7 +64,7 @@ struct BasicMask {
   // The position of query 0 among the keys. It is negative where there are more queries than keys, and may be after the
   // last key where the origin places rows.
   FLASHATTN_HOST_DEVICE Index first_position() const {
-    if constexpr (kPlaced) return first_row_position[0];
+    if constexpr (kPlaced) return this->first_row_position;
     return seqlen_k - seqlen_q;
   }
 
