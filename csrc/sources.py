@@ -6,7 +6,7 @@ of head dims and group of options, so that sources compile in parallel.
 
     python3 csrc/sources.py write FOLDER            writes the sources of the kernels to FOLDER and prints every CUDA source
     python3 csrc/sources.py nvcc NVCC... ARGUMENTS  runs nvcc for the architectures that the source of the call is for; nvcc-once:
-                                                    for the first of them
+                                                    for the first of them, and compiles the same host code once
     python3 csrc/sources.py spills LOG...           fails if a kernel in logs of `nvcc -Xptxas -v` spills more than its row allows
     python3 csrc/sources.py page                    prints docs/cuda_kernels.md
 """
@@ -302,12 +302,38 @@ def targets_of(source: Path, targets: Sequence[str]) -> list[str]:
     return others if gpus == {"kOtherGpus"} and any(map(runs_on_hopper, others)) else [*targets]
 
 
-def nvcc_command(arguments: Sequence[str], most: int | None = None) -> list[str]:
-    """A command of nvcc without the -gencode arguments (one word each) that its source is not for, with `most` of them at most."""
+def nvcc_command(arguments: Sequence[str], *, once: bool = False) -> list[str]:
+    """A command of nvcc without the -gencode arguments (one word each) that its source is not for.
+
+    `once`: for one target only, and without the host compiler if another source of the table has the same host code.
+    """
     sources = [Path(argument) for argument in arguments if argument.endswith(".cu")]
     targets = [argument for argument in arguments if argument.startswith("-gencode=")]
-    kept = (targets_of(sources[0], targets) if len(sources) == 1 else targets)[:most]
-    return [argument for argument in arguments if argument not in targets or argument in kept]
+    kept = (targets_of(sources[0], targets) if len(sources) == 1 else targets)[: 1 if once else None]
+    command = [argument for argument in arguments if argument not in targets or argument in kept]
+    if (
+        once
+        and len(sources) == 1
+        and sources[0].stem in rows_of_sources(sm90=True)
+        and sources[0].stem not in sources_with_host_code()
+    ):
+        command[command.index("-c")] = "-cubin"
+    return command
+
+
+@functools.cache
+def sources_with_host_code() -> frozenset[str]:
+    """One source of each stage and group of options.
+
+    The host code of others is the same templates for other dtypes and head dims. nvcc's front end checks it with their
+    device code, so that compiling it takes a third of their time and shows nothing new.
+    """
+    groups: dict[tuple[object, ...], str] = {}
+    for name, ((row, dtype), *_) in rows_of_sources(sm90=True).items():
+        if dtype != "fp16":  # check_cuda_sources.sh leaves most of them out
+            suffix = SUFFIXES.get(row.options, "")
+            groups.setdefault((row.architecture, row.stage, suffix, dtype == "fp32", row.head_dim > 256), name)
+    return frozenset(groups.values())
 
 
 # Registers
@@ -447,7 +473,7 @@ def main(command: str, *arguments: str) -> int:
     if command == "write":
         print(*cuda_sources(Path(arguments[0]), sm90=True), sep="\n")
     elif command in ("nvcc", "nvcc-once"):
-        words = nvcc_command(arguments, None if command == "nvcc" else 1)
+        words = nvcc_command(arguments, once=command == "nvcc-once")
         os.execvp(words[0], words)
     elif command == "spills":
         problems = check_spills(map(Path, arguments))

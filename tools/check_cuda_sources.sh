@@ -2,7 +2,8 @@
 # Compiles the CUDA sources for Ampere and Hopper, without torch and without a GPU, each for the architectures that csrc/sources.py
 # gives it. Fails if a kernel spills more registers than its row in csrc/cuda/table/kernel_table.h allows. To save time, fp16 is
 # compiled only for plain calls and dropout of head_dim 64 and 128. TILE_CHOICE=1 or 2 compiles with that tile of each row. With
-# --once, kernels that run on every GPU are compiled for the first architecture alone, which takes a third off their time.
+# --once, kernels that run on every GPU are compiled for the first architecture alone, and host code that differs only in
+# dtypes and head dims is compiled by the host compiler once: nvcc's own front end still checks all of it.
 #
 #   tools/check_cuda_sources.sh [--once] [ARCHITECTURE...]      default: 80 90a
 set -euo pipefail

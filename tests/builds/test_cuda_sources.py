@@ -294,7 +294,21 @@ def test_folders_include_each_other_in_one_direction() -> None:
 def test_a_source_is_compiled_for_the_gpus_that_run_it(source: str, targets: list[str], kept: list[str]) -> None:
     command = ["nvcc", *targets, "-O3", "-c", f"somewhere/{source}.cu", "-o", "a.o"]
     assert sources.nvcc_command(command) == ["nvcc", *kept, *command[1 + len(targets) :]]
-    assert sources.nvcc_command(command, 1) == ["nvcc", kept[0], *command[1 + len(targets) :]]
+    once = sources.nvcc_command(command, once=True)
+    assert once[: once.index("-O3")] == ["nvcc", kept[0]]
+
+
+def test_host_code_is_compiled_once() -> None:
+    """Of every stage and group of options one source goes to the host compiler, and every source outside the table."""
+    with_host_code = sources.sources_with_host_code()
+    names = sources.rows_of_sources(sm90=True)
+    assert {row.stage for name in with_host_code for row, _ in names[name]} == {row.stage for row in ROWS}
+    assert {row.options for name in with_host_code for row, _ in names[name]} == {row.options for row in ROWS}
+    for name in [*names, "combine"]:
+        command = sources.nvcc_command(["nvcc", *DEFAULT, "-c", f"somewhere/{name}.cu"], once=True)
+        assert ("-c" in command, "-cubin" in command) == (
+            (True, False) if name in {*with_host_code, "combine"} else (False, True)
+        )
 
 
 def test_the_dispatch_of_hopper_is_compiled_for_hopper() -> None:
