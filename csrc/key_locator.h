@@ -61,10 +61,18 @@ class KeyLocator {
   FLASHATTN_HOST_DEVICE KeyRun run_of_row(int64_t row, int64_t limit) const {
     if (!pages_) return {entry_, packed_start_ + row, limit};
     // 32-bit division is much faster than 64-bit division on GPUs.
-    const uint32_t page = static_cast<uint32_t>(row) / page_size_;
-    const int64_t row_of_page = row - static_cast<int64_t>(page) * page_size_, left = page_size_ - row_of_page;
-    return {clamped(pages_[page], last_entry_), row_of_page, left < limit ? left : limit};
+    return run_in_page(static_cast<uint32_t>(row) / page_size_, row, limit);
   }
+
+  // The same without a division. reciprocal: reciprocal_of_pages(). row < 2^31, so that the product with it is at most
+  // one more than the quotient.
+  FLASHATTN_HOST_DEVICE KeyRun run_of_row(int64_t row, int64_t limit, uint32_t reciprocal) const {
+    if (!pages_) return {entry_, packed_start_ + row, limit};
+    const uint32_t page = static_cast<uint32_t>(static_cast<uint64_t>(row) * reciprocal >> 32);
+    return run_in_page(page * page_size_ > static_cast<uint32_t>(row) ? page - 1 : page, row, limit);
+  }
+  // The smallest integer that is at least 2^32 / page size; 0 without pages.
+  FLASHATTN_HOST_DEVICE uint32_t reciprocal_of_pages() const { return pages_ ? 0xFFFFFFFFu / page_size_ + 1 : 0; }
 
   int64_t length;             // keys of the sequence, including the new ones
   int64_t first_new_row = 0;  // the row that the first new key is written to; also its rotary position
@@ -81,6 +89,11 @@ class KeyLocator {
   FLASHATTN_HOST_DEVICE static int64_t cached_rows(const DecodeParams& p, int64_t b) {
     if (p.cu_seqlens_k) return static_cast<int64_t>(p.cu_seqlens_k[b + 1]) - p.cu_seqlens_k[b];
     return p.cache.seqlens ? p.cache.seqlens[b] : p.cache.seqlen;
+  }
+
+  FLASHATTN_HOST_DEVICE KeyRun run_in_page(uint32_t page, int64_t row, int64_t limit) const {
+    const int64_t row_of_page = row - static_cast<int64_t>(page) * page_size_, left = page_size_ - row_of_page;
+    return {clamped(pages_[page], last_entry_), row_of_page, left < limit ? left : limit};
   }
 
   int64_t first_row_ = 0;

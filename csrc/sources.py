@@ -124,9 +124,10 @@ class Row(NamedTuple):
 
     @property
     def packed_rows(self) -> int:
-        """The queries of a tile of decode."""
+        """The packed rows of a tile of decode, of one KV head."""
         sizes = [int(size) for size in self.tiles[0]]
-        return 16 * sizes[0] * (sizes[1] if self.stage == "split" else 1)
+        heads = sizes[5] if len(sizes) > 5 else 1
+        return 16 * sizes[0] * (sizes[1] if self.stage == "split" else 1) // heads
 
     def source(self, dtype: str) -> str:
         """The name of the source, such as sm90_forward_bf16_128: stages, types, classes and groups of options have their own."""

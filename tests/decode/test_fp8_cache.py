@@ -186,6 +186,26 @@ def test_descales_of_each_sequence(device: str) -> None:
     assert (out.double() - ref).norm() <= 2**-8 * ref.norm()
 
 
+ADJACENT = {
+    "queries": dict(Hq=8, Hk=4, Sq=4, causal=True, lengths=(100, 37, 0, 128)),
+    "pages": dict(Hq=4, Hk=2, Sq=3, new=3, page_size=48, room=144, causal=True, sink=True),
+    "splits": dict(Hq=12, Hk=4, Sq=2, num_splits=3, leftpad=(3, 20), window_size=(50, 0)),
+    "tree": dict(Hq=2, Hk=2, Sq=8, new=8, tree=True, smooth_softmax=True),
+    "mask of heads": dict(Hq=4, Hk=4, Sq=5, new=5, tree=True, mask_heads=4, softcap=5.0),
+    "odd": dict(Hq=6, Hk=3, sink=True),
+    "narrower": dict(Hq=4, Hk=2, D=48),
+    "long": dict(Hq=16, Hk=4, lengths=(3000, 2000), room=3008, page_size=16),
+}
+
+
+@pytest.mark.parametrize("name", ADJACENT)
+@pytest.mark.parametrize("q_is_fp8", [False, True])
+def test_few_rows_of_adjacent_heads(device: str, name: str, q_is_fp8: bool) -> None:
+    """At D = 64 a thread block on a GPU reads two KV heads together, if both have up to 8 rows."""
+    options: dict[str, Any] = {"D": 64, "Dv": 64, "room": 160, **ADJACENT[name]}
+    check(CacheCase(**options), q_is_fp8, q_is_fp8, device=device)
+
+
 @pytest.mark.parametrize("page_size", [0, 16])
 def test_prefill_with_many_rows(device: str, page_size: int) -> None:
     """Enough query tiles to fill a GPU, which then runs its forward kernels."""
@@ -206,6 +226,46 @@ def test_a_sink_far_above_the_logits(device: str) -> None:
     ref = flashattn_ext.attention_reference(*(t.double() for t in (q, k_cache, v_cache)), sink=sink.double())
     for head in range(4):
         assert (out[:, :, head].double() - ref[:, :, head]).norm() <= 2**-8 * ref[:, :, head].norm()
+
+
+@pytest.mark.parametrize("q_is_fp8", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"softmax_scale": -0.2}, {"softcap": 3.0}, {"softcap": 3.0, "softmax_scale": -0.2}]
+)
+def test_queries_of_any_magnitude(device: str, q_is_fp8: bool, options: dict[str, Any]) -> None:
+    """Far outside the range of float16, in one tile of packed rows; the descales make the logits ordinary again."""
+    magnitudes = torch.tensor([2.0**-9, 448.0] if q_is_fp8 else [2.0**60, 2.0**-110])
+    q = torch.randn(2, 3, 4, 64) * torch.logspace(0, -30, 64, 2.0)  # in each row as well
+    q = (q.clamp(-1, 1) * magnitudes.repeat_interleave(2)[:, None]).to(FP8 if q_is_fp8 else torch.bfloat16)
+    q.view(torch.uint8)[0, 2, 1] = 0
+    k_cache, v_cache = (torch.randn(2, 90, 2, 64).to(FP8) for _ in range(2))
+    descale_k = torch.stack([4 / magnitudes, torch.tensor([0.0, -4 / magnitudes[1]])])
+    out, lse = flashattn_ext.flash_attn_with_kvcache(
+        *(t.to(device) for t in (q, k_cache, v_cache)), causal=True, descale_k=descale_k.to(device),
+        out_dtype=torch.float32, return_softmax_lse=True, **options,
+    )  # fmt: skip
+    k = k_cache.double() * descale_k.double()[:, None, :, None]
+    ref, ref_lse = flashattn_ext.attention_reference(
+        q.double(), k, v_cache.double(), causal=True, return_lse=True, **options
+    )
+    assert (out.cpu().double() - ref).norm() <= 2**-8 * ref.norm()
+    of_tanh = 0.0 if device == "cpu" else options.get("softcap", 0.0) * 2**-10
+    torch.testing.assert_close(lse.cpu().double(), ref_lse.double(), rtol=1e-5, atol=max(1e-5, of_tanh))
+
+
+def test_a_query_or_key_that_is_not_finite(device: str) -> None:
+    """It reaches the rows that read it, and no other one."""
+    q = torch.randn(2, 1, 4, 64).bfloat16()
+    k_cache, v_cache = (torch.randn(2, 40, 2, 64).to(FP8) for _ in range(2))
+    q[0, 0, 1, 5] = float("nan")
+    q[1, 0, 0, 7] = float("inf")
+    k_cache.view(torch.uint8)[1, 3, 1, 9] = 0xFF  # NaN
+    v_cache.view(torch.uint8)[0, 39, 1, 63] = 0x7F  # NaN
+    out = flashattn_ext.flash_attn_with_kvcache(*(t.to(device) for t in (q, k_cache, v_cache))).cpu()
+    ref = flashattn_ext.attention_reference(*(t.double() for t in (q, k_cache, v_cache)))
+    assert torch.equal(out.isnan(), ref.isnan())
+    finite = ~ref.isnan()
+    torch.testing.assert_close(out[finite].double(), ref[finite], rtol=2e-2, atol=2e-2)
 
 
 def test_appended_values_saturate_and_keep_nan(device: str) -> None:
@@ -239,6 +299,35 @@ def test_packed_calls_with_pages(device: str) -> None:
         )  # fmt: skip
         torch.testing.assert_close(out[rows].float(), ref[0], rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(lse[:, rows], ref_lse[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("Sq", [33, 64])
+@pytest.mark.parametrize("packed", [True, False])
+def test_room_for_many_more_keys(device: str, Sq: int, packed: bool) -> None:
+    """A table with room for 128 MB of a sequence's keys, of which it has few. Where queries of all heads fill a GPU the prefill
+    widens the keys, and kernels must not take its copy for fp8."""
+    page, pages, Hk, group, D, length = 16, 1 << 14, 4, 32, 64, 100
+    # All pages but the first ones are the same memory.
+    k_cache, v_cache = (torch.randn(page, Hk, D).to(FP8).to(device).expand(pages, page, Hk, D) for _ in range(2))
+    q = torch.randn(Sq, Hk * group, D).bfloat16()
+    lengths = [torch.tensor([0, n], dtype=torch.int32, device=device) for n in (Sq, length)]
+    table = torch.arange(pages, dtype=torch.int32, device=device)[None]
+    descale_k, descale_v = torch.full((1, 1), 0.5), torch.full((1, Hk), 1.5)
+    options = {"causal": True, "descale_k": descale_k.to(device), "descale_v": descale_v.to(device)}
+    if packed:
+        out, lse = paged_varlen_forward(q.to(device), k_cache, v_cache, *lengths, Sq, length, table, **options)
+        out, lse = out[None], lse[None]
+    else:
+        out, lse = flashattn_ext.flash_attn_with_kvcache(
+            q[None].to(device), k_cache, v_cache, cache_seqlens=lengths[1][1:], block_table=table,
+            return_softmax_lse=True, **options,
+        )  # fmt: skip
+    k, v = (c[:8].cpu().view(torch.uint8).reshape(1, -1, Hk, D)[:, :length].view(FP8) for c in (k_cache, v_cache))
+    ref, ref_lse = flashattn_ext.attention_reference(
+        q[None], k, v, causal=True, return_lse=True, out_dtype=torch.float32, descale_k=descale_k, descale_v=descale_v
+    )
+    torch.testing.assert_close(out.cpu().float(), ref, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.cpu(), ref_lse, rtol=1e-4, atol=1e-4)
 
 
 def small(**options: Any) -> tuple[list[Tensor | None], dict[str, Any]]:

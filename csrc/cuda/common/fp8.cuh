@@ -24,36 +24,56 @@ struct TwoPairs {
   uint32_t first, second;
 };
 
-// float16 of the elements in the high bytes of both halves of a word, by bit arithmetic. As bits of a float16 the
-// magnitude of an element is its value divided by 2^8.
-__device__ __forceinline__ uint32_t half_of_high_bytes(uint32_t x) {
-  constexpr uint32_t kScale = 0x5C005C00;  // 2^8, twice
+// The elements in the high bytes of both halves of a word, divided by 2^8, as float16, by bit arithmetic: as bits of a
+// float16 the magnitude of an element is its value divided by 2^8.
+__device__ __forceinline__ uint32_t small_half_of_high_bytes(uint32_t x) {
   const uint32_t magnitude = x >> 1 & 0x3F803F80u;
   // NaN has the largest magnitude. Adding 1 to its last bit carries into the top exponent bit, which makes a float16
   // NaN.
   const uint32_t nan = magnitude + 0x00800080u & 0x40004000u;
-  const uint32_t scaled = magnitude | nan | (x & 0x80008000u);
-  const __half2 product =
-      __hmul2(*reinterpret_cast<const __half2*>(&scaled), *reinterpret_cast<const __half2*>(&kScale));
+  return magnitude | nan | (x & 0x80008000u);
+}
+__device__ __forceinline__ uint32_t half_of_high_bytes(uint32_t x) {
+  const uint32_t small = small_half_of_high_bytes(x);
+  const __half2 product = __hmul2(*reinterpret_cast<const __half2*>(&small), __float2half2_rn(256.f));
   return *reinterpret_cast<const uint32_t*>(&product);
 }
 
 // float16 of bytes 0 and 1, and of bytes 2 and 3, of a word.
 __device__ __forceinline__ TwoPairs halves_of_neighbours(uint32_t x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  return {ptx::half_of_e4m3x2(static_cast<uint16_t>(x)), ptx::half_of_e4m3x2(static_cast<uint16_t>(x >> 16))};
+  TwoPairs halves;
+  ptx::halves_of_e4m3x4(x, &halves.first, &halves.second);
+  return halves;
 #else
   return {half_of_high_bytes(ptx::permute_bytes(x, 0, 0x1404)), half_of_high_bytes(ptx::permute_bytes(x, 0, 0x3424))};
 #endif
 }
-// float16 of bytes 0 and 2, and of bytes 1 and 3.
-__device__ __forceinline__ TwoPairs halves_of_alternates(uint32_t x) {
+// Operands of products, which are multiplied by kOperandUnit afterwards: as float16, elements divided by that.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+constexpr float kOperandUnit = 1;
+#else
+constexpr float kOperandUnit = 256;
+#endif
+// Bytes 0 and 2, and bytes 1 and 3, as operands.
+__device__ __forceinline__ TwoPairs operands_of_alternates(uint32_t x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   return halves_of_neighbours(ptx::permute_bytes(x, 0, 0x3120));
 #else
-  return {half_of_high_bytes(x << 8), half_of_high_bytes(x)};
+  return {small_half_of_high_bytes(x << 8), small_half_of_high_bytes(x)};
 #endif
 }
+// All four bytes as operands. kNeighbours: the pairs are bytes 0 and 1, and bytes 2 and 3; otherwise 0 and 2, and 1
+// and 3, which take fewer instructions where they are made by bit arithmetic.
+struct AnyPairs {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  static constexpr bool kNeighbours = true;
+  static __device__ __forceinline__ TwoPairs operands(uint32_t x) { return halves_of_neighbours(x); }
+#else
+  static constexpr bool kNeighbours = false;
+  static __device__ __forceinline__ TwoPairs operands(uint32_t x) { return operands_of_alternates(x); }
+#endif
+};
 // bfloat16 of bytes 0 and 1, and of bytes 2 and 3.
 __device__ __forceinline__ TwoPairs bfloats_of_neighbours(uint32_t x) {
   const auto narrower = [](uint32_t pair) {

@@ -77,6 +77,16 @@ struct GeneralScore {
       each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] *= factor; });
     }
   }
+  // The same for products of which those of row g + 8 r of row tile i still lack the factor scale[i][r].
+  template <class T, int kRowTiles, int N>
+  __device__ __forceinline__ void make_logits(float (&x)[kRowTiles][N][4], const float (&scale)[kRowTiles][2]) const {
+    if (is_capped) {
+      each_element<kRowTiles, N>(
+          [&](int i, int n, int e) { x[i][n][e] = times(scale[i][e / 2]).capped<T>().stored(x[i][n][e]) * factor; });
+    } else {
+      each_element<kRowTiles, N>([&](int i, int n, int e) { x[i][n][e] *= factor * scale[i][e / 2]; });
+    }
+  }
   // Gradients of logits become gradients of scaled products. logits: without bias, as above; they are ignored where the
   // gradient is 0.
   template <class T, int kRowTiles, int N>

@@ -30,7 +30,8 @@ struct PartColumns {
 // The threads of a row form n groups: a group covers all columns and accumulates every n-th part. The kernel is bound
 // by latency, so a thread loads its first parts in advance, and every warp computes the maximum and the sum over all
 // parts redundantly instead of exchanging them.
-template <class T>
+// kHeads: KV heads of the task, whose rows alternate.
+template <class T, int kHeads>
 __global__ void __launch_bounds__(kMostColumns)
     combine_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ Plan plan, int rows, int columns,
                    int rows_at_once) {
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(kMostColumns)
   const int threads = static_cast<int>(blockDim.x) / rows_at_once, row = static_cast<int>(threadIdx.x) / threads;
   const int thread = static_cast<int>(threadIdx.x) % threads, lane = thread % 32;
   const int group = plan.group, i = static_cast<int>(blockIdx.y) * rows_at_once + row;
-  const int packed = task.row_tile * rows + i;
+  const int key_head = task.head_k * kHeads + i % kHeads, packed = task.row_tile * (rows / kHeads) + i / kHeads;
   const bool row_exists = i < rows && packed < static_cast<int>(queries.length) * group;
   const int count = row_exists ? task.parts : 0;
 
@@ -88,7 +89,7 @@ __global__ void __launch_bounds__(kMostColumns)
   if (own_group < groups) *reinterpret_cast<float4*>(sums + own_group * columns + column) = x;
   __syncthreads();
   if (!row_exists) return;
-  const int64_t query = queries.start + packed / group, head = task.head_k * group + packed % group;
+  const int64_t query = queries.start + packed / group, head = key_head * group + packed % group;
   const float factor = sum == 0 ? 0.f : 1 / sum;
   for (int c = thread; c < static_cast<int>(p.head_dim_v); c += threads) {
     float total = 0;
@@ -115,8 +116,10 @@ void combine(const DecodeParams& p, const Plan& plan, int64_t tasks, int rows, i
   const int rows_at_once = has_few ? 4 : 1;
   const int64_t used = std::max<int64_t>(1, std::min<int64_t>(rows, query_rows(p) * p.group_size()));
   const dim3 grid(static_cast<unsigned>(tasks), static_cast<unsigned>((used + rows_at_once - 1) / rows_at_once));
-  launch_early(combine_kernel<T>, "decode_combine", p, grid, threads,
-               threads * kColumns * static_cast<int>(sizeof(float)), p, plan, rows, columns, rows_at_once);
+  // in_groups has made one KV head of two.
+  const auto kernel = p.group_size() == 2 * plan.group ? combine_kernel<T, 2> : combine_kernel<T, 1>;
+  launch_early(kernel, "decode_combine", p, grid, threads, threads * kColumns * static_cast<int>(sizeof(float)), p,
+               plan, rows, columns, rows_at_once);
 }
 
 template void combine<float>(const DecodeParams&, const Plan&, int64_t, int, int);

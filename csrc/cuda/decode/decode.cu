@@ -41,7 +41,7 @@ constexpr std::array<RowKernel, sizeof...(kRow)> of_rows(std::index_sequence<kRo
 
 // The kernels of a class of head dims, in ascending order of the rows of their tiles.
 struct Kernels {
-  static constexpr int kMost = 3;
+  static constexpr int kMost = 4;
   RowKernel of_tiles[kMost];
   void (*combine)(const DecodeParams&, const Plan&, int64_t, int, int);
   int columns;  // kHeadDim
@@ -49,12 +49,16 @@ struct Kernels {
 
 // Stores the type of out.
 template <class T>
-auto combine_of(const DecodeParams& p) {
+auto combine_of(const DecodeParams& p, bool pairs = false) {
+  const auto of = [&](auto out) {
+    using Out = decltype(out);
+    return pairs ? combine_pairs<Out> : combine<Out>;
+  };
   if constexpr (kIsFloat8<T>) {
-    if (p.out_dtype == DType::kFloat16) return combine<__half>;
-    return p.out_dtype == DType::kFloat32 ? combine<float> : combine<__nv_bfloat16>;
+    if (p.out_dtype == DType::kFloat16) return of(__half());
+    return p.out_dtype == DType::kFloat32 ? of(float()) : of(__nv_bfloat16());
   } else {
-    return combine<T>;
+    return of(T());
   }
 }
 
@@ -107,6 +111,7 @@ struct Launch {
     for (const RowKernel& next : kernels.of_tiles) {
       if (!next.sizes || (kernel.sizes && rows <= tile.rows)) break;
       const TileSizes sizes = next.sizes();
+      if (sizes.heads > 1 && !has_adjacent_heads(p, sizes.heads)) continue;
       if (kernel.sizes && sizes.query_bytes + sizes.team_bytes > most) break;
       kernel = next;
       tile = sizes;
@@ -116,11 +121,23 @@ struct Launch {
     shared_bytes = tile.query_bytes + teams * tile.team_bytes;
     const int all_shared = device_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
     const int blocks_at_once = std::min(2, all_shared / (shared_bytes + kStaticBytes + kReservedBytes));
-    divide(p, rows, int64_t{std::max(1, blocks_at_once)} * multiprocessors());
+    divide(in_groups(p, tile.heads), rows, int64_t{std::max(1, blocks_at_once)} * multiprocessors());
+    if (tile.heads > 1) {
+      plan.slot_rows = tile.heads * tile.rows;
+      kernels.combine = combine_of<Float8>(p, true);
+    }
     q_bytes = p.rotary.cos ? query_rows(p) * batch_entries(p) * p.heads_q * p.head_dim * element_bytes(p) : 0;
   }
 
   bool has_wide_tile() const { return tile.rows > 32; }
+
+  // Whether rows of `heads` adjacent KV heads are one row in memory, which a tile of as many heads reads.
+  bool has_adjacent_heads(const DecodeParams& p, int heads) const {
+    const auto adjacent = [&](const TensorView& t, int64_t columns) {
+      return columns == kernels.columns && t.head_stride == columns && rows_are_aligned(t, 0, key_bytes(p));
+    };
+    return p.heads_k % heads == 0 && adjacent(p.k, p.head_dim) && adjacent(p.v, p.head_dim_v);
+  }
 
   // The number of shares, at most `at_once`. If one a little smaller than that makes shares of tasks of equal length
   // begin and end with a task, fewer tasks are split and fewer thread blocks have two parts.

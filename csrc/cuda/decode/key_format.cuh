@@ -1,15 +1,21 @@
 // What the kernel of decoding (split.cuh) does differently for each type of keys and values. A format is a member of
 // the kernel's object and may hold registers there.
 //   kPack                     adjacent elements of keys and values that one element of a tile in shared memory holds
-//   ValueCore                 the tensor cores for the product with the values
+//   kSparesInstructions       whether the lanes of a warp divide runs of keys among them and pages are found without
+//                             a division, because conversions take many instructions
+//   kAlwaysAhead              whether the next part is prefetched even if accumulators take more than about a stage
 //   kSoftmaxHasSink           whether the sink is in the online softmax of a part, or the epilogue counts it
-//   start_part(p, part)       called before the first product of a part
 //   widen_query(...)          writes a vector of q to shared memory if q needs a conversion, and returns whether it
-//   does query_operand, score_product, accumulate
-//                             the products of products.cuh
-//   score_rule(score)         the rule that makes products logits
+//                             does
+//   kPreparesQueries, prepare_query(row)
+//                             whether a warp has to change each row of q in shared memory before it is an operand
+//   start_part(p, b, key_head, row)
+//                             called before the first product of a part; key_head(i, r), row(i, r): KV head and q in
+//                             shared memory of row r of this lane in row tile i
+//   score_product, accumulate the products of products.cuh
+//   make_logits(score, x)     products become logits
 //   store_sums(to, x, r)      writes a lane's columns of row r of accumulators to a row in shared memory
-//   value_factor(p, part)     the factor of the output
+//   value_factor(p, b, head)  the factor of the output
 //   store(p, x, ...)          writes columns of a row of the output
 #pragma once
 
@@ -33,20 +39,22 @@ __device__ __forceinline__ void store_columns(const TensorView& view, const floa
 }
 
 // Keys and values of the type of q.
-template <class Key>
+template <class Key, int kRowTiles>
 struct KeyFormat {
   using T = Key;
   using Core = TensorCore<T>;
-  using ValueCore = Core;
   static constexpr int kPack = 1;
+  static constexpr bool kSparesInstructions = false;
+  static constexpr bool kAlwaysAhead = true;
   static constexpr bool kSoftmaxHasSink = true;
+  static constexpr bool kPreparesQueries = false;
 
-  __device__ __forceinline__ void start_part(const DecodeParams&, const Part&) {}
+  template <int kHeadDim>
+  static __device__ __forceinline__ void prepare_query(T*) {}
+  template <int kHeadDim, class HeadOf, class RowOf>
+  __device__ __forceinline__ void start_part(const DecodeParams&, int, const HeadOf&, const RowOf&) {}
   static __device__ __forceinline__ bool widen_query(const DecodeParams&, T*, int, int, int64_t, int, int) {
     return false;
-  }
-  static __device__ __forceinline__ typename Core::A query_operand(const T* tile, int stride, int row, int column) {
-    return Core::load_a(tile, stride, row, column);
   }
   template <int kHeadDim, class Scores, class A, class B>
   static __device__ __forceinline__ void score_product(Scores& scores, const A& a, const B& b) {
@@ -56,7 +64,10 @@ struct KeyFormat {
   static __device__ __forceinline__ void accumulate(Sums& sums, const A& a, const B& b) {
     flashattn_ext::accumulate<T, kSteps>(sums, a, b);
   }
-  __device__ __forceinline__ const GeneralScore& score_rule(const GeneralScore& score) const { return score; }
+  template <class Scores>
+  static __device__ __forceinline__ void make_logits(const GeneralScore& score, Scores& x) {
+    score.template make_logits<T>(x);
+  }
   template <int N>
   static __device__ __forceinline__ void store_sums(float* to, const float (&x)[N][4], int r) {
 #pragma unroll
@@ -64,36 +75,51 @@ struct KeyFormat {
       *reinterpret_cast<float2*>(to + n * 8 + 2 * t()) = make_float2(x[n][2 * r], x[n][2 * r + 1]);
     }
   }
-  static __device__ __forceinline__ float value_factor(const DecodeParams&, const Part&) { return 1.f; }
+  static __device__ __forceinline__ float value_factor(const DecodeParams&, int, int) { return 1.f; }
   static __device__ __forceinline__ void store(const DecodeParams& p, const float (&x)[4], int b, int head, int64_t row,
                                                int column, int columns) {
     store_columns<T>(p.out, x, b, head, row, column, columns);
   }
 };
 
-// Keys and values in fp8, q in bfloat16 or fp8 (fp8_products.cuh).
-template <>
-struct KeyFormat<Float8> {
-  using T = __nv_bfloat16;
+// Keys and values in fp8, q in bfloat16 or fp8 (fp8_products.cuh). A row of q is in shared memory as bfloat16 before
+// prepare_query, and then as float16 times a power of two, with the factor of its products behind it, in the padding.
+template <int kRowTiles>
+struct KeyFormat<Float8, kRowTiles> {
+  using T = __half;
   using Core = TensorCore<T>;
-  using ValueCore = TensorCore<__half>;
+  static constexpr bool kPreparesQueries = true;
   static constexpr int kPack = 2;
+  static constexpr bool kSparesInstructions = true;
+  // Stages have half of the bytes that they have in 16 bits, but accumulators do not: with more than a stage of them
+  // beside the first stages of the next part there would be shared memory for one thread block only.
+  static constexpr bool kAlwaysAhead = false;
   // Weights relative to a sink far above the logits would vanish in float16.
   static constexpr bool kSoftmaxHasSink = false;
 
-  float of_products;  // descale_q * descale_k
+  float of_products[kRowTiles][2];  // of the lane's rows: descales and the factor of the row
 
-  __device__ __forceinline__ void start_part(const DecodeParams& p, const Part& part) {
-    of_products = p.descale_q.of(part.b, part.head_k) * p.descale_k.of(part.b, part.head_k);
+  template <int kHeadDim>
+  static __device__ __forceinline__ void prepare_query(T* row) {
+    const float factor = flashattn_ext::prepare_query<kHeadDim>(row);
+    if (threadIdx.x % 32 == 0) *reinterpret_cast<float*>(row + kHeadDim) = factor;
+  }
+  template <int kHeadDim, class HeadOf, class RowOf>
+  __device__ __forceinline__ void start_part(const DecodeParams& p, int b, const HeadOf& key_head, const RowOf& row) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float descale = p.descale_q.of(b, key_head(i, r)) * p.descale_k.of(b, key_head(i, r));
+        of_products[i][r] = descale * *reinterpret_cast<const float*>(row(i, r) + kHeadDim);
+      }
+    }
   }
   static __device__ __forceinline__ bool widen_query(const DecodeParams& p, T* to, int b, int head, int64_t row,
                                                      int column, int elements) {
     if (p.dtype != DType::kFloat8) return false;
     *reinterpret_cast<uint4*>(to) = widen_vector(row_pointer<const Float8>(p.q, b, head, row) + column, elements);
     return true;
-  }
-  static __device__ __forceinline__ Core::A query_operand(const T* tile, int stride, int row, int column) {
-    return load_query(tile + row * stride, stride, column);
   }
   template <int kHeadDim, class Scores, class A, class B>
   static __device__ __forceinline__ void score_product(Scores& scores, const A& a, const B& b) {
@@ -103,8 +129,9 @@ struct KeyFormat<Float8> {
   static __device__ __forceinline__ void accumulate(Sums& sums, const A& a, const B& b) {
     accumulate_fp8<kSteps>(sums, a, words_of(b));
   }
-  __device__ __forceinline__ GeneralScore score_rule(const GeneralScore& score) const {
-    return score.times(of_products);
+  template <class Scores>
+  __device__ __forceinline__ void make_logits(const GeneralScore& score, Scores& x) const {
+    score.template make_logits<__nv_bfloat16>(x, of_products);
   }
   // Tile n holds the even ones of 16 columns, and tile n + 1 the odd ones.
   template <int N>
@@ -116,8 +143,8 @@ struct KeyFormat<Float8> {
           make_float4(even[2 * r], odd[2 * r], even[2 * r + 1], odd[2 * r + 1]);
     }
   }
-  static __device__ __forceinline__ float value_factor(const DecodeParams& p, const Part& part) {
-    return p.descale_v.of(part.b, part.head_k);
+  static __device__ __forceinline__ float value_factor(const DecodeParams& p, int b, int key_head) {
+    return p.descale_v.of(b, key_head) * kOperandUnit;
   }
   static __device__ __forceinline__ void store(const DecodeParams& p, const float (&x)[4], int b, int head, int64_t row,
                                                int column, int columns) {

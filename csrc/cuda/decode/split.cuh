@@ -22,16 +22,20 @@ namespace flashattn_ext::decode {
 // Key: the type of keys and values. T: the type of q, and the element of tiles in shared memory.
 template <class Key, int kHeadDim, int kTileRows>
 struct Split {
-  using Format = KeyFormat<Key>;
+  static constexpr Tile kTile = tile_of<Key, kHeadDim, kTileRows>();
+  static constexpr int kRowTiles = kTile.row_tiles, kRows = kTile.rows();  // kRows: of a KV head
+  // A tile of two KV heads has the rows of the first one in the upper halves of the MMA tiles. Both products multiply
+  // all rows with the keys and values of each head, and what is of the other head is not used.
+  static constexpr int kHeads = kTile.heads;
+  static constexpr int kAllRows = kTile.all_rows();
+  static_assert(kHeads == 1 || (kHeads == 2 && kAllRows == 16));
+  using Format = KeyFormat<Key, kRowTiles>;
   using T = typename Format::T;
   using Core = TensorCore<T>;
-  using ValueCore = typename Format::ValueCore;
-  static constexpr Tile kTile = tile_of<Key, kHeadDim, kTileRows>();
-  static constexpr int kRowTiles = kTile.row_tiles, kRows = kTile.rows();
   static constexpr int kColumnWarps = kTile.column_warps, kTeamWarps = kTile.row_warps * kColumnWarps;
   static constexpr int kKeys = kTile.keys, kStages = kTile.stages;
   static constexpr bool kHasRegisters = sizeof(T) == 2 && kRowTiles == 1 && kHeadDim <= 128;  // registers to spare
-  static constexpr int kPack = Format::kPack, kRowElements = kHeadDim / kPack;                // of a row of keys
+  static constexpr int kPack = Format::kPack, kRowElements = kHeads * kHeadDim / kPack;       // of a row of keys
   using KeyTile = SwizzledTile<T, kRowElements>;                                              // for keys and values
   static constexpr int kQueryStride = kTileStride<T, kHeadDim>, kVectorElements = kVectorBytes / sizeof(T);
   static constexpr int kQueryVectors = kHeadDim / kVectorElements;
@@ -39,7 +43,7 @@ struct Split {
   static constexpr int kScoreTiles = kKeys / 8, kSteps = kKeys / Core::kK;
   // Output columns per warp, computed in chunks. With many fp32 columns in one chunk the compiler hoists so many loads
   // of values that registers spill.
-  static constexpr int kWarpColumns = kHeadDim / kColumnWarps;
+  static constexpr int kWarpColumns = kHeads * kHeadDim / kColumnWarps;
   static constexpr int kChunkColumns = sizeof(T) == 4 && kWarpColumns > 128 ? 16 : kWarpColumns;
   static constexpr int kChunks = kWarpColumns / kChunkColumns, kChunkTiles = kChunkColumns / 8;
   // The query fragments stay in registers for the whole part, if a warp has one row tile of 16-bit elements.
@@ -48,32 +52,37 @@ struct Split {
   static_assert(kUnitKeys % kKeys == 0);
   // The epilogue stores a team's accumulators over its ring. With three stages it starts at the last stage, while the
   // other stages already receive the first keys of the next part.
-  static constexpr bool kAhead = kStages > 2;
+  static constexpr int kSumElements = kAllRows * kSumStride * static_cast<int>(sizeof(float) / sizeof(T));
+  static constexpr bool kAhead = kStages > 2 && (Format::kAlwaysAhead || 4 * kSumElements <= 5 * kStageElements);
   static constexpr int kSumsBegin = kAhead ? (kStages - 1) * kStageElements : 0;
-  static constexpr int kSumsEnd = kSumsBegin + kRows * kSumStride * static_cast<int>(sizeof(float) / sizeof(T));
+  static constexpr int kSumsEnd = kSumsBegin + kSumElements;
   static constexpr int kTeamElements = kStages * kStageElements > kSumsEnd ? kStages * kStageElements : kSumsEnd;
 
   // A warp copies runs of adjacent keys. A run never crosses pages, whose sizes are multiples of 16 keys.
   static constexpr int kWarpKeys = kKeys / kTeamWarps, kRunKeys = kWarpKeys < 16 ? kWarpKeys : 16;
-  static constexpr int kRuns = kWarpKeys / kRunKeys;
+  // It copies kRunsAtOnce runs at the same time, each with kRunLanes lanes, so that each lane locates one of them only.
+  static constexpr int kRuns = kWarpKeys / kRunKeys, kRunsAtOnce = Format::kSparesInstructions ? kRuns : 1;
+  static constexpr int kRunLanes = 32 / kRunsAtOnce, kLaneRuns = kRuns / kRunsAtOnce;
   static constexpr int kRowVectors = kRowElements / kVectorElements, kRunVectors = kRunKeys * kRowVectors;
   // The assignment of lanes to columns repeats after kPeriod vectors per lane, which cover kPeriodKeys rows.
-  static constexpr int kPeriod = kRowVectors % 32 == 0 ? kRowVectors / 32 : 32 % kRowVectors == 0 ? 1 : 3;
-  static constexpr int kPeriodKeys = 32 * kPeriod / kRowVectors;
-  static_assert(kRunVectors % (32 * kPeriod) == 0 && 32 * kPeriod % kRowVectors == 0);
+  static constexpr int kPeriod = kRowVectors % kRunLanes == 0   ? kRowVectors / kRunLanes
+                                 : kRunLanes % kRowVectors == 0 ? 1
+                                                                : 3;
+  static constexpr int kPeriodKeys = kRunLanes * kPeriod / kRowVectors;
+  static_assert(kRunVectors % (kRunLanes * kPeriod) == 0 && kRunLanes * kPeriod % kRowVectors == 0);
   static_assert((kPeriodKeys & (kPeriodKeys - 1)) == 0);
 
   // Shared memory: the query tile (double-buffered if kAhead), the row maxima and sums of each team, the rings.
   struct RowSum {
     float max, sum;
   };
-  static constexpr int kQueryElements = kRows * kQueryStride;
+  static constexpr int kQueryElements = kAllRows * kQueryStride;
   static constexpr int kQueryBytes = (kAhead ? 2 : 1) * kQueryElements * static_cast<int>(sizeof(T));
   static constexpr int kTeamBytes =
-      kRows * static_cast<int>(sizeof(RowSum)) + kTeamElements * static_cast<int>(sizeof(T));
+      kAllRows * static_cast<int>(sizeof(RowSum)) + kTeamElements * static_cast<int>(sizeof(T));
 
   struct Runs {
-    const Key *k[kRuns], *v[kRuns];
+    const Key *k[kLaneRuns], *v[kLaneRuns];
   };
 
   const DecodeParams& p;
@@ -106,7 +115,7 @@ struct Split {
         whole(aligned && params.head_dim == kHeadDim && params.head_dim_v == kHeadDim) {
     q_tiles = reinterpret_cast<T*>(shared);
     row_sums = reinterpret_cast<RowSum*>(shared + kQueryBytes);
-    rings = reinterpret_cast<T*>(row_sums + teams * kRows);
+    rings = reinterpret_cast<T*>(row_sums + teams * kAllRows);
   }
 
   // The current and the next part with their sequences, in shared memory to reduce register pressure.
@@ -140,13 +149,20 @@ struct Split {
   __device__ __forceinline__ int lane_row() const { return warp_row() + g(); }
   // The first output column of this warp.
   __device__ __forceinline__ int warp_column() const { return member() % kColumnWarps * kWarpColumns; }
-  // The query and the query head of a packed row of the tile. Padding rows map to queries past the last one.
+  // The KV head of a row of the tile, and the number of the row among the packed rows of that head.
+  __device__ __forceinline__ int key_head(int i) const {
+    return kHeads == 1 ? part().head_k : part().head_k * kHeads + i / kRows;
+  }
+  __device__ __forceinline__ int packed_row(int i) const {
+    return part().row_tile * kRows + (kHeads == 1 ? i : i % kRows);
+  }
+  // The query and the query head of a row of the tile. Padding rows map to queries past the last one.
   struct Row {
     int query, head;
   };
   __device__ __forceinline__ Row row(int i) const {
-    const int packed = part().row_tile * kRows + i;
-    return {packed / plan.group, part().head_k * plan.group + packed % plan.group};
+    const int packed = packed_row(i);
+    return {packed / plan.group, key_head(i) * plan.group + packed % plan.group};
   }
   __device__ __forceinline__ Mask32 mask() const { return Mask32(p, work().queries, work().length); }
 
@@ -270,7 +286,8 @@ struct Split {
     Limits keys, whole;  // cache rows visible to at least one row of the tile, and to every row of the tile
     int first, steps;    // the team's first step and its number of steps
     KeyLocator locator;
-    Runs runs;  // runs of the step that is copied next
+    uint32_t reciprocal;  // of the page size, for formats that locate keys with it
+    Runs runs;            // runs of the step that is copied next
   };
 
   // Starts copying the queries and the first keys of a part.
@@ -286,7 +303,9 @@ struct Split {
               first,
               last >= first ? (last - first) / teams + 1 : 0,
               KeyLocator(p, part().b),
+              0,
               {}};
+    if constexpr (Format::kSparesInstructions) walk.reciprocal = walk.locator.reciprocal_of_pages();
     locate(walk, 0);
 #pragma unroll 1
     for (int i = 0; i < kStages - 1; ++i) {
@@ -315,10 +334,10 @@ struct Split {
     const int columns = static_cast<int>(p.head_dim), rows = work().queries * plan.group;
     const bool in_vectors = rows_are_aligned(p.q);
 #pragma unroll 1
-    for (int v = threadIdx.x; v < kRows * kQueryVectors; v += blockDim.x) {
+    for (int v = threadIdx.x; v < kAllRows * kQueryVectors; v += blockDim.x) {
       const int i = v / kQueryVectors, column = v % kQueryVectors * kVectorElements;
       const Row at = row(i);
-      const bool exists = part().row_tile * kRows + i < rows;
+      const bool exists = packed_row(i) < rows;
       const T* const from = exists ? row_pointer<const T>(p.q, part().b, at.head, start + at.query) + column : nullptr;
       T* const to = q_tile() + i * kQueryStride + column;
       const int elements = exists ? columns - column : 0;
@@ -355,6 +374,7 @@ struct Split {
     start_rows();
     ptx::cp_async_wait<kStages - 2>();
     __syncthreads();  // the queries have arrived
+    prepare_queries();
     if constexpr (kKeepsQueries) {
 #pragma unroll
       for (int d = 0; d < kHeadDim; d += Core::kK) queries[d / Core::kK] = query_operand(0, d);
@@ -372,6 +392,18 @@ struct Split {
     team_sync();
   }
 
+  __device__ __forceinline__ void prepare_queries() {
+    if constexpr (Format::kPreparesQueries) {
+      for (int i = thread / 32; i < kAllRows; i += blockDim.x / 32) {
+        Format::template prepare_query<kHeadDim>(q_tile() + i * kQueryStride);
+      }
+      __syncthreads();
+    }
+    format.template start_part<kHeadDim>(
+        p, part().b, [&](int i, int r) { return key_head(lane_row() + 16 * i + 8 * r); },
+        [&](int i, int r) { return q_tile() + (lane_row() + 16 * i + 8 * r) * kQueryStride; });
+  }
+
   // Starts copying the team's i-th step, if it exists, and locates the next step.
   __device__ __forceinline__ void copy_step(Walk& walk, int i, int to) const {
     if (i >= walk.steps) return;
@@ -379,14 +411,23 @@ struct Split {
     locate(walk, i + 1);
   }
 
-  // Locates the runs that this warp copies in a step, one step before their copy: the load from the block table then
+  // The first key of the i-th run of this lane within a step.
+  __device__ __forceinline__ int run_key(int i) const {
+    const int first = member() * kWarpKeys + i * kRunsAtOnce * kRunKeys;
+    return kRunsAtOnce == 1 ? first : first + lane() / kRunLanes * kRunKeys;
+  }
+  __device__ __forceinline__ int run_lane() const { return kRunsAtOnce == 1 ? lane() : lane() % kRunLanes; }
+
+  // Locates the runs that this lane copies in a step, one step before their copy: the load from the block table then
   // overlaps the computation.
   __device__ __forceinline__ void locate(Walk& walk, int step) const {
     if (step >= walk.steps) return;
 #pragma unroll
-    for (int i = 0; i < kRuns; ++i) {
-      const int row = (walk.first + step * teams) * kKeys + member() * kWarpKeys + i * kRunKeys;
-      const KeyRun run = walk.locator.run_of_row(min(row, walk.keys.end - 1) / kRunKeys * kRunKeys, kRunKeys);
+    for (int i = 0; i < kLaneRuns; ++i) {
+      const int row = (walk.first + step * teams) * kKeys + run_key(i);
+      const int run_row = min(row, walk.keys.end - 1) / kRunKeys * kRunKeys;
+      const KeyRun run = Format::kSparesInstructions ? walk.locator.run_of_row(run_row, kRunKeys, walk.reciprocal)
+                                                     : walk.locator.run_of_row(run_row, kRunKeys);
       walk.runs.k[i] = row_pointer<const Key>(p.k, run.entry, part().head_k, run.row);
       walk.runs.v[i] = row_pointer<const Key>(p.v, run.entry, part().head_k, run.row);
     }
@@ -394,11 +435,11 @@ struct Split {
 
   // Starts copying the keys and values of a step.
   __device__ __forceinline__ void load(T* to, const Runs& runs, int step, const Limits& keys) const {
-    const int columns = static_cast<int>(p.head_dim), columns_v = static_cast<int>(p.head_dim_v);
+    const int columns = kHeads * static_cast<int>(p.head_dim), columns_v = kHeads * static_cast<int>(p.head_dim_v);
     const bool all = whole && step * kKeys >= keys.begin && (step + 1) * kKeys <= keys.end;
 #pragma unroll
-    for (int i = 0; i < kRuns; ++i) {
-      const int key = member() * kWarpKeys + i * kRunKeys, row = step * kKeys + key;
+    for (int i = 0; i < kLaneRuns; ++i) {
+      const int key = run_key(i), row = step * kKeys + key;
       T* const k_to = to + key * kRowElements;
       T* const v_to = k_to + kKeys * kRowElements;
       if (all) {
@@ -414,12 +455,12 @@ struct Split {
   __device__ __forceinline__ void load_whole_run(T* to, const Key* from, int64_t row_stride) const {
 #pragma unroll
     for (int phase = 0; phase < kPeriod; ++phase) {
-      const int v = lane() + 32 * phase, key = v / kRowVectors, column = v % kRowVectors * kVectorElements;
+      const int v = run_lane() + kRunLanes * phase, key = v / kRowVectors, column = v % kRowVectors * kVectorElements;
       const Key* source = from + key * row_stride + column * kPack;
       T* const target = to + key * kRowElements;
       const int place = column ^ KeyTile::places(key);
 #pragma unroll
-      for (int i = 0; i < kRunVectors / (32 * kPeriod); ++i) {
+      for (int i = 0; i < kRunVectors / (kRunLanes * kPeriod); ++i) {
         // key < kPeriodKeys, a power of two, so key and `further` have no bits in common.
         const int further = i * kPeriodKeys;
         ptx::cp_async(target + further * kRowElements + (place ^ KeyTile::places(further)), source, true);
@@ -438,10 +479,10 @@ struct Split {
     };
     if (aligned) {
 #pragma unroll 4
-      for (int i = 0; i < kRunVectors / 32; ++i) copy(lane() + 32 * i, copy_vector<Key>);
+      for (int i = 0; i < kRunVectors / kRunLanes; ++i) copy(run_lane() + kRunLanes * i, copy_vector<Key>);
     } else {
 #pragma unroll 1
-      for (int v = lane(); v < kRunVectors; v += 32) copy(v, copy_elements<Key>);
+      for (int v = run_lane(); v < kRunVectors; v += kRunLanes) copy(v, copy_elements<Key>);
     }
   }
 
@@ -449,7 +490,6 @@ struct Split {
   // epilogue.
   __device__ __forceinline__ void start_rows() {
     const bool has_sink = Format::kSoftmaxHasSink && p.has_sink && part().is_first && team() == 0;
-    format.start_part(p, part());
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       for_chunks([&](int c) { set_zero(out[c][i]); });
@@ -464,7 +504,7 @@ struct Split {
   }
 
   __device__ __forceinline__ typename Core::A query_operand(int row_tile, int column) const {
-    return Format::query_operand(q_tile(), kQueryStride, warp_row() + row_tile * 16, column);
+    return Core::load_a(q_tile(), kQueryStride, warp_row() + row_tile * 16, column);
   }
 
   __device__ __forceinline__ int key_place() const { return kHasRegisters ? kept_key_place : KeyTile::first_place_b(); }
@@ -482,21 +522,31 @@ struct Split {
         return query_operand(i, d);
       }
     };
-    Format::template score_product<kHeadDim>(scores, operand, [&](typename Core::B(&pair)[2], int n, int d) {
-      KeyTile::load_b(pair, keys + n * 8 * kRowElements, KeyTile::moved(key_place(), d / kPack));
-    });
-    format.score_rule(score).template make_logits<T>(scores);
+    const auto multiply = [&](float (&products)[kRowTiles][kScoreTiles][4], int first_column) {
+      Format::template score_product<kHeadDim>(products, operand, [&](typename Core::B(&pair)[2], int n, int d) {
+        KeyTile::load_b(pair, keys + n * 8 * kRowElements, KeyTile::moved(key_place(), (first_column + d) / kPack));
+      });
+    };
+    multiply(scores, 0);
+    if constexpr (kHeads == 2) {
+      float second[kRowTiles][kScoreTiles][4];
+      multiply(second, kHeadDim);
+      each_element<kRowTiles, kScoreTiles>([&](int i, int n, int e) {
+        if (e >= 2) scores[i][n][e] = second[i][n][e];
+      });
+    }
+    format.make_logits(score, scores);
     if (p.alibi_slopes) add_slopes(scores, row0);
     if (row0 < whole.begin || row0 + kKeys > whole.end) hide_unseen(scores, row0);
     if (p.has_intervals()) hide_by_mask(scores, row0);
     const T* const values = keys + kKeys * kRowElements;
-    typename ValueCore::A weights[kRowTiles][kSteps];
+    typename Core::A weights[kRowTiles][kSteps];
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       softmax[i].weigh(scores[i], StoredLogit(), kTolerance,
                        [&](const float (&shrink)[2]) { for_chunks([&](int c) { rescale(out[c][i], shrink); }); });
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) weights[i][step] = ValueCore::from_accumulators(scores[i], step);
+      for (int step = 0; step < kSteps; ++step) weights[i][step] = Core::from_accumulators(scores[i], step);
     }
     for_chunks([&](int chunk) {
       const int column = warp_column() + chunk * kChunkColumns;
@@ -567,16 +617,22 @@ struct Split {
     each_row([&](int i, int r) {
       const int row = lane_row() + 16 * i + 8 * r;
       const float sum = softmax[i].total(r);
-      if (row >= rows) return;
-      if (t() == 0 && warp_column() == 0) row_sums[team() * kRows + row] = {softmax[i].max[r], sum};
+      if ((kHeads == 1 ? row : row % kRows) >= rows) return;
+      if (t() == 0 && warp_column() == 0) row_sums[team() * kAllRows + row] = {softmax[i].max[r], sum};
       // The largest logit is stored after the columns of the row, in the padding.
       if (t() == r && warp_column() == 0) own[row * kSumStride + kHeadDim] = softmax[i].largest_logit;
-      for_chunks(
-          [&](int c) { Format::store_sums(own + row * kSumStride + warp_column() + c * kChunkColumns, out[c][i], r); });
+      if constexpr (kHeads == 2) {
+        auto& columns = reinterpret_cast<float (&)[2][kChunkTiles / 2][4]>(out[0][i]);
+        Format::store_sums(own + row * kSumStride, columns[r], r);
+      } else {
+        for_chunks([&](int c) {
+          Format::store_sums(own + row * kSumStride + warp_column() + c * kChunkColumns, out[c][i], r);
+        });
+      }
     });
   }
 
-  // Number of rows of the tile without padding.
+  // Number of rows of the tile without padding, of each KV head.
   __device__ __forceinline__ int tile_rows() const {
     return min(kRows, work().queries * plan.group - part().row_tile * kRows);
   }
@@ -596,7 +652,7 @@ struct Split {
     float max = -infinity(), sum = 0;
     RowSum own[kMostTeams];
 #pragma unroll
-    for (int n = 0; n < kMostTeams; ++n) own[n] = n < teams ? row_sums[n * kRows + i] : RowSum{-infinity(), 0.f};
+    for (int n = 0; n < kMostTeams; ++n) own[n] = n < teams ? row_sums[n * kAllRows + i] : RowSum{-infinity(), 0.f};
 #pragma unroll
     for (int n = 0; n < kMostTeams; ++n) max = fmaxf(max, own[n].max);
     if (!Format::kSoftmaxHasSink) {
@@ -613,7 +669,7 @@ struct Split {
       all.x[0] += values.x * weight, all.x[1] += values.y * weight;
       all.x[2] += values.z * weight, all.x[3] += values.w * weight;
     }
-    const float factor = sum == 0 ? 0.f : 1 / sum * Format::value_factor(p, part());
+    const float factor = sum == 0 ? 0.f : 1 / sum * Format::value_factor(p, part().b, key_head(i));
 #pragma unroll
     for (int e = 0; e < 4; ++e) all.x[e] = sum == 0 ? 0.f : all.x[e] * factor;
     all.row = {max, sum};
@@ -630,12 +686,13 @@ struct Split {
   // the one that has column 0 also stores the row's statistics.
   __device__ __forceinline__ void store_rows() {
     constexpr int kGroups = kHeadDim / 4;
-    constexpr int kUnrolled = kRows > 16 ? 2 : 1;  // wide tiles: the accumulators no longer occupy registers
-    const int vectors = tile_rows() * kGroups;
+    constexpr int kUnrolled = kAllRows > 16 ? 2 : 1;  // wide tiles: the accumulators no longer occupy registers
+    const int rows = tile_rows(), vectors = kHeads * rows * kGroups;
     const int64_t first_query = query_sequence(p, part().b).start;
 #pragma unroll kUnrolled
     for (int v = thread; v < vectors; v += blockDim.x) {
-      const int i = v / kGroups, column = v % kGroups * 4;
+      const int row = v / kGroups, column = v % kGroups * 4;
+      const int i = kHeads == 1 || row < rows ? row : row - rows + kRows;
       if (column >= static_cast<int>(p.head_dim_v)) continue;
       const Combined all = combine_teams(i, column);
       part().slot < 0 ? store_output(all, i, column, first_query) : store_partial(all, i, column);
@@ -651,7 +708,9 @@ struct Split {
     if (p.row_maxima.data) *row_statistic(p.row_maxima, part().b, at.head, query) = largest_logit(i) * kLn2<float>;
   }
   __device__ __forceinline__ void store_partial(const Combined& all, int i, int column) {
-    const int64_t slot_row = static_cast<int64_t>(part().slot) * plan.slot_rows + i;
+    // Rows of two heads alternate in a slot.
+    const int row = kHeads == 1 ? i : i % kRows * kHeads + i / kRows;
+    const int64_t slot_row = static_cast<int64_t>(part().slot) * plan.slot_rows + row;
     *reinterpret_cast<float4*>(plan.partial_out + slot_row * kHeadDim + column) =
         make_float4(all.x[0], all.x[1], all.x[2], all.x[3]);
     if (column != 0) return;
@@ -674,13 +733,14 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
 template <class Key, int kHeadDim, int kTileRows>
 TileSizes tile_sizes() {
   using Kernel = Split<Key, kHeadDim, kTileRows>;
-  return {Kernel::kRows, Kernel::kTeamWarps, Kernel::kQueryBytes, Kernel::kTeamBytes};
+  return {Kernel::kRows, Kernel::kHeads, Kernel::kTeamWarps, Kernel::kQueryBytes, Kernel::kTeamBytes};
 }
 
 template <class Key, int kHeadDim, int kTileRows>
 void split(const DecodeParams& p, const Plan& plan, int warps, int shared_bytes, bool aligned) {
   launch_early(split_kernel<Key, kHeadDim, kTileRows>, "decode", p, dim3(static_cast<unsigned>(plan.blocks)),
-               warps * 32, shared_bytes, p, plan, GeneralScore::of(p), aligned);
+               warps * 32, shared_bytes, in_groups(p, Split<Key, kHeadDim, kTileRows>::kHeads), plan,
+               GeneralScore::of(p), aligned);
 }
 
 }  // namespace flashattn_ext::decode

@@ -56,11 +56,15 @@ __device__ __forceinline__ float max_nan(float a, float b) {
 }
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-// Two e4m3 numbers as two of float16, the low byte as the low half.
-__device__ __forceinline__ uint32_t half_of_e4m3x2(uint16_t x) {
-  uint32_t y;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;\n" : "=r"(y) : "h"(x));
-  return y;
+// Four e4m3 numbers as float16: bytes 0 and 1 of x as the low and the high half of `low`, bytes 2 and 3 as those of
+// `high`. The two halves of x are named by mov, because the instruction reads either without a shift then.
+__device__ __forceinline__ void halves_of_e4m3x4(uint32_t x, uint32_t* low, uint32_t* high) {
+  asm("{\n.reg .b16 first, second;\n"
+      "mov.b32 {first, second}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, first;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, second;\n}\n"
+      : "=r"(*low), "=r"(*high)
+      : "r"(x));
 }
 #endif
 

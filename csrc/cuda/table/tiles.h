@@ -80,7 +80,10 @@ struct Tile {
   int column_warps;  // warps of a team along the output columns; each recomputes the scores of its rows
   int keys;          // keys per step
   int stages;        // stages of a ring: one is computed while the copies of the others are in flight
-  constexpr int rows() const { return 16 * row_tiles * row_warps; }
+  // KV heads that the rows are divided among. Their keys are adjacent in memory, and a team reads them together.
+  int heads = 1;
+  constexpr int all_rows() const { return 16 * row_tiles * row_warps; }
+  constexpr int rows() const { return all_rows() / heads; }  // of a KV head
 };
 
 }  // namespace flashattn_ext::decode
