@@ -109,6 +109,22 @@ def call_with_caches(dtype: torch.dtype, head_dim: int) -> int:
     return len(choices) + 1
 
 
+def call_with_few_rows(dtype: torch.dtype, head_dim: int) -> int:
+    """Runs forwards of few queries for many keys, dense and packed, some with invalid cu_seqlens; returns the number of calls."""
+    starts = [[0, 1300, 1303, 2000], [0, 2000, 0, 2000], [-3, 5000, 700, 2000], [2**31 - 1, -(2**31), 5, 900]]
+    rows = (1, 5, 20)
+    for Sq in rows:
+        q, k, v = (t.detach() for t in leaves(dtype, head_dim, 2, 2000))
+        flashattn_ext.forward(q[:, :Sq], k, v, causal=True)
+        cu_q = torch.tensor([0, Sq, Sq, 2 * Sq], dtype=torch.int32, device="cuda")
+        for start in starts:
+            cu_k = torch.tensor(start, dtype=torch.int32, device="cuda")
+            flashattn_ext.varlen_forward(
+                q[0, : 2 * Sq], k[0], v[0], cu_q, cu_k, Sq, 1300, causal=True, window_size=(1000, 0)
+            )
+    return len(rows) * (1 + len(starts))
+
+
 def call_with_derivatives(dtype: torch.dtype, head_dim: int) -> int:
     """Runs the double backward of dense and packed calls, which has the kernels of both derivatives; returns the number of calls."""
 
@@ -183,6 +199,7 @@ def main() -> None:
         calls += call_with_masks(dtype, head_dim)
         calls += call_with_biases(dtype, head_dim)
         calls += call_with_caches(dtype, head_dim)
+        calls += call_with_few_rows(dtype, head_dim)
         if head_dim <= 256:
             calls += call_with_derivatives(dtype, head_dim)
         if dtype == torch.bfloat16:

@@ -231,8 +231,8 @@ class Dispatch {
   static bool widens(const AttnParams& p, const ForwardKernel& kernel) { return is_narrow(p) && !kernel.reads_fp8; }
   static size_t forward_workspace_bytes(const AttnParams& p) {
     if (runs_in_chunks(p)) return decode::chunk_bytes(decode::cached_call(p), chunk_kernel(p));
-    if (decode::is_few_rows(p)) {
-      return decode::workspace_bytes(decode::cached_call(p)) +
+    if (is_few_rows(p)) {
+      return cached_bytes(decode::cached_call(p), true) +
              (is_narrow(p) ? 0 : static_cast<size_t>(aligned_copy_bytes(p)));
     }
     const ForwardKernel& kernel = forward_of(p);
@@ -244,12 +244,24 @@ class Dispatch {
     return static_cast<size_t>(aligned_copy_bytes(p)) + bytes;
   }
   // The kernel of blocks of queries if the decoding call runs on it, else nullptr.
-  static const decode::PackedKernel* packed_kernel(const DecodeParams& p) {
-    const decode::PackedKernel* const kernel =
-        decode::has_aligned_rows(p) ? Architecture::packed(forward_call(p)) : nullptr;
-    return decode::is_packed(p, kernel) ? kernel : nullptr;
+  // aligned: whether its rows are, or copies of them will be.
+  static const decode::PackedKernel* packed_kernel(const DecodeParams& p, bool aligned) {
+    const decode::PackedKernel* const kernel = aligned ? Architecture::packed(forward_call(p)) : nullptr;
+    return decode::has_packed_rows(p, kernel) ? kernel : nullptr;
   }
-  static bool is_prefill(const DecodeParams& p) { return decode::is_prefill(p, packed_kernel(p) != nullptr); }
+  static bool is_few_rows(const AttnParams& p) { return decode::is_few_rows(p, Architecture::packed(forward_call(p))); }
+  static bool is_prefill(const DecodeParams& p) {
+    return decode::is_prefill(p, packed_kernel(p, decode::has_aligned_rows(p)) != nullptr);
+  }
+  // Calls with a KV cache that are no prefill, and forwards with few rows.
+  static size_t cached_bytes(const DecodeParams& p, bool aligned) {
+    const decode::PackedKernel* const kernel = packed_kernel(p, aligned);
+    return kernel ? decode::packed_bytes(p, *kernel) : decode::workspace_bytes(p);
+  }
+  static void run_cached(const DecodeParams& p, bool aligned) {
+    const decode::PackedKernel* const kernel = packed_kernel(p, aligned);
+    kernel ? decode::run_packed(p, *kernel) : decode::run(p);
+  }
   static ChunkKernel chunk_kernel(const AttnParams& p) {
     const ForwardKernel& kernel = forward_of(p);
     return kernel.chunks ? kernel.chunks() : ChunkKernel{};
@@ -259,8 +271,8 @@ class Dispatch {
   }
   static void run_forward(const AttnParams& p) {
     if (runs_in_chunks(p)) return decode::run_chunks(decode::cached_call(p), chunk_kernel(p));
-    const bool is_few = decode::is_few_rows(p);  // these kernels read fp8 as it is, with any alignment
-    if (is_few) return decode::run(decode::cached_call(is_narrow(p) ? p : align_inputs(p)));
+    const bool is_few = is_few_rows(p);  // these kernels read fp8 as it is, with any alignment
+    if (is_few) return run_cached(decode::cached_call(is_narrow(p) ? p : align_inputs(p)), true);
     const ForwardKernel& kernel = forward_of(p);
     kernel.run(widens(p, kernel) ? widen_inputs(p) : align_inputs(p));
   }
@@ -270,18 +282,12 @@ class Dispatch {
   }
   static bool has_chunks(const DecodeParams& p) { return p.invariant && decode::has_chunks(p, chunk_kernel(p)); }
   static size_t decode_workspace_bytes(const DecodeParams& p) {
-    if (!is_prefill(p)) {
-      const decode::PackedKernel* const kernel = packed_kernel(p);
-      return kernel ? decode::packed_bytes(p, *kernel) : decode::workspace_bytes(p);
-    }
+    if (!is_prefill(p)) return cached_bytes(p, decode::has_aligned_rows(p));
     if (has_chunks(p)) return decode::chunk_bytes(p, chunk_kernel(p));
     return decode::prefill_bytes(p) + forward_workspace_bytes(decode::packed_call(p));
   }
   static void decode(const DecodeParams& p) {
-    if (!is_prefill(p)) {
-      const decode::PackedKernel* const kernel = packed_kernel(p);
-      return kernel ? decode::run_packed(p, *kernel) : decode::run(p);
-    }
+    if (!is_prefill(p)) return run_cached(p, decode::has_aligned_rows(p));
     if (has_chunks(p)) return decode::run_chunks(p, chunk_kernel(p));
     const AttnParams packed = decode::begin_prefill(p);
     run_forward(packed);

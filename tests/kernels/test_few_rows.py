@@ -107,6 +107,26 @@ def test_a_batch_does_not_change_the_bits(device: str, dtype: torch.dtype, Sq: i
         assert_same_bits(torch.stack([lse[:, :Sq], lse[:, Sq + 1 :]]), batch_lse[:2], "lse of packed sequences")
 
 
+@pytest.mark.parametrize("Sq,Hq,Hk", [(1, 8, 2), (16, 8, 2), (40, 4, 1)])
+def test_packed_neighbours_do_not_change_the_bits(device: str, dtype: torch.dtype, Sq: int, Hq: int, Hk: int) -> None:
+    """Sequences of many parts, of one and of none beside each other; each has the bits that it has alone."""
+    keys, rows = [6000, 1, 0, 513, 5999, 2, 2048, 6000], [Sq, Sq, Sq, 1, 0, Sq, Sq, Sq]
+    q = torch.randn(sum(rows), Hq, 64, device=device).to(dtype)
+    k, v = (torch.randn(sum(keys), Hk, 64, device=device).to(dtype) for _ in range(2))
+
+    def outputs(q, k, v, rows, keys):  # type: ignore[no-untyped-def]
+        return flashattn_ext.varlen_forward(
+            q, k, v, cu_seqlens(rows, device), cu_seqlens(keys, device), Sq, 6000, causal=True, return_lse=True
+        )
+
+    out, lse = outputs(q, k, v, rows, keys)
+    each = zip(q.split(rows), k.split(keys), v.split(keys), out.split(rows), lse.split(rows, dim=1), strict=True)
+    for one_q, one_k, one_v, one_out, one_lse in each:
+        alone, alone_lse = outputs(one_q, one_k, one_v, [len(one_q)], [len(one_k)])
+        assert_same_bits(one_out, alone)
+        assert_same_bits(one_lse, alone_lse)
+
+
 def test_random_calls(device: str, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(11)
 

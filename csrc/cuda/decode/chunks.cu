@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "../common/aligned_rows.h"
+#include "../common/carver.h"
 #include "../common/chunks.cuh"
 #include "../common/launch.cuh"
 #include "../common/tensor_core.cuh"
@@ -89,18 +90,14 @@ int heads_together(const DecodeParams& p, const ChunkKernel& kernel) {
   return packs ? static_cast<int>(p.group_size()) : 1;
 }
 
-// Places the arrays from `next` on, and returns the end of the workspace.
-char* place_arrays(const DecodeParams& p, const ChunkKernel& kernel, char* next, ChunkPartials* partials) {
-  const auto take = [&next](int64_t bytes) {
-    char* const begin = next;
-    next += (bytes + 63) / 64 * 64;
-    return begin;
-  };
+// Places the arrays from `workspace` on, and returns their size in bytes.
+size_t place_arrays(const DecodeParams& p, const ChunkKernel& kernel, void* workspace, ChunkPartials* partials) {
+  Carver carver(workspace);
   const int64_t rows = partial_rows(p, kernel);
-  partials->sums = reinterpret_cast<ChunkSum*>(take(rows * 8));
-  partials->largest = p.row_maxima.data ? reinterpret_cast<float*>(take(rows * 4)) : nullptr;
-  partials->out = reinterpret_cast<float*>(take(rows * columns_of(p) * 4));
-  return next;
+  partials->sums = carver.take<ChunkSum>(rows);
+  partials->largest = p.row_maxima.data ? carver.take<float>(rows) : nullptr;
+  partials->out = carver.take<float>(rows * columns_of(p));
+  return carver.bytes();
 }
 
 template <class T>
@@ -123,17 +120,16 @@ bool has_chunks(const DecodeParams& p, const ChunkKernel& kernel) {
 
 size_t chunk_bytes(const DecodeParams& p, const ChunkKernel& kernel) {
   ChunkPartials partials;
-  char* const begin = nullptr;
   const bool in_pages = reads_pages(p);
   return prefill_bytes(p, in_pages) + static_cast<size_t>(aligned_copy_bytes(packed_call(p, in_pages))) +
-         static_cast<size_t>(place_arrays(p, kernel, begin, &partials) - begin);
+         place_arrays(p, kernel, nullptr, &partials);
 }
 
 void run_chunks(const DecodeParams& p, const ChunkKernel& kernel) {
   const bool in_pages = reads_pages(p);
   AttnParams packed = align_inputs(begin_prefill(p, in_pages));
   ChunkPartials partials;
-  place_arrays(p, kernel, static_cast<char*>(packed.workspace), &partials);
+  place_arrays(p, kernel, packed.workspace, &partials);
   partials.chunks = static_cast<int>(chunks_of(p, kernel));
   partials.keys = kernel.keys;
   partials.columns = static_cast<int>(columns_of(p));

@@ -60,7 +60,9 @@ __global__ void __launch_bounds__(kMostColumns)
       const bool exists = own_group < groups && n < count;
       const int64_t row = slot_row(exists ? n : 0);
       parts.lse[k] = exists ? plan.partial_lse[row] : -infinity();
-      parts.x[k] = exists ? *reinterpret_cast<const float4*>(plan.partial_out + row * columns + column) : float4{};
+      parts.x[k] = exists && column < static_cast<int>(p.head_dim_v)
+                       ? *reinterpret_cast<const float4*>(plan.partial_out + row * columns + column)
+                       : float4{};
     }
   };
   load(own_group);
@@ -109,9 +111,12 @@ __global__ void __launch_bounds__(kMostColumns)
 
 template <class T>
 void combine(const DecodeParams& p, const Plan& plan, int64_t tasks, int rows, int columns) {
-  // With few parts per task one or a few warps combine a row, otherwise a whole thread block does.
-  constexpr int64_t kFewParts = 8;
-  const bool has_few = plan.most_parts > 0 ? plan.most_parts <= kFewParts : plan.blocks <= tasks * (kFewParts / 2);
+  // One or a few warps combine a row, if tasks have few parts, or so many rows that these fill the GPU. Otherwise a
+  // whole thread block does. The sums of a row depend on that, so the choice does not depend on the batch where parts
+  // do not.
+  constexpr int64_t kFewParts = 8, kManyRows = 64;
+  const bool has_few = rows >= kManyRows ||
+                       (plan.most_parts > 0 ? plan.most_parts <= kFewParts : plan.blocks <= tasks * (kFewParts / 2));
   const int threads = has_few && columns <= 128 ? 128 : columns <= 256 ? 256 : 512;
   const int rows_at_once = has_few ? 4 : 1;
   const int64_t used = std::max<int64_t>(1, std::min<int64_t>(rows, query_rows(p) * p.group_size()));

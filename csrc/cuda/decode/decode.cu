@@ -147,6 +147,15 @@ struct Launch {
     return 10 * shares >= 9 * at_once ? shares : at_once;
   }
 
+  // Whether one thread block for each multiprocessor is enough. With a tile of 16 rows it reads keys of a plain 16-bit
+  // call faster than memory delivers them (divide_alone). A few tasks are all split into many parts, and half as many
+  // shares then have half as many partial results. Measured for these head dims, on an H200.
+  bool runs_one_wave(const DecodeParams& p, int64_t tasks) const {
+    const bool is_plain = p.softcap == 0 && !p.alibi_slopes && !p.has_intervals() && !p.cache.block_table;
+    constexpr int64_t kFewTasks = 16;
+    return tasks <= kFewTasks && tile.rows == 16 && kernels.columns <= 128 && key_bytes(p) == 2 && is_plain;
+  }
+
   // Chooses how to divide the work (plan.h). at_once: resident thread blocks of the whole GPU.
   void divide(const DecodeParams& p, int64_t rows, int64_t at_once) {
     plan.part_keys = plan.head_tasks = 0;
@@ -163,7 +172,8 @@ struct Launch {
     plan.most_parts = static_cast<int>(splits);
     if (splits == 0) {
       const int64_t units = tasks * most_units;
-      const int64_t blocks = std::min(units, whole_shares(tasks, at_once));
+      const int64_t blocks =
+          std::min(units, whole_shares(tasks, runs_one_wave(p, tasks) ? multiprocessors() : at_once));
       plan.splits = 0;
       plan.blocks = static_cast<int>(blocks);
       // Packed sequences may have fewer or more row tiles than the host assumes, so they have no entry per task.
@@ -221,22 +231,9 @@ struct Launch {
                  plan.split_tasks, static_cast<int>(split_tasks));
   }
 
-  // Sets the pointers into the workspace and returns the size of the workspace in bytes. q: the rotated queries.
+  // Returns the size of the workspace in bytes. q: the rotated queries.
   size_t set_workspace(const DecodeParams& p, TensorView* q) {
-    char* next = static_cast<char*>(p.workspace);
-    const auto take = [&next](int64_t bytes) {
-      char* const begin = next;
-      next += (bytes + 63) / 64 * 64;
-      return begin;
-    };
-    const int64_t row = p.heads_q * p.head_dim;
-    *q = {take(q_bytes), p.is_varlen() ? 0 : p.seqlen_q * row, row, p.head_dim};
-    plan.split_tasks = reinterpret_cast<SplitTask*>(take(split_tasks * static_cast<int64_t>(sizeof(SplitTask))));
-    const int64_t row_bytes = int64_t{plan.slots} * plan.slot_rows * 4;
-    plan.partial_lse = reinterpret_cast<float*>(take(row_bytes));
-    plan.partial_largest = reinterpret_cast<float*>(take(p.row_maxima.data ? row_bytes : 0));
-    plan.partial_out = reinterpret_cast<float*>(take(row_bytes * kernels.columns));
-    return static_cast<size_t>(next - static_cast<char*>(p.workspace));
+    return plan.place(p, q_bytes, split_tasks, kernels.columns, q);
   }
 };
 

@@ -10,12 +10,15 @@
 namespace flashattn_ext::decode {
 
 // No forward with more queries in a sequence runs here.
+// The kernels of packed rows (packed.h) are an exception.
 constexpr int64_t kMostFewQueries = 64;
 
 // Whether a forward call runs here. The choice does not depend on the batch size, so that the results of a sequence are
 // bit-identical in every batch. The kernels of sm80/ and sm90/ keep the calls with a Mask (they skip its hidden tiles),
 // dropout, a dense or a relative bias, or `centres` (an output for the gradients of biases), and invariant calls.
-bool is_few_rows(const AttnParams& p);
+// packed: the kernel of packed rows for the call, or nullptr.
+struct PackedKernel;
+bool is_few_rows(const AttnParams& p, const PackedKernel* packed);
 
 // The call as a decoding call, whose KV cache holds exactly its keys and values. Rows are aligned, except in fp8:
 // aligned_rows.h copies unaligned inputs first.

@@ -14,6 +14,8 @@
 namespace flashattn_ext::decode {
 namespace {
 
+constexpr int64_t kMostParts = 64;
+
 struct PackedLaunch {
   Plan plan{};
   int64_t rows;     // of a KV head
@@ -24,20 +26,30 @@ struct PackedLaunch {
     const int64_t head_rows = tile_count(p.seqlen_q, kBlockRows) * kBlockRows;
     plan.row_tiles = static_cast<int>(tile_count(p.group_size() * head_rows, kernel.rows));
     const int64_t tasks = p.batch * p.heads_k;
-    plan.splits = plan.most_parts = static_cast<int>(parts_of(p, kernel));
-    plan.blocks = static_cast<int>(tasks * plan.row_tiles * plan.splits);
+    int64_t parts = parts_of(p, kernel), slots = tasks * parts;
+    if (p.splits_alone) {
+      const int64_t keys = tile_count(tile_count(p.seqlen_k, parts), kernel.keys) * kernel.keys;
+      plan.part_keys = static_cast<int>(keys);
+      parts = tile_count(p.seqlen_k, keys);
+      const int64_t packed = p.total_k / keys;
+      slots = p.is_varlen() ? p.heads_k * (packed + std::min(p.batch, packed)) : tasks * parts;
+    }
+    plan.splits = plan.most_parts = static_cast<int>(parts);
+    plan.blocks = static_cast<int>(tasks * plan.row_tiles * parts);
     plan.by_task = true;
-    plan.slots = static_cast<int>(plan.splits > 1 ? tasks * plan.splits : 0);
+    plan.slots = static_cast<int>(parts > 1 ? slots : 0);
     plan.slot_rows = static_cast<int>(rows);
     q_bytes = p.rotary.cos ? p.seqlen_q * p.batch * p.heads_q * p.head_dim * element_bytes(p) : 0;
   }
 
   // The number of parts with which the last thread block ends first. A part takes as long as its keys and some more.
+  // Where the results of a sequence must not depend on its batch, the batch is one sequence, and longer parts are a
+  // compromise with large batches.
   int64_t parts_of(const DecodeParams& p, const PackedKernel& kernel) const {
-    constexpr int64_t kEpilogueKeys = 512, kMostParts = 64;
-    const int64_t least_bytes = 256 << 10;
+    constexpr int64_t kEpilogueKeys = 512;
+    const int64_t least_bytes = p.splits_alone ? 512 << 10 : 256 << 10;
     const int64_t least_keys = least_bytes / ((p.head_dim + p.head_dim_v) * element_bytes(p));
-    const int64_t tiles = p.batch * p.heads_k * plan.row_tiles, length = p.seqlen_k;
+    const int64_t tiles = (p.splits_alone ? 1 : p.batch) * p.heads_k * plan.row_tiles, length = p.seqlen_k;
     int64_t best = 1, least = std::numeric_limits<int64_t>::max();
     for (int64_t parts = 1; parts <= std::min(kMostParts, std::max<int64_t>(1, length / least_keys)); ++parts) {
       const int64_t waves = tile_count(tiles * parts, multiprocessors());
@@ -47,38 +59,26 @@ struct PackedLaunch {
     return best;
   }
 
-  // Sets the pointers into the workspace and returns the size of the workspace in bytes. q: the rotated queries.
+  // Returns the size of the workspace in bytes. q: the rotated queries.
   size_t set_workspace(const DecodeParams& p, const PackedKernel& kernel, TensorView* q) {
-    char* next = static_cast<char*>(p.workspace);
-    const auto take = [&next](int64_t bytes) {
-      char* const begin = next;
-      next += (bytes + 63) / 64 * 64;
-      return begin;
-    };
-    const int64_t row = p.heads_q * p.head_dim, row_bytes = int64_t{plan.slots} * plan.slot_rows * 4;
-    *q = {take(q_bytes), p.seqlen_q * row, row, p.head_dim};
-    plan.split_tasks =
-        reinterpret_cast<SplitTask*>(take(p.batch * p.heads_k * static_cast<int64_t>(sizeof(SplitTask))));
-    plan.partial_lse = reinterpret_cast<float*>(take(row_bytes));
-    plan.partial_largest = reinterpret_cast<float*>(take(p.row_maxima.data ? row_bytes : 0));
-    plan.partial_out = reinterpret_cast<float*>(take(row_bytes * kernel.columns));
-    return static_cast<size_t>(next - static_cast<char*>(p.workspace));
+    return plan.place(p, q_bytes, p.batch * p.heads_k, kernel.columns, q);
   }
 };
 
 }  // namespace
 
-bool is_packed(const DecodeParams& p, const PackedKernel* kernel) {
+bool has_packed_rows(const DecodeParams& p, const PackedKernel* kernel) {
   if (!kernel || p.is_fp8 || p.invariant || p.num_splits > 0 || p.cache.block_table) return false;
-  // Forwards divide the keys of a sequence by max_seqlen_k alone (plan.h), so a packed call would need slots for that
-  // many keys of every sequence. Dense calls must have the bits of packed ones.
-  if (p.splits_alone || p.is_varlen() || p.seqlen_q > kMostPackedQueries) return false;
+  if ((p.is_varlen() && !p.splits_alone) || p.seqlen_q > kMostPackedQueries) return false;
   constexpr int64_t kLeastKeys = 512;
-  if (p.batch * p.heads_q * p.seqlen_q == 0 || p.cache.entries == 0 || p.seqlen_k < kLeastKeys) return false;
+  if (p.batch * p.heads_q * query_rows(p) == 0 || p.cache.entries == 0 || p.seqlen_k < kLeastKeys) return false;
   // Tiles of 16 rows of the other kernels are as fast; in a forward with more than 128 columns 0.86 times. Few queries
   // leave most rows of a block empty, which costs nothing as long as there is one tile.
   const int64_t rows = p.seqlen_q * p.group_size(), least = kernel->columns > 128 ? 9 : 17;
   const int64_t padded = tile_count(p.seqlen_q, kBlockRows) * kBlockRows * p.group_size();
+  // Works are numbered in 32 bits.
+  const int64_t tiles = p.batch * p.heads_k * tile_count(padded, kernel->rows);
+  if (tiles > std::numeric_limits<int32_t>::max() / (2 * kMostParts)) return false;
   return rows >= least && (padded <= kernel->rows || 2 * rows >= padded);
 }
 

@@ -17,6 +17,7 @@
 #pragma once
 
 #include "../../params.h"
+#include "../common/carver.h"
 
 namespace flashattn_ext::decode {
 
@@ -29,7 +30,7 @@ struct SplitTask {
 
 struct Plan {
   int splits;     // fixed: parts per task; 0: shares
-  int part_keys;  // shares with fixed parts: keys per part; 0: a unit has kUnitKeys keys
+  int part_keys;  // shares with fixed parts: keys per part; 0: a unit has kUnitKeys keys. Also in packed.h
   int blocks;     // thread blocks of the launch
   int group;      // query heads per KV head (GQA)
   int row_tiles;  // row tiles per sequence, from the shapes (varlen: max_seqlen_q or total_q)
@@ -43,6 +44,19 @@ struct Plan {
   float* partial_out;      // [slots][slot_rows][kHeadDim], normalised
   float* partial_lse;      // [slots][slot_rows], base 2
   float* partial_largest;  // [slots][slot_rows]: largest logits, base 2; unallocated without row_maxima
+
+  // Sets the pointers into the workspace and returns the size of the workspace in bytes. q: the rotated queries, of
+  // q_bytes bytes. tasks: entries of split_tasks; columns: of partial_out.
+  size_t place(const DecodeParams& p, int64_t q_bytes, int64_t tasks, int columns, TensorView* q) {
+    Carver carver(p.workspace);
+    const int64_t row = p.heads_q * p.head_dim, rows = int64_t{slots} * slot_rows;
+    *q = {carver.take<char>(q_bytes), p.is_varlen() ? 0 : p.seqlen_q * row, row, p.head_dim};
+    split_tasks = carver.take<SplitTask>(tasks);
+    partial_lse = carver.take<float>(rows);
+    partial_largest = carver.take<float>(p.row_maxima.data ? rows : 0);
+    partial_out = carver.take<float>(rows * columns);
+    return carver.bytes();
+  }
 };
 
 }  // namespace flashattn_ext::decode

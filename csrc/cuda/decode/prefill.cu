@@ -6,6 +6,7 @@
 #include "../../key_locator.h"
 #include "../common/aligned_rows.h"
 #include "../common/call.h"
+#include "../common/carver.h"
 #include "../common/device.h"
 #include "../common/fp8.cuh"
 #include "../common/launch.cuh"
@@ -35,7 +36,7 @@ int64_t entry_rows(const DecodeParams& p, const TensorView& t) {
 }
 
 // Whether the rows of all batch entries are equally spaced, so that the batch can be read as one packed tensor.
-bool is_packed(const DecodeParams& p, const TensorView& t) {
+bool has_even_rows(const DecodeParams& p, const TensorView& t) {
   return p.is_varlen() || p.batch == 1 || t.batch_stride == p.seqlen_q * t.row_stride;
 }
 
@@ -55,7 +56,7 @@ bool gathers(const DecodeParams& p) {
   return p.has_intervals() || p.cache.entries == 0 || rows == 0 || rows != entry_rows(p, p.v) || !is_aligned(p);
 }
 // Whether queries are copied. Only invariant calls come here with queries that have no common distance.
-bool copies_queries(const DecodeParams& p) { return p.rotary.cos || !is_packed(p, p.q); }
+bool copies_queries(const DecodeParams& p) { return p.rotary.cos || !has_even_rows(p, p.q); }
 
 // Rows between the starts of successive sequences (gathered keys) or cache entries in the keys of the varlen call, and
 // the total number of rows.
@@ -94,34 +95,27 @@ struct Arrays {
   char* end;
 
   Arrays(const DecodeParams& p, bool in_pages) {
-    char* next = static_cast<char*>(p.workspace);
-    const auto take = [&next](int64_t bytes) {
-      char* const begin = next;
-      next += (bytes + 63) / 64 * 64;
-      return begin;
-    };
+    Carver carver(p.workspace);
     const auto take_floats = [&](bool wanted, int64_t heads) {
-      return reinterpret_cast<float*>(take(wanted ? p.batch * even(heads) * 4 : 0));
+      return carver.take<float>(wanted ? p.batch * even(heads) : 0);
     };
     const int64_t key_row = p.heads_k * element_bytes(p), gathered = gathers(p) && !in_pages ? all_rows(p) : 0;
     const int64_t query_row = p.heads_q * p.head_dim * element_bytes(p);
-    counter = reinterpret_cast<int*>(take(4));
-    cu_seqlens_q = reinterpret_cast<int32_t*>(take((2 * p.batch + 1) * 4));
-    cu_seqlens_k = reinterpret_cast<int32_t*>(take((2 * p.batch + 1) * 4));
-    lse = reinterpret_cast<float*>(take(p.is_varlen() ? 0 : packed_queries(p) * p.heads_q * 4));
-    row_maxima =
-        reinterpret_cast<float*>(take(p.is_varlen() || !p.row_maxima.data ? 0 : packed_queries(p) * p.heads_q * 4));
-    q = take(copies_queries(p) ? packed_queries(p) * query_row : 0);
-    k = take(gathered * key_row * whole_vectors(p, p.head_dim));
-    v = take(gathered * key_row * whole_vectors(p, p.head_dim_v));
+    counter = carver.take<int>(1);
+    cu_seqlens_q = carver.take<int32_t>(2 * p.batch + 1);
+    cu_seqlens_k = carver.take<int32_t>(2 * p.batch + 1);
+    lse = carver.take<float>(p.is_varlen() ? 0 : packed_queries(p) * p.heads_q);
+    row_maxima = carver.take<float>(p.is_varlen() || !p.row_maxima.data ? 0 : packed_queries(p) * p.heads_q);
+    q = carver.take<char>(copies_queries(p) ? packed_queries(p) * query_row : 0);
+    k = carver.take<char>(gathered * key_row * whole_vectors(p, p.head_dim));
+    v = carver.take<char>(gathered * key_row * whole_vectors(p, p.head_dim_v));
     slopes = take_floats(p.alibi_batch_stride % 2 != 0, p.heads_q);
     descale_k = take_floats(p.descale_k.batch_stride % 2 != 0, p.heads_k);
     descale_v = take_floats(p.descale_v.batch_stride % 2 != 0, p.heads_k);
     const int64_t masked = p.has_intervals() ? p.intervals.heads : 0;
-    intervals = reinterpret_cast<int32_t*>(take(masked * gathered * 8));
-    extremes =
-        reinterpret_cast<int32_t*>(take(masked * extremes_of_rows(gathered) * int64_t{sizeof(IntervalExtremes)}));
-    end = next;
+    intervals = carver.take<int32_t>(masked * gathered * 2);
+    extremes = reinterpret_cast<int32_t*>(carver.take<IntervalExtremes>(masked * extremes_of_rows(gathered)));
+    end = carver.rest();
   }
 };
 
@@ -311,7 +305,8 @@ bool is_prefill(const DecodeParams& p, bool packs) {
   if (p.is_fp8 && (p.dtype == DType::kFloat8 || odd_descales || (p.head_dim | p.head_dim_v) % 8 != 0)) return false;
   if (2 * p.batch * p.heads_q * tile_count(p.seqlen_q, kTileQueries) < multiprocessors()) return false;
   if (!p.is_fp8 && !is_aligned(p)) return false;
-  if (!is_packed(p, p.out) || !(p.rotary.cos || is_packed(p, p.q)) || packed_queries(p) > kMostRows) return false;
+  if (!has_even_rows(p, p.out) || !(p.rotary.cos || has_even_rows(p, p.q)) || packed_queries(p) > kMostRows)
+    return false;
   if (gathers(p)) {
     // The copy must not exceed the size of the cache: block tables may have room for far more pages.
     return p.seqlen_q * p.group_size() >= kManyRows &&

@@ -1,7 +1,7 @@
 // Split-KV with the mainloop of forward.cuh (../decode/packed.h). A tile has the rows of several query heads of one KV
 // head, in blocks of 16 queries of one head: each consumer warp computes one block, as if its tile of queries began
 // with that block. A work is one part of the keys of a tile; its result goes to the slot of the part, or to `out` where
-// there is one part.
+// the sequence has one part.
 #pragma once
 
 #include "../../key_locator.h"
@@ -38,23 +38,53 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
   static constexpr int kBlockRows = decode::kBlockRows, kTileBlocks = kQueries / kBlockRows;
   static constexpr int kGroupBlocks = kTileBlocks / kGroups;
 
-  // A published work has the place of its task in `h`, and the first query of its sequence in query_start.
+  // A published work has its place in `h`, the first query of its sequence in query_start, and in row0 the complement
+  // of the slot of its part, which is negative, or 0 where the result goes to `out`.
   struct Place {
-    int row_tile, hk, part;
+    int row_tile, hk;
+    bool is_first;  // the first part of the sequence
 
-    __device__ __forceinline__ int packed(const AttnParams& p, const decode::Plan& plan) const {
-      return (row_tile * static_cast<int>(p.heads_k) + hk) * plan.splits + part;
+    __device__ __forceinline__ int packed(const AttnParams& p) const {
+      return 2 * (row_tile * static_cast<int>(p.heads_k) + hk) + (is_first ? 1 : 0);
     }
-    static __device__ __forceinline__ Place of(int packed, const AttnParams& p, const decode::Plan& plan) {
-      const int heads = static_cast<int>(p.heads_k), task = packed / plan.splits;
-      return {task / heads, task % heads, packed % plan.splits};
+    static __device__ __forceinline__ Place of(int packed, const AttnParams& p) {
+      const int heads = static_cast<int>(p.heads_k), tile = packed / 2;
+      return {tile / heads, tile % heads, packed % 2 == 1};
     }
   };
   static __device__ __forceinline__ int blocks_of(int queries) { return (queries + kBlockRows - 1) / kBlockRows; }
-  // Whether the workspace has slots for the rows of the sequence: it may be longer than max_seqlen_q.
-  static __device__ __forceinline__ bool is_split(const AttnParams& p, const decode::Plan& plan, const Work& work) {
-    return plan.splits > 1 && work.length_q <= p.seqlen_q;
-  }
+
+  // The parts of the keys of a sequence for one KV head.
+  struct Parts {
+    int count, slot;           // slot: of the first part
+    int first_key, part_keys;  // part_keys > 0: part n begins at key first_key + n * part_keys
+
+    // key_start: the first row of the keys in their batch entry.
+    static __device__ __forceinline__ Parts of(const AttnParams& p, const decode::Plan& plan, const Work& work,
+                                               const Limits& visible, int64_t key_start, int hk) {
+      const int per_head = plan.slots / static_cast<int>(p.heads_k);
+      // The slots of a packed sequence of more than part_keys keys end before those of the next one begin, because it
+      // moves both terms on: `before` by its whole parts, and their minimum by at least one.
+      const int before = p.is_varlen() ? static_cast<int>(key_start) / plan.part_keys : 0;
+      const int slot = p.is_varlen() ? before + min(work.b, before) : work.b * plan.splits;
+      if (plan.part_keys == 0) return {plan.splits, hk * per_head + slot, 0, 0};
+      const int first = visible.begin / plan.part_keys;
+      const int count = max(1, (visible.end + plan.part_keys - 1) / plan.part_keys - first);
+      // The workspace may lack slots for a sequence that exceeds max_seqlen_q or max_seqlen_k, and for cu_seqlens that
+      // are invalid.
+      const bool is_known = work.length_q <= p.seqlen_q && work.length_k <= p.seqlen_k && slot + count <= per_head;
+      return {is_known ? count : 1, hk * per_head + slot, first * plan.part_keys, plan.part_keys};
+    }
+    // The keys of part n.
+    __device__ __forceinline__ Limits keys(const Limits& visible, int n) const {
+      if (count > 1 && part_keys > 0) {
+        const int begin = first_key + n * part_keys;
+        return {max(visible.begin, begin), min(visible.end, begin + part_keys)};
+      }
+      const IndexRange own = split_keys({visible.begin, visible.end}, kKeys, count, n);
+      return {static_cast<int>(own.begin), static_cast<int>(own.end)};
+    }
+  };
 
   struct Loader : Base::Loader {
     __device__ void load_tiles(const TileGrid& grid) {
@@ -68,7 +98,7 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
       publish_work(this->shared, Work{}, &this->work_parity);
     }
     __device__ void load_tile(const decode::Plan& plan, const Work& work, const KeyRun& keys) {
-      const Place place = Place::of(work.h, this->p, plan);
+      const Place place = Place::of(work.h, this->p);
       const auto load = [&](auto& to, ptx::Barrier& full, const CUtensorMap& map, int n) {
         load_panels(to, full, map, static_cast<int>(keys.row) + n * kKeys, place.hk, static_cast<int>(keys.entry));
       };
@@ -107,26 +137,28 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
     const DecodeParams& call = static_cast<const DecodeParams&>(p);
     const int heads = static_cast<int>(p.heads_k);
     for (int i = static_cast<int>(blockIdx.x); i < tiles.tiles; i = take(i)) {
-      const int task = i / plan.row_tiles / plan.splits, b = task / heads, slot = task * plan.splits;
-      Place place{i % plan.row_tiles, task % heads, i / plan.row_tiles % plan.splits};
+      const int task = i / plan.row_tiles / plan.splits, b = task / heads, part = i / plan.row_tiles % plan.splits;
+      Place place{i % plan.row_tiles, task % heads, part == 0};
       const Sequence queries = query_sequence(p, b);
       const KeyLocator keys(call, b);
       Work work{b};
       work.query_start = static_cast<int>(queries.start);
       work.length_q = static_cast<int>(queries.length);
       work.length_k = static_cast<int>(keys.length);
-      const bool splits = is_split(p, plan, work);
-      if (plan.splits > 1 && place.part == 0 && place.row_tile == 0) {
-        plan.split_tasks[task] = decode::SplitTask{b, place.hk, 0, splits ? plan.splits : 0, slot, slot};
-      }
-      if (!splits && place.part > 0) continue;
-      const Limits visible = work.mask(p).keys_of(0, work.length_q);
-      const IndexRange own = split_keys({visible.begin, visible.end}, kKeys, splits ? plan.splits : 1, place.part);
-      work.first = static_cast<int>(own.begin) / kKeys;
-      work.last = own.begin < own.end ? static_cast<int>(own.end - 1) / kKeys : work.first - 1;
       const KeyRun run = keys.length > 0 ? keys.run(0, 1) : KeyRun{};
+      const Limits visible = work.mask(p).keys_of(0, work.length_q);
+      const Parts parts = Parts::of(p, plan, work, visible, run.row, place.hk);
+      const bool is_split = parts.count > 1;
+      if (plan.splits > 1 && part == 0 && place.row_tile == 0) {
+        plan.split_tasks[task] = decode::SplitTask{b, place.hk, 0, is_split ? parts.count : 0, parts.slot, parts.slot};
+      }
+      if (part >= parts.count) continue;
+      const Limits own = parts.keys(visible, part);
+      work.first = own.begin / kKeys;
+      work.last = own.begin < own.end ? (own.end - 1) / kKeys : work.first - 1;
+      work.row0 = is_split ? ~(parts.slot + part) : 0;
       for (; place.row_tile * kTileBlocks < plan.group * blocks_of(work.length_q); place.row_tile += plan.row_tiles) {
-        work.h = place.packed(p, plan);
+        work.h = place.packed(p);
         body(work, run);
       }
     }
@@ -139,7 +171,8 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
     for (;;) {
       PackedWork work{receive_work(shared, &this->work_parity)};
       if (!work.exists()) return;
-      const Place place = Place::of(work.h, p, plan);
+      const Place place = Place::of(work.h, p);
+      const int slot = ~work.row0;
       const int block = place.row_tile * kTileBlocks + warp_row / kBlockRows, head_blocks = blocks_of(work.length_q);
       const int member = block / head_blocks;  // of the group
       work.has_rows = place.row_tile * kTileBlocks + this->group * kGroupBlocks < plan.group * head_blocks;
@@ -148,10 +181,10 @@ struct PackedForward : Forward<T, kHeadDim, kHeadDim, TileOfRow, PackedPolicies>
       set_zero(out);
       softmax.start(-infinity());
       if (work.sees_keys()) Visibility::compute_tile(*this, work, generator);
-      if (is_split(p, plan, work)) {
+      if (slot >= 0) {
         float sink_shrink[2] = {1, 1};
-        if (place.part == 0 && p.has_sink) softmax.end(head_sink(p, work.h), 1, sink_shrink);
-        store_partial(work, (work.b * p.heads_k + place.hk) * plan.splits + place.part, member, sink_shrink);
+        if (place.is_first && p.has_sink) softmax.end(head_sink(p, work.h), 1, sink_shrink);
+        store_partial(work, slot, member, sink_shrink);
       } else {
         this->finish_tile(work);
       }
