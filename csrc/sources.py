@@ -48,6 +48,7 @@ ARRAYS = {
     "kSm90Invariant": ("sm90", "invariant"),
     "kSm90Packed": ("sm90", "packed"),
     "kSm90Backward": ("sm90", "backward"),
+    "kSm90Resident": ("sm90", "resident"),
     "kSm90Jvp": ("sm90", "jvp"),
     "kSm90Second": ("sm90", "second"),
     "kDecode": ("decode", "split"),
@@ -78,6 +79,10 @@ FUNCTIONS = {
     "backward": [
         "size_t flashattn_ext::{0}::backward_bytes<{1}>(const flashattn_ext::AttnGradParams&)",
         "void flashattn_ext::{0}::backward<{1}>(const flashattn_ext::AttnGradParams&)",
+    ],
+    "resident": [
+        "void flashattn_ext::{0}::resident<{1}>(const flashattn_ext::AttnGradParams&, const flashattn_ext::BackwardWorkspace&, "
+        "const flashattn_ext::decode::BackwardPlan&)",
     ],
     "jvp": ["void flashattn_ext::{0}::jvp<{1}>(const flashattn_ext::JvpParams&)"],
     "second": [
@@ -249,7 +254,7 @@ def plain_sources(architecture: str, dtype: str, head_dim: int | None = None) ->
         row
         for row in table()
         if row.architecture == architecture
-        and row.stage not in ("invariant", "packed")
+        and row.stage not in ("invariant", "packed", "resident")
         and dtype in row.dtypes
         and row.options == "kPlain"
     ]
@@ -386,6 +391,7 @@ UNITS = {
     ("sm90", "invariant"): "queries x keys of a step, stages",
     ("sm90", "packed"): "rows x keys of a step, stages",
     ("sm90", "backward"): "keys x queries of a step, stages of queries and of keys, order",
+    ("sm90", "resident"): "packed rows x keys of a stage, stages",
     ("sm90", "jvp"): "queries x keys of a step, stages",
     ("sm90", "second"): "keys x queries of a step, stages of queries",
 }
@@ -407,7 +413,7 @@ def describe(row: Row) -> str:
     if row.stage in ("forward", "invariant", "packed", "jvp"):
         order = ", in turn" if tile[3:] == ("kInTurn",) else ""
         return f"{64 * int(tile[0])} x {tile[1]}, {tile[2]}{order}"
-    if row.stage == "second":
+    if row.stage in ("resident", "second"):
         return f"{tile[0]} x {tile[1]}, {tile[2]}"
     order = {"kLockstep": ", lockstep", "kThreePhases": ", three phases"}.get(tile[4], "") if len(tile) > 4 else ""
     return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}{order}"

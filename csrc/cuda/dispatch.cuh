@@ -90,7 +90,8 @@ inline KernelCall backward_call(const AttnParams& p, Options options) {
 }
 
 // Architecture: kName of the backend; kGpus, its GPUs in words; refuses_device(), empty on a GPU that can run the
-// kernels; forward(call), packed(call), backward(call), jvp(call) and second(call), the kernels of a call or nullptr.
+// kernels; forward(call), packed(call), backward(call), few_rows_backward(call), jvp(call) and second(call), the
+// kernels of a call or nullptr.
 template <class Architecture>
 class Dispatch {
  public:
@@ -239,8 +240,13 @@ class Dispatch {
     const int64_t copies = widens(p, kernel) ? widened_bytes(p) : aligned_copy_bytes(p);
     return kernel.workspace_bytes + (kernel.more_bytes ? kernel.more_bytes(p) : 0) + static_cast<size_t>(copies);
   }
+  static const decode::FewRowsKernel* few_rows_kernel(const AttnGradParams& p) {
+    return Architecture::few_rows_backward(backward_call(p, options_of(p)));
+  }
   static size_t backward_workspace_bytes(const AttnGradParams& p) {
-    const size_t bytes = decode::is_few_rows(p) ? decode::few_rows_bytes(p) : backward_of(p).workspace_bytes(p);
+    const decode::FewRowsKernel* const own = few_rows_kernel(p);
+    const size_t bytes =
+        decode::is_few_rows(p, own) ? decode::few_rows_bytes(p, own) : backward_of(p).workspace_bytes(p);
     return static_cast<size_t>(aligned_copy_bytes(p)) + bytes;
   }
   // The kernel of blocks of queries if the decoding call runs on it, else nullptr.
@@ -296,7 +302,8 @@ class Dispatch {
   static void backward(const AttnGradParams& p) {
     set_unowned_rows(p);
     const AttnGradParams call = align_inputs(p);
-    decode::is_few_rows(p) ? decode::run_few_rows(call) : backward_of(p).run(call);
+    const decode::FewRowsKernel* const own = few_rows_kernel(p);
+    decode::is_few_rows(p, own) ? decode::run_few_rows(call, own) : backward_of(p).run(call);
   }
   static size_t jvp_workspace_bytes(const JvpParams& p) {
     return static_cast<size_t>(aligned_copy_bytes(p)) + found(jvp_kernel(p)).workspace_bytes;

@@ -61,6 +61,7 @@ int main() {
   for (const auto& row : kernel_table::kSm90Invariant) print("kSm90Invariant", row);
   for (const auto& row : kernel_table::kSm90Packed) print("kSm90Packed", row);
   for (const auto& row : kernel_table::kSm90Backward) print("kSm90Backward", row);
+  for (const auto& row : kernel_table::kSm90Resident) print("kSm90Resident", row);
   for (const auto& row : kernel_table::kSm90Jvp) print("kSm90Jvp", row);
   for (const auto& row : kernel_table::kSm90Second) print("kSm90Second", row);
   for (const auto& row : kernel_table::kDecode)
@@ -83,6 +84,8 @@ int main() {
             if (on_hopper.empty()) on_hopper = first<sm80::BackwardRows>("kSm80Backward", call, true);
             std::printf("run %s\nrun %s\n", first<sm80::BackwardRows>("kSm80Backward", call, false).c_str(), on_hopper.c_str());
             std::printf("hopper %s\n", on_hopper.c_str());
+            const std::string resident = first<sm90::ResidentRows>("kSm90Resident", call, true);
+            if (!resident.empty()) std::printf("run %s\n", resident.c_str());  // others run those of decode/ or of many queries
             if (qk > 256 || v > 256) continue;  // supports() refuses derivatives above
             on_hopper = first<sm90::JvpRows>("kSm90Jvp", call, true);
             if (on_hopper.empty()) on_hopper = first<sm80::JvpRows>("kSm80Jvp", call, true);

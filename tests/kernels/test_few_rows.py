@@ -59,6 +59,39 @@ def test_blocks_of_queries(device: str, dtype: torch.dtype, Sq: int, Hq: int, Hk
     check(Case(**sizes, **lengths, causal=True, smooth_softmax=True), device)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("D,Dv", [(64, 64), (40, 64), (128, 128), (96, 128)])
+@pytest.mark.parametrize(
+    "Sq,Hq,Hk", [(1, 6, 1), (16, 8, 2), (61, 1, 1), (17, 4, 1), (16, 16, 2), (128, 2, 2), (43, 3, 1)]
+)
+def test_gradients(device: str, dtype: torch.dtype, Sq: int, Hq: int, Hk: int, D: int, Dv: int) -> None:
+    """Rows of a KV head that fill part of 64 rows, all of them, part of 128 rows, all, and more; keys that few rows see, and none."""
+    sizes = dict(dtype=dtype, B=2, Sq=Sq, Sk=1300, Hq=Hq, Hk=Hk, D=D, Dv=Dv, use_lse=True)
+    check(Case(**sizes, causal=True, sink_dtype=torch.float32), device)  # type: ignore[arg-type]
+    check(Case(**sizes, window_size=(400, 5), softmax_scale=-0.2), device)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("D", [64, 128])
+@pytest.mark.parametrize("Sq,Hq,Hk", [(2, 8, 2), (16, 8, 2), (32, 8, 2), (64, 2, 2)])
+def test_a_batch_does_not_change_the_bits_of_gradients(
+    device: str, dtype: torch.dtype, Sq: int, Hq: int, Hk: int, D: int
+) -> None:
+    """More parts of keys than a GPU computes at a time."""
+    B, Sk = 40, 1100
+    q = torch.randn(B, Sq, Hq, D, device=device).to(dtype)
+    k, v = (torch.randn(B, Sk, Hk, D, device=device).to(dtype) for _ in range(2))
+
+    def gradients(batch: slice, **options: object) -> tuple[torch.Tensor, ...]:
+        leaves = [t[batch].requires_grad_() for t in (q, k, v)]
+        out = flashattn_ext.forward(*leaves, **options)  # type: ignore[arg-type]
+        return torch.autograd.grad(out, leaves, q[batch].detach().flip(1))
+
+    for options in ({}, {"window_size": (300, 0)}):
+        every = gradients(slice(0, B), **options)
+        for b in (0, 7, B - 1):
+            for got, whole in zip(gradients(slice(b, b + 1), **options), every, strict=True):
+                assert_same_bits(got, whole[b : b + 1])
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(device: str, dtype: torch.dtype, name: str, packed: bool) -> None:

@@ -18,7 +18,8 @@ struct BackwardPlan {
   float* dq;      // partial dq of each part: [B][Hk][parts][rows][kHeadDim]
 };
 
-// The entry points of the kernels. Each compiled source instantiates them for one element type and kHeadDim.
+// The entry points of the kernels for every GPU. Each compiled source instantiates them for one element type and
+// kHeadDim.
 template <class T, int kHeadDim, int kRowTiles>
 int backward_shared_bytes();
 template <class T, int kHeadDim, int kRowTiles>

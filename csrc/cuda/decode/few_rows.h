@@ -7,6 +7,10 @@
 
 #include "../../params.h"
 
+namespace flashattn_ext {
+struct BackwardWorkspace;
+}
+
 namespace flashattn_ext::decode {
 
 // No forward with more queries in a sequence runs here.
@@ -27,11 +31,21 @@ DecodeParams cached_call(const AttnParams& p);
 // them.
 bool has_few_queries(const AttnParams& p);
 
+// A kernel of the backward for calls with up to `rows` packed rows and `columns` columns.
+struct BackwardPlan;
+struct FewRowsKernel {
+  int rows = 0, columns = 0;
+  // Of a thread block; nullptr: one thread block has the shared memory of a multiprocessor.
+  int (*shared_bytes)() = nullptr;
+  void (*run)(const AttnGradParams&, const BackwardWorkspace&, const BackwardPlan&) = nullptr;
+};
+
 // The same for the backward: dense float16 and bfloat16 calls with head dims up to 128, without softcap and biases,
 // whose packed rows of one KV head fit in a tile. With more rows the kernels of sm80/ and sm90/ keep the tensor cores
 // busy.
-bool is_few_rows(const AttnGradParams& p);
-size_t few_rows_bytes(const AttnGradParams& p);
-void run_few_rows(const AttnGradParams& p);
+// own: the kernel of the architecture for such a call, which otherwise runs a kernel for every GPU; may be nullptr.
+bool is_few_rows(const AttnGradParams& p, const FewRowsKernel* own);
+size_t few_rows_bytes(const AttnGradParams& p, const FewRowsKernel* own);
+void run_few_rows(const AttnGradParams& p, const FewRowsKernel* own);
 
 }  // namespace flashattn_ext::decode

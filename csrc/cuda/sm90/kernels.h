@@ -2,6 +2,7 @@
 // class of head dims and some options: the rows of ../table/kernel_table.h.
 #pragma once
 
+#include "../decode/few_rows.h"
 #include "../decode/packed.h"
 #include "../table/kernels.h"
 #include "tiles.h"
@@ -33,6 +34,10 @@ template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 size_t backward_bytes(const AttnGradParams& p);
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void backward(const AttnGradParams& p);
+
+// The main stage of such a call with few queries for many keys (resident.cuh).
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+void resident(const AttnGradParams& p, const BackwardWorkspace& workspace, const decode::BackwardPlan& plan);
 
 // Rows of the tangents of q, k and v are aligned as those of q, k and v are; rows of out and of its tangent may have
 // any alignment.
@@ -87,6 +92,16 @@ struct BackwardRows {
   template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
     return {backward<T, kHeadDim, kOptions, kHeadDimV>, backward_bytes<T, kHeadDim, kOptions, kHeadDimV>};
+  }
+};
+struct ResidentRows {
+  using Kernel = decode::FewRowsKernel;
+  static constexpr const auto& kTable = kernel_table::kSm90Resident;
+  static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
+  template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
+  static constexpr Kernel kernel() {
+    return {tile_of<kernel_table::kSm90Resident, T, kHeadDim, kOptions, kHeadDimV>().rows, kHeadDim, nullptr,
+            resident<T, kHeadDim, kOptions, kHeadDimV>};
   }
 };
 

@@ -268,6 +268,12 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Jvp[] = {
     {k16Bit, 128, kPlain, kHopper, 0, {{2, 64, 2}}},
 };
 
+// The backward with few queries for many keys (sm90/resident.cuh). Tiles: {packed rows, keys, stages of keys}.
+inline constexpr KernelRow<sm90::ResidentTile> kSm90Resident[] = {
+    {k16Bit, 64,  kPlain, kHopper, 44, {{128, 64, 8}}},
+    {k16Bit, 128, kPlain, kHopper, 20, {{128, 64, 4}}},
+};
+
 // Second derivatives (sm80/second.cuh). Tiles as in kSm80Backward.
 inline constexpr KernelRow<sm80::BackwardTile> kSm80Second[] = {
     {k16Bit, 64,  kPlain,     kOtherGpus, kMaySpill, {{8, 64, 64, 4, 4, 1, 1}, {8, 64, 64, 4, 4, 1, 1}}},
@@ -335,7 +341,8 @@ inline constexpr DecodeRow kDecode[] = {
     {kE4m3,  512, kMaySpill, {1, 1, 2, 32, 2}},
 };
 
-// The backward with few queries (decode/backward.cuh), on every GPU, by row tiles of 16 packed rows.
+// The backward with few queries (decode/backward.cuh), on every GPU, by row tiles of 16 packed rows. On Hopper
+// kSm90Resident serves 17 packed rows and more.
 inline constexpr FewRowsRow kFewRowsBackward[] = {
     {k16Bit, 64,  1, 0},
     {k16Bit, 64,  2, 0},

@@ -60,6 +60,13 @@ struct BackwardTile {
   constexpr bool exists() const { return keys > 0; }
 };
 
+struct ResidentTile {
+  int rows;    // packed rows of a KV head, at most: a kernel has the multiple of 64 that holds those of the call
+  int keys;    // of a stage
+  int stages;  // of keys and values
+  constexpr bool exists() const { return rows > 0; }
+};
+
 struct SecondTile {
   int keys;     // of a thread block
   int queries;  // of a step of the walk
