@@ -206,11 +206,13 @@ def test_a_document_keeps_its_bits(device: str, dtype: torch.dtype, causal: bool
 def test_deterministic_gradients_of_documents(
     device: str, dtype: torch.dtype, D: int, heads: tuple[int, int], causal: bool
 ) -> None:
-    """Documents of one to four tiles of keys. Hopper adds the key tiles of grouped heads in descending order."""
-    lengths = torch.tensor([200, 1, 64, 90, 420, 25])
-    mask = Mask.documents(torch.repeat_interleave(torch.arange(6), lengths)[None]).to(device)
-    q = torch.randn(1, 800, heads[0], D, device=device).to(dtype)
-    k, v = (torch.randn(1, 800, heads[1], D, device=device).to(dtype) for _ in range(2))
+    """Documents of one to four tiles of keys. On Hopper the key tiles of grouped heads add in descending order in the
+    second batch entry, and in ascending order in the first, where one document has half of the rows."""
+    lengths = torch.tensor([[200, 1, 64, 90, 420, 25], [190, 150, 120, 110, 90, 140]])
+    ids = torch.stack([torch.repeat_interleave(torch.arange(6), entry) for entry in lengths])
+    mask = Mask.documents(ids).to(device)
+    q = torch.randn(2, 800, heads[0], D, device=device).to(dtype)
+    k, v = (torch.randn(2, 800, heads[1], D, device=device).to(dtype) for _ in range(2))
 
     def gradients(deterministic: bool) -> tuple[torch.Tensor, ...]:
         leaves = [t.detach().requires_grad_() for t in (q, k, v)]

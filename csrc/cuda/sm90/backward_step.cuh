@@ -72,7 +72,7 @@ struct BackwardLoader {
         find_queries(work);
         const Work& published = publish(work);
         if (uniform(published.tiles) > 0) load_tile(published);
-        if (descends() ? published.n < grid.blocks : block != grid.blocks - 1) break;
+        if (descends(work) ? published.n < grid.blocks : block != grid.blocks - 1) break;
         work = published;
       }
     }
@@ -88,13 +88,15 @@ struct BackwardLoader {
     }
   }
   // Whether the key tiles of a head are computed in descending order.
-  __device__ __forceinline__ bool descends() const { return Kernel::Visibility::key_tiles_descend(p); }
-  __device__ __forceinline__ int first_tile(const TileGrid& grid, int block, const BackwardWork& work) const {
-    if (!descends()) return block;
+  static __device__ __forceinline__ bool descends(const BackwardWork& work) {
+    return Kernel::Visibility::key_tiles_descend(work);
+  }
+  static __device__ __forceinline__ int first_tile(const TileGrid& grid, int block, const BackwardWork& work) {
+    if (!descends(work)) return block;
     return block == 0 ? max(grid.blocks, (work.length_k + kKeys - 1) / kKeys) - 1 : grid.blocks - 1 - block;
   }
-  __device__ __forceinline__ int next_tile(const BackwardWork& work) const {
-    return descends() ? work.n - 1 : work.n + 1;
+  static __device__ __forceinline__ int next_tile(const BackwardWork& work) {
+    return descends(work) ? work.n - 1 : work.n + 1;
   }
   static __device__ __forceinline__ int column() { return half_of_columns<Kernel::kPaired>() * Kernel::kColumns; }
 
@@ -106,6 +108,7 @@ struct BackwardLoader {
     work.length_q = static_cast<int>(queries.length);
     work.length_k = static_cast<int>(keys.length);
     work.dq_tile = static_cast<int>(workspace.first_tile(p, b, queries));
+    Kernel::Visibility::choose_order(p, &work);
     return work;
   }
   static __device__ void start_tile(BackwardWork& work, int n) {

@@ -15,8 +15,9 @@
 //                            queries that see all of the part's 64 keys
 //   whole(p, work), await_inspection(kernel, whole, m)
 //                            steps at other queries must wait for their inspection; waits for that of query tile m
-//   key_tiles_descend(p)     in a deterministic call: whether key tiles add to dq in descending order, and are computed
-//                            in that order
+//   choose_order(p, &work)   the producer warp: chooses the order of the key tiles of a head
+//   key_tiles_descend(work)  in a deterministic call: whether they add to dq in descending order, and are computed in
+//                            that order
 //   added_before(kernel, work, m, step), added_after(...)
 //                            in a deterministic call: the values of the counter of query tile m (dq_order.cuh) before
 //                            and after the key tile adds to it. step: counts the steps of the thread block
@@ -57,7 +58,8 @@ struct ArithmeticQueries {
   template <class Kernel>
   static __device__ __forceinline__ void await_inspection(const Kernel&, const Limits&, int) {}
 
-  static __device__ __forceinline__ bool key_tiles_descend(const AttnGradParams&) { return false; }
+  static __device__ __forceinline__ void choose_order(const AttnGradParams&, BackwardWork*) {}
+  static __device__ __forceinline__ bool key_tiles_descend(const BackwardWork&) { return false; }
   template <class Kernel>
   static __device__ __forceinline__ int added_before(const Kernel& kernel, const BackwardWork& work, int m, int) {
     constexpr int kQueries = Kernel::kQueries;
@@ -107,7 +109,7 @@ struct BackwardInspector {
         if (p.deterministic && warp == 0) {
           const Limits walk{first * Kernel::kQueries, (last + 1) * Kernel::kQueries};
           const EarlierKeyTile before = key_tile_before<Kernel::kKeys>(key_extremes(p, work), work.mask(p), work.n,
-                                                                       walk, Kernel::Visibility::key_tiles_descend(p));
+                                                                       walk, Kernel::Visibility::key_tiles_descend(work));
           if (threadIdx.x % 32 == 0) *shared.before = before;
           __syncwarp();
         }
@@ -144,7 +146,7 @@ struct BackwardInspector {
   __device__ void find_key_tile_before(const BackwardWork& work, int m) const {
     const Limits rows{m * Kernel::kQueries, (m + 1) * Kernel::kQueries};
     const int tile = key_tile_before<Kernel::kKeys>(key_extremes(p, work), work.mask(p), *shared.before, rows,
-                                                    Kernel::Visibility::key_tiles_descend(p));
+                                                    Kernel::Visibility::key_tiles_descend(work));
     if (threadIdx.x % 32 == 0) shared.added_before[step % kStepsKept] = tile + 1;
   }
   __device__ void inspect_queries(bool partial) {
@@ -231,13 +233,21 @@ struct IntervalQueries {
       ptx::barrier_wait(&kernel.shared.queries_inspected[queries.stage], queries.parity);
   }
 
-  // With several query heads for each KV head. The key tiles of a document that begin at the same time walk through
-  // its query tiles from their diagonals on, in every head of the group. A later key tile has fewer query tiles, so it
-  // is always ahead. In ascending order each one would wait in every head for the one before, and all of them would
-  // take as long as the first. The rule is the same for all calls of such heads, because a sequence has the same bits
-  // alone and packed.
-  static __device__ __forceinline__ bool key_tiles_descend(const AttnGradParams& p) {
-    return ptx::opaque(p.deterministic) && p.heads_q != p.heads_k && p.has_intervals();
+  // Descending with several query heads for each KV head, unless one document has half of the queries. The key tiles of
+  // a document that begin at the same time then walk through its query tiles from their diagonals on, in every head of
+  // the group. A later key tile has fewer query tiles, so it is always ahead. In ascending order each one would wait in
+  // every head for the one before, and all of them would take as long as the first. In one long document, however, the
+  // longest walks come last in descending order. A document with half of the queries has the middle key. Its interval is
+  // the same in every call: a sequence has the same bits alone and packed.
+  static __device__ __forceinline__ void choose_order(const AttnGradParams& p, BackwardWork* work) {
+    work->descends = 0;
+    if (!p.deterministic || p.heads_q == p.heads_k || !p.has_intervals() || work->length_k == 0) return;
+    const int h = work->hk * static_cast<int>(p.group_size());
+    const int2 rows = IntervalPairs(p, work->b, work->hk, work->key_start).head(h)[work->length_k / 2];
+    work->descends = 16 * (int64_t{min(rows.y, work->length_q)} - max(rows.x, 0)) < work->length_q;
+  }
+  static __device__ __forceinline__ bool key_tiles_descend(const BackwardWork& work) {
+    return uniform(work.descends) != 0;
   }
   template <class Kernel>
   static __device__ __forceinline__ int added_before(const Kernel& kernel, const BackwardWork&, int, int step) {

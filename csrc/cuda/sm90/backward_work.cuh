@@ -73,7 +73,8 @@ struct alignas(16) BackwardWork {
   int first, tiles;    // query tiles that see it, the same in every head of the group: the first, and how many
   int key_start, length_q, length_k;  // of the sequence; key_start in the rows of its batch entry
   int dq_tile;                        // first tile of the sequence in the workspace's dq
-  int unused[2];
+  int descends;  // in a deterministic call with a Mask: whether the key tiles of the head add in descending order
+  int unused;
 
   __device__ __forceinline__ bool exists() const { return key0 < length_k; }
   __device__ __forceinline__ Mask32 mask(const AttnParams& p) const { return Mask32(p, length_q, length_k); }
@@ -115,7 +116,7 @@ struct QueryWalk {
   __device__ __forceinline__ QueryWalk(const AttnGradParams& p, const BackwardWork& work, int heads)
       : p(p), h(uniform(work.hk) * heads) {
     const int first = uniform(work.first), tiles = uniform(work.tiles);
-    const bool descending = kMayDescend && ptx::opaque(p.deterministic) != 0 && !Visibility::key_tiles_descend(p);
+    const bool descending = kMayDescend && ptx::opaque(p.deterministic) != 0 && !Visibility::key_tiles_descend(work);
     start = descending ? first + tiles - 1 : first;
     last = descending ? first : first + tiles - 1;
     m = start;
