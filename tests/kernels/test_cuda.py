@@ -286,7 +286,7 @@ def test_narrow_values_have_kernels_of_their_own(D: int, Dv: int, narrow: bool) 
 
 
 @pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
-@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 129, 144, 192, 256, 320, 512])
+@pytest.mark.parametrize("head_dim", [40, 64, 80, 96, 128, 129, 144, 160, 192, 256, 320, 512])
 @pytest.mark.parametrize("options", [{}, {"causal": True, "dropout_p": 0.3, "rng_seed": 7}, {"window_size": (100, 20)}])
 def test_gradients_of_the_kernels_for_hopper_agree(head_dim: int, options: dict) -> None:
     q, k, v = leaves(2, 500, 4, head_dim, dtype=torch.bfloat16)

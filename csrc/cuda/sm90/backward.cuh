@@ -1,4 +1,5 @@
-// Backward on Hopper for head dims up to 128, without a Mask up to 144, and up to 192 where v has at most 128 columns.
+// Backward on Hopper for head dims up to 128, without a Mask up to 144, in plain calls up to 160, and up to 192 where v
+// has at most 128 columns.
 // A thread block keeps one tile of keys, 64 in each of two consumer warpgroups, and loops over the query tiles that see
 // it; a producer warp loads those by TMA (Shah et al. 2024, "FlashAttention-3"). Scores are transposed, S^T = K Q^T, so
 // that packed P^T and dS^T already have the register layout of the A operands of the products for dv and (up to 144)
@@ -37,18 +38,18 @@ struct Backward {
                        kKeyStages = kTile.key_stages;
   static constexpr bool kPaired = false;
   static constexpr int kBlocks = 1, kColumns = kHeadDim, kValueColumns = kHeadDimV;
-  // 144 columns take three panels. Shared memory then has room for one stage of dout only, and for the dq of one
-  // warpgroup at a time.
-  static constexpr bool kIsTight = kHeadDim == 144, kDoutApart = kIsTight;  // apart: dout has stages of its own
-  static constexpr int kDoutStages = kIsTight ? 1 : kStages, kDqParts = kIsTight ? 1 : 2;
-  static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kInspectors = kMasks ? 2 : 0;
-  static constexpr int kPanels = panels(kHeadDim), kValuePanels = panels(kHeadDimV),
-                       kScorePanels = kQueries / kPanelColumns;
-  static constexpr int kColumnTiles = kHeadDim / 8, kDqTiles = Layout::kQueryColumnTiles;
   static constexpr BackwardOrder kOrder = kTile.order;
   static constexpr bool kLateDq = kOrder == BackwardOrder::kPingPong;  // dq of a step is computed in the next one
   // walk_queries and walk_in_three_phases explain why this number of buffers is enough.
   static constexpr int kDscoreBuffers = kOrder == BackwardOrder::kThreePhases ? 1 : 2;
+  // Three panels of v and dout leave room in shared memory for one stage of dout only and, beside two buffers of dS^T,
+  // for the dq of one warpgroup at a time.
+  static constexpr bool kDoutApart = kHeadDimV > 128;  // dout has stages of its own
+  static constexpr int kDoutStages = kDoutApart ? 1 : kStages, kDqParts = kDoutApart && kDscoreBuffers == 2 ? 1 : 2;
+  static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kInspectors = kMasks ? 2 : 0;
+  static constexpr int kPanels = panels(kHeadDim), kValuePanels = panels(kHeadDimV),
+                       kScorePanels = kQueries / kPanelColumns;
+  static constexpr int kColumnTiles = kHeadDim / 8, kDqTiles = Layout::kQueryColumnTiles;
   // Least number of heads in a section (tile_order.cuh). Thread blocks that process the same head at the same time
   // reuse its data in L2 when long sequences do not fit the cache; with too few heads in a section, long tiles come
   // last.
@@ -87,7 +88,7 @@ struct Backward {
   static_assert(sizeof(Shared) <= kSharedLimit);
   static_assert(!kDoutApart || !kMasks);  // the inspector warps expect dout in the stages of queries
   static_assert(kStages >= 2);            // the next scores are computed before these queries are released
-  static_assert(kOrder != BackwardOrder::kLockstep || (kOptions == kPlain && kQueries == 64 && !kIsTight));
+  static_assert(kOrder != BackwardOrder::kLockstep || (kOptions == kPlain && kQueries == 64 && !kDoutApart));
 
   static __device__ void init(Shared& shared, const AttnGradParams& p) {
     if (Dropping::kDrops) shared.philox = Dropping::key(p);
@@ -254,7 +255,7 @@ struct Backward {
   // One buffer of dS^T is enough. A warpgroup writes it after its second phase of a step. The other warpgroup starts
   // that phase by its signal, which it sends after its last product of the step before is complete.
   __device__ __forceinline__ void walk_in_three_phases(const Work& work) {
-    static_assert(kOptions == kPlain && kQueries == 64 && kDqTiles == 12);
+    static_assert(kOptions == kPlain && kQueries == 64);
     Limits unmasked = Scores::unmasked_queries(p, work.mask(p), work.key0 + group * 64, 64);
     unmasked = {uniform(unmasked.begin), uniform(unmasked.end)};
     ptx::barrier_wait(&shared.k_full[keys.stage], keys.parity);

@@ -219,11 +219,13 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Packed[] = {
 // (C7510), and it took 1.35 times the time.
 inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 64,         kPlain,     kHopper, 0,         {{128, 128, 2, 2}, {128, 128, 2, 1}}},
+    {k16Bit, 80,         kPlain,     kHopper, 0,         {{128, 64, 3, 1}}},
     {k16Bit, 96,         kPlain,     kHopper, kMaySpill, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
     // lockstep: +3 to 4 % at S = 512, deterministic +7 to 13 %
     {k16Bit, 128,        kPlain,     kHopper, 0,         {{128, 64, 3, 1, kLockstep}, {128, 64, 3, 1}, {128, 64, 2, 1, kLockstep}}},
     {k16Bit, 144,        kPlain,     kHopper, kMaySpill, {{128, 64, 2, 1}, {64, 64, 2, 1}, {64, 64, 3, 1}}},
     {k16Bit, {192, 128}, kPlain,     kHopper, 0,         {{128, 64, 2, 1, kThreePhases}, {64, 64, 2, 1}, {64, 64, 3, 1}}},
+    {k16Bit, 160,        kPlain,     kHopper, 0,         {{128, 64, 2, 1, kThreePhases}}},
     {k16Bit, 192,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
     {k16Bit, 256,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
     {k16Bit, 64,         kDropout,   kHopper, 8,         {{128, 128, 2, 1}}},
