@@ -388,15 +388,17 @@ struct Backward {
   // Rows after the end of a packed sequence belong to another sequence: weights of 0 would still propagate its NaNs.
   // Each warpgroup zeroes all these rows, so that neither waits for the other.
   __device__ __forceinline__ void clear_tail_of_keys(const Work& work) const {
+    if (!p.is_varlen()) return;  // first, so that other calls do not wait for the loads of the lengths
     const int rows = work.length_k - work.key0;
-    if (rows >= kKeys || !p.is_varlen()) return;
+    if (rows >= kKeys) return;
     clear_rows(shared.k[keys.stage], rows, thread(), kGroupThreads);
     ptx::fence_async_shared();
     ptx::named_barrier_sync(kGroupCleared + group, kGroupThreads);
   }
   __device__ __forceinline__ void clear_tail_of_queries(const Work& work, const Walk& now) {
+    if (!p.is_varlen()) return;
     const int rows = work.length_q - now.m * kQueries;
-    if (rows >= kQueries || !p.is_varlen()) return;
+    if (rows >= kQueries) return;
     clear_rows(shared.q[queries.stage], rows, thread(), kGroupThreads);
     clear_rows(shared.dout[dout_position().stage], rows, thread(), kGroupThreads);
     ptx::fence_async_shared();

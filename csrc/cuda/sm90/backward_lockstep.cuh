@@ -95,7 +95,7 @@ class LockstepWalk {
   __device__ __forceinline__ void find_weights() {
     const int stage = kernel.queries.stage, row0 = now.m * kQueries;
     ptx::barrier_wait(&shared.q_full[stage], kernel.queries.parity);
-    if (work.length_q - row0 < kQueries && kernel.p.is_varlen()) {
+    if (kernel.p.is_varlen() && work.length_q - row0 < kQueries) {
       ptx::barrier_wait(&shared.dout_full[stage], kernel.queries.parity);
       kernel.clear_tail_of_queries(work, now);
     }

@@ -244,7 +244,7 @@ struct IntervalQueries {
     if (!p.deterministic || p.heads_q == p.heads_k || !p.has_intervals() || work->length_k == 0) return;
     const int h = work->hk * static_cast<int>(p.group_size());
     const int2 rows = IntervalPairs(p, work->b, work->hk, work->key_start).head(h)[work->length_k / 2];
-    work->descends = 16 * (int64_t{min(rows.y, work->length_q)} - max(rows.x, 0)) < work->length_q;
+    work->descends = 2 * (int64_t{min(rows.y, work->length_q)} - max(rows.x, 0)) < work->length_q;
   }
   static __device__ __forceinline__ bool key_tiles_descend(const BackwardWork& work) {
     return uniform(work.descends) != 0;

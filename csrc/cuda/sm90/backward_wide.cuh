@@ -178,7 +178,7 @@ struct WideBackward {
     // NaNs weights of 0 would still propagate. Only one warpgroup uses each tile in such a product.
     template <int kTilePanels, int kRows>
     __device__ __forceinline__ void clear_tail(T (&tile)[kTilePanels][kRows][kPanelColumns], int rows) const {
-      if (rows >= kRows || !p.is_varlen()) return;
+      if (!p.is_varlen() || rows >= kRows) return;
       clear_rows(tile, rows, thread(), kGroupThreads);
       ptx::fence_async_shared();
       ptx::named_barrier_sync(kWideGroup + group - 1, kGroupThreads);
