@@ -415,7 +415,7 @@ def describe(row: Row) -> str:
         return f"{64 * int(tile[0])} x {tile[1]}, {tile[2]}{order}"
     if row.stage in ("resident", "second"):
         return f"{tile[0]} x {tile[1]}, {tile[2]}"
-    order = {"kLockstep": ", lockstep", "kThreePhases": ", three phases"}.get(tile[4], "") if len(tile) > 4 else ""
+    order = {"kApart": ", dq apart", "kThreePhases": ", three phases"}.get(tile[4], "") if len(tile) > 4 else ""
     return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}{order}"
 
 

@@ -17,7 +17,7 @@ void describe(CudaTile* tile, const sm90::BackwardTile& sizes) {
   tile->queries = sizes.queries, tile->keys = sizes.keys, tile->stages = sizes.stages;
   tile->detail =
       "stages: " + std::to_string(sizes.stages) + " of queries, " + std::to_string(sizes.key_stages) + " of keys";
-  if (sizes.order == sm90::BackwardOrder::kLockstep) tile->detail += ", in lockstep";
+  if (sizes.order == sm90::BackwardOrder::kApart) tile->detail += ", dq apart";
 }
 
 // Tiles for GPUs with less shared memory are not alternatives.

@@ -9,7 +9,7 @@
 
 #include <type_traits>
 
-#include "backward_lockstep.cuh"
+#include "backward_apart.cuh"
 #include "backward_policies.cuh"
 #include "backward_step.cuh"
 #include "backward_wide.cuh"
@@ -33,7 +33,6 @@ struct Backward {
   using Maps = typename Gradients::Maps;
   static constexpr bool kMasks = Visibility::kHasIntervals;
   using Layout = DqLayout<T, kHeadDim, kTile.is_wide()>;
-  static constexpr RegisterBudget kRegisters = kBackwardRegisters;
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages;
   static constexpr bool kPaired = false;
@@ -46,7 +45,9 @@ struct Backward {
   // for the dq of one warpgroup at a time.
   static constexpr bool kDoutApart = kHeadDimV > 128;  // dout has stages of its own
   static constexpr int kDoutStages = kDoutApart ? 1 : kStages, kDqParts = kDoutApart && kDscoreBuffers == 2 ? 1 : 2;
-  static constexpr int kWorkStages = 2, kThreads = 3 * kGroupThreads, kWarps = 8, kInspectors = kMasks ? 2 : 0;
+  static constexpr bool kApart = kOrder == BackwardOrder::kApart;  // a third warpgroup computes dq
+  static constexpr int kWorkStages = 2, kThreads = (kApart ? 4 : 3) * kGroupThreads, kWarps = 8,
+                       kInspectors = kMasks ? 2 : 0;
   static constexpr int kPanels = panels(kHeadDim), kValuePanels = panels(kHeadDimV),
                        kScorePanels = kQueries / kPanelColumns;
   static constexpr int kColumnTiles = kHeadDim / 8, kDqTiles = Layout::kQueryColumnTiles;
@@ -79,6 +80,7 @@ struct Backward {
     ptx::Barrier q_full[kStages], dout_full[kDoutStages], queries_empty[kStages];
     MaybeArray<ptx::Barrier, kDoutApart ? kDoutStages : 0> dout_empty;
     ptx::Barrier work_full[kWorkStages], work_empty[kWorkStages];
+    MaybeArray<ptx::Barrier, kApart ? kDscoreBuffers : 0> dscores_full, dscores_empty;
     MaybeArray<ptx::Barrier, kMasks ? kKeyStages : 0> keys_inspected;
     MaybeArray<ptx::Barrier, kMasks ? kStages : 0> queries_inspected;
 
@@ -88,14 +90,14 @@ struct Backward {
   static_assert(sizeof(Shared) <= kSharedLimit);
   static_assert(!kDoutApart || !kMasks);  // the inspector warps expect dout in the stages of queries
   static_assert(kStages >= 2);            // the next scores are computed before these queries are released
-  static_assert(kOrder != BackwardOrder::kLockstep || (kOptions == kPlain && kQueries == 64 && !kDoutApart));
+  static_assert(!kApart || (kOptions == kPlain && !kDoutApart && kDqTiles == 8));
 
   static __device__ void init(Shared& shared, const AttnGradParams& p) {
     if (Dropping::kDrops) shared.philox = Dropping::key(p);
     for (int i = 0; i < kKeyStages; ++i) {
       ptx::barrier_init(&shared.k_full[i], 1);
       ptx::barrier_init(&shared.v_full[i], 1);
-      ptx::barrier_init(&shared.keys_empty[i], kWarps);
+      ptx::barrier_init(&shared.keys_empty[i], kThreads / 32 - 4);
     }
     for (int i = 0; i < kStages; ++i) {
       ptx::barrier_init(&shared.q_full[i], kQueryArrivals<Gradients>);
@@ -105,8 +107,10 @@ struct Backward {
     for (ptx::Barrier& barrier : shared.dout_empty) ptx::barrier_init(&barrier, kWarps * 32);
     for (int i = 0; i < kWorkStages; ++i) {
       ptx::barrier_init(&shared.work_full[i], 1);
-      ptx::barrier_init(&shared.work_empty[i], kWarps * 32 + Gradients::kAdders + kInspectors);
+      ptx::barrier_init(&shared.work_empty[i], kThreads - kGroupThreads + Gradients::kAdders + kInspectors);
     }
+    for (ptx::Barrier& barrier : shared.dscores_full) ptx::barrier_init(&barrier, kWarps * 32);
+    for (ptx::Barrier& barrier : shared.dscores_empty) ptx::barrier_init(&barrier, kGroupThreads);
     Visibility::template init<Backward>(shared);
   }
 
@@ -115,15 +119,20 @@ struct Backward {
   static __device__ void run(Shared& shared, const AttnGradParams& p, const Workspace& workspace, const Maps& maps,
                              const TileGrid& grid) {
     if (threadIdx.x < kGroupThreads) {
-      ptx::give_registers<kRegisters.producer>();
+      ptx::give_registers<kBackwardRegisters.producer>();
       const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
       if (warp >= 1 && warp <= Gradients::kAdders) {
         typename Gradients::template Adder<Backward>(shared, p, workspace, maps, warp - 1).add_tiles();
       } else {
         load_or_inspect<Backward>(shared, p, workspace, maps, grid);
       }
+    } else if (kApart && threadIdx.x >= 3 * kGroupThreads) {
+      if constexpr (kApart) {
+        ptx::give_registers<kApartRegisters.queries>();
+        QueryGradients<Backward>{shared, p}.compute_tiles();
+      }
     } else {
-      ptx::take_registers<kRegisters.consumer>();
+      ptx::take_registers<kApart ? kApartRegisters.keys : kBackwardRegisters.consumer>();
       Backward(shared, p, workspace, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1).compute_tiles();
     }
   }
@@ -136,6 +145,7 @@ struct Backward {
   RingPosition<kKeyStages> keys;
   RingPosition<kStages> queries;  // the stage whose scores were computed last
   std::conditional_t<kDoutApart, RingPosition<kDoutStages>, Nothing> douts;
+  std::conditional_t<kApart, RingPosition<kDscoreBuffers>, Nothing> buffers;
   int buffer = 0;  // index into shared.dscores of the buffer written last
   float dk[kColumnTiles][4], dv[kHeadDimV / 8][4];
   typename Scores::Packed weights;
@@ -151,7 +161,7 @@ struct Backward {
 
   static __device__ __forceinline__ int thread() { return threadIdx.x % kGroupThreads; }  // of the warpgroup
   __device__ __forceinline__ void compute_tiles() {
-    if (kOrder != BackwardOrder::kLockstep && group == 1) pass_phase();
+    if (group == 1) pass_phase();
     for (;; works.advance()) {
       ptx::barrier_wait(&shared.work_full[works.stage], works.parity);
       const Work& work = shared.work[works.stage];
@@ -159,8 +169,8 @@ struct Backward {
       set_zero(dk);
       set_zero(dv);
       if (uniform(work.tiles) > 0) {
-        if constexpr (kOrder == BackwardOrder::kLockstep) {
-          LockstepWalk<Backward>(*this, work).run();
+        if constexpr (kApart) {
+          ApartWalk<Backward>(*this, work).run();
         } else if constexpr (kOrder == BackwardOrder::kThreePhases) {
           walk_in_three_phases(work);
         } else {

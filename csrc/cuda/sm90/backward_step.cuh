@@ -72,7 +72,7 @@ struct BackwardLoader {
         find_queries(work);
         const Work& published = publish(work);
         if (uniform(published.tiles) > 0) load_tile(published);
-        if (descends(work) ? published.n < grid.blocks : block != grid.blocks - 1) break;
+        if (descends(published) ? published.n < grid.blocks : block != grid.blocks - 1) break;
         work = published;
       }
     }

@@ -108,8 +108,8 @@ struct BackwardInspector {
         inspect_keys(uniform(is_partial<Kernel>(work.whole, first) || is_partial<Kernel>(work.whole, last)));
         if (p.deterministic && warp == 0) {
           const Limits walk{first * Kernel::kQueries, (last + 1) * Kernel::kQueries};
-          const EarlierKeyTile before = key_tile_before<Kernel::kKeys>(key_extremes(p, work), work.mask(p), work.n,
-                                                                       walk, Kernel::Visibility::key_tiles_descend(work));
+          const EarlierKeyTile before = key_tile_before<Kernel::kKeys>(
+              key_extremes(p, work), work.mask(p), work.n, walk, Kernel::Visibility::key_tiles_descend(work));
           if (threadIdx.x % 32 == 0) *shared.before = before;
           __syncwarp();
         }
@@ -237,8 +237,8 @@ struct IntervalQueries {
   // a document that begin at the same time then walk through its query tiles from their diagonals on, in every head of
   // the group. A later key tile has fewer query tiles, so it is always ahead. In ascending order each one would wait in
   // every head for the one before, and all of them would take as long as the first. In one long document, however, the
-  // longest walks come last in descending order. A document with half of the queries has the middle key. Its interval is
-  // the same in every call: a sequence has the same bits alone and packed.
+  // longest walks come last in descending order. A document with half of the queries has the middle key. Its interval
+  // is the same in every call: a sequence has the same bits alone and packed.
   static __device__ __forceinline__ void choose_order(const AttnGradParams& p, BackwardWork* work) {
     work->descends = 0;
     if (!p.deterministic || p.heads_q == p.heads_k || !p.has_intervals() || work->length_k == 0) return;

@@ -38,6 +38,9 @@ constexpr WideRegisterBudget wide_register_budget(int head_dim) {
   return head_dim > 256 ? WideRegisterBudget{56, 192, 72} : WideRegisterBudget{24, 208, 72};
 }
 
+// The same for the backward with dq apart (backward_apart.cuh).
+constexpr WideRegisterBudget kApartRegisters = wide_register_budget(128);
+
 constexpr int kSharedLimit = 227 * 1024;
 
 }  // namespace flashattn_ext::sm90

@@ -47,7 +47,7 @@ struct ForwardTile {
 enum class BackwardOrder {
   kPingPong,     // ping-pong: one issues products while the other computes, twice a step, with dq in the next step
   kThreePhases,  // ping-pong, three times a step, with dq in the same step: for head dims that leave few registers
-  kLockstep,     // both issue the same products at the same time (backward_lockstep.cuh); dq in the same step
+  kApart,        // ping-pong, twice a step, with dq in a third warpgroup (backward_apart.cuh)
 };
 
 struct BackwardTile {
