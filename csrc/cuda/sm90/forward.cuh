@@ -1,5 +1,5 @@
 // Forward on Hopper, warp-specialised and persistent: a thread block computes tiles of queries of one head, 64 rows in
-// each of two or three warpgroups, while one more warp loads queries, keys and values by TMA (Shah et al. 2024,
+// each of two to four warpgroups, while one more warp loads queries, keys and values by TMA (Shah et al. 2024,
 // "FlashAttention-3"). Key tiles come in descending order. The step of key tile n issues the product for its scores,
 // then that for the values of n + 1: the softmax of n overlaps the second one. Warpgroups issue their products in
 // ping-pong order, so that the softmax of one also overlaps the products of another. docs/sm90_forward.md draws a step.
@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "../common/device.h"
+#include "../common/largest_scores.cuh"
 #include "../common/launch.cuh"
 #include "../common/maybe_array.cuh"
 #include "../common/ring.cuh"
@@ -26,14 +27,17 @@
 #include "kernels.h"
 #include "named_barriers.h"
 #include "tiles.h"
+#include "value_transposer.cuh"
 
 namespace flashattn_ext::sm90 {
 
 // TileOfRow: kTile, of the row of the table of kernels; Policies: forward_policies.cuh; Chunking: chunking_policy.cuh.
-template <class T, int kHeadDim, int kHeadDimV, class TileOfRow, class Policies, class Chunking = NoChunks>
-struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Policies, Chunking>> {
+// kTransposes: forward_operands.cuh.
+template <class T, int kHeadDim, int kHeadDimV, class TileOfRow, class Policies, class Chunking = NoChunks,
+          bool kTransposes = false>
+struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Policies, Chunking, kTransposes>> {
   static constexpr ForwardTile kTile = TileOfRow::kTile;
-  using Operands = ForwardOperands<T, kHeadDim, kHeadDimV, TileOfRow>;
+  using Operands = ForwardOperands<T, kHeadDim, kHeadDimV, TileOfRow, kTransposes>;
   using Element = typename Operands::Element;
   static constexpr RegisterBudget kRegisters = Operands::kRegisters;
   static constexpr int kGroups = kTile.groups, kQueries = kTile.queries(), kKeys = kTile.keys;
@@ -51,8 +55,10 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   static constexpr bool kMasks = Visibility::kHasIntervals;
   static constexpr int kMaskStages = kMasks ? kStages : 0, kMaskBatches = kMasks ? kKeyBatches : 0;
   static constexpr int kPingPong = kForwardPingPong;
+  static constexpr bool kTurnsOfValues = kGroups > 2;  // with kInTurn
   static constexpr bool kClearsTail = !Operands::kZeroRows, kTailsOfCaches = Policies::kTailsOfCaches;
   static constexpr int kBiasTiles = Scores::kTileStages;
+  static constexpr int kRowStages = Operands::kRowStages, kTransposers = kRowStages > 0 ? kTransposingWarps : 0;
 
   using Work = ForwardWork;
   using SeenWork = typename Chunking::Work;
@@ -66,9 +72,12 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     alignas(kPanelAlignment) Element q[kPanels][kQueries][kPanelColumns];
     alignas(kPanelAlignment) Element k[kStages][kPanels][kKeys][kPanelColumns];
     alignas(kPanelAlignment) typename Operands::Values v[kStages];
+    // Values before they are transposed (value_transposer.cuh).
+    alignas(panel_alignment(kRowStages)) MaybeArray<Element[1][kKeys][kPanelColumns], kRowStages> rows;
     alignas(panel_alignment(kBiasTiles)) MaybeArray<T[panels(kKeys)][kQueries][kPanelColumns], kBiasTiles> bias;
     ptx::Barrier q_full, q_empty;
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+    MaybeArray<ptx::Barrier, kRowStages> rows_full, rows_empty;
     ptx::Barrier work_full, work_empty, tail_cleared;
     Work work;
     // With a Mask (forward_mask.cuh). v_arrived: values have arrived that are inspected before v_full completes.
@@ -100,6 +109,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     const AttnParams& p;
     const Maps& maps;
     RingPosition<kStages> k, v;
+    RingPosition<kRowStages> rows;
     BiasTileLoader<kBiasTiles> bias;
     uint32_t q_parity = 0, work_parity = 0;
 
@@ -144,9 +154,15 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
       q_parity ^= 1;
       for (int n = work.last; n >= work.first; --n) {
         if (n > work.first) load_keys(n - 1);
-        ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
-        load_v(shared.v[v.stage], shared.v_full[v.stage], maps.v, n);
-        v.advance();
+        if constexpr (kTransposers) {
+          ptx::barrier_wait(&shared.rows_empty[rows.stage], rows.parity ^ 1);
+          load_v(shared.rows[rows.stage], shared.rows_full[rows.stage], maps.v, n);
+          rows.advance();
+        } else {
+          ptx::barrier_wait(&shared.v_empty[v.stage], v.parity ^ 1);
+          load_v(shared.v[v.stage], shared.v_full[v.stage], maps.v, n);
+          v.advance();
+        }
       }
     }
   };
@@ -249,13 +265,14 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     end_values();
   }
 
-  // The same without overlap within the warpgroup, for ForwardOrder::kInTurn.
+  // The same without overlap within the warpgroup, for ForwardOrder::kInTurn. Three or four warpgroups take turns at
+  // the products with values instead of those for scores: then their softmaxes begin further apart.
   __device__ __forceinline__ void compute_steps_in_turn(const SeenWork& work, KeyWalk& walk, const Limits& unmasked) {
     for (;; Visibility::advance(walk)) {
       Visibility::await_keys(*this);
-      this->await_phase();
+      if constexpr (!kTurnsOfValues) this->await_phase();
       score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
-      this->pass_phase(group);
+      if constexpr (!kTurnsOfValues) this->pass_phase(group);
       const auto begun = scoring.begin(*this, Step{work, walk.n});
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
@@ -264,7 +281,9 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
       operands.rescale(out, shrink);
       pack_weights();
       ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
+      if constexpr (kTurnsOfValues) this->await_phase();
       operands.add_product(out, weights, shared.v[v.stage]);
+      if constexpr (kTurnsOfValues) this->pass_phase(group);
       release(shared.v_empty[v.stage]);
       v.advance();
       if (!Visibility::has_next(*this, walk)) return;
@@ -310,7 +329,13 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     };
     float sums[2];
     const auto keep_sum = [&](int r, float sum) { sums[r] = sum; };
-    softmax.weigh(scores, rule, Operands::kTolerance, keep_shrink, keep_sum);
+    if constexpr (Operands::kComparesThree) {
+      float largest[2];
+      largest_scores(largest, scores);
+      softmax.weigh(scores, largest, rule, Operands::kTolerance, keep_shrink, keep_sum);
+    } else {
+      softmax.weigh(scores, rule, Operands::kTolerance, keep_shrink, keep_sum);
+    }
     scoring.add_centres(*this, step, 0, scores, sums, shrink);
   }
 
@@ -375,14 +400,17 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
     for (int i = 0; i < Kernel::kStages; ++i) {
       ptx::barrier_init(&shared.k_full[i], 1);
       ptx::barrier_init(&shared.k_empty[i], Kernel::kWarps);
-      ptx::barrier_init(&shared.v_full[i], Kernel::Visibility::kValueArrivals);
+      ptx::barrier_init(&shared.v_full[i],
+                        Kernel::kTransposers ? Kernel::kTransposers : Kernel::Visibility::kValueArrivals);
       ptx::barrier_init(&shared.v_empty[i], Kernel::kWarps);
       Kernel::Visibility::init_stage(shared, i);
     }
+    for (ptx::Barrier& barrier : shared.rows_full) ptx::barrier_init(&barrier, 1);
+    for (ptx::Barrier& barrier : shared.rows_empty) ptx::barrier_init(&barrier, Kernel::kTransposers);
     BiasTileLoader<Kernel::kBiasTiles>::template init<Kernel>(shared);
     Kernel::Visibility::init(shared);
     ptx::barrier_init(&shared.work_full, 1);
-    ptx::barrier_init(&shared.work_empty, Kernel::kWarps);
+    ptx::barrier_init(&shared.work_empty, Kernel::kWarps + Kernel::kTransposers);
     ptx::barrier_init(&shared.tail_cleared, Kernel::kWarps);
     ptx::fence_barrier_init();
   }
@@ -444,7 +472,14 @@ void forward(const AttnParams& p) {
     forward_large<T, kHeadDim, kOptions>(p);
   } else {
     using TileOfRow = TileOf<kernel_table::kSm90Forward, T, kHeadDim, kOptions, kHeadDimV>;
-    forward_to_256<Forward<T, kHeadDim, kHeadDimV, TileOfRow, ForwardPolicies<kOptions>>>(p);
+    using Policies = ForwardPolicies<kOptions>;
+    constexpr bool kHasIntervals = includes(kOptions, kIntervals);
+    if constexpr (kIsFloat8<T> && can_transpose(kHasIntervals, kHeadDimV)) {
+      if (transposes_itself<kHasIntervals, kHeadDimV>(p)) {
+        return forward_to_256<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Policies, NoChunks, true>>(p);
+      }
+    }
+    forward_to_256<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Policies>>(p);
   }
 }
 

@@ -21,7 +21,7 @@ namespace flashattn_ext::sm90 {
 
 template <class Kernel>
 struct ForwardConsumer {
-  // Ping-pong: warpgroups issue their products one after another, and each one then signals the next.
+  // Ping-pong: warpgroups issue products one after another, and each one then signals the next.
   __device__ __forceinline__ void await_phase() const {
     ptx::named_barrier_sync(Kernel::kPingPong + self().group, 2 * kGroupThreads);
   }

@@ -6,6 +6,7 @@
 //   kSteps                         of the product with values, each of which takes four registers of weights
 //   kRegisters                     of a thread
 //   kTolerance                     of OnlineSoftmax::weigh
+//   kComparesThree                 whether largest_scores finds the maxima of rows
 //   kZeroRows                      whether a tile of values ends in zeros behind a packed sequence
 //   kPrepares, prepare(p, taken)   whether a kernel runs before this one, which also zeroes TileGrid::taken, if any
 //   query_map(p), key_map(p)
@@ -35,7 +36,8 @@ struct TilePlace {
   int row, head, batch;
 };
 
-template <class T, int kHeadDim, int kHeadDimV, class TileOfRow>
+// kTransposes: whether the kernel transposes values itself (e4m3).
+template <class T, int kHeadDim, int kHeadDimV, class TileOfRow, bool kTransposes>
 struct ForwardOperands {
   static constexpr int kKeys = TileOfRow::kTile.keys, kOutTiles = kHeadDimV / 8;
   using Element = T;
@@ -43,6 +45,8 @@ struct ForwardOperands {
   static constexpr int kColumns = kHeadDim, kSteps = kKeys / 16;
   static constexpr RegisterBudget kRegisters = register_budget(TileOfRow::kTile.groups);
   static constexpr bool kZeroRows = false, kDefersRescaling = false, kInTurn = false, kPrepares = false;
+  static constexpr int kRowStages = 0;
+  static constexpr bool kComparesThree = false;
   static constexpr float kTolerance = flashattn_ext::kTolerance;
 
   static CUtensorMap query_map(const AttnParams& p) {
@@ -77,16 +81,18 @@ struct ForwardOperands {
 // this one has transposed the values (transposed_values.h), in the order of keys in which scores, packed, are weights.
 // Tensor cores keep about 14 bits of the sums of a product in e4m3: sums over one tile of keys are added to `out` by
 // fp32 instructions, which rescale it as well.
-template <int kHeadDim, int kHeadDimV, class TileOfRow>
-struct ForwardOperands<Float8, kHeadDim, kHeadDimV, TileOfRow> {
+template <int kHeadDim, int kHeadDimV, class TileOfRow, bool kTransposes>
+struct ForwardOperands<Float8, kHeadDim, kHeadDimV, TileOfRow, kTransposes> {
   static constexpr int kKeys = TileOfRow::kTile.keys, kOutTiles = kHeadDimV / 8;
   static_assert(kKeys == kTransposedKeys);
   using Element = ptx::E4m3Pair;
   using Values = Element[1][kHeadDimV][kPanelColumns];
   static constexpr int kColumns = kHeadDim / 2, kSteps = kKeys / 32;
   static constexpr RegisterBudget kRegisters = register_budget(TileOfRow::kTile.groups);
-  static constexpr bool kZeroRows = true, kDefersRescaling = true, kPrepares = true;
+  static constexpr int kRowStages = kTransposes ? 2 : 0;
+  static constexpr bool kZeroRows = true, kDefersRescaling = true, kPrepares = !kTransposes;
   static constexpr float kTolerance = 0;
+  static constexpr bool kComparesThree = kHeadDimV <= 64;  // above it is slower
 
   static void prepare(const AttnParams& p, int* taken) { transpose_values(p, taken); }
 
@@ -103,11 +109,14 @@ struct ForwardOperands<Float8, kHeadDim, kHeadDimV, TileOfRow> {
   static CUtensorMap key_map(const AttnParams& p) {
     return pair_map(p, p.k, p.head_dim, key_rows(p), p.heads_k, batch_entries(p), kKeys);
   }
-  // A box is a tile: rows are columns of v, and columns pairs of keys.
+  // Transposed, a box is a tile: rows are columns of v, and columns pairs of keys.
   static CUtensorMap value_map(const AttnParams& p) {
+    if (kTransposes) return pair_map(p, p.v, p.head_dim_v, key_rows(p), p.heads_k, batch_entries(p), kKeys);
     return pair_map(p, transposed_view(p), kKeys, p.head_dim_v, transposed_tiles(p), transposed_heads(p), kHeadDimV);
   }
-  static __device__ __forceinline__ TilePlace values_at(const AttnParams& p, int, int b, int hk, int key_start, int n) {
+  static __device__ __forceinline__ TilePlace values_at(const AttnParams& p, int entry, int b, int hk, int key_start,
+                                                        int n) {
+    if (kTransposes) return {key_start + n * kKeys, hk, entry};
     const TransposedTile tile = transposed_tile(p, b, hk, key_start);
     return {0, tile.first + n, tile.head};
   }

@@ -54,10 +54,16 @@ struct ForwardRows {
   using Kernel = ForwardKernel;
   static constexpr const auto& kTable = kernel_table::kSm90Forward;
   static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
+  // Workspace for values in e4m3 that a kernel before the forward transposes.
+  template <bool kHasIntervals, int kHeadDimV>
+  static size_t values_bytes(const AttnParams& p) {
+    return transposes_itself<kHasIntervals, kHeadDimV>(p) ? 0 : transposed_bytes(p);
+  }
   template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
     return {forward<T, kHeadDim, kOptions, kHeadDimV>, kForwardBytes, 0,
-            kTypeOf<T> == kE4m3 ? transposed_bytes : nullptr, kTypeOf<T> == kE4m3};
+            kTypeOf<T> == kE4m3 ? values_bytes<includes(kOptions, kIntervals), kHeadDimV> : nullptr,
+            kTypeOf<T> == kE4m3};
   }
 };
 // Other invariant calls run rows of kSm90Forward.

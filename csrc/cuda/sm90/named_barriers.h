@@ -6,7 +6,7 @@ namespace flashattn_ext::sm90 {
 
 // forward.cuh
 enum ForwardBarrier : int {
-  kForwardPingPong = 1,  // to 3: a warpgroup waits at its own before it issues products; the one before it arrives
+  kForwardPingPong = 1,  // to 4: a warpgroup waits at its own before it issues products; the one before it arrives
 };
 
 // jvp.cuh

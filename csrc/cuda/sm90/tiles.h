@@ -14,7 +14,7 @@ struct RegisterBudget {
   int consumer;
 };
 constexpr RegisterBudget register_budget(int groups) {
-  return groups == 3 ? RegisterBudget{32, 160} : RegisterBudget{40, 232};
+  return groups == 4 ? RegisterBudget{32, 112} : groups == 3 ? RegisterBudget{32, 160} : RegisterBudget{40, 232};
 }
 constexpr RegisterBudget kBackwardRegisters{24, 240};
 

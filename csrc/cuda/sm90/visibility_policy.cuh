@@ -19,6 +19,7 @@
 #pragma once
 
 #include "forward_mask.cuh"
+#include "value_transposer.cuh"
 
 namespace flashattn_ext::sm90 {
 
@@ -43,6 +44,10 @@ struct ArithmeticVisibility {
   static __device__ __forceinline__ void load(typename Kernel::Shared& shared, const AttnParams& p, const Maps& maps,
                                               const TileGrid& grid) {
     if (threadIdx.x == 0) typename Kernel::Loader{shared, p, maps}.load_tiles(grid);
+    if constexpr (Kernel::kTransposers) {
+      const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+      if (warp > 0) ValueTransposer<Kernel>{shared, warp - 1}.transpose_tiles();
+    }
   }
 
   template <class Kernel, class Work, class Generator>
