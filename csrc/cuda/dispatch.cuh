@@ -256,9 +256,8 @@ class Dispatch {
     return decode::has_packed_rows(p, kernel) ? kernel : nullptr;
   }
   static bool is_few_rows(const AttnParams& p) { return decode::is_few_rows(p, Architecture::packed(forward_call(p))); }
-  static bool is_prefill(const DecodeParams& p) {
-    return decode::is_prefill(p, packed_kernel(p, decode::has_aligned_rows(p)) != nullptr);
-  }
+  // A prefill aligns its rows. Its packed sequences, which may have any order, must not be forwards with few rows.
+  static bool is_prefill(const DecodeParams& p) { return decode::is_prefill(p, packed_kernel(p, true) != nullptr); }
   // Calls with a KV cache that are no prefill, and forwards with few rows.
   static size_t cached_bytes(const DecodeParams& p, bool aligned) {
     const decode::PackedKernel* const kernel = packed_kernel(p, aligned);

@@ -61,9 +61,10 @@ inline bool can_start_early(const void* kernel) {
   return at->second;
 }
 
-// Launches a kernel that begins with ptx::wait_for_previous_kernel. Where the GPU supports it, its thread blocks become
-// resident while the previous kernel of the stream ends, which hides the launch latency. All of its thread blocks have
-// to wait, also those without work: a kernel that waits for this one relies on all earlier kernels too.
+// Launches a kernel that calls ptx::wait_for_previous_kernel before it reads or writes global memory. Where the GPU
+// supports it, its thread blocks become resident while the previous kernel of the stream ends, which hides the launch
+// latency. All of its thread blocks have to wait, also those without work: a kernel that waits for this one relies on
+// all earlier kernels too.
 template <class... Arguments>
 void launch_early(void (*kernel)(Arguments...), const char* name, const AttnParams& p, dim3 grid, int threads,
                   int shared_bytes, std::common_type_t<Arguments>... arguments) {

@@ -5,7 +5,7 @@
 namespace flashattn_ext::ptx {
 
 // Returns when all earlier kernels of the stream have ended and what they wrote is visible. Until then a kernel that
-// launch_early has started reads and writes nothing in global memory.
+// launch_early has started reads and writes nothing in global memory; it may prefetch.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;\n" ::: "memory");

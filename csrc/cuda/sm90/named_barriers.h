@@ -33,6 +33,13 @@ enum BackwardBarrier : int {
   kKeysCleared = 14,      // second*.cuh: both warpgroups have zeroed their parts of the rows behind the last key
 };
 
+// resident_work.cuh, resident.cuh, resident_together.cuh
+enum ResidentBarrier : int {
+  kResidentGroup = 1,     // and 2: the warps of a warpgroup have written dS, or have read the keys
+  kResidentBoth = 3,      // both warpgroups have written scores, or have read the memory in which they exchange dq
+  kResidentKeysRead = 4,  // resident_together.cuh: the products of the warpgroup of dv with the keys are complete
+};
+
 // backward_wide.cuh
 enum WideBackwardBarrier : int {
   kWideGroup = 1,  // to 3: the warps of a warpgroup have zeroed rows, or have read the buffer of kept weights

@@ -26,9 +26,12 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
   using Base = ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResidentTile<T, kHeadDim>.stages, 1>;
   using Base::at, Base::rows_at, Base::p, Base::maps, Base::plan, Base::workspace, Base::queries, Base::mask,
       Base::whole;
-  using Base::kRows, Base::kKeys, Base::kGroups, Base::kPanels, Base::kColumnTiles, Base::kGroup, Base::kBoth;
+  using Base::kRows, Base::kKeys, Base::kGroups, Base::kPanels, Base::kColumnTiles;
   using Base::thread, Base::group, Base::warp_row, Base::store_keys, Base::store_zeros;
   using typename Base::Rows, typename Base::Stage;
+  // A warpgroup waits for the stages of its own key tiles only: it would miss a phase if it had a stage in every second
+  // round.
+  static_assert(kResidentTile<T, kHeadDim>.stages % kGroups == 0);
   static constexpr int kPanelTiles = 8, kGivenTiles = kPanelTiles / kGroups;  // tiles of 8 columns of a panel
 
   // The dq accumulators that a warpgroup gives the other one, of one panel of columns.
@@ -85,13 +88,14 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
     accumulate(sum, packed, rows.dout);
     ptx::wgmma_wait<1>();
     ptx::hold(dx);
-    differentiate(dx, packed);
+    differentiate(dx, packed, key);
     uint32_t packed_dscores[kRows / 16][4];
     pack_scores<T>(packed_dscores, dx);
-    ptx::named_barrier_sync(kGroup + group(), kGroupThreads);  // the product with the last dS is complete in all warps
+    ptx::named_barrier_sync(kResidentGroup + group(),
+                            kGroupThreads);  // the product with the last dS is complete in all warps
     store_panels(dscores, warp_row(), packed_dscores);
     ptx::fence_async_shared();
-    ptx::named_barrier_sync(kGroup + group(), kGroupThreads);
+    ptx::named_barrier_sync(kResidentGroup + group(), kGroupThreads);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) ptx::hold(dq[i]);
     ptx::wgmma_fence();
@@ -111,24 +115,26 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
     ptx::hold(sum);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) ptx::hold(dq[i]);
-    ptx::named_barrier_sync(kGroup + group(), kGroupThreads);  // the products with the keys are complete in all warps
+    ptx::named_barrier_sync(kResidentGroup + group(),
+                            kGroupThreads);  // the products with the keys are complete in all warps
     store_keys(maps.dk, stage.k, work, key, sum, workspace.gradient_scale);
     this->release_stored(shared.empty[at.stage]);
   }
 
+  // Whether some row does not see all keys of the tile that begins with `key`.
+  __device__ __forceinline__ bool is_partial(int key) const { return key < whole.begin || key + kKeys > whole.end; }
   // Products become weights.
   __device__ __forceinline__ void weigh(float (&x)[kRows / 8][4], int key) const {
-    const bool is_partial = key < whole.begin || key + kKeys > whole.end;
 #pragma unroll
     for (int n = 0; n < kRows / 8; ++n) {
       const int row = n * 8 + 2 * t();
       const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[rows_at.stage][row]);
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[n][e] = ptx::ex2(fmaf(x[n][e], workspace.score.factor, e % 2 ? -lse.y : -lse.x));
-      if (is_partial) hide(x[n], row, key + warp_row() + g());
+      if (is_partial(key)) hide(x[n], row, key + warp_row() + g());
     }
   }
-  // row, key: of the lane's first weight. Its other weights belong to the next row and to key + 8.
+  // row, key: of the lane's first score. Its other scores belong to the next row and to key + 8.
   __device__ __forceinline__ void hide(float (&x)[4], int row, int key) const {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -137,9 +143,9 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
       if (key + e / 2 * 8 < own.begin || key + e / 2 * 8 >= own.end) x[e] = 0;
     }
   }
-  // dP becomes dS.
-  __device__ __forceinline__ void differentiate(float (&dx)[kRows / 8][4],
-                                                const uint32_t (&weights)[kRows / 16][4]) const {
+  // dP becomes dS, which is zero for hidden keys even if dP is not finite.
+  __device__ __forceinline__ void differentiate(float (&dx)[kRows / 8][4], const uint32_t (&weights)[kRows / 16][4],
+                                                int key) const {
 #pragma unroll
     for (int n = 0; n < kRows / 8; ++n) {
       const float2 delta = *reinterpret_cast<const float2*>(&shared.delta[rows_at.stage][n * 8 + 2 * t()]);
@@ -149,6 +155,7 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
         dx[n][2 * r] = weight.x * (dx[n][2 * r] - delta.x);
         dx[n][2 * r + 1] = weight.y * (dx[n][2 * r + 1] - delta.y);
       }
+      if (is_partial(key)) hide(dx[n], n * 8 + 2 * t(), key + warp_row() + g());
     }
   }
 
@@ -159,7 +166,7 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
       const int own = panel * kPanelTiles + kGroupOf * kGivenTiles, given = own ^ kGivenTiles;
-      ptx::named_barrier_sync(kBoth, kGroups * kGroupThreads);  // the memory of `exchange` is free
+      ptx::named_barrier_sync(kResidentBoth, kGroups * kGroupThreads);  // the memory of `exchange` is free
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -168,7 +175,7 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
           shared.exchange[kGroupOf].dq[i][n][thread()] = make_float4(x[0], x[1], x[2], x[3]);
         }
       }
-      ptx::named_barrier_sync(kBoth, kGroups * kGroupThreads);
+      ptx::named_barrier_sync(kResidentBoth, kGroups * kGroupThreads);
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -187,7 +194,7 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
         }
       }
     }
-    ptx::named_barrier_sync(kBoth, kGroups * kGroupThreads);
+    ptx::named_barrier_sync(kResidentBoth, kGroups * kGroupThreads);
   }
 };
 

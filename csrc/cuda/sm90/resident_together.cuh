@@ -14,10 +14,8 @@ struct ResidentTogether : ResidentBase<T, kHeadDim, 128, 1, 3, 2> {
   using Base::at, Base::rows_at, Base::p, Base::maps, Base::plan, Base::workspace, Base::queries, Base::mask,
       Base::whole;
   using Base::group, Base::warp_row, Base::store_keys, Base::store_zeros;
-  using Base::kRows, Base::kKeys, Base::kGroups, Base::kPanels, Base::kColumnTiles, Base::kBoth;
+  using Base::kRows, Base::kKeys, Base::kGroups, Base::kPanels, Base::kColumnTiles;
   using typename Base::Rows, typename Base::Stage;
-
-  static constexpr int kKeysRead = kBoth + 1;  // named barrier: the products with the keys are complete
 
   // P and dS of all rows. A warpgroup writes those of a tile while the other one may still read those of the tile
   // before.
@@ -85,10 +83,11 @@ struct ResidentTogether : ResidentBase<T, kHeadDim, 128, 1, 3, 2> {
 #pragma unroll
       for (int e = 0; e < 4; ++e) dx[n][e] = x[n][e] * (dx[n][e] - delta[e / 2]);
     }
+    hide(dx, key);  // dS is zero there even if dP is not finite
     pack_scores<T>(packed, dx);
     store_panels(scores.dscores, group() * 64 + warp_row(), packed);
     ptx::fence_async_shared();
-    ptx::named_barrier_sync(kBoth, kGroups * kGroupThreads);  // the scores of all rows are written
+    ptx::named_barrier_sync(kResidentBoth, kGroups * kGroupThreads);  // the scores of all rows are written
     accumulate(dq, packed, stage.k);
     const bool is_dv = group() == 0;
     transposed_product(sum, *(is_dv ? scores.weights : scores.dscores), *(is_dv ? rows.dout : rows.q));
@@ -97,9 +96,9 @@ struct ResidentTogether : ResidentBase<T, kHeadDim, 128, 1, 3, 2> {
     ptx::hold(dq);
     ptx::hold(sum);
     if (is_dv) {
-      ptx::named_barrier_arrive(kKeysRead, kGroups * kGroupThreads);
+      ptx::named_barrier_arrive(kResidentKeysRead, kGroups * kGroupThreads);
     } else {
-      ptx::named_barrier_sync(kKeysRead, kGroups * kGroupThreads);
+      ptx::named_barrier_sync(kResidentKeysRead, kGroups * kGroupThreads);
     }
     store_keys(is_dv ? maps.dv : maps.dk, is_dv ? stage.v : stage.k, work, key, sum,
                is_dv ? 1.f : workspace.gradient_scale);
@@ -113,6 +112,10 @@ struct ResidentTogether : ResidentBase<T, kHeadDim, 128, 1, 3, 2> {
 #pragma unroll
       for (int e = 0; e < 4; ++e) x[n][e] = ptx::ex2(fmaf(x[n][e], workspace.score.factor, -lse[e / 2]));
     }
+    hide(x, key);
+  }
+  // Zeros for the keys of the tile that a row does not see.
+  __device__ __forceinline__ void hide(float (&x)[kKeys / 8][4], int key) const {
     if (key >= whole.begin && key + kKeys <= whole.end) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

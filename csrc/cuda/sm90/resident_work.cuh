@@ -11,6 +11,7 @@
 #include "../decode/backward_plan.h"
 #include "../ptx/bulk.cuh"
 #include "../ptx/grid.cuh"
+#include "named_barriers.h"
 #include "products.cuh"
 #include "tiles.h"
 
@@ -47,8 +48,6 @@ struct ResidentBase {
     float lse[kRowStages][kRows], delta[kRowStages][kRows];  // lse in base 2; +inf for rows that see nothing
     ptx::Barrier full[kStages], empty[kStages], rows_full[kRowStages], rows_empty[kRowStages];
   };
-  // Named barriers: of the warps of a warpgroup (and 2), and of both warpgroups.
-  enum NamedBarrier : int { kGroup = 1, kBoth = 3 };
 
   const AttnGradParams& p;
   const BackwardWorkspace& workspace;

@@ -273,7 +273,7 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Jvp[] = {
 
 // The backward with few queries for many keys (sm90/resident.cuh). Tiles: {packed rows, keys, stages of keys}.
 inline constexpr KernelRow<sm90::ResidentTile> kSm90Resident[] = {
-    {k16Bit, 64,  kPlain, kHopper, 44, {{128, 64, 8}}},
+    {k16Bit, 64,  kPlain, kHopper, 48, {{128, 64, 8}}},
     {k16Bit, 128, kPlain, kHopper, 20, {{128, 64, 4}}},
 };
 
@@ -345,7 +345,7 @@ inline constexpr DecodeRow kDecode[] = {
 };
 
 // The backward with few queries (decode/backward.cuh), on every GPU, by row tiles of 16 packed rows. On Hopper
-// kSm90Resident serves 17 packed rows and more.
+// kSm90Resident serves 17 packed rows and more if the rows of dk and dv are aligned.
 inline constexpr FewRowsRow kFewRowsBackward[] = {
     {k16Bit, 64,  1, 0},
     {k16Bit, 64,  2, 0},
