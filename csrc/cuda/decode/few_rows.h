@@ -35,7 +35,7 @@ bool has_few_queries(const AttnParams& p);
 struct BackwardPlan;
 struct FewRowsKernel {
   int rows = 0, columns = 0;
-  // Of a thread block; nullptr: one thread block has the shared memory of a multiprocessor.
+  // The bytes of shared memory that a thread block takes. nullptr: a thread block takes all of a multiprocessor.
   int (*shared_bytes)() = nullptr;
   void (*run)(const AttnGradParams&, const BackwardWorkspace&, const BackwardPlan&) = nullptr;
 };
