@@ -242,7 +242,7 @@ def extension(torch, with_cuda: bool):
     if with_cuda:
         from torch.utils.cpp_extension import CUDA_HOME
 
-        cuda = sources.cuda_sources(ROOT / "build" / "cuda_instances", sm90=has_sm90)
+        cuda = sources.cuda_sources(ROOT / "build" / "cuda_instances", sm90=has_sm90, pairs=True)
         nvcc = os.environ.get("PYTORCH_NVCC") or shlex.quote(str(Path(CUDA_HOME, "bin", "nvcc")))
         # Each source is compiled for the architectures that it has kernels for.
         os.environ["PYTORCH_NVCC"] = f"{shlex.join([sys.executable, str(ROOT / 'csrc' / 'sources.py'), 'nvcc'])} {nvcc}"

@@ -247,6 +247,21 @@ def test_sources_are_written_once(tmp_path: Path) -> None:
     assert '#include "cuda/sm80/forward.cuh"' in changed.read_text()
 
 
+def test_a_build_has_both_16_bit_types_in_one_source(tmp_path: Path) -> None:
+    """Every kernel is instantiated once, for the GPUs that it had in sources of its own."""
+    instances = sources.cuda_instances(sm90=True)
+    names = [path.stem for path in sources.cuda_sources(tmp_path, sm90=True, pairs=True) if path.parent == tmp_path]
+    assert not [name for name in names if "_fp16_" in name] and "sm90_forward_16bit_128" in names
+    texts = "".join((tmp_path / f"{name}.cu").read_text() for name in names)
+    templates = [sorted(re.findall(r"^template .*", text, re.M)) for text in (texts, "".join(instances.values()))]
+    assert templates[0] == templates[1]
+    targets = ["-gencode=arch=compute_80,code=sm_80", "-gencode=arch=compute_90a,code=sm_90a"]
+    for name in names:
+        alone = [name.replace("_16bit_", f"_{dtype}_") for dtype in ("bf16", "fp16")]
+        wanted = {tuple(sources.targets_of(Path(f"{one}.cu"), targets)) for one in alone}
+        assert wanted == {tuple(sources.targets_of(Path(f"{name}.cu"), targets))}
+
+
 def test_a_measurement_compiles_what_it_calls(tmp_path: Path) -> None:
     """Functions of the other instances exist, so that the library loads, but they throw."""
     only = sources.plain_sources("sm90", "bf16", 128)
