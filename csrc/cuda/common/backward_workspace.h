@@ -7,6 +7,7 @@
 #include "../../dropout.h"
 #include "../../score.h"
 #include "../../seqlen.h"
+#include "carver.h"
 #include "exact_sum.cuh"
 #include "general_score.cuh"
 
@@ -36,19 +37,14 @@ struct BackwardWorkspace {
     gradient_scale = score.softmax_scale * keep_scale;
     rows = p.is_varlen() ? p.total_q : p.batch * p.seqlen_q;
     tiles = p.is_varlen() ? rows / tile_rows + p.batch : p.batch * dense_tiles(p);
-    char* next = static_cast<char*>(p.workspace);
-    auto take = [&next](int64_t size) {
-      char* piece = next;
-      next += (size + 63) / 64 * 64;
-      return piece;
-    };
-    delta = reinterpret_cast<float*>(take(p.heads_q * rows * 4));
-    lse = reinterpret_cast<float*>(take(p.heads_q * rows * 4));
-    dq = reinterpret_cast<float*>(take(p.heads_q * tiles * tile_floats * 4));
-    dq_added = reinterpret_cast<int*>(take(p.deterministic ? p.heads_q * tiles * dq_parts * 4 : 0));
-    key_tiles_taken = reinterpret_cast<int*>(take(sizeof(int)));
-    zeroed_bytes = next - reinterpret_cast<char*>(dq);
-    bytes = next - static_cast<char*>(p.workspace);
+    Carver carver(p.workspace);
+    delta = carver.take<float>(p.heads_q * rows);
+    lse = carver.take<float>(p.heads_q * rows);
+    dq = carver.take<float>(p.heads_q * tiles * tile_floats);
+    dq_added = carver.take<int>(p.deterministic ? p.heads_q * tiles * dq_parts : 0);
+    key_tiles_taken = carver.take<int>(1);
+    zeroed_bytes = carver.rest() - reinterpret_cast<char*>(dq);
+    bytes = static_cast<int64_t>(carver.bytes());
   }
   // The workspace of a call without softcap and biases, from `base`; as GeneralWorkspace has for the others.
   static BackwardWorkspace complete(const AttnGradParams&, const BackwardWorkspace& base, int, int) { return base; }
