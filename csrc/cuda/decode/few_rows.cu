@@ -19,7 +19,7 @@ DecodeParams cached_call(const AttnParams& p) {
   return call;
 }
 
-constexpr int64_t kFewQueries = 32, kLeastKeys = 512;
+constexpr int64_t kFewQueries = 32;
 
 // The most queries of a sequence with which a forward runs here. It depends on the shapes of one sequence. packs:
 // whether the kernels of packed rows serve the call.
@@ -38,22 +38,24 @@ static int64_t most_few_queries(const AttnParams& p, bool packs) {
 
 bool has_few_queries(const AttnParams& p) {
   return !p.is_varlen() && !p.has_intervals() && p.batch * p.heads_q > 0 && p.seqlen_q > 0 &&
-         p.seqlen_q <= kFewQueries && p.seqlen_k >= kLeastKeys;
+         p.seqlen_q <= kFewQueries && p.seqlen_k >= kLeastSplitKeys;
 }
 
 bool is_few_rows(const AttnParams& p, const PackedKernel* packed) {
   constexpr int64_t kWideColumns = 256, kMostNarrowRows = 64;  // above kWideColumns a tile has 16 rows
-  // Below 512 keys split-KV gains little.
-  if (p.seqlen_q > most_few_queries(p, has_packed_rows(cached_call(p), packed)) || p.seqlen_k < kLeastKeys)
-    return false;
+  // These two come first, because every forward asks.
+  static_assert(kMostPackedQueries >= kMostFewQueries && kMostPackedQueries >= kFewQueries);
+  if (p.seqlen_q > kMostPackedQueries || p.seqlen_k < kLeastSplitKeys) return false;
   if (p.invariant || p.has_intervals() || p.has_dropout() || p.relative_bias || p.bias.data || p.centres.data)
     return false;
+  const DecodeParams call = cached_call(p);
+  if (p.seqlen_q > most_few_queries(p, has_packed_rows(call, packed))) return false;
   if (std::max(p.head_dim, p.head_dim_v) > kWideColumns && p.seqlen_q * p.group_size() > kMostNarrowRows) return false;
   // The kernel numbers the units (plan.h) in 32 bits.
   const int64_t tiles = p.seqlen_q * p.group_size() / 16 + 1,
                 units = batch_entries(p) * key_rows(p) / kUnitKeys + p.batch;
   if (p.heads_k * units > std::numeric_limits<int32_t>::max() / (2 * tiles)) return false;
-  return refuses(cached_call(p)).empty();
+  return refuses(call).empty();
 }
 
 }  // namespace flashattn_ext::decode

@@ -13,15 +13,18 @@ struct BackwardWorkspace;
 
 namespace flashattn_ext::decode {
 
-// No forward with more queries in a sequence runs here.
-// The kernels of packed rows (packed.h) are an exception.
+struct BackwardPlan;
+struct PackedKernel;
+
+// With fewer keys split-KV gains little, forward or backward.
+constexpr int64_t kLeastSplitKeys = 512;
+// The most queries of a sequence with which a forward runs here, unless kernels of packed rows (packed.h) serve it.
 constexpr int64_t kMostFewQueries = 64;
 
 // Whether a forward call runs here. The choice does not depend on the batch size, so that the results of a sequence are
 // bit-identical in every batch. The kernels of sm80/ and sm90/ keep the calls with a Mask (they skip its hidden tiles),
 // dropout, a dense or a relative bias, or `centres` (an output for the gradients of biases), and invariant calls.
 // packed: the kernel of packed rows for the call, or nullptr.
-struct PackedKernel;
 bool is_few_rows(const AttnParams& p, const PackedKernel* packed);
 
 // The call as a decoding call, whose KV cache holds exactly its keys and values. Rows are aligned, except in fp8:
@@ -32,7 +35,6 @@ DecodeParams cached_call(const AttnParams& p);
 bool has_few_queries(const AttnParams& p);
 
 // A kernel of the backward for calls with up to `rows` packed rows and `columns` columns.
-struct BackwardPlan;
 struct FewRowsKernel {
   int rows = 0, columns = 0;
   // The bytes of shared memory that a thread block takes. nullptr: a thread block takes all of a multiprocessor.

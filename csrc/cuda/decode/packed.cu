@@ -8,6 +8,7 @@
 #include "../common/call.h"
 #include "../common/device.h"
 #include "../common/tile_order.cuh"
+#include "few_rows.h"
 #include "kernels.h"
 #include "packed.h"
 
@@ -70,8 +71,7 @@ struct PackedLaunch {
 bool has_packed_rows(const DecodeParams& p, const PackedKernel* kernel) {
   if (!kernel || p.is_fp8 || p.invariant || p.num_splits > 0 || p.cache.block_table) return false;
   if ((p.is_varlen() && !p.splits_alone) || p.seqlen_q > kMostPackedQueries) return false;
-  constexpr int64_t kLeastKeys = 512;
-  if (p.batch * p.heads_q * query_rows(p) == 0 || p.cache.entries == 0 || p.seqlen_k < kLeastKeys) return false;
+  if (p.batch * p.heads_q * query_rows(p) == 0 || p.cache.entries == 0 || p.seqlen_k < kLeastSplitKeys) return false;
   // Tiles of 16 rows of the other kernels are as fast; in a forward with more than 128 columns 0.86 times. Few queries
   // leave most rows of a block empty, which costs nothing as long as there is one tile.
   const int64_t rows = p.seqlen_q * p.group_size(), least = kernel->columns > 128 ? 9 : 17;

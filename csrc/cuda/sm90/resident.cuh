@@ -32,6 +32,7 @@ struct ResidentBackward : ResidentBase<T, kHeadDim, 64 * kRowTiles, 2, kResident
   // A warpgroup waits for the stages of its own key tiles only: it would miss a phase if it had a stage in every second
   // round.
   static_assert(kResidentTile<T, kHeadDim>.stages % kGroups == 0);
+  static_assert(kResidentTile<T, kHeadDim>.keys == kKeys);
   static constexpr int kPanelTiles = 8, kGivenTiles = kPanelTiles / kGroups;  // tiles of 8 columns of a panel
 
   // The dq accumulators that a warpgroup gives the other one, of one panel of columns.
