@@ -45,7 +45,8 @@ struct Backward {
   // for the dq of one warpgroup at a time.
   static constexpr bool kDoutApart = kHeadDimV > 128;  // dout has stages of its own
   static constexpr int kDoutStages = kDoutApart ? 1 : kStages, kDqParts = kDoutApart && kDscoreBuffers == 2 ? 1 : 2;
-  static constexpr bool kApart = kOrder == BackwardOrder::kApart;  // a third warpgroup computes dq
+  static constexpr bool kApart =
+      kOrder == BackwardOrder::kApart || kOrder == BackwardOrder::kApartOnce;  // a third warpgroup computes dq
   static constexpr int kWorkStages = 2, kThreads = (kApart ? 4 : 3) * kGroupThreads, kWarps = 8,
                        kInspectors = kMasks ? 2 : 0;
   static constexpr int kPanels = panels(kHeadDim), kValuePanels = panels(kHeadDimV),

@@ -1,8 +1,8 @@
-// The mainloop of backward.cuh with dq in a warpgroup of its own (BackwardOrder::kApart). The two warpgroups of dk and
-// dv ping-pong with two phases of products a step: dP^T and dv; dk and the next S^T. They write dS^T to shared memory
-// and go on. A third warpgroup multiplies it by the keys, half of a step's dq at a time, because it has few registers,
-// and writes dq for the adder (dq_adder.cuh). So no warpgroup of scores waits until dq is written, which takes long
-// while products read shared memory. docs/sm90_backward.md has the order.
+// The mainloop of backward.cuh with dq in a warpgroup of its own. The two warpgroups of dk and dv ping-pong, write dS^T
+// to shared memory and go on. A third warpgroup multiplies it by the keys, half of a step's dq at a time, because it
+// has few registers, and writes dq for the adder (dq_adder.cuh). So no warpgroup of scores waits until dq is written,
+// which takes long while products read shared memory. A step has one or two turns of each warpgroup (BackwardOrder);
+// docs/sm90_backward.md has both orders.
 #pragma once
 
 #include "../common/scores.cuh"
@@ -28,12 +28,27 @@ class ApartWalk {
     unmasked = {uniform(unmasked.begin), uniform(unmasked.end)};
   }
 
-  // The last step is peeled, so that no product is in flight when the loop exits: otherwise the compiler serialises all
-  // products.
   __device__ __forceinline__ void run() {
     ptx::barrier_wait(&shared.k_full[kernel.keys.stage], kernel.keys.parity);
     kernel.clear_tail_of_keys(work);
     ptx::barrier_wait(&shared.q_full[kernel.queries.stage], kernel.queries.parity);
+    if constexpr (Kernel::kOrder == BackwardOrder::kApartOnce) {
+      walk_in_one_turn();
+    } else {
+      walk_in_two_turns();
+    }
+    ptx::barrier_arrive(&shared.queries_empty[kernel.queries.stage]);
+    kernel.queries.advance();
+    release(shared.keys_empty[kernel.keys.stage]);
+    kernel.keys.advance();
+  }
+
+ private:
+  // Both walks peel the last step, so that no product is in flight when the loop exits: otherwise the compiler
+  // serialises all products.
+  //
+  // The turns of a step: dP^T and dv; dk and the next S^T.
+  __device__ __forceinline__ void walk_in_two_turns() {
     kernel.await_phase();
     multiply_scores();
     kernel.pass_phase();
@@ -63,19 +78,67 @@ class ApartWalk {
     kernel.pass_phase();
     ptx::wgmma_wait<0>();
     ptx::hold(kernel.dk);
-    ptx::barrier_arrive(&shared.queries_empty[kernel.queries.stage]);
-    kernel.queries.advance();
-    release(shared.keys_empty[kernel.keys.stage]);
-    kernel.keys.advance();
   }
 
- private:
+  // The turn of a step: dv, dk, the next S^T and the next dP^T. The exponentials run under dP^T. It is issued when dk
+  // is complete: with all four products in flight, head dims above 80 have too few registers (C7512).
+  __device__ __forceinline__ void walk_in_one_turn() {
+    ptx::barrier_wait(&shared.v_full[kernel.keys.stage], kernel.keys.parity);
+    await_dout();
+    float dscores[kQueries / 8][4];
+    Packed packed;
+    kernel.await_phase();
+    multiply_scores();
+    multiply_dscores(dscores);
+    kernel.pass_phase();
+    find_weights<1>();
+    find_dscores(packed, dscores);
+    while (now.left > 1) {
+      const int stage = kernel.queries.stage;
+      kernel.queries.advance();
+      now.advance();
+      ptx::barrier_wait(&shared.q_full[kernel.queries.stage], kernel.queries.parity);
+      await_dout();
+      kernel.await_phase();
+      accumulate(kernel.dv, kernel.weights, shared.dout[stage]);
+      accumulate(kernel.dk, packed, shared.q[stage]);
+      multiply_scores();
+      hand_over_gradients();
+      ptx::wgmma_wait<1>();
+      ptx::hold(kernel.dv);
+      ptx::hold(kernel.dk);
+      multiply_dscores(dscores);
+      kernel.pass_phase();
+      ptx::barrier_arrive(&shared.queries_empty[stage]);
+      find_weights<1>();
+      find_dscores(packed, dscores);
+    }
+    kernel.await_phase();
+    accumulate(kernel.dv, kernel.weights, shared.dout[kernel.queries.stage]);
+    accumulate(kernel.dk, packed, shared.q[kernel.queries.stage]);
+    hand_over_gradients();
+    kernel.pass_phase();
+    ptx::wgmma_wait<0>();
+    ptx::hold(kernel.dv);
+    ptx::hold(kernel.dk);
+  }
+
   __device__ __forceinline__ void multiply_scores() {
     score_product<Kernel::kColumns>(scores, shared.k[kernel.keys.stage], kernel.group * 64,
                                     shared.q[kernel.queries.stage]);
   }
+  __device__ __forceinline__ void multiply_dscores(float (&dscores)[kQueries / 8][4]) {
+    score_product<Kernel::kValueColumns>(dscores, shared.v[kernel.keys.stage], kernel.group * 64,
+                                         shared.dout[kernel.queries.stage]);
+  }
+  __device__ __forceinline__ void await_dout() {
+    ptx::barrier_wait(&shared.dout_full[kernel.queries.stage], kernel.queries.parity);
+    kernel.clear_tail_of_queries(work, now);
+  }
+  // kLater: products that were issued after S^T and may be in flight.
+  template <int kLater = 0>
   __device__ __forceinline__ void find_weights() {
-    ptx::wgmma_wait<0>();
+    ptx::wgmma_wait<kLater>();
     ptx::hold(scores);
     Kernel::Scores::weigh(
         kernel.weights, scores, kernel.workspace.score, shared.lse[kernel.queries.stage], is_masked(),
@@ -84,19 +147,30 @@ class ApartWalk {
   // The phase of dP^T and dv. dv is complete before dS^T is packed: its operands, the weights, then free registers.
   __device__ __forceinline__ void differentiate(Packed& packed) {
     float dscores[kQueries / 8][4];
-    const int stage = kernel.queries.stage;
-    ptx::barrier_wait(&shared.dout_full[stage], kernel.queries.parity);
-    kernel.clear_tail_of_queries(work, now);
+    await_dout();
     kernel.await_phase();
-    score_product<Kernel::kValueColumns>(dscores, shared.v[kernel.keys.stage], kernel.group * 64, shared.dout[stage]);
-    accumulate(kernel.dv, kernel.weights, shared.dout[stage]);
+    multiply_dscores(dscores);
+    accumulate(kernel.dv, kernel.weights, shared.dout[kernel.queries.stage]);
     kernel.pass_phase();
     ptx::wgmma_wait<1>();
-    ptx::hold(dscores);
-    Kernel::Scores::differentiate(dscores, kernel.weights, kernel.workspace.score, shared.delta[stage], is_masked());
+    differentiate(dscores);
     ptx::hold(dscores);
     ptx::wgmma_wait<0>();
     ptx::hold(kernel.dv);
+    store(packed, dscores);
+  }
+  // dP^T, the only product in flight, becomes dS^T, in `packed` and in shared memory.
+  __device__ __forceinline__ void find_dscores(Packed& packed, float (&dscores)[kQueries / 8][4]) {
+    ptx::wgmma_wait<0>();
+    differentiate(dscores);
+    store(packed, dscores);
+  }
+  __device__ __forceinline__ void differentiate(float (&dscores)[kQueries / 8][4]) {
+    ptx::hold(dscores);
+    Kernel::Scores::differentiate(dscores, kernel.weights, kernel.workspace.score, shared.delta[kernel.queries.stage],
+                                  is_masked());
+  }
+  __device__ __forceinline__ void store(Packed& packed, const float (&dscores)[kQueries / 8][4]) {
     pack_scores<T>(packed, dscores);
     ptx::barrier_wait(&shared.dscores_empty[kernel.buffers.stage], kernel.buffers.parity ^ 1);
     store_panels(shared.dscores[kernel.buffers.stage], kernel.warp_key, packed);
@@ -120,6 +194,8 @@ class ApartWalk {
 template <class Kernel>
 struct QueryGradients {
   static constexpr bool kOwnRows = Kernel::kQueries == 128;  // the halves of dq: rows of a step, otherwise columns
+  // Tiles of 8 columns of the second half, which has columns from 64 on.
+  static constexpr int kSecondTiles = kOwnRows || Kernel::kColumns > 96 ? 8 : 4;
 
   typename Kernel::Shared& shared;
   const AttnGradParams& p;
@@ -144,23 +220,31 @@ struct QueryGradients {
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       ptx::barrier_wait(&shared.dscores_full[buffers.stage], buffers.parity);
+      const bool is_last = step == steps - 1;
+      if constexpr (kSecondTiles == 8) {
 #pragma unroll 1
-      for (int half = 0; half < 2; ++half) {
-        float dq[8][4];
-        transposed_product(dq, shared.dscores[buffers.stage][kOwnRows ? half : 0],
-                           shared.k[keys.stage][kOwnRows ? 0 : half]);
-        ptx::wgmma_wait<0>();
-        ptx::hold(dq);
-        if (half == 1) {
-          ptx::barrier_arrive(&shared.dscores_empty[buffers.stage]);
-          if (step == steps - 1) release(shared.keys_empty[keys.stage]);
-        }
-        write(shared.part_of(half), dq, half);
-        hand_over(half);
+        for (int half = 0; half < 2; ++half) compute_half<8>(half, is_last);
+      } else {
+        compute_half<8>(0, is_last);
+        compute_half<kSecondTiles>(1, is_last);
       }
       buffers.advance();
     }
     keys.advance();
+  }
+  template <int kTiles>
+  __device__ __forceinline__ void compute_half(int half, bool is_last) {
+    float dq[kTiles][4];
+    transposed_product(dq, shared.dscores[buffers.stage][kOwnRows ? half : 0],
+                       shared.k[keys.stage][kOwnRows ? 0 : half]);
+    ptx::wgmma_wait<0>();
+    ptx::hold(dq);
+    if (half == 1) {
+      ptx::barrier_arrive(&shared.dscores_empty[buffers.stage]);
+      if (is_last) release(shared.keys_empty[keys.stage]);
+    }
+    write(shared.part_of(half), dq, half);
+    hand_over(half);
   }
 };
 

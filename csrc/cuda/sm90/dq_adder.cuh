@@ -16,10 +16,12 @@ using DqPart = float[4][kTiles][128];
 // part in both; the one that does not have to wait only arrives.
 constexpr int kDqThreads = kGroupThreads + 32;
 
-// Writes a warpgroup's part of dq to shared memory, after the adder has read the part of the step before.
-template <int kTiles>
-__device__ __forceinline__ void write(DqPart<kTiles>& part, const float (&dq)[kTiles][4], int group) {
-  float (&own)[kTiles][128] = part[threadIdx.x / 32 % 4];
+// Writes a warpgroup's part of dq to shared memory, after the adder has read the part of the step before. The part may
+// have room for more columns than dq.
+template <int kTiles, int kPartTiles>
+__device__ __forceinline__ void write(float (&part)[4][kPartTiles][128], const float (&dq)[kTiles][4], int group) {
+  static_assert(kTiles <= kPartTiles);
+  float (&own)[kPartTiles][128] = part[threadIdx.x / 32 % 4];
   ptx::named_barrier_sync(kDqEmpty + group, kDqThreads);
 #pragma unroll
   for (int c = 0; c < kTiles; ++c) ptx::store_fragment(own[c], dq[c]);
@@ -31,9 +33,9 @@ __device__ __forceinline__ void hand_over(int group) {
 }
 
 // The adder warp; its first lane issues the additions. The warpgroups hand over their parts half a step apart
-// (ping-pong), or a third warpgroup hands over both in turn (kApart). In a deterministic call the warp waits for the
-// order before a step, and after it for the end of the additions: once for both parts, because each wait takes more
-// than a third of a step.
+// (ping-pong), or a third warpgroup hands over both in turn (backward_apart.cuh). In a deterministic call the warp
+// waits for the order before a step, and after it for the end of the additions: once for both parts, because each wait
+// takes more than a third of a step.
 template <class Kernel>
 struct DqAdder {
   using Layout = typename Kernel::Layout;

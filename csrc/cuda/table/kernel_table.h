@@ -24,7 +24,7 @@
 namespace flashattn_ext::kernel_table {
 
 constexpr sm90::ForwardOrder kInTurn = sm90::ForwardOrder::kInTurn;
-constexpr sm90::BackwardOrder kApart = sm90::BackwardOrder::kApart, kThreePhases = sm90::BackwardOrder::kThreePhases;
+constexpr sm90::BackwardOrder kApart = sm90::BackwardOrder::kApart, kApartOnce = sm90::BackwardOrder::kApartOnce, kThreePhases = sm90::BackwardOrder::kThreePhases;
 
 // Tiles: {warps, row tiles of a warp, keys, resident thread blocks[, stages[, warps along the columns of out]]}. Tiles
 // with warps along the columns are those for 227, 163 and 99 KB of shared memory; `bench tune` compares all others.
@@ -220,8 +220,10 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Packed[] = {
 // (C7510), and it took 1.35 times the time.
 inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 64,         kPlain,     kHopper, 0,         {{128, 128, 2, 2}, {128, 128, 2, 1}}},
-    {k16Bit, 80,         kPlain,     kHopper, 0,         {{128, 64, 3, 1}}},
-    {k16Bit, 96,         kPlain,     kHopper, kMaySpill, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
+    // dq apart, one turn: 527 / 466; two turns: 504 / 450; ping-pong: 450 / 405
+    {k16Bit, 80,         kPlain,     kHopper, 0,         {{128, 64, 3, 1, kApartOnce}, {128, 64, 3, 1, kApart}, {128, 64, 3, 1}}},
+    // dq apart, one turn: 571 / 507; two turns: 568 / 503; ping-pong: 512 / 463
+    {k16Bit, 96,         kPlain,     kHopper, 0,         {{128, 64, 3, 1, kApartOnce}, {128, 64, 3, 1, kApart}, {128, 64, 3, 1}}},
     // dq apart: 644 / 575; both warpgroups in step, dq in between: 599 / 545
     {k16Bit, 128,        kPlain,     kHopper, 0,         {{128, 64, 3, 1, kApart}, {128, 64, 3, 1}, {128, 64, 2, 1, kApart}}},
     {k16Bit, 144,        kPlain,     kHopper, kMaySpill, {{128, 64, 2, 1}, {64, 64, 2, 1}, {64, 64, 3, 1}}},

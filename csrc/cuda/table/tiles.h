@@ -48,6 +48,7 @@ enum class BackwardOrder {
   kPingPong,     // ping-pong: one issues products while the other computes, twice a step, with dq in the next step
   kThreePhases,  // ping-pong, three times a step, with dq in the same step: for head dims that leave few registers
   kApart,        // ping-pong, twice a step, with dq in a third warpgroup (backward_apart.cuh)
+  kApartOnce,    // the same with a single turn of each warpgroup in a step
 };
 
 struct BackwardTile {
