@@ -431,7 +431,13 @@ def describe(row: Row) -> str:
         return f"{64 * int(tile[0])} x {tile[1]}, {tile[2]}{order}"
     if row.stage in ("resident", "second"):
         return f"{tile[0]} x {tile[1]}, {tile[2]}"
-    order = {"kApart": ", dq apart", "kApartOnce": ", dq apart, one turn", "kThreePhases": ", three phases"}.get(tile[4], "") if len(tile) > 4 else ""
+    orders = {
+        "kApart": ", dq apart",
+        "kApartOnce": ", dq apart, one turn",
+        "kPairs": ", in pairs",
+        "kThreePhases": ", three phases",
+    }
+    order = orders.get(tile[4], "") if len(tile) > 4 else ""
     return f"{tile[0]} x {tile[1]}, {tile[2]}, {tile[3]}{order}"
 
 

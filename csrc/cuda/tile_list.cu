@@ -19,6 +19,7 @@ void describe(CudaTile* tile, const sm90::BackwardTile& sizes) {
       "stages: " + std::to_string(sizes.stages) + " of queries, " + std::to_string(sizes.key_stages) + " of keys";
   if (sizes.order == sm90::BackwardOrder::kApart) tile->detail += ", dq apart";
   if (sizes.order == sm90::BackwardOrder::kApartOnce) tile->detail += ", dq apart, one turn";
+  if (sizes.order == sm90::BackwardOrder::kPairs) tile->detail += ", in pairs";
 }
 
 // Tiles for GPUs with less shared memory are not alternatives.

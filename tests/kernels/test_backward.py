@@ -47,6 +47,12 @@ def test_grouped_query_heads(device: str, dtype: torch.dtype, groups: int) -> No
     check(Case(dtype=dtype, Sq=70, Sk=90, Hq=3 * groups, Hk=3, causal=True), device)
 
 
+@pytest.mark.parametrize("Sk", [40, 64, 65, 128, 129])
+def test_keys_at_the_edges_of_two_thread_blocks(device: str, dtype: torch.dtype, Sk: int) -> None:
+    """On Hopper two thread blocks have 64 keys each at this head dim, and exchange their dS."""
+    check(Case(dtype=dtype, Sq=130, Sk=Sk, Hq=4, Hk=2, D=256, Dv=256), device)
+
+
 def test_a_long_sequence(device: str, dtype: torch.dtype) -> None:
     check(Case(dtype=dtype, B=1, Sq=1024, Sk=1024, D=64, Dv=64, causal=True), device)
 

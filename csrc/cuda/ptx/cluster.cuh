@@ -34,6 +34,14 @@ __device__ __forceinline__ void store_async(uint32_t to, int x, uint32_t arrived
                "r"(arrived)
                : "memory");
 }
+// Starts copying `bytes`, a multiple of 16, of this thread block's shared memory to another thread block; its barrier
+// `arrived` counts them. The asynchronous proxy reads the data (fence_async_shared).
+__device__ __forceinline__ void bulk_send(uint32_t to, const void* from, int bytes, uint32_t arrived) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n" ::"r"(to),
+      "r"(shared_address(from)), "r"(bytes), "r"(arrived)
+      : "memory");
+}
 // Arrives at a barrier of another thread block, to signal that this block has read data which the other one may
 // overwrite. It does not publish data that this thread has written: that takes .release.cluster, which puts a
 // device-wide fence before each arrival and takes longer than a product.

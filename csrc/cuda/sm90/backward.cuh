@@ -35,7 +35,7 @@ struct Backward {
   using Layout = DqLayout<T, kHeadDim, kTile.is_wide()>;
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages;
-  static constexpr bool kPaired = false;
+  static constexpr bool kPaired = false, kSharesKeys = false;
   static constexpr int kBlocks = 1, kColumns = kHeadDim, kValueColumns = kHeadDimV;
   static constexpr BackwardOrder kOrder = kTile.order;
   static constexpr bool kLateDq = kOrder == BackwardOrder::kPingPong;  // dq of a step is computed in the next one

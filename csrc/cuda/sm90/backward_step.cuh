@@ -98,7 +98,9 @@ struct BackwardLoader {
   static __device__ __forceinline__ int next_tile(const BackwardWork& work) {
     return descends(work) ? work.n - 1 : work.n + 1;
   }
-  static __device__ __forceinline__ int column() { return half_of_columns<Kernel::kPaired>() * Kernel::kColumns; }
+  static __device__ __forceinline__ int column() {
+    return half_of_pair<Kernel::kPaired && !Kernel::kSharesKeys>() * Kernel::kColumns;
+  }
 
   __device__ BackwardWork start_head(int b, int hk) {
     const Sequence queries = query_sequence(p, b), keys = key_sequence(p, b);
@@ -142,10 +144,14 @@ struct BackwardLoader {
 
   __device__ void load_tile(const BackwardWork& work) {
     const int batch = p.is_varlen() ? 0 : work.b, group = static_cast<int>(p.group_size());
-    const int key = work.key_start + work.key0;
+    const int half = half_of_pair<Kernel::kSharesKeys>(), key = work.key_start + work.key0 + half * 64;
     ptx::barrier_wait(&shared.keys_empty[keys.stage], keys.parity ^ 1);
     if (lane() == 0) {
       load_panels(shared.k[keys.stage], shared.k_full[keys.stage], maps.k, key, work.hk, batch, column());
+      if constexpr (Kernel::kSharesKeys) {  // the other block's keys, this block's columns of dq
+        load_panels(shared.other_k[keys.stage], shared.k_full[keys.stage], maps.k, key + 64 - 128 * half, work.hk,
+                    batch, half * Kernel::kColumns / 2);
+      }
       load_panels(shared.v[keys.stage], shared.v_full[keys.stage], maps.v, key, work.hk, batch, column());
       Kernel::Gradients::load_keys(shared, keys.stage, maps, key, work.hk, batch);
     }
@@ -224,9 +230,10 @@ void launch_backward_main(Entry kernel, const char* name, const Params& p,
   const int64_t blocks = tile_count(p.seqlen_k, Kernel::kKeys), all = blocks * p.batch * p.heads_k;
   if (all == 0) return;
   typename Kernel::Maps maps;
+  constexpr int kBlockKeys = Kernel::kKeys / (Kernel::kSharesKeys ? 2 : 1);
   static_cast<BackwardMaps&>(maps) = {
-      query_map(p, p.q, p.head_dim, Kernel::kQueries), key_map(p, p.k, p.head_dim, Kernel::kKeys),
-      key_map(p, p.v, p.head_dim_v, Kernel::kKeys), query_map(p, p.dout, p.head_dim_v, Kernel::kQueries)};
+      query_map(p, p.q, p.head_dim, Kernel::kQueries), key_map(p, p.k, p.head_dim, kBlockKeys),
+      key_map(p, p.v, p.head_dim_v, kBlockKeys), query_map(p, p.dout, p.head_dim_v, Kernel::kQueries)};
   Kernel::Gradients::set_more_maps(p, &maps, Kernel::kQueries, Kernel::kKeys);
   const int64_t at_once = multiprocessors() / Kernel::kBlocks, teams = std::min(all, at_once);
   const TileGrid grid{backward_order(p, blocks, 2, at_once, Kernel::kSectionHeads), static_cast<int>(all),

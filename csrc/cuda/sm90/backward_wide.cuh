@@ -1,7 +1,7 @@
 // Backward on Hopper for other head dims above 128. dk and dv of 64 keys each fill the registers of a warpgroup. So the
 // first warpgroup computes P^T and dv, the second dS^T and dk, and the third dq. P^T and dS^T go from one warpgroup to
 // the next through shared memory, double-buffered, and every warpgroup runs ahead of the next one as far as the buffers
-// allow. docs/sm90_backward.md.
+// allow. Plain calls above 192 run in clusters of two thread blocks. docs/sm90_backward.md.
 #pragma once
 
 #include "backward_policies.cuh"
@@ -18,19 +18,27 @@ struct WideBackward {
   static constexpr bool kMasks = Visibility::kHasIntervals;
   using Layout = DqLayout<T, kHeadDim, true>;
   static constexpr BackwardTile kTile = tile_of<kernel_table::kSm90Backward, T, kHeadDim, kOptions, kHeadDimV>();
-  static constexpr WideRegisterBudget kRegisters = wide_register_budget(kHeadDim);
+  static constexpr WideRegisterBudget kRegisters = wide_register_budget(kHeadDim, kTile.order == BackwardOrder::kPairs);
   static constexpr int kQueries = kTile.queries, kKeys = kTile.keys, kStages = kTile.stages,
                        kKeyStages = kTile.key_stages;
   static constexpr int kWorkStages = 2, kBuffers = 2;  // kBuffers: of P^T and of dS^T
   static constexpr int kThreads = 4 * kGroupThreads, kGroupWarps = 4;
   static constexpr int kInspectors = kMasks ? 3 : 0;
-  static constexpr bool kPaired = is_paired(kHeadDim);  // pair.cuh
-  static constexpr bool kDoutApart = kPaired;           // dout has stages of its own
+  // Clusters of two thread blocks either have one half of the columns of the same 64 keys each (pair.cuh), or one half
+  // of the keys of a tile of 128. Then they exchange dS^T, and each computes one half of the columns of dq from all 128
+  // keys: so a block adds half as much to dq.
+  static constexpr bool kSharesKeys = kTile.order == BackwardOrder::kPairs, kSplitsColumns = is_paired(kHeadDim),
+                        kPaired = kSharesKeys || kSplitsColumns;
+  static constexpr bool kDoutApart = kPaired;  // dout has stages of its own
+  static constexpr int kOwnKeys = 64;
   static constexpr int kBlocks = kPaired ? 2 : 1;
-  static constexpr int kColumns = kHeadDim / kBlocks, kValueColumns = kHeadDimV / kBlocks;  // columns of a thread block
-  // Stages of dout. In pairs dout has its own stages, because at head_dim 512 shared memory has no room for two.
-  static constexpr int kDoutStages = kHeadDim > 384 ? 1 : kStages;
+  static constexpr int kColumns = kHeadDim / (kSplitsColumns ? 2 : 1),
+                       kValueColumns = kHeadDimV / (kSplitsColumns ? 2 : 1);  // columns of a thread block
+  // Stages of dout. In pairs dout has its own stages, because shared memory has no room for two at head_dim 512 and
+  // beside the other block's keys.
+  static constexpr int kDoutStages = kHeadDim > 384 || kSharesKeys ? 1 : kStages;
   static constexpr int kPanels = panels(kColumns), kColumnTiles = kColumns / 8;
+  static constexpr int kQueryPanels = kSharesKeys ? kPanels / 2 : kPanels;  // of dq
   static constexpr int kValuePanels = panels(kValueColumns);
   static constexpr int kSectionHeads = 1;  // as in backward.cuh; with more heads blocks read too much at once
   // A thread block of 512 threads starts with 128 registers per thread, and the compiler requires the operands of one
@@ -44,12 +52,17 @@ struct WideBackward {
   // Tiles have the layout of common/panels.cuh. A `full` barrier signals that a stage has arrived, an `empty` barrier
   // that it may be overwritten.
   struct Shared {
-    alignas(kPanelAlignment) T k[kKeyStages][kPanels][kKeys][kPanelColumns];
-    alignas(kPanelAlignment) T v[kKeyStages][kValuePanels][kKeys][kPanelColumns];
+    alignas(kPanelAlignment) T k[kKeyStages][kPanels][kOwnKeys][kPanelColumns];
+    alignas(kPanelAlignment) T v[kKeyStages][kValuePanels][kOwnKeys][kPanelColumns];
     alignas(kPanelAlignment) T q[kStages][kPanels][kQueries][kPanelColumns];
     alignas(kPanelAlignment) T dout[kDoutStages][kValuePanels][kQueries][kPanelColumns];
-    alignas(kPanelAlignment) T dscores[kBuffers][1][kKeys][kPanelColumns];  // dS^T: [keys][queries]
-    uint4 weights[kBuffers][kQueries / 16][kGroupThreads];                  // P^T, as each thread's registers
+    alignas(kPanelAlignment) T dscores[kBuffers][1][kOwnKeys][kPanelColumns];  // dS^T: [keys][queries]
+    // The other block's, with this block's columns of dq of its keys.
+    alignas(panel_alignment(kSharesKeys))
+        MaybeArray<T[1][kOwnKeys][kPanelColumns], kSharesKeys ? kBuffers : 0> other_dscores;
+    alignas(panel_alignment(kSharesKeys))
+        MaybeArray<T[kQueryPanels][kOwnKeys][kPanelColumns], kSharesKeys ? kKeyStages : 0> other_k;
+    uint4 weights[kBuffers][kQueries / 16][kGroupThreads];  // P^T, as each thread's registers
     float lse[kStages][kQueries], delta[kStages][kQueries];
     MaybeArray<typename Scores::Kept, Dropping::kDrops ? kBuffers : 0> kept;
     Work work[kWorkStages];
@@ -62,16 +75,18 @@ struct WideBackward {
     MaybeArray<ptx::Barrier, kMasks ? kKeyStages : 0> keys_inspected;
     MaybeArray<ptx::Barrier, kMasks ? kStages : 0> queries_inspected;
     MaybeArray<ptx::Barrier, kPaired ? kDoutStages : 0> dout_empty;
-    MaybeArray<OtherPart<kQueries / 8>, kPaired ? 1 : 0> score_parts, dscore_parts;
+    MaybeArray<OtherPart<kQueries / 8>, kSplitsColumns ? 1 : 0> score_parts, dscore_parts;
+    MaybeArray<ptx::Barrier, kSharesKeys ? kBuffers : 0> other_dscores_full;
     MaybeArray<SharedTile, kPaired ? 1 : 0> next_tile;
   };
   static_assert(sizeof(Shared) <= kSharedLimit);
-  static_assert(!kPaired || kColumns == kValueColumns);
+  static_assert(!kSplitsColumns || kColumns == kValueColumns);
+  static_assert(!kSharesKeys || (kOptions == kPlain && kPanels % 2 == 0));
   static_assert(!kMasks || kPanels == kValuePanels);  // BackwardInspector
 
   static __device__ void init(Shared& shared, const AttnGradParams& p) {
     for (int i = 0; i < kKeyStages; ++i) {
-      ptx::barrier_init(&shared.k_full[i], 1);
+      ptx::barrier_init(&shared.k_full[i], kSharesKeys ? 2 : 1);
       ptx::barrier_init(&shared.v_full[i], 1);
       ptx::barrier_init(&shared.keys_empty[i], 3 * kGroupWarps);
     }
@@ -82,15 +97,19 @@ struct WideBackward {
     }
     if constexpr (kPaired) {
       for (ptx::Barrier& barrier : shared.dout_empty) ptx::barrier_init(&barrier, 2 * kGroupThreads);
-      shared.score_parts[0].init();
-      shared.dscore_parts[0].init();
       shared.next_tile[0].init();
     }
+    if constexpr (kSplitsColumns) {
+      shared.score_parts[0].init();
+      shared.dscore_parts[0].init();
+    }
+    for (ptx::Barrier& barrier : shared.other_dscores_full) ptx::barrier_init(&barrier, 1);
     for (int i = 0; i < kBuffers; ++i) {
-      for (ptx::Barrier* barrier :
-           {&shared.weights_full[i], &shared.weights_empty[i], &shared.dscores_full[i], &shared.dscores_empty[i]}) {
+      for (ptx::Barrier* barrier : {&shared.weights_full[i], &shared.weights_empty[i], &shared.dscores_full[i]}) {
         ptx::barrier_init(barrier, kGroupThreads);
       }
+      // The other block releases the buffer too, from which its own is copied.
+      ptx::barrier_init(&shared.dscores_empty[i], kGroupThreads + (kSharesKeys ? kGroupWarps : 0));
     }
     for (int i = 0; i < kWorkStages; ++i) {
       ptx::barrier_init(&shared.work_full[i], 1);
@@ -149,7 +168,8 @@ struct WideBackward {
       works.advance();
     }
     __device__ __forceinline__ Limits unmasked_queries(const Work& work) const {
-      const Limits unmasked = Visibility::unmasked(work, 0, [&] { return Gradients::unmasked(p, work, work.key0); });
+      const Limits unmasked =
+          Visibility::unmasked(work, 0, [&] { return Gradients::unmasked(p, work, own_key(work)); });
       return {uniform(unmasked.begin), uniform(unmasked.end)};
     }
     // The ring position of dout of the current queries: the stage of the queries, or in pairs its own.
@@ -169,7 +189,11 @@ struct WideBackward {
       }
     }
     // The first column of this block, the same in v as in q and k: in pairs they have the same number of columns.
-    static __device__ __forceinline__ int column() { return half_of_columns<kPaired>() * kColumns; }
+    static __device__ __forceinline__ int column() { return half_of_pair<kSplitsColumns>() * kColumns; }
+    // The first key of this block.
+    static __device__ __forceinline__ int own_key(const Work& work) {
+      return work.key0 + half_of_pair<kSharesKeys>() * kOwnKeys;
+    }
     __device__ __forceinline__ void end_keys() {
       release(shared.keys_empty[keys.stage]);
       keys.advance();
@@ -179,7 +203,7 @@ struct WideBackward {
     template <int kTilePanels, int kRows>
     __device__ __forceinline__ void clear_tail(T (&tile)[kTilePanels][kRows][kPanelColumns], int rows) const {
       if (!p.is_varlen() || rows >= kRows) return;
-      clear_rows(tile, rows, thread(), kGroupThreads);
+      clear_rows(tile, kSharesKeys ? max(rows, 0) : rows, thread(), kGroupThreads);
       ptx::fence_async_shared();
       ptx::named_barrier_sync(kWideGroup + group - 1, kGroupThreads);
     }
@@ -201,7 +225,8 @@ struct WideBackward {
       while (const Work* const work = this->receive()) {
         set_zero(dv);
         if (uniform(work->tiles) > 0) walk_queries(*work);
-        store_keys<T>(p.dv, *work, work->key0 + warp_key, dv, workspace.keep_scale, p.head_dim_v, this->column());
+        store_keys<T>(p.dv, *work, this->own_key(*work) + warp_key, dv, workspace.keep_scale, p.head_dim_v,
+                      this->column());
         this->end_work();
       }
     }
@@ -235,11 +260,11 @@ struct WideBackward {
       float scores[kQueries / 8][4];
       Visibility::await(shared.q_full, shared.queries_inspected, queries);
       score_product<kColumns>(scores, shared.k[keys.stage], 0, shared.q[queries.stage]);
-      const int row0 = now.m * kQueries, key = work.key0 + warp_key;
+      const int row0 = now.m * kQueries, key = this->own_key(work) + warp_key;
       Dropping::template draw<Scores>(shared.kept, kept_buffer, philox, p, work.b, now.h, work.key0, row0);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
-      if constexpr (kPaired) shared.score_parts[0].exchange(scores, &this->parts_parity);
+      if constexpr (kSplitsColumns) shared.score_parts[0].exchange(scores, &this->parts_parity);
       Scores::weigh(
           weights, scores, workspace.score, shared.lse[queries.stage], Scores::is_masked(unmasked, row0),
           [&] { return visible(p, work, now.h); }, row0, key);
@@ -281,7 +306,8 @@ struct WideBackward {
       while (const Work* const work = this->receive()) {
         set_zero(dk);
         if (uniform(work->tiles) > 0) walk_queries(*work);
-        store_keys<T>(p.dk, *work, work->key0 + warp_key, dk, workspace.gradient_scale, p.head_dim, this->column());
+        store_keys<T>(p.dk, *work, this->own_key(*work) + warp_key, dk, workspace.gradient_scale, p.head_dim,
+                      this->column());
         this->end_work();
       }
     }
@@ -321,7 +347,7 @@ struct WideBackward {
       ptx::wgmma_wait<0>();
       ptx::hold(dscores);
       this->end_dout();
-      if constexpr (kPaired) shared.dscore_parts[0].exchange(dscores, &this->parts_parity);
+      if constexpr (kSplitsColumns) shared.dscore_parts[0].exchange(dscores, &this->parts_parity);
     }
 
     // Hands dS^T to the third warpgroup, and issues dk += dS^T Q.
@@ -343,10 +369,21 @@ struct WideBackward {
       ptx::barrier_wait(&shared.dscores_empty[dscores_at.stage], dscores_at.parity ^ 1);
       store_panels(shared.dscores[dscores_at.stage], warp_key, weights);
       ptx::fence_async_shared();
+      if constexpr (kSharesKeys) send_dscores();
       ptx::barrier_arrive(&shared.dscores_full[dscores_at.stage]);
       dscores_at.advance();
       this->clear_tail(shared.q[queries.stage], work.length_q - now.m * kQueries);
       accumulate<kMostTiles>(dk, weights, shared.q[queries.stage]);
+    }
+    // Copies this warp's rows of dS^T to the other block, whose buffer is free when this block's is.
+    __device__ __forceinline__ void send_dscores() const {
+      __syncwarp();
+      if (threadIdx.x % 32 != 0) return;
+      const int stage = dscores_at.stage;
+      const uint32_t other = ptx::cluster_rank() ^ 1;
+      ptx::bulk_send(ptx::address_in(other, shared.other_dscores[stage][0][warp_key]),
+                     shared.dscores[stage][0][warp_key], sizeof(shared.dscores[stage][0]) / kGroupWarps,
+                     ptx::address_in(other, &shared.other_dscores_full[stage]));
     }
   };
 
@@ -366,21 +403,25 @@ struct WideBackward {
 
     __device__ __forceinline__ void walk_queries(const Work& work) {
       Visibility::await(shared.k_full, shared.keys_inspected, keys);
-      this->clear_tail(shared.k[keys.stage], work.length_k - work.key0);
+      this->clear_tail(shared.k[keys.stage], work.length_k - this->own_key(work));
+      if constexpr (kSharesKeys) {
+        this->clear_tail(shared.other_k[keys.stage], work.length_k - work.key0 - (1 - half_of_pair<true>()) * kOwnKeys);
+      }
       for (Walk now(p, work, static_cast<int>(p.group_size())); now.left > 0; now.advance()) {
         const int64_t tile = now.h * workspace.tiles + work.dq_tile + now.m * (kQueries / Layout::kTileRows);
         // Rows after the last of the sequence have no tile in the workspace.
         const bool exists = now.m * kQueries + warp_key < work.length_q;
-        const int half = half_of_columns<kPaired>();
-        float* const to = Layout::fragment(workspace, tile, warp_key / 16, half * kColumnTiles);
+        const int part = half_of_pair<kPaired>();
+        float* const to = Layout::fragment(workspace, tile, warp_key / 16, part * kQueryPanels * 8);
         ptx::barrier_wait(&shared.dscores_full[dscores_at.stage], dscores_at.parity);
-        const DqOrder order{workspace.dq_added + tile * kBlocks + half, this->thread() == 0,
+        const DqOrder order{workspace.dq_added + tile * kBlocks + part, this->thread() == 0,
                             [&] { return Visibility::added_before(*this, work, now.m, step); },
                             [&] { return Visibility::added_after(*this, work, now.m, step); },
                             [&] { ptx::named_barrier_sync(kWideGroup + this->group - 1, kGroupThreads); }};
+        if constexpr (kSharesKeys) await_other_dscores();
         if (p.deterministic) order.await_earlier_keys();
 #pragma unroll
-        for (int panel = 0; panel < kPanels; ++panel) add_panel(panel, exists ? to : nullptr);
+        for (int panel = 0; panel < kQueryPanels; ++panel) add_panel(panel, exists ? to : nullptr);
         if (p.deterministic) order.admit_later_keys();
         ++step;
         dscores_at.advance();
@@ -390,14 +431,44 @@ struct WideBackward {
 
     __device__ __forceinline__ void add_panel(int panel, float* to) {
       float dq[8][4];
-      transposed_product(dq, shared.dscores[dscores_at.stage][0], shared.k[keys.stage][panel]);
+      multiply(dq, panel);
       ptx::wgmma_wait<0>();
       ptx::hold(dq);
-      if (panel == kPanels - 1) ptx::barrier_arrive(&shared.dscores_empty[dscores_at.stage]);
+      if (panel == kQueryPanels - 1) end_dscores();
 #pragma unroll
       for (int c = 0; c < 8; ++c) {
         const int column = panel * 8 + c;
         if (column < kColumnTiles) ptx::add_fragment_if(to != nullptr, to + column * 128, dq[c]);
+      }
+    }
+    // 64 columns of dq; `panel` counts among those of this block.
+    __device__ __forceinline__ void multiply(float (&dq)[8][4], int panel) const {
+      const int stage = dscores_at.stage;
+      const auto& k = shared.k[keys.stage][half_of_pair<kSharesKeys>() * kQueryPanels + panel];
+      if constexpr (kSharesKeys) {
+        constexpr int kPanelBytes = sizeof(k);
+        ptx::hold(dq);
+        ptx::wgmma_fence();
+        issue_transposed_product(dq, shared.dscores[stage][0], k, kPanelBytes);
+        issue_transposed_product(dq, shared.other_dscores[stage][0], shared.other_k[keys.stage][panel], kPanelBytes,
+                                 true);
+        ptx::wgmma_commit();
+      } else {
+        transposed_product(dq, shared.dscores[stage][0], k);
+      }
+    }
+    __device__ __forceinline__ void await_other_dscores() const {
+      ptx::Barrier* const full = &shared.other_dscores_full[dscores_at.stage];
+      if (this->thread() == 0) ptx::barrier_arrive_expect(full, sizeof(shared.other_dscores[0]));
+      ptx::barrier_wait_for_cluster(full, dscores_at.parity);
+    }
+    // Releases dS^T, and the other block's from which this block's copy was made.
+    __device__ __forceinline__ void end_dscores() const {
+      ptx::barrier_arrive(&shared.dscores_empty[dscores_at.stage]);
+      if constexpr (kSharesKeys) {
+        __syncwarp();
+        if (threadIdx.x % 32 != 0) return;
+        ptx::barrier_arrive_in(ptx::address_in(ptx::cluster_rank() ^ 1, &shared.dscores_empty[dscores_at.stage]));
       }
     }
   };

@@ -38,8 +38,12 @@ struct DqLayout {
   static constexpr int kStride = kTileStride<T, kHeadDim>;
   static constexpr int kQueryRowTiles = 1, kQueryColumnTiles = (kWide ? kHeadDim : kPartColumns) / 8;
   static constexpr int64_t kTileFloats = kTileRows * kHeadDim;
+  // Parts of a tile, each with its own counter (DqOrder): pairs of thread blocks add half of the columns each.
   static constexpr int kOrderedParts =
-      is_paired(kHeadDimension) ? 2 : 1;  // parts of a tile, each with its own counter (DqOrder)
+      is_paired(kHeadDimension) ||
+              tile_of<kernel_table::kSm90Backward, T, kHeadDimension, kPlain>().order == BackwardOrder::kPairs
+          ? 2
+          : 1;
 
   // First row and column of the part of a warp that computes dq.
   static __device__ __forceinline__ int row(int warp) { return (kQueries == 64 ? warp % 4 : warp) * 16; }

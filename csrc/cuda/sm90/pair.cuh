@@ -10,9 +10,9 @@ namespace flashattn_ext::sm90 {
 
 constexpr bool is_paired(int head_dim) { return head_dim > 256; }
 
-// Which half of the columns this block has.
+// Which half this block has, of the columns or of the keys.
 template <bool kPaired>
-__device__ __forceinline__ int half_of_columns() {
+__device__ __forceinline__ int half_of_pair() {
   return kPaired ? static_cast<int>(ptx::cluster_rank()) : 0;
 }
 

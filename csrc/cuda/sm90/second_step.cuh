@@ -132,6 +132,8 @@ struct SecondStep {
 // The part of a kernel's object that does not depend on how its warpgroups divide the work: a base class.
 template <class Kernel>
 struct SecondConsumer {
+  static constexpr bool kSharesKeys = false;  // backward_step.cuh
+
   template <class Shared>
   static __device__ void init(Shared& shared, const AttnGradParams&) {
     using Moves = typename Kernel::Moves;

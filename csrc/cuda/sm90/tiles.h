@@ -34,12 +34,15 @@ struct WideRegisterBudget {
   int keys;
   int queries;
 };
-constexpr WideRegisterBudget wide_register_budget(int head_dim) {
-  return head_dim > 256 ? WideRegisterBudget{56, 192, 72} : WideRegisterBudget{24, 208, 72};
+// in_pairs: of thread blocks, whose loading warps have more to keep.
+constexpr WideRegisterBudget wide_register_budget(int head_dim, bool in_pairs) {
+  return head_dim > 256 ? WideRegisterBudget{56, 192, 72}
+         : in_pairs     ? WideRegisterBudget{40, 200, 72}
+                        : WideRegisterBudget{24, 208, 72};
 }
 
 // The same for the backward with dq apart (backward_apart.cuh).
-constexpr WideRegisterBudget kApartRegisters = wide_register_budget(128);
+constexpr WideRegisterBudget kApartRegisters = wide_register_budget(128, false);
 
 constexpr int kSharedLimit = 227 * 1024;
 

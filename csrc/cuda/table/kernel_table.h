@@ -24,7 +24,8 @@
 namespace flashattn_ext::kernel_table {
 
 constexpr sm90::ForwardOrder kInTurn = sm90::ForwardOrder::kInTurn;
-constexpr sm90::BackwardOrder kApart = sm90::BackwardOrder::kApart, kApartOnce = sm90::BackwardOrder::kApartOnce, kThreePhases = sm90::BackwardOrder::kThreePhases;
+constexpr sm90::BackwardOrder kApart = sm90::BackwardOrder::kApart, kApartOnce = sm90::BackwardOrder::kApartOnce,
+                              kPairs = sm90::BackwardOrder::kPairs, kThreePhases = sm90::BackwardOrder::kThreePhases;
 
 // Tiles: {warps, row tiles of a warp, keys, resident thread blocks[, stages[, warps along the columns of out]]}. Tiles
 // with warps along the columns are those for 227, 163 and 99 KB of shared memory; `bench tune` compares all others.
@@ -230,7 +231,8 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, {192, 128}, kPlain,     kHopper, 0,         {{128, 64, 2, 1, kThreePhases}, {64, 64, 2, 1}, {64, 64, 3, 1}}},
     {k16Bit, 160,        kPlain,     kHopper, 0,         {{128, 64, 2, 1, kThreePhases}}},
     {k16Bit, 192,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 3, 1}, {64, 64, 2, 2}}},
-    {k16Bit, 256,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}, {64, 64, 1, 2}}},
+    // in pairs: 585 / 583 (S = 16384); 64 x 64: 525 / 522
+    {k16Bit, 256,        kPlain,     kHopper, kMaySpill, {{128, 64, 2, 1, kPairs}, {64, 64, 2, 1}, {64, 64, 1, 2}}},
     {k16Bit, 64,         kDropout,   kHopper, 8,         {{128, 128, 2, 1}}},
     {k16Bit, 96,         kDropout,   kHopper, kMaySpill, {{128, 64, 3, 1}, {128, 64, 2, 1}}},
     {k16Bit, 128,        kDropout,   kHopper, 8,         {{128, 64, 3, 1}, {128, 64, 2, 1}}},

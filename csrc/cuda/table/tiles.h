@@ -42,22 +42,24 @@ struct ForwardTile {
   constexpr bool exists() const { return groups > 0; }
 };
 
-// How the two warpgroups of backward.cuh share the tensor cores. The fastest order depends on register pressure and was
+// How the warpgroups of the backward share the tensor cores. The fastest order depends on register pressure and was
 // measured: docs/logs/sm90_backward.md.
 enum class BackwardOrder {
   kPingPong,     // ping-pong: one issues products while the other computes, twice a step, with dq in the next step
   kThreePhases,  // ping-pong, three times a step, with dq in the same step: for head dims that leave few registers
   kApart,        // ping-pong, twice a step, with dq in a third warpgroup (backward_apart.cuh)
   kApartOnce,    // the same with a single turn of each warpgroup in a step
+  kPairs,        // a pipeline of warpgroups, in two thread blocks that exchange dS (backward_wide.cuh)
 };
 
 struct BackwardTile {
-  int keys;             // 128: two warpgroups compute, with 64 each (backward.cuh); 64: is_wide()
+  int keys;             // 128: two warpgroups compute, or two thread blocks, with 64 each; 64: is_wide()
   int queries;          // of a step of the walk
   int stages;           // of queries and their output gradients
   int key_stages;       // of keys and values: two stages prefetch the next tile
-  BackwardOrder order;  // of backward.cuh; kPingPong where a row names none
-  constexpr bool is_wide() const { return keys == 64; }  // one warpgroup each for dv, dk and dq (backward_wide.cuh)
+  BackwardOrder order;  // kPingPong where a row names none; backward_wide.cuh asks for kPairs only
+  // One warpgroup each for dv, dk and dq (backward_wide.cuh).
+  constexpr bool is_wide() const { return keys == 64 || order == BackwardOrder::kPairs; }
   constexpr bool exists() const { return keys > 0; }
 };
 
