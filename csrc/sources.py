@@ -48,6 +48,7 @@ ARRAYS = {
     "kSm90Invariant": ("sm90", "invariant"),
     "kSm90Packed": ("sm90", "packed"),
     "kSm90Backward": ("sm90", "backward"),
+    "kSm90Heads": ("sm90", "heads"),
     "kSm90Resident": ("sm90", "resident"),
     "kSm90Jvp": ("sm90", "jvp"),
     "kSm90Second": ("sm90", "second"),
@@ -79,6 +80,11 @@ FUNCTIONS = {
     "backward": [
         "size_t flashattn_ext::{0}::backward_bytes<{1}>(const flashattn_ext::AttnGradParams&)",
         "void flashattn_ext::{0}::backward<{1}>(const flashattn_ext::AttnGradParams&)",
+    ],
+    "heads": [
+        "bool flashattn_ext::{0}::serves_heads<{1}>(const flashattn_ext::AttnGradParams&)",
+        "size_t flashattn_ext::{0}::heads_bytes<{1}>(const flashattn_ext::AttnGradParams&)",
+        "void flashattn_ext::{0}::heads<{1}>(const flashattn_ext::AttnGradParams&)",
     ],
     "resident": [
         "void flashattn_ext::{0}::resident<{1}>(const flashattn_ext::AttnGradParams&, const flashattn_ext::BackwardWorkspace&, "
@@ -254,7 +260,7 @@ def plain_sources(architecture: str, dtype: str, head_dim: int | None = None) ->
         row
         for row in table()
         if row.architecture == architecture
-        and row.stage not in ("invariant", "packed", "resident")
+        and row.stage not in ("invariant", "packed", "heads", "resident")
         and dtype in row.dtypes
         and row.options == "kPlain"
     ]
@@ -407,6 +413,7 @@ UNITS = {
     ("sm90", "invariant"): "queries x keys of a step, stages",
     ("sm90", "packed"): "rows x keys of a step, stages",
     ("sm90", "backward"): "keys x queries of a step, stages of queries and of keys, order",
+    ("sm90", "heads"): "keys x queries of a step, stages of queries and of keys, order",
     ("sm90", "resident"): "packed rows x keys of a stage, stages",
     ("sm90", "jvp"): "queries x keys of a step, stages",
     ("sm90", "second"): "keys x queries of a step, stages of queries",

@@ -61,6 +61,7 @@ int main() {
   for (const auto& row : kernel_table::kSm90Invariant) print("kSm90Invariant", row);
   for (const auto& row : kernel_table::kSm90Packed) print("kSm90Packed", row);
   for (const auto& row : kernel_table::kSm90Backward) print("kSm90Backward", row);
+  for (const auto& row : kernel_table::kSm90Heads) print("kSm90Heads", row);
   for (const auto& row : kernel_table::kSm90Resident) print("kSm90Resident", row);
   for (const auto& row : kernel_table::kSm90Jvp) print("kSm90Jvp", row);
   for (const auto& row : kernel_table::kSm90Second) print("kSm90Second", row);
@@ -84,6 +85,8 @@ int main() {
             if (on_hopper.empty()) on_hopper = first<sm80::BackwardRows>("kSm80Backward", call, true);
             std::printf("run %s\nrun %s\n", first<sm80::BackwardRows>("kSm80Backward", call, false).c_str(), on_hopper.c_str());
             std::printf("hopper %s\n", on_hopper.c_str());
+            const std::string heads = first<sm90::HeadRows>("kSm90Heads", call, true);
+            if (!heads.empty()) std::printf("run %s\n", heads.c_str());  // others, and calls of few or long sequences, run the row above
             const std::string resident = first<sm90::ResidentRows>("kSm90Resident", call, true);
             if (!resident.empty()) std::printf("run %s\n", resident.c_str());  // others run those of decode/ or of many queries
             if (qk > 256 || v > 256) continue;  // supports() refuses derivatives above
@@ -198,7 +201,9 @@ def test_every_row_is_instantiated_once() -> None:
     assert len(defined) == len({*defined})
     assert {*defined} == {function for row in ROWS for dtype in row.dtypes for function in row.functions(dtype)}
     declared = {
-        folder: re.findall(r"^(?:void|size_t|int|TileSizes) (\w+)\(", (ROOT / "csrc/cuda" / header).read_text(), re.M)
+        folder: re.findall(
+            r"^(?:void|bool|size_t|int|TileSizes) (\w+)\(", (ROOT / "csrc/cuda" / header).read_text(), re.M
+        )
         for folder, header in (("sm80", "sm80/kernels.h"), ("sm90", "sm90/kernels.h"))
     }
     for folder, names in declared.items():

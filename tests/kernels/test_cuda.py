@@ -302,6 +302,50 @@ def test_gradients_of_the_kernels_for_hopper_agree(head_dim: int, options: dict)
         torch.testing.assert_close(ours, other, atol=4e-2, rtol=2e-2)
 
 
+MANY_SEQUENCES = {
+    "causal": dict(Sq=512, Sk=512, causal=True),
+    "full": dict(Sq=300, Sk=401),
+    "more keys": dict(Sq=70, Sk=512, causal=True, use_lse=True),
+    "more queries": dict(Sq=900, Sk=100),
+    "rows that see no key": dict(Sq=300, Sk=200, causal=True),
+    "three keys": dict(Sq=200, Sk=3),
+    "bounded on the right": dict(Sq=260, Sk=260, window_size=(-1, 100), sink_dtype=torch.float32),
+    "bounded on the left": dict(Sq=260, Sk=260, window_size=(100, 0)),
+    "groups": dict(Sq=200, Sk=200, Hq=16, causal=True, views=("packed", "transposed", "offset")),
+}
+
+
+@pytest.mark.parametrize("D,Dv", [(64, 64), (128, 128), (40, 64), (100, 128)])
+@pytest.mark.parametrize("options", MANY_SEQUENCES.values(), ids=MANY_SEQUENCES.keys())
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_gradients_of_many_short_sequences(dtype: torch.dtype, options: dict, D: int, Dv: int) -> None:
+    """With as many KV heads as a Hopper GPU has multiprocessors, a thread block computes whole heads."""
+    heads = torch.cuda.get_device_properties("cuda").multi_processor_count
+    check(Case(dtype=dtype, B=heads // 8, D=D, Dv=Dv, **{"Hq": 8, "Hk": 8, **options}), "cuda")
+
+
+@pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0 and a build for 9.0a")
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_blocks_of_whole_heads(head_dim: int) -> None:
+    """Their dq has the same bits in every run. Few sequences, and deterministic calls, whose bits may not depend on the batch, add
+    in another order.
+    """
+    heads = 3 * torch.cuda.get_device_properties("cuda").multi_processor_count
+    q, k, v = leaves(heads, 256, 1, head_dim, dtype=torch.bfloat16)
+    grad = torch.randn_like(q)
+
+    def dq(count: int, deterministic: bool = False) -> torch.Tensor:
+        inputs = [t[:count].detach().requires_grad_() for t in (q, k, v)]
+        out = flashattn_ext.forward(*inputs, causal=True, deterministic=deterministic)
+        return torch.autograd.grad(out, inputs[0], grad[:count])[0]
+
+    many = dq(heads)
+    assert_same_bits(dq(heads), many)
+    assert not torch.equal(dq(8), many[:8]) and not torch.equal(dq(heads, deterministic=True), many)
+    assert_same_bits(dq(heads, deterministic=True)[:8], dq(8, deterministic=True))
+    torch.testing.assert_close(dq(8), many[:8], atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 144, 256, 512])
 @pytest.mark.parametrize("hint", [1, 130, 300])
 def test_deterministic_gradients_of_sequences_longer_than_the_hint(head_dim: int, hint: int) -> None:

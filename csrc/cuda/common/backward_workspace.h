@@ -32,10 +32,10 @@ struct BackwardWorkspace {
   // The main stage chooses the tiles of dq: tile_rows rows and tile_floats floats, in dq_parts parts that are summed
   // independently.
   BackwardWorkspace(const AttnGradParams& p, int64_t tile_rows, int64_t tile_floats, int64_t dq_parts)
-      : score(Score::of(p)), tile_rows(tile_rows), tile_floats(tile_floats), dq_parts(dq_parts) {
-    keep_scale = 1 / static_cast<float>(keep_probability(p.dropout_threshold));
-    gradient_scale = score.softmax_scale * keep_scale;
-    rows = p.is_varlen() ? p.total_q : p.batch * p.seqlen_q;
+      : BackwardWorkspace(p) {
+    this->tile_rows = tile_rows;
+    this->tile_floats = tile_floats;
+    this->dq_parts = dq_parts;
     tiles = p.is_varlen() ? rows / tile_rows + p.batch : p.batch * dense_tiles(p);
     Carver carver(p.workspace);
     delta = carver.take<float>(p.heads_q * rows);
@@ -55,6 +55,14 @@ struct BackwardWorkspace {
   // The first dq tile of a sequence, counted within a head.
   __device__ int64_t first_tile(const AttnParams& p, int64_t b, const Sequence& queries) const {
     return p.is_varlen() ? queries.start / tile_rows + b : b * dense_tiles(p);
+  }
+
+ protected:
+  // The scalars alone, for a workspace with other buffers.
+  explicit BackwardWorkspace(const AttnGradParams& p) : score(Score::of(p)) {
+    keep_scale = 1 / static_cast<float>(keep_probability(p.dropout_threshold));
+    gradient_scale = score.softmax_scale * keep_scale;
+    rows = p.is_varlen() ? p.total_q : p.batch * p.seqlen_q;
   }
 };
 

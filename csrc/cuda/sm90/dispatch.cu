@@ -28,6 +28,9 @@ struct Sm90 {
   static const decode::FewRowsKernel* few_rows_backward(const KernelCall& call) {
     return RowKernels<sm90::ResidentRows>::first(call, true);
   }
+  static const BackwardKernel* heads_backward(const KernelCall& call) {
+    return RowKernels<sm90::HeadRows>::first(call, true);
+  }
   static const BackwardKernel* backward(const KernelCall& call) {
     const BackwardKernel* const own = RowKernels<sm90::BackwardRows>::first(call, true);
     return own ? own : RowKernels<sm80::BackwardRows>::first(call, true);

@@ -35,6 +35,14 @@ size_t backward_bytes(const AttnGradParams& p);
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void backward(const AttnGradParams& p);
 
+// The same for many short sequences (heads.cuh), and whether a call is one of those.
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+bool serves_heads(const AttnGradParams& p);
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+size_t heads_bytes(const AttnGradParams& p);
+template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
+void heads(const AttnGradParams& p);
+
 // The main stage of such a call with few queries for many keys (resident.cuh).
 template <class T, int kHeadDim, Options kOptions, int kHeadDimV>
 void resident(const AttnGradParams& p, const BackwardWorkspace& workspace, const decode::BackwardPlan& plan);
@@ -98,6 +106,16 @@ struct BackwardRows {
   template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
   static constexpr Kernel kernel() {
     return {backward<T, kHeadDim, kOptions, kHeadDimV>, backward_bytes<T, kHeadDim, kOptions, kHeadDimV>};
+  }
+};
+struct HeadRows {
+  using Kernel = BackwardKernel;
+  static constexpr const auto& kTable = kernel_table::kSm90Heads;
+  static constexpr const KernelCall& needed(const KernelCall& call) { return call; }
+  template <class T, int kHeadDim, int kHeadDimV, Options kOptions>
+  static constexpr Kernel kernel() {
+    return {heads<T, kHeadDim, kOptions, kHeadDimV>, heads_bytes<T, kHeadDim, kOptions, kHeadDimV>,
+            serves_heads<T, kHeadDim, kOptions, kHeadDimV>};
   }
 };
 struct ResidentRows {

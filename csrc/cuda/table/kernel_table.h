@@ -255,6 +255,12 @@ inline constexpr KernelRow<sm90::BackwardTile> kSm90Backward[] = {
     {k16Bit, 512,        kPlain,     kHopper, kMaySpill, {{64, 64, 2, 1}}},
 };
 
+// The backward of many short sequences (sm90/heads.cuh). Tiles as in kSm90Backward.
+inline constexpr KernelRow<sm90::BackwardTile> kSm90Heads[] = {
+    {k16Bit, 64,  kPlain, kHopper, 48, {{128, 128, 2, 2, kApart}}},
+    {k16Bit, 128, kPlain, kHopper, kMaySpill, {{128, 64, 2, 2, kApart}}},
+};
+
 // Forward mode (sm80/jvp.cuh): general kernels where a call has options, and in fp32. Tiles: {warps, row tiles of a warp, keys, resident thread blocks}.
 inline constexpr KernelRow<sm80::ForwardTile> kSm80Jvp[] = {
     {k16Bit, 64,  kPlain,     kOtherGpus, kMaySpill, {{4, 2, 32, 2}}},

@@ -21,6 +21,7 @@ struct ForwardKernel {
 struct BackwardKernel {
   void (*run)(const AttnGradParams&) = nullptr;
   size_t (*workspace_bytes)(const AttnGradParams&) = nullptr;
+  bool (*serves)(const AttnGradParams&) = nullptr;  // nullptr: every call of its row
 };
 
 struct JvpKernel {
