@@ -32,6 +32,8 @@ struct DqOrder {
     }
     sync();
   }
+  // Whether that wait would end at once. The leader calls it.
+  __device__ __forceinline__ bool earlier_keys_have_added() const { return ptx::load_acquire(added) == before(); }
   // The leader's store releases the additions of all these threads, which the barrier orders before it.
   __device__ __forceinline__ void admit_later_keys() const {
     sync();

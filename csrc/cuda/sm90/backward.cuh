@@ -150,6 +150,7 @@ struct Backward {
   int buffer = 0;  // index into shared.dscores of the buffer written last
   float dk[kColumnTiles][4], dv[kHeadDimV / 8][4];
   typename Scores::Packed weights;
+  typename Dropping::template Drawn<Scores> drawn;  // of the next mask
   Gradients gradients;
 
   __device__ __forceinline__ Backward(Shared& shared, const AttnGradParams& params, const Workspace& workspace,
@@ -203,9 +204,11 @@ struct Backward {
     clear_tail_of_keys(work);
     await_queries(now, whole);
     draw(work, now);
+    publish_drawn();
     await_phase();
     score_product<kHeadDim>(scores, shared.k[keys.stage], group * 64, shared.q[queries.stage]);
     pass_phase();
+    draw_next(work, now);
     const auto begun = gradients.begin(*this, work, now);
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
@@ -218,7 +221,7 @@ struct Backward {
       queries.advance();
       now.advance();
       await_queries(now, whole);
-      draw(work, now);
+      publish_drawn();
       await_phase();
       accumulate(dk, packed, shared.q[stage]);
       query_product(dq, 1);
@@ -229,6 +232,7 @@ struct Backward {
       pass_phase();
       write(shared.part_of(group), dq, group);
       if (!hands_over_late()) hand_over(group);
+      draw_next(work, now);
       const auto begun = gradients.begin(*this, work, now);
       ptx::wgmma_wait<0>();
       ptx::hold(scores);
@@ -389,12 +393,21 @@ struct Backward {
     gradients.weigh(*this, scores, work, now, Scores::is_masked(unmasked, now.m * kQueries), begun);
     Dropping::template drop<Scores>(weights, shared.kept, group, warp_key / 16 % 4);
   }
-  // Draws the dropout mask of the next weights, for all warps of the warpgroup. A phase lies between the last use of
-  // shared.kept and this call, and another between this call and the next use.
-  __device__ __forceinline__ void draw(const Work& work, const Walk& next) {
-    Dropping::template draw<Scores>(shared.kept, group, shared.philox, p, work.b, next.h, work.key0 + group * 64,
-                                    next.m * kQueries);
+  // Draws this warp's part of the dropout mask of a step.
+  __device__ __forceinline__ void draw(const Work& work, const Walk& at) {
+    Dropping::template draw_part<Scores>(drawn, shared.philox, p, work.b, at.h, work.key0 + group * 64,
+                                         at.m * kQueries);
   }
+  // The same for the step after `now`, while the scores of `now` are computed. The branch keeps the compiler from
+  // waiting for those first.
+  __device__ __forceinline__ void draw_next(const Work& work, const Walk& now) {
+    if (!Dropping::kDrops || now.left <= 1) return;
+    Walk next = now;
+    next.advance();
+    draw(work, next);
+  }
+  // A phase lies between the last use of shared.kept and this call, and another between this call and the next use.
+  __device__ __forceinline__ void publish_drawn() { Dropping::template publish<Scores>(shared.kept, group, drawn); }
 
   // Rows after the end of a packed sequence belong to another sequence: weights of 0 would still propagate its NaNs.
   // Each warpgroup zeroes all these rows, so that neither waits for the other.

@@ -73,13 +73,17 @@ struct DqAdder {
       pass(work, nullptr, 0);
       pass(work, nullptr, 1);
     }
+    bool may_add = false;  // whether the order is known to have come to this step
     for (Walk now(p, work, static_cast<int>(p.group_size())); now.left > 0; now.advance(), ++step) {
-      if (p.deterministic && leads()) await_earlier_keys(work, now);
+      if (p.deterministic && leads()) await_earlier_keys(work, now, may_add);
       __syncwarp();
       pass(work, &now, 0);
       if (Layout::kPartsOverlap && p.deterministic && leads()) ptx::bulk_wait<0>();
       pass(work, &now, 1);
-      if (p.deterministic && leads()) admit_later_keys(work, now);
+      if (p.deterministic && leads()) {
+        may_add = may_add_next(work, now);
+        admit_later_keys(work, now);
+      }
       __syncwarp();
     }
   }
@@ -131,15 +135,27 @@ struct DqAdder {
   }
 
   template <class Step>
-  __device__ __forceinline__ auto order(const BackwardWork& work, const Step& now) const {
+  __device__ __forceinline__ auto order(const BackwardWork& work, const Step& now, int ahead = 0) const {
     return DqOrder{workspace.dq_added + tile(work, now), true,
-                   [&] { return Visibility::added_before(*this, work, now.m, step); },
+                   [&, ahead] { return Visibility::added_before(*this, work, now.m, step + ahead); },
                    [&] { return Visibility::added_after(*this, work, now.m, step); }, [] {}};
   }
   template <class Step>
-  __device__ __forceinline__ void await_earlier_keys(const BackwardWork& work, const Step& now) const {
-    order(work, now).await_earlier_keys();
+  __device__ __forceinline__ void await_earlier_keys(const BackwardWork& work, const Step& now,
+                                                     bool may_add = false) const {
+    if (!may_add) order(work, now).await_earlier_keys();
     ptx::fence_async_global();
+  }
+  // Whether the order has already come to the step after `now`: the counter is read while the additions of `now` are
+  // under way, and a wait for it would come after them. Only with a Mask and short steps: with 128 queries a step the
+  // warp has time for that wait. The values of the counter are known one step ahead where dq of a step is computed in
+  // the next one.
+  __device__ __forceinline__ bool may_add_next(const BackwardWork& work, const Walk& now) const {
+    constexpr bool kAsks = Visibility::kHasIntervals && Kernel::kLateDq && kQueries <= 64;
+    if (!kAsks || now.left <= 1) return false;
+    Walk next = now;
+    next.advance();
+    return order(work, next, 1).earlier_keys_have_added();
   }
   template <class Step>
   __device__ __forceinline__ void admit_later_keys(const BackwardWork& work, const Step& now) const {

@@ -1,10 +1,11 @@
 // Policies of the Hopper forward (forward.cuh, forward_large.cuh) for dropout. A policy is a member of the consumer's
 // object, and may hold registers there; all lanes of a warp call its functions, and its branches are warp-uniform:
-//   Generator                 the generator of a thread; start_tile(p, b) before the key tiles of a query tile
-//   draw_under_products(...)  while products are in flight: the compiler interleaves the generator with their issue,
-//                             which costs less than drawing afterwards
-//   draw_after_weights(...)   when the scores have become weights
-//   apply(weights)            zeroes what the last draw does not keep
+//   Generator          the generator of a thread; start_tile(p, b) before the key tiles of a query tile
+//   draw(...)          which weights to keep, of the 16 queries from `row` on and the keys from `key` on
+//   drop(p, weights)   zeroes what the last draw does not keep
+//   pack_early(operands, scores), pack(operands, weights, p, scores)
+//                      pack scores that have become weights, and drop. A policy may do most of it in pack_early, which
+//                      is called when the registers of `weights` are still in use.
 #pragma once
 
 #include "../common/dropout.cuh"
@@ -15,20 +16,27 @@ namespace flashattn_ext::sm90 {
 // Nothing is drawn or dropped. kSteps: of 16 keys.
 template <int kSteps>
 struct NoDropout {
+  using Weights = uint32_t[kSteps][4];
+
   struct Generator {
     __device__ __forceinline__ explicit Generator(const AttnParams&) {}
     __device__ __forceinline__ void start_tile(const AttnParams&, int) {}
   };
-  __device__ __forceinline__ void draw_under_products(const AttnParams&, const Generator&, int, int, int) {}
-  __device__ __forceinline__ void draw_after_weights(const AttnParams&, const Generator&, int, int, int) {}
-  __device__ __forceinline__ void apply(const AttnParams&, uint32_t (&)[kSteps][4]) const {}
+  __device__ __forceinline__ void draw(const AttnParams&, const Generator&, int, int, int) {}
+  __device__ __forceinline__ void drop(const AttnParams&, Weights&) const {}
+  template <class Operands, class Scores>
+  __device__ __forceinline__ void pack_early(const Operands&, const Scores&) {}
+  template <class Operands, class Scores>
+  __device__ __forceinline__ void pack(const Operands& operands, Weights& weights, const AttnParams&,
+                                       const Scores& scores) const {
+    operands.pack(weights, scores);
+  }
 };
 
-// Draws two registers of signs for each step (Dropout::packed_signs). kIsOption: calls may have no dropout, and the
-// signs are drawn late, when the registers of a bias are free.
+// Draws two registers of signs for each step (Dropout::packed_signs). kIsOption: calls may have no dropout.
 template <int kSteps, bool kIsOption>
-struct DrawnDropout {
-  static __device__ __forceinline__ bool drops(const AttnParams& p) { return !kIsOption || p.has_dropout(); }
+struct DrawnDropout : NoDropout<kSteps> {
+  using typename NoDropout<kSteps>::Weights;
 
   struct Generator {
     Dropout dropout;
@@ -41,30 +49,54 @@ struct DrawnDropout {
 
   uint32_t signs[kSteps][2];
 
-  __device__ __forceinline__ void draw_under_products(const AttnParams& p, const Generator& generator, int h, int row,
-                                                      int key) {
-    if (!kIsOption) draw(p, generator, h, row, key);
-  }
-  __device__ __forceinline__ void draw_after_weights(const AttnParams& p, const Generator& generator, int h, int row,
-                                                     int key) {
-    if (kIsOption) draw(p, generator, h, row, key);
-  }
-  __device__ __forceinline__ void apply(const AttnParams& p, uint32_t (&weights)[kSteps][4]) const {
-    if (drops(p)) Dropout::drop_packed(weights, signs);
-  }
-
- private:
-  // For the 16 queries from `row` on and the keys from `key` on.
   __device__ __forceinline__ void draw(const AttnParams& p, const Generator& generator, int h, int row, int key) {
     if (!drops(p)) return;
     generator.dropout.packed_signs(signs, p.origin, h, row, key);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) asm volatile("" : "+r"(signs[step][0]), "+r"(signs[step][1]));
   }
+  __device__ __forceinline__ void drop(const AttnParams& p, Weights& weights) const {
+    if (drops(p)) Dropout::drop_packed(weights, signs);
+  }
+  template <class Operands, class Scores>
+  __device__ __forceinline__ void pack(const Operands& operands, Weights& weights, const AttnParams& p,
+                                       const Scores& scores) const {
+    operands.pack(weights, scores);
+    drop(p, weights);
+  }
+
+ private:
+  static __device__ __forceinline__ bool drops(const AttnParams& p) { return !kIsOption || p.has_dropout(); }
 };
 template <int kSteps>
-using CounterDropout = DrawnDropout<kSteps, false>;
-template <int kSteps>
 using OptionalDropout = DrawnDropout<kSteps, true>;
+
+// All but one instruction of packing and dropping is done early. The compiler interleaves it, and the generator, with
+// the exponentials, which leave most issue slots of a warp free; drawn under the products, the bits would delay them.
+template <int kSteps>
+struct CounterDropout : DrawnDropout<kSteps, false> {
+  using typename NoDropout<kSteps>::Weights;
+
+  Weights packed, masks;
+
+  template <class Operands, class Scores>
+  __device__ __forceinline__ void pack_early(const Operands& operands, const Scores& scores) {
+    operands.pack(packed, scores);
+    Dropout::masks(masks, this->signs);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(packed[step][i]), "+r"(masks[step][i]));
+    }
+  }
+  template <class Operands, class Scores>
+  __device__ __forceinline__ void pack(const Operands&, Weights& weights, const AttnParams&, const Scores&) const {
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) weights[step][i] = packed[step][i] & masks[step][i];
+    }
+  }
+};
 
 }  // namespace flashattn_ext::sm90

@@ -225,13 +225,13 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     this->await_phase();
     score_product<Operands::kColumns, uint64_t>(scores, shared.q, group * 64, shared.k[k.stage]);
     this->pass_phase(group);
-    dropping.draw_under_products(p, generator, work.h, row, n * kKeys);
     const auto begun = scoring.begin(*this, Step{work, n});
     ptx::wgmma_wait<0>();
     ptx::hold(scores);
     this->end_keys(Visibility::is_last(walk));
     weigh(work, walk, unmasked, begun);
-    dropping.draw_after_weights(p, generator, work.h, row, n * kKeys);
+    dropping.draw(p, generator, work.h, row, n * kKeys);
+    dropping.pack_early(operands, scores);
     // Otherwise `out` is still zero.
     if (Visibility::kResumes || Operands::kDefersRescaling) operands.rescale(out, shrink);
     pack_weights();
@@ -244,14 +244,14 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
         ptx::barrier_wait(&shared.v_full[v.stage], v.parity);
         operands.accumulate(out, weights, shared.v[v.stage]);
         this->pass_phase(group);
-        dropping.draw_under_products(p, generator, work.h, row, n * kKeys);
         const auto begun = scoring.begin(*this, Step{work, n});
         ptx::wgmma_wait<1>();
         ptx::hold(scores);
         this->end_keys(Visibility::is_last(walk));
         chunking.end_scores(n, softmax);
         weigh(work, walk, unmasked, begun);
-        dropping.draw_after_weights(p, generator, work.h, row, n * kKeys);
+        dropping.draw(p, generator, work.h, row, n * kKeys);
+        dropping.pack_early(operands, scores);
         ptx::hold(scores);
         // The loop exits here, before the wait in end_step: within one basic block the compiler would move the wait to
         // before the exponentials, and nothing would overlap the product of the values.
@@ -303,10 +303,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     scoring.start_tile(p, work.b, work.h);
   }
 
-  __device__ __forceinline__ void pack_weights() {
-    operands.pack(weights, scores);
-    dropping.apply(p, weights);
-  }
+  __device__ __forceinline__ void pack_weights() { dropping.pack(operands, weights, p, scores); }
 
   // Scores against a key tile become weights. They are packed later, in pack_weights: the registers of packed weights
   // are operands of the product in flight, which writes to `out` as well.
@@ -317,7 +314,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     const Step step{work, walk.n};
     const auto& rule = scoring.make_logits(*this, score_tile(), step, begun);
     const bool before = key0<unmasked.begin, after = key0 + kKeys> unmasked.end;
-    // One branch around both: with two, dropout's bits are not drawn while products are in flight.
+    // One branch around both, because most tiles take neither.
     if (before || after) {
       if (before) hide_keys<true, false>(score_tile(), work.mask(p), row, key);
       if (after) hide_keys<false, true>(score_tile(), work.mask(p), row, key);

@@ -323,13 +323,13 @@ struct LargeForward {
     }
 
     __device__ __forceinline__ void draw_signs(const ForwardWork& work, int n) {
-      dropping.draw_under_products(p, generator, work.h, first_row(work) + warp_row, n * kKeys);
+      dropping.draw(p, generator, work.h, first_row(work) + warp_row, n * kKeys);
     }
 
     __device__ __forceinline__ void store_weights() {
       uint32_t packed[kSteps][4];
       pack_scores<T>(packed, scores);
-      dropping.apply(p, packed);
+      dropping.drop(p, packed);
       ptx::barrier_wait(&shared.weights_empty[at.stage], at.parity ^ 1);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
