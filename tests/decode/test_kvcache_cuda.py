@@ -135,6 +135,32 @@ def test_calls_in_a_row_wait_for_what_they_read(num_splits: int) -> None:
     assert_same_bits(steps(lambda: None), steps(torch.cuda.synchronize))
 
 
+@pytest.mark.parametrize("num_splits", [0, 3])
+def test_calls_of_known_lengths_wait_for_what_they_read(num_splits: int) -> None:
+    """Where the host knows all lengths, a call divides its work before the previous kernel has ended."""
+
+    def steps(synchronize: Callable[[], None]) -> torch.Tensor:
+        torch.manual_seed(0)
+        k, v = cache(3, 1500, 2, 64)
+        q = torch.randn(3, 1, 8, 64, device="cuda", dtype=torch.bfloat16)
+        for step in range(30):
+            new = q[:, :, :2].contiguous()
+            q = flashattn_ext.flash_attn_with_kvcache(
+                q, k, v, new, new, cache_seqlens=1400 + step, num_splits=num_splits
+            )
+            synchronize()
+            q = flashattn_ext.flash_attn_with_kvcache(q, k, v, num_splits=num_splits)
+            synchronize()
+            k[:, 40 * step] = q[:, 0, :2]
+            synchronize()
+            q = flashattn_ext.forward(q, k, v)
+            synchronize()
+            q = q + flashattn_ext.forward(q, k[:, :700], v[:, :700], causal=True)
+        return q
+
+    assert_same_bits(steps(lambda: None), steps(torch.cuda.synchronize))
+
+
 def test_block_tables_that_lead_outside() -> None:
     k, v = cache(20, 16, 2, 64)
     q = torch.randn(3, 1, 4, 64, device="cuda", dtype=torch.bfloat16)

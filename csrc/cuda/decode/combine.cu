@@ -17,8 +17,9 @@
 namespace flashattn_ext::decode {
 namespace {
 
-constexpr int kColumns = 4, kMostColumns = 512;  // kColumns: columns per thread
-constexpr int kAtOnce = 6;                       // parts that a thread loads before it accumulates them
+constexpr int kColumns = 4;        // per thread
+constexpr int kMostThreads = 512;  // of a row and of a thread block
+constexpr int kAtOnce = 4;         // parts that a thread loads before it accumulates them
 
 // One thread's columns of kAtOnce parts of a row, and the log-sum-exps of these parts; -inf past the last part.
 struct PartColumns {
@@ -32,7 +33,7 @@ struct PartColumns {
 // parts redundantly instead of exchanging them.
 // kHeads: KV heads of the task, whose rows alternate.
 template <class T, int kHeads>
-__global__ void __launch_bounds__(kMostColumns)
+__global__ void __launch_bounds__(kMostThreads)
     combine_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ Plan plan, int rows, int columns,
                    int rows_at_once) {
   extern __shared__ __align__(16) unsigned char shared[];
@@ -111,14 +112,14 @@ __global__ void __launch_bounds__(kMostColumns)
 
 template <class T>
 void combine(const DecodeParams& p, const Plan& plan, int64_t tasks, int rows, int columns) {
-  // One or a few warps combine a row, if tasks have few parts, or so many rows that these fill the GPU. Otherwise a
-  // whole thread block does. The sums of a row depend on that, so the choice does not depend on the batch where parts
-  // do not.
-  constexpr int64_t kFewParts = 8, kManyRows = 64;
-  const bool has_few = rows >= kManyRows ||
-                       (plan.most_parts > 0 ? plan.most_parts <= kFewParts : plan.blocks <= tasks * (kFewParts / 2));
-  const int threads = has_few && columns <= 128 ? 128 : columns <= 256 ? 256 : 512;
-  const int rows_at_once = has_few ? 4 : 1;
+  // A row has the threads that load all of its parts at once, but where so many rows fill the GPU one or a few warps.
+  // The sums of a row depend on that, so the choice does not depend on the batch where parts do not.
+  constexpr int64_t kManyRows = 64, kLeastThreads = 128;
+  const int64_t parts = plan.most_parts > 0 ? plan.most_parts : (plan.blocks + tasks - 1) / tasks + 1;
+  const int64_t groups = rows >= kManyRows ? 1 : (parts + kAtOnce - 1) / kAtOnce;
+  const int64_t of_row = std::min<int64_t>((groups * (columns / kColumns) + 31) / 32 * 32, kMostThreads);
+  const int rows_at_once = static_cast<int>(std::max<int64_t>(1, kLeastThreads / of_row));
+  const int threads = rows_at_once * static_cast<int>(of_row);
   const int64_t used = std::max<int64_t>(1, std::min<int64_t>(rows, query_rows(p) * p.group_size()));
   const dim3 grid(static_cast<unsigned>(tasks), static_cast<unsigned>((used + rows_at_once - 1) / rows_at_once));
   // in_groups has made one KV head of two.

@@ -122,6 +122,9 @@ struct Launch {
     const int all_shared = device_attribute<cudaDevAttrMaxSharedMemoryPerMultiprocessor>();
     const int blocks_at_once = std::min(2, all_shared / (shared_bytes + kStaticBytes + kReservedBytes));
     divide(in_groups(p, tile.heads), rows, int64_t{std::max(1, blocks_at_once)} * multiprocessors());
+    const KeyCache& cache = p.cache;
+    plan.knows_lengths = plan.splits == 0 && !p.cu_seqlens_q && !p.cu_seqlens_k && !cache.seqlens && !cache.leftpad &&
+                         !cache.block_table && !cache.batch_idx;
     if (tile.heads > 1) {
       plan.slot_rows = tile.heads * tile.rows;
       kernels.combine = combine_of<Float8>(p, true);
@@ -156,6 +159,13 @@ struct Launch {
     return tasks <= kFewTasks && tile.rows == 16 && kernels.columns <= 128 && key_bytes(p) == 2 && is_plain;
   }
 
+  // Whether so many tasks are so short that one thread block for each ends before parts of them would be combined.
+  bool has_short_tasks(const DecodeParams& p, int64_t tasks) const {
+    constexpr int64_t kShortBytes = 256 << 10;
+    const bool is_short = p.cache.capacity() * (p.head_dim + p.head_dim_v) * key_bytes(p) <= kShortBytes;
+    return is_short && 3 * tasks >= multiprocessors() && tile.rows == 16 && key_bytes(p) == 2;
+  }
+
   // Chooses how to divide the work (plan.h). at_once: resident thread blocks of the whole GPU.
   void divide(const DecodeParams& p, int64_t rows, int64_t at_once) {
     plan.part_keys = plan.head_tasks = 0;
@@ -166,9 +176,10 @@ struct Launch {
     plan.row_tiles = static_cast<int>(row_tiles);
     const bool many = row_tiles > 1 && tasks >= 2 * at_once;
     // The kernel numbers the units of all tasks in 32 bits. A packed sequence may be longer than max_seqlen_q.
-    const int64_t most_tiles = p.is_varlen() ? p.total_q * p.group_size() / tile.rows + p.batch : p.batch * row_tiles;
+    const int64_t most_tiles = p.is_varlen() ? p.total_q * plan.group / tile.rows + p.batch : p.batch * row_tiles;
     const bool countable = most_tiles * p.heads_k <= std::numeric_limits<int32_t>::max() / most_units;
-    const int64_t splits = p.num_splits > 0 ? std::min(p.num_splits, most_units) : many || !countable ? 1 : 0;
+    const bool unsplit = many || !countable || has_short_tasks(p, tasks);
+    const int64_t splits = p.num_splits > 0 ? std::min(p.num_splits, most_units) : unsplit ? 1 : 0;
     plan.most_parts = static_cast<int>(splits);
     if (splits == 0) {
       const int64_t units = tasks * most_units;
@@ -182,8 +193,7 @@ struct Launch {
       plan.slots = static_cast<int>(2 * blocks);
     } else {
       // A packed sequence may be longer than max_seqlen_q, and a split sequence needs slots for all of its rows.
-      if (splits > 1 && p.is_varlen())
-        plan.row_tiles = static_cast<int>(tile_count(p.total_q * p.group_size(), tile.rows));
+      if (splits > 1 && p.is_varlen()) plan.row_tiles = static_cast<int>(tile_count(p.total_q * plan.group, tile.rows));
       const int64_t all = p.batch * p.heads_k * plan.row_tiles;
       plan.splits = static_cast<int>(splits);
       plan.blocks = static_cast<int>(all * splits);
@@ -208,7 +218,7 @@ struct Launch {
     const int64_t part_keys = (keys + kUnitKeys - 1) / kUnitKeys * kUnitKeys;
     const int64_t most_parts = tile_count(p.seqlen_k, part_keys);
     // A packed sequence that is split has at most row_tiles row tiles; one that is not split may have any number.
-    const int64_t more_tiles = p.is_varlen() ? p.total_q * p.group_size() / tile.rows : 0;
+    const int64_t more_tiles = p.is_varlen() ? p.total_q * plan.group / tile.rows : 0;
     const int64_t all_parts = p.is_varlen() ? p.total_k / part_keys + p.batch : p.batch * most_parts;
     const int64_t units = p.heads_k * (all_parts * row_tiles + (p.is_varlen() ? more_tiles + p.batch : 0));
     plan.row_tiles = static_cast<int>(row_tiles);

@@ -38,7 +38,10 @@ struct Plan {
   // block computes, if another block continues that task.
   SplitTask* split_tasks;
   bool by_task;
-  int head_tasks;          // shares with fixed parts: entries of split_tasks per KV head
+  int head_tasks;  // shares with fixed parts: entries of split_tasks per KV head
+  // Shares: whether the host knows the lengths of all sequences, so that a thread block finds its first part before the
+  // previous kernel has ended.
+  bool knows_lengths;
   int most_parts;          // maximum parts per task, from the shapes; 0: unknown
   int slots, slot_rows;    // slot_rows: rows of a tile; with fixed parts at most the packed rows of a sequence
   float* partial_out;      // [slots][slot_rows][kHeadDim], normalised

@@ -196,11 +196,17 @@ struct Split {
   }
 
   __device__ void run_share() {
-    __shared__ Share share;  // the parts that are not yet taken
-    if (!plan.by_task && threadIdx.x == 0) plan.split_tasks[blockIdx.x].parts = 0;
+    __shared__ Share share;                    // the parts that are not yet taken
+    const bool is_early = plan.knows_lengths;  // the previous kernel may still be running
+    if (threadIdx.x == 0) is_early ? forget_begun_task() : forget_task();
     Share::find<kRows>(&share, &works()[now], p, plan);
-    if (!find_part(&share, now, true)) return;
-    for (Walk walk = start();;) {
+    if (!find_part(&share, now, true, is_early)) {
+      if (is_early) begin_memory_accesses(), store_begun_task();
+      return;
+    }
+    Walk walk = start(is_early);
+    if (is_early) store_begun_task();
+    for (;;) {
       const bool has_next = find_part(&share, now ^ 1);  // overlaps the copies of this part's first keys
       walk_keys(walk);
       if (kAhead && has_next) walk = start_next();
@@ -211,13 +217,44 @@ struct Split {
     }
   }
 
+  // What an early thread block writes to split_tasks when it may: the task that its first part begins, if any.
+  // It fills whole vectors: the compiler reads its neighbours in vectors, which racecheck reports if they overlap it.
+  struct alignas(16) BegunTask {
+    int at;  // index in split_tasks; -1: none
+    SplitTask task;
+  };
+  static __device__ __forceinline__ BegunTask& begun_task() {
+    __shared__ BegunTask begun;
+    return begun;
+  }
+  static __device__ __forceinline__ void forget_begun_task() { begun_task().at = -1; }
+  __device__ __forceinline__ void forget_task() const {
+    if (!plan.by_task) plan.split_tasks[blockIdx.x].parts = 0;
+  }
+  __device__ __forceinline__ void begin_task(int at, const SplitTask& task, bool is_early) const {
+    if (is_early) {
+      begun_task() = BegunTask{at, task};
+    } else {
+      plan.split_tasks[at] = task;
+    }
+  }
+  __device__ __forceinline__ void store_begun_task() const {
+    if (threadIdx.x > 0) return;
+    forget_task();
+    if (begun_task().at >= 0) plan.split_tasks[begun_task().at] = begun_task().task;
+  }
+  static __device__ __forceinline__ void begin_memory_accesses() {
+    ptx::wait_for_previous_kernel();
+    ptx::let_next_kernel_start();
+  }
+
   // Takes the next part from the share. Returns false if the share is empty. is_known: whether works()[which] already
-  // describes the sequence.
-  __device__ __forceinline__ bool find_part(Share* share, int which, bool is_known = false) {
+  // describes the sequence. is_early: nothing may be written to global memory yet.
+  __device__ __forceinline__ bool find_part(Share* share, int which, bool is_known = false, bool is_early = false) {
     for (; share->begin < share->end; is_known = false) {
       const SequenceWork work = is_known ? works()[which] : SequenceWork::of<kRows>(p, plan, share->b);
       Part part{};
-      const int end = next_part(*share, &part, work);
+      const int end = next_part(*share, &part, work, is_early);
       const bool found = end > share->begin;
       __syncthreads();  // all threads have read the share
       if (threadIdx.x == 0) {
@@ -233,7 +270,7 @@ struct Split {
 
   // Fills in the first part of the share, and returns the unit after it. Returns share.begin if the sequence has no
   // units left.
-  __device__ __forceinline__ int next_part(const Share& share, Part* part, const SequenceWork& work) {
+  __device__ __forceinline__ int next_part(const Share& share, Part* part, const SequenceWork& work, bool is_early) {
     const int block = static_cast<int>(blockIdx.x);
     const int unit = share.begin - share.sequence_begin;
     if (unit >= work.task_units(p)) return share.begin;  // the share continues in the next sequence
@@ -253,8 +290,8 @@ struct Split {
       const bool is_split = work.units > 1 && task_end <= plan.slots;
       part->slot = is_split ? share.begin : -1;
       if (is_first && threadIdx.x == 0) {
-        plan.split_tasks[task_of(*part)] = {part->b,    part->head_k, part->row_tile, is_split ? work.units : 0,
-                                            task_begin, task_begin};
+        const int parts = is_split ? work.units : 0;
+        begin_task(task_of(*part), {part->b, part->head_k, part->row_tile, parts, task_begin, task_begin}, is_early);
       }
       return end;
     }
@@ -265,7 +302,7 @@ struct Split {
       const int at =
           plan.by_task ? (part->b * static_cast<int>(p.heads_k) + part->head_k) * work.tiles + part->row_tile : block;
       const int parts = is_last ? 0 : share.block_of(task_end - 1) - block + 1;
-      plan.split_tasks[at] = {part->b, part->head_k, part->row_tile, parts, block + plan.blocks, block};
+      begin_task(at, {part->b, part->head_k, part->row_tile, parts, block + plan.blocks, block}, is_early);
     }
     return end;
   }
@@ -290,8 +327,8 @@ struct Split {
     Runs runs;            // runs of the step that is copied next
   };
 
-  // Starts copying the queries and the first keys of a part.
-  __device__ __forceinline__ Walk start() {
+  // Starts copying the queries and the first keys of a part. is_early: the previous kernel may still be running.
+  __device__ __forceinline__ Walk start(bool is_early = false) {
     const int first_query = part().row_tile * kRows / plan.group;
     const int end_query = min((part().row_tile * kRows + kRows - 1) / plan.group + 1, work().queries);
     const Limits visible = mask().keys_of(first_query, end_query), whole = mask().keys_of_all(first_query, end_query);
@@ -307,6 +344,7 @@ struct Split {
               {}};
     if constexpr (Format::kSparesInstructions) walk.reciprocal = walk.locator.reciprocal_of_pages();
     locate(walk, 0);
+    if (is_early) begin_memory_accesses();
 #pragma unroll 1
     for (int i = 0; i < kStages - 1; ++i) {
       copy_step(walk, i, i);
@@ -724,9 +762,9 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     split_kernel(const __grid_constant__ DecodeParams p, const __grid_constant__ Plan plan,
                  const __grid_constant__ GeneralScore score, bool aligned) {
   extern __shared__ __align__(128) unsigned char shared[];
-  ptx::wait_for_previous_kernel();
-  ptx::let_next_kernel_start();
-  Split<Key, kHeadDim, kTileRows> split(p, plan, score, aligned, shared);
+  using Kernel = Split<Key, kHeadDim, kTileRows>;
+  if (!plan.knows_lengths) Kernel::begin_memory_accesses();
+  Kernel split(p, plan, score, aligned, shared);
   plan.splits > 0 ? split.run_fixed() : split.run_share();
 }
 
