@@ -199,6 +199,19 @@ struct OnlineSoftmax {
       if (t() == r && p.row_maxima.data) *row_statistic(p.row_maxima, b, h, at) = largest_logit * kLn2<float>;
     }
   }
+  // The same for both rows at once, of which row g is row `at`. exist: whether they are within the sequence.
+  __device__ __forceinline__ void write(const AttnParams& p, int b, int h, int64_t at, const float (&totals)[2],
+                                        const bool (&exist)[2]) const {
+    const bool second = t() % 2;
+    const float total = second ? totals[1] : totals[0], top = finite_max(second ? max[1] : max[0]);
+    const float value = total == 0 ? -infinity() : row_lse(top, log2f(total));
+    if (t() > 1 || !(second ? exist[1] : exist[0])) return;
+    at += second ? 8 : 0;
+    *row_statistic(p.lse, b, h, at) = value;
+    if constexpr (kTellsLargest) {
+      if (p.row_maxima.data) *row_statistic(p.row_maxima, b, h, at) = largest_logit * kLn2<float>;
+    }
+  }
 
  private:
   // Returns the factor for all earlier sums.

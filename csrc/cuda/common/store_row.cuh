@@ -23,15 +23,12 @@ __device__ __forceinline__ void store_part(T* row, int column, int columns, cons
   }
 }
 
-// Writes row g (r = 0) or g + 8 (r = 1) of accumulators, times a factor; `zero`: zeros instead. exists: whether the row
-// is within the sequence. Four lanes hold a row, two of every eight columns each: they transpose them with shuffles and
-// write 16 bytes each. All lanes of the warp call it. Whole aligned rows have no branch for each vector: together with
-// them the code would be many times as long.
+// The 16-byte vectors of row g (r = 0) or g + 8 (r = 1) of accumulators, times a factor; `zero`: zeros instead. Four
+// lanes hold a row, two of every eight columns each. They transpose them with shuffles: vector i of lane t then has the
+// columns from 8 t + 32 i on. All lanes of the warp call it.
 template <class T, int N>
-__device__ __forceinline__ void store_row(T* to, const float (&x)[N][4], int r, float factor, bool zero, bool exists,
-                                          int columns) {
-  constexpr int kVectors = (N + 3) / 4, kApart = 32;  // of a lane; columns from one to the next
-  uint4 vectors[kVectors];
+__device__ __forceinline__ void pack_row(uint4 (&vectors)[(N + 3) / 4], const float (&x)[N][4], int r, float factor,
+                                         bool zero) {
 #pragma unroll
   for (int n = 0; n < N; n += 4) {
     uint32_t words[4];
@@ -43,14 +40,52 @@ __device__ __forceinline__ void store_row(T* to, const float (&x)[N][4], int r, 
     transpose_quad(words);
     vectors[n / 4] = make_uint4(words[0], words[1], words[2], words[3]);
   }
-  if (!exists) return;
-  const int column = static_cast<int>(threadIdx.x) % 4 * 8;
-  if (N % 4 == 0 && columns >= 8 * N && reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0) {
+}
+// Writes the vectors of a whole aligned row.
+template <class T, int kVectors>
+__device__ __forceinline__ void store_vectors(T* to, const uint4 (&vectors)[kVectors]) {
+  to += static_cast<int>(threadIdx.x) % 4 * 8;
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) *reinterpret_cast<uint4*>(to + column + i * kApart) = vectors[i];
+  for (int i = 0; i < kVectors; ++i) *reinterpret_cast<uint4*>(to + i * 32) = vectors[i];
+}
+
+// Writes row g or g + 8, of pack_row. exists: whether the row is within the sequence. All lanes of the warp call it.
+// Whole aligned rows have no branch for each vector: together with them the code would be many times as long.
+template <class T, int N>
+__device__ __forceinline__ void store_row(T* to, const float (&x)[N][4], int r, float factor, bool zero, bool exists,
+                                          int columns) {
+  uint4 vectors[(N + 3) / 4];
+  pack_row<T>(vectors, x, r, factor, zero);
+  if (!exists) return;
+  if (N % 4 == 0 && columns >= 8 * N && reinterpret_cast<uintptr_t>(to) % kVectorBytes == 0) {
+    store_vectors(to, vectors);
+  } else {
+    const int column = static_cast<int>(threadIdx.x) % 4 * 8;
+#pragma unroll
+    for (int i = 0; i < (N + 3) / 4; ++i) store_part(to, column + i * 32, columns, vectors[i]);
+  }
+}
+
+// The same for both rows. apart: from the first one to the other, in elements. Nearly always all rows of a warp are
+// whole, aligned and not zero: then the two do not wait for each other.
+template <class T, int N>
+__device__ __forceinline__ void store_rows(T* to, int64_t apart, const float (&x)[N][4], const float (&factors)[2],
+                                           const bool (&zero)[2], const bool (&exist)[2], int columns) {
+  T* const rows[2] = {to, to + apart};
+  bool simple = N % 4 == 0 && columns >= 8 * N;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    simple = simple && exist[r] && !zero[r] && reinterpret_cast<uintptr_t>(rows[r]) % kVectorBytes == 0;
+  }
+  if (__all_sync(~0u, simple)) {
+    uint4 vectors[2][(N + 3) / 4];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) pack_row<T>(vectors[r], x, r, factors[r], false);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) store_vectors(rows[r], vectors[r]);
   } else {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) store_part(to, column + i * kApart, columns, vectors[i]);
+    for (int r = 0; r < 2; ++r) store_row(rows[r], x, r, factors[r], zero[r], exist[r], columns);
   }
 }
 

@@ -37,8 +37,14 @@ struct TileGrid : TileOrder {
   // The next tile for one of `takers`, thread blocks or pairs of them; `tiles` or more when there is none left.
   __device__ int take(int takers) const { return tiles > takers ? takers + atomicAdd(taken, 1) : tiles; }
   __device__ int take() const { return take(static_cast<int>(gridDim.x)); }
-  // The same for a thread block whose last tile was `tile`.
-  __device__ int next(int tile) const { return taken ? take() : tile + static_cast<int>(gridDim.x); }
+  // The same for a thread block whose last tile was `tile`. Without a counter a block moves on by one place in every
+  // round: otherwise, where the tiles of a head divide the thread blocks, some blocks would have all of the tiles that
+  // end a head, which may have fewer rows.
+  __device__ int next(int tile) const {
+    if (taken) return take();
+    const int blocks = static_cast<int>(gridDim.x), round = tile / blocks + 1;
+    return round * blocks + (static_cast<int>(blockIdx.x) + round) % blocks;
+  }
 };
 
 // Heads of a section. With a right bound or a Mask some tiles are longer than others: if the long tiles of all heads of

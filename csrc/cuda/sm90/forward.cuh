@@ -8,6 +8,7 @@
 
 #include <type_traits>
 
+#include "../common/aligned_rows.h"
 #include "../common/device.h"
 #include "../common/largest_scores.cuh"
 #include "../common/launch.cuh"
@@ -22,6 +23,7 @@
 #include "forward_consumer.cuh"
 #include "forward_large.cuh"
 #include "forward_operands.cuh"
+#include "forward_output.cuh"
 #include "forward_policies.cuh"
 #include "forward_work.cuh"
 #include "kernels.h"
@@ -60,6 +62,14 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   static constexpr int kBiasTiles = Scores::kTileStages;
   static constexpr int kRowStages = Operands::kRowStages, kTransposers = kRowStages > 0 ? kTransposingWarps : 0;
 
+  // Whether rows of `out` are stored by TMA, where shared memory has room for them.
+  static constexpr int kOutPanels = panels(kHeadDimV), kOtherBytes = 2048;  // at most: barriers and the work
+  static constexpr int kTileBytes =
+      (kPanels + kOutPanels) * kQueries * 128 +
+      kStages * static_cast<int>(kPanels * kKeys * 128 + sizeof(typename Operands::Values));
+  static constexpr bool kStoresByTma = std::is_same_v<Chunking, NoChunks> && !Policies::kTailsOfCaches && !kMasks &&
+                                       kBiasTiles == 0 && !Scores::kIsFp8 && kTileBytes + kOtherBytes <= kSharedLimit;
+
   using Work = ForwardWork;
   using SeenWork = typename Chunking::Work;
   using KeyTile = sm90::KeyTile<kGroups>;
@@ -75,6 +85,8 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     // Values before they are transposed (value_transposer.cuh).
     alignas(panel_alignment(kRowStages)) MaybeArray<Element[1][kKeys][kPanelColumns], kRowStages> rows;
     alignas(panel_alignment(kBiasTiles)) MaybeArray<T[panels(kKeys)][kQueries][kPanelColumns], kBiasTiles> bias;
+    alignas(panel_alignment(kStoresByTma))
+        MaybeArray<T[kOutPanels][kOutRows][kPanelColumns], kStoresByTma ? kWarps : 0> out;
     ptx::Barrier q_full, q_empty;
     ptx::Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     MaybeArray<ptx::Barrier, kRowStages> rows_full, rows_empty;
@@ -181,7 +193,8 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
   Chunking chunking;
   OnlineSoftmax<> softmax;
   Scores scoring;
-  float shrink[2];  // the factors for `out` before the next values are added
+  float shrink[2];                       // the factors for `out` before the next values are added
+  const CUtensorMap* out_map = nullptr;  // of kStoresByTma; nullptr: warps store their rows themselves
 
   __device__ Forward(Shared& shared, const AttnParams& params, const Score& score, int group)
       : shared(shared),
@@ -212,6 +225,7 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
       if (work.sees_keys()) Visibility::compute_tile(*this, work, generator);
       finish_tile(work);
     }
+    if constexpr (kStoresByTma) ptx::bulk_wait<0>();
   }
 
   __device__ __forceinline__ void compute_steps(const SeenWork& work, KeyWalk& walk, const Generator& generator) {
@@ -360,22 +374,38 @@ struct Forward : ForwardConsumer<Forward<T, kHeadDim, kHeadDimV, TileOfRow, Poli
     float sink_shrink[2] = {1, 1};
     if (p.has_sink) softmax.end(head_sink(p, work.h), Scores::kWeightScale, sink_shrink);
     const float scale = 256.f / p.dropout_threshold * scoring.value_scale(p, work.b, work.h);
-    const int row = work.row0 + warp_row + g();
+    const int row = work.row0 + warp_row + g(), columns = static_cast<int>(p.head_dim_v);
+    const int64_t at = int64_t{work.query_start} + row;
+    const float sums[2] = {softmax.total(0), softmax.total(1)};
+    const bool exist[2] = {row < work.length_q, row + 8 < work.length_q}, zero[2] = {sums[0] == 0, sums[1] == 0};
+    float factors[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) factors[r] = poisoned[r] ? not_a_number() : scale * sink_shrink[r] / sums[r];
+    if constexpr (Scores::kIsFp8) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        store_row_of_fp8(p, work.b, work.h, at + 8 * r, out, r, factors[r], zero[r], exist[r], columns);
+      }
+    } else if (!store_by_tma(work, factors, exist[1] && !zero[0] && !zero[1])) {
+      store_rows(row_pointer<T>(p.out, work.b, work.h, at), 8 * p.out.row_stride, out, factors, zero, exist, columns);
+    }
+    constexpr float kTotal = 1 / Scores::kWeightScale;
+    softmax.write(p, work.b, work.h, at, {sums[0] * kTotal, sums[1] * kTotal}, exist);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float sum = softmax.total(r);
-      const bool exists = row + 8 * r < work.length_q;
-      const int64_t at = int64_t{work.query_start} + row + 8 * r;
-      const float factor = poisoned[r] ? not_a_number() : scale * sink_shrink[r] / sum;
-      const int columns = static_cast<int>(p.head_dim_v);
-      if (exists) softmax.write(p, work.b, work.h, at, r, sum * (1 / Scores::kWeightScale));
-      if constexpr (Scores::kIsFp8) {
-        store_row_of_fp8(p, work.b, work.h, at, out, r, factor, sum == 0, exists, columns);
-      } else {
-        store_row(row_pointer<T>(p.out, work.b, work.h, at), out, r, factor, sum == 0, exists, columns);
-      }
-      scoring.write_centres(p, work.b, work.h, at, 0, r, sum / sink_shrink[r], exists);
+      scoring.write_centres(p, work.b, work.h, at + 8 * r, 0, r, sums[r] / sink_shrink[r], exist[r]);
     }
+  }
+
+  // Returns false if the warp has to store its rows itself. plain: whether those of this lane exist and are not zero.
+  __device__ __forceinline__ bool store_by_tma(const Work& work, const float (&factors)[2], bool plain) {
+    if constexpr (kStoresByTma) {
+      if (!out_map || !__all_sync(~0u, plain)) return false;
+      start_store(shared.out[warp_row / kOutRows], *out_map, out, factors, work.query_start + work.row0 + warp_row,
+                  work.h, p.is_varlen() ? 0 : work.b);
+      return true;
+    }
+    return false;
   }
 };
 
@@ -420,7 +450,9 @@ __device__ __forceinline__ void run_forward(const AttnParams& p, const typename 
     Kernel::Visibility::template load<Kernel>(shared, p, maps, grid);
   } else {
     ptx::take_registers<Kernel::kRegisters.consumer>();
-    Kernel(shared, p, score, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1, others...).compute_tiles();
+    Kernel kernel(shared, p, score, uniform(static_cast<int>(threadIdx.x) / kGroupThreads) - 1, others...);
+    if constexpr (Kernel::kStoresByTma) kernel.out_map = maps.has_out ? &maps.out : nullptr;
+    kernel.compute_tiles();
   }
 #endif
 }
@@ -447,6 +479,10 @@ void forward_to_256(const AttnParams& p) {
   typename Kernel::Maps maps{};
   using Operands = typename Kernel::Operands;
   static_cast<ForwardMaps&>(maps) = {Operands::query_map(p), Operands::key_map(p), Operands::value_map(p)};
+  if constexpr (Kernel::kStoresByTma) {
+    maps.has_out = rows_are_aligned(p.out, p.head_dim_v, Kernel::kElementBytes);
+    if (maps.has_out) maps.out = query_map(p, p.out, p.head_dim_v, kOutRows);
+  }
   Kernel::Scores::set_bias_map(p, &maps, Kernel::kQueries);
   const int64_t blocks = tile_count(p.seqlen_q, Kernel::kQueries), heads = p.batch * p.heads_q, all = blocks * heads;
   const int64_t processors = multiprocessors();

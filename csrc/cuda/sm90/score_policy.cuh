@@ -15,6 +15,8 @@ namespace flashattn_ext::sm90 {
 
 struct ForwardMaps {
   CUtensorMap q, k, v;
+  CUtensorMap out;  // boxes of the rows of a warp
+  bool has_out;     // whether the kernel stores `out` by TMA, and its rows are aligned
 };
 struct BiasedForwardMaps : ForwardMaps {
   CUtensorMap bias;

@@ -135,6 +135,8 @@ inline constexpr KernelRow<sm80::BackwardTile> kSm80Backward[] = {
 inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     // 552 / 495; 3 x 112 keys: 516 / 465; 2 x 192: 457 / 430
     {k16Bit, 64,         kPlain,     kHopper, 0,         {{3, 128, 3}, {3, 112, 3}, {2, 192, 2}}},
+    // 577 / 527; 2 stages: 575 / 520; class 96: 546 / 495
+    {k16Bit, 80,         kPlain,     kHopper, 0,         {{3, 112, 3}, {3, 112, 2}}},
     // 658 / 590; 3 x 96: 645 / 589; 2 x 128: 594 / 542
     {k16Bit, 96,         kPlain,     kHopper, kMaySpill, {{3, 112, 2}, {3, 96, 2}, {2, 128, 3}}},
     // 717 / 645; 2 x 128: 696 / 629; 2 x 160: 699 / 626
@@ -143,6 +145,8 @@ inline constexpr KernelRow<sm90::ForwardTile> kSm90Forward[] = {
     {k16Bit, 144,        kPlain,     kHopper, kMaySpill, {{3, 80, 2}, {2, 112, 2}, {2, 96, 2}}},
     // 743 / 695 (S = 8192); 2 x 128: 705 / 694; 2 x 112: 685 / 675
     {k16Bit, {192, 128}, kPlain,     kHopper, 0,         {{3, 80, 3}, {2, 128, 2}, {2, 112, 2}}},
+    // 743 / 652; 2 x 96: 724 / 643; 2 x 112: 715 / 636; class 192: 665 / 593
+    {k16Bit, 160,        kPlain,     kHopper, 0,         {{3, 64, 3}, {2, 96, 2}, {2, 112, 2}}},
     // 766 / 682; 2 x 112: 756 / 657; 2 x 80: 744 / 678
     {k16Bit, 192,        kPlain,     kHopper, kMaySpill, {{2, 96, 2}, {2, 112, 2}, {2, 80, 2}}},
     {k16Bit, 256,        kPlain,     kHopper, kMaySpill, {{2, 64, 2}, {2, 80, 2}}},  // 799 / 688; 2 x 80: 765 / 664
