@@ -108,25 +108,18 @@ def load_builds(jobs: Iterable[Job]) -> None:
         raise CommandError(str(error)) from None
 
 
-def _cuda_tile(tile: Mapping[str, Any], dtype: str, head_dim: int | None = None) -> Tile:
+def _cuda_tile(tile: Mapping[str, Any]) -> Tile:
     if not tile["choice"]:
         return Tile(tile["name"], tile["backend"])
-    build = private_build().cuda(tile["backend"], tile["choice"], dtype, head_dim)
+    build = private_build().cuda(tile["backend"], tile["choice"], DTYPE)
     return Tile(tile["name"], build.name, build)
-
-
-def cuda_tiles_of(backend: str, D: int, dtype: str) -> tuple[Tile, ...]:
-    """The tiles of a backend's plain forward of this head dim, the default one first."""
-    tiles = [of for of in cuda_tiles(backend) if not of["backward"] and not of["dropout"] and of["head_dim_v"] >= D]
-    head_dim = min(tile["head_dim"] for tile in tiles)
-    return tuple(_cuda_tile(tile, dtype, head_dim) for tile in tiles if tile["head_dim"] == head_dim)
 
 
 def cuda_jobs(backend: str, quick: bool) -> list[Job]:
     """Every kind of call for which the tables have more than one tile."""
     jobs, kind = [], operator.itemgetter("backward", "head_dim", "head_dim_v", "dropout")
     for (backward, D, Dv, dropout), row in itertools.groupby(cuda_tiles(backend), key=kind):
-        tiles = tuple(_cuda_tile(tile, DTYPE) for tile in row)
+        tiles = tuple(map(_cuda_tile, row))
         B, S, H = (4, 1024, 4) if quick else (4, 4096, 2048 // D)
         for causal in (False, True) if len(tiles) > 1 else ():
             case = Case(B, H, H, S, D, causal, DTYPE, DROPOUT if dropout else 0.0, backward=backward, Dv=Dv * (Dv != D))

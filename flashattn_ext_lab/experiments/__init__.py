@@ -33,7 +33,6 @@ EXPERIMENTS = {
     "traffic": "bytes read from and written to off-chip memory",
     "scores": "softcap and a relative bias with its gradient: time and memory",
     "masks": "masks that models use: time over density, memory",
-    "tiles": "tile sizes of the forward",
     "profile": "profiler traces of one call, fused and unfused",
     "llama": "decoder layers as in LLaMA-13B: step time, tokens per second, memory",
     "dropout": "training with dropout, compared with unfused attention",

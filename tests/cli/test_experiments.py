@@ -8,7 +8,6 @@ import math
 import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from flashattn_ext_lab import bench_contestants, bench_tune
+from flashattn_ext_lab import bench_contestants
 from flashattn_ext_lab.experiments import EXPERIMENTS, run_experiment
 from flashattn_ext_lab.experiments import harness as shared
 from flashattn_ext_lab.experiments.harness import Context, Inputs, Sizes, growth_in_own_process, make_call
@@ -73,7 +72,7 @@ def test_every_size_has_a_row(results: dict[str, Result], name: str, rows: int) 
 
 @pytest.mark.parametrize(
     "name",
-    ["scaling", "causal", "layout", "alignment", "memory", "traffic", "tiles", "profile", "llama", "dropout", "smooth"],
+    ["scaling", "causal", "layout", "alignment", "memory", "traffic", "profile", "llama", "dropout", "smooth"],
 )
 def test_figures_of_the_article(results: dict[str, Result], name: str) -> None:
     comparisons = [comparison for comparison in results[name].comparisons if comparison.article]
@@ -185,28 +184,6 @@ def test_masks_of_all_attentions_agree(pattern: str, direction: str, monkeypatch
         found = bench_contestants.tensors_of(_for(name, inputs).call(name, direction, **options)())
         for got, wanted in zip(found, bench_contestants.tensors_of(expected), strict=True):
             torch.testing.assert_close(got.view_as(wanted), wanted, rtol=1e-4, atol=1e-5)
-
-
-def test_tiles_of_a_gpu_are_those_of_its_head_dim(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a stand-in for the tables: the plain forward, in the class of the head dim; the others are compiled for it."""
-    tables = [
-        {"backend": "cuda-a", "backward": backward, "dropout": dropout, "choice": choice}
-        | {"head_dim": D, "head_dim_v": Dv, "name": f"128 x {64 + 16 * choice}"}
-        for backward in (False, True)
-        for D, Dv in ((16, 16), (16, 8), (64, 64))
-        for dropout in (False, True)
-        for choice in (0, 1)
-    ]
-
-    def private(backend: str, choice: int, dtype: str, head_dim: int) -> SimpleNamespace:
-        assert (dtype, head_dim) == ("fp16", 16)
-        return SimpleNamespace(name=f"{backend}-tile{choice}")
-
-    monkeypatch.setattr(bench_tune, "cuda_tiles", lambda backend: tables)
-    monkeypatch.setattr(bench_tune, "private_build", lambda: SimpleNamespace(cuda=private))
-    default, other = bench_tune.cuda_tiles_of("cuda-a", 12, "fp16")
-    assert (default.name, default.backend) == ("128 x 64", "cuda-a")
-    assert (other.name, other.backend) == ("128 x 80", "cuda-a-tile1")
 
 
 NSIGHT = """==PROF== Connected to process 1
