@@ -293,7 +293,7 @@ class BiasGradient {
     }
   }
   template <class Element>
-  void add_columns(int64_t key0, int64_t keys) const {
+  FLASHATTN_SHARED void add_columns(int64_t key0, int64_t keys) const {
     Element* to = element<Element>(0, key0);
     for (int64_t key = 0; key < keys; ++key) {
       double sum = 0;

@@ -170,6 +170,7 @@ struct WideVector {
   static constexpr bool kIsFast = false;
   static typename S::V load(const In* from) {
     alignas(64) Real lanes[S::kWidth];
+    FLASHATTN_UNROLL(16)
     for (int l = 0; l < S::kWidth; ++l) lanes[l] = widen(from[l]);
     return S::load(lanes);
   }
@@ -266,7 +267,7 @@ inline int64_t narrow_vectors(To*, const From*, int64_t) {
 }
 
 template <class Real, class In>
-inline void widen_row(Real* to, const In* from, int64_t n) {
+FLASHATTN_SHARED void widen_row(Real* to, const In* from, int64_t n) {
   for (int64_t i = widen_vectors(to, from, n); i < n; ++i) to[i] = widen(from[i]);
 }
 // to = narrow(scale * from); scales `from` in place on the way.

@@ -208,20 +208,10 @@ class Decode {
   void load_queries(const Sequence& queries, int64_t first_head, int64_t n, const PartialRows<Real>& to) {
     hk = first_head + n;
     Unit* const q = scratch.q + n * w.block_rows * w.units;
-    using Element = typename StagedElement<Op>::Type;
-    auto* const row = reinterpret_cast<Element*>(scratch.q_row);
     for_bands<W>(row_count, [&](auto band, int64_t first) {
       constexpr int R = decltype(band)::value;
       for (int64_t r = 0; r < R; ++r) {
-        const bool there = first + r < row_count;
-        if (there) {
-          const int64_t query = queries.start + query_of(first + r);
-          with_type_of_q<In>(p, [&](auto element) {
-            copy_row(row, row_of<const decltype(element)>(p.q, batch, head_of(first + r), query), p.head_dim);
-          });
-        }
-        const int64_t filled = there ? p.head_dim : 0;
-        std::fill(row + filled, row + w.units * Op::kPack, Element{});
+        stage_query(queries, first + r);
         BandProduct<Staged, Op, R>::place_row(q + first * w.units, r, scratch.q_row, w.units);
       }
     });
@@ -229,6 +219,18 @@ class Decode {
     std::fill(scratch.max + n * lanes, scratch.max + (n + 1) * lanes, -kInfinity);
     std::fill(scratch.sums + n * lanes, scratch.sums + (n + 1) * lanes, Real(0));
     std::fill(to.out, to.out + w.block_rows * w.columns_v, Real(0));
+  }
+  // Copies row r of the block to scratch.q_row, with zeros after it; zeros alone for a row of padding.
+  FLASHATTN_SHARED void stage_query(const Sequence& queries, int64_t r) const {
+    using Element = typename StagedElement<Op>::Type;
+    auto* const row = reinterpret_cast<Element*>(scratch.q_row);
+    const bool there = r < row_count;
+    if (there) {
+      with_type_of_q<In>(p, [&](auto element) {
+        copy_row(row, row_of<const decltype(element)>(p.q, batch, head_of(r), queries.start + query_of(r)), p.head_dim);
+      });
+    }
+    std::fill(row + (there ? p.head_dim : 0), row + w.units * Op::kPack, Element{});
   }
   void store_sums(int64_t n, const PartialRows<Real>& to) const {
     for_bands<W>(row_count, [&](auto band, int64_t first) {
@@ -373,6 +375,7 @@ class Decode {
       for (int64_t d = 0; d < w.columns_v; d += W) S::store(to + d, S::load(to + d) * factor);
     }
     V sum = S::load(lanes_sum) * rescale;
+    FLASHATTN_UNROLL(8)
     for (int64_t i = 0; i < kVectors; i += 2) {
       const V even = S::template exp2<Accuracy>(S::load(scores + i * W) - offset);
       const V odd = S::template exp2<Accuracy>(S::load(scores + (i + 1) * W) - offset);
@@ -438,7 +441,11 @@ class Decode {
       const Real scale = std::exp2(part.max[r] - offset);
       sum += part.sum[r] * scale;
       const Real* const from = part.out + r * w.columns_v;
-      for (int64_t d = 0; d < w.columns_v; ++d) out[d] = n == 0 ? from[d] * scale : out[d] + from[d] * scale;
+      if (n == 0) {
+        for (int64_t d = 0; d < w.columns_v; ++d) out[d] = from[d] * scale;
+      } else {
+        for (int64_t d = 0; d < w.columns_v; ++d) out[d] += from[d] * scale;
+      }
     }
     const bool empty = sum == 0;  // no visible key and no sink
     write_out<In>(p, batch, h, row, out, empty ? Real(0) : Real(descale_of_values<In>(p, batch, hk)) / sum);

@@ -203,7 +203,7 @@ class InvariantDecode {
 
   // Adds the values of the keys from number j of the tile on to the sums of head n. finite: but not those that are not
   // finite.
-  void add_values(const Tile& tile, int64_t j, int64_t n, bool finite, Ahead<Staged>* ahead) {
+  FLASHATTN_SHARED void add_values(const Tile& tile, int64_t j, int64_t n, bool finite, Ahead<Staged>* ahead) {
     const int64_t count = lesser(kDecodeKeys, tile.count - j), offset = n * p.v.head_stride;
     const Staged* pointers[kDecodeKeys];
     const Staged* const* const v = rows_of_head<kDecodeKeys>(tile.v + j, offset, count, p.head_dim_v, scratch.columns_v,
@@ -237,7 +237,7 @@ class InvariantDecode {
   // Adds the values of a tile once more, after a sum of head n has become inf or NaN: a value that is not finite makes
   // the sums of all rows so, because 0 * inf is NaN. The product leaves such values out; the rows that see them get
   // them afterwards.
-  void isolate(const Mask& mask, const KeyLocator& keys, const Tile& tile, int64_t n) {
+  FLASHATTN_SHARED void isolate(const Mask& mask, const KeyLocator& keys, const Tile& tile, int64_t n) {
     const int64_t first = n * head_rows * scratch.columns_v;
     std::copy(scratch.before + first, scratch.before + first + row_count * scratch.columns_v, scratch.out + first);
     for (int64_t j = 0; j < tile.count; j += kDecodeKeys) add_values(tile, j, n, true, nullptr);
@@ -251,7 +251,9 @@ class InvariantDecode {
     constexpr int C = W / R, kPairs = C > 1 ? C / 2 : 1;
     const auto place = [&](auto* to, const auto* from, int64_t stride, int64_t lanes, int64_t left, int64_t chunk) {
       for (int64_t l = 0; l < lanes; l += chunk) {
+        FLASHATTN_UNROLL(16)
         for (int64_t r = 0; r < R; ++r) {
+          FLASHATTN_UNROLL(8)
           for (int64_t i = 0; i < chunk; ++i) {
             to[l * R + r * chunk + i] = r < rows && l + i < left ? from[(row + r) * stride + l + i] : 0;
           }

@@ -102,15 +102,15 @@ class IsolatedRows {
   void add(Real* to, int64_t to_stride, Seen seen, Weight weight) const {
     for (int64_t i = 0; i < count_; ++i) {
       const int64_t n = numbers_[i];
-      seen(n, [&](int64_t r) {
-        for (int64_t d = 0; d < columns_; ++d) {
-          to[r * to_stride + d] += weight(r, n) * static_cast<Real>(widen(from_[n * stride_ + d]));
-        }
-      });
+      seen(n, [&](int64_t r) { add_row(to + r * to_stride, weight(r, n), from_ + n * stride_); });
     }
   }
 
  private:
+  FLASHATTN_SHARED void add_row(Real* to, Real weight, const In* row) const {
+    for (int64_t d = 0; d < columns_; ++d) to[d] += weight * static_cast<Real>(widen(row[d]));
+  }
+
   int64_t units_;
   Unit* finite_;  // [rows][units]
   int32_t* numbers_;

@@ -72,11 +72,13 @@ struct GenericSimd {
   static V where_less(V a, V b, V x, V otherwise) { return a < b ? x : otherwise; }
   // Keeps lane l where bit l is set, zero elsewhere.
   static V keep(V x, uint32_t bits) {
+    FLASHATTN_UNROLL(16)
     for (int l = 0; l < kWidth; ++l) x[l] = (bits >> l) & 1 ? x[l] : T(0);
     return x;
   }
   template <class Accuracy>
   static V exp2(V x) {
+    FLASHATTN_UNROLL(16)
     for (int l = 0; l < kWidth; ++l) x[l] = std::exp2(x[l]);
     return x;
   }
@@ -175,6 +177,7 @@ struct Simd<float> : GenericSimd<float> {
     const V shifted = x + magic;
     const V f = x - (shifted - magic);
     V p = set1(Accuracy::kCoefficients[Accuracy::kDegree]);
+    FLASHATTN_UNROLL(8)
     for (int k = Accuracy::kDegree - 1; k >= 0; --k) p = fma(p, f, set1(Accuracy::kCoefficients[k]));
     const I exponent = (reinterpret_cast<I>(shifted) - reinterpret_cast<I>(magic)) << 23;
     return reinterpret_cast<V>(reinterpret_cast<I>(p) + exponent);
