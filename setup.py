@@ -83,14 +83,17 @@ def import_torch():
     return torch
 
 
+def is_clang() -> bool:
+    return "clang" in subprocess.getoutput(f"{COMPILER} --version")
+
+
 def openmp_library(torch) -> list[str]:
     """Link arguments for torch's own OpenMP runtime, which its wheels may bundle under a mangled file name.
 
     A second runtime in the process would have a second thread pool. Code compiled by Clang needs libomp nevertheless.
     """
-    is_clang = "clang" in subprocess.getoutput(f"{COMPILER} --version")
     bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
-    return [str(bundled[0])] if bundled and not is_clang else ["-fopenmp"]
+    return [str(bundled[0])] if bundled and not is_clang() else ["-fopenmp"]
 
 
 def check_compiler() -> None:
@@ -235,7 +238,12 @@ def extension(torch, with_cuda: bool):
     present = {"CUDA": with_cuda, "SM90": has_sm90}
     defines = [f"-DFLASHATTN_EXT_{name}" for name, is_there in present.items() if is_there]
     flags = {
-        "cxx": [*sources.CXX_FLAGS, *defines, debug_information()],
+        "cxx": [
+            *(sources.CLANG_FLAGS if is_clang() else sources.GCC_FLAGS),
+            *sources.CXX_FLAGS,
+            *defines,
+            debug_information(),
+        ],
         "nvcc": [*sources.NVCC_FLAGS, *defines, f"-I{ROOT / 'csrc'}"],
     }
     cuda = []
