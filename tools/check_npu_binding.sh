@@ -72,7 +72,7 @@ for pid in "${pids[@]}"; do wait "$pid"; done
 
 IFS=';' read -ra paths <<<"$libraries"
 torch=("${paths[@]/#/-L}" -ltorch_cpu -lc10)
-emulator=(build/emulator/ascend_c/inst/*.o build/emulator/ascend_c/emulator/{machine,scheduler}.o)
+emulator=(build/emulator/kernels/*.o build/emulator/ascend_c/emulator/{machine,scheduler}.o)
 "$compiler" -shared -o "$wheel/device.so" "$wheel/device.o" "${emulator[@]}" "${torch[@]}"
 binding=("$wheel"/{binding,backend,launch,dispatch}.o)
 "$compiler" -shared -o "$wheel/_ascend_npu.so" "${binding[@]}"
