@@ -4,9 +4,11 @@ Needs only the Python standard library.
 The kernels come from csrc/cuda/table/kernel_table.h: a source instantiates the rows of one architecture, stage, element type, class
 of head dims and group of options, so that sources compile in parallel. The build of the package has both 16-bit types in one source.
 
-    python3 csrc/sources.py write FOLDER            writes the sources of the kernels to FOLDER and prints every CUDA source
+    python3 csrc/sources.py write FOLDER            writes the sources of the kernels to FOLDER and prints every CUDA source;
+                                                    write-checked: those that tools/check_cuda_sources.sh compiles, write-once:
+                                                    the same kernels in fewer sources
     python3 csrc/sources.py nvcc NVCC... ARGUMENTS  runs nvcc for the architectures that the source of the call is for; nvcc-once:
-                                                    for the first of them, and compiles the same host code once
+                                                    for the first of them, without object files, and the same host code once
     python3 csrc/sources.py spills LOG...           fails if a kernel in logs of `nvcc -Xptxas -v` spills more than its row allows
     python3 csrc/sources.py page                    prints docs/cuda_kernels.md
 """
@@ -291,14 +293,48 @@ def paired(instances: dict[str, str]) -> dict[str, str]:
     return pairs
 
 
-def cuda_sources(folder: Path, *, sm90: bool, only: Container[str] | None = None, pairs: bool = False) -> list[Path]:
+def is_checked(name: str) -> bool:
+    """Whether tools/check_cuda_sources.sh compiles a source: fp16, which differs from bf16 in few lines, only for plain calls and dropout
+    of head_dim 64 and 128.
+    """
+    return "_fp16_" not in name or re.fullmatch(r"sm[89]0_[a-z]+_fp16_(64|128)", name) is not None
+
+
+def joined(instances: dict[str, str], most: int = 6) -> dict[str, str]:
+    """Sources of one header as one, named a+b+..., so that they share the compilers' work on headers and common functions.
+
+    They have the same architecture, and the same limit for kernels without a row; their host code is compiled for all or for none.
+    """
+    rows = rows_of_sources(sm90=True)
+    groups: dict[tuple[object, ...], list[str]] = {}
+    for name in (name.removesuffix(".cu") for name in instances):
+        row = rows[name][0][0]
+        limit = most_spilled(row.spill for row, _ in rows[name])
+        groups.setdefault((row.architecture, row.stage, limit, name in sources_with_host_code()), []).append(name)
+    texts = {}
+    for names in groups.values():
+        for part in (names[first : first + most] for first in range(0, len(names), most)):
+            others = (re.findall(r"^template .*\n", instances[f"{name}.cu"], re.M) for name in part[1:])
+            texts[f"{'+'.join(part)}.cu"] = instances[f"{part[0]}.cu"] + "".join(
+                line for lines in others for line in lines
+            )
+    return texts
+
+
+def cuda_sources(
+    folder: Path, *, sm90: bool, only: Container[str] | None = None, pairs: bool = False, checked: str = ""
+) -> list[Path]:
     """Every CUDA source. Compile them with this file's folder on the include path.
 
     Writes the instances to `folder`. A file with unchanged text keeps its modification time and is not compiled again.
     `only` names the instances (sm90_forward_bf16_128) of a private build for measurements: all others become functions that throw.
-    `pairs`: with both 16-bit types in one source.
+    `pairs`: with both 16-bit types in one source. `checked`: those of tools/check_cuda_sources.sh, "apart" or "joined".
     """
     instances = cuda_instances(sm90=sm90)
+    if checked:
+        instances = {name: text for name, text in instances.items() if is_checked(name.removesuffix(".cu"))}
+    if checked == "joined":
+        instances = joined(instances)
     if pairs:
         instances = paired(instances)
     if only is not None:
@@ -334,29 +370,33 @@ def targets_of(source: Path, targets: Sequence[str]) -> list[str]:
     Kernels for Hopper alone are compiled for 9.0a. Kernels for all other GPUs are not, if there is another target from which
     `use_backend("cuda-sm80")` can run them on Hopper. A call with no target left is compiled for all of them.
     """
-    gpus = {row.gpus for row, _ in rows_of_sources(sm90=True).get(source.stem.replace("_16bit_", "_bf16_"), ())}
+    gpus = {row.gpus for row, _ in rows_of_sources(sm90=True).get(first_name(source).replace("_16bit_", "_bf16_"), ())}
     if source.parent.name == "sm90" or gpus == {"kHopper"}:
         return [target for target in targets if "90a" in target] or [*targets]
     others = [target for target in targets if "90a" not in target]
     return others if gpus == {"kOtherGpus"} and any(map(runs_on_hopper, others)) else [*targets]
 
 
+def first_name(source: Path) -> str:
+    """Of the sources that `joined` has made one."""
+    return source.stem.split("+")[0]
+
+
 def nvcc_command(arguments: Sequence[str], *, once: bool = False) -> list[str]:
     """A command of nvcc without the -gencode arguments (one word each) that its source is not for.
 
-    `once`: for one target only, and without the host compiler if another source of the table has the same host code.
+    `once`: for one target only. The host compiler checks host code and makes no object of it; if another source of the table has
+    the same host code, it is not called.
     """
     sources = [Path(argument) for argument in arguments if argument.endswith(".cu")]
     targets = [argument for argument in arguments if argument.startswith("-gencode=")]
     kept = (targets_of(sources[0], targets) if len(sources) == 1 else targets)[: 1 if once else None]
     command = [argument for argument in arguments if argument not in targets or argument in kept]
-    if (
-        once
-        and len(sources) == 1
-        and sources[0].stem in rows_of_sources(sm90=True)
-        and sources[0].stem not in sources_with_host_code()
-    ):
-        command[command.index("-c")] = "-cubin"
+    if once and len(sources) == 1:
+        name = first_name(sources[0])
+        repeats = name in rows_of_sources(sm90=True) and name not in sources_with_host_code()
+        place = command.index("-c")
+        command[place : place + 1] = ["-cubin"] if repeats else ["-c", "-Xcompiler=-fsyntax-only"]
     return command
 
 
@@ -369,7 +409,7 @@ def sources_with_host_code() -> frozenset[str]:
     """
     groups: dict[tuple[object, ...], str] = {}
     for name, ((row, dtype), *_) in rows_of_sources(sm90=True).items():
-        if dtype != "fp16":  # check_cuda_sources.sh leaves most of them out
+        if dtype != "fp16":  # is_checked leaves most of them out
             suffix = SUFFIXES.get(row.options, "")
             groups.setdefault((row.architecture, row.stage, suffix, dtype == "fp32", row.head_dim > 256), name)
     return frozenset(groups.values())
@@ -378,13 +418,19 @@ def sources_with_host_code() -> frozenset[str]:
 # Registers
 
 
+def most_spilled(limits: Iterable[int | None]) -> int | None:
+    """The largest limit; None is any number of bytes."""
+    known = [*limits]
+    return None if None in known else max((limit for limit in known if limit is not None), default=0)
+
+
 def spilling(log: str, rows: Iterable[tuple[Row, str]]) -> list[str]:
     """The kernels of a source, by its `ptxas -v` log, that spill more than their rows allow.
 
     Kernels that have no row of their own, such as the one that rounds dq, may spill as much as any row of the source.
     """
     limits = [(row.mangled(dtype), row.spill) for row, dtype in rows]
-    most = None if any(limit is None for _, limit in limits) else max((limit for _, limit in limits), default=0)
+    most = most_spilled(limit for _, limit in limits)
     problems = []
     for kernel, text in re.findall(r"Compiling entry function '(\w+)'(.*?)(?=Compiling entry function|\Z)", log, re.S):
         spills = max((int(found) for found in re.findall(r"(\d+) bytes spill stores", text)), default=0)
@@ -396,7 +442,13 @@ def spilling(log: str, rows: Iterable[tuple[Row, str]]) -> list[str]:
 
 def check_spills(logs: Iterable[Path]) -> list[str]:
     rows = rows_of_sources(sm90=True)
-    return [problem for log in logs for problem in spilling(log.read_text(), rows.get(log.name.split(".")[0], ()))]
+    return [
+        problem
+        for log in logs
+        for problem in spilling(
+            log.read_text(), [row for name in log.name.split(".")[0].split("+") for row in rows.get(name, ())]
+        )
+    ]
 
 
 # Documentation
@@ -517,8 +569,9 @@ def _grid(rows: Sequence[Row]) -> str:
 
 
 def main(command: str, *arguments: str) -> int:
-    if command == "write":
-        print(*cuda_sources(Path(arguments[0]), sm90=True), sep="\n")
+    if command in ("write", "write-checked", "write-once"):
+        checked = {"write-checked": "apart", "write-once": "joined"}.get(command, "")
+        print(*cuda_sources(Path(arguments[0]), sm90=True, checked=checked), sep="\n")
     elif command in ("nvcc", "nvcc-once"):
         words = nvcc_command(arguments, once=command == "nvcc-once")
         os.execvp(words[0], words)

@@ -267,6 +267,33 @@ def test_a_build_has_both_16_bit_types_in_one_source(tmp_path: Path) -> None:
         assert wanted == {tuple(sources.targets_of(Path(f"{name}.cu"), targets))}
 
 
+def test_a_check_joins_the_sources_that_it_compiles(tmp_path: Path) -> None:
+    """The same kernels, for the same GPUs, with the same host code and limits of registers."""
+    apart = sources.cuda_sources(tmp_path / "apart", sm90=True, checked="apart")
+    joined = sources.cuda_sources(tmp_path / "joined", sm90=True, checked="joined")
+    names = [path.stem for path in joined if path.parent == tmp_path / "joined"]
+    assert sorted("+".join(names).split("+")) == sorted(
+        path.stem for path in apart if path.parent == tmp_path / "apart"
+    )
+    assert 2 * len(joined) < len(apart) and {path for path in joined if path.stem not in names} < {*apart}
+    templates = [
+        sorted(line for path in found for line in re.findall(r"^template .*", path.read_text(), re.M))
+        for found in (apart, joined)
+    ]
+    assert templates[0] == templates[1]
+    all_rows, instances = sources.rows_of_sources(sm90=True), sources.cuda_instances(sm90=True)
+    for name in names:
+        commands = [
+            sources.nvcc_command(["nvcc", *DEFAULT, "-c", f"somewhere/{one}.cu"], once=True)[:-1]
+            for one in (name, *name.split("+"))
+        ]
+        assert all(command == commands[0] for command in commands)
+        headers = {re.search(r"^#include .*", instances[f"{one}.cu"], re.M)[0] for one in name.split("+")}
+        assert re.findall(r"^#include .*", (tmp_path / "joined" / f"{name}.cu").read_text(), re.M) == [*headers]
+        limits = {sources.most_spilled(row.spill for row, _ in all_rows[one]) for one in name.split("+")}
+        assert len(limits) == 1
+
+
 def test_a_measurement_compiles_what_it_calls(tmp_path: Path) -> None:
     """Functions of the other instances exist, so that the library loads, but they throw."""
     only = sources.plain_sources("sm90", "bf16", 128)
@@ -329,9 +356,9 @@ def test_host_code_is_compiled_once() -> None:
     assert {row.options for name in with_host_code for row, _ in names[name]} == {row.options for row in ROWS}
     for name in [*names, "combine"]:
         command = sources.nvcc_command(["nvcc", *DEFAULT, "-c", f"somewhere/{name}.cu"], once=True)
-        assert ("-c" in command, "-cubin" in command) == (
-            (True, False) if name in {*with_host_code, "combine"} else (False, True)
-        )
+        compiled_by_host = name in {*with_host_code, "combine"}
+        assert ("-c" in command, "-Xcompiler=-fsyntax-only" in command) == (compiled_by_host, compiled_by_host)
+        assert ("-cubin" in command) != compiled_by_host
 
 
 def test_the_dispatch_of_hopper_is_compiled_for_hopper() -> None:
@@ -363,11 +390,16 @@ def test_kernels_spill_what_their_rows_allow(tmp_path: Path, kernel: str, allowe
     assert sources.check_spills([log]) == []
     log.write_text(spill_log(kernel, allowed + 1) + spill_log("_ZN13flashattn_ext1aEv", 0))
     assert sources.check_spills([log]) == [f"spills {allowed + 1} bytes, {allowed} allowed: {kernel}"]
+    both = log.rename(tmp_path / "sm90_forward_bf16_64+sm90_forward_bf16_128.joined.log")
+    assert sources.check_spills([both]) == [f"spills {allowed + 1} bytes, {allowed} allowed: {kernel}"]
 
 
 def test_rows_name_their_kernels() -> None:
-    """The limit of another row is not taken for one's own: names of a source's kernels match one row each."""
+    """The limit of another row is not taken for one's own: names of a source's kernels match one row each, in joined sources too."""
+    of_stages: dict[tuple[str, str], list[tuple[sources.Row, str]]] = {}
     for rows in sources.rows_of_sources(sm90=True).values():
+        of_stages.setdefault((rows[0][0].architecture, rows[0][0].stage), []).extend(rows)
+    for rows in of_stages.values():
         for row, dtype in rows:
             arguments = {"fp16": "6__half", "bf16": "13__nv_bfloat16", "fp32": "f", "fp8": "NS_6Float8E"}[dtype]
             if row.options:
