@@ -10,6 +10,7 @@ sees them (poison.py).
 from __future__ import annotations
 
 import collections
+import gc
 import importlib.util
 import os
 import sys
@@ -66,6 +67,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             return (first.index(True) if any(first) else len(first), -tests_of[item.path], name)
 
         items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """Python's garbage collector walked through the 14000 collected tests again and again, in a fourteenth of the processor time of all
+    tests. None of them becomes garbage.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
