@@ -50,6 +50,10 @@ REBUILD := setup.py build_ext --inplace
 train test test-quick: export OMP_WAIT_POLICY ?= passive
 # tests/poison.py poisons torch's allocations; this makes the C library poison the others (std::vector, the emulator's memory).
 test test-quick: export MALLOC_PERTURB_ ?= 129
+# Workspaces stay in the heap when they are freed: a tenth of the processor time was the kernel's, which gave them pages again and
+# again. The first is the largest value that the C library would choose itself.
+test test-quick: export MALLOC_MMAP_THRESHOLD_ ?= 33554432
+test test-quick: export MALLOC_TRIM_THRESHOLD_ ?= 536870912
 # Parallel test processes, which take one file at a time. Each loads its own torch: more than a few exhaust the memory. A process
 # that crashes ends the run, because pytest-xdist may wait forever for the tests of a crashed one.
 WORKERS ?= 2
