@@ -75,8 +75,8 @@ def test_gradients(device: str, dtype: torch.dtype, Sq: int, Hq: int, Hk: int, D
 def test_a_batch_does_not_change_the_bits_of_gradients(
     device: str, dtype: torch.dtype, Sq: int, Hq: int, Hk: int, D: int
 ) -> None:
-    """More parts of keys than a GPU computes at a time."""
-    B, Sk = 40, 1100
+    """On a GPU more parts of keys than it computes at a time."""
+    B, Sk = 4 if device == "cpu" else 40, 1100
     q = torch.randn(B, Sq, Hq, D, device=device).to(dtype)
     k, v = (torch.randn(B, Sk, Hk, D, device=device).to(dtype) for _ in range(2))
 
@@ -87,7 +87,7 @@ def test_a_batch_does_not_change_the_bits_of_gradients(
 
     for options in ({}, {"window_size": (300, 0)}):
         every = gradients(slice(0, B), **options)
-        for b in (0, 7, B - 1):
+        for b in (0, B // 5 + 1, B - 1):
             for got, whole in zip(gradients(slice(b, b + 1), **options), every, strict=True):
                 assert_same_bits(got, whole[b : b + 1])
 
