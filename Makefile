@@ -38,9 +38,8 @@ EMULATOR_GROUPS := $(sort $(foreach words,$(subst _,:,$(basename $(notdir $(EMUL
   $(firstword $(subst :, ,$(words)))_$(lastword $(subst :, ,$(words)))))
 EMULATOR_OBJECTS := $(EMULATOR_SOURCES:%.cpp=build/emulator/%.o) $(EMULATOR_GROUPS:%=build/emulator/kernels/%.o)
 EMULATOR_HEADERS := $(shell find ascend_c csrc -name "*.h")
-# With -O2 the kernels take half as long again to compile, and the tests hardly less.
-EMULATOR_OPTIMISE ?= -O1 -ftree-vectorize
-EMULATOR_FLAGS = -std=c++17 $(EMULATOR_OPTIMISE) -ffp-contract=off -fPIC -fvisibility=hidden -Wall -Wextra -Iascend_c/emulator/include
+EMULATOR_OPTIMISE ?= -O2 -ftree-vectorize
+EMULATOR_FLAGS := -std=c++17 $(EMULATOR_OPTIMISE) -ffp-contract=off -fPIC -fvisibility=hidden -Wall -Wextra -Iascend_c/emulator/include
 
 INSTALL := -m pip install --no-build-isolation -e ".[cli,docs,hf,test]"
 REBUILD := setup.py build_ext --inplace
@@ -121,8 +120,6 @@ emulator-objects: $(EMULATOR_OBJECTS)
 build/emulator/%.o: %.cpp $(EMULATOR_HEADERS)
 	mkdir -p $(@D)
 	$(CXX) $(EMULATOR_FLAGS) -c $< -o $@
-
-build/emulator/ascend_c/emulator/%.o: EMULATOR_OPTIMISE = -O2
 
 # forward_bf16, say: forward_bf16.cpp, forward_mask_bf16.cpp, ...
 build/emulator/kernels/%.o: $(EMULATOR_KERNELS) $(EMULATOR_HEADERS)
