@@ -33,9 +33,9 @@ __device__ __forceinline__ void hand_over(int group) {
 }
 
 // The adder warp; its first lane issues the additions. The warpgroups hand over their parts half a step apart
-// (ping-pong), or a third warpgroup hands over both in turn (backward_apart.cuh). In a deterministic call the warp waits
-// for the order before a step, and after it for the end of the additions: once for both parts, because each wait takes more
-// than a third of a step.
+// (ping-pong), or a third warpgroup hands over both in turn (backward_apart.cuh). In a deterministic call the warp
+// waits for the order before a step, and after it for the end of the additions: once for both parts, because each wait
+// takes more than a third of a step.
 template <class Kernel>
 struct DqAdder {
   using Layout = typename Kernel::Layout;
