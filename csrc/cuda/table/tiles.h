@@ -57,7 +57,7 @@ struct BackwardTile {
   int queries;          // of a step of the walk
   int stages;           // of queries and their output gradients
   int key_stages;       // of keys and values: two stages prefetch the next tile
-  BackwardOrder order;  // kPingPong where a row names none; backward_wide.cuh asks for kPairs only
+  BackwardOrder order;  // kPingPong where a row names none; backward_wide.cuh only tests for kPairs
   // One warpgroup each for dv, dk and dq (backward_wide.cuh).
   constexpr bool is_wide() const { return keys == 64 || order == BackwardOrder::kPairs; }
   constexpr bool exists() const { return keys > 0; }
