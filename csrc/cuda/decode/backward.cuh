@@ -13,6 +13,7 @@
 
 #include "../../mask.h"
 #include "../common/backward_workspace.h"
+#include "../common/lane.cuh"
 #include "../common/launch.cuh"
 #include "../common/maybe_array.cuh"
 #include "../common/operand_tile.cuh"
@@ -75,8 +76,6 @@ struct FewRowsBackward {
 
   static __device__ __forceinline__ int warp() { return static_cast<int>(threadIdx.x) / 32; }
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % 32; }
-  static __device__ __forceinline__ int g() { return lane() / 4; }
-  static __device__ __forceinline__ int t() { return lane() % 4; }
   // The row tile and the first column of the dq accumulators of this warp.
   static __device__ __forceinline__ int row_tile() { return kExchanges ? warp() / kColumnWarps : 0; }
   static __device__ __forceinline__ int first_column() { return warp() % kColumnWarps * kSumTiles * 8; }

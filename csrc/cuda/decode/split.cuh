@@ -7,6 +7,7 @@
 #include "../common/distance_bias.cuh"
 #include "../common/general_score.cuh"
 #include "../common/intervals.cuh"
+#include "../common/lane.cuh"
 #include "../common/launch.cuh"
 #include "../common/operand_tile.cuh"
 #include "../common/scores.cuh"
@@ -33,6 +34,7 @@ struct Split {
   using T = typename Format::T;
   using Core = TensorCore<T>;
   static constexpr int kColumnWarps = kTile.column_warps, kTeamWarps = kTile.row_warps * kColumnWarps;
+  static constexpr int kTeamBarriers = 1;  // named barriers, one for each team, from this number on; 0: __syncthreads
   static constexpr int kKeys = kTile.keys, kStages = kTile.stages;
   static constexpr bool kHasRegisters = sizeof(T) == 2 && kRowTiles == 1 && kHeadDim <= 128;  // registers to spare
   static constexpr int kPack = Format::kPack, kRowElements = kHeads * kHeadDim / kPack;       // of a row of keys
@@ -131,15 +133,13 @@ struct Split {
   __device__ __forceinline__ const SequenceWork& work() const { return works()[now]; }
   __device__ __forceinline__ T* q_tile() const { return q_tiles + (kAhead ? now * kQueryElements : 0); }
   __device__ __forceinline__ int lane() const { return thread % 32u; }
-  __device__ __forceinline__ int g() const { return lane() / 4; }
-  __device__ __forceinline__ int t() const { return lane() % 4; }
   __device__ __forceinline__ int team() const { return thread / 32u / kTeamWarps; }
   __device__ __forceinline__ int member() const { return thread / 32u % kTeamWarps; }
   __device__ __forceinline__ void team_sync() const {
     if constexpr (kTeamWarps == 1) {
       __syncwarp();
     } else {
-      ptx::named_barrier_sync(1 + team(), kTeamWarps * 32);
+      ptx::named_barrier_sync(kTeamBarriers + team(), kTeamWarps * 32);
     }
   }
   __device__ __forceinline__ T* stage(int i) const { return rings + team() * kTeamElements + i * kStageElements; }
