@@ -346,7 +346,7 @@ def test_blocks_of_whole_heads(head_dim: int) -> None:
     torch.testing.assert_close(dq(8), many[:8], atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 144, 256, 512])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 144, 256, 512])
 @pytest.mark.parametrize("hint", [1, 130, 300])
 def test_deterministic_gradients_of_sequences_longer_than_the_hint(head_dim: int, hint: int) -> None:
     """Key tiles add to dq in a fixed order, and the host's grid has no thread block for some of them."""

@@ -147,11 +147,11 @@ struct DqAdder {
     ptx::fence_async_global();
   }
   // Whether the order has already come to the step after `now`: the counter is read while the additions of `now` are
-  // under way, and a wait for it would come after them. Only with a Mask and short steps: with 128 queries a step the
-  // warp has time for that wait. The values of the counter are known one step ahead where dq of a step is computed in
-  // the next one.
+  // under way, and a wait for it would come after them. Only with short steps: with 128 queries a step the warp has
+  // time for that wait. With a Mask the values of the counter are known one step ahead where dq of a step is computed
+  // in the next one.
   __device__ __forceinline__ bool may_add_next(const BackwardWork& work, const Walk& now) const {
-    constexpr bool kAsks = Visibility::kHasIntervals && Kernel::kLateDq && kQueries <= 64;
+    constexpr bool kAsks = kQueries <= 64 && (!Visibility::kHasIntervals || Kernel::kLateDq);
     if (!kAsks || now.left <= 1) return false;
     Walk next = now;
     next.advance();
