@@ -340,8 +340,9 @@ def cuda_sources(
     if only is not None:
         left_out = [rows for name, rows in rows_of_sources(sm90=sm90).items() if name not in only]
         instances = {name: text for name, text in instances.items() if name.removesuffix(".cu") in only}
+        refusal = 'throw std::runtime_error("not in this private build");'
         instances["left_out.cu"] = LEFT_OUT.format("sm90" if sm90 else "sm80") + "".join(
-            f'template <> {function} {{ throw std::runtime_error("not in this private build"); }}\n'
+            f"template <> {function} {{ {'return false;' if function.startswith('bool ') else refusal} }}\n"
             for rows in left_out
             for row, dtype in rows
             for function in row.functions(dtype)

@@ -309,6 +309,7 @@ MANY_SEQUENCES = {
     "more queries": dict(Sq=900, Sk=100),
     "rows that see no key": dict(Sq=300, Sk=200, causal=True),
     "three keys": dict(Sq=200, Sk=3),
+    "no query heads": dict(Sq=130, Sk=200, Hq=0),
     "bounded on the right": dict(Sq=260, Sk=260, window_size=(-1, 100), sink_dtype=torch.float32),
     "bounded on the left": dict(Sq=260, Sk=260, window_size=(100, 0)),
     "groups": dict(Sq=200, Sk=200, Hq=16, causal=True, views=("packed", "transposed", "offset")),

@@ -30,8 +30,8 @@ struct TileOrder {
 // takes more.
 struct TileGrid : TileOrder {
   int tiles;  // of the whole call
-  // How many tiles thread blocks have taken beyond the first of each; in global memory. nullptr, for `next` only: every
-  // thread block has the same number of tiles, or one less.
+  // How many tiles thread blocks have taken beyond the first of each; in global memory. nullptr, for `next` only and
+  // for kernels that take tiles in turn: every thread block has the same number of tiles, or one less.
   int* taken;
 
   // The next tile for one of `takers`, thread blocks or pairs of them; `tiles` or more when there is none left.

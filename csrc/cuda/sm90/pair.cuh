@@ -1,6 +1,7 @@
-// Exchanges between the two thread blocks of a cluster, for head dims above 256: tile numbers and, in the backward,
+// Exchanges between the two thread blocks of a cluster: tile numbers and, in the backward of head dims above 256,
 // partial scores. There each block has one half of the columns of q, k, v and dout, and scores are sums over these
-// columns: a warpgroup adds the partial sums of the same warpgroup of the other block.
+// columns: a warpgroup adds the partial sums of the same warpgroup of the other block. In the backward of head dims
+// from 193 to 256 the blocks exchange dS^T instead (backward_wide.cuh).
 #pragma once
 
 #include "../ptx/cluster.cuh"
