@@ -151,8 +151,8 @@ struct DqAdder {
   // time for that wait. With a Mask the values of the counter are known one step ahead where dq of a step is computed
   // in the next one.
   __device__ __forceinline__ bool may_add_next(const BackwardWork& work, const Walk& now) const {
-    constexpr bool kAsks = kQueries <= 64 && (!Visibility::kHasIntervals || Kernel::kLateDq);
-    if (!kAsks || now.left <= 1) return false;
+    constexpr bool kReadsAhead = kQueries <= 64 && (!Visibility::kHasIntervals || Kernel::kLateDq);
+    if (!kReadsAhead || now.left <= 1) return false;
     Walk next = now;
     next.advance();
     return order(work, next, 1).earlier_keys_have_added();
