@@ -26,7 +26,7 @@ from typing import NamedTuple
 CSRC = Path(__file__).resolve().parent
 TABLE = CSRC / "cuda" / "table" / "kernel_table.h"
 
-# The optimisation of the CPU kernels. With GCC -O3 compiles for a third longer, and the kernels are no faster: a loop that has
+# The optimisation of the CPU kernels. With GCC -O3 compiles for a fifth longer, and the kernels are no faster: a loop that has
 # to be unrolled says so. Loops over a number of elements that is not known still become vectors, also before GCC 12, where -O2
 # alone makes none, and an aligned loop takes the same time wherever the linker puts it.
 GCC_FLAGS = [
